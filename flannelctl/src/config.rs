@@ -26,12 +26,11 @@ pub(crate) async fn config(
     verb: &ConfigVerb,
 ) -> Result<Output> {
     match verb {
-        ConfigVerb::Check { file: Some(file) } => {
-            let text = read(file)?;
-            Ok(describe(&check(&text, backends)?, &text, "", terminal))
-        }
-        ConfigVerb::Check { file: None } => {
-            let text = global.open_registry().await?.config().await?;
+        ConfigVerb::Check { file } => {
+            let text = match file {
+                Some(file) => read(file)?,
+                None => global.open_registry().await?.config().await?,
+            };
             Ok(describe(&check(&text, backends)?, &text, "", terminal))
         }
         ConfigVerb::Set { file } => {

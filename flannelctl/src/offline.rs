@@ -160,7 +160,10 @@ async fn findings(global: &Global, backends: &Backends) -> Vec<Finding> {
     let Some(config) = saved.config.and_then(|text| Config::parse(&text.text).ok()) else {
         return Vec::new();
     };
-    let Some(uplink) = uplink(&config, &[]) else { return Vec::new() };
+    let kernel = NetlinkKernel::open().ok();
+    let Some(uplink) = kernel.and_then(|kernel| uplink(&kernel, &config, &[]).ok()) else {
+        return Vec::new();
+    };
     let own = own_subnets(global);
     let lease = own.and_then(|own| saved.leases.get(&own).cloned());
     let public = lease.map(|lease| lease.attrs.public).unwrap_or_default();
@@ -170,11 +173,21 @@ async fn findings(global: &Global, backends: &Backends) -> Vec<Finding> {
 }
 
 /// The interface that the daemon would choose, with these `--iface`.
-pub(crate) fn uplink(config: &Config, iface: &[String]) -> Option<LinkName> {
+///
+/// # Errors
+/// No interface fits.
+pub(crate) fn uplink(
+    kernel: &NetlinkKernel,
+    config: &Config,
+    iface: &[String],
+) -> Result<LinkName> {
     let iface = iface.iter().filter(|name| !name.is_empty()).cloned().collect();
     let selectors = Selectors { iface, ..Selectors::default() };
-    let kernel = NetlinkKernel::open().ok()?;
-    kernel.external_interface(&selectors, config.networks.families()).ok().map(|chosen| chosen.name)
+    let chosen = kernel.external_interface(&selectors, config.networks.families());
+    let chosen = chosen.map_err(|error| {
+        Error::Refused(format!("{error} (--iface names the interface that the daemon used)"))
+    })?;
+    Ok(chosen.name)
 }
 
 /// Every lease but the one that was this node's, as the store says or the last daemon knew.

@@ -8,11 +8,11 @@ use flannel_api::request;
 use flannel_doctor::why::{RouteInputs, diagnose, lookup};
 use serde_json::json;
 
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::offline::Known;
 use crate::options::Global;
 use crate::terminal::{Style, Terminal};
-use crate::{Output, offline};
+use crate::{Output, offline, status};
 
 /// Why packets for an address go where they go.
 pub(crate) async fn why(
@@ -23,9 +23,7 @@ pub(crate) async fn why(
 ) -> Result<Output> {
     let (value, answer) = match client.ask("GET", &request::why(address)) {
         Ok(value) => {
-            let wrong =
-                |error| Error::Refused(format!("the daemon's answer is not understood: {error}"));
-            let answer: WhyReport = serde_json::from_value(value.clone()).map_err(wrong)?;
+            let answer = status::answer(&value)?;
             (value, answer)
         }
         Err(flannel_api::Error::NoDaemon { .. }) => {

@@ -18,6 +18,7 @@ use flannel_doctor::mtu::Fault;
 use flannel_doctor::peers::Target;
 use flannel_doctor::{Examination, Network};
 use flannel_firewall::LegacyMemory;
+use flannel_netlink::NetlinkKernel;
 use flannel_options::RegistryUrl;
 use flannel_subnet::SubnetEnv;
 use serde_json::Value;
@@ -35,7 +36,7 @@ pub(super) async fn with_daemon(
     value: &Value,
     examination: &mut Examination,
 ) -> Result<Network> {
-    let report = settled(client, status::report(value)?).await?;
+    let report = settled(client, status::answer(value)?).await?;
     let (store, other): (Vec<_>, Vec<_>) =
         report.problems.iter().partition(|p| p.text.starts_with("the store "));
     let finding = |check: &'static str| {
@@ -105,7 +106,7 @@ async fn settled(client: &Client, mut report: StatusReport) -> Result<StatusRepo
     let start = Instant::now();
     while at_it(&report) && start.elapsed() < MOMENT {
         tokio::time::sleep(MOMENT / 20).await;
-        report = status::report(&client.ask("GET", request::STATUS)?)?;
+        report = status::answer(&client.ask("GET", request::STATUS)?)?;
     }
     Ok(report)
 }
@@ -201,7 +202,8 @@ async fn of_config(
     examination: &mut Examination,
 ) -> Network {
     let own = offline::own_subnets(global);
-    let uplink = offline::uplink(&config, iface);
+    let kernel = NetlinkKernel::open().ok();
+    let uplink = kernel.and_then(|kernel| offline::uplink(&kernel, &config, iface).ok());
     let is_own = |lease: &Lease| Some(lease.subnets) == own;
     let public = leases
         .iter()
