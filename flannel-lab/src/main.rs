@@ -76,7 +76,7 @@ fn lab(options: &Options, signals: &Signals) -> Result<bool> {
     say(options, &format!("making {} hosts and a switch", options.hosts));
     let mut lab = Lab::builder()
         .hosts(options.hosts)
-        .backend(options.backend.to_string())
+        .backend(options.backend.clone())
         .families(options.family.families().iter().copied())
         .interrupter(signals.interrupter.clone())
         .start()?;
@@ -193,6 +193,11 @@ impl Signals {
 }
 
 impl Options {
+    /// The type of the backend.
+    fn backend_type(&self) -> String {
+        self.backend["Type"].as_str().unwrap_or_default().to_owned()
+    }
+
     /// How long to wait until everything reaches everything.
     fn patience(&self) -> Duration {
         let pairs = self.hosts * self.hosts * self.family.families().len();
