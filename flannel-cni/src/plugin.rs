@@ -1,5 +1,5 @@
-//! The commands. The one thing to know: the delegate's config is saved before the delegate is called, and kept until
-//! its DEL has succeeded, so whatever fails in between, the next DEL knows what to undo.
+//! The commands. The delegate's config is saved before the delegate is called, and kept until its
+//! DEL has succeeded, so whatever fails in between, the next DEL knows what to undo.
 //!
 //! **Source**: CNI specification 1.1.0, sections 2 and 4; cni-plugin `flannel.go`, `flannel_linux.go`.
 

@@ -1,6 +1,6 @@
 //! Who drops forwarded packets unless a rule accepts them: policies, ours and everybody else's.
 //!
-//! The one thing to know: each table judges for itself, so a rule that accepts in one of them helps nothing against the
+//! Each table judges for itself, so a rule that accepts in one of them helps nothing against the
 //! policy of another.
 
 use std::fmt;

@@ -1,6 +1,6 @@
 //! The one task that keeps the rules in place.
 //!
-//! The one thing to know: it does not carry out events. Whatever wakes it, it compares what is there with what is wanted
+//! It does not carry out events. Whatever wakes it, it compares what is there with what is wanted
 //! last, and writes where they differ.
 
 use std::convert::Infallible;

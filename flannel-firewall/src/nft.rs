@@ -1,7 +1,7 @@
 //! Rules in nf_tables, over netlink: no program is run.
 //!
-//! The one thing to know: both families' tables change in one transaction, and packets see the old rules or the new
-//! ones, never a part.
+//! Both families' tables change in one transaction, and packets see the old rules or the new ones,
+//! never a part.
 
 pub(crate) mod expr;
 pub(crate) mod table;

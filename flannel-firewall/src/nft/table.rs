@@ -1,6 +1,6 @@
 //! flannel's nf_tables tables, one per family: as they should be, and as they are.
 //!
-//! The one thing to know: a table of ours is wholly ours, so one that is not exactly as it should be is replaced as a
+//! A table of ours is wholly ours, so one that is not exactly as it should be is replaced as a
 //! whole, in one transaction.
 //!
 //! **Source**: flannel `pkg/trafficmngr/nftables`; linux `include/uapi/linux/netfilter/nf_tables.h`.
