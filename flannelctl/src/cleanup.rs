@@ -6,7 +6,6 @@ use std::io::ErrorKind;
 use std::path::Path;
 
 use flannel_api::{Client, VERSION};
-use flannel_core::backend::Backends;
 use flannel_core::object::LinkName;
 use flannel_core::{Config, Subnet};
 use flannel_firewall::{Programs, leftovers};
@@ -18,19 +17,15 @@ use flannel_subnet::Cache;
 use serde_json::json;
 
 use crate::error::{Error, Result};
-use crate::options::{CleanupFlags, Global};
-use crate::{Output, config, offline};
+use crate::options::CleanupFlags;
+use crate::{Context, Output, config, offline};
 
 /// The beginning of the names that backends give their devices: `flannel.1`, `flannel-v6.1`.
 const DEVICES: [&str; 2] = ["flannel.", "flannel-"];
 
 /// Removes, or makes fit for Go flannel, or says what would be done.
-pub(crate) async fn cleanup(
-    client: &Client,
-    global: &Global,
-    backends: &Backends,
-    flags: &CleanupFlags,
-) -> Result<Output> {
+pub(crate) async fn cleanup(context: Context<'_>, flags: &CleanupFlags) -> Result<Output> {
+    let Context { client, global, backends, .. } = context;
     let mut _alone = None;
     if !flags.dry_run {
         refuse_daemon(client)?;

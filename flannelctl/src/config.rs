@@ -13,18 +13,14 @@ use serde::{Serialize, Serializer};
 use serde_json::json;
 use serde_json::value::RawValue;
 
-use crate::Output;
 use crate::error::{Error, Result};
-use crate::options::{ConfigVerb, Global};
+use crate::options::ConfigVerb;
 use crate::terminal::{Style, Terminal};
+use crate::{Context, Output};
 
 /// Checks, or checks and writes.
-pub(crate) async fn config(
-    global: &Global,
-    backends: &Backends,
-    terminal: &Terminal,
-    verb: &ConfigVerb,
-) -> Result<Output> {
+pub(crate) async fn config(context: Context<'_>, verb: &ConfigVerb) -> Result<Output> {
+    let Context { global, backends, terminal, .. } = context;
     match verb {
         ConfigVerb::Check { file } => {
             let text = match file {

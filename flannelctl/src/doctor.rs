@@ -5,32 +5,25 @@
 
 mod network;
 
-use flannel_api::{Client, Finding, VERSION, request};
-use flannel_core::backend::Backends;
+use flannel_api::{Finding, VERSION, request};
 use flannel_doctor::peers::{AddressReport, EchoReport};
 use flannel_doctor::{Examination, FamilyReport, Layer, PeerReport, ProbeOptions, examine};
 use serde_json::json;
 
-use crate::Output;
 use crate::error::Result;
-use crate::options::{DoctorFlags, Global};
+use crate::options::DoctorFlags;
 use crate::status::findings;
 use crate::terminal::{Style, Terminal};
+use crate::{Context, Output};
 
 /// `flannelctl doctor`.
-pub(crate) async fn doctor(
-    client: &Client,
-    global: &Global,
-    backends: &Backends,
-    terminal: &Terminal,
-    flags: &DoctorFlags,
-) -> Result<Output> {
+pub(crate) async fn doctor(context: Context<'_>, flags: &DoctorFlags) -> Result<Output> {
+    let client = context.client;
     let mut examination = Examination::default();
     let network = match client.ask("GET", request::FRESH_STATUS) {
         Ok(value) => network::with_daemon(client, &value, &mut examination).await?,
         Err(failure @ flannel_api::Error::NoDaemon { .. }) => {
-            let known = (global, backends);
-            network::without_daemon(known, &flags.iface, &failure, &mut examination).await
+            network::without_daemon(context, &flags.iface, &failure, &mut examination).await
         }
         Err(failure) => return Err(failure.into()),
     };
@@ -41,7 +34,7 @@ pub(crate) async fn doctor(
     let value = json!({
         "version": VERSION, "ok": found.is_empty(), "findings": found, "layers": layers, "peers": peers,
     });
-    Ok(Output { text: page(&examination, &found, terminal), value, ok: found.is_empty() })
+    Ok(Output { text: page(&examination, &found, context.terminal), value, ok: found.is_empty() })
 }
 
 fn page(examination: &Examination, found: &[Finding], terminal: &Terminal) -> String {

@@ -18,8 +18,8 @@ use serde_json::{Value, json};
 
 use crate::error::{Error, Result};
 use crate::options::Global;
-use crate::terminal::{Style, Terminal, span};
-use crate::{Output, status};
+use crate::terminal::{Style, span};
+use crate::{Context, Output, status};
 
 /// The state of a peer of which nobody knows.
 pub(crate) const UNKNOWN: &str = "not known";
@@ -99,8 +99,7 @@ pub(crate) fn own_subnets(global: &Global) -> Option<Subnets> {
 
 /// What is left of the last daemon.
 pub(crate) async fn status(
-    (global, backends): (&Global, &Backends),
-    terminal: &Terminal,
+    Context { global, backends, terminal, .. }: Context<'_>,
     failure: &flannel_api::Error,
 ) -> Output {
     let mut value = status::down(&failure.to_string());

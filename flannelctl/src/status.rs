@@ -1,40 +1,32 @@
 //! `flannelctl status` and `peers`. Problems come first, with the commands that help.
 
 use flannel_api::{
-    Client, FailureReport, Finding, NetworkReport, PeerReport, StatusReport, StoreReport, VERSION,
-    request,
+    FailureReport, Finding, NetworkReport, PeerReport, StatusReport, StoreReport, VERSION, request,
 };
-use flannel_core::backend::Backends;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
 use crate::error::{Error, Result};
-use crate::options::Global;
 use crate::terminal::{Style, Terminal, span};
-use crate::{Output, offline};
+use crate::{Context, Output, offline};
 
 /// `flannelctl status`.
-pub(crate) async fn status(
-    client: &Client,
-    global: &Global,
-    backends: &Backends,
-    terminal: &Terminal,
-) -> Result<Output> {
-    match client.ask("GET", request::STATUS) {
+pub(crate) async fn status(context: Context<'_>) -> Result<Output> {
+    match context.client.ask("GET", request::STATUS) {
         Ok(mut value) => {
             let report: StatusReport = answer(&value)?;
             value["running"] = Value::Bool(true);
-            Ok(Output { text: page(&report, terminal), value, ok: report.ready })
+            Ok(Output { text: page(&report, context.terminal), value, ok: report.ready })
         }
         Err(failure @ flannel_api::Error::NoDaemon { .. }) => {
-            Ok(offline::status((global, backends), terminal, &failure).await)
+            Ok(offline::status(context, &failure).await)
         }
         Err(failure) => Err(failure.into()),
     }
 }
 
 /// `flannelctl peers`.
-pub(crate) async fn peers(client: &Client, global: &Global, terminal: &Terminal) -> Result<Output> {
+pub(crate) async fn peers(Context { client, global, terminal, .. }: Context<'_>) -> Result<Output> {
     let value = match client.ask("GET", request::PEERS) {
         Ok(value) => value,
         Err(flannel_api::Error::NoDaemon { .. }) => offline::peers(global).await?,

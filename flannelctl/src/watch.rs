@@ -5,32 +5,20 @@
 use std::io::Write;
 use std::time::Duration;
 
-use flannel_api::Client;
-use flannel_core::backend::Backends;
-
 use crate::error::Result;
-use crate::options::Global;
-use crate::terminal::Terminal;
-use crate::{Output, status};
+use crate::{Context, Output, status};
 
 /// To the top left, and everything below goes.
 const CLEAR: &str = "\x1b[H\x1b[2J";
 
 /// Shows the status every `interval` seconds, for ever; with `live`, on one and the same screen.
-pub(crate) async fn watch(
-    client: &Client,
-    global: &Global,
-    backends: &Backends,
-    terminal: &Terminal,
-    interval: u64,
-    live: bool,
-) -> Result<Output> {
+pub(crate) async fn watch(context: Context<'_>, interval: u64, live: bool) -> Result<Output> {
     let mut shown = None;
     loop {
-        let said = status::status(client, global, backends, terminal).await?;
+        let said = status::status(context).await?;
         let state = essence(&said);
         if live || shown.as_ref() != Some(&state) {
-            let text = screen(&said, live, global.json);
+            let text = screen(&said, live, context.global.json);
             let mut out = std::io::stdout();
             if out.write_all(text.as_bytes()).and_then(|()| out.flush()).is_err() {
                 // Nobody reads on.
@@ -73,6 +61,7 @@ fn essence(said: &Output) -> serde_json::Value {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::terminal::Terminal;
     use crate::terminal::tests::looks;
 
     #[test]

@@ -7,7 +7,7 @@ use flannel_api::{
     request,
 };
 use flannel_core::address::{Dual, Family};
-use flannel_core::backend::{Backends, Datapath, Inlet};
+use flannel_core::backend::{Datapath, Inlet};
 use flannel_core::lease::LeaseSet;
 use flannel_core::{Config, Lease, Subnets};
 use flannel_doctor::commands::restore_directory;
@@ -25,7 +25,7 @@ use serde_json::Value;
 
 use crate::error::Result;
 use crate::options::Global;
-use crate::{offline, status};
+use crate::{Context, offline, status};
 
 /// So long a daemon may be at work before that is told as a fault.
 const MOMENT: Duration = Duration::from_secs(2);
@@ -135,11 +135,12 @@ fn target(peer: &PeerReport) -> Target {
 
 /// As far as store, cache and kernel lead.
 pub(super) async fn without_daemon(
-    (global, backends): (&Global, &Backends),
+    context: Context<'_>,
     iface: &[String],
     failure: &flannel_api::Error,
     examination: &mut Examination,
 ) -> Network {
+    let global = context.global;
     let (text, leases) = match offline::ask_store(global).await {
         Ok((config, leases)) => {
             let text = format!("{} answers, {} leases", offline::store_name(global), leases.len());
@@ -180,7 +181,7 @@ pub(super) async fn without_daemon(
         examination.unknown("host", "there is no network config that could be read");
         return Network::default();
     };
-    of_config((global, backends), iface, (config, leases), examination).await
+    of_config(context, iface, (config, leases), examination).await
 }
 
 /// What brings a store back.
@@ -196,7 +197,7 @@ fn store_mend(global: &Global) -> String {
 }
 
 async fn of_config(
-    (global, backends): (&Global, &Backends),
+    Context { global, backends, .. }: Context<'_>,
     iface: &[String],
     (config, leases): (Config, LeaseSet),
     examination: &mut Examination,
