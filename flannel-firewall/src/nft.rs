@@ -67,11 +67,11 @@ impl Nft {
 
     /// Returns when somebody else touched a table of ours, or may have.
     pub(crate) async fn disturbed(&mut self) -> Result<(), Error> {
-        let concerns = |told: &flannel_netlink::netfilter::Told<'_>| {
+        let concerns = |message: &flannel_netlink::netfilter::Told<'_>| {
             let family =
-                Family::BOTH.into_iter().find(|family| protocol(*family) == told.kind.family);
-            let table = || text_in(told.attributes.0, TABLE);
-            told.kind.number != NEWGEN
+                Family::BOTH.into_iter().find(|family| protocol(*family) == message.kind.family);
+            let table = || text_in(message.attributes.0, TABLE);
+            message.kind.number != NEWGEN
                 && family.is_some_and(|family| table().as_deref() == Some(name(family)))
         };
         self.events

@@ -67,7 +67,7 @@ pub(crate) async fn cleanup(context: Context<'_>, flags: &CleanupFlags) -> Resul
             account.file(Cache::open(state_dir::leases(&global.state_dir)).path(), flags.dry_run);
         }
     }
-    Ok(account.said(flags.dry_run))
+    Ok(account.output(flags.dry_run))
 }
 
 /// Makes sure that no daemon listens.
@@ -139,7 +139,7 @@ impl Account {
         }
     }
 
-    fn said(&self, dry_run: bool) -> Output {
+    fn output(&self, dry_run: bool) -> Output {
         let failed =
             self.failed.iter().map(|(change, error)| json!({ "change": change, "error": error }));
         let value = json!({

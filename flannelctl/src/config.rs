@@ -58,7 +58,7 @@ async fn write(
 ) -> Result<Output> {
     let text = ConfigText { location: registry.to_string(), text };
     let config = check(&text, backends)?;
-    let said = match seen {
+    let result = match seen {
         Some(seen) if seen.text == text.text => "unchanged: the store holds exactly this",
         _ => {
             registry.write_config(seen, &text.text).await?;
@@ -68,8 +68,8 @@ async fn write(
     let used = seen.and_then(|seen| Config::parse(&seen.text).ok());
     let restart = used.is_some_and(|used| used.networks != config.networks);
     let note = match restart {
-        true => format!("{said}; other pod networks are used from each daemon's next start on"),
-        false => said.to_owned(),
+        true => format!("{result}; other pod networks are used from each daemon's next start on"),
+        false => result.to_owned(),
     };
     Ok(describe(&config, &text, &note, terminal))
 }

@@ -74,9 +74,9 @@ pub fn run(args: impl IntoIterator<Item = OsString>, backends: &Backends) -> Exi
     };
     let terminal = Terminal::of_stdout();
     match runtime.block_on(carry_out(&options, backends, &terminal)) {
-        Ok(said) => {
-            show(&said, options.global.json);
-            if said.ok { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+        Ok(output) => {
+            show(&output, options.global.json);
+            if output.ok { ExitCode::SUCCESS } else { ExitCode::FAILURE }
         }
         Err(failure) => {
             if options.global.json {
@@ -90,8 +90,8 @@ pub fn run(args: impl IntoIterator<Item = OsString>, backends: &Backends) -> Exi
     }
 }
 
-fn show(said: &Output, json: bool) {
-    let text = if json { format!("{}\n", said.value) } else { said.text.clone() };
+fn show(output: &Output, json: bool) {
+    let text = if json { format!("{}\n", output.value) } else { output.text.clone() };
     let _ = std::io::stdout().write_all(text.as_bytes());
 }
 

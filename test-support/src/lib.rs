@@ -47,7 +47,7 @@ impl Outcome for bool {
 impl<T> Outcome for Option<T> {
     type Value = T;
 
-    fn value(self) -> Option<T> {
+    fn value(self) -> Self {
         self
     }
 }
