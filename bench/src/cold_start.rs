@@ -8,8 +8,8 @@ use flannel_core::lease::LeaseSet;
 
 use crate::cluster::{Families, leases};
 use crate::engine::Engine;
+use crate::fixture::Fixture;
 use crate::floor::{self, Form, Took, WAYS, Way, fill};
-use crate::ground::Ground;
 use crate::report::{Report, median};
 use crate::timed::Timed;
 use crate::witness::compare;
@@ -98,7 +98,7 @@ impl Runs {
         let (peers, families, places) = (self.peers, self.families, WAYS.len() + 1);
         let mut floors = Took::default();
         for place in 0..places {
-            let before = Ground::new()?;
+            let before = Fixture::new()?;
             fill(&before, peers, families)?;
             before.clear(peers, families, wrong);
             drop(before);
@@ -134,9 +134,9 @@ fn run_once(
     all: &LeaseSet,
     wrong: &mut Vec<String>,
 ) -> anyhow::Result<(Duration, Duration)> {
-    let ground = Ground::new()?;
+    let fixture = Fixture::new()?;
     let mut timed = None;
-    let mut engine = Engine::start_on(&ground, families, |kernel| {
+    let mut engine = Engine::start_on(&fixture, families, |kernel| {
         Arc::new(timed.insert(Timed::new(kernel)).clone())
     })?;
     let leases = all.clone();
@@ -151,8 +151,8 @@ fn run_once(
     if engine.repaired() > 0 {
         wrong.push(format!("{} objects were not as they were put", engine.repaired()));
     }
-    wrong.extend(compare(&ground.netns, peers, families)?);
+    wrong.extend(compare(&fixture.netns, peers, families)?);
     drop(engine);
-    ground.clear(peers, families, wrong);
+    fixture.clear(peers, families, wrong);
     Ok((acknowledged - start, in_sync))
 }

@@ -11,7 +11,7 @@ use flannel_subnet_kube::testing::ApiServer;
 use tempfile::TempDir;
 
 use crate::cluster::{Families, leases};
-use crate::ground::Ground;
+use crate::fixture::Fixture;
 use crate::witness::compare;
 
 /// So long may the objects of all peers take before something is wrong.
@@ -20,7 +20,7 @@ const PATIENCE: Duration = Duration::from_secs(300);
 /// It ends with the value.
 pub(crate) struct Daemon {
     child: Child,
-    ground: Ground,
+    fixture: Fixture,
     peers: u32,
     families: Families,
     dir: TempDir,
@@ -34,7 +34,7 @@ impl Daemon {
         families: Families,
         options: &[&str],
     ) -> anyhow::Result<Self> {
-        let (ground, dir) = (Ground::new()?, tempfile::tempdir()?);
+        let (fixture, dir) = (Fixture::new()?, tempfile::tempdir()?);
         let registry = dir.path().join("network");
         std::fs::create_dir_all(registry.join("subnets"))?;
         std::fs::write(registry.join("config"), families.config())?;
@@ -45,28 +45,28 @@ impl Daemon {
         }
         let mut command = Command::new(program);
         command.arg(format!("--registry=dir:{}", registry.display())).args(options);
-        Self::run(command, ground, dir, peers, families)
+        Self::run(command, fixture, dir, peers, families)
     }
 
     /// The same with leases as nodes of an API server, which runs in this process.
     pub(crate) fn start_on_kube(program: &Path, peers: u32) -> anyhow::Result<(Self, ApiServer)> {
-        let (ground, dir, families) = (Ground::new()?, tempfile::tempdir()?, Families::Ipv4);
+        let (fixture, dir, families) = (Fixture::new()?, tempfile::tempdir()?, Families::Ipv4);
         let net_config = dir.path().join("net-conf.json");
         std::fs::write(&net_config, families.config())?;
-        let server = ApiServer::on(ground.netns.run(|| TcpListener::bind("127.0.0.1:0"))?);
+        let server = ApiServer::on(fixture.netns.run(|| TcpListener::bind("127.0.0.1:0"))?);
         crate::kube::fill(&server, peers);
         let mut command = Command::new(program);
         command
             .args(["--kube-subnet-mgr", "--kube-api-url", &server.url(), "--net-config-path"])
             .arg(net_config);
         command.env("NODE_NAME", crate::kube::OWN);
-        Ok((Self::run(command, ground, dir, peers, families)?, server))
+        Ok((Self::run(command, fixture, dir, peers, families)?, server))
     }
 
     /// Starts a daemon that was told where its leases are.
     fn run(
         mut command: Command,
-        ground: Ground,
+        fixture: Fixture,
         dir: TempDir,
         peers: u32,
         families: Families,
@@ -79,9 +79,9 @@ impl Daemon {
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(File::create(dir.path().join("log"))?);
-        let child = ground.netns.run(|| command.spawn());
+        let child = fixture.netns.run(|| command.spawn());
         let child = child.with_context(|| format!("{command:?}"))?;
-        let mut daemon = Self { child, ground, peers, families, dir };
+        let mut daemon = Self { child, fixture, peers, families, dir };
         let begin = Instant::now();
         loop {
             let wrong = daemon.compare();
@@ -98,11 +98,11 @@ impl Daemon {
     /// What an independent reader finds wrong. Before the daemon made its devices, that there are none.
     pub(crate) fn compare(&self) -> anyhow::Result<Vec<String>> {
         let devices =
-            self.ground.netns.run(|| flannel_netlink::testing::ip("-j link show type vxlan"));
+            self.fixture.netns.run(|| flannel_netlink::testing::ip("-j link show type vxlan"));
         let devices: Vec<serde_json::Value> = serde_json::from_str(&devices)?;
         let found = devices.iter().filter(|device| device["ifname"].is_string()).count();
         ensure!(found == self.families.iter().count(), "there are {found} tunnel devices");
-        compare(&self.ground.netns, self.peers, self.families)
+        compare(&self.fixture.netns, self.peers, self.families)
     }
 
     /// Leaves the daemon alone for a while; it must be alive afterwards.
@@ -151,7 +151,7 @@ impl Drop for Daemon {
         let _ = self.child.kill();
         let _ = self.child.wait();
         // What stays goes with the namespace.
-        self.ground.clear(self.peers, self.families, &mut Vec::new());
+        self.fixture.clear(self.peers, self.families, &mut Vec::new());
     }
 }
 

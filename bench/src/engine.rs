@@ -16,7 +16,7 @@ use tokio::runtime::{Builder, Runtime};
 use tokio::sync::oneshot;
 
 use crate::cluster::Families;
-use crate::ground::Ground;
+use crate::fixture::Fixture;
 
 /// So long may peers take before something is wrong.
 const PATIENCE: Duration = Duration::from_secs(600);
@@ -35,19 +35,19 @@ pub(crate) struct Engine {
 
 impl Engine {
     /// Starts it and waits until it is in order and at rest, without any peers.
-    pub(crate) fn start(ground: &Ground, families: Families) -> anyhow::Result<Self> {
-        Self::start_on(ground, families, |kernel| kernel)
+    pub(crate) fn start(fixture: &Fixture, families: Families) -> anyhow::Result<Self> {
+        Self::start_on(fixture, families, |kernel| kernel)
     }
 
     /// The same on what is made of the kernel.
     pub(crate) fn start_on(
-        ground: &Ground,
+        fixture: &Fixture,
         families: Families,
         on: impl FnOnce(Arc<dyn Kernel>) -> Arc<dyn Kernel>,
     ) -> anyhow::Result<Self> {
         let runtime = Builder::new_current_thread().enable_all().build()?;
         let subnets = FakeSubnets::with_config(&families.config());
-        let mut host = ground.host(Arc::new(subnets.clone()))?;
+        let mut host = fixture.host(Arc::new(subnets.clone()))?;
         host.kernel = on(host.kernel);
         let network = runtime.block_on(async {
             let config = subnets.network_config().await?;

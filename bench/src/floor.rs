@@ -11,7 +11,7 @@ use flannel_netlink::testing::ip;
 
 use crate::cluster::{Families, Peer, device, peers};
 use crate::engine::REST;
-use crate::ground::Ground;
+use crate::fixture::Fixture;
 use crate::raw::{
     AF_BRIDGE, DELNEIGH, DELROUTE, NEWNEIGH, NEWNEXTHOP, NEWROUTE, ONLINK, PERMANENT, PLAIN,
     PROTOCOL, PUT, Raw, SELF, af, last_acknowledged, message, ndmsg, nhmsg, octets, rtmsg,
@@ -58,20 +58,20 @@ pub(crate) fn measure(
     way: Way,
     wrong: &mut Vec<String>,
 ) -> anyhow::Result<Duration> {
-    let ground = Ground::new()?;
-    let took = ground.netns.run(|| {
+    let fixture = Fixture::new()?;
+    let took = fixture.netns.run(|| {
         let batches = encode(peers, families, form, way, &make_devices(families)?);
         rest();
         send(&batches)
     })?;
-    wrong.extend(compare(&ground.netns, peers, families)?);
-    ground.clear(peers, families, wrong);
+    wrong.extend(compare(&fixture.netns, peers, families)?);
+    fixture.clear(peers, families, wrong);
     Ok(took)
 }
 
 /// Makes the devices and writes the objects of all peers.
-pub(crate) fn fill(ground: &Ground, peers: u32, families: Families) -> anyhow::Result<()> {
-    ground.netns.run(|| {
+pub(crate) fn fill(fixture: &Fixture, peers: u32, families: Families) -> anyhow::Result<()> {
+    fixture.netns.run(|| {
         let batches = encode(peers, families, Form::Nexthops, WAYS[0], &make_devices(families)?);
         send(&batches).map(drop)
     })

@@ -1,7 +1,7 @@
 //! What a node's memory of all leases costs: resident memory with so many leases, less that with none.
 //!
-//! The one thing to know: a process of its own holds them, so that nothing that fills the store counts, and the
-//! set with none comes first, so that code and buffers that every node has do not count either.
+//! A process of its own holds them, so that nothing that fills the store counts, and the set with
+//! none comes first, so that code and buffers that every node has do not count either.
 
 use std::process::{Command, Stdio};
 use std::sync::Arc;

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use crate::cluster::{Families, Peer, leases};
 use crate::engine::Engine;
-use crate::ground::Ground;
+use crate::fixture::Fixture;
 use crate::raw::{Ear, Id, octets};
 use crate::report::{Latency, Report};
 use crate::witness::compare;
@@ -23,12 +23,12 @@ pub(crate) fn run(peers: u32, families: Families, samples: u32) -> anyhow::Resul
         "{all} peers do not fit: --peers and --samples may be {} together",
         MOST - WARM_UP
     );
-    let ground = Ground::new()?;
-    let mut engine = Engine::start(&ground, families)?;
+    let fixture = Fixture::new()?;
+    let mut engine = Engine::start(&fixture, families)?;
     let mut leases = leases(peers, families);
     engine.send(leases.clone());
     engine.wait(peers as usize)?;
-    let figures = ground.netns.run(|| -> anyhow::Result<Vec<f64>> {
+    let figures = fixture.netns.run(|| -> anyhow::Result<Vec<f64>> {
         let mut ear = Ear::open()?;
         let mut figures = Vec::new();
         for number in peers + 2..all + 2 {
@@ -53,9 +53,9 @@ pub(crate) fn run(peers: u32, families: Families, samples: u32) -> anyhow::Resul
         }
         Ok(figures.split_off(WARM_UP as usize))
     })?;
-    let mut wrong = compare(&ground.netns, all, families)?;
+    let mut wrong = compare(&fixture.netns, all, families)?;
     drop(engine);
-    ground.clear(all, families, &mut wrong);
+    fixture.clear(all, families, &mut wrong);
     let Latency { samples, p50_ms, p99_ms } = Latency::of(&figures);
     let mut report = Report {
         peers: Some(peers),

@@ -1,6 +1,6 @@
 //! Time against peers, as an SVG: from the JSON lines that cold-start printed.
 //!
-//! The one thing to know: both axes are logarithmic, so what is linear has slope one and what is quadratic slope two.
+//! Both axes are logarithmic, so what is linear has slope one and what is quadratic slope two.
 
 use std::fmt::Write;
 use std::io::Read;

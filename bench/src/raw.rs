@@ -1,7 +1,7 @@
 //! Netlink by hand: bytes out, bytes in.
 //!
-//! The one thing to know: nothing here is shared with the code that is measured but neli's socket type, so that a
-//! mistake in one is no excuse for the same mistake in the other.
+//! Nothing here is shared with the code that is measured but neli's socket type, so that a mistake
+//! in one is no excuse for the same mistake in the other.
 
 use std::io;
 use std::net::IpAddr;

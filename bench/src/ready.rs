@@ -12,7 +12,7 @@ use tokio::runtime::Builder;
 use crate::cluster::{Families, leases};
 use crate::daemon::program;
 use crate::etcd::{Etcd, PREFIX};
-use crate::ground::Ground;
+use crate::fixture::Fixture;
 use crate::report::{Report, median};
 use crate::witness::compare;
 
@@ -62,8 +62,8 @@ fn once(
     families: Families,
     wrong: &mut Vec<String>,
 ) -> anyhow::Result<Duration> {
-    let (ground, dir) = (Ground::new()?, tempfile::tempdir()?);
-    let took = ground.netns.run(|| -> anyhow::Result<Duration> {
+    let (fixture, dir) = (Fixture::new()?, tempfile::tempdir()?);
+    let took = fixture.netns.run(|| -> anyhow::Result<Duration> {
         let runtime = Builder::new_current_thread().enable_all().build()?;
         let etcd = runtime.block_on(filled(peers, families))?;
         let start = Instant::now();
@@ -88,8 +88,8 @@ fn once(
         Ok(took)
     })?;
     // Ready means that the peers' objects are there.
-    wrong.extend(compare(&ground.netns, peers, families)?);
-    ground.clear(peers, families, wrong);
+    wrong.extend(compare(&fixture.netns, peers, families)?);
+    fixture.clear(peers, families, wrong);
     Ok(took)
 }
 

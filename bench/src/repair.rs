@@ -1,8 +1,8 @@
 //! One object of a random peer is deleted or changed from outside: how long until it is again as it was.
 //!
-//! The one thing to know: what the kernel says of an object before the damage, byte for byte without its age, is what
-//! it must say again, on a socket of the bench's own. The clock starts before the damage, which takes the kernel
-//! milliseconds too if it is a nexthop object that is deleted.
+//! What the kernel says of an object before the damage, byte for byte without its age, is what it
+//! must say again, on a socket of the bench's own. The clock starts before the damage, which takes
+//! the kernel milliseconds too if it is a nexthop object that is deleted.
 
 use std::collections::{BTreeMap, HashMap};
 use std::time::{Duration, Instant};
@@ -13,8 +13,8 @@ use flannel_core::address::Family;
 use crate::cluster::{Families, Peer, device, leases};
 use crate::damage::{Damage, Victim};
 use crate::engine::Engine;
+use crate::fixture::Fixture;
 use crate::floor::index_of;
-use crate::ground::Ground;
 use crate::raw::{
     AF_BRIDGE, DUMP, Ear, GETNEIGH, GETNEXTHOP, GETROUTE, Id, Raw, Said, last_acknowledged,
     message, ndmsg, nhmsg, octets, rtmsg, said,
@@ -30,17 +30,17 @@ const PAUSE: Duration = Duration::from_millis(2);
 const LEAST: usize = 200;
 
 pub(crate) fn run(peers: u32, families: Families, samples: usize) -> anyhow::Result<Report> {
-    let ground = Ground::new()?;
-    let mut engine = Engine::start(&ground, families)?;
+    let fixture = Fixture::new()?;
+    let mut engine = Engine::start(&fixture, families)?;
     engine.send(leases(peers, families));
     engine.wait(peers as usize)?;
-    let mut wrong = compare(&ground.netns, peers, families)?;
-    let figures = ground.netns.run(|| damage(peers, families, samples, &mut engine))?;
-    wrong.extend(compare(&ground.netns, peers, families)?);
+    let mut wrong = compare(&fixture.netns, peers, families)?;
+    let figures = fixture.netns.run(|| damage(peers, families, samples, &mut engine))?;
+    wrong.extend(compare(&fixture.netns, peers, families)?);
     drop(engine);
-    let floor = ground.netns.run(|| floor(peers, families))?;
-    wrong.extend(compare(&ground.netns, peers, families)?);
-    ground.clear(peers, families, &mut wrong);
+    let floor = fixture.netns.run(|| floor(peers, families))?;
+    wrong.extend(compare(&fixture.netns, peers, families)?);
+    fixture.clear(peers, families, &mut wrong);
     let all: Vec<f64> = figures.values().flatten().copied().collect();
     let kinds: BTreeMap<String, Latency> =
         figures.into_iter().map(|(kind, figures)| (kind, Latency::of(&figures))).collect();

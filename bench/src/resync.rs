@@ -14,8 +14,8 @@ use flannel_netlink::testing::ip;
 
 use crate::cluster::{Families, Peer, device, leases};
 use crate::engine::Engine;
+use crate::fixture::Fixture;
 use crate::floor::index_of;
-use crate::ground::Ground;
 use crate::prompted::{Prompted, Prompter};
 use crate::raw::{
     AF_BRIDGE, DUMP, GETADDR, GETNEIGH, GETNEXTHOP, GETROUTE, Raw, message, ndmsg, nhmsg, rtmsg,
@@ -29,9 +29,9 @@ const RATIO: f64 = 1.5;
 const READ_GAP: Duration = Duration::from_millis(100);
 
 pub(crate) fn run(peers: u32, families: Families) -> anyhow::Result<Report> {
-    let ground = Ground::new()?;
+    let fixture = Fixture::new()?;
     let mut prompter = None;
-    let mut engine = Engine::start_on(&ground, families, |kernel| {
+    let mut engine = Engine::start_on(&fixture, families, |kernel| {
         let (kernel, end) = Prompted::new(kernel);
         prompter = Some(end);
         Arc::new(kernel)
@@ -54,21 +54,21 @@ pub(crate) fn run(peers: u32, families: Families) -> anyhow::Result<Report> {
     rest_after(resync.run()?);
     let mut pairs = Vec::new();
     for _ in 0..PAIRS {
-        let floor = ground.netns.run(|| bare_dump(families))?;
+        let floor = fixture.netns.run(|| bare_dump(families))?;
         let took = resync.run()?;
         rest_after(took);
         pairs.push((took.as_secs_f64(), floor.as_secs_f64()));
     }
-    let mut wrong = compare(&ground.netns, peers, families)?;
+    let mut wrong = compare(&fixture.netns, peers, families)?;
     let repaired = engine.repaired();
     if repaired != 0 {
         wrong.push(format!("{repaired} objects were repaired where nothing was damaged"));
     }
-    if let Err(error) = resync.finds_damage(&ground, families, &engine) {
+    if let Err(error) = resync.finds_damage(&fixture, families, &engine) {
         wrong.push(format!("{error:#}"));
     }
     drop((resync, engine));
-    ground.clear(peers, families, &mut wrong);
+    fixture.clear(peers, families, &mut wrong);
     let mut report = Report {
         peers: Some(peers),
         family: Some(families.name()),
@@ -108,13 +108,13 @@ impl Resync {
     /// What nobody told of is found and put right.
     fn finds_damage(
         &mut self,
-        ground: &Ground,
+        fixture: &Fixture,
         families: Families,
         engine: &Engine,
     ) -> anyhow::Result<()> {
         for (n, family) in families.iter().enumerate() {
             let (base, dev) = (Peer(2).subnet(family).base(), device(family));
-            ground.netns.run(|| ip(&format!("neigh del {base} dev {dev}")));
+            fixture.netns.run(|| ip(&format!("neigh del {base} dev {dev}")));
             self.prompter.doubt_everything();
             self.runtime.block_on(self.prompter.begun()).context("the engine is gone")?;
             self.answer()?;

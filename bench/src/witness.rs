@@ -160,14 +160,14 @@ fn rows(rows: &[Value], columns: &[&'static str]) -> Vec<Vec<String>> {
 #[allow(clippy::unwrap_used, reason = "a test fails that way")]
 mod tests {
     use super::*;
+    use crate::fixture::Fixture;
     use crate::floor::fill;
-    use crate::ground::Ground;
 
     #[test]
     fn whatever_is_missing_too_much_or_not_so_is_seen() {
-        let ground = Ground::new().unwrap();
-        let look = || compare(&ground.netns, 3, Families::Dual).unwrap();
-        fill(&ground, 3, Families::Dual).unwrap();
+        let fixture = Fixture::new().unwrap();
+        let look = || compare(&fixture.netns, 3, Families::Dual).unwrap();
+        fill(&fixture, 3, Families::Dual).unwrap();
         assert_eq!(look(), [""; 0]);
         // What is done, and what undoes it.
         for (done, undone) in [
@@ -208,16 +208,16 @@ mod tests {
             ),
             ("nexthop add id 9 via 10.0.9.0 dev flannel.1 onlink protocol 241", "nexthop del id 9"),
         ] {
-            ground.netns.run(|| ip(done));
+            fixture.netns.run(|| ip(done));
             assert_ne!(look(), [""; 0], "{done}");
-            ground.netns.run(|| ip(undone));
+            fixture.netns.run(|| ip(undone));
             assert_eq!(look(), [""; 0], "{undone}");
         }
         for done in [
             "fdb del 02:20:00:00:00:03 dev flannel.1",
             "fdb add 02:20:00:00:00:03 dev flannel.1 dst 172.16.0.9 self permanent",
         ] {
-            ground.netns.run(|| bridge(done));
+            fixture.netns.run(|| bridge(done));
             assert_ne!(look(), [""; 0], "{done}");
         }
     }

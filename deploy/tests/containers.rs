@@ -10,6 +10,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
+use test_support::eventually;
 
 use flannel_core::Subnet;
 use flannel_lab::Namespace;
@@ -274,14 +275,9 @@ impl Daemon<'_> {
 
     fn stop(mut self) {
         let kill = Command::new("kill").arg(self.process.id().to_string()).status().unwrap();
-        let deadline = Instant::now() + PATIENCE;
-        let status = loop {
-            if let Some(status) = self.process.try_wait().unwrap() {
-                break status;
-            }
-            assert!(Instant::now() < deadline, "it goes on:\n{}", self.cluster.log());
-            std::thread::park_timeout(Duration::from_millis(20));
-        };
+        let (process, cluster) = (&mut self.process, self.cluster);
+        let ended = || process.try_wait().unwrap();
+        let status = eventually(PATIENCE, ended, || format!("it goes on:\n{}", cluster.log()));
         assert!(kill.success() && status.success(), "{}", self.cluster.log());
         let state = fs::read_dir(self.cluster.node.host("/var/lib/flannel")).unwrap();
         assert!(state.count() > 0, "what it remembers is on the host");

@@ -41,7 +41,7 @@ pub use finding::Finding;
 pub use peer::{PeerReport, PeersReport};
 pub use problem::Problem;
 pub use status::{
-    Counted, DaemonReport, FailureReport, InterfaceReport, LatencyReport, LeaseReport,
+    Counted, DaemonReport, FailureReport, InletReport, InterfaceReport, LatencyReport, LeaseReport,
     NetworkReport, RepairReport, RepairsReport, StatusReport, StoreReport, SubnetsReport,
 };
 pub use why::{ObjectReport, WhyReport};

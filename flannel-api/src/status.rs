@@ -66,6 +66,9 @@ pub struct NetworkReport {
     /// The bytes that the tunnel adds to a packet of each family; empty without tunnels.
     #[serde(default)]
     pub overhead: BTreeMap<String, u32>,
+    /// The packets that other nodes send to this one besides pods' own packets.
+    #[serde(default)]
+    pub inlets: Vec<InletReport>,
     /// Packets of pods travel between some nodes without a tunnel.
     #[serde(default)]
     pub bare_routes: bool,
@@ -93,6 +96,17 @@ pub struct NetworkReport {
     pub repairs: RepairsReport,
     /// The time from a lease's arrival to the kernel's acknowledgement.
     pub latency: LatencyReport,
+}
+
+/// A kind of packet that nodes send to each other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum InletReport {
+    /// UDP datagrams to this port.
+    Udp(u16),
+    /// IP packets of this protocol number.
+    Protocol(u8),
 }
 
 /// A number of things, and the most interesting of them.

@@ -1,5 +1,5 @@
-//! What the runtime asks: a command and its `CNI_` variables. The one thing to know: a container's id becomes the
-//! name of a file, so nothing passes here that could name another one.
+//! What the runtime asks: a command and its `CNI_` variables. A container's id becomes the name of
+//! a file, so nothing passes here that could name another one.
 //!
 //! **Source**: cni `pkg/skel: getCmdArgsFromEnv`, `pkg/utils` for what is a valid name.
 

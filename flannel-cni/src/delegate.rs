@@ -1,5 +1,5 @@
-//! Calling the delegate. The one thing to know: it gets the whole environment of this process, with the `CNI_`
-//! variables of the call in hand, and its stderr goes on to ours, whether it succeeds or not.
+//! Calling the delegate. It gets the whole environment of this process, with the `CNI_` variables
+//! of the call in hand, and its stderr goes on to ours, whether it succeeds or not.
 //!
 //! **Source**: cni `pkg/invoke: FindInPath, RawExec.ExecPlugin`.
 

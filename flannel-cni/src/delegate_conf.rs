@@ -1,5 +1,5 @@
-//! The config of the delegate, the plugin that does the wiring. The one thing to know: it is what the Go plugin
-//! would write, byte for byte, because it is also the state that either plugin reads at DEL.
+//! The config of the delegate, the plugin that does the wiring. It is what the Go plugin would
+//! write, byte for byte, because it is also the state that either plugin reads at DEL.
 //!
 //! **Source**: cni-plugin `flannel.go: cmdAdd`, `flannel_linux.go: doCmdAdd, getDelegateIPAM`.
 

@@ -1,5 +1,5 @@
-//! What goes wrong, in the words of the CNI specification. The one thing to know: the code is what a runtime acts
-//! on, and the message is what a person reads in the events of a pod, often without anything else.
+//! What goes wrong, in the words of the CNI specification. The code is what a runtime acts on, and
+//! the message is what a person reads in the events of a pod, often without anything else.
 
 use serde_json::{Map, Value};
 

@@ -1,6 +1,6 @@
-//! Copies a file onto a host so that nobody ever sees half of it. The one thing to know: the copy is made under a
-//! hidden name beside its destination and renamed, so that a runtime has the old file or the new one, whatever happens
-//! meanwhile: a full disk, a killed container, a crash.
+//! Copies a file onto a host so that nobody ever sees half of it. The copy is made under a hidden
+//! name beside its destination and renamed, so that a runtime has the old file or the new one,
+//! whatever happens meanwhile: a full disk, a killed container, a crash.
 //!
 //! **Source**: flannel `cmd/install_conf`, which has the same arguments, names and exit statuses.
 

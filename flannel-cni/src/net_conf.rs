@@ -1,5 +1,5 @@
-//! The plugin's network config, as the runtime hands it over on stdin. The one thing to know: what a delegate is
-//! to have is a JSON object here as well, so that keys this plugin does not know reach it.
+//! The plugin's network config, as the runtime hands it over on stdin. What a delegate is to have
+//! is a JSON object here as well, so that keys this plugin does not know reach it.
 //!
 //! **Source**: cni-plugin `flannel.go: NetConf`, cni `pkg/skel: validateConfig`.
 

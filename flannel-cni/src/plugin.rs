@@ -1,5 +1,5 @@
-//! The commands. The one thing to know: the delegate's config is saved before the delegate is called, and kept until
-//! its DEL has succeeded, so whatever fails in between, the next DEL knows what to undo.
+//! The commands. The delegate's config is saved before the delegate is called, and kept until its
+//! DEL has succeeded, so whatever fails in between, the next DEL knows what to undo.
 //!
 //! **Source**: CNI specification 1.1.0, sections 2 and 4; cni-plugin `flannel.go`, `flannel_linux.go`.
 
@@ -46,7 +46,7 @@ fn add(call: &Call, conf: &NetConf) -> Result<Vec<u8>> {
     let delegate_conf = DelegateConf::new(conf, &env)?;
     let delegate = Delegate::find(delegate_conf.kind(), call)?;
     let bytes = delegate_conf.to_bytes();
-    say(&format!(
+    log(&format!(
         "delegateAdd: netconf sent to delegate plugin:\n{}",
         String::from_utf8_lossy(&bytes)
     ));
@@ -90,7 +90,7 @@ fn del(call: &Call, conf: &NetConf) -> Result<()> {
     let mut call = call.clone();
     if let Err(error) = call.check_netns() {
         // ADD refuses it, so the path (of a process, say, whose number was given away again) means another one now.
-        say(&format!("{error}: taken for a namespace that is gone"));
+        log(&format!("{error}: taken for a namespace that is gone"));
         call.netns.clear();
     }
     let call = &call;
@@ -98,7 +98,7 @@ fn del(call: &Call, conf: &NetConf) -> Result<()> {
     let Some(saved) = state.load(&conf.name)? else { return Ok(()) };
     let Some(delegate_conf) = DelegateConf::from_saved(&saved) else {
         // An error would come again with every retry, and the container would never go away.
-        say(&format!("{} holds no network config: nothing to undo", state.path().display()));
+        log(&format!("{} holds no network config: nothing to undo", state.path().display()));
         return Ok(());
     };
     let delegate = Delegate::find(delegate_conf.kind(), call)?;
@@ -168,7 +168,7 @@ fn status(call: &Call, conf: &NetConf) -> Result<()> {
     delegate.run(Command::Status, call, &delegate_conf.to_bytes()).map(drop)
 }
 
-/// Undoes what was saved for interfaces that are not to stay, and tells the delegate which are. It goes on after
+/// Undoes what was saved for interfaces that are not to stay, and passes the others to the delegate. It goes on after
 /// errors, and reports them all.
 fn gc(call: &Call, conf: &NetConf) -> Result<()> {
     conf.require(SpecVersion::WITH_STATUS_AND_GC, "GC")?;
@@ -192,7 +192,7 @@ fn gc(call: &Call, conf: &NetConf) -> Result<()> {
             errors.extend(undo_of_go(of_go, call, conf).err());
         }
     }
-    errors.extend(tell(valid, call, conf).err());
+    errors.extend(collect_garbage(valid, call, conf).err());
     let mut errors = errors.into_iter();
     let Some(first) = errors.next() else { return Ok(()) };
     Err(errors.fold(first, |all, error| all.with_details(&error.to_string())))
@@ -227,7 +227,7 @@ fn disconnect(
     conf: &NetConf,
 ) -> Result<bool> {
     let Some(delegate_conf) = DelegateConf::from_saved(saved) else {
-        say(&format!(
+        log(&format!(
             "what is kept of container {container} is no network config: nothing to undo"
         ));
         return Ok(false);
@@ -242,7 +242,7 @@ fn disconnect(
 }
 
 /// GC for the delegate.
-fn tell(valid: &[Attachment], call: &Call, conf: &NetConf) -> Result<()> {
+fn collect_garbage(valid: &[Attachment], call: &Call, conf: &NetConf) -> Result<()> {
     let delegate_conf = DelegateConf::new(conf, &SubnetEnv::read(&conf.subnet_file)?)?;
     let list =
         valid.iter().map(|known| json!({ "containerID": known.container, "ifname": known.ifname }));
@@ -253,7 +253,7 @@ fn tell(valid: &[Attachment], call: &Call, conf: &NetConf) -> Result<()> {
 }
 
 /// A line on stderr, which runtimes log. That it cannot be written is no reason to fail.
-fn say(text: &str) {
+fn log(text: &str) {
     let _ = writeln!(std::io::stderr(), "{text}");
 }
 

@@ -1,6 +1,7 @@
-//! The delegates' configs, kept on disk from ADD until the delegate's DEL has succeeded. The one thing to know:
-//! the file is `<container>:<interface>`, and one of a container, the first while that is there, is also linked as
-//! `<container>`, which is the Go plugin's name for it: each of the two plugins can take over from the other.
+//! The delegates' configs, kept on disk from ADD until the delegate's DEL has succeeded. The file
+//! is `<container>:<interface>`, and one of a container, the first while that is there, is also
+//! linked as `<container>`, which is the Go plugin's name for it: each of the two plugins can take
+//! over from the other.
 //!
 //! **Source**: cni-plugin `flannel.go: saveScratchNetConf, consumeScratchNetConf`.
 

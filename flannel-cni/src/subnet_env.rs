@@ -1,5 +1,5 @@
-//! `subnet.env`, as the plugin reads it. The one thing to know: unlike flanneld it takes lists of networks, and
-//! every one becomes a route of the pod.
+//! `subnet.env`, as the plugin reads it. Unlike flanneld it takes lists of networks, and every one
+//! becomes a route of the pod.
 //!
 //! **Source**: cni-plugin `flannel.go: loadFlannelSubnetEnv`.
 

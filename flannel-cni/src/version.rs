@@ -1,5 +1,5 @@
-//! Versions of the CNI specification. The one thing to know: they are a closed list, and an unknown one is
-//! refused rather than guessed at.
+//! Versions of the CNI specification. They are a closed list, and an unknown one is refused rather
+//! than guessed at.
 
 use std::fmt;
 use std::str::FromStr;

@@ -7,7 +7,8 @@ use std::io::Write;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, SystemTime};
+use test_support::eventually;
 
 mod runtime;
 use flannel_lab::testing::as_root;
@@ -62,14 +63,7 @@ fn a_copy_that_is_killed_leaves_the_old_file_and_the_next_one_clears_up() {
         let name = names(&bin).into_iter().find(|name| name.starts_with(".flannel.tmp"))?;
         Some(bin.join(name)).filter(|path| fs::metadata(path).is_ok_and(|file| file.len() == 12))
     };
-    let deadline = Instant::now() + PATIENCE;
-    let half = loop {
-        if let Some(half) = half() {
-            break half;
-        }
-        assert!(Instant::now() < deadline, "{:?}", names(&bin));
-        std::thread::park_timeout(Duration::from_millis(1));
-    };
+    let half = eventually(PATIENCE, half, || format!("{:?}", names(&bin)));
     child.kill().unwrap();
     assert_eq!(child.wait().unwrap().signal(), Some(9));
     assert_eq!(fs::read_to_string(&flannel).unwrap(), "old");

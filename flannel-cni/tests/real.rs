@@ -8,7 +8,8 @@ use std::io::{Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::{Duration, Instant};
+use std::time::Duration;
+use test_support::eventually;
 
 use flannel_core::Subnet;
 use flannel_core::address::{Dual, Family};
@@ -168,42 +169,19 @@ fn addresses(result: &Value) -> (Dual<IpAddr>, Dual<IpAddr>) {
 
 /// Something inside `from` exchanges bytes with something inside `to` that listens at `local`; it connects to `peer`.
 fn exchange(from: &Namespace, peer: SocketAddr, to: &Namespace, local: SocketAddr) {
-    let deadline = Instant::now() + PATIENCE;
-    let listener = to
-        .run(|| {
-            loop {
-                // An IPv6 address is tentative at first.
-                match TcpListener::bind(local) {
-                    Ok(listener) => return listener,
-                    Err(error) => assert!(Instant::now() < deadline, "{local}: {error}"),
-                }
-                std::thread::park_timeout(Duration::from_millis(10));
-            }
-        })
-        .unwrap();
+    // An IPv6 address is tentative at first.
+    let bind = || TcpListener::bind(local).ok();
+    let listener = to.run(|| eventually(PATIENCE, bind, || format!("no bind to {local}"))).unwrap();
     let server = std::thread::spawn(move || {
         listener.set_nonblocking(true).unwrap();
-        let mut stream = loop {
-            match listener.accept() {
-                Ok((stream, _)) => break stream,
-                Err(error) => assert!(Instant::now() < deadline, "nobody came to {local}: {error}"),
-            }
-            std::thread::park_timeout(Duration::from_millis(10));
-        };
+        let accept = || listener.accept().ok();
+        let (mut stream, _) = eventually(PATIENCE, accept, || format!("nobody came to {local}"));
         stream.write_all(b"hello").unwrap();
     });
-    let mut stream = from
-        .run(|| {
-            loop {
-                // One that is given up may have been accepted already, and only one is.
-                match TcpStream::connect_timeout(&peer, PATIENCE) {
-                    Ok(stream) => return stream,
-                    Err(error) => assert!(Instant::now() < deadline, "{peer}: {error}"),
-                }
-                std::thread::park_timeout(Duration::from_millis(10));
-            }
-        })
-        .unwrap();
+    // One that is given up may have been accepted already, and only one is.
+    let connect = || TcpStream::connect_timeout(&peer, PATIENCE).ok();
+    let connected = || eventually(PATIENCE, connect, || format!("no connection to {peer}"));
+    let mut stream = from.run(connected).unwrap();
     stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
     let mut said = String::new();
     stream.read_to_string(&mut said).unwrap();
@@ -523,17 +501,13 @@ fn lab() -> Builder {
 fn pods_reach_each_other(backend: &str, families: &[Family]) {
     let lab = lab().hosts(2).backend(backend).families(families.iter().copied()).start().unwrap();
     lab.start_daemons().unwrap();
-    let deadline = Instant::now() + PATIENCE;
     let mut nodes = Vec::new();
     for host in lab.hosts() {
-        let env = loop {
+        let subnet_env = || {
             host.check_daemon().unwrap();
-            if let Some(env) = host.subnet_env().unwrap() {
-                break env;
-            }
-            assert!(Instant::now() < deadline, "{}", host.log().unwrap());
-            std::thread::park_timeout(Duration::from_millis(5));
+            host.subnet_env().unwrap()
         };
+        let env = eventually(PATIENCE, subnet_env, || host.log().unwrap());
         let node = Node::new(host.namespace(), &host.subnet_file());
         let pod = Sandbox::new(&format!("pod-{}", host.number()));
         let delegate = json!({ "delegate": { "isDefaultGateway": true, "ipMasq": false } });

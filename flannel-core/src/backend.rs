@@ -1,6 +1,7 @@
 //! Backends: the pure description of a kind of network, and the part of it that one node prepares.
 
 mod alloc;
+mod list;
 mod plan;
 mod secrets;
 
@@ -12,6 +13,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 
 pub use self::alloc::Alloc;
+pub use self::list::{Backends, UnknownBackend};
 pub use self::plan::{Answer, Env, Plan, Rejected};
 pub use self::secrets::{MakeSecret, MemorySecrets, Secrets};
 use crate::address::Dual;
@@ -151,6 +153,15 @@ pub enum Inlet {
     Udp(u16),
     /// IP packets of this protocol number.
     Protocol(u8),
+}
+
+impl fmt::Display for Inlet {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Udp(port) => write!(f, "UDP port {port}"),
+            Self::Protocol(number) => write!(f, "IP protocol {number}"),
+        }
+    }
 }
 
 /// This node, as a backend sees it while it prepares a network.

@@ -6,9 +6,10 @@ use std::process::Command;
 
 use flannel_api::Finding;
 use flannel_core::Kernel;
-use flannel_core::address::{Dual, Family};
+use flannel_core::address::Family;
+use flannel_core::backend::{Datapath, Inlet};
 use flannel_core::kernel::Footprint;
-use flannel_core::object::{Link, LinkKind, LinkName, Object};
+use flannel_core::object::{Link, LinkName, Object};
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::iface::Selectors;
 
@@ -24,13 +25,11 @@ const EADDRINUSE: &str = "the kernel cannot receive what peers send";
 /// What there is. What is `None` could not be read.
 #[derive(Debug, Clone, Default)]
 pub struct Devices {
-    /// The tunnel of each enabled family; empty with a backend that needs none.
-    pub tunnels: Dual<LinkName>,
-    /// The backend type in the leases of the backend that has them.
+    /// How packets of pods travel.
+    pub datapath: Datapath,
+    /// The type of the backend that has the tunnel devices.
     pub backend: String,
-    /// The header that a tunnel of each family adds, in bytes.
-    pub overheads: Dual<u32>,
-    /// Those of them that are there and of the right kind.
+    /// The tunnel devices that exist and are of the right kind.
     pub links: Vec<Link>,
     /// The names of all links, with their MTUs.
     pub all: Vec<(LinkName, u32)>,
@@ -50,11 +49,6 @@ pub struct Devices {
 }
 
 impl Devices {
-    /// The UDP port of the tunnels; `None` without one.
-    pub fn port(&self) -> Option<u16> {
-        self.links.iter().find_map(vxlan_port)
-    }
-
     /// What a device takes, in bytes.
     pub fn takes(&self, device: LinkName) -> Option<u32> {
         self.all.iter().find(|(name, _)| *name == device).map(|(_, mtu)| *mtu)
@@ -62,7 +56,7 @@ impl Devices {
 
     /// What a tunnel's header costs, in bytes; 0 without a tunnel.
     pub fn overhead(&self, family: Family) -> u32 {
-        self.tunnels[family].and(self.overheads[family]).unwrap_or(0)
+        self.datapath.devices[family].and(self.datapath.overhead[family]).unwrap_or(0)
     }
 
     /// The checksum fault of old kernels matters here.
@@ -71,22 +65,16 @@ impl Devices {
     }
 }
 
-fn vxlan_port(link: &Link) -> Option<u16> {
-    match &link.kind {
-        LinkKind::Vxlan(vxlan) => Some(vxlan.port),
-        _ => None,
-    }
-}
-
 /// Everything that is to be said of them.
 pub fn check(devices: &Devices) -> Vec<Fault> {
     let mut found: Vec<Fault> = Vec::new();
-    for (family, name) in devices.tunnels.iter() {
+    for (family, name) in devices.datapath.devices.iter() {
         match devices.links.iter().find(|link| link.name == *name) {
             Some(link) => found.extend(check_link(devices, family, link)),
             None if devices.all.iter().any(|(other, _)| other == name) => {
                 let text = format!(
-                    "{name} is there, but is no vxlan device: nothing of flannel's can be put on it"
+                    "{name} is there, but is no {} device: nothing of flannel's can be put on it",
+                    devices.backend
                 );
                 found.push(
                     Finding::error("device", text)
@@ -157,10 +145,11 @@ fn check_link(devices: &Devices, family: Family, link: &Link) -> Vec<Fault> {
 /// # Blocking
 /// Asks the kernel, and `ethtool` on kernels where checksums matter.
 pub fn read(network: &Network) -> Devices {
-    let Network { tunnels, uplink, mtu, daemon, .. } = *network;
+    let Network { uplink, mtu, daemon, .. } = *network;
+    let datapath = &network.datapath;
     let kernel = NetlinkKernel::open();
     let footprint =
-        Footprint { links: tunnels.values().copied().collect(), ..Footprint::default() };
+        Footprint { links: datapath.devices.values().copied().collect(), ..Footprint::default() };
     let snapshot = kernel
         .as_ref()
         .ok()
@@ -174,9 +163,8 @@ pub fn read(network: &Network) -> Devices {
         .collect();
     let facts = kernel.and_then(|kernel| kernel.facts(&Selectors::default())).unwrap_or_default();
     let mut devices = Devices {
-        tunnels,
+        datapath: datapath.clone(),
         backend: network.backend.clone(),
-        overheads: network.overheads,
         links,
         all: facts.interfaces.iter().map(|found| (found.name, found.mtu)).collect(),
         uplink,
@@ -188,8 +176,9 @@ pub fn read(network: &Network) -> Devices {
         offloaded: None,
         daemon,
     };
-    if let Some(port) = devices.port() {
-        devices.takers = takers(port);
+    if !devices.links.is_empty() {
+        let port = |inlet: &Inlet| if let Inlet::Udp(port) = inlet { Some(*port) } else { None };
+        devices.takers = datapath.inlets.iter().filter_map(port).flat_map(takers).collect();
     }
     if devices.checksums_matter() {
         devices.offloaded = devices
@@ -261,10 +250,10 @@ fn inodes(table: &str, port: u16) -> Vec<u64> {
 
 #[cfg(test)]
 mod tests {
-    use flannel_core::object::{MacAddr, Vxlan};
+    use flannel_core::object::{LinkKind, MacAddr, Vxlan};
 
     use super::*;
-    use crate::fixture::no_devices;
+    use crate::fixture::devices;
     use crate::mtu::settle;
 
     fn healthy() -> Devices {
@@ -281,14 +270,13 @@ mod tests {
         let device =
             Link { name: link("flannel.1"), mtu: 1450, up: true, kind: LinkKind::Vxlan(vxlan) };
         Devices {
-            tunnels: Dual { v4: Some(link("flannel.1")), v6: None },
             links: vec![device],
             all: vec![(link("eth0"), 1500), (link("flannel.1"), 1450)],
             uplink: Some(link("eth0")),
             mtu: Some(1450),
             kernel: Some([6, 1]),
             daemon: true,
-            ..no_devices()
+            ..devices()
         }
     }
 

@@ -6,6 +6,7 @@
 use std::net::IpAddr;
 
 use flannel_api::Finding;
+use flannel_core::backend::Inlet;
 
 use crate::commands::release;
 use crate::device::Devices;
@@ -90,15 +91,16 @@ impl Case<'_> {
         let public = self.asked.public.map(|(public, _)| public.to_string()).unwrap_or_default();
         let public_replies = answers.public.as_ref().is_some_and(|[small, _]| replied(small));
         if answers.tunnel.is_some() && public_replies {
-            let port = self.devices.port().unwrap_or(8472);
+            let inlet = self.devices.datapath.inlets.first();
+            let what = inlet.map_or_else(|| "the tunnel".to_owned(), ToString::to_string);
             let at = if answers.path.noticed > 0 { "here" } else { "on both hosts" };
             let likely = match answers.path.noticed {
                 0 => format!(
-                    "UDP port {port} may be blocked here, on the way or there, or flannel is not well there"
+                    "{what} may be blocked here, on the way or there, or flannel is not well there"
                 ),
                 _ => format!(
-                    "what goes there arrives, its daemon says beside the tunnel, so that only what it sends is lost: UDP port \
-                     {port} may be blocked on the way or here"
+                    "what goes there arrives, its daemon says beside the tunnel, so that only what it sends is lost: \
+                     {what} may be blocked on the way or here"
                 ),
             };
             let text = format!(
@@ -106,9 +108,13 @@ impl Case<'_> {
             );
             let ipv6 = self.asked.public.is_some_and(|(address, _)| address.is_ipv6());
             let program = if ipv6 { "ip6tables" } else { "iptables" };
-            return Finding::error("tunnel", text).with_command(format!(
-                "{program} -I INPUT -p udp --dport {port} -j ACCEPT # {at}"
-            ));
+            let packets = match inlet {
+                Some(Inlet::Udp(port)) => format!("udp --dport {port}"),
+                Some(Inlet::Protocol(number)) => number.to_string(),
+                _ => return Finding::error("tunnel", text),
+            };
+            return Finding::error("tunnel", text)
+                .with_command(format!("{program} -I INPUT -p {packets} -j ACCEPT # {at}"));
         }
         let neither = if answers.tunnel.is_some() && answers.public.is_some() {
             format!(
@@ -342,7 +348,9 @@ mod tests {
     }
 
     fn uplink(tunnels: Dual<flannel_core::object::LinkName>) -> Devices {
-        Devices { tunnels, uplink: Some("eth0".parse().unwrap()), ..devices() }
+        let mut devices = Devices { uplink: Some("eth0".parse().unwrap()), ..devices() };
+        devices.datapath.devices = tunnels;
+        devices
     }
 
     #[test]
@@ -387,7 +395,7 @@ mod tests {
 
         // DirectRouting: by the external interface to this peer, and still it is the network
         // config's to lower.
-        let direct_devices = uplink(devices().tunnels);
+        let direct_devices = uplink(devices().datapath.devices);
         let direct = target("vxlan").questions(&direct_devices).remove(0).direct(&direct_devices);
         assert_eq!((direct.device, direct.public.unwrap().1), (direct_devices.uplink, 1450));
         let lossy = |most| Answers { tunnel: Some([ok(), most]), ..answers(ok(), None) };

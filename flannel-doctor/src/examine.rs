@@ -5,7 +5,8 @@ use std::net::IpAddr;
 use std::sync::Arc;
 
 use flannel_api::{Client, Finding};
-use flannel_core::address::{Dual, Family};
+use flannel_core::address::Family;
+use flannel_core::backend::Datapath;
 use flannel_core::kernel::RouteAnswer;
 use flannel_core::object::LinkName;
 use flannel_netlink::NetlinkKernel;
@@ -111,14 +112,10 @@ pub struct Network {
     pub known: bool,
     /// The backend type in the leases of this node's backend.
     pub backend: String,
-    /// The tunnel device of each family; empty without tunnels.
-    pub tunnels: Dual<LinkName>,
-    /// The header that a tunnel of each family adds, in bytes.
-    pub overheads: Dual<u32>,
+    /// How packets of pods travel.
+    pub datapath: Datapath,
     /// The external interface.
     pub uplink: Option<LinkName>,
-    /// Packets of pods go between some nodes as they are, without a tunnel.
-    pub bare: bool,
     /// What pods may send, in bytes.
     pub mtu: Option<u32>,
     /// The other nodes.
@@ -130,9 +127,9 @@ impl Network {
     pub fn families(&self) -> Vec<Family> {
         let of_peers =
             |family| self.targets.iter().flat_map(|t| &t.subnets).any(|s| s.family() == family);
-        let has = |family: &Family| match self.tunnels.is_empty() {
+        let has = |family: &Family| match self.datapath.devices.is_empty() {
             true => of_peers(*family),
-            false => self.tunnels[*family].is_some(),
+            false => self.datapath.devices[*family].is_some(),
         };
         Family::BOTH.into_iter().filter(has).collect()
     }
@@ -174,12 +171,15 @@ async fn look_at_devices(network: &Network, examination: &mut Examination) -> De
         return devices;
     }
     let there = devices
-        .tunnels
+        .datapath
+        .devices
         .values()
         .filter_map(|name| devices.links.iter().find(|link| link.name == *name));
     let mut texts: Vec<String> =
         there.map(|link| format!("{} ({} bytes)", link.name, link.mtu)).collect();
-    texts.extend(devices.port().map(|port| format!("UDP port {port}")));
+    if !devices.links.is_empty() {
+        texts.extend(devices.datapath.inlets.iter().map(ToString::to_string));
+    }
     if devices.checksums_matter() && devices.offloaded.is_none() {
         texts.push(
             "not known whether checksums are offloaded, which this kernel does wrongly: install ethtool"
@@ -188,7 +188,8 @@ async fn look_at_devices(network: &Network, examination: &mut Examination) -> De
     }
     if texts.is_empty() {
         texts.push(
-            if devices.tunnels.is_empty() { "none is needed" } else { "none is there" }.to_owned(),
+            if devices.datapath.devices.is_empty() { "none is needed" } else { "none is there" }
+                .to_owned(),
         );
     }
     examination.layer("device", texts.join(", "), device::check(&devices));
@@ -228,7 +229,9 @@ async fn look_at_peers(
     for target in targets {
         questions.push((target, questions_to(target, devices).await));
     }
-    let (asked, mute) = match ask(&questions, devices, network.bare, options.doctor_port).await {
+    let (asked, mute) = match ask(&questions, devices, network.datapath.bare, options.doctor_port)
+        .await
+    {
         Ok(asked) => asked,
         Err(why) => {
             examination.faults.extend(bounded(shadowed.into_values().map(Fault::from).collect()));
@@ -345,7 +348,7 @@ async fn route_fault(
 /// The same without a daemon that knows its objects: as far as the device tells.
 async fn wrong_way(devices: &Devices, target: &Target, address: IpAddr) -> Option<String> {
     let answer = way(address).await?;
-    let wanted = match devices.tunnels[Family::of(address)] {
+    let wanted = match devices.datapath.devices[Family::of(address)] {
         Some(tunnel) if target.backend == devices.backend => tunnel,
         _ => devices.uplink?,
     };

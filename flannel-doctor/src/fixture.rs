@@ -2,28 +2,26 @@
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
-use flannel_core::address::{Dual, Family};
+use flannel_backend_vxlan::VxlanBackend;
+use flannel_core::address::Dual;
+use flannel_core::backend::Datapath;
+use flannel_core::{Backend, Config};
 
 use crate::device::Devices;
 use crate::peers::Target;
 
-/// What the tunnels of vxlan cost.
-pub(crate) fn overheads() -> Dual<u32> {
-    Dual::from_fn(|family: Family| Some(flannel_backend_vxlan::overhead(family)))
+/// The datapath of vxlan for both families.
+fn vxlan() -> Datapath {
+    let config = r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:1::/48","Backend":{"Type":"vxlan"}}"#;
+    VxlanBackend.datapath(&Config::parse(config).unwrap()).unwrap()
 }
 
 /// A host with a vxlan tunnel of IPv4.
 pub(crate) fn devices() -> Devices {
-    Devices {
-        tunnels: Dual { v4: Some("flannel.1".parse().unwrap()), v6: None },
-        mtu: Some(1450),
-        ..no_devices()
-    }
-}
-
-/// A vxlan host without tunnels yet.
-pub(crate) fn no_devices() -> Devices {
-    Devices { backend: "vxlan".into(), overheads: overheads(), ..Devices::default() }
+    let mut devices = Devices { mtu: Some(1450), backend: "vxlan".into(), ..Devices::default() };
+    devices.datapath = vxlan();
+    devices.datapath.devices.v6 = None;
+    devices
 }
 
 /// A peer.

@@ -98,8 +98,10 @@ impl Least {
     fn new(devices: &Devices, families: &[Family]) -> Self {
         let needs = |family: &Family| family.least_mtu() + devices.overhead(*family);
         let family = families.iter().copied().max_by_key(needs).unwrap_or(Family::V4);
-        let (bytes, through) =
-            (needs(&family), if devices.tunnels.is_empty() { "" } else { " through the tunnel" });
+        let (bytes, through) = (
+            needs(&family),
+            if devices.datapath.devices.is_empty() { "" } else { " through the tunnel" },
+        );
         // RFC 8200, section 5.
         let every_path = Family::V6.least_mtu() + devices.overhead(family);
         Self { bytes, text: format!("{family}{through}, which takes {bytes}"), every_path }
@@ -114,7 +116,7 @@ fn mend(narrow: Narrow, unknown: bool, devices: &Devices, least: &Least) -> Stri
             "a reboot keeps it by the host's network settings only: mtu: {mtu} (netplan), MTUBytes={mtu} (networkd)"
         )
     };
-    match (narrow, devices.tunnels.is_empty()) {
+    match (narrow, devices.datapath.devices.is_empty()) {
         (Narrow::Uplink { takes, needed }, _) if takes < least.bytes => {
             format!(
                 "ip link set {uplink} mtu {needed} # {} at least; {}",
@@ -160,7 +162,7 @@ mod tests {
     use flannel_core::address::Dual;
 
     use super::*;
-    use crate::fixture::no_devices;
+    use crate::fixture::devices as vxlan_devices;
 
     const BOTH: [Family; 2] = Family::BOTH;
 
@@ -170,8 +172,10 @@ mod tests {
     }
 
     fn devices(tunnels: Dual<&str>) -> Devices {
-        let tunnels = tunnels.map(|_, name| name.parse().unwrap());
-        Devices { tunnels, uplink: Some("eth0".parse().unwrap()), mtu: Some(1450), ..no_devices() }
+        let uplink = Some("eth0".parse().unwrap());
+        let mut devices = Devices { uplink, mtu: Some(1450), ..vxlan_devices() };
+        devices.datapath.devices = tunnels.map(|_, name| name.parse().unwrap());
+        devices
     }
 
     fn mends(faults: Vec<Fault>, devices: &Devices, families: &[Family]) -> Vec<String> {

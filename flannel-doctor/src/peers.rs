@@ -59,7 +59,8 @@ impl Target {
         };
         let question = |subnet: &Subnet| {
             let family = subnet.family();
-            let tunnel = devices.tunnels[family].filter(|_| self.backend == devices.backend);
+            let tunnel =
+                devices.datapath.devices[family].filter(|_| self.backend == devices.backend);
             let largest = || Family::BOTH.into_iter().map(|family| devices.overhead(family)).max();
             let header = tunnel.and_then(|_| largest()).unwrap_or(0);
             // Less than two IP headers, so it fits.
@@ -81,7 +82,8 @@ impl Target {
 impl Question {
     /// Whether pods' packets go by the tunnel.
     pub fn by_tunnel(&self, devices: &Devices) -> bool {
-        self.device.is_some_and(|device| devices.tunnels.values().any(|tunnel| *tunnel == device))
+        self.device
+            .is_some_and(|device| devices.datapath.devices.values().any(|tunnel| *tunnel == device))
     }
 
     /// The same of a peer on this host's link, to which packets go as they are (DirectRouting).

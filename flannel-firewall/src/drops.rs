@@ -1,6 +1,6 @@
 //! Who drops forwarded packets unless a rule accepts them: policies, ours and everybody else's.
 //!
-//! The one thing to know: each table judges for itself, so a rule that accepts in one of them helps nothing against the
+//! Each table judges for itself, so a rule that accepts in one of them helps nothing against the
 //! policy of another.
 
 use std::fmt;
@@ -107,11 +107,7 @@ impl LegacyMemory {
             Some(known) => (known.at.elapsed(), known.said.clone()),
             None => {
                 let said = look(programs, family).await.map_err(Arc::new);
-                let seen = Some(Saved { at: Instant::now(), said: said.clone() });
-                match family {
-                    Family::V4 => saved.v4 = seen,
-                    Family::V6 => saved.v6 = seen,
-                }
+                saved[family] = Some(Saved { at: Instant::now(), said: said.clone() });
                 (Duration::ZERO, said)
             }
         };
@@ -183,13 +179,13 @@ fn nf_tables(networks: &Dual<Subnet>) -> Result<Vec<ForwardDrop>, Error> {
         let chains = socket.dump(
             kind,
             |_| (),
-            |told| {
-                let attributes = told.attributes.0;
+            |message| {
+                let attributes = message.attributes.0;
                 let hook =
                     find(attributes, CHAIN_HOOK).and_then(|hook| number_in(hook, HOOK_NUMBER));
                 let drops =
                     hook == Some(FORWARD) && number_in(attributes, CHAIN_POLICY) == Some(DROP);
-                (told.kind.family == protocol).then(|| {
+                (message.kind.family == protocol).then(|| {
                     Some((text_in(attributes, TABLE)?, text_in(attributes, CHAIN_NAME)?, drops))
                 })?
             },
@@ -223,10 +219,10 @@ fn rules(
 ) -> Result<Vec<Vec<Expr>>, KernelError> {
     let kind = Kind { subsystem: SUBSYSTEM, number: GETRULE, family: protocol };
     let fill = |request: &mut Messages| _ = request.text(TABLE, table);
-    socket.dump(kind, fill, |told| {
-        let attributes = told.attributes.0;
+    socket.dump(kind, fill, |message| {
+        let attributes = message.attributes.0;
         let is = |kind, name: &str| text_in(attributes, kind).as_deref() == Some(name);
-        (told.kind.family == protocol && is(TABLE, table) && is(RULE_CHAIN, chain))
+        (message.kind.family == protocol && is(TABLE, table) && is(RULE_CHAIN, chain))
             .then(|| read(find(attributes, RULE_EXPRESSIONS).unwrap_or_default()))
     })
 }

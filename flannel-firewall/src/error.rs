@@ -1,4 +1,4 @@
-//! Why rules cannot be put in place. The one thing to know: a message says what would help.
+//! Why rules cannot be put in place. A message says what would help.
 
 use std::path::PathBuf;
 use std::process::ExitStatus;

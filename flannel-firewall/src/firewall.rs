@@ -1,7 +1,7 @@
 //! The one task that keeps the rules in place.
 //!
-//! The one thing to know: it does not carry out events. Whatever wakes it, it compares what is there with what is wanted
-//! last, and writes where they differ.
+//! It does not apply events. Each time it wakes, it compares the rules with the desired ones and
+//! writes where they differ.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -38,7 +38,7 @@ pub struct Options {
     /// as often.
     pub resync: Duration,
     /// The programs of iptables. In nftables mode they serve only to remove what an earlier flannel left in iptables; what
-    /// is there for want of them is told.
+    /// stays because a program is missing is reported.
     pub programs: Programs,
 }
 
@@ -121,7 +121,7 @@ impl Firewall {
             let (deviations, failed) = self.reconcile(&wanted).await;
             let by_others = placed.as_ref() == Some(&wanted);
             let done = failed.is_empty();
-            self.tell(deviations, by_others, failed);
+            self.publish(deviations, by_others, failed);
             if done {
                 placed = Some(wanted);
                 if self.is_time_to_look_around() {
@@ -157,14 +157,7 @@ impl Firewall {
         let programs = &self.options.programs;
         let (removed, failed) = match &mut self.engine {
             Engine::Nftables(_) => Iptables::clean(programs, None, true).await,
-            Engine::Iptables(used) => {
-                let (mut removed, mut failed) = Iptables::clean(programs, Some(used), true).await;
-                match nft::clean(true) {
-                    Ok(there) => removed.extend(there),
-                    Err(error) => failed.push(error),
-                }
-                (removed, failed)
-            }
+            Engine::Iptables(used) => clean(programs, Some(used), true).await,
         };
         for deviation in &removed {
             tracing::info!(object = deviation.object, "removed what another mode had left");
@@ -185,7 +178,7 @@ impl Firewall {
         });
     }
 
-    fn tell(&self, deviations: Vec<Deviation>, by_others: bool, failed: Vec<Error>) {
+    fn publish(&self, deviations: Vec<Deviation>, by_others: bool, failed: Vec<Error>) {
         let at = SystemTime::now();
         self.status.send_if_modified(|status| {
             let first_failure = !failed.is_empty() && status.failure.is_none();
@@ -278,19 +271,26 @@ pub struct Cleanup {
 /// Removes exactly our rules from nftables and from every variant of iptables that is installed; goes on after a
 /// failure. A second call finds nothing.
 pub async fn cleanup(programs: &Programs) -> Cleanup {
-    clean(programs, true).await
+    let (found, failed) = clean(programs, None, true).await;
+    Cleanup { found, failed }
 }
 
 /// What [`cleanup`] would remove.
 pub async fn leftovers(programs: &Programs) -> Cleanup {
-    clean(programs, false).await
+    let (found, failed) = clean(programs, None, false).await;
+    Cleanup { found, failed }
 }
 
-async fn clean(programs: &Programs, write: bool) -> Cleanup {
-    let (mut found, mut failed) = Iptables::clean(programs, None, write).await;
+/// Removes the rules from nftables and iptables, but for those that `used` keeps; or only looks.
+async fn clean(
+    programs: &Programs,
+    used: Option<&mut Iptables>,
+    write: bool,
+) -> (Vec<Deviation>, Vec<Error>) {
+    let (mut found, mut failed) = Iptables::clean(programs, used, write).await;
     match nft::clean(write) {
         Ok(there) => found.extend(there),
         Err(error) => failed.push(error),
     }
-    Cleanup { found, failed }
+    (found, failed)
 }

@@ -1,6 +1,6 @@
 //! Rules in iptables, through `iptables-save` and `iptables-restore`.
 //!
-//! The one thing to know: iptables tells nobody of changes, so it is asked: one `iptables-save` for each family and
+//! iptables reports changes to nobody, so it is polled: one `iptables-save` for each family and
 //! period, and no other process while nothing differs.
 
 pub(crate) mod program;

@@ -1,7 +1,7 @@
 //! Rules in nf_tables, over netlink: no program is run.
 //!
-//! The one thing to know: both families' tables change in one transaction, and packets see the old rules or the new
-//! ones, never a part.
+//! Both families' tables change in one transaction, and packets see the old rules or the new ones,
+//! never a part.
 
 pub(crate) mod expr;
 pub(crate) mod table;
@@ -67,11 +67,11 @@ impl Nft {
 
     /// Returns when somebody else touched a table of ours, or may have.
     pub(crate) async fn disturbed(&mut self) -> Result<(), Error> {
-        let concerns = |told: &flannel_netlink::netfilter::NetfilterMessage<'_>| {
+        let concerns = |message: &flannel_netlink::netfilter::NetfilterMessage<'_>| {
             let family =
-                Family::BOTH.into_iter().find(|family| protocol(*family) == told.kind.family);
-            let table = || text_in(told.attributes.0, TABLE);
-            told.kind.number != NEWGEN
+                Family::BOTH.into_iter().find(|family| protocol(*family) == message.kind.family);
+            let table = || text_in(message.attributes.0, TABLE);
+            message.kind.number != NEWGEN
                 && family.is_some_and(|family| table().as_deref() == Some(name(family)))
         };
         self.events

@@ -1,6 +1,6 @@
 //! Which rules a network needs, as values: no kernel, no tool, no address family of its own.
 //!
-//! The one thing to know: order is meaning. The first rule of a chain that matches a packet decides.
+//! Order is meaning. The first rule of a chain that matches a packet decides.
 //!
 //! **Source**: flannel `pkg/trafficmngr/iptables: masqRules, forwardRules`. Its nftables twin has another fourth rule,
 //! after which the last one is never reached; here both modes do what the iptables rules do.

@@ -1,5 +1,5 @@
-//! What there is to know about the firewall. The one thing to know: repairs are counted, because somebody else who
-//! keeps changing our rules is a finding.
+//! What there is to know about the firewall. Repairs are counted, because somebody else who keeps
+//! changing our rules is a finding.
 
 use std::fmt;
 use std::sync::Arc;

@@ -3,23 +3,23 @@
 #![allow(clippy::unwrap_used, reason = "a test fails that way")]
 
 #[macro_use]
-mod ground;
+mod fixture;
 
 use std::process::Command;
 use std::time::{Duration, Instant};
 
+use fixture::{ALL, Fixture, Kind, Place, Running, rules_of};
 use flannel_core::Subnet;
 use flannel_core::address::Family;
 use flannel_firewall::{LegacyMemory, forward_drops};
-use ground::{ALL, Ground, Kind, Place, Running, rules_of};
 
 in_every_mode!(a_policy_is_seen_wherever_it_is_and_whether_our_rules_help);
 
-async fn a_policy_is_seen_wherever_it_is_and_whether_our_rules_help(ground: Ground, kind: Kind) {
+async fn a_policy_is_seen_wherever_it_is_and_whether_our_rules_help(fixture: Fixture, kind: Kind) {
     let networks =
         ["10.1.0.0/16", "fd00:1::/48"].map(|n| n.parse::<Subnet>().unwrap()).into_iter().collect();
     let drops = async || {
-        forward_drops(&ground.tools.programs(), &networks, &LegacyMemory::default()).await.found
+        forward_drops(&fixture.tools.programs(), &networks, &LegacyMemory::default()).await.found
     };
     let nft = |command: &str| {
         assert!(Command::new("nft").arg(command).status().unwrap().success(), "{command}");
@@ -57,7 +57,7 @@ async fn a_policy_is_seen_wherever_it_is_and_whether_our_rules_help(ground: Grou
     );
     let where_rules_are = if kind == Kind::Nftables { Kind::IptablesNft } else { kind };
     for family in Family::BOTH {
-        ground.tools.iptables(where_rules_are, family, "-P FORWARD DROP");
+        fixture.tools.iptables(where_rules_are, family, "-P FORWARD DROP");
     }
     let expected = |helps: bool| -> Vec<String> {
         let suffix = if kind == Kind::IptablesLegacy { " (iptables-legacy)" } else { "" };
@@ -68,10 +68,10 @@ async fn a_policy_is_seen_wherever_it_is_and_whether_our_rules_help(ground: Grou
             .into()
     };
     assert_eq!(texts(drops().await), expected(false));
-    remembers_what_takes_a_process(&ground, kind, &networks).await;
+    remembers_what_takes_a_process(&fixture, kind, &networks).await;
     for (family, network) in [(Family::V4, "10.1.0.0/16"), (Family::V6, "fd00:1::/48")] {
         for side in ["-s", "-d"] {
-            ground.tools.iptables(
+            fixture.tools.iptables(
                 where_rules_are,
                 family,
                 &format!("-A FORWARD {side} {network} -j ACCEPT"),
@@ -80,11 +80,11 @@ async fn a_policy_is_seen_wherever_it_is_and_whether_our_rules_help(ground: Grou
     }
     assert_eq!(texts(drops().await), expected(true));
     for family in Family::BOTH {
-        ground.tools.iptables(where_rules_are, family, "-F FORWARD");
+        fixture.tools.iptables(where_rules_are, family, "-F FORWARD");
     }
     assert_eq!(texts(drops().await), expected(false));
     let running =
-        Running::start(&ground, kind, rules_of(Place::Pod, ALL), Duration::from_secs(3600)).await;
+        Running::start(&fixture, kind, rules_of(Place::Pod, ALL), Duration::from_secs(3600)).await;
     // Rules in a table of their own help nothing against the policy of another.
     assert_eq!(texts(drops().await), expected(kind != Kind::Nftables));
     running.stop().await;
@@ -93,14 +93,14 @@ async fn a_policy_is_seen_wherever_it_is_and_whether_our_rules_help(ground: Grou
 #[test]
 fn what_is_seen_is_told_though_not_all_can_be_seen() {
     flannel_netlink::testing::in_netns_async(|| async {
-        let ground = Ground::set();
+        let fixture = Fixture::set();
         for kind in [Kind::IptablesNft, Kind::IptablesLegacy] {
-            ground.tools.iptables(kind, Family::V4, "-P FORWARD DROP");
+            fixture.tools.iptables(kind, Family::V4, "-P FORWARD DROP");
         }
-        std::fs::remove_file(ground.tools.path("iptables-legacy-save")).unwrap();
+        std::fs::remove_file(fixture.tools.path("iptables-legacy-save")).unwrap();
         let networks = ["10.1.0.0/16".parse::<Subnet>().unwrap()].into_iter().collect();
         let seen =
-            forward_drops(&ground.tools.programs(), &networks, &LegacyMemory::default()).await;
+            forward_drops(&fixture.tools.programs(), &networks, &LegacyMemory::default()).await;
         assert_eq!(seen.found.len(), 1, "{seen:?}");
         assert!(!seen.found[0].legacy, "{seen:?}");
         let unread: Vec<_> = seen.unread.iter().map(ToString::to_string).collect();
@@ -113,18 +113,18 @@ fn what_is_seen_is_told_though_not_all_can_be_seen() {
 
 /// All chains drop, and do so again in the end.
 async fn remembers_what_takes_a_process(
-    ground: &Ground,
+    fixture: &Fixture,
     kind: Kind,
     networks: &flannel_core::address::Dual<Subnet>,
 ) {
     let where_rules_are = if kind == Kind::Nftables { Kind::IptablesNft } else { kind };
     let policy = |word: &str| {
         for family in Family::BOTH {
-            ground.tools.iptables(where_rules_are, family, &format!("-P FORWARD {word}"));
+            fixture.tools.iptables(where_rules_are, family, &format!("-P FORWARD {word}"));
         }
     };
     let memory = LegacyMemory::new(Duration::from_secs(3600));
-    let programs = ground.tools.programs();
+    let programs = fixture.tools.programs();
     let drops = async || forward_drops(&programs, networks, &memory).await.found;
     let first = drops().await;
     assert!(first.len() == 2 && first.iter().all(|drop| drop.age == Duration::ZERO), "{first:?}");

@@ -3,15 +3,15 @@
 #![allow(clippy::unwrap_used, reason = "a test fails that way")]
 
 #[macro_use]
-mod ground;
+mod fixture;
 
 use std::os::unix::fs::MetadataExt;
 use std::process::Command;
 use std::time::Duration;
 
+use fixture::{ALL, Fixture, Kind, Place, Running, rules_of, tools};
 use flannel_core::address::Family;
 use flannel_firewall::{Error, Firewall, Options, Programs, Wish, cleanup, leftovers};
-use ground::{ALL, Ground, Kind, Place, Running, rules_of, tools};
 
 /// Nothing happens by the clock.
 const RESYNC: Duration = Duration::from_secs(3600);
@@ -23,37 +23,37 @@ in_every_mode!(
     a_steady_state_runs_no_needless_process,
 );
 
-async fn stopping_leaves_the_rules_and_starting_adopts_them(ground: Ground, kind: Kind) {
-    let running = Running::start(&ground, kind, rules_of(Place::Pod, ALL), RESYNC).await;
+async fn stopping_leaves_the_rules_and_starting_adopts_them(fixture: Fixture, kind: Kind) {
+    let running = Running::start(&fixture, kind, rules_of(Place::Pod, ALL), RESYNC).await;
     running.stop().await;
     for family in Family::BOTH {
-        ground.assert_masqueraded(family);
+        fixture.assert_masqueraded(family);
     }
-    let running = Running::start(&ground, kind, rules_of(Place::Pod, ALL), RESYNC).await;
+    let running = Running::start(&fixture, kind, rules_of(Place::Pod, ALL), RESYNC).await;
     let status = running.status.borrow().clone();
     assert_eq!((status.changes, status.repairs), (0, 0), "{status:?}");
     running.stop().await;
     // While it was away, the node got another subnet.
-    let running = Running::start(&ground, kind, rules_of(Place::Peer, ALL), RESYNC).await;
+    let running = Running::start(&fixture, kind, rules_of(Place::Peer, ALL), RESYNC).await;
     let status = running.status.borrow().clone();
     assert_eq!((status.changes, status.repairs), (1, 0), "{status:?}");
     for family in Family::BOTH {
-        let seen = ground.seen(family, Place::Outside, Place::Pod);
+        let seen = fixture.seen(family, Place::Outside, Place::Pod);
         assert_eq!(seen, Some(Place::Pod.node(family)), "{family}");
     }
 }
 
-async fn switching_removes_the_other_modes_rules(ground: Ground, kind: Kind) {
-    ground.tools.make_foreign();
-    let before = ground.tools.foreign_seen();
+async fn switching_removes_the_other_modes_rules(fixture: Fixture, kind: Kind) {
+    fixture.tools.make_foreign();
+    let before = fixture.tools.foreign_seen();
     for other in Kind::ALL.into_iter().filter(|other| *other != kind) {
-        Running::start(&ground, other, rules_of(Place::Peer, ALL), RESYNC).await.stop().await;
-        assert_ne!(ground.tools.ours_seen(), Vec::<String>::new());
+        Running::start(&fixture, other, rules_of(Place::Peer, ALL), RESYNC).await.stop().await;
+        assert_ne!(fixture.tools.ours_seen(), Vec::<String>::new());
         // Go flannel's way to leave the other mode.
-        ground.tools.iptables(Kind::IptablesLegacy, Family::V6, "-t nat -N FLANNEL-FWD");
-        let mut running = Running::start(&ground, kind, rules_of(Place::Pod, ALL), RESYNC).await;
+        fixture.tools.iptables(Kind::IptablesLegacy, Family::V6, "-t nat -N FLANNEL-FWD");
+        let mut running = Running::start(&fixture, kind, rules_of(Place::Pod, ALL), RESYNC).await;
         running.until(|status| status.alone).await;
-        let ours = ground.tools.ours_seen();
+        let ours = fixture.tools.ours_seen();
         let of_kind = |line: &&String| match kind {
             Kind::Nftables => line.contains("table ip"),
             Kind::IptablesNft | Kind::IptablesLegacy => line.contains(&format!("{kind:?}")),
@@ -64,42 +64,42 @@ async fn switching_removes_the_other_modes_rules(ground: Ground, kind: Kind) {
             "{other:?} to {kind:?}: {ours:#?}"
         );
         assert_eq!(ours.len(), if kind == Kind::Nftables { 2 } else { 24 }, "{ours:#?}");
-        assert_eq!(ground.tools.foreign_seen(), before, "{other:?} to {kind:?}");
+        assert_eq!(fixture.tools.foreign_seen(), before, "{other:?} to {kind:?}");
         for family in Family::BOTH {
-            ground.assert_masqueraded(family);
+            fixture.assert_masqueraded(family);
         }
         running.stop().await;
-        cleanup(&ground.tools.programs()).await;
+        cleanup(&fixture.tools.programs()).await;
     }
 }
 
-async fn cleaning_up_removes_exactly_ours(ground: Ground, kind: Kind) {
-    let programs = ground.tools.programs();
+async fn cleaning_up_removes_exactly_ours(fixture: Fixture, kind: Kind) {
+    let programs = fixture.tools.programs();
     let nothing = cleanup(&programs).await;
     assert!(nothing.found.is_empty() && nothing.failed.is_empty(), "{nothing:?}");
-    ground.tools.make_foreign();
-    let before = ground.tools.foreign_seen();
-    Running::start(&ground, kind, rules_of(Place::Pod, ALL), RESYNC).await.stop().await;
+    fixture.tools.make_foreign();
+    let before = fixture.tools.foreign_seen();
+    Running::start(&fixture, kind, rules_of(Place::Pod, ALL), RESYNC).await.stop().await;
     let would = leftovers(&programs).await;
     for family in Family::BOTH {
-        ground.assert_masqueraded(family);
+        fixture.assert_masqueraded(family);
     }
     let did = cleanup(&programs).await;
     assert!(did.failed.is_empty(), "{did:?}");
     assert_eq!(would.found, did.found, "what was announced was done");
     assert_eq!(did.found.len(), if kind == Kind::Nftables { 2 } else { 4 }, "{did:?}");
-    assert_eq!(ground.tools.ours_seen(), Vec::<String>::new());
-    assert_eq!(ground.tools.foreign_seen(), before);
+    assert_eq!(fixture.tools.ours_seen(), Vec::<String>::new());
+    assert_eq!(fixture.tools.foreign_seen(), before);
     assert!(cleanup(&programs).await.found.is_empty());
 }
 
-async fn a_steady_state_runs_no_needless_process(ground: Ground, kind: Kind) {
+async fn a_steady_state_runs_no_needless_process(fixture: Fixture, kind: Kind) {
     let resync = Duration::from_millis(100);
-    let mut running = Running::start(&ground, kind, rules_of(Place::Pod, ALL), resync).await;
+    let mut running = Running::start(&fixture, kind, rules_of(Place::Pod, ALL), resync).await;
     running.until(|status| status.alone && status.checks >= 2).await;
-    let (checks, runs) = (running.status.borrow().checks, ground.tools.runs().len());
+    let (checks, runs) = (running.status.borrow().checks, fixture.tools.runs().len());
     let status = running.until(|status| status.checks >= checks + 3).await;
-    let runs = ground.tools.runs()[runs..].to_vec();
+    let runs = fixture.tools.runs()[runs..].to_vec();
     assert_eq!((status.changes, status.repairs), (1, 0), "{status:?}");
     if kind == Kind::Nftables {
         assert_eq!(runs, Vec::<String>::new());
@@ -121,18 +121,18 @@ async fn a_steady_state_runs_no_needless_process(ground: Ground, kind: Kind) {
 #[test]
 fn only_the_families_with_rules_are_asked_for() {
     flannel_netlink::testing::in_netns_async(|| async {
-        let ground = Ground::set();
+        let fixture = Fixture::set();
         let networks = flannel_core::address::Dual { v4: "10.1.0.0/16".parse().ok(), v6: None };
         let rules =
             flannel_firewall::Rules::new(&networks, &flannel_core::address::Dual::default(), ALL)
                 .unwrap();
         let mut running =
-            Running::start(&ground, Kind::IptablesLegacy, rules, Duration::from_millis(50)).await;
+            Running::start(&fixture, Kind::IptablesLegacy, rules, Duration::from_millis(50)).await;
         running.until(|status| status.alone && status.checks >= 2).await;
-        let runs = ground.tools.runs().len();
+        let runs = fixture.tools.runs().len();
         let checks = running.status.borrow().checks;
         running.until(|status| status.checks >= checks + 3).await;
-        let runs = ground.tools.runs()[runs..].to_vec();
+        let runs = fixture.tools.runs()[runs..].to_vec();
         assert!(runs.iter().all(|run| run.starts_with("iptables-legacy-save")), "{runs:?}");
     });
 }
@@ -140,7 +140,7 @@ fn only_the_families_with_rules_are_asked_for() {
 #[test]
 fn a_family_that_is_not_wanted_any_more_is_emptied() {
     flannel_netlink::testing::in_netns_async(|| async {
-        let ground = Ground::set();
+        let fixture = Fixture::set();
         let networks = flannel_core::address::Dual { v4: "10.1.0.0/16".parse().ok(), v6: None };
         let only_v4 =
             flannel_firewall::Rules::new(&networks, &flannel_core::address::Dual::default(), ALL)
@@ -148,21 +148,21 @@ fn a_family_that_is_not_wanted_any_more_is_emptied() {
         for kind in Kind::ALL {
             for while_away in [true, false] {
                 let mut running =
-                    Running::start(&ground, kind, rules_of(Place::Pod, ALL), RESYNC).await;
+                    Running::start(&fixture, kind, rules_of(Place::Pod, ALL), RESYNC).await;
                 if while_away {
                     running.stop().await;
-                    running = Running::start(&ground, kind, only_v4.clone(), RESYNC).await;
+                    running = Running::start(&fixture, kind, only_v4.clone(), RESYNC).await;
                     running.until(|status| status.alone).await;
                 } else {
                     running.want(only_v4.clone()).await;
                 }
-                let ours = ground.tools.ours_seen();
+                let ours = fixture.tools.ours_seen();
                 let of_v6 = |line: &&String| line.contains("IPv6") || line.contains("ip6");
                 assert_eq!(ours.iter().find(of_v6), None, "{kind:?} {while_away}");
                 assert!(!ours.is_empty());
                 running.stop().await;
             }
-            cleanup(&ground.tools.programs()).await;
+            cleanup(&fixture.tools.programs()).await;
         }
     });
 }
@@ -170,11 +170,11 @@ fn a_family_that_is_not_wanted_any_more_is_emptied() {
 #[test]
 fn a_program_that_vanishes_is_named_and_its_return_noticed() {
     flannel_netlink::testing::in_netns_async(|| async {
-        let ground = Ground::set();
+        let fixture = Fixture::set();
         let resync = Duration::from_millis(20);
         let mut running =
-            Running::start(&ground, Kind::IptablesNft, rules_of(Place::Pod, ALL), resync).await;
-        let (here, gone) = (ground.tools.path("ip6tables-nft-save"), ground.tools.path("gone"));
+            Running::start(&fixture, Kind::IptablesNft, rules_of(Place::Pod, ALL), resync).await;
+        let (here, gone) = (fixture.tools.path("ip6tables-nft-save"), fixture.tools.path("gone"));
         std::fs::rename(&here, &gone).unwrap();
         let status =
             running.until(|status| status.failure.as_ref().is_some_and(|f| f.times >= 3)).await;
@@ -182,9 +182,9 @@ fn a_program_that_vanishes_is_named_and_its_return_noticed() {
         let error = status.failure.unwrap().errors[0].to_string();
         assert!(error.contains("ip6tables-save"), "{error}");
         // The family whose program is there is looked after all the same.
-        ground.tools.iptables(Kind::IptablesNft, Family::V4, "-t nat -F");
+        fixture.tools.iptables(Kind::IptablesNft, Family::V4, "-t nat -F");
         running.until(|status| status.repairs == 1).await;
-        ground.assert_masqueraded(Family::V4);
+        fixture.assert_masqueraded(Family::V4);
         std::fs::rename(&gone, &here).unwrap();
         let status = running.until(|status| status.in_place).await;
         assert!(status.failure.is_none() && status.changes == 1, "{status:?}");
@@ -195,17 +195,17 @@ fn a_program_that_vanishes_is_named_and_its_return_noticed() {
 #[test]
 fn a_wrapper_is_known_by_the_variant_that_it_runs() {
     flannel_netlink::testing::in_netns_async(|| async {
-        let ground = Ground::set();
+        let fixture = Fixture::set();
         for kind in [Kind::IptablesNft, Kind::IptablesLegacy] {
-            ground.tools.host_has_wrappers_for(kind);
+            fixture.tools.host_has_wrappers_for(kind);
             let options =
-                Options { programs: ground.tools.programs(), resync: Duration::from_millis(50) };
+                Options { programs: fixture.tools.programs(), resync: Duration::from_millis(50) };
             let mut running = Running::with(kind, rules_of(Place::Pod, ALL), options).await;
             let checks = running.until(|status| status.alone).await.checks;
             let status = running.until(|status| status.checks > checks + 1).await;
             assert_eq!((status.changes, status.repairs), (1, 0), "{kind:?}: {status:?}");
             assert!(
-                ground.tools.ours_seen().iter().all(|line| line.contains(&format!("{kind:?}")))
+                fixture.tools.ours_seen().iter().all(|line| line.contains(&format!("{kind:?}")))
             );
             running.stop().await;
         }
@@ -215,9 +215,9 @@ fn a_wrapper_is_known_by_the_variant_that_it_runs() {
 #[test]
 fn a_first_failure_wakes_whoever_waits() {
     flannel_netlink::testing::in_netns_async(|| async {
-        let ground = Ground::set();
-        let hide = |name| std::fs::remove_file(ground.tools.path(name)).unwrap();
-        let options = Options { programs: ground.tools.programs(), resync: RESYNC };
+        let fixture = Fixture::set();
+        let hide = |name| std::fs::remove_file(fixture.tools.path(name)).unwrap();
+        let options = Options { programs: fixture.tools.programs(), resync: RESYNC };
         let firewall = Firewall::open(Kind::IptablesNft.mode(), ALL, options).await.unwrap();
         ["iptables-nft-save", "ip6tables-nft-save"].into_iter().for_each(hide);
         let mut status = firewall.status();
@@ -240,9 +240,9 @@ fn without_programs_iptables_is_refused_and_nftables_is_not() {
         let error =
             Firewall::open(Kind::IptablesNft.mode(), ALL, options.clone()).await.unwrap_err();
         assert!(matches!(error, Error::NoProgram { .. }), "{error}");
-        let ground = Ground::set();
+        let fixture = Fixture::set();
         let before =
-            Running::start(&ground, Kind::IptablesNft, rules_of(Place::Pod, ALL), RESYNC).await;
+            Running::start(&fixture, Kind::IptablesNft, rules_of(Place::Pod, ALL), RESYNC).await;
         before.stop().await;
         let firewall = Firewall::open(Kind::Nftables.mode(), ALL, options).await.unwrap();
         let mut status = firewall.status();
@@ -251,7 +251,7 @@ fn without_programs_iptables_is_refused_and_nftables_is_not() {
         let status = status.wait_for(|status| !status.leftovers.is_empty()).await.unwrap().clone();
         assert!(status.in_place && !status.alone, "{status:?}");
         for family in Family::BOTH {
-            ground.assert_masqueraded(family);
+            fixture.assert_masqueraded(family);
         }
         let error = status.leftovers[0].to_string();
         assert!(
@@ -265,11 +265,11 @@ fn without_programs_iptables_is_refused_and_nftables_is_not() {
 #[test]
 fn who_holds_the_lock_of_iptables_is_waited_for() {
     flannel_netlink::testing::in_netns_async(|| async {
-        let ground = Ground::set();
-        ground.tools.host_uses(Kind::IptablesLegacy);
-        let lock = std::fs::File::create(ground.tools.path("lock")).unwrap();
+        let fixture = Fixture::set();
+        fixture.tools.host_uses(Kind::IptablesLegacy);
+        let lock = std::fs::File::create(fixture.tools.path("lock")).unwrap();
         lock.lock().unwrap();
-        let options = Options { programs: ground.tools.programs(), resync: RESYNC };
+        let options = Options { programs: fixture.tools.programs(), resync: RESYNC };
         let opening = tokio::spawn(Firewall::open(Kind::IptablesLegacy.mode(), ALL, options));
         let inode = format!(":{} ", lock.metadata().unwrap().ino());
         let waits = || {
@@ -285,7 +285,7 @@ fn who_holds_the_lock_of_iptables_is_waited_for() {
         lock.unlock().unwrap();
         opening.await.unwrap().expect("it waits");
         // Newer versions wait without being told; 1.8.7 does not.
-        let runs = ground.tools.runs();
+        let runs = fixture.tools.runs();
         let probe = runs.iter().find(|run| run.contains("--test")).expect("it was tried");
         assert!(probe.contains("--wait"), "{runs:?}");
     });
@@ -294,9 +294,9 @@ fn who_holds_the_lock_of_iptables_is_waited_for() {
 #[test]
 fn only_tables_for_which_there_will_be_rules_are_tried() {
     flannel_netlink::testing::in_netns_async(|| async {
-        let ground = Ground::set();
-        ground.tools.host_uses(Kind::IptablesLegacy);
-        let options = Options { programs: ground.tools.programs(), resync: RESYNC };
+        let fixture = Fixture::set();
+        fixture.tools.host_uses(Kind::IptablesLegacy);
+        let options = Options { programs: fixture.tools.programs(), resync: RESYNC };
         Firewall::open(Kind::IptablesLegacy.mode(), Wish::default(), options).await.unwrap();
         let tried = std::fs::read_to_string("/proc/thread-self/net/ip_tables_names").unwrap();
         assert_eq!(tried, "filter\n");
@@ -311,12 +311,12 @@ fn what_an_earlier_flannel_left_where_no_program_looks_is_told() {
         (Kind::IptablesNft, Kind::IptablesLegacy, "IPv4 chain FLANNEL-POSTRTG in table nat"),
     ] {
         flannel_netlink::testing::in_netns_async(move || async move {
-            let ground = Ground::set();
-            Running::start(&ground, left, rules_of(Place::Pod, ALL), RESYNC).await.stop().await;
+            let fixture = Fixture::set();
+            Running::start(&fixture, left, rules_of(Place::Pod, ALL), RESYNC).await.stop().await;
             for name in ["iptables", "ip6tables"] {
                 for role in ["save", "restore"] {
                     let program = format!("{name}{}-{role}", left.suffix());
-                    std::fs::remove_file(ground.tools.path(&program)).unwrap();
+                    std::fs::remove_file(fixture.tools.path(&program)).unwrap();
                 }
             }
             let is_said = |errors: Vec<String>| {
@@ -326,12 +326,12 @@ fn what_an_earlier_flannel_left_where_no_program_looks_is_told() {
                 );
             };
             let mut running =
-                Running::start(&ground, used, rules_of(Place::Pod, ALL), RESYNC).await;
+                Running::start(&fixture, used, rules_of(Place::Pod, ALL), RESYNC).await;
             let status = running.until(|status| !status.leftovers.is_empty()).await;
             assert!(status.in_place && !status.alone, "{status:?}");
             is_said(status.leftovers.iter().map(ToString::to_string).collect());
             running.stop().await;
-            let programs = ground.tools.programs();
+            let programs = fixture.tools.programs();
             for cleaned in [leftovers(&programs).await, cleanup(&programs).await] {
                 is_said(cleaned.failed.iter().map(ToString::to_string).collect());
             }

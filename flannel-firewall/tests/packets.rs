@@ -3,16 +3,16 @@
 #![allow(clippy::unwrap_used, reason = "a test fails that way")]
 
 #[macro_use]
-mod ground;
+mod fixture;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
+use fixture::tools::{MARKED_PORT, nft};
+use fixture::{ALL, Fixture, Kind, Place, Running, rules_of};
 use flannel_core::address::{Dual, Family};
 use flannel_firewall::{Rules, Wish};
-use ground::tools::{MARKED_PORT, nft};
-use ground::{ALL, Ground, Kind, Place, Running, rules_of};
 
 /// Nothing happens by the clock.
 const RESYNC: Duration = Duration::from_secs(3600);
@@ -28,22 +28,22 @@ in_every_mode!(
     source_ports_are_random_unless_that_is_not_wanted,
 );
 
-async fn packets_are_masqueraded_as_the_rules_say(ground: Ground, kind: Kind) {
-    ground.tools.make_foreign();
-    let before = ground.tools.foreign_seen();
+async fn packets_are_masqueraded_as_the_rules_say(fixture: Fixture, kind: Kind) {
+    fixture.tools.make_foreign();
+    let before = fixture.tools.foreign_seen();
     for family in Family::BOTH {
-        let bare = ground.seen(family, Place::Pod, Place::Outside);
+        let bare = fixture.seen(family, Place::Pod, Place::Outside);
         assert_eq!(bare, Some(Place::Pod.address(family)), "without rules nothing is hidden");
     }
-    let _running = Running::start(&ground, kind, rules_of(Place::Pod, ALL), RESYNC).await;
+    let _running = Running::start(&fixture, kind, rules_of(Place::Pod, ALL), RESYNC).await;
     for family in Family::BOTH {
-        ground.assert_masqueraded(family);
+        fixture.assert_masqueraded(family);
         // The host itself calls another node's pod from an address that the pod's node does not know how to reach.
         let source = Place::Outside.node(family);
-        let host_to_peer = ground.seen_of_node(family, source, Place::Peer);
+        let host_to_peer = fixture.seen_of_node(family, source, Place::Peer);
         assert_eq!(host_to_peer, Some(Place::Peer.node(family)), "{family}");
-        assert_eq!(ground.seen_of_node(family, source, Place::Pod), Some(source), "{family}");
-        let marked = ground.seen_at(family, Place::Pod, Place::Outside, MARKED_PORT, LONG);
+        assert_eq!(fixture.seen_of_node(family, source, Place::Pod), Some(source), "{family}");
+        let marked = fixture.seen_at(family, Place::Pod, Place::Outside, MARKED_PORT, LONG);
         assert_eq!(
             marked,
             Some(Place::Pod.address(family)),
@@ -51,106 +51,107 @@ async fn packets_are_masqueraded_as_the_rules_say(ground: Ground, kind: Kind) {
         );
         let source = Place::Pod.node(family);
         assert_eq!(
-            ground.multicast_seen(family),
+            fixture.multicast_seen(family),
             Some(source),
             "{family}: multicast is not hidden"
         );
-        let unicast = ground.seen_of_node(family, source, Place::Outside);
+        let unicast = fixture.seen_of_node(family, source, Place::Outside);
         assert_eq!(
             unicast,
             Some(Place::Outside.node(family)),
             "{family}: the same to one receiver is"
         );
     }
-    assert_eq!(ground.tools.foreign_seen(), before);
+    assert_eq!(fixture.tools.foreign_seen(), before);
 }
 
-async fn the_rules_follow_what_is_wanted(ground: Ground, kind: Kind) {
+async fn the_rules_follow_what_is_wanted(fixture: Fixture, kind: Kind) {
     let nothing = Vec::<String>::new();
-    let mut running = Running::start(&ground, kind, Rules::default(), RESYNC).await;
-    assert_eq!(ground.tools.ours_seen(), nothing, "nothing is wanted, nothing is made");
+    let mut running = Running::start(&fixture, kind, Rules::default(), RESYNC).await;
+    assert_eq!(fixture.tools.ours_seen(), nothing, "nothing is wanted, nothing is made");
     running.want(rules_of(Place::Pod, ALL)).await;
     for family in Family::BOTH {
-        ground.assert_masqueraded(family);
+        fixture.assert_masqueraded(family);
     }
     // The node gets another subnet: what was own is another's, and the other way round.
     running.want(rules_of(Place::Peer, ALL)).await;
     for family in Family::BOTH {
-        let see = |to| ground.seen(family, Place::Outside, to);
+        let see = |to| fixture.seen(family, Place::Outside, to);
         assert_eq!(see(Place::Pod), Some(Place::Pod.node(family)), "{family}");
         assert_eq!(see(Place::Peer), Some(Place::Outside.address(family)), "{family}");
     }
     running.want(rules_of(Place::Pod, Wish { masquerade: false, ..ALL })).await;
     for family in Family::BOTH {
-        let seen = ground.seen(family, Place::Pod, Place::Outside);
+        let seen = fixture.seen(family, Place::Pod, Place::Outside);
         assert_eq!(seen, Some(Place::Pod.address(family)), "{family}");
     }
     running.want(Rules::default()).await;
-    assert_eq!(ground.tools.ours_seen(), nothing);
+    assert_eq!(fixture.tools.ours_seen(), nothing);
     let status = running.until(|_| true).await;
     assert_eq!((status.changes, status.repairs), (4, 0), "{status:?}");
 }
 
-async fn pods_are_forwarded_where_others_are_not(ground: Ground, kind: Kind) {
+async fn pods_are_forwarded_where_others_are_not(fixture: Fixture, kind: Kind) {
     // Accepting in one nftables table does not outvote a drop in another, so there the drop has to be in ours.
     let refuse = |family| {
         if kind == Kind::Nftables {
             let table = if family == Family::V4 { "ip flannel-ipv4" } else { "ip6 flannel-ipv6" };
             nft(&format!("add rule {table} forward drop"));
         } else {
-            ground.tools.iptables(kind, family, "-P FORWARD DROP");
+            fixture.tools.iptables(kind, family, "-P FORWARD DROP");
         }
     };
     if kind != Kind::Nftables {
         for family in Family::BOTH {
             refuse(family);
-            assert_forwarded(&ground, family, [false; 3]);
+            assert_forwarded(&fixture, family, [false; 3]);
         }
     }
-    let mut running = Running::start(&ground, kind, rules_of(Place::Pod, ALL), RESYNC).await;
+    let mut running = Running::start(&fixture, kind, rules_of(Place::Pod, ALL), RESYNC).await;
     for family in Family::BOTH {
         // Nothing repairs this while this thread does not give way.
         refuse(family);
-        assert_forwarded(&ground, family, [true, true, false]);
+        assert_forwarded(&fixture, family, [true, true, false]);
     }
     if kind != Kind::Nftables {
         running.want(rules_of(Place::Pod, Wish { forward: false, ..ALL })).await;
         for family in Family::BOTH {
-            assert_forwarded(&ground, family, [false; 3]);
+            assert_forwarded(&fixture, family, [false; 3]);
         }
     }
 }
 
 /// Where nobody else has the port, masquerading keeps it, unless ports are to be chosen at random.
-async fn source_ports_are_random_unless_that_is_not_wanted(ground: Ground, kind: Kind) {
+async fn source_ports_are_random_unless_that_is_not_wanted(fixture: Fixture, kind: Kind) {
     const CALLS: usize = 5;
-    let mut running = Running::start(&ground, kind, Rules::default(), RESYNC).await;
+    let mut running = Running::start(&fixture, kind, Rules::default(), RESYNC).await;
     for fully_random in [false, true, false] {
         running.want(rules_of(Place::Pod, Wish { fully_random, ..ALL })).await;
         for family in Family::BOTH {
-            let calls: Vec<_> = (0..CALLS).map(|_| ground.ports(family)).collect();
+            let calls: Vec<_> = (0..CALLS).map(|_| fixture.ports(family)).collect();
             let kept = calls.iter().filter(|(own, seen)| own == seen).count();
             // Of 64,000 ports chance hits the own one hardly ever, and never so often.
             assert_eq!(kept == CALLS, !fully_random, "{family}, random {fully_random}: {calls:?}");
             let seen = match kind {
                 Kind::Nftables => nft("list ruleset"),
-                _ => ground.tools.save(kind, family),
+                _ => fixture.tools.save(kind, family),
             };
             assert_eq!(seen.contains("random"), fully_random, "{family}: {seen}");
         }
     }
 }
 
-async fn a_change_leaves_no_moment_without_rules(ground: Ground, kind: Kind) {
-    let mut running = Running::start(&ground, kind, rules_of(Place::Pod, ALL), RESYNC).await;
-    let ground = Arc::new(ground);
+async fn a_change_leaves_no_moment_without_rules(fixture: Fixture, kind: Kind) {
+    let mut running = Running::start(&fixture, kind, rules_of(Place::Pod, ALL), RESYNC).await;
+    let fixture = Arc::new(fixture);
     let stop = Arc::new(AtomicBool::new(false));
     let calls = Dual::from_fn(|_| Some(Arc::new(AtomicUsize::new(0))));
     let callers = Family::BOTH.map(|family| {
-        let (ground, stop, calls) = (ground.clone(), stop.clone(), calls[family].clone().unwrap());
+        let (fixture, stop, calls) =
+            (fixture.clone(), stop.clone(), calls[family].clone().unwrap());
         std::thread::spawn(move || {
             while !stop.load(Ordering::Relaxed) {
-                let seen = ground.seen(family, Place::Pod, Place::Outside);
+                let seen = fixture.seen(family, Place::Pod, Place::Outside);
                 assert_eq!(seen, Some(Place::Outside.node(family)), "{family}: {calls:?}");
                 calls.fetch_add(1, Ordering::Relaxed);
             }
@@ -177,9 +178,9 @@ async fn a_change_leaves_no_moment_without_rules(ground: Ground, kind: Kind) {
 #[test]
 fn nft_shows_flannels_tables() {
     flannel_netlink::testing::in_netns_async(|| async {
-        let ground = Ground::set();
+        let fixture = Fixture::set();
         let mut running =
-            Running::start(&ground, Kind::Nftables, rules_of(Place::Pod, ALL), RESYNC).await;
+            Running::start(&fixture, Kind::Nftables, rules_of(Place::Pod, ALL), RESYNC).await;
         for (family, keyword, network, own, multicast) in [
             ("ipv4", "ip", "10.1.0.0/16", "10.1.7.0/24", "224.0.0.0/4"),
             ("ipv6", "ip6", "fd00:1::/48", "fd00:1:0:7::/64", "ff00::/8"),
@@ -219,12 +220,12 @@ fn nft_shows_flannels_tables() {
 }
 
 /// Which pass: pod to outside, peer to pod, outside to other.
-fn assert_forwarded(ground: &Ground, family: Family, expected: [bool; 3]) {
+fn assert_forwarded(fixture: &Fixture, family: Family, expected: [bool; 3]) {
     let ways =
         [(Place::Pod, Place::Outside), (Place::Peer, Place::Pod), (Place::Outside, Place::Other)];
     for ((from, to), expected) in ways.into_iter().zip(expected) {
         let patience = if expected { LONG } else { SHORT };
-        let passed = ground.seen_at(family, from, to, 0, patience).is_some();
+        let passed = fixture.seen_at(family, from, to, 0, patience).is_some();
         assert_eq!(passed, expected, "{family} {from:?} to {to:?}");
     }
 }

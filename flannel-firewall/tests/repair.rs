@@ -3,14 +3,14 @@
 #![allow(clippy::unwrap_used, reason = "a test fails that way")]
 
 #[macro_use]
-mod ground;
+mod fixture;
 
 use std::time::Duration;
 
+use fixture::tools::{nft, reorder_nft};
+use fixture::{ALL, Fixture, Kind, Place, Running, rules_of};
 use flannel_core::address::Family;
 use flannel_firewall::Fault;
-use ground::tools::{nft, reorder_nft};
-use ground::{ALL, Ground, Kind, Place, Running, rules_of};
 
 in_every_mode!(
     what_others_do_is_mended,
@@ -85,8 +85,8 @@ fn words(text: &str, family: Family) -> String {
         .replace("203.0.113.0", host)
 }
 
-async fn what_others_do_is_mended(ground: Ground, kind: Kind) {
-    let mut running = Running::start(&ground, kind, rules_of(Place::Pod, ALL), resync(kind)).await;
+async fn what_others_do_is_mended(fixture: Fixture, kind: Kind) {
+    let mut running = Running::start(&fixture, kind, rules_of(Place::Pod, ALL), resync(kind)).await;
     let sabotages = if kind == Kind::Nftables { &NFTABLES[..] } else { &IPTABLES[..] };
     for (n, (what, object, fault)) in sabotages.iter().enumerate() {
         for (m, family) in Family::BOTH.into_iter().enumerate() {
@@ -96,7 +96,7 @@ async fn what_others_do_is_mended(ground: Ground, kind: Kind) {
             if kind == Kind::Nftables {
                 nft(&what);
             } else {
-                ground.tools.iptables(kind, family, &what);
+                fixture.tools.iptables(kind, family, &what);
             }
             let status = running.until(|status| status.repairs > before).await;
             let found = status.last_repair.unwrap().found;
@@ -105,7 +105,7 @@ async fn what_others_do_is_mended(ground: Ground, kind: Kind) {
                 found.iter().any(|said| said.object.contains(&object) && said.fault == *fault);
             assert!(said, "{what}: {found:?}");
             for family in Family::BOTH {
-                ground.assert_masqueraded(family);
+                fixture.assert_masqueraded(family);
             }
         }
     }
@@ -114,8 +114,8 @@ async fn what_others_do_is_mended(ground: Ground, kind: Kind) {
 }
 
 /// The same rules in another order mean something else: pods would be hidden from each other.
-async fn another_order_is_mended(ground: Ground, kind: Kind) {
-    let mut running = Running::start(&ground, kind, rules_of(Place::Pod, ALL), resync(kind)).await;
+async fn another_order_is_mended(fixture: Fixture, kind: Kind) {
+    let mut running = Running::start(&fixture, kind, rules_of(Place::Pod, ALL), resync(kind)).await;
     for family in Family::BOTH {
         let before = running.status.borrow().repairs;
         let object = if kind == Kind::Nftables {
@@ -123,7 +123,7 @@ async fn another_order_is_mended(ground: Ground, kind: Kind) {
             reorder_nft(&chain);
             "chain postrtg"
         } else {
-            ground.tools.reorder_iptables(kind, family, "FLANNEL-POSTRTG");
+            fixture.tools.reorder_iptables(kind, family, "FLANNEL-POSTRTG");
             "chain FLANNEL-POSTRTG"
         };
         let status = running.until(|status| status.repairs > before).await;
@@ -131,20 +131,20 @@ async fn another_order_is_mended(ground: Ground, kind: Kind) {
         let said =
             found.iter().any(|said| said.object.contains(object) && said.fault == Fault::Different);
         assert!(said, "{family}: {found:?}");
-        ground.assert_masqueraded(family);
+        fixture.assert_masqueraded(family);
     }
 }
 
-async fn a_lasting_fight_is_won_and_counted(ground: Ground, kind: Kind) {
-    let mut running = Running::start(&ground, kind, rules_of(Place::Pod, ALL), resync(kind)).await;
+async fn a_lasting_fight_is_won_and_counted(fixture: Fixture, kind: Kind) {
+    let mut running = Running::start(&fixture, kind, rules_of(Place::Pod, ALL), resync(kind)).await;
     for n in 1..=10 {
         // Several changes at once, of the rules and of others' rules.
         for _ in 0..5 {
             if kind == Kind::Nftables {
                 nft("flush ruleset; table ip noise { chain c { counter; }; }");
             } else {
-                ground.tools.iptables(kind, Family::V4, "-t nat -F");
-                ground.tools.iptables(
+                fixture.tools.iptables(kind, Family::V4, "-t nat -F");
+                fixture.tools.iptables(
                     kind,
                     Family::V4,
                     "-t nat -A POSTROUTING -o nowhere -j MASQUERADE",
@@ -154,6 +154,6 @@ async fn a_lasting_fight_is_won_and_counted(ground: Ground, kind: Kind) {
         running.until(|status| status.repairs >= n).await;
     }
     for family in Family::BOTH {
-        ground.assert_masqueraded(family);
+        fixture.assert_masqueraded(family);
     }
 }

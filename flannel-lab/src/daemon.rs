@@ -1,5 +1,5 @@
-//! Daemons as child processes that never outlive the lab. The one thing to know: the kernel kills a daemon when
-//! the *thread* that started it ends, so all are started by one thread that lives as long as the lab.
+//! Daemons as child processes that never outlive the lab. The kernel kills a daemon when the
+//! *thread* that started it ends, so all are started by one thread that lives as long as the lab.
 
 use std::process::{Child, Command, ExitStatus};
 use std::sync::mpsc::{Receiver, Sender, channel};

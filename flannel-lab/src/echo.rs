@@ -1,7 +1,7 @@
-//! The probes' other ends, and the probes themselves: ICMP and TCP echo. The one thing to know: neither TCP's
-//! big blocks nor a repeated ping show a wrong MTU, since devices hand big blocks on unsegmented and the kernel
-//! adapts to a smaller path; so a single full-size packet goes first, and afterwards TCP's segment size must
-//! still be the one that the pods' MTU allows.
+//! The probes' other ends, and the probes themselves: ICMP and TCP echo. Neither TCP's big blocks
+//! nor a repeated ping show a wrong MTU, since devices hand big blocks on unsegmented and the
+//! kernel adapts to a smaller path; so a single full-size packet goes first, and afterwards TCP's
+//! segment size must still be the one that the pods' MTU allows.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, UdpSocket};

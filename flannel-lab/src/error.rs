@@ -1,5 +1,5 @@
-//! What can go wrong in a lab. The one thing to know: that a pod does not reach another is no error but a
-//! result ([`Unreached`](crate::Unreached)); an error means that the lab itself could not do its work.
+//! What can go wrong in a lab. A pod that does not reach another is a result
+//! ([`Unreached`](crate::Unreached)), not an error. An error means that the lab itself failed.
 
 use std::io;
 use std::path::PathBuf;

@@ -1,5 +1,5 @@
-//! A host: a namespace with a wire to the switch, a daemon and a pod. The one thing to know: the daemon is a
-//! separate process, started anew from the lab's own program, so it is the very same code that users run.
+//! A host: a namespace with a wire to the switch, a daemon and a pod. The daemon is a separate
+//! process, started anew from the lab's own program, so it is the very same code that users run.
 
 use std::fs::{self, File};
 use std::io;

@@ -1,4 +1,4 @@
-//! Ending a lab early from another thread. The one thing to know: every wait of a lab ends within moments with
+//! Ending a lab early from another thread. Every wait of a lab ends within moments with
 //! [`Error::Interrupted`]; the cleaning up is then the ordinary one, by drop.
 
 use std::sync::{Arc, Condvar, Mutex, PoisonError};

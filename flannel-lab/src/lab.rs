@@ -1,5 +1,5 @@
-//! The whole lab. The one thing to know: it exists in this process alone. When the [`Lab`] is dropped, or the
-//! process ends in whatever way, daemons, namespaces and links are gone.
+//! The whole lab. It exists in this process alone. When the [`Lab`] is dropped, or the process ends
+//! in whatever way, daemons, namespaces and links are gone.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -47,7 +47,7 @@ impl Default for Builder {
     fn default() -> Self {
         Self {
             hosts: 3,
-            backend: json!({ "Type": "vxlan" }),
+            backend: json!({ "Type": default_backend() }),
             networks: pod_networks([Family::V4]),
             config: Map::new(),
             mtu: 1500,
@@ -55,6 +55,11 @@ impl Default for Builder {
             interrupter: Interrupter::default(),
         }
     }
+}
+
+/// The type of the first backend of this build.
+pub fn default_backend() -> &'static str {
+    flannel_backends::all().iter().next().map_or("", |backend| backend.kind())
 }
 
 fn pod_networks(families: impl IntoIterator<Item = Family>) -> Dual<Subnet> {
@@ -75,7 +80,8 @@ impl Builder {
         self
     }
 
-    /// The `Backend` object of the network config, or only its `Type`; `vxlan` if not called.
+    /// The `Backend` object of the network config, or only its `Type`; [`default_backend`] if
+    /// not called.
     pub fn backend(mut self, backend: impl Into<Value>) -> Self {
         self.backend = match backend.into() {
             Value::String(kind) => json!({ "Type": kind }),
@@ -128,11 +134,7 @@ impl Builder {
                 "{hosts} hosts asked for, possible are 1 to {MAX_HOSTS}"
             )));
         }
-        let mut kinds = vec!["bridge", "veth"];
-        if self.backend["Type"].as_str().is_some_and(|kind| kind.eq_ignore_ascii_case("vxlan")) {
-            kinds.push("vxlan");
-        }
-        preflight(&kinds, self.networks.v6.is_some())?;
+        preflight(self.networks.v6.is_some())?;
         let dir = tempfile::Builder::new().prefix("flannel-lab-").tempdir();
         let dir = dir.map_err(Error::io(std::env::temp_dir().display().to_string()))?;
         let registry = dir.path().join("registry");

@@ -19,7 +19,7 @@ pub use echo::Unreached;
 pub use error::{Error, Result};
 pub use host::Host;
 pub use interrupt::Interrupter;
-pub use lab::{Builder, Lab, MAX_HOSTS};
+pub use lab::{Builder, Lab, MAX_HOSTS, default_backend};
 pub use namespace::{Namespace, may_make_namespaces};
 pub use nix::sys::signal::Signal;
 pub use pod::Pod;

@@ -14,7 +14,6 @@ use std::task::Poll;
 use std::time::Duration;
 
 use clap::Parser;
-use flannel_backends::Backends;
 use flannel_lab::{Error, Interrupter, Lab, Result, Signal};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use tokio::signal::unix::{SignalKind, signal};
@@ -32,7 +31,7 @@ fn main() -> ExitCode {
         // Inside a host: `lab ctl status` and the like.
         Some("ctl") => {
             let args = std::iter::once(program).chain(rest.into_iter().skip(1));
-            flannelctl::run(args, &Backends::default())
+            flannelctl::run(args, &flannel_backends::all())
         }
         // For tests: `lab enter PROGRAM ARGS…`.
         Some("enter") => match rest.split_at_checked(2) {
@@ -77,7 +76,7 @@ fn lab(options: &Options, signals: &Signals) -> Result<bool> {
     say(options, &format!("making {} hosts and a switch", options.hosts));
     let mut lab = Lab::builder()
         .hosts(options.hosts)
-        .backend(options.backend.to_string())
+        .backend(options.backend.clone())
         .families(options.family.families().iter().copied())
         .interrupter(signals.interrupter.clone())
         .start()?;
@@ -194,6 +193,11 @@ impl Signals {
 }
 
 impl Options {
+    /// The type of the backend.
+    fn backend_type(&self) -> String {
+        self.backend["Type"].as_str().unwrap_or_default().to_owned()
+    }
+
     /// How long to wait until everything reaches everything.
     fn patience(&self) -> Duration {
         let pairs = self.hosts * self.hosts * self.family.families().len();

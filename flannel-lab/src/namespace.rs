@@ -1,5 +1,5 @@
-//! Network namespaces. The one thing to know: a namespace here is an open file of this process, without a name
-//! or a mount, so it vanishes with the process however that ends.
+//! Network namespaces. A namespace here is an open file of this process, without a name or a mount,
+//! so it vanishes with the process however that ends.
 
 use std::fs::File;
 use std::io::{self, Write};

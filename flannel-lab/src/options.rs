@@ -4,7 +4,8 @@ use std::fmt;
 
 use clap::{Parser, ValueEnum};
 use flannel_core::address::Family;
-use flannel_lab::MAX_HOSTS;
+use flannel_lab::{MAX_HOSTS, default_backend};
+use serde_json::{Value, json};
 
 /// A cluster on one machine: hosts, pods and a switch out of network namespaces, one flanneld for each host.
 ///
@@ -18,9 +19,9 @@ pub(crate) struct Options {
     /// How many hosts, from 1 to 250.
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = hosts)]
     pub(crate) hosts: usize,
-    /// How pods of different hosts reach each other.
-    #[arg(long, value_enum, default_value_t = Backend::Vxlan)]
-    pub(crate) backend: Backend,
+    /// How pods of different hosts reach each other: a type, or the config's Backend object in JSON.
+    #[arg(long, value_name = "TYPE|JSON", default_value = default_backend(), value_parser = backend)]
+    pub(crate) backend: Value,
     /// The pods' address families.
     #[arg(long, value_enum, default_value_t = Families::Ipv4)]
     pub(crate) family: Families,
@@ -43,20 +44,15 @@ fn hosts(text: &str) -> Result<usize, String> {
     hosts.ok_or_else(|| format!("expected a number from 1 to {MAX_HOSTS}"))
 }
 
-/// The backends that the lab can carry.
-#[derive(Debug, Clone, Copy, ValueEnum)]
-pub(crate) enum Backend {
-    Vxlan,
-    HostGw,
-}
-
-impl fmt::Display for Backend {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Vxlan => "vxlan",
-            Self::HostGw => "host-gw",
-        })
-    }
+/// A backend: the `Backend` object of the network config, or only its type.
+fn backend(text: &str) -> Result<Value, String> {
+    let backend = match text.starts_with('{') {
+        true => serde_json::from_str(text).map_err(|error| error.to_string())?,
+        false => json!({ "Type": text }),
+    };
+    let kind = backend["Type"].as_str().unwrap_or_default().to_lowercase();
+    flannel_backends::all().find(&kind).map_err(|error| error.to_string())?;
+    Ok(backend)
 }
 
 /// The address families of the pods.

@@ -83,7 +83,7 @@ impl Outcome {
         Ok(Self {
             ok: matrix.is_complete() && hosts.len() == lab.hosts().len(),
             error: None,
-            backend: options.backend.to_string(),
+            backend: options.backend_type(),
             family: options.family.to_string(),
             seconds_to_ready: matrix.time_to_complete().map(|time| rounded(time.as_secs_f64())),
             hosts,
@@ -96,7 +96,7 @@ impl Outcome {
         Self {
             ok: false,
             error: Some(error.to_string()),
-            backend: options.backend.to_string(),
+            backend: options.backend_type(),
             family: options.family.to_string(),
             seconds_to_ready: None,
             hosts: Vec::new(),

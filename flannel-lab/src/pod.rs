@@ -1,5 +1,5 @@
-//! A pod: a namespace with one interface, on its host's bridge. The one thing to know: everything about it
-//! comes from the host's `subnet.env`, as the CNI plugin does it.
+//! A pod: a namespace with one interface, on its host's bridge. Everything about it comes from the
+//! host's `subnet.env`, as the CNI plugin does it.
 
 use std::net::IpAddr;
 

@@ -1,5 +1,5 @@
-//! Which pod reaches which. The one thing to know: every pair is tried at the same time, again and again, until
-//! it succeeds: ping, full-size ping, TCP; round trips are measured afterwards, in peace.
+//! Which pod reaches which. Every pair is tried at the same time, again and again, until it
+//! succeeds: ping, full-size ping, TCP; round trips are measured afterwards, in peace.
 
 use std::net::IpAddr;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -1,5 +1,5 @@
-//! What a CNI plugin reads from flannel's `subnet.env`. The one thing to know: this reader is the lab's own,
-//! so that it witnesses the text that the daemon writes, independent of the daemon's code.
+//! What a CNI plugin reads from flannel's `subnet.env`. This reader is the lab's own, so that it
+//! witnesses the text that the daemon writes, independent of the daemon's code.
 
 use std::net::IpAddr;
 use std::path::Path;

@@ -1,5 +1,4 @@
-//! The wire between the hosts: one bridge with one port for each. The one thing to know: each host is on the
-//! same link as every other, as host-gw needs it.
+//! The wire between the hosts: one bridge with one port for each. All hosts are on one link.
 
 use std::fmt::Write;
 use std::net::IpAddr;

@@ -8,6 +8,7 @@ use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
+use test_support::eventually;
 
 use flannel_lab::Signal;
 use nix::sys::signal::kill;
@@ -290,15 +291,8 @@ impl Running {
     }
 }
 
-fn wait_for<T>(what: &str, mut ready: impl FnMut() -> Option<T>) -> T {
-    let deadline = Instant::now() + Duration::from_secs(30);
-    loop {
-        if let Some(value) = ready() {
-            return value;
-        }
-        assert!(Instant::now() < deadline, "waited in vain for {what}");
-        std::thread::park_timeout(Duration::from_millis(5));
-    }
+fn wait_for<T>(what: &str, ready: impl FnMut() -> Option<T>) -> T {
+    eventually(Duration::from_secs(30), ready, || what)
 }
 
 #[test]

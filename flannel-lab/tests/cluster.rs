@@ -4,6 +4,7 @@
 
 use std::path::Path;
 use std::time::Duration;
+use test_support::eventually;
 
 use flannel_core::address::Family;
 use flannel_lab::{Builder, Error, Lab, Signal};
@@ -73,13 +74,11 @@ fn a_restart_keeps_subnet_and_data_path() {
         assert!(lab.matrix(PATIENCE).unwrap().is_complete(), "{}", logs(&lab));
         std::fs::remove_file(host.subnet_file()).unwrap();
         host.start_daemon().unwrap();
-        let deadline = std::time::Instant::now() + PATIENCE;
-        while host.subnet_env().unwrap().is_none() {
+        let subnet_env = || {
             host.check_daemon().unwrap();
-            assert!(std::time::Instant::now() < deadline, "{}", logs(&lab));
-            std::thread::park_timeout(Duration::from_millis(5));
-        }
-        assert_eq!(host.subnet_env().unwrap(), before);
+            host.subnet_env().unwrap()
+        };
+        assert_eq!(Some(eventually(PATIENCE, subnet_env, || logs(&lab))), before);
         assert!(lab.matrix(PATIENCE).unwrap().is_complete(), "{}", logs(&lab));
     });
 }
@@ -92,14 +91,8 @@ fn a_daemon_that_ends_by_itself_is_reported_with_its_log() {
         assert!(matches!(host.start_daemon(), Err(Error::Unsuitable(_))), "one daemon is enough");
         host.signal_daemon(Signal::SIGKILL).unwrap();
         // The kernel takes a moment to end it.
-        let deadline = std::time::Instant::now() + PATIENCE;
-        let error = loop {
-            match host.check_daemon() {
-                Err(error) => break error,
-                Ok(()) => assert!(std::time::Instant::now() < deadline),
-            }
-            std::thread::park_timeout(Duration::from_millis(5));
-        };
+        let ended = || host.check_daemon().err();
+        let error = eventually(PATIENCE, ended, || "the daemon goes on");
         let Error::DaemonEnded { host, status, log } = error else { panic!("{error}") };
         assert!(
             host == "host-2" && status.contains("SIGKILL") && log.lines().count() > 1,

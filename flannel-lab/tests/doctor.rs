@@ -3,9 +3,11 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+use std::cell::RefCell;
 use std::path::Path;
 use std::process::Command;
-use std::time::{Duration, Instant};
+use std::time::Duration;
+use test_support::eventually;
 
 use flannel_core::address::Family;
 use flannel_lab::{Builder, Host, Lab, Signal};
@@ -77,20 +79,15 @@ fn finds(lab: &Lab, host: &Host, parts: &[&str]) -> String {
 
 /// The same with all parts of one of these.
 fn finds_one(lab: &Lab, host: &Host, any: &[&[&str]]) -> String {
-    let start = Instant::now();
-    loop {
-        let found = findings(lab, host, None);
-        let has =
-            |line: &String| any.iter().any(|parts| parts.iter().all(|part| line.contains(part)));
-        if let Some(line) = found.iter().find(|line| has(line)) {
-            return line.clone();
-        }
-        assert!(
-            start.elapsed() < PATIENCE,
-            "{any:?} is not in {found:#?}\n{}",
-            host.log().unwrap()
-        );
-    }
+    let found = RefCell::default();
+    let has = |line: &String| any.iter().any(|parts| parts.iter().all(|part| line.contains(part)));
+    let line = || {
+        found.replace(findings(lab, host, None));
+        found.borrow().iter().find(|line| has(line)).cloned()
+    };
+    eventually(PATIENCE, line, || {
+        format!("{any:?} is not in {:#?}\n{}", found.borrow(), host.log().unwrap())
+    })
 }
 
 /// Waits until it finds nothing.
@@ -100,17 +97,15 @@ fn is_well(lab: &Lab, host: &Host) {
 
 /// Waits until it finds these and nothing else, each of which has all its parts.
 fn finds_only(lab: &Lab, host: &Host, all: &[&[&str]]) {
-    let start = Instant::now();
-    loop {
-        let found = findings(lab, host, None);
-        let each = || {
-            found.iter().zip(all).all(|(line, parts)| parts.iter().all(|part| line.contains(part)))
-        };
-        if found.len() == all.len() && each() {
-            return;
-        }
-        assert!(start.elapsed() < PATIENCE, "{found:#?}\n{}", host.log().unwrap());
-    }
+    let found = RefCell::default();
+    let only_these = || {
+        let now = findings(lab, host, None);
+        let has = |(line, parts): (&String, &&[&str])| parts.iter().all(|part| line.contains(part));
+        let right = now.len() == all.len() && now.iter().zip(all).all(has);
+        found.replace(now);
+        right
+    };
+    eventually(PATIENCE, only_these, || format!("{:#?}\n{}", found.borrow(), host.log().unwrap()));
 }
 
 fn logs(lab: &Lab) -> String {
@@ -119,14 +114,13 @@ fn logs(lab: &Lab) -> String {
 
 /// Waits until its page is as it should be, and returns it.
 fn page_that(lab: &Lab, host: &Host, form: &str, is_right: impl Fn(&str) -> bool) -> String {
-    let start = Instant::now();
-    loop {
-        let page = examine(lab, host, None, form);
-        if is_right(&page) {
-            return page;
-        }
-        assert!(start.elapsed() < PATIENCE, "{page}\n{}", logs(lab));
-    }
+    let page = RefCell::default();
+    let right = || {
+        page.replace(examine(lab, host, None, form));
+        is_right(&page.borrow())
+    };
+    eventually(PATIENCE, right, || format!("{}\n{}", page.borrow(), logs(lab)));
+    page.take()
 }
 
 fn healthy(backend: impl Into<Value>, families: &[Family]) {
@@ -415,14 +409,8 @@ fn strangers(backend: &str) {
                 namespace.output(Command::new("timeout").args(["5", "bash", "-c", &ask])).unwrap();
             String::from_utf8(output.stdout).unwrap()
         };
-        let start = Instant::now();
-        let node = loop {
-            let answer = answer(host.namespace());
-            if !answer.is_empty() {
-                break answer;
-            }
-            assert!(start.elapsed() < PATIENCE, "{}", other.log().unwrap());
-        };
+        let answered = || Some(answer(host.namespace())).filter(|answer| !answer.is_empty());
+        let node = eventually(PATIENCE, answered, || other.log().unwrap());
         assert!(
             node.contains("\"received\":10") && node.ends_with("}\nffffffffff"),
             "no more than was sent: {node}"
@@ -445,10 +433,8 @@ fn strangers(backend: &str) {
     }
     // The tunnel's device is another one, of the same name.
     other.run("ip", &["link", "del", "flannel.1"]).unwrap();
-    let start = Instant::now();
-    while examine(&lab, host, None, "--peers=9").matches("both ways").count() < 2 {
-        assert!(start.elapsed() < PATIENCE, "{}", other.log().unwrap());
-    }
+    let both_ways = || examine(&lab, host, None, "--peers=9").matches("both ways").count() >= 2;
+    eventually(PATIENCE, both_ways, || other.log().unwrap());
 }
 
 /// Programs that commands of the doctor name and that are others in a lab, first in the search path: `flannelctl` for one of its

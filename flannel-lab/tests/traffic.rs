@@ -1,12 +1,13 @@
 //! Packets flow between pods while daemons are killed, upgraded and reconfigured, and while the hosts' interfaces change.
 //!
-//! The one thing to know: every packet is numbered and every loss is named, so "nothing is lost" means none of some ten
+//! Every packet is numbered and every loss is named, so "nothing is lost" means none of some ten
 //! thousand packets.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::fs;
 use std::time::{Duration, Instant};
+use test_support::eventually;
 
 use flannel_backend_hostgw::HostGw;
 use flannel_backend_vxlan::VxlanBackend;
@@ -39,18 +40,11 @@ fn logs(lab: &Lab) -> String {
     lab.hosts().iter().map(|host| format!("--- {}\n{}", host.name(), host.log().unwrap())).collect()
 }
 
-fn wait_until(mut condition: impl FnMut() -> bool, otherwise: impl Fn() -> String) {
-    let deadline = Instant::now() + PATIENCE;
-    while !condition() {
-        assert!(Instant::now() < deadline, "{}", otherwise());
-        std::thread::park_timeout(Duration::from_millis(5));
-    }
-}
-
 /// Waits until the host's daemons have said `text` so many times in all.
 fn wait_for_log(host: &Host, text: &str, times: usize) {
     let log = || host.log().unwrap();
-    wait_until(
+    eventually(
+        PATIENCE,
         || {
             host.check_daemon().unwrap();
             log().matches(text).count() >= times
@@ -173,11 +167,15 @@ fn another_mtu(backend: &str, overhead: u32) {
     for mtu in [1400, 1500] {
         ip(host, &format!("link set eth0 mtu {mtu}"));
         let env = || host.subnet_env().unwrap().unwrap();
-        wait_until(|| env().mtu == mtu - overhead, || format!("{:?}\n{}", env(), logs(&lab)));
+        eventually(
+            PATIENCE,
+            || env().mtu == mtu - overhead,
+            || format!("{:?}\n{}", env(), logs(&lab)),
+        );
         if backend == "vxlan" {
             let shown = || ip(host, "link show flannel.1") + &ip(host, "link show flannel-v6.1");
             let has = |text: &str, mtu: u32| text.contains(&format!("mtu {mtu} "));
-            wait_until(|| has(&shown(), mtu - 50) && has(&shown(), mtu - 70), shown);
+            eventually(PATIENCE, || has(&shown(), mtu - 50) && has(&shown(), mtu - 70), shown);
         }
         traffic.flow();
     }
@@ -217,10 +215,10 @@ fn another_address(backend: &str) {
         };
         ["192.168.77.101 ", "fd00:77::65 "].iter().all(|address| said.contains(address))
     };
-    lab.hosts()[1..].iter().for_each(|peer| wait_until(|| known(peer), || logs(&lab)));
+    lab.hosts()[1..].iter().for_each(|peer| eventually(PATIENCE, || known(peer), || logs(&lab)));
     let own = || ip(host, "-d link show type vxlan");
     let local = || own().contains("local 192.168.77.101 ") && own().contains("local fd00:77::65 ");
-    wait_until(|| backend != "vxlan" || local(), || format!("{}\n{}", own(), logs(&lab)));
+    eventually(PATIENCE, || backend != "vxlan" || local(), || format!("{}\n{}", own(), logs(&lab)));
     let learnt = Instant::now();
     traffic.flow();
     traffic.flow();
@@ -262,7 +260,8 @@ fn another_mtu_in_the_network_config_loses_no_packet() {
                 let shown =
                     || ip(host, "link show flannel.1") + &ip(host, "link show flannel-v6.1");
                 let has = |text: &str, mtu: u32| text.contains(&format!("mtu {mtu} "));
-                wait_until(
+                eventually(
+                    PATIENCE,
                     || has(&shown(), mtu - 50) && has(&shown(), mtu - 70),
                     || shown() + &logs(&lab),
                 );

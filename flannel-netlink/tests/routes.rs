@@ -3,7 +3,8 @@
 #![allow(clippy::unwrap_used, reason = "a test fails that way")]
 
 use std::net::IpAddr;
-use std::time::{Duration, Instant};
+use std::time::Duration;
+use test_support::eventually;
 
 use flannel_core::address::{Dual, Family};
 use flannel_core::kernel::{Footprint, NexthopBlock, RouteAnswer};
@@ -613,10 +614,8 @@ fn lookup_answers() {
             assert_eq!(ask(scene.gateway(77)).on_link(), Some(up()));
             assert_eq!(ask(scene.gateway(77)).source, Some(scene.gateway(1)));
             // IPv6 makes the route to an own address a moment after the address.
-            let deadline = Instant::now() + Duration::from_secs(10);
-            while !ask(scene.gateway(1)).local {
-                assert!(Instant::now() < deadline, "{:?}", ask(scene.gateway(1)));
-            }
+            let local = || ask(scene.gateway(1)).local;
+            eventually(Duration::from_secs(10), local, || format!("{:?}", ask(scene.gateway(1))));
             assert!(ask(scene.gateway(1)).on_link().is_none());
             for form in scene.forms() {
                 scene.apply(&Change::Put(form.into()));

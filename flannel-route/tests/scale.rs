@@ -8,6 +8,7 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
+use test_support::eventually_async;
 
 use flannel_core::backend::{Blueprint, NodeLease};
 use flannel_core::kernel::{Changes, Footprint, KernelError, NexthopIds, Process, RouteAnswer};
@@ -179,14 +180,8 @@ impl World {
     }
 
     async fn until_there(&self, object: &Object) {
-        let there = async {
-            while self.kernel.state().get(&object.key()) != Some(object) {
-                tokio::time::sleep(Duration::from_millis(1)).await;
-            }
-        };
-        tokio::time::timeout(Duration::from_secs(10), there)
-            .await
-            .unwrap_or_else(|_| panic!("{object} never came"));
+        let there = async || self.kernel.state().get(&object.key()) == Some(object);
+        eventually_async(Duration::from_secs(10), there, || object).await;
     }
 }
 

@@ -7,6 +7,7 @@ use std::future::Future;
 use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
+use test_support::eventually_async;
 
 use flannel_core::address::Family;
 use flannel_core::lease::{LeaseAttrs, Offer, Origin};
@@ -113,14 +114,6 @@ impl Held {
 
 async fn soon<T>(future: impl Future<Output = T>) -> T {
     tokio::time::timeout(Duration::from_secs(1), future).await.expect("happens within a second")
-}
-
-async fn until<F: Future<Output = bool>>(within: Duration, what: &str, condition: impl Fn() -> F) {
-    let begin = Instant::now();
-    while !condition().await {
-        assert!(begin.elapsed() < within, "not within {within:?}: {what}");
-        tokio::time::sleep(Duration::from_millis(100)).await;
-    }
 }
 
 #[tokio::test(start_paused = true)]
@@ -417,9 +410,11 @@ async fn after_its_time_a_node_is_no_owner_and_wins_its_subnet_back() {
     assert!(!held.task.is_finished(), "nobody knows yet what became of the key");
     registry.set_outage(false);
     let subnets = held.lease.subnets;
-    until(2 * Duration::from_secs(60), "won back", async || {
-        registry.entry(&subnets).await.unwrap().is_some()
-    })
+    eventually_async(
+        2 * Duration::from_secs(60),
+        async || registry.entry(&subnets).await.unwrap().is_some(),
+        || "won back",
+    )
     .await;
     assert!(matches!(held.manager.ownership_now(), Ownership::Held { until: Some(_) }));
     tokio::time::sleep(3 * DAY).await;
@@ -447,9 +442,11 @@ async fn a_revoked_holder_wins_its_subnet_back_at_once() {
     let held = hold(node(&registry, 1), &attrs(&["192.0.2.1"])).await;
     registry.revoke(HolderId(1));
     let subnets = held.lease.subnets;
-    until(Duration::from_secs(1), "won back", async || {
-        registry.entry(&subnets).await.unwrap().is_some()
-    })
+    eventually_async(
+        Duration::from_secs(1),
+        async || registry.entry(&subnets).await.unwrap().is_some(),
+        || "won back",
+    )
     .await;
     assert!(!held.task.is_finished());
 }
@@ -463,7 +460,7 @@ async fn foreign_attributes_are_replaced_and_published_ones_stay() {
     let stored = async || registry.entry(&subnets).await.unwrap().unwrap().lease.attrs.clone();
 
     registry.put_raw(&subnets.to_string(), &other_data(&us).to_json(), grant(1));
-    until(Duration::from_secs(1), "restored", async || stored().await == us).await;
+    eventually_async(Duration::from_secs(1), async || stored().await == us, || "put back").await;
 
     let current = registry.entry(&subnets).await.unwrap().unwrap().lease;
     let lease = Lease { revision: current.revision, ..held.lease.clone() };
@@ -500,7 +497,7 @@ async fn a_reservation_stays_one() {
     registry.put_raw("10.1.5.0-24", &reserved.to_json(), None);
     let subnets = held.lease.subnets;
     let filled = async || registry.entry(&subnets).await.unwrap().unwrap().lease.attrs == us;
-    until(Duration::from_secs(1), "filled in", filled).await;
+    eventually_async(Duration::from_secs(1), filled, || "filled in").await;
 
     // A second node with the same address.
     let second = hold(node(&registry, 2), &other_data(&us)).await;

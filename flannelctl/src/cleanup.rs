@@ -5,9 +5,7 @@ use std::fs;
 use std::io::ErrorKind;
 use std::path::Path;
 
-use flannel_api::Client;
-use flannel_api::VERSION;
-use flannel_backends::Backends;
+use flannel_api::{Client, VERSION};
 use flannel_core::object::LinkName;
 use flannel_core::{Config, Subnet};
 use flannel_firewall::{Programs, leftovers};
@@ -19,16 +17,15 @@ use flannel_subnet::Cache;
 use serde_json::json;
 
 use crate::error::{Error, Result};
-use crate::options::{CleanupFlags, Global};
-use crate::{Output, config, offline};
+use crate::options::CleanupFlags;
+use crate::{Context, Output, config, offline};
+
+/// The beginning of the names that backends give their devices: `flannel.1`, `flannel-v6.1`.
+const DEVICES: [&str; 2] = ["flannel.", "flannel-"];
 
 /// Removes, or makes fit for Go flannel, or says what would be done.
-pub(crate) async fn cleanup(
-    client: &Client,
-    global: &Global,
-    backends: &Backends,
-    flags: &CleanupFlags,
-) -> Result<Output> {
+pub(crate) async fn cleanup(context: Context<'_>, flags: &CleanupFlags) -> Result<Output> {
+    let Context { client, global, backends, .. } = context;
     let mut _alone = None;
     if !flags.dry_run {
         refuse_daemon(client)?;
@@ -45,13 +42,14 @@ pub(crate) async fn cleanup(
         None => offline::config(global).await?,
     };
     let kernel = NetlinkKernel::open()?;
-    let uplink = uplink(&kernel, &config, &flags.iface)?;
+    let uplink = offline::uplink(&kernel, &config, &flags.iface)?;
     let footprint = backends.find(&config.backend.kind)?.footprint(&config, Some(uplink))?;
     let work = if flags.for_go { ready_for_go } else { remove };
     let mut account = Account::default();
     account.kernel(&work(&kernel, &footprint, flags.dry_run)?);
     if !flags.for_go {
-        let other = |name: &LinkName| is_tunnel(name.as_str()) && !footprint.links.contains(name);
+        let is_device = |name: &str| DEVICES.iter().any(|start| name.starts_with(start));
+        let other = |name: &LinkName| is_device(name.as_str()) && !footprint.links.contains(name);
         let facts = kernel.facts(&Selectors::default())?;
         account.unknown.extend(facts.interfaces.iter().map(|interface| interface.name).filter(other).map(|name| {
             format!(
@@ -69,7 +67,7 @@ pub(crate) async fn cleanup(
             account.file(Cache::open(state_dir::leases(&global.state_dir)).path(), flags.dry_run);
         }
     }
-    Ok(account.said(flags.dry_run))
+    Ok(account.output(flags.dry_run))
 }
 
 /// Makes sure that no daemon listens.
@@ -94,12 +92,6 @@ fn old_networks(state_dir: &Path, config: &Config) -> Vec<Subnet> {
     let is_old = |network: &Subnet| config.pod_networks().all(|current| current != *network);
     let recorded = state_dir::read_networks(&state_dir::networks(state_dir));
     recorded.into_iter().filter(is_old).collect()
-}
-
-/// The name is one that flannel gives its tunnels: `flannel.1`, `flannel-v6.1`.
-fn is_tunnel(name: &str) -> bool {
-    let vni = name.strip_prefix("flannel-v6.").or_else(|| name.strip_prefix("flannel."));
-    vni.is_some_and(|vni| vni.parse::<u32>().is_ok())
 }
 
 /// What was done, or would be, and what could not be.
@@ -147,7 +139,7 @@ impl Account {
         }
     }
 
-    fn said(&self, dry_run: bool) -> Output {
+    fn output(&self, dry_run: bool) -> Output {
         let failed =
             self.failed.iter().map(|(change, error)| json!({ "change": change, "error": error }));
         let value = json!({
@@ -175,15 +167,4 @@ impl Account {
         };
         Output { text, value, ok: self.failed.is_empty() }
     }
-}
-
-/// The interface that the daemon used, as far as it can be told: the one that it would choose now.
-fn uplink(kernel: &NetlinkKernel, config: &Config, given: &[String]) -> Result<LinkName> {
-    let iface = given.iter().filter(|name| !name.is_empty()).cloned().collect();
-    let selectors = Selectors { iface, ..Selectors::default() };
-    let chosen = kernel.external_interface(&selectors, config.networks.families());
-    let chosen = chosen.map_err(|error| {
-        Error::Refused(format!("{error} (--iface names the interface that the daemon used)"))
-    })?;
-    Ok(chosen.name)
 }

@@ -5,7 +5,7 @@ use std::io::Read;
 use std::path::Path;
 
 use flannel_api::VERSION;
-use flannel_backends::Backends;
+use flannel_core::backend::Backends;
 use flannel_core::{Config, Error as CoreError};
 use flannel_subnet::{ConfigText, Registry};
 use serde::de::{Deserialize, Deserializer, MapAccess, Visitor};
@@ -13,25 +13,20 @@ use serde::{Serialize, Serializer};
 use serde_json::json;
 use serde_json::value::RawValue;
 
-use crate::Output;
 use crate::error::{Error, Result};
-use crate::options::{ConfigVerb, Global};
+use crate::options::ConfigVerb;
 use crate::terminal::{Style, Terminal};
+use crate::{Context, Output};
 
 /// Checks, or checks and writes.
-pub(crate) async fn config(
-    global: &Global,
-    backends: &Backends,
-    terminal: &Terminal,
-    verb: &ConfigVerb,
-) -> Result<Output> {
+pub(crate) async fn config(context: Context<'_>, verb: &ConfigVerb) -> Result<Output> {
+    let Context { global, backends, terminal, .. } = context;
     match verb {
-        ConfigVerb::Check { file: Some(file) } => {
-            let text = read(file)?;
-            Ok(describe(&check(&text, backends)?, &text, "", terminal))
-        }
-        ConfigVerb::Check { file: None } => {
-            let text = global.open_registry().await?.config().await?;
+        ConfigVerb::Check { file } => {
+            let text = match file {
+                Some(file) => read(file)?,
+                None => global.open_registry().await?.config().await?,
+            };
             Ok(describe(&check(&text, backends)?, &text, "", terminal))
         }
         ConfigVerb::Set { file } => {
@@ -63,7 +58,7 @@ async fn write(
 ) -> Result<Output> {
     let text = ConfigText { location: registry.to_string(), text };
     let config = check(&text, backends)?;
-    let said = match seen {
+    let result = match seen {
         Some(seen) if seen.text == text.text => "unchanged: the store holds exactly this",
         _ => {
             registry.write_config(seen, &text.text).await?;
@@ -73,8 +68,8 @@ async fn write(
     let used = seen.and_then(|seen| Config::parse(&seen.text).ok());
     let restart = used.is_some_and(|used| used.networks != config.networks);
     let note = match restart {
-        true => format!("{said}; other pod networks are used from each daemon's next start on"),
-        false => said.to_owned(),
+        true => format!("{result}; other pod networks are used from each daemon's next start on"),
+        false => result.to_owned(),
     };
     Ok(describe(&config, &text, &note, terminal))
 }
@@ -239,7 +234,7 @@ mod tests {
     use super::*;
 
     fn patched(seen: &ConfigText, patch: &str) -> Result<String> {
-        super::patched(seen, patch, &Backends::default())
+        super::patched(seen, patch, &flannel_backends::all())
     }
 
     #[test]
@@ -326,7 +321,7 @@ mod tests {
         assert!(patched(&seen(dual), r#"{"Backend":{"MTU":1350}}"#).is_ok());
         let error = check(
             &seen(&dual.replace(r#""vxlan""#, r#""vxlan","MTU":1300"#)),
-            &Backends::default(),
+            &flannel_backends::all(),
         )
         .unwrap_err()
         .to_string();

@@ -5,32 +5,25 @@
 
 mod network;
 
-use flannel_api::{Client, Finding, VERSION, request};
-use flannel_backends::Backends;
+use flannel_api::{Finding, VERSION, request};
 use flannel_doctor::peers::{AddressReport, EchoReport};
 use flannel_doctor::{Examination, FamilyReport, Layer, PeerReport, ProbeOptions, examine};
 use serde_json::json;
 
-use crate::Output;
 use crate::error::Result;
-use crate::options::{DoctorFlags, Global};
+use crate::options::DoctorFlags;
 use crate::status::findings;
 use crate::terminal::{Style, Terminal};
+use crate::{Context, Output};
 
 /// `flannelctl doctor`.
-pub(crate) async fn doctor(
-    client: &Client,
-    global: &Global,
-    backends: &Backends,
-    terminal: &Terminal,
-    flags: &DoctorFlags,
-) -> Result<Output> {
+pub(crate) async fn doctor(context: Context<'_>, flags: &DoctorFlags) -> Result<Output> {
+    let client = context.client;
     let mut examination = Examination::default();
     let network = match client.ask("GET", request::FRESH_STATUS) {
         Ok(value) => network::with_daemon(client, &value, &mut examination).await?,
         Err(failure @ flannel_api::Error::NoDaemon { .. }) => {
-            let known = (global, backends);
-            network::without_daemon(known, &flags.iface, &failure, &mut examination).await
+            network::without_daemon(context, &flags.iface, &failure, &mut examination).await
         }
         Err(failure) => return Err(failure.into()),
     };
@@ -41,7 +34,7 @@ pub(crate) async fn doctor(
     let value = json!({
         "version": VERSION, "ok": found.is_empty(), "findings": found, "layers": layers, "peers": peers,
     });
-    Ok(Output { text: page(&examination, &found, terminal), value, ok: found.is_empty() })
+    Ok(Output { text: page(&examination, &found, context.terminal), value, ok: found.is_empty() })
 }
 
 fn page(examination: &Examination, found: &[Finding], terminal: &Terminal) -> String {
@@ -106,7 +99,8 @@ mod tests {
     use std::net::IpAddr;
     use std::time::Duration;
 
-    use flannel_core::address::{Dual, Family};
+    use flannel_core::Config;
+    use flannel_core::address::Family;
     use flannel_doctor::device::Devices;
     use flannel_doctor::echo::Answer;
     use flannel_doctor::inputs::PeerAnswers;
@@ -120,8 +114,9 @@ mod tests {
 
     /// A host with vxlan.
     fn vxlan() -> Devices {
-        let overheads = Dual::from_fn(|family| Some(flannel_backend_vxlan::overhead(family)));
-        Devices { backend: "vxlan".into(), overheads, ..Devices::default() }
+        let config = r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:1::/48","Backend":{"Type":"vxlan"}}"#;
+        let datapath = flannel_backends::all().datapath(&Config::parse(config).unwrap());
+        Devices { backend: "vxlan".to_owned(), datapath, ..Devices::default() }
     }
 
     #[test]
@@ -141,11 +136,8 @@ mod tests {
             backend: "vxlan".into(),
             state: "in place".into(),
         };
-        let devices = Devices {
-            tunnels: Dual { v4: Some("flannel.1".parse().unwrap()), v6: None },
-            mtu: Some(1450),
-            ..vxlan()
-        };
+        let mut devices = Devices { mtu: Some(1450), ..vxlan() };
+        devices.datapath.devices.v6 = None;
         let asked = target.questions(&devices);
         let answers = [
             Answer::Reply(Duration::from_micros(420)),
@@ -196,9 +188,7 @@ mod tests {
             backend: "vxlan".into(),
             state: "in place".into(),
         };
-        let device = |name: &str| Some(name.parse().unwrap());
-        let tunnels = Dual { v4: device("flannel.1"), v6: device("flannel-v6.1") };
-        let devices = Devices { tunnels, mtu: Some(1430), ..vxlan() };
+        let devices = Devices { mtu: Some(1430), ..vxlan() };
         let questions = target.questions(&devices);
         let answered = |question: &Question| {
             let echoes = question

@@ -1,6 +1,6 @@
 //! Why a verb could not do its work.
 
-use flannel_backends::UnknownBackend;
+use flannel_core::backend::UnknownBackend;
 
 /// Why a verb could not do its work.
 #[derive(Debug, thiserror::Error)]

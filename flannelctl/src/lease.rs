@@ -6,35 +6,30 @@ use std::collections::BTreeMap;
 use std::net::IpAddr;
 
 use flannel_api::VERSION;
-use flannel_backends::Backends;
 use flannel_core::address::Dual;
+use flannel_core::backend::Backends;
 use flannel_core::error::holder;
 use flannel_core::lease::{LeaseAttrs, Offer};
 use flannel_core::{Config, Error as CoreError, Subnets};
 use flannel_subnet::{Entry, Registry};
 use serde_json::{Value, json};
 
-use crate::Output;
 use crate::error::{Error, Result};
-use crate::options::{Global, LeaseVerb};
+use crate::options::LeaseVerb;
 use crate::terminal::{Style, Terminal};
+use crate::{Context, Output};
 
 /// Lists, reserves or releases.
-pub(crate) async fn lease(
-    global: &Global,
-    backends: &Backends,
-    terminal: &Terminal,
-    verb: &LeaseVerb,
-) -> Result<Output> {
-    let registry = global.open_registry().await?;
+pub(crate) async fn lease(context: Context<'_>, verb: &LeaseVerb) -> Result<Output> {
+    let registry = context.global.open_registry().await?;
     let registry = &*registry;
     match verb {
-        LeaseVerb::List => list(registry, terminal).await,
+        LeaseVerb::List => list(registry, context.terminal).await,
         LeaseVerb::Reserve { lease, public_ip, public_ipv6, backend_type } => {
             let public = Dual { v4: public_ip.map(IpAddr::V4), v6: public_ipv6.map(IpAddr::V6) };
             let backend_type = backend_type.clone().into();
             let attrs = LeaseAttrs::from(Offer { public, kind: backend_type, ..Offer::default() });
-            reserve(registry, backends, lease, &attrs).await
+            reserve(registry, context.backends, lease, &attrs).await
         }
         LeaseVerb::Release { lease, force } => release(registry, lease, *force).await,
     }

@@ -18,14 +18,23 @@ use std::io::{IsTerminal, Write};
 use std::process::ExitCode;
 
 use flannel_api::{Client, VERSION, request};
-use flannel_backends::Backends;
+use flannel_core::backend::Backends;
 use serde_json::Value;
 
 use error::Result;
-use options::{Ctl, Verb};
+use options::{Ctl, Global, Verb};
 use terminal::Terminal;
 
 pub use options::command;
+
+/// Everything that a verb works with besides its own flags.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Context<'a> {
+    client: &'a Client,
+    global: &'a Global,
+    backends: &'a Backends,
+    terminal: &'a Terminal,
+}
 
 /// The result of a verb.
 #[derive(Debug)]
@@ -65,9 +74,9 @@ pub fn run(args: impl IntoIterator<Item = OsString>, backends: &Backends) -> Exi
     };
     let terminal = Terminal::of_stdout();
     match runtime.block_on(carry_out(&options, backends, &terminal)) {
-        Ok(said) => {
-            show(&said, options.global.json);
-            if said.ok { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+        Ok(output) => {
+            show(&output, options.global.json);
+            if output.ok { ExitCode::SUCCESS } else { ExitCode::FAILURE }
         }
         Err(failure) => {
             if options.global.json {
@@ -81,22 +90,22 @@ pub fn run(args: impl IntoIterator<Item = OsString>, backends: &Backends) -> Exi
     }
 }
 
-fn show(said: &Output, json: bool) {
-    let text = if json { format!("{}\n", said.value) } else { said.text.clone() };
+fn show(output: &Output, json: bool) {
+    let text = if json { format!("{}\n", output.value) } else { output.text.clone() };
     let _ = std::io::stdout().write_all(text.as_bytes());
 }
 
 async fn carry_out(options: &Ctl, backends: &Backends, terminal: &Terminal) -> Result<Output> {
-    let global = &options.global;
-    let client = Client::at(global.socket());
+    let (global, client) = (&options.global, Client::at(options.global.socket()));
+    let context = Context { client: &client, global, backends, terminal };
     match &options.verb {
-        Verb::Status => status::status(&client, global, backends, terminal).await,
-        Verb::Peers => status::peers(&client, global, terminal).await,
-        Verb::Why { address } => why::why(&client, global, terminal, *address).await,
-        Verb::Doctor(flags) => doctor::doctor(&client, global, backends, terminal, flags).await,
+        Verb::Status => status::status(context).await,
+        Verb::Peers => status::peers(context).await,
+        Verb::Why { address } => why::why(context, *address).await,
+        Verb::Doctor(flags) => doctor::doctor(context, flags).await,
         Verb::Watch { interval } => {
             let live = std::io::stdout().is_terminal() && !global.json;
-            watch::watch(&client, global, backends, terminal, *interval, live).await
+            watch::watch(context, *interval, live).await
         }
         Verb::Reload => {
             let value = client.ask("POST", request::RELOAD)?;
@@ -111,9 +120,9 @@ async fn carry_out(options: &Ctl, backends: &Backends, terminal: &Terminal) -> R
                 ok: true,
             })
         }
-        Verb::Cleanup(flags) => cleanup::cleanup(&client, global, backends, flags).await,
+        Verb::Cleanup(flags) => cleanup::cleanup(context, flags).await,
         Verb::DockerOpts(flags) => docker_opts::docker_opts(flags, &global.subnet_file),
-        Verb::Config(verb) => config::config(global, backends, terminal, verb).await,
-        Verb::Lease(verb) => lease::lease(global, backends, terminal, verb).await,
+        Verb::Config(verb) => config::config(context, verb).await,
+        Verb::Lease(verb) => lease::lease(context, verb).await,
     }
 }

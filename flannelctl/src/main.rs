@@ -1,5 +1,5 @@
 //! The program that asks the flannel daemon, and looks after its store.
 
 fn main() -> std::process::ExitCode {
-    flannelctl::run(std::env::args_os(), &flannel_backends::Backends::default())
+    flannelctl::run(std::env::args_os(), &flannel_backends::all())
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use flannel_api::{Finding, PeerReport, VERSION, seconds};
-use flannel_backends::Backends;
+use flannel_core::backend::Backends;
 use flannel_core::lease::LeaseSet;
 use flannel_core::object::LinkName;
 use flannel_core::{Config, Error as CoreError, Kernel, Lease, Subnets};
@@ -18,8 +18,8 @@ use serde_json::{Value, json};
 
 use crate::error::{Error, Result};
 use crate::options::Global;
-use crate::terminal::{Style, Terminal, span};
-use crate::{Output, status};
+use crate::terminal::{Style, span};
+use crate::{Context, Output, status};
 
 /// The state of a peer of which nobody knows.
 pub(crate) const UNKNOWN: &str = "not known";
@@ -99,8 +99,7 @@ pub(crate) fn own_subnets(global: &Global) -> Option<Subnets> {
 
 /// What is left of the last daemon.
 pub(crate) async fn status(
-    (global, backends): (&Global, &Backends),
-    terminal: &Terminal,
+    Context { global, backends, terminal, .. }: Context<'_>,
     failure: &flannel_api::Error,
 ) -> Output {
     let mut value = status::down(&failure.to_string());
@@ -160,7 +159,10 @@ async fn findings(global: &Global, backends: &Backends) -> Vec<Finding> {
     let Some(config) = saved.config.and_then(|text| Config::parse(&text.text).ok()) else {
         return Vec::new();
     };
-    let Some(uplink) = uplink(&config, &[]) else { return Vec::new() };
+    let kernel = NetlinkKernel::open().ok();
+    let Some(uplink) = kernel.and_then(|kernel| uplink(&kernel, &config, &[]).ok()) else {
+        return Vec::new();
+    };
     let own = own_subnets(global);
     let lease = own.and_then(|own| saved.leases.get(&own).cloned());
     let public = lease.map(|lease| lease.attrs.preferred.public).unwrap_or_default();
@@ -170,11 +172,21 @@ async fn findings(global: &Global, backends: &Backends) -> Vec<Finding> {
 }
 
 /// The interface that the daemon would choose, with these `--iface`.
-pub(crate) fn uplink(config: &Config, iface: &[String]) -> Option<LinkName> {
+///
+/// # Errors
+/// No interface fits.
+pub(crate) fn uplink(
+    kernel: &NetlinkKernel,
+    config: &Config,
+    iface: &[String],
+) -> Result<LinkName> {
     let iface = iface.iter().filter(|name| !name.is_empty()).cloned().collect();
     let selectors = Selectors { iface, ..Selectors::default() };
-    let kernel = NetlinkKernel::open().ok()?;
-    kernel.external_interface(&selectors, config.networks.families()).ok().map(|chosen| chosen.name)
+    let chosen = kernel.external_interface(&selectors, config.networks.families());
+    let chosen = chosen.map_err(|error| {
+        Error::Refused(format!("{error} (--iface names the interface that the daemon used)"))
+    })?;
+    Ok(chosen.name)
 }
 
 /// Every lease but the one that was this node's, as the store says or the last daemon knew.

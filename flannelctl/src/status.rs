@@ -1,47 +1,38 @@
 //! `flannelctl status` and `peers`. Problems come first, with the commands that help.
 
-use flannel_api::Client;
-use flannel_api::Finding;
 use flannel_api::{
-    FailureReport, NetworkReport, PeerReport, StatusReport, StoreReport, VERSION, request,
+    FailureReport, Finding, NetworkReport, PeerReport, StatusReport, StoreReport, VERSION, request,
 };
-use flannel_backends::Backends;
+use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
 use crate::error::{Error, Result};
-use crate::options::Global;
 use crate::terminal::{Style, Terminal, span};
-use crate::{Output, offline};
+use crate::{Context, Output, offline};
 
 /// `flannelctl status`.
-pub(crate) async fn status(
-    client: &Client,
-    global: &Global,
-    backends: &Backends,
-    terminal: &Terminal,
-) -> Result<Output> {
-    match client.ask("GET", request::STATUS) {
+pub(crate) async fn status(context: Context<'_>) -> Result<Output> {
+    match context.client.ask("GET", request::STATUS) {
         Ok(mut value) => {
-            let report = report(&value)?;
+            let report: StatusReport = answer(&value)?;
             value["running"] = Value::Bool(true);
-            Ok(Output { text: page(&report, terminal), value, ok: report.ready })
+            Ok(Output { text: page(&report, context.terminal), value, ok: report.ready })
         }
         Err(failure @ flannel_api::Error::NoDaemon { .. }) => {
-            Ok(offline::status((global, backends), terminal, &failure).await)
+            Ok(offline::status(context, &failure).await)
         }
         Err(failure) => Err(failure.into()),
     }
 }
 
 /// `flannelctl peers`.
-pub(crate) async fn peers(client: &Client, global: &Global, terminal: &Terminal) -> Result<Output> {
+pub(crate) async fn peers(Context { client, global, terminal, .. }: Context<'_>) -> Result<Output> {
     let value = match client.ask("GET", request::PEERS) {
         Ok(value) => value,
         Err(flannel_api::Error::NoDaemon { .. }) => offline::peers(global).await?,
         Err(failure) => return Err(failure.into()),
     };
-    let peers: Vec<PeerReport> =
-        serde_json::from_value(value["peers"].clone()).map_err(|error| skew(&error))?;
+    let peers: Vec<PeerReport> = answer(&value["peers"])?;
     let now = flannel_api::seconds(std::time::SystemTime::now());
     let stale =
         value["stale"].as_str().map(|text| terminal.field("warning", Style::Warning, text) + "\n");
@@ -58,15 +49,13 @@ fn peers_page(peers: &[PeerReport], now: f64, terminal: &Terminal) -> String {
     if reasons.is_empty() { table } else { format!("{table}\n{reasons}") }
 }
 
-/// The daemon's report, read.
-pub(crate) fn report(value: &Value) -> Result<StatusReport> {
-    serde_json::from_value(value.clone()).map_err(|error| skew(&error))
-}
-
-fn skew(error: &serde_json::Error) -> Error {
-    Error::Refused(format!(
-        "the daemon's answer is not understood, is it older than this flannelctl? {error}"
-    ))
+/// An answer of the daemon, read.
+pub(crate) fn answer<T: DeserializeOwned>(value: &Value) -> Result<T> {
+    serde_json::from_value(value.clone()).map_err(|error| {
+        Error::Refused(format!(
+            "the daemon's answer is not understood, is it older than this flannelctl? {error}"
+        ))
+    })
 }
 
 /// The screen.

@@ -5,36 +5,24 @@
 use std::io::Write;
 use std::time::Duration;
 
-use flannel_api::Client;
-use flannel_backends::Backends;
-
 use crate::error::Result;
-use crate::options::Global;
-use crate::terminal::Terminal;
-use crate::{Output, status};
+use crate::{Context, Output, status};
 
 /// To the top left, and everything below goes.
 const CLEAR: &str = "\x1b[H\x1b[2J";
 
 /// Shows the status every `interval` seconds, for ever; with `live`, on one and the same screen.
-pub(crate) async fn watch(
-    client: &Client,
-    global: &Global,
-    backends: &Backends,
-    terminal: &Terminal,
-    interval: u64,
-    live: bool,
-) -> Result<Output> {
+pub(crate) async fn watch(context: Context<'_>, interval: u64, live: bool) -> Result<Output> {
     let mut shown = None;
     loop {
-        let said = status::status(client, global, backends, terminal).await?;
-        let state = essence(&said);
+        let output = status::status(context).await?;
+        let state = essence(&output);
         if live || shown.as_ref() != Some(&state) {
-            let text = screen(&said, live, global.json);
+            let text = screen(&output, live, context.global.json);
             let mut out = std::io::stdout();
             if out.write_all(text.as_bytes()).and_then(|()| out.flush()).is_err() {
                 // Nobody reads on.
-                return Ok(Output { text: String::new(), ..said });
+                return Ok(Output { text: String::new(), ..output });
             }
             shown = Some(state);
         }
@@ -43,17 +31,17 @@ pub(crate) async fn watch(
 }
 
 /// One look: on a terminal in the place of the one before, else below it.
-fn screen(said: &Output, live: bool, json: bool) -> String {
+fn screen(output: &Output, live: bool, json: bool) -> String {
     match (live, json) {
-        (true, _) => format!("{CLEAR}{}", said.text),
-        (false, true) => format!("{}\n", said.value),
-        (false, false) => format!("{}\n", said.text),
+        (true, _) => format!("{CLEAR}{}", output.text),
+        (false, true) => format!("{}\n", output.value),
+        (false, false) => format!("{}\n", output.text),
     }
 }
 
 /// What of a status is news when it differs: not the time, nor what follows from it.
-fn essence(said: &Output) -> serde_json::Value {
-    let value = &said.value;
+fn essence(output: &Output) -> serde_json::Value {
+    let value = &output.value;
     let network = &value["network"];
     serde_json::json!([
         value["running"],
@@ -73,11 +61,12 @@ fn essence(said: &Output) -> serde_json::Value {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::terminal::Terminal;
     use crate::terminal::tests::looks;
 
     #[test]
     fn a_screen_is_the_status_in_the_place_of_the_one_before() {
-        let said = |terminal: &Terminal| {
+        let output = |terminal: &Terminal| {
             let report = flannel_api::testing::status_report();
             Output {
                 text: status::page(&report, terminal),
@@ -86,26 +75,26 @@ mod tests {
             }
         };
         looks("watch", |terminal| {
-            let live = screen(&said(terminal), true, false);
+            let live = screen(&output(terminal), true, false);
             live.strip_prefix(CLEAR).unwrap().to_owned()
         });
         let terminal = Terminal { width: 80, colours: false };
-        let below = screen(&said(&terminal), false, false);
+        let below = screen(&output(&terminal), false, false);
         assert!(below.starts_with("flanneld 0.1.0") && below.ends_with("\n\n"), "{below}");
-        let json = screen(&said(&terminal), false, true);
+        let json = screen(&output(&terminal), false, true);
         assert_eq!((json.lines().count(), json.starts_with('{')), (1, true), "{json}");
     }
 
     #[test]
     fn time_that_goes_by_is_no_news() {
-        let said = |change: fn(&mut flannel_api::StatusReport)| {
+        let output = |change: fn(&mut flannel_api::StatusReport)| {
             let mut report = flannel_api::testing::status_report();
             change(&mut report);
             Output { text: String::new(), value: serde_json::json!(report), ok: true }
         };
-        let before = essence(&said(|_| {}));
-        assert_eq!(essence(&said(|report| report.time += 60.0)), before);
-        assert_ne!(essence(&said(|report| report.problems.clear())), before);
-        assert_ne!(essence(&said(|report| report.network.as_mut().unwrap().mtu = 1400)), before);
+        let before = essence(&output(|_| {}));
+        assert_eq!(essence(&output(|report| report.time += 60.0)), before);
+        assert_ne!(essence(&output(|report| report.problems.clear())), before);
+        assert_ne!(essence(&output(|report| report.network.as_mut().unwrap().mtu = 1400)), before);
     }
 }

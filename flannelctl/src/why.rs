@@ -2,39 +2,31 @@
 
 use std::net::IpAddr;
 
-use flannel_api::Client;
 use flannel_api::WhyReport;
 use flannel_api::request;
 use flannel_doctor::why::{RouteInputs, diagnose, lookup};
 use serde_json::json;
 
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::offline::Known;
 use crate::options::Global;
 use crate::terminal::{Style, Terminal};
-use crate::{Output, offline};
+use crate::{Context, Output, offline, status};
 
 /// Why packets for an address go where they go.
-pub(crate) async fn why(
-    client: &Client,
-    global: &Global,
-    terminal: &Terminal,
-    address: IpAddr,
-) -> Result<Output> {
-    let (value, answer) = match client.ask("GET", &request::why(address)) {
+pub(crate) async fn why(context: Context<'_>, address: IpAddr) -> Result<Output> {
+    let (value, answer) = match context.client.ask("GET", &request::why(address)) {
         Ok(value) => {
-            let wrong =
-                |error| Error::Refused(format!("the daemon's answer is not understood: {error}"));
-            let answer: WhyReport = serde_json::from_value(value.clone()).map_err(wrong)?;
+            let answer = status::answer(&value)?;
             (value, answer)
         }
         Err(flannel_api::Error::NoDaemon { .. }) => {
-            let answer = without_daemon(global, address).await?;
+            let answer = without_daemon(context.global, address).await?;
             (json!(answer), answer)
         }
         Err(failure) => return Err(failure.into()),
     };
-    Ok(Output { text: page(&answer, terminal), value, ok: answer.ok })
+    Ok(Output { text: page(&answer, context.terminal), value, ok: answer.ok })
 }
 
 async fn without_daemon(global: &Global, address: IpAddr) -> Result<WhyReport> {

@@ -13,8 +13,8 @@ use std::time::Duration;
 use clap::error::{ContextKind, ContextValue};
 use clap::parser::ValueSource;
 use clap::{CommandFactory, FromArgMatches, Parser};
-use flannel_backends::Backends;
 use flannel_core::address::{Dual, Family};
+use flannel_core::backend::Backends;
 use flannel_netlink::iface::Selectors;
 #[cfg(feature = "etcd")]
 use flannel_options::EtcdFlags;

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use flannel_backends::Backends;
+use flannel_core::backend::Backends;
 use flannel_netlink::iface::Selectors;
 use flannel_subnet::{DirLocation, Registry};
 #[cfg(feature = "etcd")]
@@ -139,7 +139,7 @@ impl DaemonConfig {
     pub fn new(store: StoreConfig) -> Self {
         Self {
             store,
-            backends: Backends::default(),
+            backends: flannel_backends::all(),
             interface: Selectors::default(),
             renew_margin: Duration::from_secs(60 * 60),
             subnet_file: "/run/flannel/subnet.env".into(),

@@ -108,7 +108,7 @@ fn every_field_of_the_network_config_is_there() {
             "docs/configuration.md does not tell of {field}"
         );
     }
-    for backend in flannel_backends::Backends::default().iter() {
+    for backend in flannel_backends::all().iter() {
         assert!(text.contains(&format!("**`{}`**", backend.kind())), "{}", backend.kind());
     }
 }

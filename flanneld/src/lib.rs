@@ -38,7 +38,7 @@ use std::io::Write;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use flannel_backends::Backends;
+use flannel_core::backend::Backends;
 use tokio::signal::unix::{SignalKind, signal};
 use tracing_subscriber::filter::Targets;
 
@@ -66,7 +66,7 @@ const STOP: Duration = Duration::from_millis(800);
 
 /// The whole program with the backends of this build: see [`main_with`].
 pub fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
-    main_with(args, Backends::default())
+    main_with(args, flannel_backends::all())
 }
 
 /// The whole program: parses `args` (`args[0]` is the program's name) and the environment, logs to standard error,

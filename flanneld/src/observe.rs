@@ -429,7 +429,6 @@ impl Drop for RunningGuard<'_> {
 #[cfg(test)]
 #[allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 pub(crate) mod tests {
-    use flannel_backends::Backends;
     use flannel_core::testing::{FakeKernel, FakeSubnets};
     use flannel_route::{Host, JoinOptions};
 
@@ -452,7 +451,7 @@ pub(crate) mod tests {
         let status = watch::channel(Arc::new(status)).1;
         let config = subnets.network_config().await.unwrap();
         let running = Running {
-            datapath: Backends::default().datapath(&config),
+            datapath: flannel_backends::all().datapath(&config),
             links: Vec::new(),
             config,
             backend: "vxlan",
@@ -510,7 +509,7 @@ pub(crate) mod tests {
         subnets.put("10.1.3.0-24", "127.0.0.1");
         let config = r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vxlan","DirectRouting":true}}"#;
         running.config = Config::parse(config).unwrap();
-        running.datapath = Backends::default().datapath(&running.config);
+        running.datapath = flannel_backends::all().datapath(&running.config);
         running.iface.name = "lo".parse().unwrap();
         // Addresses of this process alone, and ports that the system gives nobody of its own accord.
         let [.., high, low] = std::process::id().to_be_bytes();
@@ -542,7 +541,7 @@ pub(crate) mod tests {
         // It takes questions, and answers none while it does not run.
         let busy = host
             .join(
-                Backends::default().find("host-gw").unwrap(),
+                flannel_backends::all().find("host-gw").unwrap(),
                 &running.config,
                 JoinOptions::default(),
             )

@@ -2,14 +2,16 @@
 
 mod peers;
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use flannel_api::{
-    Counted, DaemonReport, FailureReport, InterfaceReport, LatencyReport, LeaseReport,
+    Counted, DaemonReport, FailureReport, InletReport, InterfaceReport, LatencyReport, LeaseReport,
     NetworkReport, Problem, RepairReport, RepairsReport, StatusReport, StoreReport, SubnetsReport,
     VERSION, rounded, seconds,
 };
-use flannel_core::address::Family;
+use flannel_core::address::{Dual, Family};
+use flannel_core::backend::Inlet;
 use flannel_core::object::Key;
 use flannel_core::status::Status;
 use flannel_core::subnet::{Loss, Ownership, StoreStatus};
@@ -58,6 +60,19 @@ fn texts<T: ToString>(items: impl IntoIterator<Item = T>) -> Vec<String> {
     items.into_iter().map(|item| item.to_string()).collect()
 }
 
+fn by_family<T, U>(values: &Dual<T>, report: impl Fn(&T) -> U) -> BTreeMap<String, U> {
+    values.iter().map(|(family, value)| (family.to_string(), report(value))).collect()
+}
+
+/// An inlet; `None` if the API has no word for its kind.
+const fn inlet_report(inlet: &Inlet) -> Option<InletReport> {
+    match inlet {
+        Inlet::Udp(port) => Some(InletReport::Udp(*port)),
+        Inlet::Protocol(number) => Some(InletReport::Protocol(*number)),
+        _ => None,
+    }
+}
+
 fn network_report(network: &NetworkSnapshot, snapshot: &Snapshot) -> NetworkReport {
     let NetworkSnapshot { running, status, view, .. } = network;
     let own = running.handle.lease.subnets;
@@ -81,18 +96,9 @@ fn network_report(network: &NetworkSnapshot, snapshot: &Snapshot) -> NetworkRepo
             public: texts(running.iface.public.values()),
             reason: running.iface.reason.clone(),
         },
-        devices: running
-            .datapath
-            .devices
-            .iter()
-            .map(|(family, name)| (family.to_string(), name.to_string()))
-            .collect(),
-        overhead: running
-            .datapath
-            .overhead
-            .iter()
-            .map(|(family, bytes)| (family.to_string(), *bytes))
-            .collect(),
+        devices: by_family(&running.datapath.devices, ToString::to_string),
+        overhead: by_family(&running.datapath.overhead, |bytes| *bytes),
+        inlets: running.datapath.inlets.iter().filter_map(inlet_report).collect(),
         bare_routes: running.datapath.bare,
         in_sync: status.in_sync,
         live: status.live,

@@ -8,7 +8,7 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-use flannel_backends::Backends;
+use flannel_core::backend::Backends;
 use flannel_core::backend::ExternalInterface;
 use flannel_core::kernel::Footprint;
 use flannel_core::lease::{Origin, View};
@@ -439,7 +439,8 @@ mod tests {
 
     #[tokio::test]
     async fn what_cannot_be_looked_at_counts_as_in_place() {
-        let footprint = |text: &str| Backends::default().footprint(&Config::parse(text).unwrap());
+        let footprint =
+            |text: &str| flannel_backends::all().footprint(&Config::parse(text).unwrap());
         let vxlan = footprint(r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vxlan"}}"#);
         let kernel = FakeKernel::with_uplink("eth0");
         assert!(!in_place(Arc::new(kernel.clone()), vxlan.clone()).await);

@@ -181,8 +181,8 @@ fn reason(error: &Error, patience: Patience) -> Option<Reason> {
 mod tests {
     use std::cell::Cell;
 
-    use flannel_backends::UnknownBackend;
     use flannel_core::Error as Cause;
+    use flannel_core::backend::UnknownBackend;
     use flannel_core::lease::LeaseAttrs;
     use flannel_core::testing::FakeSubnets;
 

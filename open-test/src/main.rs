@@ -3,11 +3,10 @@
 use std::ffi::OsString;
 use std::process::ExitCode;
 
-use flannel_backends::Backends;
 use open_test::Lane;
 
 fn main() -> ExitCode {
-    let backends = Backends::default().with(&Lane);
+    let backends = flannel_backends::all().with(&Lane);
     let mut args: Vec<OsString> = std::env::args_os().collect();
     let verb = if args.len() > 1 { args.remove(1) } else { OsString::new() };
     if verb == "daemon" {

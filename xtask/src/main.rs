@@ -1,6 +1,6 @@
 //! `cargo xtask assets DIR`: shell completions and man pages of flanneld and flannelctl, made from their own options.
 //!
-//! The one thing to know: what makes them is in this program only, so that the shipped ones do not carry it.
+//! What makes them is in this program only, so that the shipped ones do not carry it.
 
 use std::fs;
 use std::io;

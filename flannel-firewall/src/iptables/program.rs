@@ -1,4 +1,4 @@
-//! The programs `iptables-save` and `iptables-restore`, and their IPv6 twins. The one thing to know: this is the only
+//! The programs `iptables-save` and `iptables-restore`, and their IPv6 twins. This is the only
 //! place where this crate starts a process.
 
 use std::ffi::{OsStr, OsString};

@@ -1,7 +1,7 @@
 //! From what `iptables-save` prints and what is wanted to what `iptables-restore` is told: pure text.
 //!
-//! The one thing to know: chains are compared whole, in order, and one that differs is refilled whole; nothing is
-//! written where nothing differs.
+//! Chains are compared whole, in order, and one that differs is refilled whole; nothing is written
+//! where nothing differs.
 //!
 //! **Source**: flannel `pkg/trafficmngr/iptables`.
 

@@ -1,7 +1,8 @@
 //! nf_tables expressions: the kernel's small instructions of which a rule consists.
 //!
-//! The one thing to know: what is read back is compared with what was written as values, not as bytes, because the
-//! kernel adds attributes of its own. What we do not know is [`Expr::Other`], which equals nothing that we write.
+//! What is read back is compared with what was written as values, not as bytes, because the kernel
+//! adds attributes of its own. What we do not know is [`Expr::Other`], which equals nothing that we
+//! write.
 //!
 //! **Source**: linux `include/uapi/linux/netfilter/nf_tables.h`.
 

@@ -1,6 +1,6 @@
 //! flannel's nf_tables tables, one per family: as they should be, and as they are.
 //!
-//! The one thing to know: a table of ours is wholly ours, so one that is not exactly as it should be is replaced as a
+//! A table of ours is wholly ours, so one that is not exactly as it should be is replaced as a
 //! whole, in one transaction.
 //!
 //! **Source**: flannel `pkg/trafficmngr/nftables`; linux `include/uapi/linux/netfilter/nf_tables.h`.
@@ -154,8 +154,8 @@ impl Table {
         let head = socket.ask(
             kind(GETTABLE, family),
             |request| _ = request.text(TABLE, table),
-            |told| {
-                let attributes = told.attributes.0;
+            |message| {
+                let attributes = message.attributes.0;
                 Some((number_in(attributes, TABLE_FLAGS)?, number_in(attributes, TABLE_USE)?))
             },
         );
@@ -165,7 +165,7 @@ impl Table {
             let filled = socket.ask(
                 kind(GETCHAIN, family),
                 |request| _ = request.text(TABLE, table).text(CHAIN_NAME, place(chain).name),
-                |told| Some(Filled::read(told.attributes.0)),
+                |message| Some(Filled::read(message.attributes.0)),
             );
             if let Some(filled) = present(filled)? {
                 found.chains.insert(chain, filled);
@@ -174,8 +174,8 @@ impl Table {
         let rules = socket.dump(
             kind(GETRULE, family),
             |request| _ = request.text(TABLE, table),
-            |told| {
-                let attributes = told.attributes.0;
+            |message| {
+                let attributes = message.attributes.0;
                 // Older kernels do not select by table.
                 let is_ours = text_in(attributes, TABLE).as_deref() == Some(table);
                 let exprs = expr::read(find(attributes, RULE_EXPRESSIONS).unwrap_or_default());
@@ -285,7 +285,7 @@ pub(crate) fn is_there(
 /// A number that changes with every change of any table.
 pub(crate) fn generation(socket: &mut NetfilterSocket) -> Result<u32, KernelError> {
     let any = Kind { subsystem: SUBSYSTEM, number: GETGEN, family: 0 };
-    socket.ask(any, |_| (), |told| number_in(told.attributes.0, 1))
+    socket.ask(any, |_| (), |message| number_in(message.attributes.0, 1))
 }
 
 fn present<T>(answer: Result<T, KernelError>) -> Result<Option<T>, KernelError> {

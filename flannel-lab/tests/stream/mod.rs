@@ -1,7 +1,7 @@
 //! Streams of packets between pods, and which of them were lost.
 //!
-//! The one thing to know: a packet counts as lost only when its stream has ended and it still has not come; so a delay
-//! is no loss, and no loss can hide in an average.
+//! A packet counts as lost only when its stream has ended and it still has not come; so a delay is
+//! no loss, and no loss can hide in an average.
 
 use std::fmt;
 use std::net::{IpAddr, SocketAddr, UdpSocket};
@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
+use test_support::eventually;
 
 use flannel_lab::{Lab, Namespace, Pod};
 use nix::sys::socket::{setsockopt, sockopt};
@@ -82,12 +83,9 @@ impl Traffic {
     pub(crate) fn flow(&self) {
         let count = |stream: &Stream| stream.progress.received.load(Ordering::Relaxed);
         let goals: Vec<usize> = self.0.iter().map(|stream| count(stream) + 25).collect();
-        let deadline = Instant::now() + PATIENCE;
         for (stream, goal) in self.0.iter().zip(goals) {
-            while count(stream) < goal {
-                assert!(Instant::now() < deadline, "{}: nothing comes any more", stream.name);
-                std::thread::park_timeout(GAP);
-            }
+            let arrived = || count(stream) >= goal;
+            eventually(PATIENCE, arrived, || format!("{}: nothing comes any more", stream.name));
         }
     }
 
@@ -96,12 +94,9 @@ impl Traffic {
         let count = |stream: &Stream| stream.progress.sent.load(Ordering::Relaxed);
         let streams = || self.0.iter().filter(|stream| stream.hosts.contains(&host));
         let goals: Vec<usize> = streams().map(|stream| count(stream) + 12).collect();
-        let deadline = Instant::now() + PATIENCE;
         for (stream, goal) in streams().zip(goals) {
-            while count(stream) < goal {
-                assert!(Instant::now() < deadline, "{}: nothing is sent any more", stream.name);
-                std::thread::park_timeout(GAP);
-            }
+            let sent = || count(stream) >= goal;
+            eventually(PATIENCE, sent, || format!("{}: nothing is sent any more", stream.name));
         }
     }
 

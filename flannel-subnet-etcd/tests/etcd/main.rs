@@ -15,13 +15,14 @@ use std::future::Future;
 use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
+use test_support::eventually_async;
 
 use flannel_core::lease::{LeaseAttrs, Offer, Origin, View};
 use flannel_core::{SubnetManager, Subnets};
 use flannel_subnet::{HolderId, Identity, LeaseGrant, LocalManager, Reflector};
 use flannel_subnet_etcd::{EtcdOptions, EtcdRegistry};
 use tokio::sync::watch;
-use tokio::time::{Instant, timeout};
+use tokio::time::timeout;
 
 const DAY: Duration = Duration::from_secs(86_400);
 const V4: &str = r#"{"Network":"10.1.0.0/16"}"#;
@@ -68,12 +69,8 @@ async fn within<T>(seconds: u64, what: &str, future: impl Future<Output = T>) ->
 }
 
 /// Waits until a condition holds that only asking can tell.
-async fn until<F: Future<Output = bool>>(seconds: u64, what: &str, condition: impl Fn() -> F) {
-    let begin = Instant::now();
-    while !condition().await {
-        assert!(begin.elapsed() < Duration::from_secs(seconds), "{what}: not within {seconds} s");
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    }
+async fn until(seconds: u64, what: &str, condition: impl AsyncFnMut() -> bool) {
+    eventually_async(Duration::from_secs(seconds), condition, || what).await;
 }
 
 fn names(view: &View) -> Vec<String> {

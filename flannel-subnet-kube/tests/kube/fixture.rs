@@ -1,8 +1,10 @@
 //! An API server, a network config, and a manager on them.
 
+use std::panic::Location;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
+use test_support::eventually_async;
 
 use flannel_core::SubnetManager;
 use flannel_core::address::Dual;
@@ -81,13 +83,10 @@ pub(crate) async fn wait<T>(what: impl Future<Output = T>) -> T {
 }
 
 /// Looks again and again until it is so.
-pub(crate) async fn until(mut condition: impl FnMut() -> bool) {
-    let look = async {
-        while !condition() {
-            tokio::time::sleep(Duration::from_millis(2)).await;
-        }
-    };
-    wait(look).await;
+#[track_caller]
+pub(crate) fn until(mut condition: impl FnMut() -> bool) -> impl Future<Output = ()> {
+    let caller = Location::caller();
+    eventually_async(PATIENCE, async move || condition(), move || caller)
 }
 
 /// A node as the kubelet registers it, with these PodCIDRs.

@@ -2,10 +2,12 @@
 
 use std::time::{Duration, Instant};
 
-use flannel_api::Client;
-use flannel_api::{Finding, PeerReport, Problem, StatusReport, StoreReport, request};
-use flannel_backends::Backends;
+use flannel_api::{
+    Client, Finding, InletReport, NetworkReport, PeerReport, Problem, StatusReport, StoreReport,
+    request,
+};
 use flannel_core::address::{Dual, Family};
+use flannel_core::backend::{Datapath, Inlet};
 use flannel_core::lease::LeaseSet;
 use flannel_core::{Config, Lease, Subnets};
 use flannel_doctor::commands::restore_directory;
@@ -16,13 +18,14 @@ use flannel_doctor::mtu::Fault;
 use flannel_doctor::peers::Target;
 use flannel_doctor::{Examination, Network};
 use flannel_firewall::LegacyMemory;
+use flannel_netlink::NetlinkKernel;
 use flannel_options::RegistryUrl;
 use flannel_subnet::SubnetEnv;
 use serde_json::Value;
 
 use crate::error::Result;
 use crate::options::Global;
-use crate::{offline, status};
+use crate::{Context, offline, status};
 
 /// So long a daemon may be at work before that is told as a fault.
 const MOMENT: Duration = Duration::from_secs(2);
@@ -33,7 +36,7 @@ pub(super) async fn with_daemon(
     value: &Value,
     examination: &mut Examination,
 ) -> Result<Network> {
-    let report = settled(client, status::report(value)?).await?;
+    let report = settled(client, status::answer(value)?).await?;
     let (store, other): (Vec<_>, Vec<_>) =
         report.problems.iter().partition(|p| p.text.starts_with("the store "));
     let finding = |check: &'static str| {
@@ -64,20 +67,32 @@ pub(super) async fn with_daemon(
     examination.host(HostReport { findings: report.findings, unread: report.unread });
     let peers = client.ask("GET", request::PEERS)?;
     let peers: Vec<PeerReport> = serde_json::from_value(peers["peers"].clone()).unwrap_or_default();
-    let device = |family: Family| network.devices.get(&family.to_string())?.parse().ok();
-    let overhead = |family: Family| network.overhead.get(&family.to_string()).copied();
     Ok(Network {
         daemon: true,
         store: report.store.map(|store| store.name),
         known: true,
         backend: network.lease_type.clone(),
-        tunnels: Dual::from_fn(device),
-        overheads: Dual::from_fn(overhead),
+        datapath: datapath(&network),
         uplink: network.interface.name.parse().ok(),
-        bare: network.bare_routes,
         mtu: Some(network.mtu),
         targets: peers.iter().map(target).collect(),
     })
+}
+
+/// The data path that the daemon reports.
+fn datapath(network: &NetworkReport) -> Datapath {
+    let mut datapath = Datapath::default();
+    let device = |family: Family| network.devices.get(&family.to_string())?.parse().ok();
+    datapath.devices = Dual::from_fn(device);
+    datapath.overhead = Dual::from_fn(|family| network.overhead.get(&family.to_string()).copied());
+    let inlet = |inlet: &InletReport| match inlet {
+        InletReport::Udp(port) => Some(Inlet::Udp(*port)),
+        InletReport::Protocol(number) => Some(Inlet::Protocol(*number)),
+        _ => None,
+    };
+    datapath.inlets = network.inlets.iter().filter_map(inlet).collect();
+    datapath.bare = network.bare_routes;
+    datapath
 }
 
 /// The report when the daemon has done what it is at, or is at it for longer than a moment.
@@ -91,7 +106,7 @@ async fn settled(client: &Client, mut report: StatusReport) -> Result<StatusRepo
     let start = Instant::now();
     while at_it(&report) && start.elapsed() < MOMENT {
         tokio::time::sleep(MOMENT / 20).await;
-        report = status::report(&client.ask("GET", request::STATUS)?)?;
+        report = status::answer(&client.ask("GET", request::STATUS)?)?;
     }
     Ok(report)
 }
@@ -120,11 +135,12 @@ fn target(peer: &PeerReport) -> Target {
 
 /// As far as store, cache and kernel lead.
 pub(super) async fn without_daemon(
-    (global, backends): (&Global, &Backends),
+    context: Context<'_>,
     iface: &[String],
     failure: &flannel_api::Error,
     examination: &mut Examination,
 ) -> Network {
+    let global = context.global;
     let (text, leases) = match offline::ask_store(global).await {
         Ok((config, leases)) => {
             let text = format!("{} answers, {} leases", offline::store_name(global), leases.len());
@@ -165,7 +181,7 @@ pub(super) async fn without_daemon(
         examination.unknown("host", "there is no network config that could be read");
         return Network::default();
     };
-    of_config((global, backends), iface, (config, leases), examination).await
+    of_config(context, iface, (config, leases), examination).await
 }
 
 /// What brings a store back.
@@ -181,14 +197,14 @@ fn store_mend(global: &Global) -> String {
 }
 
 async fn of_config(
-    (global, backends): (&Global, &Backends),
+    Context { global, backends, .. }: Context<'_>,
     iface: &[String],
     (config, leases): (Config, LeaseSet),
     examination: &mut Examination,
 ) -> Network {
     let own = offline::own_subnets(global);
-    let datapath = backends.datapath(&config);
-    let uplink = offline::uplink(&config, iface);
+    let kernel = NetlinkKernel::open().ok();
+    let uplink = kernel.and_then(|kernel| offline::uplink(&kernel, &config, iface).ok());
     let is_own = |lease: &Lease| Some(lease.subnets) == own;
     let public = leases
         .iter()
@@ -221,10 +237,8 @@ async fn of_config(
         store: None,
         known: true,
         backend: backends.lease_type(&config).to_owned(),
-        tunnels: datapath.devices,
-        overheads: datapath.overhead,
+        datapath: backends.datapath(&config),
         uplink,
-        bare: datapath.bare,
         mtu: SubnetEnv::read(&global.subnet_file).ok().map(|env| env.mtu),
         targets: leases.iter().filter(|lease| !is_own(lease)).map(target).collect(),
     }

@@ -247,9 +247,6 @@ pub(crate) async fn until(
     mut condition: impl FnMut() -> bool,
     otherwise: impl Fn() -> String,
 ) {
-    let deadline = Instant::now() + Duration::from_secs(seconds);
-    while !condition() {
-        assert!(Instant::now() < deadline, "not within {seconds} s: {}", otherwise());
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
+    let holds = async || condition();
+    test_support::eventually_async(Duration::from_secs(seconds), holds, otherwise).await;
 }

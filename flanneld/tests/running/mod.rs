@@ -3,7 +3,7 @@
 use std::io::Read;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -69,10 +69,6 @@ impl Drop for Daemon {
 }
 
 /// Looks again and again, and fails with what `otherwise` says if `condition` does not come true.
-pub(crate) fn wait_until(mut condition: impl FnMut() -> bool, otherwise: impl Fn() -> String) {
-    let deadline = Instant::now() + Duration::from_secs(60);
-    while !condition() {
-        assert!(Instant::now() < deadline, "{}", otherwise());
-        std::thread::park_timeout(Duration::from_millis(5));
-    }
+pub(crate) fn wait_until(condition: impl FnMut() -> bool, otherwise: impl Fn() -> String) {
+    test_support::eventually(Duration::from_secs(60), condition, otherwise);
 }

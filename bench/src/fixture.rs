@@ -15,11 +15,11 @@ use crate::cluster::{Families, device};
 use crate::floor::delete;
 
 /// A fresh network namespace with `eth0` up.
-pub(crate) struct Ground {
+pub(crate) struct Fixture {
     pub(crate) netns: Netns,
 }
 
-impl Ground {
+impl Fixture {
     pub(crate) fn new() -> anyhow::Result<Self> {
         let netns = Netns::new().context(
             "a network namespace is needed: run this as root, or inside `unshare --user --map-root-user`",

@@ -1,4 +1,4 @@
-//! The ground is sound: what the lab says about reachability is so, without any flanneld. Routes are static.
+//! The lab reports reachability correctly, without any flanneld. Routes are static.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 

@@ -1,0 +1,81 @@
+//! The backends that a network config can name.
+
+use crate::backend::{Backend, Datapath};
+use crate::config::Config;
+use crate::kernel::Footprint;
+use crate::object::LinkName;
+
+/// The backends that a network config can name. A program chooses them once, at its start.
+#[derive(Debug, Clone, Default)]
+pub struct Backends {
+    all: Vec<&'static dyn Backend>,
+}
+
+/// The config names a backend that does not exist.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "network config: field Backend.Type: {kind:?} is not a backend of this build; it has {known}"
+)]
+pub struct UnknownBackend {
+    /// The type in the config.
+    pub kind: String,
+    /// The types that exist.
+    pub known: String,
+}
+
+impl Backends {
+    /// The list with one backend more.
+    pub fn with(mut self, backend: &'static dyn Backend) -> Self {
+        self.all.push(backend);
+        self
+    }
+
+    /// All backends.
+    pub fn iter(&self) -> impl Iterator<Item = &'static dyn Backend> {
+        self.all.iter().copied()
+    }
+
+    /// The backend of a type (in lower case).
+    ///
+    /// # Errors
+    /// There is none of this type.
+    pub fn find(&self, kind: &str) -> Result<&'static dyn Backend, UnknownBackend> {
+        self.iter().find(|backend| backend.kind() == kind).ok_or_else(|| {
+            let known: Vec<&str> = self.iter().map(Backend::kind).collect();
+            UnknownBackend { kind: kind.to_owned(), known: known.join(", ") }
+        })
+    }
+
+    /// How packets of pods travel with this config. The default if the backend is unknown or its
+    /// options are wrong.
+    pub fn datapath(&self, config: &Config) -> Datapath {
+        let backend = self.find(&config.backend.kind).ok();
+        backend.and_then(|backend| backend.datapath(config).ok()).unwrap_or_default()
+    }
+
+    /// The backend type in the leases of a network with this config. An unknown backend has its own.
+    pub fn lease_type<'a>(&'a self, config: &'a Config) -> &'a str {
+        let kind = &config.backend.kind;
+        self.find(kind).map_or(kind, |backend| backend.lease_type())
+    }
+
+    /// The devices that a network may have, those of disabled families included.
+    pub fn links(&self, uplink: LinkName, config: &Config) -> Vec<LinkName> {
+        let footprint = self.known_footprint(config, Some(uplink));
+        footprint.map(|footprint| footprint.links.into_iter().collect()).unwrap_or_default()
+    }
+
+    /// The kernel objects that a network may have, for any external interface. A network of an
+    /// unknown backend, or of one whose options are wrong, may have anything in its pod networks.
+    pub fn footprint(&self, config: &Config) -> Footprint {
+        self.known_footprint(config, None).unwrap_or_else(|| Footprint {
+            networks: config.pod_networks().collect(),
+            blackholes: true,
+            ..Footprint::default()
+        })
+    }
+
+    fn known_footprint(&self, config: &Config, uplink: Option<LinkName>) -> Option<Footprint> {
+        self.find(&config.backend.kind).ok()?.footprint(config, uplink).ok()
+    }
+}

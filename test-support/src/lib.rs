@@ -1,0 +1,129 @@
+//! Helpers that the tests of several crates use.
+//!
+//! [`eventually`] and [`eventually_async`] wait until a condition holds, and panic after a deadline
+//! with the place of the call and a message. A condition is a `bool`, or an `Option` whose value
+//! is returned.
+//!
+//! ```
+//! use std::time::{Duration, Instant};
+//! use test_support::eventually;
+//!
+//! let start = Instant::now();
+//! eventually(Duration::from_secs(10), || start.elapsed().as_millis() > 5, || "time stands still");
+//! let mut numbers = 0..;
+//! let found = eventually(
+//!     Duration::from_secs(10),
+//!     || numbers.next().filter(|number| *number == 3),
+//!     || "3 is not among the numbers",
+//! );
+//! assert_eq!(found, 3);
+//! ```
+
+use std::fmt::Display;
+use std::future::Future;
+use std::panic::Location;
+use std::time::{Duration, Instant};
+
+/// The pause between two looks at a condition.
+const PAUSE: Duration = Duration::from_millis(5);
+
+/// The result of one look at a condition.
+pub trait Outcome {
+    /// The result of the wait.
+    type Value;
+
+    /// The value, if the condition holds.
+    fn value(self) -> Option<Self::Value>;
+}
+
+impl Outcome for bool {
+    type Value = ();
+
+    fn value(self) -> Option<()> {
+        self.then_some(())
+    }
+}
+
+impl<T> Outcome for Option<T> {
+    type Value = T;
+
+    fn value(self) -> Self {
+        self
+    }
+}
+
+/// Waits until `condition` holds. Looks at it at least once, and blocks the thread in between.
+///
+/// # Panics
+/// The condition does not hold `within` this time; the message is that of `otherwise`.
+#[track_caller]
+pub fn eventually<T: Outcome, M: Display>(
+    within: Duration,
+    mut condition: impl FnMut() -> T,
+    otherwise: impl FnOnce() -> M,
+) -> T::Value {
+    let start = Instant::now();
+    loop {
+        if let Some(value) = condition().value() {
+            return value;
+        }
+        if start.elapsed() >= within {
+            panic!("not within {within:?}: {}", otherwise());
+        }
+        std::thread::park_timeout(PAUSE);
+    }
+}
+
+/// The same for a condition that is a future. Time is tokio's, so that a test may pause it.
+///
+/// # Panics
+/// The condition does not hold `within` this time; the message is that of `otherwise`. A look that
+/// does not return is not interrupted.
+#[track_caller]
+pub fn eventually_async<T: Outcome, M: Display>(
+    within: Duration,
+    mut condition: impl AsyncFnMut() -> T,
+    otherwise: impl FnOnce() -> M,
+) -> impl Future<Output = T::Value> {
+    let caller = Location::caller();
+    async move {
+        let start = tokio::time::Instant::now();
+        loop {
+            if let Some(value) = condition().await.value() {
+                return value;
+            }
+            if start.elapsed() >= within {
+                panic!("{caller}: not within {within:?}: {}", otherwise());
+            }
+            tokio::time::sleep(PAUSE).await;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    #[should_panic(expected = "not within 20ms: the answer was 7")]
+    fn a_condition_that_never_holds_is_named() {
+        eventually(Duration::from_millis(20), || false, || format!("the answer was {}", 7));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_condition_holds_after_some_looks() {
+        let mut looks = 0;
+        let look = async || {
+            looks += 1;
+            (looks == 1000).then_some("now")
+        };
+        assert_eq!(eventually_async(Duration::from_secs(60), look, || "never").await, "now");
+        assert_eq!(looks, 1000);
+    }
+
+    #[tokio::test(start_paused = true)]
+    #[should_panic(expected = "src/lib.rs")]
+    async fn the_place_of_the_call_is_in_the_message() {
+        eventually_async(Duration::from_secs(60), async || false, || "it never holds").await;
+    }
+}
