@@ -1,5 +1,6 @@
 #![doc = include_str!("../README.md")]
 
+mod command_line;
 pub mod control;
 pub mod environment;
 mod error;
@@ -9,6 +10,7 @@ pub mod go_flags;
 mod registry;
 pub mod state_dir;
 
+pub use command_line::CommandLine;
 pub use error::Error;
 #[cfg(feature = "etcd")]
 pub use etcd::EtcdFlags;
