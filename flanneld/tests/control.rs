@@ -1157,7 +1157,7 @@ fn docker_opts_writes_what_docker_reads() {
 }
 
 #[test]
-fn what_about_the_host_stands_in_the_way_is_said_with_what_mends_it() {
+fn findings_about_the_host_come_with_the_command_that_repairs_it() {
     in_netns(|| {
         let place = Place::new(Some(CONFIG));
         let set =
@@ -1232,9 +1232,9 @@ fn the_doctor_tells_a_missing_config_from_a_store_that_does_not_answer() {
         fs::remove_dir_all(place.registry()).unwrap();
         fs::write(place.registry(), "a file").unwrap();
         let found = checks();
-        let mend = format!("mount {0} || ls -la {0} # ", place.registry().display());
+        let repair = format!("mount {0} || ls -la {0} # ", place.registry().display());
         assert!(
-            found[0].0 == "store" && found[0].1.starts_with(&mend) && found[1..] == [daemon],
+            found[0].0 == "store" && found[0].1.starts_with(&repair) && found[1..] == [daemon],
             "{found:?}"
         );
         let (status, page) = place.fails(&["doctor"]);

@@ -624,9 +624,9 @@ fn what_the_unit_allows_is_all_that_the_daemon_and_iptables_call() {
             if !programs {
                 let gone = Command::new("nft").args(["flush", "ruleset"]).status().unwrap();
                 assert!(gone.success());
-                let mended =
+                let repaired =
                     || place.ask("/metrics").contains("\nflannel_firewall_repairs_total 1\n");
-                wait_until(mended, || strace.log());
+                wait_until(repaired, || strace.log());
             }
             for signal in [Signal::SIGHUP, Signal::SIGTERM] {
                 strace.signal(signal);
@@ -684,7 +684,7 @@ fn an_unknown_backend_and_an_implied_udp_end_it_with_the_cure() {
 }
 
 #[test]
-fn a_bad_lease_is_skipped_said_once_and_picked_up_when_it_is_mended() {
+fn a_bad_lease_is_skipped_said_once_and_picked_up_when_it_is_corrected() {
     in_netns(|| {
         uplink();
         let place = Place::new(CONFIG);
