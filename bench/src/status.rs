@@ -54,7 +54,7 @@ fn ask(socket: &Path) -> anyhow::Result<u64> {
     let (head, body) = answer.split_once("\r\n\r\n").unwrap_or((&answer, ""));
     ensure!(head.starts_with("HTTP/1.1 200 "), "{head}");
     let status: serde_json::Value = serde_json::from_str(body)?;
-    status["network"]["believed"]
+    status["network"]["accepted"]
         .as_u64()
         .ok_or_else(|| anyhow::anyhow!("no number of peers in the answer: {:.300}", body))
 }

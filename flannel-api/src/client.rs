@@ -166,7 +166,8 @@ impl Client {
         }
     }
 
-    /// Whether a daemon listens. The answer is certain: a socket that may not be opened is an error.
+    /// Whether a daemon listens. The answer is certain: a socket that may not be opened is an
+    /// error.
     ///
     /// # Errors
     /// The socket cannot be opened for another reason than that nobody listens.

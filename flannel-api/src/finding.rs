@@ -13,14 +13,14 @@ pub struct Finding {
     pub severity: String,
     /// A sentence without a full stop.
     pub text: String,
-    /// The command that repairs it, for a shell. Remarks for people stand behind `#`.
-    pub mend: Option<String>,
+    /// The command that repairs it, for a shell. Comments for people follow `#`.
+    pub repair: Option<String>,
 }
 
 impl Finding {
     /// An error without a command.
     pub fn error(check: &str, text: impl Into<String>) -> Self {
-        Self { check: check.into(), severity: "error".into(), text: text.into(), mend: None }
+        Self { check: check.into(), severity: "error".into(), text: text.into(), repair: None }
     }
 
     /// A warning without a command.
@@ -30,7 +30,7 @@ impl Finding {
 
     /// The same finding with the command that repairs it.
     pub fn with_command(self, command: impl Into<String>) -> Self {
-        Self { mend: Some(command.into()), ..self }
+        Self { repair: Some(command.into()), ..self }
     }
 
     /// Whether packets are lost.

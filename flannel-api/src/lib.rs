@@ -23,6 +23,8 @@
 //! meaning. Times are seconds since 1970, durations are seconds, `null` is "not known".
 
 mod client;
+#[cfg(feature = "core")]
+mod convert;
 mod finding;
 mod peer;
 mod problem;
@@ -37,6 +39,8 @@ use std::time::{Duration, SystemTime};
 use serde::{Deserialize, Serialize};
 
 pub use client::{Client, Error};
+#[cfg(feature = "core")]
+pub use convert::{by_family, texts};
 pub use finding::Finding;
 pub use peer::{PeerReport, PeersReport};
 pub use problem::Problem;

@@ -22,7 +22,7 @@ pub struct PeerReport {
     pub public: Vec<String>,
     /// The backend type of its lease.
     pub backend: String,
-    /// `in place`, `pending`, `failing` or `not believed`.
+    /// `in place`, `pending`, `failing` or `rejected`.
     pub state: String,
     /// Why it is not in place.
     pub reason: Option<String>,

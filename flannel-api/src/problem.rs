@@ -2,14 +2,15 @@
 
 use serde::{Deserialize, Serialize};
 
-/// Something about the daemon that is wrong. The node is ready if and only if no problem is an error.
+/// Something about the daemon that is wrong. The node is ready if and only if no problem is an
+/// error.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Problem {
     /// `error`: the node is not ready. `warning`: it is.
     pub severity: String,
     /// A sentence without a full stop.
     pub text: String,
-    /// The command that helps or shows more, for a shell. Remarks for people stand behind `#`.
+    /// The command that helps or shows more, for a shell. Comments for people follow `#`.
     pub hint: Option<String>,
 }
 

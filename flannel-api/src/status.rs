@@ -19,7 +19,8 @@ pub struct StatusReport {
     pub ready: bool,
     /// What is wrong, errors first.
     pub problems: Vec<Problem>,
-    /// What about this host may lose packets of pods, errors first. Readiness does not depend on it.
+    /// What about this host may lose packets of pods, errors first. Readiness does not depend on
+    /// it.
     #[serde(default)]
     pub findings: Vec<Finding>,
     /// What could not be read, so that there are no findings about it.
@@ -83,10 +84,10 @@ pub struct NetworkReport {
     /// All other nodes. `listed` begins with those in trouble; those that changed last follow.
     pub peers: Counted<PeerReport>,
     /// The number of peers whose leases are accepted.
-    pub believed: u64,
+    pub accepted: u64,
     /// The number of peers whose leases are rejected.
     #[serde(default)]
-    pub disbelieved: u64,
+    pub rejected: u64,
     /// The number of peers whose objects are not all in the kernel yet. Failing peers do not count.
     #[serde(default)]
     pub pending: u64,

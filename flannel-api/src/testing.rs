@@ -20,7 +20,7 @@ pub fn why_report() -> WhyReport {
         network: None,
         lease: None,
         node: None,
-        disbelief: None,
+        rejection: None,
         objects: vec![ObjectReport {
             object: "route".into(),
             state: "pending".into(),

@@ -22,7 +22,7 @@ pub struct WhyReport {
     /// The node that holds the lease.
     pub node: Option<String>,
     /// Why the lease is rejected.
-    pub disbelief: Option<String>,
+    pub rejection: Option<String>,
     /// The objects in the kernel that the lease asks for; empty without a daemon.
     pub objects: Vec<ObjectReport>,
     /// What the kernel does with a packet for the address.

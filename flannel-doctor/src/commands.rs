@@ -89,7 +89,7 @@ pub fn localize(hint: String, store: Option<&str>) -> String {
 /// Localizes the commands of findings.
 pub fn localize_findings(findings: &mut [Finding], store: Option<&str>) {
     for finding in findings {
-        finding.mend = finding.mend.take().map(|mend| localize(mend, store));
+        finding.repair = finding.repair.take().map(|mend| localize(mend, store));
     }
 }
 

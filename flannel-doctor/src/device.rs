@@ -327,7 +327,7 @@ mod tests {
             change(&mut devices);
             let found = settle(check(&devices), &devices, &[Family::V4]);
             assert!(found.len() == 1 && found[0].text.contains(text), "{text}: {found:?}");
-            assert_eq!(found[0].mend.as_deref(), Some(mend));
+            assert_eq!(found[0].repair.as_deref(), Some(mend));
         }
         let mut devices = healthy();
         devices.kernel = Some([5, 4]);

@@ -277,7 +277,7 @@ mod tests {
             let found = told(question, &answers, &devices());
             assert!(found.len() <= 1, "{found:?}");
             found.into_iter().next().map(|f| {
-                format!("{} {} {} | {}", f.severity, f.check, f.text, f.mend.unwrap_or_default())
+                format!("{} {} {} | {}", f.severity, f.check, f.text, f.repair.unwrap_or_default())
             })
         };
         assert_eq!(judge([ok(), ok()], [ok(), ok()]), None);
@@ -329,7 +329,7 @@ mod tests {
         }
         // What was looked for is what is to be configured, with what the tunnel costs.
         let mend = |question: &Question, answers: &Answers, devices: &Devices| {
-            told(question, answers, devices).pop().unwrap().mend.unwrap()
+            told(question, answers, devices).pop().unwrap().repair.unwrap()
         };
         let lost = || [ok(), none.clone()];
         let answers =
@@ -365,7 +365,7 @@ mod tests {
             Answers { public: Some([Answer::Nothing, Answer::Nothing]), ..Answers::default() };
         assert_eq!(told(question, &silent, &bare)[0].check, "peer");
         let mend = |question: &Question, answers: Answers, devices: &Devices| {
-            told(question, &answers, devices).pop().unwrap().mend.unwrap()
+            told(question, &answers, devices).pop().unwrap().repair.unwrap()
         };
         for answers in
             [answers(Answer::TooBig(Some(1350)), None), answers(Answer::Nothing, Some(1350))]
@@ -489,7 +489,7 @@ mod tests {
                 let patch =
                     format!("flannelctl config patch '{{\"Backend\": {{\"MTU\": {mtu}}}}}'");
                 assert_eq!(found.len(), 1);
-                assert_eq!(found[0].mend.as_deref(), Some(&*patch), "{:?}", question.family);
+                assert_eq!(found[0].repair.as_deref(), Some(&*patch), "{:?}", question.family);
                 assert!(!found[0].text.contains("too few"), "{}", found[0].text);
             }
             // The same told by the way: what passes in the tunnel, or on the wire.
@@ -512,7 +512,7 @@ mod tests {
                         &devices,
                         &Family::BOTH,
                     );
-                    let mend = found[0].mend.as_deref().unwrap();
+                    let mend = found[0].repair.as_deref().unwrap();
                     assert!(mend.ends_with(&format!("\"MTU\": {mtu}}}}}'")), "{mend}");
                 }
             }
@@ -533,7 +533,7 @@ mod tests {
                 Answers { tunnel: Some(tunnel), public: Some([ok(), ok()]), path, passes: None };
             let found = told(question, &answers, &devices());
             let line = |f: Finding| {
-                format!("{} {} {} | {}", f.severity, f.check, f.text, f.mend.unwrap_or_default())
+                format!("{} {} {} | {}", f.severity, f.check, f.text, f.repair.unwrap_or_default())
             };
             found.into_iter().map(line).collect::<Vec<_>>()
         };

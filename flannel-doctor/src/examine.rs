@@ -204,7 +204,7 @@ async fn look_at_peers(
     examination: &mut Examination,
 ) {
     let mut targets: Vec<&Target> =
-        network.targets.iter().filter(|target| target.state != "not believed").collect();
+        network.targets.iter().filter(|target| target.state != "rejected").collect();
     // Stable: those in trouble first, each by subnet.
     targets.sort_by_key(|target| target.state == "in place");
     let all = targets.len();

@@ -19,7 +19,7 @@ use read::read;
 
 pub use read::HostScene;
 
-/// The check that the network's own remarks tell of too.
+/// The check that the advisories of the network report too.
 pub const DUPLICATE: &str = "duplicate-address";
 
 /// Where pods and hosts get in each other's way.

@@ -79,7 +79,7 @@ pub fn settle(faults: Vec<Fault>, devices: &Devices, families: &[Family]) -> Vec
         if let Some(takes) = narrow.takes().filter(|takes| *takes < least.bytes) {
             finding.text += &format!(": {takes} bytes are too few for {}", least.text);
         }
-        finding.mend.clone_from(&mend);
+        finding.repair.clone_from(&mend);
         finding
     };
     faults.into_iter().map(settled).collect()
@@ -179,7 +179,10 @@ mod tests {
     }
 
     fn mends(faults: Vec<Fault>, devices: &Devices, families: &[Family]) -> Vec<String> {
-        settle(faults, devices, families).into_iter().map(|f| f.mend.unwrap_or_default()).collect()
+        settle(faults, devices, families)
+            .into_iter()
+            .map(|f| f.repair.unwrap_or_default())
+            .collect()
     }
 
     #[test]
@@ -221,8 +224,8 @@ mod tests {
             for takes in [least - 1, least] {
                 let found =
                     settle(vec![way(7, Some(takes)), way(8, Some(1400))], devices, families);
-                let (text, mend) = (&found[0].text, found[0].mend.as_deref().unwrap());
-                assert_eq!(Some(mend), found[1].mend.as_deref());
+                let (text, mend) = (&found[0].text, found[0].repair.as_deref().unwrap());
+                assert_eq!(Some(mend), found[1].repair.as_deref());
                 assert_eq!(found[1].text, "peer 8");
                 let too_few = text.contains(&format!("{takes} bytes are too few for IPv"));
                 assert_eq!(too_few, takes < least, "{text}");

@@ -32,9 +32,9 @@ pub(crate) fn bounded(faults: Vec<Fault>) -> Vec<Fault> {
         } else {
             Finding::warning
         };
-        let mend = all_of(more.iter().filter_map(|fault| fault.finding.mend.as_deref()));
+        let mend = all_of(more.iter().filter_map(|fault| fault.finding.repair.as_deref()));
         let narrow = narrowest(more.iter().filter_map(|fault| fault.narrow));
-        few.push(Fault { finding: Finding { mend, ..made(&check, text) }, narrow });
+        few.push(Fault { finding: Finding { repair: mend, ..made(&check, text) }, narrow });
     }
     few
 }
@@ -81,7 +81,7 @@ mod tests {
         let fault = |n: u32, mend: String| {
             Fault::from(Finding::error("peer", format!("{n}")).with_command(mend))
         };
-        let mend_of = |all: Vec<Fault>| bounded(all).pop().unwrap().finding.mend;
+        let mend_of = |all: Vec<Fault>| bounded(all).pop().unwrap().finding.repair;
         let each = (0..8).map(|n| fault(n, format!("release '{n}' # if it is gone"))).collect();
         assert_eq!(
             mend_of(each).as_deref(),
@@ -97,7 +97,7 @@ mod tests {
         });
         let found = bounded(mixed.collect());
         let [others, sizes] = &found[MOST..] else { panic!("{found:?}") };
-        assert_eq!((others.finding.mend.as_deref(), others.narrow), (Some("x 6; x 8"), None));
+        assert_eq!((others.finding.repair.as_deref(), others.narrow), (Some("x 6; x 8"), None));
         assert_eq!((sizes.narrow, sizes.finding.is_error()), (Some(narrow(7)), false));
     }
 }

@@ -24,7 +24,7 @@ pub struct Explained {
     /// The lease.
     pub lease: Arc<Lease>,
     /// Why the lease is not believed.
-    pub disbelief: Option<String>,
+    pub rejection: Option<String>,
     /// The objects that it asks for, with their states.
     pub objects: Vec<(Object, ObjectState)>,
 }
@@ -65,7 +65,7 @@ pub fn diagnose(address: IpAddr, facts: &RouteInputs<'_>) -> WhyReport {
     let holds = |lease: &&Lease| lease.subnets.iter().any(|subnet| subnet.contains(address));
     let own = facts.own.filter(holds);
     let lease = own.or_else(|| facts.explanation.as_ref().map(|e| &*e.lease)).or(facts.lease);
-    let disbelief = facts.explanation.as_ref().and_then(|e| e.disbelief.clone());
+    let rejection = facts.explanation.as_ref().and_then(|e| e.rejection.clone());
     let objects: Vec<ObjectReport> = facts
         .explanation
         .iter()
@@ -83,7 +83,7 @@ pub fn diagnose(address: IpAddr, facts: &RouteInputs<'_>) -> WhyReport {
         lease: lease.map(|lease| lease.subnets.to_string()),
         node: lease
             .map(|lease| if own.is_some() { "this node".to_owned() } else { holder(&lease.attrs) }),
-        disbelief,
+        rejection: rejection,
         objects,
         kernel: match &facts.answer {
             Ok(answer) if answer.local => "it is an address of this host".to_owned(),
@@ -204,7 +204,7 @@ fn of_peer(
     explanation: &Explained,
     answer: &RouteAnswer,
 ) -> Verdict {
-    if let Some(why) = &explanation.disbelief {
+    if let Some(why) = &explanation.rejection {
         return (false, format!("its lease {} is not believed: {why}", lease.subnets), None);
     }
     let waits = |(_, how): &(Object, ObjectState)| matches!(how, ObjectState::Pending);
@@ -278,9 +278,9 @@ mod tests {
         let right =
             RouteAnswer::via("flannel.1".parse().unwrap(), Some("10.1.7.0".parse().unwrap()), None);
         let wrong = RouteAnswer::via("eth1".parse().unwrap(), None, None);
-        let explain = |how: ObjectState, disbelief: Option<String>| Explained {
+        let explain = |how: ObjectState, rejection: Option<String>| Explained {
             lease: Arc::new(peer()),
-            disbelief,
+            rejection,
             objects: vec![(route(), how)],
         };
         let ask = |address: IpAddr, explanation: Option<Explained>, answer: RouteAnswer| {
@@ -321,12 +321,12 @@ mod tests {
             half.verdict.starts_with("neigh ") && half.verdict.ends_with("is pending"),
             "{half:?}"
         );
-        let disbelieved = ask(
+        let rejected = ask(
             address,
             Some(explain(ObjectState::Unwanted, Some("another backend".into()))),
             right,
         );
-        assert!(disbelieved.verdict.ends_with("not believed: another backend"), "{disbelieved:?}");
+        assert!(rejected.verdict.ends_with("not believed: another backend"), "{rejected:?}");
         // The store has told of it, and the network is at others before it.
         for (daemon, hint) in [(true, "flannelctl watch"), (false, "systemctl start flanneld")] {
             let lease = peer();

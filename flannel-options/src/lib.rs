@@ -1,5 +1,6 @@
 #![doc = include_str!("../README.md")]
 
+mod command_line;
 pub mod control;
 pub mod environment;
 mod error;
@@ -10,6 +11,7 @@ mod registry;
 mod secrets;
 pub mod state_dir;
 
+pub use command_line::CommandLine;
 pub use error::Error;
 #[cfg(feature = "etcd")]
 pub use etcd::EtcdFlags;

@@ -7,7 +7,7 @@ use flannel_api::{Finding, PeerReport, VERSION, seconds};
 use flannel_core::backend::Backends;
 use flannel_core::lease::LeaseSet;
 use flannel_core::object::LinkName;
-use flannel_core::{Config, Error as CoreError, Kernel, Lease, Subnets};
+use flannel_core::{Config, Error as CoreError, Kernel, Subnets};
 use flannel_doctor::host::{HostScene, check_host};
 use flannel_firewall::LegacyMemory;
 use flannel_netlink::NetlinkKernel;
@@ -192,18 +192,10 @@ pub(crate) fn uplink(
 /// Every lease but the one that was this node's, as the store says or the last daemon knew.
 pub(crate) async fn peers(global: &Global) -> Result<Value> {
     let own = own_subnets(global);
-    let peer = |lease: &Lease| PeerReport {
-        key: lease.subnets.to_string(),
-        subnets: lease.subnets.iter().map(|subnet| subnet.to_string()).collect(),
-        public: lease.attrs.preferred.public.values().map(ToString::to_string).collect(),
-        backend: lease.attrs.preferred.kind.to_string(),
-        state: UNKNOWN.to_owned(),
-        reason: None,
-        changed: None,
-    };
     let Known { leases, stale, .. } = Known::of(global).await.map_err(Error::Refused)?;
     let others = leases.iter().filter(|lease| Some(lease.subnets) != own);
-    let peers: Vec<PeerReport> = others.map(|lease| peer(lease)).collect();
+    let peers: Vec<PeerReport> =
+        others.map(|lease| PeerReport::new(lease, UNKNOWN, None, None)).collect();
     Ok(json!({ "version": VERSION, "running": false, "peers": peers, "stale": stale }))
 }
 

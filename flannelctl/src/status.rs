@@ -92,7 +92,7 @@ pub(crate) fn findings(findings: &[Finding], terminal: &Terminal) -> String {
     for finding in findings {
         let style = if finding.is_error() { Style::Bad } else { Style::Warning };
         out += &terminal.field(&finding.severity, style, &finding.text);
-        if let Some(mend) = &finding.mend {
+        if let Some(mend) = &finding.repair {
             out += &terminal.command("mend", mend);
         }
     }
@@ -185,16 +185,16 @@ fn kernel_fields(network: &NetworkReport, now: f64, terminal: &Terminal) -> Stri
 
 fn peers_of(network: &NetworkReport, now: f64, terminal: &Terminal) -> String {
     let peers = &network.peers;
-    let disbelieved = match network.disbelieved {
+    let rejected = match network.rejected {
         0 => String::new(),
-        number => format!(", {number} NOT BELIEVED"),
+        number => format!(", {number} REJECTED"),
     };
     let pending = match network.pending {
         0 => String::new(),
         number => format!(", {number} pending"),
     };
     let mut out =
-        terminal.field("peers", Style::Bold, &format!("{}{disbelieved}{pending}", peers.total));
+        terminal.field("peers", Style::Bold, &format!("{}{rejected}{pending}", peers.total));
     if !peers.listed.is_empty() {
         out.push('\n');
         out += &peer_table(&peers.listed, now, terminal);
@@ -256,7 +256,7 @@ pub(crate) mod tests {
         network.in_sync = true;
         (network.failing.total, network.failing.listed) = (0, Vec::new());
         network.peers.total = 2;
-        (network.believed, network.disbelieved) = (2, 0);
+        (network.accepted, network.rejected) = (2, 0);
         network.peers.listed.retain(|peer| peer.state == "in place");
         network.repairs.last.clear();
         report.store.as_mut().unwrap().error = None;
@@ -291,7 +291,7 @@ pub(crate) mod tests {
                 "put route 10.1.8.0/24 via 10.1.8.0 dev flannel.1 onlink: Nexthop has invalid gateway: Network is unreachable (os error 101)",
             ),
             (
-                "not believed",
+                "rejected",
                 "neigh 10.1.9.0 dev flannel.1 is defined otherwise by the earlier lease 10.1.7.0-24 of 192.0.2.7 (vxlan)",
             ),
             ("in place", ""),
@@ -316,11 +316,11 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_peer_that_is_only_new_is_believed() {
+    fn a_peer_that_is_only_new_is_accepted() {
         let mut report = healthy();
         report.network.as_mut().unwrap().peers.total += 1;
         let text = page(&report, &Terminal { width: 80, colours: false });
-        assert!(!text.contains("NOT BELIEVED"), "{text}");
+        assert!(!text.contains("REJECTED"), "{text}");
     }
 
     #[test]

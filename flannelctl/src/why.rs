@@ -70,8 +70,8 @@ fn page(why: &WhyReport, terminal: &Terminal) -> String {
         _ => none(),
     };
     out += &terminal.field("lease", Style::Bold, &lease);
-    if let Some(disbelief) = &why.disbelief {
-        out += &terminal.field("", Style::Bad, &format!("NOT BELIEVED: {disbelief}"));
+    if let Some(why) = &why.rejection {
+        out += &terminal.field("", Style::Bad, &format!("REJECTED: {why}"));
     }
     for (n, wanted) in why.objects.iter().enumerate() {
         let error = wanted.error.as_ref().map(|error| format!(": {error}")).unwrap_or_default();
@@ -112,7 +112,7 @@ mod tests {
             network: Some("10.1.0.0/16".into()),
             lease: Some("10.1.7.0-24".into()),
             node: Some("192.0.2.7 (vxlan)".into()),
-            disbelief: None,
+            rejection: None,
             objects: vec![
                 object("neigh 10.1.7.0 lladdr 0a:00:00:00:00:07 dev flannel.1"),
                 ObjectReport {
@@ -158,7 +158,7 @@ kernel     via 192.0.2.99 dev eth0
             network: Some("fd00:1::/48".into()),
             lease: Some("10.1.7.0-24&fd00:1:0:7::-64".into()),
             node: Some("192.0.2.7, 2001:db8::7 (vxlan)".into()),
-            disbelief: None,
+            rejection: None,
             objects: [
                 "neigh fd00:1:0:7:: lladdr 0a:00:00:00:00:07 dev flannel-v6.1",
                 "fdb 0a:00:00:00:00:07 dst 2001:db8::7 dev flannel-v6.1",

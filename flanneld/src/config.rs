@@ -30,8 +30,8 @@ pub struct DaemonConfig {
     pub renew_margin: Duration,
     /// The file that tells CNI plugins about this host's subnet (`--subnet-file`).
     pub subnet_file: PathBuf,
-    /// The directory for what the host remembers over restarts (`--state-dir`). One daemon at a time
-    /// uses it.
+    /// The directory for what the host remembers over restarts (`--state-dir`). One daemon at a
+    /// time uses it.
     pub state_dir: PathBuf,
     /// Drop packets to unused addresses of this host's subnet (`--ip-blackhole-route`).
     pub ip_blackhole_route: bool,

@@ -3,12 +3,12 @@
 use std::convert::Infallible;
 use std::time::Duration;
 
-use flannel_api::{Problem, StatusReport};
+use flannel_api::StatusReport;
 
 use crate::config::DaemonConfig;
 use crate::error::Error;
 use crate::observe::Observer;
-use crate::problems::problems;
+use crate::report::problems::first_error;
 use crate::report::status_report;
 use crate::run;
 
@@ -38,9 +38,9 @@ impl Daemon {
     /// Runs the daemon. Ends with an error only.
     ///
     /// # Errors
-    /// What makes it impossible to start or to go on; see [`Error`]. The daemon waits, as long as it
-    /// takes, for a store that does not answer, for a network config that is missing or wrong, and
-    /// for a free subnet.
+    /// What makes it impossible to start or to go on; see [`Error`]. The daemon waits, as long as
+    /// it takes, for a store that does not answer, for a network config that is missing or wrong,
+    /// and for a free subnet.
     ///
     /// # Cancel safety
     /// Dropping the future stops the daemon. The data path stays in place; the next run adopts it.
@@ -48,14 +48,14 @@ impl Daemon {
         run::run(&self.config, &self.observer).await
     }
 
-    /// Waits until the node is ready: it holds its lease, the subnet file is written, and all desired
-    /// objects and firewall rules are in place.
+    /// Waits until the node is ready: it holds its lease, the subnet file is written, and all
+    /// desired objects and firewall rules are in place.
     ///
     /// # Cancel safety
     /// Dropping the future changes nothing.
     pub async fn ready(&self) {
         let mut changes = self.observer.changes();
-        while problems(&self.observer.snapshot()).iter().any(Problem::is_error) {
+        while first_error(&self.observer.snapshot()).is_some() {
             // The firewall and the lease publish no changes.
             let _ = tokio::time::timeout(LOOK, changes.next()).await;
         }

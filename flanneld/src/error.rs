@@ -1,6 +1,6 @@
 //! Why the daemon stops, and with which exit code.
 
-use std::path::PathBuf;
+use std::path::Path;
 
 use flannel_core::Subnets;
 use flannel_core::subnet::LeaseEnd;
@@ -9,20 +9,9 @@ use flannel_core::subnet::LeaseEnd;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// Not an error: the text that `--help` or `--version` asked for.
-    #[error("{0}")]
-    Help(String),
-    /// The command line or the environment is wrong.
-    #[error("{0}")]
-    Usage(String),
-    /// The registry cannot be used.
-    #[error("--registry {url}: {source}")]
-    Registry {
-        /// As given.
-        url: String,
-        /// Why.
-        source: Box<flannel_core::Error>,
-    },
+    /// The options are wrong or ask for help, or a file that they name cannot be used.
+    #[error(transparent)]
+    Options(#[from] flannel_options::Error),
     /// The Kubernetes API cannot be used.
     #[error("--kube-subnet-mgr: {0}")]
     Kube(#[source] Box<flannel_core::Error>),
@@ -66,23 +55,15 @@ pub enum Error {
     /// The subnet file cannot be written.
     #[error("--subnet-file: {0}")]
     SubnetFile(#[from] flannel_subnet::SubnetEnvError),
-    /// There is nothing to keep the firewall rules with, that are asked for.
+    /// The firewall rules that the options ask for cannot be made.
     #[error("firewall rules: {0}")]
     Firewall(#[from] flannel_firewall::Error),
-    /// Nobody could ask the daemon how it is, though somebody wants to.
+    /// An address or socket that the options name cannot be listened on.
     #[error("{what}: {reason}")]
     Listen {
         /// The options.
         what: String,
         /// Why not.
-        reason: String,
-    },
-    /// A file of ours cannot be read or written.
-    #[error("{path}: {reason}")]
-    File {
-        /// The file.
-        path: PathBuf,
-        /// What happened.
         reason: String,
     },
     /// The network stopped by itself.
@@ -98,20 +79,13 @@ pub enum Error {
     },
 }
 
-impl From<flannel_options::Error> for Error {
-    fn from(error: flannel_options::Error) -> Self {
-        match error {
-            flannel_options::Error::Help(text) => Self::Help(text),
-            flannel_options::Error::Usage(text) => Self::Usage(text),
-            flannel_options::Error::Registry { url, source } => Self::Registry { url, source },
-            flannel_options::Error::File { path, reason } => Self::File { path, reason },
-            other => Self::Usage(other.to_string()),
-        }
-    }
-}
-
 impl Error {
-    /// The store did not answer, and may soon.
+    /// A file of the daemon cannot be read or written.
+    pub(crate) fn file(path: &Path, reason: &impl ToString) -> Self {
+        flannel_options::Error::File { path: path.to_owned(), reason: reason.to_string() }.into()
+    }
+
+    /// The store does not answer, and may answer soon.
     pub(crate) fn is_of_store(&self) -> bool {
         matches!(self, Self::Network(flannel_core::Error::Store { .. }))
     }
@@ -119,8 +93,7 @@ impl Error {
     /// 0 for help, 2 for usage, 1 for everything that happens while running.
     pub fn exit_code(&self) -> u8 {
         match self {
-            Self::Help(_) => 0,
-            Self::Usage(_) => 2,
+            Self::Options(error) => error.exit_code(),
             _ => 1,
         }
     }

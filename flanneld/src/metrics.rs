@@ -1,95 +1,73 @@
-//! Metrics for Prometheus, as OpenMetrics or in its older text format 0.0.4.
+//! Metrics for Prometheus.
 //!
-//! Names, types and labels are an interface: `metrics.golden` lists them. Counters of a network start
-//! again with each network, as `rate()` and `increase()` expect of counters; `flannel_networks_total`
-//! counts the networks. No label names a peer, so a page does not grow with the cluster.
+//! Names, types and labels are an interface: `names.golden` lists them. Counters of a network start
+//! again with each network, as `rate()` and `increase()` expect of counters;
+//! `flannel_networks_total` counts the networks. No label names a peer, so a page does not grow
+//! with the cluster.
+
+mod page;
 
 use std::collections::BTreeMap;
-use std::fmt;
-use std::time::{Duration, SystemTime};
+use std::time::SystemTime;
 
-use flannel_api::{Problem, seconds};
+use flannel_api::seconds;
 use flannel_core::network::Rejection;
-use flannel_core::status::{Damage, Histogram};
-use flannel_core::subnet::StoreStatus;
-use prometheus_client::collector::Collector;
-use prometheus_client::encoding::{DescriptorEncoder, prometheus_text, text};
-use prometheus_client::metrics::MetricType;
-use prometheus_client::registry::Registry;
+use flannel_core::object::ObjectKind;
+use flannel_core::status::Damage;
 
-use crate::firewall::Rulebook;
-use crate::observe::{NetworkSnapshot, Snapshot};
-use crate::problems::problems;
+use crate::observe::{NetworkSnapshot, Rulebook, Snapshot};
+use crate::report::problems::first_error;
 use crate::report::subnets_used;
+pub(crate) use page::Format;
+use page::{Page, labels};
 
-/// How a page is written.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Format {
-    /// Prometheus' text format, version 0.0.4, for clients that ask for nothing else.
-    Text,
-    /// OpenMetrics, version 1.0.0.
-    OpenMetrics,
-}
+/// The kinds of objects that the page always has.
+const KINDS: [ObjectKind; 6] = [
+    ObjectKind::Link,
+    ObjectKind::Addr,
+    ObjectKind::Neigh,
+    ObjectKind::Fdb,
+    ObjectKind::Nexthop,
+    ObjectKind::Route,
+];
 
-impl Format {
-    /// What a client accepts, by its header `Accept`.
-    pub(crate) fn accepted(accept: &str) -> Self {
-        if accept.contains("application/openmetrics-text") { Self::OpenMetrics } else { Self::Text }
-    }
-
-    /// The `Content-Type`.
-    pub(crate) fn content_type(self) -> &'static str {
-        match self {
-            Self::Text => prometheus_text::CONTENT_TYPE,
-            Self::OpenMetrics => "application/openmetrics-text; version=1.0.0; charset=utf-8",
-        }
-    }
-}
-
-/// What objects are called.
-const KINDS: [&str; 6] = ["link", "address", "neigh", "fdb", "nexthop", "route"];
-
-/// Everything that is measured, at one moment.
+/// All metrics at one moment.
 pub(crate) fn metrics(snapshot: &Snapshot, format: Format) -> String {
-    page(snapshot).encoded(format)
-}
-
-fn page(snapshot: &Snapshot) -> Page {
     let mut page = Page::default();
-    let ready = !problems(snapshot).iter().any(Problem::is_error);
     let version = labels(&[("version", env!("CARGO_PKG_VERSION"))]);
-    page.add("flannel_build_info", "The version of flanneld, as a label", Samples::Info(version));
-    page.gauge(
+    page.info("flannel_build_info", "The version of flanneld, as a label", version);
+    page.seconds(
         "flannel_start_time_seconds",
         "When the daemon started, in seconds since 1970",
         seconds(snapshot.started),
     );
-    page.gauge("flannel_ready", "1 if this node is ready, as /readyz says", u8::from(ready));
+    let ready = first_error(snapshot).is_none();
+    page.flag("flannel_ready", "1 if this node is ready, as /readyz says", ready);
     page.counter(
         "flannel_networks_total",
         "Networks that were built: 1, and one more for each rebuild",
-        snapshot.networks,
+        snapshot.facts.networks,
     );
-    page.gauge(
+    page.flag(
         "flannel_config_waiting",
         "1 if the store holds a network config that is used only after a restart",
-        u8::from(snapshot.waiting_config.is_some()),
+        snapshot.facts.waiting_config.is_some(),
     );
     own_lease(&mut page, snapshot);
     store(&mut page, snapshot);
     if let Some(network) = &snapshot.network {
-        leases(&mut page, network, snapshot.store.as_ref());
+        leases(&mut page, network, snapshot.store_name());
         kernel(&mut page, network);
         firewall(&mut page, &network.running.rulebook.borrow());
     }
-    page
+    page.encoded(format)
 }
 
 fn own_lease(page: &mut Page, snapshot: &Snapshot) {
     let held = snapshot.ownership.is_held();
-    page.gauge("flannel_lease_held", "1 if this node holds its lease", u8::from(held));
+    page.flag("flannel_lease_held", "1 if this node holds its lease", held);
     if let Some(left) = snapshot.ownership.remaining(snapshot.time) {
-        page.gauge(
+        page.seconds(
             "flannel_lease_remaining_seconds",
             "How much longer this node's lease is its own unless renewed; absent for a reservation",
             left.as_secs_f64(),
@@ -100,13 +78,17 @@ fn own_lease(page: &mut Page, snapshot: &Snapshot) {
 fn store(page: &mut Page, snapshot: &Snapshot) {
     let Some(store) = &snapshot.store else { return };
     let age = |at: SystemTime| snapshot.time.duration_since(at).unwrap_or_default().as_secs_f64();
-    page.gauge(
+    page.flag(
         "flannel_store_up",
         "1 if the store has answered, and not failed to since",
-        u8::from(store.last_error.is_none() && store.confirmed.is_some()),
+        store.last_error.is_none() && store.confirmed.is_some(),
     );
     if let Some((revision, at)) = store.confirmed {
-        page.gauge("flannel_store_age_seconds", "Since the store last answered anything", age(at));
+        page.seconds(
+            "flannel_store_age_seconds",
+            "Since the store last answered anything",
+            age(at),
+        );
         page.gauge(
             "flannel_store_revision",
             "The last revision that the store confirmed",
@@ -126,53 +108,57 @@ fn store(page: &mut Page, snapshot: &Snapshot) {
     page.gauge(
         "flannel_store_skipped_entries",
         "Entries in the store that are no leases",
-        store.skipped.len(),
+        store.skipped.len() as u64,
     );
 }
 
-/// What a disbelief is called in a label.
+/// The reasons of rejections that the page always has.
+const REASONS: [&str; 7] = [
+    "outside",
+    "no_enabled_family",
+    "overlaps_own",
+    "overlaps",
+    "contradicts",
+    "contradicts_own",
+    "rejected",
+];
+
+/// The label of a rejection.
 fn reason(why: &Rejection) -> &'static str {
+    let [outside, no_family, overlaps_own, overlaps, contradicts, contradicts_own, rejected] =
+        REASONS;
     match why {
-        Rejection::Outside { .. } => "outside",
-        Rejection::NoEnabledFamily => "no_enabled_family",
-        Rejection::OverlapsOwn { .. } => "overlaps_own",
-        Rejection::Overlaps { .. } => "overlaps",
-        Rejection::Contradicts { .. } => "contradicts",
-        Rejection::ContradictsOwn { .. } => "contradicts_own",
-        Rejection::Rejected(_) => "rejected",
+        Rejection::Outside { .. } => outside,
+        Rejection::NoEnabledFamily => no_family,
+        Rejection::OverlapsOwn { .. } => overlaps_own,
+        Rejection::Overlaps { .. } => overlaps,
+        Rejection::Contradicts { .. } => contradicts,
+        Rejection::ContradictsOwn { .. } => contradicts_own,
+        Rejection::Rejected(_) => rejected,
         _ => "other",
     }
 }
 
-fn leases(page: &mut Page, network: &NetworkSnapshot, store: Option<&StoreStatus>) {
+fn leases(page: &mut Page, network: &NetworkSnapshot, store: Option<&str>) {
     let status = &network.status;
     page.gauge(
         "flannel_leases",
         "Leases in the store, this node's included",
-        network.view.leases.len(),
+        network.view.leases.len() as u64,
     );
-    page.gauge(
+    page.flag(
         "flannel_leases_live",
         "1 if they come from the store, 0 if from the cache",
-        u8::from(status.live),
+        status.live,
     );
-    page.gauge("flannel_peers", "Other nodes whose leases are believed", status.peers);
-    let known = [
-        "outside",
-        "no_enabled_family",
-        "overlaps_own",
-        "overlaps",
-        "contradicts",
-        "contradicts_own",
-        "rejected",
-    ];
-    let mut reasons: BTreeMap<&str, u64> = known.map(|reason| (reason, 0)).into();
+    page.gauge("flannel_peers", "Other nodes whose leases are accepted", status.peers as u64);
+    let mut reasons: BTreeMap<&str, u64> = REASONS.map(|reason| (reason, 0)).into();
     for why in status.rejected.values() {
         *reasons.entry(reason(why)).or_default() += 1;
     }
     page.gauges(
-        "flannel_disbelieved_leases",
-        "Leases that are not believed, by why",
+        "flannel_rejected_leases",
+        "Leases that are rejected, by reason",
         reasons.iter().map(|(reason, count)| (labels(&[("reason", reason)]), *count)),
     );
     let clash = |(reason, _): &(&&str, &u64)| {
@@ -192,7 +178,7 @@ fn leases(page: &mut Page, network: &NetworkSnapshot, store: Option<&StoreStatus
     );
 }
 
-/// Where no rules are asked for, all of them are in place.
+/// If no rules are asked for, all of them are in place.
 fn firewall(page: &mut Page, rulebook: &Rulebook) {
     let (in_place, repairs) = match rulebook {
         Rulebook::Unwanted => (true, 0),
@@ -202,49 +188,55 @@ fn firewall(page: &mut Page, rulebook: &Rulebook) {
             (status.in_place, status.repairs)
         }
     };
-    page.gauge(
+    page.flag(
         "flannel_firewall_in_place",
-        "1 if the firewall rules that are wanted are in place",
-        u8::from(in_place),
+        "1 if the firewall rules that are asked for are in place",
+        in_place,
     );
     page.counter(
         "flannel_firewall_repairs_total",
-        "How often rules were put back that somebody else had changed",
+        "How often rules were restored that another program had changed",
         repairs,
     );
 }
 
+/// The numbers of objects of one kind.
+#[derive(Default)]
+struct Counts {
+    desired: u64,
+    /// Refused by the kernel.
+    failing: u64,
+    /// Of these the ones that are desired.
+    absent: u64,
+}
+
 fn kernel(page: &mut Page, network: &NetworkSnapshot) {
     let status = &network.status;
-    page.gauge(
-        "flannel_in_sync",
-        "1 if the kernel is what the leases say",
-        u8::from(status.in_sync),
-    );
-    page.gauge(
+    page.flag("flannel_in_sync", "1 if the kernel is what the leases say", status.in_sync);
+    page.flag(
         "flannel_kernel_readable",
         "1 if the kernel can be read and watched",
-        u8::from(status.kernel_error.is_none()),
+        status.kernel_error.is_none(),
     );
-    let wanted: BTreeMap<String, usize> =
-        status.by_kind.iter().map(|(kind, count)| (kind.to_string(), *count)).collect();
-    let (mut failing, mut absent) =
-        (BTreeMap::<String, usize>::new(), BTreeMap::<String, usize>::new());
+    let mut counts: BTreeMap<_, _> = KINDS.map(|kind| (kind, Counts::default())).into();
+    for (kind, count) in &status.by_kind {
+        counts.entry(*kind).or_default().desired = *count as u64;
+    }
     for (key, failure) in status.failing.iter() {
-        *failing.entry(key.kind().to_string()).or_default() += 1;
-        // What cannot be deleted fails, too, and is not wanted.
-        if failure.change.starts_with("put ") {
-            *absent.entry(key.kind().to_string()).or_default() += 1;
-        }
+        let counts = counts.entry(key.kind()).or_default();
+        counts.failing += 1;
+        // An object that cannot be deleted fails, too, and is not desired.
+        counts.absent += u64::from(failure.change.starts_with("put "));
     }
     let known = status.settled && status.kernel_error.is_none();
-    let states = KINDS.into_iter().flat_map(|kind| {
-        let count = |of: &BTreeMap<String, usize>| of.get(kind).copied().unwrap_or_default();
-        let failing = count(&absent).min(count(&wanted));
-        let others = count(&wanted) - failing;
+    let states = counts.iter().flat_map(|(kind, counts)| {
+        let failing = counts.absent.min(counts.desired);
+        let others = counts.desired - failing;
         let (in_place, pending) = if known { (others, 0) } else { (0, others) };
         let states = [("in place", in_place), ("pending", pending), ("failing", failing)];
-        states.map(|(state, count)| (labels(&[("object", kind), ("state", state)]), count))
+        states.map(|(state, count)| {
+            (labels(&[("object", &kind.to_string()), ("state", state)]), count)
+        })
     });
     page.gauges(
         "flannel_objects",
@@ -254,9 +246,9 @@ fn kernel(page: &mut Page, network: &NetworkSnapshot) {
     page.gauges(
         "flannel_failing_objects",
         "Objects that the kernel refuses, by kind",
-        KINDS.map(|kind| {
-            (labels(&[("object", kind)]), failing.get(kind).copied().unwrap_or_default())
-        }),
+        counts
+            .iter()
+            .map(|(kind, counts)| (labels(&[("object", &kind.to_string())]), counts.failing)),
     );
     page.counter(
         "flannel_changes_total",
@@ -265,7 +257,7 @@ fn kernel(page: &mut Page, network: &NetworkSnapshot) {
     );
     page.counter(
         "flannel_repairs_total",
-        "Objects put right after somebody else had changed them",
+        "Objects that were repaired after another program had changed them",
         status.repaired,
     );
     let mutations = status.repairs.iter().map(|((kind, damage), count)| {
@@ -279,7 +271,7 @@ fn kernel(page: &mut Page, network: &NetworkSnapshot) {
     });
     page.counters(
         "flannel_external_mutations_total",
-        "What others did to objects, as far as it was repaired",
+        "Changes of objects by other programs, as far as they were repaired",
         mutations,
     );
     page.histogram(
@@ -289,168 +281,14 @@ fn kernel(page: &mut Page, network: &NetworkSnapshot) {
     );
 }
 
-/// Families of samples, in the order of the page.
-#[derive(Debug, Default)]
-struct Page(Vec<Family>);
-
-/// The samples of one name. The name is the one that queries use, `_total` and `_info` included.
-#[derive(Debug)]
-struct Family {
-    name: &'static str,
-    help: &'static str,
-    samples: Samples,
-}
-
-#[derive(Debug)]
-enum Samples {
-    Gauges(Vec<(Labels, Number)>),
-    Counters(Vec<(Labels, u64)>),
-    /// A gauge with the value 1, whose labels tell something.
-    Info(Labels),
-    Histogram {
-        sum: f64,
-        count: u64,
-        /// The upper bound of each bucket, and the samples in it without those of smaller buckets.
-        buckets: Vec<(f64, u64)>,
-    },
-}
-
-type Labels = Vec<(&'static str, String)>;
-
-fn labels(labels: &[(&'static str, &str)]) -> Labels {
-    labels.iter().map(|(name, value)| (*name, (*value).to_owned())).collect()
-}
-
-/// The value of a gauge.
-#[derive(Debug, Clone, Copy)]
-enum Number {
-    Whole(u64),
-    Real(f64),
-}
-
-impl From<u8> for Number {
-    fn from(number: u8) -> Self {
-        Self::Whole(number.into())
-    }
-}
-
-impl From<u64> for Number {
-    fn from(number: u64) -> Self {
-        Self::Whole(number)
-    }
-}
-
-impl From<usize> for Number {
-    fn from(number: usize) -> Self {
-        Self::Whole(number as u64)
-    }
-}
-
-impl From<f64> for Number {
-    fn from(number: f64) -> Self {
-        Self::Real(number)
-    }
-}
-
-impl Page {
-    fn add(&mut self, name: &'static str, help: &'static str, samples: Samples) {
-        self.0.push(Family { name, help, samples });
-    }
-
-    fn gauges<N: Into<Number>>(
-        &mut self,
-        name: &'static str,
-        help: &'static str,
-        samples: impl IntoIterator<Item = (Labels, N)>,
-    ) {
-        let samples = samples.into_iter().map(|(labels, value)| (labels, value.into())).collect();
-        self.add(name, help, Samples::Gauges(samples));
-    }
-
-    fn gauge(&mut self, name: &'static str, help: &'static str, value: impl Into<Number>) {
-        self.gauges(name, help, [(Labels::new(), value)]);
-    }
-
-    fn counters(
-        &mut self,
-        name: &'static str,
-        help: &'static str,
-        samples: impl IntoIterator<Item = (Labels, u64)>,
-    ) {
-        self.add(name, help, Samples::Counters(samples.into_iter().collect()));
-    }
-
-    fn counter(&mut self, name: &'static str, help: &'static str, value: u64) {
-        self.counters(name, help, [(Labels::new(), value)]);
-    }
-
-    fn histogram(&mut self, name: &'static str, help: &'static str, histogram: &Histogram) {
-        let seconds = |bound| match bound {
-            Duration::MAX => f64::INFINITY,
-            bound => bound.as_secs_f64(),
-        };
-        let buckets = histogram.buckets().map(|(bound, count)| (seconds(bound), count)).collect();
-        let (sum, count) = (histogram.sum().as_secs_f64(), histogram.count());
-        self.add(name, help, Samples::Histogram { sum, count, buckets });
-    }
-
-    fn encoded(self, format: Format) -> String {
-        let (mut registry, mut text) = (Registry::default(), String::new());
-        registry.register_collector(Box::new(self));
-        let written = match format {
-            Format::Text => prometheus_text::encode(&mut text, &registry),
-            Format::OpenMetrics => text::encode(&mut text, &registry),
-        };
-        // Only a writer that fails makes this fail, and a string does not.
-        written.unwrap_or_else(|error| unreachable!("{error}"));
-        text
-    }
-}
-
-impl Collector for Page {
-    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
-        self.0.iter().try_for_each(|family| family.encode(&mut encoder))
-    }
-}
-
-impl Family {
-    fn encode(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
-        // The encoder adds these itself where the format wants them.
-        let (kind, suffix) = match &self.samples {
-            Samples::Gauges(_) => (MetricType::Gauge, ""),
-            Samples::Counters(_) => (MetricType::Counter, "_total"),
-            Samples::Info(_) => (MetricType::Info, "_info"),
-            Samples::Histogram { .. } => (MetricType::Histogram, ""),
-        };
-        let name = self.name.strip_suffix(suffix).unwrap_or(self.name);
-        let help = format!("{}.", self.help);
-        let mut metric = encoder.encode_descriptor(name, &help, None, kind)?;
-        match &self.samples {
-            Samples::Gauges(samples) => samples.iter().try_for_each(|(labels, value)| {
-                let mut sample = metric.encode_family(labels)?;
-                match value {
-                    Number::Whole(value) => sample.encode_gauge(value),
-                    Number::Real(value) => sample.encode_gauge(value),
-                }
-            }),
-            Samples::Counters(samples) => samples.iter().try_for_each(|(labels, value)| {
-                metric.encode_family(labels)?.encode_counter::<Labels, _, u64>(value, None)
-            }),
-            Samples::Info(labels) => metric.encode_info(labels),
-            Samples::Histogram { sum, count, buckets } => {
-                metric.encode_histogram::<Labels>(*sum, *count, buckets, None)
-            }
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use flannel_core::kernel::KernelError;
     use flannel_core::lease::Revision;
-    use flannel_core::object::ObjectKind;
     use flannel_core::status::Status;
-    use flannel_core::subnet::Ownership;
+    use flannel_core::subnet::{Ownership, StoreStatus};
     use prometheus_parse::{Scrape, Value};
 
     use super::*;
@@ -504,7 +342,7 @@ mod tests {
             let labels: Vec<String> = labels.into_iter().collect();
             format!("{name} {kind} {}", labels.join(" ")).trim_end().to_owned() + "\n"
         });
-        assert_eq!(lines.collect::<String>(), include_str!("metrics.golden"));
+        assert_eq!(lines.collect::<String>(), include_str!("metrics/names.golden"));
     }
 
     #[tokio::test]
@@ -543,16 +381,6 @@ mod tests {
         assert_eq!(series(Format::Text), series(Format::OpenMetrics));
     }
 
-    /// What a label may hold is what a store calls its requests.
-    #[test]
-    fn labels_are_escaped() {
-        let mut page = Page::default();
-        page.gauges("a", "b \\ c", [(labels(&[("x", "a\"b\\c\nd")]), 1_u64)]);
-        let text = page.encoded(Format::Text);
-        let expected = "# HELP a b \\\\ c.\n# TYPE a gauge\na{x=\"a\\\"b\\\\c\\nd\"} 1\n";
-        assert_eq!(text, expected);
-    }
-
     #[tokio::test]
     async fn a_parser_reads_back_what_the_status_says() {
         let mut status = Status::default();
@@ -565,7 +393,7 @@ mod tests {
         }
         let observer = Observer::default();
         let _guard = observer.running(network(status).await.1);
-        observer.subnet_file_written();
+        observer.note(|facts| facts.subnet_file = true);
         let mut snapshot = observer.snapshot();
         let until = Some(snapshot.time + Duration::from_secs(3600));
         snapshot.ownership = Ownership::Held { until };

@@ -1,4 +1,4 @@
-//! The identity of this host: the ID by which it knows its own leases over restarts.
+//! The identity of this host, by which it recognizes its own leases after a restart.
 
 use std::fs;
 use std::io;
@@ -15,14 +15,11 @@ use crate::error::Error;
 /// The directory or the file cannot be read or written.
 pub(crate) fn holder_id(dir: &Path) -> Result<HolderId, Error> {
     let path = dir.join("mark");
-    let failed = |error: io::Error| Error::File {
-        path: path.clone(),
-        reason: format!("{error} (see --state-dir)"),
-    };
+    let failed = |error: io::Error| Error::file(&path, &format!("{error} (see --state-dir)"));
     match read(&path) {
         Ok(Some(text)) => match text.trim().parse() {
             Ok(holder) => return Ok(holder),
-            // Without it this host is known by its public address: no reason not to start.
+            // Without an ID this host is identified by its public address. So it can start.
             Err(error) => tracing::warn!(path = %path.display(), %error, "a new holder ID is made"),
         },
         Ok(None) => {}
@@ -38,7 +35,7 @@ pub(crate) fn holder_id(dir: &Path) -> Result<HolderId, Error> {
     Ok(holder)
 }
 
-/// What tells this machine from its clones: `/etc/machine-id`, else the holder ID.
+/// The identity of this machine among its clones: `/etc/machine-id`, else the holder ID.
 pub(crate) fn identity(holder: HolderId) -> String {
     let id = fs::read_to_string("/etc/machine-id").unwrap_or_default();
     let id = id.trim();

@@ -1,6 +1,6 @@
 //! Starting over what is there already: an earlier run's objects, plain or by nexthop object, Go flannel's, or nothing.
 //!
-//! The one thing to know: a listener notes every deletion while the new run settles, so "never absent for a moment" is
+//! A listener notes every deletion while the new run settles, so "never absent for a moment" is
 //! seen, not inferred.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]

@@ -309,7 +309,7 @@ fn metrics_count_what_is_there_and_what_happened() {
             states.map(|state| labelled("flannel_subnets", &[("family", "IPv4"), ("state", state)]))
         };
         let leases = || ["flannel_leases", "flannel_peers", "flannel_conflicts"].map(metric);
-        let disbelieved = |reason| labelled("flannel_disbelieved_leases", &[("reason", reason)]);
+        let rejected = |reason| labelled("flannel_rejected_leases", &[("reason", reason)]);
         assert_eq!(leases(), [3.0, 2.0, 0.0]);
         // The own device and its address; of each peer its tunnel's address, its host's, and the way there.
         assert_eq!(objects("in place"), [1.0, 1.0, 2.0, 2.0, 0.0, 2.0]);
@@ -327,7 +327,7 @@ fn metrics_count_what_is_there_and_what_happened() {
         stranger("10.9.1.0-24", 10);
         wait_until(|| leases() == [5.0, 2.0, 1.0], || http("/metrics").1);
         assert_eq!(
-            (disbelieved("overlaps"), disbelieved("outside"), disbelieved("rejected")),
+            (rejected("overlaps"), rejected("outside"), rejected("rejected")),
             (1.0, 1.0, 0.0)
         );
         assert_eq!(objects("in place"), [1.0, 1.0, 2.0, 2.0, 0.0, 2.0]);
@@ -581,7 +581,7 @@ fn sighup_applies_a_config_whose_change_was_missed() {
         daemon.signal(Signal::SIGHUP);
         daemon.wait_for_log("SIGHUP: read again: the network config has changed");
         mtu(1200);
-        // One that is refused, and mended.
+        // One that is refused, and corrected.
         write(9000);
         daemon.signal(Signal::SIGHUP);
         daemon.wait_for_log("cannot be used and is not");
@@ -955,7 +955,7 @@ fn a_group_may_read_and_only_root_may_write() {
         assert_eq!(run(group, &["why", "10.1.9.9"])["lease"], Value::Null);
         for verb in [&["reload"] as &[&str], &["log", "debug"]] {
             let error = run(group, verb)["error"].as_str().unwrap().to_owned();
-            assert!(error.contains("is for root, and for user 0"), "{verb:?}: {error}");
+            assert!(error.contains("only root and user 0"), "{verb:?}: {error}");
         }
         assert!(!daemon.log().contains("the log filter is"), "{}", daemon.log());
         let error = run("65533", &["status"])["error"].as_str().unwrap().to_owned();
@@ -1157,7 +1157,7 @@ fn docker_opts_writes_what_docker_reads() {
 }
 
 #[test]
-fn what_about_the_host_stands_in_the_way_is_said_with_what_mends_it() {
+fn findings_about_the_host_come_with_the_command_that_repairs_it() {
     in_netns(|| {
         let place = Place::new(Some(CONFIG));
         let set =
@@ -1170,7 +1170,7 @@ fn what_about_the_host_stands_in_the_way_is_said_with_what_mends_it() {
         let findings = || -> Vec<(String, String)> {
             let found = place.json(&["status"])["findings"].as_array().unwrap().clone();
             let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
-            found.iter().map(|f| (text(&f["check"]), text(&f["mend"]))).collect()
+            found.iter().map(|f| (text(&f["check"]), text(&f["repair"]))).collect()
         };
         // Whether services of Kubernetes are told wrongly depends on the machine.
         let host = || {
@@ -1192,12 +1192,12 @@ fn what_about_the_host_stands_in_the_way_is_said_with_what_mends_it() {
             "{page}"
         );
         assert_eq!(http("/readyz").0, 200, "they keep nobody from being ready");
-        for (_, mend) in &found[..2] {
-            let done = Command::new("sh").args(["-c", mend]).output().unwrap();
-            assert!(done.status.success(), "{mend}: {done:?}");
+        for (_, repair) in &found[..2] {
+            let done = Command::new("sh").args(["-c", repair]).output().unwrap();
+            assert!(done.status.success(), "{repair}: {done:?}");
         }
         ip("address del 10.1.200.1/24 dev eth0");
-        assert_eq!(host(), [], "what is said to mend it does");
+        assert_eq!(host(), [], "the repair commands help");
         assert_eq!(stop(daemon).code(), Some(0));
         // It is said without a daemon too, of the network that the last one ran.
         set("ip_forward", "0");
@@ -1211,7 +1211,7 @@ fn what_about_the_host_stands_in_the_way_is_said_with_what_mends_it() {
         // The next one says so in its log.
         let daemon = place.start();
         daemon.wait_for_log("forwards no IPv4 packets");
-        assert_eq!(daemon.log().matches("mend: sysctl -w net.ipv4.ip_forward=1").count(), 1);
+        assert_eq!(daemon.log().matches("repair: sysctl -w net.ipv4.ip_forward=1").count(), 1);
     });
 }
 
@@ -1222,7 +1222,7 @@ fn the_doctor_tells_a_missing_config_from_a_store_that_does_not_answer() {
         let checks = || -> Vec<(String, String)> {
             let found = place.json(&["doctor"])["findings"].as_array().unwrap().clone();
             let text = |value: &Value| value.as_str().unwrap().to_owned();
-            found.iter().map(|f| (text(&f["check"]), text(&f["mend"]))).collect()
+            found.iter().map(|f| (text(&f["check"]), text(&f["repair"]))).collect()
         };
         let set = "flannelctl config set FILE".to_owned();
         let daemon = ("daemon".to_owned(), "systemctl start flanneld".to_owned());
@@ -1232,9 +1232,9 @@ fn the_doctor_tells_a_missing_config_from_a_store_that_does_not_answer() {
         fs::remove_dir_all(place.registry()).unwrap();
         fs::write(place.registry(), "a file").unwrap();
         let found = checks();
-        let mend = format!("mount {0} || ls -la {0} # ", place.registry().display());
+        let repair = format!("mount {0} || ls -la {0} # ", place.registry().display());
         assert!(
-            found[0].0 == "store" && found[0].1.starts_with(&mend) && found[1..] == [daemon],
+            found[0].0 == "store" && found[0].1.starts_with(&repair) && found[1..] == [daemon],
             "{found:?}"
         );
         let (status, page) = place.fails(&["doctor"]);

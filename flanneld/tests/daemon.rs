@@ -526,7 +526,7 @@ fn what_the_options_make_necessary_is_kept_and_said() {
         ip("link set lo up");
         let mut daemon = place.start(&["--healthz-ip=127.0.0.1", "--healthz-port=80"]);
         daemon.wait_for_log("running lease");
-        daemon.wait_for_log("CAP_DAC_OVERRIDE is kept, since ");
+        daemon.wait_for_log("CAP_DAC_OVERRIDE is kept, because ");
         // With CAP_DAC_OVERRIDE and CAP_NET_BIND_SERVICE.
         assert_eq!(capabilities(&daemon, "CapEff:"), ["0000000000003402"]);
         daemon.signal(Signal::SIGTERM);
@@ -624,9 +624,9 @@ fn what_the_unit_allows_is_all_that_the_daemon_and_iptables_call() {
             if !programs {
                 let gone = Command::new("nft").args(["flush", "ruleset"]).status().unwrap();
                 assert!(gone.success());
-                let mended =
+                let repaired =
                     || place.ask("/metrics").contains("\nflannel_firewall_repairs_total 1\n");
-                wait_until(mended, || strace.log());
+                wait_until(repaired, || strace.log());
             }
             for signal in [Signal::SIGHUP, Signal::SIGTERM] {
                 strace.signal(signal);
@@ -684,7 +684,7 @@ fn an_unknown_backend_and_an_implied_udp_end_it_with_the_cure() {
 }
 
 #[test]
-fn a_bad_lease_is_skipped_said_once_and_picked_up_when_it_is_mended() {
+fn a_bad_lease_is_skipped_said_once_and_picked_up_when_it_is_corrected() {
     in_netns(|| {
         uplink();
         let place = Place::new(CONFIG);
@@ -1374,7 +1374,7 @@ fn a_config_that_does_not_fit_this_node_is_refused_until_one_of_them_changes() {
                 r#"{"PublicIP":"192.0.2.66","BackendType":"","BackendData":null}"#,
             )
             .unwrap();
-            wait_until(|| told("10.1.0.0-24 is not believed"), say);
+            wait_until(|| told("10.1.0.0-24 is rejected"), say);
             fs::write(place.registry().join("config"), &config).unwrap();
             wait_until(|| told("the last good one stays in force") && told(why), say);
             assert_eq!(status()["ready"], true, "{}", say());
@@ -1388,7 +1388,7 @@ fn a_config_that_does_not_fit_this_node_is_refused_until_one_of_them_changes() {
         // What is in the way goes, which neither the store's config nor a link tells.
         fs::write(&peerless, r#"{"PublicIP":"192.0.2.66","BackendType":"","BackendData":null}"#)
             .unwrap();
-        wait_until(|| told("10.1.0.0-24 is not believed"), say);
+        wait_until(|| told("10.1.0.0-24 is rejected"), say);
         fs::write(
             place.registry().join("config"),
             DUAL.replace(r#","Backend":{"Type":"KIND"}"#, ""),
@@ -1689,7 +1689,7 @@ fn routes_inside_an_earlier_pod_network_go_once_the_new_one_is_in_sync() {
         peer(2);
         let daemon = place.start(&[]);
         daemon.wait_for_log(
-            "left of the earlier pod network 10.1.0.0/16, removed: route 10.1.0.0/24",
+            "left of the earlier pod network 10.1.0.0/16 and wanted by no lease, removed: route 10.1.0.0/24",
         );
         wait_until(
             || {

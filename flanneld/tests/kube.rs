@@ -624,7 +624,7 @@ fn an_address_to_publish_instead_is_an_order_and_no_tampering() {
 }
 
 #[test]
-fn a_data_path_that_breaks_makes_the_condition_true_until_it_is_mended() {
+fn a_data_path_that_breaks_makes_the_condition_true_until_it_is_repaired() {
     const DUAL: &str = r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00::/48","Backend":{"Type":"vxlan"}}"#;
     in_netns(|| {
         let server = cluster();

@@ -188,7 +188,7 @@ fn status_and_peers(lab: &Lab, host: &Host) {
     let network = &status["network"];
     assert_eq!(network["backend"], "lane");
     assert_eq!(network["devices"], json!({ "IPv4": "lane7", "IPv6": "lane7" }));
-    assert_eq!((&network["mtu"], &network["believed"]), (&json!(1450), &json!(1)), "{network}");
+    assert_eq!((&network["mtu"], &network["accepted"]), (&json!(1450), &json!(1)), "{network}");
     let page = says(lab, host, &["status"]);
     assert!(page.contains("lane") && page.contains("in place"), "{page}");
     let peers = answers(lab, host, &["peers"]);

@@ -48,7 +48,7 @@ fn only(change: impl FnOnce(&mut Facts)) -> String {
             found.check,
             found.severity,
             found.text,
-            found.mend.as_deref().unwrap_or("nothing")
+            found.repair.as_deref().unwrap_or("nothing")
         ),
         found => panic!("{found:#?}"),
     }

@@ -42,7 +42,7 @@ pub(super) async fn with_daemon(
     let finding = |check: &'static str| {
         move |problem: &Problem| {
             let made = if problem.is_error() { Finding::error } else { Finding::warning };
-            Finding { mend: problem.hint.clone(), ..made(check, problem.text.as_str()) }
+            Finding { repair: problem.hint.clone(), ..made(check, problem.text.as_str()) }
         }
     };
     examination.layer(
@@ -223,7 +223,7 @@ async fn of_config(
     }
     let state = |subnets: &Subnets| {
         let inside = |subnet| config.pod_networks().any(|network| network.covers(&subnet));
-        if subnets.iter().all(inside) { offline::UNKNOWN } else { "not believed" }
+        if subnets.iter().all(inside) { offline::UNKNOWN } else { "rejected" }
     };
     let target = |lease: &std::sync::Arc<Lease>| Target {
         key: lease.subnets.to_string(),

@@ -1,81 +1,92 @@
-//! How each peer stands.
+//! The state of each peer.
 //!
-//! The one thing to know: a status lists what is wrong, and once it is settled, what is not listed is in place; before, the network
-//! itself says which peers wait. What cannot even be tried, since the tunnel's device is missing, fails with it.
+//! A status lists trouble. Once it is settled, a peer that is not listed is in place. Before, the
+//! network itself says which peers wait. If the tunnel's device is missing, peers that need it fail
+//! with it.
 
-use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
-use std::time::SystemTime;
+use std::fmt::Display;
 
-use flannel_api::{PeerReport, seconds};
+use flannel_api::PeerReport;
 use flannel_core::address::Dual;
 use flannel_core::object::{Key, LinkName};
 use flannel_core::status::{Status, Wait, Waiting};
 use flannel_core::{Lease, Subnets};
 
-use super::texts;
 use crate::observe::{NetworkSnapshot, Snapshot};
 
-/// A report lists so many.
+/// A report lists so many peers.
 const PEERS: usize = 12;
 
 /// All other nodes, by subnet.
 pub(crate) fn peers(snapshot: &Snapshot) -> Vec<PeerReport> {
     let Some(network) = &snapshot.network else { return Vec::new() };
-    let judge = Judge::new(network, snapshot);
-    let own = network.running.handle.lease.subnets;
-    network
-        .view
-        .leases
-        .iter()
-        .filter(|lease| lease.subnets != own)
-        .map(|lease| judge.peer(lease))
-        .collect()
+    let judge = Judge::new(network);
+    network.peers().map(|lease| judge.peer(lease, snapshot)).collect()
 }
 
-/// Those with trouble first, then those that wait, then those that changed last; and how many wait.
+/// The peers in trouble, then those that wait, then those that changed last; and the number of
+/// those that wait.
 pub(super) fn interesting_peers(
     network: &NetworkSnapshot,
     snapshot: &Snapshot,
 ) -> (Vec<PeerReport>, u64) {
-    let judge = Judge::new(network, snapshot);
-    let own = network.running.handle.lease.subnets;
+    let judge = Judge::new(network);
     let mut peers: Vec<_> = network
-        .view
-        .leases
-        .iter()
-        .filter(|lease| lease.subnets != own)
-        .map(|lease| (judge.rank(&lease.subnets), snapshot.changed.get(&lease.subnets), lease))
+        .peers()
+        .map(|lease| {
+            let (state, changed) = (judge.state(&lease.subnets).0, &snapshot.changed);
+            (state, changed.get(&lease.subnets), lease)
+        })
         .collect();
-    let pending = peers.iter().filter(|(rank, ..)| *rank == Rank::Pending).count() as u64;
-    // The latest change first, then those that never changed; ties by subnet, as they come.
-    peers.sort_by(|a, b| a.0.cmp(&b.0).then(b.1.cmp(&a.1)));
-    (peers.into_iter().take(PEERS).map(|(_, _, lease)| judge.peer(lease)).collect(), pending)
+    let pending = peers.iter().filter(|(state, ..)| *state == State::Pending).count() as u64;
+    // The latest change first, then those that never changed. The sort is stable: ties are by
+    // subnet.
+    let trouble = |state: State| state.max(State::Failing);
+    peers.sort_by(|a, b| trouble(a.0).cmp(&trouble(b.0)).then(b.1.cmp(&a.1)));
+    (
+        peers.into_iter().take(PEERS).map(|(.., lease)| judge.peer(lease, snapshot)).collect(),
+        pending,
+    )
 }
 
-/// How interesting a peer is.
+/// The state of a peer, in the order of a report. The first two are trouble.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Rank {
-    Trouble,
+enum State {
+    Rejected,
+    Failing,
     Pending,
     InPlace,
 }
 
-/// Says how peers stand, at the cost of what fails once.
+impl State {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Rejected => "rejected",
+            Self::Failing => "failing",
+            Self::Pending => "pending",
+            Self::InPlace => "in place",
+        }
+    }
+}
+
+/// Finds the states of peers. Made once for all of them, in O(failures).
 struct Judge<'a> {
     status: &'a Status,
     failing: BTreeMap<Subnets, String>,
-    /// Why each family's tunnel is not what it should be; then nothing goes through it to anybody, and what cannot be put without
-    /// it is not even tried. Empty where some are reached without one: the network says who waits for it.
+    /// Why each family's tunnel is missing. Then no packet goes through it, and objects that need
+    /// it are not tried. Empty if some peers are reached without a tunnel: the network says who
+    /// waits for it.
     tunnels: Dual<String>,
+    /// Why nothing is known about any peer.
+    all_wait: Option<String>,
     waiting: Option<&'a Waiting>,
-    /// Whose leases changed after the status was told.
-    news: BTreeSet<Subnets>,
-    changed: &'a BTreeMap<Subnets, SystemTime>,
+    /// The peers whose leases changed after the status was published.
+    unprocessed: BTreeSet<Subnets>,
 }
 
 impl<'a> Judge<'a> {
-    fn new(network: &'a NetworkSnapshot, snapshot: &'a Snapshot) -> Self {
+    fn new(network: &'a NetworkSnapshot) -> Self {
         let NetworkSnapshot { running, status, view, waiting } = network;
         let mut failing = BTreeMap::new();
         for failure in status.failing.values() {
@@ -85,92 +96,60 @@ impl<'a> Judge<'a> {
                     .or_insert_with(|| format!("{}: {}", failure.change, failure.error));
             }
         }
-        let tunnels = running.datapath.devices;
-        let direct = running.datapath.direct;
         let broken = |family| {
-            let name: LinkName = tunnels[family].filter(|_| !direct)?;
+            let direct = running.datapath.direct;
+            let name: LinkName = running.datapath.devices[family].filter(|_| !direct)?;
             let failure = status.failing.get(&Key::Link(name))?;
             Some(format!("no device {name}: {}: {}", failure.change, failure.error))
         };
-        let news = view.leases.changes_since(&status.leases).map(|(subnets, _)| subnets).collect();
-        let (tunnels, waiting) = (Dual::from_fn(broken), waiting.as_ref());
-        Self { status, failing, tunnels, waiting, news, changed: &snapshot.changed }
-    }
-
-    fn broken_tunnel(&self, subnets: &Subnets) -> Option<&String> {
-        subnets.iter().find_map(|subnet| self.tunnels[subnet.family()].as_ref())
-    }
-
-    /// The state, and why it is not `in place`.
-    fn state(&self, subnets: &Subnets) -> (&'static str, Option<String>) {
-        if let Some(why) = self.status.rejected.get(subnets) {
-            return ("not believed", Some(why.to_string()));
-        }
-        if let Some(why) = self.failing.get(subnets).or_else(|| self.broken_tunnel(subnets)) {
-            return ("failing", Some(why.clone()));
-        }
-        match self.waits(subnets) {
-            Some(why) => ("pending", Some(why)),
-            None => ("in place", None),
-        }
-    }
-
-    /// The same at the cost of no text.
-    fn rank(&self, subnets: &Subnets) -> Rank {
-        if self.status.rejected.contains_key(subnets)
-            || self.failing.contains_key(subnets)
-            || self.broken_tunnel(subnets).is_some()
-        {
-            return Rank::Trouble;
-        }
-        let in_place = self.all_wait().is_none() && self.waits_alone(subnets).is_none();
-        if in_place { Rank::InPlace } else { Rank::Pending }
-    }
-
-    /// Why a peer is not known to be in place, though nothing of it fails.
-    fn waits(&self, subnets: &Subnets) -> Option<String> {
-        self.all_wait()
-            .map(Cow::into_owned)
-            .or_else(|| self.waits_alone(subnets).map(|wait| wait.to_string()))
-    }
-
-    /// Why of no peer it is known.
-    fn all_wait(&self) -> Option<Cow<'static, str>> {
-        if let Some(error) = &self.status.kernel_error {
-            return Some(format!("the kernel cannot be read or watched: {error}").into());
-        }
-        match self.waiting {
-            _ if self.status.settled => None,
-            Some(waiting) if waiting.all => {
-                Some("the kernel is about to be read, to see what is there".into())
+        let waiting = waiting.as_ref().filter(|_| !status.settled);
+        let all_wait = match (&status.kernel_error, waiting) {
+            (Some(error), _) => Some(format!("the kernel cannot be read or watched: {error}")),
+            (None, Some(waiting)) => {
+                waiting.all.then(|| "the kernel will be read first".to_owned())
             }
-            Some(_) => None,
-            None => Some(
+            (None, None) if status.settled => None,
+            (None, None) => Some(
                 "the kernel is being made equal to the leases, and this one may be among those that wait"
-                    .into(),
+                    .to_owned(),
             ),
+        };
+        let changed = view.leases.changes_since(&status.leases);
+        Self {
+            status,
+            failing,
+            tunnels: Dual::from_fn(broken),
+            all_wait,
+            waiting,
+            unprocessed: changed.map(|(subnets, _)| subnets).collect(),
         }
     }
 
-    /// What this one waits for.
-    fn waits_alone(&self, subnets: &Subnets) -> Option<Wait> {
-        if self.news.contains(subnets) {
-            return Some(Wait::Turn);
+    /// The state, and the reason if it is not `in place`.
+    fn state(&self, subnets: &Subnets) -> (State, Option<&dyn Display>) {
+        if let Some(why) = self.status.rejected.get(subnets) {
+            return (State::Rejected, Some(why));
         }
-        self.waiting.filter(|_| !self.status.settled)?.peers.get(subnets).copied()
+        let tunnel = || subnets.iter().find_map(|subnet| self.tunnels[subnet.family()].as_ref());
+        if let Some(why) = self.failing.get(subnets).or_else(tunnel) {
+            return (State::Failing, Some(why));
+        }
+        if let Some(why) = &self.all_wait {
+            return (State::Pending, Some(why));
+        }
+        let wait = match self.unprocessed.contains(subnets) {
+            true => Some(&Wait::Turn),
+            false => self.waiting.and_then(|waiting| waiting.peers.get(subnets)),
+        };
+        match wait {
+            Some(wait) => (State::Pending, Some(wait)),
+            None => (State::InPlace, None),
+        }
     }
 
-    fn peer(&self, lease: &Lease) -> PeerReport {
-        let subnets = lease.subnets;
-        let (state, reason) = self.state(&subnets);
-        PeerReport {
-            key: subnets.to_string(),
-            subnets: texts(subnets.iter()),
-            public: texts(lease.attrs.preferred.public.values()),
-            backend: lease.attrs.preferred.kind.to_string(),
-            state: state.to_owned(),
-            reason,
-            changed: self.changed.get(&subnets).map(|at| seconds(*at)),
-        }
+    fn peer(&self, lease: &Lease, snapshot: &Snapshot) -> PeerReport {
+        let (state, reason) = self.state(&lease.subnets);
+        let changed = snapshot.changed.get(&lease.subnets).copied();
+        PeerReport::new(lease, state.name(), reason.map(ToString::to_string), changed)
     }
 }

@@ -87,7 +87,7 @@ impl Host {
         ip(&format!("link set port-{} nomaster", self.n));
     }
 
-    pub(crate) fn mend(&self) {
+    pub(crate) fn repair(&self) {
         ip(&format!("link set port-{} master br0", self.n));
     }
 

@@ -177,7 +177,7 @@ fn a_member_of_three_is_killed() {
 }
 
 #[test]
-fn the_way_to_etcd_is_cut_and_mended() {
+fn the_way_to_etcd_is_cut_and_repaired() {
     in_netns_async(|| async {
         switch();
         let etcd = etcd_with_peers().await;
@@ -198,7 +198,7 @@ fn the_way_to_etcd_is_cut_and_mended() {
                 assert_eq!(present(&two.hosts[0]), before);
                 tokio::time::sleep(Duration::from_millis(50)).await;
             }
-            two.hosts[0].mend();
+            two.hosts[0].repair();
             two.agree(&etcd).await;
             two.kept(&[101, 103]);
             if lost(&two) == [known[0] + 1, known[1]] {

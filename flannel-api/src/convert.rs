@@ -1,0 +1,175 @@
+//! Fills in reports from values of flannel-core.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, SystemTime};
+
+use flannel_core::address::{Dual, Family};
+use flannel_core::backend::{ExternalInterface, Inlet};
+use flannel_core::config::PodNetwork;
+use flannel_core::lease::LeaseSet;
+use flannel_core::object::Key;
+use flannel_core::status::{Failure, Histogram, Repair};
+use flannel_core::subnet::{Loss, Ownership, StoreStatus};
+use flannel_core::{Config, Lease, Subnet, Subnets};
+
+use crate::{
+    FailureReport, InletReport, InterfaceReport, LatencyReport, LeaseReport, PeerReport,
+    RepairReport, StoreReport, SubnetsReport, rounded, seconds,
+};
+
+/// The largest number of skipped entries in a report.
+const SKIPPED: usize = 20;
+
+/// Each item as text.
+pub fn texts<T: ToString>(items: impl IntoIterator<Item = T>) -> Vec<String> {
+    items.into_iter().map(|item| item.to_string()).collect()
+}
+
+/// The values of each family, by the family's name.
+pub fn by_family<T, U>(values: &Dual<T>, report: impl Fn(&T) -> U) -> BTreeMap<String, U> {
+    values.iter().map(|(family, value)| (family.to_string(), report(value))).collect()
+}
+
+impl InletReport {
+    /// The report of an inlet; `None` if this version of the API has no word for its kind.
+    pub const fn new(inlet: &Inlet) -> Option<Self> {
+        match inlet {
+            Inlet::Udp(port) => Some(Self::Udp(*port)),
+            Inlet::Protocol(number) => Some(Self::Protocol(*number)),
+            _ => None,
+        }
+    }
+}
+
+impl PeerReport {
+    /// The report of the peer that holds a lease.
+    pub fn new(
+        lease: &Lease,
+        state: &str,
+        reason: Option<String>,
+        changed: Option<SystemTime>,
+    ) -> Self {
+        Self {
+            key: lease.subnets.to_string(),
+            subnets: texts(lease.subnets.iter()),
+            public: texts(lease.attrs.preferred.public.values()),
+            backend: lease.attrs.preferred.kind.to_string(),
+            state: state.to_owned(),
+            reason,
+            changed: changed.map(seconds),
+        }
+    }
+}
+
+impl LeaseReport {
+    /// The report of this node's lease. `lapsed`: its time ran out, and the store does not answer.
+    pub fn new(own: Subnets, ownership: &Ownership, lapsed: bool, time: SystemTime) -> Self {
+        let word = match ownership {
+            _ if lapsed => "lapsed",
+            Ownership::Held { until: Some(_) } => "held",
+            Ownership::Held { until: None } => "reserved",
+            Ownership::Lost { why: Loss::Unconfirmed, .. } => "lapsed",
+            _ => "none",
+        };
+        Self {
+            key: own.to_string(),
+            subnets: texts(own.iter()),
+            ownership: word.to_owned(),
+            remaining: ownership.remaining(time).filter(|_| !lapsed).map(rounded),
+        }
+    }
+}
+
+impl From<&ExternalInterface> for InterfaceReport {
+    fn from(iface: &ExternalInterface) -> Self {
+        Self {
+            name: iface.name.to_string(),
+            mtu: iface.mtu,
+            addresses: texts(iface.address.values()),
+            public: texts(iface.public.values()),
+            reason: iface.reason.clone(),
+        }
+    }
+}
+
+impl FailureReport {
+    /// The report of an object that the kernel refuses.
+    pub fn new(key: &Key, failure: &Failure) -> Self {
+        Self {
+            object: key.to_string(),
+            change: failure.change.clone(),
+            peer: failure.peer.map(|peer| peer.to_string()),
+            errno: failure.error.errno,
+            error: failure.error.to_string(),
+            since: seconds(failure.since),
+            tries: failure.tries,
+        }
+    }
+}
+
+impl From<&Repair> for RepairReport {
+    fn from(repair: &Repair) -> Self {
+        Self { at: seconds(repair.at), text: repair.to_string() }
+    }
+}
+
+impl From<&Histogram> for LatencyReport {
+    fn from(latency: &Histogram) -> Self {
+        let quantile = |share| {
+            let bound = latency.quantile(share)?;
+            (bound < Duration::MAX).then_some(bound.as_secs_f64())
+        };
+        Self { count: latency.count(), p50: quantile(0.5), p99: quantile(0.99) }
+    }
+}
+
+impl From<&StoreStatus> for StoreReport {
+    fn from(store: &StoreStatus) -> Self {
+        let (error, error_at) = store.last_error.clone().unzip();
+        Self {
+            name: store.store.clone(),
+            answered: store.confirmed.map(|(_, at)| seconds(at)),
+            revision: store.confirmed.map(|(revision, _)| revision.0),
+            requests: store.requests(),
+            failures: store.failures(),
+            error,
+            error_at: error_at.map(seconds),
+            skipped: store.skipped.iter().take(SKIPPED).cloned().collect(),
+        }
+    }
+}
+
+impl SubnetsReport {
+    /// How full each pod network is. A number that is too large for the report is the largest one
+    /// there. `given`: this node's subnets, if they were given to it out of the whole network, as
+    /// Kubernetes does. Then the unit is their size, because a node may have a smaller or a larger
+    /// one.
+    pub fn all(config: &Config, leases: &LeaseSet, given: Option<Subnets>) -> Vec<Self> {
+        let report = |(family, pod): (Family, &PodNetwork)| {
+            let unit = given.and_then(|given| given.family(family));
+            let inside = |subnet: &Subnet| match unit {
+                Some(_) => pod.network.covers(subnet),
+                None => *subnet >= pod.min && *subnet <= pod.max,
+            };
+            let taken = leases.iter().filter_map(|lease| lease.subnets.family(family));
+            let size = |subnet: Subnet| unit.map_or(1.0, |unit| parts(unit, subnet));
+            let used = taken.filter(inside).map(size).sum::<f64>().ceil() as u64;
+            let total = match unit {
+                Some(unit) => {
+                    1_u128.checked_shl((unit.len().saturating_sub(pod.network.len())).into())
+                }
+                None => Some(pod.subnets()),
+            };
+            let total = total.and_then(|total| u64::try_from(total).ok()).unwrap_or(u64::MAX);
+            Self { family: family.to_string(), total, used, free: total.saturating_sub(used) }
+        };
+        config.networks.iter().map(report).collect()
+    }
+}
+
+/// The number of subnets of `unit`'s size in `subnet`. Powers of two by `exp2` would load all of
+/// libm.
+fn parts(unit: Subnet, subnet: Subnet) -> f64 {
+    let power = |more: u8| (0..more).fold(1.0, |product, _| product * 2.0);
+    power(unit.len().saturating_sub(subnet.len())) / power(subnet.len().saturating_sub(unit.len()))
+}

@@ -1,0 +1,96 @@
+//! Parses a Go command line, with the environment behind it, into clap's matches.
+//!
+//! The command line wins. An empty variable counts as unset. An empty value on the command line
+//! counts as none and wins, too.
+//!
+//! **Source**: Go `flag`, coreos `flagutil.SetFlagsFromEnv`.
+
+use std::ffi::{OsStr, OsString};
+
+use clap::error::{ContextKind, ContextValue};
+use clap::{Arg, ArgMatches, Command};
+
+use crate::Error;
+use crate::environment::{name_variable, variable};
+use crate::go_flags::{go_bool, go_int, go_style, is_given};
+
+/// A parsed command line.
+#[derive(Debug)]
+pub struct CommandLine {
+    /// The values. Those from the environment count as given on the command line.
+    pub matches: ArgMatches,
+    /// The flags from the environment, with their variables.
+    variables: Vec<(String, String)>,
+}
+
+impl CommandLine {
+    /// Parses `args` (`args[0]` is the program's name) and the environment.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] with the text to print; `--help` and `--version` are [`Error::Help`].
+    pub fn parse(
+        command: Command,
+        args: impl IntoIterator<Item = OsString>,
+        env: impl Fn(&str) -> Option<OsString>,
+    ) -> Result<Self, Error> {
+        let long = |arg: &Arg| arg.get_long().map(str::to_owned);
+        let flags: Vec<String> = command.get_arguments().filter_map(long).collect();
+        let with_value = command
+            .get_arguments()
+            .filter(|arg| arg.get_action().takes_values() && !arg.is_require_equals_set());
+        let given = go_style(args, &flags, &with_value.filter_map(long).collect::<Vec<_>>());
+        let mut args: Vec<OsString> =
+            given.iter().filter(|arg| !is_none(&command, arg)).cloned().collect();
+        let mut variables = Vec::new();
+        // A request for help is answered whatever the environment says.
+        let asks = ["--help", "-h", "--version", "-V"];
+        let asks = given.iter().any(|arg| asks.iter().any(|ask| arg == ask));
+        for flag in flags.iter().filter(|flag| !asks && !is_given(&given, flag)) {
+            let name = variable(flag);
+            if let Some(value) = env(&name).filter(|value| !value.is_empty()) {
+                let mut arg = OsString::from(format!("--{flag}="));
+                arg.push(&value);
+                variables.push((flag.clone(), name));
+                // In front of positional words, which end the flags.
+                args.insert(1.min(args.len()), arg);
+            }
+        }
+        match command.try_get_matches_from(args) {
+            Ok(matches) => Ok(Self { matches, variables }),
+            Err(error) if error.use_stderr() => {
+                Err(Error::Usage(name_variable(with_advice(&error), &variables)))
+            }
+            Err(error) => Err(Error::Help(error.render().to_string())),
+        }
+    }
+
+    /// An error about the values. It names the variable of a flag that came from the environment.
+    pub fn usage(&self, text: String) -> Error {
+        Error::Usage(name_variable(text, &self.variables))
+    }
+}
+
+/// Whether the value is empty and thereby none, as for Go's text flags. An empty value of a number
+/// or a switch is wrong; defaults tell which flags those are.
+fn is_none(command: &Command, arg: &OsStr) -> bool {
+    let text = arg.to_str().and_then(|arg| arg.strip_prefix("--"));
+    let Some(flag) =
+        text.and_then(|text| text.strip_suffix('=')).filter(|flag| !flag.contains('='))
+    else {
+        return false;
+    };
+    let arg = command.get_arguments().find(|arg| arg.get_long() == Some(flag));
+    let default = arg.and_then(|arg| arg.get_default_values().first()?.to_str());
+    !default.is_some_and(|text| go_bool(text).is_ok() || go_int(i64::MIN..=i64::MAX)(text).is_ok())
+}
+
+/// clap's text, with advice about Go's switches, which clap does not know.
+fn with_advice(error: &clap::Error) -> String {
+    let text = error.render().to_string();
+    match error.get(ContextKind::InvalidArg) {
+        Some(ContextValue::String(word)) if go_bool(word).is_ok() => {
+            format!("{text}\n  tip: a switch takes its value behind =, as in --ip-masq={word}\n")
+        }
+        _ => text,
+    }
+}

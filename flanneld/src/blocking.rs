@@ -1,0 +1,70 @@
+//! Blocking work on a thread of its own, so that it does not block the runtime.
+//!
+//! A busy disk takes seconds for a file, and a route is repaired within milliseconds. Writes happen
+//! one after the other, in the order of the calls, even if a caller has given up. So old content
+//! never replaces new content.
+
+use std::panic::resume_unwind;
+
+use tokio::sync::Mutex;
+
+static TURN: Mutex<()> = Mutex::const_new(());
+
+/// Does `work` on a thread of its own. A panic of `work` goes on here.
+pub(crate) async fn run_blocking<T: Send + 'static>(
+    work: impl FnOnce() -> T + Send + 'static,
+) -> T {
+    match tokio::task::spawn_blocking(work).await {
+        Ok(done) => done,
+        Err(error) => match error.try_into_panic() {
+            Ok(panic) => resume_unwind(panic),
+            // The runtime ends, and this task with it.
+            Err(_) => std::future::pending().await,
+        },
+    }
+}
+
+/// The same, after all work of earlier calls is done.
+///
+/// # Cancel safety
+/// Work that has begun is done before the work of later calls, unless the process ends.
+pub(crate) async fn run_blocking_in_order<T: Send + 'static>(
+    work: impl FnOnce() -> T + Send + 'static,
+) -> T {
+    let turn = TURN.lock().await;
+    run_blocking(move || {
+        let done = work();
+        drop(turn);
+        done
+    })
+    .await
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::channel;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn writes_do_not_block_and_keep_their_order() {
+        let (disk, busy) = channel::<()>();
+        let (written, order) = channel();
+        let older = written.clone();
+        let (began, begin) = tokio::sync::oneshot::channel();
+        let first = tokio::spawn(run_blocking_in_order(move || {
+            let _ = began.send(());
+            busy.recv().unwrap();
+            older.send("older").unwrap();
+        }));
+        begin.await.unwrap();
+        // This thread goes on, and the first caller gives up.
+        first.abort();
+        let second = tokio::spawn(run_blocking_in_order(move || written.send("newer").unwrap()));
+        tokio::task::yield_now().await;
+        assert!(!second.is_finished());
+        disk.send(()).unwrap();
+        second.await.unwrap();
+        assert_eq!(order.iter().collect::<Vec<_>>(), ["older", "newer"]);
+    }
+}

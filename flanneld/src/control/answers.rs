@@ -1,0 +1,249 @@
+//! The answers to requests. `flannel-api` lists them.
+//!
+//! A `GET` changes nothing. Every user who may open the socket may read, which `--control-group` is
+//! for. Only root and the daemon's own user may send a `POST`, whatever the mode of the socket. The
+//! kernel names the user of the client.
+//!
+//! **Source**: flannel `main.go: mustRunHealthz`, for paths and first lines of the health answers.
+
+use std::net::IpAddr;
+
+use async_trait::async_trait;
+use flannel_api::{ErrorReport, LogReport, PeersReport, ReloadReport, StatusReport, VERSION};
+use hyper::header::ACCEPT;
+use hyper::{Method, StatusCode};
+use serde::Serialize;
+
+use super::http::{Request, Response, Site, parameter, response, text};
+use crate::metrics::{Format, metrics};
+use crate::observe::Observer;
+use crate::report::problems::problems;
+use crate::report::why::why;
+use crate::report::{host, peers, status_report};
+
+/// Answers requests.
+pub(super) struct Answers {
+    observer: Observer,
+    /// The control API is served too.
+    control: bool,
+    /// Held by a reload. There is at most one at a time.
+    reloading: tokio::sync::Mutex<()>,
+}
+
+#[async_trait]
+impl Site for Answers {
+    async fn answer(&self, request: &Request) -> Response {
+        match (request.method().as_str(), request.uri().path()) {
+            ("GET", "/healthz") => text(StatusCode::OK, "flanneld is running"),
+            ("GET", "/readyz") => self.ready(),
+            ("GET", "/metrics") => {
+                let accept = request.headers().get(ACCEPT);
+                let accept = accept.and_then(|value| value.to_str().ok()).unwrap_or_default();
+                let format = Format::accepted(accept);
+                let body = metrics(&self.observer.snapshot(), format);
+                response(StatusCode::OK, format.content_type(), body)
+            }
+            ("GET" | "POST", path) if self.control && path.starts_with("/v1/") => {
+                self.control(request).await
+            }
+            ("GET" | "POST", path) => {
+                text(StatusCode::NOT_FOUND, format!("there is no {path} here\n"))
+            }
+            (method, _) => {
+                text(StatusCode::METHOD_NOT_ALLOWED, format!("{method} is not understood here\n"))
+            }
+        }
+    }
+}
+
+impl Answers {
+    pub(super) fn new(observer: &Observer, control: bool) -> Self {
+        Self { observer: observer.clone(), control, reloading: tokio::sync::Mutex::default() }
+    }
+
+    fn ready(&self) -> Response {
+        let problems = problems(&self.observer.snapshot());
+        let errors = problems.iter().filter(|problem| problem.is_error());
+        let reasons: Vec<&str> = errors.map(|problem| problem.text.as_str()).collect();
+        match reasons.as_slice() {
+            [] => text(StatusCode::OK, "flanneld is ready"),
+            reasons => text(
+                StatusCode::SERVICE_UNAVAILABLE,
+                format!("flanneld is not ready yet\n{}\n", reasons.join("\n")),
+            ),
+        }
+    }
+
+    async fn control(&self, request: &Request) -> Response {
+        if request.method() == Method::POST && !may_write(*request.body()) {
+            let own = nix::unistd::geteuid();
+            return refusal(
+                StatusCode::FORBIDDEN,
+                format!("only root and user {own}, as whom flanneld runs, may change something"),
+            );
+        }
+        match (request.method().as_str(), request.uri().path()) {
+            ("GET", "/v1/status") => {
+                let fresh = parameter(request, "fresh").is_some_and(|fresh| fresh == "true");
+                answer(&self.status(fresh).await)
+            }
+            ("GET", "/v1/peers") => {
+                let peers = peers(&self.observer.snapshot_of_peers().await);
+                answer(&PeersReport { version: VERSION, peers })
+            }
+            ("GET", "/v1/why") => {
+                match parameter(request, "address").map(|text| text.parse::<IpAddr>()) {
+                    Some(Ok(address)) => answer(&why(&self.observer.snapshot(), address).await),
+                    _ => refusal(
+                        StatusCode::BAD_REQUEST,
+                        "address must be an IP address, as in /v1/why?address=10.1.7.9",
+                    ),
+                }
+            }
+            ("POST", "/v1/reload") => match self.reloading.try_lock() {
+                Ok(_reloading) => {
+                    let found = self.observer.reload().await;
+                    answer(&ReloadReport { version: VERSION, found })
+                }
+                Err(_) => refusal(
+                    StatusCode::SERVICE_UNAVAILABLE,
+                    "everything is being read again already, and the store has not answered yet",
+                ),
+            },
+            ("POST", "/v1/log") => self.set_log(request),
+            (method, path) => refusal(
+                StatusCode::NOT_FOUND,
+                format!("this daemon has no {method} {path}; its API has version {VERSION}"),
+            ),
+        }
+    }
+
+    async fn status(&self, fresh: bool) -> StatusReport {
+        let snapshot = self.observer.snapshot_of_peers().await;
+        let mut report = status_report(&snapshot);
+        if fresh {
+            self.observer.legacy().forget().await;
+        }
+        let look = host::look(&snapshot, self.observer.legacy()).await;
+        (report.findings, report.unread) = (look.findings, look.unread);
+        report
+    }
+
+    fn set_log(&self, request: &Request) -> Response {
+        let Some(filter) = parameter(request, "filter") else {
+            let error = "filter must be a value of --log, as in /v1/log?filter=debug";
+            return refusal(StatusCode::BAD_REQUEST, error);
+        };
+        match self.observer.set_log(Some(&filter)) {
+            Ok(()) => {
+                tracing::info!("the log filter is {filter} now, until SIGHUP");
+                answer(&LogReport { version: VERSION, filter })
+            }
+            Err(error) => refusal(StatusCode::BAD_REQUEST, error),
+        }
+    }
+}
+
+/// Root, and the daemon's own user.
+fn may_write(uid: Option<u32>) -> bool {
+    uid.is_some_and(|uid| uid == 0 || uid == nix::unistd::geteuid().as_raw())
+}
+
+fn answer(report: &impl Serialize) -> Response {
+    json(StatusCode::OK, report)
+}
+
+fn refusal(status: StatusCode, error: impl Into<String>) -> Response {
+    json(status, &ErrorReport { version: VERSION, error: error.into() })
+}
+
+/// A value as JSON, on one line.
+fn json(status: StatusCode, value: &impl Serialize) -> Response {
+    let body = serde_json::to_string(value)
+        .unwrap_or_else(|error| unreachable!("reports have only text keys: {error}"));
+    response(status, "application/json", body + "\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use flannel_core::status::Status;
+
+    use super::*;
+    use crate::observe::tests::network;
+
+    fn request(method: &str, target: &str, uid: Option<u32>) -> Request {
+        hyper::Request::builder().method(method).uri(target).body(uid).unwrap()
+    }
+
+    async fn ask(site: &Answers, method: &str, target: &str) -> (u16, String) {
+        let response = site.answer(&request(method, target, Some(0))).await;
+        (response.status().as_u16(), response.into_body())
+    }
+
+    #[tokio::test]
+    async fn health_is_answered_as_go_flannel_does_and_readiness_with_reasons() {
+        let observer = Observer::default();
+        let site = Answers::new(&observer, false);
+        assert_eq!(ask(&site, "GET", "/healthz").await, (200, "flanneld is running".to_owned()));
+        let (status, body) = ask(&site, "GET", "/readyz").await;
+        assert_eq!((status, body.lines().next()), (503, Some("flanneld is not ready yet")));
+        assert!(body.contains("no network runs"), "{body}");
+        let mut status = Status::default();
+        (status.in_sync, status.live) = (true, true);
+        let _guard = observer.running(network(status).await.1);
+        let (status, body) = ask(&site, "GET", "/readyz").await;
+        assert!(
+            status == 503 && body.contains("does not hold its lease"),
+            "no store has given one: {body}"
+        );
+        assert_eq!(ask(&site, "GET", "/v1/status").await.0, 404, "not over TCP");
+        assert_eq!(ask(&site, "POST", "/v1/reload").await.0, 404);
+        assert_eq!(ask(&site, "DELETE", "/healthz").await.0, 405);
+    }
+
+    #[tokio::test]
+    async fn reading_and_writing_verbs_are_apart_and_versioned() {
+        let site = Answers::new(&Observer::default(), true);
+        for (method, target, status) in [
+            ("GET", "/v1/status", 200),
+            ("POST", "/v1/status", 404),
+            ("GET", "/v1/peers", 200),
+            ("GET", "/v1/why?address=10.1.7.9", 200),
+            ("GET", "/v1/why?address=x", 400),
+            ("GET", "/v1/reload", 404),
+            ("POST", "/v1/reload", 200),
+            ("POST", "/v1/log?filter=debug", 400),
+            ("GET", "/v2/status", 404),
+        ] {
+            let (got, body) = ask(&site, method, target).await;
+            assert_eq!(got, status, "{method} {target}: {body}");
+            if target.starts_with("/v1/") {
+                let body: serde_json::Value = serde_json::from_str(&body).unwrap();
+                assert_eq!(body["version"], VERSION, "{target}");
+            }
+        }
+    }
+
+    #[tokio::test]
+    async fn who_is_neither_root_nor_the_daemons_user_reads_only() {
+        let site = Answers::new(&Observer::default(), true);
+        let own = nix::unistd::geteuid().as_raw();
+        for (uid, writes) in [(Some(0), 200), (Some(own), 200), (Some(own + 1), 403), (None, 403)] {
+            let ask = async |method, target| {
+                site.answer(&request(method, target, uid)).await.status().as_u16()
+            };
+            assert_eq!(ask("GET", "/v1/status").await, 200, "{uid:?}");
+            assert_eq!(ask("POST", "/v1/reload").await, writes, "{uid:?}");
+        }
+    }
+
+    #[tokio::test]
+    async fn no_second_reload_waits_for_a_store_that_does_not_answer_the_first() {
+        let site = Answers::new(&Observer::default(), true);
+        let first = site.reloading.lock().await;
+        let (status, body) = ask(&site, "POST", "/v1/reload").await;
+        assert!(status == 503 && body.contains("already"), "{status} {body}");
+        drop(first);
+        assert_eq!(ask(&site, "POST", "/v1/reload").await.0, 200);
+    }
+}

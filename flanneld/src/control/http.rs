@@ -1,0 +1,395 @@
+//! HTTP/1.1 for Prometheus, a kubelet and `curl --unix-socket`: hyper, with limits.
+//!
+//! A connection carries one request. Every resource is bounded: the bytes of a request's head, the
+//! time for each step, and the number of connections. A connection that has not sent a request
+//! gives way to a new one, so that silent clients keep nobody from an answer. Bodies of requests
+//! are never read, because no verb takes one.
+
+use std::collections::VecDeque;
+use std::convert::Infallible;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use hyper::body::Incoming;
+use hyper::header::{CONTENT_TYPE, HeaderValue};
+use hyper::service::service_fn;
+use hyper::{Method, StatusCode};
+use hyper_util::rt::{TokioIo, TokioTimer};
+use percent_encoding::percent_decode_str;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::{TcpListener, UnixListener};
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
+use tokio::task::{AbortHandle, JoinSet};
+use tokio::time::{Instant, sleep, sleep_until, timeout};
+
+/// The head of a request may have so many bytes. It is the least that hyper takes.
+const MAX_HEAD: usize = 8 * 1024;
+/// A client has so long to send the head of its request.
+const HEAD_TIMEOUT: Duration = Duration::from_secs(5);
+/// An answer may take so long to be found.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
+/// A client has so long to take the answer.
+const WRITE_TIMEOUT: Duration = Duration::from_secs(5);
+/// The largest number of open connections. For one more, the oldest without a request is closed. If
+/// all have sent one, the new connection waits. hyper needs some 13 KiB for each.
+const MAX_CONNECTIONS: usize = 16;
+/// No connection is closed for another one earlier than this. So 8,000 new connections a second are
+/// accepted at most.
+const GRACE: Duration = Duration::from_millis(2);
+/// The pause after a connection could not be accepted, mostly for want of file descriptors.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+/// A request. Its body is the user of the client, from the kernel; `None` over TCP. `HEAD` is
+/// replaced by `GET`.
+pub(super) type Request = hyper::Request<Option<u32>>;
+
+/// A parameter of the query, decoded.
+pub(super) fn parameter(request: &Request, name: &str) -> Option<String> {
+    let pairs = request.uri().query().unwrap_or_default().split('&');
+    let mut pairs = pairs.map(|pair| pair.split_once('=').unwrap_or((pair, "")));
+    let (_, value) = pairs.find(|(key, _)| *key == name)?;
+    Some(percent_decode_str(value).decode_utf8_lossy().into_owned())
+}
+
+/// An answer.
+pub(super) type Response = hyper::Response<String>;
+
+/// An answer with this `Content-Type`.
+pub(super) fn response(status: StatusCode, kind: &'static str, body: String) -> Response {
+    let mut response = Response::new(body);
+    *response.status_mut() = status;
+    response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(kind));
+    response
+}
+
+/// Plain text.
+pub(super) fn text(status: StatusCode, body: impl Into<String>) -> Response {
+    response(status, "text/plain; charset=utf-8", body.into())
+}
+
+/// Answers requests.
+#[async_trait]
+pub(super) trait Site: Send + Sync {
+    /// The answer to one request.
+    async fn answer(&self, request: &Request) -> Response;
+}
+
+/// A socket that accepts connections.
+#[derive(Debug)]
+pub(super) enum Listener {
+    Tcp(TcpListener),
+    Unix(UnixListener),
+}
+
+trait Stream: AsyncRead + AsyncWrite + Send + Unpin {}
+impl<T: AsyncRead + AsyncWrite + Send + Unpin> Stream for T {}
+
+impl Listener {
+    /// The next connection, and over a Unix socket the user of the client.
+    async fn accept(&self) -> std::io::Result<(Box<dyn Stream>, Option<u32>)> {
+        match self {
+            Self::Tcp(listener) => {
+                let (stream, _) = listener.accept().await?;
+                Ok((Box::new(stream), None))
+            }
+            Self::Unix(listener) => {
+                let (stream, _) = listener.accept().await?;
+                let uid = stream.peer_cred()?.uid();
+                Ok((Box::new(stream), Some(uid)))
+            }
+        }
+    }
+}
+
+/// Serves for ever.
+///
+/// # Cancel safety
+/// Dropping the future closes all connections.
+pub(super) async fn serve(listener: Listener, site: Arc<dyn Site>) -> Infallible {
+    let mut connections = Connections::new();
+    loop {
+        match listener.accept().await {
+            Ok((stream, uid)) => connections.add(stream, uid, Arc::clone(&site)).await,
+            Err(error) => {
+                tracing::debug!("a connection could not be accepted: {error}");
+                sleep(ACCEPT_PAUSE).await;
+            }
+        }
+    }
+}
+
+/// The open connections, at most [`MAX_CONNECTIONS`].
+struct Connections {
+    tasks: JoinSet<()>,
+    permits: Arc<Semaphore>,
+    /// Those that have not sent a request when last seen, the oldest first.
+    silent: VecDeque<Silent>,
+}
+
+/// A connection that may not have sent a request.
+struct Silent {
+    task: AbortHandle,
+    asked: Arc<AtomicBool>,
+    since: Instant,
+}
+
+impl Connections {
+    fn new() -> Self {
+        let permits = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+        Self { tasks: JoinSet::new(), permits, silent: VecDeque::new() }
+    }
+
+    /// Serves a connection, once there is room for it.
+    async fn add(&mut self, stream: Box<dyn Stream>, uid: Option<u32>, site: Arc<dyn Site>) {
+        let permit = self.permit().await;
+        let asked = Arc::<AtomicBool>::default();
+        let connection = connection(stream, uid, Arc::clone(&asked), site);
+        let task = self.tasks.spawn(async move {
+            connection.await;
+            drop(permit);
+        });
+        self.silent.push_back(Silent { task, asked, since: Instant::now() });
+    }
+
+    /// Makes room for one more.
+    async fn permit(&mut self) -> OwnedSemaphorePermit {
+        loop {
+            while self.tasks.try_join_next().is_some() {}
+            self.silent.retain(|connection| {
+                !connection.asked.load(Ordering::Relaxed) && !connection.task.is_finished()
+            });
+            if let Ok(permit) = Arc::clone(&self.permits).try_acquire_owned() {
+                return permit;
+            }
+            match self.silent.front() {
+                // Its request may be here already, though nothing has read it yet.
+                Some(oldest) if oldest.since.elapsed() < GRACE => {
+                    sleep_until(oldest.since + GRACE).await;
+                }
+                Some(oldest) => {
+                    oldest.task.abort();
+                    self.silent.pop_front();
+                    // The permit comes back with the end of the task.
+                    self.tasks.join_next().await;
+                }
+                None => _ = self.tasks.join_next().await,
+            }
+        }
+    }
+}
+
+/// One request and its answer. A client that goes away, or is too slow, is not an error.
+async fn connection(
+    stream: Box<dyn Stream>,
+    uid: Option<u32>,
+    asked: Arc<AtomicBool>,
+    site: Arc<dyn Site>,
+) {
+    let answered = Notify::new();
+    let service = service_fn(async |request: hyper::Request<Incoming>| {
+        asked.store(true, Ordering::Relaxed);
+        let (mut parts, _body) = request.into_parts();
+        if parts.method == Method::HEAD {
+            parts.method = Method::GET;
+        }
+        let response = respond(&*site, &Request::from_parts(parts, uid)).await;
+        answered.notify_one();
+        Ok::<_, Infallible>(response)
+    });
+    let connection = hyper::server::conn::http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(HEAD_TIMEOUT)
+        .max_header_size(MAX_HEAD)
+        .max_buf_size(MAX_HEAD)
+        .keep_alive(false)
+        .title_case_headers(true)
+        .serve_connection(TokioIo::new(stream), service);
+    tokio::pin!(connection);
+    tokio::select! {
+        _ = &mut connection => {}
+        () = answered.notified() => {
+            let _ = timeout(WRITE_TIMEOUT, connection).await;
+        }
+    }
+}
+
+async fn respond(site: &dyn Site, request: &Request) -> Response {
+    if !request.uri().path().starts_with('/') {
+        return text(StatusCode::BAD_REQUEST, "the target of a request must be a path\n");
+    }
+    timeout(ANSWER_TIMEOUT, site.answer(request)).await.unwrap_or_else(|_| {
+        let late = format!("there is no answer within {ANSWER_TIMEOUT:?}\n");
+        text(StatusCode::SERVICE_UNAVAILABLE, late)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt, duplex};
+
+    use super::*;
+
+    struct Echo;
+
+    const SLOW: Duration = Duration::from_millis(500);
+
+    #[async_trait]
+    impl Site for Echo {
+        async fn answer(&self, request: &Request) -> Response {
+            if request.uri().path() == "/never" {
+                std::future::pending::<()>().await;
+            }
+            if request.uri().path() == "/slow" {
+                sleep(SLOW).await;
+            }
+            if request.uri().path() == "/accept" {
+                return text(StatusCode::OK, request.headers()["accept"].to_str().unwrap());
+            }
+            if request.uri().path() == "/large" {
+                return text(StatusCode::OK, "x".repeat(1 << 20));
+            }
+            let says = parameter(request, "says").unwrap_or_default();
+            let (method, path) = (request.method(), request.uri().path());
+            text(StatusCode::OK, format!("{method} {path} {says}"))
+        }
+    }
+
+    async fn ask(text: &str) -> String {
+        let (mut client, server) = duplex(64 * 1024);
+        let site = Arc::new(Echo);
+        let server = tokio::spawn(connection(Box::new(server), None, Arc::default(), site));
+        client.write_all(text.as_bytes()).await.unwrap();
+        let mut answer = String::new();
+        client.read_to_string(&mut answer).await.unwrap();
+        server.await.unwrap();
+        answer
+    }
+
+    #[tokio::test]
+    async fn requests_are_answered_once() {
+        let answer = ask("GET /x?a=b&says=%C3%A9+%2 HTTP/1.1\r\nHost: y\r\n\r\nrest").await;
+        assert!(answer.starts_with("HTTP/1.1 200 OK\r\n"), "{answer}");
+        assert!(answer.contains("Connection: close\r\n"), "{answer}");
+        assert!(
+            answer.contains("Content-Length: 12\r\n")
+                && answer.ends_with("\r\n\r\nGET /x \u{e9}+%2"),
+            "{answer}"
+        );
+        let answer = ask("HEAD /x HTTP/1.0\r\n\r\n").await;
+        assert!(
+            answer.contains("Content-Length: 7\r\n") && answer.ends_with("\r\n\r\n"),
+            "{answer}"
+        );
+        let answer = ask("GET /accept HTTP/1.1\r\naccept: a/b;q=0.5, */*\r\n\r\n").await;
+        assert!(answer.ends_with("\r\n\r\na/b;q=0.5, */*"), "{answer}");
+        let request = Request::new(None);
+        assert_eq!(parameter(&request, "says"), None);
+        let request = hyper::Request::get("/?says=a%20b%26%C3%A9%3D%25").body(None).unwrap();
+        assert_eq!(parameter(&request, "says").as_deref(), Some("a b&\u{e9}=%"));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_is_no_request_or_too_large_is_refused() {
+        for text in ["GET\r\n\r\n", "GET x HTTP/1.1\r\n\r\n", "GET / SPDY/3\r\n\r\n"] {
+            assert!(ask(text).await.starts_with("HTTP/1.1 400 "), "{text:?}");
+        }
+        let long = "x".repeat(MAX_HEAD);
+        for text in [
+            long.clone(),
+            format!("GET /{long} HTTP/1.1\r\n\r\n"),
+            format!("GET / HTTP/1.1\r\na: {long}\r\n\r\n"),
+        ] {
+            assert!(ask(&text).await.starts_with("HTTP/1.1 431 "), "{text:?}");
+        }
+        let many = "a: b\r\n".repeat(101);
+        let answer = ask(&format!("GET / HTTP/1.1\r\n{many}\r\n")).await;
+        assert!(answer.starts_with("HTTP/1.1 431 "), "{answer}");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn each_step_has_a_time_limit() {
+        let begin = Instant::now();
+        for (n, text) in ["", "\r\n", "GET / HT"].into_iter().enumerate() {
+            assert_eq!(ask(text).await, "");
+            assert_eq!(begin.elapsed().as_secs(), HEAD_TIMEOUT.as_secs() * (n as u64 + 1));
+        }
+        let begin = Instant::now();
+        assert!(ask("GET /never HTTP/1.1\r\n\r\n").await.starts_with("HTTP/1.1 503 "));
+        assert_eq!(begin.elapsed().as_secs(), ANSWER_TIMEOUT.as_secs());
+    }
+
+    /// The answer does not fit into the pipe.
+    #[tokio::test(start_paused = true)]
+    async fn a_client_that_does_not_read_is_not_waited_for() {
+        let (mut client, server) = duplex(64);
+        let begin = Instant::now();
+        let request = b"GET /large HTTP/1.1\r\n\r\n";
+        let site = Arc::new(Echo);
+        let server = tokio::spawn(connection(Box::new(server), None, Arc::default(), site));
+        client.write_all(request).await.unwrap();
+        server.await.unwrap();
+        assert_eq!(begin.elapsed().as_secs(), WRITE_TIMEOUT.as_secs());
+    }
+
+    /// Its bytes stay where they are, in the kernel.
+    #[tokio::test]
+    async fn the_body_of_a_request_is_not_read() {
+        let (mut client, server) = duplex(16 * 1024);
+        let site = Arc::new(Echo);
+        let server = tokio::spawn(connection(Box::new(server), None, Arc::default(), site));
+        client.write_all(b"POST /x HTTP/1.1\r\nContent-Length: 1000000\r\n\r\n").await.unwrap();
+        let mut sent = 0;
+        while client.write_all(&[b'x'; 1024]).await.is_ok() {
+            sent += 1024;
+        }
+        server.await.unwrap();
+        assert!(sent <= 32 * 1024, "{sent}");
+        let mut answer = String::new();
+        client.read_to_string(&mut answer).await.unwrap();
+        assert!(answer.starts_with("HTTP/1.1 200 ") && answer.ends_with("POST /x "), "{answer}");
+    }
+
+    /// Real connections, how long a request takes beside them, and how long all of it takes.
+    async fn beside(others: &str, number: usize) -> (Duration, Duration) {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let server = serve(Listener::Tcp(listener), Arc::new(Echo));
+        let clients = async {
+            let (first, mut held) = (Instant::now(), Vec::new());
+            for _ in 0..number {
+                let mut other = tokio::net::TcpStream::connect(address).await.unwrap();
+                other.write_all(others.as_bytes()).await.unwrap();
+                held.push(other);
+            }
+            let begin = Instant::now();
+            let mut late = tokio::net::TcpStream::connect(address).await.unwrap();
+            late.write_all(b"GET /late HTTP/1.1\r\n\r\n").await.unwrap();
+            let mut answer = String::new();
+            late.read_to_string(&mut answer).await.unwrap();
+            assert!(answer.ends_with("GET /late "), "{answer}");
+            (begin.elapsed(), first.elapsed())
+        };
+        tokio::select! {
+            never = server => match never {},
+            took = clients => took,
+        }
+    }
+
+    #[tokio::test]
+    async fn who_says_nothing_or_half_a_request_delays_nobody() {
+        for others in ["", "GET /healthz HT"] {
+            let (took, _) = beside(others, 4 * MAX_CONNECTIONS).await;
+            // Four times HEAD_TIMEOUT if each is waited for.
+            assert!(took < HEAD_TIMEOUT * 2, "{others:?}: {took:?}");
+        }
+    }
+
+    #[tokio::test]
+    async fn no_more_than_so_many_are_answered_at_once_and_none_is_lost() {
+        // From the first on: on a slow machine some are over before the last has come.
+        let (_, took) = beside("GET /slow HTTP/1.1\r\n\r\n", MAX_CONNECTIONS).await;
+        assert!(took >= SLOW, "one of those that are being answered is over first: {took:?}");
+    }
+}

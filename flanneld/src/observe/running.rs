@@ -1,0 +1,76 @@
+//! The network that runs.
+
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::time::SystemTime;
+
+use flannel_core::address::Dual;
+use flannel_core::backend::{Datapath, ExternalInterface};
+use flannel_core::lease::View;
+use flannel_core::network::NetworkHandle;
+use flannel_core::object::LinkName;
+use flannel_core::{Config, Kernel};
+use flannel_doctor::path_probe::server::ServerConfig;
+use tokio::sync::watch;
+
+/// The network that runs, and the values that it was built from.
+pub(crate) struct Running {
+    pub(crate) config: Config,
+    pub(crate) datapath: Datapath,
+    /// The devices that it may have.
+    pub(crate) links: Vec<LinkName>,
+    pub(crate) iface: ExternalInterface,
+    pub(crate) kernel: Arc<dyn Kernel>,
+    pub(crate) handle: NetworkHandle,
+    pub(crate) views: watch::Receiver<View>,
+    pub(crate) rulebook: watch::Receiver<Rulebook>,
+    /// This node has no lease: its time ran out, and the store does not answer.
+    pub(crate) lapsed: bool,
+    pub(crate) since: SystemTime,
+}
+
+/// The state of the firewall rules.
+#[derive(Debug, Clone, Default)]
+pub(crate) enum Rulebook {
+    /// None are asked for.
+    #[default]
+    Unwanted,
+    /// They are asked for, and not kept yet.
+    Pending,
+    /// They cannot be made now. This is tried again.
+    Missing {
+        /// The reason.
+        why: String,
+        /// They were asked for by name, and are not only flannel's default.
+        asked: bool,
+    },
+    /// They are kept, with this status.
+    Kept(watch::Receiver<flannel_firewall::Status>),
+}
+
+impl Running {
+    /// The addresses at which the doctors of other nodes are answered. There are none with port 0,
+    /// and none without a tunnel or a lease.
+    pub(crate) fn probe_server(&self, port: u16) -> ServerConfig {
+        let devices = if self.lapsed { Dual::default() } else { self.datapath.devices };
+        let bare = !self.lapsed && self.datapath.bare;
+        let (own, iface) = (self.handle.lease.subnets, &self.iface);
+        let at = |family, address: Option<IpAddr>| {
+            own.family(family).filter(|_| bare)?;
+            Some((iface.name, address?))
+        };
+        ServerConfig {
+            port,
+            tunnels: Dual::from_fn(|family| Some((devices[family]?, own.family(family)?.base()))),
+            bare: Dual::from_fn(|family| at(family, iface.address[family])),
+            // Behind NAT no packet for it arrives here, which does no harm.
+            public: Dual::from_fn(|family| {
+                let public = iface.public[family];
+                at(family, public.filter(|_| iface.address[family] != public))
+            }),
+            mtu: self.handle.mtu,
+            views: self.views.clone(),
+            status: self.handle.status.clone(),
+        }
+    }
+}

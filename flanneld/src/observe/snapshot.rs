@@ -1,0 +1,73 @@
+//! The daemon's knowledge at one moment.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::SystemTime;
+
+use flannel_core::lease::View;
+use flannel_core::status::{Status, Waiting};
+use flannel_core::subnet::{Ownership, StoreStatus};
+use flannel_core::{Config, Lease, Subnets};
+
+use super::Running;
+
+/// Everything as it is at one moment.
+pub(crate) struct Snapshot {
+    pub(crate) time: SystemTime,
+    /// The start of the daemon.
+    pub(crate) started: SystemTime,
+    /// `None` before the registry was opened.
+    pub(crate) store: Option<StoreStatus>,
+    pub(crate) ownership: Ownership,
+    pub(crate) facts: Facts,
+    /// The time of the last change of each lease that changed while the network ran.
+    pub(crate) changed: BTreeMap<Subnets, SystemTime>,
+    pub(crate) network: Option<NetworkSnapshot>,
+}
+
+/// Facts that the daemon notes when they change.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub(crate) struct Facts {
+    /// The reason why the next network cannot be built yet; while a network runs, the reason why no
+    /// lease is asked for.
+    pub(crate) waits_for: Option<String>,
+    /// Pods may start: the subnet file is written.
+    pub(crate) subnet_file: bool,
+    /// The number of networks that have run.
+    pub(crate) networks: u64,
+    /// A config in the store that is used only after a restart.
+    pub(crate) waiting_config: Option<Config>,
+    /// The reason why the config in the store is not used, though it is valid.
+    pub(crate) refused_config: Option<String>,
+    /// The reason why the external interface is not used as it is now.
+    pub(crate) unfit_interface: Option<String>,
+}
+
+/// The network that runs, with its latest status and the latest leases of the store.
+pub(crate) struct NetworkSnapshot {
+    pub(crate) running: Arc<Running>,
+    pub(crate) status: Arc<Status>,
+    pub(crate) view: View,
+    /// The peers that waited, if the network was asked; meaningless if the status is settled.
+    pub(crate) waiting: Option<Waiting>,
+}
+
+impl Snapshot {
+    /// The name of the store.
+    pub(crate) fn store_name(&self) -> Option<&str> {
+        self.store.as_ref().map(|store| store.store.as_str())
+    }
+}
+
+impl NetworkSnapshot {
+    /// This node's subnets.
+    pub(crate) fn own(&self) -> Subnets {
+        self.running.handle.lease.subnets
+    }
+
+    /// The leases of all other nodes, by subnet.
+    pub(crate) fn peers(&self) -> impl Iterator<Item = &Arc<Lease>> {
+        let own = self.own();
+        self.view.leases.iter().filter(move |lease| lease.subnets != own)
+    }
+}

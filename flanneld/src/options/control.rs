@@ -1,0 +1,98 @@
+//! The options that tell where the daemon can be asked, and what its process may do.
+
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::path::PathBuf;
+
+use flannel_options::control::{DOCTOR_PORT, port};
+
+use crate::config::{ControlConfig, ControlSocket};
+
+/// `--capabilities`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum Capabilities {
+    /// The capabilities for changing the network, and those that the options make necessary.
+    Least,
+    /// All that the process was started with.
+    All,
+}
+
+/// The options that tell where the daemon can be asked.
+#[derive(Debug, Clone, clap::Args)]
+#[non_exhaustive]
+pub struct ControlFlags {
+    /// Where /healthz, /readyz and /metrics are served; 0.0.0.0 and `::` mean every address of both
+    /// families
+    #[arg(long, value_name = "ADDRESS", default_value_t = IpAddr::V4(Ipv4Addr::UNSPECIFIED))]
+    pub healthz_ip: IpAddr,
+
+    /// On which port; 0: nowhere
+    #[arg(long, value_name = "PORT", default_value = "0", allow_hyphen_values = true, value_parser = port)]
+    pub healthz_port: u16,
+
+    /// The socket that flannelctl asks, or off; flanneld.sock beside the subnet file if not given
+    #[arg(long, value_name = "FILE|off")]
+    pub control_socket: Option<PathBuf>,
+
+    /// The group whose members may ask over the control socket, by name or number; what changes
+    /// something stays with root
+    #[arg(long, value_name = "GROUP", value_parser = group)]
+    pub control_group: Option<u32>,
+
+    /// The port, TCP and UDP, on which the tunnel's address answers the doctors of other nodes and
+    /// nobody else; without a tunnel the external interface's, TCP alone; 0: none
+    #[arg(long, value_name = "PORT", default_value = DOCTOR_PORT, value_parser = port)]
+    pub doctor_port: u16,
+}
+
+/// A group's number, by its name or as it is.
+fn group(text: &str) -> Result<u32, String> {
+    match text.parse() {
+        // To the kernel it is none, and would leave the group as it is.
+        Ok(u32::MAX) => {
+            return Err(format!("{text} is no group; right would be one of getent group"));
+        }
+        Ok(number) => return Ok(number),
+        Err(_) => {}
+    }
+    match nix::unistd::Group::from_name(text) {
+        Ok(Some(group)) => Ok(group.gid.as_raw()),
+        Ok(None) => {
+            Err("this host has no such group; right would be a name of getent group, or a number"
+                .to_owned())
+        }
+        Err(errno) => {
+            Err(format!("the groups of this host cannot be read: {errno}; a number needs no name"))
+        }
+    }
+}
+
+impl ControlFlags {
+    /// The same as typed values.
+    pub(crate) fn config(&self) -> ControlConfig {
+        ControlConfig {
+            health: Some(SocketAddr::new(self.healthz_ip, self.healthz_port))
+                .filter(|address| address.port() != 0),
+            socket: match &self.control_socket {
+                None => ControlSocket::BesideSubnetFile,
+                Some(path) if path.as_os_str() == "off" => ControlSocket::Off,
+                Some(path) => ControlSocket::At(path.clone()),
+            },
+            group: self.control_group,
+            doctor_port: self.doctor_port,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn groups_have_names_and_numbers() {
+        assert_eq!(group("0"), Ok(0));
+        assert_eq!(group("root"), Ok(0));
+        assert_eq!(group("4294967294"), Ok(4_294_967_294));
+        assert!(group("4294967295").unwrap_err().contains("is no group"));
+        assert!(group("no such group").unwrap_err().contains("getent group"));
+    }
+}

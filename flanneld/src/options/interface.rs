@@ -1,0 +1,57 @@
+//! The options that choose the external interface.
+
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+
+use flannel_core::address::{Dual, Family};
+use flannel_netlink::iface::Selectors;
+
+/// The choice of the external interface.
+#[derive(Debug, Clone, clap::Args)]
+#[non_exhaustive]
+pub struct InterfaceFlags {
+    /// The interface towards the other hosts, by name or address; may be repeated, the first that
+    /// fits is taken
+    #[arg(long, value_name = "NAME|ADDRESS")]
+    pub iface: Vec<String>,
+
+    /// The same by regular expression, matched against addresses first and names second; after all
+    /// --iface
+    #[arg(long, value_name = "REGEX", value_parser = regex)]
+    pub iface_regex: Vec<String>,
+
+    /// Take the interface by which this address is reached, if nothing above fits
+    #[arg(long, value_name = "ADDRESS")]
+    pub iface_can_reach: Option<IpAddr>,
+
+    /// The IPv4 address that other hosts reach this one by. Without --iface and the like it also
+    /// selects the interface; an address that no interface has (behind NAT) needs --iface
+    #[arg(long, value_name = "ADDRESS")]
+    pub public_ip: Option<Ipv4Addr>,
+
+    /// The same for IPv6
+    #[arg(long, value_name = "ADDRESS")]
+    pub public_ipv6: Option<Ipv6Addr>,
+}
+
+impl InterfaceFlags {
+    /// The same as typed values.
+    pub fn selectors(&self) -> Selectors {
+        Selectors {
+            iface: self.iface.clone(),
+            iface_regex: self.iface_regex.clone(),
+            can_reach: self.iface_can_reach,
+            public: Dual::from_fn(|family| match family {
+                Family::V4 => self.public_ip.map(IpAddr::V4),
+                Family::V6 => self.public_ipv6.map(IpAddr::V6),
+            }),
+        }
+    }
+}
+
+/// A regular expression, as it is written.
+fn regex(text: &str) -> Result<String, String> {
+    match regex_lite::Regex::new(text) {
+        Ok(_) => Ok(text.to_owned()),
+        Err(error) => Err(format!("{error}; right would be one such as ^eth[0-9]")),
+    }
+}

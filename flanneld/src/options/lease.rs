@@ -1,0 +1,49 @@
+//! The options that tell where leases are kept, and where this host keeps its own.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+#[cfg(feature = "etcd")]
+use flannel_options::EtcdFlags;
+use flannel_options::RegistryUrl;
+use flannel_options::go_flags::go_int;
+
+/// The store of leases, and the files of this host's lease.
+#[derive(Debug, Clone, clap::Args)]
+#[non_exhaustive]
+pub struct LeaseFlags {
+    /// Where leases are kept: etcd, dir:PATH, or dir:PATH?assign=static for a directory written
+    /// beforehand
+    #[arg(long, value_name = "URL")]
+    #[cfg_attr(feature = "etcd", arg(default_value = "etcd"))]
+    #[cfg_attr(
+        not(feature = "etcd"),
+        arg(required = false, required_unless_present = "kube_subnet_mgr",
+            default_value_ifs(["1", "t", "T", "true", "TRUE", "True"].map(|on| ("kube_subnet_mgr", on, "dir:/var/lib/flannel/none"))))
+    )]
+    pub registry: RegistryUrl,
+
+    /// Where etcd is.
+    #[cfg(feature = "etcd")]
+    #[command(flatten)]
+    pub etcd: EtcdFlags,
+
+    /// Renew the lease when this many minutes are left of it, 1 to 1439
+    #[arg(long, value_name = "MINUTES", default_value = "60", value_parser = go_int(1..=1439))]
+    pub subnet_lease_renew_margin: i64,
+
+    /// The file that tells CNI plugins about this host's subnet
+    #[arg(long, value_name = "FILE", default_value = "/run/flannel/subnet.env")]
+    pub subnet_file: PathBuf,
+
+    /// Where this host remembers which leases are its own
+    #[arg(long, value_name = "DIR", default_value = "/var/lib/flannel")]
+    pub state_dir: PathBuf,
+}
+
+impl LeaseFlags {
+    /// How long before its end the lease is renewed.
+    pub fn renew_margin(&self) -> Duration {
+        Duration::from_secs(60 * self.subnet_lease_renew_margin.unsigned_abs())
+    }
+}

@@ -1,0 +1,104 @@
+//! The process of the daemon: arguments, log, capabilities, runtime and signals.
+
+mod capabilities;
+mod log_output;
+mod notify;
+
+use std::convert::Infallible;
+use std::ffi::OsString;
+use std::io::Write;
+use std::path::Path;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use flannel_core::backend::Backends;
+use tokio::signal::unix::{SignalKind, signal};
+
+use crate::daemon::Daemon;
+use crate::error::Error;
+use crate::observe::Observer;
+use crate::options::{Options, log_filter};
+use notify::Notifier;
+
+/// A stop waits so long for unfinished work.
+const STOP: Duration = Duration::from_millis(800);
+
+/// The whole program with the backends of this build: see [`main_with`].
+pub fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
+    main_with(args, flannel_backends::all())
+}
+
+/// The whole program. Parses `args` (`args[0]` is the program's name) and the environment, logs to
+/// standard error, and runs until SIGINT or SIGTERM (exit code 0) or an error
+/// ([`Error::exit_code`]). SIGHUP makes it read its config again. Informs systemd if
+/// `NOTIFY_SOCKET` is set.
+///
+/// # Blocking
+/// It owns the process: a runtime, the signals and the log are set up here. An embedder runs a
+/// [`Daemon`].
+pub fn main_with(args: impl IntoIterator<Item = OsString>, backends: Backends) -> ExitCode {
+    match start(args, backends) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(Error::Options(flannel_options::Error::Help(text))) => {
+            // A reader may close the pipe early.
+            let _ = std::io::stdout().write_all(text.as_bytes());
+            ExitCode::SUCCESS
+        }
+        // Not through the log, which --log may have silenced.
+        Err(error) => {
+            let _ = writeln!(std::io::stderr(), "flanneld: {error}");
+            ExitCode::from(error.exit_code())
+        }
+    }
+}
+
+fn start(args: impl IntoIterator<Item = OsString>, backends: Backends) -> Result<(), Error> {
+    let options = Options::parse_from(args, |name| std::env::var_os(name))?;
+    let usage = |error: String| Error::from(flannel_options::Error::Usage(error));
+    let given = options.log.filter().to_owned();
+    let set_filter = log_output::init(options.log.log_format, log_filter(&given).map_err(usage)?)?;
+    if let Some(flags) = options.without_effect() {
+        tracing::info!("{flags}");
+    }
+    capabilities::join_control_group(&options);
+    capabilities::drop_needless(&options);
+    let observer = Observer::new(Some(Box::new(move |filter| {
+        set_filter(log_filter(filter.unwrap_or(&given))?)
+    })));
+    let daemon = Daemon::observed(options.config(backends)?, observer.clone());
+    let notifier = Notifier::from_env()
+        .map_err(|error| usage(format!("NOTIFY_SOCKET in the environment: {error}")))?;
+    let failed = |error: std::io::Error| Error::file(Path::new("the runtime"), &error);
+    let runtime =
+        tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(failed)?;
+    let ended = runtime.block_on(async {
+        let [interrupt, terminate, hangup] =
+            [SignalKind::interrupt(), SignalKind::terminate(), SignalKind::hangup()]
+                .map(|kind| signal(kind).map_err(failed));
+        let (mut interrupt, mut terminate, mut hangup) = (interrupt?, terminate?, hangup?);
+        let reloads = async {
+            while hangup.recv().await.is_some() {
+                notify::reload(notifier.as_ref(), &observer).await;
+            }
+            std::future::pending::<Infallible>().await
+        };
+        let informed = async {
+            match &notifier {
+                Some(notifier) => notifier.inform(&observer).await,
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            ended = daemon.run() => ended.map(|never| match never {}),
+            _ = interrupt.recv() => Ok("SIGINT"),
+            _ = terminate.recv() => Ok("SIGTERM"),
+            never = reloads => match never {},
+            never = informed => match never {},
+        }
+    });
+    if let Some(notifier) = &notifier {
+        notifier.stopping();
+    }
+    runtime.shutdown_timeout(STOP);
+    ended.map(|signal| tracing::info!("{signal}: stopped; the data path stays in place"))
+}

@@ -1,0 +1,259 @@
+//! Tells systemd that the daemon is ready, reloads, stops or is alive, and one line about its
+//! state.
+//!
+//! Without `NOTIFY_SOCKET` in the environment nothing is sent. The messages and the watchdog's
+//! limit come from the crate sd-notify. The socket is our own: sd-notify's would block the runtime
+//! while the supervisor does not read, and cannot send to abstract addresses (`@name`).
+//!
+//! **Source**: `sd_notify(3)`; flannel `main.go`, which sends `READY=1` after the subnet file.
+
+use std::convert::Infallible;
+use std::ffi::{OsStr, OsString};
+use std::io;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::net::{SocketAddr, UnixDatagram};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use nix::time::{ClockId, clock_gettime};
+use sd_notify::NotifyState;
+use tokio::time::{Instant, sleep_until, timeout};
+
+use crate::observe::Observer;
+use crate::report::problems::line;
+
+/// The shortest time between two status texts.
+const GAP: Duration = Duration::from_secs(1);
+/// The longest wait for a reload, because the store may not answer.
+const RELOAD: Duration = Duration::from_secs(10);
+/// The status text is made anew after so long, because not every change of it is reported.
+const REFRESH: Duration = Duration::from_secs(5);
+
+/// The connection to systemd.
+#[derive(Debug)]
+pub(crate) struct Notifier {
+    socket: UnixDatagram,
+    address: SocketAddr,
+    /// The period of signs of life.
+    alive: Option<Duration>,
+    /// `READY=1` was sent. Nothing can be reloaded before.
+    ready: AtomicBool,
+}
+
+impl Notifier {
+    /// Reads the environment of this process; `None`: nothing is to be sent.
+    ///
+    /// # Errors
+    /// `NOTIFY_SOCKET` is not an address that a socket of this kind can send to.
+    pub(crate) fn from_env() -> io::Result<Option<Self>> {
+        Self::new(std::env::var_os("NOTIFY_SOCKET"), sd_notify::watchdog_enabled())
+    }
+
+    /// With the values of `NOTIFY_SOCKET` and the watchdog's limit.
+    fn new(socket: Option<OsString>, limit: Option<Duration>) -> io::Result<Option<Self>> {
+        let Some(name) = socket.filter(|name| !name.is_empty()) else {
+            return Ok(None);
+        };
+        let address = address(&name)?;
+        let socket = UnixDatagram::unbound()?;
+        socket.set_nonblocking(true)?;
+        // Half of what is allowed, as sd_watchdog_enabled(3) recommends.
+        let alive = limit.filter(|limit| !limit.is_zero()).map(|limit| limit / 2);
+        Ok(Some(Self { socket, address, alive, ready: AtomicBool::new(false) }))
+    }
+
+    /// Sends one message. A supervisor that does not listen is not an error, but logged.
+    fn send(&self, states: &[NotifyState<'_>]) {
+        let states: Vec<String> = states.iter().map(ToString::to_string).collect();
+        let text = states.join("\n");
+        if let Err(error) = self.socket.send_to_addr(text.as_bytes(), &self.address) {
+            tracing::debug!("systemd was not told {text:?}: {error}");
+        }
+    }
+
+    /// Keeps systemd informed: ready when a network runs for the first time, its state in a line,
+    /// and signs of life.
+    pub(crate) async fn inform(&self, observer: &Observer) -> Infallible {
+        let mut changes = observer.changes();
+        let (mut said, mut news) = (String::new(), true);
+        let (mut alive_next, mut line_next) = (Instant::now(), Instant::now());
+        loop {
+            let now = Instant::now();
+            let ready = self.ready.load(Ordering::Relaxed);
+            if !ready && observer.runs() {
+                self.ready.store(true, Ordering::Relaxed);
+                // In one message, so that an old status text is not shown after the start.
+                said = line(&observer.snapshot());
+                self.send(&[NotifyState::Ready, NotifyState::Status(&said)]);
+                (news, line_next) = (false, now + GAP);
+            }
+            if news && now >= line_next {
+                let text = line(&observer.snapshot());
+                if text != said {
+                    self.send(&[NotifyState::Status(&text)]);
+                    said = text;
+                }
+                (news, line_next) = (false, now + GAP);
+            }
+            if let Some(pause) = self.alive.filter(|_| now >= alive_next) {
+                self.send(&[NotifyState::Watchdog]);
+                alive_next = now + pause;
+            }
+            tokio::select! {
+                // Later changes go with the next line.
+                () = changes.next(), if !news || !ready => news = true,
+                () = sleep_until(line_next), if news => (),
+                () = sleep_until(line_next - GAP + REFRESH), if !news => news = true,
+                () = sleep_until(alive_next), if self.alive.is_some() => (),
+            }
+        }
+    }
+
+    /// The daemon is about to stop.
+    pub(crate) fn stopping(&self) {
+        let status = NotifyState::Status("stopped; the data path stays in place");
+        self.send(&[NotifyState::Stopping, status]);
+    }
+}
+
+/// Reads everything again, and tells systemd meanwhile, unless it still waits for the first
+/// `READY=1`.
+pub(crate) async fn reload(notifier: Option<&Notifier>, observer: &Observer) {
+    let notifier = notifier.filter(|notifier| notifier.ready.load(Ordering::Relaxed));
+    if let Some(notifier) = notifier {
+        // sd-notify's own reading of the clock overflows where seconds have 32 bits.
+        let now = clock_gettime(ClockId::CLOCK_MONOTONIC)
+            .map_or(0, |now| Duration::from(now).as_micros() as i128);
+        notifier.send(&[NotifyState::Reloading, NotifyState::MonotonicUsec(now)]);
+    }
+    match timeout(RELOAD, observer.reload()).await {
+        Ok(found) => tracing::info!("SIGHUP: read again: {found}"),
+        Err(_) => {
+            tracing::warn!(
+                "SIGHUP: the store did not answer within {RELOAD:?}; everything stays in force"
+            );
+        }
+    }
+    if let Some(notifier) = notifier {
+        notifier.send(&[NotifyState::Ready]);
+    }
+}
+
+/// `/run/systemd/notify`, or `@name` for an abstract socket.
+fn address(name: &OsStr) -> io::Result<SocketAddr> {
+    match name.as_bytes() {
+        [b'@', rest @ ..] => SocketAddr::from_abstract_name(rest),
+        [b'/', ..] => SocketAddr::from_pathname(name),
+        _ => Err(io::Error::new(
+            io::ErrorKind::InvalidInput,
+            format!(
+                "{name:?} is neither the path of a socket nor the name of an abstract one (@…)"
+            ),
+        )),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::observe::tests::network;
+    use flannel_core::status::Status;
+
+    fn listener(name: &str) -> UnixDatagram {
+        UnixDatagram::bind_addr(&address(OsStr::new(name)).unwrap()).unwrap()
+    }
+
+    fn hear(socket: &UnixDatagram) -> String {
+        let mut buffer = [0; 4096];
+        let len = socket.recv(&mut buffer).unwrap();
+        String::from_utf8_lossy(&buffer[..len]).into_owned()
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn ready_status_and_signs_of_life_come_over_both_kinds_of_sockets() {
+        let dir = tempfile::tempdir().unwrap();
+        let abstract_name = format!("@flannel-test-{}", std::process::id());
+        for name in [dir.path().join("notify").to_str().unwrap(), &abstract_name] {
+            let heard = listener(name);
+            let limit = Some(Duration::from_secs(3));
+            let notifier = Notifier::new(Some(name.into()), limit).unwrap().unwrap();
+            let observer = Observer::default();
+            let story = async {
+                tokio::task::yield_now().await;
+                assert!(hear(&heard).starts_with("STATUS=not ready: "));
+                assert_eq!(hear(&heard), "WATCHDOG=1");
+                // Nothing is reloaded as long as nothing runs, and ready it is least of all.
+                reload(Some(&notifier), &observer).await;
+                let _guard = observer.running(network(Status::default()).await.1);
+                observer.note(|facts| facts.subnet_file = true);
+                tokio::time::sleep(Duration::from_millis(1400)).await;
+                assert!(hear(&heard).starts_with("READY=1\nSTATUS=not ready: "));
+                tokio::time::sleep(Duration::from_millis(200)).await;
+                assert_eq!(hear(&heard), "WATCHDOG=1");
+                reload(Some(&notifier), &observer).await;
+                assert!(hear(&heard).starts_with("RELOADING=1\nMONOTONIC_USEC="));
+                assert_eq!(hear(&heard), "READY=1");
+            };
+            tokio::select! {
+                never = notifier.inform(&observer) => match never {},
+                () = story => (),
+            }
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_status_text_is_made_anew_though_nobody_tells_of_a_change() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("notify");
+        let heard = listener(path.to_str().unwrap());
+        heard.set_nonblocking(true).unwrap();
+        let notifier = Notifier::new(Some(path.into()), None).unwrap().unwrap();
+        let observer = Observer::default();
+        let mut status = Status::default();
+        (status.in_sync, status.live) = (true, true);
+        let (sender, rules) = tokio::sync::watch::channel(crate::observe::Rulebook::Unwanted);
+        let (subnets, mut running) = network(status).await;
+        observer.opened(std::sync::Arc::new(subnets));
+        running.rulebook = rules;
+        let _guard = observer.running(running);
+        observer.note(|facts| facts.subnet_file = true);
+        let story = async {
+            tokio::time::sleep(2 * GAP).await;
+            assert_eq!(hear(&heard), "READY=1\nSTATUS=ready: 10.1.1.0-24, 0 peers");
+            sender.send_replace(crate::observe::Rulebook::Pending);
+            tokio::time::sleep(2 * REFRESH).await;
+            assert_eq!(hear(&heard), "STATUS=not ready: the firewall rules are not in place yet");
+            tokio::time::sleep(10 * REFRESH).await;
+            heard.recv(&mut [0; 4096]).unwrap_err();
+        };
+        tokio::select! {
+            never = notifier.inform(&observer) => match never {},
+            () = story => (),
+        }
+    }
+
+    #[test]
+    fn nobody_is_told_where_nobody_asks_and_a_wrong_address_is_an_error() {
+        for none in [None, Some("".into())] {
+            assert!(Notifier::new(none, None).unwrap().is_none());
+        }
+        let error = Notifier::new(Some("vsock:2:1".into()), None).unwrap_err().to_string();
+        assert!(error.contains("\"vsock:2:1\""), "{error}");
+        let zero = Notifier::new(Some("/nowhere".into()), Some(Duration::ZERO)).unwrap().unwrap();
+        assert_eq!(zero.alive, None);
+    }
+
+    /// systemd reads slowly, or not at all.
+    #[test]
+    fn a_supervisor_that_does_not_read_is_not_waited_for() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("notify");
+        let heard = listener(path.to_str().unwrap());
+        let notifier = Notifier::new(Some(path.into()), None).unwrap().unwrap();
+        for _ in 0..10_000 {
+            notifier.send(&[NotifyState::Watchdog]);
+        }
+        assert_eq!(hear(&heard), "WATCHDOG=1");
+    }
+}

@@ -1,0 +1,38 @@
+//! Findings about this host that may lose packets of pods, while the daemon runs.
+
+use flannel_api::Finding;
+use flannel_doctor::commands::localize_findings;
+use flannel_doctor::host::{self, DUPLICATE, HostReport, HostScene};
+use flannel_firewall::LegacyMemory;
+
+use crate::observe::Snapshot;
+
+/// Checks the host of the network that runs. Leaves out findings that its status reports already. A
+/// check that starts a process is not repeated while `memory` holds its result.
+pub(crate) async fn look(snapshot: &Snapshot, memory: &LegacyMemory) -> HostReport {
+    let Some(network) = &snapshot.network else { return HostReport::default() };
+    let running = &network.running;
+    let scene = HostScene {
+        config: running.config.clone(),
+        links: running.links.clone(),
+        uplink: running.iface.name,
+        own: (!running.lapsed).then_some(network.own()),
+        public: running.iface.public,
+        leases: network.view.leases.clone(),
+    };
+    let mut report = host::check_host(scene, memory).await;
+    report.findings.retain(|finding| finding.check != DUPLICATE);
+    localize_findings(&mut report.findings, snapshot.store_name());
+    report
+}
+
+/// Logs a finding in one line.
+pub(crate) fn log(finding: &Finding) {
+    let Finding { text, repair, .. } = finding;
+    let repair = repair.as_ref().map(|repair| format!("; repair: {repair}")).unwrap_or_default();
+    if finding.is_error() {
+        tracing::error!("{text}{repair}");
+    } else {
+        tracing::warn!("{text}{repair}");
+    }
+}

@@ -1,0 +1,438 @@
+//! Problems, as sentences. A node is ready if and only if no problem is an error. So the reasons
+//! for not being ready are always complete.
+
+use std::net::IpAddr;
+use std::sync::Arc;
+
+use flannel_api::{Problem, SubnetsReport, texts};
+use flannel_core::Lease;
+use flannel_core::network::Rejection;
+use flannel_core::object::Key;
+use flannel_core::subnet::{Loss, Ownership, StoreStatus};
+use flannel_doctor::commands::{is_kubernetes, localize, release, restore_directory, restore_etcd};
+
+use super::subnets_used;
+use crate::observe::{NetworkSnapshot, Rulebook, Snapshot};
+
+/// The command that shows more than a sentence.
+const LOG: &str = "journalctl -u flanneld";
+/// So many problems of one kind are listed one by one.
+const MOST: usize = 5;
+/// A pod network is nearly full from this share on, in percent.
+const NEARLY_FULL: u64 = 80;
+
+/// All problems, errors first.
+pub(crate) fn problems(snapshot: &Snapshot) -> Vec<Problem> {
+    let (facts, mut found) = (&snapshot.facts, Found::default());
+    match &snapshot.network {
+        Some(network) => {
+            found.of_lease(network, snapshot);
+            if !facts.subnet_file && !network.running.lapsed {
+                found.error("the subnet file is not written yet: firewall rules come first", LOG);
+            }
+            found.of_kernel(network);
+            // Without a lease there are no rules, and before the subnet file it waits for them.
+            if facts.subnet_file && !network.running.lapsed {
+                found.of_firewall(&network.running.rulebook.borrow());
+            }
+            found.of_leases(network);
+            found.of_room(network, snapshot.store_name());
+        }
+        None => {
+            let reason = facts.waits_for.as_deref().unwrap_or("it has only just been started");
+            found.error(format!("no network runs: {reason}"), LOG);
+        }
+    }
+    if let Some(store) = &snapshot.store {
+        found.of_store(store);
+    }
+    if let Some(config) = &facts.waiting_config {
+        let networks = texts(config.pod_networks()).join(", ");
+        let text = format!("the network config has other pod networks now ({networks})");
+        let hint = "systemctl restart flanneld # and the pods, which do not survive that";
+        found.warning(text, hint);
+    }
+    if let Some(network) = &snapshot.network {
+        // A directory that is not mounted seems to hold no config. One must not be written there.
+        let answers = snapshot.store.as_ref().filter(|store| store.last_error.is_none());
+        let wrong = answers.and_then(|store| store.wrong_config.as_ref());
+        if let Some(why) = wrong.or(facts.refused_config.as_ref()) {
+            let text = "the store's network config is not used, the last good one stays in force";
+            found.warning(format!("{text}: {why}"), "flannelctl config set FILE");
+        }
+        if let Some(why) = &facts.unfit_interface {
+            let text = "the external interface is not what it was, everything stays as it is";
+            let hint = format!("ip address show {}", network.running.iface.name);
+            found.warning(format!("{text}: {why}"), hint);
+        }
+    }
+    let Found(mut found) = found;
+    for problem in &mut found {
+        problem.hint = problem.hint.take().map(|hint| localize(hint, snapshot.store_name()));
+    }
+    // Stable: the order above stays within each severity.
+    found.sort_by_key(|problem| !problem.is_error());
+    found
+}
+
+/// The first error; `None`: the node is ready.
+pub(crate) fn first_error(snapshot: &Snapshot) -> Option<String> {
+    problems(snapshot).into_iter().find(Problem::is_error).map(|problem| problem.text)
+}
+
+/// The shortest description: `ready: 10.1.5.0-24, 3 peers`, `not ready: …`.
+pub(crate) fn line(snapshot: &Snapshot) -> String {
+    match (&snapshot.network, first_error(snapshot)) {
+        (Some(network), None) => {
+            format!("ready: {}, {} peers", network.own(), network.status.peers)
+        }
+        (_, Some(error)) => format!("not ready: {error}"),
+        (None, None) => "not ready".to_owned(),
+    }
+}
+
+/// The command that restores a store, by the store's name.
+fn restore_store(store: &str) -> String {
+    match store.split_once(':') {
+        Some(("dir", path)) => restore_directory(path.split('?').next().unwrap_or_default()),
+        Some(("etcd", endpoints)) => restore_etcd(endpoints),
+        _ => LOG.to_owned(),
+    }
+}
+
+/// The problems that were found.
+#[derive(Default)]
+struct Found(Vec<Problem>);
+
+impl Found {
+    fn error(&mut self, text: impl Into<String>, hint: impl Into<String>) {
+        self.0.push(Problem::error(text).with_hint(hint));
+    }
+
+    fn warning(&mut self, text: impl Into<String>, hint: impl Into<String>) {
+        self.0.push(Problem::warning(text).with_hint(hint));
+    }
+
+    fn of_lease(&mut self, network: &NetworkSnapshot, snapshot: &Snapshot) {
+        let not_held = format!("this node does not hold its lease {}", network.own());
+        let lapsed = network.running.lapsed;
+        if let Ownership::Lost { why: Loss::Withdrawn(why), .. } = &snapshot.ownership {
+            self.0.push(Problem::error(format!("{not_held}: {why}")));
+            return;
+        }
+        if let Some(why) = snapshot.facts.waits_for.as_ref().filter(|_| lapsed) {
+            let text = "it ran out, and none is asked for, because no network could be built";
+            self.error(format!("{not_held}: {text}: {why}"), LOG);
+            return;
+        }
+        // The age grows steadily. It is no part of the text, which systemd gets whenever it
+        // changes.
+        let mut age = String::new();
+        let reason = match &snapshot.ownership {
+            _ if lapsed => "it ran out, and the store does not answer",
+            Ownership::Held { .. } => return,
+            Ownership::Lost { since, why: Loss::Unconfirmed } => {
+                let ago = snapshot.time.duration_since(*since).unwrap_or_default().as_secs();
+                age = format!("it ran out {ago} s ago; ");
+                "it ran out, and the store did not confirm a renewal"
+            }
+            _ => "the store gave it to nobody, or to another",
+        };
+        let repair = snapshot.store_name().map_or_else(|| LOG.to_owned(), restore_store);
+        let joint = if repair.contains(" # ") { "; " } else { " # " };
+        let then = "when the store answers, the node wins its lease back, or says who has it";
+        self.error(format!("{not_held}: {reason}"), format!("{repair}{joint}{age}{then}"));
+    }
+
+    fn of_kernel(&mut self, network: &NetworkSnapshot) {
+        let status = &network.status;
+        if let Some(error) = &status.kernel_error {
+            self.error(format!("the kernel cannot be read or watched: {error}"), LOG);
+        }
+        if let Some((key, failure)) = status.failing.iter().next() {
+            let others = match status.failing.len() - 1 {
+                0 => String::new(),
+                more => format!(" (and {more} more)"),
+            };
+            let text = format!("the kernel refuses: {}: {}{others}", failure.change, failure.error);
+            let hint = match (failure.error.errno, key) {
+                // EPERM
+                (1, _) => {
+                    "systemctl show -p CapabilityBoundingSet flanneld # it needs CAP_NET_ADMIN in this network namespace"
+                }
+                // EEXIST: of another kind, and not ours.
+                (17, Key::Link(name)) => &format!("ip link delete {name}"),
+                _ => LOG,
+            };
+            self.error(text, hint);
+        }
+        if !status.in_sync && status.kernel_error.is_none() && status.failing.is_empty() {
+            let text = match status.live {
+                true => "the kernel is being made equal to the leases",
+                false => {
+                    "the leases are those of an earlier run, because the store has not listed them yet"
+                }
+            };
+            self.error(text, "flannelctl watch");
+        }
+    }
+
+    fn of_firewall(&mut self, rulebook: &Rulebook) {
+        let yet = "the firewall rules are not in place yet";
+        match rulebook {
+            Rulebook::Unwanted => {}
+            Rulebook::Pending => self.error(yet, LOG),
+            Rulebook::Missing { why, asked: true } => {
+                self.error(format!("the firewall rules are not in place: {why}"), LOG);
+            }
+            // They were not asked for by name, and many hosts need none.
+            Rulebook::Missing { why, asked: false } => {
+                self.warning(format!("there are no forward rules: {why}"), LOG);
+            }
+            Rulebook::Kept(status) => {
+                let status = status.borrow();
+                match status.failure.as_ref().and_then(|failure| failure.errors.first()) {
+                    Some(error) => {
+                        self.error(format!("the firewall rules are not in place: {error}"), LOG);
+                    }
+                    None if status.in_place => {}
+                    None => self.error(yet, LOG),
+                }
+                for error in status.leftovers.iter().filter(|error| !error.is_guess()) {
+                    let text = "rules that an earlier flannel may have left are not removed";
+                    self.warning(format!("{text}: {error}"), LOG);
+                }
+            }
+        }
+    }
+
+    fn of_leases(&mut self, network: &NetworkSnapshot) {
+        let status = &network.status;
+        for (subnets, why) in status.rejected.iter().take(MOST) {
+            let hint = match why {
+                Rejection::Overlaps { .. } | Rejection::Contradicts { .. } => {
+                    "systemctl stop flanneld # on the later of the two nodes: every node accepts the earlier lease"
+                }
+                Rejection::Rejected(_) => {
+                    "flannelctl lease list # which backend does that node run?"
+                }
+                _ => &release(subnets),
+            };
+            self.warning(format!("the lease {subnets} is rejected: {why}"), hint);
+        }
+        if let Some(more @ 1..) = status.rejected.len().checked_sub(MOST) {
+            self.warning(format!("{more} more leases are rejected"), "flannelctl peers");
+        }
+        for text in status.advisories.keys().take(MOST) {
+            self.warning(text, for_advisory(text, network));
+        }
+    }
+
+    fn of_room(&mut self, network: &NetworkSnapshot, store: Option<&str>) {
+        let lets_go = if is_kubernetes(store) { "kubectl delete node" } else { "lease release" };
+        for SubnetsReport { family, total, used, free } in subnets_used(network, store) {
+            if used.saturating_mul(100) >= total.saturating_mul(NEARLY_FULL) {
+                self.warning(
+                    format!("{used} of {total} {family} subnets are taken, {free} are free"),
+                    format!(
+                        "flannelctl lease list # {lets_go} lets go those of nodes that are gone; or enlarge the network"
+                    ),
+                );
+            }
+        }
+    }
+
+    fn of_store(&mut self, store: &StoreStatus) {
+        if let Some((error, _)) = &store.last_error {
+            let text = format!("the store does not answer: {error}");
+            self.warning(text, restore_store(&store.store));
+        }
+        for (key, reason) in store.skipped.iter().take(MOST) {
+            let text = format!("{}: {key} is wrong: {reason}", store.store);
+            self.warning(text, "flannelctl lease list");
+        }
+    }
+}
+
+/// The hint for an advisory. If it is about a public address that nodes share, the youngest of the
+/// other nodes with that address should release its lease.
+fn for_advisory(text: &str, network: &NetworkSnapshot) -> String {
+    let address = text.split([' ', ',']).find_map(|word| word.parse::<IpAddr>().ok());
+    let has_it = |lease: &&Arc<Lease>| {
+        lease.attrs.preferred.public.values().any(|public| Some(*public) == address)
+    };
+    match network.peers().filter(has_it).max_by_key(|lease| lease.since) {
+        Some(lease) => format!("{}, else give it another --public-ip", release(lease.subnets)),
+        None => "flannelctl peers".to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use flannel_core::status::Status;
+
+    use super::*;
+    use crate::observe::Observer;
+    use crate::observe::tests::network;
+
+    #[tokio::test]
+    async fn rules_that_are_asked_for_and_not_in_place_make_a_node_not_ready() {
+        let (status, live) = tokio::sync::watch::channel(flannel_firewall::Status::default());
+        let (book, rulebook) = tokio::sync::watch::channel(Rulebook::Pending);
+        let mut kernel = Status::default();
+        (kernel.in_sync, kernel.live) = (true, true);
+        let (_subnets, mut running) = network(kernel).await;
+        running.rulebook = rulebook;
+        let observer = Observer::default();
+        let _guard = observer.running(running);
+        observer.note(|facts| facts.subnet_file = true);
+        let seen = || {
+            let mut snapshot = observer.snapshot();
+            snapshot.ownership = Ownership::Held { until: None };
+            let metrics = crate::metrics::metrics(&snapshot, crate::metrics::Format::Text);
+            let told = problems(&snapshot)
+                .into_iter()
+                .map(|p| format!("{}: {}", p.severity, p.text))
+                .collect();
+            (told, metrics.contains("\nflannel_firewall_in_place 1\n"))
+        };
+        let yet = "error: the firewall rules are not in place yet".to_owned();
+        assert_eq!(seen(), (vec![yet.clone()], false));
+        book.send_replace(Rulebook::Kept(live));
+        assert_eq!(seen(), (vec![yet], false));
+        status.send_modify(|status| status.in_place = true);
+        assert_eq!(seen(), (Vec::new(), true));
+        let error = flannel_firewall::Error::Leftovers { chains: "X".into() };
+        let failing = format!("error: the firewall rules are not in place: {error}");
+        status.send_modify(|status| {
+            status.in_place = false;
+            status.failure = Some(flannel_firewall::Failure {
+                since: std::time::SystemTime::now(),
+                times: 1,
+                errors: vec![error.into()],
+            });
+        });
+        assert_eq!(seen(), (vec![failing], false));
+        let left = flannel_firewall::Error::Leftovers { chains: "X".into() };
+        let warning =
+            format!("warning: rules that an earlier flannel may have left are not removed: {left}");
+        // An ordinary host may have other people's rules where nobody here can look.
+        let tables = "filter".into();
+        let guess =
+            flannel_firewall::Error::Unseen { family: flannel_core::address::Family::V4, tables };
+        status.send_modify(|status| {
+            (status.in_place, status.failure) = (true, None);
+            status.leftovers = vec![guess.into(), left.into()];
+        });
+        assert_eq!(seen(), (vec![warning], true));
+        for (asked, text) in [
+            (true, "error: the firewall rules are not in place: no iptables"),
+            (false, "warning: there are no forward rules: no iptables"),
+        ] {
+            book.send_replace(Rulebook::Missing { why: "no iptables".into(), asked });
+            assert_eq!(seen(), (vec![text.into()], false));
+        }
+    }
+
+    #[tokio::test]
+    async fn the_room_for_leases_matters_where_nobody_else_gives_subnets() {
+        let observer = Observer::default();
+        let mut status = Status::default();
+        (status.in_sync, status.live) = (true, true);
+        let (_subnets, mut running) = network(status).await;
+        // Three peers, in a network of three.
+        running.config = flannel_core::Config::parse(
+            r#"{"Network":"10.1.0.0/16","SubnetLen":24,"SubnetMin":"10.1.7.0","SubnetMax":"10.1.9.0"}"#,
+        )
+        .unwrap();
+        let _guard = observer.running(running);
+        observer.note(|facts| facts.subnet_file = true);
+        let mut snapshot = observer.snapshot();
+        let taken = |snapshot: &Snapshot| {
+            problems(snapshot)
+                .iter()
+                .filter(|problem| problem.text.contains("subnets are taken"))
+                .count()
+        };
+        assert_eq!(taken(&snapshot), 1);
+        snapshot.store = Some(StoreStatus { store: "etcd:x".into(), ..StoreStatus::default() });
+        assert_eq!(taken(&snapshot), 1);
+        // There `SubnetMin` and `SubnetMax` count for nothing.
+        snapshot.store = Some(StoreStatus { store: "kube:x".into(), ..StoreStatus::default() });
+        assert_eq!(taken(&snapshot), 0);
+    }
+
+    #[tokio::test]
+    async fn errors_come_first_and_each_state_has_its_reason() {
+        let texts = |snapshot: &Snapshot| -> Vec<String> {
+            problems(snapshot).into_iter().map(|p| format!("{}: {}", p.severity, p.text)).collect()
+        };
+        let observer = Observer::default();
+        assert_eq!(
+            texts(&observer.snapshot()),
+            ["error: no network runs: it has only just been started"]
+        );
+        observer.note(|facts| facts.waits_for = Some("holds no network config yet".to_owned()));
+        assert_eq!(
+            texts(&observer.snapshot()),
+            ["error: no network runs: holds no network config yet"]
+        );
+
+        let mut status = Status::default();
+        (status.in_sync, status.live) = (true, true);
+        let _guard = observer.running(network(status).await.1);
+        assert!(
+            texts(&observer.snapshot())
+                .iter()
+                .any(|text| text.contains("the subnet file is not written yet"))
+        );
+        observer.note(|facts| facts.subnet_file = true);
+        let mut snapshot = observer.snapshot();
+        let until = Some(snapshot.time + std::time::Duration::from_secs(60));
+        snapshot.ownership = Ownership::Held { until };
+        assert_eq!(texts(&snapshot), [""; 0]);
+        assert_eq!(line(&snapshot), "ready: 10.1.1.0-24, 0 peers");
+        snapshot.store = Some(StoreStatus {
+            last_error: Some(("no route to host".into(), snapshot.time)),
+            ..StoreStatus::default()
+        });
+        assert_eq!(texts(&snapshot), ["warning: the store does not answer: no route to host"]);
+        let hint = |snapshot: &Snapshot| {
+            problems(snapshot).pop().and_then(|problem| problem.hint).unwrap()
+        };
+        assert_eq!(hint(&snapshot), LOG);
+        snapshot.store.as_mut().unwrap().store = "kube:https://10.96.0.1:443".into();
+        assert!(hint(&snapshot).starts_with("kubectl -n kube-flannel logs"));
+        let since = snapshot.time - std::time::Duration::from_secs(7);
+        snapshot.ownership = Ownership::Lost { since, why: Loss::Unconfirmed };
+        assert_eq!(
+            texts(&snapshot),
+            [
+                "error: this node does not hold its lease 10.1.1.0-24: it ran out, and the store did not confirm a \
+                 renewal",
+                "warning: the store does not answer: no route to host"
+            ]
+        );
+    }
+
+    #[test]
+    fn a_store_is_restored_by_a_command_for_its_kind() {
+        for (store, command) in [
+            (
+                "dir:/srv/flannel?assign=static",
+                "mount /srv/flannel || ls -la /srv/flannel # it is to be",
+            ),
+            (
+                "etcd:http://127.0.0.1:2379",
+                "systemctl restart etcd # on 127.0.0.1; which answer: etcdctl --endpoints http://127.0.0.1:2379 endpoint health",
+            ),
+            (
+                "etcd:https://etcd-1:2379,https://[fd00::2]:2379",
+                "systemctl restart etcd # on etcd-1, [fd00::2], where it does not run; which answer: etcdctl --endpoints https://etcd-1:2379,https://[fd00::2]:2379 endpoint health",
+            ),
+            ("kube:https://10.96.0.1", LOG),
+        ] {
+            assert!(restore_store(store).starts_with(command), "{}", restore_store(store));
+        }
+    }
+}

@@ -1,0 +1,35 @@
+//! The daemon's answer to `GET /v1/why`.
+
+use std::net::IpAddr;
+use std::sync::Arc;
+
+use flannel_api::WhyReport;
+use flannel_core::Lease;
+use flannel_core::kernel::KernelError;
+use flannel_doctor::commands::localize;
+use flannel_doctor::why::{Explained, RouteInputs, diagnose, lookup};
+
+use crate::observe::{NetworkSnapshot, Snapshot};
+
+/// Asks the network that runs, and the kernel.
+pub(crate) async fn why(snapshot: &Snapshot, address: IpAddr) -> WhyReport {
+    let Some(NetworkSnapshot { running, view, .. }) = &snapshot.network else {
+        let answer = Err(KernelError::explained(11, "no network runs, so that nothing was asked"));
+        return diagnose(address, &RouteInputs { answer, ..RouteInputs::default() });
+    };
+    let own = &running.handle.lease;
+    let explanation = running.handle.explain(address).await.map(|explanation| Explained {
+        lease: explanation.lease,
+        rejection: explanation.rejection.map(|why| why.to_string()),
+        objects: explanation.objects,
+    });
+    let kernel = Arc::clone(&running.kernel);
+    let answer = lookup(kernel, address).await;
+    let holds = |lease: &&Arc<Lease>| lease.subnets.iter().any(|subnet| subnet.contains(address));
+    let lease = view.leases.iter().find(holds).map(|lease| &**lease);
+    let (config, own) = (Some(&running.config), Some(own));
+    let why =
+        diagnose(address, &RouteInputs { daemon: true, config, own, lease, explanation, answer });
+    let hint = why.hint.map(|hint| localize(hint, snapshot.store_name()));
+    WhyReport { hint, ..why }
+}

@@ -1,0 +1,275 @@
+//! Waits for a changed network config that the running network can be rebuilt from.
+//!
+//! A running network is not given up for a config from which no network can be built here. The
+//! obstacle may go unnoticed, so that such a config is validated again and again, while the store
+//! is watched as usual.
+
+use std::pin::pin;
+use std::time::Duration;
+
+use flannel_core::{Config, SubnetManager};
+use tokio::time::sleep;
+
+use crate::error::Error;
+use crate::observe::Observer;
+
+/// The first pause before a config that does not fit this node is validated again. Each pause is
+/// twice the one before.
+const SECOND_THOUGHT: Duration = Duration::from_secs(10);
+/// The longest pause, because validation reads the kernel's routes.
+const LONGEST: Duration = Duration::from_secs(300);
+
+/// Waits until the network config is one that the running network can change to. Returns the reason
+/// for building it anew. Any config may follow one from the cache. Otherwise the pod networks must
+/// stay, because pods do not survive another pod network.
+///
+/// # Errors
+/// The store refuses.
+pub(crate) async fn to_apply(
+    subnets: &dyn SubnetManager,
+    (used, cached): (&Config, bool),
+    judge: impl AsyncFn(&Config) -> Result<(), Error>,
+    observer: &Observer,
+) -> Result<String, Error> {
+    let mut seen = used.clone();
+    let mut refused: Option<String> = None;
+    let mut reloads = observer.reloads();
+    let refuse = |refused: &mut Option<String>, error: String| {
+        if refused.as_ref() != Some(&error) {
+            tracing::warn!(
+                "the network config was changed, but cannot be used and is not: {error}"
+            );
+            observer.note(|facts| facts.refused_config = Some(error.clone()));
+            *refused = Some(error);
+        }
+    };
+    loop {
+        let mut pause = SECOND_THOUGHT;
+        let now = {
+            // One for all validations: it knows what it has logged, and when to ask a failing store
+            // again.
+            let mut changed = pin!(subnets.config_changed(&seen));
+            loop {
+                let thought = async {
+                    sleep(pause).await;
+                    judge(&seen).await?;
+                    Ok::<_, Error>(holds(subnets, &seen, used).await)
+                };
+                tokio::select! {
+                    now = &mut changed => break Some(now?),
+                    // A new watch reads the config at once. A refused config is validated again if
+                    // it still holds. The sender lives as long as the observer.
+                    _ = reloads.changed() => {
+                        let again = refused.is_none() || holds(subnets, &seen, used).await;
+                        break again.then(|| seen.clone());
+                    }
+                    fits = thought, if refused.is_some() => match fits {
+                        Ok(true) => break Some(seen.clone()),
+                        Ok(false) => (),
+                        Err(error) => refuse(&mut refused, error.to_string()),
+                    },
+                }
+                pause = LONGEST.min(2 * pause);
+            }
+        };
+        let Some(now) = now else { continue };
+        refused = None;
+        if now != *used
+            && let Err(error) = judge(&now).await
+        {
+            refuse(&mut refused, error.to_string());
+            observer.note(|facts| facts.waiting_config = None);
+        } else {
+            observer.note(|facts| facts.refused_config = None);
+            let waits = now.networks != used.networks && !cached;
+            observer.note(|facts| facts.waiting_config = waits.then(|| now.clone()));
+            if waits {
+                tracing::warn!(
+                    "the network config has other networks now, which are used from the next start on"
+                );
+            } else if now != *used {
+                return Ok("the network config has changed".to_owned());
+            }
+        }
+        seen = now;
+    }
+}
+
+/// Whether the store still holds the config: it may hold an invalid one by now, which is not
+/// reported. After a lease was acquired, a manager returns its networks instead of the store's. So
+/// they do not count.
+async fn holds(subnets: &dyn SubnetManager, config: &Config, used: &Config) -> bool {
+    let told = subnets.network_config().await;
+    let told = told.map(|told| Config { networks: used.networks, ..told });
+    told.is_ok_and(|told| told == Config { networks: used.networks, ..config.clone() })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::{Cell, RefCell};
+    use std::io::Write;
+    use std::sync::{Arc, Mutex};
+
+    use flannel_core::Error as Cause;
+    use flannel_subnet::{HolderId, Identity, LocalManager, MemoryRegistry};
+
+    use super::*;
+
+    const USED: &str = r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vxlan"}}"#;
+    const UNFIT: &str = r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vxlan","MTU":9000}}"#;
+    const HOUR: Duration = Duration::from_secs(3600);
+
+    /// What is said, line by line.
+    #[derive(Debug, Clone, Default)]
+    struct Said(Arc<Mutex<Vec<u8>>>);
+
+    impl Said {
+        /// What this test says. All that share a line must listen: whether anybody does is asked
+        /// once, of who says it first.
+        fn listen() -> (Self, tracing::subscriber::DefaultGuard) {
+            let said = Self::default();
+            let sink = said.clone();
+            let log = tracing_subscriber::fmt().with_writer(move || sink.clone()).finish();
+            (said, tracing::subscriber::set_default(log))
+        }
+
+        fn count(&self, text: &str) -> usize {
+            String::from_utf8_lossy(&self.0.lock().unwrap()).matches(text).count()
+        }
+    }
+
+    impl Write for Said {
+        fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+            self.0.lock().unwrap().write(bytes)
+        }
+
+        fn flush(&mut self) -> std::io::Result<()> {
+            Ok(())
+        }
+    }
+
+    /// A store, what was judged, and what is in the way.
+    struct Scene {
+        registry: MemoryRegistry,
+        manager: LocalManager,
+        observer: Observer,
+        judged: Cell<u32>,
+        in_the_way: RefCell<Option<String>>,
+    }
+
+    impl Scene {
+        fn new() -> Self {
+            let registry = MemoryRegistry::with_config(USED);
+            let identity = Identity {
+                holder: HolderId::random(),
+                previous: None,
+                local_addresses: Vec::new(),
+            };
+            let manager = LocalManager::new(Arc::new(registry.clone()), identity);
+            Self {
+                registry,
+                manager,
+                observer: Observer::default(),
+                judged: Cell::new(0),
+                in_the_way: RefCell::new(Some("too large".to_owned())),
+            }
+        }
+
+        async fn to_apply(&self) -> Result<String, Error> {
+            let judge = async |_: &Config| {
+                self.judged.set(self.judged.get() + 1);
+                let backend = "vxlan".to_owned();
+                match &*self.in_the_way.borrow() {
+                    Some(reason) => Err(Cause::Backend { backend, reason: reason.clone() }.into()),
+                    None => Ok(()),
+                }
+            };
+            let used = Config::parse(USED).unwrap();
+            to_apply(&self.manager, (&used, false), judge, &self.observer).await
+        }
+
+        /// Requests to the store and watches of it.
+        fn asked(&self) -> u64 {
+            self.manager.store_status().calls.values().map(|call| call.sent).sum()
+        }
+
+        /// Plays a part, in which the network goes on.
+        async fn goes_on(
+            &self,
+            running: &mut (impl Future<Output = Result<String, Error>> + Unpin),
+        ) {
+            tokio::select! {
+                ended = running => panic!("{ended:?}"),
+                () = sleep(HOUR) => (),
+            }
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn while_a_config_is_refused_the_store_is_left_alone_and_nothing_is_said_again() {
+        let (said, _log) = Said::listen();
+        let scene = Scene::new();
+        let mut running = pin!(scene.to_apply());
+        scene.goes_on(&mut running).await;
+        assert_eq!(scene.judged.get(), 0);
+
+        scene.registry.set_config(Some(UNFIT));
+        tokio::select! {
+            ended = &mut running => panic!("{ended:?}"),
+            () = sleep(Duration::from_secs(1)) => (),
+        }
+        let (asked, mut news) = (scene.asked(), scene.observer.changes());
+        assert_eq!(scene.judged.get(), 1);
+        tokio::select! {
+            ended = &mut running => panic!("{ended:?}"),
+            () = news.next() => panic!("the observer was told the same again"),
+            () = sleep(HOUR) => (),
+        }
+        assert_eq!(scene.asked(), asked, "nobody has written anything");
+        // After 10, 20, 40, 80 and 160 s, then every 300.
+        assert_eq!(scene.judged.get(), 1 + 5 + 10);
+        assert_eq!(said.count("cannot be used and is not"), 1);
+        // Another reason is said.
+        *scene.in_the_way.borrow_mut() = Some("no address".to_owned());
+        scene.goes_on(&mut running).await;
+        assert_eq!(said.count("cannot be used and is not"), 2);
+        assert!(scene.observer.snapshot().facts.refused_config.unwrap().contains("no address"));
+
+        // What fits is not there any more.
+        scene.registry.set_config(Some("{"));
+        scene.goes_on(&mut running).await;
+        *scene.in_the_way.borrow_mut() = None;
+        scene.goes_on(&mut running).await;
+        assert_eq!(said.count("is wrong and not used"), 1);
+        // Who asks gets an answer, and no network built anew.
+        scene.observer.look_again();
+        scene.goes_on(&mut running).await;
+        assert_eq!(said.count("is wrong and not used"), 2);
+        assert!(scene.observer.snapshot().facts.refused_config.is_some());
+        scene.registry.set_config(Some(UNFIT));
+        let reason = tokio::time::timeout(2 * LONGEST, running).await.unwrap().unwrap();
+        assert_eq!(reason, "the network config has changed");
+        assert_eq!(scene.observer.snapshot().facts.refused_config, None);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_config_with_other_networks_that_comes_to_fit_waits_for_a_restart() {
+        let (_said, _log) = Said::listen();
+        let scene = Scene::new();
+        let mut running = pin!(scene.to_apply());
+        scene.registry.set_config(Some(&UNFIT.replace("10.1", "10.2")));
+        scene.goes_on(&mut running).await;
+        assert_eq!(scene.observer.snapshot().facts.waiting_config, None);
+        assert!(scene.observer.snapshot().facts.refused_config.is_some());
+        *scene.in_the_way.borrow_mut() = None;
+        scene.goes_on(&mut running).await;
+        let snapshot = scene.observer.snapshot();
+        assert!(snapshot.facts.waiting_config.is_some() && snapshot.facts.refused_config.is_none());
+        let judged = scene.judged.get();
+        scene.goes_on(&mut running).await;
+        assert_eq!(scene.judged.get(), judged, "it fits");
+        scene.registry.set_config(Some(USED));
+        scene.goes_on(&mut running).await;
+        assert_eq!(scene.observer.snapshot().facts.waiting_config, None);
+    }
+}

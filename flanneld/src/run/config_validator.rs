@@ -1,0 +1,118 @@
+//! Whether a network can be built from a config here: the backend, the external interface and the
+//! firewall rules.
+//!
+//! The daemon validates a config before it gives anything up for it, with the checks by which the
+//! network is built from it.
+
+use std::sync::Arc;
+
+use flannel_core::Config;
+use flannel_core::address::Dual;
+use flannel_core::backend::Backends;
+use flannel_core::backend::ExternalInterface;
+use flannel_core::error::holder;
+use flannel_core::lease::{Origin, View};
+use flannel_core::subnet::Hints;
+use flannel_netlink::NetlinkKernel;
+use flannel_netlink::iface::{Selectors, worse};
+use tokio::sync::watch;
+
+use super::uplink::Chosen;
+use crate::config::{DaemonConfig, FirewallConfig};
+use crate::error::Error;
+
+/// Validates configs for this node.
+#[derive(Debug)]
+pub(crate) struct ConfigValidator {
+    kernel: Arc<NetlinkKernel>,
+    selectors: Selectors,
+    firewall: FirewallConfig,
+    backends: Backends,
+    views: watch::Receiver<View>,
+    /// The interface of the network that runs, or ran last.
+    used: Option<ExternalInterface>,
+}
+
+impl ConfigValidator {
+    pub(crate) fn new(
+        kernel: &Arc<NetlinkKernel>,
+        config: &DaemonConfig,
+        hints: &Hints,
+        views: watch::Receiver<View>,
+        used: Option<ExternalInterface>,
+    ) -> Self {
+        let (prescribed, given) = (hints.public, config.interface.public);
+        let public = Dual::from_fn(|family| prescribed[family].or(given[family]));
+        let selectors = Selectors { public, ..config.interface.clone() };
+        Self {
+            kernel: Arc::clone(kernel),
+            selectors,
+            firewall: config.firewall.clone(),
+            backends: config.backends.clone(),
+            views,
+            used,
+        }
+    }
+
+    /// The same for a running network with this interface.
+    pub(crate) fn using(self, iface: &ExternalInterface) -> Self {
+        Self { used: Some(iface.clone()), ..self }
+    }
+
+    /// The interface with which a network can be built from `config`, in place of one from `used`.
+    ///
+    /// # Errors
+    /// No network can be built here, or its firewall rules cannot be made.
+    pub(crate) async fn judge(
+        &self,
+        config: &Config,
+        used: Option<&Config>,
+    ) -> Result<Chosen, Error> {
+        let backend = self.backends.find(&config.backend.kind)?;
+        let chosen = Chosen::choose(&self.kernel, self.selectors.clone(), config).await?;
+        if let Some(reason) = self.used.as_ref().and_then(|used| worse(used, &chosen.iface)) {
+            return Err(Error::UnfitInterface { name: chosen.iface.name, reason });
+        }
+        backend.validate(config, Some(&chosen.iface))?;
+        if !config.backend.explicit {
+            refuse_implicit_udp(self.views.clone()).await?;
+        }
+        if let Some(used) = used {
+            self.firewall.judge(config, used).await?;
+        }
+        Ok(chosen)
+    }
+
+    /// `config` and its interface. If `config` does not fit, the last config that a network was
+    /// built from, with its interface, provided that it has the same networks, from which the lease
+    /// is taken. The running network reports the reason.
+    ///
+    /// # Errors
+    /// Neither can be used.
+    pub(crate) async fn usable(
+        &self,
+        config: Config,
+        last: Option<&Config>,
+    ) -> Result<(Config, Chosen), Error> {
+        match (
+            self.judge(&config, last).await,
+            last.filter(|last| last.networks == config.networks),
+        ) {
+            (Err(_), Some(last)) => Ok((last.clone(), self.judge(last, None).await?)),
+            (judged, _) => Ok((config, judged?)),
+        }
+    }
+}
+
+/// The config names no backend: Go flannel runs `udp` then, and its leases have no backend type.
+async fn refuse_implicit_udp(mut views: watch::Receiver<View>) -> Result<(), Error> {
+    let known = |view: &View| !matches!(view.origin, Origin::Cached { written: None });
+    // A closed watch says nothing about other nodes.
+    let Ok(view) = views.wait_for(known).await else { return Ok(()) };
+    match view.leases.iter().find(|lease| lease.attrs.preferred.kind.is_empty()) {
+        Some(lease) => {
+            Err(Error::ImplicitUdp { subnets: lease.subnets.into(), holder: holder(&lease.attrs) })
+        }
+        None => Ok(()),
+    }
+}

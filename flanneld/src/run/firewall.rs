@@ -1,0 +1,143 @@
+//! Masquerade and forward rules, kept beside the network that needs them.
+//!
+//! **Source**: flannel `main.go`, for the cases in which their failure is fatal.
+
+use std::convert::Infallible;
+
+use flannel_core::{Config, Subnets};
+use flannel_firewall::{Firewall, Mode, Options, Programs, Rules, Status, Wish, cleanup};
+use tokio::sync::watch;
+
+use crate::config::FirewallConfig;
+use crate::error::Error;
+use crate::observe::Rulebook;
+
+impl FirewallConfig {
+    /// Whether rules are asked for.
+    fn wanted(&self) -> bool {
+        self.masquerade || self.forward
+    }
+
+    fn wish(&self) -> Wish {
+        let Self { masquerade, fully_random, forward, .. } = *self;
+        Wish { masquerade, fully_random, forward }
+    }
+
+    /// Opens the kernel's firewall that the network config names.
+    async fn open(&self, config: &Config) -> Result<Firewall, flannel_firewall::Error> {
+        let mode = if config.nftables { Mode::Nftables } else { Mode::Iptables };
+        let options = Options { resync: self.resync, ..Options::default() };
+        Firewall::open(mode, self.wish(), options).await
+    }
+
+    /// Makes sure that rules can be kept in the mode of `config`, if the network built from `used`
+    /// has another one.
+    ///
+    /// # Errors
+    /// They cannot.
+    pub(crate) async fn judge(&self, config: &Config, used: &Config) -> Result<(), Error> {
+        if self.wanted() && config.nftables != used.nftables {
+            self.open(config).await?;
+        }
+        Ok(())
+    }
+
+    /// The state of the rules before [`FirewallConfig::keep`].
+    pub(crate) fn rulebook(&self) -> Rulebook {
+        if self.wanted() { Rulebook::Pending } else { Rulebook::Unwanted }
+    }
+
+    /// Keeps the rules in place, in the mode of the network config. Rules of the other mode are
+    /// removed. `settled` becomes true when the rules are in place for the first time or cannot be
+    /// made for now. `rulebook` gets their state.
+    ///
+    /// # Errors
+    /// Masquerading is asked for, cannot be done, and this is the daemon's first network. Later, or
+    /// if only forward rules are wanted, this is no error and is tried again every
+    /// `--iptables-resync` seconds.
+    ///
+    /// # Cancel safety
+    /// Dropping the future leaves the rules in place.
+    pub(crate) async fn keep(
+        &self,
+        config: &Config,
+        own: &Subnets,
+        first: bool,
+        (settled, rulebook): (watch::Sender<bool>, watch::Sender<Rulebook>),
+    ) -> Result<Infallible, Error> {
+        if !self.wanted() {
+            remove_leftovers().await;
+            settled.send_replace(true);
+            return Ok(std::future::pending().await);
+        }
+        let networks = config.networks.map(|_, network| network.network);
+        let (_wanted, rules) =
+            watch::channel(Rules::new(&networks, &own.iter().collect(), self.wish())?);
+        let firewall = match self.open(config).await {
+            Ok(firewall) => firewall,
+            Err(error) if first && self.masquerade => return Err(error.into()),
+            Err(error) => self.open_later(config, error, &settled, &rulebook).await,
+        };
+        let status = firewall.status();
+        rulebook.send_replace(Rulebook::Kept(status.clone()));
+        tokio::select! {
+            never = firewall.run(rules) => match never {},
+            never = settle(status, settled) => match never {},
+        }
+    }
+
+    /// Tries to open the firewall until that succeeds, after the first attempt failed with `error`.
+    /// Each reason is logged once.
+    async fn open_later(
+        &self,
+        config: &Config,
+        mut error: flannel_firewall::Error,
+        settled: &watch::Sender<bool>,
+        rulebook: &watch::Sender<Rulebook>,
+    ) -> Firewall {
+        let mut said = None;
+        loop {
+            let why = error.to_string();
+            if said.as_ref() != Some(&why) {
+                tracing::warn!("there are no firewall rules, which is tried again: {why}");
+                let asked = self.masquerade || self.forward_required;
+                rulebook.send_replace(Rulebook::Missing { why: why.clone(), asked });
+                settled.send_replace(true);
+                said = Some(why);
+            }
+            tokio::time::sleep(self.resync).await;
+            match self.open(config).await {
+                Ok(firewall) => return firewall,
+                Err(again) => error = again,
+            }
+        }
+    }
+}
+
+/// Removes the rules that an earlier run has left.
+async fn remove_leftovers() {
+    let cleaned = cleanup(&Programs::default()).await;
+    for deviation in &cleaned.found {
+        tracing::info!(
+            object = deviation.object,
+            "removed a rule of an earlier run: none are asked for now"
+        );
+    }
+    for error in &cleaned.failed {
+        match error.is_guess() {
+            true => tracing::info!("{error}"),
+            false => {
+                tracing::warn!("rules that an earlier run may have left are not removed: {error}");
+            }
+        }
+    }
+}
+
+/// Sets `settled` when the rules are in place for the first time or cannot be made. The firewall
+/// itself logs later changes.
+async fn settle(mut status: watch::Receiver<Status>, settled: watch::Sender<bool>) -> Infallible {
+    if status.wait_for(|now| now.in_place || now.failure.is_some()).await.is_ok() {
+        settled.send_replace(true);
+    }
+    std::future::pending().await
+}

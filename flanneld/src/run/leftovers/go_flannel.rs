@@ -1,0 +1,199 @@
+//! Starting where Go flannel ran before: the routes that it left on the external interface.
+//!
+//! Go flannel marks its routes as every script does. So they are removed only on the first start
+//! over a subnet file that we did not write, and only once the kernel has accepted or refused
+//! everything that the leases ask for.
+
+use std::cell::Cell;
+use std::convert::Infallible;
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use flannel_core::address::Dual;
+use flannel_core::kernel::Footprint;
+use flannel_core::object::Key;
+use flannel_core::status::Status;
+use flannel_core::{Config, Kernel, Subnet};
+use flannel_options::state_dir::{self, is_newer};
+use flannel_route::remove_go_routes;
+use tokio::sync::watch;
+
+use super::{is_settled, log_removal};
+use crate::blocking::{run_blocking, run_blocking_in_order};
+use crate::error::Error;
+
+/// The leftovers of Go flannel. Clones share their state.
+#[derive(Debug, Clone)]
+pub(crate) struct GoFlannel {
+    subnet_file: PathBuf,
+    /// Identifies the file that we wrote.
+    record: PathBuf,
+    /// Another program wrote the file, and its routes may still be there.
+    left_routes: Arc<AtomicBool>,
+}
+
+impl GoFlannel {
+    /// Looks at the subnet file, before it is written.
+    ///
+    /// # Errors
+    /// What was recorded cannot be read.
+    pub(crate) fn find(subnet_file: &Path, state_dir: &Path) -> Result<Self, Error> {
+        let (subnet_file, record) = (subnet_file.to_owned(), state_dir.join("subnet-file"));
+        let there = identity(&subnet_file);
+        let ours = match state_dir::read(&record) {
+            Ok(text) => text,
+            // A newer build of ours ran here last, and not Go flannel.
+            Err(error) if is_newer(&error) => {
+                tracing::warn!("{}: {error}", record.display());
+                there.clone()
+            }
+            Err(error) => return Err(Error::file(&record, &error)),
+        };
+        let left_routes = Arc::new(AtomicBool::new(there.is_some() && there != ours));
+        Ok(Self { subnet_file, record, left_routes })
+    }
+
+    /// The subnet file has been written: it counts as ours from now on, unless there are routes to
+    /// remove first. In one go with that ([`run_blocking_in_order`]), or the next start takes our
+    /// own for Go flannel's.
+    pub(crate) fn wrote_subnet_file(&self) {
+        if self.left_routes() {
+            return;
+        }
+        let text = identity(&self.subnet_file).unwrap_or_default();
+        if let Err(error) = state_dir::replace(&self.record, &text) {
+            tracing::warn!(
+                "{}: {error} (see --state-dir): the next start takes {} for Go flannel's",
+                self.record.display(),
+                self.subnet_file.display()
+            );
+        }
+    }
+
+    /// Waits until the network is settled and removes what Go flannel left, if it ran here before;
+    /// then waits for ever.
+    pub(crate) async fn clear(
+        &self,
+        kernel: Arc<dyn Kernel>,
+        (footprint, config): (Footprint, &Config),
+        mut status: watch::Receiver<Arc<Status>>,
+    ) -> Infallible {
+        let lens = config.networks.map(|_, network| network.subnet_len);
+        let settled = async { status.wait_for(is_settled).await.map(|status| Arc::clone(&status)) };
+        if self.left_routes()
+            && let Ok(status) = settled.await
+        {
+            let removal = move || remove(&*kernel, &footprint, lens, &status);
+            // Objects that the kernel keeps are removed after the next start.
+            self.left_routes.store(!run_blocking(removal).await, Ordering::Relaxed);
+            let this = self.clone();
+            run_blocking_in_order(move || this.wrote_subnet_file()).await;
+        }
+        std::future::pending().await
+    }
+
+    fn left_routes(&self) -> bool {
+        self.left_routes.load(Ordering::Relaxed)
+    }
+}
+
+/// Removes the routes, except those in whose place the kernel refused ours. Returns whether all are
+/// gone.
+fn remove(kernel: &dyn Kernel, footprint: &Footprint, lens: Dual<u8>, status: &Status) -> bool {
+    let spared = Cell::new(false);
+    let refused = |dst: &Subnet| {
+        let refused = status.failing.get(&Key::Route(*dst)).is_some();
+        spared.set(spared.get() || refused);
+        refused
+    };
+    let removal = remove_go_routes(kernel, footprint, lens, refused, false);
+    log_removal("left by Go flannel", removal) && !spared.get()
+}
+
+/// Distinguishes this file from one that another program put in its place, even with the same
+/// content. `None` if there is no file.
+fn identity(path: &Path) -> Option<String> {
+    let file = fs::metadata(path).ok()?;
+    let (inode, device, seconds, nanos) = (file.ino(), file.dev(), file.mtime(), file.mtime_nsec());
+    Some(format!("{} {device} {inode} {seconds}.{nanos:09}\n", path.display()))
+}
+
+#[cfg(test)]
+mod tests {
+    use flannel_core::kernel::GO_ROUTE_PROTOCOL;
+    use flannel_core::object::{Route, Via};
+    use flannel_core::testing::FakeKernel;
+
+    use super::*;
+
+    #[test]
+    fn only_a_subnet_file_of_another_program_has_leftovers() {
+        let dir = tempfile::tempdir().unwrap();
+        let (file, state) = (dir.path().join("subnet.env"), dir.path());
+        let find = || GoFlannel::find(&file, state).unwrap();
+        let first = find();
+        assert!(!first.left_routes(), "there is no file");
+        fs::write(&file, "A=1\n").unwrap();
+        assert!(find().left_routes(), "nobody recorded it");
+        first.wrote_subnet_file();
+        assert!(!find().left_routes(), "ours");
+        // As whoever writes it does: another file with the same content.
+        fs::write(dir.path().join("new"), "A=1\n").unwrap();
+        fs::rename(dir.path().join("new"), &file).unwrap();
+        let second = find();
+        assert!(second.left_routes(), "Go flannel ran meanwhile");
+        second.wrote_subnet_file();
+        assert!(find().left_routes(), "not before its routes are gone");
+    }
+
+    #[tokio::test]
+    async fn routes_go_only_when_the_network_is_settled_and_until_the_kernel_let_them() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("subnet.env");
+        fs::write(&file, "A=1\n").unwrap();
+        let config =
+            Config::parse(r#"{"Network":"10.1.0.0/16","Backend":{"Type":"host-gw"}}"#).unwrap();
+        let eth0 = "eth0".parse().unwrap();
+        let (networks, routes_on) = (config.pod_networks().collect(), [eth0].into());
+        let footprint = Footprint { networks, routes_on, ..Footprint::default() };
+        let kernel = FakeKernel::with_uplink("eth0");
+        let via = Via::Gateway { gateway: [192, 0, 2, 66].into(), link: eth0, onlink: false };
+        let route = Route { dst: "10.1.66.0/24".parse().unwrap(), via, mtu: None };
+        kernel.foreign_put(route, GO_ROUTE_PROTOCOL);
+        for refused in [true, false] {
+            if refused {
+                kernel.fail(1, 1, |call| call.key.is_some());
+            }
+            let go_flannel = GoFlannel::find(&file, dir.path()).unwrap();
+            let (sender, status) = watch::channel(Arc::new(Status::default()));
+            let there = || !kernel.dump().is_empty();
+            {
+                let clear = go_flannel.clear(
+                    Arc::new(kernel.clone()),
+                    (footprint.clone(), &config),
+                    status,
+                );
+                let mut clear = std::pin::pin!(clear);
+                let quiet = async { tokio::task::yield_now().await };
+                tokio::select! { biased; _ = &mut clear => unreachable!(), () = quiet => {} }
+                assert!(kernel.take_calls().is_empty() && there(), "not settled yet");
+                let mut settled = Status::default();
+                (settled.live, settled.settled) = (true, true);
+                sender.send_replace(Arc::new(settled));
+                let mut calls = 0;
+                let done = async {
+                    while calls < 2 || dir.path().join("subnet-file").exists() == refused {
+                        calls += kernel.take_calls().len();
+                        tokio::task::yield_now().await;
+                    }
+                };
+                tokio::select! { biased; _ = &mut clear => unreachable!(), () = done => {} }
+            }
+            assert_eq!((there(), go_flannel.left_routes()), (refused, refused));
+        }
+        assert!(!GoFlannel::find(&file, dir.path()).unwrap().left_routes());
+    }
+}

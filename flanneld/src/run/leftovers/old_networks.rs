@@ -1,0 +1,90 @@
+//! Starting with another pod network than before: routes to the old subnets of peers stay on the
+//! external interface.
+//!
+//! A route is ours if it has our protocol and lies inside our pod networks. So the pod networks are
+//! recorded as a network starts, and forgotten when nothing of them is left. An error of the record
+//! does not end a network that runs.
+
+use std::convert::Infallible;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use flannel_core::kernel::Footprint;
+use flannel_core::status::Status;
+use flannel_core::{Config, Kernel, Subnet};
+use flannel_options::state_dir;
+use flannel_route::remove_former;
+use tokio::sync::watch;
+
+use super::{is_settled, log_removal};
+use crate::blocking::{run_blocking, run_blocking_in_order};
+
+/// The pod networks of this host in the record.
+#[derive(Debug)]
+pub(crate) struct OldNetworks {
+    record: PathBuf,
+    /// Those before the config's, of which objects may be left.
+    former: Vec<Subnet>,
+    current: Vec<Subnet>,
+}
+
+impl OldNetworks {
+    /// Notes the config's networks before objects are put for them.
+    pub(crate) async fn record(state_dir: &Path, config: &Config) -> Self {
+        let record = state_dir::networks(state_dir);
+        let current: Vec<Subnet> = config.pod_networks().collect();
+        let mut former = state_dir::read_networks(&record);
+        former.retain(|network| !current.contains(network));
+        let all = [&former[..], &current].concat();
+        let this = Self { record, former, current };
+        this.write(&all).await;
+        this
+    }
+
+    /// Waits until the network is settled and removes objects of former networks; then waits for ever.
+    pub(crate) async fn clear(
+        &self,
+        kernel: Arc<dyn Kernel>,
+        footprint: Footprint,
+        mut status: watch::Receiver<Arc<Status>>,
+    ) -> Infallible {
+        if !self.former.is_empty() && status.wait_for(is_settled).await.is_ok() {
+            let former = self.former.clone();
+            let removal = move || {
+                let mut gone = true;
+                for network in former {
+                    let removed = remove_former(&*kernel, &footprint, network, false);
+                    gone &=
+                        log_removal(&format!("left of the earlier pod network {network}"), removed);
+                }
+                gone
+            };
+            // Objects that the kernel keeps are removed after the next start.
+            if run_blocking(removal).await {
+                self.write(&self.current).await;
+            }
+        }
+        std::future::pending().await
+    }
+
+    /// Writes the record, unless it is the same already.
+    async fn write(&self, networks: &[Subnet]) {
+        let text: String = networks.iter().map(|network| format!("{network}\n")).collect();
+        let written = match state_dir::read(&self.record).map(Option::unwrap_or_default) {
+            Ok(noted) if noted == text => return,
+            // A record that cannot be read is not overwritten.
+            Err(error) => Err(error),
+            Ok(_) => {
+                let record = self.record.clone();
+                run_blocking_in_order(move || state_dir::replace(&record, &text)).await
+            }
+        };
+        if let Err(error) = written {
+            tracing::warn!(
+                "{}: {error} (see --state-dir): after the next change of the pod network, the routes of \
+                 this one on the external interface stay",
+                self.record.display()
+            );
+        }
+    }
+}

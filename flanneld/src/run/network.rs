@@ -1,0 +1,234 @@
+//! Runs one network, from its start until one of the values that it was built from changes.
+
+use std::convert::Infallible;
+use std::sync::Arc;
+use std::time::Duration;
+
+use flannel_core::lease::{Origin, View};
+use flannel_core::network::{Ended, NetworkHandle};
+use flannel_core::status::Status;
+use flannel_core::{Config, SubnetManager, Subnets};
+use flannel_doctor::path_probe::server;
+use flannel_subnet::SubnetEnv;
+use tokio::sync::watch;
+
+use super::changed_config;
+use super::leftovers::go_flannel::GoFlannel;
+use super::leftovers::old_networks::OldNetworks;
+use super::start::{Ready, stored};
+use super::status_log::log_status;
+use crate::blocking::run_blocking_in_order;
+use crate::config::DaemonConfig;
+use crate::error::Error;
+use crate::observe::Observer;
+use crate::report::host;
+use crate::store::wait::{STORE_AGAIN, hold};
+
+/// The pause before it is checked again whether a network could be built.
+const SECOND_THOUGHT: Duration = Duration::from_secs(10);
+/// The subnet file waits so long for firewall rules, which another program may have locked, and for
+/// the tunnel.
+const RULES: Duration = Duration::from_secs(5);
+
+/// Runs a network until a value that it was built from changes. Returns the reason.
+///
+/// # Errors
+/// The network stops, or the lease is lost.
+pub(super) async fn run(
+    settings: &DaemonConfig,
+    subnets: &dyn SubnetManager,
+    ready: Ready,
+    go_flannel: &GoFlannel,
+    observer: &Observer,
+) -> Result<String, Error> {
+    warn_if_stale(subnets, &ready.views.borrow());
+    let (settled, rules) = watch::channel(false);
+    let (book, rulebook) = watch::channel(settings.firewall.rulebook());
+    let running = ready.running(&settings.backends, rulebook);
+    let responder = server::serve(running.probe_server(settings.control.doctor_port));
+    let _running = observer.running(running);
+    let Ready { config, backend, network, views, lapsed, cached, first, chosen, validator } = ready;
+    let handle = network.handle();
+    let own = handle.lease.subnets;
+    let firewall = async {
+        if lapsed {
+            return Ok(std::future::pending().await);
+        }
+        settings.firewall.keep(&config, &own, first, (settled, book)).await
+    };
+    let looks = look_around(observer, rules.clone(), lapsed);
+    let judge = async |to: &Config| validator.judge(to, Some(&config)).await.map(drop);
+    // The next network may be built from another config.
+    let judge_anew = async || {
+        let next = stored(subnets, Some(&config)).await?;
+        validator.usable(next, Some(&config)).await.map(drop)
+    };
+    let hold = async {
+        if lapsed {
+            return until_live(subnets, own, views.clone(), &judge_anew, observer).await;
+        }
+        publish(settings, &config, &handle, rules, (go_flannel, observer)).await?;
+        tracing::info!(
+            lease = %own, backend = backend.kind(), mtu = handle.mtu,
+            subnet_file = %settings.subnet_file.display(), "running"
+        );
+        hold(subnets, &handle.lease).await
+    };
+    let uplink = chosen.iface.name;
+    let (kernel, footprint) = (chosen.kernel.clone(), backend.footprint(&config, Some(uplink))?);
+    let old_networks = OldNetworks::record(&settings.state_dir, &config).await;
+    let status = || handle.status.clone();
+    tokio::select! {
+        never = old_networks.clear(kernel.clone(), footprint.clone(), status()) => match never {},
+        never = go_flannel.clear(kernel, (footprint, &config), status()) => match never {},
+        ended = network.run(views.clone()) => match ended? {
+            Ended::Rebuild(reason) => Ok(reason),
+            ended => Err(Error::Stopped(format!("{ended:?}"))),
+        },
+        reason = hold => reason,
+        reason = changed_config::to_apply(subnets, (&config, cached), &judge, observer) => reason,
+        reason = chosen.changed(&config, &judge_anew, observer) => Ok(reason),
+        never = firewall => match never? {},
+        never = log_status(status()) => match never {},
+        never = observer.follow(views.clone()) => match never {},
+        never = looks => match never {},
+        never = responder => match never {},
+    }
+}
+
+/// Without a lease of its own a network lasts until the store can be asked for one and the next
+/// network can be built. Returns the reason.
+async fn until_live(
+    subnets: &dyn SubnetManager,
+    own: Subnets,
+    mut views: watch::Receiver<View>,
+    judge: impl AsyncFn() -> Result<(), Error>,
+    observer: &Observer,
+) -> Result<String, Error> {
+    tracing::warn!(
+        lease = %own,
+        "this node's lease has run out: peers are kept in place, its own subnet is not, until {} answers",
+        subnets.store_status().store
+    );
+    if views.wait_for(|view| matches!(view.origin, Origin::Live { .. })).await.is_err() {
+        // The store is no longer followed, which the network itself reports.
+        std::future::pending::<()>().await;
+    }
+    let mut said = None;
+    while let Err(error) = judge().await {
+        // The store may have gone again, which is reported elsewhere.
+        let gone = error.is_of_store();
+        let why = (!gone).then(|| error.to_string());
+        if let Some(why) = why.as_ref().filter(|why| said.as_ref() != Some(*why)) {
+            tracing::warn!(
+                "the store answers, but no lease is asked for, because no network could be built: {why}"
+            );
+        }
+        observer.note(|facts| facts.waits_for = why.clone());
+        said = why.or(said);
+        tokio::time::sleep(if gone { STORE_AGAIN } else { SECOND_THOUGHT }).await;
+    }
+    Ok("the store answers, and can be asked for a lease".to_owned())
+}
+
+/// Lets pods start by writing the subnet file, after the rules and the tunnel are in place. If the
+/// bridge of the pods came before the tunnel, Linux would take the tunnel's IPv6 address for the
+/// anycast address of the bridge's subnet, to which no TCP connection can be made.
+async fn publish(
+    settings: &DaemonConfig,
+    config: &Config,
+    handle: &NetworkHandle,
+    rules: watch::Receiver<bool>,
+    (go_flannel, observer): (&GoFlannel, &Observer),
+) -> Result<(), Error> {
+    rules_and_tunnel(rules, handle.status.clone()).await;
+    let env = SubnetEnv {
+        networks: config.pod_networks().collect(),
+        subnets: handle.lease.subnets.iter().collect(),
+        mtu: handle.mtu,
+        ip_masq: settings.firewall.masquerade,
+    };
+    let (path, go_flannel) = (settings.subnet_file.clone(), go_flannel.clone());
+    run_blocking_in_order(move || env.write_atomic(&path).map(|()| go_flannel.wrote_subnet_file()))
+        .await?;
+    observer.note(|facts| facts.subnet_file = true);
+    Ok(())
+}
+
+/// Waits until the rules and the tunnel are in place, for a limited time.
+async fn rules_and_tunnel(
+    mut rules: watch::Receiver<bool>,
+    mut status: watch::Receiver<Arc<Status>>,
+) {
+    // The results are dropped at once, because they block the channel's senders.
+    let there = async {
+        drop(rules.wait_for(|settled| *settled).await);
+        drop(status.wait_for(|status| status.own_in_place).await);
+    };
+    let _ = tokio::time::timeout(RULES, there).await;
+}
+
+/// Logs the findings about this host once, when the firewall rules are in place or cannot be.
+async fn look_around(
+    observer: &Observer,
+    mut rules: watch::Receiver<bool>,
+    lapsed: bool,
+) -> Infallible {
+    if !lapsed {
+        let _ = tokio::time::timeout(RULES, rules.wait_for(|settled| *settled)).await;
+    }
+    host::look(&observer.snapshot(), observer.legacy()).await.findings.iter().for_each(host::log);
+    std::future::pending().await
+}
+
+/// Logs that the leases are those of an earlier run.
+fn warn_if_stale(subnets: &dyn SubnetManager, view: &View) {
+    let status = subnets.store_status();
+    if let (Origin::Cached { written: Some(written) }, None) = (view.origin, status.confirmed) {
+        let age = written.elapsed().unwrap_or_default().as_secs();
+        tracing::warn!(
+            "stale: {} leases from the cache, written {age} s ago, are put in place; nothing is deleted until {} answers",
+            view.leases.len(),
+            status.store
+        );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::time::Instant;
+
+    use super::*;
+
+    /// Firewall rules that never come, and a tunnel that cannot be made, delay pods for a limited
+    /// time.
+    #[tokio::test(start_paused = true)]
+    async fn rules_and_tunnel_are_waited_for_but_not_for_ever() {
+        for (settled, tunnel) in [(true, true), (true, false), (false, true), (false, false)] {
+            let (_rulebook, rules) = watch::channel(settled);
+            let mut status = Status::default();
+            status.own_in_place = tunnel;
+            let (_network, status) = watch::channel(Arc::new(status));
+            let start = Instant::now();
+            tokio::time::timeout(2 * RULES, rules_and_tunnel(rules, status)).await.unwrap();
+            let (took, due) =
+                (start.elapsed(), if settled && tunnel { Duration::ZERO } else { RULES });
+            assert!(due <= took && took < due + RULES, "{settled} {tunnel}: {took:?}");
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn rules_and_tunnel_end_the_wait_as_soon_as_they_are_there() {
+        let (rulebook, rules) = watch::channel(false);
+        let (network, status) = watch::channel(Arc::new(Status::default()));
+        let start = Instant::now();
+        let come = async {
+            tokio::time::sleep(RULES / 4).await;
+            rulebook.send(true).unwrap();
+            tokio::time::sleep(RULES / 4).await;
+            network.send_modify(|status| Arc::make_mut(status).own_in_place = true);
+        };
+        tokio::join!(rules_and_tunnel(rules, status), come);
+        assert!(start.elapsed() < RULES * 3 / 4, "{:?}", start.elapsed());
+    }
+}

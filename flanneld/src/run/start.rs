@@ -1,0 +1,196 @@
+//! Builds a network from the values in the store.
+
+use std::sync::Arc;
+use std::time::SystemTime;
+
+use flannel_core::backend::Backends;
+use flannel_core::backend::ExternalInterface;
+use flannel_core::kernel::Footprint;
+use flannel_core::lease::View;
+use flannel_core::{Backend, Config, Kernel, SubnetManager};
+use flannel_netlink::NetlinkKernel;
+use flannel_options::FileSecrets;
+use flannel_route::{Host, HostNetwork, JoinOptions};
+use tokio::sync::{OnceCell, watch};
+
+use super::config_validator::ConfigValidator;
+use super::uplink::{Chosen, addresses_of};
+use crate::blocking::run_blocking;
+use crate::config::DaemonConfig;
+use crate::error::Error;
+use crate::observe::{Rulebook, Running};
+use crate::store::readiness;
+
+/// Builds networks, one after the other.
+pub(super) struct Starter<'a> {
+    settings: &'a DaemonConfig,
+    kernel: Arc<NetlinkKernel>,
+    subnets: Arc<dyn SubnetManager>,
+    machine_id: String,
+    /// The start is published before the first lease is asked for.
+    announced: OnceCell<()>,
+    /// The values that the last network was built from; `None` before the first one.
+    last: Option<(Config, ExternalInterface)>,
+}
+
+/// A network that can run.
+pub(super) struct Ready {
+    pub(super) config: Config,
+    pub(super) backend: &'static dyn Backend,
+    pub(super) network: HostNetwork,
+    pub(super) views: watch::Receiver<View>,
+    /// It leads to the peers, but this node has no lease: its time ran out, and the store does not
+    /// answer.
+    pub(super) lapsed: bool,
+    /// The config comes from the cache.
+    pub(super) cached: bool,
+    /// It is the first network of this daemon.
+    pub(super) first: bool,
+    pub(super) chosen: Chosen,
+    pub(super) validator: ConfigValidator,
+}
+
+impl Ready {
+    /// The network as observers see it.
+    pub(super) fn running(
+        &self,
+        backends: &Backends,
+        rulebook: watch::Receiver<Rulebook>,
+    ) -> Running {
+        Running {
+            config: self.config.clone(),
+            datapath: backends.datapath(&self.config),
+            links: backends.links(self.chosen.iface.name, &self.config),
+            iface: self.chosen.iface.clone(),
+            kernel: Arc::clone(&self.chosen.kernel) as Arc<dyn Kernel>,
+            handle: self.network.handle(),
+            views: self.views.clone(),
+            rulebook,
+            lapsed: self.lapsed,
+            since: SystemTime::now(),
+        }
+    }
+}
+
+impl<'a> Starter<'a> {
+    pub(super) fn new(
+        settings: &'a DaemonConfig,
+        kernel: Arc<NetlinkKernel>,
+        subnets: Arc<dyn SubnetManager>,
+        machine_id: String,
+    ) -> Self {
+        let (announced, last) = (OnceCell::new(), None);
+        Self { settings, kernel, subnets, machine_id, announced, last }
+    }
+
+    /// Whether a network of this daemon has run.
+    pub(super) fn has_run(&self) -> bool {
+        self.last.is_some()
+    }
+
+    /// The network runs from now on.
+    pub(super) fn started(&mut self, ready: &Ready) {
+        self.last = Some((ready.config.clone(), ready.chosen.iface.clone()));
+    }
+
+    /// Asks the store for everything that a network is built from, and builds it.
+    ///
+    /// # Errors
+    /// The store does not answer, or no network can be built from its values.
+    pub(super) async fn start(&self) -> Result<Ready, Error> {
+        let (settings, subnets) = (self.settings, &*self.subnets);
+        let kernel = || Arc::clone(&self.kernel) as Arc<dyn Kernel>;
+        let last = self.last.as_ref().map(|(config, _)| config);
+        let stored = stored(subnets, last).await?;
+        let cached = subnets.store_status().confirmed.is_none();
+        let hints = subnets.hints().await?;
+        let views = subnets.watch_leases().await?;
+        // First, because each of the next steps may end this start and those that follow.
+        self.announced
+            .get_or_try_init(|| {
+                let footprint = settings.backends.footprint(&stored);
+                readiness::announce(subnets, in_place(kernel(), footprint))
+            })
+            .await?;
+        let used = self.last.as_ref().map(|(_, iface)| iface.clone());
+        let validator = ConfigValidator::new(&self.kernel, settings, &hints, views.clone(), used);
+        let (config, chosen) = validator.usable(stored, last).await?;
+        let backend = settings.backends.find(&config.backend.kind)?;
+        let drop_unused_addresses = settings.ip_blackhole_route;
+        if drop_unused_addresses && !backend.footprint(&config, None)?.blackholes {
+            let kind = backend.kind();
+            tracing::warn!(
+                "--ip-blackhole-route has no effect: backend {kind}: it leaves routes to others"
+            );
+        }
+        let lapsed = hints.lapsed.is_some();
+        let host = Host::new(chosen.iface.clone(), kernel(), Arc::clone(&self.subnets))
+            .with_machine_id(self.machine_id.clone())
+            .with_secrets(Arc::new(FileSecrets::new(&settings.state_dir)));
+        let join = JoinOptions { lapsed: hints.lapsed, drop_unused_addresses };
+        let network = host.join(backend, &config, join).await?;
+        tracing::info!(networks = ?config.pod_networks().collect::<Vec<_>>(), backend = backend.kind(), "network config");
+        let ExternalInterface { name, mtu, reason, .. } = &chosen.iface;
+        let addresses = addresses_of(&chosen.iface);
+        tracing::info!("external interface {name}: {addresses} ({reason}; MTU {mtu})");
+        let (first, validator) = (last.is_none(), validator.using(&chosen.iface));
+        Ok(Ready { config, backend, network, views, lapsed, cached, first, chosen, validator })
+    }
+}
+
+/// The network config of the store. If the store has no valid one, the `last` one stays in force,
+/// and the store reports the reason.
+pub(super) async fn stored(
+    subnets: &dyn SubnetManager,
+    last: Option<&Config>,
+) -> Result<Config, Error> {
+    use flannel_core::Error as Cause;
+
+    match (subnets.network_config().await, last) {
+        (Err(Cause::NoConfig { .. } | Cause::Config { .. }), Some(last)) => Ok(last.clone()),
+        (stored, _) => Ok(stored?),
+    }
+}
+
+/// Whether the kernel has objects of an earlier run's network. After a boot it has none.
+async fn in_place(kernel: Arc<dyn Kernel>, footprint: Footprint) -> bool {
+    // A network without objects lacks none. A kernel that cannot be read counts as having some.
+    let look = move || {
+        footprint == Footprint::default()
+            || !kernel.snapshot(&footprint).is_ok_and(|there| there.is_empty())
+    };
+    run_blocking(look).await
+}
+
+#[cfg(test)]
+mod tests {
+    use flannel_core::testing::{FakeKernel, Operation};
+
+    use super::*;
+
+    #[tokio::test]
+    async fn what_cannot_be_looked_at_counts_as_in_place() {
+        let footprint =
+            |text: &str| flannel_backends::all().footprint(&Config::parse(text).unwrap());
+        let vxlan = footprint(r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vxlan"}}"#);
+        let kernel = FakeKernel::with_uplink("eth0");
+        assert!(!in_place(Arc::new(kernel.clone()), vxlan.clone()).await);
+        kernel.fail(1, 105, |call| call.operation == Operation::Snapshot);
+        assert!(in_place(Arc::new(kernel.clone()), vxlan).await);
+        // Nobody puts anything there, or nobody knows what.
+        assert!(
+            in_place(
+                Arc::new(kernel.clone()),
+                footprint(r#"{"Network":"10.1.0.0/16","Backend":{"Type":"alloc"}}"#)
+            )
+            .await
+        );
+        assert!(
+            !in_place(
+                Arc::new(kernel),
+                footprint(r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vlxan"}}"#)
+            )
+            .await
+        );
+    }
+}

@@ -1,0 +1,362 @@
+//! Logs the status of a network: a line per change, for a few changes of each kind in a window of
+//! time, and one line with the number of the others. Another program may break objects a thousand
+//! times a second, and those of thousands of peers at once.
+
+use std::collections::BTreeMap;
+use std::convert::Infallible;
+use std::sync::Arc;
+use std::time::Duration;
+
+use flannel_core::kernel::KernelError;
+use flannel_core::object::ObjectKind;
+use flannel_core::status::{Damage, Failure, Status};
+use tokio::sync::watch;
+use tokio::time::{Instant, sleep_until};
+
+/// In this time at most [`LINES`] changes of a kind have a line each.
+const WINDOW: Duration = Duration::from_secs(10);
+/// The other changes share a line at the end of the window.
+const LINES: usize = 5;
+/// The shortest time between two lines about being in sync.
+const SYNC_GAP: Duration = Duration::from_secs(1);
+
+/// Logs whether the network is in sync, refusals of the kernel, rejected leases, advisories and
+/// repairs.
+pub(crate) async fn log_status(mut status: watch::Receiver<Arc<Status>>) -> Infallible {
+    let mut log = StatusLog::default();
+    loop {
+        let now = Arc::clone(&status.borrow_and_update());
+        for line in log.lines(&now, Instant::now()) {
+            match line {
+                Line::Info(text) => tracing::info!("{text}"),
+                Line::Warn(text) => tracing::warn!("{text}"),
+            }
+        }
+        let later = async {
+            match log.next() {
+                Some(later) => sleep_until(later).await,
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            // If the network has stopped, its own future reports that.
+            Ok(()) = status.changed() => {}
+            () = later => {}
+        }
+    }
+}
+
+#[derive(Debug, PartialEq, Eq)]
+enum Line {
+    Info(String),
+    Warn(String),
+}
+
+/// The lines that are to be logged.
+#[derive(Default)]
+struct StatusLog {
+    /// The last status.
+    said: Arc<Status>,
+    sync: InSync,
+    refusals: Capped,
+    rejected: Capped,
+    accepted: Capped,
+    advisories: Capped,
+    repairs: Repairs,
+}
+
+impl StatusLog {
+    /// The lines for a new status.
+    fn lines(&mut self, now: &Arc<Status>, at: Instant) -> Vec<Line> {
+        let mut lines = Vec::new();
+        lines.extend(self.sync.line(now, at));
+        let said = std::mem::replace(&mut self.said, Arc::clone(now));
+        if let (Some(error), None) = (&now.kernel_error, &said.kernel_error) {
+            let hint = hint(error);
+            lines.push(Line::Warn(format!(
+                "not in sync: the kernel cannot be read or watched: {error}{hint}"
+            )));
+        }
+        let refused = now.failing.changes_since(&said.failing);
+        let mut refused = refused.filter_map(|(_, then, now)| now.filter(|_| then.is_none()));
+        let refusal = refused.next().map(|failure| (failure, refused.count()));
+        let text = |(failure, others): (&Failure, usize)| {
+            let (change, error) = (&failure.change, &failure.error);
+            let others = if others == 0 { String::new() } else { format!(" (and {others} more)") };
+            format!("not in sync: the kernel refused: {change}: {error}{}{others}", hint(error))
+        };
+        lines.extend(self.refusals.lines(at, refusal, text, "refusals").map(Line::Warn));
+        let leases = || now.rejected.changes_since(&said.rejected);
+        let new = leases().filter_map(|(lease, _, why)| Some((lease, why?)));
+        let text = |(lease, why): (&_, &_)| format!("the lease {lease} is rejected: {why}");
+        let rejected = self.rejected.lines(at, new, text, "leases are rejected");
+        lines.extend(rejected.map(Line::Warn));
+        let new = leases().filter(|(.., why)| why.is_none());
+        let text =
+            |(lease, ..): (&_, _, _)| format!("the lease {lease} is no longer rejected, or gone");
+        let accepted = self.accepted.lines(at, new, text, "leases are no longer rejected, or gone");
+        lines.extend(accepted.map(Line::Info));
+        let new = now.advisories.changes_since(&said.advisories).filter(|(.., now)| now.is_some());
+        let text = |(advisory, ..): (&String, _, _)| advisory.clone();
+        let advisories = self.advisories.lines(at, new, text, "advisories of that kind");
+        lines.extend(advisories.map(Line::Warn));
+        lines.extend(self.repairs.lines(now, &said, at).into_iter().map(Line::Info));
+        lines
+    }
+
+    /// The time of the next line, if the status does not change until then.
+    fn next(&self) -> Option<Instant> {
+        let Self { refusals, rejected, accepted, advisories, repairs, .. } = self;
+        let capped = [refusals, rejected, accepted, advisories, &repairs.capped];
+        let ends = capped.into_iter().filter(|capped| capped.unsaid > 0);
+        ends.filter_map(|capped| capped.end).chain(self.sync.later).min()
+    }
+}
+
+/// Being in sync, again or with more or fewer peers.
+#[derive(Default)]
+struct InSync {
+    /// The number of peers in the last line; `None` if the network is out of sync since.
+    said: Option<usize>,
+    /// The time of the last line.
+    at: Option<Instant>,
+    /// The time of the next line, if the network is still in sync then.
+    later: Option<Instant>,
+}
+
+impl InSync {
+    fn line(&mut self, now: &Status, at: Instant) -> Option<Line> {
+        self.later = None;
+        if !now.in_sync {
+            self.said = None;
+            return None;
+        }
+        if self.said == Some(now.peers) {
+            return None;
+        }
+        if let Some(later) = self.at.map(|last| last + SYNC_GAP).filter(|later| at < *later) {
+            self.later = Some(later);
+            return None;
+        }
+        (self.said, self.at) = (Some(now.peers), Some(at));
+        Some(Line::Info(format!("in sync peers={} objects={}", now.peers, now.objects)))
+    }
+}
+
+/// Lines of one kind. A window has room for a few.
+#[derive(Default)]
+struct Capped {
+    /// The end of the window; `None` before the first.
+    end: Option<Instant>,
+    lines: usize,
+    unsaid: u64,
+}
+
+impl Capped {
+    /// Begins a new window if the last one is over. Returns the number of changes without a line in
+    /// the last one.
+    fn turn(&mut self, at: Instant) -> Option<u64> {
+        if self.end.is_some_and(|end| at < end) {
+            return None;
+        }
+        Some(std::mem::replace(self, Self { end: Some(at + WINDOW), ..Self::default() }).unsaid)
+    }
+
+    /// Whether there is room for one more line, which is used.
+    fn take(&mut self) -> bool {
+        let room = self.lines < LINES;
+        if room {
+            self.lines += 1;
+        } else {
+            self.unsaid += 1;
+        }
+        room
+    }
+
+    /// A line for each `new` change for which there is room, after the number of those in the last
+    /// window for which there was none, which `rest` describes.
+    fn lines<T>(
+        &mut self,
+        at: Instant,
+        new: impl IntoIterator<Item = T>,
+        text: impl Fn(T) -> String,
+        rest: &str,
+    ) -> std::vec::IntoIter<String> {
+        let mut lines = Vec::new();
+        if let Some(unsaid @ 1..) = self.turn(at) {
+            lines.push(format!("and {unsaid} more {rest}"));
+        }
+        lines.extend(new.into_iter().filter_map(|change| self.take().then(|| text(change))));
+        lines.into_iter()
+    }
+}
+
+/// The hint for an error.
+fn hint(error: &KernelError) -> &'static str {
+    match error.errno {
+        // EPERM
+        1 => "; flanneld needs CAP_NET_ADMIN in this network namespace",
+        _ => "",
+    }
+}
+
+/// Lines about repairs.
+#[derive(Default)]
+struct Repairs {
+    capped: Capped,
+    /// The numbers of repairs with a line, from the network's start.
+    counts: BTreeMap<(ObjectKind, Damage), u64>,
+}
+
+impl Repairs {
+    fn lines(&mut self, now: &Status, said: &Status, at: Instant) -> Vec<String> {
+        let mut rest = None;
+        if let Some(unsaid) = self.capped.turn(at) {
+            if unsaid > 0 {
+                rest = Some(format!("and {unsaid} more repairs: {}", self.summary(said)));
+            }
+            self.counts = said.repairs.clone();
+        }
+        // A status lists the last repairs only.
+        let (new, listed) = (now.repaired.saturating_sub(said.repaired), now.repairs_since(said));
+        let mut lines = Vec::new();
+        for repair in listed.take(LINES - self.capped.lines) {
+            lines.push(repair.to_string());
+            *self.counts.entry((repair.object.key().kind(), repair.damage)).or_default() += 1;
+        }
+        self.capped.lines += lines.len();
+        self.capped.unsaid += new - lines.len() as u64;
+        rest.into_iter().chain(lines).collect()
+    }
+
+    /// `512 × route deleted, 3 × fdb changed`.
+    fn summary(&self, now: &Status) -> String {
+        let more = now.repairs.iter().filter_map(|(what, count)| {
+            let more = count - self.counts.get(what).copied().unwrap_or(0);
+            (more > 0).then(|| format!("{more} × {} {}", what.0, what.1))
+        });
+        more.collect::<Vec<_>>().join(", ")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use flannel_core::Subnets;
+    use flannel_core::network::Rejection;
+    use flannel_core::object::{Neigh, Route, Via};
+    use flannel_core::status::{Listing, Repair};
+
+    use super::*;
+
+    /// A status with `more` repairs than `before`, as a network would publish it.
+    fn damaged(before: &Status, more: u64) -> Status {
+        let mut status = before.clone();
+        for _ in 0..more {
+            status.repaired += 1;
+            let route =
+                Route { dst: "10.1.7.0/24".parse().unwrap(), via: Via::Blackhole, mtu: None };
+            *status.repairs.entry((ObjectKind::Route, Damage::Deletion)).or_default() += 1;
+            status.last_repairs.push(Arc::new(Repair::new(
+                status.repaired,
+                Damage::Deletion,
+                route,
+            )));
+            if status.last_repairs.len() > Status::LAST_REPAIRS {
+                status.last_repairs.remove(0);
+            }
+        }
+        status
+    }
+
+    fn lease(n: u8) -> Subnets {
+        format!("10.1.{n}.0-24").parse().unwrap()
+    }
+
+    #[test]
+    fn thousands_of_rejections_and_advisories_have_few_lines_and_all_are_counted() {
+        let (mut log, start) = (StatusLog::default(), Instant::now());
+        let no = || Rejection::Rejected("no".into());
+        let mut status = Status::default();
+        status.rejected = (0..200).map(|n| (lease(n), no())).collect();
+        status.advisories = (0..200).map(|n| (format!("advisory {n:03}"), ())).collect();
+        let lines = log.lines(&Arc::new(status.clone()), start);
+        let named = (0..5).map(|n| {
+            format!("the lease {} is rejected: {}", lease(n), Rejection::Rejected("no".into()))
+        });
+        let named = named.chain((0..5).map(|n| format!("advisory {n:03}"))).map(Line::Warn);
+        assert_eq!(lines, named.collect::<Vec<_>>());
+        assert_eq!(log.next(), Some(start + WINDOW));
+        status.rejected = Listing::default();
+        let lines = log.lines(&Arc::new(status.clone()), start + SYNC_GAP);
+        assert_eq!(lines.len(), LINES);
+        let lines = log.lines(&Arc::new(status.clone()), start + WINDOW);
+        let rest = [
+            Line::Warn("and 195 more leases are rejected".into()),
+            Line::Info("and 195 more leases are no longer rejected, or gone".into()),
+            Line::Warn("and 195 more advisories of that kind".into()),
+        ];
+        assert_eq!(lines, rest);
+        assert_eq!(log.next(), None);
+        // After a rest there is room again.
+        status.rejected = [(lease(7), no())].into_iter().collect();
+        assert_eq!(log.lines(&Arc::new(status), start + 5 * WINDOW).len(), 1);
+    }
+
+    #[test]
+    fn being_in_sync_is_said_once_a_second_at_most_and_in_the_end() {
+        let (mut log, start) = (StatusLog::default(), Instant::now());
+        let mut said = Vec::new();
+        for ms in 0..10_000u64 {
+            let peers = usize::try_from(ms).unwrap();
+            let mut status = Status::default();
+            (status.in_sync, status.peers, status.objects) = (ms % 3 != 1, peers, 4 * peers);
+            said.extend(log.lines(&Arc::new(status), start + Duration::from_millis(ms)));
+        }
+        assert_eq!((said.len(), &said[0]), (10, &Line::Info("in sync peers=0 objects=0".into())));
+        let later = log.next().unwrap();
+        assert!(later <= start + Duration::from_secs(11));
+        let last = log.said.clone();
+        assert_eq!(
+            log.lines(&last, later),
+            [Line::Info("in sync peers=9999 objects=39996".into())]
+        );
+        assert_eq!((log.next(), log.lines(&last, later + SYNC_GAP)), (None, vec![]));
+    }
+
+    #[test]
+    fn a_storm_has_few_lines_and_all_is_counted() {
+        let (mut repairs, start) = (Repairs::default(), Instant::now());
+        let mut said = Status::default();
+        let mut lines = Vec::new();
+        for ms in 0..9_000 {
+            let now = damaged(&said, 3);
+            lines.extend(repairs.lines(&now, &said, start + Duration::from_millis(ms)));
+            said = now;
+        }
+        assert_eq!(lines.len(), LINES);
+        let victim = "put back route blackhole 10.1.7.0/24, deleted by somebody that the kernel does not name";
+        assert!(lines.iter().all(|line| line == victim), "{lines:?}");
+        assert!(repairs.capped.unsaid > 0, "the end of the window is waited for");
+        let last = repairs.lines(&said, &said, start + WINDOW + WINDOW);
+        assert_eq!(last, ["and 26995 more repairs: 26995 × route deleted"]);
+        assert_eq!(repairs.lines(&said, &said, start + 4 * WINDOW), Vec::<String>::new());
+    }
+
+    #[test]
+    fn the_summary_names_each_kind() {
+        let (mut repairs, start) = (Repairs::default(), Instant::now());
+        let none = Status::default();
+        let mut now = damaged(&none, 20);
+        let mac = flannel_core::object::MacAddr::local([1; 6]);
+        let neigh =
+            Neigh { link: "flannel.1".parse().unwrap(), address: [10, 1, 7, 0].into(), mac };
+        now.repaired += 1;
+        now.repairs.insert((ObjectKind::Neigh, Damage::Modification), 1);
+        now.last_repairs.push(Arc::new(Repair::new(now.repaired, Damage::Modification, neigh)));
+        assert_eq!(repairs.lines(&now, &none, start).len(), LINES);
+        let last = repairs.lines(&now, &now, start + WINDOW);
+        assert_eq!(last, ["and 16 more repairs: 1 × neigh changed, 15 × route deleted"]);
+    }
+}

@@ -1,0 +1,221 @@
+//! The external interface: its choice, and changes that need another choice.
+//!
+//! Another choice is validated before the running network is given up for it.
+
+use std::convert::Infallible;
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use flannel_core::Config;
+use flannel_core::address::Family;
+use flannel_core::backend::ExternalInterface;
+use flannel_core::object::LinkName;
+use flannel_netlink::NetlinkKernel;
+use flannel_netlink::iface::{InterfaceState, Selectors};
+use tokio::sync::watch;
+
+use crate::blocking::run_blocking;
+use crate::error::Error;
+use crate::observe::Observer;
+use crate::store::wait::STORE_AGAIN;
+
+/// The pause before the kernel is watched again after that failed.
+const WATCH_RETRY: Duration = Duration::from_secs(1);
+/// The pause before an unfit interface is validated again, because the cause may go unnoticed.
+const SECOND_THOUGHT: Duration = Duration::from_secs(30);
+
+/// The external interface and its selectors.
+pub(crate) struct Chosen {
+    pub(crate) kernel: Arc<NetlinkKernel>,
+    pub(crate) iface: ExternalInterface,
+    selectors: Selectors,
+}
+
+impl Chosen {
+    /// Chooses for the networks of `config`. This may read all routes of the host.
+    pub(crate) async fn choose(
+        kernel: &Arc<NetlinkKernel>,
+        selectors: Selectors,
+        config: &Config,
+    ) -> Result<Self, Error> {
+        let kernel = Arc::clone(kernel);
+        let families: Vec<_> = config.networks.families().collect();
+        let chosen = run_blocking(move || {
+            let iface = kernel.external_interface(&selectors, families)?;
+            Ok::<_, Error>(Self { kernel, iface, selectors })
+        })
+        .await?;
+        if let Some(IpAddr::V6(address)) =
+            chosen.iface.public.v6.filter(|_| config.networks.v6.is_some())
+            && address.is_unicast_link_local()
+        {
+            let reason =
+                format!("its only IPv6 address {address} is link-local, which peers cannot reach");
+            return Err(Error::UnfitInterface { name: chosen.iface.name, reason });
+        }
+        Ok(chosen)
+    }
+
+    /// Waits until another choice is needed and a network can be built with it. Returns the
+    /// difference. Obstacles are logged once.
+    pub(crate) async fn changed(
+        &self,
+        config: &Config,
+        judge: impl AsyncFn() -> Result<(), Error>,
+        observer: &Observer,
+    ) -> String {
+        let (state, told) = watch::channel(InterfaceState::Kept);
+        tokio::select! {
+            never = self.follow(config, &state) => match never {},
+            reason = decide(self.iface.name, told, judge, observer) => reason,
+        }
+    }
+
+    async fn follow(&self, config: &Config, state: &watch::Sender<InterfaceState>) -> Infallible {
+        let families: Vec<_> = config.networks.families().collect();
+        let mut said = false;
+        loop {
+            let Err(error) =
+                self.kernel.follow_interface(&self.iface, &self.selectors, &families, state).await;
+            if !std::mem::replace(&mut said, true) {
+                tracing::warn!("{} cannot be watched, trying on: {error}", self.iface.name);
+            }
+            tokio::time::sleep(WATCH_RETRY).await;
+        }
+    }
+}
+
+/// Waits until there is another choice that passes `judge`. Returns the difference.
+async fn decide(
+    name: LinkName,
+    mut told: watch::Receiver<InterfaceState>,
+    judge: impl AsyncFn() -> Result<(), Error>,
+    observer: &Observer,
+) -> String {
+    let mut unfit = None;
+    loop {
+        let state = told.borrow_and_update().clone();
+        let mut patience = SECOND_THOUGHT;
+        let why = match state {
+            InterfaceState::Kept => None,
+            InterfaceState::Lost(why) => Some(why),
+            InterfaceState::Other { difference, .. } => match judge().await {
+                Ok(()) => return difference,
+                Err(error) => {
+                    // The store is mostly reached by that interface.
+                    if error.is_of_store() {
+                        patience = STORE_AGAIN;
+                    }
+                    Some(format!("{difference}: {error}"))
+                }
+            },
+        };
+        if why != unfit {
+            match &why {
+                Some(why) => {
+                    tracing::warn!("{name} is not what it was, everything stays as it is: {why}");
+                }
+                None => tracing::info!("{name} is what it was again"),
+            }
+            observer.note(|facts| facts.unfit_interface = why.clone());
+            unfit = why;
+        }
+        let patience = if unfit.is_some() { patience } else { Duration::MAX };
+        // The sender lives as long as this.
+        let _ = tokio::time::timeout(patience, told.changed()).await;
+    }
+}
+
+/// `192.0.2.1, known to peers as 198.51.100.1`.
+pub(crate) fn addresses_of(iface: &ExternalInterface) -> String {
+    let one = |(family, address): (Family, &IpAddr)| match iface.public[family] {
+        Some(public) if public != *address => format!("{address}, known to peers as {public}"),
+        _ => address.to_string(),
+    };
+    iface.address.iter().map(one).collect::<Vec<_>>().join(", ")
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+
+    use std::cell::{Cell, RefCell};
+    use std::pin::pin;
+
+    use tokio::time::sleep;
+
+    use super::*;
+
+    /// No multiple of the time between two thoughts.
+    const LONG: Duration = Duration::from_secs(3590);
+
+    fn smaller() -> InterfaceState {
+        let iface = ExternalInterface {
+            name: "eth0".parse().unwrap(),
+            mtu: 1300,
+            address: flannel_core::address::Dual::default(),
+            public: flannel_core::address::Dual::default(),
+            reason: String::new(),
+        };
+        InterfaceState::Other {
+            now: Box::new(iface),
+            difference: "eth0 has the MTU 1300 now, not 1500".into(),
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn another_choice_that_is_refused_is_told_and_judged_again_until_nothing_is_in_its_way() {
+        let (standing, told) = watch::channel(InterfaceState::Kept);
+        let (observer, judged) = (Observer::default(), Cell::new(0));
+        let in_the_way = RefCell::new(Some("too small".to_owned()));
+        let away = Cell::new(false);
+        let judge = async || {
+            judged.set(judged.get() + 1);
+            if away.get() {
+                let (store, source) = ("etcd".into(), "no route".into());
+                return Err(flannel_core::Error::Store { store, source }.into());
+            }
+            let name = "eth0".parse().unwrap();
+            in_the_way
+                .borrow()
+                .clone()
+                .map_or(Ok(()), |reason| Err(Error::UnfitInterface { name, reason }))
+        };
+        let mut running = pin!(decide("eth0".parse().unwrap(), told, &judge, &observer));
+        let mut goes_on = async || {
+            tokio::select! {
+                ended = &mut running => panic!("{ended}"),
+                () = sleep(LONG) => observer.snapshot().facts.unfit_interface,
+            }
+        };
+        assert_eq!((goes_on().await, judged.get()), (None, 0), "it is what it was");
+        standing.send_replace(smaller());
+        let why = goes_on().await.unwrap();
+        assert!(
+            why.contains("MTU 1300 now, not 1500: external interface eth0: too small"),
+            "{why}"
+        );
+        assert_eq!(judged.take(), 120, "every 30 s");
+        standing.send_replace(InterfaceState::Lost("eth0 is gone".into()));
+        assert_eq!((goes_on().await.as_deref(), judged.get()), (Some("eth0 is gone"), 0));
+        standing.send_replace(InterfaceState::Kept);
+        assert_eq!(goes_on().await, None);
+        standing.send_replace(smaller());
+        assert!(goes_on().await.is_some());
+        // A store that is away mostly is back soon.
+        judged.set(0);
+        away.set(true);
+        standing.send_replace(smaller());
+        let why = goes_on().await.unwrap();
+        assert!(
+            why.contains("not 1500: ") && judged.get() > 3_500,
+            "{why}, judged {} times",
+            judged.get()
+        );
+        away.set(false);
+        in_the_way.take();
+        let reason = tokio::time::timeout(SECOND_THOUGHT, running).await.unwrap();
+        assert_eq!(reason, "eth0 has the MTU 1300 now, not 1500");
+    }
+}

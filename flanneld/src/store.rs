@@ -1,0 +1,42 @@
+//! Opens the store of leases.
+
+pub(crate) mod readiness;
+pub(crate) mod wait;
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use flannel_core::SubnetManager;
+use flannel_subnet::{Assign, AssignedManager, Identity, LocalManager, Registry};
+
+use crate::config::StoreConfig;
+use crate::error::Error;
+
+/// Opens the store of the configuration. A lease engine renews leases `renew_margin` before their
+/// end and keeps the last complete set of leases in the file `cache`.
+///
+/// # Errors
+/// The configuration is wrong, or the store cannot be opened.
+pub(crate) async fn open(
+    config: &StoreConfig,
+    identity: Identity,
+    (renew_margin, cache): (Duration, PathBuf),
+) -> Result<Arc<dyn SubnetManager>, Error> {
+    let registry: Arc<dyn Registry> = match config {
+        #[cfg(feature = "kube")]
+        StoreConfig::Kubernetes { options } => {
+            let manager = flannel_subnet_kube::KubeManager::open(options.clone()).await;
+            return Ok(Arc::new(manager.map_err(|source| Error::Kube(Box::new(source)))?));
+        }
+        StoreConfig::Registry(registry) => Arc::clone(registry),
+        StoreConfig::Directory(location) => flannel_options::open_directory(location).await?,
+        #[cfg(feature = "etcd")]
+        StoreConfig::Etcd(options) => flannel_options::open_etcd(options.clone())?,
+    };
+    if matches!(config, StoreConfig::Directory(dir) if dir.options.assign == Assign::Static) {
+        return Ok(Arc::new(AssignedManager::new(registry, identity.local_addresses)));
+    }
+    let manager = LocalManager::new(registry, identity).with_renew_margin(renew_margin);
+    Ok(Arc::new(manager.with_cache(cache)))
+}

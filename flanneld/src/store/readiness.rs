@@ -1,0 +1,223 @@
+//! Whether the node is ready, as it is published where the store has a place for it: in Kubernetes
+//! the node's condition `NetworkUnavailable`.
+//!
+//! A lost lease is published at once. Anything else that makes the node not ready must last,
+//! because each peer that comes makes the kernel unequal to the leases for a moment, and Kubernetes
+//! takes the condition as an order to send no pods.
+
+use std::convert::Infallible;
+use std::time::Duration;
+
+use flannel_core::SubnetManager;
+use flannel_core::subnet::{Loss, Ownership, Readiness};
+use flannel_subnet::Backoff;
+use tokio::time::{Instant, sleep_until};
+
+use crate::error::Error;
+use crate::observe::Observer;
+use crate::report::problems::first_error;
+
+/// A network that is not in place for less counts as in place.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// So seldom is another reason published, or twice as often, at random: many nodes may have one
+/// trouble, whose words change all the time.
+const AGAIN: Duration = Duration::from_secs(120);
+/// After so long it is judged anew: not all that it depends on reports changes.
+const REFRESH: Duration = Duration::from_secs(5);
+
+/// Publishes that the daemon starts, unless the store has no place for that: then `in_place` is not
+/// asked.
+///
+/// # Errors
+/// The store does not answer.
+pub(crate) async fn announce(
+    subnets: &dyn SubnetManager,
+    in_place: impl Future<Output = bool>,
+) -> Result<(), Error> {
+    if subnets.publishes_readiness() {
+        let datapath_in_place = in_place.await;
+        subnets.report(&Readiness::Starting { datapath_in_place }).await?;
+    }
+    Ok(())
+}
+
+/// Publishes how ready the node is, for as long as the daemon lives, if the store has a place for
+/// that.
+pub(crate) async fn publish(subnets: &dyn SubnetManager, observer: &Observer) -> Infallible {
+    if !subnets.publishes_readiness() {
+        return std::future::pending().await;
+    }
+    let (mut ownership, mut changes) = (subnets.ownership(), observer.changes());
+    let mut verdict = Verdict::new(Instant::now());
+    let mut published = None;
+    loop {
+        let lost = match &*ownership.borrow_and_update() {
+            Ownership::Lost { why: Loss::Withdrawn(why), .. } => Some(why.clone()),
+            _ => None,
+        };
+        let again = verdict.pass(Instant::now(), lost, first_error(&observer.snapshot()));
+        if let Some(readiness) =
+            verdict.readiness.as_ref().filter(|now| published.as_ref() != Some(*now))
+        {
+            // Failures are retried inside.
+            if let Err(error) = subnets.report(readiness).await {
+                tracing::debug!("the readiness could not be published: {error}");
+            }
+            published = Some(readiness.clone());
+        }
+        let refresh = Instant::now() + REFRESH;
+        tokio::select! {
+            () = changes.next() => {}
+            // Its sender lives as long as the manager.
+            _ = ownership.changed() => {}
+            () = sleep_until(again.map_or(refresh, |again| again.min(refresh))) => {}
+        }
+    }
+}
+
+/// The readiness that is published.
+struct Verdict {
+    readiness: Option<Readiness>,
+    /// Since when the node is not ready.
+    trouble: Option<Instant>,
+    /// When another reason may be published, once the node was published as not ready.
+    next: Option<Instant>,
+}
+
+impl Verdict {
+    fn new(now: Instant) -> Self {
+        Self { readiness: None, trouble: Some(now), next: None }
+    }
+
+    /// Takes in the current trouble. Returns the time of the next pass, if nothing else happens.
+    fn pass(
+        &mut self,
+        now: Instant,
+        lost: Option<String>,
+        trouble: Option<String>,
+    ) -> Option<Instant> {
+        let at_once = lost.is_some();
+        let Some(why) = lost.or(trouble) else {
+            *self = Self { readiness: Some(Readiness::Ready), trouble: None, next: None };
+            return None;
+        };
+        let since = *self.trouble.get_or_insert(now);
+        let due = self.next.unwrap_or(since + PATIENCE);
+        let readiness = Some(Readiness::NotReady { reason: why });
+        if readiness == self.readiness {
+            return None;
+        }
+        if !at_once && now < due {
+            return Some(due);
+        }
+        let again = Backoff::new(AGAIN, AGAIN).pause();
+        (self.readiness, self.next) = (readiness, Some(now + again));
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    use std::sync::Arc;
+    use std::time::SystemTime;
+
+    use flannel_core::testing::FakeSubnets;
+    use tokio::sync::watch;
+
+    use crate::observe::Rulebook;
+    use crate::observe::tests::network;
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    fn unavailable(why: &str) -> Option<Readiness> {
+        Some(Readiness::NotReady { reason: why.to_owned() })
+    }
+
+    #[test]
+    fn what_passes_quickly_is_not_published_and_what_lasts_is() {
+        let begin = Instant::now();
+        let mut verdict = Verdict::new(begin);
+        let trouble = || Some("starting".to_owned());
+        assert_eq!(verdict.pass(begin, None, trouble()), Some(begin + PATIENCE));
+        assert_eq!(verdict.readiness, None, "whatever an earlier run said stays for a moment");
+        assert_eq!(verdict.pass(begin + SECOND, None, None), None);
+        assert_eq!(verdict.readiness, Some(Readiness::Ready));
+        let again = verdict.pass(begin + 2 * SECOND, None, trouble()).unwrap();
+        assert_eq!(
+            (again, &verdict.readiness),
+            (begin + 2 * SECOND + PATIENCE, &Some(Readiness::Ready))
+        );
+        assert_eq!(verdict.pass(again, None, trouble()), None);
+        assert_eq!(verdict.readiness, unavailable("starting"));
+        // Another reason, which is published later.
+        let other = || Some("other".to_owned());
+        let later = verdict.pass(again + SECOND, None, other()).unwrap();
+        let seldom = again + AGAIN / 2..=again + AGAIN;
+        assert!(seldom.contains(&later), "{:?}", later - again);
+        assert_eq!(verdict.readiness, unavailable("starting"));
+        verdict.pass(later, None, other());
+        assert_eq!(verdict.readiness, unavailable("other"));
+        verdict.pass(later + SECOND, None, None);
+        assert_eq!(verdict.readiness, Some(Readiness::Ready));
+    }
+
+    #[test]
+    fn a_lost_lease_is_published_at_once() {
+        let begin = Instant::now();
+        let mut verdict = Verdict::new(begin);
+        verdict.pass(begin, None, None);
+        verdict.pass(begin + SECOND, Some("gone".to_owned()), Some("not ready".to_owned()));
+        assert_eq!(verdict.readiness, unavailable("gone"));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn firewall_rules_that_go_and_come_back_are_published_though_they_wake_nobody() {
+        let observer = Observer::default();
+        let mut status = flannel_core::status::Status::default();
+        (status.in_sync, status.live) = (true, true);
+        let (rules, rulebook) = watch::channel(Rulebook::Unwanted);
+        let (subnets, mut running) = network(status).await;
+        subnets.set_publishes_readiness(true);
+        observer.opened(Arc::new(subnets.clone()));
+        running.rulebook = rulebook;
+        let _guard = observer.running(running);
+        observer.note(|facts| facts.subnet_file = true);
+        let story = async {
+            let is = async |readiness: Option<Readiness>| {
+                let published = async {
+                    while subnets.reports().last() != readiness.as_ref() {
+                        tokio::time::sleep(SECOND / 10).await;
+                    }
+                };
+                let soon = tokio::time::timeout(3 * PATIENCE, published).await;
+                soon.unwrap_or_else(|_| panic!("{readiness:?} is not published"));
+            };
+            is(Some(Readiness::Ready)).await;
+            rules.send_replace(Rulebook::Pending);
+            is(unavailable("the firewall rules are not in place yet")).await;
+            rules.send_replace(Rulebook::Unwanted);
+            is(Some(Readiness::Ready)).await;
+            // The store takes the lease away: nothing is waited for.
+            let why = Loss::Withdrawn("it is gone".to_owned());
+            subnets.set_ownership(Ownership::Lost { since: SystemTime::now(), why });
+            let begin = Instant::now();
+            is(unavailable("it is gone")).await;
+            assert!(begin.elapsed() < SECOND, "{:?}", begin.elapsed());
+        };
+        tokio::select! {
+            never = publish(&subnets, &observer) => match never {},
+            () = story => {}
+        }
+    }
+
+    #[tokio::test]
+    async fn a_start_is_announced_only_where_it_is_published() {
+        let subnets = FakeSubnets::new("10.1.0.0/16");
+        announce(&subnets, async { panic!("nobody needs to know") }).await.unwrap();
+        subnets.set_publishes_readiness(true);
+        announce(&subnets, async { false }).await.unwrap();
+        assert_eq!(subnets.reports(), [Readiness::Starting { datapath_in_place: false }]);
+    }
+}

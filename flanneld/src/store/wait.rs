@@ -1,0 +1,354 @@
+//! Waits for the store, for a config in it and for a free subnet.
+//!
+//! Each reason is logged once, when it becomes the reason.
+
+use std::pin::pin;
+use std::time::Duration;
+
+use flannel_core::subnet::LeaseEnd;
+use flannel_core::{Lease, SubnetManager};
+use flannel_subnet::Backoff;
+use tokio::time::{Instant, interval_at, sleep};
+
+use crate::error::Error;
+
+/// The pause before a store that did not answer is asked again, while a network runs.
+pub(crate) const STORE_AGAIN: Duration = Duration::from_secs(1);
+/// The first pause between attempts.
+const FIRST: Duration = Duration::from_millis(200);
+/// The longest pause: a corrected config is noticed this soon.
+const LONGEST: Duration = Duration::from_secs(3);
+/// The wait for a store is logged after so long.
+const SILENCE: Duration = Duration::from_millis(500);
+
+/// A reason for waiting.
+#[derive(Debug, PartialEq, Eq)]
+enum Reason {
+    /// The store does not answer, for any cause.
+    Store,
+    /// Something else, as text.
+    Said(String),
+}
+
+/// The errors that are waited for beyond those that pass with time.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Patience {
+    /// A network has run: errors that people must correct are waited for too. A changed password,
+    /// an interface without an address or with too small an MTU, or a wrong option of a backend
+    /// must not end a network that works.
+    pub(crate) has_run: bool,
+    /// Refusals of the store are waited for: a cluster that boots may answer before it knows all
+    /// rights.
+    pub(crate) refusals_pass: bool,
+}
+
+/// Repeats `start`, with growing random pauses, until it succeeds or fails with an error that does
+/// not pass.
+///
+/// # Errors
+/// The last one.
+pub(crate) async fn patiently<T>(
+    subnets: &dyn SubnetManager,
+    patience: Patience,
+    start: impl AsyncFn() -> Result<T, Error>,
+) -> Result<T, Error> {
+    let mut backoff = Backoff::new(FIRST, LONGEST);
+    let mut said = None;
+    loop {
+        let error = match impatiently(subnets, &mut said, start()).await {
+            Ok(started) => {
+                if said.is_some() {
+                    tracing::info!("the wait is over");
+                }
+                return Ok(started);
+            }
+            Err(error) => error,
+        };
+        let text = error.to_string();
+        let Some(reason) = reason(&error, patience) else { return Err(error) };
+        if say(&mut said, reason, &text) {
+            backoff.reset();
+        }
+        sleep(backoff.pause()).await;
+    }
+}
+
+/// Does `work`, and keeps a lease meanwhile if it expires: long work must not cost the node its
+/// subnets.
+///
+/// # Errors
+/// Those of `work`, and [`Error::LeaseLost`].
+pub(crate) async fn holding<T>(
+    subnets: &dyn SubnetManager,
+    held: Option<&Lease>,
+    work: impl Future<Output = Result<T, Error>>,
+) -> Result<T, Error> {
+    let lost = async {
+        if let Some(held) = held.filter(|held| held.expires.is_some())
+            && let Err(error) = hold(subnets, held).await
+        {
+            return error;
+        }
+        // If this node was given other subnets, `work` finds that out.
+        std::future::pending().await
+    };
+    tokio::select! {
+        biased;
+        done = work => done,
+        error = lost => Err(error),
+    }
+}
+
+/// Keeps a lease until this node has another one. Returns the reason.
+///
+/// # Errors
+/// [`Error::LeaseLost`], or the lease cannot be kept.
+pub(crate) async fn hold(subnets: &dyn SubnetManager, held: &Lease) -> Result<String, Error> {
+    match subnets.hold_lease(held).await? {
+        LeaseEnd::Moved { to } => Ok(format!("this node was given {to}")),
+        end => Err(Error::LeaseLost { subnets: held.subnets.into(), end: end.into() }),
+    }
+}
+
+/// Makes one attempt. If the store keeps it busy for long, that is logged.
+async fn impatiently<T>(
+    subnets: &dyn SubnetManager,
+    said: &mut Option<Reason>,
+    attempt: impl Future<Output = T>,
+) -> T {
+    let mut attempt = pin!(attempt);
+    let mut silence = interval_at(Instant::now() + SILENCE, SILENCE);
+    loop {
+        tokio::select! {
+            done = &mut attempt => return done,
+            _ = silence.tick() => if let Some((text, _)) = subnets.store_status().last_error
+                // If the last attempt ended with this answer, a slow new one is no other reason.
+                && !matches!(said, Some(Reason::Said(last)) if last.contains(&text))
+            {
+                say(said, Reason::Store, &text);
+            },
+        }
+    }
+}
+
+/// Logs a reason, and returns true, if it is a new one.
+fn say(said: &mut Option<Reason>, reason: Reason, text: &str) -> bool {
+    let new = said.as_ref() != Some(&reason);
+    if new {
+        match reason {
+            Reason::Store => tracing::warn!("waiting for the store: {text}"),
+            Reason::Said(_) => tracing::warn!("waiting: {text}"),
+        }
+        *said = Some(reason);
+    }
+    new
+}
+
+/// The reason for waiting after an error; `None`: it does not pass.
+fn reason(error: &Error, patience: Patience) -> Option<Reason> {
+    use flannel_core::Error as Cause;
+
+    let Patience { has_run, refusals_pass } = patience;
+    let said = || Some(Reason::Said(error.to_string()));
+    let cause = match error {
+        Error::Network(cause) => cause,
+        Error::Interface(_)
+        | Error::UnfitInterface { .. }
+        | Error::UnknownBackend(_)
+        | Error::ImplicitUdp { .. }
+        | Error::Firewall(_)
+            if has_run =>
+        {
+            return said();
+        }
+        _ => return None,
+    };
+    match cause {
+        Cause::Store { .. } => Some(Reason::Store),
+        Cause::NoConfig { .. }
+        | Cause::Config { .. }
+        | Cause::OutOfSubnets { .. }
+        | Cause::NotReady { .. }
+        | Cause::Conflict { .. } => said(),
+        Cause::Refused { .. } if refusals_pass => said(),
+        Cause::Refused { .. } | Cause::Backend { .. } | Cause::Kernel { .. } if has_run => said(),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+
+    use std::cell::Cell;
+
+    use flannel_core::Error as Cause;
+    use flannel_core::backend::UnknownBackend;
+    use flannel_core::lease::LeaseAttrs;
+    use flannel_core::testing::FakeSubnets;
+
+    use super::*;
+
+    const START: Patience = Patience { has_run: false, refusals_pass: false };
+    const RUNS: Patience = Patience { has_run: true, refusals_pass: false };
+
+    fn refused() -> Cause {
+        Cause::Refused { store: "store".into(), reason: "no".into() }
+    }
+
+    fn lost() -> Cause {
+        Cause::Store { store: "store".into(), source: "gone".into() }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn passing_errors_are_waited_for_with_growing_pauses() {
+        let subnets = FakeSubnets::new("10.1.0.0/16");
+        let family = flannel_core::address::Family::V4;
+        for cause in [
+            lost as fn() -> Cause,
+            || Cause::NoConfig { location: "key".into() },
+            || Cause::OutOfSubnets { family: flannel_core::address::Family::V4, total: 1 },
+            || Cause::NotReady { store: "store".into(), reason: "no PodCIDR".into() },
+        ] {
+            let (begin, attempts) = (Instant::now(), Cell::new(0));
+            let start = async || {
+                attempts.set(attempts.get() + 1);
+                if attempts.get() <= 20 { Err(Error::Network(cause())) } else { Ok(family) }
+            };
+            assert_eq!(patiently(&subnets, START, start).await.unwrap(), family);
+            let waited = begin.elapsed();
+            assert!(waited > Duration::from_secs(20) && waited < 20 * LONGEST, "{waited:?}");
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn errors_for_people_end_a_start_but_no_network_that_ran() {
+        let subnets = FakeSubnets::new("10.1.0.0/16");
+        let unfit = || Error::UnfitInterface { name: "eth0".parse().unwrap(), reason: "no".into() };
+        let too_small =
+            || Cause::Backend { backend: "vxlan".into(), reason: "too small".into() }.into();
+        let unknown =
+            || Error::UnknownBackend(UnknownBackend { kind: "a".into(), known: "b".into() });
+        let subnets_of = "10.1.7.0-24".parse().unwrap();
+        let implicit = || Error::ImplicitUdp { subnets: Box::new(subnets_of), holder: "a".into() };
+        let no_rules = || flannel_firewall::Error::Leftovers { chains: "a".into() }.into();
+        let causes: [&dyn Fn() -> Error; 6] =
+            [&|| refused().into(), &unfit, &too_small, &unknown, &implicit, &no_rules];
+        for cause in causes {
+            let begin = Instant::now();
+            let start = async || -> Result<(), Error> { Err(cause()) };
+            patiently(&subnets, START, start).await.unwrap_err();
+            assert_eq!(begin.elapsed(), Duration::ZERO);
+            let corrected = async || match begin.elapsed().as_secs() {
+                ..60 => Err(cause()),
+                _ => Ok(()),
+            };
+            patiently(&subnets, RUNS, corrected).await.unwrap();
+        }
+        let stopped = async || -> Result<(), Error> { Err(Error::Stopped("it".into())) };
+        patiently(&subnets, RUNS, stopped).await.unwrap_err();
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn where_refusals_pass_they_are_waited_for_and_nothing_else_is() {
+        let subnets = FakeSubnets::new("10.1.0.0/16");
+        let begin = Instant::now();
+        let booting = Patience { refusals_pass: true, ..START };
+        let corrected = async || match begin.elapsed().as_secs() {
+            ..60 => Err(refused().into()),
+            _ => Ok(()),
+        };
+        patiently(&subnets, booting, corrected).await.unwrap();
+        let wrong =
+            || Cause::Backend { backend: "vxlan".into(), reason: "too small".into() }.into();
+        let start = async || -> Result<(), Error> { Err(wrong()) };
+        patiently(&subnets, booting, start).await.unwrap_err();
+    }
+
+    /// Whose status is that of a store whose last answer was a refusal.
+    #[derive(Debug)]
+    struct Refusing(FakeSubnets);
+
+    #[async_trait::async_trait]
+    impl SubnetManager for Refusing {
+        async fn network_config(&self) -> flannel_core::Result<flannel_core::Config> {
+            self.0.network_config().await
+        }
+
+        async fn acquire_lease(&self, attrs: &LeaseAttrs) -> flannel_core::Result<Lease> {
+            self.0.acquire_lease(attrs).await
+        }
+
+        async fn publish(&self, held: &Lease, attrs: &LeaseAttrs) -> flannel_core::Result<Lease> {
+            self.0.publish(held, attrs).await
+        }
+
+        async fn hold_lease(&self, held: &Lease) -> flannel_core::Result<LeaseEnd> {
+            self.0.hold_lease(held).await
+        }
+
+        async fn watch_leases(
+            &self,
+        ) -> flannel_core::Result<tokio::sync::watch::Receiver<flannel_core::lease::View>> {
+            self.0.watch_leases().await
+        }
+
+        fn ownership(&self) -> tokio::sync::watch::Receiver<flannel_core::subnet::Ownership> {
+            self.0.ownership()
+        }
+
+        fn store_status(&self) -> flannel_core::subnet::StoreStatus {
+            let last_error = Some(("no".to_owned(), std::time::SystemTime::now()));
+            flannel_core::subnet::StoreStatus { last_error, ..self.0.store_status() }
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_refusal_that_takes_its_time_is_no_other_reason() {
+        let subnets = Refusing(FakeSubnets::new("10.1.0.0/16"));
+        let mut said = Some(Reason::Said(refused().to_string()));
+        impatiently(&subnets, &mut said, sleep(2 * SILENCE)).await;
+        assert_eq!(said, Some(Reason::Said(refused().to_string())));
+        for mut other in [None, Some(Reason::Said("elsewhere".into()))] {
+            impatiently(&subnets, &mut other, sleep(2 * SILENCE)).await;
+            assert_eq!(other, Some(Reason::Store));
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_lease_that_runs_out_is_held_while_something_else_is_done() {
+        let subnets = FakeSubnets::new("10.1.0.0/16");
+        let lasting = subnets.acquire_lease(&LeaseAttrs::default()).await.unwrap();
+        let lease = Lease { expires: Some(std::time::SystemTime::now()), ..lasting.clone() };
+        let work = || async {
+            sleep(LONGEST).await;
+            Ok(7)
+        };
+        for held in [None, Some(&lease), Some(&lasting)] {
+            assert_eq!(holding(&subnets, held, work()).await.unwrap(), 7);
+        }
+        subnets.end_leases(LeaseEnd::Moved { to: lease.subnets });
+        assert_eq!(holding(&subnets, Some(&lease), work()).await.unwrap(), 7);
+        subnets.end_leases(LeaseEnd::Deleted);
+        let lost = holding(&subnets, Some(&lease), work()).await;
+        assert!(matches!(lost, Err(Error::LeaseLost { .. })), "{lost:?}");
+        for held in [None, Some(&lasting)] {
+            assert_eq!(holding(&subnets, held, work()).await.unwrap(), 7);
+        }
+    }
+
+    #[test]
+    fn a_reason_is_news_once_and_a_lost_store_is_one_reason() {
+        let mut said = None;
+        let mut tell = |cause: Cause| {
+            let error = Error::Network(cause);
+            say(&mut said, reason(&error, START).unwrap(), &error.to_string())
+        };
+        let none = |key: &str| Cause::NoConfig { location: key.into() };
+        let other = Cause::Store { store: "store".into(), source: "other words".into() };
+        assert_eq!(
+            [lost(), other, none("a"), none("a"), none("b"), lost()].map(&mut tell),
+            [true, false, true, false, true, true]
+        );
+    }
+}
