@@ -83,7 +83,7 @@ pub fn diagnose(address: IpAddr, facts: &RouteInputs<'_>) -> WhyReport {
         lease: lease.map(|lease| lease.subnets.to_string()),
         node: lease
             .map(|lease| if own.is_some() { "this node".to_owned() } else { holder(&lease.attrs) }),
-        rejection: rejection,
+        rejection,
         objects,
         kernel: match &facts.answer {
             Ok(answer) if answer.local => "it is an address of this host".to_owned(),
