@@ -45,10 +45,12 @@ export PROMTOOL=${PROMTOOL:-$(command -v promtool || echo "$tools/promtool")}
 command -v cargo >/dev/null || { echo "test.sh: install Rust first: https://rustup.rs" >&2; exit 1; }
 export PATH="$PATH:/usr/sbin:/sbin"
 
-# Built with the workspace; without this, flanneld's tests would build it again by itself.
+# Built with the workspace. Without this, tests of other crates would build them again by themselves:
+# the lab then lacks etcd, which the tests of the lab need.
 target=${CARGO_TARGET_DIR:-target}
 FLANNELCTL=$(realpath -m "$target/debug/flannelctl")
-export FLANNELCTL
+FLANNEL_LAB=$(realpath -m "$target/debug/lab")
+export FLANNELCTL FLANNEL_LAB
 
 # What hangs ends after an hour, with all that it started; on a terminal, where somebody can interrupt it, cargo alone.
 limit=(timeout --kill-after=10)
