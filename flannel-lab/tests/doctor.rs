@@ -32,7 +32,7 @@ fn up(builder: Builder) -> Lab {
     lab
 }
 
-/// What the doctor says on a host: findings as `check severity text | mend`, but for what depends on the machine.
+/// What the doctor says on a host: findings as `check severity text | repair`, but for what depends on the machine.
 fn findings(lab: &Lab, host: &Host, registry: Option<&str>) -> Vec<String> {
     let value = examine(lab, host, registry, "--json");
     let value: Value =
@@ -44,7 +44,7 @@ fn findings(lab: &Lab, host: &Host, registry: Option<&str>) -> Vec<String> {
             text(f, "check"),
             text(f, "severity"),
             text(f, "text"),
-            text(f, "mend")
+            text(f, "repair")
         )
     };
     let found = value["findings"].as_array().unwrap();

@@ -1693,9 +1693,8 @@ fn routes_inside_an_earlier_pod_network_go_once_the_new_one_is_in_sync() {
         );
         wait_until(
             || {
-                fs::read_to_string(place.dir.path().join("state/networks"))
-                    .unwrap()
-                    .ends_with("\n10.2.0.0/16\n")
+                fs::read_to_string(place.dir.path().join("state/networks")).unwrap()
+                    == "10.2.0.0/16\n"
             },
             || daemon.log(),
         );
