@@ -227,13 +227,13 @@ impl Admission {
             Extras { asked: asked.into_keys().collect(), rejected: rejected.map(|r| r.0.into()) };
         let peer = Peer {
             lease,
-            objects: objects[..].into(),
+            objects: objects.into_boxed_slice(),
             extras: (extras != Extras::default()).then(|| Box::new(extras)),
             // A plan defines a handful of objects.
             chosen: chosen.try_into().unwrap_or(u16::MAX),
             accepted: false,
         };
-        let shared = self.index.insert(id, peer, &objects);
+        let shared = self.index.insert(id, peer);
         update.added.push((id, shared));
     }
 

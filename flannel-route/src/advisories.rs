@@ -66,12 +66,14 @@ impl Advisories {
 
     /// Counts one more or one less node with a public address. Several nodes are an advisory.
     fn count(&mut self, address: IpAddr, more: bool) {
-        let once = || u32::from(self.publics.contains(&address));
-        let before = self.shared.get(&address).copied().unwrap_or_else(once);
+        if more && self.publics.insert(address) {
+            return;
+        }
+        let before = self.shared.get(&address).copied().unwrap_or(1);
         let now = if more { before + 1 } else { before.saturating_sub(1) };
         match now {
             0 => drop(self.publics.remove(&address)),
-            1 => drop((self.publics.insert(address), self.shared.remove(&address))),
+            1 => drop(self.shared.remove(&address)),
             _ => drop(self.shared.insert(address, now)),
         }
         let own = self.own.values().any(|own| *own == address);

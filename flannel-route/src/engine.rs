@@ -77,6 +77,7 @@ impl Engine {
         self.desired.peers.make_room(more);
         let leases = std::mem::replace(&mut self.leases, view.leases.clone());
         self.live = matches!(view.origin, Origin::Live { .. });
+        self.queue.outdate();
         let mut changes: Vec<_> = view.leases.changes_since(&leases).collect();
         if changes.len() > SLICE {
             let peers = &self.desired.peers;

@@ -127,7 +127,10 @@ impl PeerIndex {
 
     /// All peers that claim an object, with their definitions.
     pub(crate) fn claimants(&self, key: &Key) -> impl Iterator<Item = Claimant<'_>> {
-        let (key, hash) = (*key, hash_of(&self.hasher, key));
+        self.claimants_with(hash_of(&self.hasher, key), *key)
+    }
+
+    fn claimants_with(&self, hash: u32, key: Key) -> impl Iterator<Item = Claimant<'_>> {
         let alike =
             self.claims.iter_hash(Claim::spread(hash)).filter(move |claim| claim.hash == hash);
         alike.filter_map(move |claim| {
@@ -157,15 +160,15 @@ impl PeerIndex {
         })
     }
 
-    /// Puts a peer with these `objects` into a slot from [`PeerIndex::next_id`]. Returns whether
-    /// another peer claims one of them.
-    pub(crate) fn insert(&mut self, id: Id, peer: Peer, objects: &[Object]) -> bool {
+    /// Puts a peer into a slot from [`PeerIndex::next_id`]. Returns whether another peer claims one
+    /// of its objects.
+    pub(crate) fn insert(&mut self, id: Id, peer: Peer) -> bool {
         let subnets = peer.lease.subnets;
         let mut shared = false;
-        for object in objects {
+        for object in &peer.objects {
             let key = object.key();
             let claim = Claim { hash: hash_of(&self.hasher, &key), id };
-            shared = shared || self.claimants(&key).next().is_some();
+            shared = shared || self.claimants_with(claim.hash, key).next().is_some();
             self.claims
                 .insert_unique(Claim::spread(claim.hash), claim, |claim| Claim::spread(claim.hash));
         }

@@ -211,10 +211,11 @@ impl Hash for Subnet {
 
 impl Ord for Subnet {
     fn cmp(&self, other: &Self) -> std::cmp::Ordering {
-        // Numbers: thousands of subnets are sorted at once.
-        let key =
-            |subnet: &Self| (subnet.family() == Family::V6, to_bits(subnet.base()), subnet.len());
-        key(self).cmp(&key(other))
+        match (self.base(), other.base()) {
+            (IpAddr::V4(a), IpAddr::V4(b)) => a.cmp(&b).then(self.len().cmp(&other.len())),
+            (IpAddr::V6(a), IpAddr::V6(b)) => a.cmp(&b).then(self.len().cmp(&other.len())),
+            (a, b) => a.is_ipv6().cmp(&b.is_ipv6()),
+        }
     }
 }
 

@@ -14,30 +14,48 @@ pub(super) const SLICE: usize = 64;
 
 /// New leases that no plan has seen yet, in the order of their arrival.
 #[derive(Debug, Default)]
-pub(super) struct Queue(VecDeque<(Arc<Lease>, Instant)>);
+pub(super) struct Queue {
+    leases: VecDeque<(Arc<Lease>, Instant)>,
+    /// A newer view came, so the leases may have changed, gone or been planned.
+    outdated: bool,
+}
+
+/// Leases that are planned together.
+pub(super) struct Slice {
+    pub(super) leases: Vec<Arc<Lease>>,
+    /// The arrival of all of them.
+    pub(super) arrived: Instant,
+    /// Their newest versions have to be looked up.
+    pub(super) outdated: bool,
+}
 
 impl Queue {
+    /// A newer view came.
+    pub(super) fn outdate(&mut self) {
+        self.outdated = !self.is_empty();
+    }
+
     pub(super) fn extend(&mut self, leases: impl Iterator<Item = Arc<Lease>>, arrived: Instant) {
-        self.0.extend(leases.map(|lease| (lease, arrived)));
+        self.leases.extend(leases.map(|lease| (lease, arrived)));
     }
 
     pub(super) fn is_empty(&self) -> bool {
-        self.0.is_empty()
+        self.leases.is_empty()
     }
 
     pub(super) fn leases(&self) -> impl Iterator<Item = &Arc<Lease>> {
-        self.0.iter().map(|(lease, _)| lease)
+        self.leases.iter().map(|(lease, _)| lease)
     }
 
-    /// Takes the next slice: leases that arrived together, and when they arrived.
-    pub(super) fn next(&mut self) -> Option<(Vec<Arc<Lease>>, Instant)> {
-        let (_, arrived) = *self.0.front()?;
-        let together = self.0.iter().take(SLICE).take_while(|(_, at)| *at == arrived).count();
-        let slice = self.0.drain(..together).map(|(lease, _)| lease).collect();
-        if self.0.is_empty() {
+    /// Takes the next slice.
+    pub(super) fn next(&mut self) -> Option<Slice> {
+        let (_, arrived) = *self.leases.front()?;
+        let together = self.leases.iter().take(SLICE).take_while(|(_, at)| *at == arrived).count();
+        let leases = self.leases.drain(..together).map(|(lease, _)| lease).collect();
+        if self.is_empty() {
             // Memory for thousands of leases is not kept.
-            self.0 = VecDeque::new();
+            self.leases = VecDeque::new();
         }
-        Some((slice, arrived))
+        Some(Slice { leases, arrived, outdated: self.outdated })
     }
 }

@@ -8,6 +8,7 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use super::lookups::Answers;
+use super::queue::Slice;
 use super::table::Row;
 use super::{Actual, Cause, Engine};
 use crate::admission::Changed;
@@ -174,12 +175,16 @@ impl Engine {
 
     /// Plans the next slice of the queue. Leases that went or were planned meanwhile are left out.
     pub(super) fn plan_slice(&mut self, answers: &Answers<'_>) -> Option<(Changed, Instant)> {
-        let (slice, arrived) = self.queue.next()?;
-        let (leases, desired) = (&self.leases, &mut self.desired);
-        let due = slice.iter().filter(|lease| !desired.peers.contains(&lease.subnets));
-        let due: Vec<_> = due.filter_map(|lease| leases.get(&lease.subnets)).collect();
-        let changes = due.into_iter().map(|lease| (lease.subnets, Some(lease)));
-        Some((desired.update(changes, answers), arrived))
+        let Slice { mut leases, arrived, outdated } = self.queue.next()?;
+        if outdated {
+            leases.retain(|lease| !self.desired.peers.contains(&lease.subnets));
+            leases.retain_mut(|lease| {
+                let newest = self.leases.get(&lease.subnets).cloned();
+                newest.map(|newest| *lease = newest).is_some()
+            });
+        }
+        let changes = leases.iter().map(|lease| (lease.subnets, Some(lease)));
+        Some((self.desired.update(changes, answers), arrived))
     }
 
     /// Repairs without end keep no object of a peer that left: one batch of those is deleted,
