@@ -65,6 +65,6 @@ impl Fixture {
             reason: "it is the only one".into(),
         };
         let kernel = Arc::new(NetlinkKernel::open_in(self.netns.path())?);
-        Ok(Host::new(iface, kernel, subnets))
+        Ok(Host::new(iface, kernel.clone(), subnets).with_process_names(kernel))
     }
 }

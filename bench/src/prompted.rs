@@ -7,7 +7,7 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use flannel_core::Kernel;
 use flannel_core::kernel::{
-    Changes, Footprint, Invalidation, KernelError, NexthopIds, Process, RouteAnswer,
+    Changes, Footprint, Invalidation, KernelError, NexthopIds, RouteAnswer,
 };
 use flannel_core::object::{Change, State};
 use tokio::sync::{Notify, mpsc};
@@ -77,10 +77,6 @@ impl Kernel for Prompted {
 
     fn changes(&self) -> Result<Box<dyn Changes>, KernelError> {
         Ok(Box::new(Prompts(Arc::clone(&self.doubt))))
-    }
-
-    fn process(&self, port: u32) -> Option<Process> {
-        self.kernel.process(port)
     }
 }
 

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
 use flannel_core::Kernel;
-use flannel_core::kernel::{Changes, Footprint, KernelError, NexthopIds, Process, RouteAnswer};
+use flannel_core::kernel::{Changes, Footprint, KernelError, NexthopIds, RouteAnswer};
 use flannel_core::object::{Change, State};
 
 /// The kernel as it is. Clones are of one kernel.
@@ -52,9 +52,5 @@ impl Kernel for Timed {
 
     fn changes(&self) -> Result<Box<dyn Changes>, KernelError> {
         self.kernel.changes()
-    }
-
-    fn process(&self, port: u32) -> Option<Process> {
-        self.kernel.process(port)
     }
 }

@@ -12,7 +12,7 @@ use std::net::IpAddr;
 
 use async_trait::async_trait;
 
-pub use self::changed_by::{ChangedBy, Process};
+pub use self::changed_by::{ChangedBy, ProcessNames};
 pub use self::nexthops::{NexthopBlock, NexthopIds};
 use crate::address::{Dual, Subnet};
 use crate::object::LinkName;
@@ -308,12 +308,6 @@ pub trait Kernel: fmt::Debug + Send + Sync {
     /// # Errors
     /// The kernel refused to let us listen.
     fn changes(&self) -> Result<Box<dyn Changes>, KernelError>;
-
-    /// The process that has the netlink socket with this port id. `None`: no single
-    /// process could be identified, or too many were looked up of late.
-    fn process(&self, _port: u32) -> Option<Process> {
-        None
-    }
 }
 
 /// A report of objects that may no longer be as we put them. They are valid again after another put

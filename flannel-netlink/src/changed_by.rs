@@ -10,8 +10,6 @@ use std::fs::File;
 use std::io::{self, Read, Seek};
 use std::time::{Duration, Instant};
 
-use flannel_core::kernel::Process;
-
 /// Answers are kept for this long.
 const FRESH: Duration = Duration::from_secs(1);
 /// Within that time, no more processes than this are looked for: that takes reading files, and
@@ -29,7 +27,7 @@ pub(crate) struct Processes {
     sockets: Option<File>,
     since: Instant,
     spent: Duration,
-    known: HashMap<u32, Option<Process>>,
+    known: HashMap<u32, Option<String>>,
 }
 
 impl Processes {
@@ -46,31 +44,31 @@ impl Processes {
         }
     }
 
-    /// The process that has the socket with this port.
-    pub(crate) fn at(&mut self, port: u32) -> Option<Process> {
+    /// See [`ProcessNames::name`](flannel_core::kernel::ProcessNames::name).
+    pub(crate) fn name(&mut self, port: u32) -> Option<String> {
         let now = Instant::now();
         if now - self.since > FRESH {
             (self.since, self.spent, self.known) = (now, Duration::ZERO, HashMap::new());
         }
-        if let Some(process) = self.known.get(&port) {
-            return process.clone();
+        if let Some(name) = self.known.get(&port) {
+            return name.clone();
         }
         if self.known.len() == MOST || self.spent > BUDGET {
             return None;
         }
-        let process = self.process(port);
+        let name = self.find(port);
         self.spent += now.elapsed();
-        self.known.insert(port, process.clone());
-        process
+        self.known.insert(port, name.clone());
+        name
     }
 
-    fn process(&mut self, port: u32) -> Option<Process> {
+    fn find(&mut self, port: u32) -> Option<String> {
         let mut table = String::new();
         let sockets = self.sockets.as_mut()?;
         let read = sockets.rewind().and_then(|()| sockets.read_to_string(&mut table));
         let socket = format!("socket:[{}]", read.ok().and_then(|_| inode(&table, port))?);
-        let is_certain = match has_open(port, &socket) {
-            Ok(true) => true,
+        let certainty = match has_open(port, &socket) {
+            Ok(true) => "",
             Ok(false) => return None,
             Err(error) => {
                 tracing::debug!(%error, port, "the open files of the process cannot be read");
@@ -78,14 +76,12 @@ impl Processes {
                 if port == 1 {
                     return None;
                 }
-                false
+                "probably "
             }
         };
         // Neither can be read of a process that is gone.
         let name = std::fs::read_to_string(format!("/proc/{port}/comm")).ok()?;
-        let mut process = Process::new(name.trim_end().into(), port);
-        process.is_certain = is_certain;
-        Some(process)
+        Some(format!("{certainty}{} (process {port})", name.trim_end()))
     }
 }
 
@@ -131,7 +127,7 @@ sk               Eth Pid        Groups   Rmem     Wmem     Dump  Locks    Drops 
     fn a_storm_of_ports_costs_few_looks() {
         let mut processes = Processes::here();
         for port in 1..10_000 {
-            processes.at(port);
+            processes.name(port);
         }
         assert!(processes.known.len() <= MOST);
     }
@@ -139,13 +135,13 @@ sk               Eth Pid        Groups   Rmem     Wmem     Dump  Locks    Drops 
     #[test]
     fn looks_that_take_long_are_few() {
         let mut processes = Processes::here();
-        processes.at(1);
+        processes.name(1);
         processes.spent = 2 * BUDGET;
         let known = processes.known.len();
-        (2..1_000).for_each(|port| assert_eq!(processes.at(port), None));
+        (2..1_000).for_each(|port| assert_eq!(processes.name(port), None));
         assert_eq!(processes.known.len(), known);
         processes.since -= 2 * FRESH;
-        processes.at(2);
+        processes.name(2);
         assert!(processes.known.contains_key(&2) && processes.spent <= BUDGET);
     }
 }

@@ -7,7 +7,9 @@ use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use flannel_core::Kernel;
-use flannel_core::kernel::{Changes, Footprint, KernelError, NexthopIds, Process, RouteAnswer};
+use flannel_core::kernel::{
+    Changes, Footprint, KernelError, NexthopIds, ProcessNames, RouteAnswer,
+};
 use flannel_core::object::{Change, State};
 
 use crate::apply::Writer;
@@ -135,8 +137,11 @@ impl Kernel for NetlinkKernel {
     fn changes(&self) -> Result<Box<dyn Changes>, KernelError> {
         Ok(Box::new(self.namespace.run(|| Listener::open(self.port, self.foreign.clone()))??))
     }
+}
 
-    fn process(&self, port: u32) -> Option<Process> {
-        self.processes.lock().unwrap_or_else(PoisonError::into_inner).at(port)
+/// The processes in the kernel's network namespace.
+impl ProcessNames for NetlinkKernel {
+    fn name(&self, port: u32) -> Option<String> {
+        self.processes.lock().unwrap_or_else(PoisonError::into_inner).name(port)
     }
 }

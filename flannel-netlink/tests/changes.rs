@@ -8,7 +8,9 @@ use std::os::unix::ffi::OsStrExt;
 use std::process::Command;
 use std::time::Duration;
 
-use flannel_core::kernel::{Changes, Footprint, Invalidation, KernelEvent, Process, RouteAnswer};
+use flannel_core::kernel::{
+    Changes, Footprint, Invalidation, KernelEvent, ProcessNames, RouteAnswer,
+};
 use flannel_core::object::{
     Addr, Change, Key, LinkName, MacAddr, Neigh, Nexthop, Object, Route, State, Via,
 };
@@ -194,16 +196,16 @@ fn the_process_that_changes_something_is_named_if_it_still_lives() {
         let name = std::fs::read_to_string("/proc/self/comm").unwrap();
         // The caller looks it up, on a thread that may block.
         assert_eq!(changed_by.process, None);
-        let found = kernel.process(changed_by.port).unwrap();
-        assert_eq!(found, Process::new(name.trim_end().into(), std::process::id()));
-        assert_eq!(changed_by.port, found.id);
+        let found = kernel.name(changed_by.port).unwrap();
+        assert_eq!(found, format!("{} (process {})", name.trim_end(), std::process::id()));
+        assert_eq!(changed_by.port, std::process::id());
         assert_eq!(changed_by.protocol, Some(flannel_core::kernel::ROUTE_PROTOCOL));
         // A second socket has another port, which is no process.
         let second = NetlinkKernel::open().unwrap();
         assert!(second.apply(&Footprint::default(), &[Change::Put(neigh(9))])[0].is_ok());
         let changed_by =
             self::changed_by(&mut *changes, KernelEvent::Present(neigh(9))).await.unwrap();
-        assert_eq!((kernel.process(changed_by.port), changed_by.protocol), (None, None));
+        assert_eq!((kernel.name(changed_by.port), changed_by.protocol), (None, None));
         assert!(
             changed_by.to_string().contains(&format!("port id {}", changed_by.port)),
             "{changed_by}"

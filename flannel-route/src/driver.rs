@@ -11,7 +11,7 @@ use tokio::time::{Instant, sleep_until};
 use crate::engine::{Engine, Gate};
 use crate::listener::Listener;
 use crate::schedule::{Done, Permits, Schedule};
-use flannel_core::kernel::{Changes, Invalidation, KernelError};
+use flannel_core::kernel::{Changes, Invalidation, KernelError, ProcessNames};
 use flannel_core::lease::View;
 use flannel_core::network::{Ended, Question};
 use flannel_core::status::Status;
@@ -33,6 +33,7 @@ impl Drop for CloseOnDrop {
 /// The one loop that owns the engine.
 pub(crate) struct Driver {
     kernel: Arc<dyn Kernel>,
+    names: Option<Arc<dyn ProcessNames>>,
     /// `None` while a round has it.
     engine: Option<Box<Engine>>,
     status: watch::Sender<Arc<Status>>,
@@ -60,13 +61,19 @@ struct Outcome {
 
 impl Round {
     /// Does the work. Blocks.
-    fn work(self, mut engine: Box<Engine>, kernel: &dyn Kernel, gate: &Gate) -> Outcome {
+    fn work(
+        self,
+        mut engine: Box<Engine>,
+        kernel: &dyn Kernel,
+        names: Option<&dyn ProcessNames>,
+        gate: &Gate,
+    ) -> Outcome {
         // Listen first, then read: changes in between become events.
         let stream = self.permits.listen.then(|| kernel.changes());
         if self.permits.listen {
-            engine.invalidate(&Invalidation::Everything, kernel);
+            engine.invalidate(&Invalidation::Everything, names);
         }
-        self.events.iter().for_each(|event| engine.invalidate(event, kernel));
+        self.events.iter().for_each(|event| engine.invalidate(event, names));
         let urgent = self.permits.recheck_urgent && engine.has_urgent_lookups();
         let recheck = urgent || self.permits.recheck && engine.has_stale_lookups();
         let rechecked = recheck.then(|| {
@@ -89,6 +96,7 @@ impl Round {
 impl Driver {
     pub(crate) fn new(
         kernel: Arc<dyn Kernel>,
+        names: Option<Arc<dyn ProcessNames>>,
         engine: Box<Engine>,
         status: watch::Sender<Arc<Status>>,
         views: watch::Receiver<View>,
@@ -97,6 +105,7 @@ impl Driver {
         let now = Instant::now();
         Self {
             kernel,
+            names,
             engine: Some(engine),
             status,
             views,
@@ -126,8 +135,10 @@ impl Driver {
         let started = Instant::now();
         let round = self.round(started, &engine);
         let repairs = !round.events.is_empty();
-        let (kernel, gate) = (Arc::clone(&self.kernel), Arc::clone(gate));
-        let mut job = tokio::task::spawn_blocking(move || round.work(engine, &*kernel, &gate));
+        let (kernel, names, gate) =
+            (Arc::clone(&self.kernel), self.names.clone(), Arc::clone(gate));
+        let work = move || round.work(engine, &*kernel, names.as_deref(), &gate);
+        let mut job = tokio::task::spawn_blocking(work);
         let Outcome { mut engine, rechecked, stream } = loop {
             tokio::select! {
                 done = &mut job => match done {

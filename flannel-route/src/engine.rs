@@ -334,7 +334,7 @@ mod tests {
         }
 
         fn invalidate(&mut self, invalidation: &Invalidation) {
-            self.engine.invalidate(invalidation, &self.kernel);
+            self.engine.invalidate(invalidation, Some(&self.kernel));
         }
 
         fn route(&self, n: u8) -> Option<Via> {

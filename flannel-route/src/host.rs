@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use flannel_core::backend::{Built, ExternalInterface, MemorySecrets, Node, NodeLease, Secrets};
+use flannel_core::kernel::ProcessNames;
 use flannel_core::lease::LeaseAttrs;
 use flannel_core::{Backend, Config, Kernel, Lease, Result, SubnetManager};
 
@@ -23,6 +24,8 @@ pub struct Host {
     pub machine_id: String,
     /// The secrets that backends keep on this host.
     pub secrets: Arc<dyn Secrets>,
+    /// See [`KernelNetwork::with_process_names`].
+    pub process_names: Option<Arc<dyn ProcessNames>>,
 }
 
 /// Choices of [`Host::join`].
@@ -44,7 +47,7 @@ impl Host {
         subnets: Arc<dyn SubnetManager>,
     ) -> Self {
         let secrets = Arc::new(MemorySecrets::default());
-        Self { uplink, kernel, subnets, machine_id: String::new(), secrets }
+        Self { uplink, kernel, subnets, machine_id: String::new(), secrets, process_names: None }
     }
 
     /// The same host with this machine id. See [`Node::machine_id`].
@@ -57,6 +60,13 @@ impl Host {
     #[must_use]
     pub fn with_secrets(self, secrets: Arc<dyn Secrets>) -> Self {
         Self { secrets, ..self }
+    }
+
+    /// The same host, whose networks name the processes that change their objects. See
+    /// [`KernelNetwork::with_process_names`].
+    #[must_use]
+    pub fn with_process_names(self, names: Arc<dyn ProcessNames>) -> Self {
+        Self { process_names: Some(names), ..self }
     }
 
     /// Joins the network of `config`: prepares the backend, acquires the node's lease with the
@@ -86,11 +96,14 @@ impl Host {
         match (prepared.build)(&lease)? {
             Built::Kernel(blueprint) => {
                 let kernel = Arc::clone(&self.kernel);
-                let network = KernelNetwork::new(kernel, lease, networks, vec![blueprint]);
-                Ok(HostNetwork::Kernel(match options.drop_unused_addresses {
-                    true => network.drop_unused_addresses(),
-                    false => network,
-                }))
+                let mut network = KernelNetwork::new(kernel, lease, networks, vec![blueprint]);
+                if options.drop_unused_addresses {
+                    network = network.drop_unused_addresses();
+                }
+                if let Some(names) = &self.process_names {
+                    network = network.with_process_names(Arc::clone(names));
+                }
+                Ok(HostNetwork::Kernel(network))
             }
             Built::Custom(network) => {
                 let lease_type = backend.lease_type();

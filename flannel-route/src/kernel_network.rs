@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use flannel_core::address::Dual;
 use flannel_core::backend::{Blueprint, Env, NodeLease};
-use flannel_core::kernel::Footprint;
+use flannel_core::kernel::{Footprint, ProcessNames};
 use flannel_core::lease::View;
 use flannel_core::network::{Ended, NetworkHandle, Question};
 use flannel_core::object::{Object, Route, State, Via};
@@ -62,6 +62,7 @@ use crate::offer_plan::OfferPlan;
 /// ```
 pub struct KernelNetwork {
     kernel: Arc<dyn Kernel>,
+    names: Option<Arc<dyn ProcessNames>>,
     lease: NodeLease,
     engine: Box<Engine>,
     handle: NetworkHandle,
@@ -114,6 +115,7 @@ impl KernelNetwork {
         let (asked, questions) = mpsc::channel(1);
         Self {
             kernel,
+            names: None,
             handle: NetworkHandle::new(own.clone(), mtu, receiver).with_questions(asked),
             lease,
             engine: Box::new(Engine::new(footprint, base, Admission::new(rules, plans))),
@@ -135,9 +137,14 @@ impl KernelNetwork {
         }
         self
     }
-}
 
-impl KernelNetwork {
+    /// Names the processes that change objects of this network, for its status and the log. Without
+    /// this option, they are known by the port ids of their sockets.
+    #[must_use]
+    pub fn with_process_names(self, names: Arc<dyn ProcessNames>) -> Self {
+        Self { names: Some(names), ..self }
+    }
+
     /// A handle that outlives [`KernelNetwork::run`].
     pub fn handle(&self) -> NetworkHandle {
         self.handle.clone()
@@ -152,6 +159,7 @@ impl KernelNetwork {
     /// Dropping the future stops it. The objects in the kernel stay there, and nothing is written
     /// after the drop returned. The drop may block for one batch of changes (milliseconds).
     pub async fn run(self, views: watch::Receiver<View>) -> Result<Ended> {
-        Driver::new(self.kernel, self.engine, self.status, views, self.questions).run().await
+        let Self { kernel, names, engine, status, questions, .. } = self;
+        Driver::new(kernel, names, engine, status, views, questions).run().await
     }
 }

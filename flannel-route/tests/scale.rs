@@ -11,7 +11,7 @@ use std::time::Duration;
 use test_support::eventually_async;
 
 use flannel_core::backend::{Blueprint, NodeLease};
-use flannel_core::kernel::{Changes, Footprint, KernelError, NexthopIds, Process, RouteAnswer};
+use flannel_core::kernel::{Changes, Footprint, KernelError, NexthopIds, RouteAnswer};
 use flannel_core::lease::{LeaseAttrs, LeaseSet, Offer, Origin, Revision, View};
 use flannel_core::network::{NetworkHandle, Rejection};
 use flannel_core::object::{
@@ -135,7 +135,8 @@ impl World {
         };
         let lease_of_this_node = NodeLease::Held(lease(0, [192, 0, 2, 1].into(), 1));
         let networks = [NETWORK.parse::<Subnet>().unwrap()].into_iter().collect();
-        let network = KernelNetwork::new(seen, lease_of_this_node, networks, vec![blueprint]);
+        let network = KernelNetwork::new(seen, lease_of_this_node, networks, vec![blueprint])
+            .with_process_names(Arc::new(kernel.clone()));
         let handle = network.handle();
         let leases: LeaseSet = (1..=peers).map(|n| lease(n, public(n), 1)).collect();
         let view = View { leases, origin: Origin::Live { revision: Revision(1) } };
@@ -348,7 +349,7 @@ async fn one_repair_among_thousands_costs_one_object_and_names_victim_and_culpri
             last.changed_by.as_ref().map(|changed_by| (changed_by.port, changed_by.protocol));
         assert_eq!(changed_by, by.then_some((FakeKernel::FOREIGN_PORT, protocol)), "{last}");
         let process = last.changed_by.as_ref().and_then(|changed_by| changed_by.process.clone());
-        assert_eq!(process, by.then(|| Process::new("foreigner".into(), FakeKernel::FOREIGN_PORT)));
+        assert_eq!(process.as_deref(), by.then_some("foreigner (process 4711)"));
         let who = match (by, protocol) {
             (true, Some(protocol)) => {
                 format!("foreigner (process 4711) with route protocol {protocol}")
@@ -439,7 +440,7 @@ async fn a_thousand_unrelated_route_changes_a_second_cause_no_look_ups() {
     }
     tokio::time::sleep(Duration::from_secs(2)).await;
     assert_eq!(world.kernel.take_calls(), vec![]);
-    assert_eq!(world.kernel.take_process_questions(), 0);
+    assert_eq!(world.kernel.take_name_lookups(), 0);
     assert_eq!(world.plans.load(Ordering::Relaxed), 0);
     // Under a prefix that changed, those endpoints are asked for again, and at most once a second.
     let dst: Subnet = "198.18.1.0/24".parse().unwrap();
@@ -564,10 +565,6 @@ impl Kernel for Odd {
 
     fn changes(&self) -> Result<Box<dyn Changes>, KernelError> {
         self.kernel.changes()
-    }
-
-    fn process(&self, port: u32) -> Option<Process> {
-        self.kernel.process(port)
     }
 }
 

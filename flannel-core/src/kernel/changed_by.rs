@@ -13,38 +13,8 @@ pub struct ChangedBy {
     /// The protocol of the route or nexthop that was put there; `None` for other objects and for
     /// deletions.
     pub protocol: Option<u8>,
-    /// The process that has the socket, if it still lived when it was looked up
-    /// ([`Kernel::process`](super::Kernel::process)).
-    pub process: Option<Process>,
-}
-
-/// The process that owns a netlink socket.
-#[derive(Debug, Clone, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct Process {
-    /// Its name, as it sets it.
-    pub name: Arc<str>,
-    /// Its id.
-    pub id: u32,
-    /// It has the very socket open. Else it is only known to live and to have the port id of the
-    /// socket for its id, as a process has that of its first socket; its open files cannot be
-    /// read. It may be a process that has this id in another pid namespace.
-    pub is_certain: bool,
-}
-
-impl Process {
-    /// A process that has the very socket open.
-    pub const fn new(name: Arc<str>, id: u32) -> Self {
-        Self { name, id, is_certain: true }
-    }
-}
-
-/// `ip (process 4711)`, or `probably ip (process 4711)`.
-impl fmt::Display for Process {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { name, id, is_certain } = self;
-        write!(f, "{}{name} (process {id})", if *is_certain { "" } else { "probably " })
-    }
+    /// The process that has the socket, if it still lived when [`ProcessNames`] looked for it.
+    pub process: Option<Arc<str>>,
 }
 
 impl ChangedBy {
@@ -59,9 +29,23 @@ impl ChangedBy {
 impl fmt::Display for ChangedBy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.process {
-            Some(process) => process.fmt(f)?,
+            Some(process) => f.write_str(process)?,
             None => write!(f, "the netlink socket with port id {}", self.port)?,
         }
         self.protocol.map_or(Ok(()), |protocol| write!(f, " with route protocol {protocol}"))
     }
+}
+
+/// Names the processes that own netlink sockets.
+///
+/// Implementations: `flannel_netlink::NetlinkKernel`, and `testing::FakeKernel` (feature
+/// `testing`).
+pub trait ProcessNames: fmt::Debug + Send + Sync {
+    /// The process that has the netlink socket with this port id, for a message: `ip (process
+    /// 4711)`, or `probably ip (process 4711)` if it may be another process. `None`: no single
+    /// process could be identified, or too many were looked up of late.
+    ///
+    /// Blocks while it reads files. Ask soon after the change: a process that has ended has no
+    /// name.
+    fn name(&self, port: u32) -> Option<String>;
 }

@@ -15,7 +15,7 @@ use self::tables::{Entry, Fault, Foreign, Listener, Tables};
 use crate::address::Subnet;
 use crate::kernel::{
     ChangedBy, Changes, Footprint, Invalidation, Kernel, KernelError, KernelEvent, NexthopIds,
-    Process, ROUTE_PROTOCOL, RouteAnswer,
+    ProcessNames, ROUTE_PROTOCOL, RouteAnswer,
 };
 use crate::object::{Change, Key, LinkName, Nexthop, Object, Route, State, Via};
 
@@ -226,10 +226,9 @@ impl FakeKernel {
         std::mem::take(&mut self.lock().calls)
     }
 
-    /// How often [`Kernel::process`] was asked since the last time this was asked. It is asked of
-    /// no table, and cannot fail, so it is no [`Call`].
-    pub fn take_process_questions(&self) -> usize {
-        std::mem::take(&mut self.lock().process_questions)
+    /// The number of calls of [`ProcessNames::name`] since the last call of this.
+    pub fn take_name_lookups(&self) -> usize {
+        std::mem::take(&mut self.lock().name_lookups)
     }
 
     /// How many changes it was given at once, at most.
@@ -345,10 +344,12 @@ impl Kernel for FakeKernel {
         tables.listeners.push(Listener { port: self.writer, sender });
         Ok(Box::new(Queue { receiver }))
     }
+}
 
-    fn process(&self, port: u32) -> Option<Process> {
-        self.lock().process_questions += 1;
-        (port == Self::FOREIGN_PORT).then(|| Process::new("foreigner".into(), port))
+impl ProcessNames for FakeKernel {
+    fn name(&self, port: u32) -> Option<String> {
+        self.lock().name_lookups += 1;
+        (port == Self::FOREIGN_PORT).then(|| format!("foreigner (process {port})"))
     }
 }
 

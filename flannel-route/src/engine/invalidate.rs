@@ -3,8 +3,7 @@
 use std::cell::OnceCell;
 
 use super::Engine;
-use flannel_core::Kernel;
-use flannel_core::kernel::{ChangedBy, Invalidation, KernelEvent, ROUTE_PROTOCOL};
+use flannel_core::kernel::{ChangedBy, Invalidation, KernelEvent, ProcessNames, ROUTE_PROTOCOL};
 use flannel_core::object::{Key, Object, Route, Via};
 use flannel_core::status::Damage;
 
@@ -15,7 +14,7 @@ const MOST_SUSPECTS: usize = 1024;
 /// event concerns an object of ours.
 struct Suspect<'a> {
     said: Option<&'a ChangedBy>,
-    kernel: &'a dyn Kernel,
+    names: Option<&'a dyn ProcessNames>,
     named: OnceCell<ChangedBy>,
 }
 
@@ -24,7 +23,7 @@ impl Suspect<'_> {
         let said = self.said?;
         let named = || {
             let mut named = said.clone();
-            named.process = named.process.or_else(|| self.kernel.process(said.port));
+            named.process = self.names.and_then(|names| names.name(said.port)).map(Into::into);
             named
         };
         Some(self.named.get_or_init(named).clone())
@@ -40,8 +39,12 @@ impl Engine {
         self.lookups.is_any()
     }
 
-    /// Takes in an event.
-    pub(crate) fn invalidate(&mut self, invalidation: &Invalidation, kernel: &dyn Kernel) {
+    /// Takes in an event. `names` names its author.
+    pub(crate) fn invalidate(
+        &mut self,
+        invalidation: &Invalidation,
+        names: Option<&dyn ProcessNames>,
+    ) {
         match invalidation {
             Invalidation::Everything => {
                 self.survey.invalidate_everything();
@@ -55,7 +58,7 @@ impl Engine {
                 self.lookups.invalidate_link(*name, carries_routes);
             }
             Invalidation::Objects(reports, by) => {
-                let by = Suspect { said: by.as_ref(), kernel, named: OnceCell::new() };
+                let by = Suspect { said: by.as_ref(), names, named: OnceCell::new() };
                 reports.iter().for_each(|report| self.invalidate_object(report, &by));
             }
         }

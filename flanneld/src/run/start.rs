@@ -126,7 +126,8 @@ impl<'a> Starter<'a> {
         let lapsed = hints.lapsed.is_some();
         let host = Host::new(chosen.iface.clone(), kernel(), Arc::clone(&self.subnets))
             .with_machine_id(self.machine_id.clone())
-            .with_secrets(Arc::new(FileSecrets::new(&settings.state_dir)));
+            .with_secrets(Arc::new(FileSecrets::new(&settings.state_dir)))
+            .with_process_names(self.kernel.clone());
         let join = JoinOptions { lapsed: hints.lapsed, drop_unused_addresses };
         let network = host.join(backend, &config, join).await?;
         tracing::info!(networks = ?config.pod_networks().collect::<Vec<_>>(), backend = backend.kind(), "network config");

@@ -24,7 +24,7 @@ pub(super) struct Tables {
     pub(super) listeners: Vec<Listener>,
     pub(super) faults: Vec<Fault>,
     pub(super) calls: Vec<Call>,
-    pub(super) process_questions: usize,
+    pub(super) name_lookups: usize,
     pub(super) largest_batch: usize,
     pub(super) without_nexthops: bool,
     pub(super) unwanted_nexthops: bool,
