@@ -8,7 +8,6 @@
 
 mod desired;
 mod invalidate;
-mod lookups;
 mod queue;
 mod report;
 mod survey;
@@ -20,15 +19,15 @@ use std::sync::Arc;
 use tokio::time::Instant;
 
 use self::desired::{Desired, by_nexthop};
-use self::lookups::{Answers, StaleLookups};
 use self::queue::{Queue, SLICE};
 pub(crate) use self::survey::Reads;
 use self::survey::Survey;
 use self::table::{Actual, Cause, Row, Table};
 pub(crate) use self::write::{BATCH, Gate};
-use crate::admission::{Admission, Changed, Delta};
 use crate::apply_stats::ApplyStats;
 use crate::nexthops::nexthop;
+use flannel_admission::{Admission, Changed, Delta};
+use flannel_admission::{Answers, StaleLookups};
 use flannel_core::kernel::Footprint;
 use flannel_core::lease::{LeaseSet, Origin, View};
 use flannel_core::object::{Key, Object, State};
@@ -174,10 +173,10 @@ impl Engine {
         arrived: Option<Instant>,
     ) {
         if after.is_some() {
-            self.desired.counts.add(key.kind());
+            *self.desired.counts.entry(key.kind()).or_default() += 1;
         }
         if before.is_some() {
-            self.desired.counts.remove(key.kind());
+            *self.desired.counts.entry(key.kind()).or_default() -= 1;
         }
         let cause = Cause::Lease(arrived);
         match (before, after) {
@@ -199,7 +198,7 @@ impl Engine {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::admission::AdmissionRules;
+    use flannel_admission::{AdmissionRules, OfferPlan};
     use flannel_core::Subnet;
     use flannel_core::backend::Env;
     use flannel_core::kernel::ChangedBy;
@@ -292,7 +291,7 @@ mod tests {
                 routes_on: [uplink()].into(),
                 ..Footprint::default()
             };
-            let peers = Admission::new(rules, crate::admission::every(plan));
+            let peers = Admission::new(rules, vec![OfferPlan::new(None, Box::new(plan))]);
             let kernel = FakeKernel::with_uplink("eth0");
             let engine = Engine::new(footprint, State::default(), peers);
             Self { kernel, engine, leases: LeaseSet::default() }

@@ -103,12 +103,12 @@ impl Host {
                 if let Some(names) = &self.process_names {
                     network = network.with_process_names(Arc::clone(names));
                 }
-                Ok(HostNetwork::Kernel(network))
+                Ok(HostNetwork::Kernel(Box::new(network)))
             }
             Built::Custom(network) => {
                 let lease_type = backend.lease_type();
                 let network = CustomNetwork::new(network, lease.lease(), networks, lease_type);
-                Ok(HostNetwork::Custom(network))
+                Ok(HostNetwork::Custom(Box::new(network)))
             }
         }
     }

@@ -1,23 +1,24 @@
 //! A network that this host has joined: of kernel objects, or one that runs itself.
 
+use std::sync::Arc;
+
+use flannel_admission::{Admission, AdmissionRules, OfferPlan};
 use flannel_core::address::Dual;
 use flannel_core::lease::{LeaseSet, Origin, View};
 use flannel_core::network::{AcceptedPeers, Ended, NetworkHandle};
 use flannel_core::{Lease, Network, Result, Subnet, Subnets};
 use tokio::sync::watch;
 
-use crate::admission::{Admission, AdmissionRules};
 use crate::kernel_network::KernelNetwork;
-use crate::offer_plan::OfferPlan;
 
 /// A network that this host has joined ([`Host::join`](crate::Host::join)).
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum HostNetwork {
     /// A network of kernel objects.
-    Kernel(KernelNetwork),
+    Kernel(Box<KernelNetwork>),
     /// A network that runs itself, with the peers that this node accepts.
-    Custom(CustomNetwork),
+    Custom(Box<CustomNetwork>),
 }
 
 impl HostNetwork {
@@ -65,14 +66,14 @@ impl CustomNetwork {
         networks: Dual<Subnet>,
         lease_type: &'static str,
     ) -> Self {
-        let plan = OfferPlan { lease_type: Some(lease_type), plan: Box::new(|_, _, _, _| Ok(())) };
+        let plan = OfferPlan::new(Some(lease_type), Box::new(|_, _, _, _| Ok(())));
         let rules = AdmissionRules {
             networks,
-            own: Some(own.subnets),
-            public: own.attrs.preferred.public,
+            own: Some(Arc::new(own.clone())),
             ..AdmissionRules::default()
         };
-        Self { network, admission: Admission::new(rules, vec![plan]), own: own.subnets }
+        let admission = Admission::new(rules, vec![plan]);
+        Self { network, admission, own: own.subnets }
     }
 
     async fn run(self, mut views: watch::Receiver<View>) -> Result<Ended> {

@@ -2,8 +2,9 @@
 
 use std::sync::Arc;
 
+use flannel_admission::{Admission, AdmissionRules, OfferPlan};
 use flannel_core::address::Dual;
-use flannel_core::backend::{Blueprint, Env, NodeLease};
+use flannel_core::backend::{Blueprint, NodeLease};
 use flannel_core::kernel::{Footprint, ProcessNames};
 use flannel_core::lease::View;
 use flannel_core::network::{Ended, NetworkHandle, Question};
@@ -12,10 +13,8 @@ use flannel_core::status::Status;
 use flannel_core::{Kernel, Result, Subnet};
 use tokio::sync::{mpsc, watch};
 
-use crate::admission::{Admission, AdmissionRules};
 use crate::driver::Driver;
 use crate::engine::Engine;
-use crate::offer_plan::OfferPlan;
 
 /// A network that keeps a kernel equal to [`Blueprint`]s applied to the leases.
 ///
@@ -63,7 +62,8 @@ use crate::offer_plan::OfferPlan;
 pub struct KernelNetwork {
     kernel: Arc<dyn Kernel>,
     names: Option<Arc<dyn ProcessNames>>,
-    lease: NodeLease,
+    /// The node holds its lease.
+    is_held: bool,
     engine: Box<Engine>,
     handle: NetworkHandle,
     status: watch::Sender<Arc<Status>>,
@@ -96,28 +96,21 @@ impl KernelNetwork {
         for blueprint in blueprints {
             footprint.merge(blueprint.footprint);
             base.extend(blueprint.base.iter().cloned());
-            plans.push(OfferPlan { lease_type: blueprint.lease_type, plan: blueprint.plan });
+            plans.push(OfferPlan::new(blueprint.lease_type, blueprint.plan));
         }
-        let own = lease.lease();
-        // Peers must not define the objects that plans make of our own lease. A plan that rejects
-        // our own lease defines nothing of ours.
-        let not_asked = |_| Some(None);
-        let env = Env::new(&not_asked);
-        let ours = OfferPlan::run(&plans, &own.subnets, &own.attrs, &env).unwrap_or_default();
-        let reserved = base.iter().chain(&ours.objects).map(Object::key).collect();
-        let rules = AdmissionRules {
-            networks,
-            own: Some(own.subnets),
-            public: own.attrs.preferred.public,
-            reserved,
+        let (own, is_held) = match lease {
+            NodeLease::Held(lease) => (lease, true),
+            NodeLease::Lapsed(lease) => (lease, false),
         };
+        let reserved = base.iter().map(Object::key).collect();
+        let rules = AdmissionRules { networks, own: Some(Arc::new(own.clone())), reserved };
         let (status, receiver) = watch::channel(Arc::new(Status::default()));
         let (asked, questions) = mpsc::channel(1);
         Self {
             kernel,
             names: None,
-            handle: NetworkHandle::new(own.clone(), mtu, receiver).with_questions(asked),
-            lease,
+            handle: NetworkHandle::new(own, mtu, receiver).with_questions(asked),
+            is_held,
             engine: Box::new(Engine::new(footprint, base, Admission::new(rules, plans))),
             status,
             questions,
@@ -131,9 +124,9 @@ impl KernelNetwork {
     /// ([`Footprint::blackholes`]) removes the routes of last resort that an earlier network left.
     #[must_use]
     pub fn drop_unused_addresses(mut self) -> Self {
-        if let Some(lease) = self.lease.held() {
+        if self.is_held {
             let route = |dst| Object::from(Route { dst, via: Via::LastResort, mtu: None });
-            self.engine.want_blackholes(lease.subnets.iter().map(route));
+            self.engine.want_blackholes(self.handle.lease.subnets.iter().map(route));
         }
         self
     }

@@ -1,7 +1,5 @@
 #![doc = include_str!("../README.md")]
 
-mod admission;
-mod advisories;
 mod apply_stats;
 mod cleanup;
 mod driver;
@@ -9,12 +7,8 @@ mod engine;
 mod host;
 mod host_network;
 mod kernel_network;
-mod link_lookups;
 mod listener;
 mod nexthops;
-mod object_counts;
-mod offer_plan;
-mod peer_index;
 mod pending_events;
 mod rate_limiter;
 mod schedule;

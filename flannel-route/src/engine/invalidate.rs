@@ -76,7 +76,7 @@ impl Engine {
         let concerned = self.footprint.concerns(&key);
         if let Key::Route(dst) = key
             && !concerned
-            && self.desired.peers.lookups().are_under(dst)
+            && self.desired.peers.asked_about(dst)
         {
             self.lookups.invalidate_under(dst);
         }

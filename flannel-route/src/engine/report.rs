@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::sync::Arc;
 
-use super::lookups::Answers;
 use super::{Cause, Engine, Reads};
+use flannel_admission::Answers;
 use flannel_core::object::Object;
 use flannel_core::status::{Explanation, ObjectState, Status, Wait, Waiting};
 use flannel_core::{Kernel, Lease, Subnets};
@@ -39,7 +39,12 @@ impl Engine {
 
     /// The status. Its cost does not grow with the number of peers.
     pub(crate) fn status(&self) -> Status {
-        let (peers, counts) = (&self.desired.peers, &self.desired.counts);
+        let peers = &self.desired.peers;
+        let mut counts = self.desired.counts.clone();
+        for object in self.desired.base.iter() {
+            *counts.entry(object.kind()).or_default() += 1;
+        }
+        counts.retain(|_, count| *count > 0);
         let mut status = Status::default();
         status.in_sync = self.live && !self.is_unsettled() && !self.is_failing();
         status.settled = !self.is_unsettled();
@@ -47,8 +52,8 @@ impl Engine {
         status.live = self.live;
         status.leases = self.leases.clone();
         status.peers = peers.accepted();
-        status.objects = self.desired.base.len() + counts.total();
-        status.by_kind = counts.by_kind(self.desired.base.iter());
+        status.objects = counts.values().sum();
+        status.by_kind = counts;
         status.rejected = peers.rejected().clone();
         status.failing = self.table.failing().clone();
         status.kernel_error = self.survey.error.as_ref().or_else(|| self.lookups.error()).cloned();

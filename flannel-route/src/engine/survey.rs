@@ -5,11 +5,11 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::lookups::Answers;
 use super::table::{Actual, Row};
 use super::{Cause, Engine};
-use crate::admission::Changed;
 use crate::nexthops::Ids;
+use flannel_admission::Answers;
+use flannel_admission::Changed;
 use flannel_core::Kernel;
 use flannel_core::kernel::{KernelError, NexthopBlock};
 use flannel_core::object::{Change, Key, LinkName, Object, State};

@@ -7,11 +7,11 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::lookups::Answers;
 use super::queue::Slice;
 use super::table::Row;
 use super::{Actual, Cause, Engine};
-use crate::admission::Changed;
+use flannel_admission::Answers;
+use flannel_admission::Changed;
 use flannel_core::address::Family;
 use flannel_core::kernel::KernelError;
 use flannel_core::object::{Change, Key, Nexthop, Object, ObjectKind, Route, Via};

@@ -27,36 +27,40 @@ use flannel_core::{Lease, Subnets};
 
 /// The rules by which leases are accepted.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct AdmissionRules {
+pub struct AdmissionRules {
     /// The enabled pod networks.
-    pub(crate) networks: Dual<Subnet>,
-    /// This node's own subnets.
-    pub(crate) own: Option<Subnets>,
-    /// This node's own public addresses.
-    pub(crate) public: Dual<IpAddr>,
-    /// Objects that no peer may define.
-    pub(crate) reserved: BTreeSet<Key>,
+    pub networks: Dual<Subnet>,
+    /// This node's own lease; `None`: every lease is a peer's. No peer may overlap its subnets or
+    /// define the objects that plans make of it.
+    pub own: Option<Arc<Lease>>,
+    /// Other objects that no peer may define.
+    pub reserved: BTreeSet<Key>,
 }
 
-/// An object whose definition changed: `None` where there is none.
+/// An object whose definition changed.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct Delta {
-    pub(crate) key: Key,
-    pub(crate) before: Option<Object>,
-    pub(crate) after: Option<Object>,
+pub struct Delta {
+    /// The key of the object.
+    pub key: Key,
+    /// The definition before the update; `None` if no accepted peer defined the object.
+    pub before: Option<Object>,
+    /// The definition after the update; `None` if no accepted peer defines the object.
+    pub after: Option<Object>,
 }
 
 /// The result of an update.
 #[derive(Debug, Default)]
-pub(crate) struct Changed {
+pub struct Changed {
     /// Objects whose definition changed, in the order of keys.
-    pub(crate) deltas: Vec<Delta>,
+    pub deltas: Vec<Delta>,
     /// New, accepted peers whose objects no other peer defines. They are not in `deltas`.
-    pub(crate) added: Vec<Id>,
+    pub added: Vec<Id>,
 }
 
-/// All peers, and what they define.
-pub(crate) struct Admission {
+/// All peers, and the objects that they define.
+///
+/// The methods that take an [`Answer`] ask it the questions of plans. It may block.
+pub struct Admission {
     rules: AdmissionRules,
     plans: Vec<OfferPlan>,
     index: PeerIndex,
@@ -81,8 +85,17 @@ struct Update {
 }
 
 impl Admission {
-    pub(crate) fn new(rules: AdmissionRules, plans: Vec<OfferPlan>) -> Self {
-        let advisories = Advisories::new(&rules.public);
+    /// No peers yet. The first of `plans` that accepts an offer of a peer defines its objects.
+    pub fn new(mut rules: AdmissionRules, plans: Vec<OfferPlan>) -> Self {
+        let mut public = Dual::default();
+        if let Some(own) = &rules.own {
+            public = own.attrs.preferred.public;
+            // A plan that rejects our own lease defines nothing of ours.
+            let unknown = |_| Some(None);
+            let ours = OfferPlan::run(&plans, &own.subnets, &own.attrs, &Env::new(&unknown));
+            rules.reserved.extend(ours.unwrap_or_default().objects.iter().map(Object::key));
+        }
+        let advisories = Advisories::new(&public);
         Self {
             rules,
             plans,
@@ -95,17 +108,17 @@ impl Admission {
     }
 
     /// Makes room for `more` peers, as soon as the number of objects of one is known.
-    pub(crate) fn make_room(&mut self, more: usize) {
+    pub fn make_room(&mut self, more: usize) {
         self.expected = more;
     }
 
     /// A lease for these subnets was taken in.
-    pub(crate) fn contains(&self, subnets: &Subnets) -> bool {
+    pub fn contains(&self, subnets: &Subnets) -> bool {
         self.index.id(subnets).is_some()
     }
 
     /// The definition of an object by an accepted peer.
-    pub(crate) fn object(&self, key: &Key) -> Option<Object> {
+    pub fn object(&self, key: &Key) -> Option<Object> {
         self.definition(key).map(|claim| claim.object.clone())
     }
 
@@ -115,49 +128,52 @@ impl Admission {
 
     /// All objects of accepted peers, in the order of their slots. An object that several peers
     /// define comes several times.
-    pub(crate) fn objects(&self) -> impl Iterator<Item = &Object> {
+    pub fn objects(&self) -> impl Iterator<Item = &Object> {
         self.index.peers().filter(|peer| peer.accepted).flat_map(|peer| peer.chosen())
     }
 
     /// The objects of one peer; none if it is not accepted.
-    pub(crate) fn objects_of(&self, id: Id) -> &[Object] {
+    pub fn objects_of(&self, id: Id) -> &[Object] {
         self.index.peer(id).filter(|peer| peer.accepted).map_or(&[], |peer| peer.chosen())
     }
 
     /// The objects that the plan of a lease defines that was not taken in yet.
-    pub(crate) fn foresee(&self, lease: &Lease, on_link: &Answer<'_>) -> Vec<Object> {
+    pub fn foresee(&self, lease: &Lease, on_link: &Answer<'_>) -> Vec<Object> {
         // The rejection is reported when the lease is taken in.
         let mut planned = self.plan(lease, &Env::new(on_link)).unwrap_or_default();
         planned.objects.truncate(planned.chosen);
         planned.objects
     }
 
-    pub(crate) fn lookups(&self) -> &LinkLookups {
-        &self.lookups
+    /// A plan asked about an address inside `subnet`.
+    pub fn asked_about(&self, subnet: Subnet) -> bool {
+        self.lookups.are_under(subnet)
     }
 
-    pub(crate) fn accepted(&self) -> usize {
+    /// The number of accepted peers.
+    pub fn accepted(&self) -> usize {
         self.index.len() - self.rejected.len()
     }
 
-    pub(crate) fn rejected(&self) -> &Listing<Subnets, Rejection> {
+    /// The rejected peers, with the reasons.
+    pub fn rejected(&self) -> &Listing<Subnets, Rejection> {
         &self.rejected
     }
 
     /// Sentences about leases that are in order but worth knowing: public addresses that several
     /// nodes use, and the advisories of plans.
-    pub(crate) fn advisories(&self) -> &Listing<String> {
+    pub fn advisories(&self) -> &Listing<String> {
         self.advisories.listing()
     }
 
     /// The accepted peer that defines an object.
-    pub(crate) fn definer(&self, key: &Key) -> Option<Subnets> {
+    pub fn definer(&self, key: &Key) -> Option<Subnets> {
         self.definition(key).map(|claim| claim.peer.lease.subnets)
     }
 
     /// The routes by a nexthop object, which the plan that defines it defines too; `None` if no
     /// plan defines it.
-    pub(crate) fn routes_by(&self, nexthop: &Key) -> Option<Vec<Key>> {
+    pub fn routes_by(&self, nexthop: &Key) -> Option<Vec<Key>> {
         let Key::Nexthop(wanted) = nexthop else { return None };
         let by_it = |object: &&Object| matches!(object, Object::Route(Route { via: Via::Nexthop(id), .. }) if id == wanted);
         let mut claimants = self.index.claimants(nexthop).peekable();
@@ -169,19 +185,19 @@ impl Admission {
 
     /// The peer whose subnet holds `address`: an accepted one before others, the longest prefix
     /// first.
-    pub(crate) fn holder_of(&self, address: IpAddr) -> Option<&Peer> {
+    pub fn holder_of(&self, address: IpAddr) -> Option<&Peer> {
         let around = || self.index.around(address);
         around().find(|peer| peer.accepted).or_else(|| around().next())
     }
 
     /// Takes in changed leases (`None`: gone). This node's own lease is passed over.
-    pub(crate) fn update<'a>(
+    pub fn update<'a>(
         &mut self,
         changes: impl Iterator<Item = (Subnets, Option<&'a Arc<Lease>>)>,
         on_link: &Answer<'_>,
     ) -> Changed {
         let mut update = Update::default();
-        let own = self.rules.own;
+        let own = self.rules.own.as_ref().map(|own| own.subnets);
         for (subnets, lease) in changes.filter(|(subnets, _)| Some(*subnets) != own) {
             let id = self.index.id(&subnets);
             let answers = id.map(|id| self.remove(id, &mut update)).unwrap_or_default();
@@ -196,11 +212,7 @@ impl Admission {
 
     /// Asks the kernel again about addresses inside `under` (`None`: all). Returns the leases whose
     /// plans have to run again, because an answer changed.
-    pub(crate) fn recheck(
-        &mut self,
-        under: Option<Subnet>,
-        on_link: &Answer<'_>,
-    ) -> Vec<Arc<Lease>> {
+    pub fn recheck(&mut self, under: Option<Subnet>, on_link: &Answer<'_>) -> Vec<Arc<Lease>> {
         let again = self.lookups.recheck(under, on_link);
         let peers = again.into_iter().filter_map(|id| self.index.peer(id));
         peers.map(|peer| Arc::clone(&peer.lease)).collect()
@@ -391,7 +403,8 @@ impl Admission {
                 "its public address {public} is no host's address"
             )));
         }
-        if let Some(own) = self.rules.own.filter(|own| own.overlaps(&peer.lease.subnets)) {
+        let own = self.rules.own.as_ref().map(|own| own.subnets);
+        if let Some(own) = own.filter(|own| own.overlaps(&peer.lease.subnets)) {
             return Some(Rejection::OverlapsOwn { own });
         }
         if let Some(reason) = peer.rejected() {
@@ -416,22 +429,6 @@ impl Admission {
             self.touch(object.key(), update);
         }
     }
-}
-
-/// One plan for leases of every type.
-#[cfg(test)]
-pub(crate) fn every(
-    plan: impl Fn(
-        &Subnets,
-        &flannel_core::lease::Offer,
-        &Env<'_>,
-        &mut Vec<Object>,
-    ) -> Result<(), Rejected>
-    + Send
-    + Sync
-    + 'static,
-) -> Vec<OfferPlan> {
-    vec![OfferPlan { lease_type: None, plan: Box::new(plan) }]
 }
 
 #[cfg(test)]
@@ -483,8 +480,19 @@ mod tests {
 
     fn peers(own: Option<&str>) -> Admission {
         let networks = ["10.1.0.0/16".parse::<Subnet>().unwrap()].into_iter().collect();
-        let own = own.map(|own| own.parse().unwrap());
-        Admission::new(AdmissionRules { networks, own, ..AdmissionRules::default() }, every(plan))
+        // Its offer has no public address: the plan rejects it, and nothing more is reserved.
+        let own = own.map(|own| {
+            let lease = Arc::unwrap_or_clone(lease(own, 0, 0, 0));
+            Arc::new(Lease { attrs: LeaseAttrs::default(), ..lease })
+        });
+        Admission::new(
+            AdmissionRules { networks, own, ..AdmissionRules::default() },
+            vec![OfferPlan::new(None, Box::new(plan))],
+        )
+    }
+
+    fn own_of(peers: &Admission) -> Option<Subnets> {
+        peers.rules.own.as_ref().map(|own| own.subnets)
     }
 
     fn no_answer(_: IpAddr) -> Option<Option<LinkName>> {
@@ -640,8 +648,10 @@ mod tests {
             Ok(())
         });
         let networks = ["10.1.0.0/16".parse::<Subnet>().unwrap()].into_iter().collect();
-        let mut peers =
-            Admission::new(AdmissionRules { networks, ..AdmissionRules::default() }, every(plan));
+        let mut peers = Admission::new(
+            AdmissionRules { networks, ..AdmissionRules::default() },
+            vec![OfferPlan::new(None, Box::new(plan))],
+        );
         let greedy = lease("10.1.1.0-24", 1, 1, 1);
         put(&mut peers, &greedy);
         assert!(why(&peers, &greedy).contains("route blackhole 10.1.0.0/16, outside its subnets"));
@@ -661,8 +671,10 @@ mod tests {
             Ok(())
         });
         let networks = ["10.1.0.0/16".parse::<Subnet>().unwrap()].into_iter().collect();
-        let mut peers =
-            Admission::new(AdmissionRules { networks, ..AdmissionRules::default() }, every(plan));
+        let mut peers = Admission::new(
+            AdmissionRules { networks, ..AdmissionRules::default() },
+            vec![OfferPlan::new(None, Box::new(plan))],
+        );
         put(&mut peers, &lease("10.1.1.0-24", 1, 1, 1));
         let mtus = peers.objects().map(|object| match object {
             Object::Route(route) => (route.dst, route.mtu),
@@ -681,9 +693,9 @@ mod tests {
         put(&mut peers, &one);
         let slot = peers.index.id(&one.subnets);
         let asked_about = Subnet::host([192, 0, 2, 1].into());
-        assert!(peers.lookups().are_under(asked_about));
+        assert!(peers.asked_about(asked_about));
         peers.update([(one.subnets, None)].into_iter(), &no_answer);
-        assert!(!peers.lookups().are_under(asked_about), "nobody asks any more");
+        assert!(!peers.asked_about(asked_about), "nobody asks any more");
         put(&mut peers, &other);
         assert!(slot.is_some() && peers.index.id(&other.subnets) == slot);
     }
@@ -706,15 +718,15 @@ mod tests {
     fn all_nodes_accept_the_same_leases_whichever_offer_they_choose() {
         let networks: Dual<Subnet> =
             ["10.1.0.0/16".parse::<Subnet>().unwrap()].into_iter().collect();
-        let offer_plan = |kind: &'static str, link: &'static str| OfferPlan {
-            lease_type: Some(kind),
-            plan: Box::new(move |_, offer, _, out| {
+        let offer_plan = |kind: &'static str, link: &'static str| {
+            let plan = move |_: &Subnets, offer: &Offer, _: &Env<'_>, out: &mut Vec<Object>| {
                 let mac = offer.data.v4.as_deref().and_then(|mac| mac.parse().ok());
                 let mac = mac.ok_or_else(|| Rejected("no MAC address".into()))?;
                 let dst = [192, 0, 2, 1].into();
                 out.push(Fdb { link: link.parse().unwrap(), mac, dst }.into());
                 Ok(())
-            }),
+            };
+            OfferPlan::new(Some(kind), Box::new(plan))
         };
         let offer = |kind: &'static str, mac: u8, public: u8| Offer {
             kind: kind.into(),
@@ -779,7 +791,7 @@ mod tests {
             for (n, len, since, public, mac, there) in steps {
                 let base = Subnet::new(IpAddr::from([10, 1, n / 2, (n % 2) * 128]), len).unwrap();
                 let lease = lease(&format!("{}-{len}", base.base()), since, public, mac);
-                if Some(lease.subnets) == peers.rules.own { continue; }
+                if Some(lease.subnets) == own_of(&peers) { continue; }
                 let old = leases.clone();
                 if there { leases.insert(lease); } else { leases.remove(&lease.subnets); }
                 let changed = peers.update(leases.changes_since(&old), &no_answer);
@@ -792,7 +804,7 @@ mod tests {
                 }
                 let accepted: BTreeSet<Subnets> =
                     leases.iter().map(|l| l.subnets).filter(|s| !peers.rejected().contains_key(s)).collect();
-                prop_assert_eq!(accepted, model(&leases, peers.rules.own));
+                prop_assert_eq!(accepted, model(&leases, own_of(&peers)));
                 let defined: BTreeMap<Key, Object> = peers.objects().map(|o| (o.key(), o.clone())).collect();
                 prop_assert_eq!(&defined, &objects);
             }

@@ -10,7 +10,7 @@ use flannel_core::{Kernel, Subnet};
 
 /// Which answers that plans were given are stale.
 #[derive(Debug, Default)]
-pub(super) struct StaleLookups {
+pub struct StaleLookups {
     all: bool,
     /// The link that routes are on changed: answers cannot wait.
     urgent: bool,
@@ -23,36 +23,39 @@ pub(super) struct StaleLookups {
 }
 
 impl StaleLookups {
-    pub(super) fn is_urgent(&self) -> bool {
+    /// Plans have to be asked again now.
+    pub fn is_urgent(&self) -> bool {
         self.urgent
     }
 
-    pub(super) fn is_any(&self) -> bool {
+    /// An answer is stale.
+    pub fn is_any(&self) -> bool {
         self.all || !self.under.is_empty()
     }
 
-    pub(super) fn error(&self) -> Option<&KernelError> {
+    /// Why the kernel could not answer a question; `None`: it answered all.
+    pub fn error(&self) -> Option<&KernelError> {
         self.error.as_ref()
     }
 
     /// All answers are stale.
-    pub(super) fn invalidate_all(&mut self) {
+    pub fn invalidate_all(&mut self) {
         self.all = true;
     }
 
     /// Answers about addresses inside `subnet` are stale.
-    pub(super) fn invalidate_under(&mut self, subnet: Subnet) {
+    pub fn invalidate_under(&mut self, subnet: Subnet) {
         self.under.insert(subnet);
     }
 
     /// A link changed, which may carry routes.
-    pub(super) fn invalidate_link(&mut self, link: LinkName, carries_routes: bool) {
+    pub fn invalidate_link(&mut self, link: LinkName, carries_routes: bool) {
         self.urgent |= carries_routes;
         self.all |= self.urgent || self.links.contains(&link);
     }
 
     /// The subnets whose answers are stale (`None`: all answers), and none afterwards.
-    pub(super) fn take(&mut self) -> Vec<Option<Subnet>> {
+    pub fn take(&mut self) -> Vec<Option<Subnet>> {
         self.urgent = false;
         let under = std::mem::take(&mut self.under);
         if std::mem::take(&mut self.all) {
@@ -71,7 +74,7 @@ impl StaleLookups {
     }
 
     /// Notes the links that answers led to. A question without an answer is asked again.
-    pub(super) fn note(&mut self, answers: Answers<'_>) {
+    pub fn note(&mut self, answers: Answers<'_>) {
         self.links.append(&mut answers.links.into_inner());
         if let Some(error) = answers.error.into_inner() {
             self.all = true;
@@ -81,19 +84,20 @@ impl StaleLookups {
 }
 
 /// A kernel that answers plans.
-pub(super) struct Answers<'a> {
+pub struct Answers<'a> {
     kernel: &'a dyn Kernel,
     links: RefCell<BTreeSet<LinkName>>,
     error: RefCell<Option<KernelError>>,
 }
 
 impl<'a> Answers<'a> {
-    pub(super) fn new(kernel: &'a dyn Kernel) -> Self {
+    /// Answers from this kernel. Asking may block.
+    pub fn new(kernel: &'a dyn Kernel) -> Self {
         Self { kernel, links: RefCell::default(), error: RefCell::default() }
     }
 
     /// The link that an address is on; `None` if the kernel cannot say.
-    pub(super) fn on_link(&self, address: IpAddr) -> Option<Option<LinkName>> {
+    pub fn on_link(&self, address: IpAddr) -> Option<Option<LinkName>> {
         let answer =
             self.kernel.lookup(address).map_err(|error| self.error.replace(Some(error))).ok()?;
         self.links.borrow_mut().extend(answer.link);

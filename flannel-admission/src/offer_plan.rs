@@ -6,10 +6,9 @@ use flannel_core::lease::{LeaseAttrs, Offer};
 use flannel_core::object::Object;
 
 /// The plan for the leases of one backend type.
-pub(crate) struct OfferPlan {
-    /// The backend type; `None`: every one.
-    pub(crate) lease_type: Option<&'static str>,
-    pub(crate) plan: Box<Plan>,
+pub struct OfferPlan {
+    lease_type: Option<&'static str>,
+    plan: Box<Plan>,
 }
 
 /// The objects of one lease.
@@ -23,6 +22,11 @@ pub(crate) struct Planned {
 }
 
 impl OfferPlan {
+    /// A plan for offers of `lease_type`; `None`: for every offer.
+    pub fn new(lease_type: Option<&'static str>, plan: Box<Plan>) -> Self {
+        Self { lease_type, plan }
+    }
+
     /// Runs every plan on the offers that it understands. The first offer that a plan accepts is
     /// the chosen one.
     ///

@@ -17,11 +17,13 @@ use flannel_core::object::{Key, Object};
 use flannel_core::{Lease, Subnets};
 
 /// The number of a peer's slot. After the peer is gone, another peer may get the slot.
-pub(crate) type Id = u32;
+pub type Id = u32;
 
+/// A peer: its lease, and the objects that plans define for it.
 #[derive(Debug)]
-pub(crate) struct Peer {
-    pub(crate) lease: Arc<Lease>,
+pub struct Peer {
+    /// The newest lease of the peer.
+    pub lease: Arc<Lease>,
     /// The objects that plans define, one of each key; first those of the chosen offer. Empty if no
     /// plan accepted an offer.
     pub(crate) objects: Box<[Object]>,
@@ -29,7 +31,8 @@ pub(crate) struct Peer {
     pub(crate) extras: Option<Box<Extras>>,
     /// The number of objects of the chosen offer.
     pub(crate) chosen: u16,
-    pub(crate) accepted: bool,
+    /// The peer is accepted: its chosen objects belong into the kernel.
+    pub accepted: bool,
 }
 
 #[derive(Debug, PartialEq, Eq, Default)]
@@ -42,7 +45,7 @@ pub(crate) struct Extras {
 
 impl Peer {
     /// The objects of the chosen offer, which the kernel gets.
-    pub(crate) fn chosen(&self) -> &[Object] {
+    pub fn chosen(&self) -> &[Object] {
         &self.objects[..usize::from(self.chosen).min(self.objects.len())]
     }
 
