@@ -6,6 +6,7 @@
 //!
 //! The engine has no task. The driver ([`KernelNetwork`](crate::KernelNetwork)) calls it.
 
+mod ahead;
 mod desired;
 mod invalidate;
 mod queue;
