@@ -1,8 +1,8 @@
-//! Kernel objects as values, and the difference between two sets of them.
+//! Kernel objects as values, and sets of them.
 //!
-//! There is one module per kind of object. The table of kinds below lists them in the order of
-//! creation (a route needs its nexthop, which needs its link); deletion runs backwards. To add a
-//! kind, write its module with an implementation of `ObjectValue` and add a row to the table.
+//! To add a kind of object, write a module with its value and an implementation of `ObjectValue`,
+//! and add a row to the table below. The rows are in the order of creation: a route needs its
+//! nexthop, which needs its link. Objects are deleted in the reverse order.
 
 mod addr;
 mod change;
@@ -31,18 +31,17 @@ pub use self::secret::Secret;
 pub use self::state::{Finder, State};
 use crate::address::Subnet;
 
-/// The value of an object of one kind. `Display` writes it the way `ip` and `bridge` do.
+/// The value of an object of one kind. `Display` writes it as `ip` and `bridge` do.
 trait ObjectValue: fmt::Display {
-    /// The name of the kind, with which the text of its objects and keys begins.
+    /// The name of the kind: the first word of the text of its objects and keys.
     const NAME: &'static str;
 
-    /// The device that the object vanishes with; `None` if it needs none, or names none.
+    /// See [`Object::link`].
     fn device(&self) -> Option<LinkName>;
 }
 
-/// Defines the enums over all kinds of objects. A row is a kind with its documentation; the fields
-/// of its value that make its key, with their documentation; and the text of a key after the name
-/// of the kind.
+/// Defines the enums over all kinds of objects. A row is a kind, the fields of its value that make
+/// its key, and the text of a key after the name of the kind.
 macro_rules! object_kinds {
     ($(
         $(#[$doc:meta])*
@@ -72,11 +71,10 @@ macro_rules! object_kinds {
         }
 
         impl ObjectKind {
-            /// All kinds in the order of creation, which is that of their numbers (`kind as
-            /// usize`).
+            /// All kinds, at the indexes `kind as usize`.
             pub const ALL: [Self; [$($kind::NAME),+].len()] = [$(Self::$kind),+];
 
-            /// The name that the text of objects and keys of this kind begins with.
+            /// The first word of the text of objects and keys of this kind.
             pub const fn name(self) -> &'static str {
                 match self {
                     $(Self::$kind => $kind::NAME,)+
@@ -99,14 +97,15 @@ macro_rules! object_kinds {
                 }
             }
 
-            /// The device it vanishes with; `None` if it needs none, or if only its nexthop knows.
+            /// The device whose deletion deletes it; `None` if there is none, or if it goes by a
+            /// nexthop object.
             pub fn link(&self) -> Option<LinkName> {
                 match self {
                     $(Self::$kind(value) => value.device(),)+
                 }
             }
 
-            /// Compares the keys of two objects, without making them.
+            /// Compares the keys of two objects without building them.
             fn cmp_key(&self, other: &Self) -> Ordering {
                 match (self, other) {
                     $((Self::$kind(a), Self::$kind(b)) => {
@@ -126,8 +125,7 @@ macro_rules! object_kinds {
             }
         }
 
-        /// Written the way `ip` and `bridge` write it, so that a message can be pasted into a
-        /// shell.
+        /// As `ip` and `bridge` write it, to be pasted into a shell.
         impl fmt::Display for Object {
             fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                 match self {
@@ -173,7 +171,7 @@ object_kinds! {
 
     /// A forwarding entry of a vxlan device.
     Fdb,
-    /// A forwarding entry, by MAC address. Its outer destination is not a part of the key.
+    /// A forwarding entry, by MAC address.
     key: (link: LinkName, mac: MacAddr) = "{mac} dev {link}";
 
     /// A nexthop object.
@@ -187,7 +185,7 @@ object_kinds! {
     key: (dst: Subnet) = "{dst}";
 }
 
-// A daemon with 50,000 peers holds 200,000 objects.
+// 50,000 peers have 200,000 objects.
 const _: () = assert!(size_of::<Object>() <= 80 && size_of::<Key>() <= 40);
 
 impl fmt::Display for ObjectKind {

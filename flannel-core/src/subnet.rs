@@ -12,7 +12,7 @@ use tokio::sync::watch;
 use crate::address::Dual;
 use crate::config::Config;
 use crate::error::Result;
-use crate::lease::{Lease, LeaseAttrs, Origin, Revision, Subnets, View};
+use crate::lease::{Lease, LeaseAttrs, Revision, Subnets, View};
 
 /// Gets this node its lease and shows the leases of all nodes.
 ///
@@ -194,23 +194,6 @@ pub enum Readiness {
         /// The reason, as a sentence without a full stop.
         reason: String,
     },
-}
-
-/// Waits for a live lease set, and after `patience` returns the latest one. If there is a set from
-/// an earlier run and the store has never answered, it does not wait.
-///
-/// # Errors
-/// Watching cannot even start.
-pub async fn live_view(subnets: &dyn SubnetManager, patience: Duration) -> Result<View> {
-    let mut views = subnets.watch_leases().await?;
-    let from_before = matches!(views.borrow().origin, Origin::Cached { written: Some(_) });
-    if !(from_before && subnets.store_status().confirmed.is_none()) {
-        let live = views.wait_for(|view| matches!(view.origin, Origin::Live { .. }));
-        // After a timeout, or if the manager is gone, the latest set is returned.
-        let _ = tokio::time::timeout(patience, live).await;
-    }
-    let view = views.borrow().clone();
-    Ok(view)
 }
 
 /// The store's data about this node, before its external interface is chosen.

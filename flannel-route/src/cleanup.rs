@@ -173,8 +173,9 @@ pub fn ready_for_go(
             continue;
         };
         match there.get(&Key::Nexthop(id)) {
-            Some(Object::Nexthop(nexthop)) => {
-                changes.push(Change::Put(route.by_gateway_of(nexthop).into()));
+            Some(Object::Nexthop(Nexthop { link, gateway, onlink, .. })) => {
+                let via = Via::Gateway { gateway: *gateway, link: *link, onlink: *onlink };
+                changes.push(Change::Put(Route { via, ..*route }.into()));
             }
             _ => {
                 let detail = format!(

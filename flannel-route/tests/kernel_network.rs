@@ -18,7 +18,7 @@ use flannel_core::object::{
     State, Via, Vxlan,
 };
 use flannel_core::status::Damage;
-use flannel_core::testing::{Call, FakeKernel, FakeSubnets, Operation};
+use flannel_core::testing::{Call, FakeKernel, FakeSubnets, Operation, diff};
 use flannel_core::{Kernel, Subnet, SubnetManager};
 use flannel_route::KernelNetwork;
 
@@ -236,7 +236,7 @@ impl World {
             }
         };
         if tokio::time::timeout(Duration::from_secs(600), converge).await.is_err() {
-            let changes = self.want().diff(&without_nexthops(&self.kernel.state()));
+            let changes = diff(&self.want(), &without_nexthops(&self.kernel.state()));
             let changes: Vec<String> = changes.iter().map(ToString::to_string).collect();
             panic!("{what}: never converged: {changes:#?}\n{:#?}", self.handle.status.borrow());
         }

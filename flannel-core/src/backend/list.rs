@@ -1,11 +1,11 @@
-//! The backends that a network config can name.
+//! The list of backends.
 
 use crate::backend::{Backend, Datapath};
 use crate::config::Config;
 use crate::kernel::Footprint;
 use crate::object::LinkName;
 
-/// The backends that a network config can name. A program chooses them once, at its start.
+/// The backends that a network config can name.
 #[derive(Debug, Clone, Default)]
 pub struct Backends {
     all: Vec<&'static dyn Backend>,
@@ -19,12 +19,12 @@ pub struct Backends {
 pub struct UnknownBackend {
     /// The type in the config.
     pub kind: String,
-    /// The types that exist.
+    /// The types that exist, separated by commas.
     pub known: String,
 }
 
 impl Backends {
-    /// The list with one backend more.
+    /// Adds a backend.
     pub fn with(mut self, backend: &'static dyn Backend) -> Self {
         self.all.push(backend);
         self
@@ -35,10 +35,10 @@ impl Backends {
         self.all.iter().copied()
     }
 
-    /// The backend of a type (in lower case).
+    /// The backend of a type in lower case.
     ///
     /// # Errors
-    /// There is none of this type.
+    /// There is none.
     pub fn find(&self, kind: &str) -> Result<&'static dyn Backend, UnknownBackend> {
         self.iter().find(|backend| backend.kind() == kind).ok_or_else(|| {
             let known: Vec<&str> = self.iter().map(Backend::kind).collect();
@@ -46,27 +46,26 @@ impl Backends {
         })
     }
 
-    /// How packets of pods travel with this config. The default if the backend is unknown or its
-    /// options are wrong.
+    /// [`Backend::datapath`]. The default if the backend is unknown or its options are wrong.
     pub fn datapath(&self, config: &Config) -> Datapath {
         let backend = self.find(&config.backend.kind).ok();
         backend.and_then(|backend| backend.datapath(config).ok()).unwrap_or_default()
     }
 
-    /// The backend type in the leases of a network with this config. An unknown backend has its own.
+    /// [`Backend::lease_type`]. For an unknown backend, the type in the config.
     pub fn lease_type<'a>(&'a self, config: &'a Config) -> &'a str {
         let kind = &config.backend.kind;
         self.find(kind).map_or(kind, |backend| backend.lease_type())
     }
 
-    /// The devices that a network may have, those of disabled families included.
+    /// The devices that a network with this config owns, those of disabled families included.
     pub fn links(&self, uplink: LinkName, config: &Config) -> Vec<LinkName> {
         let footprint = self.known_footprint(config, Some(uplink));
         footprint.map(|footprint| footprint.links.into_iter().collect()).unwrap_or_default()
     }
 
-    /// The kernel objects that a network may have, for any external interface. A network of an
-    /// unknown backend, or of one whose options are wrong, may have anything in its pod networks.
+    /// [`Backend::footprint`] without an external interface. If the backend is unknown or its
+    /// options are wrong, everything inside the pod networks.
     pub fn footprint(&self, config: &Config) -> Footprint {
         self.known_footprint(config, None).unwrap_or_else(|| Footprint {
             networks: config.pod_networks().collect(),

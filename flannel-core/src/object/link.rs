@@ -60,9 +60,6 @@ pub trait LinkAttributes: fmt::Display {
     /// The device that outer packets leave by; `None`: the routing table decides.
     fn lower(&self) -> Option<LinkName>;
 
-    /// Removes the lower device, as the kernel does when that is deleted.
-    fn clear_lower(&mut self);
-
     /// The kernel can change a device like this one into one like `to`. Else it must be made anew.
     fn can_become(&self, to: &LinkKind) -> bool;
 }
@@ -70,13 +67,6 @@ pub trait LinkAttributes: fmt::Display {
 impl LinkKind {
     /// The attributes, as far as each kind has them.
     pub fn attributes(&self) -> &dyn LinkAttributes {
-        match self {
-            Self::Vxlan(vxlan) => vxlan,
-        }
-    }
-
-    /// The same, for changing them.
-    pub fn attributes_mut(&mut self) -> &mut dyn LinkAttributes {
         match self {
             Self::Vxlan(vxlan) => vxlan,
         }

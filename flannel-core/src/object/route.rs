@@ -3,7 +3,7 @@
 use std::fmt;
 use std::net::IpAddr;
 
-use super::{LinkName, Nexthop, ObjectValue};
+use super::{LinkName, ObjectValue};
 use crate::address::Subnet;
 
 /// A route in the main table with the default metric.
@@ -40,19 +40,6 @@ pub enum Via {
     /// with the largest metric. It may be beside a route that another program has there, such as a
     /// bridge's. Ours are one or the other, never both.
     LastResort,
-}
-
-impl Route {
-    /// The same route by the nexthop object with this id.
-    pub fn by_nexthop(&self, id: u32) -> Self {
-        Self { via: Via::Nexthop(id), ..*self }
-    }
-
-    /// The same route by the gateway of `nexthop`.
-    pub fn by_gateway_of(&self, nexthop: &Nexthop) -> Self {
-        let Nexthop { link, gateway, onlink, .. } = *nexthop;
-        Self { via: Via::Gateway { gateway, link, onlink }, ..*self }
-    }
 }
 
 impl ObjectValue for Route {

@@ -3,11 +3,13 @@
 //! A fake holds state and behaves; use it where a test is about what comes out. Where a test is about a call
 //! itself, mock the trait.
 
+mod diff;
 mod fake_kernel;
 mod fake_subnets;
 mod kernel_suite;
 mod objects;
 
+pub use diff::diff;
 pub use fake_kernel::{Call, FakeKernel, Operation};
 pub use fake_subnets::FakeSubnets;
 pub use kernel_suite::{Fixture, kernel_suite};

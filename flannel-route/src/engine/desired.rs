@@ -155,7 +155,7 @@ impl Desired {
 pub(super) fn by_nexthop(object: &Object, id: Option<u32>) -> Object {
     match (object, id) {
         (Object::Route(route), Some(id)) if nexthop(object, id).is_some() => {
-            route.by_nexthop(id).into()
+            Route { via: Via::Nexthop(id), ..*route }.into()
         }
         _ => object.clone(),
     }

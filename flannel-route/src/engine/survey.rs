@@ -175,7 +175,7 @@ impl Engine {
             for id in added {
                 desired.each_of(id, |object| {
                     let key = object.key();
-                    if actual.get(&key) != Some(&object) || !actual.is_exact(&object) {
+                    if actual.get(&key) != Some(&object) || actual.is_inexact(&key) {
                         table.insert(key, Row::new(Actual::Unknown, Cause::Lease(Some(arrived))));
                     }
                 });
@@ -191,7 +191,7 @@ impl Engine {
         self.desired.each(|want| {
             nexthops += usize::from(matches!(want, Object::Nexthop(_)));
             match finder.find(&want) {
-                Some((n, None)) if actual.is_exact(&want) => is_wanted[n] = true,
+                Some((n, None)) if !actual.is_inexact(&want.key()) => is_wanted[n] = true,
                 Some((n, is)) => {
                     is_wanted[n] = true;
                     wrong.push((want.clone(), Some(is.cloned().unwrap_or(want))));

@@ -41,10 +41,6 @@ impl LinkAttributes for Vxlan {
         self.lower
     }
 
-    fn clear_lower(&mut self) {
-        self.lower = None;
-    }
-
     /// **Source**: linux `drivers/net/vxlan/vxlan_core.c: vxlan_nl2conf`, which ignores a request
     /// to have no lower device.
     fn can_become(&self, to: &LinkKind) -> bool {
