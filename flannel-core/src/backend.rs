@@ -19,7 +19,7 @@ pub use self::secrets::{MakeSecret, MemorySecrets, Secrets};
 use crate::address::Dual;
 use crate::config::Config;
 use crate::error::{Error, Result};
-use crate::kernel::{Footprint, Kernel};
+use crate::kernel::{Annex, Footprint, Kernel};
 use crate::lease::{Lease, Offer, Origin, Subnets, View};
 use crate::network::Network;
 use crate::object::{LinkName, Object, State};
@@ -76,6 +76,12 @@ pub trait Backend: fmt::Debug + Send + Sync {
     /// # Errors
     /// The config's backend options are wrong.
     fn footprint(&self, config: &Config, uplink: Option<LinkName>) -> Result<Footprint>;
+
+    /// Keeps the records that the network's plan defines; `None`: it defines none. Each call returns
+    /// a handle of the same annex.
+    fn annex(&self) -> Option<Arc<dyn Annex>> {
+        None
+    }
 
     /// Checks that the network can run on this node, and chooses the attributes that the node
     /// publishes in its lease. Writes no kernel object.
@@ -191,12 +197,15 @@ impl<'a> Node<'a> {
     }
 }
 
+/// Builds a network for the lease of this node.
+pub type Build = Box<dyn FnOnce(&NodeLease) -> Result<Built> + Send>;
+
 /// A network that can be built when this node has a lease.
 pub struct Prepared {
     /// How other nodes reach this one: published in its lease.
     pub offer: Offer,
     /// Builds the network for that lease.
-    pub build: Box<dyn FnOnce(&NodeLease) -> Result<Built> + Send>,
+    pub build: Build,
 }
 
 impl Prepared {

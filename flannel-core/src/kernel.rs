@@ -1,5 +1,6 @@
 //! The trait of a kernel, and the rules for the kernel objects that flannel may change.
 
+mod annex;
 mod changed_by;
 mod nexthops;
 
@@ -9,6 +10,7 @@ use std::net::IpAddr;
 
 use async_trait::async_trait;
 
+pub use self::annex::{Annex, WithAnnexes};
 pub use self::changed_by::{ChangedBy, ProcessNames};
 pub use self::nexthops::{NexthopBlock, NexthopIds};
 use crate::address::{Dual, Subnet};
@@ -20,6 +22,8 @@ pub const ROUTE_PROTOCOL: u8 = 241;
 
 /// The route protocol of Go flannel, and of scripts that name none (`RTPROT_BOOT`).
 pub const GO_ROUTE_PROTOCOL: u8 = 3;
+
+const EINPROGRESS: i32 = 115;
 
 /// `RTPROT_KERNEL`: routes that the kernel made itself.
 const PROTOCOL_KERNEL: u8 = 2;
@@ -35,6 +39,7 @@ const PROTOCOL_KERNEL: u8 = 2;
 /// | | on one of `links`, not made by the kernel |
 /// | | [our protocol](ROUTE_PROTOCOL), inside `networks`; a blackhole only with `blackholes` |
 /// | nexthop | our protocol, and its id in `nexthops` or its device in `links` |
+/// | record | its annex is in `annexes` |
 ///
 /// A network therefore finds the objects that it left on another external interface, or with
 /// another backend. Networks in one network namespace need pod networks that do not overlap.
@@ -55,6 +60,8 @@ pub struct Footprint {
     /// [its protocol](GO_ROUTE_PROTOCOL), by a gateway, inside `networks`, with the `SubnetLen`
     /// that this gives for their family. For `flannel_route::remove_go_routes` only.
     pub go_routes: Option<Dual<u8>>,
+    /// The annexes with its records ([`Annex::name`]).
+    pub annexes: BTreeSet<&'static str>,
 }
 
 impl Footprint {
@@ -68,6 +75,7 @@ impl Footprint {
         }
         self.routes_on.extend(other.routes_on);
         self.blackholes |= other.blackholes;
+        self.annexes.extend(other.annexes);
     }
 
     /// Whether an address read from the kernel is owned.
@@ -128,6 +136,7 @@ impl Footprint {
                 Via::Blackhole | Via::LastResort => may_be_ours && self.blackholes,
             },
             Object::Addr(addr) => self.owns_addr(addr),
+            Object::Record(record) => self.annexes.contains(record.annex),
             object => object.link().is_some_and(|link| self.links.contains(&link)),
         }
     }
@@ -140,6 +149,7 @@ impl Footprint {
             }
             Key::Nexthop(id) => self.owns_id(*id),
             Key::Route(dst) => self.networks.iter().any(|network| network.covers(dst)),
+            Key::Record(annex, _) => self.annexes.contains(annex),
         }
     }
 }
@@ -162,6 +172,16 @@ impl KernelError {
     /// An errno with an explanation.
     pub fn explained(errno: i32, detail: impl Into<String>) -> Self {
         Self { errno, detail: Some(detail.into()) }
+    }
+
+    /// The answer of an [`Annex`] to a change that it has only started (`EINPROGRESS`).
+    pub const fn started() -> Self {
+        Self::new(EINPROGRESS)
+    }
+
+    /// Whether this is no failure but a change that was only started.
+    pub fn is_started(&self) -> bool {
+        self.errno == EINPROGRESS
     }
 
     /// Whether an object that should be deleted does not exist (`ENOENT`, `ESRCH`, `ENODEV`,
@@ -322,6 +342,7 @@ pub enum Invalidation {
 
 /// The content of one message about one object.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum KernelEvent {
     /// It exists, exactly like this.
     Present(Object),
@@ -337,6 +358,21 @@ pub enum KernelEvent {
     Related(Key),
     /// It was deleted.
     Deleted(Key),
+    /// A change that was started ([`KernelError::started`]) has failed.
+    Failed(Key, KernelError),
+}
+
+impl KernelEvent {
+    /// The key of the object.
+    pub fn key(&self) -> Key {
+        match self {
+            Self::Present(object) | Self::Inexact(object) | Self::Duplicate(object) => object.key(),
+            Self::Unrepresentable(key)
+            | Self::Related(key)
+            | Self::Deleted(key)
+            | Self::Failed(key, _) => *key,
+        }
+    }
 }
 
 /// A stream of invalidations.

@@ -11,6 +11,7 @@ mod link;
 mod name;
 mod neigh;
 mod nexthop;
+mod record;
 mod route;
 mod secret;
 mod state;
@@ -26,6 +27,7 @@ pub use self::link::{Link, LinkAttributes, LinkKind, Vxlan};
 pub use self::name::{LinkName, MacAddr};
 pub use self::neigh::Neigh;
 pub use self::nexthop::Nexthop;
+pub use self::record::Record;
 pub use self::route::{Route, Via};
 pub use self::secret::Secret;
 pub use self::state::{Finder, State};
@@ -183,6 +185,11 @@ object_kinds! {
     Route,
     /// A route, by destination (main table, default metric, no TOS).
     key: (dst: Subnet) = "{dst}";
+
+    /// An entry of an annex. It is created last, when packets can be sent.
+    Record,
+    /// A record, by its annex and the subnet.
+    key: (annex: &'static str, subnet: Subnet) = "{annex} {subnet}";
 }
 
 // 50,000 peers have 200,000 objects.

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use flannel_core::backend::{Built, ExternalInterface, MemorySecrets, Node, NodeLease, Secrets};
-use flannel_core::kernel::ProcessNames;
+use flannel_core::kernel::{ProcessNames, WithAnnexes};
 use flannel_core::lease::LeaseAttrs;
 use flannel_core::{Backend, Config, Kernel, Lease, Result, SubnetManager};
 
@@ -93,9 +93,12 @@ impl Host {
             None => NodeLease::Held(self.subnets.acquire_lease(&attrs).await?),
         };
         let networks = config.pod_networks().collect();
+        let mut kernel = Arc::clone(&self.kernel);
+        if let Some(annex) = backend.annex() {
+            kernel = Arc::new(WithAnnexes::new(kernel, [annex]));
+        }
         match (prepared.build)(&lease)? {
             Built::Kernel(blueprint) => {
-                let kernel = Arc::clone(&self.kernel);
                 let mut network = KernelNetwork::new(kernel, lease, networks, vec![blueprint]);
                 if options.drop_unused_addresses {
                     network = network.drop_unused_addresses();

@@ -8,19 +8,19 @@ use tokio::runtime::Handle;
 use flannel_core::kernel::KernelError;
 use flannel_core::object::Change;
 
-/// The results of one batch; `None` if it was not applied.
-type Results = Option<Vec<Result<(), KernelError>>>;
+/// The result of each change of a batch.
+pub(super) type Results = Vec<Result<(), KernelError>>;
 
 /// The second thread. It applies one batch at a time, in the order of their arrival.
 pub(super) struct Applier {
     batches: SyncSender<Vec<Change>>,
-    results: Receiver<(Vec<Change>, Results)>,
+    results: Receiver<(Vec<Change>, Option<Results>)>,
 }
 
 impl Applier {
-    /// Does `work` with a second thread that calls `apply`. Returns after both have ended.
+    /// Does `work` with a second thread that calls `apply`, which returns `None` if it did nothing. Returns after both have ended.
     pub(super) fn with<T>(
-        apply: impl Fn(&[Change]) -> Results + Send,
+        apply: impl Fn(&[Change]) -> Option<Results> + Send,
         work: impl FnOnce(&Self) -> T,
     ) -> T {
         // A kernel may use the runtime that it is called on.
@@ -49,7 +49,7 @@ impl Applier {
     }
 
     /// Waits for the batch that was begun; `None` if it was not applied.
-    pub(super) fn wait(&self) -> Option<(Vec<Change>, Vec<Result<(), KernelError>>)> {
+    pub(super) fn wait(&self) -> Option<(Vec<Change>, Results)> {
         let (batch, results) = self.results.recv().ok()?;
         Some((batch, results?))
     }

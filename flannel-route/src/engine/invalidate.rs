@@ -65,14 +65,10 @@ impl Engine {
     }
 
     fn invalidate_object(&mut self, report: &KernelEvent, by: &Suspect<'_>) {
-        let key = match report {
-            KernelEvent::Present(object)
-            | KernelEvent::Inexact(object)
-            | KernelEvent::Duplicate(object) => object.key(),
-            KernelEvent::Unrepresentable(key)
-            | KernelEvent::Related(key)
-            | KernelEvent::Deleted(key) => *key,
-        };
+        if self.end_started(report) {
+            return;
+        }
+        let key = report.key();
         let concerned = self.footprint.concerns(&key);
         if let Key::Route(dst) = key
             && !concerned
@@ -84,7 +80,7 @@ impl Engine {
         // As desired, but of a protocol that is not ours.
         let disowned = protocol.is_some_and(|protocol| protocol != ROUTE_PROTOCOL);
         match (self.desired.object(&key), report) {
-            (_, KernelEvent::Related(_)) => {}
+            (_, KernelEvent::Related(_) | KernelEvent::Failed(..)) => {}
             // An event that reports the desired object is ignored; an invalid object stays invalid.
             (Some(want), KernelEvent::Present(object)) if want == *object && !disowned => {}
             // A foreign route before a route of last resort is in order.

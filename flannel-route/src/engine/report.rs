@@ -46,8 +46,8 @@ impl Engine {
         }
         counts.retain(|_, count| *count > 0);
         let mut status = Status::default();
-        status.in_sync = self.live && !self.is_unsettled() && !self.is_failing();
-        status.settled = !self.is_unsettled();
+        status.settled = !self.is_unsettled() && !self.table.has_started();
+        status.in_sync = self.live && status.settled && !self.is_failing();
         status.own_in_place = self.is_own_in_place();
         status.live = self.live;
         status.leases = self.leases.clone();
@@ -67,7 +67,9 @@ impl Engine {
     pub(crate) fn waiting(&self) -> Waiting {
         let queued = self.queue.leases().map(|lease| (lease.subnets, Wait::Turn));
         let mut peers: BTreeMap<Subnets, Wait> = queued.collect();
-        for (key, row) in self.table.puts(..) {
+        for (key, row) in
+            self.table.rows().iter().filter(|(_, row)| row.is_put() || row.is_started())
+        {
             let Some(peer) = self.desired.peer_of(key) else { continue };
             let link = self.desired.object(key).and_then(|o| self.desired.link_of(&o));
             let missing = link.filter(|link| self.survey.missing_links.contains(link));
@@ -92,7 +94,9 @@ impl Engine {
                 ObjectState::Unwanted
             } else if let Some(failure) = self.table.failing().get(&key) {
                 ObjectState::Failing(failure.clone())
-            } else if self.table.is_put(&key) || self.survey.is_everything_unread() {
+            } else if self.table.get(&key).is_some_and(|row| row.is_put() || row.is_started())
+                || self.survey.is_everything_unread()
+            {
                 ObjectState::Pending
             } else {
                 ObjectState::InPlace

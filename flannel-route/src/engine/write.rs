@@ -14,7 +14,7 @@ use super::{Actual, Cause, Engine};
 use flannel_admission::Answers;
 use flannel_admission::{Changed, Delta};
 use flannel_core::address::Family;
-use flannel_core::kernel::KernelError;
+use flannel_core::kernel::{KernelError, KernelEvent};
 use flannel_core::object::{Change, Key, Nexthop, Object, ObjectKind, Route, Via};
 use flannel_core::status::{Damage, Failure};
 use flannel_core::{Kernel, Subnet};
@@ -378,6 +378,30 @@ impl Engine {
         Ok(())
     }
 
+    /// Records the end of a change that an annex started; false if the event is none.
+    pub(super) fn end_started(&mut self, event: &KernelEvent) -> bool {
+        if !self.table.has_started() {
+            return false;
+        }
+        let key = event.key();
+        let change = match self.table.get(&key).filter(|row| row.is_started()) {
+            Some(Row { actual: Actual::Present(object), .. }) => Change::Delete(object.clone()),
+            Some(_) => match self.desired.object(&key) {
+                Some(object) => Change::Put(object),
+                None => return false,
+            },
+            None => return false,
+        };
+        let result = match (event, &change) {
+            (KernelEvent::Failed(_, error), _) => Err(error.clone()),
+            (KernelEvent::Present(object), Change::Put(want)) if object == want => Ok(()),
+            (KernelEvent::Deleted(_), Change::Delete(_)) => Ok(()),
+            _ => return false,
+        };
+        self.record(&change, result, Instant::now(), None);
+        true
+    }
+
     /// Records the result of a change. `cause` is that of an object without a row. `None`: the
     /// change went along with another one.
     fn record(
@@ -398,8 +422,11 @@ impl Engine {
             ids.release(id);
         }
         if let Err(error) = result {
-            let peer = self.desired.peer_of(&key);
             let cause = cause.unwrap_or(Cause::Lease(None));
+            if error.is_started() {
+                return self.table.start(change, cause, changed_by);
+            }
+            let peer = self.desired.peer_of(&key);
             return self.table.refuse(change, cause, changed_by, peer, error);
         }
         self.table.clear_failure(&key);
