@@ -191,12 +191,15 @@ impl<'a> Node<'a> {
     }
 }
 
+/// Builds a network for the node's lease.
+pub type Build = Box<dyn FnOnce(&NodeLease) -> Result<Built> + Send>;
+
 /// A network that can be built when this node has a lease.
 pub struct Prepared {
     /// How other nodes reach this one: published in its lease.
     pub offer: Offer,
     /// Builds the network for that lease.
-    pub build: Box<dyn FnOnce(&NodeLease) -> Result<Built> + Send>,
+    pub build: Build,
 }
 
 impl Prepared {
