@@ -197,7 +197,7 @@ impl<'a> Node<'a> {
     }
 }
 
-/// Builds a network for the lease of this node.
+/// Builds a network for the node's lease.
 pub type Build = Box<dyn FnOnce(&NodeLease) -> Result<Built> + Send>;
 
 /// A network that can be built when this node has a lease.

@@ -1,12 +1,9 @@
-//! The network config: the pod addresses of the cluster, and the backend that connects them.
-//!
-//! Parsing, defaults and checks are one step: each [`Config`] is valid and complete.
+//! The network config.
 //!
 //! **Source**: flannel `pkg/subnet/config.go: ParseConfig, CheckNetworkConfig`. Different on
-//! purpose: the checks run for every store (Go runs them with etcd only), a missing `Backend` means
-//! `vxlan` as flannel documents (its code takes `udp`), `SubnetMin` may not exceed `SubnetMax`, an
-//! IPv4 subnet in `IPv6Network` is an error, and a config that enables no family is refused at
-//! once.
+//! purpose: the checks run for every store (Go: etcd only); a missing `Backend` means `vxlan`, as
+//! flannel documents (Go: `udp`); errors are a `SubnetMin` above `SubnetMax`, an IPv4 subnet in
+//! `IPv6Network`, and a config that enables no family.
 
 use std::net::IpAddr;
 
@@ -24,21 +21,21 @@ pub struct Config {
     pub backend: BackendConfig,
 }
 
-/// The pod addresses of one family and how they are cut into subnets.
+/// The pod addresses of one family, and their division into subnets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PodNetwork {
-    /// Every pod address of the cluster lies in it.
+    /// All pod addresses of the cluster.
     pub network: Subnet,
-    /// The prefix length of each node's subnet, in bits.
+    /// The prefix length of a node's subnet, in bits.
     pub subnet_len: u8,
-    /// The first subnet to hand out.
+    /// The first subnet for a node.
     pub min: Subnet,
-    /// The last subnet to hand out.
+    /// The last subnet for a node.
     pub max: Subnet,
 }
 
 impl PodNetwork {
-    /// How many subnets there are to hand out, at least 1; saturates.
+    /// The number of subnets for nodes, at least 1; saturates.
     pub fn subnets(&self) -> u128 {
         self.max.steps_from(&self.min).unwrap_or(0).saturating_add(1)
     }
@@ -49,10 +46,10 @@ impl PodNetwork {
 pub struct BackendConfig {
     /// `Type`, in lower case.
     pub kind: String,
-    /// The whole object as JSON text, for the backend to read its own options from.
+    /// The whole object as JSON text.
     pub options: String,
-    /// The config has a `Backend`. If not, `kind` is flannel's documented default, `vxlan`. A
-    /// cluster of Go daemons runs `udp` then, and its leases have an empty backend type.
+    /// The config has a `Backend`. If not, `kind` is `vxlan`, flannel's documented default; Go
+    /// daemons run `udp`, and their leases have an empty backend type.
     pub explicit: bool,
 }
 
@@ -64,10 +61,10 @@ impl std::fmt::Debug for BackendConfig {
 }
 
 impl BackendConfig {
-    /// The options, to be read by name.
+    /// The fields of `options`.
     ///
     /// # Errors
-    /// The options are not a JSON object (they are when they came from [`Config::parse`]).
+    /// `options` is no JSON object; never after [`Config::parse`].
     pub fn fields(&self) -> Result<Fields, FieldError> {
         Fields::parse(&self.options, "Backend")
     }
@@ -80,7 +77,7 @@ struct Names {
     min: &'static str,
     max: &'static str,
     example: &'static str,
-    /// Networks up to this length get subnets of `auto_len`; longer ones, subnets two bits longer.
+    /// Networks up to this length get subnets of `auto_len`, longer ones subnets two bits longer.
     auto_up_to: u8,
     auto_len: u8,
 }
@@ -109,10 +106,10 @@ const fn names(family: Family) -> Names {
 }
 
 impl Config {
-    /// Reads, completes and checks a network config.
+    /// Reads and checks a network config, and fills in defaults.
     ///
     /// # Errors
-    /// The first wrong field, its value, and the expected value.
+    /// The first wrong field.
     ///
     /// ```
     /// let text = r#"{"Network": "10.3.0.0/16", "Backend": {"Type": "host-gw"}}"#;
@@ -127,7 +124,7 @@ impl Config {
             Dual { v4: Some(flag("EnableIPv4", true)?), v6: Some(flag("EnableIPv6", false)?) };
         let mut networks = Dual::default();
         for family in Family::BOTH {
-            // The fields of a disabled family are checked too, so that errors are found early.
+            // The fields of a disabled family are checked too.
             let network = pod_network(&fields, family, enabled[family] == Some(true))?;
             networks[family] = network;
         }

@@ -804,7 +804,7 @@ async fn what_the_kernel_refuses_is_in_the_status_and_tried_again() {
     let mut status = world.handle.status.clone();
     let failing =
         status.wait_for(|status| status.failing.contains_key(&key)).await.unwrap().clone();
-    let failure = &failing.failing[&key];
+    let failure = failing.failing.get(&key).unwrap();
     assert_eq!(failure.error.errno, 22);
     assert!(
         failure.change.starts_with("put fdb")

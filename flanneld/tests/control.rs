@@ -288,7 +288,7 @@ fn what_others_do_is_counted_and_a_foreign_route_is_named_as_the_shadow() {
         let (_, text) = place.fails(&["why", "10.1.0.9"]);
         assert!(text.contains("no node holds a subnet with it"), "{text}");
         assert!(place.says(&["peers"]).contains("10.1.7.0/24"));
-        assert!(place.says(&["status"]).contains("put back route 10.1.7.0/24"));
+        assert!(place.says(&["status"]).contains("restored route 10.1.7.0/24"));
     });
 }
 

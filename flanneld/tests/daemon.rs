@@ -217,9 +217,9 @@ fn unused_addresses_are_dropped_beside_the_bridge_as_long_as_that_is_asked_for()
         ip("link del cni0");
         wait_until(|| last_resort().contains(&own), last_resort);
         ip(&format!("route del blackhole {own}"));
-        daemon.wait_for_log(&format!("put back route blackhole {own}"));
+        daemon.wait_for_log(&format!("restored route blackhole {own}"));
         assert!(last_resort().contains(&own));
-        assert_eq!(daemon.log().matches("put back").count(), 1, "{}", daemon.log());
+        assert_eq!(daemon.log().matches("restored").count(), 1, "{}", daemon.log());
         daemon.signal(Signal::SIGTERM);
         daemon.ended();
         let daemon = place.start(&[]);
@@ -620,7 +620,7 @@ fn what_the_unit_allows_is_all_that_the_daemon_and_iptables_call() {
             strace.wait_for_log("running lease");
             strace.wait_for_log("in sync peers=1");
             ip("link del flannel.1");
-            strace.wait_for_log("put back link flannel.1");
+            strace.wait_for_log("restored link flannel.1");
             if !programs {
                 let gone = Command::new("nft").args(["flush", "ruleset"]).status().unwrap();
                 assert!(gone.success());

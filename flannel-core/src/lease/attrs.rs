@@ -1,4 +1,4 @@
-//! The attributes of a lease: the offers of its node, and their form in a store.
+//! The attributes of a lease, and their form in a store.
 
 use std::borrow::Cow;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
@@ -10,32 +10,30 @@ use super::Subnets;
 use crate::address::{Dual, Subnet};
 use crate::json::{FieldError, Fields, compact};
 
-/// One way to reach a node: the backend that it offers, with the addresses and the data that the
-/// backend of a peer needs.
+/// One way to reach a node: a backend, with the addresses and data that its peers need.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Offer {
-    /// The backend type, exactly: `vxlan`, `host-gw`, …; empty for `udp` and `alloc`.
+    /// The backend type: `vxlan`, `host-gw`, …; empty for `udp` and `alloc`.
     pub kind: Cow<'static, str>,
-    /// The addresses that peers send traffic to, per family. The store writes an absent IPv4
-    /// address as `0.0.0.0`.
+    /// The addresses that peers send packets to. In the store, `0.0.0.0` is no IPv4 address.
     pub public: Dual<IpAddr>,
-    /// The backend's own data per family, as compact JSON text.
+    /// The backend's data, as [compact] JSON text.
     pub data: Dual<Box<str>>,
 }
 
-/// One family of a lease: the destination of packets for `subnet`.
+/// The part of a lease and an offer that belongs to one family.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Endpoint<'a> {
     /// The pod addresses.
     pub subnet: Subnet,
-    /// The node's public address of the subnet's family, if it published one.
+    /// See [`Offer::public`].
     pub public: Option<IpAddr>,
-    /// The backend's data for this family (compact JSON), if any.
+    /// See [`Offer::data`].
     pub data: Option<&'a str>,
 }
 
 impl Offer {
-    /// One endpoint per family of `subnets`: no backend needs a second code path for IPv6.
+    /// One endpoint per family of `subnets`, IPv4 first.
     pub fn endpoints<'a>(&'a self, subnets: &'a Subnets) -> impl Iterator<Item = Endpoint<'a>> {
         subnets.iter().map(|subnet| Endpoint {
             subnet,
@@ -44,7 +42,7 @@ impl Offer {
         })
     }
 
-    /// The fields of this offer in a store's value.
+    /// The fields of this offer in the store.
     fn wire(&self) -> Wire<'_> {
         // Data that is not JSON is still published, as a string.
         let raw = |data: &str| {
@@ -94,20 +92,15 @@ impl Offer {
     }
 }
 
-/// The attributes of a lease: how peers reach its node. Equal only if every attribute is: any
-/// change is a change.
+/// The attributes of a lease: how peers reach its node.
 ///
-/// A node that is reached in one way publishes one offer. While a cluster moves from one backend to
-/// another, a node offers both. Go flannel reads only the preferred offer.
-///
-/// [`LeaseAttrs::to_json`] and [`LeaseAttrs::from_json`] are the value under the store's key, byte
-/// for byte.
+/// A node publishes one offer, or two while the cluster moves from one backend to another.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct LeaseAttrs {
-    /// The offer in the fields that Go flannel knows.
+    /// The offer that Go flannel reads.
     pub preferred: Offer,
-    /// Further offers, in the order of preference. None: the value in the store is exactly Go
-    /// flannel's.
+    /// Further offers, in the order of preference. Without any, the value in the store is exactly
+    /// Go flannel's.
     pub others: Box<[Offer]>,
 }
 
@@ -131,31 +124,27 @@ struct Wire<'a> {
     backend_data: Option<Box<RawValue>>,
     #[serde(skip_serializing_if = "Option::is_none")]
     backend_v6_data: Option<Box<RawValue>>,
-    /// Not of Go flannel, which ignores fields that it does not know.
+    /// Go flannel ignores it.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     other_offers: Vec<Self>,
 }
 
 impl LeaseAttrs {
-    /// The store's value: compact JSON, fields in Go's order, absent ones left out as Go leaves
-    /// them out.
+    /// The value in the store, byte for byte as Go writes it.
     ///
     /// **Source**: flannel `pkg/lease/lease.go: LeaseAttrs`; Go `encoding/json`.
     pub fn to_json(&self) -> String {
         let mut wire = self.preferred.wire();
         wire.other_offers = self.others.iter().map(Offer::wire).collect();
-        // Only maps with keys that are no strings, and I/O, can fail.
         let text =
             serde_json::to_string(&wire).expect("a struct of strings and addresses serializes");
         compact(&text)
     }
 
-    /// Reads the store's value: names in any case, unknown ones ignored, IPv4 as v4-mapped IPv6
-    /// accepted.
+    /// Reads the value in the store. `PublicIP` may be a v4-mapped IPv6 address.
     ///
     /// # Errors
-    /// The text is no JSON object, or a field holds something else than it should (a `PublicIP` of
-    /// `null` included, as in Go).
+    /// The text is no JSON object, or a field is not valid (`null` is not for `PublicIP`, as in Go).
     pub fn from_json(text: &str) -> Result<Self, FieldError> {
         let fields = Fields::parse(text, "")?;
         let others = |raw: Vec<Box<RawValue>>| {
@@ -172,7 +161,7 @@ impl LeaseAttrs {
     }
 }
 
-/// Thousands of leases share a few names, which take no memory of their own.
+/// The type in an offer; without an allocation for those of flannel.
 fn backend_type(name: String) -> Cow<'static, str> {
     let usual = ["vxlan", "host-gw", "wireguard", "extension", "ipsec", "ipip"];
     let usual = usual.into_iter().find(|usual| *usual == name);

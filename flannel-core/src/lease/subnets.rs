@@ -1,4 +1,4 @@
-//! The identity of a lease, and the text of its key.
+//! The identity of a lease.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -6,21 +6,20 @@ use std::str::FromStr;
 
 use crate::address::{Dual, Family, Subnet, parse_len};
 
-/// The subnets of one lease, at most one per family and at least one: the identity of the lease.
+/// The identity of a lease: its subnets, one of either family or one of each.
 ///
-/// `Display` and `FromStr` are the text of the store's key: `10.5.34.0-24`,
+/// `Display` and `FromStr` are the key in the store: `10.5.34.0-24`,
 /// `10.5.34.0-24&fd00:0:0:5::-64`, and for IPv6 alone `0.0.0.0-0&fd00:0:0:5::-64`. Prefix lengths
-/// are at most 31 and 127.
+/// are 1 to 31 and 1 to 127.
 ///
-/// **Source**: flannel `pkg/subnet/subnet.go: MakeSubnetKey, ParseSubnetKey`. Stricter when
-/// reading: no text may precede the key, host bits must be zero, and `0.0.0.0-0` alone (which Go
-/// reads as a lease of every address) is no lease. Before an IPv6 subnet it means "no IPv4".
+/// **Source**: flannel `pkg/subnet/subnet.go: MakeSubnetKey, ParseSubnetKey`. Stricter than Go:
+/// no text may precede the key, host bits must be zero, and `0.0.0.0-0` alone is no lease.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Subnets(Dual<Subnet>);
 
 impl Subnets {
-    /// The identity made of these subnets; `None` if there is none, or one that no key can express
-    /// (longer than /31 or /127, or of length 0).
+    /// The identity of a lease with these subnets; `None` if there are none, or if the length of
+    /// one is out of range.
     pub fn new(subnets: impl IntoIterator<Item = Subnet>) -> Option<Self> {
         let subnets: Dual<Subnet> = subnets.into_iter().collect();
         let fits = |s: &Subnet| s.len() > 0 && s.len() < s.family().bits();
@@ -37,7 +36,7 @@ impl Subnets {
         self.0[family]
     }
 
-    /// Some subnet of `self` shares an address with one of `other`.
+    /// Whether a subnet shares an address with one of `other`.
     pub fn overlaps(&self, other: &Self) -> bool {
         self.iter().any(|a| other.iter().any(|b| a.overlaps(&b)))
     }
@@ -62,7 +61,7 @@ impl fmt::Debug for Subnets {
     }
 }
 
-/// A text is not the key of a lease.
+/// A text is no key of a lease.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{key:?} is not a lease key such as 10.5.34.0-24 or 10.5.34.0-24&fd00:0:0:5::-64: {reason}"
@@ -70,7 +69,7 @@ impl fmt::Debug for Subnets {
 pub struct KeyError {
     /// The text.
     pub key: String,
-    /// What is wrong with it.
+    /// The reason.
     pub reason: &'static str,
 }
 
@@ -106,8 +105,7 @@ impl FromStr for Subnets {
         let v4 = Some(subnet(part(v4)?, Family::V4)?).filter(|v4| !v4.is_everything());
         let subnets =
             Self::new([v4, v6].into_iter().flatten()).ok_or_else(|| error("it names no subnet"))?;
-        // One identity has one key: a delete of another spelling must not look like one of this
-        // lease.
+        // The deletion of a key in another spelling is no deletion of this lease.
         if subnets.to_string() == key {
             Ok(subnets)
         } else {

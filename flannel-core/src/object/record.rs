@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::{LinkName, ObjectValue, Secret};
+use super::Secret;
 use crate::address::Subnet;
 
 /// An entry that an [`Annex`](crate::kernel::Annex) keeps for a peer. It is not in the kernel.
@@ -16,14 +16,6 @@ pub struct Record {
     pub data: Box<str>,
     /// Content that no output shows; `None`: there is none.
     pub secret: Option<Secret>,
-}
-
-impl ObjectValue for Record {
-    const NAME: &'static str = "record";
-
-    fn device(&self) -> Option<LinkName> {
-        None
-    }
 }
 
 impl fmt::Display for Record {

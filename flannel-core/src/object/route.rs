@@ -3,53 +3,50 @@
 use std::fmt;
 use std::net::IpAddr;
 
-use super::{LinkName, ObjectValue};
+use super::LinkName;
 use crate::address::Subnet;
 
-/// A route in the main table with the default metric.
+/// A route in the main table with the default metric and no TOS.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Route {
     /// The destination.
     pub dst: Subnet,
-    /// What happens to packets.
+    /// The next hop, or that there is none.
     pub via: Via,
-    /// The route's own MTU in bytes; `None`: the device's.
+    /// The MTU in bytes; `None`: the device's.
     pub mtu: Option<u32>,
 }
 
-/// What a route does with packets.
+/// The next hop of a route.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Via {
-    /// Sends them to a gateway.
+    /// A gateway.
     Gateway {
-        /// The gateway.
+        /// Its address.
         gateway: IpAddr,
         /// The device.
         link: LinkName,
-        /// The kernel takes the gateway to be on the link, without a look at the routing table.
+        /// The gateway is on the link, whatever the routing table says.
         onlink: bool,
     },
-    /// Sends them to a device, the destination itself being the neighbour (scope link).
+    /// None: the destination is on the link of this device (scope link).
     Link(LinkName),
-    /// Sends them where a nexthop object says.
+    /// That of the nexthop object with this id.
     Nexthop(u32),
-    /// Drops them silently.
+    /// None: packets are dropped silently.
     Blackhole,
-    /// Drops silently the packets that no other route to the same destination takes: a blackhole
-    /// with the largest metric. It may be beside a route that another program has there, such as a
-    /// bridge's. Ours are one or the other, never both.
+    /// None: packets are dropped silently, unless another program has a route to the same
+    /// destination, such as that of a bridge. A blackhole with the largest metric.
     LastResort,
 }
 
-impl ObjectValue for Route {
-    const NAME: &'static str = "route";
-
-    /// A route by a nexthop object names no device.
-    fn device(&self) -> Option<LinkName> {
-        match self.via {
-            Via::Gateway { link, .. } | Via::Link(link) => Some(link),
-            Via::Nexthop(_) | Via::Blackhole | Via::LastResort => None,
+impl Via {
+    /// The device that packets leave by; `None` if a nexthop object names it, or if they are dropped.
+    pub(super) fn link(&self) -> Option<LinkName> {
+        match self {
+            Self::Gateway { link, .. } | Self::Link(link) => Some(*link),
+            Self::Nexthop(_) | Self::Blackhole | Self::LastResort => None,
         }
     }
 }
