@@ -154,7 +154,7 @@ mod tests {
 
     fn bytes(mut requests: Messages) -> Vec<u8> {
         let count = requests.len();
-        requests.ready(0, count, 0, NlmF::empty()).to_vec()
+        requests.ready(0..count, 0, NlmF::empty()).to_vec()
     }
 
     /// Reads the only message in `bytes`.

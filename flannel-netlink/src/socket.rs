@@ -1,8 +1,8 @@
-//! The connection on which the kernel is asked: batched requests, strict dumps, and the kernel's
-//! own explanations.
+//! The request connection to the kernel: batches of requests, consistent dumps, and the kernel's
+//! error texts.
 //!
-//! rtnetlink does its work inside `send`, so the answer is there when `send` returns. Nothing here
-//! waits for the kernel, and a missing answer is an error instead of a hang.
+//! rtnetlink does its work inside `send`, so the answer is available when `send` returns. Nothing
+//! here waits for the kernel. A missing answer is an error.
 
 mod dump;
 
@@ -15,43 +15,40 @@ use neli::consts::socket::{Msg, NlFamily};
 use neli::socket::NlSocket;
 use neli::utils::Groups;
 
-use crate::wire::{EBADMSG, Message, Messages, messages, outcome};
+use crate::wire::{EBADMSG, ERROR, Message, Messages, messages, outcome};
 
 const EINTR: i32 = 4;
 const EAGAIN: i32 = 11;
 const EMSGSIZE: i32 = 90;
 const ENOBUFS: i32 = 105;
 
-/// The kernel fills at most 32 KiB at a time in a dump; answers and errors are far smaller.
+/// The largest datagram of a dump, in bytes. Other answers are far smaller.
 const RECEIVE_BUFFER: usize = 32 << 10;
-/// How often a request is tried that fails for a passing reason.
+/// Attempts for a request that fails with a transient error.
 const TRIES: usize = 4;
 
-const ERROR: u16 = 2;
-const DONE: u16 = 3;
-
-/// A request connection, in the network namespace of the thread that opened it.
+/// A request connection in the network namespace of the thread that opened it.
 pub(crate) struct Socket {
     socket: NlSocket,
     port: u32,
     sequence: u32,
     buffer: Box<[u8]>,
-    /// How often something was sent.
+    /// The number of batches sent.
     #[cfg(test)]
     pub(crate) exchanges: usize,
 }
 
 impl Socket {
-    /// Opens one to rtnetlink.
+    /// Opens a connection to rtnetlink.
     pub(crate) fn open() -> io::Result<Self> {
         Self::open_to(NlFamily::Route)
     }
 
-    /// Opens one to any part of the kernel that does its work inside `send`.
+    /// Opens a connection to a netlink family that does its work inside `send`.
     pub(crate) fn open_to(family: NlFamily) -> io::Result<Self> {
         let socket = NlSocket::connect(family, None, Groups::empty())?;
-        // Old kernels lack these: then errors are bare and dumps are not filtered, which the
-        // readers do anyway.
+        // Old kernels lack these options. Their errors have no text, and their dumps are not
+        // filtered, so all readers filter as well.
         for enabled in [socket.enable_ext_ack(true), socket.enable_strict_checking(true)] {
             if let Err(error) = enabled {
                 tracing::debug!(%error, "netlink without extended acknowledgements or strict checks");
@@ -68,23 +65,34 @@ impl Socket {
         })
     }
 
-    /// The port that notifications of our own changes carry.
+    /// The port id that notifications of changes through this connection carry.
     pub(crate) fn port(&self) -> u32 {
         self.port
     }
 
-    /// Sends all of `requests` at once and returns one result for each. A request that fails for a
-    /// passing reason is tried again.
+    /// Sends all `requests` at once and returns one result each. Requests that fail with a
+    /// transient error are repeated.
     pub(crate) fn send(&mut self, requests: &mut Messages) -> Vec<Result<(), KernelError>> {
-        self.try_each(requests, Self::send_once)
+        self.try_each(requests, |socket, requests, part| {
+            let (last, mut results) = (part.len() - 1, vec![Ok(()); part.len()]);
+            // The kernel reports errors without `NLM_F_ACK`, so the last request alone has it.
+            socket.exchange(requests, part, NlmF::ACK, |n, message| {
+                let is_result = message.kind == ERROR;
+                if is_result {
+                    results[n] = outcome(message);
+                }
+                is_result && n == last
+            })?;
+            Ok(results)
+        })
     }
 
-    /// Sends one request that has no answer but success or failure.
+    /// Sends one request, as [`Socket::send`] does.
     pub(crate) fn send_one(&mut self, mut request: Messages) -> Result<(), KernelError> {
         self.send(&mut request).remove(0)
     }
 
-    /// Asks for one thing.
+    /// Sends one request, as [`Socket::ask_each`] does.
     pub(crate) fn ask<T>(
         &mut self,
         mut request: Messages,
@@ -93,18 +101,37 @@ impl Socket {
         self.ask_each(&mut request, read).remove(0)
     }
 
-    /// Sends all of `requests` at once, each of which asks for one thing, and returns one answer
-    /// for each. A request that fails for a passing reason is tried again.
+    /// Sends all `requests` at once, each of which the kernel answers with one message, and returns
+    /// one answer each. Requests that fail with a transient error are repeated. `EBADMSG`: `read`
+    /// returned `None`.
     pub(crate) fn ask_each<T>(
         &mut self,
         requests: &mut Messages,
         read: impl Fn(&Message<'_>) -> Option<T>,
     ) -> Vec<Result<T, KernelError>> {
-        self.try_each(requests, |socket, requests, part| socket.ask_once(requests, part, &read))
+        self.try_each(requests, |socket, requests, part| {
+            let mut left = part.len();
+            let answer = |message: &Message<'_>| {
+                if message.kind == ERROR {
+                    outcome(message)?;
+                    return Err(KernelError::new(EBADMSG));
+                }
+                let unreadable = "the kernel's answer cannot be understood";
+                read(message).ok_or_else(|| KernelError::explained(EBADMSG, unreadable))
+            };
+            let mut answers: Vec<_> =
+                part.clone().map(|_| Err(KernelError::new(EBADMSG))).collect();
+            socket.exchange(requests, part, NlmF::empty(), |n, message| {
+                answers[n] = answer(message);
+                left -= 1;
+                left == 0
+            })?;
+            Ok(answers)
+        })
     }
 
-    /// Sends all of `batch` as it is, and returns the kernel's answer to each message: `None` for
-    /// those that it did not answer.
+    /// Sends `batch` unchanged and returns the kernel's answer to each message; `None` for messages
+    /// without one.
     pub(crate) fn send_as_is(
         &mut self,
         batch: &mut Messages,
@@ -113,7 +140,7 @@ impl Socket {
         let mut results = vec![None; batch.len()];
         let exchanged = self.exchange(batch, all, NlmF::empty(), |n, message| {
             if message.kind == ERROR {
-                results[n] = Some(outcome(message, true));
+                results[n] = Some(outcome(message));
             }
             false
         });
@@ -124,82 +151,39 @@ impl Socket {
         }
     }
 
-    /// Does all requests at once, then those again that failed for a passing reason.
+    /// Sends all requests with one call of `once`, then repeats each request that failed with a
+    /// transient error. If `once` fails, it is unknown which request failed. All can be repeated.
     fn try_each<T>(
         &mut self,
         requests: &mut Messages,
-        once: impl Fn(&mut Self, &mut Messages, Range<usize>) -> Vec<Result<T, KernelError>>,
+        once: impl Fn(
+            &mut Self,
+            &mut Messages,
+            Range<usize>,
+        ) -> Result<Vec<Result<T, KernelError>>, KernelError>,
     ) -> Vec<Result<T, KernelError>> {
-        if requests.len() == 0 {
+        let count = requests.len();
+        if count == 0 {
             return Vec::new();
         }
-        let mut results = once(self, requests, 0..requests.len());
+        let mut send = |part: Range<usize>| {
+            once(self, requests, part.clone())
+                .unwrap_or_else(|error| part.map(|_| Err(error.clone())).collect())
+        };
+        let mut results = send(0..count);
         for (n, result) in results.iter_mut().enumerate() {
             for _ in 1..TRIES {
-                if !result.as_ref().is_err_and(is_passing) {
+                if !result.as_ref().is_err_and(is_transient) {
                     break;
                 }
-                *result = once(self, requests, n..n + 1).remove(0);
+                *result = send(n..n + 1).remove(0);
             }
         }
         results
     }
 
-    /// Sends a part of `requests` with only the last one acknowledged: errors come without being
-    /// asked for.
-    fn send_once(
-        &mut self,
-        requests: &mut Messages,
-        part: Range<usize>,
-    ) -> Vec<Result<(), KernelError>> {
-        let count = part.len();
-        let mut results = vec![Ok(()); count];
-        let exchanged = self.exchange(requests, part, NlmF::ACK, |n, message| {
-            if message.kind == ERROR {
-                results[n] = outcome(message, true);
-            }
-            message.kind == ERROR && n + 1 == count
-        });
-        match exchanged {
-            Ok(()) => results,
-            // Which of them failed is not known; all of them can be repeated.
-            Err(error) => vec![Err(error); count],
-        }
-    }
-
-    /// Sends a part of `requests`, each of which is answered by one message.
-    fn ask_once<T>(
-        &mut self,
-        requests: &mut Messages,
-        part: Range<usize>,
-        read: &impl Fn(&Message<'_>) -> Option<T>,
-    ) -> Vec<Result<T, KernelError>> {
-        let mut left = part.len();
-        let all = |error: KernelError| part.clone().map(|_| Err(error.clone())).collect();
-        let unreadable =
-            || KernelError::explained(EBADMSG, "the kernel's answer cannot be understood");
-        let mut answers: Vec<Result<T, KernelError>> = all(unreadable());
-        let exchanged = self.exchange(requests, part.clone(), NlmF::empty(), |n, message| {
-            match (message.kind, read(message)) {
-                (ERROR, _) => {
-                    answers[n] =
-                        Err(outcome(message, true).err().unwrap_or(KernelError::new(EBADMSG)));
-                }
-                (_, Some(value)) => answers[n] = Ok(value),
-                _ => {}
-            }
-            left -= 1;
-            left == 0
-        });
-        match exchanged {
-            Ok(()) => answers,
-            // Which of them got lost is not known; all of them can be repeated.
-            Err(error) => all(error),
-        }
-    }
-
-    /// Sends a part of `requests` with these flags on the last, and gives each answer with the
-    /// number of its request to `take` until that returns true.
+    /// Sends a part of `requests`, with the flags `last` on the last one. Gives each answer, with
+    /// the number of its request in that part, to `take` until `take` returns true.
     fn exchange(
         &mut self,
         requests: &mut Messages,
@@ -213,7 +197,7 @@ impl Socket {
         {
             self.exchanges += 1;
         }
-        self.socket.send(requests.ready(part.start, part.end, first, last), Msg::empty())?;
+        self.socket.send(requests.ready(part, first, last), Msg::empty())?;
         self.receive_until(|message| {
             let n = message.sequence.wrapping_sub(first) as usize;
             n < count && take(n, message)
@@ -229,7 +213,7 @@ impl Socket {
         Ok(())
     }
 
-    /// Gives the messages of one datagram to `take`; true if that returned true.
+    /// Gives the messages of one datagram to `take`; true if `take` returned true.
     fn receive(
         &mut self,
         take: &mut impl FnMut(&Message<'_>) -> bool,
@@ -239,8 +223,8 @@ impl Socket {
     }
 }
 
-/// Puts one datagram at the start of `buffer`, which must be larger than any, and returns its
-/// length.
+/// Reads one datagram to the start of `buffer` and returns its length. `EMSGSIZE`: it is longer
+/// than `buffer`.
 fn receive_from(socket: &NlSocket, buffer: &mut [u8]) -> Result<usize, KernelError> {
     loop {
         match socket.recv(&mut *buffer, Msg::DONTWAIT | Msg::TRUNC) {
@@ -250,17 +234,15 @@ fn receive_from(socket: &NlSocket, buffer: &mut [u8]) -> Result<usize, KernelErr
             }
             Err(error) => return Err(error.into()),
             Ok((len, _)) if len > buffer.len() => {
-                return Err(KernelError::explained(
-                    EMSGSIZE,
-                    format!("the kernel's answer has {len} bytes"),
-                ));
+                let detail = format!("the kernel's answer has {len} bytes");
+                return Err(KernelError::explained(EMSGSIZE, detail));
             }
             Ok((len, _)) => return Ok(len),
         }
     }
 }
 
-/// Gives messages to `take` until it returns true; returns whether it did.
+/// Gives the messages in `bytes` to `take` until it returns true; returns whether it did.
 fn take_each(
     bytes: &[u8],
     take: &mut impl FnMut(&Message<'_>) -> bool,
@@ -273,19 +255,7 @@ fn take_each(
     Ok(false)
 }
 
-/// The same request may succeed later.
-fn is_passing(error: &KernelError) -> bool {
+/// The same request may succeed when it is repeated.
+fn is_transient(error: &KernelError) -> bool {
     matches!(error.errno, EINTR | EAGAIN | ENOBUFS)
-}
-
-#[cfg(test)]
-mod tests {
-    use neli::consts::nl::Nlmsg;
-
-    use super::*;
-
-    #[test]
-    fn constants_are_nelis() {
-        assert_eq!((ERROR, DONE), (Nlmsg::Error.into(), Nlmsg::Done.into()));
-    }
 }

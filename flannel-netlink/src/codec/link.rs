@@ -317,7 +317,7 @@ mod tests {
             });
             let count = request.len();
             let link =
-                read(&messages(request.ready(0, count, 0, NlmF::empty())).next().unwrap().unwrap());
+                read(&messages(request.ready(0..count, 0, NlmF::empty())).next().unwrap().unwrap());
             assert_eq!(link.unwrap().is_exact(), is_exact, "{master}");
         }
     }

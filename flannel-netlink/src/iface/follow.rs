@@ -292,7 +292,7 @@ mod tests {
         let mut messages = Messages::default();
         let via = Via::Gateway { gateway: [192, 0, 2, 9].into(), link: up0(), onlink: false };
         route::put(&mut messages, &Route { dst: dst.parse().unwrap(), via, mtu: None }, 7, false);
-        messages.ready(0, 1, 0, NlmF::empty()).to_vec()
+        messages.ready(0..1, 0, NlmF::empty()).to_vec()
     }
 
     #[test]
@@ -318,7 +318,7 @@ mod tests {
                 let mut messages = Messages::default();
                 let addr = Addr { link: up0(), address: [192, 0, 2, 1].into(), len: 24 };
                 addr::put(&mut messages, &addr, index);
-                let message = messages.ready(0, 1, 0, NlmF::empty()).to_vec();
+                let message = messages.ready(0..1, 0, NlmF::empty()).to_vec();
                 assert_eq!(kept.is_concerned(Some(&message)), wanted);
                 assert!(lost.is_concerned(Some(&message)));
             }

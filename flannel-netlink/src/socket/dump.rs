@@ -1,4 +1,4 @@
-//! Dumps: reading a whole table.
+//! Dumps: reading a whole kernel table.
 
 use std::panic::resume_unwind;
 use std::sync::mpsc::sync_channel;
@@ -9,24 +9,22 @@ use neli::consts::nl::NlmF;
 use neli::consts::socket::Msg;
 use neli::socket::NlSocket;
 
-use super::{
-    DONE, EAGAIN, ERROR, RECEIVE_BUFFER, Socket, TRIES, is_passing, receive_from, take_each,
-};
-use crate::wire::{EBADMSG, Message, Messages, outcome};
+use super::{EAGAIN, RECEIVE_BUFFER, Socket, TRIES, is_transient, receive_from, take_each};
+use crate::wire::{DONE, EBADMSG, ERROR, Message, Messages, outcome};
 
 const EBUSY: i32 = 16;
 
-/// A table of at most so many datagrams is not worth a thread.
+/// A table of at most this many datagrams is read without a second thread.
 const SHORT_TABLE: usize = 4;
-/// So much of a long table is received before another thread is woken, …
+/// Bytes of a long table that are received before the reading thread gets them.
 const PART: usize = 256 << 10;
-/// … and so many parts before the first of them is read.
-const PARTS: usize = 3;
-/// How often a dump is read that changes while it is read.
+/// Parts that may wait for the reading thread, besides the part that it reads.
+const WAITING_PARTS: usize = 1;
+/// Attempts for a table that changes while it is dumped.
 const DUMP_TRIES: usize = 32;
 
 impl Socket {
-    /// Reads a table: everything for which `read` is not `None`, in the kernel's order.
+    /// Reads a table: the entries for which `read` is not `None`, in the kernel's order.
     pub(crate) fn dump<T: Send>(
         &mut self,
         request: Messages,
@@ -35,10 +33,13 @@ impl Socket {
         self.dump_until(request, read, |changed, _| !changed)
     }
 
-    /// The same for a table that the kernel dumps in the order of unique keys. Even if it changes
-    /// all the time, each entry that is there meanwhile is read once; entries that come or go are
-    /// read or not. Kernels before 5.13 continue by count where they stopped, and may leave out
-    /// entries behind one that went: so a few tries are made for a table that does not change.
+    /// Like [`Socket::dump`], for a table that the kernel dumps in the order of unique keys. An
+    /// interrupted dump of such a table has every entry that was present all the time exactly once.
+    /// Entries that were added or deleted meanwhile may be missing.
+    ///
+    /// Kernels before 5.13 continue a dump by position, so a deletion can make them skip entries.
+    /// A few attempts therefore ask for an uninterrupted dump before an interrupted one is
+    /// accepted.
     pub(crate) fn dump_ordered<T: Send>(
         &mut self,
         request: Messages,
@@ -48,7 +49,7 @@ impl Socket {
     }
 
     /// `is_good` decides whether to accept a dump, given whether the table changed meanwhile and
-    /// how often it was read by now.
+    /// the number of attempts.
     fn dump_until<T: Send>(
         &mut self,
         mut request: Messages,
@@ -59,14 +60,12 @@ impl Socket {
             match self.dump_once(&mut request, &mut read) {
                 Ok((all, changed)) if is_good(changed, tried) => return Ok(all),
                 Ok(_) => {}
-                Err(error) if is_passing(&error) || error.errno == EBUSY => self.drain(),
+                Err(error) if is_transient(&error) || error.errno == EBUSY => self.drain(),
                 Err(error) => return Err(error),
             }
         }
-        Err(KernelError::explained(
-            EAGAIN,
-            format!("a table changed {DUMP_TRIES} times while it was read"),
-        ))
+        let detail = format!("a table changed {DUMP_TRIES} times while it was read");
+        Err(KernelError::explained(EAGAIN, detail))
     }
 
     /// The entries, and whether the table changed meanwhile.
@@ -77,28 +76,26 @@ impl Socket {
     ) -> Result<(Vec<T>, bool), KernelError> {
         let sequence = self.sequence;
         self.sequence = sequence.wrapping_add(1);
-        self.socket.send(request.ready(0, 1, sequence, NlmF::DUMP), Msg::empty())?;
+        self.socket.send(request.ready(0..1, sequence, NlmF::DUMP), Msg::empty())?;
         let (mut all, mut changed, mut end) = (Vec::new(), false, Ok(()));
         self.receive_table(|message| {
             if message.sequence != sequence {
                 return false;
             }
             changed |= message.flags.contains(NlmF::DUMP_INTR);
-            match message.kind {
-                ERROR => end = outcome(message, true),
-                DONE => end = outcome(message, false),
-                _ => {
-                    all.extend(read(message));
-                    return false;
-                }
+            let is_last = matches!(message.kind, ERROR | DONE);
+            if is_last {
+                end = outcome(message);
+            } else {
+                all.extend(read(message));
             }
-            true
+            is_last
         })?;
         end.map(|()| (all, changed))
     }
 
-    /// The same as [`receive_until`](Self::receive_until), but another thread takes the parts of a
-    /// long table, because the kernel makes each part when it is received.
+    /// Like [`receive_until`](Self::receive_until). Of a long table another thread reads the
+    /// messages, because the kernel creates each part only when it is received.
     fn receive_table(
         &mut self,
         mut take: impl FnMut(&Message<'_>) -> bool + Send,
@@ -108,46 +105,36 @@ impl Socket {
                 return Ok(());
             }
         }
-        let (socket, take) = (&self.socket, &mut take);
-        let took: Result<bool, KernelError> = std::thread::scope(|scope| {
-            let (filled, to_take) = sync_channel::<(Box<[u8]>, usize)>(PARTS);
-            let (emptied, to_fill) = sync_channel::<Box<[u8]>>(PARTS);
-            let taker = Builder::new().spawn_scoped(scope, {
-                let (emptied, take) = (emptied.clone(), &mut *take);
-                move || -> Result<bool, KernelError> {
-                    for (part, len) in to_take {
-                        if take_each(&part[..len], take)? {
+        let (socket, reader) = (&self.socket, &mut take);
+        let taken: Result<bool, KernelError> = std::thread::scope(|scope| {
+            let (received, parts) = sync_channel::<Vec<u8>>(WAITING_PARTS);
+            let reader =
+                Builder::new().spawn_scoped(scope, move || -> Result<bool, KernelError> {
+                    for part in parts {
+                        if take_each(&part, reader)? {
                             return Ok(true);
                         }
-                        // If this was the last part, nobody fills it again.
-                        let _ = emptied.send(part);
                     }
                     Ok(false)
-                }
-            });
-            let Ok(taker) = taker else { return Ok(false) };
-            for _ in 0..PARTS {
-                // There is room for all.
-                let _ = emptied.send(vec![0; PART].into());
-            }
-            drop(emptied);
-            let mut received = Ok(());
-            for mut part in to_fill {
-                let (len, end) = receive_part(socket, &mut part);
-                received = end;
-                if filled.send((part, len)).is_err() || received.is_err() {
+                });
+            let Ok(reader) = reader else { return Ok(false) };
+            let mut end = Ok(());
+            while end.is_ok() {
+                let part;
+                (part, end) = receive_part(socket);
+                if received.send(part).is_err() {
                     break;
                 }
             }
-            drop(filled);
-            let took = taker.join().unwrap_or_else(|panic| resume_unwind(panic))?;
-            if took { Ok(true) } else { received.map(|()| false) }
+            drop(received);
+            let taken = reader.join().unwrap_or_else(|panic| resume_unwind(panic))?;
+            if taken { Ok(true) } else { end.map(|()| false) }
         });
-        // No thread can be had: more slowly, then.
-        if took? { Ok(()) } else { self.receive_until(take) }
+        // Without a second thread this thread reads the messages.
+        if taken? { Ok(()) } else { self.receive_until(take) }
     }
 
-    /// Throws away the rest of an exchange that failed.
+    /// Discards the remaining messages of a failed exchange.
     fn drain(&mut self) {
         for _ in 0..TRIES {
             if self.receive_until(|_| false).is_err_and(|error| error.errno == EBADMSG) {
@@ -157,16 +144,17 @@ impl Socket {
     }
 }
 
-/// Fills `part` with whole datagrams as long as there is room for one more; returns the number of
-/// bytes, and the error that came instead of another datagram.
-fn receive_part(socket: &NlSocket, part: &mut [u8]) -> (usize, Result<(), KernelError>) {
-    let mut len = 0;
-    while let Some(room) = part.get_mut(len..).filter(|room| room.len() >= RECEIVE_BUFFER) {
-        match receive_from(socket, room) {
+/// Receives whole datagrams until [`PART`] bytes have no room for another one. Returns them with
+/// the error that ended them early.
+fn receive_part(socket: &NlSocket) -> (Vec<u8>, Result<(), KernelError>) {
+    let (mut part, mut len, mut end) = (vec![0; PART], 0, Ok(()));
+    while PART - len >= RECEIVE_BUFFER && end.is_ok() {
+        match receive_from(socket, &mut part[len..]) {
             // Messages begin at multiples of four.
             Ok(more) => len += more.next_multiple_of(4),
-            Err(error) => return (len, Err(error)),
+            Err(error) => end = Err(error),
         }
     }
-    (len, Ok(()))
+    part.truncate(len);
+    (part, end)
 }
