@@ -1,5 +1,5 @@
-//! Decodes multicast messages into invalidations. A message names a link by its index; the names
-//! come from messages about links, which arrive in the same order as all others.
+//! Decodes multicast messages into invalidations. A message has the index of a link. The name comes
+//! from messages about links, which arrive in order with all others.
 
 use std::collections::{HashMap, VecDeque};
 use std::net::IpAddr;
@@ -16,23 +16,23 @@ use crate::foreign_routes::ForeignRoutes;
 use crate::socket::Socket;
 use crate::wire::{EBADMSG, Message, messages};
 
-/// Invalidations that were received and not yet handed out.
+/// Decodes messages and queues the invalidations.
 pub(crate) struct EventDecoder {
-    /// For the names of links that no message has given.
+    /// Looks up names of links that no message has given.
     requests: Socket,
-    /// The port of our own changes.
+    /// The port id of our own changes.
     port: u32,
     foreign: ForeignRoutes,
     links: HashMap<u32, LinkMessage>,
     pending: VecDeque<Invalidation>,
 }
 
-/// An event, and the route protocol of the object that was put.
+/// An event, and the route protocol of the changed object.
 type Decoded = (KernelEvent, Option<u8>);
 
 impl EventDecoder {
-    /// Changes by the socket with `port` are our own; `requests` is another one, in the calling
-    /// thread's namespace.
+    /// Changes by the socket with the port id `port` are our own. `requests` is another socket in
+    /// the same namespace.
     pub(crate) fn new(
         requests: Socket,
         port: u32,
@@ -44,12 +44,12 @@ impl EventDecoder {
         Ok(events)
     }
 
-    /// The next invalidation, in the order of messages.
+    /// The next invalidation, in the order of the messages.
     pub(crate) fn pop(&mut self) -> Option<Invalidation> {
         self.pending.pop_front()
     }
 
-    /// There is no invalidation to hand out.
+    /// No invalidation is queued.
     pub(crate) fn is_empty(&self) -> bool {
         self.pending.is_empty()
     }
@@ -60,9 +60,9 @@ impl EventDecoder {
         Ok(())
     }
 
-    /// Takes in one datagram; `None` is one that did not fit.
+    /// Decodes one datagram; `None` is a datagram that did not fit into the buffer.
     pub(crate) fn take_datagram(&mut self, datagram: Option<&[u8]>) {
-        // A datagram that does not fit or is malformed is lost, which invalidates everything.
+        // A lost or malformed message invalidates everything.
         let Some(datagram) = datagram else { return self.everything() };
         for message in messages(datagram) {
             if let Err(error) = message.and_then(|message| self.take(&message)) {
@@ -72,7 +72,7 @@ impl EventDecoder {
         }
     }
 
-    /// Messages were lost, perhaps some about links.
+    /// Messages were lost, perhaps about links.
     pub(crate) fn lost(&mut self) -> Result<(), KernelError> {
         self.everything();
         self.learn_names()
@@ -110,8 +110,8 @@ impl EventDecoder {
             _ => None,
         };
         let Some((event, protocol)) = decoded else { return Ok(()) };
-        // With the last IPv4 address of a device all IPv4 routes on it go, without a message about
-        // each.
+        // With the last IPv4 address of a device the kernel removes all IPv4 routes on it, without
+        // a message for each.
         if let KernelEvent::Deleted(Key::Addr(link, IpAddr::V4(_))) = event {
             self.invalidate_link(link);
         }
@@ -140,7 +140,7 @@ impl EventDecoder {
             (true, false) => self.links.insert(link.index, link.clone()),
             (false, _) => None,
         };
-        // Counters, promiscuous mode, operational state and the like matter to nobody here.
+        // Counters, promiscuous mode and the operational state are of no interest.
         if !deleted && link.whole && before.as_ref() == Some(link) {
             return;
         }
@@ -150,7 +150,7 @@ impl EventDecoder {
         }
     }
 
-    /// The name of a link. If it is gone before its name is known, everything is invalid.
+    /// The name of a link. If the link is gone before its name is known, everything is invalid.
     fn name(&mut self, index: u32) -> Result<Option<LinkName>, KernelError> {
         if let Some(link) = self.links.get(&index) {
             return Ok(Some(link.name));
@@ -178,24 +178,24 @@ impl EventDecoder {
         }
     }
 
-    /// An invalidation of everything replaces all that came before it.
+    /// An invalidation of everything replaces all others.
     fn everything(&mut self) {
         self.pending.clear();
         self.pending.push_back(Invalidation::Everything);
     }
 }
 
-/// The process that has the socket with this port; `None` if it is 0, which stands for the kernel
-/// and for an unknown socket. `protocol` is that of the object that was put.
+/// The process that owns the socket with this port id; `None` for 0, which is the kernel or an
+/// unknown socket. `protocol` is the route protocol of the changed object.
 fn changed_by(port: u32, protocol: Option<u8>) -> Option<ChangedBy> {
     let mut changed_by = ChangedBy::new(port);
     changed_by.protocol = protocol;
     (port != 0).then_some(changed_by)
 }
 
-/// A rule may lead any packet of its family elsewhere, as a default route in another table would.
+/// A rule can redirect any packet of its family, like a default route in another table.
 fn rule(message: &Message<'_>) -> Option<Decoded> {
-    // `struct fib_rule_hdr` begins with the family, as others do.
+    // `struct fib_rule_hdr` begins with the family.
     let family = family_of(RtAddrFamily::from(*message.payload.first()?))?;
     Some((KernelEvent::Related(Key::Route(Subnet::everything(family))), None))
 }

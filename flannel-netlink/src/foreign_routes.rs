@@ -12,7 +12,7 @@ use flannel_core::address::{Dual, Family};
 use flannel_core::kernel::ROUTE_PROTOCOL;
 use flannel_core::object::MacAddr;
 
-use crate::codec::fdb::Odd;
+use crate::codec::fdb::Special;
 use crate::codec::neigh::NeighMessage;
 use crate::codec::route::RouteMessage;
 
@@ -38,8 +38,8 @@ struct Inner {
     /// Routes to the destinations of ours that no put of ours replaces, and that are distinct from
     /// ours, as of the last snapshot.
     doubles: BTreeMap<Subnet, Vec<Double>>,
-    /// The [odd](NeighMessage::odd) forwarding entries, by the index of their device.
-    odd: BTreeMap<(u32, MacAddr), Odd>,
+    /// The [special](NeighMessage::special) forwarding entries, by the index of their device.
+    special: BTreeMap<(u32, MacAddr), Special>,
     /// There were more of them than [`MOST`]: any may be one.
     forgotten: bool,
 }
@@ -113,28 +113,28 @@ impl ForeignRoutes {
 
     /// Notes a neighbour or a forwarding entry that was read.
     pub(crate) fn note_entry(&self, entry: &NeighMessage) {
-        if let Some((mac, why)) = entry.odd() {
-            let Inner { odd, forgotten, .. } = &mut *self.lock();
+        if let Some((mac, why)) = entry.special() {
+            let Inner { special, forgotten, .. } = &mut *self.lock();
             // The next snapshot finds forgotten entries again, but for those of devices that are
             // gone.
-            if odd.len() == MOST {
-                odd.clear();
+            if special.len() == MOST {
+                special.clear();
                 *forgotten = true;
             }
-            odd.insert((entry.index, mac), why);
+            special.insert((entry.index, mac), why);
         }
     }
 
     /// Forgets the forwarding entries of a device, which are read next.
     pub(crate) fn forget_entries(&self, index: u32) {
-        self.lock().odd.retain(|(device, _), _| *device != index);
+        self.lock().special.retain(|(device, _), _| *device != index);
     }
 
-    /// Forgets whether a forwarding entry is odd, and returns it.
-    pub(crate) fn take_odd(&self, index: u32, mac: MacAddr) -> Option<Odd> {
-        let Inner { odd, forgotten, .. } = &mut *self.lock();
-        let known = if odd.is_empty() { None } else { odd.remove(&(index, mac)) };
-        known.or_else(|| forgotten.then_some(Odd::Alien))
+    /// Forgets whether a forwarding entry is special, and returns it.
+    pub(crate) fn take_special(&self, index: u32, mac: MacAddr) -> Option<Special> {
+        let Inner { special, forgotten, .. } = &mut *self.lock();
+        let known = if special.is_empty() { None } else { special.remove(&(index, mac)) };
+        known.or_else(|| forgotten.then_some(Special::Attributes))
     }
 
     /// A panic while the lock was held leaves nothing half done.
@@ -198,29 +198,33 @@ mod tests {
         let mac = |n: u16| MacAddr([2, 0, 0, 0, n.to_be_bytes()[0], n.to_be_bytes()[1]]);
         let foreign = ForeignRoutes::default();
         foreign.note_entry(&entry(5, 1, false));
-        assert_eq!(foreign.take_odd(5, mac(1)), None, "it leads to an address");
+        assert_eq!(foreign.take_special(5, mac(1)), None, "it leads to an address");
         for (index, n) in [(5, 1), (5, 2), (6, 1), (6, 2)] {
             foreign.note_entry(&entry(index, n, true));
         }
-        assert_eq!(foreign.take_odd(5, mac(1)), Some(Odd::ByNexthop));
-        assert_eq!(foreign.take_odd(5, mac(1)), None, "only once");
+        assert_eq!(foreign.take_special(5, mac(1)), Some(Special::ByNexthop));
+        assert_eq!(foreign.take_special(5, mac(1)), None, "only once");
         foreign.forget_entries(5);
-        assert_eq!(foreign.take_odd(5, mac(2)), None, "it is not there any more");
+        assert_eq!(foreign.take_special(5, mac(2)), None, "it is not there any more");
         assert_eq!(
-            foreign.take_odd(6, mac(1)),
-            Some(Odd::ByNexthop),
+            foreign.take_special(6, mac(1)),
+            Some(Special::ByNexthop),
             "that device was not looked at"
         );
         for n in 0..=MOST as u16 {
             foreign.note_entry(&entry(5, n, true));
-            assert!(foreign.lock().odd.len() <= MOST);
+            assert!(foreign.lock().special.len() <= MOST);
         }
         assert_eq!(
-            foreign.take_odd(5, mac(MOST as u16)),
-            Some(Odd::ByNexthop),
+            foreign.take_special(5, mac(MOST as u16)),
+            Some(Special::ByNexthop),
             "the last one is remembered"
         );
-        assert_eq!(foreign.take_odd(5, mac(0)), Some(Odd::Alien), "of others it is not known");
+        assert_eq!(
+            foreign.take_special(5, mac(0)),
+            Some(Special::Attributes),
+            "of others it is not known"
+        );
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! One network namespace of a Linux kernel.
+//! The [`Kernel`] implementation for one network namespace.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -23,9 +23,8 @@ use crate::socket::Socket;
 
 /// The network tables of one network namespace, over rtnetlink.
 ///
-/// Opening needs no privilege; changing anything needs `CAP_NET_ADMIN` in the user namespace that
-/// owns the network namespace. Several may be open at once, for the same namespace or for different
-/// ones.
+/// Opening needs no privilege. Changes need `CAP_NET_ADMIN` in the user namespace that owns the
+/// network namespace. Several may be open at once, for the same namespace or for different ones.
 ///
 /// ```no_run
 /// use flannel_core::Kernel;
@@ -51,22 +50,23 @@ pub struct NetlinkKernel {
 }
 
 impl NetlinkKernel {
-    /// The network namespace of the calling thread.
+    /// Opens the network namespace of the calling thread.
     ///
     /// # Errors
-    /// There is no netlink or no `/proc` here.
+    /// The kernel has no netlink, or `/proc` is not mounted.
     pub fn open() -> Result<Self, KernelError> {
         Self::of(Namespace::current()?)
     }
 
-    /// The network namespace that a file stands for: `/run/netns/red`, `/proc/1234/ns/net`.
+    /// Opens the network namespace of a file such as `/run/netns/red` or `/proc/1234/ns/net`.
     ///
     /// # Errors
-    /// The file is not there or not a network namespace, or entering it is not permitted (it takes
-    /// `CAP_SYS_ADMIN`).
+    /// The file does not exist or is not a network namespace, or the process lacks `CAP_SYS_ADMIN`,
+    /// which is needed to enter it.
     ///
     /// # Blocking
-    /// A thread goes into the namespace and ends: microseconds. [`Kernel::changes`] does the same.
+    /// Microseconds, for a short-lived thread inside the namespace. [`Kernel::changes`] starts one
+    /// too.
     pub fn open_in(path: impl AsRef<Path>) -> Result<Self, KernelError> {
         Self::of(Namespace::at(path.as_ref())?)
     }
@@ -85,8 +85,7 @@ impl NetlinkKernel {
         })
     }
 
-    /// Makes networks use no nexthop objects; those that an earlier run left give way to plain
-    /// routes.
+    /// Makes networks use no nexthop objects. Plain routes replace those that an earlier run left.
     pub fn without_nexthops(self) -> Self {
         Self { without_nexthops: true, ..self }
     }
@@ -95,8 +94,8 @@ impl NetlinkKernel {
         &self.namespace
     }
 
-    /// A panic while the lock was held leaves the socket usable: stale answers carry old sequence
-    /// numbers.
+    /// A panic while the lock was held leaves the socket usable, because stale answers have old
+    /// sequence numbers.
     pub(crate) fn lock(&self) -> MutexGuard<'_, Socket> {
         self.socket.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -139,7 +138,7 @@ impl Kernel for NetlinkKernel {
     }
 }
 
-/// The processes in the kernel's network namespace.
+/// The names of processes in the kernel's network namespace.
 impl ProcessNames for NetlinkKernel {
     fn name(&self, port: u32) -> Option<String> {
         self.processes.lock().unwrap_or_else(PoisonError::into_inner).name(port)

@@ -28,7 +28,7 @@ pub(crate) struct NeighMessage {
     pub(super) mac: Option<MacAddr>,
     dst: Option<IpAddr>,
     /// Has something that flannel's entries do not have, such as a VNI or a UDP port of its own.
-    pub(super) alien: bool,
+    pub(super) unrepresentable: bool,
     /// It leads to nexthop objects instead of an address, and still does when it is put again.
     pub(super) by_nexthop: bool,
     /// It is marked as a router's, or as put there by a control plane, which is not a part of the
@@ -65,7 +65,7 @@ pub(crate) fn read(message: &Message<'_>) -> Option<NeighMessage> {
         fdb,
         mac: None,
         dst: None,
-        alien: false,
+        unrepresentable: false,
         by_nexthop: false,
         marked: flags & MARKS != 0,
     };
@@ -74,7 +74,7 @@ pub(crate) fn read(message: &Message<'_>) -> Option<NeighMessage> {
             _ if id == NDA_NH_ID => read.by_nexthop = true,
             Nda::Dst => read.dst = ip_of(value),
             Nda::Lladdr => read.mac = mac_of(value),
-            Nda::Port | Nda::Vni | Nda::Ifindex => read.alien = true,
+            Nda::Port | Nda::Vni | Nda::Ifindex => read.unrepresentable = true,
             _ => {}
         }
     }
@@ -84,7 +84,7 @@ pub(crate) fn read(message: &Message<'_>) -> Option<NeighMessage> {
 impl NeighMessage {
     /// [`NeighMessage::object`] expresses all of it.
     pub(crate) fn is_exact(&self) -> bool {
-        self.permanent && !self.alien && !self.by_nexthop && !self.marked
+        self.permanent && !self.unrepresentable && !self.by_nexthop && !self.marked
     }
 
     /// The key; `None` if no object has such a key.

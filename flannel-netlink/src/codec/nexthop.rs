@@ -32,7 +32,7 @@ pub(crate) struct NexthopMessage {
     pub(crate) protocol: u8,
     gateway: Option<IpAddr>,
     onlink: bool,
-    alien: bool,
+    unrepresentable: bool,
 }
 
 /// Reads `RTM_NEWNEXTHOP` and `RTM_DELNEXTHOP`.
@@ -44,7 +44,7 @@ pub(crate) fn read(message: &Message<'_>) -> Option<NexthopMessage> {
         protocol,
         gateway: None,
         onlink: u32::from_ne_bytes(flags) & ONLINK != 0,
-        alien: false,
+        unrepresentable: false,
     };
     for (kind, value) in attributes {
         match kind {
@@ -52,7 +52,7 @@ pub(crate) fn read(message: &Message<'_>) -> Option<NexthopMessage> {
             OIF => read.index = u32_of(value)?,
             GATEWAY => read.gateway = ip_of(value),
             // A group, a blackhole, an encapsulation, a forwarding entry.
-            _ => read.alien = true,
+            _ => read.unrepresentable = true,
         }
     }
     Some(read)
@@ -79,7 +79,7 @@ pub(crate) fn members(message: &Message<'_>) -> Option<(u32, Vec<u32>)> {
 impl NexthopMessage {
     /// The object, if one expresses it.
     pub(crate) fn object(&self, link: LinkName) -> Option<Nexthop> {
-        if self.alien {
+        if self.unrepresentable {
             return None;
         }
         Some(Nexthop { id: self.id, link, gateway: self.gateway?, onlink: self.onlink })

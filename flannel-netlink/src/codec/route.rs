@@ -64,7 +64,7 @@ pub(crate) struct RouteMessage {
     onlink: bool,
     mtu: Option<u32>,
     /// No [`Route`] is this entry, or leads where it does.
-    alien: bool,
+    unrepresentable: bool,
     /// It has attributes that [`Route`] does not express and that are no part of the identity.
     more: bool,
 }
@@ -92,7 +92,7 @@ pub(crate) fn read(message: &Message<'_>) -> Option<RouteMessage> {
         scope: scope.into(),
         onlink: flags & ONLINK != 0,
         mtu: None,
-        alien: flags & CLONED != 0,
+        unrepresentable: flags & CLONED != 0,
         more: false,
     };
     let mut metric = 0;
@@ -104,7 +104,7 @@ pub(crate) fn read(message: &Message<'_>) -> Option<RouteMessage> {
             // A gateway of the other family: the family (2 bytes), then the address.
             RTA_VIA => {
                 read.gateway = value.get(2..).and_then(ip_of);
-                read.alien = true;
+                read.unrepresentable = true;
             }
             _ => match Rta::from(id) {
                 Rta::Dst => read.dst = Subnet::new(ip_of(value)?, len)?,
@@ -205,7 +205,7 @@ impl RouteMessage {
     /// it; `name` finds the name of a link.
     pub(crate) fn object(&self, name: impl FnOnce(u32) -> Option<LinkName>) -> Option<Route> {
         let several = self.multipath && self.nexthop.is_none();
-        if self.alien || several || !self.main || !self.default_metric {
+        if self.unrepresentable || several || !self.main || !self.default_metric {
             return None;
         }
         let via = match (self.kind, self.nexthop, self.gateway) {
