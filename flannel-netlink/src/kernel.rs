@@ -1,5 +1,12 @@
 //! The [`Kernel`] implementation for one network namespace.
 
+mod apply;
+mod changes;
+mod foreign_routes;
+mod process_names;
+pub(crate) mod query;
+mod snapshot;
+
 use std::collections::BTreeMap;
 use std::fmt;
 use std::net::IpAddr;
@@ -12,14 +19,14 @@ use flannel_core::kernel::{
 };
 use flannel_core::object::{Change, State};
 
-use crate::apply::Writer;
-use crate::ask::lookup;
-use crate::changed_by::Processes;
-use crate::changes::Listener;
-use crate::foreign_routes::ForeignRoutes;
-use crate::namespace::Namespace;
-use crate::snapshot::{nexthop_ids, nexthop_users, snapshot};
-use crate::socket::Socket;
+use self::apply::Writer;
+use self::changes::Listener;
+use self::foreign_routes::ForeignRoutes;
+use self::process_names::Processes;
+use self::query::lookup;
+use self::snapshot::{nexthop_ids, nexthop_users, snapshot};
+use crate::transport::namespace::Namespace;
+use crate::transport::socket::Socket;
 
 /// The network tables of one network namespace, over rtnetlink.
 ///

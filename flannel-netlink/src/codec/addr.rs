@@ -10,7 +10,7 @@ use neli::consts::nl::NlmF;
 use neli::consts::rtnl::{Ifa, RtAddrFamily, RtScope, Rtm};
 
 use super::{EventMessage, af_of, event, put_flags};
-use crate::wire::{Message, Messages, ip_of, u32_of};
+use crate::transport::wire::{Message, Messages, ip_of, u32_of};
 
 /// Bytes of `struct ifaddrmsg`.
 const HEADER: usize = 8;

@@ -6,7 +6,7 @@ use neli::consts::rtnl::{Nda, Ntf, Nud, Rtm};
 
 use super::neigh::{BRIDGE, NeighMessage, header};
 use super::put_flags;
-use crate::wire::Messages;
+use crate::transport::wire::Messages;
 
 /// An attribute of a forwarding entry that requires another kind of put or deletion.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

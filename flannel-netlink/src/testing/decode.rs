@@ -6,7 +6,7 @@ use neli::consts::nl::NlmF;
 use neli::consts::rtnl::Rtm;
 
 use crate::codec::{addr, fdb, link, neigh, nexthop, route};
-use crate::wire::{DONE, ERROR, Message, Messages, messages, outcome};
+use crate::transport::wire::{DONE, ERROR, Message, Messages, messages, outcome};
 
 /// Stands for every link.
 const INDEX: u32 = 7;
@@ -56,7 +56,7 @@ fn object(message: &Message<'_>) -> Option<Object> {
             let found = route::read(message).filter(|found| found.is_exact())?;
             found.object(|_| Some(name())).map(Object::Route)
         }
-        _ if message.kind == nexthop::NEW || message.kind == nexthop::DELETE => {
+        _ if nexthop::is_event(message.kind) => {
             let _ = nexthop::members(message);
             nexthop::read(message)?.object(name()).map(Object::Nexthop)
         }

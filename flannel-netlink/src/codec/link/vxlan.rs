@@ -6,7 +6,7 @@ use flannel_core::address::Family;
 use flannel_core::object::{LinkKind, LinkName, MacAddr, Vxlan};
 
 use super::{KindMessage, LinkCodec, LinkMessage, is_set};
-use crate::wire::{Attributes, Messages, ip_of, u32_of};
+use crate::transport::wire::{Attributes, Messages, ip_of, u32_of};
 
 /// `IFLA_VXLAN_…` (linux `include/uapi/linux/if_link.h`).
 mod attr {

@@ -13,16 +13,15 @@ use super::{
     HEADER, IPV6_METRIC, LAST_RESORT, MAIN, ONLINK, RTA_NH_ID, RTAX_MTU, RouteMessage, scope_of,
 };
 use crate::codec::{af, put_flags};
-use crate::wire::Messages;
+use crate::transport::wire::Messages;
 
-fn header(dst: &Subnet, via: Option<&Via>, protocol: u8, scope: RtScope) -> [u8; HEADER] {
-    let kind = match via {
-        Some(Via::Blackhole | Via::LastResort) => Rtn::Blackhole,
-        Some(_) => Rtn::Unicast,
-        None => Rtn::Unspec,
+fn header(route: &Route, protocol: u8, scope: RtScope) -> [u8; HEADER] {
+    let (kind, flags) = match route.via {
+        Via::Blackhole | Via::LastResort => (Rtn::Blackhole, 0),
+        Via::Gateway { onlink: true, .. } => (Rtn::Unicast, ONLINK),
+        _ => (Rtn::Unicast, 0),
     };
-    let onlink = matches!(via, Some(Via::Gateway { onlink: true, .. }));
-    rtmsg(dst, RtTable::Main, protocol, scope, kind, if onlink { ONLINK } else { 0 })
+    rtmsg(&route.dst, RtTable::Main, protocol, scope, kind, flags)
 }
 
 /// `struct rtmsg` without a source and a TOS.
@@ -60,11 +59,7 @@ pub(crate) fn add(requests: &mut Messages, route: &Route, index: u32) {
 
 fn put_with(flags: NlmF, requests: &mut Messages, route: &Route, index: u32, metrics: bool) {
     let scope = scope_of(route.dst.family(), matches!(route.via, Via::Link(_)));
-    requests.begin(
-        Rtm::Newroute,
-        flags,
-        &header(&route.dst, Some(&route.via), ROUTE_PROTOCOL, scope),
-    );
+    requests.begin(Rtm::Newroute, flags, &header(route, ROUTE_PROTOCOL, scope));
     path(requests, route, index);
     if route.mtu.is_some() || (metrics && matches!(route.via, Via::Nexthop(_))) {
         requests.nest(Rta::Metrics, |metrics| {
@@ -81,11 +76,7 @@ pub(crate) fn delete(requests: &mut Messages, route: &Route, index: u32, protoco
         Via::Link(_) if route.dst.family() == Family::V4 => RtScope::Link,
         _ => RtScope::Nowhere,
     };
-    requests.begin(
-        Rtm::Delroute,
-        NlmF::empty(),
-        &header(&route.dst, Some(&route.via), protocol, scope),
-    );
+    requests.begin(Rtm::Delroute, NlmF::empty(), &header(route, protocol, scope));
     path(requests, route, index);
 }
 
@@ -115,16 +106,19 @@ pub(crate) fn delete_found(requests: &mut Messages, found: &RouteMessage) {
             requests.u32(Rta::Oif, found.index);
         }
     }
-    if found.dst.family() == Family::V6 {
-        requests.u32(Rta::Priority, IPV6_METRIC);
-    }
+    default_metric(requests, &found.dst);
 }
 
 /// Deletes the first route to `dst`, for IPv6 only with the default metric. `protocol` is that of
 /// [`delete`].
 pub(crate) fn delete_any(requests: &mut Messages, dst: &Subnet, protocol: u8) {
-    requests.begin(Rtm::Delroute, NlmF::empty(), &header(dst, None, protocol, RtScope::Nowhere));
-    requests.ip(Rta::Dst, dst.base());
+    let header = rtmsg(dst, RtTable::Main, protocol, RtScope::Nowhere, Rtn::Unspec, 0);
+    requests.begin(Rtm::Delroute, NlmF::empty(), &header).ip(Rta::Dst, dst.base());
+    default_metric(requests, dst);
+}
+
+/// Requests about IPv6 routes must name the default metric.
+fn default_metric(requests: &mut Messages, dst: &Subnet) {
     if dst.family() == Family::V6 {
         requests.u32(Rta::Priority, IPV6_METRIC);
     }
@@ -141,10 +135,10 @@ fn path(requests: &mut Messages, route: &Route, index: u32) {
         // Blackholes.
         _ => {}
     }
-    match (route.via, route.dst.family()) {
-        (Via::LastResort, _) => drop(requests.u32(Rta::Priority, LAST_RESORT)),
-        (_, Family::V6) => drop(requests.u32(Rta::Priority, IPV6_METRIC)),
-        (_, Family::V4) => {}
+    if route.via == Via::LastResort {
+        requests.u32(Rta::Priority, LAST_RESORT);
+    } else {
+        default_metric(requests, &route.dst);
     }
 }
 
@@ -159,7 +153,8 @@ pub(crate) fn everywhere(family: Family) -> Messages {
 }
 
 fn in_table(family: Family, table: u32) -> Messages {
-    let header = header(&Subnet::everything(family), None, 0, RtScope::Universe);
+    let dst = Subnet::everything(family);
+    let header = rtmsg(&dst, RtTable::Main, 0, RtScope::Universe, Rtn::Unspec, 0);
     let mut request = Messages::one(Rtm::Getroute, NlmF::empty(), &header);
     request.u32(Rta::Table, table);
     request

@@ -1,8 +1,9 @@
-//! Routes and forwarding entries of others, as far as ours must be put differently because of them.
+//! Routes and forwarding entries of other programs that require extra requests when flannel's are
+//! changed.
 //!
-//! Each precaution costs a fifth of the time that a route takes, and almost no host needs any of
-//! them. So they are taken only where there is a reason. A reason that is noted too late shows in
-//! the next snapshot as an inexact route, which is put again.
+//! The extra requests take a fifth of a route's time, and almost no host needs them. So they are
+//! sent only where a snapshot or an event showed such an entry. If it is noted too late, the next
+//! snapshot reports an inexact route, which is put again.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -16,13 +17,12 @@ use crate::codec::fdb::Special;
 use crate::codec::neigh::NeighMessage;
 use crate::codec::route::RouteMessage;
 
-/// No more destinations than this are remembered, because others decide about their number.
+/// Destinations that are remembered at most, because other programs decide about their number.
 const MOST: usize = 1024;
-/// Of the doubles of one route no more than this are remembered. A snapshot finds the others when
-/// these are gone.
-const MOST_DOUBLES: usize = 8;
+/// Duplicates of one route that are remembered at most. The next snapshot finds the others.
+const MOST_DUPLICATES: usize = 8;
 
-/// What is known of them; clones share it.
+/// The known entries. Clones share them.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct ForeignRoutes(Arc<Mutex<Inner>>);
 
@@ -32,29 +32,28 @@ struct Inner {
     metrics: bool,
     /// All routes of these families were read once.
     read: Dual<()>,
-    /// Destinations that have or had a route of last resort of ours; not all if they are more than
-    /// [`MOST`].
+    /// Destinations that have or had a last-resort route of ours; incomplete if more than [`MOST`].
     last_resorts: BTreeSet<Subnet>,
-    /// Routes to the destinations of ours that no put of ours replaces, and that are distinct from
-    /// ours, as of the last snapshot.
-    doubles: BTreeMap<Subnet, Vec<Double>>,
-    /// The [special](NeighMessage::special) forwarding entries, by the index of their device.
+    /// Routes to the destinations of our routes, as of the last snapshot, that our requests neither
+    /// replace nor delete.
+    duplicates: BTreeMap<Subnet, Vec<DuplicateRoute>>,
+    /// The [special](NeighMessage::special) forwarding entries, by device index and MAC address.
     special: BTreeMap<(u32, MacAddr), Special>,
-    /// There were more of them than [`MOST`]: any may be one.
+    /// More than [`MOST`] were found, so any entry may be special.
     forgotten: bool,
 }
 
-/// A route beside one of ours.
+/// Another route to the destination of one of ours.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Double {
+pub(crate) struct DuplicateRoute {
     pub(crate) found: RouteMessage,
-    /// It is behind the other route, and is deleted with that one as well. A route of others is
-    /// before ours, and is deleted only for it to be put.
+    /// It is ours, is behind the other one, and is deleted together with it. A foreign one is in
+    /// front of ours and is deleted only when ours is put.
     pub(crate) is_ours: bool,
 }
 
 impl ForeignRoutes {
-    /// Notes a route that was read; routes of other tables do not matter.
+    /// Notes a route that was read. Routes in other tables are ignored.
     pub(crate) fn note_route(&self, route: &RouteMessage) {
         if !route.main {
             return;
@@ -67,7 +66,7 @@ impl ForeignRoutes {
         }
     }
 
-    /// Notes that a route of last resort is or was there.
+    /// Notes that there is or was a last-resort route.
     pub(crate) fn note_last_resort(&self, dst: Subnet) {
         let there = &mut self.lock().last_resorts;
         if there.len() <= MOST {
@@ -75,48 +74,47 @@ impl ForeignRoutes {
         }
     }
 
-    /// Notes a double of a route of ours.
-    pub(crate) fn note_double(&self, double: Double) {
-        let (dst, doubles) = (double.found.dst, &mut self.lock().doubles);
-        if doubles.len() < MOST || doubles.contains_key(&dst) {
-            let there = doubles.entry(dst).or_default();
-            if there.len() < MOST_DOUBLES {
-                there.push(double);
+    /// Notes a duplicate of a route of ours.
+    pub(crate) fn note_duplicate(&self, duplicate: DuplicateRoute) {
+        let (dst, duplicates) = (duplicate.found.dst, &mut self.lock().duplicates);
+        if duplicates.len() < MOST || duplicates.contains_key(&dst) {
+            let there = duplicates.entry(dst).or_default();
+            if there.len() < MOST_DUPLICATES {
+                there.push(duplicate);
             }
         }
     }
 
-    /// Forgets the doubles of a route and returns them.
-    pub(crate) fn take_doubles(&self, dst: &Subnet) -> Vec<Double> {
-        let doubles = &mut self.lock().doubles;
-        if doubles.is_empty() { Vec::new() } else { doubles.remove(dst).unwrap_or_default() }
+    /// Removes and returns the duplicates of a route.
+    pub(crate) fn take_duplicates(&self, dst: &Subnet) -> Vec<DuplicateRoute> {
+        let duplicates = &mut self.lock().duplicates;
+        if duplicates.is_empty() { Vec::new() } else { duplicates.remove(dst).unwrap_or_default() }
     }
 
-    /// Notes that all routes of this family were read; their doubles follow.
+    /// Notes that all routes of this family were read. Their duplicates are noted next.
     pub(crate) fn note_dump(&self, family: Family) {
         let mut inner = self.lock();
         inner.read[family] = Some(());
-        inner.doubles.retain(|dst, _| dst.family() != family);
+        inner.duplicates.retain(|dst, _| dst.family() != family);
     }
 
-    /// There is or was a route that [has metrics](RouteMessage::has_metrics_by_nexthop), so that
-    /// requests for ours must have the metrics attribute.
+    /// A route by a nexthop object [has metrics](RouteMessage::has_metrics_by_nexthop), so requests
+    /// for our routes need the metrics attribute.
     pub(crate) fn has_metrics(&self) -> bool {
         self.lock().metrics
     }
 
-    /// A route of last resort may be there.
+    /// There may be a last-resort route.
     pub(crate) fn may_have_last_resort(&self, dst: &Subnet) -> bool {
         let Inner { read, last_resorts, .. } = &*self.lock();
         last_resorts.contains(dst) || last_resorts.len() > MOST || read[dst.family()].is_none()
     }
 
-    /// Notes a neighbour or a forwarding entry that was read.
+    /// Notes a neighbour or forwarding entry that was read.
     pub(crate) fn note_entry(&self, entry: &NeighMessage) {
         if let Some((mac, why)) = entry.special() {
             let Inner { special, forgotten, .. } = &mut *self.lock();
-            // The next snapshot finds forgotten entries again, but for those of devices that are
-            // gone.
+            // The next snapshot finds the entries again.
             if special.len() == MOST {
                 special.clear();
                 *forgotten = true;
@@ -125,19 +123,19 @@ impl ForeignRoutes {
         }
     }
 
-    /// Forgets the forwarding entries of a device, which are read next.
+    /// Removes the forwarding entries of a device before they are read again.
     pub(crate) fn forget_entries(&self, index: u32) {
         self.lock().special.retain(|(device, _), _| *device != index);
     }
 
-    /// Forgets whether a forwarding entry is special, and returns it.
+    /// Removes and returns the special attribute of a forwarding entry.
     pub(crate) fn take_special(&self, index: u32, mac: MacAddr) -> Option<Special> {
         let Inner { special, forgotten, .. } = &mut *self.lock();
         let known = if special.is_empty() { None } else { special.remove(&(index, mac)) };
         known.or_else(|| forgotten.then_some(Special::Attributes))
     }
 
-    /// A panic while the lock was held leaves nothing half done.
+    /// A panic while the lock was held leaves consistent values.
     fn lock(&self) -> MutexGuard<'_, Inner> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -149,40 +147,40 @@ mod tests {
 
     use super::*;
     use crate::codec::{neigh, route};
-    use crate::wire::Message;
+    use crate::transport::wire::Message;
 
-    fn double(n: u16) -> Double {
+    fn duplicate(n: u16) -> DuplicateRoute {
         let [high, low] = n.to_be_bytes();
         // struct rtmsg: a /24 of the main table; and RTA_DST.
         let payload =
             [2, 24, 0, 0, 254, ROUTE_PROTOCOL, 0, 1, 0, 0, 0, 0, 8, 0, 1, 0, 10, high, low, 0];
         let message =
             Message { kind: 24, flags: NlmF::empty(), sequence: 1, port: 0, payload: &payload };
-        Double { found: route::read(&message).unwrap(), is_ours: true }
+        DuplicateRoute { found: route::read(&message).unwrap(), is_ours: true }
     }
 
     #[test]
-    fn doubles_are_remembered_once_and_within_bounds() {
-        let (foreign, dst) = (ForeignRoutes::default(), |n| double(n).found.dst);
+    fn duplicates_are_remembered_once_and_within_bounds() {
+        let (foreign, dst) = (ForeignRoutes::default(), |n| duplicate(n).found.dst);
         for n in 0..2 * MOST as u16 {
-            foreign.note_double(double(n));
+            foreign.note_duplicate(duplicate(n));
         }
-        (0..2 * MOST_DOUBLES).for_each(|_| foreign.note_double(double(0)));
-        assert_eq!(foreign.lock().doubles.len(), MOST, "no more destinations");
-        assert_eq!(foreign.take_doubles(&dst(0)).len(), MOST_DOUBLES, "no more of one");
-        assert_eq!(foreign.take_doubles(&dst(0)).len(), 0, "they were taken");
+        (0..2 * MOST_DUPLICATES).for_each(|_| foreign.note_duplicate(duplicate(0)));
+        assert_eq!(foreign.lock().duplicates.len(), MOST, "no more destinations");
+        assert_eq!(foreign.take_duplicates(&dst(0)).len(), MOST_DUPLICATES, "no more of one");
+        assert_eq!(foreign.take_duplicates(&dst(0)).len(), 0, "they were taken");
         foreign.note_dump(Family::V6);
         assert_eq!(
-            foreign.take_doubles(&dst(1)).len(),
+            foreign.take_duplicates(&dst(1)).len(),
             1,
             "of the other family nothing is known anew"
         );
         foreign.note_dump(Family::V4);
-        assert_eq!(foreign.take_doubles(&dst(2)).len(), 0, "all were read since");
+        assert_eq!(foreign.take_duplicates(&dst(2)).len(), 0, "all were read since");
     }
 
     #[test]
-    fn odd_entries_are_remembered_until_they_are_taken_or_read_again() {
+    fn special_entries_are_remembered_until_they_are_taken_or_read_again() {
         // struct ndmsg: a permanent forwarding entry; NDA_LLADDR; and NDA_NH_ID, or no such
         // attribute.
         let entry = |index: u8, n: u16, by_nexthop: bool| {

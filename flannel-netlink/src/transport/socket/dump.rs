@@ -10,7 +10,7 @@ use neli::consts::socket::Msg;
 use neli::socket::NlSocket;
 
 use super::{EAGAIN, RECEIVE_BUFFER, Socket, TRIES, is_transient, receive_from, take_each};
-use crate::wire::{DONE, EBADMSG, ERROR, Message, Messages, outcome};
+use crate::transport::wire::{DONE, EBADMSG, ERROR, Message, Messages, outcome};
 
 const EBUSY: i32 = 16;
 

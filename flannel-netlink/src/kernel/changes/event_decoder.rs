@@ -9,12 +9,12 @@ use flannel_core::kernel::{ChangedBy, Invalidation, KernelError, KernelEvent};
 use flannel_core::object::{Key, LinkName};
 use neli::consts::rtnl::{RtAddrFamily, Rtm};
 
-use crate::ask::{ENODEV, ask_name};
 use crate::codec::link::LinkMessage;
 use crate::codec::{EventMessage, addr, family_of, link, neigh, nexthop, route};
-use crate::foreign_routes::ForeignRoutes;
-use crate::socket::Socket;
-use crate::wire::{EBADMSG, Message, messages};
+use crate::kernel::foreign_routes::ForeignRoutes;
+use crate::kernel::query::{ENODEV, ask_name};
+use crate::transport::socket::Socket;
+use crate::transport::wire::{EBADMSG, Message, messages};
 
 /// Decodes messages and queues the invalidations.
 pub(crate) struct EventDecoder {
@@ -79,34 +79,27 @@ impl EventDecoder {
     }
 
     fn take(&mut self, message: &Message<'_>) -> Result<(), KernelError> {
-        let kind = Rtm::from(message.kind);
         if let Some(link) = link::read(message) {
-            self.take_link(&link, kind == Rtm::Dellink);
+            self.take_link(&link, message.is_deletion());
             return Ok(());
         }
         if message.port == self.port {
             return Ok(());
         }
-        let decoded = match kind {
-            Rtm::Newaddr => self.decode(message, addr::read(message), false)?,
-            Rtm::Deladdr => self.decode(message, addr::read(message), true)?,
+        let decoded = match Rtm::from(message.kind) {
+            Rtm::Newaddr | Rtm::Deladdr => self.decode(message, addr::read(message))?,
             Rtm::Newneigh | Rtm::Delneigh => {
                 let found = neigh::read(message);
                 found.iter().for_each(|found| self.foreign.note_entry(found));
-                self.decode(message, found, kind == Rtm::Delneigh)?
+                self.decode(message, found)?
             }
             Rtm::Newroute | Rtm::Delroute => {
                 let found = route::read(message);
                 found.iter().for_each(|found| self.foreign.note_route(found));
-                self.decode(message, found, kind == Rtm::Delroute)?
-            }
-            _ if message.kind == nexthop::NEW => {
-                self.decode(message, nexthop::read(message), false)?
-            }
-            _ if message.kind == nexthop::DELETE => {
-                self.decode(message, nexthop::read(message), true)?
+                self.decode(message, found)?
             }
             Rtm::Newrule | Rtm::Delrule => rule(message),
+            _ if nexthop::is_event(message.kind) => self.decode(message, nexthop::read(message))?,
             _ => None,
         };
         let Some((event, protocol)) = decoded else { return Ok(()) };
@@ -123,9 +116,8 @@ impl EventDecoder {
         &mut self,
         message: &Message<'_>,
         found: Option<impl EventMessage>,
-        is_deletion: bool,
     ) -> Result<Option<Decoded>, KernelError> {
-        let Some(found) = found else { return Ok(None) };
+        let (Some(found), is_deletion) = (found, message.is_deletion()) else { return Ok(None) };
         let link = match found.event_index(is_deletion) {
             0 => None,
             index => self.name(index)?,

@@ -143,6 +143,12 @@ pub(crate) struct Message<'a> {
 }
 
 impl<'a> Message<'a> {
+    /// It reports a deletion: rtnetlink numbers the types of an object NEW, DEL, GET, SET, from a
+    /// multiple of four on.
+    pub(crate) fn is_deletion(&self) -> bool {
+        self.kind % 4 == 1
+    }
+
     /// The fixed header of `N` bytes and the attributes after it; `None` if the message is shorter.
     pub(crate) fn split<const N: usize>(&self) -> Option<(&'a [u8; N], Attributes<'a>)> {
         let (header, rest) = self.payload.split_first_chunk()?;

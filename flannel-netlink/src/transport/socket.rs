@@ -15,7 +15,7 @@ use neli::consts::socket::{Msg, NlFamily};
 use neli::socket::NlSocket;
 use neli::utils::Groups;
 
-use crate::wire::{EBADMSG, ERROR, Message, Messages, messages, outcome};
+use crate::transport::wire::{EBADMSG, ERROR, Message, Messages, messages, outcome};
 
 const EINTR: i32 = 4;
 const EAGAIN: i32 = 11;

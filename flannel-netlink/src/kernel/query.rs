@@ -8,8 +8,8 @@ use neli::consts::rtnl::Rtn;
 
 use crate::codec::link::LinkMessage;
 use crate::codec::{link, route};
-use crate::socket::Socket;
-use crate::wire::EBADMSG;
+use crate::transport::socket::Socket;
+use crate::transport::wire::EBADMSG;
 
 pub(crate) const ENODEV: i32 = 19;
 const EACCES: i32 = 13;

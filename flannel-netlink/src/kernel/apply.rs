@@ -15,13 +15,13 @@ use std::collections::{BTreeMap, HashMap, btree_map};
 use flannel_core::kernel::{Footprint, KernelError};
 use flannel_core::object::{Change, LinkName, Object};
 
-use crate::ask::find_link;
 use crate::codec::addr::AddrMessage;
 use crate::codec::nexthop::NexthopMessage;
-use crate::foreign_routes::ForeignRoutes;
-use crate::namespace::Namespace;
-use crate::socket::Socket;
-use crate::wire::Messages;
+use crate::kernel::foreign_routes::ForeignRoutes;
+use crate::kernel::query::find_link;
+use crate::transport::namespace::Namespace;
+use crate::transport::socket::Socket;
+use crate::transport::wire::Messages;
 
 /// Requests in one `send`, which then takes less than a millisecond. Larger batches are not faster.
 const BATCH: usize = 128;

@@ -5,16 +5,18 @@
 //! links, forwarding entries and neighbours that it removes, the kernel reports no socket. Those
 //! changes are always reported.
 
+mod event_decoder;
+
 use async_trait::async_trait;
 use flannel_core::kernel::{Changes, Invalidation, KernelError};
 use neli::consts::rtnl::Rtm;
 use nix::sys::socket::SockProtocol;
 use socket2::{SockFilter, SockRef};
 
-use crate::event_decoder::EventDecoder;
-use crate::foreign_routes::ForeignRoutes;
-use crate::multicast::{Multicast, Received};
-use crate::socket::Socket;
+use self::event_decoder::EventDecoder;
+use crate::kernel::foreign_routes::ForeignRoutes;
+use crate::transport::multicast::{Multicast, Received};
+use crate::transport::socket::Socket;
 
 /// `RTNLGRP_…`: LINK, NEIGH, IPV4_IFADDR, IPV4_ROUTE, IPV4_RULE, IPV6_IFADDR, IPV6_ROUTE,
 /// IPV6_RULE, NEXTHOP. Kernels before 5.3 do not know NEXTHOP.
