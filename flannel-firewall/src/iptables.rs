@@ -1,7 +1,7 @@
 //! Rules in iptables, through `iptables-save` and `iptables-restore`.
 //!
-//! iptables reports changes to nobody, so it is polled: one `iptables-save` for each family and
-//! period, and no other process while nothing differs.
+//! iptables reports no changes, so it is polled: one `iptables-save` per family and period, and
+//! `iptables-restore` only for differences.
 
 pub(crate) mod program;
 pub(crate) mod script;
@@ -15,7 +15,7 @@ use crate::nft;
 use crate::rules::{Rules, Wish};
 use crate::status::Deviation;
 
-/// How often a script is tried that does not fit any more what is there.
+/// Attempts for a script that fails because the rules changed.
 const TRIES: usize = 3;
 
 /// The host's iptables, in the network namespace of the thread that runs the programs.
@@ -23,12 +23,12 @@ const TRIES: usize = 3;
 pub(crate) struct Iptables {
     programs: Programs,
     tools: Dual<Tool>,
-    /// Families that may have rules from here.
+    /// Families that may have rules of this value.
     filled: Dual<()>,
 }
 
 impl Iptables {
-    /// Finds the programs, and makes sure that they may change the rules that `wish` takes.
+    /// Finds the programs and checks that they may change the rules that `wish` asks for.
     pub(crate) async fn open(programs: Programs, wish: Wish) -> Result<Self, Error> {
         let (v4, v6) = (programs.find(Family::V4), programs.find(Family::V6));
         let mut tools = match (v4, v6) {
@@ -44,13 +44,13 @@ impl Iptables {
         Ok(Self { programs, tools, filled: Dual::default() })
     }
 
-    /// Makes the rules those of `rules`; returns in what they differed, and what could not be done.
+    /// Makes the rules equal to `rules`. Returns the differences, and the failures.
     ///
-    /// A family that neither has nor had rules here is not looked at; that is for [`Iptables::clean`].
+    /// A family that neither has nor had rules here is skipped. [`Iptables::clean`] handles it.
     pub(crate) async fn reconcile(&mut self, rules: &Rules) -> (Vec<Deviation>, Vec<Error>) {
         let (mut deviations, mut failed) = (Vec::new(), Vec::new());
         for family in Family::BOTH {
-            // The other family shall have its rules all the same.
+            // A failure of one family does not affect the other.
             match self.reconcile_family(rules, family).await {
                 Ok(differed) => deviations.extend(differed),
                 Err(error) => failed.push(error),
@@ -72,15 +72,15 @@ impl Iptables {
             self.tools[family] = Some(self.programs.find(family)?);
         }
         let Some(tool) = &mut self.tools[family] else { return Ok(Vec::new()) };
-        // Set before, for what fails or is dropped halfway may have put rules there.
+        // Set first, because a failed or dropped call may have written rules.
         self.filled[family] = Some(());
         let deviations = reconcile(tool, rules, family, true).await?;
         self.filled[family] = wanted.then_some(());
         Ok(deviations)
     }
 
-    /// Removes what is ours from where `except` keeps no rules, or from everywhere; or only looks. Returns what was
-    /// there, and what could not be removed, also for want of a program.
+    /// Finds flannel's rules, except where `except` keeps its own, and removes them if `write` is
+    /// true. Returns the rules, and the failures, which include missing programs.
     pub(crate) async fn clean(
         programs: &Programs,
         mut except: Option<&mut Self>,
@@ -121,8 +121,8 @@ impl Iptables {
     }
 }
 
-/// Makes sure that there is nothing of ours where only variants look that are not among these; of the older tables, that
-/// there are none.
+/// Checks that no rules of flannel are in parts of the kernel that only variants not in `reached`
+/// can read. Of the legacy tables, that flannel's are not in use.
 fn out_of_reach(family: Family, reached: &[Variant]) -> Result<(), Error> {
     if !reached.contains(&Variant::Nft) {
         let chains = nft::chains_of_iptables(family)?;
@@ -140,7 +140,7 @@ fn out_of_reach(family: Family, reached: &[Variant]) -> Result<(), Error> {
     Ok(())
 }
 
-/// The tables of the older kind that the kernel has in this network namespace.
+/// The legacy tables that the kernel has in this network namespace.
 pub(crate) fn legacy_tables(family: Family) -> Vec<String> {
     let file = if family == Family::V4 { "ip_tables_names" } else { "ip6_tables_names" };
     let names =
@@ -165,7 +165,7 @@ async fn reconcile(
         tries -= 1;
         match tool.restore(&script.text).await {
             Ok(()) => return Ok(script.deviations),
-            // Somebody removed a rule that was to be deleted, perhaps.
+            // Another program may have removed a rule that the script deletes.
             Err(error) if tries > 0 => {
                 tracing::debug!(%error, "tried again with what is there now");
             }

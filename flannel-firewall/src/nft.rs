@@ -1,7 +1,7 @@
-//! Rules in nf_tables, over netlink: no program is run.
+//! Rules in nf_tables, over netlink, without running a program.
 //!
-//! Both families' tables change in one transaction, and packets see the old rules or the new ones,
-//! never a part.
+//! The tables of both families change in one transaction, so packets see either the old rules or
+//! the new ones.
 
 pub(crate) mod expr;
 pub(crate) mod table;
@@ -20,9 +20,9 @@ use crate::status::Deviation;
 
 /// `NFNLGRP_NFTABLES`.
 const GROUP: u32 = 7;
-/// `NFT_MSG_NEWGEN`: tells that something changed, not what.
+/// `NFT_MSG_NEWGEN`, which only reports that something changed.
 const NEWGEN: u8 = 15;
-/// How often a table is read, or written, that changes meanwhile.
+/// Attempts for a table that changes while it is read or written.
 const TRIES: usize = 16;
 const ENOENT: i32 = 2;
 const EEXIST: i32 = 17;
@@ -31,13 +31,13 @@ const EBUSY: i32 = 16;
 
 /// The kernel's nf_tables, in the network namespace of the thread that opened it.
 pub(crate) struct Nft {
-    /// `None` once this value was dropped: work that had not begun by then is not done.
+    /// `None` after a drop, so that work that has not begun is not done.
     socket: Arc<Mutex<Option<NetfilterSocket>>>,
     events: NetfilterEvents,
 }
 
 impl Nft {
-    /// Opens it, and makes sure that it may be read.
+    /// Opens it and checks that it can be read.
     pub(crate) fn open() -> Result<Self, Error> {
         let about = |error| Error::kernel("nftables", error);
         let mut socket = NetfilterSocket::open().map_err(about)?;
@@ -46,7 +46,7 @@ impl Nft {
         Ok(Self { socket: Arc::new(Mutex::new(Some(socket))), events })
     }
 
-    /// Makes the tables those of `rules`; returns in what they differed.
+    /// Makes the tables equal to `rules`; returns the differences.
     pub(crate) async fn reconcile(&self, rules: &Rules) -> Result<Vec<Deviation>, Error> {
         let wanted = Dual::from_fn(|family| Table::wanted(rules, family));
         let socket = self.socket.clone();
@@ -65,7 +65,7 @@ impl Nft {
         })
     }
 
-    /// Returns when somebody else touched a table of ours, or may have.
+    /// Returns when another program changed a table of flannel, or when messages were lost.
     pub(crate) async fn disturbed(&mut self) -> Result<(), Error> {
         let concerns = |message: &flannel_netlink::netfilter::NetfilterMessage<'_>| {
             let family =
@@ -81,14 +81,14 @@ impl Nft {
     }
 }
 
-/// Waits for a transaction that is under way, so that a successor is the only writer.
+/// Waits for a running transaction, so that a later [`Nft`] is the only writer.
 impl Drop for Nft {
     fn drop(&mut self) {
         *self.socket.lock().unwrap_or_else(PoisonError::into_inner) = None;
     }
 }
 
-/// Removes our tables, or only looks; returns those that were there.
+/// Finds flannel's tables, and removes them if `write` is true.
 pub(crate) fn clean(write: bool) -> Result<Vec<Deviation>, Error> {
     match opened()? {
         Some(mut socket) => reconcile(&mut socket, &Dual::default(), write),
@@ -96,7 +96,7 @@ pub(crate) fn clean(write: bool) -> Result<Vec<Deviation>, Error> {
     }
 }
 
-/// The kernel's nf_tables; where there is none, there is nothing of ours in it.
+/// The kernel's nf_tables; `None` if the kernel has none.
 fn opened() -> Result<Option<NetfilterSocket>, Error> {
     let opened =
         NetfilterSocket::open().and_then(|mut socket| generation(&mut socket).map(|_| socket));
@@ -127,12 +127,12 @@ fn reconcile(
     Err(unsteady())
 }
 
-/// What makes the tables that were found those that are wanted.
+/// The transaction that makes the found tables the desired ones.
 struct Plan {
     batch: Batch,
     deviations: Vec<Deviation>,
     titles: Vec<String>,
-    /// The changes that remove or make a whole table.
+    /// The changes that remove or create a whole table.
     whole: Vec<usize>,
 }
 
@@ -161,11 +161,11 @@ impl Plan {
         plan
     }
 
-    /// Returns in what the tables differed; `None`: they are others by now than those that were found.
+    /// Returns the differences; `None` if the tables changed since they were read.
     fn carry_out(self, socket: &mut NetfilterSocket) -> Result<Option<Vec<Deviation>>, Error> {
         match socket.commit(self.batch) {
             Ok(()) => Ok(Some(self.deviations)),
-            // It was removed or made by somebody since it was read.
+            // Another program removed or created the table since it was read.
             Err(Refused { change: Some(change), error })
                 if self.whole.contains(&change)
                     && matches!(error.errno, ENOENT | EEXIST | EBUSY) =>
@@ -177,7 +177,7 @@ impl Plan {
     }
 }
 
-/// Both tables, as they were at one moment.
+/// Both tables at one point in time.
 fn read(socket: &mut NetfilterSocket) -> Result<Dual<Table>, Error> {
     let about = |what: String| move |error| Error::kernel(what, error);
     for _ in 0..TRIES {
@@ -193,7 +193,7 @@ fn read(socket: &mut NetfilterSocket) -> Result<Dual<Table>, Error> {
     Err(unsteady())
 }
 
-/// Chains of ours that `iptables-nft` keeps in nf_tables; they can be seen without it, but only it should change them.
+/// Flannel's chains that `iptables-nft` keeps in nf_tables. Only `iptables-nft` should change them.
 pub(crate) fn chains_of_iptables(family: Family) -> Result<Vec<String>, Error> {
     let about = |error| Error::kernel("nftables", error);
     let Some(mut socket) = opened()? else { return Ok(Vec::new()) };
@@ -207,8 +207,8 @@ pub(crate) fn chains_of_iptables(family: Family) -> Result<Vec<String>, Error> {
 }
 
 fn unsteady() -> Error {
-    let source =
-        KernelError::explained(EAGAIN, format!("somebody else changed it {TRIES} times meanwhile"));
+    let detail = format!("another program changed it {TRIES} times meanwhile");
+    let source = KernelError::explained(EAGAIN, detail);
     Error::Kernel { object: "nftables".into(), source }
 }
 
@@ -219,7 +219,7 @@ mod tests {
     use crate::rules::tests::rules;
 
     #[test]
-    fn tables_are_read_anew_if_somebody_removes_one_meanwhile_whichever_it_is() {
+    fn tables_are_read_again_if_another_program_removes_one_meanwhile() {
         flannel_netlink::testing::in_netns(|| {
             let tables = |wish| Dual::from_fn(|family| Table::wanted(&rules(wish), family));
             let (before, after) = (

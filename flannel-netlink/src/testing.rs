@@ -82,16 +82,7 @@ impl Netns {
 /// # Panics
 /// `test` does, or there is no way to have a namespace.
 pub fn in_netns<F: FnOnce() + Send + 'static>(test: F) {
-    match Netns::new() {
-        Ok(netns) => netns.run(test),
-        Err(error)
-            if error.kind() == io::ErrorKind::PermissionDenied
-                && std::env::var_os(INSIDE).is_none() =>
-        {
-            run_again_in_user_namespace(&test_name::<F>());
-        }
-        Err(error) => panic!("no network namespace for this test: {error}"),
-    }
+    run_in_netns(&test_name::<F>(), test);
 }
 
 /// [`in_netns`] for asynchronous tests: `test` makes a future, which runs on a runtime of one
@@ -104,16 +95,20 @@ where
     F: FnOnce() -> T + Send + 'static,
     T: Future<Output = ()>,
 {
+    run_in_netns(&test_name::<F>(), || {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+        runtime.expect("a runtime").block_on(test());
+    });
+}
+
+fn run_in_netns(name: &str, test: impl FnOnce() + Send) {
     match Netns::new() {
-        Ok(netns) => netns.run(|| {
-            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-            runtime.expect("a runtime").block_on(test());
-        }),
+        Ok(netns) => netns.run(test),
         Err(error)
             if error.kind() == io::ErrorKind::PermissionDenied
                 && std::env::var_os(INSIDE).is_none() =>
         {
-            run_again_in_user_namespace(&test_name::<F>());
+            run_again_in_user_namespace(name);
         }
         Err(error) => panic!("no network namespace for this test: {error}"),
     }

@@ -1,9 +1,10 @@
-//! flannel's nf_tables tables, one per family: as they should be, and as they are.
+//! flannel's nf_tables tables, one per family.
 //!
-//! A table of ours is wholly ours, so one that is not exactly as it should be is replaced as a
-//! whole, in one transaction.
+//! The tables belong to flannel entirely. One that differs is replaced as a whole, in one
+//! transaction.
 //!
-//! **Source**: flannel `pkg/trafficmngr/nftables`; linux `include/uapi/linux/netfilter/nf_tables.h`.
+//! **Source**: flannel `pkg/trafficmngr/nftables`; linux
+//! `include/uapi/linux/netfilter/nf_tables.h`.
 
 use std::collections::BTreeMap;
 
@@ -28,7 +29,7 @@ const NEWRULE: u8 = 6;
 pub(crate) const GETRULE: u8 = 7;
 const GETGEN: u8 = 16;
 
-/// `NFTA_TABLE_NAME`, `NFTA_CHAIN_TABLE`, `NFTA_RULE_TABLE`: first in every message.
+/// `NFTA_TABLE_NAME`, `NFTA_CHAIN_TABLE`, `NFTA_RULE_TABLE`.
 pub(crate) const TABLE: u16 = 1;
 /// `NFTA_TABLE_…`.
 const TABLE_FLAGS: u16 = 2;
@@ -47,15 +48,15 @@ pub(crate) const RULE_CHAIN: u16 = 2;
 pub(crate) const RULE_EXPRESSIONS: u16 = 4;
 
 const ENOENT: i32 = 2;
-/// `NF_ACCEPT`: the policy of chains.
+/// `NF_ACCEPT`, the policy of flannel's chains.
 const ACCEPT: u32 = 1;
 
-/// A table: what is compared.
+/// The compared values of a table.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub(crate) struct Table {
-    /// `NFT_TABLE_F_…`: a dormant table does nothing.
+    /// `NFT_TABLE_F_…`. A dormant table has no effect.
     flags: u32,
-    /// How many chains, sets and the like are in it.
+    /// The number of chains, sets and the like in the table.
     uses: u32,
     chains: BTreeMap<Chain, Filled>,
 }
@@ -63,7 +64,7 @@ pub(crate) struct Table {
 /// A chain with its rules.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 struct Filled {
-    /// `nat` or `filter`; empty if it is on no hook.
+    /// `nat` or `filter`; empty for a chain without a hook.
     kind: String,
     hook: u32,
     priority: u32,
@@ -71,7 +72,7 @@ struct Filled {
     rules: Vec<Vec<Expr>>,
 }
 
-/// What a chain of ours is called and where it hooks in: name, type, `NF_INET_…`, priority, comment.
+/// The name, type, hook (`NF_INET_…`), priority and comment of a chain.
 struct Place {
     name: &'static str,
     kind: &'static str,
@@ -115,7 +116,7 @@ pub(crate) fn protocol(family: Family) -> u8 {
     }
 }
 
-/// A table as `nft` writes it.
+/// The table in the notation of `nft`.
 pub(crate) fn title(family: Family) -> String {
     let keyword = if family == Family::V4 { "ip" } else { "ip6" };
     format!("nftables table {keyword} {}", name(family))
@@ -126,7 +127,7 @@ fn kind(number: u8, family: Family) -> Kind {
 }
 
 impl Table {
-    /// As it should be; `None` if there should be none.
+    /// The desired table; `None` if the family has no rules.
     pub(crate) fn wanted(rules: &Rules, family: Family) -> Option<Self> {
         let mut table = Self::default();
         for chain in Chain::BOTH {
@@ -143,9 +144,9 @@ impl Table {
         (table.uses > 0).then_some(table)
     }
 
-    /// As it is; `None` if there is none.
+    /// The actual table; `None` if it does not exist.
     ///
-    /// It is read in several steps; the caller makes sure that nothing changed meanwhile, by [`generation`].
+    /// It is read in several steps. The caller compares the [`generation`] before and after.
     pub(crate) fn read(
         socket: &mut NetfilterSocket,
         family: Family,
@@ -176,7 +177,7 @@ impl Table {
             |request| _ = request.text(TABLE, table),
             |message| {
                 let attributes = message.attributes.0;
-                // Older kernels do not select by table.
+                // Older kernels do not filter by table.
                 let is_ours = text_in(attributes, TABLE).as_deref() == Some(table);
                 let exprs = expr::read(find(attributes, RULE_EXPRESSIONS).unwrap_or_default());
                 is_ours.then_some((text_in(attributes, RULE_CHAIN)?, exprs))
@@ -184,7 +185,7 @@ impl Table {
         )?;
         for (chain, rule) in rules {
             let chain = found.chains.iter_mut().find(|(known, _)| place(**known).name == chain);
-            // A chain that is not ours counts in `uses`.
+            // `uses` counts foreign chains.
             if let Some((_, filled)) = chain {
                 filled.rules.push(rule);
             }
@@ -192,7 +193,7 @@ impl Table {
         Ok(Some(found))
     }
 
-    /// Adds to `batch` what makes it.
+    /// Adds the changes that create the table.
     pub(crate) fn make(&self, batch: &mut Batch, family: Family) {
         let (table, protocol) = (name(family), protocol(family));
         batch.add(NEWTABLE, protocol, Make::Create, |request| {
@@ -219,7 +220,7 @@ impl Table {
         }
     }
 
-    /// In what the table that was found differs from the one that is wanted.
+    /// The differences between the actual and the desired table.
     pub(crate) fn deviations(
         found: Option<&Self>,
         wanted: Option<&Self>,
@@ -264,14 +265,14 @@ impl Filled {
     }
 }
 
-/// Adds to `batch` what removes the table of a family.
+/// Adds the change that removes the table of a family.
 pub(crate) fn remove(batch: &mut Batch, family: Family) {
     batch.add(DELTABLE, protocol(family), Make::Nothing, |request| {
         _ = request.text(TABLE, name(family));
     });
 }
 
-/// A chain of any table is there.
+/// A chain exists in a table.
 pub(crate) fn is_there(
     socket: &mut NetfilterSocket,
     family: Family,
@@ -295,13 +296,14 @@ fn present<T>(answer: Result<T, KernelError>) -> Result<Option<T>, KernelError> 
     }
 }
 
-/// A text up to the zero that ends it.
+/// A text without its terminating zero.
 pub(crate) fn text_in(attributes: &[u8], kind: u16) -> Option<String> {
     let text = find(attributes, kind)?.split(|byte| *byte == 0).next()?;
     String::from_utf8(text.to_vec()).ok()
 }
 
-/// User data as `nft` reads it: type 0 is a comment, then length and text with the zero that ends it.
+/// User data in the format of `nft`: type 0 for a comment, length, and text with a terminating
+/// zero.
 fn comment(text: &str) -> Vec<u8> {
     let len = u8::try_from(text.len() + 1).expect("comments of ours are short");
     [&[0, len], text.as_bytes(), &[0]].concat()

@@ -6,7 +6,7 @@ use neli::consts::nl::NlmF;
 use neli::consts::rtnl::Rtm;
 
 use crate::codec::{addr, fdb, link, neigh, nexthop, route};
-use crate::wire::{Message, Messages, messages, outcome};
+use crate::transport::wire::{DONE, ERROR, Message, Messages, messages, outcome};
 
 /// Stands for every link.
 const INDEX: u32 = 7;
@@ -18,8 +18,9 @@ const INDEX: u32 = 7;
 /// An object that was read, written and read again is not the same.
 pub fn decode(datagram: &[u8]) -> Vec<String> {
     let text = |message: &Message<'_>| {
-        let _ = outcome(message, true);
-        let _ = outcome(message, false);
+        for kind in [ERROR, DONE] {
+            let _ = outcome(&Message { kind, ..*message });
+        }
         let found = object(message);
         if let Some(found) = &found {
             assert_eq!(object_again(found).as_ref(), Some(found), "written and read again");
@@ -55,7 +56,7 @@ fn object(message: &Message<'_>) -> Option<Object> {
             let found = route::read(message).filter(|found| found.is_exact())?;
             found.object(|_| Some(name())).map(Object::Route)
         }
-        _ if message.kind == nexthop::NEW || message.kind == nexthop::DELETE => {
+        _ if nexthop::is_event(message.kind) => {
             let _ = nexthop::members(message);
             nexthop::read(message)?.object(name()).map(Object::Nexthop)
         }
@@ -79,7 +80,7 @@ fn object_again(object: &Object) -> Option<Object> {
         _ => return None,
     }
     let count = requests.len();
-    let bytes = requests.ready(0, count, 0, NlmF::empty());
+    let bytes = requests.ready(0..count, 0, NlmF::empty());
     self::object(&messages(bytes).next()?.ok()?)
 }
 

@@ -1,29 +1,27 @@
 //! Finds the process that changed an object.
 //!
-//! The kernel names a socket by its port id, which is mostly but not always the id of a process,
-//! and that may be an id in another pid namespace. So the process must have the socket open. A
-//! daemon with few capabilities may not look at the files of root's processes: such a process is
-//! only probable.
+//! The kernel reports the port id of a socket. It is usually a process id, but perhaps one of
+//! another pid namespace. So the process is named only if it has the socket open. A daemon with few
+//! capabilities cannot read the open files of root's processes. Such a process is named as
+//! probable.
 
 use std::collections::HashMap;
 use std::fs::File;
 use std::io::{self, Read, Seek};
 use std::time::{Duration, Instant};
 
-/// Answers are kept for this long.
+/// How long answers are cached.
 const FRESH: Duration = Duration::from_secs(1);
-/// Within that time, no more processes than this are looked for: that takes reading files, and
-/// others may come and go by the thousand, …
+/// Processes that are looked up within [`FRESH`] at most, because a lookup reads several files.
 const MOST: usize = 20;
-/// … and none after so much time was spent, on a host with very many sockets.
+/// Time that lookups may take within [`FRESH`], for hosts with very many sockets.
 const BUDGET: Duration = Duration::from_millis(50);
-/// Of a process's open files no more than this are looked at.
+/// Open files of a process that are read at most.
 const MOST_FILES: usize = 10_000;
 
-/// The processes behind the ports of one network namespace.
+/// The processes behind the port ids of one network namespace.
 pub(crate) struct Processes {
-    /// `/proc/net/netlink`, which stays that of the namespace it was opened in; `None` if there is
-    /// none.
+    /// `/proc/net/netlink` of the namespace in which it was opened; `None` if it cannot be opened.
     sockets: Option<File>,
     since: Instant,
     spent: Duration,
@@ -31,7 +29,7 @@ pub(crate) struct Processes {
 }
 
 impl Processes {
-    /// Those in the network namespace of the calling thread.
+    /// The processes in the network namespace of the calling thread.
     pub(crate) fn here() -> Self {
         let sockets = File::open("/proc/thread-self/net/netlink");
         let sockets =
@@ -72,20 +70,20 @@ impl Processes {
             Ok(false) => return None,
             Err(error) => {
                 tracing::debug!(%error, port, "the open files of the process cannot be read");
-                // The first process of a container has this id there.
+                // Process 1 is often the first process of a container.
                 if port == 1 {
                     return None;
                 }
                 "probably "
             }
         };
-        // Neither can be read of a process that is gone.
+        // This fails if the process has ended.
         let name = std::fs::read_to_string(format!("/proc/{port}/comm")).ok()?;
         Some(format!("{certainty}{} (process {port})", name.trim_end()))
     }
 }
 
-/// The inode of the rtnetlink socket with this port, in the text of `/proc/net/netlink`.
+/// The inode of the rtnetlink socket with this port id, in the text of `/proc/net/netlink`.
 fn inode(table: &str, port: u32) -> Option<&str> {
     table.lines().find_map(|line| {
         let mut columns = line.split_whitespace();
@@ -100,7 +98,7 @@ fn has_open(process: u32, file: &str) -> io::Result<bool> {
         match std::fs::read_link(entry?.path()) {
             Ok(target) if target.as_os_str() == file => return Ok(true),
             Err(error) if error.kind() == io::ErrorKind::PermissionDenied => return Err(error),
-            // The file was closed meanwhile, or is another one.
+            // The file was closed meanwhile, or is another file.
             _ => {}
         }
     }
@@ -124,7 +122,7 @@ sk               Eth Pid        Groups   Rmem     Wmem     Dump  Locks    Drops 
     }
 
     #[test]
-    fn a_storm_of_ports_costs_few_looks() {
+    fn many_ports_cause_few_lookups() {
         let mut processes = Processes::here();
         for port in 1..10_000 {
             processes.name(port);
@@ -133,7 +131,7 @@ sk               Eth Pid        Groups   Rmem     Wmem     Dump  Locks    Drops 
     }
 
     #[test]
-    fn looks_that_take_long_are_few() {
+    fn slow_lookups_are_few() {
         let mut processes = Processes::here();
         processes.name(1);
         processes.spent = 2 * BUDGET;

@@ -10,9 +10,10 @@ use crate::codec::addr;
 use crate::codec::addr::AddrMessage;
 
 impl Steps for Addr {
-    /// For IPv4 an address with another prefix length or far end is another address, for IPv6 the
-    /// kernel keeps the old one: in both cases the old one must go. For IPv4 the new one is put
-    /// first, because with the last address all routes go.
+    /// An IPv4 address with another prefix length or far end is another entry, which must be
+    /// deleted. For IPv6 the kernel keeps the old prefix length, so the old one must be deleted
+    /// first. An IPv4 address is added first, because the kernel removes all routes on a link with
+    /// its last address.
     fn put(&self, writer: &mut Writer<'_>, n: usize, index: u32) -> Result<(), KernelError> {
         let there = writer.addrs_on(index)?;
         let is_other = |a: &AddrMessage| {
@@ -20,10 +21,10 @@ impl Steps for Addr {
             a.index == index && a.address == self.address && !is_same
         };
         let others: Vec<AddrMessage> = there.iter().copied().filter(is_other).collect();
-        // Another length that is put later in this call is another address, too.
+        // An address with another length that this call puts later is another entry.
         there.retain(|a| a.address != self.address);
         there.push(AddrMessage::of(self, index));
-        // An address that differs only in its scope is the same entry, which keeps the scope.
+        // A put does not change the scope of an entry.
         let stays =
             |a: &&AddrMessage| a.address.is_ipv6() || (a.len == self.len && a.far.is_none());
         let (before, after): (Vec<&AddrMessage>, Vec<_>) = others.iter().partition(stays);
@@ -43,7 +44,7 @@ impl Steps for Addr {
         Ok(())
     }
 
-    /// Deletes all addresses that are equal as far as [`Addr`] expresses them.
+    /// Deletes all addresses that [`Addr`] represents in the same way.
     fn delete(&self, writer: &mut Writer<'_>, n: usize, index: u32) -> Result<(), KernelError> {
         let there = writer.addrs_on(index)?;
         let is_it =

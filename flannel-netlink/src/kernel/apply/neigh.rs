@@ -4,7 +4,7 @@ use flannel_core::kernel::KernelError;
 use flannel_core::object::{Fdb, Neigh};
 
 use super::{Steps, Writer};
-use crate::codec::fdb::Odd;
+use crate::codec::fdb::Special;
 use crate::codec::{fdb, neigh};
 
 impl Steps for Neigh {
@@ -21,7 +21,7 @@ impl Steps for Neigh {
 
 impl Steps for Fdb {
     fn put(&self, writer: &mut Writer<'_>, n: usize, index: u32) -> Result<(), KernelError> {
-        if writer.foreign.take_odd(index, self.mac) == Some(Odd::ByNexthop) {
+        if writer.foreign.take_special(index, self.mac) == Some(Special::ByNexthop) {
             fdb::delete_any(writer.batch.delete(n), self.mac, index);
         }
         fdb::put(writer.batch.put(n), self, index);
@@ -30,7 +30,7 @@ impl Steps for Fdb {
 
     fn delete(&self, writer: &mut Writer<'_>, n: usize, index: u32) -> Result<(), KernelError> {
         let requests = writer.batch.delete(n);
-        match writer.foreign.take_odd(index, self.mac) {
+        match writer.foreign.take_special(index, self.mac) {
             Some(_) => fdb::delete_any(requests, self.mac, index),
             None => fdb::delete(requests, self, index),
         }

@@ -1,4 +1,4 @@
-//! Nexthop objects: those of ours, which ids are in use, and who else uses them.
+//! Nexthop objects: those of this network, all ids in use, and foreign users.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -9,7 +9,7 @@ use flannel_core::object::{Object, State};
 use super::{Reader, Table};
 use crate::codec::route::RouteMessage;
 use crate::codec::{nexthop, route};
-use crate::socket::Socket;
+use crate::transport::socket::Socket;
 
 /// Kernels before 5.3 have no nexthop objects.
 const EOPNOTSUPP: i32 = 95;
@@ -23,7 +23,7 @@ impl Reader<'_> {
         let mut ours = Vec::new();
         for found in there {
             let in_block = self.footprint.nexthops.is_some_and(|block| block.contains(found.id));
-            // One of ours may be on a device that is no longer the external interface.
+            // It may be on a former external interface.
             if in_block && found.index != 0 {
                 self.learn_name(found.index)?;
             }
@@ -52,7 +52,7 @@ pub(crate) fn nexthop_ids(
         there => there?,
     };
     let (mut by_inside, mut by_outside) = (BTreeSet::new(), BTreeSet::new());
-    // The routes matter only if there is a nexthop object of our protocol.
+    // Routes are relevant only if there is a nexthop object of our protocol.
     let families =
         Family::BOTH.iter().filter(|_| there.iter().any(|(_, by)| *by == ROUTE_PROTOCOL));
     for family in families {
@@ -76,7 +76,7 @@ pub(crate) fn nexthop_ids(
     Ok(ids)
 }
 
-/// Routes that are not in `there`, and groups, by the nexthop objects that are.
+/// The users of the nexthop objects in `there`: groups, and routes that are not in `there`.
 pub(crate) fn nexthop_users(
     socket: &mut Socket,
     there: &State,
@@ -103,7 +103,7 @@ pub(crate) fn nexthop_users(
         for (id, found) in routes {
             let object = found.object(|_| None).map(Object::Route);
             let is_there = object.is_some_and(|object| there.get(&object.key()) == Some(&object));
-            // Of several equal entries only the first is in `there`.
+            // Of several equal entries only the first one is in `there`.
             if !(is_there && foreign.insert(found.dst)) {
                 users.insert(id, found.to_string());
             }

@@ -1,4 +1,4 @@
-//! Routes of ours, and routes of others to the same destinations.
+//! Owned routes, and foreign routes to the same destinations.
 
 use std::collections::BTreeSet;
 
@@ -9,12 +9,12 @@ use flannel_core::object::{Key, LinkName, Route, Via};
 use super::{Reader, Table};
 use crate::codec::route;
 use crate::codec::route::RouteMessage;
-use crate::foreign_routes::Double;
+use crate::kernel::foreign_routes::DuplicateRoute;
 
 impl Reader<'_> {
     pub(super) fn read_routes(&mut self, family: Family) -> Result<(), KernelError> {
         let mut ours = self.dump_routes(family)?;
-        // Left on a device that is no longer the external interface: read once more, with its name.
+        // Routes on a former external interface need its name, so they are read again with it.
         let unknown: BTreeSet<u32> =
             ours.iter().filter_map(|found| found.as_ref().err().copied()).collect();
         if !unknown.is_empty() {
@@ -34,22 +34,23 @@ impl Reader<'_> {
                     table.inexact.extend((!is_exact).then_some(key));
                     table.objects.push(route.into());
                 }
-                // A route of others is before it, and gives way when ours is put.
+                // A foreign route is in front of it and is removed when ours is put.
                 (None, Some(Hidden { found, first })) => {
                     if first.blocks(&found) {
-                        self.foreign.note_double(Double { found: first, is_ours: false });
+                        self.foreign
+                            .note_duplicate(DuplicateRoute { found: first, is_ours: false });
                     }
                     before = Some(route);
                     table.inexact.push(key);
                     table.objects.push(route.into());
                 }
-                // A route of last resort is behind ours, and goes when ours is put again.
+                // Our last-resort route is behind it and is deleted when ours is put again.
                 (Some(_), None) => table.inexact.push(key),
-                // So does any other of ours. One that is not distinct from ours stays until that
-                // goes.
+                // Another route of ours is behind it. If a request cannot distinguish the two, it
+                // stays until the first one is deleted.
                 (Some(first), Some(Hidden { found, .. })) => {
                     if found.is_distinct_from(&route.via, &first.via) {
-                        self.foreign.note_double(Double { found, is_ours: true });
+                        self.foreign.note_duplicate(DuplicateRoute { found, is_ours: true });
                         table.inexact.push(key);
                     }
                 }
@@ -59,7 +60,7 @@ impl Reader<'_> {
         Ok(())
     }
 
-    /// The routes of others, of which there may be a million, are dropped at once.
+    /// Foreign routes are dropped at once, because there may be a million.
     fn dump_routes(&mut self, family: Family) -> Result<Vec<Found>, KernelError> {
         let Self { socket, footprint, foreign, names, nexthops, .. } = self;
         let mut last = Last::default();
@@ -90,7 +91,7 @@ impl Reader<'_> {
                 Via::Nexthop(id) => device(nexthops, id),
                 _ => None,
             };
-            // Go flannel's routes have no attributes that ours do not have.
+            // Go flannel's routes have no further attributes.
             let is_go_like = footprint.go_routes.is_none() || found.is_exact();
             if !is_go_like || !footprint.owns_route(&route, by, found.protocol) {
                 return None;
@@ -109,30 +110,30 @@ fn device(nexthops: &[(u32, LinkName)], id: u32) -> Option<LinkName> {
     nexthops.binary_search_by_key(&id, |(id, _)| *id).ok().map(|place| nexthops[place].1)
 }
 
-/// A route of ours.
+/// An owned route.
 struct Ours {
     route: Route,
-    /// [`Route`] expresses all of it.
+    /// [`Route`] represents all attributes.
     is_exact: bool,
-    /// Another route to the same destination is before it, and takes effect. A route of last resort
-    /// is behind others by its nature.
+    /// Another route to the same destination is in front of it and takes effect. `None` for a
+    /// last-resort route.
     hidden: Option<Box<Hidden>>,
 }
 
-/// A route behind another one, with the messages about both.
+/// A route that is behind another one, with the messages about both.
 struct Hidden {
     found: RouteMessage,
     first: RouteMessage,
 }
 
-/// The last message of a dump, with the number of the dump: it is repeated if the table changes.
+/// The last message of a dump, with the number of the dump, which changes when it is repeated.
 #[derive(Default)]
 struct Last(Option<(u32, RouteMessage)>);
 
 impl Last {
-    /// The route to the same destination before this one, if any. `None`: the message is a
-    /// repetition. The kernel repeats one where it continues with IPv6 routes after some were
-    /// added; two routes that are there differ in something.
+    /// The route to the same destination in front of this one, if any. `None`: the message is a
+    /// repetition. When IPv6 routes are added during a dump, the kernel may repeat one as it
+    /// continues. Two existing routes always differ.
     ///
     /// **Source**: linux `net/ipv6/ip6_fib.c: fib6_dump_table`.
     fn before(&mut self, dump: u32, found: RouteMessage) -> Option<Option<RouteMessage>> {
@@ -149,7 +150,7 @@ impl Last {
     }
 }
 
-/// A route of ours, or the index of its link if the name of that decides whether it is ours.
+/// An owned route, or the index of a link whose name decides about the ownership.
 type Found = Result<Ours, u32>;
 
 #[cfg(test)]
@@ -157,10 +158,10 @@ mod tests {
     use neli::consts::nl::NlmF;
 
     use super::*;
-    use crate::wire::Message;
+    use crate::transport::wire::Message;
 
     #[test]
-    fn a_repeated_message_is_no_double() {
+    fn a_repeated_message_is_not_a_duplicate() {
         let message = |n: u8, kind: u8| {
             // struct rtmsg: a /24 of the main table; and RTA_DST.
             let payload =

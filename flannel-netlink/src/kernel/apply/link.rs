@@ -7,9 +7,9 @@ use flannel_core::kernel::KernelError;
 use flannel_core::object::{Link, LinkName};
 
 use super::{EEXIST, EOPNOTSUPP, Steps, Writer, unsupported};
-use crate::ask::{ENODEV, find_link};
 use crate::codec::link;
 use crate::codec::link::LinkCodec;
+use crate::kernel::query::{ENODEV, find_link};
 
 const EBUSY: i32 = 16;
 
@@ -19,7 +19,7 @@ impl Steps for Link {
         writer.put_link(self)
     }
 
-    /// Deletes the device if it belongs to the same network; MTU and the like may differ.
+    /// Deletes the device if it belongs to the same network. The MTU and the like may differ.
     fn delete(&self, writer: &mut Writer<'_>, _: usize, _: u32) -> Result<(), KernelError> {
         writer.flush();
         let is = find_link(writer.socket, self.name)?;
@@ -32,8 +32,8 @@ impl Steps for Link {
 }
 
 impl Writer<'_> {
-    /// With another MAC address the kernel drops all neighbours on the device, permanent ones too.
-    /// Routes stay.
+    /// A change of the MAC address makes the kernel delete all neighbours on the device, even
+    /// permanent ones. Routes stay.
     fn put_link(&mut self, want: &Link) -> Result<(), KernelError> {
         let Some(codec) = link::codec(&want.kind) else {
             return Err(unsupported(&want.clone().into()));
@@ -58,7 +58,7 @@ impl Writer<'_> {
             let mut send = |mut requests| self.socket.send(&mut requests).into_iter().collect();
             let changed: Result<(), KernelError> = send(link::change_kind(&is, codec, lower));
             match changed {
-                // A device that this kernel cannot change in place is made anew.
+                // The kernel cannot change the device in place, so it is created again.
                 Err(error) if error.errno == EOPNOTSUPP => {
                     tracing::debug!(link = %want.name, %error, "a change in place was refused");
                 }
@@ -90,8 +90,8 @@ impl Writer<'_> {
         if want.up { self.socket.send_one(link::set_up(index, true)) } else { Ok(()) }
     }
 
-    /// Gives our device its own name again if another program has renamed it: all objects on it
-    /// stay. If the device is not ours, `error` is the reason not to make one.
+    /// Restores the name of our device after another program renamed it. All objects on it stay. If
+    /// no device is ours, the error says which one prevents the creation, else it is `error`.
     fn rename_back(
         &mut self,
         want: &Link,
@@ -100,7 +100,7 @@ impl Writer<'_> {
     ) -> Result<(), KernelError> {
         let mut there = self.socket.dump(link::all(), link::read)?;
         there.retain(|is| codec.excludes(is));
-        // No other device has the MAC address.
+        // The MAC address identifies our device.
         let Some(is) = there.iter().find(|is| is.has_mac_of(&want.kind)) else {
             let Some(is) = there.first() else { return Err(error) };
             let detail = format!("{} has {} already: remove it", is.name, codec.exclusive());
@@ -108,7 +108,7 @@ impl Writer<'_> {
         };
         tracing::warn!("{} was given the name {}: it gets its own again", want.name, is.name);
         match self.socket.send_one(link::rename(is.index, want.name)) {
-            // On kernels before 6.2 a device that is up keeps its name.
+            // Kernels before 6.2 refuse to rename a device that is up.
             Err(error) if error.errno == EBUSY => {
                 self.socket.send_one(link::set_up(is.index, false))?;
                 self.socket.send_one(link::rename(is.index, want.name))?;
@@ -118,28 +118,30 @@ impl Writer<'_> {
         self.put_link(want)
     }
 
-    /// The far end of a tunnel must not configure this host. Containers may not write there,
-    /// mostly.
+    /// The remote end of a tunnel must not configure this host. In containers the file is usually
+    /// read-only.
     fn ignore_router_advertisements(&self, name: LinkName) {
         let path = Path::new("/proc/sys/net/ipv6/conf").join(name.as_str());
-        let outcome = self.namespace.run(|| (fs::write(path.join("accept_ra"), "0"), heeds(&path)));
+        let outcome = self
+            .namespace
+            .run(|| (fs::write(path.join("accept_ra"), "0"), accepts_advertisements(&path)));
         match outcome {
             Ok((Ok(()), _)) => {}
             Ok((Err(error), Ok(true))) => tracing::warn!(
-                "{name} heeds router advertisements, so that whoever reaches into the tunnel may give this host addresses and \
-                 routes: {}/accept_ra cannot be written: {error}; right would be 0: on the host, \
+                "{name} heeds router advertisements, so that the other end of the tunnel can give this host addresses \
+                 and routes: {}/accept_ra cannot be written: {error}; right would be 0: on the host, \
                  sysctl -w net/ipv6/conf/{name}/accept_ra=0",
                 path.display()
             ),
-            // There is no such file without IPv6, which is as good.
-            Ok((Err(error), heeds)) => {
-                tracing::debug!(%error, ?heeds, link = %name, "accept_ra is left as it is");
+            // Without IPv6 the file does not exist.
+            Ok((Err(error), accepts)) => {
+                tracing::debug!(%error, ?accepts, link = %name, "accept_ra is left as it is");
             }
             Err(error) => tracing::debug!(%error, link = %name, "accept_ra is left as it is"),
         }
     }
 
-    /// Forgets what is known of a link, because it will change.
+    /// Removes the cached index and addresses of a link.
     fn forget(&mut self, name: LinkName) {
         if let Some(Ok(index)) = self.known.indexes.remove(&name) {
             self.known.addrs.remove(&index);
@@ -147,7 +149,7 @@ impl Writer<'_> {
     }
 }
 
-/// Only the program that made the device a port of another one may be able to undo that.
+/// The error if the driver refuses to release a port.
 fn unreleased(name: LinkName, error: KernelError) -> KernelError {
     let detail = format!(
         "{name} is a port of another device, which does not let go of it: take it out there"
@@ -155,12 +157,12 @@ fn unreleased(name: LinkName, error: KernelError) -> KernelError {
     if error.errno == EOPNOTSUPP { KernelError::explained(EOPNOTSUPP, detail) } else { error }
 }
 
-/// Whether a device with these IPv6 settings lets router advertisements configure the host.
-fn heeds(settings: &Path) -> io::Result<bool> {
+/// A device with these IPv6 settings accepts router advertisements.
+fn accepts_advertisements(settings: &Path) -> io::Result<bool> {
     let number = |name| fs::read_to_string(settings.join(name)).map(|text| text.trim().to_owned());
     let accepts = match number("accept_ra")?.as_str() {
         "0" => false,
-        // Hosts that forward are routers themselves; 2 is for those that are both.
+        // 1 means to accept them unless the host forwards packets, 2 means always.
         "1" => number("forwarding")? == "0",
         _ => true,
     };
@@ -173,7 +175,7 @@ mod tests {
     use crate::testing::{in_netns, ip};
 
     #[test]
-    fn a_device_heeds_router_advertisements_as_its_settings_say() {
+    fn a_device_accepts_router_advertisements_as_its_settings_say() {
         in_netns(|| {
             ip("link add up0 type veth peer name far0");
             let settings = Path::new("/proc/sys/net/ipv6/conf/up0");
@@ -192,9 +194,9 @@ mod tests {
                 for (name, value) in values {
                     fs::write(settings.join(name), value).unwrap();
                 }
-                assert_eq!(heeds(settings).unwrap(), expected, "{values:?}");
+                assert_eq!(accepts_advertisements(settings).unwrap(), expected, "{values:?}");
             }
-            assert!(heeds(&settings.with_file_name("absent0")).is_err());
+            assert!(accepts_advertisements(&settings.with_file_name("absent0")).is_err());
         });
     }
 }

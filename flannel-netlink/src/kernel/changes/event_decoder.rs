@@ -1,5 +1,5 @@
-//! Decodes multicast messages into invalidations. A message names a link by its index; the names
-//! come from messages about links, which arrive in the same order as all others.
+//! Decodes multicast messages into invalidations. A message has the index of a link. The name comes
+//! from messages about links, which arrive in order with all others.
 
 use std::collections::{HashMap, VecDeque};
 use std::net::IpAddr;
@@ -9,30 +9,30 @@ use flannel_core::kernel::{ChangedBy, Invalidation, KernelError, KernelEvent};
 use flannel_core::object::{Key, LinkName};
 use neli::consts::rtnl::{RtAddrFamily, Rtm};
 
-use crate::ask::{ENODEV, ask_name};
 use crate::codec::link::LinkMessage;
 use crate::codec::{EventMessage, addr, family_of, link, neigh, nexthop, route};
-use crate::foreign_routes::ForeignRoutes;
-use crate::socket::Socket;
-use crate::wire::{EBADMSG, Message, messages};
+use crate::kernel::foreign_routes::ForeignRoutes;
+use crate::kernel::query::{ENODEV, ask_name};
+use crate::transport::socket::Socket;
+use crate::transport::wire::{EBADMSG, Message, messages};
 
-/// Invalidations that were received and not yet handed out.
+/// Decodes messages and queues the invalidations.
 pub(crate) struct EventDecoder {
-    /// For the names of links that no message has given.
+    /// Looks up names of links that no message has given.
     requests: Socket,
-    /// The port of our own changes.
+    /// The port id of our own changes.
     port: u32,
     foreign: ForeignRoutes,
     links: HashMap<u32, LinkMessage>,
     pending: VecDeque<Invalidation>,
 }
 
-/// An event, and the route protocol of the object that was put.
+/// An event, and the route protocol of the changed object.
 type Decoded = (KernelEvent, Option<u8>);
 
 impl EventDecoder {
-    /// Changes by the socket with `port` are our own; `requests` is another one, in the calling
-    /// thread's namespace.
+    /// Changes by the socket with the port id `port` are our own. `requests` is another socket in
+    /// the same namespace.
     pub(crate) fn new(
         requests: Socket,
         port: u32,
@@ -44,12 +44,12 @@ impl EventDecoder {
         Ok(events)
     }
 
-    /// The next invalidation, in the order of messages.
+    /// The next invalidation, in the order of the messages.
     pub(crate) fn pop(&mut self) -> Option<Invalidation> {
         self.pending.pop_front()
     }
 
-    /// There is no invalidation to hand out.
+    /// No invalidation is queued.
     pub(crate) fn is_empty(&self) -> bool {
         self.pending.is_empty()
     }
@@ -60,9 +60,9 @@ impl EventDecoder {
         Ok(())
     }
 
-    /// Takes in one datagram; `None` is one that did not fit.
+    /// Decodes one datagram; `None` is a datagram that did not fit into the buffer.
     pub(crate) fn take_datagram(&mut self, datagram: Option<&[u8]>) {
-        // A datagram that does not fit or is malformed is lost, which invalidates everything.
+        // A lost or malformed message invalidates everything.
         let Some(datagram) = datagram else { return self.everything() };
         for message in messages(datagram) {
             if let Err(error) = message.and_then(|message| self.take(&message)) {
@@ -72,46 +72,39 @@ impl EventDecoder {
         }
     }
 
-    /// Messages were lost, perhaps some about links.
+    /// Messages were lost, perhaps about links.
     pub(crate) fn lost(&mut self) -> Result<(), KernelError> {
         self.everything();
         self.learn_names()
     }
 
     fn take(&mut self, message: &Message<'_>) -> Result<(), KernelError> {
-        let kind = Rtm::from(message.kind);
         if let Some(link) = link::read(message) {
-            self.take_link(&link, kind == Rtm::Dellink);
+            self.take_link(&link, message.is_deletion());
             return Ok(());
         }
         if message.port == self.port {
             return Ok(());
         }
-        let decoded = match kind {
-            Rtm::Newaddr => self.decode(message, addr::read(message), false)?,
-            Rtm::Deladdr => self.decode(message, addr::read(message), true)?,
+        let decoded = match Rtm::from(message.kind) {
+            Rtm::Newaddr | Rtm::Deladdr => self.decode(message, addr::read(message))?,
             Rtm::Newneigh | Rtm::Delneigh => {
                 let found = neigh::read(message);
                 found.iter().for_each(|found| self.foreign.note_entry(found));
-                self.decode(message, found, kind == Rtm::Delneigh)?
+                self.decode(message, found)?
             }
             Rtm::Newroute | Rtm::Delroute => {
                 let found = route::read(message);
                 found.iter().for_each(|found| self.foreign.note_route(found));
-                self.decode(message, found, kind == Rtm::Delroute)?
-            }
-            _ if message.kind == nexthop::NEW => {
-                self.decode(message, nexthop::read(message), false)?
-            }
-            _ if message.kind == nexthop::DELETE => {
-                self.decode(message, nexthop::read(message), true)?
+                self.decode(message, found)?
             }
             Rtm::Newrule | Rtm::Delrule => rule(message),
+            _ if nexthop::is_event(message.kind) => self.decode(message, nexthop::read(message))?,
             _ => None,
         };
         let Some((event, protocol)) = decoded else { return Ok(()) };
-        // With the last IPv4 address of a device all IPv4 routes on it go, without a message about
-        // each.
+        // With the last IPv4 address of a device the kernel removes all IPv4 routes on it, without
+        // a message for each.
         if let KernelEvent::Deleted(Key::Addr(link, IpAddr::V4(_))) = event {
             self.invalidate_link(link);
         }
@@ -123,9 +116,8 @@ impl EventDecoder {
         &mut self,
         message: &Message<'_>,
         found: Option<impl EventMessage>,
-        is_deletion: bool,
     ) -> Result<Option<Decoded>, KernelError> {
-        let Some(found) = found else { return Ok(None) };
+        let (Some(found), is_deletion) = (found, message.is_deletion()) else { return Ok(None) };
         let link = match found.event_index(is_deletion) {
             0 => None,
             index => self.name(index)?,
@@ -140,7 +132,7 @@ impl EventDecoder {
             (true, false) => self.links.insert(link.index, link.clone()),
             (false, _) => None,
         };
-        // Counters, promiscuous mode, operational state and the like matter to nobody here.
+        // Counters, promiscuous mode and the operational state are of no interest.
         if !deleted && link.whole && before.as_ref() == Some(link) {
             return;
         }
@@ -150,7 +142,7 @@ impl EventDecoder {
         }
     }
 
-    /// The name of a link. If it is gone before its name is known, everything is invalid.
+    /// The name of a link. If the link is gone before its name is known, everything is invalid.
     fn name(&mut self, index: u32) -> Result<Option<LinkName>, KernelError> {
         if let Some(link) = self.links.get(&index) {
             return Ok(Some(link.name));
@@ -178,24 +170,24 @@ impl EventDecoder {
         }
     }
 
-    /// An invalidation of everything replaces all that came before it.
+    /// An invalidation of everything replaces all others.
     fn everything(&mut self) {
         self.pending.clear();
         self.pending.push_back(Invalidation::Everything);
     }
 }
 
-/// The process that has the socket with this port; `None` if it is 0, which stands for the kernel
-/// and for an unknown socket. `protocol` is that of the object that was put.
+/// The process that owns the socket with this port id; `None` for 0, which is the kernel or an
+/// unknown socket. `protocol` is the route protocol of the changed object.
 fn changed_by(port: u32, protocol: Option<u8>) -> Option<ChangedBy> {
     let mut changed_by = ChangedBy::new(port);
     changed_by.protocol = protocol;
     (port != 0).then_some(changed_by)
 }
 
-/// A rule may lead any packet of its family elsewhere, as a default route in another table would.
+/// A rule can redirect any packet of its family, like a default route in another table.
 fn rule(message: &Message<'_>) -> Option<Decoded> {
-    // `struct fib_rule_hdr` begins with the family, as others do.
+    // `struct fib_rule_hdr` begins with the family.
     let family = family_of(RtAddrFamily::from(*message.payload.first()?))?;
     Some((KernelEvent::Related(Key::Route(Subnet::everything(family))), None))
 }

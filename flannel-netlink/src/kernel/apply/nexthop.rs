@@ -1,8 +1,8 @@
 //! Steps for nexthop objects.
 //!
-//! The kernel deletes a nexthop object by its id alone, and the routes by it with it, without a
-//! message about any. So it is read before it is deleted. A group or a blackhole that has an id of
-//! ours is replaced by no nexthop of ours: it is deleted first, and the routes of ours by it are
+//! The kernel deletes a nexthop object by its id alone. It deletes the routes by the object too,
+//! without a message for each. So the object is read before it is deleted. A nexthop cannot replace
+//! a group or a blackhole that has its id: that object is deleted first, and our routes by it are
 //! put again.
 
 use std::collections::BTreeMap;
@@ -13,7 +13,7 @@ use flannel_core::object::{Change, LinkName, Nexthop, Object, Route, Via};
 
 use super::{BATCH, EINVAL, Steps, Writer, accept_absence};
 use crate::codec::{nexthop, route};
-use crate::wire::Messages;
+use crate::transport::wire::Messages;
 
 impl Steps for Nexthop {
     fn put(&self, writer: &mut Writer<'_>, n: usize, index: u32) -> Result<(), KernelError> {
@@ -29,8 +29,8 @@ impl Steps for Nexthop {
     }
 }
 
-/// The kernel refuses the nexthop only because of the object that has its id: it reports all other
-/// reasons before it looks for the object that it would replace.
+/// The object that has the id of the nexthop is the only reason to refuse the nexthop. The kernel
+/// checks all other reasons before.
 pub(super) fn is_conflict(error: &KernelError) -> bool {
     const REASONS: [&str; 2] = [
         "Can not replace a nexthop group with a nexthop",
@@ -41,8 +41,8 @@ pub(super) fn is_conflict(error: &KernelError) -> bool {
 }
 
 impl Writer<'_> {
-    /// The nexthop object of change `n` has its id, its device and our protocol. All deletions of
-    /// nexthops in a row are asked about at once.
+    /// The nexthop object of change `n` exists with its id, its device and our protocol. One query
+    /// covers all following deletions of nexthops.
     fn is_there(&mut self, n: usize, nexthop: &Nexthop, index: u32) -> Result<bool, KernelError> {
         if !self.known.nexthops.contains_key(&nexthop.id) {
             if self.batch.origins.iter().any(|(_, deletes)| !deletes) {
@@ -63,7 +63,7 @@ impl Writer<'_> {
     }
 
     /// Deletes the objects that have the ids of the nexthops of the changes `refused`, puts the
-    /// nexthops, and puts the routes by them again. `sent` are the origins of the batch.
+    /// nexthops, and puts our routes by them again. `sent` has the origins of the batch.
     pub(super) fn reclaim_ids(&mut self, sent: &[(usize, bool)], refused: &[usize]) {
         let mut links = BTreeMap::new();
         for n in refused {
@@ -105,8 +105,8 @@ impl Writer<'_> {
         accept_absence(results.remove(0)).and(put)
     }
 
-    /// The changes of routes by these ids in the batch were undone with the objects that had the
-    /// ids, or refused because of them.
+    /// Repeats the changes of routes by these ids in the batch, which failed or were undone by the
+    /// deletion of the objects.
     fn send_routes_again(&mut self, sent: &[(usize, bool)], links: &BTreeMap<u32, LinkName>) {
         let mut requests = Messages::default();
         let mut numbers = Vec::new();
@@ -116,7 +116,7 @@ impl Writer<'_> {
             else {
                 continue;
             };
-            // A deletion to make room for a route need not be repeated.
+            // A deletion that makes room for a put need not be repeated.
             let makes_room = *deletes && matches!(self.changes[*n], Change::Put(_));
             if !links.contains_key(id) || makes_room {
                 continue;
@@ -136,7 +136,7 @@ impl Writer<'_> {
         }
     }
 
-    /// The routes of ours that go by these ids now.
+    /// Our routes by these ids.
     fn routes_by(&mut self, links: &BTreeMap<u32, LinkName>) -> Result<Vec<Route>, KernelError> {
         let mut ours = Vec::new();
         for family in Family::BOTH {
@@ -168,13 +168,13 @@ mod tests {
     use flannel_core::kernel::Footprint;
 
     use super::*;
-    use crate::foreign_routes::ForeignRoutes;
-    use crate::namespace::Namespace;
-    use crate::socket::Socket;
+    use crate::kernel::foreign_routes::ForeignRoutes;
     use crate::testing::{in_netns, ip};
+    use crate::transport::namespace::Namespace;
+    use crate::transport::socket::Socket;
 
     #[test]
-    fn peers_that_leave_together_cost_two_exchanges_a_batch() {
+    fn the_deletion_of_many_nexthops_takes_two_exchanges_a_batch() {
         in_netns(|| {
             ip("link add up0 type veth peer name far0");
             ip("link set far0 up");
@@ -202,7 +202,7 @@ mod tests {
             let (results, puts) = apply(&objects().map(Change::Put).collect::<Vec<_>>());
             assert!(results.iter().all(Result::is_ok), "{results:?}");
             assert_eq!((there(), puts), (200, 3), "the index, and two batches");
-            // Some are gone, and one is another's by now.
+            // Some are deleted already, and one belongs to another program.
             ip(&format!("nexthop del id {first}"));
             ip(&format!("nexthop del id {}", first + 150));
             ip(&format!("nexthop replace id {} via 192.0.2.77 dev up0 protocol static", first + 5));

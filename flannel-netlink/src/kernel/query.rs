@@ -1,4 +1,4 @@
-//! Single questions to the kernel: a link by name, a name by index, a route by destination.
+//! Single queries: a link by name, a name by index, a route by destination.
 
 use std::net::IpAddr;
 
@@ -8,12 +8,16 @@ use neli::consts::rtnl::Rtn;
 
 use crate::codec::link::LinkMessage;
 use crate::codec::{link, route};
-use crate::socket::Socket;
-use crate::wire::EBADMSG;
+use crate::transport::socket::Socket;
+use crate::transport::wire::EBADMSG;
 
 pub(crate) const ENODEV: i32 = 19;
+const EACCES: i32 = 13;
+const EINVAL: i32 = 22;
+const ENETUNREACH: i32 = 101;
+const EHOSTUNREACH: i32 = 113;
 
-/// The link with this name; an alternative name does not count.
+/// The link with this name. Alternative names do not count.
 pub(crate) fn find_link(socket: &mut Socket, name: LinkName) -> Result<LinkMessage, KernelError> {
     let absent = || KernelError::explained(ENODEV, format!("no interface named {name}"));
     match socket.ask(link::by_name(name), link::read) {
@@ -24,13 +28,13 @@ pub(crate) fn find_link(socket: &mut Socket, name: LinkName) -> Result<LinkMessa
     }
 }
 
-/// The name of the link with this index. `ENODEV`: there is none; [`EBADMSG`]: its name is no text,
-/// so it is not ours.
+/// The name of the link with this index. `ENODEV`: there is no such link. [`EBADMSG`]: the name is
+/// not UTF-8.
 pub(crate) fn ask_name(socket: &mut Socket, index: u32) -> Result<LinkName, KernelError> {
     socket.ask(link::by_index(index), link::read).map(|link| link.name)
 }
 
-/// The same; `None` if there is no link, or none that could be ours.
+/// Like [`ask_name`], with `None` for `ENODEV` and `EBADMSG`.
 pub(crate) fn name_of(socket: &mut Socket, index: u32) -> Result<Option<LinkName>, KernelError> {
     match ask_name(socket, index) {
         Ok(name) => Ok(Some(name)),
@@ -39,21 +43,21 @@ pub(crate) fn name_of(socket: &mut Socket, index: u32) -> Result<Option<LinkName
     }
 }
 
-/// Where packets for `dst` go.
+/// The route of packets for `dst`.
 pub(crate) fn lookup(socket: &mut Socket, dst: IpAddr) -> Result<RouteAnswer, KernelError> {
-    // EACCES, EINVAL, ENETUNREACH, EHOSTUNREACH: prohibited, dropped, no route, unreachable.
     let answer = match socket.ask(route::lookup(dst), route::read) {
         Ok(answer) => answer,
-        Err(error) if matches!(error.errno, 13 | 22 | 101 | 113) => {
+        // Prohibited, blackholed, no route, unreachable.
+        Err(error) if matches!(error.errno, EACCES | EINVAL | ENETUNREACH | EHOSTUNREACH) => {
             return Ok(RouteAnswer::nowhere());
         }
         Err(error) => return Err(error),
     };
-    // Blackholes and the like, and broadcasts: no host is there.
+    // Blackholes and broadcasts reach no host.
     if !matches!(answer.kind, Rtn::Unicast | Rtn::Local) || answer.index == 0 {
         return Ok(RouteAnswer::nowhere());
     }
-    // Gone between the two questions: there is no route by it any more.
+    // The link may have been deleted since the first query.
     let Some(link) = name_of(socket, answer.index)? else { return Ok(RouteAnswer::nowhere()) };
     let mut route = RouteAnswer::via(link, answer.gateway, answer.source);
     route.local = answer.kind == Rtn::Local;

@@ -1,5 +1,5 @@
 //! Network namespaces. A socket stays in the namespace of the thread that opened it, so a
-//! short-lived thread inside the namespace is enough to open one there.
+//! short-lived thread inside the namespace can open one.
 
 use std::fs::File;
 use std::io;
@@ -14,12 +14,12 @@ use nix::sched::{CloneFlags, setns};
 pub(crate) struct Namespace(File);
 
 impl Namespace {
-    /// The calling thread's.
+    /// The namespace of the calling thread.
     pub(crate) fn current() -> Result<Self, KernelError> {
         Self::at(Path::new("/proc/thread-self/ns/net"))
     }
 
-    /// The one that a file stands for, such as `/run/netns/red` or `/proc/1234/ns/net`.
+    /// The namespace of a file such as `/run/netns/red` or `/proc/1234/ns/net`.
     pub(crate) fn at(path: &Path) -> Result<Self, KernelError> {
         let explain = |error: io::Error| {
             let errno = KernelError::from(error).errno;
@@ -28,13 +28,13 @@ impl Namespace {
         File::open(path).map(Self).map_err(explain)
     }
 
-    /// Runs `work` inside: on this thread if it is there already, else on one that goes there and
-    /// ends.
+    /// Runs `work` inside the namespace: on this thread if it is there already, else on a
+    /// short-lived thread.
     ///
     /// # Errors
-    /// The namespace may not be entered (that takes `CAP_SYS_ADMIN`), or the file is not one.
+    /// The process lacks `CAP_SYS_ADMIN`, or the file is not a network namespace.
     pub(crate) fn run<T: Send>(&self, work: impl FnOnce() -> T + Send) -> Result<T, KernelError> {
-        // A thread that is there already may lack the right to enter.
+        // `setns` needs a privilege even for the current namespace.
         if self.is(&Self::current()?)? {
             return Ok(work());
         }

@@ -12,17 +12,17 @@ use flannel_core::kernel::{Footprint, KernelError};
 use flannel_core::object::{Key, LinkName, Object, State};
 
 pub(crate) use self::nexthops::{nexthop_ids, nexthop_users};
-use crate::ask::{ENODEV, find_link, name_of};
 use crate::codec::{addr, fdb, neigh};
-use crate::foreign_routes::ForeignRoutes;
-use crate::socket::Socket;
-use crate::wire::{Message, Messages};
+use crate::kernel::foreign_routes::ForeignRoutes;
+use crate::kernel::query::{ENODEV, find_link, name_of};
+use crate::transport::socket::Socket;
+use crate::transport::wire::{Message, Messages};
 
-/// The objects of ours in one table.
+/// The owned objects of one table.
 #[derive(Default)]
 struct Table {
     objects: Vec<Object>,
-    /// The keys of the inexact ones.
+    /// The keys of the inexact objects.
     inexact: Vec<Key>,
 }
 
@@ -31,16 +31,15 @@ struct Reader<'a> {
     socket: &'a mut Socket,
     footprint: &'a Footprint,
     foreign: &'a ForeignRoutes,
-    /// Tables that were read, on their way to the thread that sorts them.
+    /// Tables for the thread that sorts them.
     tables: Sender<Table>,
-    /// The names of links, by index, that objects of ours may be on.
+    /// The names of links, by index, that owned objects may be on.
     names: BTreeMap<u32, LinkName>,
-    /// The ids of nexthop objects with their devices, in the order of ids; those on devices that
-    /// are not in `names` are left out.
+    /// The ids of nexthop objects on devices in `names`, with their devices, sorted by id.
     nexthops: Vec<(u32, LinkName)>,
 }
 
-/// Each table is sorted while the kernel makes the next one.
+/// Reads all owned objects. A thread sorts each table while the kernel dumps the next one.
 pub(crate) fn snapshot(
     socket: &mut Socket,
     footprint: &Footprint,
@@ -63,7 +62,7 @@ pub(crate) fn snapshot(
         let (names, nexthops) = (BTreeMap::new(), Vec::new());
         Reader { socket, footprint, foreign, tables, names, nexthops }.read()
     })?;
-    // Nothing is left unless there was no thread.
+    // Tables are left only if no thread could be started.
     sort();
     Ok(state)
 }
@@ -95,10 +94,10 @@ impl Reader<'_> {
         let _ = self.tables.send(table);
     }
 
-    /// A link of ours and the objects on it.
+    /// Reads an owned link and the objects on it.
     fn read_link(&mut self, name: LinkName) -> Result<(), KernelError> {
         let Some(found) = present(find_link(self.socket, name))? else { return Ok(()) };
-        // A foreign device that has the name: nothing on it is ours.
+        // No object on a foreign device of that name is ours.
         if !found.is_known() {
             return Ok(());
         }
@@ -119,20 +118,20 @@ impl Reader<'_> {
             self.read_table(request, |message| {
                 let found = neigh::read(message).filter(|found| found.index == index)?;
                 foreign.note_entry(&found);
-                let owned = footprint.owns_entry(name, found.stays);
+                let owned = footprint.owns_entry(name, found.is_static);
                 Some((found.object(name).filter(|_| owned)?, found.is_exact()))
             })?;
         }
         Ok(())
     }
 
-    /// A table of which `read` gives the objects of ours, and whether they are exact.
+    /// Reads a table. `read` returns the owned objects, and whether they are exact.
     fn read_table(
         &mut self,
         request: Messages,
         mut read: impl FnMut(&Message<'_>) -> Option<(Object, bool)> + Send,
     ) -> Result<(), KernelError> {
-        // A dump that is repeated may leave keys here that are exact: they are put again at worst.
+        // A repeated dump may leave keys of exact objects here. They are put once more.
         let mut inexact = Vec::new();
         let objects = self.socket.dump(request, |message| {
             let (object, is_exact) = read(message)?;
@@ -143,8 +142,7 @@ impl Reader<'_> {
         Ok(())
     }
 
-    /// Learns the name of a link of others, but not that of a foreign device that has the name of
-    /// one of ours.
+    /// Learns the name of a foreign link, unless it is the name of an owned one.
     fn learn_name(&mut self, index: u32) -> Result<(), KernelError> {
         let is_foreign = |name: &LinkName| !self.footprint.links.contains(name);
         if !self.names.contains_key(&index)
@@ -156,7 +154,7 @@ impl Reader<'_> {
     }
 }
 
-/// `None` for a link that is not there.
+/// `None` for a link that does not exist.
 fn present<T>(found: Result<T, KernelError>) -> Result<Option<T>, KernelError> {
     match found {
         Err(error) if error.errno == ENODEV => Ok(None),

@@ -1,7 +1,7 @@
-//! Carries out changes: names become indexes, changes become requests, requests go in batches.
+//! Carries out changes as batches of requests.
 //!
-//! Links, and objects that must be read before they are changed, are sent one at a time, after all
-//! changes before them; all others go 128 to a `send`. The steps for each kind of object have a
+//! Most requests go in batches of 128. Links, and objects that must be read before they are
+//! changed, are sent alone, after all changes before them. The steps for each kind of object have a
 //! module below this one.
 
 mod addr;
@@ -15,28 +15,28 @@ use std::collections::{BTreeMap, HashMap, btree_map};
 use flannel_core::kernel::{Footprint, KernelError};
 use flannel_core::object::{Change, LinkName, Object};
 
-use crate::ask::find_link;
 use crate::codec::addr::AddrMessage;
 use crate::codec::nexthop::NexthopMessage;
-use crate::foreign_routes::ForeignRoutes;
-use crate::namespace::Namespace;
-use crate::socket::Socket;
-use crate::wire::Messages;
+use crate::kernel::foreign_routes::ForeignRoutes;
+use crate::kernel::query::find_link;
+use crate::transport::namespace::Namespace;
+use crate::transport::socket::Socket;
+use crate::transport::wire::Messages;
 
-/// More gains nothing, and one `send` stays below a millisecond.
+/// Requests in one `send`, which then takes less than a millisecond. Larger batches are not faster.
 const BATCH: usize = 128;
 
 const EEXIST: i32 = 17;
 const EINVAL: i32 = 22;
 const EOPNOTSUPP: i32 = 95;
 
-/// The steps that change objects of one kind. `n` is the number of the change; `index` is that of
+/// The steps that change objects of one kind. `n` is the number of the change. `index` is that of
 /// the object's link, 0 if it has none.
 trait Steps {
-    /// Puts the object, or adds the requests for that to the batch.
+    /// Puts the object, or adds the requests to the batch.
     fn put(&self, writer: &mut Writer<'_>, n: usize, index: u32) -> Result<(), KernelError>;
 
-    /// Deletes the object, or adds the requests for that to the batch.
+    /// Deletes the object, or adds the requests to the batch.
     fn delete(&self, writer: &mut Writer<'_>, n: usize, index: u32) -> Result<(), KernelError>;
 }
 
@@ -62,39 +62,40 @@ pub(crate) struct Writer<'a> {
     results: Vec<Result<(), KernelError>>,
     batch: Batch,
     known: Known,
-    /// Requests for routes have the metrics attribute.
+    /// Requests for routes have the metrics attribute
+    /// ([`RouteMessage::has_metrics_by_nexthop`](crate::codec::route::RouteMessage)).
     metrics: bool,
 }
 
-/// Requests that were not sent yet.
+/// Requests to be sent.
 #[derive(Default)]
 struct Batch {
     requests: Messages,
-    /// For each request, the number of its change, and whether it deletes.
+    /// The number of each request's change, and whether the request is a deletion.
     origins: Vec<(usize, bool)>,
 }
 
 impl Batch {
-    /// Where to write a request of change `n` that puts something.
+    /// The buffer for a request of change `n` that puts an object.
     fn put(&mut self, n: usize) -> &mut Messages {
         self.origins.push((n, false));
         &mut self.requests
     }
 
-    /// Where to write a request of change `n` that deletes something.
+    /// The buffer for a request of change `n` that deletes an object.
     fn delete(&mut self, n: usize) -> &mut Messages {
         self.origins.push((n, true));
         &mut self.requests
     }
 }
 
-/// What was read of the kernel during this call.
+/// Kernel state that was read during this call.
 #[derive(Default)]
 struct Known {
     indexes: BTreeMap<LinkName, Result<u32, KernelError>>,
     /// The addresses on a link.
     addrs: HashMap<u32, Vec<AddrMessage>>,
-    /// The nexthop objects with ids that are to be deleted next.
+    /// The nexthop objects that the next changes delete, by id.
     nexthops: HashMap<u32, Result<NexthopMessage, KernelError>>,
 }
 
@@ -146,7 +147,7 @@ impl<'a> Writer<'a> {
         }
     }
 
-    /// Sends the batch.
+    /// Sends the batch and records the results.
     fn flush(&mut self) {
         let results = self.socket.send(&mut self.batch.requests);
         self.batch.requests.clear();
@@ -174,7 +175,7 @@ impl<'a> Writer<'a> {
         self.remove_hidden(&hidden);
     }
 
-    /// The index of the link that an object is on; 0 if it needs none.
+    /// The index of the object's link; 0 if it has none.
     fn index_of(&mut self, object: &Object) -> Result<u32, KernelError> {
         object.link().map_or(Ok(0), |name| self.index(name))
     }
@@ -190,12 +191,12 @@ impl<'a> Writer<'a> {
     }
 }
 
-/// An object that is to be deleted may be absent already.
+/// An absent object counts as deleted.
 fn accept_absence(result: Result<(), KernelError>) -> Result<(), KernelError> {
     match result {
         Err(error) if error.is_absent() => Ok(()),
-        // Without its nexthop object a route by it is gone as well, but the kernel calls it a
-        // mistake to ask.
+        // The routes by a deleted nexthop object are deleted with it. The kernel refuses to delete
+        // one again.
         Err(KernelError { errno: EINVAL, detail: Some(text) })
             if text.contains("Nexthop id does not exist") =>
         {

@@ -7,11 +7,11 @@ use neli::consts::rtnl::Rtprot;
 
 use super::{EEXIST, EINVAL, Steps, Writer, unsupported};
 use crate::codec::route;
-use crate::foreign_routes::Double;
-use crate::wire::Messages;
+use crate::kernel::foreign_routes::DuplicateRoute;
+use crate::transport::wire::Messages;
 
-/// A put of a route that the kernel refused because the route is there, behind another one, and a
-/// later put in the same batch that took the place of the other.
+/// A put that the kernel refused because our route exists behind another one, and a later put in
+/// the same batch that replaced the other one.
 pub(super) struct HiddenRoute {
     hidden: Route,
     /// The number of the later change.
@@ -24,9 +24,9 @@ impl Steps for Route {
         if !route::is_known(self) {
             return Err(unsupported(&(*self).into()));
         }
-        writer.delete_doubles(n, self, |_| true);
-        // A route of last resort replaces no route, and none replaces it: the one of ours must go
-        // first.
+        writer.delete_duplicates(n, &self.dst, |_| true);
+        // A last-resort route neither replaces a route nor is replaced by one, so our previous
+        // route is deleted first.
         if self.via == Via::LastResort {
             writer.delete_on_our_links(n, &self.dst)?;
             route::delete_any(writer.batch.delete(n), &self.dst, ROUTE_PROTOCOL);
@@ -43,7 +43,7 @@ impl Steps for Route {
         if self.via != Via::LastResort {
             writer.delete_behind(n, self);
         }
-        writer.delete_doubles(n, self, |double| double.is_ours);
+        writer.delete_duplicates(n, &self.dst, |duplicate| duplicate.is_ours);
         let protocol = writer.protocol(self);
         route::delete(writer.batch.delete(n), self, index, protocol);
         Ok(())
@@ -51,8 +51,8 @@ impl Steps for Route {
 }
 
 impl Writer<'_> {
-    /// Deletes a route of last resort of ours that may be behind the route of change `n`. Outside
-    /// our pod networks it would be another network's.
+    /// Deletes our last-resort route that may be behind the route of change `n`. Outside the pod
+    /// networks it belongs to another network.
     fn delete_behind(&mut self, n: usize, route: &Route) {
         let inside = self.footprint.networks.iter().any(|network| network.covers(&route.dst));
         if self.footprint.blackholes && inside && self.foreign.may_have_last_resort(&route.dst) {
@@ -61,12 +61,11 @@ impl Writer<'_> {
         }
     }
 
-    /// Deletes the routes into tunnels of ours, which are ours whichever program put them there
-    /// (see [`Footprint::owns_route`](flannel_core::kernel::Footprint::owns_route)), and which
-    /// would take the packets before a route of last resort. Those are put so seldom that the
-    /// kernel is asked.
+    /// Deletes the routes into our tunnels, which are ours whatever their protocol (see
+    /// [`Footprint::owns_route`](flannel_core::kernel::Footprint::owns_route)). They would take
+    /// precedence over a last-resort route. Such puts are rare, so the routes are read.
     fn delete_on_our_links(&mut self, n: usize, dst: &Subnet) -> Result<(), KernelError> {
-        // A link that is not there has no routes.
+        // A link that does not exist has no routes.
         let links = self.footprint.links.iter().filter_map(|link| self.index(*link).ok());
         let links: Vec<u32> = links.collect();
         if links.is_empty() {
@@ -85,14 +84,15 @@ impl Writer<'_> {
         Ok(())
     }
 
-    /// Deletes the doubles of the route of change `n`.
-    fn delete_doubles(&mut self, n: usize, route: &Route, goes: impl Fn(&Double) -> bool) {
-        for double in self.foreign.take_doubles(&route.dst).iter().filter(|double| goes(double)) {
-            route::delete_found(self.batch.delete(n), &double.found);
+    /// Deletes the duplicates of the route of change `n` for which `goes` is true.
+    fn delete_duplicates(&mut self, n: usize, dst: &Subnet, goes: fn(&DuplicateRoute) -> bool) {
+        let all = self.foreign.take_duplicates(dst);
+        for duplicate in all.iter().filter(|duplicate| goes(duplicate)) {
+            route::delete_found(self.batch.delete(n), &duplicate.found);
         }
     }
 
-    /// The protocol that a route must have to be ours to delete; 0 is any. See
+    /// The protocol that an owned route must have to be deleted; 0 is any protocol. See
     /// [`Footprint::owns_route`](flannel_core::kernel::Footprint::owns_route).
     pub(super) fn protocol(&self, route: &Route) -> u8 {
         match route.via {
@@ -100,14 +100,14 @@ impl Writer<'_> {
             Via::Gateway { link, .. } | Via::Link(link) if self.footprint.links.contains(&link) => {
                 0
             }
-            // Nobody else has a reason to name an id of ours.
+            // Other programs do not use ids of our block.
             Via::Nexthop(_) => 0,
             _ => ROUTE_PROTOCOL,
         }
     }
 
     /// Puts the route of change `n`, which the kernel refused with `error`, in another way if there
-    /// is one. `sent` are the origins of the batch.
+    /// is one. `sent` has the origins of the batch.
     pub(super) fn put_refused_route(
         &mut self,
         n: usize,
@@ -120,7 +120,7 @@ impl Writer<'_> {
         if !exists && !blocks_itself(route, &error) {
             return Err(error);
         }
-        // The last of several puts of a route, which has been sent already.
+        // The last put of the same destination in this batch.
         let later = sent.iter().rev().filter(|(m, deletes)| *m > n && !deletes);
         let last = later.map(|(m, _)| *m).find_map(|m| match &self.changes[m] {
             Change::Put(Object::Route(last)) if last.dst == route.dst => Some((m, *last)),
@@ -131,15 +131,15 @@ impl Writer<'_> {
                 hidden.push(HiddenRoute { hidden: *route, last, route: place });
                 Ok(())
             }
-            // Another put would undo the later one.
+            // A put would undo the later one.
             Some(_) => Err(error),
             None if exists => self.replace_hidden(route, route),
             None => self.put_by_link_route(route).map_err(|_| error),
         }
     }
 
-    /// Removes routes of ours that are behind later ones of ours. If the later one was refused, the
-    /// hidden one is the only one of ours.
+    /// Removes our routes that are behind later ones of ours. If the later put failed, the hidden
+    /// route stays.
     pub(super) fn remove_hidden(&mut self, hidden: &[HiddenRoute]) {
         for HiddenRoute { hidden, last, route } in hidden {
             if self.results[*last].is_ok() && hidden != route {
@@ -148,9 +148,8 @@ impl Writer<'_> {
         }
     }
 
-    /// The route of ours, `hidden`, is there behind another one, so that a replacement would make a
-    /// second one of ours. Deletes it, then puts `route` in the place of the other, if it is not
-    /// there yet.
+    /// Our route `hidden` is behind another one, so a put would add a second route of ours. Deletes
+    /// `hidden`, then puts `route` in place of the other one.
     fn replace_hidden(&mut self, hidden: &Route, route: &Route) -> Result<(), KernelError> {
         let mut requests = Messages::default();
         let index = self.index_of(&Object::Route(*hidden))?;
@@ -159,15 +158,14 @@ impl Writer<'_> {
             route::only_with_mtu(&mut requests, hidden.mtu);
         }
         let index = self.index_of(&Object::Route(*route))?;
-        // If the kernel does not distinguish them, `route` was deleted, and takes the place of
-        // `hidden`.
+        // If the kernel cannot distinguish them, it deleted `route`, which now replaces `hidden`.
         route::put(&mut requests, route, index, self.metrics);
         let mut results = self.socket.send(&mut requests);
         results.remove(1)
     }
 
-    /// Puts a route to the gateway's link for as long as it takes to put `route`, which replaces
-    /// the route at its destination: that is never without a route.
+    /// Puts `route` while a temporary host route leads to its gateway. The destination always has a
+    /// route.
     fn put_by_link_route(&mut self, route: &Route) -> Result<(), KernelError> {
         let Via::Gateway { gateway, link, .. } = route.via else {
             return Err(KernelError::new(EINVAL));
@@ -183,9 +181,9 @@ impl Writer<'_> {
     }
 }
 
-/// IPv6 looks for the gateway in the routing table even if the route says `onlink`, and refuses a
-/// gateway that is reached by another device. Inside the destination itself, that is by a foreign
-/// route in the place of ours.
+/// IPv6 looks up the gateway in the routing table even for an `onlink` route, and refuses it if it
+/// is reached by another device. A gateway inside the destination is, by the foreign route that
+/// `route` will replace.
 fn blocks_itself(route: &Route, error: &KernelError) -> bool {
     let inside = matches!(route.via, Via::Gateway { gateway, .. } if route.dst.contains(gateway));
     error.errno == EINVAL && route.dst.base().is_ipv6() && inside
@@ -197,14 +195,14 @@ mod tests {
 
     use super::super::BATCH;
     use super::*;
-    use crate::foreign_routes::ForeignRoutes;
-    use crate::namespace::Namespace;
-    use crate::socket::Socket;
+    use crate::kernel::foreign_routes::ForeignRoutes;
     use crate::testing::{in_netns, ip};
+    use crate::transport::namespace::Namespace;
+    use crate::transport::socket::Socket;
 
-    /// The question whether there is one is a message and an answer more for each route.
+    /// Such a query is one more message and answer for each route.
     #[test]
-    fn a_last_resort_is_looked_for_only_where_one_may_be() {
+    fn a_last_resort_is_deleted_only_where_one_may_be() {
         in_netns(|| {
             ip("link set lo up");
             let namespace = Namespace::current().unwrap();
@@ -226,7 +224,7 @@ mod tests {
                 socket.exchanges - before
             };
             assert_eq!(exchanges(&mut socket, &routes), 2, "nobody has looked");
-            crate::snapshot::snapshot(&mut socket, &footprint, &foreign).unwrap();
+            crate::kernel::snapshot::snapshot(&mut socket, &footprint, &foreign).unwrap();
             assert_eq!(exchanges(&mut socket, &routes), 1, "a message for each");
             exchanges(&mut socket, &[route(7, Via::LastResort)]);
             assert_eq!(exchanges(&mut socket, &routes), 2, "one more");

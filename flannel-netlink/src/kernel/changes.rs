@@ -1,9 +1,11 @@
-//! Changes by others in the kernel, over a multicast socket of its own.
+//! Changes by other programs, over a multicast socket of its own.
 //!
-//! The kernel names the socket that asked for a change of a route, address, neighbour or nexthop,
-//! so our own changes are left out (by a filter in the kernel, where that works). It names none for
-//! links, forwarding entries, and neighbours that it removes; those are reported even if we changed
-//! them.
+//! For routes, addresses, neighbours and nexthops the kernel reports the socket that requested the
+//! change. This daemon's own changes are left out, if possible by a filter in the kernel. For
+//! links, forwarding entries and neighbours that it removes, the kernel reports no socket. Those
+//! changes are always reported.
+
+mod event_decoder;
 
 use async_trait::async_trait;
 use flannel_core::kernel::{Changes, Invalidation, KernelError};
@@ -11,29 +13,29 @@ use neli::consts::rtnl::Rtm;
 use nix::sys::socket::SockProtocol;
 use socket2::{SockFilter, SockRef};
 
-use crate::event_decoder::EventDecoder;
-use crate::foreign_routes::ForeignRoutes;
-use crate::multicast::{Multicast, Received};
-use crate::socket::Socket;
+use self::event_decoder::EventDecoder;
+use crate::kernel::foreign_routes::ForeignRoutes;
+use crate::transport::multicast::{Multicast, Received};
+use crate::transport::socket::Socket;
 
 /// `RTNLGRP_…`: LINK, NEIGH, IPV4_IFADDR, IPV4_ROUTE, IPV4_RULE, IPV6_IFADDR, IPV6_ROUTE,
-/// IPV6_RULE, NEXTHOP (which kernels before 5.3 do not know, and need not).
+/// IPV6_RULE, NEXTHOP. Kernels before 5.3 do not know NEXTHOP.
 const GROUPS: [u32; 9] = [1, 3, 5, 7, 8, 9, 11, 19, 32];
-/// Bytes for messages not yet read: some 10,000 of them. Without privilege the kernel gives less.
+/// Bytes of the receive buffer, enough for about 10,000 messages.
 const RECEIVE_BUFFER: usize = 8 << 20;
 
-/// Receives multicast messages and hands out invalidations.
+/// Receives multicast messages and returns invalidations.
 pub(crate) struct Listener {
     socket: Multicast,
     decoder: EventDecoder,
 }
 
 impl Listener {
-    /// Listens in the network namespace of the calling thread; changes by the socket with `port`
-    /// are our own.
+    /// Listens in the network namespace of the calling thread. Changes by the socket with the port
+    /// id `port` are this daemon's own.
     pub(crate) fn open(port: u32, foreign: ForeignRoutes) -> Result<Self, KernelError> {
         let socket = Multicast::open(SockProtocol::NetlinkRoute, RECEIVE_BUFFER)?;
-        // An overrun is less likely without our own messages in the buffer.
+        // Overruns are less likely without our own messages in the buffer.
         if let Err(error) = SockRef::from(&socket).attach_filter(&without_own_messages(port)) {
             tracing::debug!(%error, "our own messages are not filtered in the kernel");
         }
@@ -42,7 +44,7 @@ impl Listener {
         Ok(Self { socket, decoder })
     }
 
-    /// Reads the datagrams that are there, if they are not very many; true if those were all.
+    /// Reads the waiting datagrams up to a limit; true if no more wait.
     fn read(&mut self) -> Result<bool, KernelError> {
         self.socket.receive(|received| {
             match received {
@@ -68,13 +70,13 @@ impl Changes for Listener {
     }
 }
 
-/// A filter (classic BPF) that lets messages pass that are about links or not from `port`.
+/// A classic BPF filter that passes messages about links and messages of other ports.
 fn without_own_messages(port: u32) -> [SockFilter; 7] {
     const LOAD_HALF: u16 = 0x28;
     const LOAD_WORD: u16 = 0x20;
     const JUMP_IF_EQUAL: u16 = 0x15;
     const RETURN: u16 = 0x06;
-    // Loads take what they load for big-endian; the header is in the machine's byte order.
+    // BPF loads are big-endian; the header is in the machine's byte order.
     let kind = |kind: Rtm| u32::from(u16::from_be_bytes(u16::from(kind).to_ne_bytes()));
     let port = u32::from_be_bytes(port.to_ne_bytes());
     [
@@ -98,9 +100,9 @@ mod tests {
     use crate::NetlinkKernel;
     use crate::testing::in_netns;
 
-    /// A program that makes changes without end delays no invalidation, and fills no memory.
+    /// A program that makes changes endlessly must not delay invalidations or fill the memory.
     #[test]
-    fn of_many_changes_some_are_handed_out_before_all_are_read() {
+    fn many_changes_are_returned_in_bounded_parts() {
         const MANY: u32 = 5_000;
         in_netns(|| {
             let mut listener = Listener::open(1, ForeignRoutes::default()).unwrap();
@@ -117,7 +119,7 @@ mod tests {
                 let mut part = 0;
                 while let Some(invalidation) = listener.decoder.pop() {
                     let Invalidation::Objects(events, _) = invalidation else {
-                        // The buffer of an ordinary user holds fewer, which is a bound too.
+                        // The receive buffer of an ordinary user holds fewer messages.
                         let room = SockRef::from(&listener.socket).recv_buffer_size().unwrap();
                         return assert!(
                             invalidation == Invalidation::Everything && room < RECEIVE_BUFFER,
