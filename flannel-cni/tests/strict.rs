@@ -89,7 +89,7 @@ impl Host {
         fs::write(self.path(&format!("fail-{command}")), error.to_string()).unwrap();
     }
 
-    fn mend(&self, command: &str) {
+    fn repair(&self, command: &str) {
         fs::remove_file(self.path(&format!("fail-{command}"))).unwrap();
     }
 
@@ -193,7 +193,7 @@ fn del_is_done_when_the_delegate_has_done_it_and_not_before() {
             (vec![format!("DEL c1|eth0|{NETNS}|")], vec!["c1".into(), "c1:eth0".into()])
         );
     }
-    host.mend("DEL");
+    host.repair("DEL");
     // Neither subnet.env nor `delegate` is needed any more.
     fs::remove_file(host.path("subnet.env")).unwrap();
     host.call("DEL", ETH0, &json!({ "delegate": { "type": "other" } })).unwrap();
@@ -306,11 +306,11 @@ fn an_add_that_fails_is_undone() {
         (&json!("half way"), &json!("cleaning up after it failed too: stuck"))
     );
     assert_eq!(host.attached(), ["c1:eth0"]);
-    host.mend("DEL");
+    host.repair("DEL");
     host.call("DEL", ETH0, &json!({})).unwrap();
     assert_eq!((host.attached(), host.state()), (vec![], vec![]), "the retry knew what to undo");
 
-    host.mend("ADD");
+    host.repair("ADD");
     let conf = host.conf(&json!({})).to_string();
     let error =
         answer(&host.output("ADD", ETH0, &conf, &[("STRICT_ANSWER", "done!")])).unwrap_err();
@@ -349,7 +349,7 @@ fn what_the_go_plugin_connected_is_checked_and_disconnected() {
     host.fail("DEL", 11, "busy");
     host.call("DEL", ETH0, &json!({})).unwrap_err();
     assert_eq!(host.state(), ["c1"]);
-    host.mend("DEL");
+    host.repair("DEL");
     host.called();
     host.call("DEL", ETH0, &json!({})).unwrap();
     assert_eq!((host.attached(), host.state()), (vec![], vec![]));
@@ -405,7 +405,7 @@ fn status_is_what_add_would_meet() {
     assert_eq!(host.called()[0].conf, DELEGATE);
     host.fail("STATUS", 51, "no addresses left");
     assert_eq!(status(&json!({})).unwrap_err()["code"], 51);
-    host.mend("STATUS");
+    host.repair("STATUS");
     let error = status(&json!({ "delegate": { "type": "absent" } })).unwrap_err();
     assert!(error["code"] == 50 && error["msg"].as_str().unwrap().contains("absent"), "{error}");
     fs::remove_file(host.path("subnet.env")).unwrap();
@@ -470,8 +470,8 @@ fn gc_undoes_what_is_not_to_stay_and_tells_the_delegate() {
     for kept in ["c5:eth0", "go-stale"] {
         assert!(host.state().contains(&kept.to_owned()), "{kept}");
     }
-    host.mend("DEL");
-    host.mend("GC");
+    host.repair("DEL");
+    host.repair("GC");
     assert_eq!(gc(&json!({})).unwrap_err()["code"], 7, "a missing list is not an empty one");
     assert_eq!(host.attached(), ["c1:eth0", "c5:eth0", "c6:eth0"]);
     gc(&json!({ "cni.dev/valid-attachments": valid })).unwrap();
@@ -498,7 +498,7 @@ fn gc_undoes_what_the_go_plugin_connected_though_the_delegate_does_nothing() {
         (host.attached(), host.state()),
         (vec!["go-stale:eth0".into()], vec!["go-stale".into()])
     );
-    host.mend("DEL");
+    host.repair("DEL");
     assert_eq!(gc(), Ok(Value::Null));
     assert_eq!((host.attached(), host.state()), (vec![], vec![]));
 }

@@ -90,7 +90,7 @@ impl Switch {
     ///
     /// # Errors
     /// `ip` failed.
-    pub fn mend(&self, host: &Host) -> Result<()> {
+    pub fn reconnect(&self, host: &Host) -> Result<()> {
         self.namespace.ip(&format!("link set port-{} up\n", host.number()))
     }
 

@@ -159,12 +159,12 @@ tests! {
     faults_on_the_way_and_at_the_peer: on_the_way();
     faults_while_the_daemon_is_down: without_a_daemon();
     the_way_that_is_lost_is_named: directions();
-    ten_planted_faults_are_found_and_what_is_said_to_mend_them_does: ten_faults();
-    faults_of_ipv6_are_found_and_what_is_said_to_mend_them_does: faults_of_ipv6();
+    ten_planted_faults_are_found_and_their_repair_commands_work: ten_faults();
+    faults_of_ipv6_are_found_and_their_repair_commands_work: faults_of_ipv6();
     segments_that_are_lost_between_hosts_on_a_link_are_noticed: without_a_tunnel("host-gw".into());
     segments_that_are_lost_beside_the_tunnel_are_noticed:
         without_a_tunnel(serde_json::json!({ "Type": "vxlan", "DirectRouting": true }));
-    a_store_that_is_not_mounted_is_mounted_by_what_is_said_to_mend_it: not_mounted();
+    a_store_that_is_not_mounted_is_mounted_by_the_repair_command: not_mounted();
     nobody_but_other_nodes_is_answered: strangers("vxlan");
     nobody_but_other_nodes_is_answered_without_a_tunnel: strangers("host-gw");
 }
@@ -462,8 +462,8 @@ fn shims(lab: &Lab, host: &Host) -> String {
     format!("{}:{}", dir.display(), std::env::var("PATH").unwrap())
 }
 
-/// Runs what is said to mend a finding, on each of these hosts.
-fn mend(lab: &Lab, hosts: &[&Host], finding: &str) {
+/// Runs the repair command of a finding, on each of these hosts.
+fn repair(lab: &Lab, hosts: &[&Host], finding: &str) {
     let command = finding.split_once(" | ").unwrap().1;
     for host in hosts {
         let mut shell = Command::new("sh");
@@ -497,7 +497,7 @@ fn faults_of_ipv6() {
     too_narrow_for_ipv6(&lab);
 }
 
-/// What no network config mends is mended by none.
+/// A path that no network config repairs gets no config command.
 fn too_narrow_for_ipv6(lab: &Lab) {
     let host = &lab.hosts()[0];
     let narrow =
@@ -507,13 +507,13 @@ fn too_narrow_for_ipv6(lab: &Lab) {
         ["path-mtu error", "too few for IPv6 through the tunnel, which takes 1350 | tracepath -n "];
     let found = finds(lab, host, &parts);
     assert!(found.ends_with("must take 1350 at least"), "{found}");
-    let mends: std::collections::BTreeSet<String> = findings(lab, host, None)
+    let repairs: std::collections::BTreeSet<String> = findings(lab, host, None)
         .iter()
         .filter_map(|line| Some(line.split_once(" | ")?.1.to_owned()))
         .collect();
     assert!(
-        mends.len() == 1 && mends.iter().all(|mend| mend.starts_with("tracepath ")),
-        "{mends:#?}"
+        repairs.len() == 1 && repairs.iter().all(|repair| repair.starts_with("tracepath ")),
+        "{repairs:#?}"
     );
     narrow(1500);
     // What a host was told of a path's MTU it remembers for ten minutes.
@@ -557,7 +557,7 @@ fn five_between_hosts(lab: &Lab, family: Family) {
     let parts = |mtu: &'static str| ["path-mtu error", &to, "| flannelctl config patch", mtu];
     // An echo that is late makes it too small once.
     let found = finds_one(lab, host, &[&parts("\"MTU\": 1400}}'"), &parts("\"MTU\": 1404}}'")]);
-    mend(lab, &[host], &found);
+    repair(lab, &[host], &found);
     is_well(lab, host);
 
     // Blocked vxlan port.
@@ -568,7 +568,7 @@ fn five_between_hosts(lab: &Lab, family: Family) {
         host,
         &["tunnel error", &tunnel, "UDP port 8472 may be blocked", "# on both hosts"],
     );
-    mend(lab, &[host, other], &found);
+    repair(lab, &[host, other], &found);
     is_well(lab, host);
 
     // Duplicate public IP.
@@ -578,7 +578,7 @@ fn five_between_hosts(lab: &Lab, family: Family) {
         host,
         &["2 nodes share the public address", "| flannelctl lease release --force"],
     );
-    mend(lab, &[host], &found);
+    repair(lab, &[host], &found);
     assert!(!lab.registry().join("subnets").join(&key).exists());
     is_well(lab, host);
 
@@ -589,13 +589,13 @@ fn five_between_hosts(lab: &Lab, family: Family) {
         lab.switch().addresses()[family].unwrap().to_string(),
     );
     host.run("ip", &[&ip[..], &["route", "add", &half, "via", &router]].concat()).unwrap();
-    mend(lab, &[host], &finds(lab, host, &["route error", "shadowed: packets go via"]));
+    repair(lab, &[host], &finds(lab, host, &["route error", "shadowed: packets go via"]));
     is_well(lab, host);
 
     // Stale peer.
     let nobody = if six { "fd00:77::c7" } else { "192.168.77.199" };
     let key = make_up(lab, nobody);
-    mend(
+    repair(
         lab,
         &[host],
         &finds(lab, host, &["peer error", &format!("no reply from {key}, neither"), nobody]),
@@ -612,14 +612,14 @@ fn three_of_a_host(lab: &Lab, family: Family) {
     let key = if six { "net/ipv6/conf/all/forwarding" } else { "net/ipv4/ip_forward" };
     host.namespace().sysctl(key, "0").unwrap();
     let found = finds(lab, host, &["forwarding error", &format!("forwards no {family} packets")]);
-    mend(lab, &[host], &found);
+    repair(lab, &[host], &found);
     is_well(lab, host);
 
     // Deleted device; a daemon that runs puts it back before anybody looks.
     let device = if six { "flannel-v6.1" } else { "flannel.1" };
     host.stop_daemon(Signal::SIGTERM).unwrap();
     host.run("ip", &["link", "del", device]).unwrap();
-    mend(lab, &[host], &finds(lab, host, &["device error", &format!("{device} is not there")]));
+    repair(lab, &[host], &finds(lab, host, &["device error", &format!("{device} is not there")]));
     is_well(lab, host);
 
     // FORWARD policy drop; flannel's own rules are in a table of their own here.
@@ -627,7 +627,7 @@ fn three_of_a_host(lab: &Lab, family: Family) {
         if six { ("ip6tables", "ip6 filter") } else { ("iptables", "ip filter") };
     host.run(iptables, &["-P", "FORWARD", "DROP"]).unwrap();
     let chain = format!("chain FORWARD of table {table}");
-    mend(lab, &[host], &finds(lab, host, &["forward-drop warning", &chain]));
+    repair(lab, &[host], &finds(lab, host, &["forward-drop warning", &chain]));
     is_well(lab, host);
 }
 
@@ -659,7 +659,7 @@ fn not_mounted() {
     std::fs::rename(registry, &disk).unwrap();
     let found = finds(&lab, host, &["store warning", "does not answer", "| mount "]);
     assert!(!registry.exists());
-    mend(&lab, &[host], &found);
+    repair(&lab, &[host], &found);
     is_well(&lab, host);
     assert_eq!(leases(registry), before);
 
@@ -669,8 +669,8 @@ fn not_mounted() {
     }
     run("umount", &["-l", registry.to_str().unwrap()]);
     std::fs::remove_dir(registry).unwrap();
-    mend(&lab, &[host], &finds(&lab, host, &["store error", "does not answer", "| mount "]));
-    mend(
+    repair(&lab, &[host], &finds(&lab, host, &["store error", "does not answer", "| mount "]));
+    repair(
         &lab,
         &lab.hosts().iter().collect::<Vec<_>>(),
         &finds(&lab, host, &["daemon error", "| systemctl start"]),
@@ -690,7 +690,7 @@ fn two_of_no_family(lab: &Lab) {
     let away = lab.dir().join("away");
     std::fs::rename(lab.registry(), &away).unwrap();
     std::fs::write(lab.registry(), "a file").unwrap();
-    mend(
+    repair(
         lab,
         &[host],
         &finds(lab, host, &["store warning", "does not answer", "| mount ", " || ls -la "]),
@@ -701,6 +701,6 @@ fn two_of_no_family(lab: &Lab) {
 
     // Rp_filter strict.
     host.namespace().sysctl("net/ipv4/conf/all/rp_filter", "1").unwrap();
-    mend(lab, &[host], &finds(lab, host, &["rp-filter warning", "flannel.1 is strict"]));
+    repair(lab, &[host], &finds(lab, host, &["rp-filter warning", "flannel.1 is strict"]));
     is_well(lab, host);
 }

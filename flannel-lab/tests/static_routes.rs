@@ -98,7 +98,7 @@ fn an_mtu_that_the_hosts_know_to_be_too_big_is_detected() {
         }
         let start = Instant::now();
         let matrix = lab.matrix(PATIENCE).unwrap();
-        assert!(start.elapsed() < PATIENCE, "a wrong MTU does not mend itself: no need to wait");
+        assert!(start.elapsed() < PATIENCE, "a wrong MTU does not repair itself: no need to wait");
         for pair in &matrix.pairs {
             assert_eq!(pair.error, Some(Unreached::PathMtu { mtu: 1500, path: 1400 }), "{pair:?}");
         }
@@ -120,15 +120,15 @@ fn an_mtu_that_nobody_knows_to_be_too_big_is_detected() {
 }
 
 #[test]
-fn a_cut_wire_is_detected_and_so_is_its_mending() {
-    as_root("a_cut_wire_is_detected_and_so_is_its_mending", || {
+fn a_cut_wire_is_detected_and_so_is_its_repair() {
+    as_root("a_cut_wire_is_detected_and_so_is_its_repair", || {
         let lab = routed(3, &Family::BOTH, 1500);
         let third = &lab.hosts()[2];
         let touches = |pair: &Pair| pair.from == "pod-3" || pair.to == "pod-3";
-        for (cut, mend) in [
+        for (cut, repair) in [
             (
                 flannel_lab::Switch::cut as fn(&_, &_) -> _,
-                flannel_lab::Switch::mend as fn(&_, &_) -> _,
+                flannel_lab::Switch::reconnect as fn(&_, &_) -> _,
             ),
             (flannel_lab::Switch::ignore, flannel_lab::Switch::listen),
         ] {
@@ -138,7 +138,7 @@ fn a_cut_wire_is_detected_and_so_is_its_mending() {
                 let expected = touches(pair).then_some(Unreached::NoReply);
                 pair.error == expected && pair.rtt.is_none() == touches(pair)
             });
-            mend(lab.switch(), third).unwrap();
+            repair(lab.switch(), third).unwrap();
             assert!(lab.matrix(PATIENCE).unwrap().is_complete());
         }
     });

@@ -6,7 +6,7 @@
 mod network;
 
 use flannel_api::{Finding, VERSION, request};
-use flannel_doctor::peers::{AddressReport, EchoReport};
+use flannel_doctor::inputs::peers::{AddressReport, EchoReport};
 use flannel_doctor::{Examination, FamilyReport, Layer, PeerReport, ProbeOptions, examine};
 use serde_json::json;
 
@@ -101,13 +101,13 @@ mod tests {
 
     use flannel_core::Config;
     use flannel_core::address::Family;
-    use flannel_doctor::device::Devices;
-    use flannel_doctor::echo::Answer;
-    use flannel_doctor::inputs::PeerAnswers;
-    use flannel_doctor::mtu::settle;
+    use flannel_doctor::diagnosis::mtu::settle;
+    use flannel_doctor::inputs::devices::Devices;
+    use flannel_doctor::inputs::echo::Answer;
+    use flannel_doctor::inputs::peers::{Question, Target};
+    use flannel_doctor::inputs::query::PeerAnswers;
     use flannel_doctor::path_probe::client::{Passage, PathProbe, Segments};
     use flannel_doctor::peer_report;
-    use flannel_doctor::peers::{Question, Target};
 
     use super::*;
     use crate::terminal::tests::looks;
@@ -126,9 +126,8 @@ mod tests {
         let text = "rp_filter of flannel.1 is strict: packets that come another way than their answers would go are dropped";
         let strict = Finding::warning("rp-filter", text)
             .with_command("sysctl -w net.ipv4.conf.flannel/1.rp_filter=2");
-        examination.layer("host", "something stands in the way", vec![strict.into()]);
-        examination
-            .unknown("device", "without a network config nobody knows which there should be");
+        examination.layer("host", "something blocks packets of pods", vec![strict.into()]);
+        examination.unknown("device", "without a network config the needed devices are not known");
         let target = Target {
             key: "10.1.7.0-24".into(),
             subnets: vec!["10.1.7.0/24".parse().unwrap()],
@@ -152,9 +151,9 @@ mod tests {
             back: passage(0),
             segment: 1398,
             mtu: 1450,
-            heard: 1450,
+            largest_datagram: 1450,
         };
-        let path = PathProbe { noticed: 1450, segments: Some(segments) };
+        let path = PathProbe { acknowledged: 1450, segments: Some(segments) };
         let answered = PeerAnswers { echoes, path, passes: Some(1350) };
         let (report, faults) = peer_report(&target, &asked, &mut [answered].into_iter(), &devices);
         examination.peers.push(report);
@@ -172,7 +171,7 @@ mod tests {
             Vec::new(),
         );
         examination.layer("daemon", "flanneld 0.1.0, ready", Vec::new());
-        examination.layer("host", "nothing stands in the way", Vec::new());
+        examination.layer("host", "nothing blocks packets of pods", Vec::new());
         examination.layer(
             "device",
             "flannel.1 (1450 bytes), flannel-v6.1 (1430 bytes), UDP port 8472",
@@ -196,11 +195,16 @@ mod tests {
                 .map(|probe| (probe, Answer::Reply(Duration::from_micros(420))))
                 .collect();
             let whole = Passage { sent: 5512, arrived: 5512 };
-            let segments =
-                Segments { there: whole, back: whole, segment: 1378, mtu: 1430, heard: 1430 };
+            let segments = Segments {
+                there: whole,
+                back: whole,
+                segment: 1378,
+                mtu: 1430,
+                largest_datagram: 1430,
+            };
             PeerAnswers {
                 echoes,
-                path: PathProbe { noticed: 1430, segments: Some(segments) },
+                path: PathProbe { acknowledged: 1430, segments: Some(segments) },
                 passes: None,
             }
         };

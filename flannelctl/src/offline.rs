@@ -8,7 +8,7 @@ use flannel_core::backend::Backends;
 use flannel_core::lease::LeaseSet;
 use flannel_core::object::LinkName;
 use flannel_core::{Config, Error as CoreError, Kernel, Subnets};
-use flannel_doctor::host::{HostScene, check_host};
+use flannel_doctor::checks::host::{HostScene, check_host};
 use flannel_firewall::LegacyMemory;
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::iface::Selectors;

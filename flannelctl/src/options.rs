@@ -145,12 +145,12 @@ pub(crate) enum Verb {
         #[arg(value_name = "ADDRESS")]
         address: IpAddr,
     },
-    /// Look for what is wrong anywhere between the store and the wire, and say what mends it
+    /// Look for what is wrong anywhere between the store and the wire, and print the commands that repair it
     #[command(
         long_about = "Looks for what is wrong anywhere between the store and the wire: the store, the daemon, this host's \
         settings, devices and their MTU, and with ICMP echoes, small and of full size, whether each peer replies from its \
         tunnel address and its public one; where a peer runs this daemon, both send TCP segments of full size and say which \
-        way they arrive. Each finding comes with the command that mends it. Exit status 1 if there is \
+        way they arrive. Each finding comes with the command that repairs it. Exit status 1 if there is \
         one. Without a daemon it goes as far as store, cache and kernel lead."
     )]
     Doctor(DoctorFlags),

@@ -92,8 +92,8 @@ pub(crate) fn findings(findings: &[Finding], terminal: &Terminal) -> String {
     for finding in findings {
         let style = if finding.is_error() { Style::Bad } else { Style::Warning };
         out += &terminal.field(&finding.severity, style, &finding.text);
-        if let Some(mend) = &finding.repair {
-            out += &terminal.command("mend", mend);
+        if let Some(repair) = &finding.repair {
+            out += &terminal.command("repair", repair);
         }
     }
     out

@@ -64,7 +64,7 @@ impl Terminal {
         out
     }
 
-    /// `mend: COMMAND` below a field's text: the command is not wrapped, so that it can be copied;
+    /// `repair: COMMAND` below a field's text: the command is not wrapped, so that it can be copied;
     /// what people should know, which it has behind `#`, stands in lines of its own if the line has
     /// no room for it. A shell takes them too.
     pub(crate) fn command(&self, word: &str, command: &str) -> String {
@@ -156,7 +156,7 @@ pub(crate) mod tests {
                 std::fs::write(&file, &text).unwrap();
             }
             let wide = |line: &&str| {
-                line.chars().count() > width && !line.trim_start().starts_with("mend: ")
+                line.chars().count() > width && !line.trim_start().starts_with("repair: ")
             };
             let wide: Vec<&str> = text
                 .lines()

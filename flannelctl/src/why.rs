@@ -4,7 +4,7 @@ use std::net::IpAddr;
 
 use flannel_api::WhyReport;
 use flannel_api::request;
-use flannel_doctor::why::{RouteInputs, diagnose, lookup};
+use flannel_doctor::diagnosis::why::{RouteInputs, diagnose, lookup};
 use serde_json::json;
 
 use crate::error::Result;
@@ -105,10 +105,10 @@ mod tests {
             version: 1,
             address: "10.1.7.9".into(),
             ok: false,
-            verdict: "shadowed: packets go via 192.0.2.99 dev eth0 instead of via 10.1.7.0 dev flannel.1, by a more \
-                      specific route or a rule of others"
+            verdict: "shadowed: packets go via 192.0.2.99 dev eth0 instead of via 10.1.7.0 dev flannel.1, because of \
+                      a more specific route or a rule of others"
                 .into(),
-            hint: Some("ip route del $(ip route get fibmatch 10.1.7.9 | grep -v ^default) # if no rule leads there: ip rule".into()),
+            hint: Some("ip route del $(ip route get fibmatch 10.1.7.9 | grep -v ^default) # if no rule causes it: ip rule".into()),
             network: Some("10.1.0.0/16".into()),
             lease: Some("10.1.7.0-24".into()),
             node: Some("192.0.2.7 (vxlan)".into()),
@@ -126,9 +126,9 @@ mod tests {
         };
         let expected = "\
 problem    shadowed: packets go via 192.0.2.99 dev eth0 instead of via 10.1.7.0
-           dev flannel.1, by a more specific route or a rule of others
+           dev flannel.1, because of a more specific route or a rule of others
            try: ip route del $(ip route get fibmatch 10.1.7.9 | grep -v ^default)
-                # if no rule leads there: ip rule
+                # if no rule causes it: ip rule
 
 address    10.1.7.9
 network    10.1.0.0/16

@@ -10,12 +10,12 @@ use flannel_core::address::{Dual, Family};
 use flannel_core::backend::{Datapath, Inlet};
 use flannel_core::lease::LeaseSet;
 use flannel_core::{Config, Lease, Subnets};
+use flannel_doctor::checks::host::{HostReport, HostScene, check_host};
 use flannel_doctor::commands::restore_directory;
 #[cfg(feature = "etcd")]
 use flannel_doctor::commands::restore_etcd;
-use flannel_doctor::host::{HostReport, HostScene, check_host};
-use flannel_doctor::mtu::Fault;
-use flannel_doctor::peers::Target;
+use flannel_doctor::diagnosis::mtu::Fault;
+use flannel_doctor::inputs::peers::Target;
 use flannel_doctor::{Examination, Network};
 use flannel_firewall::LegacyMemory;
 use flannel_netlink::NetlinkKernel;
@@ -153,7 +153,7 @@ pub(super) async fn without_daemon(
             examination.layer(
                 "store",
                 format!("{name} does not answer"),
-                vec![finding.with_command(store_mend(global)).into()],
+                vec![finding.with_command(store_repair(global)).into()],
             );
             let saved = offline::saved(global);
             let leases = saved.iter().flat_map(|saved| saved.leases.iter().cloned()).collect();
@@ -185,7 +185,7 @@ pub(super) async fn without_daemon(
 }
 
 /// What brings a store back.
-fn store_mend(global: &Global) -> String {
+fn store_repair(global: &Global) -> String {
     match &global.registry {
         Some(RegistryUrl::Dir(location)) => restore_directory(location.path.display()),
         #[cfg(feature = "etcd")]

@@ -1,8 +1,8 @@
 //! Findings about this host that may lose packets of pods, while the daemon runs.
 
 use flannel_api::Finding;
+use flannel_doctor::checks::host::{self, DUPLICATE, HostReport, HostScene};
 use flannel_doctor::commands::localize_findings;
-use flannel_doctor::host::{self, DUPLICATE, HostReport, HostScene};
 use flannel_firewall::LegacyMemory;
 
 use crate::observe::Snapshot;

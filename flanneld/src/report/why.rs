@@ -7,7 +7,7 @@ use flannel_api::WhyReport;
 use flannel_core::Lease;
 use flannel_core::kernel::KernelError;
 use flannel_doctor::commands::localize;
-use flannel_doctor::why::{Explained, RouteInputs, diagnose, lookup};
+use flannel_doctor::diagnosis::why::{Explained, RouteInputs, diagnose, lookup};
 
 use crate::observe::{NetworkSnapshot, Snapshot};
 

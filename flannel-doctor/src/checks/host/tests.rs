@@ -17,7 +17,7 @@ fn healthy() -> Facts {
         device_forwarding: [(link("flannel.1"), true), (link("eth0"), true)].into(),
         rp_filter: [(link("flannel.1"), 0), (link("flannel-v6.1"), 2)].into(),
         bridge_calls: Dual { v4: Some(true), v6: Some(true) },
-        most_neighbours: Dual { v4: Some(1024), v6: Some(1024) },
+        max_neighbours: Dual { v4: Some(1024), v6: Some(1024) },
         drops: Vec::new(),
         addresses: [
             ("eth0", "192.0.2.1"),
@@ -38,7 +38,7 @@ fn peer(key: &str, public: &str) -> (Subnets, Dual<IpAddr>) {
     (key.parse().unwrap(), [public.parse::<IpAddr>().unwrap()].into_iter().collect())
 }
 
-/// The only finding after a change, as `check severity | text | mend`.
+/// The only finding after a change, as `check severity | text | repair`.
 fn only(change: impl FnOnce(&mut Facts)) -> String {
     let mut facts = healthy();
     change(&mut facts);
@@ -61,7 +61,7 @@ fn a_healthy_host_and_an_unreadable_one_have_no_findings() {
 }
 
 #[test]
-fn each_fault_is_one_finding_with_its_mend() {
+fn each_fault_is_one_finding_with_its_repair() {
     let device = |name: &str| name.parse::<LinkName>().unwrap();
     for (found, parts) in [
         (
@@ -76,13 +76,13 @@ fn each_fault_is_one_finding_with_its_mend() {
             only(|f| _ = f.device_forwarding.insert(device("flannel.1"), false)),
             [
                 "forwarding error",
-                "arrives on flannel.1",
+                "arrive on flannel.1",
                 "sysctl -w net.ipv4.conf.flannel/1.forwarding=1",
             ],
         ),
         (
             only(|f| _ = f.device_forwarding.insert(device("eth0"), false)),
-            ["forwarding warning", "arrives on eth0", "sysctl -w net.ipv4.conf.eth0.forwarding=1"],
+            ["forwarding warning", "arrive on eth0", "sysctl -w net.ipv4.conf.eth0.forwarding=1"],
         ),
         (
             only(|f| _ = f.rp_filter.insert(device("flannel.1"), 1)),
@@ -121,7 +121,7 @@ fn each_fault_is_one_finding_with_its_mend() {
             ],
         ),
         (
-            only(|f| f.most_neighbours.v4 = Some(1)),
+            only(|f| f.max_neighbours.v4 = Some(1)),
             [
                 "neighbours warning",
                 "1 peers are on this host's own link",
@@ -142,7 +142,7 @@ fn each_fault_is_one_finding_with_its_mend() {
 }
 
 #[test]
-fn what_does_not_matter_here_is_not_said() {
+fn settings_that_do_not_matter_are_no_finding() {
     let device = |name: &str| name.parse::<LinkName>().unwrap();
     let mut facts = healthy();
     facts.kubernetes = false;
@@ -162,7 +162,7 @@ fn what_does_not_matter_here_is_not_said() {
 #[test]
 fn neighbours_are_counted_only_on_the_own_link() {
     let mut facts = healthy();
-    facts.most_neighbours.v4 = Some(128);
+    facts.max_neighbours.v4 = Some(128);
     facts.peers = (0..1000)
         .map(|n| peer("10.1.7.0-24", &format!("198.51.{}.{}", n / 250, n % 250)))
         .collect();
@@ -179,7 +179,7 @@ fn neighbours_are_counted_only_on_the_own_link() {
 fn errors_come_first() {
     let mut facts = healthy();
     facts.rp_filter.insert("flannel.1".parse().unwrap(), 1);
-    facts.most_neighbours.v4 = Some(0);
+    facts.max_neighbours.v4 = Some(0);
     facts.peers.push(peer("10.1.8.0-24", "192.0.2.1"));
     let severities: Vec<String> =
         check(&facts).into_iter().map(|finding| finding.severity).collect();

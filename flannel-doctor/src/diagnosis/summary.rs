@@ -4,21 +4,21 @@ use std::collections::BTreeMap;
 
 use flannel_api::Finding;
 
-use crate::mtu::{Fault, narrowest};
+use crate::diagnosis::mtu::{Fault, narrowest};
 
-/// So many findings of one check are listed one by one.
-const MOST: usize = 5;
+/// Findings of one check that are listed one by one.
+const MAX_LISTED: usize = 5;
 
-/// Replaces faults of a check beyond the limit by one with their number. Among those that are too
-/// narrow the narrowest counts; for the others one line has all their commands.
+/// Replaces the faults of a check beyond the limit by one with their number. It has the narrowest
+/// of their places, or the commands of all of them in one line.
 pub(crate) fn bounded(faults: Vec<Fault>) -> Vec<Fault> {
     let mut kinds: BTreeMap<(String, bool), Vec<Fault>> = BTreeMap::new();
-    let (mut few, mut told) = (Vec::new(), BTreeMap::<String, usize>::new());
+    let (mut few, mut counts) = (Vec::new(), BTreeMap::<String, usize>::new());
     for fault in faults {
         let check = &fault.finding.check;
-        let count = told.entry(check.clone()).or_default();
+        let count = counts.entry(check.clone()).or_default();
         *count += 1;
-        match *count <= MOST {
+        match *count <= MAX_LISTED {
             true => few.push(fault),
             false => {
                 kinds.entry((check.clone(), fault.narrow.is_some())).or_default().push(fault);
@@ -32,20 +32,19 @@ pub(crate) fn bounded(faults: Vec<Fault>) -> Vec<Fault> {
         } else {
             Finding::warning
         };
-        let mend = all_of(more.iter().filter_map(|fault| fault.finding.repair.as_deref()));
+        let repair = all_of(more.iter().filter_map(|fault| fault.finding.repair.as_deref()));
         let narrow = narrowest(more.iter().filter_map(|fault| fault.narrow));
-        few.push(Fault { finding: Finding { repair: mend, ..made(&check, text) }, narrow });
+        few.push(Fault { finding: Finding { repair, ..made(&check, text) }, narrow });
     }
     few
 }
 
-/// One line of commands that does what each of these does, every command and every remark once;
-/// `None` of none.
-fn all_of<'a>(mends: impl Iterator<Item = &'a str>) -> Option<String> {
+/// One line with all commands and all remarks, each once; `None` without a command.
+fn all_of<'a>(repairs: impl Iterator<Item = &'a str>) -> Option<String> {
     let (mut commands, mut remarks) = (Vec::new(), Vec::new());
-    for mend in mends {
+    for repair in repairs {
         let (command, remark) =
-            mend.split_once(" # ").map_or((mend, None), |(c, remark)| (c, Some(remark)));
+            repair.split_once(" # ").map_or((repair, None), |(c, remark)| (c, Some(remark)));
         if !commands.contains(&command) {
             commands.push(command);
         }
@@ -61,42 +60,45 @@ mod tests {
     use std::net::IpAddr;
 
     use super::*;
-    use crate::mtu::Narrow;
+    use crate::diagnosis::mtu::Narrow;
 
     #[test]
-    fn many_findings_of_a_kind_are_counted() {
+    fn findings_beyond_the_limit_are_counted() {
         let to = IpAddr::from([192, 0, 2, 7]);
         let narrow = |n: u32| Narrow::Way { to, takes: Some(1409 - n) };
         let all =
             (0..9).map(|n| Fault::new(Finding::error("peer", format!("{n}")), narrow(n))).collect();
         let found = bounded(all);
-        assert_eq!(found.len(), MOST + 1);
-        assert!(found[MOST].finding.text.starts_with("the same of 4 more peers"), "{found:?}");
-        assert_eq!(
-            found[MOST].narrow,
-            Some(narrow(8)),
-            "the narrowest of those that are not told counts too"
+        assert_eq!(found.len(), MAX_LISTED + 1);
+        assert!(
+            found[MAX_LISTED].finding.text.starts_with("the same of 4 more peers"),
+            "{found:?}"
         );
-        // What mends those that are told alone mends the others, too.
-        let fault = |n: u32, mend: String| {
-            Fault::from(Finding::error("peer", format!("{n}")).with_command(mend))
+        assert_eq!(
+            found[MAX_LISTED].narrow,
+            Some(narrow(8)),
+            "the narrowest of those that are not listed"
+        );
+        // The repairs of those that are listed repair the others too.
+        let fault = |n: u32, repair: String| {
+            Fault::from(Finding::error("peer", format!("{n}")).with_command(repair))
         };
-        let mend_of = |all: Vec<Fault>| bounded(all).pop().unwrap().finding.repair;
+        let repair_of = |all: Vec<Fault>| bounded(all).pop().unwrap().finding.repair;
         let each = (0..8).map(|n| fault(n, format!("release '{n}' # if it is gone"))).collect();
         assert_eq!(
-            mend_of(each).as_deref(),
+            repair_of(each).as_deref(),
             Some("release '5'; release '6'; release '7' # if it is gone"),
             "each lease is another's"
         );
         let same = (0..8).map(|n| fault(n, "iptables -I INPUT -j ACCEPT".into())).collect();
-        assert_eq!(mend_of(same).as_deref(), Some("iptables -I INPUT -j ACCEPT"));
-        // What is about sizes has its mend later; what is not keeps its own beside it.
+        assert_eq!(repair_of(same).as_deref(), Some("iptables -I INPUT -j ACCEPT"));
+        // Faults of sizes get their repair later. The others keep their own.
         let mixed = (0..9).map(|n| match n % 2 {
             0 => fault(n, format!("x {n}")),
             _ => Fault::new(Finding::warning("peer", format!("{n}")), narrow(n)),
         });
         let found = bounded(mixed.collect());
-        let [others, sizes] = &found[MOST..] else { panic!("{found:?}") };
+        let [others, sizes] = &found[MAX_LISTED..] else { panic!("{found:?}") };
         assert_eq!((others.finding.repair.as_deref(), others.narrow), (Some("x 6; x 8"), None));
         assert_eq!((sizes.narrow, sizes.finding.is_error()), (Some(narrow(7)), false));
     }

@@ -1,22 +1,21 @@
-//! One remedy for all packets that are too large for some path.
+//! One repair for all packets that are too large for some path.
 //!
-//! Pods use one size everywhere, so the narrowest of all paths decides. It must do for every enabled
-//! family. With a tunnel the network config sets it; without one pods get the size of the external
-//! interface.
+//! Pods have one MTU, so the narrowest path decides. The MTU must suffice for every enabled family.
+//! With a tunnel the network config sets it. Without one it is the MTU of the external interface.
 
 use std::net::IpAddr;
 
 use flannel_api::Finding;
 use flannel_core::address::Family;
 
-use crate::device::Devices;
+use crate::inputs::devices::Devices;
 
-/// Something that is wrong, and what takes too little, if that is it.
+/// A finding, with the narrow place that caused it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Fault {
-    /// What is wrong.
+    /// The finding.
     pub finding: Finding,
-    /// The narrow place, if that is what is wrong.
+    /// The narrow place; `None` for other faults.
     pub narrow: Option<Narrow>,
 }
 
@@ -27,28 +26,28 @@ impl From<Finding> for Fault {
 }
 
 impl Fault {
-    /// A fault because of a narrow place.
+    /// A fault with a narrow place.
     pub fn new(finding: Finding, narrow: Narrow) -> Self {
         Self { finding, narrow: Some(narrow) }
     }
 }
 
-/// Something that takes less than pods send. `takes` is the `MTU` in the network config with which
-/// what they send passes, or without a tunnel that of the external interface; all in bytes.
+/// A place that takes less than the MTU of pods. `takes` is the largest `MTU` of the network config,
+/// or without a tunnel of the external interface, with which packets pass. All in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Narrow {
-    /// The way to an address; `None`: how little is not known.
+    /// The path to an address.
     Way {
         /// The address.
         to: IpAddr,
-        /// See above.
+        /// The MTU; `None` if it is not known.
         takes: Option<u32>,
     },
-    /// This host's external interface, of which full packets need so many.
+    /// This host's external interface.
     Uplink {
-        /// What it takes.
+        /// Its MTU.
         takes: u32,
-        /// What full packets need.
+        /// The MTU that full packets need.
         needed: u32,
     },
 }
@@ -62,35 +61,35 @@ impl Narrow {
     }
 }
 
-/// The narrowest; what is not known is narrower than nothing.
+/// The narrowest place. A place of unknown MTU counts as the widest.
 pub fn narrowest(all: impl IntoIterator<Item = Narrow>) -> Option<Narrow> {
     all.into_iter().min_by_key(|narrow| narrow.takes().unwrap_or(u32::MAX))
 }
 
-/// The findings, with one mend for all that are about too large packets. `families` are those that
-/// the network has.
+/// The findings, with one repair for all that have a narrow place. `families` are the families of the
+/// network.
 pub fn settle(faults: Vec<Fault>, devices: &Devices, families: &[Family]) -> Vec<Finding> {
     let least = Least::new(devices, families);
     let all = || faults.iter().filter_map(|fault| fault.narrow);
     let unknown = all().any(|narrow| narrow.takes().is_none());
-    let mend = narrowest(all()).map(|narrow| mend(narrow, unknown, devices, &least));
+    let repair = narrowest(all()).map(|narrow| repair(narrow, unknown, devices, &least));
     let settled = |Fault { mut finding, narrow }| {
         let Some(narrow) = narrow else { return finding };
         if let Some(takes) = narrow.takes().filter(|takes| *takes < least.bytes) {
             finding.text += &format!(": {takes} bytes are too few for {}", least.text);
         }
-        finding.repair.clone_from(&mend);
+        finding.repair.clone_from(&repair);
         finding
     };
     faults.into_iter().map(settled).collect()
 }
 
-/// With how little every family of the network can be.
+/// The minimum MTU that suffices for every family of the network.
 struct Least {
     bytes: u32,
     /// `IPv6 through the tunnel, which takes 1350`.
     text: String,
-    /// What every path of the internet takes, with the tunnel.
+    /// The minimum MTU of IPv6 plus the tunnel's header. Every path of the Internet takes it.
     every_path: u32,
 }
 
@@ -108,12 +107,13 @@ impl Least {
     }
 }
 
-fn mend(narrow: Narrow, unknown: bool, devices: &Devices, least: &Least) -> String {
+fn repair(narrow: Narrow, unknown: bool, devices: &Devices, least: &Least) -> String {
     let uplink = devices.uplink.map_or_else(|| "DEVICE".to_owned(), |name| name.to_string());
     let patch = |mtu: u32| format!("flannelctl config patch '{{\"Backend\": {{\"MTU\": {mtu}}}}}'");
     let kept = |mtu: u32| {
         format!(
-            "a reboot keeps it by the host's network settings only: mtu: {mtu} (netplan), MTUBytes={mtu} (networkd)"
+            "to keep it over a reboot, change the host's network settings: mtu: {mtu} (netplan), \
+             MTUBytes={mtu} (networkd)"
         )
     };
     match (narrow, devices.datapath.devices.is_empty()) {
@@ -125,34 +125,37 @@ fn mend(narrow: Narrow, unknown: bool, devices: &Devices, least: &Least) -> Stri
             )
         }
         (Narrow::Way { to, takes: Some(takes) }, _) if takes < least.bytes => format!(
-            "tracepath -n {to} # the underlay is to be mended: the link that takes so little must take {} at least",
+            "tracepath -n {to} # the underlay must be repaired: its narrowest link must take {} at least",
             least.bytes
         ),
         (Narrow::Uplink { takes, needed }, false) => format!(
-            "{} # if {uplink} takes so little by mistake: ip link set {uplink} mtu {needed}; {}",
+            "{} # if the MTU of {uplink} is a mistake: ip link set {uplink} mtu {needed}; {}",
             patch(takes),
             kept(needed)
         ),
         (Narrow::Way { takes: Some(takes), .. }, false) if unknown => {
-            format!("{} # then ask again: of some ways it is not known what passes", patch(takes))
+            format!(
+                "{} # then run the doctor again: the MTU of some paths is not known",
+                patch(takes)
+            )
         }
         (Narrow::Way { takes: Some(takes), .. }, false) => patch(takes),
         (Narrow::Way { takes: None, .. }, false) => {
             format!("{} # the MTU of the path, if it is known, is better", patch(least.every_path))
         }
         (Narrow::Uplink { takes, needed }, true) => format!(
-            "systemctl restart flanneld # pods are told the {takes} bytes of {uplink} then; if it takes so little by \
-             mistake: ip link set {uplink} mtu {needed}; {}",
+            "systemctl restart flanneld # then new pods use the {takes} bytes of {uplink}; if its MTU is \
+             a mistake: ip link set {uplink} mtu {needed}; {}",
             kept(needed)
         ),
         (Narrow::Way { to, takes: Some(takes) }, true) => format!(
-            "ip link set {uplink} mtu {takes} # on every node, unless the link that tracepath -n {to} shows can take \
-             more; {}",
+            "ip link set {uplink} mtu {takes} # on every node, unless the link that tracepath -n {to} \
+             shows can take more; {}",
             kept(takes)
         ),
         (Narrow::Way { to, takes: None }, true) => format!(
-            "tracepath -n {to} # let the link that takes less take more, or every node's external interface take as \
-             little"
+            "tracepath -n {to} # raise the MTU of the narrowest link, or lower that of every node's \
+             external interface"
         ),
     }
 }
@@ -178,7 +181,7 @@ mod tests {
         devices
     }
 
-    fn mends(faults: Vec<Fault>, devices: &Devices, families: &[Family]) -> Vec<String> {
+    fn repairs(faults: Vec<Fault>, devices: &Devices, families: &[Family]) -> Vec<String> {
         settle(faults, devices, families)
             .into_iter()
             .map(|f| f.repair.unwrap_or_default())
@@ -186,31 +189,33 @@ mod tests {
     }
 
     #[test]
-    fn many_narrow_ways_have_one_mend_that_does_for_all() {
+    fn all_narrow_paths_have_one_repair() {
         let four = devices(Dual { v4: Some("flannel.1"), v6: None });
         let patch =
             |mtu: u32| format!("flannelctl config patch '{{\"Backend\": {{\"MTU\": {mtu}}}}}'");
         let faults = || vec![way(7, Some(1400)), way(8, Some(1300)), way(9, Some(1450))];
-        assert_eq!(mends(faults(), &four, &[Family::V4]), vec![patch(1300); 3]);
-        // What is not known is told, and does not decide.
+        assert_eq!(repairs(faults(), &four, &[Family::V4]), vec![patch(1300); 3]);
+        // An unknown MTU is mentioned, but does not decide.
         let some = [faults(), vec![way(10, None)]].concat();
-        let again =
-            format!("{} # then ask again: of some ways it is not known what passes", patch(1300));
-        assert_eq!(mends(some, &four, &[Family::V4]), vec![again; 4]);
+        let again = format!(
+            "{} # then run the doctor again: the MTU of some paths is not known",
+            patch(1300)
+        );
+        assert_eq!(repairs(some, &four, &[Family::V4]), vec![again; 4]);
         let guess = " # the MTU of the path, if it is known, is better";
-        assert_eq!(mends(vec![way(7, None)], &four, &[Family::V4]), [patch(1330) + guess]);
+        assert_eq!(repairs(vec![way(7, None)], &four, &[Family::V4]), [patch(1330) + guess]);
         let both = devices(Dual { v4: Some("flannel.1"), v6: Some("flannel-v6.1") });
-        assert_eq!(mends(vec![way(7, None)], &both, &BOTH), [patch(1350) + guess]);
-        // Others have their own.
+        assert_eq!(repairs(vec![way(7, None)], &both, &BOTH), [patch(1350) + guess]);
+        // Other findings keep their own repair.
         let other = Finding::error("tunnel", "x").with_command("y");
         assert_eq!(
-            mends(vec![other.into(), way(7, Some(1400))], &four, &[Family::V4]),
+            repairs(vec![other.into(), way(7, Some(1400))], &four, &[Family::V4]),
             ["y".to_owned(), patch(1400)]
         );
     }
 
     #[test]
-    fn nothing_is_made_smaller_than_the_families_need() {
+    fn no_mtu_is_lowered_below_the_minimum_of_the_families() {
         let both = devices(Dual { v4: Some("flannel.1"), v6: Some("flannel-v6.1") });
         let six = devices(Dual { v4: None, v6: Some("flannel-v6.1") });
         let four = devices(Dual { v4: Some("flannel.1"), v6: None });
@@ -224,34 +229,35 @@ mod tests {
             for takes in [least - 1, least] {
                 let found =
                     settle(vec![way(7, Some(takes)), way(8, Some(1400))], devices, families);
-                let (text, mend) = (&found[0].text, found[0].repair.as_deref().unwrap());
-                assert_eq!(Some(mend), found[1].repair.as_deref());
+                let (text, repair) = (&found[0].text, found[0].repair.as_deref().unwrap());
+                assert_eq!(Some(repair), found[1].repair.as_deref());
                 assert_eq!(found[1].text, "peer 8");
                 let too_few = text.contains(&format!("{takes} bytes are too few for IPv"));
                 assert_eq!(too_few, takes < least, "{text}");
                 let names_the_underlay = format!("must take {least} at least");
                 assert_eq!(
-                    mend.starts_with("tracepath -n 192.0.2.7 #")
-                        && mend.ends_with(&names_the_underlay),
+                    repair.starts_with("tracepath -n 192.0.2.7 #")
+                        && repair.ends_with(&names_the_underlay),
                     too_few,
-                    "{mend}"
+                    "{repair}"
                 );
-                assert!(too_few || mend.contains(&takes.to_string()), "{mend}");
+                assert!(too_few || repair.contains(&takes.to_string()), "{repair}");
             }
         }
         // This host's own interface.
         let own = |takes| {
             let narrow = Narrow::Uplink { takes, needed: 1500 };
-            mends(vec![Fault::new(Finding::error("mtu", "x"), narrow)], &both, &BOTH).remove(0)
+            repairs(vec![Fault::new(Finding::error("mtu", "x"), narrow)], &both, &BOTH).remove(0)
         };
         assert!(
-            own(1349).starts_with("ip link set eth0 mtu 1500 # 1350 at least; a reboot"),
+            own(1349).starts_with("ip link set eth0 mtu 1500 # 1350 at least; to keep"),
             "{}",
             own(1349)
         );
         assert!(
-            own(1350)
-                .starts_with("flannelctl config patch '{\"Backend\": {\"MTU\": 1350}}' # if eth0"),
+            own(1350).starts_with(
+                "flannelctl config patch '{\"Backend\": {\"MTU\": 1350}}' # if the MTU"
+            ),
             "{}",
             own(1350)
         );

@@ -1,7 +1,7 @@
-//! Why packets for one address take the way they take: from the lease to the kernel's own answer.
+//! Explains the path of packets to one address, from the lease to the kernel's route look-up.
 //!
-//! The verdict compares what the leases ask for with what the kernel says it would do, over all its
-//! tables. So a route or rule of another program shows even if all objects of ours are in place.
+//! The verdict compares the objects that the leases need with the kernel's answer over all routing
+//! tables. So it shows a route or rule of another program even if all objects of ours are in place.
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -13,35 +13,35 @@ use flannel_core::object::{LinkName, Object, Via};
 use flannel_core::status::ObjectState;
 use flannel_core::{Config, Kernel, Lease};
 
-/// Asks the kernel where it disturbs nobody.
+/// Looks up the route to an address, off the async threads.
 pub async fn lookup(kernel: Arc<dyn Kernel>, address: IpAddr) -> Result<RouteAnswer, KernelError> {
     let answer = tokio::task::spawn_blocking(move || kernel.lookup(address)).await;
-    answer.unwrap_or_else(|_| Err(KernelError::explained(5, "the question was not carried out")))
+    answer.unwrap_or_else(|_| Err(KernelError::explained(5, "the look-up was not carried out")))
 }
 
-/// What the network says of a peer.
+/// The network's explanation of a peer.
 pub struct Explained {
     /// The lease.
     pub lease: Arc<Lease>,
-    /// Why the lease is not believed.
+    /// The reason that the lease is rejected; `None`: it is accepted.
     pub rejection: Option<String>,
-    /// The objects that it asks for, with their states.
+    /// The objects of the lease, with their states.
     pub objects: Vec<(Object, ObjectState)>,
 }
 
-/// What is known of an address.
+/// The inputs for one address.
 pub struct RouteInputs<'a> {
-    /// It is a daemon that asks itself.
+    /// A daemon makes the diagnosis itself.
     pub daemon: bool,
     /// The network config.
     pub config: Option<&'a Config>,
     /// This node's lease.
     pub own: Option<&'a Lease>,
-    /// The lease whose subnet holds the address, if the daemon cannot explain it.
+    /// The lease whose subnet holds the address, if there is no explanation.
     pub lease: Option<&'a Lease>,
-    /// What the network says of the peer.
+    /// The network's explanation of the peer.
     pub explanation: Option<Explained>,
-    /// What the kernel answers.
+    /// The kernel's answer.
     pub answer: Result<RouteAnswer, KernelError>,
 }
 
@@ -58,7 +58,7 @@ impl Default for RouteInputs<'_> {
     }
 }
 
-/// Puts it together.
+/// The report on an address.
 pub fn diagnose(address: IpAddr, facts: &RouteInputs<'_>) -> WhyReport {
     let network =
         facts.config.and_then(|config| config.pod_networks().find(|n| n.contains(address)));
@@ -104,7 +104,7 @@ fn wanted(object: &Object, how: &ObjectState) -> ObjectReport {
     ObjectReport { object: object.to_string(), state: state.to_owned(), error }
 }
 
-/// Where the objects lead the address: the device and the gateway.
+/// The device and the gateway of the wanted route to the address.
 fn wanted_way(
     address: IpAddr,
     objects: &[(Object, ObjectState)],
@@ -126,16 +126,15 @@ fn wanted_way(
     }
 }
 
-/// Takes away the route that counts for an address, where that is not the one that should; never
-/// the default route.
+/// The command that deletes the route in use for an address; never the default route.
 fn unshadow(address: IpAddr) -> String {
     let ip = if address.is_ipv4() { "ip" } else { "ip -6" };
     format!(
-        "{ip} route del $({ip} route get fibmatch {address} | grep -v ^default) # if no rule leads there: {ip} rule"
+        "{ip} route del $({ip} route get fibmatch {address} | grep -v ^default) # if no rule causes it: {ip} rule"
     )
 }
 
-/// `192.0.2.254 dev eth0` and the like.
+/// `via 192.0.2.254 dev eth0`, for example.
 fn way(gateway: Option<IpAddr>, link: Option<LinkName>) -> String {
     match (gateway, link) {
         (Some(gateway), Some(link)) => format!("via {gateway} dev {link}"),
@@ -155,14 +154,14 @@ fn verdict(
 ) -> Verdict {
     let answer = match &facts.answer {
         Ok(answer) => answer,
-        Err(error) => return (false, format!("the kernel could not be asked: {error}"), None),
+        Err(error) => return (false, format!("the route look-up failed: {error}"), None),
     };
     if own {
         let text =
             if answer.local { "it is this node's own" } else { "it is in this node's own subnet" };
         return (
             true,
-            format!("{text}: flannel has nothing to do with it, the CNI plugin's bridge has"),
+            format!("{text}: the CNI plugin's bridge delivers the packets, not flannel"),
             None,
         );
     }
@@ -175,7 +174,7 @@ fn verdict(
             ),
             (Some(_), false) => (
                 false,
-                "it lies outside the pod networks: flannel leads nothing there".to_owned(),
+                "it lies outside the pod networks: flannel has no route to it".to_owned(),
                 None,
             ),
             (None, _) => (false, "nothing is known of it".to_owned(), None),
@@ -183,10 +182,8 @@ fn verdict(
     };
     let Some(explanation) = &facts.explanation else {
         let (text, hint) = match facts.daemon {
-            true => ("whose lease has come and waits for its turn", "flannelctl watch"),
-            false => {
-                ("and what the daemon wants for it cannot be asked", "systemctl start flanneld")
-            }
+            true => ("whose lease has arrived and waits for its turn", "flannelctl watch"),
+            false => ("and the daemon does not answer", "systemctl start flanneld"),
         };
         return (
             false,
@@ -197,7 +194,7 @@ fn verdict(
     of_peer(address, lease, explanation, answer)
 }
 
-/// What is to be said of a peer that the network knows.
+/// The verdict on a peer that the network knows.
 fn of_peer(
     address: IpAddr,
     lease: &Lease,
@@ -205,7 +202,7 @@ fn of_peer(
     answer: &RouteAnswer,
 ) -> Verdict {
     if let Some(why) = &explanation.rejection {
-        return (false, format!("its lease {} is not believed: {why}", lease.subnets), None);
+        return (false, format!("its lease {} is rejected: {why}", lease.subnets), None);
     }
     let waits = |(_, how): &(Object, ObjectState)| matches!(how, ObjectState::Pending);
     let watch = Some("flannelctl watch".to_owned());
@@ -230,7 +227,7 @@ fn of_peer(
         Some((link, gateway)) if answer.link != Some(link) || answer.gateway != gateway => {
             let (is, should) = (way(answer.gateway, answer.link), way(gateway, Some(link)));
             let text = format!(
-                "shadowed: packets go {is} instead of {should}, by a more specific route or a rule of others"
+                "shadowed: packets go {is} instead of {should}, because of a more specific route or a rule of others"
             );
             (false, text, Some(unshadow(address)))
         }
@@ -271,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn each_layer_can_be_the_reason() {
+    fn each_layer_can_be_the_cause() {
         let config = Config::parse(r#"{"Network":"10.1.0.0/16"}"#).unwrap();
         let own = Lease { subnets: "10.1.5.0-24".parse().unwrap(), ..peer() };
         let address: IpAddr = "10.1.7.9".parse().unwrap();
@@ -326,8 +323,8 @@ mod tests {
             Some(explain(ObjectState::Unwanted, Some("another backend".into()))),
             right,
         );
-        assert!(rejected.verdict.ends_with("not believed: another backend"), "{rejected:?}");
-        // The store has told of it, and the network is at others before it.
+        assert!(rejected.verdict.ends_with("rejected: another backend"), "{rejected:?}");
+        // The lease is in the store, but the network has not processed it yet.
         for (daemon, hint) in [(true, "flannelctl watch"), (false, "systemctl start flanneld")] {
             let lease = peer();
             let facts = RouteInputs {

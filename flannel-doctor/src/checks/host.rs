@@ -1,7 +1,7 @@
-//! What about this host may keep pods from reaching each other, though leases and objects are in order.
+//! Checks of the settings of this host that block packets of pods.
 //!
-//! Findings are derived from `Facts`. What could not be read is no finding, but reported as unread.
-//! Findings change nothing: neither the start nor readiness depends on them.
+//! Findings are derived from `Facts`. A value that cannot be read is no finding, but is reported as
+//! unread. Neither the daemon's start nor its readiness depends on findings.
 
 mod read;
 
@@ -19,21 +19,21 @@ use read::read;
 
 pub use read::HostScene;
 
-/// The check that the advisories of the network report too.
+/// The name of the check for a duplicate public address. The network's advisories report it too.
 pub const DUPLICATE: &str = "duplicate-address";
 
-/// Where pods and hosts get in each other's way.
+/// The repair if addresses of pods and hosts overlap.
 const ANOTHER_NETWORK: &str =
     "flannelctl config set FILE # with a Network that holds no address of a host";
 
-/// What the checks look at. What is `None`, or not in a map, could not be read.
+/// The inputs of the checks. A value that is `None`, or not in a map, could not be read.
 #[derive(Debug, Clone, Default)]
 struct Facts {
-    /// Of the enabled families.
+    /// The pod networks of the enabled families.
     pod_networks: Dual<Subnet>,
     /// This node's own subnets.
     own: Dual<Subnet>,
-    /// Devices of ours that packets between pods pass; empty with a backend that needs none.
+    /// The tunnel devices; empty with a backend that needs none.
     tunnels: Vec<LinkName>,
     /// Kubernetes runs here.
     kubernetes: bool,
@@ -41,16 +41,15 @@ struct Facts {
     forwarding: Dual<bool>,
     /// `net.ipv4.conf.DEVICE.forwarding`.
     device_forwarding: BTreeMap<LinkName, bool>,
-    /// `net.ipv4.conf.DEVICE.rp_filter`, or that of `all` if it is stricter: 0 off, 1 strict, 2
-    /// loose.
+    /// The larger of `net.ipv4.conf.DEVICE.rp_filter` and that of `all`: 0 off, 1 strict, 2 loose.
     rp_filter: BTreeMap<LinkName, u8>,
-    /// Whether bridged packets pass iptables (`net.bridge.bridge-nf-call-iptables`); without the
-    /// module, no.
+    /// Whether bridged packets pass iptables (`net.bridge.bridge-nf-call-iptables`). False without
+    /// the module.
     bridge_calls: Dual<bool>,
-    /// How many neighbours the kernel remembers at most (`gc_thresh3`); only the machine's own
-    /// namespace knows.
-    most_neighbours: Dual<u64>,
-    /// Who drops forwarded packets unless a rule accepts them.
+    /// The maximum number of neighbour entries (`gc_thresh3`). Only the initial network namespace has
+    /// it.
+    max_neighbours: Dual<u64>,
+    /// Chains that drop forwarded packets unless a rule accepts them.
     drops: Vec<ForwardDrop>,
     /// All addresses of this host.
     addresses: Vec<(LinkName, IpAddr)>,
@@ -58,28 +57,28 @@ struct Facts {
     public: Dual<IpAddr>,
     /// The networks on the external interface's own link.
     on_link: Vec<Subnet>,
-    /// Other nodes' leases, with their public addresses.
+    /// The leases of other nodes, with their public addresses.
     peers: Vec<(Subnets, Dual<IpAddr>)>,
-    /// What matters and could not be read, with the reason where there is one to tell.
+    /// Values that could not be read, with the reason if it is known.
     unread: Vec<String>,
 }
 
-/// What there is to say of a host.
+/// The report on a host.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct HostReport {
-    /// Errors first.
+    /// The findings, errors first.
     pub findings: Vec<Finding>,
-    /// What could not be looked at.
+    /// Values that could not be read.
     pub unread: Vec<String>,
 }
 
-/// Looks at this host. What takes a process may come from `memory`.
+/// Checks this host. Results of external programs may come from `memory`.
 pub async fn check_host(scene: HostScene, memory: &LegacyMemory) -> HostReport {
     let facts = read(scene, memory).await;
     HostReport { findings: check(&facts), unread: facts.unread }
 }
 
-/// Everything that is to be said of these facts, errors first.
+/// All findings, errors first.
 fn check(facts: &Facts) -> Vec<Finding> {
     let mut found = forwarding(facts);
     found.extend(rp_filter(facts));
@@ -87,7 +86,7 @@ fn check(facts: &Facts) -> Vec<Finding> {
     found.extend(clashes(facts));
     found.extend(neighbours(facts));
     found.extend(bridge_calls(facts));
-    // Stable: the order above stays within each severity.
+    // The sort is stable: within each severity the order above stays.
     found.sort_by_key(|finding| !finding.is_error());
     found
 }
@@ -108,13 +107,13 @@ fn forwarding(facts: &Facts) -> Vec<Finding> {
             );
         }
     }
-    // Without the first switch these tell nothing new.
+    // Settings of devices have no effect while the global one is off.
     if facts.pod_networks.v4.is_none() || facts.forwarding.v4 != Some(true) {
         return found;
     }
     for (device, _) in facts.device_forwarding.iter().filter(|(_, on)| !**on) {
         let key = format!("net.ipv4.conf.{}.forwarding", sysctl_name(*device));
-        let text = format!("{key} is 0: what arrives on {device} is not forwarded to pods");
+        let text = format!("{key} is 0: packets that arrive on {device} are not forwarded to pods");
         let carries_pods = facts.tunnels.contains(device) || facts.tunnels.is_empty();
         let finding = if carries_pods {
             Finding::error("forwarding", text)
@@ -126,7 +125,7 @@ fn forwarding(facts: &Facts) -> Vec<Finding> {
     found
 }
 
-/// A device's name in a key of `sysctl`, where a dot divides.
+/// A device's name in a key of `sysctl`, where a dot is a separator.
 fn sysctl_name(device: LinkName) -> String {
     device.as_str().replace('.', "/")
 }
@@ -138,12 +137,12 @@ fn rp_filter(facts: &Facts) -> Vec<Finding> {
     let strict = facts.rp_filter.iter().filter(|(_, mode)| **mode == 1);
     let finding = |(device, _): (&LinkName, &u8)| {
         let text = format!(
-            "rp_filter of {device} is strict: packets that come another way than their answers would go are dropped \
-             silently"
+            "rp_filter of {device} is strict: the kernel silently drops packets that arrive on another \
+             device than their answers would leave by"
         );
-        // The larger of the two counts, so that 2 for the device is enough.
-        let mend = format!("sysctl -w net.ipv4.conf.{}.rp_filter=2", sysctl_name(*device));
-        Finding::warning("rp-filter", text).with_command(mend)
+        // The kernel uses the larger of the values for the device and for `all`.
+        let repair = format!("sysctl -w net.ipv4.conf.{}.rp_filter=2", sysctl_name(*device));
+        Finding::warning("rp-filter", text).with_command(repair)
     };
     strict.map(finding).collect()
 }
@@ -154,8 +153,8 @@ fn drops(facts: &Facts) -> Vec<Finding> {
     let finding = |drop: &ForwardDrop| {
         let family = drop.family;
         let text = format!(
-            "{drop} drops forwarded {family} packets that none of its own rules accepts, those of pods too: flannel's rules \
-             are in another table, or off"
+            "{drop} drops forwarded {family} packets that none of its own rules accepts, those of pods \
+             too: flannel's rules are in another table, or off"
         );
         let network =
             facts.pod_networks[family].map(|network| network.to_string()).unwrap_or_default();
@@ -164,7 +163,7 @@ fn drops(facts: &Facts) -> Vec<Finding> {
             Family::V4 => "iptables",
             Family::V6 => "ip6tables",
         };
-        let mend = match (drop.legacy, drop.table.as_str()) {
+        let repair = match (drop.legacy, drop.table.as_str()) {
             (true, _) => format!("{iptables}-legacy -P FORWARD ACCEPT"),
             (false, "ip filter" | "ip6 filter") if drop.chain == "FORWARD" => {
                 format!("{iptables} -P FORWARD ACCEPT")
@@ -174,7 +173,7 @@ fn drops(facts: &Facts) -> Vec<Finding> {
                 drop.table, drop.chain, drop.table, drop.chain
             ),
         };
-        Finding::warning("forward-drop", text).with_command(mend)
+        Finding::warning("forward-drop", text).with_command(repair)
     };
     facts.drops.iter().filter(concerns).map(finding).collect()
 }
@@ -193,7 +192,7 @@ fn clashes(facts: &Facts) -> Vec<Finding> {
         found.push(match device.as_str() {
             "cni0" => Finding::error(
                 "clash",
-                format!("cni0 has {address}, which is not of this node's subnet {own}: pods that start now get no network"),
+                format!("cni0 has {address}, which is not of this node's subnet {own}: new pods get no network"),
             )
             .with_command("ip link delete cni0"),
             _ => Finding::warning(
@@ -207,43 +206,45 @@ fn clashes(facts: &Facts) -> Vec<Finding> {
         let inside = public.values().find_map(|address| Some((address, network(*address)?)));
         if let Some((address, network)) = inside {
             let text = format!(
-                "the pod network {network} contains {address}, the public address of {subnets}: its tunnel packets would \
-                 go into the tunnel"
+                "the pod network {network} contains {address}, the public address of {subnets}: its \
+                 tunnel packets would go into the tunnel"
             );
             found.push(Finding::error("clash", text).with_command(ANOTHER_NETWORK));
         }
         let same = public.values().find(|address| facts.public.values().any(|own| own == *address));
         if let Some(address) = same {
             let text = format!(
-                "{subnets} is the lease of another node with this node's public address {address}: each takes the other's \
-                 packets"
+                "{subnets} is the lease of another node with this node's public address {address}: each \
+                 takes the other's packets"
             );
-            let mend = format!("{}, else give it another --public-ip", release(subnets));
-            found.push(Finding::error(DUPLICATE, text).with_command(mend));
+            let repair = format!("{}, else give it another --public-ip", release(subnets));
+            found.push(Finding::error(DUPLICATE, text).with_command(repair));
         }
     }
     found
 }
 
-/// Only peers whose public address is on the external interface's link take an entry that counts:
-/// the kernel asks for their MAC address, be it for pods' packets as they are or for those of a
-/// tunnel. All others share the router's. The permanent entries of the tunnel itself do not count.
+/// Checks the limit of neighbour entries. A peer whose public address is on the external interface's
+/// link needs an entry there, with or without a tunnel. All others share the router's entry.
+/// Permanent entries, such as those on the tunnel device, do not count.
 ///
 /// **Source**: linux `net/core/neighbour.c: neigh_alloc` (5.0: permanent entries are exempt).
 fn neighbours(facts: &Facts) -> Vec<Finding> {
     let mut found = Vec::new();
-    for (family, most) in facts.most_neighbours.iter() {
-        let asked = |address: IpAddr| facts.on_link.iter().any(|network| network.contains(address));
+    for (family, max) in facts.max_neighbours.iter() {
+        let on_link =
+            |address: IpAddr| facts.on_link.iter().any(|network| network.contains(address));
         let peers =
-            facts.peers.iter().filter(|(_, public)| public[family].is_some_and(asked)).count()
+            facts.peers.iter().filter(|(_, public)| public[family].is_some_and(on_link)).count()
                 as u64;
-        if peers < *most {
+        if peers < *max {
             continue;
         }
         let key =
             format!("net.ipv{}.neigh.default.gc_thresh3", if family == Family::V4 { 4 } else { 6 });
         let text = format!(
-            "{key} is {most}, and {peers} peers are on this host's own link: the kernel forgets neighbours that it needs, and drops packets"
+            "{key} is {max}, and {peers} peers are on this host's own link: the kernel removes neighbours \
+             that it needs, and drops packets"
         );
         let enough = (4 * peers).next_power_of_two();
         found.push(
@@ -253,7 +254,7 @@ fn neighbours(facts: &Facts) -> Vec<Finding> {
     found
 }
 
-/// Only services of Kubernetes need it, and only for pods on one bridge.
+/// Checks that bridged packets pass iptables. Services of Kubernetes need it for pods on one bridge.
 fn bridge_calls(facts: &Facts) -> Vec<Finding> {
     let off = |family: &Family| facts.bridge_calls[*family] == Some(false);
     let families = facts.pod_networks.families().filter(|_| facts.kubernetes);
@@ -263,8 +264,8 @@ fn bridge_calls(facts: &Facts) -> Vec<Finding> {
             Family::V6 => "net.bridge.bridge-nf-call-ip6tables",
         };
         let text = format!(
-            "{key} is not 1: what pods on this host send each other by way of a service's address is answered from \
-             the wrong one"
+            "{key} is not 1: if pods on this host reach each other through a service, answers have the \
+             wrong source address"
         );
         Finding::warning("bridge-netfilter", text)
             .with_command(format!("modprobe br_netfilter; sysctl -w {key}=1"))

@@ -1,7 +1,7 @@
-//! The questions to a peer, and their answers for people and programs.
+//! The questions to a peer, and the reports of their answers.
 //!
-//! A packet of full size through the tunnel is as large as pods may send. To the public address it is
-//! as large as that takes on the wire.
+//! A packet of full size through the tunnel has the MTU of pods. A packet of full size to the public
+//! address is as large as such a packet on the wire, with the tunnel's header.
 
 use std::net::IpAddr;
 
@@ -10,49 +10,49 @@ use flannel_core::address::{Dual, Family};
 use flannel_core::object::LinkName;
 use serde::Serialize;
 
-use crate::device::Devices;
-use crate::echo::{Answer, Probe};
+use crate::inputs::devices::Devices;
+use crate::inputs::echo::{Answer, Probe};
 use crate::path_probe::client::Segments;
 
-/// Enough for headers and a few bytes.
+/// A small packet, in bytes: headers and a few bytes.
 const SMALL: u16 = 64;
 
 /// A peer.
 #[derive(Debug, Clone)]
 pub struct Target {
-    /// Of its lease.
+    /// The key of its lease.
     pub key: String,
     /// The subnets of its lease.
     pub subnets: Vec<Subnet>,
     /// The addresses that other nodes reach it by.
     pub public: Dual<IpAddr>,
-    /// Of its lease.
+    /// The backend type in its lease.
     pub backend: String,
-    /// As the daemon sees it.
+    /// Its state, as the daemon reports it.
     pub state: String,
 }
 
-/// What is asked of a peer in one family. Each is asked for small and full size.
+/// A question to a peer in one family. Each address gets an echo of small and of full size.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Question {
     /// The family.
     pub family: Family,
-    /// By which pods' packets go: this host's tunnel, or its external interface where there is
-    /// none, or none is used.
+    /// The device for packets of pods: this host's tunnel, or its external interface if no tunnel
+    /// is used.
     pub device: Option<LinkName>,
-    /// What that takes, in bytes, where it could be read.
+    /// The MTU of that device, in bytes; `None` if it could not be read.
     pub takes: Option<u32>,
-    /// Its tunnel's address, and how many bytes are full size; `None` without a tunnel.
+    /// The peer's tunnel address, and the full size in bytes; `None` without a tunnel.
     pub tunnel: Option<(IpAddr, u16)>,
-    /// Its public address, and what a full packet takes on the wire.
+    /// The peer's public address, and the size of a full packet on the wire, in bytes.
     pub public: Option<(IpAddr, u16)>,
-    /// How many bytes less than the network config's `MTU` pods are told, of either family: the
-    /// largest header of the tunnels, also where their packets to this peer need none.
+    /// The network config's `MTU` minus the MTU of pods, in bytes: the largest header of the
+    /// tunnels of both families, also if packets to this peer need none.
     pub header: u32,
 }
 
 impl Target {
-    /// What is to be asked; nothing before the size of packets is known.
+    /// One question for each family. Empty if the MTU of pods is not known.
     pub fn questions(&self, devices: &Devices) -> Vec<Question> {
         let Some(mtu) = devices.mtu.and_then(|mtu| u16::try_from(mtu).ok()) else {
             return Vec::new();
@@ -63,13 +63,13 @@ impl Target {
                 devices.datapath.devices[family].filter(|_| self.backend == devices.backend);
             let largest = || Family::BOTH.into_iter().map(|family| devices.overhead(family)).max();
             let header = tunnel.and_then(|_| largest()).unwrap_or(0);
-            // Less than two IP headers, so it fits.
+            // The overhead is less than two IP headers, so it fits.
             let overhead = tunnel.map_or(0, |_| devices.overhead(family)) as u16;
             Question {
                 family,
                 device: tunnel.or(devices.uplink),
                 takes: tunnel.or(devices.uplink).and_then(|device| devices.takes(device)),
-                // The address that its device has, here as in Go flannel.
+                // The address of the tunnel device, as in Go flannel.
                 tunnel: tunnel.map(|_| (subnet.base(), mtu)),
                 public: self.public[family].map(|address| (address, mtu.saturating_add(overhead))),
                 header,
@@ -80,13 +80,13 @@ impl Target {
 }
 
 impl Question {
-    /// Whether pods' packets go by the tunnel.
+    /// Whether packets of pods go through the tunnel.
     pub fn by_tunnel(&self, devices: &Devices) -> bool {
         self.device
             .is_some_and(|device| devices.datapath.devices.values().any(|tunnel| *tunnel == device))
     }
 
-    /// The same of a peer on this host's link, to which packets go as they are (DirectRouting).
+    /// The same for a peer on this host's link that is reached without the tunnel (DirectRouting).
     pub fn direct(self, devices: &Devices) -> Self {
         let (device, full) = (devices.uplink, self.tunnel.map(|(_, full)| full));
         Self {
@@ -97,34 +97,34 @@ impl Question {
         }
     }
 
-    /// Tunnel small and full, then public small and full, as far as there are such addresses.
+    /// Echoes of small and full size, to the tunnel address and then to the public address.
     pub fn probes(&self) -> impl Iterator<Item = Probe> {
         let both = |(to, full)| [Probe { to, size: SMALL }, Probe { to, size: full }];
         self.tunnel.into_iter().chain(self.public).flat_map(both)
     }
 }
 
-/// What became of an address, for people and programs.
+/// The echoes to one address.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct AddressReport {
     /// The address.
     pub address: String,
-    /// An echo of a few bytes.
+    /// The echo of small size.
     pub small: EchoReport,
-    /// An echo of full size.
+    /// The echo of full size.
     pub full: EchoReport,
 }
 
-/// What became of one size.
+/// The answer to an echo.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct EchoReport {
-    /// Of the whole IP packet, in bytes.
+    /// The size of the whole IP packet, in bytes.
     pub size: u16,
     /// `reply`, `no reply`, `too big`, `not sent` or `not asked`.
     pub state: &'static str,
-    /// How long the reply took.
+    /// The time until the reply.
     pub seconds: Option<f64>,
-    /// How many bytes are taken, if that was said, or why it was not sent.
+    /// The maximum size that passes, if known, or the reason that the echo was not sent.
     pub detail: Option<String>,
 }
 
@@ -138,19 +138,19 @@ impl EchoReport {
             }
             Answer::Nothing => ("no reply", None, None),
             Answer::NotSent(error) => ("not sent", None, Some(error.clone())),
-            Answer::NotAsked => ("not asked", None, None),
+            Answer::NotAllowed => ("not asked", None, None),
         };
         Self { size: probe.size, state, seconds, detail }
     }
 }
 
-/// What both ends report, for people and programs.
+/// The report of both ends on segments of full size.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct SegmentsReport {
-    /// `both ways`, `there only`, `back only`, `neither way`: which way segments of full size pass.
+    /// The directions in which they pass: `both ways`, `there only`, `back only`, `neither way`.
     pub passes: &'static str,
+    /// The bytes that were sent and arrived.
     #[serde(flatten)]
-    /// What both ends report.
     pub segments: Segments,
 }
 
@@ -173,7 +173,7 @@ mod tests {
     use crate::fixture::{devices, target};
 
     #[test]
-    fn sizes_are_what_pods_send_and_what_that_takes_on_the_wire() {
+    fn sizes_are_the_mtu_of_pods_and_the_same_packet_on_the_wire() {
         let probes = |backend: &str, devices: &Devices| -> Vec<(String, u16)> {
             let questions = target(backend).questions(devices);
             questions
@@ -191,10 +191,6 @@ mod tests {
         );
         let gateway = Devices { mtu: Some(1500), ..Devices::default() };
         assert_eq!(probes("host-gw", &gateway), all(&[("192.0.2.7", 64), ("192.0.2.7", 1500)]));
-        assert_eq!(
-            probes("vxlan", &Devices::default()),
-            all(&[]),
-            "what full size is is not known"
-        );
+        assert_eq!(probes("vxlan", &Devices::default()), all(&[]), "the full size is not known");
     }
 }

@@ -1,4 +1,4 @@
-//! Reading the facts: `/proc/sys`, addresses, and who drops forwarded packets.
+//! Reads the facts: `/proc/sys`, addresses, and chains that drop forwarded packets.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -18,7 +18,7 @@ use flannel_netlink::iface::Selectors;
 
 use super::Facts;
 
-/// Which network is looked at.
+/// The network that the checks are for.
 #[derive(Debug, Clone)]
 pub struct HostScene {
     /// The network config.
@@ -27,7 +27,7 @@ pub struct HostScene {
     pub links: Vec<LinkName>,
     /// The external interface.
     pub uplink: LinkName,
-    /// This node's lease; `None`: it has none.
+    /// The subnets of this node's lease; `None`: it has none.
     pub own: Option<Subnets>,
     /// The addresses that other nodes reach this one by.
     pub public: Dual<std::net::IpAddr>,
@@ -35,20 +35,20 @@ pub struct HostScene {
     pub leases: LeaseSet,
 }
 
-/// Reads what can be read.
+/// Reads all facts. A failure to read one is noted in `unread`.
 pub(super) async fn read(scene: HostScene, memory: &LegacyMemory) -> Facts {
     let networks = scene.config.pod_networks().collect();
     let programs = Programs::default();
     let drops = forward_drops(&programs, &networks, memory);
     let (drops, facts) =
         tokio::join!(drops, tokio::task::spawn_blocking(move || read_host(&scene)));
-    // A runtime that shuts down knows nothing.
+    // The task fails only if the runtime shuts down.
     let mut facts =
         facts.unwrap_or_else(|_| Facts { unread: vec!["this host".into()], ..Facts::default() });
     facts.drops = drops.found;
-    facts
-        .unread
-        .extend(drops.unread.iter().map(|error| format!("who drops forwarded packets ({error})")));
+    facts.unread.extend(
+        drops.unread.iter().map(|error| format!("which chains drop forwarded packets ({error})")),
+    );
     facts
 }
 
@@ -59,7 +59,7 @@ fn read_host(scene: &HostScene) -> Facts {
     let other = |lease: &&Arc<Lease>| Some(lease.subnets) != scene.own;
     let flag = |path: &str| sysctl::<u8>(path).map(|value| value != 0);
     let devices = || tunnels.iter().copied().chain([scene.uplink]);
-    // With a tunnel, what arrives on the external interface is for this host.
+    // With a tunnel, packets that arrive on the external interface are for this host.
     let filtered = if tunnels.is_empty() { vec![scene.uplink] } else { tunnels.clone() };
     let all = sysctl::<u8>("net/ipv4/conf/all/rp_filter");
     let rp_filter = |device: LinkName| {
@@ -88,12 +88,12 @@ fn read_host(scene: &HostScene) -> Facts {
         .filter(other)
         .map(|lease| (lease.subnets, lease.attrs.preferred.public))
         .collect();
-    let most_neighbours = Dual {
+    let max_neighbours = Dual {
         v4: sysctl("net/ipv4/neigh/default/gc_thresh3"),
         v6: sysctl("net/ipv6/neigh/default/gc_thresh3"),
     };
-    // The routes of thousands are read only where it matters.
-    let crowded = most_neighbours.values().any(|most| peers.len() as u64 >= *most);
+    // The routing table may be large, so it is read only if the number of peers needs it.
+    let crowded = max_neighbours.values().any(|max| peers.len() as u64 >= *max);
     Facts {
         pod_networks: scene.config.pod_networks().collect(),
         own,
@@ -108,7 +108,7 @@ fn read_host(scene: &HostScene) -> Facts {
             .collect(),
         rp_filter,
         bridge_calls: Dual::from_fn(bridge_calls),
-        most_neighbours,
+        max_neighbours,
         drops: Vec::new(),
         addresses,
         public: scene.public,
@@ -118,7 +118,7 @@ fn read_host(scene: &HostScene) -> Facts {
     }
 }
 
-/// The networks to which this namespace has a route by the device itself, without a gateway.
+/// The networks that the device reaches without a gateway.
 fn on_link(device: LinkName) -> Vec<Subnet> {
     let table = |file: &str| {
         fs::read_to_string(Path::new("/proc/thread-self/net").join(file)).unwrap_or_default()
@@ -137,7 +137,7 @@ const RTF_GATEWAY: u32 = 2;
 fn route_v4(line: &str, device: LinkName) -> Option<Subnet> {
     let fields: Vec<&str> = line.split_whitespace().collect();
     let number = |n: usize| u32::from_str_radix(fields.get(n)?, 16).ok();
-    // The gateway itself is not told if it is an IPv6 one.
+    // The gateway's column is 0 for an IPv6 gateway, so the flag decides.
     let direct = *fields.first()? == device.as_str() && number(3)? & RTF_GATEWAY == 0;
     let len = u8::try_from(number(7)?.count_ones()).ok()?;
     Subnet::new(Ipv4Addr::from(number(1)?.to_ne_bytes()).into(), len).filter(|_| direct)
@@ -166,7 +166,7 @@ fn bridge_calls(family: Family) -> Option<bool> {
         if family == Family::V4 { "bridge-nf-call-iptables" } else { "bridge-nf-call-ip6tables" };
     match sysctl::<u8>(&format!("net/bridge/{file}")) {
         Some(value) => Some(value != 0),
-        // Without the module there is no such file; without /proc/sys nothing is known.
+        // Without the module the file is missing. Without /proc/sys nothing is known.
         None => Path::new("/proc/sys/net/core").exists().then_some(false),
     }
 }
@@ -186,7 +186,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn routes_by_the_device_itself_are_its_link() {
+    fn routes_without_a_gateway_are_on_the_link() {
         let eth0 = "eth0".parse().unwrap();
         let v4 = |line: &str| route_v4(line, eth0).map(|network| network.to_string());
         let hex = |address: [u8; 4]| format!("{:08X}", u32::from_ne_bytes(address));

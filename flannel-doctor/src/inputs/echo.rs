@@ -1,7 +1,7 @@
 //! ICMP echoes of an exact size that must not be fragmented, to many addresses at once.
 //!
-//! The IP header is written here, because the kernel offers an exact size and "don't fragment" for both
-//! families only this way. It needs `CAP_NET_RAW`.
+//! This module writes the IP header itself, because the kernel offers an exact size and "don't
+//! fragment" for both families only this way. It needs `CAP_NET_RAW`.
 //!
 //! **Source**: RFC 792, 1191, 4443, 8201; linux `net/ipv4/raw.c: raw_send_hdrinc`, `net/ipv6/raw.c`.
 
@@ -12,53 +12,53 @@ use std::time::{Duration, Instant};
 use flannel_core::address::Family;
 use socket2::{Domain, Protocol, Socket, Type};
 
-/// How often an echo is asked for.
+/// Attempts for each echo.
 const ROUNDS: u32 = 3;
 const EMSGSIZE: i32 = 90;
-/// More at once, and answers would be lost at our own door.
-const AT_ONCE: usize = 64;
-/// After so many the answers are looked at.
+/// Echoes in flight at most. With more, answers would overflow the receive buffer.
+const GROUP: usize = 64;
+/// Answers are read after this many echoes.
 const BURST: usize = 16;
-const MOMENT: Duration = Duration::from_millis(1);
-/// `IPPROTO_RAW`: the header is ours.
+const BURST_PAUSE: Duration = Duration::from_millis(1);
+/// `IPPROTO_RAW`: the sender writes the IP header.
 const RAW: i32 = 255;
 const ICMP: u8 = 1;
 const ICMPV6: u8 = 58;
 const HOP_LIMIT: u8 = 64;
-/// What echoes carry first, so that others' are not taken for ours.
+/// The first bytes of the payload, which identify echoes of flannel.
 const MAGIC: &[u8; 8] = b"flannel?";
 
-/// One question.
+/// An echo request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Probe {
-    /// The address.
+    /// The destination.
     pub to: IpAddr,
-    /// The whole IP packet, in bytes.
+    /// The size of the whole IP packet, in bytes.
     pub size: u16,
 }
 
-/// What became of it.
+/// The answer to an echo request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Answer {
-    /// It came back.
+    /// A reply, after this time.
     Reply(Duration),
-    /// Somebody on the way, or this host, takes only smaller ones: so many bytes, if that was said.
+    /// A router on the path, or this host, takes only smaller packets: the maximum in bytes, if known.
     TooBig(Option<u32>),
-    /// Nothing came back.
+    /// No reply.
     Nothing,
-    /// It could not be sent.
+    /// The request could not be sent, for this reason.
     NotSent(String),
-    /// This process may ask nobody.
-    NotAsked,
+    /// This process lacks the privilege to send echoes.
+    NotAllowed,
 }
 
-/// Asks all, and waits at most `patience` for the answers of each group of them.
+/// Sends all echoes, and waits at most `patience` for the answers of each group.
 ///
 /// # Errors
-/// Nothing can be asked at all, mostly for lack of `CAP_NET_RAW`.
+/// No echo can be sent, usually because `CAP_NET_RAW` is missing.
 ///
 /// # Blocking
-/// Until all have answered, or `patience` is over for each group of 64 of a family.
+/// Until all answers are there, or `patience` is over for each group of 64 of a family.
 pub fn echo(probes: &[Probe], patience: Duration) -> io::Result<Vec<Answer>> {
     let mut answers = vec![Answer::Nothing; probes.len()];
     let of = |family| -> io::Result<Vec<(usize, Answer)>> {
@@ -68,12 +68,12 @@ pub fn echo(probes: &[Probe], patience: Duration) -> io::Result<Vec<Answer>> {
             return Ok(Vec::new());
         }
         let (round, mut found) = (Round::open(family)?, Vec::new());
-        for group in ours.chunks(AT_ONCE) {
+        for group in ours.chunks(GROUP) {
             found.extend(round.run(found.len(), group, patience)?);
         }
         Ok(found)
     };
-    // Each family waits for its own.
+    // One thread for each family.
     let both = std::thread::scope(|scope| {
         Family::BOTH
             .map(|family| scope.spawn(move || of(family)))
@@ -103,11 +103,11 @@ impl Round {
         };
         let out = Socket::new(domain, Type::RAW, Some(Protocol::from(RAW)))?;
         let inbox = Socket::new(domain, Type::RAW, Some(icmp))?;
-        // The low half tells processes apart well enough.
+        // The low half of the process id is enough to distinguish processes.
         Ok(Self { family, out, inbox, id: std::process::id() as u16 })
     }
 
-    /// `first` is the sequence number of the first of them.
+    /// Sends one group. `first` is the sequence number of its first echo.
     fn run(
         &self,
         first: usize,
@@ -116,14 +116,14 @@ impl Round {
     ) -> io::Result<Vec<(usize, Answer)>> {
         let mut answers: Vec<(usize, Answer)> =
             probes.iter().map(|(n, _)| (*n, Answer::Nothing)).collect();
-        let mut asked = vec![Instant::now(); probes.len()];
+        let mut sent = vec![Instant::now(); probes.len()];
         let start = Instant::now();
         for round in 1..=ROUNDS {
             for (k, (_, probe)) in probes.iter().enumerate() {
                 if answers[k].1 != Answer::Nothing {
                     continue;
                 }
-                asked[k] = Instant::now();
+                sent[k] = Instant::now();
                 if let Err(error) = self.send(probe, first + k) {
                     answers[k].1 = match error.raw_os_error() {
                         Some(EMSGSIZE) => Answer::TooBig(None),
@@ -131,19 +131,19 @@ impl Round {
                     };
                 }
                 if k % BURST == BURST - 1 {
-                    self.listen(first, (&mut answers, &asked), Instant::now() + MOMENT)?;
+                    self.listen(first, (&mut answers, &sent), Instant::now() + BURST_PAUSE)?;
                 }
             }
-            self.listen(first, (&mut answers, &asked), start + patience * round / ROUNDS)?;
+            self.listen(first, (&mut answers, &sent), start + patience * round / ROUNDS)?;
         }
         Ok(answers)
     }
 
-    /// Takes answers until all are there, or the time is over.
+    /// Reads answers until all are there, or until `end`.
     fn listen(
         &self,
         first: usize,
-        (answers, asked): (&mut [(usize, Answer)], &[Instant]),
+        (answers, sent): (&mut [(usize, Answer)], &[Instant]),
         end: Instant,
     ) -> io::Result<()> {
         while answers.iter().any(|(_, answer)| *answer == Answer::Nothing) {
@@ -152,14 +152,14 @@ impl Round {
                 break;
             }
             let Some((sequence, answer)) = self.receive(left)? else { continue };
-            // Another one is late, of the group before.
+            // Otherwise it is a late answer of the group before.
             let Some(k) = sequence.checked_sub(first) else { continue };
             if let Some((_, known)) =
                 answers.get_mut(k).filter(|(_, known)| *known == Answer::Nothing)
             {
                 *known = match answer {
-                    Said::Reply => Answer::Reply(asked[k].elapsed()),
-                    Said::TooBig(most) => Answer::TooBig(Some(most)),
+                    IcmpMessage::Reply => Answer::Reply(sent[k].elapsed()),
+                    IcmpMessage::TooBig(most) => Answer::TooBig(Some(most)),
                 };
             }
         }
@@ -168,13 +168,13 @@ impl Round {
 
     fn send(&self, probe: &Probe, sequence: usize) -> io::Result<()> {
         let from = source(probe.to)?;
-        // There are no more probes than sequence numbers: `doctor` limits its peers.
+        // Sequence numbers suffice, because `doctor` limits the number of peers.
         let packet = packet(from, probe.to, probe.size, self.id, sequence as u16);
         self.out.send_to(&packet, &SocketAddr::new(probe.to, 0).into()).map(drop)
     }
 
-    /// The next message about one of ours; `None` if another one came, or none in time.
-    fn receive(&self, left: Duration) -> io::Result<Option<(usize, Said)>> {
+    /// The next message about an echo of ours; `None` if it is about another one, or after `left`.
+    fn receive(&self, left: Duration) -> io::Result<Option<(usize, IcmpMessage)>> {
         self.inbox.set_read_timeout(Some(left))?;
         let mut buffer = [0; 2048];
         match (&self.inbox).read(&mut buffer) {
@@ -192,11 +192,11 @@ impl Round {
     }
 }
 
-/// The address that the kernel would send from.
+/// The source address that the kernel chooses.
 fn source(to: IpAddr) -> io::Result<IpAddr> {
     let any = Family::of(to).unspecified();
     let socket = UdpSocket::bind((any, 0))?;
-    // Sends nothing.
+    // Connecting a UDP socket sends no packet.
     socket.connect((to, 9))?;
     Ok(socket.local_addr()?.ip())
 }
@@ -208,7 +208,7 @@ fn bytes(address: IpAddr) -> Vec<u8> {
     }
 }
 
-/// A whole packet of `size` bytes, at least what the headers and the magic take.
+/// A whole packet of `size` bytes, or larger if the headers and `MAGIC` need it.
 fn packet(from: IpAddr, to: IpAddr, size: u16, id: u16, sequence: u16) -> Vec<u8> {
     let header = if to.is_ipv4() { 20 } else { 40 };
     let size = usize::from(size).max(header + 8 + MAGIC.len());
@@ -217,7 +217,7 @@ fn packet(from: IpAddr, to: IpAddr, size: u16, id: u16, sequence: u16) -> Vec<u8
     icmp.extend(sequence.to_be_bytes());
     icmp.extend(MAGIC);
     icmp.resize(size - header, 0x66);
-    // The pseudo header: addresses, length, next header. First, since what is covered may have an
+    // The pseudo header: addresses, length, next header. It comes first, because the data may have an
     // odd number of bytes.
     let mut covered = match to.is_ipv6() {
         true => [
@@ -232,15 +232,14 @@ fn packet(from: IpAddr, to: IpAddr, size: u16, id: u16, sequence: u16) -> Vec<u8
     covered.extend(&icmp);
     icmp[2..4].copy_from_slice(&checksum(&covered).to_be_bytes());
     let mut packet = match to.is_ipv4() {
-        // Version, length, no TOS; identification 0; don't fragment. The kernel writes the
-        // checksum.
+        // Version, length, no TOS, identification 0, don't fragment. The kernel writes the checksum.
         true => {
             let mut head = vec![0x45, 0];
             head.extend((size as u16).to_be_bytes());
             head.extend([0, 0, 0x40, 0, HOP_LIMIT, ICMP, 0, 0]);
             head
         }
-        // Routers cut no IPv6 packet into pieces.
+        // Routers do not fragment IPv6 packets.
         false => {
             let mut head = vec![0x60, 0, 0, 0];
             head.extend((icmp.len() as u16).to_be_bytes());
@@ -265,34 +264,37 @@ fn checksum(data: &[u8]) -> u16 {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Said {
+enum IcmpMessage {
     Reply,
     TooBig(u32),
 }
 
-/// What a packet that came in says of which of ours.
-fn read(family: Family, data: &[u8], id: u16) -> Option<(usize, Said)> {
+/// The message in a received packet, and the sequence number of our echo that it is about.
+fn read(family: Family, data: &[u8], id: u16) -> Option<(usize, IcmpMessage)> {
     let number =
         |data: &[u8], at: usize| Some(u16::from_be_bytes(data.get(at..at + 2)?.try_into().ok()?));
-    // Linux hands over the header with IPv4, and not with IPv6.
+    // A raw socket of Linux passes the IP header with IPv4 only.
     let skip = |data: &[u8]| Some(usize::from(data.first()? & 0x0f) * 4);
     let icmp = data.get(if family == Family::V4 { skip(data)? } else { 0 }..)?;
     let ours = |echo: &[u8]| (number(echo, 4)? == id).then(|| number(echo, 6).map(usize::from))?;
     match (family, icmp.first()?, icmp.get(1)?) {
         (Family::V4, 0, _) | (Family::V6, 129, _) if icmp.get(8..16) == Some(MAGIC) => {
-            Some((ours(icmp)?, Said::Reply))
+            Some((ours(icmp)?, IcmpMessage::Reply))
         }
-        // Fragmentation needed; behind it is what it is about.
+        // Fragmentation needed. The packet that it is about follows.
         (Family::V4, 3, 4) => {
             let about = icmp.get(8..)?;
             let echo = about.get(skip(about)?..)?;
             (echo.first() == Some(&8)).then_some(())?;
-            Some((ours(echo)?, Said::TooBig(number(icmp, 6)?.into())))
+            Some((ours(echo)?, IcmpMessage::TooBig(number(icmp, 6)?.into())))
         }
         (Family::V6, 2, _) => {
             let echo = icmp.get(8 + 40..)?;
             (echo.first() == Some(&128)).then_some(())?;
-            Some((ours(echo)?, Said::TooBig(u32::from_be_bytes(icmp.get(4..8)?.try_into().ok()?))))
+            Some((
+                ours(echo)?,
+                IcmpMessage::TooBig(u32::from_be_bytes(icmp.get(4..8)?.try_into().ok()?)),
+            ))
         }
         _ => None,
     }
@@ -315,7 +317,7 @@ mod tests {
     }
 
     #[test]
-    fn answers_of_others_are_passed_over() {
+    fn answers_to_other_programs_are_ignored() {
         for family in Family::BOTH {
             for data in [&[][..], &[0x45], &[0; 28], &[129, 0, 0, 0, 0, 7, 0, 0], &[0xff; 60]] {
                 assert_eq!(read(family, data, 7), None, "{data:?}");
@@ -324,7 +326,7 @@ mod tests {
     }
 
     #[test]
-    fn thousands_are_asked_in_groups() {
+    fn thousands_of_echoes_are_sent_in_groups() {
         in_netns(|| {
             let probes: Vec<Probe> =
                 (0..1000).map(|n| probe(["127.0.0.1", "::1"][n % 2], 1400)).collect();
@@ -335,7 +337,7 @@ mod tests {
 
     /// A host behind a router whose far side takes only 1400 bytes.
     #[test]
-    fn sizes_are_exact_and_who_takes_less_is_heard() {
+    fn sizes_are_exact_and_the_mtu_of_a_router_is_reported() {
         in_netns(|| {
             let (router, far) = (Netns::new().unwrap(), Netns::new().unwrap());
             let file = |netns: &Netns| {
@@ -383,7 +385,7 @@ mod tests {
                 probe("198.51.100.9", 1399),
                 probe("2001:db8:2::9", 1399),
             ];
-            // All are answered; IPv6 takes a moment until it has addresses to ask neighbours from.
+            // IPv6 needs a moment before its addresses can send neighbour solicitations.
             let answers = echo(&probes, Duration::from_secs(20)).unwrap();
             let replied = |n: usize| matches!(answers[n], Answer::Reply(_));
             assert!([0, 1, 3, 6, 7, 10, 11].into_iter().all(replied), "{answers:?}");
