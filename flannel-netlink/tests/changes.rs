@@ -319,7 +319,7 @@ fn our_own_changes_are_not_reported_however_many() {
             | KernelEvent::Related(key) => {
                 matches!(key, Key::Neigh(..))
             }
-            KernelEvent::Present(_) => false,
+            _ => false,
         };
         for invalidation in before {
             assert_ne!(invalidation, Invalidation::Everything);
