@@ -17,8 +17,8 @@ use flannel_core::network::{Ended, Question};
 use flannel_core::status::Status;
 use flannel_core::{Kernel, Result};
 
-/// The time between two looks at the kernel's events during a round. Nothing would be done about
-/// them before its end, and the kernel works faster if it wakes nobody with every message.
+/// The time between two looks at the kernel's events during a round. No event is handled before the
+/// end of the round, and the kernel is faster if messages do not wake a listener.
 const LISTEN: Duration = Duration::from_millis(4);
 
 /// Nothing is written after this is dropped.
@@ -45,7 +45,7 @@ pub(crate) struct Driver {
     schedule: Schedule,
 }
 
-/// The work of a round, apart from what the engine knows.
+/// The work of a round, besides the engine's own.
 struct Round {
     view: Option<(View, Instant)>,
     events: Vec<Invalidation>,
@@ -74,8 +74,8 @@ impl Round {
             engine.invalidate(&Invalidation::Everything, names);
         }
         self.events.iter().for_each(|event| engine.invalidate(event, names));
-        let urgent = self.permits.recheck_urgent && engine.has_urgent_lookups();
-        let recheck = urgent || self.permits.recheck && engine.has_stale_lookups();
+        let urgent = self.permits.recheck_urgent && engine.lookups.is_urgent();
+        let recheck = urgent || self.permits.recheck && engine.lookups.is_any();
         let rechecked = recheck.then(|| {
             let started = Instant::now();
             engine.recheck_lookups(kernel);

@@ -1,14 +1,13 @@
 //! The engine: makes the kernel equal to the desired objects, whatever state it finds.
 //!
-//! An object without a row in the [table](table::Table) is taken to be in the kernel as desired. An
-//! event from the kernel invalidates objects; it never says how they are. A single invalid object
-//! is put again. More than that is read with a snapshot.
-//!
-//! The engine has no task. The driver ([`KernelNetwork`](crate::KernelNetwork)) calls it.
+//! An object without a row in the [table](table::Table) is assumed to be in the kernel as desired.
+//! An event from the kernel only invalidates objects. A single invalid object is put again; more
+//! than that is read with a snapshot. The engine has no task: the [driver](crate::driver) calls it.
 
 mod ahead;
 mod desired;
 mod invalidate;
+mod new_peers;
 mod queue;
 mod report;
 mod survey;
@@ -21,8 +20,7 @@ use tokio::time::Instant;
 
 use self::desired::{Desired, by_nexthop};
 use self::queue::{Queue, SLICE};
-pub(crate) use self::survey::Reads;
-use self::survey::Survey;
+pub(crate) use self::survey::{Reads, Survey};
 use self::table::{Actual, Cause, Row, Table};
 pub(crate) use self::write::{BATCH, Gate};
 use crate::apply_stats::ApplyStats;
@@ -42,8 +40,8 @@ pub(crate) struct Engine {
     leases: LeaseSet,
     /// The leases are complete and come from the store: objects may be deleted.
     live: bool,
-    lookups: StaleLookups,
-    survey: Survey,
+    pub(crate) lookups: StaleLookups,
+    pub(crate) survey: Survey,
     stats: ApplyStats,
     /// The last round ended before it had done all that it could do.
     unfinished: bool,
@@ -105,7 +103,7 @@ impl Engine {
 
     /// There is work for [`Engine::settle`].
     pub(crate) fn is_unsettled(&self) -> bool {
-        self.is_unread()
+        self.survey.is_unread()
             || self.table.has_puts()
             || self.has_queue()
             || (self.live && self.table.has_deletions())
@@ -121,11 +119,6 @@ impl Engine {
         self.unfinished || (self.has_queue() && self.survey.reads.done > 0)
     }
 
-    /// There is work that begins with a snapshot.
-    pub(crate) fn is_unread(&self) -> bool {
-        self.survey.is_unread()
-    }
-
     /// Changes that the kernel refused are due again.
     pub(crate) fn retry(&mut self) {
         self.table.retry();
@@ -137,7 +130,7 @@ impl Engine {
         self.take_deltas(deltas, arrived);
         let (desired, table) = (&self.desired, &mut self.table);
         for id in added {
-            desired.each_of(id, |object| {
+            desired.expand(desired.peers.objects_of(id), |object| {
                 let key = object.key();
                 table.clear_failure(&key);
                 table.insert(key, Row::new(Actual::Unknown, Cause::Lease(arrived)));
@@ -383,15 +376,15 @@ mod tests {
     #[test]
     fn links_of_ours_and_under_our_routes_matter_and_others_do_not() {
         let lookups =
-            |world: &World| (world.engine.has_stale_lookups(), world.engine.has_urgent_lookups());
+            |world: &World| (world.engine.lookups.is_any(), world.engine.lookups.is_urgent());
         for (link, unread, stale) in
             [("cali1", false, false), ("flannel.1", true, false), ("eth0", true, true)]
         {
             let mut world = World::settled(2..5);
-            assert_eq!((world.engine.is_unread(), lookups(&world)), (false, (false, false)));
+            assert_eq!((world.engine.survey.is_unread(), lookups(&world)), (false, (false, false)));
             world.invalidate(&Invalidation::Link(link.parse().unwrap()));
             assert_eq!(
-                (world.engine.is_unread(), lookups(&world)),
+                (world.engine.survey.is_unread(), lookups(&world)),
                 (unread, (stale, stale)),
                 "{link}"
             );
@@ -440,7 +433,7 @@ mod tests {
         ));
         world.invalidate(&Invalidation::Everything);
         world.settle_as_far_as(true);
-        assert!(world.engine.is_unreadable() && world.route(3).is_some());
+        assert!(world.engine.survey.error.is_some() && world.route(3).is_some());
     }
 
     #[test]
@@ -475,7 +468,7 @@ mod tests {
                 vec![KernelEvent::Duplicate(double.into())],
                 by,
             ));
-            assert_eq!(world.engine.is_unread(), unread, "{dst} of protocol {protocol}");
+            assert_eq!(world.engine.survey.is_unread(), unread, "{dst} of protocol {protocol}");
             assert!(world.engine.is_unsettled(), "ours is put again");
         }
     }
@@ -654,7 +647,7 @@ mod tests {
     fn unread(invalidation: &Invalidation) -> World {
         let mut world = World::settled(2..5);
         world.invalidate(invalidation);
-        assert!(world.engine.is_unread());
+        assert!(world.engine.survey.is_unread());
         world.kernel.foreign_delete(Key::Route(dst(3)));
         world.invalidate(&Invalidation::Objects(
             vec![KernelEvent::Deleted(Key::Route(dst(3)))],
@@ -666,7 +659,11 @@ mod tests {
         world.settle_as_far_as(false);
         let calls = world.kernel.take_calls();
         assert!(calls.iter().all(|call| call.operation != Operation::Snapshot), "{calls:?}");
-        assert!(world.engine.is_unread() && world.route(7).is_some(), "{:#?}", world.kernel.dump());
+        assert!(
+            world.engine.survey.is_unread() && world.route(7).is_some(),
+            "{:#?}",
+            world.kernel.dump()
+        );
         world
     }
 

@@ -31,11 +31,10 @@ pub struct Host {
 /// Choices of [`Host::join`].
 #[derive(Debug, Clone, Default)]
 pub struct JoinOptions {
-    /// The lease that this node had until it expired, while the store does not answer. The network
-    /// is built for it, and no lease is acquired. `None`: the node acquires its lease.
+    /// The node's expired lease, while the store does not answer: the network is built for it.
+    /// `None`: the node acquires its lease.
     pub lapsed: Option<Lease>,
-    /// See [`KernelNetwork::drop_unused_addresses`]. Has no effect on a network that is not made of
-    /// kernel objects.
+    /// See [`KernelNetwork::drop_unused_addresses`]. Has no effect on a network that runs itself.
     pub drop_unused_addresses: bool,
 }
 
@@ -70,8 +69,7 @@ impl Host {
     }
 
     /// Joins the network of `config`: prepares the backend, acquires the node's lease with the
-    /// offer of the backend, and builds the network for it. Writes nothing to the kernel until the
-    /// network runs.
+    /// backend's offer, and builds the network. Only a network that runs writes to the kernel.
     ///
     /// # Errors
     /// The backend refuses the config or the host, or there is no lease to be had.

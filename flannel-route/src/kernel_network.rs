@@ -18,16 +18,14 @@ use crate::engine::Engine;
 
 /// A network that keeps a kernel equal to [`Blueprint`]s applied to the leases.
 ///
-/// All blocking work runs on one thread of the runtime's blocking pool at a time, so there is only
-/// one writer. With everything in order, it wakes up only for events of the kernel and the store,
-/// and every five minutes to read the kernel once.
+/// Blocking work runs on the runtime's blocking pool, one round at a time. A settled network wakes
+/// up only for events of the kernel and the store, and reads the kernel once in five minutes.
 ///
 /// ```
 /// use std::sync::Arc;
 /// use flannel_core::testing::{FakeKernel, FakeSubnets};
 /// use flannel_core::SubnetManager;
 /// use flannel_core::backend::{Blueprint, NodeLease};
-/// use flannel_core::kernel::Footprint;
 /// use flannel_core::object::{Route, Via};
 /// use flannel_route::KernelNetwork;
 ///
@@ -36,18 +34,14 @@ use crate::engine::Engine;
 /// subnets.put("10.1.7.0-24", "192.0.2.7");
 /// let eth0 = "eth0".parse().unwrap();
 /// let mut blueprint = Blueprint::new(1500, move |subnets, offer, _env, objects| {
-///     for peer in offer.endpoints(subnets) {
-///         let Some(gateway) = peer.public else { continue };
-///         let via = Via::Gateway { gateway, link: eth0, onlink: false };
-///         objects.push(Route { dst: peer.subnet, via, mtu: None }.into());
-///     }
+///     objects.extend(offer.endpoints(subnets).filter_map(|peer| {
+///         let via = Via::Gateway { gateway: peer.public?, link: eth0, onlink: false };
+///         Some(Route { dst: peer.subnet, via, mtu: None }.into())
+///     }));
 ///     Ok(())
 /// });
-/// blueprint.footprint = Footprint {
-///     networks: vec!["10.1.0.0/16".parse().unwrap()],
-///     routes_on: [eth0].into(),
-///     ..Footprint::default()
-/// };
+/// blueprint.footprint.networks = vec!["10.1.0.0/16".parse().unwrap()];
+/// blueprint.footprint.routes_on = [eth0].into();
 /// let lease = NodeLease::Held(subnets.acquire_lease(&Default::default()).await?);
 /// let networks = subnets.network_config().await?.pod_networks().collect();
 /// let network = KernelNetwork::new(Arc::new(kernel.clone()), lease, networks, vec![blueprint]);
@@ -81,9 +75,8 @@ impl std::fmt::Debug for KernelNetwork {
 impl KernelNetwork {
     /// A network that will keep `kernel` equal to `blueprints`, once it runs. Touches nothing yet.
     ///
-    /// `networks` are the enabled pod networks: a lease outside them is rejected. The first
-    /// blueprint whose plan accepts an offer of a peer defines that peer's objects. The base
-    /// objects of all blueprints are put in place.
+    /// A lease outside the pod `networks` is rejected. The first blueprint whose plan accepts an
+    /// offer of a peer defines its objects. The base objects of all blueprints are put in place.
     pub fn new(
         kernel: Arc<dyn Kernel>,
         lease: NodeLease,
@@ -117,11 +110,9 @@ impl KernelNetwork {
         }
     }
 
-    /// Drops packets for those addresses of this node's own subnets that no pod has, instead of
-    /// following other routes. Does nothing while the node's lease has lapsed.
-    ///
-    /// Without this option, a network whose footprint includes blackholes
-    /// ([`Footprint::blackholes`]) removes the routes of last resort that an earlier network left.
+    /// Drops packets to those addresses of this node's subnets that no pod has, instead of following
+    /// other routes. Does nothing if the node's lease has lapsed. Without this option, a network
+    /// with [`Footprint::blackholes`] removes the routes of last resort of an earlier one.
     #[must_use]
     pub fn drop_unused_addresses(mut self) -> Self {
         if self.is_held {
@@ -131,8 +122,8 @@ impl KernelNetwork {
         self
     }
 
-    /// Names the processes that change objects of this network, for its status and the log. Without
-    /// this option, they are known by the port ids of their sockets.
+    /// Names the processes that change objects of this network, in its status and the log. Without
+    /// this option, the port ids of their sockets name them.
     #[must_use]
     pub fn with_process_names(self, names: Arc<dyn ProcessNames>) -> Self {
         Self { names: Some(names), ..self }
@@ -146,11 +137,11 @@ impl KernelNetwork {
     /// Makes the kernel follow the views until something that the network was built from changes.
     ///
     /// # Errors
-    /// None at present: everything that the kernel refuses is in the status.
+    /// None at present: the status holds the changes that the kernel refuses.
     ///
     /// # Cancel safety
-    /// Dropping the future stops it. The objects in the kernel stay there, and nothing is written
-    /// after the drop returned. The drop may block for one batch of changes (milliseconds).
+    /// Dropping the future stops the network. The objects stay in the kernel. The drop may block
+    /// for one batch of changes (milliseconds); nothing is written after it.
     pub async fn run(self, views: watch::Receiver<View>) -> Result<Ended> {
         let Self { kernel, names, engine, status, questions, .. } = self;
         Driver::new(kernel, names, engine, status, views, questions).run().await

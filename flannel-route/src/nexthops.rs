@@ -1,9 +1,8 @@
 //! Nexthop objects for the routes to peers: the id of each destination.
 //!
-//! Plans define routes by gateways. Here an IPv4 route by a gateway becomes a nexthop object with
-//! the gateway and a route by its id, one object per destination. The kernel inserts such routes in
-//! linear time; routes by distinct gateways take quadratic time. A gateway that moves is one
-//! replacement of one object. IPv6 is linear without nexthop objects and keeps its plain routes.
+//! Plans define routes by gateways. An IPv4 route by a gateway becomes a nexthop object and a route
+//! by its id. The kernel inserts such routes in linear time; routes by distinct gateways take
+//! quadratic time. IPv6 routes take linear time without nexthop objects and stay as they are.
 
 use std::net::IpAddr;
 
@@ -73,12 +72,6 @@ impl Ids {
         nexthop(object, 0)?;
         let Object::Route(route) = object else { return None };
         self.assign(route.dst)
-    }
-
-    /// The id that a route has.
-    pub(crate) fn of_route(&self, object: &Object) -> Option<u32> {
-        let Object::Route(route) = object else { return None };
-        self.id(&route.dst)
     }
 
     /// The id that the route with this key has.

@@ -96,11 +96,6 @@ impl Desired {
         }
     }
 
-    /// The objects of one peer, as the kernel is to have them.
-    pub(super) fn each_of(&self, peer: Id, each: impl FnMut(Object)) {
-        self.expand(self.peers.objects_of(peer), each);
-    }
-
     /// All objects, those of peers in the order of their slots. An object that several peers define
     /// comes several times.
     pub(super) fn each(&self, mut each: impl FnMut(Object)) {
@@ -115,7 +110,7 @@ impl Desired {
         mut each: impl FnMut(Object),
     ) {
         for object in objects {
-            let id = self.ids.as_ref().and_then(|ids| ids.of_route(object));
+            let id = self.ids.as_ref().and_then(|ids| ids.of(&object.key()));
             if let Some(nexthop) = id.and_then(|id| nexthop(object, id)) {
                 each(nexthop.into());
             }

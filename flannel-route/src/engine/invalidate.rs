@@ -31,14 +31,6 @@ impl Suspect<'_> {
 }
 
 impl Engine {
-    pub(crate) fn has_urgent_lookups(&self) -> bool {
-        self.lookups.is_urgent()
-    }
-
-    pub(crate) fn has_stale_lookups(&self) -> bool {
-        self.lookups.is_any()
-    }
-
     /// Takes in an event. `names` names its author.
     pub(crate) fn invalidate(
         &mut self,

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::sync::Arc;
 
-use super::{Cause, Engine, Reads};
+use super::{Cause, Engine, Row};
 use flannel_admission::Answers;
 use flannel_core::object::Object;
 use flannel_core::status::{Explanation, ObjectState, Status, Wait, Waiting};
@@ -14,15 +14,6 @@ impl Engine {
     /// Says whether an object failed that did not fail at the last call.
     pub(crate) fn take_newly_failing(&mut self) -> bool {
         self.table.take_newly_failing()
-    }
-
-    pub(crate) fn reads(&self) -> Reads {
-        self.survey.reads
-    }
-
-    /// The kernel cannot be read.
-    pub(crate) fn is_unreadable(&self) -> bool {
-        self.survey.error.is_some()
     }
 
     pub(crate) fn is_failing(&self) -> bool {
@@ -67,9 +58,7 @@ impl Engine {
     pub(crate) fn waiting(&self) -> Waiting {
         let queued = self.queue.leases().map(|lease| (lease.subnets, Wait::Turn));
         let mut peers: BTreeMap<Subnets, Wait> = queued.collect();
-        for (key, row) in
-            self.table.rows().iter().filter(|(_, row)| row.is_put() || row.is_started())
-        {
+        for (key, row) in self.table.rows().iter().filter(|(_, row)| row.is_pending()) {
             let Some(peer) = self.desired.peer_of(key) else { continue };
             let link = self.desired.object(key).and_then(|o| self.desired.link_of(&o));
             let missing = link.filter(|link| self.survey.missing_links.contains(link));
@@ -94,7 +83,7 @@ impl Engine {
                 ObjectState::Unwanted
             } else if let Some(failure) = self.table.failing().get(&key) {
                 ObjectState::Failing(failure.clone())
-            } else if self.table.get(&key).is_some_and(|row| row.is_put() || row.is_started())
+            } else if self.table.get(&key).is_some_and(Row::is_pending)
                 || self.survey.is_everything_unread()
             {
                 ObjectState::Pending

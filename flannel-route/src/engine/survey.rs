@@ -38,17 +38,17 @@ pub(crate) struct Reads {
 
 /// The result of the last snapshot, and the need for another one.
 #[derive(Debug, Default)]
-pub(super) struct Survey {
+pub(crate) struct Survey {
     unread: Unread,
     /// Desired links that are absent: no object can be put on them.
     pub(super) missing_links: BTreeSet<LinkName>,
-    pub(super) reads: Reads,
+    pub(crate) reads: Reads,
     /// Why the kernel could not be read.
-    pub(super) error: Option<KernelError>,
+    pub(crate) error: Option<KernelError>,
 }
 
 impl Survey {
-    pub(super) fn is_unread(&self) -> bool {
+    pub(crate) fn is_unread(&self) -> bool {
         self.unread > Unread::Nothing
     }
 
@@ -173,7 +173,7 @@ impl Engine {
             self.take_deltas(deltas, Some(arrived));
             let (desired, table) = (&self.desired, &mut self.table);
             for id in added {
-                desired.each_of(id, |object| {
+                desired.expand(desired.peers.objects_of(id), |object| {
                     let key = object.key();
                     if actual.get(&key) != Some(&object) || actual.is_inexact(&key) {
                         table.insert(key, Row::new(Actual::Unknown, Cause::Lease(Some(arrived))));

@@ -32,7 +32,7 @@ pub(super) enum Actual {
 
 /// The progress of a change.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Progress {
+pub(super) enum Progress {
     /// It is to be applied.
     Due,
     /// The kernel refused it. It is not tried again until [`Table::retry`].
@@ -71,6 +71,11 @@ impl Row {
 
     pub(super) fn is_refused(&self) -> bool {
         self.progress == Progress::Refused
+    }
+
+    /// The desired object is to be put, or an annex has started to put it.
+    pub(super) fn is_pending(&self) -> bool {
+        self.progress != Progress::Refused && matches!(self.actual, Actual::Unknown)
     }
 
     /// An annex has started the change.
@@ -210,31 +215,22 @@ impl Table {
             }
         }
         self.failing.insert(key, failure);
-        self.hold(
-            change,
-            Row { progress: Progress::Refused, changed_by, ..Row::new(Actual::Unknown, cause) },
-        );
+        self.hold(change, cause, changed_by, Progress::Refused);
     }
 
-    /// An annex has started a change that was due because of `cause`.
-    pub(super) fn start(
+    /// Inserts the row of a change that is not due.
+    pub(super) fn hold(
         &mut self,
         change: &Change,
         cause: Cause,
         changed_by: Option<Box<ChangedBy>>,
+        progress: Progress,
     ) {
-        self.hold(
-            change,
-            Row { progress: Progress::Started, changed_by, ..Row::new(Actual::Unknown, cause) },
-        );
-    }
-
-    /// Inserts the row of a change that is not due.
-    fn hold(&mut self, change: &Change, mut row: Row) {
-        if let Change::Delete(object) = change {
-            row.actual = Actual::Present(object.clone());
-        }
-        self.insert(change.object().key(), row);
+        let actual = match change {
+            Change::Put(_) => Actual::Unknown,
+            Change::Delete(object) => Actual::Present(object.clone()),
+        };
+        self.insert(change.object().key(), Row { actual, cause, progress, changed_by });
     }
 
     pub(super) fn failing(&self) -> &Listing<Key, Failure> {

@@ -7,25 +7,20 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::ahead::Applier;
-use super::queue::Slice;
-use super::table::Row;
+use super::table::{Progress, Row};
 use super::{Actual, Cause, Engine};
-use flannel_admission::Answers;
-use flannel_admission::{Changed, Delta};
 use flannel_core::address::Family;
 use flannel_core::kernel::{KernelError, KernelEvent};
-use flannel_core::object::{Change, Key, Nexthop, Object, ObjectKind, Route, Via};
+use flannel_core::object::{Change, Key, Nexthop, Object, Route, Via};
 use flannel_core::status::{Damage, Failure};
 use flannel_core::{Kernel, Subnet};
 
-/// The length of a round: a repair, a newer view or a question waits this long at most, and for the
-/// batch in hand.
+/// The length of a round. A repair, a newer view or a question waits for its end at most.
 const ROUND: Duration = Duration::from_millis(16);
 
 /// The number of changes in a batch, except for those of [new peers](super::queue::SLICE). A stop
-/// waits for the batch in hand: mostly a millisecond; a hundred among thousands of routes without
-/// nexthop objects, or when nexthop objects are deleted.
+/// waits for one batch: mostly a millisecond; 100 ms among thousands of routes without nexthop
+/// objects, or when nexthop objects are deleted.
 pub(crate) const BATCH: usize = 128;
 
 /// Lets batches through until it is closed; closing waits for the batch in hand.
@@ -46,21 +41,13 @@ impl Gate {
     }
 }
 
-/// A planned slice of new peers.
-struct NewPeers {
-    objects: Vec<Object>,
-    deltas: Vec<Delta>,
-    arrived: Instant,
-}
-
 /// The gate was closed: leave everything as it is.
 #[derive(Debug)]
 pub(crate) struct Closed;
 
 impl Engine {
-    /// Makes the kernel equal to the desired objects, as far as the kernel lets us. The status
-    /// holds the changes that it refuses. Ends after some [`ROUND`], even if
-    /// [more](Self::is_unfinished) is due. Reads the kernel only if it `may_read`. Blocks.
+    /// Makes the kernel equal to the desired objects, except for changes that the kernel refuses.
+    /// Ends after some [`ROUND`], even if [more](Self::is_unfinished) is due. Blocks.
     ///
     /// # Errors
     /// [`Closed`]: the gate was closed before everything was done.
@@ -74,7 +61,7 @@ impl Engine {
         let mut links_put = BTreeMap::new();
         // A link that is put may take all objects on it with it: the kernel is read again after.
         while self.is_unsettled() {
-            let known = !self.is_unread() || (may_read && self.read(kernel, &links_put));
+            let known = !self.survey.is_unread() || (may_read && self.read(kernel, &links_put));
             if !known && self.survey.is_everything_unread() {
                 return self.settle_unread(kernel, gate);
             }
@@ -142,86 +129,6 @@ impl Engine {
         Ok(taken)
     }
 
-    /// Puts the objects of peers in the queue, slice by slice, until `end`; at least one slice. Plans
-    /// each slice while the kernel applies the slice before it.
-    fn put_new_peers(
-        &mut self,
-        kernel: &dyn Kernel,
-        gate: &Gate,
-        end: Instant,
-    ) -> Result<(), Closed> {
-        if !self.has_queue() {
-            return Ok(());
-        }
-        let (footprint, answers) = (self.footprint.clone(), Answers::new(kernel));
-        let apply = |changes: &[Change]| gate.pass(|| kernel.apply(&footprint, changes));
-        let result = Applier::with(apply, |applier| {
-            let mut slice = self.next_new_peers(&answers);
-            let mut begun: Option<Cause> = None;
-            loop {
-                // A slice can change an object of the one before it: the results come first.
-                if let Some(cause) = begun.take() {
-                    let (changes, results) = applier.wait().ok_or(Closed)?;
-                    let now = Instant::now();
-                    for (change, result) in changes.iter().zip(results) {
-                        self.record(change, result, now, Some(cause));
-                    }
-                }
-                let Some(NewPeers { objects, deltas, arrived }) = slice.take() else { break };
-                self.take_deltas(deltas, Some(arrived));
-                let cause = Cause::Lease(Some(arrived));
-                applier.begin(self.changes_for(objects, cause));
-                begun = Some(cause);
-                if Instant::now() < end {
-                    slice = self.next_new_peers(&answers);
-                }
-            }
-            Ok(())
-        });
-        self.lookups.note(answers);
-        result
-    }
-
-    /// Plans the next slice of the queue. Its objects are in the order of creation.
-    fn next_new_peers(&mut self, answers: &Answers<'_>) -> Option<NewPeers> {
-        let (Changed { deltas, added }, arrived) = self.plan_slice(answers)?;
-        // Sorted by kind: that is the order of creation.
-        let mut objects: [Vec<Object>; ObjectKind::ALL.len()] = Default::default();
-        for id in added {
-            self.desired.each_of(id, |object| objects[object.kind() as usize].push(object));
-        }
-        Some(NewPeers { objects: objects.into_iter().flatten().collect(), deltas, arrived })
-    }
-
-    /// The changes that put new objects. An object that lacks its link gets a row instead.
-    fn changes_for(&mut self, objects: Vec<Object>, cause: Cause) -> Vec<Change> {
-        let mut changes = Vec::with_capacity(objects.len());
-        for object in objects {
-            // The row of an object of a peer that left, or none.
-            self.table.remove(&object.key());
-            if self.lacks_link(&object) {
-                self.table.insert(object.key(), Row::new(Actual::Unknown, cause));
-            } else {
-                changes.push(Change::Put(object));
-            }
-        }
-        changes
-    }
-
-    /// Plans the next slice of the queue. Leases that went or were planned meanwhile are left out.
-    pub(super) fn plan_slice(&mut self, answers: &Answers<'_>) -> Option<(Changed, Instant)> {
-        let Slice { mut leases, arrived, outdated } = self.queue.next()?;
-        if outdated {
-            leases.retain(|lease| !self.desired.peers.contains(&lease.subnets));
-            leases.retain_mut(|lease| {
-                let newest = self.leases.get(&lease.subnets).cloned();
-                newest.map(|newest| *lease = newest).is_some()
-            });
-        }
-        let changes = leases.iter().map(|lease| (lease.subnets, Some(lease)));
-        Some((self.desired.update(changes, answers), arrived))
-    }
-
     /// Repairs without end keep no object of a peer that left: one batch of those is deleted,
     /// unless a lease still has an object to be put instead.
     fn delete_meanwhile(&mut self, kernel: &dyn Kernel, gate: &Gate) -> Result<(), Closed> {
@@ -236,8 +143,8 @@ impl Engine {
         if batch.is_empty() { Ok(()) } else { self.apply(kernel, gate, &batch) }
     }
 
-    /// A route that is not put yet, or could not be put, may still use the nexthop object that it
-    /// had. The kernel would delete the route with the nexthop object.
+    /// A route that is not put yet, or was refused, may still use the nexthop object that it had. The
+    /// kernel would delete it too.
     fn may_be_used(&self, nexthop: &Nexthop) -> bool {
         let (table, failing) = (&self.table, self.table.failing());
         match self.desired.route_by(nexthop.id) {
@@ -329,7 +236,7 @@ impl Engine {
 
     /// No object can be put without its link. One failure in the status says more than ten
     /// thousand.
-    fn lacks_link(&self, object: &Object) -> bool {
+    pub(super) fn lacks_link(&self, object: &Object) -> bool {
         let missing = &self.survey.missing_links;
         !missing.is_empty()
             && self.desired.link_of(object).is_some_and(|link| missing.contains(&link))
@@ -404,7 +311,7 @@ impl Engine {
 
     /// Records the result of a change. `cause` is that of an object without a row. `None`: the
     /// change went along with another one.
-    fn record(
+    pub(super) fn record(
         &mut self,
         change: &Change,
         result: Result<(), KernelError>,
@@ -424,7 +331,7 @@ impl Engine {
         if let Err(error) = result {
             let cause = cause.unwrap_or(Cause::Lease(None));
             if error.is_started() {
-                return self.table.start(change, cause, changed_by);
+                return self.table.hold(change, cause, changed_by, Progress::Started);
             }
             let peer = self.desired.peer_of(&key);
             return self.table.refuse(change, cause, changed_by, peer, error);
