@@ -172,18 +172,18 @@ impl FromIterator<Subnet> for Dual<Subnet> {
     }
 }
 
-/// A text is no subnet, MAC address or link name.
+/// A text is no subnet, lease key, MAC address or link name.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{text:?} is not {expected}")]
 pub struct ParseError {
     /// The text.
     pub text: String,
     /// The expected value, with its article: `an IPv4 subnet such as 10.1.0.0/16`.
-    pub expected: &'static str,
+    pub expected: String,
 }
 
 impl ParseError {
-    pub(crate) fn new(text: &str, expected: &'static str) -> Self {
-        Self { text: text.to_owned(), expected }
+    pub(crate) fn new(text: &str, expected: impl Into<String>) -> Self {
+        Self { text: text.to_owned(), expected: expected.into() }
     }
 }

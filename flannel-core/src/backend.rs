@@ -1,7 +1,6 @@
 //! Backends: the kinds of network that a config can name.
 
 mod alloc;
-mod list;
 mod plan;
 mod secrets;
 
@@ -13,7 +12,6 @@ use std::time::Duration;
 use async_trait::async_trait;
 
 pub use self::alloc::Alloc;
-pub use self::list::{Backends, UnknownBackend};
 pub use self::plan::{Answer, Env, Plan, Rejected};
 pub use self::secrets::{MakeSecret, MemorySecrets, Secrets};
 use crate::address::Dual;

@@ -213,13 +213,6 @@ impl From<std::io::Error> for KernelError {
     }
 }
 
-impl From<KernelError> for std::io::Error {
-    fn from(error: KernelError) -> Self {
-        let kind = Self::from_raw_os_error(error.errno).kind();
-        Self::new(kind, error)
-    }
-}
-
 /// The kernel's route for a packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]

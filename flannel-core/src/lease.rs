@@ -9,7 +9,7 @@ use std::time::SystemTime;
 
 pub use attrs::{Endpoint, LeaseAttrs, Offer};
 pub use set::{LeaseSet, Origin, View};
-pub use subnets::{KeyError, Subnets};
+pub use subnets::Subnets;
 
 /// A version of a key or of a store; 0: not known. It grows with each change in a store that orders
 /// changes (etcd), and only differs between versions in others (a directory).

@@ -30,7 +30,7 @@ pub use self::nexthop::Nexthop;
 pub use self::record::Record;
 pub use self::route::{Route, Via};
 pub use self::secret::Secret;
-pub use self::state::{Finder, State};
+pub use self::state::State;
 use crate::address::Subnet;
 
 /// Defines the enums over all kinds of objects. A row is a kind and its name, the fields of its

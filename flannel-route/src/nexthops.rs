@@ -41,8 +41,8 @@ impl Ids {
     /// Lets the destinations of routes in the kernel keep their ids, desired or not. Until an
     /// unwanted route is deleted, no other destination may get its id.
     pub(crate) fn adopt(&mut self, actual: &State, may: impl Fn(&Subnet) -> bool) {
-        for route in actual.routes() {
-            if let Route { dst, via: Via::Nexthop(id), .. } = route
+        for object in actual.iter() {
+            if let Object::Route(Route { dst, via: Via::Nexthop(id), .. }) = object
                 && self.block.contains(*id)
                 && self.id(dst).is_none()
                 && !self.dsts.contains_key(id)

@@ -1,7 +1,8 @@
 //! The keys of the registry, and their values.
 
 use etcd_client::KeyValue;
-use flannel_core::lease::{KeyError, LeaseAttrs, Revision};
+use flannel_core::address::ParseError;
+use flannel_core::lease::{LeaseAttrs, Revision};
 use flannel_core::{Lease, Subnets};
 
 use flannel_subnet::{Entry, HolderId, Now};
@@ -58,7 +59,7 @@ fn join(prefix: &str, name: &str) -> String {
 
 /// The lease of a key (without its common beginning) and its value, or why they are none.
 pub(crate) fn read(key: &str, kv: &KeyValue) -> Result<Entry, String> {
-    let subnets: Subnets = key.parse().map_err(|error: KeyError| error.to_string())?;
+    let subnets: Subnets = key.parse().map_err(|error: ParseError| error.to_string())?;
     let value = kv.value_str().map_err(|_| "the value is not UTF-8 text".to_owned())?;
     let attrs = LeaseAttrs::from_json(value).map_err(|error| error.to_string())?;
     let (since, revision) = (revision(kv.create_revision()), revision(kv.mod_revision()));

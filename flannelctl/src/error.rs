@@ -1,6 +1,6 @@
 //! Why a verb could not do its work.
 
-use flannel_core::backend::UnknownBackend;
+use flannel_backends::UnknownBackend;
 
 /// Why a verb could not do its work.
 #[derive(Debug, thiserror::Error)]

@@ -6,8 +6,8 @@ use std::collections::BTreeMap;
 use std::net::IpAddr;
 
 use flannel_api::VERSION;
+use flannel_backends::Backends;
 use flannel_core::address::Dual;
-use flannel_core::backend::Backends;
 use flannel_core::error::holder;
 use flannel_core::lease::{LeaseAttrs, Offer};
 use flannel_core::{Config, Error as CoreError, Subnets};

@@ -13,17 +13,6 @@ use crate::object::Secret;
 pub type MakeSecret<'a> = dyn Fn() -> io::Result<Secret> + Send + Sync + 'a;
 
 /// The secrets of this node, such as the private key of its tunnel device.
-///
-/// ```
-/// use flannel_core::backend::{MemorySecrets, Secrets};
-/// use flannel_core::object::Secret;
-///
-/// # #[tokio::main(flavor = "current_thread")] async fn main() -> std::io::Result<()> {
-/// let secrets = MemorySecrets::default();
-/// let key = secrets.get_or_create("tunnel", &|| Ok(Secret::new(*b"random"))).await?;
-/// assert_eq!(secrets.get_or_create("tunnel", &|| Ok(Secret::new(*b"other"))).await?, key);
-/// # Ok(()) }
-/// ```
 #[async_trait]
 pub trait Secrets: fmt::Debug + Send + Sync {
     /// The secret with this name, which consists of lower case letters, digits and `-`. If the node

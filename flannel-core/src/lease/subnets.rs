@@ -4,7 +4,7 @@ use std::fmt;
 use std::net::IpAddr;
 use std::str::FromStr;
 
-use crate::address::{Dual, Family, Subnet, parse_len};
+use crate::address::{Dual, Family, ParseError, Subnet, parse_len};
 
 /// The identity of a lease: its subnets, one of either family or one of each.
 ///
@@ -61,23 +61,14 @@ impl fmt::Debug for Subnets {
     }
 }
 
-/// A text is no key of a lease.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error(
-    "{key:?} is not a lease key such as 10.5.34.0-24 or 10.5.34.0-24&fd00:0:0:5::-64: {reason}"
-)]
-pub struct KeyError {
-    /// The text.
-    pub key: String,
-    /// The reason.
-    pub reason: &'static str,
-}
-
 impl FromStr for Subnets {
-    type Err = KeyError;
-    fn from_str(key: &str) -> Result<Self, KeyError> {
-        let error = |reason| KeyError { key: key.to_owned(), reason };
-        let part = |text: &str| -> Result<(IpAddr, u8), KeyError> {
+    type Err = ParseError;
+    fn from_str(key: &str) -> Result<Self, ParseError> {
+        let error = |reason| {
+            let example = "10.5.34.0-24 or 10.5.34.0-24&fd00:0:0:5::-64";
+            ParseError::new(key, format!("a lease key such as {example}: {reason}"))
+        };
+        let part = |text: &str| -> Result<(IpAddr, u8), ParseError> {
             let (address, len) =
                 text.rsplit_once('-').ok_or_else(|| error("a subnet is ADDRESS-LENGTH"))?;
             let len = parse_len(len).ok_or_else(|| error("the length is not a plain number"))?;
@@ -87,7 +78,7 @@ impl FromStr for Subnets {
             let address = address.parse().map_err(|_| error("the address is not an IP address"))?;
             Ok((address, len))
         };
-        let subnet = |(address, len): (IpAddr, u8), family: Family| -> Result<Subnet, KeyError> {
+        let subnet = |(address, len): (IpAddr, u8), family: Family| -> Result<Subnet, ParseError> {
             if Family::of(address) != family {
                 return Err(error("IPv4 stands first, IPv6 behind '&'"));
             }

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use super::{Key, Object, ObjectKind, Route};
+use super::{Key, Object};
 
 /// A set of kernel objects, one per key, in the order of creation.
 ///
@@ -42,14 +42,6 @@ impl State {
         self.inexact.contains(key)
     }
 
-    /// The routes, by destination.
-    pub fn routes(&self) -> impl Iterator<Item = &Route> {
-        self.iter().filter_map(|object| match object {
-            Object::Route(route) => Some(route),
-            _ => None,
-        })
-    }
-
     /// Removes an object.
     pub fn remove(&mut self, key: &Key) -> Option<Object> {
         self.inexact.remove(key);
@@ -65,9 +57,14 @@ impl State {
         self.objects.binary_search_by(|object| object.key().cmp(key))
     }
 
-    /// Finds many objects, in about the order of their keys.
-    pub fn finder(&self) -> Finder<'_> {
-        Finder { state: self, next: [0; ObjectKind::ALL.len()] }
+    /// The index of the object with the key of `like`, and the object if it differs. O(1) if it is at
+    /// the index `near` and does not differ, else O(log n).
+    pub fn find_near(&self, like: &Object, near: usize) -> Option<(usize, Option<&Object>)> {
+        if self.objects.get(near) == Some(like) {
+            return Some((near, None));
+        }
+        let place = self.find(&like.key()).ok()?;
+        Some((place, Some(&self.objects[place]).filter(|is| *is != like)))
     }
 
     /// The objects in the order of creation.
@@ -83,36 +80,6 @@ impl State {
     /// Whether there are none.
     pub fn is_empty(&self) -> bool {
         self.objects.is_empty()
-    }
-
-    /// Keeps the objects for which `keep` is true.
-    pub fn retain(&mut self, keep: impl FnMut(&Object) -> bool) {
-        self.objects.retain(keep);
-        let mut inexact = std::mem::take(&mut self.inexact);
-        inexact.retain(|key| self.get(key).is_some());
-        self.inexact = inexact;
-    }
-}
-
-/// Finds objects of a state: in O(1) the object that follows the last found one of the same kind,
-/// others in O(log n).
-pub struct Finder<'a> {
-    state: &'a State,
-    /// For each kind, the index after the object that was found last.
-    next: [usize; ObjectKind::ALL.len()],
-}
-
-impl<'a> Finder<'a> {
-    /// The index of the object with the key of `like`, and the object if it differs.
-    pub fn find(&mut self, like: &Object) -> Option<(usize, Option<&'a Object>)> {
-        let (objects, next) = (&self.state.objects, &mut self.next[like.kind() as usize]);
-        if objects.get(*next) == Some(like) {
-            *next += 1;
-            return Some((*next - 1, None));
-        }
-        let place = self.state.find(&like.key()).ok()?;
-        *next = place + 1;
-        Some((place, Some(&objects[place]).filter(|is| *is != like)))
     }
 }
 
@@ -169,7 +136,7 @@ mod tests {
 
     use super::*;
     use crate::address::Subnet;
-    use crate::object::{Addr, Change, LinkName, MacAddr, Neigh, Via};
+    use crate::object::{Addr, Change, LinkName, MacAddr, Neigh, Route, Via};
     use crate::testing::{any_object, diff};
     use proptest::prelude::*;
 
@@ -198,7 +165,7 @@ mod tests {
         state.extend([Object::from(addr(31)), neigh.into()]);
         assert_eq!(state.insert(addr(32)), Some(addr(31).into()));
         assert!(!state.is_empty() && state.len() == 2);
-        state.retain(|object| matches!(object, Object::Addr(_)));
+        assert_eq!(state.remove(&Object::from(neigh).key()), Some(neigh.into()));
         assert_eq!(state, State::from_iter([addr(32)]));
         assert_eq!(state.remove(&Object::from(addr(32)).key()), Some(addr(32).into()));
         assert!(state.is_empty());
@@ -209,7 +176,7 @@ mod tests {
         let route =
             |n| Route { dst: Subnet::new(address(n), 24).unwrap(), via: Via::Blackhole, mtu: None };
         let (want, key) = (State::from_iter([route(1), route(2)]), Key::Route(route(1).dst));
-        let replacements: [fn(&mut State, Route); 4] = [
+        let replacements: [fn(&mut State, Route); 3] = [
             |state, route| {
                 state.insert(route);
             },
@@ -218,16 +185,11 @@ mod tests {
                 state.remove(&Key::Route(route.dst));
                 state.insert(route);
             },
-            |state, route| {
-                state.retain(|object| object.key() != Key::Route(route.dst));
-                state.extend([route]);
-            },
         ];
         for replace in replacements {
             let mut state = want.clone();
             state.note_inexact(key);
             state.extend([route(2)]);
-            state.retain(|_| true);
             assert!(state.is_inexact(&key) && !state.is_inexact(&Key::Route(route(2).dst)));
             assert_eq!(diff(&want, &state), [Change::Put(route(1).into())]);
             replace(&mut state, route(1));
@@ -251,16 +213,17 @@ mod tests {
         }
 
         #[test]
-        fn whatever_the_order_of_asking_a_finder_finds_what_is_there(
+        fn an_object_is_found_from_any_index(
             state in any_state(),
             asked in prop::collection::vec(any_object(), 0..40),
         ) {
-            let mut finder = state.finder();
-            // What is there in its order, too, so that one comes behind the other.
-            for like in asked.iter().chain(state.iter()).chain(&asked) {
+            for (near, like) in asked.iter().chain(state.iter()).enumerate() {
                 let place = state.iter().position(|there| there.key() == like.key());
                 let differs = state.get(&like.key()).filter(|there| *there != like);
-                prop_assert_eq!(finder.find(like), place.map(|place| (place, differs)));
+                let expected = place.map(|place| (place, differs));
+                for near in place.into_iter().chain([0, near, state.len()]) {
+                    prop_assert_eq!(state.find_near(like, near), expected);
+                }
             }
         }
     }

@@ -4,18 +4,6 @@ use std::time::Duration;
 
 /// Durations sorted into buckets, 1-2-5 from 100 µs to 10 s. The buckets are the same for all nodes
 /// and versions, so that histograms can be added up.
-///
-/// ```
-/// use std::time::Duration;
-/// use flannel_core::status::Histogram;
-///
-/// let mut latency = Histogram::default();
-/// latency.record(Duration::from_micros(150));
-/// latency.record(Duration::from_secs(60));
-/// assert_eq!((latency.count(), latency.sum()), (2, Duration::from_micros(60_000_150)));
-/// assert_eq!(latency.quantile(0.5), Some(Duration::from_micros(200)));
-/// assert_eq!(latency.quantile(1.0), Some(Duration::MAX));
-/// ```
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Histogram {
     counts: [u64; Self::BOUNDS.len() + 1],

@@ -12,7 +12,7 @@ use flannel_admission::Answers;
 use flannel_admission::Changed;
 use flannel_core::Kernel;
 use flannel_core::kernel::{KernelError, NexthopBlock};
-use flannel_core::object::{Change, Key, LinkName, Object, State};
+use flannel_core::object::{Change, Key, LinkName, Object, ObjectKind, State};
 use flannel_core::status::{Damage, Failure};
 
 const EAGAIN: i32 = 11;
@@ -187,10 +187,14 @@ impl Engine {
     /// Compares all desired objects with `actual`.
     fn compare<'a>(&self, actual: &'a State) -> Comparison<'a> {
         let (mut wrong, mut is_wanted) = (Vec::new(), vec![false; actual.len()]);
-        let (mut finder, mut nexthops) = (actual.finder(), 0);
+        // Objects of one kind are desired in nearly the order in which they are read.
+        let (mut next, mut nexthops) = ([0; ObjectKind::ALL.len()], 0);
         self.desired.each(|want| {
             nexthops += usize::from(matches!(want, Object::Nexthop(_)));
-            match finder.find(&want) {
+            let near = &mut next[want.kind() as usize];
+            let found = actual.find_near(&want, *near);
+            *near = found.map_or(*near, |(n, _)| n + 1);
+            match found {
                 Some((n, None)) if !actual.is_inexact(&want.key()) => is_wanted[n] = true,
                 Some((n, is)) => {
                     is_wanted[n] = true;

@@ -124,7 +124,7 @@ fn lease(line: &str) -> Result<Lease, String> {
     Ok(Lease {
         subnets: subnets
             .parse()
-            .map_err(|error: flannel_core::lease::KeyError| error.to_string())?,
+            .map_err(|error: flannel_core::address::ParseError| error.to_string())?,
         attrs: LeaseAttrs::from_json(value).map_err(|error| format!("{subnets}: {error}"))?,
         expires: None,
         since: number(since)?,

@@ -38,7 +38,7 @@ impl FromStr for HolderId {
         let holder = digits.then(|| u64::from_str_radix(text, 16).ok()).flatten();
         holder.map(Self).ok_or_else(|| HolderIdError {
             text: text.to_owned(),
-            expected: "a holder ID: 1 to 16 hexadecimal digits",
+            expected: "a holder ID: 1 to 16 hexadecimal digits".to_owned(),
         })
     }
 }

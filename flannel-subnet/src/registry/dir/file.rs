@@ -5,8 +5,9 @@
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use flannel_core::address::ParseError;
 use flannel_core::json::{FieldError, Fields};
-use flannel_core::lease::{KeyError, LeaseAttrs, Revision};
+use flannel_core::lease::{LeaseAttrs, Revision};
 use flannel_core::{Lease, Subnets};
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
@@ -61,7 +62,7 @@ impl LeaseFile {
     /// # Errors
     /// What is wrong with them, for a message.
     pub(super) fn read(name: &str, text: &str) -> Result<Self, String> {
-        let subnets = name.parse().map_err(|error: KeyError| error.to_string())?;
+        let subnets = name.parse().map_err(|error: ParseError| error.to_string())?;
         Self::parse(subnets, text).map_err(|error| error.to_string())
     }
 

@@ -3,7 +3,8 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use flannel_core::lease::{KeyError, LeaseAttrs, Revision};
+use flannel_core::address::ParseError;
+use flannel_core::lease::{LeaseAttrs, Revision};
 use flannel_core::{Error, Lease, Result, Subnets};
 use tokio::time::Instant;
 
@@ -59,7 +60,7 @@ impl State {
     }
 
     pub(crate) fn put(&mut self, key: &str, value: &str, grant: Option<LeaseGrant>) {
-        let subnets = key.parse().map_err(|error: KeyError| error.to_string());
+        let subnets = key.parse().map_err(|error: ParseError| error.to_string());
         let content = subnets.and_then(|subnets| {
             let attrs = LeaseAttrs::from_json(value).map_err(|error| error.to_string())?;
             Ok((subnets, attrs))

@@ -1,9 +1,9 @@
 //! The list of backends.
 
-use crate::backend::{Backend, Datapath};
-use crate::config::Config;
-use crate::kernel::Footprint;
-use crate::object::LinkName;
+use flannel_core::backend::Datapath;
+use flannel_core::kernel::Footprint;
+use flannel_core::object::LinkName;
+use flannel_core::{Backend, Config};
 
 /// The backends that a network config can name.
 #[derive(Debug, Clone, Default)]
