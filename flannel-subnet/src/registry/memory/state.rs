@@ -10,7 +10,7 @@ use tokio::time::Instant;
 use crate::registry::history::History;
 use crate::registry::{Entry, HolderId, LeaseGrant, Listing, Now, Skipped};
 
-/// The content of a store, and the changes that led to it.
+/// The content of a store, and its changes.
 #[derive(Debug, Default)]
 pub(crate) struct State {
     pub(crate) config: Option<String>,
@@ -23,7 +23,7 @@ pub(crate) struct State {
 
 #[derive(Debug)]
 struct Stored {
-    /// Key and value, or the reason for which they cannot be read.
+    /// Key and value, or the reason for which they are unreadable.
     content: Result<(Subnets, LeaseAttrs), String>,
     holder: Option<HolderId>,
     since: Revision,
@@ -37,7 +37,7 @@ struct Holder {
 }
 
 impl State {
-    /// Ends the holders whose time is over.
+    /// Ends the expired holders.
     pub(crate) fn expire(&mut self, now: Instant) {
         let over = self.holders.iter().filter(|(_, holder)| holder.end <= now);
         for holder in over.map(|(holder, _)| *holder).collect::<Vec<_>>() {
@@ -45,7 +45,7 @@ impl State {
         }
     }
 
-    /// When the next holder's time is over.
+    /// The time at which the next holder expires.
     pub(crate) fn next_end(&self) -> Option<Instant> {
         self.holders.values().map(|holder| holder.end).min()
     }
@@ -116,7 +116,7 @@ impl State {
         }
     }
 
-    /// Writes a key that is at this revision (`None`: that does not exist).
+    /// Writes a key at this revision (`None`: a key that does not exist).
     pub(crate) fn write(
         &mut self,
         subnets: &Subnets,
