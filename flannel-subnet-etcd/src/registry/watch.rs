@@ -6,15 +6,15 @@ use flannel_core::lease::Revision;
 use flannel_core::{Error, Result};
 use flannel_subnet::{Batch, Event, Watch};
 
-use crate::attempts::Attempts;
-use crate::failure::Failure;
-use crate::keys::{now, revision};
-use crate::store::LARGEST_ANSWER;
+use crate::client::attempts::Attempts;
+use crate::client::failure::Failure;
+use crate::registry::keys::{now, revision};
+use crate::registry::store::LARGEST_ANSWER;
 
 /// A watch on one connection. It ends with the connection, and its user lists again.
 pub(crate) struct EtcdWatch {
     stream: WatchStream,
-    /// The beginning of all keys.
+    /// The prefix of all keys.
     prefix: String,
     endpoint: String,
     after: Revision,
@@ -23,7 +23,7 @@ pub(crate) struct EtcdWatch {
 }
 
 impl EtcdWatch {
-    /// Watches `key`, as `options` say, for changes after `after`.
+    /// Watches `key` with `options` for changes after `after`.
     pub(crate) async fn open(
         attempts: &Attempts,
         key: &str,
@@ -62,13 +62,13 @@ impl EtcdWatch {
         }
     }
 
-    /// `None`: something was missed.
+    /// `None`: changes were missed.
     fn batch(&self, response: &WatchResponse) -> Option<Batch> {
         let known = revision(response.header().map_or(0, etcd_client::ResponseHeader::revision));
         if response.canceled() || known < self.after {
             return None;
         }
-        // The header may be ahead of the events while etcd catches up. Without events it counts.
+        // While etcd catches up, the header may be ahead of the events. It counts without events.
         let last = response
             .events()
             .iter()

@@ -1,27 +1,27 @@
-//! Writes: one transaction each, compared with the revision that was read.
+//! Writes. Each is one transaction that compares the revision that was read.
 
 use etcd_client::{Compare, CompareOp, KeyValue, PutOptions, Txn, TxnOp, TxnOpResponse};
 use flannel_core::lease::{LeaseAttrs, Revision};
 use flannel_core::{Error, Lease, Result, Subnets};
 use flannel_subnet::{Entry, LeaseGrant};
 
-use crate::attempts::Answer;
-use crate::failure::{self, Failure};
-use crate::keys::revision;
-use crate::store::{Store, kv};
+use crate::client::attempts::Answer;
+use crate::client::failure::{self, Failure};
+use crate::registry::keys::revision;
+use crate::registry::store::{Store, kv};
 
-/// The outcome of a transaction.
+/// The result of a transaction.
 pub(crate) enum Outcome {
-    /// It was carried out. The key as it is now.
+    /// It was carried out. This is the present key.
     Done(Option<KeyValue>),
-    /// The comparison failed. The keys that were read instead, at that revision of the store.
+    /// The comparison failed. These keys were read instead, at this revision of the store.
     Differs(Vec<KeyValue>, Revision),
-    /// The etcd lease that it names does not exist.
+    /// Its etcd lease does not exist.
     NoLease,
 }
 
 impl Store {
-    /// Carries out `then` if `compare` holds, and reads the key; reads `otherwise` if it does not.
+    /// Carries out `then` if `compare` holds, and reads the key. Reads `otherwise` if it does not.
     pub(crate) async fn transaction(
         &self,
         key: &str,
@@ -57,8 +57,8 @@ impl Store {
         answer.await
     }
 
-    /// Writes a key if `compare` holds. If not, returns the keys that `otherwise` reads, with the
-    /// revision.
+    /// Writes a key if `compare` holds. If it does not, returns the keys that `otherwise` reads and
+    /// the revision.
     pub(crate) async fn write(
         &self,
         subnets: &Subnets,
@@ -96,7 +96,7 @@ impl Store {
                     }
                 }
                 Outcome::NoLease => {
-                    // It expired between the two requests.
+                    // The etcd lease expired between the two requests.
                     *self.known() = None;
                     continue;
                 }

@@ -1,4 +1,4 @@
-//! A request, repeated at one endpoint after the other, with pauses, until it is answered.
+//! Requests that are repeated, at one endpoint after the other, until they are answered.
 
 use std::future::Future;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -7,15 +7,15 @@ use std::time::Duration;
 use flannel_core::{Error, Result};
 use tokio::time::{Instant, timeout};
 
-use crate::connections::{Connection, Connections};
-use crate::failure::{Failure, Retry};
+use crate::client::connections::{Connection, Connections};
+use crate::client::failure::{Failure, Retry};
 use crate::options::EtcdOptions;
 use flannel_subnet::Backoff;
 
 /// An answer to a request.
 pub(crate) struct Answer<T> {
     pub(crate) value: T,
-    /// Earlier attempts got no answer. They may have been carried out.
+    /// Earlier attempts had no answer and may have been carried out.
     pub(crate) repeated: bool,
 }
 
@@ -86,7 +86,7 @@ impl Attempts {
             let hopeless =
                 all.clone().filter(|failure| failure.retry == Retry::OtherEndpoint).count()
                     == failures.len();
-            // Every endpoint is asked before the first pause, and before giving up.
+            // Every endpoint is tried before the first pause, and before giving up.
             let all_asked = failures.iter().all(Option::is_some);
             if hopeless || (all_asked && begin.elapsed() >= self.options().patience) {
                 return Err(self.give_up(key, &failures, hopeless));

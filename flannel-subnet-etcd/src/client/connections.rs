@@ -1,5 +1,4 @@
-//! One connection per endpoint, made when it is needed, and anew when the files of its certificates
-//! change.
+//! One connection per endpoint, made when it is needed, and again when the TLS files change.
 
 use std::fs;
 use std::io;
@@ -13,30 +12,30 @@ use etcd_client::{Certificate, Client, ConnectOptions, Identity, TlsOptions};
 use flannel_core::{Error, Result};
 use tokio::sync::Mutex;
 
-use crate::failure::{Failure, Retry, says};
+use crate::client::failure::{Failure, Retry, says};
 use crate::options::EtcdOptions;
 
-/// After this silence the other side is asked whether it exists. etcd ends the connection if it is
-/// asked more often than every 5 s, or while no request waits.
+/// The silence after which the server is pinged. etcd closes connections that ping more often than
+/// every 5 s, or while no request waits.
 const SILENCE: Duration = Duration::from_millis(5500);
 
-/// The time limit of its reply.
+/// The time limit for the reply to a ping.
 const REPLY: Duration = Duration::from_secs(4);
 
-/// A connection that can be used by many at once; tonic makes it anew when it breaks.
+/// A connection that several requests can share. tonic reconnects it.
 #[derive(Clone)]
 pub(crate) struct Connection {
     pub(crate) client: Client,
     files: Files,
     /// The number of connections before it.
     number: usize,
-    /// The last refusal of the other side.
+    /// The last refusal of the server.
     refusal: Arc<StdMutex<Option<Failure>>>,
 }
 
 impl Connection {
-    /// In TLS 1.3 the other side may close the connection before its message about our certificate
-    /// is read. Then its last refusal still holds.
+    /// In TLS 1.3 the server may close the connection before its alert about our certificate is
+    /// read. Then its last refusal still holds.
     pub(crate) fn interpret<T>(&self, outcome: Result<T, Failure>) -> Result<T, Failure> {
         let mut refusal = self.refusal.lock().unwrap_or_else(PoisonError::into_inner);
         match &outcome {
@@ -61,7 +60,7 @@ pub(crate) struct Connections {
     endpoints: Vec<(String, Mutex<Option<Connection>>)>,
     current: AtomicUsize,
     made: AtomicUsize,
-    /// The files whose failure is in the log.
+    /// The files whose error is in the log.
     logged: StdMutex<Option<Files>>,
 }
 
@@ -98,13 +97,13 @@ impl Connections {
         &self.endpoints[place].0
     }
 
-    /// Uses the endpoint after `place`, unless another request has moved on already.
+    /// Uses the endpoint after `place`, unless another request has changed it already.
     pub(crate) fn move_on(&self, place: usize) {
         let next = (place + 1) % self.len();
         let _ = self.current.compare_exchange(place, next, Ordering::Relaxed, Ordering::Relaxed);
     }
 
-    /// The connection to an endpoint, made anew if the TLS files have changed.
+    /// The connection to an endpoint, made again if the TLS files have changed.
     pub(crate) async fn connect(&self, place: usize) -> Result<Connection, Failure> {
         let (endpoint, slot) = &self.endpoints[place];
         let mut slot = slot.lock().await;
@@ -116,7 +115,7 @@ impl Connections {
         if let (Err(failure), Some(old)) = (&connected, slot.as_ref())
             && failure.retry == Retry::Never
         {
-            // Perhaps only one of the two files is replaced yet.
+            // Perhaps only one of the two files was replaced yet.
             let mut logged = self.logged.lock().unwrap_or_else(PoisonError::into_inner);
             if logged.replace(files.clone()) != Some(files) {
                 tracing::warn!(%endpoint, "the changed files are not used yet: {}", failure.text);

@@ -7,15 +7,15 @@ use etcd_client::{GetOptions, GetResponse, KvClient};
 use flannel_core::{Error, Result};
 use flannel_subnet::HolderId;
 
-use crate::attempts::Attempts;
-use crate::connections::{Connection, Connections};
-use crate::keys::Keys;
+use crate::client::attempts::Attempts;
+use crate::client::connections::{Connection, Connections};
 use crate::options::EtcdOptions;
+use crate::registry::keys::Keys;
 
-/// The limit of an answer in bytes. The client's own limit of 4 MiB allows 13,000 leases.
+/// The limit of an answer in bytes. The client's default of 4 MiB is enough for 13,000 leases only.
 pub(crate) const LARGEST_ANSWER: usize = 1 << 30;
 
-/// The state that all clones of a registry share. `Display` is the name of the store.
+/// The state that clones of a registry share. `Display` is the name of the store.
 pub(crate) struct Store {
     pub(crate) attempts: Attempts,
     pub(crate) keys: Keys,
@@ -29,14 +29,14 @@ impl Store {
         let attempts = Attempts::new(Connections::new(options)?);
         let options = attempts.options();
         let mut name = format!("etcd:{}", options.endpoints.join(","));
-        // Another prefix is another store: a cache of one must not be used for the other.
+        // A cache of one prefix must not be used for another prefix.
         if options.prefix != EtcdOptions::default().prefix {
             name += &format!(" (prefix {})", options.prefix);
         }
         Ok(Self { attempts, keys, name, known: Mutex::default() })
     }
 
-    /// The holder whose etcd lease is known to exist, so that it is renewed and not granted.
+    /// The holder whose etcd lease exists, so that it is renewed and not granted.
     pub(crate) fn known(&self) -> MutexGuard<'_, Option<HolderId>> {
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -45,7 +45,7 @@ impl Store {
         Error::Store { store: format!("{self}: {key}"), source: reason.into().into() }
     }
 
-    /// Reads one key, or with `prefix` all keys that begin with it.
+    /// Reads one key, or with `prefix` all keys with this prefix.
     pub(crate) async fn get(&self, key: &str, prefix: bool) -> Result<GetResponse> {
         let answer = self.attempts.ask(key, |connection| {
             let key = key.to_owned();

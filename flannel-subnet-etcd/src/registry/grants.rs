@@ -1,4 +1,4 @@
-//! etcd's own leases, to which the keys of a holder are attached: granted at the first use, then
+//! etcd leases, to which the keys of a holder are attached. They are granted at the first use, then
 //! renewed.
 
 use std::time::Duration;
@@ -7,11 +7,11 @@ use etcd_client::LeaseGrantOptions;
 use flannel_core::{Error, Result};
 use flannel_subnet::{HolderId, LeaseGrant};
 
-use crate::failure::{self, Failure};
-use crate::store::Store;
+use crate::client::failure::{self, Failure};
+use crate::registry::store::Store;
 
 impl Store {
-    /// Grants or renews the etcd lease before a write, so that it has its whole time left.
+    /// Grants or renews the etcd lease before a write, so that its whole time is left.
     pub(crate) async fn take_lease(&self, key: &str, grant: LeaseGrant) -> Result<i64> {
         let LeaseGrant { holder, ttl } = grant;
         let id = lease_id(holder).ok_or_else(|| Error::Refused {
@@ -44,7 +44,7 @@ impl Store {
                     *self.known() = Some(holder);
                     return Ok(id);
                 }
-                // A grant found that it exists, or a renewal that it does not: do the other one.
+                // The grant found that it exists, or the renewal that it does not.
                 None => renew = !renew,
             }
         }

@@ -1,11 +1,11 @@
-//! The reason for which a request got no answer, and when it can be repeated.
+//! The reason for a missing answer, and when the request can be repeated.
 
 use etcd_client::Error;
 use tonic::Code;
 
 use crate::options::EtcdOptions;
 
-/// The reason for which one attempt failed.
+/// The failure of one attempt.
 #[derive(Debug, Clone)]
 pub(crate) struct Failure {
     pub(crate) retry: Retry,
@@ -20,9 +20,9 @@ pub(crate) enum Retry {
     Later,
     /// With a new token, on a new connection.
     NewConnection,
-    /// At another endpoint only: this one and this node do not accept each other.
+    /// At another endpoint only: this one and the node do not accept each other.
     OtherEndpoint,
-    /// Not before somebody changes the configuration.
+    /// Not before a person changes the configuration.
     Never,
 }
 
@@ -39,24 +39,24 @@ impl Failure {
         Self { retry: Retry::Never, text: text.into() }
     }
 
-    /// The connection was there and was closed.
+    /// An existing connection was closed.
     pub(crate) fn is_hanging_up(&self) -> bool {
         let signs = ["connection closed", "broken pipe", "reset"];
         self.retry == Retry::Later && signs.iter().any(|sign| self.text.contains(sign))
     }
 
-    /// Names who would be allowed, and to what.
+    /// Adds the user and the required permission.
     pub(crate) fn explained(mut self, key: &str, options: &EtcdOptions) -> Self {
         let user = match &options.username {
             Some(user) => format!("the user {user:?}"),
-            None => "whoever gives no user name".to_owned(),
+            None => "a client without a user name".to_owned(),
         };
         if self.text.contains("permission denied") {
             self.text = format!("{user} has no permission for the key {key}: {}", self.text);
         } else if self.text.contains("authentication failed") {
             self.text = format!("it does not accept {user} with this password: {}", self.text);
         } else if self.text.contains("user name is empty") {
-            // With a user name: authentication was enabled after this connection was made.
+            // With a user name, authentication was enabled after this connection was made.
             if options.username.is_some() {
                 self.retry = Retry::NewConnection;
             }
@@ -77,7 +77,7 @@ impl From<Error> for Failure {
                 Self { retry: retry(status.code(), status.message()), text: last }
             }
             Error::TransportError(error) => {
-                // Nothing was sent: the client does not take our certificate or its key.
+                // Nothing was sent, because the client refuses our certificate or its key.
                 let (chain, last) = causes(error);
                 let key =
                     chain.contains("KeyMismatch").then_some("the key is not the certificate's: ");
@@ -103,10 +103,10 @@ fn retry(code: Code, message: &str) -> Retry {
         {
             Retry::Never
         }
-        // A member that will be able to later.
+        // A member that will be able to answer later.
         _ if says(&["learner", "not capable"]) => Retry::Later,
         Code::Unauthenticated => Retry::NewConnection,
-        // Users or roles were changed since the token was given.
+        // Users or roles were changed after the token was issued.
         Code::InvalidArgument if message.contains("auth store is old") => Retry::NewConnection,
         Code::InvalidArgument
         | Code::PermissionDenied
@@ -118,7 +118,7 @@ fn retry(code: Code, message: &str) -> Retry {
     }
 }
 
-/// All causes in one text, and the innermost.
+/// All causes in one text, and the innermost one.
 fn causes(error: &(dyn std::error::Error + 'static)) -> (String, String) {
     let status = error.downcast_ref::<tonic::Status>();
     let mut last = status.map_or_else(|| error.to_string(), |status| status.message().to_owned());
@@ -132,7 +132,7 @@ fn causes(error: &(dyn std::error::Error + 'static)) -> (String, String) {
     (chain, last)
 }
 
-/// The error of TLS, with an explanation that says whose certificate is meant.
+/// A TLS error, with an explanation whose certificate was refused.
 fn certificates(chain: &str) -> Option<String> {
     let after = |what: &str| chain.find(what).map(|at| &chain[at..]);
     if let Some(text) = after("invalid peer certificate") {
@@ -152,7 +152,7 @@ fn certificates(chain: &str) -> Option<String> {
         let explanation = if text.contains("xpired") {
             "it says that our certificate has expired"
         } else if text.contains("ertificateRequired") {
-            "it wants a certificate of ours, and we have none (certfile and keyfile)"
+            "it wants a certificate, and none is set (certfile and keyfile)"
         } else {
             "it does not accept our certificate, or our TLS"
         };
@@ -172,7 +172,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn failures_that_time_can_repair_are_retried_and_others_are_not() {
+    fn transient_failures_are_retried_and_others_are_not() {
         for (code, message, expected) in [
             (Code::Unavailable, "etcdserver: leader changed", Retry::Later),
             (Code::Unavailable, "etcdserver: no leader", Retry::Later),
@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn failures_of_certificates_say_whose() {
+    fn certificate_failures_name_the_certificate() {
         for (chain, says) in [
             ("tcp: invalid peer certificate: UnknownIssuer", "none of those whom we trust"),
             ("invalid peer certificate: Expired", "has expired"),

@@ -11,7 +11,7 @@ use flannel_subnet::{Entry, HolderId, Now};
 #[derive(Debug)]
 pub(crate) struct Keys {
     config: String,
-    /// With the `/` at its end: `<prefix>/subnetsX` is another key.
+    /// Ends with `/`, because `<prefix>/subnetsX` is another key.
     leases: String,
 }
 
@@ -24,7 +24,7 @@ impl Keys {
         &self.config
     }
 
-    /// The beginning of all keys of leases.
+    /// The common prefix of all keys of leases.
     pub(crate) fn leases(&self) -> &str {
         &self.leases
     }
@@ -33,17 +33,16 @@ impl Keys {
         format!("{}{subnets}", self.leases)
     }
 
-    /// A key without the beginning that all keys of leases have.
+    /// A key without the common prefix.
     pub(crate) fn name(&self, key: &[u8]) -> String {
         String::from_utf8_lossy(key.strip_prefix(self.leases.as_bytes()).unwrap_or(key))
             .into_owned()
     }
 }
 
-/// Joins and cleans, without a file system: `//` and `/./` become `/`, and `..` removes the part
-/// before it.
+/// Joins and cleans paths as text: `//` and `/./` become `/`, and `..` removes the part before it.
 ///
-/// **Source**: Go `path.Join`, which flannel makes its keys with.
+/// **Source**: Go `path.Join`, with which Go flannel makes its keys.
 fn join(prefix: &str, name: &str) -> String {
     let rooted = prefix.starts_with('/');
     let mut parts: Vec<&str> = Vec::new();
@@ -57,7 +56,7 @@ fn join(prefix: &str, name: &str) -> String {
     format!("{}{}", if rooted { "/" } else { "" }, parts.join("/"))
 }
 
-/// The lease of a key (without its common beginning) and its value, or why they are none.
+/// The lease of a key (without the common prefix) and its value, or the reason why there is none.
 pub(crate) fn read(key: &str, kv: &KeyValue) -> Result<Entry, String> {
     let subnets: Subnets = key.parse().map_err(|error: ParseError| error.to_string())?;
     let value = kv.value_str().map_err(|_| "the value is not UTF-8 text".to_owned())?;
@@ -85,7 +84,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn keys_are_joined_as_go_does() {
+    fn keys_are_joined_like_in_go() {
         for (prefix, config) in [
             ("/coreos.com/network", "/coreos.com/network/config"),
             ("/coreos.com/network/", "/coreos.com/network/config"),
@@ -103,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn leases_are_below_subnets_only() {
+    fn only_keys_below_subnets_are_leases() {
         let keys = Keys::new("/coreos.com/network");
         let subnets: Subnets = "10.5.34.0-24&fd00:0:0:5::-64".parse().unwrap();
         let key = keys.lease(&subnets);
