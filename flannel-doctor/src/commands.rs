@@ -50,8 +50,7 @@ pub fn restore_etcd(endpoints: &str) -> String {
     )
 }
 
-/// The command that releases a lease. The key is quoted, because a key of both families contains
-/// `&`.
+/// The command that releases a lease. The key is quoted, because that of both families has a `&`.
 pub fn release(key: impl Display) -> String {
     format!("flannelctl lease release --force '{key}' # if that node is gone")
 }

@@ -57,8 +57,7 @@ pub struct FamilyReport {
     pub public: Option<AddressReport>,
     /// The report of both ends on TCP segments; `null`: no daemon of ours answers there.
     pub segments: Option<SegmentsReport>,
-    /// The largest packet through the tunnel that the daemon acknowledged outside it, in bytes; 0:
-    /// none.
+    /// The largest datagram through the tunnel that the daemon acknowledged, in bytes; 0: none.
     #[serde(rename = "noticed")]
     pub acknowledged: u16,
 }
@@ -284,8 +283,7 @@ pub fn peer_report(
     (PeerReport { key: target.key.clone(), subnets, state: target.state.clone(), echoes }, faults)
 }
 
-/// A finding if packets to a peer do not take flannel's route. Looks up an address near both ends of
-/// each subnet.
+/// A finding if packets to two addresses of a subnet of the peer do not take flannel's route.
 async fn route_fault(
     client: Option<&Client>,
     devices: &Devices,

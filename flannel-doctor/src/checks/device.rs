@@ -1,4 +1,4 @@
-//! Checks of devices, the tunnel's port and checksums: the path from a pod of this host to the wire.
+//! Checks of devices, the tunnel's port and checksums.
 
 use flannel_api::Finding;
 use flannel_core::address::Family;

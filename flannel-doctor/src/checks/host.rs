@@ -43,11 +43,9 @@ struct Facts {
     device_forwarding: BTreeMap<LinkName, bool>,
     /// The larger of `net.ipv4.conf.DEVICE.rp_filter` and that of `all`: 0 off, 1 strict, 2 loose.
     rp_filter: BTreeMap<LinkName, u8>,
-    /// Whether bridged packets pass iptables (`net.bridge.bridge-nf-call-iptables`). False without
-    /// the module.
+    /// Whether bridged packets pass iptables: `net.bridge.bridge-nf-call-iptables`.
     bridge_calls: Dual<bool>,
-    /// The maximum number of neighbour entries (`gc_thresh3`). Only the initial network namespace has
-    /// it.
+    /// The limit of neighbour entries, `gc_thresh3`. Only the initial network namespace has it.
     max_neighbours: Dual<u64>,
     /// Chains that drop forwarded packets unless a rule accepts them.
     drops: Vec<ForwardDrop>,
@@ -224,9 +222,9 @@ fn clashes(facts: &Facts) -> Vec<Finding> {
     found
 }
 
-/// Checks the limit of neighbour entries. A peer whose public address is on the external interface's
-/// link needs an entry there, with or without a tunnel. All others share the router's entry.
-/// Permanent entries, such as those on the tunnel device, do not count.
+/// Checks the limit of neighbour entries. A peer whose public address is on the external
+/// interface's link needs an entry there, with or without a tunnel. All others share the router's
+/// entry. Permanent entries, such as those on the tunnel device, do not count.
 ///
 /// **Source**: linux `net/core/neighbour.c: neigh_alloc` (5.0: permanent entries are exempt).
 fn neighbours(facts: &Facts) -> Vec<Finding> {
@@ -254,7 +252,7 @@ fn neighbours(facts: &Facts) -> Vec<Finding> {
     found
 }
 
-/// Checks that bridged packets pass iptables. Services of Kubernetes need it for pods on one bridge.
+/// Checks that bridged packets pass iptables. Services of Kubernetes need it for pods on a bridge.
 fn bridge_calls(facts: &Facts) -> Vec<Finding> {
     let off = |family: &Family| facts.bridge_calls[*family] == Some(false);
     let families = facts.pod_networks.families().filter(|_| facts.kubernetes);

@@ -32,8 +32,8 @@ impl Fault {
     }
 }
 
-/// A place that takes less than the MTU of pods. `takes` is the largest `MTU` of the network config,
-/// or without a tunnel of the external interface, with which packets pass. All in bytes.
+/// A place that takes less than the MTU of pods. `takes` is the largest `MTU` of the network
+/// config, or without a tunnel of the external interface, with which packets pass. All in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Narrow {
     /// The path to an address.
@@ -66,8 +66,8 @@ pub fn narrowest(all: impl IntoIterator<Item = Narrow>) -> Option<Narrow> {
     all.into_iter().min_by_key(|narrow| narrow.takes().unwrap_or(u32::MAX))
 }
 
-/// The findings, with one repair for all that have a narrow place. `families` are the families of the
-/// network.
+/// The findings, with one repair for all that have a narrow place. `families` are the families of
+/// the network.
 pub fn settle(faults: Vec<Fault>, devices: &Devices, families: &[Family]) -> Vec<Finding> {
     let least = Least::new(devices, families);
     let all = || faults.iter().filter_map(|fault| fault.narrow);

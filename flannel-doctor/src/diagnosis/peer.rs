@@ -61,27 +61,22 @@ pub fn diagnose(
             Finding::error("route", text).with_command(format!("flannelctl why {address}")).into(),
         ];
     }
+    let segments = answers.path.segments.as_ref();
+    let lost = || segments.and_then(|segments| case.lost(segments));
     let mut found: Vec<Fault> = Vec::new();
-    let segments = &answers.path.segments;
-    match (replied(small), replied(big), segments) {
+    match (replied(small), replied(big)) {
         // Without echoes only the path probe counts.
-        _ if *small == Answer::NotAllowed => {
-            found.extend(
-                segments.iter().filter_map(|segments| case.lost(segments)).map(Fault::from),
-            );
-        }
-        (false, _, None) => found.push(case.silent().into()),
+        _ if *small == Answer::NotAllowed => found.extend(lost()),
         // A node that answers the path probe is reachable. It only ignores echoes.
-        (false, _, Some(segments)) => found.extend(case.lost(segments).map(Fault::from)),
-        (true, false, _) => found.push(case.too_big(big)),
-        (true, true, segments) => {
+        (false, _) if segments.is_some() => found.extend(lost()),
+        (false, _) => found.push(case.silent().into()),
+        (true, false) => found.push(case.too_big(big)),
+        (true, true) => {
             found.extend(case.cut_up());
-            found.extend(
-                segments.iter().filter_map(|segments| case.lost(segments)).map(Fault::from),
-            );
+            found.extend(lost());
         }
     }
-    found.extend(segments.iter().filter_map(|segments| case.unequal(segments)));
+    found.extend(segments.and_then(|segments| case.unequal(segments)));
     found
 }
 
@@ -190,7 +185,7 @@ impl Case<'_> {
     }
 
     /// The fault if TCP segments are lost where echoes pass.
-    fn lost(&self, segments: &Segments) -> Option<Finding> {
+    fn lost(&self, segments: &Segments) -> Option<Fault> {
         let (which, at) = match (segments.there.is_whole(), segments.back.is_whole()) {
             (true, true) => return None,
             (false, true) => ("do not arrive there, while those from there arrive here", "here"),
@@ -213,10 +208,8 @@ impl Case<'_> {
              computes wrong checksums",
             segments.segment, self.address, self.key
         );
-        Some(
-            Finding::error("segments", text)
-                .with_command(format!("{repair}; else nft list ruleset")),
-        )
+        let repair = format!("{repair}; else nft list ruleset");
+        Some(Finding::error("segments", text).with_command(repair).into())
     }
 
     /// The fault if pods of the two nodes have different MTUs.
@@ -404,8 +397,8 @@ mod tests {
             "{repaired}"
         );
 
-        // With DirectRouting packets to this peer use the external interface, but the network config
-        // sets the MTU.
+        // With DirectRouting packets to this peer use the external interface, but the network
+        // config sets the MTU.
         let direct_devices = uplink(devices().datapath.devices);
         let direct = target("vxlan").questions(&direct_devices).remove(0).direct(&direct_devices);
         assert_eq!((direct.device, direct.public.unwrap().1), (direct_devices.uplink, 1450));

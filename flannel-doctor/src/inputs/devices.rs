@@ -131,8 +131,7 @@ fn offload(link: LinkName) -> Option<bool> {
     Some(line.starts_with("on"))
 }
 
-/// Programs with a socket on a UDP port. The kernel's own sockets are in the same table, but no
-/// process has them.
+/// Programs with a socket on a UDP port. The kernel's own sockets belong to no process.
 fn port_users(port: u16) -> Vec<(u16, String, u32)> {
     let tables =
         ["udp", "udp6"].map(|file| fs::read_to_string(format!("/proc/thread-self/net/{file}")));

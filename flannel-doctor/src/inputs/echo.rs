@@ -3,7 +3,8 @@
 //! This module writes the IP header itself, because the kernel offers an exact size and "don't
 //! fragment" for both families only this way. It needs `CAP_NET_RAW`.
 //!
-//! **Source**: RFC 792, 1191, 4443, 8201; linux `net/ipv4/raw.c: raw_send_hdrinc`, `net/ipv6/raw.c`.
+//! **Source**: RFC 792, 1191, 4443, 8201; linux `net/ipv4/raw.c: raw_send_hdrinc`,
+//! `net/ipv6/raw.c`.
 
 use std::io::{self, ErrorKind, Read};
 use std::net::{IpAddr, SocketAddr, UdpSocket};
@@ -42,7 +43,7 @@ pub struct Probe {
 pub enum Answer {
     /// A reply, after this time.
     Reply(Duration),
-    /// A router on the path, or this host, takes only smaller packets: the maximum in bytes, if known.
+    /// A router or this host takes only smaller packets: of so many bytes, if known.
     TooBig(Option<u32>),
     /// No reply.
     Nothing,
@@ -217,8 +218,7 @@ fn packet(from: IpAddr, to: IpAddr, size: u16, id: u16, sequence: u16) -> Vec<u8
     icmp.extend(sequence.to_be_bytes());
     icmp.extend(MAGIC);
     icmp.resize(size - header, 0x66);
-    // The pseudo header: addresses, length, next header. It comes first, because the data may have an
-    // odd number of bytes.
+    // The pseudo header comes first, because the data may have an odd number of bytes.
     let mut covered = match to.is_ipv6() {
         true => [
             bytes(from),
@@ -232,7 +232,7 @@ fn packet(from: IpAddr, to: IpAddr, size: u16, id: u16, sequence: u16) -> Vec<u8
     covered.extend(&icmp);
     icmp[2..4].copy_from_slice(&checksum(&covered).to_be_bytes());
     let mut packet = match to.is_ipv4() {
-        // Version, length, no TOS, identification 0, don't fragment. The kernel writes the checksum.
+        // Version, length, TOS 0, id 0, don't fragment. The kernel writes the checksum.
         true => {
             let mut head = vec![0x45, 0];
             head.extend((size as u16).to_be_bytes());

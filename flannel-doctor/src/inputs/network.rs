@@ -6,8 +6,7 @@ use flannel_core::object::LinkName;
 
 use super::peers::Target;
 
-/// The network to examine. The values come from the daemon, or without a daemon from the store and
-/// the kernel.
+/// The network to examine, from the daemon, or without a daemon from the store and the kernel.
 #[derive(Debug, Clone, Default)]
 pub struct Network {
     /// The daemon runs.
@@ -29,7 +28,7 @@ pub struct Network {
 }
 
 impl Network {
-    /// The families of pods' addresses: those of the tunnels, or without tunnels those of the peers.
+    /// The families of the tunnels, or without tunnels of the peers.
     pub fn families(&self) -> Vec<Family> {
         let of_peers =
             |family| self.targets.iter().flat_map(|t| &t.subnets).any(|s| s.family() == family);

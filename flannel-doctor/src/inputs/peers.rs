@@ -1,7 +1,7 @@
 //! The questions to a peer, and the reports of their answers.
 //!
-//! A packet of full size through the tunnel has the MTU of pods. A packet of full size to the public
-//! address is as large as such a packet on the wire, with the tunnel's header.
+//! A packet of full size through the tunnel has the MTU of pods. A packet of full size to the
+//! public address is as large as such a packet on the wire, with the tunnel's header.
 
 use std::net::IpAddr;
 

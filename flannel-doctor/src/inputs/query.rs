@@ -34,8 +34,8 @@ pub struct PeerAnswers {
 pub type AllAnswers = (Vec<PeerAnswers>, Option<String>);
 
 /// Asks all questions at once. The answers have the order of the questions. With `bare` some nodes
-/// are reached without a tunnel. Their daemons are probed at their public addresses, because nothing
-/// may answer at their tunnel addresses.
+/// are reached without a tunnel. Their daemons are probed at their public addresses, because
+/// nothing may answer at their tunnel addresses.
 ///
 /// # Errors
 /// No question can be asked, for this reason.
@@ -146,8 +146,7 @@ fn search(
     Some(paths)
 }
 
-/// The answers to all echoes. Without the privilege each is [`Answer::NotAllowed`], so that the path
-/// probes still count.
+/// The answers to all echoes. Without the privilege each is [`Answer::NotAllowed`].
 fn echoes(
     probes: &[Probe],
     echo: impl FnOnce() -> std::io::Result<Vec<Answer>>,

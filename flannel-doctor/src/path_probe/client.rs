@@ -1,8 +1,7 @@
 //! The client of path probes. It runs in the doctor.
 //!
 //! It needs no privilege. The kernel sends from the tunnel's address, because the route to the peer
-//! goes through the tunnel. Where it does not, the peer refuses the connection, and the client probes
-//! its public address.
+//! goes through the tunnel. Otherwise the peer refuses, and the client probes its public address.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -180,8 +179,7 @@ async fn largest_ack(inbox: &UdpSocket, public: IpAddr, full: u16, nonce: Nonce)
     largest
 }
 
-/// Sends and receives segments. `largest` is the largest packet that was sent as a datagram, in
-/// bytes.
+/// Sends and receives segments. `largest` is the size of the largest datagram packet, in bytes.
 async fn exchange(
     stream: &mut TcpStream,
     nonce: Nonce,

@@ -32,8 +32,8 @@ struct Entry {
 }
 
 impl DatagramLog {
-    /// Records a packet of `size` bytes. Returns false if the node has sent too many in this second;
-    /// the packet is then ignored.
+    /// Records a packet of `size` bytes. Returns false if the node has sent too many in this
+    /// second; the packet is then ignored.
     pub(super) fn record(&self, from: IpAddr, nonce: Nonce, size: u16) -> bool {
         let mut entries = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let recent = |entry: &&Entry| entry.from == from && entry.second.elapsed() < SECOND;

@@ -7,8 +7,8 @@
 //!
 //! A source address can be forged, so answers are bounded. An acknowledgement is smaller than the
 //! datagram and goes only to the public address of that node's lease, ten times a second. On a
-//! connection the server sends a first line and at most as many bytes as it has received, up to
-//! 64 KiB. It serves few clients at a time, limits the connections of each, and accepts a few hundred
+//! connection the server sends a first line and at most as many bytes as it has received, up to 64
+//! KiB. It serves few clients at a time, limits the connections of each, and accepts a few hundred
 //! a second.
 
 use std::convert::Infallible;
@@ -163,8 +163,8 @@ async fn on_device(server: &Server<'_>, device: LinkName, address: IpAddr) -> In
     }
 }
 
-/// Opens sockets that are bound to the device. At a public address there is no socket for datagrams,
-/// because there is no other path for an acknowledgement. The address may appear later.
+/// Opens sockets that are bound to the device. At a public address there is no socket for
+/// datagrams, because there is no other path for an acknowledgement. The address may appear later.
 fn open(
     device: LinkName,
     address: SocketAddr,
@@ -204,8 +204,7 @@ async fn lost(listener: &TcpListener, status: &mut watch::Receiver<Arc<Status>>)
     }
 }
 
-/// Records datagrams, and acknowledges them outside the tunnel, because the tunnel may lose packets
-/// on the way back.
+/// Records datagrams, and acknowledges them outside the tunnel, which may lose packets.
 async fn listen(datagrams: Option<&UdpSocket>, server: &Server<'_>) -> Infallible {
     let Some(datagrams) = datagrams else {
         loop {

@@ -7,19 +7,20 @@ use flannel_core::address::Family;
 use flannel_lab::{MAX_HOSTS, default_backend};
 use serde_json::{Value, json};
 
-/// A cluster on one machine: hosts, pods and a switch out of network namespaces, one flanneld for each host.
+/// A cluster on one machine: hosts with a flanneld, pods and a switch out of network namespaces
 ///
-/// Waits until every pod reaches every other (ping, full-size ping, TCP), shows the result and cleans up.
-/// Works as root and as an ordinary user.
+/// Waits until every pod reaches every other (ping, full-size ping, TCP), shows the result and
+/// cleans up. Works as root and as an ordinary user.
 ///
-/// Exit status: 0 everything reached everything, 1 not, 2 wrong usage, 130 or 143 interrupted.
+/// Exit status: 0 every pod reached every other, 1 one did not, 2 wrong usage, 130 or 143
+/// interrupted.
 #[derive(Debug, Parser)]
 #[command(name = "lab", version)]
 pub(crate) struct Options {
-    /// How many hosts, from 1 to 250.
+    /// The number of hosts, from 1 to 250.
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = hosts)]
     pub(crate) hosts: usize,
-    /// How pods of different hosts reach each other: a type, or the config's Backend object in JSON.
+    /// The backend: a type, or the Backend object of the network config in JSON.
     #[arg(long, value_name = "TYPE|JSON", default_value = default_backend(), value_parser = backend)]
     pub(crate) backend: Value,
     /// The pods' address families.
@@ -28,13 +29,13 @@ pub(crate) struct Options {
     /// Print one JSON object on stdout instead of tables.
     #[arg(long)]
     pub(crate) json: bool,
-    /// Stay up until interrupted, and say how to enter a host.
+    /// Stay up until interrupted, and print how to enter a host.
     #[arg(long)]
     pub(crate) hold: bool,
-    /// How long to wait until everything reaches everything; 30 and a little for each pair if not given.
+    /// The time for every pod to reach every other; by default 30 and a little for each pair.
     #[arg(long, value_name = "SECONDS")]
     pub(crate) timeout: Option<u64>,
-    /// Leave logs, leases and subnet.env files behind, as after a failure.
+    /// Keep logs, leases and subnet.env files, as after a failure.
     #[arg(long)]
     pub(crate) keep: bool,
 }
@@ -44,7 +45,7 @@ fn hosts(text: &str) -> Result<usize, String> {
     hosts.ok_or_else(|| format!("expected a number from 1 to {MAX_HOSTS}"))
 }
 
-/// A backend: the `Backend` object of the network config, or only its type.
+/// Parses the `Backend` object of the network config, or only its type.
 fn backend(text: &str) -> Result<Value, String> {
     let backend = match text.starts_with('{') {
         true => serde_json::from_str(text).map_err(|error| error.to_string())?,

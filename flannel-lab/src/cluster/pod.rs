@@ -1,25 +1,25 @@
-//! A pod: a namespace with one interface, on its host's bridge. Everything about it comes from the
-//! host's `subnet.env`, as the CNI plugin does it.
+//! A pod: a namespace with one interface on its host's bridge. Its addresses and MTU come from the
+//! host's `subnet.env`, as with the CNI plugin.
 
 use std::net::IpAddr;
 
 use flannel_core::Subnet;
 use flannel_core::address::{Dual, Family};
 
-use crate::echo::EchoServer;
+use crate::cluster::switch::{link_local_without_dad, nodad};
 use crate::error::{Error, Result};
-use crate::namespace::Namespace;
-use crate::privilege::nsenter;
+use crate::probe::echo::EchoServer;
 use crate::subnet_env::SubnetEnv;
-use crate::switch::{nodad, quiet_link_local};
+use crate::system::namespace::Namespace;
+use crate::system::privilege::nsenter;
 
-/// A pod with an echo service; gone when dropped.
+/// A pod with an echo service. Dropping it removes its namespace.
 #[derive(Debug)]
 pub struct Pod {
     namespace: Namespace,
     addresses: Dual<IpAddr>,
     mtu: u32,
-    /// What takes its links off the host, as lines for `ip`.
+    /// Lines for `ip` that remove its links from the host.
     unplug: &'static str,
     _echo: EchoServer,
 }
@@ -45,9 +45,9 @@ impl Pod {
         })
     }
 
-    /// Makes a pod of a namespace that somebody else connected.
+    /// Makes a pod of a namespace that another program connected.
     pub(crate) fn adopt(namespace: Namespace, addresses: Dual<IpAddr>, mtu: u32) -> Result<Self> {
-        // Both families' ping sockets ask this one.
+        // Ping sockets of both families use this sysctl.
         namespace.sysctl("net/ipv4/ping_group_range", "0 0")?;
         let echo = EchoServer::start(&namespace)?;
         Ok(Self { namespace, addresses, mtu, unplug: "", _echo: echo })
@@ -57,7 +57,7 @@ impl Pod {
         self.unplug
     }
 
-    /// `pod-1` on host 1.
+    /// The name, such as `pod-1` on host 1.
     pub fn name(&self) -> &str {
         self.namespace.name()
     }
@@ -77,7 +77,7 @@ impl Pod {
         self.mtu
     }
 
-    /// The command that runs a shell or the command behind it inside, for a person at another terminal.
+    /// The prefix of a command that runs it in the pod, from another terminal.
     pub fn enter_command(&self) -> String {
         nsenter(&self.namespace, None)
     }
@@ -86,7 +86,7 @@ impl Pod {
 fn on_the_host(pod: &Namespace, env: &SubnetEnv) -> String {
     let (mtu, path) = (env.mtu, pod.path());
     let mut batch = format!("link add cni0 mtu {mtu} type bridge stp_state 0 mcast_snooping 0\n");
-    batch += &quiet_link_local("cni0", &env.gateways, 1);
+    batch += &link_local_without_dad("cni0", &env.gateways, 1);
     batch += &addresses_on("cni0", &env.gateways, env);
     batch += &format!(
         "link add veth0 mtu {mtu} type veth peer name eth0 mtu {mtu} netns {}\n",
@@ -98,7 +98,7 @@ fn on_the_host(pod: &Namespace, env: &SubnetEnv) -> String {
 
 fn inside(addresses: &Dual<IpAddr>, env: &SubnetEnv) -> String {
     let mut batch = String::from("link set lo up\n");
-    batch += &quiet_link_local("eth0", addresses, 2);
+    batch += &link_local_without_dad("eth0", addresses, 2);
     batch += &addresses_on("eth0", addresses, env);
     batch += "link set eth0 up\n";
     for gateway in env.gateways.values() {
@@ -107,7 +107,7 @@ fn inside(addresses: &Dual<IpAddr>, env: &SubnetEnv) -> String {
     batch
 }
 
-/// Each address with the length of its family's subnet.
+/// Lines for `ip` that add each address with the prefix length of its family's subnet.
 fn addresses_on(link: &str, addresses: &Dual<IpAddr>, env: &SubnetEnv) -> String {
     let line = |(family, subnet): (Family, &Subnet)| {
         let address = addresses[family]?;

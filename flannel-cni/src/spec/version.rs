@@ -1,17 +1,16 @@
-//! Versions of the CNI specification. They are a closed list, and an unknown one is refused rather
-//! than guessed at.
+//! Versions of the CNI specification. An unknown version is an error.
 
 use std::fmt;
 use std::str::FromStr;
 
-/// A version of the CNI specification that this plugin speaks; ordered by age.
+/// A version of the CNI specification that this plugin supports. The order is by age.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct SpecVersion(usize);
 
 const TEXTS: [&str; 7] = ["0.1.0", "0.2.0", "0.3.0", "0.3.1", "0.4.0", "1.0.0", "1.1.0"];
 
 impl SpecVersion {
-    /// What a config without a version speaks.
+    /// The version of a config that names none.
     pub const OLDEST: Self = Self(0);
     /// The first one with CHECK.
     pub const WITH_CHECK: Self = Self(4);
@@ -22,14 +21,14 @@ impl SpecVersion {
     /// All of them, the oldest first.
     pub const ALL: [Self; 7] = [Self(0), Self(1), Self(2), Self(3), Self(4), Self(5), Self(6)];
 
-    /// Its text, such as `1.0.0`.
+    /// The text, such as `1.0.0`.
     pub fn as_str(self) -> &'static str {
         TEXTS[self.0]
     }
 
     /// The answer to VERSION.
     ///
-    /// **Source**: cni `pkg/version: pluginInfo.Encode`, which says the newest version whatever it was asked.
+    /// **Source**: cni `pkg/version: pluginInfo.Encode`, which always names the newest version.
     pub(crate) fn list() -> String {
         let versions: Vec<String> = TEXTS.iter().map(|text| format!("\"{text}\"")).collect();
         format!(
@@ -46,7 +45,7 @@ impl fmt::Display for SpecVersion {
     }
 }
 
-/// A version of the specification that this plugin does not speak.
+/// A version of the specification that this plugin does not support.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("config is {0:?}, plugin supports {list}", list = format!("{TEXTS:?}").replace(',', ""))]
 pub struct VersionError(pub String);
@@ -62,7 +61,7 @@ impl FromStr for SpecVersion {
     }
 }
 
-/// Go's name of a processor architecture, by which people know binaries.
+/// Go's name of a processor architecture, which is usual in names of binaries.
 pub(crate) fn go_arch(rust: &str) -> &str {
     match rust {
         "x86_64" => "amd64",
@@ -78,7 +77,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn versions_are_named_by_their_constants_and_nothing_else_is_one() {
+    fn only_the_listed_versions_are_parsed() {
         for (version, text) in [
             (SpecVersion::OLDEST, "0.1.0"),
             (SpecVersion::WITH_CHECK, "0.4.0"),

@@ -1,16 +1,16 @@
-//! The result as tables for a person at a terminal of 80 columns.
+//! The result as tables of 80 columns.
 
 use std::fmt::Write;
 
-use crate::outcome::{HostRow, Outcome, PairRow};
+use crate::cli::outcome::{HostRow, Outcome, PairRow};
 
-/// A matrix of more hosts than this does not fit into 80 columns.
+/// Hosts whose matrix fits into 80 columns.
 const MATRIX_HOSTS: usize = 8;
 
-/// How many hosts, and how many pairs that are not reached, are listed at most.
+/// Hosts, and pairs that are not reached, that are listed at most.
 const LISTED: usize = 20;
 
-/// Renders a result; `colours` if it goes to a terminal.
+/// Renders a result, with colours for a terminal.
 pub(crate) fn render(outcome: &Outcome, colours: bool) -> String {
     let paint = Paint(colours);
     let mut text = format!(
@@ -53,7 +53,7 @@ fn hosts(hosts: &[HostRow], paint: &Paint) -> String {
             .map_or_else(|| "-".to_owned(), |kib| format!("{:.1} MiB", kib as f64 / 1024.0));
         for line in 0..host.subnets.len().max(1) {
             let subnet = host.subnets.get(line).map_or("", String::as_str);
-            // Beside each lease, the address of its family.
+            // In the line of each lease, the address of its family.
             let same = |address: &&std::net::IpAddr| address.is_ipv6() == subnet.contains(':');
             let address =
                 host.addresses.iter().find(same).map(ToString::to_string).unwrap_or_default();
@@ -107,7 +107,7 @@ fn summary(title: &str, pairs: &[&PairRow], paint: &Paint) -> String {
     text
 }
 
-/// The full reasons of what is not reached.
+/// The reasons of the pairs that are not reached.
 fn reasons(outcome: &Outcome) -> String {
     let failures: Vec<&PairRow> = outcome.pairs.iter().filter(|pair| !pair.ok).collect();
     let mut text = String::new();
@@ -226,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn says_which_pair_is_not_reached_and_why() {
+    fn pairs_that_are_not_reached_are_listed_with_the_reason() {
         for hosts in [3, 30] {
             let text = render(&outcome(hosts, Some(("pod-2", "pod-1"))), false);
             assert!(text.contains("pod-2    → pod-1    ipv4: TCP stalled after 0 bytes"), "{text}");

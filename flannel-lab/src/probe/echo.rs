@@ -1,7 +1,8 @@
-//! The probes' other ends, and the probes themselves: ICMP and TCP echo. Neither TCP's big blocks
-//! nor a repeated ping show a wrong MTU, since devices hand big blocks on unsegmented and the
-//! kernel adapts to a smaller path; so a single full-size packet goes first, and afterwards TCP's
-//! segment size must still be the one that the pods' MTU allows.
+//! ICMP and TCP probes, and the TCP echo service.
+//!
+//! Large TCP writes do not show a wrong MTU, because virtual devices pass them on unsegmented. A
+//! repeated ping does not either, because the kernel adapts to a smaller path MTU. So the TCP probe
+//! sends a single full-size segment first, and checks that the segment size has not changed.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, UdpSocket};
@@ -17,22 +18,22 @@ use nix::sys::socket::{
 };
 
 use crate::error::{Error, Result};
-use crate::namespace::Namespace;
-use crate::privilege::has_ipv6;
+use crate::system::namespace::Namespace;
+use crate::system::privilege::has_ipv6;
 
-/// The port that RFC 862 gives the echo service.
+/// The port of the echo service (RFC 862).
 const PORT: u16 = 7;
 
-/// How long a TCP connection may stand still.
+/// The timeout of each TCP read and write.
 const STALL: Duration = Duration::from_secs(2);
 
-/// How many bytes a TCP probe sends after the full-size segment, and gets back.
+/// Bytes that a TCP probe sends after the full-size segment.
 const BULK: usize = 64 * 1024;
 
-/// The size of an ordinary ping, in bytes on the wire.
+/// The size of a small ping with its IP header, in bytes.
 pub(crate) const SMALL: u32 = 84;
 
-/// A TCP echo service inside a namespace; ends when dropped.
+/// A TCP echo service in a namespace. Dropping it ends the service.
 #[derive(Debug)]
 pub(crate) struct EchoServer {
     listener: Arc<TcpListener>,
@@ -53,7 +54,7 @@ impl EchoServer {
             std::thread::scope(|connections| {
                 // Ends when the listener is shut down.
                 while let Ok((stream, _)) = accepting.accept() {
-                    // A connection that breaks is seen by the one who probes.
+                    // The client reports a broken connection.
                     connections.spawn(move || echo(&stream).ok());
                 }
             });
@@ -64,7 +65,7 @@ impl EchoServer {
 
 impl Drop for EchoServer {
     fn drop(&mut self) {
-        // It can only fail if the listener is shut down already.
+        // Fails only if the listener is shut down already.
         let _ = shutdown(self.listener.as_raw_fd(), Shutdown::Both);
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
@@ -85,48 +86,46 @@ fn echo(mut stream: &TcpStream) -> io::Result<()> {
     }
 }
 
-/// Why one pod does not reach another.
+/// The reason that one pod does not reach another.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Unreached {
     /// No ping was answered.
     #[error("no reply")]
     NoReply,
-    /// Small pings are answered, full-size ones are not.
+    /// Only small pings were answered.
     #[error("no reply to full-size packets of {size} bytes")]
     FullSizeLost {
         /// Bytes of the packet, IP header included.
         size: u32,
     },
-    /// Somebody answered the TCP connection with a refusal.
+    /// The TCP connection was refused.
     #[error("TCP connection refused")]
     TcpRefused,
-    /// The TCP connection stood still.
+    /// The TCP connection stalled.
     #[error("TCP stalled after {bytes} bytes")]
     TcpStalled {
         /// Bytes that came back before.
         bytes: usize,
     },
-    /// Packets of the size that the pods' MTU allows are too big for the path between them.
+    /// The path between the pods takes less than their MTU.
     #[error("MTU {mtu} is wrong: the path takes {path} bytes")]
     PathMtu {
         /// The smaller of the two pods' MTUs, in bytes.
         mtu: u32,
-        /// What the path takes, in bytes, at most 12 too few if TCP timestamps are off.
+        /// The path MTU, in bytes; at most 12 too low if TCP timestamps are off.
         path: u32,
     },
     /// Another TCP error.
     #[error("TCP: {0}")]
     Tcp(String),
-    /// Pings are answered; there was no time left for TCP.
+    /// Pings were answered, but there was no time left for TCP.
     #[error("no time left for TCP")]
     Unfinished,
 }
 
-/// Connects to the echo service at `to` from the calling thread's namespace, and sends a full-size segment
-/// and then 64 KiB; returns how many bytes came back.
-///
-/// `mtu` is the smaller of the two pods' MTUs.
+/// Sends a full-size segment and then 64 KiB to the echo service at `to`, from the calling thread's
+/// namespace. Returns the number of bytes that came back. `mtu` is the smaller of the pods' MTUs.
 pub(crate) fn tcp_probe(to: IpAddr, mtu: u32) -> Result<usize, Unreached> {
     let mut bytes = 0;
     match tcp_exchange(to, mtu, &mut bytes) {
@@ -140,21 +139,21 @@ pub(crate) fn tcp_probe(to: IpAddr, mtu: u32) -> Result<usize, Unreached> {
     }
 }
 
-/// Returns the MTU that the kernel believes in at the end.
+/// Returns the path MTU that the kernel assumes at the end.
 fn tcp_exchange(to: IpAddr, mtu: u32, bytes: &mut usize) -> io::Result<u32> {
     let mut stream = TcpStream::connect_timeout(&SocketAddr::new(to, PORT), STALL)?;
     stream.set_nodelay(true)?;
     stream.set_read_timeout(Some(STALL))?;
     stream.set_write_timeout(Some(STALL))?;
     let segment = getsockopt(&stream, sockopt::TcpMaxSeg)? as usize;
-    // A block of one segment is sent as it is; bigger ones are segmented late or never on virtual devices.
+    // A block of one segment is one packet. Virtual devices segment bigger blocks late or never.
     for len in [segment].into_iter().chain([BULK / 4; 4]) {
         let sent: Vec<u8> = (0..len).map(|i| (i % 251) as u8).collect();
         stream.write_all(&sent)?;
-        let mut came = vec![0; len];
+        let mut received = vec![0; len];
         let mut filled = 0;
         while filled < len {
-            match stream.read(&mut came[filled..])? {
+            match stream.read(&mut received[filled..])? {
                 0 => return Err(ErrorKind::UnexpectedEof.into()),
                 n => {
                     filled += n;
@@ -162,7 +161,7 @@ fn tcp_exchange(to: IpAddr, mtu: u32, bytes: &mut usize) -> io::Result<u32> {
                 }
             }
         }
-        if came != sent {
+        if received != sent {
             return Err(io::Error::new(
                 ErrorKind::InvalidData,
                 "the echo differs from what was sent",
@@ -170,7 +169,7 @@ fn tcp_exchange(to: IpAddr, mtu: u32, bytes: &mut usize) -> io::Result<u32> {
         }
     }
     let headers = headers(Family::of(to)) + 20 + TIMESTAMPS;
-    // Without timestamps, segments are longer than this reckons: never more than the MTU.
+    // Without timestamps the result would be too large, so it is limited to the MTU.
     Ok((getsockopt(&stream, sockopt::TcpMaxSeg)? + headers).min(mtu))
 }
 
@@ -185,10 +184,10 @@ const fn headers(family: Family) -> u32 {
     }
 }
 
-/// A socket that sends pings and receives their answers only; the kernel minds identifiers and checksums.
+/// A socket that sends pings and receives their answers. The kernel sets identifiers and checksums.
 #[derive(Debug)]
 pub(crate) struct PingSocket {
-    // A ping socket is a datagram socket like UDP's: the same calls, ports without meaning.
+    // A ping socket is a datagram socket, so the calls of UDP work. Ports have no meaning.
     socket: UdpSocket,
     family: Family,
 }
@@ -202,7 +201,7 @@ pub(crate) struct Reply {
 }
 
 impl PingSocket {
-    /// Opens one in the calling thread's namespace, whose `net.ipv4.ping_group_range` must allow it.
+    /// Opens a socket in the calling thread's namespace. `net.ipv4.ping_group_range` must allow it.
     ///
     /// **Source**: linux `net/ipv4/ping.c`.
     pub(crate) fn open(family: Family) -> io::Result<Self> {
@@ -214,8 +213,8 @@ impl PingSocket {
         Ok(Self { socket: UdpSocket::from(fd), family })
     }
 
-    /// Sends a ping of `size` bytes, IP header included. It travels with "don't fragment" unless it is longer
-    /// than what the kernel has learnt that the path takes.
+    /// Sends a ping of `size` bytes, IP header included. It may not be fragmented, unless it is
+    /// longer than the path MTU that the kernel knows.
     pub(crate) fn send(&self, to: IpAddr, sequence: u16, size: u32) -> io::Result<()> {
         let request = match self.family {
             Family::V4 => 8,
@@ -230,7 +229,7 @@ impl PingSocket {
 
     /// Waits for an answer; `None` if there is none within `patience`.
     pub(crate) fn receive(&self, patience: Duration) -> io::Result<Option<Reply>> {
-        // Zero would mean for ever.
+        // A timeout of zero would mean none.
         self.socket.set_read_timeout(Some(patience.max(Duration::from_micros(1))))?;
         let mut buffer = vec![0; 65_536];
         let (len, from) = match self.socket.recv_from(&mut buffer) {
@@ -244,7 +243,7 @@ impl PingSocket {
         Ok(Some(Reply { from: from.ip(), sequence, size: len as u32 + headers(self.family) }))
     }
 
-    /// Sends one small ping and returns the round-trip time; `None` if there is no answer within a second.
+    /// Sends a small ping and returns the round-trip time; `None` without an answer in a second.
     pub(crate) fn round_trip(&self, to: IpAddr, sequence: u16) -> io::Result<Option<Duration>> {
         let start = Instant::now();
         self.send(to, sequence, SMALL)?;

@@ -1,23 +1,23 @@
-//! A host: a namespace with a wire to the switch, a daemon and a pod. The daemon is a separate
-//! process, started anew from the lab's own program, so it is the very same code that users run.
+//! A host: a namespace with a link to the switch, a daemon and a pod. The daemon is a process of
+//! the lab's own program, which contains flanneld.
 
 use std::fs::{self, File};
 use std::io;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitStatus, Output, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use flannel_core::address::Dual;
 use nix::sys::signal::Signal;
 
-use crate::daemon::{self, Nursery, PARENT};
+use crate::cluster::daemon::{self, PARENT, Spawner};
+use crate::cluster::pod::Pod;
+use crate::cluster::switch::{link_local_without_dad, nodad, underlay};
 use crate::error::{Error, Result};
-use crate::namespace::Namespace;
-use crate::pod::Pod;
-use crate::privilege::nsenter;
 use crate::subnet_env::SubnetEnv;
-use crate::switch::{nodad, quiet_link_local, underlay};
+use crate::system::namespace::Namespace;
+use crate::system::privilege::nsenter;
 
 /// One host of the lab.
 #[derive(Debug)]
@@ -28,12 +28,12 @@ pub struct Host {
     dir: PathBuf,
     registry: PathBuf,
     program: PathBuf,
-    nursery: Arc<Nursery>,
+    spawner: Arc<Spawner>,
     daemon: Mutex<Option<Child>>,
     pod: Mutex<Option<Arc<Pod>>>,
 }
 
-/// What a host is made of.
+/// The arguments of [`Host::new`].
 pub(crate) struct Parts {
     pub(crate) number: usize,
     pub(crate) namespace: Namespace,
@@ -41,20 +41,20 @@ pub(crate) struct Parts {
     pub(crate) dir: PathBuf,
     pub(crate) registry: PathBuf,
     pub(crate) program: PathBuf,
-    pub(crate) nursery: Arc<Nursery>,
+    pub(crate) spawner: Arc<Spawner>,
 }
 
 impl Host {
     pub(crate) fn new(parts: Parts) -> Self {
-        let Parts { number, namespace, addresses, dir, registry, program, nursery } = parts;
+        let Parts { number, namespace, addresses, dir, registry, program, spawner } = parts;
         let (daemon, pod) = (Mutex::default(), Mutex::default());
-        Self { number, namespace, addresses, dir, registry, program, nursery, daemon, pod }
+        Self { number, namespace, addresses, dir, registry, program, spawner, daemon, pod }
     }
 
-    /// Brings up `lo` and `eth0`, forwarding and the default routes; `neighbours` are lines for `ip`.
+    /// Sets up `lo`, `eth0`, forwarding and default routes. `neighbours` are lines for `ip`.
     pub(crate) fn connect(&self, routers: &Dual<IpAddr>, neighbours: &str) -> Result<()> {
         let mut batch = String::from("link set lo up\n");
-        batch += &quiet_link_local("eth0", &self.addresses, self.number);
+        batch += &link_local_without_dad("eth0", &self.addresses, self.number);
         for (family, address) in self.addresses.iter() {
             batch += &format!(
                 "addr add {address}/{} dev eth0{}\n",
@@ -74,12 +74,12 @@ impl Host {
         fs::create_dir_all(&self.dir).map_err(Error::io(self.dir.display().to_string()))
     }
 
-    /// `host-1` for the first.
+    /// The name, such as `host-1`.
     pub fn name(&self) -> &str {
         self.namespace.name()
     }
 
-    /// Its place among the hosts, from 1.
+    /// The number of the host, from 1.
     pub fn number(&self) -> usize {
         self.number
     }
@@ -94,47 +94,30 @@ impl Host {
         &self.addresses
     }
 
-    /// Runs a program in the host's namespace and returns what it printed.
+    /// Runs a program in the host's namespace and returns its standard output.
     ///
     /// # Errors
-    /// It could not be started, or failed: [`Error::Command`] with what it said.
+    /// It could not be started, or failed: [`Error::Command`] with its standard error.
     pub fn run(&self, program: &str, args: &[&str]) -> Result<String> {
-        let output = self.output(Command::new(program).args(args))?;
+        let output = self.namespace.output(Command::new(program).args(args))?;
         let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
         if output.status.success() {
             return Ok(text(&output.stdout));
         }
-        let said = text(&output.stderr).trim().to_owned();
+        let stderr = text(&output.stderr).trim().to_owned();
         Err(Error::Command {
             place: self.name().to_owned(),
             command: format!("{program} {}", args.join(" ")),
-            output: if said.is_empty() { output.status.to_string() } else { said },
+            output: if stderr.is_empty() { output.status.to_string() } else { stderr },
         })
     }
 
-    /// Runs a program in the host's namespace and waits for its end, successful or not.
-    ///
-    /// # Errors
-    /// It could not be started.
-    pub fn output(&self, command: &mut Command) -> Result<Output> {
-        self.namespace.output(command)
-    }
-
-    /// Starts a program in the host's namespace; the caller owns it.
-    ///
-    /// # Errors
-    /// It could not be started.
-    pub fn spawn(&self, command: &mut Command) -> Result<Child> {
-        self.namespace.spawn(command)
-    }
-
-    /// The command that runs a shell or the command behind it in the host's namespace, for a person at
-    /// another terminal.
+    /// The prefix of a command that runs it in the host's namespace, from another terminal.
     pub fn enter_command(&self) -> String {
         nsenter(&self.namespace, self.daemon_pid())
     }
 
-    /// Starts the host's daemon; it appends to the log of an earlier one.
+    /// Starts the host's daemon. It appends to the host's log.
     ///
     /// # Errors
     /// It runs already, or could not be started.
@@ -145,14 +128,14 @@ impl Host {
     /// [`Host::start_daemon`] with further options for flanneld, such as `--nexthop-objects=off`.
     ///
     /// # Errors
-    /// It runs already, or could not be started. Options that it does not know end it at once, which
-    /// [`Host::check_daemon`] tells.
+    /// It runs already, or could not be started. A daemon that ends because of a wrong option is an
+    /// error of [`Host::check_daemon`].
     pub fn start_daemon_with(&self, options: &[&str]) -> Result<()> {
         self.start_daemon_of(&self.program, options)
     }
 
-    /// [`Host::start_daemon_with`] of another `program` than the lab's, such as one of another version. It is called as
-    /// [`Builder::program`](crate::Builder::program) says.
+    /// [`Host::start_daemon_with`] with another program, such as one of another version. See
+    /// [`Builder::program`](crate::Builder::program) for its arguments.
     ///
     /// # Errors
     /// Those of [`Host::start_daemon_with`].
@@ -176,7 +159,7 @@ impl Host {
         command.arg("--subnet-file").arg(self.subnet_file());
         command.arg("--state-dir").arg(self.dir.join("state")).args(options);
         command.env(PARENT, std::process::id().to_string());
-        // The lab is what its options say, not what the environment does; only the logging is the user's.
+        // Only the log level comes from the user's environment.
         for (name, _) in std::env::vars_os()
             .filter(|(name, _)| name.display().to_string().starts_with("FLANNELD_"))
         {
@@ -185,17 +168,17 @@ impl Host {
         command
             .env("FLANNELD_LOG", std::env::var_os("FLANNELD_LOG").unwrap_or_else(|| "info".into()));
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
-        // Ctrl-C at the terminal is for the lab, which then stops its daemons.
+        // So that Ctrl-C at the terminal reaches the lab only, which then stops its daemons.
         std::os::unix::process::CommandExt::process_group(&mut command, 0);
-        *daemon = Some(self.nursery.spawn(&self.namespace, command)?);
+        *daemon = Some(self.spawner.spawn(&self.namespace, command)?);
         Ok(())
     }
 
-    /// Ends the daemon by `signal`, and by SIGKILL if that does not help within two seconds; returns how it
-    /// ended, `None` if there was none.
+    /// Ends the daemon by `signal`, or by SIGKILL two seconds later. Returns its exit status;
+    /// `None` if there was no daemon.
     ///
     /// # Errors
-    /// It could not be signalled or waited for.
+    /// The signal could not be sent, or waiting failed.
     pub fn stop_daemon(&self, signal: Signal) -> Result<Option<ExitStatus>> {
         let Some(child) = self.lock_daemon().take() else { return Ok(None) };
         Ok(daemon::end(&mut [child], signal)?.pop())
@@ -204,7 +187,7 @@ impl Host {
     /// Sends the daemon a signal that does not end it, such as SIGSTOP.
     ///
     /// # Errors
-    /// There is no daemon, or it could not be signalled.
+    /// There is no daemon, or the signal could not be sent.
     pub fn signal_daemon(&self, signal: Signal) -> Result<()> {
         match self.lock_daemon().as_ref() {
             Some(child) => daemon::send(child, signal),
@@ -215,7 +198,7 @@ impl Host {
         }
     }
 
-    /// The daemon, for the lab to end it together with others.
+    /// Removes the daemon's handle, so that the lab can end all daemons together.
     pub(crate) fn take_daemon(&self) -> Option<Child> {
         self.lock_daemon().take()
     }
@@ -232,7 +215,7 @@ impl Host {
         line.split_whitespace().next()?.parse().ok()
     }
 
-    /// Makes sure that the daemon, if one was started, has not ended by itself.
+    /// Checks that the daemon has not ended by itself. No error if none was started.
     ///
     /// # Errors
     /// [`Error::DaemonEnded`] with the end of its log.
@@ -245,7 +228,7 @@ impl Host {
         Err(Error::DaemonEnded { host: self.name().to_owned(), status: status.to_string(), log })
     }
 
-    /// Where the daemon writes its `subnet.env`.
+    /// The path of the daemon's `subnet.env`.
     pub fn subnet_file(&self) -> PathBuf {
         self.dir.join("subnet.env")
     }
@@ -253,7 +236,7 @@ impl Host {
     /// The daemon's `subnet.env`; `None` if there is none yet.
     ///
     /// # Errors
-    /// It cannot be read, or is not what a CNI plugin can use.
+    /// It cannot be read, or a CNI plugin could not use it.
     pub fn subnet_env(&self) -> Result<Option<SubnetEnv>> {
         let path = self.subnet_file();
         match fs::read_to_string(&path) {
@@ -263,7 +246,7 @@ impl Host {
         }
     }
 
-    /// Everything that the host's daemons logged; empty if none was started.
+    /// The log of the host's daemons; empty if none was started.
     ///
     /// # Errors
     /// The log cannot be read.
@@ -276,7 +259,7 @@ impl Host {
         }
     }
 
-    /// Where the daemon's log is.
+    /// The path of the log.
     pub fn log_path(&self) -> PathBuf {
         self.dir.join("flanneld.log")
     }
@@ -294,19 +277,19 @@ impl Host {
         if tail.is_empty() { "  (empty)".to_owned() } else { format!("  {}", tail.join("\n  ")) }
     }
 
-    /// Puts a pod on the host, as `env` says; there must be none yet, nor a link `cni0`.
+    /// Adds a pod to the host, with the subnets of `env`.
     ///
     /// # Errors
-    /// There is one, or it cannot be made.
+    /// The host has a pod or a link `cni0`, or the pod cannot be made.
     pub fn add_pod(&self, env: &SubnetEnv) -> Result<Arc<Pod>> {
         self.place_pod(|| Pod::new(&format!("pod-{}", self.number), &self.namespace, env))
     }
 
-    /// Makes a pod of a namespace that somebody else has connected to the host, such as a CNI plugin; there must
-    /// be none yet. `mtu` is that of its interface, in bytes.
+    /// Uses a namespace that another program, such as a CNI plugin, has connected to the host as
+    /// its pod. `mtu` is the MTU of the pod's interface, in bytes.
     ///
     /// # Errors
-    /// There is one, or its echo service cannot be started.
+    /// The host has a pod, or the echo service cannot be started.
     pub fn adopt_pod(
         &self,
         namespace: Namespace,
@@ -324,8 +307,7 @@ impl Host {
         Ok(pod.insert(Arc::new(make()?)).clone())
     }
 
-    /// Takes the pod and its bridge away; nothing happens if there is none. The links of an adopted pod stay for
-    /// those who made them.
+    /// Removes the pod and its bridge, if there is one. The links of an adopted pod stay.
     ///
     /// # Errors
     /// `ip` failed.
@@ -334,7 +316,7 @@ impl Host {
         pod.map_or(Ok(()), |pod| self.namespace.ip(pod.unplug()))
     }
 
-    /// The host's pod; `None` if none was put there.
+    /// The host's pod; `None` if it has none.
     pub fn pod(&self) -> Option<Arc<Pod>> {
         self.pod.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }

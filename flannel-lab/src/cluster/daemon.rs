@@ -1,5 +1,5 @@
-//! Daemons as child processes that never outlive the lab. The kernel kills a daemon when the
-//! *thread* that started it ends, so all are started by one thread that lives as long as the lab.
+//! Daemons as child processes that end with the lab. The kernel kills a daemon when the *thread*
+//! that started it ends, so one thread with the lab's lifetime starts all of them.
 
 use std::process::{Child, Command, ExitStatus};
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -12,16 +12,16 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::{Pid, getppid};
 
 use crate::error::{Error, Result};
-use crate::namespace::Namespace;
+use crate::system::namespace::Namespace;
 
-/// How long a daemon has to end after a signal before it is killed.
+/// The time between a signal to end and SIGKILL.
 pub(crate) const GRACE: Duration = Duration::from_secs(2);
 
-/// Tells a daemon whose child it is.
+/// The environment variable with the process id of the lab.
 pub(crate) const PARENT: &str = "FLANNEL_LAB_PID";
 
-/// Makes the calling process, a daemon started by [`Host::start_daemon`](crate::Host::start_daemon), end with
-/// the lab, however the lab ends. Call it first in the daemon.
+/// Makes the calling process end with the lab. A daemon that
+/// [`Host::start_daemon`](crate::Host::start_daemon) started must call it first.
 ///
 /// # Errors
 /// [`Error::Unsuitable`]: the process was not started by a lab, or the lab has ended already.
@@ -29,18 +29,16 @@ pub fn end_with_lab() -> Result<()> {
     let lab = std::env::var(PARENT).ok().and_then(|pid| pid.parse().ok()).map(Pid::from_raw);
     prctl::set_pdeathsig(Signal::SIGKILL)
         .map_err(Error::io("asking for a signal when the lab ends"))?;
-    // The lab may have ended before the kernel was asked.
+    // The lab may have ended before the call above.
     if lab == Some(getppid()) {
         return Ok(());
     }
-    Err(Error::Unsuitable(
-        "this is how the lab starts its daemons, and this process is not a lab's child".into(),
-    ))
+    Err(Error::Unsuitable("this process is not a child of a lab, which alone may start it".into()))
 }
 
 /// The thread that starts the daemons.
 #[derive(Debug)]
-pub(crate) struct Nursery {
+pub(crate) struct Spawner {
     requests: Option<Sender<Request>>,
     thread: Option<JoinHandle<()>>,
 }
@@ -51,7 +49,7 @@ struct Request {
     answer: Sender<Result<Child>>,
 }
 
-impl Nursery {
+impl Spawner {
     pub(crate) fn new() -> Self {
         let (requests, inbox) = channel();
         Self { requests: Some(requests), thread: Some(std::thread::spawn(move || serve(&inbox))) }
@@ -67,7 +65,7 @@ impl Nursery {
     }
 }
 
-impl Drop for Nursery {
+impl Drop for Spawner {
     fn drop(&mut self) {
         self.requests = None;
         if let Some(thread) = self.thread.take() {
@@ -84,12 +82,12 @@ fn serve(inbox: &Receiver<Request>) {
                 format!("{}: starting {}", namespace.name(), command.get_program().display());
             command.spawn().map_err(Error::io(object))
         };
-        // Nobody waits for the answer only if the caller panicked.
+        // Sending fails only if the caller panicked.
         let _ = answer.send(start());
     }
 }
 
-/// Sends `signal` to every child, and kills those that have not ended two seconds later.
+/// Sends `signal` to every child, and kills those that still run after [`GRACE`].
 pub(crate) fn end(children: &mut [Child], signal: Signal) -> Result<Vec<ExitStatus>> {
     for child in &*children {
         send(child, signal)?;
@@ -103,7 +101,7 @@ pub(crate) fn end(children: &mut [Child], signal: Signal) -> Result<Vec<ExitStat
                 break status;
             }
             if Instant::now() >= deadline {
-                // It fails only if the child has just ended by itself.
+                // Fails only if the child has just ended.
                 let _ = child.kill();
                 break child.wait().map_err(Error::io("waiting for flanneld's end"))?;
             }
@@ -113,9 +111,9 @@ pub(crate) fn end(children: &mut [Child], signal: Signal) -> Result<Vec<ExitStat
     Ok(ended)
 }
 
-/// Sends a signal to a child that was not waited for yet; that it ended meanwhile is no error.
+/// Sends a signal to a child. A child that has ended is no error.
 pub(crate) fn send(child: &Child, signal: Signal) -> Result<()> {
-    // Linux' process ids fit.
+    // Process ids of Linux fit.
     match kill(Pid::from_raw(child.id() as i32), signal) {
         Ok(()) | Err(Errno::ESRCH) => Ok(()),
         Err(errno) => Err(Error::io(format!("sending {signal} to flanneld"))(errno)),

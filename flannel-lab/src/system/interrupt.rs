@@ -1,12 +1,11 @@
-//! Ending a lab early from another thread. Every wait of a lab ends within moments with
-//! [`Error::Interrupted`]; the cleaning up is then the ordinary one, by drop.
+//! Interruption of a lab by another thread. Every wait then ends soon with [`Error::Interrupted`].
 
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
 use crate::error::{Error, Result};
 
-/// Ends a lab's waits from another thread, for good.
+/// Interrupts a lab's waits, permanently.
 ///
 /// ```
 /// use flannel_lab::{Error, Interrupter};
@@ -39,12 +38,12 @@ impl Interrupter {
         Error::Interrupted
     }
 
-    /// Goes on at once unless interrupted.
+    /// Returns an error if interrupted.
     pub(crate) fn check(&self) -> Result<()> {
         self.pause(Duration::ZERO)
     }
 
-    /// Lets `pause` pass between two looks at a condition.
+    /// Sleeps for `pause`, or until interrupted.
     pub(crate) fn pause(&self, pause: Duration) -> Result<()> {
         let interrupted = self.0.interrupted.lock().unwrap_or_else(PoisonError::into_inner);
         let waited =

@@ -1,5 +1,5 @@
-//! Network namespaces. A namespace here is an open file of this process, without a name or a mount,
-//! so it vanishes with the process however that ends.
+//! Network namespaces. A namespace is an open file of this process, without a name or a mount, so
+//! the kernel removes it when the process ends.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -13,7 +13,7 @@ use nix::sched::{CloneFlags, setns, unshare};
 
 use crate::error::{Error, Result};
 
-/// A network namespace, alive as long as a clone of this value, a process or a socket is in it.
+/// A network namespace. It exists as long as a clone of this value, a process or a socket uses it.
 #[derive(Debug, Clone)]
 pub struct Namespace {
     name: Arc<str>,
@@ -21,10 +21,10 @@ pub struct Namespace {
 }
 
 impl Namespace {
-    /// Makes an empty network namespace; `name` is for messages only.
+    /// Makes an empty network namespace. `name` is for messages only.
     ///
     /// # Errors
-    /// The kernel refused, mostly for lack of `CAP_SYS_ADMIN`: see [`enter`](crate::enter).
+    /// The kernel refused, usually because `CAP_SYS_ADMIN` is missing: see [`enter`](crate::enter).
     pub fn new(name: &str) -> Result<Self> {
         let make = || -> io::Result<File> {
             unshare(CloneFlags::CLONE_NEWNET)?;
@@ -39,26 +39,26 @@ impl Namespace {
         &self.name
     }
 
-    /// A path that stands for the namespace as long as this process holds it open, for `nsenter --net=PATH`.
+    /// A path for `nsenter --net=PATH`. It is valid while this process holds the namespace open.
     pub fn path(&self) -> PathBuf {
         PathBuf::from(format!("/proc/{}/fd/{}", std::process::id(), self.file.as_raw_fd()))
     }
 
-    /// Runs `work` inside, on a thread of its own. Sockets that it opens stay inside for good.
+    /// Runs `work` inside, on a new thread. Sockets that it opens stay in the namespace.
     ///
     /// # Errors
-    /// The namespace may not be entered.
+    /// The namespace cannot be entered.
     pub fn run<T: Send>(&self, work: impl FnOnce() -> T + Send) -> Result<T> {
         on_a_thread(|| self.enter().map(|()| work()))
     }
 
-    /// Moves the calling thread inside, for good: only for threads of the lab's own.
+    /// Moves the calling thread inside, permanently. Only for threads of the lab.
     pub(crate) fn enter(&self) -> Result<()> {
         setns(&*self.file, CloneFlags::CLONE_NEWNET)
             .map_err(Error::io(format!("{}: entering its network namespace", self.name)))
     }
 
-    /// Runs a program inside and waits for its end, successful or not.
+    /// Runs a program inside and waits until it ends.
     ///
     /// # Errors
     /// It could not be started.
@@ -67,7 +67,7 @@ impl Namespace {
         self.run(|| command.stdin(Stdio::null()).output())?.map_err(|e| not_started(describe, e))
     }
 
-    /// Starts a program inside; the caller owns it.
+    /// Starts a program inside.
     ///
     /// # Errors
     /// It could not be started.
@@ -88,22 +88,22 @@ impl Namespace {
             .stdout(Stdio::null())
             .stderr(Stdio::piped());
         let mut child = self.spawn(&mut command)?;
-        let mut input = child.stdin.take().expect("stdin was asked for as a pipe");
-        // A write fails only if ip ended early, and then its own words say more.
+        let mut input = child.stdin.take().expect("stdin is a pipe");
+        // A write fails only if ip ended early. Its own message is better.
         let _ = input.write_all(batch.as_bytes());
         drop(input);
         let output = child.wait_with_output().map_err(Error::io(format!("{}: ip", self.name)))?;
         if output.status.success() {
             return Ok(());
         }
-        let said = String::from_utf8_lossy(&output.stderr);
-        // ip ends its complaint with "Command failed -:LINE".
-        let line = said.rsplit("-:").next().and_then(|n| n.trim().parse::<usize>().ok());
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        // ip ends its message with "Command failed -:LINE".
+        let line = stderr.rsplit("-:").next().and_then(|n| n.trim().parse::<usize>().ok());
         let line = line.and_then(|n| batch.lines().nth(n.checked_sub(1)?)).unwrap_or("-batch -");
         Err(Error::Command {
             place: self.name.to_string(),
             command: format!("ip {}", line.trim()),
-            output: said.lines().next().map_or_else(|| output.status.to_string(), str::to_owned),
+            output: stderr.lines().next().map_or_else(|| output.status.to_string(), str::to_owned),
         })
     }
 
@@ -139,7 +139,8 @@ fn not_started(object: String, source: io::Error) -> Error {
     Error::Io { object, source }
 }
 
-/// Whether this process may make network namespaces now: it is root, or [`enter`](crate::enter) was called.
+/// Whether this process may make network namespaces: it is root, or has called
+/// [`enter`](crate::enter).
 pub fn may_make_namespaces() -> bool {
     on_a_thread(|| unshare(CloneFlags::CLONE_NEWNET)) != Err(Errno::EPERM)
 }

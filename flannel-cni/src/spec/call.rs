@@ -1,29 +1,29 @@
-//! What the runtime asks: a command and its `CNI_` variables. A container's id becomes the name of
-//! a file, so nothing passes here that could name another one.
+//! A call of the runtime: the command and its `CNI_` variables. A container's id becomes the name
+//! of a file, so its characters are checked.
 //!
-//! **Source**: cni `pkg/skel: getCmdArgsFromEnv`, `pkg/utils` for what is a valid name.
+//! **Source**: cni `pkg/skel: getCmdArgsFromEnv`, `pkg/utils` for valid names.
 
 use std::ffi::OsString;
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use crate::error::{Code, Error, Result};
+use crate::spec::error::{Code, Error, Result};
 
 /// An operation of the specification.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Command {
     /// Connect a container.
     Add,
-    /// Disconnect it.
+    /// Disconnect a container.
     Del,
-    /// See whether it is still connected as it should be.
+    /// Check the connection of a container.
     Check,
-    /// See whether ADD would succeed.
+    /// Check whether ADD would succeed.
     Status,
-    /// Clean up after all containers but those named.
+    /// Clean up after all containers except those named.
     Gc,
-    /// Say which versions of the specification are spoken.
+    /// List the supported versions of the specification.
     Version,
 }
 
@@ -31,7 +31,7 @@ impl Command {
     const ALL: [Self; 6] =
         [Self::Add, Self::Del, Self::Check, Self::Status, Self::Gc, Self::Version];
 
-    /// What `CNI_COMMAND` calls it.
+    /// The value of `CNI_COMMAND`.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Add => "ADD",
@@ -52,28 +52,28 @@ impl Command {
     }
 }
 
-/// One call of the plugin, as its environment describes it. What a command does not need may be empty.
+/// A call of the plugin. A value that the command does not need may be empty.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Call {
-    /// What to do.
+    /// The command.
     pub command: Command,
     /// `CNI_CONTAINERID`: letters, digits, `_`, `.` and `-`, the first a letter or a digit.
     pub container: String,
-    /// `CNI_IFNAME`: a link name inside the container.
+    /// `CNI_IFNAME`: the name of the link in the container.
     pub ifname: String,
     /// `CNI_NETNS`: the container's network namespace.
     pub netns: String,
-    /// `CNI_PATH`: where plugins are, with `:` between the directories.
+    /// `CNI_PATH`: the directories of plugins, separated by `:`.
     pub path: String,
     /// `CNI_NETNS_OVERRIDE`: the container may be in the plugin's own network namespace.
     pub netns_override: bool,
 }
 
 impl Call {
-    /// Reads the variables; `None` if there is no `CNI_COMMAND`, because no runtime called.
+    /// Reads the variables; `None` without `CNI_COMMAND`, because then no runtime is the caller.
     ///
     /// # Errors
-    /// [`Code::ENVIRONMENT`]: variables that the command needs are missing or wrong; the message names them.
+    /// [`Code::ENVIRONMENT`]: a variable that the command needs is missing or wrong.
     pub fn from_env(variable: impl Fn(&str) -> Option<OsString>) -> Result<Option<Self>> {
         let bad = |text: String| Error::new(Code::ENVIRONMENT, text);
         let text = |name: &str| match variable(name).unwrap_or_default().into_string() {
@@ -122,8 +122,8 @@ impl Call {
         std::env::split_paths(&self.path).filter(|dir| !dir.as_os_str().is_empty())
     }
 
-    /// Makes sure that the container is not in the plugin's own network namespace, where a delegate would change
-    /// the host's links. A namespace that is gone is none.
+    /// Checks that the container is not in the plugin's own network namespace, in which a delegate
+    /// would change the host's links. A namespace that is gone passes.
     ///
     /// # Errors
     /// [`Code::NETNS`].
@@ -141,7 +141,7 @@ impl Call {
     }
 }
 
-/// The names of containers and networks.
+/// Whether a text is a valid name of a container or a network.
 pub(crate) fn is_name(text: &str) -> bool {
     text.starts_with(|c: char| c.is_ascii_alphanumeric())
         && text.chars().all(|c| c.is_ascii_alphanumeric() || matches!(c, '_' | '.' | '-'))
@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn every_command_asks_for_what_it_needs_and_no_more() {
+    fn every_command_requires_only_its_own_variables() {
         for (command, missing) in [
             ("ADD", "[CNI_CONTAINERID,CNI_NETNS,CNI_IFNAME,CNI_PATH]"),
             ("CHECK", "[CNI_CONTAINERID,CNI_NETNS,CNI_IFNAME,CNI_PATH]"),
@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn names_that_could_name_something_else_are_refused() {
+    fn names_that_are_unsafe_as_file_names_are_refused() {
         for bad in ["..", ".x", "a/b", "-a", "a:b", "a b", "é"] {
             let error = with("CNI_CONTAINERID", bad).unwrap_err();
             assert_eq!((error.code, error.details.as_str()), (Code::ENVIRONMENT, bad));

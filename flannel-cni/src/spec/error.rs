@@ -1,18 +1,18 @@
-//! What goes wrong, in the words of the CNI specification. The code is what a runtime acts on, and
-//! the message is what a person reads in the events of a pod, often without anything else.
+//! Errors as the CNI specification defines them. A runtime acts on the code. The message appears in
+//! the events of a pod, often without any context.
 
 use serde_json::{Map, Value};
 
-use crate::version::SpecVersion;
+use crate::spec::version::SpecVersion;
 
-/// An error code of the CNI specification; below 100 they are the specification's, from 100 on a plugin's own.
+/// An error code. Codes below 100 are defined by the specification, others by a plugin.
 ///
 /// **Source**: CNI specification 1.1.0, section 5, "Error".
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Code(pub u64);
 
 impl Code {
-    /// The config speaks a version of the specification that the plugin does not, or that lacks the operation.
+    /// The plugin does not support the config's version, or that version lacks the operation.
     pub const INCOMPATIBLE_VERSION: Self = Self(1);
     /// The container is unknown: there is nothing to clean up.
     pub const UNKNOWN_CONTAINER: Self = Self(3);
@@ -20,13 +20,13 @@ impl Code {
     pub const ENVIRONMENT: Self = Self(4);
     /// A file could not be read or written.
     pub const IO: Self = Self(5);
-    /// What was read could not be understood.
+    /// A text could not be decoded.
     pub const DECODING: Self = Self(6);
     /// The network config is wrong.
     pub const NETWORK_CONFIG: Self = Self(7);
     /// `CNI_NETNS` is the plugin's own network namespace.
     pub const NETNS: Self = Self(8);
-    /// Something that comes by itself is not there yet.
+    /// A condition that needs no action is not met yet.
     pub const TRY_AGAIN_LATER: Self = Self(11);
     /// STATUS: pods cannot be added now.
     pub const NOT_AVAILABLE: Self = Self(50);
@@ -34,18 +34,18 @@ impl Code {
     pub const INTERNAL: Self = Self(999);
 }
 
-/// Why the plugin could not do what it was asked.
+/// An error of the plugin.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{msg}{separator}{details}", separator = if details.is_empty() { "" } else { "; " })]
 #[non_exhaustive]
 pub struct Error {
-    /// What a runtime acts on.
+    /// The code.
     pub code: Code,
-    /// What happened, to which object, and what would be right.
+    /// The error, with the object and the expected value.
     pub msg: String,
-    /// More about it; often empty.
+    /// Details; often empty.
     pub details: String,
-    /// The version that the error object is of: the config's, as soon as it is known.
+    /// The version of the error object: the config's, or before it is known the latest.
     pub version: SpecVersion,
 }
 
@@ -58,7 +58,7 @@ impl Error {
         Self { code, msg: msg.into(), details: String::new(), version: SpecVersion::LATEST }
     }
 
-    /// The same with details, behind those it has.
+    /// Appends details.
     #[must_use]
     pub fn with_details(mut self, details: &str) -> Self {
         if !self.details.is_empty() {
@@ -68,16 +68,15 @@ impl Error {
         self
     }
 
-    /// The same as an error object of `version`.
+    /// Sets the version of the error object.
     #[must_use]
     pub fn with_version(self, version: SpecVersion) -> Self {
         Self { version, ..self }
     }
 
-    /// The error object of the specification.
+    /// The error object of the specification, with the required `cniVersion`.
     ///
-    /// **Source**: cni `pkg/types: Error.Print` for the form; unlike that, it has the `cniVersion` that the
-    /// specification asks for.
+    /// **Source**: cni `pkg/types: Error.Print` for the form; it writes no `cniVersion`.
     pub fn to_json(&self) -> String {
         let text = |text: &str| Value::from(text).to_string();
         let mut out = format!(
@@ -92,7 +91,7 @@ impl Error {
         out + "\n}\n"
     }
 
-    /// What a delegate said on its stdout when it failed; `None` if that is no error object.
+    /// Parses a delegate's error object; `None` if it is none.
     pub(crate) fn from_json(bytes: &[u8]) -> Option<Self> {
         let object: Map<String, Value> = serde_json::from_slice(bytes).ok()?;
         let code = object.get("code").and_then(Value::as_u64)?;
@@ -106,7 +105,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_error_object_is_what_the_specification_says() {
+    fn an_error_object_has_the_form_of_the_specification() {
         let error =
             Error::new(Code::NETWORK_CONFIG, "a \"b\"\n").with_version("0.4.0".parse().unwrap());
         assert_eq!(
@@ -122,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_error_object_is_not_taken_for_one() {
+    fn other_texts_are_no_error_object() {
         for other in
             ["", "null", "[]", "{}", r#"{"msg":"x"}"#, r#"{"code":"7","msg":"x"}"#, "panic: x"]
         {

@@ -1,5 +1,4 @@
-//! Becoming able to make namespaces, and saying what is missing. An ordinary user becomes root of a
-//! user namespace, which must happen before the process starts its first thread.
+//! The privilege to make namespaces, and reports of missing requirements.
 
 use std::fs;
 use std::process::Command;
@@ -9,24 +8,24 @@ use nix::sched::{CloneFlags, unshare};
 use nix::unistd::{getegid, geteuid};
 
 use crate::error::{Error, Result};
-use crate::namespace::Namespace;
+use crate::system::namespace::Namespace;
 
-/// By what right this process makes network namespaces.
+/// The privilege with which this process makes network namespaces.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Privilege {
     /// It has `CAP_SYS_ADMIN`.
     Root,
-    /// It is root of a user namespace of its own, and an ordinary user outside.
+    /// It is root of its own user namespace, and an ordinary user outside.
     User,
 }
 
-/// Leaves the machine's network for an empty one, and makes this process able to make network namespaces: as it
-/// is if it may, else as root of a new user namespace.
+/// Moves this process to an empty network namespace. Without the privilege to make one, the process
+/// becomes root of a new user namespace first.
 ///
-/// Call it first in `main`: the kernel refuses a new user namespace to a process with several threads.
+/// Call it first in `main`: the kernel refuses a user namespace to a process with more threads.
 ///
 /// # Errors
-/// [`Error::Missing`]: what forbids user namespaces on this machine, and how to allow them.
+/// [`Error::Missing`]: this machine forbids user namespaces. The error names the setting.
 pub fn enter() -> Result<Privilege> {
     match unshare(CloneFlags::CLONE_NEWNET) {
         Ok(()) => return Ok(Privilege::Root),
@@ -48,10 +47,10 @@ pub fn enter() -> Result<Privilege> {
     Ok(Privilege::User)
 }
 
-/// Checks that this machine can carry a lab: iproute2, IPv6 if wanted, and the links between hosts.
+/// Checks the requirements of a lab: iproute2, IPv6 if wanted, links of kind bridge and veth.
 ///
 /// # Errors
-/// [`Error::Missing`]: the first thing that is missing, and what to do.
+/// [`Error::Missing`]: the first missing requirement, and the remedy.
 pub(crate) fn preflight(ipv6: bool) -> Result<()> {
     if ipv6 && !has_ipv6() {
         return Err(Error::Missing {
@@ -74,11 +73,11 @@ pub(crate) fn preflight(ipv6: bool) -> Result<()> {
     Ok(())
 }
 
-/// Checks that so many daemons may watch the registry.
+/// Checks that the machine allows `daemons` inotify instances, one for each daemon.
 ///
 /// # Errors
-/// [`Error::Missing`]: the machine's limit, and what to do.
-pub(crate) fn may_watch(daemons: usize) -> Result<()> {
+/// [`Error::Missing`]: the machine's limit, and the remedy.
+pub(crate) fn check_inotify_limit(daemons: usize) -> Result<()> {
     const INSTANCES: &str = "/proc/sys/fs/inotify/max_user_instances";
     let instances =
         fs::read_to_string(INSTANCES).ok().and_then(|text| text.trim().parse::<usize>().ok());
@@ -94,7 +93,7 @@ pub(crate) fn may_watch(daemons: usize) -> Result<()> {
     })
 }
 
-/// The kernel has IPv6 at all.
+/// Whether the kernel has IPv6.
 pub(crate) fn has_ipv6() -> bool {
     fs::exists("/proc/sys/net/ipv6").unwrap_or(false)
 }
@@ -109,7 +108,7 @@ fn why_no_user_namespace(errno: Errno) -> Error {
     forbidden(&format!("the kernel refused a user namespace ({errno})"))
 }
 
-/// Looks up which of the known switches is off.
+/// The error if namespaces are forbidden. It names the settings that forbid them.
 fn forbidden(symptom: &str) -> Error {
     let sysctl = |key: &str| {
         let path = format!("/proc/sys/{}", key.replace('.', "/"));
@@ -141,7 +140,7 @@ fn forbidden(symptom: &str) -> Error {
     }
 }
 
-/// The words before which a command has to be put to run it in `namespace`, from a shell of the same user.
+/// The prefix of a command that runs it in `namespace`, from a shell of the same user.
 pub(crate) fn nsenter(namespace: &Namespace, process: Option<u32>) -> String {
     let rootless = fs::read_to_string("/proc/self/uid_map")
         .is_ok_and(|map| map.split_whitespace().nth(1).is_some_and(|outside| outside != "0"));
@@ -155,10 +154,7 @@ pub(crate) fn nsenter(namespace: &Namespace, process: Option<u32>) -> String {
     }
 }
 
-/// Runs `program` as [`enter`] makes this process; returns only if that fails. What `lab enter` does.
-///
-/// # Errors
-/// Why it failed.
+/// Calls [`enter`] and replaces this process by `program`. Returns only the error if that fails.
 pub fn enter_and_exec(program: &std::ffi::OsStr, args: &[std::ffi::OsString]) -> Error {
     use std::os::unix::process::CommandExt;
     match enter() {

@@ -1,4 +1,4 @@
-//! The wire between the hosts: one bridge with one port for each. All hosts are on one link.
+//! The switch: one bridge with a port for each host. All hosts are on one link.
 
 use std::fmt::Write;
 use std::net::IpAddr;
@@ -7,18 +7,18 @@ use flannel_core::Subnet;
 use flannel_core::address::{Dual, Family};
 use flannel_core::object::MacAddr;
 
+use crate::cluster::host::Host;
 use crate::error::Result;
-use crate::host::Host;
-use crate::namespace::Namespace;
+use crate::system::namespace::Namespace;
 
-/// The switch that the hosts are plugged into, and the router of their default routes.
+/// The switch between the hosts. It is also the router of their default routes.
 #[derive(Debug)]
 pub struct Switch {
     namespace: Namespace,
     addresses: Dual<IpAddr>,
 }
 
-/// The hosts' network; the 250 first addresses are hosts', the one before the last the switch's.
+/// The network of the hosts. Host `n` has address `n`, the switch has address 254.
 pub(crate) fn underlay(family: Family) -> Subnet {
     let text = match family {
         Family::V4 => "192.168.77.0/24",
@@ -27,12 +27,12 @@ pub(crate) fn underlay(family: Family) -> Subnet {
     text.parse().expect("a constant that is a subnet")
 }
 
-/// The address of host number `n` from 1, or of the switch if `n` is 254.
+/// The address of host `n`, or of the switch if `n` is 254.
 pub(crate) fn underlay_address(family: Family, n: usize) -> IpAddr {
     underlay(family).nth(n as u128).expect("hosts are numbered below 255")
 }
 
-/// The MAC address of host number `n`'s `eth0`.
+/// The MAC address of `eth0` on host `n`.
 pub(crate) fn mac(n: usize) -> MacAddr {
     MacAddr([0x02, 0xf1, 0, 0, 0, n as u8])
 }
@@ -45,7 +45,7 @@ impl Switch {
         Ok(Self { namespace, addresses })
     }
 
-    /// Lays one wire to each namespace: `eth0` there, `port-N` here.
+    /// Connects each namespace by a veth pair: `eth0` there, `port-N` here.
     pub(crate) fn plug(&self, hosts: &[Namespace], mtu: u32) -> Result<()> {
         let mut batch =
             String::from("link set lo up\nlink add br0 type bridge stp_state 0 mcast_snooping 0\n");
@@ -57,9 +57,9 @@ impl Switch {
                  link set port-{n} master br0 up",
                 path.display()
             );
-            write.expect("a String takes everything");
+            write.expect("writing to a String never fails");
         }
-        batch += &quiet_link_local("br0", &self.addresses, 254);
+        batch += &link_local_without_dad("br0", &self.addresses, 254);
         for (family, address) in self.addresses.iter() {
             let len = underlay(family).len();
             batch += &format!("addr add {address}/{len} dev br0{}\n", nodad(family));
@@ -73,12 +73,12 @@ impl Switch {
         &self.namespace
     }
 
-    /// Its addresses, the hosts' default routers.
+    /// Its addresses, which are the hosts' default gateways.
     pub fn addresses(&self) -> &Dual<IpAddr> {
         &self.addresses
     }
 
-    /// Pulls a host's wire: its `eth0` loses the carrier.
+    /// Takes a host's link down: its `eth0` loses the carrier.
     ///
     /// # Errors
     /// `ip` failed.
@@ -86,7 +86,7 @@ impl Switch {
         self.namespace.ip(&format!("link set port-{} down\n", host.number()))
     }
 
-    /// Plugs a host's wire in again.
+    /// Ends [`Switch::cut`].
     ///
     /// # Errors
     /// `ip` failed.
@@ -94,28 +94,26 @@ impl Switch {
         self.namespace.ip(&format!("link set port-{} up\n", host.number()))
     }
 
-    /// Loses every frame from and to a host without a sign of it at the host: its `eth0` keeps the carrier.
-    /// [`Switch::listen`] ends it.
+    /// Drops every frame from and to a host, whose `eth0` keeps the carrier.
     ///
     /// # Errors
     /// `ip` failed.
-    pub fn ignore(&self, host: &Host) -> Result<()> {
+    pub fn drop_frames(&self, host: &Host) -> Result<()> {
         self.namespace.ip(&format!("link set port-{} nomaster\n", host.number()))
     }
 
-    /// Ends [`Switch::ignore`].
+    /// Ends [`Switch::drop_frames`].
     ///
     /// # Errors
     /// `ip` failed.
-    pub fn listen(&self, host: &Host) -> Result<()> {
+    pub fn pass_frames(&self, host: &Host) -> Result<()> {
         self.namespace.ip(&format!("link set port-{} master br0\n", host.number()))
     }
 }
 
-/// Gives a link that is still down a link-local address that is usable at once: a host whose link-local address
-/// is tentative cannot ask for its neighbours, and the kernel takes more than a second to find that nobody else
-/// has it.
-pub(crate) fn quiet_link_local(link: &str, addresses: &Dual<IpAddr>, n: usize) -> String {
+/// Lines for `ip` that give a link, which is down, a link-local address without duplicate address
+/// detection. Detection takes more than a second, in which the host cannot solicit neighbours.
+pub(crate) fn link_local_without_dad(link: &str, addresses: &Dual<IpAddr>, n: usize) -> String {
     match addresses.v6 {
         Some(_) => {
             format!("link set {link} addrgenmode none\naddr add fe80::{n:x}/64 dev {link} nodad\n")
@@ -124,7 +122,7 @@ pub(crate) fn quiet_link_local(link: &str, addresses: &Dual<IpAddr>, n: usize) -
     }
 }
 
-/// The same for an address; there is nothing to wait for in IPv4.
+/// The flag that disables duplicate address detection. IPv4 has none.
 pub(crate) fn nodad(family: Family) -> &'static str {
     match family {
         Family::V4 => "",

@@ -1,5 +1,5 @@
-//! Which pod reaches which. Every pair is tried at the same time, again and again, until it
-//! succeeds: ping, full-size ping, TCP; round trips are measured afterwards, in peace.
+//! Probes all pairs of pods at the same time, and repeats each until it succeeds: ping, full-size
+//! ping, TCP. Round trips are measured afterwards, so that the probes do not disturb them.
 
 use std::net::IpAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -9,31 +9,32 @@ use std::time::{Duration, Instant};
 
 use flannel_core::address::Family;
 
-use crate::echo::{PingSocket, SMALL, Unreached, tcp_probe};
+use crate::cluster::pod::Pod;
 use crate::error::{Error, Result};
-use crate::interrupt::Interrupter;
-use crate::pod::Pod;
+use crate::probe::echo::{PingSocket, SMALL, Unreached, tcp_probe};
+use crate::system::interrupt::Interrupter;
+use crate::system::parallel::for_each;
 
-/// Whether, and how fast, one pod reaches another.
+/// The result of one ordered pair of pods.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct Pair {
-    /// The pod that asks.
+    /// The pod that sends.
     pub from: String,
     /// The pod that answers.
     pub to: String,
-    /// By which family.
+    /// The address family.
     pub family: Family,
-    /// The median of three small pings' round-trip times; `None` if it is not reached.
+    /// The median round-trip time of three small pings; `None` if the pod is not reached.
     pub rtt: Option<Duration>,
-    /// How many bytes went there and back over TCP; 0 if it is not reached.
+    /// Bytes that TCP echoed; 0 if the pod is not reached.
     pub tcp_bytes: usize,
-    /// Why it is not reached; `None` if it is.
+    /// The reason that the pod is not reached; `None` if it is.
     pub error: Option<Unreached>,
 }
 
 impl Pair {
-    /// Small and full-size pings and TCP come through.
+    /// Small and full-size pings and TCP succeed.
     pub fn is_ok(&self) -> bool {
         self.error.is_none()
     }
@@ -43,32 +44,32 @@ impl Pair {
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct Matrix {
-    /// By family, then by the one who asks, then by the one who answers.
+    /// Sorted by family, then by `from`, then by `to`.
     pub pairs: Vec<Pair>,
-    /// When the last daemon was started, if the lab waited for that, or when the asking began.
+    /// The start of the last daemon, if the lab waited for it, or else of the probes.
     pub since: Instant,
-    /// When the last pair was reached; `None` if one is not.
+    /// The time when the last pair succeeded; `None` if one did not.
     pub complete: Option<Instant>,
 }
 
 impl Matrix {
-    /// Everything reaches everything.
+    /// Every pod reaches every other.
     pub fn is_complete(&self) -> bool {
         self.pairs.iter().all(Pair::is_ok)
     }
 
-    /// The pairs that do not reach each other.
+    /// The pairs that do not succeed.
     pub fn failures(&self) -> impl Iterator<Item = &Pair> {
         self.pairs.iter().filter(|pair| !pair.is_ok())
     }
 
-    /// How long it took until everything reached everything; `None` if something does not.
+    /// The time until every pod reached every other; `None` if one does not.
     pub fn time_to_complete(&self) -> Option<Duration> {
         Some(self.complete?.duration_since(self.since))
     }
 }
 
-/// One pair while it is tried.
+/// One pair that is probed.
 struct Leg {
     from: usize,
     to: usize,
@@ -78,19 +79,19 @@ struct Leg {
     mtu: u32,
 }
 
-/// What happened to a leg.
-enum News {
-    /// A small ping came back; the next has this size.
+/// An event of a leg.
+enum Event {
+    /// A small ping was answered; the next has this size.
     Pinged { next: u32 },
-    /// A full-size ping came back, too.
+    /// A full-size ping was answered.
     PingedFullSize,
-    /// TCP worked, or not.
+    /// The result of TCP.
     Tcp(Result<usize, Unreached>),
-    /// The lab itself failed.
+    /// A thread of the lab failed.
     Broken(Error),
 }
 
-/// Tries every pair until it succeeds, at most for `patience`.
+/// Probes every pair until it succeeds, at most for `patience`.
 pub(crate) fn reach(
     pods: &[Arc<Pod>],
     patience: Duration,
@@ -102,7 +103,7 @@ pub(crate) fn reach(
     let complete = try_all(pods, &legs, &mut states, since + patience, interrupter)?;
     let rtts = measure(pods, &legs, &states, interrupter)?;
     let pair = |((leg, state), rtt): ((&Leg, Result<usize, Unreached>), Option<Duration>)| {
-        // A pair that worked and now loses every ping does not work.
+        // A pair that succeeded and then loses every ping fails.
         let state = if rtt.is_some() { state } else { state.and(Err(Unreached::NoReply)) };
         Pair {
             from: pods[leg.from].name().to_owned(),
@@ -133,7 +134,7 @@ fn legs(pods: &[Arc<Pod>]) -> Vec<Leg> {
     legs
 }
 
-/// Returns when the last leg succeeded, `None` if one did not.
+/// Returns the time when the last leg succeeded; `None` if one did not.
 fn try_all(
     pods: &[Arc<Pod>],
     legs: &[Leg],
@@ -142,7 +143,7 @@ fn try_all(
     interrupter: &Interrupter,
 ) -> Result<Option<Instant>> {
     let over = AtomicBool::new(false);
-    let (news, inbox) = channel();
+    let (events, inbox) = channel();
     let (jobs, todo) = channel();
     let todo = Mutex::new(todo);
     let workers = std::thread::available_parallelism().map_or(4, |n| (2 * n.get()).clamp(4, 16));
@@ -151,17 +152,20 @@ fn try_all(
             for family in Family::BOTH {
                 let mine = |(_, leg): &(usize, &Leg)| leg.from == number && leg.family == family;
                 let mine: Vec<_> = legs.iter().enumerate().filter(mine).collect();
-                let (news, over) = (news.clone(), &over);
+                let (events, over) = (events.clone(), &over);
                 if !mine.is_empty() {
-                    scope.spawn(move || broken(&news, ping(pod, family, &mine, over, &news)));
+                    scope.spawn(move || {
+                        let outcome = ping(pod, family, &mine, over, &events);
+                        forward_error(&events, outcome);
+                    });
                 }
             }
         }
         for _ in 0..workers.min(legs.len()) {
-            let (news, todo, over) = (news.clone(), &todo, &over);
-            scope.spawn(move || broken(&news, connect(pods, legs, todo, over, &news)));
+            let (events, todo, over) = (events.clone(), &todo, &over);
+            scope.spawn(move || forward_error(&events, connect(pods, legs, todo, over, &events)));
         }
-        drop(news);
+        drop(events);
         let outcome = coordinate(states, &inbox, &jobs, deadline, interrupter);
         over.store(true, Ordering::Relaxed);
         drop(jobs);
@@ -169,23 +173,23 @@ fn try_all(
     })
 }
 
-/// Passes on that a thread failed, so that the lab ends instead of waiting for it.
-fn broken(news: &Sender<(usize, News)>, outcome: Result<()>) {
+/// Reports an error of a thread, so that the lab does not wait for that thread.
+fn forward_error(events: &Sender<(usize, Event)>, outcome: Result<()>) {
     if let Err(error) = outcome {
-        // Nobody listens only if everything is over.
-        let _ = news.send((0, News::Broken(error)));
+        // Sending fails only after the end of the probes.
+        let _ = events.send((0, Event::Broken(error)));
     }
 }
 
-/// Follows the news and hands out TCP jobs until nothing is left to try.
+/// Handles events and starts TCP jobs until no leg is open.
 fn coordinate(
     states: &mut [Result<usize, Unreached>],
-    inbox: &Receiver<(usize, News)>,
+    inbox: &Receiver<(usize, Event)>,
     jobs: &Sender<usize>,
     deadline: Instant,
     interrupter: &Interrupter,
 ) -> Result<Option<Instant>> {
-    // A path that was found too small stays so: the kernel remembers it for ten minutes.
+    // A path MTU does not change soon: the kernel keeps it for ten minutes.
     let open =
         |state: &Result<usize, Unreached>| !matches!(state, Ok(_) | Err(Unreached::PathMtu { .. }));
     let mut left = states.iter().filter(|state| open(state)).count();
@@ -198,17 +202,17 @@ fn coordinate(
             let _ = jobs.send(leg);
         }
         let (leg, event) = match inbox.recv_timeout(Duration::from_millis(10)) {
-            Ok(news) => news,
+            Ok(event) => event,
             Err(RecvTimeoutError::Timeout) => continue,
             Err(RecvTimeoutError::Disconnected) => break,
         };
         match event {
-            News::Pinged { next } => states[leg] = Err(Unreached::FullSizeLost { size: next }),
-            News::PingedFullSize => {
+            Event::Pinged { next } => states[leg] = Err(Unreached::FullSizeLost { size: next }),
+            Event::PingedFullSize => {
                 states[leg] = Err(Unreached::Unfinished);
                 let _ = jobs.send(leg);
             }
-            News::Tcp(outcome) => {
+            Event::Tcp(outcome) => {
                 states[leg] = outcome;
                 if open(&states[leg]) {
                     again.push((Instant::now() + Duration::from_millis(20), leg));
@@ -217,7 +221,7 @@ fn coordinate(
                     last = Instant::now();
                 }
             }
-            News::Broken(error) => return Err(error),
+            Event::Broken(error) => return Err(error),
         }
     }
     Ok(states.iter().all(Result::is_ok).then_some(last))
@@ -229,7 +233,7 @@ fn ping(
     family: Family,
     legs: &[(usize, &Leg)],
     over: &AtomicBool,
-    news: &Sender<(usize, News)>,
+    events: &Sender<(usize, Event)>,
 ) -> Result<()> {
     struct Target {
         size: u32,
@@ -251,7 +255,7 @@ fn ping(
         for (target, (_, leg)) in targets.iter_mut().zip(legs).filter(|(target, _)| !target.reached)
         {
             if target.due <= now {
-                // No route yet, or a full queue: as good as a lost packet.
+                // An error, such as a missing route, counts as a lost packet.
                 let _ = socket.send(leg.address, 0, target.size);
                 target.due = now + target.pause;
                 target.pause = (target.pause * 2).min(LONGEST_PAUSE);
@@ -269,23 +273,23 @@ fn ping(
         let ((number, leg), target) = (legs[place], &mut targets[place]);
         let event = if target.size == leg.mtu {
             target.reached = true;
-            News::PingedFullSize
+            Event::PingedFullSize
         } else {
             *target = Target { size: leg.mtu, ..fresh(&legs[place]) };
-            News::Pinged { next: leg.mtu }
+            Event::Pinged { next: leg.mtu }
         };
-        let _ = news.send((number, event));
+        let _ = events.send((number, event));
     }
     Ok(())
 }
 
-/// Takes TCP jobs until there will be no more.
+/// Runs TCP jobs until the channel is closed.
 fn connect(
     pods: &[Arc<Pod>],
     legs: &[Leg],
     todo: &Mutex<Receiver<usize>>,
     over: &AtomicBool,
-    news: &Sender<(usize, News)>,
+    events: &Sender<(usize, Event)>,
 ) -> Result<()> {
     loop {
         let job = todo.lock().unwrap_or_else(PoisonError::into_inner).recv();
@@ -294,11 +298,11 @@ fn connect(
         };
         let leg = &legs[number];
         pods[leg.from].namespace().enter()?;
-        let _ = news.send((number, News::Tcp(tcp_probe(leg.address, leg.mtu))));
+        let _ = events.send((number, Event::Tcp(tcp_probe(leg.address, leg.mtu))));
     }
 }
 
-/// The round-trip times of the legs that succeeded, few at a time so that they do not disturb each other.
+/// Measures the round-trip times of the legs that succeeded, a few at a time.
 fn measure(
     pods: &[Arc<Pod>],
     legs: &[Leg],
@@ -306,33 +310,21 @@ fn measure(
     interrupter: &Interrupter,
 ) -> Result<Vec<Option<Duration>>> {
     let rtts = Mutex::new(vec![None; legs.len()]);
-    let next = Mutex::new(0..legs.len());
-    let take =
-        || next.lock().unwrap_or_else(PoisonError::into_inner).find(|leg| states[*leg].is_ok());
-    let worker = || {
-        while let Some(number) = take() {
-            interrupter.check()?;
-            let leg = &legs[number];
-            pods[leg.from].namespace().enter()?;
-            let fail =
-                |e| Error::io(format!("{}: pinging {}", pods[leg.from].name(), leg.address))(e);
-            let rtt = median(leg).map_err(fail)?;
-            rtts.lock().unwrap_or_else(PoisonError::into_inner)[number] = rtt;
-        }
-        Ok(())
-    };
+    let reached: Vec<usize> = (0..legs.len()).filter(|leg| states[*leg].is_ok()).collect();
     let workers = std::thread::available_parallelism().map_or(1, |n| n.get().div_ceil(2));
-    std::thread::scope(|scope| {
-        let threads: Vec<_> = (0..workers).map(|_| scope.spawn(worker)).collect();
-        let join = |thread: std::thread::ScopedJoinHandle<'_, Result<()>>| {
-            thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-        };
-        threads.into_iter().map(join).fold(Ok(()), Result::and)
+    for_each(&reached, workers, interrupter, |number| {
+        let leg = &legs[*number];
+        let pod = &pods[leg.from];
+        pod.namespace().enter()?;
+        let object = format!("{}: pinging {}", pod.name(), leg.address);
+        let rtt = median(leg).map_err(Error::io(object))?;
+        rtts.lock().unwrap_or_else(PoisonError::into_inner)[*number] = rtt;
+        Ok(())
     })?;
     Ok(rtts.into_inner().unwrap_or_else(PoisonError::into_inner))
 }
 
-/// The median of three pings; a lost one is repeated once.
+/// The median of three pings, of at most six that are sent; `None` if the first two are lost.
 fn median(leg: &Leg) -> std::io::Result<Option<Duration>> {
     let socket = PingSocket::open(leg.family)?;
     let mut rtts = Vec::new();

@@ -1,4 +1,4 @@
-//! What a run found, as data: the JSON object, and what the tables are made of.
+//! The result of a run, as data: the JSON object, and the input of the tables.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -8,19 +8,19 @@ use flannel_core::address::Family;
 use flannel_lab::{Error, Lab, Matrix, Result, Unreached};
 use serde::Serialize;
 
-use crate::options::Options;
+use crate::cli::options::Options;
 
 /// The result of a run. Displayed as JSON.
 #[derive(Debug, Serialize)]
 pub(crate) struct Outcome {
-    /// Everything reached everything.
+    /// Every pod reached every other.
     pub(crate) ok: bool,
-    /// Why there is no result.
+    /// The reason that there is no result.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) error: Option<String>,
     pub(crate) backend: String,
     pub(crate) family: String,
-    /// From the start of the last daemon until everything reached everything.
+    /// From the start of the last daemon until every pod reached every other.
     pub(crate) seconds_to_ready: Option<f64>,
     pub(crate) hosts: Vec<HostRow>,
     pub(crate) pairs: Vec<PairRow>,
@@ -91,7 +91,7 @@ impl Outcome {
         })
     }
 
-    /// There is no result.
+    /// The outcome of a run that failed.
     pub(crate) fn failed(options: &Options, error: &Error) -> Self {
         Self {
             ok: false,
@@ -111,7 +111,7 @@ impl fmt::Display for Outcome {
     }
 }
 
-/// A pair in at most eight characters.
+/// The result of a pair in at most eight characters.
 fn cell(rtt: Option<Duration>, error: Option<&Unreached>) -> String {
     match error {
         None => rtt.map_or_else(|| "ok".to_owned(), |rtt| format!("{:.3}", milliseconds(rtt))),
@@ -128,7 +128,7 @@ fn milliseconds(time: Duration) -> f64 {
     rounded(time.as_secs_f64() * 1000.0)
 }
 
-/// To three decimals.
+/// Rounds to three decimals.
 fn rounded(number: f64) -> f64 {
     (number * 1000.0).round() / 1000.0
 }

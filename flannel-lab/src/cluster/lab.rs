@@ -1,5 +1,4 @@
-//! The whole lab. It exists in this process alone. When the [`Lab`] is dropped, or the process ends
-//! in whatever way, daemons, namespaces and links are gone.
+//! The lab. Its namespaces and links end with the [`Lab`], and with this process.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -12,25 +11,29 @@ use nix::sys::signal::Signal;
 use serde_json::{Map, Value, json};
 use tempfile::TempDir;
 
-use crate::daemon::{self, Nursery};
+use crate::cluster::daemon::{self, Spawner};
+use crate::cluster::host::{Host, Parts};
+use crate::cluster::switch::{Switch, mac, underlay_address};
 use crate::error::{Error, Result};
-use crate::host::{Host, Parts};
-use crate::interrupt::Interrupter;
-use crate::namespace::Namespace;
-use crate::privilege::{has_ipv6, may_watch, preflight};
-use crate::reach::{Matrix, reach};
-use crate::switch::{Switch, mac, underlay_address};
+use crate::probe::reach::{Matrix, reach};
+use crate::system::interrupt::Interrupter;
+use crate::system::namespace::Namespace;
+use crate::system::parallel::for_each;
+use crate::system::privilege::{check_inotify_limit, has_ipv6, preflight};
 
-/// How many hosts a lab may have at most.
+/// The maximum number of hosts.
 pub const MAX_HOSTS: usize = 250;
 
-/// From this many hosts on, hosts know each other's MAC addresses beforehand: the kernel remembers 1,024
-/// neighbours in all namespaces together, and nobody but the machine's root can change that.
+/// With more hosts, each gets permanent neighbour entries for the others, because the kernel keeps
+/// 1,024 other entries in all namespaces together. Only the machine's root can change that.
 ///
-/// **Source**: linux `net/ipv4/arp.c: arp_tbl.gc_thresh3`; permanent entries do not count (`neighbour.c`).
+/// **Source**: linux `net/ipv4/arp.c: arp_tbl.gc_thresh3`, `neighbour.c`.
 const KNOWN_NEIGHBOURS: usize = 20;
 
-/// What a lab shall be; [`Builder::start`] makes it.
+/// Hosts that are set up at once.
+const WORKERS: usize = 8;
+
+/// The options of a lab. [`Builder::start`] makes it.
 #[derive(Debug, Clone)]
 #[must_use]
 pub struct Builder {
@@ -74,14 +77,13 @@ fn pod_networks(families: impl IntoIterator<Item = Family>) -> Dual<Subnet> {
 }
 
 impl Builder {
-    /// How many hosts, from 1 to [`MAX_HOSTS`]; 3 if not called.
+    /// The number of hosts, from 1 to [`MAX_HOSTS`]; default 3.
     pub fn hosts(mut self, hosts: usize) -> Self {
         self.hosts = hosts;
         self
     }
 
-    /// The `Backend` object of the network config, or only its `Type`; [`default_backend`] if
-    /// not called.
+    /// The `Backend` object of the network config, or only its `Type`; default [`default_backend`].
     pub fn backend(mut self, backend: impl Into<Value>) -> Self {
         self.backend = match backend.into() {
             Value::String(kind) => json!({ "Type": kind }),
@@ -90,33 +92,32 @@ impl Builder {
         self
     }
 
-    /// The address families of the pods; IPv4 only if not called. The hosts always have both, if the kernel
-    /// does.
+    /// The address families of the pods; default IPv4. Hosts have both, if the kernel has.
     pub fn families(mut self, families: impl IntoIterator<Item = Family>) -> Self {
         self.networks = pod_networks(families);
         self
     }
 
-    /// Another field of the network config, such as `SubnetLen`; overrides what the lab would write.
+    /// Another field of the network config, such as `SubnetLen`. It overrides the lab's value.
     pub fn config_field(mut self, name: &str, value: impl Into<Value>) -> Self {
         self.config.insert(name.to_owned(), value.into());
         self
     }
 
-    /// The MTU of the hosts' wires in bytes, at least 1280; 1500 if not called.
+    /// The MTU of the hosts' links in bytes, at least 1280; default 1500.
     pub fn underlay_mtu(mut self, mtu: u32) -> Self {
         self.mtu = mtu;
         self
     }
 
-    /// The program that becomes flanneld when called with `daemon` and flanneld's options, and calls
-    /// [`end_with_lab`](crate::end_with_lab) first; this very program if not called.
+    /// The program of the daemons; default this program. With the arguments `daemon` and flanneld's
+    /// options, it must call [`end_with_lab`](crate::end_with_lab) and then run flanneld.
     pub fn program(mut self, program: impl Into<PathBuf>) -> Self {
         self.program = Some(program.into());
         self
     }
 
-    /// What ends the lab's waits early.
+    /// The handle that interrupts the lab's waits.
     pub fn interrupter(mut self, interrupter: Interrupter) -> Self {
         self.interrupter = interrupter;
         self
@@ -125,14 +126,11 @@ impl Builder {
     /// Makes the hosts and the switch, without daemons and pods.
     ///
     /// # Errors
-    /// This machine cannot carry the lab ([`Error::Missing`] says why), or something failed meanwhile; what was
-    /// made until then is gone.
+    /// This machine cannot run the lab ([`Error::Missing`]), or a step failed.
     pub fn start(self) -> Result<Lab> {
         if !(1..=MAX_HOSTS).contains(&self.hosts) {
             let hosts = self.hosts;
-            return Err(Error::Unsuitable(format!(
-                "{hosts} hosts asked for, possible are 1 to {MAX_HOSTS}"
-            )));
+            return Err(Error::Unsuitable(format!("{hosts} hosts: expected 1 to {MAX_HOSTS}")));
         }
         preflight(self.networks.v6.is_some())?;
         let dir = tempfile::Builder::new().prefix("flannel-lab-").tempdir();
@@ -150,7 +148,7 @@ impl Builder {
         self.interrupter.check()?;
         let switch = Switch::new(&families)?;
         switch.plug(&namespaces, self.mtu)?;
-        let nursery = Arc::new(Nursery::new());
+        let spawner = Arc::new(Spawner::new());
         let host = |(number, namespace)| {
             Host::new(Parts {
                 number,
@@ -162,11 +160,11 @@ impl Builder {
                 dir: dir.path().join(format!("host-{number}")),
                 registry: registry.clone(),
                 program: program.clone(),
-                nursery: nursery.clone(),
+                spawner: spawner.clone(),
             })
         };
         let hosts: Vec<Host> = numbers.into_iter().zip(namespaces).map(host).collect();
-        each(&hosts, &self.interrupter, |host| {
+        for_each(&hosts, WORKERS, &self.interrupter, |host| {
             host.connect(switch.addresses(), &neighbours(host, self.hosts, &families))
         })?;
         let interrupter = self.interrupter;
@@ -203,7 +201,7 @@ fn write_config(registry: &Path, config: &Value) -> Result<()> {
     write().map_err(Error::io(path.display().to_string()))
 }
 
-/// What a host of a big lab has to know beforehand, as lines for `ip`.
+/// The permanent neighbour entries of a host, as lines for `ip`.
 fn neighbours(host: &Host, hosts: usize, families: &[Family]) -> String {
     if hosts <= KNOWN_NEIGHBOURS {
         return String::new();
@@ -219,35 +217,10 @@ fn neighbours(host: &Host, hosts: usize, families: &[Family]) -> String {
     others.flat_map(|n| families.iter().map(move |family| line(n, family))).collect()
 }
 
-/// Does something with every item, several at a time; the first error wins.
-fn each<T: Sync>(
-    items: &[T],
-    interrupter: &Interrupter,
-    work: impl Fn(&T) -> Result<()> + Sync,
-) -> Result<()> {
-    let next = Mutex::new(items.iter());
-    let take = || next.lock().unwrap_or_else(PoisonError::into_inner).next();
-    let worker = || {
-        while let Some(item) = take() {
-            interrupter.check()?;
-            work(item)?;
-        }
-        Ok(())
-    };
-    let workers = items.len().min(8);
-    std::thread::scope(|scope| {
-        let threads: Vec<_> = (0..workers).map(|_| scope.spawn(worker)).collect();
-        let join = |thread: std::thread::ScopedJoinHandle<'_, Result<()>>| {
-            thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-        };
-        threads.into_iter().map(join).fold(Ok(()), Result::and)
-    })
-}
-
-/// Hosts and a switch; daemons and pods when asked. Everything ends with it.
+/// Hosts and a switch, with daemons and pods on request. Dropping it ends all of them.
 ///
 /// ```no_run
-/// // Needs the right to make namespaces: `flannel_lab::enter` first.
+/// // The process must be able to make namespaces: call `flannel_lab::enter` first.
 /// use std::time::Duration;
 ///
 /// let lab = flannel_lab::Lab::builder().hosts(2).backend("host-gw").start()?;
@@ -269,7 +242,7 @@ pub struct Lab {
 }
 
 impl Lab {
-    /// Describes a lab.
+    /// The options of a new lab.
     pub fn builder() -> Builder {
         Builder::default()
     }
@@ -284,7 +257,7 @@ impl Lab {
         &self.switch
     }
 
-    /// The directory that the daemons share as their registry.
+    /// The directory that is the daemons' registry.
     pub fn registry(&self) -> &Path {
         &self.registry
     }
@@ -292,9 +265,9 @@ impl Lab {
     /// Starts every host's daemon.
     ///
     /// # Errors
-    /// One cannot be started, or so many may not run ([`Error::Missing`]).
+    /// One cannot be started, or the machine allows fewer daemons ([`Error::Missing`]).
     pub fn start_daemons(&self) -> Result<()> {
-        may_watch(self.hosts.len())?;
+        check_inotify_limit(self.hosts.len())?;
         for host in &self.hosts {
             self.interrupter.check()?;
             host.start_daemon()?;
@@ -303,13 +276,13 @@ impl Lab {
         Ok(())
     }
 
-    /// Puts a pod on every host that has none as soon as its daemon has written its `subnet.env`.
+    /// Adds a pod to every host that has none, when its daemon has written `subnet.env`.
     ///
     /// # Blocking
-    /// Until all are there, at most `patience`.
+    /// Until all pods are there, at most `patience`.
     ///
     /// # Errors
-    /// A daemon ended, or wrote nothing in time; both with the end of its log.
+    /// A daemon ended, or wrote no `subnet.env` in time. Both have the end of its log.
     pub fn add_pods(&self, patience: Duration) -> Result<()> {
         let start = Instant::now();
         let mut waiting: Vec<&Host> =
@@ -331,7 +304,9 @@ impl Lab {
                     }
                 }
             }
-            each(&ready, &self.interrupter, |(host, env)| host.add_pod(env).map(drop))?;
+            for_each(&ready, WORKERS, &self.interrupter, |(host, env)| {
+                host.add_pod(env).map(drop)
+            })?;
             if ready.is_empty() {
                 self.interrupter.pause(Duration::from_millis(5))?;
             }
@@ -340,11 +315,10 @@ impl Lab {
         Ok(())
     }
 
-    /// Waits for every daemon's `subnet.env`, puts the pods there, and waits until every pod has reached every
-    /// other.
+    /// Adds the pods as [`Lab::add_pods`] does, and waits until every pod has reached every other.
     ///
     /// # Blocking
-    /// At most `patience`; then the result says who does not reach whom.
+    /// At most `patience`. The result lists the pairs that were not reached by then.
     ///
     /// # Errors
     /// A daemon ended or published no subnet, or the lab was interrupted.
@@ -357,10 +331,10 @@ impl Lab {
         Ok(matrix)
     }
 
-    /// Finds out which pods reach which, and how fast. Each pair has `patience` to succeed.
+    /// Probes all pairs of pods. Each has `patience` to succeed.
     ///
     /// # Blocking
-    /// At most `patience` and a few seconds; less if everything reaches everything.
+    /// At most `patience` and a few seconds; less if all pairs succeed.
     ///
     /// # Errors
     /// A daemon ended by itself, or the lab was interrupted.
@@ -371,12 +345,12 @@ impl Lab {
         Ok(matrix)
     }
 
-    /// Where the lab keeps its files: the registry, and a directory for each host.
+    /// The directory of the lab's files: the registry, and a directory for each host.
     pub fn dir(&self) -> &Path {
         self.registry.parent().expect("the registry is a directory in the lab's own")
     }
 
-    /// Leaves the lab's files behind when it ends, for somebody to look at; returns where they are.
+    /// Keeps the lab's files after its end. Returns their directory.
     pub fn keep_files(&mut self) -> PathBuf {
         match self.dir.take() {
             Some(dir) => dir.keep(),
@@ -388,7 +362,7 @@ impl Lab {
 impl Drop for Lab {
     fn drop(&mut self) {
         let mut daemons: Vec<_> = self.hosts.iter().filter_map(Host::take_daemon).collect();
-        // What cannot be ended now is killed by the kernel when the nursery ends, right after this.
+        // If this fails, the kernel kills the daemons when the spawner's thread ends.
         let _ = daemon::end(&mut daemons, Signal::SIGTERM);
     }
 }

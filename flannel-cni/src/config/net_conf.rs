@@ -1,5 +1,5 @@
-//! The plugin's network config, as the runtime hands it over on stdin. What a delegate is to have
-//! is a JSON object here as well, so that keys this plugin does not know reach it.
+//! The plugin's network config, which the runtime writes to stdin. The parts for a delegate stay
+//! JSON objects, so that it also gets keys that this plugin does not know.
 //!
 //! **Source**: cni-plugin `flannel.go: NetConf`, cni `pkg/skel: validateConfig`.
 
@@ -9,14 +9,14 @@ use flannel_core::json::{FieldError, Fields};
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
-use crate::call::is_name;
-use crate::error::{Code, Error, Result};
-use crate::version::SpecVersion;
+use crate::spec::call::is_name;
+use crate::spec::error::{Code, Error, Result};
+use crate::spec::version::SpecVersion;
 
 /// A JSON object.
 pub(crate) type Object = Map<String, Value>;
 
-/// A container's interface that a runtime knows of.
+/// An interface of a container.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 pub(crate) struct Attachment {
     #[serde(rename = "containerID")]
@@ -27,27 +27,27 @@ pub(crate) struct Attachment {
 /// The network config.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct NetConf {
-    /// The oldest if the config has none.
+    /// The version; the oldest if the config has none.
     pub(crate) version: SpecVersion,
-    /// As the config has it.
+    /// The version as the config has it.
     pub(crate) cni_version: Option<String>,
     pub(crate) name: String,
     pub(crate) subnet_file: PathBuf,
-    /// Where the delegates' configs are kept for DEL.
+    /// The directory of the delegates' configs, which DEL needs.
     pub(crate) data_dir: PathBuf,
     pub(crate) delegate: Object,
     pub(crate) ipam: Object,
     pub(crate) runtime_config: Option<Object>,
     pub(crate) prev_result: Option<Object>,
-    /// GC: what is to stay.
+    /// GC: the interfaces to keep.
     pub(crate) valid_attachments: Option<Vec<Attachment>>,
 }
 
 impl NetConf {
-    /// Reads what the runtime wrote to stdin.
+    /// Parses the runtime's text on stdin.
     ///
     /// # Errors
-    /// [`Code::DECODING`], [`Code::INCOMPATIBLE_VERSION`] or [`Code::NETWORK_CONFIG`], with the field.
+    /// [`Code::DECODING`], [`Code::INCOMPATIBLE_VERSION`] or [`Code::NETWORK_CONFIG`].
     pub(crate) fn parse(stdin: &[u8]) -> Result<Self> {
         let undecodable = |why: &str| {
             Error::new(Code::DECODING, format!("error unmarshall network config: {why}"))
@@ -105,7 +105,7 @@ impl NetConf {
         })
     }
 
-    /// Makes sure that the config is of a version that has the operation.
+    /// Checks that the config's version has the operation.
     ///
     /// # Errors
     /// [`Code::INCOMPATIBLE_VERSION`].
@@ -125,7 +125,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_not_given_has_gos_defaults() {
+    fn missing_fields_have_the_defaults_of_go() {
         let conf = NetConf::parse(br#"{"name":"cbr0","delegate":null,"cniVersion":""}"#).unwrap();
         assert_eq!((conf.version, conf.cni_version), (SpecVersion::OLDEST, None));
         assert_eq!(conf.subnet_file.to_str(), Some("/run/flannel/subnet.env"));
@@ -136,7 +136,7 @@ mod tests {
 
     #[test]
     fn errors_have_the_codes_of_the_specification_and_name_the_field() {
-        for (bad, code, says) in [
+        for (bad, code, expected) in [
             ("", 6, "one JSON object"),
             (r#"{"name":"x""#, 6, "one JSON object"),
             ("[]", 6, "one JSON object"),
@@ -150,7 +150,7 @@ mod tests {
         ] {
             let error = NetConf::parse(bad.as_bytes()).unwrap_err();
             assert!(
-                error.code == Code(code) && error.to_string().contains(says),
+                error.code == Code(code) && error.to_string().contains(expected),
                 "{bad}: {error:?}"
             );
         }
@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn an_operation_is_as_old_as_its_version() {
+    fn an_operation_requires_its_version() {
         let of = |version: &str| {
             NetConf::parse(format!(r#"{{"name":"x","cniVersion":"{version}"}}"#).as_bytes())
                 .unwrap()

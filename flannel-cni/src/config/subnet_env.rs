@@ -1,5 +1,4 @@
-//! `subnet.env`, as the plugin reads it. Unlike flanneld it takes lists of networks, and every one
-//! becomes a route of the pod.
+//! The plugin's reader of `subnet.env`. Unlike flanneld it accepts lists of networks.
 //!
 //! **Source**: cni-plugin `flannel.go: loadFlannelSubnetEnv`.
 
@@ -11,18 +10,18 @@ use std::path::Path;
 use flannel_core::Subnet;
 use flannel_core::address::{Dual, Family};
 
-use crate::error::{Code, Error, Result};
+use crate::spec::error::{Code, Error, Result};
 
-/// What flanneld says of this host.
+/// The values for this host.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub(crate) struct SubnetEnv {
-    /// Where pods are, IPv4 before IPv6, without duplicates.
+    /// The pod networks, IPv4 before IPv6, without duplicates.
     pub(crate) networks: Vec<Subnet>,
-    /// Where this host's pods are.
+    /// The subnets of this host's pods.
     pub(crate) subnets: Dual<Subnet>,
-    /// For pods, in bytes.
+    /// The MTU of pods, in bytes.
     pub(crate) mtu: u32,
-    /// flanneld masquerades what leaves the pod networks.
+    /// flanneld masquerades packets that leave the pod networks.
     pub(crate) ip_masq: bool,
 }
 
@@ -51,7 +50,7 @@ impl SubnetEnv {
         Self::parse(&text).map_err(|why| failed(Code::DECODING, &why))
     }
 
-    /// Reads the text of the file; the error says which line is wrong, or which keys are missing.
+    /// Parses the file. The error names the wrong line or the missing keys.
     fn parse(text: &str) -> Result<Self, String> {
         let mut networks: [Vec<Subnet>; 2] = Default::default();
         let mut subnets = Dual::default();
@@ -132,8 +131,8 @@ mod tests {
     }
 
     #[test]
-    fn says_which_line_is_wrong_and_what_is_missing() {
-        for (text, says) in [
+    fn errors_name_the_line_and_missing_keys() {
+        for (text, expected) in [
             ("FLANNEL_NETWORK", r#"line 1: FLANNEL_NETWORK is "", expected an IPv4 subnet"#),
             (
                 "\nFLANNEL_SUBNET=fd00::1/64",
@@ -152,12 +151,12 @@ mod tests {
             ),
         ] {
             let error = SubnetEnv::parse(text).unwrap_err();
-            assert!(error.ends_with(says), "{text:?}: {error}");
+            assert!(error.ends_with(expected), "{text:?}: {error}");
         }
     }
 
     #[test]
-    fn a_missing_file_is_a_reason_to_try_again_and_a_wrong_one_is_not() {
+    fn only_a_missing_file_has_the_code_to_try_again() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("subnet.env");
         let error = SubnetEnv::read(&path).unwrap_err();

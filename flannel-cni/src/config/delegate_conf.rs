@@ -1,5 +1,5 @@
-//! The config of the delegate, the plugin that does the wiring. It is what the Go plugin would
-//! write, byte for byte, because it is also the state that either plugin reads at DEL.
+//! The config of the delegate, the plugin that connects the container. It has the same bytes as the
+//! Go plugin's, because it is also the state that either plugin reads at DEL.
 //!
 //! **Source**: cni-plugin `flannel.go: cmdAdd`, `flannel_linux.go: doCmdAdd, getDelegateIPAM`.
 
@@ -9,35 +9,32 @@ use flannel_core::Subnet;
 use flannel_core::json::compact;
 use serde_json::{Value, json};
 
-use crate::error::{Code, Error, Result};
-use crate::net_conf::{NetConf, Object};
-use crate::subnet_env::SubnetEnv;
-use crate::version::SpecVersion;
+use crate::config::net_conf::{NetConf, Object};
+use crate::config::subnet_env::SubnetEnv;
+use crate::spec::error::{Code, Error, Result};
+use crate::spec::version::SpecVersion;
 
 /// A delegate's config.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct DelegateConf(Object);
 
 impl DelegateConf {
-    /// What the delegate is told, from the network config and what flanneld says of this host.
+    /// The delegate's config for a network config and a `subnet.env`.
     ///
     /// # Errors
-    /// [`Code::NETWORK_CONFIG`]: `delegate` holds what only flannel can say, or `ipam.routes` are no routes.
+    /// [`Code::NETWORK_CONFIG`]: a field of `delegate` or `ipam` is wrong.
     pub(crate) fn new(conf: &NetConf, env: &SubnetEnv) -> Result<Self> {
         let mut delegate = conf.delegate.clone();
         let invalid = |text: &str| Err(Error::new(Code::NETWORK_CONFIG, text));
         if delegate.get("type").is_some_and(|kind| !kind.is_string()) {
             return invalid("'delegate' dictionary, if present, must have (string) 'type' field");
         }
-        if delegate.contains_key("name") {
-            return invalid(
-                "'delegate' dictionary must not have 'name' field, it'll be set by flannel",
-            );
-        }
-        if delegate.contains_key("ipam") {
-            return invalid(
-                "'delegate' dictionary must not have 'ipam' field, it'll be set by flannel",
-            );
+        if let Some(field) =
+            ["name", "ipam"].into_iter().find(|field| delegate.contains_key(*field))
+        {
+            return invalid(&format!(
+                "'delegate' dictionary must not have '{field}' field, it'll be set by flannel"
+            ));
         }
         if let Some(runtime_config) = &conf.runtime_config {
             delegate.insert("runtimeConfig".into(), Value::Object(runtime_config.clone()));
@@ -47,7 +44,7 @@ impl DelegateConf {
             delegate.entry(key).or_insert(value);
         };
         default("type", "bridge".into());
-        // If flannel does not masquerade, the delegate should.
+        // The delegate masquerades if flannel does not.
         default("ipMasq", (!env.ip_masq).into());
         default("mtu", env.mtu.into());
         if delegate["type"] == "bridge" {
@@ -69,31 +66,31 @@ impl DelegateConf {
         Ok(Self(delegate))
     }
 
-    /// One that was saved; `None` if it is none: it must have a `type`.
+    /// Parses a saved config; `None` if it is no JSON object with a `type`.
     pub(crate) fn from_saved(bytes: &[u8]) -> Option<Self> {
         let conf = Self(serde_json::from_slice(bytes).ok()?);
         conf.text("type")?;
         Some(conf)
     }
 
-    /// The plugin that is to be called.
+    /// The name of the delegate.
     pub(crate) fn kind(&self) -> &str {
         self.text("type").unwrap_or_default()
     }
 
-    /// The network that it belongs to.
+    /// The name of its network.
     pub(crate) fn network(&self) -> &str {
         self.text("name").unwrap_or_default()
     }
 
-    /// The version that it is of, as text; the oldest if it does not say.
+    /// Its version; the oldest if it has none.
     pub(crate) fn version(&self) -> &str {
         self.text("cniVersion")
             .filter(|text| !text.is_empty())
             .unwrap_or(SpecVersion::OLDEST.as_str())
     }
 
-    /// The same with `value` as `key`.
+    /// Sets a field.
     pub(crate) fn with(mut self, key: &str, value: Value) -> Self {
         self.0.insert(key.to_owned(), value);
         self
@@ -111,7 +108,7 @@ impl DelegateConf {
     }
 }
 
-/// `ipam` of the delegate: what is given, with this host's subnets as ranges, and a route to every network.
+/// The config's `ipam`, with this host's subnets as ranges and a route to every network.
 fn ipam(conf: &NetConf, env: &SubnetEnv) -> Result<Value> {
     let mut ipam = conf.ipam.clone();
     ipam.entry("type").or_insert("host-local".into());
@@ -130,7 +127,7 @@ fn ipam(conf: &NetConf, env: &SubnetEnv) -> Result<Value> {
     Ok(Value::Object(ipam))
 }
 
-/// A route with its destination in its usual text; host bits stay.
+/// Checks a route and normalizes its destination, which keeps its host bits.
 fn checked(route: &Value) -> Result<Value> {
     let destination = |text: &str| {
         let len = text.parse::<Subnet>().ok()?.len();
@@ -159,10 +156,10 @@ fn no_routes(value: &Value) -> Error {
     )
 }
 
-/// Whole numbers without a point or an exponent: a delegate in Go reads no `1e+06` where it wants an integer.
-/// (Go itself reads all numbers as floating point; here integers keep all their digits.)
+/// Writes whole numbers without a point or an exponent, because a delegate in Go rejects `1e+06` as
+/// an integer. Unlike in Go, integers keep all their digits.
 fn write_numbers_as_go_does(value: &mut Value) {
-    /// Up to here, floating point numbers that are whole are exact.
+    /// The largest number up to which all whole numbers are exact.
     const EXACT: f64 = 9_007_199_254_740_992.0;
     match value {
         Value::Number(number) if number.is_f64() => {
@@ -196,8 +193,8 @@ mod tests {
         NetConf::parse(format!(r#"{{"name":"cbr0"{fields}}}"#).as_bytes()).unwrap()
     }
 
-    /// The directories of `tests/golden` hold a config, a `subnet.env`, and what the Go plugin (cni-plugin
-    /// 092e6d26) made of them.
+    /// Each directory of `tests/golden` has a config, a `subnet.env`, and the config that the Go
+    /// plugin (cni-plugin 092e6d26) makes of them.
     #[test]
     fn the_bytes_are_those_of_the_go_plugin() {
         let mut seen = 0;
@@ -219,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn what_only_flannel_can_say_is_refused() {
+    fn fields_that_only_flannel_sets_are_refused() {
         for (fields, says) in [
             (r#","delegate":{"type":7}"#, "must have (string) 'type' field"),
             (r#","delegate":{"type":null}"#, "must have (string) 'type' field"),
@@ -240,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_and_unknown_keys_lose_nothing() {
+    fn numbers_and_unknown_keys_are_kept() {
         let fields = r#","delegate":{"big":18446744073709551615,"huge":1e300},
             "ipam":{"routes":[{"dst":"10.9.1.1/8","gw":null,"table":7,"new":[1]}]}"#;
         let text = String::from_utf8(DelegateConf::new(&conf(fields), &env()).unwrap().to_bytes())
@@ -255,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_saved_config_is_not_taken_for_one() {
+    fn other_texts_are_no_saved_config() {
         for bad in ["", "{", "[]", "{}", r#"{"type":7}"#] {
             assert_eq!(DelegateConf::from_saved(bad.as_bytes()), None, "{bad}");
         }
