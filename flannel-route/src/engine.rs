@@ -22,7 +22,7 @@ use self::desired::{Desired, by_nexthop};
 use self::queue::{Queue, SLICE};
 pub(crate) use self::survey::{Reads, Survey};
 use self::table::{Actual, Cause, Row, Table};
-pub(crate) use self::write::{BATCH, Gate};
+pub(crate) use self::write::BATCH;
 use crate::apply_stats::ApplyStats;
 use crate::nexthops::nexthop;
 use flannel_admission::{Admission, Changed, Delta};
@@ -63,7 +63,7 @@ impl Engine {
         }
     }
 
-    /// Adds these blackholes to the node's own objects. To be called before the first round.
+    /// Adds blackholes to the node's own objects, before the first round.
     pub(crate) fn want_blackholes(&mut self, objects: impl Iterator<Item = Object>) {
         self.footprint.blackholes = true;
         self.desired.base.extend(objects);
@@ -132,7 +132,7 @@ impl Engine {
         for id in added {
             desired.expand(desired.peers.objects_of(id), |object| {
                 let key = object.key();
-                table.clear_failure(&key);
+                table.failing.remove(&key);
                 table.insert(key, Row::new(Actual::Unknown, Cause::Lease(arrived)));
             });
         }
@@ -181,7 +181,7 @@ impl Engine {
                 if self.table.remove(&key).is_some_and(|row| row.is_refused()) {
                     self.survey.invalidate_additions();
                 }
-                self.table.clear_failure(&key);
+                self.table.failing.remove(&key);
                 self.table.insert(key, Row::new(Actual::Present(before), cause));
             }
             (None, None) => {}
@@ -192,6 +192,7 @@ impl Engine {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::gated_kernel::GatedKernel;
     use flannel_admission::{AdmissionRules, OfferPlan};
     use flannel_core::Subnet;
     use flannel_core::backend::Env;
@@ -208,6 +209,10 @@ mod tests {
         let mut changed_by = ChangedBy::new(7);
         changed_by.protocol = Some(protocol);
         changed_by
+    }
+
+    fn gated(kernel: &FakeKernel) -> GatedKernel {
+        GatedKernel::new(Arc::new(kernel.clone()))
     }
 
     fn uplink() -> LinkName {
@@ -323,7 +328,7 @@ mod tests {
         }
 
         fn settle_as_far_as(&mut self, may_read: bool) {
-            self.engine.settle(&self.kernel, &Gate::default(), may_read).unwrap();
+            self.engine.settle(&gated(&self.kernel), may_read).unwrap();
         }
 
         fn invalidate(&mut self, invalidation: &Invalidation) {
@@ -499,7 +504,7 @@ mod tests {
         let expected =
             [*last, Key::Route(dst(199))].into_iter().chain(others.iter().copied()).chain(routes);
         assert_eq!(keys, expected.collect::<Vec<_>>());
-        assert!(world.engine.table.failing().is_empty());
+        assert!(world.engine.table.failing.is_empty());
     }
 
     #[test]
@@ -697,11 +702,11 @@ mod tests {
     #[test]
     fn a_closed_gate_lets_nothing_through() {
         let mut world = World::settled(2..3);
-        let gate = Gate::default();
-        gate.close();
+        let kernel = gated(&world.kernel);
+        kernel.close();
         world.put(3, [198, 51, 100, 3]);
         world.kernel.take_calls();
-        assert!(world.engine.settle(&world.kernel, &gate, true).is_err());
+        assert!(world.engine.settle(&kernel, true).is_err());
         assert_eq!((world.kernel.take_calls(), world.route(3)), (vec![], None));
     }
 }

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use flannel_admission::ViewFilter;
 use flannel_core::backend::{Built, ExternalInterface, MemorySecrets, Node, NodeLease, Secrets};
 use flannel_core::kernel::{ProcessNames, WithAnnexes};
 use flannel_core::lease::LeaseAttrs;
@@ -107,8 +108,9 @@ impl Host {
                 Ok(HostNetwork::Kernel(Box::new(network)))
             }
             Built::Custom(network) => {
-                let lease_type = backend.lease_type();
-                let network = CustomNetwork::new(network, lease.lease(), networks, lease_type);
+                let own = lease.lease().clone();
+                let filter = ViewFilter::new(own, networks, backend.lease_type());
+                let network = CustomNetwork { network, filter };
                 Ok(HostNetwork::Custom(Box::new(network)))
             }
         }

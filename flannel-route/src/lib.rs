@@ -4,6 +4,7 @@ mod apply_stats;
 mod cleanup;
 mod driver;
 mod engine;
+mod gated_kernel;
 mod host;
 mod host_network;
 mod kernel_network;

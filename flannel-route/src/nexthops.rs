@@ -33,11 +33,6 @@ impl Ids {
         self.dsts.len()
     }
 
-    /// Reserves room for `more` destinations.
-    pub(crate) fn reserve(&mut self, more: usize) {
-        self.dsts.reserve(more);
-    }
-
     /// Lets the destinations of routes in the kernel keep their ids, desired or not. Until an
     /// unwanted route is deleted, no other destination may get its id.
     pub(crate) fn adopt(&mut self, actual: &State, may: impl Fn(&Subnet) -> bool) {

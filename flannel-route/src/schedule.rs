@@ -7,6 +7,7 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use crate::engine::{Engine, Reads};
+use crate::listener::Listener;
 use crate::rate_limiter::RateLimiter;
 
 /// The kernel is read at least once in this time, in case an event was lost.
@@ -26,15 +27,6 @@ const REPAIR_REST: Duration = Duration::from_millis(100);
 const RECHECK: Duration = Duration::from_secs(1);
 /// … unless the link that routes are on changed: then this often.
 const RECHECK_URGENT: Duration = Duration::from_millis(100);
-
-/// The state of the stream of kernel events.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Stream {
-    Unopened,
-    Open,
-    /// It broke, or could not be opened.
-    Broken,
-}
 
 /// What a round may do now.
 #[derive(Debug, Clone, Copy)]
@@ -94,18 +86,19 @@ impl Schedule {
     }
 
     /// What the next round may do.
-    pub(crate) fn permits(&mut self, now: Instant, engine: &Engine, stream: Stream) -> Permits {
+    pub(crate) fn permits(
+        &mut self,
+        now: Instant,
+        engine: &Engine,
+        listener: &Listener,
+    ) -> Permits {
         let resync = now >= self.resync_next;
         if resync {
             self.resync_next = now + RESYNC;
         }
         let due = resync || self.retry_next.is_some_and(|next| now >= next);
-        // A stream that broke is opened again at the rate of all that failed.
-        let listen = match stream {
-            Stream::Unopened => true,
-            Stream::Open => false,
-            Stream::Broken => due,
-        };
+        // A stream that broke is opened again at the rate of all failures.
+        let listen = !listener.is_open() && (due || listener.error.is_none());
         let refused = engine.is_failing() && engine.survey.error.is_none();
         let retry = due && !resync && !listen && refused && !self.retry_by_reading;
         if due {
@@ -122,7 +115,7 @@ impl Schedule {
     }
 
     /// Decides after a round when to read the kernel next: soon after a failure, else rarely.
-    pub(crate) fn note(&mut self, now: Instant, done: &Done, engine: &Engine, stream: Stream) {
+    pub(crate) fn note(&mut self, now: Instant, done: &Done, engine: &Engine, listener: &Listener) {
         if let Some(took) = done.rechecked {
             let after = |gap: Duration| now + gap.max(4 * took);
             (self.recheck_next, self.recheck_urgent_next) = (after(RECHECK), after(RECHECK_URGENT));
@@ -142,7 +135,7 @@ impl Schedule {
         if read {
             self.resync_next = now + RESYNC;
         }
-        if !engine.is_failing() && stream == Stream::Open {
+        if !engine.is_failing() && listener.is_open() {
             (self.retry_after, self.retry_next) = (RETRY_FIRST, None);
             return;
         }

@@ -5,22 +5,19 @@ use std::thread;
 
 use tokio::runtime::Handle;
 
-use flannel_core::kernel::KernelError;
+use crate::gated_kernel::{Closed, Results};
 use flannel_core::object::Change;
-
-/// The result of each change of a batch.
-pub(super) type Results = Vec<Result<(), KernelError>>;
 
 /// The second thread. It applies one batch at a time, in the order of their arrival.
 pub(super) struct Applier {
     batches: SyncSender<Vec<Change>>,
-    results: Receiver<(Vec<Change>, Option<Results>)>,
+    results: Receiver<(Vec<Change>, Result<Results, Closed>)>,
 }
 
 impl Applier {
-    /// Does `work` with a second thread that calls `apply`, which returns `None` if it did nothing. Returns after both have ended.
+    /// Does `work` with a second thread that calls `apply`. Returns after both have ended.
     pub(super) fn with<T>(
-        apply: impl Fn(&[Change]) -> Option<Results> + Send,
+        apply: impl Fn(&[Change]) -> Result<Results, Closed> + Send,
         work: impl FnOnce(&Self) -> T,
     ) -> T {
         // A kernel may use the runtime that it is called on.
@@ -48,9 +45,9 @@ impl Applier {
         let _ = self.batches.send(batch);
     }
 
-    /// Waits for the batch that was begun; `None` if it was not applied.
-    pub(super) fn wait(&self) -> Option<(Vec<Change>, Results)> {
-        let (batch, results) = self.results.recv().ok()?;
-        Some((batch, results?))
+    /// Waits for the batch that was begun.
+    pub(super) fn wait(&self) -> Result<(Vec<Change>, Results), Closed> {
+        let (batch, results) = self.results.recv().map_err(|_| Closed)?;
+        Ok((batch, results?))
     }
 }

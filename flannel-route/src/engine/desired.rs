@@ -85,9 +85,6 @@ impl Desired {
 
     /// Gives ids to the routes of new peers, and counts their objects.
     fn count_added(&mut self, added: &[Id]) {
-        if let Some(ids) = &mut self.ids {
-            ids.reserve(added.len());
-        }
         for object in added.iter().flat_map(|id| self.peers.objects_of(*id)) {
             if self.ids.as_mut().and_then(|ids| ids.assign_to(object)).is_some() {
                 *self.counts.entry(ObjectKind::Nexthop).or_default() += 1;

@@ -5,10 +5,9 @@ use tokio::time::Instant;
 use super::ahead::Applier;
 use super::queue::Slice;
 use super::table::Row;
-use super::write::{Closed, Gate};
 use super::{Actual, Cause, Engine};
+use crate::gated_kernel::{Closed, GatedKernel};
 use flannel_admission::{Answers, Changed, Delta};
-use flannel_core::Kernel;
 use flannel_core::object::{Change, Object, ObjectKind};
 
 /// A planned slice of new peers.
@@ -23,22 +22,21 @@ impl Engine {
     /// each slice while the kernel applies the slice before it.
     pub(super) fn put_new_peers(
         &mut self,
-        kernel: &dyn Kernel,
-        gate: &Gate,
+        kernel: &GatedKernel,
         end: Instant,
     ) -> Result<(), Closed> {
         if !self.has_queue() {
             return Ok(());
         }
-        let (footprint, answers) = (self.footprint.clone(), Answers::new(kernel));
-        let apply = |changes: &[Change]| gate.pass(|| kernel.apply(&footprint, changes));
+        let (footprint, answers) = (self.footprint.clone(), Answers::new(&*kernel.kernel));
+        let apply = |changes: &[Change]| kernel.apply(&footprint, changes);
         let result = Applier::with(apply, |applier| {
             let mut slice = self.next_new_peers(&answers);
             let mut begun: Option<Cause> = None;
             loop {
                 // A slice can change an object of the one before it: the results come first.
                 if let Some(cause) = begun.take() {
-                    let (changes, results) = applier.wait().ok_or(Closed)?;
+                    let (changes, results) = applier.wait()?;
                     let now = Instant::now();
                     for (change, result) in changes.iter().zip(results) {
                         self.record(change, result, now, Some(cause));

@@ -13,19 +13,13 @@ use flannel_core::{Kernel, Lease, Subnets};
 impl Engine {
     /// Says whether an object failed that did not fail at the last call.
     pub(crate) fn take_newly_failing(&mut self) -> bool {
-        self.table.take_newly_failing()
+        std::mem::take(&mut self.table.newly_failing)
     }
 
     pub(crate) fn is_failing(&self) -> bool {
-        !self.table.failing().is_empty()
+        !self.table.failing.is_empty()
             || self.survey.error.is_some()
             || self.lookups.error().is_some()
-    }
-
-    /// Before the first snapshot all objects are unread.
-    fn is_own_in_place(&self) -> bool {
-        let lacks = |object: &Object| self.table.get(&object.key()).is_some();
-        !self.survey.is_everything_unread() && !self.desired.base.iter().any(lacks)
     }
 
     /// The status. Its cost does not grow with the number of peers.
@@ -39,14 +33,16 @@ impl Engine {
         let mut status = Status::default();
         status.settled = !self.is_unsettled() && !self.table.has_started();
         status.in_sync = self.live && status.settled && !self.is_failing();
-        status.own_in_place = self.is_own_in_place();
+        let is_in_place = |object: &Object| self.table.get(&object.key()).is_none();
+        status.own_in_place =
+            !self.survey.is_everything_unread() && self.desired.base.iter().all(is_in_place);
         status.live = self.live;
         status.leases = self.leases.clone();
         status.peers = peers.accepted();
         status.objects = counts.values().sum();
         status.by_kind = counts;
         status.rejected = peers.rejected().clone();
-        status.failing = self.table.failing().clone();
+        status.failing = self.table.failing.clone();
         status.kernel_error = self.survey.error.as_ref().or_else(|| self.lookups.error()).cloned();
         status.advisories = peers.advisories().clone();
         self.stats.copy_to(&mut status);
@@ -81,7 +77,7 @@ impl Engine {
             let key = object.key();
             if !peer.accepted {
                 ObjectState::Unwanted
-            } else if let Some(failure) = self.table.failing().get(&key) {
+            } else if let Some(failure) = self.table.failing.get(&key) {
                 ObjectState::Failing(failure.clone())
             } else if self.table.get(&key).is_some_and(Row::is_pending)
                 || self.survey.is_everything_unread()

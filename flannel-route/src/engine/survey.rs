@@ -114,10 +114,8 @@ impl Engine {
         }
     }
 
-    /// Reads the kernel and rebuilds the table; false if it could not be read.
-    ///
-    /// A link in `links_put` that still is not as desired is one that the kernel keeps as it is. It
-    /// fails, since the time of the failure that it had before it was put.
+    /// Reads the kernel and rebuilds the table; false if it could not be read. A link in `links_put`
+    /// that still is not as desired fails, since the time of its failure before it was put.
     pub(super) fn read(
         &mut self,
         kernel: &dyn Kernel,
@@ -212,7 +210,7 @@ impl Engine {
         let is = is.map_or_else(|| "absent".into(), |is| is.to_string());
         let detail = format!("the kernel did not take it over: it is now {is}");
         if let Some(before) = before {
-            self.table.fails_still(want.key(), before.clone());
+            self.table.failing.insert(want.key(), before.clone());
         }
         let error = KernelError::explained(EAGAIN, detail);
         self.table.refuse(&Change::Put(want), row.cause, row.changed_by, None, error);

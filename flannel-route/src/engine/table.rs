@@ -93,8 +93,9 @@ pub(super) struct Table {
     deletions: usize,
     started: usize,
     /// Objects that fail, also while they are tried again.
-    failing: Listing<Key, Failure>,
-    newly_failing: bool,
+    pub(super) failing: Listing<Key, Failure>,
+    /// An object failed that did not fail when this was last reset.
+    pub(super) newly_failing: bool,
 }
 
 impl Table {
@@ -178,7 +179,7 @@ impl Table {
     /// The desired object with this key may have been damaged.
     pub(super) fn invalidate(&mut self, key: Key, damage: Damage, by: Option<ChangedBy>) {
         let before = self.remove(&key);
-        let is_known = |row: &Row| row.is_refused() || row.is_put();
+        let is_known = |row: &Row| row.is_refused() || row.is_pending();
         let cause = before.as_ref().filter(|row| is_known(row)).map(|row| row.cause);
         let mut row = Row::new(Actual::Unknown, cause.unwrap_or(Cause::Repair(damage)));
         row.changed_by = by.map(Box::new).or_else(|| before?.changed_by);
@@ -233,27 +234,8 @@ impl Table {
         self.insert(change.object().key(), Row { actual, cause, progress, changed_by });
     }
 
-    pub(super) fn failing(&self) -> &Listing<Key, Failure> {
-        &self.failing
-    }
-
-    /// A change seemed to succeed and did not: it fails since `before`.
-    pub(super) fn fails_still(&mut self, key: Key, before: Failure) {
-        self.failing.insert(key, before);
-    }
-
-    /// The object does not fail any more, or is not desired any more.
-    pub(super) fn clear_failure(&mut self, key: &Key) {
-        self.failing.remove(key);
-    }
-
     pub(super) fn keep_failing(&mut self, keep: impl Fn(&Key) -> bool) {
         let rows = &self.rows;
         self.failing.retain(|key| rows.contains_key(key) || keep(key));
-    }
-
-    /// Says whether an object failed that did not fail at the last call.
-    pub(super) fn take_newly_failing(&mut self) -> bool {
-        std::mem::take(&mut self.newly_failing)
     }
 }
