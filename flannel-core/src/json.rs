@@ -131,8 +131,7 @@ impl<'de> Deserialize<'de> for Object {
     }
 }
 
-/// Writes valid JSON text as Go does, byte for byte: without white space between tokens, and with
-/// `<`, `>`, `&`, U+2028 and U+2029 escaped.
+/// Writes valid JSON as Go does: no white space, and `<`, `>`, `&`, U+2028 and U+2029 escaped.
 ///
 /// **Source**: Go `encoding/json: compact` with `escape` set.
 pub fn compact(text: &str) -> String {

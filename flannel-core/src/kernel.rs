@@ -244,9 +244,8 @@ impl RouteAnswer {
 pub trait Kernel: fmt::Debug + Send + Sync {
     /// All objects that `footprint` owns. Some are marked as [inexact](State::note_inexact).
     ///
-    /// While other programs change IPv6 routes, neighbours or forwarding entries, a snapshot may
-    /// miss some, because Linux does not report it. The next one finds them. After other changes
-    /// during a dump, it is repeated a few times.
+    /// A dump is repeated if a table changed meanwhile. Linux does not report that for IPv6 routes,
+    /// neighbours and forwarding entries: a snapshot may miss some, and the next one finds them.
     fn snapshot(&self, footprint: &Footprint) -> Result<State, KernelError>;
 
     /// The ids of all nexthop objects, sorted by their owner. If the kernel has no nexthop objects,

@@ -41,8 +41,8 @@ pub trait SubnetManager: fmt::Debug + Send + Sync {
     /// [`Error::NoConfig`](crate::Error::NoConfig), [`Error::Config`](crate::Error::Config).
     async fn network_config(&self) -> Result<Config>;
 
-    /// Waits for a valid network config other than `known`. Wrong configs, and a store that does not
-    /// answer, do not end the wait. Fails if waiting cannot help.
+    /// Waits for a valid network config other than `known`; also while the config is wrong, or the
+    /// store does not answer. Fails if waiting cannot help.
     async fn config_changed(&self, _known: &Config) -> Result<Config> {
         std::future::pending().await
     }
@@ -68,8 +68,8 @@ pub trait SubnetManager: fmt::Debug + Send + Sync {
     /// [`Error::Conflict`](crate::Error::Conflict) if the lease was written after `held` was read.
     async fn publish(&self, held: &Lease, attrs: &LeaseAttrs) -> Result<Lease>;
 
-    /// Renews the lease until it ends, and returns the reason. Retries failed renewals. Fails if the
-    /// lease cannot be kept and another call cannot help.
+    /// Renews the lease until it ends, and returns the reason. Retries failed renewals. An error
+    /// means that another call cannot help.
     ///
     /// # Cancel safety
     /// If the future is dropped, the lease stays until it expires.
@@ -87,10 +87,10 @@ pub trait SubnetManager: fmt::Debug + Send + Sync {
         false
     }
 
-    /// Publishes the readiness of this node's network, if the store has a place for it, and keeps it
-    /// published until the next report. Report [`Readiness::Starting`] before the first
-    /// [`SubnetManager::acquire_lease`]: it completes when it is published. The others complete at
-    /// once without an error, and are published in the background with retries.
+    /// Publishes the readiness of this node's network until the next report, if the store has a
+    /// place for it. Report [`Readiness::Starting`] before the first lease is acquired: it
+    /// completes when it is published. The others complete at once without an error, and are
+    /// published in the background.
     ///
     /// # Cancel safety
     /// If the future is dropped, the readiness may have been published.

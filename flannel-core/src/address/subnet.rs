@@ -105,8 +105,7 @@ impl Subnet {
         (bits <= last).then(|| Self::from_bits(family, bits, self.len()))
     }
 
-    /// Its distance from `first` in subnets of its length; `None` if it is before `first` or the
-    /// two differ in family or length.
+    /// The `n` with which `first.step(n)` is this subnet; `None` if there is none.
     pub fn steps_from(&self, first: &Self) -> Option<u128> {
         if self.family() != first.family() || self.len() != first.len() {
             return None;

@@ -17,8 +17,7 @@ pub struct NexthopIds {
     /// Those of an earlier run: of our protocol, and used by routes of our protocol that are all
     /// inside the network's pod networks.
     pub ours: Vec<u32>,
-    /// Objects of others: of another protocol, or used by a route of our protocol outside the
-    /// network's pod networks.
+    /// Those of others: of another protocol, or used by a route of our protocol elsewhere.
     pub foreign: Vec<u32>,
 }
 
