@@ -43,7 +43,8 @@ pub struct ExternalInterface {
 ///
 /// A backend holds no state and no connection. It neither acquires leases nor writes kernel
 /// objects: it describes the attributes that this node publishes ([`Prepared::offer`]) and the
-/// kernel objects that the network needs ([`Blueprint`]).
+/// kernel objects that the network needs ([`Blueprint`]). All methods but `prepare` are pure. They
+/// fail if the config's backend options are wrong.
 #[async_trait]
 pub trait Backend: fmt::Debug + Send + Sync {
     /// The `Type` in the network config, in lower case.
@@ -55,24 +56,18 @@ pub trait Backend: fmt::Debug + Send + Sync {
     }
 
     /// Checks whether this network can be built on the node with this external interface; without
-    /// an interface, makes only the checks that are the same on every node. Pure. The daemon stops
-    /// a running network for another config only after this succeeded.
+    /// an interface, makes only the checks that are the same on every node. The daemon stops a
+    /// running network for another config only after this succeeded.
     ///
     /// # Errors
-    /// The config's backend options are wrong, or do not fit the enabled families or the interface.
+    /// The options do not fit the enabled families or the interface.
     fn validate(&self, config: &Config, uplink: Option<&ExternalInterface>) -> Result<()>;
 
-    /// How packets travel between nodes. Pure.
-    ///
-    /// # Errors
-    /// The config's backend options are wrong.
+    /// How packets travel between nodes.
     fn datapath(&self, config: &Config) -> Result<Datapath>;
 
     /// The kernel objects that the network owns on a node with this external interface; without an
-    /// interface, those on it are not included. Also used by cleanup. Pure.
-    ///
-    /// # Errors
-    /// The config's backend options are wrong.
+    /// interface, those on it are not included. Also used by cleanup.
     fn footprint(&self, config: &Config, uplink: Option<LinkName>) -> Result<Footprint>;
 
     /// Keeps the records that the network's plan defines; `None`: it defines none. Each call returns
@@ -153,20 +148,14 @@ impl<'a> Node<'a> {
         Self { uplink, machine_id, kernel, secrets, subnets }
     }
 
-    /// [`SubnetManager::hints`] of this node.
-    ///
-    /// # Errors
-    /// The store does not answer, or its content cannot be read.
+    /// See [`SubnetManager::hints`].
     pub async fn hints(&self) -> Result<Hints> {
         self.subnets.hints().await
     }
 
     /// The leases of all nodes. Waits up to five seconds for a complete, live set, then returns the
     /// latest one. If there is a set from an earlier run and the store has never answered, it does
-    /// not wait.
-    ///
-    /// # Errors
-    /// The leases cannot be watched.
+    /// not wait. Fails as [`SubnetManager::watch_leases`] does.
     pub async fn leases(&self) -> Result<View> {
         let mut views = self.subnets.watch_leases().await?;
         let is_cached = matches!(views.borrow().origin, Origin::Cached { written: Some(_) });
@@ -179,13 +168,7 @@ impl<'a> Node<'a> {
         Ok(view)
     }
 
-    /// [`Kernel::snapshot`] on a thread that may block.
-    ///
-    /// # Errors
-    /// The kernel could not be read.
-    ///
-    /// # Cancel safety
-    /// Dropping the future loses nothing.
+    /// [`Kernel::snapshot`] on a thread that may block. Dropping the future loses nothing.
     pub async fn snapshot(&self, footprint: Footprint) -> Result<State> {
         let kernel = Arc::clone(self.kernel);
         tokio::task::spawn_blocking(move || kernel.snapshot(&footprint))

@@ -86,13 +86,11 @@ impl Config {
     pub fn parse(text: &str) -> Result<Self, FieldError> {
         let fields = Fields::parse(text, "")?;
         let flag = |name, default| Ok(fields.take(name, "true or false")?.unwrap_or(default));
-        let enabled =
-            Dual { v4: Some(flag("EnableIPv4", true)?), v6: Some(flag("EnableIPv6", false)?) };
+        let enabled = [flag("EnableIPv4", true)?, flag("EnableIPv6", false)?];
         let mut networks = Dual::default();
-        for family in Family::BOTH {
+        for (family, enabled) in Family::BOTH.into_iter().zip(enabled) {
             // The fields of a disabled family are checked too.
-            let network = pod_network(&fields, family, enabled[family] == Some(true))?;
-            networks[family] = network;
+            networks[family] = pod_network(&fields, family, enabled)?;
         }
         if networks.is_empty() {
             return Err(fields.error(
@@ -152,7 +150,7 @@ fn pod_network(
     if network.base().is_loopback() || network.base().is_multicast() {
         return Err(bad_network(&network, &format!("{example}, which hosts may use")));
     }
-    let subnet_len = subnet_len(fields, &name, network, given_len)?;
+    let subnet_len = subnet_len(fields, name, network, given_len)?;
     let edge = |field, given: Option<IpAddr>, auto: Option<Subnet>| {
         let Some(address) = given else {
             return auto.ok_or_else(|| bad_network(&network, "a network with room for 4 subnets"));
@@ -184,7 +182,7 @@ fn subnet_len(
     network: Subnet,
     given: u64,
 ) -> Result<u8, FieldError> {
-    // Networks up to the first length get subnets of the second, longer ones subnets two bits longer.
+    // Networks up to the first length get subnets of the second, longer ones of two more bits.
     let (auto_up_to, auto_len) = match network.family() {
         Family::V4 => (22, 24),
         Family::V6 => (62, 64),
@@ -213,11 +211,11 @@ fn backend(fields: &Fields) -> Result<BackendConfig, FieldError> {
     let expected = "an object with the backend's Type, for example {\"Type\": \"vxlan\"}";
     let raw = fields.raw("Backend").ok_or_else(|| fields.error("Backend", &"null", expected))?;
     let options = Fields::parse(raw.get(), "Backend")?;
-    let kind: Option<String> =
-        options.take("Type", "the name of a backend, for example \"vxlan\"")?;
-    let kind = kind.filter(|kind| !kind.is_empty());
-    let kind =
-        kind.ok_or_else(|| fields.error("Backend", &"an object without a Type", expected))?;
+    let expected_kind = "the name of a backend, for example \"vxlan\"";
+    let kind: String = options.take("Type", expected_kind)?.unwrap_or_default();
+    if kind.is_empty() {
+        return Err(fields.error("Backend", &"an object without a Type", expected));
+    }
     Ok(BackendConfig { kind: kind.to_lowercase(), options: raw.get().to_owned(), explicit: true })
 }
 

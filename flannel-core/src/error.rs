@@ -1,9 +1,9 @@
 //! The error type of the traits in this crate.
 
-use crate::address::Family;
+use crate::address::{Family, ParseError};
 use crate::json::FieldError;
 use crate::kernel::KernelError;
-use crate::lease::{LeaseAttrs, Subnets};
+use crate::lease::{LeaseAttrs, Offer, Subnets};
 
 /// An error of a store, a backend or a network.
 #[derive(Debug, thiserror::Error)]
@@ -31,6 +31,9 @@ pub enum Error {
         /// The field.
         source: FieldError,
     },
+    /// A subnet, lease key or other value is wrong.
+    #[error(transparent)]
+    Parse(#[from] ParseError),
     /// Every subnet is taken.
     #[error(
         "out of {family} subnets: all {total} between SubnetMin and SubnetMax are taken; enlarge the network or release leases"
@@ -102,10 +105,10 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// The node of a lease, for a message: `192.0.2.7 (vxlan)`.
 pub fn holder(attrs: &LeaseAttrs) -> String {
-    let addresses: Vec<String> = attrs.preferred.public.values().map(ToString::to_string).collect();
-    let addresses =
-        if addresses.is_empty() { "an unknown node".to_owned() } else { addresses.join(", ") };
-    let backend =
-        if attrs.preferred.kind.is_empty() { "no backend type" } else { &attrs.preferred.kind };
-    format!("{addresses} ({backend})")
+    let Offer { kind, public, .. } = &attrs.preferred;
+    let mut addresses = public.values().map(ToString::to_string).collect::<Vec<_>>().join(", ");
+    if addresses.is_empty() {
+        addresses = "an unknown node".to_owned();
+    }
+    format!("{addresses} ({})", if kind.is_empty() { "no backend type" } else { kind })
 }

@@ -10,7 +10,7 @@ use serde_json::value::RawValue;
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("field {field}: {value} is not valid, expected {expected}")]
 pub struct FieldError {
-    /// The path of the field, for example `Backend.VNI`; `(document)` if the text is no JSON object.
+    /// The field with its path: `Backend.VNI`; `(document)` if the text is no JSON object.
     pub field: String,
     /// Its value as JSON text, at most 120 characters, or `nothing`.
     pub value: String,
@@ -29,8 +29,7 @@ impl FieldError {
     }
 }
 
-/// The fields of one JSON object. The case of names is ignored, and of several fields with one name
-/// the last one counts.
+/// The fields of a JSON object. Names match in any case, and the last field of a name counts.
 ///
 /// **Source**: Go `encoding/json: Unmarshal`. Clusters rely on it.
 ///
@@ -132,8 +131,7 @@ impl<'de> Deserialize<'de> for Object {
     }
 }
 
-/// Writes valid JSON text as Go does, byte for byte: without white space between tokens, and with
-/// `<`, `>`, `&`, U+2028 and U+2029 escaped.
+/// Writes valid JSON as Go does: no white space, and `<`, `>`, `&`, U+2028 and U+2029 escaped.
 ///
 /// **Source**: Go `encoding/json: compact` with `escape` set.
 pub fn compact(text: &str) -> String {

@@ -16,8 +16,7 @@ pub use self::nexthops::{NexthopBlock, NexthopIds};
 use crate::address::{Dual, Subnet};
 use crate::object::{Addr, Change, Key, LinkName, Object, Route, State, Via};
 
-/// The route protocol of flannel's routes and nexthop objects (`ip route … proto 241`). iproute2's
-/// `rt_protos` does not assign it.
+/// The route protocol of our routes and nexthop objects. iproute2's `rt_protos` does not assign it.
 pub const ROUTE_PROTOCOL: u8 = 241;
 
 /// The route protocol of Go flannel, and of scripts that name none (`RTPROT_BOOT`).
@@ -53,8 +52,7 @@ pub struct Footprint {
     pub routes_on: BTreeSet<LinkName>,
     /// This network keeps blackhole routes inside `networks`.
     pub blackholes: bool,
-    /// The ids of its nexthop objects. Backends leave it `None`: the route engine chooses them
-    /// ([`NexthopBlock::choose`]).
+    /// The ids of its nexthop objects. `None` from a backend: the route engine chooses them.
     pub nexthops: Option<NexthopBlock>,
     /// `Some`: the only routes that are owned are those of Go flannel on `routes_on`: of
     /// [its protocol](GO_ROUTE_PROTOCOL), by a gateway, inside `networks`, with the `SubnetLen`
@@ -87,8 +85,7 @@ impl Footprint {
         self.links.contains(&addr.link) && !link_local
     }
 
-    /// Whether a neighbour or forwarding entry read from the kernel is owned. `stays`: it is
-    /// permanent or static.
+    /// Whether a neighbour or forwarding entry that `stays` (permanent or static) or not is owned.
     pub fn owns_entry(&self, link: LinkName, stays: bool) -> bool {
         stays && self.links.contains(&link)
     }
@@ -184,8 +181,7 @@ impl KernelError {
         self.errno == EINPROGRESS
     }
 
-    /// Whether an object that should be deleted does not exist (`ENOENT`, `ESRCH`, `ENODEV`,
-    /// `ENXIO`, `EADDRNOTAVAIL`).
+    /// Whether it is `ENOENT`, `ESRCH`, `ENXIO`, `ENODEV` or `EADDRNOTAVAIL`: nothing to delete.
     pub fn is_absent(&self) -> bool {
         matches!(self.errno, 2 | 3 | 6 | 19 | 99)
     }
@@ -217,8 +213,7 @@ impl From<std::io::Error> for KernelError {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RouteAnswer {
-    /// The device; `None`: the packet is dropped or refused (`blackhole`, `unreachable`,
-    /// `prohibit`), or there is no route.
+    /// The device; `None`: there is no route, or one that drops or refuses the packet.
     pub link: Option<LinkName>,
     /// The gateway; `None`: the destination is on the link.
     pub gateway: Option<IpAddr>,
@@ -247,11 +242,10 @@ impl RouteAnswer {
 
 /// A kernel's network tables: one network namespace.
 ///
-/// All methods are idempotent or read-only. All of them block: call them on a thread that may
-/// block. Calls on one instance never overlap, so that a snapshot never shows half a batch.
+/// All methods are idempotent or read-only. They block, and those that return a `Result` fail if
+/// the kernel does not answer. Calls on one instance do not overlap.
 ///
-/// Implementations: `flannel_netlink::NetlinkKernel`, and `testing::FakeKernel` (feature
-/// `testing`). Both pass `testing::kernel_suite`.
+/// Implementations pass `testing::kernel_suite`: `flannel_netlink::NetlinkKernel`, `FakeKernel`.
 ///
 /// ```
 /// use flannel_core::Kernel;
@@ -268,29 +262,19 @@ impl RouteAnswer {
 /// }
 /// ```
 pub trait Kernel: fmt::Debug + Send + Sync {
-    /// All objects that `footprint` owns. Those with attributes that no [`Object`] expresses are
-    /// marked ([`State::note_inexact`]).
+    /// All objects that `footprint` owns. Some are marked as [inexact](State::note_inexact).
     ///
-    /// While other programs add and delete IPv6 routes, neighbours or forwarding entries, a snapshot
-    /// may miss some: Linux does not report such changes during a dump. The next one finds them.
-    ///
-    /// # Errors
-    /// The kernel could not be read, or its tables changed during every attempt.
+    /// A dump is repeated if a table changed meanwhile. Linux does not report that for IPv6 routes,
+    /// neighbours and forwarding entries: a snapshot may miss some, and the next one finds them.
     fn snapshot(&self, footprint: &Footprint) -> Result<State, KernelError>;
 
     /// The ids of all nexthop objects, sorted by their owner. If the kernel has no nexthop objects,
     /// the answer is empty and not [usable](NexthopIds::usable).
-    ///
-    /// # Errors
-    /// The kernel could not be read.
     fn nexthop_ids(&self, footprint: &Footprint) -> Result<NexthopIds, KernelError>;
 
     /// The users of the nexthop objects in `there` that are not in `there` themselves, by nexthop
     /// id and as text: groups, and routes of another table or metric, with a preferred source, and
     /// so on. The kernel deletes them together with the nexthop object, and sends no message.
-    ///
-    /// # Errors
-    /// The kernel could not be read.
     fn nexthop_users(&self, there: &State) -> Result<BTreeMap<u32, String>, KernelError>;
 
     /// Applies all `changes` in order, those after a failed one too. Returns a result for each.
@@ -303,26 +287,18 @@ pub trait Kernel: fmt::Debug + Send + Sync {
     /// foreign object that replaced it. It succeeds if the object does not exist.
     fn apply(&self, footprint: &Footprint, changes: &[Change]) -> Vec<Result<(), KernelError>>;
 
-    /// The route of a packet to `dst`, by all routing tables.
-    ///
-    /// # Errors
-    /// The kernel could not be read. "No route" is no error but [`RouteAnswer::nowhere`].
+    /// The route of a packet to `dst`, by all routing tables; [`RouteAnswer::nowhere`] without one.
     fn lookup(&self, dst: IpAddr) -> Result<RouteAnswer, KernelError>;
 
     /// Starts to listen for changes by other programs. Call it before the first snapshot.
-    ///
-    /// # Errors
-    /// The kernel refused to let us listen.
     fn changes(&self) -> Result<Box<dyn Changes>, KernelError>;
 }
 
-/// Objects that may no longer be as they were put. They stay invalid until another put or a
-/// snapshot, whatever the message says about them.
+/// Objects that may no longer be as they were put. They are invalid until a put or a snapshot.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Invalidation {
-    /// Another program changed or deleted single objects, in this order. The kernel names no author
-    /// for links, for forwarding entries, and for neighbours that it removes: those may be changes
-    /// of our own.
+    /// Another program changed or deleted single objects, in this order. Changes of links and of
+    /// forwarding entries, and neighbours that the kernel removes, have no author: it may be us.
     Objects(Vec<KernelEvent>, Option<ChangedBy>),
     /// The device changed, which invalidates it and everything on it. The kernel sends no message
     /// about the IPv4 routes and permanent neighbours that it deletes when a device goes down,
@@ -341,13 +317,11 @@ pub enum KernelEvent {
     Present(Object),
     /// It exists, with attributes that no [`Object`] expresses ([`State::note_inexact`]).
     Inexact(Object),
-    /// It exists, exact or inexact, besides another entry with the same key. Only a snapshot shows
-    /// which of them takes effect.
+    /// It exists besides another entry with its key. Only a snapshot shows which takes effect.
     Duplicate(Object),
     /// It exists in a form that no [`Object`] expresses: a multipath route, a dynamic neighbour, …
     Unrepresentable(Key),
-    /// Another entry for the same destination changed, such as a route with another metric. It may
-    /// decide where packets go.
+    /// Another entry for the destination changed, and may take effect: a route with another metric.
     Related(Key),
     /// It was deleted.
     Deleted(Key),
@@ -372,11 +346,9 @@ impl KernelEvent {
 #[async_trait]
 pub trait Changes: Send {
     /// The next change by another program. Returns at once if the kernel has already sent one.
+    /// Dropping the future loses nothing.
     ///
     /// # Errors
     /// The stream is broken for good. Lost messages are no error but [`Invalidation::Everything`].
-    ///
-    /// # Cancel safety
-    /// Dropping the future loses nothing.
     async fn next(&mut self) -> Result<Invalidation, KernelError>;
 }

@@ -29,8 +29,7 @@ pub struct Lease {
     pub subnets: Subnets,
     /// How to reach the node.
     pub attrs: LeaseAttrs,
-    /// When the store deletes it, by the store's clock. `None`: never (a reservation), or not
-    /// known, as for all peers.
+    /// Its end by the store's clock. `None`: no end (a reservation), or not known (all peers).
     pub expires: Option<SystemTime>,
     /// The store's revision at its creation; see [`Lease::precedence`].
     pub since: Revision,
@@ -39,8 +38,8 @@ pub struct Lease {
 }
 
 impl Lease {
-    /// Of two conflicting leases, all nodes accept the one with the smaller precedence: the one that
-    /// was created earlier, else the one with the smaller key.
+    /// All nodes accept the conflicting lease with the smallest precedence: the first that was
+    /// created, else the one with the smallest key.
     pub fn precedence(&self) -> (Revision, String) {
         (self.since, self.subnets.to_string())
     }

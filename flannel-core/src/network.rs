@@ -17,9 +17,6 @@ use crate::status::{Explanation, Listing, Status, Waiting};
 /// [blueprints](crate::backend::Blueprint) instead.
 ///
 /// ```
-/// use std::sync::Arc;
-///
-/// use async_trait::async_trait;
 /// use flannel_core::network::{AcceptedPeers, Ended, NetworkHandle};
 /// use flannel_core::{Network, Result};
 /// use tokio::sync::watch;
@@ -28,16 +25,12 @@ use crate::status::{Explanation, Listing, Status, Waiting};
 /// #[derive(Debug)]
 /// struct Printer(NetworkHandle);
 ///
-/// #[async_trait]
+/// #[async_trait::async_trait]
 /// impl Network for Printer {
 ///     fn handle(&self) -> NetworkHandle {
 ///         self.0.clone()
 ///     }
-///
-///     async fn run(
-///         self: Box<Self>,
-///         mut peers: watch::Receiver<AcceptedPeers>,
-///     ) -> Result<Ended> {
+///     async fn run(self: Box<Self>, mut peers: watch::Receiver<AcceptedPeers>) -> Result<Ended> {
 ///         while peers.changed().await.is_ok() {
 ///             for lease in peers.borrow_and_update().iter() {
 ///                 println!("{} {:?}", lease.subnets, lease.attrs.preferred.public);
@@ -52,8 +45,7 @@ pub trait Network: fmt::Debug + Send {
     /// A handle that outlives [`Network::run`].
     fn handle(&self) -> NetworkHandle;
 
-    /// Keeps the accepted peers reachable, until the network has to be built again or `peers` is
-    /// closed.
+    /// Keeps the accepted peers reachable. See [`Ended`] for when it returns.
     ///
     /// # Errors
     /// The network cannot go on, and running it again would not help.
@@ -73,8 +65,7 @@ pub struct AcceptedPeers {
 }
 
 impl AcceptedPeers {
-    /// All `leases` except for this node's `own` one and the `rejected` ones. `complete`: see
-    /// [`AcceptedPeers::is_complete`].
+    /// All `leases` but the `rejected` ones and this node's `own`. `complete`: see `is_complete`.
     pub const fn new(
         leases: LeaseSet,
         rejected: Listing<Subnets, Rejection>,
@@ -142,11 +133,9 @@ impl NetworkHandle {
         self
     }
 
-    /// The peer whose subnet contains `address`, with its kernel objects. Of several peers, the
-    /// accepted one.
+    /// The peer whose subnet contains `address`, and its objects. Of several, the accepted one.
     ///
-    /// `None` if there is none, or if the network does not run or answers no questions. Waits for
-    /// the changes that are being applied.
+    /// `None` also if the network does not run or answers no questions. Waits for its batch to end.
     ///
     /// # Cancel safety
     /// Dropping the future withdraws the question.
@@ -157,11 +146,9 @@ impl NetworkHandle {
     }
 
     /// The peers whose objects are not all in the kernel yet, with the reason. O(number of such
-    /// peers). For a status that is not [settled](Status::settled); the next status is at least as
-    /// new as the answer.
+    /// peers). The next status is at least as new as the answer.
     ///
-    /// `None` if the network does not run or answers no questions. Waits for the changes that are
-    /// being applied.
+    /// `None` if the network does not run or answers no questions. Waits for its batch to end.
     ///
     /// # Cancel safety
     /// Dropping the future withdraws the question.

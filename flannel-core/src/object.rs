@@ -91,8 +91,7 @@ macro_rules! object_kinds {
                 }
             }
 
-            /// The device whose deletion deletes it; `None` if there is none, or if it goes by a
-            /// nexthop object.
+            /// The device that it vanishes with; `None` without one, or by a nexthop object.
             pub fn link(&self) -> Option<LinkName> {
                 match self {
                     $(Self::$kind($value) => $device,)+

@@ -22,10 +22,9 @@ use crate::object::{Change, Key, LinkName, Object, ObjectKind};
 pub struct Status {
     /// All desired objects are in place, by a complete, live lease set.
     pub in_sync: bool,
-    /// All desired objects are in place or listed as failing.
+    /// All desired objects are in place or failing, unless there is a `kernel_error`.
     pub settled: bool,
-    /// This node's own objects are in place: its devices, their addresses, its routes of last
-    /// resort.
+    /// This node's devices, their addresses and its routes of last resort are in place.
     pub own_in_place: bool,
     /// The leases come from the store, not from a cache, and are complete.
     pub live: bool,
@@ -39,8 +38,7 @@ pub struct Status {
     pub by_kind: BTreeMap<ObjectKind, usize>,
     /// Leases that are rejected, with the reason.
     pub rejected: Listing<Subnets, Rejection>,
-    /// Objects that the kernel refused to put or delete. If `settled`, and without `kernel_error`,
-    /// all other objects are in place.
+    /// Objects that the kernel refused to put or delete.
     pub failing: Listing<Key, Failure>,
     /// Why the kernel cannot be read or watched; `None` if it can.
     pub kernel_error: Option<KernelError>,
@@ -54,8 +52,7 @@ pub struct Status {
     pub repairs: BTreeMap<(ObjectKind, Damage), u64>,
     /// The last repairs, oldest first; at most [`Status::LAST_REPAIRS`].
     pub last_repairs: Vec<Arc<Repair>>,
-    /// For each object that a lease put or deleted, the time from the arrival of the leases to the
-    /// kernel's acknowledgement.
+    /// For each change because of leases, the time from their arrival to the kernel's answer.
     pub latency: Histogram,
 }
 

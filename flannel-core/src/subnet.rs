@@ -15,8 +15,10 @@ use crate::lease::{Lease, LeaseAttrs, Revision, Subnets, View};
 
 /// Acquires and keeps the lease of this node, and watches the leases of all nodes.
 ///
-/// Implementations: `flannel_subnet::LocalManager` over any registry, `testing::FakeSubnets`
-/// (feature `testing`).
+/// A method fails with [`Error::Store`](crate::Error::Store) if the store does not answer, and with
+/// the errors that it names. Dropping a future loses nothing, except where a method says so.
+///
+/// Implementations: `flannel_subnet::LocalManager`, `flannel_subnet_kube`, `testing::FakeSubnets`.
 ///
 /// ```
 /// use flannel_core::{Result, SubnetManager};
@@ -36,36 +38,25 @@ pub trait SubnetManager: fmt::Debug + Send + Sync {
     /// The network config, parsed and checked.
     ///
     /// # Errors
-    /// [`Error::NoConfig`](crate::Error::NoConfig), [`Error::Config`](crate::Error::Config), or the
-    /// store does not answer.
+    /// [`Error::NoConfig`](crate::Error::NoConfig), [`Error::Config`](crate::Error::Config).
     async fn network_config(&self) -> Result<Config>;
 
-    /// Waits for a valid network config other than `known`. Wrong configs, and a store that does not
-    /// answer, do not end the wait.
-    ///
-    /// # Errors
-    /// Waiting cannot help.
-    ///
-    /// # Cancel safety
-    /// Dropping the future loses nothing.
+    /// Waits for a valid network config other than `known`; also while the config is wrong, or the
+    /// store does not answer. Fails if waiting cannot help.
     async fn config_changed(&self, _known: &Config) -> Result<Config> {
         std::future::pending().await
     }
 
     /// The store's data about this node.
-    ///
-    /// # Errors
-    /// The store does not answer, or its content cannot be read.
     async fn hints(&self) -> Result<Hints> {
         Ok(Hints::default())
     }
 
-    /// Acquires a lease with these attributes: the one that this node has, the one that it had
-    /// before, or a free one.
+    /// Acquires a lease with these attributes: the current one, the previous one, or a free one.
     ///
     /// # Errors
-    /// [`Error::OutOfSubnets`](crate::Error::OutOfSubnets), [`Error::Taken`](crate::Error::Taken),
-    /// or the store does not answer. After a lost race, the next subnet is tried.
+    /// [`Error::OutOfSubnets`](crate::Error::OutOfSubnets), [`Error::Taken`](crate::Error::Taken).
+    /// After a lost race, the next subnet is tried.
     ///
     /// # Cancel safety
     /// If the future is dropped, a lease may have been acquired. The next call finds it.
@@ -77,20 +68,14 @@ pub trait SubnetManager: fmt::Debug + Send + Sync {
     /// [`Error::Conflict`](crate::Error::Conflict) if the lease was written after `held` was read.
     async fn publish(&self, held: &Lease, attrs: &LeaseAttrs) -> Result<Lease>;
 
-    /// Renews the lease until it ends, and returns the reason. Retries failed renewals.
-    ///
-    /// # Errors
-    /// The lease cannot be kept, and another call cannot help.
+    /// Renews the lease until it ends, and returns the reason. Retries failed renewals. An error
+    /// means that another call cannot help.
     ///
     /// # Cancel safety
     /// If the future is dropped, the lease stays until it expires.
     async fn hold_lease(&self, held: &Lease) -> Result<LeaseEnd>;
 
-    /// The leases of all nodes. The first value may be [`View::unknown`]. The receiver is open while
-    /// the manager exists.
-    ///
-    /// # Errors
-    /// The watch cannot start.
+    /// The leases of all nodes; at first perhaps [`View::unknown`]. Open while the manager exists.
     async fn watch_leases(&self) -> Result<watch::Receiver<View>>;
 
     /// Whether this node owns its subnets. Changes when the lease expires, without a request to the
@@ -102,13 +87,10 @@ pub trait SubnetManager: fmt::Debug + Send + Sync {
         false
     }
 
-    /// Publishes the readiness of this node's network, if the store has a place for it, and keeps it
-    /// published until the next report. Report [`Readiness::Starting`] before the first
-    /// [`SubnetManager::acquire_lease`]: it completes when it is published. The others complete at
-    /// once, and are published in the background with retries.
-    ///
-    /// # Errors
-    /// The store does not answer. Only for [`Readiness::Starting`].
+    /// Publishes the readiness of this node's network until the next report, if the store has a
+    /// place for it. Report [`Readiness::Starting`] before the first lease is acquired: it
+    /// completes when it is published. The others complete at once without an error, and are
+    /// published in the background.
     ///
     /// # Cancel safety
     /// If the future is dropped, the readiness may have been published.
@@ -129,8 +111,7 @@ pub enum Ownership {
     NotAcquired,
     /// The subnets are this node's.
     Held {
-        /// The end by the wall clock, unless the lease is renewed; `None`: no end. Changes when the
-        /// clock is set.
+        /// The end by the wall clock, also after it was set; `None`: no end. A renewal changes it.
         until: Option<SystemTime>,
     },
     /// The subnets are no longer this node's. Routes to peers stay.
@@ -150,12 +131,8 @@ impl Ownership {
 
     /// The time from `now` to the end of the lease; `None` if it is not held or has no end.
     pub fn remaining(&self, now: SystemTime) -> Option<Duration> {
-        match self {
-            Self::Held { until } => {
-                until.map(|until| until.duration_since(now).unwrap_or_default())
-            }
-            _ => None,
-        }
+        let Self::Held { until: Some(until) } = self else { return None };
+        Some(until.duration_since(now).unwrap_or_default())
     }
 }
 
@@ -167,8 +144,7 @@ pub enum Loss {
     Unconfirmed,
     /// The lease ended, as [`SubnetManager::hold_lease`] returned.
     Ended(LeaseEnd),
-    /// The store does not grant the lease now, but may later. The reason is a sentence without a
-    /// full stop.
+    /// The store refuses the lease for now. The reason is a sentence without a full stop.
     Withdrawn(String),
 }
 
@@ -195,8 +171,7 @@ pub enum Readiness {
 pub struct Hints {
     /// Public addresses that the store prescribes for this node. They override the command line.
     pub public: Dual<IpAddr>,
-    /// The attributes that this node published last, from which a backend keeps keys and MAC
-    /// addresses.
+    /// The attributes that this node published last: a backend keeps its keys and MAC addresses.
     pub last_published: Option<LeaseAttrs>,
     /// The subnets that this node had before.
     pub previous: Option<Subnets>,
@@ -258,8 +233,7 @@ pub struct StoreStatus {
     pub skipped: Vec<(String, String)>,
     /// The last failure, and the time; `None` if no request failed since the last success.
     pub last_error: Option<(String, SystemTime)>,
-    /// Why the network config that was read last is not used: it is wrong, or gone; `None` if it is
-    /// used.
+    /// Why the network config in the store (wrong, or gone) is not used; `None` if it is.
     pub wrong_config: Option<String>,
 }
 

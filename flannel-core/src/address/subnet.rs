@@ -56,8 +56,7 @@ impl Subnet {
         self.0.prefix()
     }
 
-    /// Whether it contains every address of the family (`0.0.0.0/0`, `::/0`). In `subnet.env` and
-    /// the network config that means "no network".
+    /// Whether it contains every address of the family: `0.0.0.0/0` or `::/0`, Go's "no network".
     pub fn is_everything(&self) -> bool {
         self.len() == 0
     }
@@ -94,8 +93,7 @@ impl Subnet {
         if len > self.len() { None } else { Self::new(self.base(), len) }
     }
 
-    /// The `n`th subnet of the same length after it (0 is itself); `None` past the end of the
-    /// address space.
+    /// The `n`th subnet of its length after it (0 is itself); `None` past the last address.
     pub fn step(&self, n: u128) -> Option<Self> {
         if n == 0 {
             return Some(*self);
@@ -107,8 +105,7 @@ impl Subnet {
         (bits <= last).then(|| Self::from_bits(family, bits, self.len()))
     }
 
-    /// Its distance from `first` in subnets of its length; `None` if it is before `first` or the
-    /// two differ in family or length.
+    /// The `n` with which `first.step(n)` is this subnet; `None` if there is none.
     pub fn steps_from(&self, first: &Self) -> Option<u128> {
         if self.family() != first.family() || self.len() != first.len() {
             return None;

@@ -9,8 +9,7 @@ use crate::kernel::Footprint;
 use crate::lease::Offer;
 use crate::object::LinkName;
 
-/// The backend `alloc`: this node gets a subnet, and routes are left to other programs. It accepts
-/// every lease and installs nothing.
+/// The backend `alloc`: allocates a subnet, accepts every lease and installs nothing.
 ///
 /// **Source**: flannel `pkg/backend/alloc/alloc.go`; its leases carry no backend type.
 #[derive(Debug, Clone, Copy, Default)]

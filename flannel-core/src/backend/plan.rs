@@ -8,8 +8,7 @@ use crate::lease::{Offer, Subnets};
 use crate::object::LinkName;
 use crate::object::Object;
 
-/// Appends the kernel objects by which a peer with these subnets and this offer is reached. The
-/// list may already hold objects of other plans.
+/// Appends the kernel objects for a peer to a list, which may already hold those of other plans.
 ///
 /// Pure: called again only when the lease or an answer of [`Env`] changes. Also called for this
 /// node's own lease, to find the objects that no peer may claim; the kernel does not get those.
@@ -27,8 +26,7 @@ impl From<crate::json::FieldError> for Rejected {
     }
 }
 
-/// The lookups that a plan may make. They are recorded: when an answer changes, the plan is called
-/// again.
+/// The lookups that a plan may make. When an answer changes, the plan is called again.
 pub struct Env<'a> {
     on_link: &'a Answer<'a>,
     asked: RefCell<BTreeMap<IpAddr, Option<Option<LinkName>>>>,

@@ -22,8 +22,7 @@ impl ChangedBy {
     }
 }
 
-/// `ip (process 4711) with route protocol 3`, `probably ip (process 4711)`, or `the netlink socket
-/// with port id 4711`.
+/// `ip (process 4711) with route protocol 3`, or `the netlink socket with port id 4711`.
 impl fmt::Display for ChangedBy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.process {

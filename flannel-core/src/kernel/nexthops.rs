@@ -9,17 +9,15 @@ pub struct NexthopBlock {
     first: u32,
 }
 
-/// The ids of the nexthop objects in a network namespace. Those whose owner is not certain are
-/// neither `ours` nor `foreign`.
+/// The nexthop ids in a network namespace; without those whose owner is not certain.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct NexthopIds {
     /// The kernel has nexthop objects, and they are not disabled.
     pub usable: bool,
-    /// Objects of an earlier run: of our protocol, used by routes of our protocol that are all inside
-    /// the network's pod networks.
+    /// Those of an earlier run: of our protocol, and used by routes of our protocol that are all
+    /// inside the network's pod networks.
     pub ours: Vec<u32>,
-    /// Objects of others: of another protocol, or used by a route of our protocol outside the
-    /// network's pod networks.
+    /// Those of others: of another protocol, or used by a route of our protocol elsewhere.
     pub foreign: Vec<u32>,
 }
 
@@ -65,8 +63,7 @@ impl NexthopBlock {
         Ok((chosen, there))
     }
 
-    /// Depends on the IPv4 pod network only, so that a network with another backend or external
-    /// interface finds its objects.
+    /// By the IPv4 pod network only: the backend and the interface may change.
     fn candidates(footprint: &Footprint) -> impl Iterator<Item = Self> {
         let networks = footprint.networks.iter().filter(|network| network.family() == Family::V4);
         let words = networks.map(ToString::to_string);

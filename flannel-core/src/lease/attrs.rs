@@ -1,13 +1,13 @@
 //! The attributes of a lease, and their form in a store.
 
 use std::borrow::Cow;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::net::IpAddr;
 
 use serde::Serialize;
 use serde_json::value::RawValue;
 
 use super::Subnets;
-use crate::address::{Dual, Subnet};
+use crate::address::{Dual, Family, Subnet};
 use crate::json::{FieldError, Fields, compact};
 
 /// One way to reach a node: a backend, with the addresses and data that its peers need.
@@ -50,14 +50,8 @@ impl Offer {
             RawValue::from_string(compact(data)).ok().or_else(text)
         };
         Wire {
-            public_ip: match self.public.v4 {
-                Some(IpAddr::V4(address)) => address,
-                _ => Ipv4Addr::UNSPECIFIED,
-            },
-            public_ipv6: match self.public.v6 {
-                Some(IpAddr::V6(address)) => Some(address),
-                _ => None,
-            },
+            public_ip: self.public.v4.unwrap_or(Family::V4.unspecified()),
+            public_ipv6: self.public.v6,
             backend_type: &self.kind,
             backend_data: self.data.v4.as_deref().and_then(raw),
             backend_v6_data: self.data.v6.as_deref().and_then(raw),
@@ -70,20 +64,16 @@ impl Offer {
         if fields.has("PublicIP") && fields.raw("PublicIP").is_none() {
             return Err(fields.error("PublicIP", &"null", expected));
         }
-        let v4 = match fields.parsed("PublicIP", expected)? {
-            Some(IpAddr::V4(address)) => Some(address),
-            Some(IpAddr::V6(address)) => match address.to_ipv4_mapped() {
-                Some(address) => Some(address),
-                None => return Err(fields.error("PublicIP", &address, expected)),
-            },
-            None => None,
-        };
+        let v4 = fields.parsed("PublicIP", expected)?.map(|address: IpAddr| address.to_canonical());
+        if let Some(address) = v4.filter(IpAddr::is_ipv6) {
+            return Err(fields.error("PublicIP", &address, expected));
+        }
         let v6: Option<IpAddr> =
             fields.parsed("PublicIPv6", "an IPv6 address such as \"2001:db8::1\", or null")?;
         let data = |name: &str| fields.raw(name).map(|raw| compact(raw.get()).into_boxed_str());
         Ok(Self {
             public: Dual {
-                v4: v4.filter(|a| !a.is_unspecified()).map(IpAddr::V4),
+                v4: v4.filter(|a| !a.is_unspecified()),
                 v6: v6.filter(|a| a.is_ipv6() && !a.is_unspecified()),
             },
             kind: backend_type(fields.take("BackendType", "a string")?.unwrap_or_default()),
@@ -99,8 +89,7 @@ impl Offer {
 pub struct LeaseAttrs {
     /// The offer that Go flannel reads.
     pub preferred: Offer,
-    /// Further offers, in the order of preference. Without any, the value in the store is exactly
-    /// Go flannel's.
+    /// Further offers, in the order of preference. Go flannel ignores them.
     pub others: Box<[Offer]>,
 }
 
@@ -115,9 +104,9 @@ impl From<Offer> for LeaseAttrs {
 #[serde(rename_all = "PascalCase")]
 struct Wire<'a> {
     #[serde(rename = "PublicIP")]
-    public_ip: Ipv4Addr,
+    public_ip: IpAddr,
     #[serde(rename = "PublicIPv6")]
-    public_ipv6: Option<Ipv6Addr>,
+    public_ipv6: Option<IpAddr>,
     #[serde(skip_serializing_if = "str::is_empty")]
     backend_type: &'a str,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -144,7 +133,7 @@ impl LeaseAttrs {
     /// Reads the value in the store. `PublicIP` may be a v4-mapped IPv6 address.
     ///
     /// # Errors
-    /// The text is no JSON object, or a field is not valid (`null` is not for `PublicIP`, as in Go).
+    /// The text is no JSON object, or a field is not valid. As in Go, `PublicIP` may not be `null`.
     pub fn from_json(text: &str) -> Result<Self, FieldError> {
         let fields = Fields::parse(text, "")?;
         let others = |raw: Vec<Box<RawValue>>| {

@@ -1,7 +1,6 @@
 //! The identity of a lease.
 
 use std::fmt;
-use std::net::IpAddr;
 use std::str::FromStr;
 
 use crate::address::{Dual, Family, ParseError, Subnet, parse_len};
@@ -18,8 +17,7 @@ use crate::address::{Dual, Family, ParseError, Subnet, parse_len};
 pub struct Subnets(Dual<Subnet>);
 
 impl Subnets {
-    /// The identity of a lease with these subnets; `None` if there are none, or if the length of
-    /// one is out of range.
+    /// The identity of these subnets; `None` if there are none, or a length is out of range.
     pub fn new(subnets: impl IntoIterator<Item = Subnet>) -> Option<Self> {
         let subnets: Dual<Subnet> = subnets.into_iter().collect();
         let fits = |s: &Subnet| s.len() > 0 && s.len() < s.family().bits();
@@ -68,7 +66,7 @@ impl FromStr for Subnets {
             let example = "10.5.34.0-24 or 10.5.34.0-24&fd00:0:0:5::-64";
             ParseError::new(key, format!("a lease key such as {example}: {reason}"))
         };
-        let part = |text: &str| -> Result<(IpAddr, u8), ParseError> {
+        let part = |text: &str, family: Family| {
             let (address, len) =
                 text.rsplit_once('-').ok_or_else(|| error("a subnet is ADDRESS-LENGTH"))?;
             let len = parse_len(len).ok_or_else(|| error("the length is not a plain number"))?;
@@ -76,24 +74,20 @@ impl FromStr for Subnets {
                 return Err(error("IPv6 addresses are written in lower case"));
             }
             let address = address.parse().map_err(|_| error("the address is not an IP address"))?;
-            Ok((address, len))
-        };
-        let subnet = |(address, len): (IpAddr, u8), family: Family| -> Result<Subnet, ParseError> {
             if Family::of(address) != family {
                 return Err(error("IPv4 stands first, IPv6 behind '&'"));
             }
             if len >= family.bits() {
                 return Err(error("the length is at most 31, or 127 for IPv6"));
             }
-            Subnet::new(address, len)
-                .filter(|s| s.base() == address)
-                .ok_or_else(|| error("bits behind the prefix are set"))
+            let subnet = Subnet::new(address, len).filter(|subnet| subnet.base() == address);
+            subnet.ok_or_else(|| error("bits behind the prefix are set"))
         };
         let (v4, v6) = match key.split_once('&') {
-            Some((v4, v6)) => (v4, Some(subnet(part(v6)?, Family::V6)?)),
+            Some((v4, v6)) => (v4, Some(part(v6, Family::V6)?)),
             None => (key, None),
         };
-        let v4 = Some(subnet(part(v4)?, Family::V4)?).filter(|v4| !v4.is_everything());
+        let v4 = Some(part(v4, Family::V4)?).filter(|v4| !v4.is_everything());
         let subnets =
             Self::new([v4, v6].into_iter().flatten()).ok_or_else(|| error("it names no subnet"))?;
         // The deletion of a key in another spelling is no deletion of this lease.

@@ -41,7 +41,7 @@ pub enum LinkKind {
     Vxlan(Vxlan),
 }
 
-/// The attributes of a kind of device. `Display` writes them as arguments of `ip link add type KIND`.
+/// The attributes of a kind of device. `Display`: the arguments after `ip link add type KIND`.
 pub trait LinkAttributes: fmt::Display {
     /// The kernel's name of the kind (`IFLA_INFO_KIND`).
     fn kind(&self) -> &'static str;

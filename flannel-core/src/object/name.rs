@@ -28,14 +28,12 @@ impl MacAddr {
 impl FromStr for MacAddr {
     type Err = ParseError;
     fn from_str(text: &str) -> Result<Self, ParseError> {
+        let is_hex = |part: &&str| part.len() == 2 && part.bytes().all(|b| b.is_ascii_hexdigit());
         let parse = || {
             let mut bytes = [0; 6];
             let mut parts = text.split(':');
             for byte in &mut bytes {
-                let part = parts
-                    .next()
-                    .filter(|p| p.len() == 2 && p.bytes().all(|b| b.is_ascii_hexdigit()))?;
-                *byte = u8::from_str_radix(part, 16).ok()?;
+                *byte = u8::from_str_radix(parts.next().filter(is_hex)?, 16).ok()?;
             }
             parts.next().is_none().then_some(Self(bytes))
         };

@@ -42,7 +42,7 @@ pub enum Via {
 }
 
 impl Via {
-    /// The device that packets leave by; `None` if a nexthop object names it, or if they are dropped.
+    /// The device that packets leave by; `None`: that of the nexthop object, or none.
     pub(super) fn link(&self) -> Option<LinkName> {
         match self {
             Self::Gateway { link, .. } | Self::Link(link) => Some(*link),

@@ -6,8 +6,7 @@ use super::{Key, Object};
 
 /// A set of kernel objects, one per key, in the order of creation.
 ///
-/// A lookup is O(log n), the insertion of one object O(n). Collect many objects at once, or extend
-/// the set with all of them.
+/// A lookup is O(log n), the insertion of one object O(n). Add many objects with `extend`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct State {
     objects: Vec<Object>,
@@ -29,10 +28,9 @@ impl State {
         }
     }
 
-    /// Marks the object with this key as inexact: in the kernel it has attributes that no
-    /// [`Object`] expresses, such as another route protocol than ours, a preferred source, metrics
-    /// other than an MTU, a limited lifetime, or for a device a TTL. If the object is desired, it
-    /// is put again.
+    /// Marks the object with this key as inexact: in the kernel it has attributes that no `Object`
+    /// expresses, such as another route protocol than ours, a preferred source, a limited lifetime,
+    /// or a TTL of a device. If the object is desired, it is put again.
     pub fn note_inexact(&mut self, key: Key) {
         self.inexact.insert(key);
     }
@@ -57,8 +55,8 @@ impl State {
         self.objects.binary_search_by(|object| object.key().cmp(key))
     }
 
-    /// The index of the object with the key of `like`, and the object if it differs. O(1) if it is at
-    /// the index `near` and does not differ, else O(log n).
+    /// The index of the object with the key of `like`, and the object if it differs. O(1) if the
+    /// object at the index `near` is equal, else O(log n).
     pub fn find_near(&self, like: &Object, near: usize) -> Option<(usize, Option<&Object>)> {
         if self.objects.get(near) == Some(like) {
             return Some((near, None));

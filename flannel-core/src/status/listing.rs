@@ -42,8 +42,8 @@ impl<K: Ord + Clone, V: Clone> Listing<K, V> {
         self.0.values()
     }
 
-    /// The differences from `older`: `(key, then, now)`, with `None` for an absent entry. O(changes)
-    /// if one was made from a clone of the other.
+    /// The differences from `older`: `(key, then, now)`, with `None` for an absent entry.
+    /// O(changes) if one was made from a clone of the other.
     pub fn changes_since<'a>(
         &'a self,
         older: &'a Self,

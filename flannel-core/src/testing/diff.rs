@@ -50,14 +50,15 @@ mod tests {
         #[test]
         fn diff_is_ordered_and_minimal(want in any_state(), actual in any_state()) {
             let changes = diff(&want, &actual);
-            let split = changes.iter().position(|c| matches!(c, Change::Delete(_))).unwrap_or(changes.len());
+            let is_delete = |change: &Change| matches!(change, Change::Delete(_));
+            let split = changes.iter().position(is_delete).unwrap_or(changes.len());
             let keys = |part: &[Change]| part.iter().map(|c| c.object().key()).collect::<Vec<_>>();
             let (puts, deletes) = (keys(&changes[..split]), keys(&changes[split..]));
-            prop_assert!(changes[split..].iter().all(|c| matches!(c, Change::Delete(_))));
+            prop_assert!(changes[split..].iter().all(is_delete));
             prop_assert!(puts.is_sorted() && deletes.iter().rev().is_sorted());
             for change in &changes {
-                let (want, actual) = (want.get(&change.object().key()), actual.get(&change.object().key()));
-                prop_assert!(want != actual);
+                let key = change.object().key();
+                prop_assert!(want.get(&key) != actual.get(&key));
             }
         }
     }

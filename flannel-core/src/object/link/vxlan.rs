@@ -19,8 +19,7 @@ pub struct Vxlan {
     pub mac: MacAddr,
     /// The source address of outer packets; `None`: the kernel chooses it.
     pub local: Option<IpAddr>,
-    /// The device that outer packets leave by; `None`: the routing table decides, or the device was
-    /// deleted.
+    /// The device that outer packets leave by; `None`: by the routing table, or it was deleted.
     pub lower: Option<LinkName>,
     /// Learn forwarding entries from traffic.
     pub learning: bool,
