@@ -119,13 +119,13 @@ impl Firewall {
         let mut placed: Option<Rules> = None;
         let mut closed = false;
         loop {
-            let wanted = rules.borrow_and_update().clone();
-            let (deviations, failed) = self.reconcile(&wanted).await;
-            let by_others = placed.as_ref() == Some(&wanted);
+            let desired = rules.borrow_and_update().clone();
+            let (deviations, failed) = self.reconcile(&desired).await;
+            let by_others = placed.as_ref() == Some(&desired);
             let done = failed.is_empty();
             self.publish(deviations, by_others, failed);
             if done {
-                placed = Some(wanted);
+                placed = Some(desired);
                 if self.is_time_to_look_around() {
                     self.remove_others().await;
                 }
@@ -137,13 +137,13 @@ impl Firewall {
         }
     }
 
-    async fn reconcile(&mut self, wanted: &Rules) -> (Vec<Deviation>, Vec<Error>) {
+    async fn reconcile(&mut self, desired: &Rules) -> (Vec<Deviation>, Vec<Error>) {
         match &mut self.engine {
-            Engine::Nftables(nft) => match nft.reconcile(wanted).await {
+            Engine::Nftables(nft) => match nft.reconcile(desired).await {
                 Ok(deviations) => (deviations, Vec::new()),
                 Err(error) => (Vec::new(), vec![error]),
             },
-            Engine::Iptables(iptables) => iptables.reconcile(wanted).await,
+            Engine::Iptables(iptables) => iptables.reconcile(desired).await,
         }
     }
 
@@ -243,7 +243,7 @@ impl Firewall {
     /// program is cheap.
     async fn after_disturbance(&mut self, disturbed: Result<(), Error>) {
         if let Err(error) = disturbed {
-            tracing::warn!(%error, "opened anew");
+            tracing::warn!(%error, "nftables is opened again");
             match Nft::open() {
                 Ok(nft) => self.engine = Engine::Nftables(nft),
                 Err(error) => {

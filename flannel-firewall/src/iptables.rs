@@ -64,8 +64,8 @@ impl Iptables {
         rules: &Rules,
         family: Family,
     ) -> Result<Vec<Deviation>, Error> {
-        let wanted = rules.has(family);
-        if !wanted && self.filled[family].is_none() {
+        let desired = rules.has(family);
+        if !desired && self.filled[family].is_none() {
             return Ok(Vec::new());
         }
         if self.tools[family].is_none() {
@@ -75,7 +75,7 @@ impl Iptables {
         // Set first, because a failed or dropped call may have written rules.
         self.filled[family] = Some(());
         let deviations = reconcile(tool, rules, family, true).await?;
-        self.filled[family] = wanted.then_some(());
+        self.filled[family] = desired.then_some(());
         Ok(deviations)
     }
 
@@ -167,7 +167,7 @@ async fn reconcile(
             Ok(()) => return Ok(script.deviations),
             // Another program may have removed a rule that the script deletes.
             Err(error) if tries > 0 => {
-                tracing::debug!(%error, "tried again with what is there now");
+                tracing::debug!(%error, "tried again with the present rules");
             }
             Err(error) => return Err(error),
         }

@@ -48,10 +48,10 @@ impl Nft {
 
     /// Makes the tables equal to `rules`; returns the differences.
     pub(crate) async fn reconcile(&self, rules: &Rules) -> Result<Vec<Deviation>, Error> {
-        let wanted = Dual::from_fn(|family| Table::wanted(rules, family));
+        let desired = Dual::from_fn(|family| Table::desired(rules, family));
         let socket = self.socket.clone();
         let work = move || match &mut *socket.lock().unwrap_or_else(PoisonError::into_inner) {
-            Some(socket) => reconcile(socket, &wanted, true),
+            Some(socket) => reconcile(socket, &desired, true),
             None => Ok(Vec::new()),
         };
         tokio::task::spawn_blocking(work).await.unwrap_or_else(|error| {
@@ -103,7 +103,7 @@ fn opened() -> Result<Option<NetfilterSocket>, Error> {
     match opened.map_err(|error| Error::kernel("nftables", error)) {
         Ok(socket) => Ok(Some(socket)),
         Err(Error::NoNftables { source, .. }) => {
-            tracing::debug!(%source, "no nf_tables, so nothing of ours in it");
+            tracing::debug!(%source, "no nf_tables, and so no tables of flannel");
             Ok(None)
         }
         Err(error) => Err(error),
@@ -112,11 +112,11 @@ fn opened() -> Result<Option<NetfilterSocket>, Error> {
 
 fn reconcile(
     socket: &mut NetfilterSocket,
-    wanted: &Dual<Table>,
+    desired: &Dual<Table>,
     write: bool,
 ) -> Result<Vec<Deviation>, Error> {
     for _ in 0..TRIES {
-        let plan = Plan::new(&read(socket)?, wanted);
+        let plan = Plan::new(&read(socket)?, desired);
         if plan.deviations.is_empty() || !write {
             return Ok(plan.deviations);
         }
@@ -137,12 +137,12 @@ struct Plan {
 }
 
 impl Plan {
-    fn new(found: &Dual<Table>, wanted: &Dual<Table>) -> Self {
+    fn new(found: &Dual<Table>, desired: &Dual<Table>) -> Self {
         let (deviations, titles, whole) = (Vec::new(), Vec::new(), Vec::new());
         let mut plan = Self { batch: Batch::new(SUBSYSTEM), deviations, titles, whole };
         for family in Family::BOTH {
-            let (found, wanted) = (found[family].as_ref(), wanted[family].as_ref());
-            let differs = Table::deviations(found, wanted, family);
+            let (found, desired) = (found[family].as_ref(), desired[family].as_ref());
+            let differs = Table::deviations(found, desired, family);
             if differs.is_empty() {
                 continue;
             }
@@ -152,10 +152,10 @@ impl Plan {
                 plan.whole.push(plan.batch.len());
                 remove(&mut plan.batch, family);
             }
-            if let Some(wanted) = wanted {
+            if let Some(desired) = desired {
                 // The table itself comes first.
                 plan.whole.push(plan.batch.len());
-                wanted.make(&mut plan.batch, family);
+                desired.make(&mut plan.batch, family);
             }
         }
         plan
@@ -221,7 +221,7 @@ mod tests {
     #[test]
     fn tables_are_read_again_if_another_program_removes_one_meanwhile() {
         flannel_netlink::testing::in_netns(|| {
-            let tables = |wish| Dual::from_fn(|family| Table::wanted(&rules(wish), family));
+            let tables = |wish| Dual::from_fn(|family| Table::desired(&rules(wish), family));
             let (before, after) = (
                 tables(Wish::default()),
                 tables(Wish { masquerade: true, fully_random: false, forward: true }),

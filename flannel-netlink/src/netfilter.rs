@@ -13,7 +13,7 @@ use nix::sys::socket::SockProtocol;
 
 use crate::transport::multicast::Multicast;
 use crate::transport::socket::Socket;
-use crate::transport::wire::{EBADMSG, messages};
+use crate::transport::wire::{EBADMSG, Message};
 
 pub use crate::transport::wire::{Attributes, Messages};
 
@@ -134,7 +134,7 @@ pub struct NetfilterMessage<'a> {
 }
 
 impl<'a> NetfilterMessage<'a> {
-    fn read(message: &crate::transport::wire::Message<'a>) -> Option<Self> {
+    fn read(message: &Message<'a>) -> Option<Self> {
         let [subsystem, number] = message.kind.to_be_bytes();
         let kind = Kind { subsystem, number, family: *message.payload.first()? };
         Some(Self { kind, attributes: Attributes(message.payload.get(HEADER..)?) })
@@ -257,19 +257,10 @@ impl NetfilterEvents {
         &mut self,
         concerns: impl Fn(&NetfilterMessage<'_>) -> bool,
     ) -> Result<(), KernelError> {
-        self.socket.wait_for(|datagram| concerning(datagram, self.own_port, &concerns)).await
+        let by_others = |message: &Message<'_>| {
+            message.port != self.own_port
+                && NetfilterMessage::read(message).as_ref().is_none_or(&concerns)
+        };
+        self.socket.wait_for(by_others).await
     }
-}
-
-/// A datagram has a relevant change by another program, or is malformed.
-fn concerning(
-    datagram: Option<&[u8]>,
-    own_port: u32,
-    concerns: impl Fn(&NetfilterMessage<'_>) -> bool,
-) -> bool {
-    let Some(datagram) = datagram else { return true };
-    let by_others = |message: &crate::transport::wire::Message<'_>| {
-        message.port != own_port && NetfilterMessage::read(message).as_ref().is_none_or(&concerns)
-    };
-    messages(datagram).any(|message| message.as_ref().map_or(true, by_others))
 }

@@ -87,10 +87,10 @@ pub(crate) fn script(
     for table in ["nat", "filter"] {
         let mut lines = String::new();
         for place in PLACES.iter().filter(|place| place.table == table) {
-            let wanted = place.content.map_or(&[][..], |chain| rules.of(family, chain));
-            let wanted: Vec<_> = wanted.iter().map(|rule| line(rule, place, random)).collect();
+            let desired = place.content.map_or(&[][..], |chain| rules.of(family, chain));
+            let desired: Vec<_> = desired.iter().map(|rule| line(rule, place, random)).collect();
             let found = Found::read(saved, place);
-            found.repair(place, &wanted, &mut lines, &mut |object: &str, fault| {
+            found.repair(place, &desired, &mut lines, &mut |object: &str, fault| {
                 let object = format!("{program}, table {table}, {object}");
                 script.deviations.push(Deviation { object, fault });
             });
@@ -147,13 +147,13 @@ impl<'a> Found<'a> {
     fn repair(
         &self,
         place: &Place,
-        wanted: &[String],
+        desired: &[String],
         lines: &mut String,
         deviates: &mut impl FnMut(&str, Fault),
     ) {
         let Place { chain, hook, .. } = *place;
         let title = format!("chain {chain}");
-        if wanted.is_empty() {
+        if desired.is_empty() {
             if self.exists || !self.jumps.is_empty() {
                 deviates(&title, Fault::Unwanted);
                 let _ = writeln!(lines, ":{chain} - [0:0]");
@@ -164,13 +164,13 @@ impl<'a> Found<'a> {
             }
             return;
         }
-        let same = |(found, wanted): (&&str, &String)| meaning(found) == meaning(wanted);
-        let filled = self.rules.len() == wanted.len() && self.rules.iter().zip(wanted).all(same);
+        let same = |(found, desired): (&&str, &String)| meaning(found) == meaning(desired);
+        let filled = self.rules.len() == desired.len() && self.rules.iter().zip(desired).all(same);
         if !self.exists || !filled {
             deviates(&title, if self.exists { Fault::Different } else { Fault::Missing });
             // With `--noflush` this creates or empties the chain.
             let _ = writeln!(lines, ":{chain} - [0:0]");
-            wanted.iter().for_each(|rule| _ = writeln!(lines, "-A {chain} {rule}"));
+            desired.iter().for_each(|rule| _ = writeln!(lines, "-A {chain} {rule}"));
         }
         let jump = format!("-m comment --comment \"{}\" -j {chain}", place.comment);
         let jumps: Vec<_> =

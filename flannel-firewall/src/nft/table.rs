@@ -128,7 +128,7 @@ fn kind(number: u8, family: Family) -> Kind {
 
 impl Table {
     /// The desired table; `None` if the family has no rules.
-    pub(crate) fn wanted(rules: &Rules, family: Family) -> Option<Self> {
+    pub(crate) fn desired(rules: &Rules, family: Family) -> Option<Self> {
         let mut table = Self::default();
         for chain in Chain::BOTH {
             let rules = rules.of(family, chain);
@@ -223,29 +223,29 @@ impl Table {
     /// The differences between the actual and the desired table.
     pub(crate) fn deviations(
         found: Option<&Self>,
-        wanted: Option<&Self>,
+        desired: Option<&Self>,
         family: Family,
     ) -> Vec<Deviation> {
         let title = title(family);
         let at = |object: String, fault| vec![Deviation { object, fault }];
-        let (found, wanted) = match (found, wanted) {
+        let (found, desired) = match (found, desired) {
             (None, None) => return Vec::new(),
             (None, Some(_)) => return at(title, Fault::Missing),
             (Some(_), None) => return at(title, Fault::Unwanted),
-            (Some(found), Some(wanted)) => (found, wanted),
+            (Some(found), Some(desired)) => (found, desired),
         };
         let mut deviations = Vec::new();
         for chain in Chain::BOTH {
-            let fault = match (found.chains.get(&chain), wanted.chains.get(&chain)) {
+            let fault = match (found.chains.get(&chain), desired.chains.get(&chain)) {
                 (None, Some(_)) => Fault::Missing,
                 (Some(_), None) => Fault::Unwanted,
-                (found, wanted) if found != wanted => Fault::Different,
+                (found, desired) if found != desired => Fault::Different,
                 _ => continue,
             };
             deviations
                 .push(Deviation { object: format!("{title}, chain {}", place(chain).name), fault });
         }
-        if deviations.is_empty() && found != wanted {
+        if deviations.is_empty() && found != desired {
             return at(title, Fault::Different);
         }
         deviations
@@ -305,6 +305,6 @@ pub(crate) fn text_in(attributes: &[u8], kind: u16) -> Option<String> {
 /// User data in the format of `nft`: type 0 for a comment, length, and text with a terminating
 /// zero.
 fn comment(text: &str) -> Vec<u8> {
-    let len = u8::try_from(text.len() + 1).expect("comments of ours are short");
+    let len = u8::try_from(text.len() + 1).expect("the comments are short");
     [&[0, len], text.as_bytes(), &[0]].concat()
 }

@@ -10,7 +10,7 @@ use flannel_core::object::LinkName;
 use crate::NetlinkKernel;
 use crate::codec::addr::AddrMessage;
 use crate::codec::{addr, link, route};
-use crate::kernel::query::{ENODEV, find_link, lookup, name_of};
+use crate::kernel::query::{find_link, lookup, name_of};
 use crate::transport::socket::Socket;
 use crate::transport::wire::Message;
 
@@ -125,10 +125,7 @@ pub(super) fn interface(
     socket: &mut Socket,
     name: LinkName,
 ) -> Result<Option<(u32, Interface)>, KernelError> {
-    let link = match find_link(socket, name) {
-        Err(error) if error.errno == ENODEV => return Ok(None),
-        link => link?,
-    };
+    let Some(link) = find_link(socket, name)? else { return Ok(None) };
     let on_it =
         |message: &Message<'_>| addr::read(message).filter(|found| found.index == link.index);
     let addresses = socket.dump(addr::on(link.index), on_it)?;

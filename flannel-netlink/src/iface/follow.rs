@@ -22,7 +22,7 @@ use crate::NetlinkKernel;
 use crate::codec::{addr, link, route};
 use crate::transport::multicast::Multicast;
 use crate::transport::socket::Socket;
-use crate::transport::wire::{Message, messages};
+use crate::transport::wire::Message;
 
 /// The time after a check until the next one, because addresses and links change in bursts.
 const PAUSE: Duration = Duration::from_millis(200);
@@ -99,7 +99,7 @@ impl NetlinkKernel {
                 now?
             };
             state.send_if_modified(|state| std::mem::replace(state, now) != *state);
-            changes.wait_for(|datagram| observer.is_relevant(datagram)).await?;
+            changes.wait_for(|message| observer.affects_choice(message)).await?;
             // Changes until the end of the pause are part of the next check.
             let rest = async { while changes.wait_for(|_| true).await.is_ok() {} };
             let _ = tokio::time::timeout(PAUSE, rest).await;
@@ -174,14 +174,8 @@ impl Observer {
         self.selectors.by_default_route() || self.selectors.can_reach.is_some()
     }
 
-    /// A datagram has a message that may affect the choice, or is malformed.
-    fn is_relevant(&self, datagram: Option<&[u8]>) -> bool {
-        let Some(datagram) = datagram else { return true };
-        messages(datagram)
-            .any(|message| message.as_ref().map_or(true, |message| self.affects_choice(message)))
-    }
-
-    /// While the interface is unchanged, only messages about it are relevant.
+    /// The message may affect the choice. While the interface is unchanged, only messages about it
+    /// do.
     fn affects_choice(&self, message: &Message<'_>) -> bool {
         let at = |index| self.index.is_none_or(|chosen| chosen == index);
         match Rtm::from(message.kind) {
@@ -256,7 +250,7 @@ mod tests {
 
     use super::*;
     use crate::testing::{in_netns, in_netns_async, ip};
-    use crate::transport::wire::Messages;
+    use crate::transport::wire::{Messages, messages};
 
     fn up0() -> LinkName {
         "up0".parse().unwrap()
@@ -296,6 +290,10 @@ mod tests {
         messages.ready(0..1, 0, NlmF::empty()).to_vec()
     }
 
+    fn is_relevant(observer: &Observer, message: &[u8]) -> bool {
+        observer.affects_choice(&messages(message).next().unwrap().unwrap())
+    }
+
     #[test]
     fn route_messages_are_relevant_only_when_the_interface_is_lost() {
         in_netns(|| {
@@ -304,26 +302,25 @@ mod tests {
             for (dst, wanted) in
                 [("0.0.0.0/0", true), ("10.1.7.0/24", false), ("192.0.2.0/24", false)]
             {
-                assert!(!kept.is_relevant(Some(&route_message(dst))), "{dst}");
-                assert_eq!(lost.is_relevant(Some(&route_message(dst))), wanted, "{dst}");
+                assert!(!is_relevant(&kept, &route_message(dst)), "{dst}");
+                assert_eq!(is_relevant(&lost, &route_message(dst)), wanted, "{dst}");
             }
             let far = observer(None, selectors(Some("198.51.100.7")));
             // These routes have our own protocol.
             for dst in ["198.51.100.0/24", "0.0.0.0/0", "203.0.113.0/24"] {
-                assert!(!far.is_relevant(Some(&route_message(dst))), "{dst}");
+                assert!(!is_relevant(&far, &route_message(dst)), "{dst}");
                 let mut by_boot = route_message(dst);
                 by_boot[16 + 5] = flannel_core::kernel::GO_ROUTE_PROTOCOL;
-                assert_eq!(far.is_relevant(Some(&by_boot)), dst != "203.0.113.0/24", "{dst}");
+                assert_eq!(is_relevant(&far, &by_boot), dst != "203.0.113.0/24", "{dst}");
             }
             for (index, wanted) in [(7, true), (8, false)] {
                 let mut messages = Messages::default();
                 let addr = Addr { link: up0(), address: [192, 0, 2, 1].into(), len: 24 };
                 addr::put(&mut messages, &addr, index);
                 let message = messages.ready(0..1, 0, NlmF::empty()).to_vec();
-                assert_eq!(kept.is_relevant(Some(&message)), wanted);
-                assert!(lost.is_relevant(Some(&message)));
+                assert_eq!(is_relevant(&kept, &message), wanted);
+                assert!(is_relevant(&lost, &message));
             }
-            assert!(kept.is_relevant(None), "a datagram that did not fit may concern us");
         });
     }
 

@@ -18,7 +18,7 @@ use flannel_core::object::{Change, LinkName, Object};
 use crate::codec::addr::AddrMessage;
 use crate::codec::nexthop::NexthopMessage;
 use crate::kernel::foreign_routes::ForeignRoutes;
-use crate::kernel::query::find_link;
+use crate::kernel::query::get_link;
 use crate::transport::namespace::Namespace;
 use crate::transport::socket::Socket;
 use crate::transport::wire::Messages;
@@ -159,8 +159,8 @@ impl<'a> Writer<'a> {
                 (Err(error), Change::Put(Object::Route(route))) => {
                     self.put_refused_route(n, route, error, &sent, &mut hidden)
                 }
-                (Err(error), Change::Put(Object::Nexthop(_))) => {
-                    conflicts.extend(nexthop::is_conflict(&error).then_some(n));
+                (Err(error), Change::Put(Object::Nexthop(nexthop))) => {
+                    conflicts.extend(nexthop::is_conflict(&error).then_some((n, *nexthop)));
                     Err(error)
                 }
                 (result, _) => result,
@@ -184,7 +184,7 @@ impl<'a> Writer<'a> {
         match self.known.indexes.entry(name) {
             btree_map::Entry::Occupied(known) => known.get().clone(),
             btree_map::Entry::Vacant(unknown) => {
-                let found = find_link(self.socket, name).map(|link| link.index);
+                let found = get_link(self.socket, name).map(|link| link.index);
                 unknown.insert(found).clone()
             }
         }

@@ -15,7 +15,7 @@ use socket2::{SockFilter, SockRef};
 
 use self::event_decoder::EventDecoder;
 use crate::kernel::foreign_routes::ForeignRoutes;
-use crate::transport::multicast::{Multicast, Received};
+use crate::transport::multicast::Multicast;
 use crate::transport::socket::Socket;
 
 /// `RTNLGRP_…`: LINK, NEIGH, IPV4_IFADDR, IPV4_ROUTE, IPV4_RULE, IPV6_IFADDR, IPV6_ROUTE,
@@ -46,12 +46,12 @@ impl Listener {
 
     /// Reads the waiting datagrams up to a limit; true if no more wait.
     fn read(&mut self) -> Result<bool, KernelError> {
-        self.socket.receive(|received| {
-            match received {
-                Received::Datagram(datagram) => self.decoder.take_datagram(datagram),
-                Received::Lost => self.decoder.lost()?,
+        self.socket.receive(|datagram| match datagram {
+            Some(datagram) => {
+                self.decoder.take_datagram(datagram);
+                Ok(())
             }
-            Ok(())
+            None => self.decoder.lost(),
         })
     }
 }

@@ -170,11 +170,7 @@ mod tests {
         assert_eq!(foreign.take_duplicates(&dst(0)).len(), MOST_DUPLICATES, "no more of one");
         assert_eq!(foreign.take_duplicates(&dst(0)).len(), 0, "they were taken");
         foreign.note_dump(Family::V6);
-        assert_eq!(
-            foreign.take_duplicates(&dst(1)).len(),
-            1,
-            "of the other family nothing is known anew"
-        );
+        assert_eq!(foreign.take_duplicates(&dst(1)).len(), 1, "the other family was not read");
         foreign.note_dump(Family::V4);
         assert_eq!(foreign.take_duplicates(&dst(2)).len(), 0, "all were read since");
     }
@@ -229,13 +225,13 @@ mod tests {
     fn a_last_resort_is_expected_where_one_was_noted_or_nothing_was_read() {
         let foreign = ForeignRoutes::default();
         let dst = |n: u32| Subnet::new([10, (n >> 8) as u8, n as u8, 0].into(), 24).unwrap();
-        assert!(foreign.may_have_last_resort(&dst(0)), "nobody has looked");
+        assert!(foreign.may_have_last_resort(&dst(0)), "no routes were read");
         foreign.note_last_resort(dst(0));
         foreign.note_dump(Family::V4);
         assert!(foreign.may_have_last_resort(&dst(0)) && !foreign.may_have_last_resort(&dst(1)));
         assert!(
             foreign.may_have_last_resort(&"fd00::/64".parse().unwrap()),
-            "of the other family nobody has"
+            "the other family was not read"
         );
         for n in 0..=2 * MOST as u32 {
             foreign.note_last_resort(dst(n));

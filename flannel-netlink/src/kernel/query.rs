@@ -17,15 +17,22 @@ const EINVAL: i32 = 22;
 const ENETUNREACH: i32 = 101;
 const EHOSTUNREACH: i32 = 113;
 
-/// The link with this name. Alternative names do not count.
-pub(crate) fn find_link(socket: &mut Socket, name: LinkName) -> Result<LinkMessage, KernelError> {
-    let absent = || KernelError::explained(ENODEV, format!("no interface named {name}"));
+/// The link with this name; `None` if there is none. Alternative names do not count.
+pub(crate) fn find_link(
+    socket: &mut Socket,
+    name: LinkName,
+) -> Result<Option<LinkMessage>, KernelError> {
     match socket.ask(link::by_name(name), link::read) {
-        Ok(link) if link.name == name => Ok(link),
-        Ok(_) => Err(absent()),
-        Err(error) if error.errno == ENODEV => Err(absent()),
+        Ok(link) => Ok(Some(link).filter(|link| link.name == name)),
+        Err(error) if error.errno == ENODEV => Ok(None),
         Err(error) => Err(error),
     }
+}
+
+/// Like [`find_link`], with the error `ENODEV` for `None`.
+pub(crate) fn get_link(socket: &mut Socket, name: LinkName) -> Result<LinkMessage, KernelError> {
+    let absent = || KernelError::explained(ENODEV, format!("no interface named {name}"));
+    find_link(socket, name)?.ok_or_else(absent)
 }
 
 /// The name of the link with this index. `ENODEV`: there is no such link. [`EBADMSG`]: the name is

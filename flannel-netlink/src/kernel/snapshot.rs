@@ -14,7 +14,7 @@ use flannel_core::object::{Key, LinkName, Object, State};
 pub(crate) use self::nexthops::{nexthop_ids, nexthop_users};
 use crate::codec::{addr, fdb, neigh};
 use crate::kernel::foreign_routes::ForeignRoutes;
-use crate::kernel::query::{ENODEV, find_link, name_of};
+use crate::kernel::query::{find_link, name_of};
 use crate::transport::socket::Socket;
 use crate::transport::wire::{Message, Messages};
 
@@ -74,7 +74,7 @@ impl Reader<'_> {
             self.read_link(*name)?;
         }
         for name in self.footprint.routes_on.difference(&self.footprint.links) {
-            if let Some(found) = present(find_link(self.socket, *name))? {
+            if let Some(found) = find_link(self.socket, *name)? {
                 self.names.insert(found.index, *name);
             }
         }
@@ -96,7 +96,7 @@ impl Reader<'_> {
 
     /// Reads an owned link and the objects on it.
     fn read_link(&mut self, name: LinkName) -> Result<(), KernelError> {
-        let Some(found) = present(find_link(self.socket, name))? else { return Ok(()) };
+        let Some(found) = find_link(self.socket, name)? else { return Ok(()) };
         // No object on a foreign device of that name is ours.
         if !found.is_known() {
             return Ok(());
@@ -151,13 +151,5 @@ impl Reader<'_> {
             self.names.insert(index, name);
         }
         Ok(())
-    }
-}
-
-/// `None` for a link that does not exist.
-fn present<T>(found: Result<T, KernelError>) -> Result<Option<T>, KernelError> {
-    match found {
-        Err(error) if error.errno == ENODEV => Ok(None),
-        found => found.map(Some),
     }
 }

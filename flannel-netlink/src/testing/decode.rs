@@ -1,5 +1,5 @@
-//! All readers of messages together, for the fuzz target and its corpus: no bytes make a reader
-//! panic or loop, and an object that is read and written again is read the same.
+//! All readers of messages, for the fuzz target and its corpus: no bytes make a reader panic or loop,
+//! and an object that is read and written is read again as the same object.
 
 use flannel_core::object::{Link, LinkName, Object, Route};
 use neli::consts::nl::NlmF;
@@ -8,11 +8,11 @@ use neli::consts::rtnl::Rtm;
 use crate::codec::{addr, fdb, link, neigh, nexthop, route};
 use crate::transport::wire::{DONE, ERROR, Message, Messages, messages, outcome};
 
-/// Stands for every link.
+/// The index of every link.
 const INDEX: u32 = 7;
 
-/// Reads the messages in a datagram: the objects as text, in their order, and for other messages
-/// `-`; last, `cut short` if the last one is.
+/// Reads the messages in a datagram. Returns the objects as text, in order, `-` for other messages,
+/// and `cut short` for a truncated one.
 ///
 /// # Panics
 /// An object that was read, written and read again is not the same.
@@ -36,12 +36,12 @@ fn name() -> LinkName {
     "flannel.1".parse().expect("a name")
 }
 
-/// The object that a message is about, if one expresses it.
+/// The object of a message, if it is representable.
 fn object(message: &Message<'_>) -> Option<Object> {
     match Rtm::from(message.kind) {
         Rtm::Newlink | Rtm::Dellink => {
             let found = link::read(message)?;
-            // A device is made down, and set up afterwards.
+            // A device is created down and set up afterwards.
             let lower = (found.lower() != 0).then(name);
             found.object(lower).map(|link| Link { up: false, name: name(), ..link }.into())
         }

@@ -14,6 +14,8 @@ use nix::sys::socket::{
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
+use super::wire::{Message, messages};
+
 const ENOBUFS: i32 = 105;
 /// The largest multicast message, in bytes.
 const MESSAGE: usize = 32 << 10;
@@ -26,14 +28,6 @@ pub(crate) struct Multicast {
     /// Messages were lost. The kernel drops more until the socket was read empty.
     lost: bool,
     buffer: Box<[u8]>,
-}
-
-/// An item that [`Multicast::receive`] reads.
-pub(crate) enum Received<'a> {
-    /// A datagram; `None` if it did not fit into the buffer.
-    Datagram(Option<&'a [u8]>),
-    /// Messages were lost.
-    Lost,
 }
 
 impl Multicast {
@@ -60,21 +54,22 @@ impl Multicast {
 
     /// Gives the waiting datagrams to `take`, at most [`AT_ONCE`]. Returns true if no more wait.
     ///
-    /// After an overrun the kernel drops messages, without another error, until the socket was read
-    /// empty. Then `take` gets only [`Received::Lost`], at the end.
+    /// `None`: messages were lost. After an overrun the kernel drops messages, without another
+    /// error, until the socket was read empty. Then `take` gets only `None`, at the end. A datagram
+    /// that does not fit into the buffer has the same effect.
     pub(crate) fn receive(
         &mut self,
-        mut take: impl FnMut(Received<'_>) -> Result<(), KernelError>,
+        mut take: impl FnMut(Option<&[u8]>) -> Result<(), KernelError>,
     ) -> Result<bool, KernelError> {
         for _ in 0..AT_ONCE {
             match read(&self.socket, &mut self.buffer) {
-                Ok(_) if self.lost => {}
-                Ok(len) => take(Received::Datagram(self.buffer.get(..len)))?,
+                Ok(len) if self.lost || len > self.buffer.len() => self.lost = true,
+                Ok(len) => take(Some(&self.buffer[..len]))?,
                 Err(error) if error.raw_os_error() == Some(ENOBUFS) => self.lost = true,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                     if std::mem::take(&mut self.lost) {
-                        take(Received::Lost)?;
+                        take(None)?;
                     }
                     return Ok(true);
                 }
@@ -84,23 +79,23 @@ impl Multicast {
         Ok(false)
     }
 
-    /// Returns when a datagram arrived that `concerns` the caller, or when messages were lost.
-    /// `None` is a datagram that did not fit into the buffer. Several datagrams count as one.
+    /// Returns when a message arrived that `concerns` the caller or is malformed, or when messages
+    /// were lost. Several messages count as one.
     ///
     /// # Cancel safety
-    /// No datagram is lost: a datagram is read and passed to `concerns` without waiting.
+    /// No message is lost: messages are read and passed to `concerns` without waiting.
     pub(crate) async fn wait_for(
         &mut self,
-        concerns: impl Fn(Option<&[u8]>) -> bool,
+        concerns: impl Fn(&Message<'_>) -> bool,
     ) -> Result<(), KernelError> {
+        let has_relevant = |datagram: &[u8]| {
+            messages(datagram).any(|message| message.as_ref().map_or(true, &concerns))
+        };
         let mut is_concerned = false;
         while !is_concerned {
             self.readable().await?;
-            self.receive(|received| {
-                is_concerned |= match received {
-                    Received::Datagram(datagram) => concerns(datagram),
-                    Received::Lost => true,
-                };
+            self.receive(|datagram| {
+                is_concerned |= datagram.is_none_or(has_relevant);
                 Ok(())
             })?;
         }
@@ -154,6 +149,18 @@ mod tests {
         let all = std::fs::read_dir("/proc/self/fdinfo").unwrap();
         // A descriptor of another thread may be closed meanwhile.
         all.filter_map(|info| std::fs::read_to_string(info.unwrap().path()).ok()).any(watches)
+    }
+
+    #[test]
+    fn a_datagram_that_does_not_fit_is_reported() {
+        in_netns_async(|| async {
+            let mut multicast = Multicast::open(SockProtocol::NetlinkRoute, 1 << 20).unwrap();
+            multicast.join(&LINK).unwrap();
+            multicast.buffer = vec![0; 16].into();
+            ip("link set lo mtu 1400");
+            let waiting = timeout(Duration::from_secs(20), multicast.wait_for(|_| false)).await;
+            waiting.expect("it may concern the caller").unwrap();
+        });
     }
 
     #[test]

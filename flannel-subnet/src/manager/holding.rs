@@ -94,7 +94,7 @@ impl Holding {
         self.state.borrow().lease()?.term
     }
 
-    /// The lease is over.
+    /// The end of the held lease has passed.
     pub(super) fn has_lapsed(&self) -> bool {
         self.term().is_some_and(|term| remaining(term, &*self.clock).is_none())
     }
@@ -270,7 +270,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn the_end_is_published_anew_when_somebody_sets_the_clock() {
+    async fn the_end_is_published_again_when_the_clock_is_set() {
         let (epoch, year) = (SystemTime::UNIX_EPOCH, Duration::from_secs(365 * 86_400));
         let ttl = Duration::from_secs(1000);
         let (start, wall) = (Instant::now(), Mutex::new(epoch));

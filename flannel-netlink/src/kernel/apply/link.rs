@@ -9,7 +9,7 @@ use flannel_core::object::{Link, LinkName};
 use super::{EEXIST, EOPNOTSUPP, Steps, Writer, unsupported};
 use crate::codec::link;
 use crate::codec::link::LinkCodec;
-use crate::kernel::query::{ENODEV, find_link};
+use crate::kernel::query::{find_link, get_link};
 
 const EBUSY: i32 = 16;
 
@@ -22,7 +22,7 @@ impl Steps for Link {
     /// Deletes the device if it belongs to the same network. The MTU and the like may differ.
     fn delete(&self, writer: &mut Writer<'_>, _: usize, _: u32) -> Result<(), KernelError> {
         writer.flush();
-        let is = find_link(writer.socket, self.name)?;
+        let is = get_link(writer.socket, self.name)?;
         if !link::codec(&self.kind).is_some_and(|codec| codec.is_same_network(&is)) {
             return Ok(());
         }
@@ -39,10 +39,8 @@ impl Writer<'_> {
             return Err(unsupported(&want.clone().into()));
         };
         let lower = want.kind.attributes().lower().map_or(Ok(0), |name| self.index(name))?;
-        let is = match find_link(self.socket, want.name) {
-            Ok(is) => is,
-            Err(error) if error.errno == ENODEV => return self.create_link(want, codec, lower),
-            Err(error) => return Err(error),
+        let Some(is) = find_link(self.socket, want.name)? else {
+            return self.create_link(want, codec, lower);
         };
         let kind = want.kind.attributes().kind();
         if is.kind_name != kind {

@@ -62,32 +62,26 @@ impl Writer<'_> {
         Ok(found.index == index && found.protocol == ROUTE_PROTOCOL)
     }
 
-    /// Deletes the objects that have the ids of the nexthops of the changes `refused`, puts the
-    /// nexthops, and puts our routes by them again. `sent` has the origins of the batch.
-    pub(super) fn reclaim_ids(&mut self, sent: &[(usize, bool)], refused: &[usize]) {
-        let mut links = BTreeMap::new();
-        for n in refused {
-            if let Object::Nexthop(nexthop) = self.changes[*n].object() {
-                links.insert(nexthop.id, nexthop.link);
-            }
-        }
+    /// Deletes the objects that have the ids of the `refused` nexthops, puts the nexthops, and puts
+    /// our routes by them again. `refused` has the number of each change, `sent` the origins of the
+    /// batch.
+    pub(super) fn reclaim_ids(&mut self, sent: &[(usize, bool)], refused: &[(usize, Nexthop)]) {
+        let links = refused.iter().map(|(_, nexthop)| (nexthop.id, nexthop.link)).collect();
         let routes = match self.routes_by(&links) {
             Ok(routes) => routes,
             Err(error) => {
-                return refused.iter().for_each(|n| self.results[*n] = Err(error.clone()));
+                return refused.iter().for_each(|(n, _)| self.results[*n] = Err(error.clone()));
             }
         };
-        for n in refused {
-            if let Object::Nexthop(nexthop) = self.changes[*n].object() {
-                self.results[*n] = self.reclaim_id(nexthop);
-            }
+        for (n, nexthop) in refused {
+            self.results[*n] = self.reclaim_id(nexthop);
         }
         for batch in routes.chunks(BATCH) {
             let mut requests = Messages::default();
             batch.iter().for_each(|route| route::put(&mut requests, route, 0, self.metrics));
             for (route, result) in batch.iter().zip(self.socket.send(&mut requests)) {
                 if let Err(error) = result {
-                    tracing::warn!(%error, route = %Object::from(*route), "lost with the nexthop that had the id of ours");
+                    tracing::warn!(%error, route = %Object::from(*route), "not put again after its nexthop id was reclaimed");
                 }
             }
         }
@@ -95,8 +89,7 @@ impl Writer<'_> {
     }
 
     fn reclaim_id(&mut self, nexthop: &Nexthop) -> Result<(), KernelError> {
-        let object = Object::Nexthop(*nexthop);
-        let index = self.index_of(&object)?;
+        let index = self.index(nexthop.link)?;
         let mut requests = Messages::default();
         nexthop::delete(&mut requests, nexthop.id);
         nexthop::put(&mut requests, nexthop, index);
@@ -128,9 +121,6 @@ impl Writer<'_> {
             }
             numbers.push((*n, *deletes));
         }
-        if numbers.is_empty() {
-            return;
-        }
         for ((n, deletes), result) in numbers.into_iter().zip(self.socket.send(&mut requests)) {
             self.results[n] = if deletes { accept_absence(result) } else { result };
         }
@@ -145,16 +135,15 @@ impl Writer<'_> {
                 Some((found, *links.get(&found.nexthop?)?))
             })?;
             for (found, link) in all {
-                let route = found.object(|_| None);
-                match route
-                    .filter(|route| self.footprint.owns_route(route, Some(link), found.protocol))
-                {
+                let is_ours =
+                    |route: &Route| self.footprint.owns_route(route, Some(link), found.protocol);
+                match found.object(|_| None).filter(is_ours) {
                     Some(route) => ours.push(route),
                     None => tracing::warn!(
                         dst = %found.dst,
                         protocol = found.protocol,
                         nexthop = found.nexthop,
-                        "a route of another program goes by an id of ours, and was deleted with the object that had the id",
+                        "a route of another program used a nexthop id of this network, and was deleted with the nexthop",
                     ),
                 }
             }

@@ -223,7 +223,7 @@ mod tests {
                 assert!(results.iter().all(Result::is_ok), "{results:?}");
                 socket.exchanges - before
             };
-            assert_eq!(exchanges(&mut socket, &routes), 2, "nobody has looked");
+            assert_eq!(exchanges(&mut socket, &routes), 2, "no routes were read");
             crate::kernel::snapshot::snapshot(&mut socket, &footprint, &foreign).unwrap();
             assert_eq!(exchanges(&mut socket, &routes), 1, "a message for each");
             exchanges(&mut socket, &[route(7, Via::LastResort)]);

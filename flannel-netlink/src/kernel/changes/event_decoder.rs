@@ -60,10 +60,8 @@ impl EventDecoder {
         Ok(())
     }
 
-    /// Decodes one datagram; `None` is a datagram that did not fit into the buffer.
-    pub(crate) fn take_datagram(&mut self, datagram: Option<&[u8]>) {
-        // A lost or malformed message invalidates everything.
-        let Some(datagram) = datagram else { return self.everything() };
+    /// Decodes one datagram. A malformed message invalidates everything.
+    pub(crate) fn take_datagram(&mut self, datagram: &[u8]) {
         for message in messages(datagram) {
             if let Err(error) = message.and_then(|message| self.take(&message)) {
                 tracing::debug!(%error, "a message from the kernel was lost");

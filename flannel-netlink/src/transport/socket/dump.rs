@@ -30,7 +30,7 @@ impl Socket {
         request: Messages,
         read: impl FnMut(&Message<'_>) -> Option<T> + Send,
     ) -> Result<Vec<T>, KernelError> {
-        self.dump_until(request, read, |changed, _| !changed)
+        self.dump_until(request, read, usize::MAX)
     }
 
     /// Like [`Socket::dump`], for a table that the kernel dumps in the order of unique keys. An
@@ -45,20 +45,19 @@ impl Socket {
         request: Messages,
         read: impl FnMut(&Message<'_>) -> Option<T> + Send,
     ) -> Result<Vec<T>, KernelError> {
-        self.dump_until(request, read, |changed, tried| !changed || tried >= TRIES)
+        self.dump_until(request, read, TRIES)
     }
 
-    /// `is_good` decides whether to accept a dump, given whether the table changed meanwhile and
-    /// the number of attempts.
+    /// Accepts an interrupted dump only from attempt `accept_interrupted` on.
     fn dump_until<T: Send>(
         &mut self,
         mut request: Messages,
         mut read: impl FnMut(&Message<'_>) -> Option<T> + Send,
-        is_good: impl Fn(bool, usize) -> bool,
+        accept_interrupted: usize,
     ) -> Result<Vec<T>, KernelError> {
         for tried in 1..=DUMP_TRIES {
             match self.dump_once(&mut request, &mut read) {
-                Ok((all, changed)) if is_good(changed, tried) => return Ok(all),
+                Ok((all, changed)) if !changed || tried >= accept_interrupted => return Ok(all),
                 Ok(_) => {}
                 Err(error) if is_transient(&error) || error.errno == EBUSY => self.drain(),
                 Err(error) => return Err(error),

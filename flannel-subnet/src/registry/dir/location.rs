@@ -141,10 +141,9 @@ impl DirLocation {
                 return Err(Error::Refused {
                     store: store(),
                     reason: format!(
-                        "it is on a network file system ({name}), where nobody is told of changes \
-                         that other machines make; use a directory on a local disk (with \
-                         ?assign=static and a copy on every machine, if there is more than one), \
-                         or etcd"
+                        "it is on a network file system ({name}), which does not report changes \
+                         by other machines; use a directory on a local disk (with ?assign=static \
+                         and a copy on every machine, if there is more than one), or etcd"
                     ),
                 });
             }

@@ -123,7 +123,7 @@ impl Mirror {
         (event.wd == watched.root || event.wd == watched.subnets) && event.mask.intersects(gone)
     }
 
-    /// A new file is read when its writer closes it, and a renamed one at once.
+    /// A new file is read when its writer closes it, and a new link to an existing file at once.
     fn concerns(&self, mask: AddWatchFlags, name: &OsString) -> bool {
         if !mask.contains(AddWatchFlags::IN_CREATE) {
             return true;
