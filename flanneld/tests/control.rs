@@ -1070,7 +1070,7 @@ fn wrong_usage_is_2_and_help_is_0() {
             assert_eq!(place.fails(&args).0, 2, "{args:?}");
         }
         assert!(place.says(&["--help"]).contains("Exit status"));
-        assert!(place.says(&["lease", "release", "--help"]).contains("orders"));
+        assert!(place.says(&["lease", "release", "--help"]).contains("stops with"));
         assert_eq!(place.says(&["docker-opts", "-?"]), place.says(&["docker-opts", "-h"]));
     });
 }

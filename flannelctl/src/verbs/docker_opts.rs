@@ -1,7 +1,7 @@
 //! `flannelctl docker-opts`: this host's subnet as options for the Docker daemon.
 //!
-//! It replaces Go flannel's `mk-docker-opts.sh`, with the same flags and the same output to the byte,
-//! because units read the file with `EnvironmentFile=`.
+//! It replaces Go flannel's `mk-docker-opts.sh`, with the same flags and the same output to the
+//! byte, because units read the file with `EnvironmentFile=`.
 //!
 //! **Source**: flannel `dist/mk-docker-opts.sh`.
 
@@ -18,13 +18,13 @@ use serde_json::json;
 use crate::Output;
 use crate::error::{Error, Result};
 
-/// Variables with this prefix are options for Docker, those in the environment too.
+/// The prefix of variables with options for Docker, also in the environment.
 const PREFIX: &str = "DOCKER_OPT_";
 
-/// As for `mk-docker-opts.sh`.
+/// The flags of `mk-docker-opts.sh`.
 #[derive(Debug, Clone, clap::Args)]
 pub(crate) struct DockerFlags {
-    /// The subnet file; if not given, what --subnet-file says
+    /// The subnet file; by default that of --subnet-file
     #[arg(short = 'f', value_name = "FILE")]
     env_file: Option<PathBuf>,
 
@@ -36,7 +36,7 @@ pub(crate) struct DockerFlags {
     #[arg(short = 'i')]
     individual: bool,
 
-    /// Write one variable with all of them
+    /// Write one variable with all options
     #[arg(short = 'c')]
     combined: bool,
 
@@ -44,7 +44,7 @@ pub(crate) struct DockerFlags {
     #[arg(short = 'm')]
     no_ip_masq: bool,
 
-    /// The name of the variable with all of them; what it holds in the environment comes first
+    /// The name of the variable with all options; its value in the environment comes first
     #[arg(short = 'k', value_name = "NAME", default_value = "DOCKER_OPTS", value_parser = name)]
     key: String,
 
@@ -66,7 +66,7 @@ fn name(text: &str) -> std::result::Result<String, String> {
 
 type Variables = BTreeMap<String, String>;
 
-/// Writes the file, and warns if Docker will not be able to use the subnet.
+/// Writes the file, and warns if Docker cannot use the subnet.
 pub(crate) fn docker_opts(flags: &DockerFlags, subnet_file: &std::path::Path) -> Result<Output> {
     let path = flags.env_file.as_deref().unwrap_or(subnet_file);
     let mut variables: Variables = std::env::vars_os()
@@ -74,7 +74,7 @@ pub(crate) fn docker_opts(flags: &DockerFlags, subnet_file: &std::path::Path) ->
         .collect();
     match fs::read_to_string(path) {
         Ok(text) => variables.extend(assignments(&text)),
-        // What the environment says is all there is then.
+        // Then only the environment counts.
         Err(error) if error.kind() == ErrorKind::NotFound => {}
         Err(error) => return Err(Error::Refused(format!("{}: {error}", path.display()))),
     }
@@ -110,7 +110,7 @@ fn options(flags: &DockerFlags, variables: &Variables) -> Result<String> {
         set("MTU", format!("--mtu={mtu}"));
     }
     if let Some(masq) = given("FLANNEL_IPMASQ").filter(|_| !flags.no_ip_masq) {
-        // Either of the two does it.
+        // Only one of Docker and flannel masquerades.
         let dockers = match masq.as_str() {
             "true" => "false",
             "false" => "true",
@@ -133,8 +133,7 @@ fn options(flags: &DockerFlags, variables: &Variables) -> Result<String> {
     Ok(text)
 }
 
-/// The variables that a shell would have after reading the text, as far as it holds plain
-/// assignments.
+/// The variables that plain assignments in the text set in a shell.
 fn assignments(text: &str) -> impl Iterator<Item = (String, String)> {
     let pair = |line: &str| {
         let line = line.trim();
@@ -148,7 +147,7 @@ fn assignments(text: &str) -> impl Iterator<Item = (String, String)> {
 
 /// The route that sends the subnet to another host, in the kernel's table of IPv4 routes.
 fn routed_away(table: &str, subnet: Subnet) -> Option<String> {
-    // Each number is a word of memory, written as the machine's number that it is.
+    // Numbers are words of memory in the host's byte order.
     let address =
         |text: &str| Some(Ipv4Addr::from(u32::from_str_radix(text, 16).ok()?.to_ne_bytes()));
     table.lines().skip(1).find_map(|line| {
@@ -182,7 +181,7 @@ mod tests {
         options(&line.flags, &env.chain(assignments(file)).collect())
     }
 
-    /// What `mk-docker-opts.sh` writes, run with dash.
+    /// The output of `mk-docker-opts.sh` in dash.
     #[test]
     fn the_bytes_of_mk_docker_opts() {
         const ALL: &str = "DOCKER_OPT_BIP=\"--bip=10.1.74.1/24\"\nDOCKER_OPT_IPMASQ=\"--ip-masq=true\"\n\

@@ -1,4 +1,4 @@
-//! `flannelctl status` and `peers`. Problems come first, with the commands that help.
+//! `flannelctl status` and `peers`. Problems come first, with commands that repair them.
 
 use flannel_api::{
     FailureReport, Finding, NetworkReport, PeerReport, StatusReport, StoreReport, VERSION, request,
@@ -36,20 +36,19 @@ pub(crate) async fn peers(Context { client, global, terminal, .. }: Context<'_>)
     let now = flannel_api::seconds(std::time::SystemTime::now());
     let stale =
         value["stale"].as_str().map(|text| terminal.field("warning", Style::Warning, text) + "\n");
-    // Without a daemon nothing is known of states, which is no trouble by itself; that nobody
-    // answers is.
+    // Without a daemon the states are not known, which is no problem. A missing answer is one.
     let ok = stale.is_none()
         && peers.iter().all(|peer| peer.state == "in place" || peer.state == offline::UNKNOWN);
     Ok(Output { text: stale.unwrap_or_default() + &peers_page(&peers, now, terminal), value, ok })
 }
 
-/// All peers, and what is wrong with those that are not in place.
+/// All peers, with the reasons of those that are not in place.
 fn peers_page(peers: &[PeerReport], now: f64, terminal: &Terminal) -> String {
     let (table, reasons) = (peer_table(peers, now, terminal), reasons(peers, terminal));
     if reasons.is_empty() { table } else { format!("{table}\n{reasons}") }
 }
 
-/// An answer of the daemon, read.
+/// Parses an answer of the daemon.
 pub(crate) fn answer<T: DeserializeOwned>(value: &Value) -> Result<T> {
     serde_json::from_value(value.clone()).map_err(|error| {
         Error::Refused(format!(
@@ -58,7 +57,7 @@ pub(crate) fn answer<T: DeserializeOwned>(value: &Value) -> Result<T> {
     })
 }
 
-/// The screen.
+/// The page of `status`.
 pub(crate) fn page(report: &StatusReport, terminal: &Terminal) -> String {
     let now = report.time;
     let mut out = headline(report, terminal);
@@ -86,7 +85,7 @@ pub(crate) fn page(report: &StatusReport, terminal: &Terminal) -> String {
     out
 }
 
-/// What preflight and doctor found, with the commands that repair it.
+/// Findings, with the commands that repair them.
 pub(crate) fn findings(findings: &[Finding], terminal: &Terminal) -> String {
     let mut out = String::new();
     for finding in findings {
@@ -160,7 +159,7 @@ fn kernel_fields(network: &NetworkReport, now: f64, terminal: &Terminal) -> Stri
         kernel += &format!("; changes within {half} (half) or {all} (99%)");
     }
     let mut out = terminal.field("kernel", Style::Bold, &kernel);
-    // The first one is told above, among the problems.
+    // The first one is among the problems above.
     for failure in network.failing.listed.iter().skip(1).take(4) {
         let FailureReport { change, error, since, tries, .. } = failure;
         let text = format!("{change}: {error}, since {}, tried {tries} times", span(now - since));
@@ -206,7 +205,7 @@ fn peers_of(network: &NetworkReport, now: f64, terminal: &Terminal) -> String {
     out
 }
 
-/// One line for each peer, and one more for each further subnet.
+/// A row for each peer. A cell has a line for each subnet.
 fn peer_table(peers: &[PeerReport], now: f64, terminal: &Terminal) -> String {
     let row = |peer: &PeerReport| {
         let style = match peer.state.as_str() {
@@ -224,7 +223,7 @@ fn peer_table(peers: &[PeerReport], now: f64, terminal: &Terminal) -> String {
     terminal.table(&["SUBNET", "ADDRESS", "BACKEND", "STATE", "CHANGED"], &rows)
 }
 
-/// What is wrong with each peer that is not in place.
+/// The reason of each peer that is not in place.
 fn reasons(peers: &[PeerReport], terminal: &Terminal) -> String {
     let wrong = peers.iter().filter_map(|peer| Some((peer, peer.reason.as_ref()?)));
     wrong
@@ -235,7 +234,7 @@ fn reasons(peers: &[PeerReport], terminal: &Terminal) -> String {
         .collect()
 }
 
-/// What programs get when there is no daemon.
+/// The JSON value without a daemon.
 pub(crate) fn down(reason: &str) -> Value {
     json!({ "version": VERSION, "running": false, "ready": false, "reason": reason })
 }
@@ -266,24 +265,24 @@ pub(crate) mod tests {
     #[test]
     fn trouble_at_80_columns() {
         let text = page(&sample(), &Terminal { width: 80, colours: false });
-        assert_eq!(text, include_str!("pages/status_80.txt"), "\n{text}");
+        assert_eq!(text, include_str!("../pages/status_80.txt"), "\n{text}");
         assert!(text.lines().all(|line| line.chars().count() <= 80));
     }
 
     #[test]
     fn trouble_at_120_columns() {
         let text = page(&sample(), &Terminal { width: 120, colours: false });
-        assert_eq!(text, include_str!("pages/status_120.txt"), "\n{text}");
+        assert_eq!(text, include_str!("../pages/status_120.txt"), "\n{text}");
     }
 
     #[test]
     fn a_healthy_node_at_80_columns() {
         let text = page(&healthy(), &Terminal { width: 80, colours: false });
-        assert_eq!(text, include_str!("pages/status_healthy_80.txt"), "\n{text}");
+        assert_eq!(text, include_str!("../pages/status_healthy_80.txt"), "\n{text}");
     }
 
     #[test]
-    fn peers_as_they_look() {
+    fn the_page_of_peers() {
         let mut peers = sample().network.unwrap().peers.listed;
         let reasons = [
             (
@@ -307,7 +306,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn while_thousands_arrive_it_is_said_how_many_wait() {
+    fn the_number_of_pending_peers_is_shown() {
         let mut report = healthy();
         report.ready = false;
         let network = report.network.as_mut().unwrap();
@@ -316,7 +315,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_peer_that_is_only_new_is_accepted() {
+    fn a_new_peer_is_accepted() {
         let mut report = healthy();
         report.network.as_mut().unwrap().peers.total += 1;
         let text = page(&report, &Terminal { width: 80, colours: false });
@@ -324,7 +323,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn colours_change_nothing_but_colours() {
+    fn colours_do_not_change_the_text() {
         let plain = page(&sample(), &Terminal { width: 80, colours: false });
         let mut bright = page(&sample(), &Terminal { width: 80, colours: true });
         assert!(bright.contains("\x1b[1;31mNOT READY\x1b[0m"));

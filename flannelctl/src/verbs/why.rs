@@ -1,4 +1,4 @@
-//! `flannelctl why`: the daemon's answer, or what store and kernel say without it.
+//! `flannelctl why`: the daemon's answer, or without it that of the store and the kernel.
 
 use std::net::IpAddr;
 
@@ -13,7 +13,7 @@ use crate::options::Global;
 use crate::terminal::{Style, Terminal};
 use crate::{Context, Output, offline, status};
 
-/// Why packets for an address go where they go.
+/// Explains the path of packets to an address.
 pub(crate) async fn why(context: Context<'_>, address: IpAddr) -> Result<Output> {
     let (value, answer) = match context.client.ask("GET", &request::why(address)) {
         Ok(value) => {
@@ -144,7 +144,7 @@ kernel     via 192.0.2.99 dev eth0
     }
 
     #[test]
-    fn a_peer_that_waits_for_its_turn() {
+    fn the_page_of_a_pending_peer() {
         let object =
             |text: &str| ObjectReport { object: text.into(), state: "pending".into(), error: None };
         let why = WhyReport {

@@ -1,4 +1,4 @@
-//! What there is to be looked at: as the daemon says, or without it as store, cache and kernel do.
+//! The network to examine: from the daemon, or without it from the store, the cache and the kernel.
 
 use std::time::{Duration, Instant};
 
@@ -27,10 +27,10 @@ use crate::error::Result;
 use crate::options::Global;
 use crate::{Context, offline, status};
 
-/// So long a daemon may be at work before that is told as a fault.
-const MOMENT: Duration = Duration::from_secs(2);
+/// The time that a daemon may need to apply changes before that is a fault.
+const SETTLE_TIME: Duration = Duration::from_secs(2);
 
-/// As the daemon says.
+/// Adds the layers that the daemon reports.
 pub(super) async fn with_daemon(
     client: &Client,
     value: &Value,
@@ -95,7 +95,7 @@ fn datapath(network: &NetworkReport) -> Datapath {
     datapath
 }
 
-/// The report when the daemon has done what it is at, or is at it for longer than a moment.
+/// Waits until the daemon has applied its changes, at most `SETTLE_TIME`, and returns its report.
 async fn settled(client: &Client, mut report: StatusReport) -> Result<StatusReport> {
     let at_it = |report: &StatusReport| {
         report
@@ -104,8 +104,8 @@ async fn settled(client: &Client, mut report: StatusReport) -> Result<StatusRepo
             .is_some_and(|network| network.live && !network.in_sync && network.failing.total == 0)
     };
     let start = Instant::now();
-    while at_it(&report) && start.elapsed() < MOMENT {
-        tokio::time::sleep(MOMENT / 20).await;
+    while at_it(&report) && start.elapsed() < SETTLE_TIME {
+        tokio::time::sleep(SETTLE_TIME / 20).await;
         report = status::answer(&client.ask("GET", request::STATUS)?)?;
     }
     Ok(report)
@@ -133,7 +133,7 @@ fn target(peer: &PeerReport) -> Target {
     }
 }
 
-/// As far as store, cache and kernel lead.
+/// Adds the layers of the store, the cache and the kernel.
 pub(super) async fn without_daemon(
     context: Context<'_>,
     iface: &[String],
@@ -157,7 +157,7 @@ pub(super) async fn without_daemon(
             );
             let saved = offline::saved(global);
             let leases = saved.iter().flat_map(|saved| saved.leases.iter().cloned()).collect();
-            // It was told of; what was kept comes below.
+            // The store is a layer already. The cache follows below.
             (Err(String::new()), leases)
         }
     };
@@ -175,7 +175,7 @@ pub(super) async fn without_daemon(
             Finding::error("config", error.as_str()).with_command("flannelctl config set FILE");
         examination.faults.push(finding.into());
     }
-    // What the last daemon ran with leads on.
+    // Use the config of the last daemon.
     let kept = || offline::saved(global).and_then(|saved| Config::parse(&saved.config?.text).ok());
     let Some(config) = parsed.ok().or_else(kept) else {
         examination.unknown("host", "there is no network config that could be read");
@@ -184,7 +184,7 @@ pub(super) async fn without_daemon(
     of_config(context, iface, (config, leases), examination).await
 }
 
-/// What brings a store back.
+/// The command that repairs the store.
 fn store_repair(global: &Global) -> String {
     match &global.registry {
         Some(RegistryUrl::Dir(location)) => restore_directory(location.path.display()),

@@ -1,7 +1,7 @@
 //! `flannelctl doctor`: examines everything between the store and the wire.
 //!
-//! Only what is certainly wrong is a finding. What cannot be read is reported as not known. Without a
-//! daemon it examines the store, the cache and the kernel.
+//! Only certain faults are findings. A value that cannot be read is reported as not known. Without
+//! a daemon it examines the store, the cache and the kernel.
 
 mod network;
 
@@ -12,8 +12,8 @@ use serde_json::json;
 
 use crate::error::Result;
 use crate::options::DoctorFlags;
-use crate::status::findings;
 use crate::terminal::{Style, Terminal};
+use crate::verbs::status::findings;
 use crate::{Context, Output};
 
 /// `flannelctl doctor`.
@@ -120,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_comes_first_then_each_layer_then_the_peers() {
+    fn findings_come_first_then_layers_then_peers() {
         let mut examination = Examination::default();
         examination.layer("store", "etcd answers, 3 leases", Vec::new());
         let text = "rp_filter of flannel.1 is strict: packets that come another way than their answers would go are dropped";

@@ -1,6 +1,6 @@
 //! `flannelctl lease`: the leases in the store, without a daemon.
 //!
-//! Every write is a compare-and-swap on what was read, as the daemon's writes are.
+//! Every write is a compare-and-swap, as with the daemon.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -19,7 +19,7 @@ use crate::options::LeaseVerb;
 use crate::terminal::{Style, Terminal};
 use crate::{Context, Output};
 
-/// Lists, reserves or releases.
+/// Runs a verb of `lease`.
 pub(crate) async fn lease(context: Context<'_>, verb: &LeaseVerb) -> Result<Output> {
     let registry = context.global.open_registry().await?;
     let registry = &*registry;
@@ -74,7 +74,7 @@ async fn list(registry: &dyn Registry, terminal: &Terminal) -> Result<Output> {
     Ok(Output { text: page, value, ok: true })
 }
 
-/// Public addresses that several leases have, with the keys of those.
+/// Public addresses of several leases, with the keys of these.
 fn duplicates(entries: &[Entry]) -> Vec<(IpAddr, Vec<String>)> {
     let mut holders: BTreeMap<IpAddr, Vec<String>> = BTreeMap::new();
     for lease in entries.iter().map(|entry| &entry.lease) {
@@ -154,7 +154,7 @@ async fn reserve(
         let of = holder(&other.lease.attrs);
         return Err(Error::Refused(format!("{subnets} overlaps {} of {of}", other.lease.subnets)));
     }
-    // Without a type it would look like a lease of Go flannel's udp.
+    // A lease without a type is one of Go flannel's udp backend.
     let mut attrs = attrs.clone();
     if attrs.preferred.kind.is_empty() {
         attrs.preferred.kind = backends.lease_type(&config).to_owned().into();
@@ -163,7 +163,7 @@ async fn reserve(
     Ok(done(&written, "is reserved"))
 }
 
-/// A reservation that no node could take is a typing error.
+/// Checks that a node can take the reservation.
 fn check(config: &Config, subnets: &Subnets) -> Result<()> {
     for (family, pod) in config.networks.iter() {
         let wrong = |reason: String| Err(Error::Refused(format!("{subnets}: {reason}")));
@@ -209,7 +209,7 @@ mod tests {
     use crate::terminal::tests::looks;
 
     #[tokio::test]
-    async fn leases_as_they_look() {
+    async fn the_page_of_leases() {
         let registry = MemoryRegistry::with_config(r#"{"Network":"10.1.0.0/16"}"#);
         for (key, attrs, held) in [
             ("10.1.7.0-24", r#"{"PublicIP":"192.0.2.7","BackendType":"vxlan"}"#, Some(0x0a07)),

@@ -1,6 +1,6 @@
-//! `flannelctl watch`: the status again and again.
+//! `flannelctl watch`: shows the status repeatedly.
 //!
-//! It polls the daemon, so that nothing in the daemon is woken by changes.
+//! It polls the daemon, so that changes wake nothing in the daemon.
 
 use std::io::Write;
 use std::time::Duration;
@@ -8,10 +8,10 @@ use std::time::Duration;
 use crate::error::Result;
 use crate::{Context, Output, status};
 
-/// To the top left, and everything below goes.
+/// Moves the cursor to the top left and clears the screen.
 const CLEAR: &str = "\x1b[H\x1b[2J";
 
-/// Shows the status every `interval` seconds, for ever; with `live`, on one and the same screen.
+/// Shows the status every `interval` seconds, for ever. With `live`, redraws the screen.
 pub(crate) async fn watch(context: Context<'_>, interval: u64, live: bool) -> Result<Output> {
     let mut shown = None;
     loop {
@@ -21,7 +21,7 @@ pub(crate) async fn watch(context: Context<'_>, interval: u64, live: bool) -> Re
             let text = screen(&output, live, context.global.json);
             let mut out = std::io::stdout();
             if out.write_all(text.as_bytes()).and_then(|()| out.flush()).is_err() {
-                // Nobody reads on.
+                // The reader has closed the pipe.
                 return Ok(Output { text: String::new(), ..output });
             }
             shown = Some(state);
@@ -30,7 +30,7 @@ pub(crate) async fn watch(context: Context<'_>, interval: u64, live: bool) -> Re
     }
 }
 
-/// One look: on a terminal in the place of the one before, else below it.
+/// One status, which on a terminal replaces the previous one.
 fn screen(output: &Output, live: bool, json: bool) -> String {
     match (live, json) {
         (true, _) => format!("{CLEAR}{}", output.text),
@@ -39,7 +39,7 @@ fn screen(output: &Output, live: bool, json: bool) -> String {
     }
 }
 
-/// What of a status is news when it differs: not the time, nor what follows from it.
+/// The part of a status that counts as a change: without times and durations.
 fn essence(output: &Output) -> serde_json::Value {
     let value = &output.value;
     let network = &value["network"];
@@ -65,7 +65,7 @@ mod tests {
     use crate::terminal::tests::looks;
 
     #[test]
-    fn a_screen_is_the_status_in_the_place_of_the_one_before() {
+    fn a_screen_replaces_the_previous_one() {
         let output = |terminal: &Terminal| {
             let report = flannel_api::testing::status_report();
             Output {
@@ -86,7 +86,7 @@ mod tests {
     }
 
     #[test]
-    fn time_that_goes_by_is_no_news() {
+    fn elapsed_time_is_no_change() {
         let output = |change: fn(&mut flannel_api::StatusReport)| {
             let mut report = flannel_api::testing::status_report();
             change(&mut report);

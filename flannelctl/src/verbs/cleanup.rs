@@ -1,5 +1,5 @@
-//! `flannelctl cleanup`: takes back what a daemon put into the kernel, and its files but what is
-//! this host's memory (its mark, and which networks it had).
+//! `flannelctl cleanup`: removes a daemon's kernel objects and its files, except the holder id and
+//! the list of the host's networks.
 
 use std::fs;
 use std::io::ErrorKind;
@@ -22,17 +22,16 @@ use crate::error::{Error, Result};
 use crate::options::CleanupFlags;
 use crate::{Context, Output, config, offline};
 
-/// The beginning of the names that backends give their devices: `flannel.1`, `flannel-v6.1`.
+/// Prefixes of the backends' device names, such as `flannel.1` and `flannel-v6.1`.
 const DEVICES: [&str; 2] = ["flannel.", "flannel-"];
 
-/// Removes, or makes fit for Go flannel, or says what would be done.
+/// Removes or prepares for Go flannel, or with `--dry-run` prints the changes.
 pub(crate) async fn cleanup(context: Context<'_>, flags: &CleanupFlags) -> Result<Output> {
     let Context { client, global, backends, .. } = context;
     let mut _alone = None;
     if !flags.dry_run {
         refuse_daemon(client)?;
-        // A daemon may have no socket, or another one. Where none ever ran there is nothing to
-        // lock.
+        // A daemon may have no socket, or another one. Without a state directory none ever ran.
         let dir = &global.state_dir;
         let unknown = |error| Error::Refused(format!("--state-dir {}: {error}", dir.display()));
         if dir.try_exists().map_err(unknown)? {
@@ -70,7 +69,7 @@ pub(crate) async fn cleanup(context: Context<'_>, flags: &CleanupFlags) -> Resul
             account.kernel(&remove_former(&*kernel, &footprint, old, flags.dry_run)?);
         }
         account.firewall(flags.dry_run).await;
-        // What is left can only be found by them: they go last, and only if nothing is.
+        // The files go last and only without failures, because they are needed to find objects.
         if account.failed.is_empty() {
             account.file(&global.subnet_file, flags.dry_run);
             account.file(Cache::open(state_dir::leases(&global.state_dir)).path(), flags.dry_run);
@@ -79,16 +78,16 @@ pub(crate) async fn cleanup(context: Context<'_>, flags: &CleanupFlags) -> Resul
     Ok(account.output(flags.dry_run))
 }
 
-/// Makes sure that no daemon listens.
+/// Checks that no daemon runs.
 ///
 /// # Errors
-/// One listens, or it cannot be known.
+/// A daemon listens, or this cannot be checked.
 fn refuse_daemon(client: &Client) -> Result<()> {
     let socket = client.socket().unwrap_or_else(|| Path::new("")).display();
     match client.is_listening() {
         Ok(false) => Ok(()),
         Ok(true) => Err(Error::Refused(format!(
-            "flanneld is running (it listens at {socket}) and would put everything back: stop it first, or use --dry-run"
+            "flanneld is running (it listens at {socket}) and would restore everything: stop it first, or use --dry-run"
         ))),
         Err(error) => Err(Error::Refused(format!(
             "{socket}: {error}: whether flanneld runs is not known, and it must not"
@@ -96,19 +95,19 @@ fn refuse_daemon(client: &Client) -> Result<()> {
     }
 }
 
-/// The pod networks that this host has had, without those of the config.
+/// The pod networks that this host had before, without those of the config.
 fn old_networks(state_dir: &Path, config: &Config) -> Vec<Subnet> {
     let is_old = |network: &Subnet| config.pod_networks().all(|current| current != *network);
     let recorded = state_dir::read_networks(&state_dir::networks(state_dir));
     recorded.into_iter().filter(is_old).collect()
 }
 
-/// What was done, or would be, and what could not be.
+/// The changes, made or planned, and the failures.
 #[derive(Debug, Default)]
 struct Account {
     done: Vec<String>,
     failed: Vec<(String, String)>,
-    /// What nobody here can look at.
+    /// Objects that cannot be read.
     unknown: Vec<String>,
 }
 

@@ -1,4 +1,4 @@
-//! `flannelctl config`: the network config, checked before anybody sees it.
+//! `flannelctl config`: checks the network config, and writes it after the check.
 
 use std::fmt::Display;
 use std::io::Read;
@@ -18,7 +18,7 @@ use crate::options::ConfigVerb;
 use crate::terminal::{Style, Terminal};
 use crate::{Context, Output};
 
-/// Checks, or checks and writes.
+/// Runs a verb of `config`.
 pub(crate) async fn config(context: Context<'_>, verb: &ConfigVerb) -> Result<Output> {
     let Context { global, backends, terminal, .. } = context;
     match verb {
@@ -49,7 +49,7 @@ pub(crate) async fn config(context: Context<'_>, verb: &ConfigVerb) -> Result<Ou
     }
 }
 
-/// Writes a config over the one that was seen.
+/// Writes a config, if the store still has the one that was read.
 async fn write(
     registry: &dyn Registry,
     seen: Option<&ConfigText>,
@@ -74,10 +74,10 @@ async fn write(
     Ok(describe(&config, &text, &note, terminal))
 }
 
-/// A config with some fields changed.
+/// Applies a patch to a config.
 ///
 /// # Errors
-/// The patch is no JSON object, what it is for is none, or the config is wrong by it.
+/// The patch or the config is no JSON object, or the patched config is wrong.
 fn patched(seen: &ConfigText, patch: &str, backends: &Backends) -> Result<String> {
     let wrong = |what: &str, why: &dyn Display| {
         Error::Refused(format!(
@@ -89,7 +89,7 @@ fn patched(seen: &ConfigText, patch: &str, backends: &Backends) -> Result<String
         serde_json::from_str(&seen.text).map_err(|error| wrong(&seen.location, &error))?;
     merge(&mut config, patch).map_err(|error| wrong("PATCH", &error))?;
     let text = serde_json::to_string(&config).map_err(|error| wrong("PATCH", &error))?;
-    match (judge(&text, backends), judge(&seen.text, backends)) {
+    match (validate(&text, backends), validate(&seen.text, backends)) {
         (Err(error), Err(before)) if error == before => {
             Err(Error::Refused(format!("{}: {error}, with PATCH as without it", seen.location)))
         }
@@ -98,11 +98,11 @@ fn patched(seen: &ConfigText, patch: &str, backends: &Backends) -> Result<String
     }
 }
 
-/// **Source**: RFC 7396. Names are the same in any case, as for the reader of a network config.
+/// **Source**: RFC 7396. Field names ignore case, as in a network config.
 fn merge(into: &mut Members, patch: Members) -> serde_json::Result<()> {
     for (name, value) in patch.0 {
         let is_it = |(known, _): &(String, _)| known.eq_ignore_ascii_case(&name);
-        // Of several the last one counts, for those who read it too.
+        // Of several fields with one name the last counts, as for readers of a config.
         let last = into.0.iter().rposition(is_it);
         let at =
             into.0[..last.unwrap_or(into.0.len())].iter().filter(|member| !is_it(member)).count();
@@ -116,7 +116,7 @@ fn merge(into: &mut Members, patch: Members) -> serde_json::Result<()> {
     Ok(())
 }
 
-/// A value with a patch's in its place: an object has its members patched.
+/// Replaces a value by a patch. An object is patched member by member.
 fn replaced(there: Option<&RawValue>, patch: Box<RawValue>) -> serde_json::Result<Box<RawValue>> {
     let Ok(members) = serde_json::from_str::<Members>(patch.get()) else { return Ok(patch) };
     let mut object: Members =
@@ -125,7 +125,7 @@ fn replaced(there: Option<&RawValue>, patch: Box<RawValue>) -> serde_json::Resul
     serde_json::value::to_raw_value(&object)
 }
 
-/// A JSON object as it is written: in its order, with whatever is in it twice.
+/// A JSON object that keeps its order and duplicate members.
 #[derive(Debug, Default)]
 struct Members(Vec<(String, Box<RawValue>)>);
 
@@ -177,14 +177,14 @@ fn read(file: &Path) -> Result<ConfigText> {
     Ok(ConfigText { location, text })
 }
 
-/// As a daemon would, as far as that can be told without its node.
+/// Checks a config as a daemon does, without the node.
 fn check(text: &ConfigText, backends: &Backends) -> Result<Config> {
-    judge(&text.text, backends)
+    validate(&text.text, backends)
         .map_err(|error| Error::Refused(format!("{}: {error}", text.location)))
 }
 
-/// The config, then the backend's options and whether they do for the enabled families.
-fn judge(text: &str, backends: &Backends) -> std::result::Result<Config, String> {
+/// Checks the config, the backend's options, and whether they suit the enabled families.
+fn validate(text: &str, backends: &Backends) -> std::result::Result<Config, String> {
     let config = Config::parse(text).map_err(|error| error.to_string())?;
     let backend = backends.find(&config.backend.kind).map_err(|error| error.to_string())?;
     backend.validate(&config, None).map_err(|error| error.to_string())?;
@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn a_patch_changes_what_it_names_and_nothing_else() {
+    fn a_patch_changes_only_the_fields_that_it_names() {
         let text = r#"{"network": "10.1.0.0/16", "Backend": {"Type": "vxlan", "mtu": 1450, "VNI": 7}, "Mine": [1]}"#;
         let seen = ConfigText { location: "here".into(), text: text.into() };
         for (patch, expected) in [
@@ -297,7 +297,7 @@ mod tests {
     }
 
     #[test]
-    fn an_error_names_who_is_wrong() {
+    fn an_error_names_the_patch_or_the_config() {
         let seen = |text: &str| ConfigText { location: "here".into(), text: text.into() };
         let right = r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vxlan"}}"#;
         let dual = r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:1::/48","Backend":{"Type":"vxlan"}}"#;
