@@ -64,13 +64,9 @@ impl Backend for VxlanBackend {
         devices(config, &options)?;
         underlay(config, &options, uplink)?;
         let Some(uplink) = uplink else { return Ok(()) };
-        match config.networks.families().find(|family| uplink.address[*family].is_none()) {
-            Some(family) => Err(refuse(format!(
-                "{} has no {family} address, which the network config enables",
-                uplink.name
-            ))),
-            None => Ok(()),
-        }
+        let missing = config.networks.families().find(|family| uplink.address[*family].is_none());
+        let (name, Some(family)) = (uplink.name, missing) else { return Ok(()) };
+        Err(refuse(format!("{name} has no {family} address, which the network config enables")))
     }
 
     async fn prepare(&self, node: &Node<'_>, config: &Config) -> Result<Prepared> {
@@ -141,13 +137,9 @@ fn device_name(family: Family, vni: u32) -> Result<LinkName> {
         Family::V4 => format!("flannel.{vni}"),
         Family::V6 => format!("flannel-v6.{vni}"),
     };
-    let too_long = |_| {
-        refuse(format!(
-            "Backend.VNI {vni}: the device name {name} is too long; at most 9999999, with IPv6 at \
-             most 9999"
-        ))
-    };
-    name.parse().map_err(too_long)
+    let limit = "at most 9999999, with IPv6 at most 9999";
+    let too_long = format!("Backend.VNI {vni}: the device name {name} is too long; {limit}");
+    name.parse().map_err(|_| refuse(too_long))
 }
 
 /// The size of the outer IP, UDP, VXLAN and inner Ethernet headers, in bytes.
@@ -167,10 +159,8 @@ fn underlay(
 ) -> Result<Option<u32>> {
     let (field, underlay) = match (options.mtu, uplink) {
         (Some(mtu), Some(uplink)) if mtu > uplink.mtu => {
-            return Err(refuse(format!(
-                "Backend.MTU {mtu}: at most {}, the MTU of {}",
-                uplink.mtu, uplink.name
-            )));
+            let (most, name) = (uplink.mtu, uplink.name);
+            return Err(refuse(format!("Backend.MTU {mtu}: at most {most}, the MTU of {name}")));
         }
         (Some(mtu), _) => ("Backend.MTU", mtu),
         (None, Some(uplink)) => ("the interface's MTU", uplink.mtu),
@@ -178,16 +168,12 @@ fn underlay(
     };
     let least = |family: &Family| family.least_mtu() + overhead(*family);
     let neediest = config.networks.families().max_by_key(least);
-    match neediest.filter(|family| underlay < least(family)) {
-        Some(family) => Err(refuse(format!(
-            "{field} {underlay} is too small for {family}: at least {}, its own {} and {} for the \
-             tunnel",
-            least(&family),
-            family.least_mtu(),
-            overhead(family)
-        ))),
-        None => Ok(Some(underlay)),
-    }
+    let Some(family) = neediest.filter(|family| underlay < least(family)) else {
+        return Ok(Some(underlay));
+    };
+    let (least, own, tunnel) = (least(&family), family.least_mtu(), overhead(family));
+    let needs = format!("at least {least}, its own {own} and {tunnel} for the tunnel");
+    Err(refuse(format!("{field} {underlay} is too small for {family}: {needs}")))
 }
 
 /// A MAC address for each device: see [`mac`].
@@ -202,10 +188,8 @@ async fn choose_macs(node: &Node<'_>, names: &Dual<LinkName>, vni: u32) -> Resul
     // That lease is ours, even if it has an address that this host no longer has.
     let own = hints.previous.filter(|_| hints.last_published.is_some());
     let last = hints.last_published.unwrap_or_default();
-    let view = node.leases().await?;
-    let others = view.leases.iter().filter(|lease| Some(lease.subnets) != own);
     let public = &node.uplink.public;
-    let mut taken = mac::taken(others.map(|lease| &**lease), public);
+    let mut taken = mac::taken(&node.leases().await?.leases, own, public);
     let texts = public.map(|_, address| address.to_string());
     Ok(names.map(|family, name| {
         let seed = format!("{} {:?} {:?} {vni} {family}", node.machine_id, texts.v4, texts.v6);

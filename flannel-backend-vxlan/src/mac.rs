@@ -1,33 +1,33 @@
-//! The choice of a VTEP's MAC address.
-//!
-//! Peers send frames to the address in the lease, so that is kept if possible. The address of a
-//! device can be changed in place without losing packets.
+//! The choice of a VTEP's MAC address. Peers send frames to the address in the lease, so that is
+//! kept if possible; the address of a device can be changed without losing packets.
 
 use std::collections::BTreeSet;
+use std::net::IpAddr;
 
-use flannel_core::Lease;
 use flannel_core::address::{Dual, Family};
-use flannel_core::lease::LeaseAttrs;
+use flannel_core::lease::{LeaseAttrs, LeaseSet};
 use flannel_core::object::MacAddr;
+use flannel_core::{Lease, Subnets};
 
 /// The VTEP's MAC address in the backend data of one family; `None` if absent or malformed.
 pub(crate) fn published(attrs: &LeaseAttrs, family: Family) -> Option<MacAddr> {
     crate::plan::vtep_mac(attrs.preferred.data[family].as_deref()?).ok()
 }
 
-/// The MAC addresses of other nodes. A lease with one of our public addresses is ours.
-pub(crate) fn taken<'a>(
-    leases: impl Iterator<Item = &'a Lease>,
-    public: &Dual<std::net::IpAddr>,
+/// The MAC addresses of other nodes. A lease with the subnets `own`, or with one of our `public`
+/// addresses, is ours.
+pub(crate) fn taken(
+    leases: &LeaseSet,
+    own: Option<Subnets>,
+    public: &Dual<IpAddr>,
 ) -> BTreeSet<MacAddr> {
-    let ours = |lease: &Lease| {
+    let is_ours = |lease: &Lease| {
         let mut theirs = lease.attrs.preferred.public.values();
-        theirs.any(|theirs| public.values().any(|ours| ours == theirs))
+        Some(lease.subnets) == own || theirs.any(|theirs| public.values().any(|ip| ip == theirs))
     };
-    let macs = |lease: &'a Lease| {
-        Family::BOTH.into_iter().filter_map(|family| published(&lease.attrs, family))
-    };
-    leases.filter(|lease| !ours(lease)).flat_map(macs).collect()
+    let others = leases.iter().filter(|lease| !is_ours(lease));
+    let both = others.flat_map(|lease| Family::BOTH.map(|family| published(&lease.attrs, family)));
+    both.flatten().collect()
 }
 
 /// The first address that no other node uses: the published one, that of the device, then those
@@ -40,9 +40,8 @@ pub(crate) fn choose(
 ) -> MacAddr {
     let known = published.into_iter().chain(device);
     let derived = (0u64..).map(|salt| derive(&format!("{seed} {salt}")));
-    let mut candidates =
-        known.chain(derived).filter(|mac| mac.is_unicast() && !taken.contains(mac));
-    candidates.next().expect("the derived addresses do not end, and differ")
+    let free = known.chain(derived).find(|mac| mac.is_unicast() && !taken.contains(mac));
+    free.expect("the derived addresses do not end, and differ")
 }
 
 /// FNV-1a: the same in every version.
