@@ -10,18 +10,16 @@ use std::time::Duration;
 
 use flannel_core::Subnet;
 use flannel_core::address::{Dual, Family};
-use flannel_core::kernel::KernelError;
-use flannel_netlink::netfilter::{Kind, Messages, NetfilterSocket};
+use flannel_netlink::netfilter::{Kind, NetfilterSocket};
 use tokio::sync::Mutex;
 use tokio::time::{Instant, timeout};
 
 use crate::error::Error;
 use crate::iptables::program::{Programs, Variant};
 use crate::iptables::{legacy_tables, script};
-use crate::nft::expr::{ACCEPT, Expr, find, number_in, read};
+use crate::nft::expr::{ACCEPT, Expr, find, number_in};
 use crate::nft::table::{
-    CHAIN_HOOK, CHAIN_NAME, CHAIN_POLICY, GETCHAIN, GETRULE, HOOK_NUMBER, RULE_CHAIN,
-    RULE_EXPRESSIONS, SUBSYSTEM, TABLE, text_in,
+    CHAIN_HOOK, CHAIN_NAME, CHAIN_POLICY, GETCHAIN, HOOK_NUMBER, SUBSYSTEM, TABLE, rules, text_in,
 };
 
 /// `NF_INET_FORWARD`, `NF_DROP`.
@@ -196,7 +194,9 @@ fn nf_tables(networks: &Dual<Subnet>) -> Result<Vec<ForwardDrop>, Error> {
             chains.iter().any(|(t, c, _)| t == table && ours.contains(&(t.as_str(), c.as_str())))
         };
         for (table, chain, _) in chains.iter().filter(|(.., drops)| *drops) {
-            let rules = rules(&mut socket, protocol, table, chain).map_err(about)?;
+            let rules = rules(&mut socket, protocol, table).map_err(about)?;
+            let rules = rules.into_iter().filter(|(of, _)| of == chain).map(|(_, rule)| rule);
+            let rules: Vec<Vec<Expr>> = rules.collect();
             found.extend(families.iter().map(|family| ForwardDrop {
                 family: *family,
                 table: format!("{word} {table}"),
@@ -209,23 +209,6 @@ fn nf_tables(networks: &Dual<Subnet>) -> Result<Vec<ForwardDrop>, Error> {
         }
     }
     Ok(found)
-}
-
-/// The rules of a chain.
-fn rules(
-    socket: &mut NetfilterSocket,
-    protocol: u8,
-    table: &str,
-    chain: &str,
-) -> Result<Vec<Vec<Expr>>, KernelError> {
-    let kind = Kind { subsystem: SUBSYSTEM, number: GETRULE, family: protocol };
-    let fill = |request: &mut Messages| _ = request.text(TABLE, table);
-    socket.dump(kind, fill, |message| {
-        let attributes = message.attributes.0;
-        let is = |kind, name: &str| text_in(attributes, kind).as_deref() == Some(name);
-        (message.kind.family == protocol && is(TABLE, table) && is(RULE_CHAIN, chain))
-            .then(|| read(find(attributes, RULE_EXPRESSIONS).unwrap_or_default()))
-    })
 }
 
 /// One rule accepts all packets from the network, and one all packets to it.
