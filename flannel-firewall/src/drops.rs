@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use flannel_core::Subnet;
 use flannel_core::address::{Dual, Family};
-use flannel_netlink::netfilter::{Kind, NetfilterSocket};
+use flannel_netlink::netfilter::{Kind, NetfilterMessage, NetfilterSocket};
 use tokio::sync::Mutex;
 use tokio::time::{Instant, timeout};
 
@@ -175,35 +175,27 @@ fn nf_tables(networks: &Dual<Subnet>) -> Result<Vec<ForwardDrop>, Error> {
     let mut found = Vec::new();
     for (protocol, word, families) in PROTOCOLS {
         let kind = Kind { subsystem: SUBSYSTEM, number: GETCHAIN, family: protocol };
-        let chains = socket.dump(
-            kind,
-            |_| (),
-            |message| {
-                let attributes = message.attributes.0;
-                let hook =
-                    find(attributes, CHAIN_HOOK).and_then(|hook| number_in(hook, HOOK_NUMBER));
-                let drops =
-                    hook == Some(FORWARD) && number_in(attributes, CHAIN_POLICY) == Some(DROP);
-                (message.kind.family == protocol).then(|| {
-                    Some((text_in(attributes, TABLE)?, text_in(attributes, CHAIN_NAME)?, drops))
-                })?
-            },
-        );
-        let chains = chains.map_err(about)?;
+        let read = |message: &NetfilterMessage<'_>| {
+            let attributes = message.attributes.0;
+            let hook = number_in(find(attributes, CHAIN_HOOK).unwrap_or_default(), HOOK_NUMBER);
+            let drops = hook == Some(FORWARD) && number_in(attributes, CHAIN_POLICY) == Some(DROP);
+            let chain = (text_in(attributes, TABLE)?, text_in(attributes, CHAIN_NAME)?, drops);
+            Some(chain).filter(|_| message.kind.family == protocol)
+        };
+        let chains = socket.dump(kind, |_| (), read).map_err(about)?;
         let is_ours = |table: &str| {
             chains.iter().any(|(t, c, _)| t == table && ours.contains(&(t.as_str(), c.as_str())))
         };
         for (table, chain, _) in chains.iter().filter(|(.., drops)| *drops) {
             let rules = rules(&mut socket, protocol, table).map_err(about)?;
-            let rules = rules.into_iter().filter(|(of, _)| of == chain).map(|(_, rule)| rule);
-            let rules: Vec<Vec<Expr>> = rules.collect();
+            let in_chain = || rules.iter().filter(|(of, _)| of == chain).map(|(_, rule)| rule);
             found.extend(families.iter().map(|family| ForwardDrop {
                 family: *family,
                 table: format!("{word} {table}"),
                 chain: chain.clone(),
                 legacy: false,
                 accepts_pods: (protocol != 1 && is_ours(table))
-                    || networks[*family].is_some_and(|n| accept(&rules, n)),
+                    || networks[*family].is_some_and(|network| accept(in_chain(), network)),
                 age: Duration::ZERO,
             }));
         }
@@ -212,12 +204,10 @@ fn nf_tables(networks: &Dual<Subnet>) -> Result<Vec<ForwardDrop>, Error> {
 }
 
 /// One rule accepts all packets from the network, and one all packets to it.
-fn accept(rules: &[Vec<Expr>], network: Subnet) -> bool {
-    let sides: Vec<Option<bool>> =
-        rules.iter().filter_map(|rule| accepted_side(rule, network)).collect();
-    [true, false]
-        .iter()
-        .all(|source| sides.iter().any(|side| side.is_none_or(|side| side == *source)))
+fn accept<'a>(rules: impl Iterator<Item = &'a Vec<Expr>>, network: Subnet) -> bool {
+    let sides: Vec<Option<bool>> = rules.filter_map(|rule| accepted_side(rule, network)).collect();
+    let accepts = |source| sides.iter().any(|side| side.is_none_or(|side| side == source));
+    accepts(true) && accepts(false)
 }
 
 /// The condition of an accepting rule that covers the network: on the source (true), on the
