@@ -10,18 +10,16 @@ use std::time::Duration;
 
 use flannel_core::Subnet;
 use flannel_core::address::{Dual, Family};
-use flannel_core::kernel::KernelError;
-use flannel_netlink::netfilter::{Kind, Messages, NetfilterSocket};
+use flannel_netlink::netfilter::{Kind, NetfilterMessage, NetfilterSocket};
 use tokio::sync::Mutex;
 use tokio::time::{Instant, timeout};
 
 use crate::error::Error;
 use crate::iptables::program::{Programs, Variant};
 use crate::iptables::{legacy_tables, script};
-use crate::nft::expr::{ACCEPT, Expr, find, number_in, read};
+use crate::nft::expr::{ACCEPT, Expr, find, number_in};
 use crate::nft::table::{
-    CHAIN_HOOK, CHAIN_NAME, CHAIN_POLICY, GETCHAIN, GETRULE, HOOK_NUMBER, RULE_CHAIN,
-    RULE_EXPRESSIONS, SUBSYSTEM, TABLE, text_in,
+    CHAIN_HOOK, CHAIN_NAME, CHAIN_POLICY, GETCHAIN, HOOK_NUMBER, SUBSYSTEM, TABLE, rules, text_in,
 };
 
 /// `NF_INET_FORWARD`, `NF_DROP`.
@@ -177,33 +175,27 @@ fn nf_tables(networks: &Dual<Subnet>) -> Result<Vec<ForwardDrop>, Error> {
     let mut found = Vec::new();
     for (protocol, word, families) in PROTOCOLS {
         let kind = Kind { subsystem: SUBSYSTEM, number: GETCHAIN, family: protocol };
-        let chains = socket.dump(
-            kind,
-            |_| (),
-            |message| {
-                let attributes = message.attributes.0;
-                let hook =
-                    find(attributes, CHAIN_HOOK).and_then(|hook| number_in(hook, HOOK_NUMBER));
-                let drops =
-                    hook == Some(FORWARD) && number_in(attributes, CHAIN_POLICY) == Some(DROP);
-                (message.kind.family == protocol).then(|| {
-                    Some((text_in(attributes, TABLE)?, text_in(attributes, CHAIN_NAME)?, drops))
-                })?
-            },
-        );
-        let chains = chains.map_err(about)?;
+        let read = |message: &NetfilterMessage<'_>| {
+            let attributes = message.attributes.0;
+            let hook = number_in(find(attributes, CHAIN_HOOK).unwrap_or_default(), HOOK_NUMBER);
+            let drops = hook == Some(FORWARD) && number_in(attributes, CHAIN_POLICY) == Some(DROP);
+            let chain = (text_in(attributes, TABLE)?, text_in(attributes, CHAIN_NAME)?, drops);
+            Some(chain).filter(|_| message.kind.family == protocol)
+        };
+        let chains = socket.dump(kind, |_| (), read).map_err(about)?;
         let is_ours = |table: &str| {
             chains.iter().any(|(t, c, _)| t == table && ours.contains(&(t.as_str(), c.as_str())))
         };
         for (table, chain, _) in chains.iter().filter(|(.., drops)| *drops) {
-            let rules = rules(&mut socket, protocol, table, chain).map_err(about)?;
+            let rules = rules(&mut socket, protocol, table).map_err(about)?;
+            let in_chain = || rules.iter().filter(|(of, _)| of == chain).map(|(_, rule)| rule);
             found.extend(families.iter().map(|family| ForwardDrop {
                 family: *family,
                 table: format!("{word} {table}"),
                 chain: chain.clone(),
                 legacy: false,
                 accepts_pods: (protocol != 1 && is_ours(table))
-                    || networks[*family].is_some_and(|n| accept(&rules, n)),
+                    || networks[*family].is_some_and(|network| accept(in_chain(), network)),
                 age: Duration::ZERO,
             }));
         }
@@ -211,30 +203,11 @@ fn nf_tables(networks: &Dual<Subnet>) -> Result<Vec<ForwardDrop>, Error> {
     Ok(found)
 }
 
-/// The rules of a chain.
-fn rules(
-    socket: &mut NetfilterSocket,
-    protocol: u8,
-    table: &str,
-    chain: &str,
-) -> Result<Vec<Vec<Expr>>, KernelError> {
-    let kind = Kind { subsystem: SUBSYSTEM, number: GETRULE, family: protocol };
-    let fill = |request: &mut Messages| _ = request.text(TABLE, table);
-    socket.dump(kind, fill, |message| {
-        let attributes = message.attributes.0;
-        let is = |kind, name: &str| text_in(attributes, kind).as_deref() == Some(name);
-        (message.kind.family == protocol && is(TABLE, table) && is(RULE_CHAIN, chain))
-            .then(|| read(find(attributes, RULE_EXPRESSIONS).unwrap_or_default()))
-    })
-}
-
 /// One rule accepts all packets from the network, and one all packets to it.
-fn accept(rules: &[Vec<Expr>], network: Subnet) -> bool {
-    let sides: Vec<Option<bool>> =
-        rules.iter().filter_map(|rule| accepted_side(rule, network)).collect();
-    [true, false]
-        .iter()
-        .all(|source| sides.iter().any(|side| side.is_none_or(|side| side == *source)))
+fn accept<'a>(rules: impl Iterator<Item = &'a Vec<Expr>>, network: Subnet) -> bool {
+    let sides: Vec<Option<bool>> = rules.filter_map(|rule| accepted_side(rule, network)).collect();
+    let accepts = |source| sides.iter().any(|side| side.is_none_or(|side| side == source));
+    accepts(true) && accepts(false)
 }
 
 /// The condition of an accepting rule that covers the network: on the source (true), on the

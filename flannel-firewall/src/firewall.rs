@@ -158,11 +158,11 @@ impl Firewall {
     /// Removes rules of flannel that this firewall does not keep.
     async fn remove_others(&mut self) {
         let programs = &self.options.programs;
-        let (removed, failed) = match &mut self.engine {
+        let Cleanup { found, failed } = match &mut self.engine {
             Engine::Nftables(_) => Iptables::clean(programs, None, true).await,
             Engine::Iptables(used) => clean(programs, Some(used), true).await,
         };
-        for deviation in &removed {
+        for deviation in &found {
             tracing::info!(object = deviation.object, "removed what another mode had left");
         }
         self.status.send_if_modified(|status| {
@@ -272,30 +272,31 @@ pub struct Cleanup {
     pub failed: Vec<Error>,
 }
 
+impl Cleanup {
+    /// Adds the rules that existed at one place, or the reason why they are unknown or stay.
+    pub(crate) fn note(&mut self, cleaned: Result<Vec<Deviation>, Error>) {
+        match cleaned {
+            Ok(found) => self.found.extend(found),
+            Err(error) => self.failed.push(error),
+        }
+    }
+}
+
 /// Removes flannel's rules from nftables and from every installed variant of iptables. Continues
 /// after a failure. A second call finds nothing.
 pub async fn cleanup(programs: &Programs) -> Cleanup {
-    let (found, failed) = clean(programs, None, true).await;
-    Cleanup { found, failed }
+    clean(programs, None, true).await
 }
 
 /// The rules that [`cleanup`] would remove.
 pub async fn leftovers(programs: &Programs) -> Cleanup {
-    let (found, failed) = clean(programs, None, false).await;
-    Cleanup { found, failed }
+    clean(programs, None, false).await
 }
 
 /// Finds flannel's rules in nftables and iptables, except those that `used` keeps. Removes them if
 /// `write` is true.
-async fn clean(
-    programs: &Programs,
-    used: Option<&mut Iptables>,
-    write: bool,
-) -> (Vec<Deviation>, Vec<Error>) {
-    let (mut found, mut failed) = Iptables::clean(programs, used, write).await;
-    match nft::clean(write) {
-        Ok(there) => found.extend(there),
-        Err(error) => failed.push(error),
-    }
-    (found, failed)
+async fn clean(programs: &Programs, used: Option<&mut Iptables>, write: bool) -> Cleanup {
+    let mut cleanup = Iptables::clean(programs, used, write).await;
+    cleanup.note(nft::clean(write));
+    cleanup
 }

@@ -11,6 +11,7 @@ use flannel_core::address::{Dual, Family};
 use self::program::{Programs, Tool, Variant};
 use self::script::script;
 use crate::error::Error;
+use crate::firewall::Cleanup;
 use crate::nft;
 use crate::rules::{Rules, Wish};
 use crate::status::Deviation;
@@ -68,10 +69,10 @@ impl Iptables {
         if !desired && self.filled[family].is_none() {
             return Ok(Vec::new());
         }
-        if self.tools[family].is_none() {
-            self.tools[family] = Some(self.programs.find(family)?);
-        }
-        let Some(tool) = &mut self.tools[family] else { return Ok(Vec::new()) };
+        let tool = match &mut self.tools[family] {
+            Some(tool) => tool,
+            unknown => unknown.insert(self.programs.find(family)?),
+        };
         // Set first, because a failed or dropped call may have written rules.
         self.filled[family] = Some(());
         let deviations = reconcile(tool, rules, family, true).await?;
@@ -80,44 +81,38 @@ impl Iptables {
     }
 
     /// Finds flannel's rules, except where `except` keeps its own, and removes them if `write` is
-    /// true. Returns the rules, and the failures, which include missing programs.
+    /// true. Missing programs are failures.
     pub(crate) async fn clean(
         programs: &Programs,
         mut except: Option<&mut Self>,
         write: bool,
-    ) -> (Vec<Deviation>, Vec<Error>) {
-        let (mut removed, mut failed) = (Vec::new(), Vec::new());
+    ) -> Cleanup {
+        let mut cleanup = Cleanup::default();
         for family in Family::BOTH {
             let mut done = Vec::new();
-            if let Some(used) = &mut except
-                && used.filled[family].is_some()
-                && let Some(tool) = &mut used.tools[family]
-            {
+            let used = except.as_mut().filter(|used| used.filled[family].is_some());
+            if let Some(tool) = used.and_then(|used| used.tools[family].as_mut()) {
                 match tool.variant().await {
                     Ok(variant) => done.push(variant),
                     Err(error) => {
-                        failed.push(error);
+                        cleanup.failed.push(error);
                         continue;
                     }
                 }
             }
             for mut tool in programs.find_all(family) {
-                let cleaned = match tool.variant().await {
+                cleanup.note(match tool.variant().await {
                     Ok(variant) if done.contains(&variant) => continue,
                     Ok(variant) => {
                         done.push(variant);
                         reconcile(&mut tool, &Rules::default(), family, write).await
                     }
                     Err(error) => Err(error),
-                };
-                match cleaned {
-                    Ok(there) => removed.extend(there),
-                    Err(error) => failed.push(error),
-                }
+                });
             }
-            failed.extend(out_of_reach(family, &done).err());
+            cleanup.failed.extend(out_of_reach(family, &done).err());
         }
-        (removed, failed)
+        cleanup
     }
 }
 

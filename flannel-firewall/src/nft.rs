@@ -10,7 +10,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use flannel_core::address::{Dual, Family};
 use flannel_core::kernel::KernelError;
-use flannel_netlink::netfilter::{Batch, NetfilterEvents, NetfilterSocket, Refused};
+use flannel_netlink::netfilter::{
+    Batch, NetfilterEvents, NetfilterMessage, NetfilterSocket, Refused,
+};
 
 use self::table::{SUBSYSTEM, TABLE, Table, generation, name, protocol, remove, text_in, title};
 use crate::error::Error;
@@ -39,10 +41,9 @@ pub(crate) struct Nft {
 impl Nft {
     /// Opens it and checks that it can be read.
     pub(crate) fn open() -> Result<Self, Error> {
-        let about = |error| Error::kernel("nftables", error);
-        let mut socket = NetfilterSocket::open().map_err(about)?;
-        generation(&mut socket).map_err(about)?;
-        let events = NetfilterEvents::listen(GROUP, socket.port()).map_err(about)?;
+        let socket = open()?;
+        let events = NetfilterEvents::listen(GROUP, socket.port());
+        let events = events.map_err(|error| Error::kernel("nftables", error))?;
         Ok(Self { socket: Arc::new(Mutex::new(Some(socket))), events })
     }
 
@@ -67,7 +68,7 @@ impl Nft {
 
     /// Returns when another program changed a table of flannel, or when messages were lost.
     pub(crate) async fn disturbed(&mut self) -> Result<(), Error> {
-        let concerns = |message: &flannel_netlink::netfilter::NetfilterMessage<'_>| {
+        let concerns = |message: &NetfilterMessage<'_>| {
             let family =
                 Family::BOTH.into_iter().find(|family| protocol(*family) == message.kind.family);
             let table = || text_in(message.attributes.0, TABLE);
@@ -90,17 +91,22 @@ impl Drop for Nft {
 
 /// Finds flannel's tables, and removes them if `write` is true.
 pub(crate) fn clean(write: bool) -> Result<Vec<Deviation>, Error> {
-    match opened()? {
+    match open_if_any()? {
         Some(mut socket) => reconcile(&mut socket, &Dual::default(), write),
         None => Ok(Vec::new()),
     }
 }
 
-/// The kernel's nf_tables; `None` if the kernel has none.
-fn opened() -> Result<Option<NetfilterSocket>, Error> {
+/// Opens the kernel's nf_tables and checks that they can be read.
+fn open() -> Result<NetfilterSocket, Error> {
     let opened =
         NetfilterSocket::open().and_then(|mut socket| generation(&mut socket).map(|_| socket));
-    match opened.map_err(|error| Error::kernel("nftables", error)) {
+    opened.map_err(|error| Error::kernel("nftables", error))
+}
+
+/// Like [`open`], with `None` if the kernel has no nf_tables.
+fn open_if_any() -> Result<Option<NetfilterSocket>, Error> {
+    match open() {
         Ok(socket) => Ok(Some(socket)),
         Err(Error::NoNftables { source, .. }) => {
             tracing::debug!(%source, "no nf_tables, and so no tables of flannel");
@@ -196,7 +202,7 @@ fn read(socket: &mut NetfilterSocket) -> Result<Dual<Table>, Error> {
 /// Flannel's chains that `iptables-nft` keeps in nf_tables. Only `iptables-nft` should change them.
 pub(crate) fn chains_of_iptables(family: Family) -> Result<Vec<String>, Error> {
     let about = |error| Error::kernel("nftables", error);
-    let Some(mut socket) = opened()? else { return Ok(Vec::new()) };
+    let Some(mut socket) = open_if_any()? else { return Ok(Vec::new()) };
     let mut found = Vec::new();
     for (table, chain) in script::chains() {
         if table::is_there(&mut socket, family, table, chain).map_err(about)? {

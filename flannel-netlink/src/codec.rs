@@ -185,7 +185,7 @@ mod tests {
             let codec = link::codec(&link.kind).unwrap();
             let got = read(&bytes(link::create(&link, codec, index)), link::read);
             prop_assert_eq!(got.lower(), index);
-            // A device is made down, and set up afterwards.
+            // A device is created down and set up afterwards.
             prop_assert_eq!(got.object(lower), Some(Link { up: false, ..link }));
         }
 

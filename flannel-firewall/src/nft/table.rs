@@ -26,7 +26,7 @@ const DELTABLE: u8 = 2;
 const NEWCHAIN: u8 = 3;
 pub(crate) const GETCHAIN: u8 = 4;
 const NEWRULE: u8 = 6;
-pub(crate) const GETRULE: u8 = 7;
+const GETRULE: u8 = 7;
 const GETGEN: u8 = 16;
 
 /// `NFTA_TABLE_NAME`, `NFTA_CHAIN_TABLE`, `NFTA_RULE_TABLE`.
@@ -44,8 +44,8 @@ const CHAIN_USERDATA: u16 = 12;
 pub(crate) const HOOK_NUMBER: u16 = 1;
 const HOOK_PRIORITY: u16 = 2;
 /// `NFTA_RULE_…`.
-pub(crate) const RULE_CHAIN: u16 = 2;
-pub(crate) const RULE_EXPRESSIONS: u16 = 4;
+const RULE_CHAIN: u16 = 2;
+const RULE_EXPRESSIONS: u16 = 4;
 
 const ENOENT: i32 = 2;
 /// `NF_ACCEPT`, the policy of flannel's chains.
@@ -172,18 +172,7 @@ impl Table {
                 found.chains.insert(chain, filled);
             }
         }
-        let rules = socket.dump(
-            kind(GETRULE, family),
-            |request| _ = request.text(TABLE, table),
-            |message| {
-                let attributes = message.attributes.0;
-                // Older kernels do not filter by table.
-                let is_ours = text_in(attributes, TABLE).as_deref() == Some(table);
-                let exprs = expr::read(find(attributes, RULE_EXPRESSIONS).unwrap_or_default());
-                is_ours.then_some((text_in(attributes, RULE_CHAIN)?, exprs))
-            },
-        )?;
-        for (chain, rule) in rules {
+        for (chain, rule) in rules(socket, protocol(family), table)? {
             let chain = found.chains.iter_mut().find(|(known, _)| place(**known).name == chain);
             // `uses` counts foreign chains.
             if let Some((_, filled)) = chain {
@@ -263,6 +252,24 @@ impl Filled {
             rules: Vec::new(),
         }
     }
+}
+
+/// The rules of a table in order, each with the name of its chain.
+pub(crate) fn rules(
+    socket: &mut NetfilterSocket,
+    protocol: u8,
+    table: &str,
+) -> Result<Vec<(String, Vec<Expr>)>, KernelError> {
+    let kind = Kind { subsystem: SUBSYSTEM, number: GETRULE, family: protocol };
+    let fill = |request: &mut Messages| _ = request.text(TABLE, table);
+    socket.dump(kind, fill, |message| {
+        let attributes = message.attributes.0;
+        // Older kernels do not filter by table.
+        let is_in_table =
+            message.kind.family == protocol && text_in(attributes, TABLE).as_deref() == Some(table);
+        let exprs = expr::read(find(attributes, RULE_EXPRESSIONS).unwrap_or_default());
+        is_in_table.then_some((text_in(attributes, RULE_CHAIN)?, exprs))
+    })
 }
 
 /// Adds the change that removes the table of a family.
