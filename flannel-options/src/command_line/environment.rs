@@ -1,11 +1,11 @@
 //! Options from the environment.
 
-/// The variable that an option can come from: `FLANNELD_SUBNET_FILE` of `subnet-file`.
+/// The variable of an option: `FLANNELD_SUBNET_FILE` for `subnet-file`.
 pub fn variable(flag: &str) -> String {
     format!("FLANNELD_{}", flag.to_uppercase().replace(['-', '.'], "_"))
 }
 
-/// Appends the name of the variable to an error about an option whose value came from one.
+/// Appends the name of the variable to an error about an option with a value from the environment.
 /// `variables` are options with their variables.
 pub fn name_variable(text: String, variables: &[(String, String)]) -> String {
     let names = |flag: &str| {

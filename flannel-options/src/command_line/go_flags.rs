@@ -1,15 +1,15 @@
 //! Command lines as Go's `flag` package reads them.
 //!
-//! A flag has one dash or two. Its value stands behind `=` or is the next word, whatever that looks
-//! like. A switch takes a value behind `=` only.
+//! A flag has one dash or two. Its value follows `=` or is the next word, even if that looks like a
+//! flag. The value of a switch must follow `=`.
 //!
 //! **Source**: Go `flag`, `strconv.ParseBool`, `strconv.ParseInt` with base 0.
 
 use std::ffi::{OsStr, OsString};
 use std::ops::RangeInclusive;
 
-/// The same command line for clap: `-iface eth0` becomes `--iface=eth0`. `flags` are all that there
-/// are, `with_value` those that take a value; single letters that are no flag stay what they are.
+/// Converts a command line for clap: `-iface eth0` becomes `--iface=eth0`. `flags` are all flags,
+/// `with_value` those that take a value. Single letters that are no flag stay unchanged.
 pub fn go_style(
     args: impl IntoIterator<Item = OsString>,
     flags: &[String],
@@ -45,7 +45,7 @@ pub fn go_style(
     all
 }
 
-/// The flag is among the arguments.
+/// Whether the flag is among the arguments.
 pub fn is_given(args: &[OsString], flag: &str) -> bool {
     let given = |arg: &OsStr| {
         let name = arg.to_str().and_then(|text| text.strip_prefix("--"));
@@ -66,8 +66,8 @@ pub fn go_bool(text: &str) -> Result<bool, String> {
     }
 }
 
-/// Reads a whole number within a range: decimal, or with the prefix `0x`, `0o`, `0` or `0b`, and
-/// underscores behind a prefix.
+/// Parses a whole number in a range: decimal, or with the prefix `0x`, `0o`, `0` or `0b`, and
+/// underscores after a prefix.
 pub fn go_int(
     range: RangeInclusive<i64>,
 ) -> impl Fn(&str) -> Result<i64, String> + Clone + Send + Sync + 'static {
@@ -92,13 +92,13 @@ fn parse_int(text: &str) -> Option<i64> {
         prefixes.iter().find_map(|(prefix, base)| Some((lower.strip_prefix(prefix)?, *base)));
     let (digits, base) = match based {
         Some((rest, base)) if !rest.is_empty() => {
-            // Between digits, and between a prefix and a digit.
+            // Underscores between digits, and between a prefix and a digit.
             let spaced = rest.ends_with('_') || rest.contains("__");
             (rest.replace('_', ""), if spaced { return None } else { base })
         }
         _ => (lower.clone(), 10),
     };
-    // from_str_radix takes a sign of its own.
+    // from_str_radix accepts a further sign.
     let unsigned = digits.starts_with(|c: char| c.is_ascii_alphanumeric());
     i64::from_str_radix(&format!("{sign}{digits}"), base).ok().filter(|_| unsigned)
 }
@@ -108,7 +108,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_are_gos() {
+    fn numbers_are_parsed_as_in_go() {
         for (text, number) in [
             ("0", Some(0)),
             ("5", Some(5)),
@@ -145,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn one_dash_is_two_and_the_next_word_is_the_value() {
+    fn one_dash_becomes_two_and_the_next_word_is_the_value() {
         let all = |args: &[&str]| -> Vec<String> {
             let flags = ["iface", "v", "ip-masq"].map(str::to_owned);
             let args = std::iter::once("flanneld").chain(args.iter().copied()).map(OsString::from);

@@ -1,13 +1,13 @@
-//! The options that tell where etcd is.
+//! The options of etcd.
 //!
-//! **Source**: flannel `main.go`, for the names and what they mean if they are not given.
+//! **Source**: flannel `main.go`, for names and defaults.
 
 use std::fmt;
 use std::path::PathBuf;
 
 use flannel_subnet_etcd::{EtcdOptions, EtcdOptionsError};
 
-/// Where etcd is and how to speak to it. `Debug` does not show the password.
+/// The connection to etcd. `Debug` does not show the password.
 #[derive(Clone, clap::Args)]
 #[non_exhaustive]
 pub struct EtcdFlags {
@@ -21,11 +21,11 @@ pub struct EtcdFlags {
     )]
     pub endpoints: Vec<String>,
 
-    /// What all of flannel's keys in etcd begin with
+    /// The prefix of flannel's keys in etcd
     #[arg(long = "etcd-prefix", value_name = "KEY", default_value = "/coreos.com/network")]
     pub prefix: String,
 
-    /// Certificates of those who may vouch for etcd, if it is not those that this system trusts
+    /// The CA certificates for etcd; by default those of this system
     #[arg(long = "etcd-cafile", value_name = "FILE")]
     pub cafile: Option<PathBuf>,
 
@@ -47,10 +47,10 @@ pub struct EtcdFlags {
 }
 
 impl EtcdFlags {
-    /// Whether all of it can work, as far as that can be told beforehand.
+    /// Checks the values, without a connection.
     ///
     /// # Errors
-    /// Which flag is wrong, and what would be right.
+    /// The text names the wrong flag and the right form.
     pub fn check(&self) -> Result<(), String> {
         self.options().check().map_err(|error| match error {
             EtcdOptionsError::Half { .. } => format!("--etcd-{error}"),
@@ -58,7 +58,7 @@ impl EtcdFlags {
         })
     }
 
-    /// The same for the registry; what is empty counts as not given.
+    /// The options of the registry. An empty value counts as not given.
     pub fn options(&self) -> EtcdOptions {
         let file =
             |path: &Option<PathBuf>| path.clone().filter(|path| !path.as_os_str().is_empty());

@@ -1,4 +1,4 @@
-//! The store of leases that the command line names.
+//! The store of leases on the command line.
 
 use std::fmt;
 use std::str::FromStr;
@@ -15,7 +15,7 @@ use crate::Error;
 pub enum RegistryUrl {
     /// `dir:PATH`, `dir:PATH?assign=static`: a directory.
     Dir(DirLocation),
-    /// `etcd`: where the options of etcd say. Only parsed with the feature `etcd`.
+    /// `etcd`: at the endpoints of etcd's options. Only parsed with the feature `etcd`.
     Etcd,
 }
 
@@ -47,10 +47,10 @@ impl fmt::Display for RegistryUrl {
     }
 }
 
-/// Opens the registry in a directory, which is made if it does not exist.
+/// Opens the registry in a directory, which is created if it does not exist.
 ///
 /// # Errors
-/// It cannot be made.
+/// It cannot be created.
 pub async fn open_directory(location: &DirLocation) -> Result<Arc<dyn Registry>, Error> {
     let opened = DirRegistry::open(location.path.clone(), location.options).await;
     let failed = |source: flannel_core::Error| Error::Registry {
