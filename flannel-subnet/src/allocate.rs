@@ -79,7 +79,7 @@ fn range(network: &PodNetwork, highest: u128, subnet: &Subnet) -> Option<(u128, 
         return None;
     }
     let number = |address| Subnet::new(address, network.subnet_len)?.steps_from(&network.min);
-    // No number is before min, so a subnet that begins there is cut.
+    // A subnet that ends before min overlaps none, and one that begins there overlaps the first.
     let last = number(subnet.last())?;
     let first = number(subnet.base()).unwrap_or(0);
     (first <= highest).then(|| (first, last.min(highest)))

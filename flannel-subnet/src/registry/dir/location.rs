@@ -7,7 +7,7 @@ use std::str::FromStr;
 use flannel_core::{Error, Result};
 use nix::sys::statfs::statfs;
 
-/// The author of leases.
+/// The way in which nodes get their subnets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Assign {
@@ -21,7 +21,7 @@ pub enum Assign {
 /// The options of a directory registry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct DirOptions {
-    /// The author of leases.
+    /// The way in which nodes get their subnets.
     pub assign: Assign,
 }
 
