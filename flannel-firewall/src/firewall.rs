@@ -14,8 +14,8 @@ use crate::error::Error;
 use crate::iptables::Iptables;
 use crate::iptables::program::Programs;
 use crate::nft::{self, Nft};
-use crate::rules::{Rules, Wish};
-use crate::status::{Deviation, Failure, Repair, Status};
+use crate::rules::{RuleOptions, Rules};
+use crate::status::{Cleanup, Deviation, Failure, Repair, Status};
 
 /// After so many checks at most, rules that could not be removed are looked for again.
 const RARELY: u64 = 720;
@@ -55,12 +55,12 @@ impl Default for Options {
 /// [`cleanup`] removes them.
 ///
 /// ```no_run
-/// use flannel_firewall::{Firewall, Mode, Options, Rules, Wish};
+/// use flannel_firewall::{Firewall, Mode, Options, Rules, RuleOptions};
 /// use tokio::sync::watch;
 ///
 /// # async fn example(rules: Rules) -> Result<(), flannel_firewall::Error> {
 /// let (_wanted, rules) = watch::channel(rules);
-/// let firewall = Firewall::open(Mode::Nftables, Wish::default(), Options::default()).await?;
+/// let firewall = Firewall::open(Mode::Nftables, RuleOptions::default(), Options::default()).await?;
 /// let mut status = firewall.status();
 /// tokio::spawn(firewall.run(rules));
 /// let _ = status.wait_for(|status| status.in_place).await;
@@ -80,7 +80,7 @@ enum Engine {
 }
 
 impl Firewall {
-    /// Opens the firewall of the calling thread's network namespace for the rules that `wish` asks
+    /// Opens the firewall of the calling thread's network namespace for the rules that `rule_options` asks
     /// for. Nothing is changed yet.
     ///
     /// # Errors
@@ -88,11 +88,15 @@ impl Firewall {
     ///
     /// # Cancel safety
     /// The call may be dropped.
-    pub async fn open(mode: Mode, wish: Wish, options: Options) -> Result<Self, Error> {
+    pub async fn open(
+        mode: Mode,
+        rule_options: RuleOptions,
+        options: Options,
+    ) -> Result<Self, Error> {
         let engine = match mode {
             Mode::Nftables => Engine::Nftables(Nft::open()?),
             Mode::Iptables => {
-                Engine::Iptables(Iptables::open(options.programs.clone(), wish).await?)
+                Engine::Iptables(Iptables::open(options.programs.clone(), rule_options).await?)
             }
         };
         Ok(Self { engine, options, status: watch::Sender::default(), checked: Instant::now() })
@@ -259,26 +263,6 @@ impl Firewall {
 impl std::fmt::Debug for Firewall {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Firewall").field("options", &self.options).finish_non_exhaustive()
-    }
-}
-
-/// The result of [`cleanup`] or [`leftovers`].
-#[derive(Debug, Default)]
-#[non_exhaustive]
-pub struct Cleanup {
-    /// The tables, chains and jumps that existed, of this flannel and of Go flannel.
-    pub found: Vec<Deviation>,
-    /// Why others could not be read or removed.
-    pub failed: Vec<Error>,
-}
-
-impl Cleanup {
-    /// Adds the rules that existed at one place, or the reason why they are unknown or stay.
-    pub(crate) fn note(&mut self, cleaned: Result<Vec<Deviation>, Error>) {
-        match cleaned {
-            Ok(found) => self.found.extend(found),
-            Err(error) => self.failed.push(error),
-        }
     }
 }
 

@@ -11,10 +11,9 @@ use flannel_core::address::{Dual, Family};
 use self::program::{Programs, Tool, Variant};
 use self::script::script;
 use crate::error::Error;
-use crate::firewall::Cleanup;
 use crate::nft;
-use crate::rules::{Rules, Wish};
-use crate::status::Deviation;
+use crate::rules::{RuleOptions, Rules};
+use crate::status::{Cleanup, Deviation};
 
 /// Attempts for a script that fails because the rules changed.
 const TRIES: usize = 3;
@@ -29,8 +28,8 @@ pub(crate) struct Iptables {
 }
 
 impl Iptables {
-    /// Finds the programs and checks that they may change the rules that `wish` asks for.
-    pub(crate) async fn open(programs: Programs, wish: Wish) -> Result<Self, Error> {
+    /// Finds the programs and checks that they may change the rules that `rule_options` asks for.
+    pub(crate) async fn open(programs: Programs, rule_options: RuleOptions) -> Result<Self, Error> {
         let (v4, v6) = (programs.find(Family::V4), programs.find(Family::V6));
         let mut tools = match (v4, v6) {
             (Err(error), Err(_)) => return Err(error),
@@ -38,7 +37,7 @@ impl Iptables {
         };
         for family in Family::BOTH {
             if let Some(tool) = &mut tools[family] {
-                tool.probe(&script::tables(wish)).await?;
+                tool.probe(&script::tables(rule_options)).await?;
                 break;
             }
         }

@@ -221,16 +221,17 @@ fn unsteady() -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::rules::Wish;
+    use crate::rules::RuleOptions;
     use crate::rules::tests::rules;
 
     #[test]
     fn tables_are_read_again_if_another_program_removes_one_meanwhile() {
         flannel_netlink::testing::in_netns(|| {
-            let tables = |wish| Dual::from_fn(|family| Table::desired(&rules(wish), family));
+            let tables =
+                |rule_options| Dual::from_fn(|family| Table::desired(&rules(rule_options), family));
             let (before, after) = (
-                tables(Wish::default()),
-                tables(Wish { masquerade: true, fully_random: false, forward: true }),
+                tables(RuleOptions::default()),
+                tables(RuleOptions { masquerade: true, fully_random: false, forward: true }),
             );
             let mut socket = NetfilterSocket::open().unwrap();
             for family in Family::BOTH {

@@ -19,7 +19,7 @@ pub const KUBE_PROXY_MARK: u32 = 0x4000;
 
 /// The rules that a network asks for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Wish {
+pub struct RuleOptions {
     /// Masquerade packets from pods to destinations outside the pod network (`--ip-masq`).
     pub masquerade: bool,
     /// Choose random source ports where masquerading must change them. False is
@@ -30,7 +30,7 @@ pub struct Wish {
 }
 
 /// The defaults of flannel's options: forward, do not masquerade.
-impl Default for Wish {
+impl Default for RuleOptions {
     fn default() -> Self {
         Self { masquerade: false, fully_random: true, forward: true }
     }
@@ -40,11 +40,11 @@ impl Default for Wish {
 ///
 /// ```
 /// use flannel_core::address::{Dual, Family};
-/// use flannel_firewall::{Chain, Rules, Wish};
+/// use flannel_firewall::{Chain, Rules, RuleOptions};
 ///
 /// let network = Dual { v4: Some("10.1.0.0/16".parse()?), v6: None };
 /// let own = Dual { v4: Some("10.1.7.0/24".parse()?), v6: None };
-/// let rules = Rules::new(&network, &own, Wish { masquerade: true, ..Wish::default() })?;
+/// let rules = Rules::new(&network, &own, RuleOptions { masquerade: true, ..RuleOptions::default() })?;
 /// let rules = rules.of(Family::V4, Chain::Postrouting);
 /// assert_eq!(rules[4].to_string(), "from 10.1.0.0/16 to not 224.0.0.0/4: masquerade, fully random");
 /// # Ok::<(), Box<dyn std::error::Error>>(())
@@ -60,7 +60,11 @@ impl Rules {
     ///
     /// # Errors
     /// A network or subnet is of the wrong family, or is the whole address space.
-    pub fn new(networks: &Dual<Subnet>, subnets: &Dual<Subnet>, wish: Wish) -> Result<Self, Error> {
+    pub fn new(
+        networks: &Dual<Subnet>,
+        subnets: &Dual<Subnet>,
+        rule_options: RuleOptions,
+    ) -> Result<Self, Error> {
         for (what, dual) in [("pod network", networks), ("own subnet", subnets)] {
             for (family, subnet) in dual.iter() {
                 if subnet.family() != family || subnet.is_everything() {
@@ -69,9 +73,10 @@ impl Rules {
             }
         }
         let rules = networks.map(|family, network| {
-            let masquerade =
-                wish.masquerade.then(|| masquerade(*network, subnets[family], wish.fully_random));
-            let forward = wish.forward.then(|| forward(*network));
+            let masquerade = rule_options
+                .masquerade
+                .then(|| masquerade(*network, subnets[family], rule_options.fully_random));
+            let forward = rule_options.forward.then(|| forward(*network));
             [masquerade.unwrap_or_default(), forward.unwrap_or_default()]
         });
         Ok(Self(rules))
@@ -206,9 +211,9 @@ pub(crate) mod tests {
         Dual { v4: some(v4), v6: some(v6) }
     }
 
-    pub(crate) fn rules(wish: Wish) -> Rules {
+    pub(crate) fn rules(rule_options: RuleOptions) -> Rules {
         let networks = dual("10.1.0.0/16", "fd00:1::/48");
-        Rules::new(&networks, &dual("10.1.7.0/24", "fd00:1:0:7::/64"), wish).unwrap()
+        Rules::new(&networks, &dual("10.1.7.0/24", "fd00:1:0:7::/64"), rule_options).unwrap()
     }
 
     fn text(rules: &[Rule]) -> Vec<String> {
@@ -217,7 +222,7 @@ pub(crate) mod tests {
 
     #[test]
     fn the_rules_are_flannels() {
-        let rules = rules(Wish { masquerade: true, fully_random: true, forward: true });
+        let rules = rules(RuleOptions { masquerade: true, fully_random: true, forward: true });
         for (family, network, own, multicast) in [
             (Family::V4, "10.1.0.0/16", "10.1.7.0/24", "224.0.0.0/4"),
             (Family::V6, "fd00:1::/48", "fd00:1:0:7::/64", "ff00::/8"),
@@ -240,10 +245,10 @@ pub(crate) mod tests {
 
     #[test]
     fn only_the_rules_that_were_asked_for_exist() {
-        let default = rules(Wish::default());
+        let default = rules(RuleOptions::default());
         assert!(default.of(Family::V4, Chain::Postrouting).is_empty());
         assert_eq!(default.of(Family::V6, Chain::Forward).len(), 2);
-        let plain = rules(Wish { masquerade: true, fully_random: false, forward: false });
+        let plain = rules(RuleOptions { masquerade: true, fully_random: false, forward: false });
         assert!(plain.of(Family::V6, Chain::Forward).is_empty());
         assert!(text(plain.of(Family::V6, Chain::Postrouting))[5].ends_with(": masquerade"));
         assert!(!Rules::default().has(Family::V4));
@@ -251,9 +256,10 @@ pub(crate) mod tests {
 
     #[test]
     fn a_family_without_a_network_has_no_rules_and_one_without_a_subnet_has_fewer() {
-        let wish = Wish { masquerade: true, ..Wish::default() };
+        let rule_options = RuleOptions { masquerade: true, ..RuleOptions::default() };
         let rules =
-            Rules::new(&dual("10.1.0.0/16", ""), &dual("", "fd00:1:0:7::/64"), wish).unwrap();
+            Rules::new(&dual("10.1.0.0/16", ""), &dual("", "fd00:1:0:7::/64"), rule_options)
+                .unwrap();
         assert!(!rules.has(Family::V6));
         assert_eq!(
             text(rules.of(Family::V4, Chain::Postrouting)),
@@ -268,10 +274,11 @@ pub(crate) mod tests {
     #[test]
     fn impossible_subnets_are_refused() {
         let swapped = Dual { v4: Some("fd00::/48".parse().unwrap()), v6: None };
-        let error = Rules::new(&swapped, &Dual::default(), Wish::default()).unwrap_err();
+        let error = Rules::new(&swapped, &Dual::default(), RuleOptions::default()).unwrap_err();
         assert!(error.to_string().contains("IPv4 pod network fd00::/48"), "{error}");
-        let error = Rules::new(&dual("10.0.0.0/8", ""), &dual("0.0.0.0/0", ""), Wish::default())
-            .unwrap_err();
+        let error =
+            Rules::new(&dual("10.0.0.0/8", ""), &dual("0.0.0.0/0", ""), RuleOptions::default())
+                .unwrap_err();
         assert!(error.to_string().contains("own subnet 0.0.0.0/0"), "{error}");
     }
 }

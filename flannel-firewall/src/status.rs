@@ -84,3 +84,23 @@ impl fmt::Display for Deviation {
         write!(f, "{}: {fault}", self.object)
     }
 }
+
+/// The result of [`cleanup`](crate::cleanup()) or [`leftovers`](crate::leftovers).
+#[derive(Debug, Default)]
+#[non_exhaustive]
+pub struct Cleanup {
+    /// The tables, chains and jumps that existed, of this flannel and of Go flannel.
+    pub found: Vec<Deviation>,
+    /// Why others could not be read or removed.
+    pub failed: Vec<Error>,
+}
+
+impl Cleanup {
+    /// Adds the rules that existed at one place, or the reason why they are unknown or stay.
+    pub(crate) fn note(&mut self, cleaned: Result<Vec<Deviation>, Error>) {
+        match cleaned {
+            Ok(found) => self.found.extend(found),
+            Err(error) => self.failed.push(error),
+        }
+    }
+}

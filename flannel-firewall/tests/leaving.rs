@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use fixture::{ALL, Fixture, Kind, Place, Running, rules_of, tools};
 use flannel_core::address::Family;
-use flannel_firewall::{Error, Firewall, Options, Programs, Wish, cleanup, leftovers};
+use flannel_firewall::{Error, Firewall, Options, Programs, RuleOptions, cleanup, leftovers};
 
 /// A period so long that checks have other reasons.
 const RESYNC: Duration = Duration::from_secs(3600);
@@ -297,7 +297,7 @@ fn only_tables_with_desired_rules_are_probed() {
         let fixture = Fixture::set();
         fixture.tools.host_uses(Kind::IptablesLegacy);
         let options = Options { programs: fixture.tools.programs(), resync: RESYNC };
-        Firewall::open(Kind::IptablesLegacy.mode(), Wish::default(), options).await.unwrap();
+        Firewall::open(Kind::IptablesLegacy.mode(), RuleOptions::default(), options).await.unwrap();
         let tried = std::fs::read_to_string("/proc/thread-self/net/ip_tables_names").unwrap();
         assert_eq!(tried, "filter\n");
     });

@@ -13,7 +13,7 @@ use std::time::Duration;
 use fixture::tools::{MARKED_PORT, nft};
 use fixture::{ALL, Fixture, Kind, Place, Running, rules_of};
 use flannel_core::address::{Dual, Family};
-use flannel_firewall::{Rules, Wish};
+use flannel_firewall::{RuleOptions, Rules};
 
 /// A period so long that checks have other reasons.
 const RESYNC: Duration = Duration::from_secs(3600);
@@ -81,7 +81,7 @@ async fn changed_desired_rules_are_put_in_place(fixture: Fixture, kind: Kind) {
         assert_eq!(see(Place::Pod), Some(Place::Pod.node(family)), "{family}");
         assert_eq!(see(Place::Peer), Some(Place::Outside.address(family)), "{family}");
     }
-    running.want(rules_of(Place::Pod, Wish { masquerade: false, ..ALL })).await;
+    running.want(rules_of(Place::Pod, RuleOptions { masquerade: false, ..ALL })).await;
     for family in Family::BOTH {
         let seen = fixture.seen(family, Place::Pod, Place::Outside);
         assert_eq!(seen, Some(Place::Pod.address(family)), "{family}");
@@ -115,7 +115,7 @@ async fn pods_are_forwarded_despite_a_drop_policy(fixture: Fixture, kind: Kind) 
         assert_forwarded(&fixture, family, [true, true, false]);
     }
     if kind != Kind::Nftables {
-        running.want(rules_of(Place::Pod, Wish { forward: false, ..ALL })).await;
+        running.want(rules_of(Place::Pod, RuleOptions { forward: false, ..ALL })).await;
         for family in Family::BOTH {
             assert_forwarded(&fixture, family, [false; 3]);
         }
@@ -127,7 +127,7 @@ async fn source_ports_are_random_if_that_is_desired(fixture: Fixture, kind: Kind
     const CALLS: usize = 5;
     let mut running = Running::start(&fixture, kind, Rules::default(), RESYNC).await;
     for fully_random in [false, true, false] {
-        running.want(rules_of(Place::Pod, Wish { fully_random, ..ALL })).await;
+        running.want(rules_of(Place::Pod, RuleOptions { fully_random, ..ALL })).await;
         for family in Family::BOTH {
             let calls: Vec<_> = (0..CALLS).map(|_| fixture.ports(family)).collect();
             let kept = calls.iter().filter(|(own, seen)| own == seen).count();
@@ -214,7 +214,7 @@ fn nft_shows_flannels_tables() {
                 "{shown}"
             );
         }
-        running.want(rules_of(Place::Pod, Wish { fully_random: false, ..ALL })).await;
+        running.want(rules_of(Place::Pod, RuleOptions { fully_random: false, ..ALL })).await;
         let shown = nft("list ruleset");
         assert!(shown.contains("masquerade") && !shown.contains("random"), "{shown}");
     });
