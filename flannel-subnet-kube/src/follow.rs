@@ -2,7 +2,6 @@
 //!
 //! The view does not change before a list is complete. A watch continues from the last complete
 //! version. If changes were missed, nodes are listed again.
-//! version, whatever ended it.
 
 mod list;
 mod nodes;

@@ -72,25 +72,25 @@ fn every_field_of_the_network_config_is_there() {
         ["flannel-core/src/config.rs", "flannel-backend-vxlan/src/options.rs"].map(read).concat();
     let code = sources.split("#[cfg(test)]").next().unwrap().to_owned() + &sources;
     let mut fields = BTreeSet::new();
-    for call in [
-        "flag(\"",
-        "number(\"",
-        "take(\"",
-        "parsed(\"",
-        "network: \"",
-        "len: \"",
-        "min: \"",
-        "max: \"",
-    ] {
-        fields.extend(code.split(call).skip(1).filter_map(|rest| rest.split('"').next()));
+    let named = |call: &str| -> Vec<String> {
+        let names = code.split(call).skip(1).filter_map(|rest| rest.split('"').next());
+        names.map(str::to_owned).collect()
+    };
+    for call in ["flag(\"", "number(\"", "take(\"", "parsed(\""] {
+        fields.extend(named(call));
+    }
+    // The fields that exist for each family.
+    for call in ["name(\"", "bound(\""] {
+        for field in named(call) {
+            fields.insert(format!("IPv6{field}"));
+            fields.insert(field);
+        }
     }
     fields.retain(|field| field.chars().all(|c| c.is_ascii_alphanumeric()));
-    assert!(
-        fields.contains("EnableNFTables")
-            && fields.contains("VNI")
-            && fields.contains("IPv6SubnetMin"),
-        "{fields:?}"
-    );
+    for field in ["EnableNFTables", "VNI", "Network", "SubnetLen", "IPv6SubnetMin", "IPv6SubnetMax"]
+    {
+        assert!(fields.contains(field), "{field}: {fields:?}");
+    }
     for field in fields {
         assert!(
             text.contains(&format!("`{field}`")),
@@ -158,23 +158,21 @@ fn every_metric_and_every_alert_is_explained() {
 /// A link to a file of the repository leads to one.
 #[test]
 fn links_between_documents_lead_somewhere() {
-    for name in [
-        "quick-start",
-        "configuration",
-        "migration",
-        "operations",
-        "embedding",
-        "kubernetes",
-        "kubernetes-leases",
-        "api",
-    ] {
-        let text = read(&format!("docs/{name}.md"));
+    let root = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/.."));
+    let mut documents = Vec::new();
+    for directory in ["", "docs", "docs/decisions"] {
+        let directory = root.join(directory);
+        let files = fs::read_dir(&directory).unwrap().map(|file| file.unwrap().path());
+        documents.extend(files.filter(|path| path.extension().is_some_and(|end| end == "md")));
+    }
+    assert!(documents.len() > 30, "{documents:?}");
+    for document in documents {
+        let (text, directory) =
+            (fs::read_to_string(&document).unwrap(), document.parent().unwrap());
         for target in text.split("](").skip(1).filter_map(|rest| rest.split(')').next()) {
             let target = target.split('#').next().unwrap();
             if !target.contains("://") && !target.is_empty() {
-                let path =
-                    PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../docs")).join(target);
-                assert!(path.exists(), "docs/{name}.md: {target}");
+                assert!(directory.join(target).exists(), "{}: {target}", document.display());
             }
         }
     }
