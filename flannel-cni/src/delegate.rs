@@ -1,5 +1,5 @@
-//! Calling the delegate. It gets the whole environment of this process, with the `CNI_` variables
-//! of the call in hand, and its stderr goes on to ours, whether it succeeds or not.
+//! Runs the delegate. It gets the environment of this process with the `CNI_` variables of the
+//! call. Its stderr is copied to this process's stderr.
 //!
 //! **Source**: cni `pkg/invoke: FindInPath, RawExec.ExecPlugin`.
 
@@ -8,8 +8,8 @@ use std::path::PathBuf;
 use std::process::{Command as Process, Output, Stdio};
 use std::time::Duration;
 
-use crate::call::{Call, Command};
-use crate::error::{Code, Error, Result};
+use crate::spec::call::{Call, Command};
+use crate::spec::error::{Code, Error, Result};
 
 /// A plugin in one of the directories of `CNI_PATH`.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -19,7 +19,7 @@ pub(crate) struct Delegate {
 }
 
 impl Delegate {
-    /// Looks for the plugin `kind`.
+    /// Finds the plugin `kind`.
     ///
     /// # Errors
     /// [`Code::NETWORK_CONFIG`]: no directory has it.
@@ -35,11 +35,10 @@ impl Delegate {
         Ok(Self { kind: kind.to_owned(), program })
     }
 
-    /// Runs the plugin for `command` with `conf` on its stdin, and returns what it wrote to stdout.
+    /// Runs the plugin with `conf` on its stdin, and returns its stdout.
     ///
     /// # Errors
-    /// What the plugin says, as it says it; [`Code::IO`] if it cannot be run, [`Code::INTERNAL`] if it fails
-    /// without saying why.
+    /// The plugin's own error; [`Code::IO`] if it cannot run, or else [`Code::INTERNAL`].
     pub(crate) fn run(&self, command: Command, call: &Call, conf: &[u8]) -> Result<Vec<u8>> {
         let output = self.output(command, call, conf).map_err(|error| {
             Error::new(
@@ -47,7 +46,7 @@ impl Delegate {
                 format!("failed to run plugin {}: {error}", self.program.display()),
             )
         })?;
-        // Informational only: nothing can be done about a stderr that is closed.
+        // A closed stderr is no error.
         let _ = io::stderr().write_all(&output.stderr);
         if output.status.success() {
             return Ok(output.stdout);
@@ -56,12 +55,12 @@ impl Delegate {
             return Err(error);
         }
         let (stdout, stderr) = (lossy(&output.stdout), lossy(&output.stderr));
-        let said = [stdout.trim(), stderr.trim()].into_iter().find(|text| !text.is_empty());
-        let said = said.map_or_else(|| "no message".to_owned(), |text| format!("{text:?}"));
+        let message = [stdout.trim(), stderr.trim()].into_iter().find(|text| !text.is_empty());
+        let message = message.map_or_else(|| "no message".to_owned(), |text| format!("{text:?}"));
         let name = command.name();
         Err(Error::new(
             Code::INTERNAL,
-            format!("plugin {:?} failed at {name}: {said}: {}", self.kind, output.status),
+            format!("plugin {:?} failed at {name}: {message}: {}", self.kind, output.status),
         ))
     }
 
@@ -72,16 +71,16 @@ impl Delegate {
         process.env("CNI_CONTAINERID", &call.container).env("CNI_IFNAME", &call.ifname);
         process.env("CNI_NETNS", &call.netns);
         let mut child = spawn(&mut process)?;
-        let mut stdin = child.stdin.take().expect("stdin was asked for as a pipe");
+        let mut stdin = child.stdin.take().expect("stdin is a pipe");
         std::thread::scope(|scope| {
-            // A plugin may write before it has read everything. One that does not read at all is no error.
+            // On a thread, because a plugin may write before it has read everything, or not read.
             scope.spawn(move || stdin.write_all(conf));
             child.wait_with_output()
         })
     }
 }
 
-/// Starts the plugin; waits up to five seconds if it is just being written, by whoever installs or updates it.
+/// Starts the plugin. Waits up to five seconds while an installer writes the file.
 fn spawn(process: &mut Process) -> io::Result<std::process::Child> {
     const PAUSE: Duration = Duration::from_millis(100);
     let mut tries = 0;
@@ -94,7 +93,7 @@ fn spawn(process: &mut Process) -> io::Result<std::process::Child> {
         }
         #[expect(
             clippy::disallowed_methods,
-            reason = "nothing tells when a program is no longer being written"
+            reason = "no event reports that a program file was closed"
         )]
         std::thread::sleep(PAUSE);
     }
@@ -140,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn big_configs_and_big_answers_do_not_wait_for_each_other() {
+    fn big_configs_and_big_answers_do_not_dead_lock() {
         let conf = vec![b'x'; 1 << 20];
         assert_eq!(
             run("head -c 1000000 /dev/zero | tr '\\0' y; wc -c", &conf).unwrap().len(),
@@ -150,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn what_it_says_is_what_we_say() {
+    fn the_delegates_errors_are_passed_on() {
         let error =
             run(r#"echo '{"code":11,"msg":"wait","details":"a bit"}'; exit 1"#, b"").unwrap_err();
         assert_eq!((error.code, error.to_string().as_str()), (Code(11), "wait; a bit"));
@@ -169,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn a_plugin_that_is_not_there_or_cannot_be_run_is_named() {
+    fn a_plugin_that_is_missing_or_cannot_run_is_named() {
         let dir = tempfile::tempdir().unwrap();
         for kind in ["", "a/b", "../x"] {
             assert!(
@@ -192,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn a_plugin_that_is_being_written_is_waited_for() {
+    fn starting_a_plugin_waits_while_it_is_written() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("plugin");
         let file = fs::File::create(&path).unwrap();

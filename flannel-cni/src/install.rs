@@ -1,6 +1,5 @@
-//! Copies a file onto a host so that nobody ever sees half of it. The copy is made under a hidden
-//! name beside its destination and renamed, so that a runtime has the old file or the new one,
-//! whatever happens meanwhile: a full disk, a killed container, a crash.
+//! Copies a file onto a host atomically. The copy has a hidden name beside its destination and is
+//! then renamed. So a runtime reads the old file or the new one, even after a crash.
 //!
 //! **Source**: flannel `cmd/install_conf`, which has the same arguments, names and exit statuses.
 
@@ -12,10 +11,10 @@ use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// What was begun so long ago is nobody's any more.
+/// The age of a temporary file whose copy was killed.
 const ABANDONED: Duration = Duration::from_secs(600);
 
-/// Why a file was not installed; what was at its destination is still there.
+/// An error of [`install`]. The file at the destination is unchanged.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum InstallError {
@@ -25,20 +24,20 @@ pub enum InstallError {
     /// A file could not be used.
     #[error("cannot {verb} {}: {source}", path.display())]
     File {
-        /// What was tried.
+        /// The operation.
         verb: &'static str,
-        /// With which file.
+        /// The file.
         path: PathBuf,
-        /// What the system says.
+        /// The reason.
         source: io::Error,
     },
 }
 
-/// Makes `destination` a copy of `source`, with its mode; on the disk before it has its name. What earlier copies to the
-/// same destination left behind because they were killed is removed if it is ten minutes old.
+/// Makes `destination` a durable copy of `source`, with its mode. Removes temporary files of killed
+/// copies to the same destination that are ten minutes old.
 ///
 /// # Errors
-/// [`InstallError`]; nothing has changed then.
+/// [`InstallError`]; the destination is then unchanged.
 ///
 /// # Blocking
 /// For the disk.
@@ -60,25 +59,25 @@ pub fn install(source: &Path, destination: &Path) -> Result<(), InstallError> {
     };
     let from = File::open(source).map_err(cannot("read", source))?;
     let mode = from.metadata().map_err(cannot("read", source))?.permissions().mode() & 0o7777;
-    // Room that is still taken may be the room that is missing.
+    // First, because old temporary files may fill the disk.
     sweep(dir, &begin);
     let (temporary, to) = create(dir, &begin)?;
     let copied = copy(from, to, mode).map_err(cannot("write", &temporary));
     let named = copied
         .and_then(|()| fs::rename(&temporary, destination).map_err(cannot("replace", destination)));
     named.inspect_err(|_| {
-        // That this fails too takes nothing but room, and the next one tries again.
+        // A failure wastes only space, until the next copy.
         let _ = fs::remove_file(&temporary);
     })
 }
 
-/// A new file that nobody else writes.
+/// Creates a temporary file.
 fn create(dir: &Path, begin: &OsString) -> Result<(PathBuf, File), InstallError> {
     loop {
         let mut name = begin.clone();
         name.push(format!("{:016x}", RandomState::new().build_hasher().finish()));
         let path = dir.join(name);
-        // Nobody runs or reads it before it is complete.
+        // Only its owner can open it before it is complete.
         match OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path) {
             Ok(file) => return Ok((path, file)),
             Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
@@ -93,7 +92,7 @@ fn copy(mut from: File, mut to: File, mode: u32) -> io::Result<()> {
     to.sync_all()
 }
 
-/// Removes what killed copies left behind. What cannot be looked at or removed stays: it is in nobody's way.
+/// Removes temporary files of killed copies. Errors are ignored.
 fn sweep(dir: &Path, begin: &OsString) {
     let is_old = |entry: &fs::DirEntry| {
         let modified = entry.metadata().and_then(|file| file.modified());
@@ -122,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn a_copy_has_bytes_and_mode_of_its_source_and_takes_the_place_of_what_was_there() {
+    fn a_copy_has_bytes_and_mode_of_its_source_and_replaces_the_old_file() {
         let dir = tempfile::tempdir().unwrap();
         let (source, destination) = (dir.path().join("source"), dir.path().join("destination"));
         let bytes: Vec<u8> = (0..200_000_u32).flat_map(u32::to_le_bytes).collect();
@@ -136,7 +135,7 @@ mod tests {
         assert_eq!(names(dir.path()), ["destination", "source"]);
     }
 
-    /// Who has the old file open, or runs it, keeps it; and a link is replaced, not followed.
+    /// A process that has the old file open keeps it. A symbolic link is replaced, not followed.
     #[test]
     fn the_old_file_is_never_written_to() {
         let dir = tempfile::tempdir().unwrap();
@@ -158,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn what_killed_copies_left_goes_and_nothing_else() {
+    fn only_temporary_files_of_killed_copies_are_removed() {
         let dir = tempfile::tempdir().unwrap();
         let source = dir.path().join("source");
         fs::write(&source, "new").unwrap();

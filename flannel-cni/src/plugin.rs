@@ -1,25 +1,25 @@
-//! The commands. The delegate's config is saved before the delegate is called, and kept until its
-//! DEL has succeeded, so whatever fails in between, the next DEL knows what to undo.
+//! The commands. The delegate's config is saved before the delegate runs, and removed when its DEL
+//! has succeeded. So after any failure the next DEL can undo the ADD.
 //!
-//! **Source**: CNI specification 1.1.0, sections 2 and 4; cni-plugin `flannel.go`, `flannel_linux.go`.
+//! **Source**: CNI specification 1.1.0, sections 2 and 4; cni-plugin `flannel.go`.
 
 use std::io::Write;
 
 use serde_json::{Value, json};
 
-use crate::call::{Call, Command};
+use crate::config::delegate_conf::DelegateConf;
+use crate::config::net_conf::{Attachment, NetConf, Object};
+use crate::config::subnet_env::SubnetEnv;
 use crate::delegate::Delegate;
-use crate::delegate_conf::DelegateConf;
-use crate::error::{Code, Error, Result};
-use crate::net_conf::{Attachment, NetConf, Object};
-use crate::state::{self, GoState, State};
-use crate::subnet_env::SubnetEnv;
-use crate::version::SpecVersion;
+use crate::spec::call::{Call, Command};
+use crate::spec::error::{Code, Error, Result};
+use crate::spec::version::SpecVersion;
+use crate::state::{self, State};
 
-/// Carries out `call` with the network config `stdin`; returns what belongs on stdout.
+/// Runs `call` with the network config `stdin`, and returns the text for stdout.
 ///
 /// # Errors
-/// What the specification says for each command; the delegate's own errors come through as they are.
+/// Those of the specification for each command, and the delegate's errors unchanged.
 ///
 /// # Blocking
 /// Until the delegate has ended, and for the disk.
@@ -57,7 +57,7 @@ fn add(call: &Call, conf: &NetConf) -> Result<Vec<u8>> {
     let answer =
         delegate.run(Command::Add, call, &bytes).and_then(|answer| result(answer, &delegate_conf));
     let Err(error) = answer else { return answer };
-    // An earlier ADD without a DEL: what it connected is not this one's to take down.
+    // After an earlier ADD without a DEL, this call must not undo that ADD.
     let undone = match earlier {
         Some(earlier) => state.save(&earlier),
         None if attached => state.forget(),
@@ -69,14 +69,14 @@ fn add(call: &Call, conf: &NetConf) -> Result<Vec<u8>> {
     })
 }
 
-/// What a delegate answers to ADD, as it is; with the config's version if it has none.
+/// A delegate's result of ADD. If it has no version, the config's is added.
 ///
 /// **Source**: cni `pkg/invoke: fixupResultVersion`.
 fn result(answer: Vec<u8>, conf: &DelegateConf) -> Result<Vec<u8>> {
     let parsed: Result<Option<Object>, _> = serde_json::from_slice(&answer);
     let mut fields = parsed.map(Option::unwrap_or_default).map_err(|error| {
-        let said = String::from_utf8_lossy(&answer).into_owned();
-        let msg = format!("plugin {:?} answered {said:?} to ADD: {error}", conf.kind());
+        let text = String::from_utf8_lossy(&answer).into_owned();
+        let msg = format!("plugin {:?} answered {text:?} to ADD: {error}", conf.kind());
         Error::new(Code::DECODING, msg)
     })?;
     if fields.get("cniVersion").and_then(Value::as_str).is_some_and(|version| !version.is_empty()) {
@@ -89,20 +89,20 @@ fn result(answer: Vec<u8>, conf: &DelegateConf) -> Result<Vec<u8>> {
 fn del(call: &Call, conf: &NetConf) -> Result<()> {
     let mut call = call.clone();
     if let Err(error) = call.check_netns() {
-        // ADD refuses it, so the path (of a process, say, whose number was given away again) means another one now.
-        log(&format!("{error}: taken for a namespace that is gone"));
+        // ADD refuses such a namespace. The path, such as one with a process id, was reused.
+        log(&format!("{error}: the container's namespace is gone"));
         call.netns.clear();
     }
     let call = &call;
     let state = State::new(&conf.data_dir, &call.container, &call.ifname);
     let Some(saved) = state.load(&conf.name)? else { return Ok(()) };
     let Some(delegate_conf) = DelegateConf::from_saved(&saved) else {
-        // An error would come again with every retry, and the container would never go away.
+        // With an error the runtime would retry for ever.
         log(&format!("{} holds no network config: nothing to undo", state.path().display()));
         return Ok(());
     };
     let delegate = Delegate::find(delegate_conf.kind(), call)?;
-    // What was saved is what the delegate understood. The result is of the config's version, and may not be.
+    // The delegate understands the saved version. The result has the config's version.
     let bytes = match &conf.prev_result {
         Some(result) if delegate_conf.version() == conf.version.as_str() => {
             delegate_conf.with("prevResult", Value::Object(result.clone())).to_bytes()
@@ -117,10 +117,7 @@ fn check(call: &Call, conf: &NetConf) -> Result<()> {
     conf.require(SpecVersion::WITH_CHECK, "CHECK")?;
     let state = State::new(&conf.data_dir, &call.container, &call.ifname);
     let saved = state.load(&conf.name)?.ok_or_else(|| {
-        let msg = format!(
-            "nothing is known of interface {} of container {}",
-            call.ifname, call.container
-        );
+        let msg = format!("interface {} of container {} is unknown", call.ifname, call.container);
         Error::new(Code::UNKNOWN_CONTAINER, msg)
             .with_details(&format!("{} is not there", state.path().display()))
     })?;
@@ -129,7 +126,7 @@ fn check(call: &Call, conf: &NetConf) -> Result<()> {
         Error::new(Code::DECODING, format!("{} is not the config of a plugin", path.display()))
     })?;
     let delegate = Delegate::find(delegate_conf.kind(), call)?;
-    // CHECK and the result are of the config's version, which may have changed since ADD.
+    // CHECK and the result have the config's version, which may have changed since ADD.
     let mut delegate_conf = delegate_conf.with("cniVersion", conf.version.as_str().into());
     if let Some(result) = &conf.prev_result {
         delegate_conf = delegate_conf.with("prevResult", with_gateways(result));
@@ -137,11 +134,11 @@ fn check(call: &Call, conf: &NetConf) -> Result<()> {
     delegate.run(Command::Check, call, &delegate_conf.to_bytes()).map(drop)
 }
 
-/// A result whose routes all say their gateway. flannel's have none, which stands for that of the address of their
-/// family; but `bridge` and others look for a route without a gateway at CHECK, and never find one.
+/// Adds to routes without a gateway that of their family's address, as the specification defines
+/// them. Without it, `bridge` and others look for a route without a gateway at CHECK.
 ///
-/// **Source**: CNI specification, section 5 (`gw`); plugins `pkg/ip: ValidateExpectedRoute`, `pkg/ipam:
-/// ConfigureIface`.
+/// **Source**: CNI specification, section 5 (`gw`); plugins `pkg/ip: ValidateExpectedRoute`,
+/// `pkg/ipam: ConfigureIface`.
 fn with_gateways(result: &Object) -> Value {
     let mut result = result.clone();
     let is_v6 = |object: &Value, key: &str| Some(object.get(key)?.as_str()?.contains(':'));
@@ -168,8 +165,8 @@ fn status(call: &Call, conf: &NetConf) -> Result<()> {
     delegate.run(Command::Status, call, &delegate_conf.to_bytes()).map(drop)
 }
 
-/// Undoes what was saved for interfaces that are not to stay, and passes the others to the delegate. It goes on after
-/// errors, and reports them all.
+/// Undoes the ADD of interfaces that are not valid any more, and calls the delegate's GC with the
+/// others. It continues after errors, and reports all of them.
 fn gc(call: &Call, conf: &NetConf) -> Result<()> {
     conf.require(SpecVersion::WITH_STATUS_AND_GC, "GC")?;
     let Some(valid) = &conf.valid_attachments else {
@@ -180,16 +177,22 @@ fn gc(call: &Call, conf: &NetConf) -> Result<()> {
     let listing = state::list(&conf.data_dir)?;
     let mut errors = Vec::new();
     for state in &listing.states {
-        let stays = |known: &Attachment| {
-            known.container == state.container() && known.ifname == state.ifname()
-        };
-        if !valid.iter().any(stays) {
-            errors.extend(undo(state, call, conf).err());
+        let is_of =
+            |known: &Attachment| known.container == state.container && known.ifname == state.ifname;
+        if !valid.iter().any(is_of) {
+            let owner = (state.container.as_str(), state.ifname.as_str());
+            let undone = undo(state.load_own(), owner, (call, conf), || state.forget());
+            errors.extend(undone.err());
         }
     }
     for of_go in &listing.of_go {
         if !valid.iter().any(|known| known.container == of_go.container) {
-            errors.extend(undo_of_go(of_go, call, conf).err());
+            // The Go plugin's file does not name the interface; usually it is `eth0`. The
+            // delegate's GC is not enough: a delegate without GC succeeds and keeps the address.
+            let owner = (of_go.container.as_str(), "eth0");
+            let undone =
+                undo(state::read(&of_go.path), owner, (call, conf), || state::remove(&of_go.path));
+            errors.extend(undone.err());
         }
     }
     errors.extend(collect_garbage(valid, call, conf).err());
@@ -198,50 +201,28 @@ fn gc(call: &Call, conf: &NetConf) -> Result<()> {
     Err(errors.fold(first, |all, error| all.with_details(&error.to_string())))
 }
 
-/// DEL for an interface whose container is gone, after which nothing is kept of it.
-fn undo(state: &State, call: &Call, conf: &NetConf) -> Result<()> {
-    match state.load_own()? {
-        Some(saved) if disconnect(&saved, (state.container(), state.ifname()), call, conf)? => {
-            state.forget()
-        }
-        _ => Ok(()),
-    }
-}
-
-/// The same for what the Go plugin connected. Which interface that was its file does not say; mostly it is the usual one. GC alone does not
-/// do: a delegate that knows none succeeds all the same, and the address would never be free again.
-fn undo_of_go(of_go: &GoState, call: &Call, conf: &NetConf) -> Result<()> {
-    match of_go.load()? {
-        Some(saved) if disconnect(&saved, (&of_go.container, "eth0"), call, conf)? => {
-            of_go.forget()
-        }
-        _ => Ok(()),
-    }
-}
-
-/// DEL with a saved config, where there is no namespace any more. Returns whether it was this network's.
-fn disconnect(
-    saved: &[u8],
+/// Calls DEL for an interface whose container is gone, and then `forget`. Skips other networks.
+fn undo(
+    saved: Result<Option<Vec<u8>>>,
     (container, ifname): (&str, &str),
-    call: &Call,
-    conf: &NetConf,
-) -> Result<bool> {
-    let Some(delegate_conf) = DelegateConf::from_saved(saved) else {
-        log(&format!(
-            "what is kept of container {container} is no network config: nothing to undo"
-        ));
-        return Ok(false);
+    (call, conf): (&Call, &NetConf),
+    forget: impl FnOnce() -> Result<()>,
+) -> Result<()> {
+    let Some(saved) = saved? else { return Ok(()) };
+    let Some(delegate_conf) = DelegateConf::from_saved(&saved) else {
+        log(&format!("the state of container {container} is no network config: nothing to undo"));
+        return Ok(());
     };
     if delegate_conf.network() != conf.name {
-        return Ok(false);
+        return Ok(());
     }
     let (container, ifname) = (container.to_owned(), ifname.to_owned());
     let call = Call { container, ifname, netns: String::new(), ..call.clone() };
-    Delegate::find(delegate_conf.kind(), &call)?.run(Command::Del, &call, saved)?;
-    Ok(true)
+    Delegate::find(delegate_conf.kind(), &call)?.run(Command::Del, &call, &saved)?;
+    forget()
 }
 
-/// GC for the delegate.
+/// Calls the delegate's GC.
 fn collect_garbage(valid: &[Attachment], call: &Call, conf: &NetConf) -> Result<()> {
     let delegate_conf = DelegateConf::new(conf, &SubnetEnv::read(&conf.subnet_file)?)?;
     let list =
@@ -252,7 +233,7 @@ fn collect_garbage(valid: &[Attachment], call: &Call, conf: &NetConf) -> Result<
         .map(drop)
 }
 
-/// A line on stderr, which runtimes log. That it cannot be written is no reason to fail.
+/// Writes a line to stderr, which runtimes log. A closed stderr is no error.
 fn log(text: &str) {
     let _ = writeln!(std::io::stderr(), "{text}");
 }
@@ -282,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn a_result_is_passed_on_as_it_is_and_always_has_a_version() {
+    fn a_result_is_passed_on_unchanged_and_always_has_a_version() {
         let conf = DelegateConf::from_saved(br#"{"type":"bridge","cniVersion":"0.4.0"}"#).unwrap();
         let whole = br#" {"cniVersion":"0.3.1", "x":1e3} "#;
         assert_eq!(result(whole.to_vec(), &conf).unwrap(), whole);

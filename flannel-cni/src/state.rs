@@ -1,7 +1,7 @@
-//! The delegates' configs, kept on disk from ADD until the delegate's DEL has succeeded. The file
-//! is `<container>:<interface>`, and one of a container, the first while that is there, is also
-//! linked as `<container>`, which is the Go plugin's name for it: each of the two plugins can take
-//! over from the other.
+//! The delegates' configs on disk, from ADD until the delegate's DEL has succeeded. The file name
+//! is `<container>:<interface>`. One file of a container, usually the first, also has the Go
+//! plugin's name `<container>` as a hard link, so that either plugin can replace the other.
+//! Errors have [`Code::IO`] and name the file.
 //!
 //! **Source**: cni-plugin `flannel.go: saveScratchNetConf, consumeScratchNetConf`.
 
@@ -10,25 +10,25 @@ use std::io::{self, ErrorKind, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-use crate::delegate_conf::DelegateConf;
-use crate::error::{Code, Error, Result};
+use crate::config::delegate_conf::DelegateConf;
+use crate::spec::error::{Code, Error, Result};
 
-/// What is kept of one container's interface.
+/// The state of one interface of a container.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct State {
     dir: PathBuf,
-    container: String,
-    ifname: String,
+    pub(crate) container: String,
+    pub(crate) ifname: String,
 }
 
-/// A file of the Go plugin, which may be of any interface of its container.
+/// A file of the Go plugin. It does not name the interface.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct GoState {
     pub(crate) container: String,
     pub(crate) path: PathBuf,
 }
 
-/// What is kept in a directory.
+/// The state in a directory.
 #[derive(Debug, Default)]
 pub(crate) struct Listing {
     pub(crate) states: Vec<State>,
@@ -40,15 +40,7 @@ impl State {
         Self { dir: dir.to_owned(), container: container.to_owned(), ifname: ifname.to_owned() }
     }
 
-    pub(crate) fn container(&self) -> &str {
-        &self.container
-    }
-
-    pub(crate) fn ifname(&self) -> &str {
-        &self.ifname
-    }
-
-    /// Where it is, or will be.
+    /// The path of the file, which may not exist.
     pub(crate) fn path(&self) -> PathBuf {
         self.dir.join(format!("{}:{}", self.container, self.ifname))
     }
@@ -57,20 +49,13 @@ impl State {
         self.dir.join(&self.container)
     }
 
-    /// What this plugin saved; `None` if it saved nothing.
-    ///
-    /// # Errors
-    /// [`Code::IO`].
+    /// The config that this plugin saved; `None` if there is none.
     pub(crate) fn load_own(&self) -> Result<Option<Vec<u8>>> {
-        let path = self.path();
-        absent_is_none(fs::read(&path)).map_err(|error| failed("read", &path, &error))
+        read(&self.path())
     }
 
-    /// What was saved, by this plugin or for this network by the Go plugin; `None` if nothing was. The Go plugin's file does not say
-    /// of which interface it is: one of another network is another's, who still needs it.
-    ///
-    /// # Errors
-    /// [`Code::IO`].
+    /// The config that this plugin saved, or the Go plugin for this network; `None` if there is
+    /// none. A Go plugin's file of another network belongs to another interface.
     pub(crate) fn load(&self, network: &str) -> Result<Option<Vec<u8>>> {
         if let Some(own) = self.load_own()? {
             return Ok(Some(own));
@@ -78,7 +63,7 @@ impl State {
         let path = self.go_path();
         let read = || match fs::metadata(&path)?.nlink() {
             1 => fs::read(&path).map(Some),
-            // Another interface's file of ours.
+            // Our file of another interface.
             _ => Ok(None),
         };
         let saved = absent_is_none(read())
@@ -90,24 +75,21 @@ impl State {
         Ok(saved.filter(is_of_it))
     }
 
-    /// Keeps `conf`; it is on the disk when this returns.
-    ///
-    /// # Errors
-    /// [`Code::IO`]; what was kept before is still there then.
+    /// Saves `conf` durably. After an error the earlier config is unchanged.
     pub(crate) fn save(&self, conf: &[u8]) -> Result<()> {
         let path = self.path();
         self.write(conf, &path).map_err(|error| failed("write", &path, &error))?;
         self.link(&path);
-        // Now the new names are on the disk, too.
+        // So that the new names are durable too.
         let sync = || File::open(&self.dir)?.sync_all();
         match sync() {
-            // Not every file system can do that with a directory.
+            // Some file systems cannot sync a directory.
             Err(error) if error.kind() == ErrorKind::InvalidInput => Ok(()),
             synced => synced.map_err(|error| failed("sync", &self.dir, &error)),
         }
     }
 
-    /// Gives the state at `path` the Go plugin's name, too, if nothing has it.
+    /// Adds the Go plugin's name for the state at `path`, if no file has it.
     fn link(&self, path: &Path) {
         match fs::hard_link(path, self.go_path()) {
             Err(error) if error.kind() != ErrorKind::AlreadyExists => self.not_linked(&error),
@@ -124,7 +106,7 @@ impl State {
         DirBuilder::new().recursive(true).mode(0o700).create(&self.dir)?;
         // No container's id begins with a dot.
         let temporary = self.dir.join(format!(".{}:{}", self.container, self.ifname));
-        // The new file must not be the one that the Go plugin's name may still stand for.
+        // The Go plugin's name must not stay on the old file.
         let linked = same_file(path, &self.go_path());
         let mut file = OpenOptions::new()
             .write(true)
@@ -133,7 +115,7 @@ impl State {
             .mode(0o600)
             .open(&temporary)?;
         file.write_all(conf)?;
-        // Before it has the name, so that a crash leaves the old one or the new one, and no empty one.
+        // Before the rename, so that a crash leaves the old or the new file, and no empty one.
         file.sync_all()?;
         fs::rename(&temporary, path)?;
         if linked {
@@ -142,14 +124,11 @@ impl State {
         Ok(())
     }
 
-    /// Keeps it no longer; that nothing is kept is no error.
-    ///
-    /// # Errors
-    /// [`Code::IO`].
+    /// Removes the state, if there is one.
     pub(crate) fn forget(&self) -> Result<()> {
         let (own, of_go) = (self.path(), self.go_path());
         let linked = same_file(&own, &of_go);
-        // The Go plugin's name goes first: alone, it would be taken for the Go plugin's file.
+        // The Go plugin's name goes first, because alone it would look like the Go plugin's file.
         if linked || !own.exists() && fs::metadata(&of_go).is_ok_and(|file| file.nlink() == 1) {
             remove(&of_go)?;
         }
@@ -161,7 +140,7 @@ impl State {
                         listing.states.iter().filter(|other| other.container == self.container);
                     others.map(Self::path).min().iter().for_each(|path| self.link(path));
                 }
-                // It is forgotten all the same.
+                // The state is removed nevertheless.
                 Err(error) => self.not_linked(&error),
             }
         }
@@ -169,28 +148,7 @@ impl State {
     }
 }
 
-impl GoState {
-    /// What the Go plugin saved; `None` if it is gone.
-    ///
-    /// # Errors
-    /// [`Code::IO`].
-    pub(crate) fn load(&self) -> Result<Option<Vec<u8>>> {
-        absent_is_none(fs::read(&self.path)).map_err(|error| failed("read", &self.path, &error))
-    }
-
-    /// Keeps it no longer.
-    ///
-    /// # Errors
-    /// [`Code::IO`].
-    pub(crate) fn forget(&self) -> Result<()> {
-        remove(&self.path)
-    }
-}
-
-/// Everything that is kept in `dir`; nothing if there is no such directory.
-///
-/// # Errors
-/// [`Code::IO`].
+/// All states in `dir`; none if the directory does not exist.
 pub(crate) fn list(dir: &Path) -> Result<Listing> {
     let failed = |error: io::Error| failed("read", dir, &error);
     let entries = absent_is_none(fs::read_dir(dir)).map_err(failed)?;
@@ -205,7 +163,7 @@ fn listing_of(
     for entry in entries {
         let entry = entry?;
         let Ok(name) = entry.file_name().into_string() else { continue };
-        // One that has gone meanwhile is none.
+        // The file may have been removed meanwhile.
         let Some(file) = absent_is_none(entry.metadata())? else { continue };
         if name.starts_with('.') || !file.is_file() {
             continue;
@@ -227,7 +185,13 @@ fn same_file(a: &Path, b: &Path) -> bool {
     identity(a).is_some() && identity(a) == identity(b)
 }
 
-fn remove(path: &Path) -> Result<()> {
+/// The bytes of a file; `None` if it does not exist.
+pub(crate) fn read(path: &Path) -> Result<Option<Vec<u8>>> {
+    absent_is_none(fs::read(path)).map_err(|error| failed("read", path, &error))
+}
+
+/// Removes a file, if it exists.
+pub(crate) fn remove(path: &Path) -> Result<()> {
     absent_is_none(fs::remove_file(path)).map(drop).map_err(|error| failed("remove", path, &error))
 }
 
@@ -257,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn every_interface_has_its_own_and_the_first_is_also_gos() {
+    fn every_interface_has_a_file_and_the_first_has_gos_name_too() {
         let parent = tempfile::tempdir().unwrap();
         let dir = parent.path().join("cni/flannel");
         let (eth0, net1) = (State::new(&dir, "c1", "eth0"), State::new(&dir, "c1", "net1"));
@@ -290,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn the_go_plugins_file_is_read_kept_beside_ours_and_forgotten() {
+    fn the_go_plugins_file_is_read_kept_and_removed() {
         let dir = tempfile::tempdir().unwrap();
         let state = State::new(dir.path(), "c1", "eth0");
         fs::write(dir.path().join("c1"), "go's").unwrap();
@@ -314,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn a_listing_tells_ours_from_gos() {
+    fn a_listing_separates_our_files_from_gos() {
         let dir = tempfile::tempdir().unwrap();
         assert!(list(&dir.path().join("absent")).unwrap().states.is_empty());
         State::new(dir.path(), "c1", "eth0").save(b"x").unwrap();
@@ -330,14 +294,14 @@ mod tests {
     }
 
     #[test]
-    fn what_goes_while_it_is_listed_hides_nothing_else() {
+    fn a_file_that_disappears_during_the_listing_hides_no_other() {
         let dir = tempfile::tempdir().unwrap();
         ["c1", "c2", "c3"]
             .iter()
             .for_each(|name| fs::write(dir.path().join(name), "go's").unwrap());
         let mut first = None;
         let entries = fs::read_dir(dir.path()).unwrap().inspect(|entry| {
-            // Another call of the plugin.
+            // By another call of the plugin.
             let path = entry.as_ref().unwrap().path();
             if first.is_none() {
                 fs::remove_file(&path).unwrap();
@@ -348,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_kept_is_an_error_that_names_the_file() {
+    fn a_failure_to_save_names_the_file() {
         let dir = tempfile::tempdir().unwrap();
         let state = State::new(&dir.path().join("file"), "c1", "eth0");
         fs::write(dir.path().join("file"), "").unwrap();

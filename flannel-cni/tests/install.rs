@@ -1,4 +1,5 @@
-//! `install-conf` as init containers run it, on disks that are full and in containers that are killed.
+//! `install-conf` as init containers run it, on disks that are full and in containers that are
+//! killed.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -16,7 +17,7 @@ use runtime::{install_conf, names};
 
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// How it ended, and what it said.
+/// The exit status and the message.
 fn run(args: &[&Path]) -> (Option<i32>, String) {
     let output = Command::new(install_conf()).args(args).output().unwrap();
     assert!(output.stdout.is_empty());
@@ -24,7 +25,7 @@ fn run(args: &[&Path]) -> (Option<i32>, String) {
 }
 
 #[test]
-fn it_copies_or_says_why_not() {
+fn it_copies_or_reports_the_reason() {
     let dir = tempfile::tempdir().unwrap();
     let path = |name: &str| dir.path().join(name);
     fs::write(path("cni-conf.json"), "{}").unwrap();
@@ -34,18 +35,18 @@ fn it_copies_or_says_why_not() {
     for wrong in [&[][..], &[from.as_path()], &[&from, &to, &to]] {
         assert_eq!(run(wrong), (Some(1), "usage: install-conf SOURCE DESTINATION\n".into()));
     }
-    let (status, said) = run(&[&path("absent"), &to]);
+    let (status, message) = run(&[&path("absent"), &to]);
     let expected = format!(
         "install-conf: cannot read {}: No such file or directory (os error 2)\n",
         path("absent").display()
     );
-    assert_eq!((status, said), (Some(1), expected));
+    assert_eq!((status, message), (Some(1), expected));
     assert_eq!(names(dir.path()), ["10-flannel.conflist", "cni-conf.json"]);
 }
 
-/// The source is a pipe that never ends, so that the copy is half done when it is killed.
+/// The source is a pipe that never ends, so that the copy is incomplete when it is killed.
 #[test]
-fn a_copy_that_is_killed_leaves_the_old_file_and_the_next_one_clears_up() {
+fn a_killed_copy_leaves_the_old_file_and_the_next_one_cleans_up() {
     let dir = tempfile::tempdir().unwrap();
     let path = |name: &str| dir.path().join(name);
     let (pipe, bin) = (path("pipe"), path("bin"));
@@ -56,7 +57,7 @@ fn a_copy_that_is_killed_leaves_the_old_file_and_the_next_one_clears_up() {
 
     let mut child =
         Command::new(install_conf()).args([&pipe, &flannel]).stderr(Stdio::null()).spawn().unwrap();
-    // For both, so that it is open at once, whoever reads.
+    // For reading and writing, so that opening does not wait for a reader.
     let mut writer = OpenOptions::new().read(true).write(true).open(&pipe).unwrap();
     writer.write_all(b"half of the ").unwrap();
     let half = || -> Option<PathBuf> {
@@ -77,9 +78,9 @@ fn a_copy_that_is_killed_leaves_the_old_file_and_the_next_one_clears_up() {
     assert_eq!(names(&bin), ["flannel"]);
 }
 
-/// Many at once, as when a DaemonSet is rolled out while a pod of it restarts: whoever reads has always a whole file.
+/// Many copies at once, as in a rollout of a DaemonSet. A reader always has a whole file.
 #[test]
-fn those_that_copy_at_once_do_not_disturb_each_other() {
+fn concurrent_copies_do_not_disturb_each_other() {
     let dir = tempfile::tempdir().unwrap();
     let to = dir.path().join("to");
     let sources = ["a", "b"].map(|letter| {
@@ -103,7 +104,7 @@ fn those_that_copy_at_once_do_not_disturb_each_other() {
     assert_eq!(names(dir.path()), ["a", "b", "to"]);
 }
 
-/// A tmpfs of 64 KiB in a mount namespace, all of it taken.
+/// A full tmpfs of 64 KiB in a mount namespace.
 #[test]
 fn a_full_disk_keeps_the_old_file() {
     as_root("a_full_disk_keeps_the_old_file", || {

@@ -1,5 +1,5 @@
-//! The plugin with the plugins that clusters use (`bridge`, `host-local`, `portmap`, `loopback` of
-//! containernetworking-plugins), in network namespaces, for root and for an ordinary user alike.
+//! The plugin with the plugins of clusters (`bridge`, `host-local`, `portmap`, `loopback` of
+//! containernetworking-plugins), in network namespaces, as root and as an ordinary user.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -23,19 +23,19 @@ use runtime::{Answer, Attach, answer, call, flannel, names};
 
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Where the plugins are: `CNI_PLUGINS`, or where Debian has them.
+/// The directory of the plugins: `CNI_PLUGINS`, or Debian's.
 fn plugins() -> String {
     std::env::var("CNI_PLUGINS").unwrap_or_else(|_| "/usr/lib/cni".into())
 }
 
-/// A host, and the runtime on it.
+/// A host with a runtime.
 struct Node {
     host: Namespace,
     dir: TempDir,
     subnet_file: PathBuf,
 }
 
-/// A pod as the runtime sees it.
+/// The runtime's view of a pod.
 struct Sandbox {
     namespace: Namespace,
     attach: Attach,
@@ -48,7 +48,7 @@ impl Sandbox {
         Self { namespace, attach }
     }
 
-    /// What `ip` of iproute2 prints inside.
+    /// The output of `ip` inside.
     fn ip(&self, args: &str) -> String {
         ip(&self.namespace, args)
     }
@@ -66,7 +66,7 @@ impl Node {
         Self { host: host.clone(), dir, subnet_file: subnet_file.to_owned() }
     }
 
-    /// A host that has what the daemon would have written for these families.
+    /// A host with a `subnet.env` for these families.
     fn alone(families: &[Family], ip_masq: bool) -> Self {
         let host = Namespace::new("host").unwrap();
         host.ip("link set lo up\nlink add uplink type bridge\nlink set uplink up\naddr add 192.0.2.1/24 dev uplink\naddr add 2001:db8::1/64 dev uplink nodad\n")
@@ -86,7 +86,7 @@ impl Node {
         node
     }
 
-    /// flannel's plugin config as kube-flannel.yml has it; state stays in the test's own directory.
+    /// The plugin config of kube-flannel.yml, with the state in the test's directory.
     fn conf(&self, more: &Value) -> Value {
         let mut conf = json!({
             "cniVersion": "1.0.0", "name": "cbr0", "type": "flannel",
@@ -114,21 +114,21 @@ impl Node {
         answer(&output)
     }
 
-    /// ADD of a list of plugins, as a runtime does it: the result of each goes to the next.
+    /// ADD of a list of plugins. As in a runtime, the result of each goes to the next.
     fn add(&self, sandbox: &Sandbox, plugins: &[Value]) -> Result<Value, Value> {
         plugins.iter().try_fold(Value::Null, |result, conf| {
             self.call("ADD", sandbox, &with_result(conf, &result))
         })
     }
 
-    /// CHECK of a list of plugins: every one gets the result of the whole ADD.
+    /// CHECK of a list of plugins. Each gets the result of the whole ADD.
     fn check(&self, sandbox: &Sandbox, plugins: &[Value], result: &Value) -> Result<(), Value> {
         plugins
             .iter()
             .try_for_each(|conf| self.call("CHECK", sandbox, &with_result(conf, result)).map(drop))
     }
 
-    /// DEL of a list of plugins, backwards.
+    /// DEL of a list of plugins, in reverse order.
     fn del(&self, sandbox: &Sandbox, plugins: &[Value], result: &Value) -> Result<(), Value> {
         plugins
             .iter()
@@ -136,7 +136,7 @@ impl Node {
             .try_for_each(|conf| self.call("DEL", sandbox, &with_result(conf, result)).map(drop))
     }
 
-    /// Addresses that host-local has given away.
+    /// Addresses that host-local has allocated.
     fn reserved(&self) -> Vec<String> {
         let mut names = names(&self.dir.path().join("host-local/cbr0"));
         names.retain(|name| !name.starts_with("last_reserved_ip") && name != "lock");
@@ -167,7 +167,8 @@ fn addresses(result: &Value) -> (Dual<IpAddr>, Dual<IpAddr>) {
     (ips.iter().map(address).collect(), ips.iter().map(gateway).collect())
 }
 
-/// Something inside `from` exchanges bytes with something inside `to` that listens at `local`; it connects to `peer`.
+/// A client inside `from` connects to `peer` and exchanges bytes with a server inside `to` that
+/// listens at `local`.
 fn exchange(from: &Namespace, peer: SocketAddr, to: &Namespace, local: SocketAddr) {
     // An IPv6 address is tentative at first.
     let bind = || TcpListener::bind(local).ok();
@@ -178,14 +179,14 @@ fn exchange(from: &Namespace, peer: SocketAddr, to: &Namespace, local: SocketAdd
         let (mut stream, _) = eventually(PATIENCE, accept, || format!("nobody came to {local}"));
         stream.write_all(b"hello").unwrap();
     });
-    // One that is given up may have been accepted already, and only one is.
+    // A connection that timed out may have been accepted, and the server accepts only one.
     let connect = || TcpStream::connect_timeout(&peer, PATIENCE).ok();
     let connected = || eventually(PATIENCE, connect, || format!("no connection to {peer}"));
     let mut stream = from.run(connected).unwrap();
     stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
-    let mut said = String::new();
-    stream.read_to_string(&mut said).unwrap();
-    assert_eq!(said, "hello");
+    let mut message = String::new();
+    stream.read_to_string(&mut message).unwrap();
+    assert_eq!(message, "hello");
     server.join().unwrap();
 }
 
@@ -263,7 +264,7 @@ fn portmap_behind_flannel_maps_a_port_to_the_pod() {
         });
         let plugins = [node.conf(&json!({})), portmap];
         let result = node.add(&pod, &plugins).unwrap();
-        // portmap 1.1.1 looks for its IPv4 rules among those of IPv6, so only flannel can be asked.
+        // portmap 1.1.1 looks for its IPv4 rules among those of IPv6, so only flannel is checked.
         node.check(&pod, &plugins[..1], &result).unwrap();
         let hosts = ["192.0.2.1", "2001:db8::1"].map(|address| address.parse::<IpAddr>().unwrap());
         for (family, address) in addresses(&result).0.iter() {
@@ -286,7 +287,7 @@ fn portmap_behind_flannel_maps_a_port_to_the_pod() {
     });
 }
 
-/// flannel without `--ip-masq`: the bridge masquerades, and its rules go with the pod.
+/// Without `--ip-masq` the bridge masquerades, and its rules are removed with the pod.
 #[test]
 fn the_bridge_masquerades_if_flannel_does_not() {
     as_root("the_bridge_masquerades_if_flannel_does_not", || {
@@ -307,10 +308,10 @@ fn the_bridge_masquerades_if_flannel_does_not() {
 }
 
 #[test]
-fn a_pod_whose_namespace_is_gone_gives_its_address_back() {
-    as_root("a_pod_whose_namespace_is_gone_gives_its_address_back", || {
+fn a_pod_whose_namespace_is_gone_releases_its_address() {
+    as_root("a_pod_whose_namespace_is_gone_releases_its_address", || {
         let node = Node::alone(&Family::BOTH, true);
-        // A path that is gone with it: a number of an open file may soon be that of another.
+        // A path that disappears with the namespace. The number of an open file may be reused.
         let (namespace, dir) = (Namespace::new("pod-1").unwrap(), tempfile::tempdir().unwrap());
         let path = dir.path().join("netns");
         std::os::unix::fs::symlink(namespace.path(), &path).unwrap();
@@ -326,9 +327,9 @@ fn a_pod_whose_namespace_is_gone_gives_its_address_back() {
     });
 }
 
-/// Links, namespaces and `subnet.env` are gone; what plugins keep in /var is still there. The runtime says DEL for every pod of
-/// before, with the path that was, or with none.
-fn pods_of_before_a_reboot_give_their_addresses_back(ip_masq: bool) {
+/// Links, namespaces and `subnet.env` are gone, and the plugins' state in /var is left. The runtime
+/// calls DEL for every earlier pod, with its old path or with none.
+fn pods_from_before_a_reboot_release_their_addresses(ip_masq: bool) {
     let mut node = Node::alone(&Family::BOTH, ip_masq);
     let plugins = [node.conf(&json!({}))];
     let pods = ["pod-1", "pod-2"].map(|name| {
@@ -341,7 +342,7 @@ fn pods_of_before_a_reboot_give_their_addresses_back(ip_masq: bool) {
     node.host = Namespace::new("host").unwrap();
     fs::remove_file(&node.subnet_file).unwrap();
     for (netns, (pod, result)) in ["/run/netns/of-before", ""].into_iter().zip(pods) {
-        // What the namespace is for, other than its path.
+        // The namespace exists, but not its path.
         let gone = Sandbox {
             namespace: Namespace::new("gone").unwrap(),
             attach: Attach { netns: netns.into(), ..pod.attach },
@@ -355,23 +356,23 @@ fn pods_of_before_a_reboot_give_their_addresses_back(ip_masq: bool) {
 }
 
 #[test]
-fn pods_of_before_a_reboot_give_their_addresses_back_if_flannel_masquerades() {
-    as_root("pods_of_before_a_reboot_give_their_addresses_back_if_flannel_masquerades", || {
-        pods_of_before_a_reboot_give_their_addresses_back(true);
+fn pods_from_before_a_reboot_release_their_addresses_if_flannel_masquerades() {
+    as_root("pods_from_before_a_reboot_release_their_addresses_if_flannel_masquerades", || {
+        pods_from_before_a_reboot_release_their_addresses(true);
     });
 }
 
 #[test]
-fn pods_of_before_a_reboot_give_their_addresses_back_if_the_bridge_masquerades() {
-    as_root("pods_of_before_a_reboot_give_their_addresses_back_if_the_bridge_masquerades", || {
-        pods_of_before_a_reboot_give_their_addresses_back(false);
+fn pods_from_before_a_reboot_release_their_addresses_if_the_bridge_masquerades() {
+    as_root("pods_from_before_a_reboot_release_their_addresses_if_the_bridge_masquerades", || {
+        pods_from_before_a_reboot_release_their_addresses(false);
     });
 }
 
-/// What the Go plugin did: it called the bridge with this text, and kept it under the container's name.
+/// The Go plugin called the bridge with this text, and saved it under the container's name.
 #[test]
-fn a_pod_of_the_go_plugins_gives_its_address_back() {
-    as_root("a_pod_of_the_go_plugins_gives_its_address_back", || {
+fn a_pod_of_the_go_plugin_releases_its_address() {
+    as_root("a_pod_of_the_go_plugin_releases_its_address", || {
         let node = Node::alone(&[Family::V4], true);
         let pod = Sandbox::new("pod-1");
         let saved = format!(
@@ -391,11 +392,11 @@ fn a_pod_of_the_go_plugins_gives_its_address_back() {
     });
 }
 
-/// The bridge does not find host-local for a moment, as while plugins are updated: the error comes through, and the retry does what
-/// was left undone.
+/// The bridge does not find host-local for a moment, as during an update of plugins. The error is
+/// passed on, and the retry completes the DEL.
 #[test]
-fn a_del_that_failed_half_way_is_finished_by_the_next_one() {
-    as_root("a_del_that_failed_half_way_is_finished_by_the_next_one", || {
+fn a_del_that_failed_half_way_is_completed_by_the_next_one() {
+    as_root("a_del_that_failed_half_way_is_completed_by_the_next_one", || {
         let node = Node::alone(&Family::BOTH, true);
         let pod = Sandbox::new("pod-1");
         let conf = node.conf(&json!({}));
@@ -426,8 +427,8 @@ fn a_del_that_failed_half_way_is_finished_by_the_next_one() {
 }
 
 #[test]
-fn every_version_that_the_plugins_speak_connects_a_pod() {
-    as_root("every_version_that_the_plugins_speak_connects_a_pod", || {
+fn every_version_of_the_plugins_connects_a_pod() {
+    as_root("every_version_of_the_plugins_connects_a_pod", || {
         let node = Node::alone(&[Family::V4], true);
         for (version, checks) in [
             ("0.1.0", false),
@@ -440,7 +441,7 @@ fn every_version_that_the_plugins_speak_connects_a_pod() {
             let pod = Sandbox::new(&format!("pod-{version}"));
             let plugins = [node.conf(&json!({ "cniVersion": version }))];
             let result = node.add(&pod, &plugins).unwrap();
-            // The oldest two have one address for each family.
+            // Results of the oldest two have one address for each family.
             let address = result["ip4"]["ip"]
                 .as_str()
                 .or_else(|| result["ips"][0]["address"].as_str())
@@ -459,7 +460,7 @@ fn every_version_that_the_plugins_speak_connects_a_pod() {
     });
 }
 
-/// host-local has no address left: the error is its own, and nothing stays behind.
+/// host-local has no free address. Its error is passed on, and nothing is left.
 #[test]
 fn an_add_without_a_free_address_leaves_nothing_behind() {
     as_root("an_add_without_a_free_address_leaves_nothing_behind", || {
@@ -480,7 +481,8 @@ fn an_add_without_a_free_address_leaves_nothing_behind() {
     });
 }
 
-/// The lab's program, which becomes the daemons; `FLANNEL_LAB` names a copy of it for users who cannot build it.
+/// The lab's program, which runs the daemons. `FLANNEL_LAB` is the path of a copy for users who
+/// cannot build it.
 fn lab() -> Builder {
     if let Some(program) = std::env::var_os("FLANNEL_LAB") {
         return Lab::builder().program(program);

@@ -1,4 +1,4 @@
-//! The plugin's protocol, with a delegate of our own that takes nothing but what the specification allows
+//! The plugin's protocol, with a delegate that accepts only calls that the specification allows
 //! (`strict/delegate.sh`). Real processes, no privileges.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
@@ -16,7 +16,8 @@ use runtime::{Answer, Attach, answer, call, flannel, names};
 
 const ENV: &str = "FLANNEL_NETWORK=10.1.0.0/16\nFLANNEL_SUBNET=10.1.5.1/24\nFLANNEL_MTU=1450\nFLANNEL_IPMASQ=true\n";
 
-/// A host with a `subnet.env`, a directory of plugins with the strict delegate as `bridge`, and a state directory.
+/// A host with a `subnet.env`, a directory of plugins with the strict delegate as `bridge`, and a
+/// state directory.
 struct Host(TempDir);
 
 /// One call of the delegate.
@@ -65,7 +66,7 @@ impl Host {
         self.call("ADD", of, &json!({})).unwrap();
     }
 
-    /// The delegate's calls since this was asked last.
+    /// The delegate's calls since the previous call of this function.
     fn called(&self) -> Vec<Called> {
         let text = fs::read_to_string(self.path("calls")).unwrap_or_default();
         let _ = fs::remove_file(self.path("calls"));
@@ -89,7 +90,7 @@ impl Host {
         fs::write(self.path(&format!("fail-{command}")), error.to_string()).unwrap();
     }
 
-    fn mend(&self, command: &str) {
+    fn repair(&self, command: &str) {
         fs::remove_file(self.path(&format!("fail-{command}"))).unwrap();
     }
 
@@ -115,12 +116,12 @@ fn more() -> Value {
 }
 
 #[test]
-fn add_hands_over_everything_saves_it_and_answers_what_the_delegate_answers() {
+fn add_passes_everything_on_saves_it_and_returns_the_delegates_answer() {
     let host = Host::new();
     let saved = host.path("state/c1:eth0");
     let env = [("CNI_ARGS", "A=1;B=2"), ("STRICT_SAVED", saved.to_str().unwrap())];
     let output = host.output("ADD", ETH0, &host.conf(&more()).to_string(), &env);
-    // As it is, white space and unknown keys included.
+    // Unchanged, with white space and unknown keys.
     let answer = r#"{"cniVersion":"1.1.0",  "ips":[], "new": {"kept": true}}"#;
     assert_eq!(String::from_utf8(output.stdout).unwrap(), answer);
     let stderr = String::from_utf8(output.stderr).unwrap();
@@ -128,14 +129,14 @@ fn add_hands_over_everything_saves_it_and_answers_what_the_delegate_answers() {
     let of = format!("c1|eth0|{NETNS}|A=1;B=2");
     assert_eq!(host.called(), [Called { command: "ADD".into(), of, conf: DELEGATE.into() }]);
     assert_eq!(host.state(), ["c1", "c1:eth0"]);
-    // Either name is good for either plugin.
+    // Each plugin can use either name.
     for name in host.state() {
         assert_eq!(fs::read_to_string(host.path("state").join(name)).unwrap(), DELEGATE);
     }
 }
 
 #[test]
-fn every_version_of_the_specification_is_spoken() {
+fn every_version_of_the_specification_is_supported() {
     for (version, checks) in [
         ("0.1.0", false),
         ("0.2.0", false),
@@ -180,7 +181,7 @@ fn every_version_of_the_specification_is_spoken() {
 }
 
 #[test]
-fn del_is_done_when_the_delegate_has_done_it_and_not_before() {
+fn the_state_is_removed_when_the_delegates_del_has_succeeded() {
     let host = Host::new();
     host.add(ETH0);
     host.called();
@@ -193,8 +194,8 @@ fn del_is_done_when_the_delegate_has_done_it_and_not_before() {
             (vec![format!("DEL c1|eth0|{NETNS}|")], vec!["c1".into(), "c1:eth0".into()])
         );
     }
-    host.mend("DEL");
-    // Neither subnet.env nor `delegate` is needed any more.
+    host.repair("DEL");
+    // DEL needs neither subnet.env nor `delegate`.
     fs::remove_file(host.path("subnet.env")).unwrap();
     host.call("DEL", ETH0, &json!({ "delegate": { "type": "other" } })).unwrap();
     assert_eq!((host.attached(), host.state(), host.called().len()), (vec![], vec![], 1));
@@ -203,7 +204,7 @@ fn del_is_done_when_the_delegate_has_done_it_and_not_before() {
 }
 
 #[test]
-fn del_without_the_plugin_keeps_what_it_has_to_do() {
+fn del_without_the_plugin_keeps_the_state() {
     let host = Host::new();
     host.add(ETH0);
     fs::rename(host.path("bin/bridge"), host.path("bridge")).unwrap();
@@ -214,7 +215,7 @@ fn del_without_the_plugin_keeps_what_it_has_to_do() {
     assert_eq!((host.attached(), host.state()), (vec![], vec![]));
 }
 
-/// The number of a container's process may be another's by now, in the host's namespace.
+/// The id of a container's process may be reused by a process of the host.
 #[test]
 fn del_never_touches_the_hosts_own_namespace() {
     let host = Host::new();
@@ -239,7 +240,7 @@ fn del_after_a_reboot_that_lost_the_state_succeeds() {
 }
 
 #[test]
-fn del_of_what_was_half_written_succeeds_and_leaves_it_for_a_person() {
+fn del_of_an_incomplete_state_succeeds_and_leaves_the_file() {
     let host = Host::new();
     host.add(ETH0);
     fs::write(host.path("state/c1:eth0"), r#"{"type":"bri"#).unwrap();
@@ -306,11 +307,11 @@ fn an_add_that_fails_is_undone() {
         (&json!("half way"), &json!("cleaning up after it failed too: stuck"))
     );
     assert_eq!(host.attached(), ["c1:eth0"]);
-    host.mend("DEL");
+    host.repair("DEL");
     host.call("DEL", ETH0, &json!({})).unwrap();
     assert_eq!((host.attached(), host.state()), (vec![], vec![]), "the retry knew what to undo");
 
-    host.mend("ADD");
+    host.repair("ADD");
     let conf = host.conf(&json!({})).to_string();
     let error =
         answer(&host.output("ADD", ETH0, &conf, &[("STRICT_ANSWER", "done!")])).unwrap_err();
@@ -319,7 +320,7 @@ fn an_add_that_fails_is_undone() {
 }
 
 #[test]
-fn a_second_add_fails_and_takes_nothing_down() {
+fn a_second_add_fails_and_undoes_nothing() {
     let host = Host::new();
     host.call("ADD", ETH0, &more()).unwrap();
     let error = host.call("ADD", ETH0, &json!({})).unwrap_err();
@@ -329,7 +330,7 @@ fn a_second_add_fails_and_takes_nothing_down() {
     host.call("DEL", ETH0, &json!({})).unwrap();
     assert_eq!(host.called()[0].conf, DELEGATE, "what the first one saved");
 
-    // The same where the Go plugin did the first.
+    // The same after an ADD of the Go plugin.
     fs::create_dir_all(host.path("attached")).unwrap();
     fs::write(host.path("attached/c1:eth0"), "").unwrap();
     fs::write(host.path("state/c1"), DELEGATE).unwrap();
@@ -338,7 +339,7 @@ fn a_second_add_fails_and_takes_nothing_down() {
 }
 
 #[test]
-fn what_the_go_plugin_connected_is_checked_and_disconnected() {
+fn a_container_of_the_go_plugin_is_checked_and_disconnected() {
     let host = Host::new();
     host.add(ETH0);
     host.called();
@@ -349,22 +350,21 @@ fn what_the_go_plugin_connected_is_checked_and_disconnected() {
     host.fail("DEL", 11, "busy");
     host.call("DEL", ETH0, &json!({})).unwrap_err();
     assert_eq!(host.state(), ["c1"]);
-    host.mend("DEL");
+    host.repair("DEL");
     host.called();
     host.call("DEL", ETH0, &json!({})).unwrap();
     assert_eq!((host.attached(), host.state()), (vec![], vec![]));
     assert_eq!(host.called()[0].conf, DELEGATE);
 }
 
-/// The Go plugin's file is of a container, and does not say of which interface. It must not go with another network's, however often
-/// runtimes ask.
+/// The Go plugin's file does not name the interface. A DEL of another network must not remove it.
 #[test]
-fn del_of_another_network_leaves_what_the_go_plugin_connected() {
+fn del_of_another_network_leaves_the_go_plugins_state() {
     let host = Host::new();
     fs::create_dir(host.path("state")).unwrap();
     fs::write(host.path("state/c1"), DELEGATE).unwrap();
     let other = json!({ "name": "other" });
-    // Its ADD failed before it saved anything; then it was connected.
+    // First after an ADD that failed before it saved, then after one that succeeded.
     host.call("DEL", NET1, &other).unwrap();
     host.call("ADD", NET1, &other).unwrap();
     host.call("DEL", NET1, &other).unwrap();
@@ -378,7 +378,7 @@ fn del_of_another_network_leaves_what_the_go_plugin_connected() {
 }
 
 #[test]
-fn check_asks_the_delegate_in_the_configs_version() {
+fn check_calls_the_delegate_in_the_configs_version() {
     let host = Host::new();
     let old = host.conf(&json!({ "cniVersion": "0.3.1" })).to_string();
     answer(&host.output("ADD", ETH0, &old, &[("STRICT_VERSION", "0.3.1")])).unwrap();
@@ -398,14 +398,14 @@ fn check_asks_the_delegate_in_the_configs_version() {
 }
 
 #[test]
-fn status_is_what_add_would_meet() {
+fn status_reports_the_errors_that_add_would_have() {
     let host = Host::new();
     let status = |more: &Value| host.call("STATUS", ("", ""), more);
     assert_eq!(status(&more()), Ok(Value::Null));
     assert_eq!(host.called()[0].conf, DELEGATE);
     host.fail("STATUS", 51, "no addresses left");
     assert_eq!(status(&json!({})).unwrap_err()["code"], 51);
-    host.mend("STATUS");
+    host.repair("STATUS");
     let error = status(&json!({ "delegate": { "type": "absent" } })).unwrap_err();
     assert!(error["code"] == 50 && error["msg"].as_str().unwrap().contains("absent"), "{error}");
     fs::remove_file(host.path("subnet.env")).unwrap();
@@ -417,12 +417,12 @@ fn status_is_what_add_would_meet() {
 }
 
 #[test]
-fn gc_undoes_what_is_not_to_stay_and_tells_the_delegate() {
+fn gc_undoes_invalid_attachments_and_calls_the_delegate() {
     let host = Host::new();
     for of in [ETH0, NET1, ("c2", "eth0"), ("c3", "eth0")] {
         host.add(of);
     }
-    // The strict delegate is of one network only.
+    // The strict delegate knows only one network.
     host.call("ADD", ("c4", "eth0"), &json!({ "name": "other" })).unwrap();
     fs::remove_file(host.path("attached/c4:eth0")).unwrap();
     fs::write(host.path("state/go-stale"), DELEGATE).unwrap();
@@ -445,8 +445,8 @@ fn gc_undoes_what_is_not_to_stay_and_tells_the_delegate() {
     host.called();
     assert_eq!(gc(&json!({ "cni.dev/valid-attachments": valid })), Ok(Value::Null));
     let mut called = host.called();
-    let told: Value = serde_json::from_str(&called.pop().unwrap().conf).unwrap();
-    assert_eq!(told["cni.dev/valid-attachments"], valid);
+    let passed: Value = serde_json::from_str(&called.pop().unwrap().conf).unwrap();
+    assert_eq!(passed["cni.dev/valid-attachments"], valid);
     let mut undone: Vec<String> =
         called.into_iter().map(|called| format!("{} {}", called.command, called.of)).collect();
     undone.sort();
@@ -454,7 +454,7 @@ fn gc_undoes_what_is_not_to_stay_and_tells_the_delegate() {
     assert_eq!(host.attached(), ["c1:eth0"]);
     assert_eq!(host.state(), ["c1", "c1:eth0", "c4", "c4:eth0", "go-other", "go-valid"]);
 
-    // Errors end nothing, and all are told.
+    // GC continues after errors, and reports all.
     host.add(("c5", "eth0"));
     host.add(("c6", "eth0"));
     host.fail("DEL", 999, "stuck");
@@ -470,17 +470,17 @@ fn gc_undoes_what_is_not_to_stay_and_tells_the_delegate() {
     for kept in ["c5:eth0", "go-stale"] {
         assert!(host.state().contains(&kept.to_owned()), "{kept}");
     }
-    host.mend("DEL");
-    host.mend("GC");
+    host.repair("DEL");
+    host.repair("GC");
     assert_eq!(gc(&json!({})).unwrap_err()["code"], 7, "a missing list is not an empty one");
     assert_eq!(host.attached(), ["c1:eth0", "c5:eth0", "c6:eth0"]);
     gc(&json!({ "cni.dev/valid-attachments": valid })).unwrap();
     assert_eq!(host.attached(), ["c1:eth0"]);
 }
 
-/// As those that know nothing of GC do: they succeed.
+/// A delegate without GC succeeds.
 #[test]
-fn gc_undoes_what_the_go_plugin_connected_though_the_delegate_does_nothing() {
+fn gc_undoes_attachments_of_the_go_plugin_if_the_delegate_has_no_gc() {
     let host = Host::new();
     fs::create_dir(host.path("state")).unwrap();
     fs::create_dir(host.path("attached")).unwrap();
@@ -498,7 +498,7 @@ fn gc_undoes_what_the_go_plugin_connected_though_the_delegate_does_nothing() {
         (host.attached(), host.state()),
         (vec!["go-stale:eth0".into()], vec!["go-stale".into()])
     );
-    host.mend("DEL");
+    host.repair("DEL");
     assert_eq!(gc(), Ok(Value::Null));
     assert_eq!((host.attached(), host.state()), (vec![], vec![]));
 }
@@ -542,7 +542,7 @@ fn bad_input_gets_an_error_object_and_changes_nothing() {
         assert!(error["code"] == code && error["msg"].as_str().unwrap().contains(says), "{error}");
         assert!(error["cniVersion"].is_string(), "{error}");
     }
-    // Whatever is asked for, with a state that only a whole config may touch.
+    // For every command, with a state that only a valid config may touch.
     let saved = host.path("state/c1:eth0");
     fs::create_dir(host.path("state")).unwrap();
     fs::write(&saved, DELEGATE).unwrap();
@@ -561,8 +561,8 @@ fn bad_input_gets_an_error_object_and_changes_nothing() {
             (&*wrong_path, 7, "dataDir"),
         ] {
             let error = answer(&host.output(command, ETH0, conf, &[])).unwrap_err();
-            let said = format!("{} {}", error["msg"], error["details"]);
-            assert!(error["code"] == code && said.contains(says), "{command} {conf}: {error}");
+            let message = format!("{} {}", error["msg"], error["details"]);
+            assert!(error["code"] == code && message.contains(says), "{command} {conf}: {error}");
             assert!(error["cniVersion"].is_string(), "{command} {conf}: {error}");
         }
         assert_eq!(fs::read_to_string(&saved).unwrap(), DELEGATE, "{command}");
@@ -576,7 +576,7 @@ fn bad_input_gets_an_error_object_and_changes_nothing() {
 }
 
 #[test]
-fn version_needs_nothing_and_a_person_gets_an_explanation() {
+fn version_needs_no_input_and_a_person_gets_an_explanation() {
     let version = std::process::Command::new(flannel())
         .env_clear()
         .env("CNI_COMMAND", "VERSION")
@@ -588,18 +588,19 @@ fn version_needs_nothing_and_a_person_gets_an_explanation() {
         (&json!("1.1.0"), 7)
     );
     let person = std::process::Command::new(flannel()).env_clear().output().unwrap();
-    let said = String::from_utf8(person.stderr).unwrap();
+    let message = String::from_utf8(person.stderr).unwrap();
     assert!(person.status.success() && person.stdout.is_empty());
     assert!(
-        said.starts_with("CNI Plugin flannel version ") && said.ends_with("0.4.0, 1.0.0, 1.1.0\n"),
-        "{said}"
+        message.starts_with("CNI Plugin flannel version ")
+            && message.ends_with("0.4.0, 1.0.0, 1.1.0\n"),
+        "{message}"
     );
 }
 
-/// A crash at any moment leaves a whole state or the one before: it is on the disk before it has its name, and the name is
-/// before the delegate does anything.
+/// A crash leaves the new or the old state. The file is durable before its rename, and the rename
+/// before the delegate runs.
 #[test]
-fn the_state_is_on_the_disk_before_it_counts() {
+fn the_state_is_durable_before_it_counts() {
     let host = Host::new();
     let (traced, trace) = (host.path("traced"), host.path("trace"));
     let script = format!(
@@ -622,7 +623,7 @@ fn the_state_is_on_the_disk_before_it_counts() {
             found.unwrap_or_else(|| panic!("{time} ADD: no {what} of {}: {calls}", of.display()))
         };
         let state = host.path("state");
-        // As after a boot of the host.
+        // As after a reboot of the host.
         fs::remove_dir_all(host.path("attached")).unwrap();
         let order = [
             at("fsync(", &state.join(".c1:eth0")),

@@ -17,7 +17,7 @@ pub use self::secrets::{MakeSecret, MemorySecrets, Secrets};
 use crate::address::Dual;
 use crate::config::Config;
 use crate::error::{Error, Result};
-use crate::kernel::{Footprint, Kernel};
+use crate::kernel::{Annex, Footprint, Kernel};
 use crate::lease::{Lease, Offer, Origin, Subnets, View};
 use crate::network::Network;
 use crate::object::{LinkName, Object, State};
@@ -69,6 +69,12 @@ pub trait Backend: fmt::Debug + Send + Sync {
     /// The kernel objects that the network owns on a node with this external interface; without an
     /// interface, those on it are not included. Also used by cleanup.
     fn footprint(&self, config: &Config, uplink: Option<LinkName>) -> Result<Footprint>;
+
+    /// Keeps the records that the network's plan defines; `None`: it defines none. Each call returns
+    /// a handle of the same annex.
+    fn annex(&self) -> Option<Arc<dyn Annex>> {
+        None
+    }
 
     /// Checks that the network can run on this node, and chooses the attributes that the node
     /// publishes in its lease. Writes no kernel object.

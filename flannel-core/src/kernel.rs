@@ -1,5 +1,6 @@
 //! The trait of a kernel, and the rules for the kernel objects that flannel may change.
 
+mod annex;
 mod changed_by;
 mod nexthops;
 
@@ -9,6 +10,7 @@ use std::net::IpAddr;
 
 use async_trait::async_trait;
 
+pub use self::annex::{Annex, WithAnnexes};
 pub use self::changed_by::{ChangedBy, ProcessNames};
 pub use self::nexthops::{NexthopBlock, NexthopIds};
 use crate::address::{Dual, Subnet};
@@ -19,6 +21,8 @@ pub const ROUTE_PROTOCOL: u8 = 241;
 
 /// The route protocol of Go flannel, and of scripts that name none (`RTPROT_BOOT`).
 pub const GO_ROUTE_PROTOCOL: u8 = 3;
+
+const EINPROGRESS: i32 = 115;
 
 /// `RTPROT_KERNEL`: routes that the kernel made itself.
 const PROTOCOL_KERNEL: u8 = 2;
@@ -34,6 +38,7 @@ const PROTOCOL_KERNEL: u8 = 2;
 /// | | on one of `links`, not made by the kernel |
 /// | | [our protocol](ROUTE_PROTOCOL), inside `networks`; a blackhole only with `blackholes` |
 /// | nexthop | our protocol, and its id in `nexthops` or its device in `links` |
+/// | record | its annex is in `annexes` |
 ///
 /// A network therefore finds the objects that it left on another external interface, or with
 /// another backend. Networks in one network namespace need pod networks that do not overlap.
@@ -53,6 +58,8 @@ pub struct Footprint {
     /// [its protocol](GO_ROUTE_PROTOCOL), by a gateway, inside `networks`, with the `SubnetLen`
     /// that this gives for their family. For `flannel_route::remove_go_routes` only.
     pub go_routes: Option<Dual<u8>>,
+    /// The annexes with its records ([`Annex::name`]).
+    pub annexes: BTreeSet<&'static str>,
 }
 
 impl Footprint {
@@ -66,6 +73,7 @@ impl Footprint {
         }
         self.routes_on.extend(other.routes_on);
         self.blackholes |= other.blackholes;
+        self.annexes.extend(other.annexes);
     }
 
     /// Whether an address read from the kernel is owned.
@@ -125,6 +133,7 @@ impl Footprint {
                 Via::Blackhole | Via::LastResort => may_be_ours && self.blackholes,
             },
             Object::Addr(addr) => self.owns_addr(addr),
+            Object::Record(record) => self.annexes.contains(record.annex),
             object => object.link().is_some_and(|link| self.links.contains(&link)),
         }
     }
@@ -137,6 +146,7 @@ impl Footprint {
             }
             Key::Nexthop(id) => self.owns_id(*id),
             Key::Route(dst) => self.networks.iter().any(|network| network.covers(dst)),
+            Key::Record(annex, _) => self.annexes.contains(annex),
         }
     }
 }
@@ -159,6 +169,16 @@ impl KernelError {
     /// An errno with an explanation.
     pub fn explained(errno: i32, detail: impl Into<String>) -> Self {
         Self { errno, detail: Some(detail.into()) }
+    }
+
+    /// The answer of an [`Annex`] to a change that it has only started (`EINPROGRESS`).
+    pub const fn started() -> Self {
+        Self::new(EINPROGRESS)
+    }
+
+    /// Whether this is no failure but a change that was only started.
+    pub fn is_started(&self) -> bool {
+        self.errno == EINPROGRESS
     }
 
     /// Whether it is `ENOENT`, `ESRCH`, `ENXIO`, `ENODEV` or `EADDRNOTAVAIL`: nothing to delete.
@@ -291,6 +311,7 @@ pub enum Invalidation {
 
 /// The content of one message about one object.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum KernelEvent {
     /// It exists, exactly like this.
     Present(Object),
@@ -304,6 +325,21 @@ pub enum KernelEvent {
     Related(Key),
     /// It was deleted.
     Deleted(Key),
+    /// A change that was started ([`KernelError::started`]) has failed.
+    Failed(Key, KernelError),
+}
+
+impl KernelEvent {
+    /// The key of the object.
+    pub fn key(&self) -> Key {
+        match self {
+            Self::Present(object) | Self::Inexact(object) | Self::Duplicate(object) => object.key(),
+            Self::Unrepresentable(key)
+            | Self::Related(key)
+            | Self::Deleted(key)
+            | Self::Failed(key, _) => *key,
+        }
+    }
 }
 
 /// A stream of invalidations.

@@ -11,6 +11,7 @@ mod link;
 mod name;
 mod neigh;
 mod nexthop;
+mod record;
 mod route;
 mod secret;
 mod state;
@@ -26,6 +27,7 @@ pub use self::link::{Link, LinkAttributes, LinkKind, Vxlan};
 pub use self::name::{LinkName, MacAddr};
 pub use self::neigh::Neigh;
 pub use self::nexthop::Nexthop;
+pub use self::record::Record;
 pub use self::route::{Route, Via};
 pub use self::secret::Secret;
 pub use self::state::State;
@@ -180,6 +182,12 @@ object_kinds! {
     /// A route, by destination (main table, default metric, no TOS).
     key: (dst: Subnet) = "{dst}",
     device: |route| route.via.link();
+
+    /// An entry of an annex. It is created last, when packets can be sent.
+    Record "record",
+    /// A record, by its annex and the subnet.
+    key: (annex: &'static str, subnet: Subnet) = "{annex} {subnet}",
+    device: |_| None;
 }
 
 // 50,000 peers have 200,000 objects.

@@ -1,7 +1,7 @@
-//! Commands for findings and problems, in the words of the place where flannel runs.
+//! Commands that repair findings and problems.
 //!
-//! Commands are written for a host with a systemd unit and a registry of its own. In Kubernetes
-//! neither exists, so [`localize`] replaces them before the daemon or the doctor shows them.
+//! They are written for a host with a systemd unit and a registry. Kubernetes has neither, so
+//! [`localize`] replaces them before the daemon or the doctor shows them.
 
 use std::fmt::Display;
 
@@ -9,8 +9,8 @@ use flannel_api::Finding;
 
 const NODES: &str = "kubectl get nodes -o custom-columns=N:.metadata.name,C:.spec.podCIDRs";
 
-/// What it is called on a host, and there.
-const WORDS: [(&str, &str); 7] = [
+/// Commands on a host, and their replacement in Kubernetes.
+const REPLACEMENTS: [(&str, &str); 7] = [
     ("journalctl -u flanneld", "kubectl -n kube-flannel logs daemonset/kube-flannel-ds"),
     (
         "systemctl restart flanneld",
@@ -29,14 +29,14 @@ const WORDS: [(&str, &str); 7] = [
     ("flannelctl config set FILE", "kubectl -n kube-flannel edit configmap kube-flannel-cfg"),
 ];
 
-/// The command that brings the directory of a store back.
+/// The command that restores the directory of a store.
 pub fn restore_directory(path: impl Display) -> String {
     format!(
-        "mount {path} || ls -la {path} # it is to be what it was: in an empty one no lease is left, and every daemon stops"
+        "mount {path} || ls -la {path} # restore its files: an empty directory holds no leases, and every daemon stops"
     )
 }
 
-/// The command that brings etcd back.
+/// The command that restarts etcd.
 pub fn restore_etcd(endpoints: &str) -> String {
     let host = |endpoint: &str| {
         let rest = endpoint.split_once("://").map_or(endpoint, |(_, rest)| rest);
@@ -46,27 +46,26 @@ pub fn restore_etcd(endpoints: &str) -> String {
     let each = if hosts.len() > 1 { ", where it does not run" } else { "" };
     let hosts = hosts.join(", ");
     format!(
-        "systemctl restart etcd # on {hosts}{each}; which answer: etcdctl --endpoints {endpoints} endpoint health"
+        "systemctl restart etcd # on {hosts}{each}; to see which answer: etcdctl --endpoints {endpoints} endpoint health"
     )
 }
 
-/// The command that releases a lease. The key is quoted, because a key of both families contains
-/// `&`.
+/// The command that releases a lease. The key is quoted, because that of both families has a `&`.
 pub fn release(key: impl Display) -> String {
     format!("flannelctl lease release --force '{key}' # if that node is gone")
 }
 
-/// A store of this name is Kubernetes.
+/// Whether the store of this name is Kubernetes.
 pub fn is_kubernetes(store: Option<&str>) -> bool {
     store.is_some_and(|store| store.starts_with("kube:"))
 }
 
-/// A command as it is said where this store is.
+/// The command to use with this store.
 pub fn localize(hint: String, store: Option<&str>) -> String {
     if !is_kubernetes(store) {
         return hint;
     }
-    let words = |hint: String, (here, there): (&str, &str)| hint.replace(here, there);
+    let replace = |hint: String, (here, there): (&str, &str)| hint.replace(here, there);
     if let Some((before, rest)) = hint.split_once("flannelctl config patch '")
         && let Some((patch, rest)) = rest.split_once('\'')
     {
@@ -76,20 +75,20 @@ pub fn localize(hint: String, store: Option<&str>) -> String {
         );
     }
     match hint.split_once("flannelctl lease release --force ") {
-        // A node that is deleted has no subnet any more.
+        // A deleted node has no subnet.
         Some((before, key)) => {
             let rest =
                 key.split_once(" # ").map(|(_, rest)| format!(": {rest}")).unwrap_or_default();
             format!("{before}{NODES} # then kubectl delete node{rest}")
         }
-        None => WORDS.into_iter().fold(hint, words),
+        None => REPLACEMENTS.into_iter().fold(hint, replace),
     }
 }
 
 /// Localizes the commands of findings.
 pub fn localize_findings(findings: &mut [Finding], store: Option<&str>) {
     for finding in findings {
-        finding.repair = finding.repair.take().map(|mend| localize(mend, store));
+        finding.repair = finding.repair.take().map(|repair| localize(repair, store));
     }
 }
 
@@ -98,7 +97,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_helps_is_said_in_the_words_of_the_place() {
+    fn commands_are_replaced_in_kubernetes_only() {
         let kube = Some("kube:https://10.96.0.1:443");
         for (here, there) in [
             ("journalctl -u flanneld", "kubectl -n kube-flannel logs daemonset/kube-flannel-ds".to_owned()),

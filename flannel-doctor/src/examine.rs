@@ -6,34 +6,34 @@ use std::sync::Arc;
 
 use flannel_api::{Client, Finding};
 use flannel_core::address::Family;
-use flannel_core::backend::Datapath;
 use flannel_core::kernel::RouteAnswer;
-use flannel_core::object::LinkName;
 use flannel_netlink::NetlinkKernel;
 use serde::Serialize;
 
+use crate::checks::device;
+use crate::checks::host::HostReport;
 use crate::commands::localize_findings;
-use crate::device::{self, Devices};
-use crate::diagnosis::{Answers, diagnose};
-use crate::host::HostReport;
-use crate::inputs::{PeerAnswers, ask};
-use crate::mtu::{Fault, settle};
-use crate::peers::{AddressReport, EchoReport, Question, SegmentsReport, Target};
-use crate::summary::bounded;
-use crate::why::lookup;
+use crate::diagnosis::mtu::{Fault, settle};
+use crate::diagnosis::peer::{Answers, diagnose};
+use crate::diagnosis::summary::bounded;
+use crate::diagnosis::why::lookup;
+use crate::inputs::devices::{self, Devices};
+use crate::inputs::network::Network;
+use crate::inputs::peers::{AddressReport, EchoReport, Question, SegmentsReport, Target};
+use crate::inputs::query::{PeerAnswers, query_peers};
 
-/// One layer, as it is found.
+/// The result of one layer.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Layer {
     /// Its name.
     pub layer: &'static str,
     /// `ok`, `finding` or `not known`.
     pub state: &'static str,
-    /// What was read there.
+    /// The values that were read.
     pub text: String,
 }
 
-/// A peer, and what became of the echoes.
+/// The answers of a peer.
 #[derive(Debug, Serialize)]
 pub struct PeerReport {
     /// The key of its lease.
@@ -42,11 +42,11 @@ pub struct PeerReport {
     pub subnets: Vec<String>,
     /// Its state, as the daemon reports it.
     pub state: String,
-    /// One for each family that was asked.
+    /// One for each family.
     pub echoes: Vec<FamilyReport>,
 }
 
-/// The echoes of one family.
+/// The answers of a peer in one family.
 #[derive(Debug, Serialize)]
 pub struct FamilyReport {
     /// `IPv4` or `IPv6`.
@@ -55,97 +55,63 @@ pub struct FamilyReport {
     pub tunnel: Option<AddressReport>,
     /// Echoes to its public address.
     pub public: Option<AddressReport>,
-    /// What both ends report; `null`: no daemon of ours answers there.
+    /// The report of both ends on TCP segments; `null`: no daemon of ours answers there.
     pub segments: Option<SegmentsReport>,
-    /// The largest packet through the tunnel that it acknowledges beside it, in bytes; 0: none.
-    pub noticed: u16,
+    /// The largest datagram through the tunnel that the daemon acknowledged, in bytes; 0: none.
+    #[serde(rename = "noticed")]
+    pub acknowledged: u16,
 }
 
-/// Everything that was found.
+/// The results of an examination.
 #[derive(Debug, Default)]
 pub struct Examination {
-    /// In the order in which they were examined.
+    /// The layers, in the order of the examination.
     pub layers: Vec<Layer>,
-    /// What is wrong.
+    /// The faults of all layers.
     pub faults: Vec<Fault>,
-    /// Those that were asked.
+    /// The peers that were asked.
     pub peers: Vec<PeerReport>,
 }
 
 impl Examination {
-    /// A layer, with what is wrong there.
+    /// Adds a layer, with its faults.
     pub fn layer(&mut self, layer: &'static str, text: impl Into<String>, faults: Vec<Fault>) {
         let state = if faults.is_empty() { "ok" } else { "finding" };
         self.layers.push(Layer { layer, state, text: text.into() });
         self.faults.extend(faults);
     }
 
-    /// What of this host stands in the way, as far as it could be looked at.
-    pub fn host(&mut self, look: HostReport) {
-        let HostReport { findings, unread } = look;
+    /// Adds the layer of this host's settings.
+    pub fn host(&mut self, report: HostReport) {
+        let HostReport { findings, unread } = report;
         let faults: Vec<Fault> = findings.into_iter().map(Fault::from).collect();
         if !faults.is_empty() {
-            self.layer("host", "something stands in the way", faults);
+            self.layer("host", "something blocks packets of pods", faults);
         } else if unread.is_empty() {
-            self.layer("host", "nothing stands in the way", faults);
+            self.layer("host", "nothing blocks packets of pods", faults);
         }
         if !unread.is_empty() {
             self.unknown("host", unread.join(", "));
         }
     }
 
-    /// A layer that cannot be read.
+    /// Adds a layer that cannot be read.
     pub fn unknown(&mut self, layer: &'static str, text: impl Into<String>) {
         self.layers.push(Layer { layer, state: "not known", text: text.into() });
     }
 }
 
-/// The network to examine, as the daemon describes it, or without a daemon the store and the
-/// kernel.
-#[derive(Debug, Clone, Default)]
-pub struct Network {
-    /// The daemon runs.
-    pub daemon: bool,
-    /// Where the daemon's leases are kept.
-    pub store: Option<String>,
-    /// It is known which devices there should be.
-    pub known: bool,
-    /// The backend type in the leases of this node's backend.
-    pub backend: String,
-    /// How packets of pods travel.
-    pub datapath: Datapath,
-    /// The external interface.
-    pub uplink: Option<LinkName>,
-    /// What pods may send, in bytes.
-    pub mtu: Option<u32>,
-    /// The other nodes.
-    pub targets: Vec<Target>,
-}
-
-impl Network {
-    /// The families that pods have addresses of, as tunnels show, or peers where there are none.
-    pub fn families(&self) -> Vec<Family> {
-        let of_peers =
-            |family| self.targets.iter().flat_map(|t| &t.subnets).any(|s| s.family() == family);
-        let has = |family: &Family| match self.datapath.devices.is_empty() {
-            true => of_peers(*family),
-            false => self.datapath.devices[*family].is_some(),
-        };
-        Family::BOTH.into_iter().filter(has).collect()
-    }
-}
-
-/// Which peers are asked, and where.
+/// Options of the questions to peers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ProbeOptions {
-    /// At most so many peers are asked, those in trouble first.
+    /// Peers to ask at most. Those whose state is not `in place` come first.
     pub peers: usize,
-    /// The port on which daemons of peers answer; 0: they are not asked.
+    /// The port of path probes; 0: none are made.
     pub doctor_port: u16,
 }
 
-/// Examines devices and peers, and returns all findings, errors first: those of the examination so
-/// far too. Without a client for a daemon the kernel tells which way packets take.
+/// Examines devices and peers. Returns all findings, with those that the examination had before,
+/// errors first. Without a client for a daemon, routes are looked up in the kernel.
 pub async fn examine(
     network: &Network,
     client: Option<&Client>,
@@ -162,12 +128,11 @@ pub async fn examine(
 }
 
 async fn look_at_devices(network: &Network, examination: &mut Examination) -> Devices {
-    let asked = network.clone();
-    let read = tokio::task::spawn_blocking(move || device::read(&asked)).await;
+    let network_copy = network.clone();
+    let read = tokio::task::spawn_blocking(move || devices::read(&network_copy)).await;
     let devices = read.unwrap_or_default();
     if !network.known {
-        examination
-            .unknown("device", "without a network config nobody knows which there should be");
+        examination.unknown("device", "without a network config the needed devices are not known");
         return devices;
     }
     let there = devices
@@ -205,12 +170,12 @@ async fn look_at_peers(
 ) {
     let mut targets: Vec<&Target> =
         network.targets.iter().filter(|target| target.state != "rejected").collect();
-    // Stable: those in trouble first, each by subnet.
+    // The sort is stable: within each group the order by subnet stays.
     targets.sort_by_key(|target| target.state == "in place");
     let all = targets.len();
     targets.truncate(options.peers);
     if targets.is_empty() && !network.known {
-        return examination.unknown("peers", "nobody could say which there are");
+        return examination.unknown("peers", "neither the daemon nor the store lists them");
     }
     if targets.is_empty() {
         return examination.layer(
@@ -229,21 +194,22 @@ async fn look_at_peers(
     for target in targets {
         questions.push((target, questions_to(target, devices).await));
     }
-    let (asked, mute) = match ask(&questions, devices, network.datapath.bare, options.doctor_port)
+    let bare = network.datapath.bare;
+    let (answers, echo_error) = match query_peers(&questions, devices, bare, options.doctor_port)
         .await
     {
-        Ok(asked) => asked,
+        Ok(answers) => answers,
         Err(why) => {
             examination.faults.extend(bounded(shadowed.into_values().map(Fault::from).collect()));
             return examination.unknown("peers", why);
         }
     };
     let mut found = Vec::new();
-    let mut asked = asked.into_iter();
+    let mut answers = answers.into_iter();
     for (target, questions) in &questions {
-        let (report, faults) = peer_report(target, questions, &mut asked, devices);
+        let (report, faults) = peer_report(target, questions, &mut answers, devices);
         examination.peers.push(report);
-        // A route that leads elsewhere explains what is not answered.
+        // A wrong route explains missing answers.
         found.extend(shadowed.remove(&target.key).map_or(faults, |finding| vec![finding.into()]));
     }
     let text = match all == questions.len() {
@@ -251,12 +217,12 @@ async fn look_at_peers(
         false => format!("{} of {all} asked: --peers {all} asks all", questions.len()),
     };
     examination.layer("peers", text, bounded(found));
-    if let Some(why) = mute {
+    if let Some(why) = echo_error {
         examination.unknown("peers", why);
     }
 }
 
-/// What is to be asked of a peer, by the way that packets to it take.
+/// The questions to a peer, for the path that packets to it take.
 async fn questions_to(target: &Target, devices: &Devices) -> Vec<Question> {
     let mut questions = target.questions(devices);
     for question in &mut questions {
@@ -270,12 +236,12 @@ async fn questions_to(target: &Target, devices: &Devices) -> Vec<Question> {
     questions
 }
 
-/// Where the kernel sends packets for an address, if it can be asked.
+/// The kernel's route to an address; `None` if the look-up fails.
 async fn way(address: IpAddr) -> Option<RouteAnswer> {
     lookup(Arc::new(NetlinkKernel::open().ok()?), address).await.ok()
 }
 
-/// Whether it sends them straight to the peer, as DirectRouting does.
+/// Whether the route leads to the peer without the tunnel, as with DirectRouting.
 fn is_direct(devices: &Devices, target: &Target, address: IpAddr, answer: &RouteAnswer) -> bool {
     answer.link.is_some()
         && answer.link == devices.uplink
@@ -283,15 +249,16 @@ fn is_direct(devices: &Devices, target: &Target, address: IpAddr, answer: &Route
         && answer.gateway == target.public[Family::of(address)]
 }
 
-/// The report of one peer, and what is wrong with it.
+/// The report of one peer, and its faults. Takes one of `answers` for each question.
 pub fn peer_report(
     target: &Target,
     questions: &[Question],
-    asked: &mut impl Iterator<Item = PeerAnswers>,
+    answers: &mut impl Iterator<Item = PeerAnswers>,
     devices: &Devices,
 ) -> (PeerReport, Vec<Fault>) {
     let (mut echoes, mut faults) = (Vec::new(), Vec::new());
-    for (question, PeerAnswers { echoes: answered, path, passes }) in questions.iter().zip(asked) {
+    for (question, PeerAnswers { echoes: answered, path, passes }) in questions.iter().zip(answers)
+    {
         let mut answered = answered.into_iter();
         let mut take = |address: Option<(IpAddr, u16)>| {
             address?;
@@ -305,18 +272,18 @@ pub fn peer_report(
         };
         let (tunnel, public) = (take(question.tunnel).unzip(), take(question.public).unzip());
         let segments = path.segments.as_ref().map(SegmentsReport::new);
-        let noticed = path.noticed;
+        let acknowledged = path.acknowledged;
         let answers = Answers { tunnel: tunnel.1, public: public.1, path, passes };
         faults.extend(diagnose(&target.key, question, &answers, devices));
         let family = question.family.to_string();
-        echoes.push(FamilyReport { family, tunnel: tunnel.0, public: public.0, segments, noticed });
+        let (tunnel, public) = (tunnel.0, public.0);
+        echoes.push(FamilyReport { family, tunnel, public, segments, acknowledged });
     }
     let subnets = target.subnets.iter().map(ToString::to_string).collect();
     (PeerReport { key: target.key.clone(), subnets, state: target.state.clone(), echoes }, faults)
 }
 
-/// What keeps packets from going to a peer by the way that flannel wants: looked at near both ends
-/// of each subnet.
+/// A finding if packets to two addresses of a subnet of the peer do not take flannel's route.
 async fn route_fault(
     client: Option<&Client>,
     devices: &Devices,
@@ -327,25 +294,23 @@ async fn route_fault(
         for address in [subnet.nth(1), subnet.nth(size.saturating_sub(2))].into_iter().flatten() {
             if let Some(client) = client {
                 let look = format!("flannelctl why {address}");
-                let asked = client.why(address);
-                let why = asked.ok();
-                // An answer that is not understood tells nothing.
-                if let Some(why) = why.filter(|why| !why.ok) {
+                // An invalid answer is no finding.
+                if let Some(why) = client.why(address).ok().filter(|why| !why.ok) {
                     let text = format!("{address} of {}: {}", target.key, why.verdict);
                     return Some(
                         Finding::error("route", text).with_command(why.hint.unwrap_or(look)),
                     );
                 }
             } else if let Some(text) = wrong_way(devices, target, address).await {
-                let mend = format!("systemctl start flanneld; flannelctl why {address}");
-                return Some(Finding::error("route", text).with_command(mend));
+                let repair = format!("systemctl start flanneld; flannelctl why {address}");
+                return Some(Finding::error("route", text).with_command(repair));
             }
         }
     }
     None
 }
 
-/// The same without a daemon that knows its objects: as far as the device tells.
+/// The same without a daemon: compares only the device of the route.
 async fn wrong_way(devices: &Devices, target: &Target, address: IpAddr) -> Option<String> {
     let answer = way(address).await?;
     let wanted = match devices.datapath.devices[Family::of(address)] {
@@ -353,7 +318,7 @@ async fn wrong_way(devices: &Devices, target: &Target, address: IpAddr) -> Optio
         _ => devices.uplink?,
     };
     match answer.link {
-        None => Some(format!("there is no way to {address} of {}", target.key)),
+        None => Some(format!("there is no route to {address} of {}", target.key)),
         Some(link) if link == wanted || is_direct(devices, target, address, &answer) => None,
         Some(link) => Some(format!(
             "packets for {address} of {} go by {link} instead of {wanted}",

@@ -7,8 +7,8 @@ use flannel_core::address::Dual;
 use flannel_core::backend::Datapath;
 use flannel_core::{Backend, Config};
 
-use crate::device::Devices;
-use crate::peers::Target;
+use crate::inputs::devices::Devices;
+use crate::inputs::peers::Target;
 
 /// The datapath of vxlan for both families.
 fn vxlan() -> Datapath {

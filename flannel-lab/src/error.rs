@@ -1,19 +1,19 @@
-//! What can go wrong in a lab. A pod that does not reach another is a result
-//! ([`Unreached`](crate::Unreached)), not an error. An error means that the lab itself failed.
+//! Errors of a lab. A pod that does not reach another is no error, but a result
+//! ([`Unreached`](crate::Unreached)).
 
 use std::io;
 use std::path::PathBuf;
 
-/// Why the lab could not do what was asked.
+/// An error of the lab.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// This machine lacks something that a lab needs.
     #[error("{what}\n  {remedy}")]
     Missing {
-        /// What is missing, and how that showed.
+        /// The missing requirement, with the symptom.
         what: String,
-        /// What to do about it.
+        /// The remedy.
         remedy: String,
     },
     /// A program failed inside a namespace.
@@ -23,10 +23,10 @@ pub enum Error {
         place: String,
         /// The program with its arguments; of a batch, the line that failed.
         command: String,
-        /// What it said, or its exit status if it said nothing.
+        /// Its standard error, or its exit status if that is empty.
         output: String,
     },
-    /// A host's daemon ended although nobody stopped it.
+    /// A host's daemon ended by itself.
     #[error("{host}: flanneld ended with {status}; the end of its log:\n{log}")]
     DaemonEnded {
         /// The host.
@@ -41,39 +41,39 @@ pub enum Error {
     NoSubnetEnv {
         /// The host.
         host: String,
-        /// The file that was waited for.
+        /// The path of the file.
         path: PathBuf,
-        /// How long it was waited for.
+        /// The timeout.
         seconds: f64,
         /// The last lines of the daemon's log.
         log: String,
     },
-    /// A `subnet.env` is not what a CNI plugin can use.
+    /// A CNI plugin could not use a `subnet.env`.
     #[error("{path}: {reason}")]
     SubnetEnv {
         /// The file.
         path: PathBuf,
-        /// Which key, what it holds, and what would be right.
+        /// The key, its value, and the expected value.
         reason: String,
     },
-    /// The lab was asked for something that it cannot be.
+    /// A call or an argument that the lab cannot serve.
     #[error("{0}")]
     Unsuitable(String),
     /// [`Interrupter::interrupt`](crate::Interrupter::interrupt) was called.
     #[error("interrupted")]
     Interrupted,
-    /// The operating system refused something.
+    /// A call to the operating system failed.
     #[error("{object}: {source}")]
     Io {
         /// The file, namespace or process.
         object: String,
-        /// Why.
+        /// The reason.
         source: io::Error,
     },
 }
 
 impl Error {
-    /// For `map_err`: names the object of an I/O error.
+    /// For `map_err`: adds the object of an I/O error.
     pub(crate) fn io<E: Into<io::Error>>(object: impl Into<String>) -> impl FnOnce(E) -> Self {
         let object = object.into();
         move |source| Self::Io { object, source: source.into() }

@@ -1,29 +1,22 @@
 #![doc = include_str!("../README.md")]
 
-mod daemon;
-mod echo;
+mod cluster;
 mod error;
-mod host;
-mod interrupt;
-mod lab;
-mod namespace;
-mod pod;
-mod privilege;
-mod reach;
+mod probe;
 mod subnet_env;
-mod switch;
+mod system;
 pub mod testing;
 
-pub use daemon::end_with_lab;
-pub use echo::Unreached;
+pub use cluster::daemon::end_with_lab;
+pub use cluster::host::Host;
+pub use cluster::lab::{Builder, Lab, MAX_HOSTS, default_backend};
+pub use cluster::pod::Pod;
+pub use cluster::switch::Switch;
 pub use error::{Error, Result};
-pub use host::Host;
-pub use interrupt::Interrupter;
-pub use lab::{Builder, Lab, MAX_HOSTS, default_backend};
-pub use namespace::{Namespace, may_make_namespaces};
 pub use nix::sys::signal::Signal;
-pub use pod::Pod;
-pub use privilege::{Privilege, enter, enter_and_exec};
-pub use reach::{Matrix, Pair};
+pub use probe::echo::Unreached;
+pub use probe::reach::{Matrix, Pair};
 pub use subnet_env::SubnetEnv;
-pub use switch::Switch;
+pub use system::interrupt::Interrupter;
+pub use system::namespace::{Namespace, may_make_namespaces};
+pub use system::privilege::{Privilege, enter, enter_and_exec};

@@ -1,8 +1,6 @@
 //! `lab`: a cluster on one machine, in one command.
 
-mod options;
-mod outcome;
-mod table;
+mod cli;
 
 use std::ffi::OsString;
 use std::future::poll_fn;
@@ -18,17 +16,17 @@ use flannel_lab::{Error, Interrupter, Lab, Result, Signal};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use tokio::signal::unix::{SignalKind, signal};
 
-use crate::options::Options;
-use crate::outcome::Outcome;
+use crate::cli::options::Options;
+use crate::cli::outcome::Outcome;
 
 fn main() -> ExitCode {
     let mut args = std::env::args_os();
     let program = args.next().unwrap_or_else(|| "lab".into());
     let rest: Vec<OsString> = args.collect();
     match rest.first().and_then(|first| first.to_str()) {
-        // How the lab starts its daemons.
+        // The lab starts its daemons with this argument.
         Some("daemon") => daemon(program, rest),
-        // Inside a host: `lab ctl status` and the like.
+        // In a host: `lab ctl status`, for example.
         Some("ctl") => {
             let args = std::iter::once(program).chain(rest.into_iter().skip(1));
             flannelctl::run(args, &flannel_backends::all())
@@ -42,7 +40,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Becomes flanneld.
+/// Runs flanneld.
 fn daemon(program: OsString, mut args: Vec<OsString>) -> ExitCode {
     if let Err(error) = flannel_lab::end_with_lab() {
         return failed(&error);
@@ -58,7 +56,7 @@ fn run(options: &Options) -> ExitCode {
         if options.json {
             print(&format!("{}\n", Outcome::failed(options, error)));
         }
-        say_always(&format!("lab: {error}"));
+        print_error(&format!("lab: {error}"));
     }
     match outcome {
         _ if signals.received() != 0 => ExitCode::from(128 + signals.received()),
@@ -67,13 +65,13 @@ fn run(options: &Options) -> ExitCode {
     }
 }
 
-/// Makes the lab, waits, reports; says whether everything reached everything.
+/// Makes the lab, waits, and reports. Returns whether every pod reached every other.
 fn lab(options: &Options, signals: &Signals) -> Result<bool> {
     // Before any thread starts.
     flannel_lab::enter()?;
     signals.watch()?;
     raise_file_limit();
-    say(options, &format!("making {} hosts and a switch", options.hosts));
+    print_progress(options, &format!("making {} hosts and a switch", options.hosts));
     let mut lab = Lab::builder()
         .hosts(options.hosts)
         .backend(options.backend.clone())
@@ -89,25 +87,25 @@ fn lab(options: &Options, signals: &Signals) -> Result<bool> {
     let interrupted = matches!(outcome, Err(Error::Interrupted));
     if options.keep || (!complete && !interrupted && !options.hold) {
         let dir = lab.keep_files();
-        say_always(&format!("logs, leases and subnet.env files are kept in {}", dir.display()));
+        print_error(&format!("logs, leases and subnet.env files are kept in {}", dir.display()));
     }
     outcome
 }
 
 fn report(options: &Options, lab: &Lab) -> Result<bool> {
     lab.start_daemons()?;
-    say(options, "waiting until every pod reaches every other");
+    print_progress(options, "waiting until every pod reaches every other");
     let matrix = lab.wait_until_reachable(options.patience())?;
     let outcome = Outcome::new(options, lab, &matrix)?;
     if options.json {
         print(&format!("{outcome}\n"));
     } else {
-        print(&table::render(&outcome, io::stdout().is_terminal()));
+        print(&cli::table::render(&outcome, io::stdout().is_terminal()));
     }
     Ok(outcome.ok)
 }
 
-/// Tells a person how to look around.
+/// Prints how to enter hosts and pods.
 fn hold(lab: &Lab) {
     let mut text = String::from("\nThe lab stays up until interrupted (Ctrl-C). To look around:\n");
     for host in lab.hosts() {
@@ -116,41 +114,41 @@ fn hold(lab: &Lab) {
             text += &format!("  {:<8} {} sh\n", pod.name(), pod.enter_command());
         }
     }
-    say_always(&format!("{text}  files    {}", lab.dir().display()));
+    print_error(&format!("{text}  files    {}", lab.dir().display()));
 }
 
-/// Progress, for a person who waits.
-fn say(options: &Options, text: &str) {
+/// Prints progress. With `--json`, only on a terminal.
+fn print_progress(options: &Options, text: &str) {
     if !options.json || io::stderr().is_terminal() {
-        say_always(text);
+        print_error(text);
     }
 }
 
-fn say_always(text: &str) {
-    // Whoever closed stderr does not want to know.
+fn print_error(text: &str) {
+    // A closed stderr is no error.
     let _ = writeln!(io::stderr(), "{text}");
 }
 
 fn print(text: &str) {
     let mut out = io::stdout().lock();
-    // Whoever closed stdout, such as `head`, does not want the rest.
+    // A closed stdout, as with `head`, is no error.
     let _ = out.write_all(text.as_bytes()).and_then(|()| out.flush());
 }
 
 fn failed(error: &dyn std::fmt::Display) -> ExitCode {
-    say_always(&format!("lab: {error}"));
+    print_error(&format!("lab: {error}"));
     ExitCode::FAILURE
 }
 
-/// Each host takes three open files, and many shells allow a process 1,024.
+/// Raises the limit of open files: each host needs three, and many shells allow 1,024.
 fn raise_file_limit() {
     if let Ok((_, most)) = getrlimit(Resource::RLIMIT_NOFILE) {
-        // Small labs do without, and big ones say what failed.
+        // A small lab needs no more, and a big one reports which file could not be opened.
         let _ = setrlimit(Resource::RLIMIT_NOFILE, most, most);
     }
 }
 
-/// SIGINT, SIGTERM and SIGHUP end the lab in good order.
+/// SIGINT, SIGTERM and SIGHUP end the lab with its ordinary cleanup.
 #[derive(Default)]
 struct Signals {
     interrupter: Interrupter,
@@ -158,7 +156,7 @@ struct Signals {
 }
 
 impl Signals {
-    /// Starts to listen, on a thread of its own.
+    /// Waits for the first signal on a new thread.
     fn watch(&self) -> Result<()> {
         let failed =
             |source: io::Error| Error::Io { object: "listening for signals".into(), source };
@@ -181,7 +179,7 @@ impl Signals {
             });
             received.store(runtime.block_on(first) as u8, Ordering::SeqCst);
             interrupter.interrupt();
-            // Later signals are ignored: the handlers stay, and the lab is ending already.
+            // Later signals are ignored, because the lab is ending.
         });
         Ok(())
     }
@@ -198,7 +196,7 @@ impl Options {
         self.backend["Type"].as_str().unwrap_or_default().to_owned()
     }
 
-    /// How long to wait until everything reaches everything.
+    /// The time for every pod to reach every other.
     fn patience(&self) -> Duration {
         let pairs = self.hosts * self.hosts * self.family.families().len();
         Duration::from_millis(

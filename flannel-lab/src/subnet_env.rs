@@ -1,5 +1,5 @@
-//! What a CNI plugin reads from flannel's `subnet.env`. This reader is the lab's own, so that it
-//! witnesses the text that the daemon writes, independent of the daemon's code.
+//! The values that a CNI plugin reads from flannel's `subnet.env`. This reader shares no code with
+//! the daemon, so that the lab tests the daemon's text.
 
 use std::net::IpAddr;
 use std::path::Path;
@@ -14,29 +14,30 @@ use crate::error::{Error, Result};
 pub struct SubnetEnv {
     /// The subnet of each family.
     pub subnets: Dual<Subnet>,
-    /// The address of the pods' gateway, the bridge: the first after the base.
+    /// The address of the bridge, the gateway of pods: the first after the base.
     pub gateways: Dual<IpAddr>,
-    /// What pods may send, in bytes.
+    /// The MTU of pods, in bytes.
     pub mtu: u32,
 }
 
 impl SubnetEnv {
-    /// What a daemon would publish for these subnets.
+    /// The values that a daemon publishes for these subnets.
     ///
     /// # Panics
-    /// A subnet has one address only.
+    /// A subnet has only one address.
     pub fn new(subnets: Dual<Subnet>, mtu: u32) -> Self {
         let gateways =
             subnets.map(|_, subnet| subnet.nth(1).expect("a pod subnet has more than one address"));
         Self { subnets, gateways, mtu }
     }
 
-    /// Reads the text of a `subnet.env`; `path` is for the message.
+    /// Reads the text of a `subnet.env`. `path` is for the message.
     ///
     /// # Errors
-    /// [`Error::SubnetEnv`]: a key is missing or does not hold what it should.
+    /// [`Error::SubnetEnv`]: a key is missing or its value is wrong.
     ///
-    /// **Source**: flannel `pkg/subnet/subnet.go: WriteSubnetFile`, cni-plugin `flannel.go: loadFlannelSubnetEnv`.
+    /// **Source**: flannel `pkg/subnet/subnet.go: WriteSubnetFile`, cni-plugin `flannel.go:
+    /// loadFlannelSubnetEnv`.
     pub fn parse(text: &str, path: &Path) -> Result<Self> {
         let wrong = |reason: String| Error::SubnetEnv { path: path.to_owned(), reason };
         let value = |key: &str| {

@@ -1,4 +1,4 @@
-//! For tests that need namespaces, whoever runs them.
+//! Helpers for tests that need namespaces, as root or as an ordinary user.
 
 use std::process::Command;
 
@@ -7,11 +7,11 @@ use crate::may_make_namespaces;
 /// Set in a process that is root of a user namespace for a test.
 const INSIDE: &str = "FLANNEL_LAB_INSIDE_USER_NAMESPACE";
 
-/// Runs `body` here if this process may make namespaces; else runs the test called `name` of this very program again,
-/// as root of a user namespace, with util-linux's `unshare`.
+/// Runs `body` if this process may make namespaces. Otherwise runs the test `name` of this program
+/// again as root of a user namespace, with `unshare` of util-linux.
 ///
 /// # Panics
-/// The test fails, also where an ordinary user may make no user namespaces: it is never passed over.
+/// The test fails, or user namespaces are forbidden. A test is never skipped.
 pub fn as_root(name: &str, body: impl FnOnce()) {
     if may_make_namespaces() {
         return body();

@@ -1,4 +1,4 @@
-//! The program `lab`: what it prints, its exit status, and that it leaves nothing behind.
+//! The program `lab`: its output, its exit status, and that it leaves nothing behind.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -16,7 +16,7 @@ use nix::unistd::Pid;
 use serde_json::Value;
 use tempfile::TempDir;
 
-/// A place for the program, its files and nothing else, open to every user.
+/// A directory for the program and its files only, open to every user.
 struct Place {
     dir: TempDir,
     program: PathBuf,
@@ -27,7 +27,7 @@ impl Place {
         use std::os::unix::fs::PermissionsExt;
         let dir = TempDir::new().unwrap();
         let program = dir.path().join("lab");
-        // By another process: a program that this one has open for writing cannot be started.
+        // Another process writes it, because a program that is open for writing cannot be started.
         assert!(
             Command::new("cp")
                 .arg(env!("CARGO_BIN_EXE_lab"))
@@ -96,7 +96,7 @@ fn wrong_usage_is_exit_status_2() {
 }
 
 #[test]
-fn a_missing_iproute2_is_named_with_the_cure() {
+fn a_missing_iproute2_is_named_with_the_remedy() {
     let place = Place::new();
     let (status, out, err) = output(place.lab(&["--json"]).env("PATH", "/nowhere"));
     assert_eq!(status.status.code(), Some(1));
@@ -107,9 +107,9 @@ fn a_missing_iproute2_is_named_with_the_cure() {
     place.assert_empty();
 }
 
-/// The limit is set for a user namespace of this test's own.
+/// The limit is set in a user namespace of this test.
 #[test]
-fn a_switch_that_forbids_namespaces_is_named_with_the_cure() {
+fn a_setting_that_forbids_namespaces_is_named_with_the_remedy() {
     let place = Place::new();
     let script = "echo 0 > /proc/sys/user/max_net_namespaces && exec \"$0\"";
     let (status, out, err) =
@@ -124,10 +124,10 @@ fn a_switch_that_forbids_namespaces_is_named_with_the_cure() {
 fn a_daemon_belongs_to_a_lab() {
     let (status, _, err) = output(&mut Place::new().lab(&["daemon", "--iface", "lo"]));
     assert_eq!(status.status.code(), Some(1));
-    assert!(err.contains("not a lab's child"), "{err}");
+    assert!(err.contains("not a child of a lab"), "{err}");
 }
 
-/// One JSON object and a newline, which says that everything reached everything.
+/// Checks for one JSON object and a newline, which reports that every pod reached every other.
 fn check_result(out: &str, hosts: usize, pairs: usize) {
     assert_eq!(out.matches('\n').count(), 1, "{out}");
     let result: Value = serde_json::from_str(out).unwrap();
@@ -183,7 +183,7 @@ fn the_table_fits_80_columns_and_has_no_colours_in_a_file() {
 }
 
 #[test]
-fn files_are_kept_when_asked_and_when_something_failed() {
+fn files_are_kept_with_the_option_and_after_a_failure() {
     let place = Place::new();
     for (args, code) in [(&["--keep", "--hosts", "2"][..], 0), (&["--timeout", "0"], 1)] {
         let (status, out, err) = output(&mut place.lab(args));
@@ -197,14 +197,14 @@ fn files_are_kept_when_asked_and_when_something_failed() {
     }
 }
 
-/// A lab that runs, and everything by which it could be found later.
+/// A running lab, with everything that could be left of it.
 struct Running {
     child: Child,
-    /// What it printed on stdout until it held.
+    /// Its output on stdout until it waits.
     printed: String,
-    /// Its own and its hosts', with their inodes.
+    /// Its namespaces and those of its hosts, with their inodes.
     namespaces: Vec<PathBuf>,
-    /// The same, open: as long as they are, no other namespace gets their inodes.
+    /// The same, open, so that no other namespace gets their inodes.
     _open: Vec<fs::File>,
 }
 
@@ -236,8 +236,8 @@ impl Running {
         Self { child, printed, namespaces, _open: open }
     }
 
-    /// Runs every command that the lab printed for looking around, as the lab's user, with `ip` for `sh`.
-    fn guided_tour(&mut self) -> Vec<String> {
+    /// Runs every command that the lab printed, as the lab's user, with `ip` instead of `sh`.
+    fn run_printed_commands(&mut self) -> Vec<String> {
         use std::os::unix::fs::MetadataExt;
         let user = fs::metadata(format!("/proc/{}", self.child.id())).unwrap();
         let errors = BufReader::new(self.child.stderr.as_mut().unwrap());
@@ -265,12 +265,12 @@ impl Running {
         kill(Pid::from_raw(i32::try_from(self.child.id()).unwrap()), signal).unwrap();
     }
 
-    /// Waits for the end.
+    /// Waits until it ends.
     fn end(&mut self) -> std::process::ExitStatus {
         wait_for("the lab's end", || self.child.try_wait().unwrap())
     }
 
-    /// No process is in one of the namespaces any more, and nobody but this test holds one open.
+    /// No process is in one of the namespaces, and only this test holds one open.
     fn assert_gone(&self) {
         wait_for("the end of every process in the lab's namespaces", || {
             let inside = |process: &PathBuf| {
@@ -303,7 +303,7 @@ fn an_interrupted_lab_leaves_nothing() {
         for command in commands {
             let mut lab = Running::held(command(&place, &["--hold", "--json", "--hosts", "2"]));
             check_result(&lab.printed, 2, 2);
-            assert_eq!(lab.guided_tour().len(), 4, "two hosts, two pods");
+            assert_eq!(lab.run_printed_commands().len(), 4, "two hosts, two pods");
             lab.signal(signal);
             assert_eq!(lab.end().code(), Some(code));
             lab.assert_gone();
@@ -321,7 +321,7 @@ fn a_killed_lab_takes_its_daemons_along() {
     lab.assert_gone();
 }
 
-/// Whenever the signal comes, the end is the same.
+/// The end does not depend on the time of the signal.
 #[test]
 fn a_lab_can_be_interrupted_at_any_moment() {
     let place = Place::new();
@@ -333,10 +333,10 @@ fn a_lab_can_be_interrupted_at_any_moment() {
             .stderr(Stdio::piped())
             .spawn()
             .unwrap();
-        // From its first word on, it minds signals. The moment is what is tested.
+        // It handles signals from its first output on. The time of the signal is tested.
         let mut errors = BufReader::new(child.stderr.take().unwrap());
-        let mut said = String::new();
-        errors.read_line(&mut said).unwrap();
+        let mut stderr = String::new();
+        errors.read_line(&mut stderr).unwrap();
         let moment = Instant::now() + Duration::from_millis(milliseconds);
         while let Some(left) = moment.checked_duration_since(Instant::now()) {
             std::thread::park_timeout(left);
@@ -344,8 +344,8 @@ fn a_lab_can_be_interrupted_at_any_moment() {
         let pid = child.id();
         kill(Pid::from_raw(i32::try_from(pid).unwrap()), Signal::SIGTERM).unwrap();
         let status = wait_for("the lab's end", || child.try_wait().unwrap());
-        errors.read_to_string(&mut said).unwrap();
-        assert_eq!(status.code(), Some(143), "after {milliseconds} ms: {status}: {said}");
+        errors.read_to_string(&mut stderr).unwrap();
+        assert_eq!(status.code(), Some(143), "after {milliseconds} ms: {status}: {stderr}");
         place.assert_empty();
         let mine = format!("FLANNEL_LAB_PID={pid}");
         wait_for("the end of every daemon", || {

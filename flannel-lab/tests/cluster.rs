@@ -17,7 +17,7 @@ fn builder() -> Builder {
     Lab::builder().program(env!("CARGO_BIN_EXE_lab"))
 }
 
-/// Starts the daemons and waits; fails with everything that helps to see why.
+/// Starts the daemons and waits. Fails with the logs.
 fn up(builder: Builder) -> Lab {
     let lab = builder.start().unwrap();
     lab.start_daemons().unwrap();
@@ -62,7 +62,7 @@ reaches! {
     host_gw_over_both: "host-gw", Family::BOTH, 1500;
 }
 
-/// Stopping leaves the data path in place, and the next start takes the same subnet and loses nothing.
+/// A stop leaves the data path in place. The next start takes the same subnet and loses no packet.
 #[test]
 fn a_restart_keeps_subnet_and_data_path() {
     as_root("a_restart_keeps_subnet_and_data_path", || {
@@ -90,7 +90,7 @@ fn a_daemon_that_ends_by_itself_is_reported_with_its_log() {
         let host = &lab.hosts()[1];
         assert!(matches!(host.start_daemon(), Err(Error::Unsuitable(_))), "one daemon is enough");
         host.signal_daemon(Signal::SIGKILL).unwrap();
-        // The kernel takes a moment to end it.
+        // The kernel needs a moment to end it.
         let ended = || host.check_daemon().err();
         let error = eventually(PATIENCE, ended, || "the daemon goes on");
         let Error::DaemonEnded { host, status, log } = error else { panic!("{error}") };
@@ -101,10 +101,10 @@ fn a_daemon_that_ends_by_itself_is_reported_with_its_log() {
     });
 }
 
-/// The lab's own reader of `subnet.env` is the witness; the files are where the daemon was told to put them.
+/// Reads `subnet.env` with the lab's own reader, at the configured path.
 #[test]
-fn daemons_write_only_where_they_were_told() {
-    as_root("daemons_write_only_where_they_were_told", || {
+fn daemons_write_only_to_configured_paths() {
+    as_root("daemons_write_only_to_configured_paths", || {
         let lab = up(builder().hosts(2));
         let names = |dir: &Path| {
             let entries = std::fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().file_name());

@@ -1,5 +1,5 @@
-//! `flannelctl doctor` on a healthy lab, where it finds nothing, and on planted faults, where it names each. Leases that
-//! are made up have the first subnet of the network, which no host is given.
+//! `flannelctl doctor` on a healthy lab and on planted faults. Forged leases have the first subnet
+//! of the network, which no host gets.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -15,7 +15,7 @@ use serde_json::Value;
 
 use flannel_lab::testing::as_root;
 
-/// What a daemon could not listen on at its start it tries again after 30 s.
+/// A daemon tries again after 30 s to listen on a port that was in use.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Two hosts with daemons and pods.
@@ -32,7 +32,8 @@ fn up(builder: Builder) -> Lab {
     lab
 }
 
-/// What the doctor says on a host: findings as `check severity text | repair`, but for what depends on the machine.
+/// The doctor's findings on a host, as `check severity text | repair`, without those that depend on
+/// the machine.
 fn findings(lab: &Lab, host: &Host, registry: Option<&str>) -> Vec<String> {
     let value = examine(lab, host, registry, "--json");
     let value: Value =
@@ -62,7 +63,7 @@ fn examine(lab: &Lab, host: &Host, registry: Option<&str>, form: &str) -> String
         .arg(host.subnet_file())
         .arg("--state-dir")
         .arg(host.dir().join("state"));
-    let output = host.output(&mut command).unwrap();
+    let output = host.namespace().output(&mut command).unwrap();
     let text = String::from_utf8(output.stdout).unwrap();
     assert!(
         output.status.code().is_some_and(|code| code < 2),
@@ -72,12 +73,12 @@ fn examine(lab: &Lab, host: &Host, registry: Option<&str>, form: &str) -> String
     text
 }
 
-/// Waits until the doctor finds something that has all the parts, and nothing but what `alone` allows.
+/// Waits until one of the doctor's findings has all the parts.
 fn finds(lab: &Lab, host: &Host, parts: &[&str]) -> String {
     finds_one(lab, host, &[parts])
 }
 
-/// The same with all parts of one of these.
+/// Waits until one finding has all parts of one of these.
 fn finds_one(lab: &Lab, host: &Host, any: &[&[&str]]) -> String {
     let found = RefCell::default();
     let has = |line: &String| any.iter().any(|parts| parts.iter().all(|part| line.contains(part)));
@@ -90,12 +91,12 @@ fn finds_one(lab: &Lab, host: &Host, any: &[&[&str]]) -> String {
     })
 }
 
-/// Waits until it finds nothing.
+/// Waits until there is no finding.
 fn is_well(lab: &Lab, host: &Host) {
     finds_only(lab, host, &[]);
 }
 
-/// Waits until it finds these and nothing else, each of which has all its parts.
+/// Waits until the findings are exactly these. Each must have all its parts.
 fn finds_only(lab: &Lab, host: &Host, all: &[&[&str]]) {
     let found = RefCell::default();
     let only_these = || {
@@ -112,7 +113,7 @@ fn logs(lab: &Lab) -> String {
     lab.hosts().iter().map(|host| format!("--- {}\n{}", host.name(), host.log().unwrap())).collect()
 }
 
-/// Waits until its page is as it should be, and returns it.
+/// Waits until the page is right, and returns it.
 fn page_that(lab: &Lab, host: &Host, form: &str, is_right: impl Fn(&str) -> bool) -> String {
     let page = RefCell::default();
     let right = || {
@@ -129,13 +130,13 @@ fn healthy(backend: impl Into<Value>, families: &[Family]) {
     for host in lab.hosts() {
         is_well(&lab, host);
         let addresses = if backend == "host-gw" { 1 } else { 2 };
-        // The daemon of the other host may answer a moment later than its pods.
+        // The other host's daemon may answer later than its pods.
         page_that(&lab, host, "--peers=64", |page| {
             let replies = page.matches(" ms").count();
             page.matches("both ways").count() == families.len()
                 && page.contains("NOTHING IS WRONG")
                 && page.contains("1 asked")
-                // Small and full.
+                // Small and full size.
                 && replies == families.len() * addresses * 2
         });
     }
@@ -158,13 +159,13 @@ tests! {
     faults_of_this_host: of_this_host();
     faults_on_the_way_and_at_the_peer: on_the_way();
     faults_while_the_daemon_is_down: without_a_daemon();
-    the_way_that_is_lost_is_named: directions();
-    ten_planted_faults_are_found_and_what_is_said_to_mend_them_does: ten_faults();
-    faults_of_ipv6_are_found_and_what_is_said_to_mend_them_does: faults_of_ipv6();
-    segments_that_are_lost_between_hosts_on_a_link_are_noticed: without_a_tunnel("host-gw".into());
+    the_direction_of_a_loss_is_named: directions();
+    ten_planted_faults_are_found_and_their_repair_commands_work: ten_faults();
+    faults_of_ipv6_are_found_and_their_repair_commands_work: faults_of_ipv6();
+    lost_segments_between_hosts_on_a_link_are_found: without_a_tunnel("host-gw".into());
     segments_that_are_lost_beside_the_tunnel_are_noticed:
         without_a_tunnel(serde_json::json!({ "Type": "vxlan", "DirectRouting": true }));
-    a_store_that_is_not_mounted_is_mounted_by_what_is_said_to_mend_it: not_mounted();
+    a_store_that_is_not_mounted_is_mounted_by_the_repair_command: not_mounted();
     nobody_but_other_nodes_is_answered: strangers("vxlan");
     nobody_but_other_nodes_is_answered_without_a_tunnel: strangers("host-gw");
 }
@@ -184,7 +185,7 @@ fn of_this_host() {
     finds(&lab, host, &["rp-filter warning", "flannel.1 is strict", "rp_filter=2"]);
     sysctl("net/ipv4/conf/all/rp_filter", "0");
 
-    // In a table of its own, where flannel's rules do not help.
+    // In another table, where flannel's rules have no effect.
     for command in [
         "add table ip guard",
         "add chain ip guard gate { type filter hook forward priority 5; policy drop; }",
@@ -201,7 +202,7 @@ fn of_this_host() {
     is_well(&lab, host);
     host.run("nft", &["delete", "table", "ip", "guard"]).unwrap();
 
-    // More specific than flannel's.
+    // A more specific route than flannel's.
     let other = lab.hosts()[1].subnet_env().unwrap().unwrap().subnets.v4.unwrap();
     let half = format!("{}/25", other.base());
     host.run(
@@ -212,14 +213,14 @@ fn of_this_host() {
     finds(&lab, host, &["route error", "shadowed: packets go via", "ip route get"]);
     host.run("ip", &["route", "del", &half]).unwrap();
 
-    // The store goes away and comes back.
+    // The store disappears and returns.
     let away = lab.dir().join("away");
     std::fs::rename(lab.registry(), &away).unwrap();
     finds(&lab, host, &["store warning", "does not answer"]);
     std::fs::rename(&away, lab.registry()).unwrap();
     is_well(&lab, host);
 
-    // Somebody gives another node the same address.
+    // Another node has the same public address.
     let public = host.addresses().v4.unwrap();
     let lease = lab.registry().join("subnets/10.244.0.0-24");
     let value = format!(
@@ -245,7 +246,7 @@ fn on_the_way() {
     nft("flush chain ip guard into");
     is_well(&lab, host);
 
-    // What comes in full size is lost, which it was not a moment ago.
+    // From now on received packets of full size are lost.
     nft("add rule ip guard into udp dport 8472 ip length > 1400 drop");
     finds_only(
         &lab,
@@ -259,7 +260,7 @@ fn on_the_way() {
     );
     nft("flush chain ip guard into");
 
-    // Nobody is there any more.
+    // The host is unreachable.
     let lease = lab.registry().join("subnets/10.244.0.0-24");
     let value = r#"{"PublicIP":"192.168.77.199","BackendType":"vxlan","BackendData":{"VNI":1,"VtepMAC":"0a:00:00:00:00:fb"}}"#;
     std::fs::write(&lease, value).unwrap();
@@ -279,7 +280,7 @@ fn without_a_daemon() {
     let host = &lab.hosts()[0];
     host.stop_daemon(Signal::SIGTERM).unwrap();
     finds_only(&lab, host, &[&["daemon error", "systemctl start"]]);
-    // Peers are asked all the same.
+    // Peers are examined without a daemon too.
     page_that(&lab, host, "--peers=9", |page| {
         page.contains("1 ERROR, 0 WARNINGS") && page.contains(" ms")
     });
@@ -294,7 +295,7 @@ fn without_a_daemon() {
     host.run("ip", &["link", "del", "flannel.1"]).unwrap();
     finds(&lab, host, &["device error", "flannel.1 is not there", "| systemctl start flanneld"]);
 
-    // What the last daemon kept leads on.
+    // The doctor uses the state that the last daemon kept.
     std::fs::write(lab.dir().join("nowhere"), "a file").unwrap();
     let nowhere = format!("dir:{}/nowhere", lab.dir().display());
     let found = findings(&lab, host, Some(&nowhere));
@@ -304,7 +305,8 @@ fn without_a_daemon() {
     is_well(&lab, host);
 }
 
-/// What both ends report tells which way something is lost; where one of them cannot, no way is named.
+/// The reports of both ends show the direction of a loss. Without one of them, no direction is
+/// named.
 fn directions() {
     let lab = up(Lab::builder());
     let (host, other) = (&lab.hosts()[0], &lab.hosts()[1]);
@@ -315,7 +317,7 @@ fn directions() {
     nft("add chain ip guard into { type filter hook input priority 0; }");
     nft("add chain ip guard out { type filter hook output priority 0; }");
 
-    // Large segments are lost one way, which echoes of the same size do not notice.
+    // Large segments are lost in one direction. Echoes of the same size pass.
     nft("add rule ip guard into iifname flannel.1 tcp dport 8473 ip length > 1000 drop");
     let found = finds(
         &lab,
@@ -336,17 +338,14 @@ fn directions() {
     nft("flush chain ip guard out");
     is_well(&lab, host);
 
-    // All that goes to this host by the tunnel is lost, and nothing of what it sends.
+    // Tunnel packets to this host are lost, and those from it pass.
     host.run("nft", &["add table ip guard"]).unwrap();
     host.run("nft", &["add chain ip guard into { type filter hook input priority 0; }"]).unwrap();
     host.run("nft", &["add rule ip guard into udp dport 8472 drop"]).unwrap();
-    let found = finds(
-        &lab,
-        host,
-        &["tunnel error", "what goes there arrives", "only what it sends is lost"],
-    );
+    let found =
+        finds(&lab, host, &["tunnel error", "packets to it arrive", "packets from it are lost"]);
     assert!(found.contains(&base(other)), "{found}");
-    // Nobody tells the other one.
+    // The other host gets no acknowledgement.
     let found = finds(&lab, other, &["tunnel error", "may be blocked here, on the way or there"]);
     assert!(found.contains(&base(host)), "{found}");
     host.run("nft", &["delete table ip guard"]).unwrap();
@@ -360,7 +359,7 @@ fn directions() {
     assert!(!page.contains("both ways"), "{page}");
     other.stop_daemon(Signal::SIGTERM).unwrap();
 
-    // One host's interface takes less, and its daemon goes by that.
+    // One host's interface has a smaller MTU, and its daemon uses it.
     other.run("ip", &["link", "set", "eth0", "mtu", "1400"]).unwrap();
     other.start_daemon().unwrap();
     finds(
@@ -377,7 +376,7 @@ fn directions() {
     finds(&lab, other, &["mtu warning", "pods here may send 1350 bytes", "1450"]);
 }
 
-/// What is lost on a link where no tunnel is.
+/// Losses on a link without a tunnel.
 fn without_a_tunnel(backend: Value) {
     let lab = up(Lab::builder().backend(backend));
     let (host, other) = (&lab.hosts()[0], &lab.hosts()[1]);
@@ -391,7 +390,7 @@ fn without_a_tunnel(backend: Value) {
     is_well(&lab, host);
 }
 
-/// The port is open where peers' packets come, for the nodes that they come from.
+/// The doctor's port is open on devices of peers' packets, and only for nodes.
 fn strangers(backend: &str) {
     let lab = up(Lab::builder().backend(backend).families(Family::BOTH));
     let (host, other) = (&lab.hosts()[0], &lab.hosts()[1]);
@@ -401,12 +400,13 @@ fn strangers(backend: &str) {
             "vxlan" => env.subnets[family].unwrap().base(),
             _ => other.addresses()[family].unwrap(),
         };
-        let ask = format!(
+        let script = format!(
             "exec 3<>/dev/tcp/{address}/8473 && echo 'flannel 1 10 00000000000000ff' >&3 && printf 0123456789 >&3 && cat <&3"
         );
         let answer = |namespace: &flannel_lab::Namespace| {
-            let output =
-                namespace.output(Command::new("timeout").args(["5", "bash", "-c", &ask])).unwrap();
+            let output = namespace
+                .output(Command::new("timeout").args(["5", "bash", "-c", &script]))
+                .unwrap();
             String::from_utf8(output.stdout).unwrap()
         };
         let answered = || Some(answer(host.namespace())).filter(|answer| !answer.is_empty());
@@ -431,14 +431,14 @@ fn strangers(backend: &str) {
     if backend != "vxlan" {
         return;
     }
-    // The tunnel's device is another one, of the same name.
+    // A new tunnel device of the same name.
     other.run("ip", &["link", "del", "flannel.1"]).unwrap();
     let both_ways = || examine(&lab, host, None, "--peers=9").matches("both ways").count() >= 2;
     eventually(PATIENCE, both_ways, || other.log().unwrap());
 }
 
-/// Programs that commands of the doctor name and that are others in a lab, first in the search path: `flannelctl` for one of its
-/// hosts, and `systemctl start flanneld`, which leaves a wish.
+/// Programs for the search path that replace those in the doctor's commands: `flannelctl` for one
+/// of the hosts, and `systemctl start flanneld`, which writes a request.
 fn shims(lab: &Lab, host: &Host) -> String {
     let dir = lab.dir().join("shims");
     std::fs::create_dir_all(&dir).unwrap();
@@ -453,7 +453,7 @@ fn shims(lab: &Lab, host: &Host) -> String {
     let systemctl =
         format!("[ \"$*\" = 'start flanneld' ] && touch {}", dir.join("start").display());
     for (name, script) in [("flannelctl", flannelctl), ("systemctl", systemctl)] {
-        // By another process: a program that this one has open for writing cannot be started.
+        // Another process writes it, because a program that is open for writing cannot be started.
         let write = r#"printf '#!/bin/sh\n%s\n' "$1" >"$0" && chmod 755 "$0""#;
         let written =
             Command::new("sh").args(["-c", write]).arg(dir.join(name)).arg(script).status();
@@ -462,14 +462,14 @@ fn shims(lab: &Lab, host: &Host) -> String {
     format!("{}:{}", dir.display(), std::env::var("PATH").unwrap())
 }
 
-/// Runs what is said to mend a finding, on each of these hosts.
-fn mend(lab: &Lab, hosts: &[&Host], finding: &str) {
+/// Runs the repair command of a finding, on each of these hosts.
+fn repair(lab: &Lab, hosts: &[&Host], finding: &str) {
     let command = finding.split_once(" | ").unwrap().1;
     for host in hosts {
         let mut shell = Command::new("sh");
         shell.args(["-ec", command]).env("PATH", shims(lab, host)).current_dir(lab.dir());
         shell.env("LIBMOUNT_FSTAB", lab.dir().join("fstab"));
-        let output = host.output(&mut shell).unwrap();
+        let output = host.namespace().output(&mut shell).unwrap();
         assert!(output.status.success(), "{command}: {}", String::from_utf8_lossy(&output.stderr));
         let wish = lab.dir().join("shims/start");
         if wish.exists() {
@@ -479,7 +479,7 @@ fn mend(lab: &Lab, hosts: &[&Host], finding: &str) {
     }
 }
 
-/// One after the other, in a lab that is well before and after each.
+/// Ten faults, one after the other. The lab is healthy before and after each.
 fn ten_faults() {
     let lab = up(Lab::builder().config_field("EnableNFTables", true));
     is_well(&lab, &lab.hosts()[0]);
@@ -488,7 +488,7 @@ fn ten_faults() {
     two_of_no_family(&lab);
 }
 
-/// Those of them that each family has by itself.
+/// The faults that each family has.
 fn faults_of_ipv6() {
     let lab = up(Lab::builder().families(Family::BOTH).config_field("EnableNFTables", true));
     is_well(&lab, &lab.hosts()[0]);
@@ -497,7 +497,7 @@ fn faults_of_ipv6() {
     too_narrow_for_ipv6(&lab);
 }
 
-/// What no network config mends is mended by none.
+/// A path that no network config repairs gets no config command.
 fn too_narrow_for_ipv6(lab: &Lab) {
     let host = &lab.hosts()[0];
     let narrow =
@@ -507,24 +507,24 @@ fn too_narrow_for_ipv6(lab: &Lab) {
         ["path-mtu error", "too few for IPv6 through the tunnel, which takes 1350 | tracepath -n "];
     let found = finds(lab, host, &parts);
     assert!(found.ends_with("must take 1350 at least"), "{found}");
-    let mends: std::collections::BTreeSet<String> = findings(lab, host, None)
+    let repairs: std::collections::BTreeSet<String> = findings(lab, host, None)
         .iter()
         .filter_map(|line| Some(line.split_once(" | ")?.1.to_owned()))
         .collect();
     assert!(
-        mends.len() == 1 && mends.iter().all(|mend| mend.starts_with("tracepath ")),
-        "{mends:#?}"
+        repairs.len() == 1 && repairs.iter().all(|repair| repair.starts_with("tracepath ")),
+        "{repairs:#?}"
     );
     narrow(1500);
-    // What a host was told of a path's MTU it remembers for ten minutes.
+    // A host remembers a path MTU for ten minutes.
     for host in lab.hosts() {
         host.run("ip", &["-6", "route", "flush", "cache"]).unwrap();
     }
     is_well(lab, host);
 }
 
-/// A lease that somebody made up, in all families of the lab.
-fn make_up(lab: &Lab, public: &str) -> String {
+/// Writes a forged lease, in all families of the lab.
+fn forge_lease(lab: &Lab, public: &str) -> String {
     let both = lab.switch().addresses().v6.is_some();
     let key = if both { "10.244.0.0-24&fd00:10:244::-64" } else { "10.244.0.0-24" };
     let of = |family: Family, nobody: &str| match public.parse().unwrap() {
@@ -550,14 +550,14 @@ fn five_between_hosts(lab: &Lab, family: Family) {
     let subnet = other.subnet_env().unwrap().unwrap().subnets[family].unwrap();
     let tunnel = subnet.base().to_string();
 
-    // Wrong MTU. A bridge's port drops silently, and lets through four bytes more, for a tag that is not there; one that packets are
-    // filtered on (br_netfilter) may say how many pass.
+    // Wrong MTU. A bridge's port drops silently, and passes four bytes more, for a VLAN tag. With
+    // br_netfilter it may report the MTU.
     lab.switch().namespace().ip("link set port-2 mtu 1400\n").unwrap();
     let to = format!("to {tunnel} of");
     let parts = |mtu: &'static str| ["path-mtu error", &to, "| flannelctl config patch", mtu];
-    // An echo that is late makes it too small once.
+    // A late echo can make the result too small once.
     let found = finds_one(lab, host, &[&parts("\"MTU\": 1400}}'"), &parts("\"MTU\": 1404}}'")]);
-    mend(lab, &[host], &found);
+    repair(lab, &[host], &found);
     is_well(lab, host);
 
     // Blocked vxlan port.
@@ -568,17 +568,17 @@ fn five_between_hosts(lab: &Lab, family: Family) {
         host,
         &["tunnel error", &tunnel, "UDP port 8472 may be blocked", "# on both hosts"],
     );
-    mend(lab, &[host, other], &found);
+    repair(lab, &[host, other], &found);
     is_well(lab, host);
 
     // Duplicate public IP.
-    let key = make_up(lab, &host.addresses()[family].unwrap().to_string());
+    let key = forge_lease(lab, &host.addresses()[family].unwrap().to_string());
     let found = finds(
         lab,
         host,
         &["2 nodes share the public address", "| flannelctl lease release --force"],
     );
-    mend(lab, &[host], &found);
+    repair(lab, &[host], &found);
     assert!(!lab.registry().join("subnets").join(&key).exists());
     is_well(lab, host);
 
@@ -589,13 +589,13 @@ fn five_between_hosts(lab: &Lab, family: Family) {
         lab.switch().addresses()[family].unwrap().to_string(),
     );
     host.run("ip", &[&ip[..], &["route", "add", &half, "via", &router]].concat()).unwrap();
-    mend(lab, &[host], &finds(lab, host, &["route error", "shadowed: packets go via"]));
+    repair(lab, &[host], &finds(lab, host, &["route error", "shadowed: packets go via"]));
     is_well(lab, host);
 
     // Stale peer.
     let nobody = if six { "fd00:77::c7" } else { "192.168.77.199" };
-    let key = make_up(lab, nobody);
-    mend(
+    let key = forge_lease(lab, nobody);
+    repair(
         lab,
         &[host],
         &finds(lab, host, &["peer error", &format!("no reply from {key}, neither"), nobody]),
@@ -612,28 +612,28 @@ fn three_of_a_host(lab: &Lab, family: Family) {
     let key = if six { "net/ipv6/conf/all/forwarding" } else { "net/ipv4/ip_forward" };
     host.namespace().sysctl(key, "0").unwrap();
     let found = finds(lab, host, &["forwarding error", &format!("forwards no {family} packets")]);
-    mend(lab, &[host], &found);
+    repair(lab, &[host], &found);
     is_well(lab, host);
 
-    // Deleted device; a daemon that runs puts it back before anybody looks.
+    // Deleted device. A running daemon would restore it before the doctor runs.
     let device = if six { "flannel-v6.1" } else { "flannel.1" };
     host.stop_daemon(Signal::SIGTERM).unwrap();
     host.run("ip", &["link", "del", device]).unwrap();
-    mend(lab, &[host], &finds(lab, host, &["device error", &format!("{device} is not there")]));
+    repair(lab, &[host], &finds(lab, host, &["device error", &format!("{device} is not there")]));
     is_well(lab, host);
 
-    // FORWARD policy drop; flannel's own rules are in a table of their own here.
+    // FORWARD policy drop. Flannel's rules are in another table here.
     let (iptables, table) =
         if six { ("ip6tables", "ip6 filter") } else { ("iptables", "ip filter") };
     host.run(iptables, &["-P", "FORWARD", "DROP"]).unwrap();
     let chain = format!("chain FORWARD of table {table}");
-    mend(lab, &[host], &finds(lab, host, &["forward-drop warning", &chain]));
+    repair(lab, &[host], &finds(lab, host, &["forward-drop warning", &chain]));
     is_well(lab, host);
 }
 
-/// The store is a directory from elsewhere, which `/etc/fstab` knows.
+/// The store is a directory that `/etc/fstab` mounts.
 fn not_mounted() {
-    // Mounts are this test's alone, and its daemons'.
+    // Only this test and its daemons see the mounts.
     nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNS).unwrap();
     let run = |program: &str, args: &[&str]| {
         let output = Command::new(program).args(args).output().unwrap();
@@ -655,22 +655,22 @@ fn not_mounted() {
     let before = leases(registry);
     assert_eq!(before.len(), 2);
 
-    // Not there at all, while daemons run.
+    // Missing while daemons run.
     std::fs::rename(registry, &disk).unwrap();
     let found = finds(&lab, host, &["store warning", "does not answer", "| mount "]);
     assert!(!registry.exists());
-    mend(&lab, &[host], &found);
+    repair(&lab, &[host], &found);
     is_well(&lab, host);
     assert_eq!(leases(registry), before);
 
-    // The same while none does.
+    // Missing while no daemon runs.
     for host in lab.hosts() {
         host.stop_daemon(Signal::SIGTERM).unwrap();
     }
     run("umount", &["-l", registry.to_str().unwrap()]);
     std::fs::remove_dir(registry).unwrap();
-    mend(&lab, &[host], &finds(&lab, host, &["store error", "does not answer", "| mount "]));
-    mend(
+    repair(&lab, &[host], &finds(&lab, host, &["store error", "does not answer", "| mount "]));
+    repair(
         &lab,
         &lab.hosts().iter().collect::<Vec<_>>(),
         &finds(&lab, host, &["daemon error", "| systemctl start"]),
@@ -686,11 +686,11 @@ fn not_mounted() {
 fn two_of_no_family(lab: &Lab) {
     let host = &lab.hosts()[0];
 
-    // Store unreachable; a directory that is no mount nobody but its owner brings back.
+    // Store unreachable. Only its owner can restore a directory that is no mount.
     let away = lab.dir().join("away");
     std::fs::rename(lab.registry(), &away).unwrap();
     std::fs::write(lab.registry(), "a file").unwrap();
-    mend(
+    repair(
         lab,
         &[host],
         &finds(lab, host, &["store warning", "does not answer", "| mount ", " || ls -la "]),
@@ -699,8 +699,8 @@ fn two_of_no_family(lab: &Lab) {
     std::fs::rename(&away, lab.registry()).unwrap();
     is_well(lab, host);
 
-    // Rp_filter strict.
+    // Strict rp_filter.
     host.namespace().sysctl("net/ipv4/conf/all/rp_filter", "1").unwrap();
-    mend(lab, &[host], &finds(lab, host, &["rp-filter warning", "flannel.1 is strict"]));
+    repair(lab, &[host], &finds(lab, host, &["rp-filter warning", "flannel.1 is strict"]));
     is_well(lab, host);
 }

@@ -1,9 +1,10 @@
-//! Hosts of one cluster are upgraded from an older daemon and downgraded to it, one by one, while packets flow.
+//! Hosts of one cluster are upgraded from an older daemon and downgraded to it, one by one, while
+//! packets flow.
 //!
-//! `FLANNEL_OLD_LAB` names the program `lab` of the older version; without it, the older version is this one. Each host
-//! keeps its subnet, and no packet is lost. A host whose state directory the older version made keeps its lease as it
-//! is in the store too. An older version may not read a state file that this one made: then it takes its lease over by
-//! its public address.
+//! `FLANNEL_OLD_LAB` is the program `lab` of the older version; by default it is this version. Each
+//! host keeps its subnet, and no packet is lost. A host whose state directory the older version
+//! made keeps its lease in the store unchanged. An older version may not read a state file of this
+//! version. Then it takes over its lease by its public address.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -90,7 +91,7 @@ impl Store {
         }
     }
 
-    /// The keys of all leases, and what the store holds there.
+    /// The keys of all leases, with their values in the store.
     fn leases(&self, lab: &Lab) -> BTreeMap<String, String> {
         match self {
             Self::Directory => {
@@ -99,7 +100,7 @@ impl Store {
                 let name = |file: &Path| file.file_name().unwrap().to_str().unwrap().to_owned();
                 files.map(|f| (name(&f), std::fs::read_to_string(&f).unwrap())).collect()
             }
-            // With the revision of its last write and the store's lease that it hangs on.
+            // With the revision of its last write and its etcd lease.
             Self::Etcd(etcd) => {
                 let prefix = "/coreos.com/network/subnets/";
                 let text = etcd.ctl(lab, &["get", "--prefix", prefix, "-w", "json"]).unwrap();
@@ -119,7 +120,7 @@ fn wait_until(mut condition: impl FnMut() -> bool, otherwise: impl Fn() -> Strin
     }
 }
 
-/// How often the host's daemons have said that all peers are in place.
+/// How often the host's log says that all peers are in place.
 fn in_sync(host: &Host) -> usize {
     host.log().unwrap().matches("in sync peers=2").count()
 }
@@ -159,15 +160,15 @@ fn change_versions(backend: &str, etcd: bool, first: First) {
     assert_eq!(leases.len(), 3, "{leases:?}");
 
     let traffic = Traffic::start(&lab);
-    // Stopped in order, then killed.
+    // First an ordinary stop, then SIGKILL.
     for signal in [Signal::SIGTERM, Signal::SIGKILL] {
         for program in [&after, &before] {
             for host in lab.hosts() {
-                let said = in_sync(host);
+                let syncs = in_sync(host);
                 host.stop_daemon(signal).unwrap().unwrap();
                 traffic.flow();
                 host.start_daemon_of(program, &store.options()).unwrap();
-                wait_for_sync(host, said + 1);
+                wait_for_sync(host, syncs + 1);
                 traffic.flow();
                 let now = store.leases(&lab);
                 assert!(now.keys().eq(leases.keys()), "{}: {now:#?}", host.name());

@@ -44,8 +44,8 @@ fn routed(hosts: usize, families: &[Family], pod_mtu: u32) -> Lab {
     lab
 }
 
-/// Tries again, each time for longer, until every pair is as it should be: what does not answer is waited for to the end, and
-/// on a slow machine what answers takes its time.
+/// Probes repeatedly, each time for longer, until every pair is as expected, because a slow machine
+/// answers late.
 fn until_each(lab: &Lab, mut patience: Duration, as_expected: impl Fn(&Pair) -> bool) {
     loop {
         let matrix = lab.matrix(patience).unwrap();
@@ -67,7 +67,7 @@ fn pods_reach_each_other_over_static_routes() {
         for pair in &matrix.pairs {
             assert!(pair.rtt.is_some_and(|rtt| rtt < Duration::from_secs(5)), "{pair:?}");
             let headers = if pair.family == Family::V4 { 20 } else { 40 };
-            // 64 KiB, and a segment that fills the MTU beside the headers and the timestamps.
+            // 64 KiB, and a segment that fills the MTU with headers and timestamps.
             assert_eq!(pair.tcp_bytes, 65_536 + 1500 - headers - 20 - 12, "{pair:?}");
         }
         assert!(matrix.time_to_complete().unwrap() < PATIENCE);
@@ -87,18 +87,18 @@ fn one_family_is_tried_alone() {
     });
 }
 
-/// The hosts' wires take less than the pods believe, and the hosts know it: path MTU discovery lets TCP work
-/// all the same, which must not hide that the MTU is wrong.
+/// The hosts' links take less than the MTU of pods, and the hosts know it. TCP works because of
+/// path MTU discovery, and the wrong MTU must be found nevertheless.
 #[test]
-fn an_mtu_that_the_hosts_know_to_be_too_big_is_detected() {
-    as_root("an_mtu_that_the_hosts_know_to_be_too_big_is_detected", || {
+fn a_wrong_mtu_is_detected_if_the_hosts_report_it() {
+    as_root("a_wrong_mtu_is_detected_if_the_hosts_report_it", || {
         let lab = routed(2, &Family::BOTH, 1500);
         for host in lab.hosts() {
             host.run("ip", &["link", "set", "eth0", "mtu", "1400"]).unwrap();
         }
         let start = Instant::now();
         let matrix = lab.matrix(PATIENCE).unwrap();
-        assert!(start.elapsed() < PATIENCE, "a wrong MTU does not mend itself: no need to wait");
+        assert!(start.elapsed() < PATIENCE, "a wrong MTU does not repair itself: no need to wait");
         for pair in &matrix.pairs {
             assert_eq!(pair.error, Some(Unreached::PathMtu { mtu: 1500, path: 1400 }), "{pair:?}");
         }
@@ -106,10 +106,10 @@ fn an_mtu_that_the_hosts_know_to_be_too_big_is_detected() {
     });
 }
 
-/// The path loses big packets without a word, as many a tunnel does.
+/// The path drops big packets silently, as some tunnels do.
 #[test]
-fn an_mtu_that_nobody_knows_to_be_too_big_is_detected() {
-    as_root("an_mtu_that_nobody_knows_to_be_too_big_is_detected", || {
+fn a_wrong_mtu_is_detected_if_no_host_reports_it() {
+    as_root("a_wrong_mtu_is_detected_if_no_host_reports_it", || {
         let lab = routed(2, &Family::BOTH, 1500);
         lab.switch()
             .namespace()
@@ -120,17 +120,17 @@ fn an_mtu_that_nobody_knows_to_be_too_big_is_detected() {
 }
 
 #[test]
-fn a_cut_wire_is_detected_and_so_is_its_mending() {
-    as_root("a_cut_wire_is_detected_and_so_is_its_mending", || {
+fn a_cut_wire_is_detected_and_so_is_its_repair() {
+    as_root("a_cut_wire_is_detected_and_so_is_its_repair", || {
         let lab = routed(3, &Family::BOTH, 1500);
         let third = &lab.hosts()[2];
         let touches = |pair: &Pair| pair.from == "pod-3" || pair.to == "pod-3";
-        for (cut, mend) in [
+        for (cut, repair) in [
             (
                 flannel_lab::Switch::cut as fn(&_, &_) -> _,
-                flannel_lab::Switch::mend as fn(&_, &_) -> _,
+                flannel_lab::Switch::reconnect as fn(&_, &_) -> _,
             ),
-            (flannel_lab::Switch::ignore, flannel_lab::Switch::listen),
+            (flannel_lab::Switch::drop_frames, flannel_lab::Switch::pass_frames),
         ] {
             assert!(lab.matrix(PATIENCE).unwrap().is_complete());
             cut(lab.switch(), third).unwrap();
@@ -138,7 +138,7 @@ fn a_cut_wire_is_detected_and_so_is_its_mending() {
                 let expected = touches(pair).then_some(Unreached::NoReply);
                 pair.error == expected && pair.rtt.is_none() == touches(pair)
             });
-            mend(lab.switch(), third).unwrap();
+            repair(lab.switch(), third).unwrap();
             assert!(lab.matrix(PATIENCE).unwrap().is_complete());
         }
     });
@@ -148,7 +148,7 @@ fn a_cut_wire_is_detected_and_so_is_its_mending() {
 fn a_pod_without_tcp_is_detected() {
     as_root("a_pod_without_tcp_is_detected", || {
         let lab = routed(2, &[Family::V4], 1500);
-        // Pings pass; the answers of the echo service do not find back, or are refused.
+        // Pings pass. The answers of the echo service are lost, or connections are refused.
         let pod = lab.hosts()[1].pod().unwrap();
         pod.namespace().ip("rule add ipproto tcp sport 7 blackhole\n").unwrap();
         until_each(&lab, Duration::from_secs(3), |pair| {
@@ -162,7 +162,7 @@ fn a_pod_without_tcp_is_detected() {
     });
 }
 
-/// More hosts than the kernel remembers neighbours for.
+/// More hosts than the kernel's limit of neighbour entries allows.
 #[test]
 fn forty_hosts_reach_each_other() {
     as_root("forty_hosts_reach_each_other", || {
@@ -192,7 +192,7 @@ fn hosts_can_be_used_by_hand() {
         assert!(
             first.run("ip", &["route", "get", "8.8.8.8"]).unwrap().contains("via 192.168.77.254")
         );
-        // A pod is made anew from another subnet.env.
+        // A new pod is made from another subnet.env.
         second.remove_pod().unwrap();
         assert_eq!(lab.matrix(SHORT).unwrap().pairs.len(), 0);
         assert!(first.add_pod(&SubnetEnv::new(subnets(first, &[Family::V4]), 1450)).is_err());
@@ -205,10 +205,10 @@ fn hosts_can_be_used_by_hand() {
     });
 }
 
-/// What somebody else connected is a pod like others, and its links stay theirs.
+/// A namespace that another program connected is a pod. The lab does not remove its links.
 #[test]
-fn a_namespace_that_somebody_else_connected_is_adopted() {
-    as_root("a_namespace_that_somebody_else_connected_is_adopted", || {
+fn a_namespace_that_another_program_connected_is_adopted() {
+    as_root("a_namespace_that_another_program_connected_is_adopted", || {
         let lab = routed(2, &[Family::V4], 1500);
         let host = &lab.hosts()[0];
         host.remove_pod().unwrap();
@@ -234,15 +234,15 @@ fn a_namespace_that_somebody_else_connected_is_adopted() {
 }
 
 #[test]
-fn an_interrupt_ends_every_wait_and_nothing_is_left() {
-    as_root("an_interrupt_ends_every_wait_and_nothing_is_left", || {
+fn an_interrupt_ends_every_wait_and_leaves_nothing() {
+    as_root("an_interrupt_ends_every_wait_and_leaves_nothing", || {
         let interrupter = Interrupter::default();
         let lab = Lab::builder().hosts(2).interrupter(interrupter.clone()).start().unwrap();
         let (dir, namespace) = (lab.dir().to_owned(), lab.hosts()[0].namespace().path());
         assert!(dir.join("registry/config").exists() && namespace.exists());
         let start = Instant::now();
         let signal = std::thread::spawn(move || interrupter.interrupt());
-        // Nobody will ever write a subnet.env.
+        // No daemon writes a subnet.env.
         let error = lab.wait_until_reachable(Duration::from_secs(60)).unwrap_err();
         assert!(matches!(error, flannel_lab::Error::Interrupted), "{error}");
         assert!(start.elapsed() < Duration::from_secs(30));

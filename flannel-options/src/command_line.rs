@@ -1,9 +1,12 @@
 //! Parses a Go command line, with the environment behind it, into clap's matches.
 //!
-//! The command line wins. An empty variable counts as unset. An empty value on the command line
-//! counts as none and wins, too.
+//! The command line wins, also with an empty value, which counts as none. An empty variable counts
+//! as unset.
 //!
 //! **Source**: Go `flag`, coreos `flagutil.SetFlagsFromEnv`.
+
+pub mod environment;
+pub mod go_flags;
 
 use std::ffi::{OsStr, OsString};
 
@@ -11,8 +14,8 @@ use clap::error::{ContextKind, ContextValue};
 use clap::{Arg, ArgMatches, Command};
 
 use crate::Error;
-use crate::environment::{name_variable, variable};
-use crate::go_flags::{go_bool, go_int, go_style, is_given};
+use crate::command_line::environment::{name_variable, variable};
+use crate::command_line::go_flags::{go_bool, go_int, go_style, is_given};
 
 /// A parsed command line.
 #[derive(Debug)]
@@ -42,7 +45,7 @@ impl CommandLine {
         let mut args: Vec<OsString> =
             given.iter().filter(|arg| !is_none(&command, arg)).cloned().collect();
         let mut variables = Vec::new();
-        // A request for help is answered whatever the environment says.
+        // Help does not depend on the environment.
         let asks = ["--help", "-h", "--version", "-V"];
         let asks = given.iter().any(|arg| asks.iter().any(|ask| arg == ask));
         for flag in flags.iter().filter(|flag| !asks && !is_given(&given, flag)) {
@@ -51,7 +54,7 @@ impl CommandLine {
                 let mut arg = OsString::from(format!("--{flag}="));
                 arg.push(&value);
                 variables.push((flag.clone(), name));
-                // In front of positional words, which end the flags.
+                // Before positional words, which end the flags.
                 args.insert(1.min(args.len()), arg);
             }
         }
@@ -70,8 +73,8 @@ impl CommandLine {
     }
 }
 
-/// Whether the value is empty and thereby none, as for Go's text flags. An empty value of a number
-/// or a switch is wrong; defaults tell which flags those are.
+/// Whether the value is empty and counts as none, as for Go's text flags. An empty value of a
+/// number or a switch is wrong. These flags have a default.
 fn is_none(command: &Command, arg: &OsStr) -> bool {
     let text = arg.to_str().and_then(|arg| arg.strip_prefix("--"));
     let Some(flag) =

@@ -1,15 +1,15 @@
-//! Where the daemon can be asked.
+//! The control socket and the doctor's port.
 
 use std::path::{Path, PathBuf};
 
-use crate::go_flags::go_int;
+use crate::command_line::go_flags::go_int;
 
 /// The default of `--doctor-port`.
 pub const DOCTOR_PORT: &str = "8473";
 /// The name of the control socket in the directory of the subnet file.
 const SOCKET: &str = "flanneld.sock";
 
-/// The control socket for a value of `--control-socket`; `None`: there is none.
+/// The control socket for a value of `--control-socket`; `None`: it is off.
 pub fn socket(given: Option<&Path>, subnet_file: &Path) -> Option<PathBuf> {
     match given {
         Some(path) if path.as_os_str() == "off" => None,
@@ -18,12 +18,12 @@ pub fn socket(given: Option<&Path>, subnet_file: &Path) -> Option<PathBuf> {
     }
 }
 
-/// Parses a port. A number below 1 is 0, which means no port.
+/// Parses a port. A number below 1 is 0, which means none.
 ///
 /// **Source**: flannel `main.go`.
 ///
 /// # Errors
-/// The text is no number, or one above 65535.
+/// The text is no number, or above 65535.
 pub fn port(text: &str) -> Result<u16, String> {
     let number = go_int(i64::MIN..=65_535)(text)?;
     Ok(u16::try_from(number).unwrap_or(0))

@@ -1,12 +1,12 @@
-//! Why options cannot be used.
+//! Errors of options.
 
 use std::path::PathBuf;
 
-/// Why options cannot be used.
+/// An error of options.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// Not an error: the text that `--help` or `--version` asked for.
+    /// Not an error: the text of `--help` or `--version`.
     #[error("{0}")]
     Help(String),
     /// The command line or the environment is wrong.
@@ -25,7 +25,7 @@ pub enum Error {
     File {
         /// The file.
         path: PathBuf,
-        /// What happened.
+        /// The reason.
         reason: String,
     },
 }

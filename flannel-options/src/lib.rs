@@ -2,20 +2,16 @@
 
 mod command_line;
 pub mod control;
-pub mod environment;
 mod error;
-#[cfg(feature = "etcd")]
-mod etcd;
-pub mod go_flags;
-mod registry;
 mod secrets;
 pub mod state_dir;
+mod store;
 
-pub use command_line::CommandLine;
+pub use command_line::{CommandLine, environment, go_flags};
 pub use error::Error;
-#[cfg(feature = "etcd")]
-pub use etcd::EtcdFlags;
-#[cfg(feature = "etcd")]
-pub use registry::open_etcd;
-pub use registry::{RegistryUrl, open_directory};
 pub use secrets::FileSecrets;
+#[cfg(feature = "etcd")]
+pub use store::etcd::EtcdFlags;
+#[cfg(feature = "etcd")]
+pub use store::registry::open_etcd;
+pub use store::registry::{RegistryUrl, open_directory};

@@ -9,7 +9,7 @@ use async_trait::async_trait;
 use flannel_core::backend::{MakeSecret, Secrets};
 use flannel_core::object::Secret;
 
-/// One file for each secret, `secrets/NAME` in the state directory, which only its owner may read.
+/// A file for each secret: `secrets/NAME` in the state directory. Only its owner may read it.
 #[derive(Debug, Clone)]
 pub struct FileSecrets {
     dir: PathBuf,
@@ -53,7 +53,7 @@ impl Secrets for FileSecrets {
     }
 }
 
-/// Writes the file whole, or not at all.
+/// Writes the file atomically.
 fn write(dir: &Path, file: &Path, secret: &Secret) -> io::Result<()> {
     use std::os::unix::fs::DirBuilderExt;
     fs::DirBuilder::new().recursive(true).mode(0o700).create(dir)?;
@@ -72,7 +72,7 @@ mod tests {
     use std::os::unix::fs::PermissionsExt;
 
     #[tokio::test]
-    async fn a_secret_is_made_once_and_only_its_owner_may_read_it() {
+    async fn a_secret_is_created_once_and_only_its_owner_may_read_it() {
         let dir = tempfile::tempdir().unwrap();
         let secrets = FileSecrets::new(dir.path());
         let made = secrets.get_or_create("tunnel-1", &|| Ok(Secret::new(*b"one"))).await.unwrap();

@@ -1,9 +1,8 @@
 //! The state directory (`--state-dir`): the files that a host keeps over restarts, and its lock.
 //!
-//! The file `version` has the version of all files without a line of their own. They are plain text,
-//! as builds before there were versions read and write it. A build that changes the format of one
-//! file writes that version into the first line of the file. A file of a newer version is neither
-//! used nor overwritten.
+//! The file `version` has the version of all files without their own version line. Their format is
+//! that of builds without versions. A build that changes the format of a file writes the version
+//! into the first line of that file. A file of a newer version is neither used nor overwritten.
 
 use std::fs;
 use std::io::{self, Write};
@@ -17,17 +16,17 @@ use tokio::time::{Instant, sleep};
 
 use crate::Error;
 
-/// How long [`lock`] waits for another process to let go.
+/// The time that [`lock`] waits for another process.
 const PATIENCE: Duration = Duration::from_secs(2);
 /// The pause between two attempts.
 const PAUSE: Duration = Duration::from_millis(10);
 
-/// The beginning of the line with the version.
+/// The prefix of the version line.
 const HEADER: &str = "flannel-state ";
 /// The version that this build writes, and the newest that it reads.
 const VERSION: u32 = 1;
 
-/// A state file is of a version that this build cannot read. Found inside an [`io::Error`].
+/// A state file has a version that this build cannot read. It is the source of an [`io::Error`].
 #[derive(Debug, thiserror::Error)]
 #[error(
     "it is of version {version} of a newer build, this build reads version {VERSION}; it is not used and stays as it is"
@@ -46,12 +45,13 @@ pub fn leases(dir: &Path) -> PathBuf {
     dir.join("leases")
 }
 
-/// The file with the pod networks that this host has had.
+/// The file with the pod networks that this host had.
 pub fn networks(dir: &Path) -> PathBuf {
     dir.join("networks")
 }
 
-/// Reads the pod networks in a file of [`networks`], one on each line. Logs what cannot be read.
+/// Reads the pod networks in a file of [`networks`], one on each line. Logs lines that cannot be
+/// read.
 ///
 /// # Blocking
 /// Reads a file.
@@ -77,10 +77,10 @@ pub fn read_networks(file: &Path) -> Vec<Subnet> {
     text.lines().filter_map(network).collect()
 }
 
-/// The text of a state file without a line of its version; `None`: there is no such file.
+/// Reads a state file, without its version line; `None`: there is no such file.
 ///
 /// # Errors
-/// The file system refused, or the file is of a newer version ([`is_newer`]).
+/// The file system refused, or the file has a newer version ([`is_newer`]).
 ///
 /// # Blocking
 /// Reads a file.
@@ -95,7 +95,7 @@ pub fn read(file: &Path) -> io::Result<Option<String>> {
     }
     match fs::read_to_string(version_of(file)) {
         Ok(version) => without_version(&version).map(|_| Some(text)),
-        // Written by a build before there were versions.
+        // Written by a build without versions.
         Err(_) => Ok(Some(text)),
     }
 }
@@ -105,7 +105,7 @@ fn version_of(file: &Path) -> PathBuf {
     file.with_file_name("version")
 }
 
-/// The text after the line with the version, if this build can read that version.
+/// The text after the version line, if this build can read that version.
 fn without_version(text: &str) -> io::Result<&str> {
     let (line, rest) = text.split_once('\n').unwrap_or((text, ""));
     let version = line.strip_prefix(HEADER).unwrap_or(line);
@@ -118,17 +118,17 @@ fn without_version(text: &str) -> io::Result<&str> {
     }
 }
 
-/// Writes a state file anew: whole, or not at all.
+/// Replaces a state file atomically.
 ///
 /// # Errors
-/// The file system refused, or the file that is there is of a newer version ([`is_newer`]).
+/// The file system refused, or the file has a newer version ([`is_newer`]).
 ///
 /// # Blocking
 /// Writes a file and waits for the disk.
 pub fn replace(file: &Path, text: &str) -> io::Result<()> {
     match read(file) {
         Err(error) if is_newer(&error) => return Err(error),
-        // It is replaced as a whole.
+        // The file is replaced as a whole.
         Ok(_) | Err(_) => {}
     }
     let version = version_of(file);
@@ -146,7 +146,7 @@ fn write(file: &Path, text: &str) -> io::Result<()> {
     fs::rename(&temporary, file)
 }
 
-/// Keeps the state directory for this process. The kernel releases it when the process ends.
+/// The lock of a state directory. The kernel releases it when the process ends.
 #[derive(Debug)]
 pub struct Lock {
     _file: Flock<fs::File>,
@@ -172,7 +172,7 @@ pub async fn lock(dir: &Path) -> Result<Lock, Error> {
     }
 }
 
-/// `None`: another process holds it.
+/// `None`: another process holds the lock.
 fn try_lock(path: &Path) -> Result<Option<Lock>, Error> {
     let see = |error: io::Error| Error::File {
         path: path.to_owned(),
@@ -193,7 +193,7 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn one_at_a_time_has_the_state_directory() {
+    async fn only_one_process_has_the_state_directory() {
         let dir = tempfile::tempdir().unwrap();
         let state = dir.path().join("new");
         let first = lock(&state).await.unwrap();
@@ -204,7 +204,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn what_is_let_go_soon_is_waited_for() {
+    async fn the_lock_waits_for_another_process() {
         let dir = tempfile::tempdir().unwrap();
         let first = lock(dir.path()).await.unwrap();
         let let_go = async move {
@@ -217,11 +217,11 @@ mod tests {
     }
 
     #[test]
-    fn a_state_file_of_any_known_version_is_read_and_of_a_newer_one_left_alone() {
+    fn a_state_file_of_a_known_version_is_read_and_a_newer_one_is_kept() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("file");
         assert_eq!(read(&path).unwrap(), None);
-        // As builds wrote it before there were versions.
+        // As builds without versions wrote it.
         fs::write(&path, "10.1.0.0/16\n").unwrap();
         assert_eq!(read(&path).unwrap().as_deref(), Some("10.1.0.0/16\n"));
         replace(&path, "10.2.0.0/16\n").unwrap();

@@ -1,20 +1,20 @@
-//! Why a verb could not do its work.
+//! The error of a verb.
 
 use flannel_backends::UnknownBackend;
 
-/// Why a verb could not do its work.
+/// The error of a verb.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Error {
-    /// The daemon cannot be asked.
+    /// The daemon does not answer.
     #[error(transparent)]
     Api(#[from] flannel_api::Error),
-    /// Something is wrong; the text says what would be right.
+    /// A wrong argument or state. The text names the right one.
     #[error("{0}")]
     Refused(String),
     /// The store or the state directory cannot be used.
     #[error(transparent)]
     Options(#[from] flannel_options::Error),
-    /// The network config names a backend that does not exist.
+    /// The network config names an unknown backend.
     #[error(transparent)]
     UnknownBackend(#[from] UnknownBackend),
     /// The store or a backend reports an error.

@@ -1,17 +1,10 @@
 #![doc = include_str!("../README.md")]
 
-mod cleanup;
-mod config;
-mod docker_opts;
-mod doctor;
 mod error;
-mod lease;
 mod offline;
 mod options;
-mod status;
 mod terminal;
-mod watch;
-mod why;
+mod verbs;
 
 use std::ffi::OsString;
 use std::io::{IsTerminal, Write};
@@ -24,10 +17,11 @@ use serde_json::Value;
 use error::Result;
 use options::{Ctl, Global, Verb};
 use terminal::Terminal;
+use verbs::{cleanup, config, docker_opts, doctor, lease, status, watch, why};
 
 pub use options::command;
 
-/// Everything that a verb works with besides its own flags.
+/// The input of a verb besides its own flags.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Context<'a> {
     client: &'a Client,
@@ -39,20 +33,20 @@ pub(crate) struct Context<'a> {
 /// The result of a verb.
 #[derive(Debug)]
 pub(crate) struct Output {
-    /// For people; ends with a line feed.
+    /// The text for people, with a final line feed.
     text: String,
-    /// For programs.
+    /// The JSON value for programs.
     value: Value,
-    /// All is well.
+    /// No problem was found.
     ok: bool,
 }
 
-/// The whole program: parses `args` (`args[0]` is the program's name) and the environment, runs the
-/// verb, and returns the exit code: 0 if all is well, 1 if it is not or could not be done, 2 for
-/// wrong usage. `backends` are those that a network config may name.
+/// The whole program: parses `args` (`args[0]` is the program's name) and the environment, and runs
+/// the verb. Returns the exit code: 0 for success, 1 for a problem or an error, 2 for wrong usage.
+/// `backends` are those that a network config may name.
 ///
 /// # Blocking
-/// It owns the process: a runtime is set up here.
+/// It owns the process, and sets up a runtime.
 pub fn run(args: impl IntoIterator<Item = OsString>, backends: &Backends) -> ExitCode {
     let options = match Ctl::parse_from(args, |name| std::env::var_os(name)) {
         Ok(options) => options,
@@ -73,7 +67,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>, backends: &Backends) -> Exi
         }
     };
     let terminal = Terminal::of_stdout();
-    match runtime.block_on(carry_out(&options, backends, &terminal)) {
+    match runtime.block_on(run_verb(&options, backends, &terminal)) {
         Ok(output) => {
             show(&output, options.global.json);
             if output.ok { ExitCode::SUCCESS } else { ExitCode::FAILURE }
@@ -95,7 +89,7 @@ fn show(output: &Output, json: bool) {
     let _ = std::io::stdout().write_all(text.as_bytes());
 }
 
-async fn carry_out(options: &Ctl, backends: &Backends, terminal: &Terminal) -> Result<Output> {
+async fn run_verb(options: &Ctl, backends: &Backends, terminal: &Terminal) -> Result<Output> {
     let (global, client) = (&options.global, Client::at(options.global.socket()));
     let context = Context { client: &client, global, backends, terminal };
     match &options.verb {

@@ -1,4 +1,4 @@
-//! What can be said without a daemon: what the last one left behind, and what the store holds.
+//! The state without a daemon: the files that the last one left, and the store.
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -8,7 +8,7 @@ use flannel_backends::Backends;
 use flannel_core::lease::LeaseSet;
 use flannel_core::object::LinkName;
 use flannel_core::{Config, Error as CoreError, Kernel, Subnets};
-use flannel_doctor::host::{HostScene, check_host};
+use flannel_doctor::checks::host::{HostScene, check_host};
 use flannel_firewall::LegacyMemory;
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::iface::Selectors;
@@ -21,19 +21,19 @@ use crate::options::Global;
 use crate::terminal::{Style, span};
 use crate::{Context, Output, status};
 
-/// The state of a peer of which nobody knows.
+/// The state of a peer without a daemon.
 pub(crate) const UNKNOWN: &str = "not known";
 
-/// A store that does not answer for so long does not answer.
+/// The timeout of the store.
 const PATIENCE: Duration = Duration::from_secs(6);
 
-/// What the store says: the network config, if there is one, and the leases.
+/// Reads the network config, if there is one, and the leases from the store.
 pub(crate) async fn ask_store(
     global: &Global,
 ) -> Result<(flannel_core::Result<ConfigText>, LeaseSet), String> {
     let asked = async {
         let registry = global.open_registry().await?;
-        // That there is no config yet is no reason not to look at the leases.
+        // A store without a config may have leases.
         let config = match registry.config().await {
             Err(error) if !matches!(error, CoreError::NoConfig { .. }) => return Err(error.into()),
             config => config,
@@ -47,21 +47,20 @@ pub(crate) async fn ask_store(
     }
 }
 
-/// What is known of the cluster without a daemon.
+/// The cluster without a daemon.
 #[derive(Debug, Default)]
 pub(crate) struct Known {
     pub(crate) config: Option<Config>,
     pub(crate) leases: LeaseSet,
-    /// Why all this may be of yesterday, as a sentence without a full stop; `None`: the store says
-    /// so.
+    /// The reason that the values may be old, without a full stop; `None`: they are the store's.
     pub(crate) stale: Option<String>,
 }
 
 impl Known {
-    /// As the store says, or if it does not answer, as the last daemon kept it.
+    /// Reads the store, or if it does not answer, the last daemon's cache.
     ///
     /// # Errors
-    /// Neither is there; a sentence without a full stop.
+    /// Neither can be read. The text has no full stop.
     pub(crate) async fn of(global: &Global) -> Result<Self, String> {
         let parsed = |text: ConfigText| Config::parse(&text.text).ok();
         let kept = saved(global);
@@ -82,22 +81,22 @@ impl Known {
     }
 }
 
-/// The store, as the options name it.
+/// The name of the store.
 pub(crate) fn store_name(global: &Global) -> String {
     global.registry.as_ref().map_or_else(|| "--registry".to_owned(), ToString::to_string)
 }
 
-/// The last good set of leases that a daemon kept; `None` if there is none that can be read.
+/// The set of leases that a daemon cached; `None` if none can be read.
 pub(crate) fn saved(global: &Global) -> Option<Saved> {
     Cache::open(state_dir::leases(&global.state_dir)).load().ok()
 }
 
-/// The subnets that the last daemon had here.
+/// The subnets of the last daemon here.
 pub(crate) fn own_subnets(global: &Global) -> Option<Subnets> {
     SubnetEnv::read(&global.subnet_file).ok().and_then(|env| env.previous())
 }
 
-/// What is left of the last daemon.
+/// The page without a daemon: the state that the last one left.
 pub(crate) async fn status(
     Context { global, backends, terminal, .. }: Context<'_>,
     failure: &flannel_api::Error,
@@ -152,8 +151,7 @@ pub(crate) async fn status(
     Output { text, value, ok: false }
 }
 
-/// What about the host stands in the way of the network that the last daemon ran; nothing, if that
-/// is not known.
+/// Findings on this host for the network of the last daemon; none if that is not known.
 async fn findings(global: &Global, backends: &Backends) -> Vec<Finding> {
     let Some(saved) = saved(global) else { return Vec::new() };
     let Some(config) = saved.config.and_then(|text| Config::parse(&text.text).ok()) else {
@@ -171,7 +169,7 @@ async fn findings(global: &Global, backends: &Backends) -> Vec<Finding> {
     check_host(scene, &LegacyMemory::default()).await.findings
 }
 
-/// The interface that the daemon would choose, with these `--iface`.
+/// The interface that a daemon with these `--iface` chooses.
 ///
 /// # Errors
 /// No interface fits.
@@ -189,7 +187,7 @@ pub(crate) fn uplink(
     Ok(chosen.name)
 }
 
-/// Every lease but the one that was this node's, as the store says or the last daemon knew.
+/// Every lease except this node's last one, from the store or the cache.
 pub(crate) async fn peers(global: &Global) -> Result<Value> {
     let own = own_subnets(global);
     let Known { leases, stale, .. } = Known::of(global).await.map_err(Error::Refused)?;
@@ -199,7 +197,7 @@ pub(crate) async fn peers(global: &Global) -> Result<Value> {
     Ok(json!({ "version": VERSION, "running": false, "peers": peers, "stale": stale }))
 }
 
-/// The network config in the store, or if that does not answer, as the last daemon saw it.
+/// The network config in the store, or if that does not answer, in the last daemon's cache.
 ///
 /// # Errors
 /// There is none, or it is wrong.

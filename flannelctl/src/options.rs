@@ -1,7 +1,7 @@
 //! The command line of `flannelctl`.
 //!
-//! Options that flanneld has too have the same names, and come from the same environment variables. They
-//! may stand before or behind the verb.
+//! Options that flanneld has too have the same names, and come from the same environment variables.
+//! They may stand before or behind the verb.
 
 use std::ffi::OsString;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
@@ -18,8 +18,8 @@ use flannel_options::go_flags::is_given;
 use flannel_options::{Error as OptionsError, RegistryUrl, open_directory};
 use flannel_subnet::Registry;
 
-use crate::docker_opts::DockerFlags;
 use crate::error::{Error, Result};
+use crate::verbs::docker_opts::DockerFlags;
 
 /// What `flannelctl` is told.
 #[derive(Debug, Parser)]
@@ -49,28 +49,28 @@ pub fn command() -> clap::Command {
     })
 }
 
-/// Where things are.
+/// Paths and addresses.
 #[derive(Debug, Args)]
-#[command(next_help_heading = "Where things are")]
+#[command(next_help_heading = "Paths and addresses")]
 pub(crate) struct Global {
-    /// The socket of the daemon, or off; flanneld.sock beside the subnet file if not given
+    /// The socket of the daemon, or off; by default flanneld.sock beside the subnet file
     #[arg(long, value_name = "FILE|off")]
     pub(crate) control_socket: Option<PathBuf>,
 
-    /// Say it for programs: one JSON object
+    /// Print one JSON object
     #[arg(long, help_heading = "Options")]
     pub(crate) json: bool,
 
-    /// Where leases are kept: etcd, dir:PATH, or dir:PATH?assign=static
+    /// The store of leases: etcd, dir:PATH, or dir:PATH?assign=static
     #[arg(long, value_name = "URL")]
     #[cfg_attr(feature = "etcd", arg(default_value = "etcd"))]
     pub(crate) registry: Option<RegistryUrl>,
 
-    /// The file that tells CNI plugins about this host's subnet
+    /// The file with this host's subnet for CNI plugins
     #[arg(long, value_name = "FILE", default_value = "/run/flannel/subnet.env")]
     pub(crate) subnet_file: PathBuf,
 
-    /// Where the daemon remembers which leases are its own, and the last good set of leases
+    /// The directory of the daemon's state: its own leases, and the last set of leases
     #[arg(long, value_name = "DIR", default_value = "/var/lib/flannel")]
     pub(crate) state_dir: PathBuf,
 
@@ -80,14 +80,14 @@ pub(crate) struct Global {
 }
 
 impl Global {
-    /// The socket of a daemon that was told the same; `None`: it has none.
+    /// The socket of a daemon with the same options; `None`: it has none.
     pub(crate) fn socket(&self) -> Option<PathBuf> {
         control::socket(self.control_socket.as_deref(), &self.subnet_file)
     }
 
-    /// Opens a store that is there. To look makes none: an empty one, made where a directory is not
-    /// mounted, would order every daemon of the machine to stop. A directory with nothing of a
-    /// store in it is a bare mount point.
+    /// Opens an existing store. Creates none, because an empty store on an unmounted directory
+    /// would make every daemon of the machine stop. A directory without a store is such a mount
+    /// point.
     pub(crate) async fn open_registry(&self) -> Result<Arc<dyn Registry>> {
         if let Some(RegistryUrl::Dir(location)) = &self.registry {
             let broken = |source: std::io::Error| flannel_core::Error::Store {
@@ -105,7 +105,7 @@ impl Global {
         self.make_registry().await
     }
 
-    /// Opens the store, a new one if there is none.
+    /// Opens the store, or creates one.
     pub(crate) async fn make_registry(&self) -> Result<Arc<dyn Registry>> {
         let missing = || {
             Error::Refused("--registry names no store; for example dir:/etc/flannel/network".into())
@@ -122,63 +122,62 @@ impl Global {
     }
 }
 
-/// What is to be done.
+/// The verbs.
 #[derive(Debug, Subcommand)]
 pub(crate) enum Verb {
-    /// How this node is, on one screen: its lease, interface, backend, store and peers, and first
-    /// of all what is wrong
+    /// Show the state of this node: problems, lease, interface, backend, store and peers
     #[command(
-        long_about = "How this node is, on one screen: its lease, interface, backend, store and peers, and first \
-        of all what is wrong. Exit status 1 if it is not ready. Without a daemon it says what the last one left."
+        long_about = "Shows the state of this node: problems first, then its lease, interface, backend, store \
+        and peers. Exit status 1 if it is not ready. Without a daemon it shows the state that the last one left."
     )]
     Status,
-    /// Every peer with its state; without a daemon, every lease in the store
+    /// List every peer with its state; without a daemon, every lease in the store
     Peers,
-    /// Why packets for a pod's address go where they go
+    /// Explain the path of packets to a pod's address
     #[command(
-        long_about = "Why packets for a pod's address go where they go: which lease holds it, which objects that \
-        lease wants in the kernel and how each stands, and what the kernel itself would do with a packet, foreign \
-        routes and rules included. Exit status 1 if packets do not go where they should."
+        long_about = "Explains the path of packets to a pod's address: the lease that holds it, the kernel objects of \
+        that lease with their states, and the kernel's own route, with foreign routes and rules. Exit status 1 if \
+        packets take another path than the lease's."
     )]
     Why {
         /// The address of a pod
         #[arg(value_name = "ADDRESS")]
         address: IpAddr,
     },
-    /// Look for what is wrong anywhere between the store and the wire, and say what mends it
+    /// Look for faults between the store and the wire, and print commands that repair them
     #[command(
-        long_about = "Looks for what is wrong anywhere between the store and the wire: the store, the daemon, this host's \
-        settings, devices and their MTU, and with ICMP echoes, small and of full size, whether each peer replies from its \
-        tunnel address and its public one; where a peer runs this daemon, both send TCP segments of full size and say which \
-        way they arrive. Each finding comes with the command that mends it. Exit status 1 if there is \
-        one. Without a daemon it goes as far as store, cache and kernel lead."
+        long_about = "Looks for faults between the store and the wire. It checks the store, the daemon, this host's \
+        settings, devices and their MTU. It sends ICMP echoes of small and full size to the tunnel address and the \
+        public address of each peer. If a peer runs this daemon, both send TCP segments of full size and report the \
+        direction of a loss. Each finding has a command that repairs it. Exit status 1 if there is a finding. Without \
+        a daemon it uses the store, the cache and the kernel."
     )]
     Doctor(DoctorFlags),
-    /// The status again and again, until interrupted
+    /// Show the status repeatedly, until interrupted
     #[command(
-        long_about = "The status again and again, until interrupted. On a terminal the screen is drawn anew; \
-        elsewhere, and with --json (one object a line), it is said whenever something has changed."
+        long_about = "Shows the status repeatedly, until interrupted. A terminal is redrawn; otherwise, and with \
+        --json (one object a line), the status is printed after each change."
     )]
     Watch {
-        /// Seconds between two looks
+        /// Seconds between two requests
         #[arg(long, value_name = "SECONDS", default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..=3600))]
         interval: u64,
     },
-    /// Let the daemon read config and certificates again, and set back its log, as SIGHUP does
+    /// Make the daemon read config and certificates again and reset its log filter, as SIGHUP does
     Reload,
-    /// Set what the daemon logs, until SIGHUP or reload
+    /// Set the daemon's log filter, until SIGHUP or reload
     Log {
         /// As for flanneld --log: error, warn, info, debug, trace, or a filter such as
         /// info,flannel_core=debug
         #[arg(value_name = "FILTER")]
         filter: String,
     },
-    /// Remove what the daemon put into the kernel, or make it fit for Go flannel
+    /// Remove the daemon's kernel objects, or prepare them for Go flannel
     #[command(
-        long_about = "Removes what the daemon put into the kernel: routes, nexthop objects, forwarding entries, \
-        neighbours, addresses, devices, firewall rules; then the subnet file and the leases that were kept. Pods lose their \
-        way to other nodes. The daemon must not run, since it would put \
-        everything back. What is ours follows from the network config, in the store or as the daemon last saw it."
+        long_about = "Removes the daemon's kernel objects: routes, nexthop objects, forwarding entries, neighbours, \
+        addresses, devices, firewall rules; then the subnet file and the cached leases. Pods lose their connection to \
+        other nodes. The daemon must not run, because it would restore everything. The network config, in the store or \
+        as the daemon last read it, determines the objects."
     )]
     Cleanup(CleanupFlags),
     /// Write this host's subnet as options for the Docker daemon, as mk-docker-opts.sh does
@@ -190,24 +189,24 @@ pub(crate) enum Verb {
     /// Check or write the network config
     #[command(subcommand)]
     Config(ConfigVerb),
-    /// See, reserve or release leases
+    /// List, reserve or release leases
     #[command(subcommand)]
     Lease(LeaseVerb),
 }
 
-/// How to look for what is wrong.
+/// The options of `doctor`.
 #[derive(Debug, Args)]
 pub(crate) struct DoctorFlags {
-    /// Ask at most so many peers, those in trouble first
+    /// Ask at most so many peers, those with problems first
     #[arg(long, value_name = "NUMBER", default_value_t = 64, value_parser = peers)]
     pub(crate) peers: usize,
 
-    /// The port on which peers' daemons say what arrives, as for flanneld; 0: they are not asked
+    /// The port on which daemons of peers report arrivals, as for flanneld; 0: they are not asked
     #[arg(long, value_name = "PORT", default_value = control::DOCTOR_PORT, value_parser = control::port)]
     pub(crate) doctor_port: u16,
 
-    /// The interface that the daemon uses, by name or address, if it does not run; if not given,
-    /// the one with the default route
+    /// The interface of a daemon that does not run, by name or address; by default the one with the
+    /// default route
     #[arg(long, value_name = "NAME|ADDRESS")]
     pub(crate) iface: Vec<String>,
 }
@@ -217,43 +216,40 @@ fn peers(text: &str) -> Result<usize, String> {
     number.ok_or_else(|| "right would be a number up to 10000".to_owned())
 }
 
-/// How to clean up.
+/// The options of `cleanup`.
 #[derive(Debug, Args)]
 pub(crate) struct CleanupFlags {
-    /// Change nothing, only say what would be changed; the daemon may run
+    /// Only print the changes; the daemon may run
     #[arg(long)]
     pub(crate) dry_run: bool,
 
-    /// Remove only what Go flannel cannot handle: routes by nexthop objects become plain ones in
-    /// place, the route of last resort goes, no packet is lost
+    /// Change only objects that Go flannel cannot handle: routes by nexthop objects become plain
+    /// ones in place, the route of last resort is removed, and no packet is lost
     #[arg(long)]
     pub(crate) for_go: bool,
 
-    /// The interface that the daemon used, by name or address; if not given, the one with the
-    /// default route
+    /// The interface of the daemon, by name or address; by default the one with the default route
     #[arg(long, value_name = "NAME|ADDRESS")]
     pub(crate) iface: Vec<String>,
 
-    /// The network config that the daemon used, - for standard input; if not given, the one in the
-    /// store
+    /// The network config of the daemon, - for standard input; by default the one in the store
     #[arg(long, value_name = "FILE")]
     pub(crate) net_config_path: Option<PathBuf>,
 }
 
-/// What to do with the config.
+/// The verbs of `config`.
 #[derive(Debug, Subcommand)]
 pub(crate) enum ConfigVerb {
-    /// Check a network config, and show it with every default filled in
+    /// Check a network config, and show it with all defaults
     Check {
-        /// The file, - for standard input; if not given, the config in the store
+        /// The file, - for standard input; by default the config in the store
         #[arg(value_name = "FILE")]
         file: Option<PathBuf>,
     },
     /// Check a network config and write it to the store
     #[command(
-        long_about = "Checks a network config and writes it to the store, unless somebody else writes there at \
-        the same moment. Running daemons apply backend options at once; other pod networks or subnets are used from \
-        each daemon's next start on."
+        long_about = "Checks a network config and writes it to the store, unless it changes there at the same \
+        moment. Running daemons apply backend options at once, and other pod networks or subnets at their next start."
     )]
     Set {
         /// The file, - for standard input
@@ -262,8 +258,8 @@ pub(crate) enum ConfigVerb {
     },
     /// Change some fields of the network config in the store
     #[command(
-        long_about = "Changes the fields of the network config in the store that a JSON object names, and no others; null \
-        takes a field out. The result is checked, and written as config set does."
+        long_about = "Changes the fields of the network config in the store that a JSON object names; null removes a \
+        field. The result is checked, and written as config set does."
     )]
     Patch {
         /// Such as '{"Backend": {"MTU": 1400}}'
@@ -272,15 +268,15 @@ pub(crate) enum ConfigVerb {
     },
 }
 
-/// What to do with leases.
+/// The verbs of `lease`.
 #[derive(Debug, Subcommand)]
 pub(crate) enum LeaseVerb {
-    /// Every lease in the store, and what in it is none
+    /// List every lease in the store, and entries that are none
     List,
-    /// Make a lease that never expires, or let one never expire
+    /// Create a lease that never expires, or make one never expire
     #[command(
-        long_about = "Makes a lease that never expires, for the node with this public address; or, if the lease \
-        exists, lets it never expire, which its node notices and goes on."
+        long_about = "Creates a lease that never expires, for the node with this public address; or makes an existing \
+        lease never expire, which its node follows while it runs."
     )]
     Reserve {
         /// The subnet, such as 10.1.5.0/24; a dual-stack lease is 10.1.5.0/24,fd00:1:0:5::/64 or
@@ -288,36 +284,35 @@ pub(crate) enum LeaseVerb {
         #[arg(value_name = "SUBNET", value_parser = key)]
         lease: Subnets,
 
-        /// The IPv4 address that peers reach the node by
+        /// The public IPv4 address of the node
         #[arg(long, value_name = "ADDRESS")]
         public_ip: Option<Ipv4Addr>,
 
-        /// The same for IPv6
+        /// The public IPv6 address of the node
         #[arg(long, value_name = "ADDRESS")]
         public_ipv6: Option<Ipv6Addr>,
 
-        /// The node's backend, such as vxlan, if not the network config's; its daemon fills in the
-        /// rest
+        /// The node's backend, such as vxlan; by default the network config's
         #[arg(long, value_name = "TYPE", default_value = "")]
         backend_type: String,
     },
     /// Delete a lease
     #[command(
-        long_about = "Deletes a lease. That orders its node's daemon, if it runs, to stop (exit status 1), and \
-        frees the subnet for others: do it for nodes that are gone."
+        long_about = "Deletes a lease of a node that is gone, which frees the subnet for others. A running daemon that \
+        holds the lease stops with exit status 1."
     )]
     Release {
         /// The subnet, such as 10.1.5.0/24, or the key's text
         #[arg(value_name = "SUBNET", value_parser = key)]
         lease: Subnets,
 
-        /// Even if it is no reservation, so that its node may be alive
+        /// Delete a lease that is no reservation, whose node may be alive
         #[arg(long)]
         force: bool,
     },
 }
 
-/// A lease by its key, or by its subnets separated by commas.
+/// Parses the key of a lease, or its subnets separated by commas.
 fn key(text: &str) -> Result<Subnets, String> {
     if let Ok(subnets) = text.parse() {
         return Ok(subnets);
@@ -334,7 +329,7 @@ fn key(text: &str) -> Result<Subnets, String> {
     subnets.ok_or_else(wrong)
 }
 
-/// The options of verbs that the daemon has too, with the same meaning.
+/// Options of verbs that the daemon also has, with the same meaning.
 const OF_DAEMON: [&str; 2] = ["doctor_port", "iface"];
 
 impl Ctl {
@@ -348,8 +343,7 @@ impl Ctl {
     ) -> Result<Self, OptionsError> {
         let command = command();
         let mut args: Vec<OsString> = args.into_iter().collect();
-        // What flanneld knows too comes from its variables: where things are, and what stands
-        // behind the verb.
+        // Options that flanneld also has are read from its variables.
         let mut variables = Vec::new();
         let mut take = |arg: &clap::Arg, args: &[OsString]| {
             let flag = arg
@@ -406,7 +400,7 @@ mod tests {
     }
 
     #[test]
-    fn where_things_are_stands_anywhere_and_the_environment_comes_last() {
+    fn global_options_may_follow_a_verb_and_override_the_environment() {
         let env = [
             ("FLANNELD_REGISTRY", "dir:/env"),
             ("FLANNELD_STATE_DIR", "/state"),
@@ -427,7 +421,7 @@ mod tests {
     }
 
     #[test]
-    fn the_socket_is_looked_for_where_a_daemon_with_the_same_environment_has_it() {
+    fn the_socket_is_that_of_a_daemon_with_the_same_environment() {
         for (env, expected) in [
             (("FLANNELD_SUBNET_FILE", "/run/other/subnet.env"), Some("/run/other/flanneld.sock")),
             (("FLANNELD_CONTROL_SOCKET", "/run/a.sock"), Some("/run/a.sock")),
@@ -440,7 +434,7 @@ mod tests {
 
     /// An empty variable counts as unset, and numbers are Go's, as for the daemon.
     #[test]
-    fn what_stands_behind_a_verb_comes_from_the_daemons_variables_too() {
+    fn options_of_a_verb_come_from_the_daemons_variables_too() {
         let doctor = |args: &[&str], env: &[(&str, &str)]| match parse(args, env)
             .map(|options| options.verb)
         {
@@ -462,7 +456,7 @@ mod tests {
         assert_eq!(doctor(&["doctor", "--iface=a"], &[("FLANNELD_IFACE", "eth7")]).1, ["a"]);
         assert!(matches!(parse(&["cleanup"], &[("FLANNELD_IFACE", "eth7")]).unwrap().verb,
             Verb::Cleanup(flags) if flags.iface == ["eth7"]));
-        // A verb without the option does not mind.
+        // A verb without the option ignores its variable.
         assert!(parse(&["status"], &[("FLANNELD_DOCTOR_PORT", "nonsense")]).is_ok());
         for wrong in ["nonsense", "65536", "1_0"] {
             let error = parse(&["doctor"], &[("FLANNELD_DOCTOR_PORT", wrong)]).unwrap_err();
@@ -480,7 +474,7 @@ mod tests {
 
     #[cfg(feature = "etcd")]
     #[test]
-    fn what_cannot_reach_etcd_is_wrong_usage() {
+    fn options_that_cannot_reach_etcd_are_wrong_usage() {
         for (args, env, says) in [
             (
                 &["status", "--etcd-endpoints=nonsense"] as &[&str],
@@ -504,7 +498,7 @@ mod tests {
     }
 
     #[test]
-    fn leases_are_named_by_subnet_or_key() {
+    fn leases_are_parsed_from_subnets_or_a_key() {
         for (text, expected) in [
             ("10.1.5.0/24", "10.1.5.0-24"),
             ("10.1.5.0-24", "10.1.5.0-24"),
@@ -519,7 +513,7 @@ mod tests {
     }
 
     #[test]
-    fn every_verb_explains_itself() {
+    fn every_verb_has_help() {
         Ctl::command().debug_assert();
         let help = parse(&["--help"], &[]).unwrap_err().to_string();
         for word in [

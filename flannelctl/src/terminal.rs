@@ -1,15 +1,15 @@
 //! The terminal that text is written to: its width, and whether it has colours.
 //!
-//! Colours are for terminals only. A word says everything that a colour says.
+//! Only terminals get colours. Everything that a colour shows is also a word.
 
 use std::io::IsTerminal;
 
-/// Between a label and what it labels.
+/// The width of a label.
 const LABEL: usize = 11;
-/// Nothing is made narrower than this.
+/// The minimum width of text.
 const NARROWEST: usize = 40;
 
-/// The width, and whether there are colours.
+/// The properties of a terminal.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Terminal {
     pub(crate) width: usize,
@@ -27,7 +27,7 @@ pub(crate) enum Style {
 }
 
 impl Terminal {
-    /// As standard output is: 80 columns if it does not say.
+    /// The terminal of standard output; 80 columns if its width is not known.
     pub(crate) fn of_stdout() -> Self {
         let terminal = std::io::stdout().is_terminal();
         let size = terminal_size::terminal_size().map(|(width, _)| usize::from(width.0));
@@ -38,7 +38,7 @@ impl Terminal {
         Self { width, colours: terminal && !unwanted }
     }
 
-    /// A text in a style.
+    /// Returns a text in a style.
     pub(crate) fn style(&self, style: Style, text: &str) -> String {
         let code = match style {
             _ if !self.colours => return text.to_owned(),
@@ -51,12 +51,12 @@ impl Terminal {
         format!("\x1b[{code}m{text}\x1b[0m")
     }
 
-    /// `label     text`, wrapped, the text below the text.
+    /// `label     text`. The text is wrapped to the right of the label.
     pub(crate) fn field(&self, label: &str, style: Style, text: &str) -> String {
         let mut out = String::new();
         for (n, line) in self.wrap(text, LABEL).iter().enumerate() {
             let label = if n == 0 { label } else { "" };
-            // Padded before it is coloured: codes have no width.
+            // Padded before it is coloured, because colour codes have no width.
             out += &self.style(style, &format!("{label:<LABEL$}"));
             out += line;
             out.push('\n');
@@ -64,9 +64,9 @@ impl Terminal {
         out
     }
 
-    /// `mend: COMMAND` below a field's text: the command is not wrapped, so that it can be copied;
-    /// what people should know, which it has behind `#`, stands in lines of its own if the line has
-    /// no room for it. A shell takes them too.
+    /// `repair: COMMAND` below a field's text. The command is not wrapped, so that it can be
+    /// copied. A remark after `#` moves to further lines if the line is too long. A shell accepts
+    /// them too.
     pub(crate) fn command(&self, word: &str, command: &str) -> String {
         let whole = format!("{:LABEL$}{word}: {command}\n", "");
         let Some((alone, remark)) =
@@ -82,8 +82,7 @@ impl Terminal {
         out
     }
 
-    /// Lines of words that leave `indent` columns free. A word that is longer than a line has one
-    /// of its own.
+    /// Wraps a text into lines that leave `indent` columns free. A longer word gets its own line.
     pub(crate) fn wrap(&self, text: &str, indent: usize) -> Vec<String> {
         let width = self.width.saturating_sub(indent).max(1);
         let mut lines = vec![String::new()];
@@ -102,7 +101,7 @@ impl Terminal {
         lines
     }
 
-    /// Rows below a head. A cell may have several lines; a row's style is that of its last cell.
+    /// A table with a head. A cell may have several lines.
     pub(crate) fn table(&self, head: &[&str], rows: &[(Style, Vec<Vec<String>>)]) -> String {
         let head_row = (Style::Plain, head.iter().map(|text| vec![(*text).to_owned()]).collect());
         let all = || std::iter::once(&head_row).chain(rows);
@@ -128,7 +127,7 @@ impl Terminal {
     }
 }
 
-/// `3 s`, `5 min`, `3 h 12 min`, `4 d 2 h`: as precise as it is worth.
+/// A rounded duration: `3 s`, `5 min`, `3 h 12 min`, `4 d 2 h`.
 pub(crate) fn span(seconds: f64) -> String {
     let seconds = seconds.max(0.0) as u64;
     let (minutes, hours, days) = (seconds / 60, seconds / 3600, seconds / 86_400);
@@ -145,9 +144,9 @@ pub(crate) fn span(seconds: f64) -> String {
 pub(crate) mod tests {
     use super::*;
 
-    /// A page is, at 80 and 120 columns, what the files `pages/NAME_80.txt` and
-    /// `pages/NAME_120.txt` say. To be looked at after `UPDATE_PAGES=1` has written them anew.
-    /// Nothing but a command or a table's row is wider than the terminal.
+    /// Compares a page of 80 and 120 columns with the files `pages/NAME_80.txt` and
+    /// `pages/NAME_120.txt`. `UPDATE_PAGES=1` writes them. Only commands and rows of tables may be
+    /// wider than the terminal.
     pub(crate) fn looks(name: &str, page: impl Fn(&Terminal) -> String) {
         for width in [80, 120] {
             let text = page(&Terminal { width, colours: false });
@@ -156,7 +155,7 @@ pub(crate) mod tests {
                 std::fs::write(&file, &text).unwrap();
             }
             let wide = |line: &&str| {
-                line.chars().count() > width && !line.trim_start().starts_with("mend: ")
+                line.chars().count() > width && !line.trim_start().starts_with("repair: ")
             };
             let wide: Vec<&str> = text
                 .lines()
@@ -190,7 +189,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn spans_are_as_precise_as_it_is_worth() {
+    fn spans_are_rounded() {
         for (seconds, text) in [
             (-1.0, "0 s"),
             (59.9, "59 s"),

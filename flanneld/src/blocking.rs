@@ -1,8 +1,8 @@
-//! Blocking work on a thread of its own, so that it does not block the runtime.
+//! Blocking work on another thread, so that it does not block the runtime.
 //!
-//! A busy disk takes seconds for a file, and a route is repaired within milliseconds. Writes happen
-//! one after the other, in the order of the calls, even if a caller has given up. So old content
-//! never replaces new content.
+//! A busy disk may need seconds for a file, and routes are repaired within milliseconds. Writes
+//! happen in the order of the calls, even if a caller drops its future. So old content never
+//! replaces new content.
 
 use std::panic::resume_unwind;
 
@@ -10,7 +10,7 @@ use tokio::sync::Mutex;
 
 static TURN: Mutex<()> = Mutex::const_new(());
 
-/// Does `work` on a thread of its own. A panic of `work` goes on here.
+/// Runs `work` on another thread, and propagates its panic.
 pub(crate) async fn run_blocking<T: Send + 'static>(
     work: impl FnOnce() -> T + Send + 'static,
 ) -> T {
@@ -18,13 +18,13 @@ pub(crate) async fn run_blocking<T: Send + 'static>(
         Ok(done) => done,
         Err(error) => match error.try_into_panic() {
             Ok(panic) => resume_unwind(panic),
-            // The runtime ends, and this task with it.
+            // The runtime ends, and with it this task.
             Err(_) => std::future::pending().await,
         },
     }
 }
 
-/// The same, after all work of earlier calls is done.
+/// The same, after the work of all earlier calls.
 ///
 /// # Cancel safety
 /// Work that has begun is done before the work of later calls, unless the process ends.
@@ -58,7 +58,7 @@ mod tests {
             older.send("older").unwrap();
         }));
         begin.await.unwrap();
-        // This thread goes on, and the first caller gives up.
+        // This thread continues, and the first caller drops its future.
         first.abort();
         let second = tokio::spawn(run_blocking_in_order(move || written.send("newer").unwrap()));
         tokio::task::yield_now().await;

@@ -1,4 +1,4 @@
-//! What a daemon is told, as typed values.
+//! The configuration of a daemon, as typed values.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -13,25 +13,24 @@ use flannel_subnet_etcd::EtcdOptions;
 #[cfg(feature = "kube")]
 use flannel_subnet_kube::KubeOptions;
 
-/// What a [`Daemon`](crate::Daemon) is told.
+/// The configuration of a [`Daemon`](crate::Daemon).
 ///
 /// [`DaemonConfig::new`] has the defaults of the command line. Each field corresponds to options of
 /// `flanneld`, which are named in parentheses.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct DaemonConfig {
-    /// Where leases are kept (`--registry`, `--etcd-…`, `--kube-…`).
+    /// The store of leases (`--registry`, `--etcd-…`, `--kube-…`).
     pub store: StoreConfig,
     /// The backends that the network config may name.
     pub backends: Backends,
-    /// How the external interface is chosen (`--iface…`, `--public-ip`, `--public-ipv6`).
+    /// The choice of the external interface (`--iface…`, `--public-ip`, `--public-ipv6`).
     pub interface: Selectors,
-    /// How long before its end the lease is renewed (`--subnet-lease-renew-margin`).
+    /// The time before its end at which the lease is renewed (`--subnet-lease-renew-margin`).
     pub renew_margin: Duration,
-    /// The file that tells CNI plugins about this host's subnet (`--subnet-file`).
+    /// The file with this host's subnet for CNI plugins (`--subnet-file`).
     pub subnet_file: PathBuf,
-    /// The directory for what the host remembers over restarts (`--state-dir`). One daemon at a
-    /// time uses it.
+    /// The directory of the host's state (`--state-dir`). One daemon at a time uses it.
     pub state_dir: PathBuf,
     /// Drop packets to unused addresses of this host's subnet (`--ip-blackhole-route`).
     pub ip_blackhole_route: bool,
@@ -39,11 +38,11 @@ pub struct DaemonConfig {
     pub nexthop_objects: NexthopObjects,
     /// The firewall rules.
     pub firewall: FirewallConfig,
-    /// Where the daemon can be asked.
+    /// The servers for health, metrics and control.
     pub control: ControlConfig,
 }
 
-/// Where leases are kept.
+/// A store of leases.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub enum StoreConfig {
@@ -58,7 +57,7 @@ pub enum StoreConfig {
         /// The API server and this node.
         options: KubeOptions,
     },
-    /// A registry of one's own.
+    /// A custom registry.
     Registry(Arc<dyn Registry>),
 }
 
@@ -67,9 +66,9 @@ pub enum StoreConfig {
 pub enum NexthopObjects {
     /// Use them where the kernel has them.
     Auto,
-    /// Use them, or else stop.
+    /// Use them, or stop if the kernel has none.
     On,
-    /// Never use them. Those of an earlier run give way to plain routes.
+    /// Never use them. Plain routes replace those of an earlier run.
     Off,
 }
 
@@ -101,7 +100,7 @@ impl Default for FirewallConfig {
     }
 }
 
-/// Where a daemon can be asked.
+/// The servers of a daemon.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ControlConfig {
@@ -112,7 +111,7 @@ pub struct ControlConfig {
     pub socket: ControlSocket,
     /// The group of the control socket (`--control-group`).
     pub group: Option<u32>,
-    /// The port on which the doctors of other nodes are answered; 0: none (`--doctor-port`).
+    /// The port of path probes by doctors of other nodes; 0: none (`--doctor-port`).
     pub doctor_port: u16,
 }
 
@@ -153,8 +152,8 @@ impl DaemonConfig {
 }
 
 impl StoreConfig {
-    /// A refusal of the store may pass, so that a start waits: a Kubernetes cluster that boots may
-    /// answer before it knows who may do what.
+    /// Whether a start waits after a refusal of the store. A Kubernetes cluster that boots may
+    /// answer before it has loaded all permissions.
     pub(crate) fn refusals_pass(&self) -> bool {
         #[cfg(feature = "kube")]
         if matches!(self, Self::Kubernetes { .. }) {

@@ -31,7 +31,7 @@ struct SocketFile(PathBuf);
 
 impl Drop for SocketFile {
     fn drop(&mut self) {
-        // It may be gone already. A file that stays is replaced by the next start.
+        // It may be gone. The next start replaces a file that stays.
         let _ = fs::remove_file(&self.0);
     }
 }
@@ -40,8 +40,8 @@ impl Servers {
     /// Begins to listen.
     ///
     /// # Errors
-    /// An address or a socket that the options name cannot be listened on. The default control
-    /// socket is no error.
+    /// The daemon cannot listen on an address or a socket of the options. A failure of the default
+    /// control socket is only logged.
     pub(crate) async fn open(config: &ControlConfig, subnet_file: &Path) -> Result<Self, Error> {
         let health = match config.health {
             None => None,

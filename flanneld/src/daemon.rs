@@ -38,9 +38,8 @@ impl Daemon {
     /// Runs the daemon. Ends with an error only.
     ///
     /// # Errors
-    /// What makes it impossible to start or to go on; see [`Error`]. The daemon waits, as long as
-    /// it takes, for a store that does not answer, for a network config that is missing or wrong,
-    /// and for a free subnet.
+    /// See [`Error`]. The daemon waits without a limit for a store that does not answer, for a
+    /// network config that is missing or wrong, and for a free subnet.
     ///
     /// # Cancel safety
     /// Dropping the future stops the daemon. The data path stays in place; the next run adopts it.
@@ -61,7 +60,7 @@ impl Daemon {
         }
     }
 
-    /// How the daemon is: the answer to `GET /v1/status`, without findings about the host.
+    /// The state of the daemon: the answer to `GET /v1/status`, without findings on the host.
     pub fn status(&self) -> StatusReport {
         status_report(&self.observer.snapshot())
     }

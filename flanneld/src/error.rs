@@ -1,11 +1,11 @@
-//! Why the daemon stops, and with which exit code.
+//! The errors that stop the daemon, with their exit codes.
 
 use std::path::Path;
 
 use flannel_core::Subnets;
 use flannel_core::subnet::LeaseEnd;
 
-/// Why the daemon cannot start or go on.
+/// An error that stops the daemon.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -24,12 +24,12 @@ pub enum Error {
     /// The interface that was chosen cannot serve.
     #[error("external interface {name}: {reason}")]
     UnfitInterface {
-        /// Its name.
+        /// The name of the interface.
         name: flannel_core::object::LinkName,
-        /// Why not.
+        /// The reason.
         reason: String,
     },
-    /// The config names a backend that does not exist.
+    /// The config names an unknown backend.
     #[error(transparent)]
     UnknownBackend(#[from] flannel_backends::UnknownBackend),
     /// The config names no backend, and the cluster's leases show that Go flannel chose `udp`.
@@ -39,9 +39,9 @@ pub enum Error {
          {{\"Backend\": {{\"Type\": \"vxlan\"}}}}, and restart every node"
     )]
     ImplicitUdp {
-        /// A lease of the other kind.
+        /// The key of a lease of `udp`.
         subnets: Box<Subnets>,
-        /// Its node.
+        /// The node of that lease.
         holder: String,
     },
     /// `--nexthop-objects=on`, and the kernel has none.
@@ -55,15 +55,15 @@ pub enum Error {
     /// The subnet file cannot be written.
     #[error("--subnet-file: {0}")]
     SubnetFile(#[from] flannel_subnet::SubnetEnvError),
-    /// The firewall rules that the options ask for cannot be made.
+    /// The firewall rules of the options cannot be made.
     #[error("firewall rules: {0}")]
     Firewall(#[from] flannel_firewall::Error),
-    /// An address or socket that the options name cannot be listened on.
+    /// The daemon cannot listen on an address or socket of the options.
     #[error("{what}: {reason}")]
     Listen {
         /// The options.
         what: String,
-        /// Why not.
+        /// The reason.
         reason: String,
     },
     /// The network stopped by itself.
@@ -74,7 +74,7 @@ pub enum Error {
     LeaseLost {
         /// The lease.
         subnets: Box<Subnets>,
-        /// How it ended.
+        /// The cause.
         end: Box<LeaseEnd>,
     },
 }

@@ -97,12 +97,12 @@ fn store(page: &mut Page, snapshot: &Snapshot) {
     }
     page.counters(
         "flannel_store_requests_total",
-        "Requests sent to the store, by what was asked",
+        "Requests sent to the store, by operation",
         store.calls.iter().map(|(call, calls)| (labels(&[("call", call)]), calls.sent)),
     );
     page.counters(
         "flannel_store_request_failures_total",
-        "Requests to the store that failed, by what was asked",
+        "Requests to the store that failed, by operation",
         store.calls.iter().map(|(call, calls)| (labels(&[("call", call)]), calls.failed)),
     );
     page.gauge(
@@ -178,7 +178,7 @@ fn leases(page: &mut Page, network: &NetworkSnapshot, store: Option<&str>) {
     );
 }
 
-/// If no rules are asked for, all of them are in place.
+/// Without requested rules, all rules are in place.
 fn firewall(page: &mut Page, rulebook: &Rulebook) {
     let (in_place, repairs) = match rulebook {
         Rulebook::Unwanted => (true, 0),
@@ -190,7 +190,7 @@ fn firewall(page: &mut Page, rulebook: &Rulebook) {
     };
     page.flag(
         "flannel_firewall_in_place",
-        "1 if the firewall rules that are asked for are in place",
+        "1 if the requested firewall rules are in place",
         in_place,
     );
     page.counter(
@@ -206,7 +206,7 @@ struct Counts {
     desired: u64,
     /// Refused by the kernel.
     failing: u64,
-    /// Of these the ones that are desired.
+    /// The desired ones of these.
     absent: u64,
 }
 
@@ -252,7 +252,7 @@ fn kernel(page: &mut Page, network: &NetworkSnapshot) {
     );
     page.counter(
         "flannel_changes_total",
-        "Changes of the kernel that leases asked for",
+        "Changes of the kernel because of leases",
         status.applied,
     );
     page.counter(
@@ -299,7 +299,7 @@ mod tests {
         Scrape::parse(text.lines().map(|line| Ok(line.to_owned()))).unwrap()
     }
 
-    /// A snapshot with a sample in every family.
+    /// A snapshot with a sample in every family of metrics.
     async fn full() -> (Observer, Snapshot) {
         let mut status = Status::default();
         for damage in [Damage::Deletion, Damage::Modification] {
@@ -321,7 +321,7 @@ mod tests {
         (observer, snapshot)
     }
 
-    /// Name, type and labels of every family, sorted: what dashboards and alerts rely on.
+    /// Name, type and labels of every family, sorted. Dashboards and alerts depend on them.
     #[tokio::test]
     async fn names_types_and_labels_stay() {
         let (_observer, snapshot) = full().await;
@@ -382,7 +382,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_parser_reads_back_what_the_status_says() {
+    async fn a_parser_reads_the_values_of_the_status() {
         let mut status = Status::default();
         (status.in_sync, status.live, status.peers, status.objects) = (true, true, 3, 11);
         status.settled = true;
@@ -487,7 +487,7 @@ mod tests {
         }
     }
 
-    /// What the parser above lets pass, and Prometheus does not.
+    /// Rules of Prometheus that the parser above does not check.
     #[tokio::test]
     async fn every_sample_belongs_to_the_family_before_it_and_none_is_there_twice() {
         let observer = Observer::default();

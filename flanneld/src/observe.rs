@@ -1,8 +1,7 @@
 //! The daemon's knowledge about itself, for health, metrics, the control socket and systemd.
 //!
 //! Observers pull. The daemon notes facts when they change. A [`Snapshot`] joins them with the
-//! latest status, view and store status when an observer asks. Nothing runs for observers
-//! otherwise.
+//! latest status, view and store status when an observer asks.
 
 mod running;
 mod snapshot;
@@ -23,13 +22,12 @@ use tokio::sync::watch;
 pub(crate) use running::{Rulebook, Running};
 pub(crate) use snapshot::{Facts, NetworkSnapshot, Snapshot};
 
-/// Sets another log filter, or returns the reason why it cannot; `None`: the filter given at the
-/// start.
+/// Sets a log filter, or returns the reason why it cannot; `None`: the filter of the start.
 pub(crate) type SetLog = dyn Fn(Option<&str>) -> Result<(), String> + Send + Sync;
 
-/// A network that is busy for longer does not say which peers wait, because a status must not take
-/// long. This is longer than a round of new peers (0.1 s), after which a network answers. Otherwise
-/// peers would change from in place to pending and back.
+/// The timeout of a request to the network for its pending peers, so that a status is quick. It is
+/// longer than a round of new peers (0.1 s), after which a network answers. Otherwise the reported
+/// state of peers would alternate.
 const BUSY: Duration = Duration::from_millis(150);
 
 /// The largest age of findings about the kernel's older tables.
@@ -43,11 +41,11 @@ struct Shared {
     known: Mutex<Known>,
     /// Notified when a fact changes.
     phase: watch::Sender<()>,
-    /// Notified when everything is to be read again.
+    /// Notified when everything must be read again.
     reloads: watch::Sender<()>,
     started: SystemTime,
     set_log: Option<Box<SetLog>>,
-    /// A status may be asked for every second.
+    /// Cached, because a status may be requested every second.
     legacy: LegacyMemory,
 }
 
@@ -73,7 +71,7 @@ impl fmt::Debug for Observer {
 }
 
 impl Observer {
-    /// For a daemon that starts now. Its log is set by `set_log`; `None`: it cannot be set.
+    /// The source of a daemon that starts now. `set_log` sets its log filter; `None`: it is fixed.
     pub(crate) fn new(set_log: Option<Box<SetLog>>) -> Self {
         let phase = watch::channel(()).0;
         let legacy = LegacyMemory::new(LEGACY);
@@ -102,12 +100,12 @@ impl Observer {
         }
     }
 
-    /// The registry was opened.
+    /// Notes the open registry.
     pub(crate) fn opened(&self, store: Arc<dyn SubnetManager>) {
         self.set(|known| known.store = Some(store));
     }
 
-    /// A network runs, until the guard is dropped.
+    /// Notes a network that runs until the guard is dropped.
     pub(crate) fn running(&self, running: Running) -> RunningGuard<'_> {
         self.set(|known| {
             known.running = Some(Arc::new(running));
@@ -132,11 +130,11 @@ impl Observer {
             drop(known);
             seen = now;
         }
-        // The store is no longer followed, which the network itself reports.
+        // The watch has ended, which the network reports.
         std::future::pending().await
     }
 
-    /// Everything that is known now. O(leases that changed since the network's start).
+    /// The current state. O(leases that changed since the network's start).
     pub(crate) fn snapshot(&self) -> Snapshot {
         let known = self.known();
         let network = known.running.clone().map(|running| {
@@ -157,7 +155,7 @@ impl Observer {
         }
     }
 
-    /// The same, with the peers that wait if the status does not say it.
+    /// The same, with the pending peers if the status does not have them.
     pub(crate) async fn snapshot_of_peers(&self) -> Snapshot {
         // Before the status, which reports later changes of these peers.
         let waiting = self.waiting().await;
@@ -186,7 +184,7 @@ impl Observer {
         self.known().running.as_ref().map(|running| running.handle.status.clone())
     }
 
-    /// A network runs, and its subnet file is written or will not be.
+    /// Whether a network runs, and its subnet file is written or will not be.
     pub(crate) fn runs(&self) -> bool {
         let known = self.known();
         known.running.as_ref().is_some_and(|running| running.lapsed || known.facts.subnet_file)
@@ -197,34 +195,33 @@ impl Observer {
         &self.0.legacy
     }
 
-    /// Sets the log filter; `None`: back to the one given at the start.
+    /// Sets the log filter; `None`: the one given at the start.
     ///
     /// # Errors
     /// The text is no filter, or the log belongs to another program.
     pub(crate) fn set_log(&self, filter: Option<&str>) -> Result<(), String> {
         match &self.0.set_log {
             Some(set) => set(filter),
-            None => Err("the log belongs to the program that flanneld is part of".to_owned()),
+            None => Err("the log belongs to the program that embeds flanneld".to_owned()),
         }
     }
 
-    /// Notified from now on when everything is to be read again.
+    /// A receiver that is notified when everything must be read again.
     pub(crate) fn reloads(&self) -> watch::Receiver<()> {
         self.0.reloads.subscribe()
     }
 
-    /// Makes the task that applies configs look at once.
+    /// Makes the task that applies configs read the store at once.
     pub(crate) fn look_again(&self) {
         self.0.reloads.send_replace(());
     }
 
-    /// Reads everything again that may have changed unnoticed: the network config, by a request
-    /// that also reads certificates again if they changed, and the log filter given at the start.
-    /// The task that applies configs looks at once. Without a network the store is not asked,
-    /// because the start of the next network reads everything and must see one config. Returns the
-    /// result as a sentence without a full stop.
+    /// Reads the network config and changed certificates again, and resets the log filter. The task
+    /// that applies configs reads the store at once. Without a network the store gets no request,
+    /// because the start of the next network reads everything. Returns the result as a sentence
+    /// without a full stop.
     pub(crate) async fn reload(&self) -> String {
-        // Without a log of ours there is nothing to set back.
+        // An embedded daemon has no log filter.
         let _ = self.set_log(None);
         let (subnets, used) = {
             let known = self.known();
@@ -252,7 +249,7 @@ impl Observer {
 pub(crate) struct Changes {
     observer: Observer,
     phase: watch::Receiver<()>,
-    /// Of the network that runs.
+    /// The status of the network that runs.
     status: Option<watch::Receiver<Arc<Status>>>,
 }
 
@@ -278,14 +275,14 @@ impl Changes {
     }
 }
 
-/// A network runs as long as this lives.
+/// The guard of a network that runs.
 pub(crate) struct RunningGuard<'a>(&'a Observer);
 
 impl Drop for RunningGuard<'_> {
     fn drop(&mut self) {
         self.0.set(|known| {
             known.running = None;
-            known.facts.waits_for = Some("the network is built anew".to_owned());
+            known.facts.waits_for = Some("the network is rebuilt".to_owned());
         });
     }
 }
@@ -341,7 +338,7 @@ pub(crate) mod tests {
     }
 
     #[tokio::test]
-    async fn what_runs_is_known_while_it_runs() {
+    async fn a_network_is_known_while_it_runs() {
         let observer = Observer::default();
         assert!(observer.snapshot().network.is_none());
         observer.note(|facts| facts.waits_for = Some("a config".to_owned()));
@@ -370,18 +367,17 @@ pub(crate) mod tests {
         assert!(observer.snapshot().network.is_none());
     }
 
-    /// Peers without a tunnel ask at the address that they are told, be it behind NAT or the second
-    /// of the interface.
+    /// Peers without a tunnel probe the public address, even behind NAT or as a second address of
+    /// the interface.
     #[tokio::test]
-    async fn peers_are_answered_on_the_public_address_too() {
+    async fn probes_are_answered_on_the_public_address_too() {
         let (subnets, mut running) = network(Status::default()).await;
         subnets.put("10.1.3.0-24", "127.0.0.1");
         let config = r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vxlan","DirectRouting":true}}"#;
         running.config = Config::parse(config).unwrap();
         running.datapath = flannel_backends::all().datapath(&running.config);
         running.iface.name = "lo".parse().unwrap();
-        // Addresses of this process alone, and ports that the system gives nobody of its own
-        // accord.
+        // Addresses of this process only, and ports outside the system's range.
         let [.., high, low] = std::process::id().to_be_bytes();
         let [one, other] = [77, 78].map(|n| std::net::Ipv4Addr::new(127, n, high, low));
         for (own, public, port) in [(one, other, 31_417), (one, one, 31_418)] {
@@ -405,10 +401,10 @@ pub(crate) mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_network_that_is_at_work_keeps_nobody_waiting() {
+    async fn a_busy_network_does_not_delay_a_status() {
         let (subnets, mut running) = network(Status::default()).await;
         let host = Host::new(running.iface.clone(), Arc::clone(&running.kernel), Arc::new(subnets));
-        // It takes questions, and answers none while it does not run.
+        // It accepts requests, and answers none while it does not run.
         let busy = host
             .join(
                 flannel_backends::all().find("host-gw").unwrap(),
@@ -425,7 +421,7 @@ pub(crate) mod tests {
         let network = observer.snapshot_of_peers().await.network.unwrap();
         assert!(network.waiting.is_none() && !network.status.settled);
         assert!(start.elapsed() <= Duration::from_millis(200), "{:?}", start.elapsed());
-        // But a round of new peers is waited for.
+        // A status waits for a round of new peers.
         let round = async {
             tokio::time::sleep(Duration::from_millis(110)).await;
             busy.run(views).await
@@ -438,7 +434,7 @@ pub(crate) mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn who_waits_for_changes_is_woken_once_for_each() {
+    async fn observers_are_woken_once_for_each_change() {
         let observer = Observer::default();
         let mut changes = observer.changes();
         let (_subnets, mut running) = network(Status::default()).await;

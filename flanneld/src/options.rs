@@ -36,13 +36,13 @@ pub use log::{LogFlags, LogFormat};
 #[command(
     name = "flanneld",
     version,
-    about = "Gives this host a subnet of the cluster's pod network, and makes its kernel reach every other host's."
+    about = "Gives this host a subnet of the cluster's pod network, and routes to the subnets of all other hosts."
 )]
 #[command(args_override_self = true)]
 #[command(
     after_help = "Every option can come from the environment as FLANNELD_<OPTION>, for example FLANNELD_SUBNET_FILE. \
                   Options may be written Go's way: -iface eth0, -v=4.\n\
-                  Exit status: 0 when it was told to stop, 1 if it cannot go on, 2 for wrong usage."
+                  Exit status: 0 after a signal to stop, 1 after an error, 2 for wrong usage."
 )]
 #[non_exhaustive]
 pub struct Options {
@@ -58,16 +58,16 @@ pub struct Options {
     #[command(flatten, next_help_heading = "Routes")]
     pub routes: RouteFlags,
 
-    /// The rules for packets between pods and the rest of the world.
+    /// Masquerade and forward rules.
     #[command(flatten, next_help_heading = "Firewall")]
     pub firewall: FirewallFlags,
 
-    /// The addresses at which the daemon can be asked.
+    /// The servers for health, metrics and control.
     #[command(flatten, next_help_heading = "Health and control")]
     pub control: ControlFlags,
 
-    /// What the process may do: what changing the network takes and these options make necessary,
-    /// or all that it was started with, which lets it name the programs that change routes
+    /// The capabilities to keep: those for changing the network and for these options, or all,
+    /// which also lets the daemon name programs that change routes
     #[arg(
         long,
         value_name = "least|all",
@@ -187,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn flags_in_gos_way_and_ours() {
+    fn flags_in_the_styles_of_go_and_clap() {
         let all = ["-registry=dir:/x", "-iface", "eth0", "--iface=eth1", "-public-ip", "192.0.2.1"];
         let options = parse(&all, &[]).unwrap();
         assert_eq!(options.interface.iface, ["eth0", "eth1"]);
@@ -215,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn help_is_in_groups_and_tells_of_everything() {
+    fn help_has_groups_and_all_options() {
         let command = Options::command();
         for arg in command.get_arguments().filter(|arg| !arg.is_hide_set()) {
             let id = arg.get_id().as_str();
@@ -244,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn switches_are_gos() {
+    fn switches_are_parsed_as_in_go() {
         let masq = |args: &[&str], env: &[(&str, &str)]| {
             parse(args, env).map(|options| options.firewall.ip_masq)
         };
@@ -279,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn the_command_line_beats_the_environment_and_empty_is_unset() {
+    fn the_command_line_overrides_the_environment_and_empty_is_unset() {
         let env = [
             ("FLANNELD_REGISTRY", "dir:/env"),
             ("FLANNELD_IFACE", "eth7"),

@@ -20,7 +20,7 @@ use crate::observe::Observer;
 use crate::options::{Options, log_filter};
 use notify::Notifier;
 
-/// A stop waits so long for unfinished work.
+/// The time that a stop waits for unfinished work.
 const STOP: Duration = Duration::from_millis(800);
 
 /// The whole program with the backends of this build: see [`main_with`].
@@ -34,8 +34,7 @@ pub fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
 /// `NOTIFY_SOCKET` is set.
 ///
 /// # Blocking
-/// It owns the process: a runtime, the signals and the log are set up here. An embedder runs a
-/// [`Daemon`].
+/// It owns the process, and sets up a runtime, signals and the log. An embedder runs a [`Daemon`].
 pub fn main_with(args: impl IntoIterator<Item = OsString>, backends: Backends) -> ExitCode {
     match start(args, backends) {
         Ok(()) => ExitCode::SUCCESS,
@@ -44,7 +43,7 @@ pub fn main_with(args: impl IntoIterator<Item = OsString>, backends: Backends) -
             let _ = std::io::stdout().write_all(text.as_bytes());
             ExitCode::SUCCESS
         }
-        // Not through the log, which --log may have silenced.
+        // Not through the log, which --log may disable.
         Err(error) => {
             let _ = writeln!(std::io::stderr(), "flanneld: {error}");
             ExitCode::from(error.exit_code())

@@ -85,7 +85,7 @@ fn failures(status: &Status) -> Vec<FailureReport> {
     status.failing.iter().take(MOST).map(report).collect()
 }
 
-/// How full each pod network is.
+/// The number of used subnets of each pod network.
 pub(crate) fn subnets_used(network: &NetworkSnapshot, store: Option<&str>) -> Vec<SubnetsReport> {
     let given = is_kubernetes(store).then(|| network.own());
     SubnetsReport::all(&network.running.config, &network.view.leases, given)
@@ -110,9 +110,9 @@ pub(crate) mod tests {
         snapshot
     }
 
-    /// This node's own subnet tells their size.
+    /// The size is that of this node's own subnet.
     #[tokio::test]
-    async fn subnets_that_kubernetes_gives_are_counted_too() {
+    async fn subnets_that_kubernetes_assigns_are_counted_too() {
         let snapshot = snapshot(Status::default()).await;
         let kube = "kube:https://10.96.0.1:443";
         let mut network = snapshot.network.unwrap();
@@ -137,7 +137,7 @@ pub(crate) mod tests {
     }
 
     #[tokio::test]
-    async fn a_report_survives_json_and_says_what_the_network_is() {
+    async fn a_report_survives_json_and_has_the_network() {
         let mut status = Status::default();
         (status.in_sync, status.settled, status.live) = (true, true, true);
         (status.peers, status.objects) = (3, 11);
@@ -154,7 +154,7 @@ pub(crate) mod tests {
 
     #[tokio::test]
     async fn before_the_first_round_peers_are_pending_and_it_is_not_ready() {
-        // That something is wanted does not mean that it was put.
+        // A desired object may not be installed yet.
         for objects in [0, 11] {
             let mut status = Status::default();
             (status.live, status.objects) = (true, objects);
@@ -169,7 +169,7 @@ pub(crate) mod tests {
     }
 
     #[tokio::test]
-    async fn of_those_that_wait_each_is_told_what_for() {
+    async fn each_pending_peer_has_its_reason() {
         let mut status = Status::default();
         status.live = true;
         let mut snapshot = snapshot(status).await;
@@ -179,7 +179,7 @@ pub(crate) mod tests {
             .peers
             .insert("10.1.8.0-24".parse().unwrap(), Wait::Link("flannel.1".parse().unwrap()));
         network.waiting = Some(waiting);
-        // Told after the status was.
+        // Reported after the status.
         let mut changed =
             Lease::clone(network.view.leases.get(&"10.1.9.0-24".parse().unwrap()).unwrap());
         changed.attrs.preferred.public.v4 = Some("192.0.2.99".parse().unwrap());
@@ -203,7 +203,7 @@ pub(crate) mod tests {
             (network.pending, first),
             (2, vec!["10.1.8.0-24", "10.1.9.0-24", "10.1.7.0-24"])
         );
-        // A settled status knows better than what was asked before it.
+        // A settled status replaces an earlier report of pending peers.
         let status = &mut snapshot.network.as_mut().unwrap().status;
         Arc::make_mut(status).settled = true;
         assert_eq!(states(&snapshot)[1].1, "in place");
@@ -212,7 +212,7 @@ pub(crate) mod tests {
     }
 
     #[tokio::test]
-    async fn nobody_is_in_place_in_a_kernel_that_cannot_be_read() {
+    async fn no_peer_is_in_place_in_a_kernel_that_cannot_be_read() {
         let mut status = Status::default();
         (status.live, status.objects) = (true, 11);
         status.kernel_error = Some(flannel_core::kernel::KernelError::explained(105, "x"));

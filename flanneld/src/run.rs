@@ -75,7 +75,7 @@ async fn follow_store(
     go_flannel: &GoFlannel,
     observer: &Observer,
 ) -> Result<Infallible, Error> {
-    // The lease of the last network, which lasts until the next one has it.
+    // The lease of the last network, until the next network has one.
     let mut held: Option<Lease> = None;
     loop {
         let start = async || {
@@ -95,7 +95,7 @@ async fn follow_store(
         starter.started(&ready);
         held = (!ready.lapsed).then(|| ready.network.handle().lease);
         let reason = network::run(settings, subnets, ready, go_flannel, observer).await?;
-        tracing::info!("building the network anew: {reason}");
+        tracing::info!("rebuilding the network: {reason}");
     }
 }
 
@@ -111,8 +111,7 @@ fn open_kernel(settings: &DaemonConfig) -> Result<NetlinkKernel, Error> {
     }
 }
 
-/// The subnets in the file that the last run wrote. A file that cannot be read counts as none, and
-/// is logged.
+/// The subnets in the file of the last run. A file that cannot be read is logged, and has none.
 fn previous_subnets(settings: &DaemonConfig) -> Option<Subnets> {
     match SubnetEnv::read(&settings.subnet_file) {
         Ok(env) => env.previous(),

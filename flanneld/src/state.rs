@@ -19,7 +19,7 @@ pub(crate) fn holder_id(dir: &Path) -> Result<HolderId, Error> {
     match read(&path) {
         Ok(Some(text)) => match text.trim().parse() {
             Ok(holder) => return Ok(holder),
-            // Without an ID this host is identified by its public address. So it can start.
+            // The public address identifies the host instead.
             Err(error) => tracing::warn!(path = %path.display(), %error, "a new holder ID is made"),
         },
         Ok(None) => {}
@@ -62,7 +62,7 @@ mod tests {
     fn builds_before_there_were_versions_read_the_holder_id() {
         let dir = tempfile::tempdir().unwrap();
         let holder = holder_id(dir.path()).unwrap();
-        // Their rule: the trimmed file is 1 to 16 hexadecimal digits, and nothing else.
+        // Their rule: the trimmed file has 1 to 16 hexadecimal digits and nothing else.
         let text = fs::read_to_string(dir.path().join("mark")).unwrap();
         let digits = text.trim();
         assert!((1..=16).contains(&digits.len()) && digits.bytes().all(|b| b.is_ascii_hexdigit()));

@@ -242,7 +242,7 @@ impl ByNexthop {
                 self.forget(&object.key());
             }
             KernelEvent::Unrepresentable(key) | KernelEvent::Deleted(key) => drop(self.forget(key)),
-            KernelEvent::Related(_) | KernelEvent::Duplicate(_) => {}
+            _ => {}
         }
         let KernelEvent::Deleted(Key::Nexthop(id)) = report else { return reports.push(report) };
         reports.push(report);
@@ -315,7 +315,7 @@ fn a_peer_that_moves_is_one_message_to_the_kernel() {
                 KernelEvent::Inexact(_)
                 | KernelEvent::Unrepresentable(_)
                 | KernelEvent::Deleted(_) => true,
-                KernelEvent::Present(_) => false,
+                _ => false,
             };
             let told: Vec<_> = reports.iter().filter(v4).collect();
             let expected = |r: &KernelEvent| match r {
@@ -531,15 +531,7 @@ fn the_way_to_go_flannel_loses_no_packet_and_leaves_routes_that_it_can_delete() 
 
 /// The keys of what was told of.
 fn told(reports: &[KernelEvent]) -> Vec<Key> {
-    let key = |report: &KernelEvent| match report {
-        KernelEvent::Present(object)
-        | KernelEvent::Inexact(object)
-        | KernelEvent::Duplicate(object) => object.key(),
-        KernelEvent::Unrepresentable(key)
-        | KernelEvent::Deleted(key)
-        | KernelEvent::Related(key) => *key,
-    };
-    reports.iter().map(key).collect()
+    reports.iter().map(KernelEvent::key).collect()
 }
 
 #[test]

@@ -840,7 +840,7 @@ fn config_and_leases_are_managed_without_a_daemon() {
             }
             let (code, text) = place.fails(&["doctor"]);
             assert!(
-                code == 1 && text.contains("does not answer") && text.contains("mend: mount "),
+                code == 1 && text.contains("does not answer") && text.contains("repair: mount "),
                 "{text}"
             );
             assert!(!text.contains("config set"), "{text}");
@@ -1070,7 +1070,7 @@ fn wrong_usage_is_2_and_help_is_0() {
             assert_eq!(place.fails(&args).0, 2, "{args:?}");
         }
         assert!(place.says(&["--help"]).contains("Exit status"));
-        assert!(place.says(&["lease", "release", "--help"]).contains("orders"));
+        assert!(place.says(&["lease", "release", "--help"]).contains("stops with"));
         assert_eq!(place.says(&["docker-opts", "-?"]), place.says(&["docker-opts", "-h"]));
     });
 }
@@ -1106,7 +1106,8 @@ fn what_the_doctor_cannot_look_at_is_not_said_to_be_well() {
         let all = place.ctl(&doctor);
         let text = String::from_utf8_lossy(&all.stdout);
         assert!(
-            text.contains(" stands in the way") && !text.contains("not known: who drops"),
+            text.contains(" blocks packets of pods")
+                && !text.contains("not known: which chains drop"),
             "{text}"
         );
         // Whose rules there are takes a capability.
@@ -1118,8 +1119,11 @@ fn what_the_doctor_cannot_look_at_is_not_said_to_be_well() {
             .args(able.get_args());
         let unable = unable.output().unwrap();
         let text = String::from_utf8_lossy(&unable.stdout);
-        assert!(text.contains("not known: who drops forwarded packets"), "{text}{unable:?}");
-        assert!(!text.contains("nothing stands in the way"), "{text}");
+        assert!(
+            text.contains("not known: which chains drop forwarded packets"),
+            "{text}{unable:?}"
+        );
+        assert!(!text.contains("nothing blocks packets of pods"), "{text}");
     });
 }
 
@@ -1188,7 +1192,7 @@ fn findings_about_the_host_come_with_the_command_that_repairs_it() {
         assert_eq!(checks, ["forwarding", "rp-filter", "clash"], "{}", place.says(&["status"]));
         let page = place.says(&["status"]);
         assert!(
-            page.contains("READY") && page.contains("mend: sysctl -w net.ipv4.ip_forward=1"),
+            page.contains("READY") && page.contains("repair: sysctl -w net.ipv4.ip_forward=1"),
             "{page}"
         );
         assert_eq!(http("/readyz").0, 200, "they keep nobody from being ready");
@@ -1205,7 +1209,8 @@ fn findings_about_the_host_come_with_the_command_that_repairs_it() {
         let (status, page) = place.fails(&["status"]);
         assert_eq!(status, 1);
         assert!(
-            page.contains("NOT RUNNING") && page.contains("mend: sysctl -w net.ipv4.ip_forward=1"),
+            page.contains("NOT RUNNING")
+                && page.contains("repair: sysctl -w net.ipv4.ip_forward=1"),
             "{page}"
         );
         // The next one says so in its log.
@@ -1239,6 +1244,9 @@ fn the_doctor_tells_a_missing_config_from_a_store_that_does_not_answer() {
         );
         let (status, page) = place.fails(&["doctor"]);
         assert_eq!(status, 1);
-        assert!(page.contains("peers      not known: nobody could say which there are"), "{page}");
+        assert!(
+            page.contains("peers      not known: neither the daemon nor the store lists them"),
+            "{page}"
+        );
     });
 }

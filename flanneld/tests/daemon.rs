@@ -1267,7 +1267,7 @@ fn while_the_interface_does_not_fit_leases_are_followed_and_damage_is_put_right(
             wait_until(|| !told("external interface"), say);
             fs::remove_file(place.leases().join("10.1.8.0-24&fd00:1:0:8::-64")).unwrap();
             wait_until(|| ip("route show 10.1.8.0/24").is_empty(), say);
-            assert!(!daemon.log().contains("building the network anew"), "{}", say());
+            assert!(!daemon.log().contains("rebuilding the network"), "{}", say());
             assert_eq!(place.subnet_env(), env);
         });
     }
@@ -1304,12 +1304,7 @@ fn an_ipv4_link_local_address_is_published_only_while_there_never_was_another() 
         assert!(published().contains("192.0.2.1"), "{}", published());
         ip("address add 192.0.2.9/24 dev eth0");
         until("192.0.2.9");
-        assert_eq!(
-            daemon.log().matches("building the network anew").count(),
-            2,
-            "{}",
-            daemon.log()
-        );
+        assert_eq!(daemon.log().matches("rebuilding the network").count(), 2, "{}", daemon.log());
     });
 }
 
@@ -1383,7 +1378,7 @@ fn a_config_that_does_not_fit_this_node_is_refused_until_one_of_them_changes() {
             wait_until(|| !told("stays in force"), say);
         }
         fs::remove_file(&peerless).unwrap();
-        assert!(!daemon.log().contains("building the network anew"), "{}", daemon.log());
+        assert!(!daemon.log().contains("rebuilding the network"), "{}", daemon.log());
 
         // What is in the way goes, which neither the store's config nor a link tells.
         fs::write(&peerless, r#"{"PublicIP":"192.0.2.66","BackendType":"","BackendData":null}"#)
@@ -1396,7 +1391,7 @@ fn a_config_that_does_not_fit_this_node_is_refused_until_one_of_them_changes() {
         .unwrap();
         wait_until(|| told("it names no Backend"), say);
         fs::remove_file(&peerless).unwrap();
-        daemon.wait_for_log("building the network anew: the network config has changed");
+        daemon.wait_for_log("rebuilding the network: the network config has changed");
         wait_until(|| !told("stays in force"), say);
 
         // The node comes to fit.
@@ -1592,7 +1587,7 @@ fn a_prefix_that_comes_and_goes_moves_a_peer_onto_the_link_and_back_and_nothing_
         assert_eq!(lost(&seen, &ours), [""; 0], "{seen}");
         let heard = ours.iter().all(|dst| seen.contains(dst)) && seen.contains("\nid ");
         assert!(heard, "who listens heard of it: {seen}");
-        assert!(!daemon.log().contains("building the network anew"), "{}", daemon.log());
+        assert!(!daemon.log().contains("rebuilding the network"), "{}", daemon.log());
     });
 }
 

@@ -227,7 +227,7 @@ fn the_condition_is_false_while_the_network_is_in_place_and_true_when_the_lease_
         let requests = server.requests().len();
         server.put_node("node-1", blank(&["10.1.9.0/24"]));
         wait_for_condition(&server, "node-1", "False", "FlannelIsUp", &daemon);
-        daemon.wait_for_log("building the network anew: this node was given 10.1.9.0-24");
+        daemon.wait_for_log("rebuilding the network: this node was given 10.1.9.0-24");
         wait_until(|| host.subnet_env().contains("FLANNEL_SUBNET=10.1.9.1/24\n"), || daemon.log());
         assert_eq!(host.mac(), mac, "peers keep the MAC address that they know");
         assert!(
@@ -262,9 +262,9 @@ fn a_pod_cidr_outside_the_network_leaves_the_network_in_place() {
         host.holds(&daemon, &["via 10.1.2.0 ", "via 10.1.3.0 "]);
         server.delete_node("node-2");
         wait_until(|| !host.objects().contains("10.1.2.0"), || daemon.log());
-        assert!(!daemon.log().contains("building the network anew"), "{}", daemon.log());
+        assert!(!daemon.log().contains("rebuilding the network"), "{}", daemon.log());
         server.modify("node-1", |node| node["spec"] = json!({ "podCIDR": "10.1.9.0/24" }));
-        daemon.wait_for_log("building the network anew: this node was given 10.1.9.0-24");
+        daemon.wait_for_log("rebuilding the network: this node was given 10.1.9.0-24");
         wait_for_condition(&server, "node-1", "False", "FlannelIsUp", &daemon);
         assert!(
             host.subnet_env().contains("FLANNEL_SUBNET=10.1.9.1/24\n"),
@@ -322,7 +322,7 @@ fn a_network_that_is_built_anew_while_no_lease_can_be_made_of_the_node_is_what_i
             }
         }
         server.put_node("node-1", blank(&["10.1.9.0/24"]));
-        daemon.wait_for_log("building the network anew: this node was given 10.1.9.0-24");
+        daemon.wait_for_log("rebuilding the network: this node was given 10.1.9.0-24");
         wait_for_condition(&server, "node-1", "False", "FlannelIsUp", &daemon);
         assert_eq!(host.mac(), mac);
     });
@@ -346,7 +346,7 @@ fn while_the_api_server_is_lost_everything_stays_and_afterwards_it_is_as_it_shou
         daemon.wait_for_log("the store answers, ");
         host.holds(&daemon, &["via 10.1.3.0 "]);
         wait_until(|| !host.objects().contains("10.1.2.0"), || host.objects());
-        assert!(!daemon.log().contains("building the network anew"), "{}", daemon.log());
+        assert!(!daemon.log().contains("rebuilding the network"), "{}", daemon.log());
         assert_eq!(
             daemon.log().matches("store lost").count(),
             1,
@@ -430,7 +430,7 @@ fn a_malformed_config_while_the_network_runs_is_refused_and_the_network_stays() 
         daemon.wait_for_log("net-conf.json");
         server.put_node("node-2", go_peer("10.1.2.0/24", "192.0.2.2", "0a:00:00:00:00:02"));
         host.holds(&daemon, &["via 10.1.2.0 "]);
-        assert!(!daemon.log().contains("building the network anew"), "{}", daemon.log());
+        assert!(!daemon.log().contains("rebuilding the network"), "{}", daemon.log());
         assert!(
             host.subnet_env().contains("FLANNEL_SUBNET=10.1.1.1/24\n"),
             "{}",
@@ -439,7 +439,7 @@ fn a_malformed_config_while_the_network_runs_is_refused_and_the_network_stays() 
         wait_for_condition(&server, "node-1", "False", "FlannelIsUp", &daemon);
         // One that was put right counts.
         write(r#"{"Network":"10.1.0.0/16","Backend":{"Type":"host-gw"}}"#);
-        daemon.wait_for_log("building the network anew: the network config has changed");
+        daemon.wait_for_log("rebuilding the network: the network config has changed");
     });
 }
 
@@ -725,9 +725,9 @@ fn other_networks_wait_for_a_restart_and_another_backend_does_not() {
             |config: &str| fs::write(host.dir.path().join("net-conf.json"), config).unwrap();
         write(r#"{"Network":"10.2.0.0/16","Backend":{"Type":"vxlan"}}"#);
         daemon.wait_for_log("the network config has other networks now");
-        assert!(!daemon.log().contains("building the network anew"), "{}", daemon.log());
+        assert!(!daemon.log().contains("rebuilding the network"), "{}", daemon.log());
         write(r#"{"Network":"10.1.0.0/16","Backend":{"Type":"host-gw"}}"#);
-        daemon.wait_for_log("building the network anew: the network config has changed");
+        daemon.wait_for_log("rebuilding the network: the network config has changed");
         let kind = || server.annotation("node-1", &format!("{PREFIX}backend-type"));
         wait_until(|| kind().as_deref() == Some("host-gw"), || daemon.log());
     });

@@ -45,7 +45,7 @@ fn ctl(lab: &Lab, host: &Host, args: &[&str]) -> Output {
     command.arg("--control-socket").arg(host.dir().join("flanneld.sock"));
     command.arg("--subnet-file").arg(host.subnet_file());
     command.arg("--state-dir").arg(host.dir().join("state"));
-    host.output(&mut command).unwrap()
+    host.namespace().output(&mut command).unwrap()
 }
 
 fn text(output: &Output) -> String {

@@ -1,5 +1,5 @@
-//! `install-conf SOURCE DESTINATION`: copies a file onto a host, whole or not at all. The init containers of flannel's
-//! manifests run it for the CNI plugin and for its config.
+//! `install-conf SOURCE DESTINATION` copies a file onto a host atomically. The init containers of
+//! flannel's manifests install the CNI plugin and its config with it.
 
 use std::path::Path;
 use std::process::ExitCode;

@@ -1,4 +1,4 @@
-//! What a container runtime does with CNI plugins: environment, stdin, and reading the answer.
+//! The calls of a container runtime: environment, stdin, and parsing of the answer.
 
 #![allow(dead_code, reason = "not every test needs everything")]
 
@@ -10,19 +10,20 @@ use std::process::{Command, Output, Stdio};
 use flannel_lab::Namespace;
 use serde_json::Value;
 
-/// The plugin under test; `FLANNEL_CNI` names another copy of it, for users who cannot read the build directory.
+/// The plugin under test. `FLANNEL_CNI` is the path of a copy for users who cannot read the build
+/// directory.
 pub(crate) fn flannel() -> PathBuf {
     std::env::var_os("FLANNEL_CNI").unwrap_or_else(|| env!("CARGO_BIN_EXE_flannel").into()).into()
 }
 
-/// The program that installs files; `INSTALL_CONF` names another copy of it.
+/// The program that installs files. `INSTALL_CONF` is the path of a copy.
 pub(crate) fn install_conf() -> PathBuf {
     std::env::var_os("INSTALL_CONF")
         .unwrap_or_else(|| env!("CARGO_BIN_EXE_install-conf").into())
         .into()
 }
 
-/// One container's interface.
+/// An interface of a container.
 #[derive(Debug, Clone)]
 pub(crate) struct Attach {
     pub(crate) container: String,
@@ -40,10 +41,10 @@ impl Attach {
     }
 }
 
-/// How a plugin ended: its stdout as JSON (`Null` if empty).
+/// The result of a plugin: its stdout as JSON (`Null` if empty).
 pub(crate) type Answer = Result<Value, Value>;
 
-/// Calls `program`; in `host` if one is given.
+/// Calls `program`, in `host` if it is given.
 pub(crate) fn call(
     program: &Path,
     command: &str,
@@ -66,12 +67,12 @@ pub(crate) fn call(
         None => process.spawn().map_err(|e| e.to_string()),
     };
     let mut child = spawned.unwrap_or_else(|e| panic!("{}: {e}", program.display()));
-    // A plugin that ends before it has read everything says why on stdout.
+    // A plugin that ends before it has read everything reports the error on stdout.
     let _ = child.stdin.take().unwrap().write_all(conf.as_bytes());
     child.wait_with_output().unwrap()
 }
 
-/// The answer as a runtime reads it: JSON or nothing.
+/// The parsed answer: JSON or nothing.
 pub(crate) fn answer(output: &Output) -> Answer {
     let text = String::from_utf8(output.stdout.clone()).unwrap();
     let value = match text.trim() {

@@ -1,6 +1,7 @@
 #!/bin/sh
-# A delegate that takes nothing but what the specification allows. It writes every call to the file `calls` beside
-# its directory, remembers in `attached` what it has connected, and fails as the file `fail-COMMAND` says.
+# A delegate that accepts only calls that the specification allows. It writes every call to the
+# file `calls` beside its directory, lists its containers in `attached`, and fails with the error in
+# the file `fail-COMMAND`.
 set -u
 here=$(dirname "$0")/..
 fail() {

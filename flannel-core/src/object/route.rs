@@ -30,14 +30,14 @@ pub enum Via {
         /// The gateway is on the link, whatever the routing table says.
         onlink: bool,
     },
-    /// None: the destination is on the link of this device (scope link).
+    /// The destination itself, on the link of this device (scope link).
     Link(LinkName),
-    /// That of the nexthop object with this id.
+    /// The nexthop object with this id.
     Nexthop(u32),
-    /// None: packets are dropped silently.
+    /// None: packets are dropped without an answer.
     Blackhole,
-    /// None: packets are dropped silently, unless another program has a route to the same
-    /// destination, such as that of a bridge. A blackhole with the largest metric.
+    /// None, by a blackhole with the largest metric: packets are dropped without an answer, unless
+    /// another program has a route to the same destination, such as that of a bridge.
     LastResort,
 }
 

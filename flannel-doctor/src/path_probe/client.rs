@@ -1,7 +1,7 @@
-//! The end that asks: the doctor.
+//! The client of path probes. It runs in the doctor.
 //!
-//! It needs no privilege. The kernel sends from the tunnel's address, because the route to the peer goes
-//! through the tunnel. Where it does not, the peer refuses, and is asked at its public address.
+//! It needs no privilege. The kernel sends from the tunnel's address, because the route to the peer
+//! goes through the tunnel. Otherwise the peer refuses, and the client probes its public address.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -15,82 +15,83 @@ use tokio::net::{TcpStream, UdpSocket};
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 
 use super::protocol::{
-    Arrivals, HELLO, LEAST, MOST, NOTICE, Nonce, QUESTION, amount, fill, read_line, take,
+    ACK, Arrivals, DATAGRAM, HELLO, MAX_BYTES, MIN_DATAGRAM, Nonce, amount, fill, read_line, take,
 };
 
-/// Who does not take a connection for so long does not answer.
-const CONNECTING: Duration = Duration::from_secs(1);
-/// The peer waits for less before it says what has come, and what it sends then has the rest.
-const PATIENCE: Duration = Duration::from_millis(3_500);
-/// An acknowledgement that is still under way after the connection is not waited for longer.
-const MOMENT: Duration = Duration::from_millis(200);
-/// Enough for headers and a few bytes.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
+/// The time for the whole exchange. The server waits for a part of it before it reports.
+const EXCHANGE_TIMEOUT: Duration = Duration::from_millis(3_500);
+/// The time to wait for an acknowledgement after the exchange.
+const ACK_TIMEOUT: Duration = Duration::from_millis(200);
+/// A small packet, in bytes: headers and a few bytes.
 const SMALL: u16 = 80;
-/// A datagram may be lost by chance.
+/// Datagrams of each size, because one may be lost by chance.
 const TIMES: usize = 2;
-/// What a device of IP can take, in bytes.
+/// The MTUs that a device of IP can have, in bytes.
 ///
 /// **Source**: RFC 791, section 3.2.
 const MTUS: RangeInclusive<u32> = 68..=65_535;
-/// What is sent first on a connection goes in segments of so many bytes, …
-const MORSEL: usize = 512;
-/// … which the kernel makes of it if it has sent each before the next is there.
-const BETWEEN: Duration = Duration::from_millis(5);
+/// The size of the small segments that a connection begins with, in bytes.
+const SMALL_SEGMENT: usize = 512;
+/// The pause between small segments, so that the kernel sends each before it can join them.
+const PAUSE: Duration = Duration::from_millis(5);
 
-/// What was sent one way, and what of it the other end has.
+/// The bytes that were sent in one direction, and those that arrived.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Passage {
-    /// In bytes.
+    /// Bytes that were sent.
     pub sent: usize,
-    /// Arrived, in bytes.
+    /// Bytes that arrived.
     pub arrived: usize,
 }
 
 impl Passage {
-    /// Whether all of it arrived.
+    /// Whether all bytes arrived.
     pub fn is_whole(self) -> bool {
         self.arrived >= self.sent
     }
 }
 
 impl Arrivals {
-    /// Nobody has received more than was `sent`, nor heard a larger packet than was `announced`,
-    /// nor sends back more than that.
-    fn can_be(&self, sent: usize, announced: u16) -> bool {
+    /// Whether the report is possible, if this end sent `sent` bytes and datagrams of at most
+    /// `largest` bytes.
+    fn is_possible(&self, sent: usize, largest: u16) -> bool {
         self.received <= sent
             && self.bytes <= self.received
-            && self.heard <= announced
+            && self.largest_datagram <= largest
             && MTUS.contains(&self.mtu)
     }
 }
 
-/// What both ends report of a connection.
+/// The report of both ends on a connection.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Segments {
-    /// From here.
+    /// From this node to the peer.
     pub there: Passage,
-    /// To here.
+    /// From the peer to this node.
     pub back: Passage,
-    /// How large the segments were that were sent there, in bytes.
+    /// The size of the segments from this node, in bytes.
     pub segment: usize,
-    /// What pods there may send, in bytes.
+    /// The MTU of pods on the peer, in bytes.
     pub mtu: u32,
-    /// The largest packet that arrived there as a datagram, in bytes; 0: none.
-    pub heard: u16,
+    /// The largest packet that arrived at the peer as a datagram, in bytes; 0: none.
+    #[serde(rename = "heard")]
+    pub largest_datagram: u16,
 }
 
-/// What a peer's daemon reports, if it does.
+/// The result of a path probe.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct PathProbe {
-    /// The largest packet that it acknowledges beside the tunnel, in bytes; 0: none.
-    pub noticed: u16,
-    /// `None`: it does not answer through the tunnel, or is none that understands.
+    /// The largest packet that the daemon acknowledged outside the tunnel, in bytes; 0: none.
+    #[serde(rename = "noticed")]
+    pub acknowledged: u16,
+    /// `None`: no daemon that knows this protocol answered through the tunnel.
     pub segments: Option<Segments>,
 }
 
-/// Probes the path to a node's daemon: behind its tunnel's address, and where that is refused or
-/// there is none, at its public one, if nodes are reached without a tunnel (`bare`), which answer
-/// there. `full` is what pods here may send, in bytes.
+/// Probes the path to a node's daemon. `tunnel` is its tunnel address and the MTU of pods on this
+/// node, in bytes. With `bare`, nodes can be reached without a tunnel. Then the public address is
+/// probed if there is no tunnel or the tunnel address refuses.
 pub async fn probe(
     tunnel: Option<(IpAddr, u16)>,
     public: Option<IpAddr>,
@@ -103,70 +104,72 @@ pub async fn probe(
         return probe;
     }
     let Some(public) = public.filter(|_| bare) else { return PathProbe::default() };
-    match timeout(CONNECTING, TcpStream::connect((public, port))).await {
+    match timeout(CONNECT_TIMEOUT, TcpStream::connect((public, port))).await {
         Ok(Ok(mut stream)) => {
             let segments = exchange(&mut stream, nonce(), 0).await.ok().flatten();
-            PathProbe { noticed: 0, segments }
+            PathProbe { acknowledged: 0, segments }
         }
         _ => PathProbe::default(),
     }
 }
 
-/// `None`: the connection is refused.
+/// `None`: the connection was refused.
 async fn through_tunnel(to: SocketAddr, public: Option<IpAddr>, full: u16) -> Option<PathProbe> {
     let any: SocketAddr = (Family::of(to.ip()).unspecified(), 0).into();
     let Ok(inbox) = UdpSocket::bind(any).await else { return Some(PathProbe::default()) };
     let nonce = nonce();
-    // Before the report that tells what was heard.
-    let _ = announce(to, full, &inbox, nonce).await;
-    let segments = match timeout(CONNECTING, TcpStream::connect(to)).await {
+    // First, because the report on the connection covers these datagrams.
+    let _ = send_datagrams(to, full, &inbox, nonce).await;
+    let segments = match timeout(CONNECT_TIMEOUT, TcpStream::connect(to)).await {
         Ok(Ok(mut stream)) => exchange(&mut stream, nonce, full.max(SMALL)).await.ok().flatten(),
-        // Said at once, by who has the address: it is no daemon of ours, or one to which no tunnel
-        // leads.
+        // The host with this address runs no daemon of ours, or is reached without a tunnel.
         Ok(Err(error)) if error.kind() == io::ErrorKind::ConnectionRefused => return None,
         _ => None,
     };
-    let noticed = match public {
-        Some(public) => notices(&inbox, public, full, nonce).await,
+    let acknowledged = match public {
+        Some(public) => largest_ack(&inbox, public, full, nonce).await,
         None => 0,
     };
-    Some(PathProbe { noticed, segments })
+    Some(PathProbe { acknowledged, segments })
 }
 
-/// Something that nobody else knows.
 fn nonce() -> Nonce {
     use std::hash::{BuildHasher, RandomState};
-    // Its keys are the system's random numbers.
+    // The keys of `RandomState` are random numbers of the system.
     RandomState::new().hash_one(std::process::id()).to_be_bytes()
 }
 
-/// Sends small datagrams and such of full size.
-async fn announce(to: SocketAddr, full: u16, inbox: &UdpSocket, nonce: Nonce) -> io::Result<()> {
+/// Sends datagrams of small and full size.
+async fn send_datagrams(
+    to: SocketAddr,
+    full: u16,
+    inbox: &UdpSocket,
+    nonce: Nonce,
+) -> io::Result<()> {
     let any: SocketAddr = (Family::of(to.ip()).unspecified(), 0).into();
     let socket = UdpSocket::bind(any).await?;
     socket.connect(to).await?;
     let (port, headers) = (inbox.local_addr()?.port(), if to.is_ipv4() { 28 } else { 48 });
     for _ in 0..TIMES {
         for size in [SMALL, full] {
-            let mut datagram = [&QUESTION[..], &port.to_be_bytes(), &nonce].concat();
-            datagram.resize(usize::from(size.saturating_sub(headers)).max(LEAST), b'f');
-            // One that is too large for this host's own device goes in pieces, and is put together
-            // there: so an echo that is too big here counts before what is heard there.
+            let mut datagram = [&DATAGRAM[..], &port.to_be_bytes(), &nonce].concat();
+            datagram.resize(usize::from(size.saturating_sub(headers)).max(MIN_DATAGRAM), b'f');
+            // The kernel fragments a datagram that is too large for this host's own device. So the
+            // diagnosis looks at echoes that are too big for this host first.
             let _ = socket.send(&datagram).await;
         }
     }
     Ok(())
 }
 
-/// The largest packet that was acknowledged, in bytes. Whatever else comes, this takes a moment at
-/// most.
-async fn notices(inbox: &UdpSocket, public: IpAddr, full: u16, nonce: Nonce) -> u16 {
-    let (mut largest, mut buffer, end) = (0, [0; 64], Instant::now() + MOMENT);
+/// The largest packet that was acknowledged, in bytes. Returns after at most `ACK_TIMEOUT`.
+async fn largest_ack(inbox: &UdpSocket, public: IpAddr, full: u16, nonce: Nonce) -> u16 {
+    let (mut largest, mut buffer, end) = (0, [0; 64], Instant::now() + ACK_TIMEOUT);
     while largest < full
         && let Ok(Ok((len, from))) = timeout_at(end, inbox.recv_from(&mut buffer)).await
     {
-        let said = buffer[..len].strip_prefix(NOTICE).and_then(|rest| rest.strip_prefix(&nonce));
-        if let Some(Ok(size)) = said.map(|said| <[u8; 2]>::try_from(said).map(u16::from_be_bytes))
+        let ack = buffer[..len].strip_prefix(ACK).and_then(|rest| rest.strip_prefix(&nonce));
+        if let Some(Ok(size)) = ack.map(|ack| <[u8; 2]>::try_from(ack).map(u16::from_be_bytes))
             && from.ip() == public
             && size <= full.max(SMALL)
         {
@@ -176,60 +179,60 @@ async fn notices(inbox: &UdpSocket, public: IpAddr, full: u16, nonce: Nonce) -> 
     largest
 }
 
-/// `announced` is the largest packet that was sent as a datagram, in bytes.
+/// Sends and receives segments. `largest` is the size of the largest datagram packet, in bytes.
 async fn exchange(
     stream: &mut TcpStream,
     nonce: Nonce,
-    announced: u16,
+    largest: u16,
 ) -> io::Result<Option<Segments>> {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + EXCHANGE_TIMEOUT;
     stream.set_nodelay(true)?;
     let segment = socket2::SockRef::from(&*stream).tcp_mss()? as usize;
-    // The peer sends back what has come, and no more: so that it can send a segment of full size at
-    // least, though those from here are lost, as much comes first in small ones.
-    let (small, large) = (2 * segment, amount(stream)?.min(MOST - 2 * segment));
+    // The peer sends no more bytes than have arrived. With enough small segments first, it can send
+    // a segment of full size even if all of full size from here are lost.
+    let (small, large) = (2 * segment, amount(stream)?.min(MAX_BYTES - 2 * segment));
     let sent = small + large;
     let (mut reader, mut writer) = stream.split();
     let send = async {
         let nonce = u64::from_be_bytes(nonce);
         writer.write_all(format!("{HELLO}{sent} {nonce:016x}\n").as_bytes()).await?;
-        for from in (0..small).step_by(MORSEL) {
-            sleep(BETWEEN).await;
-            fill(&mut writer, MORSEL.min(small - from)).await?;
+        for from in (0..small).step_by(SMALL_SEGMENT) {
+            sleep(PAUSE).await;
+            fill(&mut writer, SMALL_SEGMENT.min(small - from)).await?;
         }
-        sleep(BETWEEN).await;
+        sleep(PAUSE).await;
         fill(&mut writer, large).await?;
-        // The server ends this.
+        // The server ends the exchange.
         std::future::pending::<io::Result<Option<Segments>>>().await
     };
-    let hear = async {
+    let receive = async {
         let Ok(line) = timeout_at(deadline, read_line(&mut reader)).await else { return Ok(None) };
         let Ok(report) = serde_json::from_str::<Arrivals>(&line?) else { return Ok(None) };
-        // Who says what cannot be is none that understands.
-        if !report.can_be(sent, announced) {
+        // The peer does not speak this protocol.
+        if !report.is_possible(sent, largest) {
             return Ok(None);
         }
         let follows = report.bytes;
         let mut back = Passage { sent: follows, arrived: 0 };
-        // Impatience is no failure here either; but a daemon that stops meanwhile lost no segments.
+        // A timeout shows a loss. A closed connection does not: the daemon may have stopped.
         if let Ok(taken) = timeout_at(deadline, take(&mut reader, follows, &mut back.arrived)).await
         {
             taken?;
         }
         let there = Passage { sent, arrived: report.received };
-        // Less than a segment of full size tells nothing of the way back.
-        let told = !there.is_whole() && follows < segment;
-        Ok((!told).then_some(Segments {
+        // Less than a segment of full size does not test the way back.
+        let inconclusive = !there.is_whole() && follows < segment;
+        Ok((!inconclusive).then_some(Segments {
             there,
             back,
             segment,
             mtu: report.mtu,
-            heard: report.heard,
+            largest_datagram: report.largest_datagram,
         }))
     };
     tokio::select! {
         ended = send => ended,
-        segments = hear => segments,
+        segments = receive => segments,
     }
 }
 
@@ -239,23 +242,23 @@ mod tests {
 
     use super::*;
 
-    /// What the doctor makes of a daemon that says that so much was lost, sends so many bytes and
-    /// goes away, or does not.
+    /// The way back, with a daemon that reports `lost` bytes as lost, sends `bytes` bytes, and
+    /// closes the connection or not.
     async fn exchanged(lost: usize, bytes: usize, goes_away: bool) -> Option<Passage> {
         exchanged_with(lost, bytes, goes_away, |_| ()).await.map(|segments| segments.back)
     }
 
-    /// The same of one that says something else.
+    /// The same with a daemon that changes its report.
     async fn exchanged_with(
         lost: usize,
         bytes: usize,
         goes_away: bool,
-        says: impl FnOnce(&mut Arrivals),
+        change: impl FnOnce(&mut Arrivals),
     ) -> Option<Segments> {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
-        // As on a link: the loopback's segments are so large that the small ones before them take
-        // long.
+        // As on an Ethernet link. The loopback's segments are large, and so many bytes in small
+        // segments would take long.
         socket2::SockRef::from(&listener).set_tcp_mss(1398).unwrap();
         let daemon = async {
             let (mut stream, _) = listener.accept().await.unwrap();
@@ -263,8 +266,9 @@ mod tests {
             let sent = hello.split(' ').nth(2).unwrap().parse().unwrap();
             take(&mut stream, sent, &mut 0).await.unwrap();
             let received = sent - lost;
-            let mut report = Arrivals { version: 1, received, mtu: 1450, heard: 0, bytes: 100 };
-            says(&mut report);
+            let mut report =
+                Arrivals { version: 1, received, mtu: 1450, largest_datagram: 0, bytes: 100 };
+            change(&mut report);
             stream
                 .write_all((serde_json::to_string(&report).unwrap() + "\n").as_bytes())
                 .await
@@ -282,87 +286,88 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn only_what_is_waited_for_in_vain_is_lost() {
+    async fn bytes_are_lost_only_after_a_timeout() {
         assert_eq!(exchanged(0, 100, false).await, Some(Passage { sent: 100, arrived: 100 }));
         assert_eq!(exchanged(0, 50, true).await, None, "it went away");
         assert_eq!(exchanged(0, 50, false).await, Some(Passage { sent: 100, arrived: 50 }));
         assert_eq!(exchanged(1, 100, false).await, None, "a hundred bytes are no segment");
     }
 
-    /// Whatever it says else, too.
     #[tokio::test]
-    async fn a_daemon_that_says_what_cannot_be_is_not_believed() {
-        let segments = |says: fn(&mut Arrivals)| exchanged_with(0, 100, false, says);
+    async fn an_impossible_report_is_rejected() {
+        let segments = |change: fn(&mut Arrivals)| exchanged_with(0, 100, false, change);
         assert_eq!(
-            segments(|report| report.heard = 1450).await.map(|segments| segments.heard),
+            segments(|report| report.largest_datagram = 1450)
+                .await
+                .map(|segments| segments.largest_datagram),
             Some(1450)
         );
-        for says in [
+        for change in [
             (|report| report.received += 1) as fn(&mut Arrivals),
-            |report| report.heard = 1451,
+            |report| report.largest_datagram = 1451,
             |report| report.mtu = 0,
             |report| report.mtu = 65_536,
             |report| (report.received, report.bytes) = (99, 100),
         ] {
-            assert_eq!(segments(says).await, None);
+            assert_eq!(segments(change).await, None);
         }
     }
 
     #[tokio::test]
-    async fn more_than_was_sent_is_acknowledged_by_nobody() {
+    async fn an_acknowledgement_of_more_than_was_sent_is_ignored() {
         let inbox = UdpSocket::bind("127.0.0.1:0").await.unwrap();
         let peer = UdpSocket::bind("127.0.0.1:0").await.unwrap();
         for size in [80_u16, 1451, 9000] {
-            let notice = [&NOTICE[..], &[7; 8], &size.to_be_bytes()].concat();
-            peer.send_to(&notice, inbox.local_addr().unwrap()).await.unwrap();
+            let ack = [&ACK[..], &[7; 8], &size.to_be_bytes()].concat();
+            peer.send_to(&ack, inbox.local_addr().unwrap()).await.unwrap();
         }
-        assert_eq!(notices(&inbox, peer.local_addr().unwrap().ip(), 1450, [7; 8]).await, 80);
+        assert_eq!(largest_ack(&inbox, peer.local_addr().unwrap().ip(), 1450, [7; 8]).await, 80);
     }
 
     #[tokio::test]
-    async fn only_where_there_are_ways_without_a_tunnel_a_node_is_asked_at_its_public_address() {
+    async fn a_public_address_is_probed_only_if_nodes_are_reached_without_a_tunnel() {
         let public = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         public.set_nonblocking(true).unwrap();
         let address = public.local_addr().unwrap();
-        // Nobody is behind the tunnel's address, which is said at once.
+        // The tunnel's address refuses the connection at once.
         for tunnel in [None, Some((IpAddr::from([127, 0, 0, 2]), 1450))] {
             for bare in [false, true] {
                 let probe = probe(tunnel, Some(address.ip()), bare, address.port());
-                let asked = async {
+                let probed = async {
                     let segments = tokio::select! {
                         _ = probe => None,
-                        () = sleep(PATIENCE) => None,
+                        () = sleep(EXCHANGE_TIMEOUT) => None,
                         stream = async {
                             loop {
                                 if let Ok((stream, _)) = public.accept() {
                                     break stream;
                                 }
-                                sleep(BETWEEN).await;
+                                sleep(PAUSE).await;
                             }
                         } => Some(stream),
                     };
                     segments.is_some()
                 };
-                assert_eq!(asked.await, bare, "{tunnel:?}");
+                assert_eq!(probed.await, bare, "{tunnel:?}");
             }
         }
     }
 
     #[tokio::test]
-    async fn junk_keeps_nobody_waiting() {
+    async fn other_packets_do_not_prolong_the_wait_for_an_acknowledgement() {
         let inbox = UdpSocket::bind("127.0.0.1:0").await.unwrap();
         let to = inbox.local_addr().unwrap();
         let others = UdpSocket::bind("127.0.0.1:0").await.unwrap();
         let junk = async {
             loop {
                 others.send_to(b"junk", to).await.unwrap();
-                sleep(MOMENT / 20).await;
+                sleep(ACK_TIMEOUT / 20).await;
             }
         };
-        let noticed = notices(&inbox, to.ip(), 1450, [0; 8]);
+        let largest = largest_ack(&inbox, to.ip(), 1450, [0; 8]);
         tokio::select! {
             () = junk => (),
-            noticed = timeout(100 * MOMENT, noticed) => assert_eq!(noticed, Ok(0)),
+            largest = timeout(100 * ACK_TIMEOUT, largest) => assert_eq!(largest, Ok(0)),
         }
     }
 }

@@ -1,7 +1,7 @@
-//! The leases by the addresses of their nodes.
+//! An index of leases by node address.
 //!
-//! Every packet that arrives makes the server ask here, so an answer never walks over all leases. It
-//! costs a look-up, plus the changes since the last question. While nobody asks, nothing is kept.
+//! The server looks up the sender of every packet. A look-up costs O(log n), plus the changes of
+//! leases since the previous one. An idle server drops the index.
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -12,12 +12,12 @@ use flannel_core::Lease;
 use flannel_core::lease::{LeaseSet, View};
 use tokio::sync::watch;
 
-/// NodeAddress which of their addresses nodes are known.
+/// The kind of address that the index uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum NodeAddress {
-    /// Those of their tunnels: each of the lease's subnets begins with one.
+    /// The tunnel addresses: the first address of each subnet of the lease.
     Tunnel,
-    /// Those that their leases name.
+    /// The public addresses in the lease.
     Public,
 }
 
@@ -30,30 +30,30 @@ impl NodeAddress {
     }
 }
 
-/// The leases by their nodes' addresses.
+/// The leases by address of their node.
 #[derive(Debug)]
 pub(super) struct Nodes {
     by: NodeAddress,
     views: watch::Receiver<View>,
-    /// What was taken in.
-    seen: LeaseSet,
-    /// Leases of different lengths have the same one.
+    /// The leases in the index.
+    indexed: LeaseSet,
+    /// Subnets of different lengths can begin with the same address.
     by_address: BTreeMap<IpAddr, Vec<Arc<Lease>>>,
 }
 
 impl Nodes {
     pub(super) fn new(by: NodeAddress, mut views: watch::Receiver<View>) -> Self {
         views.mark_changed();
-        Self { by, views, seen: LeaseSet::default(), by_address: BTreeMap::new() }
+        Self { by, views, indexed: LeaseSet::default(), by_address: BTreeMap::new() }
     }
 
-    /// The leases of nodes with this address, believed or not; mostly one or none.
+    /// The leases of nodes with this address, accepted or rejected; usually one or none.
     pub(super) fn at(&mut self, address: IpAddr) -> &[Arc<Lease>] {
-        // The last view of a store that nobody follows any more holds.
+        // After the watch has ended, the last view stays in force.
         if self.views.has_changed().unwrap_or(false) {
             let leases = self.views.borrow_and_update().leases.clone();
-            let older = std::mem::replace(&mut self.seen, leases);
-            for (subnets, lease) in self.seen.changes_since(&older) {
+            let older = std::mem::replace(&mut self.indexed, leases);
+            for (subnets, lease) in self.indexed.changes_since(&older) {
                 let before = older.get(&subnets).map(|lease| self.by.addresses(lease));
                 for address in before.into_iter().flatten() {
                     if let Entry::Occupied(mut there) = self.by_address.entry(address) {
@@ -73,7 +73,7 @@ impl Nodes {
         self.by_address.get(&address).map_or(&[], Vec::as_slice)
     }
 
-    /// Nobody has asked for a while.
+    /// Drops the index. The next look-up builds it again.
     pub(super) fn forget(&mut self) {
         *self = Self::new(self.by, self.views.clone());
     }
@@ -104,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn leases_that_come_and_go_are_known_by_the_addresses_of_their_tunnels() {
+    fn the_index_follows_leases_by_tunnel_address() {
         let (sender, views) = watch::channel(View::unknown());
         let mut nodes = Nodes::new(NodeAddress::Tunnel, views);
         let address = |text: &str| text.parse::<IpAddr>().unwrap();
@@ -121,11 +121,11 @@ mod tests {
             ["10.1.7.0-24&fd00:0:0:7::-64", "10.1.7.0-25"]
         );
         assert_eq!(keys(nodes.at(address("fd00:0:0:7::"))), ["10.1.7.0-24&fd00:0:0:7::-64"]);
-        for nobodys in ["10.1.7.9", "10.1.8.0", "192.0.2.7", "fd00:0:0:7::1"] {
-            assert_eq!(keys(nodes.at(address(nobodys))), [""; 0], "{nobodys}");
+        for unknown in ["10.1.7.9", "10.1.8.0", "192.0.2.7", "fd00:0:0:7::1"] {
+            assert_eq!(keys(nodes.at(address(unknown))), [""; 0], "{unknown}");
         }
         nodes.forget();
-        assert!(nodes.by_address.is_empty() && nodes.seen.is_empty());
+        assert!(nodes.by_address.is_empty() && nodes.indexed.is_empty());
         sender.send_modify(|view| {
             drop(view.leases.remove(&"10.1.7.0-24&fd00:0:0:7::-64".parse().unwrap()));
         });
@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn a_node_that_gets_another_public_address_is_known_by_that_one_alone() {
+    fn a_changed_public_address_replaces_the_old_one_in_the_index() {
         let (sender, views) = watch::channel(View::unknown());
         let mut nodes = Nodes::new(NodeAddress::Public, views);
         let mut known = |address: [u8; 4]| keys(nodes.at(address.into()));
@@ -154,14 +154,14 @@ mod tests {
             (known([192, 0, 2, 7]), known([192, 0, 2, 9])),
             (vec!["10.1.8.0-24".into()], vec!["10.1.7.0-24".into()])
         );
-        assert_eq!(known([10, 1, 7, 0]), [""; 0], "its tunnel's");
+        assert_eq!(known([10, 1, 7, 0]), [""; 0], "its tunnel address");
         sender.send_modify(|view| view.leases = LeaseSet::default());
         assert_eq!(known([192, 0, 2, 9]), [""; 0]);
         assert!(nodes.by_address.is_empty());
     }
 
     #[test]
-    fn who_floods_it_with_questions_makes_nobody_walk_over_all_leases() {
+    fn a_look_up_does_not_walk_over_all_leases() {
         let network: Subnet = "10.0.0.0/8".parse().unwrap();
         let leases: LeaseSet = (0..20_000)
             .map(|n| lease(Subnet::new(network.nth(n << 8).unwrap(), 24).unwrap()))
@@ -170,13 +170,13 @@ mod tests {
             watch::channel(View { leases, origin: Origin::Cached { written: None } });
         let mut nodes = Nodes::new(NodeAddress::Tunnel, views);
         assert_eq!(nodes.at("10.1.7.0".parse().unwrap()).len(), 1);
-        // Of this thread alone: others may have the processor for longer.
+        // The time of this thread only, because other threads may use the processor.
         let computed = || Duration::from(ClockId::CLOCK_THREAD_CPUTIME_ID.now().unwrap());
         let start = computed();
         let found: usize =
             (0..20_000).map(|n| nodes.at(network.nth((n << 8) | 9).unwrap()).len()).sum();
-        assert_eq!(found, 0, "an address of a pod is no tunnel's");
-        // A walk each time takes minutes.
+        assert_eq!(found, 0, "an address of a pod is no tunnel address");
+        // With a walk for each look-up it would take minutes.
         let took = computed() - start;
         assert!(took < Duration::from_secs(5), "{took:?}");
     }

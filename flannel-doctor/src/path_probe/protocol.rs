@@ -6,48 +6,49 @@ use serde::{Deserialize, Serialize};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::TcpStream;
 
-/// What a datagram begins with; a port and a nonce follow.
-pub(super) const QUESTION: &[u8; 8] = b"flannel?";
-/// What its acknowledgement begins with; the nonce and the size of the whole packet follow.
-pub(super) const NOTICE: &[u8; 8] = b"flannel!";
-/// What tells a probe from others.
+/// The first bytes of a datagram. A port and a nonce follow.
+pub(super) const DATAGRAM: &[u8; 8] = b"flannel?";
+/// The first bytes of its acknowledgement. The nonce and the size of the whole packet follow.
+pub(super) const ACK: &[u8; 8] = b"flannel!";
+/// Identifies a probe.
 pub(super) type Nonce = [u8; 8];
-/// A question has at least so many bytes: more than its acknowledgement.
-pub(super) const LEAST: usize = QUESTION.len() + 2 + size_of::<Nonce>();
-/// What a connection begins with: the version of what follows, which is how many bytes and the
-/// nonce in hexadecimal.
+/// The minimum size of a datagram, in bytes. It is more than the size of an acknowledgement.
+pub(super) const MIN_DATAGRAM: usize = DATAGRAM.len() + 2 + size_of::<Nonce>();
+/// The first bytes of a connection, with the version. The number of bytes that the client sends
+/// and the nonce in hexadecimal follow.
 pub(super) const HELLO: &str = "flannel 1 ";
-/// A first line has at most so many bytes.
+/// The maximum length of the first line, in bytes.
 pub(super) const LINE: usize = 256;
-/// So many segments of full size are sent each way.
+/// Segments of full size that each end sends.
 pub(super) const SEGMENTS: usize = 4;
-/// More is neither sent nor taken, in bytes.
-pub(super) const MOST: usize = 64 * 1024;
+/// The maximum that an end sends or reads, in bytes.
+pub(super) const MAX_BYTES: usize = 64 * 1024;
 
-/// What a daemon says has arrived.
+/// A daemon's report of the data that arrived.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Arrivals {
     pub(super) version: u32,
-    /// Of what was announced, in bytes.
+    /// Bytes that arrived of those that the client announced.
     pub(super) received: usize,
-    /// What pods there may send, in bytes.
+    /// The MTU of pods on that node, in bytes.
     pub(super) mtu: u32,
-    /// The largest packet of this sounding that came as a datagram, in bytes; 0: none.
-    pub(super) heard: u16,
-    /// So many follow.
+    /// The largest packet of this probe that arrived as a datagram, in bytes; 0: none.
+    #[serde(rename = "heard")]
+    pub(super) largest_datagram: u16,
+    /// Bytes that the daemon sends after this line.
     pub(super) bytes: usize,
 }
 
-/// So much is sent on a connection: a few segments as large as both ends agreed on.
+/// The bytes to send on a connection: a few segments of the size that both ends agreed on.
 pub(super) fn amount(stream: &TcpStream) -> io::Result<usize> {
     let segment = socket2::SockRef::from(stream).tcp_mss()?;
-    Ok((SEGMENTS * segment as usize).min(MOST))
+    Ok((SEGMENTS * segment as usize).min(MAX_BYTES))
 }
 
-/// The first line, without its end.
+/// Reads the first line, without its end.
 ///
 /// # Errors
-/// There is none: the other end went away, or says something else.
+/// The other end closed the connection, or the line is too long or no UTF-8.
 pub(super) async fn read_line(stream: &mut (impl AsyncRead + Unpin)) -> io::Result<String> {
     let mut line = Vec::new();
     while line.len() < LINE {
@@ -59,10 +60,11 @@ pub(super) async fn read_line(stream: &mut (impl AsyncRead + Unpin)) -> io::Resu
     Err(io::Error::other("the first line is too long"))
 }
 
-/// Takes `bytes` bytes, and counts them: what came before the caller lost patience counts.
+/// Reads `bytes` bytes and counts them in `taken`, which is valid also if the caller drops the
+/// future after a timeout.
 ///
 /// # Errors
-/// The other end ended the connection before. That is no evidence of loss: only waiting in vain is.
+/// The other end closed the connection early. Only a timeout is evidence of loss; this is none.
 pub(super) async fn take(
     stream: &mut (impl AsyncRead + Unpin),
     bytes: usize,
@@ -79,7 +81,7 @@ pub(super) async fn take(
     Ok(())
 }
 
-/// Sends so many bytes that mean nothing.
+/// Sends `bytes` bytes of padding.
 pub(super) async fn fill(stream: &mut (impl AsyncWrite + Unpin), bytes: usize) -> io::Result<()> {
     stream.write_all(&vec![b'f'; bytes]).await
 }

@@ -1,7 +1,6 @@
-//! Streams of packets between pods, and which of them were lost.
+//! Streams of packets between pods, and the packets that were lost.
 //!
-//! A packet counts as lost only when its stream has ended and it still has not come; so a delay is
-//! no loss, and no loss can hide in an average.
+//! A packet is lost if it has not arrived at the end of its stream. So a delay is no loss.
 
 use std::fmt;
 use std::net::{IpAddr, SocketAddr, UdpSocket};
@@ -17,9 +16,9 @@ use nix::sys::socket::{setsockopt, sockopt};
 
 /// 250 packets a second.
 const GAP: Duration = Duration::from_millis(4);
-/// A packet that has not come this long after the last one was sent does not come.
+/// The wait for packets after the last one was sent.
 const LAST: Duration = Duration::from_secs(2);
-/// How long streams may take to go on.
+/// The timeout for streams to continue.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// Packets from every pod to every other, in each family.
@@ -36,21 +35,21 @@ struct Stream {
     progress: Arc<Progress>,
 }
 
-/// How far a stream is.
+/// The progress of a stream.
 struct Progress {
     sent: AtomicUsize,
     received: AtomicUsize,
-    /// How many packets were sent in all; `usize::MAX` as long as more are sent.
+    /// The number of packets that were sent; `usize::MAX` while more are sent.
     total: AtomicUsize,
 }
 
-/// A packet that did not come.
+/// A packet that did not arrive.
 pub(crate) struct Lost {
-    /// The numbers of the hosts that it was to go from and to.
+    /// The numbers of the source and the destination host.
     pub(crate) hosts: [usize; 2],
     stream: String,
     number: usize,
-    /// When it was sent.
+    /// The time when it was sent.
     pub(crate) at: Instant,
 }
 
@@ -79,7 +78,7 @@ impl Traffic {
         traffic
     }
 
-    /// Waits until a tenth of a second's packets more have come on every stream.
+    /// Waits until the packets of a tenth of a second have arrived on every stream.
     pub(crate) fn flow(&self) {
         let count = |stream: &Stream| stream.progress.received.load(Ordering::Relaxed);
         let goals: Vec<usize> = self.0.iter().map(|stream| count(stream) + 25).collect();
@@ -89,7 +88,7 @@ impl Traffic {
         }
     }
 
-    /// Waits until a dozen packets more have been sent on every stream from or to this host, whether they come or not.
+    /// Waits until a dozen packets more have been sent on every stream from or to this host.
     pub(crate) fn go_out(&self, host: usize) {
         let count = |stream: &Stream| stream.progress.sent.load(Ordering::Relaxed);
         let streams = || self.0.iter().filter(|stream| stream.hosts.contains(&host));
@@ -100,10 +99,10 @@ impl Traffic {
         }
     }
 
-    /// Ends all streams: how many packets were sent, and those that did not come.
+    /// Ends all streams. Returns the number of packets that were sent, and those that were lost.
     pub(crate) fn end(self) -> (usize, Vec<Lost>) {
         for stream in &self.0 {
-            // Its thread ends for no other reason.
+            // The thread ends for no other reason.
             stream.stop.send(()).unwrap();
         }
         let (mut sent, mut lost) = (0, Vec::new());
@@ -139,7 +138,7 @@ impl Stream {
                 send(&from, target, sent.len());
                 sent.push(Instant::now());
                 sending.sent.store(sent.len(), Ordering::Relaxed);
-                // Whoever was held up catches up.
+                // A delayed sender catches up.
                 let due = start + GAP * u32::try_from(sent.len()).unwrap();
                 let pause = due.saturating_duration_since(Instant::now());
                 if stopped.recv_timeout(pause) != Err(RecvTimeoutError::Timeout) {
@@ -157,20 +156,20 @@ impl Stream {
 fn open(namespace: &Namespace, at: IpAddr) -> UdpSocket {
     let socket = namespace.run(|| UdpSocket::bind((at, 0))).unwrap().unwrap();
     socket.set_read_timeout(Some(LAST)).unwrap();
-    // A receiver that the machine held up is no loss on the way.
+    // So that a delayed receiver loses no packet.
     setsockopt(&socket, sockopt::RcvBuf, &(1 << 20)).unwrap();
     socket
 }
 
 fn send(socket: &UdpSocket, target: SocketAddr, number: usize) {
-    // What cannot be sent does not come, and is counted there.
+    // A packet that cannot be sent is counted as lost by the receiver.
     let _ = socket.send_to(&(number as u64).to_be_bytes(), target);
 }
 
-/// Which numbers came.
+/// The numbers that arrived.
 fn receive(socket: &UdpSocket, progress: &Progress) -> Vec<bool> {
     let (mut came, mut buffer) = (Vec::new(), [0; 8]);
-    // Nothing for this long: the stream stands still, or is at its end.
+    // No packet for this long: the stream has stalled or ended.
     loop {
         let ended = progress.total.load(Ordering::Relaxed);
         if progress.received.load(Ordering::Relaxed) >= ended {

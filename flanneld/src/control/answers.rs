@@ -26,7 +26,7 @@ pub(super) struct Answers {
     observer: Observer,
     /// The control API is served too.
     control: bool,
-    /// Held by a reload. There is at most one at a time.
+    /// Held during a reload, of which one runs at a time.
     reloading: tokio::sync::Mutex<()>,
 }
 
@@ -181,7 +181,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn health_is_answered_as_go_flannel_does_and_readiness_with_reasons() {
+    async fn health_is_answered_as_in_go_flannel_and_readiness_with_reasons() {
         let observer = Observer::default();
         let site = Answers::new(&observer, false);
         assert_eq!(ask(&site, "GET", "/healthz").await, (200, "flanneld is running".to_owned()));
@@ -202,7 +202,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn reading_and_writing_verbs_are_apart_and_versioned() {
+    async fn reading_and_writing_requests_are_versioned() {
         let site = Answers::new(&Observer::default(), true);
         for (method, target, status) in [
             ("GET", "/v1/status", 200),
@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn who_is_neither_root_nor_the_daemons_user_reads_only() {
+    async fn other_users_may_only_read() {
         let site = Answers::new(&Observer::default(), true);
         let own = nix::unistd::geteuid().as_raw();
         for (uid, writes) in [(Some(0), 200), (Some(own), 200), (Some(own + 1), 403), (None, 403)] {
@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn no_second_reload_waits_for_a_store_that_does_not_answer_the_first() {
+    async fn a_second_reload_is_refused_while_the_first_waits() {
         let site = Answers::new(&Observer::default(), true);
         let first = site.reloading.lock().await;
         let (status, body) = ask(&site, "POST", "/v1/reload").await;

@@ -1,9 +1,9 @@
 //! HTTP/1.1 for Prometheus, a kubelet and `curl --unix-socket`: hyper, with limits.
 //!
 //! A connection carries one request. Every resource is bounded: the bytes of a request's head, the
-//! time for each step, and the number of connections. A connection that has not sent a request
-//! gives way to a new one, so that silent clients keep nobody from an answer. Bodies of requests
-//! are never read, because no verb takes one.
+//! time for each step, and the number of connections. A connection that has not sent a request is
+//! closed for a new one, so that silent clients block no others. Bodies of requests are never read,
+//! because no request needs one.
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
@@ -24,13 +24,13 @@ use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
 use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 
-/// The head of a request may have so many bytes. It is the least that hyper takes.
+/// The maximum size of a request's head, in bytes: the minimum of hyper.
 const MAX_HEAD: usize = 8 * 1024;
-/// A client has so long to send the head of its request.
+/// The time for a client to send the head of its request.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(5);
-/// An answer may take so long to be found.
+/// The time to compute an answer.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
-/// A client has so long to take the answer.
+/// The time for a client to read the answer.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(5);
 /// The largest number of open connections. For one more, the oldest without a request is closed. If
 /// all have sent one, the new connection waits. hyper needs some 13 KiB for each.
@@ -38,11 +38,10 @@ const MAX_CONNECTIONS: usize = 16;
 /// No connection is closed for another one earlier than this. So 8,000 new connections a second are
 /// accepted at most.
 const GRACE: Duration = Duration::from_millis(2);
-/// The pause after a connection could not be accepted, mostly for want of file descriptors.
+/// The pause after a failure to accept a connection, usually because of file descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// A request. Its body is the user of the client, from the kernel; `None` over TCP. `HEAD` is
-/// replaced by `GET`.
+/// A request. Its body is the client's user, or `None` over TCP. `GET` replaces `HEAD`.
 pub(super) type Request = hyper::Request<Option<u32>>;
 
 /// A parameter of the query, decoded.
@@ -124,14 +123,14 @@ pub(super) async fn serve(listener: Listener, site: Arc<dyn Site>) -> Infallible
 struct Connections {
     tasks: JoinSet<()>,
     permits: Arc<Semaphore>,
-    /// Those that have not sent a request when last seen, the oldest first.
+    /// Those that had not sent a request when last checked, the oldest first.
     silent: VecDeque<Silent>,
 }
 
 /// A connection that may not have sent a request.
 struct Silent {
     task: AbortHandle,
-    asked: Arc<AtomicBool>,
+    has_request: Arc<AtomicBool>,
     since: Instant,
 }
 
@@ -144,13 +143,13 @@ impl Connections {
     /// Serves a connection, once there is room for it.
     async fn add(&mut self, stream: Box<dyn Stream>, uid: Option<u32>, site: Arc<dyn Site>) {
         let permit = self.permit().await;
-        let asked = Arc::<AtomicBool>::default();
-        let connection = connection(stream, uid, Arc::clone(&asked), site);
+        let has_request = Arc::<AtomicBool>::default();
+        let connection = connection(stream, uid, Arc::clone(&has_request), site);
         let task = self.tasks.spawn(async move {
             connection.await;
             drop(permit);
         });
-        self.silent.push_back(Silent { task, asked, since: Instant::now() });
+        self.silent.push_back(Silent { task, has_request, since: Instant::now() });
     }
 
     /// Makes room for one more.
@@ -158,20 +157,20 @@ impl Connections {
         loop {
             while self.tasks.try_join_next().is_some() {}
             self.silent.retain(|connection| {
-                !connection.asked.load(Ordering::Relaxed) && !connection.task.is_finished()
+                !connection.has_request.load(Ordering::Relaxed) && !connection.task.is_finished()
             });
             if let Ok(permit) = Arc::clone(&self.permits).try_acquire_owned() {
                 return permit;
             }
             match self.silent.front() {
-                // Its request may be here already, though nothing has read it yet.
+                // Its request may have arrived without having been read.
                 Some(oldest) if oldest.since.elapsed() < GRACE => {
                     sleep_until(oldest.since + GRACE).await;
                 }
                 Some(oldest) => {
                     oldest.task.abort();
                     self.silent.pop_front();
-                    // The permit comes back with the end of the task.
+                    // The end of the task returns the permit.
                     self.tasks.join_next().await;
                 }
                 None => _ = self.tasks.join_next().await,
@@ -184,12 +183,12 @@ impl Connections {
 async fn connection(
     stream: Box<dyn Stream>,
     uid: Option<u32>,
-    asked: Arc<AtomicBool>,
+    has_request: Arc<AtomicBool>,
     site: Arc<dyn Site>,
 ) {
     let answered = Notify::new();
     let service = service_fn(async |request: hyper::Request<Incoming>| {
-        asked.store(true, Ordering::Relaxed);
+        has_request.store(true, Ordering::Relaxed);
         let (mut parts, _body) = request.into_parts();
         if parts.method == Method::HEAD {
             parts.method = Method::GET;
@@ -291,7 +290,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn what_is_no_request_or_too_large_is_refused() {
+    async fn invalid_and_too_large_requests_are_refused() {
         for text in ["GET\r\n\r\n", "GET x HTTP/1.1\r\n\r\n", "GET / SPDY/3\r\n\r\n"] {
             assert!(ask(text).await.starts_with("HTTP/1.1 400 "), "{text:?}");
         }
@@ -322,7 +321,7 @@ mod tests {
 
     /// The answer does not fit into the pipe.
     #[tokio::test(start_paused = true)]
-    async fn a_client_that_does_not_read_is_not_waited_for() {
+    async fn a_client_that_does_not_read_is_dropped() {
         let (mut client, server) = duplex(64);
         let begin = Instant::now();
         let request = b"GET /large HTTP/1.1\r\n\r\n";
@@ -333,7 +332,7 @@ mod tests {
         assert_eq!(begin.elapsed().as_secs(), WRITE_TIMEOUT.as_secs());
     }
 
-    /// Its bytes stay where they are, in the kernel.
+    /// Its bytes stay in the kernel.
     #[tokio::test]
     async fn the_body_of_a_request_is_not_read() {
         let (mut client, server) = duplex(16 * 1024);
@@ -351,7 +350,7 @@ mod tests {
         assert!(answer.starts_with("HTTP/1.1 200 ") && answer.ends_with("POST /x "), "{answer}");
     }
 
-    /// Real connections, how long a request takes beside them, and how long all of it takes.
+    /// Opens real connections. Returns the time of a request meanwhile, and the whole time.
     async fn beside(others: &str, number: usize) -> (Duration, Duration) {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
@@ -378,17 +377,17 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn who_says_nothing_or_half_a_request_delays_nobody() {
+    async fn silent_and_incomplete_requests_delay_no_other() {
         for others in ["", "GET /healthz HT"] {
             let (took, _) = beside(others, 4 * MAX_CONNECTIONS).await;
-            // Four times HEAD_TIMEOUT if each is waited for.
+            // With a wait for each it would be four times HEAD_TIMEOUT.
             assert!(took < HEAD_TIMEOUT * 2, "{others:?}: {took:?}");
         }
     }
 
     #[tokio::test]
-    async fn no_more_than_so_many_are_answered_at_once_and_none_is_lost() {
-        // From the first on: on a slow machine some are over before the last has come.
+    async fn the_number_of_concurrent_answers_is_limited_and_none_is_lost() {
+        // Counted from the first, because on a slow machine some end before the last begins.
         let (_, took) = beside("GET /slow HTTP/1.1\r\n\r\n", MAX_CONNECTIONS).await;
         assert!(took >= SLOW, "one of those that are being answered is over first: {took:?}");
     }

@@ -16,8 +16,8 @@ const NO_IPV6: [i32; 2] = [Errno::EAFNOSUPPORT as i32, Errno::EADDRNOTAVAIL as i
 
 /// Listens at an address. An unspecified address of either family serves both families.
 ///
-/// **Source**: Go's `net.Listen("tcp", …)`, which Go flannel calls. A kubelet probes an IPv6-only node
-/// at its IPv6 address, though flannel's manifest leaves `0.0.0.0` in force.
+/// **Source**: Go's `net.Listen("tcp", …)`, which Go flannel calls. A kubelet probes an IPv6-only
+/// node at its IPv6 address, though flannel's manifest leaves `0.0.0.0` in force.
 pub(super) fn listen(address: SocketAddr) -> io::Result<TcpListener> {
     let open = |address: SocketAddr| {
         let socket = Socket::new(Domain::for_address(address), Type::STREAM.nonblocking(), None)?;
@@ -43,8 +43,7 @@ pub(super) fn listen(address: SocketAddr) -> io::Result<TcpListener> {
     })
 }
 
-/// Puts the control socket in place in one step, with its mode and group. Replaces the socket of a
-/// daemon that has stopped.
+/// Creates the control socket atomically, with its mode and group. Replaces a dead socket.
 pub(super) fn open_socket(path: &Path, group: Option<u32>) -> Result<UnixListener, String> {
     if std::os::unix::net::UnixStream::connect(path).is_ok() {
         return Err("another daemon answers there".to_owned());
@@ -86,7 +85,7 @@ mod tests {
 
     /// A kubelet probes an IPv6-only node at its IPv6 address, with the options of the manifest.
     #[test]
-    fn what_listens_everywhere_is_asked_over_either_family() {
+    fn an_unspecified_address_serves_both_families() {
         in_netns_async(async || {
             for (port, everywhere) in
                 [(8081, Ipv4Addr::UNSPECIFIED.into()), (8082, Ipv6Addr::UNSPECIFIED.into())]
@@ -94,8 +93,8 @@ mod tests {
                 let _listener = listen(SocketAddr::new(everywhere, port)).unwrap();
                 for address in ["127.0.0.1", "::1"] {
                     let address: IpAddr = address.parse().unwrap();
-                    let asked = TcpStream::connect((address, port)).await;
-                    assert!(asked.is_ok(), "{everywhere} at {address}: {asked:?}");
+                    let connected = TcpStream::connect((address, port)).await;
+                    assert!(connected.is_ok(), "{everywhere} at {address}: {connected:?}");
                 }
             }
             for (port, address, other) in [(8083, "127.0.0.1", "::1"), (8084, "::1", "127.0.0.1")] {
@@ -111,7 +110,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_dead_socket_is_replaced_a_living_one_is_not() {
+    async fn a_dead_socket_is_replaced_and_a_live_one_is_not() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("new/flanneld.sock");
         let first = open_socket(&path, None).unwrap();

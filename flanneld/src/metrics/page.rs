@@ -12,7 +12,7 @@ use prometheus_client::registry::Registry;
 /// The format of a page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Format {
-    /// Prometheus' text format, version 0.0.4, for clients that ask for nothing else.
+    /// Prometheus' text format, version 0.0.4, the default.
     Text,
     /// OpenMetrics, version 1.0.0.
     OpenMetrics,
@@ -70,7 +70,7 @@ impl Page {
         self.0.push(Metric { name, help: format!("{help}."), kind, encode: Box::new(encode) });
     }
 
-    /// Adds a gauge with the value 1, whose labels say something.
+    /// Adds a gauge with the value 1 and informative labels.
     pub(super) fn info(&mut self, name: &'static str, help: &str, labels: Labels) {
         self.add(name, help, MetricType::Info, move |mut to| to.encode_info(&labels));
     }
@@ -163,7 +163,7 @@ impl Collector for Page {
 mod tests {
     use super::*;
 
-    /// A store names its requests, so that a label may hold any text.
+    /// A store names its requests, so a label may hold any text.
     #[test]
     fn labels_are_escaped() {
         let mut page = Page::default();

@@ -32,25 +32,25 @@ pub(crate) struct Running {
 /// The state of the firewall rules.
 #[derive(Debug, Clone, Default)]
 pub(crate) enum Rulebook {
-    /// None are asked for.
+    /// None are requested.
     #[default]
     Unwanted,
-    /// They are asked for, and not kept yet.
+    /// They are requested, and not kept yet.
     Pending,
     /// They cannot be made now. This is tried again.
     Missing {
         /// The reason.
         why: String,
-        /// They were asked for by name, and are not only flannel's default.
-        asked: bool,
+        /// They were requested by an option, and are not only the default.
+        requested: bool,
     },
     /// They are kept, with this status.
     Kept(watch::Receiver<flannel_firewall::Status>),
 }
 
 impl Running {
-    /// The addresses at which the doctors of other nodes are answered. There are none with port 0,
-    /// and none without a tunnel or a lease.
+    /// The addresses of the server for path probes. There are none with port 0, and none without a
+    /// tunnel or a lease.
     pub(crate) fn probe_server(&self, port: u16) -> ServerConfig {
         let devices = if self.lapsed { Dual::default() } else { self.datapath.devices };
         let bare = !self.lapsed && self.datapath.bare;
@@ -63,7 +63,7 @@ impl Running {
             port,
             tunnels: Dual::from_fn(|family| Some((devices[family]?, own.family(family)?.base()))),
             bare: Dual::from_fn(|family| at(family, iface.address[family])),
-            // Behind NAT no packet for it arrives here, which does no harm.
+            // Behind NAT no packet for it arrives here.
             public: Dual::from_fn(|family| {
                 let public = iface.public[family];
                 at(family, public.filter(|_| iface.address[family] != public))

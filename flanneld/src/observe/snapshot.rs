@@ -29,7 +29,7 @@ pub(crate) struct Snapshot {
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(crate) struct Facts {
     /// The reason why the next network cannot be built yet; while a network runs, the reason why no
-    /// lease is asked for.
+    /// lease is requested.
     pub(crate) waits_for: Option<String>,
     /// Pods may start: the subnet file is written.
     pub(crate) subnet_file: bool,
@@ -48,7 +48,7 @@ pub(crate) struct NetworkSnapshot {
     pub(crate) running: Arc<Running>,
     pub(crate) status: Arc<Status>,
     pub(crate) view: View,
-    /// The peers that waited, if the network was asked; meaningless if the status is settled.
+    /// The pending peers, if the network reported them; meaningless if the status is settled.
     pub(crate) waiting: Option<Waiting>,
 }
 

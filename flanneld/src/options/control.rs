@@ -1,4 +1,4 @@
-//! The options that tell where the daemon can be asked, and what its process may do.
+//! The options of health, metrics, control and capabilities.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
@@ -12,42 +12,42 @@ use crate::config::{ControlConfig, ControlSocket};
 pub enum Capabilities {
     /// The capabilities for changing the network, and those that the options make necessary.
     Least,
-    /// All that the process was started with.
+    /// All capabilities of the process.
     All,
 }
 
-/// The options that tell where the daemon can be asked.
+/// The options of health, metrics and control.
 #[derive(Debug, Clone, clap::Args)]
 #[non_exhaustive]
 pub struct ControlFlags {
-    /// Where /healthz, /readyz and /metrics are served; 0.0.0.0 and `::` mean every address of both
+    /// The address of /healthz, /readyz and /metrics; 0.0.0.0 and `::` mean every address of both
     /// families
     #[arg(long, value_name = "ADDRESS", default_value_t = IpAddr::V4(Ipv4Addr::UNSPECIFIED))]
     pub healthz_ip: IpAddr,
 
-    /// On which port; 0: nowhere
+    /// The port of /healthz, /readyz and /metrics; 0: none
     #[arg(long, value_name = "PORT", default_value = "0", allow_hyphen_values = true, value_parser = port)]
     pub healthz_port: u16,
 
-    /// The socket that flannelctl asks, or off; flanneld.sock beside the subnet file if not given
+    /// The socket for flannelctl, or off; by default flanneld.sock beside the subnet file
     #[arg(long, value_name = "FILE|off")]
     pub control_socket: Option<PathBuf>,
 
-    /// The group whose members may ask over the control socket, by name or number; what changes
-    /// something stays with root
+    /// The group whose members may read over the control socket, by name or number; changes are for
+    /// root
     #[arg(long, value_name = "GROUP", value_parser = group)]
     pub control_group: Option<u32>,
 
-    /// The port, TCP and UDP, on which the tunnel's address answers the doctors of other nodes and
-    /// nobody else; without a tunnel the external interface's, TCP alone; 0: none
+    /// The port, TCP and UDP, for path probes of other nodes' doctors at the tunnel's address;
+    /// without a tunnel, TCP at the external interface's address; 0: none
     #[arg(long, value_name = "PORT", default_value = DOCTOR_PORT, value_parser = port)]
     pub doctor_port: u16,
 }
 
-/// A group's number, by its name or as it is.
+/// Parses the name or the number of a group.
 fn group(text: &str) -> Result<u32, String> {
     match text.parse() {
-        // To the kernel it is none, and would leave the group as it is.
+        // The kernel treats this number as no change.
         Ok(u32::MAX) => {
             return Err(format!("{text} is no group; right would be one of getent group"));
         }

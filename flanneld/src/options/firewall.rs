@@ -10,19 +10,19 @@ use crate::config::{FirewallConfig, NexthopObjects};
 #[derive(Debug, Clone, clap::Args)]
 #[non_exhaustive]
 pub struct RouteFlags {
-    /// Drop packets for those addresses of this host's subnet that no pod has, instead of sending
-    /// them to the default route
+    /// Drop packets to unused addresses of this host's subnet, instead of sending them to the
+    /// default route
     #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true, default_missing_value = "true",
         default_value_t = false, value_parser = go_bool, action = clap::ArgAction::Set)]
     pub ip_blackhole_route: bool,
 
-    /// Let IPv4 routes to other hosts go by nexthop objects, which makes thousands of them quick:
-    /// where the kernel has them, or else stop, or never
+    /// Use nexthop objects for IPv4 routes, which are faster with thousands of hosts: auto if the
+    /// kernel has them, on or stop, off
     #[arg(long, value_name = "auto|on|off", default_value = "auto", hide_possible_values = true)]
     pub nexthop_objects: NexthopObjects,
 }
 
-/// What becomes of packets between pods and the rest of the world.
+/// The options of the firewall.
 #[derive(Debug, Clone, clap::Args)]
 #[non_exhaustive]
 pub struct FirewallFlags {
@@ -31,7 +31,7 @@ pub struct FirewallFlags {
         default_value_t = false, value_parser = go_bool, action = clap::ArgAction::Set)]
     pub ip_masq: bool,
 
-    /// Where masquerading has to change source ports, do not choose them at random
+    /// Do not choose source ports at random where masquerading changes them
     #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true, default_missing_value = "true",
         default_value_t = false, value_parser = go_bool, action = clap::ArgAction::Set)]
     pub ip_masq_fully_random_disable: bool,
@@ -41,12 +41,12 @@ pub struct FirewallFlags {
         default_value_t = true, value_parser = go_bool, action = clap::ArgAction::Set)]
     pub iptables_forward_rules: bool,
 
-    /// The last was given by name, on the command line or in the environment, whatever its value.
+    /// The forward rules were given on the command line or in the environment, with any value.
     #[arg(skip)]
     pub(crate) forward_rules_given: bool,
 
-    /// Check the rules every so many seconds; in nftables mode changes are noticed at once all the
-    /// same
+    /// The period of checks of the rules, in seconds; in nftables mode changes are also noticed at
+    /// once
     #[arg(long, value_name = "SECONDS", default_value = "5", value_parser = go_int(1..=86_400))]
     pub iptables_resync: i64,
 }

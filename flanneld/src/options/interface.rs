@@ -10,7 +10,7 @@ use flannel_netlink::iface::Selectors;
 #[non_exhaustive]
 pub struct InterfaceFlags {
     /// The interface towards the other hosts, by name or address; may be repeated, the first that
-    /// fits is taken
+    /// fits is used
     #[arg(long, value_name = "NAME|ADDRESS")]
     pub iface: Vec<String>,
 
@@ -19,16 +19,16 @@ pub struct InterfaceFlags {
     #[arg(long, value_name = "REGEX", value_parser = regex)]
     pub iface_regex: Vec<String>,
 
-    /// Take the interface by which this address is reached, if nothing above fits
+    /// Use the interface of the route to this address, if nothing above fits
     #[arg(long, value_name = "ADDRESS")]
     pub iface_can_reach: Option<IpAddr>,
 
-    /// The IPv4 address that other hosts reach this one by. Without --iface and the like it also
-    /// selects the interface; an address that no interface has (behind NAT) needs --iface
+    /// The public IPv4 address of this host. Without --iface and the like it also selects the
+    /// interface; an address that no interface has (behind NAT) needs --iface
     #[arg(long, value_name = "ADDRESS")]
     pub public_ip: Option<Ipv4Addr>,
 
-    /// The same for IPv6
+    /// The public IPv6 address of this host
     #[arg(long, value_name = "ADDRESS")]
     pub public_ipv6: Option<Ipv6Addr>,
 }
@@ -48,7 +48,7 @@ impl InterfaceFlags {
     }
 }
 
-/// A regular expression, as it is written.
+/// Checks a regular expression.
 fn regex(text: &str) -> Result<String, String> {
     match regex_lite::Regex::new(text) {
         Ok(_) => Ok(text.to_owned()),

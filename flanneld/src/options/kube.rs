@@ -1,8 +1,6 @@
-//! Go flannel's flags for leases in the Kubernetes API, and what it takes from the environment for
-//! them.
+//! Go flannel's flags and environment variables for leases in the Kubernetes API.
 //!
-//! A build without the feature `kube` knows the flags too, so that the error names the missing
-//! feature.
+//! A build without the feature `kube` parses the flags too, so that the error names the feature.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -21,15 +19,15 @@ pub struct KubeFlags {
         default_value_t = false, value_parser = go_bool, action = clap::ArgAction::Set, hide = HIDE)]
     pub kube_subnet_mgr: bool,
 
-    /// Where the Kubernetes API is, if not where the kubeconfig or the pod's service account says
+    /// The URL of the Kubernetes API; by default that of the kubeconfig or the service account
     #[arg(long, value_name = "URL", default_value = "", hide_default_value = true, hide = HIDE)]
     pub kube_api_url: String,
 
-    /// What the names of annotations begin with
+    /// The prefix of annotations
     #[arg(long, value_name = "PREFIX", default_value = "flannel.alpha.coreos.com", hide = HIDE)]
     pub kube_annotation_prefix: String,
 
-    /// How to speak to the Kubernetes API, if not as the pod's service account
+    /// The kubeconfig; by default the pod's service account is used
     #[arg(long, value_name = "FILE", default_value = "", hide_default_value = true, hide = HIDE)]
     pub kubeconfig_file: String,
 
@@ -37,12 +35,12 @@ pub struct KubeFlags {
     #[arg(long, value_name = "FILE", default_value = "/etc/kube-flannel/net-conf.json", hide = HIDE)]
     pub net_config_path: String,
 
-    /// Keep the node's condition NetworkUnavailable true to fact
+    /// Update the node's condition NetworkUnavailable
     #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true, default_missing_value = "true",
         default_value_t = true, value_parser = go_bool, action = clap::ArgAction::Set, hide = HIDE)]
     pub set_node_network_unavailable: bool,
 
-    /// This node's name; from `NODE_NAME`. Empty: the pod tells it.
+    /// This node's name; from `NODE_NAME`. Empty: read from the pod.
     #[arg(skip)]
     pub node_name: String,
 
@@ -76,7 +74,7 @@ impl KubeFlags {
     /// Reads the variables that have no flag, and checks all values.
     ///
     /// # Errors
-    /// A value is missing or wrong. The text says what would be right.
+    /// A value is missing or wrong. The text names the right one.
     pub(crate) fn complete(
         &mut self,
         env: impl Fn(&str) -> Option<OsString>,

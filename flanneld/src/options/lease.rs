@@ -1,4 +1,4 @@
-//! The options that tell where leases are kept, and where this host keeps its own.
+//! The options of the store of leases, and of this host's files.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -12,8 +12,8 @@ use flannel_options::go_flags::go_int;
 #[derive(Debug, Clone, clap::Args)]
 #[non_exhaustive]
 pub struct LeaseFlags {
-    /// Where leases are kept: etcd, dir:PATH, or dir:PATH?assign=static for a directory written
-    /// beforehand
+    /// The store of leases: etcd, dir:PATH, or dir:PATH?assign=static for a directory with prepared
+    /// leases
     #[arg(long, value_name = "URL")]
     #[cfg_attr(feature = "etcd", arg(default_value = "etcd"))]
     #[cfg_attr(
@@ -23,7 +23,7 @@ pub struct LeaseFlags {
     )]
     pub registry: RegistryUrl,
 
-    /// Where etcd is.
+    /// The connection to etcd.
     #[cfg(feature = "etcd")]
     #[command(flatten)]
     pub etcd: EtcdFlags,
@@ -32,17 +32,17 @@ pub struct LeaseFlags {
     #[arg(long, value_name = "MINUTES", default_value = "60", value_parser = go_int(1..=1439))]
     pub subnet_lease_renew_margin: i64,
 
-    /// The file that tells CNI plugins about this host's subnet
+    /// The file with this host's subnet for CNI plugins
     #[arg(long, value_name = "FILE", default_value = "/run/flannel/subnet.env")]
     pub subnet_file: PathBuf,
 
-    /// Where this host remembers which leases are its own
+    /// The directory of this host's state
     #[arg(long, value_name = "DIR", default_value = "/var/lib/flannel")]
     pub state_dir: PathBuf,
 }
 
 impl LeaseFlags {
-    /// How long before its end the lease is renewed.
+    /// The time before its end at which the lease is renewed.
     pub fn renew_margin(&self) -> Duration {
         Duration::from_secs(60 * self.subnet_lease_renew_margin.unsigned_abs())
     }

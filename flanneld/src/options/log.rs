@@ -1,4 +1,4 @@
-//! The options of the log, those that Go flannel has from klog among them.
+//! The options of the log, with those of klog in Go flannel.
 
 use flannel_options::go_flags::go_int;
 use tracing_subscriber::filter::Targets;
@@ -7,12 +7,12 @@ use tracing_subscriber::filter::Targets;
 #[derive(Debug, Clone, clap::Args)]
 #[non_exhaustive]
 pub struct LogFlags {
-    /// What to log: error, warn, info, debug, trace, or a filter such as info,flannel_core=debug;
-    /// info if neither this nor -v is given
+    /// The log filter: error, warn, info, debug, trace, or a filter such as
+    /// info,flannel_core=debug; info if neither this nor -v is given
     #[arg(long, value_name = "FILTER")]
     pub log: Option<String>,
 
-    /// Where to log and how: lines of text or JSON on standard error, or the journal
+    /// The form of the log: lines of text or JSON on standard error, or the journal
     #[arg(
         long,
         value_name = "text|json|journald",
@@ -21,17 +21,16 @@ pub struct LogFlags {
     )]
     pub log_format: LogFormat,
 
-    /// How much to log, Go flannel's way: -v=4 is --log debug, -v=6 --log trace; --log wins
+    /// The log level of Go flannel: -v=4 is --log debug, -v=6 --log trace; --log wins
     #[arg(id = "v", long = "v", value_name = "LEVEL", default_value = "0", allow_hyphen_values = true,
         value_parser = go_int(i64::from(i32::MIN)..=i64::from(i32::MAX)))]
     pub verbosity: i64,
 
-    /// Accepted for the sake of Go flannel's command lines, without effect; use --log
-    /// flannel_core=debug
+    /// Accepted for Go flannel's command lines, without effect; use --log flannel_core=debug
     #[arg(long, value_name = "PATTERN=LEVEL", default_value = "", hide = true)]
     pub vmodule: String,
 
-    /// Accepted for the sake of Go flannel's command lines, without effect
+    /// Accepted for Go flannel's command lines, without effect
     #[arg(
         id = "log_backtrace_at",
         long = "log_backtrace_at",
@@ -46,9 +45,9 @@ pub struct LogFlags {
 pub enum LogFormat {
     /// A line for each event, on standard error.
     Text,
-    /// A JSON object on a line for each event, on standard error.
+    /// A line with a JSON object for each event, on standard error.
     Json,
-    /// To systemd's journal, with each field of an event as one of the journal's.
+    /// systemd's journal, with a field for each field of an event.
     Journald,
 }
 
@@ -71,7 +70,7 @@ impl LogFlags {
 /// Parses a log filter. A word alone must be a level, or a typing error would silence everything.
 ///
 /// # Errors
-/// The wrong part, and what would be right.
+/// The text names the wrong part and the right form.
 pub(crate) fn log_filter(text: &str) -> Result<Targets, String> {
     let expected = "error, warn, info, debug, trace, off, or parts such as flannel_core=debug, separated by commas";
     let wrong = |part: &str| format!("--log {text}: {part:?} is not valid, expected {expected}");

@@ -1,5 +1,4 @@
-//! The output of the log: its form, which is chosen once, and its filter, which can be set while
-//! the daemon runs.
+//! The output of the log: its form, and its filter, which can be set while the daemon runs.
 
 use std::io;
 use std::path::Path;
@@ -16,8 +15,8 @@ use crate::options::LogFormat;
 /// Sets another filter, or returns the reason why it cannot.
 pub(crate) type SetFilter = Box<dyn Fn(Targets) -> Result<(), String> + Send + Sync>;
 
-/// Begins to log, and returns a function that sets another filter. If this process has a subscriber
-/// already, as in a test, that one stays.
+/// Sets up the log, and returns a function that sets another filter. A subscriber that the process
+/// already has, as in a test, stays.
 ///
 /// # Errors
 /// There is no journal.

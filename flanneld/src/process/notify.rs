@@ -1,5 +1,4 @@
-//! Tells systemd that the daemon is ready, reloads, stops or is alive, and one line about its
-//! state.
+//! Notifies systemd when the daemon is ready, reloads, stops or is alive, and of its state.
 //!
 //! Without `NOTIFY_SOCKET` in the environment nothing is sent. The messages and the watchdog's
 //! limit come from the crate sd-notify. The socket is our own: sd-notify's would block the runtime
@@ -27,7 +26,7 @@ use crate::report::problems::line;
 const GAP: Duration = Duration::from_secs(1);
 /// The longest wait for a reload, because the store may not answer.
 const RELOAD: Duration = Duration::from_secs(10);
-/// The status text is made anew after so long, because not every change of it is reported.
+/// The period of updates of the status text, because not every change of it is reported.
 const REFRESH: Duration = Duration::from_secs(5);
 
 /// The connection to systemd.
@@ -42,7 +41,7 @@ pub(crate) struct Notifier {
 }
 
 impl Notifier {
-    /// Reads the environment of this process; `None`: nothing is to be sent.
+    /// Reads the environment of this process; `None`: there is no `NOTIFY_SOCKET`.
     ///
     /// # Errors
     /// `NOTIFY_SOCKET` is not an address that a socket of this kind can send to.
@@ -68,7 +67,7 @@ impl Notifier {
         let states: Vec<String> = states.iter().map(ToString::to_string).collect();
         let text = states.join("\n");
         if let Err(error) = self.socket.send_to_addr(text.as_bytes(), &self.address) {
-            tracing::debug!("systemd was not told {text:?}: {error}");
+            tracing::debug!("systemd was not notified of {text:?}: {error}");
         }
     }
 
@@ -110,14 +109,14 @@ impl Notifier {
         }
     }
 
-    /// The daemon is about to stop.
+    /// Notifies that the daemon will stop.
     pub(crate) fn stopping(&self) {
         let status = NotifyState::Status("stopped; the data path stays in place");
         self.send(&[NotifyState::Stopping, status]);
     }
 }
 
-/// Reads everything again, and tells systemd meanwhile, unless it still waits for the first
+/// Reads everything again, and notifies systemd of it, unless it still waits for the first
 /// `READY=1`.
 pub(crate) async fn reload(notifier: Option<&Notifier>, observer: &Observer) {
     let notifier = notifier.filter(|notifier| notifier.ready.load(Ordering::Relaxed));
@@ -164,36 +163,36 @@ mod tests {
         UnixDatagram::bind_addr(&address(OsStr::new(name)).unwrap()).unwrap()
     }
 
-    fn hear(socket: &UnixDatagram) -> String {
+    fn receive(socket: &UnixDatagram) -> String {
         let mut buffer = [0; 4096];
         let len = socket.recv(&mut buffer).unwrap();
         String::from_utf8_lossy(&buffer[..len]).into_owned()
     }
 
     #[tokio::test(start_paused = true)]
-    async fn ready_status_and_signs_of_life_come_over_both_kinds_of_sockets() {
+    async fn messages_arrive_over_both_kinds_of_sockets() {
         let dir = tempfile::tempdir().unwrap();
         let abstract_name = format!("@flannel-test-{}", std::process::id());
         for name in [dir.path().join("notify").to_str().unwrap(), &abstract_name] {
-            let heard = listener(name);
+            let socket = listener(name);
             let limit = Some(Duration::from_secs(3));
             let notifier = Notifier::new(Some(name.into()), limit).unwrap().unwrap();
             let observer = Observer::default();
             let story = async {
                 tokio::task::yield_now().await;
-                assert!(hear(&heard).starts_with("STATUS=not ready: "));
-                assert_eq!(hear(&heard), "WATCHDOG=1");
-                // Nothing is reloaded as long as nothing runs, and ready it is least of all.
+                assert!(receive(&socket).starts_with("STATUS=not ready: "));
+                assert_eq!(receive(&socket), "WATCHDOG=1");
+                // Nothing is reloaded before a network runs, and `READY=1` is not sent.
                 reload(Some(&notifier), &observer).await;
                 let _guard = observer.running(network(Status::default()).await.1);
                 observer.note(|facts| facts.subnet_file = true);
                 tokio::time::sleep(Duration::from_millis(1400)).await;
-                assert!(hear(&heard).starts_with("READY=1\nSTATUS=not ready: "));
+                assert!(receive(&socket).starts_with("READY=1\nSTATUS=not ready: "));
                 tokio::time::sleep(Duration::from_millis(200)).await;
-                assert_eq!(hear(&heard), "WATCHDOG=1");
+                assert_eq!(receive(&socket), "WATCHDOG=1");
                 reload(Some(&notifier), &observer).await;
-                assert!(hear(&heard).starts_with("RELOADING=1\nMONOTONIC_USEC="));
-                assert_eq!(hear(&heard), "READY=1");
+                assert!(receive(&socket).starts_with("RELOADING=1\nMONOTONIC_USEC="));
+                assert_eq!(receive(&socket), "READY=1");
             };
             tokio::select! {
                 never = notifier.inform(&observer) => match never {},
@@ -203,11 +202,11 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn the_status_text_is_made_anew_though_nobody_tells_of_a_change() {
+    async fn the_status_text_is_updated_without_an_event() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("notify");
-        let heard = listener(path.to_str().unwrap());
-        heard.set_nonblocking(true).unwrap();
+        let socket = listener(path.to_str().unwrap());
+        socket.set_nonblocking(true).unwrap();
         let notifier = Notifier::new(Some(path.into()), None).unwrap().unwrap();
         let observer = Observer::default();
         let mut status = Status::default();
@@ -220,12 +219,15 @@ mod tests {
         observer.note(|facts| facts.subnet_file = true);
         let story = async {
             tokio::time::sleep(2 * GAP).await;
-            assert_eq!(hear(&heard), "READY=1\nSTATUS=ready: 10.1.1.0-24, 0 peers");
+            assert_eq!(receive(&socket), "READY=1\nSTATUS=ready: 10.1.1.0-24, 0 peers");
             sender.send_replace(crate::observe::Rulebook::Pending);
             tokio::time::sleep(2 * REFRESH).await;
-            assert_eq!(hear(&heard), "STATUS=not ready: the firewall rules are not in place yet");
+            assert_eq!(
+                receive(&socket),
+                "STATUS=not ready: the firewall rules are not in place yet"
+            );
             tokio::time::sleep(10 * REFRESH).await;
-            heard.recv(&mut [0; 4096]).unwrap_err();
+            socket.recv(&mut [0; 4096]).unwrap_err();
         };
         tokio::select! {
             never = notifier.inform(&observer) => match never {},
@@ -234,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_is_told_where_nobody_asks_and_a_wrong_address_is_an_error() {
+    fn nothing_is_sent_without_a_socket_and_a_wrong_address_is_an_error() {
         for none in [None, Some("".into())] {
             assert!(Notifier::new(none, None).unwrap().is_none());
         }
@@ -244,16 +246,16 @@ mod tests {
         assert_eq!(zero.alive, None);
     }
 
-    /// systemd reads slowly, or not at all.
+    /// systemd reads slowly, or never.
     #[test]
-    fn a_supervisor_that_does_not_read_is_not_waited_for() {
+    fn a_supervisor_that_does_not_read_does_not_block() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("notify");
-        let heard = listener(path.to_str().unwrap());
+        let socket = listener(path.to_str().unwrap());
         let notifier = Notifier::new(Some(path.into()), None).unwrap().unwrap();
         for _ in 0..10_000 {
             notifier.send(&[NotifyState::Watchdog]);
         }
-        assert_eq!(hear(&heard), "WATCHDOG=1");
+        assert_eq!(receive(&socket), "WATCHDOG=1");
     }
 }

@@ -1,13 +1,13 @@
-//! Findings about this host that may lose packets of pods, while the daemon runs.
+//! Findings on this host, for a daemon that runs.
 
 use flannel_api::Finding;
+use flannel_doctor::checks::host::{self, DUPLICATE, HostReport, HostScene};
 use flannel_doctor::commands::localize_findings;
-use flannel_doctor::host::{self, DUPLICATE, HostReport, HostScene};
 use flannel_firewall::LegacyMemory;
 
 use crate::observe::Snapshot;
 
-/// Checks the host of the network that runs. Leaves out findings that its status reports already. A
+/// Checks the host for the network that runs. Omits findings that the network's status reports. A
 /// check that starts a process is not repeated while `memory` holds its result.
 pub(crate) async fn look(snapshot: &Snapshot, memory: &LegacyMemory) -> HostReport {
     let Some(network) = &snapshot.network else { return HostReport::default() };

@@ -1,8 +1,8 @@
 //! The state of each peer.
 //!
-//! A status lists trouble. Once it is settled, a peer that is not listed is in place. Before, the
-//! network itself says which peers wait. If the tunnel's device is missing, peers that need it fail
-//! with it.
+//! A status lists failing and rejected peers. Once it is settled, all other peers are in place.
+//! Before, the network reports the pending peers. If the tunnel's device is missing, peers that
+//! need it fail.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Display;
@@ -15,42 +15,41 @@ use flannel_core::{Lease, Subnets};
 
 use crate::observe::{NetworkSnapshot, Snapshot};
 
-/// A report lists so many peers.
+/// Peers in a report at most.
 const PEERS: usize = 12;
 
 /// All other nodes, by subnet.
 pub(crate) fn peers(snapshot: &Snapshot) -> Vec<PeerReport> {
     let Some(network) = &snapshot.network else { return Vec::new() };
-    let judge = Judge::new(network);
-    network.peers().map(|lease| judge.peer(lease, snapshot)).collect()
+    let states = PeerStates::new(network);
+    network.peers().map(|lease| states.peer(lease, snapshot)).collect()
 }
 
-/// The peers in trouble, then those that wait, then those that changed last; and the number of
-/// those that wait.
+/// The failing and rejected peers, then the pending ones, then those that changed last; and the
+/// number of pending peers.
 pub(super) fn interesting_peers(
     network: &NetworkSnapshot,
     snapshot: &Snapshot,
 ) -> (Vec<PeerReport>, u64) {
-    let judge = Judge::new(network);
+    let states = PeerStates::new(network);
     let mut peers: Vec<_> = network
         .peers()
         .map(|lease| {
-            let (state, changed) = (judge.state(&lease.subnets).0, &snapshot.changed);
+            let (state, changed) = (states.state(&lease.subnets).0, &snapshot.changed);
             (state, changed.get(&lease.subnets), lease)
         })
         .collect();
     let pending = peers.iter().filter(|(state, ..)| *state == State::Pending).count() as u64;
-    // The latest change first, then those that never changed. The sort is stable: ties are by
-    // subnet.
+    // The latest change first. The sort is stable: ties are by subnet.
     let trouble = |state: State| state.max(State::Failing);
     peers.sort_by(|a, b| trouble(a.0).cmp(&trouble(b.0)).then(b.1.cmp(&a.1)));
     (
-        peers.into_iter().take(PEERS).map(|(.., lease)| judge.peer(lease, snapshot)).collect(),
+        peers.into_iter().take(PEERS).map(|(.., lease)| states.peer(lease, snapshot)).collect(),
         pending,
     )
 }
 
-/// The state of a peer, in the order of a report. The first two are trouble.
+/// The state of a peer, in the order of a report.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum State {
     Rejected,
@@ -71,21 +70,21 @@ impl State {
 }
 
 /// Finds the states of peers. Made once for all of them, in O(failures).
-struct Judge<'a> {
+struct PeerStates<'a> {
     status: &'a Status,
     failing: BTreeMap<Subnets, String>,
-    /// Why each family's tunnel is missing. Then no packet goes through it, and objects that need
-    /// it are not tried. Empty if some peers are reached without a tunnel: the network says who
-    /// waits for it.
+    /// The reason that each family's tunnel is missing. Objects that need it are then not tried.
+    /// Empty if some peers are reached without a tunnel, because then the network reports the peers
+    /// that wait for it.
     tunnels: Dual<String>,
-    /// Why nothing is known about any peer.
+    /// The reason that no state is known.
     all_wait: Option<String>,
     waiting: Option<&'a Waiting>,
     /// The peers whose leases changed after the status was published.
     unprocessed: BTreeSet<Subnets>,
 }
 
-impl<'a> Judge<'a> {
+impl<'a> PeerStates<'a> {
     fn new(network: &'a NetworkSnapshot) -> Self {
         let NetworkSnapshot { running, status, view, waiting } = network;
         let mut failing = BTreeMap::new();

@@ -14,9 +14,9 @@ use flannel_doctor::commands::{is_kubernetes, localize, release, restore_directo
 use super::subnets_used;
 use crate::observe::{NetworkSnapshot, Rulebook, Snapshot};
 
-/// The command that shows more than a sentence.
+/// The command that shows the log.
 const LOG: &str = "journalctl -u flanneld";
-/// So many problems of one kind are listed one by one.
+/// Problems of one kind that are listed one by one.
 const MOST: usize = 5;
 /// A pod network is nearly full from this share on, in percent.
 const NEARLY_FULL: u64 = 80;
@@ -31,7 +31,7 @@ pub(crate) fn problems(snapshot: &Snapshot) -> Vec<Problem> {
                 found.error("the subnet file is not written yet: firewall rules come first", LOG);
             }
             found.of_kernel(network);
-            // Without a lease there are no rules, and before the subnet file it waits for them.
+            // Without a lease there are no rules, and before the subnet file they are awaited.
             if facts.subnet_file && !network.running.lapsed {
                 found.of_firewall(&network.running.rulebook.borrow());
             }
@@ -53,7 +53,7 @@ pub(crate) fn problems(snapshot: &Snapshot) -> Vec<Problem> {
         found.warning(text, hint);
     }
     if let Some(network) = &snapshot.network {
-        // A directory that is not mounted seems to hold no config. One must not be written there.
+        // An unmounted directory looks like a store without a config. None must be written there.
         let answers = snapshot.store.as_ref().filter(|store| store.last_error.is_none());
         let wrong = answers.and_then(|store| store.wrong_config.as_ref());
         if let Some(why) = wrong.or(facts.refused_config.as_ref()) {
@@ -70,7 +70,7 @@ pub(crate) fn problems(snapshot: &Snapshot) -> Vec<Problem> {
     for problem in &mut found {
         problem.hint = problem.hint.take().map(|hint| localize(hint, snapshot.store_name()));
     }
-    // Stable: the order above stays within each severity.
+    // The sort is stable: within each severity the order above stays.
     found.sort_by_key(|problem| !problem.is_error());
     found
 }
@@ -121,12 +121,11 @@ impl Found {
             return;
         }
         if let Some(why) = snapshot.facts.waits_for.as_ref().filter(|_| lapsed) {
-            let text = "it ran out, and none is asked for, because no network could be built";
+            let text = "it ran out, and none is requested, because no network could be built";
             self.error(format!("{not_held}: {text}: {why}"), LOG);
             return;
         }
-        // The age grows steadily. It is no part of the text, which systemd gets whenever it
-        // changes.
+        // Without the age, because systemd gets the text whenever it changes.
         let mut age = String::new();
         let reason = match &snapshot.ownership {
             _ if lapsed => "it ran out, and the store does not answer",
@@ -182,11 +181,11 @@ impl Found {
         match rulebook {
             Rulebook::Unwanted => {}
             Rulebook::Pending => self.error(yet, LOG),
-            Rulebook::Missing { why, asked: true } => {
+            Rulebook::Missing { why, requested: true } => {
                 self.error(format!("the firewall rules are not in place: {why}"), LOG);
             }
-            // They were not asked for by name, and many hosts need none.
-            Rulebook::Missing { why, asked: false } => {
+            // They are only the default, and many hosts need none.
+            Rulebook::Missing { why, requested: false } => {
                 self.warning(format!("there are no forward rules: {why}"), LOG);
             }
             Rulebook::Kept(status) => {
@@ -276,7 +275,7 @@ mod tests {
     use crate::observe::tests::network;
 
     #[tokio::test]
-    async fn rules_that_are_asked_for_and_not_in_place_make_a_node_not_ready() {
+    async fn requested_rules_that_are_not_in_place_make_a_node_not_ready() {
         let (status, live) = tokio::sync::watch::channel(flannel_firewall::Status::default());
         let (book, rulebook) = tokio::sync::watch::channel(Rulebook::Pending);
         let mut kernel = Status::default();
@@ -290,11 +289,11 @@ mod tests {
             let mut snapshot = observer.snapshot();
             snapshot.ownership = Ownership::Held { until: None };
             let metrics = crate::metrics::metrics(&snapshot, crate::metrics::Format::Text);
-            let told = problems(&snapshot)
+            let found = problems(&snapshot)
                 .into_iter()
                 .map(|p| format!("{}: {}", p.severity, p.text))
                 .collect();
-            (told, metrics.contains("\nflannel_firewall_in_place 1\n"))
+            (found, metrics.contains("\nflannel_firewall_in_place 1\n"))
         };
         let yet = "error: the firewall rules are not in place yet".to_owned();
         assert_eq!(seen(), (vec![yet.clone()], false));
@@ -316,7 +315,7 @@ mod tests {
         let left = flannel_firewall::Error::Leftovers { chains: "X".into() };
         let warning =
             format!("warning: rules that an earlier flannel may have left are not removed: {left}");
-        // An ordinary host may have other people's rules where nobody here can look.
+        // A host may have rules of other programs that cannot be read.
         let tables = "filter".into();
         let guess =
             flannel_firewall::Error::Unseen { family: flannel_core::address::Family::V4, tables };
@@ -325,17 +324,17 @@ mod tests {
             status.leftovers = vec![guess.into(), left.into()];
         });
         assert_eq!(seen(), (vec![warning], true));
-        for (asked, text) in [
+        for (requested, text) in [
             (true, "error: the firewall rules are not in place: no iptables"),
             (false, "warning: there are no forward rules: no iptables"),
         ] {
-            book.send_replace(Rulebook::Missing { why: "no iptables".into(), asked });
+            book.send_replace(Rulebook::Missing { why: "no iptables".into(), requested });
             assert_eq!(seen(), (vec![text.into()], false));
         }
     }
 
     #[tokio::test]
-    async fn the_room_for_leases_matters_where_nobody_else_gives_subnets() {
+    async fn a_nearly_full_network_is_a_problem_unless_kubernetes_assigns_subnets() {
         let observer = Observer::default();
         let mut status = Status::default();
         (status.in_sync, status.live) = (true, true);
@@ -420,15 +419,15 @@ mod tests {
         for (store, command) in [
             (
                 "dir:/srv/flannel?assign=static",
-                "mount /srv/flannel || ls -la /srv/flannel # it is to be",
+                "mount /srv/flannel || ls -la /srv/flannel # restore its files",
             ),
             (
                 "etcd:http://127.0.0.1:2379",
-                "systemctl restart etcd # on 127.0.0.1; which answer: etcdctl --endpoints http://127.0.0.1:2379 endpoint health",
+                "systemctl restart etcd # on 127.0.0.1; to see which answer: etcdctl --endpoints http://127.0.0.1:2379 endpoint health",
             ),
             (
                 "etcd:https://etcd-1:2379,https://[fd00::2]:2379",
-                "systemctl restart etcd # on etcd-1, [fd00::2], where it does not run; which answer: etcdctl --endpoints https://etcd-1:2379,https://[fd00::2]:2379 endpoint health",
+                "systemctl restart etcd # on etcd-1, [fd00::2], where it does not run; to see which answer: etcdctl --endpoints https://etcd-1:2379,https://[fd00::2]:2379 endpoint health",
             ),
             ("kube:https://10.96.0.1", LOG),
         ] {

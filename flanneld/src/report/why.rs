@@ -7,14 +7,14 @@ use flannel_api::WhyReport;
 use flannel_core::Lease;
 use flannel_core::kernel::KernelError;
 use flannel_doctor::commands::localize;
-use flannel_doctor::why::{Explained, RouteInputs, diagnose, lookup};
+use flannel_doctor::diagnosis::why::{Explained, RouteInputs, diagnose, lookup};
 
 use crate::observe::{NetworkSnapshot, Snapshot};
 
-/// Asks the network that runs, and the kernel.
+/// Joins the explanation of the network that runs with the kernel's route.
 pub(crate) async fn why(snapshot: &Snapshot, address: IpAddr) -> WhyReport {
     let Some(NetworkSnapshot { running, view, .. }) = &snapshot.network else {
-        let answer = Err(KernelError::explained(11, "no network runs, so that nothing was asked"));
+        let answer = Err(KernelError::explained(11, "no network runs, so no route was looked up"));
         return diagnose(address, &RouteInputs { answer, ..RouteInputs::default() });
     };
     let own = &running.handle.lease;

@@ -1,8 +1,8 @@
 //! Waits for a changed network config that the running network can be rebuilt from.
 //!
-//! A running network is not given up for a config from which no network can be built here. The
-//! obstacle may go unnoticed, so that such a config is validated again and again, while the store
-//! is watched as usual.
+//! A running network is not stopped for a config from which no network can be built here. The end
+//! of an obstacle may cause no event, so such a config is validated repeatedly, while the store is
+//! watched as usual.
 
 use std::pin::pin;
 use std::time::Duration;
@@ -28,7 +28,7 @@ const LONGEST: Duration = Duration::from_secs(300);
 pub(crate) async fn to_apply(
     subnets: &dyn SubnetManager,
     (used, cached): (&Config, bool),
-    judge: impl AsyncFn(&Config) -> Result<(), Error>,
+    validate: impl AsyncFn(&Config) -> Result<(), Error>,
     observer: &Observer,
 ) -> Result<String, Error> {
     let mut seen = used.clone();
@@ -46,13 +46,12 @@ pub(crate) async fn to_apply(
     loop {
         let mut pause = SECOND_THOUGHT;
         let now = {
-            // One for all validations: it knows what it has logged, and when to ask a failing store
-            // again.
+            // One for all validations, because it remembers the logged reasons and the pauses.
             let mut changed = pin!(subnets.config_changed(&seen));
             loop {
                 let thought = async {
                     sleep(pause).await;
-                    judge(&seen).await?;
+                    validate(&seen).await?;
                     Ok::<_, Error>(holds(subnets, &seen, used).await)
                 };
                 tokio::select! {
@@ -75,7 +74,7 @@ pub(crate) async fn to_apply(
         let Some(now) = now else { continue };
         refused = None;
         if now != *used
-            && let Err(error) = judge(&now).await
+            && let Err(error) = validate(&now).await
         {
             refuse(&mut refused, error.to_string());
             observer.note(|facts| facts.waiting_config = None);
@@ -95,13 +94,13 @@ pub(crate) async fn to_apply(
     }
 }
 
-/// Whether the store still holds the config: it may hold an invalid one by now, which is not
-/// reported. After a lease was acquired, a manager returns its networks instead of the store's. So
-/// they do not count.
+/// Whether the store still holds the config. It may hold an invalid one, which is not reported.
+/// After it acquired a lease, a manager returns the lease's networks instead of the store's, so
+/// networks are not compared.
 async fn holds(subnets: &dyn SubnetManager, config: &Config, used: &Config) -> bool {
-    let told = subnets.network_config().await;
-    let told = told.map(|told| Config { networks: used.networks, ..told });
-    told.is_ok_and(|told| told == Config { networks: used.networks, ..config.clone() })
+    let stored = subnets.network_config().await;
+    let stored = stored.map(|stored| Config { networks: used.networks, ..stored });
+    stored.is_ok_and(|stored| stored == Config { networks: used.networks, ..config.clone() })
 }
 
 #[cfg(test)]
@@ -119,18 +118,18 @@ mod tests {
     const UNFIT: &str = r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vxlan","MTU":9000}}"#;
     const HOUR: Duration = Duration::from_secs(3600);
 
-    /// What is said, line by line.
+    /// The captured log.
     #[derive(Debug, Clone, Default)]
-    struct Said(Arc<Mutex<Vec<u8>>>);
+    struct LogText(Arc<Mutex<Vec<u8>>>);
 
-    impl Said {
-        /// What this test says. All that share a line must listen: whether anybody does is asked
-        /// once, of who says it first.
-        fn listen() -> (Self, tracing::subscriber::DefaultGuard) {
-            let said = Self::default();
-            let sink = said.clone();
+    impl LogText {
+        /// Captures this test's log. Every test that logs one of these lines must capture it,
+        /// because tracing caches whether a line is enabled.
+        fn capture() -> (Self, tracing::subscriber::DefaultGuard) {
+            let text = Self::default();
+            let sink = text.clone();
             let log = tracing_subscriber::fmt().with_writer(move || sink.clone()).finish();
-            (said, tracing::subscriber::set_default(log))
+            (text, tracing::subscriber::set_default(log))
         }
 
         fn count(&self, text: &str) -> usize {
@@ -138,7 +137,7 @@ mod tests {
         }
     }
 
-    impl Write for Said {
+    impl Write for LogText {
         fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
             self.0.lock().unwrap().write(bytes)
         }
@@ -148,13 +147,13 @@ mod tests {
         }
     }
 
-    /// A store, what was judged, and what is in the way.
+    /// A store, the number of validations, and the obstacle that a validation finds.
     struct Scene {
         registry: MemoryRegistry,
         manager: LocalManager,
         observer: Observer,
-        judged: Cell<u32>,
-        in_the_way: RefCell<Option<String>>,
+        validations: Cell<u32>,
+        obstacle: RefCell<Option<String>>,
     }
 
     impl Scene {
@@ -170,30 +169,30 @@ mod tests {
                 registry,
                 manager,
                 observer: Observer::default(),
-                judged: Cell::new(0),
-                in_the_way: RefCell::new(Some("too large".to_owned())),
+                validations: Cell::new(0),
+                obstacle: RefCell::new(Some("too large".to_owned())),
             }
         }
 
         async fn to_apply(&self) -> Result<String, Error> {
-            let judge = async |_: &Config| {
-                self.judged.set(self.judged.get() + 1);
+            let validate = async |_: &Config| {
+                self.validations.set(self.validations.get() + 1);
                 let backend = "vxlan".to_owned();
-                match &*self.in_the_way.borrow() {
+                match &*self.obstacle.borrow() {
                     Some(reason) => Err(Cause::Backend { backend, reason: reason.clone() }.into()),
                     None => Ok(()),
                 }
             };
             let used = Config::parse(USED).unwrap();
-            to_apply(&self.manager, (&used, false), judge, &self.observer).await
+            to_apply(&self.manager, (&used, false), validate, &self.observer).await
         }
 
         /// Requests to the store and watches of it.
-        fn asked(&self) -> u64 {
+        fn requests(&self) -> u64 {
             self.manager.store_status().calls.values().map(|call| call.sent).sum()
         }
 
-        /// Plays a part, in which the network goes on.
+        /// Waits for an hour, in which the network must go on.
         async fn goes_on(
             &self,
             running: &mut (impl Future<Output = Result<String, Error>> + Unpin),
@@ -206,45 +205,45 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn while_a_config_is_refused_the_store_is_left_alone_and_nothing_is_said_again() {
-        let (said, _log) = Said::listen();
+    async fn a_refused_config_is_logged_once_and_causes_no_requests() {
+        let (log, _log) = LogText::capture();
         let scene = Scene::new();
         let mut running = pin!(scene.to_apply());
         scene.goes_on(&mut running).await;
-        assert_eq!(scene.judged.get(), 0);
+        assert_eq!(scene.validations.get(), 0);
 
         scene.registry.set_config(Some(UNFIT));
         tokio::select! {
             ended = &mut running => panic!("{ended:?}"),
             () = sleep(Duration::from_secs(1)) => (),
         }
-        let (asked, mut news) = (scene.asked(), scene.observer.changes());
-        assert_eq!(scene.judged.get(), 1);
+        let (asked, mut news) = (scene.requests(), scene.observer.changes());
+        assert_eq!(scene.validations.get(), 1);
         tokio::select! {
             ended = &mut running => panic!("{ended:?}"),
             () = news.next() => panic!("the observer was told the same again"),
             () = sleep(HOUR) => (),
         }
-        assert_eq!(scene.asked(), asked, "nobody has written anything");
+        assert_eq!(scene.requests(), asked, "nobody has written anything");
         // After 10, 20, 40, 80 and 160 s, then every 300.
-        assert_eq!(scene.judged.get(), 1 + 5 + 10);
-        assert_eq!(said.count("cannot be used and is not"), 1);
-        // Another reason is said.
-        *scene.in_the_way.borrow_mut() = Some("no address".to_owned());
+        assert_eq!(scene.validations.get(), 1 + 5 + 10);
+        assert_eq!(log.count("cannot be used and is not"), 1);
+        // Another reason is logged.
+        *scene.obstacle.borrow_mut() = Some("no address".to_owned());
         scene.goes_on(&mut running).await;
-        assert_eq!(said.count("cannot be used and is not"), 2);
+        assert_eq!(log.count("cannot be used and is not"), 2);
         assert!(scene.observer.snapshot().facts.refused_config.unwrap().contains("no address"));
 
-        // What fits is not there any more.
+        // The config that fits is no longer in the store.
         scene.registry.set_config(Some("{"));
         scene.goes_on(&mut running).await;
-        *scene.in_the_way.borrow_mut() = None;
+        *scene.obstacle.borrow_mut() = None;
         scene.goes_on(&mut running).await;
-        assert_eq!(said.count("is wrong and not used"), 1);
-        // Who asks gets an answer, and no network built anew.
+        assert_eq!(log.count("is wrong and not used"), 1);
+        // A reload gets an answer, and the network goes on.
         scene.observer.look_again();
         scene.goes_on(&mut running).await;
-        assert_eq!(said.count("is wrong and not used"), 2);
+        assert_eq!(log.count("is wrong and not used"), 2);
         assert!(scene.observer.snapshot().facts.refused_config.is_some());
         scene.registry.set_config(Some(UNFIT));
         let reason = tokio::time::timeout(2 * LONGEST, running).await.unwrap().unwrap();
@@ -253,21 +252,21 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_config_with_other_networks_that_comes_to_fit_waits_for_a_restart() {
-        let (_said, _log) = Said::listen();
+    async fn a_config_with_other_networks_waits_for_a_restart() {
+        let (_text, _log) = LogText::capture();
         let scene = Scene::new();
         let mut running = pin!(scene.to_apply());
         scene.registry.set_config(Some(&UNFIT.replace("10.1", "10.2")));
         scene.goes_on(&mut running).await;
         assert_eq!(scene.observer.snapshot().facts.waiting_config, None);
         assert!(scene.observer.snapshot().facts.refused_config.is_some());
-        *scene.in_the_way.borrow_mut() = None;
+        *scene.obstacle.borrow_mut() = None;
         scene.goes_on(&mut running).await;
         let snapshot = scene.observer.snapshot();
         assert!(snapshot.facts.waiting_config.is_some() && snapshot.facts.refused_config.is_none());
-        let judged = scene.judged.get();
+        let validations = scene.validations.get();
         scene.goes_on(&mut running).await;
-        assert_eq!(scene.judged.get(), judged, "it fits");
+        assert_eq!(scene.validations.get(), validations, "it fits");
         scene.registry.set_config(Some(USED));
         scene.goes_on(&mut running).await;
         assert_eq!(scene.observer.snapshot().facts.waiting_config, None);

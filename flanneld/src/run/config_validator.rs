@@ -1,8 +1,6 @@
-//! Whether a network can be built from a config here: the backend, the external interface and the
-//! firewall rules.
+//! Checks whether a network can be built here from a config.
 //!
-//! The daemon validates a config before it gives anything up for it, with the checks by which the
-//! network is built from it.
+//! The daemon makes the checks of building a network before it stops the running one.
 
 use std::sync::Arc;
 
@@ -63,7 +61,7 @@ impl ConfigValidator {
     ///
     /// # Errors
     /// No network can be built here, or its firewall rules cannot be made.
-    pub(crate) async fn judge(
+    pub(crate) async fn validate(
         &self,
         config: &Config,
         used: Option<&Config>,
@@ -78,7 +76,7 @@ impl ConfigValidator {
             refuse_implicit_udp(self.views.clone()).await?;
         }
         if let Some(used) = used {
-            self.firewall.judge(config, used).await?;
+            self.firewall.validate(config, used).await?;
         }
         Ok(chosen)
     }
@@ -95,11 +93,11 @@ impl ConfigValidator {
         last: Option<&Config>,
     ) -> Result<(Config, Chosen), Error> {
         match (
-            self.judge(&config, last).await,
+            self.validate(&config, last).await,
             last.filter(|last| last.networks == config.networks),
         ) {
-            (Err(_), Some(last)) => Ok((last.clone(), self.judge(last, None).await?)),
-            (judged, _) => Ok((config, judged?)),
+            (Err(_), Some(last)) => Ok((last.clone(), self.validate(last, None).await?)),
+            (validated, _) => Ok((config, validated?)),
         }
     }
 }

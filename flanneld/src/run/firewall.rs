@@ -1,4 +1,4 @@
-//! Masquerade and forward rules, kept beside the network that needs them.
+//! Masquerade and forward rules of a running network.
 //!
 //! **Source**: flannel `main.go`, for the cases in which their failure is fatal.
 
@@ -13,7 +13,7 @@ use crate::error::Error;
 use crate::observe::Rulebook;
 
 impl FirewallConfig {
-    /// Whether rules are asked for.
+    /// Whether rules are requested.
     fn wanted(&self) -> bool {
         self.masquerade || self.forward
     }
@@ -30,12 +30,11 @@ impl FirewallConfig {
         Firewall::open(mode, self.wish(), options).await
     }
 
-    /// Makes sure that rules can be kept in the mode of `config`, if the network built from `used`
-    /// has another one.
+    /// Checks that rules can be kept in the mode of `config`, if that of `used` is another one.
     ///
     /// # Errors
     /// They cannot.
-    pub(crate) async fn judge(&self, config: &Config, used: &Config) -> Result<(), Error> {
+    pub(crate) async fn validate(&self, config: &Config, used: &Config) -> Result<(), Error> {
         if self.wanted() && config.nftables != used.nftables {
             self.open(config).await?;
         }
@@ -52,8 +51,8 @@ impl FirewallConfig {
     /// made for now. `rulebook` gets their state.
     ///
     /// # Errors
-    /// Masquerading is asked for, cannot be done, and this is the daemon's first network. Later, or
-    /// if only forward rules are wanted, this is no error and is tried again every
+    /// Masquerading is requested, cannot be done, and this is the daemon's first network. Later, or
+    /// if only forward rules are requested, this is no error and is retried every
     /// `--iptables-resync` seconds.
     ///
     /// # Cancel safety
@@ -95,15 +94,15 @@ impl FirewallConfig {
         settled: &watch::Sender<bool>,
         rulebook: &watch::Sender<Rulebook>,
     ) -> Firewall {
-        let mut said = None;
+        let mut logged = None;
         loop {
             let why = error.to_string();
-            if said.as_ref() != Some(&why) {
+            if logged.as_ref() != Some(&why) {
                 tracing::warn!("there are no firewall rules, which is tried again: {why}");
-                let asked = self.masquerade || self.forward_required;
-                rulebook.send_replace(Rulebook::Missing { why: why.clone(), asked });
+                let requested = self.masquerade || self.forward_required;
+                rulebook.send_replace(Rulebook::Missing { why: why.clone(), requested });
                 settled.send_replace(true);
-                said = Some(why);
+                logged = Some(why);
             }
             tokio::time::sleep(self.resync).await;
             match self.open(config).await {
@@ -120,7 +119,7 @@ async fn remove_leftovers() {
     for deviation in &cleaned.found {
         tracing::info!(
             object = deviation.object,
-            "removed a rule of an earlier run: none are asked for now"
+            "removed a rule of an earlier run: none are requested now"
         );
     }
     for error in &cleaned.failed {

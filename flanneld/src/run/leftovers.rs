@@ -1,5 +1,4 @@
-//! Removes the objects that earlier networks left in the kernel, once the network that runs is
-//! complete.
+//! Removes the objects of earlier networks from the kernel, once the running network is complete.
 
 pub(super) mod go_flannel;
 pub(super) mod old_networks;
@@ -10,7 +9,7 @@ use flannel_core::kernel::KernelError;
 use flannel_core::status::Status;
 use flannel_route::Cleanup;
 
-/// All objects that the leases of the store ask for are in the kernel, or refused by it.
+/// Whether all objects of the leases are in the kernel, or refused by it.
 fn is_settled(status: &Arc<Status>) -> bool {
     status.live && status.settled && status.kernel_error.is_none()
 }

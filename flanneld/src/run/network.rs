@@ -26,8 +26,8 @@ use crate::store::wait::{STORE_AGAIN, hold};
 
 /// The pause before it is checked again whether a network could be built.
 const SECOND_THOUGHT: Duration = Duration::from_secs(10);
-/// The subnet file waits so long for firewall rules, which another program may have locked, and for
-/// the tunnel.
+/// The time that the subnet file waits for firewall rules, which another program may have locked,
+/// and for the tunnel.
 const RULES: Duration = Duration::from_secs(5);
 
 /// Runs a network until a value that it was built from changes. Returns the reason.
@@ -56,16 +56,16 @@ pub(super) async fn run(
         }
         settings.firewall.keep(&config, &own, first, (settled, book)).await
     };
-    let looks = look_around(observer, rules.clone(), lapsed);
-    let judge = async |to: &Config| validator.judge(to, Some(&config)).await.map(drop);
+    let looks = log_findings(observer, rules.clone(), lapsed);
+    let validate = async |to: &Config| validator.validate(to, Some(&config)).await.map(drop);
     // The next network may be built from another config.
-    let judge_anew = async || {
+    let validate_again = async || {
         let next = stored(subnets, Some(&config)).await?;
         validator.usable(next, Some(&config)).await.map(drop)
     };
     let hold = async {
         if lapsed {
-            return until_live(subnets, own, views.clone(), &judge_anew, observer).await;
+            return until_live(subnets, own, views.clone(), &validate_again, observer).await;
         }
         publish(settings, &config, &handle, rules, (go_flannel, observer)).await?;
         tracing::info!(
@@ -86,8 +86,8 @@ pub(super) async fn run(
             ended => Err(Error::Stopped(format!("{ended:?}"))),
         },
         reason = hold => reason,
-        reason = changed_config::to_apply(subnets, (&config, cached), &judge, observer) => reason,
-        reason = chosen.changed(&config, &judge_anew, observer) => Ok(reason),
+        reason = changed_config::to_apply(subnets, (&config, cached), &validate, observer) => reason,
+        reason = chosen.changed(&config, &validate_again, observer) => Ok(reason),
         never = firewall => match never? {},
         never = log_status(status()) => match never {},
         never = observer.follow(views.clone()) => match never {},
@@ -96,13 +96,12 @@ pub(super) async fn run(
     }
 }
 
-/// Without a lease of its own a network lasts until the store can be asked for one and the next
-/// network can be built. Returns the reason.
+/// Waits until the store answers and a network with a lease can be built. Returns the reason.
 async fn until_live(
     subnets: &dyn SubnetManager,
     own: Subnets,
     mut views: watch::Receiver<View>,
-    judge: impl AsyncFn() -> Result<(), Error>,
+    validate: impl AsyncFn() -> Result<(), Error>,
     observer: &Observer,
 ) -> Result<String, Error> {
     tracing::warn!(
@@ -111,29 +110,29 @@ async fn until_live(
         subnets.store_status().store
     );
     if views.wait_for(|view| matches!(view.origin, Origin::Live { .. })).await.is_err() {
-        // The store is no longer followed, which the network itself reports.
+        // The watch has ended, which the network reports.
         std::future::pending::<()>().await;
     }
-    let mut said = None;
-    while let Err(error) = judge().await {
-        // The store may have gone again, which is reported elsewhere.
+    let mut logged = None;
+    while let Err(error) = validate().await {
+        // The store may fail again, which is reported elsewhere.
         let gone = error.is_of_store();
         let why = (!gone).then(|| error.to_string());
-        if let Some(why) = why.as_ref().filter(|why| said.as_ref() != Some(*why)) {
+        if let Some(why) = why.as_ref().filter(|why| logged.as_ref() != Some(*why)) {
             tracing::warn!(
-                "the store answers, but no lease is asked for, because no network could be built: {why}"
+                "the store answers, but no lease is requested, because no network could be built: {why}"
             );
         }
         observer.note(|facts| facts.waits_for = why.clone());
-        said = why.or(said);
+        logged = why.or(logged);
         tokio::time::sleep(if gone { STORE_AGAIN } else { SECOND_THOUGHT }).await;
     }
-    Ok("the store answers, and can be asked for a lease".to_owned())
+    Ok("the store answers, so a lease can be requested".to_owned())
 }
 
-/// Lets pods start by writing the subnet file, after the rules and the tunnel are in place. If the
-/// bridge of the pods came before the tunnel, Linux would take the tunnel's IPv6 address for the
-/// anycast address of the bridge's subnet, to which no TCP connection can be made.
+/// Writes the subnet file, so that pods can start, after the rules and the tunnel are in place.
+/// With the bridge of the pods before the tunnel, Linux would treat the tunnel's IPv6 address as
+/// the anycast address of the bridge's subnet, which accepts no TCP connection.
 async fn publish(
     settings: &DaemonConfig,
     config: &Config,
@@ -160,7 +159,7 @@ async fn rules_and_tunnel(
     mut rules: watch::Receiver<bool>,
     mut status: watch::Receiver<Arc<Status>>,
 ) {
-    // The results are dropped at once, because they block the channel's senders.
+    // The results are dropped at once, because they block the channels' senders.
     let there = async {
         drop(rules.wait_for(|settled| *settled).await);
         drop(status.wait_for(|status| status.own_in_place).await);
@@ -169,7 +168,7 @@ async fn rules_and_tunnel(
 }
 
 /// Logs the findings about this host once, when the firewall rules are in place or cannot be.
-async fn look_around(
+async fn log_findings(
     observer: &Observer,
     mut rules: watch::Receiver<bool>,
     lapsed: bool,
@@ -200,10 +199,9 @@ mod tests {
 
     use super::*;
 
-    /// Firewall rules that never come, and a tunnel that cannot be made, delay pods for a limited
-    /// time.
+    /// Missing firewall rules or a missing tunnel delay pods for a limited time.
     #[tokio::test(start_paused = true)]
-    async fn rules_and_tunnel_are_waited_for_but_not_for_ever() {
+    async fn the_wait_for_rules_and_tunnel_is_limited() {
         for (settled, tunnel) in [(true, true), (true, false), (false, true), (false, false)] {
             let (_rulebook, rules) = watch::channel(settled);
             let mut status = Status::default();

@@ -27,7 +27,7 @@ pub(super) struct Starter<'a> {
     kernel: Arc<NetlinkKernel>,
     subnets: Arc<dyn SubnetManager>,
     machine_id: String,
-    /// The start is published before the first lease is asked for.
+    /// The start is published before the first lease is requested.
     announced: OnceCell<()>,
     /// The values that the last network was built from; `None` before the first one.
     last: Option<(Config, ExternalInterface)>,
@@ -39,8 +39,8 @@ pub(super) struct Ready {
     pub(super) backend: &'static dyn Backend,
     pub(super) network: HostNetwork,
     pub(super) views: watch::Receiver<View>,
-    /// It leads to the peers, but this node has no lease: its time ran out, and the store does not
-    /// answer.
+    /// Routes to peers are installed, but this node holds no lease: it ran out, and the store does
+    /// not answer.
     pub(super) lapsed: bool,
     /// The config comes from the cache.
     pub(super) cached: bool,
@@ -88,12 +88,12 @@ impl<'a> Starter<'a> {
         self.last.is_some()
     }
 
-    /// The network runs from now on.
+    /// Notes that the network runs.
     pub(super) fn started(&mut self, ready: &Ready) {
         self.last = Some((ready.config.clone(), ready.chosen.iface.clone()));
     }
 
-    /// Asks the store for everything that a network is built from, and builds it.
+    /// Reads everything that a network is built from, and builds it.
     ///
     /// # Errors
     /// The store does not answer, or no network can be built from its values.
@@ -105,7 +105,7 @@ impl<'a> Starter<'a> {
         let cached = subnets.store_status().confirmed.is_none();
         let hints = subnets.hints().await?;
         let views = subnets.watch_leases().await?;
-        // First, because each of the next steps may end this start and those that follow.
+        // First, because each of the next steps may end this start and later ones.
         self.announced
             .get_or_try_init(|| {
                 let footprint = settings.backends.footprint(&stored);
@@ -155,7 +155,7 @@ pub(super) async fn stored(
 
 /// Whether the kernel has objects of an earlier run's network. After a boot it has none.
 async fn in_place(kernel: Arc<dyn Kernel>, footprint: Footprint) -> bool {
-    // A network without objects lacks none. A kernel that cannot be read counts as having some.
+    // A network without objects is complete. A kernel that cannot be read counts as having some.
     let look = move || {
         footprint == Footprint::default()
             || !kernel.snapshot(&footprint).is_ok_and(|there| there.is_empty())
@@ -170,7 +170,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn what_cannot_be_looked_at_counts_as_in_place() {
+    async fn a_kernel_that_cannot_be_read_counts_as_in_place() {
         let footprint =
             |text: &str| flannel_backends::all().footprint(&Config::parse(text).unwrap());
         let vxlan = footprint(r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vxlan"}}"#);
@@ -178,7 +178,7 @@ mod tests {
         assert!(!in_place(Arc::new(kernel.clone()), vxlan.clone()).await);
         kernel.fail(1, 105, |call| call.operation == Operation::Snapshot);
         assert!(in_place(Arc::new(kernel.clone()), vxlan).await);
-        // Nobody puts anything there, or nobody knows what.
+        // A network without objects, or with unknown ones.
         assert!(
             in_place(
                 Arc::new(kernel.clone()),

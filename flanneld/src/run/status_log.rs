@@ -1,6 +1,5 @@
-//! Logs the status of a network: a line per change, for a few changes of each kind in a window of
-//! time, and one line with the number of the others. Another program may break objects a thousand
-//! times a second, and those of thousands of peers at once.
+//! Logs the status of a network: a line for each of a few changes of a kind in a window of time,
+//! and one line with the number of the others.
 
 use std::collections::BTreeMap;
 use std::convert::Infallible;
@@ -13,15 +12,14 @@ use flannel_core::status::{Damage, Failure, Status};
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until};
 
-/// In this time at most [`LINES`] changes of a kind have a line each.
+/// The window in which at most [`LINES`] changes of a kind have a line each.
 const WINDOW: Duration = Duration::from_secs(10);
-/// The other changes share a line at the end of the window.
+/// Lines of a kind in a window. The other changes share a line at its end.
 const LINES: usize = 5;
 /// The shortest time between two lines about being in sync.
 const SYNC_GAP: Duration = Duration::from_secs(1);
 
-/// Logs whether the network is in sync, refusals of the kernel, rejected leases, advisories and
-/// repairs.
+/// Logs syncs, refusals of the kernel, rejected leases, advisories and repairs.
 pub(crate) async fn log_status(mut status: watch::Receiver<Arc<Status>>) -> Infallible {
     let mut log = StatusLog::default();
     loop {
@@ -56,7 +54,7 @@ enum Line {
 #[derive(Default)]
 struct StatusLog {
     /// The last status.
-    said: Arc<Status>,
+    logged: Arc<Status>,
     sync: InSync,
     refusals: Capped,
     rejected: Capped,
@@ -70,14 +68,14 @@ impl StatusLog {
     fn lines(&mut self, now: &Arc<Status>, at: Instant) -> Vec<Line> {
         let mut lines = Vec::new();
         lines.extend(self.sync.line(now, at));
-        let said = std::mem::replace(&mut self.said, Arc::clone(now));
-        if let (Some(error), None) = (&now.kernel_error, &said.kernel_error) {
+        let logged = std::mem::replace(&mut self.logged, Arc::clone(now));
+        if let (Some(error), None) = (&now.kernel_error, &logged.kernel_error) {
             let hint = hint(error);
             lines.push(Line::Warn(format!(
                 "not in sync: the kernel cannot be read or watched: {error}{hint}"
             )));
         }
-        let refused = now.failing.changes_since(&said.failing);
+        let refused = now.failing.changes_since(&logged.failing);
         let mut refused = refused.filter_map(|(_, then, now)| now.filter(|_| then.is_none()));
         let refusal = refused.next().map(|failure| (failure, refused.count()));
         let text = |(failure, others): (&Failure, usize)| {
@@ -86,7 +84,7 @@ impl StatusLog {
             format!("not in sync: the kernel refused: {change}: {error}{}{others}", hint(error))
         };
         lines.extend(self.refusals.lines(at, refusal, text, "refusals").map(Line::Warn));
-        let leases = || now.rejected.changes_since(&said.rejected);
+        let leases = || now.rejected.changes_since(&logged.rejected);
         let new = leases().filter_map(|(lease, _, why)| Some((lease, why?)));
         let text = |(lease, why): (&_, &_)| format!("the lease {lease} is rejected: {why}");
         let rejected = self.rejected.lines(at, new, text, "leases are rejected");
@@ -96,11 +94,12 @@ impl StatusLog {
             |(lease, ..): (&_, _, _)| format!("the lease {lease} is no longer rejected, or gone");
         let accepted = self.accepted.lines(at, new, text, "leases are no longer rejected, or gone");
         lines.extend(accepted.map(Line::Info));
-        let new = now.advisories.changes_since(&said.advisories).filter(|(.., now)| now.is_some());
+        let new =
+            now.advisories.changes_since(&logged.advisories).filter(|(.., now)| now.is_some());
         let text = |(advisory, ..): (&String, _, _)| advisory.clone();
         let advisories = self.advisories.lines(at, new, text, "advisories of that kind");
         lines.extend(advisories.map(Line::Warn));
-        lines.extend(self.repairs.lines(now, &said, at).into_iter().map(Line::Info));
+        lines.extend(self.repairs.lines(now, &logged, at).into_iter().map(Line::Info));
         lines
     }
 
@@ -108,16 +107,16 @@ impl StatusLog {
     fn next(&self) -> Option<Instant> {
         let Self { refusals, rejected, accepted, advisories, repairs, .. } = self;
         let capped = [refusals, rejected, accepted, advisories, &repairs.capped];
-        let ends = capped.into_iter().filter(|capped| capped.unsaid > 0);
+        let ends = capped.into_iter().filter(|capped| capped.unlogged > 0);
         ends.filter_map(|capped| capped.end).chain(self.sync.later).min()
     }
 }
 
-/// Being in sync, again or with more or fewer peers.
+/// The line about being in sync, again or with another number of peers.
 #[derive(Default)]
 struct InSync {
     /// The number of peers in the last line; `None` if the network is out of sync since.
-    said: Option<usize>,
+    logged: Option<usize>,
     /// The time of the last line.
     at: Option<Instant>,
     /// The time of the next line, if the network is still in sync then.
@@ -128,17 +127,17 @@ impl InSync {
     fn line(&mut self, now: &Status, at: Instant) -> Option<Line> {
         self.later = None;
         if !now.in_sync {
-            self.said = None;
+            self.logged = None;
             return None;
         }
-        if self.said == Some(now.peers) {
+        if self.logged == Some(now.peers) {
             return None;
         }
         if let Some(later) = self.at.map(|last| last + SYNC_GAP).filter(|later| at < *later) {
             self.later = Some(later);
             return None;
         }
-        (self.said, self.at) = (Some(now.peers), Some(at));
+        (self.logged, self.at) = (Some(now.peers), Some(at));
         Some(Line::Info(format!("in sync peers={} objects={}", now.peers, now.objects)))
     }
 }
@@ -149,7 +148,7 @@ struct Capped {
     /// The end of the window; `None` before the first.
     end: Option<Instant>,
     lines: usize,
-    unsaid: u64,
+    unlogged: u64,
 }
 
 impl Capped {
@@ -159,7 +158,7 @@ impl Capped {
         if self.end.is_some_and(|end| at < end) {
             return None;
         }
-        Some(std::mem::replace(self, Self { end: Some(at + WINDOW), ..Self::default() }).unsaid)
+        Some(std::mem::replace(self, Self { end: Some(at + WINDOW), ..Self::default() }).unlogged)
     }
 
     /// Whether there is room for one more line, which is used.
@@ -168,13 +167,13 @@ impl Capped {
         if room {
             self.lines += 1;
         } else {
-            self.unsaid += 1;
+            self.unlogged += 1;
         }
         room
     }
 
-    /// A line for each `new` change for which there is room, after the number of those in the last
-    /// window for which there was none, which `rest` describes.
+    /// A line for each `new` change that has room in the window, after a line with the number of
+    /// those in the last window that had none, which `rest` describes.
     fn lines<T>(
         &mut self,
         at: Instant,
@@ -183,8 +182,8 @@ impl Capped {
         rest: &str,
     ) -> std::vec::IntoIter<String> {
         let mut lines = Vec::new();
-        if let Some(unsaid @ 1..) = self.turn(at) {
-            lines.push(format!("and {unsaid} more {rest}"));
+        if let Some(unlogged @ 1..) = self.turn(at) {
+            lines.push(format!("and {unlogged} more {rest}"));
         }
         lines.extend(new.into_iter().filter_map(|change| self.take().then(|| text(change))));
         lines.into_iter()
@@ -209,23 +208,24 @@ struct Repairs {
 }
 
 impl Repairs {
-    fn lines(&mut self, now: &Status, said: &Status, at: Instant) -> Vec<String> {
+    fn lines(&mut self, now: &Status, logged: &Status, at: Instant) -> Vec<String> {
         let mut rest = None;
-        if let Some(unsaid) = self.capped.turn(at) {
-            if unsaid > 0 {
-                rest = Some(format!("and {unsaid} more repairs: {}", self.summary(said)));
+        if let Some(unlogged) = self.capped.turn(at) {
+            if unlogged > 0 {
+                rest = Some(format!("and {unlogged} more repairs: {}", self.summary(logged)));
             }
-            self.counts = said.repairs.clone();
+            self.counts = logged.repairs.clone();
         }
         // A status lists the last repairs only.
-        let (new, listed) = (now.repaired.saturating_sub(said.repaired), now.repairs_since(said));
+        let (new, listed) =
+            (now.repaired.saturating_sub(logged.repaired), now.repairs_since(logged));
         let mut lines = Vec::new();
         for repair in listed.take(LINES - self.capped.lines) {
             lines.push(repair.to_string());
             *self.counts.entry((repair.object.key().kind(), repair.damage)).or_default() += 1;
         }
         self.capped.lines += lines.len();
-        self.capped.unsaid += new - lines.len() as u64;
+        self.capped.unlogged += new - lines.len() as u64;
         rest.into_iter().chain(lines).collect()
     }
 
@@ -299,25 +299,28 @@ mod tests {
         ];
         assert_eq!(lines, rest);
         assert_eq!(log.next(), None);
-        // After a rest there is room again.
+        // In the next window there is room again.
         status.rejected = [(lease(7), no())].into_iter().collect();
         assert_eq!(log.lines(&Arc::new(status), start + 5 * WINDOW).len(), 1);
     }
 
     #[test]
-    fn being_in_sync_is_said_once_a_second_at_most_and_in_the_end() {
+    fn being_in_sync_is_logged_at_most_once_a_second_and_at_the_end() {
         let (mut log, start) = (StatusLog::default(), Instant::now());
-        let mut said = Vec::new();
+        let mut logged = Vec::new();
         for ms in 0..10_000u64 {
             let peers = usize::try_from(ms).unwrap();
             let mut status = Status::default();
             (status.in_sync, status.peers, status.objects) = (ms % 3 != 1, peers, 4 * peers);
-            said.extend(log.lines(&Arc::new(status), start + Duration::from_millis(ms)));
+            logged.extend(log.lines(&Arc::new(status), start + Duration::from_millis(ms)));
         }
-        assert_eq!((said.len(), &said[0]), (10, &Line::Info("in sync peers=0 objects=0".into())));
+        assert_eq!(
+            (logged.len(), &logged[0]),
+            (10, &Line::Info("in sync peers=0 objects=0".into()))
+        );
         let later = log.next().unwrap();
         assert!(later <= start + Duration::from_secs(11));
-        let last = log.said.clone();
+        let last = log.logged.clone();
         assert_eq!(
             log.lines(&last, later),
             [Line::Info("in sync peers=9999 objects=39996".into())]
@@ -328,20 +331,20 @@ mod tests {
     #[test]
     fn a_storm_has_few_lines_and_all_is_counted() {
         let (mut repairs, start) = (Repairs::default(), Instant::now());
-        let mut said = Status::default();
+        let mut logged = Status::default();
         let mut lines = Vec::new();
         for ms in 0..9_000 {
-            let now = damaged(&said, 3);
-            lines.extend(repairs.lines(&now, &said, start + Duration::from_millis(ms)));
-            said = now;
+            let now = damaged(&logged, 3);
+            lines.extend(repairs.lines(&now, &logged, start + Duration::from_millis(ms)));
+            logged = now;
         }
         assert_eq!(lines.len(), LINES);
         let victim = "restored route blackhole 10.1.7.0/24, deleted by somebody that the kernel does not name";
         assert!(lines.iter().all(|line| line == victim), "{lines:?}");
-        assert!(repairs.capped.unsaid > 0, "the end of the window is waited for");
-        let last = repairs.lines(&said, &said, start + WINDOW + WINDOW);
+        assert!(repairs.capped.unlogged > 0, "the end of the window is waited for");
+        let last = repairs.lines(&logged, &logged, start + WINDOW + WINDOW);
         assert_eq!(last, ["and 26995 more repairs: 26995 × route deleted"]);
-        assert_eq!(repairs.lines(&said, &said, start + 4 * WINDOW), Vec::<String>::new());
+        assert_eq!(repairs.lines(&logged, &logged, start + 4 * WINDOW), Vec::<String>::new());
     }
 
     #[test]

@@ -62,23 +62,23 @@ impl Chosen {
     pub(crate) async fn changed(
         &self,
         config: &Config,
-        judge: impl AsyncFn() -> Result<(), Error>,
+        validate: impl AsyncFn() -> Result<(), Error>,
         observer: &Observer,
     ) -> String {
-        let (state, told) = watch::channel(InterfaceState::Kept);
+        let (state, states) = watch::channel(InterfaceState::Kept);
         tokio::select! {
             never = self.follow(config, &state) => match never {},
-            reason = decide(self.iface.name, told, judge, observer) => reason,
+            reason = decide(self.iface.name, states, validate, observer) => reason,
         }
     }
 
     async fn follow(&self, config: &Config, state: &watch::Sender<InterfaceState>) -> Infallible {
         let families: Vec<_> = config.networks.families().collect();
-        let mut said = false;
+        let mut logged = false;
         loop {
             let Err(error) =
                 self.kernel.follow_interface(&self.iface, &self.selectors, &families, state).await;
-            if !std::mem::replace(&mut said, true) {
+            if !std::mem::replace(&mut logged, true) {
                 tracing::warn!("{} cannot be watched, trying on: {error}", self.iface.name);
             }
             tokio::time::sleep(WATCH_RETRY).await;
@@ -86,24 +86,24 @@ impl Chosen {
     }
 }
 
-/// Waits until there is another choice that passes `judge`. Returns the difference.
+/// Waits until there is another choice that passes `validate`. Returns the difference.
 async fn decide(
     name: LinkName,
-    mut told: watch::Receiver<InterfaceState>,
-    judge: impl AsyncFn() -> Result<(), Error>,
+    mut states: watch::Receiver<InterfaceState>,
+    validate: impl AsyncFn() -> Result<(), Error>,
     observer: &Observer,
 ) -> String {
     let mut unfit = None;
     loop {
-        let state = told.borrow_and_update().clone();
+        let state = states.borrow_and_update().clone();
         let mut patience = SECOND_THOUGHT;
         let why = match state {
             InterfaceState::Kept => None,
             InterfaceState::Lost(why) => Some(why),
-            InterfaceState::Other { difference, .. } => match judge().await {
+            InterfaceState::Other { difference, .. } => match validate().await {
                 Ok(()) => return difference,
                 Err(error) => {
-                    // The store is mostly reached by that interface.
+                    // The store is usually reached by that interface.
                     if error.is_of_store() {
                         patience = STORE_AGAIN;
                     }
@@ -123,7 +123,7 @@ async fn decide(
         }
         let patience = if unfit.is_some() { patience } else { Duration::MAX };
         // The sender lives as long as this.
-        let _ = tokio::time::timeout(patience, told.changed()).await;
+        let _ = tokio::time::timeout(patience, states.changed()).await;
     }
 }
 
@@ -147,7 +147,7 @@ mod tests {
 
     use super::*;
 
-    /// No multiple of the time between two thoughts.
+    /// No multiple of the time between two validations.
     const LONG: Duration = Duration::from_secs(3590);
 
     fn smaller() -> InterfaceState {
@@ -165,13 +165,13 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn another_choice_that_is_refused_is_told_and_judged_again_until_nothing_is_in_its_way() {
-        let (standing, told) = watch::channel(InterfaceState::Kept);
-        let (observer, judged) = (Observer::default(), Cell::new(0));
+    async fn a_refused_choice_is_logged_and_validated_again_until_it_fits() {
+        let (standing, states) = watch::channel(InterfaceState::Kept);
+        let (observer, validations) = (Observer::default(), Cell::new(0));
         let in_the_way = RefCell::new(Some("too small".to_owned()));
         let away = Cell::new(false);
-        let judge = async || {
-            judged.set(judged.get() + 1);
+        let validate = async || {
+            validations.set(validations.get() + 1);
             if away.get() {
                 let (store, source) = ("etcd".into(), "no route".into());
                 return Err(flannel_core::Error::Store { store, source }.into());
@@ -182,36 +182,36 @@ mod tests {
                 .clone()
                 .map_or(Ok(()), |reason| Err(Error::UnfitInterface { name, reason }))
         };
-        let mut running = pin!(decide("eth0".parse().unwrap(), told, &judge, &observer));
+        let mut running = pin!(decide("eth0".parse().unwrap(), states, &validate, &observer));
         let mut goes_on = async || {
             tokio::select! {
                 ended = &mut running => panic!("{ended}"),
                 () = sleep(LONG) => observer.snapshot().facts.unfit_interface,
             }
         };
-        assert_eq!((goes_on().await, judged.get()), (None, 0), "it is what it was");
+        assert_eq!((goes_on().await, validations.get()), (None, 0), "it is what it was");
         standing.send_replace(smaller());
         let why = goes_on().await.unwrap();
         assert!(
             why.contains("MTU 1300 now, not 1500: external interface eth0: too small"),
             "{why}"
         );
-        assert_eq!(judged.take(), 120, "every 30 s");
+        assert_eq!(validations.take(), 120, "every 30 s");
         standing.send_replace(InterfaceState::Lost("eth0 is gone".into()));
-        assert_eq!((goes_on().await.as_deref(), judged.get()), (Some("eth0 is gone"), 0));
+        assert_eq!((goes_on().await.as_deref(), validations.get()), (Some("eth0 is gone"), 0));
         standing.send_replace(InterfaceState::Kept);
         assert_eq!(goes_on().await, None);
         standing.send_replace(smaller());
         assert!(goes_on().await.is_some());
-        // A store that is away mostly is back soon.
-        judged.set(0);
+        // A store that does not answer usually answers again soon.
+        validations.set(0);
         away.set(true);
         standing.send_replace(smaller());
         let why = goes_on().await.unwrap();
         assert!(
-            why.contains("not 1500: ") && judged.get() > 3_500,
-            "{why}, judged {} times",
-            judged.get()
+            why.contains("not 1500: ") && validations.get() > 3_500,
+            "{why}, validations {} times",
+            validations.get()
         );
         away.set(false);
         in_the_way.take();

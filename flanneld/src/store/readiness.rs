@@ -1,9 +1,9 @@
-//! Whether the node is ready, as it is published where the store has a place for it: in Kubernetes
-//! the node's condition `NetworkUnavailable`.
+//! Publishes the node's readiness, if the store has a field for it: in Kubernetes the node's
+//! condition `NetworkUnavailable`.
 //!
-//! A lost lease is published at once. Anything else that makes the node not ready must last,
-//! because each peer that comes makes the kernel unequal to the leases for a moment, and Kubernetes
-//! takes the condition as an order to send no pods.
+//! A lost lease is published at once. Other reasons are published if they last, because each new
+//! peer makes the node not ready for a moment, and Kubernetes schedules no pods on a node with the
+//! condition.
 
 use std::convert::Infallible;
 use std::time::Duration;
@@ -19,14 +19,13 @@ use crate::report::problems::first_error;
 
 /// A network that is not in place for less counts as in place.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// So seldom is another reason published, or twice as often, at random: many nodes may have one
-/// trouble, whose words change all the time.
+/// The period in which another reason is published, shortened at random by up to half, because many
+/// nodes may have the same problem with a changing text.
 const AGAIN: Duration = Duration::from_secs(120);
-/// After so long it is judged anew: not all that it depends on reports changes.
+/// The period of evaluation, because not every input reports changes.
 const REFRESH: Duration = Duration::from_secs(5);
 
-/// Publishes that the daemon starts, unless the store has no place for that: then `in_place` is not
-/// asked.
+/// Publishes that the daemon starts. Calls `in_place` only if the store has a field for it.
 ///
 /// # Errors
 /// The store does not answer.
@@ -41,8 +40,7 @@ pub(crate) async fn announce(
     Ok(())
 }
 
-/// Publishes how ready the node is, for as long as the daemon lives, if the store has a place for
-/// that.
+/// Publishes the readiness of the node for ever, if the store has a field for it.
 pub(crate) async fn publish(subnets: &dyn SubnetManager, observer: &Observer) -> Infallible {
     if !subnets.publishes_readiness() {
         return std::future::pending().await;
@@ -59,7 +57,7 @@ pub(crate) async fn publish(subnets: &dyn SubnetManager, observer: &Observer) ->
         if let Some(readiness) =
             verdict.readiness.as_ref().filter(|now| published.as_ref() != Some(*now))
         {
-            // Failures are retried inside.
+            // The store retries failures.
             if let Err(error) = subnets.report(readiness).await {
                 tracing::debug!("the readiness could not be published: {error}");
             }
@@ -68,7 +66,7 @@ pub(crate) async fn publish(subnets: &dyn SubnetManager, observer: &Observer) ->
         let refresh = Instant::now() + REFRESH;
         tokio::select! {
             () = changes.next() => {}
-            // Its sender lives as long as the manager.
+            // The sender lives as long as the manager.
             _ = ownership.changed() => {}
             () = sleep_until(again.map_or(refresh, |again| again.min(refresh))) => {}
         }
@@ -78,9 +76,9 @@ pub(crate) async fn publish(subnets: &dyn SubnetManager, observer: &Observer) ->
 /// The readiness that is published.
 struct Verdict {
     readiness: Option<Readiness>,
-    /// Since when the node is not ready.
+    /// The time since which the node is not ready.
     trouble: Option<Instant>,
-    /// When another reason may be published, once the node was published as not ready.
+    /// The earliest time for another reason, after the node was published as not ready.
     next: Option<Instant>,
 }
 
@@ -89,7 +87,7 @@ impl Verdict {
         Self { readiness: None, trouble: Some(now), next: None }
     }
 
-    /// Takes in the current trouble. Returns the time of the next pass, if nothing else happens.
+    /// Evaluates the current reason. Returns the time of the next evaluation without other events.
     fn pass(
         &mut self,
         now: Instant,
@@ -136,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn what_passes_quickly_is_not_published_and_what_lasts_is() {
+    fn only_lasting_reasons_are_published() {
         let begin = Instant::now();
         let mut verdict = Verdict::new(begin);
         let trouble = || Some("starting".to_owned());
@@ -173,7 +171,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn firewall_rules_that_go_and_come_back_are_published_though_they_wake_nobody() {
+    async fn changes_of_firewall_rules_are_published_without_an_event() {
         let observer = Observer::default();
         let mut status = flannel_core::status::Status::default();
         (status.in_sync, status.live) = (true, true);
@@ -199,7 +197,7 @@ mod tests {
             is(unavailable("the firewall rules are not in place yet")).await;
             rules.send_replace(Rulebook::Unwanted);
             is(Some(Readiness::Ready)).await;
-            // The store takes the lease away: nothing is waited for.
+            // The store revokes the lease, which is published at once.
             let why = Loss::Withdrawn("it is gone".to_owned());
             subnets.set_ownership(Ownership::Lost { since: SystemTime::now(), why });
             let begin = Instant::now();
@@ -213,7 +211,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_start_is_announced_only_where_it_is_published() {
+    async fn a_start_is_announced_only_if_the_store_has_the_field() {
         let subnets = FakeSubnets::new("10.1.0.0/16");
         announce(&subnets, async { panic!("nobody needs to know") }).await.unwrap();
         subnets.set_publishes_readiness(true);

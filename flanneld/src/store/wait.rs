@@ -12,13 +12,13 @@ use tokio::time::{Instant, interval_at, sleep};
 
 use crate::error::Error;
 
-/// The pause before a store that did not answer is asked again, while a network runs.
+/// The pause before a request to a failing store is repeated, while a network runs.
 pub(crate) const STORE_AGAIN: Duration = Duration::from_secs(1);
 /// The first pause between attempts.
 const FIRST: Duration = Duration::from_millis(200);
 /// The longest pause: a corrected config is noticed this soon.
 const LONGEST: Duration = Duration::from_secs(3);
-/// The wait for a store is logged after so long.
+/// The time after which a wait for the store is logged.
 const SILENCE: Duration = Duration::from_millis(500);
 
 /// A reason for waiting.
@@ -27,18 +27,18 @@ enum Reason {
     /// The store does not answer, for any cause.
     Store,
     /// Something else, as text.
-    Said(String),
+    Other(String),
 }
 
-/// The errors that are waited for beyond those that pass with time.
+/// Errors that are retried in addition to those that pass with time.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Patience {
-    /// A network has run: errors that people must correct are waited for too. A changed password,
-    /// an interface without an address or with too small an MTU, or a wrong option of a backend
-    /// must not end a network that works.
+    /// A network has run: errors that need a correction are retried too. A changed password, an
+    /// interface without an address or with too small an MTU, or a wrong backend option must not
+    /// end a network that works.
     pub(crate) has_run: bool,
-    /// Refusals of the store are waited for: a cluster that boots may answer before it knows all
-    /// rights.
+    /// Refusals of the store are retried: a cluster that boots may answer before it has loaded all
+    /// permissions.
     pub(crate) refusals_pass: bool,
 }
 
@@ -53,11 +53,11 @@ pub(crate) async fn patiently<T>(
     start: impl AsyncFn() -> Result<T, Error>,
 ) -> Result<T, Error> {
     let mut backoff = Backoff::new(FIRST, LONGEST);
-    let mut said = None;
+    let mut logged = None;
     loop {
-        let error = match impatiently(subnets, &mut said, start()).await {
+        let error = match impatiently(subnets, &mut logged, start()).await {
             Ok(started) => {
-                if said.is_some() {
+                if logged.is_some() {
                     tracing::info!("the wait is over");
                 }
                 return Ok(started);
@@ -66,7 +66,7 @@ pub(crate) async fn patiently<T>(
         };
         let text = error.to_string();
         let Some(reason) = reason(&error, patience) else { return Err(error) };
-        if say(&mut said, reason, &text) {
+        if log_reason(&mut logged, reason, &text) {
             backoff.reset();
         }
         sleep(backoff.pause()).await;
@@ -89,7 +89,7 @@ pub(crate) async fn holding<T>(
         {
             return error;
         }
-        // If this node was given other subnets, `work` finds that out.
+        // If this node has got other subnets, `work` finds that out.
         std::future::pending().await
     };
     tokio::select! {
@@ -113,7 +113,7 @@ pub(crate) async fn hold(subnets: &dyn SubnetManager, held: &Lease) -> Result<St
 /// Makes one attempt. If the store keeps it busy for long, that is logged.
 async fn impatiently<T>(
     subnets: &dyn SubnetManager,
-    said: &mut Option<Reason>,
+    logged: &mut Option<Reason>,
     attempt: impl Future<Output = T>,
 ) -> T {
     let mut attempt = pin!(attempt);
@@ -122,24 +122,24 @@ async fn impatiently<T>(
         tokio::select! {
             done = &mut attempt => return done,
             _ = silence.tick() => if let Some((text, _)) = subnets.store_status().last_error
-                // If the last attempt ended with this answer, a slow new one is no other reason.
-                && !matches!(said, Some(Reason::Said(last)) if last.contains(&text))
+                // After an attempt with this answer, a slow new attempt has the same reason.
+                && !matches!(logged, Some(Reason::Other(last)) if last.contains(&text))
             {
-                say(said, Reason::Store, &text);
+                log_reason(logged, Reason::Store, &text);
             },
         }
     }
 }
 
 /// Logs a reason, and returns true, if it is a new one.
-fn say(said: &mut Option<Reason>, reason: Reason, text: &str) -> bool {
-    let new = said.as_ref() != Some(&reason);
+fn log_reason(logged: &mut Option<Reason>, reason: Reason, text: &str) -> bool {
+    let new = logged.as_ref() != Some(&reason);
     if new {
         match reason {
             Reason::Store => tracing::warn!("waiting for the store: {text}"),
-            Reason::Said(_) => tracing::warn!("waiting: {text}"),
+            Reason::Other(_) => tracing::warn!("waiting: {text}"),
         }
-        *said = Some(reason);
+        *logged = Some(reason);
     }
     new
 }
@@ -149,7 +149,7 @@ fn reason(error: &Error, patience: Patience) -> Option<Reason> {
     use flannel_core::Error as Cause;
 
     let Patience { has_run, refusals_pass } = patience;
-    let said = || Some(Reason::Said(error.to_string()));
+    let other = || Some(Reason::Other(error.to_string()));
     let cause = match error {
         Error::Network(cause) => cause,
         Error::Interface(_)
@@ -159,7 +159,7 @@ fn reason(error: &Error, patience: Patience) -> Option<Reason> {
         | Error::Firewall(_)
             if has_run =>
         {
-            return said();
+            return other();
         }
         _ => return None,
     };
@@ -169,9 +169,9 @@ fn reason(error: &Error, patience: Patience) -> Option<Reason> {
         | Cause::Config { .. }
         | Cause::OutOfSubnets { .. }
         | Cause::NotReady { .. }
-        | Cause::Conflict { .. } => said(),
-        Cause::Refused { .. } if refusals_pass => said(),
-        Cause::Refused { .. } | Cause::Backend { .. } | Cause::Kernel { .. } if has_run => said(),
+        | Cause::Conflict { .. } => other(),
+        Cause::Refused { .. } if refusals_pass => other(),
+        Cause::Refused { .. } | Cause::Backend { .. } | Cause::Kernel { .. } if has_run => other(),
         _ => None,
     }
 }
@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn passing_errors_are_waited_for_with_growing_pauses() {
+    async fn passing_errors_are_retried_with_growing_pauses() {
         let subnets = FakeSubnets::new("10.1.0.0/16");
         let family = flannel_core::address::Family::V4;
         for cause in [
@@ -222,7 +222,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn errors_for_people_end_a_start_but_no_network_that_ran() {
+    async fn errors_that_need_a_correction_end_a_start_but_no_network_that_ran() {
         let subnets = FakeSubnets::new("10.1.0.0/16");
         let unfit = || Error::UnfitInterface { name: "eth0".parse().unwrap(), reason: "no".into() };
         let too_small =
@@ -250,7 +250,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn where_refusals_pass_they_are_waited_for_and_nothing_else_is() {
+    async fn only_refusals_that_pass_are_retried() {
         let subnets = FakeSubnets::new("10.1.0.0/16");
         let begin = Instant::now();
         let booting = Patience { refusals_pass: true, ..START };
@@ -265,7 +265,7 @@ mod tests {
         patiently(&subnets, booting, start).await.unwrap_err();
     }
 
-    /// Whose status is that of a store whose last answer was a refusal.
+    /// A manager with the status of a store whose last answer was a refusal.
     #[derive(Debug)]
     struct Refusing(FakeSubnets);
 
@@ -304,19 +304,19 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_refusal_that_takes_its_time_is_no_other_reason() {
+    async fn a_slow_refusal_is_no_other_reason() {
         let subnets = Refusing(FakeSubnets::new("10.1.0.0/16"));
-        let mut said = Some(Reason::Said(refused().to_string()));
-        impatiently(&subnets, &mut said, sleep(2 * SILENCE)).await;
-        assert_eq!(said, Some(Reason::Said(refused().to_string())));
-        for mut other in [None, Some(Reason::Said("elsewhere".into()))] {
+        let mut logged = Some(Reason::Other(refused().to_string()));
+        impatiently(&subnets, &mut logged, sleep(2 * SILENCE)).await;
+        assert_eq!(logged, Some(Reason::Other(refused().to_string())));
+        for mut other in [None, Some(Reason::Other("elsewhere".into()))] {
             impatiently(&subnets, &mut other, sleep(2 * SILENCE)).await;
             assert_eq!(other, Some(Reason::Store));
         }
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_lease_that_runs_out_is_held_while_something_else_is_done() {
+    async fn an_expiring_lease_is_held_during_other_work() {
         let subnets = FakeSubnets::new("10.1.0.0/16");
         let lasting = subnets.acquire_lease(&LeaseAttrs::default()).await.unwrap();
         let lease = Lease { expires: Some(std::time::SystemTime::now()), ..lasting.clone() };
@@ -338,16 +338,16 @@ mod tests {
     }
 
     #[test]
-    fn a_reason_is_news_once_and_a_lost_store_is_one_reason() {
-        let mut said = None;
-        let mut tell = |cause: Cause| {
+    fn a_reason_is_logged_once_and_a_lost_store_is_one_reason() {
+        let mut logged = None;
+        let mut log = |cause: Cause| {
             let error = Error::Network(cause);
-            say(&mut said, reason(&error, START).unwrap(), &error.to_string())
+            log_reason(&mut logged, reason(&error, START).unwrap(), &error.to_string())
         };
         let none = |key: &str| Cause::NoConfig { location: key.into() };
         let other = Cause::Store { store: "store".into(), source: "other words".into() };
         assert_eq!(
-            [lost(), other, none("a"), none("a"), none("b"), lost()].map(&mut tell),
+            [lost(), other, none("a"), none("a"), none("b"), lost()].map(&mut log),
             [true, false, true, false, true, true]
         );
     }

@@ -105,7 +105,7 @@ fn a_changed_config_is_applied_unless_pods_would_not_survive_it() {
         daemon.says("in sync").await;
         let config = format!("{PREFIX}/config");
         etcd.put(&config, &CONFIG.replace(r#""vxlan""#, r#""vxlan","MTU":1400"#)).await;
-        daemon.says("building the network anew: the network config has changed").await;
+        daemon.says("rebuilding the network: the network config has changed").await;
         until_mtu(&host, 1350).await;
         agrees(&etcd, &host, &daemon).await;
         etcd.put(&config, &CONFIG.replace("10.1.0.0/16", "10.0.0.0/8")).await;
@@ -113,7 +113,7 @@ fn a_changed_config_is_applied_unless_pods_would_not_survive_it() {
         etcd.put(&config, &CONFIG.replace(r#""vxlan""#, r#""vlxan""#)).await;
         daemon.says("vlxan").await;
         assert!(daemon.is_running());
-        assert_eq!(daemon.said("building the network anew"), 1, "{}", daemon.log());
+        assert_eq!(daemon.said("rebuilding the network"), 1, "{}", daemon.log());
         // Rebuilt for another reason, it keeps to the networks that its pods live in.
         etcd.put(&config, &CONFIG.replace("10.1.", "10.2.")).await;
         let before = host.subnet();

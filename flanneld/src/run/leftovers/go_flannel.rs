@@ -1,8 +1,8 @@
-//! Starting where Go flannel ran before: the routes that it left on the external interface.
+//! Removes the routes that Go flannel left on the external interface.
 //!
-//! Go flannel marks its routes as every script does. So they are removed only on the first start
-//! over a subnet file that we did not write, and only once the kernel has accepted or refused
-//! everything that the leases ask for.
+//! Go flannel's routes have the same protocol as those of scripts. So they are removed only on the
+//! first start after a subnet file that we did not write, once the kernel has accepted or refused
+//! all objects of the leases.
 
 use std::cell::Cell;
 use std::convert::Infallible;
@@ -36,16 +36,16 @@ pub(crate) struct GoFlannel {
 }
 
 impl GoFlannel {
-    /// Looks at the subnet file, before it is written.
+    /// Reads the subnet file, before it is written.
     ///
     /// # Errors
-    /// What was recorded cannot be read.
+    /// The record cannot be read.
     pub(crate) fn find(subnet_file: &Path, state_dir: &Path) -> Result<Self, Error> {
         let (subnet_file, record) = (subnet_file.to_owned(), state_dir.join("subnet-file"));
         let there = identity(&subnet_file);
         let ours = match state_dir::read(&record) {
             Ok(text) => text,
-            // A newer build of ours ran here last, and not Go flannel.
+            // A newer build of this daemon ran here last, and not Go flannel.
             Err(error) if is_newer(&error) => {
                 tracing::warn!("{}: {error}", record.display());
                 there.clone()
@@ -56,9 +56,9 @@ impl GoFlannel {
         Ok(Self { subnet_file, record, left_routes })
     }
 
-    /// The subnet file has been written: it counts as ours from now on, unless there are routes to
-    /// remove first. In one go with that ([`run_blocking_in_order`]), or the next start takes our
-    /// own for Go flannel's.
+    /// Records the subnet file that was written as ours, unless routes must be removed first. Call
+    /// it together with the write ([`run_blocking_in_order`]), or the next start treats our file as
+    /// Go flannel's.
     pub(crate) fn wrote_subnet_file(&self) {
         if self.left_routes() {
             return;
@@ -73,8 +73,8 @@ impl GoFlannel {
         }
     }
 
-    /// Waits until the network is settled and removes what Go flannel left, if it ran here before;
-    /// then waits for ever.
+    /// Waits until the network is settled, removes Go flannel's routes if it ran here before, then
+    /// waits for ever.
     pub(crate) async fn clear(
         &self,
         kernel: Arc<dyn Kernel>,
@@ -100,8 +100,8 @@ impl GoFlannel {
     }
 }
 
-/// Removes the routes, except those in whose place the kernel refused ours. Returns whether all are
-/// gone.
+/// Removes the routes, except those that the kernel refused to replace by ours. Returns whether all
+/// are gone.
 fn remove(kernel: &dyn Kernel, footprint: &Footprint, lens: Dual<u8>, status: &Status) -> bool {
     let spared = Cell::new(false);
     let refused = |dst: &Subnet| {
@@ -140,7 +140,7 @@ mod tests {
         assert!(find().left_routes(), "nobody recorded it");
         first.wrote_subnet_file();
         assert!(!find().left_routes(), "ours");
-        // As whoever writes it does: another file with the same content.
+        // As another program writes it: a new file with the same content.
         fs::write(dir.path().join("new"), "A=1\n").unwrap();
         fs::rename(dir.path().join("new"), &file).unwrap();
         let second = find();
@@ -150,7 +150,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn routes_go_only_when_the_network_is_settled_and_until_the_kernel_let_them() {
+    async fn routes_are_removed_when_the_network_is_settled() {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("subnet.env");
         fs::write(&file, "A=1\n").unwrap();

@@ -1,9 +1,9 @@
-//! Starting with another pod network than before: routes to the old subnets of peers stay on the
+//! Removes objects of earlier pod networks: routes to old subnets of peers that stay on the
 //! external interface.
 //!
 //! A route is ours if it has our protocol and lies inside our pod networks. So the pod networks are
-//! recorded as a network starts, and forgotten when nothing of them is left. An error of the record
-//! does not end a network that runs.
+//! recorded when a network starts, until none of their objects is left. An error of the record does
+//! not end a network that runs.
 
 use std::convert::Infallible;
 use std::path::{Path, PathBuf};
@@ -23,7 +23,7 @@ use crate::blocking::{run_blocking, run_blocking_in_order};
 #[derive(Debug)]
 pub(crate) struct OldNetworks {
     record: PathBuf,
-    /// Those before the config's, of which objects may be left.
+    /// Earlier ones, of which objects may be left.
     former: Vec<Subnet>,
     current: Vec<Subnet>,
 }
@@ -41,7 +41,7 @@ impl OldNetworks {
         this
     }
 
-    /// Waits until the network is settled and removes objects of former networks; then waits for ever.
+    /// Removes objects of earlier networks once the network is settled, then waits for ever.
     pub(crate) async fn clear(
         &self,
         kernel: Arc<dyn Kernel>,

@@ -1,0 +1,4 @@
+//! Checks of this host.
+
+pub mod device;
+pub mod host;

@@ -1,0 +1,174 @@
+//! Checks of devices, the tunnel's port and checksums.
+
+use flannel_api::Finding;
+use flannel_core::address::Family;
+use flannel_core::object::Link;
+
+use crate::diagnosis::mtu::{Fault, Narrow};
+use crate::inputs::devices::Devices;
+
+/// All faults of the devices.
+pub fn check(devices: &Devices) -> Vec<Fault> {
+    let mut found: Vec<Fault> = Vec::new();
+    for (family, name) in devices.datapath.devices.iter() {
+        match devices.links.iter().find(|link| link.name == *name) {
+            Some(link) => found.extend(check_link(devices, family, link)),
+            None if devices.all.iter().any(|(other, _)| other == name) => {
+                let text = format!(
+                    "{name} is there, but is not a {} device: flannel cannot use it",
+                    devices.backend
+                );
+                found.push(
+                    Finding::error("device", text)
+                        .with_command(format!("ip link delete {name}"))
+                        .into(),
+                );
+            }
+            None => {
+                let text = format!(
+                    "{name} is not there: no {family} packet of a pod reaches another host"
+                );
+                let repair =
+                    if devices.daemon { "flannelctl status" } else { "systemctl start flanneld" };
+                found.push(Finding::error("device", text).with_command(repair).into());
+            }
+        }
+    }
+    for (port, program, pid) in &devices.port_users {
+        let text = format!(
+            "UDP port {port} is taken by {program} (process {pid}): the kernel cannot receive tunnel \
+             packets of peers"
+        );
+        let repair = format!(
+            "kill {pid} # or flannelctl config set FILE, with another \"Port\" in its Backend"
+        );
+        found.push(Finding::error("port", text).with_command(repair).into());
+    }
+    for name in devices.offloaded.iter().flatten().filter(|_| devices.checksums_matter()) {
+        let text = format!(
+            "this kernel offloads checksums of packets through {name} wrongly if they are masqueraded: \
+             connections hang"
+        );
+        let repair = format!("ethtool -K {name} tx-checksum-ip-generic off");
+        found.push(Finding::error("checksum", text).with_command(repair).into());
+    }
+    found
+}
+
+fn check_link(devices: &Devices, family: Family, link: &Link) -> Vec<Fault> {
+    let (name, mut found) = (link.name, Vec::<Fault>::new());
+    if !link.up {
+        let text = format!("{name} is down: no {family} packet of a pod reaches another host");
+        found.push(
+            Finding::error("device", text).with_command(format!("ip link set {name} up")).into(),
+        );
+    }
+    if let Some(mtu) = devices.mtu.filter(|mtu| link.mtu < *mtu) {
+        let text =
+            format!("{name} takes packets of {} bytes, and pods have an MTU of {mtu}", link.mtu);
+        found.push(
+            Finding::error("mtu", text)
+                .with_command(format!("ip link set {name} mtu {mtu}"))
+                .into(),
+        );
+    }
+    let lower = devices.all.iter().find(|(other, _)| Some(*other) == devices.uplink);
+    let needed = link.mtu + devices.overhead(family);
+    if let Some((lower, mtu)) = lower.filter(|(_, mtu)| *mtu < needed) {
+        let text = format!(
+            "{lower} takes packets of {mtu} bytes, and full ones through {name} need {needed}"
+        );
+        found.push(Fault::new(Finding::error("mtu", text), Narrow::Uplink { takes: *mtu, needed }));
+    }
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use flannel_core::object::{LinkKind, LinkName, MacAddr, Vxlan};
+
+    use super::*;
+    use crate::diagnosis::mtu::settle;
+    use crate::fixture::devices;
+
+    fn healthy() -> Devices {
+        let link = |name: &str| name.parse::<LinkName>().unwrap();
+        let vxlan = Vxlan {
+            vni: 1,
+            port: 8472,
+            mac: MacAddr::local([1; 6]),
+            local: None,
+            lower: Some(link("eth0")),
+            learning: false,
+            gbp: false,
+        };
+        let device =
+            Link { name: link("flannel.1"), mtu: 1450, up: true, kind: LinkKind::Vxlan(vxlan) };
+        Devices {
+            links: vec![device],
+            all: vec![(link("eth0"), 1500), (link("flannel.1"), 1450)],
+            uplink: Some(link("eth0")),
+            mtu: Some(1450),
+            kernel: Some([6, 1]),
+            daemon: true,
+            ..devices()
+        }
+    }
+
+    #[test]
+    fn each_fault_of_a_device_is_found_with_its_repair() {
+        assert_eq!(check(&healthy()), []);
+        assert_eq!(check(&Devices::default()), []);
+        type Change = fn(&mut Devices);
+        for (change, text, repair) in [
+            (
+                (|d| d.links[0].up = false) as Change,
+                "flannel.1 is down",
+                "ip link set flannel.1 up",
+            ),
+            (
+                |d| d.links[0].mtu = 1400,
+                "takes packets of 1400 bytes, and pods",
+                "ip link set flannel.1 mtu 1450",
+            ),
+            (
+                |d| d.all[0].1 = 1480,
+                "eth0 takes packets of 1480 bytes",
+                "flannelctl config patch '{\"Backend\": {\"MTU\": 1480}}' # if the MTU of eth0 is a \
+                 mistake: ip link set eth0 mtu 1500; to keep it over a reboot, change the host's \
+                 network settings: mtu: 1500 (netplan), MTUBytes=1500 (networkd)",
+            ),
+            (
+                |d| (d.links.clear(), d.all.truncate(1)).1,
+                "flannel.1 is not there",
+                "flannelctl status",
+            ),
+            (|d| d.links.clear(), "is not a vxlan device", "ip link delete flannel.1"),
+            (
+                |d| d.port_users.push((8472, "iperf".into(), 47)),
+                "UDP port 8472 is taken by iperf",
+                "kill 47 # or flannelctl config set FILE, with another \"Port\" in its Backend",
+            ),
+            (
+                |d| {
+                    (d.kernel, d.offloaded) =
+                        (Some([5, 4]), Some(vec!["flannel.1".parse().unwrap()]));
+                },
+                "offloads checksums of packets through flannel.1",
+                "ethtool -K flannel.1 tx-checksum-ip-generic off",
+            ),
+        ] {
+            let mut devices = healthy();
+            change(&mut devices);
+            let found = settle(check(&devices), &devices, &[Family::V4]);
+            assert!(found.len() == 1 && found[0].text.contains(text), "{text}: {found:?}");
+            assert_eq!(found[0].repair.as_deref(), Some(repair));
+        }
+        let mut devices = healthy();
+        devices.kernel = Some([5, 4]);
+        assert_eq!(check(&devices), [], "a value that cannot be read is no finding");
+        devices.kernel = Some([5, 7]);
+        devices.offloaded = Some(vec!["flannel.1".parse().unwrap()]);
+        assert_eq!(check(&devices), [], "it is fixed there");
+    }
+}

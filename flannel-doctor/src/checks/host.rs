@@ -1,0 +1,275 @@
+//! Checks of the settings of this host that block packets of pods.
+//!
+//! Findings are derived from `Facts`. A value that cannot be read is no finding, but is reported as
+//! unread. Neither the daemon's start nor its readiness depends on findings.
+
+mod read;
+
+use std::collections::BTreeMap;
+use std::net::IpAddr;
+
+use flannel_api::Finding;
+use flannel_core::address::{Dual, Family};
+use flannel_core::object::LinkName;
+use flannel_core::{Subnet, Subnets};
+use flannel_firewall::{ForwardDrop, LegacyMemory};
+
+use crate::commands::release;
+use read::read;
+
+pub use read::HostScene;
+
+/// The name of the check for a duplicate public address. The network's advisories report it too.
+pub const DUPLICATE: &str = "duplicate-address";
+
+/// The repair if addresses of pods and hosts overlap.
+const ANOTHER_NETWORK: &str =
+    "flannelctl config set FILE # with a Network that holds no address of a host";
+
+/// The inputs of the checks. A value that is `None`, or not in a map, could not be read.
+#[derive(Debug, Clone, Default)]
+struct Facts {
+    /// The pod networks of the enabled families.
+    pod_networks: Dual<Subnet>,
+    /// This node's own subnets.
+    own: Dual<Subnet>,
+    /// The tunnel devices; empty with a backend that needs none.
+    tunnels: Vec<LinkName>,
+    /// Kubernetes runs here.
+    kubernetes: bool,
+    /// `net.ipv4.ip_forward` and `net.ipv6.conf.all.forwarding`.
+    forwarding: Dual<bool>,
+    /// `net.ipv4.conf.DEVICE.forwarding`.
+    device_forwarding: BTreeMap<LinkName, bool>,
+    /// The larger of `net.ipv4.conf.DEVICE.rp_filter` and that of `all`: 0 off, 1 strict, 2 loose.
+    rp_filter: BTreeMap<LinkName, u8>,
+    /// Whether bridged packets pass iptables: `net.bridge.bridge-nf-call-iptables`.
+    bridge_calls: Dual<bool>,
+    /// The limit of neighbour entries, `gc_thresh3`. Only the initial network namespace has it.
+    max_neighbours: Dual<u64>,
+    /// Chains that drop forwarded packets unless a rule accepts them.
+    drops: Vec<ForwardDrop>,
+    /// All addresses of this host.
+    addresses: Vec<(LinkName, IpAddr)>,
+    /// The public addresses of this node.
+    public: Dual<IpAddr>,
+    /// The networks on the external interface's own link.
+    on_link: Vec<Subnet>,
+    /// The leases of other nodes, with their public addresses.
+    peers: Vec<(Subnets, Dual<IpAddr>)>,
+    /// Values that could not be read, with the reason if it is known.
+    unread: Vec<String>,
+}
+
+/// The report on a host.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct HostReport {
+    /// The findings, errors first.
+    pub findings: Vec<Finding>,
+    /// Values that could not be read.
+    pub unread: Vec<String>,
+}
+
+/// Checks this host. Results of external programs may come from `memory`.
+pub async fn check_host(scene: HostScene, memory: &LegacyMemory) -> HostReport {
+    let facts = read(scene, memory).await;
+    HostReport { findings: check(&facts), unread: facts.unread }
+}
+
+/// All findings, errors first.
+fn check(facts: &Facts) -> Vec<Finding> {
+    let mut found = forwarding(facts);
+    found.extend(rp_filter(facts));
+    found.extend(drops(facts));
+    found.extend(clashes(facts));
+    found.extend(neighbours(facts));
+    found.extend(bridge_calls(facts));
+    // The sort is stable: within each severity the order above stays.
+    found.sort_by_key(|finding| !finding.is_error());
+    found
+}
+
+fn forwarding(facts: &Facts) -> Vec<Finding> {
+    let mut found = Vec::new();
+    for (family, _) in facts.pod_networks.iter() {
+        let key = match family {
+            Family::V4 => "net.ipv4.ip_forward",
+            Family::V6 => "net.ipv6.conf.all.forwarding",
+        };
+        if facts.forwarding[family] == Some(false) {
+            let text = format!(
+                "{key} is 0: this host forwards no {family} packets, so that no pod reaches another host"
+            );
+            found.push(
+                Finding::error("forwarding", text).with_command(format!("sysctl -w {key}=1")),
+            );
+        }
+    }
+    // Settings of devices have no effect while the global one is off.
+    if facts.pod_networks.v4.is_none() || facts.forwarding.v4 != Some(true) {
+        return found;
+    }
+    for (device, _) in facts.device_forwarding.iter().filter(|(_, on)| !**on) {
+        let key = format!("net.ipv4.conf.{}.forwarding", sysctl_name(*device));
+        let text = format!("{key} is 0: packets that arrive on {device} are not forwarded to pods");
+        let carries_pods = facts.tunnels.contains(device) || facts.tunnels.is_empty();
+        let finding = if carries_pods {
+            Finding::error("forwarding", text)
+        } else {
+            Finding::warning("forwarding", text)
+        };
+        found.push(finding.with_command(format!("sysctl -w {key}=1")));
+    }
+    found
+}
+
+/// A device's name in a key of `sysctl`, where a dot is a separator.
+fn sysctl_name(device: LinkName) -> String {
+    device.as_str().replace('.', "/")
+}
+
+fn rp_filter(facts: &Facts) -> Vec<Finding> {
+    if facts.pod_networks.v4.is_none() {
+        return Vec::new();
+    }
+    let strict = facts.rp_filter.iter().filter(|(_, mode)| **mode == 1);
+    let finding = |(device, _): (&LinkName, &u8)| {
+        let text = format!(
+            "rp_filter of {device} is strict: the kernel silently drops packets that arrive on another \
+             device than their answers would leave by"
+        );
+        // The kernel uses the larger of the values for the device and for `all`.
+        let repair = format!("sysctl -w net.ipv4.conf.{}.rp_filter=2", sysctl_name(*device));
+        Finding::warning("rp-filter", text).with_command(repair)
+    };
+    strict.map(finding).collect()
+}
+
+fn drops(facts: &Facts) -> Vec<Finding> {
+    let concerns =
+        |drop: &&ForwardDrop| facts.pod_networks[drop.family].is_some() && !drop.accepts_pods;
+    let finding = |drop: &ForwardDrop| {
+        let family = drop.family;
+        let text = format!(
+            "{drop} drops forwarded {family} packets that none of its own rules accepts, those of pods \
+             too: flannel's rules are in another table, or off"
+        );
+        let network =
+            facts.pod_networks[family].map(|network| network.to_string()).unwrap_or_default();
+        let word = if family == Family::V4 { "ip" } else { "ip6" };
+        let iptables = match family {
+            Family::V4 => "iptables",
+            Family::V6 => "ip6tables",
+        };
+        let repair = match (drop.legacy, drop.table.as_str()) {
+            (true, _) => format!("{iptables}-legacy -P FORWARD ACCEPT"),
+            (false, "ip filter" | "ip6 filter") if drop.chain == "FORWARD" => {
+                format!("{iptables} -P FORWARD ACCEPT")
+            }
+            (false, _) => format!(
+                "nft insert rule {} {} {word} saddr {network} accept; nft insert rule {} {} {word} daddr {network} accept",
+                drop.table, drop.chain, drop.table, drop.chain
+            ),
+        };
+        Finding::warning("forward-drop", text).with_command(repair)
+    };
+    facts.drops.iter().filter(concerns).map(finding).collect()
+}
+
+fn clashes(facts: &Facts) -> Vec<Finding> {
+    let mut found = Vec::new();
+    let network =
+        |address: IpAddr| facts.pod_networks.values().find(|network| network.contains(address));
+    for (device, address) in &facts.addresses {
+        let Some(network) = network(*address) else { continue };
+        let own = facts.own[Family::of(*address)];
+        if facts.tunnels.contains(device) || own.is_none_or(|own| own.contains(*address)) {
+            continue;
+        }
+        let own = own.map(|own| own.to_string()).unwrap_or_default();
+        found.push(match device.as_str() {
+            "cni0" => Finding::error(
+                "clash",
+                format!("cni0 has {address}, which is not of this node's subnet {own}: new pods get no network"),
+            )
+            .with_command("ip link delete cni0"),
+            _ => Finding::warning(
+                "clash",
+                format!("the pod network {network} contains {address}, an address of {device}: pods cannot reach it"),
+            )
+            .with_command(ANOTHER_NETWORK),
+        });
+    }
+    for (subnets, public) in &facts.peers {
+        let inside = public.values().find_map(|address| Some((address, network(*address)?)));
+        if let Some((address, network)) = inside {
+            let text = format!(
+                "the pod network {network} contains {address}, the public address of {subnets}: its \
+                 tunnel packets would go into the tunnel"
+            );
+            found.push(Finding::error("clash", text).with_command(ANOTHER_NETWORK));
+        }
+        let same = public.values().find(|address| facts.public.values().any(|own| own == *address));
+        if let Some(address) = same {
+            let text = format!(
+                "{subnets} is the lease of another node with this node's public address {address}: each \
+                 takes the other's packets"
+            );
+            let repair = format!("{}, else give it another --public-ip", release(subnets));
+            found.push(Finding::error(DUPLICATE, text).with_command(repair));
+        }
+    }
+    found
+}
+
+/// Checks the limit of neighbour entries. A peer whose public address is on the external
+/// interface's link needs an entry there, with or without a tunnel. All others share the router's
+/// entry. Permanent entries, such as those on the tunnel device, do not count.
+///
+/// **Source**: linux `net/core/neighbour.c: neigh_alloc` (5.0: permanent entries are exempt).
+fn neighbours(facts: &Facts) -> Vec<Finding> {
+    let mut found = Vec::new();
+    for (family, max) in facts.max_neighbours.iter() {
+        let on_link =
+            |address: IpAddr| facts.on_link.iter().any(|network| network.contains(address));
+        let peers =
+            facts.peers.iter().filter(|(_, public)| public[family].is_some_and(on_link)).count()
+                as u64;
+        if peers < *max {
+            continue;
+        }
+        let key =
+            format!("net.ipv{}.neigh.default.gc_thresh3", if family == Family::V4 { 4 } else { 6 });
+        let text = format!(
+            "{key} is {max}, and {peers} peers are on this host's own link: the kernel removes neighbours \
+             that it needs, and drops packets"
+        );
+        let enough = (4 * peers).next_power_of_two();
+        found.push(
+            Finding::warning("neighbours", text).with_command(format!("sysctl -w {key}={enough}")),
+        );
+    }
+    found
+}
+
+/// Checks that bridged packets pass iptables. Services of Kubernetes need it for pods on a bridge.
+fn bridge_calls(facts: &Facts) -> Vec<Finding> {
+    let off = |family: &Family| facts.bridge_calls[*family] == Some(false);
+    let families = facts.pod_networks.families().filter(|_| facts.kubernetes);
+    let finding = |family| {
+        let key = match family {
+            Family::V4 => "net.bridge.bridge-nf-call-iptables",
+            Family::V6 => "net.bridge.bridge-nf-call-ip6tables",
+        };
+        let text = format!(
+            "{key} is not 1: if pods on this host reach each other through a service, answers have the \
+             wrong source address"
+        );
+        Finding::warning("bridge-netfilter", text)
+            .with_command(format!("modprobe br_netfilter; sysctl -w {key}=1"))
+    };
+    families.filter(off).map(finding).collect()
+}
+
+#[cfg(test)]
+mod tests;

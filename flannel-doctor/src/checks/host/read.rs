@@ -1,0 +1,218 @@
+//! Reads the facts: `/proc/sys`, addresses, and chains that drop forwarded packets.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::net::{Ipv4Addr, Ipv6Addr};
+use std::path::Path;
+use std::str::FromStr;
+use std::sync::Arc;
+
+use flannel_core::address::{Dual, Family};
+use flannel_core::kernel::KernelError;
+use flannel_core::lease::LeaseSet;
+use flannel_core::object::LinkName;
+use flannel_core::{Config, Lease, Subnet, Subnets};
+use flannel_firewall::{LegacyMemory, Programs, forward_drops};
+use flannel_netlink::NetlinkKernel;
+use flannel_netlink::iface::Selectors;
+
+use super::Facts;
+
+/// The network that the checks are for.
+#[derive(Debug, Clone)]
+pub struct HostScene {
+    /// The network config.
+    pub config: Config,
+    /// The devices that the network may have.
+    pub links: Vec<LinkName>,
+    /// The external interface.
+    pub uplink: LinkName,
+    /// The subnets of this node's lease; `None`: it has none.
+    pub own: Option<Subnets>,
+    /// The addresses that other nodes reach this one by.
+    pub public: Dual<std::net::IpAddr>,
+    /// All leases.
+    pub leases: LeaseSet,
+}
+
+/// Reads all facts. A failure to read one is noted in `unread`.
+pub(super) async fn read(scene: HostScene, memory: &LegacyMemory) -> Facts {
+    let networks = scene.config.pod_networks().collect();
+    let programs = Programs::default();
+    let drops = forward_drops(&programs, &networks, memory);
+    let (drops, facts) =
+        tokio::join!(drops, tokio::task::spawn_blocking(move || read_host(&scene)));
+    // The task fails only if the runtime shuts down.
+    let mut facts =
+        facts.unwrap_or_else(|_| Facts { unread: vec!["this host".into()], ..Facts::default() });
+    facts.drops = drops.found;
+    facts.unread.extend(
+        drops.unread.iter().map(|error| format!("which chains drop forwarded packets ({error})")),
+    );
+    facts
+}
+
+fn read_host(scene: &HostScene) -> Facts {
+    let tunnels: Vec<LinkName> =
+        scene.links.iter().copied().filter(|link| is_there(*link)).collect();
+    let own = scene.own.map(|own| own.iter().collect()).unwrap_or_default();
+    let other = |lease: &&Arc<Lease>| Some(lease.subnets) != scene.own;
+    let flag = |path: &str| sysctl::<u8>(path).map(|value| value != 0);
+    let devices = || tunnels.iter().copied().chain([scene.uplink]);
+    // With a tunnel, packets that arrive on the external interface are for this host.
+    let filtered = if tunnels.is_empty() { vec![scene.uplink] } else { tunnels.clone() };
+    let all = sysctl::<u8>("net/ipv4/conf/all/rp_filter");
+    let rp_filter = |device: LinkName| {
+        let own = sysctl::<u8>(&format!("net/ipv4/conf/{device}/rp_filter"))?;
+        Some((device, own.max(all?)))
+    };
+    let (addresses, mut unread) = match addresses() {
+        Ok(addresses) => (addresses, Vec::new()),
+        Err(error) => (Vec::new(), vec![format!("the addresses of this host ({error})")]),
+    };
+    let forwarding =
+        Dual { v4: flag("net/ipv4/ip_forward"), v6: flag("net/ipv6/conf/all/forwarding") };
+    let switches = scene.config.networks.families().filter(|family| forwarding[*family].is_none());
+    unread.extend(
+        switches.map(|family| format!("whether {family} packets are forwarded (/proc/sys/net)")),
+    );
+    let rp_filter: BTreeMap<LinkName, u8> =
+        filtered.iter().copied().filter_map(rp_filter).collect();
+    if scene.config.networks.v4.is_some() {
+        let missing = filtered.iter().filter(|device| !rp_filter.contains_key(device));
+        unread.extend(missing.map(|device| format!("rp_filter of {device}")));
+    }
+    let peers: Vec<_> = scene
+        .leases
+        .iter()
+        .filter(other)
+        .map(|lease| (lease.subnets, lease.attrs.preferred.public))
+        .collect();
+    let max_neighbours = Dual {
+        v4: sysctl("net/ipv4/neigh/default/gc_thresh3"),
+        v6: sysctl("net/ipv6/neigh/default/gc_thresh3"),
+    };
+    // The routing table may be large, so it is read only if the number of peers needs it.
+    let crowded = max_neighbours.values().any(|max| peers.len() as u64 >= *max);
+    Facts {
+        pod_networks: scene.config.pod_networks().collect(),
+        own,
+        unread,
+        kubernetes: std::env::var_os("KUBERNETES_SERVICE_HOST").is_some()
+            || Path::new("/var/lib/kubelet").exists(),
+        forwarding,
+        device_forwarding: devices()
+            .filter_map(|device| {
+                Some((device, flag(&format!("net/ipv4/conf/{device}/forwarding"))?))
+            })
+            .collect(),
+        rp_filter,
+        bridge_calls: Dual::from_fn(bridge_calls),
+        max_neighbours,
+        drops: Vec::new(),
+        addresses,
+        public: scene.public,
+        on_link: if crowded { on_link(scene.uplink) } else { Vec::new() },
+        peers,
+        tunnels,
+    }
+}
+
+/// The networks that the device reaches without a gateway.
+fn on_link(device: LinkName) -> Vec<Subnet> {
+    let table = |file: &str| {
+        fs::read_to_string(Path::new("/proc/thread-self/net").join(file)).unwrap_or_default()
+    };
+    let (v4, v6) = (table("route"), table("ipv6_route"));
+    v4.lines()
+        .filter_map(|line| route_v4(line, device))
+        .chain(v6.lines().filter_map(|line| route_v6(line, device)))
+        .collect()
+}
+
+const RTF_GATEWAY: u32 = 2;
+
+/// A line of `/proc/net/route`: device, destination, gateway, flags, three numbers, mask; addresses
+/// in the host's byte order.
+fn route_v4(line: &str, device: LinkName) -> Option<Subnet> {
+    let fields: Vec<&str> = line.split_whitespace().collect();
+    let number = |n: usize| u32::from_str_radix(fields.get(n)?, 16).ok();
+    // The gateway's column is 0 for an IPv6 gateway, so the flag decides.
+    let direct = *fields.first()? == device.as_str() && number(3)? & RTF_GATEWAY == 0;
+    let len = u8::try_from(number(7)?.count_ones()).ok()?;
+    Subnet::new(Ipv4Addr::from(number(1)?.to_ne_bytes()).into(), len).filter(|_| direct)
+}
+
+/// A line of `/proc/net/ipv6_route`: destination, its length, the same of a source, gateway, four
+/// numbers, device.
+fn route_v6(line: &str, device: LinkName) -> Option<Subnet> {
+    let fields: Vec<&str> = line.split_whitespace().collect();
+    let address = |n: usize| u128::from_str_radix(fields.get(n)?, 16).ok();
+    let direct = *fields.get(9)? == device.as_str() && address(4)? == 0;
+    let len = u8::from_str_radix(fields.get(1)?, 16).ok()?;
+    Subnet::new(Ipv6Addr::from(address(0)?).into(), len).filter(|_| direct)
+}
+
+fn is_there(link: LinkName) -> bool {
+    Path::new("/proc/sys/net/ipv4/conf").join(link.as_str()).exists()
+}
+
+fn sysctl<T: FromStr>(key: &str) -> Option<T> {
+    fs::read_to_string(Path::new("/proc/sys").join(key)).ok()?.trim().parse().ok()
+}
+
+fn bridge_calls(family: Family) -> Option<bool> {
+    let file =
+        if family == Family::V4 { "bridge-nf-call-iptables" } else { "bridge-nf-call-ip6tables" };
+    match sysctl::<u8>(&format!("net/bridge/{file}")) {
+        Some(value) => Some(value != 0),
+        // Without the module the file is missing. Without /proc/sys nothing is known.
+        None => Path::new("/proc/sys/net/core").exists().then_some(false),
+    }
+}
+
+fn addresses() -> Result<Vec<(LinkName, std::net::IpAddr)>, KernelError> {
+    let facts = NetlinkKernel::open().and_then(|kernel| kernel.facts(&Selectors::default()));
+    let interfaces = facts?.interfaces;
+    let of = |interface: flannel_netlink::iface::Interface| {
+        let name = interface.name;
+        interface.addresses.into_iter().map(move |found| (name, found.address))
+    };
+    Ok(interfaces.into_iter().flat_map(of).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn routes_without_a_gateway_are_on_the_link() {
+        let eth0 = "eth0".parse().unwrap();
+        let v4 = |line: &str| route_v4(line, eth0).map(|network| network.to_string());
+        let hex = |address: [u8; 4]| format!("{:08X}", u32::from_ne_bytes(address));
+        let (network, gateway, mask) =
+            (hex([192, 0, 2, 0]), hex([192, 0, 2, 254]), hex([255, 255, 255, 0]));
+        let line = |device: &str, gateway: &str, flags: &str| {
+            format!("{device}\t{network}\t{gateway}\t{flags}\t0\t0\t0\t{mask}\t0\t0\t0")
+        };
+        assert_eq!(v4(&line("eth0", "00000000", "0001")).as_deref(), Some("192.0.2.0/24"));
+        assert_eq!(v4(&line("eth0", &gateway, "0003")), None);
+        assert_eq!(v4(&line("eth0", "00000000", "0003")), None, "by an IPv6 gateway");
+        assert_eq!(v4(&line("eth1", "00000000", "0001")), None);
+        assert_eq!(
+            v4(
+                "Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT"
+            ),
+            None
+        );
+        let v6 = |gateway: &str| {
+            let line = format!(
+                "20010db8000000000000000000000000 40 {:032x} 00 {gateway} 00000100 00000001 00000000 00000001     eth0",
+                0
+            );
+            route_v6(&line, eth0).map(|network| network.to_string())
+        };
+        assert_eq!(v6(&"0".repeat(32)).as_deref(), Some("2001:db8::/64"));
+        assert_eq!(v6("20010db8000000000000000000000001"), None);
+    }
+}

@@ -1,0 +1,187 @@
+use super::*;
+
+fn healthy() -> Facts {
+    let link = |name: &str| name.parse::<LinkName>().unwrap();
+    Facts {
+        pod_networks: ["10.1.0.0/16", "fd00:1::/48"]
+            .map(|n| n.parse::<Subnet>().unwrap())
+            .into_iter()
+            .collect(),
+        own: ["10.1.5.0/24", "fd00:1:0:5::/64"]
+            .map(|n| n.parse::<Subnet>().unwrap())
+            .into_iter()
+            .collect(),
+        tunnels: vec![link("flannel.1"), link("flannel-v6.1")],
+        kubernetes: true,
+        forwarding: Dual { v4: Some(true), v6: Some(true) },
+        device_forwarding: [(link("flannel.1"), true), (link("eth0"), true)].into(),
+        rp_filter: [(link("flannel.1"), 0), (link("flannel-v6.1"), 2)].into(),
+        bridge_calls: Dual { v4: Some(true), v6: Some(true) },
+        max_neighbours: Dual { v4: Some(1024), v6: Some(1024) },
+        drops: Vec::new(),
+        addresses: [
+            ("eth0", "192.0.2.1"),
+            ("flannel.1", "10.1.5.0"),
+            ("cni0", "10.1.5.1"),
+            ("docker0", "10.1.5.1"),
+        ]
+        .map(|(device, address)| (link(device), address.parse().unwrap()))
+        .into(),
+        public: Dual { v4: Some("192.0.2.1".parse().unwrap()), v6: None },
+        on_link: vec!["192.0.2.0/24".parse().unwrap()],
+        peers: vec![peer("10.1.7.0-24", "192.0.2.7")],
+        unread: Vec::new(),
+    }
+}
+
+fn peer(key: &str, public: &str) -> (Subnets, Dual<IpAddr>) {
+    (key.parse().unwrap(), [public.parse::<IpAddr>().unwrap()].into_iter().collect())
+}
+
+/// The only finding after a change, as `check severity | text | repair`.
+fn only(change: impl FnOnce(&mut Facts)) -> String {
+    let mut facts = healthy();
+    change(&mut facts);
+    match check(&facts).as_slice() {
+        [found] => format!(
+            "{} {} | {} | {}",
+            found.check,
+            found.severity,
+            found.text,
+            found.repair.as_deref().unwrap_or("nothing")
+        ),
+        found => panic!("{found:#?}"),
+    }
+}
+
+#[test]
+fn a_healthy_host_and_an_unreadable_one_have_no_findings() {
+    assert_eq!(check(&healthy()), []);
+    assert_eq!(check(&Facts { pod_networks: healthy().pod_networks, ..Facts::default() }), []);
+}
+
+#[test]
+fn each_fault_is_one_finding_with_its_repair() {
+    let device = |name: &str| name.parse::<LinkName>().unwrap();
+    for (found, parts) in [
+        (
+            only(|f| f.forwarding.v4 = Some(false)),
+            ["forwarding error", "forwards no IPv4 packets", "sysctl -w net.ipv4.ip_forward=1"],
+        ),
+        (
+            only(|f| f.forwarding.v6 = Some(false)),
+            ["forwarding error", "no IPv6 packets", "sysctl -w net.ipv6.conf.all.forwarding=1"],
+        ),
+        (
+            only(|f| _ = f.device_forwarding.insert(device("flannel.1"), false)),
+            [
+                "forwarding error",
+                "arrive on flannel.1",
+                "sysctl -w net.ipv4.conf.flannel/1.forwarding=1",
+            ],
+        ),
+        (
+            only(|f| _ = f.device_forwarding.insert(device("eth0"), false)),
+            ["forwarding warning", "arrive on eth0", "sysctl -w net.ipv4.conf.eth0.forwarding=1"],
+        ),
+        (
+            only(|f| _ = f.rp_filter.insert(device("flannel.1"), 1)),
+            [
+                "rp-filter warning",
+                "rp_filter of flannel.1 is strict",
+                "sysctl -w net.ipv4.conf.flannel/1.rp_filter=2",
+            ],
+        ),
+        (
+            only(|f| f.addresses.push((device("cni0"), "10.1.3.1".parse().unwrap()))),
+            ["clash error", "not of this node's subnet 10.1.5.0/24", "ip link delete cni0"],
+        ),
+        (
+            only(|f| f.addresses.push((device("eth1"), "10.1.3.1".parse().unwrap()))),
+            [
+                "clash warning",
+                "10.1.0.0/16 contains 10.1.3.1, an address of eth1",
+                "flannelctl config set FILE # with",
+            ],
+        ),
+        (
+            only(|f| f.peers.push(peer("10.1.8.0-24", "10.1.200.1"))),
+            [
+                "clash error",
+                "the public address of 10.1.8.0-24",
+                "flannelctl config set FILE # with",
+            ],
+        ),
+        (
+            only(|f| f.peers.push(peer("10.1.8.0-24", "192.0.2.1"))),
+            [
+                "duplicate-address error",
+                "this node's public address 192.0.2.1",
+                "flannelctl lease release --force '10.1.8.0-24' # if",
+            ],
+        ),
+        (
+            only(|f| f.max_neighbours.v4 = Some(1)),
+            [
+                "neighbours warning",
+                "1 peers are on this host's own link",
+                "sysctl -w net.ipv4.neigh.default.gc_thresh3=4",
+            ],
+        ),
+        (
+            only(|f| f.bridge_calls.v6 = Some(false)),
+            [
+                "bridge-netfilter warning",
+                "bridge-nf-call-ip6tables is not 1",
+                "modprobe br_netfilter; sysctl",
+            ],
+        ),
+    ] {
+        assert!(parts.iter().all(|part| found.contains(part)), "{found}\n{parts:?}");
+    }
+}
+
+#[test]
+fn settings_that_do_not_matter_are_no_finding() {
+    let device = |name: &str| name.parse::<LinkName>().unwrap();
+    let mut facts = healthy();
+    facts.kubernetes = false;
+    facts.bridge_calls = Dual { v4: Some(false), v6: Some(false) };
+    facts.own = Dual::default();
+    facts.addresses.push((device("eth1"), "10.1.3.1".parse().unwrap()));
+    facts.pod_networks.v6 = None;
+    facts.forwarding.v6 = Some(false);
+    assert_eq!(check(&facts), []);
+    facts.pod_networks.v4 = None;
+    facts.rp_filter.insert(device("flannel.1"), 1);
+    facts.forwarding.v4 = Some(false);
+    assert_eq!(check(&facts), []);
+}
+
+/// A thousand peers behind a router share its entry, and the tunnel's own entries are permanent.
+#[test]
+fn neighbours_are_counted_only_on_the_own_link() {
+    let mut facts = healthy();
+    facts.max_neighbours.v4 = Some(128);
+    facts.peers = (0..1000)
+        .map(|n| peer("10.1.7.0-24", &format!("198.51.{}.{}", n / 250, n % 250)))
+        .collect();
+    assert_eq!(check(&facts), []);
+    facts.on_link.push("198.51.0.0/16".parse().unwrap());
+    let found = check(&facts);
+    assert!(
+        found.len() == 1 && found[0].text.contains("1000 peers are on this host's own link"),
+        "{found:?}"
+    );
+}
+
+#[test]
+fn errors_come_first() {
+    let mut facts = healthy();
+    facts.rp_filter.insert("flannel.1".parse().unwrap(), 1);
+    facts.max_neighbours.v4 = Some(0);
+    facts.peers.push(peer("10.1.8.0-24", "192.0.2.1"));
+    let severities: Vec<String> =
+        check(&facts).into_iter().map(|finding| finding.severity).collect();
+    assert_eq!(severities, ["error", "warning", "warning"]);
+}

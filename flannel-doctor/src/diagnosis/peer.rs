@@ -1,0 +1,648 @@
+//! Derives faults from the answers of a peer.
+//!
+//! A missing reply alone shows no fault of the peer. The addresses and sizes that are answered show
+//! the likely cause. A finding names a direction only if both ends report.
+
+use std::net::IpAddr;
+
+use flannel_api::Finding;
+use flannel_core::backend::Inlet;
+
+use crate::commands::release;
+use crate::diagnosis::mtu::{Fault, Narrow};
+use crate::inputs::devices::Devices;
+use crate::inputs::echo::Answer;
+use crate::inputs::peers::Question;
+use crate::path_probe::client::{PathProbe, Segments};
+
+/// The answers of one peer in one family.
+#[derive(Debug, Clone, Default)]
+pub struct Answers {
+    /// The answers of the tunnel address to echoes of small and full size; `None`: none was sent.
+    pub tunnel: Option<[Answer; 2]>,
+    /// The answers of the public address.
+    pub public: Option<[Answer; 2]>,
+    /// The result of the path probe.
+    pub path: PathProbe,
+    /// The largest echo that passes, in bytes, if the path was searched.
+    pub passes: Option<u16>,
+}
+
+/// A peer, the question to it, and its answers.
+#[derive(Debug, Clone, Copy)]
+struct Case<'a> {
+    key: &'a str,
+    /// The tunnel address, or the public address without a tunnel.
+    address: IpAddr,
+    /// The size of a full packet to that address, in bytes.
+    full: u16,
+    question: &'a Question,
+    answers: &'a Answers,
+    devices: &'a Devices,
+}
+
+/// All faults of a peer in one family.
+pub fn diagnose(
+    key: &str,
+    question: &Question,
+    answers: &Answers,
+    devices: &Devices,
+) -> Vec<Fault> {
+    let (address, full, [small, big]) =
+        match (&question.tunnel, &answers.tunnel, &question.public, &answers.public) {
+            (Some((address, full)), Some(answers), ..) => (*address, *full, answers),
+            (_, _, Some((address, full)), Some(answers)) => (*address, *full, answers),
+            _ => return Vec::new(),
+        };
+    let case = Case { key, address, full, question, answers, devices };
+    if let Answer::NotSent(error) = small {
+        let text = format!("{address} of {key} cannot be asked: {error}");
+        return vec![
+            Finding::error("route", text).with_command(format!("flannelctl why {address}")).into(),
+        ];
+    }
+    let segments = answers.path.segments.as_ref();
+    let lost = || segments.and_then(|segments| case.lost(segments));
+    let mut found: Vec<Fault> = Vec::new();
+    match (replied(small), replied(big)) {
+        // Without echoes only the path probe counts.
+        _ if *small == Answer::NotAllowed => found.extend(lost()),
+        // A node that answers the path probe is reachable. It only ignores echoes.
+        (false, _) if segments.is_some() => found.extend(lost()),
+        (false, _) => found.push(case.silent().into()),
+        (true, false) => found.push(case.too_big(big)),
+        (true, true) => {
+            found.extend(case.cut_up());
+            found.extend(lost());
+        }
+    }
+    found.extend(segments.and_then(|segments| case.unequal(segments)));
+    found
+}
+
+fn replied(answer: &Answer) -> bool {
+    matches!(answer, Answer::Reply(_))
+}
+
+impl Case<'_> {
+    /// The fault if no echo is answered.
+    fn silent(&self) -> Finding {
+        let Self { key, address, answers, .. } = self;
+        let public = self.question.public.map(|(public, _)| public.to_string()).unwrap_or_default();
+        let public_replies = answers.public.as_ref().is_some_and(|[small, _]| replied(small));
+        if answers.tunnel.is_some() && public_replies {
+            let inlet = self.devices.datapath.inlets.first();
+            let what = inlet.map_or_else(|| "the tunnel".to_owned(), ToString::to_string);
+            let at = if answers.path.acknowledged > 0 { "here" } else { "on both hosts" };
+            let likely = match answers.path.acknowledged {
+                0 => format!(
+                    "{what} may be blocked here, on the way or there, or flannel does not work there"
+                ),
+                _ => format!(
+                    "packets to it arrive, as its daemon reports outside the tunnel, and packets \
+                     from it are lost: {what} may be blocked on the way or here"
+                ),
+            };
+            let text = format!(
+                "no reply from {address}, the tunnel address of {key}, while its public address {public} replies: {likely}"
+            );
+            let ipv6 = self.question.public.is_some_and(|(address, _)| address.is_ipv6());
+            let program = if ipv6 { "ip6tables" } else { "iptables" };
+            let packets = match inlet {
+                Some(Inlet::Udp(port)) => format!("udp --dport {port}"),
+                Some(Inlet::Protocol(number)) => number.to_string(),
+                _ => return Finding::error("tunnel", text),
+            };
+            return Finding::error("tunnel", text)
+                .with_command(format!("{program} -I INPUT -p {packets} -j ACCEPT # {at}"));
+        }
+        let neither = if answers.tunnel.is_some() && answers.public.is_some() {
+            format!(
+                ", neither from its tunnel address {address} nor from its public address {public}"
+            )
+        } else {
+            format!(", at {address}")
+        };
+        Finding::error("peer", format!("no reply from {key}{neither}")).with_command(release(key))
+    }
+
+    /// The fault if only small echoes are answered.
+    fn too_big(&self, answer: &Answer) -> Fault {
+        let Self { key, address, full, answers, .. } = self;
+        let reported = answers.path.segments.as_ref().map_or(0, |report| report.largest_datagram);
+        let arrived = reported.max(answers.path.acknowledged);
+        let what = match answer {
+            Answer::TooBig(Some(most)) => format!("are too big: at most {most} pass"),
+            Answer::TooBig(None) if self.own_device_is_less() => {
+                "are more than this host's own device takes".to_owned()
+            }
+            // The kernel remembers a router's report.
+            Answer::TooBig(None) => match answers.passes {
+                Some(most) => format!("are too big: at most {most} pass"),
+                None => "are too big for the path MTU that this host knows".to_owned(),
+            },
+            _ if arrived >= *full => {
+                "arrive there, and are lost on the way back, where small ones pass".to_owned()
+            }
+            _ if arrived > 0 => "do not arrive there, while small ones do".to_owned(),
+            _ => "get no reply, while small ones do".to_owned(),
+        };
+        let text =
+            format!("packets of {full} bytes, which pods may send, to {address} of {key} {what}");
+        let found = Finding::error("path-mtu", text);
+        if let (Answer::TooBig(None), Some(device), Some(takes), true) =
+            (answer, self.question.device, self.question.takes, self.own_device_is_less())
+        {
+            // Only the tunnel is ours to set. The external interface's MTU may be intended.
+            return match self.question.by_tunnel(self.devices) {
+                true => found.with_command(format!("ip link set {device} mtu {full}")).into(),
+                false => Fault::new(found, Narrow::Uplink { takes, needed: u32::from(*full) }),
+            };
+        }
+        let most = |answer: &Answer| if let Answer::TooBig(most) = answer { *most } else { None };
+        let inner = most(answer).or_else(|| answers.passes.map(u32::from));
+        let public = answers.public.as_ref().and_then(|[_, big]| most(big));
+        self.narrow(found, inner, public)
+    }
+
+    fn own_device_is_less(&self) -> bool {
+        self.question.takes.is_some_and(|takes| takes < u32::from(self.full))
+    }
+
+    /// The fault if tunnel packets are fragmented on the path.
+    fn cut_up(&self) -> Option<Fault> {
+        let ((public, size), Some([_, Answer::TooBig(Some(most))])) =
+            (self.question.public?, &self.answers.public)
+        else {
+            return None;
+        };
+        self.answers.tunnel.as_ref()?;
+        let text = format!(
+            "tunnel packets of {size} bytes to {public} of {} are cut into pieces on the way, where at most {most} pass",
+            self.key
+        );
+        Some(self.narrow(Finding::warning("path-mtu", text), None, Some(*most)))
+    }
+
+    /// The fault if TCP segments are lost where echoes pass.
+    fn lost(&self, segments: &Segments) -> Option<Fault> {
+        let (which, at) = match (segments.there.is_whole(), segments.back.is_whole()) {
+            (true, true) => return None,
+            (false, true) => ("do not arrive there, while those from there arrive here", "here"),
+            (true, false) => ("arrive there, while those from there do not arrive here", "there"),
+            (false, false) => {
+                ("do not arrive there, and those from there do not arrive here", "on both hosts")
+            }
+        };
+        let device = self.question.device?;
+        let repair = match self.question.by_tunnel(self.devices) {
+            true => format!("ethtool -K {device} tx-checksum-ip-generic off # {at}"),
+            // Some features of a network card cannot change. This turns off the others.
+            false if at == "here" => format!("ethtool -K {device} tx off # {at}"),
+            false => format!(
+                "ethtool -K {device} tx off # {at}, where the interface may have another name"
+            ),
+        };
+        let text = format!(
+            "TCP segments of {} bytes to {} of {} {which}: a firewall drops them, or a network card \
+             computes wrong checksums",
+            segments.segment, self.address, self.key
+        );
+        let repair = format!("{repair}; else nft list ruleset");
+        Some(Finding::error("segments", text).with_command(repair).into())
+    }
+
+    /// The fault if pods of the two nodes have different MTUs.
+    fn unequal(&self, segments: &Segments) -> Option<Fault> {
+        let (here, there) = (u32::from(self.full), segments.mtu);
+        if here == there {
+            return None;
+        }
+        let less = if here < there { "here" } else { "there" };
+        let text = format!(
+            "pods here may send {here} bytes, those of {} {there}: packets larger than both take are \
+             lost, the external interface takes less {less}",
+            self.key
+        );
+        let takes = Some(here.min(there) + self.question.header);
+        Some(Fault::new(Finding::warning("mtu", text), Narrow::Way { to: self.way(), takes }))
+    }
+
+    /// The address that full packets have on the wire.
+    fn way(&self) -> IpAddr {
+        self.question.public.map_or(self.address, |(address, _)| address)
+    }
+
+    /// The fault of a path that passes packets of pods of at most `inner` bytes, or packets on the
+    /// wire of at most `wire` bytes.
+    fn narrow(&self, finding: Finding, inner: Option<u32>, wire: Option<u32>) -> Fault {
+        let Question { tunnel, public, header, .. } = self.question;
+        let costs = match (tunnel, public) {
+            (Some((_, inner)), Some((_, wire))) => u32::from(wire.saturating_sub(*inner)),
+            _ => 0,
+        };
+        // The MTU of the network config is the size of a tunnel packet on the wire.
+        let header = if costs > 0 { costs } else { *header };
+        let wire = wire.map(|most| most.saturating_sub(costs) + header);
+        let takes = [inner.map(|most| most + header), wire].into_iter().flatten().min();
+        Fault::new(finding, Narrow::Way { to: self.way(), takes })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use flannel_core::address::{Dual, Family};
+
+    use super::*;
+    use crate::diagnosis::mtu::settle;
+    use crate::fixture::{devices, target};
+    use crate::path_probe::client::Passage;
+
+    /// The findings on one peer.
+    fn findings(question: &Question, answers: &Answers, devices: &Devices) -> Vec<Finding> {
+        settle(diagnose("10.1.7.0-24", question, answers, devices), devices, &[Family::V4])
+    }
+
+    #[test]
+    fn missing_answers_show_the_likely_cause() {
+        let question = &target("vxlan").questions(&devices())[0];
+        let ok = || Answer::Reply(Duration::from_millis(1));
+        let (none, most) = (Answer::Nothing, |n| Answer::TooBig(Some(n)));
+        let found_with = |tunnel: [Answer; 2], public: [Answer; 2]| {
+            let answers =
+                Answers { tunnel: Some(tunnel), public: Some(public), ..Answers::default() };
+            let found = findings(question, &answers, &devices());
+            assert!(found.len() <= 1, "{found:?}");
+            found.into_iter().next().map(|f| {
+                format!("{} {} {} | {}", f.severity, f.check, f.text, f.repair.unwrap_or_default())
+            })
+        };
+        assert_eq!(found_with([ok(), ok()], [ok(), ok()]), None);
+        assert_eq!(
+            found_with([ok(), ok()], [none.clone(), none.clone()]),
+            None,
+            "a host that answers no echo is no fault"
+        );
+        for (found, parts) in [
+            (
+                found_with([none.clone(), none.clone()], [ok(), ok()]),
+                ["error tunnel", "UDP port 8472", "--dport 8472"],
+            ),
+            (
+                found_with([none.clone(), none.clone()], [none.clone(), none.clone()]),
+                [
+                    "error peer",
+                    "no reply from 10.1.7.0-24, neither",
+                    "release --force '10.1.7.0-24'",
+                ],
+            ),
+            (
+                found_with([ok(), none.clone()], [ok(), most(1400)]),
+                ["error path-mtu", "get no reply", "\"MTU\": 1400"],
+            ),
+            (
+                found_with([ok(), none.clone()], [ok(), none.clone()]),
+                ["error path-mtu", "get no reply", "\"MTU\": 1330}}' # the MTU of the path"],
+            ),
+            (
+                found_with([ok(), Answer::TooBig(None)], [ok(), ok()]),
+                [
+                    "error path-mtu",
+                    "are too big for the path MTU that this host knows",
+                    "\"MTU\": 1330",
+                ],
+            ),
+            (
+                found_with([ok(), ok()], [ok(), most(1400)]),
+                ["warning path-mtu", "cut into pieces", "\"MTU\": 1400"],
+            ),
+            (
+                found_with([Answer::NotSent("x".into()), none.clone()], [ok(), ok()]),
+                [
+                    "error route",
+                    "10.1.7.0 of 10.1.7.0-24 cannot be asked: x",
+                    "flannelctl why 10.1.7.0",
+                ],
+            ),
+        ] {
+            let found = found.unwrap();
+            assert!(parts.iter().all(|part| found.contains(part)), "{found}\n{parts:?}");
+        }
+        // The repair configures the size that the search found, plus the tunnel's header.
+        let repair = |question: &Question, answers: &Answers, devices: &Devices| {
+            findings(question, answers, devices).pop().unwrap().repair.unwrap()
+        };
+        let lost = || [ok(), none.clone()];
+        let answers =
+            |tunnel, public| Answers { tunnel, public, passes: Some(1350), ..Answers::default() };
+        assert_eq!(
+            repair(question, &answers(Some(lost()), Some([ok(), ok()])), &devices()),
+            r#"flannelctl config patch '{"Backend": {"MTU": 1400}}'"#
+        );
+        let refused = || answers(Some([ok(), Answer::TooBig(None)]), Some([ok(), ok()]));
+        assert!(
+            repair(question, &refused(), &devices()).ends_with(r#"'{"Backend": {"MTU": 1400}}'"#),
+            "it remembers"
+        );
+        let small = Question { takes: Some(1300), ..question.clone() };
+        assert_eq!(repair(&small, &refused(), &devices()), "ip link set flannel.1 mtu 1450");
+    }
+
+    fn uplink(tunnels: Dual<flannel_core::object::LinkName>) -> Devices {
+        let mut devices = Devices { uplink: Some("eth0".parse().unwrap()), ..devices() };
+        devices.datapath.devices = tunnels;
+        devices
+    }
+
+    #[test]
+    fn without_a_tunnel_the_external_interface_is_what_matters() {
+        let ok = || Answer::Reply(Duration::from_millis(1));
+        let bare = uplink(Default::default());
+        let question = &target("host-gw").questions(&bare)[0];
+        let answers =
+            |full, passes| Answers { public: Some([ok(), full]), passes, ..Answers::default() };
+        assert_eq!(findings(question, &answers(ok(), None), &bare), []);
+        let silent =
+            Answers { public: Some([Answer::Nothing, Answer::Nothing]), ..Answers::default() };
+        assert_eq!(findings(question, &silent, &bare)[0].check, "peer");
+        let repair = |question: &Question, answers: Answers, devices: &Devices| {
+            findings(question, &answers, devices).pop().unwrap().repair.unwrap()
+        };
+        for answers in
+            [answers(Answer::TooBig(Some(1350)), None), answers(Answer::Nothing, Some(1350))]
+        {
+            let repair = repair(question, answers, &bare);
+            assert!(
+                repair.starts_with("ip link set eth0 mtu 1350 # on every node, unless the link"),
+                "{repair}"
+            );
+            assert!(
+                repair.contains("tracepath -n 192.0.2.7") && repair.contains("MTUBytes=1350"),
+                "{repair}"
+            );
+        }
+        let guess = repair(question, answers(Answer::Nothing, None), &bare);
+        assert!(
+            guess.starts_with("tracepath -n 192.0.2.7 #"),
+            "no interface is set by a guess: {guess}"
+        );
+        // A lowered MTU of the interface may be intended.
+        let lowered = Question { takes: Some(1400), ..question.clone() };
+        let repaired = repair(&lowered, answers(Answer::TooBig(None), None), &bare);
+        assert!(
+            repaired.starts_with("systemctl restart flanneld #")
+                && repaired.contains("eth0 mtu 1450"),
+            "{repaired}"
+        );
+
+        // With DirectRouting packets to this peer use the external interface, but the network
+        // config sets the MTU.
+        let direct_devices = uplink(devices().datapath.devices);
+        let direct = target("vxlan").questions(&direct_devices).remove(0).direct(&direct_devices);
+        assert_eq!((direct.device, direct.public.unwrap().1), (direct_devices.uplink, 1450));
+        let lossy = |most| Answers { tunnel: Some([ok(), most]), ..answers(ok(), None) };
+        let patched = repair(&direct, lossy(Answer::TooBig(Some(1400))), &direct_devices);
+        assert!(patched.contains("\"MTU\": 1450"), "the MTU of pods is 50 bytes less: {patched}");
+        let lowered = Question { takes: Some(1420), ..direct.clone() };
+        let patched = repair(&lowered, lossy(Answer::TooBig(None)), &direct_devices);
+        assert!(
+            patched.contains("\"MTU\": 1420}}' # if the MTU of eth0 is a mistake"),
+            "{patched}"
+        );
+
+        let passage = |arrived| Passage { sent: 5592, arrived };
+        for (question, devices, [here, there]) in [
+            (
+                question,
+                &bare,
+                [
+                    "ethtool -K eth0 tx off # here;",
+                    "ethtool -K eth0 tx off # there, where the interface",
+                ],
+            ),
+            (
+                &direct,
+                &direct_devices,
+                [
+                    "ethtool -K eth0 tx off # here;",
+                    "ethtool -K eth0 tx off # there, where the interface",
+                ],
+            ),
+            (
+                &target("vxlan").questions(&direct_devices)[0],
+                &direct_devices,
+                [
+                    "ethtool -K flannel.1 tx-checksum-ip-generic off # here",
+                    "ethtool -K flannel.1 tx-checksum-ip-generic off # there",
+                ],
+            ),
+        ] {
+            for (forth, back, expected) in [(0, 5592, here), (5592, 0, there)] {
+                let segments = Segments {
+                    there: passage(forth),
+                    back: passage(back),
+                    segment: 1398,
+                    mtu: 1450,
+                    largest_datagram: 1450,
+                };
+                let path = PathProbe { acknowledged: 1450, segments: Some(segments) };
+                let answers = Answers {
+                    tunnel: question.tunnel.map(|_| [ok(), ok()]),
+                    path,
+                    ..answers(ok(), None)
+                };
+                let repair = repair(question, answers, devices);
+                assert!(repair.starts_with(expected), "{repair}");
+            }
+        }
+    }
+
+    /// Pods have one MTU for both families: the smaller one, of IPv6.
+    #[test]
+    fn in_dual_stack_the_mtu_of_pods_is_that_of_ipv6() {
+        let tunnels = Dual {
+            v4: Some("flannel.1".parse().unwrap()),
+            v6: Some("flannel-v6.1".parse().unwrap()),
+        };
+        let devices = Devices { mtu: Some(1430), ..uplink(tunnels) };
+        let mut peer = target("vxlan");
+        peer.subnets = vec!["10.1.7.0/24".parse().unwrap(), "fd00:1:0:7::/64".parse().unwrap()];
+        peer.public.v6 = Some("2001:db8::7".parse().unwrap());
+        let questions = peer.questions(&devices);
+        let wire = |question: &Question| question.public.map(|(_, size)| size);
+        assert_eq!(questions.iter().map(wire).collect::<Vec<_>>(), [Some(1480), Some(1500)]);
+        let ok = || Answer::Reply(Duration::from_millis(1));
+        let passage = Passage { sent: 5120, arrived: 5120 };
+        // The underlay there takes 1350 bytes, the minimum, or 1400.
+        for (there, mtu) in [(1280, 1350), (1330, 1400)] {
+            for question in &questions {
+                let segments = Segments {
+                    there: passage,
+                    back: passage,
+                    segment: 1280,
+                    mtu: there,
+                    largest_datagram: 1430,
+                };
+                let path = PathProbe { acknowledged: 0, segments: Some(segments) };
+                let both = || Some([ok(), ok()]);
+                let answers = Answers { tunnel: both(), public: both(), path, passes: None };
+                let faults = diagnose("10.1.7.0-24", question, &answers, &devices);
+                let found = settle(faults, &devices, &Family::BOTH);
+                let patch =
+                    format!("flannelctl config patch '{{\"Backend\": {{\"MTU\": {mtu}}}}}'");
+                assert_eq!(found.len(), 1);
+                assert_eq!(found[0].repair.as_deref(), Some(&*patch), "{:?}", question.family);
+                assert!(!found[0].text.contains("too few"), "{}", found[0].text);
+            }
+            // The same, derived from the size that passes in the tunnel or on the wire.
+            for (question, overhead) in questions.iter().zip([50, 70]) {
+                let lost = |most| Some([ok(), most]);
+                let inner = mtu - overhead;
+                for (tunnel, public, passes) in [
+                    (Answer::Nothing, ok(), u16::try_from(inner).ok()),
+                    (Answer::TooBig(Some(inner)), ok(), None),
+                    (Answer::Nothing, Answer::TooBig(Some(mtu)), None),
+                ] {
+                    let answers = Answers {
+                        tunnel: lost(tunnel),
+                        public: lost(public),
+                        passes,
+                        ..Answers::default()
+                    };
+                    let found = settle(
+                        diagnose("10.1.7.0-24", question, &answers, &devices),
+                        &devices,
+                        &Family::BOTH,
+                    );
+                    let repair = found[0].repair.as_deref().unwrap();
+                    assert!(repair.ends_with(&format!("\"MTU\": {mtu}}}}}'")), "{repair}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_direction_is_named_if_both_ends_report() {
+        let question = &target("vxlan").questions(&devices())[0];
+        let ok = || Answer::Reply(Duration::from_millis(1));
+        let passage = |arrived| Passage { sent: 5592, arrived };
+        let segments = |there, back, mtu, largest_datagram| {
+            Some(Segments {
+                there: passage(there),
+                back: passage(back),
+                segment: 1398,
+                mtu,
+                largest_datagram,
+            })
+        };
+        let found_with = |tunnel: [Answer; 2], segments, acknowledged| {
+            let path = PathProbe { acknowledged, segments };
+            let answers =
+                Answers { tunnel: Some(tunnel), public: Some([ok(), ok()]), path, passes: None };
+            let found = findings(question, &answers, &devices());
+            let line = |f: Finding| {
+                format!("{} {} {} | {}", f.severity, f.check, f.text, f.repair.unwrap_or_default())
+            };
+            found.into_iter().map(line).collect::<Vec<_>>()
+        };
+        let none = || Answer::Nothing;
+        assert_eq!(found_with([ok(), ok()], segments(5592, 5592, 1450, 1450), 0), [""; 0]);
+        assert_eq!(found_with([Answer::NotAllowed, Answer::NotAllowed], None, 0), [""; 0]);
+        assert_eq!(
+            found_with([none(), none()], segments(5592, 5592, 1450, 1450), 0),
+            [""; 0],
+            "only echoes are refused"
+        );
+        for (found, parts) in [
+            (
+                found_with([ok(), ok()], segments(0, 5592, 1450, 1450), 0),
+                [
+                    "error segments",
+                    "do not arrive there, while those from there arrive here",
+                    "off # here",
+                ],
+            ),
+            (
+                found_with([ok(), ok()], segments(5592, 4096, 1450, 1450), 0),
+                ["error segments", "arrive there, while those from there do not", "off # there"],
+            ),
+            (
+                found_with([none(), none()], segments(0, 0, 1450, 64), 0),
+                ["error segments", "do not arrive there, and those", "off # on both"],
+            ),
+            (
+                found_with([ok(), none()], segments(0, 5592, 1450, 64), 0),
+                [
+                    "error path-mtu",
+                    "do not arrive there, while small ones do",
+                    "\"MTU\": 1330}}' # the MTU of the path",
+                ],
+            ),
+            (
+                found_with([ok(), none()], segments(5592, 0, 1450, 1450), 0),
+                [
+                    "error path-mtu",
+                    "arrive there, and are lost on the way back",
+                    "\"MTU\": 1330}}' # the MTU of the path",
+                ],
+            ),
+            (
+                found_with([ok(), Answer::TooBig(None)], segments(5592, 5592, 1450, 1450), 1450),
+                [
+                    "error path-mtu",
+                    "are too big for the path MTU that this host knows",
+                    "\"MTU\": 1330",
+                ],
+            ),
+            (
+                found_with([ok(), none()], None, 1450),
+                [
+                    "error path-mtu",
+                    "arrive there, and are lost on the way back",
+                    "\"MTU\": 1330}}' # the MTU of the path",
+                ],
+            ),
+            (
+                found_with([ok(), none()], segments(5592, 5592, 1450, 0), 0),
+                ["error path-mtu", "get no reply", "\"MTU\": 1330}}' # the MTU of the path"],
+            ),
+            (
+                found_with([ok(), ok()], segments(5592, 5592, 1350, 1450), 0),
+                [
+                    "warning mtu",
+                    "pods here may send 1450 bytes, those of 10.1.7.0-24 1350",
+                    "\"MTU\": 1400",
+                ],
+            ),
+            (
+                found_with([none(), none()], None, 80),
+                [
+                    "error tunnel",
+                    "packets to it arrive, as its daemon reports outside the tunnel",
+                    "--dport 8472",
+                ],
+            ),
+            (
+                found_with(
+                    [Answer::NotAllowed, Answer::NotAllowed],
+                    segments(0, 5592, 1450, 1450),
+                    0,
+                ),
+                [
+                    "error segments",
+                    "do not arrive there, while those from there arrive here",
+                    "off # here",
+                ],
+            ),
+            (
+                found_with([none(), none()], None, 0),
+                ["error tunnel", "blocked here, on the way or there", "--dport 8472"],
+            ),
+        ] {
+            assert_eq!(found.len(), 1, "{found:?}");
+            assert!(parts.iter().all(|part| found[0].contains(part)), "{found:?}\n{parts:?}");
+        }
+    }
+}

@@ -1,0 +1,347 @@
+//! Explains the path of packets to one address, from the lease to the kernel's route look-up.
+//!
+//! The verdict compares the objects that the leases need with the kernel's answer over all routing
+//! tables. So it shows a route or rule of another program even if all objects of ours are in place.
+
+use std::net::IpAddr;
+use std::sync::Arc;
+
+use flannel_api::{ObjectReport, VERSION, WhyReport};
+use flannel_core::error::holder;
+use flannel_core::kernel::{KernelError, RouteAnswer};
+use flannel_core::object::{LinkName, Object, Via};
+use flannel_core::status::ObjectState;
+use flannel_core::{Config, Kernel, Lease};
+
+/// Looks up the route to an address, off the async threads.
+pub async fn lookup(kernel: Arc<dyn Kernel>, address: IpAddr) -> Result<RouteAnswer, KernelError> {
+    let answer = tokio::task::spawn_blocking(move || kernel.lookup(address)).await;
+    answer.unwrap_or_else(|_| Err(KernelError::explained(5, "the look-up was not carried out")))
+}
+
+/// The network's explanation of a peer.
+pub struct Explained {
+    /// The lease.
+    pub lease: Arc<Lease>,
+    /// The reason that the lease is rejected; `None`: it is accepted.
+    pub rejection: Option<String>,
+    /// The objects of the lease, with their states.
+    pub objects: Vec<(Object, ObjectState)>,
+}
+
+/// The inputs for one address.
+pub struct RouteInputs<'a> {
+    /// A daemon makes the diagnosis itself.
+    pub daemon: bool,
+    /// The network config.
+    pub config: Option<&'a Config>,
+    /// This node's lease.
+    pub own: Option<&'a Lease>,
+    /// The lease whose subnet holds the address, if there is no explanation.
+    pub lease: Option<&'a Lease>,
+    /// The network's explanation of the peer.
+    pub explanation: Option<Explained>,
+    /// The kernel's answer.
+    pub answer: Result<RouteAnswer, KernelError>,
+}
+
+impl Default for RouteInputs<'_> {
+    fn default() -> Self {
+        Self {
+            daemon: false,
+            config: None,
+            own: None,
+            lease: None,
+            explanation: None,
+            answer: Ok(RouteAnswer::nowhere()),
+        }
+    }
+}
+
+/// The report on an address.
+pub fn diagnose(address: IpAddr, facts: &RouteInputs<'_>) -> WhyReport {
+    let network =
+        facts.config.and_then(|config| config.pod_networks().find(|n| n.contains(address)));
+    let holds = |lease: &&Lease| lease.subnets.iter().any(|subnet| subnet.contains(address));
+    let own = facts.own.filter(holds);
+    let lease = own.or_else(|| facts.explanation.as_ref().map(|e| &*e.lease)).or(facts.lease);
+    let rejection = facts.explanation.as_ref().and_then(|e| e.rejection.clone());
+    let objects: Vec<ObjectReport> = facts
+        .explanation
+        .iter()
+        .flat_map(|e| &e.objects)
+        .map(|(object, how)| wanted(object, how))
+        .collect();
+    let (ok, verdict, hint) = verdict(address, facts, own.is_some(), network.is_some(), lease);
+    WhyReport {
+        version: VERSION,
+        address: address.to_string(),
+        ok,
+        verdict,
+        hint,
+        network: network.map(|network| network.to_string()),
+        lease: lease.map(|lease| lease.subnets.to_string()),
+        node: lease
+            .map(|lease| if own.is_some() { "this node".to_owned() } else { holder(&lease.attrs) }),
+        rejection,
+        objects,
+        kernel: match &facts.answer {
+            Ok(answer) if answer.local => "it is an address of this host".to_owned(),
+            Ok(answer) => way(answer.gateway, answer.link),
+            Err(error) => format!("not known: {error}"),
+        },
+        stale: None,
+    }
+}
+
+fn wanted(object: &Object, how: &ObjectState) -> ObjectReport {
+    let (state, error) = match how {
+        ObjectState::InPlace => ("in place", None),
+        ObjectState::Failing(failure) => ("failing", Some(failure.error.to_string())),
+        ObjectState::Unwanted => ("not wanted", None),
+        _ => ("pending", None),
+    };
+    ObjectReport { object: object.to_string(), state: state.to_owned(), error }
+}
+
+/// The device and the gateway of the wanted route to the address.
+fn wanted_way(
+    address: IpAddr,
+    objects: &[(Object, ObjectState)],
+) -> Option<(LinkName, Option<IpAddr>)> {
+    let route = objects.iter().find_map(|(object, _)| match object {
+        Object::Route(route) if route.dst.contains(address) => Some(route),
+        _ => None,
+    })?;
+    match route.via {
+        Via::Gateway { gateway, link, .. } => Some((link, Some(gateway))),
+        Via::Link(link) => Some((link, None)),
+        Via::Nexthop(id) => objects.iter().find_map(|(object, _)| match object {
+            Object::Nexthop(nexthop) if nexthop.id == id => {
+                Some((nexthop.link, Some(nexthop.gateway)))
+            }
+            _ => None,
+        }),
+        _ => None,
+    }
+}
+
+/// The command that deletes the route in use for an address; never the default route.
+fn unshadow(address: IpAddr) -> String {
+    let ip = if address.is_ipv4() { "ip" } else { "ip -6" };
+    format!(
+        "{ip} route del $({ip} route get fibmatch {address} | grep -v ^default) # if no rule causes it: {ip} rule"
+    )
+}
+
+/// `via 192.0.2.254 dev eth0`, for example.
+fn way(gateway: Option<IpAddr>, link: Option<LinkName>) -> String {
+    match (gateway, link) {
+        (Some(gateway), Some(link)) => format!("via {gateway} dev {link}"),
+        (None, Some(link)) => format!("dev {link}"),
+        (_, None) => "nowhere".to_owned(),
+    }
+}
+
+type Verdict = (bool, String, Option<String>);
+
+fn verdict(
+    address: IpAddr,
+    facts: &RouteInputs<'_>,
+    own: bool,
+    in_network: bool,
+    lease: Option<&Lease>,
+) -> Verdict {
+    let answer = match &facts.answer {
+        Ok(answer) => answer,
+        Err(error) => return (false, format!("the route look-up failed: {error}"), None),
+    };
+    if own {
+        let text =
+            if answer.local { "it is this node's own" } else { "it is in this node's own subnet" };
+        return (
+            true,
+            format!("{text}: the CNI plugin's bridge delivers the packets, not flannel"),
+            None,
+        );
+    }
+    let Some(lease) = lease else {
+        return match (facts.config, in_network) {
+            (Some(_), true) => (
+                false,
+                "no node holds a subnet with it".to_owned(),
+                Some("flannelctl lease list # does the node run that should hold it?".to_owned()),
+            ),
+            (Some(_), false) => (
+                false,
+                "it lies outside the pod networks: flannel has no route to it".to_owned(),
+                None,
+            ),
+            (None, _) => (false, "nothing is known of it".to_owned(), None),
+        };
+    };
+    let Some(explanation) = &facts.explanation else {
+        let (text, hint) = match facts.daemon {
+            true => ("whose lease has arrived and waits for its turn", "flannelctl watch"),
+            false => ("and the daemon does not answer", "systemctl start flanneld"),
+        };
+        return (
+            false,
+            format!("it belongs to {}, {text}", holder(&lease.attrs)),
+            Some(hint.to_owned()),
+        );
+    };
+    of_peer(address, lease, explanation, answer)
+}
+
+/// The verdict on a peer that the network knows.
+fn of_peer(
+    address: IpAddr,
+    lease: &Lease,
+    explanation: &Explained,
+    answer: &RouteAnswer,
+) -> Verdict {
+    if let Some(why) = &explanation.rejection {
+        return (false, format!("its lease {} is rejected: {why}", lease.subnets), None);
+    }
+    let waits = |(_, how): &(Object, ObjectState)| matches!(how, ObjectState::Pending);
+    let watch = Some("flannelctl watch".to_owned());
+    if !explanation.objects.is_empty() && explanation.objects.iter().all(waits) {
+        let node = holder(&lease.attrs);
+        let text = format!(
+            "it belongs to {node}, of which nothing is known to be in place yet: it waits for its turn"
+        );
+        return (false, text, watch);
+    }
+    let bad = explanation.objects.iter().find(|(_, how)| !matches!(how, ObjectState::InPlace));
+    if let Some((object, how)) = bad {
+        let state = wanted(object, how);
+        let error = state.error.map(|error| format!(": {error}")).unwrap_or_default();
+        return (
+            false,
+            format!("{object} is {}{error}", state.state),
+            watch.filter(|_| *how == ObjectState::Pending),
+        );
+    }
+    match wanted_way(address, &explanation.objects) {
+        Some((link, gateway)) if answer.link != Some(link) || answer.gateway != gateway => {
+            let (is, should) = (way(answer.gateway, answer.link), way(gateway, Some(link)));
+            let text = format!(
+                "shadowed: packets go {is} instead of {should}, because of a more specific route or a rule of others"
+            );
+            (false, text, Some(unshadow(address)))
+        }
+        Some((link, _)) => (
+            true,
+            format!("packets go by {link} to {}, everything is in place", holder(&lease.attrs)),
+            None,
+        ),
+        None => (true, "everything is in place".to_owned(), None),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use flannel_core::lease::{LeaseAttrs, Revision};
+    use flannel_core::object::{MacAddr, Neigh, Route};
+
+    use super::*;
+
+    fn peer() -> Lease {
+        Lease {
+            subnets: "10.1.7.0-24".parse().unwrap(),
+            attrs: LeaseAttrs::from_json(r#"{"PublicIP":"192.0.2.7","BackendType":"vxlan"}"#)
+                .unwrap(),
+            expires: None,
+            since: Revision(1),
+            revision: Revision(1),
+        }
+    }
+
+    fn route() -> Object {
+        let via = Via::Gateway {
+            gateway: "10.1.7.0".parse().unwrap(),
+            link: "flannel.1".parse().unwrap(),
+            onlink: true,
+        };
+        Route { dst: "10.1.7.0/24".parse().unwrap(), via, mtu: None }.into()
+    }
+
+    #[test]
+    fn each_layer_can_be_the_cause() {
+        let config = Config::parse(r#"{"Network":"10.1.0.0/16"}"#).unwrap();
+        let own = Lease { subnets: "10.1.5.0-24".parse().unwrap(), ..peer() };
+        let address: IpAddr = "10.1.7.9".parse().unwrap();
+        let right =
+            RouteAnswer::via("flannel.1".parse().unwrap(), Some("10.1.7.0".parse().unwrap()), None);
+        let wrong = RouteAnswer::via("eth1".parse().unwrap(), None, None);
+        let explain = |how: ObjectState, rejection: Option<String>| Explained {
+            lease: Arc::new(peer()),
+            rejection,
+            objects: vec![(route(), how)],
+        };
+        let ask = |address: IpAddr, explanation: Option<Explained>, answer: RouteAnswer| {
+            let facts = RouteInputs {
+                daemon: true,
+                config: Some(&config),
+                own: Some(&own),
+                lease: None,
+                explanation,
+                answer: Ok(answer),
+            };
+            diagnose(address, &facts)
+        };
+        let good = ask(address, Some(explain(ObjectState::InPlace, None)), right);
+        assert!(good.ok && good.verdict.starts_with("packets go by flannel.1"), "{good:?}");
+        assert_eq!(good.node.as_deref(), Some("192.0.2.7 (vxlan)"));
+        let shadowed = ask(address, Some(explain(ObjectState::InPlace, None)), wrong);
+        assert!(
+            !shadowed.ok
+                && shadowed.verdict.starts_with("shadowed: packets go dev eth1 instead of"),
+            "{shadowed:?}"
+        );
+        let pending = ask(address, Some(explain(ObjectState::Pending, None)), right);
+        assert!(pending.verdict.contains("nothing is known to be in place yet"), "{pending:?}");
+        assert_eq!(pending.hint.as_deref(), Some("flannelctl watch"));
+        assert_eq!((pending.objects.len(), pending.objects[0].state.as_str()), (1, "pending"));
+        let mut half = explain(ObjectState::InPlace, None);
+        half.objects.push((
+            Object::from(Neigh {
+                link: "flannel.1".parse().unwrap(),
+                address: [10, 1, 7, 0].into(),
+                mac: MacAddr([1; 6]),
+            }),
+            ObjectState::Pending,
+        ));
+        let half = ask(address, Some(half), right);
+        assert!(
+            half.verdict.starts_with("neigh ") && half.verdict.ends_with("is pending"),
+            "{half:?}"
+        );
+        let rejected = ask(
+            address,
+            Some(explain(ObjectState::Unwanted, Some("another backend".into()))),
+            right,
+        );
+        assert!(rejected.verdict.ends_with("rejected: another backend"), "{rejected:?}");
+        // The lease is in the store, but the network has not processed it yet.
+        for (daemon, hint) in [(true, "flannelctl watch"), (false, "systemctl start flanneld")] {
+            let lease = peer();
+            let facts = RouteInputs {
+                daemon,
+                lease: Some(&lease),
+                answer: Ok(right),
+                ..RouteInputs::default()
+            };
+            let waits = diagnose(address, &facts);
+            assert_eq!((waits.ok, waits.hint.as_deref()), (false, Some(hint)), "{waits:?}");
+            assert_eq!(waits.verdict.contains("waits for its turn"), daemon, "{waits:?}");
+        }
+        let nobody = ask("10.1.99.1".parse().unwrap(), None, right);
+        assert!(nobody.verdict.starts_with("no node holds"), "{nobody:?}");
+        let outside = ask("10.9.9.9".parse().unwrap(), None, right);
+        assert!(outside.verdict.starts_with("it lies outside"), "{outside:?}");
+        let ours = ask("10.1.5.4".parse().unwrap(), None, right);
+        assert!(ours.ok && ours.node.as_deref() == Some("this node"), "{ours:?}");
+    }
+}

@@ -1,0 +1,190 @@
+//! Devices, programs on the tunnel's port, and checksum offload, as the kernel reports them.
+
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+use flannel_core::Kernel;
+use flannel_core::address::Family;
+use flannel_core::backend::{Datapath, Inlet};
+use flannel_core::kernel::Footprint;
+use flannel_core::object::{Link, LinkName, Object};
+use flannel_netlink::NetlinkKernel;
+use flannel_netlink::iface::Selectors;
+
+use super::network::Network;
+
+/// The first kernel that computes right checksums of masqueraded packets in a tunnel.
+///
+/// **Source**: flannel#1279, calico `ChecksumOffloadBroken`; linux commit 4f710a4d3b.
+const CHECKSUMS_FIXED: [u32; 2] = [5, 7];
+
+/// The devices of this host. A value of `None` could not be read.
+#[derive(Debug, Clone, Default)]
+pub struct Devices {
+    /// The path of pods' packets.
+    pub datapath: Datapath,
+    /// The type of the backend that has the tunnel devices.
+    pub backend: String,
+    /// The tunnel devices that exist and are of the right kind.
+    pub links: Vec<Link>,
+    /// The names of all links, with their MTUs.
+    pub all: Vec<(LinkName, u32)>,
+    /// The external interface.
+    pub uplink: Option<LinkName>,
+    /// The MTU of pods, in bytes.
+    pub mtu: Option<u32>,
+    /// Programs with a socket on a UDP port of a tunnel: port, name, process id.
+    pub port_users: Vec<(u16, String, u32)>,
+    /// The kernel's release.
+    pub kernel: Option<[u32; 2]>,
+    /// Tunnels with checksum offload. Read only on kernels where [`Devices::checksums_matter`].
+    pub offloaded: Option<Vec<LinkName>>,
+    /// The daemon runs.
+    pub daemon: bool,
+}
+
+impl Devices {
+    /// The MTU of a device, in bytes.
+    pub fn takes(&self, device: LinkName) -> Option<u32> {
+        self.all.iter().find(|(name, _)| *name == device).map(|(_, mtu)| *mtu)
+    }
+
+    /// The size of a tunnel's header, in bytes; 0 without a tunnel.
+    pub fn overhead(&self, family: Family) -> u32 {
+        self.datapath.devices[family].and(self.datapath.overhead[family]).unwrap_or(0)
+    }
+
+    /// Whether there are tunnels on a kernel that computes wrong checksums.
+    pub fn checksums_matter(&self) -> bool {
+        !self.links.is_empty() && self.kernel.is_some_and(|release| release < CHECKSUMS_FIXED)
+    }
+}
+
+/// Reads the devices of a network.
+///
+/// # Blocking
+/// Asks the kernel, and `ethtool` on kernels where checksums matter.
+pub fn read(network: &Network) -> Devices {
+    let Network { uplink, mtu, daemon, .. } = *network;
+    let datapath = &network.datapath;
+    let kernel = NetlinkKernel::open();
+    let footprint =
+        Footprint { links: datapath.devices.values().copied().collect(), ..Footprint::default() };
+    let snapshot = kernel
+        .as_ref()
+        .ok()
+        .and_then(|kernel| kernel.snapshot(&footprint).ok())
+        .unwrap_or_default();
+    let links: Vec<Link> = snapshot
+        .iter()
+        .filter_map(
+            |object| if let Object::Link(link) = object { Some(link.clone()) } else { None },
+        )
+        .collect();
+    let facts = kernel.and_then(|kernel| kernel.facts(&Selectors::default())).unwrap_or_default();
+    let mut devices = Devices {
+        datapath: datapath.clone(),
+        backend: network.backend.clone(),
+        links,
+        all: facts.interfaces.iter().map(|found| (found.name, found.mtu)).collect(),
+        uplink,
+        mtu,
+        port_users: Vec::new(),
+        kernel: fs::read_to_string("/proc/sys/kernel/osrelease")
+            .ok()
+            .and_then(|text| release(&text)),
+        offloaded: None,
+        daemon,
+    };
+    if !devices.links.is_empty() {
+        let port = |inlet: &Inlet| if let Inlet::Udp(port) = inlet { Some(*port) } else { None };
+        devices.port_users = datapath.inlets.iter().filter_map(port).flat_map(port_users).collect();
+    }
+    if devices.checksums_matter() {
+        devices.offloaded = devices
+            .links
+            .iter()
+            .map(|link| Some((link.name, offload(link.name)?)))
+            .collect::<Option<Vec<_>>>()
+            .map(|all| all.into_iter().filter(|(_, on)| *on).map(|(name, _)| name).collect());
+    }
+    devices
+}
+
+/// `6.1.0-18-amd64` is 6.1.
+fn release(text: &str) -> Option<[u32; 2]> {
+    let mut numbers = text.split(|c: char| !c.is_ascii_digit());
+    Some([numbers.next()?.parse().ok()?, numbers.next()?.parse().ok()?])
+}
+
+/// Whether checksum offload is on; `None` without `ethtool`.
+fn offload(link: LinkName) -> Option<bool> {
+    let mut command = Command::new("ethtool");
+    // `ethtool` needs no password.
+    command.args(["-k", link.as_str()]).env_remove("FLANNELD_ETCD_PASSWORD");
+    let output = command.output().ok()?;
+    let text = String::from_utf8_lossy(&output.stdout);
+    let line = text
+        .lines()
+        .find_map(|line| line.trim().strip_prefix("tx-checksum-ip-generic:").map(str::trim))?;
+    Some(line.starts_with("on"))
+}
+
+/// Programs with a socket on a UDP port. The kernel's own sockets belong to no process.
+fn port_users(port: u16) -> Vec<(u16, String, u32)> {
+    let tables =
+        ["udp", "udp6"].map(|file| fs::read_to_string(format!("/proc/thread-self/net/{file}")));
+    let inodes: Vec<String> = tables
+        .iter()
+        .flatten()
+        .flat_map(|table| inodes(table, port))
+        .map(|inode| format!("socket:[{inode}]"))
+        .collect();
+    if inodes.is_empty() {
+        return Vec::new();
+    }
+    let pids = fs::read_dir("/proc").into_iter().flatten().flatten();
+    let pids = pids.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
+    let has = |pid: &u32| {
+        let files = fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
+        let mut targets = files.filter_map(|file| fs::read_link(file.path()).ok());
+        targets
+            .any(|target: std::path::PathBuf| inodes.iter().any(|inode| target == Path::new(inode)))
+    };
+    let name = |pid: u32| {
+        fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default().trim().to_owned()
+    };
+    pids.filter(has).map(|pid| (port, name(pid), pid)).collect()
+}
+
+/// The inodes of the sockets on a port in the kernel's table of UDP sockets.
+fn inodes(table: &str, port: u16) -> Vec<u64> {
+    let inode = |line: &str| {
+        let fields: Vec<&str> = line.split_whitespace().collect();
+        let (_, local) = fields.get(1)?.rsplit_once(':')?;
+        (u16::from_str_radix(local, 16).ok()? == port).then(|| fields.get(9)?.parse().ok())?
+    };
+    table.lines().skip(1).filter_map(inode).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn releases_and_socket_tables_are_read() {
+        assert_eq!(
+            ["6.1.0-18-amd64\n", "5.4", "x"].map(release),
+            [Some([6, 1]), Some([5, 4]), None]
+        );
+        let table = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode ref\n \
+            12: 00000000:2118 00000000:0000 07 00000000:00000000 00:00000000 00000000     0        0 4711 2 0\n \
+            13: 0100007F:0035 00000000:0000 07 00000000:00000000 00:00000000 00000000     0        0 4712 2 0\n";
+        assert_eq!(inodes(table, 8472), [4711]);
+        assert_eq!(inodes("", 8472), [0; 0]);
+        let socket = std::net::UdpSocket::bind("127.0.0.1:0").unwrap();
+        let found = port_users(socket.local_addr().unwrap().port());
+        assert!(found.iter().any(|(_, _, pid)| *pid == std::process::id()), "{found:?}");
+    }
+}

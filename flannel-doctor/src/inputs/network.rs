@@ -1,0 +1,41 @@
+//! The network to examine.
+
+use flannel_core::address::Family;
+use flannel_core::backend::Datapath;
+use flannel_core::object::LinkName;
+
+use super::peers::Target;
+
+/// The network to examine, from the daemon, or without a daemon from the store and the kernel.
+#[derive(Debug, Clone, Default)]
+pub struct Network {
+    /// The daemon runs.
+    pub daemon: bool,
+    /// The store of the daemon's leases.
+    pub store: Option<String>,
+    /// The devices that the network needs are known.
+    pub known: bool,
+    /// The backend type in the leases of this node's backend.
+    pub backend: String,
+    /// The path of pods' packets.
+    pub datapath: Datapath,
+    /// The external interface.
+    pub uplink: Option<LinkName>,
+    /// The MTU of pods, in bytes.
+    pub mtu: Option<u32>,
+    /// The other nodes.
+    pub targets: Vec<Target>,
+}
+
+impl Network {
+    /// The families of the tunnels, or without tunnels of the peers.
+    pub fn families(&self) -> Vec<Family> {
+        let of_peers =
+            |family| self.targets.iter().flat_map(|t| &t.subnets).any(|s| s.family() == family);
+        let has = |family: &Family| match self.datapath.devices.is_empty() {
+            true => of_peers(*family),
+            false => self.datapath.devices[*family].is_some(),
+        };
+        Family::BOTH.into_iter().filter(has).collect()
+    }
+}

@@ -1,0 +1,238 @@
+//! The result as tables of 80 columns.
+
+use std::fmt::Write;
+
+use crate::cli::outcome::{HostRow, Outcome, PairRow};
+
+/// Hosts whose matrix fits into 80 columns.
+const MATRIX_HOSTS: usize = 8;
+
+/// Hosts, and pairs that are not reached, that are listed at most.
+const LISTED: usize = 20;
+
+/// Renders a result, with colours for a terminal.
+pub(crate) fn render(outcome: &Outcome, colours: bool) -> String {
+    let paint = Paint(colours);
+    let mut text = format!(
+        "{} on {} · {} · {}\n\n",
+        count(outcome.hosts.len(), "pod"),
+        count(outcome.hosts.len(), "host"),
+        outcome.backend,
+        outcome.family
+    );
+    text += &hosts(&outcome.hosts, &paint);
+    for family in ["ipv4", "ipv6"] {
+        let pairs: Vec<&PairRow> =
+            outcome.pairs.iter().filter(|pair| pair.family == family).collect();
+        if pairs.is_empty() {
+            continue;
+        }
+        let title = if family == "ipv4" { "IPv4" } else { "IPv6" };
+        if outcome.hosts.len() <= MATRIX_HOSTS {
+            text += &matrix(title, &outcome.hosts, &pairs, &paint);
+        } else {
+            text += &summary(title, &pairs, &paint);
+        }
+    }
+    text += &reasons(outcome);
+    text + &verdict(outcome, &paint)
+}
+
+fn count(n: usize, noun: &str) -> String {
+    format!("{n} {noun}{}", if n == 1 { "" } else { "s" })
+}
+
+fn hosts(hosts: &[HostRow], paint: &Paint) -> String {
+    let row = |[host, address, subnet, mtu, memory]: [&str; 5]| {
+        format!("{host:<9} {address:<15} {subnet:<26} {mtu:>5}  {memory:>9}").trim_end().to_owned()
+    };
+    let mut text = paint.bold(&row(["HOST", "ADDRESS", "LEASE", "MTU", "MEMORY"])) + "\n";
+    for host in hosts.iter().take(LISTED) {
+        let memory = host
+            .vm_rss_kib
+            .map_or_else(|| "-".to_owned(), |kib| format!("{:.1} MiB", kib as f64 / 1024.0));
+        for line in 0..host.subnets.len().max(1) {
+            let subnet = host.subnets.get(line).map_or("", String::as_str);
+            // In the line of each lease, the address of its family.
+            let same = |address: &&std::net::IpAddr| address.is_ipv6() == subnet.contains(':');
+            let address =
+                host.addresses.iter().find(same).map(ToString::to_string).unwrap_or_default();
+            let mtu = host.mtu.to_string();
+            let first = [host.name.as_str(), &address, subnet, &mtu, &memory];
+            text += &row(if line == 0 { first } else { ["", &address, subnet, "", ""] });
+            text += "\n";
+        }
+    }
+    if hosts.len() > LISTED {
+        let _ = writeln!(text, "… and {} more (--json lists all)", hosts.len() - LISTED);
+    }
+    text
+}
+
+fn matrix(title: &str, hosts: &[HostRow], pairs: &[&PairRow], paint: &Paint) -> String {
+    let mut text = format!("\n{title}: round trips between pods in ms, from the left to the top\n");
+    let header: String = hosts.iter().map(|host| format!(" {:>8}", host.pod)).collect();
+    text += &(paint.bold(&format!("{:<8}{header}", "")) + "\n");
+    for from in hosts {
+        text += &format!("{:<8}", from.pod);
+        for to in hosts {
+            let pair = pairs.iter().find(|pair| pair.from == from.pod && pair.to == to.pod);
+            text += &match pair {
+                Some(pair) if pair.ok => format!(" {:>8}", pair.cell),
+                Some(pair) => format!(" {}", paint.red(&format!("{:>8}", pair.cell))),
+                None => format!(" {:>8}", "·"),
+            };
+        }
+        text += "\n";
+    }
+    text
+}
+
+fn summary(title: &str, pairs: &[&PairRow], paint: &Paint) -> String {
+    let mut reached: Vec<&&PairRow> = pairs.iter().filter(|pair| pair.ok).collect();
+    reached.sort_by(|a, b| b.rtt_ms.unwrap_or(0.0).total_cmp(&a.rtt_ms.unwrap_or(0.0)));
+    let count = format!("{} of {} pairs reached", reached.len(), pairs.len());
+    let count = if reached.len() == pairs.len() { count } else { paint.red(&count) };
+    let mut text = format!("\n{title}: {count}\n");
+    if let (Some(slowest), Some(fastest)) = (reached.first(), reached.last()) {
+        let (min, median, max) = (&fastest.cell, &reached[reached.len() / 2].cell, &slowest.cell);
+        let _ = writeln!(
+            text,
+            "round trips in ms: min {min}, median {median}, max {max}; the slowest:"
+        );
+        for pair in reached.iter().take(5) {
+            let _ = writeln!(text, "  {:<8} → {:<8} {:>8}", pair.from, pair.to, pair.cell);
+        }
+    }
+    text
+}
+
+/// The reasons of the pairs that are not reached.
+fn reasons(outcome: &Outcome) -> String {
+    let failures: Vec<&PairRow> = outcome.pairs.iter().filter(|pair| !pair.ok).collect();
+    let mut text = String::new();
+    for pair in failures.iter().take(LISTED) {
+        let reason = pair.error.as_deref().unwrap_or("unknown");
+        let start = if text.is_empty() { "\n" } else { "" };
+        let _ =
+            writeln!(text, "{start}{:<8} → {:<8} {}: {reason}", pair.from, pair.to, pair.family);
+    }
+    if failures.len() > LISTED {
+        let _ = writeln!(text, "… and {} more (--json lists all)", failures.len() - LISTED);
+    }
+    text
+}
+
+fn verdict(outcome: &Outcome, paint: &Paint) -> String {
+    let pairs = outcome.pairs.len();
+    let missed = outcome.pairs.iter().filter(|pair| !pair.ok).count();
+    let text = match outcome.seconds_to_ready {
+        Some(seconds) if outcome.ok => paint.green(&format!(
+            "✓ every pod reached every pod {seconds:.2} s after the last daemon's start"
+        )),
+        _ => paint.red(&format!("✗ {missed} of {pairs} pairs not reached")),
+    };
+    format!("\n{text}\n")
+}
+
+/// Colours, if wanted.
+struct Paint(bool);
+
+impl Paint {
+    fn with(&self, code: &str, text: &str) -> String {
+        if self.0 { format!("\x1b[{code}m{text}\x1b[0m") } else { text.to_owned() }
+    }
+
+    fn bold(&self, text: &str) -> String {
+        self.with("1", text)
+    }
+
+    fn red(&self, text: &str) -> String {
+        self.with("31", text)
+    }
+
+    fn green(&self, text: &str) -> String {
+        self.with("32", text)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn outcome(hosts: usize, broken: Option<(&str, &str)>) -> Outcome {
+        let row = |n: usize| HostRow {
+            name: format!("host-{n}"),
+            addresses: vec![
+                format!("192.168.77.{n}").parse().unwrap(),
+                format!("fd00:77::{n:x}").parse().unwrap(),
+            ],
+            subnets: vec![format!("10.244.{n}.0/24"), format!("fd00:10:244:ff{n:02x}::/64")],
+            mtu: 1430,
+            pod: format!("pod-{n}"),
+            pod_addresses: Vec::new(),
+            daemon_pid: Some(1),
+            vm_rss_kib: Some(6 * 1024 + 512),
+        };
+        let mut pairs = Vec::new();
+        for family in ["ipv4", "ipv6"] {
+            for (from, to) in
+                (1..=hosts).flat_map(|f| (1..=hosts).map(move |t| (f, t))).filter(|(f, t)| f != t)
+            {
+                let (from, to) = (format!("pod-{from}"), format!("pod-{to}"));
+                let ok = broken != Some((&from, &to));
+                pairs.push(PairRow {
+                    from,
+                    to,
+                    family,
+                    ok,
+                    rtt_ms: ok.then_some(0.071),
+                    tcp_bytes: 66_000,
+                    error: (!ok).then(|| "TCP stalled after 0 bytes".to_owned()),
+                    cell: if ok { "0.071".into() } else { "stalled".into() },
+                });
+            }
+        }
+        let (backend, family) = ("vxlan".to_owned(), "dual".to_owned());
+        let seconds_to_ready = broken.is_none().then_some(0.512);
+        let hosts = (1..=hosts).map(row).collect();
+        Outcome {
+            ok: broken.is_none(),
+            error: None,
+            backend,
+            family,
+            seconds_to_ready,
+            hosts,
+            pairs,
+        }
+    }
+
+    fn widest(text: &str) -> usize {
+        text.lines().map(|line| line.chars().count()).max().unwrap()
+    }
+
+    #[test]
+    fn fits_80_columns_whatever_the_number_of_hosts() {
+        for hosts in [1, 2, 3, 8, 9, 250] {
+            let text = render(&outcome(hosts, None), false);
+            assert!(widest(&text) <= 80 && !text.contains('\x1b'), "{hosts} hosts:\n{text}");
+            assert!(text.contains("every pod reached every pod 0.51 s"), "{text}");
+            assert!(
+                text.lines().count() <= 70,
+                "{hosts} hosts take {} lines",
+                text.lines().count()
+            );
+        }
+    }
+
+    #[test]
+    fn pairs_that_are_not_reached_are_listed_with_the_reason() {
+        for hosts in [3, 30] {
+            let text = render(&outcome(hosts, Some(("pod-2", "pod-1"))), false);
+            assert!(text.contains("pod-2    → pod-1    ipv4: TCP stalled after 0 bytes"), "{text}");
+            assert!(text.contains("✗ 2 of "), "{text}");
+        }
+        let coloured = render(&outcome(3, Some(("pod-2", "pod-1"))), true);
+        assert!(coloured.contains("\x1b[31m stalled\x1b[0m"), "{coloured}");
+    }
+}

@@ -1,0 +1,4 @@
+//! Probes between pods.
+
+pub(crate) mod echo;
+pub(crate) mod reach;

@@ -1,0 +1,34 @@
+//! Work on many items with a few threads.
+
+use std::sync::{Mutex, PoisonError};
+
+use crate::error::Result;
+use crate::system::interrupt::Interrupter;
+
+/// Calls `work` for each item, on at most `workers` threads.
+///
+/// # Errors
+/// The first error of an item, or [`Error::Interrupted`](crate::Error::Interrupted).
+pub(crate) fn for_each<T: Sync>(
+    items: &[T],
+    workers: usize,
+    interrupter: &Interrupter,
+    work: impl Fn(&T) -> Result<()> + Sync,
+) -> Result<()> {
+    let queue = Mutex::new(items.iter());
+    let take = || queue.lock().unwrap_or_else(PoisonError::into_inner).next();
+    let worker = || {
+        while let Some(item) = take() {
+            interrupter.check()?;
+            work(item)?;
+        }
+        Ok(())
+    };
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..workers.min(items.len())).map(|_| scope.spawn(worker)).collect();
+        let join = |thread: std::thread::ScopedJoinHandle<'_, Result<()>>| {
+            thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        };
+        threads.into_iter().map(join).fold(Ok(()), Result::and)
+    })
+}

@@ -1,0 +1,74 @@
+//! The store of leases on the command line.
+
+use std::fmt;
+use std::str::FromStr;
+use std::sync::Arc;
+
+use flannel_subnet::{DirLocation, DirRegistry, Registry};
+#[cfg(feature = "etcd")]
+use flannel_subnet_etcd::{EtcdOptions, EtcdRegistry};
+
+use crate::Error;
+
+/// A store of leases, as named on the command line.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum RegistryUrl {
+    /// `dir:PATH`, `dir:PATH?assign=static`: a directory.
+    Dir(DirLocation),
+    /// `etcd`: at the endpoints of etcd's options. Only parsed with the feature `etcd`.
+    Etcd,
+}
+
+impl FromStr for RegistryUrl {
+    type Err = String;
+    fn from_str(text: &str) -> Result<Self, String> {
+        #[cfg(feature = "etcd")]
+        if text == "etcd" {
+            return Ok(Self::Etcd);
+        }
+        if !text.starts_with("dir:") {
+            return Err(format!(
+                "{text:?} names no kind of registry; this build has {}dir:PATH, for example dir:/etc/flannel/network",
+                if cfg!(feature = "etcd") { "etcd and " } else { "" }
+            ));
+        }
+        text.parse()
+            .map(Self::Dir)
+            .map_err(|error: flannel_subnet::LocationError| error.to_string())
+    }
+}
+
+impl fmt::Display for RegistryUrl {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Dir(location) => location.fmt(f),
+            Self::Etcd => f.write_str("etcd"),
+        }
+    }
+}
+
+/// Opens the registry in a directory, which is created if it does not exist.
+///
+/// # Errors
+/// It cannot be created.
+pub async fn open_directory(location: &DirLocation) -> Result<Arc<dyn Registry>, Error> {
+    let opened = DirRegistry::open(location.path.clone(), location.options).await;
+    let failed = |source: flannel_core::Error| Error::Registry {
+        url: location.to_string(),
+        source: source.into(),
+    };
+    Ok(Arc::new(opened.map_err(failed)?))
+}
+
+/// Opens the registry in etcd. Connects later.
+///
+/// # Errors
+/// The options are wrong.
+#[cfg(feature = "etcd")]
+pub fn open_etcd(options: EtcdOptions) -> Result<Arc<dyn Registry>, Error> {
+    let failed = |source: flannel_core::Error| Error::Registry {
+        url: "etcd".to_owned(),
+        source: source.into(),
+    };
+    Ok(Arc::new(EtcdRegistry::new(options).map_err(failed)?))
+}

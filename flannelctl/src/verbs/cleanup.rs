@@ -1,0 +1,178 @@
+//! `flannelctl cleanup`: removes a daemon's kernel objects and its files, except the holder id and
+//! the list of the host's networks.
+
+use std::fs;
+use std::io::ErrorKind;
+use std::path::Path;
+use std::sync::Arc;
+
+use flannel_api::{Client, VERSION};
+use flannel_core::kernel::WithAnnexes;
+use flannel_core::object::LinkName;
+use flannel_core::{Config, Kernel, Subnet};
+use flannel_firewall::{Programs, leftovers};
+use flannel_netlink::NetlinkKernel;
+use flannel_netlink::iface::Selectors;
+use flannel_options::state_dir;
+use flannel_route::{Cleanup, cleanup as remove, ready_for_go, remove_former};
+use flannel_subnet::Cache;
+use serde_json::json;
+
+use crate::error::{Error, Result};
+use crate::options::CleanupFlags;
+use crate::{Context, Output, config, offline};
+
+/// Prefixes of the backends' device names, such as `flannel.1` and `flannel-v6.1`.
+const DEVICES: [&str; 2] = ["flannel.", "flannel-"];
+
+/// Removes or prepares for Go flannel, or with `--dry-run` prints the changes.
+pub(crate) async fn cleanup(context: Context<'_>, flags: &CleanupFlags) -> Result<Output> {
+    let Context { client, global, backends, .. } = context;
+    let mut _alone = None;
+    if !flags.dry_run {
+        refuse_daemon(client)?;
+        // A daemon may have no socket, or another one. Without a state directory none ever ran.
+        let dir = &global.state_dir;
+        let unknown = |error| Error::Refused(format!("--state-dir {}: {error}", dir.display()));
+        if dir.try_exists().map_err(unknown)? {
+            _alone = Some(state_dir::lock(dir).await?);
+        }
+    }
+    let config = match &flags.net_config_path {
+        Some(file) => config::of_file(file, backends)?,
+        None => offline::config(global).await?,
+    };
+    let kernel = Arc::new(NetlinkKernel::open()?);
+    let uplink = offline::uplink(&kernel, &config, &flags.iface)?;
+    let backend = backends.find(&config.backend.kind)?;
+    let footprint = backend.footprint(&config, Some(uplink))?;
+    let work = if flags.for_go { ready_for_go } else { remove };
+    let mut account = Account::default();
+    let report = {
+        let kernel = WithAnnexes::new(Arc::clone(&kernel) as Arc<dyn Kernel>, backend.annex());
+        let (kernel, footprint, dry_run) = (kernel.waiting(), footprint.clone(), flags.dry_run);
+        // An annex may need the runtime while its changes are waited for.
+        tokio::task::spawn_blocking(move || work(&kernel, &footprint, dry_run)).await
+    };
+    account.kernel(&report.unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()))?);
+    if !flags.for_go {
+        let is_device = |name: &str| DEVICES.iter().any(|start| name.starts_with(start));
+        let other = |name: &LinkName| is_device(name.as_str()) && !footprint.links.contains(name);
+        let facts = kernel.facts(&Selectors::default())?;
+        account.unknown.extend(facts.interfaces.iter().map(|interface| interface.name).filter(other).map(|name| {
+            format!(
+                "{name}, which is not of this network config: of an earlier one, or another flannel's; if no flannel needs it, \
+                 ip link delete {name}"
+            )
+        }));
+        for old in old_networks(&global.state_dir, &config) {
+            account.kernel(&remove_former(&*kernel, &footprint, old, flags.dry_run)?);
+        }
+        account.firewall(flags.dry_run).await;
+        // The files go last and only without failures, because they are needed to find objects.
+        if account.failed.is_empty() {
+            account.file(&global.subnet_file, flags.dry_run);
+            account.file(Cache::open(state_dir::leases(&global.state_dir)).path(), flags.dry_run);
+        }
+    }
+    Ok(account.output(flags.dry_run))
+}
+
+/// Checks that no daemon runs.
+///
+/// # Errors
+/// A daemon listens, or this cannot be checked.
+fn refuse_daemon(client: &Client) -> Result<()> {
+    let socket = client.socket().unwrap_or_else(|| Path::new("")).display();
+    match client.is_listening() {
+        Ok(false) => Ok(()),
+        Ok(true) => Err(Error::Refused(format!(
+            "flanneld is running (it listens at {socket}) and would restore everything: stop it first, or use --dry-run"
+        ))),
+        Err(error) => Err(Error::Refused(format!(
+            "{socket}: {error}: whether flanneld runs is not known, and it must not"
+        ))),
+    }
+}
+
+/// The pod networks that this host had before, without those of the config.
+fn old_networks(state_dir: &Path, config: &Config) -> Vec<Subnet> {
+    let is_old = |network: &Subnet| config.pod_networks().all(|current| current != *network);
+    let recorded = state_dir::read_networks(&state_dir::networks(state_dir));
+    recorded.into_iter().filter(is_old).collect()
+}
+
+/// The changes, made or planned, and the failures.
+#[derive(Debug, Default)]
+struct Account {
+    done: Vec<String>,
+    failed: Vec<(String, String)>,
+    /// Objects that cannot be read.
+    unknown: Vec<String>,
+}
+
+impl Account {
+    fn kernel(&mut self, report: &Cleanup) {
+        self.done.extend(report.done.iter().map(ToString::to_string));
+        let failed =
+            report.failed.iter().map(|(change, error)| (change.to_string(), error.to_string()));
+        self.failed.extend(failed);
+    }
+
+    /// The rules of every mode.
+    async fn firewall(&mut self, dry_run: bool) {
+        let programs = Programs::default();
+        let report = if dry_run {
+            leftovers(&programs).await
+        } else {
+            flannel_firewall::cleanup(&programs).await
+        };
+        self.done.extend(report.found.iter().map(|there| format!("delete {}", there.object)));
+        for error in report.failed {
+            match error.is_guess() {
+                true => self.unknown.push(error.to_string()),
+                false => self.failed.push(("delete firewall rules".to_owned(), error.to_string())),
+            }
+        }
+    }
+
+    fn file(&mut self, path: &Path, dry_run: bool) {
+        let change = format!("delete {}", path.display());
+        let removed =
+            if dry_run { fs::symlink_metadata(path).map(drop) } else { fs::remove_file(path) };
+        match removed {
+            Ok(()) => self.done.push(change),
+            Err(error) if error.kind() == ErrorKind::NotFound => {}
+            Err(error) => self.failed.push((change, error.to_string())),
+        }
+    }
+
+    fn output(&self, dry_run: bool) -> Output {
+        let failed =
+            self.failed.iter().map(|(change, error)| json!({ "change": change, "error": error }));
+        let value = json!({
+            "version": VERSION,
+            "dry_run": dry_run,
+            "done": self.done,
+            "failed": failed.collect::<Vec<_>>(),
+            "unknown": self.unknown,
+        });
+        let mut text: String = self.done.iter().map(|change| format!("{change}\n")).collect();
+        for (change, error) in &self.failed {
+            text += &format!("FAILED: {change}: {error}\n");
+        }
+        for what in &self.unknown {
+            text += &format!("not known: {what}\n");
+        }
+        let (verb, count) = (if dry_run { "would be made" } else { "made" }, self.done.len());
+        text += &match (count, self.failed.len()) {
+            (0, 0) if !self.unknown.is_empty() => {
+                "nothing else of flannel's is there to change\n".to_owned()
+            }
+            (0, 0) => "nothing of flannel's is there to change\n".to_owned(),
+            (_, 0) => format!("{count} changes {verb}\n"),
+            (_, failed) => format!("{count} changes {verb}, {failed} failed\n"),
+        };
+        Output { text, value, ok: self.failed.is_empty() }
+    }
+}

@@ -1,0 +1,330 @@
+//! `flannelctl config`: checks the network config, and writes it after the check.
+
+use std::fmt::Display;
+use std::io::Read;
+use std::path::Path;
+
+use flannel_api::VERSION;
+use flannel_backends::Backends;
+use flannel_core::{Config, Error as CoreError};
+use flannel_subnet::{ConfigText, Registry};
+use serde::de::{Deserialize, Deserializer, MapAccess, Visitor};
+use serde::{Serialize, Serializer};
+use serde_json::json;
+use serde_json::value::RawValue;
+
+use crate::error::{Error, Result};
+use crate::options::ConfigVerb;
+use crate::terminal::{Style, Terminal};
+use crate::{Context, Output};
+
+/// Runs a verb of `config`.
+pub(crate) async fn config(context: Context<'_>, verb: &ConfigVerb) -> Result<Output> {
+    let Context { global, backends, terminal, .. } = context;
+    match verb {
+        ConfigVerb::Check { file } => {
+            let text = match file {
+                Some(file) => read(file)?,
+                None => global.open_registry().await?.config().await?,
+            };
+            Ok(describe(&check(&text, backends)?, &text, "", terminal))
+        }
+        ConfigVerb::Set { file } => {
+            let text = read(file)?;
+            check(&text, backends)?;
+            let registry = global.make_registry().await?;
+            let seen = match registry.config().await {
+                Ok(seen) => Some(seen),
+                Err(CoreError::NoConfig { .. }) => None,
+                Err(error) => return Err(error.into()),
+            };
+            write(&*registry, seen.as_ref(), text.text, (backends, terminal)).await
+        }
+        ConfigVerb::Patch { patch } => {
+            let registry = global.open_registry().await?;
+            let seen = registry.config().await?;
+            let text = patched(&seen, patch, backends)?;
+            write(&*registry, Some(&seen), text, (backends, terminal)).await
+        }
+    }
+}
+
+/// Writes a config, if the store still has the one that was read.
+async fn write(
+    registry: &dyn Registry,
+    seen: Option<&ConfigText>,
+    text: String,
+    (backends, terminal): (&Backends, &Terminal),
+) -> Result<Output> {
+    let text = ConfigText { location: registry.to_string(), text };
+    let config = check(&text, backends)?;
+    let result = match seen {
+        Some(seen) if seen.text == text.text => "unchanged: the store holds exactly this",
+        _ => {
+            registry.write_config(seen, &text.text).await?;
+            "written"
+        }
+    };
+    let used = seen.and_then(|seen| Config::parse(&seen.text).ok());
+    let restart = used.is_some_and(|used| used.networks != config.networks);
+    let note = match restart {
+        true => format!("{result}; other pod networks are used from each daemon's next start on"),
+        false => result.to_owned(),
+    };
+    Ok(describe(&config, &text, &note, terminal))
+}
+
+/// Applies a patch to a config.
+///
+/// # Errors
+/// The patch or the config is no JSON object, or the patched config is wrong.
+fn patched(seen: &ConfigText, patch: &str, backends: &Backends) -> Result<String> {
+    let wrong = |what: &str, why: &dyn Display| {
+        Error::Refused(format!(
+            "{what} is no JSON object, such as {{\"Backend\": {{\"MTU\": 1400}}}}: {why}"
+        ))
+    };
+    let patch: Members = serde_json::from_str(patch).map_err(|error| wrong("PATCH", &error))?;
+    let mut config: Members =
+        serde_json::from_str(&seen.text).map_err(|error| wrong(&seen.location, &error))?;
+    merge(&mut config, patch).map_err(|error| wrong("PATCH", &error))?;
+    let text = serde_json::to_string(&config).map_err(|error| wrong("PATCH", &error))?;
+    match (validate(&text, backends), validate(&seen.text, backends)) {
+        (Err(error), Err(before)) if error == before => {
+            Err(Error::Refused(format!("{}: {error}, with PATCH as without it", seen.location)))
+        }
+        (Err(error), _) => Err(Error::Refused(format!("PATCH: {error}"))),
+        (Ok(_), _) => Ok(text),
+    }
+}
+
+/// **Source**: RFC 7396. Field names ignore case, as in a network config.
+fn merge(into: &mut Members, patch: Members) -> serde_json::Result<()> {
+    for (name, value) in patch.0 {
+        let is_it = |(known, _): &(String, _)| known.eq_ignore_ascii_case(&name);
+        // Of several fields with one name the last counts, as for readers of a config.
+        let last = into.0.iter().rposition(is_it);
+        let at =
+            into.0[..last.unwrap_or(into.0.len())].iter().filter(|member| !is_it(member)).count();
+        let there = last.map(|last| into.0.remove(last));
+        into.0.retain(|member| !is_it(member));
+        if value.get() != "null" {
+            let value = replaced(there.as_ref().map(|(_, value)| &**value), value)?;
+            into.0.insert(at, (there.map_or(name, |(known, _)| known), value));
+        }
+    }
+    Ok(())
+}
+
+/// Replaces a value by a patch. An object is patched member by member.
+fn replaced(there: Option<&RawValue>, patch: Box<RawValue>) -> serde_json::Result<Box<RawValue>> {
+    let Ok(members) = serde_json::from_str::<Members>(patch.get()) else { return Ok(patch) };
+    let mut object: Members =
+        there.and_then(|there| serde_json::from_str(there.get()).ok()).unwrap_or_default();
+    merge(&mut object, members)?;
+    serde_json::value::to_raw_value(&object)
+}
+
+/// A JSON object that keeps its order and duplicate members.
+#[derive(Debug, Default)]
+struct Members(Vec<(String, Box<RawValue>)>);
+
+impl<'de> Deserialize<'de> for Members {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
+        struct Read;
+        impl<'de> Visitor<'de> for Read {
+            type Value = Members;
+            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str("an object")
+            }
+            fn visit_map<A: MapAccess<'de>>(
+                self,
+                mut map: A,
+            ) -> std::result::Result<Members, A::Error> {
+                let mut members = Vec::new();
+                while let Some(member) = map.next_entry()? {
+                    members.push(member);
+                }
+                Ok(Members(members))
+            }
+        }
+        deserializer.deserialize_map(Read)
+    }
+}
+
+impl Serialize for Members {
+    fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+        serializer.collect_map(self.0.iter().map(|(name, value)| (name, value)))
+    }
+}
+
+/// The network config in a file; `-` is standard input.
+///
+/// # Errors
+/// It cannot be read, or is wrong.
+pub(super) fn of_file(file: &Path, backends: &Backends) -> Result<Config> {
+    check(&read(file)?, backends)
+}
+
+fn read(file: &Path) -> Result<ConfigText> {
+    let mut text = String::new();
+    let read = match file.as_os_str() == "-" {
+        true => std::io::stdin().read_to_string(&mut text).map(drop),
+        false => std::fs::read_to_string(file).map(|content| text = content),
+    };
+    let location = file.display().to_string();
+    read.map_err(|error| Error::Refused(format!("{location}: {error}")))?;
+    Ok(ConfigText { location, text })
+}
+
+/// Checks a config as a daemon does, without the node.
+fn check(text: &ConfigText, backends: &Backends) -> Result<Config> {
+    validate(&text.text, backends)
+        .map_err(|error| Error::Refused(format!("{}: {error}", text.location)))
+}
+
+/// Checks the config, the backend's options, and whether they suit the enabled families.
+fn validate(text: &str, backends: &Backends) -> std::result::Result<Config, String> {
+    let config = Config::parse(text).map_err(|error| error.to_string())?;
+    let backend = backends.find(&config.backend.kind).map_err(|error| error.to_string())?;
+    backend.validate(&config, None).map_err(|error| error.to_string())?;
+    Ok(config)
+}
+
+fn describe(config: &Config, text: &ConfigText, done: &str, terminal: &Terminal) -> Output {
+    let headline = if done.is_empty() { "it is right" } else { done };
+    let mut out = terminal.field("ok", Style::Good, &format!("{}: {headline}", text.location));
+    let mut networks = Vec::new();
+    for (family, pod) in config.networks.iter() {
+        let (from, to, count) = (pod.min, pod.max, pod.subnets());
+        out += &terminal.field(
+            &family.to_string(),
+            Style::Bold,
+            &format!("{}, cut into {count} subnets from {from} to {to}", pod.network),
+        );
+        networks.push(json!({
+            "family": family.to_string(),
+            "network": pod.network.to_string(),
+            "subnet_len": pod.subnet_len,
+            "min": from.to_string(),
+            "max": to.to_string(),
+            "subnets": u64::try_from(count).unwrap_or(u64::MAX),
+        }));
+    }
+    let implied = if config.backend.explicit {
+        ""
+    } else {
+        ", since none is named (Go flannel takes udp then: name it)"
+    };
+    out += &terminal.field("backend", Style::Bold, &format!("{}{implied}", config.backend.kind));
+    let value = json!({
+        "version": VERSION,
+        "location": text.location,
+        "result": headline,
+        "networks": networks,
+        "backend": config.backend.kind,
+        "backend_named": config.backend.explicit,
+        "nftables": config.nftables,
+    });
+    Output { text: out, value, ok: true }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn patched(seen: &ConfigText, patch: &str) -> Result<String> {
+        super::patched(seen, patch, &flannel_backends::all())
+    }
+
+    #[test]
+    fn a_patch_changes_only_the_fields_that_it_names() {
+        let text = r#"{"network": "10.1.0.0/16", "Backend": {"Type": "vxlan", "mtu": 1450, "VNI": 7}, "Mine": [1]}"#;
+        let seen = ConfigText { location: "here".into(), text: text.into() };
+        for (patch, expected) in [
+            (
+                r#"{"Backend":{"MTU":1400}}"#,
+                r#"{"network":"10.1.0.0/16","Backend":{"Type":"vxlan","mtu":1400,"VNI":7},"Mine":[1]}"#,
+            ),
+            (
+                r#"{"backend":{"vni":null},"mine":null}"#,
+                r#"{"network":"10.1.0.0/16","Backend":{"Type":"vxlan","mtu":1450}}"#,
+            ),
+            (
+                r#"{"Mine":{"a":{"b":null,"c":1}}}"#,
+                r#"{"network":"10.1.0.0/16","Backend":{"Type": "vxlan", "mtu": 1450, "VNI": 7},"Mine":{"a":{"c":1}}}"#,
+            ),
+        ] {
+            assert_eq!(patched(&seen, patch).unwrap(), expected, "{patch}");
+        }
+        for (seen, patch, part) in [
+            (&seen, "1400", "PATCH is no JSON object"),
+            (&ConfigText { text: "[]".into(), ..seen.clone() }, "{}", "here is no JSON object"),
+        ] {
+            let error = patched(seen, patch).unwrap_err().to_string();
+            assert!(error.starts_with(part) && error.contains("\"MTU\": 1400"), "{error}");
+        }
+    }
+
+    #[test]
+    fn names_that_differ_in_case_are_one_field_and_the_last_one_counts() {
+        let mtu = |text: &str| {
+            flannel_backend_vxlan::Options::parse(&Config::parse(text).unwrap().backend)
+                .unwrap()
+                .mtu
+        };
+        for backend in [
+            r#"{"Type":"vxlan","MTU":1450,"mtu":1430}"#,
+            r#"{"Type":"vxlan","mtu":1450,"MTU":1430}"#,
+            r#"{"Type":"vxlan","MTU":1450,"MTU":1430}"#,
+        ] {
+            let text = format!(
+                r#"{{"Network":"10.1.0.0/16","backend":{{"Type":"host-gw"}},"Backend":{backend}}}"#
+            );
+            let seen = ConfigText { location: "here".into(), text };
+            assert_eq!(mtu(&seen.text), Some(1430));
+            let of = |patch: &str| mtu(&patched(&seen, patch).unwrap());
+            assert_eq!(of(r#"{"BACKEND":{"Mtu":1400}}"#), Some(1400), "{backend}");
+            assert_eq!(of(r#"{"BACKEND":{"Mtu":1400,"mTU":1399}}"#), Some(1399), "{backend}");
+            assert_eq!(of(r#"{"Backend":{"mTU":null}}"#), None, "{backend}");
+            assert_eq!(
+                of(r#"{"Backend":{"VNI":7}}"#),
+                Some(1430),
+                "what is not named means what it meant: {backend}"
+            );
+            assert_eq!(of(r#"{"EnableNFTables":true}"#), Some(1430), "{backend}");
+        }
+    }
+
+    #[test]
+    fn an_error_names_the_patch_or_the_config() {
+        let seen = |text: &str| ConfigText { location: "here".into(), text: text.into() };
+        let right = r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vxlan"}}"#;
+        let dual = r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:1::/48","Backend":{"Type":"vxlan"}}"#;
+        let wrong = r#"{"Network":"10.1.0.0/33","Backend":{"Type":"vxlan"}}"#;
+        for (text, patch, parts) in [
+            (right, r#"{"Backend":{"VNI":0}}"#, ["PATCH: ", "field Backend.VNI: 0"]),
+            (right, r#"{"Network":"10.1.0.0/40"}"#, ["PATCH: ", "field Network"]),
+            (right, r#"{"Backend":{"Type":"vlxan"}}"#, ["PATCH: ", "\"vlxan\""]),
+            (
+                dual,
+                r#"{"Backend":{"MTU":1349}}"#,
+                ["PATCH: ", "Backend.MTU 1349 is too small for IPv6: at least 1350"],
+            ),
+            (wrong, r#"{"Network":"10.1.0.0/40"}"#, ["PATCH: ", "10.1.0.0/40"]),
+            (wrong, r#"{"Backend":{"MTU":1400}}"#, ["here: ", "with PATCH as without it"]),
+        ] {
+            let error = patched(&seen(text), patch).unwrap_err().to_string();
+            assert!(error.starts_with(parts[0]) && error.contains(parts[1]), "{error}");
+        }
+        assert!(patched(&seen(wrong), r#"{"Network":"10.1.0.0/16"}"#).is_ok());
+        assert!(patched(&seen(dual), r#"{"Backend":{"MTU":1350}}"#).is_ok());
+        let error = check(
+            &seen(&dual.replace(r#""vxlan""#, r#""vxlan","MTU":1300"#)),
+            &flannel_backends::all(),
+        )
+        .unwrap_err()
+        .to_string();
+        assert!(error.starts_with("here: ") && error.contains("at least 1350"), "{error}");
+    }
+}

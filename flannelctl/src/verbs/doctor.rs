@@ -1,0 +1,219 @@
+//! `flannelctl doctor`: examines everything between the store and the wire.
+//!
+//! Only certain faults are findings. A value that cannot be read is reported as not known. Without
+//! a daemon it examines the store, the cache and the kernel.
+
+mod network;
+
+use flannel_api::{Finding, VERSION, request};
+use flannel_doctor::inputs::peers::{AddressReport, EchoReport};
+use flannel_doctor::{Examination, FamilyReport, Layer, PeerReport, ProbeOptions, examine};
+use serde_json::json;
+
+use crate::error::Result;
+use crate::options::DoctorFlags;
+use crate::terminal::{Style, Terminal};
+use crate::verbs::status::findings;
+use crate::{Context, Output};
+
+/// `flannelctl doctor`.
+pub(crate) async fn doctor(context: Context<'_>, flags: &DoctorFlags) -> Result<Output> {
+    let client = context.client;
+    let mut examination = Examination::default();
+    let network = match client.ask("GET", request::FRESH_STATUS) {
+        Ok(value) => network::with_daemon(client, &value, &mut examination).await?,
+        Err(failure @ flannel_api::Error::NoDaemon { .. }) => {
+            network::without_daemon(context, &flags.iface, &failure, &mut examination).await
+        }
+        Err(failure) => return Err(failure.into()),
+    };
+    let options = ProbeOptions { peers: flags.peers, doctor_port: flags.doctor_port };
+    let daemon = Some(client).filter(|_| network.daemon);
+    let found = examine(&network, daemon, &options, &mut examination).await;
+    let Examination { layers, peers, .. } = &examination;
+    let value = json!({
+        "version": VERSION, "ok": found.is_empty(), "findings": found, "layers": layers, "peers": peers,
+    });
+    Ok(Output { text: page(&examination, &found, context.terminal), value, ok: found.is_empty() })
+}
+
+fn page(examination: &Examination, found: &[Finding], terminal: &Terminal) -> String {
+    let Examination { layers, peers, .. } = examination;
+    let verdict = match (found.len(), found.iter().filter(|finding| finding.is_error()).count()) {
+        (0, _) => terminal.style(Style::Good, "NOTHING IS WRONG"),
+        (all, errors) => {
+            let count = |number: usize, word| {
+                format!("{number} {word}{}", if number == 1 { "" } else { "S" })
+            };
+            terminal.style(
+                Style::Bad,
+                &format!("{}, {}", count(errors, "ERROR"), count(all - errors, "WARNING")),
+            )
+        }
+    };
+    let mut out = format!("doctor     {verdict}\n\n{}", findings(found, terminal));
+    if !found.is_empty() {
+        out.push('\n');
+    }
+    for Layer { layer, state, text } in layers {
+        let style = match *state {
+            "ok" => Style::Good,
+            "finding" => Style::Bad,
+            _ => Style::Warning,
+        };
+        let text = if *state == "not known" { format!("not known: {text}") } else { text.clone() };
+        out += &terminal.field(layer, style, &text);
+    }
+    if peers.is_empty() {
+        return out;
+    }
+    out.push('\n');
+    let cell = |address: Option<&AddressReport>, full: bool| match address {
+        None => "-".to_owned(),
+        Some(address) => match if full { &address.full } else { &address.small } {
+            EchoReport { seconds: Some(seconds), .. } => format!("{:.2} ms", seconds * 1000.0),
+            echo => echo.state.to_owned(),
+        },
+    };
+    let row = |peer: &PeerReport| {
+        let each = |make: &dyn Fn(&FamilyReport) -> String| {
+            peer.echoes.iter().map(make).collect::<Vec<_>>()
+        };
+        let cells = vec![
+            peer.subnets.clone(),
+            each(&|echo| cell(echo.tunnel.as_ref(), false)),
+            each(&|echo| cell(echo.tunnel.as_ref(), true)),
+            each(&|echo| echo.segments.as_ref().map_or("-", |segments| segments.passes).to_owned()),
+            each(&|echo| cell(echo.public.as_ref(), false)),
+            each(&|echo| cell(echo.public.as_ref(), true)),
+        ];
+        (Style::Plain, cells)
+    };
+    let rows: Vec<_> = peers.iter().map(row).collect();
+    out + &terminal
+        .table(&["SUBNET", "TUNNEL", "FULL SIZE", "SEGMENTS", "PUBLIC", "FULL SIZE"], &rows)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::IpAddr;
+    use std::time::Duration;
+
+    use flannel_core::Config;
+    use flannel_core::address::Family;
+    use flannel_doctor::diagnosis::mtu::settle;
+    use flannel_doctor::inputs::devices::Devices;
+    use flannel_doctor::inputs::echo::Answer;
+    use flannel_doctor::inputs::peers::{Question, Target};
+    use flannel_doctor::inputs::query::PeerAnswers;
+    use flannel_doctor::path_probe::client::{Passage, PathProbe, Segments};
+    use flannel_doctor::peer_report;
+
+    use super::*;
+    use crate::terminal::tests::looks;
+
+    /// A host with vxlan.
+    fn vxlan() -> Devices {
+        let config = r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:1::/48","Backend":{"Type":"vxlan"}}"#;
+        let datapath = flannel_backends::all().datapath(&Config::parse(config).unwrap());
+        Devices { backend: "vxlan".to_owned(), datapath, ..Devices::default() }
+    }
+
+    #[test]
+    fn findings_come_first_then_layers_then_peers() {
+        let mut examination = Examination::default();
+        examination.layer("store", "etcd answers, 3 leases", Vec::new());
+        let text = "rp_filter of flannel.1 is strict: packets that come another way than their answers would go are dropped";
+        let strict = Finding::warning("rp-filter", text)
+            .with_command("sysctl -w net.ipv4.conf.flannel/1.rp_filter=2");
+        examination.layer("host", "something blocks packets of pods", vec![strict.into()]);
+        examination.unknown("device", "without a network config the needed devices are not known");
+        let target = Target {
+            key: "10.1.7.0-24".into(),
+            subnets: vec!["10.1.7.0/24".parse().unwrap()],
+            public: [IpAddr::from([192, 0, 2, 7])].into_iter().collect(),
+            backend: "vxlan".into(),
+            state: "in place".into(),
+        };
+        let mut devices = Devices { mtu: Some(1450), ..vxlan() };
+        devices.datapath.devices.v6 = None;
+        let asked = target.questions(&devices);
+        let answers = [
+            Answer::Reply(Duration::from_micros(420)),
+            Answer::Nothing,
+            Answer::Reply(Duration::from_micros(1_210)),
+            Answer::TooBig(Some(1400)),
+        ];
+        let echoes = asked.iter().flat_map(Question::probes).zip(answers).collect();
+        let passage = |arrived| Passage { sent: 5592, arrived };
+        let segments = Segments {
+            there: passage(5592),
+            back: passage(0),
+            segment: 1398,
+            mtu: 1450,
+            largest_datagram: 1450,
+        };
+        let path = PathProbe { acknowledged: 1450, segments: Some(segments) };
+        let answered = PeerAnswers { echoes, path, passes: Some(1350) };
+        let (report, faults) = peer_report(&target, &asked, &mut [answered].into_iter(), &devices);
+        examination.peers.push(report);
+        examination.layer("peers", "1 asked", faults);
+        let found = settle(examination.faults.clone(), &devices, &[Family::V4]);
+        looks("doctor", |terminal| page(&examination, &found, terminal));
+    }
+
+    #[test]
+    fn a_healthy_host_of_both_families() {
+        let mut examination = Examination::default();
+        examination.layer(
+            "store",
+            "etcd:https://etcd-1:2379,https://etcd-2:2379,https://etcd-3:2379 answers",
+            Vec::new(),
+        );
+        examination.layer("daemon", "flanneld 0.1.0, ready", Vec::new());
+        examination.layer("host", "nothing blocks packets of pods", Vec::new());
+        examination.layer(
+            "device",
+            "flannel.1 (1450 bytes), flannel-v6.1 (1430 bytes), UDP port 8472",
+            Vec::new(),
+        );
+        let target = Target {
+            key: "10.1.7.0-24&fd00:1:0:7::-64".into(),
+            subnets: vec!["10.1.7.0/24".parse().unwrap(), "fd00:1:0:7::/64".parse().unwrap()],
+            public: ["192.0.2.7", "2001:db8::7"]
+                .map(|address| address.parse::<IpAddr>().unwrap())
+                .into_iter()
+                .collect(),
+            backend: "vxlan".into(),
+            state: "in place".into(),
+        };
+        let devices = Devices { mtu: Some(1430), ..vxlan() };
+        let questions = target.questions(&devices);
+        let answered = |question: &Question| {
+            let echoes = question
+                .probes()
+                .map(|probe| (probe, Answer::Reply(Duration::from_micros(420))))
+                .collect();
+            let whole = Passage { sent: 5512, arrived: 5512 };
+            let segments = Segments {
+                there: whole,
+                back: whole,
+                segment: 1378,
+                mtu: 1430,
+                largest_datagram: 1430,
+            };
+            PeerAnswers {
+                echoes,
+                path: PathProbe { acknowledged: 1430, segments: Some(segments) },
+                passes: None,
+            }
+        };
+        let answered: Vec<PeerAnswers> = questions.iter().map(answered).collect();
+        let (report, faults) =
+            peer_report(&target, &questions, &mut answered.into_iter(), &devices);
+        examination.peers.push(report);
+        examination.layer("peers", "1 asked", faults);
+        assert_eq!(examination.faults, []);
+        looks("doctor_healthy", |terminal| page(&examination, &[], terminal));
+    }
+}

@@ -1,0 +1,245 @@
+//! The network to examine: from the daemon, or without it from the store, the cache and the kernel.
+
+use std::time::{Duration, Instant};
+
+use flannel_api::{
+    Client, Finding, InletReport, NetworkReport, PeerReport, Problem, StatusReport, StoreReport,
+    request,
+};
+use flannel_core::address::{Dual, Family};
+use flannel_core::backend::{Datapath, Inlet};
+use flannel_core::lease::LeaseSet;
+use flannel_core::{Config, Lease, Subnets};
+use flannel_doctor::checks::host::{HostReport, HostScene, check_host};
+use flannel_doctor::commands::restore_directory;
+#[cfg(feature = "etcd")]
+use flannel_doctor::commands::restore_etcd;
+use flannel_doctor::diagnosis::mtu::Fault;
+use flannel_doctor::inputs::peers::Target;
+use flannel_doctor::{Examination, Network};
+use flannel_firewall::LegacyMemory;
+use flannel_netlink::NetlinkKernel;
+use flannel_options::RegistryUrl;
+use flannel_subnet::SubnetEnv;
+use serde_json::Value;
+
+use crate::error::Result;
+use crate::options::Global;
+use crate::{Context, offline, status};
+
+/// The time that a daemon may need to apply changes before that is a fault.
+const SETTLE_TIME: Duration = Duration::from_secs(2);
+
+/// Adds the layers that the daemon reports.
+pub(super) async fn with_daemon(
+    client: &Client,
+    value: &Value,
+    examination: &mut Examination,
+) -> Result<Network> {
+    let report = settled(client, status::answer(value)?).await?;
+    let (store, other): (Vec<_>, Vec<_>) =
+        report.problems.iter().partition(|p| p.text.starts_with("the store "));
+    let finding = |check: &'static str| {
+        move |problem: &Problem| {
+            let made = if problem.is_error() { Finding::error } else { Finding::warning };
+            Finding { repair: problem.hint.clone(), ..made(check, problem.text.as_str()) }
+        }
+    };
+    examination.layer(
+        "store",
+        report.store.as_ref().map_or_else(|| "not opened yet".to_owned(), store_text),
+        store.into_iter().map(finding("store")).map(Fault::from).collect(),
+    );
+    let word = if report.ready { "ready" } else { "not ready" };
+    examination.layer(
+        "daemon",
+        format!("flanneld {}, {word}", report.daemon.version),
+        other.into_iter().map(finding("daemon")).map(Fault::from).collect(),
+    );
+    let Some(network) = report.network else {
+        examination.unknown("host", "no network runs");
+        return Ok(Network {
+            daemon: true,
+            store: report.store.map(|store| store.name),
+            ..Network::default()
+        });
+    };
+    examination.host(HostReport { findings: report.findings, unread: report.unread });
+    let peers = client.ask("GET", request::PEERS)?;
+    let peers: Vec<PeerReport> = serde_json::from_value(peers["peers"].clone()).unwrap_or_default();
+    Ok(Network {
+        daemon: true,
+        store: report.store.map(|store| store.name),
+        known: true,
+        backend: network.lease_type.clone(),
+        datapath: datapath(&network),
+        uplink: network.interface.name.parse().ok(),
+        mtu: Some(network.mtu),
+        targets: peers.iter().map(target).collect(),
+    })
+}
+
+/// The data path that the daemon reports.
+fn datapath(network: &NetworkReport) -> Datapath {
+    let mut datapath = Datapath::default();
+    let device = |family: Family| network.devices.get(&family.to_string())?.parse().ok();
+    datapath.devices = Dual::from_fn(device);
+    datapath.overhead = Dual::from_fn(|family| network.overhead.get(&family.to_string()).copied());
+    let inlet = |inlet: &InletReport| match inlet {
+        InletReport::Udp(port) => Some(Inlet::Udp(*port)),
+        InletReport::Protocol(number) => Some(Inlet::Protocol(*number)),
+        _ => None,
+    };
+    datapath.inlets = network.inlets.iter().filter_map(inlet).collect();
+    datapath.bare = network.bare_routes;
+    datapath
+}
+
+/// Waits until the daemon has applied its changes, at most `SETTLE_TIME`, and returns its report.
+async fn settled(client: &Client, mut report: StatusReport) -> Result<StatusReport> {
+    let at_it = |report: &StatusReport| {
+        report
+            .network
+            .as_ref()
+            .is_some_and(|network| network.live && !network.in_sync && network.failing.total == 0)
+    };
+    let start = Instant::now();
+    while at_it(&report) && start.elapsed() < SETTLE_TIME {
+        tokio::time::sleep(SETTLE_TIME / 20).await;
+        report = status::answer(&client.ask("GET", request::STATUS)?)?;
+    }
+    Ok(report)
+}
+
+fn store_text(store: &StoreReport) -> String {
+    match (&store.error, store.answered) {
+        (Some(error), _) => format!("{} does not answer: {error}", store.name),
+        (None, Some(_)) => format!("{} answers", store.name),
+        (None, None) => format!("{} has not answered yet", store.name),
+    }
+}
+
+fn target(peer: &PeerReport) -> Target {
+    Target {
+        key: peer.key.clone(),
+        subnets: peer.subnets.iter().filter_map(|text| text.parse().ok()).collect(),
+        public: peer
+            .public
+            .iter()
+            .filter_map(|text| text.parse::<std::net::IpAddr>().ok())
+            .collect(),
+        backend: peer.backend.clone(),
+        state: peer.state.clone(),
+    }
+}
+
+/// Adds the layers of the store, the cache and the kernel.
+pub(super) async fn without_daemon(
+    context: Context<'_>,
+    iface: &[String],
+    failure: &flannel_api::Error,
+    examination: &mut Examination,
+) -> Network {
+    let global = context.global;
+    let (text, leases) = match offline::ask_store(global).await {
+        Ok((config, leases)) => {
+            let text = format!("{} answers, {} leases", offline::store_name(global), leases.len());
+            examination.layer("store", text, Vec::new());
+            (config.map_err(|error| error.to_string()), leases)
+        }
+        Err(error) => {
+            let name = offline::store_name(global);
+            let finding = Finding::error("store", format!("{name} does not answer: {error}"));
+            examination.layer(
+                "store",
+                format!("{name} does not answer"),
+                vec![finding.with_command(store_repair(global)).into()],
+            );
+            let saved = offline::saved(global);
+            let leases = saved.iter().flat_map(|saved| saved.leases.iter().cloned()).collect();
+            // The store is a layer already. The cache follows below.
+            (Err(String::new()), leases)
+        }
+    };
+    let finding =
+        Finding::error("daemon", failure.to_string()).with_command("systemctl start flanneld");
+    examination.layer("daemon", "does not run", vec![finding.into()]);
+    let parsed = text.and_then(|text| {
+        Config::parse(&text.text)
+            .map_err(|error| format!("network config in {}: {error}", text.location))
+    });
+    if let Err(error) = &parsed
+        && !error.is_empty()
+    {
+        let finding =
+            Finding::error("config", error.as_str()).with_command("flannelctl config set FILE");
+        examination.faults.push(finding.into());
+    }
+    // Use the config of the last daemon.
+    let kept = || offline::saved(global).and_then(|saved| Config::parse(&saved.config?.text).ok());
+    let Some(config) = parsed.ok().or_else(kept) else {
+        examination.unknown("host", "there is no network config that could be read");
+        return Network::default();
+    };
+    of_config(context, iface, (config, leases), examination).await
+}
+
+/// The command that repairs the store.
+fn store_repair(global: &Global) -> String {
+    match &global.registry {
+        Some(RegistryUrl::Dir(location)) => restore_directory(location.path.display()),
+        #[cfg(feature = "etcd")]
+        Some(RegistryUrl::Etcd) => restore_etcd(&global.etcd.options().endpoints.join(",")),
+        #[cfg(not(feature = "etcd"))]
+        Some(RegistryUrl::Etcd) => "flannelctl --registry URL doctor".to_owned(),
+        None => "flannelctl --registry URL doctor".to_owned(),
+    }
+}
+
+async fn of_config(
+    Context { global, backends, .. }: Context<'_>,
+    iface: &[String],
+    (config, leases): (Config, LeaseSet),
+    examination: &mut Examination,
+) -> Network {
+    let own = offline::own_subnets(global);
+    let kernel = NetlinkKernel::open().ok();
+    let uplink = kernel.and_then(|kernel| offline::uplink(&kernel, &config, iface).ok());
+    let is_own = |lease: &Lease| Some(lease.subnets) == own;
+    let public = leases
+        .iter()
+        .find(|lease| is_own(lease))
+        .map(|lease| lease.attrs.preferred.public)
+        .unwrap_or_default();
+    match uplink {
+        Some(uplink) => {
+            let links = backends.links(uplink, &config);
+            let (config, leases) = (config.clone(), leases.clone());
+            let scene = HostScene { config, links, uplink, own, public, leases };
+            examination.host(check_host(scene, &LegacyMemory::default()).await);
+        }
+        None => examination
+            .unknown("host", "no interface fits; --iface names the one that the daemon uses"),
+    }
+    let state = |subnets: &Subnets| {
+        let inside = |subnet| config.pod_networks().any(|network| network.covers(&subnet));
+        if subnets.iter().all(inside) { offline::UNKNOWN } else { "rejected" }
+    };
+    let target = |lease: &std::sync::Arc<Lease>| Target {
+        key: lease.subnets.to_string(),
+        subnets: lease.subnets.iter().collect(),
+        public: lease.attrs.preferred.public,
+        backend: lease.attrs.preferred.kind.to_string(),
+        state: state(&lease.subnets).to_owned(),
+    };
+    Network {
+        daemon: false,
+        store: None,
+        known: true,
+        backend: backends.lease_type(&config).to_owned(),
+        datapath: backends.datapath(&config),
+        uplink,
+        mtu: SubnetEnv::read(&global.subnet_file).ok().map(|env| env.mtu),
+        targets: leases.iter().filter(|lease| !is_own(lease)).map(target).collect(),
+    }
+}

@@ -1,0 +1,238 @@
+//! `flannelctl lease`: the leases in the store, without a daemon.
+//!
+//! Every write is a compare-and-swap, as with the daemon.
+
+use std::collections::BTreeMap;
+use std::net::IpAddr;
+
+use flannel_api::VERSION;
+use flannel_backends::Backends;
+use flannel_core::address::Dual;
+use flannel_core::error::holder;
+use flannel_core::lease::{LeaseAttrs, Offer};
+use flannel_core::{Config, Error as CoreError, Subnets};
+use flannel_subnet::{Entry, Registry};
+use serde_json::{Value, json};
+
+use crate::error::{Error, Result};
+use crate::options::LeaseVerb;
+use crate::terminal::{Style, Terminal};
+use crate::{Context, Output};
+
+/// Runs a verb of `lease`.
+pub(crate) async fn lease(context: Context<'_>, verb: &LeaseVerb) -> Result<Output> {
+    let registry = context.global.open_registry().await?;
+    let registry = &*registry;
+    match verb {
+        LeaseVerb::List => list(registry, context.terminal).await,
+        LeaseVerb::Reserve { lease, public_ip, public_ipv6, backend_type } => {
+            let public = Dual { v4: public_ip.map(IpAddr::V4), v6: public_ipv6.map(IpAddr::V6) };
+            let backend_type = backend_type.clone().into();
+            let attrs = LeaseAttrs::from(Offer { public, kind: backend_type, ..Offer::default() });
+            reserve(registry, context.backends, lease, &attrs).await
+        }
+        LeaseVerb::Release { lease, force } => release(registry, lease, *force).await,
+    }
+}
+
+async fn list(registry: &dyn Registry, terminal: &Terminal) -> Result<Output> {
+    let mut listing = registry.list().await?;
+    listing.entries.sort_by_key(|entry| entry.lease.subnets);
+    let rows: Vec<_> = listing.entries.iter().map(row).collect();
+    let mut page = terminal.table(&["SUBNET", "ADDRESS", "BACKEND", "HOLDER", "REVISION"], &rows);
+    let reserved = listing.entries.iter().filter(|entry| entry.holder.is_none()).count();
+    page +=
+        &format!("{} leases in {registry}, {reserved} of them reserved\n", listing.entries.len());
+    for skipped in &listing.skipped {
+        page += &terminal.field(
+            "skipped",
+            Style::Warning,
+            &format!("{}: {}", skipped.key, skipped.reason),
+        );
+    }
+    let duplicates = duplicates(&listing.entries);
+    for (address, keys) in &duplicates {
+        let text = format!(
+            "{address} is the public address of {}: each takes the other's packets",
+            keys.join(" and ")
+        );
+        page += &terminal.field("duplicate", Style::Warning, &text);
+    }
+    let skipped: Vec<Value> = listing
+        .skipped
+        .iter()
+        .map(|skipped| json!({ "key": skipped.key, "reason": skipped.reason }))
+        .collect();
+    let leases: Vec<Value> = listing.entries.iter().map(value).collect();
+    let duplicates: Vec<Value> = duplicates
+        .iter()
+        .map(|(address, keys)| json!({ "address": address.to_string(), "leases": keys }))
+        .collect();
+    let value = json!({
+        "version": VERSION, "store": registry.to_string(), "leases": leases, "skipped": skipped, "duplicates": duplicates,
+    });
+    Ok(Output { text: page, value, ok: true })
+}
+
+/// Public addresses of several leases, with the keys of these.
+fn duplicates(entries: &[Entry]) -> Vec<(IpAddr, Vec<String>)> {
+    let mut holders: BTreeMap<IpAddr, Vec<String>> = BTreeMap::new();
+    for lease in entries.iter().map(|entry| &entry.lease) {
+        for address in lease.attrs.preferred.public.values() {
+            holders.entry(*address).or_default().push(lease.subnets.to_string());
+        }
+    }
+    holders.into_iter().filter(|(_, keys)| keys.len() > 1).collect()
+}
+
+fn row(entry: &Entry) -> (Style, Vec<Vec<String>>) {
+    let lease = &entry.lease;
+    let backend =
+        if lease.attrs.preferred.kind.is_empty() { "-" } else { &lease.attrs.preferred.kind };
+    let holder = entry.holder.map_or_else(|| "reserved".to_owned(), |mark| mark.to_string());
+    let cells = vec![
+        lease.subnets.iter().map(|subnet| subnet.to_string()).collect(),
+        lease.attrs.preferred.public.values().map(ToString::to_string).collect(),
+        vec![backend.to_owned()],
+        vec![holder],
+        vec![lease.revision.to_string()],
+    ];
+    (Style::Plain, cells)
+}
+
+fn value(entry: &Entry) -> Value {
+    let lease = &entry.lease;
+    json!({
+        "key": lease.subnets.to_string(),
+        "subnets": lease.subnets.iter().map(|subnet| subnet.to_string()).collect::<Vec<_>>(),
+        "public": lease.attrs.preferred.public.values().map(ToString::to_string).collect::<Vec<_>>(),
+        "backend": lease.attrs.preferred.kind,
+        "reserved": entry.holder.is_none(),
+        "holder": entry.holder.map(|mark| mark.to_string()),
+        "revision": lease.revision.0,
+    })
+}
+
+fn done(entry: &Entry, what: &str) -> Output {
+    let text = format!("{} of {} {what}\n", entry.lease.subnets, holder(&entry.lease.attrs));
+    let value = json!({ "version": VERSION, "lease": value(entry), "result": what });
+    Output { text, value, ok: true }
+}
+
+async fn reserve(
+    registry: &dyn Registry,
+    backends: &Backends,
+    subnets: &Subnets,
+    attrs: &LeaseAttrs,
+) -> Result<Output> {
+    if let Some(entry) = registry.entry(subnets).await? {
+        let of = holder(&entry.lease.attrs);
+        if entry.holder.is_none() {
+            return Err(Error::Refused(format!("{subnets} is reserved already, for {of}")));
+        }
+        let (now, told) = (&entry.lease.attrs.preferred.public, &attrs.preferred.public);
+        if !told.is_empty() && told != now {
+            return Err(Error::Refused(format!(
+                "{subnets} is held by {of}: release it first, or name no address"
+            )));
+        }
+        let written =
+            registry.update(subnets, entry.lease.revision, &entry.lease.attrs, None).await?;
+        return Ok(done(&written, "never expires from now on"));
+    }
+    if attrs.preferred.public.is_empty() {
+        return Err(Error::Refused(format!(
+            "{subnets} is free: --public-ip or --public-ipv6 is to say for which node it is reserved"
+        )));
+    }
+    let text = registry.config().await?;
+    let config = Config::parse(&text.text)
+        .map_err(|source| CoreError::Config { location: text.location, source })?;
+    check(&config, subnets)?;
+    let others = registry.list().await?.entries;
+    if let Some(other) = others.iter().find(|entry| entry.lease.subnets.overlaps(subnets)) {
+        let of = holder(&other.lease.attrs);
+        return Err(Error::Refused(format!("{subnets} overlaps {} of {of}", other.lease.subnets)));
+    }
+    // A lease without a type is one of Go flannel's udp backend.
+    let mut attrs = attrs.clone();
+    if attrs.preferred.kind.is_empty() {
+        attrs.preferred.kind = backends.lease_type(&config).to_owned().into();
+    }
+    let written = registry.create(subnets, &attrs, None).await?;
+    Ok(done(&written, "is reserved"))
+}
+
+/// Checks that a node can take the reservation.
+fn check(config: &Config, subnets: &Subnets) -> Result<()> {
+    for (family, pod) in config.networks.iter() {
+        let wrong = |reason: String| Err(Error::Refused(format!("{subnets}: {reason}")));
+        let Some(subnet) = subnets.family(family) else {
+            return wrong(format!(
+                "the network config enables {family}, so that a lease needs a subnet of it"
+            ));
+        };
+        if !pod.network.covers(&subnet) {
+            return wrong(format!("{subnet} lies outside the pod network {}", pod.network));
+        }
+        if subnet.len() != pod.subnet_len {
+            return wrong(format!(
+                "{subnet} is no /{}, as the network config cuts them",
+                pod.subnet_len
+            ));
+        }
+    }
+    Ok(())
+}
+
+async fn release(registry: &dyn Registry, subnets: &Subnets, force: bool) -> Result<Output> {
+    let none = || Error::Refused(format!("{registry} has no lease {subnets}"));
+    let entry = registry.entry(subnets).await?.ok_or_else(none)?;
+    if entry.holder.is_some() && !force {
+        return Err(Error::Refused(format!(
+            "{subnets} is held by {}: releasing it orders that node's daemon to stop; if that is meant, or the node is \
+             gone for good, add --force",
+            holder(&entry.lease.attrs)
+        )));
+    }
+    registry.delete(subnets, entry.lease.revision).await?;
+    Ok(done(&entry, "is released"))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use flannel_subnet::{HolderId, LeaseGrant, MemoryRegistry};
+
+    use super::*;
+    use crate::terminal::tests::looks;
+
+    #[tokio::test]
+    async fn the_page_of_leases() {
+        let registry = MemoryRegistry::with_config(r#"{"Network":"10.1.0.0/16"}"#);
+        for (key, attrs, held) in [
+            ("10.1.7.0-24", r#"{"PublicIP":"192.0.2.7","BackendType":"vxlan"}"#, Some(0x0a07)),
+            ("10.1.8.0-24", r#"{"PublicIP":"192.0.2.7","BackendType":"vxlan"}"#, None),
+            (
+                "10.1.9.0-24&fd00:1:0:9::-64",
+                r#"{"PublicIP":"192.0.2.9","PublicIPv6":"2001:db8::9","BackendType":"host-gw"}"#,
+                Some(0x0a09),
+            ),
+        ] {
+            let tenure = held.map(|mark| LeaseGrant {
+                holder: HolderId(mark),
+                ttl: Duration::from_secs(86_400),
+            });
+            registry
+                .create(&key.parse().unwrap(), &LeaseAttrs::from_json(attrs).unwrap(), tenure)
+                .await
+                .unwrap();
+        }
+        let mut pages = Vec::new();
+        for width in [80, 120] {
+            pages.push(list(&registry, &Terminal { width, colours: false }).await.unwrap().text);
+        }
+        looks("leases", |terminal| pages[usize::from(terminal.width == 120)].clone());
+    }
+}

@@ -1,0 +1,338 @@
+//! `flannelctl status` and `peers`. Problems come first, with commands that repair them.
+
+use flannel_api::{
+    FailureReport, Finding, NetworkReport, PeerReport, StatusReport, StoreReport, VERSION, request,
+};
+use serde::de::DeserializeOwned;
+use serde_json::{Value, json};
+
+use crate::error::{Error, Result};
+use crate::terminal::{Style, Terminal, span};
+use crate::{Context, Output, offline};
+
+/// `flannelctl status`.
+pub(crate) async fn status(context: Context<'_>) -> Result<Output> {
+    match context.client.ask("GET", request::STATUS) {
+        Ok(mut value) => {
+            let report: StatusReport = answer(&value)?;
+            value["running"] = Value::Bool(true);
+            Ok(Output { text: page(&report, context.terminal), value, ok: report.ready })
+        }
+        Err(failure @ flannel_api::Error::NoDaemon { .. }) => {
+            Ok(offline::status(context, &failure).await)
+        }
+        Err(failure) => Err(failure.into()),
+    }
+}
+
+/// `flannelctl peers`.
+pub(crate) async fn peers(Context { client, global, terminal, .. }: Context<'_>) -> Result<Output> {
+    let value = match client.ask("GET", request::PEERS) {
+        Ok(value) => value,
+        Err(flannel_api::Error::NoDaemon { .. }) => offline::peers(global).await?,
+        Err(failure) => return Err(failure.into()),
+    };
+    let peers: Vec<PeerReport> = answer(&value["peers"])?;
+    let now = flannel_api::seconds(std::time::SystemTime::now());
+    let stale =
+        value["stale"].as_str().map(|text| terminal.field("warning", Style::Warning, text) + "\n");
+    // Without a daemon the states are not known, which is no problem. A missing answer is one.
+    let ok = stale.is_none()
+        && peers.iter().all(|peer| peer.state == "in place" || peer.state == offline::UNKNOWN);
+    Ok(Output { text: stale.unwrap_or_default() + &peers_page(&peers, now, terminal), value, ok })
+}
+
+/// All peers, with the reasons of those that are not in place.
+fn peers_page(peers: &[PeerReport], now: f64, terminal: &Terminal) -> String {
+    let (table, reasons) = (peer_table(peers, now, terminal), reasons(peers, terminal));
+    if reasons.is_empty() { table } else { format!("{table}\n{reasons}") }
+}
+
+/// Parses an answer of the daemon.
+pub(crate) fn answer<T: DeserializeOwned>(value: &Value) -> Result<T> {
+    serde_json::from_value(value.clone()).map_err(|error| {
+        Error::Refused(format!(
+            "the daemon's answer is not understood, is it older than this flannelctl? {error}"
+        ))
+    })
+}
+
+/// The page of `status`.
+pub(crate) fn page(report: &StatusReport, terminal: &Terminal) -> String {
+    let now = report.time;
+    let mut out = headline(report, terminal);
+    for problem in &report.problems {
+        let style = if problem.is_error() { Style::Bad } else { Style::Warning };
+        out += &terminal.field(&problem.severity, style, &problem.text);
+        if let Some(hint) = &problem.hint {
+            out += &terminal.command("try", hint);
+        }
+    }
+    out += &findings(&report.findings, terminal);
+    if !report.problems.is_empty() || !report.findings.is_empty() {
+        out.push('\n');
+    }
+    if let Some(network) = &report.network {
+        out += &network_fields(network, terminal);
+    }
+    if let Some(store) = &report.store {
+        out += &terminal.field("store", Style::Bold, &store_line(store, now));
+    }
+    if let Some(network) = &report.network {
+        out += &kernel_fields(network, now, terminal);
+        out += &peers_of(network, now, terminal);
+    }
+    out
+}
+
+/// Findings, with the commands that repair them.
+pub(crate) fn findings(findings: &[Finding], terminal: &Terminal) -> String {
+    let mut out = String::new();
+    for finding in findings {
+        let style = if finding.is_error() { Style::Bad } else { Style::Warning };
+        out += &terminal.field(&finding.severity, style, &finding.text);
+        if let Some(repair) = &finding.repair {
+            out += &terminal.command("repair", repair);
+        }
+    }
+    out
+}
+
+fn headline(report: &StatusReport, terminal: &Terminal) -> String {
+    let state = match report.ready {
+        true => terminal.style(Style::Good, "READY"),
+        false => terminal.style(Style::Bad, "NOT READY"),
+    };
+    let daemon = &report.daemon;
+    let up = span(report.time - daemon.started);
+    format!("flanneld {}  {state}  up {up}  pid {}\n\n", daemon.version, daemon.pid)
+}
+
+fn network_fields(network: &NetworkReport, terminal: &Terminal) -> String {
+    let lease = &network.lease;
+    let term = match (lease.ownership.as_str(), lease.remaining) {
+        ("held", Some(left)) => format!("held, {} left unless renewed", span(left)),
+        ("reserved", _) => "reserved for this node".to_owned(),
+        (word, _) => word.to_uppercase(),
+    };
+    let interface = &network.interface;
+    let known = match interface.public == interface.addresses {
+        true => String::new(),
+        false => format!(", known to peers as {}", interface.public.join(", ")),
+    };
+    let chosen = format!(
+        "{}, {}{known}, MTU {}: {}",
+        interface.name,
+        interface.addresses.join(", "),
+        interface.mtu,
+        interface.reason
+    );
+    let backend = format!("{}, pods may send {} bytes", network.backend, network.mtu);
+    terminal.field("lease", Style::Bold, &format!("{}, {term}", lease.subnets.join(", ")))
+        + &terminal.field("interface", Style::Bold, &chosen)
+        + &terminal.field("backend", Style::Bold, &backend)
+}
+
+fn store_line(store: &StoreReport, now: f64) -> String {
+    let answered = match (store.answered, &store.error) {
+        (Some(at), None) => format!("last answer {} ago", span(now - at)),
+        (Some(at), Some(_)) => format!("DOES NOT ANSWER, last answer {} ago", span(now - at)),
+        (None, _) => "HAS NOT ANSWERED YET".to_owned(),
+    };
+    format!("{}, {answered}, {} of {} requests failed", store.name, store.failures, store.requests)
+}
+
+fn kernel_fields(network: &NetworkReport, now: f64, terminal: &Terminal) -> String {
+    let state = match (network.failing.total, network.in_sync) {
+        (0, true) => "all in place".to_owned(),
+        (0, false) => "not all in place yet".to_owned(),
+        (failing, _) => format!("{failing} REFUSED"),
+    };
+    let mut kernel = format!("{} objects, {state}", network.objects);
+    let millis = |seconds: Option<f64>| match seconds {
+        Some(seconds) => format!("{} ms", (seconds * 10_000.0).round() / 10.0),
+        None => "more than 10 s".to_owned(),
+    };
+    let latency = &network.latency;
+    if latency.count > 0 {
+        let (all, half) = (millis(latency.p99), millis(latency.p50));
+        kernel += &format!("; changes within {half} (half) or {all} (99%)");
+    }
+    let mut out = terminal.field("kernel", Style::Bold, &kernel);
+    // The first one is among the problems above.
+    for failure in network.failing.listed.iter().skip(1).take(4) {
+        let FailureReport { change, error, since, tries, .. } = failure;
+        let text = format!("{change}: {error}, since {}, tried {tries} times", span(now - since));
+        out += &terminal.field("", Style::Plain, &text);
+    }
+    for (n, (pod_network, room)) in network.networks.iter().zip(&network.subnets).enumerate() {
+        let text =
+            format!("{pod_network}: {} of {} taken, {} free", room.used, room.total, room.free);
+        out += &terminal.field(if n == 0 { "subnets" } else { "" }, Style::Bold, &text);
+    }
+    if let Some(last) = network.repairs.last.first() {
+        let text = format!(
+            "{}, the last one {} ago: {}",
+            network.repairs.total,
+            span(now - last.at),
+            last.text
+        );
+        out += &terminal.field("repairs", Style::Bold, &text);
+    }
+    out
+}
+
+fn peers_of(network: &NetworkReport, now: f64, terminal: &Terminal) -> String {
+    let peers = &network.peers;
+    let rejected = match network.rejected {
+        0 => String::new(),
+        number => format!(", {number} REJECTED"),
+    };
+    let pending = match network.pending {
+        0 => String::new(),
+        number => format!(", {number} pending"),
+    };
+    let mut out =
+        terminal.field("peers", Style::Bold, &format!("{}{rejected}{pending}", peers.total));
+    if !peers.listed.is_empty() {
+        out.push('\n');
+        out += &peer_table(&peers.listed, now, terminal);
+    }
+    let more = peers.total - (peers.listed.len() as u64).min(peers.total);
+    if more > 0 {
+        out += &format!("and {more} more: flannelctl peers\n");
+    }
+    out
+}
+
+/// A row for each peer. A cell has a line for each subnet.
+fn peer_table(peers: &[PeerReport], now: f64, terminal: &Terminal) -> String {
+    let row = |peer: &PeerReport| {
+        let style = match peer.state.as_str() {
+            "in place" | offline::UNKNOWN => Style::Plain,
+            "pending" => Style::Warning,
+            _ => Style::Bad,
+        };
+        let backend = if peer.backend.is_empty() { "-" } else { &peer.backend };
+        let changed =
+            peer.changed.map_or_else(|| "-".to_owned(), |at| format!("{} ago", span(now - at)));
+        let words = [backend.to_owned(), peer.state.clone(), changed].map(|word| vec![word]);
+        (style, [peer.subnets.clone(), peer.public.clone()].into_iter().chain(words).collect())
+    };
+    let rows: Vec<_> = peers.iter().map(row).collect();
+    terminal.table(&["SUBNET", "ADDRESS", "BACKEND", "STATE", "CHANGED"], &rows)
+}
+
+/// The reason of each peer that is not in place.
+fn reasons(peers: &[PeerReport], terminal: &Terminal) -> String {
+    let wrong = peers.iter().filter_map(|peer| Some((peer, peer.reason.as_ref()?)));
+    wrong
+        .map(|(peer, reason)| {
+            let text = format!("{} is {}: {reason}", peer.subnets.join(", "), peer.state);
+            terminal.field("reason", Style::Bad, &text)
+        })
+        .collect()
+}
+
+/// The JSON value without a daemon.
+pub(crate) fn down(reason: &str) -> Value {
+    json!({ "version": VERSION, "running": false, "ready": false, "reason": reason })
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use flannel_api::testing::status_report as sample;
+
+    use super::*;
+    use crate::terminal::tests::looks;
+
+    fn healthy() -> StatusReport {
+        let mut report = sample();
+        report.ready = true;
+        report.problems.clear();
+        report.findings.clear();
+        let network = report.network.as_mut().unwrap();
+        network.in_sync = true;
+        (network.failing.total, network.failing.listed) = (0, Vec::new());
+        network.peers.total = 2;
+        (network.accepted, network.rejected) = (2, 0);
+        network.peers.listed.retain(|peer| peer.state == "in place");
+        network.repairs.last.clear();
+        report.store.as_mut().unwrap().error = None;
+        report
+    }
+
+    #[test]
+    fn trouble_at_80_columns() {
+        let text = page(&sample(), &Terminal { width: 80, colours: false });
+        assert_eq!(text, include_str!("../pages/status_80.txt"), "\n{text}");
+        assert!(text.lines().all(|line| line.chars().count() <= 80));
+    }
+
+    #[test]
+    fn trouble_at_120_columns() {
+        let text = page(&sample(), &Terminal { width: 120, colours: false });
+        assert_eq!(text, include_str!("../pages/status_120.txt"), "\n{text}");
+    }
+
+    #[test]
+    fn a_healthy_node_at_80_columns() {
+        let text = page(&healthy(), &Terminal { width: 80, colours: false });
+        assert_eq!(text, include_str!("../pages/status_healthy_80.txt"), "\n{text}");
+    }
+
+    #[test]
+    fn the_page_of_peers() {
+        let mut peers = sample().network.unwrap().peers.listed;
+        let reasons = [
+            (
+                "failing",
+                "put route 10.1.8.0/24 via 10.1.8.0 dev flannel.1 onlink: Nexthop has invalid gateway: Network is unreachable (os error 101)",
+            ),
+            (
+                "rejected",
+                "neigh 10.1.9.0 dev flannel.1 is defined otherwise by the earlier lease 10.1.7.0-24 of 192.0.2.7 (vxlan)",
+            ),
+            ("in place", ""),
+            ("pending", "its lease has come, and waits for its turn"),
+        ];
+        for (peer, (state, reason)) in peers.iter_mut().zip(reasons) {
+            peer.state = state.to_owned();
+            peer.reason = Some(reason.to_owned()).filter(|reason| !reason.is_empty());
+        }
+        assert_eq!(peers.len(), reasons.len());
+        let now = sample().time;
+        looks("peers", |terminal| peers_page(&peers, now, terminal));
+    }
+
+    #[test]
+    fn the_number_of_pending_peers_is_shown() {
+        let mut report = healthy();
+        report.ready = false;
+        let network = report.network.as_mut().unwrap();
+        (network.in_sync, network.pending, network.peers.total) = (false, 4_096, 9_000);
+        looks("status_arriving", |terminal| page(&report, terminal));
+    }
+
+    #[test]
+    fn a_new_peer_is_accepted() {
+        let mut report = healthy();
+        report.network.as_mut().unwrap().peers.total += 1;
+        let text = page(&report, &Terminal { width: 80, colours: false });
+        assert!(!text.contains("REJECTED"), "{text}");
+    }
+
+    #[test]
+    fn colours_do_not_change_the_text() {
+        let plain = page(&sample(), &Terminal { width: 80, colours: false });
+        let mut bright = page(&sample(), &Terminal { width: 80, colours: true });
+        assert!(bright.contains("\x1b[1;31mNOT READY\x1b[0m"));
+        while let Some(start) = bright.find('\x1b') {
+            let end = start + bright[start..].find('m').unwrap();
+            bright.replace_range(start..=end, "");
+        }
+        let trimmed =
+            |text: &str| text.lines().map(|line| line.trim_end().to_owned()).collect::<Vec<_>>();
+        assert_eq!(trimmed(&bright), trimmed(&plain));
+    }
+}

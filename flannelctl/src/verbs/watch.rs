@@ -1,0 +1,100 @@
+//! `flannelctl watch`: shows the status repeatedly.
+//!
+//! It polls the daemon, so that changes wake nothing in the daemon.
+
+use std::io::Write;
+use std::time::Duration;
+
+use crate::error::Result;
+use crate::{Context, Output, status};
+
+/// Moves the cursor to the top left and clears the screen.
+const CLEAR: &str = "\x1b[H\x1b[2J";
+
+/// Shows the status every `interval` seconds, for ever. With `live`, redraws the screen.
+pub(crate) async fn watch(context: Context<'_>, interval: u64, live: bool) -> Result<Output> {
+    let mut shown = None;
+    loop {
+        let output = status::status(context).await?;
+        let state = essence(&output);
+        if live || shown.as_ref() != Some(&state) {
+            let text = screen(&output, live, context.global.json);
+            let mut out = std::io::stdout();
+            if out.write_all(text.as_bytes()).and_then(|()| out.flush()).is_err() {
+                // The reader has closed the pipe.
+                return Ok(Output { text: String::new(), ..output });
+            }
+            shown = Some(state);
+        }
+        tokio::time::sleep(Duration::from_secs(interval)).await;
+    }
+}
+
+/// One status, which on a terminal replaces the previous one.
+fn screen(output: &Output, live: bool, json: bool) -> String {
+    match (live, json) {
+        (true, _) => format!("{CLEAR}{}", output.text),
+        (false, true) => format!("{}\n", output.value),
+        (false, false) => format!("{}\n", output.text),
+    }
+}
+
+/// The part of a status that counts as a change: without times and durations.
+fn essence(output: &Output) -> serde_json::Value {
+    let value = &output.value;
+    let network = &value["network"];
+    serde_json::json!([
+        value["running"],
+        value["problems"],
+        value["findings"],
+        value["store"]["error"],
+        network["in_sync"],
+        network["lease"]["ownership"],
+        network["peers"],
+        network["failing"]["total"],
+        network["repairs"]["total"],
+        network["interface"],
+        network["mtu"],
+    ])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::terminal::Terminal;
+    use crate::terminal::tests::looks;
+
+    #[test]
+    fn a_screen_replaces_the_previous_one() {
+        let output = |terminal: &Terminal| {
+            let report = flannel_api::testing::status_report();
+            Output {
+                text: status::page(&report, terminal),
+                value: serde_json::json!(report),
+                ok: report.ready,
+            }
+        };
+        looks("watch", |terminal| {
+            let live = screen(&output(terminal), true, false);
+            live.strip_prefix(CLEAR).unwrap().to_owned()
+        });
+        let terminal = Terminal { width: 80, colours: false };
+        let below = screen(&output(&terminal), false, false);
+        assert!(below.starts_with("flanneld 0.1.0") && below.ends_with("\n\n"), "{below}");
+        let json = screen(&output(&terminal), false, true);
+        assert_eq!((json.lines().count(), json.starts_with('{')), (1, true), "{json}");
+    }
+
+    #[test]
+    fn elapsed_time_is_no_change() {
+        let output = |change: fn(&mut flannel_api::StatusReport)| {
+            let mut report = flannel_api::testing::status_report();
+            change(&mut report);
+            Output { text: String::new(), value: serde_json::json!(report), ok: true }
+        };
+        let before = essence(&output(|_| {}));
+        assert_eq!(essence(&output(|report| report.time += 60.0)), before);
+        assert_ne!(essence(&output(|report| report.problems.clear())), before);
+        assert_ne!(essence(&output(|report| report.network.as_mut().unwrap().mtu = 1400)), before);
+    }
+}

@@ -1,0 +1,174 @@
+//! `flannelctl why`: the daemon's answer, or without it that of the store and the kernel.
+
+use std::net::IpAddr;
+
+use flannel_api::WhyReport;
+use flannel_api::request;
+use flannel_doctor::diagnosis::why::{RouteInputs, diagnose, lookup};
+use serde_json::json;
+
+use crate::error::Result;
+use crate::offline::Known;
+use crate::options::Global;
+use crate::terminal::{Style, Terminal};
+use crate::{Context, Output, offline, status};
+
+/// Explains the path of packets to an address.
+pub(crate) async fn why(context: Context<'_>, address: IpAddr) -> Result<Output> {
+    let (value, answer) = match context.client.ask("GET", &request::why(address)) {
+        Ok(value) => {
+            let answer = status::answer(&value)?;
+            (value, answer)
+        }
+        Err(flannel_api::Error::NoDaemon { .. }) => {
+            let answer = without_daemon(context.global, address).await?;
+            (json!(answer), answer)
+        }
+        Err(failure) => return Err(failure.into()),
+    };
+    Ok(Output { text: page(&answer, context.terminal), value, ok: answer.ok })
+}
+
+async fn without_daemon(global: &Global, address: IpAddr) -> Result<WhyReport> {
+    let known = Known::of(global).await;
+    let Known { config, leases, stale } =
+        known.unwrap_or_else(|error| Known { stale: Some(error), ..Known::default() });
+    let own = offline::own_subnets(global);
+    let lease =
+        leases.iter().find(|lease| lease.subnets.iter().any(|subnet| subnet.contains(address)));
+    let ours = lease.filter(|lease| Some(lease.subnets) == own);
+    let answer = lookup(offline::kernel()?, address).await;
+    let why = diagnose(
+        address,
+        &RouteInputs {
+            daemon: false,
+            config: config.as_ref(),
+            own: ours.map(|ours| &**ours),
+            lease: lease.map(|lease| &**lease),
+            explanation: None,
+            answer,
+        },
+    );
+    Ok(WhyReport { stale, ..why })
+}
+
+fn page(why: &WhyReport, terminal: &Terminal) -> String {
+    let (style, word) = if why.ok { (Style::Good, "ok") } else { (Style::Bad, "problem") };
+    let mut out = terminal.field(word, style, &why.verdict);
+    if let Some(hint) = &why.hint {
+        out += &terminal.command("try", hint);
+    }
+    if let Some(stale) = &why.stale {
+        out += &terminal.field("warning", Style::Warning, stale);
+    }
+    out.push('\n');
+    let none = || "none".to_owned();
+    out += &terminal.field("address", Style::Bold, &why.address);
+    out += &terminal.field("network", Style::Bold, &why.network.clone().unwrap_or_else(none));
+    let lease = match (&why.lease, &why.node) {
+        (Some(lease), Some(node)) => format!("{lease} of {node}"),
+        _ => none(),
+    };
+    out += &terminal.field("lease", Style::Bold, &lease);
+    if let Some(why) = &why.rejection {
+        out += &terminal.field("", Style::Bad, &format!("REJECTED: {why}"));
+    }
+    for (n, wanted) in why.objects.iter().enumerate() {
+        let error = wanted.error.as_ref().map(|error| format!(": {error}")).unwrap_or_default();
+        let state = if wanted.state == "in place" {
+            wanted.state.clone()
+        } else {
+            wanted.state.to_uppercase()
+        };
+        let label = if n == 0 { "objects" } else { "" };
+        out += &terminal.field(label, Style::Bold, &format!("{}, {state}{error}", wanted.object));
+    }
+    out += &terminal.field("kernel", Style::Bold, &why.kernel);
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use flannel_api::ObjectReport;
+
+    use super::*;
+    use crate::terminal::tests::looks;
+
+    #[test]
+    fn a_shadowed_peer_at_80_columns() {
+        let object = |text: &str| ObjectReport {
+            object: text.into(),
+            state: "in place".into(),
+            error: None,
+        };
+        let why = WhyReport {
+            version: 1,
+            address: "10.1.7.9".into(),
+            ok: false,
+            verdict: "shadowed: packets go via 192.0.2.99 dev eth0 instead of via 10.1.7.0 dev flannel.1, because of \
+                      a more specific route or a rule of others"
+                .into(),
+            hint: Some("ip route del $(ip route get fibmatch 10.1.7.9 | grep -v ^default) # if no rule causes it: ip rule".into()),
+            network: Some("10.1.0.0/16".into()),
+            lease: Some("10.1.7.0-24".into()),
+            node: Some("192.0.2.7 (vxlan)".into()),
+            rejection: None,
+            objects: vec![
+                object("neigh 10.1.7.0 lladdr 0a:00:00:00:00:07 dev flannel.1"),
+                ObjectReport {
+                    state: "failing".into(),
+                    error: Some("No space left on device (os error 28)".into()),
+                    ..object("fdb 0a:00:00:00:00:07 dst 192.0.2.7 dev flannel.1")
+                },
+            ],
+            kernel: "via 192.0.2.99 dev eth0".into(),
+            stale: None,
+        };
+        let expected = "\
+problem    shadowed: packets go via 192.0.2.99 dev eth0 instead of via 10.1.7.0
+           dev flannel.1, because of a more specific route or a rule of others
+           try: ip route del $(ip route get fibmatch 10.1.7.9 | grep -v ^default)
+                # if no rule causes it: ip rule
+
+address    10.1.7.9
+network    10.1.0.0/16
+lease      10.1.7.0-24 of 192.0.2.7 (vxlan)
+objects    neigh 10.1.7.0 lladdr 0a:00:00:00:00:07 dev flannel.1, in place
+           fdb 0a:00:00:00:00:07 dst 192.0.2.7 dev flannel.1, FAILING: No space
+           left on device (os error 28)
+kernel     via 192.0.2.99 dev eth0
+";
+        let text = page(&why, &Terminal { width: 80, colours: false });
+        assert_eq!(text, expected, "\n{text}");
+        looks("why_shadowed", |terminal| page(&why, terminal));
+    }
+
+    #[test]
+    fn the_page_of_a_pending_peer() {
+        let object =
+            |text: &str| ObjectReport { object: text.into(), state: "pending".into(), error: None };
+        let why = WhyReport {
+            version: 1,
+            address: "fd00:1:0:7::9".into(),
+            ok: false,
+            verdict: "it belongs to 192.0.2.7, 2001:db8::7 (vxlan), of which nothing is known to be in place yet: it waits for \
+                      its turn"
+                .into(),
+            hint: Some("flannelctl watch".into()),
+            network: Some("fd00:1::/48".into()),
+            lease: Some("10.1.7.0-24&fd00:1:0:7::-64".into()),
+            node: Some("192.0.2.7, 2001:db8::7 (vxlan)".into()),
+            rejection: None,
+            objects: [
+                "neigh fd00:1:0:7:: lladdr 0a:00:00:00:00:07 dev flannel-v6.1",
+                "fdb 0a:00:00:00:00:07 dst 2001:db8::7 dev flannel-v6.1",
+                "route fd00:1:0:7::/64 via fd00:1:0:7:: dev flannel-v6.1 onlink",
+            ]
+            .map(object)
+            .into(),
+            kernel: "nowhere".into(),
+            stale: None,
+        };
+        looks("why_waits", |terminal| page(&why, terminal));
+    }
+}
