@@ -135,7 +135,8 @@ impl NetworkHandle {
 
     /// The peer whose subnet contains `address`, and its objects. Of several, the accepted one.
     ///
-    /// `None` also if the network does not run or answers no questions. Waits for its batch to end.
+    /// `None` also if the network does not run or answers no questions. Waits for the current
+    /// batch.
     ///
     /// # Cancel safety
     /// Dropping the future withdraws the question.
@@ -148,7 +149,7 @@ impl NetworkHandle {
     /// The peers whose objects are not all in the kernel yet, with the reason. O(number of such
     /// peers). The next status is at least as new as the answer.
     ///
-    /// `None` if the network does not run or answers no questions. Waits for its batch to end.
+    /// `None` if the network does not run or answers no questions. Waits for the current batch.
     ///
     /// # Cancel safety
     /// Dropping the future withdraws the question.

@@ -22,7 +22,6 @@ use crate::lease::{Lease, LeaseAttrs, Revision, Subnets, View};
 ///
 /// ```
 /// use flannel_core::{Result, SubnetManager};
-/// use flannel_core::lease::LeaseAttrs;
 ///
 /// /// Prints the leases of all nodes, once.
 /// async fn print_leases(subnets: &dyn SubnetManager) -> Result<()> {
