@@ -12,8 +12,8 @@ use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use crate::measure::lease_storm::Room;
 use crate::measure::{
-    cni, cold_start, idle, kube, kube_heartbeat, lease_event, lease_memory, lease_storm, memory,
-    one_more, plot, ready, repair, resync, status,
+    cni, cold_start, idle, kube, kube_heartbeat, lease_event, lease_memory, lease_storm,
+    lost_device, memory, one_more, plot, ready, repair, resync, status,
 };
 use crate::parts::cluster::Families;
 use crate::parts::report::Report;
@@ -72,6 +72,16 @@ enum Bench {
         /// How many objects at least, of all kinds together
         #[arg(long, default_value_t = 2000, value_parser = count())]
         samples: u32,
+    },
+    /// The tunnel device deleted by another program: until all peers are in place again, against the
+    /// raw writer of the same objects
+    LostDevice {
+        /// How many peers
+        #[arg(long, default_value_t = 10_000, value_parser = count())]
+        peers: u32,
+        /// Which address families the pods have
+        #[arg(long, value_enum, default_value_t = Families::Ipv4)]
+        family: Families,
     },
     /// Everything read from the kernel and compared, against a bare dump of the same tables
     Resync {
@@ -238,6 +248,7 @@ fn run(bench: Bench) -> anyhow::Result<Report> {
         Bench::ColdStart { peers, family } => cold_start::run(peers, family),
         Bench::OneMore { peers, family, samples } => one_more::run(peers, family, samples),
         Bench::Repair { peers, family, samples } => repair::run(peers, family, samples as usize),
+        Bench::LostDevice { peers, family } => lost_device::run(peers, family),
         Bench::Resync { peers, family } => resync::run(peers, family),
         Bench::Memory { peers, family, flanneld } => memory::run(peers, family, flanneld),
         Bench::Idle { peers, family, seconds, flanneld } => {

@@ -8,6 +8,7 @@ pub(crate) mod kube_heartbeat;
 pub(crate) mod lease_event;
 pub(crate) mod lease_memory;
 pub(crate) mod lease_storm;
+pub(crate) mod lost_device;
 pub(crate) mod memory;
 pub(crate) mod one_more;
 pub(crate) mod plot;

@@ -1,13 +1,12 @@
-//! One thing about a host that is wrong.
+//! Findings about a host.
 
 use serde::{Deserialize, Serialize};
 
-/// Something about a host that loses packets of pods, with the command that repairs it.
-///
-/// A finding changes nothing: neither the start of the daemon nor readiness depends on it.
+/// A condition of a host that loses packets of pods. Neither the start of the daemon nor readiness
+/// depends on it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Finding {
-    /// The check that found it, as one word for programs.
+    /// The name of the check, one word.
     pub check: String,
     /// `error`: packets are lost. `warning`: some may be.
     pub severity: String,

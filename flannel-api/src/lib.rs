@@ -9,7 +9,7 @@
 //! | `GET /metrics` | Prometheus' text format |
 //! | `GET /v1/status` | [`StatusReport`]; `?fresh=true` repeats the checks that start a process |
 //! | `GET /v1/peers` | [`PeersReport`] |
-//! | `GET /v1/why?address=A` | [`WhyReport`]: why packets for `A` take the way they take |
+//! | `GET /v1/why?address=A` | [`WhyReport`]: the route of packets for `A`, with the reasons |
 //! | `POST /v1/reload` | [`ReloadReport`]; does what SIGHUP does |
 //! | `POST /v1/log?filter=F` | [`LogReport`]; sets `--log` until SIGHUP or a reload |
 //!
@@ -53,12 +53,12 @@ pub use why::{ObjectReport, WhyReport};
 /// The version of the API. Each path begins with it: `/v1/`.
 pub const VERSION: u32 = 1;
 
-/// A time as the API gives it: seconds since 1970, rounded to milliseconds.
+/// A time in the API: seconds since 1970, rounded to milliseconds.
 pub fn seconds(time: SystemTime) -> f64 {
     rounded(time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default())
 }
 
-/// A duration as the API gives it: seconds, rounded to milliseconds.
+/// A duration in the API: seconds, rounded to milliseconds.
 pub fn rounded(duration: Duration) -> f64 {
     (duration.as_secs_f64() * 1000.0).round() / 1000.0
 }

@@ -1,9 +1,8 @@
-//! One reason why a node is not ready, or one warning.
+//! Problems of a daemon.
 
 use serde::{Deserialize, Serialize};
 
-/// Something about the daemon that is wrong. The node is ready if and only if no problem is an
-/// error.
+/// A problem of the daemon. The node is ready if and only if no problem is an error.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Problem {
     /// `error`: the node is not ready. `warning`: it is.

@@ -1,4 +1,4 @@
-//! How a daemon is: the answer to `GET /v1/status`.
+//! The answer to `GET /v1/status`.
 
 use std::collections::BTreeMap;
 
@@ -11,19 +11,19 @@ use crate::{Finding, PeerReport, Problem};
 pub struct StatusReport {
     /// [`VERSION`](crate::VERSION).
     pub version: u32,
-    /// When this was so.
+    /// The time of the answer.
     pub time: f64,
     /// The process.
     pub daemon: DaemonReport,
     /// No problem is an error.
     pub ready: bool,
-    /// What is wrong, errors first.
+    /// The problems, errors first.
     pub problems: Vec<Problem>,
-    /// What about this host may lose packets of pods, errors first. Readiness does not depend on
-    /// it.
+    /// Conditions of this host that may lose packets of pods, errors first. Readiness does not
+    /// depend on them.
     #[serde(default)]
     pub findings: Vec<Finding>,
-    /// What could not be read, so that there are no findings about it.
+    /// Inputs of findings that could not be read.
     #[serde(default)]
     pub unread: Vec<String>,
     /// `null` while no network runs.
@@ -91,9 +91,9 @@ pub struct NetworkReport {
     /// The number of peers whose objects are not all in the kernel yet. Failing peers do not count.
     #[serde(default)]
     pub pending: u64,
-    /// How full each pod network is.
+    /// The use of each pod network.
     pub subnets: Vec<SubnetsReport>,
-    /// What other programs damaged and the daemon repaired.
+    /// Repairs of objects that other programs changed.
     pub repairs: RepairsReport,
     /// The time from a lease's arrival to the kernel's acknowledgement.
     pub latency: LatencyReport,
@@ -110,12 +110,12 @@ pub enum InletReport {
     Protocol(u8),
 }
 
-/// A number of things, and the most interesting of them.
+/// A number of values, and some of them.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Counted<T> {
-    /// How many there are.
+    /// The number of values.
     pub total: u64,
-    /// Some of them.
+    /// The most important values.
     pub listed: Vec<T>,
 }
 
@@ -154,7 +154,7 @@ pub struct FailureReport {
     pub object: String,
     /// The change that the kernel refuses.
     pub change: String,
-    /// The key of the lease that asks for it; `null`: this node's own.
+    /// The key of the lease that defines it; `null`: this node's own.
     pub peer: Option<String>,
     /// The kernel's error number.
     pub errno: i32,
@@ -166,7 +166,7 @@ pub struct FailureReport {
     pub tries: u32,
 }
 
-/// How full a pod network is.
+/// The use of a pod network.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct SubnetsReport {
     /// `IPv4` or `IPv6`.
@@ -179,7 +179,7 @@ pub struct SubnetsReport {
     pub free: u64,
 }
 
-/// What other programs damaged and the daemon repaired.
+/// Repairs of objects that other programs changed, deleted or added.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RepairsReport {
     /// The number of repairs since the network's start.
@@ -193,11 +193,11 @@ pub struct RepairsReport {
 pub struct RepairReport {
     /// When it was made.
     pub at: f64,
-    /// What was repaired, and who had changed it.
+    /// The repaired object, and the author of the change, as text.
     pub text: String,
 }
 
-/// Latencies of the changes that leases asked for.
+/// Latencies of the changes because of leases.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct LatencyReport {
     /// The number of changes.

@@ -1,4 +1,4 @@
-//! Why packets for one address take the way they take.
+//! The answer to `GET /v1/why`: the route of packets to one address.
 
 use serde::{Deserialize, Serialize};
 
@@ -9,7 +9,7 @@ pub struct WhyReport {
     pub version: u32,
     /// The address in question.
     pub address: String,
-    /// Packets take the right way, as far as this host can tell.
+    /// Packets take the right route, as far as this host knows.
     pub ok: bool,
     /// A sentence without a full stop.
     pub verdict: String,
@@ -23,9 +23,9 @@ pub struct WhyReport {
     pub node: Option<String>,
     /// Why the lease is rejected.
     pub rejection: Option<String>,
-    /// The objects in the kernel that the lease asks for; empty without a daemon.
+    /// The kernel objects that the lease defines; empty without a daemon.
     pub objects: Vec<ObjectReport>,
-    /// What the kernel does with a packet for the address.
+    /// The kernel's route for a packet to the address.
     pub kernel: String,
     /// Why the leases may be out of date; only without a daemon, and if the store does not answer.
     pub stale: Option<String>,

@@ -52,8 +52,9 @@ impl Backend for HostGw {
             };
             if let Some(public) = public.filter(|public| *public != address) {
                 return Err(refuse(format!(
-                    "the public address {public} is not the address of {} ({address}): peers use it as their \
-                     gateway, so it must be on the shared link (NAT needs a tunnel, for example vxlan)",
+                    "the public address {public} is not the address of {} ({address}): peers use it \
+                     as their gateway, so it must be on the shared link (NAT needs a tunnel, for \
+                     example vxlan)",
                     iface.name
                 )));
             }
@@ -90,23 +91,39 @@ fn plan(
     env: &Env<'_>,
     objects: &mut Vec<Object>,
 ) -> Result<(), Rejected> {
-    let mut far = None;
+    let (mut far, before) = (None, objects.len());
     for peer in offer.endpoints(subnets) {
-        // What one family lacks is no reason to lose the other.
+        // The other family may have one.
         let Some(gateway) = peer.public else { continue };
         if env.on_link(gateway) == Some(uplink) {
             let via = Via::Gateway { gateway, link: uplink, onlink: false };
             objects.push(Route { dst: peer.subnet, via, mtu: None }.into());
         } else {
             let reason = format!(
-                "its public address {gateway} is not directly on the link {uplink}, which host-gw needs"
+                "its public address {gateway} is not directly on the link {uplink}, which host-gw \
+                 needs"
             );
             env.advise(reason.clone());
             far = Some(reason);
         }
     }
-    if objects.is_empty() {
+    if objects.len() == before {
         return Err(Rejected(far.unwrap_or_else(|| "it has no public address".into())));
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_offer_without_an_address_is_rejected_whatever_other_plans_added() {
+        let uplink: LinkName = "eth0".parse().unwrap();
+        let dst = "10.1.8.0/24".parse().unwrap();
+        let mut objects = vec![Route { dst, via: Via::Link(uplink), mtu: None }.into()];
+        let (subnets, env) = ("10.1.7.0-24".parse().unwrap(), Env::new(&|_| None));
+        let rejected = plan(uplink, &subnets, &Offer::default(), &env, &mut objects);
+        assert!(rejected.is_err() && objects.len() == 1, "{rejected:?} {objects:?}");
+    }
 }

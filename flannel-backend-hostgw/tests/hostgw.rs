@@ -74,7 +74,7 @@ async fn a_route_for_every_peer_on_the_link() {
         first.advisories.keys().cloned().collect::<Vec<_>>(),
         [format!("the lease 10.1.10.0-24: {farther}"), format!("the lease {far}: {reason}")]
     );
-    assert_eq!(first.rejected[&"10.1.10.0-24".parse().unwrap()].to_string(), farther);
+    assert_eq!(first.rejected.get(&"10.1.10.0-24".parse().unwrap()).unwrap().to_string(), farther);
     let near = [
         "route 10.1.7.0/24 via 192.0.2.7 dev eth0",
         "route 10.1.9.0/24 via 192.0.2.9 dev eth0",

@@ -1,38 +1,36 @@
-//! Which MAC address a VTEP takes: one that peers already know, and that no other node uses.
-//!
-//! The one thing to know: peers send frames to the MAC address that the lease names, so keeping it
-//! is worth more than anything; a device's address can be changed in place without anybody
-//! noticing.
+//! The choice of a VTEP's MAC address. Peers send frames to the address in the lease, so that is
+//! kept if possible; the address of a device can be changed without losing packets.
 
 use std::collections::BTreeSet;
+use std::net::IpAddr;
 
-use flannel_core::Lease;
 use flannel_core::address::{Dual, Family};
-use flannel_core::lease::LeaseAttrs;
+use flannel_core::lease::{LeaseAttrs, LeaseSet};
 use flannel_core::object::MacAddr;
+use flannel_core::{Lease, Subnets};
 
-/// The VTEP's MAC address in the backend data of one family, if it can be read.
+/// The VTEP's MAC address in the backend data of one family; `None` if absent or malformed.
 pub(crate) fn published(attrs: &LeaseAttrs, family: Family) -> Option<MacAddr> {
     crate::plan::vtep_mac(attrs.preferred.data[family].as_deref()?).ok()
 }
 
-/// The MAC addresses that other nodes publish; a lease with one of our public addresses is our own.
-pub(crate) fn taken<'a>(
-    leases: impl Iterator<Item = &'a Lease>,
-    public: &Dual<std::net::IpAddr>,
+/// The MAC addresses of other nodes. A lease with the subnets `own`, or with one of our `public`
+/// addresses, is ours.
+pub(crate) fn taken(
+    leases: &LeaseSet,
+    own: Option<Subnets>,
+    public: &Dual<IpAddr>,
 ) -> BTreeSet<MacAddr> {
-    let ours = |lease: &Lease| {
-        public
-            .values()
-            .any(|ours| lease.attrs.preferred.public.values().any(|theirs| ours == theirs))
+    let is_ours = |lease: &Lease| {
+        let mut theirs = lease.attrs.preferred.public.values();
+        Some(lease.subnets) == own || theirs.any(|theirs| public.values().any(|ip| ip == theirs))
     };
-    let macs = |lease: &'a Lease| {
-        Family::BOTH.into_iter().filter_map(|family| published(&lease.attrs, family))
-    };
-    leases.filter(|lease| !ours(lease)).flat_map(macs).collect()
+    let others = leases.iter().filter(|lease| !is_ours(lease));
+    let both = others.flat_map(|lease| Family::BOTH.map(|family| published(&lease.attrs, family)));
+    both.flatten().collect()
 }
 
-/// The first that no other node uses: what we published, what the device has, then addresses
+/// The first address that no other node uses: the published one, that of the device, then those
 /// derived from `seed`, which is stable and differs between nodes.
 pub(crate) fn choose(
     published: Option<MacAddr>,
@@ -42,13 +40,11 @@ pub(crate) fn choose(
 ) -> MacAddr {
     let known = published.into_iter().chain(device);
     let derived = (0u64..).map(|salt| derive(&format!("{seed} {salt}")));
-    let mut candidates =
-        known.chain(derived).filter(|mac| mac.is_unicast() && !taken.contains(mac));
-    candidates.next().expect("the derived addresses do not end, and differ")
+    let free = known.chain(derived).find(|mac| mac.is_unicast() && !taken.contains(mac));
+    free.expect("the derived addresses do not end, and differ")
 }
 
-/// FNV-1a: small, stable for ever, and good enough to tell nodes apart; clashes are resolved by the
-/// salt.
+/// FNV-1a: the same in every version.
 fn derive(text: &str) -> MacAddr {
     let hash = text.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
         (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)

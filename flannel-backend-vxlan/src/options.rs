@@ -3,21 +3,21 @@
 use flannel_core::config::BackendConfig;
 use flannel_core::json::FieldError;
 
-/// The UDP port that flannel's vxlan uses: the kernel's default, not IANA's 4789.
+/// The kernel's default UDP port, not IANA's 4789.
 const DEFAULT_PORT: u16 = 8472;
 
-/// What can be set for vxlan in the network config.
+/// The options of the backend `vxlan`.
 ///
 /// **Source**: flannel `pkg/backend/vxlan/vxlan.go: RegisterNetwork`. `MacPrefix` and `Name` are
 /// for Windows and ignored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Options {
-    /// `VNI`: the network identifier, 1 to 16777215 (to 9999999 in fact, and to 9999 with IPv6,
-    /// since device names are short); default 1.
+    /// `VNI`: the network identifier, 1 to 16777215; default 1. Because of the length of device
+    /// names, the backend accepts at most 9999999, and with IPv6 at most 9999.
     pub vni: u32,
-    /// `Port`: the UDP port, the same on all nodes; 0 and default: 8472.
+    /// `Port`: the UDP port of all nodes; default (0): 8472.
     pub port: u16,
-    /// `MTU`: of the underlay, in bytes; `None` (0, default): that of the external interface.
+    /// `MTU`: of the underlay, in bytes; default (`None`, 0): that of the external interface.
     pub mtu: Option<u32>,
     /// `GBP`: Group Based Policy; default off.
     pub gbp: bool,
@@ -31,7 +31,7 @@ impl Options {
     /// Reads the options.
     ///
     /// # Errors
-    /// Which field is wrong, what it held, and what would be right.
+    /// The first wrong field.
     pub fn parse(config: &BackendConfig) -> Result<Self, FieldError> {
         let fields = config.fields()?;
         let flag = |name| Ok::<_, FieldError>(fields.take(name, "true or false")?.unwrap_or(false));
@@ -48,14 +48,10 @@ impl Options {
             return Err(fields.error("VNI", &vni, vni_range));
         }
         let port = number("Port", "a UDP port, 0 for 8472", u64::from(u16::MAX))?.unwrap_or(0);
-        let mtu = number(
-            "MTU",
-            "the underlay's MTU in bytes, at most the interface's, 0 for that",
-            65_535,
-        )?
-        .unwrap_or(0);
+        let mtu_range = "the underlay's MTU in bytes, at most the interface's, 0 for that";
+        let mtu = number("MTU", mtu_range, 65_535)?.unwrap_or(0);
         Ok(Self {
-            // Both are below their maxima, which fit.
+            // Both are at most the maxima above, which fit.
             vni: vni as u32,
             port: if port == 0 { DEFAULT_PORT } else { port as u16 },
             mtu: (mtu != 0).then_some(mtu as u32),

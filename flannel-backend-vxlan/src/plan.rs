@@ -1,8 +1,8 @@
-//! What each peer adds: a neighbour, a forwarding entry and a route; or with DirectRouting a route
-//! alone.
+//! The objects of a peer: a neighbour, a forwarding entry and a route, or with DirectRouting a
+//! route alone.
 //!
-//! The gateway of every route is the peer's subnet base, an address that exists only as the
-//! permanent neighbour whose MAC address the forwarding entry leads to the peer's VTEP.
+//! The gateway of the route is the first address of the peer's subnet. The neighbour maps it to the
+//! MAC address of the peer's VTEP, and the forwarding entry maps that to the peer's public address.
 //!
 //! **Source**: flannel `pkg/backend/vxlan/vxlan_network.go: handleSubnetEvents`.
 
@@ -32,52 +32,40 @@ impl Plan {
         env: &Env<'_>,
         out: &mut Vec<Object>,
     ) -> Result<(), Rejected> {
-        let mut bad = None;
-        for peer in offer.endpoints(subnets) {
-            let Some(device) = self.devices[peer.subnet.family()] else { continue };
-            // What one family lacks is no reason to lose the other.
-            if let Err(error) = self.endpoint(device, &peer, env, out) {
-                env.advise(error.0.clone());
-                bad = Some(error);
-            }
-        }
-        if out.is_empty() {
-            let nothing = || {
-                Rejected("it has no public address with backend data for any enabled family".into())
+        let (mut bad, before) = (None, out.len());
+        for Endpoint { subnet: dst, public, data } in offer.endpoints(subnets) {
+            // A family that is disabled here, or not published, leaves the other one.
+            let device = self.devices[dst.family()];
+            let (Some(link), Some(public), Some(data)) = (device, public, data) else { continue };
+            let mac = match vtep_mac(data) {
+                Ok(mac) => mac,
+                Err(error) => {
+                    env.advise(error.to_string());
+                    bad = Some(error);
+                    continue;
+                }
             };
-            return Err(bad.unwrap_or_else(nothing));
-        }
-        Ok(())
-    }
-
-    fn endpoint(
-        &self,
-        link: LinkName,
-        peer: &Endpoint<'_>,
-        env: &Env<'_>,
-        out: &mut Vec<Object>,
-    ) -> Result<(), Rejected> {
-        // A node that published nothing for a family cannot be reached by it, but by the other one.
-        let (Some(public), Some(data)) = (peer.public, peer.data) else { return Ok(()) };
-        let mac = vtep_mac(data)?;
-        let dst = peer.subnet;
-        let direct = self.direct.filter(|uplink| env.on_link(public) == Some(*uplink));
-        if let Some(uplink) = direct {
-            let via = Via::Gateway { gateway: public, link: uplink, onlink: false };
+            let direct = self.direct.filter(|uplink| env.on_link(public) == Some(*uplink));
+            let via = match direct {
+                Some(link) => Via::Gateway { gateway: public, link, onlink: false },
+                None => {
+                    let gateway = dst.base();
+                    out.push(Neigh { link, address: gateway, mac }.into());
+                    out.push(Fdb { link, mac, dst: public }.into());
+                    Via::Gateway { gateway, link, onlink: true }
+                }
+            };
             out.push(Route { dst, via, mtu: None }.into());
+        }
+        if out.len() > before {
             return Ok(());
         }
-        let gateway = dst.base();
-        out.push(Neigh { link, address: gateway, mac }.into());
-        out.push(Fdb { link, mac, dst: public }.into());
-        out.push(
-            Route { dst, via: Via::Gateway { gateway, link, onlink: true }, mtu: None }.into(),
-        );
-        Ok(())
+        let none = "it has no public address with backend data for any enabled family";
+        Err(bad.map_or_else(|| Rejected(none.into()), Rejected::from))
     }
 }
 
-/// Reads the VTEP's MAC address; the VNI in the data is not looked at, as in Go flannel.
+/// The VTEP's MAC address in backend data. The VNI is ignored, as in Go flannel.
 pub(crate) fn vtep_mac(data: &str) -> Result<MacAddr, FieldError> {
     let expected = "the MAC address of the node's tunnel device, such as \"0a:1b:2c:3d:4e:5f\"";
     let fields = Fields::parse(data, "BackendData")?;
@@ -86,8 +74,24 @@ pub(crate) fn vtep_mac(data: &str) -> Result<MacAddr, FieldError> {
     if mac.is_unicast() { Ok(mac) } else { Err(fields.error("VtepMAC", &mac, expected)) }
 }
 
-/// The backend data that peers read: field order and form as Go flannel writes and, by text
-/// surgery, reads it.
+/// The backend data, byte for byte as Go flannel writes it.
 pub(crate) fn backend_data(vni: u32, mac: MacAddr) -> String {
     format!(r#"{{"VNI":{vni},"VtepMAC":"{mac}"}}"#)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_offer_without_data_is_rejected_whatever_other_plans_added() {
+        let link: LinkName = "flannel.1".parse().unwrap();
+        let plan = Plan { devices: Dual { v4: Some(link), v6: None }, direct: None };
+        let other = Neigh { link, address: [10, 1, 8, 0].into(), mac: MacAddr::local([1; 6]) };
+        let mut objects = vec![other.into()];
+        let subnets = "10.1.7.0-24".parse().unwrap();
+        let env = Env::new(&|_| None);
+        let rejected = plan.objects(&subnets, &Offer::default(), &env, &mut objects);
+        assert!(rejected.is_err() && objects.len() == 1, "{rejected:?} {objects:?}");
+    }
 }

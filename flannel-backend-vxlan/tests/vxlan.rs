@@ -195,7 +195,7 @@ async fn a_bad_peer_disturbs_no_other_and_is_explained() {
     let status = status.borrow().clone();
     for (n, (_, says)) in bad.iter().enumerate() {
         let subnets = format!("10.1.{}.0-24&fd00:1:0:{:x}::-64", n + 20, n + 20).parse().unwrap();
-        let why = status.rejected[&subnets].to_string();
+        let why = status.rejected.get(&subnets).unwrap().to_string();
         assert!(why.contains(says), "{says}: {why}");
     }
 }

@@ -1,8 +1,12 @@
 #![doc = include_str!("../README.md")]
 
+mod list;
+
 use flannel_backend_hostgw::HostGw;
 use flannel_backend_vxlan::VxlanBackend;
-use flannel_core::backend::{Alloc, Backends};
+use flannel_core::backend::Alloc;
+
+pub use self::list::{Backends, UnknownBackend};
 
 /// The backends of this build.
 pub fn all() -> Backends {

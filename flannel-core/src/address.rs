@@ -1,7 +1,4 @@
 //! Address families and subnets.
-//!
-//! A value that exists for each family is held in a [`Dual`], so that IPv4, IPv6 and dual stack are
-//! the same code.
 
 mod subnet;
 
@@ -24,7 +21,7 @@ impl Family {
     /// Both families, IPv4 first.
     pub const BOTH: [Self; 2] = [Self::V4, Self::V6];
 
-    /// Bits in an address: 32 or 128.
+    /// The bits of an address: 32 or 128.
     pub const fn bits(self) -> u8 {
         match self {
             Self::V4 => 32,
@@ -32,9 +29,9 @@ impl Family {
         }
     }
 
-    /// The smallest MTU with which the kernel runs the family on a device, in bytes.
+    /// The smallest MTU of a device with this family, in bytes.
     ///
-    /// **Source**: RFC 791 (every module forwards 68 bytes), RFC 8200, section 5.
+    /// **Source**: RFC 791, RFC 8200 section 5.
     pub const fn least_mtu(self) -> u32 {
         match self {
             Self::V4 => 68,
@@ -80,9 +77,9 @@ impl fmt::Display for Family {
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Dual<T> {
-    /// The IPv4 one, if there is one.
+    /// The IPv4 value.
     pub v4: Option<T>,
-    /// The IPv6 one, if there is one.
+    /// The IPv6 value.
     pub v6: Option<T>,
 }
 
@@ -92,7 +89,7 @@ impl<T> Dual<T> {
         Self { v4: f(Family::V4), v6: f(Family::V6) }
     }
 
-    /// Neither family has one.
+    /// Whether neither family has a value.
     pub const fn is_empty(&self) -> bool {
         self.v4.is_none() && self.v6.is_none()
     }
@@ -102,7 +99,7 @@ impl<T> Dual<T> {
         Family::BOTH.into_iter().filter_map(|family| Some((family, self[family].as_ref()?)))
     }
 
-    /// The families that have a value, IPv4 first.
+    /// The families with a value, IPv4 first.
     pub fn families(&self) -> impl Iterator<Item = Family> {
         self.iter().map(|(family, _)| family)
     }
@@ -117,10 +114,7 @@ impl<T> Dual<T> {
         Dual::from_fn(|family| self[family].as_ref().map(|value| f(family, value)))
     }
 
-    /// Applies a fallible `f` to the values.
-    ///
-    /// # Errors
-    /// The first error that `f` returns.
+    /// Applies a fallible `f` to the values, and returns its first error.
     pub fn try_map<U, E>(
         &self,
         mut f: impl FnMut(Family, &T) -> Result<U, E>,
@@ -178,18 +172,18 @@ impl FromIterator<Subnet> for Dual<Subnet> {
     }
 }
 
-/// A text is not a subnet, a MAC address or a link name.
+/// A text is no subnet, lease key, MAC address or link name.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{text:?} is not {expected}")]
 pub struct ParseError {
     /// The text.
     pub text: String,
     /// The expected value, with its article: `an IPv4 subnet such as 10.1.0.0/16`.
-    pub expected: &'static str,
+    pub expected: String,
 }
 
 impl ParseError {
-    pub(crate) fn new(text: &str, expected: &'static str) -> Self {
-        Self { text: text.to_owned(), expected }
+    pub(crate) fn new(text: &str, expected: impl Into<String>) -> Self {
+        Self { text: text.to_owned(), expected: expected.into() }
     }
 }

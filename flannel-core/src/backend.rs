@@ -1,7 +1,6 @@
-//! Backends: the pure description of a kind of network, and the part of it that one node prepares.
+//! Backends: the kinds of network that a config can name.
 
 mod alloc;
-mod list;
 mod plan;
 mod secrets;
 
@@ -13,23 +12,18 @@ use std::time::Duration;
 use async_trait::async_trait;
 
 pub use self::alloc::Alloc;
-pub use self::list::{Backends, UnknownBackend};
 pub use self::plan::{Answer, Env, Plan, Rejected};
 pub use self::secrets::{MakeSecret, MemorySecrets, Secrets};
 use crate::address::Dual;
 use crate::config::Config;
 use crate::error::{Error, Result};
-use crate::kernel::{Footprint, Kernel};
-use crate::lease::{Lease, Offer, Subnets, View};
+use crate::kernel::{Annex, Footprint, Kernel};
+use crate::lease::{Lease, Offer, Origin, Subnets, View};
 use crate::network::Network;
-use crate::object::LinkName;
-use crate::object::State;
-use crate::subnet::{Hints, SubnetManager, live_view};
+use crate::object::{LinkName, Object, State};
+use crate::subnet::{Hints, SubnetManager};
 
-/// The time that [`Node::leases`] waits for a complete set of leases.
-const LEASES_PATIENCE: Duration = Duration::from_secs(5);
-
-/// The interface that connects this host with its peers, and why it was chosen.
+/// The interface that connects this host with its peers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ExternalInterface {
     /// Its name.
@@ -38,95 +32,59 @@ pub struct ExternalInterface {
     pub mtu: u32,
     /// Its address, per enabled family: the source of tunnel packets.
     pub address: Dual<IpAddr>,
-    /// The address that peers are told; differs from `address` behind NAT.
+    /// The address that this node publishes; differs from `address` behind NAT.
     pub public: Dual<IpAddr>,
-    /// Why this interface, as a sentence without a full stop: `it has the default route`.
+    /// Why it was chosen, as a sentence without a full stop: `it has the default route`.
     pub reason: String,
 }
 
-/// A kind of network, such as `vxlan`: it validates a network config, and describes the network
-/// that the config asks for.
+/// A kind of network, such as `vxlan`. It validates a network config, and describes the network
+/// that the config asks for. [`Alloc`] is the smallest example.
 ///
 /// A backend holds no state and no connection. It neither acquires leases nor writes kernel
-/// objects: it says which attributes this node publishes ([`Prepared::offer`]) and which objects
-/// the kernel needs ([`Blueprint`]).
-///
-/// ```
-/// use async_trait::async_trait;
-/// use flannel_core::{Backend, Config, Result};
-/// use flannel_core::backend::{Built, Datapath, ExternalInterface, Node, Prepared, Blueprint};
-/// use flannel_core::kernel::Footprint;
-/// use flannel_core::lease::{LeaseAttrs, Offer};
-/// use flannel_core::object::LinkName;
-///
-/// /// A backend that accepts every peer and installs nothing.
-/// #[derive(Debug)]
-/// struct Idle;
-///
-/// #[async_trait]
-/// impl Backend for Idle {
-///     fn kind(&self) -> &'static str {
-///         "idle"
-///     }
-///     fn validate(&self, _: &Config, _: Option<&ExternalInterface>) -> Result<()> {
-///         Ok(())
-///     }
-///     fn datapath(&self, _: &Config) -> Result<Datapath> {
-///         Ok(Datapath::default())
-///     }
-///     fn footprint(&self, _: &Config, _: Option<LinkName>) -> Result<Footprint> {
-///         Ok(Footprint::default())
-///     }
-///     async fn prepare(&self, node: &Node<'_>, _: &Config) -> Result<Prepared> {
-///         let mtu = node.uplink.mtu;
-///         let offer = Offer { kind: "idle".into(), public: node.uplink.public, ..Offer::default() };
-///         Ok(Prepared::new(offer, move |_| Ok(Built::Kernel(Blueprint::new(mtu, |_, _, _, _| Ok(()))))))
-///     }
-/// }
-/// ```
+/// objects: it describes the attributes that this node publishes ([`Prepared::offer`]) and the
+/// kernel objects that the network needs ([`Blueprint`]). All methods but `prepare` are pure. They
+/// fail if the config's backend options are wrong.
 #[async_trait]
 pub trait Backend: fmt::Debug + Send + Sync {
     /// The `Type` in the network config, in lower case.
     fn kind(&self) -> &'static str;
 
-    /// The backend type that its leases carry; empty for flannel's `udp` and `alloc`.
+    /// The backend type in the leases of its nodes; empty for flannel's `udp` and `alloc`.
     fn lease_type(&self) -> &'static str {
         self.kind()
     }
 
-    /// Judges whether a network can be built from `config` on the node whose external interface is
-    /// `uplink`; without an interface, as far as the answer is the same on every node. Pure.
-    /// [`Backend::prepare`] refuses the same configs with the same error. The daemon gives up a
-    /// running network for another config only after this call succeeded.
+    /// Checks whether this network can be built on the node with this external interface; without
+    /// an interface, makes only the checks that are the same on every node. The daemon stops a
+    /// running network for another config only after this succeeded.
     ///
     /// # Errors
-    /// The config's backend options are wrong, or do not fit the enabled families or the interface.
+    /// The options do not fit the enabled families or the interface.
     fn validate(&self, config: &Config, uplink: Option<&ExternalInterface>) -> Result<()>;
 
-    /// How packets travel between nodes. Pure.
-    ///
-    /// # Errors
-    /// The config's backend options are wrong.
+    /// How packets travel between nodes.
     fn datapath(&self, config: &Config) -> Result<Datapath>;
 
-    /// The kernel objects that its network may touch on a node whose external interface is
-    /// `uplink`; `None`: the interface is not known, and nothing on it is included. Used by the
-    /// network, and by cleanup where no network can be built. Pure.
-    ///
-    /// # Errors
-    /// The config's backend options are wrong.
+    /// The kernel objects that the network owns on a node with this external interface; without an
+    /// interface, those on it are not included. Also used by cleanup.
     fn footprint(&self, config: &Config, uplink: Option<LinkName>) -> Result<Footprint>;
 
-    /// Prepares the network on this node: checks that it can run here, and chooses the attributes
-    /// that the node publishes in its lease. Writes no kernel object.
+    /// Keeps the records that the network's plan defines; `None`: it defines none. Each call returns
+    /// a handle of the same annex.
+    fn annex(&self) -> Option<Arc<dyn Annex>> {
+        None
+    }
+
+    /// Checks that the network can run on this node, and chooses the attributes that the node
+    /// publishes in its lease. Writes no kernel object.
     ///
     /// # Errors
-    /// [`Backend::validate`] refuses the config, the host does not fit, or the node cannot be read.
+    /// That of [`Backend::validate`], the host does not fit, or the node cannot be read.
     async fn prepare(&self, node: &Node<'_>, config: &Config) -> Result<Prepared>;
 }
 
-/// How packets travel between the nodes of a network, as far as others than the backend need to
-/// know: firewall, status, doctor.
+/// How packets travel between the nodes of a network, for the firewall, status and doctor.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Datapath {
@@ -134,10 +92,9 @@ pub struct Datapath {
     pub devices: Dual<LinkName>,
     /// The bytes that the tunnel adds to a packet, per family of the packet; `None` or 0: none.
     pub overhead: Dual<u32>,
-    /// What other nodes send to this one besides pods' own packets: firewalls between nodes must
-    /// let it pass.
+    /// The packets, besides those of pods, that firewalls between nodes must let pass.
     pub inlets: Vec<Inlet>,
-    /// Packets of pods travel between some nodes as they are, without a tunnel.
+    /// Packets of pods travel between some nodes without a tunnel.
     pub bare: bool,
     /// Peers on the same link are reached without the tunnel, although there is one.
     pub direct: bool,
@@ -164,15 +121,15 @@ impl fmt::Display for Inlet {
     }
 }
 
-/// This node, as a backend sees it while it prepares a network.
+/// The node on which a backend prepares a network.
 #[derive(Debug, Clone)]
 pub struct Node<'a> {
-    /// The interface that connects it with its peers.
+    /// Its external interface.
     pub uplink: &'a ExternalInterface,
-    /// A text that differs between nodes and is stable over restarts, for example
-    /// `/etc/machine-id`: the seed of values that must differ between nodes. May be empty.
+    /// The seed of values that must differ between nodes and stay the same over restarts, for
+    /// example the content of `/etc/machine-id`. May be empty.
     pub machine_id: &'a str,
-    /// Its kernel, to read. [`Node::snapshot`] reads it outside the async thread.
+    /// Its kernel, which blocks: see [`Node::snapshot`].
     pub kernel: &'a Arc<dyn Kernel>,
     /// Its secrets.
     pub secrets: &'a dyn Secrets,
@@ -180,7 +137,7 @@ pub struct Node<'a> {
 }
 
 impl<'a> Node<'a> {
-    /// A node whose leases `subnets` knows.
+    /// A node that gets its lease from `subnets`.
     pub const fn new(
         uplink: &'a ExternalInterface,
         machine_id: &'a str,
@@ -191,30 +148,27 @@ impl<'a> Node<'a> {
         Self { uplink, machine_id, kernel, secrets, subnets }
     }
 
-    /// What the store knows of this node: its previous subnets and attributes.
-    ///
-    /// # Errors
-    /// The store does not answer, or what it holds cannot be understood.
+    /// See [`SubnetManager::hints`].
     pub async fn hints(&self) -> Result<Hints> {
         self.subnets.hints().await
     }
 
     /// The leases of all nodes. Waits up to five seconds for a complete, live set, then returns the
-    /// latest one.
-    ///
-    /// # Errors
-    /// The leases cannot be watched.
+    /// latest one. If there is a set from an earlier run and the store has never answered, it does
+    /// not wait. Fails as [`SubnetManager::watch_leases`] does.
     pub async fn leases(&self) -> Result<View> {
-        live_view(self.subnets, LEASES_PATIENCE).await
+        let mut views = self.subnets.watch_leases().await?;
+        let is_cached = matches!(views.borrow().origin, Origin::Cached { written: Some(_) });
+        if !is_cached || self.subnets.store_status().confirmed.is_some() {
+            let live = views.wait_for(|view| matches!(view.origin, Origin::Live { .. }));
+            // After a timeout, or if the manager is gone, the latest set is returned.
+            let _ = tokio::time::timeout(Duration::from_secs(5), live).await;
+        }
+        let view = views.borrow().clone();
+        Ok(view)
     }
 
-    /// The kernel objects inside `footprint`. Reads on a thread that may block.
-    ///
-    /// # Errors
-    /// The kernel could not be read.
-    ///
-    /// # Cancel safety
-    /// Dropping the future loses nothing: the read ends on its own.
+    /// [`Kernel::snapshot`] on a thread that may block. Dropping the future loses nothing.
     pub async fn snapshot(&self, footprint: Footprint) -> Result<State> {
         let kernel = Arc::clone(self.kernel);
         tokio::task::spawn_blocking(move || kernel.snapshot(&footprint))
@@ -224,19 +178,19 @@ impl<'a> Node<'a> {
     }
 }
 
-/// Builds a network once the node's lease is known.
+/// Builds a network for the node's lease.
 pub type Build = Box<dyn FnOnce(&NodeLease) -> Result<Built> + Send>;
 
-/// A network that can be built as soon as this node has a lease.
+/// A network that can be built when this node has a lease.
 pub struct Prepared {
-    /// How other nodes reach this one, to be published in its lease.
+    /// How other nodes reach this one: published in its lease.
     pub offer: Offer,
     /// Builds the network for that lease.
     pub build: Build,
 }
 
 impl Prepared {
-    /// A network that `build` makes for a lease with `offer`.
+    /// A network that `build` builds for a lease with `offer`.
     pub fn new(
         offer: Offer,
         build: impl FnOnce(&NodeLease) -> Result<Built> + Send + 'static,
@@ -256,13 +210,13 @@ impl fmt::Debug for Prepared {
 pub enum NodeLease {
     /// The node holds it.
     Held(Lease),
-    /// Its time ran out, and the store does not answer. Peers are still reached with it, but its
-    /// subnets are not this node's: no address and no route for them is installed.
+    /// It expired while the store did not answer. Peers are still reached, but the subnets are no
+    /// longer this node's: no address and no route for them is installed.
     Lapsed(Lease),
 }
 
 impl NodeLease {
-    /// The lease itself. It identifies this node to admission in both cases.
+    /// The lease. It identifies this node to admission in both cases.
     pub const fn lease(&self) -> &Lease {
         match self {
             Self::Held(lease) | Self::Lapsed(lease) => lease,
@@ -281,38 +235,31 @@ impl NodeLease {
 /// A network that was built for a lease.
 #[derive(Debug)]
 pub enum Built {
-    /// A network of kernel objects: the route engine runs it.
+    /// A network of kernel objects, which the route engine runs.
     Kernel(Blueprint),
     /// A network that runs itself.
     Custom(Box<dyn Network>),
 }
 
-/// All that makes one network of kernel objects differ from another. Data only: the route engine
-/// runs it.
+/// The description of a network of kernel objects, for the route engine.
 pub struct Blueprint {
-    /// The backend type of the offers that the plan understands; `None`: of all offers.
+    /// The backend type of the offers that `plan` accepts; `None`: any.
     pub lease_type: Option<&'static str>,
     /// The size of the largest packet that pods may send, in bytes.
     pub mtu: u32,
-    /// The kernel objects that the network may touch.
+    /// The kernel objects that the network owns.
     pub footprint: Footprint,
-    /// The objects that the network needs whatever the peers are: the device and its addresses.
+    /// The objects that do not depend on peers: the device and its addresses.
     pub base: State,
     /// The objects that each peer adds.
     pub plan: Box<Plan>,
 }
 
 impl Blueprint {
-    /// A network without devices that touches nothing, except for the objects that `plan` adds for
-    /// each peer.
+    /// A network with only the objects that `plan` adds for each peer, and an empty footprint.
     pub fn new(
         mtu: u32,
-        plan: impl Fn(
-            &Subnets,
-            &Offer,
-            &Env<'_>,
-            &mut Vec<crate::object::Object>,
-        ) -> Result<(), Rejected>
+        plan: impl Fn(&Subnets, &Offer, &Env<'_>, &mut Vec<Object>) -> Result<(), Rejected>
         + Send
         + Sync
         + 'static,

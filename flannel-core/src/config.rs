@@ -1,13 +1,11 @@
-//! The network config: the pod addresses of the cluster, and the backend that connects them.
-//!
-//! Parsing, defaults and checks are one step: each [`Config`] is valid and complete.
+//! The network config.
 //!
 //! **Source**: flannel `pkg/subnet/config.go: ParseConfig, CheckNetworkConfig`. Different on
-//! purpose: the checks run for every store (Go runs them with etcd only), a missing `Backend` means
-//! `vxlan` as flannel documents (its code takes `udp`), `SubnetMin` may not exceed `SubnetMax`, an
-//! IPv4 subnet in `IPv6Network` is an error, and a config that enables no family is refused at
-//! once.
+//! purpose: the checks run for every store (Go: etcd only); a missing `Backend` means `vxlan`, as
+//! flannel documents (Go: `udp`); errors are a `SubnetMin` above `SubnetMax`, an IPv4 subnet in
+//! `IPv6Network`, and a config that enables no family.
 
+use std::fmt;
 use std::net::IpAddr;
 
 use crate::address::{Dual, Family, Subnet};
@@ -24,21 +22,21 @@ pub struct Config {
     pub backend: BackendConfig,
 }
 
-/// The pod addresses of one family and how they are cut into subnets.
+/// The pod addresses of one family, and their division into subnets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PodNetwork {
-    /// Every pod address of the cluster lies in it.
+    /// All pod addresses of the cluster.
     pub network: Subnet,
-    /// The prefix length of each node's subnet, in bits.
+    /// The prefix length of a node's subnet, in bits.
     pub subnet_len: u8,
-    /// The first subnet to hand out.
+    /// The first subnet for a node.
     pub min: Subnet,
-    /// The last subnet to hand out.
+    /// The last subnet for a node.
     pub max: Subnet,
 }
 
 impl PodNetwork {
-    /// How many subnets there are to hand out, at least 1; saturates.
+    /// The number of subnets for nodes, at least 1; saturates.
     pub fn subnets(&self) -> u128 {
         self.max.steps_from(&self.min).unwrap_or(0).saturating_add(1)
     }
@@ -49,70 +47,35 @@ impl PodNetwork {
 pub struct BackendConfig {
     /// `Type`, in lower case.
     pub kind: String,
-    /// The whole object as JSON text, for the backend to read its own options from.
+    /// The whole object as JSON text.
     pub options: String,
-    /// The config has a `Backend`. If not, `kind` is flannel's documented default, `vxlan`. A
-    /// cluster of Go daemons runs `udp` then, and its leases have an empty backend type.
+    /// The config has a `Backend`. If not, `kind` is `vxlan`, flannel's documented default; Go
+    /// daemons run `udp`, and their leases have an empty backend type.
     pub explicit: bool,
 }
 
 /// Without the options, which may hold a secret.
-impl std::fmt::Debug for BackendConfig {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+impl fmt::Debug for BackendConfig {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("BackendConfig").field("kind", &self.kind).finish_non_exhaustive()
     }
 }
 
 impl BackendConfig {
-    /// The options, to be read by name.
+    /// The fields of `options`.
     ///
     /// # Errors
-    /// The options are not a JSON object (they are when they came from [`Config::parse`]).
+    /// `options` is no JSON object; never after [`Config::parse`].
     pub fn fields(&self) -> Result<Fields, FieldError> {
         Fields::parse(&self.options, "Backend")
     }
 }
 
-/// The names and limits of the fields of one family.
-struct Names {
-    network: &'static str,
-    len: &'static str,
-    min: &'static str,
-    max: &'static str,
-    example: &'static str,
-    /// Networks up to this length get subnets of `auto_len`; longer ones, subnets two bits longer.
-    auto_up_to: u8,
-    auto_len: u8,
-}
-
-const fn names(family: Family) -> Names {
-    match family {
-        Family::V4 => Names {
-            network: "Network",
-            len: "SubnetLen",
-            min: "SubnetMin",
-            max: "SubnetMax",
-            example: "an IPv4 subnet such as \"10.1.0.0/16\"",
-            auto_up_to: 22,
-            auto_len: 24,
-        },
-        Family::V6 => Names {
-            network: "IPv6Network",
-            len: "IPv6SubnetLen",
-            min: "IPv6SubnetMin",
-            max: "IPv6SubnetMax",
-            example: "an IPv6 subnet such as \"fd00:10::/48\"",
-            auto_up_to: 62,
-            auto_len: 64,
-        },
-    }
-}
-
 impl Config {
-    /// Reads, completes and checks a network config.
+    /// Reads and checks a network config, and fills in defaults.
     ///
     /// # Errors
-    /// The first wrong field, its value, and the expected value.
+    /// The first wrong field.
     ///
     /// ```
     /// let text = r#"{"Network": "10.3.0.0/16", "Backend": {"Type": "host-gw"}}"#;
@@ -123,13 +86,11 @@ impl Config {
     pub fn parse(text: &str) -> Result<Self, FieldError> {
         let fields = Fields::parse(text, "")?;
         let flag = |name, default| Ok(fields.take(name, "true or false")?.unwrap_or(default));
-        let enabled =
-            Dual { v4: Some(flag("EnableIPv4", true)?), v6: Some(flag("EnableIPv6", false)?) };
+        let enabled = [flag("EnableIPv4", true)?, flag("EnableIPv6", false)?];
         let mut networks = Dual::default();
-        for family in Family::BOTH {
-            // The fields of a disabled family are checked too, so that errors are found early.
-            let network = pod_network(&fields, family, enabled[family] == Some(true))?;
-            networks[family] = network;
+        for (family, enabled) in Family::BOTH.into_iter().zip(enabled) {
+            // The fields of a disabled family are checked too.
+            networks[family] = pod_network(&fields, family, enabled)?;
         }
         if networks.is_empty() {
             return Err(fields.error(
@@ -152,102 +113,93 @@ fn pod_network(
     family: Family,
     enabled: bool,
 ) -> Result<Option<PodNetwork>, FieldError> {
-    let names = names(family);
+    let (prefix, example) = match family {
+        Family::V4 => ("", "an IPv4 subnet such as \"10.1.0.0/16\""),
+        Family::V6 => ("IPv6", "an IPv6 subnet such as \"fd00:10::/48\""),
+    };
+    let name = |field: &str| format!("{prefix}{field}");
+    let name_of_network = name("Network");
+    let bad_network =
+        |value: &dyn fmt::Display, expected: &str| fields.error(&name_of_network, value, expected);
     // Go refuses a null Network, and takes a null IPv6Network for an empty one.
-    if family == Family::V4 && fields.has(names.network) && fields.raw(names.network).is_none() {
-        return Err(fields.error(names.network, &"null", names.example));
+    if family == Family::V4 && fields.has("Network") && fields.raw("Network").is_none() {
+        return Err(bad_network(&"null", example));
     }
-    let network: Option<Subnet> = fields.parsed(names.network, names.example)?;
-    let given_len: u64 =
-        fields.take(names.len, "a prefix length in bits, 0 for automatic")?.unwrap_or(0);
-    let bound = |name| -> Result<Option<IpAddr>, FieldError> {
-        let expected = format!("an {family} address inside {}", names.network);
-        let address: Option<IpAddr> = fields.parsed(name, &expected)?;
+    let network: Option<Subnet> = fields.parsed(&name_of_network, example)?;
+    let expected_len = "a prefix length in bits, 0 for automatic";
+    let given_len: u64 = fields.take(&name("SubnetLen"), expected_len)?.unwrap_or(0);
+    let bound = |field: &str| -> Result<Option<IpAddr>, FieldError> {
+        let expected = format!("an {family} address inside {name_of_network}");
+        let address: Option<IpAddr> = fields.parsed(&name(field), &expected)?;
         match address.filter(|a| !a.is_unspecified()) {
-            Some(a) if Family::of(a) != family => Err(fields.error(name, &a, expected)),
+            Some(a) if Family::of(a) != family => Err(fields.error(&name(field), &a, expected)),
             address => Ok(address),
         }
     };
-    let (given_min, given_max) = (bound(names.min)?, bound(names.max)?);
+    let (given_min, given_max) = (bound("SubnetMin")?, bound("SubnetMax")?);
     if let Some(other) = network.filter(|n| n.family() != family) {
-        return Err(fields.error(names.network, &other, names.example));
+        return Err(bad_network(&other, example));
     }
     if !enabled {
         return Ok(None);
     }
     let Some(network) = network.filter(|n| !n.is_everything()) else {
         let value = network.map_or_else(|| "nothing".to_owned(), |n| n.to_string());
-        return Err(fields.error(
-            names.network,
-            &value,
-            format!("{}, since {family} is enabled", names.example),
-        ));
+        return Err(bad_network(&value, &format!("{example}, since {family} is enabled")));
     };
     if network.base().is_loopback() || network.base().is_multicast() {
-        return Err(fields.error(
-            names.network,
-            &network,
-            format!("{}, which hosts may use", names.example),
-        ));
+        return Err(bad_network(&network, &format!("{example}, which hosts may use")));
     }
-    let subnet_len = subnet_len(fields, &names, network, given_len)?;
-    let edge = |name, given: Option<IpAddr>, auto: fn(Subnet, u8) -> Option<Subnet>| {
+    let subnet_len = subnet_len(fields, name, network, given_len)?;
+    let edge = |field, given: Option<IpAddr>, auto: Option<Subnet>| {
         let Some(address) = given else {
-            return auto(network, subnet_len).ok_or_else(|| {
-                fields.error(names.network, &network, "a network with room for 4 subnets")
-            });
+            return auto.ok_or_else(|| bad_network(&network, "a network with room for 4 subnets"));
         };
-        let subnet = Subnet::new(address, subnet_len).filter(|_| network.contains(address));
-        let subnet = subnet
-            .ok_or_else(|| fields.error(name, &address, format!("an address inside {network}")))?;
-        if subnet.base() != address {
-            let expected = format!(
+        let bad = |expected| Err(fields.error(&name(field), &address, expected));
+        match Subnet::new(address, subnet_len).filter(|_| network.contains(address)) {
+            None => bad(format!("an address inside {network}")),
+            Some(subnet) if subnet.base() != address => bad(format!(
                 "the first address of a /{subnet_len} subnet, for example {}",
                 subnet.base()
-            );
-            return Err(fields.error(name, &address, expected));
+            )),
+            Some(subnet) => Ok(subnet),
         }
-        Ok(subnet)
     };
-    let min = edge(names.min, given_min, |network, len| Subnet::new(network.base(), len)?.step(1))?;
-    let max = edge(names.max, given_max, |network, len| Subnet::new(network.last(), len))?;
+    let second = Subnet::new(network.base(), subnet_len).and_then(|first| first.step(1));
+    let min = edge("SubnetMin", given_min, second)?;
+    let max = edge("SubnetMax", given_max, Subnet::new(network.last(), subnet_len))?;
     if max < min {
-        return Err(fields.error(
-            names.max,
-            &max.base(),
-            format!("at least {} ({})", names.min, min.base()),
-        ));
+        let expected = format!("at least {} ({})", name("SubnetMin"), min.base());
+        return Err(fields.error(&name("SubnetMax"), &max.base(), expected));
     }
     Ok(Some(PodNetwork { network, subnet_len, min, max }))
 }
 
+/// The prefix length of a node's subnet. At least 4 subnets must fit, because the first is skipped.
 fn subnet_len(
     fields: &Fields,
-    names: &Names,
+    name: impl Fn(&str) -> String,
     network: Subnet,
     given: u64,
 ) -> Result<u8, FieldError> {
-    let longest = network.family().bits() - 2;
-    if given == 0 {
-        return match network.len() {
-            len if len <= names.auto_up_to => Ok(names.auto_len),
-            len if len <= longest - 2 => Ok(len + 2),
-            _ => Err(fields.error(
-                names.network,
-                &network,
-                format!("at most a /{} network", longest - 2),
-            )),
-        };
-    }
-    // At least 4 subnets must fit, so that some are left when the first is skipped.
+    // Networks up to the first length get subnets of the second, longer ones of two more bits.
+    let (auto_up_to, auto_len) = match network.family() {
+        Family::V4 => (22, 24),
+        Family::V6 => (62, 64),
+    };
+    let (len, longest) = (network.len(), network.family().bits() - 2);
     match u8::try_from(given) {
-        Ok(len) if len <= longest && len >= network.len() + 2 => Ok(len),
+        Ok(0) if len <= auto_up_to => Ok(auto_len),
+        Ok(0) if len <= longest - 2 => Ok(len + 2),
+        Ok(0) => {
+            let expected = format!("at most a /{} network", longest - 2);
+            Err(fields.error(&name("Network"), &network, expected))
+        }
+        Ok(given) if given <= longest && given >= len + 2 => Ok(given),
         _ => {
-            let expected = format!(
-                "from {} to {longest} (room for 4 subnets in {network})",
-                network.len() + 2
-            );
-            Err(fields.error(names.len, &given, expected))
+            let expected =
+                format!("from {} to {longest} (room for 4 subnets in {network})", len + 2);
+            Err(fields.error(&name("SubnetLen"), &given, expected))
         }
     }
 }
@@ -259,11 +211,11 @@ fn backend(fields: &Fields) -> Result<BackendConfig, FieldError> {
     let expected = "an object with the backend's Type, for example {\"Type\": \"vxlan\"}";
     let raw = fields.raw("Backend").ok_or_else(|| fields.error("Backend", &"null", expected))?;
     let options = Fields::parse(raw.get(), "Backend")?;
-    let kind: Option<String> =
-        options.take("Type", "the name of a backend, for example \"vxlan\"")?;
-    let kind = kind.filter(|kind| !kind.is_empty());
-    let kind =
-        kind.ok_or_else(|| fields.error("Backend", &"an object without a Type", expected))?;
+    let expected_kind = "the name of a backend, for example \"vxlan\"";
+    let kind: String = options.take("Type", expected_kind)?.unwrap_or_default();
+    if kind.is_empty() {
+        return Err(fields.error("Backend", &"an object without a Type", expected));
+    }
     Ok(BackendConfig { kind: kind.to_lowercase(), options: raw.get().to_owned(), explicit: true })
 }
 

@@ -1,12 +1,11 @@
-//! The one error type of the traits in this crate.
+//! The error type of the traits in this crate.
 
-use crate::address::Family;
+use crate::address::{Family, ParseError};
 use crate::json::FieldError;
 use crate::kernel::KernelError;
-use crate::lease::{KeyError, LeaseAttrs, Subnets};
+use crate::lease::{LeaseAttrs, Offer, Subnets};
 
-/// Why a store, a backend or a network cannot go on. Variants are what a caller can do something
-/// about.
+/// An error of a store, a backend or a network.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -16,12 +15,12 @@ pub enum Error {
         /// The file or key.
         location: String,
     },
-    /// The network config is wrong: mend it, then try again.
+    /// The network config is wrong: correct it, then try again.
     #[error("network config in {location}: {source}")]
     Config {
         /// The file or key.
         location: String,
-        /// Which field.
+        /// The field.
         source: FieldError,
     },
     /// A lease's value is wrong.
@@ -29,12 +28,12 @@ pub enum Error {
     Lease {
         /// The file or key.
         location: String,
-        /// Which field.
+        /// The field.
         source: FieldError,
     },
-    /// A lease's key is wrong.
+    /// A subnet, lease key or other value is wrong.
     #[error(transparent)]
-    Key(#[from] KeyError),
+    Parse(#[from] ParseError),
     /// Every subnet is taken.
     #[error(
         "out of {family} subnets: all {total} between SubnetMin and SubnetMax are taken; enlarge the network or release leases"
@@ -42,62 +41,61 @@ pub enum Error {
     OutOfSubnets {
         /// The family.
         family: Family,
-        /// How many there are.
+        /// The number of subnets.
         total: u128,
     },
-    /// A write was refused because somebody else wrote first: read again.
+    /// A lease was written by another process meanwhile: read it, then try again.
     #[error("{subnets} was changed by somebody else meanwhile")]
     Conflict {
         /// The lease.
         subnets: Subnets,
     },
-    /// The lease is somebody else's.
+    /// Another node holds the lease.
     #[error("{subnets} is held by {holder}")]
     Taken {
         /// The lease.
         subnets: Subnets,
-        /// The holder, as its attributes say.
+        /// The node.
         holder: String,
     },
-    /// The store does not hold yet what this node needs, and others must put it there: wait, then
-    /// try again.
+    /// Other programs have not written yet what this node needs: wait, then try again.
     #[error("{store}: {reason}")]
     NotReady {
         /// The store.
         store: String,
-        /// What is missing or wrong there, and what would be right.
+        /// The missing or wrong value, and the expected one.
         reason: String,
     },
-    /// The store says that this node must not do what was asked.
+    /// The store refuses the request of this node.
     #[error("{store}: {reason}")]
     Refused {
         /// The store.
         store: String,
-        /// Why, and what would be right.
+        /// The reason, and the expected value.
         reason: String,
     },
-    /// The store did not answer, or not in a way that can be understood: try again later.
+    /// The store did not answer, or not as expected: try again later.
     #[error("{store}: {source}")]
     Store {
         /// The store, and the object in it.
         store: String,
-        /// What happened.
+        /// The cause.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// The kernel refused.
+    /// The kernel failed.
     #[error("{object}: {source}")]
     Kernel {
         /// The object.
         object: String,
-        /// Errno and explanation.
+        /// The cause.
         source: KernelError,
     },
-    /// A backend cannot run here, or not with this config.
+    /// A backend cannot run on this host, or with this config.
     #[error("backend {backend}: {reason}")]
     Backend {
         /// The backend.
         backend: String,
-        /// Why, and what would be right.
+        /// The reason, and the expected value.
         reason: String,
     },
 }
@@ -105,12 +103,12 @@ pub enum Error {
 /// A result with this crate's [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Names the node behind a lease for a message: `192.0.2.7 (vxlan)`.
+/// The node of a lease, for a message: `192.0.2.7 (vxlan)`.
 pub fn holder(attrs: &LeaseAttrs) -> String {
-    let addresses: Vec<String> = attrs.preferred.public.values().map(ToString::to_string).collect();
-    let addresses =
-        if addresses.is_empty() { "an unknown node".to_owned() } else { addresses.join(", ") };
-    let backend =
-        if attrs.preferred.kind.is_empty() { "no backend type" } else { &attrs.preferred.kind };
-    format!("{addresses} ({backend})")
+    let Offer { kind, public, .. } = &attrs.preferred;
+    let mut addresses = public.values().map(ToString::to_string).collect::<Vec<_>>().join(", ");
+    if addresses.is_empty() {
+        addresses = "an unknown node".to_owned();
+    }
+    format!("{addresses} ({})", if kind.is_empty() { "no backend type" } else { kind })
 }

@@ -1,7 +1,4 @@
-//! JSON objects read as Go's `encoding/json` reads them, with errors that name the field.
-//!
-//! Go matches field names without regard to case, ignores unknown ones, and uses the last
-//! duplicate. Clusters rely on it, so flannel reads every object through [`Fields`].
+//! JSON objects, read and written as Go does.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -9,43 +6,32 @@ use std::fmt;
 use serde::de::{Deserialize, DeserializeOwned, Deserializer, MapAccess, Visitor};
 use serde_json::value::RawValue;
 
-/// The error of one field: its name, its value, and the expected value.
+/// A field of a JSON object is not valid.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("field {field}: {value} is not valid, expected {expected}")]
 pub struct FieldError {
-    /// The field with its path, for example `Backend.VNI`; `(document)` if the text is no JSON
-    /// object.
+    /// The field with its path: `Backend.VNI`; `(document)` if the text is no JSON object.
     pub field: String,
-    /// Its value as JSON text (shortened), or `nothing`.
+    /// Its value as JSON text, at most 120 characters, or `nothing`.
     pub value: String,
     /// The expected value.
     pub expected: String,
 }
 
 impl FieldError {
-    /// An error about `field`, which held `value`.
-    pub fn new(
-        field: impl Into<String>,
-        value: &dyn fmt::Display,
-        expected: impl Into<String>,
-    ) -> Self {
-        Self { field: field.into(), value: shorten(&value.to_string()), expected: expected.into() }
+    fn new(field: String, value: &dyn fmt::Display, expected: String) -> Self {
+        let mut value = value.to_string();
+        if let Some((end, _)) = value.char_indices().nth(120) {
+            value.truncate(end);
+            value.push('…');
+        }
+        Self { field, value, expected }
     }
 }
 
-/// The first 120 characters, because an error message must not hold a whole document.
-fn shorten(text: &str) -> String {
-    match text.char_indices().nth(120) {
-        Some((end, _)) => format!("{}…", &text[..end]),
-        None => text.to_owned(),
-    }
-}
-
-/// The fields of one JSON object, found without regard to case.
+/// The fields of a JSON object. Names match in any case, and the last field of a name counts.
 ///
-/// **Source**: Go `encoding/json` (`Unmarshal`: "preferring exact matches but also accepting
-/// case-insensitive matches"; the last duplicate wins; unknown keys are ignored; text behind the
-/// value is an error).
+/// **Source**: Go `encoding/json: Unmarshal`. Clusters rely on it.
 ///
 /// ```
 /// let fields = flannel_core::json::Fields::parse(r#"{"network": "10.1.0.0/16", "Other": 1}"#, "").unwrap();
@@ -58,15 +44,14 @@ pub struct Fields {
 }
 
 impl Fields {
-    /// Reads the object in `text`; `path` (such as `Backend`) goes in front of field names in
-    /// errors.
+    /// Reads the object in `text`. `path`, such as `Backend`, precedes the field names in errors.
     ///
     /// # Errors
     /// `text` is not exactly one JSON object.
     pub fn parse(text: &str, path: &str) -> Result<Self, FieldError> {
         let Object(by_name) = serde_json::from_str(text).map_err(|error| {
             let field = if path.is_empty() { "(document)" } else { path };
-            FieldError::new(field, &text.trim(), format!("one JSON object ({error})"))
+            FieldError::new(field.into(), &text.trim(), format!("one JSON object ({error})"))
         })?;
         Ok(Self { path: path.to_owned(), by_name })
     }
@@ -79,15 +64,15 @@ impl Fields {
             .filter(|raw| raw.get() != "null")
     }
 
-    /// The field is there, even if `null`.
+    /// Whether there is such a field, even if `null`.
     pub fn has(&self, name: &str) -> bool {
         self.by_name.contains_key(&name.to_ascii_lowercase())
     }
 
-    /// The field's value; `None` if it is absent or `null`. `expected` is for the error.
+    /// The field's value; `None` if the field is absent or `null`.
     ///
     /// # Errors
-    /// The value is not a `T`.
+    /// The value is no `T`, but should be `expected`.
     pub fn take<T: DeserializeOwned>(
         &self,
         name: &str,
@@ -99,11 +84,10 @@ impl Fields {
         self.raw(name).map(parse).transpose()
     }
 
-    /// The field's value, given as a JSON string and parsed with `FromStr`; `None` if absent or
-    /// `null`.
+    /// The field's value, parsed from a JSON string; `None` if the field is absent or `null`.
     ///
     /// # Errors
-    /// The value is not a string, or the string is not a `T`.
+    /// The value is no string, or the string is no `T`, but should be `expected`.
     pub fn parsed<T: std::str::FromStr>(
         &self,
         name: &str,
@@ -121,7 +105,7 @@ impl Fields {
         expected: impl Into<String>,
     ) -> FieldError {
         let dot = if self.path.is_empty() { "" } else { "." };
-        FieldError::new(format!("{}{dot}{name}", self.path), value, expected)
+        FieldError::new(format!("{}{dot}{name}", self.path), value, expected.into())
     }
 }
 
@@ -147,14 +131,9 @@ impl<'de> Deserialize<'de> for Object {
     }
 }
 
-/// JSON text as Go writes it: no white space between tokens, and `<`, `>`, `&`, U+2028 and U+2029
-/// escaped.
+/// Writes valid JSON as Go does: no white space, and `<`, `>`, `&`, U+2028 and U+2029 escaped.
 ///
-/// Peers compare such texts byte for byte. `text` must be valid JSON; anything else comes back as
-/// it was, less its white space.
-///
-/// **Source**: Go `encoding/json: compact` with `escape` set, which `Marshal` applies to raw
-/// messages.
+/// **Source**: Go `encoding/json: compact` with `escape` set.
 pub fn compact(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     let (mut in_string, mut escaped) = (false, false);

@@ -1,8 +1,6 @@
-//! The trait for a kernel, and the rules for which of its objects are ours to touch.
-//!
-//! The methods of [`Kernel`] are all idempotent or read-only. Policy ([`Footprint`]) is a value
-//! decided here; implementations only carry it out.
+//! The trait of a kernel, and the rules for the kernel objects that flannel may change.
 
+mod annex;
 mod changed_by;
 mod nexthops;
 
@@ -12,59 +10,60 @@ use std::net::IpAddr;
 
 use async_trait::async_trait;
 
+pub use self::annex::{Annex, WithAnnexes};
 pub use self::changed_by::{ChangedBy, ProcessNames};
 pub use self::nexthops::{NexthopBlock, NexthopIds};
 use crate::address::{Dual, Subnet};
-use crate::object::LinkName;
-use crate::object::{Addr, Change, Key, Object, Route, State, Via};
+use crate::object::{Addr, Change, Key, LinkName, Object, Route, State, Via};
 
-/// The route protocol that flannel's routes and nexthops carry (`ip route … proto 241`).
-///
-/// Not Go flannel's, which uses `boot` (3) as every script does. Unassigned in iproute2's
-/// `rt_protos`.
+/// The route protocol of our routes and nexthop objects. iproute2's `rt_protos` does not assign it.
 pub const ROUTE_PROTOCOL: u8 = 241;
 
-/// The route protocol of Go flannel and of every script that names none (`RTPROT_BOOT`).
+/// The route protocol of Go flannel, and of scripts that name none (`RTPROT_BOOT`).
 pub const GO_ROUTE_PROTOCOL: u8 = 3;
+
+const EINPROGRESS: i32 = 115;
 
 /// `RTPROT_KERNEL`: routes that the kernel made itself.
 const PROTOCOL_KERNEL: u8 = 2;
 
-/// What one network may touch in the kernel; everything else it must leave alone.
+/// The kernel objects that one network owns. It must leave all others alone.
 ///
-/// | object | ours if |
+/// | object | owned if |
 /// |---|---|
-/// | link | its name is in `links` and it is of a kind we know |
+/// | link | its name is in `links` and its kind is a [`LinkKind`](crate::object::LinkKind) |
 /// | address | on one of `links`, not link-local |
 /// | neigh, fdb | on one of `links` and permanent; a forwarding entry also if it is static |
-/// | route | main table, default metric, no TOS, and: on one of `links` and not made by the kernel itself; or of our protocol and inside `networks`, on whatever device (but a blackhole, of last resort too, only if it keeps those) |
-/// | nexthop | of our protocol, and its id in `nexthops` or on one of `links` |
+/// | route | in the main table with the default metric and no TOS, and one of the next two |
+/// | | on one of `links`, not made by the kernel |
+/// | | [our protocol](ROUTE_PROTOCOL), inside `networks`; a blackhole only with `blackholes` |
+/// | nexthop | our protocol, and its id in `nexthops` or its device in `links` |
+/// | record | its annex is in `annexes` |
 ///
-/// So a network finds what it left on another external interface, or with another backend. Several
-/// networks in one namespace need pod networks that do not overlap.
+/// A network therefore finds the objects that it left on another external interface, or with
+/// another backend. Networks in one network namespace need pod networks that do not overlap.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Footprint {
     /// Devices that this network makes.
     pub links: BTreeSet<LinkName>,
-    /// The pod networks; bound what we may claim by route protocol alone.
+    /// The pod networks.
     pub networks: Vec<Subnet>,
-    /// Devices of others on which this network keeps routes: the external interface.
+    /// Other devices on which this network keeps routes: the external interface.
     pub routes_on: BTreeSet<LinkName>,
     /// This network keeps blackhole routes inside `networks`.
     pub blackholes: bool,
-    /// The ids of its nexthop objects. Backends leave it `None`: the route engine
-    /// chooses a block ([`NexthopBlock::choose`]).
+    /// The ids of its nexthop objects. `None` from a backend: the route engine chooses them.
     pub nexthops: Option<NexthopBlock>,
-    /// `Some`: of routes, nothing but what Go flannel leaves on `routes_on`, in each family that
-    /// has a `SubnetLen` here: those of its protocol, by a gateway, with a destination of exactly
-    /// that length inside `networks`. For `flannel_route::remove_go_routes`; `None` everywhere
-    /// else.
+    /// `Some`: the only routes that are owned are those of Go flannel on `routes_on`: of
+    /// [its protocol](GO_ROUTE_PROTOCOL), by a gateway, inside `networks`, with the `SubnetLen`
+    /// that this gives for their family. For `flannel_route::remove_go_routes` only.
     pub go_routes: Option<Dual<u8>>,
+    /// The annexes with its records ([`Annex::name`]).
+    pub annexes: BTreeSet<&'static str>,
 }
 
 impl Footprint {
-    /// Adds what another network may touch. The nexthop ids and Go flannel's routes stay as they
-    /// are.
+    /// Adds another network's footprint, except for its `nexthops` and `go_routes`.
     pub fn merge(&mut self, other: Self) {
         self.links.extend(other.links);
         for network in other.networks {
@@ -74,9 +73,10 @@ impl Footprint {
         }
         self.routes_on.extend(other.routes_on);
         self.blackholes |= other.blackholes;
+        self.annexes.extend(other.annexes);
     }
 
-    /// An address read from the kernel is ours.
+    /// Whether an address read from the kernel is owned.
     pub fn owns_addr(&self, addr: &Addr) -> bool {
         let link_local = match addr.address {
             IpAddr::V4(a) => a.is_link_local(),
@@ -85,13 +85,13 @@ impl Footprint {
         self.links.contains(&addr.link) && !link_local
     }
 
-    /// A neighbour or forwarding entry read from the kernel is ours.
+    /// Whether a neighbour or forwarding entry that `stays` (permanent or static) or not is owned.
     pub fn owns_entry(&self, link: LinkName, stays: bool) -> bool {
         stays && self.links.contains(&link)
     }
 
-    /// A route read from the kernel (main table, default metric, no TOS) is ours. `link` is the
-    /// device that it leaves by, itself or through its nexthop object.
+    /// Whether a route read from the kernel (main table, default metric, no TOS) is owned. `link`
+    /// is the route's device, or that of its nexthop object.
     pub fn owns_route(&self, route: &Route, link: Option<LinkName>, protocol: u8) -> bool {
         let inside = self.networks.iter().any(|network| network.covers(&route.dst));
         if let Some(lens) = self.go_routes {
@@ -107,7 +107,7 @@ impl Footprint {
         kept && protocol == ROUTE_PROTOCOL && inside
     }
 
-    /// A nexthop object read from the kernel is ours.
+    /// Whether a nexthop object read from the kernel is owned.
     pub fn owns_nexthop(&self, id: u32, link: LinkName, protocol: u8) -> bool {
         protocol == ROUTE_PROTOCOL && (self.owns_id(id) || self.links.contains(&link))
     }
@@ -116,8 +116,8 @@ impl Footprint {
         self.nexthops.is_some_and(|block| block.contains(id))
     }
 
-    /// An object that another program put, and that [concerns](Self::concerns) us, may be one that
-    /// a snapshot shows as ours; `None`: its protocol is not known.
+    /// Whether a snapshot may show `object`, which another program put and which
+    /// [concerns](Self::concerns) this network, as owned. `protocol` is `None` if not known.
     pub fn may_own(&self, object: &Object, protocol: Option<u8>) -> bool {
         let may_be_ours = protocol.is_none_or(|protocol| protocol == ROUTE_PROTOCOL);
         match object {
@@ -128,16 +128,17 @@ impl Footprint {
                 Via::Gateway { link, .. } | Via::Link(link) => {
                     self.links.contains(&link) || (may_be_ours && self.routes_on.contains(&link))
                 }
-                // By which device is not known here.
+                // The device of the nexthop object is not known here.
                 Via::Nexthop(id) => !self.links.is_empty() || (may_be_ours && self.owns_id(id)),
                 Via::Blackhole | Via::LastResort => may_be_ours && self.blackholes,
             },
             Object::Addr(addr) => self.owns_addr(addr),
+            Object::Record(record) => self.annexes.contains(record.annex),
             object => object.link().is_some_and(|link| self.links.contains(&link)),
         }
     }
 
-    /// A change of the object with this key may concern us, even if it is none that we put there.
+    /// Whether this network may own, or has to replace, the object with this key.
     pub fn concerns(&self, key: &Key) -> bool {
         match key {
             Key::Link(link) | Key::Addr(link, _) | Key::Neigh(link, _) | Key::Fdb(link, _) => {
@@ -145,16 +146,17 @@ impl Footprint {
             }
             Key::Nexthop(id) => self.owns_id(*id),
             Key::Route(dst) => self.networks.iter().any(|network| network.covers(dst)),
+            Key::Record(annex, _) => self.annexes.contains(annex),
         }
     }
 }
 
-/// Why the kernel refused, with its own explanation where it gave one.
+/// An error of the kernel.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KernelError {
     /// The errno, positive.
     pub errno: i32,
-    /// The kernel's or the implementation's explanation (netlink "extended ack").
+    /// The explanation of the kernel (netlink "extended ack") or of the implementation.
     pub detail: Option<String>,
 }
 
@@ -169,8 +171,17 @@ impl KernelError {
         Self { errno, detail: Some(detail.into()) }
     }
 
-    /// Says that what was to be deleted is not there (`ENOENT`, `ESRCH`, `ENODEV`, `ENXIO`,
-    /// `EADDRNOTAVAIL`).
+    /// The answer of an [`Annex`] to a change that it has only started (`EINPROGRESS`).
+    pub const fn started() -> Self {
+        Self::new(EINPROGRESS)
+    }
+
+    /// Whether this is no failure but a change that was only started.
+    pub fn is_started(&self) -> bool {
+        self.errno == EINPROGRESS
+    }
+
+    /// Whether it is `ENOENT`, `ESRCH`, `ENXIO`, `ENODEV` or `EADDRNOTAVAIL`: nothing to delete.
     pub fn is_absent(&self) -> bool {
         matches!(self.errno, 2 | 3 | 6 | 19 | 99)
     }
@@ -198,19 +209,11 @@ impl From<std::io::Error> for KernelError {
     }
 }
 
-impl From<KernelError> for std::io::Error {
-    fn from(error: KernelError) -> Self {
-        let kind = Self::from_raw_os_error(error.errno).kind();
-        Self::new(kind, error)
-    }
-}
-
-/// Where the kernel would send a packet.
+/// The kernel's route for a packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RouteAnswer {
-    /// The device; `None` if packets are dropped or refused (`blackhole`, `unreachable`,
-    /// `prohibit`).
+    /// The device; `None`: there is no route, or one that drops or refuses the packet.
     pub link: Option<LinkName>,
     /// The gateway; `None`: the destination is on the link.
     pub gateway: Option<IpAddr>,
@@ -221,17 +224,17 @@ pub struct RouteAnswer {
 }
 
 impl RouteAnswer {
-    /// An answer that sends packets to `link`, through `gateway` or directly, from `source`.
+    /// A route to another host. Without a `gateway` the destination is on the link.
     pub const fn via(link: LinkName, gateway: Option<IpAddr>, source: Option<IpAddr>) -> Self {
         Self { link: Some(link), gateway, source, local: false }
     }
 
-    /// An answer that sends packets nowhere.
+    /// The answer for a packet that is not sent.
     pub const fn nowhere() -> Self {
         Self { link: None, gateway: None, source: None, local: false }
     }
 
-    /// Packets reach the destination without a router, by this device.
+    /// The device on whose link the destination is; `None` if it is not on a link, or is this host.
     pub fn on_link(&self) -> Option<LinkName> {
         self.link.filter(|_| self.gateway.is_none() && !self.local)
     }
@@ -239,21 +242,19 @@ impl RouteAnswer {
 
 /// A kernel's network tables: one network namespace.
 ///
-/// Every method blocks (rtnetlink does its work inside `send`), so call it from a thread that may
-/// block. Methods of one instance never overlap: a snapshot does not see half a batch.
+/// All methods are idempotent or read-only. They block, and those that return a `Result` fail if
+/// the kernel does not answer. Calls on one instance do not overlap.
 ///
-/// Implementations: `flannel_netlink::NetlinkKernel`, and `testing::FakeKernel` (feature
-/// `testing`). Both pass `testing::kernel_suite`.
+/// Implementations pass `testing::kernel_suite`: `flannel_netlink::NetlinkKernel`, `FakeKernel`.
 ///
 /// ```
 /// use flannel_core::Kernel;
 /// use flannel_core::kernel::{KernelError, Footprint};
 /// use flannel_core::object::{Addr, Change};
 ///
-/// /// Puts one address in place, and says whether anything had to be done.
+/// /// Puts an address, and returns whether it was absent.
 /// fn ensure(kernel: &dyn Kernel, footprint: &Footprint, addr: Addr) -> Result<bool, KernelError> {
-///     let there = kernel.snapshot(footprint)?;
-///     if there.iter().any(|object| *object == addr.into()) {
+///     if kernel.snapshot(footprint)?.iter().any(|object| *object == addr.into()) {
 ///         return Ok(false);
 ///     }
 ///     kernel.apply(footprint, &[Change::Put(addr.into())]).remove(0)?;
@@ -261,66 +262,48 @@ impl RouteAnswer {
 /// }
 /// ```
 pub trait Kernel: fmt::Debug + Send + Sync {
-    /// All objects that `footprint` claims. Objects with attributes that no [`Object`] expresses
-    /// are marked ([`State::note_inexact`]).
+    /// All objects that `footprint` owns. Some are marked as [inexact](State::note_inexact).
     ///
-    /// # Errors
-    /// The kernel could not be read. A dump that changed meanwhile is repeated, unless it cannot
-    /// have missed an object that was there all the time. Linux does not report such changes for
-    /// IPv6 routes, neighbours and forwarding entries: a snapshot may miss some of them if others
-    /// come and go meanwhile; the next snapshot finds them.
+    /// A dump is repeated if a table changed meanwhile. Linux does not report that for IPv6 routes,
+    /// neighbours and forwarding entries: a snapshot may miss some, and the next one finds them.
     fn snapshot(&self, footprint: &Footprint) -> Result<State, KernelError>;
 
-    /// The ids of all nexthop objects, sorted by whether they were left by `footprint`, belong to
-    /// others, or neither is certain: see [`NexthopIds`]. A kernel without nexthop objects has
-    /// none, and they are not usable.
-    ///
-    /// # Errors
-    /// The kernel could not be read.
+    /// The ids of all nexthop objects, sorted by their owner. If the kernel has no nexthop objects,
+    /// the answer is empty and not [usable](NexthopIds::usable).
     fn nexthop_ids(&self, footprint: &Footprint) -> Result<NexthopIds, KernelError>;
 
-    /// The other users of the nexthop objects in `there`, by ids and as text: a route that is not
-    /// in `there` (of another table or metric, with a preferred source, …), or a group. The kernel
-    /// deletes it with the object, and sends no message about it.
-    ///
-    /// # Errors
-    /// The kernel could not be read.
+    /// The users of the nexthop objects in `there` that are not in `there` themselves, by nexthop
+    /// id and as text: groups, and routes of another table or metric, with a preferred source, and
+    /// so on. The kernel deletes them together with the nexthop object, and sends no message.
     fn nexthop_users(&self, there: &State) -> Result<BTreeMap<u32, String>, KernelError>;
 
-    /// Applies `changes` in order and goes on after a failure; one result for each.
+    /// Applies all `changes` in order, those after a failed one too. Returns a result for each.
     ///
-    /// `Put` creates the object or changes it in place, keeping as much as the kernel can keep. It
-    /// replaces a foreign object in its place, except for a foreign link, which fails with
-    /// `EEXIST`. After a `Put` an object that a snapshot or an event reported as inexact
-    /// ([`State::note_inexact`], [`KernelEvent::Inexact`]) is exact. `Delete` deletes the object
-    /// only as described (same device, same gateway), so that a foreign one that took its place
-    /// stays; an object that is gone already is a success.
+    /// `Put` creates the object, or changes it in place as far as the kernel can. It replaces a
+    /// foreign object with the same key, except for a link, which fails with `EEXIST`. After a
+    /// `Put`, an inexact object ([`State::note_inexact`], [`KernelEvent::Inexact`]) is exact.
+    ///
+    /// `Delete` deletes the object only as described (same device, same gateway), and so keeps a
+    /// foreign object that replaced it. It succeeds if the object does not exist.
     fn apply(&self, footprint: &Footprint, changes: &[Change]) -> Vec<Result<(), KernelError>>;
 
-    /// Where a packet for `dst` would go now, all routing tables considered.
-    ///
-    /// # Errors
-    /// The kernel could not be asked. "No route" is not an error but [`RouteAnswer::nowhere`].
+    /// The route of a packet to `dst`, by all routing tables; [`RouteAnswer::nowhere`] without one.
     fn lookup(&self, dst: IpAddr) -> Result<RouteAnswer, KernelError>;
 
-    /// Starts listening for changes made by others. Listen first, then take the snapshot.
-    ///
-    /// # Errors
-    /// The kernel refused to let us listen.
+    /// Starts to listen for changes by other programs. Call it before the first snapshot.
     fn changes(&self) -> Result<Box<dyn Changes>, KernelError>;
 }
 
-/// A report of objects that may no longer be as we put them. They are valid again after another put
-/// or a snapshot, never because of the message itself.
+/// Objects that may no longer be as they were put. They are invalid until a put or a snapshot.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Invalidation {
-    /// Single objects were changed or deleted, in this order, by another program, which the kernel
-    /// may name. Of links, forwarding entries, and neighbours that it removes, the kernel names no
-    /// author; those may be changes of our own.
+    /// Another program changed or deleted single objects, in this order. Changes of links and of
+    /// forwarding entries, and neighbours that the kernel removes, have no author: it may be us.
     Objects(Vec<KernelEvent>, Option<ChangedBy>),
-    /// The device changed in some way: it and everything on it. The kernel deletes IPv4 routes and
-    /// permanent neighbours of a device that goes down without a message about each, the
-    /// neighbours when its MAC address changes, and the IPv4 routes with its last IPv4 address.
+    /// The device changed, which invalidates it and everything on it. The kernel sends no message
+    /// about the IPv4 routes and permanent neighbours that it deletes when a device goes down,
+    /// about the neighbours that it deletes when the MAC address changes, and about the IPv4 routes
+    /// that it deletes with the device's last IPv4 address.
     Link(LinkName),
     /// Messages were lost.
     Everything,
@@ -328,35 +311,44 @@ pub enum Invalidation {
 
 /// The content of one message about one object.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum KernelEvent {
-    /// It is there, exactly like this.
+    /// It exists, exactly like this.
     Present(Object),
-    /// It is there, like this, with attributes that no [`Object`] expresses
-    /// ([`State::note_inexact`]).
+    /// It exists, with attributes that no [`Object`] expresses ([`State::note_inexact`]).
     Inexact(Object),
-    /// It is there, exactly like this or inexact, beside another entry with the same key. Only a
-    /// snapshot shows which of them takes effect.
+    /// It exists besides another entry with its key. Only a snapshot shows which takes effect.
     Duplicate(Object),
-    /// It is there, in a form that no [`Object`] expresses (a multipath route, a dynamic neighbour,
-    /// …).
+    /// It exists in a form that no [`Object`] expresses: a multipath route, a dynamic neighbour, …
     Unrepresentable(Key),
-    /// Another entry for the same destination was changed, such as a route with another metric: it
-    /// may decide where packets go.
+    /// Another entry for the destination changed, and may take effect: a route with another metric.
     Related(Key),
-    /// It is gone.
+    /// It was deleted.
     Deleted(Key),
+    /// A change that was started ([`KernelError::started`]) has failed.
+    Failed(Key, KernelError),
+}
+
+impl KernelEvent {
+    /// The key of the object.
+    pub fn key(&self) -> Key {
+        match self {
+            Self::Present(object) | Self::Inexact(object) | Self::Duplicate(object) => object.key(),
+            Self::Unrepresentable(key)
+            | Self::Related(key)
+            | Self::Deleted(key)
+            | Self::Failed(key, _) => *key,
+        }
+    }
 }
 
 /// A stream of invalidations.
 #[async_trait]
 pub trait Changes: Send {
-    /// Waits for a change by others. Messages that the kernel has sent before this call are
-    /// returned at once, without waiting.
+    /// The next change by another program. Returns at once if the kernel has already sent one.
+    /// Dropping the future loses nothing.
     ///
     /// # Errors
     /// The stream is broken for good. Lost messages are no error but [`Invalidation::Everything`].
-    ///
-    /// # Cancel safety
-    /// Dropping the future loses nothing.
     async fn next(&mut self) -> Result<Invalidation, KernelError>;
 }

@@ -1,7 +1,4 @@
 //! Leases: the subnets of each node, and how peers reach the node.
-//!
-//! Leases are a set and not a stream of events. [`LeaseSet`] is cheap to clone and returns the
-//! changes since an older one.
 
 mod attrs;
 mod set;
@@ -12,10 +9,10 @@ use std::time::SystemTime;
 
 pub use attrs::{Endpoint, LeaseAttrs, Offer};
 pub use set::{LeaseSet, Origin, View};
-pub use subnets::{KeyError, Subnets};
+pub use subnets::Subnets;
 
-/// A version of a key or of a store. It grows with each change if the store orders changes (etcd).
-/// Otherwise (a directory) it only differs between versions. 0: not known.
+/// A version of a key or of a store; 0: not known. It grows with each change in a store that orders
+/// changes (etcd), and only differs between versions in others (a directory).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct Revision(pub u64);
 
@@ -32,24 +29,17 @@ pub struct Lease {
     pub subnets: Subnets,
     /// How to reach the node.
     pub attrs: LeaseAttrs,
-    /// When the store deletes it, by the store's clock. `None`: never (a reservation), or not
-    /// known, as for the lease of every peer.
+    /// Its end by the store's clock. `None`: no end (a reservation), or not known (all peers).
     pub expires: Option<SystemTime>,
-    /// When it was created. Of two leases that conflict, the one with the smaller `since` is
-    /// accepted.
+    /// The store's revision at its creation; see [`Lease::precedence`].
     pub since: Revision,
-    /// When it was last written, for a compare-and-swap.
+    /// The store's revision at its last change, for a compare-and-swap.
     pub revision: Revision,
 }
 
 impl Lease {
-    /// The endpoints of the preferred offer.
-    pub fn endpoints(&self) -> impl Iterator<Item = Endpoint<'_>> {
-        self.attrs.preferred.endpoints(&self.subnets)
-    }
-
-    /// The key of the order by which all nodes accept one of two conflicting leases: the earlier
-    /// created one first, then the one with the smaller key text.
+    /// All nodes accept the conflicting lease with the smallest precedence: the first that was
+    /// created, else the one with the smallest key.
     pub fn precedence(&self) -> (Revision, String) {
         (self.since, self.subnets.to_string())
     }

@@ -1,4 +1,4 @@
-//! Networks: they turn leases into connectivity on this host.
+//! Networks that run on this host.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -13,13 +13,10 @@ use crate::lease::{Lease, LeaseSet, Subnets};
 use crate::object::Key;
 use crate::status::{Explanation, Listing, Status, Waiting};
 
-/// A network that is not made of kernel objects: it runs itself, with the peers that this node
-/// accepts. Networks of kernel objects are [blueprints](crate::backend::Blueprint).
+/// A network that runs itself. Networks of kernel objects are
+/// [blueprints](crate::backend::Blueprint) instead.
 ///
 /// ```
-/// use std::sync::Arc;
-///
-/// use async_trait::async_trait;
 /// use flannel_core::network::{AcceptedPeers, Ended, NetworkHandle};
 /// use flannel_core::{Network, Result};
 /// use tokio::sync::watch;
@@ -28,16 +25,12 @@ use crate::status::{Explanation, Listing, Status, Waiting};
 /// #[derive(Debug)]
 /// struct Printer(NetworkHandle);
 ///
-/// #[async_trait]
+/// #[async_trait::async_trait]
 /// impl Network for Printer {
 ///     fn handle(&self) -> NetworkHandle {
 ///         self.0.clone()
 ///     }
-///
-///     async fn run(
-///         self: Box<Self>,
-///         mut peers: watch::Receiver<AcceptedPeers>,
-///     ) -> Result<Ended> {
+///     async fn run(self: Box<Self>, mut peers: watch::Receiver<AcceptedPeers>) -> Result<Ended> {
 ///         while peers.changed().await.is_ok() {
 ///             for lease in peers.borrow_and_update().iter() {
 ///                 println!("{} {:?}", lease.subnets, lease.attrs.preferred.public);
@@ -52,17 +45,17 @@ pub trait Network: fmt::Debug + Send {
     /// A handle that outlives [`Network::run`].
     fn handle(&self) -> NetworkHandle;
 
-    /// Keeps the accepted peers reachable until something that the network was built from changes.
+    /// Keeps the accepted peers reachable. See [`Ended`] for when it returns.
     ///
     /// # Errors
-    /// The network cannot go on, and running it again as it is will not help.
+    /// The network cannot go on, and running it again would not help.
     ///
     /// # Cancel safety
     /// Dropping the future stops the network. Connections that it made may stay.
     async fn run(self: Box<Self>, peers: watch::Receiver<AcceptedPeers>) -> Result<Ended>;
 }
 
-/// The peers whose leases this node accepts. Cloning is O(1).
+/// The peers whose leases this node accepts. A clone is O(1).
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct AcceptedPeers {
     leases: LeaseSet,
@@ -72,8 +65,7 @@ pub struct AcceptedPeers {
 }
 
 impl AcceptedPeers {
-    /// The leases in `leases`, without this node's `own` one and the `rejected` ones. `complete`:
-    /// see [`AcceptedPeers::is_complete`].
+    /// All `leases` but the `rejected` ones and this node's `own`. `complete`: see `is_complete`.
     pub const fn new(
         leases: LeaseSet,
         rejected: Listing<Subnets, Rejection>,
@@ -83,23 +75,15 @@ impl AcceptedPeers {
         Self { leases, rejected, own, complete }
     }
 
-    /// The peers' leases, in the order of their subnets.
+    /// The leases of the peers, in the order of their subnets.
     pub fn iter(&self) -> impl Iterator<Item = &Arc<Lease>> {
-        self.leases.iter().filter(|lease| self.is_accepted(&lease.subnets))
+        let is_peer = |subnets| self.own != Some(subnets) && !self.rejected.contains_key(&subnets);
+        self.leases.iter().filter(move |lease| is_peer(lease.subnets))
     }
 
-    /// The lease of an accepted peer.
-    pub fn get(&self, subnets: &Subnets) -> Option<&Arc<Lease>> {
-        self.leases.get(subnets).filter(|lease| self.is_accepted(&lease.subnets))
-    }
-
-    /// The leases come from the store and are complete: a peer that is not here is gone.
+    /// Whether the store returned all leases, so that a peer without a lease here is gone.
     pub const fn is_complete(&self) -> bool {
         self.complete
-    }
-
-    fn is_accepted(&self, subnets: &Subnets) -> bool {
-        self.own != Some(*subnets) && !self.rejected.contains_key(subnets)
     }
 }
 
@@ -107,20 +91,20 @@ impl AcceptedPeers {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Ended {
-    /// Something it was built from changed: choose the interface, register and run again. What is
-    /// in the kernel stays and is adopted, so no packet is lost.
+    /// Something that it was built from changed, with the reason: choose the interface, prepare and
+    /// build it again. The next network adopts the kernel objects of this one.
     Rebuild(String),
-    /// Nobody will send views any more.
+    /// The sender of the leases was dropped.
     ViewsClosed,
 }
 
-/// What the outside sees of a network; cloned freely, valid after the network stopped.
+/// The public state of a network. Stays valid after the network stopped.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct NetworkHandle {
     /// This node's lease.
     pub lease: Lease,
-    /// What pods may send, in bytes: the smallest over the enabled families.
+    /// The largest packet that pods may send, in bytes; the smallest over the enabled families.
     pub mtu: u32,
     /// The latest status.
     pub status: watch::Receiver<Arc<Status>>,
@@ -132,36 +116,26 @@ pub struct NetworkHandle {
 pub enum Question {
     /// Which peer an address belongs to.
     Explain(IpAddr, oneshot::Sender<Option<Explanation>>),
-    /// Which peers wait.
+    /// Which peers are not in place yet.
     Waiting(oneshot::Sender<Waiting>),
 }
 
 impl NetworkHandle {
-    /// A handle of a network that explains nothing.
+    /// A handle of a network that answers no questions.
     pub fn new(lease: Lease, mtu: u32, status: watch::Receiver<Arc<Status>>) -> Self {
         Self { lease, mtu, status, questions: None }
     }
 
-    /// The same handle of a network that answers the questions which arrive on the other end of
-    /// `questions`.
+    /// Makes the network answer questions: it receives them on the other end of `questions`.
     #[must_use]
     pub fn with_questions(mut self, questions: mpsc::Sender<Question>) -> Self {
         self.questions = Some(questions);
         self
     }
 
-    /// The peers that the network accepts, by its latest status.
-    pub fn accepted_peers(&self) -> AcceptedPeers {
-        let status = Arc::clone(&self.status.borrow());
-        let (leases, rejected) = (status.leases.clone(), status.rejected.clone());
-        AcceptedPeers::new(leases, rejected, Some(self.lease.subnets), status.live)
-    }
-
-    /// The peer whose subnet holds `address`, what is wanted of the kernel for it, and how that
-    /// stands. The believed one if several do.
+    /// The peer whose subnet contains `address`, and its objects. Of several, the accepted one.
     ///
-    /// `None` if no peer has such a subnet, or the network does not run or explains nothing. Waits
-    /// for the changes in hand, which is longer than a moment only when all peers come at once.
+    /// `None` also if the network does not run or answers no questions. Waits for its batch to end.
     ///
     /// # Cancel safety
     /// Dropping the future withdraws the question.
@@ -171,11 +145,10 @@ impl NetworkHandle {
         explanation.await.ok()?
     }
 
-    /// Which peers wait, and what for: what a status that is not settled leaves open. Costs what
-    /// waits; a status never told later than this answer says what has become of them.
+    /// The peers whose objects are not all in the kernel yet, with the reason. O(number of such
+    /// peers). The next status is at least as new as the answer.
     ///
-    /// `None` if the network does not run or explains nothing. Waits for the changes in hand, as
-    /// [`NetworkHandle::explain`] does.
+    /// `None` if the network does not run or answers no questions. Waits for its batch to end.
     ///
     /// # Cancel safety
     /// Dropping the future withdraws the question.
@@ -186,7 +159,7 @@ impl NetworkHandle {
     }
 }
 
-/// Why a lease is not believed.
+/// Why a lease is rejected.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Rejection {
@@ -201,13 +174,13 @@ pub enum Rejection {
     /// It has no subnet in any family that the network config enables.
     #[error("it has no subnet in a family that the network config enables")]
     NoEnabledFamily,
-    /// It overlaps this node's own lease, which always wins at home.
+    /// It overlaps this node's own lease, which this node prefers.
     #[error("it overlaps this node's own lease {own}")]
     OverlapsOwn {
         /// Ours.
         own: Subnets,
     },
-    /// It overlaps another peer's lease, which was there first.
+    /// It overlaps another peer's lease, which was created earlier.
     #[error("it overlaps the earlier lease {earlier} of {holder}")]
     Overlaps {
         /// The other one.
@@ -215,7 +188,7 @@ pub enum Rejection {
         /// Its node.
         holder: String,
     },
-    /// It asks for a kernel object that an earlier peer's lease defines differently.
+    /// It defines a kernel object differently than another peer's lease, which was created earlier.
     #[error("{key} is defined otherwise by the earlier lease {earlier} of {holder}")]
     Contradicts {
         /// The object.
@@ -225,13 +198,13 @@ pub enum Rejection {
         /// Its node.
         holder: String,
     },
-    /// It asks for a kernel object that is this node's own.
+    /// It defines a kernel object of this node.
     #[error("{key} is this node's own")]
     ContradictsOwn {
         /// The object.
         key: Key,
     },
-    /// The backend cannot use it.
+    /// The backend's plan rejects it.
     #[error("{0}")]
     Rejected(String),
 }

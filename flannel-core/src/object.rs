@@ -1,8 +1,8 @@
-//! Kernel objects as values, and the difference between two sets of them.
+//! Kernel objects as values, and sets of them.
 //!
-//! There is one module per kind of object. The table of kinds below lists them in the order of
-//! creation (a route needs its nexthop, which needs its link); deletion runs backwards. To add a
-//! kind, write its module with an implementation of `ObjectValue` and add a row to the table.
+//! To add a kind of object, write a module with its value, and add a row to the table below. The
+//! rows are in the order of creation: a route needs its nexthop, which needs its link. Objects are
+//! deleted in the reverse order.
 
 mod addr;
 mod change;
@@ -11,6 +11,7 @@ mod link;
 mod name;
 mod neigh;
 mod nexthop;
+mod record;
 mod route;
 mod secret;
 mod state;
@@ -26,29 +27,21 @@ pub use self::link::{Link, LinkAttributes, LinkKind, Vxlan};
 pub use self::name::{LinkName, MacAddr};
 pub use self::neigh::Neigh;
 pub use self::nexthop::Nexthop;
+pub use self::record::Record;
 pub use self::route::{Route, Via};
 pub use self::secret::Secret;
-pub use self::state::{Finder, State};
+pub use self::state::State;
 use crate::address::Subnet;
 
-/// The value of an object of one kind. `Display` writes it the way `ip` and `bridge` do.
-trait ObjectValue: fmt::Display {
-    /// The name of the kind, with which the text of its objects and keys begins.
-    const NAME: &'static str;
-
-    /// The device that the object vanishes with; `None` if it needs none, or names none.
-    fn device(&self) -> Option<LinkName>;
-}
-
-/// Defines the enums over all kinds of objects. A row is a kind with its documentation; the fields
-/// of its value that make its key, with their documentation; and the text of a key after the name
-/// of the kind.
+/// Defines the enums over all kinds of objects. A row is a kind and its name, the fields of its
+/// value that make its key, the text of a key after the name, and the device for [`Object::link`].
 macro_rules! object_kinds {
     ($(
         $(#[$doc:meta])*
-        $kind:ident,
+        $kind:ident $name:literal,
         $(#[$key_doc:meta])*
-        key: ($($field:ident: $type:ty),+) = $text:literal;
+        key: ($($field:ident: $type:ty),+) = $text:literal,
+        device: |$value:pat_param| $device:expr;
     )+) => {
         /// A kernel object, as it is or as it should be.
         #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -72,14 +65,13 @@ macro_rules! object_kinds {
         }
 
         impl ObjectKind {
-            /// All kinds in the order of creation, which is that of their numbers (`kind as
-            /// usize`).
-            pub const ALL: [Self; [$($kind::NAME),+].len()] = [$(Self::$kind),+];
+            /// All kinds, at the indexes `kind as usize`.
+            pub const ALL: [Self; [$($name),+].len()] = [$(Self::$kind),+];
 
-            /// The name that the text of objects and keys of this kind begins with.
+            /// The first word of the text of objects and keys of this kind.
             pub const fn name(self) -> &'static str {
                 match self {
-                    $(Self::$kind => $kind::NAME,)+
+                    $(Self::$kind => $name,)+
                 }
             }
         }
@@ -99,14 +91,14 @@ macro_rules! object_kinds {
                 }
             }
 
-            /// The device it vanishes with; `None` if it needs none, or if only its nexthop knows.
+            /// The device that it vanishes with; `None` without one, or by a nexthop object.
             pub fn link(&self) -> Option<LinkName> {
                 match self {
-                    $(Self::$kind(value) => value.device(),)+
+                    $(Self::$kind($value) => $device,)+
                 }
             }
 
-            /// Compares the keys of two objects, without making them.
+            /// Compares the keys of two objects without building them.
             fn cmp_key(&self, other: &Self) -> Ordering {
                 match (self, other) {
                     $((Self::$kind(a), Self::$kind(b)) => {
@@ -126,8 +118,7 @@ macro_rules! object_kinds {
             }
         }
 
-        /// Written the way `ip` and `bridge` write it, so that a message can be pasted into a
-        /// shell.
+        /// As `ip` and `bridge` write it, to be pasted into a shell.
         impl fmt::Display for Object {
             fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                 match self {
@@ -157,37 +148,49 @@ macro_rules! object_kinds {
 
 object_kinds! {
     /// A network device of ours.
-    Link,
+    Link "link",
     /// A device, by name.
-    key: (name: LinkName) = "{name}";
+    key: (name: LinkName) = "{name}",
+    device: |_| None;
 
     /// An address on a device.
-    Addr,
+    Addr "address",
     /// An address on a device.
-    key: (link: LinkName, address: IpAddr) = "{address} dev {link}";
+    key: (link: LinkName, address: IpAddr) = "{address} dev {link}",
+    device: |addr| Some(addr.link);
 
     /// A permanent neighbour entry.
-    Neigh,
+    Neigh "neigh",
     /// A neighbour on a device, by IP address.
-    key: (link: LinkName, address: IpAddr) = "{address} dev {link}";
+    key: (link: LinkName, address: IpAddr) = "{address} dev {link}",
+    device: |neigh| Some(neigh.link);
 
     /// A forwarding entry of a vxlan device.
-    Fdb,
-    /// A forwarding entry, by MAC address. Its outer destination is not a part of the key.
-    key: (link: LinkName, mac: MacAddr) = "{mac} dev {link}";
+    Fdb "fdb",
+    /// A forwarding entry, by MAC address.
+    key: (link: LinkName, mac: MacAddr) = "{mac} dev {link}",
+    device: |fdb| Some(fdb.link);
 
     /// A nexthop object.
-    Nexthop,
+    Nexthop "nexthop",
     /// A nexthop object, by its id, which is unique in the network namespace.
-    key: (id: u32) = "id {id}";
+    key: (id: u32) = "id {id}",
+    device: |nexthop| Some(nexthop.link);
 
     /// A route in the main table.
-    Route,
+    Route "route",
     /// A route, by destination (main table, default metric, no TOS).
-    key: (dst: Subnet) = "{dst}";
+    key: (dst: Subnet) = "{dst}",
+    device: |route| route.via.link();
+
+    /// An entry of an annex. It is created last, when packets can be sent.
+    Record "record",
+    /// A record, by its annex and the subnet.
+    key: (annex: &'static str, subnet: Subnet) = "{annex} {subnet}",
+    device: |_| None;
 }
 
-// A daemon with 50,000 peers holds 200,000 objects.
+// 50,000 peers have 200,000 objects.
 const _: () = assert!(size_of::<Object>() <= 80 && size_of::<Key>() <= 40);
 
 impl fmt::Display for ObjectKind {

@@ -1,8 +1,4 @@
-//! How far the kernel is what the leases say, as data.
-//!
-//! The one thing to know: a [`Status`] lists what is wrong and counts the rest, so that publishing
-//! one costs what changed; once it is settled, whatever is wanted and not listed is in place. It is
-//! published in a watch channel: the latest wins, and nothing queues for a reader that is slow.
+//! The state of a network's kernel objects.
 
 mod histogram;
 mod listing;
@@ -17,103 +13,92 @@ pub use self::listing::Listing;
 use crate::kernel::{ChangedBy, KernelError};
 use crate::lease::{Lease, LeaseSet, Subnets};
 use crate::network::Rejection;
-use crate::object::LinkName;
-use crate::object::{Key, Object, ObjectKind};
+use crate::object::{Change, Key, LinkName, Object, ObjectKind};
 
-/// How far the kernel is what the leases say. Lists only what is wrong: an empty status is a good
-/// one.
+/// The state of a network's kernel objects. Objects that are in place are counted, and only the
+/// others are listed, so that a new status costs O(changes).
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Status {
-    /// Everything that is wanted is in place, by a complete, live lease set.
+    /// All desired objects are in place, by a complete, live lease set.
     pub in_sync: bool,
-    /// Nothing waits for its turn: every object that is wanted is in place, or listed as failing.
+    /// All desired objects are in place or failing, unless there is a `kernel_error`.
     pub settled: bool,
-    /// This node's own objects are in place: its devices, their addresses, its routes of last
-    /// resort. Peers' may still wait for their turn.
+    /// This node's devices, their addresses and its routes of last resort are in place.
     pub own_in_place: bool,
     /// The leases come from the store, not from a cache, and are complete.
     pub live: bool,
-    /// The leases that this is about: of one that is newer nothing is said.
+    /// The leases that this status covers. It does not cover newer ones.
     pub leases: LeaseSet,
     /// Peers whose leases are accepted.
     pub peers: usize,
-    /// Objects that are wanted.
+    /// Desired objects.
     pub objects: usize,
-    /// The same by their kind; kinds of which there are none are left out.
+    /// Desired objects by kind, without kinds that have none.
     pub by_kind: BTreeMap<ObjectKind, usize>,
     /// Leases that are rejected, with the reason.
     pub rejected: Listing<Subnets, Rejection>,
-    /// Objects that the kernel refused, or that could not be deleted. Every other object is in
-    /// place if `settled`, unless `kernel_error` says that this cannot be known.
+    /// Objects that the kernel refused to put or delete.
     pub failing: Listing<Key, Failure>,
-    /// Why the kernel could not be read or watched; `None` if it can.
+    /// Why the kernel cannot be read or watched; `None` if it can.
     pub kernel_error: Option<KernelError>,
-    /// Things that are in order but worth knowing, such as a public address used by two peers:
-    /// sentences.
+    /// Conditions that are no errors, such as two peers with one public address, as sentences.
     pub advisories: Listing<String>,
     /// Changes applied so far because of leases.
     pub applied: u64,
-    /// Objects put back or removed so far after somebody else changed, deleted or added them.
+    /// Repairs so far: objects that another program changed, deleted or added.
     pub repaired: u64,
-    /// The same, by the kind of the object and what had been done to it; at most one entry for each
-    /// combination.
+    /// Repairs so far by kind and damage.
     pub repairs: BTreeMap<(ObjectKind, Damage), u64>,
-    /// The last few repairs, oldest first; at most [`Status::LAST_REPAIRS`].
+    /// The last repairs, oldest first; at most [`Status::LAST_REPAIRS`].
     pub last_repairs: Vec<Arc<Repair>>,
-    /// From the moment that a view of the leases was there to the moment that the kernel had
-    /// acknowledged what it changed: one entry for each object that a lease put or deleted.
+    /// For each change because of leases, the time from their arrival to the kernel's answer.
     pub latency: Histogram,
 }
 
 impl Status {
-    /// How many repairs are kept at most.
+    /// The greatest length of [`Status::last_repairs`].
     pub const LAST_REPAIRS: usize = 16;
 
-    /// What fails of one peer's objects. Costs what fails altogether.
-    pub fn failing_of(&self, peer: &Subnets) -> impl Iterator<Item = (&Key, &Failure)> {
-        self.failing.iter().filter(move |(_, failure)| failure.peer.as_ref() == Some(peer))
-    }
-
-    /// The repairs that `older` did not know yet, as far as they are kept.
+    /// The repairs after `older`, as far as they are kept.
     pub fn repairs_since(&self, older: &Self) -> impl Iterator<Item = &Repair> {
         let known = older.repaired;
         self.last_repairs.iter().map(|repair| &**repair).filter(move |repair| repair.number > known)
     }
 }
 
-/// An object that is not as it should be.
+/// A change that the kernel refuses.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Failure {
-    /// The change that fails, as text.
+    /// The change, as text.
     pub change: String,
-    /// Whose object it is; `None` for this node's own, and for one that no lease defines any more.
+    /// The peer whose object it is; `None` for this node's objects, and for undesired ones.
     pub peer: Option<Subnets>,
-    /// What the kernel says: the errno and its own explanation.
+    /// The last error.
     pub error: KernelError,
-    /// Since when, by the wall clock.
+    /// The time of the first attempt, by the wall clock.
     pub since: SystemTime,
-    /// How many times it was tried.
+    /// The number of attempts.
     pub tries: u32,
 }
 
 impl Failure {
-    /// A failure of `change`, first seen now.
-    pub fn new(change: &crate::object::Change, peer: Option<Subnets>, error: KernelError) -> Self {
+    /// A first failure of `change`, now.
+    pub fn new(change: &Change, peer: Option<Subnets>, error: KernelError) -> Self {
         Self { change: change.to_string(), peer, error, since: SystemTime::now(), tries: 1 }
     }
 }
 
-/// What somebody else had done to an object that had to be repaired.
+/// The change by another program that a repair undid.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum Damage {
-    /// It was deleted, and was created again.
+    /// The object was deleted.
     Deletion,
-    /// It was changed or replaced by another, and was changed back.
+    /// The object was changed or replaced.
     Modification,
-    /// It is none that is wanted, and was deleted.
+    /// An object that is not desired was added.
     Addition,
 }
 
@@ -127,27 +112,27 @@ impl fmt::Display for Damage {
     }
 }
 
-/// One object that was put right after somebody else had changed it.
+/// The repair of an object that another program changed, deleted or added.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Repair {
-    /// Which one it is, counted from 1 since the network started.
+    /// Its number, counted from 1 since the network started.
     pub number: u64,
-    /// When it was put right, by the wall clock.
+    /// Its time, by the wall clock.
     pub at: SystemTime,
-    /// What had been done to it.
+    /// The change that it undid.
     pub damage: Damage,
-    /// The object: as it is again, or for [`Damage::Addition`] as it was found.
+    /// The object that was put, or for [`Damage::Addition`] deleted.
     pub object: Object,
-    /// Whose object it is; `None` for this node's own, and for what nobody wants.
+    /// The peer whose object it is; `None` for this node's objects, and for undesired ones.
     pub peer: Option<Subnets>,
-    /// Who did it, as far as the kernel tells. It does not say of links and forwarding entries, nor
-    /// of what it removed itself together with something else, nor when messages were lost.
+    /// The author of the damage. The kernel reports none for links and forwarding entries, for
+    /// objects that it deleted together with another one, and if messages were lost.
     pub changed_by: Option<ChangedBy>,
 }
 
 impl Repair {
-    /// A repair made now, by nobody known, of an object that is nobody's.
+    /// A repair made now, without `peer` and `changed_by`.
     pub fn new(number: u64, damage: Damage, object: impl Into<Object>) -> Self {
         Self {
             number,
@@ -160,11 +145,11 @@ impl Repair {
     }
 }
 
-/// A sentence without a full stop: `put back route 10.1.7.0/24 nhid 7 of the lease 10.1.7.0-24,
+/// A sentence without a full stop: `restored route 10.1.7.0/24 nhid 7 of the lease 10.1.7.0-24,
 /// deleted by ip (process 4711)`.
 impl fmt::Display for Repair {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let verb = if self.damage == Damage::Addition { "removed" } else { "put back" };
+        let verb = if self.damage == Damage::Addition { "removed" } else { "restored" };
         write!(f, "{verb} {}", self.object)?;
         self.peer.map_or(Ok(()), |peer| write!(f, " of the lease {peer}"))?;
         write!(f, ", {}", self.damage)?;
@@ -175,48 +160,47 @@ impl fmt::Display for Repair {
     }
 }
 
-/// Which peers wait for something, neither refused nor known to be in place.
+/// The peers whose objects are not all in the kernel yet, and not failing.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Waiting {
-    /// Of no peer anything is known to be in place: the kernel is to be read first.
+    /// No object is known to be in place, because the kernel was not read yet.
     pub all: bool,
-    /// The peers that wait, and what for.
+    /// The peers with the reason.
     pub peers: BTreeMap<Subnets, Wait>,
 }
 
 impl Waiting {
-    /// These peers wait; with `all`, of no peer anything is known to be in place.
+    /// These peers wait, or all of them.
     pub const fn new(all: bool, peers: BTreeMap<Subnets, Wait>) -> Self {
         Self { all, peers }
     }
 }
 
-/// What a peer waits for.
+/// Why a peer's objects are not all in the kernel yet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Wait {
-    /// Its lease is taken in, and others are before it.
+    /// Its lease is in the queue, or its objects are.
     #[error("its lease has come, and waits for its turn")]
     Turn,
-    /// Something of it was damaged.
-    #[error("somebody changed what it has in the kernel, which is about to be put back")]
+    /// Another program changed its objects.
+    #[error("another program changed its kernel objects, which will be restored")]
     Repair,
-    /// What it wants cannot be put without this link.
+    /// Its objects need this link, which does not exist.
     #[error("there is no link {0}, which it needs")]
     Link(LinkName),
 }
 
-/// What is known of one lease, and of what it wants of the kernel.
+/// One lease and its kernel objects.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Explanation {
     /// The lease.
     pub lease: Arc<Lease>,
-    /// Why it is not believed; `None` if it is.
+    /// Why it is rejected; `None` if it is accepted.
     pub rejection: Option<Rejection>,
-    /// What its plan wants in the kernel, and how that stands. Nothing of it is wanted of a lease
-    /// that is not believed.
+    /// The objects that its plan defines, also if it is rejected.
     pub objects: Vec<(Object, ObjectState)>,
 }
 
@@ -231,16 +215,16 @@ impl Explanation {
     }
 }
 
-/// How one wanted object stands.
+/// The state of an object that a plan defines.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ObjectState {
-    /// It is in the kernel, as far as the kernel told.
+    /// It is in the kernel.
     InPlace,
-    /// It has not been put yet, or is in doubt.
+    /// It was not put yet, or was invalidated.
     Pending,
     /// The kernel refuses it.
     Failing(Failure),
-    /// It is not wanted, because its lease is not believed.
+    /// It is not desired, because its lease is rejected.
     Unwanted,
 }

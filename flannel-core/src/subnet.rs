@@ -1,5 +1,4 @@
-//! The trait of a subnet manager: it keeps a lease for this node and follows the leases of all
-//! nodes.
+//! The trait of a subnet manager.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -12,12 +11,14 @@ use tokio::sync::watch;
 use crate::address::Dual;
 use crate::config::Config;
 use crate::error::Result;
-use crate::lease::{Lease, LeaseAttrs, Origin, Revision, Subnets, View};
+use crate::lease::{Lease, LeaseAttrs, Revision, Subnets, View};
 
-/// Gets this node its lease and shows the leases of all nodes.
+/// Acquires and keeps the lease of this node, and watches the leases of all nodes.
 ///
-/// Implementations: `flannel_subnet::LocalManager` over any registry, `testing::FakeSubnets`
-/// (feature `testing`).
+/// A method fails with [`Error::Store`](crate::Error::Store) if the store does not answer, and with
+/// the errors that it names. Dropping a future loses nothing, except where a method says so.
+///
+/// Implementations: `flannel_subnet::LocalManager`, `flannel_subnet_kube`, `testing::FakeSubnets`.
 ///
 /// ```
 /// use flannel_core::{Result, SubnetManager};
@@ -37,91 +38,67 @@ pub trait SubnetManager: fmt::Debug + Send + Sync {
     /// The network config, parsed and checked.
     ///
     /// # Errors
-    /// [`Error::NoConfig`](crate::Error::NoConfig), [`Error::Config`](crate::Error::Config), or the
-    /// store does not answer.
+    /// [`Error::NoConfig`](crate::Error::NoConfig), [`Error::Config`](crate::Error::Config).
     async fn network_config(&self) -> Result<Config>;
 
-    /// Waits until the store holds a valid network config other than `known`, and returns it. Wrong
-    /// configs, and a store that does not answer, do not end the wait. If configs do not change, it
-    /// waits for ever.
-    ///
-    /// # Errors
-    /// Waiting cannot help.
-    ///
-    /// # Cancel safety
-    /// Dropping the future loses nothing: the next call compares again.
+    /// Waits for a valid network config other than `known`; also while the config is wrong, or the
+    /// store does not answer. Fails if waiting cannot help.
     async fn config_changed(&self, _known: &Config) -> Result<Config> {
         std::future::pending().await
     }
 
-    /// The store's data about this node, before the external interface is chosen.
-    ///
-    /// # Errors
-    /// The store does not answer, or its content cannot be read.
+    /// The store's data about this node.
     async fn hints(&self) -> Result<Hints> {
         Ok(Hints::default())
     }
 
-    /// Gets this node a lease with these attributes: the one it has, the one it had before, or a
-    /// free one.
+    /// Acquires a lease with these attributes: the current one, the previous one, or a free one.
     ///
     /// # Errors
-    /// [`Error::OutOfSubnets`](crate::Error::OutOfSubnets), [`Error::Taken`](crate::Error::Taken),
-    /// or the store does not answer. A lost race is not an error; the next subnet is tried.
+    /// [`Error::OutOfSubnets`](crate::Error::OutOfSubnets), [`Error::Taken`](crate::Error::Taken).
+    /// After a lost race, the next subnet is tried.
     ///
     /// # Cancel safety
-    /// If the future is dropped, a lease may have been acquired. The next call finds it by the
-    /// public address.
+    /// If the future is dropped, a lease may have been acquired. The next call finds it.
     async fn acquire_lease(&self, attrs: &LeaseAttrs) -> Result<Lease>;
 
-    /// Publishes other attributes for the lease that we hold.
+    /// Publishes other attributes for the lease of this node.
     ///
     /// # Errors
     /// [`Error::Conflict`](crate::Error::Conflict) if the lease was written after `held` was read.
     async fn publish(&self, held: &Lease, attrs: &LeaseAttrs) -> Result<Lease>;
 
-    /// Keeps the lease until it ends, and returns the reason. Failures to renew are retried inside.
-    ///
-    /// # Errors
-    /// The lease cannot be kept, and another call cannot help.
+    /// Renews the lease until it ends, and returns the reason. Retries failed renewals. An error
+    /// means that another call cannot help.
     ///
     /// # Cancel safety
-    /// Dropping stops renewing; the lease lives on until it expires.
+    /// If the future is dropped, the lease stays until it expires.
     async fn hold_lease(&self, held: &Lease) -> Result<LeaseEnd>;
 
-    /// The leases of all nodes, always the latest: bursts coalesce, nothing queues. The receiver
-    /// may start with [`View::unknown`] and stays valid for as long as the manager lives.
-    ///
-    /// # Errors
-    /// Watching cannot even start.
+    /// The leases of all nodes; at first perhaps [`View::unknown`]. Open while the manager exists.
     async fn watch_leases(&self) -> Result<watch::Receiver<View>>;
 
-    /// Whether this node owns its subnets, always the latest. The receiver stays valid for as long
-    /// as the manager lives. A manager whose leases expire updates it when the lease ends, without
-    /// a request to the store.
+    /// Whether this node owns its subnets. Changes when the lease expires, without a request to the
+    /// store. The receiver is open while the manager exists.
     fn ownership(&self) -> watch::Receiver<Ownership>;
 
-    /// Whether [`SubnetManager::report`] publishes anything. If not, a caller need not find out the
-    /// readiness.
+    /// Whether [`SubnetManager::report`] does anything.
     fn publishes_readiness(&self) -> bool {
         false
     }
 
-    /// Publishes how ready this node's network is, if the store has a place for it, and keeps it
-    /// published until the next report. [`Readiness::Starting`] is reported before the first
-    /// [`SubnetManager::acquire_lease`] and completes when it is published. The others return at
-    /// once, and failures to publish them are retried inside.
-    ///
-    /// # Errors
-    /// The store does not answer. Only for [`Readiness::Starting`].
+    /// Publishes the readiness of this node's network until the next report, if the store has a
+    /// place for it. Report [`Readiness::Starting`] before the first lease is acquired: it
+    /// completes when it is published. The others complete at once without an error, and are
+    /// published in the background.
     ///
     /// # Cancel safety
-    /// If the future is dropped, it may have been published.
+    /// If the future is dropped, the readiness may have been published.
     async fn report(&self, _readiness: &Readiness) -> Result<()> {
         Ok(())
     }
 
-    /// How the store is doing. Cheap; wakes nobody.
+    /// The state of the store, without a request to it.
     fn store_status(&self) -> StoreStatus;
 }
 
@@ -134,11 +111,10 @@ pub enum Ownership {
     NotAcquired,
     /// The subnets are this node's.
     Held {
-        /// The end, unless the lease is renewed; `None`: no end. By wall clock, and updated when
-        /// somebody sets the clock.
+        /// The end by the wall clock, also after it was set; `None`: no end. A renewal changes it.
         until: Option<SystemTime>,
     },
-    /// The subnets are no longer this node's. Routes to peers stay, but this node is not ready.
+    /// The subnets are no longer this node's. Routes to peers stay.
     Lost {
         /// When the ownership ended.
         since: SystemTime,
@@ -148,37 +124,31 @@ pub enum Ownership {
 }
 
 impl Ownership {
-    /// The subnets are this node's.
+    /// Whether the subnets are this node's.
     pub fn is_held(&self) -> bool {
         matches!(self, Self::Held { .. })
     }
 
-    /// How long the lease is held from `now` on unless it is renewed; `None` if it is not held or
-    /// has no end.
+    /// The time from `now` to the end of the lease; `None` if it is not held or has no end.
     pub fn remaining(&self, now: SystemTime) -> Option<Duration> {
-        match self {
-            Self::Held { until } => {
-                until.map(|until| until.duration_since(now).unwrap_or_default())
-            }
-            _ => None,
-        }
+        let Self::Held { until: Some(until) } = self else { return None };
+        Some(until.duration_since(now).unwrap_or_default())
     }
 }
 
-/// Why this node does not own its subnets any more.
+/// Why this node no longer owns its subnets.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Loss {
-    /// The store did not confirm a renewal in time. It may still do so.
+    /// No renewal succeeded in time. A later one may.
     Unconfirmed,
     /// The lease ended, as [`SubnetManager::hold_lease`] returned.
     Ended(LeaseEnd),
-    /// The store does not grant the lease at present, with the reason as a sentence without a full
-    /// stop. The lease may come back.
+    /// The store refuses the lease for now. The reason is a sentence without a full stop.
     Withdrawn(String),
 }
 
-/// How ready this node's network is.
+/// The readiness of this node's network.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Readiness {
@@ -196,54 +166,36 @@ pub enum Readiness {
     },
 }
 
-/// Waits for a live lease set, and after `patience` returns the latest one. If there is a set from
-/// an earlier run and the store has never answered, it does not wait.
-///
-/// # Errors
-/// Watching cannot even start.
-pub async fn live_view(subnets: &dyn SubnetManager, patience: Duration) -> Result<View> {
-    let mut views = subnets.watch_leases().await?;
-    let from_before = matches!(views.borrow().origin, Origin::Cached { written: Some(_) });
-    if !(from_before && subnets.store_status().confirmed.is_none()) {
-        let live = views.wait_for(|view| matches!(view.origin, Origin::Live { .. }));
-        // After a timeout, or if the manager is gone, the latest set is returned.
-        let _ = tokio::time::timeout(patience, live).await;
-    }
-    let view = views.borrow().clone();
-    Ok(view)
-}
-
-/// The store's data about this node, before its external interface is chosen.
+/// The store's data about this node.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Hints {
-    /// Public addresses that the store prescribes for this node; they override the command line.
+    /// Public addresses that the store prescribes for this node. They override the command line.
     pub public: Dual<IpAddr>,
-    /// The attributes that this node published last, if the store still has them. A backend keeps
-    /// its keys and MAC addresses.
+    /// The attributes that this node published last: a backend keeps its keys and MAC addresses.
     pub last_published: Option<LeaseAttrs>,
     /// The subnets that this node had before.
     pub previous: Option<Subnets>,
-    /// The lease that this node had until it expired, while the store does not answer. Its subnets
-    /// must not be used. Peers can be reached with the attributes that were published with it.
+    /// The expired lease of this node, while the store does not answer. Its subnets must not be
+    /// used, but peers can be reached with its attributes.
     pub lapsed: Option<Lease>,
 }
 
-/// The reason for which a lease is no longer ours.
+/// Why a lease ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum LeaseEnd {
     /// It was not renewed in time, and the store deleted it.
     Expired,
-    /// Somebody deleted it, which orders this node to stop.
+    /// It was deleted, which orders this node to stop.
     Deleted,
     /// Another node holds it now.
     Taken {
-        /// That node, for a message.
+        /// The node, for a message.
         by: String,
     },
     /// The store gave this node other subnets.
     Moved {
-        /// The new ones.
+        /// The new subnets.
         to: Subnets,
     },
 }
@@ -264,30 +216,29 @@ impl fmt::Display for LeaseEnd {
 pub struct Calls {
     /// Requests sent.
     pub sent: u64,
-    /// Requests that failed. For watches, those that ended with an error later count too.
+    /// Requests that failed. Watches that ended with an error later count too.
     pub failed: u64,
 }
 
-/// How a store is doing.
+/// The state of a store.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct StoreStatus {
     /// The store's name, such as `dir:/var/lib/flannel`.
     pub store: String,
-    /// The last revision that the store confirmed, and when; `None` before the first.
+    /// The last revision that the store confirmed, and the time; `None` before the first.
     pub confirmed: Option<(Revision, SystemTime)>,
-    /// Requests sent so far, by their kind, such as `list`, `watch` or `renew`.
+    /// Requests by kind, such as `list`, `watch` or `renew`.
     pub calls: BTreeMap<&'static str, Calls>,
-    /// Entries in the store that are no leases and were skipped: key and reason.
+    /// Entries that were skipped because they are no leases: key and reason.
     pub skipped: Vec<(String, String)>,
-    /// The last failure, and when; `None` if there was none, or a request succeeded since then.
+    /// The last failure, and the time; `None` if no request failed since the last success.
     pub last_error: Option<(String, SystemTime)>,
-    /// The reason for which the network config in the store is not used, as of the last reading: it
-    /// is wrong, or gone; `None` if it is used.
+    /// Why the network config in the store (wrong, or gone) is not used; `None` if it is.
     pub wrong_config: Option<String>,
 }
 
 impl StoreStatus {
-    /// Requests sent so far.
+    /// Requests sent.
     pub fn requests(&self) -> u64 {
         self.calls.values().map(|calls| calls.sent).sum()
     }

@@ -1,7 +1,7 @@
-//! Who drops forwarded packets unless a rule accepts them: policies, ours and everybody else's.
+//! Chains that drop forwarded packets by policy, of flannel and of other programs.
 //!
-//! Each table judges for itself, so a rule that accepts in one of them helps nothing against the
-//! policy of another.
+//! Each table decides independently, so an accepting rule in one table does not override the policy
+//! of another.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -10,43 +10,42 @@ use std::time::Duration;
 
 use flannel_core::Subnet;
 use flannel_core::address::{Dual, Family};
-use flannel_core::kernel::KernelError;
-use flannel_netlink::netfilter::{Kind, Messages, NetfilterSocket};
+use flannel_netlink::netfilter::{Kind, NetfilterMessage, NetfilterSocket};
 use tokio::sync::Mutex;
 use tokio::time::{Instant, timeout};
 
 use crate::error::Error;
 use crate::iptables::program::{Programs, Variant};
 use crate::iptables::{legacy_tables, script};
-use crate::nft::expr::{ACCEPT, Expr, find, number_in, read};
+use crate::nft::expr::{ACCEPT, Expr, find, number_in};
 use crate::nft::table::{
-    CHAIN_HOOK, CHAIN_NAME, CHAIN_POLICY, GETCHAIN, GETRULE, HOOK_NUMBER, RULE_CHAIN,
-    RULE_EXPRESSIONS, SUBSYSTEM, TABLE, text_in,
+    CHAIN_HOOK, CHAIN_NAME, CHAIN_POLICY, GETCHAIN, HOOK_NUMBER, SUBSYSTEM, TABLE, rules, text_in,
 };
 
 /// `NF_INET_FORWARD`, `NF_DROP`.
 const FORWARD: u32 = 2;
 const DROP: u32 = 0;
-/// `NFPROTO_INET`, and the two of its parts.
+/// `NFPROTO_INET`, `NFPROTO_IPV4` and `NFPROTO_IPV6`.
 const PROTOCOLS: [(u8, &str, &[Family]); 3] =
     [(1, "inet", &Family::BOTH), (2, "ip", &[Family::V4]), (10, "ip6", &[Family::V6])];
 
-/// A chain that sees forwarded packets and drops those that none of its rules accepts.
+/// A chain that drops forwarded packets unless one of its rules accepts them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ForwardDrop {
-    /// The family whose packets it drops.
+    /// The family of the dropped packets.
     pub family: Family,
-    /// Its table as the tools write it: `ip filter`, `inet firewalld`.
+    /// The table in the notation of the tools: `ip filter`, `inet firewalld`.
     pub table: String,
-    /// Its name.
+    /// The name of the chain.
     pub chain: String,
-    /// It is in the kernel's older tables, where only `iptables-legacy` sees it.
+    /// It is in the kernel's legacy tables, which only `iptables-legacy` shows.
     pub legacy: bool,
-    /// What goes from and to pods is accepted before the policy is asked: flannel's forward rules are in the same table,
-    /// or rules right in the chain accept the whole pod network. Where other chains of it lead is not looked at.
+    /// Packets from and to pods are accepted before the policy: flannel's forward rules are in the
+    /// same table, or rules of this very chain accept the whole pod network. Other chains are not
+    /// followed.
     pub accepts_pods: bool,
-    /// How long ago this was so; only [`LegacyMemory`] makes it more than zero.
+    /// The age of this information. More than zero only for legacy tables, with [`LegacyMemory`].
     pub age: Duration,
 }
 
@@ -62,96 +61,96 @@ impl fmt::Display for ForwardDrop {
     }
 }
 
-/// Whoever may ask makes processes start at most so often.
-const ANEW: Duration = Duration::from_secs(1);
-/// A program that prints nothing for so long is not waited for.
+/// [`LegacyMemory::forget`] keeps younger output, so that requests start few processes.
+const MIN_AGE: Duration = Duration::from_secs(1);
+/// The time limit for a program.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// What `iptables-legacy-save` printed, remembered for a while, as well as why it did not: looking at the kernel's older
-/// tables takes a process, and nobody tells of their changes. The default remembers nothing.
+/// A cache of the output of `iptables-legacy-save`, or of its error. Reading the legacy tables
+/// takes a process, and the kernel reports no changes of them. The default caches nothing.
 #[derive(Debug, Default)]
 pub struct LegacyMemory {
     keep: Duration,
     saved: Mutex<Dual<Saved>>,
 }
 
-/// What was seen of a family, and when.
+/// The output for a family, and when it was read.
 #[derive(Debug, Clone)]
 struct Saved {
     at: Instant,
-    said: Result<String, Arc<Error>>,
+    output: Result<String, Arc<Error>>,
 }
 
 impl LegacyMemory {
-    /// What was seen counts for so long; zero: always looks.
+    /// A cache whose entries are valid for `keep`; zero caches nothing.
     pub fn new(keep: Duration) -> Self {
         Self { keep, saved: Mutex::default() }
     }
 
-    /// The next look is a new one, unless the last was within a second.
+    /// Drops the output, unless it is younger than a second.
     ///
     /// # Cancel safety
-    /// It may be dropped, and then may have forgotten or not.
+    /// A dropped call has either dropped the output or not.
     pub async fn forget(&self) {
         let mut saved = self.saved.lock().await;
         let known =
-            |family: Family| saved[family].clone().filter(|saved| saved.at.elapsed() < ANEW);
+            |family: Family| saved[family].clone().filter(|saved| saved.at.elapsed() < MIN_AGE);
         *saved = Dual::from_fn(known);
     }
 
-    /// What the program says, or said, and how long ago that was. Those who ask at once share one look.
+    /// The output and its age. Simultaneous calls share one process.
     async fn save(&self, programs: &Programs, family: Family) -> Result<(Duration, String), Error> {
         let mut saved = self.saved.lock().await;
         let fresh = |saved: &&Saved| saved.at.elapsed() < self.keep;
-        let (age, said) = match saved[family].as_ref().filter(fresh) {
-            Some(known) => (known.at.elapsed(), known.said.clone()),
+        let (age, output) = match saved[family].as_ref().filter(fresh) {
+            Some(known) => (known.at.elapsed(), known.output.clone()),
             None => {
-                let said = look(programs, family).await.map_err(Arc::new);
-                saved[family] = Some(Saved { at: Instant::now(), said: said.clone() });
-                (Duration::ZERO, said)
+                let output = run_save(programs, family).await.map_err(Arc::new);
+                saved[family] = Some(Saved { at: Instant::now(), output: output.clone() });
+                (Duration::ZERO, output)
             }
         };
-        said.map(|text| (age, text)).map_err(Error::Again)
+        output.map(|text| (age, text)).map_err(Error::Again)
     }
 }
 
-async fn look(programs: &Programs, family: Family) -> Result<String, Error> {
+async fn run_save(programs: &Programs, family: Family) -> Result<String, Error> {
     let programs = Programs { variant: Variant::Legacy, ..programs.clone() };
     let tool = programs.find(family)?;
-    let said = timeout(PATIENCE, tool.save()).await;
-    said.unwrap_or_else(|_| {
+    timeout(PATIENCE, tool.save()).await.unwrap_or_else(|_| {
         Err(Error::Late { program: format!("{}-save", tool.name), seconds: PATIENCE.as_secs() })
     })
 }
 
-/// What [`forward_drops`] saw.
+/// The result of [`forward_drops`].
 #[derive(Debug, Default)]
 #[non_exhaustive]
 pub struct ForwardDrops {
-    /// Those who drop, as far as that could be seen.
+    /// The dropping chains that could be read.
     pub found: Vec<ForwardDrop>,
-    /// Why the rest could not be seen: that takes `CAP_NET_ADMIN`, and `iptables-legacy-save` for older tables in use.
+    /// Why other chains could not be read. Reading needs `CAP_NET_ADMIN`, and
+    /// `iptables-legacy-save` if the kernel has legacy tables.
     pub unread: Vec<Error>,
 }
 
-/// Every chain in this network namespace that drops forwarded packets by policy, and whether those of these pod networks
-/// are spared.
+/// Every chain in this network namespace that drops forwarded packets by policy, and whether
+/// packets of the pod networks are accepted before.
 ///
-/// No program is run, unless the kernel has older tables in use that `memory` does not know.
+/// A program is run only if the kernel has legacy tables that are not in `memory`.
 ///
 /// # Cancel safety
-/// It only reads.
+/// The call only reads.
 pub async fn forward_drops(
     programs: &Programs,
     networks: &Dual<Subnet>,
     memory: &LegacyMemory,
 ) -> ForwardDrops {
     let pods = *networks;
-    let mut seen = ForwardDrops::default();
+    let mut drops = ForwardDrops::default();
     match tokio::task::spawn_blocking(move || nf_tables(&pods)).await {
-        Ok(Ok(found)) => seen.found = found,
+        Ok(Ok(found)) => drops.found = found,
         Ok(Err(Error::NoNftables { .. })) => {}
-        Ok(Err(error)) => seen.unread.push(error),
+        Ok(Err(error)) => drops.unread.push(error),
         // The runtime is shutting down.
         Err(_) => {}
     }
@@ -160,13 +159,13 @@ pub async fn forward_drops(
             match memory.save(programs, family).await {
                 Ok((age, saved)) => {
                     let drop = in_saved(&saved, family, networks[family]);
-                    seen.found.extend(drop.map(|drop| ForwardDrop { age, ..drop }));
+                    drops.found.extend(drop.map(|drop| ForwardDrop { age, ..drop }));
                 }
-                Err(error) => seen.unread.push(error),
+                Err(error) => drops.unread.push(error),
             }
         }
     }
-    seen
+    drops
 }
 
 fn nf_tables(networks: &Dual<Subnet>) -> Result<Vec<ForwardDrop>, Error> {
@@ -176,33 +175,27 @@ fn nf_tables(networks: &Dual<Subnet>) -> Result<Vec<ForwardDrop>, Error> {
     let mut found = Vec::new();
     for (protocol, word, families) in PROTOCOLS {
         let kind = Kind { subsystem: SUBSYSTEM, number: GETCHAIN, family: protocol };
-        let chains = socket.dump(
-            kind,
-            |_| (),
-            |message| {
-                let attributes = message.attributes.0;
-                let hook =
-                    find(attributes, CHAIN_HOOK).and_then(|hook| number_in(hook, HOOK_NUMBER));
-                let drops =
-                    hook == Some(FORWARD) && number_in(attributes, CHAIN_POLICY) == Some(DROP);
-                (message.kind.family == protocol).then(|| {
-                    Some((text_in(attributes, TABLE)?, text_in(attributes, CHAIN_NAME)?, drops))
-                })?
-            },
-        );
-        let chains = chains.map_err(about)?;
+        let read = |message: &NetfilterMessage<'_>| {
+            let attributes = message.attributes.0;
+            let hook = number_in(find(attributes, CHAIN_HOOK).unwrap_or_default(), HOOK_NUMBER);
+            let drops = hook == Some(FORWARD) && number_in(attributes, CHAIN_POLICY) == Some(DROP);
+            let chain = (text_in(attributes, TABLE)?, text_in(attributes, CHAIN_NAME)?, drops);
+            Some(chain).filter(|_| message.kind.family == protocol)
+        };
+        let chains = socket.dump(kind, |_| (), read).map_err(about)?;
         let is_ours = |table: &str| {
             chains.iter().any(|(t, c, _)| t == table && ours.contains(&(t.as_str(), c.as_str())))
         };
         for (table, chain, _) in chains.iter().filter(|(.., drops)| *drops) {
-            let rules = rules(&mut socket, protocol, table, chain).map_err(about)?;
+            let rules = rules(&mut socket, protocol, table).map_err(about)?;
+            let in_chain = || rules.iter().filter(|(of, _)| of == chain).map(|(_, rule)| rule);
             found.extend(families.iter().map(|family| ForwardDrop {
                 family: *family,
                 table: format!("{word} {table}"),
                 chain: chain.clone(),
                 legacy: false,
                 accepts_pods: (protocol != 1 && is_ours(table))
-                    || networks[*family].is_some_and(|n| accept(&rules, n)),
+                    || networks[*family].is_some_and(|network| accept(in_chain(), network)),
                 age: Duration::ZERO,
             }));
         }
@@ -210,34 +203,15 @@ fn nf_tables(networks: &Dual<Subnet>) -> Result<Vec<ForwardDrop>, Error> {
     Ok(found)
 }
 
-/// The rules right in a chain.
-fn rules(
-    socket: &mut NetfilterSocket,
-    protocol: u8,
-    table: &str,
-    chain: &str,
-) -> Result<Vec<Vec<Expr>>, KernelError> {
-    let kind = Kind { subsystem: SUBSYSTEM, number: GETRULE, family: protocol };
-    let fill = |request: &mut Messages| _ = request.text(TABLE, table);
-    socket.dump(kind, fill, |message| {
-        let attributes = message.attributes.0;
-        let is = |kind, name: &str| text_in(attributes, kind).as_deref() == Some(name);
-        (message.kind.family == protocol && is(TABLE, table) && is(RULE_CHAIN, chain))
-            .then(|| read(find(attributes, RULE_EXPRESSIONS).unwrap_or_default()))
-    })
+/// One rule accepts all packets from the network, and one all packets to it.
+fn accept<'a>(rules: impl Iterator<Item = &'a Vec<Expr>>, network: Subnet) -> bool {
+    let sides: Vec<Option<bool>> = rules.filter_map(|rule| accepted_side(rule, network)).collect();
+    let accepts = |source| sides.iter().any(|side| side.is_none_or(|side| side == source));
+    accepts(true) && accepts(false)
 }
 
-/// Some rule accepts all that comes from the network, and one all that goes there.
-fn accept(rules: &[Vec<Expr>], network: Subnet) -> bool {
-    let sides: Vec<Option<bool>> =
-        rules.iter().filter_map(|rule| accepted_side(rule, network)).collect();
-    [true, false]
-        .iter()
-        .all(|source| sides.iter().any(|side| side.is_none_or(|side| side == *source)))
-}
-
-/// Which side a rule that accepts asks to be in the network: the source (true) or the destination; inside `None`: it accepts
-/// everything. `None` for rules that accept less, or not at all.
+/// The condition of an accepting rule that covers the network: on the source (true), on the
+/// destination (false), or none (inner `None`). `None` for all other rules.
 fn accepted_side(rule: &[Expr], network: Subnet) -> Option<Option<bool>> {
     let (source, destination) = if network.family() == Family::V4 { (12, 16) } else { (8, 24) };
     let mut side = None;
@@ -245,7 +219,7 @@ fn accepted_side(rule: &[Expr], network: Subnet) -> Option<Option<bool>> {
     while let Some(expr) = exprs.next() {
         match expr {
             Expr::Other(name) if name == "counter" => {}
-            // The family, in tables of both.
+            // The family, in `inet` tables.
             Expr::Other(name) if name == "meta" => match exprs.next()? {
                 Expr::Compare { equal: true, value } if matches!(value.as_slice(), [2 | 10]) => {}
                 _ => return None,
@@ -276,7 +250,7 @@ fn accepted_side(rule: &[Expr], network: Subnet) -> Option<Option<bool>> {
     None
 }
 
-/// The same in what `iptables-legacy-save` prints.
+/// The dropping chain in the output of `iptables-legacy-save`.
 fn in_saved(saved: &str, family: Family, network: Option<Subnet>) -> Option<ForwardDrop> {
     let filter =
         saved.lines().skip_while(|line| *line != "*filter").take_while(|line| *line != "COMMIT");
@@ -307,7 +281,7 @@ mod tests {
 
     use super::*;
 
-    /// Programs of the older kind that do this, and a file that has a line for each time.
+    /// Legacy programs that run `script`, and a file with a line for each run.
     fn programs(script: &str) -> (tempfile::TempDir, Programs) {
         let dir = tempfile::tempdir().unwrap();
         let count = dir.path().join("count");
@@ -325,7 +299,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn who_asks_again_and_again_starts_no_process_each_time_though_it_fails() {
+    async fn repeated_reads_start_one_process_even_if_it_fails() {
         let (dir, programs) = programs("echo broken >&2; exit 3");
         let memory = LegacyMemory::new(Duration::from_secs(3600));
         for _ in 0..5 {
@@ -336,25 +310,25 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn nor_by_forgetting_at_once() {
+    async fn forgetting_at_once_starts_no_process_either() {
         let (dir, programs) = programs("echo '*filter'");
         let memory = LegacyMemory::new(Duration::from_secs(3600));
-        let (_, said) = memory.save(&programs, Family::V4).await.unwrap();
-        assert_eq!(said, "*filter\n");
-        // Ahead of time, so that no slow machine matters.
+        let (_, output) = memory.save(&programs, Family::V4).await.unwrap();
+        assert_eq!(output, "*filter\n");
+        // In the future, so that the test passes on slow machines.
         let looked = async |at| memory.saved.lock().await.v4.as_mut().unwrap().at = at;
-        looked(Instant::now() + ANEW).await;
+        looked(Instant::now() + MIN_AGE).await;
         memory.forget().await;
         memory.save(&programs, Family::V4).await.unwrap();
         assert_eq!(std::fs::read_to_string(dir.path().join("count")).unwrap(), "once\n");
-        looked(Instant::now() - 2 * ANEW).await;
+        looked(Instant::now() - 2 * MIN_AGE).await;
         memory.forget().await;
         memory.save(&programs, Family::V4).await.unwrap();
         assert_eq!(std::fs::read_to_string(dir.path().join("count")).unwrap(), "once\nonce\n");
     }
 
     #[tokio::test]
-    async fn a_program_that_hangs_is_not_waited_for() {
+    async fn a_hanging_program_is_ended() {
         let (_dir, programs) = programs("exec sleep 600");
         let memory = LegacyMemory::new(Duration::from_secs(3600));
         let error = memory.save(&programs, Family::V4).await.unwrap_err().to_string();

@@ -1,4 +1,4 @@
-//! Why rules cannot be put in place. A message says what would help.
+//! Reasons why rules cannot be put in place. Messages say how to fix them.
 
 use std::path::PathBuf;
 use std::process::ExitStatus;
@@ -13,18 +13,18 @@ const EINVAL: i32 = 22;
 const EPROTONOSUPPORT: i32 = 93;
 const EOPNOTSUPP: i32 = 95;
 
-/// Why the firewall is not as it should be.
+/// An error of the firewall.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// Rules cannot be made of these addresses.
+    /// No rules are possible for these addresses.
     #[error(
         "{family} {what} {subnet}: rules need an {family} subnet that is not the whole address space"
     )]
     Subnet {
-        /// Which of them.
+        /// `pod network` or `own subnet`.
         what: &'static str,
-        /// The family that it was given for.
+        /// The family it was given for.
         family: Family,
         /// The subnet.
         subnet: Subnet,
@@ -32,12 +32,12 @@ pub enum Error {
     /// The process lacks a privilege.
     #[error("{object}: not permitted ({detail}); grant CAP_NET_ADMIN{}", legacy_hint(.object))]
     NotPermitted {
-        /// What was to be read or changed.
+        /// The object that was read or changed.
         object: String,
-        /// What the kernel or the program said.
+        /// The error of the kernel or the program.
         detail: String,
     },
-    /// A program of iptables is not there.
+    /// A program of iptables is not installed.
     #[error(
         "{program} is not in any of {searched}: install the package `iptables` (Debian, Fedora, Alpine, Arch), or set \
          \"EnableNFTables\": true in the network config, which needs no program"
@@ -48,23 +48,23 @@ pub enum Error {
         /// The directories that were searched.
         searched: String,
     },
-    /// A program of iptables could not be run, or did not end.
+    /// A program of iptables could not be run, or timed out.
     #[error("{}: {source}", .program.display())]
     Run {
         /// Its path.
         program: PathBuf,
-        /// Why.
+        /// The reason.
         source: std::io::Error,
     },
-    /// A program of iptables was asked and said nothing in time.
+    /// A program of iptables that only reads timed out.
     #[error("{program} did not end within {seconds} s")]
     Late {
         /// Its name.
         program: String,
-        /// How long it was waited for.
+        /// The time limit.
         seconds: u64,
     },
-    /// What failed a moment ago, and is not tried again yet.
+    /// The same error occurred a moment ago, and the operation was not repeated yet.
     #[error(transparent)]
     Again(std::sync::Arc<Self>),
     /// A program of iptables failed.
@@ -72,48 +72,49 @@ pub enum Error {
     Program {
         /// Its path.
         program: PathBuf,
-        /// How it ended.
+        /// Its exit status.
         status: ExitStatus,
-        /// What it said on standard error.
+        /// Its standard error.
         says: String,
     },
-    /// Rules of an earlier flannel are in iptables, and there is no program to remove them.
+    /// Rules of an earlier flannel are in iptables, and no installed program can remove them.
     #[error(
         "{chains}: left by an earlier flannel, and there is no `iptables-nft` here to remove them; install the package \
          `iptables`, or restart the host"
     )]
     Leftovers {
-        /// Which they are.
+        /// The chains.
         chains: String,
     },
-    /// The kernel has tables of iptables-legacy in which an earlier flannel's rules may be, and there is no program to look.
+    /// Legacy tables that may have rules of an earlier flannel are in use, and no installed program
+    /// can read them.
     #[error(
         "{family} {tables} of iptables-legacy: in use, and there is no `iptables-legacy` here to see whether an earlier \
          flannel left rules there; if one did, install the program `iptables-legacy`"
     )]
     Unseen {
-        /// Of which family.
+        /// Their family.
         family: Family,
         /// Their names.
         tables: String,
     },
-    /// The kernel has no nf_tables, or lacks a part of it.
+    /// The kernel has no nf_tables, or lacks a part of them.
     #[error(
         "{object}: the kernel does not know it ({source}); load the modules nf_tables, nft_chain_nat and nft_masq \
          (`modprobe`), or use iptables (no \"EnableNFTables\" in the network config)"
     )]
     NoNftables {
-        /// What was to be read or changed.
+        /// The object that was read or changed.
         object: String,
-        /// What the kernel said.
+        /// The kernel's error.
         source: KernelError,
     },
     /// The kernel refused an nf_tables request.
     #[error("{object}: {source}")]
     Kernel {
-        /// What was to be read or changed.
+        /// The object that was read or changed.
         object: String,
-        /// What the kernel said.
+        /// The kernel's error.
         source: KernelError,
     },
 }
@@ -127,12 +128,12 @@ fn legacy_hint(object: &str) -> &'static str {
 }
 
 impl Error {
-    /// Whether there is anything of flannel's at all is not known ([`Error::Unseen`]): nothing failed.
+    /// It is unknown whether there are any rules of flannel ([`Error::Unseen`]). Nothing failed.
     pub fn is_guess(&self) -> bool {
         matches!(self, Self::Unseen { .. })
     }
 
-    /// What the kernel's refusal of something about `object` means.
+    /// The error for a refused request about `object`.
     pub(crate) fn kernel(object: impl Into<String>, source: KernelError) -> Self {
         let object = object.into();
         match source.errno {
@@ -142,10 +143,10 @@ impl Error {
         }
     }
 
-    /// What it means that a program of iptables ended badly.
+    /// The error for a failed program of iptables.
     pub(crate) fn program(program: PathBuf, status: ExitStatus, stderr: &[u8]) -> Self {
         let mut says = String::from_utf8_lossy(stderr).trim().replace('\n', "; ");
-        // iptables-legacy says this of both.
+        // iptables-legacy prints it for both reasons.
         let no_table = says.contains("unable to initialize table");
         let refused =
             says.contains("Permission denied") || says.contains("Operation not permitted");
@@ -159,7 +160,7 @@ impl Error {
     }
 }
 
-/// The process lacks CAP_NET_ADMIN or CAP_NET_RAW, bits 12 and 13; false where that cannot be read.
+/// The process lacks CAP_NET_ADMIN or CAP_NET_RAW, bits 12 and 13. False if that cannot be read.
 fn lacks_privilege() -> bool {
     let status = std::fs::read_to_string("/proc/thread-self/status").unwrap_or_default();
     let effective = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
@@ -172,7 +173,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_the_kernel_lacks_or_forbids_comes_with_what_helps() {
+    fn errors_of_the_kernel_say_how_to_fix_them() {
         for (errno, want) in
             [(EPERM, "CAP_NET_ADMIN"), (ENOENT, "nft_masq"), (EPROTONOSUPPORT, "modprobe")]
         {

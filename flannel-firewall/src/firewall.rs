@@ -1,7 +1,7 @@
-//! The one task that keeps the rules in place.
+//! The task that keeps the rules in place.
 //!
-//! It does not apply events. Each time it wakes, it compares the rules with the desired ones and
-//! writes where they differ.
+//! It does not apply events. Each time it wakes, it compares the actual rules with the desired ones
+//! and writes the differences.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -14,35 +14,35 @@ use crate::error::Error;
 use crate::iptables::Iptables;
 use crate::iptables::program::Programs;
 use crate::nft::{self, Nft};
-use crate::rules::{Rules, Wish};
-use crate::status::{Deviation, Failure, Repair, Status};
+use crate::rules::{RuleOptions, Rules};
+use crate::status::{Cleanup, Deviation, Failure, Repair, Status};
 
-/// What cannot be removed is looked at again after so many checks at the latest.
+/// After so many checks at most, rules that could not be removed are looked for again.
 const RARELY: u64 = 720;
-/// The shortest period; also how long a check after a change by others keeps away from the one before.
+/// The shortest period, and the shortest time between a check and the next one after a change.
 const SHORTEST: Duration = Duration::from_millis(10);
 
-/// In which of the kernel's firewalls the rules are kept.
+/// The firewall of the kernel that has the rules.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Mode {
-    /// nf_tables, over netlink (`"EnableNFTables": true`): no program is run, changes are noticed at once.
+    /// nf_tables, over netlink (`"EnableNFTables": true`). No program is run, and changes are
+    /// noticed at once.
     Nftables,
-    /// iptables, through its programs: one `iptables-save` for each family and period.
+    /// iptables, through its programs. One `iptables-save` is run per family and period.
     Iptables,
 }
 
-/// How a [`Firewall`] works.
+/// The options of a [`Firewall`].
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// How often the rules are checked (`--iptables-resync`); less than 10 ms count as 10 ms. Failures are tried again
-    /// as often.
+    /// The period of checks (`--iptables-resync`) and of retries. The minimum is 10 ms.
     pub resync: Duration,
-    /// The programs of iptables. In nftables mode they serve only to remove what an earlier flannel left in iptables; what
-    /// stays because a program is missing is reported.
+    /// The programs of iptables. In nftables mode they only remove rules that an earlier flannel
+    /// left in iptables. Rules that stay because a program is missing are reported.
     pub programs: Programs,
 }
 
-/// As flannel's options default: every 5 seconds.
+/// The default of flannel's options: every 5 seconds.
 impl Default for Options {
     fn default() -> Self {
         Self { resync: Duration::from_secs(5), programs: Programs::default() }
@@ -51,16 +51,16 @@ impl Default for Options {
 
 /// Keeps the rules of one network in place on one host.
 ///
-/// Dropping it leaves the rules where they are; the next one adopts them, ours or Go flannel's. [`cleanup`] removes
-/// them.
+/// Dropping it leaves the rules in place. The next one adopts them, as it adopts Go flannel's.
+/// [`cleanup`] removes them.
 ///
 /// ```no_run
-/// use flannel_firewall::{Firewall, Mode, Options, Rules, Wish};
+/// use flannel_firewall::{Firewall, Mode, Options, Rules, RuleOptions};
 /// use tokio::sync::watch;
 ///
 /// # async fn example(rules: Rules) -> Result<(), flannel_firewall::Error> {
 /// let (_wanted, rules) = watch::channel(rules);
-/// let firewall = Firewall::open(Mode::Nftables, Wish::default(), Options::default()).await?;
+/// let firewall = Firewall::open(Mode::Nftables, RuleOptions::default(), Options::default()).await?;
 /// let mut status = firewall.status();
 /// tokio::spawn(firewall.run(rules));
 /// let _ = status.wait_for(|status| status.in_place).await;
@@ -70,7 +70,7 @@ pub struct Firewall {
     engine: Engine,
     options: Options,
     status: watch::Sender<Status>,
-    /// When the last check ended.
+    /// The end of the last check.
     checked: Instant,
 }
 
@@ -80,50 +80,56 @@ enum Engine {
 }
 
 impl Firewall {
-    /// Opens the firewall of the network namespace of this thread, for rules as `wish` takes them; nothing is changed yet.
+    /// Opens the firewall of the calling thread's network namespace for the rules that `rule_options` asks
+    /// for. Nothing is changed yet.
     ///
     /// # Errors
-    /// What will not pass by itself: a missing privilege, kernel part or program.
+    /// A privilege, a part of the kernel or a program is missing.
     ///
     /// # Cancel safety
-    /// It may be dropped.
-    pub async fn open(mode: Mode, wish: Wish, options: Options) -> Result<Self, Error> {
+    /// The call may be dropped.
+    pub async fn open(
+        mode: Mode,
+        rule_options: RuleOptions,
+        options: Options,
+    ) -> Result<Self, Error> {
         let engine = match mode {
             Mode::Nftables => Engine::Nftables(Nft::open()?),
             Mode::Iptables => {
-                Engine::Iptables(Iptables::open(options.programs.clone(), wish).await?)
+                Engine::Iptables(Iptables::open(options.programs.clone(), rule_options).await?)
             }
         };
         Ok(Self { engine, options, status: watch::Sender::default(), checked: Instant::now() })
     }
 
-    /// How it is, now and later.
+    /// The status, and later changes of it.
     pub fn status(&self) -> watch::Receiver<Status> {
         self.status.subscribe()
     }
 
-    /// Makes the host follow `rules` for as long as it is polled; failures are in the status and tried again.
+    /// Keeps the rules equal to `rules` while it is polled. Failures are in the status and are
+    /// retried.
     ///
-    /// When the rules are in place, what an earlier flannel left in the other mode is removed. If the sender of `rules`
-    /// is gone the last ones count.
+    /// Once the rules are in place, rules that an earlier flannel left in the other mode are
+    /// removed. After the sender of `rules` is dropped, the last value stays desired.
     ///
     /// # Cancel safety
-    /// Dropping it stops it. What is in place stays; it is never a part of a transaction.
+    /// Dropping the future stops it. The rules stay in place, and no transaction is half done.
     pub async fn run(mut self, mut rules: watch::Receiver<Rules>) -> Infallible {
         let mut ticks = tokio::time::interval(self.options.resync.max(SHORTEST));
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         ticks.tick().await;
-        // What was in place when last checked: what differs from it was changed by somebody else.
+        // The rules in place at the last check. Another program made any difference to them.
         let mut placed: Option<Rules> = None;
         let mut closed = false;
         loop {
-            let wanted = rules.borrow_and_update().clone();
-            let (deviations, failed) = self.reconcile(&wanted).await;
-            let by_others = placed.as_ref() == Some(&wanted);
+            let desired = rules.borrow_and_update().clone();
+            let (deviations, failed) = self.reconcile(&desired).await;
+            let by_others = placed.as_ref() == Some(&desired);
             let done = failed.is_empty();
             self.publish(deviations, by_others, failed);
             if done {
-                placed = Some(wanted);
+                placed = Some(desired);
                 if self.is_time_to_look_around() {
                     self.remove_others().await;
                 }
@@ -135,46 +141,47 @@ impl Firewall {
         }
     }
 
-    async fn reconcile(&mut self, wanted: &Rules) -> (Vec<Deviation>, Vec<Error>) {
+    async fn reconcile(&mut self, desired: &Rules) -> (Vec<Deviation>, Vec<Error>) {
         match &mut self.engine {
-            Engine::Nftables(nft) => match nft.reconcile(wanted).await {
+            Engine::Nftables(nft) => match nft.reconcile(desired).await {
                 Ok(deviations) => (deviations, Vec::new()),
                 Err(error) => (Vec::new(), vec![error]),
             },
-            Engine::Iptables(iptables) => iptables.reconcile(wanted).await,
+            Engine::Iptables(iptables) => iptables.reconcile(desired).await,
         }
     }
 
-    /// Another mode was not looked at, or could not be; the latter is tried more rarely, for it may start processes.
+    /// The other mode was not cleaned yet. After a failure it is tried less often, because it may
+    /// start processes.
     fn is_time_to_look_around(&self) -> bool {
         let status = self.status.borrow();
         let turn = status.checks.is_power_of_two() || status.checks.is_multiple_of(RARELY);
-        !status.alone && (status.leftovers.is_empty() || turn)
+        !status.others_removed && (status.leftovers.is_empty() || turn)
     }
 
-    /// Removes what is ours and not kept by this one.
+    /// Removes rules of flannel that this firewall does not keep.
     async fn remove_others(&mut self) {
         let programs = &self.options.programs;
-        let (removed, failed) = match &mut self.engine {
+        let Cleanup { found, failed } = match &mut self.engine {
             Engine::Nftables(_) => Iptables::clean(programs, None, true).await,
             Engine::Iptables(used) => clean(programs, Some(used), true).await,
         };
-        for deviation in &removed {
+        for deviation in &found {
             tracing::info!(object = deviation.object, "removed what another mode had left");
         }
         self.status.send_if_modified(|status| {
             let before: Vec<String> = status.leftovers.iter().map(ToString::to_string).collect();
             let is_new = |error: &&Error| !before.contains(&error.to_string());
-            let news = failed.len() != before.len() || failed.iter().any(|error| is_new(&error));
+            let changed = failed.len() != before.len() || failed.iter().any(|error| is_new(&error));
             for error in failed.iter().filter(is_new) {
                 match error.is_guess() {
                     true => tracing::info!("{error}"),
                     false => tracing::warn!(%error, "rules that another mode may have left are not removed"),
                 }
             }
-            status.alone = failed.is_empty();
+            status.others_removed = failed.is_empty();
             status.leftovers = failed.into_iter().map(Arc::new).collect();
-            news
+            changed
         });
     }
 
@@ -182,7 +189,7 @@ impl Firewall {
         let at = SystemTime::now();
         self.status.send_if_modified(|status| {
             let first_failure = !failed.is_empty() && status.failure.is_none();
-            let news =
+            let changed =
                 first_failure || status.in_place != failed.is_empty() || !deviations.is_empty();
             status.checks += 1;
             status.in_place = failed.is_empty();
@@ -190,7 +197,7 @@ impl Firewall {
                 let found: Vec<_> = deviations.iter().map(ToString::to_string).collect();
                 tracing::warn!(
                     found = found.join("; "),
-                    "rules were changed from outside, and put back"
+                    "another program changed the rules, which are restored"
                 );
                 status.repairs += 1;
                 status.last_repair = Some(Repair { at, found: deviations });
@@ -207,11 +214,11 @@ impl Firewall {
                 times: before.map_or(1, |before| before.times + 1),
                 errors: failed.into_iter().map(Arc::new).collect(),
             });
-            news
+            changed
         });
     }
 
-    /// Returns when there may be something to do.
+    /// Returns when a check is due.
     async fn wait(
         &mut self,
         rules: &mut watch::Receiver<Rules>,
@@ -236,10 +243,11 @@ impl Firewall {
         }
     }
 
-    /// Answers a single change at once, and gathers those that follow, so that a fight with somebody else costs little.
+    /// Reacts to a first change at once, and collects later ones, so that a conflict with another
+    /// program is cheap.
     async fn after_disturbance(&mut self, disturbed: Result<(), Error>) {
         if let Err(error) = disturbed {
-            tracing::warn!(%error, "opened anew");
+            tracing::warn!(%error, "nftables is opened again");
             match Nft::open() {
                 Ok(nft) => self.engine = Engine::Nftables(nft),
                 Err(error) => {
@@ -258,39 +266,21 @@ impl std::fmt::Debug for Firewall {
     }
 }
 
-/// What [`cleanup`] found and did.
-#[derive(Debug, Default)]
-#[non_exhaustive]
-pub struct Cleanup {
-    /// What was there: tables, chains and jumps of ours, and of Go flannel's.
-    pub found: Vec<Deviation>,
-    /// What could not be looked at or removed.
-    pub failed: Vec<Error>,
-}
-
-/// Removes exactly our rules from nftables and from every variant of iptables that is installed; goes on after a
-/// failure. A second call finds nothing.
+/// Removes flannel's rules from nftables and from every installed variant of iptables. Continues
+/// after a failure. A second call finds nothing.
 pub async fn cleanup(programs: &Programs) -> Cleanup {
-    let (found, failed) = clean(programs, None, true).await;
-    Cleanup { found, failed }
+    clean(programs, None, true).await
 }
 
-/// What [`cleanup`] would remove.
+/// The rules that [`cleanup`] would remove.
 pub async fn leftovers(programs: &Programs) -> Cleanup {
-    let (found, failed) = clean(programs, None, false).await;
-    Cleanup { found, failed }
+    clean(programs, None, false).await
 }
 
-/// Removes the rules from nftables and iptables, but for those that `used` keeps; or only looks.
-async fn clean(
-    programs: &Programs,
-    used: Option<&mut Iptables>,
-    write: bool,
-) -> (Vec<Deviation>, Vec<Error>) {
-    let (mut found, mut failed) = Iptables::clean(programs, used, write).await;
-    match nft::clean(write) {
-        Ok(there) => found.extend(there),
-        Err(error) => failed.push(error),
-    }
-    (found, failed)
+/// Finds flannel's rules in nftables and iptables, except those that `used` keeps. Removes them if
+/// `write` is true.
+async fn clean(programs: &Programs, used: Option<&mut Iptables>, write: bool) -> Cleanup {
+    let mut cleanup = Iptables::clean(programs, used, write).await;
+    cleanup.note(nft::clean(write));
+    cleanup
 }

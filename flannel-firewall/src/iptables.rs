@@ -1,7 +1,7 @@
 //! Rules in iptables, through `iptables-save` and `iptables-restore`.
 //!
-//! iptables reports changes to nobody, so it is polled: one `iptables-save` for each family and
-//! period, and no other process while nothing differs.
+//! iptables reports no changes, so it is polled: one `iptables-save` per family and period, and
+//! `iptables-restore` only for differences.
 
 pub(crate) mod program;
 pub(crate) mod script;
@@ -12,10 +12,10 @@ use self::program::{Programs, Tool, Variant};
 use self::script::script;
 use crate::error::Error;
 use crate::nft;
-use crate::rules::{Rules, Wish};
-use crate::status::Deviation;
+use crate::rules::{RuleOptions, Rules};
+use crate::status::{Cleanup, Deviation};
 
-/// How often a script is tried that does not fit any more what is there.
+/// Attempts for a script that fails because the rules changed.
 const TRIES: usize = 3;
 
 /// The host's iptables, in the network namespace of the thread that runs the programs.
@@ -23,13 +23,13 @@ const TRIES: usize = 3;
 pub(crate) struct Iptables {
     programs: Programs,
     tools: Dual<Tool>,
-    /// Families that may have rules from here.
+    /// Families that may have rules of this value.
     filled: Dual<()>,
 }
 
 impl Iptables {
-    /// Finds the programs, and makes sure that they may change the rules that `wish` takes.
-    pub(crate) async fn open(programs: Programs, wish: Wish) -> Result<Self, Error> {
+    /// Finds the programs and checks that they may change the rules that `rule_options` asks for.
+    pub(crate) async fn open(programs: Programs, rule_options: RuleOptions) -> Result<Self, Error> {
         let (v4, v6) = (programs.find(Family::V4), programs.find(Family::V6));
         let mut tools = match (v4, v6) {
             (Err(error), Err(_)) => return Err(error),
@@ -37,20 +37,20 @@ impl Iptables {
         };
         for family in Family::BOTH {
             if let Some(tool) = &mut tools[family] {
-                tool.probe(&script::tables(wish)).await?;
+                tool.probe(&script::tables(rule_options)).await?;
                 break;
             }
         }
         Ok(Self { programs, tools, filled: Dual::default() })
     }
 
-    /// Makes the rules those of `rules`; returns in what they differed, and what could not be done.
+    /// Makes the rules equal to `rules`. Returns the differences, and the failures.
     ///
-    /// A family that neither has nor had rules here is not looked at; that is for [`Iptables::clean`].
+    /// A family that neither has nor had rules here is skipped. [`Iptables::clean`] handles it.
     pub(crate) async fn reconcile(&mut self, rules: &Rules) -> (Vec<Deviation>, Vec<Error>) {
         let (mut deviations, mut failed) = (Vec::new(), Vec::new());
         for family in Family::BOTH {
-            // The other family shall have its rules all the same.
+            // A failure of one family does not affect the other.
             match self.reconcile_family(rules, family).await {
                 Ok(differed) => deviations.extend(differed),
                 Err(error) => failed.push(error),
@@ -64,65 +64,59 @@ impl Iptables {
         rules: &Rules,
         family: Family,
     ) -> Result<Vec<Deviation>, Error> {
-        let wanted = rules.has(family);
-        if !wanted && self.filled[family].is_none() {
+        let desired = rules.has(family);
+        if !desired && self.filled[family].is_none() {
             return Ok(Vec::new());
         }
-        if self.tools[family].is_none() {
-            self.tools[family] = Some(self.programs.find(family)?);
-        }
-        let Some(tool) = &mut self.tools[family] else { return Ok(Vec::new()) };
-        // Set before, for what fails or is dropped halfway may have put rules there.
+        let tool = match &mut self.tools[family] {
+            Some(tool) => tool,
+            unknown => unknown.insert(self.programs.find(family)?),
+        };
+        // Set first, because a failed or dropped call may have written rules.
         self.filled[family] = Some(());
         let deviations = reconcile(tool, rules, family, true).await?;
-        self.filled[family] = wanted.then_some(());
+        self.filled[family] = desired.then_some(());
         Ok(deviations)
     }
 
-    /// Removes what is ours from where `except` keeps no rules, or from everywhere; or only looks. Returns what was
-    /// there, and what could not be removed, also for want of a program.
+    /// Finds flannel's rules, except where `except` keeps its own, and removes them if `write` is
+    /// true. Missing programs are failures.
     pub(crate) async fn clean(
         programs: &Programs,
         mut except: Option<&mut Self>,
         write: bool,
-    ) -> (Vec<Deviation>, Vec<Error>) {
-        let (mut removed, mut failed) = (Vec::new(), Vec::new());
+    ) -> Cleanup {
+        let mut cleanup = Cleanup::default();
         for family in Family::BOTH {
             let mut done = Vec::new();
-            if let Some(used) = &mut except
-                && used.filled[family].is_some()
-                && let Some(tool) = &mut used.tools[family]
-            {
+            let used = except.as_mut().filter(|used| used.filled[family].is_some());
+            if let Some(tool) = used.and_then(|used| used.tools[family].as_mut()) {
                 match tool.variant().await {
                     Ok(variant) => done.push(variant),
                     Err(error) => {
-                        failed.push(error);
+                        cleanup.failed.push(error);
                         continue;
                     }
                 }
             }
             for mut tool in programs.find_all(family) {
-                let cleaned = match tool.variant().await {
+                cleanup.note(match tool.variant().await {
                     Ok(variant) if done.contains(&variant) => continue,
                     Ok(variant) => {
                         done.push(variant);
                         reconcile(&mut tool, &Rules::default(), family, write).await
                     }
                     Err(error) => Err(error),
-                };
-                match cleaned {
-                    Ok(there) => removed.extend(there),
-                    Err(error) => failed.push(error),
-                }
+                });
             }
-            failed.extend(out_of_reach(family, &done).err());
+            cleanup.failed.extend(out_of_reach(family, &done).err());
         }
-        (removed, failed)
+        cleanup
     }
 }
 
-/// Makes sure that there is nothing of ours where only variants look that are not among these; of the older tables, that
-/// there are none.
+/// Checks that no rules of flannel are in parts of the kernel that only variants not in `reached`
+/// can read. Of the legacy tables, that flannel's are not in use.
 fn out_of_reach(family: Family, reached: &[Variant]) -> Result<(), Error> {
     if !reached.contains(&Variant::Nft) {
         let chains = nft::chains_of_iptables(family)?;
@@ -140,7 +134,7 @@ fn out_of_reach(family: Family, reached: &[Variant]) -> Result<(), Error> {
     Ok(())
 }
 
-/// The tables of the older kind that the kernel has in this network namespace.
+/// The legacy tables that the kernel has in this network namespace.
 pub(crate) fn legacy_tables(family: Family) -> Vec<String> {
     let file = if family == Family::V4 { "ip_tables_names" } else { "ip6_tables_names" };
     let names =
@@ -165,9 +159,9 @@ async fn reconcile(
         tries -= 1;
         match tool.restore(&script.text).await {
             Ok(()) => return Ok(script.deviations),
-            // Somebody removed a rule that was to be deleted, perhaps.
+            // Another program may have removed a rule that the script deletes.
             Err(error) if tries > 0 => {
-                tracing::debug!(%error, "tried again with what is there now");
+                tracing::debug!(%error, "tried again with the present rules");
             }
             Err(error) => return Err(error),
         }

@@ -1,7 +1,7 @@
-//! Rules in nf_tables, over netlink: no program is run.
+//! Rules in nf_tables, over netlink, without running a program.
 //!
-//! Both families' tables change in one transaction, and packets see the old rules or the new ones,
-//! never a part.
+//! The tables of both families change in one transaction, so packets see either the old rules or
+//! the new ones.
 
 pub(crate) mod expr;
 pub(crate) mod table;
@@ -10,7 +10,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use flannel_core::address::{Dual, Family};
 use flannel_core::kernel::KernelError;
-use flannel_netlink::netfilter::{Batch, NetfilterEvents, NetfilterSocket, Refused};
+use flannel_netlink::netfilter::{
+    Batch, NetfilterEvents, NetfilterMessage, NetfilterSocket, Refused,
+};
 
 use self::table::{SUBSYSTEM, TABLE, Table, generation, name, protocol, remove, text_in, title};
 use crate::error::Error;
@@ -20,9 +22,9 @@ use crate::status::Deviation;
 
 /// `NFNLGRP_NFTABLES`.
 const GROUP: u32 = 7;
-/// `NFT_MSG_NEWGEN`: tells that something changed, not what.
+/// `NFT_MSG_NEWGEN`, which only reports that something changed.
 const NEWGEN: u8 = 15;
-/// How often a table is read, or written, that changes meanwhile.
+/// Attempts for a table that changes while it is read or written.
 const TRIES: usize = 16;
 const ENOENT: i32 = 2;
 const EEXIST: i32 = 17;
@@ -31,27 +33,26 @@ const EBUSY: i32 = 16;
 
 /// The kernel's nf_tables, in the network namespace of the thread that opened it.
 pub(crate) struct Nft {
-    /// `None` once this value was dropped: work that had not begun by then is not done.
+    /// `None` after a drop, so that work that has not begun is not done.
     socket: Arc<Mutex<Option<NetfilterSocket>>>,
     events: NetfilterEvents,
 }
 
 impl Nft {
-    /// Opens it, and makes sure that it may be read.
+    /// Opens it and checks that it can be read.
     pub(crate) fn open() -> Result<Self, Error> {
-        let about = |error| Error::kernel("nftables", error);
-        let mut socket = NetfilterSocket::open().map_err(about)?;
-        generation(&mut socket).map_err(about)?;
-        let events = NetfilterEvents::listen(GROUP, socket.port()).map_err(about)?;
+        let socket = open()?;
+        let events = NetfilterEvents::listen(GROUP, socket.port());
+        let events = events.map_err(|error| Error::kernel("nftables", error))?;
         Ok(Self { socket: Arc::new(Mutex::new(Some(socket))), events })
     }
 
-    /// Makes the tables those of `rules`; returns in what they differed.
+    /// Makes the tables equal to `rules`; returns the differences.
     pub(crate) async fn reconcile(&self, rules: &Rules) -> Result<Vec<Deviation>, Error> {
-        let wanted = Dual::from_fn(|family| Table::wanted(rules, family));
+        let desired = Dual::from_fn(|family| Table::desired(rules, family));
         let socket = self.socket.clone();
         let work = move || match &mut *socket.lock().unwrap_or_else(PoisonError::into_inner) {
-            Some(socket) => reconcile(socket, &wanted, true),
+            Some(socket) => reconcile(socket, &desired, true),
             None => Ok(Vec::new()),
         };
         tokio::task::spawn_blocking(work).await.unwrap_or_else(|error| {
@@ -65,9 +66,9 @@ impl Nft {
         })
     }
 
-    /// Returns when somebody else touched a table of ours, or may have.
+    /// Returns when another program changed a table of flannel, or when messages were lost.
     pub(crate) async fn disturbed(&mut self) -> Result<(), Error> {
-        let concerns = |message: &flannel_netlink::netfilter::NetfilterMessage<'_>| {
+        let concerns = |message: &NetfilterMessage<'_>| {
             let family =
                 Family::BOTH.into_iter().find(|family| protocol(*family) == message.kind.family);
             let table = || text_in(message.attributes.0, TABLE);
@@ -81,29 +82,34 @@ impl Nft {
     }
 }
 
-/// Waits for a transaction that is under way, so that a successor is the only writer.
+/// Waits for a running transaction, so that a later [`Nft`] is the only writer.
 impl Drop for Nft {
     fn drop(&mut self) {
         *self.socket.lock().unwrap_or_else(PoisonError::into_inner) = None;
     }
 }
 
-/// Removes our tables, or only looks; returns those that were there.
+/// Finds flannel's tables, and removes them if `write` is true.
 pub(crate) fn clean(write: bool) -> Result<Vec<Deviation>, Error> {
-    match opened()? {
+    match open_if_any()? {
         Some(mut socket) => reconcile(&mut socket, &Dual::default(), write),
         None => Ok(Vec::new()),
     }
 }
 
-/// The kernel's nf_tables; where there is none, there is nothing of ours in it.
-fn opened() -> Result<Option<NetfilterSocket>, Error> {
+/// Opens the kernel's nf_tables and checks that they can be read.
+fn open() -> Result<NetfilterSocket, Error> {
     let opened =
         NetfilterSocket::open().and_then(|mut socket| generation(&mut socket).map(|_| socket));
-    match opened.map_err(|error| Error::kernel("nftables", error)) {
+    opened.map_err(|error| Error::kernel("nftables", error))
+}
+
+/// Like [`open`], with `None` if the kernel has no nf_tables.
+fn open_if_any() -> Result<Option<NetfilterSocket>, Error> {
+    match open() {
         Ok(socket) => Ok(Some(socket)),
         Err(Error::NoNftables { source, .. }) => {
-            tracing::debug!(%source, "no nf_tables, so nothing of ours in it");
+            tracing::debug!(%source, "no nf_tables, and so no tables of flannel");
             Ok(None)
         }
         Err(error) => Err(error),
@@ -112,11 +118,11 @@ fn opened() -> Result<Option<NetfilterSocket>, Error> {
 
 fn reconcile(
     socket: &mut NetfilterSocket,
-    wanted: &Dual<Table>,
+    desired: &Dual<Table>,
     write: bool,
 ) -> Result<Vec<Deviation>, Error> {
     for _ in 0..TRIES {
-        let plan = Plan::new(&read(socket)?, wanted);
+        let plan = Plan::new(&read(socket)?, desired);
         if plan.deviations.is_empty() || !write {
             return Ok(plan.deviations);
         }
@@ -127,22 +133,22 @@ fn reconcile(
     Err(unsteady())
 }
 
-/// What makes the tables that were found those that are wanted.
+/// The transaction that makes the found tables the desired ones.
 struct Plan {
     batch: Batch,
     deviations: Vec<Deviation>,
     titles: Vec<String>,
-    /// The changes that remove or make a whole table.
+    /// The changes that remove or create a whole table.
     whole: Vec<usize>,
 }
 
 impl Plan {
-    fn new(found: &Dual<Table>, wanted: &Dual<Table>) -> Self {
+    fn new(found: &Dual<Table>, desired: &Dual<Table>) -> Self {
         let (deviations, titles, whole) = (Vec::new(), Vec::new(), Vec::new());
         let mut plan = Self { batch: Batch::new(SUBSYSTEM), deviations, titles, whole };
         for family in Family::BOTH {
-            let (found, wanted) = (found[family].as_ref(), wanted[family].as_ref());
-            let differs = Table::deviations(found, wanted, family);
+            let (found, desired) = (found[family].as_ref(), desired[family].as_ref());
+            let differs = Table::deviations(found, desired, family);
             if differs.is_empty() {
                 continue;
             }
@@ -152,20 +158,20 @@ impl Plan {
                 plan.whole.push(plan.batch.len());
                 remove(&mut plan.batch, family);
             }
-            if let Some(wanted) = wanted {
+            if let Some(desired) = desired {
                 // The table itself comes first.
                 plan.whole.push(plan.batch.len());
-                wanted.make(&mut plan.batch, family);
+                desired.make(&mut plan.batch, family);
             }
         }
         plan
     }
 
-    /// Returns in what the tables differed; `None`: they are others by now than those that were found.
+    /// Returns the differences; `None` if the tables changed since they were read.
     fn carry_out(self, socket: &mut NetfilterSocket) -> Result<Option<Vec<Deviation>>, Error> {
         match socket.commit(self.batch) {
             Ok(()) => Ok(Some(self.deviations)),
-            // It was removed or made by somebody since it was read.
+            // Another program removed or created the table since it was read.
             Err(Refused { change: Some(change), error })
                 if self.whole.contains(&change)
                     && matches!(error.errno, ENOENT | EEXIST | EBUSY) =>
@@ -177,7 +183,7 @@ impl Plan {
     }
 }
 
-/// Both tables, as they were at one moment.
+/// Both tables at one point in time.
 fn read(socket: &mut NetfilterSocket) -> Result<Dual<Table>, Error> {
     let about = |what: String| move |error| Error::kernel(what, error);
     for _ in 0..TRIES {
@@ -193,10 +199,10 @@ fn read(socket: &mut NetfilterSocket) -> Result<Dual<Table>, Error> {
     Err(unsteady())
 }
 
-/// Chains of ours that `iptables-nft` keeps in nf_tables; they can be seen without it, but only it should change them.
+/// Flannel's chains that `iptables-nft` keeps in nf_tables. Only `iptables-nft` should change them.
 pub(crate) fn chains_of_iptables(family: Family) -> Result<Vec<String>, Error> {
     let about = |error| Error::kernel("nftables", error);
-    let Some(mut socket) = opened()? else { return Ok(Vec::new()) };
+    let Some(mut socket) = open_if_any()? else { return Ok(Vec::new()) };
     let mut found = Vec::new();
     for (table, chain) in script::chains() {
         if table::is_there(&mut socket, family, table, chain).map_err(about)? {
@@ -207,24 +213,25 @@ pub(crate) fn chains_of_iptables(family: Family) -> Result<Vec<String>, Error> {
 }
 
 fn unsteady() -> Error {
-    let source =
-        KernelError::explained(EAGAIN, format!("somebody else changed it {TRIES} times meanwhile"));
+    let detail = format!("another program changed it {TRIES} times meanwhile");
+    let source = KernelError::explained(EAGAIN, detail);
     Error::Kernel { object: "nftables".into(), source }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::rules::Wish;
+    use crate::rules::RuleOptions;
     use crate::rules::tests::rules;
 
     #[test]
-    fn tables_are_read_anew_if_somebody_removes_one_meanwhile_whichever_it_is() {
+    fn tables_are_read_again_if_another_program_removes_one_meanwhile() {
         flannel_netlink::testing::in_netns(|| {
-            let tables = |wish| Dual::from_fn(|family| Table::wanted(&rules(wish), family));
+            let tables =
+                |rule_options| Dual::from_fn(|family| Table::desired(&rules(rule_options), family));
             let (before, after) = (
-                tables(Wish::default()),
-                tables(Wish { masquerade: true, fully_random: false, forward: true }),
+                tables(RuleOptions::default()),
+                tables(RuleOptions { masquerade: true, fully_random: false, forward: true }),
             );
             let mut socket = NetfilterSocket::open().unwrap();
             for family in Family::BOTH {

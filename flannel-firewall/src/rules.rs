@@ -1,9 +1,10 @@
-//! Which rules a network needs, as values: no kernel, no tool, no address family of its own.
+//! The rules that a network needs, independent of the kernel and the tools.
 //!
-//! Order is meaning. The first rule of a chain that matches a packet decides.
+//! The first rule of a chain that matches a packet decides.
 //!
-//! **Source**: flannel `pkg/trafficmngr/iptables: masqRules, forwardRules`. Its nftables twin has another fourth rule,
-//! after which the last one is never reached; here both modes do what the iptables rules do.
+//! **Source**: flannel `pkg/trafficmngr/iptables: masqRules, forwardRules`. Go flannel's nftables
+//! rules have another fourth rule, which makes the last one unreachable. Here both modes have the
+//! iptables rules.
 
 use std::fmt;
 use std::net::{Ipv4Addr, Ipv6Addr};
@@ -13,23 +14,23 @@ use flannel_core::address::{Dual, Family};
 
 use crate::error::Error;
 
-/// The bit of a packet's mark by which kube-proxy says that it masquerades the packet itself.
+/// The bit of a packet's mark that means that kube-proxy masquerades the packet.
 pub const KUBE_PROXY_MARK: u32 = 0x4000;
 
-/// What a network asks of the firewall.
+/// The rules that a network asks for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Wish {
-    /// Hide pod addresses from everything outside the pod network (`--ip-masq`).
+pub struct RuleOptions {
+    /// Masquerade packets from pods to destinations outside the pod network (`--ip-masq`).
     pub masquerade: bool,
-    /// Choose source ports at random where masquerading has to change them; false is
+    /// Choose random source ports where masquerading must change them. False is
     /// `--ip-masq-fully-random-disable`.
     pub fully_random: bool,
     /// Accept forwarded packets from and to pods (`--iptables-forward-rules`).
     pub forward: bool,
 }
 
-/// As flannel's options default: forward, do not masquerade.
-impl Default for Wish {
+/// The defaults of flannel's options: forward, do not masquerade.
+impl Default for RuleOptions {
     fn default() -> Self {
         Self { masquerade: false, fully_random: true, forward: true }
     }
@@ -39,11 +40,11 @@ impl Default for Wish {
 ///
 /// ```
 /// use flannel_core::address::{Dual, Family};
-/// use flannel_firewall::{Chain, Rules, Wish};
+/// use flannel_firewall::{Chain, Rules, RuleOptions};
 ///
 /// let network = Dual { v4: Some("10.1.0.0/16".parse()?), v6: None };
 /// let own = Dual { v4: Some("10.1.7.0/24".parse()?), v6: None };
-/// let rules = Rules::new(&network, &own, Wish { masquerade: true, ..Wish::default() })?;
+/// let rules = Rules::new(&network, &own, RuleOptions { masquerade: true, ..RuleOptions::default() })?;
 /// let rules = rules.of(Family::V4, Chain::Postrouting);
 /// assert_eq!(rules[4].to_string(), "from 10.1.0.0/16 to not 224.0.0.0/4: masquerade, fully random");
 /// # Ok::<(), Box<dyn std::error::Error>>(())
@@ -54,11 +55,16 @@ pub struct Rules(Dual<[Vec<Rule>; 2]>);
 impl Rules {
     /// The rules for pods in `networks` on the node that owns `subnets`.
     ///
-    /// A family without a network gets no rules; one without a subnet gets those that do not need it.
+    /// A family without a network gets no rules. A family without a subnet gets the rules that do
+    /// not need it.
     ///
     /// # Errors
     /// A network or subnet is of the wrong family, or is the whole address space.
-    pub fn new(networks: &Dual<Subnet>, subnets: &Dual<Subnet>, wish: Wish) -> Result<Self, Error> {
+    pub fn new(
+        networks: &Dual<Subnet>,
+        subnets: &Dual<Subnet>,
+        rule_options: RuleOptions,
+    ) -> Result<Self, Error> {
         for (what, dual) in [("pod network", networks), ("own subnet", subnets)] {
             for (family, subnet) in dual.iter() {
                 if subnet.family() != family || subnet.is_everything() {
@@ -67,49 +73,50 @@ impl Rules {
             }
         }
         let rules = networks.map(|family, network| {
-            let masquerade =
-                wish.masquerade.then(|| masquerade(*network, subnets[family], wish.fully_random));
-            let forward = wish.forward.then(|| forward(*network));
+            let masquerade = rule_options
+                .masquerade
+                .then(|| masquerade(*network, subnets[family], rule_options.fully_random));
+            let forward = rule_options.forward.then(|| forward(*network));
             [masquerade.unwrap_or_default(), forward.unwrap_or_default()]
         });
         Ok(Self(rules))
     }
 
-    /// The rules of one chain in order; empty if the chain is not wanted.
+    /// The rules of a chain in order; empty if the chain is not desired.
     pub fn of(&self, family: Family, chain: Chain) -> &[Rule] {
         self.0[family].as_ref().map_or(&[], |chains| &chains[chain as usize])
     }
 
-    /// A family has rules.
+    /// The family has rules.
     pub fn has(&self, family: Family) -> bool {
         Chain::BOTH.iter().any(|chain| !self.of(family, *chain).is_empty())
     }
 }
 
-/// A chain of ours, by the place where packets meet it.
+/// A chain of flannel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Chain {
-    /// Where packets leave: masquerading.
+    /// For packets that leave the host: masquerading.
     Postrouting,
-    /// Where packets pass through.
+    /// For forwarded packets.
     Forward,
 }
 
 impl Chain {
-    /// Both, in the order in which they are written.
+    /// Both chains, in the order in which they are written.
     pub const BOTH: [Self; 2] = [Self::Postrouting, Self::Forward];
 }
 
-/// What happens to packets that match everything that is given.
+/// A verdict for packets that match all conditions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Rule {
-    /// All bits of this number are set in the packet's mark; `None` matches any mark.
+    /// All these bits are set in the packet's mark; `None` matches any mark.
     pub mark: Option<u32>,
-    /// Whence; `None` matches any address.
+    /// The source address; `None` matches any address.
     pub source: Option<Side>,
-    /// Whither; `None` matches any address.
+    /// The destination address; `None` matches any address.
     pub destination: Option<Side>,
-    /// What happens.
+    /// The verdict.
     pub verdict: Verdict,
 }
 
@@ -118,20 +125,20 @@ pub struct Rule {
 pub enum Side {
     /// It is in the subnet.
     In(Subnet),
-    /// It is not.
+    /// It is not in the subnet.
     NotIn(Subnet),
 }
 
-/// What happens to a packet.
+/// The verdict about a packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Verdict {
-    /// The rest of the chain does not see it.
+    /// Leaves the chain.
     Return,
-    /// It may pass.
+    /// Accepts the packet.
     Accept,
-    /// It gets the address of the interface by which it leaves.
+    /// Replaces the source address by that of the outgoing interface.
     Masquerade {
-        /// With a random source port where the port has to change.
+        /// Choose a random source port if the port must change.
         fully_random: bool,
     },
 }
@@ -168,16 +175,16 @@ fn rule(source: Option<Side>, destination: Option<Side>, verdict: Verdict) -> Ru
 fn masquerade(network: Subnet, own: Option<Subnet>, fully_random: bool) -> Vec<Rule> {
     let masquerade = Verdict::Masquerade { fully_random };
     let (inside, outside) = (Some(Side::In(network)), Some(Side::NotIn(network)));
-    // What kube-proxy masquerades would be masqueraded twice.
+    // kube-proxy masquerades these packets.
     let mut rules = vec![Rule { mark: Some(KUBE_PROXY_MARK), ..rule(None, None, Verdict::Return) }];
     if let Some(own) = own.map(Side::In) {
         rules.push(rule(Some(own), inside, Verdict::Return));
         rules.push(rule(inside, Some(own), Verdict::Return));
-        // Own pods see who calls them from outside.
+        // Own pods see the source address of clients outside the pod network.
         rules.push(rule(outside, Some(own), Verdict::Return));
     }
     rules.push(rule(inside, Some(Side::NotIn(multicast(network.family()))), masquerade));
-    // Other nodes' pods would answer past this node otherwise.
+    // Other nodes' pods would not answer through this node.
     rules.push(rule(outside, inside, masquerade));
     rules
 }
@@ -204,9 +211,9 @@ pub(crate) mod tests {
         Dual { v4: some(v4), v6: some(v6) }
     }
 
-    pub(crate) fn rules(wish: Wish) -> Rules {
+    pub(crate) fn rules(rule_options: RuleOptions) -> Rules {
         let networks = dual("10.1.0.0/16", "fd00:1::/48");
-        Rules::new(&networks, &dual("10.1.7.0/24", "fd00:1:0:7::/64"), wish).unwrap()
+        Rules::new(&networks, &dual("10.1.7.0/24", "fd00:1:0:7::/64"), rule_options).unwrap()
     }
 
     fn text(rules: &[Rule]) -> Vec<String> {
@@ -215,7 +222,7 @@ pub(crate) mod tests {
 
     #[test]
     fn the_rules_are_flannels() {
-        let rules = rules(Wish { masquerade: true, fully_random: true, forward: true });
+        let rules = rules(RuleOptions { masquerade: true, fully_random: true, forward: true });
         for (family, network, own, multicast) in [
             (Family::V4, "10.1.0.0/16", "10.1.7.0/24", "224.0.0.0/4"),
             (Family::V6, "fd00:1::/48", "fd00:1:0:7::/64", "ff00::/8"),
@@ -237,21 +244,22 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn only_what_was_asked_for_is_there() {
-        let default = rules(Wish::default());
+    fn only_the_rules_that_were_asked_for_exist() {
+        let default = rules(RuleOptions::default());
         assert!(default.of(Family::V4, Chain::Postrouting).is_empty());
         assert_eq!(default.of(Family::V6, Chain::Forward).len(), 2);
-        let plain = rules(Wish { masquerade: true, fully_random: false, forward: false });
+        let plain = rules(RuleOptions { masquerade: true, fully_random: false, forward: false });
         assert!(plain.of(Family::V6, Chain::Forward).is_empty());
         assert!(text(plain.of(Family::V6, Chain::Postrouting))[5].ends_with(": masquerade"));
         assert!(!Rules::default().has(Family::V4));
     }
 
     #[test]
-    fn a_family_without_a_network_has_none_and_one_without_a_subnet_names_none() {
-        let wish = Wish { masquerade: true, ..Wish::default() };
+    fn a_family_without_a_network_has_no_rules_and_one_without_a_subnet_has_fewer() {
+        let rule_options = RuleOptions { masquerade: true, ..RuleOptions::default() };
         let rules =
-            Rules::new(&dual("10.1.0.0/16", ""), &dual("", "fd00:1:0:7::/64"), wish).unwrap();
+            Rules::new(&dual("10.1.0.0/16", ""), &dual("", "fd00:1:0:7::/64"), rule_options)
+                .unwrap();
         assert!(!rules.has(Family::V6));
         assert_eq!(
             text(rules.of(Family::V4, Chain::Postrouting)),
@@ -264,12 +272,13 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn what_no_rule_can_mean_is_refused() {
+    fn impossible_subnets_are_refused() {
         let swapped = Dual { v4: Some("fd00::/48".parse().unwrap()), v6: None };
-        let error = Rules::new(&swapped, &Dual::default(), Wish::default()).unwrap_err();
+        let error = Rules::new(&swapped, &Dual::default(), RuleOptions::default()).unwrap_err();
         assert!(error.to_string().contains("IPv4 pod network fd00::/48"), "{error}");
-        let error = Rules::new(&dual("10.0.0.0/8", ""), &dual("0.0.0.0/0", ""), Wish::default())
-            .unwrap_err();
+        let error =
+            Rules::new(&dual("10.0.0.0/8", ""), &dual("0.0.0.0/0", ""), RuleOptions::default())
+                .unwrap_err();
         assert!(error.to_string().contains("own subnet 0.0.0.0/0"), "{error}");
     }
 }

@@ -1,5 +1,5 @@
-//! What there is to know about the firewall. Repairs are counted, because somebody else who keeps
-//! changing our rules is a finding.
+//! The status of the firewall. Repairs are counted, because another program that keeps changing the
+//! rules is a problem of the host.
 
 use std::fmt;
 use std::sync::Arc;
@@ -7,69 +7,69 @@ use std::time::SystemTime;
 
 use crate::error::Error;
 
-/// How the firewall is.
+/// The status of a [`Firewall`](crate::Firewall).
 #[derive(Debug, Clone, Default)]
 #[non_exhaustive]
 pub struct Status {
-    /// The rules that are wanted now were in place when last checked.
+    /// The desired rules were in place at the last check.
     pub in_place: bool,
-    /// How often the rules were checked. Counting alone wakes nobody.
+    /// The number of checks. A new check alone does not notify receivers.
     pub checks: u64,
-    /// How often rules were written because others were wanted.
+    /// The number of writes because other rules were desired.
     pub changes: u64,
-    /// How often rules were written because somebody else had changed them.
+    /// The number of writes because another program had changed the rules.
     pub repairs: u64,
-    /// The last time that somebody else had changed them.
+    /// The last repair.
     pub last_repair: Option<Repair>,
-    /// Why the rules are not in place; `None` while they are.
+    /// Why the rules are not in place; `None` if they are.
     pub failure: Option<Failure>,
-    /// What an earlier flannel had left in another mode is gone; false until that was looked for, which is done when
-    /// the rules are in place.
-    pub alone: bool,
-    /// Why what an earlier flannel may have left in another mode is not removed; tried again, ever more rarely.
+    /// No rules of an earlier flannel are left in another mode. False until that was checked, which
+    /// happens once the rules are in place.
+    pub others_removed: bool,
+    /// Why such rules were not removed. It is retried less and less often.
     pub leftovers: Vec<Arc<Error>>,
 }
 
-/// Rules were put back.
+/// A repair of rules that another program had changed.
 #[derive(Debug, Clone)]
 pub struct Repair {
-    /// When.
+    /// The time.
     pub at: SystemTime,
-    /// What was wrong.
+    /// The differences.
     pub found: Vec<Deviation>,
 }
 
 /// Rules could not be put in place.
 #[derive(Debug, Clone)]
 pub struct Failure {
-    /// Since when.
+    /// The time of the first failure in a row.
     pub since: SystemTime,
-    /// How often it was tried since then.
+    /// The number of failures in a row.
     pub times: u64,
-    /// What went wrong the last time, at least one.
+    /// The errors of the last attempt, at least one.
     pub errors: Vec<Arc<Error>>,
 }
 
-/// Something that is not as it should be.
+/// A difference between actual and desired rules.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Deviation {
-    /// Table, chain or jump, as the tools write it.
+    /// The table, chain or jump, in the notation of the tools.
     pub object: String,
-    /// What is wrong with it.
+    /// The kind of difference.
     pub fault: Fault,
 }
 
-/// What is wrong with something.
+/// A kind of difference.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Fault {
-    /// It is not there.
+    /// It does not exist.
     Missing,
-    /// It is there and should not be.
+    /// It exists and is not desired.
     Unwanted,
-    /// Its content or the order of it is another.
+    /// Its content or order differs.
     Different,
-    /// It is there more than once.
+    /// It exists more than once.
     Repeated,
 }
 
@@ -82,5 +82,25 @@ impl fmt::Display for Deviation {
             Fault::Repeated => "repeated",
         };
         write!(f, "{}: {fault}", self.object)
+    }
+}
+
+/// The result of [`cleanup`](crate::cleanup()) or [`leftovers`](crate::leftovers).
+#[derive(Debug, Default)]
+#[non_exhaustive]
+pub struct Cleanup {
+    /// The tables, chains and jumps that existed, of this flannel and of Go flannel.
+    pub found: Vec<Deviation>,
+    /// Why others could not be read or removed.
+    pub failed: Vec<Error>,
+}
+
+impl Cleanup {
+    /// Adds the rules that existed at one place, or the reason why they are unknown or stay.
+    pub(crate) fn note(&mut self, cleaned: Result<Vec<Deviation>, Error>) {
+        match cleaned {
+            Ok(found) => self.found.extend(found),
+            Err(error) => self.failed.push(error),
+        }
     }
 }

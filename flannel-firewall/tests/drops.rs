@@ -1,4 +1,4 @@
-//! Policies that drop forwarded packets, made with the real tools.
+//! Policies that drop forwarded packets, created with the real tools.
 
 #![allow(clippy::unwrap_used, reason = "a test fails that way")]
 
@@ -13,9 +13,12 @@ use flannel_core::Subnet;
 use flannel_core::address::Family;
 use flannel_firewall::{LegacyMemory, forward_drops};
 
-in_every_mode!(a_policy_is_seen_wherever_it_is_and_whether_our_rules_help);
+in_every_mode!(a_policy_is_found_in_every_table_and_accepted_pods_are_known);
 
-async fn a_policy_is_seen_wherever_it_is_and_whether_our_rules_help(fixture: Fixture, kind: Kind) {
+async fn a_policy_is_found_in_every_table_and_accepted_pods_are_known(
+    fixture: Fixture,
+    kind: Kind,
+) {
     let networks =
         ["10.1.0.0/16", "fd00:1::/48"].map(|n| n.parse::<Subnet>().unwrap()).into_iter().collect();
     let drops = async || {
@@ -34,7 +37,7 @@ async fn a_policy_is_seen_wherever_it_is_and_whether_our_rules_help(fixture: Fix
     };
     let guard = Family::BOTH.map(|family| format!("{family} chain gate of table inet guard false"));
     assert_eq!(texts(drops().await), guard);
-    // What accepts less helps nothing.
+    // A rule that accepts less has no effect.
     for (rule, helps) in [
         ("ip saddr 10.1.0.0/16 tcp dport 80 accept", [false, false]),
         ("ip saddr 10.1.0.0/24 accept", [false, false]),
@@ -68,7 +71,7 @@ async fn a_policy_is_seen_wherever_it_is_and_whether_our_rules_help(fixture: Fix
             .into()
     };
     assert_eq!(texts(drops().await), expected(false));
-    remembers_what_takes_a_process(&fixture, kind, &networks).await;
+    caches_the_output_of_a_process(&fixture, kind, &networks).await;
     for (family, network) in [(Family::V4, "10.1.0.0/16"), (Family::V6, "fd00:1::/48")] {
         for side in ["-s", "-d"] {
             fixture.tools.iptables(
@@ -85,13 +88,13 @@ async fn a_policy_is_seen_wherever_it_is_and_whether_our_rules_help(fixture: Fix
     assert_eq!(texts(drops().await), expected(false));
     let running =
         Running::start(&fixture, kind, rules_of(Place::Pod, ALL), Duration::from_secs(3600)).await;
-    // Rules in a table of their own help nothing against the policy of another.
+    // Rules in a separate table do not override the policy of another table.
     assert_eq!(texts(drops().await), expected(kind != Kind::Nftables));
     running.stop().await;
 }
 
 #[test]
-fn what_is_seen_is_told_though_not_all_can_be_seen() {
+fn readable_tables_are_reported_though_others_are_unreadable() {
     flannel_netlink::testing::in_netns_async(|| async {
         let fixture = Fixture::set();
         for kind in [Kind::IptablesNft, Kind::IptablesLegacy] {
@@ -111,8 +114,8 @@ fn what_is_seen_is_told_though_not_all_can_be_seen() {
     });
 }
 
-/// All chains drop, and do so again in the end.
-async fn remembers_what_takes_a_process(
+/// All chains drop packets, also at the end.
+async fn caches_the_output_of_a_process(
     fixture: &Fixture,
     kind: Kind,
     networks: &flannel_core::address::Dual<Subnet>,
@@ -139,7 +142,7 @@ async fn remembers_what_takes_a_process(
         old.map(|drop| drop.to_string()).as_deref(),
         legacy.then_some("chain FORWARD of table ip filter (iptables-legacy, 8 s ago)")
     );
-    // Nobody has it looked at again and again.
+    // Frequent requests start no further process.
     let start = Instant::now();
     while !drops().await.is_empty() {
         assert!(start.elapsed() < Duration::from_secs(30));

@@ -1,4 +1,4 @@
-//! Starting, stopping, switching, cleaning up: what stays, what goes, and that nothing of others' is touched.
+//! Starting, stopping, switching and cleaning up: which rules stay, and that foreign ones do.
 
 #![allow(clippy::unwrap_used, reason = "a test fails that way")]
 
@@ -11,15 +11,15 @@ use std::time::Duration;
 
 use fixture::{ALL, Fixture, Kind, Place, Running, rules_of, tools};
 use flannel_core::address::Family;
-use flannel_firewall::{Error, Firewall, Options, Programs, Wish, cleanup, leftovers};
+use flannel_firewall::{Error, Firewall, Options, Programs, RuleOptions, cleanup, leftovers};
 
-/// Nothing happens by the clock.
+/// A period so long that checks have other reasons.
 const RESYNC: Duration = Duration::from_secs(3600);
 
 in_every_mode!(
     stopping_leaves_the_rules_and_starting_adopts_them,
     switching_removes_the_other_modes_rules,
-    cleaning_up_removes_exactly_ours,
+    cleaning_up_removes_only_rules_of_flannel,
     a_steady_state_runs_no_needless_process,
 );
 
@@ -33,7 +33,7 @@ async fn stopping_leaves_the_rules_and_starting_adopts_them(fixture: Fixture, ki
     let status = running.status.borrow().clone();
     assert_eq!((status.changes, status.repairs), (0, 0), "{status:?}");
     running.stop().await;
-    // While it was away, the node got another subnet.
+    // Meanwhile the node got another subnet.
     let running = Running::start(&fixture, kind, rules_of(Place::Peer, ALL), RESYNC).await;
     let status = running.status.borrow().clone();
     assert_eq!((status.changes, status.repairs), (1, 0), "{status:?}");
@@ -49,10 +49,10 @@ async fn switching_removes_the_other_modes_rules(fixture: Fixture, kind: Kind) {
     for other in Kind::ALL.into_iter().filter(|other| *other != kind) {
         Running::start(&fixture, other, rules_of(Place::Peer, ALL), RESYNC).await.stop().await;
         assert_ne!(fixture.tools.ours_seen(), Vec::<String>::new());
-        // Go flannel's way to leave the other mode.
+        // Go flannel cleans the other mode in this way.
         fixture.tools.iptables(Kind::IptablesLegacy, Family::V6, "-t nat -N FLANNEL-FWD");
         let mut running = Running::start(&fixture, kind, rules_of(Place::Pod, ALL), RESYNC).await;
-        running.until(|status| status.alone).await;
+        running.until(|status| status.others_removed).await;
         let ours = fixture.tools.ours_seen();
         let of_kind = |line: &&String| match kind {
             Kind::Nftables => line.contains("table ip"),
@@ -73,7 +73,7 @@ async fn switching_removes_the_other_modes_rules(fixture: Fixture, kind: Kind) {
     }
 }
 
-async fn cleaning_up_removes_exactly_ours(fixture: Fixture, kind: Kind) {
+async fn cleaning_up_removes_only_rules_of_flannel(fixture: Fixture, kind: Kind) {
     let programs = fixture.tools.programs();
     let nothing = cleanup(&programs).await;
     assert!(nothing.found.is_empty() && nothing.failed.is_empty(), "{nothing:?}");
@@ -96,7 +96,7 @@ async fn cleaning_up_removes_exactly_ours(fixture: Fixture, kind: Kind) {
 async fn a_steady_state_runs_no_needless_process(fixture: Fixture, kind: Kind) {
     let resync = Duration::from_millis(100);
     let mut running = Running::start(&fixture, kind, rules_of(Place::Pod, ALL), resync).await;
-    running.until(|status| status.alone && status.checks >= 2).await;
+    running.until(|status| status.others_removed && status.checks >= 2).await;
     let (checks, runs) = (running.status.borrow().checks, fixture.tools.runs().len());
     let status = running.until(|status| status.checks >= checks + 3).await;
     let runs = fixture.tools.runs()[runs..].to_vec();
@@ -105,7 +105,7 @@ async fn a_steady_state_runs_no_needless_process(fixture: Fixture, kind: Kind) {
         assert_eq!(runs, Vec::<String>::new());
         return;
     }
-    // One more or less may be under way at either end.
+    // One more or less may be running at the start or end.
     let periods = usize::try_from(status.checks - checks).unwrap();
     for name in ["iptables", "ip6tables"] {
         let save = format!("{name}{}-save", kind.suffix());
@@ -119,7 +119,7 @@ async fn a_steady_state_runs_no_needless_process(fixture: Fixture, kind: Kind) {
 }
 
 #[test]
-fn only_the_families_with_rules_are_asked_for() {
+fn only_the_families_with_rules_are_read() {
     flannel_netlink::testing::in_netns_async(|| async {
         let fixture = Fixture::set();
         let networks = flannel_core::address::Dual { v4: "10.1.0.0/16".parse().ok(), v6: None };
@@ -128,7 +128,7 @@ fn only_the_families_with_rules_are_asked_for() {
                 .unwrap();
         let mut running =
             Running::start(&fixture, Kind::IptablesLegacy, rules, Duration::from_millis(50)).await;
-        running.until(|status| status.alone && status.checks >= 2).await;
+        running.until(|status| status.others_removed && status.checks >= 2).await;
         let runs = fixture.tools.runs().len();
         let checks = running.status.borrow().checks;
         running.until(|status| status.checks >= checks + 3).await;
@@ -138,7 +138,7 @@ fn only_the_families_with_rules_are_asked_for() {
 }
 
 #[test]
-fn a_family_that_is_not_wanted_any_more_is_emptied() {
+fn a_family_that_is_no_longer_desired_is_emptied() {
     flannel_netlink::testing::in_netns_async(|| async {
         let fixture = Fixture::set();
         let networks = flannel_core::address::Dual { v4: "10.1.0.0/16".parse().ok(), v6: None };
@@ -152,7 +152,7 @@ fn a_family_that_is_not_wanted_any_more_is_emptied() {
                 if while_away {
                     running.stop().await;
                     running = Running::start(&fixture, kind, only_v4.clone(), RESYNC).await;
-                    running.until(|status| status.alone).await;
+                    running.until(|status| status.others_removed).await;
                 } else {
                     running.want(only_v4.clone()).await;
                 }
@@ -168,7 +168,7 @@ fn a_family_that_is_not_wanted_any_more_is_emptied() {
 }
 
 #[test]
-fn a_program_that_vanishes_is_named_and_its_return_noticed() {
+fn a_missing_program_is_reported_and_its_return_noticed() {
     flannel_netlink::testing::in_netns_async(|| async {
         let fixture = Fixture::set();
         let resync = Duration::from_millis(20);
@@ -181,7 +181,7 @@ fn a_program_that_vanishes_is_named_and_its_return_noticed() {
         assert!(!status.in_place);
         let error = status.failure.unwrap().errors[0].to_string();
         assert!(error.contains("ip6tables-save"), "{error}");
-        // The family whose program is there is looked after all the same.
+        // The family with a program is handled.
         fixture.tools.iptables(Kind::IptablesNft, Family::V4, "-t nat -F");
         running.until(|status| status.repairs == 1).await;
         fixture.assert_masqueraded(Family::V4);
@@ -191,9 +191,9 @@ fn a_program_that_vanishes_is_named_and_its_return_noticed() {
     });
 }
 
-/// Images for Kubernetes have a script for `iptables` that runs one of the variants.
+/// Images for Kubernetes have a script named `iptables` that runs one of the variants.
 #[test]
-fn a_wrapper_is_known_by_the_variant_that_it_runs() {
+fn the_variant_of_a_wrapper_script_is_known() {
     flannel_netlink::testing::in_netns_async(|| async {
         let fixture = Fixture::set();
         for kind in [Kind::IptablesNft, Kind::IptablesLegacy] {
@@ -201,7 +201,7 @@ fn a_wrapper_is_known_by_the_variant_that_it_runs() {
             let options =
                 Options { programs: fixture.tools.programs(), resync: Duration::from_millis(50) };
             let mut running = Running::with(kind, rules_of(Place::Pod, ALL), options).await;
-            let checks = running.until(|status| status.alone).await.checks;
+            let checks = running.until(|status| status.others_removed).await.checks;
             let status = running.until(|status| status.checks > checks + 1).await;
             assert_eq!((status.changes, status.repairs), (1, 0), "{kind:?}: {status:?}");
             assert!(
@@ -213,7 +213,7 @@ fn a_wrapper_is_known_by_the_variant_that_it_runs() {
 }
 
 #[test]
-fn a_first_failure_wakes_whoever_waits() {
+fn a_first_failure_notifies_receivers() {
     flannel_netlink::testing::in_netns_async(|| async {
         let fixture = Fixture::set();
         let hide = |name| std::fs::remove_file(fixture.tools.path(name)).unwrap();
@@ -225,7 +225,7 @@ fn a_first_failure_wakes_whoever_waits() {
         let _running = tokio::spawn(firewall.run(receiver));
         let wait = status.wait_for(|status| status.failure.is_some());
         let status =
-            tokio::time::timeout(Duration::from_secs(20), wait).await.expect("told").unwrap();
+            tokio::time::timeout(Duration::from_secs(20), wait).await.expect("notified").unwrap();
         let errors = &status.failure.as_ref().unwrap().errors;
         assert!(matches!(*errors[0], Error::Run { .. }) && errors.len() == 2, "{status:?}");
     });
@@ -249,7 +249,7 @@ fn without_programs_iptables_is_refused_and_nftables_is_not() {
         let (_rules, receiver) = tokio::sync::watch::channel(rules_of(Place::Pod, ALL));
         let _running = tokio::spawn(firewall.run(receiver));
         let status = status.wait_for(|status| !status.leftovers.is_empty()).await.unwrap().clone();
-        assert!(status.in_place && !status.alone, "{status:?}");
+        assert!(status.in_place && !status.others_removed, "{status:?}");
         for family in Family::BOTH {
             fixture.assert_masqueraded(family);
         }
@@ -261,9 +261,9 @@ fn without_programs_iptables_is_refused_and_nftables_is_not() {
     });
 }
 
-/// kube-proxy holds it for seconds where there are many services.
+/// kube-proxy holds the lock for seconds on hosts with many services.
 #[test]
-fn who_holds_the_lock_of_iptables_is_waited_for() {
+fn the_lock_of_iptables_is_waited_for() {
     flannel_netlink::testing::in_netns_async(|| async {
         let fixture = Fixture::set();
         fixture.tools.host_uses(Kind::IptablesLegacy);
@@ -284,7 +284,7 @@ fn who_holds_the_lock_of_iptables_is_waited_for() {
         tokio::time::timeout(Duration::from_secs(20), wait).await.expect("it waits or gives up");
         lock.unlock().unwrap();
         opening.await.unwrap().expect("it waits");
-        // Newer versions wait without being told; 1.8.7 does not.
+        // Newer versions always wait; 1.8.7 does not.
         let runs = fixture.tools.runs();
         let probe = runs.iter().find(|run| run.contains("--test")).expect("it was tried");
         assert!(probe.contains("--wait"), "{runs:?}");
@@ -292,20 +292,20 @@ fn who_holds_the_lock_of_iptables_is_waited_for() {
 }
 
 #[test]
-fn only_tables_for_which_there_will_be_rules_are_tried() {
+fn only_tables_with_desired_rules_are_probed() {
     flannel_netlink::testing::in_netns_async(|| async {
         let fixture = Fixture::set();
         fixture.tools.host_uses(Kind::IptablesLegacy);
         let options = Options { programs: fixture.tools.programs(), resync: RESYNC };
-        Firewall::open(Kind::IptablesLegacy.mode(), Wish::default(), options).await.unwrap();
+        Firewall::open(Kind::IptablesLegacy.mode(), RuleOptions::default(), options).await.unwrap();
         let tried = std::fs::read_to_string("/proc/thread-self/net/ip_tables_names").unwrap();
         assert_eq!(tried, "filter\n");
     });
 }
 
 #[test]
-fn what_an_earlier_flannel_left_where_no_program_looks_is_told() {
-    for (left, used, said) in [
+fn leftovers_that_no_program_can_read_are_reported() {
+    for (left, used, expected) in [
         (Kind::IptablesLegacy, Kind::Nftables, "of iptables-legacy: in use"),
         (Kind::IptablesLegacy, Kind::IptablesNft, "of iptables-legacy: in use"),
         (Kind::IptablesNft, Kind::IptablesLegacy, "IPv4 chain FLANNEL-POSTRTG in table nat"),
@@ -319,31 +319,31 @@ fn what_an_earlier_flannel_left_where_no_program_looks_is_told() {
                     std::fs::remove_file(fixture.tools.path(&program)).unwrap();
                 }
             }
-            let is_said = |errors: Vec<String>| {
+            let assert_reported = |errors: Vec<String>| {
                 assert!(
-                    errors.iter().any(|error| error.contains(said)),
+                    errors.iter().any(|error| error.contains(expected)),
                     "{left:?} {used:?}: {errors:?}"
                 );
             };
             let mut running =
                 Running::start(&fixture, used, rules_of(Place::Pod, ALL), RESYNC).await;
             let status = running.until(|status| !status.leftovers.is_empty()).await;
-            assert!(status.in_place && !status.alone, "{status:?}");
-            is_said(status.leftovers.iter().map(ToString::to_string).collect());
+            assert!(status.in_place && !status.others_removed, "{status:?}");
+            assert_reported(status.leftovers.iter().map(ToString::to_string).collect());
             running.stop().await;
             let programs = fixture.tools.programs();
             for cleaned in [leftovers(&programs).await, cleanup(&programs).await] {
-                is_said(cleaned.failed.iter().map(ToString::to_string).collect());
+                assert_reported(cleaned.failed.iter().map(ToString::to_string).collect());
             }
         });
     }
 }
 
-/// Set in a process that may do what root may, but not administer networks.
+/// Set in a process of root that lacks the privilege to administer networks.
 const WITHOUT: &str = "FLANNEL_FIREWALL_WITHOUT_NET_ADMIN";
 
 #[test]
-fn without_the_privilege_the_error_says_which() {
+fn the_error_names_the_missing_privilege() {
     if std::env::var_os(WITHOUT).is_some() {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         for kind in Kind::ALL {
@@ -365,7 +365,7 @@ fn without_the_privilege_the_error_says_which() {
         ]);
         command
             .arg(std::env::current_exe().unwrap())
-            .args(["without_the_privilege_the_error_says_which", "--exact"]);
+            .args(["the_error_names_the_missing_privilege", "--exact"]);
         let output = command.env(WITHOUT, "1").output().expect("setpriv of util-linux is needed");
         let stdout = String::from_utf8_lossy(&output.stdout);
         assert!(output.status.success() && stdout.contains("1 passed"), "{stdout}");

@@ -1,4 +1,5 @@
-//! Real packets between namespaces tell which of them are masqueraded and accepted, in every mode and family.
+//! Packets between namespaces show which of them are masqueraded and accepted, for every mode and
+//! family.
 
 #![allow(clippy::unwrap_used, reason = "a test fails that way")]
 
@@ -12,20 +13,20 @@ use std::time::Duration;
 use fixture::tools::{MARKED_PORT, nft};
 use fixture::{ALL, Fixture, Kind, Place, Running, rules_of};
 use flannel_core::address::{Dual, Family};
-use flannel_firewall::{Rules, Wish};
+use flannel_firewall::{RuleOptions, Rules};
 
-/// Nothing happens by the clock.
+/// A period so long that checks have other reasons.
 const RESYNC: Duration = Duration::from_secs(3600);
 const LONG: Duration = Duration::from_secs(20);
-/// How long a packet that is not to come may take.
+/// The time in which a packet must not arrive.
 const SHORT: Duration = Duration::from_millis(300);
 
 in_every_mode!(
     packets_are_masqueraded_as_the_rules_say,
-    the_rules_follow_what_is_wanted,
-    pods_are_forwarded_where_others_are_not,
-    a_change_leaves_no_moment_without_rules,
-    source_ports_are_random_unless_that_is_not_wanted,
+    changed_desired_rules_are_put_in_place,
+    pods_are_forwarded_despite_a_drop_policy,
+    a_change_has_no_moment_without_rules,
+    source_ports_are_random_if_that_is_desired,
 );
 
 async fn packets_are_masqueraded_as_the_rules_say(fixture: Fixture, kind: Kind) {
@@ -38,7 +39,7 @@ async fn packets_are_masqueraded_as_the_rules_say(fixture: Fixture, kind: Kind) 
     let _running = Running::start(&fixture, kind, rules_of(Place::Pod, ALL), RESYNC).await;
     for family in Family::BOTH {
         fixture.assert_masqueraded(family);
-        // The host itself calls another node's pod from an address that the pod's node does not know how to reach.
+        // The node connects to another node's pod from an address that has no route back.
         let source = Place::Outside.node(family);
         let host_to_peer = fixture.seen_of_node(family, source, Place::Peer);
         assert_eq!(host_to_peer, Some(Place::Peer.node(family)), "{family}");
@@ -65,7 +66,7 @@ async fn packets_are_masqueraded_as_the_rules_say(fixture: Fixture, kind: Kind) 
     assert_eq!(fixture.tools.foreign_seen(), before);
 }
 
-async fn the_rules_follow_what_is_wanted(fixture: Fixture, kind: Kind) {
+async fn changed_desired_rules_are_put_in_place(fixture: Fixture, kind: Kind) {
     let nothing = Vec::<String>::new();
     let mut running = Running::start(&fixture, kind, Rules::default(), RESYNC).await;
     assert_eq!(fixture.tools.ours_seen(), nothing, "nothing is wanted, nothing is made");
@@ -73,14 +74,14 @@ async fn the_rules_follow_what_is_wanted(fixture: Fixture, kind: Kind) {
     for family in Family::BOTH {
         fixture.assert_masqueraded(family);
     }
-    // The node gets another subnet: what was own is another's, and the other way round.
+    // The node and the peer exchange their subnets.
     running.want(rules_of(Place::Peer, ALL)).await;
     for family in Family::BOTH {
         let see = |to| fixture.seen(family, Place::Outside, to);
         assert_eq!(see(Place::Pod), Some(Place::Pod.node(family)), "{family}");
         assert_eq!(see(Place::Peer), Some(Place::Outside.address(family)), "{family}");
     }
-    running.want(rules_of(Place::Pod, Wish { masquerade: false, ..ALL })).await;
+    running.want(rules_of(Place::Pod, RuleOptions { masquerade: false, ..ALL })).await;
     for family in Family::BOTH {
         let seen = fixture.seen(family, Place::Pod, Place::Outside);
         assert_eq!(seen, Some(Place::Pod.address(family)), "{family}");
@@ -91,8 +92,8 @@ async fn the_rules_follow_what_is_wanted(fixture: Fixture, kind: Kind) {
     assert_eq!((status.changes, status.repairs), (4, 0), "{status:?}");
 }
 
-async fn pods_are_forwarded_where_others_are_not(fixture: Fixture, kind: Kind) {
-    // Accepting in one nftables table does not outvote a drop in another, so there the drop has to be in ours.
+async fn pods_are_forwarded_despite_a_drop_policy(fixture: Fixture, kind: Kind) {
+    // In nftables the drop must be in flannel's table, because other tables cannot be overridden.
     let refuse = |family| {
         if kind == Kind::Nftables {
             let table = if family == Family::V4 { "ip flannel-ipv4" } else { "ip6 flannel-ipv6" };
@@ -109,28 +110,28 @@ async fn pods_are_forwarded_where_others_are_not(fixture: Fixture, kind: Kind) {
     }
     let mut running = Running::start(&fixture, kind, rules_of(Place::Pod, ALL), RESYNC).await;
     for family in Family::BOTH {
-        // Nothing repairs this while this thread does not give way.
+        // The firewall does not run until this thread yields.
         refuse(family);
         assert_forwarded(&fixture, family, [true, true, false]);
     }
     if kind != Kind::Nftables {
-        running.want(rules_of(Place::Pod, Wish { forward: false, ..ALL })).await;
+        running.want(rules_of(Place::Pod, RuleOptions { forward: false, ..ALL })).await;
         for family in Family::BOTH {
             assert_forwarded(&fixture, family, [false; 3]);
         }
     }
 }
 
-/// Where nobody else has the port, masquerading keeps it, unless ports are to be chosen at random.
-async fn source_ports_are_random_unless_that_is_not_wanted(fixture: Fixture, kind: Kind) {
+/// Masquerading keeps a free port, unless random ports are desired.
+async fn source_ports_are_random_if_that_is_desired(fixture: Fixture, kind: Kind) {
     const CALLS: usize = 5;
     let mut running = Running::start(&fixture, kind, Rules::default(), RESYNC).await;
     for fully_random in [false, true, false] {
-        running.want(rules_of(Place::Pod, Wish { fully_random, ..ALL })).await;
+        running.want(rules_of(Place::Pod, RuleOptions { fully_random, ..ALL })).await;
         for family in Family::BOTH {
             let calls: Vec<_> = (0..CALLS).map(|_| fixture.ports(family)).collect();
             let kept = calls.iter().filter(|(own, seen)| own == seen).count();
-            // Of 64,000 ports chance hits the own one hardly ever, and never so often.
+            // A random port equals the original one by chance, but not every time.
             assert_eq!(kept == CALLS, !fully_random, "{family}, random {fully_random}: {calls:?}");
             let seen = match kind {
                 Kind::Nftables => nft("list ruleset"),
@@ -141,7 +142,7 @@ async fn source_ports_are_random_unless_that_is_not_wanted(fixture: Fixture, kin
     }
 }
 
-async fn a_change_leaves_no_moment_without_rules(fixture: Fixture, kind: Kind) {
+async fn a_change_has_no_moment_without_rules(fixture: Fixture, kind: Kind) {
     let mut running = Running::start(&fixture, kind, rules_of(Place::Pod, ALL), RESYNC).await;
     let fixture = Arc::new(fixture);
     let stop = Arc::new(AtomicBool::new(false));
@@ -160,7 +161,7 @@ async fn a_change_leaves_no_moment_without_rules(fixture: Fixture, kind: Kind) {
     let made = || calls.iter().map(|(_, calls)| calls.load(Ordering::Relaxed)).collect::<Vec<_>>();
     for n in 0..30 {
         running.want(rules_of([Place::Peer, Place::Pod][n % 2], ALL)).await;
-        // Each change has calls before it and after it, however slow the machine is; who has failed makes none.
+        // There are connections before and after each change, on slow machines too.
         let before = made();
         running
             .until(|_| {
@@ -173,8 +174,8 @@ async fn a_change_leaves_no_moment_without_rules(fixture: Fixture, kind: Kind) {
     callers.into_iter().for_each(|caller| caller.join().unwrap());
 }
 
-/// Go flannel's tables as `nft` shows them, but for the kube-proxy mark (a bit, not the whole mark) and the fourth rule (that
-/// of iptables).
+/// Go flannel's tables as `nft` shows them, except for the kube-proxy mark (a bit, not the whole
+/// mark) and the fourth rule (that of iptables).
 #[test]
 fn nft_shows_flannels_tables() {
     flannel_netlink::testing::in_netns_async(|| async {
@@ -213,13 +214,13 @@ fn nft_shows_flannels_tables() {
                 "{shown}"
             );
         }
-        running.want(rules_of(Place::Pod, Wish { fully_random: false, ..ALL })).await;
+        running.want(rules_of(Place::Pod, RuleOptions { fully_random: false, ..ALL })).await;
         let shown = nft("list ruleset");
         assert!(shown.contains("masquerade") && !shown.contains("random"), "{shown}");
     });
 }
 
-/// Which pass: pod to outside, peer to pod, outside to other.
+/// Which packets pass: from pod to outside, from peer to pod, from outside to other.
 fn assert_forwarded(fixture: &Fixture, family: Family, expected: [bool; 3]) {
     let ways =
         [(Place::Pod, Place::Outside), (Place::Peer, Place::Pod), (Place::Outside, Place::Other)];

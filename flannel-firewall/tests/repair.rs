@@ -1,4 +1,4 @@
-//! What others do to the rules is mended, counted and said; packets tell.
+//! Changes by other programs are repaired, counted and logged. Packets show the effect.
 
 #![allow(clippy::unwrap_used, reason = "a test fails that way")]
 
@@ -10,20 +10,20 @@ use std::time::Duration;
 use fixture::tools::{nft, reorder_nft};
 use fixture::{ALL, Fixture, Kind, Place, Running, rules_of};
 use flannel_core::address::Family;
-use flannel_firewall::Fault;
+use flannel_firewall::{Deviation, Fault};
 
 in_every_mode!(
-    what_others_do_is_mended,
-    another_order_is_mended,
-    a_lasting_fight_is_won_and_counted
+    changes_by_other_programs_are_repaired,
+    another_order_is_repaired,
+    lasting_changes_by_another_program_are_repaired_and_counted
 );
 
-/// In nftables mode it is not the clock that mends.
+/// In nftables mode the repair must not depend on the period.
 fn resync(kind: Kind) -> Duration {
     if kind == Kind::Nftables { Duration::from_secs(3600) } else { Duration::from_millis(50) }
 }
 
-/// What somebody does, and what is said of it: a part of the object's name, and its fault.
+/// A change by another program, and the reported deviation: a part of its object, and its fault.
 type Sabotage = (&'static str, &'static str, Fault);
 
 const NFTABLES: [Sabotage; 12] = [
@@ -85,7 +85,7 @@ fn words(text: &str, family: Family) -> String {
         .replace("203.0.113.0", host)
 }
 
-async fn what_others_do_is_mended(fixture: Fixture, kind: Kind) {
+async fn changes_by_other_programs_are_repaired(fixture: Fixture, kind: Kind) {
     let mut running = Running::start(&fixture, kind, rules_of(Place::Pod, ALL), resync(kind)).await;
     let sabotages = if kind == Kind::Nftables { &NFTABLES[..] } else { &IPTABLES[..] };
     for (n, (what, object, fault)) in sabotages.iter().enumerate() {
@@ -101,9 +101,8 @@ async fn what_others_do_is_mended(fixture: Fixture, kind: Kind) {
             let status = running.until(|status| status.repairs > before).await;
             let found = status.last_repair.unwrap().found;
             let object = words(object, family);
-            let said =
-                found.iter().any(|said| said.object.contains(&object) && said.fault == *fault);
-            assert!(said, "{what}: {found:?}");
+            let is_it = |d: &Deviation| d.object.contains(&object) && d.fault == *fault;
+            assert!(found.iter().any(is_it), "{what}: {found:?}");
             for family in Family::BOTH {
                 fixture.assert_masqueraded(family);
             }
@@ -113,8 +112,8 @@ async fn what_others_do_is_mended(fixture: Fixture, kind: Kind) {
     assert_eq!((status.changes, status.failure.is_none()), (1, true), "{status:?}");
 }
 
-/// The same rules in another order mean something else: pods would be hidden from each other.
-async fn another_order_is_mended(fixture: Fixture, kind: Kind) {
+/// The same rules in another order would masquerade packets between pods.
+async fn another_order_is_repaired(fixture: Fixture, kind: Kind) {
     let mut running = Running::start(&fixture, kind, rules_of(Place::Pod, ALL), resync(kind)).await;
     for family in Family::BOTH {
         let before = running.status.borrow().repairs;
@@ -128,17 +127,16 @@ async fn another_order_is_mended(fixture: Fixture, kind: Kind) {
         };
         let status = running.until(|status| status.repairs > before).await;
         let found = status.last_repair.unwrap().found;
-        let said =
-            found.iter().any(|said| said.object.contains(object) && said.fault == Fault::Different);
-        assert!(said, "{family}: {found:?}");
+        let is_it = |d: &Deviation| d.object.contains(object) && d.fault == Fault::Different;
+        assert!(found.iter().any(is_it), "{family}: {found:?}");
         fixture.assert_masqueraded(family);
     }
 }
 
-async fn a_lasting_fight_is_won_and_counted(fixture: Fixture, kind: Kind) {
+async fn lasting_changes_by_another_program_are_repaired_and_counted(fixture: Fixture, kind: Kind) {
     let mut running = Running::start(&fixture, kind, rules_of(Place::Pod, ALL), resync(kind)).await;
     for n in 1..=10 {
-        // Several changes at once, of the rules and of others' rules.
+        // Several changes at once, of flannel's rules and of foreign ones.
         for _ in 0..5 {
             if kind == Kind::Nftables {
                 nft("flush ruleset; table ip noise { chain c { counter; }; }");

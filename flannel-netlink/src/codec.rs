@@ -1,11 +1,10 @@
 //! Kernel objects as rtnetlink messages, one module per kind.
 //!
-//! A message names a link by its interface index, an object names it by its name. So a message is
-//! read as its content (`…Message`), with the index and the attributes that decide who owns the
-//! object, until a caller knows the name of the link.
+//! A message has the interface index of a link, and an object has the name. So a message is read as
+//! its content (`…Message`), which becomes an object once the name is known.
 //!
-//! A new kind of object is a module here, and a row in each of the three places that ask for it:
-//! `apply::steps`, `event_decoder` and `snapshot`.
+//! A new kind of object needs a module here, and an arm in `kernel::apply::steps`,
+//! `kernel::changes::event_decoder` and `kernel::snapshot`.
 
 pub(crate) mod addr;
 pub(crate) mod fdb;
@@ -27,17 +26,17 @@ pub(crate) trait EventMessage {
     /// The index of the link whose name the event needs; 0 if it needs none.
     fn event_index(&self, is_deletion: bool) -> u32;
 
-    /// The event, given the name of that link and the flags of the message; `None` if no object of
-    /// ours can be meant.
+    /// The event, given the name of that link and the flags of the message; `None` if no flannel
+    /// object can be affected.
     fn event(&self, link: Option<LinkName>, is_deletion: bool, flags: NlmF) -> Option<KernelEvent>;
 
-    /// The route protocol, if such objects have one.
+    /// The route protocol, if the kind of object has one.
     fn protocol(&self) -> Option<u8> {
         None
     }
 }
 
-/// The event for an object with this key, as far as it can be expressed.
+/// The event for the object with this key. `object` is `None` if it is unrepresentable.
 fn event(key: Key, object: Option<Object>, is_exact: bool, is_deletion: bool) -> KernelEvent {
     match object {
         _ if is_deletion => KernelEvent::Deleted(key),
@@ -47,7 +46,7 @@ fn event(key: Key, object: Option<Object>, is_exact: bool, is_deletion: bool) ->
     }
 }
 
-/// Create it, or replace what is there.
+/// Flags of a request that creates an object or replaces the existing one.
 pub(crate) fn put_flags() -> NlmF {
     NlmF::CREATE | NlmF::REPLACE
 }
@@ -86,7 +85,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::wire::{Message, Messages, messages};
+    use crate::transport::wire::{Message, Messages, messages};
 
     const INDEX: u32 = 0x1234_5678;
     const LOWER: u32 = 7;
@@ -154,7 +153,7 @@ mod tests {
 
     fn bytes(mut requests: Messages) -> Vec<u8> {
         let count = requests.len();
-        requests.ready(0, count, 0, NlmF::empty()).to_vec()
+        requests.ready(0..count, 0, NlmF::empty()).to_vec()
     }
 
     /// Reads the only message in `bytes`.
@@ -186,7 +185,7 @@ mod tests {
             let codec = link::codec(&link.kind).unwrap();
             let got = read(&bytes(link::create(&link, codec, index)), link::read);
             prop_assert_eq!(got.lower(), index);
-            // A device is made down, and set up afterwards.
+            // A device is created down and set up afterwards.
             prop_assert_eq!(got.object(lower), Some(Link { up: false, ..link }));
         }
 

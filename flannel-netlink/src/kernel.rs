@@ -1,4 +1,11 @@
-//! One network namespace of a Linux kernel.
+//! The [`Kernel`] implementation for one network namespace.
+
+mod apply;
+mod changes;
+mod foreign_routes;
+mod process_names;
+pub(crate) mod query;
+mod snapshot;
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -12,20 +19,19 @@ use flannel_core::kernel::{
 };
 use flannel_core::object::{Change, State};
 
-use crate::apply::Writer;
-use crate::ask::lookup;
-use crate::changed_by::Processes;
-use crate::changes::Listener;
-use crate::foreign_routes::ForeignRoutes;
-use crate::namespace::Namespace;
-use crate::snapshot::{nexthop_ids, nexthop_users, snapshot};
-use crate::socket::Socket;
+use self::apply::Writer;
+use self::changes::Listener;
+use self::foreign_routes::ForeignRoutes;
+use self::process_names::Processes;
+use self::query::lookup;
+use self::snapshot::{nexthop_ids, nexthop_users, snapshot};
+use crate::transport::namespace::Namespace;
+use crate::transport::socket::Socket;
 
 /// The network tables of one network namespace, over rtnetlink.
 ///
-/// Opening needs no privilege; changing anything needs `CAP_NET_ADMIN` in the user namespace that
-/// owns the network namespace. Several may be open at once, for the same namespace or for different
-/// ones.
+/// Opening needs no privilege. Changes need `CAP_NET_ADMIN` in the user namespace that owns the
+/// network namespace. Several may be open at once, for the same namespace or for different ones.
 ///
 /// ```no_run
 /// use flannel_core::Kernel;
@@ -51,22 +57,23 @@ pub struct NetlinkKernel {
 }
 
 impl NetlinkKernel {
-    /// The network namespace of the calling thread.
+    /// Opens the network namespace of the calling thread.
     ///
     /// # Errors
-    /// There is no netlink or no `/proc` here.
+    /// The kernel has no netlink, or `/proc` is not mounted.
     pub fn open() -> Result<Self, KernelError> {
         Self::of(Namespace::current()?)
     }
 
-    /// The network namespace that a file stands for: `/run/netns/red`, `/proc/1234/ns/net`.
+    /// Opens the network namespace of a file such as `/run/netns/red` or `/proc/1234/ns/net`.
     ///
     /// # Errors
-    /// The file is not there or not a network namespace, or entering it is not permitted (it takes
-    /// `CAP_SYS_ADMIN`).
+    /// The file does not exist or is not a network namespace, or the process lacks `CAP_SYS_ADMIN`,
+    /// which is needed to enter it.
     ///
     /// # Blocking
-    /// A thread goes into the namespace and ends: microseconds. [`Kernel::changes`] does the same.
+    /// Microseconds, for a short-lived thread inside the namespace. [`Kernel::changes`] starts one
+    /// too.
     pub fn open_in(path: impl AsRef<Path>) -> Result<Self, KernelError> {
         Self::of(Namespace::at(path.as_ref())?)
     }
@@ -85,8 +92,7 @@ impl NetlinkKernel {
         })
     }
 
-    /// Makes networks use no nexthop objects; those that an earlier run left give way to plain
-    /// routes.
+    /// Makes networks use no nexthop objects. Plain routes replace those that an earlier run left.
     pub fn without_nexthops(self) -> Self {
         Self { without_nexthops: true, ..self }
     }
@@ -95,8 +101,8 @@ impl NetlinkKernel {
         &self.namespace
     }
 
-    /// A panic while the lock was held leaves the socket usable: stale answers carry old sequence
-    /// numbers.
+    /// A panic while the lock was held leaves the socket usable, because stale answers have old
+    /// sequence numbers.
     pub(crate) fn lock(&self) -> MutexGuard<'_, Socket> {
         self.socket.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -139,7 +145,7 @@ impl Kernel for NetlinkKernel {
     }
 }
 
-/// The processes in the kernel's network namespace.
+/// The names of processes in the kernel's network namespace.
 impl ProcessNames for NetlinkKernel {
     fn name(&self, port: u32) -> Option<String> {
         self.processes.lock().unwrap_or_else(PoisonError::into_inner).name(port)

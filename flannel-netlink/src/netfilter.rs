@@ -1,8 +1,8 @@
-//! A connection to netfilter (`NETLINK_NETFILTER`): all-or-nothing batches, questions, dumps, and
-//! changes by others.
+//! A connection to netfilter (`NETLINK_NETFILTER`): atomic batches, queries, dumps, and changes by
+//! other programs.
 //!
-//! This is the envelope only. The messages (tables, chains, rules) are the caller's business, and
-//! numbers in them are big-endian.
+//! The caller encodes and decodes the attributes of the messages (tables, chains, rules). Numbers
+//! in them are big-endian.
 //!
 //! **Source**: linux `net/netfilter/nfnetlink.c`.
 
@@ -11,20 +11,20 @@ use neli::consts::nl::NlmF;
 use neli::consts::socket::NlFamily;
 use nix::sys::socket::SockProtocol;
 
-use crate::multicast::Multicast;
-use crate::socket::Socket;
-use crate::wire::{EBADMSG, messages};
+use crate::transport::multicast::Multicast;
+use crate::transport::socket::Socket;
+use crate::transport::wire::{EBADMSG, Message};
 
-pub use crate::wire::{Attributes, Messages};
+pub use crate::transport::wire::{Attributes, Messages};
 
 /// `NFNL_MSG_BATCH_BEGIN` and `_END`.
 const BATCH: [u16; 2] = [16, 17];
 /// Bytes of `struct nfgenmsg`.
 const HEADER: usize = 4;
-/// Bytes for messages not yet read; what is lost is known to be lost.
+/// Bytes of the receive buffer. An overrun is reported as a change.
 const RECEIVE_BUFFER: usize = 1 << 20;
 
-/// What a message is about: a kind within a subsystem, and an address family.
+/// The kind of a message: its number within a subsystem, and an address family.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Kind {
     /// `NFNL_SUBSYS_…`; 10 is nf_tables.
@@ -46,14 +46,14 @@ impl Kind {
     }
 }
 
-/// How a thing is to be made; the kernel refuses nothing for being there already unless asked to.
+/// The flags of a change. A change of an existing object is no error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Make {
-    /// Nothing is made: a deletion.
+    /// For a deletion.
     Nothing,
-    /// Made, or left as it is if it is there (`NLM_F_CREATE`).
+    /// Creates the object if it does not exist (`NLM_F_CREATE`).
     Create,
-    /// Made behind the others of its list (`NLM_F_CREATE`, `NLM_F_APPEND`).
+    /// Creates the object at the end of its list (`NLM_F_CREATE`, `NLM_F_APPEND`).
     Append,
 }
 
@@ -67,7 +67,7 @@ impl Make {
     }
 }
 
-/// Changes of one subsystem that happen together or not at all.
+/// Changes of one subsystem that the kernel applies all together or not at all.
 #[derive(Debug)]
 pub struct Batch {
     subsystem: u8,
@@ -76,15 +76,15 @@ pub struct Batch {
 }
 
 impl Batch {
-    /// An empty one.
+    /// An empty batch.
     pub fn new(subsystem: u8) -> Self {
         let mut batch = Self { subsystem, messages: Messages::default(), len: 0 };
         batch.fence(BATCH[0]);
         batch
     }
 
-    /// Adds a change; `fill` adds its attributes. At most some 200 fit, for each of them is
-    /// answered.
+    /// Adds a change; `fill` adds its attributes. A batch has room for about 200 changes, because
+    /// the kernel answers each one.
     pub fn add(
         &mut self,
         number: u8,
@@ -98,58 +98,58 @@ impl Batch {
         self
     }
 
-    /// How many changes there are: the number that the next one has in [`Refused`].
+    /// The number of changes, which is the number of the next one in [`Refused`].
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// There are none.
+    /// The batch has no changes.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Begin and end name the subsystem in the header's resource, which is big-endian.
+    /// The begin and end messages, with the subsystem in the big-endian resource field.
     fn fence(&mut self, kind: u16) {
         self.messages.begin(kind, NlmF::empty(), &[0, 0, 0, self.subsystem]);
     }
 }
 
-/// A batch that the kernel refused as a whole.
+/// The kernel refused a batch.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Refused {
-    /// Which change it did not like, in the order of [`Batch::add`]; `None` if it did not look at
-    /// them.
+    /// The number of the refused change, in the order of [`Batch::add`]; `None` if the kernel
+    /// refused the batch without reading the changes.
     pub change: Option<usize>,
-    /// Why.
+    /// The kernel's error.
     pub error: KernelError,
 }
 
-/// A message of the kernel: an answer, or a change.
+/// A message from the kernel: an answer, or a change.
 #[derive(Debug, Clone, Copy)]
 pub struct NetfilterMessage<'a> {
-    /// What it is about.
+    /// Its kind.
     pub kind: Kind,
     /// Its attributes.
     pub attributes: Attributes<'a>,
 }
 
 impl<'a> NetfilterMessage<'a> {
-    fn read(message: &crate::wire::Message<'a>) -> Option<Self> {
+    fn read(message: &Message<'a>) -> Option<Self> {
         let [subsystem, number] = message.kind.to_be_bytes();
         let kind = Kind { subsystem, number, family: *message.payload.first()? };
         Some(Self { kind, attributes: Attributes(message.payload.get(HEADER..)?) })
     }
 }
 
-/// A connection, in the network namespace of the thread that opened it.
+/// A connection in the network namespace of the thread that opened it.
 ///
 /// # Blocking
-/// The kernel does its work inside each call: microseconds, longer while another program commits a
-/// large ruleset.
+/// The kernel works inside each call. It takes microseconds, and longer while another program
+/// commits a large ruleset.
 pub struct NetfilterSocket(Socket);
 
 impl NetfilterSocket {
-    /// Opens one; this needs no privilege, everything else needs `CAP_NET_ADMIN`.
+    /// Opens a connection. This needs no privilege; all other methods need `CAP_NET_ADMIN`.
     ///
     /// # Errors
     /// The kernel has no netfilter netlink.
@@ -157,15 +157,15 @@ impl NetfilterSocket {
         Ok(Self(Socket::open_to(NlFamily::Netfilter)?))
     }
 
-    /// The port that notifications of our own changes carry.
+    /// The port id that notifications of changes through this connection carry.
     pub fn port(&self) -> u32 {
         self.0.port()
     }
 
-    /// Carries out a batch, all of it or nothing.
+    /// Applies a batch, all of it or nothing.
     ///
     /// # Errors
-    /// The first change that was refused and why; then nothing was changed.
+    /// The first change that was refused, with the reason. Nothing was changed.
     pub fn commit(&mut self, mut batch: Batch) -> Result<(), Refused> {
         batch.fence(BATCH[1]);
         let whole = |error| Refused { change: None, error };
@@ -186,11 +186,11 @@ impl NetfilterSocket {
         }
     }
 
-    /// Asks for one thing; `fill` adds the attributes that name it.
+    /// Reads one object; `fill` adds the attributes that identify it.
     ///
     /// # Errors
-    /// It is not there ([`KernelError::is_absent`]), may not be foreign, or `read` cannot make
-    /// sense of it.
+    /// The object does not exist ([`KernelError::is_absent`]), the process lacks the privilege, or
+    /// `read` returned `None` (`EBADMSG`).
     pub fn ask<T>(
         &mut self,
         kind: Kind,
@@ -200,10 +200,10 @@ impl NetfilterSocket {
         self.0.ask(request(kind, fill), |message| read(&NetfilterMessage::read(message)?))
     }
 
-    /// Reads a list: everything for which `read` is not `None`, in the kernel's order.
+    /// Reads a list: the entries for which `read` is not `None`, in the kernel's order.
     ///
     /// # Errors
-    /// It may not be foreign, or changes faster than it can be read.
+    /// The process lacks the privilege, or the list changes faster than it can be read.
     pub fn dump<T: Send>(
         &mut self,
         kind: Kind,
@@ -226,50 +226,41 @@ fn request(kind: Kind, fill: impl FnOnce(&mut Messages)) -> Messages {
     messages
 }
 
-/// Listens to changes by others.
+/// Receives changes by other programs.
 pub struct NetfilterEvents {
     socket: Multicast,
-    /// Whose changes are our own.
+    /// The port id of our own changes.
     own_port: u32,
 }
 
 impl NetfilterEvents {
     /// Listens to `group` (`NFNLGRP_…`; 7 is nf_tables) in the network namespace of the calling
-    /// thread, from now on; changes by the socket with `own_port` are our own.
+    /// thread. Changes by the socket with the port id `own_port` are left out.
     ///
     /// # Errors
-    /// Listening takes `CAP_NET_ADMIN`.
+    /// The process lacks `CAP_NET_ADMIN`.
     pub fn listen(group: u32, own_port: u32) -> Result<Self, KernelError> {
         let socket = Multicast::open(SockProtocol::NetlinkNetFilter, RECEIVE_BUFFER)?;
         socket.join(&[group])?;
         Ok(Self { socket, own_port })
     }
 
-    /// Returns when another program has made a change that `concerns` us, or when that cannot be
-    /// excluded because messages were lost. Many changes at once count as one.
+    /// Returns when another program made a change that `concerns` the caller, or when messages were
+    /// lost. Several changes count as one.
     ///
     /// # Errors
-    /// The socket broke; another call would fail too.
+    /// The socket failed. Another call fails too.
     ///
     /// # Cancel safety
-    /// Nothing is lost: messages are read and judged without waiting.
+    /// No message is lost: messages are read and passed to `concerns` without waiting.
     pub async fn changed(
         &mut self,
         concerns: impl Fn(&NetfilterMessage<'_>) -> bool,
     ) -> Result<(), KernelError> {
-        self.socket.wait_for(|datagram| concerning(datagram, self.own_port, &concerns)).await
+        let by_others = |message: &Message<'_>| {
+            message.port != self.own_port
+                && NetfilterMessage::read(message).as_ref().is_none_or(&concerns)
+        };
+        self.socket.wait_for(by_others).await
     }
-}
-
-/// A datagram has a change by another program that concerns us, or cannot be understood.
-fn concerning(
-    datagram: Option<&[u8]>,
-    own_port: u32,
-    concerns: impl Fn(&NetfilterMessage<'_>) -> bool,
-) -> bool {
-    let Some(datagram) = datagram else { return true };
-    let by_others = |message: &crate::wire::Message<'_>| {
-        message.port != own_port && NetfilterMessage::read(message).as_ref().is_none_or(&concerns)
-    };
-    messages(datagram).any(|message| message.as_ref().map_or(true, by_others))
 }

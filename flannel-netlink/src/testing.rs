@@ -1,6 +1,6 @@
-//! Network namespaces for tests, for root and for an ordinary user alike.
+//! Network namespaces for tests, for root and for ordinary users.
 //!
-//! A test that cannot have its namespace fails; it is never skipped.
+//! Without a namespace a test fails. It is never skipped.
 
 mod decode;
 
@@ -21,16 +21,16 @@ pub use self::decode::decode;
 /// Set in a process that [`in_netns`] started inside a user namespace.
 const INSIDE: &str = "FLANNEL_NETLINK_INSIDE_USER_NAMESPACE";
 
-/// A new, empty network namespace with `lo` up. It lives as long as this value and the processes
+/// A new, empty network namespace with `lo` up. It exists as long as this value and the processes
 /// and sockets in it.
 #[derive(Debug)]
 pub struct Netns(File);
 
 impl Netns {
-    /// Makes one.
+    /// Creates a namespace.
     ///
     /// # Errors
-    /// The process lacks `CAP_SYS_ADMIN`; see [`in_netns`] for a way to have it.
+    /// The process lacks `CAP_SYS_ADMIN`, which [`in_netns`] does not need.
     pub fn new() -> io::Result<Self> {
         let make = || {
             unshare(CloneFlags::CLONE_NEWNET)?;
@@ -43,16 +43,16 @@ impl Netns {
         Ok(netns)
     }
 
-    /// A file that stands for it in this process, for
+    /// The file of the namespace in this process, for
     /// [`NetlinkKernel::open_in`](crate::NetlinkKernel::open_in).
     pub fn path(&self) -> PathBuf {
         format!("/proc/self/fd/{}", self.0.as_raw_fd()).into()
     }
 
-    /// Runs `work` inside, on a thread of its own.
+    /// Runs `work` inside, on a separate thread.
     ///
     /// # Panics
-    /// `work` does, or the namespace cannot be entered.
+    /// `work` panics, or the namespace cannot be entered.
     pub fn run<T: Send>(&self, work: impl FnOnce() -> T + Send) -> T {
         let inside = || {
             setns(&self.0, CloneFlags::CLONE_NEWNET)
@@ -64,12 +64,11 @@ impl Netns {
     }
 }
 
-/// Runs a test in a network namespace of its own with `lo` up.
+/// Runs a test in its own network namespace with `lo` up.
 ///
-/// Root does so on a thread. An ordinary user may do so only in a user namespace, which a process
-/// with several threads cannot enter; then the test binary runs once more for this one test inside
-/// `unshare --user --map-root-user`. So call this straight from the test function, not through
-/// another one, and put nothing before or after it.
+/// For root the test runs on a thread. An ordinary user needs a user namespace, which a process with
+/// several threads cannot enter. Then the test binary runs again for this test, inside `unshare
+/// --user --map-root-user`. So the call must be the only statement of the test function.
 ///
 /// ```no_run
 /// fn a_test() {
@@ -80,18 +79,9 @@ impl Netns {
 /// ```
 ///
 /// # Panics
-/// `test` does, or there is no way to have a namespace.
+/// `test` panics, or no namespace can be created.
 pub fn in_netns<F: FnOnce() + Send + 'static>(test: F) {
-    match Netns::new() {
-        Ok(netns) => netns.run(test),
-        Err(error)
-            if error.kind() == io::ErrorKind::PermissionDenied
-                && std::env::var_os(INSIDE).is_none() =>
-        {
-            run_again_in_user_namespace(&test_name::<F>());
-        }
-        Err(error) => panic!("no network namespace for this test: {error}"),
-    }
+    run_in_netns(&test_name::<F>(), test);
 }
 
 /// [`in_netns`] for asynchronous tests: `test` makes a future, which runs on a runtime of one
@@ -104,23 +94,27 @@ where
     F: FnOnce() -> T + Send + 'static,
     T: Future<Output = ()>,
 {
+    run_in_netns(&test_name::<F>(), || {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+        runtime.expect("a runtime").block_on(test());
+    });
+}
+
+fn run_in_netns(name: &str, test: impl FnOnce() + Send) {
     match Netns::new() {
-        Ok(netns) => netns.run(|| {
-            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-            runtime.expect("a runtime").block_on(test());
-        }),
+        Ok(netns) => netns.run(test),
         Err(error)
             if error.kind() == io::ErrorKind::PermissionDenied
                 && std::env::var_os(INSIDE).is_none() =>
         {
-            run_again_in_user_namespace(&test_name::<F>());
+            run_again_in_user_namespace(name);
         }
         Err(error) => panic!("no network namespace for this test: {error}"),
     }
 }
 
-/// The test harness names its threads after the tests, unless it uses only one; then the closure's
-/// path must do.
+/// The test harness names its threads after the tests. If it uses only one thread, the name is taken
+/// from the closure's path.
 fn test_name<F>() -> String {
     match thread::current().name() {
         Some(name) if name != "main" => name.to_owned(),
@@ -136,11 +130,10 @@ fn run_again_in_user_namespace(test: &str) {
     let mut command = Command::new("unshare");
     command.args(["--user", "--map-root-user", "--"]).arg(binary);
     command.args([test, "--exact", "--nocapture", "--test-threads=1"]).env(INSIDE, "1");
-    // Not pipes: they would be waited for as long as a process lives that a failed test has left
-    // behind.
+    // With pipes, the wait would last until all processes that a failed test left have ended.
     let [out, err] = ["stdout", "stderr"].map(|name| {
         File::from(
-            memfd_create(name, MFdFlags::MFD_CLOEXEC).expect("there is memory for what it prints"),
+            memfd_create(name, MFdFlags::MFD_CLOEXEC).expect("there is memory for the output"),
         )
     });
     let [ours_out, ours_err] =
@@ -157,11 +150,11 @@ fn run_again_in_user_namespace(test: &str) {
     assert!(ran, "{test} failed in a user namespace ({status}):\n{stdout}\n{stderr}");
 }
 
-/// Runs `ip` of iproute2 in the calling thread's network namespace and returns what it prints;
-/// arguments are separated by white space.
+/// Runs `ip` of iproute2 in the calling thread's network namespace and returns its output. Arguments
+/// are separated by white space.
 ///
 /// # Panics
-/// It fails, or is not there.
+/// The program fails, or is not installed.
 pub fn ip(args: &str) -> String {
     run("ip", args)
 }
@@ -169,7 +162,7 @@ pub fn ip(args: &str) -> String {
 /// Runs `bridge` of iproute2, as [`ip`] does.
 ///
 /// # Panics
-/// It fails, or is not there.
+/// The program fails, or is not installed.
 pub fn bridge(args: &str) -> String {
     run("bridge", args)
 }

@@ -1,4 +1,4 @@
-//! Changes by others are reported, changes of our own are not, and lost messages are noticed.
+//! Changes by other programs are reported, our own are not, and lost messages are noticed.
 
 #![allow(clippy::unwrap_used, reason = "a test fails that way")]
 
@@ -35,7 +35,7 @@ fn uplink() -> NetlinkKernel {
     NetlinkKernel::open().unwrap()
 }
 
-/// Listens until an invalidation comes for which `wanted` is true; returns those before it.
+/// Listens until an invalidation for which `wanted` is true; returns those before it.
 async fn until(
     changes: &mut dyn Changes,
     wanted: impl Fn(&Invalidation) -> bool,
@@ -117,7 +117,7 @@ fn changes_by_others_are_reported_object_by_object() {
                 "route replace 10.1.2.0/24 via 192.0.2.9 dev up0 proto 241 advmss 1000",
                 KernelEvent::Inexact(Route { dst, via, mtu: None }.into()),
             ),
-            // As the kernel makes them.
+            // In the form of the kernel.
             (
                 "route replace 10.1.2.0/24 via 192.0.2.9 dev up0 proto kernel src 192.0.2.1",
                 KernelEvent::Unrepresentable(Key::Route(dst)),
@@ -127,7 +127,7 @@ fn changes_by_others_are_reported_object_by_object() {
                 "route add 10.1.2.0/24 via 192.0.2.9 metric 70",
                 KernelEvent::Related(Key::Route(dst)),
             ),
-            // Whatever may lead packets elsewhere.
+            // Changes that may redirect packets.
             (
                 "route add 10.1.3.0/24 via 192.0.2.9 table 70",
                 KernelEvent::Related(Key::Route("10.1.3.0/24".parse().unwrap())),
@@ -185,22 +185,22 @@ fn changes_by_others_are_reported_object_by_object() {
 }
 
 #[test]
-fn the_process_that_changes_something_is_named_if_it_still_lives() {
+fn the_process_that_makes_a_change_is_named_if_it_still_lives() {
     in_netns_async(|| async {
-        // The first socket of a process in a namespace gets the id of the process for its port.
+        // The first socket of a process in a namespace has the process id as its port id.
         let other = NetlinkKernel::open().unwrap();
         let kernel = uplink();
         let mut changes = kernel.changes().unwrap();
         assert!(other.apply(&Footprint::default(), &[Change::Put(route(9))])[0].is_ok());
         let changed_by = changed_by(&mut *changes, KernelEvent::Present(route(9))).await.unwrap();
         let name = std::fs::read_to_string("/proc/self/comm").unwrap();
-        // The caller looks it up, on a thread that may block.
+        // The caller looks up the name, on a thread that may block.
         assert_eq!(changed_by.process, None);
         let found = kernel.name(changed_by.port).unwrap();
         assert_eq!(found, format!("{} (process {})", name.trim_end(), std::process::id()));
         assert_eq!(changed_by.port, std::process::id());
         assert_eq!(changed_by.protocol, Some(flannel_core::kernel::ROUTE_PROTOCOL));
-        // A second socket has another port, which is no process.
+        // A second socket has another port id, which is no process id.
         let second = NetlinkKernel::open().unwrap();
         assert!(second.apply(&Footprint::default(), &[Change::Put(neigh(9))])[0].is_ok());
         let changed_by =
@@ -215,12 +215,12 @@ fn the_process_that_changes_something_is_named_if_it_still_lives() {
             self::changed_by(&mut *changes, KernelEvent::Deleted(route(9).key())).await.unwrap();
         assert_eq!(
             changed_by.protocol, None,
-            "the protocol of what is gone says nothing of who deleted it"
+            "the protocol of a deleted route does not show which program deleted it"
         );
     });
 }
 
-/// Who is said to have done what is reported.
+/// The process that is reported for the changes.
 async fn changed_by(
     changes: &mut dyn Changes,
     report: KernelEvent,
@@ -246,7 +246,7 @@ fn any_change_of_a_link_invalidates_it() {
             "link set up0 down",
             "link set up0 up",
             "link set up0 address 0a:00:00:00:00:01",
-            // The last address takes all IPv4 routes along, without a message about each.
+            // The last address removes all IPv4 routes, without a message for each.
             "addr del 192.0.2.1/24 dev up0",
             "link del up0",
         ] {
@@ -254,7 +254,7 @@ fn any_change_of_a_link_invalidates_it() {
             until(&mut *changes, |invalidation| *invalidation == Invalidation::Link(link("up0")))
                 .await;
         }
-        // A link that was not there when listening began, and a new name of one.
+        // A link that was created later, and a renamed one.
         ip("link add new0 type bridge");
         until(&mut *changes, |invalidation| *invalidation == Invalidation::Link(link("new0")))
             .await;
@@ -269,9 +269,9 @@ fn any_change_of_a_link_invalidates_it() {
     });
 }
 
-/// The kernel takes almost any bytes for a name.
+/// The kernel accepts almost any bytes as a name.
 #[test]
-fn a_link_whose_name_is_no_text_invalidates_nothing_else() {
+fn a_link_whose_name_is_not_utf8_invalidates_nothing_else() {
     in_netns_async(|| async {
         let kernel = uplink();
         let mut changes = kernel.changes().unwrap();
@@ -309,7 +309,7 @@ fn our_own_changes_are_not_reported_however_many() {
         assert!(kernel.apply(&footprint, &ours).iter().all(Result::is_ok));
         assert!(other.apply(&footprint, &[Change::Put(neigh(60_000))])[0].is_ok());
         let before = until(&mut *changes, reports(KernelEvent::Present(neigh(60_000)))).await;
-        // What the kernel does by itself meanwhile is about links and their own addresses.
+        // The kernel itself changes only links and their own addresses meanwhile.
         let about_ours = |report: &KernelEvent| match report {
             KernelEvent::Present(Object::Neigh(_) | Object::Route(_))
             | KernelEvent::Inexact(_)
@@ -319,7 +319,7 @@ fn our_own_changes_are_not_reported_however_many() {
             | KernelEvent::Related(key) => {
                 matches!(key, Key::Neigh(..))
             }
-            KernelEvent::Present(_) => false,
+            _ => false,
         };
         for invalidation in before {
             assert_ne!(invalidation, Invalidation::Everything);
@@ -337,7 +337,7 @@ fn lost_messages_invalidate_everything() {
         let (kernel, other) = (uplink(), NetlinkKernel::open().unwrap());
         let footprint = Footprint::default();
         let mut changes = kernel.changes().unwrap();
-        // Until the buffer, however large, overflows.
+        // Until the receive buffer overflows, however large it is.
         for round in 0.. {
             assert!(round < 100, "the listener's buffer has no end");
             let theirs: Vec<Change> =
@@ -351,7 +351,7 @@ fn lost_messages_invalidate_everything() {
             }
         }
         until(&mut *changes, |invalidation| *invalidation == Invalidation::Everything).await;
-        // It goes on.
+        // Later changes are reported again.
         assert!(other.apply(&footprint, &[Change::Put(neigh(70_000))])[0].is_ok());
         until(&mut *changes, reports(KernelEvent::Present(neigh(70_000)))).await;
     });
@@ -381,7 +381,7 @@ fn one_process_manages_two_namespaces() {
             kernels[1].snapshot(&footprint).unwrap().iter().collect::<Vec<_>>(),
             [&route(2)]
         );
-        // News come from the kernel's own namespace only, whichever thread asks.
+        // Changes are reported from the kernel handle's own namespace, whatever the thread.
         spaces[0].run(|| drop(ip("route add blackhole 10.1.0.8/32")));
         spaces[1].run(|| drop(ip("route add blackhole 10.1.0.9/32")));
         let before = until(&mut *changes, reports(KernelEvent::Present(route(9)))).await;
@@ -395,13 +395,13 @@ fn one_process_manages_two_namespaces() {
 }
 
 #[test]
-fn a_namespace_that_is_not_there_is_named() {
+fn the_path_of_a_missing_namespace_is_reported() {
     let error = NetlinkKernel::open_in("/nowhere/netns").unwrap_err();
     assert!(error.to_string().contains("/nowhere/netns"), "{error}");
     assert!(NetlinkKernel::open_in("/proc/self/status").is_err());
 }
 
-/// A kernel may be asked to listen on a thread that belongs to no runtime.
+/// Listening may start on a thread without a runtime.
 #[test]
 fn listening_may_begin_outside_a_runtime() {
     in_netns_async(|| async {
@@ -413,7 +413,7 @@ fn listening_may_begin_outside_a_runtime() {
     });
 }
 
-/// An event that only this kernel received is repaired without a look at the table.
+/// An event that only this kernel handle received is repaired without reading the table.
 #[test]
 fn reported_metrics_do_not_stay() {
     in_netns_async(|| async {
@@ -435,7 +435,7 @@ fn reported_metrics_do_not_stay() {
 }
 
 #[test]
-fn nothing_of_ours_that_leads_elsewhere_stays_behind_ours() {
+fn no_route_of_ours_with_another_path_stays_behind_ours() {
     in_netns_async(|| async {
         let kernel = uplink();
         ip("link add flannel.1 type vxlan id 1 dstport 8472");
@@ -465,8 +465,8 @@ fn nothing_of_ours_that_leads_elsewhere_stays_behind_ours() {
         for (dst, via, doubles) in [
             ("10.1.7.0/24", Via::Nexthop(9), &doubles_v4[..]),
             ("10.1.8.0/24", gateway("10.1.8.0"), &doubles_v4),
-            // A second gateway makes one route of both; a route without one is not distinct from
-            // ours.
+            // IPv6 merges two gateways into one route. A route without a gateway is not distinct
+            // from ours.
             ("fd00:1:0:7::/64", gateway("fd00:1:0:7::"), &[]),
         ] {
             let ours = Object::from(Route { dst: dst.parse().unwrap(), via, mtu: None });
@@ -493,14 +493,14 @@ fn nothing_of_ours_that_leads_elsewhere_stays_behind_ours() {
                 change(Change::Put(ours.clone()));
                 assert!(!snapshot().is_inexact(&ours.key()), "{dst} {double}");
                 assert_eq!(shown().lines().count(), 1, "{dst} {double}:\n{}", shown());
-                // With ours it goes, too.
+                // It is deleted together with ours.
                 append();
                 snapshot();
                 change(Change::Delete(ours.clone()));
                 assert_eq!(shown(), "", "{dst} {double}");
             }
-            // A route that is not distinct from ours leads the same way. Once it is the only one,
-            // it stays.
+            // A route that is not distinct from ours has the same path. It stays once it is the
+            // only one.
             change(Change::Put(ours.clone()));
             let alike = match via {
                 Via::Nexthop(id) => format!("nhid {id} proto 241 advmss 900"),
@@ -517,7 +517,7 @@ fn nothing_of_ours_that_leads_elsewhere_stays_behind_ours() {
             change(Change::Delete(left.into()));
             assert_eq!(shown(), "");
         }
-        // What is not ours stays, even behind ours.
+        // A foreign route stays, even behind ours.
         let ours =
             Route { dst: "10.1.8.0/24".parse().unwrap(), via: gateway("10.1.8.0"), mtu: None };
         change(Change::Put(ours.into()));
@@ -528,9 +528,9 @@ fn nothing_of_ours_that_leads_elsewhere_stays_behind_ours() {
     });
 }
 
-/// The kernel replaces an IPv6 route by its like: with a gateway, or without.
+/// An IPv6 route replaces another one of the same sort: with or without a gateway.
 #[test]
-fn a_route_before_ours_that_is_not_replaced_gives_way() {
+fn a_route_in_front_of_ours_that_is_not_replaced_is_removed() {
     in_netns_async(|| async {
         let kernel = uplink();
         ip("link add up1 type veth peer name far1");
@@ -566,7 +566,7 @@ fn a_route_before_ours_that_is_not_replaced_gives_way() {
         let shown_after = shown();
         assert!(shown_after.contains("via 2001:db8::9 dev up0 proto 241"), "{shown_after}");
         assert_eq!(shown_after.lines().count(), 1, "{shown_after}");
-        // Where nobody wants ours any more, it is theirs to keep.
+        // It stays once ours is no longer desired.
         stand_before();
         change(Change::Delete(ours.clone()));
         let left = shown();
@@ -576,7 +576,7 @@ fn a_route_before_ours_that_is_not_replaced_gives_way() {
 }
 
 #[test]
-fn one_of_last_resort_does_not_stay_behind_ours_however_it_was_learned_of() {
+fn a_last_resort_route_does_not_stay_behind_ours_however_it_was_noted() {
     #[derive(Debug, Clone, Copy, PartialEq)]
     enum Learned {
         Told,
@@ -646,7 +646,7 @@ fn one_of_last_resort_does_not_stay_behind_ours_however_it_was_learned_of() {
                 add_behind();
                 change(&kernel, Change::Delete(ours.clone()));
                 assert_eq!(shown(), "", "{learned:?}: it goes with ours");
-                // What another network keeps is not ours, whatever stood before it.
+                // The route of another network stays, even behind ours.
                 change(&kernel, Change::Put(ours.clone()));
                 add_behind();
                 let of_another = Footprint { networks: Vec::new(), ..footprint.clone() };

@@ -1,4 +1,4 @@
-//! The fuzz target's corpus, replayed: messages as Linux 6 sent them, whole and broken.
+//! Replays the corpus of the fuzz target: messages as Linux 6 sent them, whole and broken.
 
 use std::fs;
 use std::path::Path;
@@ -17,8 +17,7 @@ fn netlink_message() {
     for path in files {
         let name = path.file_name().expect("a name").to_string_lossy().into_owned();
         let lines = decode(&fs::read(&path).expect("readable"));
-        // What a fuzzer has added has hexadecimal digits for a name, and is checked, but not
-        // listed.
+        // Files that a fuzzer added have hexadecimal names. They are checked, but not listed.
         if !name.bytes().all(|b| b.is_ascii_hexdigit()) {
             read += &format!("{name}: {}\n", lines.join(", "));
         }

@@ -1,6 +1,6 @@
-//! A host with a great many routes of others: reading ours takes no memory for theirs.
+//! Reading our routes takes no memory for foreign ones on a host with very many.
 //!
-//! Alone in its file, because it measures the process.
+//! The test is alone in its file, because it measures the process.
 
 #![allow(clippy::unwrap_used, reason = "a test fails that way")]
 
@@ -19,7 +19,7 @@ fn route(n: u32) -> Object {
     Route { dst, via: Via::Blackhole, mtu: None }.into()
 }
 
-/// KiB that this process has in memory, or had at most (`VmRSS`, `VmHWM`).
+/// Current or peak memory of this process in KiB (`VmRSS`, `VmHWM`).
 fn memory(key: &str) -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix(key)).unwrap();
@@ -27,7 +27,7 @@ fn memory(key: &str) -> u64 {
 }
 
 #[test]
-fn others_routes_take_no_memory() {
+fn foreign_routes_take_no_memory() {
     in_netns(|| {
         let kernel = NetlinkKernel::open().unwrap();
         let footprint = Footprint {
@@ -42,7 +42,7 @@ fn others_routes_take_no_memory() {
         }
         let ours = Route { dst: "10.1.7.0/24".parse().unwrap(), via: Via::Blackhole, mtu: None };
         assert!(kernel.apply(&footprint, &[Change::Put(ours.into())])[0].is_ok());
-        // The highest mark falls to what there is.
+        // Resets the peak to the current value.
         std::fs::write("/proc/self/clear_refs", "5").unwrap();
         let before = memory("VmRSS:");
         let state = kernel.snapshot(&footprint).unwrap();

@@ -1,4 +1,4 @@
-//! The external interface of a host made of a network namespace.
+//! The external interface of a host that is a network namespace.
 
 #![allow(clippy::unwrap_used, reason = "a test fails that way")]
 
@@ -39,7 +39,7 @@ fn the_default_route_decides() {
 }
 
 #[test]
-fn the_way_to_an_address_decides() {
+fn the_route_to_an_address_decides() {
     in_netns(|| {
         let kernel = host();
         let can_reach = Some("198.51.100.7".parse().unwrap());
@@ -76,8 +76,7 @@ fn deprecated_and_unready_addresses_do_not_count() {
     });
 }
 
-/// Follows the interface that was chosen on this host, until the script has seen all that it waits
-/// for.
+/// Follows the interface that was chosen on this host until the script ends.
 async fn follow(
     kernel: &NetlinkKernel,
     selectors: &Selectors,
@@ -97,7 +96,7 @@ async fn follow(
     assert!(over.is_ok(), "nothing ended it: {:?}", state());
 }
 
-/// Waits for such a state.
+/// Waits for a state for which `wanted` is true.
 async fn until(
     states: &mut watch::Receiver<InterfaceState>,
     wanted: impl Fn(&InterfaceState) -> bool,
@@ -105,7 +104,7 @@ async fn until(
     states.wait_for(wanted).await.unwrap().clone()
 }
 
-/// Another choice is possible: what is different.
+/// Waits for another possible choice; returns the difference.
 async fn other(states: &mut watch::Receiver<InterfaceState>) -> String {
     match until(states, |state| matches!(state, InterfaceState::Other { .. })).await {
         InterfaceState::Other { difference, .. } => difference,
@@ -113,7 +112,7 @@ async fn other(states: &mut watch::Receiver<InterfaceState>) -> String {
     }
 }
 
-/// What makes another choice possible after `changes` to a host whose interface is up1.
+/// The difference after `changes` to a host whose interface is up1.
 async fn waits_for(changes: &[&str]) -> String {
     let kernel = host();
     let selectors = Selectors { iface: vec!["up1".into(), "up0".into()], ..Selectors::default() };
@@ -130,7 +129,7 @@ async fn waits_for(changes: &[&str]) -> String {
 }
 
 #[test]
-fn only_what_the_interface_was_chosen_with_ends_the_choice() {
+fn only_a_change_of_the_chosen_values_ends_the_choice() {
     in_netns_async(async || {
         let reason = waits_for(&[
             "addr add 192.0.3.77/24 dev up1",
@@ -139,7 +138,7 @@ fn only_what_the_interface_was_chosen_with_ends_the_choice() {
             "route replace default via 192.0.4.9",
             "link set up1 down",
             "link set up1 up",
-            // The kernel takes IPv6 addresses away with the link.
+            // The kernel removes the IPv6 addresses with the link.
             "addr replace 2001:db8:1::1/64 dev up1 nodad",
             "link set up1 mtu 1350",
         ])
@@ -158,7 +157,7 @@ fn another_address_is_another_choice() {
 }
 
 #[test]
-fn an_interface_that_is_gone_is_waited_for_until_something_fits() {
+fn a_missing_interface_is_lost_until_another_choice_is_possible() {
     in_netns_async(async || {
         let reason = waits_for(&[
             "addr flush dev up0",
@@ -172,7 +171,7 @@ fn an_interface_that_is_gone_is_waited_for_until_something_fits() {
 }
 
 #[test]
-fn a_link_local_address_takes_the_place_of_no_other_and_gives_way_to_one() {
+fn a_link_local_address_replaces_no_other_and_is_replaced_by_one() {
     in_netns_async(async || {
         let kernel = host();
         ip("addr add 169.254.3.4/16 dev up1");
@@ -194,7 +193,7 @@ fn a_link_local_address_takes_the_place_of_no_other_and_gives_way_to_one() {
             until(&mut states, lost).await;
         })
         .await;
-        // It is all there is.
+        // It is the only address.
         follow(&kernel, &selectors, &[Family::V4], async |mut states| {
             until(&mut states, |state| *state == InterfaceState::Kept).await;
             ip("addr add 192.0.3.9/24 dev up1");
@@ -204,7 +203,7 @@ fn a_link_local_address_takes_the_place_of_no_other_and_gives_way_to_one() {
             );
         })
         .await;
-        // It is what was asked for.
+        // The user selected it.
         let asked = Selectors { iface: vec!["169.254.3.4".into()], ..Selectors::default() };
         follow(&kernel, &asked, &[Family::V4], async |mut states| {
             until(&mut states, |state| *state == InterfaceState::Kept).await;
@@ -216,7 +215,7 @@ fn a_link_local_address_takes_the_place_of_no_other_and_gives_way_to_one() {
 }
 
 #[test]
-fn a_choice_that_becomes_another_one_is_reported_again() {
+fn a_choice_that_changes_again_is_reported_again() {
     in_netns_async(async || {
         let kernel = host();
         let selectors =
@@ -233,7 +232,7 @@ fn a_choice_that_becomes_another_one_is_reported_again() {
     });
 }
 
-/// The groups of sockets that listen to rtnetlink in this namespace, as the bits of
+/// The groups of sockets that listen to rtnetlink in this namespace, as bits of
 /// `/proc/net/netlink`.
 fn groups() -> Vec<u32> {
     let table = std::fs::read_to_string("/proc/thread-self/net/netlink").unwrap();

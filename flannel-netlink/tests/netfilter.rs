@@ -1,4 +1,4 @@
-//! Batches happen whole or not at all; changes by others are reported, changes of our own are not.
+//! Batches are atomic. Changes by other programs are reported, our own are not.
 
 #![allow(clippy::unwrap_used, reason = "a test fails that way")]
 
@@ -10,8 +10,8 @@ use flannel_netlink::netfilter::{
 };
 use flannel_netlink::testing::in_netns_async;
 
-/// `NFNL_SUBSYS_NFTABLES`, `NFNLGRP_NFTABLES`, `NFPROTO_IPV4`; `NFT_MSG_…`; an attribute with a
-/// name is number 1.
+/// `NFNL_SUBSYS_NFTABLES`, `NFNLGRP_NFTABLES`, `NFPROTO_IPV4`, `NFT_MSG_…`. Attribute 1 is the
+/// name.
 const NFTABLES: u8 = 10;
 const GROUP: u32 = 7;
 const IPV4: u8 = 2;
@@ -43,7 +43,7 @@ fn make(socket: &mut NetfilterSocket, name: &str) {
 }
 
 #[test]
-fn a_batch_happens_whole_or_not_at_all() {
+fn a_batch_is_atomic() {
     in_netns_async(|| async {
         let mut socket = NetfilterSocket::open().unwrap();
         assert_eq!(socket.commit(Batch::new(NFTABLES)), Ok(()), "nothing to do is done");
@@ -64,7 +64,7 @@ fn a_batch_happens_whole_or_not_at_all() {
 }
 
 #[test]
-fn what_is_asked_for_is_found_or_absent() {
+fn a_query_finds_an_object_or_reports_it_absent() {
     in_netns_async(|| async {
         let mut socket = NetfilterSocket::open().unwrap();
         make(&mut socket, "one");
@@ -77,7 +77,7 @@ fn what_is_asked_for_is_found_or_absent() {
 }
 
 #[test]
-fn a_subsystem_that_is_not_there_refuses_the_whole_batch() {
+fn a_missing_subsystem_refuses_the_whole_batch() {
     in_netns_async(|| async {
         let mut batch = Batch::new(15);
         table(&mut batch, NEWTABLE, Make::Create, "one");
@@ -90,7 +90,7 @@ fn a_subsystem_that_is_not_there_refuses_the_whole_batch() {
 }
 
 #[test]
-fn only_changes_by_others_are_reported() {
+fn only_changes_by_other_programs_are_reported() {
     in_netns_async(|| async {
         let (mut own, mut other) =
             (NetfilterSocket::open().unwrap(), NetfilterSocket::open().unwrap());
@@ -116,7 +116,7 @@ fn lost_messages_are_reported_as_a_change() {
     in_netns_async(|| async {
         let mut other = NetfilterSocket::open().unwrap();
         let mut events = NetfilterEvents::listen(GROUP, 0).unwrap();
-        // Nobody listens meanwhile, until no buffer is large enough.
+        // Nothing reads the socket meanwhile, until its buffer overflows.
         for n in 0..5_000 {
             make(&mut other, &format!("table {n}"));
         }

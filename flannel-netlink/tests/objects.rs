@@ -1,4 +1,4 @@
-//! Every kind of object, as iproute2 sees it: created, each attribute changed in place, put again,
+//! Every kind of object, as iproute2 shows it: created, each attribute changed in place, put again,
 //! deleted.
 
 #![allow(clippy::unwrap_used, reason = "a test fails that way")]
@@ -33,7 +33,7 @@ fn json_of(text: &str) -> Value {
     serde_json::from_str(text).unwrap_or(json!([]))
 }
 
-/// Two uplinks with addresses, which stand for a host's network.
+/// Two uplinks with addresses.
 fn uplinks() -> NetlinkKernel {
     for n in 0..2 {
         ip(&format!("link add up{n} type veth peer name far{n}"));
@@ -69,7 +69,7 @@ fn device(family: Family) -> (Link, Vxlan) {
     (link(mtu(family), true, vxlan), vxlan)
 }
 
-/// What is left of 1500 bytes in a tunnel; the kernel refuses more.
+/// The MTU of a tunnel over 1500 bytes. The kernel refuses a larger one.
 fn mtu(family: Family) -> u32 {
     if family == Family::V4 { 1450 } else { 1430 }
 }
@@ -82,7 +82,7 @@ fn apply(kernel: &NetlinkKernel, change: Change) -> Result<(), KernelError> {
     kernel.apply(&footprint(), &[change]).remove(0)
 }
 
-/// Puts it twice, and finds it in a snapshot.
+/// Puts the object twice, and finds it in a snapshot.
 fn put(kernel: &NetlinkKernel, object: impl Into<Object>) {
     let object = object.into();
     for _ in 0..2 {
@@ -93,7 +93,7 @@ fn put(kernel: &NetlinkKernel, object: impl Into<Object>) {
     assert_eq!(snapshot.get(&object.key()), Some(&object));
 }
 
-/// Deletes it twice, and finds it gone.
+/// Deletes the object twice, and finds that it is gone.
 fn delete(kernel: &NetlinkKernel, object: impl Into<Object>) {
     let object = object.into();
     for _ in 0..2 {
@@ -103,7 +103,7 @@ fn delete(kernel: &NetlinkKernel, object: impl Into<Object>) {
     assert_eq!(kernel.snapshot(&footprint()).unwrap().get(&object.key()), None);
 }
 
-/// By the tunnel.
+/// A route through the tunnel.
 fn peer_route(family: Family) -> Route {
     let (dst, gateway) = match family {
         Family::V4 => ("10.1.2.0/24", "10.1.2.0"),
@@ -113,7 +113,7 @@ fn peer_route(family: Family) -> Route {
     Route { dst: dst.parse().unwrap(), via, mtu: None }
 }
 
-/// Each family gets a namespace of its own.
+/// Runs the test for each family in a namespace of its own.
 fn for_both_families(test: fn(&NetlinkKernel, Family)) {
     for family in Family::BOTH {
         Netns::new().unwrap().run(|| test(&uplinks(), family));
@@ -125,7 +125,7 @@ fn shown_link() -> Value {
 }
 
 #[test]
-fn a_device_is_made_as_go_flannel_makes_it() {
+fn a_device_has_the_attributes_that_go_flannel_sets() {
     in_netns(|| for_both_families(a_device_has_all_attributes));
 }
 
@@ -190,7 +190,7 @@ fn a_device_changes(kernel: &NetlinkKernel, family: Family) {
 }
 
 #[test]
-fn a_device_with_another_identity_is_made_anew() {
+fn a_device_with_another_identity_is_created_again() {
     in_netns(|| {
         let kernel = uplinks();
         let (wanted, vxlan) = device(Family::V4);
@@ -206,7 +206,7 @@ fn a_device_with_another_identity_is_made_anew() {
             put(&kernel, link(1430, true, changed));
             assert_ne!(shown_link()["ifindex"], index, "{changed:?}");
         }
-        // What flannel's have not, and the kernel does not take away.
+        // Attributes that flannel's devices lack and the kernel cannot reset.
         for alien in [
             "group 239.0.0.1",
             "ttl inherit",
@@ -230,7 +230,7 @@ fn a_device_with_another_identity_is_made_anew() {
 }
 
 #[test]
-fn a_device_that_was_renamed_gets_its_name_back_and_keeps_what_is_on_it() {
+fn a_renamed_device_gets_its_name_back_and_keeps_its_objects() {
     in_netns(|| {
         for_both_families(|kernel, family| {
             let (wanted, _) = device(family);
@@ -243,7 +243,7 @@ fn a_device_that_was_renamed_gets_its_name_back_and_keeps_what_is_on_it() {
             assert_eq!(shown_link()["ifindex"], index);
             let there = kernel.snapshot(&footprint()).unwrap();
             assert!(there.get(&Object::from(route).key()).is_some(), "{there:?}");
-            // Meanwhile something else was made in its place.
+            // Another device took its name.
             ip("link set flannel.1 name stray0 mtu 1300");
             ip("link add flannel.1 type vxlan id 2 dev up0 dstport 8472");
             put(kernel, wanted.clone());
@@ -251,7 +251,7 @@ fn a_device_that_was_renamed_gets_its_name_back_and_keeps_what_is_on_it() {
                 (&shown_link()["ifindex"], &shown_link()["mtu"]),
                 (&index, &json!(mtu(family)))
             );
-            // Somebody else's stays, and is named.
+            // A foreign device stays, and the error names it.
             ip("link set flannel.1 name stray0 address 0a:00:00:00:00:99");
             let error = apply(kernel, Change::Put(wanted.into())).unwrap_err();
             assert_eq!(error.errno, 17);
@@ -316,7 +316,7 @@ fn addresses() {
             assert_eq!(shown_addresses(), [(text.to_owned(), u64::from(len - 8))]);
             put(&kernel, addr);
             assert_eq!(shown_addresses(), [(text.to_owned(), u64::from(len))]);
-            // With another end, or valid only on this host, it is another one. Routes on the device
+            // With another far end or of scope host, it is another address. Routes on the device
             // outlast the exchange.
             let dst = if addr.address.is_ipv4() { "10.1.7.0/24" } else { "fd00:1:7::/64" };
             let delete_and = format!("addr del {text}/{len} dev flannel.1");
@@ -335,14 +335,14 @@ fn addresses() {
                 let family = if addr.address.is_ipv4() { 4 } else { 6 };
                 let routes = ip(&format!("-{family} route show dev flannel.1 proto boot"));
                 assert_eq!(routes.lines().count(), 1, "{odd}: {routes}");
-                // Unwanted, it goes whatever else is said of it.
+                // Once it is not desired, it is deleted whatever its attributes.
                 ip(&delete_and);
                 ip(&format!("addr add {odd} dev flannel.1"));
                 delete(&kernel, addr);
                 assert_eq!(shown_addresses(), [], "{odd}");
                 put(&kernel, addr);
             }
-            // Only as described: another length is another address.
+            // An address with another length is another address, and stays.
             apply(&kernel, Change::Delete(shorter.into())).unwrap();
             assert_eq!(shown_addresses(), [(text.to_owned(), u64::from(len))]);
             delete(&kernel, addr);
@@ -352,7 +352,7 @@ fn addresses() {
 }
 
 #[test]
-fn what_no_object_expresses_is_noted_and_put_right() {
+fn unrepresentable_attributes_are_noted_and_repaired() {
     in_netns(|| {
         for_both_families(|kernel, family| {
             let (link, _) = device(family);
@@ -434,7 +434,7 @@ fn what_no_object_expresses_is_noted_and_put_right() {
 }
 
 #[test]
-fn both_lengths_in_one_call_end_with_the_last() {
+fn both_lengths_in_one_call_leave_the_last_one() {
     in_netns(|| {
         let kernel = uplinks();
         put(&kernel, device(Family::V4).0);
@@ -490,7 +490,7 @@ fn neighbours_and_forwarding_entries() {
                     (&json!("permanent"), true)
                 );
             }
-            // One that leads to nexthop objects would stay so, whatever is put.
+            // An entry by nexthop objects would keep them on a put.
             ip(&format!("nexthop add id 78 via {d} fdb"));
             ip("nexthop add id 79 group 78 fdb");
             let diverted = || {
@@ -509,7 +509,7 @@ fn neighbours_and_forwarding_entries() {
             put(kernel, fdb(e));
             assert_eq!((&shown()[0]["dst"], shown()[1].is_null()), (&json!(e), true));
             assert_eq!(is_inexact(), None);
-            // What nobody wants goes, however odd it is.
+            // An undesired entry is deleted, whatever its attributes.
             for odd in [
                 "nhid 79 self permanent",
                 "via up1 self permanent",
@@ -554,7 +554,7 @@ fn neighbours_and_forwarding_entries() {
 }
 
 #[test]
-fn tables_of_any_length_are_read_whole() {
+fn tables_of_any_length_are_read_completely() {
     in_netns(|| {
         for_both_families(|kernel, family| {
             let (link, _) = device(family);
@@ -577,7 +577,7 @@ fn tables_of_any_length_are_read_whole() {
                 let puts: Vec<Change> = new.iter().cloned().map(Change::Put).collect();
                 assert!(kernel.apply(&footprint(), &puts).iter().all(Result::is_ok));
                 want.extend(new);
-                // Twice: nothing of the first answer is taken for the second.
+                // Twice, so that stale answers would be noticed.
                 for _ in 0..2 {
                     let there = kernel.snapshot(&footprint()).unwrap();
                     assert!(there == want, "{} of {}", there.len(), want.len());
@@ -588,7 +588,7 @@ fn tables_of_any_length_are_read_whole() {
 }
 
 #[test]
-fn a_route_takes_the_place_of_one_of_last_resort() {
+fn a_route_replaces_a_last_resort_route() {
     in_netns(|| {
         for_both_families(|kernel, family| {
             let (link, _) = device(family);
@@ -615,7 +615,7 @@ fn a_route_takes_the_place_of_one_of_last_resort() {
 }
 
 #[test]
-fn nexthops_are_read_however_often_others_change_theirs() {
+fn nexthops_are_read_while_other_programs_change_theirs() {
     const COUNT: u32 = 4_000;
     in_netns(|| {
         let kernel = uplinks();
@@ -676,7 +676,7 @@ fn learned_and_foreign_entries_are_not_ours() {
         ip("nexthop add id 6 via 192.0.3.9 dev up1 proto 241");
         let snapshot = kernel.snapshot(&footprint()).unwrap();
         assert_eq!(snapshot.iter().cloned().collect::<Vec<_>>(), [device(Family::V4).0.into()]);
-        // Theirs by protocol: a deletion that describes it does not reach it.
+        // They have another protocol, so a matching deletion does not reach them.
         let theirs =
             Via::Gateway { gateway: address("192.0.2.9"), link: name("up0"), onlink: false };
         let route = Route { dst: "10.1.9.0/24".parse().unwrap(), via: theirs, mtu: None };
@@ -719,7 +719,7 @@ fn nexthops() {
                 "the route follows"
             );
             delete(kernel, nexthop(h));
-            // Deleting it took the route along; that this is so already is as good.
+            // Its deletion removed the route too, which counts as deleted.
             delete(kernel, Route { dst: dst.parse().unwrap(), via: Via::Nexthop(77), mtu: None });
         });
     });
@@ -730,7 +730,7 @@ fn flag(family: Family) -> &'static str {
 }
 
 #[test]
-fn a_failure_in_the_middle_of_a_batch_is_that_ones_alone() {
+fn a_failure_in_the_middle_of_a_batch_affects_no_other_change() {
     in_netns(|| {
         let kernel = uplinks();
         put(&kernel, device(Family::V4).0);

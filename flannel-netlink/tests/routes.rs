@@ -1,4 +1,4 @@
-//! Routes of every form, and what others may have left in their place.
+//! Routes of every form, and routes that other programs left in their place.
 
 #![allow(clippy::unwrap_used, reason = "a test fails that way")]
 
@@ -15,7 +15,7 @@ use flannel_netlink::testing::{Netns, in_netns, ip};
 use flannel_route::{cleanup, ready_for_go};
 use serde_json::Value;
 
-/// The two families' version of one scene.
+/// The same scene for both families.
 struct Scene {
     kernel: NetlinkKernel,
     family: Family,
@@ -96,7 +96,7 @@ impl Scene {
     }
 
     fn found(&self) -> Option<Object> {
-        // The witness agrees that there is exactly one route to the destination, or none.
+        // `ip` agrees that there is one route to the destination, or none.
         let flag = if self.family == Family::V4 { "-4" } else { "-6" };
         let shown: Value =
             serde_json::from_str(&ip(&format!("-j {flag} route show {}", self.dst()))).unwrap();
@@ -110,7 +110,7 @@ impl Scene {
         found
     }
 
-    /// What is found is not quite as described.
+    /// The route is inexact in a snapshot.
     fn is_inexact(&self) -> bool {
         self.kernel.snapshot(&self.footprint()).unwrap().is_inexact(&Key::Route(self.dst()))
     }
@@ -134,7 +134,7 @@ fn up() -> LinkName {
     "up0".parse().unwrap()
 }
 
-/// Each family gets a namespace of its own.
+/// Runs the test for each family in a namespace of its own.
 fn in_both_families(test: fn(&Scene)) {
     for family in Family::BOTH {
         Netns::new().unwrap().run(|| test(&Scene::set(family)));
@@ -181,7 +181,7 @@ fn a_deletion_spares_another_path_to_the_destination() {
 }
 
 #[test]
-fn a_route_takes_the_place_of_a_foreign_one() {
+fn a_route_replaces_a_foreign_one() {
     in_netns(|| {
         in_both_families(|scene| {
             for wanted in scene.forms() {
@@ -212,9 +212,9 @@ fn a_route_takes_the_place_of_a_foreign_one() {
     });
 }
 
-/// What no [`Route`] expresses makes it no other entry: ours to put right, or to remove.
+/// A route with attributes that [`Route`] does not represent is the same entry.
 #[test]
-fn a_route_of_ours_with_more_is_found_and_put_right_or_deleted() {
+fn a_route_of_ours_with_more_attributes_is_repaired_or_deleted() {
     in_netns(|| {
         in_both_families(|scene| {
             let wanted = scene.forms()[1];
@@ -224,12 +224,12 @@ fn a_route_of_ours_with_more_is_found_and_put_right_or_deleted() {
                 let mut more = vec!["src SOURCE", "advmss 1000", "initcwnd 20 src SOURCE"];
                 if scene.family == Family::V6 {
                     more.push("pref high");
-                    // The kernel takes no source with a nexthop object there.
+                    // The kernel refuses a source with a nexthop object here.
                     more.retain(|more| {
                         !(more.contains("src") && matches!(ours.via, Via::Nexthop(_)))
                     });
                 } else if !matches!(ours.via, Via::Link(_)) {
-                    // Of those to a link it is what says that there is no gateway.
+                    // The scope of a route to a link shows that it has no gateway.
                     more.push("scope site");
                 }
                 for more in more {
@@ -254,7 +254,7 @@ fn a_route_of_ours_with_more_is_found_and_put_right_or_deleted() {
                     }
                 }
             }
-            // Go flannel's have none of that: another program made these.
+            // Go flannel's routes have no such attributes, so another program created these.
             let scope = (scene.family == Family::V4).then_some((" scope site", false));
             let more = [("", true), (" advmss 1000", false), (" src SOURCE", false)];
             for (more, is_found) in more.into_iter().chain(scope) {
@@ -272,7 +272,7 @@ fn a_route_of_ours_with_more_is_found_and_put_right_or_deleted() {
 }
 
 #[test]
-fn ours_is_put_before_one_that_hides_it() {
+fn ours_is_put_in_front_of_a_route_that_hides_it() {
     in_netns(|| {
         in_both_families(|scene| {
             for n in 0..scene.forms().len() {
@@ -290,7 +290,7 @@ fn ours_is_put_before_one_that_hides_it() {
 fn hide(scene: &Scene, form: usize, foreign: &str) {
     let wanted = scene.forms()[form];
     scene.apply(&Change::Put(wanted.into()));
-    // IPv6 takes that for the same path, whatever the protocol.
+    // IPv6 treats it as the same path, whatever the protocol.
     if form == 0 && scene.family == Family::V6 {
         return;
     }
@@ -304,10 +304,9 @@ fn hide(scene: &Scene, form: usize, foreign: &str) {
     );
 }
 
-/// As a nexthop object is repaired, whichever routes are there. In IPv4, where there are nexthop
-/// objects.
+/// The sequence that repairs a nexthop object, with all kinds of existing routes. IPv4 only.
 #[test]
-fn a_route_that_goes_by_the_gateway_on_its_way_ends_by_its_nexthop_object() {
+fn a_route_that_uses_its_gateway_meanwhile_ends_by_its_nexthop_object() {
     in_netns(|| {
         for there in 0..2 {
             for foreign in
@@ -343,10 +342,10 @@ fn step_aside(scene: &Scene, there: usize, foreign: &str) {
     );
 }
 
-/// What is there already, behind routes of others, goes if the last one could take the first one's
-/// place, and only then. IPv6 routes replace each other wherever they are.
+/// A hidden route is deleted only if the last put replaced the route in front of it. IPv6 routes
+/// replace each other wherever they are.
 #[test]
-fn a_hidden_step_goes_for_the_last_route_and_for_nothing_else() {
+fn a_hidden_route_is_deleted_only_for_the_last_put() {
     in_netns(|| {
         for case in 0..5 {
             for foreign in [&["FIVE"][..], &["FIVE", "SIX"]] {
@@ -436,9 +435,9 @@ fn routes_survive_a_group_in_the_place_of_their_nexthop() {
     });
 }
 
-/// The kernel takes two routes by one nexthop object for one if they differ in metrics only.
+/// The kernel treats routes by one nexthop object that differ only in metrics as one.
 #[test]
-fn nothing_stays_of_the_attributes_of_a_route_by_the_same_nexthop() {
+fn no_attributes_stay_of_a_route_by_the_same_nexthop() {
     in_netns(|| {
         in_both_families(|scene| {
             let id = scene.id(7);
@@ -450,7 +449,7 @@ fn nothing_stays_of_the_attributes_of_a_route_by_the_same_nexthop() {
                 scene.foreign(&format!("route replace DST nhid {id} proto 241 {theirs}"));
                 let shown = ip(&format!("{flag} route show {}", ours.dst));
                 assert!(shown.contains(theirs), "{theirs}: {shown}");
-                // Whoever repairs it has seen it.
+                // The repairing program has read the route.
                 assert_ne!(scene.found(), None);
                 scene.apply(&Change::Put(ours.into()));
                 assert_eq!(scene.found(), Some(ours.into()), "{theirs}");
@@ -463,7 +462,7 @@ fn nothing_stays_of_the_attributes_of_a_route_by_the_same_nexthop() {
 }
 
 #[test]
-fn a_nexthop_that_leads_nowhere_leads_on_whatever_goes_by_it() {
+fn a_blackhole_nexthop_is_replaced_and_its_routes_work_again() {
     in_netns(|| {
         in_both_families(|scene| {
             let id = scene.id(7);
@@ -471,7 +470,7 @@ fn a_nexthop_that_leads_nowhere_leads_on_whatever_goes_by_it() {
             scene.apply(&Change::Put(ours.into()));
             ip(&format!("-6 nexthop replace id {id} blackhole"));
             assert_eq!(scene.found(), Some(ours.into()), "still the route by it");
-            // The kernel lets no IPv6 route go by an IPv4 nexthop, but by a blackhole.
+            // The kernel allows IPv6 routes by IPv4 blackholes only.
             let other = if scene.family == Family::V4 {
                 "-6 route add fd77::/64"
             } else {
@@ -488,7 +487,7 @@ fn a_nexthop_that_leads_nowhere_leads_on_whatever_goes_by_it() {
 }
 
 #[test]
-fn what_else_goes_by_a_nexthop_is_found_and_does_not_go_with_it() {
+fn foreign_users_of_a_nexthop_are_found_and_not_deleted_with_it() {
     in_netns(|| {
         in_both_families(|scene| {
             let v4 = scene.family == Family::V4;
@@ -512,12 +511,12 @@ fn what_else_goes_by_a_nexthop_is_found_and_does_not_go_with_it() {
                 others.push(("proto 241 tos 4", "with a metric or TOS of its own"));
                 others.push(("proto 241 src 192.0.2.1 metric 99", "src 192.0.2.1 with a metric"));
             }
-            for (other, said) in others {
+            for (other, expected) in others {
                 scene.foreign(&format!("route add DST nhid {id} {other}"));
                 let found = users();
                 let text = format!("route {} nhid {id} ", scene.dst());
                 assert!(
-                    found[&id].starts_with(&text) && found[&id].contains(said),
+                    found[&id].starts_with(&text) && found[&id].contains(expected),
                     "{other}: {found:?}"
                 );
                 for clean in [ready_for_go, cleanup] {
@@ -526,7 +525,7 @@ fn what_else_goes_by_a_nexthop_is_found_and_does_not_go_with_it() {
                         panic!("{other}: {report:#?}")
                     };
                     assert!(
-                        kept.id == id && why.errno == 16 && why.to_string().contains(said),
+                        kept.id == id && why.errno == 16 && why.to_string().contains(expected),
                         "{why}"
                     );
                 }
@@ -544,7 +543,7 @@ fn what_else_goes_by_a_nexthop_is_found_and_does_not_go_with_it() {
 }
 
 #[test]
-fn a_route_of_last_resort_is_behind_others_and_replaces_ours() {
+fn a_last_resort_route_is_behind_others_and_replaces_ours() {
     in_netns(|| {
         in_both_families(|scene| {
             let last = Route { dst: scene.dst(), via: Via::LastResort, mtu: None };
@@ -568,14 +567,12 @@ fn a_route_of_last_resort_is_behind_others_and_replaces_ours() {
                 scene.apply(&Change::Delete(form.into()));
                 assert_eq!(scene.found(), None, "nothing of ours is left behind it");
             }
-            // A route into a tunnel of ours is an earlier run's, and would keep others from being
-            // before it.
+            // A route into our tunnel is from an earlier run, and would be in front of others.
             scene.foreign("route add DST via BASE dev tun0 onlink");
             scene.apply(&Change::Put(last.into()));
             assert_eq!(scene.found(), Some(last.into()), "alone");
             scene.apply(&Change::Delete(last.into()));
-            // Others' by another metric, and by a nexthop object; what they lead by is theirs or
-            // ours.
+            // Foreign routes with another metric and by a nexthop object. Their links may be ours.
             let flag = if scene.family == Family::V4 { "-4" } else { "-6" };
             for theirs in ["via BASE dev tun0 onlink metric 50", "nhid 77"] {
                 ip(&format!("nexthop replace id 77 via {} dev up0", scene.gateway(5)));
@@ -590,7 +587,7 @@ fn a_route_of_last_resort_is_behind_others_and_replaces_ours() {
                 scene.foreign(&format!("route del DST {theirs}"));
                 assert_eq!(scene.found(), None);
             }
-            // A bridge's route, as the kernel makes it.
+            // The route of a bridge, as the kernel creates it.
             scene.apply(&Change::Put(last.into()));
             scene.foreign("route add DST dev up0 proto kernel");
             assert_eq!(found(), Some(last.into()));
@@ -613,7 +610,7 @@ fn lookup_answers() {
             assert_eq!(ask(inside), RouteAnswer::nowhere(), "no route");
             assert_eq!(ask(scene.gateway(77)).on_link(), Some(up()));
             assert_eq!(ask(scene.gateway(77)).source, Some(scene.gateway(1)));
-            // IPv6 makes the route to an own address a moment after the address.
+            // IPv6 creates the route to an own address slightly later than the address.
             let local = || ask(scene.gateway(1)).local;
             eventually(Duration::from_secs(10), local, || format!("{:?}", ask(scene.gateway(1))));
             assert!(ask(scene.gateway(1)).on_link().is_none());
@@ -668,8 +665,7 @@ fn five_thousand_routes_are_read_while_others_change() {
                     }
                 });
                 for _ in 0..20 {
-                    // A table that never rests may be more than the kernel can show; then that is
-                    // what it says.
+                    // A dump fails if the table changes all the time.
                     match scene.kernel.snapshot(&footprint) {
                         Ok(found) => {
                             let steady = (0..5000)

@@ -1,4 +1,4 @@
-//! The suite that every kernel passes, on the real one.
+//! The test suite for kernels, run on the real one.
 
 #![allow(clippy::unwrap_used, reason = "a test fails that way")]
 

@@ -1,9 +1,8 @@
-//! Cleanup: removes the objects of a network from the kernel, all or only those that Go flannel
-//! cannot handle.
+//! Cleanup: removes the objects of a network from the kernel, all or those that Go flannel cannot
+//! handle.
 //!
-//! No lease is needed. The objects follow from the network config and the backend
-//! ([`Backend::footprint`](flannel_core::Backend::footprint)), so a host without a lease can be
-//! cleaned too. No network may run meanwhile: it would restore them.
+//! The objects follow from the network config ([`Backend::footprint`](flannel_core::Backend)), so
+//! a host without a lease can be cleaned. No network may run meanwhile: it would restore them.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -16,29 +15,25 @@ use flannel_core::kernel::NexthopBlock;
 use flannel_core::kernel::{Footprint, KernelError};
 use flannel_core::object::{Change, Key, Nexthop, Object, Route, State, Via};
 
-/// The pause after a batch, in which other users of the kernel handle get their turn.
+/// The pause after a batch: other users of the kernel handle get their turn.
 const TURN: Duration = Duration::from_micros(200);
 const EBUSY: i32 = 16;
 const EINVAL: i32 = 22;
 
-/// The changes of a cleanup. With `dry_run`, the changes that it would make.
+/// The changes of a cleanup; with `dry_run`, those that it would make.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Cleanup {
     /// Changes that were made, in order.
     pub done: Vec<Change>,
-    /// Changes that the kernel refused, and changes that were not tried (with `EBUSY`): the kernel
-    /// would delete a foreign route or group with a nexthop object.
+    /// Changes that the kernel refused, or that were not tried (`EBUSY`), because the kernel would
+    /// delete a foreign route or group with a nexthop object.
     pub failed: Vec<(Change, KernelError)>,
 }
 
-/// Removes everything that `footprint` claims: routes, nexthop objects, forwarding entries,
-/// neighbours, addresses, devices.
+/// Removes all objects that `footprint` owns, those after a failed one too.
 ///
-/// Goes on after a failure. With `dry_run` nothing is changed, and `done` holds the changes that
-/// would be made.
-///
-/// A nexthop object on the external interface stays if something else uses it
-/// ([`Kernel::nexthop_users`]). On a device that is removed, all objects go with the device.
+/// A nexthop object on the external interface stays if another program uses it
+/// ([`Kernel::nexthop_users`]). A device takes all objects on it along.
 ///
 /// ```
 /// use flannel_core::testing::FakeKernel;
@@ -47,18 +42,14 @@ pub struct Cleanup {
 /// use flannel_route::cleanup;
 ///
 /// # fn main() -> Result<(), flannel_core::kernel::KernelError> {
-/// let kernel = FakeKernel::with_uplink("eth0");
-/// let via = Via::Gateway { gateway: [192, 0, 2, 7].into(), link: "eth0".parse().unwrap(), onlink: false };
-/// kernel.foreign_put(Route { dst: "10.1.7.0/24".parse().unwrap(), via, mtu: None }, ROUTE_PROTOCOL);
-/// let footprint = Footprint {
-///     networks: vec!["10.1.0.0/16".parse().unwrap()],
-///     routes_on: ["eth0".parse().unwrap()].into(),
-///     ..Footprint::default()
-/// };
-/// let would = cleanup(&kernel, &footprint, true)?;
-/// assert_eq!(would.done[0].to_string(), "delete route 10.1.7.0/24 via 192.0.2.7 dev eth0");
-/// assert_eq!(kernel.dump().len(), 1);
-/// assert_eq!(cleanup(&kernel, &footprint, false)?, would);
+/// let (kernel, link) = (FakeKernel::with_uplink("eth0"), "eth0".parse().unwrap());
+/// let via = Via::Gateway { gateway: [192, 0, 2, 7].into(), link, onlink: false };
+/// let dst = "10.1.7.0/24".parse().unwrap();
+/// kernel.foreign_put(Route { dst, via, mtu: None }, ROUTE_PROTOCOL);
+/// let networks = vec!["10.1.0.0/16".parse().unwrap()];
+/// let footprint = Footprint { networks, routes_on: [link].into(), ..Footprint::default() };
+/// let removed = cleanup(&kernel, &footprint, false)?;
+/// assert_eq!(removed.done[0].to_string(), "delete route 10.1.7.0/24 via 192.0.2.7 dev eth0");
 /// assert!(kernel.dump().is_empty());
 /// # Ok(()) }
 /// ```
@@ -76,15 +67,12 @@ pub fn cleanup(
     remove(kernel, footprint, |_| true, dry_run)
 }
 
-/// Removes the objects that a network left inside its former pod network `former`: routes of our
-/// protocol, and the nexthop objects that it chose for that network. Objects inside the network of
-/// `footprint` stay, even if `former` covers it.
+/// Removes the objects that a network left inside its former pod network: routes of our protocol,
+/// and the nexthop objects that it chose for that network. Keeps the objects inside the network of
+/// `footprint`, even if `former` covers it.
 ///
-/// No other network may have `former` now: its routes look the same. For the first start with
-/// another pod network, **while the network runs and is settled**. On devices of its own it removes
-/// what nobody wants anyway; this is for what it left on the external interface. A nexthop object
-/// stays if something else uses it, as in [`cleanup`]. With `dry_run` nothing is changed, and
-/// `done` is what would be.
+/// No other network may use `former`. Call it for the first start with another pod network, while
+/// the network runs and is settled: the network itself removes all that is left on its devices.
 ///
 /// # Errors
 /// The kernel could not be read; nothing was changed.
@@ -117,7 +105,7 @@ pub fn remove_former(
     remove(kernel, &then, is_former, dry_run)
 }
 
-/// Removes those of the objects that `footprint` claims which are `meant`.
+/// Removes the objects of `footprint` that are `meant`.
 fn remove(
     kernel: &dyn Kernel,
     footprint: &Footprint,
@@ -140,21 +128,19 @@ fn remove(
     Ok(report)
 }
 
-/// Makes the host ready for Go flannel, which knows no nexthop objects and fails to delete routes
-/// by them: each such route of ours becomes a plain one in place, then our nexthop objects are
-/// removed. A route of last resort ([`Via::LastResort`]) goes, since Go flannel makes its own
-/// elsewhere and would leave ours for ever. No packet is lost.
+/// Makes the host ready for Go flannel, which knows no nexthop objects and cannot delete routes by
+/// them. Each such route becomes a plain one in place, then the nexthop objects are removed. No
+/// packet is lost. Routes of last resort ([`Via::LastResort`]) are removed: Go flannel makes its own
+/// elsewhere, and would leave ours.
 ///
-/// A nexthop object whose route could not be replaced stays, and so does one that something else
-/// uses ([`Kernel::nexthop_users`]), because the kernel would delete the route with it. With
-/// `dry_run` nothing is changed, and `done` is what would be.
+/// A nexthop object stays if its route could not be replaced, or if another program uses it
+/// ([`Kernel::nexthop_users`]): the kernel would delete the route with it.
 ///
 /// # Errors
 /// The kernel could not be read; nothing was changed.
 ///
 /// # Blocking
-/// As [`Kernel`]. Plain IPv4 routes take quadratic time: 10,000 about a second, 50,000 about 40
-/// seconds.
+/// As [`Kernel`]. Plain IPv4 routes take quadratic time: 10,000 a second, 50,000 40 seconds.
 pub fn ready_for_go(
     kernel: &dyn Kernel,
     footprint: &Footprint,
@@ -173,8 +159,9 @@ pub fn ready_for_go(
             continue;
         };
         match there.get(&Key::Nexthop(id)) {
-            Some(Object::Nexthop(nexthop)) => {
-                changes.push(Change::Put(route.by_gateway_of(nexthop).into()));
+            Some(Object::Nexthop(Nexthop { link, gateway, onlink, .. })) => {
+                let via = Via::Gateway { gateway: *gateway, link: *link, onlink: *onlink };
+                changes.push(Change::Put(Route { via, ..*route }.into()));
             }
             _ => {
                 let detail = format!(
@@ -206,42 +193,15 @@ pub fn ready_for_go(
     Ok(report)
 }
 
-/// Removes the routes that Go flannel left on the external interface (host-gw's, or vxlan's with
-/// `DirectRouting`): it marks them as every script does, so they are recognized by their
-/// attributes. `footprint` is the network's, `lens` the `SubnetLen` of each family; the route must
-/// have Go's protocol, a gateway, the default metric and a destination of exactly that length
-/// inside the pod networks.
+/// Removes the routes that Go flannel left on the external interface: those of host-gw, and of
+/// vxlan with `DirectRouting`. Go flannel marks them as every script does
+/// ([`GO_ROUTE_PROTOCOL`](flannel_core::kernel::GO_ROUTE_PROTOCOL)), so they are recognized by their
+/// attributes too: a gateway, the default metric, a destination inside the pod networks with the
+/// `SubnetLen` that `lens` gives for its family.
 ///
-/// For the first start where Go flannel ran before, and **while the network runs and is settled**:
-/// whatever Go left on a wanted destination has been replaced by then, so what is still there is
-/// nobody's, but where the kernel refused the network's own route: such a destination `keeps` what
-/// it has. With `dry_run` nothing is changed, and `done` is what would be.
-///
-/// ```
-/// use flannel_core::testing::FakeKernel;
-/// use flannel_core::address::Dual;
-/// use flannel_core::kernel::{GO_ROUTE_PROTOCOL, Footprint};
-/// use flannel_core::object::{Route, Via};
-/// use flannel_route::remove_go_routes;
-///
-/// # fn main() -> Result<(), flannel_core::kernel::KernelError> {
-/// let kernel = FakeKernel::with_uplink("eth0");
-/// let via = Via::Gateway { gateway: [192, 0, 2, 7].into(), link: "eth0".parse().unwrap(), onlink: false };
-/// for dst in ["10.1.7.0/24", "10.1.9.0/24", "10.1.8.0/25", "10.2.7.0/24"] {
-///     kernel.foreign_put(Route { dst: dst.parse().unwrap(), via, mtu: None }, GO_ROUTE_PROTOCOL);
-/// }
-/// let footprint = Footprint {
-///     networks: vec!["10.1.0.0/16".parse().unwrap()],
-///     routes_on: ["eth0".parse().unwrap()].into(),
-///     ..Footprint::default()
-/// };
-/// let refused = "10.1.9.0/24".parse().unwrap();
-/// let removed = remove_go_routes(&kernel, &footprint, Dual { v4: Some(24), v6: None }, |dst| *dst == refused, false)?;
-/// assert_eq!(removed.done.len(), 1);
-/// assert_eq!(removed.done[0].to_string(), "delete route 10.1.7.0/24 via 192.0.2.7 dev eth0");
-/// assert_eq!(kernel.dump().len(), 3, "one leads where ours could not be put, the others are none that it would have made");
-/// # Ok(()) }
-/// ```
+/// Call it for the first start after Go flannel, while the network runs and is settled. The network
+/// has replaced the routes to its peers by then, unless the kernel refused. `keeps` is true for such
+/// a destination.
 ///
 /// # Errors
 /// The kernel could not be read; nothing was changed.
@@ -266,7 +226,7 @@ pub fn remove_go_routes(
     Ok(report)
 }
 
-/// What is there, and `footprint` with the ids that belong to it.
+/// The objects of `footprint`, and `footprint` with the ids of its nexthop objects.
 fn read(kernel: &dyn Kernel, footprint: &Footprint) -> Result<(Footprint, State), KernelError> {
     let mut footprint = footprint.clone();
     footprint.nexthops = NexthopBlock::choose(kernel, &footprint)?.0;
@@ -275,7 +235,7 @@ fn read(kernel: &dyn Kernel, footprint: &Footprint) -> Result<(Footprint, State)
 }
 
 impl Cleanup {
-    /// A nexthop object is to be deleted, or stays and says why.
+    /// Adds the deletion of a nexthop object, or reports its other user.
     fn unless_used(
         &mut self,
         nexthop: Nexthop,
@@ -294,7 +254,7 @@ impl Cleanup {
 
     #[allow(
         clippy::disallowed_methods,
-        reason = "what is unfair is the lock: there is no condition to wait for"
+        reason = "the lock of the kernel is unfair: there is no condition to wait for"
     )]
     fn carry_out(
         &mut self,

@@ -8,7 +8,8 @@ use std::time::Duration;
 use tokio::sync::{mpsc, watch};
 use tokio::time::{Instant, sleep_until};
 
-use crate::engine::{Engine, Gate};
+use crate::engine::Engine;
+use crate::gated_kernel::GatedKernel;
 use crate::listener::Listener;
 use crate::schedule::{Done, Permits, Schedule};
 use flannel_core::kernel::{Changes, Invalidation, KernelError, ProcessNames};
@@ -17,22 +18,13 @@ use flannel_core::network::{Ended, Question};
 use flannel_core::status::Status;
 use flannel_core::{Kernel, Result};
 
-/// The time between two looks at the kernel's events during a round. Nothing would be done about
-/// them before its end, and the kernel works faster if it wakes nobody with every message.
+/// The time between two looks at the kernel's events during a round. No event is handled before the
+/// end of the round, and the kernel is faster if messages do not wake a listener.
 const LISTEN: Duration = Duration::from_millis(4);
-
-/// Nothing is written after this is dropped.
-struct CloseOnDrop(Arc<Gate>);
-
-impl Drop for CloseOnDrop {
-    fn drop(&mut self) {
-        self.0.close();
-    }
-}
 
 /// The one loop that owns the engine.
 pub(crate) struct Driver {
-    kernel: Arc<dyn Kernel>,
+    kernel: Arc<GatedKernel>,
     names: Option<Arc<dyn ProcessNames>>,
     /// `None` while a round has it.
     engine: Option<Box<Engine>>,
@@ -45,7 +37,7 @@ pub(crate) struct Driver {
     schedule: Schedule,
 }
 
-/// The work of a round, apart from what the engine knows.
+/// The work of a round, besides the engine's own.
 struct Round {
     view: Option<(View, Instant)>,
     events: Vec<Invalidation>,
@@ -64,18 +56,18 @@ impl Round {
     fn work(
         self,
         mut engine: Box<Engine>,
-        kernel: &dyn Kernel,
+        gated: &GatedKernel,
         names: Option<&dyn ProcessNames>,
-        gate: &Gate,
     ) -> Outcome {
+        let kernel = &*gated.kernel;
         // Listen first, then read: changes in between become events.
         let stream = self.permits.listen.then(|| kernel.changes());
         if self.permits.listen {
             engine.invalidate(&Invalidation::Everything, names);
         }
         self.events.iter().for_each(|event| engine.invalidate(event, names));
-        let urgent = self.permits.recheck_urgent && engine.has_urgent_lookups();
-        let recheck = urgent || self.permits.recheck && engine.has_stale_lookups();
+        let urgent = self.permits.recheck_urgent && engine.lookups.is_urgent();
+        let recheck = urgent || self.permits.recheck && engine.lookups.is_any();
         let rechecked = recheck.then(|| {
             let started = Instant::now();
             engine.recheck_lookups(kernel);
@@ -88,8 +80,15 @@ impl Round {
             engine.retry();
         }
         // A closed gate means that the driver was dropped.
-        let _ = engine.settle(kernel, gate, self.permits.read);
+        let _ = engine.settle(gated, self.permits.read);
         Outcome { engine, rechecked, stream }
+    }
+}
+
+/// Nothing is written after this is dropped.
+impl Drop for Driver {
+    fn drop(&mut self) {
+        self.kernel.close();
     }
 }
 
@@ -104,23 +103,22 @@ impl Driver {
     ) -> Self {
         let now = Instant::now();
         Self {
-            kernel,
+            kernel: Arc::new(GatedKernel::new(kernel)),
             names,
             engine: Some(engine),
             status,
             views,
             arrived: Some(now),
             questions,
-            listener: Listener::new(),
+            listener: Listener::default(),
             schedule: Schedule::new(now),
         }
     }
 
     /// Works until there will be no more views.
     pub(crate) async fn run(mut self) -> Result<Ended> {
-        let gate = CloseOnDrop(Arc::default());
         loop {
-            self.work(&gate.0).await;
+            self.work().await;
             if !self.wait().await {
                 return Ok(Ended::ViewsClosed);
             }
@@ -128,16 +126,14 @@ impl Driver {
     }
 
     /// Does one round, and takes in the kernel's events meanwhile, so that they do not pile up.
-    async fn work(&mut self, gate: &Arc<Gate>) {
-        // The invariant: only this function takes the engine, and it puts it back before it
-        // returns.
+    async fn work(&mut self) {
+        // Only this function takes the engine, and it puts it back before it returns.
         let Some(engine) = self.engine.take() else { return };
         let started = Instant::now();
         let round = self.round(started, &engine);
         let repairs = !round.events.is_empty();
-        let (kernel, names, gate) =
-            (Arc::clone(&self.kernel), self.names.clone(), Arc::clone(gate));
-        let work = move || round.work(engine, &*kernel, names.as_deref(), &gate);
+        let (kernel, names) = (Arc::clone(&self.kernel), self.names.clone());
+        let work = move || round.work(engine, &kernel, names.as_deref());
         let mut job = tokio::task::spawn_blocking(work);
         let Outcome { mut engine, rechecked, stream } = loop {
             tokio::select! {
@@ -157,7 +153,7 @@ impl Driver {
         }
         let newly_failing = engine.take_newly_failing();
         let done = Done { started, repairs, rechecked, newly_failing };
-        self.schedule.note(Instant::now(), &done, &engine, self.listener.stream());
+        self.schedule.note(Instant::now(), &done, &engine, &self.listener);
         self.publish(&engine);
         self.engine = Some(engine);
         self.listener.catch_up().await;
@@ -165,19 +161,19 @@ impl Driver {
 
     /// The work that is due now.
     fn round(&mut self, now: Instant, engine: &Engine) -> Round {
-        let permits = self.schedule.permits(now, engine, self.listener.stream());
+        let permits = self.schedule.permits(now, engine, &self.listener);
         if permits.resync {
-            self.listener.invalidate_everything();
+            self.listener.pending.push(Invalidation::Everything);
         }
         // The last view counts, even if there will be no more.
         let view =
             self.arrived.take().map(|arrived| (self.views.borrow_and_update().clone(), arrived));
-        Round { view, events: self.listener.take(), permits }
+        Round { view, events: self.listener.pending.take(), permits }
     }
 
     fn publish(&self, engine: &Engine) {
         let mut status = engine.status();
-        if let Some(error) = self.listener.error() {
+        if let Some(error) = &self.listener.error {
             status.in_sync = false;
             status.kernel_error.get_or_insert_with(|| error.clone());
         }
@@ -201,7 +197,7 @@ impl Driver {
         while self.arrived.is_none() {
             let now = Instant::now();
             let Some(engine) = &self.engine else { return true };
-            let deadline = self.schedule.deadline(now, engine, self.listener.has_events());
+            let deadline = self.schedule.deadline(now, engine, !self.listener.pending.is_empty());
             if deadline <= now {
                 // The runtime's clock counts whole milliseconds, too long for a repair to wait.
                 self.listener.catch_up().await;
@@ -225,7 +221,7 @@ impl Driver {
         // The caller may not wait for the answer any more.
         match question {
             Question::Explain(address, answer) => {
-                drop(answer.send(engine.explain(address, &*self.kernel)));
+                drop(answer.send(engine.explain(address, &*self.kernel.kernel)));
             }
             Question::Waiting(answer) => drop(answer.send(engine.waiting())),
         }

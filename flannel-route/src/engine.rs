@@ -1,14 +1,13 @@
 //! The engine: makes the kernel equal to the desired objects, whatever state it finds.
 //!
-//! An object without a row in the [table](table::Table) is taken to be in the kernel as desired. An
-//! event from the kernel invalidates objects; it never says how they are. A single invalid object
-//! is put again. More than that is read with a snapshot.
-//!
-//! The engine has no task. The driver ([`KernelNetwork`](crate::KernelNetwork)) calls it.
+//! An object without a row in the [table](table::Table) is assumed to be in the kernel as desired.
+//! An event from the kernel only invalidates objects. A single invalid object is put again; more
+//! than that is read with a snapshot. The engine has no task: the [driver](crate::driver) calls it.
 
+mod ahead;
 mod desired;
 mod invalidate;
-mod lookups;
+mod new_peers;
 mod queue;
 mod report;
 mod survey;
@@ -20,15 +19,14 @@ use std::sync::Arc;
 use tokio::time::Instant;
 
 use self::desired::{Desired, by_nexthop};
-use self::lookups::{Answers, StaleLookups};
 use self::queue::{Queue, SLICE};
-pub(crate) use self::survey::Reads;
-use self::survey::Survey;
+pub(crate) use self::survey::{Reads, Survey};
 use self::table::{Actual, Cause, Row, Table};
-pub(crate) use self::write::{BATCH, Gate};
-use crate::admission::{Admission, Changed, Delta};
+pub(crate) use self::write::BATCH;
 use crate::apply_stats::ApplyStats;
 use crate::nexthops::nexthop;
+use flannel_admission::{Admission, Changed, Delta};
+use flannel_admission::{Answers, StaleLookups};
 use flannel_core::kernel::Footprint;
 use flannel_core::lease::{LeaseSet, Origin, View};
 use flannel_core::object::{Key, Object, State};
@@ -42,8 +40,8 @@ pub(crate) struct Engine {
     leases: LeaseSet,
     /// The leases are complete and come from the store: objects may be deleted.
     live: bool,
-    lookups: StaleLookups,
-    survey: Survey,
+    pub(crate) lookups: StaleLookups,
+    pub(crate) survey: Survey,
     stats: ApplyStats,
     /// The last round ended before it had done all that it could do.
     unfinished: bool,
@@ -65,7 +63,7 @@ impl Engine {
         }
     }
 
-    /// Adds these blackholes to the node's own objects. To be called before the first round.
+    /// Adds blackholes to the node's own objects, before the first round.
     pub(crate) fn want_blackholes(&mut self, objects: impl Iterator<Item = Object>) {
         self.footprint.blackholes = true;
         self.desired.base.extend(objects);
@@ -105,7 +103,7 @@ impl Engine {
 
     /// There is work for [`Engine::settle`].
     pub(crate) fn is_unsettled(&self) -> bool {
-        self.is_unread()
+        self.survey.is_unread()
             || self.table.has_puts()
             || self.has_queue()
             || (self.live && self.table.has_deletions())
@@ -121,11 +119,6 @@ impl Engine {
         self.unfinished || (self.has_queue() && self.survey.reads.done > 0)
     }
 
-    /// There is work that begins with a snapshot.
-    pub(crate) fn is_unread(&self) -> bool {
-        self.survey.is_unread()
-    }
-
     /// Changes that the kernel refused are due again.
     pub(crate) fn retry(&mut self) {
         self.table.retry();
@@ -137,9 +130,9 @@ impl Engine {
         self.take_deltas(deltas, arrived);
         let (desired, table) = (&self.desired, &mut self.table);
         for id in added {
-            desired.each_of(id, |object| {
+            desired.expand(desired.peers.objects_of(id), |object| {
                 let key = object.key();
-                table.clear_failure(&key);
+                table.failing.remove(&key);
                 table.insert(key, Row::new(Actual::Unknown, Cause::Lease(arrived)));
             });
         }
@@ -174,10 +167,10 @@ impl Engine {
         arrived: Option<Instant>,
     ) {
         if after.is_some() {
-            self.desired.counts.add(key.kind());
+            *self.desired.counts.entry(key.kind()).or_default() += 1;
         }
         if before.is_some() {
-            self.desired.counts.remove(key.kind());
+            *self.desired.counts.entry(key.kind()).or_default() -= 1;
         }
         let cause = Cause::Lease(arrived);
         match (before, after) {
@@ -188,7 +181,7 @@ impl Engine {
                 if self.table.remove(&key).is_some_and(|row| row.is_refused()) {
                     self.survey.invalidate_additions();
                 }
-                self.table.clear_failure(&key);
+                self.table.failing.remove(&key);
                 self.table.insert(key, Row::new(Actual::Present(before), cause));
             }
             (None, None) => {}
@@ -199,7 +192,8 @@ impl Engine {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::admission::AdmissionRules;
+    use crate::gated_kernel::GatedKernel;
+    use flannel_admission::{AdmissionRules, OfferPlan};
     use flannel_core::Subnet;
     use flannel_core::backend::Env;
     use flannel_core::kernel::ChangedBy;
@@ -215,6 +209,10 @@ mod tests {
         let mut changed_by = ChangedBy::new(7);
         changed_by.protocol = Some(protocol);
         changed_by
+    }
+
+    fn gated(kernel: &FakeKernel) -> GatedKernel {
+        GatedKernel::new(Arc::new(kernel.clone()))
     }
 
     fn uplink() -> LinkName {
@@ -292,7 +290,7 @@ mod tests {
                 routes_on: [uplink()].into(),
                 ..Footprint::default()
             };
-            let peers = Admission::new(rules, crate::admission::every(plan));
+            let peers = Admission::new(rules, vec![OfferPlan::new(None, Box::new(plan))]);
             let kernel = FakeKernel::with_uplink("eth0");
             let engine = Engine::new(footprint, State::default(), peers);
             Self { kernel, engine, leases: LeaseSet::default() }
@@ -330,7 +328,7 @@ mod tests {
         }
 
         fn settle_as_far_as(&mut self, may_read: bool) {
-            self.engine.settle(&self.kernel, &Gate::default(), may_read).unwrap();
+            self.engine.settle(&gated(&self.kernel), may_read).unwrap();
         }
 
         fn invalidate(&mut self, invalidation: &Invalidation) {
@@ -383,15 +381,15 @@ mod tests {
     #[test]
     fn links_of_ours_and_under_our_routes_matter_and_others_do_not() {
         let lookups =
-            |world: &World| (world.engine.has_stale_lookups(), world.engine.has_urgent_lookups());
+            |world: &World| (world.engine.lookups.is_any(), world.engine.lookups.is_urgent());
         for (link, unread, stale) in
             [("cali1", false, false), ("flannel.1", true, false), ("eth0", true, true)]
         {
             let mut world = World::settled(2..5);
-            assert_eq!((world.engine.is_unread(), lookups(&world)), (false, (false, false)));
+            assert_eq!((world.engine.survey.is_unread(), lookups(&world)), (false, (false, false)));
             world.invalidate(&Invalidation::Link(link.parse().unwrap()));
             assert_eq!(
-                (world.engine.is_unread(), lookups(&world)),
+                (world.engine.survey.is_unread(), lookups(&world)),
                 (unread, (stale, stale)),
                 "{link}"
             );
@@ -440,7 +438,7 @@ mod tests {
         ));
         world.invalidate(&Invalidation::Everything);
         world.settle_as_far_as(true);
-        assert!(world.engine.is_unreadable() && world.route(3).is_some());
+        assert!(world.engine.survey.error.is_some() && world.route(3).is_some());
     }
 
     #[test]
@@ -475,7 +473,7 @@ mod tests {
                 vec![KernelEvent::Duplicate(double.into())],
                 by,
             ));
-            assert_eq!(world.engine.is_unread(), unread, "{dst} of protocol {protocol}");
+            assert_eq!(world.engine.survey.is_unread(), unread, "{dst} of protocol {protocol}");
             assert!(world.engine.is_unsettled(), "ours is put again");
         }
     }
@@ -506,7 +504,7 @@ mod tests {
         let expected =
             [*last, Key::Route(dst(199))].into_iter().chain(others.iter().copied()).chain(routes);
         assert_eq!(keys, expected.collect::<Vec<_>>());
-        assert!(world.engine.table.failing().is_empty());
+        assert!(world.engine.table.failing.is_empty());
     }
 
     #[test]
@@ -654,7 +652,7 @@ mod tests {
     fn unread(invalidation: &Invalidation) -> World {
         let mut world = World::settled(2..5);
         world.invalidate(invalidation);
-        assert!(world.engine.is_unread());
+        assert!(world.engine.survey.is_unread());
         world.kernel.foreign_delete(Key::Route(dst(3)));
         world.invalidate(&Invalidation::Objects(
             vec![KernelEvent::Deleted(Key::Route(dst(3)))],
@@ -666,7 +664,11 @@ mod tests {
         world.settle_as_far_as(false);
         let calls = world.kernel.take_calls();
         assert!(calls.iter().all(|call| call.operation != Operation::Snapshot), "{calls:?}");
-        assert!(world.engine.is_unread() && world.route(7).is_some(), "{:#?}", world.kernel.dump());
+        assert!(
+            world.engine.survey.is_unread() && world.route(7).is_some(),
+            "{:#?}",
+            world.kernel.dump()
+        );
         world
     }
 
@@ -700,11 +702,11 @@ mod tests {
     #[test]
     fn a_closed_gate_lets_nothing_through() {
         let mut world = World::settled(2..3);
-        let gate = Gate::default();
-        gate.close();
+        let kernel = gated(&world.kernel);
+        kernel.close();
         world.put(3, [198, 51, 100, 3]);
         world.kernel.take_calls();
-        assert!(world.engine.settle(&world.kernel, &gate, true).is_err());
+        assert!(world.engine.settle(&kernel, true).is_err());
         assert_eq!((world.kernel.take_calls(), world.route(3)), (vec![], None));
     }
 }

@@ -2,8 +2,9 @@
 
 use std::sync::Arc;
 
+use flannel_admission::ViewFilter;
 use flannel_core::backend::{Built, ExternalInterface, MemorySecrets, Node, NodeLease, Secrets};
-use flannel_core::kernel::ProcessNames;
+use flannel_core::kernel::{ProcessNames, WithAnnexes};
 use flannel_core::lease::LeaseAttrs;
 use flannel_core::{Backend, Config, Kernel, Lease, Result, SubnetManager};
 
@@ -31,11 +32,10 @@ pub struct Host {
 /// Choices of [`Host::join`].
 #[derive(Debug, Clone, Default)]
 pub struct JoinOptions {
-    /// The lease that this node had until it expired, while the store does not answer. The network
-    /// is built for it, and no lease is acquired. `None`: the node acquires its lease.
+    /// The node's expired lease, while the store does not answer: the network is built for it.
+    /// `None`: the node acquires its lease.
     pub lapsed: Option<Lease>,
-    /// See [`KernelNetwork::drop_unused_addresses`]. Has no effect on a network that is not made of
-    /// kernel objects.
+    /// See [`KernelNetwork::drop_unused_addresses`]. Has no effect on a network that runs itself.
     pub drop_unused_addresses: bool,
 }
 
@@ -70,8 +70,7 @@ impl Host {
     }
 
     /// Joins the network of `config`: prepares the backend, acquires the node's lease with the
-    /// offer of the backend, and builds the network for it. Writes nothing to the kernel until the
-    /// network runs.
+    /// backend's offer, and builds the network. Only a network that runs writes to the kernel.
     ///
     /// # Errors
     /// The backend refuses the config or the host, or there is no lease to be had.
@@ -93,9 +92,12 @@ impl Host {
             None => NodeLease::Held(self.subnets.acquire_lease(&attrs).await?),
         };
         let networks = config.pod_networks().collect();
+        let mut kernel = Arc::clone(&self.kernel);
+        if let Some(annex) = backend.annex() {
+            kernel = Arc::new(WithAnnexes::new(kernel, [annex]));
+        }
         match (prepared.build)(&lease)? {
             Built::Kernel(blueprint) => {
-                let kernel = Arc::clone(&self.kernel);
                 let mut network = KernelNetwork::new(kernel, lease, networks, vec![blueprint]);
                 if options.drop_unused_addresses {
                     network = network.drop_unused_addresses();
@@ -103,12 +105,13 @@ impl Host {
                 if let Some(names) = &self.process_names {
                     network = network.with_process_names(Arc::clone(names));
                 }
-                Ok(HostNetwork::Kernel(network))
+                Ok(HostNetwork::Kernel(Box::new(network)))
             }
             Built::Custom(network) => {
-                let lease_type = backend.lease_type();
-                let network = CustomNetwork::new(network, lease.lease(), networks, lease_type);
-                Ok(HostNetwork::Custom(network))
+                let own = lease.lease().clone();
+                let filter = ViewFilter::new(own, networks, backend.lease_type());
+                let network = CustomNetwork { network, filter };
+                Ok(HostNetwork::Custom(Box::new(network)))
             }
         }
     }

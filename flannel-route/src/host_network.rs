@@ -1,23 +1,21 @@
 //! A network that this host has joined: of kernel objects, or one that runs itself.
 
-use flannel_core::address::Dual;
-use flannel_core::lease::{LeaseSet, Origin, View};
-use flannel_core::network::{AcceptedPeers, Ended, NetworkHandle};
-use flannel_core::{Lease, Network, Result, Subnet, Subnets};
+use flannel_admission::ViewFilter;
+use flannel_core::lease::View;
+use flannel_core::network::{Ended, NetworkHandle};
+use flannel_core::{Network, Result};
 use tokio::sync::watch;
 
-use crate::admission::{Admission, AdmissionRules};
 use crate::kernel_network::KernelNetwork;
-use crate::offer_plan::OfferPlan;
 
 /// A network that this host has joined ([`Host::join`](crate::Host::join)).
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum HostNetwork {
     /// A network of kernel objects.
-    Kernel(KernelNetwork),
+    Kernel(Box<KernelNetwork>),
     /// A network that runs itself, with the peers that this node accepts.
-    Custom(CustomNetwork),
+    Custom(Box<CustomNetwork>),
 }
 
 impl HostNetwork {
@@ -32,7 +30,7 @@ impl HostNetwork {
     /// Follows the views until something that the network was built from changes.
     ///
     /// # Errors
-    /// The network cannot go on, and running it again as it is will not help.
+    /// The network cannot go on, and a new run of the same network would not help.
     ///
     /// # Cancel safety
     /// Dropping the future stops the network. See [`KernelNetwork::run`] and [`Network::run`].
@@ -44,11 +42,10 @@ impl HostNetwork {
     }
 }
 
-/// A network that runs itself, and the admission of its peers.
+/// A network that runs itself, and the filter of its peers.
 pub struct CustomNetwork {
-    network: Box<dyn Network>,
-    admission: Admission,
-    own: Subnets,
+    pub(crate) network: Box<dyn Network>,
+    pub(crate) filter: ViewFilter,
 }
 
 impl std::fmt::Debug for CustomNetwork {
@@ -58,34 +55,9 @@ impl std::fmt::Debug for CustomNetwork {
 }
 
 impl CustomNetwork {
-    /// A network for the lease `own` inside the pod `networks`. It accepts leases of `lease_type`.
-    pub(crate) fn new(
-        network: Box<dyn Network>,
-        own: &Lease,
-        networks: Dual<Subnet>,
-        lease_type: &'static str,
-    ) -> Self {
-        let plan = OfferPlan { lease_type: Some(lease_type), plan: Box::new(|_, _, _, _| Ok(())) };
-        let rules = AdmissionRules {
-            networks,
-            own: Some(own.subnets),
-            public: own.attrs.preferred.public,
-            ..AdmissionRules::default()
-        };
-        Self { network, admission: Admission::new(rules, vec![plan]), own: own.subnets }
-    }
-
     async fn run(self, mut views: watch::Receiver<View>) -> Result<Ended> {
-        let Self { network, mut admission, own } = self;
-        let mut leases = LeaseSet::default();
-        let mut accept = move |view: View| {
-            let before = std::mem::replace(&mut leases, view.leases);
-            // Its plan asks no question.
-            admission.update(leases.changes_since(&before), &|_| Some(None));
-            let complete = matches!(view.origin, Origin::Live { .. });
-            AcceptedPeers::new(leases.clone(), admission.rejected().clone(), Some(own), complete)
-        };
-        let first = accept(views.borrow_and_update().clone());
+        let Self { network, mut filter } = self;
+        let first = filter.accept(views.borrow_and_update().clone());
         let (sender, receiver) = watch::channel(first);
         let mut run = network.run(receiver);
         loop {
@@ -94,7 +66,7 @@ impl CustomNetwork {
                 changed = views.changed() => if changed.is_err() { break },
             }
             let view = views.borrow_and_update().clone();
-            sender.send_replace(accept(view));
+            sender.send_replace(filter.accept(view));
         }
         drop(sender);
         run.await

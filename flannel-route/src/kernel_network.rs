@@ -2,8 +2,9 @@
 
 use std::sync::Arc;
 
+use flannel_admission::{Admission, AdmissionRules, OfferPlan};
 use flannel_core::address::Dual;
-use flannel_core::backend::{Blueprint, Env, NodeLease};
+use flannel_core::backend::{Blueprint, NodeLease};
 use flannel_core::kernel::{Footprint, ProcessNames};
 use flannel_core::lease::View;
 use flannel_core::network::{Ended, NetworkHandle, Question};
@@ -12,23 +13,19 @@ use flannel_core::status::Status;
 use flannel_core::{Kernel, Result, Subnet};
 use tokio::sync::{mpsc, watch};
 
-use crate::admission::{Admission, AdmissionRules};
 use crate::driver::Driver;
 use crate::engine::Engine;
-use crate::offer_plan::OfferPlan;
 
 /// A network that keeps a kernel equal to [`Blueprint`]s applied to the leases.
 ///
-/// All blocking work runs on one thread of the runtime's blocking pool at a time, so there is only
-/// one writer. With everything in order, it wakes up only for events of the kernel and the store,
-/// and every five minutes to read the kernel once.
+/// Blocking work runs on the runtime's blocking pool, one round at a time. A settled network wakes
+/// up only for events of the kernel and the store, and reads the kernel once in five minutes.
 ///
 /// ```
 /// use std::sync::Arc;
 /// use flannel_core::testing::{FakeKernel, FakeSubnets};
 /// use flannel_core::SubnetManager;
 /// use flannel_core::backend::{Blueprint, NodeLease};
-/// use flannel_core::kernel::Footprint;
 /// use flannel_core::object::{Route, Via};
 /// use flannel_route::KernelNetwork;
 ///
@@ -37,18 +34,14 @@ use crate::offer_plan::OfferPlan;
 /// subnets.put("10.1.7.0-24", "192.0.2.7");
 /// let eth0 = "eth0".parse().unwrap();
 /// let mut blueprint = Blueprint::new(1500, move |subnets, offer, _env, objects| {
-///     for peer in offer.endpoints(subnets) {
-///         let Some(gateway) = peer.public else { continue };
-///         let via = Via::Gateway { gateway, link: eth0, onlink: false };
-///         objects.push(Route { dst: peer.subnet, via, mtu: None }.into());
-///     }
+///     objects.extend(offer.endpoints(subnets).filter_map(|peer| {
+///         let via = Via::Gateway { gateway: peer.public?, link: eth0, onlink: false };
+///         Some(Route { dst: peer.subnet, via, mtu: None }.into())
+///     }));
 ///     Ok(())
 /// });
-/// blueprint.footprint = Footprint {
-///     networks: vec!["10.1.0.0/16".parse().unwrap()],
-///     routes_on: [eth0].into(),
-///     ..Footprint::default()
-/// };
+/// blueprint.footprint.networks = vec!["10.1.0.0/16".parse().unwrap()];
+/// blueprint.footprint.routes_on = [eth0].into();
 /// let lease = NodeLease::Held(subnets.acquire_lease(&Default::default()).await?);
 /// let networks = subnets.network_config().await?.pod_networks().collect();
 /// let network = KernelNetwork::new(Arc::new(kernel.clone()), lease, networks, vec![blueprint]);
@@ -63,7 +56,8 @@ use crate::offer_plan::OfferPlan;
 pub struct KernelNetwork {
     kernel: Arc<dyn Kernel>,
     names: Option<Arc<dyn ProcessNames>>,
-    lease: NodeLease,
+    /// The node holds its lease.
+    is_held: bool,
     engine: Box<Engine>,
     handle: NetworkHandle,
     status: watch::Sender<Arc<Status>>,
@@ -81,9 +75,8 @@ impl std::fmt::Debug for KernelNetwork {
 impl KernelNetwork {
     /// A network that will keep `kernel` equal to `blueprints`, once it runs. Touches nothing yet.
     ///
-    /// `networks` are the enabled pod networks: a lease outside them is rejected. The first
-    /// blueprint whose plan accepts an offer of a peer defines that peer's objects. The base
-    /// objects of all blueprints are put in place.
+    /// A lease outside the pod `networks` is rejected. The first blueprint whose plan accepts an
+    /// offer of a peer defines its objects. The base objects of all blueprints are put in place.
     pub fn new(
         kernel: Arc<dyn Kernel>,
         lease: NodeLease,
@@ -96,50 +89,41 @@ impl KernelNetwork {
         for blueprint in blueprints {
             footprint.merge(blueprint.footprint);
             base.extend(blueprint.base.iter().cloned());
-            plans.push(OfferPlan { lease_type: blueprint.lease_type, plan: blueprint.plan });
+            plans.push(OfferPlan::new(blueprint.lease_type, blueprint.plan));
         }
-        let own = lease.lease();
-        // Peers must not define the objects that plans make of our own lease. A plan that rejects
-        // our own lease defines nothing of ours.
-        let not_asked = |_| Some(None);
-        let env = Env::new(&not_asked);
-        let ours = OfferPlan::run(&plans, &own.subnets, &own.attrs, &env).unwrap_or_default();
-        let reserved = base.iter().chain(&ours.objects).map(Object::key).collect();
-        let rules = AdmissionRules {
-            networks,
-            own: Some(own.subnets),
-            public: own.attrs.preferred.public,
-            reserved,
+        let (own, is_held) = match lease {
+            NodeLease::Held(lease) => (lease, true),
+            NodeLease::Lapsed(lease) => (lease, false),
         };
+        let reserved = base.iter().map(Object::key).collect();
+        let rules = AdmissionRules { networks, own: Some(Arc::new(own.clone())), reserved };
         let (status, receiver) = watch::channel(Arc::new(Status::default()));
         let (asked, questions) = mpsc::channel(1);
         Self {
             kernel,
             names: None,
-            handle: NetworkHandle::new(own.clone(), mtu, receiver).with_questions(asked),
-            lease,
+            handle: NetworkHandle::new(own, mtu, receiver).with_questions(asked),
+            is_held,
             engine: Box::new(Engine::new(footprint, base, Admission::new(rules, plans))),
             status,
             questions,
         }
     }
 
-    /// Drops packets for those addresses of this node's own subnets that no pod has, instead of
-    /// following other routes. Does nothing while the node's lease has lapsed.
-    ///
-    /// Without this option, a network whose footprint includes blackholes
-    /// ([`Footprint::blackholes`]) removes the routes of last resort that an earlier network left.
+    /// Drops packets to those addresses of this node's subnets that no pod has, instead of following
+    /// other routes. Does nothing if the node's lease has lapsed. Without this option, a network
+    /// with [`Footprint::blackholes`] removes the routes of last resort of an earlier one.
     #[must_use]
     pub fn drop_unused_addresses(mut self) -> Self {
-        if let Some(lease) = self.lease.held() {
+        if self.is_held {
             let route = |dst| Object::from(Route { dst, via: Via::LastResort, mtu: None });
-            self.engine.want_blackholes(lease.subnets.iter().map(route));
+            self.engine.want_blackholes(self.handle.lease.subnets.iter().map(route));
         }
         self
     }
 
-    /// Names the processes that change objects of this network, for its status and the log. Without
-    /// this option, they are known by the port ids of their sockets.
+    /// Names the processes that change objects of this network, in its status and the log. Without
+    /// this option, the port ids of their sockets name them.
     #[must_use]
     pub fn with_process_names(self, names: Arc<dyn ProcessNames>) -> Self {
         Self { names: Some(names), ..self }
@@ -153,11 +137,11 @@ impl KernelNetwork {
     /// Makes the kernel follow the views until something that the network was built from changes.
     ///
     /// # Errors
-    /// None at present: everything that the kernel refuses is in the status.
+    /// None at present: the status holds the changes that the kernel refuses.
     ///
     /// # Cancel safety
-    /// Dropping the future stops it. The objects in the kernel stay there, and nothing is written
-    /// after the drop returned. The drop may block for one batch of changes (milliseconds).
+    /// Dropping the future stops the network. The objects stay in the kernel. The drop may block
+    /// for one batch of changes (milliseconds); nothing is written after it.
     pub async fn run(self, views: watch::Receiver<View>) -> Result<Ended> {
         let Self { kernel, names, engine, status, questions, .. } = self;
         Driver::new(kernel, names, engine, status, views, questions).run().await

@@ -1,20 +1,15 @@
 #![doc = include_str!("../README.md")]
 
-mod admission;
-mod advisories;
 mod apply_stats;
 mod cleanup;
 mod driver;
 mod engine;
+mod gated_kernel;
 mod host;
 mod host_network;
 mod kernel_network;
-mod link_lookups;
 mod listener;
 mod nexthops;
-mod object_counts;
-mod offer_plan;
-mod peer_index;
 mod pending_events;
 mod rate_limiter;
 mod schedule;

@@ -1,12 +1,10 @@
 //! Nexthop objects for the routes to peers: the id of each destination.
 //!
-//! Plans define routes by gateways. Here an IPv4 route by a gateway becomes a nexthop object with
-//! the gateway and a route by its id, one object per destination. The kernel inserts such routes in
-//! linear time; routes by distinct gateways take quadratic time. A gateway that moves is one
-//! replacement of one object. IPv6 is linear without nexthop objects and keeps its plain routes.
+//! Plans define routes by gateways. An IPv4 route by a gateway becomes a nexthop object and a route
+//! by its id. The kernel inserts such routes in linear time; routes by distinct gateways take
+//! quadratic time. IPv6 routes take linear time without nexthop objects and stay as they are.
 
-use std::hash::{BuildHasherDefault, Hasher};
-use std::net::{IpAddr, Ipv4Addr};
+use std::net::IpAddr;
 
 use flannel_core::Subnet;
 use flannel_core::address::Family;
@@ -19,34 +17,30 @@ use foldhash::{HashMap, HashMapExt};
 #[derive(Debug)]
 pub(crate) struct Ids {
     block: NexthopBlock,
-    dsts: Dsts,
+    /// The destinations by their ids.
+    dsts: HashMap<u32, Subnet>,
     /// The ids of the few destinations whose id is not their [own](Ids::own).
     strays: HashMap<Subnet, u32>,
 }
 
 impl Ids {
     pub(crate) fn new(block: NexthopBlock) -> Self {
-        Self { block, dsts: Dsts::default(), strays: HashMap::new() }
+        Self { block, dsts: HashMap::new(), strays: HashMap::new() }
     }
 
     /// The number of destinations with an id.
     pub(crate) fn len(&self) -> usize {
-        self.dsts.v4.len() + self.dsts.v6.len()
-    }
-
-    /// Reserves room for `more` destinations.
-    pub(crate) fn reserve(&mut self, more: usize) {
-        self.dsts.v4.reserve(more);
+        self.dsts.len()
     }
 
     /// Lets the destinations of routes in the kernel keep their ids, desired or not. Until an
     /// unwanted route is deleted, no other destination may get its id.
     pub(crate) fn adopt(&mut self, actual: &State, may: impl Fn(&Subnet) -> bool) {
-        for route in actual.routes() {
-            if let Route { dst, via: Via::Nexthop(id), .. } = route
+        for object in actual.iter() {
+            if let Object::Route(Route { dst, via: Via::Nexthop(id), .. }) = object
                 && self.block.contains(*id)
                 && self.id(dst).is_none()
-                && self.dsts.get(*id).is_none()
+                && !self.dsts.contains_key(id)
                 && may(dst)
             {
                 self.insert(*dst, *id);
@@ -63,7 +57,7 @@ impl Ids {
         // A block begins at a multiple of its size.
         let slots = (0..NexthopBlock::SIZE).map(|n| (own + n) % NexthopBlock::SIZE);
         let id =
-            slots.map(|slot| self.block.first() + slot).find(|id| self.dsts.get(*id).is_none())?;
+            slots.map(|slot| self.block.first() + slot).find(|id| !self.dsts.contains_key(id))?;
         self.insert(dst, id);
         Some(id)
     }
@@ -75,12 +69,6 @@ impl Ids {
         self.assign(route.dst)
     }
 
-    /// The id that a route has.
-    pub(crate) fn of_route(&self, object: &Object) -> Option<u32> {
-        let Object::Route(route) = object else { return None };
-        self.id(&route.dst)
-    }
-
     /// The id that the route with this key has.
     pub(crate) fn of(&self, key: &Key) -> Option<u32> {
         let Key::Route(dst) = key else { return None };
@@ -88,16 +76,16 @@ impl Ids {
     }
 
     pub(crate) fn dst(&self, id: u32) -> Option<Subnet> {
-        self.dsts.get(id)
+        self.dsts.get(&id).copied()
     }
 
     pub(crate) fn retain(&mut self, mut keep: impl FnMut(u32, &Subnet) -> bool) {
-        self.dsts.retain(&mut keep);
-        self.strays.retain(|dst, id| self.dsts.holds(*id, dst));
+        self.dsts.retain(|id, dst| keep(*id, dst));
+        self.strays.retain(|dst, id| self.dsts.get(id) == Some(dst));
     }
 
     pub(crate) fn release(&mut self, id: u32) {
-        if let Some(dst) = self.dsts.remove(id) {
+        if let Some(dst) = self.dsts.remove(&id) {
             self.strays.remove(&dst);
         }
     }
@@ -111,7 +99,7 @@ impl Ids {
     }
 
     fn id(&self, dst: &Subnet) -> Option<u32> {
-        let own = self.own(dst).filter(|own| self.dsts.holds(*own, dst));
+        let own = self.own(dst).filter(|own| self.dsts.get(own) == Some(dst));
         own.or_else(|| self.strays.get(dst).copied())
     }
 
@@ -121,68 +109,6 @@ impl Ids {
         }
         self.dsts.insert(id, dst);
     }
-}
-
-/// The destinations by their ids. Nearly all are IPv4; they take 12 bytes here instead of 24.
-#[derive(Debug, Default)]
-struct Dsts {
-    v4: hashbrown::HashMap<u32, (u32, u8), BuildHasherDefault<InSequence>>,
-    /// Destinations of routes that other programs made.
-    v6: HashMap<u32, Subnet>,
-}
-
-/// Ids are numbers of subnets and mostly looked up in sequence, so the table keeps that sequence.
-#[derive(Debug, Default)]
-struct InSequence(u64);
-
-impl Hasher for InSequence {
-    fn finish(&self) -> u64 {
-        self.0
-    }
-
-    fn write(&mut self, bytes: &[u8]) {
-        bytes.iter().for_each(|byte| self.write_u32(u32::from(*byte)));
-    }
-
-    fn write_u32(&mut self, id: u32) {
-        // A table uses the lower end as the place, and the upper end to skip other entries.
-        self.0 = u64::from(id.wrapping_mul(0x9e37_79b9)) << 32 | u64::from(id);
-    }
-}
-
-impl Dsts {
-    fn get(&self, id: u32) -> Option<Subnet> {
-        self.v4.get(&id).map(unpacked).or_else(|| self.v6.get(&id).copied())
-    }
-
-    /// The id belongs to this destination.
-    fn holds(&self, id: u32, dst: &Subnet) -> bool {
-        match dst.base() {
-            IpAddr::V4(base) => self.v4.get(&id) == Some(&(base.into(), dst.len())),
-            IpAddr::V6(_) => self.v6.get(&id) == Some(dst),
-        }
-    }
-
-    fn insert(&mut self, id: u32, dst: Subnet) {
-        self.remove(id);
-        match dst.base() {
-            IpAddr::V4(base) => drop(self.v4.insert(id, (base.into(), dst.len()))),
-            IpAddr::V6(_) => drop(self.v6.insert(id, dst)),
-        }
-    }
-
-    fn remove(&mut self, id: u32) -> Option<Subnet> {
-        self.v4.remove(&id).as_ref().map(unpacked).or_else(|| self.v6.remove(&id))
-    }
-
-    fn retain(&mut self, mut keep: impl FnMut(u32, &Subnet) -> bool) {
-        self.v4.retain(|id, dst| keep(*id, &unpacked(dst)));
-        self.v6.retain(|id, dst| keep(*id, dst));
-    }
-}
-
-fn unpacked((base, len): &(u32, u8)) -> Subnet {
-    Subnet::new(Ipv4Addr::from(*base).into(), *len).expect("it was taken from one")
 }
 
 /// The nexthop object with a route's gateway; `None` if the route is not put by a nexthop object.
@@ -222,7 +148,7 @@ mod tests {
             let block = any_block();
             let mut ids = Ids::new(block);
             let mut model = HashMap::new();
-            let back = |ids: &Ids| ids.dsts.v4.iter().map(|(id, dst)| (unpacked(dst), *id)).collect::<HashMap<_, _>>();
+            let back = |ids: &Ids| ids.dsts.iter().map(|(id, dst)| (*dst, *id)).collect::<HashMap<_, _>>();
             for (n, len, wanted) in steps {
                 let dst = Subnet::new(IpAddr::from([10, 1, n, 0]), len).unwrap();
                 if wanted {
@@ -243,7 +169,7 @@ mod tests {
             prop_assert!(model.iter().all(|(dst, id)| again.id(dst) == Some(*id)));
             prop_assert_eq!(back(&again), model);
             again.retain(|id, _| id % 2 == 0);
-            prop_assert!(again.strays.values().chain(again.dsts.v4.keys()).all(|id| id % 2 == 0));
+            prop_assert!(again.strays.values().chain(again.dsts.keys()).all(|id| id % 2 == 0));
         }
     }
 

@@ -23,7 +23,7 @@ pub(crate) struct PendingEvents {
 
 impl PendingEvents {
     /// Keeps an event.
-    pub(crate) fn hear(&mut self, invalidation: Invalidation) {
+    pub(crate) fn push(&mut self, invalidation: Invalidation) {
         match invalidation {
             Invalidation::Everything => self.everything = true,
             Invalidation::Link(name) => {
@@ -79,9 +79,9 @@ mod tests {
     fn what_never_ends_is_bounded() {
         let mut pending = PendingEvents::default();
         for n in 0..300_000 {
-            pending.hear(link(n));
-            pending.hear(objects(n));
-            pending.hear(Invalidation::Everything);
+            pending.push(link(n));
+            pending.push(objects(n));
+            pending.push(Invalidation::Everything);
             assert!(pending.links.len() <= MOST_LINKS && pending.objects.len() <= MOST_REPORTS);
         }
         let taken = pending.take();
@@ -97,9 +97,9 @@ mod tests {
     fn as_many_reports_as_may_be_are_kept() {
         let mut pending = PendingEvents::default();
         let most = u32::try_from(MOST_REPORTS).unwrap();
-        (0..most).for_each(|n| pending.hear(objects(n)));
+        (0..most).for_each(|n| pending.push(objects(n)));
         assert!(!pending.everything && pending.objects.len() == MOST_REPORTS);
-        pending.hear(objects(most));
+        pending.push(objects(most));
         assert_eq!(pending.take(), [Invalidation::Everything]);
     }
 
@@ -107,8 +107,8 @@ mod tests {
     fn little_is_kept_as_it_came() {
         let mut pending = PendingEvents::default();
         for n in 0..1000 {
-            pending.hear(link(n % 10));
-            pending.hear(objects(2 - n % 3));
+            pending.push(link(n % 10));
+            pending.push(objects(2 - n % 3));
         }
         assert!(!pending.is_empty());
         let taken = pending.take();
@@ -120,9 +120,9 @@ mod tests {
     fn too_many_links_are_everything_and_those_known_before_stay() {
         let mut pending = PendingEvents::default();
         let most = u32::try_from(MOST_LINKS).unwrap();
-        (0..most).chain(0..most).for_each(|n| pending.hear(link(n)));
+        (0..most).chain(0..most).for_each(|n| pending.push(link(n)));
         assert!(!pending.everything);
-        pending.hear(link(most));
+        pending.push(link(most));
         assert!(pending.everything && pending.take().contains(&link(7)));
     }
 }

@@ -36,9 +36,8 @@ impl RateLimiter {
         self.next = Some(if cost > self.gap { next.max(now + cost) } else { next });
     }
 
-    /// One event passed, and it took this time. After a rest, as many pass at once as fit into half
-    /// of it. Events without end take half of the time. Even after events that did not ask, the
-    /// next one waits no longer than a rest.
+    /// One event passed, and took this time. After a rest, as many pass at once as fit into half of
+    /// it. Events without end take half of the time. No event waits longer than a rest.
     pub(crate) fn pass_after(&mut self, now: Instant, took: Duration) {
         let rested = now.checked_sub(self.rest).unwrap_or(now);
         let next = self.next.map_or(rested, |next| next.max(rested)) + self.gap.max(2 * took);

@@ -7,12 +7,12 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use crate::engine::{Engine, Reads};
+use crate::listener::Listener;
 use crate::rate_limiter::RateLimiter;
 
-/// With everything in order, the kernel is read once in this time, in case it never sent an event.
+/// The kernel is read at least once in this time, in case an event was lost.
 const RESYNC: Duration = Duration::from_secs(300);
-/// After a failure, the kernel is read again: first after this time, then after twice that, and so
-/// on.
+/// After a failure the kernel is read after this time, then after twice that, and so on.
 const RETRY_FIRST: Duration = Duration::from_millis(100);
 const RETRY_LONGEST: Duration = Duration::from_secs(30);
 /// The kernel is read at most this often, and for no more than a fifth of the time, …
@@ -20,24 +20,13 @@ const READ_GAP: Duration = Duration::from_millis(100);
 /// … but after a rest of this length as often as fits into it without waiting.
 const READ_REST: Duration = Duration::from_secs(1);
 /// Single objects are repaired at most this often, and for no more than half of the time, but after
-/// a rest as often as fits into half of it. With 50,000 routes, a damaged nexthop object makes the
-/// kernel work for milliseconds, and us wait.
+/// a rest as often as fits into half of it. Linux may take milliseconds for one nexthop object.
 const REPAIR_GAP: Duration = Duration::from_millis(1);
 const REPAIR_REST: Duration = Duration::from_millis(100);
-/// Questions of plans are asked again at most this often, and for no more than a fifth of the time,
-/// …
+/// Plans' questions are asked again at most this often, and for no more than a fifth of the time, …
 const RECHECK: Duration = Duration::from_secs(1);
 /// … unless the link that routes are on changed: then this often.
 const RECHECK_URGENT: Duration = Duration::from_millis(100);
-
-/// The state of the stream of kernel events.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Stream {
-    Unopened,
-    Open,
-    /// It broke, or could not be opened.
-    Broken,
-}
 
 /// What a round may do now.
 #[derive(Debug, Clone, Copy)]
@@ -97,19 +86,20 @@ impl Schedule {
     }
 
     /// What the next round may do.
-    pub(crate) fn permits(&mut self, now: Instant, engine: &Engine, stream: Stream) -> Permits {
+    pub(crate) fn permits(
+        &mut self,
+        now: Instant,
+        engine: &Engine,
+        listener: &Listener,
+    ) -> Permits {
         let resync = now >= self.resync_next;
         if resync {
             self.resync_next = now + RESYNC;
         }
         let due = resync || self.retry_next.is_some_and(|next| now >= next);
-        // A stream that broke is opened again at the rate of all that failed.
-        let listen = match stream {
-            Stream::Unopened => true,
-            Stream::Open => false,
-            Stream::Broken => due,
-        };
-        let refused = engine.is_failing() && !engine.is_unreadable();
+        // A stream that broke is opened again at the rate of all failures.
+        let listen = !listener.is_open() && (due || listener.error.is_none());
+        let refused = engine.is_failing() && engine.survey.error.is_none();
         let retry = due && !resync && !listen && refused && !self.retry_by_reading;
         if due {
             self.retry_by_reading = retry;
@@ -124,14 +114,13 @@ impl Schedule {
         }
     }
 
-    /// Takes note of a round: decides when to read the kernel next. Soon after a failure, else
-    /// rarely.
-    pub(crate) fn note(&mut self, now: Instant, done: &Done, engine: &Engine, stream: Stream) {
+    /// Decides after a round when to read the kernel next: soon after a failure, else rarely.
+    pub(crate) fn note(&mut self, now: Instant, done: &Done, engine: &Engine, listener: &Listener) {
         if let Some(took) = done.rechecked {
             let after = |gap: Duration| now + gap.max(4 * took);
             (self.recheck_next, self.recheck_urgent_next) = (after(RECHECK), after(RECHECK_URGENT));
         }
-        let reads = engine.reads();
+        let reads = engine.survey.reads;
         if reads.tries != self.reads.tries {
             self.read_limiter.pass(now, 4 * (reads.took - self.reads.took));
         } else if done.repairs {
@@ -146,7 +135,7 @@ impl Schedule {
         if read {
             self.resync_next = now + RESYNC;
         }
-        if !engine.is_failing() && stream == Stream::Open {
+        if !engine.is_failing() && listener.is_open() {
             (self.retry_after, self.retry_next) = (RETRY_FIRST, None);
             return;
         }
@@ -166,13 +155,13 @@ impl Schedule {
         if has_events {
             deadline = deadline.min(self.repair_limiter.next(now));
         }
-        if engine.is_unread() && !engine.is_unreadable() {
+        if engine.survey.is_unread() && engine.survey.error.is_none() {
             deadline = deadline.min(self.read_limiter.next(now));
         }
-        if engine.has_urgent_lookups() {
+        if engine.lookups.is_urgent() {
             deadline = deadline.min(self.recheck_urgent_next);
         }
-        if engine.has_stale_lookups() {
+        if engine.lookups.is_any() {
             deadline = deadline.min(self.recheck_next);
         }
         deadline

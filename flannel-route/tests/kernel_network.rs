@@ -18,7 +18,7 @@ use flannel_core::object::{
     State, Via, Vxlan,
 };
 use flannel_core::status::Damage;
-use flannel_core::testing::{Call, FakeKernel, FakeSubnets, Operation};
+use flannel_core::testing::{Call, FakeKernel, FakeSubnets, Operation, diff};
 use flannel_core::{Kernel, Subnet, SubnetManager};
 use flannel_route::KernelNetwork;
 
@@ -236,7 +236,7 @@ impl World {
             }
         };
         if tokio::time::timeout(Duration::from_secs(600), converge).await.is_err() {
-            let changes = self.want().diff(&without_nexthops(&self.kernel.state()));
+            let changes = diff(&self.want(), &without_nexthops(&self.kernel.state()));
             let changes: Vec<String> = changes.iter().map(ToString::to_string).collect();
             panic!("{what}: never converged: {changes:#?}\n{:#?}", self.handle.status.borrow());
         }
@@ -804,7 +804,7 @@ async fn what_the_kernel_refuses_is_in_the_status_and_tried_again() {
     let mut status = world.handle.status.clone();
     let failing =
         status.wait_for(|status| status.failing.contains_key(&key)).await.unwrap().clone();
-    let failure = &failing.failing[&key];
+    let failure = failing.failing.get(&key).unwrap();
     assert_eq!(failure.error.errno, 22);
     assert!(
         failure.change.starts_with("put fdb")

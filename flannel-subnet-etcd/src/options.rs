@@ -9,7 +9,8 @@ use std::time::Duration;
 /// ```
 /// use flannel_subnet_etcd::{EtcdOptions, EtcdRegistry};
 ///
-/// let options = EtcdOptions { endpoints: vec!["http://192.0.2.1:2379".into()], ..EtcdOptions::default() };
+/// let endpoints = vec!["http://192.0.2.1:2379".into()];
+/// let options = EtcdOptions { endpoints, ..EtcdOptions::default() };
 /// let registry = EtcdRegistry::new(options)?;
 /// assert_eq!(registry.to_string(), "etcd:http://192.0.2.1:2379");
 /// # Ok::<(), flannel_core::Error>(())
@@ -17,17 +18,17 @@ use std::time::Duration;
 #[derive(Clone, PartialEq, Eq)]
 pub struct EtcdOptions {
     /// URLs such as `http://192.0.2.1:2379` or `https://etcd.example:2379`; at least one. Without a
-    /// scheme it is `https://` if a TLS file is named, else `http://`. Empty ones are ignored.
+    /// scheme it is `https://` if a TLS file is set, else `http://`. Empty texts are ignored.
     pub endpoints: Vec<String>,
-    /// The beginning of all keys, without `/config` and `/subnets`.
+    /// The prefix of all keys, without `/config` and `/subnets`.
     pub prefix: String,
-    /// PEM certificates of the CAs of `https://` endpoints; `None`: the CAs of this system.
+    /// The PEM certificates of the CAs for `https://` endpoints; `None`: the system's CAs.
     pub cafile: Option<PathBuf>,
-    /// This node's PEM certificate for `https://` endpoints that ask for one; goes with `keyfile`.
+    /// This node's PEM certificate for `https://` endpoints that require one, with `keyfile`.
     pub certfile: Option<PathBuf>,
     /// The PEM key of `certfile`.
     pub keyfile: Option<PathBuf>,
-    /// An etcd user; goes with `password`. Both are ignored if etcd has no authentication enabled.
+    /// An etcd user, with `password`. Both are ignored if etcd has no authentication enabled.
     pub username: Option<String>,
     /// The user's password.
     pub password: Option<String>,
@@ -38,8 +39,8 @@ pub struct EtcdOptions {
 }
 
 impl Default for EtcdOptions {
-    /// Go flannel's endpoints and prefix, no TLS files, no user; 5 s for a request, 20 s of
-    /// patience.
+    /// Go flannel's endpoints and prefix, no TLS files, no user. A request has 5 s, and is repeated
+    /// for 20 s.
     fn default() -> Self {
         Self {
             endpoints: vec!["http://127.0.0.1:4001".into(), "http://127.0.0.1:2379".into()],
@@ -75,15 +76,15 @@ impl fmt::Debug for EtcdOptions {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum EtcdOptionsError {
-    /// There is no endpoint, or one is no URL.
+    /// There is no endpoint, or one is not a URL.
     #[error("{0}")]
     Endpoints(String),
     /// One of two options that belong together is missing.
     #[error("{has}: {value}is given without {lacks}; right would be both, or neither")]
     Half {
-        /// The field that is there.
+        /// The field that is set.
         has: &'static str,
-        /// Its value and a blank; empty for a password.
+        /// Its value and a space; empty for a password.
         value: String,
         /// The field that is missing.
         lacks: &'static str,
@@ -91,15 +92,15 @@ pub enum EtcdOptionsError {
 }
 
 impl EtcdOptions {
-    /// Checks the options, without etcd and without reading a file.
+    /// Checks the options, without a connection and without reading a file.
     ///
     /// # Errors
-    /// An endpoint is no URL, or one of two options that belong together is missing.
+    /// An endpoint is not a URL, or one of two options that belong together is missing.
     pub fn check(&self) -> Result<(), EtcdOptionsError> {
         self.clone().checked().map(drop)
     }
 
-    /// The checked options, with endpoints in full.
+    /// The checked options, with complete endpoints.
     pub(crate) fn checked(mut self) -> Result<Self, EtcdOptionsError> {
         let tls = [&self.cafile, &self.certfile, &self.keyfile].into_iter().any(Option::is_some);
         let endpoints = self.endpoints.iter().map(|endpoint| endpoint.trim());
@@ -133,7 +134,7 @@ impl EtcdOptions {
         Ok(self)
     }
 
-    /// Warns of endpoints without TLS if TLS files are named.
+    /// Warns about endpoints without TLS if TLS files are set.
     pub(crate) fn warn_of_plain(&self) {
         let tls = [&self.cafile, &self.certfile, &self.keyfile].into_iter().any(Option::is_some);
         let plain = self.endpoints.iter().filter(|endpoint| endpoint.starts_with("http://"));
@@ -143,7 +144,7 @@ impl EtcdOptions {
     }
 }
 
-/// An endpoint as a URL of nothing but scheme, host and port.
+/// An endpoint as a URL with scheme, host and port only.
 fn url(endpoint: &str, tls: bool) -> Result<String, String> {
     if let Some((_, host)) = endpoint.rsplit_once('@') {
         return Err(format!(

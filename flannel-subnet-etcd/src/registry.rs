@@ -1,5 +1,11 @@
 //! The registry: the key of each request, and the meaning of its answer.
 
+mod grants;
+mod keys;
+pub(crate) mod store;
+mod transaction;
+mod watch;
+
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,40 +18,40 @@ use flannel_subnet::{
     ConfigText, Entry, HolderId, LeaseGrant, Listing, Registry, Skipped, Watch, config_conflict,
 };
 
-use crate::keys::{read, revision};
+use self::keys::{read, revision};
+use self::store::Store;
+use self::transaction::{Outcome, absent, at_revision};
+use self::watch::EtcdWatch;
 use crate::options::EtcdOptions;
-use crate::store::Store;
-use crate::transaction::{Outcome, absent, at_revision};
-use crate::watch::EtcdWatch;
 
-/// A registry in etcd (API version 3, tested from 3.4). Clones are the same registry, on the same
+/// A registry in etcd (API version 3, tested from 3.4). Clones share the registry and its
 /// connections.
 ///
 /// - **Endpoints**: one connection at a time, to an endpoint chosen at random and kept while it
 ///   answers. A request without an answer is repeated at the next endpoint, with growing random
-///   pauses, for [`EtcdOptions::patience`]. So a dead leader or endpoint costs time, but no failed
-///   request.
-/// - **Dead connections** (the peer is gone without a message) are noticed within 10 s while any
-///   request waits.
-/// - **TLS** 1.2 or newer if an endpoint begins with `https://`. If the files have changed, they
-///   are read again at the next request.
+///   pauses, for [`EtcdOptions::patience`]. So a failed leader or endpoint delays a request, but
+///   does not fail it.
+/// - **Dead connections** are noticed within 10 s while a request waits.
+/// - **TLS** 1.2 or newer if an endpoint begins with `https://`. Changed files are read again at
+///   the next request.
 /// - **Errors** that only a person can end (a wrong password, a missing permission, a certificate
-///   that no endpoint accepts) come at once as [`Error::Refused`]; all others are [`Error::Store`].
+///   that no endpoint accepts) are returned at once as [`Error::Refused`]. All others are
+///   [`Error::Store`].
 /// - **Fencing** depends on etcd's lessor. Before 3.4.31 and 3.5.13 a leader that was replaced
 ///   without knowing it may still confirm a renewal. The time for which it was frozen must then be
 ///   less than a thousandth of the time to live (86 s of a day), by which ownership ends early. An
 ///   etcd that was restored from a backup does not know later changes: until every holder has
 ///   listed again, a subnet that was released since then may have two holders.
-/// - Time to live is counted by etcd, in whole seconds and not below about twice its election
+/// - Time to live is measured by etcd, in whole seconds and not below about twice its election
 ///   timeout.
 #[derive(Clone)]
 pub struct EtcdRegistry(Arc<Store>);
 
 impl EtcdRegistry {
-    /// A registry on these endpoints. It makes no connection: etcd may start later.
+    /// A registry on these endpoints. It makes no connection, so etcd may start later.
     ///
     /// # Errors
-    /// [`Error::Refused`]: an endpoint is no URL, a file cannot be read or holds no certificate or
+    /// [`Error::Refused`]: an endpoint is not a URL, a file cannot be read or has no certificate or
     /// key, or of two options that belong together one is missing.
     ///
     /// # Blocking
@@ -54,7 +60,7 @@ impl EtcdRegistry {
         Ok(Self(Arc::new(Store::new(options)?)))
     }
 
-    /// The listing of these keys, read at that revision.
+    /// The listing of these keys, read at the revision `at`.
     fn listing(&self, kvs: Vec<KeyValue>, at: Revision) -> Listing {
         let mut listing = Listing { revision: at, ..Listing::default() };
         for kv in kvs {
@@ -130,7 +136,7 @@ impl Registry for EtcdRegistry {
             let options = WatchOptions::new();
             let mut watch =
                 EtcdWatch::open(&self.0.attempts, key, options, revision(after)).await?;
-            // A gap is a reason to read again too.
+            // A gap is a reason to read again, too.
             while watch.next().await?.is_some_and(|batch| batch.events.is_empty()) {}
         }
     }

@@ -1,7 +1,7 @@
 //! Requests to the API server, and the meaning of its refusals.
 //!
-//! If credentials are refused, they are read again, because a token may have been rotated. Requests
-//! are counted for the status of the store.
+//! Refused credentials are read again, because a token may have been rotated. Requests are counted
+//! for the status of the store.
 
 mod connection;
 pub(crate) mod kubeconfig;
@@ -26,14 +26,14 @@ use connection::{Cause, Connection, Unsent};
 
 /// The time limit for the head of an answer, and for each part of its body.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
-/// How often a request is repeated that the server answers with "too many requests".
+/// Repetitions of a request that the server answers with "too many requests".
 const REPEATS: u32 = 3;
 /// The longest pause before a repetition, even if the server asks for a longer one.
 const LONGEST: Duration = Duration::from_secs(10);
-/// The largest part of a refusal that is read, in bytes.
+/// The largest part of an error body that is read, in bytes.
 const REFUSAL: usize = 64 * 1024;
 
-/// The reason for a missing answer, by what a caller can do about it.
+/// The reason for a missing answer, by the reaction of a caller.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Failure {
     /// The requested version is too old: list again.
@@ -42,16 +42,16 @@ pub(crate) enum Failure {
     NotFound(String),
     /// The server is overloaded: try again later.
     Busy { after: Option<Duration>, reason: String },
-    /// Only a person can help, unless other credentials do.
+    /// Only a person or other credentials can help.
     Refused(String),
     /// Only a person can help: this account lacks a permission.
     Forbidden(String),
     /// The server or a proxy answers with another error: try again.
     Erred(String),
-    /// The server itself, and no proxy, cannot serve this (400, 500, 504), perhaps because of the
-    /// requested version: try again.
+    /// The server itself, not a proxy, cannot serve the request (400, 500, 504), perhaps because of
+    /// the requested version: try again.
     Late(String),
-    /// Nothing came for this time.
+    /// No data arrived for this time.
     Silent(Duration),
     /// Anything else: try again.
     Failed(String),
@@ -73,7 +73,7 @@ impl std::fmt::Display for Failure {
     }
 }
 
-/// One request. `verb` and `resource` have RBAC's names.
+/// One request. `verb` and `resource` are RBAC's names.
 #[derive(Debug, Clone)]
 pub(crate) struct Call {
     pub(crate) verb: &'static str,
@@ -106,7 +106,7 @@ impl std::fmt::Debug for Api {
 }
 
 impl Api {
-    /// Reads the configuration. Sends no request.
+    /// Reads the configuration, and sends no request.
     ///
     /// # Errors
     /// The configuration cannot be read or used.
@@ -135,7 +135,7 @@ impl Api {
         self.stats.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Notes that the server has answered, and the version in its answer.
+    /// Notes that the server answered, and the version in its answer.
     pub(crate) fn confirm(&self, revision: Option<Revision>) {
         let mut stats = self.stats();
         let known =
@@ -144,7 +144,7 @@ impl Api {
         stats.last_error = None;
     }
 
-    /// Notes that a request, or the stream after its answer, has failed.
+    /// Notes the failure of a request, or of the stream after its answer.
     pub(crate) fn failed(&self, verb: &'static str, failure: &Failure) {
         let mut stats = self.stats();
         stats.calls.entry(verb).or_default().failed += 1;
@@ -165,7 +165,7 @@ impl Api {
         }
     }
 
-    /// The whole answer to a request. If the server is overloaded, the request is repeated.
+    /// The complete answer to a request, which is repeated if the server is overloaded.
     pub(crate) async fn ask(&self, call: &Call) -> Result<Bytes, Error> {
         let mut repeats = 0;
         let failure = loop {
@@ -205,7 +205,7 @@ impl Api {
         }
         match &outcome {
             Ok(_) => {}
-            // "Too old" and "not found" are answers.
+            // "Too old" and "not found" are answers of the server.
             Err(Failure::Gone | Failure::NotFound(_)) => self.confirm(None),
             Err(failure) => self.failed(call.verb, failure),
         }
@@ -298,9 +298,9 @@ fn unreachable(Unsent { reason, cause }: Unsent) -> Failure {
             "who we are is not accepted ({reason}): right would be a valid client certificate"
         )),
         Cause::Handshake => Failure::Refused(format!(
-            "the API server, or who stands before it, breaks off the TLS handshake and blames no \
+            "the API server, or a proxy before it, breaks off the TLS handshake and blames no \
              certificate ({reason}): right would be one that speaks TLS 1.3, or 1.2 with ECDHE, \
-             under this name; in 1.2 that is also said to who shows no client certificate"
+             under this name; in TLS 1.2 a missing client certificate has the same effect"
         )),
         Cause::Other => Failure::Failed(reason),
     }
@@ -326,7 +326,7 @@ async fn refusal(call: &Call, answer: Response<Body>) -> Failure {
     let after = seconds.map(Duration::from_secs);
     let bytes = read(answer, REFUSAL).await.unwrap_or_default();
     let parsed = serde_json::from_slice::<Status>(&bytes).ok();
-    // The answer to a request that took the server too long has no kind.
+    // The answer to a request that timed out in the server has no kind.
     let is_own = |parsed: &Status| parsed.kind == "Status" || parsed.status == "Failure";
     let own = parsed.as_ref().is_some_and(is_own);
     let message = parsed
@@ -360,7 +360,7 @@ async fn refusal(call: &Call, answer: Response<Body>) -> Failure {
     }
 }
 
-/// An error with its causes. Causes that only repeat the text so far are left out.
+/// An error with its causes, without causes that repeat the text.
 fn chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();

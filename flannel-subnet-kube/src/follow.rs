@@ -1,7 +1,7 @@
-//! The leases of all nodes, always the latest: nodes are listed once, watched from there, and
-//! listed again if changes were missed.
+//! The leases of all nodes, kept up to date by a list and a watch.
 //!
 //! The view does not change before a list is complete. A watch continues from the last complete
+//! version. If changes were missed, nodes are listed again.
 //! version, whatever ended it.
 
 mod list;
@@ -26,7 +26,7 @@ use nodes::Nodes;
 pub(crate) use nodes::ReadOptions;
 use outage::OutageLog;
 
-/// This node, as it is followed.
+/// The state of this node among the followed nodes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Own {
     /// No list is complete yet.
@@ -45,13 +45,13 @@ pub(crate) struct Follower {
     pub(crate) read_options: ReadOptions,
     pub(crate) views: Receiver<View>,
     pub(crate) own: Receiver<Own>,
-    /// Only a test uses it before it is dropped.
+    /// Only a test uses it before the drop.
     #[cfg_attr(not(test), expect(dead_code))]
     pub(crate) task: Task,
 }
 
 impl Follower {
-    /// Begins, on the current runtime. `own` is this node's name.
+    /// Starts on the current runtime. `own` is this node's name.
     pub(crate) fn start(api: Arc<Api>, read_options: ReadOptions, own: String) -> Self {
         let (views, view_receiver) = channel(View::unknown());
         let (own_node, own_receiver) = channel(Own::Unknown);
@@ -79,7 +79,7 @@ struct Following {
     api: Arc<Api>,
     read_options: ReadOptions,
     nodes: Nodes,
-    /// When the server's cache was late for the first and for the last time in a row.
+    /// The first and the last time in a row at which the server's cache was late.
     late: Option<(Instant, Instant)>,
     /// The name of this node.
     own: String,
@@ -113,7 +113,7 @@ impl Following {
         }
     }
 
-    /// Notes that the leases are the same at a later version. Wakes no receiver.
+    /// Notes that the leases are equal at a later version. Notifies no receiver.
     fn unchanged(&self, revision: Revision) {
         self.views.send_if_modified(|view| {
             view.origin = Origin::Live { revision };
@@ -121,7 +121,7 @@ impl Following {
         });
     }
 
-    /// Publishes the leases. Wakes receivers only if leases changed or became live.
+    /// Publishes the leases. Notifies receivers only if leases changed or became live.
     fn publish(&self, revision: Revision) {
         self.views.send_if_modified(|view| {
             let changed = self.nodes.leases().changes_since(&view.leases).next().is_some();
@@ -204,7 +204,7 @@ mod tests {
                     .is_some_and(|now| now["status"] == status)
             };
             until(&|| says("False") && server.count("watch=") == 1).await;
-            // As a panic would end it.
+            // Like a panic.
             manager.shared.follow(|follower| follower.task.abort()).await.unwrap();
             let asked = server.requests().len();
             until(&|| server.count("NotOlderThan") == 2 && server.count("watch=") == 2).await;

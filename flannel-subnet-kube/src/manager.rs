@@ -1,11 +1,11 @@
-//! The subnet manager on Kubernetes: subnets are PodCIDRs, attributes are annotations of nodes.
+//! The subnet manager on Kubernetes. Subnets are PodCIDRs, attributes are annotations of nodes.
 //!
-//! Kubernetes assigns the subnets, and no lease expires. This node publishes its attributes, keeps
-//! them published, and notices when it gets other subnets.
+//! Kubernetes assigns the subnets, and leases do not expire. This node publishes its attributes,
+//! keeps them published, and notices when it gets other subnets.
 //!
-//! **Source**: flannel `pkg/subnet/kube/kube.go`. Different on purpose: a missing PodCIDR is waited
-//! for, another one moves the lease, any changed attribute of either family is a change, and
-//! removed annotations are restored.
+//! **Source**: flannel `pkg/subnet/kube/kube.go`. Unlike there, a missing PodCIDR is waited for,
+//! another one moves the lease, any changed attribute of either family is a change, and removed
+//! annotations are restored.
 
 mod condition;
 mod hold;
@@ -26,7 +26,7 @@ use crate::options::KubeOptions;
 use crate::runtime::{Task, lock};
 use shared::Shared;
 
-/// How often the file with the network config is read.
+/// The period in which the file with the network config is read.
 const CONFIG_PERIOD: Duration = Duration::from_secs(5);
 
 /// Leases as annotations of Kubernetes nodes, shared with Go flannel byte for byte.
@@ -47,12 +47,12 @@ const CONFIG_PERIOD: Duration = Duration::from_secs(5);
 #[derive(Debug)]
 pub struct KubeManager {
     pub(crate) shared: Arc<Shared>,
-    /// Keeps the node's condition, after the first report.
+    /// The task for the node's condition, after the first report.
     condition: OnceLock<Task>,
 }
 
 impl KubeManager {
-    /// A manager on the API server in the options. Sends no request.
+    /// A manager on the API server of the options. Sends no request.
     ///
     /// # Errors
     /// [`Error::Refused`]: the options do not lead to an API server, or a file is wrong.
@@ -66,9 +66,9 @@ impl KubeManager {
 
 #[async_trait]
 impl SubnetManager for KubeManager {
-    /// After a lease was acquired, the networks stay as they are: pods do not survive a change of
-    /// them. The first config is returned after the API server has answered. Views and leases
-    /// follow the config that was last handed out, not a later file.
+    /// After a lease was acquired, the networks may not change any more, because pods would not
+    /// survive that. The first config is returned after the API server has answered. Views and
+    /// leases use the config that was returned last, not a later file.
     async fn network_config(&self) -> Result<Config> {
         let config = self.shared.config_now().await?;
         *lock(&self.shared.handed_out) = Some(config.clone());
@@ -96,7 +96,7 @@ impl SubnetManager for KubeManager {
     }
 
     /// Addresses from the annotations `node-public-ip` and `node-public-ipv6`, and the attributes
-    /// that this node published last. While this node has no complete lease, those of its last one.
+    /// that this node published last. Without a complete lease, those of its last one.
     async fn hints(&self) -> Result<Hints> {
         let held = self.shared.held();
         let (public, lease) = match (self.shared.own_hints().await, &held) {
@@ -112,9 +112,9 @@ impl SubnetManager for KubeManager {
         })
     }
 
-    /// If the node has no complete lease, an earlier lease stays in force: mostly no other node
+    /// If the node has no complete lease, an earlier lease stays in force. Usually no other node
     /// gets its subnets soon, and peers and pods stay reachable. [`SubnetManager::hold_lease`]
-    /// finds out when it ends.
+    /// notices its end.
     async fn acquire_lease(&self, attrs: &LeaseAttrs) -> Result<Lease> {
         let config = self.shared.config().await?;
         let held = match (self.shared.take(config, attrs).await, self.shared.held()) {
@@ -159,8 +159,8 @@ impl SubnetManager for KubeManager {
         self.shared.follow(|follower| follower.views.clone()).await
     }
 
-    /// Updated while [`SubnetManager::hold_lease`] runs. The lease is lost if the node is gone, or
-    /// has other PodCIDRs, none, or unusable ones.
+    /// Updated while [`SubnetManager::hold_lease`] runs. The lease is lost if the node is deleted,
+    /// or has other PodCIDRs, none, or unusable ones.
     fn ownership(&self) -> watch::Receiver<Ownership> {
         self.shared.ownership.subscribe()
     }
@@ -170,7 +170,7 @@ impl SubnetManager for KubeManager {
     }
 
     /// Published as the node's condition `NetworkUnavailable`. On a start without a datapath in
-    /// place, a condition that an earlier boot left as false is made true.
+    /// place, a false condition of an earlier boot is set to true.
     async fn report(&self, readiness: &Readiness) -> Result<()> {
         if !self.publishes_readiness() {
             return Ok(());

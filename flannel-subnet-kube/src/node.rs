@@ -1,8 +1,7 @@
-//! The part of a node that flannel reads: a few hundred of its twenty thousand bytes.
+//! The parts of a node that flannel reads: a few hundred of its twenty thousand bytes.
 //!
-//! Decoding has two stages. The first ([`Wire`]) passes over the bytes once and points at the
-//! relevant parts, without a copy. The second ([`Node`]) makes values of them, and only if they
-//! have changed.
+//! Decoding has two stages. The first ([`Wire`]) scans the bytes once and borrows the relevant
+//! parts. The second ([`Node`]) decodes them, and only if they have changed.
 
 pub(crate) mod annotations;
 pub(crate) mod prefix;
@@ -21,7 +20,7 @@ use serde_json::value::RawValue;
 use annotations::{MANAGED, Values, read};
 use prefix::Prefix;
 
-/// The condition that reports to Kubernetes whether a node's network works.
+/// The condition for a node's network.
 pub(crate) const CONDITION: &str = "NetworkUnavailable";
 
 /// One line of a watch.
@@ -33,7 +32,7 @@ pub(crate) struct Event<'a> {
     pub(crate) object: Wire<'a>,
 }
 
-/// A node as the API server sends it, or the status that an error event has in its place.
+/// A node as the API server sends it, or the status of an error event.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 pub(crate) struct Wire<'a> {
@@ -81,7 +80,7 @@ impl Wire<'_> {
         };
         let raw = [self.metadata.creation_timestamp, self.spec.pod_cidr, self.spec.pod_cidrs];
         raw.into_iter().for_each(|raw| add(raw.map_or("", RawValue::get)));
-        // Errors are found when they are read.
+        // The second stage finds errors.
         let _ = self.each_annotation(prefix, |name, value| {
             add(name);
             add(value.get());
@@ -164,7 +163,7 @@ impl Wire<'_> {
     }
 }
 
-/// A key that is borrowed where it can be.
+/// A key that is borrowed if possible.
 #[derive(Deserialize)]
 struct Name<'a>(#[serde(borrow)] Cow<'a, str>);
 
@@ -200,7 +199,7 @@ pub(crate) struct Condition {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Node {
     pub(crate) name: Box<str>,
-    /// When it was created, as a number that grows.
+    /// The time of its creation, as an increasing number.
     pub(crate) created: u64,
     pod_cidrs: Vec<String>,
     /// Flannel's annotations.
@@ -213,7 +212,7 @@ impl Node {
     /// The PodCIDRs of these families; `None` if it has none of them.
     ///
     /// # Errors
-    /// One that cannot be a node's subnet.
+    /// A PodCIDR that cannot be a node's subnet.
     pub(crate) fn subnets(&self, families: &[Family]) -> Result<Option<Subnets>, String> {
         let mut all = Dual::<Subnet>::default();
         for text in &self.pod_cidrs {
@@ -232,12 +231,12 @@ impl Node {
         Ok(Subnets::new(all.values().copied()))
     }
 
-    /// Flannel runs on it.
+    /// The node runs flannel.
     pub(crate) fn is_managed(&self) -> bool {
         self.values.get(MANAGED).is_some_and(|value| &**value == "true")
     }
 
-    /// Its lease, if flannel runs on it and it has subnets, and the problems that were found.
+    /// Its lease, if it runs flannel and has subnets, and its problems.
     pub(crate) fn lease(
         &self,
         revision: Revision,
@@ -303,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn the_fingerprint_covers_the_parts_of_a_lease_and_nothing_else() {
+    fn the_fingerprint_covers_exactly_the_parts_of_a_lease() {
         let (hasher, prefix) = (RandomState::new(), Prefix::default());
         let print = |text: &str| {
             serde_json::from_str::<Wire<'_>>(text).unwrap().fingerprint(&prefix, &hasher)
@@ -355,7 +354,7 @@ mod tests {
     }
 
     #[test]
-    fn a_node_without_anything_is_no_error() {
+    fn an_empty_node_is_no_error() {
         for text in [
             r#"{"metadata":{"name":"n"}}"#,
             r#"{"metadata":{"name":"n","annotations":null},"spec":{"podCIDRs":null},"status":null}"#,

@@ -7,23 +7,23 @@ use crate::node::prefix::Prefix;
 /// The options of a [`KubeManager`](crate::KubeManager).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KubeOptions {
-    /// The API server's URL, instead of that in the kubeconfig; `None`: that in the kubeconfig.
+    /// The URL of the API server; `None`: that in the kubeconfig.
     pub api_url: Option<String>,
-    /// The credentials and certificates for the API server. `None`: with a URL, none are used;
-    /// without one, the service account of this pod.
+    /// The credentials and certificates for the API server. `None`: none with a URL, and the
+    /// service account of this pod without one.
     pub kubeconfig: Option<PathBuf>,
-    /// The beginning of the names of annotations.
+    /// The prefix of the names of annotations.
     pub prefix: Prefix,
     /// The file with the network config.
     pub net_config: PathBuf,
     /// This node.
     pub identity: NodeIdentity,
-    /// Whether the node's condition `NetworkUnavailable` reports the network's readiness.
+    /// Whether the node's condition `NetworkUnavailable` shows the network's readiness.
     pub node_condition: bool,
 }
 
 impl KubeOptions {
-    /// In a pod, with Go flannel's prefix and file; the node's condition is kept.
+    /// The options for a pod, with Go flannel's prefix and file. The node's condition is published.
     pub fn new(identity: NodeIdentity) -> Self {
         Self {
             api_url: None,
@@ -36,13 +36,13 @@ impl KubeOptions {
     }
 }
 
-/// How a daemon knows which node it runs on.
+/// The identity of the node on which a daemon runs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum NodeIdentity {
     /// By the node's name.
     Node(String),
-    /// By its own pod, which names the node.
+    /// By its own pod, which has the node's name.
     Pod {
         /// The pod's namespace.
         namespace: String,

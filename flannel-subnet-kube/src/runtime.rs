@@ -17,7 +17,7 @@ impl Task {
         Self(tokio::spawn(work).abort_handle())
     }
 
-    /// Ends the task, as a panic would.
+    /// Ends the task, like a panic.
     #[cfg(test)]
     pub(crate) fn abort(&self) {
         self.0.abort();
@@ -30,7 +30,7 @@ impl Drop for Task {
     }
 }
 
-/// Locks a mutex whose data are valid even after a panic of a thread that held it.
+/// Locks a mutex whose data stay valid if a thread panics while it holds the lock.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,7 +1,7 @@
-//! An API server for tests: nodes and pods over HTTP, strict about what it is asked, with faults.
+//! An API server for tests: nodes and pods over HTTP, with strict checks and faults.
 //!
-//! What a real API server would not do, or what a client of ours must not ask, is a *violation*:
-//! the request fails, and so does the test, at the latest when the server is dropped.
+//! A request that a real API server would not serve, or that this crate's client must not send, is
+//! a *violation*. The request fails, and so does the test, at the latest at the drop of the server.
 
 mod answer;
 mod client;
@@ -27,10 +27,10 @@ use faults::Faults;
 pub use faults::{Cut, Held};
 use store::Store;
 
-/// A server that ends with the value.
+/// A server that stops with the drop of this value.
 ///
 /// # Panics
-/// When it is dropped, if there was a violation.
+/// At its drop, if there was a violation.
 #[derive(Debug)]
 pub struct ApiServer {
     shared: Arc<Shared>,
@@ -47,7 +47,7 @@ pub(crate) struct Shared {
     pub(crate) requests: Mutex<Vec<String>>,
     pub(crate) patches: Mutex<Vec<Value>>,
     pub(crate) violations: Mutex<Vec<String>>,
-    /// The version, for watches that wait.
+    /// The version, for waiting watches.
     pub(crate) changes: watch::Sender<u64>,
     pub(crate) cuts: watch::Sender<(u64, Cut)>,
     pub(crate) bookmarks: watch::Sender<u64>,
@@ -58,7 +58,7 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl ApiServer {
-    /// A server on a port of its own on the loopback interface.
+    /// A server on its own port of the loopback interface.
     ///
     /// # Panics
     /// There is no port, or no thread.
@@ -75,12 +75,11 @@ impl ApiServer {
         Self::start(listener, None)
     }
 
-    /// A server that speaks TLS with this certificate, on the loopback interface. Both are PEM. It
-    /// asks clients for a certificate, and as a real one it does so without looking at it before
-    /// there is a request.
+    /// A server with TLS and this certificate, both in PEM, on the loopback interface. Like a real
+    /// one it asks clients for a certificate, and does not check it before a request.
     ///
     /// # Panics
-    /// Certificate or key cannot be used.
+    /// The certificate or key cannot be used.
     pub fn with_tls(certificate: &str, key: &str) -> Self {
         let chain =
             CertificateDer::pem_slice_iter(certificate.as_bytes()).collect::<Result<Vec<_>, _>>();
@@ -122,23 +121,21 @@ impl ApiServer {
         Self { shared, address, scheme, thread: Some(thread), stop }
     }
 
-    /// Where it listens.
+    /// Its URL.
     pub fn url(&self) -> String {
         format!("{}://{}", self.scheme, self.address)
     }
 
-    /// Creates a node, or replaces it. `node` needs no more than what matters; a name and a
-    /// creation time are added.
+    /// Creates or replaces a node. A name and a creation time are added to `node`.
     ///
     /// # Panics
-    /// `node` is no JSON object.
+    /// `node` is not a JSON object.
     pub fn put_node(&self, name: &str, node: Value) {
         let version = lock(&self.shared.store).put(name, node);
         self.shared.changes.send_replace(version);
     }
 
-    /// Creates or replaces many nodes at once. Watches that are open learn only that they missed
-    /// something.
+    /// Creates or replaces many nodes at once. Open watches only learn that they missed changes.
     pub fn fill(&self, nodes: impl IntoIterator<Item = (String, Value)>) {
         let mut store = lock(&self.shared.store);
         nodes.into_iter().for_each(|(name, node)| _ = store.put(&name, node));
@@ -146,7 +143,7 @@ impl ApiServer {
         self.shared.changes.send_replace(store.version);
     }
 
-    /// A node as it is now.
+    /// The present state of a node.
     pub fn node(&self, name: &str) -> Option<Value> {
         lock(&self.shared.store).node(name)
     }
@@ -169,17 +166,17 @@ impl ApiServer {
     /// Changes a node.
     ///
     /// # Panics
-    /// There is no such node.
+    /// The node does not exist.
     pub fn modify(&self, name: &str, change: impl FnOnce(&mut Value)) {
         let mut node = self.node(name).expect("the node exists");
         change(&mut node);
         self.put_node(name, node);
     }
 
-    /// Writes a node with another version and nothing else changed, as a kubelet does all the time.
+    /// Writes a node with only another version, like a kubelet.
     ///
     /// # Panics
-    /// There is no such node.
+    /// The node does not exist.
     pub fn heartbeat(&self, name: &str) {
         let version = lock(&self.shared.store).heartbeat(name);
         self.shared.changes.send_replace(version);
@@ -191,29 +188,29 @@ impl ApiServer {
         self.shared.changes.send_replace(version);
     }
 
-    /// A pod on a node; an empty name: on none yet.
+    /// Creates a pod on a node; without a node if the name is empty.
     pub fn put_pod(&self, namespace: &str, name: &str, node: &str) {
         let spec = if node.is_empty() { json!({}) } else { json!({ "nodeName": node }) };
         let pod = json!({ "kind": "Pod", "apiVersion": "v1", "metadata": { "name": name, "namespace": namespace }, "spec": spec });
         lock(&self.shared.store).pods.insert(format!("{namespace}/{name}"), pod);
     }
 
-    /// What was asked so far: `GET /api/v1/nodes?…`.
+    /// All requests so far: `GET /api/v1/nodes?…`.
     pub fn requests(&self) -> Vec<String> {
         lock(&self.shared.requests).clone()
     }
 
-    /// What was written so far, patch by patch.
+    /// All patches so far.
     pub fn patches(&self) -> Vec<Value> {
         lock(&self.shared.patches).clone()
     }
 
-    /// How many requests contain this text.
+    /// The number of requests that contain this text.
     pub fn count(&self, text: &str) -> usize {
         lock(&self.shared.requests).iter().filter(|request| request.contains(text)).count()
     }
 
-    /// What nobody should have asked, which is forgotten with the call.
+    /// Takes the violations, which then do not fail the test.
     pub fn take_violations(&self) -> Vec<String> {
         std::mem::take(&mut *lock(&self.shared.violations))
     }
@@ -269,7 +266,7 @@ async fn serve(
                     answer::answer(Arc::clone(&shared), client.clone(), request)
                 })
             };
-            // A client that goes is no matter of ours.
+            // The client has disconnected.
             match tls {
                 Some(tls) => {
                     if let Ok(connection) = tls.accept(connection).await {

@@ -1,18 +1,18 @@
 //! The subnet of a new lease: any free one, at random.
 //!
-//! Subnets are numbered, and the occupied ones are a sorted list of ranges of numbers. The cost is
-//! that of sorting them, whatever the size of the network is.
+//! The occupied subnets are a sorted list of ranges of subnet numbers, so the cost does not depend
+//! on the size of the network.
 //!
-//! **Source**: flannel `pkg/subnet/etcd/local_manager.go: allocateSubnet`. Different on purpose: it
-//! chooses among the first 100 free subnets, so that many nodes at once collide, and it wraps
-//! around at the end of the address space.
+//! **Source**: flannel `pkg/subnet/etcd/local_manager.go: allocateSubnet`, which chooses among the
+//! first 100 free subnets, so that many nodes at once collide, and wraps around at the end of the
+//! address space.
 
 use flannel_core::Subnet;
 use flannel_core::config::PodNetwork;
 
-/// Picks uniformly at random among the subnets from `network.min` to `network.max` that overlap
-/// nothing in `occupied`; those that overlap something in `avoid` only if there are no others.
-/// `None`: none is free.
+/// Picks a subnet from `network.min` to `network.max` uniformly at random that overlaps nothing in
+/// `occupied`. Subnets that overlap `avoid` are picked only if there is no other. `None`: no subnet
+/// is free.
 ///
 /// `below(n)` returns a uniform random number less than `n`, which is at least 1. Subnets of the
 /// other family are ignored.
@@ -57,7 +57,7 @@ fn pick(
     Some(number)
 }
 
-/// The numbers that are not free, as sorted ranges without overlaps. Both ends are included.
+/// The occupied numbers, as sorted ranges without overlaps, with inclusive ends.
 fn ranges(network: &PodNetwork, occupied: &[Subnet]) -> Vec<(u128, u128)> {
     let highest = network.subnets() - 1;
     let mut ranges: Vec<_> =
@@ -79,8 +79,7 @@ fn range(network: &PodNetwork, highest: u128, subnet: &Subnet) -> Option<(u128, 
         return None;
     }
     let number = |address| Subnet::new(address, network.subnet_len)?.steps_from(&network.min);
-    // No number is before min. A subnet that ends there overlaps none; one that begins there
-    // overlaps the first.
+    // A subnet that ends before min overlaps none, and one that begins there overlaps the first.
     let last = number(subnet.last())?;
     let first = number(subnet.base()).unwrap_or(0);
     (first <= highest).then(|| (first, last.min(highest)))
@@ -97,8 +96,8 @@ mod tests {
     use flannel_core::address::Family;
     use nix::time::ClockId;
 
-    /// As a config derives it, but for any addresses: no host has some of those at the end of the
-    /// address space.
+    /// Like in a config, but for any addresses, also those at the end of the address space that no
+    /// host has.
     fn network(network: &str, subnet_len: u8) -> PodNetwork {
         let network: Subnet = network.parse().unwrap();
         let first = Subnet::new(network.base(), subnet_len).unwrap();
@@ -123,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn freed_subnets_come_last() {
+    fn freed_subnets_are_picked_last() {
         let network = network("10.0.0.0/24", 26);
         let all = ["10.0.0.64/26", "10.0.0.128/26", "10.0.0.192/26"]
             .map(|s| s.parse::<Subnet>().unwrap());
@@ -136,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn every_free_subnet_is_as_likely_as_any_other() {
+    fn every_free_subnet_has_the_same_probability() {
         let network = network("10.0.0.0/16", 24);
         let taken: Vec<Subnet> = (1..=255)
             .filter(|n| n % 3 == 0)
@@ -154,13 +153,13 @@ mod tests {
     }
 
     #[test]
-    fn big_networks_cost_no_more_than_the_occupied_subnets() {
+    fn the_cost_depends_on_the_occupied_subnets_only() {
         for (text, len) in [("10.0.0.0/8", 24), ("fd00::/48", 64)] {
             let network = network(text, len);
             let total = network.subnets();
             let taken: Vec<Subnet> =
                 (0..20_000).map(|n| network.min.step(n * (total / 20_000)).unwrap()).collect();
-            // Of this thread alone: others may have the processor for longer.
+            // The time of this thread, because other processes may delay it.
             let computed = || Duration::from(ClockId::CLOCK_THREAD_CPUTIME_ID.now().unwrap());
             let begin = computed();
             let subnet = allocate(&network, &taken, &[], |n| n / 2).unwrap();

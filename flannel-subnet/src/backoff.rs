@@ -1,5 +1,5 @@
-//! Pauses between attempts: each about twice as long as the last one, and random, so that nodes
-//! that failed together do not retry together.
+//! Pauses between attempts. Each is about twice as long as the last one. They are random, so that
+//! nodes that failed together do not retry together.
 
 use std::time::Duration;
 
@@ -21,12 +21,12 @@ pub struct Backoff {
 }
 
 impl Backoff {
-    /// Pauses of about `first`, then longer ones, none longer than `longest`.
+    /// The first pause is at most `first`. Later ones grow up to `longest`.
     pub fn new(first: Duration, longest: Duration) -> Self {
         Self { first, longest, next: first }
     }
 
-    /// The next pause is as long as the first one was.
+    /// The next pause is as short as the first one.
     pub fn reset(&mut self) {
         self.next = self.first;
     }

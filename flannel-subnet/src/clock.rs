@@ -1,7 +1,7 @@
-//! The clocks that leases are counted by.
+//! The clocks for leases.
 //!
-//! The ownership of a subnet is counted by boot time, which goes on while the machine is suspended
-//! and which nobody can set. Wall time is for files and messages.
+//! Ownership of a subnet is measured in boot time, which includes suspended time and cannot be set.
+//! Wall time is for files and messages.
 
 use std::fmt;
 use std::io;
@@ -18,28 +18,28 @@ use tokio::io::unix::AsyncFd;
 
 use crate::runtime::readable;
 
-/// The time, and waits for it. A parameter, so that tests can control time.
+/// A source of time that can be waited for. Tests replace it.
 #[async_trait]
 pub trait Clock: fmt::Debug + Send + Sync {
-    /// Since the machine was started, suspended time included.
+    /// The time since the machine was started, including suspended time.
     fn boottime(&self) -> Duration;
 
-    /// Time of day.
+    /// The time of day.
     fn wall(&self) -> SystemTime;
 
     /// Waits until [`Clock::boottime`] has reached `boottime`. May return early.
     async fn sleep_until(&self, boottime: Duration);
 
-    /// Waits until [`Clock::wall`] has reached `wall`, or somebody set the clock. May return early.
+    /// Waits until [`Clock::wall`] has reached `wall`, or the clock was set. May return early.
     async fn sleep_until_wall(&self, wall: SystemTime);
 }
 
-/// Linux' own clocks. Waiting needs a tokio runtime with I/O and time enabled.
+/// The clocks of Linux. Waiting needs a tokio runtime with I/O and time enabled.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct SystemClock;
 
 impl SystemClock {
-    /// Waits on a timer of the kernel, which counts suspended time too, unlike tokio's.
+    /// Waits on a timer of the kernel, because tokio's does not count suspended time.
     async fn sleep(self, clock: TimerClock, until: Duration, flags: TimerSetTimeFlags) {
         let timer = || -> io::Result<AsyncFd<OwnedFd>> {
             let timer = TimerFd::new(clock, TimerFlags::TFD_NONBLOCK | TimerFlags::TFD_CLOEXEC)?;
@@ -50,7 +50,7 @@ impl SystemClock {
         };
         match timer() {
             Ok(timer) => drop(timer.readable().await),
-            // Out of file descriptors. Waking up early is allowed, never waking up is not.
+            // There is no free file descriptor. Returning early is allowed.
             Err(_) => tokio::time::sleep(Duration::from_secs(1)).await,
         }
     }

@@ -1,7 +1,7 @@
-//! This node's lease on any registry: found again, taken over, or newly allocated, and then held.
+//! This node's lease on any registry: found again, taken over or allocated, and then held.
 //!
-//! A node is known by its holder ID, then by its public address. It keeps its lease, unless the
-//! lease does not fit the network config any more.
+//! A node is identified by its holder ID, then by its public address. It keeps its lease as long as
+//! the lease fits the network config.
 
 mod acquire;
 mod assigned;
@@ -32,20 +32,21 @@ use fallback::Fallback;
 use holding::Holding;
 use listing::as_stored;
 
-/// The properties that distinguish a node from all others.
+/// The identity of a node.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Identity {
-    /// Chosen at random once ([`HolderId::random`]) and kept in the node's state directory.
+    /// Chosen at random once ([`HolderId::random`]), and kept in the node's state directory.
     pub holder: HolderId,
-    /// The subnets that the node had before, as its `subnet.env` says
+    /// The previous subnets of the node, from its `subnet.env`
     /// ([`SubnetEnv::previous`](crate::SubnetEnv::previous)).
     pub previous: Option<Subnets>,
-    /// All addresses of the host, and the public address from its options, if any.
-    /// [`SubnetManager::hints`] finds the lease by them, before the external interface is chosen.
+    /// All addresses of the host, and the public address from its options. They let
+    /// [`SubnetManager::hints`] find the lease before the external interface is chosen.
     pub local_addresses: Vec<IpAddr>,
 }
 
-/// The lease engine: gets this node its lease on any [`Registry`], and shows the leases of all.
+/// The lease engine: acquires and holds this node's lease on any [`Registry`], and shows all
+/// leases.
 ///
 /// ```
 /// use flannel_core::SubnetManager;
@@ -73,7 +74,7 @@ pub struct LocalManager {
     ttl: Duration,
     margin: Duration,
     holding: Arc<Holding>,
-    /// Held while our key is written or judged: our own write must not look like another node's.
+    /// Held while our key is written or judged, so that our own write is not taken for another's.
     writing: tokio::sync::Mutex<()>,
     reflector: Mutex<Option<(Reflector, Option<Task>)>>,
     fallback: Arc<Fallback>,
@@ -81,13 +82,13 @@ pub struct LocalManager {
 }
 
 impl LocalManager {
-    /// A manager by Linux' own clocks. Leases live for 24 hours and are renewed 60 minutes before
-    /// their end.
+    /// A manager with the clocks of Linux. Leases live for 24 hours and are renewed 60 minutes
+    /// before their end.
     pub fn new(registry: Arc<dyn Registry>, identity: Identity) -> Self {
         Self::with_clock(registry, identity, Arc::new(SystemClock))
     }
 
-    /// Like [`LocalManager::new`], by another clock.
+    /// Like [`LocalManager::new`], with another clock.
     pub fn with_clock(
         registry: Arc<dyn Registry>,
         identity: Identity,
@@ -108,13 +109,14 @@ impl LocalManager {
         }
     }
 
-    /// How long a lease lives unless it is renewed; whole seconds, at least 1.
+    /// Sets the time to live of a lease, in whole seconds; at least 1.
     #[must_use]
     pub fn with_ttl(self, ttl: Duration) -> Self {
         Self { ttl, ..self }
     }
 
-    /// How long before its end a lease is renewed; at most two thirds of the time to live.
+    /// Sets the time before its end at which a lease is renewed; at most two thirds of its time to
+    /// live.
     #[must_use]
     pub fn with_renew_margin(self, margin: Duration) -> Self {
         Self { margin, ..self }
@@ -122,12 +124,12 @@ impl LocalManager {
 
     /// Keeps the last complete set of leases in this file, and starts from it while the store does
     /// not answer. The first view comes from the file, with the origin
-    /// [`Cached`](flannel_core::lease::Origin::Cached). Until the store has answered once, so do
-    /// the config, the hints and the own lease. The own lease counts while its end, by wall clock,
-    /// lies ahead; afterwards it is a hint ([`Hints::lapsed`]).
+    /// [`Cached`](flannel_core::lease::Origin::Cached). Until the store has answered once, the
+    /// config, the hints and the own lease come from it too. The own lease counts until its end by
+    /// wall clock, and is a hint afterwards ([`Hints::lapsed`]).
     ///
-    /// The file is written when leases or the own lease have changed, at most every 5 seconds. If
-    /// it is damaged, or of another store, it is ignored with a warning.
+    /// The file is written when leases or the own lease have changed, at most every 5 seconds. A
+    /// damaged file, or one of another store, is ignored with a warning.
     ///
     /// # Blocking
     /// Reads the file.
@@ -138,13 +140,13 @@ impl LocalManager {
         Self { fallback: Arc::new(fallback), ..self }
     }
 
-    /// Whether the subnets are this node's now, by the clock itself. Asks no store.
+    /// The ownership of the subnets at this moment, by the clock. No request is sent.
     pub fn ownership_now(&self) -> Ownership {
         self.holding.ownership_now()
     }
 
-    /// How long the lease is held from now on unless it is renewed, by boot time; `None` if it is
-    /// not held or has no end.
+    /// The remaining time of the lease unless it is renewed, by boot time; `None` if no lease is
+    /// held, or it has no end.
     pub fn remaining(&self) -> Option<Duration> {
         self.holding.remaining()
     }
@@ -182,8 +184,7 @@ impl SubnetManager for LocalManager {
     }
 
     /// Finds the lease by holder ID, else by public address if exactly one lease has an address of
-    /// this host. The previous subnets are not enough: another node may have them by now, with keys
-    /// and MAC addresses of its own.
+    /// this host. The previous subnets are not enough, because another node may have them by now.
     async fn hints(&self) -> Result<Hints> {
         let listing = match self.fallback.own_lease() {
             None => self.store.list().await?,

@@ -1,7 +1,7 @@
-//! The leases of all nodes as a [`View`], kept up to date by listing once and then watching.
+//! The leases of all nodes as a [`View`], kept up to date by a list and a watch.
 //!
-//! After any failure (a lost watch, a gap, an outage, a store restored from a backup) the registry
-//! is listed again. Until the list is complete the last view stays as it is.
+//! After any failure (a lost watch, a gap, an outage, a restored backup) the registry is listed
+//! again. Until the list is complete, the last view stays.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::sync::{Arc, Mutex};
@@ -15,7 +15,7 @@ use crate::backoff::Backoff;
 use crate::registry::{Batch, Listing, Now, Registry};
 use crate::runtime::{Task, lock};
 
-/// How many released subnets are remembered.
+/// The number of released subnets that are remembered.
 const FREED: usize = 1024;
 
 /// Follows a registry until it is dropped.
@@ -46,7 +46,7 @@ struct Shared {
 }
 
 impl Reflector {
-    /// Begins to follow, on the current tokio runtime. Failures are retried for ever, with one log
+    /// Starts to follow on the current tokio runtime. Failures are retried endlessly, with one log
     /// line when the store is lost and one when it answers again.
     ///
     /// # Panics
@@ -66,14 +66,14 @@ impl Reflector {
         Self { _task: Task::spawn(follow(registry, Arc::clone(&shared))), shared }
     }
 
-    /// Always the latest view; bursts coalesce. Until the first list is complete it is the view
-    /// from which it was started. When the reflector is dropped, the receiver stays valid and the
-    /// view does not change any more.
+    /// The latest view. Several changes may be merged. Until the first list is complete it is the
+    /// initial view. After a drop of the reflector, the receiver stays valid and the view stays as
+    /// it is.
     pub fn views(&self) -> watch::Receiver<View> {
         self.shared.views.subscribe()
     }
 
-    /// The latest 1024 subnets that were released while it followed and that are still free.
+    /// The last 1024 released subnets that are still free.
     pub fn freed(&self) -> Vec<Subnets> {
         let views = self.shared.views.borrow();
         let freed = lock(&self.shared.freed);
@@ -83,7 +83,7 @@ impl Reflector {
 
 async fn follow(registry: Arc<dyn Registry>, shared: Arc<Shared>) {
     let mut backoff = Backoff::new(Duration::from_millis(100), Duration::from_secs(5));
-    // Leases from an earlier run count like those of a store that was lost.
+    // Leases of an earlier run are treated like those of a lost store.
     let mut lost = matches!(shared.views.borrow().origin, Origin::Cached { written: Some(_) });
     let (mut logged, mut refused) = (false, false);
     loop {
@@ -91,7 +91,7 @@ async fn follow(registry: Arc<dyn Registry>, shared: Arc<Shared>) {
             if !lost {
                 (logged, refused) = (false, false);
             }
-            // A refusal, which only a person can end, is logged even during an outage.
+            // A refusal needs a person, so it is logged even during an outage.
             let worse = matches!(error, Error::Refused { .. }) && !refused;
             if !logged || worse {
                 (lost, logged, refused) = (true, true, worse);
@@ -129,7 +129,7 @@ async fn list_and_watch(
 }
 
 impl Shared {
-    /// Makes the view equal to a complete list. A key that cannot be read keeps its last value.
+    /// Makes the view equal to a complete list. An unreadable key keeps its last value.
     fn replace(&self, listing: &Listing) {
         let unreadable =
             listing.skipped.iter().filter_map(|skipped| skipped.key.parse::<Subnets>().ok());
@@ -156,7 +156,7 @@ impl Shared {
         });
     }
 
-    /// Changes the view. Wakes its receivers only if leases changed or became live.
+    /// Changes the view. Notifies receivers only if leases changed or became live.
     fn modify(&self, origin: Origin, change: impl FnOnce(&mut LeaseSet)) {
         self.views.send_if_modified(|view| {
             let before = view.leases.clone();
@@ -179,7 +179,7 @@ impl Shared {
     }
 }
 
-/// Inserts a lease, unless the set has an equal one: shared leases make comparing sets cheap.
+/// Inserts a lease, unless the set has an equal one, because shared leases are cheap to compare.
 fn insert(leases: &mut LeaseSet, lease: &Arc<Lease>) {
     if leases.get(&lease.subnets).is_none_or(|old| old != lease) {
         leases.insert(Arc::clone(lease));

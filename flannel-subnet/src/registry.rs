@@ -1,7 +1,7 @@
-//! The trait of a store of leases, and the stores that need no server.
+//! The trait of a store of leases, and the stores without a server.
 //!
-//! No write is blind. A key is created only where there is none, and replaced or deleted only at
-//! the revision that was read.
+//! All writes are conditional. A key is created only if it does not exist, and replaced or deleted
+//! only at the revision that was read.
 
 mod dir;
 mod history;
@@ -30,26 +30,26 @@ pub use values::{
 ///
 /// # For implementers
 /// - **Keys.** A key is the text of [`Subnets`], its value is [`LeaseAttrs::to_json`]. The store
-///   compares keys as text. It need not know that two keys can overlap.
-/// - **Order.** Each write is one step for all clients: of several writers that create one key, or
+///   compares keys as text and may not know that two keys overlap.
+/// - **Order.** Each write is atomic for all clients. Of several writers that create one key, or
 ///   replace it at one revision, exactly one succeeds. After a write has returned,
 ///   [`list`](Self::list) and [`entry`](Self::entry) show it to every client.
 /// - **Revisions.** [`Listing::revision`] and [`Batch::revision`] count the changes of the whole
 ///   store and never decrease while the store keeps its data. [`Lease::revision`] differs for two
 ///   values of one key. [`Lease::since`] orders leases by their creation, or is 0 for all.
-/// - **Time.** A key with a [`LeaseGrant`] goes, as a change that watches report, when its holder
-///   has not renewed for the time to live. It must not go before, counted from the moment at which
-///   the request was sent. Renewals are no changes.
+/// - **Time.** A key with a [`LeaseGrant`] is deleted, as a change that watches report, when its
+///   holder has not renewed for the time to live. It must not be deleted earlier, counted from the
+///   moment at which the request was sent. Renewals are no changes.
 /// - **Errors.** Any request fails with [`Error::Refused`] if only a person can help, and with
 ///   [`Error::Store`] if the store does not answer; the caller repeats it later.
-///   [`Error::Conflict`] is an answer: the store has compared and refused. A write without an
-///   answer may be repeated inside only together with a check whether it was carried out.
+///   [`Error::Conflict`] is an answer of the store. Inside the registry, a write without an answer
+///   may be repeated only together with a check whether it was carried out.
 /// - **Time limits.** Each request but [`config_changed`](Self::config_changed) and
-///   [`Watch::next`] ends within seconds, with an error if necessary: the holder of a lease relies
-///   on it.
-/// - **Cancel safety.** A caller may drop any future at any time. Then a write was carried out as a
-///   whole or not at all, and the caller reads to find out. A wait ([`config_changed`](
-///   Self::config_changed), [`Watch::next`]) loses nothing.
+///   [`Watch::next`] ends within seconds, with an error if necessary, because the holder of a lease
+///   relies on it.
+/// - **Cancel safety.** A caller may drop any future at any time. A write was then carried out or
+///   not, and the caller reads to find out. A wait ([`config_changed`](Self::config_changed),
+///   [`Watch::next`]) loses nothing.
 ///
 /// [`Lease::revision`]: flannel_core::Lease::revision
 /// [`Lease::since`]: flannel_core::Lease::since
@@ -78,8 +78,8 @@ pub trait Registry: fmt::Debug + fmt::Display + Send + Sync {
     /// [`Error::NoConfig`], besides those of any request.
     async fn config(&self) -> Result<ConfigText>;
 
-    /// Writes the network config if the store still holds `known` (`None`: no config). The text is
-    /// not checked. Unless implemented, it is refused.
+    /// Writes the network config if the store still has `known` (`None`: no config). The text is
+    /// not checked. The default implementation refuses.
     ///
     /// # Errors
     /// [`config_conflict`] if the store holds another config.
@@ -90,8 +90,8 @@ pub trait Registry: fmt::Debug + fmt::Display + Send + Sync {
         })
     }
 
-    /// Waits until the text of the config differs from `known` (`None`: no config). The next text
-    /// may be half written if people edit it in place.
+    /// Waits until the text of the config differs from `known` (`None`: no config). A text that a
+    /// person edits in place may be incomplete.
     async fn config_changed(&self, known: Option<ConfigText>) -> Result<()>;
 
     /// All leases. An unreadable key is reported in [`Listing::skipped`] and is no error.
@@ -106,7 +106,7 @@ pub trait Registry: fmt::Debug + fmt::Display + Send + Sync {
     /// Writes a lease if its key does not exist. Without `grant` it is a reservation.
     ///
     /// # Errors
-    /// [`Error::Conflict`] if the key exists, be it readable or not.
+    /// [`Error::Conflict`] if the key exists, even if it is unreadable.
     async fn create(
         &self,
         subnets: &Subnets,
@@ -115,7 +115,7 @@ pub trait Registry: fmt::Debug + fmt::Display + Send + Sync {
     ) -> Result<Entry>;
 
     /// Writes a lease as [`create`](Self::create) does. If the key exists, it returns the current
-    /// content of the store as an inner `Err`. A store that can do both in one request should.
+    /// content of the store as an inner `Err`. A store that can should use one request.
     async fn create_or_list(
         &self,
         subnets: &Subnets,
@@ -129,7 +129,7 @@ pub trait Registry: fmt::Debug + fmt::Display + Send + Sync {
     }
 
     /// Replaces the lease at revision `at`, with its holder and time to live. `since` stays. A
-    /// store that derives revisions from the content may keep the revision of an equal content.
+    /// store that derives revisions from the content may keep the revision if the content is equal.
     ///
     /// # Errors
     /// [`Error::Conflict`] if the key has another revision or does not exist.
@@ -147,33 +147,33 @@ pub trait Registry: fmt::Debug + fmt::Display + Send + Sync {
     /// [`Error::Conflict`] if the key has another revision or does not exist.
     async fn delete(&self, subnets: &Subnets, at: Revision) -> Result<()>;
 
-    /// Renews the keys of `holder`, which is no change for watches. Returns for how long they are
-    /// kept from now on. `None`: the store has forgotten the holder, and its keys are gone. If
-    /// somebody deletes a key, the store does not forget the holder.
+    /// Renews the keys of `holder`, which is no change for watches. Returns the time for which they
+    /// are kept from now on. `None`: the store has forgotten the holder, and its keys are deleted.
+    /// A store does not forget a holder whose key was deleted.
     async fn keep_alive(&self, subnets: &Subnets, holder: HolderId) -> Result<Option<Duration>>;
 
-    /// The reason for which requests are being repeated inside at present; `None`: none are.
+    /// The reason for which a request is being repeated at present, if one is.
     fn trouble(&self) -> Option<String> {
         None
     }
 
-    /// The changes after `after`, which [`list`](Self::list) returned, without a gap.
+    /// The changes after the revision `after` of a [`list`](Self::list), without a gap.
     async fn watch(&self, after: Revision) -> Result<Box<dyn Watch>>;
 }
 
-/// The changes of a store, in their order.
+/// The changes of a store, in order.
 #[async_trait]
 pub trait Watch: Send {
-    /// Waits for the next changes and returns all that are known, or `None` if some were missed:
-    /// the caller lists and watches again. Renewals are no changes. An empty batch says that the
+    /// Waits for the next changes and returns all that are known. `None`: some were missed, and the
+    /// caller must list and watch again. Renewals are no changes. An empty batch confirms that the
     /// store answers and nothing changed.
     ///
     /// # Errors
-    /// The store does not answer. The watch cannot be used any more.
+    /// The store does not answer. The watch is unusable.
     async fn next(&mut self) -> Result<Option<Batch>>;
 }
 
-/// The error of [`Registry::write_config`] if the store holds another config than its caller read.
+/// The error of [`Registry::write_config`] if the store has another config than the caller read.
 pub fn config_conflict(store: &dyn fmt::Display) -> Error {
     Error::Refused {
         store: store.to_string(),

@@ -28,19 +28,19 @@ impl Drop for Task {
     }
 }
 
-/// Runs `work`, which waits for the disk, on a thread of its own.
+/// Runs `work`, which waits for the disk, on a blocking thread.
 pub(crate) async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
     match tokio::task::spawn_blocking(work).await {
         Ok(done) => done,
         Err(error) => match error.try_into_panic() {
             Ok(panic) => std::panic::resume_unwind(panic),
-            // The runtime is shutting down, and ends the caller too.
+            // The runtime is shutting down, and so is the caller.
             Err(_) => std::future::pending().await,
         },
     }
 }
 
-/// Waits for `event`; without one, for ever.
+/// Waits for `event`; for ever without one.
 pub(crate) async fn or_never(event: Option<impl Future<Output = ()>>) {
     match event {
         Some(event) => event.await,
@@ -48,7 +48,7 @@ pub(crate) async fn or_never(event: Option<impl Future<Output = ()>>) {
     }
 }
 
-/// Locks a mutex whose data are valid even after a panic of a thread that held it.
+/// Locks a mutex whose data stay valid if a thread panics while it holds the lock.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -12,7 +12,7 @@ use tokio::time::Instant;
 use crate::clock::Clock;
 pub use suite::{Fixture, registry_suite};
 
-/// Tokio's time as boot time and wall time. A test that pauses it can let days pass at once.
+/// Tokio's time as boot time and wall time. If a test pauses it, days can pass at once.
 #[derive(Debug, Clone)]
 pub struct TokioClock {
     start: Instant,
@@ -20,7 +20,7 @@ pub struct TokioClock {
 }
 
 impl TokioClock {
-    /// Starts now, a day after the machine did.
+    /// Starts at the present time, with a machine that was started a day ago.
     pub fn new() -> Self {
         Self { start: Instant::now(), wall: SystemTime::now() }
     }

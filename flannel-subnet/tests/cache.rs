@@ -1,4 +1,4 @@
-//! A manager that starts while its store is out of reach, with time paused.
+//! A manager that starts while its store is unreachable, with time paused.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
@@ -30,7 +30,7 @@ fn attrs(node: u8) -> LeaseAttrs {
         .unwrap()
 }
 
-/// A time of day that was set by so much.
+/// A wall clock with an offset.
 #[derive(Debug)]
 struct WallClock(TokioClock, i64);
 
@@ -84,7 +84,7 @@ impl Fixture {
         self.registry.create(&key(text), &attrs(n), grant).await.unwrap();
     }
 
-    /// A first run that had a lease and saw one peer, and is over; the store is out of reach then.
+    /// A first run that had a lease and saw one peer. The store is unreachable afterwards.
     async fn first_run(&self) -> Lease {
         self.peer("10.1.77.0-24", 77).await;
         let manager = self.node(0);
@@ -96,7 +96,7 @@ impl Fixture {
         lease
     }
 
-    /// Holds until the cache on disk is as it should be.
+    /// Holds until the cache on disk is `good`.
     async fn saved(&self, manager: &LocalManager, lease: &Lease, good: impl Fn(&Lease) -> bool) {
         let saved = async {
             loop {
@@ -144,7 +144,7 @@ async fn cached_leases_are_reconciled_when_the_store_is_back() {
     let lease = fixture.first_run().await;
     let manager = Arc::new(fixture.node(0));
     let mut views = manager.watch_leases().await.unwrap();
-    // This time with another VTEP.
+    // With another VTEP.
     let mut other = attrs(1);
     other.preferred.data.v4 = Some(r#"{"VNI":2}"#.into());
     let held = manager.acquire_lease(&other).await.unwrap();
@@ -157,7 +157,7 @@ async fn cached_leases_are_reconciled_when_the_store_is_back() {
     fixture.registry.delete_key("10.1.77.0-24");
     fixture.registry.set_outage(false);
     live(&mut views, 1).await;
-    // It is renewed and put right before the time that the cache knew of is over.
+    // It is renewed and restored before the end that the cache has.
     sleep(DAY).await;
     assert!(!hold.is_finished());
     assert!(
@@ -168,7 +168,7 @@ async fn cached_leases_are_reconciled_when_the_store_is_back() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn other_attributes_than_the_cached_are_published_when_the_store_is_back() {
+async fn attributes_that_differ_from_the_cache_are_published_when_the_store_is_back() {
     let fixture = Fixture::new();
     let lease = fixture.first_run().await;
     let manager = fixture.node(0);
@@ -197,7 +197,7 @@ async fn a_lease_from_the_cache_that_was_deleted_meanwhile_ends() {
     fixture.registry.set_outage(false);
     let end = timeout(Duration::from_secs(60), manager.hold_lease(&held)).await.unwrap().unwrap();
     assert_eq!(end, LeaseEnd::Deleted);
-    // No restart finds it again.
+    // No restart finds it.
     assert_eq!(Cache::open(fixture.path()).load().unwrap().own, None);
     fixture.registry.set_outage(true);
     let error = fixture.node(0).acquire_lease(&attrs(1)).await.unwrap_err();
@@ -205,7 +205,7 @@ async fn a_lease_from_the_cache_that_was_deleted_meanwhile_ends() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_lease_counts_only_while_its_end_lies_ahead_by_a_clock_that_goes_forward() {
+async fn a_cached_lease_counts_only_until_its_end_by_wall_clock() {
     let fixture = Fixture::new();
     let lease = fixture.first_run().await;
     for (holder, wall, ours) in
@@ -225,7 +225,7 @@ async fn a_lease_counts_only_while_its_end_lies_ahead_by_a_clock_that_goes_forwa
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_lease_that_has_run_out_is_a_hint_until_the_store_answers() {
+async fn an_expired_lease_is_a_hint_until_the_store_answers() {
     let fixture = Fixture::new();
     let lease = fixture.first_run().await;
     assert_eq!(fixture.node(0).hints().await.unwrap().lapsed, None, "it is still ours");
@@ -246,7 +246,7 @@ async fn a_lease_that_has_run_out_is_a_hint_until_the_store_answers() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_reservation_is_ours_for_ever() {
+async fn a_reservation_never_expires() {
     let fixture = Fixture::new();
     fixture.registry.create(&key("10.1.5.0-24"), &attrs(1), None).await.unwrap();
     let lease = fixture.first_run().await;
@@ -259,7 +259,7 @@ async fn a_reservation_is_ours_for_ever() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_renewal_is_kept_too() {
+async fn a_renewal_is_cached_too() {
     let fixture = Fixture::new();
     fixture.peer("10.1.77.0-24", 77).await;
     let manager = fixture.node(0);
@@ -272,7 +272,7 @@ async fn a_renewal_is_kept_too() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_storm_of_changes_is_written_a_few_times_only() {
+async fn many_changes_cause_few_writes() {
     let fixture = Fixture::new();
     let manager = fixture.node(0);
     let mut views = manager.watch_leases().await.unwrap();
@@ -294,7 +294,7 @@ fn modified(path: &Path) -> Option<SystemTime> {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_damaged_cache_is_as_good_as_none() {
+async fn a_damaged_cache_is_treated_as_missing() {
     let fixture = Fixture::new();
     fixture.first_run().await;
     std::fs::write(fixture.path(), "flannel-leases 1 0000000000000000\n{}\n").unwrap();

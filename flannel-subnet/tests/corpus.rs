@@ -1,4 +1,4 @@
-//! The fuzz targets' corpora, replayed: what holds for made-up texts holds for the ones we know.
+//! Replays the corpora of the fuzz targets.
 
 #[path = "../../fuzz/properties.rs"]
 mod properties;
@@ -7,7 +7,7 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
 
-/// Checks the property on every file, and that exactly these are accepted.
+/// Checks the property on every file, and that only these files are accepted.
 fn replay(target: &str, property: fn(&str) -> bool, accepted: &[&str]) {
     let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz/corpus").join(target);
     let mut good = BTreeSet::new();
@@ -15,8 +15,7 @@ fn replay(target: &str, property: fn(&str) -> bool, accepted: &[&str]) {
         let path = file.expect("a file").path();
         let name = path.file_name().expect("a name").to_string_lossy().into_owned();
         let text = String::from_utf8_lossy(&fs::read(&path).expect("readable")).into_owned();
-        // What a fuzzer has added has hexadecimal digits for a name, and is checked, but not
-        // counted.
+        // Files that a fuzzer added have hexadecimal names. They are checked, but not counted.
         if property(&text) && !name.bytes().all(|b| b.is_ascii_hexdigit()) {
             good.insert(name);
         }

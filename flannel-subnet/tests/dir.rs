@@ -1,4 +1,4 @@
-//! `DirRegistry` beyond the suite: editors, crashes, other processes, and what the files look like.
+//! `DirRegistry` beyond the suite: editors, crashes, other processes, and the files themselves.
 
 #![allow(
     clippy::unwrap_used,
@@ -59,7 +59,7 @@ impl Net {
         Self { dir, registry }
     }
 
-    /// As another process sees it.
+    /// The registry of another process.
     async fn again(&self) -> DirRegistry {
         DirRegistry::open(self.dir.path(), DirOptions::default()).await.unwrap()
     }
@@ -93,7 +93,7 @@ fn node(registry: &DirRegistry, holder: u64) -> LocalManager {
 }
 
 #[tokio::test]
-async fn files_are_for_people_and_renewal_is_their_time() {
+async fn files_are_readable_and_a_renewal_sets_their_time() {
     let net = Net::new().await;
     let golden = "{\n  \"PublicIP\": \"192.0.2.1\",\n  \"PublicIPv6\": null,\n  \"BackendType\": \"vxlan\",\n  \
                   \"BackendData\": {\"VNI\":1},\n  \"Mark\": \"000000000000002a\",\n  \"TTL\": 86400\n}\n";
@@ -129,7 +129,7 @@ async fn a_lease_that_expired_unobserved_is_gone_and_its_subnet_is_free() {
 }
 
 #[tokio::test]
-async fn no_key_is_created_that_overlaps_another() {
+async fn no_overlapping_key_is_created() {
     let net = Net::new().await;
     net.registry.create(&key(5), &attrs("192.0.2.1"), grant(1, DAY)).await.unwrap();
     for overlapping in ["10.1.4.0-23", "10.1.5.128-25", "10.1.5.0-24&fd00::-64"] {
@@ -184,7 +184,7 @@ async fn an_editor_that_renames_the_old_file_away_removes_no_peer() {
 }
 
 #[tokio::test]
-async fn hard_links_and_symbolic_links_are_files_too() {
+async fn hard_links_and_symbolic_links_are_read() {
     let net = Net::new().await;
     let (_reflector, mut views) = net.following().await;
     let source = net.dir.path().join("source");
@@ -198,7 +198,7 @@ async fn hard_links_and_symbolic_links_are_files_too() {
 }
 
 #[tokio::test]
-async fn a_directory_that_is_replaced_is_read_anew() {
+async fn a_replaced_directory_is_read_again() {
     let net = Net::new().await;
     fs::write(net.file(key(1)), "{}").unwrap();
     fs::write(net.file(key(2)), "{}").unwrap();
@@ -217,7 +217,7 @@ async fn a_directory_that_is_replaced_is_read_anew() {
 }
 
 #[tokio::test]
-async fn a_root_that_is_replaced_is_read_anew() {
+async fn a_replaced_root_is_read_again() {
     let dir = tempfile::tempdir().unwrap();
     let (root, new) = (dir.path().join("net"), dir.path().join("new"));
     for (root, n) in [(&root, 1), (&new, 2)] {
@@ -236,7 +236,7 @@ async fn a_root_that_is_replaced_is_read_anew() {
 }
 
 #[tokio::test]
-async fn a_storm_that_overflows_the_queue_loses_nothing() {
+async fn an_overflow_of_the_event_queue_loses_nothing() {
     let net = Net::new().await;
     let listing = net.registry.list().await.unwrap();
     let limit: usize = fs::read_to_string("/proc/sys/fs/inotify/max_queued_events")
@@ -246,7 +246,7 @@ async fn a_storm_that_overflows_the_queue_loses_nothing() {
         .unwrap();
     let (one, two) = (net.file(key(1)), net.file(key(2)));
     fs::write(net.file(key(3)), "{}").unwrap();
-    // Renames, since equal events would be merged.
+    // Renames, because equal events would be merged.
     fs::write(&one, "{}").unwrap();
     for n in 0..=limit / 2 {
         let (from, to) = if n % 2 == 0 { (&one, &two) } else { (&two, &one) };
@@ -278,7 +278,7 @@ async fn the_files_of_the_first_reading_are_listed_and_are_no_changes() {
 }
 
 #[tokio::test]
-async fn files_of_a_dead_writer_are_removed_and_never_read() {
+async fn files_of_a_crashed_writer_are_removed_and_never_read() {
     let net = Net::new().await;
     let leftover = net.file(".flannel-tmp-10.1.5.0-24-00112233");
     fs::write(&leftover, "{").unwrap();
@@ -289,9 +289,9 @@ async fn files_of_a_dead_writer_are_removed_and_never_read() {
 }
 
 #[tokio::test]
-async fn a_lock_that_is_held_is_waited_for() {
+async fn a_held_lock_is_waited_for() {
     let net = Net::new().await;
-    // Another process: its lock ends when its input does.
+    // Another process, which releases its lock when its input ends.
     let mut holder = Command::new("flock")
         .arg(net.dir.path().join(".lock"))
         .args(["sh", "-c", "echo locked; read line"])
@@ -312,7 +312,7 @@ async fn a_lock_that_is_held_is_waited_for() {
 const SHARED: &str = "FLANNEL_TEST_SHARED_DIR";
 const FIRST: &str = "FLANNEL_TEST_FIRST_NODE";
 
-/// 3 processes (this program with another argument) with 20 nodes each, and no subnet more.
+/// 3 processes (this program with another argument) with 20 nodes each, for as many subnets.
 #[tokio::test]
 async fn many_processes_share_one_directory() {
     if let (Some(path), Ok(first)) = (std::env::var_os(SHARED), std::env::var(FIRST)) {
@@ -400,7 +400,7 @@ async fn assigned(dir: &Path, address: &str) -> AssignedManager {
 }
 
 #[tokio::test]
-async fn a_static_directory_assigns_its_leases_and_is_never_written() {
+async fn a_static_directory_assigns_leases_and_is_never_written() {
     let dir = tempfile::tempdir().unwrap();
     let manager = assigned(dir.path(), "192.0.2.1").await;
     let hints = manager.hints().await.unwrap();
@@ -482,7 +482,7 @@ async fn a_static_directorys_config_is_followed_and_its_networks_wait_for_a_rest
 
     let moved =
         changed(r#"{"Network":"10.9.0.0/16","Backend":{"Type":"vxlan","MTU":1200}}"#, &mtu).await;
-    assert_ne!(moved.networks, first.networks, "what waits is told");
+    assert_ne!(moved.networks, first.networks, "the waiting config is reported");
     let used = manager.network_config().await.unwrap();
     assert_eq!((used.networks, used.backend), (first.networks, moved.backend.clone()));
 
@@ -498,16 +498,16 @@ async fn a_static_directorys_config_is_followed_and_its_networks_wait_for_a_rest
         config = &mut wrong => panic!("{config:?}"),
         noted = tokio::time::timeout(Duration::from_secs(20), noted) => noted.unwrap(),
     }
-    // It does not take a right config to win the lease back.
+    // The lease can be restored under a wrong config.
     manager.acquire_lease(&LeaseAttrs::from_json(VALUE).unwrap()).await.unwrap();
     write(r#"{"Network":"10.1.0.0/16"}"#);
     let again = tokio::time::timeout(Duration::from_secs(20), wrong).await.unwrap().unwrap();
     assert_eq!((again, manager.store_status().wrong_config), (first, None));
 }
 
-/// What is built from a config, and the lease for it, are of the same one.
+/// A network and its lease are of the same config.
 #[tokio::test]
-async fn a_static_directorys_lease_is_of_the_config_that_was_given_out() {
+async fn a_static_directorys_lease_is_of_the_returned_config() {
     let dir = tempfile::tempdir().unwrap();
     let manager = assigned(dir.path(), "192.0.2.1").await;
     let given = manager.network_config().await.unwrap();
@@ -517,7 +517,7 @@ async fn a_static_directorys_lease_is_of_the_config_that_was_given_out() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_quiet_directory_is_confirmed_every_minute_and_one_that_cannot_be_read_is_not() {
+async fn a_quiet_directory_is_confirmed_every_minute_unless_it_is_unreadable() {
     let net = Net::new().await;
     let mut watch = net.registry.watch(net.registry.list().await.unwrap().revision).await.unwrap();
     for _ in 0..3 {
@@ -544,7 +544,7 @@ async fn a_quiet_directory_is_confirmed_every_minute_and_one_that_cannot_be_read
 }
 
 #[tokio::test]
-async fn renewals_and_writers_of_the_same_wake_no_one() {
+async fn renewals_and_equal_writes_wake_no_watch() {
     let net = Net::new().await;
     net.registry.create(&key(1), &attrs("192.0.2.1"), grant(1, DAY)).await.unwrap();
     let inotify = Inotify::init(InitFlags::IN_NONBLOCK).unwrap();
@@ -562,7 +562,7 @@ async fn renewals_and_writers_of_the_same_wake_no_one() {
     let other = net.again().await;
     let mut watch = other.watch(other.list().await.unwrap().revision).await.unwrap();
     net.registry.keep_alive(&key(1), HolderId(1)).await.unwrap();
-    // The same bytes again are no change either.
+    // The same bytes are no change either.
     let text = fs::read(net.file(key(1))).unwrap();
     fs::write(net.file(key(1)), text).unwrap();
     fs::write(net.file(key(2)), "{}").unwrap();

@@ -1,4 +1,4 @@
-//! What the simulation of many nodes has found, each as a test of its own.
+//! Bugs that the simulation of many nodes has found, each as a test.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
@@ -20,8 +20,8 @@ use flannel_subnet::{
 use tokio::time::sleep;
 
 const V4: &str = r#"{"Network":"10.1.0.0/16"}"#;
-/// Two subnets of IPv4, a hundred of IPv6: pairs that differ often have their IPv4 subnet in
-/// common.
+/// Two IPv4 subnets and a hundred IPv6 subnets, so that different pairs often share the IPv4
+/// subnet.
 const DUAL: &str = r#"{"Network":"10.1.0.0/16","SubnetMax":"10.1.2.0","EnableIPv6":true,"IPv6Network":"fd00:1::/48"}"#;
 const DAY: Duration = Duration::from_secs(86_400);
 
@@ -62,13 +62,13 @@ async fn keys(registry: &MemoryRegistry) -> Vec<String> {
         .collect()
 }
 
-/// A store whose answers can go astray, and which another node can use just before.
+/// A store whose answers can get lost, and which another node can use just before.
 #[derive(Debug, Clone)]
 struct Astray {
     registry: MemoryRegistry,
     /// The next creation is carried out, but its answer is lost.
     lose_created: Arc<AtomicBool>,
-    /// Somebody creates this just before we do.
+    /// Another node creates this key just before we do.
     faster: Option<Subnets>,
 }
 
@@ -135,7 +135,7 @@ impl Registry for Astray {
 }
 
 #[tokio::test(start_paused = true)]
-async fn of_two_pairs_with_one_subnet_in_common_the_later_steps_back() {
+async fn of_two_pairs_with_a_common_subnet_the_later_is_deleted() {
     let registry = MemoryRegistry::with_config(DUAL);
     let faster = key("10.1.1.0-24&fd00:1:0:77::-64");
     let manager = node(
@@ -149,21 +149,21 @@ async fn of_two_pairs_with_one_subnet_in_common_the_later_steps_back() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_pair_left_behind_half_acquired_is_given_up_after_a_restart() {
+async fn a_half_acquired_pair_is_deleted_after_a_restart() {
     let registry = MemoryRegistry::with_config(DUAL);
     let first = key("10.1.1.0-24&fd00:1:0:77::-64");
     registry.create(&first, &attrs(99), grant(99)).await.unwrap();
     registry.create(&key("10.1.1.0-24&fd00:1:0:5::-64"), &attrs(1), grant(1)).await.unwrap();
     let lease = node(registry.clone(), 1, None).acquire_lease(&attrs(1)).await.unwrap();
     assert!(!lease.subnets.overlaps(&first), "{lease:?}");
-    // The earlier one stays what it is.
+    // The earlier one stays.
     let kept = node(registry.clone(), 99, None).acquire_lease(&attrs(99)).await.unwrap();
     assert_eq!(kept.subnets, first);
     assert_eq!(keys(&registry).await.len(), 2);
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_expired_pair_is_not_won_back_once_another_has_one_of_the_two() {
+async fn an_expired_pair_is_not_restored_once_another_node_has_one_of_the_two() {
     for lose_created in [false, true] {
         let registry = MemoryRegistry::with_config(DUAL);
         let astray = Astray::new(&registry);
@@ -180,7 +180,7 @@ async fn an_expired_pair_is_not_won_back_once_another_has_one_of_the_two() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_subnet_won_back_by_a_request_without_an_answer_is_ours() {
+async fn a_subnet_restored_by_a_request_without_an_answer_is_ours() {
     let registry = MemoryRegistry::with_config(V4);
     let astray = Astray::new(&registry);
     let lost = Arc::clone(&astray.lose_created);
@@ -195,7 +195,7 @@ async fn a_subnet_won_back_by_a_request_without_an_answer_is_ours() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn of_two_leases_with_our_holder_id_the_one_we_had_is_kept_and_the_other_given_up() {
+async fn of_two_leases_with_our_holder_id_the_previous_is_kept_and_the_other_deleted() {
     let registry = MemoryRegistry::with_config(V4);
     for text in ["10.1.3.0-24", "10.1.7.0-24"] {
         registry.create(&key(text), &attrs(1), grant(1)).await.unwrap();
@@ -208,8 +208,8 @@ async fn of_two_leases_with_our_holder_id_the_one_we_had_is_kept_and_the_other_g
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_lease_that_a_late_request_created_is_given_up_while_ours_is_held() {
-    // Ours is none of those that are created later.
+async fn a_lease_that_a_late_request_created_is_deleted_while_ours_is_held() {
+    // Ours is the one that was created first.
     let registry =
         MemoryRegistry::with_config(r#"{"Network":"10.1.0.0/16","SubnetMax":"10.1.99.0"}"#);
     let manager = node(registry.clone(), 1, None);
@@ -218,7 +218,7 @@ async fn a_lease_that_a_late_request_created_is_given_up_while_ours_is_held() {
     let later = async {
         sleep(DAY / 2).await;
         registry.create(&stray, &attrs(1), grant(1)).await.unwrap();
-        // Another node's with our address by mistake is none of ours.
+        // Another node's lease with our address stays.
         registry.create(&key("10.1.201.0-24"), &attrs(1), grant(2)).await.unwrap();
         sleep(Duration::from_secs(60)).await;
     };
@@ -230,7 +230,7 @@ async fn a_lease_that_a_late_request_created_is_given_up_while_ours_is_held() {
     assert!(!left.contains(&stray.to_string()) && left.len() == 2, "{left:?}");
 }
 
-/// A boot time that runs a little slow.
+/// A boot time that runs slightly slow.
 #[derive(Debug)]
 struct SlowClock(TokioClock, Duration);
 
@@ -255,7 +255,7 @@ impl Clock for SlowClock {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_node_with_a_slow_clock_is_no_owner_once_the_store_has_forgotten_it() {
+async fn a_node_with_a_slow_clock_does_not_own_a_lease_that_the_store_expired() {
     let registry = MemoryRegistry::with_config(V4);
     let clock = TokioClock::new();
     let begin = clock.boottime();

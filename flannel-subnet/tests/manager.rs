@@ -1,4 +1,4 @@
-//! `LocalManager` on the registry in memory, with time paused: days pass at once.
+//! `LocalManager` on the registry in memory, with paused time.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
@@ -86,7 +86,7 @@ async fn keys(registry: &MemoryRegistry) -> Vec<String> {
         .collect()
 }
 
-/// A node that holds its lease in a task of its own.
+/// A node that holds its lease in a task.
 struct Held {
     manager: Arc<LocalManager>,
     lease: Lease,
@@ -106,7 +106,7 @@ async fn hold(manager: LocalManager, attrs: &LeaseAttrs) -> Held {
 }
 
 impl Held {
-    /// How it ended; it ends within a second.
+    /// The reason for the end, which comes within a second.
     async fn end(self) -> LeaseEnd {
         soon(self.task).await.unwrap().unwrap()
     }
@@ -151,7 +151,7 @@ async fn the_previous_subnets_come_back_if_they_are_free_and_fit() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_lease_that_no_longer_fits_is_given_up_but_a_reservation_is_left_alone() {
+async fn a_lease_that_no_longer_fits_is_deleted_but_a_reservation_stays() {
     for (holder, left) in [(Some(1), 1), (Some(9), 1), (None, 2)] {
         let registry = MemoryRegistry::with_config(V4);
         let us = attrs(&["192.0.2.1"]);
@@ -177,7 +177,7 @@ async fn of_two_leases_with_our_address_the_one_with_our_holder_id_is_ours_else_
 }
 
 #[tokio::test(start_paused = true)]
-async fn as_many_nodes_as_subnets_at_once_all_get_one_and_the_next_gets_an_error() {
+async fn as_many_nodes_as_subnets_all_get_one_and_the_next_gets_an_error() {
     for (config, total) in [
         (r#"{"Network":"10.1.0.0/22","SubnetLen":28}"#, 63),
         (r#"{"EnableIPv4":false,"EnableIPv6":true,"IPv6Network":"fd00:1::/58"}"#, 63),
@@ -234,7 +234,7 @@ async fn both_families_are_picked_independently_and_ipv6_alone_works() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_renewed_lease_lives_for_ever_and_wakes_nobody() {
+async fn a_renewed_lease_never_expires_and_notifies_no_receiver() {
     let registry = MemoryRegistry::with_config(V4);
     let held = hold(node(&registry, 1), &attrs(&["192.0.2.1"])).await;
     let observer = node(&registry, 2);
@@ -269,7 +269,7 @@ async fn an_unreadable_lease_is_restored_at_the_next_renewal() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn another_config_is_noticed_and_a_wrong_one_is_none() {
+async fn another_config_is_noticed_and_a_wrong_one_is_ignored() {
     let registry = MemoryRegistry::with_config(V4);
     let manager = node(&registry, 1);
     let known = manager.network_config().await.unwrap();
@@ -304,9 +304,9 @@ async fn a_lease_is_acquired_again_under_a_wrong_config_and_under_none() {
     }
 }
 
-/// What is built from a config, and the lease for it, are of the same one.
+/// A network and its lease are of the same config.
 #[tokio::test(start_paused = true)]
-async fn a_lease_is_acquired_from_the_config_that_was_handed_out() {
+async fn a_lease_is_acquired_from_the_returned_config() {
     let registry = MemoryRegistry::with_config(V4);
     let manager = node(&registry, 1);
     let given = manager.network_config().await.unwrap();
@@ -315,12 +315,12 @@ async fn a_lease_is_acquired_from_the_config_that_was_handed_out() {
     let own = lease.subnets.family(Family::V4).unwrap();
     assert!(given.networks.v4.unwrap().network.covers(&own), "{own}");
     let waits = manager.config_changed(&given).await.unwrap();
-    assert_ne!(waits.networks, given.networks, "the other one is told, and waits for a restart");
+    assert_ne!(waits.networks, given.networks, "the new one is reported and waits for a restart");
     assert_eq!(manager.network_config().await.unwrap().networks, given.networks);
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_deletion_is_the_order_to_stop_and_is_obeyed_at_once() {
+async fn a_deletion_stops_the_node_at_once() {
     let registry = MemoryRegistry::with_config(V4);
     let held = hold(node(&registry, 1), &attrs(&["192.0.2.1"])).await;
     let manager = Arc::clone(&held.manager);
@@ -332,7 +332,7 @@ async fn a_deletion_is_the_order_to_stop_and_is_obeyed_at_once() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn two_nodes_with_one_address_end_as_exactly_one_and_the_other_is_named() {
+async fn of_two_nodes_with_one_address_one_ends_and_names_the_other() {
     let registry = MemoryRegistry::with_config(V4);
     let us = attrs(&["192.0.2.1"]);
     let first = hold(node(&registry, 0xaaa), &us).await;
@@ -346,7 +346,7 @@ async fn two_nodes_with_one_address_end_as_exactly_one_and_the_other_is_named() 
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_outage_keeps_the_view_and_a_lease_that_lived_through_it() {
+async fn an_outage_changes_neither_the_view_nor_a_lease_that_outlives_it() {
     let registry = MemoryRegistry::with_config(V4);
     put(&registry, "10.1.9.0-24", &attrs(&["192.0.2.9"]), None).await;
     let held = hold(node(&registry, 1), &attrs(&["192.0.2.1"])).await;
@@ -366,7 +366,7 @@ async fn an_outage_keeps_the_view_and_a_lease_that_lived_through_it() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn ownership_is_published_when_it_changes_and_when_time_runs_out() {
+async fn ownership_is_published_when_it_changes_and_when_it_ends() {
     let registry = MemoryRegistry::with_config(V4);
     let manager = node(&registry, 1);
     let mut ownership = manager.ownership();
@@ -375,7 +375,7 @@ async fn ownership_is_published_when_it_changes_and_when_time_runs_out() {
     assert!(ownership.has_changed().unwrap());
     let published = ownership.borrow_and_update().clone();
     let Ownership::Held { until: Some(until) } = published else { panic!("{published:?}") };
-    // Nobody holds the lease: no request notices that its time runs out.
+    // Nothing holds the lease, so no request notices its end.
     let begin = Instant::now();
     ownership.changed().await.unwrap();
     let after = begin.elapsed();
@@ -385,7 +385,7 @@ async fn ownership_is_published_when_it_changes_and_when_time_runs_out() {
     assert_eq!(why, Loss::Unconfirmed);
     let apart = since.duration_since(until).unwrap_or_else(|error| error.duration());
     assert!(apart < Duration::from_secs(1), "{apart:?}");
-    // The store forgets it, and somebody else takes it.
+    // It expires in the store, and another node takes it.
     tokio::time::sleep(DAY / 500).await;
     put(&registry, &lease.subnets.to_string(), &attrs(&["192.0.2.9"]), Some(9)).await;
     let end = manager.hold_lease(&lease).await.unwrap();
@@ -397,7 +397,7 @@ async fn ownership_is_published_when_it_changes_and_when_time_runs_out() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn after_its_time_a_node_is_no_owner_and_wins_its_subnet_back() {
+async fn after_its_end_a_node_is_no_owner_and_restores_its_lease() {
     let registry = MemoryRegistry::with_config(V4);
     let held = hold(node(&registry, 1), &attrs(&["192.0.2.1"])).await;
     registry.set_outage(true);
@@ -422,7 +422,7 @@ async fn after_its_time_a_node_is_no_owner_and_wins_its_subnet_back() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_subnet_that_somebody_took_after_it_expired_is_not_won_back() {
+async fn an_expired_subnet_that_another_node_took_is_not_restored() {
     let registry = MemoryRegistry::with_config(V4);
     let held = hold(node(&registry, 1), &attrs(&["192.0.2.1"])).await;
     registry.set_outage(true);
@@ -437,7 +437,7 @@ async fn a_subnet_that_somebody_took_after_it_expired_is_not_won_back() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_revoked_holder_wins_its_subnet_back_at_once() {
+async fn a_revoked_holder_restores_its_lease_at_once() {
     let registry = MemoryRegistry::with_config(V4);
     let held = hold(node(&registry, 1), &attrs(&["192.0.2.1"])).await;
     registry.revoke(HolderId(1));
@@ -472,7 +472,7 @@ async fn foreign_attributes_are_replaced_and_published_ones_stay() {
     held.manager.publish(&published, &us).await.unwrap();
     assert!(!held.task.is_finished());
 
-    // Our own holder ID with another node's address: a copy of our state directory.
+    // Our holder ID with another node's address: a copy of our state directory.
     registry.put_raw(&subnets.to_string(), &attrs(&["192.0.2.2"]).to_json(), grant(1));
     let LeaseEnd::Taken { by } = held.end().await else { panic!("taken") };
     assert!(by.contains("192.0.2.2") && by.contains("copied"), "{by}");
@@ -493,7 +493,7 @@ async fn a_reservation_stays_one() {
     let entry = registry.entry(&held.lease.subnets).await.unwrap().unwrap();
     assert_eq!((entry.holder, &entry.lease.attrs), (None, &us));
 
-    // Emptied again by hand: filled in again.
+    // A person emptied it, and it is filled in again.
     registry.put_raw("10.1.5.0-24", &reserved.to_json(), None);
     let subnets = held.lease.subnets;
     let filled = async || registry.entry(&subnets).await.unwrap().unwrap().lease.attrs == us;
@@ -507,7 +507,7 @@ async fn a_reservation_stays_one() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn subnets_that_were_just_freed_come_last() {
+async fn recently_freed_subnets_are_picked_last() {
     let registry = MemoryRegistry::with_config(r#"{"Network":"10.1.0.0/26","SubnetLen":28}"#);
     let first = put(&registry, "10.1.0.16-28", &attrs(&["192.0.2.8"]), Some(8)).await;
     let manager = node(&registry, 1);
@@ -519,7 +519,7 @@ async fn subnets_that_were_just_freed_come_last() {
     for _ in 0..3 {
         let lease = manager.acquire_lease(&attrs(&["192.0.2.1"])).await.unwrap();
         order.push(lease.subnets.to_string());
-        // Somebody else's from now on.
+        // Another node has it from now on.
         let value = attrs(&[&format!("192.0.2.{}", 20 + order.len())]).to_json();
         registry.put_raw(&lease.subnets.to_string(), &value, None);
     }
@@ -551,7 +551,7 @@ async fn hints_find_our_lease_by_holder_or_by_address() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn config_errors_say_where() {
+async fn config_errors_name_the_location() {
     let registry = MemoryRegistry::new();
     let manager = node(&registry, 1);
     let error = manager.acquire_lease(&attrs(&["192.0.2.1"])).await.unwrap_err();
@@ -568,7 +568,7 @@ async fn config_errors_say_where() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_right_is_counted_from_the_sending_not_from_the_reply() {
+async fn ownership_is_counted_from_the_request_not_from_the_reply() {
     let registry = MemoryRegistry::with_config(V4);
     let delay = Duration::from_secs(600);
     registry.set_reply_delay(delay);
@@ -583,7 +583,7 @@ async fn a_right_is_counted_from_the_sending_not_from_the_reply() {
         let manager = Arc::clone(&manager);
         async move { manager.hold_lease(&lease).await }
     });
-    // At every moment the store keeps the key for at least as long as we believe.
+    // At all times the store keeps the key at least as long as the node owns it.
     for _ in 0..400 {
         tokio::time::sleep(delay).await;
         assert!(
@@ -612,7 +612,7 @@ async fn a_lease_whose_reply_was_lost_is_found_again() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn another_manager_can_go_on_holding() {
+async fn another_manager_can_continue_to_hold() {
     let registry = MemoryRegistry::with_config(V4);
     let lease = node(&registry, 1).acquire_lease(&attrs(&["192.0.2.1"])).await.unwrap();
     tokio::time::sleep(20 * HOUR).await;

@@ -1,4 +1,4 @@
-//! Following a registry: whatever goes wrong, no peer is lost, and nobody is woken for nothing.
+//! Following a registry: no failure removes a peer, and receivers are notified only of changes.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
@@ -32,7 +32,7 @@ async fn following(registry: &MemoryRegistry) -> (Reflector, watch::Receiver<Vie
 }
 
 #[tokio::test(start_paused = true)]
-async fn leases_come_change_and_go() {
+async fn leases_are_added_changed_and_removed() {
     let registry = MemoryRegistry::new();
     put(&registry, 1).await;
     let (reflector, mut views) = following(&registry).await;
@@ -64,7 +64,7 @@ async fn a_burst_is_one_change() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_outage_changes_nothing_and_its_changes_come_later() {
+async fn an_outage_changes_nothing_and_later_changes_follow() {
     let registry = MemoryRegistry::new();
     put(&registry, 1).await;
     put(&registry, 2).await;
@@ -95,7 +95,7 @@ async fn nothing_is_live_before_the_first_complete_list() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_gap_means_listing_again_and_wakes_only_if_something_differs() {
+async fn a_gap_causes_a_new_list_and_notifies_only_of_differences() {
     let registry = MemoryRegistry::new();
     put(&registry, 1).await;
     put(&registry, 2).await;

@@ -1,4 +1,4 @@
-//! Which requests a manager makes: here the call itself is what the tests are about.
+//! The requests that a manager makes.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
@@ -53,7 +53,7 @@ fn entry(holder: Option<u64>) -> Entry {
     Entry { lease: lease.into(), holder: holder.map(HolderId) }
 }
 
-/// A store with a config and these leases, listed once; everything else must be expected.
+/// A store with a config and these leases, which is listed once. Other requests must be expected.
 fn store(entries: Vec<Entry>) -> MockStore {
     let mut store = MockStore::new();
     store.expect_fmt().returning(|f| f.write_str("mock"));
@@ -73,7 +73,7 @@ async fn acquire(store: MockStore) -> Lease {
 }
 
 #[tokio::test]
-async fn a_restart_with_nothing_new_to_publish_renews_and_writes_nothing() {
+async fn a_restart_without_changes_renews_and_writes_nothing() {
     let mut store = store(vec![entry(Some(1))]);
     store
         .expect_keep_alive()
@@ -89,7 +89,7 @@ async fn an_equal_reservation_costs_no_request() {
 }
 
 #[tokio::test]
-async fn a_take_over_is_one_compare_and_swap_at_the_revision_that_was_read() {
+async fn a_take_over_is_one_compare_and_swap_at_the_read_revision() {
     let mut store = store(vec![entry(Some(2))]);
     let ours = |at: &Revision, grant: &Option<LeaseGrant>| {
         *at == Revision(7) && *grant == Some(LeaseGrant { holder: HolderId(1), ttl: DAY })
@@ -120,7 +120,7 @@ async fn a_new_lease_is_three_requests() {
 }
 
 #[tokio::test]
-async fn a_lost_race_costs_one_request_more() {
+async fn a_lost_race_costs_one_more_request() {
     let mut store = store(Vec::new());
     let lost = Arc::new(OnceLock::new());
     store.expect_create_or_list().times(2).returning({
@@ -138,9 +138,9 @@ async fn a_lost_race_costs_one_request_more() {
     assert_ne!(lost.get(), Some(&acquire(store).await.subnets));
 }
 
-/// A store that says that something is in the way, but not what.
+/// A store that reports a conflict without its content.
 #[tokio::test(start_paused = true)]
-async fn a_lost_race_that_is_not_explained_is_looked_at_again_later() {
+async fn after_a_lost_race_without_content_the_store_is_listed_later() {
     let mut store = MockStore::new();
     store.expect_fmt().returning(|f| f.write_str("mock"));
     let config =
@@ -158,7 +158,7 @@ async fn a_lost_race_that_is_not_explained_is_looked_at_again_later() {
     assert!(begin.elapsed() > Duration::ZERO, "it does not spin");
 }
 
-/// A watch that reports nothing, as one whose connection has died.
+/// A watch that reports nothing, like one with a dead connection.
 struct Silence;
 
 #[async_trait]
@@ -183,7 +183,7 @@ async fn hold(mut store: MockStore, listed: Vec<Entry>) -> LeaseEnd {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_renewal_looks_at_the_key_if_the_view_disagrees() {
+async fn a_renewal_reads_the_key_if_the_view_differs() {
     let mut store = MockStore::new();
     let mut entries = vec![None, Some(entry(Some(1))), Some(entry(Some(1)))];
     store.expect_entry().returning(move |_| Ok(entries.pop().flatten()));
@@ -205,9 +205,9 @@ async fn a_node_that_lost_ownership_reads_the_key_before_it_owns_again() {
     assert!(by.contains("0002"), "{by}");
 }
 
-/// The watch is silent and the list out of date, but renewals go through.
+/// The watch is silent and the list outdated, but renewals succeed.
 #[tokio::test(start_paused = true)]
-async fn a_renewal_looks_at_the_key_even_if_the_view_is_content() {
+async fn a_renewal_reads_the_key_even_if_the_view_does_not_differ() {
     let mut store = MockStore::new();
     store.expect_keep_alive().returning(|_, _| Ok(Some(DAY)));
     store.expect_entry().returning(|_| Ok(Some(entry(Some(2)))));
@@ -220,7 +220,7 @@ fn refusal() -> Error {
 }
 
 #[tokio::test]
-async fn a_store_that_refuses_has_confirmed_nothing_and_the_cache_answers() {
+async fn a_refusal_confirms_nothing_and_the_cache_answers() {
     let path = tempfile::tempdir().unwrap();
     let path = path.path().join("leases");
     let identity = || Identity { holder: HolderId(1), previous: None, local_addresses: Vec::new() };

@@ -1,6 +1,6 @@
 //! The error of a verb.
 
-use flannel_core::backend::UnknownBackend;
+use flannel_backends::UnknownBackend;
 
 /// The error of a verb.
 #[derive(Debug, thiserror::Error)]

@@ -11,7 +11,7 @@ use std::io::{IsTerminal, Write};
 use std::process::ExitCode;
 
 use flannel_api::{Client, VERSION, request};
-use flannel_core::backend::Backends;
+use flannel_backends::Backends;
 use serde_json::Value;
 
 use error::Result;

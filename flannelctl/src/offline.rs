@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use flannel_api::{Finding, PeerReport, VERSION, seconds};
-use flannel_core::backend::Backends;
+use flannel_backends::Backends;
 use flannel_core::lease::LeaseSet;
 use flannel_core::object::LinkName;
 use flannel_core::{Config, Error as CoreError, Kernel, Subnets};

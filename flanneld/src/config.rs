@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use flannel_core::backend::Backends;
+use flannel_backends::Backends;
 use flannel_netlink::iface::Selectors;
 use flannel_subnet::{DirLocation, Registry};
 #[cfg(feature = "etcd")]

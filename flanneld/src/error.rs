@@ -31,7 +31,7 @@ pub enum Error {
     },
     /// The config names an unknown backend.
     #[error(transparent)]
-    UnknownBackend(#[from] flannel_core::backend::UnknownBackend),
+    UnknownBackend(#[from] flannel_backends::UnknownBackend),
     /// The config names no backend, and the cluster's leases show that Go flannel chose `udp`.
     #[error(
         "network config: it names no Backend, and {holder} holds {subnets} without a backend type: that node runs \

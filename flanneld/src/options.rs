@@ -17,7 +17,7 @@ use std::ffi::OsString;
 
 use clap::parser::ValueSource;
 use clap::{CommandFactory, FromArgMatches, Parser};
-use flannel_core::backend::Backends;
+use flannel_backends::Backends;
 use flannel_options::{CommandLine, Error as Wrong, RegistryUrl};
 
 use crate::config::{DaemonConfig, StoreConfig};

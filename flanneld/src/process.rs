@@ -11,7 +11,7 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use flannel_core::backend::Backends;
+use flannel_backends::Backends;
 use tokio::signal::unix::{SignalKind, signal};
 
 use crate::daemon::Daemon;

@@ -243,7 +243,7 @@ impl ByNexthop {
                 self.forget(&object.key());
             }
             KernelEvent::Unrepresentable(key) | KernelEvent::Deleted(key) => drop(self.forget(key)),
-            KernelEvent::Related(_) | KernelEvent::Duplicate(_) => {}
+            _ => {}
         }
         let KernelEvent::Deleted(Key::Nexthop(id)) = report else { return reports.push(report) };
         reports.push(report);
@@ -316,7 +316,7 @@ fn a_peer_that_moves_is_one_message_to_the_kernel() {
                 KernelEvent::Inexact(_)
                 | KernelEvent::Unrepresentable(_)
                 | KernelEvent::Deleted(_) => true,
-                KernelEvent::Present(_) => false,
+                _ => false,
             };
             let keys: Vec<_> = reports.iter().filter(v4).collect();
             let expected = |r: &KernelEvent| match r {
@@ -532,15 +532,7 @@ fn ready_for_go_loses_no_packet_and_leaves_routes_that_go_flannel_can_delete() {
 
 /// The keys of the reports.
 fn keys_of(reports: &[KernelEvent]) -> Vec<Key> {
-    let key = |report: &KernelEvent| match report {
-        KernelEvent::Present(object)
-        | KernelEvent::Inexact(object)
-        | KernelEvent::Duplicate(object) => object.key(),
-        KernelEvent::Unrepresentable(key)
-        | KernelEvent::Deleted(key)
-        | KernelEvent::Related(key) => *key,
-    };
-    reports.iter().map(key).collect()
+    reports.iter().map(KernelEvent::key).collect()
 }
 
 #[test]

@@ -289,7 +289,7 @@ fn foreign_changes_are_counted_and_a_shadowing_route_is_named() {
         let (_, text) = place.fails(&["why", "10.1.0.9"]);
         assert!(text.contains("no node holds a subnet with it"), "{text}");
         assert!(place.ctl_text(&["peers"]).contains("10.1.7.0/24"));
-        assert!(place.ctl_text(&["status"]).contains("put back route 10.1.7.0/24"));
+        assert!(place.ctl_text(&["status"]).contains("restored route 10.1.7.0/24"));
     });
 }
 

@@ -217,9 +217,9 @@ fn unused_addresses_are_dropped_beside_the_bridge_while_the_option_is_set() {
         ip("link del cni0");
         wait_until(|| last_resort().contains(&own), last_resort);
         ip(&format!("route del blackhole {own}"));
-        daemon.wait_for_log(&format!("put back route blackhole {own}"));
+        daemon.wait_for_log(&format!("restored route blackhole {own}"));
         assert!(last_resort().contains(&own));
-        assert_eq!(daemon.log().matches("put back").count(), 1, "{}", daemon.log());
+        assert_eq!(daemon.log().matches("restored").count(), 1, "{}", daemon.log());
         daemon.signal(Signal::SIGTERM);
         daemon.ended();
         let daemon = place.start(&[]);
@@ -621,7 +621,7 @@ fn the_unit_allows_all_system_calls_of_the_daemon_and_iptables() {
             strace.wait_for_log("running lease");
             strace.wait_for_log("in sync peers=1");
             ip("link del flannel.1");
-            strace.wait_for_log("put back link flannel.1");
+            strace.wait_for_log("restored link flannel.1");
             if !programs {
                 let gone = Command::new("nft").args(["flush", "ruleset"]).status().unwrap();
                 assert!(gone.success());

@@ -106,6 +106,11 @@ impl Engine {
         self.wait_for(peers, |status| status.live && status.settled && status.failing.is_empty())
     }
 
+    /// Waits until damage was repaired and everything of so many peers is in place.
+    pub(crate) fn wait_repaired(&mut self, peers: usize) -> anyhow::Result<()> {
+        self.wait_for(peers, |status| status.repaired > 0 && status.in_sync)
+    }
+
     /// The number of objects that were restored.
     pub(crate) fn repaired(&self) -> u64 {
         self.handle.status.borrow().repaired

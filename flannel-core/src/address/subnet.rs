@@ -9,30 +9,27 @@ use ipnetwork::IpNetwork;
 
 use super::{Family, ParseError};
 
-/// An IP subnet of either family, always canonical: bits behind the prefix are zero.
+/// An IP subnet of either family, without host bits.
 ///
 /// Parsing is as strict as Go's `net.ParseCIDR` (no missing length, no `+`, no leading zeros) and
 /// masks host bits as flannel does: `10.1.2.3/16` is `10.1.0.0/16`. The order is by family, address
-/// and length: a subnet comes directly before the subnets inside it.
-#[derive(Clone, Copy, PartialEq, Eq)]
+/// and length, so that a subnet comes directly before the subnets inside it.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Subnet(IpNetwork);
 
 impl Subnet {
-    /// The subnet of `len` bits that `address` lies in; `None` if `len` exceeds the family's bits.
+    /// The subnet of `len` bits that contains `address`; `None` if the family has fewer bits.
     pub fn new(address: IpAddr, len: u8) -> Option<Self> {
-        let family = Family::of(address);
-        if len > family.bits() {
-            return None;
-        }
-        Some(Self::from_bits(family, to_bits(address) & mask(family, len), len))
+        let base = IpNetwork::new(address, len).ok()?.network();
+        IpNetwork::new(base, len).ok().map(Self)
     }
 
-    /// The subnet that holds exactly one address.
+    /// The subnet with exactly one address.
     pub fn host(address: IpAddr) -> Self {
-        Self::from_bits(Family::of(address), to_bits(address), Family::of(address).bits())
+        Self(address.into())
     }
 
-    /// The subnet that holds every address of the family; see [`Subnet::is_everything`].
+    /// The subnet with every address of the family; see [`Subnet::is_everything`].
     pub fn everything(family: Family) -> Self {
         Self::from_bits(family, 0, 0)
     }
@@ -48,7 +45,7 @@ impl Subnet {
         Family::of(self.0.ip())
     }
 
-    /// The first address; flannel's hosts own it on their tunnel device.
+    /// The first address. In a node's subnet, it is the address of the tunnel device.
     pub fn base(&self) -> IpAddr {
         self.0.ip()
     }
@@ -59,35 +56,34 @@ impl Subnet {
         self.0.prefix()
     }
 
-    /// Every address of the family lies in it (`0.0.0.0/0`, `::/0`), which flannel reads as "no
-    /// network".
+    /// Whether it contains every address of the family: `0.0.0.0/0` or `::/0`, Go's "no network".
     pub fn is_everything(&self) -> bool {
         self.len() == 0
     }
 
     /// The last address.
     pub fn last(&self) -> IpAddr {
-        from_bits(self.family(), self.last_bits())
+        self.0.broadcast()
     }
 
     /// The address `n` after the base; `None` if it lies outside.
     pub fn nth(&self, n: u128) -> Option<IpAddr> {
-        let bits = to_bits(self.base()).checked_add(n).filter(|bits| *bits <= self.last_bits())?;
+        let last = to_bits(self.last());
+        let bits = to_bits(self.base()).checked_add(n).filter(|bits| *bits <= last)?;
         Some(from_bits(self.family(), bits))
     }
 
-    /// `address` lies in it.
+    /// Whether it contains `address`.
     pub fn contains(&self, address: IpAddr) -> bool {
-        Family::of(address) == self.family()
-            && to_bits(address) & mask(self.family(), self.len()) == to_bits(self.base())
+        self.0.contains(address)
     }
 
-    /// All of `other` lies in it (true of itself).
+    /// Whether it contains all addresses of `other`.
     pub fn covers(&self, other: &Self) -> bool {
         self.len() <= other.len() && self.contains(other.base())
     }
 
-    /// The two share an address: one covers the other.
+    /// Whether the two share an address: one covers the other.
     pub fn overlaps(&self, other: &Self) -> bool {
         self.covers(other) || other.covers(self)
     }
@@ -97,34 +93,29 @@ impl Subnet {
         if len > self.len() { None } else { Self::new(self.base(), len) }
     }
 
-    /// The `n`th subnet of the same length after it (0 is itself); `None` past the end of the
-    /// address space.
+    /// The `n`th subnet of its length after it (0 is itself); `None` past the last address.
     pub fn step(&self, n: u128) -> Option<Self> {
-        let shift = u32::from(self.family().bits() - self.len());
         if n == 0 {
             return Some(*self);
         }
-        let distance = n.checked_mul(1u128.checked_shl(shift)?)?;
+        let family = self.family();
+        let distance = n.checked_mul(1u128.checked_shl(self.host_bits())?)?;
         let bits = to_bits(self.base()).checked_add(distance)?;
-        let end = if self.family() == Family::V4 { u128::from(u32::MAX) } else { u128::MAX };
-        (bits <= end).then(|| Self::from_bits(self.family(), bits, self.len()))
+        let last = to_bits(Self::everything(family).last());
+        (bits <= last).then(|| Self::from_bits(family, bits, self.len()))
     }
 
-    /// Its distance from `first` in subnets of its length; `None` if it is before `first` or the
-    /// two differ in family or length.
+    /// The `n` with which `first.step(n)` is this subnet; `None` if there is none.
     pub fn steps_from(&self, first: &Self) -> Option<u128> {
         if self.family() != first.family() || self.len() != first.len() {
             return None;
         }
         let distance = to_bits(self.base()).checked_sub(to_bits(first.base()))?;
-        let shift = u32::from(self.family().bits() - self.len());
-        Some(distance.checked_shr(shift).unwrap_or(0))
+        Some(distance.checked_shr(self.host_bits()).unwrap_or(0))
     }
 
-    fn last_bits(&self) -> u128 {
-        let family = self.family();
-        let all = mask(family, family.bits());
-        to_bits(self.base()) | (all & !mask(family, self.len()))
+    fn host_bits(&self) -> u32 {
+        u32::from(self.family().bits() - self.len())
     }
 }
 
@@ -136,32 +127,11 @@ fn to_bits(address: IpAddr) -> u128 {
     }
 }
 
+/// The address with these bits. Those of an IPv4 address must be below 2^32.
 fn from_bits(family: Family, bits: u128) -> IpAddr {
     match family {
-        // The caller's bits come from an IPv4 address or are checked against u32::MAX.
         Family::V4 => IpAddr::V4(Ipv4Addr::from_bits(bits as u32)),
         Family::V6 => IpAddr::V6(Ipv6Addr::from_bits(bits)),
-    }
-}
-
-/// The netmask of `len` bits, as a number.
-fn mask(family: Family, len: u8) -> u128 {
-    let all = if family == Family::V4 { u128::from(u32::MAX) } else { u128::MAX };
-    all & all.checked_shl(u32::from(family.bits() - len)).unwrap_or(0)
-}
-
-impl From<Subnet> for IpNetwork {
-    fn from(subnet: Subnet) -> Self {
-        subnet.0
-    }
-}
-
-/// Masks host bits.
-impl From<IpNetwork> for Subnet {
-    fn from(network: IpNetwork) -> Self {
-        let family = Family::of(network.ip());
-        let bits = to_bits(network.ip()) & mask(family, network.prefix());
-        Self::from_bits(family, bits, network.prefix())
     }
 }
 
@@ -194,7 +164,7 @@ impl fmt::Debug for Subnet {
     }
 }
 
-/// One number for the hasher: hundreds of thousands of subnets are keys of maps.
+/// Hashes one number: large maps have subnets as keys.
 impl Hash for Subnet {
     fn hash<H: Hasher>(&self, state: &mut H) {
         match self.base() {
@@ -206,22 +176,6 @@ impl Hash for Subnet {
                 state.write_u8(self.len());
             }
         }
-    }
-}
-
-impl Ord for Subnet {
-    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
-        match (self.base(), other.base()) {
-            (IpAddr::V4(a), IpAddr::V4(b)) => a.cmp(&b).then(self.len().cmp(&other.len())),
-            (IpAddr::V6(a), IpAddr::V6(b)) => a.cmp(&b).then(self.len().cmp(&other.len())),
-            (a, b) => a.is_ipv6().cmp(&b.is_ipv6()),
-        }
-    }
-}
-
-impl PartialOrd for Subnet {
-    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
-        Some(self.cmp(other))
     }
 }
 

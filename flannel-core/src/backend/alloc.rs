@@ -1,4 +1,4 @@
-//! The backend that only allocates: a lease and a subnet file, no routes.
+//! The backend `alloc`.
 
 use async_trait::async_trait;
 
@@ -9,8 +9,7 @@ use crate::kernel::Footprint;
 use crate::lease::Offer;
 use crate::object::LinkName;
 
-/// The backend `alloc`: gives this node a subnet and leaves connectivity to others. It accepts
-/// every lease and installs nothing.
+/// The backend `alloc`: allocates a subnet, accepts every lease and installs nothing.
 ///
 /// **Source**: flannel `pkg/backend/alloc/alloc.go`; its leases carry no backend type.
 #[derive(Debug, Clone, Copy, Default)]

@@ -1,4 +1,4 @@
-//! Secrets of a node: keys that a backend makes once and keeps.
+//! Secrets of a node.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -9,35 +9,24 @@ use async_trait::async_trait;
 
 use crate::object::Secret;
 
-/// Makes a secret that this node does not have yet, for example from random bytes.
+/// Makes a new secret, for example from random bytes.
 pub type MakeSecret<'a> = dyn Fn() -> io::Result<Secret> + Send + Sync + 'a;
 
 /// The secrets of this node, such as the private key of its tunnel device.
-///
-/// ```
-/// use flannel_core::backend::{MemorySecrets, Secrets};
-/// use flannel_core::object::Secret;
-///
-/// # #[tokio::main(flavor = "current_thread")] async fn main() -> std::io::Result<()> {
-/// let secrets = MemorySecrets::default();
-/// let key = secrets.get_or_create("tunnel", &|| Ok(Secret::new(*b"random"))).await?;
-/// assert_eq!(secrets.get_or_create("tunnel", &|| Ok(Secret::new(*b"other"))).await?, key);
-/// # Ok(()) }
-/// ```
 #[async_trait]
 pub trait Secrets: fmt::Debug + Send + Sync {
-    /// The secret with this name: lower case letters, digits and `-`. If the node has none, `make`
-    /// makes it, and it is kept before this returns.
+    /// The secret with this name, which consists of lower case letters, digits and `-`. If the node
+    /// has none, `make` makes it, and it is stored before this returns.
     ///
     /// # Errors
-    /// The secret cannot be read, made or kept, or the name is not of that form.
+    /// The secret cannot be read, made or stored, or the name is not of that form.
     ///
     /// # Cancel safety
-    /// Dropped half-way, the secret may have been made; the next call returns it.
+    /// If the future is dropped, the secret may have been stored. The next call returns it.
     async fn get_or_create(&self, name: &str, make: &MakeSecret<'_>) -> io::Result<Secret>;
 }
 
-/// Secrets that live as long as this value, for tests and for nodes that keep nothing.
+/// Secrets that are kept in memory only.
 #[derive(Debug, Default)]
 pub struct MemorySecrets(Mutex<HashMap<String, Secret>>);
 

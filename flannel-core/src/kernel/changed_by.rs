@@ -1,31 +1,28 @@
-//! The author of a change in the kernel.
+//! The author of a change.
 
 use std::fmt;
 use std::sync::Arc;
 
-/// The author of a change, as far as the kernel names it.
+/// The author of a change in the kernel.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ChangedBy {
-    /// The port id of the netlink socket that asked for the change; not 0. Mostly the id of the
-    /// process, but not always.
+    /// The port id of the netlink socket, not 0. Mostly, but not always, the process id.
     pub port: u32,
-    /// The protocol of the route or nexthop that was put there; `None` for other objects and for
-    /// deletions.
+    /// The protocol of the route or nexthop that was put; `None` for other objects and deletions.
     pub protocol: Option<u8>,
-    /// The process that has the socket, if it still lived when [`ProcessNames`] looked for it.
+    /// The process that owns the socket, by [`ProcessNames`]; `None` if it was not found.
     pub process: Option<Arc<str>>,
 }
 
 impl ChangedBy {
-    /// An author of whom only the port is known.
+    /// An author with this port id only.
     pub const fn new(port: u32) -> Self {
         Self { port, protocol: None, process: None }
     }
 }
 
-/// `ip (process 4711) with route protocol 3`, `probably ip (process 4711)`, or `the netlink socket
-/// with port id 4711`.
+/// `ip (process 4711) with route protocol 3`, or `the netlink socket with port id 4711`.
 impl fmt::Display for ChangedBy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.process {
@@ -36,16 +33,10 @@ impl fmt::Display for ChangedBy {
     }
 }
 
-/// Names the processes that own netlink sockets.
-///
-/// Implementations: `flannel_netlink::NetlinkKernel`, and `testing::FakeKernel` (feature
-/// `testing`).
+/// Finds the processes that own netlink sockets.
 pub trait ProcessNames: fmt::Debug + Send + Sync {
-    /// The process that has the netlink socket with this port id, for a message: `ip (process
-    /// 4711)`, or `probably ip (process 4711)` if it may be another process. `None`: no single
-    /// process could be identified, or too many were looked up of late.
-    ///
-    /// Blocks while it reads files. Ask soon after the change: a process that has ended has no
-    /// name.
+    /// The process that owns the netlink socket with this port id, for a message: `ip (process
+    /// 4711)`, or `probably ip (process 4711)` if it may be another one. `None`: no single process
+    /// was found, for example because it ended, or lookups are rate-limited now. Blocks.
     fn name(&self, port: u32) -> Option<String>;
 }

@@ -1,51 +1,48 @@
-//! The ids of nexthop objects: which block of them belongs to one network.
+//! The ids of nexthop objects.
 
 use crate::address::Family;
 use crate::kernel::{Footprint, Kernel, KernelError};
 
-/// The ids that one network takes for its nexthop objects: they are global in a network namespace.
+/// The block of ids for the nexthop objects of one network. Ids are unique in a network namespace.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct NexthopBlock {
     first: u32,
 }
 
-/// What nexthop objects there are in a network namespace, as far as a network must know to choose
-/// its ids.
+/// The nexthop ids in a network namespace; without those whose owner is not certain.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct NexthopIds {
-    /// This kernel has nexthop objects, and nobody said not to use them.
+    /// The kernel has nexthop objects, and they are not disabled.
     pub usable: bool,
-    /// Of our protocol, with routes of our protocol by them, all inside the network's pod networks:
-    /// an earlier run's.
+    /// Those of an earlier run: of our protocol, and used by routes of our protocol that are all
+    /// inside the network's pod networks.
     pub ours: Vec<u32>,
-    /// Of another protocol, or with a route of our protocol by them elsewhere, which is another
-    /// network's.
+    /// Those of others: of another protocol, or used by a route of our protocol elsewhere.
     pub foreign: Vec<u32>,
 }
 
 impl NexthopBlock {
-    /// How many ids there are in a block.
+    /// The number of ids in a block.
     pub const SIZE: u32 = 1 << 17;
-    /// Blocks lie from here up to 2^31: the kernel itself counts from 1, and so do people.
+    /// The first block begins here, and the last one ends at 2^31. The kernel counts from 1.
     const LOWEST: u32 = 1 << 30;
     const BLOCKS: u32 = Self::LOWEST / Self::SIZE;
-    /// How many blocks are tried.
+    /// The number of candidates.
     const TRIES: u32 = 8;
 
-    /// The smallest of them.
+    /// The first id.
     pub const fn first(self) -> u32 {
         self.first
     }
 
-    /// The id is one of them.
+    /// Whether `id` is in the block.
     pub const fn contains(self, id: u32) -> bool {
         id >= self.first && id - self.first < Self::SIZE
     }
 
-    /// The block that hash and circumstances give a network: of the first few, best one where an
-    /// earlier run left more than others have there (what is one of ours by its id and another's by
-    /// its protocol was taken, and is taken back), else one without ids of others. `None` if others
-    /// are in all of them, and without an IPv4 pod network, which alone needs any.
+    /// Chooses a block for a network: of a few candidates, one with more ids of an earlier run than
+    /// foreign ones, else one without foreign ids. `None` if there is neither, and without an IPv4
+    /// pod network: IPv6 routes need no nexthop objects.
     ///
     /// # Errors
     /// The kernel could not be read.
@@ -54,7 +51,6 @@ impl NexthopBlock {
         footprint: &Footprint,
     ) -> Result<(Option<Self>, NexthopIds), KernelError> {
         let there = kernel.nexthop_ids(footprint)?;
-        // By no pod network one block would be everybody's.
         if !footprint.networks.iter().any(|network| network.family() == Family::V4) {
             return Ok((None, there));
         }
@@ -67,8 +63,7 @@ impl NexthopBlock {
         Ok((chosen, there))
     }
 
-    /// By the pod network alone, not by devices: a network that gets another backend or another
-    /// external interface is to find what it left with the first.
+    /// By the IPv4 pod network only: the backend and the interface may change.
     fn candidates(footprint: &Footprint) -> impl Iterator<Item = Self> {
         let networks = footprint.networks.iter().filter(|network| network.family() == Family::V4);
         let words = networks.map(ToString::to_string);
@@ -80,7 +75,7 @@ impl NexthopBlock {
 
 const FNV_BASIS: u64 = 0xcbf2_9ce4_8422_2325;
 
-/// FNV-1a: the same in every build for ever, which the standard library's hash is not.
+/// FNV-1a: the same in every version, unlike the standard library's hash.
 fn fnv(hash: u64, bytes: &[u8]) -> u64 {
     bytes.iter().fold(hash, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3))
 }

@@ -1,41 +1,39 @@
-//! The attributes of a lease: the offers of its node, and their form in a store.
+//! The attributes of a lease, and their form in a store.
 
 use std::borrow::Cow;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::net::IpAddr;
 
 use serde::Serialize;
 use serde_json::value::RawValue;
 
 use super::Subnets;
-use crate::address::{Dual, Subnet};
+use crate::address::{Dual, Family, Subnet};
 use crate::json::{FieldError, Fields, compact};
 
-/// One way to reach a node: the backend that it offers, with the addresses and the data that the
-/// backend of a peer needs.
+/// One way to reach a node: a backend, with the addresses and data that its peers need.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Offer {
-    /// The backend type, exactly: `vxlan`, `host-gw`, …; empty for `udp` and `alloc`.
+    /// The backend type: `vxlan`, `host-gw`, …; empty for `udp` and `alloc`.
     pub kind: Cow<'static, str>,
-    /// The addresses that peers send traffic to, per family. The store writes an absent IPv4
-    /// address as `0.0.0.0`.
+    /// The addresses that peers send packets to. In the store, `0.0.0.0` is no IPv4 address.
     pub public: Dual<IpAddr>,
-    /// The backend's own data per family, as compact JSON text.
+    /// The backend's data, as [compact] JSON text.
     pub data: Dual<Box<str>>,
 }
 
-/// One family of a lease: the destination of packets for `subnet`.
+/// The part of a lease and an offer that belongs to one family.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Endpoint<'a> {
     /// The pod addresses.
     pub subnet: Subnet,
-    /// The node's public address of the subnet's family, if it published one.
+    /// See [`Offer::public`].
     pub public: Option<IpAddr>,
-    /// The backend's data for this family (compact JSON), if any.
+    /// See [`Offer::data`].
     pub data: Option<&'a str>,
 }
 
 impl Offer {
-    /// One endpoint per family of `subnets`: no backend needs a second code path for IPv6.
+    /// One endpoint per family of `subnets`, IPv4 first.
     pub fn endpoints<'a>(&'a self, subnets: &'a Subnets) -> impl Iterator<Item = Endpoint<'a>> {
         subnets.iter().map(|subnet| Endpoint {
             subnet,
@@ -44,7 +42,7 @@ impl Offer {
         })
     }
 
-    /// The fields of this offer in a store's value.
+    /// The fields of this offer in the store.
     fn wire(&self) -> Wire<'_> {
         // Data that is not JSON is still published, as a string.
         let raw = |data: &str| {
@@ -52,14 +50,8 @@ impl Offer {
             RawValue::from_string(compact(data)).ok().or_else(text)
         };
         Wire {
-            public_ip: match self.public.v4 {
-                Some(IpAddr::V4(address)) => address,
-                _ => Ipv4Addr::UNSPECIFIED,
-            },
-            public_ipv6: match self.public.v6 {
-                Some(IpAddr::V6(address)) => Some(address),
-                _ => None,
-            },
+            public_ip: self.public.v4.unwrap_or(Family::V4.unspecified()),
+            public_ipv6: self.public.v6,
             backend_type: &self.kind,
             backend_data: self.data.v4.as_deref().and_then(raw),
             backend_v6_data: self.data.v6.as_deref().and_then(raw),
@@ -72,20 +64,16 @@ impl Offer {
         if fields.has("PublicIP") && fields.raw("PublicIP").is_none() {
             return Err(fields.error("PublicIP", &"null", expected));
         }
-        let v4 = match fields.parsed("PublicIP", expected)? {
-            Some(IpAddr::V4(address)) => Some(address),
-            Some(IpAddr::V6(address)) => match address.to_ipv4_mapped() {
-                Some(address) => Some(address),
-                None => return Err(fields.error("PublicIP", &address, expected)),
-            },
-            None => None,
-        };
+        let v4 = fields.parsed("PublicIP", expected)?.map(|address: IpAddr| address.to_canonical());
+        if let Some(address) = v4.filter(IpAddr::is_ipv6) {
+            return Err(fields.error("PublicIP", &address, expected));
+        }
         let v6: Option<IpAddr> =
             fields.parsed("PublicIPv6", "an IPv6 address such as \"2001:db8::1\", or null")?;
         let data = |name: &str| fields.raw(name).map(|raw| compact(raw.get()).into_boxed_str());
         Ok(Self {
             public: Dual {
-                v4: v4.filter(|a| !a.is_unspecified()).map(IpAddr::V4),
+                v4: v4.filter(|a| !a.is_unspecified()),
                 v6: v6.filter(|a| a.is_ipv6() && !a.is_unspecified()),
             },
             kind: backend_type(fields.take("BackendType", "a string")?.unwrap_or_default()),
@@ -94,20 +82,14 @@ impl Offer {
     }
 }
 
-/// The attributes of a lease: how peers reach its node. Equal only if every attribute is: any
-/// change is a change.
+/// The attributes of a lease: how peers reach its node.
 ///
-/// A node that is reached in one way publishes one offer. While a cluster moves from one backend to
-/// another, a node offers both. Go flannel reads only the preferred offer.
-///
-/// [`LeaseAttrs::to_json`] and [`LeaseAttrs::from_json`] are the value under the store's key, byte
-/// for byte.
+/// A node publishes one offer, or two while the cluster moves from one backend to another.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct LeaseAttrs {
-    /// The offer in the fields that Go flannel knows.
+    /// The offer that Go flannel reads.
     pub preferred: Offer,
-    /// Further offers, in the order of preference. None: the value in the store is exactly Go
-    /// flannel's.
+    /// Further offers, in the order of preference. Go flannel ignores them.
     pub others: Box<[Offer]>,
 }
 
@@ -122,40 +104,36 @@ impl From<Offer> for LeaseAttrs {
 #[serde(rename_all = "PascalCase")]
 struct Wire<'a> {
     #[serde(rename = "PublicIP")]
-    public_ip: Ipv4Addr,
+    public_ip: IpAddr,
     #[serde(rename = "PublicIPv6")]
-    public_ipv6: Option<Ipv6Addr>,
+    public_ipv6: Option<IpAddr>,
     #[serde(skip_serializing_if = "str::is_empty")]
     backend_type: &'a str,
     #[serde(skip_serializing_if = "Option::is_none")]
     backend_data: Option<Box<RawValue>>,
     #[serde(skip_serializing_if = "Option::is_none")]
     backend_v6_data: Option<Box<RawValue>>,
-    /// Not of Go flannel, which ignores fields that it does not know.
+    /// Go flannel ignores it.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     other_offers: Vec<Self>,
 }
 
 impl LeaseAttrs {
-    /// The store's value: compact JSON, fields in Go's order, absent ones left out as Go leaves
-    /// them out.
+    /// The value in the store, byte for byte as Go writes it.
     ///
     /// **Source**: flannel `pkg/lease/lease.go: LeaseAttrs`; Go `encoding/json`.
     pub fn to_json(&self) -> String {
         let mut wire = self.preferred.wire();
         wire.other_offers = self.others.iter().map(Offer::wire).collect();
-        // Only maps with keys that are no strings, and I/O, can fail.
         let text =
             serde_json::to_string(&wire).expect("a struct of strings and addresses serializes");
         compact(&text)
     }
 
-    /// Reads the store's value: names in any case, unknown ones ignored, IPv4 as v4-mapped IPv6
-    /// accepted.
+    /// Reads the value in the store. `PublicIP` may be a v4-mapped IPv6 address.
     ///
     /// # Errors
-    /// The text is no JSON object, or a field holds something else than it should (a `PublicIP` of
-    /// `null` included, as in Go).
+    /// The text is no JSON object, or a field is not valid. As in Go, `PublicIP` may not be `null`.
     pub fn from_json(text: &str) -> Result<Self, FieldError> {
         let fields = Fields::parse(text, "")?;
         let others = |raw: Vec<Box<RawValue>>| {
@@ -172,7 +150,7 @@ impl LeaseAttrs {
     }
 }
 
-/// Thousands of leases share a few names, which take no memory of their own.
+/// The type in an offer; without an allocation for those of flannel.
 fn backend_type(name: String) -> Cow<'static, str> {
     let usual = ["vxlan", "host-gw", "wireguard", "extension", "ipsec", "ipip"];
     let usual = usual.into_iter().find(|usual| *usual == name);

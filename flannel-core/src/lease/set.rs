@@ -1,4 +1,4 @@
-//! Sets of leases, and how complete they are.
+//! Sets of leases.
 
 use std::borrow::Borrow;
 use std::cmp::Ordering;
@@ -8,14 +8,11 @@ use std::time::SystemTime;
 
 use super::{Lease, Revision, Subnets};
 
-/// A set of leases, one per [`Subnets`].
-///
-/// Cloning is O(1), and [`LeaseSet::changes_since`] is O(changes). Iteration is in the order of the
-/// subnets.
+/// A set of leases, one per [`Subnets`] and in their order. A clone is O(1).
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct LeaseSet(imbl::OrdMap<BySubnets, Arc<Lease>>);
 
-/// A lease as the key of the map: a second pointer instead of a copy of the subnets.
+/// The key of a lease in the map: shares the lease instead of copying its subnets.
 #[derive(Clone)]
 struct BySubnets(Arc<Lease>);
 
@@ -52,13 +49,13 @@ impl Ord for BySubnets {
 }
 
 impl LeaseSet {
-    /// Puts `lease` in, replacing the one with the same subnets.
+    /// Inserts `lease`. Replaces the one with the same subnets.
     pub fn insert(&mut self, lease: impl Into<Arc<Lease>>) {
         let lease = lease.into();
         self.0.insert(BySubnets(Arc::clone(&lease)), lease);
     }
 
-    /// Takes a lease out and returns it.
+    /// Removes a lease and returns it.
     pub fn remove(&mut self, subnets: &Subnets) -> Option<Arc<Lease>> {
         self.0.remove(subnets)
     }
@@ -68,23 +65,22 @@ impl LeaseSet {
         self.0.get(subnets)
     }
 
-    /// How many there are.
+    /// The number of leases.
     pub fn len(&self) -> usize {
         self.0.len()
     }
 
-    /// There are none.
+    /// Whether there are none.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// All leases, in the order of their subnets.
+    /// All leases, by subnets.
     pub fn iter(&self) -> impl Iterator<Item = &Arc<Lease>> {
         self.0.values()
     }
 
     /// The differences from `older`: `(subnets, lease now)`, with `None` for a lease that is gone.
-    ///
     /// O(changes) if one set was made from a clone of the other.
     pub fn changes_since<'a>(
         &'a self,
@@ -107,33 +103,33 @@ impl<L: Into<Arc<Lease>>> FromIterator<L> for LeaseSet {
     }
 }
 
-/// The source of a lease set, which decides whether an absent lease is known to be gone.
+/// The source of a lease set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Origin {
-    /// From the disk cache of an earlier run, or empty because the store has not answered yet.
-    /// Objects may be created and replaced because of it, but not deleted.
+    /// The cache of an earlier run, or nothing because the store has not answered yet. Kernel
+    /// objects may be created and replaced because of it, but not deleted.
     Cached {
-        /// When it was written; `None` before anything was read.
+        /// When the cache was written; `None` without a cache.
         written: Option<SystemTime>,
     },
-    /// A complete set, as the store held it at `revision`.
+    /// The store, which returned all leases.
     Live {
-        /// The store's revision.
+        /// The store's revision at that time.
         revision: Revision,
     },
 }
 
-/// A lease set with its source. A subnet manager publishes it, and a network follows it.
+/// A lease set with its source.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct View {
-    /// All leases, our own included.
+    /// All leases, also that of this node.
     pub leases: LeaseSet,
-    /// Where they come from.
+    /// Their source.
     pub origin: Origin,
 }
 
 impl View {
-    /// Nothing is known yet.
+    /// The view before the store answers, without a cache.
     pub fn unknown() -> Self {
         Self { leases: LeaseSet::default(), origin: Origin::Cached { written: None } }
     }

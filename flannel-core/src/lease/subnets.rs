@@ -1,26 +1,23 @@
-//! The identity of a lease, and the text of its key.
+//! The identity of a lease.
 
 use std::fmt;
-use std::net::IpAddr;
 use std::str::FromStr;
 
-use crate::address::{Dual, Family, Subnet, parse_len};
+use crate::address::{Dual, Family, ParseError, Subnet, parse_len};
 
-/// The subnets of one lease, at most one per family and at least one: the identity of the lease.
+/// The identity of a lease: its subnets, one of either family or one of each.
 ///
-/// `Display` and `FromStr` are the text of the store's key: `10.5.34.0-24`,
+/// `Display` and `FromStr` are the key in the store: `10.5.34.0-24`,
 /// `10.5.34.0-24&fd00:0:0:5::-64`, and for IPv6 alone `0.0.0.0-0&fd00:0:0:5::-64`. Prefix lengths
-/// are at most 31 and 127.
+/// are 1 to 31 and 1 to 127.
 ///
-/// **Source**: flannel `pkg/subnet/subnet.go: MakeSubnetKey, ParseSubnetKey`. Stricter when
-/// reading: no text may precede the key, host bits must be zero, and `0.0.0.0-0` alone (which Go
-/// reads as a lease of every address) is no lease. Before an IPv6 subnet it means "no IPv4".
+/// **Source**: flannel `pkg/subnet/subnet.go: MakeSubnetKey, ParseSubnetKey`. Stricter than Go:
+/// no text may precede the key, host bits must be zero, and `0.0.0.0-0` alone is no lease.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Subnets(Dual<Subnet>);
 
 impl Subnets {
-    /// The identity made of these subnets; `None` if there is none, or one that no key can express
-    /// (longer than /31 or /127, or of length 0).
+    /// The identity of these subnets; `None` if there are none, or a length is out of range.
     pub fn new(subnets: impl IntoIterator<Item = Subnet>) -> Option<Self> {
         let subnets: Dual<Subnet> = subnets.into_iter().collect();
         let fits = |s: &Subnet| s.len() > 0 && s.len() < s.family().bits();
@@ -37,7 +34,7 @@ impl Subnets {
         self.0[family]
     }
 
-    /// Some subnet of `self` shares an address with one of `other`.
+    /// Whether a subnet shares an address with one of `other`.
     pub fn overlaps(&self, other: &Self) -> bool {
         self.iter().any(|a| other.iter().any(|b| a.overlaps(&b)))
     }
@@ -62,23 +59,14 @@ impl fmt::Debug for Subnets {
     }
 }
 
-/// A text is not the key of a lease.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error(
-    "{key:?} is not a lease key such as 10.5.34.0-24 or 10.5.34.0-24&fd00:0:0:5::-64: {reason}"
-)]
-pub struct KeyError {
-    /// The text.
-    pub key: String,
-    /// What is wrong with it.
-    pub reason: &'static str,
-}
-
 impl FromStr for Subnets {
-    type Err = KeyError;
-    fn from_str(key: &str) -> Result<Self, KeyError> {
-        let error = |reason| KeyError { key: key.to_owned(), reason };
-        let part = |text: &str| -> Result<(IpAddr, u8), KeyError> {
+    type Err = ParseError;
+    fn from_str(key: &str) -> Result<Self, ParseError> {
+        let error = |reason| {
+            let example = "10.5.34.0-24 or 10.5.34.0-24&fd00:0:0:5::-64";
+            ParseError::new(key, format!("a lease key such as {example}: {reason}"))
+        };
+        let part = |text: &str, family: Family| {
             let (address, len) =
                 text.rsplit_once('-').ok_or_else(|| error("a subnet is ADDRESS-LENGTH"))?;
             let len = parse_len(len).ok_or_else(|| error("the length is not a plain number"))?;
@@ -86,28 +74,23 @@ impl FromStr for Subnets {
                 return Err(error("IPv6 addresses are written in lower case"));
             }
             let address = address.parse().map_err(|_| error("the address is not an IP address"))?;
-            Ok((address, len))
-        };
-        let subnet = |(address, len): (IpAddr, u8), family: Family| -> Result<Subnet, KeyError> {
             if Family::of(address) != family {
                 return Err(error("IPv4 stands first, IPv6 behind '&'"));
             }
             if len >= family.bits() {
                 return Err(error("the length is at most 31, or 127 for IPv6"));
             }
-            Subnet::new(address, len)
-                .filter(|s| s.base() == address)
-                .ok_or_else(|| error("bits behind the prefix are set"))
+            let subnet = Subnet::new(address, len).filter(|subnet| subnet.base() == address);
+            subnet.ok_or_else(|| error("bits behind the prefix are set"))
         };
         let (v4, v6) = match key.split_once('&') {
-            Some((v4, v6)) => (v4, Some(subnet(part(v6)?, Family::V6)?)),
+            Some((v4, v6)) => (v4, Some(part(v6, Family::V6)?)),
             None => (key, None),
         };
-        let v4 = Some(subnet(part(v4)?, Family::V4)?).filter(|v4| !v4.is_everything());
+        let v4 = Some(part(v4, Family::V4)?).filter(|v4| !v4.is_everything());
         let subnets =
             Self::new([v4, v6].into_iter().flatten()).ok_or_else(|| error("it names no subnet"))?;
-        // One identity has one key: a delete of another spelling must not look like one of this
-        // lease.
+        // The deletion of a key in another spelling is no deletion of this lease.
         if subnets.to_string() == key {
             Ok(subnets)
         } else {

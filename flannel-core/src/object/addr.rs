@@ -3,7 +3,7 @@
 use std::fmt;
 use std::net::IpAddr;
 
-use super::{LinkName, ObjectValue};
+use super::LinkName;
 
 /// An address on a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -12,16 +12,8 @@ pub struct Addr {
     pub link: LinkName,
     /// The address.
     pub address: IpAddr,
-    /// Prefix length in bits; flannel's own are /32 and /128.
+    /// The prefix length in bits.
     pub len: u8,
-}
-
-impl ObjectValue for Addr {
-    const NAME: &'static str = "address";
-
-    fn device(&self) -> Option<LinkName> {
-        Some(self.link)
-    }
 }
 
 impl fmt::Display for Addr {

@@ -1,21 +1,20 @@
-//! Steps from one state of the kernel to another.
+//! Changes of kernel objects.
 
 use std::fmt;
 
 use super::Object;
 
-/// One step towards the desired state. Both are idempotent: an object that is there already stays,
-/// one that is absent stays absent.
+/// A change of one object: see [`Kernel::apply`](crate::Kernel::apply).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Change {
-    /// Create the object or change it in place.
+    /// Creates the object, or changes it in place.
     Put(Object),
-    /// Delete the object.
+    /// Deletes the object.
     Delete(Object),
 }
 
 impl Change {
-    /// The object concerned.
+    /// The object.
     pub fn object(&self) -> &Object {
         match self {
             Self::Put(object) | Self::Delete(object) => object,

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::net::IpAddr;
 
-use super::{LinkName, MacAddr, ObjectValue};
+use super::{LinkName, MacAddr};
 
 /// A permanent forwarding entry: frames for `mac` go to the VTEP at `dst`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -14,14 +14,6 @@ pub struct Fdb {
     pub mac: MacAddr,
     /// The outer destination.
     pub dst: IpAddr,
-}
-
-impl ObjectValue for Fdb {
-    const NAME: &'static str = "fdb";
-
-    fn device(&self) -> Option<LinkName> {
-        Some(self.link)
-    }
 }
 
 impl fmt::Display for Fdb {

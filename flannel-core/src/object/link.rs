@@ -1,34 +1,26 @@
 //! Network devices.
 //!
-//! Each link kind has a module below this one. To add one, write its module with an implementation
-//! of [`LinkAttributes`] and add a variant to [`LinkKind`].
+//! To add a kind of device, write a module with an implementation of [`LinkAttributes`], and add a
+//! variant to [`LinkKind`].
 
 mod vxlan;
 
 use std::fmt;
 
 pub use self::vxlan::Vxlan;
-use super::{LinkName, MacAddr, ObjectValue};
+use super::{LinkName, MacAddr};
 
 /// A network device.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Link {
     /// Its name.
     pub name: LinkName,
-    /// In bytes.
+    /// Its MTU in bytes.
     pub mtu: u32,
-    /// Administratively up.
+    /// Whether it is administratively up.
     pub up: bool,
-    /// Its kind, with the attributes that only this kind has.
+    /// Its kind, with the attributes of this kind.
     pub kind: LinkKind,
-}
-
-impl ObjectValue for Link {
-    const NAME: &'static str = "link";
-
-    fn device(&self) -> Option<LinkName> {
-        None
-    }
 }
 
 impl fmt::Display for Link {
@@ -49,34 +41,24 @@ pub enum LinkKind {
     Vxlan(Vxlan),
 }
 
-/// The attributes of one link kind. `Display` writes them as arguments of `ip link add type KIND`.
+/// The attributes of a kind of device. `Display`: the arguments after `ip link add type KIND`.
 pub trait LinkAttributes: fmt::Display {
     /// The kernel's name of the kind (`IFLA_INFO_KIND`).
     fn kind(&self) -> &'static str;
 
-    /// The MAC address; `None` for devices without link layer addresses.
+    /// The MAC address; `None` for kinds without one.
     fn mac(&self) -> Option<MacAddr>;
 
     /// The device that outer packets leave by; `None`: the routing table decides.
     fn lower(&self) -> Option<LinkName>;
 
-    /// Removes the lower device, as the kernel does when that is deleted.
-    fn clear_lower(&mut self);
-
-    /// The kernel can change a device like this one into one like `to`. Else it must be made anew.
+    /// Whether the kernel can change such a device into `to` in place.
     fn can_become(&self, to: &LinkKind) -> bool;
 }
 
 impl LinkKind {
-    /// The attributes, as far as each kind has them.
+    /// The attributes that kinds have in common.
     pub fn attributes(&self) -> &dyn LinkAttributes {
-        match self {
-            Self::Vxlan(vxlan) => vxlan,
-        }
-    }
-
-    /// The same, for changing them.
-    pub fn attributes_mut(&mut self) -> &mut dyn LinkAttributes {
         match self {
             Self::Vxlan(vxlan) => vxlan,
         }

@@ -1,4 +1,4 @@
-//! The names of devices: MAC addresses and link names.
+//! Names and MAC addresses of devices.
 
 use std::fmt;
 use std::str::FromStr;
@@ -10,7 +10,7 @@ use crate::address::ParseError;
 pub struct MacAddr(pub [u8; 6]);
 
 impl MacAddr {
-    /// A locally administered unicast address made of 6 bytes, whatever they are.
+    /// A locally administered unicast address, made of any 6 bytes.
     ///
     /// **Source**: flannel `pkg/mac/mac.go: NewHardwareAddr`.
     pub const fn local(bytes: [u8; 6]) -> Self {
@@ -19,7 +19,7 @@ impl MacAddr {
         Self([first & 0b1111_1100 | 0b10, b, c, d, e, g])
     }
 
-    /// Addresses exactly one device (neither multicast nor all zero).
+    /// Whether it is the address of one device: neither multicast nor all zero.
     pub fn is_unicast(&self) -> bool {
         self.0[0] & 1 == 0 && self.0 != [0; 6]
     }
@@ -28,14 +28,12 @@ impl MacAddr {
 impl FromStr for MacAddr {
     type Err = ParseError;
     fn from_str(text: &str) -> Result<Self, ParseError> {
+        let is_hex = |part: &&str| part.len() == 2 && part.bytes().all(|b| b.is_ascii_hexdigit());
         let parse = || {
             let mut bytes = [0; 6];
             let mut parts = text.split(':');
             for byte in &mut bytes {
-                let part = parts
-                    .next()
-                    .filter(|p| p.len() == 2 && p.bytes().all(|b| b.is_ascii_hexdigit()))?;
-                *byte = u8::from_str_radix(part, 16).ok()?;
+                *byte = u8::from_str_radix(parts.next().filter(is_hex)?, 16).ok()?;
             }
             parts.next().is_none().then_some(Self(bytes))
         };
@@ -43,7 +41,7 @@ impl FromStr for MacAddr {
     }
 }
 
-/// Lower case, colons: the form in which leases carry it.
+/// Lower case with colons, as in leases.
 impl fmt::Display for MacAddr {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let [a, b, c, d, e, g] = self.0;
@@ -57,14 +55,12 @@ impl fmt::Debug for MacAddr {
     }
 }
 
-/// The name of a network interface: 1 to 15 bytes, no `/`, no white space.
-///
-/// Names, not interface indexes, cross crate borders: an index dies with its interface.
+/// The name of a network interface: 1 to 15 bytes, no `/`, `:` or white space, not `.` or `..`.
 ///
 /// **Source**: linux `net/core/dev.c: dev_valid_name`.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct LinkName {
-    // Padded with zeros, which no name contains, so derived Eq and Ord are those of the text.
+    // Padded with zeros: no name contains one, so the derived order is that of the text.
     bytes: [u8; 15],
 }
 
@@ -73,15 +69,6 @@ impl LinkName {
     pub fn as_str(&self) -> &str {
         let len = self.bytes.iter().position(|b| *b == 0).unwrap_or(self.bytes.len());
         std::str::from_utf8(&self.bytes[..len]).expect("made from a str")
-    }
-}
-
-impl LinkName {
-    /// The name that these bytes were taken from; there must be 1 to 15.
-    pub(crate) fn of_bytes(name: &[u8]) -> Self {
-        let mut bytes = [0; 15];
-        bytes[..name.len()].copy_from_slice(name);
-        Self { bytes }
     }
 }
 
@@ -95,7 +82,9 @@ impl FromStr for LinkName {
                 "an interface name (1 to 15 bytes, no '/', ':' or space)",
             ));
         }
-        Ok(Self::of_bytes(text.as_bytes()))
+        let mut bytes = [0; 15];
+        bytes[..text.len()].copy_from_slice(text.as_bytes());
+        Ok(Self { bytes })
     }
 }
 

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::net::IpAddr;
 
-use super::{LinkName, MacAddr, ObjectValue};
+use super::{LinkName, MacAddr};
 
 /// A permanent neighbour entry: `address` is at `mac`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -14,14 +14,6 @@ pub struct Neigh {
     pub address: IpAddr,
     /// Its MAC address.
     pub mac: MacAddr,
-}
-
-impl ObjectValue for Neigh {
-    const NAME: &'static str = "neigh";
-
-    fn device(&self) -> Option<LinkName> {
-        Some(self.link)
-    }
 }
 
 impl fmt::Display for Neigh {

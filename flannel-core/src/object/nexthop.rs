@@ -3,27 +3,19 @@
 use std::fmt;
 use std::net::IpAddr;
 
-use super::{LinkName, ObjectValue};
+use super::LinkName;
 
 /// A nexthop object (kernel 5.3 and later).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Nexthop {
-    /// Not 0.
+    /// Its id, not 0.
     pub id: u32,
     /// The device.
     pub link: LinkName,
     /// The gateway.
     pub gateway: IpAddr,
-    /// The kernel takes the gateway to be on the link, without a look at the routing table.
+    /// The gateway is on the link, whatever the routing table says.
     pub onlink: bool,
-}
-
-impl ObjectValue for Nexthop {
-    const NAME: &'static str = "nexthop";
-
-    fn device(&self) -> Option<LinkName> {
-        Some(self.link)
-    }
 }
 
 impl fmt::Display for Nexthop {

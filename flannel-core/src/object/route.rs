@@ -3,66 +3,50 @@
 use std::fmt;
 use std::net::IpAddr;
 
-use super::{LinkName, Nexthop, ObjectValue};
+use super::LinkName;
 use crate::address::Subnet;
 
-/// A route in the main table with the default metric.
+/// A route in the main table with the default metric and no TOS.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Route {
     /// The destination.
     pub dst: Subnet,
-    /// What happens to packets.
+    /// The next hop, or that there is none.
     pub via: Via,
-    /// The route's own MTU in bytes; `None`: the device's.
+    /// The MTU in bytes; `None`: the device's.
     pub mtu: Option<u32>,
 }
 
-/// What a route does with packets.
+/// The next hop of a route.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Via {
-    /// Sends them to a gateway.
+    /// A gateway.
     Gateway {
-        /// The gateway.
+        /// Its address.
         gateway: IpAddr,
         /// The device.
         link: LinkName,
-        /// The kernel takes the gateway to be on the link, without a look at the routing table.
+        /// The gateway is on the link, whatever the routing table says.
         onlink: bool,
     },
-    /// Sends them to a device, the destination itself being the neighbour (scope link).
+    /// The destination itself, on the link of this device (scope link).
     Link(LinkName),
-    /// Sends them where a nexthop object says.
+    /// The nexthop object with this id.
     Nexthop(u32),
-    /// Drops them silently.
+    /// None: packets are dropped without an answer.
     Blackhole,
-    /// Drops silently the packets that no other route to the same destination takes: a blackhole
-    /// with the largest metric. It may be beside a route that another program has there, such as a
-    /// bridge's. Ours are one or the other, never both.
+    /// None, by a blackhole with the largest metric: packets are dropped without an answer, unless
+    /// another program has a route to the same destination, such as that of a bridge.
     LastResort,
 }
 
-impl Route {
-    /// The same route by the nexthop object with this id.
-    pub fn by_nexthop(&self, id: u32) -> Self {
-        Self { via: Via::Nexthop(id), ..*self }
-    }
-
-    /// The same route by the gateway of `nexthop`.
-    pub fn by_gateway_of(&self, nexthop: &Nexthop) -> Self {
-        let Nexthop { link, gateway, onlink, .. } = *nexthop;
-        Self { via: Via::Gateway { gateway, link, onlink }, ..*self }
-    }
-}
-
-impl ObjectValue for Route {
-    const NAME: &'static str = "route";
-
-    /// A route by a nexthop object names no device.
-    fn device(&self) -> Option<LinkName> {
-        match self.via {
-            Via::Gateway { link, .. } | Via::Link(link) => Some(link),
-            Via::Nexthop(_) | Via::Blackhole | Via::LastResort => None,
+impl Via {
+    /// The device that packets leave by; `None`: that of the nexthop object, or none.
+    pub(super) fn link(&self) -> Option<LinkName> {
+        match self {
+            Self::Gateway { link, .. } | Self::Link(link) => Some(*link),
+            Self::Nexthop(_) | Self::Blackhole | Self::LastResort => None,
         }
     }
 }

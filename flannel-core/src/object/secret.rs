@@ -1,14 +1,12 @@
-//! Bytes that no output shows.
+//! Secret bytes.
 
 use std::fmt;
 
 use serde::{Serialize, Serializer};
 
-/// A key or password inside an object, such as the private key of a tunnel device.
+/// A key or password, such as the private key of a tunnel device.
 ///
-/// `Debug`, `Display` and JSON show a placeholder instead of the bytes, and so does every value
-/// that contains a secret. Only [`Secret::expose`] gives the bytes. Two secrets are equal if their
-/// bytes are. There is no way back from the placeholder: a secret is not deserialized.
+/// `Debug`, `Display` and JSON show a placeholder, also those of values that contain a secret.
 ///
 /// ```
 /// use flannel_core::object::Secret;
@@ -20,7 +18,7 @@ use serde::{Serialize, Serializer};
 #[derive(Clone, PartialEq, Eq, Hash)]
 pub struct Secret(Box<[u8]>);
 
-/// What output shows of each secret. It depends neither on the bytes nor on their number.
+/// The output for any secret.
 const PLACEHOLDER: &str = "(secret)";
 
 impl Secret {
@@ -29,7 +27,7 @@ impl Secret {
         Self(bytes.into())
     }
 
-    /// The bytes themselves, for a message to the kernel or for a computation. Do not format them.
+    /// The bytes. Do not format them.
     pub fn expose(&self) -> &[u8] {
         &self.0
     }

@@ -1,22 +1,21 @@
-//! Sets of kernel objects, and the difference between two of them.
+//! Sets of kernel objects.
 
 use std::collections::BTreeSet;
 
-use super::{Change, Key, Object, ObjectKind, Route};
+use super::{Key, Object};
 
 /// A set of kernel objects, one per key, in the order of creation.
 ///
-/// A lookup costs the logarithm of their number. Collect or extend a set with many objects at once:
-/// an insertion of one costs their number.
+/// A lookup is O(log n), the insertion of one object O(n). Add many objects with `extend`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct State {
     objects: Vec<Object>,
-    /// Keys of the objects that are there with more than they express.
+    /// See [`State::note_inexact`].
     inexact: BTreeSet<Key>,
 }
 
 impl State {
-    /// Inserts `object`; returns the one with the same key that it replaces.
+    /// Inserts `object`. Returns the one that it replaces.
     pub fn insert(&mut self, object: impl Into<Object>) -> Option<Object> {
         let object = object.into();
         self.inexact.remove(&object.key());
@@ -29,32 +28,16 @@ impl State {
         }
     }
 
-    /// Marks the object with this key as inexact: in the kernel it has attributes that no
-    /// [`Object`] expresses. Examples are a route by another protocol than ours, with a preferred
-    /// source, with metrics other than an MTU, or with an end of its lifetime; an address whose
-    /// lifetime ends; a device with a TTL or without ARP. If the object is desired, it is put
-    /// again.
+    /// Marks the object with this key as inexact: in the kernel it has attributes that no `Object`
+    /// expresses, such as another route protocol than ours, a preferred source, a limited lifetime,
+    /// or a TTL of a device. If the object is desired, it is put again.
     pub fn note_inexact(&mut self, key: Key) {
         self.inexact.insert(key);
     }
 
-    /// The object with this key is inexact ([`State::note_inexact`]).
+    /// Whether the object with this key is [inexact](Self::note_inexact).
     pub fn is_inexact(&self, key: &Key) -> bool {
         self.inexact.contains(key)
-    }
-
-    /// The object that is there with the key of `like` is not inexact.
-    pub fn is_exact(&self, like: &Object) -> bool {
-        self.inexact.is_empty() || !self.is_inexact(&like.key())
-    }
-
-    /// The routes: they are created last.
-    pub fn routes(&self) -> impl Iterator<Item = &Route> {
-        let first = self.objects.partition_point(|object| !matches!(object, Object::Route(_)));
-        self.objects[first..].iter().filter_map(|object| {
-            let Object::Route(route) = object else { return None };
-            Some(route)
-        })
     }
 
     /// Removes an object.
@@ -72,9 +55,14 @@ impl State {
         self.objects.binary_search_by(|object| object.key().cmp(key))
     }
 
-    /// For finding many objects in about the order of their keys.
-    pub fn finder(&self) -> Finder<'_> {
-        Finder { state: self, next: [0; ObjectKind::ALL.len()] }
+    /// The index of the object with the key of `like`, and the object if it differs. O(1) if the
+    /// object at the index `near` is equal, else O(log n).
+    pub fn find_near(&self, like: &Object, near: usize) -> Option<(usize, Option<&Object>)> {
+        if self.objects.get(near) == Some(like) {
+            return Some((near, None));
+        }
+        let place = self.find(&like.key()).ok()?;
+        Some((place, Some(&self.objects[place]).filter(|is| *is != like)))
     }
 
     /// The objects in the order of creation.
@@ -82,72 +70,18 @@ impl State {
         self.objects.iter()
     }
 
-    /// How many there are.
+    /// The number of objects.
     pub fn len(&self) -> usize {
         self.objects.len()
     }
 
-    /// There are none.
+    /// Whether there are none.
     pub fn is_empty(&self) -> bool {
         self.objects.is_empty()
     }
-
-    /// Keeps the objects for which `keep` is true.
-    pub fn retain(&mut self, keep: impl FnMut(&Object) -> bool) {
-        self.objects.retain(keep);
-        let mut inexact = std::mem::take(&mut self.inexact);
-        inexact.retain(|key| self.get(key).is_some());
-        self.inexact = inexact;
-    }
-
-    /// The changes that turn `actual` into `self`: puts in the order of creation, then deletions in
-    /// the reverse order, so that a replacement is in place before the object that it replaces
-    /// goes.
-    ///
-    /// Applying them to `actual` yields `self`; the diff of equal states is empty.
-    pub fn diff(&self, actual: &Self) -> Vec<Change> {
-        let mut changes = Vec::new();
-        let mut stale = Vec::new();
-        let mut there = actual.iter().peekable();
-        for object in self.iter() {
-            let key = object.key();
-            while let Some(old) = there.next_if(|there| there.key() < key) {
-                stale.push(Change::Delete(old.clone()));
-            }
-            match there.next_if(|there| there.key() == key) {
-                Some(old) if old == object && !actual.is_inexact(&key) => {}
-                _ => changes.push(Change::Put(object.clone())),
-            }
-        }
-        stale.extend(there.map(|old| Change::Delete(old.clone())));
-        changes.extend(stale.into_iter().rev());
-        changes
-    }
 }
 
-/// Finds objects of a state. If the objects of a kind are asked for in nearly their order, it looks
-/// at one object each time, else at the logarithm of their number.
-pub struct Finder<'a> {
-    state: &'a State,
-    /// For each kind, the place behind the object that was found last.
-    next: [usize; ObjectKind::ALL.len()],
-}
-
-impl<'a> Finder<'a> {
-    /// The place of the object that has the key of `like`, and the object if it differs.
-    pub fn find(&mut self, like: &Object) -> Option<(usize, Option<&'a Object>)> {
-        let (objects, next) = (&self.state.objects, &mut self.next[like.kind() as usize]);
-        if objects.get(*next) == Some(like) {
-            *next += 1;
-            return Some((*next - 1, None));
-        }
-        let place = self.state.find(&like.key()).ok()?;
-        *next = place + 1;
-        Some((place, Some(&objects[place]).filter(|is| *is != like)))
-    }
-}
-
-/// Sorts, and keeps the last one of each key.
+/// Sorts the objects, and keeps the last one with each key.
 fn sort(objects: &mut Vec<Object>) {
     objects.sort_by(Object::cmp_key);
     objects.dedup_by(|later, earlier| {
@@ -159,7 +93,7 @@ fn sort(objects: &mut Vec<Object>) {
     });
 }
 
-/// Of two objects with one key the later one counts.
+/// Of two objects with one key, the later one stays.
 impl<O: Into<Object>> FromIterator<O> for State {
     fn from_iter<I: IntoIterator<Item = O>>(objects: I) -> Self {
         let mut state = Self::default();
@@ -168,7 +102,7 @@ impl<O: Into<Object>> FromIterator<O> for State {
     }
 }
 
-/// Of two objects with one key the later one counts.
+/// Of two objects with one key, the later one stays.
 impl<O: Into<Object>> Extend<O> for State {
     fn extend<I: IntoIterator<Item = O>>(&mut self, objects: I) {
         let mut new: Vec<Object> = objects.into_iter().map(Into::into).collect();
@@ -178,7 +112,7 @@ impl<O: Into<Object>> Extend<O> for State {
             }
         }
         sort(&mut new);
-        // A snapshot adds each table behind the tables before it.
+        // A snapshot adds its tables in order: no sorting.
         let behind = match (self.objects.last(), new.first()) {
             (Some(last), Some(first)) => last.cmp_key(first).is_lt(),
             _ => true,
@@ -200,8 +134,8 @@ mod tests {
 
     use super::*;
     use crate::address::Subnet;
-    use crate::object::{Addr, LinkName, MacAddr, Neigh, Via};
-    use crate::testing::any_object;
+    use crate::object::{Addr, Change, LinkName, MacAddr, Neigh, Route, Via};
+    use crate::testing::{any_object, diff};
     use proptest::prelude::*;
 
     fn name(n: u8) -> LinkName {
@@ -220,17 +154,6 @@ mod tests {
         prop::collection::vec(any_object(), 0..40).prop_map(State::from_iter)
     }
 
-    fn apply(state: &State, changes: &[Change]) -> State {
-        let mut state = state.clone();
-        for change in changes {
-            match change {
-                Change::Put(object) => drop(state.insert(object.clone())),
-                Change::Delete(object) => drop(state.remove(&object.key())),
-            }
-        }
-        state
-    }
-
     #[test]
     fn a_state_holds_one_object_per_key() {
         let mut state = State::default();
@@ -240,7 +163,7 @@ mod tests {
         state.extend([Object::from(addr(31)), neigh.into()]);
         assert_eq!(state.insert(addr(32)), Some(addr(31).into()));
         assert!(!state.is_empty() && state.len() == 2);
-        state.retain(|object| matches!(object, Object::Addr(_)));
+        assert_eq!(state.remove(&Object::from(neigh).key()), Some(neigh.into()));
         assert_eq!(state, State::from_iter([addr(32)]));
         assert_eq!(state.remove(&Object::from(addr(32)).key()), Some(addr(32).into()));
         assert!(state.is_empty());
@@ -251,7 +174,7 @@ mod tests {
         let route =
             |n| Route { dst: Subnet::new(address(n), 24).unwrap(), via: Via::Blackhole, mtu: None };
         let (want, key) = (State::from_iter([route(1), route(2)]), Key::Route(route(1).dst));
-        let replacements: [fn(&mut State, Route); 4] = [
+        let replacements: [fn(&mut State, Route); 3] = [
             |state, route| {
                 state.insert(route);
             },
@@ -260,21 +183,16 @@ mod tests {
                 state.remove(&Key::Route(route.dst));
                 state.insert(route);
             },
-            |state, route| {
-                state.retain(|object| object.key() != Key::Route(route.dst));
-                state.extend([route]);
-            },
         ];
         for replace in replacements {
             let mut state = want.clone();
             state.note_inexact(key);
             state.extend([route(2)]);
-            state.retain(|_| true);
             assert!(state.is_inexact(&key) && !state.is_inexact(&Key::Route(route(2).dst)));
-            assert_eq!(want.diff(&state), [Change::Put(route(1).into())]);
+            assert_eq!(diff(&want, &state), [Change::Put(route(1).into())]);
             replace(&mut state, route(1));
             assert!(!state.is_inexact(&key));
-            assert_eq!(want.diff(&state), []);
+            assert_eq!(diff(&want, &state), []);
         }
     }
 
@@ -293,42 +211,17 @@ mod tests {
         }
 
         #[test]
-        fn whatever_the_order_of_asking_a_finder_finds_what_is_there(
+        fn an_object_is_found_from_any_index(
             state in any_state(),
             asked in prop::collection::vec(any_object(), 0..40),
         ) {
-            let mut finder = state.finder();
-            // What is there in its order, too, so that one comes behind the other.
-            for like in asked.iter().chain(state.iter()).chain(&asked) {
+            for (near, like) in asked.iter().chain(state.iter()).enumerate() {
                 let place = state.iter().position(|there| there.key() == like.key());
                 let differs = state.get(&like.key()).filter(|there| *there != like);
-                prop_assert_eq!(finder.find(like), place.map(|place| (place, differs)));
-            }
-        }
-
-        #[test]
-        fn diff_converges(want in any_state(), actual in any_state()) {
-            prop_assert_eq!(apply(&actual, &want.diff(&actual)), want);
-        }
-
-        #[test]
-        fn diff_is_idempotent(want in any_state(), actual in any_state()) {
-            prop_assert_eq!(want.diff(&want), vec![]);
-            let changes = want.diff(&actual);
-            prop_assert_eq!(apply(&apply(&actual, &changes), &changes), want);
-        }
-
-        #[test]
-        fn diff_is_ordered_and_minimal(want in any_state(), actual in any_state()) {
-            let changes = want.diff(&actual);
-            let split = changes.iter().position(|c| matches!(c, Change::Delete(_))).unwrap_or(changes.len());
-            let keys = |part: &[Change]| part.iter().map(|c| c.object().key()).collect::<Vec<_>>();
-            let (puts, deletes) = (keys(&changes[..split]), keys(&changes[split..]));
-            prop_assert!(changes[split..].iter().all(|c| matches!(c, Change::Delete(_))));
-            prop_assert!(puts.is_sorted() && deletes.iter().rev().is_sorted());
-            for change in &changes {
-                let (want, actual) = (want.get(&change.object().key()), actual.get(&change.object().key()));
-                prop_assert!(want != actual);
+                let expected = place.map(|place| (place, differs));
+                for near in place.into_iter().chain([0, near, state.len()]) {
+                    prop_assert_eq!(state.find_near(like, near), expected);
+                }
             }
         }
     }

@@ -1,21 +1,9 @@
-//! How long things took, in a few numbers. The one thing to know: the buckets are fixed, so that
-//! histograms of different nodes and versions can be added up.
+//! Histograms of durations.
 
 use std::time::Duration;
 
-/// Durations sorted into fixed buckets, 1-2-5 from 100 µs to 10 s.
-///
-/// ```
-/// use std::time::Duration;
-/// use flannel_core::status::Histogram;
-///
-/// let mut latency = Histogram::default();
-/// latency.record(Duration::from_micros(150));
-/// latency.record(Duration::from_secs(60));
-/// assert_eq!((latency.count(), latency.sum()), (2, Duration::from_micros(60_000_150)));
-/// assert_eq!(latency.quantile(0.5), Some(Duration::from_micros(200)));
-/// assert_eq!(latency.quantile(1.0), Some(Duration::MAX));
-/// ```
+/// Durations sorted into buckets, 1-2-5 from 100 µs to 10 s. The buckets are the same for all nodes
+/// and versions, so that histograms can be added up.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Histogram {
     counts: [u64; Self::BOUNDS.len() + 1],
@@ -23,46 +11,37 @@ pub struct Histogram {
 }
 
 impl Histogram {
-    /// The upper bounds of all buckets but the last, which has none. A duration equal to a bound is
-    /// inside.
-    pub const BOUNDS: [Duration; 16] = {
-        const MICROS: [u64; 16] = [
-            100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 200_000, 500_000,
-            1_000_000, 2_000_000, 5_000_000, 10_000_000,
-        ];
-        let mut bounds = [Duration::ZERO; 16];
-        let mut n = 0;
-        while n < bounds.len() {
-            bounds[n] = Duration::from_micros(MICROS[n]);
-            n += 1;
-        }
-        bounds
-    };
+    /// The inclusive upper bounds of all buckets but the last, which has none, in microseconds.
+    const BOUNDS: [u64; 16] = [
+        100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 200_000, 500_000,
+        1_000_000, 2_000_000, 5_000_000, 10_000_000,
+    ];
 
-    /// Counts one more.
+    /// Adds a duration.
     pub fn record(&mut self, took: Duration) {
-        self.counts[Self::BOUNDS.partition_point(|bound| *bound < took)] += 1;
+        let bucket = Self::BOUNDS.partition_point(|bound| Duration::from_micros(*bound) < took);
+        self.counts[bucket] += 1;
         self.sum = self.sum.saturating_add(took);
     }
 
-    /// How many were recorded.
+    /// The number of durations.
     pub fn count(&self) -> u64 {
         self.counts.iter().sum()
     }
 
-    /// All of them together.
+    /// The sum of the durations.
     pub fn sum(&self) -> Duration {
         self.sum
     }
 
-    /// Each bucket's upper bound ([`Duration::MAX`] for the last) and how many it holds, not those
-    /// below it.
+    /// The inclusive upper bound ([`Duration::MAX`] for the last) and the count of each bucket.
     pub fn buckets(&self) -> impl Iterator<Item = (Duration, u64)> {
-        Self::BOUNDS.into_iter().chain([Duration::MAX]).zip(self.counts)
+        let bounds = Self::BOUNDS.into_iter().map(Duration::from_micros);
+        bounds.chain([Duration::MAX]).zip(self.counts)
     }
 
-    /// The upper bound of the bucket that holds the given share of all, 0 to 1; `None` if nothing
-    /// was recorded.
+    /// The upper bound of the bucket in which the given share (0 to 1) of the durations is reached;
+    /// `None` if there are none.
     pub fn quantile(&self, share: f64) -> Option<Duration> {
         let wanted = (share.clamp(0.0, 1.0) * self.count() as f64).ceil().max(1.0);
         let mut seen = 0;
@@ -82,7 +61,7 @@ mod tests {
     fn every_duration_has_one_bucket() {
         let mut all = Histogram::default();
         assert_eq!((all.count(), all.quantile(0.5)), (0, None));
-        for bound in Histogram::BOUNDS {
+        for bound in Histogram::BOUNDS.map(Duration::from_micros) {
             for took in [bound, bound + Duration::from_nanos(1)] {
                 all.record(took);
             }

@@ -1,52 +1,49 @@
-//! What a status lists. The one thing to know: a copy shares what did not change with the original,
-//! so a status is published, compared and kept at the cost of what changed.
+//! The lists in a status.
 
 use std::fmt;
-use std::ops::Index;
 
-/// A sorted list of what there is to say, by what it is said of. Cloning is O(1), comparing two
-/// versions of one listing costs what changed.
+/// A sorted map, or without values a sorted set. A clone is O(1).
 #[derive(Clone, PartialEq, Eq)]
 pub struct Listing<K: Ord, V = ()>(imbl::OrdMap<K, V>);
 
 impl<K: Ord + Clone, V: Clone> Listing<K, V> {
-    /// What is said of `key`.
+    /// The value of `key`.
     pub fn get(&self, key: &K) -> Option<&V> {
         self.0.get(key)
     }
 
-    /// Something is said of `key`.
+    /// Whether there is an entry for `key`.
     pub fn contains_key(&self, key: &K) -> bool {
         self.0.contains_key(key)
     }
 
-    /// How many there are.
+    /// The number of entries.
     pub fn len(&self) -> usize {
         self.0.len()
     }
 
-    /// There are none.
+    /// Whether there are no entries.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// All, sorted.
+    /// All entries, by key.
     pub fn iter(&self) -> impl Iterator<Item = (&K, &V)> {
         self.0.iter()
     }
 
-    /// What something is said of, sorted.
+    /// All keys, sorted.
     pub fn keys(&self) -> impl Iterator<Item = &K> {
         self.0.keys()
     }
 
-    /// All that is said.
+    /// All values, by key.
     pub fn values(&self) -> impl Iterator<Item = &V> {
         self.0.values()
     }
 
-    /// What is different from `older`: `(key, then, now)`, with `None` where nothing was or is
-    /// said. Costs what changed, if one was made from a clone of the other.
+    /// The differences from `older`: `(key, then, now)`, with `None` for an absent entry.
+    /// O(changes) if one was made from a clone of the other.
     pub fn changes_since<'a>(
         &'a self,
         older: &'a Self,
@@ -62,18 +59,18 @@ impl<K: Ord + Clone, V: Clone> Listing<K, V> {
         })
     }
 
-    /// Adds an entry; the value that the key had before.
+    /// Adds an entry. Returns the previous value.
     pub fn insert(&mut self, key: K, value: V) -> Option<V> {
         self.0.insert(key, value)
     }
 
-    /// Removes an entry: its value, if there was one.
+    /// Removes an entry. Returns its value.
     pub fn remove(&mut self, key: &K) -> Option<V> {
-        // Without a look first a copy would be made of what stays.
+        // `OrdMap::remove` copies shared nodes even if there is no such entry.
         if self.0.contains_key(key) { self.0.remove(key) } else { None }
     }
 
-    /// Removes every entry whose key `keep` refuses.
+    /// Removes the entries for whose keys `keep` is false.
     pub fn retain(&mut self, keep: impl Fn(&K) -> bool) {
         let gone: Vec<K> = self.keys().filter(|key| !keep(key)).cloned().collect();
         gone.iter().for_each(|key| drop(self.remove(key)));
@@ -95,15 +92,5 @@ impl<K: Ord + Clone, V: Clone> FromIterator<(K, V)> for Listing<K, V> {
 impl<K: Ord + fmt::Debug, V: fmt::Debug> fmt::Debug for Listing<K, V> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_map().entries(self.0.iter()).finish()
-    }
-}
-
-/// # Panics
-/// Nothing is said of the key.
-impl<K: Ord + Clone, V: Clone> Index<&K> for Listing<K, V> {
-    type Output = V;
-
-    fn index(&self, key: &K) -> &V {
-        self.get(key).expect("the caller knows that the key is listed")
     }
 }

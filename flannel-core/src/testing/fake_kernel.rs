@@ -251,8 +251,8 @@ impl FakeKernel {
     }
 }
 
-/// Who changed an object, as far as the kernel names it: nobody for links and forwarding entries, and
-/// the protocol only for objects that have one.
+/// The author of a change: none for links and forwarding entries, and with a protocol for objects
+/// that have one.
 fn foreigner(key: &Key, protocol: Option<u8>) -> Option<ChangedBy> {
     let mut changed_by = ChangedBy::new(FakeKernel::FOREIGN_PORT);
     changed_by.protocol = protocol.filter(|_| matches!(key, Key::Route(_) | Key::Nexthop(_)));

@@ -1,5 +1,5 @@
-//! The programs `iptables-save` and `iptables-restore`, and their IPv6 twins. This is the only
-//! place where this crate starts a process.
+//! The programs `iptables-save` and `iptables-restore`, and those for IPv6. Only this module starts
+//! processes.
 
 use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
@@ -12,29 +12,29 @@ use tokio::process::Command;
 
 use crate::error::Error;
 
-/// A program that takes longer hangs; the lock that they wait for is held for milliseconds.
+/// The time limit for a program. The lock that it waits for is usually held for milliseconds.
 const PATIENCE: Duration = Duration::from_secs(60);
 /// The first version with `--wait` and `--random-fully`.
 const MODERN: [u32; 3] = [1, 6, 2];
 
-/// Which programs of iptables are used, and where they are.
+/// The variant and location of the iptables programs.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Programs {
-    /// Which variant; by default the one that the host calls `iptables`.
+    /// The variant. The default is the program named `iptables`.
     pub variant: Variant,
-    /// Directories that are searched, separated by `:`; `None` searches `PATH`, `/usr/sbin` and `/sbin`.
+    /// Directories to search, separated by `:`; `None` for `PATH`, `/usr/sbin` and `/sbin`.
     pub path: Option<OsString>,
 }
 
-/// Variants of iptables: the same rules, kept in different parts of the kernel.
+/// Variants of iptables, which keep the same rules in different parts of the kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Variant {
-    /// What the host calls `iptables`.
+    /// The program named `iptables` on the host.
     #[default]
     Host,
     /// `iptables-nft`: rules in nf_tables.
     Nft,
-    /// `iptables-legacy`: rules in the kernel's older tables.
+    /// `iptables-legacy`: rules in the kernel's legacy tables.
     Legacy,
 }
 
@@ -43,7 +43,7 @@ impl Variant {
 }
 
 impl Programs {
-    /// The programs for a family.
+    /// The programs for a family; an error if one is not installed.
     pub(crate) fn find(&self, family: Family) -> Result<Tool, Error> {
         let name = name(family, self.variant);
         let found = |program: &str| {
@@ -60,10 +60,10 @@ impl Programs {
         Ok(Tool { name, save, restore, version: None })
     }
 
-    /// The programs for a family of all variants that are there, each once.
+    /// The programs for a family of all installed variants, each once.
     pub(crate) fn find_all(&self, family: Family) -> Vec<Tool> {
         let mut tools: Vec<Tool> = Vec::new();
-        // The host's own name is a link to one of the others; it comes last, to be named after what it is.
+        // The host's name links to one of the other variants, so it comes last.
         for variant in Variant::ALL.into_iter().rev() {
             match (Self { variant, ..self.clone() }).find(family) {
                 Ok(tool) if tools.iter().all(|known| !known.is(&tool)) => tools.push(tool),
@@ -78,27 +78,27 @@ impl Programs {
 /// The programs of one variant for one family.
 #[derive(Debug)]
 pub(crate) struct Tool {
-    /// How the variant is called, for example `ip6tables-legacy`.
+    /// The name of the variant, for example `ip6tables-legacy`.
     pub(crate) name: String,
     save: PathBuf,
     restore: PathBuf,
-    /// `None` until it was asked.
+    /// `None` until the program was run.
     version: Option<Version>,
 }
 
-/// What a program says of itself.
+/// The version that a program prints.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Version {
     /// It is 1.6.2 or later.
     modern: bool,
-    /// Where it keeps rules.
+    /// The part of the kernel that has its rules.
     variant: Variant,
 }
 
 impl Tool {
-    /// Where it keeps rules: [`Variant::Nft`] or [`Variant::Legacy`].
+    /// The part of the kernel that has its rules: [`Variant::Nft`] or [`Variant::Legacy`].
     ///
-    /// What is called `iptables` may be a script that runs one or the other, so it is asked and not looked at.
+    /// `iptables` may be a script that runs either variant, so its version output decides.
     pub(crate) async fn variant(&mut self) -> Result<Variant, Error> {
         match &self.name {
             name if name.ends_with("-nft") => Ok(Variant::Nft),
@@ -107,7 +107,7 @@ impl Tool {
         }
     }
 
-    /// Two names of one program.
+    /// The two are names of one program.
     fn is(&self, other: &Self) -> bool {
         let same = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.to_owned());
         same(&self.save) == same(&other.save)
@@ -118,37 +118,37 @@ impl Tool {
         run(&self.save, &[], "").await
     }
 
-    /// Carries out a script: each table's part at once, or not at all.
+    /// Applies a script. The changes of each table are atomic.
     pub(crate) async fn restore(&mut self, script: &str) -> Result<(), Error> {
         self.run_restore(&[], script).await
     }
 
-    /// Makes sure that it may change rules of these tables, without doing so; to read them takes less.
+    /// Checks that it may change rules of these tables. Reading them needs fewer privileges.
     pub(crate) async fn probe(&mut self, tables: &[&str]) -> Result<(), Error> {
         let script: String = tables.iter().map(|table| format!("*{table}\nCOMMIT\n")).collect();
         self.run_restore(&["--test"], &script).await
     }
 
-    /// Waits for others who hold the lock, where it can.
+    /// Waits for the lock of iptables if the program supports it.
     async fn run_restore(&mut self, args: &[&str], script: &str) -> Result<(), Error> {
         let wait: &[&str] = if self.is_modern().await? { &["--wait"] } else { &[] };
         run(&self.restore, &[&["--noflush"], wait, args].concat(), script).await.map(drop)
     }
 
-    /// It knows `--random-fully` and `--wait`.
+    /// It supports `--random-fully` and `--wait`.
     pub(crate) async fn is_modern(&mut self) -> Result<bool, Error> {
         Ok(self.version().await?.modern)
     }
 
-    /// Asked once.
+    /// The version. The program is run once.
     async fn version(&mut self) -> Result<Version, Error> {
         if let Some(version) = self.version {
             return Ok(version);
         }
-        // `iptables-restore` tells its version too, so no third program is needed.
+        // `iptables-restore` prints its version too, so no third program is needed.
         let version = match run(&self.restore, &["--version"], "").await {
             Ok(text) => Version::read(&text),
-            // Old ones do not know the question.
+            // Old versions do not support the option.
             Err(Error::Program { .. }) => Version { modern: false, variant: Variant::Legacy },
             Err(error) => return Err(error),
         };
@@ -159,7 +159,8 @@ impl Tool {
 }
 
 impl Version {
-    /// `iptables-restore v1.8.9 (nf_tables)` is 1.8.9 and keeps rules in nf_tables. Before 1.8 none did.
+    /// `iptables-restore v1.8.9 (nf_tables)` is 1.8.9 and keeps rules in nf_tables. Before 1.8 all
+    /// programs use the legacy tables.
     fn read(text: &str) -> Self {
         let modern = numbers(text).is_none_or(|version| version >= MODERN);
         let variant = if text.contains("nf_tables") { Variant::Nft } else { Variant::Legacy };
@@ -183,11 +184,11 @@ fn name(family: Family, variant: Variant) -> String {
 fn usual_path() -> OsString {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let dirs = std::env::split_paths(&path).chain(["/usr/sbin".into(), "/sbin".into()]);
-    // A directory of PATH with a colon in it cannot be in PATH.
+    // A directory of PATH has no colon.
     std::env::join_paths(dirs).unwrap_or(path)
 }
 
-/// An option of the daemon, in the environment.
+/// A daemon option in the environment.
 fn is_option(name: &OsStr) -> bool {
     name.as_encoded_bytes().starts_with(b"FLANNELD_")
 }
@@ -198,12 +199,12 @@ fn numbers(text: &str) -> Option<[u32; 3]> {
     Some([next()?, next()?, next().unwrap_or(0)])
 }
 
-/// Runs a program to its end; dropping the future ends it.
+/// Runs a program to its end. Dropping the future ends the program.
 async fn run(program: &Path, args: &[&str], input: &str) -> Result<String, Error> {
     let failed = |source| Error::Run { program: program.to_owned(), source };
     let mut command = Command::new(program);
     command.args(args).env("LC_ALL", "C").kill_on_drop(true);
-    // The daemon's options, a password among them, are nobody else's.
+    // The daemon's options may include a password.
     for (name, _) in std::env::vars_os().filter(|(name, _)| is_option(name)) {
         command.env_remove(name);
     }
@@ -212,7 +213,7 @@ async fn run(program: &Path, args: &[&str], input: &str) -> Result<String, Error
     let mut child = command.spawn().map_err(failed)?;
     let mut stdin = child.stdin.take().expect("it is piped");
     let talk = async {
-        // Whoever does not read to the end says why on standard error.
+        // A program that stops reading reports the reason on standard error.
         let write = async {
             let _ = stdin.write_all(input.as_bytes()).await;
             drop(stdin);
@@ -220,8 +221,8 @@ async fn run(program: &Path, args: &[&str], input: &str) -> Result<String, Error
         tokio::join!(write, child.wait_with_output()).1
     };
     let output = tokio::time::timeout(PATIENCE, talk).await.unwrap_or_else(|_| {
-        let what = format!("did not end within {} s and was ended", PATIENCE.as_secs());
-        Err(std::io::Error::new(std::io::ErrorKind::TimedOut, what))
+        let detail = format!("did not end within {} s and was ended", PATIENCE.as_secs());
+        Err(std::io::Error::new(std::io::ErrorKind::TimedOut, detail))
     });
     let output = output.map_err(failed)?;
     if !output.status.success() {
@@ -235,7 +236,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_program_says_how_old_it_is_and_where_it_keeps_rules() {
+    fn a_version_shows_the_age_and_the_variant() {
         for (text, modern, variant) in [
             ("iptables-restore v1.8.9 (nf_tables)\n", true, Variant::Nft),
             ("iptables-restore v1.8.10 (legacy)", true, Variant::Legacy),
@@ -249,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn a_missing_program_is_named_with_its_package() {
+    fn the_error_for_a_missing_program_names_its_package() {
         let dir = tempfile::tempdir().unwrap();
         let programs = Programs { path: Some(dir.path().into()), ..Programs::default() };
         let error = programs.find(Family::V6).unwrap_err().to_string();
@@ -261,7 +262,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_program_too_old_for_the_question_is_used_as_such() {
+    async fn a_program_without_a_version_option_is_old_and_legacy() {
         let path = PathBuf::from("/bin/false");
         let mut tool =
             Tool { name: "iptables".into(), save: path.clone(), restore: path, version: None };
@@ -270,7 +271,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_a_program_says_is_in_the_error() {
+    async fn the_standard_error_of_a_program_is_in_the_error() {
         let error =
             run(Path::new("/bin/sh"), &["-c", "cat; echo no such thing >&2; exit 3"], "input")
                 .await;

@@ -1,7 +1,7 @@
-//! From what `iptables-save` prints and what is wanted to what `iptables-restore` is told: pure text.
+//! Computes the input of `iptables-restore` from the output of `iptables-save` and the desired
+//! rules.
 //!
-//! Chains are compared whole, in order, and one that differs is refilled whole; nothing is written
-//! where nothing differs.
+//! A chain is compared as a whole, in order. If it differs it is emptied and filled again.
 //!
 //! **Source**: flannel `pkg/trafficmngr/iptables`.
 
@@ -9,17 +9,17 @@ use std::fmt::Write as _;
 
 use flannel_core::address::Family;
 
-use crate::rules::{Chain, Rule, Rules, Side, Verdict, Wish};
+use crate::rules::{Chain, Rule, RuleOptions, Rules, Side, Verdict};
 use crate::status::{Deviation, Fault};
 
-/// A chain of ours, and the built-in chain that sends packets there.
+/// A chain of flannel, and the built-in chain that jumps to it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Place {
     table: &'static str,
     chain: &'static str,
     hook: &'static str,
     comment: &'static str,
-    /// What it is for; `None` for a name under which Go flannel leaves an empty chain behind.
+    /// The desired chain; `None` for an empty chain that Go flannel leaves.
     content: Option<Chain>,
 }
 
@@ -38,43 +38,44 @@ const PLACES: [Place; 3] = [
         comment: "flanneld forward",
         content: Some(Chain::Forward),
     },
-    // Go flannel's clean-up looks for its filter chain in the wrong table, and makes it there.
+    // Go flannel's cleanup creates its filter chain in the wrong table.
     Place { table: "nat", chain: "FLANNEL-FWD", hook: "", comment: "", content: None },
 ];
 
-/// Table and name of every chain that is ours.
+/// Table and name of every chain of flannel.
 pub(crate) fn chains() -> impl Iterator<Item = (&'static str, &'static str)> {
     PLACES.iter().map(|place| (place.table, place.chain))
 }
 
-/// The tables in which `wish` takes rules.
-pub(crate) fn tables(wish: Wish) -> Vec<&'static str> {
+/// The tables that have the rules for `rule_options`.
+pub(crate) fn tables(rule_options: RuleOptions) -> Vec<&'static str> {
     let takes = |place: &&Place| match place.content {
-        Some(Chain::Postrouting) => wish.masquerade,
-        Some(Chain::Forward) => wish.forward,
+        Some(Chain::Postrouting) => rule_options.masquerade,
+        Some(Chain::Forward) => rule_options.forward,
         None => false,
     };
     PLACES.iter().filter(takes).map(|place| place.table).collect()
 }
 
-/// Table and name of those that accept what pods send and receive.
+/// Table and name of the chains that accept packets from and to pods.
 pub(crate) fn forward_chains() -> impl Iterator<Item = (&'static str, &'static str)> {
     let forward = PLACES.iter().filter(|place| place.content == Some(Chain::Forward));
     forward.map(|place| (place.table, place.chain))
 }
 
-/// What to tell `iptables-restore`, and why.
+/// A script for `iptables-restore`.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct Script {
-    /// Its input; empty if nothing is to be done.
+    /// The input; empty if nothing differs.
     pub(crate) text: String,
-    /// What was found different.
+    /// The differences.
     pub(crate) deviations: Vec<Deviation>,
 }
 
-/// What turns the rules in `saved`, the output of `iptables-save`, into `rules`.
+/// The script that turns the rules in `saved`, the output of `iptables-save`, into `rules`.
 ///
-/// `program` is named in deviations. With `random` false the program cannot choose ports at random.
+/// `program` is the name in deviations. `random` is false if the program does not support
+/// `--random-fully`.
 pub(crate) fn script(
     saved: &str,
     rules: &Rules,
@@ -86,10 +87,10 @@ pub(crate) fn script(
     for table in ["nat", "filter"] {
         let mut lines = String::new();
         for place in PLACES.iter().filter(|place| place.table == table) {
-            let wanted = place.content.map_or(&[][..], |chain| rules.of(family, chain));
-            let wanted: Vec<_> = wanted.iter().map(|rule| line(rule, place, random)).collect();
+            let desired = place.content.map_or(&[][..], |chain| rules.of(family, chain));
+            let desired: Vec<_> = desired.iter().map(|rule| line(rule, place, random)).collect();
             let found = Found::read(saved, place);
-            found.mend(place, &wanted, &mut lines, &mut |object: &str, fault| {
+            found.repair(place, &desired, &mut lines, &mut |object: &str, fault| {
                 let object = format!("{program}, table {table}, {object}");
                 script.deviations.push(Deviation { object, fault });
             });
@@ -101,12 +102,12 @@ pub(crate) fn script(
     script
 }
 
-/// What is there of a chain of ours; lines as `iptables-save` prints them, without `-A` and the chain.
+/// The actual content of a chain. Rules are lines of `iptables-save` without `-A` and the chain.
 #[derive(Debug, Default)]
 struct Found<'a> {
     exists: bool,
     rules: Vec<&'a str>,
-    /// Rules that send packets there: the chain that they are in, and what they are.
+    /// Jumps to the chain: the chain that has the jump, and the rule.
     jumps: Vec<(&'a str, &'a str)>,
 }
 
@@ -124,7 +125,7 @@ impl<'a> Found<'a> {
             if let Some(chain) = text.strip_prefix(':') {
                 found.exists |= chain.split(' ').next() == Some(place.chain);
             }
-            // With `--counters` or from an old version there are counters before it.
+            // Old versions and `--counters` print counters before it.
             let rule = text
                 .find("-A ")
                 .filter(|at| *at == 0 || text.starts_with('['))
@@ -142,17 +143,17 @@ impl<'a> Found<'a> {
         found
     }
 
-    /// Adds to `lines` what makes it as wanted.
-    fn mend(
+    /// Adds the lines to `lines` that make the chain the desired one.
+    fn repair(
         &self,
         place: &Place,
-        wanted: &[String],
+        desired: &[String],
         lines: &mut String,
         deviates: &mut impl FnMut(&str, Fault),
     ) {
         let Place { chain, hook, .. } = *place;
         let title = format!("chain {chain}");
-        if wanted.is_empty() {
+        if desired.is_empty() {
             if self.exists || !self.jumps.is_empty() {
                 deviates(&title, Fault::Unwanted);
                 let _ = writeln!(lines, ":{chain} - [0:0]");
@@ -163,13 +164,13 @@ impl<'a> Found<'a> {
             }
             return;
         }
-        let same = |(found, wanted): (&&str, &String)| meaning(found) == meaning(wanted);
-        let filled = self.rules.len() == wanted.len() && self.rules.iter().zip(wanted).all(same);
+        let same = |(found, desired): (&&str, &String)| meaning(found) == meaning(desired);
+        let filled = self.rules.len() == desired.len() && self.rules.iter().zip(desired).all(same);
         if !self.exists || !filled {
             deviates(&title, if self.exists { Fault::Different } else { Fault::Missing });
-            // With `--noflush` this makes the chain, or empties it.
+            // With `--noflush` this creates or empties the chain.
             let _ = writeln!(lines, ":{chain} - [0:0]");
-            wanted.iter().for_each(|rule| _ = writeln!(lines, "-A {chain} {rule}"));
+            desired.iter().for_each(|rule| _ = writeln!(lines, "-A {chain} {rule}"));
         }
         let jump = format!("-m comment --comment \"{}\" -j {chain}", place.comment);
         let jumps: Vec<_> =
@@ -186,7 +187,7 @@ impl<'a> Found<'a> {
     }
 }
 
-/// A rule as `iptables` takes it and `iptables-save` prints it.
+/// A rule in the notation of `iptables-save`.
 fn line(rule: &Rule, place: &Place, random: bool) -> String {
     let mut line = String::new();
     for (side, option) in [(rule.source, "-s"), (rule.destination, "-d")] {
@@ -212,15 +213,15 @@ fn line(rule: &Rule, place: &Place, random: bool) -> String {
 }
 
 fn goes_to(rule: &str, chain: &str) -> bool {
-    // Hosts have tens of thousands of rules; most say so at once.
+    // A host may have tens of thousands of rules. This check is fast.
     if !rule.contains(chain) {
         return false;
     }
-    // A comment may contain anything, so words count, not text.
+    // A comment may contain the text, so words are compared.
     words(rule).windows(2).any(|pair| matches!(&*pair[0], "-j" | "-g") && pair[1] == chain)
 }
 
-/// The parts of a rule whose order among each other means nothing.
+/// The matches of a rule. Their order is irrelevant.
 fn meaning(rule: &str) -> Vec<Vec<String>> {
     let mut parts: Vec<Vec<String>> = Vec::new();
     let mut negated = false;
@@ -237,7 +238,7 @@ fn meaning(rule: &str) -> Vec<Vec<String>> {
     parts
 }
 
-/// The words of a rule; double quotes hold words together, a backslash takes what follows as it is.
+/// The words of a rule. Double quotes enclose a word, and a backslash escapes a character.
 fn words(rule: &str) -> Vec<String> {
     let (mut words, mut word, mut quoted) = (Vec::new(), None::<String>, false);
     let mut chars = rule.chars();
@@ -259,12 +260,12 @@ fn words(rule: &str) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::rules::Wish;
+    use crate::rules::RuleOptions;
     use crate::rules::tests::rules;
 
-    const ALL: Wish = Wish { masquerade: true, fully_random: true, forward: true };
+    const ALL: RuleOptions = RuleOptions { masquerade: true, fully_random: true, forward: true };
 
-    /// What Go flannel puts there, as `iptables-save` of 1.8.9 prints it.
+    /// Go flannel's rules, as printed by `iptables-save` 1.8.9.
     const IN_PLACE: &str = r#"# Generated by iptables-save v1.8.9
 *filter
 :INPUT ACCEPT [0:0]
@@ -291,8 +292,8 @@ COMMIT
 COMMIT
 "#;
 
-    fn v4(saved: &str, wish: Wish) -> Script {
-        script(saved, &rules(wish), Family::V4, true, "iptables")
+    fn v4(saved: &str, rule_options: RuleOptions) -> Script {
+        script(saved, &rules(rule_options), Family::V4, true, "iptables")
     }
 
     fn faults(script: &Script) -> Vec<String> {
@@ -300,9 +301,9 @@ COMMIT
         script.deviations.iter().map(shorten).collect()
     }
 
-    /// Our own text, as it is given to an empty machine, is Go flannel's.
+    /// The script for an empty machine creates Go flannel's rules.
     #[test]
-    fn an_empty_machine_gets_flannels_rules() {
+    fn an_empty_machine_gets_the_rules_of_go_flannel() {
         let script = v4("", ALL);
         let go: Vec<_> = IN_PLACE
             .lines()
@@ -326,7 +327,7 @@ COMMIT
     }
 
     #[test]
-    fn what_go_flannel_left_is_adopted_as_it_is() {
+    fn the_rules_of_go_flannel_are_adopted_unchanged() {
         assert_eq!(v4(IN_PLACE, ALL), Script::default());
         let reordered = IN_PLACE.replace(
             "-m mark --mark 0x4000/0x4000 -m comment --comment \"flanneld masq\"",
@@ -337,7 +338,7 @@ COMMIT
     }
 
     #[test]
-    fn order_repetition_and_negation_count() {
+    fn order_repetition_and_negation_are_relevant() {
         let lines: Vec<_> = IN_PLACE.lines().collect();
         let mut swapped = lines.clone();
         swapped.swap(18, 19);
@@ -354,7 +355,7 @@ COMMIT
     }
 
     #[test]
-    fn jumps_are_there_exactly_once() {
+    fn a_jump_must_exist_exactly_once() {
         let jump = "-A POSTROUTING -m comment --comment \"flanneld masq\" -j FLANNEL-POSTRTG\n";
         let script = v4(&IN_PLACE.replace(jump, ""), ALL);
         assert_eq!(faults(&script), ["nat, jump from POSTROUTING to FLANNEL-POSTRTG: missing"]);
@@ -368,22 +369,25 @@ COMMIT
     }
 
     #[test]
-    fn what_is_not_wanted_goes_and_nothing_else() {
-        let script = v4(IN_PLACE, Wish { forward: false, ..ALL });
+    fn only_undesired_chains_of_flannel_are_removed() {
+        let script = v4(IN_PLACE, RuleOptions { forward: false, ..ALL });
         let forward = "*filter\n:FLANNEL-FWD - [0:0]\n\
                        -D FORWARD -m comment --comment \"flanneld forward\" -j FLANNEL-FWD\n\
                        -X FLANNEL-FWD\nCOMMIT\n";
         assert_eq!(script.text, forward);
         let gos_mistake = "*nat\n:FLANNEL-FWD - [0:0]\nCOMMIT\n";
         assert_eq!(
-            v4(gos_mistake, Wish { forward: false, ..Wish::default() }).text,
+            v4(gos_mistake, RuleOptions { forward: false, ..RuleOptions::default() }).text,
             "*nat\n:FLANNEL-FWD - [0:0]\n-X FLANNEL-FWD\nCOMMIT\n"
         );
-        assert_eq!(v4("", Wish { forward: false, ..Wish::default() }), Script::default());
+        assert_eq!(
+            v4("", RuleOptions { forward: false, ..RuleOptions::default() }),
+            Script::default()
+        );
     }
 
     #[test]
-    fn another_subnet_is_another_chain() {
+    fn another_subnet_is_a_difference() {
         let moved = IN_PLACE.replace("10.1.7.0/24", "10.1.8.0/24");
         let script = v4(&moved, ALL);
         assert_eq!(faults(&script), ["nat, chain FLANNEL-POSTRTG: different"]);
@@ -394,7 +398,7 @@ COMMIT
     }
 
     #[test]
-    fn words_are_what_a_shell_reads() {
+    fn words_are_split_like_in_a_shell() {
         assert_eq!(
             words(r#"-m comment --comment "a \"b\" c" -j X"#),
             ["-m", "comment", "--comment", "a \"b\" c", "-j", "X"]

@@ -1,8 +1,7 @@
-//! nf_tables expressions: the kernel's small instructions of which a rule consists.
+//! nf_tables expressions: the instructions of a rule.
 //!
-//! What is read back is compared with what was written as values, not as bytes, because the kernel
-//! adds attributes of its own. What we do not know is [`Expr::Other`], which equals nothing that we
-//! write.
+//! They are compared as values and not as bytes, because the kernel adds attributes. Unknown
+//! expressions are [`Expr::Other`], which is equal to none of flannel's.
 //!
 //! **Source**: linux `include/uapi/linux/netfilter/nf_tables.h`.
 
@@ -13,7 +12,7 @@ use std::net::IpAddr;
 
 use crate::rules::{Rule, Side, Verdict};
 
-/// `NFT_REG_VERDICT` and `NFT_REG_1`: the verdict, and the 16 bytes that we compute with.
+/// `NFT_REG_VERDICT` and `NFT_REG_1`: the verdict, and a register of 16 bytes.
 const VERDICT: u32 = 0;
 const REGISTER: u32 = 1;
 /// `NFT_META_MARK`.
@@ -28,7 +27,8 @@ const RETURN: u32 = (-5i32).cast_unsigned();
 /// `NF_NAT_RANGE_PROTO_RANDOM_FULLY`.
 const FULLY_RANDOM: u32 = 1 << 4;
 
-/// `NFTA_LIST_ELEM`, `NFTA_EXPR_NAME`, `NFTA_EXPR_DATA`, `NFTA_DATA_VALUE`, `NFTA_DATA_VERDICT`, `NFTA_VERDICT_CODE`.
+/// `NFTA_LIST_ELEM`, `NFTA_EXPR_NAME`, `NFTA_EXPR_DATA`, `NFTA_DATA_VALUE`, `NFTA_DATA_VERDICT`,
+/// `NFTA_VERDICT_CODE`.
 const ELEMENT: u16 = 1;
 const NAME: u16 = 1;
 const DATA: u16 = 2;
@@ -43,15 +43,15 @@ pub(crate) enum Expr {
     Mark,
     /// Loads bytes of the network header.
     Header { offset: u32, len: u32 },
-    /// Keeps only these bits of what was loaded.
+    /// Clears all other bits of the loaded value.
     Mask(Vec<u8>),
-    /// Goes on only if what was loaded equals this, or does not.
+    /// Continues only if the loaded value is equal, or not equal.
     Compare { equal: bool, value: Vec<u8> },
     /// Ends with `NF_…` or `NFT_…`.
     Verdict(u32),
-    /// Masquerades; `NF_NAT_RANGE_…`.
+    /// Masquerades, with flags `NF_NAT_RANGE_…`.
     Masquerade { flags: u32 },
-    /// None of ours.
+    /// An expression that flannel does not use.
     Other(String),
 }
 
@@ -59,7 +59,7 @@ pub(crate) enum Expr {
 pub(crate) fn of(rule: &Rule) -> Vec<Expr> {
     let mut exprs = Vec::new();
     if let Some(mark) = rule.mark {
-        // A mark is a number in the machine's byte order.
+        // A mark is in the machine's byte order.
         let bits = mark.to_ne_bytes().to_vec();
         exprs.extend([
             Expr::Mark,
@@ -175,7 +175,7 @@ impl Expr {
         Self::known(&name, data).unwrap_or(Self::Other(name))
     }
 
-    /// `None` for what we never write.
+    /// `None` for an expression that flannel does not write.
     fn known(name: &str, data: &[u8]) -> Option<Self> {
         let is = |kind, value| number_in(data, kind) == Some(value);
         let value = |kind| Some(find(find(data, kind)?, VALUE)?.to_vec());
@@ -184,12 +184,12 @@ impl Expr {
             "payload" if is(1, REGISTER) && is(2, NETWORK_HEADER) => {
                 Some(Self::Header { offset: number_in(data, 3)?, len: number_in(data, 4)? })
             }
-            // Operation 0 is "mask and exclusive or"; older kernels know no other and do not mention it.
+            // Operation 0 is mask and xor. Older kernels have no other and omit the attribute.
             "bitwise"
                 if is(1, REGISTER) && is(2, REGISTER) && number_in(data, 6).unwrap_or(0) == 0 =>
             {
-                let nothing_flipped = value(5)?.iter().all(|byte| *byte == 0);
-                nothing_flipped.then_some(Self::Mask(value(4)?))
+                let flips_nothing = value(5)?.iter().all(|byte| *byte == 0);
+                flips_nothing.then_some(Self::Mask(value(4)?))
             }
             "cmp" if is(1, REGISTER) => {
                 let operation = number_in(data, 2)?;
@@ -199,7 +199,7 @@ impl Expr {
             "immediate" if is(1, VERDICT) => {
                 Some(Self::Verdict(number_in(find(find(data, 2)?, DATA_VERDICT)?, CODE)?))
             }
-            // With port registers it is another thing.
+            // With port registers it is another expression.
             "masq" if find(data, 2).is_none() && find(data, 3).is_none() => {
                 Some(Self::Masquerade { flags: number_in(data, 1).unwrap_or(0) })
             }

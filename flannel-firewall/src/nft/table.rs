@@ -1,9 +1,10 @@
-//! flannel's nf_tables tables, one per family: as they should be, and as they are.
+//! flannel's nf_tables tables, one per family.
 //!
-//! A table of ours is wholly ours, so one that is not exactly as it should be is replaced as a
-//! whole, in one transaction.
+//! The tables belong to flannel entirely. One that differs is replaced as a whole, in one
+//! transaction.
 //!
-//! **Source**: flannel `pkg/trafficmngr/nftables`; linux `include/uapi/linux/netfilter/nf_tables.h`.
+//! **Source**: flannel `pkg/trafficmngr/nftables`; linux
+//! `include/uapi/linux/netfilter/nf_tables.h`.
 
 use std::collections::BTreeMap;
 
@@ -25,10 +26,10 @@ const DELTABLE: u8 = 2;
 const NEWCHAIN: u8 = 3;
 pub(crate) const GETCHAIN: u8 = 4;
 const NEWRULE: u8 = 6;
-pub(crate) const GETRULE: u8 = 7;
+const GETRULE: u8 = 7;
 const GETGEN: u8 = 16;
 
-/// `NFTA_TABLE_NAME`, `NFTA_CHAIN_TABLE`, `NFTA_RULE_TABLE`: first in every message.
+/// `NFTA_TABLE_NAME`, `NFTA_CHAIN_TABLE`, `NFTA_RULE_TABLE`.
 pub(crate) const TABLE: u16 = 1;
 /// `NFTA_TABLE_…`.
 const TABLE_FLAGS: u16 = 2;
@@ -43,19 +44,19 @@ const CHAIN_USERDATA: u16 = 12;
 pub(crate) const HOOK_NUMBER: u16 = 1;
 const HOOK_PRIORITY: u16 = 2;
 /// `NFTA_RULE_…`.
-pub(crate) const RULE_CHAIN: u16 = 2;
-pub(crate) const RULE_EXPRESSIONS: u16 = 4;
+const RULE_CHAIN: u16 = 2;
+const RULE_EXPRESSIONS: u16 = 4;
 
 const ENOENT: i32 = 2;
-/// `NF_ACCEPT`: the policy of chains.
+/// `NF_ACCEPT`, the policy of flannel's chains.
 const ACCEPT: u32 = 1;
 
-/// A table: what is compared.
+/// The compared values of a table.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub(crate) struct Table {
-    /// `NFT_TABLE_F_…`: a dormant table does nothing.
+    /// `NFT_TABLE_F_…`. A dormant table has no effect.
     flags: u32,
-    /// How many chains, sets and the like are in it.
+    /// The number of chains, sets and the like in the table.
     uses: u32,
     chains: BTreeMap<Chain, Filled>,
 }
@@ -63,7 +64,7 @@ pub(crate) struct Table {
 /// A chain with its rules.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 struct Filled {
-    /// `nat` or `filter`; empty if it is on no hook.
+    /// `nat` or `filter`; empty for a chain without a hook.
     kind: String,
     hook: u32,
     priority: u32,
@@ -71,7 +72,7 @@ struct Filled {
     rules: Vec<Vec<Expr>>,
 }
 
-/// What a chain of ours is called and where it hooks in: name, type, `NF_INET_…`, priority, comment.
+/// The name, type, hook (`NF_INET_…`), priority and comment of a chain.
 struct Place {
     name: &'static str,
     kind: &'static str,
@@ -115,7 +116,7 @@ pub(crate) fn protocol(family: Family) -> u8 {
     }
 }
 
-/// A table as `nft` writes it.
+/// The table in the notation of `nft`.
 pub(crate) fn title(family: Family) -> String {
     let keyword = if family == Family::V4 { "ip" } else { "ip6" };
     format!("nftables table {keyword} {}", name(family))
@@ -126,8 +127,8 @@ fn kind(number: u8, family: Family) -> Kind {
 }
 
 impl Table {
-    /// As it should be; `None` if there should be none.
-    pub(crate) fn wanted(rules: &Rules, family: Family) -> Option<Self> {
+    /// The desired table; `None` if the family has no rules.
+    pub(crate) fn desired(rules: &Rules, family: Family) -> Option<Self> {
         let mut table = Self::default();
         for chain in Chain::BOTH {
             let rules = rules.of(family, chain);
@@ -143,9 +144,9 @@ impl Table {
         (table.uses > 0).then_some(table)
     }
 
-    /// As it is; `None` if there is none.
+    /// The actual table; `None` if it does not exist.
     ///
-    /// It is read in several steps; the caller makes sure that nothing changed meanwhile, by [`generation`].
+    /// It is read in several steps. The caller compares the [`generation`] before and after.
     pub(crate) fn read(
         socket: &mut NetfilterSocket,
         family: Family,
@@ -171,20 +172,9 @@ impl Table {
                 found.chains.insert(chain, filled);
             }
         }
-        let rules = socket.dump(
-            kind(GETRULE, family),
-            |request| _ = request.text(TABLE, table),
-            |message| {
-                let attributes = message.attributes.0;
-                // Older kernels do not select by table.
-                let is_ours = text_in(attributes, TABLE).as_deref() == Some(table);
-                let exprs = expr::read(find(attributes, RULE_EXPRESSIONS).unwrap_or_default());
-                is_ours.then_some((text_in(attributes, RULE_CHAIN)?, exprs))
-            },
-        )?;
-        for (chain, rule) in rules {
+        for (chain, rule) in rules(socket, protocol(family), table)? {
             let chain = found.chains.iter_mut().find(|(known, _)| place(**known).name == chain);
-            // A chain that is not ours counts in `uses`.
+            // `uses` counts foreign chains.
             if let Some((_, filled)) = chain {
                 filled.rules.push(rule);
             }
@@ -192,7 +182,7 @@ impl Table {
         Ok(Some(found))
     }
 
-    /// Adds to `batch` what makes it.
+    /// Adds the changes that create the table.
     pub(crate) fn make(&self, batch: &mut Batch, family: Family) {
         let (table, protocol) = (name(family), protocol(family));
         batch.add(NEWTABLE, protocol, Make::Create, |request| {
@@ -219,32 +209,32 @@ impl Table {
         }
     }
 
-    /// In what the table that was found differs from the one that is wanted.
+    /// The differences between the actual and the desired table.
     pub(crate) fn deviations(
         found: Option<&Self>,
-        wanted: Option<&Self>,
+        desired: Option<&Self>,
         family: Family,
     ) -> Vec<Deviation> {
         let title = title(family);
         let at = |object: String, fault| vec![Deviation { object, fault }];
-        let (found, wanted) = match (found, wanted) {
+        let (found, desired) = match (found, desired) {
             (None, None) => return Vec::new(),
             (None, Some(_)) => return at(title, Fault::Missing),
             (Some(_), None) => return at(title, Fault::Unwanted),
-            (Some(found), Some(wanted)) => (found, wanted),
+            (Some(found), Some(desired)) => (found, desired),
         };
         let mut deviations = Vec::new();
         for chain in Chain::BOTH {
-            let fault = match (found.chains.get(&chain), wanted.chains.get(&chain)) {
+            let fault = match (found.chains.get(&chain), desired.chains.get(&chain)) {
                 (None, Some(_)) => Fault::Missing,
                 (Some(_), None) => Fault::Unwanted,
-                (found, wanted) if found != wanted => Fault::Different,
+                (found, desired) if found != desired => Fault::Different,
                 _ => continue,
             };
             deviations
                 .push(Deviation { object: format!("{title}, chain {}", place(chain).name), fault });
         }
-        if deviations.is_empty() && found != wanted {
+        if deviations.is_empty() && found != desired {
             return at(title, Fault::Different);
         }
         deviations
@@ -264,14 +254,32 @@ impl Filled {
     }
 }
 
-/// Adds to `batch` what removes the table of a family.
+/// The rules of a table in order, each with the name of its chain.
+pub(crate) fn rules(
+    socket: &mut NetfilterSocket,
+    protocol: u8,
+    table: &str,
+) -> Result<Vec<(String, Vec<Expr>)>, KernelError> {
+    let kind = Kind { subsystem: SUBSYSTEM, number: GETRULE, family: protocol };
+    let fill = |request: &mut Messages| _ = request.text(TABLE, table);
+    socket.dump(kind, fill, |message| {
+        let attributes = message.attributes.0;
+        // Older kernels do not filter by table.
+        let is_in_table =
+            message.kind.family == protocol && text_in(attributes, TABLE).as_deref() == Some(table);
+        let exprs = expr::read(find(attributes, RULE_EXPRESSIONS).unwrap_or_default());
+        is_in_table.then_some((text_in(attributes, RULE_CHAIN)?, exprs))
+    })
+}
+
+/// Adds the change that removes the table of a family.
 pub(crate) fn remove(batch: &mut Batch, family: Family) {
     batch.add(DELTABLE, protocol(family), Make::Nothing, |request| {
         _ = request.text(TABLE, name(family));
     });
 }
 
-/// A chain of any table is there.
+/// A chain exists in a table.
 pub(crate) fn is_there(
     socket: &mut NetfilterSocket,
     family: Family,
@@ -295,14 +303,15 @@ fn present<T>(answer: Result<T, KernelError>) -> Result<Option<T>, KernelError> 
     }
 }
 
-/// A text up to the zero that ends it.
+/// A text without its terminating zero.
 pub(crate) fn text_in(attributes: &[u8], kind: u16) -> Option<String> {
     let text = find(attributes, kind)?.split(|byte| *byte == 0).next()?;
     String::from_utf8(text.to_vec()).ok()
 }
 
-/// User data as `nft` reads it: type 0 is a comment, then length and text with the zero that ends it.
+/// User data in the format of `nft`: type 0 for a comment, length, and text with a terminating
+/// zero.
 fn comment(text: &str) -> Vec<u8> {
-    let len = u8::try_from(text.len() + 1).expect("comments of ours are short");
+    let len = u8::try_from(text.len() + 1).expect("the comments are short");
     [&[0, len], text.as_bytes(), &[0]].concat()
 }

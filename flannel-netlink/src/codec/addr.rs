@@ -1,6 +1,6 @@
 //! Addresses on links.
 //!
-//! For IPv4 the address and the prefix length are the identity, for IPv6 only the address.
+//! The identity of an IPv4 address includes the prefix length, that of an IPv6 address does not.
 
 use std::net::IpAddr;
 
@@ -10,13 +10,13 @@ use neli::consts::nl::NlmF;
 use neli::consts::rtnl::{Ifa, RtAddrFamily, RtScope, Rtm};
 
 use super::{EventMessage, af_of, event, put_flags};
-use crate::wire::{Message, Messages, ip_of, u32_of};
+use crate::transport::wire::{Message, Messages, ip_of, u32_of};
 
 /// Bytes of `struct ifaddrmsg`.
 const HEADER: usize = 8;
-/// `IFA_F_NODAD`: use the address at once, without asking the link whether another host has it.
+/// `IFA_F_NODAD`: no duplicate address detection.
 const NODAD: u32 = 0x02;
-/// `IFA_F_NOPREFIXROUTE`: no route to the others of its prefix.
+/// `IFA_F_NOPREFIXROUTE`: no route to the prefix.
 const NOPREFIXROUTE: u32 = 0x200;
 
 /// The content of a message about an address.
@@ -27,30 +27,30 @@ pub(crate) struct AddrMessage {
     pub(crate) len: u8,
     /// `IFA_F_…`.
     pub(crate) flags: u32,
-    /// Where it is valid; an IPv6 address implies that.
+    /// The scope. An IPv6 address implies it.
     scope: RtScope,
-    /// The address of the other end, if it has one; for IPv4 a part of the identity.
+    /// The address of the other end of a point-to-point link; for IPv4 a part of the identity.
     pub(crate) far: Option<IpAddr>,
-    /// Its lifetime ends: the kernel removes it by itself, or prefers others to it.
-    pub(crate) passing: bool,
+    /// It has a valid or preferred lifetime.
+    pub(crate) expires: bool,
 }
 
 /// Reads `RTM_NEWADDR` and `RTM_DELADDR`.
 pub(crate) fn read(message: &Message<'_>) -> Option<AddrMessage> {
     let (&[_, len, flags, scope, index @ ..], attributes) = message.split::<HEADER>()?;
     let (mut local, mut address, mut flags) = (None, None, u32::from(flags));
-    let mut passing = false;
+    let mut expires = false;
     for (id, value) in attributes {
         match Ifa::from(id) {
             Ifa::Local => local = ip_of(value),
             Ifa::Address => address = ip_of(value),
             Ifa::Flags => flags = u32_of(value)?,
             // `ifa_prefered` and `ifa_valid` of `struct ifa_cacheinfo`, in seconds.
-            Ifa::Cacheinfo => passing = value.get(..8).is_some_and(|times| times != [0xff; 8]),
+            Ifa::Cacheinfo => expires = value.get(..8).is_some_and(|times| times != [0xff; 8]),
             _ => {}
         }
     }
-    // On a point-to-point link IFA_ADDRESS is the other end.
+    // On a point-to-point link IFA_ADDRESS is the address of the other end.
     let own = local.or(address)?;
     Some(AddrMessage {
         index: u32::from_ne_bytes(index),
@@ -59,15 +59,15 @@ pub(crate) fn read(message: &Message<'_>) -> Option<AddrMessage> {
         len,
         flags,
         scope: scope.into(),
-        passing,
+        expires,
     })
 }
 
 impl AddrMessage {
-    /// As [`put`] puts it.
+    /// The message about an address that [`put`] adds.
     pub(crate) fn of(addr: &Addr, index: u32) -> Self {
         let (scope, far) = (RtScope::Universe, None);
-        Self { index, address: addr.address, len: addr.len, flags: 0, scope, far, passing: false }
+        Self { index, address: addr.address, len: addr.len, flags: 0, scope, far, expires: false }
     }
 
     /// Valid only on this host (`scope host`).
@@ -75,14 +75,14 @@ impl AddrMessage {
         self.scope == RtScope::Host
     }
 
-    /// Peers may see packets from it.
+    /// It may be the source of packets to peers.
     pub(crate) fn is_universal(&self) -> bool {
         self.address.is_ipv6() || self.scope == RtScope::Universe
     }
 
-    /// [`AddrMessage::object`] expresses all of it.
+    /// [`AddrMessage::object`] represents all attributes.
     pub(crate) fn is_exact(&self) -> bool {
-        !self.passing && self.far.is_none() && self.is_universal()
+        !self.expires && self.far.is_none() && self.is_universal()
     }
 
     pub(crate) fn object(&self, link: LinkName) -> Addr {
@@ -111,7 +111,7 @@ pub(crate) fn put(requests: &mut Messages, addr: &Addr, index: u32) {
     put_as(requests, addr, index, if addr.address.is_ipv6() { NODAD } else { 0 });
 }
 
-/// Puts an IPv4 address that makes no route, as an intermediate step.
+/// Adds an IPv4 address without a route to its prefix, as an intermediate step.
 pub(crate) fn put_step(requests: &mut Messages, addr: &Addr, index: u32) {
     put_as(requests, addr, index, NOPREFIXROUTE);
 }
@@ -127,7 +127,7 @@ fn put_as(requests: &mut Messages, addr: &Addr, index: u32, flags: u32) {
     }
 }
 
-/// Deletes an address that was read.
+/// Deletes an address as it was read.
 pub(crate) fn delete(requests: &mut Messages, read: &AddrMessage) {
     let header = header(af_of(read.address), read.len, read.index);
     requests
@@ -136,7 +136,7 @@ pub(crate) fn delete(requests: &mut Messages, read: &AddrMessage) {
         .ip(Ifa::Address, read.far.unwrap_or(read.address));
 }
 
-/// Asks for all addresses on a link, or on all links if `index` is 0.
+/// Requests all addresses on a link, or on all links if `index` is 0.
 pub(crate) fn on(index: u32) -> Messages {
     Messages::one(Rtm::Getaddr, NlmF::empty(), &header(RtAddrFamily::Unspecified, 0, index))
 }

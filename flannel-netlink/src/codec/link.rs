@@ -1,7 +1,7 @@
 //! Links.
 //!
-//! Each link kind has a module below this one. On a change the kernel refuses some attributes even
-//! if they are the present ones, so only attributes that differ are sent.
+//! Each link kind has a module below this one. In a change the kernel refuses some attributes even
+//! with their current values, so only attributes that differ are sent.
 
 mod vxlan;
 
@@ -9,32 +9,33 @@ use flannel_core::object::{Link, LinkKind, LinkName, MacAddr};
 use neli::consts::nl::NlmF;
 use neli::consts::rtnl::{Iff, Ifla, IflaInfo, RtAddrFamily, Rtm};
 
-use crate::wire::{Attributes, Message, Messages, mac_of, text_of, u32_at, u32_of};
+use crate::transport::wire::{Attributes, Message, Messages, mac_of, text_of, u32_at, u32_of};
 
 /// Bytes of `struct ifinfomsg`.
 const HEADER: usize = 16;
 const PROTO_DOWN_REASON_MASK: u16 = 1;
 const PROTO_DOWN_REASON_VALUE: u16 = 2;
-/// The kernel has it since 3.15.
+/// Since Linux 3.15.
 const IFLA_CARRIER_CHANGES: u16 = 35;
 const VRF: &str = "vrf";
 
-/// How rtnetlink writes and compares the attributes of one link kind. `lower` is the index of the
-/// lower device, 0 if there is none.
+/// Encodes and compares the attributes of one link kind. `lower` is the index of the lower device,
+/// 0 if there is none.
 pub(crate) trait LinkCodec {
     /// Adds the attributes of a new device.
     fn create(&self, data: &mut Messages, lower: u32);
 
-    /// Adds the attributes in which `is`, which can become such a device, differs.
+    /// Adds the attributes in which the existing device `is` differs. It must be changeable in
+    /// place.
     fn change(&self, is: &LinkMessage, data: &mut Messages, lower: u32);
 
-    /// The device `is` belongs to the same network, though its other attributes may differ.
+    /// The device `is` belongs to the same network. Other attributes may differ.
     fn is_same_network(&self, is: &LinkMessage) -> bool;
 
-    /// The kernel makes no such device as long as `is` is there.
+    /// The kernel refuses to create the device while `is` exists.
     fn excludes(&self, is: &LinkMessage) -> bool;
 
-    /// The attributes that only one device can have, as text.
+    /// The attributes that only one device can have, for a message.
     fn exclusive(&self) -> String;
 }
 
@@ -50,7 +51,7 @@ pub(crate) fn codec(kind: &LinkKind) -> Option<&dyn LinkCodec> {
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum KindMessage {
     Vxlan(vxlan::VxlanMessage),
-    /// None that ours have.
+    /// Another kind.
     Other,
 }
 
@@ -61,20 +62,20 @@ pub(crate) struct LinkMessage {
     pub(crate) name: LinkName,
     pub(crate) mtu: u32,
     pub(crate) up: bool,
-    /// It asks for its neighbours' addresses, and answers.
+    /// It uses ARP and neighbour discovery.
     arp: bool,
-    /// It is a port of another device, such as a bridge, which gets all packets that come in by it.
-    /// A VRF is no such device: it has the host route by another table, which may be meant.
+    /// It is a port of another device, such as a bridge, which receives all its packets. A VRF does
+    /// not count, because it only selects another routing table.
     enslaved: bool,
-    /// Another program has taken its carrier.
+    /// `IFLA_PROTO_DOWN`: another program disabled its carrier.
     proto_down: bool,
-    /// `IFLA_INFO_KIND`; empty for a device that no driver made on demand.
+    /// `IFLA_INFO_KIND`; empty for physical and built-in devices.
     pub(crate) kind_name: String,
-    /// The message is about the link itself, not about its part in a bridge.
+    /// The message is about the link itself, and not about its membership in a bridge.
     pub(crate) whole: bool,
-    /// How often the carrier came or went: with it the kernel drops nexthop objects on the link,
-    /// and sends no other message about them. A count, because two changes may come as one message,
-    /// or as two messages that both have the last state.
+    /// The number of carrier changes. On a loss of carrier the kernel removes the nexthop objects
+    /// on the link without another message. A flag is not enough, because the kernel may merge two
+    /// changes, or report the last state twice.
     carrier_changes: u32,
     mac: Option<MacAddr>,
     kind: KindMessage,
@@ -142,12 +143,12 @@ fn is_set(value: &[u8]) -> bool {
 }
 
 impl LinkMessage {
-    /// Its kind is one of ours.
+    /// Its kind is a flannel link kind.
     pub(crate) fn is_known(&self) -> bool {
         self.kind != KindMessage::Other
     }
 
-    /// The index of the device that outer packets leave by; 0 if there is none.
+    /// The index of the device that sends outer packets; 0 if there is none.
     pub(crate) fn lower(&self) -> u32 {
         match &self.kind {
             KindMessage::Vxlan(vxlan) => vxlan.lower,
@@ -155,7 +156,7 @@ impl LinkMessage {
         }
     }
 
-    /// [`LinkMessage::object`] expresses all attributes that decide where packets go.
+    /// [`LinkMessage::object`] represents all attributes that affect packets.
     pub(crate) fn is_exact(&self) -> bool {
         let is_exact = match &self.kind {
             KindMessage::Vxlan(vxlan) => vxlan.is_exact(),
@@ -164,7 +165,7 @@ impl LinkMessage {
         self.arp && !self.enslaved && !self.proto_down && is_exact
     }
 
-    /// The object, if one expresses such a link; `lower` is the name of [`LinkMessage::lower`].
+    /// The object; `None` if it is unrepresentable. `lower` is the name of [`LinkMessage::lower`].
     pub(crate) fn object(&self, lower: Option<LinkName>) -> Option<Link> {
         let kind = match &self.kind {
             KindMessage::Vxlan(vxlan) => vxlan.object(self.mac?, lower)?,
@@ -173,21 +174,20 @@ impl LinkMessage {
         Some(Link { name: self.name, mtu: self.mtu, up: self.up, kind })
     }
 
-    /// It can become a device of this kind without being made anew, as far as is known without
-    /// trying.
+    /// A change in place can make it a device of this kind, unless the kernel refuses.
     pub(crate) fn can_become(&self, to: &LinkKind) -> bool {
-        // The answer depends on whether there is a lower device, not on its name.
+        // The answer depends on the existence of a lower device, not on its name.
         let lower = (self.lower() != 0).then_some(self.name);
         self.object(lower).is_some_and(|is| is.kind.attributes().can_become(to))
     }
 
-    /// It has the MAC address of a device of this kind, if that has one.
+    /// It has the MAC address of `kind`, if `kind` has one.
     pub(crate) fn has_mac_of(&self, kind: &LinkKind) -> bool {
         kind.attributes().mac().is_none_or(|mac| self.mac == Some(mac))
     }
 }
 
-/// `struct ifinfomsg`. The flags in `change` are cleared, but for `IFF_UP`, which is to be `up`.
+/// `struct ifinfomsg`. Clears the flags in `change`, but sets `IFF_UP` if `up` is true.
 fn header(index: u32, change: Iff, up: bool) -> [u8; HEADER] {
     let flags = if up { change & Iff::UP } else { Iff::empty() };
     let mut header = [0; HEADER];
@@ -197,12 +197,12 @@ fn header(index: u32, change: Iff, up: bool) -> [u8; HEADER] {
     header
 }
 
-/// A header that only names a link.
+/// A header with only the index of a link.
 fn at(index: u32) -> [u8; HEADER] {
     header(index, Iff::empty(), false)
 }
 
-/// Makes a device, not up yet.
+/// Creates a device that is down.
 pub(crate) fn create(link: &Link, codec: &dyn LinkCodec, lower: u32) -> Messages {
     let attributes = link.kind.attributes();
     let mut request = Messages::one(Rtm::Newlink, NlmF::CREATE | NlmF::EXCL, &at(0));
@@ -217,8 +217,8 @@ pub(crate) fn create(link: &Link, codec: &dyn LinkCodec, lower: u32) -> Messages
     request
 }
 
-/// Turns the device `is` into one of this kind, sending only attributes that differ; no message if
-/// none does. Not in one message with [`change`]: the driver refuses an MTU beside its attributes.
+/// Changes the attributes of its kind in which `is` differs; no message if none differs. Drivers
+/// refuse an MTU in the same message, so [`change`] makes another one.
 pub(crate) fn change_kind(is: &LinkMessage, codec: &dyn LinkCodec, lower: u32) -> Messages {
     let mut request = Messages::one(Rtm::Newlink, NlmF::empty(), &at(is.index));
     let mut differs = false;
@@ -232,7 +232,7 @@ pub(crate) fn change_kind(is: &LinkMessage, codec: &dyn LinkCodec, lower: u32) -
     if differs { request } else { Messages::default() }
 }
 
-/// Removes it from the device that it is a port of; no message if there is none.
+/// Removes it from the device of which it is a port; no message if there is none.
 pub(crate) fn release(is: &LinkMessage) -> Messages {
     let mut requests = Messages::default();
     if is.enslaved {
@@ -241,8 +241,8 @@ pub(crate) fn release(is: &LinkMessage) -> Messages {
     requests
 }
 
-/// Turns the device `is` into `want` in the attributes that all kinds have, as [`change_kind`] does
-/// in those of the kind.
+/// Changes the attributes common to all kinds in which `is` differs from `want`; no message if none
+/// differs.
 pub(crate) fn change(is: &LinkMessage, want: &Link) -> Messages {
     let mut requests = Messages::default();
     let mac = want.kind.attributes().mac().filter(|mac| is.mac != Some(*mac));
@@ -259,7 +259,7 @@ pub(crate) fn change(is: &LinkMessage, want: &Link) -> Messages {
             requests.attr(Ifla::Address, &mac.0);
         }
         if is.proto_down {
-            // The kernel refuses as long as there is a reason: the mask, then the values. Kernels
+            // The kernel refuses while a reason is set. The mask comes before the values. Kernels
             // before 5.9 have no reasons.
             requests.nest(Ifla::ProtoDownReason, |reason| {
                 reason.u32(PROTO_DOWN_REASON_MASK, u32::MAX).u32(PROTO_DOWN_REASON_VALUE, 0);
@@ -285,19 +285,19 @@ pub(crate) fn delete(index: u32) -> Messages {
     Messages::one(Rtm::Dellink, NlmF::empty(), &at(index))
 }
 
-/// Asks for one link by name.
+/// Requests one link by name.
 pub(crate) fn by_name(name: LinkName) -> Messages {
     let mut request = Messages::one(Rtm::Getlink, NlmF::empty(), &at(0));
     request.text(Ifla::Ifname, name.as_str());
     request
 }
 
-/// Asks for one link by index.
+/// Requests one link by index.
 pub(crate) fn by_index(index: u32) -> Messages {
     Messages::one(Rtm::Getlink, NlmF::empty(), &at(index))
 }
 
-/// Asks for all links.
+/// Requests all links.
 pub(crate) fn all() -> Messages {
     Messages::one(Rtm::Getlink, NlmF::empty(), &at(0))
 }
@@ -305,10 +305,10 @@ pub(crate) fn all() -> Messages {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::wire::messages;
+    use crate::transport::wire::messages;
 
     #[test]
-    fn a_bridge_takes_what_comes_in_and_a_vrf_does_not() {
+    fn a_port_of_a_bridge_is_inexact_and_one_of_a_vrf_is_not() {
         for (master, is_exact) in [("bridge", false), ("bond", false), ("vrf", true)] {
             let mut request = Messages::one(Rtm::Newlink, NlmF::empty(), &at(7));
             request.text(Ifla::Ifname, "flannel.1").u32(Ifla::Master, 9);
@@ -317,7 +317,7 @@ mod tests {
             });
             let count = request.len();
             let link =
-                read(&messages(request.ready(0, count, 0, NlmF::empty())).next().unwrap().unwrap());
+                read(&messages(request.ready(0..count, 0, NlmF::empty())).next().unwrap().unwrap());
             assert_eq!(link.unwrap().is_exact(), is_exact, "{master}");
         }
     }

@@ -1,4 +1,4 @@
-//! Neighbours, and reading their messages, which are those of forwarding entries as well.
+//! Neighbours. Their messages are those of forwarding entries, too.
 
 use std::net::IpAddr;
 
@@ -9,41 +9,40 @@ use neli::consts::nl::NlmF;
 use neli::consts::rtnl::{Nda, Ntf, Nud, RtAddrFamily, Rtm, Rtn};
 
 use super::{EventMessage, af_of, event, family_of, put_flags};
-use crate::wire::{Message, Messages, ip_of, mac_of};
+use crate::transport::wire::{Message, Messages, ip_of, mac_of};
 
-/// `AF_BRIDGE`: forwarding entries, of bridges and vxlan devices.
+/// `AF_BRIDGE`: forwarding entries of bridges and vxlan devices.
 pub(super) const BRIDGE: RtAddrFamily = RtAddrFamily::UnrecognizedConst(7);
 
 /// The content of a message about a neighbour or a forwarding entry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct NeighMessage {
     pub(crate) index: u32,
-    /// It does not age: a permanent neighbour, a permanent or static forwarding entry.
-    pub(crate) stays: bool,
-    /// In the state that ours have.
+    /// A permanent neighbour, or a permanent or static forwarding entry. It does not age.
+    pub(crate) is_static: bool,
+    /// Permanent, like all entries of flannel.
     permanent: bool,
-    /// It leads nowhere: the kernel reports this state of an entry before it reports its deletion.
+    /// The kernel reports this state before it reports the deletion of the entry.
     failed: bool,
     pub(super) fdb: bool,
     pub(super) mac: Option<MacAddr>,
     dst: Option<IpAddr>,
-    /// Has something that flannel's entries do not have, such as a VNI or a UDP port of its own.
-    pub(super) alien: bool,
-    /// It leads to nexthop objects instead of an address, and still does when it is put again.
+    /// It has attributes that flannel's entries lack: a VNI, a UDP port or a device.
+    pub(super) unrepresentable: bool,
+    /// It has nexthop objects instead of an address. A put does not change that.
     pub(super) by_nexthop: bool,
-    /// It is marked as a router's, or as put there by a control plane, which is not a part of the
-    /// identity.
+    /// It has one of [`MARKS`], which are not part of the identity.
     marked: bool,
 }
 
-/// `NTF_EXT_LEARNED`, `NTF_STICKY` and `NTF_ROUTER`, which an entry keeps until it is put again.
+/// `NTF_EXT_LEARNED`, `NTF_STICKY` and `NTF_ROUTER`. A put clears them.
 const MARKS: u8 = 0x10 | 0x40 | 0x80;
-/// The kernel has it since 5.8.
+/// Since Linux 5.8.
 const NDA_NH_ID: u16 = 13;
 /// Bytes of `struct ndmsg`.
 const HEADER: usize = 12;
 
-/// Reads `RTM_NEWNEIGH` and `RTM_DELNEIGH`; `None` for the entries of bridges and other families.
+/// Reads `RTM_NEWNEIGH` and `RTM_DELNEIGH`; `None` for entries of bridges and other families.
 pub(crate) fn read(message: &Message<'_>) -> Option<NeighMessage> {
     let (&[family, _, _, _, a, b, c, d, e, f, flags, _], attributes) = message.split::<HEADER>()?;
     let (family, state) = (family.into(), u16::from_ne_bytes([e, f]));
@@ -52,20 +51,20 @@ pub(crate) fn read(message: &Message<'_>) -> Option<NeighMessage> {
     if !fdb && family_of(family).is_none() {
         return None;
     }
-    // Proxy entries are a table of their own, and MASTER without SELF is the bridge's.
+    // Proxy entries are a separate table. MASTER without SELF is an entry of the bridge.
     if has(Ntf::PROXY) || (fdb && !has(Ntf::SELF)) {
         return None;
     }
     let permanent = is_in(Nud::PERMANENT);
     let mut read = NeighMessage {
         index: u32::from_ne_bytes([a, b, c, d]),
-        stays: permanent || (fdb && is_in(Nud::NOARP)),
+        is_static: permanent || (fdb && is_in(Nud::NOARP)),
         permanent,
         failed: is_in(Nud::FAILED),
         fdb,
         mac: None,
         dst: None,
-        alien: false,
+        unrepresentable: false,
         by_nexthop: false,
         marked: flags & MARKS != 0,
     };
@@ -74,7 +73,7 @@ pub(crate) fn read(message: &Message<'_>) -> Option<NeighMessage> {
             _ if id == NDA_NH_ID => read.by_nexthop = true,
             Nda::Dst => read.dst = ip_of(value),
             Nda::Lladdr => read.mac = mac_of(value),
-            Nda::Port | Nda::Vni | Nda::Ifindex => read.alien = true,
+            Nda::Port | Nda::Vni | Nda::Ifindex => read.unrepresentable = true,
             _ => {}
         }
     }
@@ -82,20 +81,20 @@ pub(crate) fn read(message: &Message<'_>) -> Option<NeighMessage> {
 }
 
 impl NeighMessage {
-    /// [`NeighMessage::object`] expresses all of it.
+    /// [`NeighMessage::object`] represents all attributes.
     pub(crate) fn is_exact(&self) -> bool {
-        self.permanent && !self.alien && !self.by_nexthop && !self.marked
+        self.permanent && !self.unrepresentable && !self.by_nexthop && !self.marked
     }
 
-    /// The key; `None` if no object has such a key.
+    /// The key; `None` without an address.
     pub(crate) fn key(&self, link: LinkName) -> Option<Key> {
         if self.fdb { Some(Key::Fdb(link, self.mac?)) } else { Some(Key::Neigh(link, self.dst?)) }
     }
 
-    /// The object, as far as one expresses it. A forwarding entry that leads to nexthop objects
-    /// leads to no address.
+    /// The object; `None` if the entry ages or has no address. The destination of an entry by
+    /// nexthop objects is 0.0.0.0.
     pub(crate) fn object(&self, link: LinkName) -> Option<Object> {
-        let mac = self.mac.filter(|_| self.stays)?;
+        let mac = self.mac.filter(|_| self.is_static)?;
         if self.fdb {
             let nowhere = Family::V4.unspecified();
             return Some(Fdb { link, mac, dst: self.dst.unwrap_or(nowhere) }.into());
@@ -115,8 +114,7 @@ impl EventMessage for NeighMessage {
     }
 }
 
-/// `struct ndmsg`, written directly: there is one for every neighbour and forwarding entry, and
-/// neli's way takes longer than all the rest of the message.
+/// `struct ndmsg`.
 pub(super) fn header(family: RtAddrFamily, index: u32, state: Nud, flags: Ntf) -> [u8; HEADER] {
     let ([a, b, c, d], [e, f]) = (index.to_ne_bytes(), state.bits().to_ne_bytes());
     [family.into(), 0, 0, 0, a, b, c, d, e, f, flags.bits(), Rtn::Unspec.into()]
@@ -135,7 +133,7 @@ pub(crate) fn delete(requests: &mut Messages, neigh: &Neigh, index: u32) {
     requests.begin(Rtm::Delneigh, NlmF::empty(), &header).ip(Nda::Dst, neigh.address);
 }
 
-/// Asks for all neighbours on a link.
+/// Requests all neighbours on a link.
 pub(crate) fn on(index: u32) -> Messages {
     let header = header(RtAddrFamily::Unspecified, 0, Nud::empty(), Ntf::empty());
     let mut request = Messages::one(Rtm::Getneigh, NlmF::empty(), &header);

@@ -7,15 +7,15 @@ use flannel_core::object::{Key, LinkName, Nexthop, Object};
 use neli::consts::nl::NlmF;
 
 use super::{EventMessage, af_of, event, put_flags};
-use crate::wire::{Message, Messages, ip_of, u32_of};
+use crate::transport::wire::{Message, Messages, ip_of, u32_of};
 
-pub(crate) const NEW: u16 = 104;
-pub(crate) const DELETE: u16 = 105;
+const NEW: u16 = 104;
+const DELETE: u16 = 105;
 const GET: u16 = 106;
 
 /// Bytes of `struct nhmsg`.
 const HEADER: usize = 8;
-/// `RTNH_F_ONLINK`: the gateway is on the link, whatever the routing table says.
+/// `RTNH_F_ONLINK`: the gateway is on the link, regardless of the routing table.
 pub(super) const ONLINK: u32 = 4;
 /// `NHA_…` (linux `include/uapi/linux/nexthop.h`).
 const ID: u16 = 1;
@@ -32,7 +32,12 @@ pub(crate) struct NexthopMessage {
     pub(crate) protocol: u8,
     gateway: Option<IpAddr>,
     onlink: bool,
-    alien: bool,
+    unrepresentable: bool,
+}
+
+/// The message type is `RTM_NEWNEXTHOP` or `RTM_DELNEXTHOP`.
+pub(crate) fn is_event(kind: u16) -> bool {
+    matches!(kind, NEW | DELETE)
 }
 
 /// Reads `RTM_NEWNEXTHOP` and `RTM_DELNEXTHOP`.
@@ -44,28 +49,28 @@ pub(crate) fn read(message: &Message<'_>) -> Option<NexthopMessage> {
         protocol,
         gateway: None,
         onlink: u32::from_ne_bytes(flags) & ONLINK != 0,
-        alien: false,
+        unrepresentable: false,
     };
     for (kind, value) in attributes {
         match kind {
             ID => read.id = u32_of(value)?,
             OIF => read.index = u32_of(value)?,
             GATEWAY => read.gateway = ip_of(value),
-            // A group, a blackhole, an encapsulation, a forwarding entry.
-            _ => read.alien = true,
+            // A group, a blackhole, an encapsulation or a forwarding entry.
+            _ => read.unrepresentable = true,
         }
     }
     Some(read)
 }
 
-/// The id of a group and the ids of its members; `None` if it is no group.
+/// The id of a group and the ids of its members; `None` if the nexthop is not a group.
 pub(crate) fn members(message: &Message<'_>) -> Option<(u32, Vec<u32>)> {
     let (_, attributes) = message.split::<HEADER>()?;
     let (mut id, mut members) = (0, None);
     for (kind, value) in attributes {
         match kind {
             ID => id = u32_of(value)?,
-            // `struct nexthop_grp`: the id, weights.
+            // `struct nexthop_grp` is an id and weights.
             GROUP => {
                 members =
                     Some(value.chunks_exact(8).filter_map(|member| u32_of(&member[..4])).collect());
@@ -77,9 +82,9 @@ pub(crate) fn members(message: &Message<'_>) -> Option<(u32, Vec<u32>)> {
 }
 
 impl NexthopMessage {
-    /// The object, if one expresses it.
+    /// The object; `None` if it is unrepresentable.
     pub(crate) fn object(&self, link: LinkName) -> Option<Nexthop> {
-        if self.alien {
+        if self.unrepresentable {
             return None;
         }
         Some(Nexthop { id: self.id, link, gateway: self.gateway?, onlink: self.onlink })
@@ -121,12 +126,12 @@ pub(crate) fn delete(requests: &mut Messages, id: u32) {
     requests.begin(DELETE, NlmF::empty(), &header(0, 0, 0)).u32(ID, id);
 }
 
-/// Asks for one nexthop.
+/// Requests one nexthop.
 pub(crate) fn get(requests: &mut Messages, id: u32) {
     requests.begin(GET, NlmF::empty(), &header(0, 0, 0)).u32(ID, id);
 }
 
-/// Asks for all nexthops.
+/// Requests all nexthops.
 pub(crate) fn all() -> Messages {
     Messages::one(GET, NlmF::empty(), &header(0, 0, 0))
 }

@@ -1,8 +1,8 @@
 //! Routes.
 //!
-//! A message may have more than [`Route`] expresses. A route with a second path is read as no
-//! route. A route with a source address or other metrics is read as an inexact one: it is put again
-//! if it is desired, and deleted if not.
+//! A message may have more attributes than [`Route`] represents. A route with several paths is
+//! unrepresentable. A route with a source address or other metrics is inexact: it is put again if
+//! it is desired, else it is deleted.
 
 mod request;
 
@@ -21,7 +21,7 @@ pub(crate) use self::request::{
 };
 use super::nexthop::ONLINK;
 use super::{EventMessage, event, family_of};
-use crate::wire::{Attributes, Message, ip_of, u32_of};
+use crate::transport::wire::{Attributes, Message, ip_of, u32_of};
 
 /// Bytes of `struct rtmsg`.
 const HEADER: usize = 12;
@@ -32,9 +32,9 @@ const RTAX_MTU: u16 = 2;
 const RTA_VIA: u16 = 18;
 const RTA_PREF: u16 = 20;
 const RTA_NH_ID: u16 = 30;
-/// The metric that IPv6 routes get if none is asked for.
+/// The default metric of IPv6 routes.
 const IPV6_METRIC: u32 = 1024;
-/// The metric of a route of last resort.
+/// The metric of a last-resort route.
 const LAST_RESORT: u32 = u32::MAX;
 const MAIN: u32 = 254;
 
@@ -44,10 +44,10 @@ pub(crate) struct RouteMessage {
     pub(crate) dst: Subnet,
     /// In the main table.
     pub(crate) main: bool,
-    /// Default metric, for all sources, and no TOS, so that a route of ours with this destination
-    /// is the same entry; or of last resort.
+    /// The default metric, no source prefix and no TOS, so that it is the same entry as a route of
+    /// ours with this destination; or of last resort.
     pub(crate) default_metric: bool,
-    /// A blackhole behind all other routes to its destination.
+    /// A blackhole with the largest metric, which is behind all other routes to its destination.
     pub(crate) last_resort: bool,
     pub(crate) protocol: u8,
     pub(crate) kind: Rtn,
@@ -55,17 +55,17 @@ pub(crate) struct RouteMessage {
     pub(crate) index: u32,
     pub(crate) gateway: Option<IpAddr>,
     pub(crate) source: Option<IpAddr>,
-    /// It has more than one path.
+    /// It has several paths.
     pub(crate) multipath: bool,
-    /// The id of its nexthop object. The message may have the gateway too, or the paths of a group:
-    /// they are ignored then.
+    /// The id of its nexthop object. The message then repeats its gateway or paths, which are
+    /// ignored.
     pub(crate) nexthop: Option<u32>,
     scope: RtScope,
     onlink: bool,
     mtu: Option<u32>,
-    /// No [`Route`] is this entry, or leads where it does.
-    alien: bool,
-    /// It has attributes that [`Route`] does not express and that are no part of the identity.
+    /// It is unrepresentable as [`Route`].
+    unrepresentable: bool,
+    /// It has attributes that [`Route`] does not represent and that are not part of the identity.
     more: bool,
 }
 
@@ -92,19 +92,19 @@ pub(crate) fn read(message: &Message<'_>) -> Option<RouteMessage> {
         scope: scope.into(),
         onlink: flags & ONLINK != 0,
         mtu: None,
-        alien: flags & CLONED != 0,
+        unrepresentable: flags & CLONED != 0,
         more: false,
     };
     let mut metric = 0;
     for (id, value) in attributes {
         match id {
             RTA_NH_ID => read.nexthop = Some(u32_of(value)?),
-            // The router preference of IPv6 routes; 0 is medium.
+            // The router preference of an IPv6 route. 0 is medium.
             RTA_PREF => read.more |= value.first().is_some_and(|pref| *pref != 0),
-            // A gateway of the other family: the family (2 bytes), then the address.
+            // A gateway of the other family: two bytes for the family, then the address.
             RTA_VIA => {
                 read.gateway = value.get(2..).and_then(ip_of);
-                read.alien = true;
+                read.unrepresentable = true;
             }
             _ => match Rta::from(id) {
                 Rta::Dst => read.dst = Subnet::new(ip_of(value)?, len)?,
@@ -122,7 +122,7 @@ pub(crate) fn read(message: &Message<'_>) -> Option<RouteMessage> {
                         if metric == RTAX_MTU { read.mtu = u32_of(value) } else { read.more = true }
                     }
                 }
-                // `rta_expires` of `struct rta_cacheinfo`: the kernel deletes it by itself.
+                // `rta_expires` of `struct rta_cacheinfo`.
                 Rta::Cacheinfo => {
                     read.more |= value.get(8..).and_then(u32_of).is_some_and(|time| time != 0);
                 }
@@ -136,7 +136,7 @@ pub(crate) fn read(message: &Message<'_>) -> Option<RouteMessage> {
     Some(read)
 }
 
-/// A destination on the link is nearer than one behind a gateway. IPv6 routes have no scopes.
+/// The scope of routes with a gateway or on the link. IPv6 routes have no scopes.
 fn scope_of(family: Family, to_link: bool) -> RtScope {
     if to_link && family == Family::V4 { RtScope::Link } else { RtScope::Universe }
 }
@@ -155,24 +155,24 @@ impl RouteMessage {
         scope_of(self.dst.family(), to_link)
     }
 
-    /// It has metrics and leads to a nexthop object. The kernel shares the metrics of IPv4 routes
-    /// by one nexthop object, so that such a route keeps its own when ours is put, unless the
-    /// request has the metrics attribute, empty if need be. The attribute makes the kernel allocate
-    /// metrics for each route, which takes a fifth of the time.
+    /// It has a nexthop object and metrics. IPv4 routes by one nexthop object share their metrics
+    /// in the kernel, so the route would keep its metrics when ours is put. To prevent that the
+    /// request needs the metrics attribute, which may be empty. Then the kernel allocates metrics
+    /// for each route, which takes a fifth more time.
     ///
     /// **Source**: linux `net/ipv4/fib_semantics.c: fib_create_info` (`fib_find_info_nh`).
     pub(crate) fn has_metrics_by_nexthop(&self) -> bool {
         self.nexthop.is_some() && (self.mtu.is_some() || self.more)
     }
 
-    /// [`RouteMessage::object`] expresses all of it.
+    /// [`RouteMessage::object`] represents all attributes.
     pub(crate) fn is_exact(&self) -> bool {
         !self.more && self.scope == self.usual_scope()
     }
 
-    /// A request to delete this route, which leads by `way`, does not delete the one before it,
-    /// which leads by `first`. Of IPv4 routes the kernel compares the whole nexthop but `onlink`;
-    /// of IPv6 routes neither the type, nor the lack of a gateway or a nexthop object.
+    /// A request to delete this route, which uses `way`, does not delete the route in front of it,
+    /// which uses `first`. For IPv4 the kernel compares the whole nexthop except `onlink`. For IPv6
+    /// it does not compare the type, and ignores a missing gateway or nexthop object.
     ///
     /// **Source**: linux `net/ipv4/fib_trie.c: fib_table_delete`, `net/ipv6/route.c:
     /// ip6_route_del`.
@@ -190,9 +190,9 @@ impl RouteMessage {
         }
     }
 
-    /// It blocks the route `behind` it, and a request to delete it does not delete that one. Only
-    /// IPv6 routes do. A put of the route behind replaces that one: the kernel looks for a route of
-    /// the same sort, with a gateway or without, before it takes the first.
+    /// It hides the route `behind` it, and a request to delete it does not delete `behind`. This
+    /// happens only for IPv6. A put of `behind` replaces `behind` itself, because the kernel first
+    /// looks for a route of the same sort, with or without a gateway.
     ///
     /// **Source**: linux `net/ipv6/ip6_fib.c: fib6_add_rt2node`.
     pub(crate) fn blocks(&self, behind: &Self) -> bool {
@@ -201,17 +201,17 @@ impl RouteMessage {
         self.dst.family() == Family::V6 && is_distinct
     }
 
-    /// The route, if it is in the main table with the default metric, as far as [`Route`] expresses
-    /// it; `name` finds the name of a link.
+    /// The route, as far as [`Route`] represents it; `None` if it is unrepresentable, in another
+    /// table or of another metric. `name` returns the name of a link.
     pub(crate) fn object(&self, name: impl FnOnce(u32) -> Option<LinkName>) -> Option<Route> {
         let several = self.multipath && self.nexthop.is_none();
-        if self.alien || several || !self.main || !self.default_metric {
+        if self.unrepresentable || several || !self.main || !self.default_metric {
             return None;
         }
         let via = match (self.kind, self.nexthop, self.gateway) {
             (Rtn::Blackhole, None, None) if self.last_resort => Via::LastResort,
             (Rtn::Blackhole, None, None) => Via::Blackhole,
-            // A route by a nexthop object that drops packets is of type blackhole.
+            // A route by a blackhole nexthop object is of type blackhole.
             (Rtn::Unicast | Rtn::Blackhole, Some(id), _) => Via::Nexthop(id),
             (Rtn::Unicast, None, Some(gateway)) if Family::of(gateway) == self.dst.family() => {
                 Via::Gateway { gateway, link: name(self.index)?, onlink: self.onlink }
@@ -232,14 +232,14 @@ impl EventMessage for RouteMessage {
 
     fn event(&self, link: Option<LinkName>, is_deletion: bool, flags: NlmF) -> Option<KernelEvent> {
         let key = Key::Route(self.dst);
-        // Another entry, but it may change where packets go.
+        // It is another entry, but may change the path of packets.
         if !self.main || !self.default_metric {
             return Some(KernelEvent::Related(key));
         }
-        // A route that the kernel made, with a source address, is not removable by others.
+        // Other programs cannot remove a route of the kernel with a source address.
         let is_removable = self.is_exact() || self.protocol != u8::from(Rtprot::Kernel);
         let object = self.object(|_| link).filter(|_| is_removable).map(Object::Route);
-        // An added route has other flags than the only one and one that replaced another.
+        // The flags of an additional route differ from those of a first or replacing one.
         let is_added =
             flags.contains(NlmF::CREATE) && !flags.intersects(NlmF::EXCL | NlmF::REPLACE);
         Some(match event(key, object, self.is_exact(), is_deletion) {
@@ -255,7 +255,7 @@ impl EventMessage for RouteMessage {
     }
 }
 
-/// Written the way `ip` writes it, as far as it helps to find the route.
+/// The format of `ip route`, reduced to attributes that identify the route.
 impl fmt::Display for RouteMessage {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "route {}", self.dst)?;

@@ -1,4 +1,4 @@
-//! The choice itself: selectors are tried in a fixed order, and the first that fits wins.
+//! The choice of the interface: selectors are tried in a fixed order, and the first match wins.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -11,23 +11,22 @@ use regex_lite::Regex;
 
 use super::{Facts, Interface};
 
-/// What the user said about the interface. With no selector at all the public address is one, and
-/// if there is none either, the default route decides.
+/// The user's selection. Without a selector a public address is the selector, and without a public
+/// address the default route.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Selectors {
     /// Names or addresses of interfaces (`--iface`), tried first, in this order.
     pub iface: Vec<String>,
     /// Regular expressions for addresses, then for names (`--iface-regex`), tried next.
     pub iface_regex: Vec<String>,
-    /// An address that the interface must lead to (`--iface-can-reach`), tried last.
+    /// An address that must be routed through the interface (`--iface-can-reach`), tried last.
     pub can_reach: Option<IpAddr>,
-    /// The addresses for peers, instead of the interface's own address (`--public-ip`,
-    /// `--public-ipv6`).
+    /// The addresses that peers use instead of the interface's (`--public-ip`, `--public-ipv6`).
     pub public: Dual<IpAddr>,
 }
 
 impl Selectors {
-    /// The default route decides.
+    /// The default route is the selector.
     pub(crate) fn by_default_route(&self) -> bool {
         self.iface.is_empty()
             && self.iface_regex.is_empty()
@@ -40,23 +39,23 @@ impl Selectors {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum SelectError {
-    /// Nothing that was tried fits.
+    /// No selector matches.
     #[error("no external interface: {}", list(.tried))]
     NoneFits {
-        /// What was tried, in this order.
+        /// The selectors, in the order in which they were tried.
         tried: Vec<Attempt>,
     },
-    /// The kernel cannot be read.
+    /// The kernel state cannot be read.
     #[error("cannot read interfaces and routes: {0}")]
     Kernel(#[from] KernelError),
 }
 
-/// A selector that did not fit.
+/// A selector that did not match.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Attempt {
-    /// The selector, as in a configuration: `iface eth7`.
+    /// The selector as in a configuration: `iface eth7`.
     pub selector: String,
-    /// Why it does not fit.
+    /// The reason.
     pub reason: String,
 }
 
@@ -70,14 +69,14 @@ fn list(tried: &[Attempt]) -> String {
     tried.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ")
 }
 
-/// An interface with the address of each enabled family.
+/// A matching interface, with an address of each enabled family.
 struct Found<'a> {
     interface: &'a Interface,
     address: Dual<IpAddr>,
     reason: String,
 }
 
-/// What the choice is made from.
+/// The inputs of the choice.
 struct Choice<'a> {
     facts: &'a Facts,
     families: Vec<Family>,
@@ -86,20 +85,20 @@ struct Choice<'a> {
 
 /// Chooses the external interface of a network of these families.
 ///
-/// Order: each of [`Selectors::iface`], each of [`Selectors::iface_regex`],
-/// [`Selectors::can_reach`]; with none of these a public address (IPv4 before IPv6), which must
-/// then be on an interface; with no public address either, the default route. Of an interface's
-/// addresses the best is taken: global before link-local, permanent before expiring, lasting before
-/// temporary.
+/// Selectors are tried in this order: each of [`Selectors::iface`], each of
+/// [`Selectors::iface_regex`], [`Selectors::can_reach`]. Without any of these, a public address
+/// (IPv4 before IPv6) must be on the interface. Without a public address, the default route
+/// decides. Of the interface's addresses the best is used: global before link-local, permanent
+/// before expiring, stable before temporary.
 ///
-/// The public address is what was given, else the interface's; a given IPv6 one is kept even if
+/// The public address is the given one, else the interface's. A given IPv6 address is kept even if
 /// IPv6 is not enabled.
 ///
 /// # Errors
-/// [`SelectError::NoneFits`] with what was tried and why each failed.
+/// [`SelectError::NoneFits`] with the reason for each selector.
 ///
 /// **Source**: flannel `pkg/ipmatch/match.go: LookupExtIface`, `main.go: main`. Where Go flannel
-/// panics or takes an address of the wrong family, this is an error.
+/// panics or uses an address of the wrong family, this is an error.
 pub fn choose(
     selectors: &Selectors,
     families: impl IntoIterator<Item = Family>,
@@ -107,9 +106,17 @@ pub fn choose(
 ) -> Result<ExternalInterface, SelectError> {
     let choice =
         Choice { facts, families: families.into_iter().collect(), public: selectors.public };
+    let iface = &selectors.iface;
+    let iface = iface.iter().map(|text| (format!("iface {text}"), choice.by_iface(text)));
+    let regex = &selectors.iface_regex;
+    let regex = regex.iter().map(|regex| (format!("iface-regex {regex}"), choice.by_regex(regex)));
+    let reach = selectors.can_reach.iter();
+    let reach = reach.map(|dst| (format!("iface-can-reach {dst}"), choice.by_reach(*dst)));
+    let is_given = iface.len() + regex.len() + reach.len() > 0;
+    let fallback = (!is_given).then(|| choice.by_public_or_default());
     let mut tried = Vec::new();
-    for (selector, find) in choice.selectors(selectors) {
-        match find().and_then(|found| choice.finish(found)) {
+    for (selector, found) in iface.chain(regex).chain(reach).chain(fallback) {
+        match found.and_then(|found| choice.finish(found)) {
             Ok(chosen) => return Ok(chosen),
             Err(reason) => tried.push(Attempt { selector, reason }),
         }
@@ -117,37 +124,18 @@ pub fn choose(
     Err(SelectError::NoneFits { tried })
 }
 
-type Find<'a> = Box<dyn Fn() -> Result<Found<'a>, String> + 'a>;
-
 impl<'a> Choice<'a> {
-    /// What is to be tried, in this order.
-    fn selectors(&'a self, selectors: &'a Selectors) -> Vec<(String, Find<'a>)> {
-        let mut all: Vec<(String, Find<'a>)> = Vec::new();
-        for text in &selectors.iface {
-            all.push((format!("iface {text}"), Box::new(move || self.by_iface(text))));
+    /// The selector that is used if none is given, and its match.
+    fn by_public_or_default(&self) -> (String, Result<Found<'a>, String>) {
+        match self.public.iter().next() {
+            Some((Family::V4, address)) => {
+                (format!("public-ip {address}"), self.by_address(*address))
+            }
+            Some((Family::V6, address)) => {
+                (format!("public-ipv6 {address}"), self.by_address(*address))
+            }
+            None => ("default route".to_owned(), self.by_default_route()),
         }
-        for regex in &selectors.iface_regex {
-            all.push((format!("iface-regex {regex}"), Box::new(move || self.by_regex(regex))));
-        }
-        if let Some(address) = selectors.can_reach {
-            all.push((
-                format!("iface-can-reach {address}"),
-                Box::new(move || self.by_reach(address)),
-            ));
-        }
-        if all.is_empty() {
-            let public = selectors.public.iter().next();
-            all.push(match public {
-                Some((Family::V4, address)) => {
-                    (format!("public-ip {address}"), Box::new(move || self.by_address(*address)))
-                }
-                Some((Family::V6, address)) => {
-                    (format!("public-ipv6 {address}"), Box::new(move || self.by_address(*address)))
-                }
-                None => ("default route".to_owned(), Box::new(move || self.by_default_route())),
-            });
-        }
-        all
     }
 
     fn by_iface(&self, text: &str) -> Result<Found<'a>, String> {
@@ -157,8 +145,8 @@ impl<'a> Choice<'a> {
         }
     }
 
-    /// The first interface that has the address. With both families an IPv6 address that peers are
-    /// told must be on the same interface.
+    /// The first interface with the address. In dual stack a public IPv6 address must be on the
+    /// same interface.
     fn by_address(&self, address: IpAddr) -> Result<Found<'a>, String> {
         let family = Family::of(address);
         if !self.families.contains(&family) {
@@ -226,7 +214,7 @@ impl<'a> Choice<'a> {
         }
         let link = answer.link.ok_or("there is no route to it")?;
         let interface = self.interface(link.as_str()).ok_or_else(|| format!("{link} is gone"))?;
-        // The kernel's choice of a source counts for IPv4 only, as in Go flannel.
+        // The kernel's source address is used for IPv4 only, as in Go flannel.
         let source = answer.source.filter(|source| source.is_ipv4() && address.is_ipv4());
         let address_of = |family| match source {
             Some(source) if family == Family::V4 => Ok(source),
@@ -239,7 +227,7 @@ impl<'a> Choice<'a> {
         })
     }
 
-    /// With both families the default routes must leave by the same interface.
+    /// In dual stack both default routes must use the same interface.
     fn by_default_route(&self) -> Result<Found<'a>, String> {
         let mut chosen: Option<LinkName> = None;
         for family in &self.families {
@@ -296,7 +284,7 @@ pub(super) fn best(interface: &Interface, family: Family) -> Result<IpAddr, Stri
     first.ok_or_else(|| format!("{} has no usable {family} address", interface.name))
 }
 
-/// The usable addresses of a family, the best first, else in the kernel's order.
+/// The usable addresses of a family, sorted by preference, then in the kernel's order.
 fn candidates(interface: &Interface, family: Family) -> Vec<IpAddr> {
     let usable = interface.addresses.iter().filter(|a| a.usable && Family::of(a.address) == family);
     let mut usable: Vec<_> = usable.filter(|a| is_unicast(a.address)).collect();
@@ -341,7 +329,7 @@ mod tests {
         }
     }
 
-    /// A host with three interfaces; the default routes leave by eth0.
+    /// A host with three interfaces. The default routes use eth0.
     fn facts() -> Facts {
         let default = Some(DefaultRoute { link: Some("eth0".parse().unwrap()) });
         Facts {
@@ -412,7 +400,7 @@ mod tests {
                 "no external interface: iface wg0: wg0 has no usable IPv6 address",
                 "no external interface: iface wg0: wg0 has no usable IPv6 address",
             ),
-            // An address is kept, even if it is not the best of its interface.
+            // The given address is used, even if it is not the best of its interface.
             (
                 &["192.0.2.2"],
                 none,
@@ -429,7 +417,7 @@ mod tests {
                 "eth1 - 2001:db8:1::2",
                 "eth1 198.51.100.1 2001:db8:1::2",
             ),
-            // The first that fits wins; failures before it do not matter.
+            // The first match wins, and earlier failures are ignored.
             (
                 &["eth7", "eth1", "eth0"],
                 none,
@@ -446,7 +434,7 @@ mod tests {
                 "eth0 - 2001:db8::1",
                 "eth0 192.0.2.1 2001:db8::1",
             ),
-            // Regular expressions: addresses before names, and with both families both must match.
+            // Regular expressions: addresses before names; in dual stack both families must match.
             (
                 none,
                 &[r"^192\.0\.2\.2$|^2001:db8:1::2"],
@@ -471,8 +459,7 @@ mod tests {
                 "no external interface: iface-regex wg: wg0 has no usable IPv6 address",
                 "no external interface: iface-regex wg: wg0 has no usable IPv6 address",
             ),
-            // A public address is a selector if there is no other, and then must be on an
-            // interface.
+            // A public address is the selector if there is no other, and must be on an interface.
             (
                 none,
                 none,
@@ -497,7 +484,7 @@ mod tests {
                 "no external interface: public-ip 203.0.113.1: IPv4 is not enabled in the network config",
                 "no external interface: public-ip 203.0.113.1: no interface has the address 203.0.113.1",
             ),
-            // With another selector it is only the address for peers. IPv6 is kept even if it is
+            // With another selector it only is the address for peers. IPv6 is kept even if it is
             // not enabled.
             (
                 &["eth0"],
@@ -515,8 +502,8 @@ mod tests {
                 "eth0 - 2001:db8::1 public - 2001:db8:ffff::1",
                 "eth0 192.0.2.1 2001:db8::1 public 192.0.2.1 2001:db8:ffff::1",
             ),
-            // With an address as selector and both families, a public IPv6 address must be on the
-            // same interface.
+            // With an address as selector in dual stack, a public IPv6 address must be on the same
+            // interface.
             (
                 &["198.51.100.1"],
                 none,
@@ -574,7 +561,7 @@ mod tests {
     }
 
     #[test]
-    fn default_routes_that_decide_nothing() {
+    fn unusable_default_routes() {
         let none = Selectors::default();
         let other = Facts {
             default: Dual {
@@ -632,12 +619,12 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_said() {
+    fn reasons_are_reported() {
         let mut facts = facts();
         let wrong = selectors(&[], &["(", "lo"], &[]);
-        let said = chosen(&wrong, &V4, &facts);
-        assert!(said.contains("iface-regex (: not a regular expression: "), "{said}");
-        assert!(said.ends_with("iface-regex lo: lo has no usable IPv4 address"), "{said}");
+        let text = chosen(&wrong, &V4, &facts);
+        assert!(text.contains("iface-regex (: not a regular expression: "), "{text}");
+        assert!(text.ends_with("iface-regex lo: lo has no usable IPv4 address"), "{text}");
         facts.interfaces[1].mtu = 0;
         assert_eq!(
             chosen(&Selectors::default(), &V4, &facts),

@@ -1,4 +1,4 @@
-//! Reads the facts that the choice depends on.
+//! Reads the kernel state that the choice depends on.
 
 use std::net::IpAddr;
 
@@ -8,11 +8,11 @@ use flannel_core::kernel::{KernelError, RouteAnswer};
 use flannel_core::object::LinkName;
 
 use crate::NetlinkKernel;
-use crate::ask::{ENODEV, find_link, lookup, name_of};
 use crate::codec::addr::AddrMessage;
 use crate::codec::{addr, link, route};
-use crate::socket::Socket;
-use crate::wire::Message;
+use crate::kernel::query::{find_link, lookup, name_of};
+use crate::transport::socket::Socket;
+use crate::transport::wire::Message;
 
 use super::{SelectError, Selectors, choose};
 
@@ -23,15 +23,15 @@ const DEPRECATED: u32 = 0x20;
 const TENTATIVE: u32 = 0x40;
 const PERMANENT: u32 = 0x80;
 
-/// What the choice depends on.
+/// The kernel state that the choice depends on.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Facts {
     /// All interfaces, in the order of their indexes.
     pub interfaces: Vec<Interface>,
-    /// The first default route of each family in the main table; `None` too if the choice does not
+    /// The first default route of each family in the main table; `None` also if the choice does not
     /// depend on it.
     pub default: Dual<DefaultRoute>,
-    /// Where packets for [`Selectors::can_reach`] go; `None` if there is no such selector.
+    /// The route to [`Selectors::can_reach`]; `None` without that selector.
     pub reach: Option<RouteAnswer>,
 }
 
@@ -51,27 +51,26 @@ pub struct Interface {
 pub struct Address {
     /// The address.
     pub address: IpAddr,
-    /// It may serve hosts elsewhere now: neither deprecated, nor still to be checked for a
-    /// duplicate, nor one, nor of `scope host`.
+    /// Other hosts can use it: it is not deprecated, tentative, a duplicate or of `scope host`.
     pub usable: bool,
     /// It does not expire.
     pub permanent: bool,
-    /// It is one of those that change for privacy (IPv6), or a secondary one (IPv4).
+    /// A temporary address for privacy (IPv6), or a secondary one (IPv4).
     pub temporary: bool,
 }
 
 /// A default route.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DefaultRoute {
-    /// Its interface; `None` if it has several paths or none.
+    /// Its interface; `None` for several paths or none.
     pub link: Option<LinkName>,
 }
 
 impl NetlinkKernel {
-    /// Chooses the external interface for a network of these families; reads the kernel once.
+    /// Reads the kernel state and chooses the external interface for a network of these families.
     ///
     /// # Errors
-    /// The kernel cannot be read, or nothing fits: then the error lists what was tried.
+    /// The kernel state cannot be read, or no selector matches.
     ///
     /// # Blocking
     /// A few milliseconds on a host with thousands of routes or interfaces.
@@ -83,11 +82,11 @@ impl NetlinkKernel {
         choose(selectors, families, &self.facts(selectors)?)
     }
 
-    /// Reads what [`choose`](fn@choose) needs to know, through a socket of its own: a table may be
-    /// long, and who writes does not wait for it.
+    /// Reads the inputs of [`choose`](fn@choose), through a socket of its own, so that a long table
+    /// does not delay changes.
     ///
     /// # Errors
-    /// The kernel cannot be read.
+    /// The kernel state cannot be read.
     ///
     /// # Blocking
     /// As [`NetlinkKernel::external_interface`].
@@ -98,7 +97,7 @@ impl NetlinkKernel {
     /// All interfaces, in the order of their indexes.
     ///
     /// # Errors
-    /// The kernel cannot be read.
+    /// The kernel state cannot be read.
     ///
     /// # Blocking
     /// Milliseconds on a host with thousands of interfaces.
@@ -120,15 +119,13 @@ pub(super) fn facts(socket: &mut Socket, selectors: &Selectors) -> Result<Facts,
     })
 }
 
-/// One interface and its index; `None` if it is not there. Costs nothing that grows with the host.
+/// One interface and its index; `None` if it does not exist. The cost does not depend on the number
+/// of interfaces and routes.
 pub(super) fn interface(
     socket: &mut Socket,
     name: LinkName,
 ) -> Result<Option<(u32, Interface)>, KernelError> {
-    let link = match find_link(socket, name) {
-        Err(error) if error.errno == ENODEV => return Ok(None),
-        link => link?,
-    };
+    let Some(link) = find_link(socket, name)? else { return Ok(None) };
     let on_it =
         |message: &Message<'_>| addr::read(message).filter(|found| found.index == link.index);
     let addresses = socket.dump(addr::on(link.index), on_it)?;

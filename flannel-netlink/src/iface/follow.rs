@@ -1,9 +1,9 @@
 //! Follows the chosen interface.
 //!
-//! An interface stays chosen for as long as it has the addresses and the MTU that it was chosen
-//! with, even if the selectors would choose another one by now, because a change interrupts what
-//! works. So as long as it has them, only the interface itself is read, and no route. A link-local
-//! address replaces no other address; one that was chosen gives way to another address.
+//! An interface stays chosen as long as it has the addresses and the MTU that it was chosen with,
+//! even if the selectors would now choose another one, because a change interrupts traffic. Until
+//! then only the interface itself is read, and no route. A link-local address never replaces
+//! another address, but is replaced by one.
 
 use std::convert::Infallible;
 use std::time::Duration;
@@ -20,17 +20,17 @@ use super::facts::{facts, interface};
 use super::{Interface, SelectError, Selectors, choose};
 use crate::NetlinkKernel;
 use crate::codec::{addr, link, route};
-use crate::multicast::Multicast;
-use crate::socket::Socket;
-use crate::wire::{Message, messages};
+use crate::transport::multicast::Multicast;
+use crate::transport::socket::Socket;
+use crate::transport::wire::Message;
 
-/// Addresses and links change in bursts; one look in so much time is enough.
+/// The time after a check until the next one, because addresses and links change in bursts.
 const PAUSE: Duration = Duration::from_millis(200);
 /// `RTNLGRP_…`: LINK, IPV4_IFADDR, IPV6_IFADDR.
 const GROUPS: [u32; 3] = [1, 5, 9];
-/// And IPV4_ROUTE, IPV6_ROUTE.
+/// [`GROUPS`] with IPV4_ROUTE and IPV6_ROUTE.
 const GROUPS_AND_ROUTES: [u32; 5] = [1, 5, 9, 7, 11];
-/// Bytes for messages not yet read.
+/// Bytes of the receive buffer.
 const RECEIVE_BUFFER: usize = 1 << 20;
 
 /// The state of the chosen interface.
@@ -39,28 +39,29 @@ pub enum InterfaceState {
     /// It has the addresses and the MTU that it was chosen with.
     #[default]
     Kept,
-    /// It has lost an address it was chosen with, has another MTU or is gone, and another choice is
-    /// possible.
+    /// It lacks an address it was chosen with, has another MTU or does not exist, and another
+    /// choice is possible.
     Other {
-        /// What would be chosen now: another interface, or the same as it is now.
+        /// The new choice: another interface, or the same one with its current values.
         now: Box<ExternalInterface>,
-        /// What is different, as a sentence without a full stop.
+        /// The difference, as a sentence without a full stop.
         difference: String,
     },
-    /// It is not what it was, and nothing else fits: why, as a sentence without a full stop.
+    /// It changed in the same way, and no other choice is possible. The reason is a sentence
+    /// without a full stop.
     Lost(String),
 }
 
 impl NetlinkKernel {
-    /// Follows the chosen interface, and publishes its state whenever that changes. A link-local
-    /// address is no other choice, unless one was chosen; that one is kept only as long as the
-    /// interface has no other address.
+    /// Follows the chosen interface and publishes its state whenever it changes. A link-local
+    /// address is another choice only if the chosen one is link-local too. A chosen link-local
+    /// address is kept as long as the interface has no other address.
     ///
-    /// Needs a tokio runtime with time and a thread that may block: the kernel is read there,
-    /// through a socket that nobody else waits for.
+    /// Needs a tokio runtime with time. A blocking thread reads the kernel state, through a socket
+    /// of its own.
     ///
     /// # Errors
-    /// The kernel cannot be watched.
+    /// The kernel state cannot be watched.
     ///
     /// # Cancel safety
     /// Dropping the future loses nothing.
@@ -71,7 +72,7 @@ impl NetlinkKernel {
         families: &[Family],
         state: &watch::Sender<InterfaceState>,
     ) -> Result<Infallible, KernelError> {
-        // Listen before the first look, so that nothing is missed between the two.
+        // Subscribe before the first check, so that no change is missed.
         let (mut changes, socket) =
             self.namespace().run(|| Ok::<_, KernelError>((changes()?, Socket::open()?)))??;
         let mut observer = Observer {
@@ -83,7 +84,7 @@ impl NetlinkKernel {
         };
         let mut by_routes = false;
         loop {
-            let (back, kept) = blocking(observer, Observer::look).await;
+            let (back, kept) = blocking(observer, Observer::check).await;
             observer = back;
             let kept = kept?;
             let listen = !kept && observer.depends_on_routes();
@@ -98,8 +99,8 @@ impl NetlinkKernel {
                 now?
             };
             state.send_if_modified(|state| std::mem::replace(state, now) != *state);
-            changes.wait_for(|datagram| observer.is_concerned(datagram)).await?;
-            // The next look includes changes until then.
+            changes.wait_for(|message| observer.affects_choice(message)).await?;
+            // Changes until the end of the pause are part of the next check.
             let rest = async { while changes.wait_for(|_| true).await.is_ok() {} };
             let _ = tokio::time::timeout(PAUSE, rest).await;
         }
@@ -112,7 +113,7 @@ fn changes() -> Result<Multicast, KernelError> {
     Ok(socket)
 }
 
-/// Does `work` on a thread that may block.
+/// Runs `work` on a blocking thread.
 async fn blocking<T: Send + 'static>(
     mut observer: Observer,
     work: fn(&mut Observer) -> T,
@@ -130,14 +131,14 @@ struct Observer {
     chosen: ExternalInterface,
     selectors: Selectors,
     families: Vec<Family>,
-    /// That of the chosen interface; `None` if it was not what it was chosen with, or had something
-    /// better, when last looked at.
+    /// The index of the chosen interface; `None` if the last check found a difference or a better
+    /// address.
     index: Option<u32>,
 }
 
 impl Observer {
-    /// The interface is what it was when it was chosen, and nothing about it is better by now.
-    fn look(&mut self) -> Result<bool, KernelError> {
+    /// The interface has the values it was chosen with, and no better address.
+    fn check(&mut self) -> Result<bool, KernelError> {
         let found = interface(&mut self.socket, self.chosen.name)?;
         let stays = |(_, interface): &(u32, Interface)| {
             is_kept(&self.chosen, interface) && !has_better(&self.chosen, interface)
@@ -146,7 +147,7 @@ impl Observer {
         Ok(self.index.is_some())
     }
 
-    /// The state of the interface, compared with the one that would be chosen now.
+    /// The state of the interface, compared with the current choice.
     fn choose(&mut self) -> Result<InterfaceState, KernelError> {
         let facts = facts(&mut self.socket, &self.selectors)?;
         let there = facts.interfaces.iter().find(|interface| interface.name == self.chosen.name);
@@ -173,15 +174,9 @@ impl Observer {
         self.selectors.by_default_route() || self.selectors.can_reach.is_some()
     }
 
-    /// A datagram has a message that bears on the choice, or cannot be understood.
-    fn is_concerned(&self, datagram: Option<&[u8]>) -> bool {
-        let Some(datagram) = datagram else { return true };
-        messages(datagram)
-            .any(|message| message.as_ref().map_or(true, |message| self.bears_on(message)))
-    }
-
-    /// While the interface is there only changes of itself count.
-    fn bears_on(&self, message: &Message<'_>) -> bool {
+    /// The message may affect the choice. While the interface is unchanged, only messages about it
+    /// do.
+    fn affects_choice(&self, message: &Message<'_>) -> bool {
         let at = |index| self.index.is_none_or(|chosen| chosen == index);
         match Rtm::from(message.kind) {
             Rtm::Newlink | Rtm::Dellink => link::read(message)
@@ -202,22 +197,22 @@ impl Observer {
     }
 }
 
-/// The interface is what it was when it was chosen.
+/// The interface has the addresses and the MTU that it was chosen with.
 fn is_kept(chosen: &ExternalInterface, interface: &Interface) -> bool {
     let has = |address| interface.addresses.iter().any(|found| found.address == address);
     interface.mtu == chosen.mtu && chosen.address.values().all(|address| has(*address))
 }
 
-/// A link-local address was chosen, and there is another one by now.
+/// A link-local address was chosen, and another address is available.
 fn has_better(chosen: &ExternalInterface, interface: &Interface) -> bool {
     let better = |family| best(interface, family).is_ok_and(|address| !is_link_local(address));
     chosen.address.iter().any(|(family, address)| is_link_local(*address) && better(family))
 }
 
-/// Why `now` is no choice in place of `chosen`, as a sentence without a full stop: a link-local
-/// address would take the place of another. `None` if none would.
+/// The reason why `now` must not replace `chosen`, as a sentence without a full stop: a link-local
+/// address would replace another one. `None` if it may.
 pub fn worse(chosen: &ExternalInterface, now: &ExternalInterface) -> Option<String> {
-    // A family that the other config does not have had none.
+    // `chosen` has no address of a family that only the new config enables.
     let had_better =
         |family: Family| chosen.address[family].is_some_and(|address| !is_link_local(address));
     let (family, address) = now
@@ -227,7 +222,7 @@ pub fn worse(chosen: &ExternalInterface, now: &ExternalInterface) -> Option<Stri
     Some(format!("{} has only the link-local {family} address {address} now", now.name))
 }
 
-/// What is different, if anything is.
+/// The difference between two choices; `None` if there is none.
 fn difference(before: &ExternalInterface, now: &ExternalInterface) -> Option<String> {
     let name = now.name;
     if name != before.name {
@@ -255,7 +250,7 @@ mod tests {
 
     use super::*;
     use crate::testing::{in_netns, in_netns_async, ip};
-    use crate::wire::Messages;
+    use crate::transport::wire::{Messages, messages};
 
     fn up0() -> LinkName {
         "up0".parse().unwrap()
@@ -274,7 +269,7 @@ mod tests {
         Selectors { iface, can_reach, ..Selectors::default() }
     }
 
-    /// The chosen interface has index 7, or is not what it was.
+    /// The chosen interface has index 7, or was changed.
     fn observer(index: Option<u32>, selectors: Selectors) -> Observer {
         let chosen = ExternalInterface {
             name: up0(),
@@ -287,42 +282,45 @@ mod tests {
         Observer { socket, chosen, selectors, families: vec![Family::V4], index }
     }
 
-    /// The message about a route, which is the same as the request for it.
+    /// A message about a route has the format of the request for it.
     fn route_message(dst: &str) -> Vec<u8> {
         let mut messages = Messages::default();
         let via = Via::Gateway { gateway: [192, 0, 2, 9].into(), link: up0(), onlink: false };
         route::put(&mut messages, &Route { dst: dst.parse().unwrap(), via, mtu: None }, 7, false);
-        messages.ready(0, 1, 0, NlmF::empty()).to_vec()
+        messages.ready(0..1, 0, NlmF::empty()).to_vec()
+    }
+
+    fn is_relevant(observer: &Observer, message: &[u8]) -> bool {
+        observer.affects_choice(&messages(message).next().unwrap().unwrap())
     }
 
     #[test]
-    fn only_routes_that_lead_elsewhere_are_looked_into_and_only_when_the_interface_is_lost() {
+    fn route_messages_are_relevant_only_when_the_interface_is_lost() {
         in_netns(|| {
             let (kept, lost) =
                 (observer(Some(7), Selectors::default()), observer(None, Selectors::default()));
             for (dst, wanted) in
                 [("0.0.0.0/0", true), ("10.1.7.0/24", false), ("192.0.2.0/24", false)]
             {
-                assert!(!kept.is_concerned(Some(&route_message(dst))), "{dst}");
-                assert_eq!(lost.is_concerned(Some(&route_message(dst))), wanted, "{dst}");
+                assert!(!is_relevant(&kept, &route_message(dst)), "{dst}");
+                assert_eq!(is_relevant(&lost, &route_message(dst)), wanted, "{dst}");
             }
             let far = observer(None, selectors(Some("198.51.100.7")));
-            // All of these are of our own protocol.
+            // These routes have our own protocol.
             for dst in ["198.51.100.0/24", "0.0.0.0/0", "203.0.113.0/24"] {
-                assert!(!far.is_concerned(Some(&route_message(dst))), "{dst}");
+                assert!(!is_relevant(&far, &route_message(dst)), "{dst}");
                 let mut by_boot = route_message(dst);
                 by_boot[16 + 5] = flannel_core::kernel::GO_ROUTE_PROTOCOL;
-                assert_eq!(far.is_concerned(Some(&by_boot)), dst != "203.0.113.0/24", "{dst}");
+                assert_eq!(is_relevant(&far, &by_boot), dst != "203.0.113.0/24", "{dst}");
             }
             for (index, wanted) in [(7, true), (8, false)] {
                 let mut messages = Messages::default();
                 let addr = Addr { link: up0(), address: [192, 0, 2, 1].into(), len: 24 };
                 addr::put(&mut messages, &addr, index);
-                let message = messages.ready(0, 1, 0, NlmF::empty()).to_vec();
-                assert_eq!(kept.is_concerned(Some(&message)), wanted);
-                assert!(lost.is_concerned(Some(&message)));
+                let message = messages.ready(0..1, 0, NlmF::empty()).to_vec();
+                assert_eq!(is_relevant(&kept, &message), wanted);
+                assert!(is_relevant(&lost, &message));
             }
-            assert!(kept.is_concerned(None), "a datagram that did not fit may concern us");
         });
     }
 

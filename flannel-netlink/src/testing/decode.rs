@@ -1,25 +1,26 @@
-//! All readers of messages together, for the fuzz target and its corpus: no bytes make a reader
-//! panic or loop, and an object that is read and written again is read the same.
+//! All readers of messages, for the fuzz target and its corpus: no bytes make a reader panic or loop,
+//! and an object that is read and written is read again as the same object.
 
 use flannel_core::object::{Link, LinkName, Object, Route};
 use neli::consts::nl::NlmF;
 use neli::consts::rtnl::Rtm;
 
 use crate::codec::{addr, fdb, link, neigh, nexthop, route};
-use crate::wire::{Message, Messages, messages, outcome};
+use crate::transport::wire::{DONE, ERROR, Message, Messages, messages, outcome};
 
-/// Stands for every link.
+/// The index of every link.
 const INDEX: u32 = 7;
 
-/// Reads the messages in a datagram: the objects as text, in their order, and for other messages
-/// `-`; last, `cut short` if the last one is.
+/// Reads the messages in a datagram. Returns the objects as text, in order, `-` for other messages,
+/// and `cut short` for a truncated one.
 ///
 /// # Panics
 /// An object that was read, written and read again is not the same.
 pub fn decode(datagram: &[u8]) -> Vec<String> {
     let text = |message: &Message<'_>| {
-        let _ = outcome(message, true);
-        let _ = outcome(message, false);
+        for kind in [ERROR, DONE] {
+            let _ = outcome(&Message { kind, ..*message });
+        }
         let found = object(message);
         if let Some(found) = &found {
             assert_eq!(object_again(found).as_ref(), Some(found), "written and read again");
@@ -35,12 +36,12 @@ fn name() -> LinkName {
     "flannel.1".parse().expect("a name")
 }
 
-/// The object that a message is about, if one expresses it.
+/// The object of a message, if it is representable.
 fn object(message: &Message<'_>) -> Option<Object> {
     match Rtm::from(message.kind) {
         Rtm::Newlink | Rtm::Dellink => {
             let found = link::read(message)?;
-            // A device is made down, and set up afterwards.
+            // A device is created down and set up afterwards.
             let lower = (found.lower() != 0).then(name);
             found.object(lower).map(|link| Link { up: false, name: name(), ..link }.into())
         }
@@ -55,7 +56,7 @@ fn object(message: &Message<'_>) -> Option<Object> {
             let found = route::read(message).filter(|found| found.is_exact())?;
             found.object(|_| Some(name())).map(Object::Route)
         }
-        _ if message.kind == nexthop::NEW || message.kind == nexthop::DELETE => {
+        _ if nexthop::is_event(message.kind) => {
             let _ = nexthop::members(message);
             nexthop::read(message)?.object(name()).map(Object::Nexthop)
         }
@@ -79,7 +80,7 @@ fn object_again(object: &Object) -> Option<Object> {
         _ => return None,
     }
     let count = requests.len();
-    let bytes = requests.ready(0, count, 0, NlmF::empty());
+    let bytes = requests.ready(0..count, 0, NlmF::empty());
     self::object(&messages(bytes).next()?.ok()?)
 }
 

@@ -1,10 +1,9 @@
 //! The desired objects: this node's own, and those that accepted peers define.
 
-use super::lookups::Answers;
-use crate::admission::{Admission, Changed};
 use crate::nexthops::{Ids, nexthop};
-use crate::object_counts::ObjectCounts;
-use crate::peer_index::Id;
+use flannel_admission::Answers;
+use flannel_admission::Id;
+use flannel_admission::{Admission, Changed};
 use flannel_core::object::{Key, LinkName, Object, ObjectKind, Route, State, Via};
 use flannel_core::{Lease, Subnet, Subnets};
 use std::collections::BTreeMap;
@@ -19,13 +18,13 @@ pub(super) struct Desired {
     /// The ids of nexthop objects. `None` before the first snapshot, and if the kernel has no
     /// nexthop objects.
     pub(super) ids: Option<Ids>,
-    /// The number of objects that peers add to `base`.
-    pub(super) counts: ObjectCounts,
+    /// The number of objects of each kind that peers add to `base`.
+    pub(super) counts: BTreeMap<ObjectKind, usize>,
 }
 
 impl Desired {
     pub(super) fn new(base: State, peers: Admission) -> Self {
-        Self { base, peers, ids: None, counts: ObjectCounts::default() }
+        Self { base, peers, ids: None, counts: BTreeMap::new() }
     }
 
     /// The desired object with this key.
@@ -86,20 +85,12 @@ impl Desired {
 
     /// Gives ids to the routes of new peers, and counts their objects.
     fn count_added(&mut self, added: &[Id]) {
-        if let Some(ids) = &mut self.ids {
-            ids.reserve(added.len());
-        }
         for object in added.iter().flat_map(|id| self.peers.objects_of(*id)) {
             if self.ids.as_mut().and_then(|ids| ids.assign_to(object)).is_some() {
-                self.counts.add(ObjectKind::Nexthop);
+                *self.counts.entry(ObjectKind::Nexthop).or_default() += 1;
             }
-            self.counts.add(object.kind());
+            *self.counts.entry(object.kind()).or_default() += 1;
         }
-    }
-
-    /// The objects of one peer, as the kernel is to have them.
-    pub(super) fn each_of(&self, peer: Id, each: impl FnMut(Object)) {
-        self.expand(self.peers.objects_of(peer), each);
     }
 
     /// All objects, those of peers in the order of their slots. An object that several peers define
@@ -116,7 +107,7 @@ impl Desired {
         mut each: impl FnMut(Object),
     ) {
         for object in objects {
-            let id = self.ids.as_ref().and_then(|ids| ids.of_route(object));
+            let id = self.ids.as_ref().and_then(|ids| ids.of(&object.key()));
             if let Some(nexthop) = id.and_then(|id| nexthop(object, id)) {
                 each(nexthop.into());
             }
@@ -135,7 +126,7 @@ impl Desired {
         ids.adopt(actual, |dst| first || !wanted(dst));
         if first {
             let assigned = self.peers.objects().filter_map(|object| ids.assign_to(object));
-            assigned.for_each(|_| self.counts.add(ObjectKind::Nexthop));
+            *self.counts.entry(ObjectKind::Nexthop).or_default() += assigned.count();
         }
     }
 
@@ -156,7 +147,7 @@ impl Desired {
 pub(super) fn by_nexthop(object: &Object, id: Option<u32>) -> Object {
     match (object, id) {
         (Object::Route(route), Some(id)) if nexthop(object, id).is_some() => {
-            route.by_nexthop(id).into()
+            Route { via: Via::Nexthop(id), ..*route }.into()
         }
         _ => object.clone(),
     }

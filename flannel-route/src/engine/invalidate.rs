@@ -31,14 +31,6 @@ impl Suspect<'_> {
 }
 
 impl Engine {
-    pub(crate) fn has_urgent_lookups(&self) -> bool {
-        self.lookups.is_urgent()
-    }
-
-    pub(crate) fn has_stale_lookups(&self) -> bool {
-        self.lookups.is_any()
-    }
-
     /// Takes in an event. `names` names its author.
     pub(crate) fn invalidate(
         &mut self,
@@ -65,18 +57,14 @@ impl Engine {
     }
 
     fn invalidate_object(&mut self, report: &KernelEvent, by: &Suspect<'_>) {
-        let key = match report {
-            KernelEvent::Present(object)
-            | KernelEvent::Inexact(object)
-            | KernelEvent::Duplicate(object) => object.key(),
-            KernelEvent::Unrepresentable(key)
-            | KernelEvent::Related(key)
-            | KernelEvent::Deleted(key) => *key,
-        };
+        if self.end_started(report) {
+            return;
+        }
+        let key = report.key();
         let concerned = self.footprint.concerns(&key);
         if let Key::Route(dst) = key
             && !concerned
-            && self.desired.peers.lookups().are_under(dst)
+            && self.desired.peers.asked_about(dst)
         {
             self.lookups.invalidate_under(dst);
         }
@@ -84,7 +72,7 @@ impl Engine {
         // As desired, but of a protocol that is not ours.
         let disowned = protocol.is_some_and(|protocol| protocol != ROUTE_PROTOCOL);
         match (self.desired.object(&key), report) {
-            (_, KernelEvent::Related(_)) => {}
+            (_, KernelEvent::Related(_) | KernelEvent::Failed(..)) => {}
             // An event that reports the desired object is ignored; an invalid object stays invalid.
             (Some(want), KernelEvent::Present(object)) if want == *object && !disowned => {}
             // A foreign route before a route of last resort is in order.

@@ -7,9 +7,8 @@ use tokio::time::Instant;
 
 use flannel_core::Lease;
 
-/// The number of new peers whose objects are put at once. Linux maps the per-CPU memory that
-/// forwarding entries need in pieces, behind the caller. With more entries in a row it falls
-/// behind: slices of 256 peers took a fifth longer with 65,000 peers.
+/// The number of new peers whose objects are put at once. Linux maps per-CPU memory for forwarding
+/// entries in the background, and falls behind: slices of 256 of 65,000 peers took a fifth longer.
 pub(super) const SLICE: usize = 64;
 
 /// New leases that no plan has seen yet, in the order of their arrival.

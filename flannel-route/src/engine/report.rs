@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::sync::Arc;
 
-use super::lookups::Answers;
-use super::{Cause, Engine, Reads};
+use super::{Cause, Engine, Row};
+use flannel_admission::Answers;
 use flannel_core::object::Object;
 use flannel_core::status::{Explanation, ObjectState, Status, Wait, Waiting};
 use flannel_core::{Kernel, Lease, Subnets};
@@ -13,44 +13,36 @@ use flannel_core::{Kernel, Lease, Subnets};
 impl Engine {
     /// Says whether an object failed that did not fail at the last call.
     pub(crate) fn take_newly_failing(&mut self) -> bool {
-        self.table.take_newly_failing()
-    }
-
-    pub(crate) fn reads(&self) -> Reads {
-        self.survey.reads
-    }
-
-    /// The kernel cannot be read.
-    pub(crate) fn is_unreadable(&self) -> bool {
-        self.survey.error.is_some()
+        std::mem::take(&mut self.table.newly_failing)
     }
 
     pub(crate) fn is_failing(&self) -> bool {
-        !self.table.failing().is_empty()
+        !self.table.failing.is_empty()
             || self.survey.error.is_some()
             || self.lookups.error().is_some()
     }
 
-    /// Before the first snapshot all objects are unread.
-    fn is_own_in_place(&self) -> bool {
-        let lacks = |object: &Object| self.table.get(&object.key()).is_some();
-        !self.survey.is_everything_unread() && !self.desired.base.iter().any(lacks)
-    }
-
     /// The status. Its cost does not grow with the number of peers.
     pub(crate) fn status(&self) -> Status {
-        let (peers, counts) = (&self.desired.peers, &self.desired.counts);
+        let peers = &self.desired.peers;
+        let mut counts = self.desired.counts.clone();
+        for object in self.desired.base.iter() {
+            *counts.entry(object.kind()).or_default() += 1;
+        }
+        counts.retain(|_, count| *count > 0);
         let mut status = Status::default();
-        status.in_sync = self.live && !self.is_unsettled() && !self.is_failing();
-        status.settled = !self.is_unsettled();
-        status.own_in_place = self.is_own_in_place();
+        status.settled = !self.is_unsettled() && !self.table.has_started();
+        status.in_sync = self.live && status.settled && !self.is_failing();
+        let is_in_place = |object: &Object| self.table.get(&object.key()).is_none();
+        status.own_in_place =
+            !self.survey.is_everything_unread() && self.desired.base.iter().all(is_in_place);
         status.live = self.live;
         status.leases = self.leases.clone();
         status.peers = peers.accepted();
-        status.objects = self.desired.base.len() + counts.total();
-        status.by_kind = counts.by_kind(self.desired.base.iter());
+        status.objects = counts.values().sum();
+        status.by_kind = counts;
         status.rejected = peers.rejected().clone();
-        status.failing = self.table.failing().clone();
+        status.failing = self.table.failing.clone();
         status.kernel_error = self.survey.error.as_ref().or_else(|| self.lookups.error()).cloned();
         status.advisories = peers.advisories().clone();
         self.stats.copy_to(&mut status);
@@ -62,7 +54,7 @@ impl Engine {
     pub(crate) fn waiting(&self) -> Waiting {
         let queued = self.queue.leases().map(|lease| (lease.subnets, Wait::Turn));
         let mut peers: BTreeMap<Subnets, Wait> = queued.collect();
-        for (key, row) in self.table.puts(..) {
+        for (key, row) in self.table.rows().iter().filter(|(_, row)| row.is_pending()) {
             let Some(peer) = self.desired.peer_of(key) else { continue };
             let link = self.desired.object(key).and_then(|o| self.desired.link_of(&o));
             let missing = link.filter(|link| self.survey.missing_links.contains(link));
@@ -85,9 +77,11 @@ impl Engine {
             let key = object.key();
             if !peer.accepted {
                 ObjectState::Unwanted
-            } else if let Some(failure) = self.table.failing().get(&key) {
+            } else if let Some(failure) = self.table.failing.get(&key) {
                 ObjectState::Failing(failure.clone())
-            } else if self.table.is_put(&key) || self.survey.is_everything_unread() {
+            } else if self.table.get(&key).is_some_and(Row::is_pending)
+                || self.survey.is_everything_unread()
+            {
                 ObjectState::Pending
             } else {
                 ObjectState::InPlace

@@ -5,14 +5,14 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::lookups::Answers;
 use super::table::{Actual, Row};
 use super::{Cause, Engine};
-use crate::admission::Changed;
 use crate::nexthops::Ids;
+use flannel_admission::Answers;
+use flannel_admission::Changed;
 use flannel_core::Kernel;
 use flannel_core::kernel::{KernelError, NexthopBlock};
-use flannel_core::object::{Change, Key, LinkName, Object, State};
+use flannel_core::object::{Change, Key, LinkName, Object, ObjectKind, State};
 use flannel_core::status::{Damage, Failure};
 
 const EAGAIN: i32 = 11;
@@ -38,17 +38,17 @@ pub(crate) struct Reads {
 
 /// The result of the last snapshot, and the need for another one.
 #[derive(Debug, Default)]
-pub(super) struct Survey {
+pub(crate) struct Survey {
     unread: Unread,
     /// Desired links that are absent: no object can be put on them.
     pub(super) missing_links: BTreeSet<LinkName>,
-    pub(super) reads: Reads,
+    pub(crate) reads: Reads,
     /// Why the kernel could not be read.
-    pub(super) error: Option<KernelError>,
+    pub(crate) error: Option<KernelError>,
 }
 
 impl Survey {
-    pub(super) fn is_unread(&self) -> bool {
+    pub(crate) fn is_unread(&self) -> bool {
         self.unread > Unread::Nothing
     }
 
@@ -114,10 +114,8 @@ impl Engine {
         }
     }
 
-    /// Reads the kernel and rebuilds the table; false if it could not be read.
-    ///
-    /// A link in `links_put` that still is not as desired is one that the kernel keeps as it is. It
-    /// fails, since the time of the failure that it had before it was put.
+    /// Reads the kernel and rebuilds the table; false if it could not be read. A link in `links_put`
+    /// that still is not as desired fails, since the time of its failure before it was put.
     pub(super) fn read(
         &mut self,
         kernel: &dyn Kernel,
@@ -173,9 +171,9 @@ impl Engine {
             self.take_deltas(deltas, Some(arrived));
             let (desired, table) = (&self.desired, &mut self.table);
             for id in added {
-                desired.each_of(id, |object| {
+                desired.expand(desired.peers.objects_of(id), |object| {
                     let key = object.key();
-                    if actual.get(&key) != Some(&object) || !actual.is_exact(&object) {
+                    if actual.get(&key) != Some(&object) || actual.is_inexact(&key) {
                         table.insert(key, Row::new(Actual::Unknown, Cause::Lease(Some(arrived))));
                     }
                 });
@@ -187,11 +185,15 @@ impl Engine {
     /// Compares all desired objects with `actual`.
     fn compare<'a>(&self, actual: &'a State) -> Comparison<'a> {
         let (mut wrong, mut is_wanted) = (Vec::new(), vec![false; actual.len()]);
-        let (mut finder, mut nexthops) = (actual.finder(), 0);
+        // Objects of one kind are desired in nearly the order in which they are read.
+        let (mut next, mut nexthops) = ([0; ObjectKind::ALL.len()], 0);
         self.desired.each(|want| {
             nexthops += usize::from(matches!(want, Object::Nexthop(_)));
-            match finder.find(&want) {
-                Some((n, None)) if actual.is_exact(&want) => is_wanted[n] = true,
+            let near = &mut next[want.kind() as usize];
+            let found = actual.find_near(&want, *near);
+            *near = found.map_or(*near, |(n, _)| n + 1);
+            match found {
+                Some((n, None)) if !actual.is_inexact(&want.key()) => is_wanted[n] = true,
                 Some((n, is)) => {
                     is_wanted[n] = true;
                     wrong.push((want.clone(), Some(is.cloned().unwrap_or(want))));
@@ -208,7 +210,7 @@ impl Engine {
         let is = is.map_or_else(|| "absent".into(), |is| is.to_string());
         let detail = format!("the kernel did not take it over: it is now {is}");
         if let Some(before) = before {
-            self.table.fails_still(want.key(), before.clone());
+            self.table.failing.insert(want.key(), before.clone());
         }
         let error = KernelError::explained(EAGAIN, detail);
         self.table.refuse(&Change::Put(want), row.cause, row.changed_by, None, error);

@@ -30,37 +30,57 @@ pub(super) enum Actual {
     Suspected,
 }
 
+/// The progress of a change.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Progress {
+    /// It is to be applied.
+    Due,
+    /// The kernel refused it. It is not tried again until [`Table::retry`].
+    Refused,
+    /// An annex has started it. Its end is an event.
+    Started,
+}
+
 /// An object that is not known to be as desired.
 #[derive(Debug)]
 pub(super) struct Row {
     pub(super) actual: Actual,
     pub(super) cause: Cause,
-    /// The kernel refused the change. It is not tried again until [`Table::retry`].
-    refused: bool,
+    progress: Progress,
     /// The process that is said to have changed the object.
     pub(super) changed_by: Option<Box<ChangedBy>>,
 }
 
 impl Row {
     pub(super) const fn new(actual: Actual, cause: Cause) -> Self {
-        Self { actual, cause, refused: false, changed_by: None }
+        Self { actual, cause, progress: Progress::Due, changed_by: None }
     }
 
     /// The desired object is to be put.
     pub(super) fn is_put(&self) -> bool {
-        !self.refused && matches!(self.actual, Actual::Unknown)
+        self.progress == Progress::Due && matches!(self.actual, Actual::Unknown)
     }
 
     /// The object that is to be deleted.
     pub(super) fn deletion(&self) -> Option<&Object> {
         match &self.actual {
-            Actual::Present(object) if !self.refused => Some(object),
+            Actual::Present(object) if self.progress == Progress::Due => Some(object),
             _ => None,
         }
     }
 
-    pub(super) const fn is_refused(&self) -> bool {
-        self.refused
+    pub(super) fn is_refused(&self) -> bool {
+        self.progress == Progress::Refused
+    }
+
+    /// The desired object is to be put, or an annex has started to put it.
+    pub(super) fn is_pending(&self) -> bool {
+        self.progress != Progress::Refused && matches!(self.actual, Actual::Unknown)
+    }
+
+    /// An annex has started the change.
+    pub(super) fn is_started(&self) -> bool {
+        self.progress == Progress::Started
     }
 }
 
@@ -71,9 +91,11 @@ pub(super) struct Table {
     rows: BTreeMap<Key, Row>,
     puts: usize,
     deletions: usize,
+    started: usize,
     /// Objects that fail, also while they are tried again.
-    failing: Listing<Key, Failure>,
-    newly_failing: bool,
+    pub(super) failing: Listing<Key, Failure>,
+    /// An object failed that did not fail when this was last reset.
+    pub(super) newly_failing: bool,
 }
 
 impl Table {
@@ -83,6 +105,10 @@ impl Table {
 
     pub(super) fn has_deletions(&self) -> bool {
         self.deletions > 0
+    }
+
+    pub(super) fn has_started(&self) -> bool {
+        self.started > 0
     }
 
     /// There are fewer than `most` rows whose change is not due: suspected additions, mostly.
@@ -119,6 +145,7 @@ impl Table {
         self.remove(&key);
         self.puts += usize::from(row.is_put());
         self.deletions += usize::from(row.deletion().is_some());
+        self.started += usize::from(row.is_started());
         self.rows.insert(key, row);
     }
 
@@ -126,12 +153,13 @@ impl Table {
         let row = self.rows.remove(key)?;
         self.puts -= usize::from(row.is_put());
         self.deletions -= usize::from(row.deletion().is_some());
+        self.started -= usize::from(row.is_started());
         Some(row)
     }
 
     /// Takes all rows. The failures stay until [`Table::keep_failing`].
     pub(super) fn take_rows(&mut self) -> BTreeMap<Key, Row> {
-        (self.puts, self.deletions) = (0, 0);
+        (self.puts, self.deletions, self.started) = (0, 0, 0);
         std::mem::take(&mut self.rows)
     }
 
@@ -141,8 +169,8 @@ impl Table {
 
     /// Changes that the kernel refused are due again.
     pub(super) fn retry(&mut self) {
-        for row in self.rows.values_mut().filter(|row| row.refused) {
-            row.refused = false;
+        for row in self.rows.values_mut().filter(|row| row.is_refused()) {
+            row.progress = Progress::Due;
             self.puts += usize::from(row.is_put());
             self.deletions += usize::from(row.deletion().is_some());
         }
@@ -151,7 +179,7 @@ impl Table {
     /// The desired object with this key may have been damaged.
     pub(super) fn invalidate(&mut self, key: Key, damage: Damage, by: Option<ChangedBy>) {
         let before = self.remove(&key);
-        let is_known = |row: &Row| row.refused || row.is_put();
+        let is_known = |row: &Row| row.is_refused() || row.is_pending();
         let cause = before.as_ref().filter(|row| is_known(row)).map(|row| row.cause);
         let mut row = Row::new(Actual::Unknown, cause.unwrap_or(Cause::Repair(damage)));
         row.changed_by = by.map(Box::new).or_else(|| before?.changed_by);
@@ -188,34 +216,26 @@ impl Table {
             }
         }
         self.failing.insert(key, failure);
+        self.hold(change, cause, changed_by, Progress::Refused);
+    }
+
+    /// Inserts the row of a change that is not due.
+    pub(super) fn hold(
+        &mut self,
+        change: &Change,
+        cause: Cause,
+        changed_by: Option<Box<ChangedBy>>,
+        progress: Progress,
+    ) {
         let actual = match change {
             Change::Put(_) => Actual::Unknown,
             Change::Delete(object) => Actual::Present(object.clone()),
         };
-        self.insert(key, Row { actual, cause, refused: true, changed_by });
-    }
-
-    pub(super) fn failing(&self) -> &Listing<Key, Failure> {
-        &self.failing
-    }
-
-    /// A change seemed to succeed and did not: it fails since `before`.
-    pub(super) fn fails_still(&mut self, key: Key, before: Failure) {
-        self.failing.insert(key, before);
-    }
-
-    /// The object does not fail any more, or is not desired any more.
-    pub(super) fn clear_failure(&mut self, key: &Key) {
-        self.failing.remove(key);
+        self.insert(change.object().key(), Row { actual, cause, progress, changed_by });
     }
 
     pub(super) fn keep_failing(&mut self, keep: impl Fn(&Key) -> bool) {
         let rows = &self.rows;
         self.failing.retain(|key| rows.contains_key(key) || keep(key));
-    }
-
-    /// Says whether an object failed that did not fail at the last call.
-    pub(super) fn take_newly_failing(&mut self) -> bool {
-        std::mem::take(&mut self.newly_failing)
     }
 }

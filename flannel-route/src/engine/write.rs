@@ -2,75 +2,45 @@
 
 use std::collections::BTreeMap;
 use std::ops::Bound::{Excluded, Unbounded};
-use std::sync::Mutex;
 use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::lookups::Answers;
-use super::queue::Slice;
-use super::table::Row;
+use super::table::{Progress, Row};
 use super::{Actual, Cause, Engine};
-use crate::admission::Changed;
+use crate::gated_kernel::{Closed, GatedKernel};
+use flannel_core::Subnet;
 use flannel_core::address::Family;
-use flannel_core::kernel::KernelError;
-use flannel_core::object::{Change, Key, Nexthop, Object, ObjectKind, Route, Via};
+use flannel_core::kernel::{KernelError, KernelEvent};
+use flannel_core::object::{Change, Key, Nexthop, Object, Route, Via};
 use flannel_core::status::{Damage, Failure};
-use flannel_core::{Kernel, Subnet};
 
-/// The length of a round: a repair, a newer view or a question waits this long at most, and for the
-/// batch in hand.
+/// The length of a round. A repair, a newer view or a question waits for its end at most.
 const ROUND: Duration = Duration::from_millis(16);
 
 /// The number of changes in a batch, except for those of [new peers](super::queue::SLICE). A stop
-/// waits for the batch in hand: mostly a millisecond; a hundred among thousands of routes without
-/// nexthop objects, or when nexthop objects are deleted.
+/// waits for one batch: mostly a millisecond; 100 ms among thousands of routes without nexthop
+/// objects, or when nexthop objects are deleted.
 pub(crate) const BATCH: usize = 128;
 
-/// Lets batches through until it is closed; closing waits for the batch in hand.
-#[derive(Debug, Default)]
-pub(crate) struct Gate {
-    closed: Mutex<bool>,
-}
-
-impl Gate {
-    /// Does `work` unless the gate is closed; `None` if it is.
-    pub(super) fn pass<T>(&self, work: impl FnOnce() -> T) -> Option<T> {
-        let closed = self.closed.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        (!*closed).then(work)
-    }
-
-    pub(crate) fn close(&self) {
-        *self.closed.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = true;
-    }
-}
-
-/// The gate was closed: leave everything as it is.
-#[derive(Debug)]
-pub(crate) struct Closed;
-
 impl Engine {
-    /// Makes the kernel equal to the desired objects, as far as the kernel lets us. The status
-    /// holds the changes that it refuses. Ends after some [`ROUND`], even if
-    /// [more](Self::is_unfinished) is due. Reads the kernel only if it `may_read`. Blocks.
-    ///
-    /// # Errors
-    /// [`Closed`]: the gate was closed before everything was done.
+    /// Makes the kernel equal to the desired objects, except for changes that the kernel refuses.
+    /// Ends after some [`ROUND`], even if [more](Self::is_unfinished) is due. Blocks.
     pub(crate) fn settle(
         &mut self,
-        kernel: &dyn Kernel,
-        gate: &Gate,
+        kernel: &GatedKernel,
         mut may_read: bool,
     ) -> Result<(), Closed> {
         self.unfinished = false;
         let mut links_put = BTreeMap::new();
         // A link that is put may take all objects on it with it: the kernel is read again after.
         while self.is_unsettled() {
-            let known = !self.is_unread() || (may_read && self.read(kernel, &links_put));
+            let known =
+                !self.survey.is_unread() || (may_read && self.read(&*kernel.kernel, &links_put));
             if !known && self.survey.is_everything_unread() {
-                return self.settle_unread(kernel, gate);
+                return self.settle_unread(kernel);
             }
-            let taken = self.put_links(kernel, gate)?;
+            let taken = self.put_links(kernel)?;
             if taken.is_empty() {
                 break;
             }
@@ -80,52 +50,48 @@ impl Engine {
         }
         // A round does something, however long the snapshot took.
         let end = Instant::now() + ROUND;
-        self.put_due(kernel, gate, end, |_, _| true)?;
-        self.put_new_peers(kernel, gate, end)?;
+        self.put_due(kernel, end, |_, _| true)?;
+        self.put_new_peers(kernel, end)?;
         // A slice of new peers can change objects of other peers.
-        self.put_due(kernel, gate, end, |_, _| true)?;
+        self.put_due(kernel, end, |_, _| true)?;
         if !self.live {
             return Ok(());
         }
         if self.is_unfinished() {
-            return self.delete_meanwhile(kernel, gate);
+            return self.delete_meanwhile(kernel);
         }
         let mut last = None;
-        self.apply_while(kernel, gate, end, |this| this.next_deletions(&mut last, |_| true))
+        self.apply_while(kernel, end, |this| this.next_deletions(&mut last, |_| true))
     }
 
     /// Puts what can be put without a snapshot: changes of leases, and invalid objects if the
     /// kernel cannot be read at all.
-    fn settle_unread(&mut self, kernel: &dyn Kernel, gate: &Gate) -> Result<(), Closed> {
+    fn settle_unread(&mut self, kernel: &GatedKernel) -> Result<(), Closed> {
         // Only a first snapshot tells the ids of objects, and the objects that serve peers now.
         if self.survey.reads.done == 0 {
             return Ok(());
         }
         let blind = self.survey.error.is_some();
-        self.put_due(kernel, gate, Instant::now() + ROUND, |key, cause| {
+        self.put_due(kernel, Instant::now() + ROUND, |key, cause| {
             matches!(cause, Cause::Lease(_)) || (blind && !matches!(key, Key::Link(_)))
         })?;
-        self.put_new_peers(kernel, gate, Instant::now() + ROUND)
+        self.put_new_peers(kernel, Instant::now() + ROUND)
     }
 
     /// Puts the links that are due: those that the kernel accepted, with their earlier failures.
-    fn put_links(
-        &mut self,
-        kernel: &dyn Kernel,
-        gate: &Gate,
-    ) -> Result<Vec<(Key, Option<Failure>)>, Closed> {
+    fn put_links(&mut self, kernel: &GatedKernel) -> Result<Vec<(Key, Option<Failure>)>, Closed> {
         let is_link = |(key, _): &(&Key, &Row)| matches!(key, Key::Link(_));
         let links = self.table.puts(..).take_while(is_link);
         let links = links.filter_map(|(key, _)| self.desired.object(key)).map(Change::Put);
         let links: Vec<Change> = links.collect();
         let keys = links.iter().map(|change| change.object().key());
         let mut taken: Vec<(Key, Option<Failure>)> =
-            keys.map(|key| (key, self.table.failing().get(&key).cloned())).collect();
+            keys.map(|key| (key, self.table.failing.get(&key).cloned())).collect();
         if links.is_empty() {
             return Ok(taken);
         }
-        self.apply(kernel, gate, &links)?;
-        taken.retain(|(key, _)| !self.table.failing().contains_key(key));
+        self.apply(kernel, &links)?;
+        taken.retain(|(key, _)| !self.table.failing.contains_key(key));
         for (key, _) in &taken {
             if let Key::Link(name) = key {
                 self.survey.missing_links.remove(name);
@@ -134,62 +100,9 @@ impl Engine {
         Ok(taken)
     }
 
-    /// Puts the objects of peers in the queue, slice by slice, until `end`; at least one slice.
-    fn put_new_peers(
-        &mut self,
-        kernel: &dyn Kernel,
-        gate: &Gate,
-        end: Instant,
-    ) -> Result<(), Closed> {
-        let answers = Answers::new(kernel);
-        while let Some((Changed { deltas, added }, arrived)) = self.plan_slice(&answers) {
-            self.take_deltas(deltas, Some(arrived));
-            let cause = Cause::Lease(Some(arrived));
-            // Sorted by kind: that is the order of creation.
-            let mut objects: [Vec<Object>; ObjectKind::ALL.len()] = Default::default();
-            for id in added {
-                self.desired.each_of(id, |object| objects[object.kind() as usize].push(object));
-            }
-            let mut changes = Vec::with_capacity(objects.iter().map(Vec::len).sum());
-            for object in objects.into_iter().flatten() {
-                // The object of a peer that left, or nothing.
-                self.table.remove(&object.key());
-                if self.lacks_link(&object) {
-                    self.table.insert(object.key(), Row::new(Actual::Unknown, cause));
-                } else {
-                    changes.push(Change::Put(object));
-                }
-            }
-            let results = gate.pass(|| kernel.apply(&self.footprint, &changes)).ok_or(Closed)?;
-            let now = Instant::now();
-            for (change, result) in changes.iter().zip(results) {
-                self.record(change, result, now, Some(cause));
-            }
-            if now >= end {
-                break;
-            }
-        }
-        self.lookups.note(answers);
-        Ok(())
-    }
-
-    /// Plans the next slice of the queue. Leases that went or were planned meanwhile are left out.
-    pub(super) fn plan_slice(&mut self, answers: &Answers<'_>) -> Option<(Changed, Instant)> {
-        let Slice { mut leases, arrived, outdated } = self.queue.next()?;
-        if outdated {
-            leases.retain(|lease| !self.desired.peers.contains(&lease.subnets));
-            leases.retain_mut(|lease| {
-                let newest = self.leases.get(&lease.subnets).cloned();
-                newest.map(|newest| *lease = newest).is_some()
-            });
-        }
-        let changes = leases.iter().map(|lease| (lease.subnets, Some(lease)));
-        Some((self.desired.update(changes, answers), arrived))
-    }
-
     /// Repairs without end keep no object of a peer that left: one batch of those is deleted,
     /// unless a lease still has an object to be put instead.
-    fn delete_meanwhile(&mut self, kernel: &dyn Kernel, gate: &Gate) -> Result<(), Closed> {
+    fn delete_meanwhile(&mut self, kernel: &GatedKernel) -> Result<(), Closed> {
         let by_lease = |cause: Cause| matches!(cause, Cause::Lease(_));
         let is_due =
             |key: &Key| self.desired.object(key).is_some_and(|object| !self.lacks_link(&object));
@@ -198,13 +111,13 @@ impl Engine {
             return Ok(());
         }
         let batch = self.next_deletions(&mut None, by_lease);
-        if batch.is_empty() { Ok(()) } else { self.apply(kernel, gate, &batch) }
+        if batch.is_empty() { Ok(()) } else { self.apply(kernel, &batch) }
     }
 
-    /// A route that is not put yet, or could not be put, may still use the nexthop object that it
-    /// had. The kernel would delete the route with the nexthop object.
+    /// A route that is not put yet, or was refused, may still use the nexthop object that it had. The
+    /// kernel would delete it too.
     fn may_be_used(&self, nexthop: &Nexthop) -> bool {
-        let (table, failing) = (&self.table, self.table.failing());
+        let (table, failing) = (&self.table, &self.table.failing);
         match self.desired.route_by(nexthop.id) {
             Some(route) => table.is_put(&route) || failing.contains_key(&route),
             None => {
@@ -221,8 +134,7 @@ impl Engine {
     /// objects they may take seconds, and without their nexthop objects the kernel refuses them.
     fn put_due(
         &mut self,
-        kernel: &dyn Kernel,
-        gate: &Gate,
+        kernel: &GatedKernel,
         end: Instant,
         meant: impl Fn(&Key, Cause) -> bool,
     ) -> Result<(), Closed> {
@@ -234,7 +146,7 @@ impl Engine {
         for now in 0..3 {
             let mut last = None;
             let meant = |key: &Key, cause: Cause| turn(key, cause) == now && meant(key, cause);
-            self.apply_while(kernel, gate, end, |this| this.next_puts(&mut last, meant))?;
+            self.apply_while(kernel, end, |this| this.next_puts(&mut last, meant))?;
         }
         Ok(())
     }
@@ -294,7 +206,7 @@ impl Engine {
 
     /// No object can be put without its link. One failure in the status says more than ten
     /// thousand.
-    fn lacks_link(&self, object: &Object) -> bool {
+    pub(super) fn lacks_link(&self, object: &Object) -> bool {
         let missing = &self.survey.missing_links;
         !missing.is_empty()
             && self.desired.link_of(object).is_some_and(|link| missing.contains(&link))
@@ -304,8 +216,7 @@ impl Engine {
     /// begins. Batches of later rounds are not even computed: there may be a thousand.
     fn apply_while(
         &mut self,
-        kernel: &dyn Kernel,
-        gate: &Gate,
+        kernel: &GatedKernel,
         end: Instant,
         mut next: impl FnMut(&Self) -> Vec<Change>,
     ) -> Result<(), Closed> {
@@ -319,18 +230,13 @@ impl Engine {
                 self.unfinished = true;
                 break;
             }
-            self.apply(kernel, gate, &batch)?;
+            self.apply(kernel, &batch)?;
         }
         Ok(())
     }
 
-    fn apply(
-        &mut self,
-        kernel: &dyn Kernel,
-        gate: &Gate,
-        changes: &[Change],
-    ) -> Result<(), Closed> {
-        let results = gate.pass(|| kernel.apply(&self.footprint, changes)).ok_or(Closed)?;
+    fn apply(&mut self, kernel: &GatedKernel, changes: &[Change]) -> Result<(), Closed> {
+        let results = kernel.apply(&self.footprint, changes)?;
         let now = Instant::now();
         for (change, result) in changes.iter().zip(results) {
             // An intermediate step says nothing about the desired object, which comes after it.
@@ -343,9 +249,33 @@ impl Engine {
         Ok(())
     }
 
+    /// Records the end of a change that an annex started; false if the event is none.
+    pub(super) fn end_started(&mut self, event: &KernelEvent) -> bool {
+        if !self.table.has_started() {
+            return false;
+        }
+        let key = event.key();
+        let change = match self.table.get(&key).filter(|row| row.is_started()) {
+            Some(Row { actual: Actual::Present(object), .. }) => Change::Delete(object.clone()),
+            Some(_) => match self.desired.object(&key) {
+                Some(object) => Change::Put(object),
+                None => return false,
+            },
+            None => return false,
+        };
+        let result = match (event, &change) {
+            (KernelEvent::Failed(_, error), _) => Err(error.clone()),
+            (KernelEvent::Present(object), Change::Put(want)) if object == want => Ok(()),
+            (KernelEvent::Deleted(_), Change::Delete(_)) => Ok(()),
+            _ => return false,
+        };
+        self.record(&change, result, Instant::now(), None);
+        true
+    }
+
     /// Records the result of a change. `cause` is that of an object without a row. `None`: the
     /// change went along with another one.
-    fn record(
+    pub(super) fn record(
         &mut self,
         change: &Change,
         result: Result<(), KernelError>,
@@ -363,11 +293,14 @@ impl Engine {
             ids.release(id);
         }
         if let Err(error) = result {
-            let peer = self.desired.peer_of(&key);
             let cause = cause.unwrap_or(Cause::Lease(None));
+            if error.is_started() {
+                return self.table.hold(change, cause, changed_by, Progress::Started);
+            }
+            let peer = self.desired.peer_of(&key);
             return self.table.refuse(change, cause, changed_by, peer, error);
         }
-        self.table.clear_failure(&key);
+        self.table.failing.remove(&key);
         match cause {
             None => {}
             Some(Cause::Lease(arrived)) => {

@@ -1,4 +1,4 @@
-//! An authority and what it signs.
+//! A certificate authority for tests.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -8,7 +8,7 @@ use rcgen::{
     KeyUsagePurpose, date_time_ymd,
 };
 
-/// Signs, and its certificate is a file.
+/// A CA, with its certificate in a file.
 pub(crate) struct Authority {
     issuer: Issuer<'static, KeyPair>,
     pub(crate) file: PathBuf,
@@ -26,7 +26,7 @@ impl Authority {
         Self { issuer: Issuer::new(params, key), file }
     }
 
-    /// A certificate for this machine and its key, as PEM text; it was valid until `year`.
+    /// A certificate for this machine and its key, in PEM, valid until `year`.
     pub(crate) fn sign(&self, name: &str, year: i32) -> (String, String) {
         let mut params =
             CertificateParams::new(vec!["127.0.0.1".into(), "localhost".into()]).unwrap();
@@ -39,7 +39,7 @@ impl Authority {
         (params.signed_by(&key, &self.issuer).unwrap().pem(), key.serialize_pem())
     }
 
-    /// The same into files.
+    /// The same, in files.
     pub(crate) fn sign_into(&self, dir: &Path, name: &str, year: i32) -> (PathBuf, PathBuf) {
         let (certificate, key) = self.sign(name, year);
         let paths = (dir.join(format!("{name}.pem")), dir.join(format!("{name}-key.pem")));

@@ -44,7 +44,7 @@ async fn a_node_keeps_its_subnet_over_restarts() {
         (first.subnets, first.revision),
         "nothing was written"
     );
-    // Another address: written again, under the same etcd lease.
+    // Another address is written, under the same etcd lease.
     let moved = acquire(&registry, 1, "192.0.2.9").await;
     assert_eq!((moved.subnets, moved.since), (first.subnets, first.since));
     assert_eq!(count(&registry).await, 1);
@@ -61,7 +61,7 @@ async fn a_key_with_our_address_is_taken_over() {
 }
 
 #[tokio::test]
-async fn of_two_daemons_with_one_address_one_is_left_and_the_other_names_it() {
+async fn of_two_daemons_with_one_address_one_ends_and_the_other_is_named() {
     let (_etcd, registry) = with_config(V4).await;
     let (first, second) = (node(&registry, 1), node(&registry, 2));
     let (lease, held) = hold(&first, &US).await;
@@ -76,7 +76,7 @@ async fn of_two_daemons_with_one_address_one_is_left_and_the_other_names_it() {
 }
 
 #[tokio::test]
-async fn a_deleted_key_is_the_order_to_stop() {
+async fn a_deleted_key_stops_its_node() {
     let (etcd, registry) = with_config(V4).await;
     let (lease, held) = hold(&node(&registry, 1), &US).await;
     etcd.client().await.delete(format!("{PREFIX}/subnets/{}", lease.subnets), None).await.unwrap();
@@ -85,7 +85,7 @@ async fn a_deleted_key_is_the_order_to_stop() {
 }
 
 #[tokio::test]
-async fn a_revoked_lease_is_won_back() {
+async fn a_revoked_lease_is_restored() {
     let (etcd, registry) = with_config(V4).await;
     let (lease, held) = hold(&node(&registry, 1), &US).await;
     etcd.client().await.lease_revoke(1).await.unwrap();
@@ -137,7 +137,7 @@ async fn networks_without_ipv4() {
 }
 
 #[tokio::test]
-async fn all_subnets_are_given_out_once_to_nodes_that_come_at_once() {
+async fn simultaneous_nodes_get_all_subnets_once() {
     // 62 subnets of 4 addresses between the first and the last.
     let (_etcd, registry) = with_config(r#"{"Network":"10.1.0.0/24","SubnetLen":30}"#).await;
     let mut tasks = tokio::task::JoinSet::new();
@@ -153,9 +153,9 @@ async fn all_subnets_are_given_out_once_to_nodes_that_come_at_once() {
     assert!(matches!(error, Error::OutOfSubnets { total: 63, .. }), "{error}");
 }
 
-/// Everything that a node does in its life, as another client sees it.
+/// All writes of a node, as another client sees them.
 #[tokio::test]
-async fn nothing_but_leases_is_ever_written() {
+async fn only_leases_are_written() {
     let (etcd, registry) = with_config(V4).await;
     let mut client = etcd.client().await;
     let start = client.get(PREFIX, None).await.unwrap().header().unwrap().revision() + 1;
@@ -188,14 +188,14 @@ async fn nothing_but_leases_is_ever_written() {
 }
 
 #[tokio::test]
-async fn a_held_lease_outlives_its_time() {
+async fn a_held_lease_outlives_its_time_to_live() {
     let (_etcd, registry) = with_config(V4).await;
     let identity = flannel_subnet::Identity {
         holder: HolderId(1),
         previous: None,
         local_addresses: Vec::new(),
     };
-    // Renewed after a third of it, so that a machine may stand still for 10 s.
+    // Renewed after a third of it, so that the machine may stop for 10 s.
     let ttl = std::time::Duration::from_secs(15);
     let manager =
         flannel_subnet::LocalManager::new(Arc::new(registry.clone()), identity).with_ttl(ttl);

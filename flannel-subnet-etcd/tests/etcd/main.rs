@@ -43,7 +43,7 @@ fn grant(holder: u64) -> Option<LeaseGrant> {
     Some(LeaseGrant { holder: HolderId(holder), ttl: DAY })
 }
 
-/// Options for these endpoints that give up soon enough for a test.
+/// Options for these endpoints with short time limits.
 fn options(endpoints: &[String]) -> EtcdOptions {
     EtcdOptions {
         endpoints: endpoints.to_vec(),
@@ -62,13 +62,13 @@ fn node(registry: &EtcdRegistry, holder: u64) -> Arc<LocalManager> {
     Arc::new(LocalManager::new(Arc::new(registry.clone()), identity))
 }
 
-/// What must come, and within `seconds`.
+/// Waits for a future that must be ready within `seconds`.
 async fn within<T>(seconds: u64, what: &str, future: impl Future<Output = T>) -> T {
     let limit = Duration::from_secs(seconds);
     timeout(limit, future).await.unwrap_or_else(|_| panic!("{what}: not within {limit:?}"))
 }
 
-/// Waits until a condition holds that only asking can tell.
+/// Polls a condition that nothing reports.
 async fn until(seconds: u64, what: &str, condition: impl AsyncFnMut() -> bool) {
     eventually_async(Duration::from_secs(seconds), condition, || what).await;
 }
@@ -77,7 +77,7 @@ fn names(view: &View) -> Vec<String> {
     view.leases.iter().map(|lease| lease.subnets.to_string()).collect()
 }
 
-/// A node that only looks.
+/// A node that only follows.
 struct Peer {
     _reflector: Reflector,
     views: watch::Receiver<View>,
@@ -99,7 +99,7 @@ impl Peer {
     }
 }
 
-/// Holds its lease in a task of its own.
+/// Holds its lease in a task.
 async fn hold(
     manager: &Arc<LocalManager>,
     addresses: &[&str],

@@ -1,4 +1,4 @@
-//! What happens to etcd, and what leases and views make of it: nothing but time is lost.
+//! Failures of etcd, and their effect on leases and views.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -24,7 +24,7 @@ async fn create(registry: &EtcdRegistry, n: u8) {
 }
 
 #[tokio::test]
-async fn unreachable_endpoints_are_named_each() {
+async fn each_unreachable_endpoint_is_named() {
     let endpoints = ["http://127.0.0.1:1".to_owned(), "http://[::1]:1".to_owned()];
     let options = EtcdOptions { patience: Duration::from_secs(1), ..options(&endpoints) };
     let begin = Instant::now();
@@ -38,7 +38,7 @@ async fn unreachable_endpoints_are_named_each() {
 }
 
 #[tokio::test]
-async fn why_a_request_is_not_answered_is_known_before_it_fails() {
+async fn the_reason_for_a_missing_answer_is_known_before_the_request_fails() {
     let mut etcd = Etcd::start().await;
     etcd.kill();
     let manager = node(&registry(&etcd.endpoints()), 1);
@@ -59,7 +59,7 @@ async fn why_a_request_is_not_answered_is_known_before_it_fails() {
 }
 
 #[tokio::test]
-async fn a_dead_endpoint_among_good_ones_costs_no_failure() {
+async fn a_dead_endpoint_fails_no_request() {
     let etcd = Etcd::start().await;
     let endpoints =
         ["http://127.0.0.1:1".to_owned(), "http://127.0.0.1:2".to_owned(), etcd.endpoint.clone()];
@@ -71,7 +71,7 @@ async fn a_dead_endpoint_among_good_ones_costs_no_failure() {
 }
 
 #[tokio::test]
-async fn a_repeated_request_takes_nobody_elses_doing_for_its_own() {
+async fn a_repeated_request_distinguishes_other_writers() {
     let etcd = Etcd::start().await;
     let other = registry(&etcd.endpoints());
     let (held, reserved) = (key("10.1.5.0-24"), key("10.1.6.0-24"));
@@ -80,7 +80,7 @@ async fn a_repeated_request_takes_nobody_elses_doing_for_its_own() {
     other.create(&reserved, &one, None).await.unwrap();
     let stale = entry.lease.revision;
     let entry = other.update(&held, stale, &one, grant(1)).await.unwrap();
-    // About half of them begin with the dead endpoint, and so repeat their first request.
+    // About half of them try the dead endpoint first, and repeat their first request.
     for _ in 0..12 {
         let repeating = || registry(&["http://127.0.0.1:1".to_owned(), etcd.endpoint.clone()]);
         let conflicts = |error: Error| assert!(matches!(error, Error::Conflict { .. }), "{error}");
@@ -90,7 +90,7 @@ async fn a_repeated_request_takes_nobody_elses_doing_for_its_own() {
         conflicts(repeating().delete(&held, stale).await.unwrap_err());
     }
     assert_eq!(other.entry(&held).await.unwrap(), Some(entry));
-    // Nor another key that looks like its own, in a list of all.
+    // A list of all keys must not confuse it with a similar key.
     let own = other.create(&key("10.1.7.0-24"), &two, None).await.unwrap();
     for _ in 0..12 {
         let repeating = registry(&["http://127.0.0.1:1".to_owned(), etcd.endpoint.clone()]);
@@ -100,7 +100,7 @@ async fn a_repeated_request_takes_nobody_elses_doing_for_its_own() {
 }
 
 #[tokio::test]
-async fn a_write_whose_answer_was_lost_is_found_to_be_ours() {
+async fn a_write_whose_answer_was_lost_is_recognized() {
     let etcd = Etcd::start().await;
     let direct = registry(&etcd.endpoints());
     let proxy = Proxy::of(&etcd).await;
@@ -141,7 +141,7 @@ async fn a_write_whose_answer_was_lost_is_found_to_be_ours() {
     });
     deleted.unwrap();
 
-    // The grant of the etcd lease is lost.
+    // The answer to the grant is lost.
     proxy.mute();
     let (created, ()) = tokio::join!(registry.create(&other, &one, grant(6)), async {
         let granted = || async { !etcd.client().await.leases().await.unwrap().leases().is_empty() };
@@ -152,7 +152,7 @@ async fn a_write_whose_answer_was_lost_is_found_to_be_ours() {
 }
 
 #[tokio::test]
-async fn a_silent_endpoint_among_good_ones_costs_one_timeout() {
+async fn a_silent_endpoint_costs_one_time_limit() {
     let (silent, good) = (Etcd::start().await, Etcd::start().await);
     let endpoints = [silent.endpoint.clone(), good.endpoint.clone()];
     let request_timeout = Duration::from_secs(8);
@@ -167,9 +167,9 @@ async fn a_silent_endpoint_among_good_ones_costs_one_timeout() {
 }
 
 #[tokio::test]
-async fn etcd_is_killed_and_comes_back() {
+async fn etcd_is_killed_and_restarted() {
     let mut etcd = Etcd::start().await;
-    // What the node takes is none of those that others create.
+    // The node's subnet is none of those that are created below.
     let config = r#"{"Network":"10.1.0.0/16","SubnetMin":"10.1.100.0"}"#;
     etcd.put(&format!("{PREFIX}/config"), config).await;
     let registry = registry(&etcd.endpoints());
@@ -179,7 +179,7 @@ async fn etcd_is_killed_and_comes_back() {
     let (lease, held) = hold(&manager, &["192.0.2.1"]).await;
     let before = peer.views.borrow().leases.clone();
     etcd.kill();
-    // Asked while it is away.
+    // A request during the outage.
     let renewal = tokio::spawn({
         let registry = registry.clone();
         async move { registry.keep_alive(&key("10.1.5.0-24"), HolderId(5)).await }
@@ -211,7 +211,7 @@ async fn etcd_is_down(etcd: &Etcd) -> bool {
     TcpStream::connect(etcd.endpoint.trim_start_matches("http://")).await.is_err()
 }
 
-/// `ETCD_PAUSE` says for how many seconds; 3 if it says nothing.
+/// `ETCD_PAUSE` is the number of seconds; 3 by default.
 #[tokio::test]
 async fn etcd_is_frozen_for_a_while() {
     let pause = std::env::var("ETCD_PAUSE")
@@ -230,12 +230,12 @@ async fn etcd_is_frozen_for_a_while() {
     let first = registry.entry(&key("10.1.5.0-24")).await.unwrap().unwrap();
     etcd.pause();
     let mut requests = tokio::task::JoinSet::new();
-    // Not the subnet that the node has by chance.
+    // Another subnet than that of the node.
     let others: Vec<u8> =
         (20..).filter(|n| key(&format!("10.1.{n}.0-24")) != lease.subnets).take(4).collect();
     for n in others.iter().copied() {
         let registry = registry.clone();
-        // Carried out though the answer is too late: found to be ours when asked again.
+        // Carried out, though the answer is late. It is recognized by the repeated request.
         requests.spawn(async move { create(&registry, n).await });
     }
     requests.spawn({
@@ -264,15 +264,14 @@ async fn etcd_is_frozen_for_a_while() {
     held.abort();
 }
 
-/// A connection that is gone without a word, as a pulled cable leaves it: nothing comes, nothing
-/// ends.
+/// A connection that is dead without a message, as after a pulled cable.
 #[tokio::test]
 async fn a_dead_connection_is_noticed_within_10_seconds() {
     let etcd = Etcd::start().await;
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let endpoint = format!("http://{}", listener.local_addr().unwrap());
     let to = etcd.endpoint.trim_start_matches("http://").to_owned();
-    // Forwards until a signal, then nothing more; new connections work again.
+    // Forwards until a signal, then nothing. New connections work again.
     let (cut, is_cut) = tokio::sync::watch::channel(0u32);
     tokio::spawn(async move {
         while let Ok((mut near, _)) = listener.accept().await {
@@ -295,13 +294,12 @@ async fn a_dead_connection_is_noticed_within_10_seconds() {
     cut.send(1).unwrap();
     let begin = Instant::now();
     let error = within(30, "the end of the watch", watch.next()).await.unwrap_err();
-    // The program itself takes up to 9.5 s; without a limit of its own for a reply it would be more
-    // than 25 s.
+    // It takes up to 9.5 s. Without a time limit for the ping it would be more than 25 s.
     assert!(begin.elapsed() < Duration::from_secs(20), "{:?}", begin.elapsed());
     assert!(error.to_string().contains("/coreos.com/network/subnets"), "{error}");
     create(&registry, 1).await;
-    // While etcd is quiet but alive, no connection is closed. A machine that freezes for longer
-    // than the limit of a reply may close one, but not two.
+    // While etcd is quiet but alive, no connection is closed. A machine that stops for longer than
+    // the time limit may close one, but not two.
     let quiet = async || {
         let mut watch = registry.watch(registry.list().await.unwrap().revision).await.unwrap();
         match tokio::time::timeout(Duration::from_secs(25), watch.next()).await {
@@ -317,7 +315,7 @@ async fn a_dead_connection_is_noticed_within_10_seconds() {
 }
 
 #[tokio::test]
-async fn compaction_under_the_watcher_means_list_again() {
+async fn a_compaction_under_the_watch_causes_a_new_list() {
     let etcd = Etcd::start().await;
     let registry = registry(&etcd.endpoints());
     let listed = registry.list().await.unwrap().revision;
@@ -333,7 +331,7 @@ async fn compaction_under_the_watcher_means_list_again() {
         "not an empty batch, and no error"
     );
 
-    // Who follows notices nothing of it.
+    // A follower notices nothing.
     let mut peer = Peer::of(&registry).await;
     for n in 7..=9 {
         create(&registry, n).await;
@@ -361,7 +359,7 @@ async fn leader(members: &[Etcd]) -> usize {
 }
 
 #[tokio::test]
-async fn a_killed_leader_costs_time_but_no_request() {
+async fn a_killed_leader_delays_requests_but_fails_none() {
     let mut members = Etcd::cluster().await;
     let endpoints: Vec<String> = members.iter().map(|member| member.endpoint.clone()).collect();
     members[0].put(&format!("{PREFIX}/config"), V4).await;
@@ -414,7 +412,7 @@ async fn a_killed_leader_costs_time_but_no_request() {
 }
 
 #[tokio::test]
-async fn a_cluster_without_a_majority_is_an_outage_and_not_an_answer() {
+async fn a_cluster_without_a_majority_is_an_outage_and_no_answer() {
     let mut members = Etcd::cluster().await;
     let endpoints: Vec<String> = members.iter().map(|member| member.endpoint.clone()).collect();
     let patience = Duration::from_secs(2);
@@ -432,7 +430,7 @@ async fn a_cluster_without_a_majority_is_an_outage_and_not_an_answer() {
     peer.sees(30, &["10.1.5.0-24", "10.1.6.0-24"]).await;
 }
 
-/// Puts the member back to what a snapshot holds.
+/// Restores the member from a snapshot.
 fn restore(etcd: &mut Etcd, snapshot: &Path) {
     etcd.kill();
     let restored = etcd.dir().join("restored");
@@ -452,7 +450,7 @@ fn restore(etcd: &mut Etcd, snapshot: &Path) {
 }
 
 #[tokio::test]
-async fn an_etcd_restored_from_an_older_backup_is_compared_value_by_value() {
+async fn an_etcd_restored_from_an_older_backup_is_compared_by_values() {
     let mut etcd = Etcd::start().await;
     let registry = registry(&etcd.endpoints());
     for n in [5, 6] {
@@ -460,7 +458,7 @@ async fn an_etcd_restored_from_an_older_backup_is_compared_value_by_value() {
     }
     let snapshot = etcd.dir().join("snapshot");
     etcd.snapshot(&snapshot);
-    // After the backup: one goes, one changes, many come and make the revision run ahead.
+    // After the backup: a deletion, a change, and many creations, which increase the revision.
     let now = registry.list().await.unwrap();
     registry.delete(&key("10.1.5.0-24"), now.entries[0].lease.revision).await.unwrap();
     let six = now.entries[1].lease.clone();
@@ -483,8 +481,8 @@ async fn an_etcd_restored_from_an_older_backup_is_compared_value_by_value() {
         "{:?}",
         view.origin
     );
-    // Who lists just before and watches just after the restoration waits for a revision that may
-    // never come.
+    // A list just before and a watch just after the restoration wait for a revision that may never
+    // exist.
     let mut watch = registry.watch(ahead).await.unwrap();
     assert_eq!(within(20, "the gap", watch.next()).await.unwrap(), None);
     create(&registry, 7).await;
@@ -492,7 +490,7 @@ async fn an_etcd_restored_from_an_older_backup_is_compared_value_by_value() {
 }
 
 #[tokio::test]
-async fn a_lease_ends_in_an_outage_and_its_holder_wins_it_back() {
+async fn a_lease_ends_in_an_outage_and_its_holder_restores_it() {
     let mut etcd = Etcd::start().await;
     let registry = registry(&etcd.endpoints());
     let ttl = Duration::from_secs(2);

@@ -1,4 +1,4 @@
-//! A wire between a registry and etcd that can lose what etcd says.
+//! A proxy between a registry and etcd that can drop etcd's answers.
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt, copy};
 use tokio::net::{TcpListener, TcpStream};
@@ -13,7 +13,7 @@ struct State {
     generation: u32,
 }
 
-/// It ends with the runtime.
+/// The proxy ends with the runtime.
 pub(crate) struct Proxy {
     pub(crate) endpoint: String,
     state: watch::Sender<State>,
@@ -33,12 +33,12 @@ impl Proxy {
         Self { endpoint, state }
     }
 
-    /// Etcd hears everything, but what it says is lost.
+    /// Requests reach etcd, and its answers are dropped.
     pub(crate) fn mute(&self) {
         self.state.send_modify(|state| state.muted = true);
     }
 
-    /// All connections end; new ones work.
+    /// All connections end. New ones work.
     pub(crate) fn cut(&self) {
         self.state
             .send_modify(|state| *state = State { muted: false, generation: state.generation + 1 });

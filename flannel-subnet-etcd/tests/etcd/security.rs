@@ -1,4 +1,4 @@
-//! Certificates and users on both sides, and the errors about them.
+//! Certificates and users of both sides, and their errors.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -14,7 +14,7 @@ use super::certificates::Authority;
 use super::server::Etcd;
 use super::{DAY, attrs, grant, key, options, until, within};
 
-/// A member with a certificate; it is ready when a registry reaches it.
+/// A member with a certificate, which is ready when a registry reaches it.
 fn tls_member(certificate: &(PathBuf, PathBuf), clients: Option<&Authority>) -> Etcd {
     let file = |path: &Path| path.to_str().unwrap().to_owned();
     let mut args = vec![
@@ -41,7 +41,7 @@ fn with_certificate(options: EtcdOptions, (certfile, keyfile): &(PathBuf, PathBu
     EtcdOptions { certfile: Some(certfile.clone()), keyfile: Some(keyfile.clone()), ..options }
 }
 
-/// Refused at once, once the member answers at all.
+/// The member refuses at once, as soon as it answers.
 async fn refused(options: EtcdOptions, says: &[&str]) {
     let registry = EtcdRegistry::new(options).unwrap();
     let error = within(30, "an answer", registry.list()).await.unwrap_err();
@@ -58,7 +58,7 @@ async fn refused(options: EtcdOptions, says: &[&str]) {
 }
 
 #[tokio::test]
-async fn an_authority_alone_makes_tls() {
+async fn a_ca_file_alone_enables_tls() {
     let dir = tempfile::tempdir().unwrap();
     let (ours, theirs) = (Authority::new(dir.path(), "ours"), Authority::new(dir.path(), "theirs"));
     let etcd = tls_member(&ours.sign_into(dir.path(), "server", 2090), None);
@@ -67,7 +67,7 @@ async fn an_authority_alone_makes_tls() {
     registry.create(&key("10.1.5.0-24"), &attrs(&["192.0.2.5"]), grant(5)).await.unwrap();
     assert_eq!(within(20, "a change", watch.next()).await.unwrap().unwrap().events.len(), 1);
     refused(trusting(&etcd, &theirs.file), &[&etcd.endpoint, "none of those whom we trust"]).await;
-    // What this system trusts does not include them.
+    // The system's CAs do not include the test's.
     let system = options(&etcd.endpoints());
     if let Ok(registry) = EtcdRegistry::new(system) {
         registry.list().await.unwrap_err();
@@ -83,7 +83,7 @@ async fn an_expired_certificate_is_named() {
 }
 
 #[tokio::test]
-async fn members_may_ask_for_our_certificate() {
+async fn members_may_require_our_certificate() {
     let dir = tempfile::tempdir().unwrap();
     let authority = Authority::new(dir.path(), "ca");
     let stranger = Authority::new(dir.path(), "stranger");
@@ -117,14 +117,14 @@ async fn changed_files_are_read_again_without_a_restart() {
     first.sign_into(dir.path(), "client", 2090);
     registry.list().await.unwrap();
 
-    // One of two files is new: nothing gets worse.
+    // Only one of the two files is new.
     let (certificate, private) = second.sign("client", 2090);
     fs::write(&client.0, certificate).unwrap();
     registry.list().await.unwrap();
     fs::write(&client.1, private).unwrap();
     registry.list().await.unwrap();
 
-    // The other side changes too.
+    // The server's certificate changes too.
     etcd.kill();
     second.sign_into(dir.path(), "server", 2090);
     etcd.go();
@@ -135,7 +135,7 @@ async fn changed_files_are_read_again_without_a_restart() {
 }
 
 #[tokio::test]
-async fn files_that_hold_nothing_are_named_at_once() {
+async fn files_without_content_are_named_at_once() {
     let dir = tempfile::tempdir().unwrap();
     let authority = Authority::new(dir.path(), "ca");
     let good = authority.sign_into(dir.path(), "good", 2090);
@@ -161,7 +161,7 @@ async fn files_that_hold_nothing_are_named_at_once() {
     }
 }
 
-/// A member with users: `root`, and `flannel` who may do what flannel does. Tokens live for a
+/// A member with the users `root`, and `flannel` with flannel's permissions. Tokens live for a
 /// second.
 async fn member_with_users() -> Etcd {
     let etcd = Etcd::spawn("http", &["--auth-token-ttl".into(), "1".into()]);
@@ -232,12 +232,12 @@ async fn users_need_their_password_and_their_permissions() {
 }
 
 #[tokio::test]
-async fn tokens_that_have_run_out_are_replaced() {
+async fn expired_tokens_are_replaced() {
     let mut etcd = member_with_users().await;
     let registry = EtcdRegistry::new(user(&etcd, "flannel", "right")).unwrap();
     let created =
         registry.create(&key("10.1.5.0-24"), &attrs(&["192.0.2.5"]), grant(5)).await.unwrap();
-    // A token ends by time alone: another client's token shows when.
+    // A token ends by time alone. Another client's token shows when.
     let outlived = async || {
         let mut other = etcd.client_as(Some(("flannel", "right"))).await;
         let begin = Instant::now();
@@ -252,12 +252,11 @@ async fn tokens_that_have_run_out_are_replaced() {
     assert!(registry.watch(created.lease.revision).await.is_ok());
     outlived().await;
     assert_eq!(registry.list().await.unwrap().entries.len(), 1);
-    // A member that has restarted knows no tokens at all.
+    // A restarted member knows no tokens.
     etcd.kill();
     etcd.go();
     assert_eq!(registry.keep_alive(&key("10.1.5.0-24"), HolderId(5)).await.unwrap(), Some(DAY));
-    // Users were changed: the old token is too old.
-    // Root's token may run out, too, before it is used.
+    // Users were changed, so the token is too old. Root's token may expire too before its use.
     let another = || async {
         etcd.client_as(Some(("root", "rootpass"))).await.role_add("another").await.is_ok()
     };
@@ -267,14 +266,14 @@ async fn tokens_that_have_run_out_are_replaced() {
 }
 
 #[tokio::test]
-async fn a_user_where_none_is_needed_is_no_harm() {
+async fn an_unnecessary_user_is_ignored() {
     let etcd = Etcd::start().await;
     let registry = EtcdRegistry::new(user(&etcd, "flannel", "right")).unwrap();
     registry.list().await.unwrap();
 }
 
 #[tokio::test]
-async fn users_may_be_introduced_while_daemons_run() {
+async fn authentication_may_be_enabled_while_daemons_run() {
     let etcd = Etcd::start().await;
     let registry = EtcdRegistry::new(user(&etcd, "flannel", "right")).unwrap();
     let entry =

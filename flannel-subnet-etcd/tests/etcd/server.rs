@@ -1,4 +1,4 @@
-//! etcd as a child process: alone or as a cluster, with whatever arguments.
+//! etcd as a child process: alone or as a cluster, with any arguments.
 
 use std::fs::{self, File};
 use std::net::TcpListener;
@@ -14,7 +14,7 @@ use nix::unistd::Pid;
 use tempfile::TempDir;
 use tokio::time::Instant;
 
-/// One member. It ends with the value.
+/// One member. Its drop ends it.
 pub(crate) struct Etcd {
     dir: TempDir,
     child: Option<Child>,
@@ -22,14 +22,14 @@ pub(crate) struct Etcd {
     args: Vec<String>,
 }
 
-/// The program, which tests cannot do without.
+/// The program, which the tests need.
 fn program(name: &str) -> PathBuf {
     let variable = name.to_uppercase();
     std::env::var_os(&variable).map_or_else(|| name.into(), PathBuf::from)
 }
 
-/// A port that nobody has, and that the system gives no connection of its own accord: a member that
-/// was killed comes back to it.
+/// A free port outside the system's range for connections, because a member that was killed uses it
+/// again.
 fn free_port() -> u16 {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     loop {
@@ -42,8 +42,8 @@ fn free_port() -> u16 {
     }
 }
 
-/// In memory where there is room for many members, of which each takes 128 MiB for its log: no test
-/// is about the disk, which a member waits for with each write.
+/// In memory if there is room for many members with a log of 128 MiB each. No test is about the
+/// disk, and each write waits for it.
 fn dir_for_data() -> TempDir {
     let memory = Path::new("/dev/shm");
     let room = statvfs(memory).is_ok_and(|fs| fs.blocks_available() * fs.fragment_size() > 4 << 30);
@@ -59,7 +59,7 @@ impl Etcd {
         etcd
     }
 
-    /// A single member with more arguments, on `https` if these say so.
+    /// A single member with more arguments, with `https` if they say so.
     pub(crate) fn spawn(scheme: &str, more: &[String]) -> Self {
         Self::spawn_on("127.0.0.1", scheme, more)
     }
@@ -71,7 +71,7 @@ impl Etcd {
         Self::member("m0", &format!("{scheme}://{address}:{client}"), peer, &peers, more)
     }
 
-    /// A cluster of three that answers.
+    /// A cluster of three members that answers.
     pub(crate) async fn cluster() -> Vec<Self> {
         Self::cluster_on("127.0.0.1").await
     }
@@ -154,7 +154,7 @@ impl Etcd {
         self.dir.path()
     }
 
-    /// Its name, the cluster's members and its own URL among them: what data are restored for.
+    /// Its name, URL and cluster members, for which data are restored.
     pub(crate) fn initial_cluster(&self) -> [String; 3] {
         ["--name", "--initial-cluster", "--initial-advertise-peer-urls"].map(|flag| {
             let at = self.args.iter().position(|arg| arg == flag).unwrap();
@@ -162,7 +162,7 @@ impl Etcd {
         })
     }
 
-    /// The same program on other data.
+    /// The same member with other data.
     pub(crate) fn replace_data(&self, with: &Path) {
         fs::remove_dir_all(self.data()).unwrap();
         fs::rename(with, self.data()).unwrap();
@@ -172,7 +172,7 @@ impl Etcd {
         vec![self.endpoint.clone()]
     }
 
-    /// A client of its own.
+    /// A new client.
     pub(crate) async fn client(&self) -> Client {
         self.client_as(None).await
     }
@@ -207,7 +207,7 @@ impl Etcd {
         self.client().await.put(key, value, None).await.unwrap();
     }
 
-    /// The same for those who cannot wait asynchronously.
+    /// The same, blocking.
     pub(crate) fn put_now(&self, key: &str, value: &str) {
         std::thread::scope(|scope| {
             let put = scope.spawn(|| {
@@ -224,7 +224,7 @@ impl Etcd {
         kill(Pid::from_raw(pid.cast_signed()), signal).unwrap();
     }
 
-    /// Stops it in the middle of whatever it does, until [`Etcd::resume`]. Its connections stay.
+    /// Stops the process at any point until [`Etcd::resume`]. Its connections stay open.
     pub(crate) fn pause(&self) {
         self.signal(Signal::SIGSTOP);
     }
@@ -233,7 +233,7 @@ impl Etcd {
         self.signal(Signal::SIGCONT);
     }
 
-    /// Ends it without a word.
+    /// Kills the process.
     pub(crate) fn kill(&mut self) {
         if let Some(mut child) = self.child.take() {
             child.kill().unwrap();

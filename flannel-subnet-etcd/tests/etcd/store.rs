@@ -1,4 +1,4 @@
-//! What every registry does, and what is in etcd, byte for byte.
+//! The conformance suite, and the content of etcd, byte for byte.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,12 +16,12 @@ use super::{DAY, Peer, V4, attrs, grant, key, node, options, registry, within};
 const PREFIX: &str = "/coreos.com/network";
 
 #[tokio::test]
-async fn it_is_a_registry() {
+async fn etcd_passes_the_suite() {
     suite("/coreos.com/network", "/coreos.com/network").await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn it_is_a_registry_on_many_threads_and_below_any_prefix() {
+async fn etcd_passes_the_suite_on_many_threads_and_below_any_prefix() {
     suite("some//where/./else/", "some/where/else").await;
 }
 
@@ -37,7 +37,7 @@ async fn suite(prefix: &str, clean: &str) {
     .await;
 }
 
-/// compat.md's facts about Go flannel: these bytes and no others.
+/// The bytes are those of Go flannel.
 #[tokio::test]
 async fn keys_and_values_are_go_flannels_byte_for_byte() {
     let etcd = Etcd::start().await;
@@ -60,7 +60,7 @@ async fn keys_and_values_are_go_flannels_byte_for_byte() {
         let attrs = LeaseAttrs::from_json(value).unwrap();
         registry.create(&key(text), &attrs, grant(n as u64 + 1)).await.unwrap();
     }
-    // As an update writes it, too.
+    // An update writes the same.
     let first = registry.entry(&key("10.5.34.0-24")).await.unwrap().unwrap();
     let updated = registry
         .update(&key("10.5.34.0-24"), first.lease.revision, &first.lease.attrs, grant(1))
@@ -115,7 +115,7 @@ async fn go_flannels_annotations_are_read() {
 }
 
 #[tokio::test]
-async fn foreign_keys_are_skipped_and_remove_nobody() {
+async fn foreign_keys_are_skipped_and_remove_no_peer() {
     let etcd = Etcd::start().await;
     let registry = registry(&etcd.endpoints());
     registry.create(&key("10.1.5.0-24"), &attrs(&["192.0.2.5"]), grant(5)).await.unwrap();
@@ -152,7 +152,7 @@ async fn more_leases_than_fit_into_4_mib_are_one_request() {
     }
     let registry = registry(&etcd.endpoints());
     assert_eq!(registry.list().await.unwrap().entries.len(), 4800);
-    // And so they come through a watch from the beginning.
+    // A watch from the beginning reports them in the same way.
     let mut watch = registry.watch(Revision(1)).await.unwrap();
     let mut count = 0;
     within(30, "all changes", async {
@@ -164,7 +164,7 @@ async fn more_leases_than_fit_into_4_mib_are_one_request() {
 }
 
 #[tokio::test]
-async fn a_start_costs_the_same_few_requests_however_many_leases_there_are() {
+async fn the_number_of_requests_of_a_start_does_not_depend_on_the_number_of_leases() {
     let mut requests = Vec::new();
     for peers in [0u8, 200] {
         let etcd = Etcd::start().await;
@@ -191,7 +191,7 @@ async fn a_start_costs_the_same_few_requests_however_many_leases_there_are() {
 }
 
 #[tokio::test]
-async fn renewals_write_nothing_and_wake_nobody() {
+async fn renewals_write_nothing_and_wake_no_watch() {
     let etcd = Etcd::start().await;
     let registry = registry(&etcd.endpoints());
     registry.create(&key("10.1.5.0-24"), &attrs(&["192.0.2.5"]), grant(5)).await.unwrap();
@@ -213,7 +213,7 @@ async fn renewals_write_nothing_and_wake_nobody() {
 }
 
 #[tokio::test]
-async fn an_etcd_lease_that_is_there_already_is_used_again() {
+async fn an_existing_etcd_lease_is_used_again() {
     let etcd = Etcd::start().await;
     let (before, after) = (registry(&etcd.endpoints()), registry(&etcd.endpoints()));
     before.create(&key("10.1.5.0-24"), &attrs(&["192.0.2.5"]), grant(5)).await.unwrap();
@@ -222,9 +222,9 @@ async fn an_etcd_lease_that_is_there_already_is_used_again() {
     assert_eq!(client.leases().await.unwrap().leases().len(), 1);
     client.lease_revoke(5).await.unwrap();
     assert_eq!(after.list().await.unwrap().entries, []);
-    // It counts on the lease, which is gone.
+    // It relies on the etcd lease, which was revoked.
     after.create(&key("10.1.5.0-24"), &attrs(&["192.0.2.5"]), grant(5)).await.unwrap();
-    // One that is too short would end while its holder counts on it.
+    // One that is too short would end while its holder relies on it.
     let short = LeaseGrant { holder: HolderId(9), ttl: Duration::from_secs(30) };
     after.create(&key("10.1.7.0-24"), &attrs(&["192.0.2.7"]), Some(short)).await.unwrap();
     let error =
@@ -233,7 +233,7 @@ async fn an_etcd_lease_that_is_there_already_is_used_again() {
 }
 
 #[tokio::test]
-async fn holder_ids_that_are_no_lease_ids_are_refused() {
+async fn holder_ids_that_are_not_lease_ids_are_refused() {
     let etcd = Etcd::start().await;
     let registry = registry(&etcd.endpoints());
     for holder in [0, u64::MAX] {
@@ -264,7 +264,7 @@ async fn the_config_is_named_and_its_deletion_is_a_change() {
     within(20, "the deletion", changed).await.unwrap();
 }
 
-/// The future is not ready, though everything that was asked is answered.
+/// The future is not ready, though all requests are answered.
 async fn futures_pending(
     future: &mut (impl Future<Output = flannel_core::Result<()>> + Unpin),
 ) -> bool {

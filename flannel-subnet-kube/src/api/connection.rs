@@ -22,20 +22,20 @@ use super::chain;
 use super::kubeconfig::from_kubeconfig;
 use super::tls::tls;
 
-/// After this time without data, TCP checks whether the other side still exists.
+/// The time without data after which TCP checks the connection.
 const KEEPALIVE: Duration = Duration::from_secs(30);
 /// The time limit of the connection setup.
 const CONNECT: Duration = Duration::from_secs(5);
 
-/// The configuration from which connections are made.
+/// The configuration of connections.
 ///
-/// **Source**: client-go `clientcmd.BuildConfigFromFlags`. Different on purpose: no proxy is used,
-/// not even one of the environment, and no program that makes credentials is run.
+/// **Source**: client-go `clientcmd.BuildConfigFromFlags`. Unlike there, no proxy is used, not even
+/// one of the environment, and no credential program is run.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Source {
     /// The URL of the API server, instead of that in the kubeconfig.
     pub(crate) url: Option<String>,
-    /// Without it and the URL, the service account of this pod is used.
+    /// The kubeconfig. Without it and the URL, the service account of this pod is used.
     pub(crate) kubeconfig: Option<PathBuf>,
 }
 
@@ -54,10 +54,10 @@ enum Token {
 }
 
 impl Source {
-    /// Reads all files anew.
+    /// Reads all files again.
     ///
     /// # Errors
-    /// The file or option, and what is wrong with it.
+    /// The file or option, and the reason.
     ///
     /// # Blocking
     /// Reads a few files.
@@ -127,7 +127,7 @@ fn bearer(token: &str) -> Result<HeaderValue, String> {
 }
 
 impl Connection {
-    /// The URL, without a slash at its end.
+    /// The URL, without a trailing slash.
     pub(crate) fn url(&self) -> String {
         self.base.to_string().trim_end_matches('/').to_owned()
     }
@@ -171,14 +171,14 @@ pub(crate) struct Unsent {
     pub(crate) cause: Cause,
 }
 
-/// The certificate that is the reason, if one is.
+/// The certificate or handshake that caused the failure, if any.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Cause {
     /// This node does not accept the server's certificate.
     ServerCertificate,
-    /// The server, or a proxy before it, does not accept this node's certificate, or wants one.
+    /// The server, or a proxy, does not accept this node's certificate, or requires one.
     ClientCertificate,
-    /// The TLS handshake failed for another reason than a certificate.
+    /// The TLS handshake failed for another reason.
     Handshake,
     Other,
 }
@@ -198,7 +198,7 @@ impl Cause {
         }
     }
 
-    /// The cause that the other side's alert names.
+    /// The cause that the server's alert names.
     fn blamed_by(alert: AlertDescription) -> Self {
         match alert {
             AlertDescription::AccessDenied
@@ -229,7 +229,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_blank_token_is_wrong() {
+    fn an_empty_token_is_wrong() {
         let read = |user: &str| token(&serde_json::from_str::<AuthInfo>(user).unwrap());
         assert!(read(r#"{"token": " "}"#).is_err_and(|error| error.contains("token: it is empty")));
         assert!(matches!(read(r#"{"token": "a"}"#), Ok(Some(Token::Fixed(_)))));

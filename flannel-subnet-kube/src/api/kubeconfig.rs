@@ -8,8 +8,8 @@ use secrecy::{ExposeSecret, SecretString};
 
 use super::chain;
 
-/// The files that a kubeconfig names: certificates, keys and tokens, of all its clusters and users.
-/// None if it cannot be read: the connection reports the reason.
+/// The files of a kubeconfig: certificates, keys and tokens, of all its clusters and users. Empty
+/// if it cannot be read, because the connection reports the reason.
 ///
 /// # Blocking
 /// Reads a file.
@@ -24,10 +24,10 @@ pub fn credential_files(kubeconfig: &Path) -> Vec<PathBuf> {
 
 /// Reads a kubeconfig. Empty fields, which templates leave, count as absent.
 ///
-/// **Source**: client-go, which treats both alike.
+/// **Source**: client-go.
 fn read(path: &Path) -> Result<Kubeconfig, KubeconfigError> {
     let mut kubeconfig = Kubeconfig::read_from(path)?;
-    // `read_from` makes an empty path absolute, too.
+    // `read_from` makes even an empty path absolute.
     let nowhere = path.parent().map(|dir| dir.join(""));
     let drop_empty = |fields: &mut [&mut Option<String>]| {
         for field in fields {
@@ -60,7 +60,7 @@ fn read(path: &Path) -> Result<Kubeconfig, KubeconfigError> {
 
 pub(super) async fn from_kubeconfig(path: &Path) -> Result<Config, String> {
     let kubeconfig = read(path).map_err(|error| chain(&error))?;
-    // Looked up here, because `Config` also has the proxies of the environment.
+    // Looked up here, because `Config` also uses the proxies of the environment.
     let context = kubeconfig
         .contexts
         .iter()

@@ -1,4 +1,4 @@
-//! Pauses between attempts: growing, random, and as long as the server asks for.
+//! Pauses between attempts: growing, random, and at least as long as the server asks for.
 
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ use super::Failure;
 
 const FIRST: Duration = Duration::from_millis(100);
 const LONGEST: Duration = Duration::from_secs(10);
-/// The longest pause that a server can ask for.
+/// The longest pause that a server can request.
 const MOST: Duration = Duration::from_secs(60);
 
 #[derive(Debug)]
@@ -19,7 +19,7 @@ impl Pause {
         Self(FIRST)
     }
 
-    /// The next pause is as long as the first one was.
+    /// The next pause is as short as the first one.
     pub(crate) fn reset(&mut self) {
         self.0 = FIRST;
     }
@@ -35,7 +35,7 @@ impl Pause {
     pub(crate) async fn after(&mut self, failure: &Failure) {
         let pause = self.next();
         let asked = match failure {
-            // The random part keeps nodes from retrying at the same moment.
+            // The random part prevents nodes from retrying at the same moment.
             Failure::Busy { after: Some(after), .. } => (*after).min(MOST) + pause,
             _ => pause,
         };

@@ -11,7 +11,7 @@ use secrecy::ExposeSecret;
 
 use super::chain;
 
-/// The CAs that are trusted, and the client certificate.
+/// The trusted CAs, and the client certificate.
 pub(super) fn tls(config: &Config) -> Result<ClientConfig, String> {
     let mut roots = RootCertStore::empty();
     match &config.root_cert {
@@ -22,7 +22,7 @@ pub(super) fn tls(config: &Config) -> Result<ClientConfig, String> {
                     .map_err(|error| format!("the certificate of a CA cannot be used: {error}"))?;
             }
         }
-        // If the system has none, the error of the first request says that no CA is trusted.
+        // Without CAs, the error of the first request says that no CA is trusted.
         None if config.cluster_url.scheme_str() == Some("https") => {
             roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
         }
@@ -55,7 +55,7 @@ pub(super) fn tls(config: &Config) -> Result<ClientConfig, String> {
     }
 }
 
-/// The data in a kubeconfig, or in the file that it names.
+/// The data in a kubeconfig, or in the file that it references.
 fn material(what: &str, data: Option<&str>, file: Option<&str>) -> Result<Option<Vec<u8>>, String> {
     match (data, file) {
         (Some(data), _) => {

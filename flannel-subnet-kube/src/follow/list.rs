@@ -14,17 +14,17 @@ use crate::node::Wire;
 
 /// The number of nodes in one page.
 const PAGE: u32 = 500;
-/// If the server's cache is late for longer, the list comes from the server's store. Only the
-/// server's own answer or its silence counts, and only several times in a row: after an outage all
-/// nodes come back at once.
+/// If the server's cache is late for longer, lists come from the server's store. Only the server's
+/// own answer or its silence counts, and only several times in a row, because after an outage all
+/// nodes reconnect at once.
 const LATE: Duration = Duration::from_secs(10);
 
-/// How fresh a list must be. Both allow an answer from the server's cache: all nodes may ask at
-/// once.
+/// The required version of a list. Both allow an answer from the server's cache, because all nodes
+/// may request a list at once.
 pub(super) enum Freshness {
-    /// No older than the last write of this node, whose version is requested first.
+    /// At least the last write of this node, whose version is requested first.
     Own,
-    /// No older than this version.
+    /// At least this version.
     Version(String),
 }
 
@@ -40,7 +40,7 @@ struct Page {
 
 impl Following {
     /// Lists all nodes, and returns the version of the list. The list may come from the server's
-    /// cache, unless that is late for too long.
+    /// cache, unless that was late for too long.
     pub(super) async fn list(&mut self, freshness: &Freshness) -> Result<String, Failure> {
         let waits = self.late.is_none_or(|(first, last)| last - first < LATE);
         // Set again below if this list fails because of the cache.
@@ -54,7 +54,7 @@ impl Following {
         let (mut own, mut token) = (Own::Gone, String::new());
         loop {
             let query = match (&oldest, &*token) {
-                // With a limit the server would read its store.
+                // With a limit the server reads its store.
                 (Some(version), "") => {
                     format!("resourceVersion={}&resourceVersionMatch=NotOlderThan", escape(version))
                 }
@@ -64,8 +64,8 @@ impl Following {
             let path = format!("/api/v1/nodes?{query}");
             let call = Call { verb: "list", resource: "nodes", path, patch: None };
             let answer = self.api.send(&call).await;
-            // The version may never have existed. Older servers do not answer while their cache is
-            // not ready.
+            // The version may never have existed. Older servers do not answer until their cache is
+            // ready.
             if oldest.is_some() && matches!(answer, Err(Failure::Late(_) | Failure::Silent(_))) {
                 let now = Instant::now();
                 self.late = Some((late.map_or(now, |(first, _)| first), now));
@@ -84,8 +84,8 @@ impl Following {
         }
     }
 
-    /// The latest version of this node; `None`: there is no such node. A cache that is older could
-    /// still have nodes that are gone, and lack new ones.
+    /// The latest version of this node; `None`: the node does not exist. An older cache could have
+    /// deleted nodes, and lack new ones.
     async fn own_version(&self) -> Result<Option<String>, Failure> {
         let path = format!("/api/v1/nodes/{}", self.own);
         let call = Call { verb: "get", resource: "nodes", path, patch: None };

@@ -1,8 +1,7 @@
 //! All nodes, as a set of leases.
 //!
-//! Each node has a fingerprint of the parts that its lease is made of, so an event that changes
-//! none of them costs one look-up. Of two nodes with one PodCIDR, the one created first has the
-//! lease.
+//! Each node has a fingerprint of the parts that its lease is made of, so an event without a change
+//! of them costs one look-up. Of two nodes with one PodCIDR, the one created first has the lease.
 
 use std::collections::{BTreeMap, HashMap};
 use std::hash::RandomState;
@@ -15,7 +14,7 @@ use flannel_core::{Lease, Subnets};
 use crate::node::Wire;
 use crate::node::prefix::Prefix;
 
-/// The options by which nodes are read.
+/// The options for reading nodes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct ReadOptions {
     pub(crate) prefix: Prefix,
@@ -31,7 +30,7 @@ pub(crate) struct Nodes {
     leases: LeaseSet,
     /// The problems of each node.
     wrong: BTreeMap<Box<str>, Vec<String>>,
-    /// Nodes whose PodCIDR belongs to an earlier node.
+    /// Nodes whose PodCIDR belongs to an older node.
     shadowed: BTreeMap<Box<str>, Subnets>,
     hasher: RandomState,
     /// The number of lists so far.
@@ -42,7 +41,7 @@ pub(crate) struct Nodes {
 struct Known {
     fingerprint: u64,
     lease: Option<Arc<Lease>>,
-    /// The list that it was last in.
+    /// The number of the last list that had it.
     list: u32,
 }
 
@@ -80,19 +79,19 @@ impl Nodes {
         own.chain(shadowed).map(|(name, why)| (format!("node {name}"), why)).collect()
     }
 
-    /// A list begins.
+    /// Begins a list.
     pub(crate) fn begin(&mut self) {
         self.list += 1;
     }
 
-    /// The list is complete: nodes that are not in it are gone.
+    /// Ends a list: nodes that are not in it were deleted.
     pub(crate) fn complete(&mut self) {
         let gone = self.known.iter().filter(|(_, known)| known.list != self.list);
         let gone: Vec<Box<str>> = gone.map(|(name, _)| name.clone()).collect();
         gone.iter().for_each(|name| _ = self.remove(name));
     }
 
-    /// Puts a node in its latest form. Returns whether a lease or a problem may have changed.
+    /// Sets a node. Returns whether a lease or a problem may have changed.
     pub(crate) fn put(&mut self, wire: &Wire<'_>) -> bool {
         let fingerprint = wire.fingerprint(&self.read_options.prefix, &self.hasher);
         let name: &str = &wire.metadata.name;
@@ -117,7 +116,7 @@ impl Nodes {
         true
     }
 
-    /// A node is gone. Returns whether it was known.
+    /// Removes a node. Returns whether it was known.
     pub(crate) fn remove(&mut self, name: &str) -> bool {
         let Some(known) = self.known.remove(name) else { return false };
         self.wrong.remove(name);
@@ -207,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn nodes_that_a_complete_list_lacks_are_gone() {
+    fn nodes_missing_in_a_complete_list_are_removed() {
         let mut nodes = nodes();
         nodes.begin();
         put(&mut nodes, &node("a", "10.1.1.0/24", 1, "192.0.2.1"));
@@ -221,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn of_two_nodes_with_one_pod_cidr_the_earlier_one_has_it_in_any_order() {
+    fn of_two_nodes_with_one_pod_cidr_the_older_one_has_it_in_any_order() {
         let (a, b) =
             (node("a", "10.1.1.0/24", 7, "192.0.2.1"), node("b", "10.1.1.0/24", 3, "192.0.2.2"));
         for order in [[&a, &b], [&b, &a]] {
@@ -231,7 +230,7 @@ mod tests {
             let wrong = nodes.wrong();
             assert_eq!(wrong[0].0, "node a");
             assert!(wrong.len() == 1 && wrong[0].1.contains("an earlier node holds"), "{wrong:?}");
-            // The shadowed node changes, and gets the lease when the other node goes.
+            // The shadowed node changes, and gets the lease when the other node is deleted.
             put(&mut nodes, &node("a", "10.1.1.0/24", 7, "192.0.2.7"));
             assert_eq!(
                 (held(&nodes), nodes.wrong().len()),
@@ -248,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wrong_node_harms_no_other() {
+    fn a_wrong_node_affects_no_other() {
         let mut nodes = nodes();
         put(&mut nodes, &node("a", "10.1.1.0/24", 1, "192.0.2.1"));
         put(&mut nodes, &node("b", "10.1.2.0", 1, "192.0.2.2"));

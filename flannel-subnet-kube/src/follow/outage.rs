@@ -1,9 +1,9 @@
-//! One line in the log when the store stops answering, and one when it answers again.
+//! One log line when the store stops answering, and one when it answers again.
 
 use super::Following;
 use crate::api::Failure;
 
-/// The part of an outage that is in the log.
+/// The state of an outage in the log.
 #[derive(Default)]
 pub(super) struct OutageLog {
     logged: bool,
@@ -12,7 +12,7 @@ pub(super) struct OutageLog {
 
 impl OutageLog {
     pub(super) fn begins(&mut self, following: &Following, failure: &Failure) {
-        // A refusal, which only a person can end, is logged even during an outage.
+        // A refusal needs a person, so it is logged even during an outage.
         let refused = matches!(failure, Failure::Refused(_) | Failure::Forbidden(_));
         if !self.logged || (refused && !self.refused) {
             let leases = following.views.borrow().leases.len();

@@ -1,9 +1,8 @@
-//! A list, cut into its items while it arrives, so that only one item is in memory.
+//! Splits a list into its items while it arrives, so that only one item is in memory.
 //!
-//! It follows brackets and strings only. The receiver of an item finds out whether it is valid
-//! JSON.
+//! It only parses brackets and strings. The receiver of an item checks that it is valid JSON.
 
-/// Cuts the text of `{"kind": …, "metadata": {…}, "items": [{…}, …]}`.
+/// Splits the text of `{"kind": …, "metadata": {…}, "items": [{…}, …]}`.
 #[derive(Debug, Default)]
 pub(crate) struct Splitter {
     /// The bytes of the current value: an item, the name of a field, or its value.
@@ -24,7 +23,7 @@ enum Place {
     /// Between two fields of the list.
     Fields,
     Name,
-    /// Behind the name of a field.
+    /// After the name of a field.
     Colon(Field),
     Value(Field),
     /// Between two items.
@@ -40,7 +39,7 @@ enum Field {
     Other,
 }
 
-/// The text is no list.
+/// The text is not a list.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct NoList;
 
@@ -96,7 +95,7 @@ impl Splitter {
         Ok(())
     }
 
-    /// Where the current value ends, if it ends in these bytes.
+    /// The end of the current value, if it is in these bytes.
     fn end_of_value(&mut self, bytes: &[u8]) -> Option<usize> {
         for (place, &byte) in bytes.iter().enumerate() {
             if self.in_string {
@@ -210,7 +209,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn nothing_makes_it_panic(bytes in proptest::collection::vec(any::<u8>(), 0..200), chunk in 1..20usize) {
+        fn no_bytes_cause_a_panic(bytes in proptest::collection::vec(any::<u8>(), 0..200), chunk in 1..20usize) {
             let mut splitter = Splitter::default();
             for bytes in bytes.chunks(chunk) {
                 if splitter.feed(bytes, |_| Ok::<_, ()>(())).is_err() {

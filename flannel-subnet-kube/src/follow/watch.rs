@@ -12,30 +12,30 @@ use crate::api::pause::Pause;
 use crate::api::{Call, Failure, escape, part};
 use crate::node::Event;
 
-/// After this silence a watch is begun anew, and after a second one the nodes are listed. API
-/// servers send a bookmark every minute, but perhaps none while nothing happens in the cluster, so
-/// silence alone is no failure.
+/// The silence after which a watch is started again, and after a second one nodes are listed. API
+/// servers send a bookmark every minute, but perhaps none while nothing changes in the cluster, so
+/// silence alone is not a failure.
 const SILENCE: Duration = Duration::from_secs(90);
-/// The requested length of a watch in seconds: random, so that nodes do not come back together.
+/// The requested duration of a watch in seconds, random so that nodes do not reconnect together.
 const WATCH: std::ops::Range<u32> = 300..600;
-/// After this number of server errors in a row the version is given up: it may never have existed.
+/// The number of server errors in a row after which the version is dropped: it may not exist.
 const ERRORS: u32 = 3;
-/// A watch that ends sooner without an event counts as failed.
+/// The shortest duration of a watch without an event that is not a failure.
 const BRIEF: Duration = Duration::from_secs(1);
 
 /// The end of a watch.
 enum Watched {
     /// It can continue from the last version.
     Cut { useful: bool },
-    /// Nothing came, not even a bookmark. It may continue.
+    /// Nothing arrived, not even a bookmark. It may continue.
     Silent { useful: bool },
     /// Changes may have been missed.
     Gone,
 }
 
 impl Following {
-    /// Watches until changes may have been missed, and returns how fresh the next list must be. If
-    /// the server's store is restored from a copy, versions go back, which only a list shows.
+    /// Watches until changes may have been missed, and returns the freshness of the next list. If
+    /// the server's store is restored from a backup, versions go back, which only a list shows.
     pub(super) async fn watch_from(
         &mut self,
         mut version: String,
@@ -52,7 +52,7 @@ impl Following {
                     return Freshness::Version(version);
                 }
                 Ok(Watched::Silent { useful }) => {
-                    // Mostly the connection is dead. After a second silence a list shows whether
+                    // The connection is probably dead. After a second silence a list shows whether
                     // the server answers.
                     if silent && !useful {
                         return Freshness::Version(version);
@@ -87,7 +87,7 @@ impl Following {
         }
     }
 
-    /// Watches from `version` on, and moves it.
+    /// Watches from `version` on, and updates it.
     async fn watch(
         &mut self,
         version: &mut String,
@@ -106,7 +106,7 @@ impl Following {
         loop {
             let bytes = match part(&mut body, SILENCE).await {
                 Ok(Some(bytes)) => bytes,
-                // An incomplete event comes again.
+                // An incomplete event is sent again.
                 Ok(None) => return Ok(Watched::Cut { useful }),
                 Err(failure @ Failure::Silent(_)) => {
                     tracing::debug!(store = self.api.name(), "watch nodes: {failure}");
@@ -146,7 +146,7 @@ impl Following {
                 true => self.publish(revision),
                 false => self.unchanged(revision),
             }
-            // Earlier events in the same part are published before.
+            // Earlier events in the same part are published first.
             if let Some(failure) = wrong {
                 return self.interrupted(failure);
             }
@@ -169,7 +169,7 @@ impl Following {
         if line.trim_ascii().is_empty() {
             return Ok(false);
         }
-        // Only a list can skip an event that cannot be read.
+        // Only a list can skip an unreadable event.
         let Event { kind, object } = serde_json::from_slice(line).map_err(|error| {
             tracing::warn!(
                 store = self.api.name(),

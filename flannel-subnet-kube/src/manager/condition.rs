@@ -1,10 +1,10 @@
-//! The node condition `NetworkUnavailable`, by which Kubernetes keeps pods away from a node without
+//! The node condition `NetworkUnavailable`, by which Kubernetes schedules no pods to a node without
 //! a network.
 //!
-//! It shows the reported [`Readiness`], and is restored if another program writes it.
+//! It shows the reported [`Readiness`], and is restored if another program changes it.
 //!
-//! **Source**: flannel `pkg/subnet/kube/kube.go: CompleteLease, setNodeNetworkUnavailableFalse`.
-//! Different on purpose: Go flannel writes it once, before peers can be reached, and never again.
+//! **Source**: flannel `pkg/subnet/kube/kube.go: CompleteLease, setNodeNetworkUnavailableFalse`. Go
+//! flannel writes it once, before peers are reachable, and never again.
 
 use std::sync::Arc;
 
@@ -34,7 +34,7 @@ impl Desired {
         Self { status: "True", reason: "FlannelIsDown", message: message.to_owned() }
     }
 
-    /// `None`: the condition is left as it is.
+    /// `None`: the condition is not changed.
     fn of(readiness: &Readiness) -> Option<Self> {
         match readiness {
             Readiness::Ready => Some(Self {
@@ -56,8 +56,8 @@ impl Desired {
     }
 }
 
-/// Keeps this node's condition as it was reported last. Failures are repeated for ever, with one
-/// line in the log for each outage.
+/// Keeps this node's condition equal to the last report. Failures are repeated endlessly, with one
+/// log line for each outage.
 pub(crate) async fn keep(shared: Arc<Shared>) {
     let mut readiness = shared.readiness.subscribe();
     let mut pause = Pause::new();
@@ -98,10 +98,10 @@ pub(crate) async fn keep(shared: Arc<Shared>) {
         tokio::select! {
             () = retry => {}
             changed = readiness.changed() => if changed.is_err() {
-                // The manager is gone, and no report will come.
+                // The manager was dropped, and no report will follow.
                 std::future::pending::<()>().await;
             },
-            // Nodes are followed anew.
+            // A new follower was started.
             changed = own.changed() => if changed.is_err() {
                 tokio::time::sleep(pause.next()).await;
                 own = shared.own_at_last().await;
@@ -111,12 +111,12 @@ pub(crate) async fn keep(shared: Arc<Shared>) {
 }
 
 impl Shared {
-    /// Makes the condition true if it is false, because this node starts without a network and an
-    /// earlier boot may have left the condition. An absent condition stays absent.
+    /// Sets the condition to true if it is false, because this node starts without a network and an
+    /// earlier boot may have left it. An absent condition stays absent.
     ///
     /// # Errors
-    /// The node cannot be read, or its status not be written. A refusal is no error: it is reported
-    /// at the next write of the condition, and does not keep the node from having a network.
+    /// The node cannot be read, or its status cannot be written. A refusal is no error: it is
+    /// reported at the next write of the condition, and the node gets its network.
     pub(crate) async fn withdraw_condition(&self) -> Result<()> {
         let desired = Desired::unavailable("flannel has only just been started");
         let withdraw = async || {
@@ -132,21 +132,21 @@ impl Shared {
         }
     }
 
-    /// This node as it is followed, after the wait until it can be.
+    /// This node as followed, after a wait until it is.
     pub(crate) async fn own_at_last(&self) -> watch::Receiver<Own> {
         let mut pause = Pause::new();
         loop {
             match self.follow_own().await {
                 Ok(own) => return own,
-                // A request for a lease reports the error.
+                // The request for a lease reports the error.
                 Err(_) => tokio::time::sleep(pause.next()).await,
             }
         }
     }
 
-    /// Writes the condition unless the node has it already. Returns whether it had not.
+    /// Writes the condition unless the node has it. Returns whether it was written.
     async fn write_condition(&self, desired: &Desired) -> Result<bool> {
-        // The followed view can be older than the last write.
+        // The followed view may be older than the last write.
         let (node, _) = self.own_node().await?;
         if desired.is_in(&node) {
             return Ok(false);
@@ -161,7 +161,7 @@ impl Shared {
             reason: Some((*reason).to_owned()),
             message: Some(message.clone()),
             last_heartbeat_time: now.clone(),
-            // Another reason is no transition.
+            // Another reason alone is not a transition.
             last_transition_time: since.or(now),
         };
         self.patch(json!({ "status": { "conditions": [condition] } })).await?;

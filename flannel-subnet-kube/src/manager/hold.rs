@@ -1,8 +1,7 @@
 //! Keeping the lease: its annotations stay published, and other PodCIDRs move it.
 //!
-//! The followed view can be late. If it shows a difference, the node itself is read and judged. A
-//! node that is gone may come back, and a node with unusable PodCIDRs may get others: the network
-//! stays until then.
+//! The followed view may be late, so on a difference the node itself is read. A deleted node may be
+//! created again, and a node with unusable PodCIDRs may get others. The network stays until then.
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -20,11 +19,11 @@ use crate::node::Node;
 use crate::node::annotations::{Values, desired, has};
 use crate::runtime::lock;
 
-/// After this time without a foreign write, the next one is logged as a new conflict.
+/// The time without a foreign write after which the next one is logged as a new conflict.
 const QUIET: Duration = Duration::from_secs(60);
 
-/// A conflict with another writer of the annotations. Both writers restore their values, which must
-/// not happen at full speed.
+/// A conflict with another writer of the annotations. Two writers that restore their values must
+/// not do so at full speed.
 struct Conflict {
     pause: Pause,
     /// When annotations were last restored.
@@ -32,7 +31,7 @@ struct Conflict {
 }
 
 impl Conflict {
-    /// Annotations will be restored. Returns whether this is a new conflict.
+    /// Notes that annotations will be restored. Returns whether this is a new conflict.
     fn begins(&mut self) -> bool {
         let new = self.last.is_none_or(|last| last.elapsed() >= QUIET);
         if new {
@@ -62,7 +61,7 @@ impl Shared {
                 Ok(None) => {
                     (logged, _) = (false, pause.reset());
                     if own.changed().await.is_err() {
-                        // Nodes are followed anew.
+                        // A new follower was started.
                         sleep(pause.next()).await;
                         own = self.own_at_last().await;
                     }
@@ -88,7 +87,7 @@ impl Shared {
         }
     }
 
-    /// Judges this node as it was followed, and restores missing annotations.
+    /// Judges this node as followed, and restores missing annotations.
     async fn look(
         &self,
         followed: Own,
@@ -115,7 +114,7 @@ impl Shared {
                     self.repair(node, held, conflict).await?;
                 }
                 Ok(None) => self.lose("it has no PodCIDR any more"),
-                // Unusable PodCIDRs do not end the lease: peers stay reachable by it.
+                // Unusable PodCIDRs do not end the lease, because peers still use it.
                 _ => match self.fitting(node, &self.settled().await?) {
                     Ok(to) => {
                         self.lose(&format!("its PodCIDRs make it {to}"));
@@ -128,12 +127,12 @@ impl Shared {
         Ok(None)
     }
 
-    /// Reads this node, because the followed view can be late.
+    /// Reads this node, because the followed view may be late.
     async fn confirm(&self, followed: Own) -> Result<Own> {
         match self.own_node().await {
             Ok((node, _)) => Ok(Own::Here(Arc::new(node))),
             Err(Error::NotReady { reason, .. }) => Ok(match followed {
-                // The same reason, in fewer words.
+                // The same reason, shorter.
                 Own::Gone | Own::Wrong(_) => followed,
                 Own::Unknown | Own::Here(_) => Own::Wrong(reason),
             }),
@@ -141,16 +140,16 @@ impl Shared {
         }
     }
 
-    /// Restores annotations that are missing or changed, and publishes new values.
+    /// Restores missing or changed annotations, and publishes new values.
     async fn repair(&self, followed: &Node, held: &Lease, conflict: &mut Conflict) -> Result<()> {
         let missing = |node: &Node| missing(node, &desired(&held.attrs, &node.values));
         if missing(followed).is_empty() {
             return Ok(());
         }
-        // The followed view can be older than our own write.
+        // The followed view may be older than our own write.
         let (node, _) = self.own_node().await?;
         let published = lock(&self.published).clone();
-        // If a published value is untouched, the value to publish has changed.
+        // If a published value is unchanged, the desired value is new.
         let untouched =
             |name: &str| published.get(name).is_some_and(|text| has(&node.values, name, text));
         let (new, touched): (Values, Values) =

@@ -1,7 +1,7 @@
 //! This node: its name, its latest object, and the writes to it.
 //!
 //! The node is read with a request for it alone, which returns the latest version. The followed
-//! view can be older.
+//! view may be older.
 
 use std::net::IpAddr;
 
@@ -65,7 +65,7 @@ impl Shared {
         Error::NotReady { store: self.api.name().to_owned(), reason }
     }
 
-    /// This node as it is now.
+    /// The present state of this node.
     pub(crate) async fn own_node(&self) -> Result<(Node, Revision)> {
         let name = self.name().await?;
         let call = Call {
@@ -93,7 +93,7 @@ impl Shared {
         Ok((node, wire.revision()))
     }
 
-    /// Writes to this node's status.
+    /// Patches this node's status.
     pub(crate) async fn patch(&self, patch: serde_json::Value) -> Result<(Node, Revision)> {
         let path = format!("/api/v1/nodes/{}/status", self.name().await?);
         let call =
@@ -102,13 +102,13 @@ impl Shared {
         self.read_node(&call, &answer)
     }
 
-    /// The subnets that Kubernetes gave this node, which fit the network config.
+    /// The subnets that Kubernetes assigned to this node, which fit the network config.
     pub(crate) fn subnets_of(&self, node: &Node, config: &Config) -> Result<Subnets> {
         self.fitting(node, config)
             .map_err(|wrong| self.not_ready(format!("node {}: {wrong}", node.name)))
     }
 
-    /// [`Self::subnets_of`]; the error does not name the node.
+    /// Like [`Self::subnets_of`], with an error without the node's name.
     pub(crate) fn fitting(
         &self,
         node: &Node,
@@ -140,7 +140,7 @@ impl Shared {
         Ok(subnets)
     }
 
-    /// The addresses that this node's annotations prescribe as its public ones.
+    /// The public addresses that this node's annotations prescribe.
     pub(crate) fn prescribed(&self, node: &Node) -> Result<Dual<IpAddr>> {
         let given = |family: Family| {
             address(&node.values, names(family).node, family, &self.options.prefix)
@@ -149,8 +149,8 @@ impl Shared {
         Ok(Dual { v4: given(Family::V4)?, v6: given(Family::V6)? })
     }
 
-    /// Checks the addresses to publish instead of this node's own. If one is wrong, a node that has
-    /// published nothing waits, and any other node goes on with its own addresses.
+    /// Checks the addresses that replace this node's own. If one is wrong, a node that has
+    /// published nothing waits, and any other node continues with its own addresses.
     pub(crate) fn check_overwrites(&self, node: &Node, families: &[Family]) -> Result<()> {
         match wrong_overwrites(&node.values, families, &self.options.prefix).next() {
             Some(wrong) if !node.is_managed() => {
@@ -185,8 +185,8 @@ impl Shared {
         Ok(since)
     }
 
-    /// The lease of a node with these attributes, as peers read it, but with the node's own
-    /// addresses: a person may withdraw those that are published instead.
+    /// The lease of a node with these attributes as peers read it, but with the node's own
+    /// addresses, because a person may withdraw the prescribed ones.
     pub(crate) fn lease_of(
         &self,
         node: &Node,

@@ -1,4 +1,4 @@
-//! The state of a manager: its connection, its config, its lease, and the nodes that it follows.
+//! The state of a manager: its connection, config, lease, and followed nodes.
 
 use std::io::ErrorKind;
 use std::net::IpAddr;
@@ -25,16 +25,16 @@ pub(crate) struct Shared {
     /// This node's name.
     pub(crate) name: OnceCell<String>,
     pub(crate) follower: Mutex<Option<Follower>>,
-    /// The config that was last handed out. A lease and its views follow this one.
+    /// The config that was returned last. The lease and the views use it.
     pub(crate) handed_out: Mutex<Option<Config>>,
     pub(crate) held: Mutex<Option<Held>>,
     /// The annotations that this node wrote last.
     pub(crate) published: Mutex<Values>,
-    /// What is wrong with the network config.
+    /// The error of the network config.
     pub(crate) wrong_config: Mutex<Option<String>>,
     /// Whether this node has its lease.
     pub(crate) ownership: watch::Sender<Ownership>,
-    /// The desired condition of the node; `None`: the condition stays as it is.
+    /// The desired condition of the node; `None`: the condition is not changed.
     pub(crate) readiness: watch::Sender<Option<Readiness>>,
 }
 
@@ -42,7 +42,7 @@ pub(crate) struct Shared {
 #[derive(Debug, Clone)]
 pub(crate) struct Held {
     pub(crate) lease: Lease,
-    /// The config that it was acquired from. Its networks stay as they are.
+    /// The config that it was acquired from. Its networks may not change.
     pub(crate) config: Config,
     /// The addresses that the node prescribed.
     pub(crate) prescribed: Dual<IpAddr>,
@@ -74,7 +74,7 @@ impl Shared {
         lock(&self.held).clone()
     }
 
-    /// The config that was last handed out; before that, the present one.
+    /// The config that was returned last, else the present one.
     pub(crate) async fn config(&self) -> Result<Config> {
         let handed_out = lock(&self.handed_out).clone();
         match handed_out {
@@ -83,7 +83,7 @@ impl Shared {
         }
     }
 
-    /// The config of the lease; before there is one, the config that was handed out.
+    /// The config of the lease, else the config that was returned last.
     pub(crate) async fn settled(&self) -> Result<Config> {
         match self.held() {
             Some(held) => Ok(held.config),
@@ -109,8 +109,8 @@ impl Shared {
         read
     }
 
-    /// The follower of all nodes. It is started by the first call. It is started anew if its task
-    /// has ended, or if the config enables other families and no lease was acquired.
+    /// The follower of all nodes. The first call starts it. It is started again if its task has
+    /// ended, or if the config enables other families before a lease was acquired.
     pub(crate) async fn follow<T>(&self, look: impl FnOnce(&Follower) -> T) -> Result<T> {
         let name = self.name().await?.to_owned();
         let config = self.settled().await?;
@@ -128,7 +128,7 @@ impl Shared {
         Ok(look(follower.insert(Follower::start(Arc::clone(&self.api), read_options, name))))
     }
 
-    /// The addresses that this node prescribes, and its lease, if it has one.
+    /// The addresses that this node prescribes, and its lease, if any.
     pub(crate) async fn own_hints(&self) -> Result<(Dual<IpAddr>, Option<Lease>)> {
         let (node, _) = self.own_node().await?;
         let families: Vec<Family> = self.config().await?.networks.families().collect();
@@ -136,7 +136,7 @@ impl Shared {
         Ok((self.prescribed(&node)?, lease))
     }
 
-    /// Makes a lease of this node as it is now.
+    /// Makes a lease from the present state of this node.
     pub(crate) async fn take(&self, config: Config, attrs: &LeaseAttrs) -> Result<Held> {
         let (node, read) = self.own_node().await?;
         let prescribed = self.prescribed(&node)?;
@@ -148,7 +148,7 @@ impl Shared {
         Ok(Held { lease, config, prescribed })
     }
 
-    /// This node as it is followed, always the latest.
+    /// This node as followed, always the latest.
     pub(crate) async fn follow_own(&self) -> Result<watch::Receiver<Own>> {
         self.follow(|follower| follower.own.clone()).await
     }

@@ -1,7 +1,7 @@
 //! The names of flannel's annotations, and the attributes of a lease in them.
 //!
-//! Values are compared as text, by Go flannel too. So each value has one form, and backend data has
-//! a second one, which makes Go flannel notice a change.
+//! Go flannel compares values as text. So each value has one form here, and backend data has a
+//! second one, which makes Go flannel notice a change.
 //!
 //! **Source**: flannel `pkg/subnet/kube/annotations.go: newAnnotations`, `kube.go: AcquireLease`.
 
@@ -13,7 +13,7 @@ use flannel_core::lease::{LeaseAttrs, Offer};
 
 use super::prefix::Prefix;
 
-/// Flannel runs on a node if this annotation is "true".
+/// A node runs flannel if this annotation is "true".
 pub(crate) const MANAGED: &str = "kube-subnet-manager";
 pub(crate) const BACKEND_TYPE: &str = "backend-type";
 
@@ -21,11 +21,11 @@ pub(crate) const BACKEND_TYPE: &str = "backend-type";
 pub(crate) struct Names {
     /// The backend's data.
     pub(crate) data: &'static str,
-    /// The address to which peers send traffic.
+    /// The address to which peers send packets.
     pub(crate) public: &'static str,
     /// Set by a person: the address to publish instead of the node's own.
     pub(crate) overwrite: &'static str,
-    /// Set by a person: the same as `--public-ip`.
+    /// Set by a person: like `--public-ip`.
     pub(crate) node: &'static str,
     /// The text for "no address".
     none: &'static str,
@@ -57,12 +57,11 @@ pub(crate) const fn names(family: Family) -> Names {
 /// The values of flannel's annotations, by their names without the prefix.
 pub(crate) type Values = BTreeMap<Box<str>, Box<str>>;
 
-/// The annotations for these attributes on a node that has `present`: exactly those that Go flannel
-/// writes.
+/// The annotations for these attributes on a node that has `present`: those that Go flannel writes.
 ///
-/// The pair of IPv4 is always written, except by `vxlan` without IPv4. The pair of IPv6 is written
-/// by `vxlan` and `wireguard` if they have data for it, and by `host-gw` and `extension` if they
-/// have an address.
+/// The IPv4 pair is always written, except by `vxlan` without IPv4. The IPv6 pair is written by
+/// `vxlan` and `wireguard` if they have data for it, and by `host-gw` and `extension` if they have
+/// an address.
 pub(crate) fn desired(attrs: &LeaseAttrs, present: &Values) -> Values {
     let mut values = Values::new();
     let mut put = |name: &str, value: &str| values.insert(name.into(), value.into());
@@ -81,7 +80,7 @@ pub(crate) fn desired(attrs: &LeaseAttrs, present: &Values) -> Values {
         if written {
             let names = names(family);
             let own = public.map_or_else(|| names.none.to_owned(), |address| address.to_string());
-            // A text that is no address is ignored.
+            // A text that is not an address is ignored.
             let overwrite =
                 present.get(names.overwrite).filter(|text| parse(text, family).is_some());
             put(names.data, data.unwrap_or("null"));
@@ -100,19 +99,18 @@ pub(crate) fn has(present: &Values, name: &str, desired: &str) -> bool {
     })
 }
 
-/// The annotation that must be written too, so that Go flannel's nodes notice the change.
+/// The annotation that must be written in addition, so that Go flannel's nodes notice the change.
 ///
 /// In dual stack Go flannel notices a change only if texts of both families change. If one family
-/// has no change, its data gets its other form, with or without a space in front, which has the
-/// same meaning. The space must not be behind the brace: Go flannel cuts its own MAC address out of
-/// the text.
+/// has no change, its data gets its other form, with or without a leading space. The space must not
+/// be after the brace, because Go flannel cuts its own MAC address out of the text.
 pub(crate) fn reworded(
     desired: &Values,
     missing: &Values,
     present: &Values,
 ) -> Option<(Box<str>, Box<str>)> {
     if missing.contains_key(BACKEND_TYPE) {
-        // It counts for both families.
+        // It is relevant for both families.
         return None;
     }
     let changes = |family| {
@@ -129,8 +127,8 @@ pub(crate) fn reworded(
     Some((name.into(), if text == data { format!(" {data}").into() } else { data.clone() }))
 }
 
-/// The attributes in the annotations, for these families, and what is wrong with them. An error of
-/// one family does not affect the other.
+/// The attributes in the annotations, for these families, and the errors. An error of one family
+/// does not affect the other.
 pub(crate) fn read(
     values: &Values,
     families: &[Family],
@@ -180,7 +178,7 @@ fn parse(text: &str, family: Family) -> Option<IpAddr> {
     text.parse().ok().filter(|address| Family::of(*address) == family)
 }
 
-/// What is wrong with the addresses that a person set to be published instead of the node's own.
+/// The errors of the addresses that a person set to be published instead of the node's own.
 pub(crate) fn wrong_overwrites(
     values: &Values,
     families: &[Family],
@@ -199,7 +197,7 @@ fn shorten(text: &str) -> String {
     }
 }
 
-/// Borrows the usual names, which thousands of leases share.
+/// Borrows the common names, which thousands of leases share.
 fn usual(name: &str) -> std::borrow::Cow<'static, str> {
     let usual = ["", "vxlan", "host-gw", "wireguard", "extension", "ipsec", "ipip"];
     match usual.into_iter().find(|usual| *usual == name) {
@@ -225,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn every_backend_writes_go_flannels_annotations() {
+    fn every_backend_writes_the_annotations_of_go_flannel() {
         const V4: &str = "192.0.2.1";
         const V6: &str = "2001:db8::1";
         let (mac4, mac6) = (

@@ -1,12 +1,12 @@
-//! The beginning of the names of flannel's annotations.
+//! The prefix of the names of flannel's annotations.
 
 use std::fmt;
 use std::str::FromStr;
 
-/// The beginning of the names of all annotations: `flannel.alpha.coreos.com/`, `example.com/net-`.
+/// The prefix of the names of all annotations: `flannel.alpha.coreos.com/`, `example.com/net-`.
 ///
-/// It is a domain name with at least one dot, a slash, and perhaps a word of lower-case letters,
-/// digits, `-` and `_`. The slash, and a `-` at the end of the word, are added if they are missing.
+/// It is a domain name with at least one dot, a slash, and optionally a word of lower-case letters,
+/// digits, `-` and `_`. A missing slash, or `-` at the end of the word, is added.
 ///
 /// ```
 /// use flannel_subnet_kube::Prefix;
@@ -18,7 +18,7 @@ use std::str::FromStr;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Prefix(Box<str>);
 
-/// The error of a text that the names of annotations cannot begin with.
+/// The error of a text that cannot be a prefix.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{text:?} is no prefix of annotations: right would be a domain name in lower case with a dot \
@@ -46,7 +46,7 @@ impl FromStr for Prefix {
         {
             return Err(error());
         }
-        // A dash alone is no word.
+        // A dash alone is not a word.
         if word == "-" {
             return Err(error());
         }
@@ -55,7 +55,7 @@ impl FromStr for Prefix {
     }
 }
 
-/// Go flannel's.
+/// The prefix of Go flannel.
 impl Default for Prefix {
     fn default() -> Self {
         Self("flannel.alpha.coreos.com/".into())
@@ -80,7 +80,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn prefixes_are_gos() {
+    fn prefixes_are_those_of_go_flannel() {
         for (text, prefix) in [
             ("flannel.alpha.coreos.com", "flannel.alpha.coreos.com/"),
             ("flannel.alpha.coreos.com/", "flannel.alpha.coreos.com/"),

@@ -1,4 +1,4 @@
-//! What the test server answers to one request.
+//! The test server's answer to a request.
 
 use std::collections::BTreeMap;
 use std::convert::Infallible;
@@ -22,7 +22,7 @@ use super::{Shared, lock};
 pub(crate) type Body = Channel<Bytes, std::io::Error>;
 type Answer = Response<Body>;
 
-/// Patches of another type are other patches.
+/// Patches of another type have another meaning.
 const PATCH: &str = "application/strategic-merge-patch+json";
 
 pub(crate) async fn answer(
@@ -31,13 +31,13 @@ pub(crate) async fn answer(
     request: Request<Incoming>,
 ) -> Result<Answer, Infallible> {
     let (request, body) = request.into_parts();
-    // One that the client broke off is none.
+    // The client disconnected.
     let body = body.collect().await.map(Collected::to_bytes).unwrap_or_default();
     let text = format!("{} {}", request.method, request.uri);
     let gate = lock(&shared.faults).gate.take_if(|gate| text.contains(&gate.text));
     if let Some(mut gate) = gate {
         gate.is_there.send_replace(true);
-        // Nothing is ever sent: it ends.
+        // Nothing is ever sent.
         let _ = gate.opens.changed().await;
     }
     match decide(&shared, &client, &request, &body) {
@@ -48,8 +48,8 @@ pub(crate) async fn answer(
 
 /// The answer; `None`: there is never one.
 ///
-/// Who learns that a request was counted can rely on it that faults that are made from then on do
-/// not concern it, and that a watch hears: to count it and to decide on it is one step.
+/// Counting a request and deciding on it is one step. So faults that are set after the request was
+/// counted do not affect it, and a counted watch receives all later events.
 fn decide(
     shared: &Arc<Shared>,
     client: &[CertificateDer<'_>],
@@ -105,7 +105,7 @@ fn decide(
     })
 }
 
-/// Faults, and accounts that may not do this.
+/// Faults, and missing permissions.
 fn refuse(shared: &Shared, client: &[CertificateDer<'_>], request: &Parts) -> Option<Answer> {
     let mut faults = lock(&shared.faults);
     if faults.clients.as_ref().is_some_and(|clients| !known(clients, client)) {
@@ -143,7 +143,7 @@ fn refuse(shared: &Shared, client: &[CertificateDer<'_>], request: &Parts) -> Op
     })
 }
 
-/// The verb and the resource that a request needs.
+/// The RBAC verb and resource of a request.
 fn rbac(request: &Parts) -> (&'static str, &'static str) {
     let (path, query) = (request.uri.path(), request.uri.query().unwrap_or_default());
     let resource = match path {
@@ -163,8 +163,7 @@ fn rbac(request: &Parts) -> (&'static str, &'static str) {
 fn list(shared: &Shared, query: &BTreeMap<String, String>) -> Answer {
     let refused = |text: &str| violation(shared, StatusCode::BAD_REQUEST, text);
     let get = |name: &str| query.get(name).map(String::as_str);
-    // The version that the answer must have; it comes from the server's cache then, which knows no
-    // pages.
+    // The exact version of the answer. It comes from the server's cache then, which has no pages.
     let least = match (get("resourceVersion"), get("resourceVersionMatch")) {
         (Some(_), _) if get("continue").is_some() => {
             return refused("a list that goes on takes no resourceVersion");
@@ -174,7 +173,7 @@ fn list(shared: &Shared, query: &BTreeMap<String, String>) -> Answer {
         (Some(version), Some("NotOlderThan")) => {
             version.parse::<u64>().ok().filter(|version| *version > 0)
         }
-        _ => return refused("a list at a version, and how that is meant is not said"),
+        _ => return refused("a list at a version without resourceVersionMatch"),
     };
     let limit =
         match (get("limit").and_then(|limit| limit.parse().ok()).filter(|limit| *limit > 0), least)
@@ -213,7 +212,7 @@ fn list(shared: &Shared, query: &BTreeMap<String, String>) -> Answer {
     let more = nodes.last_key_value().is_some_and(|(name, _)| *name > last) && !items.is_empty();
     let mut metadata = json!({ "resourceVersion": version.to_string() });
     if more {
-        // With characters that must be escaped in an URL.
+        // With characters that must be escaped in a URL.
         let token = format!("{version}|{last}+/==");
         metadata["continue"] = json!(token);
         store.lists.insert(token, (nodes, version, last));
@@ -287,7 +286,7 @@ fn patch(shared: &Shared, name: &str, request: &Parts, body: &Bytes) -> Answer {
             return missing("nodes", name);
         }
         let patched = store.patch(name, &patch);
-        // A client that sees its effect finds it among the patches.
+        // Recorded first, so that a client that sees its effect finds it among the patches.
         if patched.is_ok() {
             lock(&shared.patches).push(patch.clone());
         }
@@ -339,7 +338,7 @@ fn json_answer(code: StatusCode, body: Body) -> Answer {
 
 fn text(code: StatusCode, text: String) -> Answer {
     let (mut sender, body) = Channel::new(1);
-    // There is room for one, and it is dropped afterwards, which ends the body.
+    // There is room for one part. The drop of the sender ends the body.
     let _ = sender.try_send(hyper::body::Frame::data(text.into()));
     json_answer(code, body)
 }

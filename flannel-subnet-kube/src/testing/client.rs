@@ -1,6 +1,6 @@
-//! Whose certificate a client of the test server shows. The handshake takes any, and requests of
-//! those whom nobody knows are refused, which is how a real API server does it, unless the test
-//! wants the handshake to fail.
+//! The client certificates of the test server. The handshake accepts any certificate, and requests
+//! of unknown clients are refused, like in a real API server, unless the test wants the handshake
+//! to fail.
 
 use std::sync::Arc;
 
@@ -12,8 +12,8 @@ use rustls::{CertificateError, DigitallySignedStruct, DistinguishedName, Error, 
 
 use super::{Shared, lock};
 
-/// Any client that has the key of its certificate, or has none; only those who are known, if the
-/// server refuses by alert.
+/// Accepts clients with the key of their certificate, or without a certificate. If the server
+/// refuses by alert, only known clients.
 #[derive(Debug)]
 pub(crate) struct Clients(pub(crate) Arc<Shared>);
 
@@ -69,7 +69,7 @@ impl ClientCertVerifier for Clients {
     }
 }
 
-/// Whether a client is known by its certificates.
+/// Whether a client with these certificates is known.
 pub(crate) fn known(by: &Arc<dyn ClientCertVerifier>, client: &[CertificateDer<'_>]) -> bool {
     client.split_first().is_some_and(|(certificate, others)| {
         by.verify_client_cert(certificate, others, UnixTime::now()).is_ok()

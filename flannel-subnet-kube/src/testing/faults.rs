@@ -1,4 +1,4 @@
-//! How the server misbehaves, and whom it lets in.
+//! The faults and permissions of the test server.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -14,16 +14,16 @@ use tokio::sync::watch;
 
 use super::{ApiServer, lock};
 
-/// What happens to watches that are open.
+/// How open watches end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Cut {
     /// The connection breaks in the middle of an event.
     MidEvent,
-    /// The server ends it in good order.
+    /// The server ends it regularly.
     Clean,
-    /// The server says that the version is too old (410), as an event.
+    /// The server sends an event that the version is too old (410).
     Gone,
-    /// The server sends another error, with this code, as an event.
+    /// The server sends an error event with this code.
     Error(u16),
 }
 
@@ -31,13 +31,12 @@ pub enum Cut {
 #[derive(Debug)]
 pub struct Held {
     is_there: watch::Receiver<bool>,
-    /// Ends with the value, which lets the request go.
+    /// Its drop lets the request continue.
     _keeps: watch::Sender<()>,
 }
 
 impl Held {
-    /// Whether there is such a request by now. Until then whoever asks has come no further than to
-    /// it.
+    /// Whether a request is held now.
     pub fn is_there(&self) -> bool {
         *self.is_there.borrow()
     }
@@ -51,32 +50,32 @@ pub(crate) struct Gate {
     pub(crate) opens: watch::Receiver<()>,
 }
 
-/// How the server misbehaves.
+/// The faults of the server.
 #[derive(Debug, Default)]
 pub(crate) struct Faults {
-    /// So many requests fail with this status, and this `Retry-After` in seconds.
+    /// This many requests fail with this status, and this `Retry-After` in seconds.
     pub(crate) fail: Option<(u32, u16, Option<u64>)>,
-    /// So many watches are refused with 410.
+    /// This many watches are refused with 410.
     pub(crate) gone: u32,
-    /// The next request with its text waits before it.
+    /// Holds the next request with its text.
     pub(crate) gate: Option<Gate>,
     /// The pause before each item of a list.
     pub(crate) slow: Duration,
-    /// So many lists, or pages of them, break in their middle.
+    /// This many lists, or pages of them, break in the middle.
     pub(crate) cut_lists: u32,
-    /// No list comes from the cache, which is never as new as is asked for.
+    /// The cache never reaches the requested version of a list.
     pub(crate) no_cache: bool,
-    /// Lists that may come from the cache are never answered.
+    /// Lists that may come from the cache have no answer.
     pub(crate) cache_blocks: bool,
-    /// A proxy before the server answers with this status.
+    /// A proxy answers with this status.
     pub(crate) proxy: Option<u16>,
     /// Verbs and resources that the account may not use.
     pub(crate) forbidden: BTreeSet<(String, String)>,
-    /// The only token that is accepted.
+    /// The only accepted token.
     pub(crate) token: Option<String>,
-    /// Who must have signed a client's certificate.
+    /// The verifier of the clients' certificates.
     pub(crate) clients: Option<Arc<dyn ClientCertVerifier>>,
-    /// The handshake fails of a client who is not known.
+    /// Unknown clients are refused in the handshake.
     pub(crate) by_alert: bool,
 }
 
@@ -91,9 +90,8 @@ impl ApiServer {
         lock(&self.shared.faults).gone = count;
     }
 
-    /// The next request that contains this text is held until what is returned is dropped: counted
-    /// and decided on only then. Who asks can come no further meanwhile, however long a test takes
-    /// to make what the answer is to meet. Only one is held.
+    /// Holds the next request that contains this text until the returned value is dropped. It is
+    /// counted and decided on only then. Only one request is held.
     pub fn hold(&self, text: &str) -> Held {
         let ((there, is_there), (keeps, opens)) = (watch::channel(false), watch::channel(()));
         lock(&self.shared.faults).gate =
@@ -101,7 +99,7 @@ impl ApiServer {
         Held { is_there, _keeps: keeps }
     }
 
-    /// Each item of a list comes so much later.
+    /// Delays each item of a list.
     pub fn slow_lists(&self, pause: Duration) {
         lock(&self.shared.faults).slow = pause;
     }
@@ -112,49 +110,48 @@ impl ApiServer {
     }
 
     /// Lists that the server's cache may answer are refused (504) from now on, or no longer, as if
-    /// it came to no version that is asked for.
+    /// the cache never reached the requested version.
     pub fn fail_cached_lists(&self, fail: bool) {
         lock(&self.shared.faults).no_cache = fail;
     }
 
-    /// Lists that the server's cache may answer are not answered at all from now on, or no longer,
-    /// as if it were not ready.
+    /// Lists that the server's cache may answer have no answer from now on, or have one again, as
+    /// if the cache were not ready.
     pub fn block_cached_lists(&self, block: bool) {
         lock(&self.shared.faults).cache_blocks = block;
     }
 
-    /// A load balancer before the server answers in its place from now on, with this status and a
-    /// page of its own; `None`: no longer.
+    /// A load balancer answers instead of the server from now on, with this status and its own
+    /// page; `None`: no longer.
     pub fn stand_before(&self, status: Option<u16>) {
         lock(&self.shared.faults).proxy = status;
     }
 
-    /// The account may not use this verb on this resource.
+    /// Forbids the account this verb on this resource.
     pub fn forbid(&self, verb: &str, resource: &str) {
         lock(&self.shared.faults).forbidden.insert((verb.to_owned(), resource.to_owned()));
     }
 
-    /// The account may use this verb on this resource again.
+    /// Allows the account this verb on this resource again.
     pub fn permit(&self, verb: &str, resource: &str) {
         lock(&self.shared.faults).forbidden.remove(&(verb.to_owned(), resource.to_owned()));
     }
 
-    /// The account may do everything again.
+    /// Allows the account everything again.
     pub fn permit_all(&self) {
         lock(&self.shared.faults).forbidden.clear();
     }
 
-    /// Only this token is accepted from now on; watches that are open end.
+    /// Accepts only this token from now on. Open watches end.
     pub fn expect_token(&self, token: &str) {
         lock(&self.shared.faults).token = Some(token.to_owned());
         self.cut(Cut::Clean);
     }
 
-    /// Only clients with a certificate that this CA, in PEM, has signed are known from now on;
-    /// watches that are open end.
+    /// Accepts only clients with a certificate of this CA, in PEM, from now on. Open watches end.
     ///
     /// # Panics
-    /// It is no certificate.
+    /// `ca` is not a certificate.
     pub fn expect_clients_of(&self, ca: &str) {
         let mut roots = RootCertStore::empty();
         let ca = CertificateDer::from_pem_slice(ca.as_bytes()).expect("a certificate in PEM");
@@ -166,46 +163,46 @@ impl ApiServer {
         self.cut(Cut::Clean);
     }
 
-    /// Clients who are not known are refused in the handshake from now on, as proxies do it, and
-    /// not request by request.
+    /// Refuses unknown clients in the handshake from now on, like proxies, instead of their
+    /// requests.
     pub fn refuse_by_alert(&self) {
         lock(&self.shared.faults).by_alert = true;
     }
 
-    /// All watches that are open end.
+    /// Ends all open watches.
     pub fn cut(&self, how: Cut) {
         self.shared.cuts.send_modify(|(count, cut)| (*count, *cut) = (*count + 1, how));
     }
 
-    /// Creates a node, or replaces it, and ends the watches that are open in the same breath: they
-    /// learn both at once.
+    /// Creates or replaces a node and ends the open watches in one step, so that they receive both
+    /// at once.
     ///
     /// # Panics
-    /// `node` is no JSON object.
+    /// `node` is not a JSON object.
     pub fn put_node_and_cut(&self, name: &str, node: Value, how: Cut) {
         lock(&self.shared.store).put(name, node);
         self.cut(how);
     }
 
-    /// Creates a node, or replaces it; watches, and lists that need not be the latest, learn of
-    /// that and of whatever follows only [later](Self::show_all).
+    /// Creates or replaces a node. Watches, and lists that may be old, see this and all later
+    /// changes only after [`show_all`](Self::show_all).
     ///
     /// # Panics
-    /// `node` is no JSON object.
+    /// `node` is not a JSON object.
     pub fn put_node_without_event(&self, name: &str, node: Value) {
         let mut store = lock(&self.shared.store);
         store.delay();
         store.put(name, node);
     }
 
-    /// The server's cache is no longer late.
+    /// The server's cache is up to date again.
     pub fn show_all(&self) {
         let mut store = lock(&self.shared.store);
         store.late = None;
         self.shared.changes.send_replace(store.version);
     }
 
-    /// Every version but the latest is too old from now on.
+    /// Makes every version but the latest too old.
     pub fn forget_history(&self) {
         lock(&self.shared.store).forget();
     }

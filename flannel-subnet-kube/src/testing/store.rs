@@ -1,4 +1,4 @@
-//! What the test server knows: nodes as JSON text, and the events that a watch receives.
+//! The data of the test server: nodes as JSON text, and the events for watches.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
@@ -6,7 +6,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 use serde_json::{Value, json};
 
-/// So many events are remembered.
+/// The number of events that are kept.
 const HISTORY: usize = 4000;
 
 pub(crate) type Nodes = Arc<BTreeMap<String, Arc<str>>>;
@@ -16,14 +16,13 @@ pub(crate) struct Store {
     pub(crate) nodes: Nodes,
     pub(crate) pods: BTreeMap<String, Value>,
     pub(crate) version: u64,
-    /// Versions up to this one are too old to watch from, or to go on listing at.
+    /// Versions up to this one are too old for a watch or the next page of a list.
     pub(crate) forgotten: u64,
     pub(crate) events: VecDeque<(u64, Bytes)>,
-    /// What the server's cache knows, if that is late: watches and lists that it may answer see no
-    /// more.
+    /// The content of the server's cache if that is late. Watches and lists that it may answer see
+    /// nothing else.
     pub(crate) late: Option<(Nodes, u64)>,
-    /// Lists that were begun: by token, the nodes as they were, the version, and the last name that
-    /// was listed.
+    /// Started lists by token: the nodes at the start, the version, and the last listed name.
     pub(crate) lists: HashMap<String, (Nodes, u64, String)>,
 }
 
@@ -32,7 +31,7 @@ impl Default for Store {
         Self {
             nodes: Arc::default(),
             pods: BTreeMap::new(),
-            // Not the number of anything.
+            // A number that nothing else has.
             version: 1000,
             forgotten: 0,
             events: VecDeque::new(),
@@ -43,12 +42,12 @@ impl Default for Store {
 }
 
 impl Store {
-    /// All nodes as the server's cache knows them, and their version.
+    /// All nodes in the server's cache, and their version.
     pub(crate) fn cached(&self) -> (Nodes, u64) {
         self.late.clone().unwrap_or_else(|| (Arc::clone(&self.nodes), self.version))
     }
 
-    /// The cache learns of nothing more.
+    /// The cache gets no further changes.
     pub(crate) fn delay(&mut self) {
         self.late = Some(self.cached());
     }
@@ -119,7 +118,7 @@ impl Store {
     /// A strategic merge patch of a node's status.
     ///
     /// # Errors
-    /// What a patch of flannel's must not hold.
+    /// The part that flannel's patches must not have.
     pub(crate) fn patch(&mut self, name: &str, patch: &Value) -> Result<u64, String> {
         let mut node = self.node(name).ok_or("there is no such node")?;
         for (field, value) in patch.as_object().ok_or("a patch is an object")? {

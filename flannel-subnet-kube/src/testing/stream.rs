@@ -1,4 +1,4 @@
-//! Answers that take their time: lists item by item, and watches.
+//! Slow answers: lists item by item, and watches.
 
 use std::io;
 use std::sync::Arc;
@@ -16,7 +16,7 @@ use super::{Cut, Shared, lock};
 
 type Out = Sender<Bytes, io::Error>;
 
-/// A list, with a pause before each item; with `cut` the connection breaks in its middle.
+/// A list with a pause before each item. With `cut` the connection breaks in the middle.
 pub(crate) async fn items(
     mut out: Out,
     metadata: Value,
@@ -49,7 +49,7 @@ pub(crate) async fn items(
     let _ = out.send_data(batch.into()).await;
 }
 
-/// What a watch listens to, from when on it does.
+/// The inputs of a watch, from the time of its start.
 pub(crate) struct Signals {
     changes: watch::Receiver<u64>,
     cuts: watch::Receiver<(u64, Cut)>,
@@ -121,7 +121,7 @@ fn error(code: StatusCode) -> Bytes {
     line("ERROR", &status_object(code, text))
 }
 
-/// The events behind a version, with theirs.
+/// The events after a version, with their versions.
 fn since(shared: &Shared, at: u64) -> Vec<(u64, Bytes)> {
     let store = lock(&shared.store);
     let from = store.events.partition_point(|(version, _)| *version <= at);
@@ -129,7 +129,7 @@ fn since(shared: &Shared, at: u64) -> Vec<(u64, Bytes)> {
     store.events.range(from..).take_while(|(version, _)| *version <= last).cloned().collect()
 }
 
-/// Sends the last events and the end in one piece.
+/// Sends the last events and the end in one part.
 async fn cut(mut out: Out, mut last: Vec<u8>, how: Cut) {
     match how {
         Cut::Clean => {}

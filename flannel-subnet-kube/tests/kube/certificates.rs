@@ -1,5 +1,5 @@
-//! Who we are by a client certificate, in files and in the kubeconfig itself; and another one when
-//! that is known no more.
+//! Client certificates, in files and in the kubeconfig, and their replacement when they are no
+//! longer accepted.
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
@@ -33,7 +33,7 @@ impl Authority {
     }
 }
 
-/// A server with this node, its certificate, and who is known there.
+/// A server with this node, a certificate, and known clients.
 fn server(clients: &Authority) -> (ApiServer, String) {
     let signed = rcgen::generate_simple_self_signed(["127.0.0.1".to_owned()]).unwrap();
     let server = ApiServer::with_tls(&signed.cert.pem(), &signed.signing_key.serialize_pem());
@@ -42,7 +42,7 @@ fn server(clients: &Authority) -> (ApiServer, String) {
     (server, signed.cert.pem())
 }
 
-/// A manager by a kubeconfig with this user.
+/// A manager with a kubeconfig for this user.
 async fn manager(fixture: &Fixture, server: &ApiServer, ca: &str, user: &str) -> KubeManager {
     manager_at(fixture, &server.url(), ca, user).await
 }
@@ -62,10 +62,10 @@ async fn manager_at(fixture: &Fixture, url: &str, ca: &str, user: &str) -> KubeM
     KubeManager::open(options).await.unwrap()
 }
 
-/// One file has both, as the kubelet's has.
+/// One file has both certificate and key, like the kubelet's.
 const OF_ONE_FILE: &str = "client-certificate: client.pem, client-key: client.pem";
 
-/// Writes a certificate of this CA, and its key, into that file.
+/// Writes a certificate of this CA, and its key, to that file.
 fn write(fixture: &Fixture, of: &Authority) {
     let (certificate, key) = of.sign();
     std::fs::write(fixture.dir.path().join("client.pem"), certificate + &key).unwrap();
@@ -112,9 +112,9 @@ async fn a_client_certificate_identifies_the_node() {
     }
 }
 
-/// As the kubelet's do, which flanneld may be given.
+/// As for the kubelet's files, which flanneld may use.
 #[tokio::test]
-async fn a_certificate_that_was_replaced_is_read_again() {
+async fn a_replaced_certificate_is_read_again() {
     let (fixture, first) = (Fixture::new(V4), Authority::new());
     let (server, ca) = server(&first);
     write(&fixture, &first);
@@ -130,7 +130,7 @@ async fn a_certificate_that_was_replaced_is_read_again() {
     assert_eq!(manager.store_status().last_error, None);
 }
 
-/// A proxy before the API server asks in the handshake already.
+/// A proxy in front of the API server requires a certificate in the handshake.
 #[tokio::test]
 async fn a_certificate_that_the_handshake_refuses_is_read_again() {
     let (fixture, clients) = (Fixture::new(V4), Authority::new());
@@ -154,7 +154,7 @@ async fn a_certificate_that_the_handshake_refuses_is_read_again() {
 }
 
 #[tokio::test]
-async fn none_where_the_handshake_wants_a_client_certificate_is_refused() {
+async fn a_missing_client_certificate_in_the_handshake_is_refused() {
     let (fixture, clients) = (Fixture::new(V4), Authority::new());
     let (server, ca) = server(&clients);
     server.refuse_by_alert();
@@ -165,8 +165,8 @@ async fn none_where_the_handshake_wants_a_client_certificate_is_refused() {
     );
 }
 
-/// Who ends the handshake says why in a byte. That a certificate is at fault is reported only where
-/// that is what it says.
+/// A TLS alert has its reason in one byte. A certificate is reported only for the reasons that mean
+/// one.
 #[tokio::test]
 async fn a_tls_alert_is_reported_with_its_meaning() {
     let (fixture, ca) =
@@ -194,13 +194,13 @@ async fn a_tls_alert_is_reported_with_its_meaning() {
         let server = async {
             loop {
                 let (mut connection, _) = listener.accept().await.unwrap();
-                // Its greeting is read to the end: what is unread makes the end a reset, which may
-                // overtake the alert.
+                // The greeting is read to the end, because unread data would cause a reset, which
+                // may overtake the alert.
                 let mut head = [0; 5];
                 connection.read_exact(&mut head).await.unwrap();
                 let mut greeting = vec![0; usize::from(u16::from_be_bytes([head[3], head[4]]))];
                 connection.read_exact(&mut greeting).await.unwrap();
-                // A record of the kind alert, by TLS 1.2, two bytes long: fatal, and which.
+                // A TLS 1.2 record of type alert with two bytes: fatal, and the reason.
                 connection.write_all(&[21, 3, 3, 0, 2, 2, code]).await.unwrap();
             }
         };

@@ -1,4 +1,4 @@
-//! The condition NetworkUnavailable: it says what was reported, whatever else writes it.
+//! The condition NetworkUnavailable shows the report, even if other programs write it.
 
 use flannel_core::SubnetManager;
 use flannel_core::lease::Origin;
@@ -13,7 +13,7 @@ fn not_ready(reason: &str) -> Readiness {
 }
 
 #[tokio::test]
-async fn the_condition_follows_the_reports() {
+async fn the_condition_shows_the_reports() {
     let fixture = Fixture::new(V4);
     let (manager, _views) = fixture.following().await;
     let is = |status: &str, reason: &str, message: &str| {
@@ -28,14 +28,14 @@ async fn the_condition_follows_the_reports() {
     };
     until(|| fixture.server.count("watch=") > 0).await;
     fixture.server.heartbeat("me");
-    assert_eq!(fixture.server.condition("me", "NetworkUnavailable"), None, "nothing is said yet");
+    assert_eq!(fixture.server.condition("me", "NetworkUnavailable"), None, "no report yet");
     manager.report(&Readiness::Ready).await.unwrap();
     until(|| is("False", "FlannelIsUp", "Flannel is running on this node")).await;
     manager.report(&not_ready("it is gone")).await.unwrap();
     until(|| is("True", "FlannelIsDown", "it is gone")).await;
     manager.report(&Readiness::Ready).await.unwrap();
     until(|| is("False", "FlannelIsUp", "Flannel is running on this node")).await;
-    // Cloud controllers do this.
+    // Like a cloud controller.
     fixture.server.modify("me", |node| {
         node["status"]["conditions"] = json!([{ "type": "Ready", "status": "True" },
             { "type": "NetworkUnavailable", "status": "True", "reason": "NoRouteCreated", "message": "",
@@ -72,7 +72,7 @@ async fn only_the_condition_of_an_earlier_boot_is_withdrawn() {
 }
 
 #[tokio::test]
-async fn the_condition_is_left_alone_where_the_options_say_so() {
+async fn the_condition_is_not_changed_if_the_options_say_so() {
     let fixture = Fixture::new(V4);
     fixture.server.put_node("me", blank(&["10.1.1.0/24"]));
     let options = KubeOptions { node_condition: false, ..fixture.options("me") };
@@ -87,7 +87,7 @@ async fn the_condition_is_left_alone_where_the_options_say_so() {
 }
 
 #[tokio::test]
-async fn another_reason_is_no_transition() {
+async fn another_reason_alone_is_no_transition() {
     let fixture = Fixture::new(V4);
     let (manager, _views) = fixture.following().await;
     let since = |message: &str| {

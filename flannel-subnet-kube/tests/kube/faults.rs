@@ -1,4 +1,4 @@
-//! An API server that fails: views stay, and are right again as soon as it answers.
+//! A failing API server: views stay, and are updated as soon as it answers.
 
 use std::time::{Duration, Instant};
 
@@ -15,13 +15,13 @@ fn put(fixture: &Fixture, n: u8) {
         .put_node(&format!("n{n}"), peer(&cidr, &format!("192.0.2.{n}"), "0a:00:00:00:00:02"));
 }
 
-/// How many lists were asked for, or pages of them.
+/// The number of requested lists or pages.
 fn lists(fixture: &Fixture) -> usize {
     fixture.server.count("GET /api/v1/nodes?") - fixture.server.count("watch=")
 }
 
 #[tokio::test]
-async fn a_watch_that_is_cut_goes_on_where_it_was() {
+async fn a_broken_watch_continues_where_it_was() {
     let fixture = Fixture::new(V4);
     let (_manager, views) = fixture.following().await;
     for (n, how) in (2..).zip([Cut::MidEvent, Cut::Clean, Cut::MidEvent, Cut::MidEvent, Cut::Clean])
@@ -38,14 +38,13 @@ async fn a_watch_that_is_cut_goes_on_where_it_was() {
 }
 
 #[tokio::test]
-async fn a_version_that_is_too_old_leads_to_a_list() {
+async fn a_version_that_is_too_old_causes_a_list() {
     let fixture = Fixture::new(V4);
     put(&fixture, 2);
     let (_manager, views) = fixture.following().await;
     for how in [Cut::Gone, Cut::MidEvent] {
         until(|| fixture.server.count("watch=") > 0).await;
-        // The watch that is begun anew finds its version too old, or the one that is open reports
-        // so.
+        // A new watch finds its version too old, or the open one reports so.
         fixture.server.refuse_watches(if how == Cut::Gone { 0 } else { 3 });
         let before = lists(&fixture);
         fixture.server.cut(how);
@@ -74,7 +73,7 @@ async fn the_last_events_of_a_watch_are_published() {
     assert_eq!(lists(&fixture), 1, "nothing was listed again");
 }
 
-/// The last watch is open: what it brings is shown.
+/// The last watch is open and its events are published.
 async fn watches(
     fixture: &Fixture,
     views: &tokio::sync::watch::Receiver<flannel_core::lease::View>,
@@ -96,7 +95,7 @@ async fn sees(views: &tokio::sync::watch::Receiver<flannel_core::lease::View>, n
 }
 
 #[tokio::test]
-async fn a_version_that_only_leads_to_errors_is_given_up() {
+async fn a_version_that_only_causes_errors_is_dropped() {
     let fixture = Fixture::new(V4);
     let (_manager, views) = fixture.following().await;
     for (n, status) in (2..).zip([400, 500, 504]) {
@@ -111,7 +110,7 @@ async fn a_version_that_only_leads_to_errors_is_given_up() {
         assert_eq!(before, watched + 3);
     }
     watches(&fixture, &views, 9).await;
-    // An outage is none: what was missed comes with the watch.
+    // After an outage the watch reports the missed changes.
     let listed = lists(&fixture);
     fixture.server.fail(4, 503, Some(0));
     fixture.server.cut(Cut::Clean);
@@ -119,19 +118,19 @@ async fn a_version_that_only_leads_to_errors_is_given_up() {
     assert_eq!(lists(&fixture), listed);
 }
 
-/// As after the server's store was restored from a copy.
+/// As after a restoration of the server's store from a backup.
 #[tokio::test]
-async fn a_version_that_the_server_does_not_come_to_is_given_up() {
+async fn a_version_that_the_server_never_reaches_is_dropped() {
     let fixture = Fixture::new(V4);
     let (_manager, views) = fixture.following().await;
     watches(&fixture, &views, 2).await;
-    // Lists that its cache answers fail, for a reason that waiting does not repair.
+    // Lists that its cache answers fail permanently.
     fixture.server.fail_cached_lists(true);
     let first = fixture.server.hold("NotOlderThan");
     fixture.server.cut(Cut::Gone);
     let second = again(&fixture, first).await;
     assert_eq!(fixture.server.count("limit="), 0, "it is waited for");
-    // Nor does the store: it is asked no more often than the cache is waited for.
+    // The store is asked no more often than the cache is waited for.
     fixture.server.cut_lists(1);
     advance(11).await;
     let third = again(&fixture, second).await;
@@ -141,11 +140,11 @@ async fn a_version_that_the_server_does_not_come_to_is_given_up() {
     advance(11).await;
     put(&fixture, 3);
     drop(fourth);
-    // By the list: what comes after it comes by a watch, which can be cut.
+    // The list shows it. A watch, which can break, would show later changes.
     sees(&views, 3).await;
     watches(&fixture, &views, 4).await;
     assert_eq!((fixture.server.count("limit="), views.borrow().leases.len()), (2, 3));
-    // That was then: a later list is tried there again.
+    // A later list tries the cache again.
     fixture.server.fail_cached_lists(false);
     let asked = fixture.server.count("NotOlderThan");
     fixture.server.cut(Cut::Gone);
@@ -154,8 +153,8 @@ async fn a_version_that_the_server_does_not_come_to_is_given_up() {
     assert_eq!(fixture.server.count("limit="), 2);
 }
 
-/// The next list that the server's cache is to answer, after this one: its answer waits, so that
-/// nothing else is asked, however slow the machine is.
+/// Holds the next list that the server's cache answers, so that no other request follows on slow
+/// machines.
 async fn again(fixture: &Fixture, held: Held) -> Held {
     until(|| held.is_there()).await;
     let next = fixture.server.hold("NotOlderThan");
@@ -164,9 +163,9 @@ async fn again(fixture: &Fixture, held: Held) -> Held {
     next
 }
 
-/// All nodes are back at once then.
+/// All nodes reconnect at once then.
 #[tokio::test]
-async fn an_outage_however_long_leads_nobody_to_the_servers_store() {
+async fn no_outage_makes_lists_come_from_the_servers_store() {
     let fixture = Fixture::new(V4);
     let (_manager, views) = fixture.following().await;
     watches(&fixture, &views, 2).await;
@@ -192,9 +191,9 @@ async fn an_outage_however_long_leads_nobody_to_the_servers_store() {
     }
 }
 
-/// As servers before Kubernetes 1.31 do while their cache is not ready.
+/// Like servers before Kubernetes 1.31 while their cache is not ready.
 #[tokio::test]
-async fn lists_that_are_never_answered_lead_to_the_servers_store() {
+async fn lists_without_an_answer_come_from_the_servers_store() {
     let fixture = Fixture::new(V4);
     let (_manager, views) = fixture.following().await;
     watches(&fixture, &views, 2).await;
@@ -233,7 +232,7 @@ async fn advance(seconds: u64) {
 }
 
 #[tokio::test]
-async fn a_watch_that_is_silent_goes_on_and_is_followed_by_a_list_if_it_stays_so() {
+async fn a_silent_watch_continues_and_a_list_follows_if_it_stays_silent() {
     let fixture = Fixture::new(V4);
     let (manager, views) = fixture.following().await;
     watches(&fixture, &views, 2).await;
@@ -241,7 +240,7 @@ async fn a_watch_that_is_silent_goes_on_and_is_followed_by_a_list_if_it_stays_so
     watches(&fixture, &views, 3).await;
     assert_eq!(fixture.server.count("watch="), 1);
     let confirmed = || manager.store_status().confirmed.unwrap().1;
-    // From its last sign of life on, in silence.
+    // Silence since its last event.
     let silence = async |watches: usize| {
         let before = confirmed();
         advance(91).await;
@@ -253,19 +252,19 @@ async fn a_watch_that_is_silent_goes_on_and_is_followed_by_a_list_if_it_stays_so
     silence(3).await;
     assert_eq!(lists(&fixture), 1, "it was not silent all the time");
     silence(4).await;
-    // A cluster may be quiet for longer than that: all its nodes must not ask the server's store.
+    // A quiet cluster may be silent for longer. Its nodes must not all use the server's store.
     assert_eq!((lists(&fixture), fixture.server.count("limit=")), (2, 0));
     watches(&fixture, &views, 5).await;
 }
 
 #[tokio::test]
-async fn a_watch_goes_on_from_a_bookmark() {
+async fn a_watch_continues_from_a_bookmark() {
     let fixture = Fixture::new(V4);
     let (manager, views) = fixture.following().await;
     watches(&fixture, &views, 2).await;
     let confirmed = || manager.store_status().confirmed.unwrap().0;
     let before = confirmed();
-    // From what came before the bookmark no watch could go on.
+    // The versions before the bookmark are too old for a watch.
     fixture.server.forget_history();
     fixture.server.bookmark();
     until(|| confirmed() > before).await;
@@ -276,7 +275,7 @@ async fn a_watch_goes_on_from_a_bookmark() {
 }
 
 #[tokio::test]
-async fn a_list_that_breaks_off_is_begun_anew() {
+async fn a_broken_list_is_started_again() {
     let fixture = Fixture::new(V4);
     let many = |from: u32| {
         (from..from + 600).map(|n| {
@@ -292,14 +291,14 @@ async fn a_list_that_breaks_off_is_begun_anew() {
 }
 
 #[tokio::test]
-async fn a_page_that_breaks_off_or_comes_too_late_makes_for_another_list() {
+async fn a_broken_or_late_page_causes_another_list() {
     let fixture = Fixture::new(V4);
     let many = (0..600).map(|n| {
         let cidr = format!("10.1.{}.{}/30", n / 64, n % 64 * 4);
         (format!("node-{n}"), peer(&cidr, "192.0.2.9", "0a:00:00:00:00:02"))
     });
     fixture.server.fill(many);
-    // Without a node of its own its list comes in pages.
+    // Without a node of its own its list has pages.
     let follow = async || {
         fixture.server.put_node("me", crate::fixture::blank(&["10.1.254.0/24"]));
         let manager = fixture.manager("me").await;
@@ -313,7 +312,7 @@ async fn a_page_that_breaks_off_or_comes_too_late_makes_for_another_list() {
     until(|| views.borrow().leases.len() == 600).await;
     let logged = Logged::default();
     let _guard = tracing::subscriber::set_default(logged.clone());
-    // The token that leads to the next page runs out.
+    // The token of the next page expires.
     let (pages, before) = (fixture.server.count("continue="), fixture.server.count("limit="));
     fixture.server.slow_lists(Duration::from_millis(1));
     let (_manager, views) = follow().await;
@@ -342,7 +341,7 @@ async fn a_storm_of_410_is_no_storm_of_lists() {
 }
 
 #[tokio::test]
-async fn failures_leave_the_view_and_are_reported_while_they_last() {
+async fn failures_do_not_change_the_view_and_are_reported_while_they_last() {
     let fixture = Fixture::new(V4);
     put(&fixture, 2);
     let (manager, views) = fixture.following().await;
@@ -390,7 +389,7 @@ async fn a_rotated_token_is_read_again() {
     let fixture = Fixture::new(V4);
     let token = fixture.dir.path().join("token");
     let rotate = |to: &str| {
-        // As editors leave it.
+        // With the line end that editors add.
         std::fs::write(&token, format!("{to}\n")).unwrap();
         fixture.server.expect_token(to);
     };
@@ -416,10 +415,10 @@ async fn a_rotated_token_is_read_again() {
         manager.hints().await.unwrap();
         put(&fixture, n);
         until(|| views.borrow().leases.len() == usize::from(n)).await;
-        // Who reads it once a minute comes later.
+        // A client that reads it once a minute is too late.
         assert!(begin.elapsed() < Duration::from_secs(30), "{:?}", begin.elapsed());
     }
-    // The token is wrong for good.
+    // The token stays wrong.
     fixture.server.expect_token("unknown");
     let error = manager.hints().await.unwrap_err();
     assert!(
@@ -431,7 +430,7 @@ async fn a_rotated_token_is_read_again() {
     let error = manager.hints().await.unwrap_err().to_string();
     assert!(error.contains(&format!("the token {}: it is empty", token.display())), "{error}");
     std::fs::write(&token, "third").unwrap();
-    // And there are no others.
+    // There are no other credentials.
     std::fs::write(fixture.dir.path().join("kubeconfig"), "nonsense").unwrap();
     let error = manager.hints().await.unwrap_err().to_string();
     let parts = ["(401", "others cannot be read: ", "kubeconfig: "];

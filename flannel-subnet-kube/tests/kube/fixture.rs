@@ -19,7 +19,7 @@ use tracing::{Level, Metadata, Subscriber, span};
 pub(crate) const PREFIX: &str = "flannel.alpha.coreos.com/";
 pub(crate) const V4: &str = r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vxlan"}}"#;
 pub(crate) const DUAL: &str = r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00::/48","Backend":{"Type":"vxlan"}}"#;
-/// So long is anything waited for.
+/// The time limit of all waits.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 pub(crate) struct Fixture {
@@ -53,7 +53,7 @@ impl Fixture {
         KubeManager::open(self.options(node)).await.unwrap()
     }
 
-    /// A manager of the node `me`, which has a PodCIDR, and its views, which are live.
+    /// A manager of the node `me`, which has a PodCIDR, with live views.
     pub(crate) async fn following(&self) -> (KubeManager, watch::Receiver<View>) {
         if self.server.node("me").is_none() {
             self.server.put_node("me", blank(&["10.1.1.0/24"]));
@@ -69,7 +69,7 @@ impl Fixture {
     }
 }
 
-/// Why the lease is lost, if it is.
+/// The reason for which the lease is lost, if it is.
 pub(crate) fn withdrawn(ownership: &watch::Receiver<Ownership>) -> Option<String> {
     match &*ownership.borrow() {
         Ownership::Lost { why: Loss::Withdrawn(why), .. } => Some(why.clone()),
@@ -77,19 +77,19 @@ pub(crate) fn withdrawn(ownership: &watch::Receiver<Ownership>) -> Option<String
     }
 }
 
-/// Waits, but not for ever.
+/// Waits with a time limit.
 pub(crate) async fn wait<T>(what: impl Future<Output = T>) -> T {
     tokio::time::timeout(PATIENCE, what).await.expect("it takes too long")
 }
 
-/// Looks again and again until it is so.
+/// Polls a condition.
 #[track_caller]
 pub(crate) fn until(mut condition: impl FnMut() -> bool) -> impl Future<Output = ()> {
     let caller = Location::caller();
     eventually_async(PATIENCE, async move || condition(), move || caller)
 }
 
-/// A node as the kubelet registers it, with these PodCIDRs.
+/// A node with these PodCIDRs, as the kubelet registers it.
 pub(crate) fn blank(cidrs: &[&str]) -> Value {
     let spec = if cidrs.is_empty() {
         json!({})
@@ -139,7 +139,7 @@ pub(crate) fn leases(view: &View) -> Vec<String> {
         .collect()
 }
 
-/// Collects what is logged, but no details, while it is the thread's subscriber.
+/// Collects the log messages without their fields, while it is the thread's subscriber.
 #[derive(Clone, Default)]
 pub(crate) struct Logged(Arc<Mutex<Vec<(Level, String)>>>);
 
@@ -153,7 +153,7 @@ impl Logged {
             .collect()
     }
 
-    /// How many lines contain this text.
+    /// The number of lines that contain this text.
     pub(crate) fn count(&self, text: &str) -> usize {
         self.0.lock().unwrap().iter().filter(|(_, line)| line.contains(text)).count()
     }

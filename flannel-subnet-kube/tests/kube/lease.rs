@@ -1,4 +1,4 @@
-//! This node's lease: what is published, what it is moved by, and that it stays.
+//! This node's lease: its publication, the changes that move it, and that it stays otherwise.
 
 use flannel_core::address::Family;
 use flannel_core::subnet::{Hints, LeaseEnd};
@@ -18,7 +18,7 @@ fn annotations(fixture: &Fixture, node: &str) -> Value {
 }
 
 #[tokio::test]
-async fn a_lease_is_the_pod_cidr_and_go_flannels_annotations() {
+async fn a_lease_is_the_pod_cidr_and_the_annotations_of_go_flannel() {
     let fixture = Fixture::new(V4);
     fixture.server.put_node("me", blank(&["10.1.5.0/24", "fd00:0:0:5::/64"]));
     let manager = fixture.manager("me").await;
@@ -46,7 +46,7 @@ async fn a_lease_is_the_pod_cidr_and_go_flannels_annotations() {
 }
 
 #[tokio::test]
-async fn both_families_and_a_prefix_of_ones_own() {
+async fn both_families_and_another_prefix() {
     let fixture = Fixture::new(DUAL);
     fixture.server.put_node("me", blank(&["10.1.5.0/24", "fd00:0:0:5::/64"]));
     let mut options = fixture.options("me");
@@ -64,7 +64,7 @@ async fn both_families_and_a_prefix_of_ones_own() {
 }
 
 #[tokio::test]
-async fn addresses_that_the_node_prescribes_are_hints_and_overwrites_are_published() {
+async fn prescribed_addresses_are_hints_and_overwrites_are_published() {
     let fixture = Fixture::new(V4);
     let mut node = blank(&["10.1.5.0/24"]);
     node["metadata"]["annotations"] = json!({
@@ -83,7 +83,7 @@ async fn addresses_that_the_node_prescribes_are_hints_and_overwrites_are_publish
         fixture.server.annotation("me", &format!("{PREFIX}public-ip")).unwrap(),
         "203.0.113.9"
     );
-    // A restart finds the MAC address that peers know.
+    // A restart finds the MAC address that peers use.
     let hints = fixture.manager("me").await.hints().await.unwrap();
     let last_published = Some(attrs("vxlan", &["203.0.113.9"], [Some(MAC), None]));
     let expected = Hints { last_published, previous: Some(lease.subnets), ..hints.clone() };
@@ -91,7 +91,7 @@ async fn addresses_that_the_node_prescribes_are_hints_and_overwrites_are_publish
 }
 
 #[tokio::test]
-async fn a_removed_overwrite_is_not_published_any_more() {
+async fn a_removed_overwrite_is_no_longer_published() {
     let set = |fixture: &Fixture, overwrite: Option<&str>| {
         fixture.server.modify("me", |node| {
             node["metadata"]["annotations"][format!("{PREFIX}public-ip-overwrite")] =
@@ -120,7 +120,7 @@ async fn a_removed_overwrite_is_not_published_any_more() {
             end = manager.hold_lease(&held) => panic!("{end:?}"),
             () = follow => {}
         }
-        // Nor is it by who publishes something else.
+        // Nor by a manager that publishes something else.
         let other = attrs("vxlan", &["192.0.2.2"], [Some(MAC), None]);
         assert_eq!(manager.publish(&held, &other).await.unwrap().attrs, other);
         assert_eq!(public(), "192.0.2.2");
@@ -158,9 +158,9 @@ async fn a_wrong_overwrite_is_reported_and_does_not_prevent_repairs() {
     }
 }
 
-/// Of a node whose annotations say nothing yet it is refused: see what is wrong with nodes.
+/// For a node without annotations it is refused; see wrong.rs.
 #[tokio::test]
-async fn an_overwrite_that_is_no_address_keeps_no_later_start_waiting() {
+async fn an_overwrite_that_is_no_address_does_not_delay_a_later_start() {
     let fixture = Fixture::new(V4);
     let (manager, _) = fixture.following().await;
     manager.acquire_lease(&vxlan()).await.unwrap();
@@ -174,7 +174,7 @@ async fn an_overwrite_that_is_no_address_keeps_no_later_start_waiting() {
 }
 
 #[tokio::test]
-async fn an_overwrite_of_a_family_that_is_not_enabled_matters_to_nobody() {
+async fn an_overwrite_of_a_disabled_family_is_ignored() {
     let fixture = Fixture::new(V4);
     let mut node = blank(&["10.1.1.0/24"]);
     node["metadata"]["annotations"] =
@@ -214,7 +214,7 @@ async fn other_pod_cidrs_move_the_lease() {
     let lost = || withdrawn(&ownership);
     let to: Subnets = "10.1.9.0-24".parse().unwrap();
     let (end, ()) = tokio::join!(wait(manager.hold_lease(&held)), async {
-        // As when a node is deleted and registers again.
+        // Like a node that was deleted and registers again.
         until(|| fixture.server.count("watch=") > 0).await;
         fixture.server.delete_node("me");
         until(|| lost().as_deref() == Some("there is no such node any more")).await;
@@ -227,7 +227,7 @@ async fn other_pod_cidrs_move_the_lease() {
 }
 
 #[tokio::test]
-async fn a_node_that_comes_back_with_its_pod_cidr_has_its_lease_again() {
+async fn a_node_created_again_with_its_pod_cidr_has_its_lease_again() {
     let fixture = Fixture::new(V4);
     let (manager, _) = fixture.following().await;
     let held = manager.acquire_lease(&vxlan()).await.unwrap();
@@ -249,9 +249,9 @@ async fn a_node_that_comes_back_with_its_pod_cidr_has_its_lease_again() {
     }
 }
 
-/// As when the network is built anew for another reason: it must not be given up meanwhile.
+/// The network may be built again for another reason, and must not be lost meanwhile.
 #[tokio::test]
-async fn a_lease_stays_in_force_while_none_can_be_made_of_the_node() {
+async fn a_lease_stays_in_force_while_the_node_has_no_complete_one() {
     let fixture = Fixture::new(V4);
     let mut node = blank(&["10.1.1.0/24"]);
     node["metadata"]["annotations"] = json!({ format!("{PREFIX}node-public-ip"): "198.51.100.5" });
@@ -284,7 +284,7 @@ async fn a_lease_stays_in_force_while_none_can_be_made_of_the_node() {
             patches,
             "it is not this node's to publish: {wrong:?}"
         );
-        // Who has never had one waits.
+        // A node that never had a lease waits.
         let error = fixture.manager("me").await.acquire_lease(&others).await.unwrap_err();
         assert!(matches!(error, Error::NotReady { .. }), "{error:?}");
     }
@@ -302,7 +302,7 @@ async fn a_lease_stays_in_force_while_none_can_be_made_of_the_node() {
 }
 
 #[tokio::test]
-async fn pod_cidrs_from_which_no_lease_can_be_made_lose_it_and_do_not_move_it() {
+async fn unusable_pod_cidrs_lose_the_lease_and_do_not_move_it() {
     for (config, own, wrong) in [
         (
             V4,
@@ -338,7 +338,7 @@ async fn pod_cidrs_from_which_no_lease_can_be_made_lose_it_and_do_not_move_it() 
             for (cidrs, why) in wrong {
                 fixture.server.put_node("me", blank(cidrs));
                 until(|| lost().is_some_and(|lost| lost.starts_with(why))).await;
-                // Peers are followed all the same.
+                // Peers are followed nevertheless.
                 n += 1;
                 let (cidr, public) = (format!("10.1.{n}.0/24"), format!("192.0.2.{n}"));
                 fixture
@@ -394,7 +394,7 @@ async fn removed_or_changed_annotations_are_restored() {
             assert_ne!(annotations(&fixture, "me"), before);
             until(|| annotations(&fixture, "me") == before).await;
         }
-        // An address to publish instead counts from now on.
+        // A new overwrite takes effect.
         fixture.server.modify("me", |node| {
             node["metadata"]["annotations"]["flannel.alpha.coreos.com/public-ip-overwrite"] =
                 json!("203.0.113.9");
@@ -412,8 +412,7 @@ async fn removed_or_changed_annotations_are_restored() {
     assert!(patches <= 6, "{patches} patches");
 }
 
-/// Whether Go flannel takes notice of an update in dual stack: only if texts of both families are
-/// others.
+/// Whether Go flannel notices an update in dual stack: only if texts of both families differ.
 fn go_notices(before: &Value, after: &Value) -> bool {
     let differ = |names: [&str; 3]| {
         names
@@ -425,7 +424,7 @@ fn go_notices(before: &Value, after: &Value) -> bool {
 }
 
 #[tokio::test]
-async fn in_dual_stack_go_flannel_takes_notice_of_a_change_of_one_family() {
+async fn in_dual_stack_go_flannel_notices_a_change_of_one_family() {
     for (kind, data) in [
         ("vxlan", [Some(MAC), Some(r#"{"VNI":1,"VtepMAC":"0a:00:00:00:00:06"}"#)]),
         ("host-gw", [None, None]),
@@ -447,7 +446,7 @@ async fn in_dual_stack_go_flannel_takes_notice_of_a_change_of_one_family() {
             held = manager.publish(&held, &wanted).await.unwrap();
             let after = annotations(&fixture, "me");
             assert!(go_notices(&before, &after), "{before} {after}");
-            // All read the same: our own nodes, Go's, and one that takes over this node.
+            // All readers get the same: our nodes, Go's, and one that takes over this node.
             assert_eq!(held.attrs, wanted);
             until(|| {
                 views.borrow().leases.get(&held.subnets).is_some_and(|lease| lease.attrs == wanted)
@@ -464,7 +463,7 @@ async fn in_dual_stack_go_flannel_takes_notice_of_a_change_of_one_family() {
                     );
                 }
             }
-            // And it stays: neither who starts anew nor who watches over it has anything to write.
+            // No further write follows, from a restart or from the running daemon.
             let patches = fixture.server.count("PATCH");
             let manager = fixture.manager("me").await;
             assert_eq!(manager.hints().await.unwrap().last_published, Some(wanted.clone()));
@@ -475,7 +474,7 @@ async fn in_dual_stack_go_flannel_takes_notice_of_a_change_of_one_family() {
             );
             before = after;
         }
-        // A foreign change of one family is reverted for Go's nodes, too.
+        // A foreign change of one family is reverted in a way that Go's nodes notice.
         let story = async {
             fixture.server.modify("me", |node| {
                 node["metadata"]["annotations"]["flannel.alpha.coreos.com/public-ip"] =
@@ -492,7 +491,7 @@ async fn in_dual_stack_go_flannel_takes_notice_of_a_change_of_one_family() {
 }
 
 #[tokio::test]
-async fn a_fight_over_annotations_becomes_slow() {
+async fn a_conflict_over_annotations_slows_down() {
     let fixture = Fixture::new(V4);
     let (manager, _) = fixture.following().await;
     let held = manager.acquire_lease(&vxlan()).await.unwrap();
@@ -515,12 +514,12 @@ async fn a_fight_over_annotations_becomes_slow() {
 }
 
 #[tokio::test]
-async fn a_watch_that_comes_late_neither_loses_nor_moves_a_lease() {
+async fn a_late_watch_neither_loses_nor_moves_a_lease() {
     let fixture = Fixture::new(V4);
     for old in [blank(&["10.1.9.0/24"]), blank(&[])] {
         fixture.server.put_node("me", old);
         let (manager, views) = fixture.following().await;
-        // A watch does not show that, but a request does.
+        // The watch does not show it, but a request does.
         fixture.server.put_node_without_event("me", blank(&["10.1.1.0/24"]));
         let held = manager.acquire_lease(&vxlan()).await.unwrap();
         assert_eq!(held.subnets.to_string(), "10.1.1.0-24");

@@ -1,5 +1,4 @@
-//! The manager against a strict API server: what it publishes, what it reads, and what it does when
-//! things go wrong.
+//! The manager on a strict API server: what it publishes and reads, and its behaviour under faults.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 

@@ -1,4 +1,4 @@
-//! The server of these tests is strict: what flannel must not ask fails, and is known afterwards.
+//! The server of these tests is strict: a request that flannel must not send fails and is recorded.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -9,7 +9,7 @@ use crate::fixture::{PREFIX, blank};
 
 const STRATEGIC: &str = "application/strategic-merge-patch+json";
 
-/// Sends exactly these bytes as one request, and returns the status of the answer.
+/// Sends these bytes as one request, and returns the status of the answer.
 fn ask(server: &ApiServer, method: &str, path: &str, kind: &str, body: &str) -> u16 {
     let url = server.url();
     let mut connection = TcpStream::connect(url.strip_prefix("http://").unwrap()).unwrap();
@@ -92,14 +92,21 @@ fn a_request_that_flannel_must_not_send_is_refused_and_recorded() {
             400,
             "takes no resourceVersion",
         ),
-        ("GET", "/api/v1/nodes?limit=5&resourceVersion=1001", "", "", 400, "how that is meant"),
+        (
+            "GET",
+            "/api/v1/nodes?limit=5&resourceVersion=1001",
+            "",
+            "",
+            400,
+            "without resourceVersionMatch",
+        ),
         (
             "GET",
             "/api/v1/nodes?resourceVersion=1001&resourceVersionMatch=Exact",
             "",
             "",
             400,
-            "how that is meant",
+            "without resourceVersionMatch",
         ),
         (
             "GET",
@@ -107,7 +114,7 @@ fn a_request_that_flannel_must_not_send_is_refused_and_recorded() {
             "",
             "",
             400,
-            "how that is meant",
+            "without resourceVersionMatch",
         ),
         (
             "GET",
@@ -165,7 +172,7 @@ fn a_request_that_flannel_must_not_send_is_refused_and_recorded() {
 
 #[test]
 #[should_panic(expected = "a list without a limit")]
-fn a_violation_fails_the_test_that_looks_at_none() {
+fn an_unread_violation_fails_the_test() {
     let server = ApiServer::new();
     ask(&server, "GET", "/api/v1/nodes", "", "");
 }

@@ -1,4 +1,4 @@
-//! Everybody's leases: what changes them, what does not, and what is reported about wrong ones.
+//! The leases of all nodes: what changes them, what does not, and reports of wrong ones.
 
 use std::time::Duration;
 
@@ -9,7 +9,7 @@ use serde_json::json;
 use crate::fixture::{DUAL, Fixture, PREFIX, V4, blank, leases, peer, until, wait};
 
 #[tokio::test]
-async fn nodes_come_change_and_go() {
+async fn nodes_are_added_changed_and_removed() {
     let fixture = Fixture::new(V4);
     fixture.server.put_node("old", peer("10.1.2.0/24", "192.0.2.2", "0a:00:00:00:00:02"));
     let (_manager, views) = fixture.following().await;
@@ -20,7 +20,7 @@ async fn nodes_come_change_and_go() {
     until(|| leases(&views.borrow())[0].ends_with("192.0.2.99")).await;
     fixture.server.delete_node("old");
     until(|| leases(&views.borrow()) == ["10.1.3.0-24 vxlan 192.0.2.3"]).await;
-    // A node that flannel leaves has no lease any more.
+    // A node without flannel has no lease any more.
     fixture.server.put_node("new", blank(&["10.1.3.0/24"]));
     until(|| views.borrow().leases.is_empty()).await;
 }
@@ -57,7 +57,7 @@ async fn in_dual_stack_a_change_of_either_family_alone_is_a_change() {
 }
 
 #[tokio::test]
-async fn families_that_the_config_comes_to_enable_before_there_is_a_lease_count() {
+async fn families_that_the_config_enables_before_there_is_a_lease_count() {
     let fixture = Fixture::new(V4);
     fixture.server.put_node("me", blank(&["10.1.1.0/24", "fd00:0:0:1::/64"]));
     fixture.server.put_node("peer", peer("10.1.2.0/24", "192.0.2.2", "0a:00:00:00:00:02"));
@@ -70,7 +70,7 @@ async fn families_that_the_config_comes_to_enable_before_there_is_a_lease_count(
     let views = manager.watch_leases().await.unwrap();
     until(|| leases(&views.borrow()) == ["10.1.2.0-24&fd00:0:0:2::-64 vxlan 192.0.2.2"]).await;
     let lease = manager.acquire_lease(&crate::fixture::vxlan()).await.unwrap();
-    // Now they stay.
+    // Now they cannot change.
     fixture.write_config(V4);
     let views = manager.watch_leases().await.unwrap();
     until(|| views.borrow().leases.get(&lease.subnets).is_some()).await;
@@ -78,12 +78,12 @@ async fn families_that_the_config_comes_to_enable_before_there_is_a_lease_count(
 }
 
 #[tokio::test]
-async fn a_lease_is_acquired_from_the_config_that_was_given_out() {
+async fn a_lease_is_acquired_from_the_returned_config() {
     let fixture = Fixture::new(V4);
     fixture.server.put_node("me", blank(&["10.1.1.0/24", "fd00:0:0:1::/64"]));
     let manager = fixture.manager("me").await;
     let config = manager.network_config().await.unwrap();
-    // As the kubelet does with a ConfigMap, while the network is being built.
+    // Like the kubelet with a ConfigMap, while the network is being built.
     fixture.write_config(DUAL);
     let views = manager.watch_leases().await.unwrap();
     let lease = manager.acquire_lease(&crate::fixture::vxlan()).await.unwrap();
@@ -95,7 +95,7 @@ async fn a_lease_is_acquired_from_the_config_that_was_given_out() {
 }
 
 #[tokio::test]
-async fn heartbeats_wake_nobody() {
+async fn heartbeats_notify_no_receiver() {
     let fixture = Fixture::new(V4);
     fixture.server.put_node("peer", peer("10.1.2.0/24", "192.0.2.2", "0a:00:00:00:00:02"));
     let (manager, mut views) = fixture.following().await;
@@ -114,7 +114,7 @@ async fn heartbeats_wake_nobody() {
 }
 
 #[tokio::test]
-async fn of_thousands_the_nodes_deleted_during_an_outage_are_gone() {
+async fn nodes_deleted_during_an_outage_are_removed_from_thousands() {
     let fixture = Fixture::new(V4);
     let many = |from: u32| {
         (from..from + 1201).map(|n| {
@@ -130,7 +130,7 @@ async fn of_thousands_the_nodes_deleted_during_an_outage_are_gone() {
     let (_manager, views) = fixture.following().await;
     assert_eq!(views.borrow().leases.len(), 1201);
     assert_eq!(fixture.server.count("NotOlderThan"), 1, "a server's cache knows no pages");
-    // While the watch was away, others came and went.
+    // Without a watch, other nodes were created and deleted.
     (0..1000).for_each(|n| fixture.server.delete_node(&format!("node-{n}")));
     fixture.server.fill(many(1100));
     until(|| views.borrow().leases.len() == 1301).await;
@@ -138,7 +138,7 @@ async fn of_thousands_the_nodes_deleted_during_an_outage_are_gone() {
     assert_eq!(fixture.server.count("limit="), 0);
 }
 
-/// As when a daemon starts anew and meets an API server that has not yet heard of the last nodes.
+/// A restarted daemon may reach an API server that lacks the last nodes.
 #[tokio::test]
 async fn the_state_of_a_late_server_is_not_used() {
     let fixture = Fixture::new(V4);
@@ -163,7 +163,7 @@ async fn the_state_of_a_late_server_is_not_used() {
     assert_eq!(fixture.server.count("limit="), 0, "the server's store is spared");
 }
 
-/// As if the server got no changes from its store, or its cache was stuck.
+/// The server may get no changes from its store, or its cache may be stuck.
 #[tokio::test]
 async fn a_server_with_a_late_cache_lists_from_its_store() {
     let fixture = Fixture::new(V4);
@@ -184,8 +184,7 @@ async fn a_server_with_a_late_cache_lists_from_its_store() {
     let second = fixture.server.hold("NotOlderThan");
     drop(first);
     until(|| second.is_there()).await;
-    // And it goes on to be, until its answer has come: the machine's slowness is no time that has
-    // passed.
+    // It is late until its answer has come, so that slow machines do not matter.
     assert_eq!(fixture.server.count("limit="), 0, "it is waited for");
     tokio::time::pause();
     tokio::time::advance(Duration::from_secs(11)).await;
@@ -217,7 +216,7 @@ async fn without_a_node_of_its_own_the_first_list_is_the_latest() {
 }
 
 #[tokio::test]
-async fn wrong_peers_are_reported_and_harm_no_other() {
+async fn wrong_peers_are_reported_and_affect_no_other() {
     let fixture = Fixture::new(V4);
     fixture.server.put_node("good", peer("10.1.2.0/24", "192.0.2.2", "0a:00:00:00:00:02"));
     fixture.server.put_node("bad-address", peer("10.1.3.0/24", "nonsense", "0a:00:00:00:00:03"));

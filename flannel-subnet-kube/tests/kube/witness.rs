@@ -1,4 +1,4 @@
-//! A reader that is not ours: kubectl understands what we wrote, and our server.
+//! An independent reader: kubectl understands the annotations and the test server.
 
 use std::process::Command;
 
@@ -24,6 +24,6 @@ async fn kubectl_reads_the_lease() {
     let annotations = &nodes["items"][0]["metadata"]["annotations"];
     assert_eq!(annotations["flannel.alpha.coreos.com/backend-data"], MAC);
     assert_eq!(annotations["flannel.alpha.coreos.com/kube-subnet-manager"], "true");
-    // Its watch and its limit are Kubernetes' own, not ours.
+    // Its watch and limit are Kubernetes' own.
     fixture.server.take_violations();
 }

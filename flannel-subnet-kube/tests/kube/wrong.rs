@@ -1,4 +1,4 @@
-//! What people get wrong, and the errors they get.
+//! Mistakes of people, and their errors.
 
 use flannel_core::{Error, SubnetManager};
 use flannel_subnet_kube::testing::ApiServer;
@@ -16,7 +16,7 @@ fn says(error: &Error, parts: &[&str]) {
 #[tokio::test]
 async fn no_api_server() {
     let fixture = Fixture::new(V4);
-    // It is nobody else's as long as it is bound, and nobody listens.
+    // No other process gets the port while it is bound, and nothing listens.
     let nobody = TcpSocket::new_v4().unwrap();
     nobody.bind("127.0.0.1:0".parse().unwrap()).unwrap();
     let closed = nobody.local_addr().unwrap();
@@ -155,7 +155,7 @@ async fn a_forbidden_request_is_reported_with_verb_and_resource() {
         );
         fixture.server.permit_all();
     }
-    // Where the pod is to say which node this is.
+    // The pod names the node.
     fixture.server.put_pod("kube-flannel", "flannel-x", "me");
     fixture.server.forbid("get", "pods");
     let pod = NodeIdentity::Pod { namespace: "kube-flannel".into(), name: "flannel-x".into() };
@@ -181,7 +181,7 @@ async fn a_forbidden_request_is_reported_with_verb_and_resource() {
 }
 
 #[tokio::test]
-async fn a_node_that_is_not_ready_for_flannel_is_waited_for() {
+async fn an_incomplete_node_is_waited_for() {
     let fixture = Fixture::new(V4);
     let manager = fixture.manager("me").await;
     let refused = async |parts: &[&str]| {
@@ -246,7 +246,7 @@ async fn the_network_config() {
     let config = manager.network_config().await.unwrap();
     assert_eq!(manager.store_status().wrong_config, None);
     manager.acquire_lease(&vxlan()).await.unwrap();
-    // Pods do not survive other networks; another backend is a change.
+    // Pods do not survive other networks. Another backend is a change.
     fixture.write_config(r#"{"Network":"10.2.0.0/16","Backend":{"Type":"host-gw"}}"#);
     let changed = crate::fixture::wait(manager.config_changed(&config)).await.unwrap();
     assert_eq!(

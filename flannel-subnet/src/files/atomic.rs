@@ -6,16 +6,16 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::time::SystemTime;
 
-/// The beginning of the names of temporary files. The dot says that they are no keys.
+/// The prefix of temporary files. The dot distinguishes them from keys.
 pub(crate) const TEMPORARY: &str = ".flannel-tmp-";
 
-/// Writes `path` anew: a temporary file in the same directory, synced, then renamed over it.
+/// Replaces `path`: writes a temporary file in the same directory, syncs it, and renames it.
 ///
-/// A new file gets `mode` whatever the umask is; an existing regular file keeps its own. If
-/// `modified` is given, it becomes the file's time of modification.
+/// A new file gets `mode` regardless of the umask. An existing regular file keeps its mode.
+/// `modified` becomes the file's time of modification.
 ///
 /// # Errors
-/// The file system refused. Then the temporary file is gone, and `path` is as it was.
+/// An error of the file system. `path` is unchanged, and the temporary file is removed.
 pub(crate) fn replace(
     path: &Path,
     content: &[u8],
@@ -51,7 +51,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_new_file_has_its_mode_an_old_one_keeps_its_own_and_nothing_is_left_behind() {
+    fn a_new_file_gets_its_mode_an_old_one_keeps_its_own_and_no_other_file_is_left() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("file");
         let mode = || fs::metadata(&path).unwrap().permissions().mode() & 0o7777;

@@ -1,13 +1,12 @@
 //! The last complete set of leases on disk, for a start while the store does not answer.
 //!
-//! A file that is damaged, of another store or of a newer version is ignored. Leases of peers from
-//! it create and replace objects but delete none. The own lease counts only while its end, by wall
-//! clock, lies ahead.
+//! A file that is damaged, of another store or of a newer version is ignored. Peers' leases from
+//! the cache create and replace objects but delete none. The own lease counts only until its end by
+//! wall clock.
 //!
-//! The file is text. The first line names the format, its version and a checksum of the rest. The
-//! second is a JSON object about the whole. Each other line is one lease: key, `since`, revision,
-//! and the store's value. Later builds read this version. A file of a newer version is replaced as
-//! a whole when the store has answered.
+//! The file is text. The first line has the format, its version and a checksum of the rest. The
+//! second line is a JSON object with common values. Each other line is a lease: key, `since`,
+//! revision, and the store's value. Later builds must read this version.
 
 use std::fmt::Write;
 use std::fs;
@@ -23,7 +22,7 @@ use super::{atomic, fnv1a};
 use crate::registry::{ConfigText, HolderId};
 
 const FORMAT: &str = "flannel-leases";
-/// The version that this build writes, and the only one that it reads.
+/// The version that this build writes and reads.
 const VERSION: &str = "1";
 
 /// The file with the last complete set.
@@ -35,15 +34,15 @@ pub struct Cache {
 /// The content of a cache.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Saved {
-    /// The store that it came from, as `Display` of the registry.
+    /// The store, as `Display` of the registry.
     pub store: String,
-    /// When it was written, by wall clock, in whole milliseconds.
+    /// The time of writing, by wall clock, in whole milliseconds.
     pub written: SystemTime,
     /// The leases of all nodes.
     pub leases: LeaseSet,
     /// The network config, if it is known.
     pub config: Option<ConfigText>,
-    /// Our own lease and the ID of its holder.
+    /// The own lease and the ID of its holder.
     pub own: Option<(Lease, HolderId)>,
 }
 
@@ -53,8 +52,8 @@ impl Saved {
         View { leases: self.leases.clone(), origin: Origin::Cached { written: Some(self.written) } }
     }
 
-    /// Our own lease, if it is still ours: held by `holder`, with its end ahead of `now`. If `now`
-    /// is before the writing of the cache, the clock was set back, and the lease does not count.
+    /// The own lease if `holder` holds it and it ends after `now`. If `now` is before the time of
+    /// writing, the clock was set back, and the lease does not count.
     pub fn own(&self, holder: HolderId, now: SystemTime) -> Option<&Lease> {
         let (lease, held_by) = self.own.as_ref()?;
         let in_force = lease.expires.is_none_or(|end| self.written <= now && now < end);
@@ -62,24 +61,24 @@ impl Saved {
     }
 }
 
-/// Why a cache is not used.
+/// The reason for which a cache is not used.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CacheError {
-    /// The file system refused; `NotFound` if there is no cache yet.
+    /// An error of the file system; `NotFound` if there is no cache yet.
     #[error("{path}: {source}", path = path.display())]
     Io {
         /// The file.
         path: PathBuf,
-        /// What happened.
+        /// The error.
         source: io::Error,
     },
-    /// It is no cache, or a damaged one.
+    /// The file is not a cache, or is damaged.
     #[error("{path}: {reason}", path = path.display())]
     Content {
         /// The file.
         path: PathBuf,
-        /// What is wrong.
+        /// The reason.
         reason: String,
     },
 }
@@ -87,7 +86,7 @@ pub enum CacheError {
 #[derive(Serialize, Deserialize)]
 struct Whole {
     store: String,
-    /// Milliseconds since 1970, as all times here.
+    /// Milliseconds since 1970.
     written: u64,
     config: Option<(String, String)>,
     own: Option<Own>,
@@ -124,7 +123,7 @@ fn lease(line: &str) -> Result<Lease, String> {
     Ok(Lease {
         subnets: subnets
             .parse()
-            .map_err(|error: flannel_core::lease::KeyError| error.to_string())?,
+            .map_err(|error: flannel_core::address::ParseError| error.to_string())?,
         attrs: LeaseAttrs::from_json(value).map_err(|error| format!("{subnets}: {error}"))?,
         expires: None,
         since: number(since)?,
@@ -133,7 +132,7 @@ fn lease(line: &str) -> Result<Lease, String> {
 }
 
 impl Cache {
-    /// A cache in this file. Nothing is read or made yet.
+    /// A cache in this file, which is not read or created yet.
     pub fn open(path: impl Into<PathBuf>) -> Self {
         Self { path: path.into() }
     }
@@ -146,10 +145,10 @@ impl Cache {
     /// Replaces the file in one step, with mode 0600.
     ///
     /// # Errors
-    /// The file system refused; the file is as it was then.
+    /// An error of the file system. The file is unchanged.
     ///
     /// # Blocking
-    /// Writes and syncs a file of some hundred bytes for each lease.
+    /// Writes and syncs a file of about a hundred bytes per lease.
     pub fn save(&self, saved: &Saved) -> Result<(), CacheError> {
         let io = |source| CacheError::Io { path: self.path.clone(), source };
         if let Some(dir) = self.path.parent() {
@@ -161,8 +160,8 @@ impl Cache {
     /// Reads the file.
     ///
     /// # Errors
-    /// There is no file, it cannot be read, or [`Cache::save`] did not write it. The message names
-    /// the file and what is wrong.
+    /// The file does not exist or cannot be read, or is damaged. The message has the file and the
+    /// reason.
     ///
     /// # Blocking
     /// Reads one file.
@@ -172,7 +171,7 @@ impl Cache {
         parse(&bytes).map_err(|reason| CacheError::Content { path: self.path.clone(), reason })
     }
 
-    /// Reads the file if it is of `store`. Any other file is ignored, with a warning.
+    /// Reads the file if it is of `store`. Ignores any other file, with a warning.
     ///
     /// # Blocking
     /// Reads one file.
@@ -202,7 +201,7 @@ fn text(saved: &Saved) -> String {
         config: saved.config.clone().map(|config| (config.location, config.text)),
         own,
     };
-    // Only maps with keys that are no strings, and I/O, can fail.
+    // Only maps with other keys than strings, and I/O, can fail.
     let mut body =
         serde_json::to_string(&whole).expect("a struct of strings and numbers serializes");
     for lease in saved.leases.iter() {
@@ -313,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn our_lease_is_ours_while_its_end_lies_ahead() {
+    fn the_own_lease_counts_until_its_end() {
         let saved = saved(0);
         for (holder, now, ours) in [
             (7, 1_000, true),
@@ -332,7 +331,7 @@ mod tests {
     }
 
     #[test]
-    fn no_damage_goes_unnoticed() {
+    fn damage_is_always_noticed() {
         let dir = tempfile::tempdir().unwrap();
         let cache = Cache::open(dir.path().join("leases"));
         let good = text(&saved(2)).into_bytes();
@@ -373,7 +372,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cache_of_a_newer_version_is_ignored_and_stays_whole() {
+    fn a_cache_of_a_newer_version_is_ignored_and_not_changed() {
         let dir = tempfile::tempdir().unwrap();
         let cache = Cache::open(dir.path().join("leases"));
         let newer = "flannel-leases 2 sha256:00\n{\"new\":true}\n";
@@ -387,9 +386,9 @@ mod tests {
     }
 
     #[test]
-    fn ten_thousand_leases_load_at_once() {
+    fn ten_thousand_leases_are_loaded_quickly() {
         let bytes = text(&saved(10_000)).into_bytes();
-        // Of this thread alone: others may have the processor for longer.
+        // The time of this thread, because other processes may delay it.
         let computed = || Duration::from(ClockId::CLOCK_THREAD_CPUTIME_ID.now().unwrap());
         let begin = computed();
         let loaded = parse(&bytes).unwrap();

@@ -1,9 +1,9 @@
-//! `subnet.env`: the file that shows this host's subnet to container runtimes and CNI plugins.
+//! `subnet.env`, which publishes this host's subnet to container runtimes and CNI plugins.
 //!
-//! Other programs parse this file, so its bytes are Go flannel's.
+//! Other programs parse the file, so its bytes are those of Go flannel.
 //!
-//! **Source**: flannel `pkg/subnet/subnet.go: WriteSubnetFile, ReadCIDRFromSubnetFile`; godotenv
-//! for the syntax.
+//! **Source**: flannel `pkg/subnet/subnet.go: WriteSubnetFile, ReadCIDRFromSubnetFile`; the syntax
+//! is that of godotenv.
 
 use std::fmt;
 use std::fs::{self, DirBuilder};
@@ -34,38 +34,38 @@ use super::atomic;
 pub struct SubnetEnv {
     /// The pod networks of the enabled families.
     pub networks: Dual<Subnet>,
-    /// This host's subnets. The file shows them by their second address, which is the bridge's.
+    /// This host's subnets. The file has their second address, which is that of the bridge.
     pub subnets: Dual<Subnet>,
-    /// For pods, in bytes.
+    /// The MTU of pods, in bytes.
     pub mtu: u32,
-    /// Traffic that leaves the pod network is masqueraded by flannel.
+    /// Flannel masquerades traffic that leaves the pod network.
     pub ip_masq: bool,
 }
 
-/// Why a `subnet.env` cannot be read or written.
+/// The reason for which a `subnet.env` cannot be read or written.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum SubnetEnvError {
-    /// The file system refused; `NotFound` if there is no such file.
+    /// An error of the file system; `NotFound` if the file does not exist.
     #[error("{path}: {source}", path = path.display())]
     Io {
         /// The file.
         path: PathBuf,
-        /// What happened.
+        /// The error.
         source: io::Error,
     },
-    /// One line is wrong.
+    /// A line is wrong.
     #[error("{path}, line {line}: {key}: {value:?} is not {expected}", path = path.display())]
     Line {
         /// The file.
         path: PathBuf,
-        /// Counted from 1.
+        /// The line number, from 1.
         line: usize,
         /// The key; the whole line if it has none.
         key: String,
-        /// What it held.
+        /// The value.
         value: String,
-        /// What is expected.
+        /// The expected kind of value.
         expected: &'static str,
     },
     /// A key is missing.
@@ -103,13 +103,13 @@ impl fmt::Display for SubnetEnv {
 }
 
 impl SubnetEnv {
-    /// This host's subnets as the identity of a lease, which it may ask for again after a restart.
+    /// This host's subnets as the identity of a lease, to get the same one after a restart.
     pub fn previous(&self) -> Option<Subnets> {
         Subnets::new(self.subnets.values().copied())
     }
 
-    /// Writes the file in one step, and its directory (mode 0755) if it is missing. A new file has
-    /// mode 0644 whatever the umask is; an existing one keeps its own.
+    /// Writes the file in one step, and creates its directory (mode 0755). A new file has mode 0644
+    /// regardless of the umask. An existing one keeps its mode.
     ///
     /// # Errors
     /// [`SubnetEnvError::Io`].
@@ -124,13 +124,13 @@ impl SubnetEnv {
         atomic::replace(path, self.to_string().as_bytes(), 0o644, None).map_err(error)
     }
 
-    /// Reads the file as a shell or dotenv reader would: quotes, `export`, comments and `KEY:
-    /// value` are accepted, unknown keys ignored, host bits masked, and the last of several lines
-    /// with one key wins. In a list of subnets, bad items are ignored; if not exactly one is left,
-    /// the family counts as absent.
+    /// Reads the file like a shell or dotenv: quotes, `export`, comments and `KEY: value` are
+    /// accepted, unknown keys are ignored, host bits are cleared, and the last line of a key wins.
+    /// Invalid items in a list of subnets are ignored. Unless exactly one is left, the family is
+    /// absent.
     ///
     /// # Errors
-    /// File, line, key, value, and what is expected.
+    /// The message has the file, line, key, value, and the expected kind of value.
     ///
     /// # Blocking
     /// Reads one small file.
@@ -139,7 +139,7 @@ impl SubnetEnv {
         Self::parse(&fs::read_to_string(path).map_err(error)?, path)
     }
 
-    /// Reads the text of a file, as [`SubnetEnv::read`] does; `path` is for messages.
+    /// Parses the text of a file, as [`SubnetEnv::read`] does. `path` is for messages.
     ///
     /// # Errors
     /// As for [`SubnetEnv::read`].

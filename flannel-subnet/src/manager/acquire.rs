@@ -1,4 +1,4 @@
-//! Getting a lease: this node's own lease if the store has it, else a free one.
+//! Acquiring a lease: this node's own lease if the store has it, else a free one.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,12 +16,12 @@ use crate::backoff::Backoff;
 use crate::registry::{Entry, LeaseGrant, Listing, Registry};
 use crate::runtime::lock;
 
-/// The outcome of one attempt to get a lease.
+/// The result of one attempt to acquire a lease.
 enum Attempt {
     Acquired(Lease),
-    /// Another node took the subnets first. This is the content of the store since then.
+    /// Another node took the subnets first. This is the store's content at that time.
     Beaten(Listing),
-    /// The store has changed. Only another list shows how.
+    /// The store has changed and must be listed again.
     Lost,
 }
 
@@ -31,7 +31,7 @@ impl From<Option<Lease>> for Attempt {
     }
 }
 
-/// Turns a conflict into `None`: if another node was faster, the caller lists again.
+/// Turns a conflict into `None`, so that the caller lists again.
 fn lost_race<T>(outcome: Result<Option<T>>) -> Result<Option<T>> {
     match outcome {
         Err(Error::Conflict { .. }) => Ok(None),
@@ -40,7 +40,7 @@ fn lost_race<T>(outcome: Result<Option<T>>) -> Result<Option<T>> {
 }
 
 impl LocalManager {
-    /// Repeats attempts until one succeeds, or fails for another reason than a lost race.
+    /// Repeats attempts until one succeeds, or fails for another reason than a conflict.
     pub(super) async fn acquire(&self, attrs: &LeaseAttrs) -> Result<Lease> {
         let (config, cached) = self.configs.for_lease(self.read_config()).await?;
         let mut backoff = Backoff::new(Duration::from_millis(2), Duration::from_millis(500));
@@ -68,7 +68,7 @@ impl LocalManager {
         }
     }
 
-    /// One attempt, based on the content of the store a moment ago.
+    /// One attempt, based on a recent list of the store.
     async fn try_acquire(
         &self,
         config: &Config,
@@ -95,7 +95,7 @@ impl LocalManager {
         let ours = entry.holder == Some(self.identity.holder);
         let sent = self.clock.boottime();
         if entry.lease.attrs == *attrs && (ours || reserved) {
-            // Nothing to publish: a renewal is enough, and a reservation needs none.
+            // Nothing to publish. A lease is renewed, a reservation needs no renewal.
             let ttl = match reserved {
                 true => Some(self.ttl),
                 false => self.store.keep_alive(&subnets, self.identity.holder).await?,
@@ -141,7 +141,7 @@ impl LocalManager {
 
     fn pick(&self, config: &Config, occupied: &[Subnets]) -> Result<Subnets> {
         let occupied: Vec<Subnet> = occupied.iter().flat_map(Subnets::iter).collect();
-        // Subnets that were released lately, as far as this node knows.
+        // Recently released subnets, as far as this node knows.
         let freed = lock(&self.reflector).as_ref().map(|(reflector, _)| reflector.freed());
         let freed: Vec<Subnet> = freed.iter().flatten().flat_map(Subnets::iter).collect();
         let subnets: Dual<Subnet> = config.networks.try_map(|family, network| {
@@ -152,8 +152,8 @@ impl LocalManager {
         Ok(subnets.expect("a checked config enables a family, and its subnets fit into a key"))
     }
 
-    /// Checks a key that was just created. The store compares keys, not subnets: another key may
-    /// name one of its two subnets and have been created at the same time. The later of the two
+    /// Checks a key that was just created. The store compares keys, not subnets, so another key may
+    /// have one of the two subnets and have been created at the same time. The later of the two
     /// nodes sees the earlier key here, deletes its own, and gets `None`.
     pub(super) async fn undisputed(&self, entry: Entry) -> Result<Option<Entry>> {
         let subnets = entry.lease.subnets;
@@ -169,8 +169,8 @@ impl LocalManager {
         lost_race(self.store.delete(&subnets, entry.lease.revision).await.map(|()| None))
     }
 
-    /// Deletes the leases that we hold besides `held`: a request that we had given up can have been
-    /// carried out later.
+    /// Deletes the leases that we hold besides `held`. A request whose answer was lost may have
+    /// created one.
     pub(super) async fn sweep(&self, held: &Subnets) -> Result<()> {
         let listing = self.store.list().await?;
         let ours = |entry: &&Entry| {
@@ -187,7 +187,7 @@ impl LocalManager {
         Ok(())
     }
 
-    /// Replaces our key at revision `at` with these attributes, and notes the lease.
+    /// Replaces our key at revision `at` with these attributes and notes the lease.
     pub(super) async fn rewrite(
         &self,
         subnets: &Subnets,
@@ -200,12 +200,12 @@ impl LocalManager {
         Ok(self.settle(written, LeaseTerm { sent, ttl: self.ttl }))
     }
 
-    /// The grant to write a lease with; `None` for a reservation, which stays one.
+    /// The grant for a write; `None` for a reservation, which stays one.
     pub(super) fn grant(&self, reserved: bool) -> Option<LeaseGrant> {
         (!reserved).then_some(LeaseGrant { holder: self.identity.holder, ttl: self.ttl })
     }
 
-    /// Notes a lease that was written or confirmed as ours. A reservation has no term.
+    /// Notes a lease that was written or confirmed. A reservation has no term.
     pub(super) fn settle(&self, entry: Entry, term: LeaseTerm) -> Lease {
         let term = entry.holder.map(|_| term);
         let mut lease = Arc::unwrap_or_clone(entry.lease);
@@ -218,8 +218,7 @@ impl LocalManager {
         lease
     }
 
-    /// Notes the lease from the cache, with other attributes perhaps. They are published when the
-    /// store is back.
+    /// Notes the lease from the cache. Changed attributes are published when the store answers.
     pub(super) fn settle_cached(&self, cached: &Lease, attrs: &LeaseAttrs, error: &Error) -> Lease {
         let (boottime, wall) = (self.clock.boottime(), self.clock.wall());
         let term = cached.expires.map(|end| LeaseTerm {
@@ -231,7 +230,7 @@ impl LocalManager {
             %subnets,
             "going on with the lease from the cache, which is still ours: {error}"
         );
-        // With other attributes than before, any revision that the store shows must be checked.
+        // With changed attributes, any revision that the store shows must be checked.
         let same = cached.attrs == *attrs;
         let revision = if same { cached.revision } else { Revision::default() };
         self.holding.set(HeldLease { subnets, attrs: attrs.clone(), revision, term });

@@ -1,7 +1,7 @@
-//! A node whose lease is written by others, in a directory that is copied to every host.
+//! A node whose lease another person or program writes, in a directory that every host has.
 //!
-//! The manager writes nothing. It finds its own entry by its addresses. If the node is to publish
-//! anything else than the entry says, it stops with the difference.
+//! The manager writes nothing. It finds its own entry by its addresses. It stops if the entry
+//! differs from the attributes that the node will publish.
 
 use std::net::IpAddr;
 use std::sync::{Arc, Mutex};
@@ -21,9 +21,9 @@ use crate::reflect::Reflector;
 use crate::registry::{Entry, Metered, Registry};
 use crate::runtime::lock;
 
-/// Takes this node's lease from a registry in which every node's is written beforehand.
+/// Takes this node's lease from a registry that already has the leases of all nodes.
 ///
-/// Made for a [`DirRegistry`](crate::DirRegistry) with `assign=static`. It only reads a registry.
+/// It is for a [`DirRegistry`](crate::DirRegistry) with `assign=static`, and only reads.
 #[derive(Debug)]
 pub struct AssignedManager {
     store: Arc<Metered>,
@@ -35,7 +35,7 @@ pub struct AssignedManager {
 
 impl AssignedManager {
     /// A manager for the node with these addresses: all addresses of its host, and the public
-    /// address from its options, if any.
+    /// address from its options.
     pub fn new(registry: Arc<dyn Registry>, local_addresses: Vec<IpAddr>) -> Self {
         let store = Arc::new(Metered::new(registry, Arc::new(SystemClock)));
         Self {
@@ -52,7 +52,7 @@ impl AssignedManager {
         lock(&self.reflector).get_or_insert_with(start).views()
     }
 
-    /// The config, which no cache holds.
+    /// The config, which is not cached.
     async fn read_config(&self) -> Result<(Config, bool)> {
         Ok((self.configs.read(&self.store.config().await?)?, false))
     }
@@ -97,7 +97,7 @@ impl SubnetManager for AssignedManager {
         self.configs.next_valid(&*self.store, known, |_| ()).await
     }
 
-    /// The public addresses of this node's entry, and its attributes as published last.
+    /// The public addresses of this node's entry, and the attributes published last.
     async fn hints(&self) -> Result<Hints> {
         let Some(own) = self.own(&self.local_addresses).await? else { return Ok(Hints::default()) };
         Ok(Hints {
@@ -125,7 +125,7 @@ impl SubnetManager for AssignedManager {
         Ok(Arc::unwrap_or_clone(own.lease))
     }
 
-    /// Accepts only attributes that the entry has already.
+    /// Accepts only the attributes of the entry.
     async fn publish(&self, held: &Lease, attrs: &LeaseAttrs) -> Result<Lease> {
         self.check(&held.subnets, &held.attrs, &as_stored(attrs))?;
         Ok(held.clone())
@@ -189,7 +189,7 @@ fn difference(written: &LeaseAttrs, ours: &LeaseAttrs) -> Option<(String, String
         .find_map(|field| json_difference(field, &written[field], &ours[field]))
 }
 
-/// The first field that differs, if both values are objects. Names are compared in any case.
+/// The first field that differs, if both values are objects. Names are case-insensitive.
 fn json_difference(path: &str, written: &Value, ours: &Value) -> Option<(String, String, String)> {
     let text = |value: &Value| match value {
         Value::Null => "absent".to_owned(),
@@ -213,7 +213,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_first_difference_is_the_one_that_a_person_looks_for() {
+    fn the_first_difference_is_reported() {
         let attrs = |text| LeaseAttrs::from_json(text).unwrap();
         let ours = attrs(r#"{"PublicIP":"192.0.2.7","BackendType":"host-gw"}"#);
         for (written, expected) in [

@@ -1,4 +1,4 @@
-//! The network config of a manager while the config in the store changes.
+//! The network config of a manager, while the config in the store changes.
 
 use std::sync::Mutex;
 use std::time::Duration;
@@ -12,19 +12,18 @@ use crate::runtime::lock;
 /// The network configs that a manager has read and used.
 #[derive(Debug, Default)]
 pub(super) struct Configs {
-    /// The config that was last handed out, unless it came from a cache. A network that is built
-    /// from it takes its lease from the same config.
+    /// The config that was returned last, unless it came from a cache. The lease for a network is
+    /// taken from the same config as the network.
     handed_out: Mutex<Option<Config>>,
     /// The config that the lease was taken from.
     used: Mutex<Option<Config>>,
-    /// What is wrong with the config in the store.
+    /// The error of the config in the store.
     wrong: Mutex<Option<String>>,
 }
 
 impl Configs {
-    /// Parses a config, and notes whether it is wrong. After a lease was
-    /// [taken](Self::used_for_lease), the networks stay as they are for the life of the manager:
-    /// pods do not survive a change of them.
+    /// Parses a config and notes its error. Once a lease was [taken](Self::used_for_lease), the
+    /// networks may not change any more, because pods would not survive that.
     pub(super) fn read(&self, text: &ConfigText) -> Result<Config> {
         let mut config = self.parse(text)?;
         if let Some(used) = &*lock(&self.used) {
@@ -33,16 +32,15 @@ impl Configs {
         Ok(config)
     }
 
-    /// Notes a config that is handed out; the second part is true if it comes from a cache.
+    /// Notes a returned config. The second part is true if it comes from a cache.
     pub(super) fn hand_out(&self, (config, cached): (Config, bool)) -> Config {
         *lock(&self.handed_out) = (!cached).then(|| config.clone());
         config
     }
 
-    /// The config to take a lease from: the last one that was handed out, else the result of
-    /// `read`. A lease depends only on the networks of a config, which stay as they are, so a wrong
-    /// config does not prevent that a lease is won back. The second part is true if the config
-    /// comes from a cache.
+    /// The config to take a lease from: the one returned last, else the result of `read`. A lease
+    /// depends only on the networks, which cannot change, so a wrong config does not prevent a
+    /// lease from being restored. The second part is true if the config comes from a cache.
     pub(super) async fn for_lease(
         &self,
         read: impl Future<Output = Result<(Config, bool)>>,
@@ -64,7 +62,7 @@ impl Configs {
         *lock(&self.used) = Some(config);
     }
 
-    /// What is wrong with the config in the store.
+    /// The error of the config in the store.
     pub(super) fn wrong(&self) -> Option<String> {
         lock(&self.wrong).clone()
     }

@@ -15,10 +15,10 @@ use crate::files::cache::{Cache, Saved};
 use crate::registry::{ConfigText, HolderId, Metered, Registry, unanswered};
 use crate::runtime::{Task, lock};
 
-/// How long the store has to give its first answer before the cache answers instead.
+/// How long the store may take for its first answer before the cache is used.
 const PATIENCE: Duration = Duration::from_millis(25);
 
-/// The pause after each writing of the cache.
+/// The pause after each write of the cache.
 const PAUSE: Duration = Duration::from_secs(5);
 
 /// The cache of one manager.
@@ -30,11 +30,11 @@ pub(super) struct Fallback {
     /// `None`: the manager has no cache.
     cache: Option<Cache>,
     loaded: Option<Saved>,
-    /// The store had its chance to answer at once, and did not answer.
+    /// The time for the store's first answer is over.
     absent: AtomicBool,
-    /// The log says already that the config comes from the cache.
+    /// The log has a line that the config comes from the cache.
     warned: AtomicBool,
-    /// The config to be saved.
+    /// The config to save.
     config: Mutex<Option<ConfigText>>,
     config_changed: Notify,
     saving: Mutex<()>,
@@ -75,19 +75,19 @@ impl Fallback {
         self.loaded.as_ref().filter(|_| self.store.status().confirmed.is_none())
     }
 
-    /// Our own lease from the cache, if it is still ours.
+    /// The own lease from the cache, if it still counts.
     pub(super) fn own_lease_in_force(&self) -> Option<Lease> {
         self.cached()?.own(self.holder, self.clock.wall()).cloned()
     }
 
-    /// Our own lease from the cache, be it still ours or not.
+    /// The own lease from the cache, whether it still counts or not.
     pub(super) fn own_lease(&self) -> Option<Lease> {
         let (lease, holder) = self.cached()?.own.as_ref()?;
         (*holder == self.holder).then(|| lease.clone())
     }
 
-    /// The result of a request to the store, which must come at once, because the cache can answer
-    /// instead.
+    /// The result of a request to the store. Until the store has answered once, it must answer
+    /// quickly, because the cache can be used instead.
     pub(super) async fn promptly<T>(
         &self,
         request: impl Future<Output = Result<T>> + Send,
@@ -127,7 +127,7 @@ impl Fallback {
         self.config_changed.notify_one();
     }
 
-    /// Begins to write the cache whenever leases, the config or the own lease change.
+    /// Starts to write the cache whenever leases, the config or the own lease change.
     pub(super) fn start_writer(
         self: &Arc<Self>,
         views: watch::Receiver<View>,
@@ -147,7 +147,7 @@ impl Fallback {
         loop {
             let (fallback, latest) = (Arc::clone(&self), views.clone());
             let holding = Arc::clone(&holding);
-            // It fails only if the runtime ends.
+            // This fails only if the runtime ends.
             let _ = tokio::task::spawn_blocking(move || fallback.save(&latest, &holding)).await;
             tokio::time::sleep(PAUSE).await;
             tokio::select! {
@@ -162,7 +162,7 @@ impl Fallback {
     /// Writes the cache.
     pub(super) fn save(&self, views: &watch::Receiver<View>, holding: &Holding) {
         let Some(cache) = &self.cache else { return };
-        // Taken before the state is read: the last writer must have the latest state.
+        // Taken before the state is read, so that the last writer has the latest state.
         let _saving = lock(&self.saving);
         let view = views.borrow().clone();
         let now = self.clock.wall();

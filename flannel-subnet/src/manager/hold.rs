@@ -1,4 +1,4 @@
-//! Keeping the lease, and noticing at once when it is no longer ours.
+//! Keeping the lease, and noticing when it is lost.
 //!
 //! If the view shows our key with another content than this node wrote, the key is read from the
 //! store and judged.
@@ -18,7 +18,7 @@ use crate::backoff::Backoff;
 use crate::registry::{Entry, Registry, Skipped};
 use crate::runtime::or_never;
 
-/// How the view shows our key, if it differs from the lease that we hold.
+/// A difference between our key in the view and the held lease.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Difference {
     Gone,
@@ -41,7 +41,7 @@ impl LocalManager {
             stray |= self.may_stray(&view, &mut searched);
             let renewal = self.holding.term().map(|term| term.renewal(self.margin));
             let due = again.or(renewal).is_some_and(|time| time <= self.clock.boottime());
-            // After a failure all work waits for the next attempt, a judgement too.
+            // After a failure all work waits for the next attempt.
             let outcome = if due {
                 let _writing = self.writing.lock().await;
                 self.renew_or_check().await
@@ -62,7 +62,7 @@ impl LocalManager {
             };
             match outcome {
                 Ok(Some(end)) => {
-                    // In the cache too: no restart may find the lease there.
+                    // Removed from the cache too, so that no restart finds the lease there.
                     self.holding.end(end.clone());
                     self.fallback.save(&views, &self.holding);
                     return Ok(end);
@@ -81,7 +81,7 @@ impl LocalManager {
                     again = Some(self.again(&mut backoff));
                     let subnets = held.subnets;
                     tracing::debug!(%subnets, "cannot look after the lease yet: {error}");
-                    // The reflector logs that the store does not answer.
+                    // The reflector logs an outage.
                     if matches!(error, Error::Refused { .. })
                         && !std::mem::replace(&mut refused, true)
                     {
@@ -102,8 +102,8 @@ impl LocalManager {
         }
     }
 
-    /// Takes up a lease that an earlier manager acquired. It is renewed at once, because the time
-    /// of its last renewal is not known.
+    /// Takes over a lease that an earlier manager acquired. It is renewed at once, because the time
+    /// of its last renewal is unknown.
     fn resume(&self, held: &Lease) {
         if self.holding.get().is_none_or(|lease| lease.subnets != held.subnets) {
             let sent = self.clock.boottime();
@@ -137,7 +137,7 @@ impl LocalManager {
             })
     }
 
-    /// When to try again: after a pause, but not later than the moment when the lease ends.
+    /// The time of the next attempt: after a pause, but not after the end of the lease.
     fn again(&self, backoff: &mut Backoff) -> Duration {
         let now = self.clock.boottime();
         let again = now + backoff.pause();
@@ -165,8 +165,8 @@ impl LocalManager {
         }
         let sent = self.clock.boottime();
         let kept = self.store.keep_alive(&held_lease.subnets, self.identity.holder).await?;
-        // The store knows the holder. The key may be gone all the same, or another node's, and the
-        // view, which would show it, may be old.
+        // The store knows the holder. The key may still be deleted or another node's, and the view
+        // may be old.
         let end = self.check().await?;
         let Some(ttl) = kept else {
             if end.is_none() && self.holding.term().is_some_and(|term| term.sent < sent) {
@@ -202,7 +202,7 @@ impl LocalManager {
         let kept = self.store.keep_alive(&held_lease.subnets, self.identity.holder).await?;
         let Some(ttl) = kept else { return self.win_back(&held_lease).await };
         match self.store.entry(&held_lease.subnets).await? {
-            // An earlier attempt to win it back was carried out just now.
+            // An earlier attempt to restore it succeeded just now.
             Some(entry) => self.judge(&held_lease, entry).await,
             // The store knew the holder at a time when the key was gone.
             None if self.clock.boottime() < (LeaseTerm { sent, ttl }).end() => {
@@ -228,7 +228,7 @@ impl LocalManager {
         );
         match self.rewrite(subnets, unreadable.revision, attrs, term.is_none()).await {
             Ok(_) => Ok(None),
-            // It was changed once more, and is checked again later.
+            // It changed again, and is checked again later.
             Err(Error::Conflict { .. }) => Err(error),
             Err(error) => Err(error),
         }
@@ -242,13 +242,13 @@ impl LocalManager {
         let blank = now.preferred.kind.is_empty() && now.preferred.data.is_empty();
         let ours = match entry.holder {
             Some(holder) => holder == self.identity.holder && same_node,
-            // A reservation has no holder ID. Two nodes with one public address differ in the rest.
+            // A reservation has no holder ID, so its attributes are compared.
             None => now == desired || (same_node && blank),
         };
         if !ours {
             return Ok(Some(LeaseEnd::Taken { by: self.holder(&entry) }));
         }
-        // It may be a late result of an attempt to create it whose answer was lost.
+        // It may be created by an earlier attempt whose answer was lost.
         if entry.holder.is_some()
             && entry.lease.revision != *revision
             && self.undisputed(entry.clone()).await?.is_none()
@@ -272,7 +272,7 @@ impl LocalManager {
         }
     }
 
-    /// The key and its holder are gone from the store: nobody deleted the key, it expired.
+    /// The store has neither the key nor its holder, so the key expired.
     async fn win_back(&self, held_lease: &HeldLease) -> Result<Option<LeaseEnd>> {
         let HeldLease { subnets, attrs, .. } = held_lease;
         let sent = self.clock.boottime();
@@ -285,7 +285,7 @@ impl LocalManager {
                 tracing::warn!(%subnets, "the lease had expired; the same subnet was won back");
                 Ok(None)
             }
-            // It may be a result of an earlier attempt whose answer was lost.
+            // It may be created by an earlier attempt whose answer was lost.
             Err(Error::Conflict { .. }) => match self.store.entry(subnets).await? {
                 Some(entry) => self.judge(held_lease, entry).await,
                 None => Ok(Some(LeaseEnd::Expired)),
@@ -294,7 +294,7 @@ impl LocalManager {
         }
     }
 
-    /// Names another node for a message, so that two with one public address can be distinguished.
+    /// A description of another node that distinguishes nodes with one public address.
     fn holder(&self, entry: &Entry) -> String {
         let (node, our_id) = (holder(&entry.lease.attrs), self.identity.holder);
         match entry.holder {

@@ -1,8 +1,8 @@
-//! The lease that this node holds, and whether its subnets are this node's now.
+//! The lease that this node holds, and the ownership of its subnets.
 //!
-//! The ownership ends one time to live after the last confirmed renewal was *sent*. The store began
-//! to count later, so it does not forget the lease before. The time by which two clocks may drift
-//! apart is taken off.
+//! The ownership ends one time to live after the last confirmed renewal was *sent*. The store
+//! counts from a later moment, so it does not expire the lease earlier. A margin is subtracted for
+//! the drift between two clocks.
 
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, SystemTime};
@@ -15,11 +15,11 @@ use tokio::sync::watch;
 use crate::clock::Clock;
 use crate::runtime::{Task, or_never};
 
-/// Two clocks may drift apart by one part in this many: the kernel slews each by up to 500 ppm.
+/// The drift between two clocks is at most one part in this many: the kernel slews a clock by up to
+/// 500 ppm.
 const DRIFT: u32 = 1000;
 
-/// Ends that differ by less are published as one: each is computed from two clocks, which are not
-/// read at the same moment.
+/// Ends that differ by less count as equal, because each is computed from two clocks.
 const TOLERANCE: Duration = Duration::from_secs(1);
 
 /// The lease that this node holds.
@@ -28,26 +28,25 @@ pub(super) struct HeldLease {
     pub(super) subnets: Subnets,
     pub(super) attrs: LeaseAttrs,
     pub(super) revision: Revision,
-    /// `None`: a reservation, which has no end.
+    /// `None` for a reservation, which has no end.
     pub(super) term: Option<LeaseTerm>,
 }
 
-/// How long a lease is held, by boot time.
+/// The time for which a lease is held, in boot time.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct LeaseTerm {
-    /// When the last confirmed write or renewal was sent.
+    /// The time at which the last confirmed write or renewal was sent.
     pub(super) sent: Duration,
     pub(super) ttl: Duration,
 }
 
 impl LeaseTerm {
-    /// A thousandth early: even if our clock is slow and the store's is fast, the store's end must
-    /// not come first.
+    /// The end, a thousandth early for the drift between the store's clock and ours.
     pub(super) fn end(&self) -> Duration {
         self.sent.saturating_add(self.ttl - self.ttl / DRIFT)
     }
 
-    /// When to renew: `margin` before the end, but not within the first third.
+    /// The time of the next renewal: `margin` before the end, but not in the first third.
     pub(super) fn renewal(&self, margin: Duration) -> Duration {
         self.sent.saturating_add(self.ttl.saturating_sub(margin).max(self.ttl / 3))
     }
@@ -70,13 +69,13 @@ impl State {
     }
 }
 
-/// The lease of one manager. Publishes each change of it.
+/// The lease of one manager. Every change is published.
 #[derive(Debug)]
 pub(super) struct Holding {
     state: watch::Sender<State>,
     ownership: watch::Sender<Ownership>,
     clock: Arc<dyn Clock>,
-    /// Publishes the end of the lease when it comes. Runs from the first lease on.
+    /// The task that publishes the end of the lease. It runs from the first lease on.
     follower: OnceLock<Task>,
 }
 
@@ -95,17 +94,17 @@ impl Holding {
         self.state.borrow().lease()?.term
     }
 
-    /// The lease's time is over.
+    /// The end of the held lease has passed.
     pub(super) fn has_lapsed(&self) -> bool {
         self.term().is_some_and(|term| remaining(term, &*self.clock).is_none())
     }
 
-    /// How long the lease is held unless it is renewed; `None` if it is not held or has no end.
+    /// The remaining time unless the lease is renewed; `None` if none is held or it has no end.
     pub(super) fn remaining(&self) -> Option<Duration> {
         remaining(self.term()?, &*self.clock)
     }
 
-    /// This is the lease from now on.
+    /// Sets the held lease.
     pub(super) fn set(&self, lease: HeldLease) {
         self.state.send_replace(State::Held(lease));
         self.publish();
@@ -115,7 +114,7 @@ impl Holding {
         });
     }
 
-    /// Notes a confirmed renewal, unless a request that was sent later counts.
+    /// Notes a confirmed renewal, unless a later request was confirmed already.
     pub(super) fn renew(&self, term: LeaseTerm) {
         self.state.send_modify(|state| {
             if let State::Held(HeldLease { term: Some(old), .. }) = state
@@ -127,13 +126,13 @@ impl Holding {
         self.publish();
     }
 
-    /// The lease has ended.
+    /// Ends the lease.
     pub(super) fn end(&self, end: LeaseEnd) {
         self.state.send_replace(State::Ended(self.clock.wall(), end));
         self.publish();
     }
 
-    /// Whether the subnets are this node's now.
+    /// The ownership of the subnets at this moment.
     pub(super) fn ownership_now(&self) -> Ownership {
         ownership(&self.state.borrow(), &*self.clock)
     }
@@ -195,8 +194,8 @@ fn publish(published: &watch::Sender<Ownership>, now: Ownership) {
     });
 }
 
-/// Publishes the end of the lease when it comes, and an end by another wall clock when somebody
-/// sets the clock.
+/// Publishes the end of the lease when it comes, and a new wall time of the end when the clock was
+/// set.
 async fn follow(
     mut state: watch::Receiver<State>,
     published: watch::Sender<Ownership>,
@@ -271,7 +270,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn the_end_is_published_anew_when_somebody_sets_the_clock() {
+    async fn the_end_is_published_again_when_the_clock_is_set() {
         let (epoch, year) = (SystemTime::UNIX_EPOCH, Duration::from_secs(365 * 86_400));
         let ttl = Duration::from_secs(1000);
         let (start, wall) = (Instant::now(), Mutex::new(epoch));
@@ -286,7 +285,7 @@ mod tests {
         let held = |until| Ownership::Held { until: Some(until) };
         assert_eq!(*ownership.borrow_and_update(), held(epoch + end));
         tokio::task::yield_now().await;
-        // A machine without a clock of its own learns the time.
+        // A machine without a hardware clock learns the time.
         clock.set(epoch + 50 * year);
         ownership.changed().await.unwrap();
         assert_eq!(*ownership.borrow_and_update(), held(epoch + 50 * year + end));

@@ -1,5 +1,5 @@
-//! The list of all leases from the view of one node: its own entry, the occupied subnets, and
-//! whether an entry can be kept.
+//! A node's view of the list of all leases: its own entry, the occupied subnets, and whether an
+//! entry can be kept.
 
 use std::net::IpAddr;
 
@@ -11,18 +11,18 @@ use flannel_core::{Config, Subnets};
 use super::Identity;
 use crate::registry::{Entry, Listing};
 
-/// The address that distinguishes nodes: IPv4, or IPv6 where there is no IPv4.
+/// The address that identifies a node: IPv4, or IPv6 without IPv4.
 fn identifying(attrs: &LeaseAttrs, families: impl Iterator<Item = Family>) -> Option<IpAddr> {
     families.filter_map(|family| attrs.preferred.public[family]).next()
 }
 
-/// Attributes in the form in which a store returns them, so that they can be compared.
+/// Attributes as a store returns them, for comparison.
 pub(super) fn as_stored(attrs: &LeaseAttrs) -> LeaseAttrs {
     LeaseAttrs::from_json(&attrs.to_json()).unwrap_or_else(|_| attrs.clone())
 }
 
-/// The entry with our holder ID, else one with our public address. Of several it is the one that
-/// we had before, else the first by precedence.
+/// The entry with our holder ID, else one with our public address. Of several, the previous one,
+/// else the first by precedence.
 pub(super) fn own_entry<'a>(
     listing: &'a Listing,
     us: &Identity,
@@ -39,13 +39,13 @@ pub(super) fn own_entry<'a>(
     ours.min_by_key(|entry| (!our_id(entry), !had_before(entry), entry.lease.precedence()))
 }
 
-/// The subnets that a new lease must not overlap, including keys whose values cannot be read.
+/// The subnets that a new lease must not overlap, including unreadable keys.
 pub(super) fn occupied(listing: &Listing) -> impl Iterator<Item = Subnets> {
     let unreadable = listing.skipped.iter().filter_map(|skipped| skipped.key.parse().ok());
     listing.entries.iter().map(|entry| entry.lease.subnets).chain(unreadable)
 }
 
-/// The reason for which this entry cannot be our lease, if there is one.
+/// The reason for which the entry cannot be our lease, if any.
 pub(super) fn unfit(config: &Config, listing: &Listing, entry: &Entry) -> Option<String> {
     if !fits(config, &entry.lease.subnets) {
         return Some("does not fit the network config".into());
@@ -58,7 +58,7 @@ pub(super) fn unfit(config: &Config, listing: &Listing, entry: &Entry) -> Option
     ))
 }
 
-/// An overlapping entry that was created before this one, so that this one never owned its subnets.
+/// An overlapping entry that was created earlier, so that this one never owned its subnets.
 pub(super) fn earlier<'a>(listing: &'a Listing, entry: &Entry) -> Option<&'a Entry> {
     let overlaps = |other: &&Entry| other.lease.subnets.overlaps(&entry.lease.subnets);
     let overlapping = listing.entries.iter().filter(overlaps);

@@ -1,11 +1,11 @@
-//! A store in a directory: several daemons on one machine form one network without a server.
+//! A store in a directory, for several daemons on one machine without a server.
 //!
-//! The directory has the tree of etcd's keys (`config`, `subnets/<key>`), one JSON file for each
-//! key, which any editor can change. A lock on `.lock` and a rename make compare-and-swap. The
-//! revision is a hash of the content. A renewal sets the time of modification and wakes no watch.
+//! The directory has the tree of etcd's keys (`config`, `subnets/<key>`), with a JSON file per key,
+//! which any editor can change. A lock on `.lock` and a rename implement compare-and-swap. The
+//! revision is a hash of the content. A renewal sets the time of modification and is no change.
 //!
-//! `since` is 0 for every lease, so of two leases that overlap the one with the smaller key text is
-//! accepted. Only a person can cause that: under the lock no node creates an overlapping lease.
+//! `since` is 0 for every lease, so of two overlapping leases the one with the smaller key text is
+//! accepted. Only a person can create such leases.
 
 mod file;
 mod location;
@@ -37,20 +37,19 @@ use file::LeaseFile;
 pub use location::{Assign, DirLocation, DirOptions, LocationError};
 use mirror::Mirror;
 
-/// After this time without a change, a watch checks that the directory can still be read, and
-/// confirms it with an empty batch.
+/// The time without a change after which a watch checks the directory and returns an empty batch.
 const CONFIRM_PERIOD: Duration = Duration::from_secs(60);
 
-/// A registry in a directory on a local file system. Clones are the same registry.
+/// A registry in a directory on a local file system. Clones share the registry.
 ///
 /// - If a file cannot be read, its last readable content stays in force and the file is reported as
-///   skipped: an editor may be at work. Files whose names begin with `.` or end with `~` are
+///   skipped, because an editor may be at work. Files that begin with `.` or end with `~` are
 ///   ignored.
-/// - A symbolic link is followed when it is read; changes behind it are not noticed. The directory
-///   may be replaced by renaming, but not by switching a symbolic link that leads to it.
-/// - Time to live is counted by wall clock, which all processes of a machine share. If the clock is
-///   set forward by more than a lease has left, that lease ends, and its holder wins it back or
-///   finds out who holds it now.
+/// - A symbolic link is followed when it is read, but changes of its target are not noticed. The
+///   directory may be replaced by renaming, but not by switching a symbolic link to it.
+/// - Time to live is measured by wall clock, which all processes of a machine share. If the clock
+///   is set forward by more than the rest of a lease, the lease ends, and its holder restores it or
+///   finds the new holder.
 #[derive(Clone)]
 pub struct DirRegistry(Arc<Shared>);
 
@@ -60,8 +59,8 @@ struct Shared {
     mirror: Mutex<Mirror>,
     /// Notified when the mirror changes.
     changes: watch::Sender<()>,
-    /// The leases that this process wrote or renewed, with their ends. A file that is gone before
-    /// its end was deleted by somebody else.
+    /// The leases that this process wrote or renewed, with their ends. A file that disappears
+    /// before its end was deleted by another program.
     held: Mutex<BTreeMap<Subnets, (HolderId, SystemTime)>>,
 }
 
@@ -75,11 +74,11 @@ impl AsRawFd for InotifyFd {
 }
 
 impl DirRegistry {
-    /// Opens a directory. If nodes choose their subnets, a missing directory is created (mode
-    /// 0755).
+    /// Opens a directory. A missing directory is created (mode 0755) if nodes choose their subnets.
     ///
     /// # Errors
-    /// [`Error::Refused`] on a network file system; or the directory cannot be made, read or
+    /// [`Error::Refused`] on a network file system, or the directory cannot be created, read or
+    /// watched.
     /// watched.
     ///
     /// # Panics
@@ -110,7 +109,7 @@ impl DirRegistry {
         Ok(registry)
     }
 
-    /// Does `work` on a thread of its own, while no other process and no other task writes.
+    /// Runs `work` on a blocking thread while no other process or task writes.
     async fn locked<T: Send + 'static>(
         &self,
         work: impl FnOnce(&Shared) -> Result<T> + Send + 'static,
@@ -155,11 +154,11 @@ impl Shared {
         .await
     }
 
-    /// Waits until the mirror may be out of date, or another task has brought it up to date.
+    /// Waits until the mirror may be outdated, or another task has updated it.
     async fn wait(&self, changes: &mut watch::Receiver<()>, due: Option<SystemTime>) {
         tokio::select! {
             ready = self.inotify.readable() => {
-                // After an error here, the mirror fails with the same error.
+                // The mirror reports this error as well.
                 if let Ok(mut ready) = ready {
                     ready.clear_ready();
                 }
@@ -226,7 +225,7 @@ impl Registry for DirRegistry {
         Ok(lock(&self.0.mirror).file(subnets).map(LeaseFile::entry))
     }
 
-    /// Stricter than the trait: it also refuses a key that overlaps another one in force.
+    /// Stricter than the trait: refuses also a key that overlaps another one in force.
     async fn create(
         &self,
         subnets: &Subnets,

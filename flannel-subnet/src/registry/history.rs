@@ -1,4 +1,4 @@
-//! The latest changes of a store that has no history of its own.
+//! The latest changes of a store without a history of its own.
 
 use std::collections::{BTreeSet, VecDeque};
 
@@ -6,14 +6,14 @@ use flannel_core::lease::Revision;
 
 use super::{Batch, Event, Now};
 
-/// The number of changes that are kept for watches that lag behind.
+/// The number of changes that are kept for late watches.
 const LENGTH: usize = 16_384;
 
-/// The keys that changed lately. The revision is the number of changes so far.
+/// The keys that changed recently. The revision is the number of all changes.
 #[derive(Debug, Default)]
 pub(crate) struct History {
     keys: VecDeque<String>,
-    /// The number of older changes, whose keys are not known any more.
+    /// The number of older changes, whose keys are forgotten.
     forgotten: u64,
 }
 
@@ -22,7 +22,7 @@ impl History {
         Revision(self.forgotten + self.keys.len() as u64)
     }
 
-    /// Adds a change, and returns its revision.
+    /// Adds a change and returns its revision.
     pub(crate) fn push(&mut self, key: &str) -> Revision {
         self.keys.push_back(key.to_owned());
         if self.keys.len() > LENGTH {
@@ -38,8 +38,8 @@ impl History {
         self.keys = VecDeque::new();
     }
 
-    /// The changes after `after`, with the content that each key has `now`; `None` if they are not
-    /// known.
+    /// The changes after `after`, with the content of each key from `now`; `None` if they are
+    /// forgotten.
     pub(crate) fn since(&self, after: Revision, now: impl Fn(&str) -> Now) -> Option<Batch> {
         let unchanged = usize::try_from(after.0.checked_sub(self.forgotten)?).ok()?;
         if unchanged > self.keys.len() {

@@ -1,7 +1,7 @@
 //! A store in memory that behaves like etcd, for tests and for networks of one process.
 //!
-//! As in etcd, a holder exists apart from its keys and has a time to live. If a key is deleted, its
-//! holder stays. If a holder's time is over, its keys go.
+//! As in etcd, a holder is independent of its keys and has a time to live. The holder stays when a
+//! key is deleted. When the holder expires, its keys are deleted.
 
 mod state;
 
@@ -21,7 +21,7 @@ use super::{
 use crate::runtime::{lock, or_never};
 use state::State;
 
-/// A registry in memory. Clones are the same registry. Its time is tokio's, which a test can pause.
+/// A registry in memory. Clones share the registry. Its time is tokio's, which a test can pause.
 ///
 /// With the feature `testing`, a test can write any key, delete keys, forget history, and make the
 /// store fail.
@@ -31,7 +31,7 @@ pub struct MemoryRegistry(Arc<Shared>);
 #[derive(Debug, Default)]
 struct Shared {
     state: Mutex<State>,
-    /// Wakes the waiting calls after each change, in the order in which they began to wait.
+    /// Wakes the waiting calls after each change, in order.
     changes: Notify,
 }
 
@@ -59,7 +59,7 @@ impl MemoryRegistry {
         state
     }
 
-    /// The state, unless there is an outage.
+    /// The state; an error during an outage.
     fn reach(&self) -> Result<MutexGuard<'_, State>> {
         let state = self.lock();
         if state.outage {
@@ -68,14 +68,14 @@ impl MemoryRegistry {
         Ok(state)
     }
 
-    /// Changes the state, and wakes all waiting calls.
+    /// Changes the state and wakes all waiting calls.
     pub(crate) fn change<T>(&self, change: impl FnOnce(&mut State) -> T) -> T {
         let done = change(&mut self.lock());
         self.0.changes.notify_waiters();
         done
     }
 
-    /// Carries out a request that writes.
+    /// Carries out a write.
     async fn write<T>(&self, write: impl FnOnce(&mut State) -> Result<T>) -> Result<T> {
         let written = self.reach().and_then(|mut state| write(&mut state));
         self.0.changes.notify_waiters();
@@ -120,7 +120,7 @@ impl Registry for MemoryRegistry {
 
     async fn config_changed(&self, known: Option<ConfigText>) -> Result<()> {
         loop {
-            // Before the comparison: a change between the two wakes it.
+            // Before the comparison, so that a change in between wakes it.
             let changed = self.0.changes.notified();
             if self.reach()?.config.as_ref() != known.as_ref().map(|known| &known.text) {
                 return Ok(());

@@ -1,4 +1,4 @@
-//! A registry that counts the requests to another one, and keeps its failures and skipped keys.
+//! A registry that counts the requests to another one, with its failures and skipped keys.
 
 use std::fmt;
 use std::sync::{Arc, Mutex};
@@ -13,7 +13,7 @@ use super::{Batch, ConfigText, Entry, HolderId, LeaseGrant, Listing, Now, Regist
 use crate::clock::Clock;
 use crate::runtime::lock;
 
-/// The call that counts the failure of a watch, be it at its beginning or later.
+/// The call whose failure counter includes failed watches.
 const WATCH: &str = "watch";
 
 #[derive(Debug)]
@@ -49,7 +49,7 @@ impl StoreStats {
         self.request_at(call, result, None)
     }
 
-    /// The same, if the answer shows at which revision the store is.
+    /// The same, for an answer with a revision of the store.
     fn request_at<T>(
         &self,
         call: &'static str,
@@ -61,7 +61,7 @@ impl StoreStats {
         result
     }
 
-    /// Notes an outcome. A conflict is an answer of the store; a refusal confirms nothing.
+    /// Notes a result. A conflict is an answer of the store. A refusal confirms no revision.
     fn outcome(&self, call: &'static str, error: Option<&Error>, revision: Option<Revision>) {
         let now = self.clock.wall();
         let mut status = lock(&self.status);
@@ -100,7 +100,7 @@ impl StoreStats {
     }
 }
 
-/// The store has not answered the question: it is out of reach, or refuses to talk to this node.
+/// The store did not answer the request: it is unreachable, or refuses this node.
 pub(crate) fn unanswered(error: &Error) -> bool {
     matches!(error, Error::Store { .. } | Error::Refused { .. })
 }

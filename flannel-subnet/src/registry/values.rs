@@ -8,7 +8,7 @@ use std::time::Duration;
 use flannel_core::lease::Revision;
 use flannel_core::{Lease, Result};
 
-/// Identifies a holder of leases: two nodes with one public address have different IDs.
+/// The ID of a holder of leases. Nodes with one public address have different IDs.
 ///
 /// A node chooses its ID at random once and keeps it in its state directory. `Display` writes 16
 /// hexadecimal digits, `FromStr` reads 1 to 16. In etcd it is the ID of the store's lease.
@@ -28,7 +28,7 @@ impl fmt::Display for HolderId {
     }
 }
 
-/// The error of a text that is no [`HolderId`].
+/// The error of a text that is not a [`HolderId`].
 pub use flannel_core::address::ParseError as HolderIdError;
 
 impl FromStr for HolderId {
@@ -38,31 +38,31 @@ impl FromStr for HolderId {
         let holder = digits.then(|| u64::from_str_radix(text, 16).ok()).flatten();
         holder.map(Self).ok_or_else(|| HolderIdError {
             text: text.to_owned(),
-            expected: "a holder ID: 1 to 16 hexadecimal digits",
+            expected: "a holder ID: 1 to 16 hexadecimal digits".to_owned(),
         })
     }
 }
 
-/// The holder of a key, and the time for which it holds the key unless it renews it.
+/// The holder of a key, and the time for which the key is kept without a renewal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LeaseGrant {
     /// The holder.
     pub holder: HolderId,
-    /// How long the store keeps the key after a write or a renewal. Stores count whole seconds, at
+    /// The time after a write or renewal for which the store keeps the key, in whole seconds; at
     /// least 1.
     pub ttl: Duration,
 }
 
-/// A lease as a store holds it.
+/// A lease in a store.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Entry {
-    /// The lease; its `expires` is always `None`. Shared, so that a set of leases needs no copy.
+    /// The lease, whose `expires` is `None`. It is shared, so that sets of leases need no copy.
     pub lease: Arc<Lease>,
     /// Its holder; `None` for a reservation, which never expires.
     pub holder: Option<HolderId>,
 }
 
-/// A key that is no lease, or not a readable one.
+/// A key that is not a lease, or is unreadable.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Skipped {
     /// The key, without the prefix that all keys have.
@@ -74,15 +74,15 @@ pub struct Skipped {
     pub revision: Revision,
 }
 
-/// The content of a store at one moment.
+/// The content of a store at one point in time.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Listing {
     /// The leases.
     pub entries: Vec<Entry>,
-    /// The keys that were skipped. A store that remembers the last good value of an unreadable key
-    /// (a directory does) lists that key here and in `entries`.
+    /// The skipped keys. A store that keeps the last readable value of an unreadable key (a
+    /// directory does) has that key here and in `entries`.
     pub skipped: Vec<Skipped>,
-    /// The moment, from which [`Registry::watch`](crate::Registry::watch) continues.
+    /// The point in time, from which [`Registry::watch`](crate::Registry::watch) continues.
     pub revision: Revision,
 }
 
@@ -91,7 +91,7 @@ pub struct Listing {
 pub struct Event {
     /// The key, without the prefix that all keys have.
     pub key: String,
-    /// Its content now.
+    /// Its present content.
     pub now: Now,
 }
 
@@ -101,16 +101,16 @@ pub struct Event {
 pub enum Now {
     /// A lease.
     Held(Entry),
-    /// A value that cannot be read, with the reason. The last readable value stays in force.
+    /// An unreadable value, with the reason. The last readable value stays in force.
     Unreadable(String),
     /// The key does not exist.
     Gone,
 }
 
-/// Changes in their order. Of several changes of one key, only the last is necessary.
+/// Changes in order. Of several changes of one key only the last is needed.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Batch {
-    /// The changes; empty to confirm that nothing happened up to `revision`.
+    /// The changes; empty to confirm that nothing changed up to `revision`.
     pub events: Vec<Event>,
     /// The revision of the store after them.
     pub revision: Revision,
@@ -121,7 +121,7 @@ pub struct Batch {
 pub struct ConfigText {
     /// The file or key, for messages.
     pub location: String,
-    /// The text, not checked in any way.
+    /// The unchecked text.
     pub text: String,
 }
 

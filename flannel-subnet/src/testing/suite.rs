@@ -29,7 +29,7 @@ impl fmt::Debug for Fixture<'_> {
     }
 }
 
-/// Runs the suite. It takes some 20 s of the store's time, because leases expire in it.
+/// Runs the suite. It takes about 20 s of the store's time, because leases expire in it.
 ///
 /// # Panics
 /// The registry breaks a rule of [`Registry`].
@@ -39,7 +39,7 @@ impl fmt::Debug for Fixture<'_> {
 /// use flannel_subnet::{MemoryRegistry, Registry};
 /// use std::sync::Arc;
 ///
-/// // The store of a `MemoryRegistry` is in the clones of it. Another registry would be opened twice.
+/// // Clones of a `MemoryRegistry` share the store. Another registry would be opened twice.
 /// # tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap()
 /// #     .block_on(async {
 /// let registry = MemoryRegistry::new();
@@ -85,7 +85,7 @@ fn grant(holder: u64, ttl: Duration) -> Option<LeaseGrant> {
     Some(LeaseGrant { holder: HolderId(holder), ttl })
 }
 
-/// Waits for an event with a limit that a slow machine meets too.
+/// Waits for an event, with a limit that slow machines meet.
 async fn soon<T>(what: &str, future: impl Future<Output = T>) -> T {
     tokio::time::timeout(PATIENCE, future)
         .await
@@ -229,7 +229,7 @@ async fn of_many_at_once_exactly_one_wins(fixture: &Fixture<'_>) {
                 let grant = grant(u64::from(n) + 100, DAY);
                 match at {
                     None => registry.create(&key(9), &attrs(n), grant).await,
-                    // If the revision is derived from the content, an equal value is no change.
+                    // With revisions derived from the content, an equal value is no change.
                     Some(at) => {
                         registry.update(&key(9), at.lease.revision, &attrs(n + 100), grant).await
                     }
@@ -292,7 +292,7 @@ async fn renewals_are_no_changes(fixture: &Fixture<'_>) {
 }
 
 async fn a_lease_expires_without_renewal(fixture: &Fixture<'_>) {
-    // Long enough that a machine which stops for a while renews in time.
+    // Long enough for a machine that stops for a while.
     let (registry, ttl) = (&fixture.registry, Duration::from_secs(15));
     let renewed = registry.create(&key(1), &attrs(1), grant(11, ttl)).await.expect("created");
     let begin = Instant::now();
@@ -308,7 +308,7 @@ async fn a_lease_expires_without_renewal(fixture: &Fixture<'_>) {
         }
     })
     .await;
-    // A store may count by a coarser clock.
+    // A store may have a coarser clock.
     assert!(begin.elapsed() + ttl / 4 >= ttl, "expired after {:?}", begin.elapsed());
     let expired: Vec<_> = expired.into_iter().map(|event| (event.key, event.now)).collect();
     assert_eq!(expired, [(key(2).to_string(), Now::Gone)]);

@@ -1,5 +1,4 @@
-//! A node's own clocks: boot time that runs a little fast or slow, and a time of day that people
-//! set.
+//! A node's clocks: a boot time that is slightly fast or slow, and a wall clock that people set.
 
 use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, SystemTime};
@@ -8,7 +7,7 @@ use async_trait::async_trait;
 use flannel_subnet::Clock;
 use tokio::time::Instant;
 
-/// How far a quartz, slewed as fast as the kernel slews, is off at most.
+/// The largest drift: of a quartz, and of the kernel's slewing.
 const DRIFT: f64 = 0.000_9;
 
 #[derive(Debug)]
@@ -36,7 +35,7 @@ impl NodeClock {
         self.wall.lock().unwrap()
     }
 
-    /// Somebody sets the time of day.
+    /// Sets the wall clock.
     pub(crate) fn jump(&self, forward: bool, by: Duration) {
         let mut wall = self.offset();
         *wall = if forward { *wall + by } else { *wall - by };

@@ -1,6 +1,6 @@
-//! Everything that can go wrong, and how often it did.
+//! All kinds of faults, and how often each happened.
 
-/// A kind of fault. A run in which one of them never happened proves less than it says.
+/// A kind of fault. Each must happen in a full run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Fault {
     LostRequest,
@@ -58,7 +58,7 @@ impl Fault {
     ];
 }
 
-/// How often each kind happened.
+/// The number of faults of each kind.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Counts([u64; Fault::ALL.len()]);
 

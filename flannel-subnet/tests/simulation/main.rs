@@ -1,13 +1,14 @@
 //! A deterministic simulation of many nodes on one store.
 //!
-//! Whatever happens (lost, late and repeated requests, crashes with and without state, partitions,
-//! suspended machines, clocks that jump and drift, a store that restarts, operators who delete,
-//! reserve and overwrite): no two nodes ever own overlapping subnets, a node that comes back gets
-//! its subnet back unless somebody else had it meanwhile, no lease ends without a reason, and once
-//! it is calm everybody who can get a subnet has one and all views equal the store.
+//! Faults: lost, late and repeated requests, crashes with and without state, partitions, suspended
+//! machines, clocks that jump and drift, a restarting store, operators who delete, reserve and
+//! overwrite keys.
 //!
-//! `FLANNEL_SIM_SEEDS=n` runs that many seeds, `FLANNEL_SIM_SEED=n` one, and prints what happened
-//! in it.
+//! Invariants: No two nodes own overlapping subnets. A node that comes back gets its subnet back,
+//! unless another node had it meanwhile. No lease ends without a reason. After the faults, every
+//! node that can get a subnet has one, and all views equal the store.
+//!
+//! `FLANNEL_SIM_SEEDS=n` runs n seeds. `FLANNEL_SIM_SEED=n` runs one and prints its events.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
@@ -25,11 +26,11 @@ use fault::Counts;
 use store::Broken;
 use world::simulate;
 
-/// How many seeds are run if nobody says: without optimization each takes ten times as long.
+/// The default number of seeds. Without optimization each takes ten times as long.
 const SEEDS: u64 = if cfg!(debug_assertions) { 200 } else { 2_000 };
-/// How long a lease lives.
+/// The time to live of leases.
 const TTL: Duration = Duration::from_secs(120);
-/// It is renewed when so much is left.
+/// The time before the end at which a lease is renewed.
 const MARGIN: Duration = Duration::from_secs(40);
 
 fn number(name: &str) -> Option<u64> {
@@ -38,7 +39,7 @@ fn number(name: &str) -> Option<u64> {
         .map(|text| text.parse().unwrap_or_else(|_| panic!("{name}={text} is no number")))
 }
 
-/// Runs seeds on all processors until one fails: how often each fault happened.
+/// Runs seeds on all processors until one fails. Returns how often each fault happened.
 fn run(seeds: u64) -> Counts {
     let next = AtomicU64::new(0);
     let work = || {
@@ -74,7 +75,7 @@ fn run(seeds: u64) -> Counts {
 }
 
 #[test]
-fn nodes_share_a_network_in_every_storm() {
+fn nodes_share_a_network_under_all_faults() {
     if let Some(seed) = number("FLANNEL_SIM_SEED") {
         let outcome = simulate(seed, None, true);
         outcome.trace.iter().for_each(|line| println!("{line}"));
@@ -98,7 +99,7 @@ fn the_same_seed_is_the_same_simulation() {
     assert_eq!(one.trace.len(), other.trace.len());
 }
 
-/// The first seed that notices what is broken.
+/// The first seed that notices the missing comparison.
 fn caught(broken: Broken, within: u64) -> (u64, String) {
     (0..within)
         .find_map(|seed| simulate(seed, Some(broken), false).wrong.map(|wrong| (seed, wrong)))
@@ -106,7 +107,7 @@ fn caught(broken: Broken, within: u64) -> (u64, String) {
 }
 
 #[test]
-fn every_compare_that_is_left_out_is_noticed() {
+fn every_missing_comparison_is_noticed() {
     for broken in [Broken::Create, Broken::Update, Broken::Delete, Broken::KeepAlive] {
         let (seed, wrong) = caught(broken, 300);
         println!("without the compare of {broken:?}, seed {seed}: {wrong}");

@@ -1,5 +1,4 @@
-//! One node: a machine with clocks and a disk, and a daemon on it that is started again whenever it
-//! ends.
+//! A node: a machine with clocks and a disk, and a daemon that is restarted whenever it ends.
 
 use std::future::Future;
 use std::pin::pin;
@@ -20,15 +19,15 @@ use crate::store::{Run, SharedStore, addresses};
 use crate::transport::{Link, Transport};
 use crate::{MARGIN, TTL};
 
-/// What survives a crash, if it does.
+/// The state that may survive a crash.
 #[derive(Debug, Clone)]
 pub(crate) struct Disk {
     pub(crate) holder: HolderId,
-    /// As in `subnet.env`, and the state of the stats when it was last known to be held.
+    /// As in `subnet.env`, with the sequence number at which it was last known to be held.
     pub(crate) previous: Option<(Subnets, u64)>,
 }
 
-/// The daemon while it runs.
+/// A running daemon.
 #[derive(Debug)]
 pub(crate) struct Daemon {
     pub(crate) run: Run,
@@ -87,7 +86,7 @@ impl Node {
         store.stats().running.remove(&self.id);
     }
 
-    /// The subnets that this node calls its own right now.
+    /// The subnets that this node owns at present, by its own state.
     pub(crate) fn owns(&self) -> Option<(Subnets, Run)> {
         let daemon = self.daemon.lock().unwrap();
         let daemon = daemon.as_ref()?;
@@ -103,7 +102,7 @@ impl Node {
         })
     }
 
-    /// As the service manager does: whenever the daemon ends, it is started again.
+    /// Restarts the daemon whenever it ends, like a service manager.
     async fn live(&self, store: &SharedStore) {
         loop {
             let number = {
@@ -120,7 +119,7 @@ impl Node {
         }
     }
 
-    /// From start to exit.
+    /// One run of the daemon.
     async fn daemon(&self, store: &SharedStore, run: Run, disk: &Disk) {
         let (store_, link) = (Arc::clone(store), Arc::clone(&self.link));
         let transport = Transport { store: store_, link, run: run.clone() };
@@ -147,9 +146,9 @@ impl Node {
         self.hold(store, &run, &manager, lease.clone(), since).await;
     }
 
-    /// A node that comes back gets what it had, unless somebody else had it meanwhile; or, where
-    /// that was deleted, what the store holds under its holder ID: a late write of an earlier run.
-    /// Returns since when it has the lease.
+    /// A node that comes back gets its previous lease, unless another node had it meanwhile. If the
+    /// lease was deleted, it gets the store's lease with its holder ID, from a late write of an
+    /// earlier run. Returns the time since which it has the lease.
     fn judge_acquired(
         &self,
         store: &SharedStore,
@@ -173,7 +172,7 @@ impl Node {
                 lease.subnets
             ));
         }
-        // Another's key that overlaps ours, left behind by who came later, counts as written since.
+        // An overlapping key that a later node left counts as written since.
         let since =
             stats.first_write(self.id, &lease.subnets).map_or(begin, |first| first.min(begin));
         drop(stats);
@@ -212,7 +211,7 @@ impl Node {
         }
     }
 
-    /// A lease ends for a reason.
+    /// Checks that a lease ends for a reason.
     fn judge_end(
         &self,
         store: &SharedStore,
@@ -225,8 +224,7 @@ impl Node {
         stats.note(|| format!("{run:?} held {subnets} until {end:?}"));
         let justified = match end {
             Ok(LeaseEnd::Deleted) => stats.was_robbed(run, subnets),
-            // A reservation has no holder: a late write of our own there looks like somebody
-            // else's.
+            // A reservation has no holder, so a late write of our own looks like another node's.
             Ok(LeaseEnd::Taken { by }) if by.ends_with("as a reservation") => true,
             Ok(LeaseEnd::Taken { .. }) => stats.others_wrote(self.id, subnets, since),
             Ok(LeaseEnd::Expired) => true,
@@ -238,7 +236,7 @@ impl Node {
     }
 }
 
-/// Runs the future, but not while the machine is suspended.
+/// Runs the future, except while the machine is suspended.
 async fn while_running<F: Future>(link: Arc<Link>, future: F) -> F::Output {
     let mut future = pin!(future);
     loop {

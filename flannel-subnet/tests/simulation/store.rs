@@ -1,8 +1,7 @@
-//! The one store of all nodes, and the stats that the invariants are checked by.
+//! The store of all nodes, and the records that the invariants are checked with.
 //!
-//! What takes a subnet from a node against the rules of leases (an operator who deletes or
-//! overwrites its key) *robs* the node. It may call itself the owner until it notices; everybody
-//! else may not.
+//! An operator who deletes or overwrites the key of a node *robs* the node: it loses its subnet
+//! against the rules. The node may own the subnet until it notices. No other node may.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, Ipv6Addr};
@@ -16,16 +15,16 @@ use flannel_subnet::{Entry, HolderId, LeaseGrant, MemoryRegistry, Registry};
 
 use crate::fault::{Counts, Fault};
 
-/// A compare that the store leaves out on purpose.
+/// A comparison that the store omits on purpose.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Broken {
-    /// Writes over what exists.
+    /// Overwrites existing keys.
     Create,
-    /// Writes over any revision, and where there is nothing.
+    /// Overwrites any revision, and creates keys.
     Update,
     /// Deletes any revision.
     Delete,
-    /// Says yes to a holder that the store has forgotten.
+    /// Confirms a holder that the store has forgotten.
     KeepAlive,
 }
 
@@ -56,21 +55,21 @@ pub(crate) struct Store {
 
 #[derive(Debug, Default)]
 pub(crate) struct StoreStats {
-    /// Faults come only while it is storming.
+    /// Faults happen only while this is true.
     pub(crate) storm: bool,
     pub(crate) counts: Counts,
     /// The run that each node is in, if any.
     pub(crate) running: BTreeMap<usize, Run>,
     robbed: BTreeSet<(usize, u64, Subnets)>,
-    /// The same, whatever was written later: a node's own late write does not undo its knowledge.
+    /// The same without later writes: a node's own late write does not undo its knowledge.
     ever_robbed: BTreeSet<(usize, u64, Subnets)>,
-    /// What somebody deleted, by key and `since`: whatever else is gone has expired.
+    /// Deleted keys, with `since`. All other missing keys have expired.
     deleted: BTreeSet<(Subnets, Revision)>,
-    /// Who wrote each key, and when; `None`: an operator or a foreign program.
+    /// The last writer of each key, and when; `None`: an operator or another program.
     writes: BTreeMap<Subnets, Vec<(u64, Option<usize>)>>,
     sequence: u64,
     pub(crate) wrong: Option<String>,
-    /// What happened, if somebody wants to know.
+    /// The events, if they are recorded.
     pub(crate) trace: Option<Vec<String>>,
 }
 
@@ -83,7 +82,7 @@ impl StoreStats {
         self.ever_robbed.contains(&(run.node, run.number, *subnets))
     }
 
-    /// Since then, somebody else than `node` wrote a key that overlaps.
+    /// Another node than `node` wrote an overlapping key since then.
     pub(crate) fn others_wrote(&self, node: usize, subnets: &Subnets, since: u64) -> bool {
         let overlapping = self.writes.iter().filter(|(key, _)| key.overlaps(subnets));
         overlapping
@@ -99,7 +98,7 @@ impl StoreStats {
         self.deleted.iter().any(|(deleted, _)| deleted == key)
     }
 
-    /// When the node wrote this key for the first time.
+    /// The time at which the node first wrote this key.
     pub(crate) fn first_write(&self, node: usize, key: &Subnets) -> Option<u64> {
         self.writes.get(key)?.iter().find(|(_, who)| *who == Some(node)).map(|(when, _)| *when)
     }
@@ -142,8 +141,7 @@ impl Store {
         })
     }
 
-    /// How many subnets there are to hand out under the config that is in force at the end, the
-    /// first.
+    /// The config that is in force at the end, the first one.
     pub(crate) fn network(&self) -> &Config {
         &self.parsed[0]
     }
@@ -156,7 +154,7 @@ impl Store {
         self.stats().counts.count(fault);
     }
 
-    /// All entries, past every fault.
+    /// All entries, without faults.
     pub(crate) async fn entries(&self) -> Vec<Entry> {
         self.registry.list().await.map(|listing| listing.entries).unwrap_or_default()
     }
@@ -165,7 +163,7 @@ impl Store {
         self.registry.entry(subnets).await.ok().flatten()
     }
 
-    /// The holder of the lease will lose it without a fault of its own.
+    /// The holder will lose the lease without a fault of its own.
     fn rob(&self, entry: &Entry) {
         let mut stats = self.stats();
         stats.deleted.insert((entry.lease.subnets, entry.lease.since));
@@ -181,16 +179,16 @@ impl Store {
         }
     }
 
-    /// An operator or a foreign program deletes a key.
+    /// An operator or another program deletes a key.
     pub(crate) fn operator_deletes(&self, entry: &Entry) {
         self.rob(entry);
         self.registry.delete_key(&entry.lease.subnets.to_string());
     }
 
-    /// An operator has the store forget a holder.
+    /// An operator revokes a holder.
     pub(crate) async fn operator_revokes(&self, entry: &Entry) {
         let Some(holder) = entry.holder else { return self.rob(entry) };
-        // A late write may have left it a second key, which goes too.
+        // A late write may have given it a second key, which is deleted too.
         self.entries()
             .await
             .iter()
@@ -199,7 +197,7 @@ impl Store {
         self.registry.revoke(holder);
     }
 
-    /// An operator or a foreign program writes a key.
+    /// An operator or another program writes a key.
     pub(crate) fn operator_writes(
         &self,
         subnets: &Subnets,
@@ -274,8 +272,7 @@ impl Store {
         if result.is_ok()
             && let Some(entry) = before
         {
-            // Only the node itself deletes at the right revision, if perhaps later than it would
-            // like to.
+            // Only the node itself deletes at the right revision, perhaps late.
             self.rob(&entry);
         } else if self.broken == Some(Broken::Delete)
             && matches!(result, Err(Error::Conflict { .. }))

@@ -1,4 +1,4 @@
-//! The way from a node to the store: slow, lossy, and sometimes cut.
+//! The connection of a node to the store: slow, lossy, and sometimes cut.
 
 use std::fmt;
 use std::future::Future;
@@ -16,17 +16,17 @@ use crate::TTL;
 use crate::fault::Fault;
 use crate::store::{Run, SharedStore};
 
-/// After this a request has failed for the one who made it.
+/// The time limit of a request.
 const TIMEOUT: Duration = Duration::from_secs(10);
 
-/// What keeps a node from the store, or from running at all.
+/// The reason for which a node cannot reach the store, or does not run.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Condition {
     pub(crate) suspended: bool,
     pub(crate) cut: bool,
 }
 
-/// A node's network card, so to speak: it outlives every run.
+/// The network card of a node, which outlives all runs.
 #[derive(Debug)]
 pub(crate) struct Link {
     now: Mutex<Condition>,
@@ -63,7 +63,7 @@ impl Link {
     }
 }
 
-/// One run's way to the store.
+/// The connection of one run.
 #[derive(Debug, Clone)]
 pub(crate) struct Transport {
     pub(crate) store: SharedStore,
@@ -76,7 +76,7 @@ enum Fate {
     Smooth,
     LostRequest,
     LostReply,
-    /// Carried out so much later than it was given up.
+    /// The time after its end at which the request is carried out.
     Late(Duration),
     Duplicate,
     Slow,
@@ -108,7 +108,7 @@ impl Transport {
         fate
     }
 
-    /// One request: `latest` is how much later than its end it may still be carried out.
+    /// One request. `latest` is the longest time after its end at which it may be carried out.
     async fn call<T, F>(
         &self,
         what: &str,
@@ -256,7 +256,7 @@ impl fmt::Debug for Opaque {
     }
 }
 
-/// A watch that delivers late, and breaks some time after its line was cut.
+/// A watch that delivers late, and breaks some time after its connection was cut.
 struct SlowWatch {
     watch: Box<dyn Watch>,
     link: Arc<Link>,

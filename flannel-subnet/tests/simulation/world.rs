@@ -1,4 +1,4 @@
-//! One simulation: nodes, a store between them, a storm of faults, and then calm weather.
+//! One simulation: nodes, a store, a phase with faults, and one without.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -16,10 +16,10 @@ use crate::{MARGIN, TTL};
 
 const NODES: usize = 20;
 const STEPS: usize = 200;
-/// After the storm everything is in order within this time.
+/// The time after the faults within which all invariants hold again.
 const CALM: Duration = Duration::from_secs(10 * 60);
 
-/// What came of a simulation.
+/// The result of a simulation.
 #[derive(Debug)]
 pub(crate) struct Outcome {
     pub(crate) counts: Counts,
@@ -27,7 +27,7 @@ pub(crate) struct Outcome {
     pub(crate) trace: Vec<String>,
 }
 
-/// Runs one simulation from beginning to end. The same seed is the same simulation.
+/// Runs one simulation. The result depends only on the seed.
 pub(crate) fn simulate(seed: u64, broken: Option<Broken>, trace: bool) -> Outcome {
     fastrand::seed(seed);
     let runtime = tokio::runtime::Builder::new_current_thread()
@@ -36,7 +36,7 @@ pub(crate) fn simulate(seed: u64, broken: Option<Broken>, trace: bool) -> Outcom
         .build()
         .unwrap();
     runtime.block_on(async {
-        // From the first timer on, time is at whole milliseconds of the runtime's own.
+        // From the first timer on, tokio rounds time to milliseconds.
         sleep(Duration::from_millis(1)).await;
         let store = Arc::new(Store::new(configs(), broken, trace));
         let mut world = World::new(store);
@@ -50,8 +50,8 @@ pub(crate) fn simulate(seed: u64, broken: Option<Broken>, trace: bool) -> Outcom
     })
 }
 
-/// Two networks that overlap, of about as many subnets as there are nodes: whatever is freed is
-/// taken at once.
+/// Two overlapping networks with about as many subnets as nodes, so that a freed subnet is taken at
+/// once.
 fn configs() -> Vec<String> {
     let family = fastrand::u8(..3);
     let total = fastrand::usize(NODES - 3..NODES + 6);
@@ -75,9 +75,9 @@ fn configs() -> Vec<String> {
 struct World {
     store: SharedStore,
     nodes: Vec<Arc<Node>>,
-    /// What is put right again, and when.
+    /// The repairs of faults, with their times.
     repairs: Vec<(Instant, Repair)>,
-    /// What the operator has reserved.
+    /// The operator's reservations.
     reserved: Vec<Subnets>,
     config: usize,
 }
@@ -91,7 +91,7 @@ enum Repair {
 }
 
 fn up_to(longest: Duration) -> Duration {
-    // Short times are as likely as long ones: the interesting ones differ by orders of magnitude.
+    // Uniform on a logarithmic scale, because interesting times differ by orders of magnitude.
     longest.mul_f64(fastrand::f64().powi(3))
 }
 
@@ -132,7 +132,7 @@ impl World {
         (!entries.is_empty()).then(|| entries[fastrand::usize(..entries.len())].clone())
     }
 
-    /// How long nothing new happens: often until just about the end of some node's time.
+    /// The time until the next step: often until about the end of a lease.
     fn pause(&self) -> Duration {
         if fastrand::u8(..4) > 0 {
             return up_to(Duration::from_secs(20)) + Duration::from_millis(1);
@@ -167,7 +167,7 @@ impl World {
         }
     }
 
-    /// At most one fault a step.
+    /// At most one fault per step.
     async fn act(&mut self) -> Option<Fault> {
         let fault = match fastrand::u8(..100) {
             0..4 => Fault::CrashKeepingState,
@@ -275,7 +275,7 @@ impl World {
         true
     }
 
-    /// What people and other programs do to the store.
+    /// Actions of people and other programs on the store.
     async fn operate(&mut self, fault: Fault) -> Option<()> {
         let entry = self.entry().await?;
         let subnets = entry.lease.subnets;
@@ -290,7 +290,7 @@ impl World {
                 self.store.operator_deletes(entry);
             }
             Fault::Reserved => {
-                // Two overlapping reservations would be the operator's own doing.
+                // Two overlapping reservations would be the operator's mistake.
                 let entries = self.store.entries().await;
                 let overlapping =
                     entries.iter().filter(|entry| entry.lease.subnets.overlaps(&subnets));
@@ -323,7 +323,7 @@ impl World {
         Some(())
     }
 
-    /// Subnets that no key overlaps, by the first config.
+    /// Subnets of the first config without an overlapping key.
     async fn free(&self) -> Vec<Subnets> {
         let entries = self.store.entries().await;
         let free = |subnet: &Subnet| {
@@ -355,7 +355,7 @@ impl World {
         *keys = now;
     }
 
-    /// No two owners of overlapping subnets, ever.
+    /// No two nodes own overlapping subnets.
     fn check_owners(&self) {
         let owners: Vec<_> = self.nodes.iter().filter_map(|node| node.owns()).collect();
         let mut stats = self.store.stats();
@@ -373,7 +373,7 @@ impl World {
         }
     }
 
-    /// The storm is over: everybody who can get a subnet has one, and all see the same.
+    /// After the faults, all nodes get a subnet if possible, and all views are equal.
     async fn calm_down(&mut self) {
         self.store.stats().storm = false;
         self.store.stats().note(|| "calm".into());
@@ -395,7 +395,7 @@ impl World {
         }
     }
 
-    /// What is not in order.
+    /// A violated invariant.
     async fn amiss(&self) -> Option<String> {
         let listing = self.store.registry.list().await.unwrap();
         let owners: Vec<_> = self.nodes.iter().map(|node| node.owns()).collect();

@@ -4,10 +4,12 @@
 use std::fs;
 use std::io::ErrorKind;
 use std::path::Path;
+use std::sync::Arc;
 
 use flannel_api::{Client, VERSION};
+use flannel_core::kernel::WithAnnexes;
 use flannel_core::object::LinkName;
-use flannel_core::{Config, Subnet};
+use flannel_core::{Config, Kernel, Subnet};
 use flannel_firewall::{Programs, leftovers};
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::iface::Selectors;
@@ -40,12 +42,19 @@ pub(crate) async fn cleanup(context: Context<'_>, flags: &CleanupFlags) -> Resul
         Some(file) => config::of_file(file, backends)?,
         None => offline::config(global).await?,
     };
-    let kernel = NetlinkKernel::open()?;
+    let kernel = Arc::new(NetlinkKernel::open()?);
     let uplink = offline::uplink(&kernel, &config, &flags.iface)?;
-    let footprint = backends.find(&config.backend.kind)?.footprint(&config, Some(uplink))?;
+    let backend = backends.find(&config.backend.kind)?;
+    let footprint = backend.footprint(&config, Some(uplink))?;
     let work = if flags.for_go { ready_for_go } else { remove };
     let mut account = Account::default();
-    account.kernel(&work(&kernel, &footprint, flags.dry_run)?);
+    let report = {
+        let kernel = WithAnnexes::new(Arc::clone(&kernel) as Arc<dyn Kernel>, backend.annex());
+        let (kernel, footprint, dry_run) = (kernel.waiting(), footprint.clone(), flags.dry_run);
+        // An annex may need the runtime while its changes are waited for.
+        tokio::task::spawn_blocking(move || work(&kernel, &footprint, dry_run)).await
+    };
+    account.kernel(&report.unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()))?);
     if !flags.for_go {
         let is_device = |name: &str| DEVICES.iter().any(|start| name.starts_with(start));
         let other = |name: &LinkName| is_device(name.as_str()) && !footprint.links.contains(name);
@@ -57,7 +66,7 @@ pub(crate) async fn cleanup(context: Context<'_>, flags: &CleanupFlags) -> Resul
             )
         }));
         for old in old_networks(&global.state_dir, &config) {
-            account.kernel(&remove_former(&kernel, &footprint, old, flags.dry_run)?);
+            account.kernel(&remove_former(&*kernel, &footprint, old, flags.dry_run)?);
         }
         account.firewall(flags.dry_run).await;
         // The files go last and only without failures, because they are needed to find objects.

@@ -5,7 +5,7 @@ use std::io::Read;
 use std::path::Path;
 
 use flannel_api::VERSION;
-use flannel_core::backend::Backends;
+use flannel_backends::Backends;
 use flannel_core::{Config, Error as CoreError};
 use flannel_subnet::{ConfigText, Registry};
 use serde::de::{Deserialize, Deserializer, MapAccess, Visitor};

@@ -6,8 +6,8 @@ use std::collections::BTreeMap;
 use std::net::IpAddr;
 
 use flannel_api::VERSION;
+use flannel_backends::Backends;
 use flannel_core::address::Dual;
-use flannel_core::backend::Backends;
 use flannel_core::error::holder;
 use flannel_core::lease::{LeaseAttrs, Offer};
 use flannel_core::{Config, Error as CoreError, Subnets};
@@ -130,8 +130,8 @@ async fn reserve(
         if entry.holder.is_none() {
             return Err(Error::Refused(format!("{subnets} is reserved already, for {of}")));
         }
-        let (now, told) = (&entry.lease.attrs.preferred.public, &attrs.preferred.public);
-        if !told.is_empty() && told != now {
+        let (now, given) = (&entry.lease.attrs.preferred.public, &attrs.preferred.public);
+        if !given.is_empty() && given != now {
             return Err(Error::Refused(format!(
                 "{subnets} is held by {of}: release it first, or name no address"
             )));

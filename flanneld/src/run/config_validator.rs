@@ -4,9 +4,9 @@
 
 use std::sync::Arc;
 
+use flannel_backends::Backends;
 use flannel_core::Config;
 use flannel_core::address::Dual;
-use flannel_core::backend::Backends;
 use flannel_core::backend::ExternalInterface;
 use flannel_core::error::holder;
 use flannel_core::lease::{Origin, View};

@@ -5,7 +5,7 @@
 use std::convert::Infallible;
 
 use flannel_core::{Config, Subnets};
-use flannel_firewall::{Firewall, Mode, Options, Programs, Rules, Status, Wish, cleanup};
+use flannel_firewall::{Firewall, Mode, Options, Programs, RuleOptions, Rules, Status, cleanup};
 use tokio::sync::watch;
 
 use crate::config::FirewallConfig;
@@ -18,16 +18,16 @@ impl FirewallConfig {
         self.masquerade || self.forward
     }
 
-    fn wish(&self) -> Wish {
+    fn rule_options(&self) -> RuleOptions {
         let Self { masquerade, fully_random, forward, .. } = *self;
-        Wish { masquerade, fully_random, forward }
+        RuleOptions { masquerade, fully_random, forward }
     }
 
     /// Opens the kernel's firewall that the network config names.
     async fn open(&self, config: &Config) -> Result<Firewall, flannel_firewall::Error> {
         let mode = if config.nftables { Mode::Nftables } else { Mode::Iptables };
         let options = Options { resync: self.resync, ..Options::default() };
-        Firewall::open(mode, self.wish(), options).await
+        Firewall::open(mode, self.rule_options(), options).await
     }
 
     /// Checks that rules can be kept in the mode of `config`, if that of `used` is another one.
@@ -71,7 +71,7 @@ impl FirewallConfig {
         }
         let networks = config.networks.map(|_, network| network.network);
         let (_wanted, rules) =
-            watch::channel(Rules::new(&networks, &own.iter().collect(), self.wish())?);
+            watch::channel(Rules::new(&networks, &own.iter().collect(), self.rule_options())?);
         let firewall = match self.open(config).await {
             Ok(firewall) => firewall,
             Err(error) if first && self.masquerade => return Err(error.into()),

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::SystemTime;
 
-use flannel_core::backend::Backends;
+use flannel_backends::Backends;
 use flannel_core::backend::ExternalInterface;
 use flannel_core::kernel::Footprint;
 use flannel_core::lease::View;

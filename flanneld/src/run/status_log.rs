@@ -339,7 +339,7 @@ mod tests {
             logged = now;
         }
         assert_eq!(lines.len(), LINES);
-        let victim = "put back route blackhole 10.1.7.0/24, deleted by somebody that the kernel does not name";
+        let victim = "restored route blackhole 10.1.7.0/24, deleted by somebody that the kernel does not name";
         assert!(lines.iter().all(|line| line == victim), "{lines:?}");
         assert!(repairs.capped.unlogged > 0, "the end of the window is waited for");
         let last = repairs.lines(&logged, &logged, start + WINDOW + WINDOW);

@@ -182,8 +182,8 @@ mod tests {
 
     use std::cell::Cell;
 
+    use flannel_backends::UnknownBackend;
     use flannel_core::Error as Cause;
-    use flannel_core::backend::UnknownBackend;
     use flannel_core::lease::LeaseAttrs;
     use flannel_core::testing::FakeSubnets;
 

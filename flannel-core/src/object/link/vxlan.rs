@@ -7,24 +7,23 @@ use super::{LinkAttributes, LinkKind};
 use crate::address::Family;
 use crate::object::{LinkName, MacAddr};
 
-/// The attributes of a vxlan device.
+/// The attributes of a vxlan device. Another `vni`, `port` or `gbp`, another family of `local`, and
+/// the removal of `lower` need a new device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Vxlan {
-    /// VXLAN network identifier, 1 to 16777215. Another one needs a new device.
+    /// The VXLAN network identifier, 1 to 16777215.
     pub vni: u32,
-    /// UDP port; flannel's default is 8472. Another one needs a new device.
+    /// The UDP port.
     pub port: u16,
     /// The MAC address.
     pub mac: MacAddr,
-    /// Source address of the outer packets; `None`: the kernel chooses. Another family needs a new
-    /// device.
+    /// The source address of outer packets; `None`: the kernel chooses it.
     pub local: Option<IpAddr>,
-    /// The device that outer packets leave by; `None`: the routing table decides. `None` as well
-    /// when it has been deleted. To have none any more needs a new device.
+    /// The device that outer packets leave by; `None`: by the routing table, or it was deleted.
     pub lower: Option<LinkName>,
     /// Learn forwarding entries from traffic.
     pub learning: bool,
-    /// Group Based Policy extension. Another value needs a new device.
+    /// The Group Based Policy extension.
     pub gbp: bool,
 }
 
@@ -39,10 +38,6 @@ impl LinkAttributes for Vxlan {
 
     fn lower(&self) -> Option<LinkName> {
         self.lower
-    }
-
-    fn clear_lower(&mut self) {
-        self.lower = None;
     }
 
     /// **Source**: linux `drivers/net/vxlan/vxlan_core.c: vxlan_nl2conf`, which ignores a request

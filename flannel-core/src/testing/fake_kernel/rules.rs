@@ -2,7 +2,7 @@
 
 use super::tables::Tables;
 use crate::kernel::{Footprint, KernelError};
-use crate::object::{Addr, Fdb, Key, Link, LinkName, Neigh, Nexthop, Object, Route, Via};
+use crate::object::{Addr, Fdb, Key, Link, LinkName, Neigh, Nexthop, Object, Record, Route, Via};
 
 const EEXIST: i32 = 17;
 const EINVAL: i32 = 22;
@@ -53,6 +53,7 @@ pub(super) fn rules(object: &Object) -> &dyn Rules {
         Object::Fdb(value) => value,
         Object::Nexthop(value) => value,
         Object::Route(value) => value,
+        Object::Record(value) => value,
     }
 }
 
@@ -85,6 +86,17 @@ impl Rules for Link {
 
     fn names_writer(&self) -> bool {
         false
+    }
+}
+
+/// No kernel keeps records.
+impl Rules for Record {
+    fn is_owned_by(&self, _: &Footprint, _: Option<LinkName>, _: u8) -> bool {
+        false
+    }
+
+    fn check(&self, _: &Tables) -> Result<(), KernelError> {
+        Err(KernelError::new(EOPNOTSUPP))
     }
 }
 

@@ -9,7 +9,7 @@ use super::rules::rules;
 use super::{Call, Operation};
 use crate::address::Subnet;
 use crate::kernel::{Footprint, Invalidation, KernelError, KernelEvent, ROUTE_PROTOCOL};
-use crate::object::{Key, LinkName, Object, Route, Via};
+use crate::object::{Key, Link, LinkKind, LinkName, Object, Route, Via};
 
 const ENOENT: i32 = 2;
 const ENODEV: i32 = 19;
@@ -109,11 +109,10 @@ impl Tables {
         self.objects.retain(|_, entry| entry.object.link() != Some(name));
         self.drop_orphans();
         for entry in self.objects.values_mut() {
-            if let Object::Link(link) = &mut entry.object
-                && link.kind.attributes().lower() == Some(name)
-            {
-                link.kind.attributes_mut().clear_lower();
-            }
+            let Object::Link(Link { kind: LinkKind::Vxlan(vxlan), .. }) = &mut entry.object else {
+                continue;
+            };
+            vxlan.lower = vxlan.lower.filter(|lower| *lower != name);
         }
     }
 

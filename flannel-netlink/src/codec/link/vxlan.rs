@@ -6,7 +6,7 @@ use flannel_core::address::Family;
 use flannel_core::object::{LinkKind, LinkName, MacAddr, Vxlan};
 
 use super::{KindMessage, LinkCodec, LinkMessage, is_set};
-use crate::wire::{Attributes, Messages, ip_of, u32_of};
+use crate::transport::wire::{Attributes, Messages, ip_of, u32_of};
 
 /// `IFLA_VXLAN_…` (linux `include/uapi/linux/if_link.h`).
 mod attr {
@@ -38,8 +38,8 @@ mod attr {
     pub(super) const VNIFILTER: u16 = 30;
 }
 
-/// Fields of outer packets, with the value at which the kernel fills them in by itself, as it does
-/// for flannel's devices.
+/// Fields of the outer header, each with the value that makes the kernel choose it, as for
+/// flannel's devices.
 const OUTER: [(u16, &[u8]); 4] =
     [(attr::TTL, &[0]), (attr::TOS, &[0]), (attr::DF, &[0]), (attr::LABEL, &[0; 4])];
 
@@ -53,18 +53,18 @@ pub(crate) struct VxlanMessage {
     pub(super) lower: u32,
     learning: bool,
     gbp: bool,
-    /// The fields of [`OUTER`] that are set.
+    /// The fields of [`OUTER`] that have other values.
     outer: [bool; OUTER.len()],
-    /// It has attributes that flannel's devices do not have and the kernel does not take away: a
-    /// group, tunnel metadata from outside, answers and questions in the place of the neighbour
-    /// table, a limit to the forwarding table, checksums that other VTEPs refuse.
-    alien: bool,
+    /// It has attributes that flannel's devices lack and that the kernel cannot reset: a multicast
+    /// group, external tunnel metadata, ARP proxying or miss notifications, a limit of the
+    /// forwarding table, checksum options that other VTEPs refuse.
+    unrepresentable: bool,
 }
 
 /// Reads `IFLA_INFO_DATA`.
 pub(super) fn read(data: &[u8]) -> VxlanMessage {
     let mut read = VxlanMessage::default();
-    // An attribute without a value is a flag.
+    // An attribute without a value is a set flag.
     let flag = |value: &[u8]| value.is_empty() || is_set(value);
     for (id, value) in Attributes(data) {
         if let Some(place) = OUTER.iter().position(|(outer, _)| *outer == id) {
@@ -80,7 +80,7 @@ pub(super) fn read(data: &[u8]) -> VxlanMessage {
             attr::LINK => read.lower = u32_of(value).unwrap_or_default(),
             attr::LEARNING => read.learning = flag(value),
             attr::GBP => read.gbp = true,
-            attr::GROUP | attr::GROUP6 => read.alien = true,
+            attr::GROUP | attr::GROUP6 => read.unrepresentable = true,
             attr::LIMIT
             | attr::GPE
             | attr::TTL_INHERIT
@@ -92,7 +92,7 @@ pub(super) fn read(data: &[u8]) -> VxlanMessage {
             | attr::REMCSUM_TX
             | attr::REMCSUM_RX
             | attr::COLLECT_METADATA
-            | attr::VNIFILTER => read.alien |= flag(value),
+            | attr::VNIFILTER => read.unrepresentable |= flag(value),
             _ => {}
         }
     }
@@ -100,15 +100,16 @@ pub(super) fn read(data: &[u8]) -> VxlanMessage {
 }
 
 impl VxlanMessage {
-    /// [`VxlanMessage::object`] expresses all attributes that decide where packets go.
+    /// [`VxlanMessage::object`] represents all attributes that affect packets.
     pub(super) fn is_exact(&self) -> bool {
         !self.outer.contains(&true)
     }
 
-    /// The attributes; `None` if the device has others that flannel's do not have.
+    /// The attributes; `None` if they are unrepresentable.
     pub(super) fn object(&self, mac: MacAddr, lower: Option<LinkName>) -> Option<LinkKind> {
         let Self { vni, port, local, learning, gbp, .. } = *self;
-        (!self.alien).then(|| Vxlan { vni, port, mac, local, lower, learning, gbp }.into())
+        (!self.unrepresentable)
+            .then(|| Vxlan { vni, port, mac, local, lower, learning, gbp }.into())
     }
 }
 
@@ -167,7 +168,7 @@ impl LinkCodec for Vxlan {
         found(is).is_some_and(|is| is.vni == self.vni)
     }
 
-    /// There may be one for outer packets of either family.
+    /// The kernel accepts one device for each family of outer packets.
     ///
     /// **Source**: linux `drivers/net/vxlan/vxlan_core.c: vxlan_vni_in_use`.
     fn excludes(&self, is: &LinkMessage) -> bool {

@@ -13,19 +13,18 @@ use super::{
     HEADER, IPV6_METRIC, LAST_RESORT, MAIN, ONLINK, RTA_NH_ID, RTAX_MTU, RouteMessage, scope_of,
 };
 use crate::codec::{af, put_flags};
-use crate::wire::Messages;
+use crate::transport::wire::Messages;
 
-fn header(dst: &Subnet, via: Option<&Via>, protocol: u8, scope: RtScope) -> [u8; HEADER] {
-    let kind = match via {
-        Some(Via::Blackhole | Via::LastResort) => Rtn::Blackhole,
-        Some(_) => Rtn::Unicast,
-        None => Rtn::Unspec,
+fn header(route: &Route, protocol: u8, scope: RtScope) -> [u8; HEADER] {
+    let (kind, flags) = match route.via {
+        Via::Blackhole | Via::LastResort => (Rtn::Blackhole, 0),
+        Via::Gateway { onlink: true, .. } => (Rtn::Unicast, ONLINK),
+        _ => (Rtn::Unicast, 0),
     };
-    let onlink = matches!(via, Some(Via::Gateway { onlink: true, .. }));
-    rtmsg(dst, RtTable::Main, protocol, scope, kind, if onlink { ONLINK } else { 0 })
+    rtmsg(&route.dst, RtTable::Main, protocol, scope, kind, flags)
 }
 
-/// `struct rtmsg`, without a source and a TOS; written directly as in `codec::neigh`.
+/// `struct rtmsg` without a source and a TOS.
 fn rtmsg(
     dst: &Subnet,
     table: RtTable,
@@ -39,7 +38,7 @@ fn rtmsg(
     [family, dst.len(), 0, 0, table.into(), protocol, scope.into(), kind.into(), a, b, c, d]
 }
 
-/// This version knows what the route does.
+/// This version supports the kind of route.
 pub(crate) fn is_known(route: &Route) -> bool {
     matches!(
         route.via,
@@ -47,24 +46,20 @@ pub(crate) fn is_known(route: &Route) -> bool {
     )
 }
 
-/// `index` is that of the link, 0 for a route without one. `metrics`: the request has the metrics
-/// attribute ([`RouteMessage::has_metrics_by_nexthop`]).
+/// `index` is that of the link, 0 for a route without one. `metrics` adds the metrics attribute
+/// ([`RouteMessage::has_metrics_by_nexthop`]).
 pub(crate) fn put(requests: &mut Messages, route: &Route, index: u32, metrics: bool) {
     put_with(put_flags(), requests, route, index, metrics);
 }
 
-/// Puts it unless there is a route to this destination.
+/// Adds a route; `EEXIST` if there is a route to the destination.
 pub(crate) fn add(requests: &mut Messages, route: &Route, index: u32) {
     put_with(NlmF::CREATE | NlmF::EXCL, requests, route, index, false);
 }
 
 fn put_with(flags: NlmF, requests: &mut Messages, route: &Route, index: u32, metrics: bool) {
     let scope = scope_of(route.dst.family(), matches!(route.via, Via::Link(_)));
-    requests.begin(
-        Rtm::Newroute,
-        flags,
-        &header(&route.dst, Some(&route.via), ROUTE_PROTOCOL, scope),
-    );
+    requests.begin(Rtm::Newroute, flags, &header(route, ROUTE_PROTOCOL, scope));
     path(requests, route, index);
     if route.mtu.is_some() || (metrics && matches!(route.via, Via::Nexthop(_))) {
         requests.nest(Rta::Metrics, |metrics| {
@@ -75,33 +70,29 @@ fn put_with(flags: NlmF, requests: &mut Messages, route: &Route, index: u32, met
     }
 }
 
-/// `protocol` limits the deletion to routes of it; 0 is any.
+/// Deletes a route of this protocol; 0 is any protocol.
 pub(crate) fn delete(requests: &mut Messages, route: &Route, index: u32, protocol: u8) {
     let scope = match route.via {
         Via::Link(_) if route.dst.family() == Family::V4 => RtScope::Link,
         _ => RtScope::Nowhere,
     };
-    requests.begin(
-        Rtm::Delroute,
-        NlmF::empty(),
-        &header(&route.dst, Some(&route.via), protocol, scope),
-    );
+    requests.begin(Rtm::Delroute, NlmF::empty(), &header(route, protocol, scope));
     path(requests, route, index);
 }
 
-/// Limits a deletion to a route with this MTU. IPv6 ignores the limit.
+/// Limits a deletion to a route with this MTU. IPv6 ignores it.
 ///
-/// **Source**: linux `net/ipv4/fib_semantics.c: fib_metrics_match`, where no MTU is 0.
+/// **Source**: linux `net/ipv4/fib_semantics.c: fib_metrics_match`, which compares no MTU as 0.
 pub(crate) fn only_with_mtu(requests: &mut Messages, mtu: Option<u32>) {
     requests.nest(Rta::Metrics, |metrics| {
         metrics.u32(RTAX_MTU, mtu.unwrap_or(0));
     });
 }
 
-/// Deletes a route that was read and is [distinct](RouteMessage::is_distinct_from) from the others
-/// to the same destination.
+/// Deletes a route as it was read. It must be [distinct](RouteMessage::is_distinct_from) from other
+/// routes to the destination.
 pub(crate) fn delete_found(requests: &mut Messages, found: &RouteMessage) {
-    // A route by a nexthop object that drops packets is of type blackhole.
+    // A route by a blackhole nexthop object is of type blackhole.
     let kind = if found.nexthop.is_some() { Rtn::Unspec } else { found.kind };
     let header = rtmsg(&found.dst, RtTable::Main, found.protocol, found.scope, kind, 0);
     requests.begin(Rtm::Delroute, NlmF::empty(), &header).ip(Rta::Dst, found.dst.base());
@@ -115,16 +106,19 @@ pub(crate) fn delete_found(requests: &mut Messages, found: &RouteMessage) {
             requests.u32(Rta::Oif, found.index);
         }
     }
-    if found.dst.family() == Family::V6 {
-        requests.u32(Rta::Priority, IPV6_METRIC);
-    }
+    default_metric(requests, &found.dst);
 }
 
-/// Deletes the first route to `dst`; an IPv6 route only with the default metric. `protocol` as for
+/// Deletes the first route to `dst`, for IPv6 only with the default metric. `protocol` is that of
 /// [`delete`].
 pub(crate) fn delete_any(requests: &mut Messages, dst: &Subnet, protocol: u8) {
-    requests.begin(Rtm::Delroute, NlmF::empty(), &header(dst, None, protocol, RtScope::Nowhere));
-    requests.ip(Rta::Dst, dst.base());
+    let header = rtmsg(dst, RtTable::Main, protocol, RtScope::Nowhere, Rtn::Unspec, 0);
+    requests.begin(Rtm::Delroute, NlmF::empty(), &header).ip(Rta::Dst, dst.base());
+    default_metric(requests, dst);
+}
+
+/// Requests about IPv6 routes must name the default metric.
+fn default_metric(requests: &mut Messages, dst: &Subnet) {
     if dst.family() == Family::V6 {
         requests.u32(Rta::Priority, IPV6_METRIC);
     }
@@ -141,31 +135,32 @@ fn path(requests: &mut Messages, route: &Route, index: u32) {
         // Blackholes.
         _ => {}
     }
-    match (route.via, route.dst.family()) {
-        (Via::LastResort, _) => drop(requests.u32(Rta::Priority, LAST_RESORT)),
-        (_, Family::V6) => drop(requests.u32(Rta::Priority, IPV6_METRIC)),
-        (_, Family::V4) => {}
+    if route.via == Via::LastResort {
+        requests.u32(Rta::Priority, LAST_RESORT);
+    } else {
+        default_metric(requests, &route.dst);
     }
 }
 
-/// Asks for all routes of a family in the main table.
+/// Requests all routes of a family in the main table.
 pub(crate) fn all(family: Family) -> Messages {
     in_table(family, MAIN)
 }
 
-/// Asks for all routes of a family in all tables.
+/// Requests all routes of a family in all tables.
 pub(crate) fn everywhere(family: Family) -> Messages {
     in_table(family, 0)
 }
 
 fn in_table(family: Family, table: u32) -> Messages {
-    let header = header(&Subnet::everything(family), None, 0, RtScope::Universe);
+    let dst = Subnet::everything(family);
+    let header = rtmsg(&dst, RtTable::Main, 0, RtScope::Universe, Rtn::Unspec, 0);
     let mut request = Messages::one(Rtm::Getroute, NlmF::empty(), &header);
     request.u32(Rta::Table, table);
     request
 }
 
-/// Asks where packets for `dst` go.
+/// Requests the route of packets for `dst`.
 pub(crate) fn lookup(dst: IpAddr) -> Messages {
     let header = rtmsg(&Subnet::host(dst), RtTable::Unspec, 0, RtScope::Universe, Rtn::Unspec, 0);
     let mut request = Messages::one(Rtm::Getroute, NlmF::empty(), &header);

@@ -1,12 +1,13 @@
-//! One lease as a file: Go flannel's lease value, followed by `Mark` (the holder ID) and `TTL`.
+//! A lease as a file: Go flannel's lease value, `Mark` (the holder ID) and `TTL`.
 //!
 //! A file without `TTL` is a reservation, such as `{"PublicIP": "192.0.2.7"}`.
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use flannel_core::address::ParseError;
 use flannel_core::json::{FieldError, Fields};
-use flannel_core::lease::{KeyError, LeaseAttrs, Revision};
+use flannel_core::lease::{LeaseAttrs, Revision};
 use flannel_core::{Lease, Subnets};
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
@@ -14,7 +15,7 @@ use serde_json::value::RawValue;
 use crate::files::fnv1a;
 use crate::registry::{Entry, HolderId, LeaseGrant};
 
-/// Go's lease value in Go's order, then ours.
+/// Go's lease value in Go's order, then the fields of this implementation.
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "PascalCase")]
 struct Wire<'a> {
@@ -46,7 +47,7 @@ pub(super) fn text(attrs: &LeaseAttrs, grant: Option<LeaseGrant>) -> String {
     text.expect("a struct of strings, numbers and raw values serializes") + "\n"
 }
 
-/// A file that could be read. Many of them are kept in memory.
+/// The content of a readable file. Many of them are kept in memory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct LeaseFile {
     /// Its revision is derived from the text.
@@ -59,16 +60,16 @@ impl LeaseFile {
     /// Reads the name and the text of a file.
     ///
     /// # Errors
-    /// What is wrong with them, for a message.
+    /// The wrong part, for a message.
     pub(super) fn read(name: &str, text: &str) -> Result<Self, String> {
-        let subnets = name.parse().map_err(|error: KeyError| error.to_string())?;
+        let subnets = name.parse().map_err(|error: ParseError| error.to_string())?;
         Self::parse(subnets, text).map_err(|error| error.to_string())
     }
 
     /// Reads the text of a file.
     ///
     /// # Errors
-    /// Which field is wrong.
+    /// The wrong field.
     pub(super) fn parse(subnets: Subnets, text: &str) -> Result<Self, FieldError> {
         let attrs = LeaseAttrs::from_json(text)?;
         let fields = Fields::parse(text, "")?;
@@ -93,14 +94,14 @@ impl LeaseFile {
         }
     }
 
-    /// When it expires if the file was modified at this time; `None`: never.
+    /// The end if the file was modified at this time; `None`: it never expires.
     pub(super) fn end(&self, modified: SystemTime) -> Option<SystemTime> {
         // If no clock can reach the time, the lease never expires.
         modified.checked_add(self.grant.as_ref()?.ttl)
     }
 }
 
-/// The revision of a text: a hash that every version of this program computes alike. Never 0.
+/// The revision of a text: a hash that all versions of this program compute equally. Never 0.
 pub(super) fn revision(text: &str) -> Revision {
     Revision(fnv1a(text.as_bytes()).max(1))
 }

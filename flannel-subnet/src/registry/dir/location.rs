@@ -7,25 +7,25 @@ use std::str::FromStr;
 use flannel_core::{Error, Result};
 use nix::sys::statfs::statfs;
 
-/// Who assigns subnets to nodes.
+/// The way in which nodes get their subnets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Assign {
-    /// Each node takes a free one for itself.
+    /// Each node takes a free subnet.
     #[default]
     Free,
-    /// The author of the files does: each node's file exists beforehand, and no node ever writes.
+    /// A person or program writes the file of each node beforehand, and nodes never write.
     Static,
 }
 
 /// The options of a directory registry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct DirOptions {
-    /// Who assigns subnets.
+    /// The way in which nodes get their subnets.
     pub assign: Assign,
 }
 
-/// The place and options of a directory registry: `dir:/var/lib/flannel`,
+/// The location and options of a directory registry: `dir:/var/lib/flannel`,
 /// `dir:/etc/flannel/net?assign=static`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DirLocation {
@@ -35,13 +35,13 @@ pub struct DirLocation {
     pub options: DirOptions,
 }
 
-/// A text is not the location of a directory registry.
+/// The error of a text that is not a location.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("registry {text:?}: {reason}")]
 pub struct LocationError {
     /// The text.
     pub text: String,
-    /// What is wrong, and what is expected.
+    /// The reason, and the expected format.
     pub reason: String,
 }
 
@@ -87,7 +87,7 @@ impl fmt::Display for DirLocation {
     }
 }
 
-/// File systems that do not report changes made by other machines, and on which locks may not hold.
+/// File systems that do not report changes by other machines, and whose locks may not work.
 ///
 /// **Source**: linux `include/uapi/linux/magic.h`, and the file systems' own sources.
 const NETWORK_FILE_SYSTEMS: [(u32, &str); 18] = [
@@ -117,7 +117,7 @@ fn network_file_system(magic: u32) -> Option<&'static str> {
 }
 
 impl DirLocation {
-    /// An error about one file, given by its path below the directory; empty: the directory itself.
+    /// An error about a file, given by its path below the directory; empty for the directory.
     pub(super) fn error(
         &self,
         name: &str,
@@ -130,7 +130,7 @@ impl DirLocation {
     /// Refuses a directory that is on a network file system, or whose `subnets` is.
     ///
     /// # Errors
-    /// [`Error::Refused`], or the file system cannot be found out.
+    /// [`Error::Refused`], or an error of the file system.
     pub(super) fn check_file_system(&self) -> Result<()> {
         for path in [self.path.clone(), self.path.join("subnets")] {
             let store = || format!("dir:{}", path.display());
@@ -141,10 +141,9 @@ impl DirLocation {
                 return Err(Error::Refused {
                     store: store(),
                     reason: format!(
-                        "it is on a network file system ({name}), where nobody is told of changes \
-                         that other machines make; use a directory on a local disk (with \
-                         ?assign=static and a copy on every machine, if there is more than one), \
-                         or etcd"
+                        "it is on a network file system ({name}), which does not report changes \
+                         by other machines; use a directory on a local disk (with ?assign=static \
+                         and a copy on every machine, if there is more than one), or etcd"
                     ),
                 });
             }

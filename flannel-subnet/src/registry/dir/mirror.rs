@@ -1,8 +1,8 @@
 //! The last known content of the directory, and its latest changes.
 //!
-//! Inotify only names the files to read again. Their content is compared with the last known one,
-//! so the number, the order and the delay of inotify's events do not matter. All functions block,
-//! for as long as reading a few small files takes.
+//! Inotify only shows which files to read again. Their content is compared with the last known one,
+//! so the number, order and delay of inotify's events are irrelevant. All functions block while
+//! they read a few small files.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
@@ -21,25 +21,25 @@ use super::file::{LeaseFile, revision};
 use crate::registry::history::History;
 use crate::registry::{Batch, Listing, Now, Skipped};
 
-/// An editor that saves by renaming the old file away leaves a gap before it writes the new one.
+/// The time for which a file that an editor renamed away may be missing.
 const GRACE: Duration = Duration::from_millis(100);
 
 #[derive(Default)]
 pub(super) struct Mirror {
     root: PathBuf,
-    /// The files are configuration and never expire.
+    /// The files are configuration and do not expire.
     forever: bool,
-    /// The last content of each file that could be read.
+    /// The last readable content of each file.
     good: BTreeMap<Subnets, LeaseFile>,
-    /// The reason for which the present content of a file cannot be read. Its last readable content
+    /// The reason for which the present content of a file is unreadable. Its last readable content
     /// stays in force until it expires or is replaced.
     bad: BTreeMap<String, String>,
-    /// When to read a good file again.
+    /// When to read a readable file again.
     due: BTreeMap<Subnets, SystemTime>,
     history: History,
     /// The number of changes of the config file.
     pub(super) config_changes: u64,
-    /// The watched directories; `None` if they must be watched anew and read completely.
+    /// The watched directories; `None` if they must be watched and read again.
     watched: Option<Watched>,
 }
 
@@ -49,7 +49,7 @@ struct Watched {
     subnets: WatchDescriptor,
 }
 
-/// How a file was found.
+/// The result of reading a file.
 enum Found {
     Text(String, SystemTime),
     Gone,
@@ -103,9 +103,9 @@ impl Mirror {
         let due = self.due.iter().filter(|(_, due)| **due <= now);
         let due: Vec<String> = due.map(|(subnets, _)| subnets.to_string()).collect();
         for (name, renamed) in named {
-            self.look(&name.to_string_lossy(), renamed, now);
+            self.reload(&name.to_string_lossy(), renamed, now);
         }
-        due.iter().for_each(|name| self.look(name, false, now));
+        due.iter().for_each(|name| self.reload(name, false, now));
         Ok(())
     }
 
@@ -123,8 +123,7 @@ impl Mirror {
         (event.wd == watched.root || event.wd == watched.subnets) && event.mask.intersects(gone)
     }
 
-    /// A new file is read when its writer closes it. A new name of an existing file is read at
-    /// once.
+    /// A new file is read when its writer closes it, and a new link to an existing file at once.
     fn concerns(&self, mask: AddWatchFlags, name: &OsString) -> bool {
         if !mask.contains(AddWatchFlags::IN_CREATE) {
             return true;
@@ -133,7 +132,7 @@ impl Mirror {
         metadata.is_ok_and(|metadata| metadata.is_symlink() || metadata.nlink() > 1)
     }
 
-    /// When to refresh although no event came; `None`: never.
+    /// When to refresh without an event; `None`: never.
     pub(super) fn due(&self) -> Option<SystemTime> {
         self.due.values().min().copied()
     }
@@ -159,7 +158,7 @@ impl Mirror {
         self.good.get(subnets)
     }
 
-    /// The changes after `after`; `None` if they are not known.
+    /// The changes after `after`; `None` if they are unknown.
     pub(super) fn changes(&self, after: Revision) -> Option<Batch> {
         self.history.since(after, |key| self.now(key))
     }
@@ -176,10 +175,10 @@ impl Mirror {
         self.root.join("subnets")
     }
 
-    /// Watches first, then reads, so that no change is missed between the two.
+    /// Watches first, then reads, so that no change is missed.
     fn start(&mut self, inotify: &Inotify, now: SystemTime) -> io::Result<()> {
         if let Some(old) = self.watched.take() {
-            // Fails for directories that are gone.
+            // This fails for deleted directories.
             let _ = (inotify.rm_watch(old.root), inotify.rm_watch(old.subnets));
         }
         let subnets = self.subnets();
@@ -203,7 +202,7 @@ impl Mirror {
         let watched = Watched { root: watch(&self.root)?, subnets: watch(&subnets)? };
         self.read_all(now)?;
         if self.config_changes == 0 {
-            // The first time: no watch exists.
+            // There was no watch yet.
             self.history.forget();
         }
         self.config_changes += 1;
@@ -218,13 +217,13 @@ impl Mirror {
         }
         names.extend(self.good.keys().map(Subnets::to_string));
         names.extend(self.bad.keys().cloned());
-        names.iter().for_each(|name| self.look(name, false, now));
+        names.iter().for_each(|name| self.reload(name, false, now));
         Ok(())
     }
 
     /// Reads one file again and notes the change.
-    fn look(&mut self, name: &str, renamed: bool, now: SystemTime) {
-        if passed_over(name) {
+    fn reload(&mut self, name: &str, renamed: bool, now: SystemTime) {
+        if is_ignored(name) {
             return;
         }
         let before = self.now(name);
@@ -233,9 +232,9 @@ impl Mirror {
             (Found::Gone, Some(held)) if renamed => _ = self.due.insert(held, now + GRACE),
             (Found::Gone, held) => {
                 self.bad.remove(name);
-                held.iter().for_each(|subnets| self.let_go(subnets));
+                held.iter().for_each(|subnets| self.remove(subnets));
             }
-            (Found::Text(text, modified), _) => self.take_in(name, &text, modified, now),
+            (Found::Text(text, modified), _) => self.update(name, &text, modified, now),
             (Found::Unreadable(reason), held) => {
                 self.bad.insert(name.to_owned(), reason);
                 held.iter().for_each(|subnets| _ = self.due.remove(subnets));
@@ -246,13 +245,13 @@ impl Mirror {
         }
     }
 
-    fn let_go(&mut self, subnets: &Subnets) {
+    fn remove(&mut self, subnets: &Subnets) {
         self.good.remove(subnets);
         self.due.remove(subnets);
     }
 
     /// Notes the text of a file.
-    fn take_in(&mut self, name: &str, text: &str, modified: SystemTime, now: SystemTime) {
+    fn update(&mut self, name: &str, text: &str, modified: SystemTime, now: SystemTime) {
         let known = name.parse().ok().and_then(|subnets| self.file(&subnets));
         let known = known
             .filter(|file| file.lease.revision == revision(text) && !self.bad.contains_key(name));
@@ -266,15 +265,15 @@ impl Mirror {
         }
         let Ok(subnets) = name.parse::<Subnets>() else { return };
         match self.file(&subnets).and_then(|file| file.end(modified)) {
-            Some(end) if end <= now => self.let_go(&subnets),
+            Some(end) if end <= now => self.remove(&subnets),
             Some(end) => _ = self.due.insert(subnets, end),
             None => _ = self.due.remove(&subnets),
         }
     }
 }
 
-/// Files that editors and this program leave in the directory, and that are no keys.
-fn passed_over(name: &str) -> bool {
+/// Files of editors and of this program that are no keys.
+fn is_ignored(name: &str) -> bool {
     name.starts_with('.') || name.ends_with('~')
 }
 

@@ -1,7 +1,7 @@
-//! Writes: each under the lock of the directory, after reading the file itself.
+//! Writes. Each one holds the lock of the directory and reads the file first.
 //!
-//! Only one writer of all processes holds the lock, so a file does not change between its reading
-//! and its writing. All functions block, except the one that waits for the lock.
+//! One writer of all processes holds the lock, so a file cannot change between its reading and its
+//! writing. All functions block, except the one that waits for the lock.
 
 use std::fs::{self, File, FileTimes, OpenOptions};
 use std::io;
@@ -21,11 +21,10 @@ use crate::files::atomic::{self, TEMPORARY};
 use crate::registry::{Entry, HolderId, LeaseGrant, config_conflict};
 use crate::runtime::lock;
 
-/// How long another process may hold the lock before this one gives up.
+/// The time limit for the lock of another process.
 const LOCK_PATIENCE: Duration = Duration::from_secs(10);
 
-/// A file that is in force: its revision, and its grant, which a reservation and an unreadable file
-/// have not.
+/// A file in force: its revision, and its grant; `None` for a reservation or an unreadable file.
 type Current = (Revision, Option<LeaseGrant>);
 
 impl Shared {
@@ -44,8 +43,7 @@ impl Shared {
         let begin = SystemClock.boottime();
         let mut backoff = Backoff::new(Duration::from_millis(1), Duration::from_millis(20));
         loop {
-            // Opened for reading if it exists: closing a file that was open for writing would wake
-            // every watch.
+            // Opened for reading, because closing a file that was open for writing wakes watches.
             let file = File::open(&path)
                 .or_else(|_| OpenOptions::new().read(true).append(true).create(true).open(&path));
             let file = file.map_err(|error| self.location.error(".lock", error))?;
@@ -62,7 +60,7 @@ impl Shared {
         }
     }
 
-    /// The content of a key's file now; `None` if the file does not exist or has expired.
+    /// The content of a key's file; `None` if the file does not exist or has expired.
     pub(super) fn current(&self, subnets: &Subnets) -> Result<Option<Current>> {
         let read = || -> io::Result<_> {
             let path = self.path(subnets);
@@ -88,7 +86,7 @@ impl Shared {
         names.map_err(|error| self.location.error("subnets", error))
     }
 
-    /// Removes the temporary files of writers that died. Under the lock, no other writer is active.
+    /// Removes the temporary files of crashed writers. Under the lock no writer is active.
     pub(super) fn clean_up(&self) -> Result<()> {
         for name in self.names()?.iter().filter(|name| name.starts_with(TEMPORARY)) {
             let removed = fs::remove_file(self.location.path.join("subnets").join(name));
@@ -156,8 +154,8 @@ impl Shared {
         let now = SystemClock.wall();
         let grant = self.current(subnets)?.and_then(|(_, grant)| grant);
         if let Some(LeaseGrant { ttl, .. }) = grant.filter(|grant| grant.holder == holder) {
-            // Opened for reading, which is enough and wakes no watch. If only one of the times was
-            // set, inotify would report a modification.
+            // Opened for reading, which is enough. Both times are set, because inotify would report
+            // a modification otherwise.
             let times = FileTimes::new().set_accessed(now).set_modified(now);
             let renewed = File::open(self.path(subnets)).and_then(|file| file.set_times(times));
             renewed.map_err(|error| self.location.error(&format!("subnets/{subnets}"), error))?;

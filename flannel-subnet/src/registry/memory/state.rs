@@ -3,14 +3,15 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use flannel_core::lease::{KeyError, LeaseAttrs, Revision};
+use flannel_core::address::ParseError;
+use flannel_core::lease::{LeaseAttrs, Revision};
 use flannel_core::{Error, Lease, Result, Subnets};
 use tokio::time::Instant;
 
 use crate::registry::history::History;
 use crate::registry::{Entry, HolderId, LeaseGrant, Listing, Now, Skipped};
 
-/// The content of a store, and the changes that led to it.
+/// The content of a store, and its changes.
 #[derive(Debug, Default)]
 pub(crate) struct State {
     pub(crate) config: Option<String>,
@@ -23,7 +24,7 @@ pub(crate) struct State {
 
 #[derive(Debug)]
 struct Stored {
-    /// Key and value, or the reason for which they cannot be read.
+    /// Key and value, or the reason for which they are unreadable.
     content: Result<(Subnets, LeaseAttrs), String>,
     holder: Option<HolderId>,
     since: Revision,
@@ -37,7 +38,7 @@ struct Holder {
 }
 
 impl State {
-    /// Ends the holders whose time is over.
+    /// Ends the expired holders.
     pub(crate) fn expire(&mut self, now: Instant) {
         let over = self.holders.iter().filter(|(_, holder)| holder.end <= now);
         for holder in over.map(|(holder, _)| *holder).collect::<Vec<_>>() {
@@ -45,7 +46,7 @@ impl State {
         }
     }
 
-    /// When the next holder's time is over.
+    /// The time at which the next holder expires.
     pub(crate) fn next_end(&self) -> Option<Instant> {
         self.holders.values().map(|holder| holder.end).min()
     }
@@ -59,7 +60,7 @@ impl State {
     }
 
     pub(crate) fn put(&mut self, key: &str, value: &str, grant: Option<LeaseGrant>) {
-        let subnets = key.parse().map_err(|error: KeyError| error.to_string());
+        let subnets = key.parse().map_err(|error: ParseError| error.to_string());
         let content = subnets.and_then(|subnets| {
             let attrs = LeaseAttrs::from_json(value).map_err(|error| error.to_string())?;
             Ok((subnets, attrs))
@@ -116,7 +117,7 @@ impl State {
         }
     }
 
-    /// Writes a key that is at this revision (`None`: that does not exist).
+    /// Writes a key at this revision (`None`: a key that does not exist).
     pub(crate) fn write(
         &mut self,
         subnets: &Subnets,

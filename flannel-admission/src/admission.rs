@@ -1,0 +1,813 @@
+//! Admission: the peer leases that this node accepts, and the kernel objects that they define.
+//!
+//! Every node must accept the same leases. Of two that clash (overlapping subnets, or two
+//! definitions of one kernel object) the one with the smaller [`Lease::precedence`] is accepted, on
+//! every node alike. Only this node's own lease wins without that rule. A change decides anew on
+//! the leases that it can touch, found through indexes: one change among 50,000 leases costs one
+//! lease.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::IpAddr;
+use std::sync::Arc;
+
+use crate::advisories::Advisories;
+use crate::link_lookups::LinkLookups;
+use crate::offer_plan::{OfferPlan, Planned};
+use crate::peer_index::{Claimant, Extras, Id, Peer, PeerIndex};
+use flannel_core::Subnet;
+use flannel_core::address::Dual;
+use flannel_core::backend::{Answer, Env, Rejected};
+use flannel_core::error::holder;
+use flannel_core::lease::Revision;
+use flannel_core::network::Rejection;
+use flannel_core::object::LinkName;
+use flannel_core::object::{Key, Object, Route, Via};
+use flannel_core::status::Listing;
+use flannel_core::{Lease, Subnets};
+
+/// The rules by which leases are accepted.
+#[derive(Debug, Clone, Default)]
+pub struct AdmissionRules {
+    /// The enabled pod networks.
+    pub networks: Dual<Subnet>,
+    /// This node's own lease; `None`: every lease is a peer's. No peer may overlap its subnets or
+    /// define the objects that plans make of it.
+    pub own: Option<Arc<Lease>>,
+    /// Other objects that no peer may define.
+    pub reserved: BTreeSet<Key>,
+}
+
+/// An object whose definition changed.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Delta {
+    /// The key of the object.
+    pub key: Key,
+    /// The definition before the update; `None` if no accepted peer defined the object.
+    pub before: Option<Object>,
+    /// The definition after the update; `None` if no accepted peer defines the object.
+    pub after: Option<Object>,
+}
+
+/// The result of an update.
+#[derive(Debug, Default)]
+pub struct Changed {
+    /// Objects whose definition changed, in the order of keys.
+    pub deltas: Vec<Delta>,
+    /// New, accepted peers whose objects no other peer defines. They are not in `deltas`.
+    pub added: Vec<Id>,
+}
+
+/// All peers, and the objects that they define.
+///
+/// The methods that take an [`Answer`] ask it the questions of plans. It may block.
+pub struct Admission {
+    rules: AdmissionRules,
+    plans: Vec<OfferPlan>,
+    index: PeerIndex,
+    lookups: LinkLookups,
+    rejected: Listing<Subnets, Rejection>,
+    advisories: Advisories,
+    /// The number of new peers in the next update, until room was made for them.
+    expected: usize,
+}
+
+/// The work of one update.
+#[derive(Default)]
+struct Update {
+    /// New peers, and whether others define one of their objects.
+    added: Vec<(Id, bool)>,
+    /// Other peers that must be decided on anew.
+    dirty: BTreeSet<Id>,
+    /// Objects that may change, with their definition before the update.
+    touched: BTreeMap<Key, Option<Object>>,
+    /// Slots of peers that went.
+    vacated: Vec<Id>,
+}
+
+impl Admission {
+    /// No peers yet. The first of `plans` that accepts an offer of a peer defines its objects.
+    pub fn new(mut rules: AdmissionRules, plans: Vec<OfferPlan>) -> Self {
+        let mut public = Dual::default();
+        if let Some(own) = &rules.own {
+            public = own.attrs.preferred.public;
+            // A plan that rejects our own lease defines nothing of ours.
+            let unknown = |_| Some(None);
+            let ours = OfferPlan::run(&plans, &own.subnets, &own.attrs, &Env::new(&unknown));
+            rules.reserved.extend(ours.unwrap_or_default().objects.iter().map(Object::key));
+        }
+        let advisories = Advisories::new(&public);
+        Self {
+            rules,
+            plans,
+            index: PeerIndex::default(),
+            lookups: LinkLookups::default(),
+            rejected: Listing::default(),
+            advisories,
+            expected: 0,
+        }
+    }
+
+    /// Makes room for `more` peers, as soon as the number of objects of one is known.
+    pub fn make_room(&mut self, more: usize) {
+        self.expected = more;
+    }
+
+    /// A lease for these subnets was taken in.
+    pub fn contains(&self, subnets: &Subnets) -> bool {
+        self.index.id(subnets).is_some()
+    }
+
+    /// The definition of an object by an accepted peer.
+    pub fn object(&self, key: &Key) -> Option<Object> {
+        self.definition(key).map(|claim| claim.object.clone())
+    }
+
+    fn definition(&self, key: &Key) -> Option<Claimant<'_>> {
+        self.index.claimants(key).find(|claim| claim.peer.accepted && claim.is_chosen)
+    }
+
+    /// All objects of accepted peers, in the order of their slots. An object that several peers
+    /// define comes several times.
+    pub fn objects(&self) -> impl Iterator<Item = &Object> {
+        self.index.peers().filter(|peer| peer.accepted).flat_map(|peer| peer.chosen())
+    }
+
+    /// The objects of one peer; none if it is not accepted.
+    pub fn objects_of(&self, id: Id) -> &[Object] {
+        self.index.peer(id).filter(|peer| peer.accepted).map_or(&[], |peer| peer.chosen())
+    }
+
+    /// The objects that the plan of a lease defines that was not taken in yet.
+    pub fn foresee(&self, lease: &Lease, on_link: &Answer<'_>) -> Vec<Object> {
+        // The rejection is reported when the lease is taken in.
+        let mut planned = self.plan(lease, &Env::new(on_link)).unwrap_or_default();
+        planned.objects.truncate(planned.chosen);
+        planned.objects
+    }
+
+    /// A plan asked about an address inside `subnet`.
+    pub fn asked_about(&self, subnet: Subnet) -> bool {
+        self.lookups.are_under(subnet)
+    }
+
+    /// The number of accepted peers.
+    pub fn accepted(&self) -> usize {
+        self.index.len() - self.rejected.len()
+    }
+
+    /// The rejected peers, with the reasons.
+    pub fn rejected(&self) -> &Listing<Subnets, Rejection> {
+        &self.rejected
+    }
+
+    /// Sentences about leases that are in order but worth knowing: public addresses that several
+    /// nodes use, and the advisories of plans.
+    pub fn advisories(&self) -> &Listing<String> {
+        self.advisories.listing()
+    }
+
+    /// The accepted peer that defines an object.
+    pub fn definer(&self, key: &Key) -> Option<Subnets> {
+        self.definition(key).map(|claim| claim.peer.lease.subnets)
+    }
+
+    /// The routes by a nexthop object, which the plan that defines it defines too; `None` if no
+    /// plan defines it.
+    pub fn routes_by(&self, nexthop: &Key) -> Option<Vec<Key>> {
+        let Key::Nexthop(wanted) = nexthop else { return None };
+        let by_it = |object: &&Object| matches!(object, Object::Route(Route { via: Via::Nexthop(id), .. }) if id == wanted);
+        let mut claimants = self.index.claimants(nexthop).peekable();
+        claimants.peek()?;
+        let accepted = claimants.filter(|claim| claim.peer.accepted);
+        let routes = accepted.flat_map(|claim| claim.peer.chosen().iter().filter(by_it));
+        Some(routes.map(Object::key).collect())
+    }
+
+    /// The peer whose subnet holds `address`: an accepted one before others, the longest prefix
+    /// first.
+    pub fn holder_of(&self, address: IpAddr) -> Option<&Peer> {
+        let around = || self.index.around(address);
+        around().find(|peer| peer.accepted).or_else(|| around().next())
+    }
+
+    /// Takes in changed leases (`None`: gone). This node's own lease is passed over.
+    pub fn update<'a>(
+        &mut self,
+        changes: impl Iterator<Item = (Subnets, Option<&'a Arc<Lease>>)>,
+        on_link: &Answer<'_>,
+    ) -> Changed {
+        let mut update = Update::default();
+        let own = self.rules.own.as_ref().map(|own| own.subnets);
+        for (subnets, lease) in changes.filter(|(subnets, _)| Some(*subnets) != own) {
+            let id = self.index.id(&subnets);
+            let answers = id.map(|id| self.remove(id, &mut update)).unwrap_or_default();
+            if let Some(lease) = lease {
+                // If the kernel cannot answer, its last answer holds.
+                let on_link = |address| on_link(address).or_else(|| answers.get(&address).copied());
+                self.insert(Arc::clone(lease), &on_link, &mut update);
+            }
+        }
+        self.finish(update)
+    }
+
+    /// Asks the kernel again about addresses inside `under` (`None`: all). Returns the leases whose
+    /// plans have to run again, because an answer changed.
+    pub fn recheck(&mut self, under: Option<Subnet>, on_link: &Answer<'_>) -> Vec<Arc<Lease>> {
+        let again = self.lookups.recheck(under, on_link);
+        let peers = again.into_iter().filter_map(|id| self.index.peer(id));
+        peers.map(|peer| Arc::clone(&peer.lease)).collect()
+    }
+
+    fn insert(&mut self, lease: Arc<Lease>, on_link: &Answer<'_>, update: &mut Update) {
+        let id = self.index.next_id();
+        let on_link = |address| on_link(address).or_else(|| self.lookups.answer(&address));
+        let env = Env::new(&on_link);
+        let (planned, rejected) = match self.plan(&lease, &env) {
+            Ok(planned) => (planned, None),
+            Err(rejected) => (Planned::default(), Some(rejected)),
+        };
+        let Planned { objects, chosen } = planned;
+        if self.expected > 0 {
+            self.index.reserve(std::mem::take(&mut self.expected), objects.len());
+        }
+        let (asked, advisories) = env.into_parts();
+        self.advisories.joined(&lease, advisories);
+        for (address, answer) in &asked {
+            self.lookups.asked(*address, *answer, id);
+        }
+        let extras =
+            Extras { asked: asked.into_keys().collect(), rejected: rejected.map(|r| r.0.into()) };
+        let peer = Peer {
+            lease,
+            objects: objects.into_boxed_slice(),
+            extras: (extras != Extras::default()).then(|| Box::new(extras)),
+            // A plan defines a handful of objects.
+            chosen: chosen.try_into().unwrap_or(u16::MAX),
+            accepted: false,
+        };
+        let shared = self.index.insert(id, peer);
+        update.added.push((id, shared));
+    }
+
+    /// Removes a peer. Returns the answers that its plan got.
+    fn remove(&mut self, id: Id, update: &mut Update) -> BTreeMap<IpAddr, Option<LinkName>> {
+        for (other, _) in self.index.neighbours(id) {
+            update.dirty.insert(other);
+            self.touch_all(other, update);
+        }
+        self.touch_all(id, update);
+        update.dirty.remove(&id);
+        let Some(peer) = self.index.remove(id) else { return BTreeMap::new() };
+        self.advisories.left(&peer.lease);
+        let answers = peer
+            .asked()
+            .iter()
+            .filter_map(|address| Some((*address, self.lookups.answer(address)?)));
+        let answers = answers.collect();
+        for address in peer.asked() {
+            self.lookups.forget(address, id);
+        }
+        self.rejected.remove(&peer.lease.subnets);
+        update.vacated.push(id);
+        answers
+    }
+
+    /// Plans the part of a lease that can be accepted: the subnets of enabled families. No plan may
+    /// define a route outside them.
+    fn plan(&self, lease: &Lease, env: &Env<'_>) -> Result<Planned, Rejected> {
+        let enabled =
+            lease.subnets.iter().filter(|subnet| self.rules.networks[subnet.family()].is_some());
+        let Some(subnets) = Subnets::new(enabled) else { return Ok(Planned::default()) };
+        let planned = OfferPlan::run(&self.plans, &subnets, &lease.attrs, env)?;
+        let is_stray = |object: &&Object| match object {
+            Object::Route(route) => !subnets.iter().any(|subnet| subnet.covers(&route.dst)),
+            _ => false,
+        };
+        match planned.objects.iter().find(is_stray) {
+            Some(route) => Err(Rejected(format!("it would need the {route}, outside its subnets"))),
+            None => Ok(planned),
+        }
+    }
+
+    /// Decides on the peers that are new or dirty, and on all that they can touch.
+    fn finish(&mut self, mut update: Update) -> Changed {
+        let added = std::mem::take(&mut update.added);
+        for (id, shared) in &added {
+            // A later new peer may define one of its objects too. Then that peer shares it, and
+            // this one is its neighbour.
+            if *shared || !self.index.overlapping(*id).is_empty() {
+                update.dirty.insert(*id);
+                self.touch_all(*id, &mut update);
+            }
+        }
+        let mut open: Vec<Id> = update.dirty.iter().copied().collect();
+        let mut contested: Vec<Id> = Vec::new();
+        while let Some(id) = open.pop() {
+            contested.push(id);
+            for (other, _) in self.index.neighbours(id) {
+                if update.dirty.insert(other) {
+                    self.touch_all(other, &mut update);
+                    open.push(other);
+                }
+            }
+        }
+        let alone =
+            added.into_iter().map(|(id, _)| id).filter(|id| !update.dirty.contains(id)).collect();
+        let added = self.decide_alone(alone, &mut update);
+        self.decide_contested(contested);
+        self.index.vacate(std::mem::take(&mut update.vacated));
+        let delta = |(key, before)| {
+            let after = self.object(&key);
+            (before != after).then_some(Delta { key, before, after })
+        };
+        let deltas = update.touched.into_iter().filter_map(delta).collect();
+        Changed { deltas, added }
+    }
+
+    /// Decides on new peers without neighbours. Returns the accepted ones whose objects no other
+    /// peer defined before the update.
+    fn decide_alone(&mut self, mut alone: Vec<Id>, update: &mut Update) -> Vec<Id> {
+        alone.retain(|id| {
+            let is_touched = |object: &Object| update.touched.contains_key(&object.key());
+            let mut objects =
+                self.index.peer(*id).map(|peer| peer.objects.iter()).unwrap_or_default();
+            let touched = !update.touched.is_empty() && objects.any(is_touched);
+            if touched {
+                self.touch_all(*id, update);
+            }
+            self.decide(*id, &BTreeSet::new()) && !touched
+        });
+        alone
+    }
+
+    fn decide_contested(&mut self, mut contested: Vec<Id>) {
+        contested.sort_by_cached_key(|id| {
+            self.index
+                .peer(*id)
+                .map_or((Revision(0), String::new()), |peer| peer.lease.precedence())
+        });
+        let mut winners = BTreeSet::new();
+        for id in contested {
+            if self.decide(id, &winners) {
+                winners.insert(id);
+            }
+        }
+    }
+
+    /// Decides whether to accept a peer, given the accepted ones among its neighbours.
+    fn decide(&mut self, id: Id, winners: &BTreeSet<Id>) -> bool {
+        let Some(peer) = self.index.peer(id) else { return false };
+        let subnets = peer.lease.subnets;
+        let verdict = self.objection(peer).or_else(|| {
+            if winners.is_empty() {
+                return None;
+            }
+            let (other, key) =
+                self.index.neighbours(id).into_iter().find(|(other, _)| winners.contains(other))?;
+            let other = &self.index.peer(other)?.lease;
+            let (earlier, holder) = (other.subnets, holder(&other.attrs));
+            Some(match key {
+                Some(key) => Rejection::Contradicts { key, earlier, holder },
+                None => Rejection::Overlaps { earlier, holder },
+            })
+        });
+        let accepted = verdict.is_none();
+        match verdict {
+            Some(why) => drop(self.rejected.insert(subnets, why)),
+            None => drop(self.rejected.remove(&subnets)),
+        }
+        if let Some(peer) = self.index.peer_mut(id) {
+            peer.accepted = accepted;
+        }
+        accepted
+    }
+
+    /// The reason to reject a peer, whatever other peers say.
+    fn objection(&self, peer: &Peer) -> Option<Rejection> {
+        let mut enabled = false;
+        for subnet in peer.lease.subnets.iter() {
+            let Some(network) = self.rules.networks[subnet.family()] else { continue };
+            if !network.covers(&subnet) {
+                return Some(Rejection::Outside { subnet, network });
+            }
+            enabled = true;
+        }
+        if !enabled {
+            return Some(Rejection::NoEnabledFamily);
+        }
+        let unusable =
+            |a: &&IpAddr| a.is_multicast() || a.is_loopback() || **a == IpAddr::from([255; 4]);
+        let mut public = peer.lease.attrs.offers().flat_map(|offer| offer.public.values());
+        if let Some(public) = public.find(unusable) {
+            return Some(Rejection::Rejected(format!(
+                "its public address {public} is no host's address"
+            )));
+        }
+        let own = self.rules.own.as_ref().map(|own| own.subnets);
+        if let Some(own) = own.filter(|own| own.overlaps(&peer.lease.subnets)) {
+            return Some(Rejection::OverlapsOwn { own });
+        }
+        if let Some(reason) = peer.rejected() {
+            return Some(Rejection::Rejected(reason.to_string()));
+        }
+        let reserved = peer
+            .objects
+            .iter()
+            .map(|object| object.key())
+            .find(|key| self.rules.reserved.contains(key));
+        reserved.map(|key| Rejection::ContradictsOwn { key })
+    }
+
+    /// Remembers the present definition of an object, before anything changes it.
+    fn touch(&self, key: Key, update: &mut Update) {
+        update.touched.entry(key).or_insert_with(|| self.object(&key));
+    }
+
+    fn touch_all(&self, id: Id, update: &mut Update) {
+        let Some(peer) = self.index.peer(id) else { return };
+        for object in peer.objects.iter() {
+            self.touch(object.key(), update);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use flannel_core::backend::Plan;
+    use flannel_core::lease::{LeaseAttrs, LeaseSet, Offer};
+    use flannel_core::object::MacAddr;
+    use flannel_core::object::{Fdb, Route, Via};
+    use proptest::prelude::*;
+
+    /// A route to every subnet and a forwarding entry for the MAC address that the backend data
+    /// holds.
+    fn plan(
+        subnets: &Subnets,
+        offer: &Offer,
+        env: &Env<'_>,
+        out: &mut Vec<Object>,
+    ) -> Result<(), Rejected> {
+        let link = "flannel.1".parse().unwrap();
+        for endpoint in offer.endpoints(subnets) {
+            let gateway = endpoint.subnet.base();
+            let public = endpoint.public.ok_or_else(|| Rejected("no public address".into()))?;
+            let link = env.on_link(public).unwrap_or(link);
+            let via = Via::Gateway { gateway, link, onlink: true };
+            out.push(Route { dst: endpoint.subnet, via, mtu: None }.into());
+            let mac = endpoint.data.and_then(|d| d.trim_matches('"').parse().ok());
+            let mac: MacAddr = mac.ok_or_else(|| Rejected("no MAC address".into()))?;
+            out.push(Fdb { link, mac, dst: public }.into());
+        }
+        Ok(())
+    }
+
+    fn lease(key: &str, since: u64, public: u8, mac: u8) -> Arc<Lease> {
+        let attrs = LeaseAttrs::from(Offer {
+            public: [IpAddr::from([192, 0, 2, public])].into_iter().collect(),
+            kind: "vxlan".into(),
+            data: Dual { v4: Some(format!("\"{}\"", MacAddr::local([mac; 6])).into()), v6: None },
+        });
+        let subnets = key.parse().unwrap();
+        Arc::new(Lease {
+            subnets,
+            attrs,
+            expires: None,
+            since: Revision(since),
+            revision: Revision(since),
+        })
+    }
+
+    fn peers(own: Option<&str>) -> Admission {
+        let networks = ["10.1.0.0/16".parse::<Subnet>().unwrap()].into_iter().collect();
+        // Its offer has no public address: the plan rejects it, and nothing more is reserved.
+        let own = own.map(|own| {
+            let lease = Arc::unwrap_or_clone(lease(own, 0, 0, 0));
+            Arc::new(Lease { attrs: LeaseAttrs::default(), ..lease })
+        });
+        Admission::new(
+            AdmissionRules { networks, own, ..AdmissionRules::default() },
+            vec![OfferPlan::new(None, Box::new(plan))],
+        )
+    }
+
+    fn own_of(peers: &Admission) -> Option<Subnets> {
+        peers.rules.own.as_ref().map(|own| own.subnets)
+    }
+
+    fn no_answer(_: IpAddr) -> Option<Option<LinkName>> {
+        Some(None)
+    }
+
+    fn put(peers: &mut Admission, lease: &Arc<Lease>) -> Vec<Delta> {
+        let changed = peers.update([(lease.subnets, Some(lease))].into_iter(), &no_answer);
+        all(peers, changed)
+    }
+
+    /// All that changed, as deltas.
+    fn all(peers: &Admission, changed: Changed) -> Vec<Delta> {
+        let mut deltas = changed.deltas;
+        for id in changed.added {
+            let objects = peers.objects_of(id);
+            let new =
+                |object: Object| Delta { key: object.key(), before: None, after: Some(object) };
+            deltas.extend(objects.iter().cloned().map(new));
+        }
+        deltas
+    }
+
+    fn why(peers: &Admission, lease: &Lease) -> String {
+        peers.rejected().get(&lease.subnets).map(ToString::to_string).unwrap_or_default()
+    }
+
+    #[test]
+    fn the_earlier_of_two_overlapping_leases_is_accepted_in_either_order() {
+        let (early, late) = (lease("10.1.2.0-24", 5, 1, 1), lease("10.1.2.128-25", 9, 2, 2));
+        for order in [[&early, &late], [&late, &early]] {
+            let mut peers = peers(None);
+            order.iter().for_each(|lease| drop(put(&mut peers, lease)));
+            assert_eq!(why(&peers, &early), "");
+            assert_eq!(
+                why(&peers, &late),
+                "it overlaps the earlier lease 10.1.2.0-24 of 192.0.2.1 (vxlan)"
+            );
+            assert_eq!(peers.objects().count(), 2);
+            let gone = peers.update([(early.subnets, None)].into_iter(), &no_answer);
+            assert_eq!((gone.deltas.len(), why(&peers, &late)), (4, String::new()));
+        }
+    }
+
+    #[test]
+    fn a_lease_is_accepted_if_the_one_that_overlaps_it_is_rejected() {
+        let mut peers = peers(None);
+        let (first, second, third) = (
+            lease("10.1.0.0-23", 1, 1, 1),
+            lease("10.1.1.0-24", 2, 2, 1),
+            lease("10.1.1.0-25", 3, 3, 3),
+        );
+        [&third, &second, &first].iter().for_each(|lease| drop(put(&mut peers, lease)));
+        assert!(
+            why(&peers, &second).contains("10.1.0.0-23")
+                && why(&peers, &third).contains("10.1.0.0-23")
+        );
+        peers.update([(first.subnets, None)].into_iter(), &no_answer);
+        assert!(why(&peers, &second).is_empty() && why(&peers, &third).contains("10.1.1.0-24"));
+    }
+
+    #[test]
+    fn two_definitions_of_one_object_clash() {
+        let mut peers = peers(None);
+        let (a, b) = (lease("10.1.1.0-24", 1, 1, 7), lease("10.1.2.0-24", 2, 2, 7));
+        put(&mut peers, &b);
+        let deltas = put(&mut peers, &a);
+        assert_eq!(
+            why(&peers, &b),
+            "fdb 06:07:07:07:07:07 dev flannel.1 is defined otherwise by the earlier lease 10.1.1.0-24 of 192.0.2.1 (vxlan)"
+        );
+        assert_eq!(
+            deltas.iter().filter(|d| d.after.is_none()).count(),
+            1,
+            "the route of the later one goes"
+        );
+        let same_definition = lease("10.1.3.0-24", 3, 1, 7);
+        put(&mut peers, &same_definition);
+        assert_eq!(why(&peers, &same_definition), "");
+    }
+
+    #[test]
+    fn a_peer_that_moves_is_no_addition() {
+        let mut peers = peers(None);
+        let (first, moved) = (lease("10.1.1.0-24", 1, 1, 1), lease("10.1.1.0-24", 1, 2, 1));
+        let changed = peers.update([(first.subnets, Some(&first))].into_iter(), &no_answer);
+        assert_eq!((changed.deltas, changed.added.len()), (vec![], 1));
+        let changed = peers.update([(moved.subnets, Some(&moved))].into_iter(), &no_answer);
+        assert_eq!((changed.deltas.len(), changed.added.len()), (1, 0), "the route is the same");
+    }
+
+    #[test]
+    fn objections() {
+        let mut peers = peers(Some("10.1.9.0-24"));
+        for (lease, says) in [
+            (lease("10.2.1.0-24", 1, 1, 1), "10.2.1.0/24 lies outside the pod network 10.1.0.0/16"),
+            (lease("10.0.0.0-8", 1, 1, 1), "outside"),
+            (lease("10.1.9.128-25", 1, 1, 1), "this node's own lease 10.1.9.0-24"),
+            (lease("0.0.0.0-0&fd00::-64", 1, 1, 1), "no subnet in a family"),
+        ] {
+            put(&mut peers, &lease);
+            assert!(
+                why(&peers, &lease).contains(says),
+                "{}: {}",
+                lease.subnets,
+                why(&peers, &lease)
+            );
+        }
+        put(&mut peers, &lease("10.1.9.0-24", 1, 1, 1));
+        assert_eq!(peers.index.len(), 4, "the own lease is no peer");
+        assert_eq!(peers.objects().count(), 0);
+        let mut bad = Arc::unwrap_or_clone(lease("10.1.3.0-24", 1, 1, 1));
+        bad.attrs.preferred.data.v4 = None;
+        put(&mut peers, &Arc::new(bad.clone()));
+        assert_eq!(why(&peers, &bad), "no MAC address");
+    }
+
+    #[test]
+    fn a_changed_fact_plans_again() {
+        let mut peers = peers(None);
+        put(&mut peers, &lease("10.1.1.0-24", 1, 1, 1));
+        put(&mut peers, &lease("10.1.2.0-24", 1, 2, 2));
+        let eth0: LinkName = "eth0".parse().unwrap();
+        let one = |address: IpAddr| Some((address == IpAddr::from([192, 0, 2, 1])).then_some(eth0));
+        let recheck = |peers: &mut Admission, under: Option<&str>, answer: &Answer<'_>| {
+            let leases = peers.recheck(under.map(|under| under.parse().unwrap()), answer);
+            let again = leases.iter().map(|lease| (lease.subnets, Some(lease)));
+            peers.update(again, answer).deltas
+        };
+        let elsewhere = recheck(&mut peers, Some("198.51.100.0/24"), &|_| panic!("asked"));
+        assert_eq!(elsewhere, vec![]);
+        let deltas = recheck(&mut peers, Some("192.0.2.0/24"), &one);
+        assert_eq!(deltas.len(), 3, "one route changed, one fdb moved: {deltas:?}");
+        assert_eq!(recheck(&mut peers, None, &one), vec![]);
+        assert_eq!(recheck(&mut peers, None, &|_| None), vec![], "no answer changes nothing");
+    }
+
+    #[test]
+    fn a_family_that_is_not_enabled_defines_nothing() {
+        let mut peers = peers(None);
+        let dual = lease("10.1.1.0-24&2000::-3", 1, 1, 1);
+        put(&mut peers, &dual);
+        assert_eq!(why(&peers, &dual), "");
+        assert!(peers.objects().all(|object| !object.to_string().contains("2000::")));
+        assert_eq!(peers.objects().count(), 2);
+    }
+
+    #[test]
+    fn no_plan_may_claim_a_route_outside_its_lease() {
+        let plan: Box<Plan> = Box::new(|_, _, _, objects| {
+            let dst = "10.1.0.0/16".parse().unwrap();
+            objects.push(Route { dst, via: Via::Blackhole, mtu: None }.into());
+            Ok(())
+        });
+        let networks = ["10.1.0.0/16".parse::<Subnet>().unwrap()].into_iter().collect();
+        let mut peers = Admission::new(
+            AdmissionRules { networks, ..AdmissionRules::default() },
+            vec![OfferPlan::new(None, Box::new(plan))],
+        );
+        let greedy = lease("10.1.1.0-24", 1, 1, 1);
+        put(&mut peers, &greedy);
+        assert!(why(&peers, &greedy).contains("route blackhole 10.1.0.0/16, outside its subnets"));
+    }
+
+    #[test]
+    fn of_two_definitions_by_one_plan_the_first_counts() {
+        let dst = |n: u8| Subnet::host([10, 1, 1, n].into());
+        let plan: Box<Plan> = Box::new(move |_, _, _, objects| {
+            let route = |n, mtu| Object::from(Route { dst: dst(n), via: Via::Blackhole, mtu });
+            objects.extend([
+                route(1, Some(1)),
+                route(2, Some(2)),
+                route(1, Some(3)),
+                route(3, Some(4)),
+            ]);
+            Ok(())
+        });
+        let networks = ["10.1.0.0/16".parse::<Subnet>().unwrap()].into_iter().collect();
+        let mut peers = Admission::new(
+            AdmissionRules { networks, ..AdmissionRules::default() },
+            vec![OfferPlan::new(None, Box::new(plan))],
+        );
+        put(&mut peers, &lease("10.1.1.0-24", 1, 1, 1));
+        let mtus = peers.objects().map(|object| match object {
+            Object::Route(route) => (route.dst, route.mtu),
+            other => panic!("{other}"),
+        });
+        assert_eq!(
+            mtus.collect::<Vec<_>>(),
+            [(dst(1), Some(1)), (dst(2), Some(2)), (dst(3), Some(4))]
+        );
+    }
+
+    #[test]
+    fn a_peer_that_left_leaves_nothing_but_its_slot_to_the_next() {
+        let mut peers = peers(None);
+        let (one, other) = (lease("10.1.1.0-24", 1, 1, 1), lease("10.1.2.0-24", 1, 2, 2));
+        put(&mut peers, &one);
+        let slot = peers.index.id(&one.subnets);
+        let asked_about = Subnet::host([192, 0, 2, 1].into());
+        assert!(peers.asked_about(asked_about));
+        peers.update([(one.subnets, None)].into_iter(), &no_answer);
+        assert!(!peers.asked_about(asked_about), "nobody asks any more");
+        put(&mut peers, &other);
+        assert!(slot.is_some() && peers.index.id(&other.subnets) == slot);
+    }
+
+    #[test]
+    fn shared_public_addresses_are_advisories() {
+        let mut peers = peers(None);
+        peers.advisories = Advisories::new(&[IpAddr::from([192, 0, 2, 1])].into_iter().collect());
+        put(&mut peers, &lease("10.1.1.0-24", 1, 1, 1));
+        let own = "2 nodes share the public address 192.0.2.1, this one among them";
+        assert_eq!(peers.advisories().keys().collect::<Vec<_>>(), [own]);
+        let mut loopback = Arc::unwrap_or_clone(lease("10.1.2.0-24", 1, 2, 2));
+        loopback.attrs.preferred.public.v4 = Some([127, 0, 0, 1].into());
+        put(&mut peers, &Arc::new(loopback.clone()));
+        assert_eq!(why(&peers, &loopback), "its public address 127.0.0.1 is no host's address");
+    }
+
+    /// A node that knows two backends, and one that knows the second only.
+    #[test]
+    fn all_nodes_accept_the_same_leases_whichever_offer_they_choose() {
+        let networks: Dual<Subnet> =
+            ["10.1.0.0/16".parse::<Subnet>().unwrap()].into_iter().collect();
+        let offer_plan = |kind: &'static str, link: &'static str| {
+            let plan = move |_: &Subnets, offer: &Offer, _: &Env<'_>, out: &mut Vec<Object>| {
+                let mac = offer.data.v4.as_deref().and_then(|mac| mac.parse().ok());
+                let mac = mac.ok_or_else(|| Rejected("no MAC address".into()))?;
+                let dst = [192, 0, 2, 1].into();
+                out.push(Fdb { link: link.parse().unwrap(), mac, dst }.into());
+                Ok(())
+            };
+            OfferPlan::new(Some(kind), Box::new(plan))
+        };
+        let offer = |kind: &'static str, mac: u8, public: u8| Offer {
+            kind: kind.into(),
+            public: [IpAddr::from([192, 0, 2, public])].into_iter().collect(),
+            data: Dual { v4: Some(MacAddr::local([mac; 6]).to_string().into()), v6: None },
+        };
+        let both = |key, since, first: Offer, second: Offer| {
+            let attrs = LeaseAttrs { preferred: first, others: [second].into() };
+            Arc::new(Lease { attrs, ..Lease::clone(&lease(key, since, 1, 1)) })
+        };
+        let early = both("10.1.1.0-24", 1, offer("a", 1, 1), offer("b", 9, 1));
+        let late = both("10.1.2.0-24", 2, offer("a", 2, 2), offer("b", 3, 2));
+        let broken = both("10.1.3.0-24", 3, offer("x", 2, 3), offer("b", 4, 3));
+        for (plans, link) in [
+            (vec![offer_plan("a", "one"), offer_plan("b", "two")], "one"),
+            (vec![offer_plan("b", "two")], "two"),
+        ] {
+            let rules = AdmissionRules { networks, ..AdmissionRules::default() };
+            let mut peers = Admission::new(rules, plans);
+            [&late, &early, &broken].iter().for_each(|lease| drop(put(&mut peers, lease)));
+            assert_eq!(peers.rejected().len(), 0);
+            let links: Vec<_> = peers.objects().map(|object| object.link().unwrap()).collect();
+            assert_eq!(links[..2], [link.parse().unwrap(); 2], "the preferred plan");
+            assert_eq!(links.len(), 3, "one offer of each peer: {links:?}");
+            let fourth = both("10.1.4.0-24", 4, offer("a", 7, 4), offer("b", 9, 4));
+            put(&mut peers, &fourth);
+            assert_eq!(why(&peers, &fourth), "", "the same definition");
+        }
+    }
+
+    /// The definition of acceptance, without any index.
+    fn model(leases: &LeaseSet, own: Option<Subnets>) -> BTreeSet<Subnets> {
+        let network: Subnet = "10.1.0.0/16".parse().unwrap();
+        let mut sorted: Vec<_> = leases.iter().cloned().collect();
+        sorted.sort_by_key(|lease| lease.precedence());
+        let mut accepted: Vec<(Arc<Lease>, Vec<Object>)> = Vec::new();
+        for lease in sorted {
+            let mut objects = Vec::new();
+            let planned =
+                plan(&lease.subnets, &lease.attrs.preferred, &Env::new(&no_answer), &mut objects);
+            let clash = |other: &(Arc<Lease>, Vec<Object>)| {
+                let contradicts = |a: &Object| other.1.iter().any(|b| a.key() == b.key() && a != b);
+                other.0.subnets.overlaps(&lease.subnets) || objects.iter().any(contradicts)
+            };
+            let inside = lease.subnets.iter().all(|s| network.covers(&s));
+            let ours = own.is_some_and(|own| own.overlaps(&lease.subnets));
+            if planned.is_ok() && inside && !ours && !accepted.iter().any(clash) {
+                accepted.push((lease, objects));
+            }
+        }
+        accepted.into_iter().map(|(lease, _)| lease.subnets).collect()
+    }
+
+    proptest! {
+        #[test]
+        fn acceptance_does_not_depend_on_the_order_of_events(
+            steps in prop::collection::vec((0..12u8, 23..27u8, 0..4u64, 0..5u8, 0..5u8, any::<bool>()), 1..60),
+        ) {
+            let own = "10.1.3.0-25";
+            let mut peers = peers(Some(own));
+            let (mut leases, mut objects) = (LeaseSet::default(), BTreeMap::new());
+            for (n, len, since, public, mac, there) in steps {
+                let base = Subnet::new(IpAddr::from([10, 1, n / 2, (n % 2) * 128]), len).unwrap();
+                let lease = lease(&format!("{}-{len}", base.base()), since, public, mac);
+                if Some(lease.subnets) == own_of(&peers) { continue; }
+                let old = leases.clone();
+                if there { leases.insert(lease); } else { leases.remove(&lease.subnets); }
+                let changed = peers.update(leases.changes_since(&old), &no_answer);
+                for delta in all(&peers, changed) {
+                    prop_assert_eq!(objects.get(&delta.key), delta.before.as_ref());
+                    match delta.after {
+                        Some(object) => drop(objects.insert(delta.key, object)),
+                        None => drop(objects.remove(&delta.key)),
+                    }
+                }
+                let accepted: BTreeSet<Subnets> =
+                    leases.iter().map(|l| l.subnets).filter(|s| !peers.rejected().contains_key(s)).collect();
+                prop_assert_eq!(accepted, model(&leases, own_of(&peers)));
+                let defined: BTreeMap<Key, Object> = peers.objects().map(|o| (o.key(), o.clone())).collect();
+                prop_assert_eq!(&defined, &objects);
+            }
+        }
+    }
+}

@@ -1,0 +1,15 @@
+#![doc = include_str!("../README.md")]
+
+mod admission;
+mod advisories;
+mod link_lookups;
+mod offer_plan;
+mod peer_index;
+mod stale_lookups;
+mod view_filter;
+
+pub use admission::{Admission, AdmissionRules, Changed, Delta};
+pub use offer_plan::OfferPlan;
+pub use peer_index::{Id, Peer};
+pub use stale_lookups::{Answers, StaleLookups};
+pub use view_filter::ViewFilter;

@@ -1,0 +1,39 @@
+//! The accepted peers of each view, for networks that run themselves.
+
+use std::sync::Arc;
+
+use crate::admission::{Admission, AdmissionRules};
+use crate::offer_plan::OfferPlan;
+use flannel_core::address::Dual;
+use flannel_core::lease::{LeaseSet, Origin, View};
+use flannel_core::network::AcceptedPeers;
+use flannel_core::{Lease, Subnet, Subnets};
+
+/// Reduces each view to the peers that this node accepts.
+pub struct ViewFilter {
+    admission: Admission,
+    leases: LeaseSet,
+    own: Subnets,
+}
+
+impl ViewFilter {
+    /// A filter for the node with the lease `own` inside the pod `networks`. It accepts leases of
+    /// `lease_type`, and no peer defines a kernel object.
+    pub fn new(own: Lease, networks: Dual<Subnet>, lease_type: &'static str) -> Self {
+        let plan = OfferPlan::new(Some(lease_type), Box::new(|_, _, _, _| Ok(())));
+        let (subnets, own) = (own.subnets, Some(Arc::new(own)));
+        let rules = AdmissionRules { networks, own, ..AdmissionRules::default() };
+        let admission = Admission::new(rules, vec![plan]);
+        Self { admission, leases: LeaseSet::default(), own: subnets }
+    }
+
+    /// The peers of the next view. Costs the leases that changed since the view before it.
+    pub fn accept(&mut self, view: View) -> AcceptedPeers {
+        let before = std::mem::replace(&mut self.leases, view.leases);
+        // The plan asks no question.
+        self.admission.update(self.leases.changes_since(&before), &|_| Some(None));
+        let complete = matches!(view.origin, Origin::Live { .. });
+        let rejected = self.admission.rejected().clone();
+        AcceptedPeers::new(self.leases.clone(), rejected, Some(self.own), complete)
+    }
+}

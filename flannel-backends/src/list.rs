@@ -1,0 +1,80 @@
+//! The list of backends.
+
+use flannel_core::backend::Datapath;
+use flannel_core::kernel::Footprint;
+use flannel_core::object::LinkName;
+use flannel_core::{Backend, Config};
+
+/// The backends that a network config can name.
+#[derive(Debug, Clone, Default)]
+pub struct Backends {
+    all: Vec<&'static dyn Backend>,
+}
+
+/// The config names a backend that does not exist.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "network config: field Backend.Type: {kind:?} is not a backend of this build; it has {known}"
+)]
+pub struct UnknownBackend {
+    /// The type in the config.
+    pub kind: String,
+    /// The types that exist, separated by commas.
+    pub known: String,
+}
+
+impl Backends {
+    /// Adds a backend.
+    pub fn with(mut self, backend: &'static dyn Backend) -> Self {
+        self.all.push(backend);
+        self
+    }
+
+    /// All backends.
+    pub fn iter(&self) -> impl Iterator<Item = &'static dyn Backend> {
+        self.all.iter().copied()
+    }
+
+    /// The backend of a type in lower case.
+    ///
+    /// # Errors
+    /// There is none.
+    pub fn find(&self, kind: &str) -> Result<&'static dyn Backend, UnknownBackend> {
+        self.iter().find(|backend| backend.kind() == kind).ok_or_else(|| {
+            let known: Vec<&str> = self.iter().map(Backend::kind).collect();
+            UnknownBackend { kind: kind.to_owned(), known: known.join(", ") }
+        })
+    }
+
+    /// [`Backend::datapath`]. The default if the backend is unknown or its options are wrong.
+    pub fn datapath(&self, config: &Config) -> Datapath {
+        let backend = self.find(&config.backend.kind).ok();
+        backend.and_then(|backend| backend.datapath(config).ok()).unwrap_or_default()
+    }
+
+    /// [`Backend::lease_type`]. For an unknown backend, the type in the config.
+    pub fn lease_type<'a>(&'a self, config: &'a Config) -> &'a str {
+        let kind = &config.backend.kind;
+        self.find(kind).map_or(kind, |backend| backend.lease_type())
+    }
+
+    /// The devices that a network with this config owns, those of disabled families included.
+    pub fn links(&self, uplink: LinkName, config: &Config) -> Vec<LinkName> {
+        let footprint = self.known_footprint(config, Some(uplink));
+        footprint.map(|footprint| footprint.links.into_iter().collect()).unwrap_or_default()
+    }
+
+    /// [`Backend::footprint`] without an external interface. If the backend is unknown or its
+    /// options are wrong, everything inside the pod networks.
+    pub fn footprint(&self, config: &Config) -> Footprint {
+        self.known_footprint(config, None).unwrap_or_else(|| Footprint {
+            networks: config.pod_networks().collect(),
+            blackholes: true,
+            ..Footprint::default()
+        })
+    }
+
+    fn known_footprint(&self, config: &Config, uplink: Option<LinkName>) -> Option<Footprint> {
+        self.find(&config.backend.kind).ok()?.footprint(config, uplink).ok()
+    }
+}

@@ -1,0 +1,27 @@
+//! Records of annexes.
+
+use std::fmt;
+
+use super::Secret;
+use crate::address::Subnet;
+
+/// An entry that an [`Annex`](crate::kernel::Annex) keeps for a peer. It is not in the kernel.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Record {
+    /// The annex ([`Annex::name`](crate::kernel::Annex::name)).
+    pub annex: &'static str,
+    /// A subnet of the peer.
+    pub subnet: Subnet,
+    /// The content, in a form that the annex and the plan agree on. The status shows it.
+    pub data: Box<str>,
+    /// Content that no output shows; `None`: there is none.
+    pub secret: Option<Secret>,
+}
+
+impl fmt::Display for Record {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { annex, subnet, data, secret } = self;
+        write!(f, "record {annex} {subnet} {data}")?;
+        secret.as_ref().map_or(Ok(()), |secret| write!(f, " {secret}"))
+    }
+}

@@ -1,0 +1,211 @@
+//! Carries out changes as batches of requests.
+//!
+//! Most requests go in batches of 128. Links, and objects that must be read before they are
+//! changed, are sent alone, after all changes before them. The steps for each kind of object have a
+//! module below this one.
+
+mod addr;
+mod link;
+mod neigh;
+mod nexthop;
+mod route;
+
+use std::collections::{BTreeMap, HashMap, btree_map};
+
+use flannel_core::kernel::{Footprint, KernelError};
+use flannel_core::object::{Change, LinkName, Object};
+
+use crate::codec::addr::AddrMessage;
+use crate::codec::nexthop::NexthopMessage;
+use crate::kernel::foreign_routes::ForeignRoutes;
+use crate::kernel::query::get_link;
+use crate::transport::namespace::Namespace;
+use crate::transport::socket::Socket;
+use crate::transport::wire::Messages;
+
+/// Requests in one `send`, which then takes less than a millisecond. Larger batches are not faster.
+const BATCH: usize = 128;
+
+const EEXIST: i32 = 17;
+const EINVAL: i32 = 22;
+const EOPNOTSUPP: i32 = 95;
+
+/// The steps that change objects of one kind. `n` is the number of the change. `index` is that of
+/// the object's link, 0 if it has none.
+trait Steps {
+    /// Puts the object, or adds the requests to the batch.
+    fn put(&self, writer: &mut Writer<'_>, n: usize, index: u32) -> Result<(), KernelError>;
+
+    /// Deletes the object, or adds the requests to the batch.
+    fn delete(&self, writer: &mut Writer<'_>, n: usize, index: u32) -> Result<(), KernelError>;
+}
+
+fn steps(object: &Object) -> Result<&dyn Steps, KernelError> {
+    match object {
+        Object::Link(link) => Ok(link),
+        Object::Addr(addr) => Ok(addr),
+        Object::Neigh(neigh) => Ok(neigh),
+        Object::Fdb(fdb) => Ok(fdb),
+        Object::Nexthop(nexthop) => Ok(nexthop),
+        Object::Route(route) => Ok(route),
+        unknown => Err(unsupported(unknown)),
+    }
+}
+
+/// One call of [`Kernel::apply`](flannel_core::Kernel::apply).
+pub(crate) struct Writer<'a> {
+    socket: &'a mut Socket,
+    namespace: &'a Namespace,
+    footprint: &'a Footprint,
+    foreign: &'a ForeignRoutes,
+    changes: &'a [Change],
+    results: Vec<Result<(), KernelError>>,
+    batch: Batch,
+    known: Known,
+    /// Requests for routes have the metrics attribute
+    /// ([`RouteMessage::has_metrics_by_nexthop`](crate::codec::route::RouteMessage)).
+    metrics: bool,
+}
+
+/// Requests to be sent.
+#[derive(Default)]
+struct Batch {
+    requests: Messages,
+    /// The number of each request's change, and whether the request is a deletion.
+    origins: Vec<(usize, bool)>,
+}
+
+impl Batch {
+    /// The buffer for a request of change `n` that puts an object.
+    fn put(&mut self, n: usize) -> &mut Messages {
+        self.origins.push((n, false));
+        &mut self.requests
+    }
+
+    /// The buffer for a request of change `n` that deletes an object.
+    fn delete(&mut self, n: usize) -> &mut Messages {
+        self.origins.push((n, true));
+        &mut self.requests
+    }
+}
+
+/// Kernel state that was read during this call.
+#[derive(Default)]
+struct Known {
+    indexes: BTreeMap<LinkName, Result<u32, KernelError>>,
+    /// The addresses on a link.
+    addrs: HashMap<u32, Vec<AddrMessage>>,
+    /// The nexthop objects that the next changes delete, by id.
+    nexthops: HashMap<u32, Result<NexthopMessage, KernelError>>,
+}
+
+impl<'a> Writer<'a> {
+    pub(crate) fn new(
+        socket: &'a mut Socket,
+        namespace: &'a Namespace,
+        footprint: &'a Footprint,
+        foreign: &'a ForeignRoutes,
+        changes: &'a [Change],
+    ) -> Self {
+        Self {
+            socket,
+            namespace,
+            footprint,
+            foreign,
+            changes,
+            results: vec![Ok(()); changes.len()],
+            batch: Batch::default(),
+            known: Known::default(),
+            metrics: foreign.has_metrics(),
+        }
+    }
+
+    pub(crate) fn apply(mut self) -> Vec<Result<(), KernelError>> {
+        for (n, change) in self.changes.iter().enumerate() {
+            let result = self.change(n, change);
+            if result.is_err() {
+                self.results[n] = result;
+            }
+            if self.batch.requests.len() >= BATCH {
+                self.flush();
+            }
+        }
+        self.flush();
+        self.results
+    }
+
+    fn change(&mut self, n: usize, change: &Change) -> Result<(), KernelError> {
+        let steps = steps(change.object())?;
+        match change {
+            Change::Put(object) => {
+                let index = self.index_of(object)?;
+                steps.put(self, n, index)
+            }
+            Change::Delete(object) => {
+                accept_absence(self.index_of(object).and_then(|index| steps.delete(self, n, index)))
+            }
+        }
+    }
+
+    /// Sends the batch and records the results.
+    fn flush(&mut self) {
+        let results = self.socket.send(&mut self.batch.requests);
+        self.batch.requests.clear();
+        let sent = std::mem::take(&mut self.batch.origins);
+        let (mut conflicts, mut hidden) = (Vec::new(), Vec::new());
+        for ((n, deletes), result) in sent.iter().copied().zip(results) {
+            let result = match (result, &self.changes[n]) {
+                (result, _) if deletes => accept_absence(result),
+                (Err(error), Change::Put(Object::Route(route))) => {
+                    self.put_refused_route(n, route, error, &sent, &mut hidden)
+                }
+                (Err(error), Change::Put(Object::Nexthop(nexthop))) => {
+                    conflicts.extend(nexthop::is_conflict(&error).then_some((n, *nexthop)));
+                    Err(error)
+                }
+                (result, _) => result,
+            };
+            if result.is_err() {
+                self.results[n] = result;
+            }
+        }
+        if !conflicts.is_empty() {
+            self.reclaim_ids(&sent, &conflicts);
+        }
+        self.remove_hidden(&hidden);
+    }
+
+    /// The index of the object's link; 0 if it has none.
+    fn index_of(&mut self, object: &Object) -> Result<u32, KernelError> {
+        object.link().map_or(Ok(0), |name| self.index(name))
+    }
+
+    fn index(&mut self, name: LinkName) -> Result<u32, KernelError> {
+        match self.known.indexes.entry(name) {
+            btree_map::Entry::Occupied(known) => known.get().clone(),
+            btree_map::Entry::Vacant(unknown) => {
+                let found = get_link(self.socket, name).map(|link| link.index);
+                unknown.insert(found).clone()
+            }
+        }
+    }
+}
+
+/// An absent object counts as deleted.
+fn accept_absence(result: Result<(), KernelError>) -> Result<(), KernelError> {
+    match result {
+        Err(error) if error.is_absent() => Ok(()),
+        // The routes by a deleted nexthop object are deleted with it. The kernel refuses to delete
+        // one again.
+        Err(KernelError { errno: EINVAL, detail: Some(text) })
+            if text.contains("Nexthop id does not exist") =>
+        {
+            Ok(())
+        }
+        result => result,
+    }
+}
+
+fn unsupported(object: &Object) -> KernelError {
+    KernelError::explained(EOPNOTSUPP, format!("this version cannot handle {object}"))
+}

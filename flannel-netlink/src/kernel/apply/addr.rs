@@ -1,0 +1,70 @@
+//! Steps for addresses.
+
+use std::collections::hash_map::Entry;
+
+use flannel_core::kernel::KernelError;
+use flannel_core::object::Addr;
+
+use super::{Steps, Writer};
+use crate::codec::addr;
+use crate::codec::addr::AddrMessage;
+
+impl Steps for Addr {
+    /// An IPv4 address with another prefix length or far end is another entry, which must be
+    /// deleted. For IPv6 the kernel keeps the old prefix length, so the old one must be deleted
+    /// first. An IPv4 address is added first, because the kernel removes all routes on a link with
+    /// its last address.
+    fn put(&self, writer: &mut Writer<'_>, n: usize, index: u32) -> Result<(), KernelError> {
+        let there = writer.addrs_on(index)?;
+        let is_other = |a: &AddrMessage| {
+            let is_same = a.len == self.len && a.far.is_none() && a.is_universal();
+            a.index == index && a.address == self.address && !is_same
+        };
+        let others: Vec<AddrMessage> = there.iter().copied().filter(is_other).collect();
+        // An address with another length that this call puts later is another entry.
+        there.retain(|a| a.address != self.address);
+        there.push(AddrMessage::of(self, index));
+        // A put does not change the scope of an entry.
+        let stays =
+            |a: &&AddrMessage| a.address.is_ipv6() || (a.len == self.len && a.far.is_none());
+        let (before, after): (Vec<&AddrMessage>, Vec<_>) = others.iter().partition(stays);
+        let last = before.iter().any(|a| a.address.is_ipv4());
+        let step = last.then(|| Self { len: self.len.saturating_sub(1), ..*self });
+        if let Some(step) = &step {
+            addr::put_step(writer.batch.put(n), step, index);
+        }
+        for old in before {
+            addr::delete(writer.batch.delete(n), old);
+        }
+        addr::put(writer.batch.put(n), self, index);
+        let step = step.map(|step| AddrMessage::of(&step, index));
+        for old in after.into_iter().chain(&step) {
+            addr::delete(writer.batch.delete(n), old);
+        }
+        Ok(())
+    }
+
+    /// Deletes all addresses that [`Addr`] represents in the same way.
+    fn delete(&self, writer: &mut Writer<'_>, n: usize, index: u32) -> Result<(), KernelError> {
+        let there = writer.addrs_on(index)?;
+        let is_it =
+            |a: &AddrMessage| (a.index, a.address, a.len) == (index, self.address, self.len);
+        let gone: Vec<AddrMessage> = there.extract_if(.., |a| is_it(a)).collect();
+        for found in &gone {
+            addr::delete(writer.batch.delete(n), found);
+        }
+        Ok(())
+    }
+}
+
+impl Writer<'_> {
+    /// The addresses on a link.
+    fn addrs_on(&mut self, index: u32) -> Result<&mut Vec<AddrMessage>, KernelError> {
+        Ok(match self.known.addrs.entry(index) {
+            Entry::Occupied(known) => known.into_mut(),
+            Entry::Vacant(unknown) => {
+                unknown.insert(self.socket.dump(addr::on(index), addr::read)?)
+            }
+        })
+    }
+}

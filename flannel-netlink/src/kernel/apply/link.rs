@@ -1,0 +1,200 @@
+//! Steps for links.
+
+use std::path::Path;
+use std::{fs, io};
+
+use flannel_core::kernel::KernelError;
+use flannel_core::object::{Link, LinkName};
+
+use super::{EEXIST, EOPNOTSUPP, Steps, Writer, unsupported};
+use crate::codec::link;
+use crate::codec::link::LinkCodec;
+use crate::kernel::query::{find_link, get_link};
+
+const EBUSY: i32 = 16;
+
+impl Steps for Link {
+    fn put(&self, writer: &mut Writer<'_>, _: usize, _: u32) -> Result<(), KernelError> {
+        writer.flush();
+        writer.put_link(self)
+    }
+
+    /// Deletes the device if it belongs to the same network. The MTU and the like may differ.
+    fn delete(&self, writer: &mut Writer<'_>, _: usize, _: u32) -> Result<(), KernelError> {
+        writer.flush();
+        let is = get_link(writer.socket, self.name)?;
+        if !link::codec(&self.kind).is_some_and(|codec| codec.is_same_network(&is)) {
+            return Ok(());
+        }
+        writer.forget(self.name);
+        writer.socket.send_one(link::delete(is.index))
+    }
+}
+
+impl Writer<'_> {
+    /// A change of the MAC address makes the kernel delete all neighbours on the device, even
+    /// permanent ones. Routes stay.
+    fn put_link(&mut self, want: &Link) -> Result<(), KernelError> {
+        let Some(codec) = link::codec(&want.kind) else {
+            return Err(unsupported(&want.clone().into()));
+        };
+        let lower = want.kind.attributes().lower().map_or(Ok(0), |name| self.index(name))?;
+        let Some(is) = find_link(self.socket, want.name)? else {
+            return self.create_link(want, codec, lower);
+        };
+        let kind = want.kind.attributes().kind();
+        if is.kind_name != kind {
+            let other =
+                if is.kind_name.is_empty() { "physical or built-in" } else { &is.kind_name };
+            let detail = format!(
+                "{} exists and is no {kind} device but a {other} one: rename or remove it",
+                want.name
+            );
+            return Err(KernelError::explained(EEXIST, detail));
+        }
+        if is.can_become(&want.kind) {
+            let mut send = |mut requests| self.socket.send(&mut requests).into_iter().collect();
+            let changed: Result<(), KernelError> = send(link::change_kind(&is, codec, lower));
+            match changed {
+                // The kernel cannot change the device in place, so it is created again.
+                Err(error) if error.errno == EOPNOTSUPP => {
+                    tracing::debug!(link = %want.name, %error, "a change in place was refused");
+                }
+                changed => {
+                    let released =
+                        send(link::release(&is)).map_err(|error| unreleased(want.name, error));
+                    let common = send(link::change(&is, want));
+                    return changed.and(released).and(common);
+                }
+            }
+        }
+        self.socket.send_one(link::delete(is.index))?;
+        self.create_link(want, codec, lower)
+    }
+
+    fn create_link(
+        &mut self,
+        want: &Link,
+        codec: &dyn LinkCodec,
+        lower: u32,
+    ) -> Result<(), KernelError> {
+        self.forget(want.name);
+        match self.socket.send_one(link::create(want, codec, lower)) {
+            Err(error) if error.errno == EEXIST => return self.rename_back(want, codec, error),
+            created => created?,
+        }
+        let index = self.index(want.name)?;
+        self.ignore_router_advertisements(want.name);
+        if want.up { self.socket.send_one(link::set_up(index, true)) } else { Ok(()) }
+    }
+
+    /// Restores the name of our device after another program renamed it. All objects on it stay. If
+    /// no device is ours, the error says which one prevents the creation, else it is `error`.
+    fn rename_back(
+        &mut self,
+        want: &Link,
+        codec: &dyn LinkCodec,
+        error: KernelError,
+    ) -> Result<(), KernelError> {
+        let mut there = self.socket.dump(link::all(), link::read)?;
+        there.retain(|is| codec.excludes(is));
+        // The MAC address identifies our device.
+        let Some(is) = there.iter().find(|is| is.has_mac_of(&want.kind)) else {
+            let Some(is) = there.first() else { return Err(error) };
+            let detail = format!("{} has {} already: remove it", is.name, codec.exclusive());
+            return Err(KernelError::explained(EEXIST, detail));
+        };
+        tracing::warn!("{} was given the name {}: it gets its own again", want.name, is.name);
+        match self.socket.send_one(link::rename(is.index, want.name)) {
+            // Kernels before 6.2 refuse to rename a device that is up.
+            Err(error) if error.errno == EBUSY => {
+                self.socket.send_one(link::set_up(is.index, false))?;
+                self.socket.send_one(link::rename(is.index, want.name))?;
+            }
+            renamed => renamed?,
+        }
+        self.put_link(want)
+    }
+
+    /// The remote end of a tunnel must not configure this host. In containers the file is usually
+    /// read-only.
+    fn ignore_router_advertisements(&self, name: LinkName) {
+        let path = Path::new("/proc/sys/net/ipv6/conf").join(name.as_str());
+        let outcome = self
+            .namespace
+            .run(|| (fs::write(path.join("accept_ra"), "0"), accepts_advertisements(&path)));
+        match outcome {
+            Ok((Ok(()), _)) => {}
+            Ok((Err(error), Ok(true))) => tracing::warn!(
+                "{name} heeds router advertisements, so that the other end of the tunnel can give this host addresses \
+                 and routes: {}/accept_ra cannot be written: {error}; right would be 0: on the host, \
+                 sysctl -w net/ipv6/conf/{name}/accept_ra=0",
+                path.display()
+            ),
+            // Without IPv6 the file does not exist.
+            Ok((Err(error), accepts)) => {
+                tracing::debug!(%error, ?accepts, link = %name, "accept_ra is left as it is");
+            }
+            Err(error) => tracing::debug!(%error, link = %name, "accept_ra is left as it is"),
+        }
+    }
+
+    /// Removes the cached index and addresses of a link.
+    fn forget(&mut self, name: LinkName) {
+        if let Some(Ok(index)) = self.known.indexes.remove(&name) {
+            self.known.addrs.remove(&index);
+        }
+    }
+}
+
+/// The error if the driver refuses to release a port.
+fn unreleased(name: LinkName, error: KernelError) -> KernelError {
+    let detail = format!(
+        "{name} is a port of another device, which does not let go of it: take it out there"
+    );
+    if error.errno == EOPNOTSUPP { KernelError::explained(EOPNOTSUPP, detail) } else { error }
+}
+
+/// A device with these IPv6 settings accepts router advertisements.
+fn accepts_advertisements(settings: &Path) -> io::Result<bool> {
+    let number = |name| fs::read_to_string(settings.join(name)).map(|text| text.trim().to_owned());
+    let accepts = match number("accept_ra")?.as_str() {
+        "0" => false,
+        // 1 means to accept them unless the host forwards packets, 2 means always.
+        "1" => number("forwarding")? == "0",
+        _ => true,
+    };
+    Ok(accepts && number("disable_ipv6")? == "0")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{in_netns, ip};
+
+    #[test]
+    fn a_device_accepts_router_advertisements_as_its_settings_say() {
+        in_netns(|| {
+            ip("link add up0 type veth peer name far0");
+            let settings = Path::new("/proc/sys/net/ipv6/conf/up0");
+            for (accept_ra, forwarding, disable_ipv6, expected) in [
+                ("0", "0", "0", false),
+                ("1", "0", "0", true),
+                ("1", "1", "0", false),
+                ("2", "1", "0", true),
+                ("2", "0", "1", false),
+            ] {
+                let values = [
+                    ("forwarding", forwarding),
+                    ("accept_ra", accept_ra),
+                    ("disable_ipv6", disable_ipv6),
+                ];
+                for (name, value) in values {
+                    fs::write(settings.join(name), value).unwrap();
+                }
+                assert_eq!(accepts_advertisements(settings).unwrap(), expected, "{values:?}");
+            }
+            assert!(accepts_advertisements(&settings.with_file_name("absent0")).is_err());
+        });
+    }
+}

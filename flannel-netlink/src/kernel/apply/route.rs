@@ -1,0 +1,234 @@
+//! Steps for routes.
+
+use flannel_core::Subnet;
+use flannel_core::kernel::{GO_ROUTE_PROTOCOL, KernelError, ROUTE_PROTOCOL};
+use flannel_core::object::{Change, Object, Route, Via};
+use neli::consts::rtnl::Rtprot;
+
+use super::{EEXIST, EINVAL, Steps, Writer, unsupported};
+use crate::codec::route;
+use crate::kernel::foreign_routes::DuplicateRoute;
+use crate::transport::wire::Messages;
+
+/// A put that the kernel refused because our route exists behind another one, and a later put in
+/// the same batch that replaced the other one.
+pub(super) struct HiddenRoute {
+    hidden: Route,
+    /// The number of the later change.
+    last: usize,
+    route: Route,
+}
+
+impl Steps for Route {
+    fn put(&self, writer: &mut Writer<'_>, n: usize, index: u32) -> Result<(), KernelError> {
+        if !route::is_known(self) {
+            return Err(unsupported(&(*self).into()));
+        }
+        writer.delete_duplicates(n, &self.dst, |_| true);
+        // A last-resort route neither replaces a route nor is replaced by one, so our previous
+        // route is deleted first.
+        if self.via == Via::LastResort {
+            writer.delete_on_our_links(n, &self.dst)?;
+            route::delete_any(writer.batch.delete(n), &self.dst, ROUTE_PROTOCOL);
+            writer.foreign.note_last_resort(self.dst);
+        } else {
+            writer.delete_behind(n, self);
+        }
+        let metrics = writer.metrics;
+        route::put(writer.batch.put(n), self, index, metrics);
+        Ok(())
+    }
+
+    fn delete(&self, writer: &mut Writer<'_>, n: usize, index: u32) -> Result<(), KernelError> {
+        if self.via != Via::LastResort {
+            writer.delete_behind(n, self);
+        }
+        writer.delete_duplicates(n, &self.dst, |duplicate| duplicate.is_ours);
+        let protocol = writer.protocol(self);
+        route::delete(writer.batch.delete(n), self, index, protocol);
+        Ok(())
+    }
+}
+
+impl Writer<'_> {
+    /// Deletes our last-resort route that may be behind the route of change `n`. Outside the pod
+    /// networks it belongs to another network.
+    fn delete_behind(&mut self, n: usize, route: &Route) {
+        let inside = self.footprint.networks.iter().any(|network| network.covers(&route.dst));
+        if self.footprint.blackholes && inside && self.foreign.may_have_last_resort(&route.dst) {
+            let behind = Route { via: Via::LastResort, mtu: None, ..*route };
+            route::delete(self.batch.delete(n), &behind, 0, ROUTE_PROTOCOL);
+        }
+    }
+
+    /// Deletes the routes into our tunnels, which are ours whatever their protocol (see
+    /// [`Footprint::owns_route`](flannel_core::kernel::Footprint::owns_route)). They would take
+    /// precedence over a last-resort route. Such puts are rare, so the routes are read.
+    fn delete_on_our_links(&mut self, n: usize, dst: &Subnet) -> Result<(), KernelError> {
+        // A link that does not exist has no routes.
+        let links = self.footprint.links.iter().filter_map(|link| self.index(*link).ok());
+        let links: Vec<u32> = links.collect();
+        if links.is_empty() {
+            return Ok(());
+        }
+        self.flush();
+        let there = self.socket.dump(route::all(dst.family()), |message| {
+            let found = route::read(message).filter(|found| found.dst == *dst && found.main)?;
+            let is_ours =
+                found.default_metric && found.nexthop.is_none() && links.contains(&found.index);
+            (is_ours && found.protocol != u8::from(Rtprot::Kernel)).then_some(found)
+        })?;
+        for found in &there {
+            route::delete_found(self.batch.delete(n), found);
+        }
+        Ok(())
+    }
+
+    /// Deletes the duplicates of the route of change `n` for which `goes` is true.
+    fn delete_duplicates(&mut self, n: usize, dst: &Subnet, goes: fn(&DuplicateRoute) -> bool) {
+        let all = self.foreign.take_duplicates(dst);
+        for duplicate in all.iter().filter(|duplicate| goes(duplicate)) {
+            route::delete_found(self.batch.delete(n), &duplicate.found);
+        }
+    }
+
+    /// The protocol that an owned route must have to be deleted; 0 is any protocol. See
+    /// [`Footprint::owns_route`](flannel_core::kernel::Footprint::owns_route).
+    pub(super) fn protocol(&self, route: &Route) -> u8 {
+        match route.via {
+            _ if self.footprint.go_routes.is_some() => GO_ROUTE_PROTOCOL,
+            Via::Gateway { link, .. } | Via::Link(link) if self.footprint.links.contains(&link) => {
+                0
+            }
+            // Other programs do not use ids of our block.
+            Via::Nexthop(_) => 0,
+            _ => ROUTE_PROTOCOL,
+        }
+    }
+
+    /// Puts the route of change `n`, which the kernel refused with `error`, in another way if there
+    /// is one. `sent` has the origins of the batch.
+    pub(super) fn put_refused_route(
+        &mut self,
+        n: usize,
+        route: &Route,
+        error: KernelError,
+        sent: &[(usize, bool)],
+        hidden: &mut Vec<HiddenRoute>,
+    ) -> Result<(), KernelError> {
+        let exists = error.errno == EEXIST;
+        if !exists && !blocks_itself(route, &error) {
+            return Err(error);
+        }
+        // The last put of the same destination in this batch.
+        let later = sent.iter().rev().filter(|(m, deletes)| *m > n && !deletes);
+        let last = later.map(|(m, _)| *m).find_map(|m| match &self.changes[m] {
+            Change::Put(Object::Route(last)) if last.dst == route.dst => Some((m, *last)),
+            _ => None,
+        });
+        match last {
+            Some((last, place)) if exists => {
+                hidden.push(HiddenRoute { hidden: *route, last, route: place });
+                Ok(())
+            }
+            // A put would undo the later one.
+            Some(_) => Err(error),
+            None if exists => self.replace_hidden(route, route),
+            None => self.put_by_link_route(route).map_err(|_| error),
+        }
+    }
+
+    /// Removes our routes that are behind later ones of ours. If the later put failed, the hidden
+    /// route stays.
+    pub(super) fn remove_hidden(&mut self, hidden: &[HiddenRoute]) {
+        for HiddenRoute { hidden, last, route } in hidden {
+            if self.results[*last].is_ok() && hidden != route {
+                self.results[*last] = self.replace_hidden(hidden, route);
+            }
+        }
+    }
+
+    /// Our route `hidden` is behind another one, so a put would add a second route of ours. Deletes
+    /// `hidden`, then puts `route` in place of the other one.
+    fn replace_hidden(&mut self, hidden: &Route, route: &Route) -> Result<(), KernelError> {
+        let mut requests = Messages::default();
+        let index = self.index_of(&Object::Route(*hidden))?;
+        route::delete(&mut requests, hidden, index, ROUTE_PROTOCOL);
+        if hidden.mtu != route.mtu {
+            route::only_with_mtu(&mut requests, hidden.mtu);
+        }
+        let index = self.index_of(&Object::Route(*route))?;
+        // If the kernel cannot distinguish them, it deleted `route`, which now replaces `hidden`.
+        route::put(&mut requests, route, index, self.metrics);
+        let mut results = self.socket.send(&mut requests);
+        results.remove(1)
+    }
+
+    /// Puts `route` while a temporary host route leads to its gateway. The destination always has a
+    /// route.
+    fn put_by_link_route(&mut self, route: &Route) -> Result<(), KernelError> {
+        let Via::Gateway { gateway, link, .. } = route.via else {
+            return Err(KernelError::new(EINVAL));
+        };
+        let index = self.index(link)?;
+        let step = Route { dst: Subnet::host(gateway), via: Via::Link(link), mtu: None };
+        let mut requests = Messages::default();
+        route::add(&mut requests, &step, index);
+        route::put(&mut requests, route, index, self.metrics);
+        route::delete(&mut requests, &step, index, ROUTE_PROTOCOL);
+        let mut results = self.socket.send(&mut requests);
+        results.remove(1)
+    }
+}
+
+/// IPv6 looks up the gateway in the routing table even for an `onlink` route, and refuses it if it
+/// is reached by another device. A gateway inside the destination is, by the foreign route that
+/// `route` will replace.
+fn blocks_itself(route: &Route, error: &KernelError) -> bool {
+    let inside = matches!(route.via, Via::Gateway { gateway, .. } if route.dst.contains(gateway));
+    error.errno == EINVAL && route.dst.base().is_ipv6() && inside
+}
+
+#[cfg(test)]
+mod tests {
+    use flannel_core::kernel::Footprint;
+
+    use super::super::BATCH;
+    use super::*;
+    use crate::kernel::foreign_routes::ForeignRoutes;
+    use crate::testing::{in_netns, ip};
+    use crate::transport::namespace::Namespace;
+    use crate::transport::socket::Socket;
+
+    /// Such a query is one more message and answer for each route.
+    #[test]
+    fn a_last_resort_is_deleted_only_where_one_may_be() {
+        in_netns(|| {
+            ip("link set lo up");
+            let namespace = Namespace::current().unwrap();
+            let (mut socket, foreign) = (Socket::open().unwrap(), ForeignRoutes::default());
+            let networks = vec!["10.0.0.0/8".parse().unwrap()];
+            let footprint = Footprint { blackholes: true, networks, ..Footprint::default() };
+            let route = |n: u8, via| {
+                Change::Put(
+                    Route { dst: Subnet::new([10, 1, n, 0].into(), 24).unwrap(), via, mtu: None }
+                        .into(),
+                )
+            };
+            let routes: Vec<Change> = (0..BATCH).map(|n| route(n as u8, Via::Blackhole)).collect();
+            let exchanges = |socket: &mut Socket, changes: &[Change]| {
+                let before = socket.exchanges;
+                let results =
+                    Writer::new(socket, &namespace, &footprint, &foreign, changes).apply();
+                assert!(results.iter().all(Result::is_ok), "{results:?}");
+                socket.exchanges - before
+            };
+            assert_eq!(exchanges(&mut socket, &routes), 2, "no routes were read");
+            crate::kernel::snapshot::snapshot(&mut socket, &footprint, &foreign).unwrap();
+            assert_eq!(exchanges(&mut socket, &routes), 1, "a message for each");
+            exchanges(&mut socket, &[route(7, Via::LastResort)]);
+            assert_eq!(exchanges(&mut socket, &routes), 2, "one more");
+            assert_eq!(ip("route show 10.1.7.0/24").lines().count(), 1);
+        });
+    }
+}

@@ -1,0 +1,137 @@
+//! Changes by other programs, over a multicast socket of its own.
+//!
+//! For routes, addresses, neighbours and nexthops the kernel reports the socket that requested the
+//! change. This daemon's own changes are left out, if possible by a filter in the kernel. For
+//! links, forwarding entries and neighbours that it removes, the kernel reports no socket. Those
+//! changes are always reported.
+
+mod event_decoder;
+
+use async_trait::async_trait;
+use flannel_core::kernel::{Changes, Invalidation, KernelError};
+use neli::consts::rtnl::Rtm;
+use nix::sys::socket::SockProtocol;
+use socket2::{SockFilter, SockRef};
+
+use self::event_decoder::EventDecoder;
+use crate::kernel::foreign_routes::ForeignRoutes;
+use crate::transport::multicast::Multicast;
+use crate::transport::socket::Socket;
+
+/// `RTNLGRP_…`: LINK, NEIGH, IPV4_IFADDR, IPV4_ROUTE, IPV4_RULE, IPV6_IFADDR, IPV6_ROUTE,
+/// IPV6_RULE, NEXTHOP. Kernels before 5.3 do not know NEXTHOP.
+const GROUPS: [u32; 9] = [1, 3, 5, 7, 8, 9, 11, 19, 32];
+/// Bytes of the receive buffer, enough for about 10,000 messages.
+const RECEIVE_BUFFER: usize = 8 << 20;
+
+/// Receives multicast messages and returns invalidations.
+pub(crate) struct Listener {
+    socket: Multicast,
+    decoder: EventDecoder,
+}
+
+impl Listener {
+    /// Listens in the network namespace of the calling thread. Changes by the socket with the port
+    /// id `port` are this daemon's own.
+    pub(crate) fn open(port: u32, foreign: ForeignRoutes) -> Result<Self, KernelError> {
+        let socket = Multicast::open(SockProtocol::NetlinkRoute, RECEIVE_BUFFER)?;
+        // Overruns are less likely without our own messages in the buffer.
+        if let Err(error) = SockRef::from(&socket).attach_filter(&without_own_messages(port)) {
+            tracing::debug!(%error, "our own messages are not filtered in the kernel");
+        }
+        socket.join(&GROUPS)?;
+        let decoder = EventDecoder::new(Socket::open()?, port, foreign)?;
+        Ok(Self { socket, decoder })
+    }
+
+    /// Reads the waiting datagrams up to a limit; true if no more wait.
+    fn read(&mut self) -> Result<bool, KernelError> {
+        self.socket.receive(|datagram| match datagram {
+            Some(datagram) => {
+                self.decoder.take_datagram(datagram);
+                Ok(())
+            }
+            None => self.decoder.lost(),
+        })
+    }
+}
+
+#[async_trait]
+impl Changes for Listener {
+    async fn next(&mut self) -> Result<Invalidation, KernelError> {
+        loop {
+            if let Some(invalidation) = self.decoder.pop() {
+                return Ok(invalidation);
+            }
+            if self.read()? && self.decoder.is_empty() {
+                self.socket.readable().await?;
+            }
+        }
+    }
+}
+
+/// A classic BPF filter that passes messages about links and messages of other ports.
+fn without_own_messages(port: u32) -> [SockFilter; 7] {
+    const LOAD_HALF: u16 = 0x28;
+    const LOAD_WORD: u16 = 0x20;
+    const JUMP_IF_EQUAL: u16 = 0x15;
+    const RETURN: u16 = 0x06;
+    // BPF loads are big-endian; the header is in the machine's byte order.
+    let kind = |kind: Rtm| u32::from(u16::from_be_bytes(u16::from(kind).to_ne_bytes()));
+    let port = u32::from_be_bytes(port.to_ne_bytes());
+    [
+        SockFilter::new(LOAD_HALF, 0, 0, 4),
+        SockFilter::new(JUMP_IF_EQUAL, 4, 0, kind(Rtm::Newlink)),
+        SockFilter::new(JUMP_IF_EQUAL, 3, 0, kind(Rtm::Dellink)),
+        SockFilter::new(LOAD_WORD, 0, 0, 12),
+        SockFilter::new(JUMP_IF_EQUAL, 0, 1, port),
+        SockFilter::new(RETURN, 0, 0, 0),
+        SockFilter::new(RETURN, 0, 0, u32::MAX),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use flannel_core::kernel::Footprint;
+    use flannel_core::object::{Change, Route, Via};
+    use flannel_core::{Kernel, Subnet};
+
+    use super::*;
+    use crate::NetlinkKernel;
+    use crate::testing::in_netns;
+
+    /// A program that makes changes endlessly must not delay invalidations or fill the memory.
+    #[test]
+    fn many_changes_are_returned_in_bounded_parts() {
+        const MANY: u32 = 5_000;
+        in_netns(|| {
+            let mut listener = Listener::open(1, ForeignRoutes::default()).unwrap();
+            let theirs: Vec<Change> = (0..MANY)
+                .map(|n| Subnet::host((0x0a01_0000 + n).to_be_bytes().into()))
+                .map(|dst| Change::Put(Route { dst, via: Via::Blackhole, mtu: None }.into()))
+                .collect();
+            let footprint = Footprint { blackholes: true, ..Footprint::default() };
+            let other = NetlinkKernel::open().unwrap();
+            assert!(other.apply(&footprint, &theirs).iter().all(Result::is_ok));
+            let (mut all, mut parts) = (false, Vec::new());
+            while !all {
+                all = listener.read().unwrap();
+                let mut part = 0;
+                while let Some(invalidation) = listener.decoder.pop() {
+                    let Invalidation::Objects(events, _) = invalidation else {
+                        // The receive buffer of an ordinary user holds fewer messages.
+                        let room = SockRef::from(&listener.socket).recv_buffer_size().unwrap();
+                        return assert!(
+                            invalidation == Invalidation::Everything && room < RECEIVE_BUFFER,
+                            "{invalidation:?}"
+                        );
+                    };
+                    part += events.len();
+                }
+                parts.push(part);
+            }
+            assert!(parts.iter().all(|part| *part <= 1024), "{parts:?}");
+            assert_eq!(parts.iter().sum::<usize>(), theirs.len(), "{parts:?}");
+        });
+    }
+}

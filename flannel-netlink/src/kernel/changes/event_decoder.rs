@@ -1,0 +1,191 @@
+//! Decodes multicast messages into invalidations. A message has the index of a link. The name comes
+//! from messages about links, which arrive in order with all others.
+
+use std::collections::{HashMap, VecDeque};
+use std::net::IpAddr;
+
+use flannel_core::Subnet;
+use flannel_core::kernel::{ChangedBy, Invalidation, KernelError, KernelEvent};
+use flannel_core::object::{Key, LinkName};
+use neli::consts::rtnl::{RtAddrFamily, Rtm};
+
+use crate::codec::link::LinkMessage;
+use crate::codec::{EventMessage, addr, family_of, link, neigh, nexthop, route};
+use crate::kernel::foreign_routes::ForeignRoutes;
+use crate::kernel::query::{ENODEV, ask_name};
+use crate::transport::socket::Socket;
+use crate::transport::wire::{EBADMSG, Message, messages};
+
+/// Decodes messages and queues the invalidations.
+pub(crate) struct EventDecoder {
+    /// Looks up names of links that no message has given.
+    requests: Socket,
+    /// The port id of our own changes.
+    port: u32,
+    foreign: ForeignRoutes,
+    links: HashMap<u32, LinkMessage>,
+    pending: VecDeque<Invalidation>,
+}
+
+/// An event, and the route protocol of the changed object.
+type Decoded = (KernelEvent, Option<u8>);
+
+impl EventDecoder {
+    /// Changes by the socket with the port id `port` are our own. `requests` is another socket in
+    /// the same namespace.
+    pub(crate) fn new(
+        requests: Socket,
+        port: u32,
+        foreign: ForeignRoutes,
+    ) -> Result<Self, KernelError> {
+        let mut events =
+            Self { requests, port, foreign, links: HashMap::new(), pending: VecDeque::new() };
+        events.learn_names()?;
+        Ok(events)
+    }
+
+    /// The next invalidation, in the order of the messages.
+    pub(crate) fn pop(&mut self) -> Option<Invalidation> {
+        self.pending.pop_front()
+    }
+
+    /// No invalidation is queued.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.pending.is_empty()
+    }
+
+    fn learn_names(&mut self) -> Result<(), KernelError> {
+        let links = self.requests.dump(link::all(), link::read)?;
+        self.links = links.into_iter().map(|link| (link.index, link)).collect();
+        Ok(())
+    }
+
+    /// Decodes one datagram. A malformed message invalidates everything.
+    pub(crate) fn take_datagram(&mut self, datagram: &[u8]) {
+        for message in messages(datagram) {
+            if let Err(error) = message.and_then(|message| self.take(&message)) {
+                tracing::debug!(%error, "a message from the kernel was lost");
+                self.everything();
+            }
+        }
+    }
+
+    /// Messages were lost, perhaps about links.
+    pub(crate) fn lost(&mut self) -> Result<(), KernelError> {
+        self.everything();
+        self.learn_names()
+    }
+
+    fn take(&mut self, message: &Message<'_>) -> Result<(), KernelError> {
+        if let Some(link) = link::read(message) {
+            self.take_link(&link, message.is_deletion());
+            return Ok(());
+        }
+        if message.port == self.port {
+            return Ok(());
+        }
+        let decoded = match Rtm::from(message.kind) {
+            Rtm::Newaddr | Rtm::Deladdr => self.decode(message, addr::read(message))?,
+            Rtm::Newneigh | Rtm::Delneigh => {
+                let found = neigh::read(message);
+                found.iter().for_each(|found| self.foreign.note_entry(found));
+                self.decode(message, found)?
+            }
+            Rtm::Newroute | Rtm::Delroute => {
+                let found = route::read(message);
+                found.iter().for_each(|found| self.foreign.note_route(found));
+                self.decode(message, found)?
+            }
+            Rtm::Newrule | Rtm::Delrule => rule(message),
+            _ if nexthop::is_event(message.kind) => self.decode(message, nexthop::read(message))?,
+            _ => None,
+        };
+        let Some((event, protocol)) = decoded else { return Ok(()) };
+        // With the last IPv4 address of a device the kernel removes all IPv4 routes on it, without
+        // a message for each.
+        if let KernelEvent::Deleted(Key::Addr(link, IpAddr::V4(_))) = event {
+            self.invalidate_link(link);
+        }
+        self.add(event, changed_by(message.port, protocol));
+        Ok(())
+    }
+
+    fn decode(
+        &mut self,
+        message: &Message<'_>,
+        found: Option<impl EventMessage>,
+    ) -> Result<Option<Decoded>, KernelError> {
+        let (Some(found), is_deletion) = (found, message.is_deletion()) else { return Ok(None) };
+        let link = match found.event_index(is_deletion) {
+            0 => None,
+            index => self.name(index)?,
+        };
+        let event = found.event(link, is_deletion, message.flags);
+        Ok(event.map(|event| (event, found.protocol().filter(|_| !is_deletion))))
+    }
+
+    fn take_link(&mut self, link: &LinkMessage, deleted: bool) {
+        let before = match (link.whole, deleted) {
+            (true, true) => self.links.remove(&link.index),
+            (true, false) => self.links.insert(link.index, link.clone()),
+            (false, _) => None,
+        };
+        // Counters, promiscuous mode and the operational state are of no interest.
+        if !deleted && link.whole && before.as_ref() == Some(link) {
+            return;
+        }
+        let renamed = before.map(|before| before.name).filter(|before| *before != link.name);
+        for name in renamed.into_iter().chain([link.name]) {
+            self.invalidate_link(name);
+        }
+    }
+
+    /// The name of a link. If the link is gone before its name is known, everything is invalid.
+    fn name(&mut self, index: u32) -> Result<Option<LinkName>, KernelError> {
+        if let Some(link) = self.links.get(&index) {
+            return Ok(Some(link.name));
+        }
+        match ask_name(&mut self.requests, index) {
+            Ok(name) => return Ok(Some(name)),
+            Err(error) if error.errno == ENODEV => self.everything(),
+            Err(error) if error.errno == EBADMSG => {}
+            Err(error) => return Err(error),
+        }
+        Ok(None)
+    }
+
+    fn add(&mut self, event: KernelEvent, changed_by: Option<ChangedBy>) {
+        match self.pending.back_mut() {
+            Some(Invalidation::Objects(events, last)) if *last == changed_by => events.push(event),
+            _ => self.pending.push_back(Invalidation::Objects(vec![event], changed_by)),
+        }
+    }
+
+    fn invalidate_link(&mut self, name: LinkName) {
+        let invalidation = Invalidation::Link(name);
+        if self.pending.back() != Some(&invalidation) {
+            self.pending.push_back(invalidation);
+        }
+    }
+
+    /// An invalidation of everything replaces all others.
+    fn everything(&mut self) {
+        self.pending.clear();
+        self.pending.push_back(Invalidation::Everything);
+    }
+}
+
+/// The process that owns the socket with this port id; `None` for 0, which is the kernel or an
+/// unknown socket. `protocol` is the route protocol of the changed object.
+fn changed_by(port: u32, protocol: Option<u8>) -> Option<ChangedBy> {
+    let mut changed_by = ChangedBy::new(port);
+    changed_by.protocol = protocol;
+    (port != 0).then_some(changed_by)
+}
+
+/// A rule can redirect any packet of its family, like a default route in another table.
+fn rule(message: &Message<'_>) -> Option<Decoded> {
+    // `struct fib_rule_hdr` begins with the family.
+    let family = family_of(RtAddrFamily::from(*message.payload.first()?))?;
+    Some((KernelEvent::Related(Key::Route(Subnet::everything(family))), None))
+}

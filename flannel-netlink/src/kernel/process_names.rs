@@ -1,0 +1,145 @@
+//! Finds the process that changed an object.
+//!
+//! The kernel reports the port id of a socket. It is usually a process id, but perhaps one of
+//! another pid namespace. So the process is named only if it has the socket open. A daemon with few
+//! capabilities cannot read the open files of root's processes. Such a process is named as
+//! probable.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::io::{self, Read, Seek};
+use std::time::{Duration, Instant};
+
+/// How long answers are cached.
+const FRESH: Duration = Duration::from_secs(1);
+/// Processes that are looked up within [`FRESH`] at most, because a lookup reads several files.
+const MOST: usize = 20;
+/// Time that lookups may take within [`FRESH`], for hosts with very many sockets.
+const BUDGET: Duration = Duration::from_millis(50);
+/// Open files of a process that are read at most.
+const MOST_FILES: usize = 10_000;
+
+/// The processes behind the port ids of one network namespace.
+pub(crate) struct Processes {
+    /// `/proc/net/netlink` of the namespace in which it was opened; `None` if it cannot be opened.
+    sockets: Option<File>,
+    since: Instant,
+    spent: Duration,
+    known: HashMap<u32, Option<String>>,
+}
+
+impl Processes {
+    /// The processes in the network namespace of the calling thread.
+    pub(crate) fn here() -> Self {
+        let sockets = File::open("/proc/thread-self/net/netlink");
+        let sockets =
+            sockets.inspect_err(|error| tracing::debug!(%error, "processes will have no names"));
+        Self {
+            sockets: sockets.ok(),
+            since: Instant::now(),
+            spent: Duration::ZERO,
+            known: HashMap::new(),
+        }
+    }
+
+    /// See [`ProcessNames::name`](flannel_core::kernel::ProcessNames::name).
+    pub(crate) fn name(&mut self, port: u32) -> Option<String> {
+        let now = Instant::now();
+        if now - self.since > FRESH {
+            (self.since, self.spent, self.known) = (now, Duration::ZERO, HashMap::new());
+        }
+        if let Some(name) = self.known.get(&port) {
+            return name.clone();
+        }
+        if self.known.len() == MOST || self.spent > BUDGET {
+            return None;
+        }
+        let name = self.find(port);
+        self.spent += now.elapsed();
+        self.known.insert(port, name.clone());
+        name
+    }
+
+    fn find(&mut self, port: u32) -> Option<String> {
+        let mut table = String::new();
+        let sockets = self.sockets.as_mut()?;
+        let read = sockets.rewind().and_then(|()| sockets.read_to_string(&mut table));
+        let socket = format!("socket:[{}]", read.ok().and_then(|_| inode(&table, port))?);
+        let certainty = match has_open(port, &socket) {
+            Ok(true) => "",
+            Ok(false) => return None,
+            Err(error) => {
+                tracing::debug!(%error, port, "the open files of the process cannot be read");
+                // Process 1 is often the first process of a container.
+                if port == 1 {
+                    return None;
+                }
+                "probably "
+            }
+        };
+        // This fails if the process has ended.
+        let name = std::fs::read_to_string(format!("/proc/{port}/comm")).ok()?;
+        Some(format!("{certainty}{} (process {port})", name.trim_end()))
+    }
+}
+
+/// The inode of the rtnetlink socket with this port id, in the text of `/proc/net/netlink`.
+fn inode(table: &str, port: u32) -> Option<&str> {
+    table.lines().find_map(|line| {
+        let mut columns = line.split_whitespace();
+        let (protocol, id) = (columns.nth(1)?, columns.next()?);
+        (protocol == "0" && id.parse() == Ok(port)).then(|| columns.next_back())?
+    })
+}
+
+/// The process has this file open.
+fn has_open(process: u32, file: &str) -> io::Result<bool> {
+    for entry in std::fs::read_dir(format!("/proc/{process}/fd"))?.take(MOST_FILES) {
+        match std::fs::read_link(entry?.path()) {
+            Ok(target) if target.as_os_str() == file => return Ok(true),
+            Err(error) if error.kind() == io::ErrorKind::PermissionDenied => return Err(error),
+            // The file was closed meanwhile, or is another file.
+            _ => {}
+        }
+    }
+    Ok(false)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_socket_is_found_by_protocol_and_port() {
+        let table = "\
+sk               Eth Pid        Groups   Rmem     Wmem     Dump  Locks    Drops    Inode\n\
+0000000000000000 15  4711       00000001 0        0        0     2        0        11      \n\
+0000000000000000 0   2995735113 00000000 0        0        0     2        0        22      \n\
+0000000000000000 0   4711       00000440 0        0        0     2        0        33      \n";
+        assert_eq!(inode(table, 4711), Some("33"));
+        assert_eq!(inode(table, 2_995_735_113), Some("22"));
+        assert_eq!(inode(table, 1), None);
+    }
+
+    #[test]
+    fn many_ports_cause_few_lookups() {
+        let mut processes = Processes::here();
+        for port in 1..10_000 {
+            processes.name(port);
+        }
+        assert!(processes.known.len() <= MOST);
+    }
+
+    #[test]
+    fn slow_lookups_are_few() {
+        let mut processes = Processes::here();
+        processes.name(1);
+        processes.spent = 2 * BUDGET;
+        let known = processes.known.len();
+        (2..1_000).for_each(|port| assert_eq!(processes.name(port), None));
+        assert_eq!(processes.known.len(), known);
+        processes.since -= 2 * FRESH;
+        processes.name(2);
+        assert!(processes.known.contains_key(&2) && processes.spent <= BUDGET);
+    }
+}

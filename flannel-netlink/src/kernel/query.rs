@@ -1,0 +1,72 @@
+//! Single queries: a link by name, a name by index, a route by destination.
+
+use std::net::IpAddr;
+
+use flannel_core::kernel::{KernelError, RouteAnswer};
+use flannel_core::object::LinkName;
+use neli::consts::rtnl::Rtn;
+
+use crate::codec::link::LinkMessage;
+use crate::codec::{link, route};
+use crate::transport::socket::Socket;
+use crate::transport::wire::EBADMSG;
+
+pub(crate) const ENODEV: i32 = 19;
+const EACCES: i32 = 13;
+const EINVAL: i32 = 22;
+const ENETUNREACH: i32 = 101;
+const EHOSTUNREACH: i32 = 113;
+
+/// The link with this name; `None` if there is none. Alternative names do not count.
+pub(crate) fn find_link(
+    socket: &mut Socket,
+    name: LinkName,
+) -> Result<Option<LinkMessage>, KernelError> {
+    match socket.ask(link::by_name(name), link::read) {
+        Ok(link) => Ok(Some(link).filter(|link| link.name == name)),
+        Err(error) if error.errno == ENODEV => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+/// Like [`find_link`], with the error `ENODEV` for `None`.
+pub(crate) fn get_link(socket: &mut Socket, name: LinkName) -> Result<LinkMessage, KernelError> {
+    let absent = || KernelError::explained(ENODEV, format!("no interface named {name}"));
+    find_link(socket, name)?.ok_or_else(absent)
+}
+
+/// The name of the link with this index. `ENODEV`: there is no such link. [`EBADMSG`]: the name is
+/// not UTF-8.
+pub(crate) fn ask_name(socket: &mut Socket, index: u32) -> Result<LinkName, KernelError> {
+    socket.ask(link::by_index(index), link::read).map(|link| link.name)
+}
+
+/// Like [`ask_name`], with `None` for `ENODEV` and `EBADMSG`.
+pub(crate) fn name_of(socket: &mut Socket, index: u32) -> Result<Option<LinkName>, KernelError> {
+    match ask_name(socket, index) {
+        Ok(name) => Ok(Some(name)),
+        Err(error) if matches!(error.errno, ENODEV | EBADMSG) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+/// The route of packets for `dst`.
+pub(crate) fn lookup(socket: &mut Socket, dst: IpAddr) -> Result<RouteAnswer, KernelError> {
+    let answer = match socket.ask(route::lookup(dst), route::read) {
+        Ok(answer) => answer,
+        // Prohibited, blackholed, no route, unreachable.
+        Err(error) if matches!(error.errno, EACCES | EINVAL | ENETUNREACH | EHOSTUNREACH) => {
+            return Ok(RouteAnswer::nowhere());
+        }
+        Err(error) => return Err(error),
+    };
+    // Blackholes and broadcasts reach no host.
+    if !matches!(answer.kind, Rtn::Unicast | Rtn::Local) || answer.index == 0 {
+        return Ok(RouteAnswer::nowhere());
+    }
+    // The link may have been deleted since the first query.
+    let Some(link) = name_of(socket, answer.index)? else { return Ok(RouteAnswer::nowhere()) };
+    let mut route = RouteAnswer::via(link, answer.gateway, answer.source);
+    route.local = answer.kind == Rtn::Local;
+    Ok(route)
+}

@@ -1,0 +1,155 @@
+//! Reads all objects that one network owns.
+
+mod nexthops;
+mod routes;
+
+use std::collections::BTreeMap;
+use std::sync::mpsc::{Sender, channel};
+use std::thread::Builder;
+
+use flannel_core::address::Family;
+use flannel_core::kernel::{Footprint, KernelError};
+use flannel_core::object::{Key, LinkName, Object, State};
+
+pub(crate) use self::nexthops::{nexthop_ids, nexthop_users};
+use crate::codec::{addr, fdb, neigh};
+use crate::kernel::foreign_routes::ForeignRoutes;
+use crate::kernel::query::{find_link, name_of};
+use crate::transport::socket::Socket;
+use crate::transport::wire::{Message, Messages};
+
+/// The owned objects of one table.
+#[derive(Default)]
+struct Table {
+    objects: Vec<Object>,
+    /// The keys of the inexact objects.
+    inexact: Vec<Key>,
+}
+
+/// Reads the tables of one snapshot.
+struct Reader<'a> {
+    socket: &'a mut Socket,
+    footprint: &'a Footprint,
+    foreign: &'a ForeignRoutes,
+    /// Tables for the thread that sorts them.
+    tables: Sender<Table>,
+    /// The names of links, by index, that owned objects may be on.
+    names: BTreeMap<u32, LinkName>,
+    /// The ids of nexthop objects on devices in `names`, with their devices, sorted by id.
+    nexthops: Vec<(u32, LinkName)>,
+}
+
+/// Reads all owned objects. A thread sorts each table while the kernel dumps the next one.
+pub(crate) fn snapshot(
+    socket: &mut Socket,
+    footprint: &Footprint,
+    foreign: &ForeignRoutes,
+) -> Result<State, KernelError> {
+    let mut state = State::default();
+    let (tables, to_sort) = channel::<Table>();
+    let sorted = &mut state;
+    let mut sort = move || {
+        for table in &to_sort {
+            sorted.extend(table.objects);
+            table.inexact.into_iter().for_each(|key| sorted.note_inexact(key));
+        }
+    };
+    std::thread::scope(|scope| {
+        let sorter = Builder::new().spawn_scoped(scope, &mut sort);
+        if let Err(error) = sorter {
+            tracing::debug!(%error, "tables are sorted when all are read");
+        }
+        let (names, nexthops) = (BTreeMap::new(), Vec::new());
+        Reader { socket, footprint, foreign, tables, names, nexthops }.read()
+    })?;
+    // Tables are left only if no thread could be started.
+    sort();
+    Ok(state)
+}
+
+impl Reader<'_> {
+    /// Reads all tables, in the order of creation for each link.
+    fn read(mut self) -> Result<(), KernelError> {
+        for name in &self.footprint.links {
+            self.read_link(*name)?;
+        }
+        for name in self.footprint.routes_on.difference(&self.footprint.links) {
+            if let Some(found) = find_link(self.socket, *name)? {
+                self.names.insert(found.index, *name);
+            }
+        }
+        if !self.names.is_empty() || self.footprint.nexthops.is_some() {
+            self.read_nexthops()?;
+        }
+        if !self.names.is_empty() || !self.footprint.networks.is_empty() {
+            for family in Family::BOTH {
+                self.read_routes(family)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn hand_over(&self, table: Table) {
+        // The receiver lives as long as this reader.
+        let _ = self.tables.send(table);
+    }
+
+    /// Reads an owned link and the objects on it.
+    fn read_link(&mut self, name: LinkName) -> Result<(), KernelError> {
+        let Some(found) = find_link(self.socket, name)? else { return Ok(()) };
+        // No object on a foreign device of that name is ours.
+        if !found.is_known() {
+            return Ok(());
+        }
+        self.names.insert(found.index, name);
+        let lower = if found.lower() == 0 { None } else { name_of(self.socket, found.lower())? };
+        if let Some(object) = found.object(lower) {
+            let inexact = (!found.is_exact()).then_some(Key::Link(name)).into_iter().collect();
+            self.hand_over(Table { objects: vec![object.into()], inexact });
+        }
+        let (footprint, foreign, index) = (self.footprint, self.foreign, found.index);
+        self.read_table(addr::on(index), |message| {
+            let found = addr::read(message).filter(|found| found.index == index)?;
+            let addr = found.object(name);
+            footprint.owns_addr(&addr).then(|| (addr.into(), found.is_exact()))
+        })?;
+        foreign.forget_entries(index);
+        for request in [neigh::on(index), fdb::on(index)] {
+            self.read_table(request, |message| {
+                let found = neigh::read(message).filter(|found| found.index == index)?;
+                foreign.note_entry(&found);
+                let owned = footprint.owns_entry(name, found.is_static);
+                Some((found.object(name).filter(|_| owned)?, found.is_exact()))
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Reads a table. `read` returns the owned objects, and whether they are exact.
+    fn read_table(
+        &mut self,
+        request: Messages,
+        mut read: impl FnMut(&Message<'_>) -> Option<(Object, bool)> + Send,
+    ) -> Result<(), KernelError> {
+        // A repeated dump may leave keys of exact objects here. They are put once more.
+        let mut inexact = Vec::new();
+        let objects = self.socket.dump(request, |message| {
+            let (object, is_exact) = read(message)?;
+            inexact.extend((!is_exact).then(|| object.key()));
+            Some(object)
+        })?;
+        self.hand_over(Table { objects, inexact });
+        Ok(())
+    }
+
+    /// Learns the name of a foreign link, unless it is the name of an owned one.
+    fn learn_name(&mut self, index: u32) -> Result<(), KernelError> {
+        let is_foreign = |name: &LinkName| !self.footprint.links.contains(name);
+        if !self.names.contains_key(&index)
+            && let Some(name) = name_of(self.socket, index)?.filter(is_foreign)
+        {
+            self.names.insert(index, name);
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,185 @@
+//! Owned routes, and foreign routes to the same destinations.
+
+use std::collections::BTreeSet;
+
+use flannel_core::address::Family;
+use flannel_core::kernel::{KernelError, ROUTE_PROTOCOL};
+use flannel_core::object::{Key, LinkName, Route, Via};
+
+use super::{Reader, Table};
+use crate::codec::route;
+use crate::codec::route::RouteMessage;
+use crate::kernel::foreign_routes::DuplicateRoute;
+
+impl Reader<'_> {
+    pub(super) fn read_routes(&mut self, family: Family) -> Result<(), KernelError> {
+        let mut ours = self.dump_routes(family)?;
+        // Routes on a former external interface need its name, so they are read again with it.
+        let unknown: BTreeSet<u32> =
+            ours.iter().filter_map(|found| found.as_ref().err().copied()).collect();
+        if !unknown.is_empty() {
+            for index in unknown {
+                self.learn_name(index)?;
+            }
+            ours = self.dump_routes(family)?;
+        }
+        self.foreign.note_dump(family);
+        let (mut before, mut table) = (None, Table::default());
+        for Ours { route, is_exact, hidden } in ours.into_iter().flatten() {
+            let key = Key::Route(route.dst);
+            let first = before.filter(|first: &Route| first.dst == route.dst);
+            match (first, hidden.map(|hidden| *hidden)) {
+                (None, None) => {
+                    before = Some(route);
+                    table.inexact.extend((!is_exact).then_some(key));
+                    table.objects.push(route.into());
+                }
+                // A foreign route is in front of it and is removed when ours is put.
+                (None, Some(Hidden { found, first })) => {
+                    if first.blocks(&found) {
+                        self.foreign
+                            .note_duplicate(DuplicateRoute { found: first, is_ours: false });
+                    }
+                    before = Some(route);
+                    table.inexact.push(key);
+                    table.objects.push(route.into());
+                }
+                // Our last-resort route is behind it and is deleted when ours is put again.
+                (Some(_), None) => table.inexact.push(key),
+                // Another route of ours is behind it. If a request cannot distinguish the two, it
+                // stays until the first one is deleted.
+                (Some(first), Some(Hidden { found, .. })) => {
+                    if found.is_distinct_from(&route.via, &first.via) {
+                        self.foreign.note_duplicate(DuplicateRoute { found, is_ours: true });
+                        table.inexact.push(key);
+                    }
+                }
+            }
+        }
+        self.hand_over(table);
+        Ok(())
+    }
+
+    /// Foreign routes are dropped at once, because there may be a million.
+    fn dump_routes(&mut self, family: Family) -> Result<Vec<Found>, KernelError> {
+        let Self { socket, footprint, foreign, names, nexthops, .. } = self;
+        let mut last = Last::default();
+        socket.dump(route::all(family), |message| {
+            let found = route::read(message).filter(|found| found.main)?;
+            foreign.note_route(&found);
+            if !found.default_metric {
+                return None;
+            }
+            let first = last.before(message.sequence, found)?;
+            let hidden = first.filter(|_| !found.last_resort).map(|first| Hidden { found, first });
+            let mut unknown = None;
+            let route = found.object(|index| {
+                let name = names.get(&index).copied();
+                unknown = name.is_none().then_some(index);
+                name
+            });
+            let may_be_left = || {
+                let inside = footprint.networks.iter().any(|network| network.covers(&found.dst));
+                footprint.go_routes.is_none() && found.protocol == ROUTE_PROTOCOL && inside
+            };
+            if let Some(index) = unknown.filter(|_| may_be_left()) {
+                return Some(Err(index));
+            }
+            let route = route?;
+            let by = match route.via {
+                Via::Gateway { link, .. } | Via::Link(link) => Some(link),
+                Via::Nexthop(id) => device(nexthops, id),
+                _ => None,
+            };
+            // Go flannel's routes have no further attributes.
+            let is_go_like = footprint.go_routes.is_none() || found.is_exact();
+            if !is_go_like || !footprint.owns_route(&route, by, found.protocol) {
+                return None;
+            }
+            if hidden.is_some() {
+                tracing::debug!(%route.dst, "another route to the same destination hides one of ours");
+            }
+            let is_exact = found.is_exact() && found.protocol == ROUTE_PROTOCOL;
+            Some(Ok(Ours { route, is_exact, hidden: hidden.map(Box::new) }))
+        })
+    }
+}
+
+/// The device of a nexthop object.
+fn device(nexthops: &[(u32, LinkName)], id: u32) -> Option<LinkName> {
+    nexthops.binary_search_by_key(&id, |(id, _)| *id).ok().map(|place| nexthops[place].1)
+}
+
+/// An owned route.
+struct Ours {
+    route: Route,
+    /// [`Route`] represents all attributes.
+    is_exact: bool,
+    /// Another route to the same destination is in front of it and takes effect. `None` for a
+    /// last-resort route.
+    hidden: Option<Box<Hidden>>,
+}
+
+/// A route that is behind another one, with the messages about both.
+struct Hidden {
+    found: RouteMessage,
+    first: RouteMessage,
+}
+
+/// The last message of a dump, with the number of the dump, which changes when it is repeated.
+#[derive(Default)]
+struct Last(Option<(u32, RouteMessage)>);
+
+impl Last {
+    /// The route to the same destination in front of this one, if any. `None`: the message is a
+    /// repetition. When IPv6 routes are added during a dump, the kernel may repeat one as it
+    /// continues. Two existing routes always differ.
+    ///
+    /// **Source**: linux `net/ipv6/ip6_fib.c: fib6_dump_table`.
+    fn before(&mut self, dump: u32, found: RouteMessage) -> Option<Option<RouteMessage>> {
+        let before = self
+            .0
+            .replace((dump, found))
+            .filter(|(number, _)| *number == dump)
+            .map(|(_, before)| before);
+        if before == Some(found) {
+            None
+        } else {
+            Some(before.filter(|before| before.dst == found.dst))
+        }
+    }
+}
+
+/// An owned route, or the index of a link whose name decides about the ownership.
+type Found = Result<Ours, u32>;
+
+#[cfg(test)]
+mod tests {
+    use neli::consts::nl::NlmF;
+
+    use super::*;
+    use crate::transport::wire::Message;
+
+    #[test]
+    fn a_repeated_message_is_not_a_duplicate() {
+        let message = |n: u8, kind: u8| {
+            // struct rtmsg: a /24 of the main table; and RTA_DST.
+            let payload =
+                [2, 24, 0, 0, 254, ROUTE_PROTOCOL, 0, kind, 0, 0, 0, 0, 8, 0, 1, 0, 10, 1, n, 0];
+            let message =
+                Message { kind: 24, flags: NlmF::empty(), sequence: 1, port: 0, payload: &payload };
+            route::read(&message).unwrap()
+        };
+        let (unicast, blackhole) = (1, 6);
+        let mut last = Last::default();
+        for (dump, found, before) in [
+            (1, message(1, unicast), Some(None)),
+            (1, message(2, unicast), Some(None)),
+            (1, message(2, unicast), None),
+            (1, message(2, blackhole), Some(Some(message(2, unicast)))),
+            (2, message(2, blackhole), Some(None)),
+        ] {
+            assert_eq!(last.before(dump, found), before, "{found}");
+        }
+    }
+}

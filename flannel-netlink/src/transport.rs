@@ -1,0 +1,6 @@
+//! Netlink sockets and messages, and the network namespaces that sockets belong to.
+
+pub(crate) mod multicast;
+pub(crate) mod namespace;
+pub(crate) mod socket;
+pub(crate) mod wire;

@@ -1,0 +1,52 @@
+//! Network namespaces. A socket stays in the namespace of the thread that opened it, so a
+//! short-lived thread inside the namespace can open one.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+
+use flannel_core::kernel::KernelError;
+use nix::sched::{CloneFlags, setns};
+
+/// A network namespace, kept alive.
+#[derive(Debug)]
+pub(crate) struct Namespace(File);
+
+impl Namespace {
+    /// The namespace of the calling thread.
+    pub(crate) fn current() -> Result<Self, KernelError> {
+        Self::at(Path::new("/proc/thread-self/ns/net"))
+    }
+
+    /// The namespace of a file such as `/run/netns/red` or `/proc/1234/ns/net`.
+    pub(crate) fn at(path: &Path) -> Result<Self, KernelError> {
+        let explain = |error: io::Error| {
+            let errno = KernelError::from(error).errno;
+            KernelError::explained(errno, format!("network namespace {}", path.display()))
+        };
+        File::open(path).map(Self).map_err(explain)
+    }
+
+    /// Runs `work` inside the namespace: on this thread if it is there already, else on a
+    /// short-lived thread.
+    ///
+    /// # Errors
+    /// The process lacks `CAP_SYS_ADMIN`, or the file is not a network namespace.
+    pub(crate) fn run<T: Send>(&self, work: impl FnOnce() -> T + Send) -> Result<T, KernelError> {
+        // `setns` needs a privilege even for the current namespace.
+        if self.is(&Self::current()?)? {
+            return Ok(work());
+        }
+        let inside = || setns(&self.0, CloneFlags::CLONE_NEWNET).map(|()| work());
+        let outcome = std::thread::scope(|scope| scope.spawn(inside).join());
+        let outcome = outcome.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+        outcome
+            .map_err(|errno| KernelError::explained(errno as i32, "entering the network namespace"))
+    }
+
+    fn is(&self, other: &Self) -> io::Result<bool> {
+        let (this, other) = (self.0.metadata()?, other.0.metadata()?);
+        Ok((this.dev(), this.ino()) == (other.dev(), other.ino()))
+    }
+}

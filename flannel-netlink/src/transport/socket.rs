@@ -1,0 +1,261 @@
+//! The request connection to the kernel: batches of requests, consistent dumps, and the kernel's
+//! error texts.
+//!
+//! rtnetlink does its work inside `send`, so the answer is available when `send` returns. Nothing
+//! here waits for the kernel. A missing answer is an error.
+
+mod dump;
+
+use std::io;
+use std::ops::Range;
+
+use flannel_core::kernel::KernelError;
+use neli::consts::nl::NlmF;
+use neli::consts::socket::{Msg, NlFamily};
+use neli::socket::NlSocket;
+use neli::utils::Groups;
+
+use crate::transport::wire::{EBADMSG, ERROR, Message, Messages, messages, outcome};
+
+const EINTR: i32 = 4;
+const EAGAIN: i32 = 11;
+const EMSGSIZE: i32 = 90;
+const ENOBUFS: i32 = 105;
+
+/// The largest datagram of a dump, in bytes. Other answers are far smaller.
+const RECEIVE_BUFFER: usize = 32 << 10;
+/// Attempts for a request that fails with a transient error.
+const TRIES: usize = 4;
+
+/// A request connection in the network namespace of the thread that opened it.
+pub(crate) struct Socket {
+    socket: NlSocket,
+    port: u32,
+    sequence: u32,
+    buffer: Box<[u8]>,
+    /// The number of batches sent.
+    #[cfg(test)]
+    pub(crate) exchanges: usize,
+}
+
+impl Socket {
+    /// Opens a connection to rtnetlink.
+    pub(crate) fn open() -> io::Result<Self> {
+        Self::open_to(NlFamily::Route)
+    }
+
+    /// Opens a connection to a netlink family that does its work inside `send`.
+    pub(crate) fn open_to(family: NlFamily) -> io::Result<Self> {
+        let socket = NlSocket::connect(family, None, Groups::empty())?;
+        // Old kernels lack these options. Their errors have no text, and their dumps are not
+        // filtered, so all readers filter as well.
+        for enabled in [socket.enable_ext_ack(true), socket.enable_strict_checking(true)] {
+            if let Err(error) = enabled {
+                tracing::debug!(%error, "netlink without extended acknowledgements or strict checks");
+            }
+        }
+        let port = socket.pid()?;
+        Ok(Self {
+            socket,
+            port,
+            sequence: 0,
+            buffer: vec![0; RECEIVE_BUFFER].into(),
+            #[cfg(test)]
+            exchanges: 0,
+        })
+    }
+
+    /// The port id that notifications of changes through this connection carry.
+    pub(crate) fn port(&self) -> u32 {
+        self.port
+    }
+
+    /// Sends all `requests` at once and returns one result each. Requests that fail with a
+    /// transient error are repeated.
+    pub(crate) fn send(&mut self, requests: &mut Messages) -> Vec<Result<(), KernelError>> {
+        self.try_each(requests, |socket, requests, part| {
+            let (last, mut results) = (part.len() - 1, vec![Ok(()); part.len()]);
+            // The kernel reports errors without `NLM_F_ACK`, so the last request alone has it.
+            socket.exchange(requests, part, NlmF::ACK, |n, message| {
+                let is_result = message.kind == ERROR;
+                if is_result {
+                    results[n] = outcome(message);
+                }
+                is_result && n == last
+            })?;
+            Ok(results)
+        })
+    }
+
+    /// Sends one request, as [`Socket::send`] does.
+    pub(crate) fn send_one(&mut self, mut request: Messages) -> Result<(), KernelError> {
+        self.send(&mut request).remove(0)
+    }
+
+    /// Sends one request, as [`Socket::ask_each`] does.
+    pub(crate) fn ask<T>(
+        &mut self,
+        mut request: Messages,
+        read: impl Fn(&Message<'_>) -> Option<T>,
+    ) -> Result<T, KernelError> {
+        self.ask_each(&mut request, read).remove(0)
+    }
+
+    /// Sends all `requests` at once, each of which the kernel answers with one message, and returns
+    /// one answer each. Requests that fail with a transient error are repeated. `EBADMSG`: `read`
+    /// returned `None`.
+    pub(crate) fn ask_each<T>(
+        &mut self,
+        requests: &mut Messages,
+        read: impl Fn(&Message<'_>) -> Option<T>,
+    ) -> Vec<Result<T, KernelError>> {
+        self.try_each(requests, |socket, requests, part| {
+            let mut left = part.len();
+            let answer = |message: &Message<'_>| {
+                if message.kind == ERROR {
+                    outcome(message)?;
+                    return Err(KernelError::new(EBADMSG));
+                }
+                let unreadable = "the kernel's answer cannot be understood";
+                read(message).ok_or_else(|| KernelError::explained(EBADMSG, unreadable))
+            };
+            let mut answers: Vec<_> =
+                part.clone().map(|_| Err(KernelError::new(EBADMSG))).collect();
+            socket.exchange(requests, part, NlmF::empty(), |n, message| {
+                answers[n] = answer(message);
+                left -= 1;
+                left == 0
+            })?;
+            Ok(answers)
+        })
+    }
+
+    /// Sends `batch` unchanged and returns the kernel's answer to each message; `None` for messages
+    /// without one.
+    pub(crate) fn send_as_is(
+        &mut self,
+        batch: &mut Messages,
+    ) -> Result<Vec<Option<Result<(), KernelError>>>, KernelError> {
+        let all = 0..batch.len();
+        let mut results = vec![None; batch.len()];
+        let exchanged = self.exchange(batch, all, NlmF::empty(), |n, message| {
+            if message.kind == ERROR {
+                results[n] = Some(outcome(message));
+            }
+            false
+        });
+        match exchanged {
+            // All answers were read.
+            Err(error) if error.errno == EBADMSG => Ok(results),
+            exchanged => exchanged.map(|()| results),
+        }
+    }
+
+    /// Sends all requests with one call of `once`, then repeats each request that failed with a
+    /// transient error. If `once` fails, it is unknown which request failed. All can be repeated.
+    fn try_each<T>(
+        &mut self,
+        requests: &mut Messages,
+        once: impl Fn(
+            &mut Self,
+            &mut Messages,
+            Range<usize>,
+        ) -> Result<Vec<Result<T, KernelError>>, KernelError>,
+    ) -> Vec<Result<T, KernelError>> {
+        let count = requests.len();
+        if count == 0 {
+            return Vec::new();
+        }
+        let mut send = |part: Range<usize>| {
+            once(self, requests, part.clone())
+                .unwrap_or_else(|error| part.map(|_| Err(error.clone())).collect())
+        };
+        let mut results = send(0..count);
+        for (n, result) in results.iter_mut().enumerate() {
+            for _ in 1..TRIES {
+                if !result.as_ref().is_err_and(is_transient) {
+                    break;
+                }
+                *result = send(n..n + 1).remove(0);
+            }
+        }
+        results
+    }
+
+    /// Sends a part of `requests`, with the flags `last` on the last one. Gives each answer, with
+    /// the number of its request in that part, to `take` until `take` returns true.
+    fn exchange(
+        &mut self,
+        requests: &mut Messages,
+        part: Range<usize>,
+        last: NlmF,
+        mut take: impl FnMut(usize, &Message<'_>) -> bool,
+    ) -> Result<(), KernelError> {
+        let (first, count) = (self.sequence, part.len());
+        self.sequence = first.wrapping_add(u32::try_from(count).expect("a batch is short"));
+        #[cfg(test)]
+        {
+            self.exchanges += 1;
+        }
+        self.socket.send(requests.ready(part, first, last), Msg::empty())?;
+        self.receive_until(|message| {
+            let n = message.sequence.wrapping_sub(first) as usize;
+            n < count && take(n, message)
+        })
+    }
+
+    /// Gives messages to `take` until it returns true.
+    fn receive_until(
+        &mut self,
+        mut take: impl FnMut(&Message<'_>) -> bool,
+    ) -> Result<(), KernelError> {
+        while !self.receive(&mut take)? {}
+        Ok(())
+    }
+
+    /// Gives the messages of one datagram to `take`; true if `take` returned true.
+    fn receive(
+        &mut self,
+        take: &mut impl FnMut(&Message<'_>) -> bool,
+    ) -> Result<bool, KernelError> {
+        let len = receive_from(&self.socket, &mut self.buffer)?;
+        take_each(&self.buffer[..len], take)
+    }
+}
+
+/// Reads one datagram to the start of `buffer` and returns its length. `EMSGSIZE`: it is longer
+/// than `buffer`.
+fn receive_from(socket: &NlSocket, buffer: &mut [u8]) -> Result<usize, KernelError> {
+    loop {
+        match socket.recv(&mut *buffer, Msg::DONTWAIT | Msg::TRUNC) {
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                return Err(KernelError::explained(EBADMSG, "the kernel did not answer"));
+            }
+            Err(error) => return Err(error.into()),
+            Ok((len, _)) if len > buffer.len() => {
+                let detail = format!("the kernel's answer has {len} bytes");
+                return Err(KernelError::explained(EMSGSIZE, detail));
+            }
+            Ok((len, _)) => return Ok(len),
+        }
+    }
+}
+
+/// Gives the messages in `bytes` to `take` until it returns true; returns whether it did.
+fn take_each(
+    bytes: &[u8],
+    take: &mut impl FnMut(&Message<'_>) -> bool,
+) -> Result<bool, KernelError> {
+    for message in messages(bytes) {
+        if take(&message?) {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
+/// The same request may succeed when it is repeated.
+fn is_transient(error: &KernelError) -> bool {
+    matches!(error.errno, EINTR | EAGAIN | ENOBUFS)
+}

@@ -1,0 +1,146 @@
+//! Requests that are repeated, at one endpoint after the other, until they are answered.
+
+use std::future::Future;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use flannel_core::{Error, Result};
+use tokio::time::{Instant, timeout};
+
+use crate::client::connections::{Connection, Connections};
+use crate::client::failure::{Failure, Retry};
+use crate::options::EtcdOptions;
+use flannel_subnet::Backoff;
+
+/// An answer to a request.
+pub(crate) struct Answer<T> {
+    pub(crate) value: T,
+    /// Earlier attempts had no answer and may have been carried out.
+    pub(crate) repeated: bool,
+}
+
+/// Repeats requests.
+pub(crate) struct Attempts {
+    connections: Connections,
+    /// The reason for which no endpoint answers; `None` after an answer.
+    failure: Mutex<Option<String>>,
+}
+
+impl Attempts {
+    pub(crate) fn new(connections: Connections) -> Self {
+        Self { connections, failure: Mutex::default() }
+    }
+
+    pub(crate) fn options(&self) -> &EtcdOptions {
+        &self.connections.options
+    }
+
+    /// The endpoint in use, for messages.
+    pub(crate) fn endpoint(&self) -> String {
+        self.connections.name(self.connections.current()).to_owned()
+    }
+
+    /// The reason for which no endpoint answers at present.
+    pub(crate) fn trouble(&self) -> Option<String> {
+        self.note().clone()
+    }
+
+    fn note(&self) -> MutexGuard<'_, Option<String>> {
+        self.failure.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Sends a request about `key` until it is answered, no endpoint can answer it, or
+    /// [`EtcdOptions::patience`] is over.
+    pub(crate) async fn ask<T, F>(
+        &self,
+        key: &str,
+        request: impl Fn(Connection) -> F + Send + Sync,
+    ) -> Result<Answer<T>>
+    where
+        F: Future<Output = Result<T, Failure>> + Send,
+    {
+        let connections = &self.connections;
+        let begin = Instant::now();
+        let mut backoff = Backoff::new(Duration::from_millis(50), Duration::from_secs(1));
+        let mut failures: Vec<Option<Failure>> = vec![None; connections.len()];
+        for attempt in 0.. {
+            let place = connections.current();
+            let failure = match self.attempt(place, key, &request).await {
+                Ok(value) => {
+                    *self.note() = None;
+                    return Ok(Answer { value, repeated: attempt > 0 });
+                }
+                Err(failure) => failure,
+            };
+            let endpoint = connections.name(place);
+            if failure.retry == Retry::Never {
+                return Err(Error::Refused {
+                    store: format!("etcd {endpoint}"),
+                    reason: failure.text,
+                });
+            }
+            tracing::debug!(endpoint, key, "no answer: {}", failure.text);
+            failures[place] = Some(failure);
+            connections.move_on(place);
+            let all = failures.iter().flatten();
+            let hopeless =
+                all.clone().filter(|failure| failure.retry == Retry::OtherEndpoint).count()
+                    == failures.len();
+            // Every endpoint is tried before the first pause, and before giving up.
+            let all_asked = failures.iter().all(Option::is_some);
+            if hopeless || (all_asked && begin.elapsed() >= self.options().patience) {
+                return Err(self.give_up(key, &failures, hopeless));
+            }
+            if all_asked {
+                *self.note() = Some(format!("etcd: {key}: {}", self.each(&failures)));
+                tokio::time::sleep(backoff.pause()).await;
+            }
+        }
+        unreachable!("attempts are not counted out")
+    }
+
+    async fn attempt<T, F>(
+        &self,
+        place: usize,
+        key: &str,
+        request: impl Fn(Connection) -> F + Send + Sync,
+    ) -> Result<T, Failure>
+    where
+        F: Future<Output = Result<T, Failure>> + Send,
+    {
+        let within = self.options().request_timeout;
+        let outcome = timeout(within, async {
+            let connection = self.connections.connect(place).await;
+            let connection =
+                connection.map_err(|failure| failure.explained(key, self.options()))?;
+            let outcome = connection.interpret(request(connection.clone()).await);
+            let outcome = outcome.map_err(|failure| failure.explained(key, self.options()));
+            if outcome.as_ref().is_err_and(|failure| failure.retry == Retry::NewConnection) {
+                self.connections.forget(place, &connection).await;
+            }
+            outcome
+        });
+        outcome
+            .await
+            .unwrap_or_else(|_| Err(Failure::later(format!("no answer within {within:?}"))))
+    }
+
+    /// The failure of each endpoint.
+    fn each(&self, failures: &[Option<Failure>]) -> String {
+        let each: Vec<String> = failures
+            .iter()
+            .enumerate()
+            .filter_map(|(place, failure)| Some((place, failure.as_ref()?)))
+            .map(|(place, failure)| format!("{}: {}", self.connections.name(place), failure.text))
+            .collect();
+        each.join("; ")
+    }
+
+    fn give_up(&self, key: &str, failures: &[Option<Failure>], hopeless: bool) -> Error {
+        let each = self.each(failures);
+        if hopeless {
+            return Error::Refused { store: "etcd".into(), reason: each };
+        }
+        Error::Store { store: format!("etcd: {key}"), source: each.into() }
+    }
+}

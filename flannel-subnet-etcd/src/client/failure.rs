@@ -1,0 +1,222 @@
+//! The reason for a missing answer, and when the request can be repeated.
+
+use etcd_client::Error;
+use tonic::Code;
+
+use crate::options::EtcdOptions;
+
+/// The failure of one attempt.
+#[derive(Debug, Clone)]
+pub(crate) struct Failure {
+    pub(crate) retry: Retry,
+    /// The reason, for a message.
+    pub(crate) text: String,
+}
+
+/// When another attempt may succeed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Retry {
+    /// Later, or at another endpoint.
+    Later,
+    /// With a new token, on a new connection.
+    NewConnection,
+    /// At another endpoint only: this one and the node do not accept each other.
+    OtherEndpoint,
+    /// Not before a person changes the configuration.
+    Never,
+}
+
+impl Failure {
+    pub(crate) fn later(text: impl Into<String>) -> Self {
+        Self { retry: Retry::Later, text: text.into() }
+    }
+
+    pub(crate) fn new_connection(text: impl Into<String>) -> Self {
+        Self { retry: Retry::NewConnection, text: text.into() }
+    }
+
+    pub(crate) fn never(text: impl Into<String>) -> Self {
+        Self { retry: Retry::Never, text: text.into() }
+    }
+
+    /// An existing connection was closed.
+    pub(crate) fn is_hanging_up(&self) -> bool {
+        let signs = ["connection closed", "broken pipe", "reset"];
+        self.retry == Retry::Later && signs.iter().any(|sign| self.text.contains(sign))
+    }
+
+    /// Adds the user and the required permission.
+    pub(crate) fn explained(mut self, key: &str, options: &EtcdOptions) -> Self {
+        let user = match &options.username {
+            Some(user) => format!("the user {user:?}"),
+            None => "a client without a user name".to_owned(),
+        };
+        if self.text.contains("permission denied") {
+            self.text = format!("{user} has no permission for the key {key}: {}", self.text);
+        } else if self.text.contains("authentication failed") {
+            self.text = format!("it does not accept {user} with this password: {}", self.text);
+        } else if self.text.contains("user name is empty") {
+            // With a user name, authentication was enabled after this connection was made.
+            if options.username.is_some() {
+                self.retry = Retry::NewConnection;
+            }
+            self.text = format!("it wants a user name and a password: {}", self.text);
+        }
+        self
+    }
+}
+
+impl From<Error> for Failure {
+    fn from(error: Error) -> Self {
+        match &error {
+            Error::GRpcStatus(status) => {
+                let (chain, last) = causes(status);
+                if let Some(text) = certificates(&chain) {
+                    return Self { retry: Retry::OtherEndpoint, text };
+                }
+                Self { retry: retry(status.code(), status.message()), text: last }
+            }
+            Error::TransportError(error) => {
+                // Nothing was sent, because the client refuses our certificate or its key.
+                let (chain, last) = causes(error);
+                let key =
+                    chain.contains("KeyMismatch").then_some("the key is not the certificate's: ");
+                Self::never(format!("{}{last}", key.unwrap_or_default()))
+            }
+            Error::InvalidArgs(_) | Error::InvalidUri(_) => Self::never(error.to_string()),
+            _ => Self::later(error.to_string()),
+        }
+    }
+}
+
+/// When to retry after a status. etcd uses `Unknown` and `Internal` for failures between its
+/// members.
+fn retry(code: Code, message: &str) -> Retry {
+    let says = |texts: &[&str]| texts.iter().any(|text| message.contains(text));
+    match code {
+        // All members give the same answer about our user.
+        _ if says(&[
+            "etcdserver: permission denied",
+            "authentication failed",
+            "user name is empty",
+        ]) =>
+        {
+            Retry::Never
+        }
+        // A member that will be able to answer later.
+        _ if says(&["learner", "not capable"]) => Retry::Later,
+        Code::Unauthenticated => Retry::NewConnection,
+        // Users or roles were changed after the token was issued.
+        Code::InvalidArgument if message.contains("auth store is old") => Retry::NewConnection,
+        Code::InvalidArgument
+        | Code::PermissionDenied
+        | Code::Unimplemented
+        | Code::FailedPrecondition
+        | Code::AlreadyExists
+        | Code::NotFound => Retry::OtherEndpoint,
+        _ => Retry::Later,
+    }
+}
+
+/// All causes in one text, and the innermost one.
+fn causes(error: &(dyn std::error::Error + 'static)) -> (String, String) {
+    let status = error.downcast_ref::<tonic::Status>();
+    let mut last = status.map_or_else(|| error.to_string(), |status| status.message().to_owned());
+    let mut chain = last.clone();
+    let mut next = error.source();
+    while let Some(cause) = next {
+        last = cause.to_string();
+        chain = format!("{chain}: {last}");
+        next = cause.source();
+    }
+    (chain, last)
+}
+
+/// A TLS error, with an explanation whose certificate was refused.
+fn certificates(chain: &str) -> Option<String> {
+    let after = |what: &str| chain.find(what).map(|at| &chain[at..]);
+    if let Some(text) = after("invalid peer certificate") {
+        let explanations = [
+            (
+                "UnknownIssuer",
+                "its certificate was issued by none of those whom we trust (is the cafile right?)",
+            ),
+            ("xpired", "its certificate has expired, or our clock is wrong"),
+            ("not valid yet", "its certificate is not valid yet, or our clock is wrong"),
+            ("not valid for name", "its certificate is for another name"),
+        ];
+        let found = explanations.iter().find(|(word, _)| text.contains(word)).map(|(_, why)| *why);
+        return Some(format!("{}: {text}", found.unwrap_or("its certificate is not acceptable")));
+    }
+    if let Some(text) = after("received fatal alert") {
+        let explanation = if text.contains("xpired") {
+            "it says that our certificate has expired"
+        } else if text.contains("ertificateRequired") {
+            "it wants a certificate, and none is set (certfile and keyfile)"
+        } else {
+            "it does not accept our certificate, or our TLS"
+        };
+        return Some(format!("{explanation}: {text}"));
+    }
+    after("InvalidContentType")
+        .map(|text| format!("it does not speak TLS; perhaps http:// is right: {text}"))
+}
+
+/// etcd answered with an error that contains `text`.
+pub(crate) fn says(error: &Error, text: &str) -> bool {
+    matches!(error, Error::GRpcStatus(status) if status.message().contains(text))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn transient_failures_are_retried_and_others_are_not() {
+        for (code, message, expected) in [
+            (Code::Unavailable, "etcdserver: leader changed", Retry::Later),
+            (Code::Unavailable, "etcdserver: no leader", Retry::Later),
+            (Code::DeadlineExceeded, "", Retry::Later),
+            (Code::ResourceExhausted, "etcdserver: too many requests", Retry::Later),
+            (Code::Unauthenticated, "etcdserver: invalid auth token", Retry::NewConnection),
+            (
+                Code::InvalidArgument,
+                "etcdserver: revision of auth store is old",
+                Retry::NewConnection,
+            ),
+            (Code::InvalidArgument, "etcdserver: authentication failed", Retry::Never),
+            (Code::FailedPrecondition, "etcdserver: rpc not supported for learner", Retry::Later),
+            (Code::FailedPrecondition, "etcdserver: not capable", Retry::Later),
+            (
+                Code::Unimplemented,
+                "grpc-status header missing, mapped from HTTP status code 404",
+                Retry::OtherEndpoint,
+            ),
+            (Code::PermissionDenied, "mapped from HTTP status code 403", Retry::OtherEndpoint),
+            (Code::PermissionDenied, "etcdserver: permission denied", Retry::Never),
+        ] {
+            let failure = Failure::from(Error::GRpcStatus(tonic::Status::new(code, message)));
+            assert_eq!((failure.retry, failure.text.as_str()), (expected, message));
+        }
+    }
+
+    #[test]
+    fn certificate_failures_name_the_certificate() {
+        for (chain, says) in [
+            ("tcp: invalid peer certificate: UnknownIssuer", "none of those whom we trust"),
+            ("invalid peer certificate: Expired", "has expired"),
+            ("invalid peer certificate: certificate not valid for name \"a\"", "another name"),
+            (
+                "invalid peer certificate: certificate not valid yet: verification time",
+                "our clock is wrong",
+            ),
+            ("received fatal alert: CertificateRequired", "wants a certificate"),
+            ("received fatal alert: BadCertificate", "does not accept our certificate"),
+            ("received corrupt message of type InvalidContentType", "http://"),
+        ] {
+            let text = certificates(chain).unwrap();
+            assert!(text.contains(says), "{text}");
+        }
+        assert_eq!(certificates("tcp connect error: Connection refused"), None);
+    }
+}

@@ -1,0 +1,68 @@
+//! The state of a registry: its endpoints, its keys, and the etcd lease in use.
+
+use std::fmt;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use etcd_client::{GetOptions, GetResponse, KvClient};
+use flannel_core::{Error, Result};
+use flannel_subnet::HolderId;
+
+use crate::client::attempts::Attempts;
+use crate::client::connections::{Connection, Connections};
+use crate::options::EtcdOptions;
+use crate::registry::keys::Keys;
+
+/// The limit of an answer in bytes. The client's default of 4 MiB is enough for 13,000 leases only.
+pub(crate) const LARGEST_ANSWER: usize = 1 << 30;
+
+/// The state that clones of a registry share. `Display` is the name of the store.
+pub(crate) struct Store {
+    pub(crate) attempts: Attempts,
+    pub(crate) keys: Keys,
+    name: String,
+    known: Mutex<Option<HolderId>>,
+}
+
+impl Store {
+    pub(crate) fn new(options: EtcdOptions) -> Result<Self> {
+        let keys = Keys::new(&options.prefix);
+        let attempts = Attempts::new(Connections::new(options)?);
+        let options = attempts.options();
+        let mut name = format!("etcd:{}", options.endpoints.join(","));
+        // A cache of one prefix must not be used for another prefix.
+        if options.prefix != EtcdOptions::default().prefix {
+            name += &format!(" (prefix {})", options.prefix);
+        }
+        Ok(Self { attempts, keys, name, known: Mutex::default() })
+    }
+
+    /// The holder whose etcd lease exists, so that it is renewed and not granted.
+    pub(crate) fn known(&self) -> MutexGuard<'_, Option<HolderId>> {
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn error(&self, key: &str, reason: impl Into<String>) -> Error {
+        Error::Store { store: format!("{self}: {key}"), source: reason.into().into() }
+    }
+
+    /// Reads one key, or with `prefix` all keys with this prefix.
+    pub(crate) async fn get(&self, key: &str, prefix: bool) -> Result<GetResponse> {
+        let answer = self.attempts.ask(key, |connection| {
+            let key = key.to_owned();
+            let options = prefix.then(|| GetOptions::new().with_prefix());
+            async move { Ok(kv(&connection).get(key, options).await?) }
+        });
+        Ok(answer.await?.value)
+    }
+}
+
+/// A client for keys and values.
+pub(crate) fn kv(connection: &Connection) -> KvClient {
+    connection.client.kv_client().max_decoding_message_size(LARGEST_ANSWER)
+}
+
+impl fmt::Display for Store {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.name)
+    }
+}

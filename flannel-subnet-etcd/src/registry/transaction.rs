@@ -1,0 +1,126 @@
+//! Writes. Each is one transaction that compares the revision that was read.
+
+use etcd_client::{Compare, CompareOp, KeyValue, PutOptions, Txn, TxnOp, TxnOpResponse};
+use flannel_core::lease::{LeaseAttrs, Revision};
+use flannel_core::{Error, Lease, Result, Subnets};
+use flannel_subnet::{Entry, LeaseGrant};
+
+use crate::client::attempts::Answer;
+use crate::client::failure::{self, Failure};
+use crate::registry::keys::revision;
+use crate::registry::store::{Store, kv};
+
+/// The result of a transaction.
+pub(crate) enum Outcome {
+    /// It was carried out. This is the present key.
+    Done(Option<KeyValue>),
+    /// The comparison failed. These keys were read instead, at this revision of the store.
+    Differs(Vec<KeyValue>, Revision),
+    /// Its etcd lease does not exist.
+    NoLease,
+}
+
+impl Store {
+    /// Carries out `then` if `compare` holds, and reads the key. Reads `otherwise` if it does not.
+    pub(crate) async fn transaction(
+        &self,
+        key: &str,
+        compare: Compare,
+        then: TxnOp,
+        otherwise: TxnOp,
+    ) -> Result<Answer<Outcome>> {
+        let transaction =
+            Txn::new().when([compare]).and_then([then, TxnOp::get(key, None)]).or_else([otherwise]);
+        let answer = self.attempts.ask(key, |connection| {
+            let transaction = transaction.clone();
+            async move {
+                let answer = match kv(&connection).txn(transaction).await {
+                    Err(error) if failure::says(&error, "requested lease not found") => {
+                        return Ok(Outcome::NoLease);
+                    }
+                    answer => answer?,
+                };
+                let now = answer.header().map_or(0, etcd_client::ResponseHeader::revision);
+                let kvs = answer.op_responses().into_iter().find_map(|answer| match answer {
+                    TxnOpResponse::Get(mut got) => Some(got.take_kvs()),
+                    _ => None,
+                });
+                let mut kvs =
+                    kvs.ok_or_else(|| Failure::later("the answer to a transaction lacks the key"))?;
+                Ok(if answer.succeeded() {
+                    Outcome::Done(kvs.pop())
+                } else {
+                    Outcome::Differs(kvs, revision(now))
+                })
+            }
+        });
+        answer.await
+    }
+
+    /// Writes a key if `compare` holds. If it does not, returns the keys that `otherwise` reads and
+    /// the revision.
+    pub(crate) async fn write(
+        &self,
+        subnets: &Subnets,
+        compare: impl Fn(&str) -> Compare + Send + Sync,
+        otherwise: Option<TxnOp>,
+        attrs: &LeaseAttrs,
+        grant: Option<LeaseGrant>,
+    ) -> Result<Result<Entry, (Vec<KeyValue>, Revision)>> {
+        let key = self.keys.lease(subnets);
+        let value = attrs.to_json();
+        let otherwise = otherwise.unwrap_or_else(|| TxnOp::get(key.as_str(), None));
+        let mut repeated = false;
+        loop {
+            let lease = match grant {
+                Some(grant) => self.take_lease(&key, grant).await?,
+                None => 0,
+            };
+            let put =
+                TxnOp::put(key.as_str(), value.as_str(), Some(PutOptions::new().with_lease(lease)));
+            let answer = self.transaction(&key, compare(&key), put, otherwise.clone()).await?;
+            repeated |= answer.repeated;
+            let kv = match answer.value {
+                Outcome::Done(kv) => kv,
+                Outcome::Differs(kvs, now) => {
+                    // An earlier attempt succeeded, and its answer was lost.
+                    let ours = |kv: &&KeyValue| {
+                        repeated
+                            && kv.key() == key.as_bytes()
+                            && kv.lease() == lease
+                            && kv.value() == value.as_bytes()
+                    };
+                    match kvs.iter().find(ours).cloned() {
+                        None => return Ok(Err((kvs, now))),
+                        kv => kv,
+                    }
+                }
+                Outcome::NoLease => {
+                    // The etcd lease expired between the two requests.
+                    *self.known() = None;
+                    continue;
+                }
+            };
+            let kv = kv.ok_or_else(|| self.error(&key, "the key is gone while it was written"))?;
+            let lease = Lease {
+                subnets: *subnets,
+                attrs: LeaseAttrs::from_json(&value)
+                    .map_err(|source| Error::Lease { location: key.clone(), source })?,
+                expires: None,
+                since: revision(kv.create_revision()),
+                revision: revision(kv.mod_revision()),
+            };
+            return Ok(Ok(Entry { lease: lease.into(), holder: grant.map(|grant| grant.holder) }));
+        }
+    }
+}
+
+/// The key does not exist.
+pub(crate) fn absent(key: &str) -> Compare {
+    Compare::version(key, CompareOp::Equal, 0)
+}
+
+/// The key is at exactly this revision.
+pub(crate) fn at_revision(at: Revision) -> impl Fn(&str) -> Compare + Send + Sync {
+    move |key| Compare::mod_revision(key, CompareOp::Equal, at.0.cast_signed())
+}

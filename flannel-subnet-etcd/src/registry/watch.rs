@@ -1,0 +1,119 @@
+//! The changes of keys that etcd sends.
+
+use async_trait::async_trait;
+use etcd_client::{EventType, WatchOptions, WatchResponse, WatchStream};
+use flannel_core::lease::Revision;
+use flannel_core::{Error, Result};
+use flannel_subnet::{Batch, Event, Watch};
+
+use crate::client::attempts::Attempts;
+use crate::client::failure::Failure;
+use crate::registry::keys::{now, revision};
+use crate::registry::store::LARGEST_ANSWER;
+
+/// A watch on one connection. It ends with the connection, and its user lists again.
+pub(crate) struct EtcdWatch {
+    stream: WatchStream,
+    /// The prefix of all keys.
+    prefix: String,
+    endpoint: String,
+    after: Revision,
+    /// etcd does not know all changes after `after`.
+    gap: bool,
+}
+
+impl EtcdWatch {
+    /// Watches `key` with `options` for changes after `after`.
+    pub(crate) async fn open(
+        attempts: &Attempts,
+        key: &str,
+        options: WatchOptions,
+        after: Revision,
+    ) -> Result<Self> {
+        let options = options
+            .with_start_revision(after.0.cast_signed().saturating_add(1))
+            .with_progress_notify();
+        let answer = attempts.ask(key, |connection| {
+            let (key, options) = (key.to_owned(), options.clone());
+            async move {
+                let client = connection.client.watch_client();
+                let mut client = client.max_decoding_message_size(LARGEST_ANSWER);
+                let mut stream = client.watch(key, Some(options)).await?;
+                let created = stream.message().await?;
+                let created =
+                    created.ok_or_else(|| Failure::later("it ended the watch at once"))?;
+                if created.canceled() && created.compact_revision() == 0 {
+                    return Err(canceled(&created));
+                }
+                Ok((stream, created))
+            }
+        });
+        let (stream, created) = answer.await?.value;
+        let known = created.header().map_or(0, etcd_client::ResponseHeader::revision);
+        // etcd was restored from a backup that is older than `after`.
+        let gap = created.canceled() || revision(known) < after;
+        Ok(Self { stream, prefix: key.to_owned(), endpoint: attempts.endpoint(), after, gap })
+    }
+
+    fn error(&self, reason: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Error {
+        Error::Store {
+            store: format!("etcd {}: {}", self.endpoint, self.prefix),
+            source: reason.into(),
+        }
+    }
+
+    /// `None`: changes were missed.
+    fn batch(&self, response: &WatchResponse) -> Option<Batch> {
+        let known = revision(response.header().map_or(0, etcd_client::ResponseHeader::revision));
+        if response.canceled() || known < self.after {
+            return None;
+        }
+        // While etcd catches up, the header may be ahead of the events. It counts without events.
+        let last = response
+            .events()
+            .iter()
+            .filter_map(|event| event.kv())
+            .map(|kv| kv.mod_revision())
+            .max();
+        let events = response.events().iter().filter_map(|event| {
+            let kv = event.kv()?;
+            let key = String::from_utf8_lossy(kv.key());
+            let key = key.strip_prefix(&self.prefix).unwrap_or(&key).to_owned();
+            let kept = (event.event_type() == EventType::Put).then_some(kv);
+            Some(Event { now: now(&key, kept), key })
+        });
+        Some(Batch { events: events.collect(), revision: last.map_or(known, revision) })
+    }
+}
+
+/// etcd wraps the status of a refusal into the reason.
+fn canceled(response: &WatchResponse) -> Failure {
+    let reason = response.cancel_reason();
+    if reason.contains("permission denied") || reason.contains("user name is empty") {
+        Failure::never(reason)
+    } else if reason.contains("auth token") || reason.contains("auth store is old") {
+        Failure::new_connection(reason)
+    } else {
+        Failure::later(format!("it canceled the watch: {reason}"))
+    }
+}
+
+#[async_trait]
+impl Watch for EtcdWatch {
+    async fn next(&mut self) -> Result<Option<Batch>> {
+        if self.gap {
+            return Ok(None);
+        }
+        let response = match self.stream.message().await {
+            Ok(Some(response)) => response,
+            Ok(None) => return Err(self.error("it ended the watch")),
+            Err(error) => return Err(self.error(Failure::from(error).text)),
+        };
+        let batch = self.batch(&response);
+        match &batch {
+            Some(batch) => self.after = self.after.max(batch.revision),
+            None => self.gap = true,
+        }
+        Ok(batch)
+    }
+}
