@@ -72,17 +72,16 @@ fn every_field_of_the_network_config_is_documented() {
         ["flannel-core/src/config.rs", "flannel-backend-vxlan/src/options.rs"].map(read).concat();
     let code = sources.split("#[cfg(test)]").next().unwrap().to_owned() + &sources;
     let mut fields = BTreeSet::new();
-    for call in [
-        "flag(\"",
-        "number(\"",
-        "take(\"",
-        "parsed(\"",
-        "network: \"",
-        "len: \"",
-        "min: \"",
-        "max: \"",
-    ] {
-        fields.extend(code.split(call).skip(1).filter_map(|rest| rest.split('"').next()));
+    let names_in = |call: &str| {
+        let calls: Vec<&str> = code.split(call).skip(1).collect();
+        calls.into_iter().filter_map(|rest| rest.split('"').next()).map(str::to_owned)
+    };
+    for call in ["flag(\"", "number(\"", "take(\"", "parsed(\"", "has(\""] {
+        fields.extend(names_in(call));
+    }
+    // Fields of a pod network have the prefix `IPv6` for that family.
+    for field in names_in("name(\"").chain(names_in("bound(\"")) {
+        fields.extend([format!("IPv6{field}"), field]);
     }
     fields.retain(|field| field.chars().all(|c| c.is_ascii_alphanumeric()));
     assert!(
