@@ -1,44 +1,22 @@
-//! How fast the engines are, each measured against a floor in the same run: a raw writer of the same objects.
+//! Measures the engines, each against a floor in the same run: a raw writer of the same objects.
 //!
-//! Machines differ and are noisy; the ratio is what to look at.
+//! Machines differ and are noisy. Compare the ratios.
 
-mod cluster;
-mod cni;
-mod cold_start;
-mod daemon;
-mod damage;
-mod engine;
-mod etcd;
-mod fixture;
-mod floor;
-mod idle;
-mod kube;
-mod kube_heartbeat;
-mod lease_event;
-mod lease_memory;
-mod lease_storm;
-mod lost_device;
-mod memory;
-mod one_more;
-mod plot;
-mod prompted;
-mod raw;
-mod ready;
-mod repair;
-mod report;
-mod resync;
-mod status;
-mod timed;
-mod witness;
+mod measure;
+mod parts;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
-use crate::cluster::Families;
-use crate::lease_storm::Room;
-use crate::report::Report;
+use crate::measure::lease_storm::Room;
+use crate::measure::{
+    cni, cold_start, idle, kube, kube_heartbeat, lease_event, lease_memory, lease_storm,
+    lost_device, memory, one_more, plot, ready, repair, resync, status,
+};
+use crate::parts::cluster::Families;
+use crate::parts::report::Report;
 
 /// Measures one thing and prints it as a table, or with --json as one JSON object.
 #[derive(Debug, Parser)]
@@ -58,7 +36,8 @@ fn count() -> clap::builder::RangedI64ValueParser<u32> {
 
 #[derive(Debug, Subcommand)]
 enum Bench {
-    /// Peers that arrive all at once: from the lease set's update to the kernel's last acknowledgement
+    /// Peers that arrive all at once: from the lease set's update to the kernel's last
+    /// acknowledgement
     #[command(alias = "arrive")]
     ColdStart {
         /// How many peers
@@ -68,7 +47,8 @@ enum Bench {
         #[arg(long, value_enum, default_value_t = Families::Ipv4)]
         family: Families,
     },
-    /// One new peer among many: from the lease set's update until the last of its objects is heard of
+    /// One new peer among many: from the lease set's update until the last of its objects is heard
+    /// of
     OneMore {
         /// How many peers there are before
         #[arg(long, default_value_t = 50_000, value_parser = count())]
@@ -80,7 +60,8 @@ enum Bench {
         #[arg(long, default_value_t = 2000, value_parser = count())]
         samples: u32,
     },
-    /// Objects of random peers deleted or changed by somebody else: how long until each is as it was
+    /// Objects of random peers deleted or changed by somebody else: how long until each is as it
+    /// was
     Repair {
         /// How many peers
         #[arg(long, default_value_t = 15_000, value_parser = count())]
@@ -123,7 +104,8 @@ enum Bench {
         #[arg(long)]
         flanneld: Option<PathBuf>,
     },
-    /// How often a daemon with peers wakes up while nothing happens: context switches of all its threads
+    /// How often a daemon with peers wakes up while nothing happens: context switches of all its
+    /// threads
     Idle {
         /// How many peers
         #[arg(long, default_value_t = 1000, value_parser = count())]
@@ -165,7 +147,8 @@ enum Bench {
         #[arg(long)]
         flanneld: Option<PathBuf>,
     },
-    /// Draws the growth of cold-start: JSON lines of cold-start on standard input, an SVG as the outcome
+    /// Draws the growth of cold-start: JSON lines of cold-start on standard input, an SVG as the
+    /// outcome
     Plot {
         /// Whose figures
         #[arg(long, value_enum, default_value_t = Families::Ipv4)]
@@ -174,7 +157,8 @@ enum Bench {
         #[arg(long, default_value = "docs/cold-start.svg")]
         out: PathBuf,
     },
-    /// Nodes that ask one etcd for a lease at once: how long, at how many requests, and whether all get one
+    /// Nodes that ask one etcd for a lease at once: how long, at how many requests, and whether all
+    /// get one
     LeaseStorm {
         /// How many nodes
         #[arg(long, default_value_t = 1000, value_parser = count())]
@@ -203,7 +187,8 @@ enum Bench {
         #[arg(long, default_value_t = 2000, value_parser = count())]
         events: u32,
     },
-    /// Resident memory of a daemon, 5 s after the objects of all its peers are in place, with leases as nodes of 20 KB
+    /// Resident memory of a daemon, 5 s after the objects of all its peers are in place, with
+    /// leases as nodes of 20 KB
     KubeMemory {
         /// How many nodes
         #[arg(long, default_value_t = 10_000, value_parser = count())]
@@ -248,7 +233,8 @@ fn main() -> anyhow::Result<ExitCode> {
         lease_memory::hold(&endpoint, leases)?;
         return Ok(ExitCode::SUCCESS);
     }
-    // One that could not be finished tells why in the same way; of one that panics standard error has it.
+    // One that could not be finished tells why in the same way; of one that panics standard error
+    // has it.
     let outcome = std::panic::catch_unwind(|| run(bench));
     let outcome = outcome.unwrap_or_else(|_| Err(anyhow::anyhow!("it panicked")));
     let mut report = outcome

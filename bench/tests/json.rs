@@ -1,4 +1,5 @@
-//! With `--json` there is one object on standard output and nothing else, also from a bench that could not be finished.
+//! With `--json` there is one object on standard output and nothing else, also from a bench that
+//! could not be finished.
 
 #![allow(clippy::unwrap_used, reason = "a test fails that way")]
 

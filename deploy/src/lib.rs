@@ -26,7 +26,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn documents_are_told_apart_and_errors_are_reported() {
+    fn documents_are_split_and_errors_are_reported() {
         assert_eq!(
             documents("---\n# nothing\n---\na: 1\n---\nb: [x]\n").unwrap(),
             [json!({ "a": 1 }), json!({ "b": ["x"] })]

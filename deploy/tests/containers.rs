@@ -1,5 +1,6 @@
-//! The containers of the manifest and of the chart, as a kubelet runs them: with a read-only root and a read-only /proc/sys, with the mounts
-//! and the capabilities that they ask for and no others, and against an API server that allows what their role says.
+//! The containers of the manifest and of the chart, as a kubelet runs them: with a read-only root
+//! and /proc/sys, with only the mounts and capabilities of the manifest, and against an API server
+//! that enforces the role.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -19,13 +20,13 @@ use serde_json::{Value, json};
 
 mod container;
 mod objects;
-use container::{Api, NODE_NAME, Node, image, said};
+use container::{Api, NODE_NAME, Node, image, output_of};
 use flannel_lab::testing::as_root;
 use objects::{cleanup, dual_stack, manifest, of_kind};
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// A node with flannel's pod, and the API server that it speaks with.
+/// A node with flannel's pod, and its API server.
 struct Cluster {
     objects: Vec<Value>,
     node: Node,
@@ -74,8 +75,8 @@ impl Cluster {
         Self { objects, node, server }
     }
 
-    /// Runs the init containers, on directories that root may write only with CAP_DAC_OVERRIDE, as where they belong to somebody
-    /// else. (To give them away takes more than an ordinary user's namespace has; the kernel asks for the same either way.)
+    /// Runs the init containers, on directories that root may write only with CAP_DAC_OVERRIDE, as
+    /// if they belonged to another user. (An ordinary user's namespace cannot change the owner.)
     fn install(&self) {
         let directories = ["/opt/cni/bin", "/etc/cni/net.d"].map(|path| self.node.host(path));
         let set_mode = |mode| {
@@ -85,7 +86,7 @@ impl Cluster {
         };
         set_mode(0o555);
         for name in ["install-cni-plugin", "install-cni"] {
-            assert_eq!(said(&mut self.node.container(name)), "");
+            assert_eq!(output_of(&mut self.node.container(name)), "");
         }
         set_mode(0o755);
         let plugin = self.node.host("/opt/cni/bin/flannel");
@@ -113,13 +114,13 @@ impl Cluster {
         let process = self.node.net.spawn(&mut command).unwrap();
         let mut daemon = Daemon { cluster: self, process, deadline: Instant::now() + PATIENCE };
         daemon.wait_until(|| {
-            self.ask("/readyz").is_some_and(|answer| answer.starts_with("HTTP/1.1 200 "))
+            self.get("/readyz").is_some_and(|answer| answer.starts_with("HTTP/1.1 200 "))
         });
         daemon
     }
 
-    /// What flanneld answers at the port of its probes.
-    fn ask(&self, path: &str) -> Option<String> {
+    /// flanneld's answer at the port of its probes.
+    fn get(&self, path: &str) -> Option<String> {
         let ask = || {
             let mut stream = TcpStream::connect("127.0.0.1:8081").ok()?;
             stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
@@ -136,7 +137,7 @@ impl Cluster {
         fs::read_to_string(self.node.host("/log")).unwrap()
     }
 
-    /// What a program prints on the node.
+    /// The output of a program on the node.
     fn on_node(&self, line: &str) -> String {
         let mut words = line.split(' ');
         let output = self.node.net.output(Command::new(words.next().unwrap()).args(words)).unwrap();
@@ -144,7 +145,8 @@ impl Cluster {
         String::from_utf8(output.stdout).unwrap()
     }
 
-    /// A runtime's next step: it finds plugin and config where the init containers put them, and calls the plugin for a pod.
+    /// The next step of a runtime: it calls the installed plugin with the installed config for a
+    /// pod.
     fn a_pod_gets_addresses(&self) {
         let plugins = std::env::var("CNI_PLUGINS").unwrap_or_else(|_| "/usr/lib/cni".into());
         assert!(
@@ -175,10 +177,10 @@ impl Cluster {
         let mut plugin = self.node.net.spawn(&mut command).unwrap();
         plugin.stdin.take().unwrap().write_all(conf.to_string().as_bytes()).unwrap();
         let output = plugin.wait_with_output().unwrap();
-        let said = String::from_utf8(output.stdout).unwrap();
-        assert!(output.status.success(), "{said}{}", String::from_utf8_lossy(&output.stderr));
+        let text = String::from_utf8(output.stdout).unwrap();
+        assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
 
-        let result: Value = serde_json::from_str(&said).unwrap();
+        let result: Value = serde_json::from_str(&text).unwrap();
         let env = self.subnet_env();
         let subnets =
             env.lines().filter_map(|line| line.split_once("_SUBNET=")).map(|(_, subnet)| subnet);
@@ -197,14 +199,14 @@ impl Cluster {
         assert!(addresses.iter().all(|address| links.contains(&format!("{address}/"))), "{links}");
     }
 
-    /// As the documentation tells how to uninstall.
+    /// Uninstalls as documented.
     fn clean_up(mut self) {
         let cleanup = cleanup();
         self.node.take(of_kind(&cleanup, "DaemonSet"));
         let output = self.node.net.output(&mut self.node.container("cleanup")).unwrap();
-        let said = String::from_utf8_lossy(&output.stdout);
-        assert!(output.status.success(), "{said}{}", String::from_utf8_lossy(&output.stderr));
-        assert!(said.contains("delete link flannel.1"), "{said}");
+        let text = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
+        assert!(text.contains("delete link flannel.1"), "{text}");
         assert!(!self.on_node("ip link").contains("flannel"));
         assert!(!self.on_node("nft list ruleset").to_lowercase().contains("flannel"));
         for path in ["/etc/cni/net.d", "/opt/cni/bin", "/run/flannel", "/var/lib/flannel"] {
@@ -214,7 +216,7 @@ impl Cluster {
     }
 }
 
-/// Whatever no rule of the role grants.
+/// Forbids every request that no rule of the role grants.
 fn forbid_what_is_not_granted(server: &ApiServer, rules: &Value) {
     let has = |rule: &Value, field: &str, text: &str| {
         rule[field].as_array().unwrap().iter().any(|known| known == text)
@@ -243,14 +245,14 @@ impl Daemon<'_> {
             assert!(
                 Instant::now() < self.deadline,
                 "{:?}\n{}",
-                self.cluster.ask("/readyz"),
+                self.cluster.get("/readyz"),
                 self.cluster.log()
             );
             std::thread::park_timeout(Duration::from_millis(20));
         }
     }
 
-    /// What it may do, and that it needed no more.
+    /// Checks its capabilities, and that it needed no others.
     fn has_two_capabilities(&self) {
         let status = fs::read_to_string(format!("/proc/{}/status", self.process.id())).unwrap();
         for set in ["CapPrm", "CapEff", "CapBnd"] {
@@ -262,7 +264,7 @@ impl Daemon<'_> {
         assert!(!log.contains("WARN") && !log.contains("ERROR"), "{log}");
     }
 
-    /// What the API server knows of this node.
+    /// The API server's object of this node.
     fn announces(&mut self, announced: &[(&str, &str)]) {
         let server = &self.cluster.server;
         for (name, value) in announced {
@@ -290,7 +292,7 @@ fn the_manifest_is_all_that_a_node_needs() {
         let cluster = Cluster::new(manifest());
         cluster.install();
         let mut daemon = cluster.start();
-        assert!(cluster.ask("/healthz").unwrap().starts_with("HTTP/1.1 200 "));
+        assert!(cluster.get("/healthz").unwrap().starts_with("HTTP/1.1 200 "));
         let env = "FLANNEL_NETWORK=10.244.0.0/16\nFLANNEL_SUBNET=10.244.7.1/24\nFLANNEL_MTU=1450\nFLANNEL_IPMASQ=true\n";
         assert_eq!(cluster.subnet_env(), env);
         assert!(cluster.on_node("ip link show flannel.1").contains("mtu 1450"));
@@ -310,17 +312,17 @@ fn the_manifest_is_all_that_a_node_needs() {
     });
 }
 
-/// It cannot be turned off from inside: /proc/sys is read-only there.
+/// The daemon cannot change the setting, because /proc/sys is read-only in the container.
 #[test]
-fn a_tunnel_that_heeds_router_advertisements_is_told_of() {
-    as_root("a_tunnel_that_heeds_router_advertisements_is_told_of", || {
+fn a_tunnel_that_accepts_router_advertisements_is_reported() {
+    as_root("a_tunnel_that_accepts_router_advertisements_is_reported", || {
         let cluster = Cluster::new(manifest());
         cluster.node.net.sysctl("net/ipv6/conf/all/forwarding", "0").unwrap();
         let daemon = cluster.start();
         let log = cluster.log();
-        let told: Vec<&str> = log.lines().filter(|line| line.contains("WARN")).collect();
+        let warnings: Vec<&str> = log.lines().filter(|line| line.contains("WARN")).collect();
         assert!(
-            matches!(told.as_slice(), [line] if line.contains("sysctl -w net/ipv6/conf/flannel.1/accept_ra=0")),
+            matches!(warnings.as_slice(), [line] if line.contains("sysctl -w net/ipv6/conf/flannel.1/accept_ra=0")),
             "{log}"
         );
         daemon.stop();

@@ -1,5 +1,5 @@
-//! What helm makes of the chart under other values than its defaults. `HELM` names the program, if
-//! it is not in the `PATH`.
+//! Helm's output for the chart with other values than its defaults. `HELM` is the path of the
+//! program if it is not in the `PATH`.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -24,10 +24,10 @@ fn helm(args: &[&str]) -> Output {
     })
 }
 
-/// What `helm template` makes of the chart with these values over its defaults.
+/// The output of `helm template` for the chart with these values over its defaults.
 ///
 /// # Errors
-/// What helm says.
+/// Helm's error.
 fn render(values: &Value) -> Result<Vec<Value>, String> {
     let mut given = tempfile::NamedTempFile::new().unwrap();
     // JSON is YAML.
@@ -134,7 +134,7 @@ fn every_field_of_a_backend_reaches_it() {
         let nothing = backend(&json!({ "flannel": { "backend": kind } }));
         assert_eq!(nothing, json!({ "Type": kind }), "nothing is set");
     }
-    // One by one: where a field stands among others must not matter.
+    // One by one, because the position of a field must not matter.
     for (name, value) in fields.as_object().unwrap() {
         let one = backend(&json!({ "flannel": { name: value } }));
         let set: Vec<_> =
@@ -152,8 +152,8 @@ fn every_field_of_a_backend_reaches_it() {
     );
 }
 
-/// A port in quotes arrives as a text, which no backend takes, Go flannel's as little as ours; the
-/// refusal says which field it is.
+/// A port in quotes is a string, which no backend accepts, neither here nor in Go flannel. The
+/// error names the field.
 #[test]
 fn a_number_in_quotes_is_refused_by_name() {
     for (value, field) in [("backendPort", "Port"), ("vni", "VNI"), ("mtu", "MTU")] {
@@ -185,9 +185,8 @@ fn a_port_in_quotes_is_that_port() {
     }
 }
 
-/// `--set-string netpol.enabled=false` would be a privileged container that nobody asked for,
-/// because any text is true to a
-/// template.
+/// Any string is true in a template, so `--set-string netpol.enabled=false` would start a
+/// privileged container.
 #[test]
 fn booleans_are_not_texts() {
     for (path, kind) in [
@@ -227,7 +226,7 @@ fn a_tag_that_is_a_number_must_be_in_quotes() {
 }
 
 #[test]
-fn what_the_pod_is_given_stands_where_it_belongs() {
+fn values_of_the_pod_are_in_the_right_fields() {
     let objects = rendered(&json!({
         "global": { "imagePullSecrets": [{ "name": "a-secret" }] },
         "flannel": {
@@ -288,7 +287,7 @@ fn what_the_pod_is_given_stands_where_it_belongs() {
 }
 
 #[test]
-fn what_is_turned_off_is_not_there() {
+fn disabled_parts_are_absent() {
     let objects = rendered(&json!({ "flannel": {
         "skipCNIConfigInstallation": true, "args": [], "tolerations": [], "resources": null,
         "healthz": { "port": 0 },
@@ -329,7 +328,7 @@ fn network_policies_come_with_what_they_need() {
     assert_eq!((rules(&without), rules(&objects)), (2, 5));
     let volumes = |objects: &[Value]| pod(objects)["volumes"].as_array().unwrap().len();
     assert_eq!((volumes(&without), volumes(&objects)), (6, 7));
-    // What flannel itself may do does not change.
+    // flannel's own permissions do not change.
     assert_eq!(container(&without, "kube-flannel"), container(&objects, "kube-flannel"));
 }
 
@@ -348,11 +347,10 @@ fn line(text: &str) -> String {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// Whatever a value holds, it is that value which arrives, and nothing around it changes. (Of
-    /// control characters `quote` makes
-    /// something that JSON does not know, and an image's name is one line.)
+    /// Any text of a value arrives unchanged. (Control characters are excluded, because `quote`
+    /// escapes them in a form that JSON does not know, and an image's name is one line.)
     #[test]
-    fn any_text_arrives_as_it_is(
+    fn any_text_arrives_unchanged(
         text in "[^\\p{C}\\p{Z}\u{10000}-\u{10ffff}]{0,24}",
         quotes in "[\"'\\\\\n\t\r{}:#&*!|>%@` -]{1,12}",
     ) {

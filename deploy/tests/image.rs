@@ -9,7 +9,7 @@ use std::process::Command;
 
 mod container;
 mod objects;
-use container::{image, said};
+use container::{image, output_of};
 use flannel_lab::testing::as_root;
 use objects::{file, manifest, of_kind};
 
@@ -41,11 +41,13 @@ fn the_image_has_every_program_where_manifests_look_for_it() {
     ];
     assert_eq!(files(image(), ""), names.map(|name| (name.to_owned(), 0o755)));
     for program in ["flanneld", "flannelctl"] {
-        let version = said(Command::new(image().join("opt/bin").join(program)).arg("--version"));
+        let version =
+            output_of(Command::new(image().join("opt/bin").join(program)).arg("--version"));
         assert_eq!(version.trim(), format!("{program} {}", env!("CARGO_PKG_VERSION")));
     }
     assert!(
-        said(Command::new(image().join("flannel")).env_clear()).contains(env!("CARGO_PKG_VERSION"))
+        output_of(Command::new(image().join("flannel")).env_clear())
+            .contains(env!("CARGO_PKG_VERSION"))
     );
 
     let objects = manifest();
@@ -58,7 +60,7 @@ fn the_image_has_every_program_where_manifests_look_for_it() {
     }
 }
 
-/// A stage of the Dockerfile: its instructions, from `FROM` on, each with what follows it in one line.
+/// A stage of the Dockerfile: its instructions from `FROM` on, each on one line.
 type Stage = Vec<(String, String)>;
 
 fn stages() -> Vec<Stage> {
@@ -76,7 +78,7 @@ fn stages() -> Vec<Stage> {
     stages
 }
 
-/// What the instructions of one kind say.
+/// The arguments of the instructions of one kind.
 fn of<'a>(stage: &'a Stage, instruction: &str) -> Vec<&'a str> {
     stage.iter().filter(|(known, _)| known == instruction).map(|(_, rest)| rest.as_str()).collect()
 }
@@ -95,8 +97,8 @@ fn commands(stage: &Stage) -> Vec<String> {
         .collect()
 }
 
-/// Docker cannot be run here. So what it is told is read: beyond Debian's packages there is nothing in the image but what the script
-/// makes, which is run here.
+/// Checks the Dockerfile without Docker: besides Debian's packages the image has only the script's
+/// output, and this test runs the script.
 #[test]
 fn the_dockerfile_does_nothing_that_is_not_tested_here() {
     let stages = stages();
@@ -119,7 +121,7 @@ fn the_dockerfile_does_nothing_that_is_not_tested_here() {
         (vec!["/src"], vec![". ."], vec!["FLANNEL_COMMIT="])
     );
     assert_eq!(fs::metadata(file("..").join(script)).unwrap().permissions().mode() & 0o111, 0o111);
-    // Whatever cargo needs, which is there or this would not have been built, is not kept away from docker.
+    // .dockerignore excludes no file that cargo needs.
     let ignored = include_str!("../../.dockerignore");
     let cargo = include_str!("../../Cargo.toml");
     let members = cargo
@@ -146,7 +148,7 @@ fn the_dockerfile_does_nothing_that_is_not_tested_here() {
         };
         assert!(!ignored.lines().any(is_in), "{needed}");
     }
-    // What was linked there finds its C library here, and the compiler is new enough.
+    // The C library of both stages is the same, and the compiler is new enough.
     let (rust, debian) = (of(build, "FROM")[0], of(last, "FROM")[0]);
     let (version, release) = rust
         .strip_prefix("rust:")
@@ -170,7 +172,7 @@ fn the_dockerfile_does_nothing_that_is_not_tested_here() {
     let expected = [&debians.map(str::to_owned)[..], &[iptables(""), iptables("6")]].concat();
     assert_eq!((commands(last), of(last, "ARG")), (expected, vec!["IPTABLES=nft"]));
     assert_eq!(of(last, "COPY"), ["--from=build /image/ /"]);
-    // Root, as docs/kubernetes.md says why, with what the manifest adds and no more: none is given to a file.
+    // As root (docs/kubernetes.md has the reason), with the manifest's capabilities only.
     assert!(
         of(last, "USER").is_empty()
             && !stages.iter().flatten().any(|(_, rest)| rest.contains("setcap"))
@@ -208,7 +210,7 @@ fn docker_gets_its_options_by_the_old_name() {
         "FLANNEL_NETWORK=10.1.0.0/16\nFLANNEL_SUBNET=10.1.5.1/24\nFLANNEL_MTU=1450\nFLANNEL_IPMASQ=true\n",
     )
     .unwrap();
-    said(
+    output_of(
         Command::new(image().join("opt/bin/mk-docker-opts.sh"))
             .arg("-c")
             .arg("-f")
@@ -220,16 +222,16 @@ fn docker_gets_its_options_by_the_old_name() {
     assert_eq!(fs::read_to_string(options).unwrap(), expected);
 }
 
-/// In a root directory with nothing else in it: no loader, no library.
+/// Runs them in a root directory without a loader and libraries.
 #[test]
-fn what_is_copied_onto_hosts_is_static() {
-    as_root("what_is_copied_onto_hosts_is_static", || {
+fn programs_for_hosts_are_static() {
+    as_root("programs_for_hosts_are_static", || {
         let dir = tempfile::tempdir().unwrap();
         for name in ["flannel", "opt/bin/install-conf"] {
             fs::copy(image().join(name), dir.path().join(Path::new(name).file_name().unwrap()))
                 .unwrap();
         }
-        let inside = |args: &[&str]| said(Command::new("chroot").arg(dir.path()).args(args));
+        let inside = |args: &[&str]| output_of(Command::new("chroot").arg(dir.path()).args(args));
         inside(&["/install-conf", "/flannel", "/copy"]);
         assert!(inside(&["/copy"]).starts_with("CNI Plugin flannel version "));
     });
@@ -245,7 +247,7 @@ fn static_programs_are_for_the_machine_and_abi_of_the_host() {
         ("x86_64-unknown-linux-musl", "x86_64-unknown-linux-musl"),
     ] {
         let dir = tempfile::tempdir().unwrap();
-        let said = dir.path().join("said");
+        let text = dir.path().join("text");
         for (name, does) in [
             (
                 "rustc",
@@ -253,10 +255,10 @@ fn static_programs_are_for_the_machine_and_abi_of_the_host() {
                     "if [ \"$1\" = -vV ]; then echo 'host: {host}'; else echo /nonexistent; fi"
                 ),
             ),
-            ("rustup", format!("echo \"$*\" >{}; exit 1", said.display())),
+            ("rustup", format!("echo \"$*\" >{}; exit 1", text.display())),
         ] {
             let program = dir.path().join(name);
-            // By another process: a program that this one has open for writing cannot be started.
+            // Another process writes it, because a program that is open for writing cannot start.
             let write = r#"printf '#!/bin/sh\n%s\n' "$1" >"$0" && chmod 755 "$0""#;
             let written = Command::new("sh").args(["-c", write]).arg(program).arg(does).status();
             assert!(written.unwrap().success());
@@ -266,7 +268,8 @@ fn static_programs_are_for_the_machine_and_abi_of_the_host() {
         let output =
             Command::new(script).arg(dir.path().join("image")).env("PATH", path).output().unwrap();
         assert!(!output.status.success(), "the compiler for {target} cannot be had");
-        let asked = fs::read_to_string(said).unwrap_or_else(|error| panic!("{error}: {output:?}"));
-        assert_eq!(asked.trim(), format!("target add {target}"), "on {host}");
+        let arguments =
+            fs::read_to_string(text).unwrap_or_else(|error| panic!("{error}: {output:?}"));
+        assert_eq!(arguments.trim(), format!("target add {target}"), "on {host}");
     }
 }

@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 mod objects;
 use objects::{cleanup, file, key, known_to_the_api, manifest, of_kind, sorted};
 
-/// What `kubectl kustomize` makes of a directory.
+/// The output of `kubectl kustomize` for a directory.
 fn kustomized(dir: &Path) -> Vec<Value> {
     let output = Command::new("kubectl").arg("kustomize").arg(dir).output();
     let output = output
@@ -42,7 +42,7 @@ fn every_field_is_known_to_the_api() {
     }
 }
 
-/// A check that cannot fail is none.
+/// Tests the check itself.
 #[test]
 fn a_field_that_the_api_does_not_know_is_noticed() {
     let set = of_kind(&manifest(), "DaemonSet").clone();
@@ -78,7 +78,7 @@ fn kubectl_makes_the_same_of_the_kustomization() {
     assert_eq!(sorted(kustomized(&file(""))), sorted(manifest()));
 }
 
-/// As a user's own directory names it.
+/// As an overlay in a user's directory.
 #[test]
 fn an_overlay_changes_image_and_network() {
     let dir = tempfile::tempdir().unwrap();
@@ -88,7 +88,7 @@ fn an_overlay_changes_image_and_network() {
     for name in ["kustomization.yaml", "kube-flannel.yml"] {
         fs::copy(file(name), base.join(name)).unwrap();
     }
-    // JSON is YAML. Older names of `resources` and `patches`, which Debian's kubectl 1.20 knows as well as new ones.
+    // JSON is YAML. Older names of `resources` and `patches`, because of Debian's kubectl 1.20.
     let kustomization = json!({
         "bases": ["../base"],
         "images": [{ "name": "localhost/flannel", "newName": "registry.example/flannel", "newTag": "v9" }],
@@ -162,7 +162,7 @@ fn the_network_config_is_one_and_the_options_are_flannelds() {
         .unwrap();
 }
 
-/// No container asks for more than it needs: the init containers for one capability, flanneld for two.
+/// Containers have only needed capabilities: the init containers one, flanneld two.
 #[test]
 fn nothing_is_privileged() {
     let objects = manifest();
@@ -179,7 +179,7 @@ fn nothing_is_privileged() {
         );
         assert!(context["privileged"].is_null());
     }
-    // The host's directories of the CNI may belong to somebody else than root.
+    // The host's directories of the CNI may belong to another user than root.
     assert!(
         init.iter().all(|container| container["securityContext"]["capabilities"]["add"]
             == json!(["DAC_OVERRIDE"]))
@@ -238,7 +238,7 @@ fn names_belong_together() {
     );
 }
 
-/// It must neither be taken for flanneld nor miss anything of it.
+/// It must not have flanneld's labels, and must run on the same nodes.
 #[test]
 fn the_cleanup_runs_where_flannel_did_beside_nothing_of_it() {
     let (flannel, cleanup) = (manifest(), cleanup());
@@ -263,7 +263,7 @@ fn the_cleanup_runs_where_flannel_did_beside_nothing_of_it() {
         assert!(context["privileged"].is_null() && context["allowPrivilegeEscalation"] == false);
         assert_eq!(context["readOnlyRootFilesystem"], true);
     }
-    // Whoever only waits needs to be nobody.
+    // The container that only waits needs no privilege.
     let done = &new["spec"]["containers"][0]["securityContext"];
     assert!(done["capabilities"]["add"].is_null() && done["runAsNonRoot"] == true);
     assert!(

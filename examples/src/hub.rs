@@ -1,4 +1,4 @@
-//! A backend of one's own: every peer is reached through one router, which the config names.
+//! A custom backend: every peer is reached through one router of the config.
 
 use std::net::IpAddr;
 

@@ -1,5 +1,5 @@
-//! The backend and the registry that examples bring, and a sandbox for the examples, so that they touch nothing of
-//! the machine's own network.
+//! The backend and the registry of the examples, and a sandbox, so that the examples do not touch
+//! the machine's network.
 
 mod hub;
 mod printing;
@@ -11,11 +11,11 @@ use anyhow::Context;
 pub use hub::Hub;
 pub use printing::Printing;
 
-/// Runs an example in a network namespace of its own that has an uplink `eth0` with `192.0.2.1/24`; as root or as an
-/// ordinary user.
+/// Runs an example in a new network namespace with an uplink `eth0` of `192.0.2.1/24`, as root or
+/// as an ordinary user.
 ///
 /// # Errors
-/// What the example returns, or what is missing for a namespace.
+/// The example's error, or the missing requirement of a namespace.
 pub fn in_sandbox<F>(example: impl FnOnce() -> F + Send) -> anyhow::Result<()>
 where
     F: Future<Output = anyhow::Result<()>>,
@@ -41,10 +41,10 @@ pub struct Etcd {
 }
 
 impl Etcd {
-    /// Where it listens.
+    /// Its endpoint.
     pub const ENDPOINT: &str = "http://127.0.0.1:2379";
 
-    /// Starts the program that `ETCD` names, or `etcd`.
+    /// Starts the program `ETCD`, by default `etcd`.
     ///
     /// # Errors
     /// There is no such program.

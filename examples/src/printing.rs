@@ -1,4 +1,4 @@
-//! A registry of one's own: it passes each request on to another one, and prints the writes.
+//! A custom registry: it forwards each request to another one, and prints the writes.
 
 use std::fmt;
 use std::time::Duration;

@@ -6,15 +6,15 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-/// The most lines that an example may have, so that it is read as a whole.
+/// The maximum number of lines of an example.
 const LINES: usize = 60;
 
 /// Runs an example; its output has `expected` in it.
 fn runs(program: &str, expected: &str) {
     let output = Command::new(program).output().unwrap();
-    let said = String::from_utf8_lossy(&output.stdout);
+    let text = String::from_utf8_lossy(&output.stdout);
     let errors = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success() && said.contains(expected), "{said}{errors}");
+    assert!(output.status.success() && text.contains(expected), "{text}{errors}");
 }
 
 macro_rules! runs {

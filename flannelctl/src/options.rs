@@ -21,7 +21,7 @@ use flannel_subnet::Registry;
 use crate::error::{Error, Result};
 use crate::verbs::docker_opts::DockerFlags;
 
-/// What `flannelctl` is told.
+/// The command line of `flannelctl`.
 #[derive(Debug, Parser)]
 #[command(
     name = "flannelctl",

@@ -1,7 +1,8 @@
-//! Starting over what is there already: an earlier run's objects, plain or by nexthop object, Go flannel's, or nothing.
+//! Starts over existing objects: those of an earlier run, plain or by nexthop object, Go flannel's,
+//! or none.
 //!
-//! A listener notes every deletion while the new run settles, so "never absent for a moment" is
-//! seen, not inferred.
+//! A listener records every deletion while the new run settles, so a moment without an object fails
+//! the test.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
@@ -98,7 +99,7 @@ impl Run {
         run
     }
 
-    /// With `cached` the leases are what was written down, until `subnets` change.
+    /// With `cached` the leases come from the cache, until `subnets` change.
     async fn begin(
         uplink: &'static str,
         backend: &'static dyn Backend,
@@ -179,8 +180,8 @@ fn count(state: &State) -> (usize, usize) {
     (nexthops, state.iter().filter(|o| matches!(o, Object::Route(_))).count())
 }
 
-/// Everything that was put and deleted in the namespace while `work` ran, by whomever.
-async fn heard<T>(work: impl Future<Output = T>) -> (T, Vec<KernelEvent>) {
+/// All changes in the namespace while `work` ran, by any process.
+async fn recorded<T>(work: impl Future<Output = T>) -> (T, Vec<KernelEvent>) {
     let ear = NetlinkKernel::open().unwrap();
     let mut changes = ear.changes().unwrap();
     let mut reports = Vec::new();
@@ -199,13 +200,13 @@ async fn heard<T>(work: impl Future<Output = T>) -> (T, Vec<KernelEvent>) {
             doubts = changes.next() => take(doubts.unwrap()),
         }
     };
-    // What was done last is told after a mark of our own.
+    // A marker of ours ends the events of the last change.
     let mark = "neigh replace 192.0.2.250 lladdr 0a:00:00:00:00:fa dev eth0 nud permanent";
     ip(mark);
     let mark = Key::Neigh("eth0".parse().unwrap(), IpAddr::from([192, 0, 2, 250]));
     loop {
         let doubts = tokio::time::timeout(Duration::from_secs(20), changes.next()).await;
-        let doubts = doubts.expect("the mark is told").unwrap();
+        let doubts = doubts.expect("the mark is keys").unwrap();
         let last = matches!(&doubts, Invalidation::Objects(reports, _)
             if reports.iter().any(|r| matches!(r, KernelEvent::Present(object) if object.key() == mark)));
         take(doubts);
@@ -219,7 +220,7 @@ async fn heard<T>(work: impl Future<Output = T>) -> (T, Vec<KernelEvent>) {
     }
 }
 
-/// Which routes go by which nexthop object: the kernel deletes them with it, without a word about any.
+/// The routes of each nexthop object. The kernel deletes them with it, without an event.
 struct ByNexthop(BTreeMap<Subnet, u32>);
 
 impl ByNexthop {
@@ -231,7 +232,7 @@ impl ByNexthop {
         Self(routes.iter().filter_map(by).collect())
     }
 
-    /// Adds a report, and those that the kernel owes.
+    /// Adds a report, and those that the kernel does not send.
     fn take(&mut self, report: KernelEvent, reports: &mut Vec<KernelEvent>) {
         match &report {
             KernelEvent::Present(Object::Route(Route { dst, via: Via::Nexthop(id), .. }))
@@ -264,7 +265,7 @@ fn deleted(reports: &[KernelEvent]) -> Vec<Key> {
     reports.iter().filter_map(gone).collect()
 }
 
-/// Keys of which nothing may vanish: those of peers that live.
+/// The keys of live peers, whose objects must not be deleted.
 fn of_live_peer(key: &Key) -> bool {
     let live = |address: IpAddr| match address {
         IpAddr::V4(a) => a.octets()[0] == 10 && PEERS.contains(&a.octets()[2]),
@@ -299,17 +300,17 @@ fn a_peer_that_moves_is_one_message_to_the_kernel() {
                 };
                 run.until("moved", |state| state.iter().any(there)).await;
             };
-            let ((), reports) = heard(moved).await;
+            let ((), reports) = recorded(moved).await;
             let v4 = |report: &&KernelEvent| match report {
                 KernelEvent::Present(Object::Nexthop(_)) => true,
                 KernelEvent::Present(Object::Fdb(fdb)) => fdb.dst.is_ipv4(),
-                // With a nexthop object the kernel tells of the routes by it; nobody asked for that.
+                // With a nexthop object the kernel also reports the routes by it.
                 KernelEvent::Present(Object::Route(Route { via: Via::Nexthop(_), .. })) => false,
                 KernelEvent::Present(Object::Route(route)) => route.dst.base().is_ipv4(),
                 KernelEvent::Present(Object::Neigh(neigh)) => {
                     of_live_peer(&Key::Neigh(neigh.link, neigh.address)) && neigh.address.is_ipv4()
                 }
-                // The kernel gives a new device a link-local route of its own when it likes.
+                // The kernel adds a link-local route to a new device at any time.
                 KernelEvent::Related(key) => of_live_peer(key),
                 KernelEvent::Duplicate(object) => of_live_peer(&object.key()),
                 KernelEvent::Inexact(_)
@@ -317,13 +318,13 @@ fn a_peer_that_moves_is_one_message_to_the_kernel() {
                 | KernelEvent::Deleted(_) => true,
                 _ => false,
             };
-            let told: Vec<_> = reports.iter().filter(v4).collect();
+            let keys: Vec<_> = reports.iter().filter(v4).collect();
             let expected = |r: &KernelEvent| match r {
                 KernelEvent::Present(Object::Nexthop(_)) => backend.kind() == "host-gw",
                 KernelEvent::Present(Object::Fdb(_)) => backend.kind() == "vxlan",
                 _ => false,
             };
-            assert!(told.len() == 1 && expected(told[0]), "{}: {told:#?}", backend.kind());
+            assert!(keys.len() == 1 && expected(keys[0]), "{}: {keys:#?}", backend.kind());
             let (kernel, footprint) = (run.kernel.clone(), run.footprint());
             run.stop().await;
             let would = cleanup(&*kernel, &footprint, true).unwrap();
@@ -335,7 +336,7 @@ fn a_peer_that_moves_is_one_message_to_the_kernel() {
 }
 
 #[test]
-fn every_start_adopts_what_is_there_and_no_live_peer_is_absent_for_a_moment() {
+fn every_start_adopts_existing_objects_without_a_moment_without_a_live_peer() {
     in_netns_async(|| async {
         uplink();
         ip("route add 10.1.200.0/24 via 192.0.2.99 dev eth0");
@@ -353,11 +354,11 @@ fn every_start_adopts_what_is_there_and_no_live_peer_is_absent_for_a_moment() {
             for (before, after) in [(true, true), (true, false), (false, false), (false, true)] {
                 let wanted = if after { &want } else { &wanted_plain };
                 let case = format!("{} {before} {after}", backend.kind());
-                // What left the cluster while nobody ran.
+                // A peer that left while no daemon ran.
                 let stale = leases(backend, 1);
                 put(&stale, backend, 1, 77, 77);
                 Run::start(backend, &stale, before).await.stop().await;
-                let (run, reports) = heard(Run::start(backend, &subnets, after)).await;
+                let (run, reports) = recorded(Run::start(backend, &subnets, after)).await;
                 let lost: Vec<_> = deleted(&reports).into_iter().filter(of_live_peer).collect();
                 assert_eq!(lost, [], "{case}");
                 assert!(
@@ -366,7 +367,7 @@ fn every_start_adopts_what_is_there_and_no_live_peer_is_absent_for_a_moment() {
                 );
                 assert_eq!(text(&run.state()), text(wanted), "{case}");
                 run.stop().await;
-                // By what was written down nothing goes, however much is in place: that is for the store to say.
+                // Cached leases delete nothing. Only the store's leases do.
                 let left = Run::start(backend, &stale, before).await;
                 let stale_objects = left.state();
                 left.stop().await;
@@ -377,7 +378,7 @@ fn every_start_adopts_what_is_there_and_no_live_peer_is_absent_for_a_moment() {
                     assert!(!run.status.borrow().in_sync);
                     run
                 };
-                let (mut run, reports) = heard(cached).await;
+                let (mut run, reports) = recorded(cached).await;
                 assert_eq!(deleted(&reports), [], "{case}");
                 let there = run.state();
                 assert!(
@@ -392,13 +393,13 @@ fn every_start_adopts_what_is_there_and_no_live_peer_is_absent_for_a_moment() {
                     put(&subnets, backend, 1, PEERS.start, PEERS.start);
                     run.in_sync().await;
                 };
-                let ((), reports) = heard(answer).await;
+                let ((), reports) = recorded(answer).await;
                 let lost: Vec<_> = deleted(&reports).into_iter().filter(of_live_peer).collect();
                 assert_eq!(lost, [], "{case}");
                 assert_eq!(text(&run.state()), text(wanted), "{case}");
                 run.stop().await;
             }
-            let (again, reports) = heard(Run::start(backend, &subnets, true)).await;
+            let (again, reports) = recorded(Run::start(backend, &subnets, true)).await;
             assert_eq!(text(&again.state()), text(&want));
             assert_eq!(deleted(&reports), []);
             let (kernel, footprint) = (again.kernel.clone(), again.footprint());
@@ -420,7 +421,7 @@ fn every_start_adopts_what_is_there_and_no_live_peer_is_absent_for_a_moment() {
 }
 
 #[test]
-fn what_go_flannel_left_is_adopted() {
+fn objects_of_go_flannel_are_adopted() {
     in_netns_async(|| async {
         uplink();
         for (device, mtu, family, local, subnet, far) in [
@@ -451,7 +452,7 @@ fn what_go_flannel_left_is_adopted() {
             }
         }
         let subnets = leases(&VxlanBackend, 1);
-        let (run, reports) = heard(Run::start(&VxlanBackend, &subnets, true)).await;
+        let (run, reports) = recorded(Run::start(&VxlanBackend, &subnets, true)).await;
         let lost: Vec<_> = deleted(&reports).into_iter().filter(of_live_peer).collect();
         assert_eq!(lost, []);
         for stale in ["10.1.77.0/24", "fd00:1:0:4d::/64"] {
@@ -470,16 +471,16 @@ fn what_go_flannel_left_is_adopted() {
 }
 
 #[test]
-fn what_go_flannel_left_of_host_gw_is_adopted() {
+fn host_gw_routes_of_go_flannel_are_adopted() {
     in_netns_async(|| async {
         uplink();
-        // As Go flannel puts them: of protocol boot, without a mark of whose they are.
+        // As Go flannel's: of protocol boot.
         for peer in PEERS {
             ip(&format!("route add 10.1.{peer}.0/24 via 192.0.2.{peer} dev eth0"));
             ip(&format!("-6 route add fd00:1:0:{peer:x}::/64 via 2001:db8::{peer:x} dev eth0"));
         }
         let subnets = leases(&HostGw, 1);
-        let (run, reports) = heard(Run::start(&HostGw, &subnets, true)).await;
+        let (run, reports) = recorded(Run::start(&HostGw, &subnets, true)).await;
         let lost: Vec<_> = deleted(&reports).into_iter().filter(of_live_peer).collect();
         assert_eq!(lost, []);
         let adopted = run.state();
@@ -498,7 +499,7 @@ fn what_go_flannel_left_of_host_gw_is_adopted() {
 }
 
 #[test]
-fn the_way_to_go_flannel_loses_no_packet_and_leaves_routes_that_it_can_delete() {
+fn ready_for_go_loses_no_packet_and_leaves_routes_that_go_flannel_can_delete() {
     in_netns_async(|| async {
         uplink();
         for backend in BACKENDS {
@@ -506,7 +507,7 @@ fn the_way_to_go_flannel_loses_no_packet_and_leaves_routes_that_it_can_delete() 
             let (kernel, footprint) = (run.kernel.clone(), run.footprint());
             run.stop().await;
             let way = async { ready_for_go(&*kernel, &footprint, false).unwrap() };
-            let (report, reports) = heard(way).await;
+            let (report, reports) = recorded(way).await;
             assert!(report.failed.is_empty() && report.done.len() == 20, "{report:#?}");
             let gone = deleted(&reports);
             assert!(
@@ -529,8 +530,8 @@ fn the_way_to_go_flannel_loses_no_packet_and_leaves_routes_that_it_can_delete() 
     });
 }
 
-/// The keys of what was told of.
-fn told(reports: &[KernelEvent]) -> Vec<Key> {
+/// The keys of the reports.
+fn keys_of(reports: &[KernelEvent]) -> Vec<Key> {
     reports.iter().map(KernelEvent::key).collect()
 }
 
@@ -554,14 +555,14 @@ fn networks_of_both_kinds_in_one_namespace_are_restarted_without_touching_each_o
                     "{case}"
                 );
                 let (theirs, footprint) = (hostgw.state(), [vxlan.footprint(), hostgw.footprint()]);
-                // Each is aborted wherever it is, and started in the other's presence.
+                // Each is aborted at any point, and started beside the other.
                 let restart = async {
                     vxlan.stop().await;
                     Run::start(&VxlanBackend, &one, after).await
                 };
-                let (vxlan, reports) = heard(restart).await;
+                let (vxlan, reports) = recorded(restart).await;
                 let of_theirs = |key: &Key| theirs.get(key).is_some();
-                assert!(!told(&reports).iter().any(of_theirs), "{case}: {reports:#?}");
+                assert!(!keys_of(&reports).iter().any(of_theirs), "{case}: {reports:#?}");
                 let lost: Vec<_> = deleted(&reports).into_iter().filter(of_live_peer).collect();
                 assert_eq!(lost, [], "{case}");
                 let ours = vxlan.state();
@@ -569,16 +570,19 @@ fn networks_of_both_kinds_in_one_namespace_are_restarted_without_touching_each_o
                     hostgw.stop().await;
                     Run::start(&HostGw, &other, after).await
                 };
-                let (hostgw, again) = heard(restart).await;
+                let (hostgw, again) = recorded(restart).await;
                 let of_ours = |key: &Key| ours.get(key).is_some();
-                assert!(!told(&again).iter().any(of_ours), "{case}: {again:#?}");
+                assert!(!keys_of(&again).iter().any(of_ours), "{case}: {again:#?}");
                 let lost: Vec<_> = deleted(&again).into_iter().filter(of_live_peer).collect();
                 assert_eq!(lost, [], "{case}");
                 if before == after {
-                    // Nor is any peer's object put again: it is as it was.
+                    // No object of a peer is written again.
                     let of_peer = |key: &Key| of_live_peer(key) || matches!(key, Key::Nexthop(_));
-                    let touched: Vec<_> =
-                        told(&reports).into_iter().chain(told(&again)).filter(of_peer).collect();
+                    let touched: Vec<_> = keys_of(&reports)
+                        .into_iter()
+                        .chain(keys_of(&again))
+                        .filter(of_peer)
+                        .collect();
                     assert_eq!(touched, [], "{case}");
                 }
                 assert_eq!(
@@ -586,7 +590,7 @@ fn networks_of_both_kinds_in_one_namespace_are_restarted_without_touching_each_o
                     [objects(after); 2],
                     "{case}"
                 );
-                // What one leaves is taken away without a look at the other's.
+                // The objects of one are removed, and those of the other stay.
                 let kernel = vxlan.kernel.clone();
                 let theirs = hostgw.state();
                 vxlan.stop().await;
@@ -601,7 +605,7 @@ fn networks_of_both_kinds_in_one_namespace_are_restarted_without_touching_each_o
     });
 }
 
-/// Routes and nexthop objects of flannel's protocol, whosever, wherever.
+/// All routes and nexthop objects of flannel's protocol.
 fn left_by_flannel() -> (usize, usize) {
     let lines = |command: &str| ip(command).lines().filter(|line| !line.trim().is_empty()).count();
     let routes = ["-4", "-6"].map(|inet| lines(&format!("{inet} route show table all proto 241")));
@@ -609,7 +613,7 @@ fn left_by_flannel() -> (usize, usize) {
 }
 
 #[test]
-fn another_backend_leaves_nothing_of_the_first_and_no_live_peer_is_absent_for_a_moment() {
+fn another_backend_removes_the_first_without_a_moment_without_a_live_peer() {
     in_netns_async(|| async {
         uplink();
         for (before, after) in [(true, true), (true, false), (false, true), (false, false)] {
@@ -618,7 +622,7 @@ fn another_backend_leaves_nothing_of_the_first_and_no_live_peer_is_absent_for_a_
                 put(&stale, backends[0], 1, 77, 77);
                 Run::start(backends[0], &stale, before).await.stop().await;
                 let subnets = leases(backends[1], 1);
-                let (run, reports) = heard(Run::start(backends[1], &subnets, after)).await;
+                let (run, reports) = recorded(Run::start(backends[1], &subnets, after)).await;
                 let case = format!("{before} {after} {}", backends[1].kind());
                 let lost: Vec<_> = deleted(&reports).into_iter().filter(of_live_peer).collect();
                 assert_eq!(lost, [], "{case}");
@@ -645,7 +649,7 @@ fn another_external_interface_leaves_nothing_on_the_first() {
         ip("address add 192.0.2.1/24 dev eth1");
         ip("address add 2001:db8::1/64 dev eth1 nodad");
         ip("link set eth1 up");
-        // Only what is said below is on a link.
+        // Only the peers below are on a link.
         for name in ["eth0", "eth1"] {
             ip(&format!("route del 192.0.2.0/24 dev {name}"));
             ip(&format!("-6 route del 2001:db8::/64 dev {name}"));
@@ -661,7 +665,7 @@ fn another_external_interface_leaves_nothing_on_the_first() {
             Run::start(&HostGw, &stale, nexthops).await.stop().await;
             let subnets = leases(&HostGw, 1);
             on_link("eth1");
-            let (run, reports) = heard(Run::start_on("eth1", &HostGw, &subnets, nexthops)).await;
+            let (run, reports) = recorded(Run::start_on("eth1", &HostGw, &subnets, nexthops)).await;
             let lost: Vec<_> = deleted(&reports).into_iter().filter(of_live_peer).collect();
             assert_eq!(lost, [], "{nexthops}");
             assert_eq!(count(&run.state()), (if nexthops { 10 } else { 0 }, 20));

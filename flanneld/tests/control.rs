@@ -1,4 +1,5 @@
-//! What the daemon tells about itself, and the program that asks: in namespaces, with real daemons and a real kernel.
+//! Health, metrics, the control socket and flannelctl, in namespaces, with real daemons and a real
+//! kernel.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
@@ -23,7 +24,7 @@ use programs::flannelctl;
 use reader::Reader;
 use running::{Daemon, wait_until};
 
-/// This node takes its subnet from a part of the network where no test puts a peer or an address.
+/// The range of this node's subnet, which no test uses for peers or addresses.
 const CONFIG: &str = r#"{"Network":"10.1.0.0/16","SubnetMin":"10.1.128.0","SubnetMax":"10.1.191.0","Backend":{"Type":"vxlan"}}"#;
 const PORT: u16 = 8471;
 
@@ -67,7 +68,7 @@ impl Place {
         fs::write(self.leases().join(format!("10.1.{n}.0-24")), value).unwrap();
     }
 
-    /// The options by which both programs find everything.
+    /// The options of both programs.
     fn common(&self) -> Vec<String> {
         let registry = format!("dir:{}", self.registry().display());
         let (env, state) = (self.path("run/subnet.env"), self.path("state"));
@@ -89,7 +90,7 @@ impl Place {
         self.start_with(&[])
     }
 
-    /// Told no more than where files are.
+    /// With options for paths only.
     fn bare_ctl(&self, args: &[&str]) -> Command {
         let mut command = Command::new(flannelctl());
         command.args(self.common()).args(args).stdin(Stdio::null());
@@ -106,8 +107,8 @@ impl Place {
         self.ctl_command(args).output().unwrap()
     }
 
-    /// What a verb says, if it succeeds.
-    fn says(&self, args: &[&str]) -> String {
+    /// The output of a verb that succeeds.
+    fn ctl_text(&self, args: &[&str]) -> String {
         let output = self.ctl(args);
         let text = String::from_utf8(output.stdout).unwrap();
         assert!(
@@ -127,7 +128,7 @@ impl Place {
         })
     }
 
-    /// What a verb says when it fails, and its exit status.
+    /// The output of a verb that fails, and its exit status.
     fn fails(&self, args: &[&str]) -> (i32, String) {
         let output = self.ctl(args);
         assert!(
@@ -147,7 +148,7 @@ fn stop(mut daemon: Daemon) -> ExitStatus {
     daemon.ended()
 }
 
-/// Status and body of a request over TCP; 0 if nobody answers.
+/// Status and body of a request over TCP; 0 without an answer.
 fn http(target: &str) -> (u16, String) {
     let Ok(mut stream) = TcpStream::connect(("127.0.0.1", PORT)) else { return (0, String::new()) };
     stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
@@ -186,7 +187,7 @@ fn labelled(name: &str, labels: &[(&str, &str)]) -> f64 {
 }
 
 #[test]
-fn ready_is_true_only_while_everything_is_in_place() {
+fn readyz_is_200_only_while_everything_is_in_place() {
     in_netns(|| {
         let place = Place::new(None);
         let value = r#"{"PublicIP":"192.0.2.7","PublicIPv6":"2001:db8::7","BackendType":"vxlan","BackendData":{"VNI":1,"VtepMAC":"0a:00:00:00:00:07"},"BackendV6Data":{"VNI":1,"VtepMAC":"0a:00:00:00:01:07"}}"#;
@@ -228,7 +229,7 @@ fn ready_is_true_only_while_everything_is_in_place() {
             );
         }
 
-        // The device takes nothing of IPv6 any more, and the kernel drops what it had.
+        // The kernel removes the device's IPv6 addresses and accepts no new ones.
         let switch = "/proc/sys/net/ipv6/conf/flannel-v6.1/disable_ipv6";
         fs::write(switch, "1").unwrap();
         daemon.wait_for_log("not in sync: the kernel refused");
@@ -254,7 +255,7 @@ fn ready_is_true_only_while_everything_is_in_place() {
 }
 
 #[test]
-fn what_others_do_is_counted_and_a_foreign_route_is_named_as_the_shadow() {
+fn foreign_changes_are_counted_and_a_shadowing_route_is_named() {
     in_netns(|| {
         let place = Place::new(Some(CONFIG));
         place.peer(7);
@@ -284,16 +285,16 @@ fn what_others_do_is_counted_and_a_foreign_route_is_named_as_the_shadow() {
         let (code, text) = place.fails(&["why", "10.1.7.9"]);
         assert_eq!(code, 1);
         assert!(text.contains("shadowed: packets go via 192.0.2.99 dev eth0"), "{text}");
-        assert!(place.says(&["why", "10.1.7.200"]).contains("everything is in place"));
+        assert!(place.ctl_text(&["why", "10.1.7.200"]).contains("everything is in place"));
         let (_, text) = place.fails(&["why", "10.1.0.9"]);
         assert!(text.contains("no node holds a subnet with it"), "{text}");
-        assert!(place.says(&["peers"]).contains("10.1.7.0/24"));
-        assert!(place.says(&["status"]).contains("restored route 10.1.7.0/24"));
+        assert!(place.ctl_text(&["peers"]).contains("10.1.7.0/24"));
+        assert!(place.ctl_text(&["status"]).contains("restored route 10.1.7.0/24"));
     });
 }
 
 #[test]
-fn metrics_count_what_is_there_and_what_happened() {
+fn metrics_count_objects_and_events() {
     in_netns(|| {
         let place = Place::new(Some(r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vxlan"}}"#));
         place.peer(7);
@@ -311,12 +312,13 @@ fn metrics_count_what_is_there_and_what_happened() {
         let leases = || ["flannel_leases", "flannel_peers", "flannel_conflicts"].map(metric);
         let rejected = |reason| labelled("flannel_rejected_leases", &[("reason", reason)]);
         assert_eq!(leases(), [3.0, 2.0, 0.0]);
-        // The own device and its address; of each peer its tunnel's address, its host's, and the way there.
+        // The own device and its address; of each peer its tunnel's address, its host's, and the
+        // way there.
         assert_eq!(objects("in place"), [1.0, 1.0, 2.0, 2.0, 0.0, 2.0]);
         assert_eq!((objects("pending"), objects("failing")), ([0.0; 6], [0.0; 6]));
         assert_eq!(subnets(), [255.0, 3.0, 252.0]);
 
-        // One that lies in another's subnet, and one that lies in nobody's network.
+        // One inside another lease's subnet, and one outside the pod network.
         let stranger = |key: &str, n: u8| {
             let value = format!(
                 r#"{{"PublicIP":"192.0.2.{n}","BackendType":"vxlan","BackendData":{{"VNI":1,"VtepMAC":"0a:00:00:00:00:{n:02x}"}}}}"#
@@ -344,7 +346,7 @@ fn metrics_count_what_is_there_and_what_happened() {
                 "neigh",
                 "modify",
             ),
-            // The first subnet is no node's.
+            // The first subnet belongs to no node.
             ("route add 10.1.0.0/24 via 10.1.7.0 dev flannel.1 onlink", "route", "add"),
         ] {
             ip(done);
@@ -362,13 +364,13 @@ fn metrics_count_what_is_there_and_what_happened() {
 }
 
 #[test]
-fn colours_are_for_terminals_alone() {
+fn only_terminals_get_colours() {
     in_netns(|| {
         let place = Place::new(Some(CONFIG));
         place.peer(7);
         let daemon = place.start();
         ready(&daemon);
-        // `script` gives a program a terminal of its own, and copies what it says there.
+        // `script` runs a program on a new terminal, and copies its output.
         let on_terminal = |args: &[&str], env: &[(&str, &str)]| {
             let command = place.ctl_command(args);
             let words = std::iter::once(command.get_program()).chain(command.get_args());
@@ -404,18 +406,18 @@ fn colours_are_for_terminals_alone() {
             &["lease", "list"],
             &["config", "check"],
         ] {
-            let piped = place.says(args);
+            let piped = place.ctl_text(args);
             assert!(!piped.contains('\x1b'), "{args:?}: {piped:?}");
         }
-        // The same words.
+        // The same text.
         let words = |text: &str| -> Vec<String> {
-            // What the daemon has been up for changes.
+            // The uptime changes.
             text.lines().skip(1).map(str::to_owned).collect()
         };
         let bare = ["\x1b[32m", "\x1b[33m", "\x1b[1;31m", "\x1b[1m", "\x1b[0m"]
             .iter()
             .fold(on_terminal(&["lease", "list"], &[]), |text, code| text.replace(code, ""));
-        assert_eq!(words(&bare), words(&place.says(&["lease", "list"])));
+        assert_eq!(words(&bare), words(&place.ctl_text(&["lease", "list"])));
     });
 }
 
@@ -425,7 +427,7 @@ fn without_the_tunnel_no_peer_is_in_place() {
         let place = Place::new(Some(CONFIG));
         place.peer(7);
         place.peer(8);
-        // Of somebody else, and so it stays.
+        // A foreign device, which stays.
         ip("link add flannel.1 type bridge");
         let daemon = place.start();
         daemon.wait_for_log("not in sync: the kernel refused");
@@ -447,11 +449,11 @@ fn without_the_tunnel_no_peer_is_in_place() {
         );
         ip("link del flannel.1");
         ready(&daemon);
-        assert!(!place.says(&["peers"]).contains("failing"));
+        assert!(!place.ctl_text(&["peers"]).contains("failing"));
     });
 }
 
-/// Prometheus' own tool, which `test.sh` fetches; it complains with another status than 0.
+/// Prometheus' promtool, which `test.sh` fetches.
 fn promtool(args: &[&str], input: &str) {
     let program = std::env::var_os("PROMTOOL").unwrap_or_else(|| "promtool".into());
     let mut command = Command::new(program);
@@ -468,7 +470,7 @@ fn promtool(args: &[&str], input: &str) {
 }
 
 #[test]
-fn prometheus_has_nothing_to_complain_about() {
+fn promtool_accepts_metrics_and_rules() {
     in_netns(|| {
         let place = Place::new(None);
         let rules = place.path("rules.yaml");
@@ -512,12 +514,12 @@ fn each_alert_fires_on_its_condition_and_is_silent_on_a_healthy_node() {
 }
 
 #[test]
-fn systemd_hears_ready_reloading_alive_and_stopping() {
+fn systemd_is_notified_of_ready_reloading_alive_and_stopping() {
     in_netns(|| {
         let place = Place::new(Some(CONFIG));
         let path = place.path("notify");
         let socket = UnixDatagram::bind(&path).unwrap();
-        // All the time, as systemd does: the socket has room for a few messages only, and the daemon waits for none.
+        // Continuously, as systemd does, because the socket has room for a few messages only.
         let (sender, said) = std::sync::mpsc::channel();
         std::thread::spawn(move || {
             let mut buffer = [0; 4096];
@@ -540,7 +542,7 @@ fn systemd_hears_ready_reloading_alive_and_stopping() {
             }
         };
         let daemon = place.start_with(&[("NOTIFY_SOCKET", &path), ("WATCHDOG_USEC", "400000")]);
-        // Mostly it says so with the same words.
+        // Usually with the same text.
         if !hear("READY=1\nSTATUS=").contains("STATUS=ready: 10.1.") {
             hear("STATUS=ready: 10.1.");
         }
@@ -554,7 +556,7 @@ fn systemd_hears_ready_reloading_alive_and_stopping() {
     });
 }
 
-/// What a symbolic link leads to is changed without a word to whoever watches the directory.
+/// A change of a symbolic link's target causes no event in the watched directory.
 #[test]
 fn sighup_applies_a_config_whose_change_was_missed() {
     in_netns(|| {
@@ -581,7 +583,7 @@ fn sighup_applies_a_config_whose_change_was_missed() {
         daemon.signal(Signal::SIGHUP);
         daemon.wait_for_log("SIGHUP: read again: the network config has changed");
         mtu(1200);
-        // One that is refused, and corrected.
+        // A config that is refused, and corrected.
         write(9000);
         daemon.signal(Signal::SIGHUP);
         daemon.wait_for_log("cannot be used and is not");
@@ -592,15 +594,16 @@ fn sighup_applies_a_config_whose_change_was_missed() {
 }
 
 #[test]
-fn the_log_can_be_set_and_sighup_sets_it_back() {
+fn the_log_filter_can_be_set_and_sighup_resets_it() {
     in_netns(|| {
         let place = Place::new(Some(CONFIG));
         let daemon = place.start();
         ready(&daemon);
         let (code, text) = place.fails(&["log", "warning"]);
         assert!(code == 1 && text.contains("\"warning\" is not valid"), "{text}");
-        // It says so after it has done so, and before it answers: the line is one that is not to be seen.
-        place.says(&["log", "error"]);
+        // It says so after it has done so, and before it answers: the line is one that is not to be
+        // seen.
+        place.ctl_text(&["log", "error"]);
         place.peer(7);
         wait_until(|| ip("route show 10.1.7.0/24").contains("flannel.1"), || daemon.log());
         daemon.signal(Signal::SIGHUP);
@@ -609,22 +612,22 @@ fn the_log_can_be_set_and_sighup_sets_it_back() {
         daemon.wait_for_log("in sync peers=2");
         // "in sync peers=1" would prove less: it may be held back until it may be said again.
         assert!(!daemon.log().contains("the log filter is"), "{}", daemon.log());
-        place.says(&["log", "info"]);
+        place.ctl_text(&["log", "info"]);
         daemon.wait_for_log("the log filter is info now");
-        assert!(place.says(&["reload"]).contains("unchanged"));
+        assert!(place.ctl_text(&["reload"]).contains("unchanged"));
         fs::write(
             place.registry().join("config"),
             r#"{"Network":"10.9.0.0/16","Backend":{"Type":"vxlan"}}"#,
         )
         .unwrap();
         daemon.wait_for_log("used from the next start on");
-        assert!(place.says(&["status"]).contains("other pod networks now (10.9.0.0/16)"));
+        assert!(place.ctl_text(&["status"]).contains("other pod networks now (10.9.0.0/16)"));
         assert_eq!(metric("flannel_config_waiting"), 1.0);
     });
 }
 
 #[test]
-fn without_a_daemon_it_says_so_and_what_is_left() {
+fn without_a_daemon_flannelctl_shows_the_state_that_is_left() {
     in_netns(|| {
         let place = Place::new(Some(CONFIG));
         place.peer(7);
@@ -649,30 +652,31 @@ fn without_a_daemon_it_says_so_and_what_is_left() {
         );
         let (_, text) = place.fails(&["why", "10.1.7.9"]);
         assert!(text.contains("10.1.7.0-24") && text.contains("start flanneld"), "{text}");
-        assert!(place.says(&["peers"]).contains("10.1.7.0/24"));
+        assert!(place.ctl_text(&["peers"]).contains("10.1.7.0/24"));
 
         let absent = place.path("net-conf.json");
         let (_, text) = place.fails(&["cleanup", "--net-config-path", &absent]);
         assert!(text.contains(&absent) && ip("link show").contains("flannel.1"), "{text}");
-        let would = place.says(&["cleanup", "--dry-run", "--iface", "eth0"]);
+        let would = place.ctl_text(&["cleanup", "--dry-run", "--iface", "eth0"]);
         assert!(
             would.contains("route 10.1.7.0/24") && ip("route show").contains("10.1.7.0/24"),
             "{would}"
         );
-        let plain = place.says(&["cleanup", "--for-go", "--iface", "eth0"]);
+        let plain = place.ctl_text(&["cleanup", "--for-go", "--iface", "eth0"]);
         assert!(
             !ip("route show").contains("nhid") && ip("route show").contains("10.1.7.0/24"),
             "{plain}"
         );
-        place.says(&["cleanup", "--iface", "eth0"]);
+        place.ctl_text(&["cleanup", "--iface", "eth0"]);
         assert!(!ip("link show").contains("flannel.1"), "{}", ip("link show"));
         assert_eq!(
             place.json(&["cleanup", "--iface", "eth0"])["done"].as_array().unwrap().len(),
             0
         );
-        // What an earlier config made is not taken away for that, for it may be another flannel's; but it is told.
+        // What an earlier config made is not taken away for that, for it may be another flannel's;
+        // but it is told.
         ip("link add flannel.7 type vxlan id 7 dev eth0 dstport 8473");
-        let told = place.says(&["cleanup", "--iface", "eth0"]);
+        let told = place.ctl_text(&["cleanup", "--iface", "eth0"]);
         assert!(
             told.contains("ip link delete flannel.7") && told.contains("nothing else"),
             "{told}"
@@ -681,7 +685,7 @@ fn without_a_daemon_it_says_so_and_what_is_left() {
 }
 
 #[test]
-fn on_the_way_to_go_flannel_the_route_of_last_resort_goes() {
+fn cleanup_for_go_removes_the_route_of_last_resort() {
     in_netns(|| {
         let place = Place::new(Some(CONFIG));
         place.peer(7);
@@ -689,10 +693,10 @@ fn on_the_way_to_go_flannel_the_route_of_last_resort_goes() {
         ready(&daemon);
         wait_until(|| ip("route show").contains("blackhole"), || daemon.log());
         assert_eq!(stop(daemon).code(), Some(0));
-        // What somebody else drops stays.
+        // A foreign blackhole stays.
         ip("route add blackhole 10.1.77.0/24");
-        let would = place.says(&["cleanup", "--for-go", "--dry-run", "--iface", "eth0"]);
-        let made = place.says(&["cleanup", "--for-go", "--iface", "eth0"]);
+        let would = place.ctl_text(&["cleanup", "--for-go", "--dry-run", "--iface", "eth0"]);
+        let made = place.ctl_text(&["cleanup", "--for-go", "--iface", "eth0"]);
         assert!(
             would.contains("delete route blackhole 10.1.")
                 && made.contains("delete route blackhole 10.1."),
@@ -709,7 +713,7 @@ fn on_the_way_to_go_flannel_the_route_of_last_resort_goes() {
 }
 
 #[test]
-fn a_running_daemon_is_never_cleaned_away() {
+fn cleanup_refuses_to_run_beside_a_daemon() {
     in_netns(|| {
         let place = Place::new(Some(CONFIG));
         for socket in ["", "off"] {
@@ -717,7 +721,8 @@ fn a_running_daemon_is_never_cleaned_away() {
             ready(&daemon);
             let elsewhere = place.path("elsewhere.sock");
             for at in [None, Some("off"), Some(elsewhere.as_str())] {
-                // As an administrator calls it: what says where things are comes from the daemon's own options.
+                // As an administrator calls it: what says where things are comes from the daemon's
+                // own options.
                 let mut command = place.bare_ctl(&["cleanup", "--iface", "eth0"]);
                 command.envs(at.map(|at| ("FLANNELD_CONTROL_SOCKET", at)));
                 let output = command.output().unwrap();
@@ -731,7 +736,7 @@ fn a_running_daemon_is_never_cleaned_away() {
             second.wait_for_log("state/lock: another flanneld is running");
             assert_eq!(stop(daemon).code(), Some(0));
         }
-        // Something else in the socket's place: nobody knows.
+        // Another file in the socket's place: unknown whether a daemon runs.
         fs::write(place.path("file"), "").unwrap();
         let beyond = place.path("file/flanneld.sock");
         let output = place
@@ -771,7 +776,7 @@ fn programs_that_the_daemon_runs_do_not_see_its_password() {
 }
 
 #[test]
-fn cleanup_takes_everything_back() {
+fn cleanup_removes_everything() {
     in_netns(|| {
         let place = Place::new(Some(
             r#"{"Network":"10.1.0.0/16","SubnetMin":"10.1.128.0","SubnetMax":"10.1.191.0","EnableNFTables":true,"Backend":{"Type":"vxlan"}}"#,
@@ -821,8 +826,8 @@ fn config_and_leases_are_managed_without_a_daemon() {
     in_netns(|| {
         let place = Place::new(None);
         let file = place.path("config.json");
-        // A store that is not there, perhaps since it is not mounted, is made by nobody who only looks; nor is one where it is
-        // to be mounted.
+        // A store that is not there, perhaps since it is not mounted, is made by nobody who only
+        // looks; nor is one where it is to be mounted.
         let reserve = ["lease", "reserve", "10.1.9.0/24", "--public-ip", "192.0.2.9"];
         let look = [
             &["config", "check"][..],
@@ -858,12 +863,12 @@ fn config_and_leases_are_managed_without_a_daemon() {
         fs::write(&file, r#"{"Network":"10.1.0.0/16","SubnetMin":"10.1.128.0","SubnetMax":"10.1.191.0","Backend":{"Type":"vxlan","VNI":"x"}}"#).unwrap();
         assert!(place.fails(&["config", "check", &file]).1.contains("Backend.VNI"));
         fs::write(&file, CONFIG).unwrap();
-        assert!(place.says(&["config", "check", &file]).contains("10.1.191.0"));
-        place.says(&["config", "set", &file]);
+        assert!(place.ctl_text(&["config", "check", &file]).contains("10.1.191.0"));
+        place.ctl_text(&["config", "set", &file]);
         assert_eq!(fs::read_to_string(place.registry().join("config")).unwrap(), CONFIG);
-        assert!(place.says(&["config", "check"]).contains("vxlan"));
+        assert!(place.ctl_text(&["config", "check"]).contains("vxlan"));
 
-        place.says(&[
+        place.ctl_text(&[
             "lease",
             "reserve",
             "10.1.9.0/24",
@@ -878,26 +883,26 @@ fn config_and_leases_are_managed_without_a_daemon() {
             (lease["key"].as_str(), &lease["reserved"]),
             (Some("10.1.9.0-24"), &Value::Bool(true))
         );
-        place.says(&["lease", "reserve", "10.1.8.0/24", "--public-ip", "192.0.2.8"]);
+        place.ctl_text(&["lease", "reserve", "10.1.8.0/24", "--public-ip", "192.0.2.8"]);
         assert_eq!(
             place.json(&["lease", "list"])["leases"][0]["backend"],
             "vxlan",
             "as the network config says"
         );
-        place.says(&["lease", "release", "10.1.8.0/24"]);
+        place.ctl_text(&["lease", "release", "10.1.8.0/24"]);
         let again = place.fails(&["lease", "reserve", "10.1.9.0/24", "--public-ip", "192.0.2.9"]);
         assert!(again.1.contains("is reserved already"), "{}", again.1);
         let wrong = place.fails(&["lease", "reserve", "10.2.9.0/24", "--public-ip", "192.0.2.9"]);
         assert!(wrong.1.contains("10.1.0.0/16"), "{}", wrong.1);
         assert_eq!(place.json(&["lease", "list"])["duplicates"], serde_json::json!([]));
-        place.says(&["lease", "reserve", "10.1.10.0/24", "--public-ip", "192.0.2.9"]);
-        let listed = place.says(&["lease", "list"]);
+        place.ctl_text(&["lease", "reserve", "10.1.10.0/24", "--public-ip", "192.0.2.9"]);
+        let listed = place.ctl_text(&["lease", "list"]);
         assert!(
             listed.contains("192.0.2.9 is the public address of 10.1.9.0-24 and 10.1.10.0-24"),
             "{listed}"
         );
-        place.says(&["lease", "release", "10.1.10.0/24"]);
-        place.says(&["lease", "release", "10.1.9.0/24"]);
+        place.ctl_text(&["lease", "release", "10.1.10.0/24"]);
+        place.ctl_text(&["lease", "release", "10.1.9.0/24"]);
         assert_eq!(place.json(&["lease", "list"])["leases"].as_array().unwrap().len(), 0);
 
         let daemon = place.start();
@@ -908,12 +913,12 @@ fn config_and_leases_are_managed_without_a_daemon() {
             code == 1 && text.contains("--force"),
             "a living node's lease is not let go by mistake: {text}"
         );
-        place.says(&["lease", "release", &own, "--force"]);
+        place.ctl_text(&["lease", "release", &own, "--force"]);
         daemon.wait_for_log("somebody deleted it, which orders this node to stop");
     });
 }
 
-/// More than one user id can be told apart here: not so in the user namespace of an ordinary user.
+/// Whether there is more than one user id. The user namespace of an ordinary user has one.
 fn has_users() -> bool {
     let map = fs::read_to_string("/proc/self/uid_map").unwrap();
     map.split_whitespace().nth(2).unwrap().parse::<u32>().unwrap() > 60_000
@@ -931,12 +936,15 @@ fn a_group_may_read_and_only_root_may_write() {
         let status = fs::read_to_string(format!("/proc/{}/status", daemon.child.id())).unwrap();
         let effective = status.lines().find(|line| line.starts_with("CapEff:")).unwrap();
         assert!(effective.ends_with("0000000000003000"), "it takes no capability: {effective}");
-        assert!(place.says(&["reload"]).contains("unchanged"), "root, or the daemon's own user");
+        assert!(
+            place.ctl_text(&["reload"]).contains("unchanged"),
+            "root, or the daemon's own user"
+        );
         if !has_users() {
-            // There is nobody else here.
+            // There is no other user here.
             return;
         }
-        // Where others may run it.
+        // In a directory from which other users may run it.
         let program = place.dir.path().join("flannelctl");
         // By another process: a program that this one has open for writing cannot be started.
         let copied =
@@ -970,7 +978,7 @@ fn a_group_may_read_and_only_root_may_write() {
 }
 
 #[test]
-fn hundreds_that_say_nothing_keep_nobody_from_health_and_status() {
+fn silent_clients_do_not_block_health_and_status() {
     in_netns(|| {
         let place = Place::new(Some(CONFIG));
         let daemon = place.start();
@@ -994,7 +1002,7 @@ fn hundreds_that_say_nothing_keep_nobody_from_health_and_status() {
             // them would take minutes. A connection for which the kernel has no room at first
             // comes after 1, 3 or 7 s.
             assert!(begin.elapsed() < Duration::from_secs(12), "{half:?}: {:?}", begin.elapsed());
-            assert!(place.says(&["status"]).contains("READY"));
+            assert!(place.ctl_text(&["status"]).contains("READY"));
             for mut stream in held {
                 let end = stream.read(&mut [0; 64]);
                 let closed = end.as_ref().map_or_else(
@@ -1013,7 +1021,7 @@ trait ReadWrite: Read + Write {}
 impl<T: Read + Write> ReadWrite for T {}
 
 #[test]
-fn watch_says_what_has_changed_and_nothing_else() {
+fn watch_prints_changes_only() {
     in_netns(|| {
         let place = Place::new(Some(CONFIG));
         let daemon = place.start();
@@ -1025,12 +1033,13 @@ fn watch_says_what_has_changed_and_nothing_else() {
             (&first["ready"], &first["network"]["peers"]["total"]),
             (&Value::Bool(true), &0.into())
         );
-        // A peer may be seen before all of it is in place, and a finding beside it: each is a line of its own.
+        // A peer may be seen before all of it is in place, and a finding beside it: each is a line
+        // of its own.
         let mut before = first;
         let mut until = |what: &dyn Fn(&Value) -> bool| {
             loop {
                 let mut line = next();
-                // What there is of time in it.
+                // The times in it.
                 line["time"] = before["time"].take();
                 assert_ne!(line, before, "the same again");
                 before = line;
@@ -1047,7 +1056,7 @@ fn watch_says_what_has_changed_and_nothing_else() {
 }
 
 #[test]
-fn while_the_store_is_away_nobody_is_told_to_write_a_config() {
+fn without_a_store_no_hint_suggests_to_write_a_config() {
     in_netns(|| {
         let place = Place::new(Some(CONFIG));
         let daemon = place.start();
@@ -1069,14 +1078,14 @@ fn wrong_usage_is_2_and_help_is_0() {
         {
             assert_eq!(place.fails(&args).0, 2, "{args:?}");
         }
-        assert!(place.says(&["--help"]).contains("Exit status"));
-        assert!(place.says(&["lease", "release", "--help"]).contains("stops with"));
-        assert_eq!(place.says(&["docker-opts", "-?"]), place.says(&["docker-opts", "-h"]));
+        assert!(place.ctl_text(&["--help"]).contains("Exit status"));
+        assert!(place.ctl_text(&["lease", "release", "--help"]).contains("stops with"));
+        assert_eq!(place.ctl_text(&["docker-opts", "-?"]), place.ctl_text(&["docker-opts", "-h"]));
     });
 }
 
 #[test]
-fn who_reads_the_output_may_go() {
+fn a_closed_pipe_is_no_error() {
     in_netns(|| {
         let place = Place::new(None);
         let flanneld =
@@ -1099,7 +1108,7 @@ fn who_reads_the_output_may_go() {
 }
 
 #[test]
-fn what_the_doctor_cannot_look_at_is_not_said_to_be_well() {
+fn values_that_the_doctor_cannot_read_are_not_reported_as_ok() {
     in_netns(|| {
         let place = Place::new(Some(CONFIG));
         let doctor = ["doctor", "--iface", "eth0"];
@@ -1110,7 +1119,7 @@ fn what_the_doctor_cannot_look_at_is_not_said_to_be_well() {
                 && !text.contains("not known: which chains drop"),
             "{text}"
         );
-        // Whose rules there are takes a capability.
+        // Reading the rules needs a capability.
         let able = place.bare_ctl(&doctor);
         let mut unable = Command::new("setpriv");
         unable
@@ -1128,7 +1137,7 @@ fn what_the_doctor_cannot_look_at_is_not_said_to_be_well() {
 }
 
 #[test]
-fn docker_opts_writes_what_docker_reads() {
+fn docker_opts_writes_variables_for_docker() {
     in_netns(|| {
         let place = Place::new(None);
         let env = place.path("subnet.env");
@@ -1147,7 +1156,7 @@ fn docker_opts_writes_what_docker_reads() {
         let output = run(&["-i", "--json"]);
         let value: Value = serde_json::from_slice(&output.stdout).unwrap();
         assert_eq!(value["variables"]["DOCKER_OPT_MTU"], "--mtu=1450");
-        // Somebody else has it.
+        // Another host has it.
         ip("route add 10.1.74.0/24 via 192.0.2.9");
         let output = run(&[]);
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
@@ -1161,7 +1170,7 @@ fn docker_opts_writes_what_docker_reads() {
 }
 
 #[test]
-fn findings_about_the_host_come_with_the_command_that_repairs_it() {
+fn findings_on_the_host_have_a_repair_command() {
     in_netns(|| {
         let place = Place::new(Some(CONFIG));
         let set =
@@ -1176,7 +1185,7 @@ fn findings_about_the_host_come_with_the_command_that_repairs_it() {
             let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
             found.iter().map(|f| (text(&f["check"]), text(&f["repair"]))).collect()
         };
-        // Whether services of Kubernetes are told wrongly depends on the machine.
+        // The finding on bridge-netfilter depends on the machine.
         let host = || {
             findings()
                 .into_iter()
@@ -1189,8 +1198,8 @@ fn findings_about_the_host_come_with_the_command_that_repairs_it() {
         ip("address add 10.1.200.1/24 dev eth0");
         let found = host();
         let checks: Vec<&str> = found.iter().map(|(check, _)| check.as_str()).collect();
-        assert_eq!(checks, ["forwarding", "rp-filter", "clash"], "{}", place.says(&["status"]));
-        let page = place.says(&["status"]);
+        assert_eq!(checks, ["forwarding", "rp-filter", "clash"], "{}", place.ctl_text(&["status"]));
+        let page = place.ctl_text(&["status"]);
         assert!(
             page.contains("READY") && page.contains("repair: sysctl -w net.ipv4.ip_forward=1"),
             "{page}"
@@ -1203,7 +1212,7 @@ fn findings_about_the_host_come_with_the_command_that_repairs_it() {
         ip("address del 10.1.200.1/24 dev eth0");
         assert_eq!(host(), [], "the repair commands help");
         assert_eq!(stop(daemon).code(), Some(0));
-        // It is said without a daemon too, of the network that the last one ran.
+        // Without a daemon it is reported for the network of the last one.
         set("ip_forward", "0");
         ip("route add default dev eth0");
         let (status, page) = place.fails(&["status"]);
@@ -1213,7 +1222,7 @@ fn findings_about_the_host_come_with_the_command_that_repairs_it() {
                 && page.contains("repair: sysctl -w net.ipv4.ip_forward=1"),
             "{page}"
         );
-        // The next one says so in its log.
+        // The next daemon logs it.
         let daemon = place.start();
         daemon.wait_for_log("forwards no IPv4 packets");
         assert_eq!(daemon.log().matches("repair: sysctl -w net.ipv4.ip_forward=1").count(), 1);
@@ -1221,7 +1230,7 @@ fn findings_about_the_host_come_with_the_command_that_repairs_it() {
 }
 
 #[test]
-fn the_doctor_tells_a_missing_config_from_a_store_that_does_not_answer() {
+fn the_doctor_distinguishes_a_missing_config_from_a_failing_store() {
     in_netns(|| {
         let place = Place::new(None);
         let checks = || -> Vec<(String, String)> {

@@ -1,4 +1,4 @@
-//! The daemon as a process: what it says, what it leaves, and how it ends.
+//! The daemon as a process: its log, its files, and its exit.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
@@ -23,7 +23,7 @@ mod running;
 use reader::Reader;
 use running::{Daemon, wait_until};
 
-/// This node takes its subnet from a part of the network where no test puts a peer or an address.
+/// The range of this node's subnet, which no test uses for peers or addresses.
 const CONFIG: &str = r#"{"Network":"10.1.0.0/16","SubnetMin":"10.1.128.0","SubnetMax":"10.1.191.0","Backend":{"Type":"vxlan"}}"#;
 
 /// A host's uplink, in the namespace of the calling test.
@@ -60,15 +60,15 @@ impl Place {
         self.dir.path().join("run/subnet.env")
     }
 
-    /// The text of the subnet file, which comes when everything else is in place.
+    /// The text of the subnet file, which is written when everything else is in place.
     fn subnet_env(&self) -> String {
         let text = || fs::read_to_string(self.subnet_file());
         wait_until(|| text().is_ok(), || format!("{}: no such file", self.subnet_file().display()));
         text().unwrap()
     }
 
-    /// What the daemon answers over its control socket.
-    fn ask(&self, target: &str) -> String {
+    /// The daemon's answer over its control socket.
+    fn request(&self, target: &str) -> String {
         let socket = self.subnet_file().with_file_name("flanneld.sock");
         let mut stream = std::os::unix::net::UnixStream::connect(socket).unwrap();
         stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
@@ -103,7 +103,7 @@ impl Place {
         command
     }
 
-    /// A daemon whose `iptables-restore` fails as long as a file is there.
+    /// A daemon whose `iptables-restore` fails while a file exists.
     fn start_with_fragile_iptables(&self, broken: &Path, extra: &[&str]) -> Daemon {
         let bin = self.dir.path().join("bin");
         fs::create_dir_all(&bin).unwrap();
@@ -114,8 +114,8 @@ impl Place {
                 "#!/bin/sh\nif [ -e {} ]; then echo out of order >&2; exit 3; fi\nexec {real} \"$@\"\n",
                 broken.display()
             );
-            // By another process: a program that this one has open for writing cannot be started, and a child that is just being
-            // made for another test has it open, too.
+            // By another process: a program that this one has open for writing cannot be started,
+            // and a child that is just being made for another test has it open, too.
             let write = r#"printf %s "$1" >"$0" && chmod 755 "$0""#;
             let written =
                 Command::new("sh").args(["-c", write]).arg(bin.join(name)).arg(script).status();
@@ -136,7 +136,7 @@ fn peer(leases: &Path, key: &str, public: &str, mac: &str) {
 }
 
 #[test]
-fn a_signal_stops_it_soon_and_leaves_the_data_path() {
+fn a_signal_stops_the_daemon_and_leaves_the_data_path() {
     in_netns(|| {
         uplink();
         let place = Place::new(CONFIG);
@@ -192,7 +192,7 @@ fn a_restart_keeps_subnet_mac_and_every_entry() {
 }
 
 #[test]
-fn unused_addresses_are_dropped_beside_the_bridge_as_long_as_that_is_asked_for() {
+fn unused_addresses_are_dropped_beside_the_bridge_while_the_option_is_set() {
     in_netns(|| {
         uplink();
         let place = Place::new(CONFIG);
@@ -205,7 +205,7 @@ fn unused_addresses_are_dropped_beside_the_bridge_as_long_as_that_is_asked_for()
         let base = own.strip_suffix(".0/24").unwrap();
         wait_until(|| last_resort().contains(&own), last_resort);
         assert!(last_resort().contains("proto 241 metric 4294967295"), "{}", last_resort());
-        // A bridge with the same route works, and neither bothers the other.
+        // A bridge with the same route works, and the two routes coexist.
         ip("link add cni0 type bridge");
         ip("link add pod0 type veth peer name pod1");
         ip("link set pod0 master cni0 up");
@@ -228,9 +228,9 @@ fn unused_addresses_are_dropped_beside_the_bridge_as_long_as_that_is_asked_for()
     });
 }
 
-/// Go flannel makes it after a period, and leaves it for ever.
+/// Go flannel creates it after a period, and never removes it.
 #[test]
-fn the_route_of_last_resort_is_there_at_once_and_goes_with_the_subnet() {
+fn the_route_of_last_resort_is_there_at_once_and_is_removed_with_the_subnet() {
     let config = |n: u8| {
         format!(
             r#"{{"Network":"10.1.0.0/16","SubnetMin":"10.1.{n}1.0","SubnetMax":"10.1.{n}9.0","EnableIPv6":true,"IPv6Network":"fd00:1::/48",
@@ -260,7 +260,7 @@ fn the_route_of_last_resort_is_there_at_once_and_goes_with_the_subnet() {
             );
             assert_eq!(seen.matches("blackhole").count(), 2, "{own:?}: {seen}");
         };
-        // No period passes here: pods may start, and it is there.
+        // It is there without a period, before pods may start.
         let start = || place.start(&["--ip-blackhole-route", "--iptables-resync=86400"]);
         let mut daemon = start();
         let first = own();
@@ -280,7 +280,7 @@ fn the_route_of_last_resort_is_there_at_once_and_goes_with_the_subnet() {
 }
 
 #[test]
-fn pods_that_start_find_the_tunnel_with_its_addresses() {
+fn the_tunnel_has_its_addresses_before_pods_start() {
     in_netns(|| {
         uplink();
         let config = DUAL.replace("KIND", "vxlan");
@@ -313,7 +313,7 @@ fn pods_that_start_find_the_tunnel_with_its_addresses() {
 }
 
 #[test]
-fn deleting_its_lease_is_the_order_to_stop() {
+fn deleting_its_lease_stops_the_daemon() {
     in_netns(|| {
         uplink();
         let place = Place::new(CONFIG);
@@ -374,7 +374,7 @@ fn wrong_usage_is_2_and_what_does_not_work_is_1() {
 }
 
 #[test]
-fn the_log_is_json_if_that_is_asked_for() {
+fn the_log_is_json_with_the_option() {
     in_netns(|| {
         uplink();
         let place = Place::new(CONFIG);
@@ -427,7 +427,7 @@ fn the_journal_gets_every_event_with_its_fields() {
                 .unwrap_or_else(|error| panic!("{error}: {}", daemon.log()));
             let text = String::from_utf8_lossy(&buffer[..len]).into_owned();
             if text.is_empty() {
-                // Whether the journal is there is found out so.
+                // A check whether there is a journal.
                 continue;
             }
             // A name, the length of the value, the value.
@@ -452,7 +452,7 @@ fn the_journal_gets_every_event_with_its_fields() {
 fn capabilities(daemon: &Daemon, set: &str) -> Vec<String> {
     let threads = fs::read_dir(format!("/proc/{}/task", daemon.child.id())).unwrap();
     let line = |path: PathBuf| {
-        // A thread that has ended by now.
+        // The thread may have ended.
         let text = fs::read_to_string(path.join("status")).unwrap_or_default();
         text.lines().find_map(|line| line.strip_prefix(set)).map(|value| value.trim().to_owned())
     };
@@ -462,7 +462,7 @@ fn capabilities(daemon: &Daemon, set: &str) -> Vec<String> {
 }
 
 #[test]
-fn it_keeps_no_more_capabilities_than_it_needs_and_works_with_them() {
+fn the_daemon_keeps_only_the_capabilities_that_it_needs() {
     in_netns(|| {
         uplink();
         // CAP_NET_ADMIN and CAP_NET_RAW.
@@ -491,9 +491,9 @@ fn it_keeps_no_more_capabilities_than_it_needs_and_works_with_them() {
     });
 }
 
-/// With the few capabilities that it keeps it may not look at what files processes of root's have open.
+/// With the capabilities that it keeps, it may not read open files of processes of root.
 #[test]
-fn whoever_changes_a_route_is_named_as_far_as_is_known() {
+fn the_process_that_changes_a_route_is_named_if_known() {
     in_netns(|| {
         for (options, sure) in [(&[][..], "probably "), (&["--capabilities=all"], "")] {
             Netns::new().unwrap().run(move || {
@@ -502,7 +502,8 @@ fn whoever_changes_a_route_is_named_as_far_as_is_known() {
                 peer(&place.leases(), "10.1.7.0-24", "192.0.2.7", "0a:00:00:00:00:07");
                 let daemon = place.start(options);
                 daemon.wait_for_log("in sync peers=1");
-                // The first socket of a process in a namespace has the id of the process for its port id.
+                // The first socket of a process in a namespace has the id of the process for its
+                // port id.
                 let other = NetlinkKernel::open().unwrap();
                 let dst = "10.1.7.0/24".parse().unwrap();
                 let theirs = Change::Put(Route { dst, via: Via::Blackhole, mtu: None }.into());
@@ -516,7 +517,7 @@ fn whoever_changes_a_route_is_named_as_far_as_is_known() {
 }
 
 #[test]
-fn what_the_options_make_necessary_is_kept_and_said() {
+fn capabilities_for_the_options_are_kept_and_logged() {
     in_netns(|| {
         uplink();
         let place = Place::new(CONFIG);
@@ -541,7 +542,7 @@ fn what_the_options_make_necessary_is_kept_and_said() {
 }
 
 #[test]
-fn a_kernel_that_refuses_to_drop_leaves_what_the_daemon_can_do() {
+fn a_kernel_that_refuses_to_drop_capabilities_ends_nothing() {
     in_netns(|| {
         uplink();
         let own = fs::read_to_string("/proc/self/status").unwrap();
@@ -589,14 +590,14 @@ fn the_systemd_unit_is_right_and_hardened() {
     };
     // The pages are made by `cargo xtask assets` and need not be installed here.
     analyze(&["verify", "--man=no"]);
-    // 0 is best, 100 worst; a unit without hardening has 96.
+    // 0 is best and 100 worst. A unit without hardening has 96.
     analyze(&["security", "--no-pager", "--offline=true", "--threshold=30"]);
-    // What the unit lets it do is what it keeps by itself.
+    // The unit allows the capabilities that the daemon keeps.
     assert!(unit.contains("\nCapabilityBoundingSet=CAP_NET_ADMIN CAP_NET_RAW\n"));
 }
 
 #[test]
-fn what_the_unit_allows_is_all_that_the_daemon_and_iptables_call() {
+fn the_unit_allows_all_system_calls_of_the_daemon_and_iptables() {
     in_netns(|| {
         uplink();
         for (config, programs) in [
@@ -625,7 +626,7 @@ fn what_the_unit_allows_is_all_that_the_daemon_and_iptables_call() {
                 let gone = Command::new("nft").args(["flush", "ruleset"]).status().unwrap();
                 assert!(gone.success());
                 let repaired =
-                    || place.ask("/metrics").contains("\nflannel_firewall_repairs_total 1\n");
+                    || place.request("/metrics").contains("\nflannel_firewall_repairs_total 1\n");
                 wait_until(repaired, || strace.log());
             }
             for signal in [Signal::SIGHUP, Signal::SIGTERM] {
@@ -645,7 +646,7 @@ fn what_the_unit_allows_is_all_that_the_daemon_and_iptables_call() {
 }
 
 #[test]
-fn a_wrong_config_is_waited_for_and_said_once() {
+fn a_wrong_config_is_logged_once_and_retried() {
     in_netns(|| {
         uplink();
         let place = Place::new(r#"{"Network":"10.1.0.0/33"}"#);
@@ -661,7 +662,7 @@ fn a_wrong_config_is_waited_for_and_said_once() {
 }
 
 #[test]
-fn an_unknown_backend_and_an_implied_udp_end_it_with_the_cure() {
+fn an_unknown_backend_and_an_implied_udp_end_the_daemon_with_the_remedy() {
     in_netns(|| {
         uplink();
         let place = Place::new(
@@ -684,7 +685,7 @@ fn an_unknown_backend_and_an_implied_udp_end_it_with_the_cure() {
 }
 
 #[test]
-fn a_bad_lease_is_skipped_said_once_and_picked_up_when_it_is_corrected() {
+fn a_bad_lease_is_skipped_logged_once_and_used_when_corrected() {
     in_netns(|| {
         uplink();
         let place = Place::new(CONFIG);
@@ -759,7 +760,7 @@ fn every_family_gets_its_lines_in_the_subnet_file() {
     });
 }
 
-/// Everything that leads to the peer, without what changes with time.
+/// All objects of the peer, without values that change with time.
 fn way_to_peer() -> Vec<String> {
     ["route show 10.1.7.0/24", "neigh show 10.1.7.0 dev flannel.1"].map(ip).into()
 }
@@ -778,8 +779,8 @@ fn seen_by(mut monitor: Reader) -> String {
     }
 }
 
-/// What of live peers `ip monitor` saw being deleted: what is told with one of these addresses, and each nexthop object, with
-/// which the kernel takes its routes without a word about any.
+/// What of live peers `ip monitor` saw being deleted: what is told with one of these addresses, and
+/// each nexthop object, with which the kernel takes its routes without a word about any.
 fn lost<'a>(seen: &'a str, live: &[&str]) -> Vec<&'a str> {
     let deleted = seen.lines().filter_map(|line| line.strip_prefix("Deleted "));
     deleted
@@ -788,7 +789,7 @@ fn lost<'a>(seen: &'a str, live: &[&str]) -> Vec<&'a str> {
 }
 
 #[test]
-fn another_address_or_mtu_of_the_interface_is_followed_and_nothing_is_lost() {
+fn another_address_or_mtu_of_the_interface_is_followed_without_a_loss() {
     in_netns(|| {
         uplink();
         ip("address add 192.0.2.8/24 dev eth0");
@@ -802,7 +803,7 @@ fn another_address_or_mtu_of_the_interface_is_followed_and_nothing_is_lost() {
             Reader::start(Command::new("ip").args(["monitor", "route", "neigh", "nexthop"]));
 
         ip("address del 192.0.2.1/24 dev eth0");
-        // The kernel makes the next address of the subnet the first one, or takes it away too.
+        // The kernel makes the next address of the subnet the first one, or removes it too.
         ip("address replace 192.0.2.8/24 dev eth0");
         daemon.wait_for_log("eth0 has the IPv4 address 192.0.2.8 now, not 192.0.2.1");
         wait_until(|| fs::read_to_string(&lease).unwrap().contains("192.0.2.8"), || daemon.log());
@@ -845,9 +846,9 @@ fn firewall_rules_are_there_before_the_subnet_file_and_stay() {
             let subnet = place.subnet_env();
             assert!(subnet.contains("FLANNEL_IPMASQ=true"), "{subnet}");
             assert!(rules().to_lowercase().contains("masquerade"), "{}", rules());
-            let metrics = place.ask("/metrics");
+            let metrics = place.request("/metrics");
             assert!(metrics.contains("\nflannel_firewall_in_place 1\n"), "{metrics}");
-            // Those of the other mode go when these are there.
+            // Those of the other mode are removed when these are in place.
             let left =
                 |rules: &str| rules.contains("-A FLANNEL") || rules.contains("table ip flannel");
             wait_until(
@@ -857,7 +858,8 @@ fn firewall_rules_are_there_before_the_subnet_file_and_stay() {
             daemon.signal(Signal::SIGTERM);
             assert_eq!(daemon.ended().code(), Some(0));
             assert!(rules().to_lowercase().contains("masquerade"), "they stay");
-            // Ports are chosen at random unless that is disabled: of what the next one finds nothing stays.
+            // Ports are chosen at random unless that is disabled: of what the next one finds
+            // nothing stays.
             assert!(rules().contains("random"), "{}", rules());
             let mut plain = place.start(&["--ip-masq", "--ip-masq-fully-random-disable"]);
             plain.wait_for_log("running lease");
@@ -870,9 +872,9 @@ fn firewall_rules_are_there_before_the_subnet_file_and_stay() {
     });
 }
 
-/// Where the rules cannot be kept as a config wants them, that config does not fit this node.
+/// A config whose rules cannot be kept here does not fit this node.
 #[test]
-fn a_config_whose_firewall_does_not_work_here_is_refused_and_nothing_ends_for_it() {
+fn a_config_whose_firewall_does_not_work_here_is_refused() {
     in_netns(|| {
         uplink();
         let nftables = CONFIG.replacen('{', r#"{"EnableNFTables":true,"#, 1);
@@ -882,7 +884,7 @@ fn a_config_whose_firewall_does_not_work_here_is_refused_and_nothing_ends_for_it
         let daemon = place.start_with_fragile_iptables(&broken, &["--ip-masq"]);
         daemon.wait_for_log("running lease");
         let status =
-            || -> serde_json::Value { serde_json::from_str(&place.ask("/v1/status")).unwrap() };
+            || -> serde_json::Value { serde_json::from_str(&place.request("/v1/status")).unwrap() };
         let told = |text: &str| status()["problems"].to_string().contains(text);
         let say = || format!("{}\n{}", status()["problems"], daemon.log());
         let tables = || Command::new("nft").args(["list", "tables"]).output().unwrap().stdout;
@@ -890,17 +892,17 @@ fn a_config_whose_firewall_does_not_work_here_is_refused_and_nothing_ends_for_it
         fs::write(place.registry().join("config"), CONFIG).unwrap();
         wait_until(|| told("the last good one stays in force") && told("out of order"), say);
         assert!(status()["ready"] == true && rules(), "{}", say());
-        // Nor is it used when the network must be built anew.
+        // It is not used either when the network must be rebuilt.
         ip("link set eth0 mtu 1400");
         wait_until(|| place.subnet_env().contains("FLANNEL_MTU=1350\n"), say);
         wait_until(|| told("out of order") && status()["ready"] == true, say);
         assert!(rules(), "{}", say());
-        // The node comes to fit.
+        // The node now fits.
         fs::remove_file(&broken).unwrap();
         daemon.signal(Signal::SIGHUP);
         wait_until(|| !told("stays in force") && status()["ready"] == true && !rules(), say);
 
-        // What worked and does not any more is tried again by the next network, which is not the end.
+        // A firewall that no longer works is retried by the next network, and the daemon goes on.
         fs::write(&broken, "").unwrap();
         ip("link set eth0 mtu 1380");
         daemon.wait_for_log("there are no firewall rules, which is tried again");
@@ -914,7 +916,7 @@ fn a_config_whose_firewall_does_not_work_here_is_refused_and_nothing_ends_for_it
 }
 
 #[test]
-fn forward_rules_come_when_there_is_something_to_make_them_with() {
+fn forward_rules_are_made_when_iptables_appears() {
     in_netns(|| {
         uplink();
         for (args, ready) in [(&[] as &[&str], true), (&["--iptables-forward-rules"], false)] {
@@ -923,13 +925,15 @@ fn forward_rules_come_when_there_is_something_to_make_them_with() {
             fs::write(&broken, "").unwrap();
             let mut daemon = place.start_with_fragile_iptables(&broken, args);
             daemon.wait_for_log("running lease");
-            let status =
-                || -> serde_json::Value { serde_json::from_str(&place.ask("/v1/status")).unwrap() };
+            let status = || -> serde_json::Value {
+                serde_json::from_str(&place.request("/v1/status")).unwrap()
+            };
             let say = || format!("{}\n{}", status()["problems"], daemon.log());
-            let in_place =
-                |word: &str| place.ask("/metrics").contains(&format!("firewall_in_place {word}\n"));
+            let in_place = |word: &str| {
+                place.request("/metrics").contains(&format!("firewall_in_place {word}\n"))
+            };
             wait_until(|| status()["problems"].to_string().contains("out of order"), say);
-            // Those that nobody asked for by name are not missed.
+            // Default rules are not required.
             wait_until(|| status()["ready"] == ready, say);
             assert!(in_place("0"), "{}", say());
             fs::remove_file(&broken).unwrap();
@@ -944,7 +948,7 @@ fn forward_rules_come_when_there_is_something_to_make_them_with() {
 }
 
 #[test]
-fn rules_of_an_earlier_run_go_before_the_subnet_file_where_none_are_asked_for_any_more() {
+fn rules_of_an_earlier_run_are_removed_before_the_subnet_file_if_none_are_requested() {
     in_netns(|| {
         uplink();
         let place = Place::new(CONFIG);
@@ -959,7 +963,7 @@ fn rules_of_an_earlier_run_go_before_the_subnet_file_where_none_are_asked_for_an
         daemon.wait_for_log("running lease");
         assert!(!rules().contains("FLANNEL"), "{}{}", rules(), daemon.log());
         assert!(daemon.log().contains("removed a rule of an earlier run"), "{}", daemon.log());
-        let metrics = place.ask("/metrics");
+        let metrics = place.request("/metrics");
         assert!(metrics.contains("\nflannel_firewall_in_place 1\n"), "{metrics}");
     });
 }
@@ -983,7 +987,8 @@ fn peer_at(place: &Place, kind: &str, peer: u8, key: &str, [net, net_v6]: [&str;
     fs::write(place.leases().join(key), value).unwrap();
 }
 
-/// Everything of both families that leads to the peers, and the tunnels, without indexes and what changes with time.
+/// All objects of the peers of both families, and the tunnels, without indexes and values that
+/// change with time.
 fn data_path() -> Vec<String> {
     let tunnels = ip("-o link show type vxlan");
     let mut seen =
@@ -1001,16 +1006,16 @@ fn data_path() -> Vec<String> {
                 .into(),
         );
     }
-    // The kernel lists some tables in the order of a hash that is another for each device.
+    // The kernel lists some tables in the order of a hash that depends on the device.
     let mut lines: Vec<_> =
         seen.iter().flat_map(|text| text.lines()).map(|line| line.trim().to_owned()).collect();
     lines.sort();
     lines
 }
 
-/// What can happen to the interface, in this order, and the end of which all is as before.
+/// Changes of the interface, in this order. The last one restores the first state.
 fn mishaps() -> [(&'static str, Vec<&'static str>); 3] {
-    // As everywhere, the kernel looks first whether another host has an IPv6 address, and until then it is of no use.
+    // With duplicate address detection, as by default.
     let addresses = ["address add 192.0.2.1/24 dev eth0", "address add 2001:db8::1/64 dev eth0"];
     let made = ["link add eth0 type veth peer name wire", "link set wire up"];
     let way_out = "route add default via 192.0.2.254";
@@ -1025,7 +1030,7 @@ fn mishaps() -> [(&'static str, Vec<&'static str>); 3] {
     ]
 }
 
-/// A backend as it may be configured.
+/// A backend config.
 struct Way {
     backend: &'static str,
     v4: bool,
@@ -1044,7 +1049,7 @@ const WAYS: [Way; 7] = [
 ];
 
 #[test]
-fn an_interface_that_goes_and_comes_back_even_with_another_index_is_followed() {
+fn an_interface_that_is_deleted_and_returns_with_another_index_is_followed() {
     in_netns(|| {
         for Way { backend, v4, args } in WAYS {
             Netns::new().unwrap().run(move || {
@@ -1119,7 +1124,7 @@ fn an_interface_that_goes_and_comes_back_even_with_another_index_is_followed() {
     });
 }
 
-/// The kernel looks first whether another host has an IPv6 address; published before that, it would lead peers nowhere.
+/// An IPv6 address is not usable during duplicate address detection, so it must not be published.
 #[test]
 fn another_ipv6_address_is_followed_once_it_is_of_use_and_nothing_is_lost() {
     in_netns(|| {
@@ -1173,7 +1178,7 @@ fn another_ipv6_address_is_followed_once_it_is_of_use_and_nothing_is_lost() {
 }
 
 #[test]
-fn an_mtu_too_small_ends_nothing_that_runs_and_the_next_one_is_followed() {
+fn a_too_small_mtu_ends_no_network_and_the_next_one_is_followed() {
     in_netns(|| {
         uplink();
         let place = Place::new(&DUAL.replace("KIND", "vxlan"));
@@ -1193,7 +1198,7 @@ fn an_mtu_too_small_ends_nothing_that_runs_and_the_next_one_is_followed() {
     });
 }
 
-/// What is in the way of the network on the interface as it is now, what brings that about, and what ends it.
+/// An obstacle on the interface: its message, the commands that cause it, and those that end it.
 struct Unfit {
     backend: &'static str,
     args: &'static [&'static str],
@@ -1233,9 +1238,9 @@ const UNFIT: [Unfit; 4] = [
     },
 ];
 
-/// Nothing that runs is given up for an interface with which no network can be built.
+/// A network is not stopped for an interface with which none can be built.
 #[test]
-fn while_the_interface_does_not_fit_leases_are_followed_and_damage_is_put_right() {
+fn while_the_interface_does_not_fit_leases_are_followed_and_damage_is_repaired() {
     for Unfit { backend, args, spoil, why, restore } in UNFIT {
         in_netns(move || {
             uplink();
@@ -1249,8 +1254,9 @@ fn while_the_interface_does_not_fit_leases_are_followed_and_damage_is_put_right(
             wait_until(|| link_local().contains("fe80:"), link_local);
 
             spoil.iter().for_each(|command| drop(ip(command)));
-            let status =
-                || -> serde_json::Value { serde_json::from_str(&place.ask("/v1/status")).unwrap() };
+            let status = || -> serde_json::Value {
+                serde_json::from_str(&place.request("/v1/status")).unwrap()
+            };
             let told = |text: &str| status()["problems"].to_string().contains(text);
             let say =
                 || format!("{why}: {}\n{:#?}\n{}", status()["problems"], data_path(), daemon.log());
@@ -1273,7 +1279,7 @@ fn while_the_interface_does_not_fit_leases_are_followed_and_damage_is_put_right(
     }
 }
 
-/// Hosts give themselves such addresses when nobody else does.
+/// Hosts assign themselves such addresses without DHCP.
 #[test]
 fn an_ipv4_link_local_address_is_published_only_while_there_never_was_another() {
     in_netns(|| {
@@ -1297,7 +1303,7 @@ fn an_ipv4_link_local_address_is_published_only_while_there_never_was_another() 
             "everything stays as it is: eth0 has only the link-local IPv4 address 169.254.3.4 now",
         );
         assert!(published().contains("192.0.2.1"), "{}", published());
-        // Nor is it when something else would have the network built anew.
+        // It is not used either when another change requires a rebuild.
         let other = CONFIG.replace("\"vxlan\"", "\"vxlan\",\"MTU\":1400");
         fs::write(place.registry().join("config"), other).unwrap();
         daemon.wait_for_log("cannot be used and is not: external interface eth0: eth0 has only");
@@ -1309,7 +1315,7 @@ fn an_ipv4_link_local_address_is_published_only_while_there_never_was_another() 
 }
 
 #[test]
-fn a_config_that_cannot_be_used_stands_in_the_way_of_no_rebuild_and_is_told_until_it_is_right() {
+fn an_unusable_config_blocks_no_rebuild_and_is_reported_until_it_is_corrected() {
     in_netns(|| {
         uplink();
         let place = Place::new(CONFIG);
@@ -1318,7 +1324,8 @@ fn a_config_that_cannot_be_used_stands_in_the_way_of_no_rebuild_and_is_told_unti
         daemon.wait_for_log("in sync peers=1");
         let env = || place.subnet_env();
         let problems = || {
-            let status: serde_json::Value = serde_json::from_str(&place.ask("/v1/status")).unwrap();
+            let status: serde_json::Value =
+                serde_json::from_str(&place.request("/v1/status")).unwrap();
             status["problems"].to_string()
         };
         let told = |text: &str| {
@@ -1341,7 +1348,7 @@ fn a_config_that_cannot_be_used_stands_in_the_way_of_no_rebuild_and_is_told_unti
     });
 }
 
-/// Nothing that runs is given up for a config from which no network can be built here.
+/// A network is not stopped for a config from which none can be built here.
 #[test]
 fn a_config_that_does_not_fit_this_node_is_refused_until_one_of_them_changes() {
     in_netns(|| {
@@ -1354,7 +1361,7 @@ fn a_config_that_does_not_fit_this_node_is_refused_until_one_of_them_changes() {
         daemon.wait_for_log("in sync peers=1");
         let (before, env) = (data_path(), place.subnet_env());
         let status =
-            || -> serde_json::Value { serde_json::from_str(&place.ask("/v1/status")).unwrap() };
+            || -> serde_json::Value { serde_json::from_str(&place.request("/v1/status")).unwrap() };
         let told = |text: &str| status()["problems"].to_string().contains(text);
         let say = || format!("{}\n{}", status()["problems"], daemon.log());
         let peerless = place.leases().join("10.1.0.0-24");
@@ -1363,7 +1370,7 @@ fn a_config_that_does_not_fit_this_node_is_refused_until_one_of_them_changes() {
             (with(9000), "Backend.MTU 9000: at most 1500, the MTU of eth0"),
             (DUAL.replace(r#","Backend":{"Type":"KIND"}"#, ""), "it names no Backend"),
         ] {
-            // Go flannel's udp, for the last one.
+            // Go flannel's udp, for the last config.
             fs::write(
                 &peerless,
                 r#"{"PublicIP":"192.0.2.66","BackendType":"","BackendData":null}"#,
@@ -1380,7 +1387,7 @@ fn a_config_that_does_not_fit_this_node_is_refused_until_one_of_them_changes() {
         fs::remove_file(&peerless).unwrap();
         assert!(!daemon.log().contains("rebuilding the network"), "{}", daemon.log());
 
-        // What is in the way goes, which neither the store's config nor a link tells.
+        // The obstacle ends, which neither the config nor a link shows.
         fs::write(&peerless, r#"{"PublicIP":"192.0.2.66","BackendType":"","BackendData":null}"#)
             .unwrap();
         wait_until(|| told("10.1.0.0-24 is rejected"), say);
@@ -1394,7 +1401,7 @@ fn a_config_that_does_not_fit_this_node_is_refused_until_one_of_them_changes() {
         daemon.wait_for_log("rebuilding the network: the network config has changed");
         wait_until(|| !told("stays in force"), say);
 
-        // The node comes to fit.
+        // The node now fits.
         fs::write(place.registry().join("config"), with(8000)).unwrap();
         wait_until(|| told("Backend.MTU 8000: at most 1500"), say);
         ip("link set wire mtu 9000");
@@ -1404,7 +1411,7 @@ fn a_config_that_does_not_fit_this_node_is_refused_until_one_of_them_changes() {
     });
 }
 
-/// Nothing of a config that cannot be used is put beside the last one, whatever networks it names.
+/// No field of an unusable config is used together with the last one, also with other networks.
 #[test]
 fn the_last_config_is_used_with_its_own_networks() {
     in_netns(|| {
@@ -1446,7 +1453,7 @@ fn the_lease_is_held_while_the_interface_does_not_fit() {
         place.subnet_env();
         ip("link set eth0 mtu 1300");
         daemon.wait_for_log("the interface's MTU 1300 is too small for IPv6: at least 1350");
-        // Whoever holds a lease hears that it is to be given up.
+        // The holder of a lease learns that it is revoked.
         let mut leases = fs::read_dir(place.leases()).unwrap().map(|entry| entry.unwrap().path());
         fs::remove_file(leases.find(|path| !path.to_str().unwrap().contains("10.1.7.0")).unwrap())
             .unwrap();
@@ -1466,7 +1473,7 @@ fn after_go_flannel(place: &Place) {
             "-6 route add fd00:1:0:{peer:x}::/64 via 2001:db8::{by:x} dev eth0 proto boot"
         ));
     }
-    // None that Go flannel would have made here.
+    // Go flannel would not have made this one here.
     for foreign in FOREIGN {
         ip(&format!("route add {foreign}"));
     }
@@ -1497,9 +1504,9 @@ fn second_uplink() {
     ip("link set eth1 up");
 }
 
-/// With DirectRouting, what is on the link is asked of the kernel again whenever its routes change.
+/// With DirectRouting, the daemon looks up on-link peers again after changes of routes.
 #[test]
-fn a_prefix_that_comes_and_goes_moves_a_peer_onto_the_link_and_back_and_nothing_is_lost() {
+fn a_changed_prefix_moves_a_peer_onto_the_link_and_back_without_a_loss() {
     in_netns(|| {
         uplink();
         second_uplink();
@@ -1592,7 +1599,7 @@ fn a_prefix_that_comes_and_goes_moves_a_peer_onto_the_link_and_back_and_nothing_
 }
 
 #[test]
-fn what_go_flannel_left_on_the_interface_goes_once_all_that_leases_want_is_there() {
+fn go_flannels_routes_are_removed_once_all_desired_objects_are_in_place() {
     in_netns(|| {
         uplink();
         second_uplink();
@@ -1629,7 +1636,7 @@ fn what_go_flannel_left_on_the_interface_goes_once_all_that_leases_want_is_there
         let live = ["10.1.7.0/24", "fd00:1:0:7::/64", "10.1.8.0/24", "fd00:1:0:8::/64"];
         assert_eq!(lost(&seen, &live), [""; 0], "{seen}");
 
-        // The file is ours now, and so nobody's routes are taken for Go flannel's.
+        // The file is ours now, so no routes count as Go flannel's.
         wait_until(|| place.dir.path().join("state/subnet-file").exists(), || daemon.log());
         for kill in [Signal::SIGKILL, Signal::SIGTERM] {
             daemon.signal(kill);
@@ -1637,7 +1644,7 @@ fn what_go_flannel_left_on_the_interface_goes_once_all_that_leases_want_is_there
             ip("route replace 10.1.66.0/24 via 192.0.2.66 dev eth0");
             daemon = place.start(&[]);
             daemon.wait_for_log("in sync peers=2");
-            // Whatever was to be removed is gone by the time that another change has been carried out.
+            // All removals happen before the next change is applied.
             lease(9);
             wait_until(|| !ip("route show 10.1.9.0/24").trim().is_empty(), || daemon.log());
             assert_eq!(stale(), 1, "{}", daemon.log());
@@ -1648,7 +1655,7 @@ fn what_go_flannel_left_on_the_interface_goes_once_all_that_leases_want_is_there
 }
 
 #[test]
-fn routes_inside_an_earlier_pod_network_go_once_the_new_one_is_in_sync() {
+fn routes_inside_an_earlier_pod_network_are_removed_once_the_new_one_is_in_sync() {
     in_netns(|| {
         uplink();
         let earlier = CONFIG.replace("vxlan", "host-gw");
@@ -1705,7 +1712,7 @@ fn routes_inside_an_earlier_pod_network_go_once_the_new_one_is_in_sync() {
 }
 
 #[test]
-fn without_go_flannels_subnet_file_no_route_is_taken_for_its_own() {
+fn without_go_flannels_subnet_file_no_route_counts_as_its_own() {
     in_netns(|| {
         uplink();
         second_uplink();

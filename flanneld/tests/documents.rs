@@ -14,7 +14,7 @@ fn read(path: &str) -> String {
     fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
 }
 
-/// The words in a text that begin so.
+/// The words in a text with this prefix.
 fn words(text: &str, prefix: &str) -> BTreeSet<String> {
     let is_word = |c: char| c.is_ascii_alphanumeric() || c == '_';
     text.split(|c| !is_word(c)).filter(|word| word.starts_with(prefix)).map(str::to_owned).collect()
@@ -65,7 +65,7 @@ fn every_option_of_the_daemon_has_its_row_with_its_default() {
 }
 
 #[test]
-fn every_field_of_the_network_config_is_there() {
+fn every_field_of_the_network_config_is_documented() {
     let text = read("docs/configuration.md");
     // The names in the calls that read the config.
     let sources =
@@ -109,7 +109,7 @@ fn exported() -> BTreeSet<String> {
 }
 
 #[test]
-fn dashboard_and_alerts_ask_for_metrics_that_there_are() {
+fn dashboard_and_alerts_use_existing_metrics() {
     let exported = exported();
     let is_there = |name: &str| {
         let family = ["_bucket", "_sum", "_count"].iter().find_map(|end| name.strip_suffix(end));
@@ -137,7 +137,7 @@ fn dashboard_and_alerts_ask_for_metrics_that_there_are() {
 }
 
 #[test]
-fn every_metric_and_every_alert_is_explained() {
+fn every_metric_and_every_alert_is_documented() {
     let text = read("docs/operations.md");
     let told = words(&text, "flannel_");
     let exported = exported();
@@ -155,9 +155,9 @@ fn every_metric_and_every_alert_is_explained() {
     assert_eq!(words(&text, "Flannel"), alerts);
 }
 
-/// A link to a file of the repository leads to one.
+/// Links to files of the repository are valid.
 #[test]
-fn links_between_documents_lead_somewhere() {
+fn links_between_documents_are_valid() {
     let root = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/.."));
     let mut documents = Vec::new();
     for directory in ["", "docs", "docs/decisions"] {

@@ -1,6 +1,6 @@
-//! Whatever somebody else does to the kernel is put right, without any word from the peers.
+//! Foreign changes of the kernel are repaired, without events from peers.
 //!
-//! Real kernel, real backends, and iproute2 both as the culprit and as the witness.
+//! Real kernel, real backends. iproute2 makes the changes and reads the result.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
@@ -29,7 +29,7 @@ fn config(backend: &str) -> String {
     )
 }
 
-/// One that is none of our business.
+/// A foreign one.
 const FOREIGN_NEXTHOP: u32 = 77;
 
 /// A host with an uplink, and one peer on it.
@@ -76,7 +76,7 @@ async fn start(backend: &'static dyn Backend) -> Witness {
     Witness::new(backend.kind() == "vxlan", status)
 }
 
-/// What iproute2 sees when all is well.
+/// The healthy state in iproute2.
 struct Witness {
     vxlan: bool,
     status: watch::Receiver<Arc<Status>>,
@@ -108,11 +108,12 @@ impl Witness {
             let routes = ip(&format!("-j {inet} route show root {network}"));
             let columns =
                 ["/dst", "/type", "/gateway", "/dev", "/protocol", "/flags", "/metrics", "/nhid"];
-            // Routes that the kernel made itself are its own: our addresses are in the table `local`.
+            // Without routes of the kernel: our addresses are in the table `local`.
             let made_by_us = |row: &Value| row["protocol"] != "kernel" && row["dst"].is_string();
             let mut routes: Vec<Value> = serde_json::from_str(&routes).unwrap();
             routes.retain(made_by_us);
-            // Older versions of iproute2 show a nexthop object's gateway, newer ones may not: by id it counts.
+            // Older versions of iproute2 show a nexthop object's gateway, newer ones may not: by id
+            // it counts.
             for route in &mut routes {
                 if route["nhid"].is_number() {
                     let by = ["gateway", "dev", "flags"];
@@ -170,9 +171,10 @@ impl Witness {
         seen
     }
 
-    /// Does damage and waits until nothing of it is left, and until the status tells of a repair: else there was no damage.
+    /// Does damage and waits until nothing of it is left, and until the status tells of a repair:
+    /// else there was no damage.
     async fn survives(&self, damage: &str, commands: &[String]) {
-        // All of the damage before is counted.
+        // The earlier damage is counted already.
         let at_rest = async {
             while !self.status.borrow().in_sync {
                 tokio::time::sleep(Duration::from_millis(2)).await;
@@ -186,7 +188,7 @@ impl Witness {
             };
             run(command.split_once(' ').unwrap());
         }
-        // The repair may be quicker than a look at the damage; so only its end is looked for.
+        // The repair may be faster than reading the damage, so only its end is checked.
         let repaired = async {
             while self.see() != self.healthy {
                 tokio::time::sleep(Duration::from_millis(2)).await;
@@ -198,7 +200,8 @@ impl Witness {
             let added: Vec<_> = seen.difference(&self.healthy).collect();
             panic!("{damage}: not repaired\nmissing: {missing:#?}\ntoo much: {added:#?}");
         }
-        // Whether ours is hit with the uplink depends on the backend, and on how soon the kernel sees that the carrier is gone.
+        // Whether ours is hit with the uplink depends on the backend, and on how soon the kernel
+        // sees that the carrier is gone.
         if damage.contains("uplink") {
             return;
         }
@@ -210,7 +213,7 @@ impl Witness {
     }
 }
 
-/// What can be done to one family of vxlan: a name and the commands.
+/// The kinds of damage to one family of vxlan: a name and the commands.
 fn damages(family: Family) -> Vec<(&'static str, Vec<String>)> {
     let v4 = family == Family::V4;
     let (dev, inet) = if v4 { ("flannel.1", "-4") } else { ("flannel-v6.1", "-6") };
@@ -286,8 +289,9 @@ fn damages(family: Family) -> Vec<(&'static str, Vec<String>)> {
     damages
 }
 
-/// Takes all our routes on a device out at once. iproute2 6.1 cannot flush routes by nexthop object (it sends the gateway
-/// too, and the kernel refuses): there the objects are flushed, and their routes with them.
+/// Takes all our routes on a device out at once. iproute2 6.1 cannot flush routes by nexthop object
+/// (it sends the gateway too, and the kernel refuses): there the objects are flushed, and their
+/// routes with them.
 fn flush(inet: &str, dev: &str) -> String {
     match inet {
         "-4" => format!("ip nexthop flush dev {dev}"),
@@ -303,7 +307,7 @@ fn nexthop_of(dst: &str) -> Option<u64> {
     routes[0]["nhid"].as_u64()
 }
 
-/// What can be done to a nexthop object.
+/// The kinds of damage to a nexthop object.
 fn nexthop_damages(id: u64, elsewhere: &str, unwanted: &str) -> Vec<(&'static str, Vec<String>)> {
     let stray = id + 4000;
     vec![
@@ -332,12 +336,12 @@ fn nexthop_damages(id: u64, elsewhere: &str, unwanted: &str) -> Vec<(&'static st
 }
 
 #[test]
-fn vxlan_survives_what_others_do() {
+fn vxlan_survives_foreign_changes() {
     in_netns_async(|| async {
         let witness = start(&VxlanBackend).await;
         for family in Family::BOTH {
             for (damage, commands) in damages(family) {
-                // Addresses of IPv6 go with the link; that is the uplink's owner's to put back.
+                // IPv6 addresses are removed with the link. The uplink's owner restores them.
                 let commands = keep_uplink_addresses(commands);
                 witness.survives(&format!("{family}: {damage}"), &commands).await;
             }
@@ -346,7 +350,7 @@ fn vxlan_survives_what_others_do() {
 }
 
 #[test]
-fn host_gw_survives_what_others_do() {
+fn host_gw_survives_foreign_changes() {
     in_netns_async(|| async {
         let witness = start(&HostGw).await;
         for (damage, commands) in nexthop_damages(
@@ -388,7 +392,7 @@ fn host_gw_survives_what_others_do() {
     });
 }
 
-/// The kernel drops an uplink's IPv6 addresses when it goes down; its owner puts them back.
+/// The kernel removes an uplink's IPv6 addresses when it goes down. Its owner restores them.
 fn keep_uplink_addresses(mut commands: Vec<String>) -> Vec<String> {
     if commands.last().is_some_and(|command| command == "ip link set eth0 up") {
         commands.push("ip address replace 2001:db8::1/64 dev eth0 nodad".into());

@@ -1,7 +1,7 @@
-//! The daemon on the Kubernetes API: real daemons on hosts out of network namespaces, and an API server that is strict about
-//! what it is asked.
+//! The daemon on the Kubernetes API: real daemons on hosts out of network namespaces, and an API
+//! server that checks its requests strictly.
 //!
-//! What the kernel of a host holds is read with iproute2.
+//! The tests read a host's kernel with iproute2.
 
 #![cfg(feature = "kube")]
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
@@ -21,7 +21,7 @@ use running::{Daemon, wait_until};
 
 const PREFIX: &str = "flannel.alpha.coreos.com/";
 const VXLAN: &str = r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vxlan"}}"#;
-/// Where the hosts find the API server.
+/// The address of the API server.
 const SWITCH: &str = "192.0.2.254";
 
 /// A switch in the namespace of the calling test, with the API server on it.
@@ -33,7 +33,7 @@ fn cluster() -> ApiServer {
     ApiServer::on(TcpListener::bind((SWITCH, 0)).unwrap())
 }
 
-/// A host on the switch, `192.0.2.<n>`, which Kubernetes knows as `node-<n>`.
+/// A host on the switch: `192.0.2.<n>`, the node `node-<n>`.
 struct Host {
     netns: Netns,
     n: u8,
@@ -74,7 +74,7 @@ impl Host {
         self.netns.run(|| Daemon::start(&mut command))
     }
 
-    /// A daemon that finds the API server so, and does not know its node yet.
+    /// A daemon with the API server's address, which does not know its node yet.
     fn command(&self, api: &[&str]) -> Command {
         let net_config = self.dir.path().join("net-conf.json");
         fs::write(&net_config, self.config).unwrap();
@@ -92,7 +92,7 @@ impl Host {
         command
     }
 
-    /// What its kernel holds of the tunnel: routes, neighbours, forwarding entries, a line each.
+    /// The kernel's objects on the tunnel: a line for each route, neighbour and forwarding entry.
     fn objects(&self) -> String {
         self.netns.run(|| {
             if !ip("-br link").contains("flannel.1") {
@@ -150,7 +150,8 @@ fn wait_for_condition(server: &ApiServer, node: &str, status: &str, reason: &str
     });
 }
 
-/// A cluster of `node-1`, whose daemon runs on the host, and `node-2`, which Go flannel runs on. All is in place.
+/// A cluster of `node-1`, whose daemon runs on the host, and `node-2`, which Go flannel runs on.
+/// All is in place.
 fn beside_a_peer() -> (ApiServer, Host, Daemon) {
     let server = cluster();
     server.put_node("node-1", blank(&["10.1.1.0/24"]));
@@ -171,7 +172,7 @@ fn two_nodes_and_one_of_go_flannels_reach_each_other() {
         server.put_node("node-3", go_peer("10.1.3.0/24", "192.0.2.3", "0a:00:00:00:00:03"));
         let hosts = [1, 2].map(|n| Host::new(n, VXLAN));
         let daemons = hosts.each_ref().map(|host| host.start(&server, &[]));
-        // Each is asked below for what the other has.
+        // Compared below with the objects of the other.
         daemons.iter().for_each(|daemon| daemon.wait_for_log("running lease"));
         for (host, (other, daemon)) in hosts.iter().zip(hosts.iter().rev().zip(&daemons)) {
             let (own, peer) = (host.mac(), other.n);
@@ -207,13 +208,13 @@ fn two_nodes_and_one_of_go_flannels_reach_each_other() {
 }
 
 #[test]
-fn the_condition_is_false_while_the_network_is_in_place_and_true_when_the_lease_is_lost() {
+fn the_condition_is_false_while_the_network_is_in_place_and_true_after_a_lost_lease() {
     in_netns(|| {
         let server = cluster();
         server.put_node("node-1", json!({}));
         let host = Host::new(1, VXLAN);
         let daemon = host.start(&server, &[]);
-        // A late PodCIDR is waited for, and said once.
+        // The wait for a late PodCIDR is logged once.
         daemon.wait_for_log("waiting: kube:");
         daemon.wait_for_log("node node-1: it has no IPv4 PodCIDR yet");
         assert_eq!(server.condition("node-1", "NetworkUnavailable"), None);
@@ -221,7 +222,8 @@ fn the_condition_is_false_while_the_network_is_in_place_and_true_when_the_lease_
         wait_for_condition(&server, "node-1", "False", "FlannelIsUp", &daemon);
         let mac = host.mac();
         assert!(host.subnet_env().contains("FLANNEL_SUBNET=10.1.1.1/24\n"));
-        // The node is registered anew with another PodCIDR: a lease move, and no end.
+        // The node is registered again with another PodCIDR: the lease moves, and the daemon goes
+        // on.
         server.delete_node("node-1");
         daemon.wait_for_log("lease is lost: there is no such node any more");
         let requests = server.requests().len();
@@ -234,7 +236,7 @@ fn the_condition_is_false_while_the_network_is_in_place_and_true_when_the_lease_
             server.annotation("node-1", &format!("{PREFIX}backend-data")).unwrap().contains(&mac)
         );
         assert!(server.requests().len() < requests + 40, "{:#?}", &server.requests()[requests..]);
-        // Its PodCIDR is taken away.
+        // Its PodCIDR is removed.
         server.modify("node-1", |node| node["spec"] = json!({}));
         wait_for_condition(&server, "node-1", "True", "FlannelIsDown", &daemon);
         let message = server.condition("node-1", "NetworkUnavailable").unwrap()["message"].clone();
@@ -244,7 +246,7 @@ fn the_condition_is_false_while_the_network_is_in_place_and_true_when_the_lease_
     });
 }
 
-/// What no lease can be made of costs this node its condition, and not its peers.
+/// Without a valid lease the node's condition is true, and its peers stay in place.
 #[test]
 fn a_pod_cidr_outside_the_network_leaves_the_network_in_place() {
     in_netns(|| {
@@ -257,7 +259,7 @@ fn a_pod_cidr_outside_the_network_leaves_the_network_in_place() {
             message.starts_with("its PodCIDR 10.9.0.0/24 lies outside the pod network 10.1.0.0/16"),
             "{message}"
         );
-        // Peers come and go as ever.
+        // Changes of peers are followed.
         server.put_node("node-3", go_peer("10.1.3.0/24", "192.0.2.3", "0a:00:00:00:00:03"));
         host.holds(&daemon, &["via 10.1.2.0 ", "via 10.1.3.0 "]);
         server.delete_node("node-2");
@@ -274,9 +276,9 @@ fn a_pod_cidr_outside_the_network_leaves_the_network_in_place() {
     });
 }
 
-/// Whatever else makes the daemon build its network anew meanwhile, it is there again, and follows the peers.
+/// A rebuild for another reason meanwhile restores the network, which follows the peers.
 #[test]
-fn a_network_that_is_built_anew_while_no_lease_can_be_made_of_the_node_is_what_it_was() {
+fn a_rebuild_without_a_valid_lease_restores_the_network() {
     in_netns(|| {
         let (server, host, daemon) = beside_a_peer();
         let mac = host.mac();
@@ -298,7 +300,7 @@ fn a_network_that_is_built_anew_while_no_lease_can_be_made_of_the_node_is_what_i
                 wait_for_condition(&server, "node-1", "True", "FlannelIsDown", &daemon);
             }
             let mtu = 1406 - n;
-            // By the interface below, and by the config.
+            // By a change of the interface below, and of the config.
             if n == 3 {
                 host.netns.run(|| ip(&format!("link set eth0 mtu {mtu}")));
             } else {
@@ -329,7 +331,7 @@ fn a_network_that_is_built_anew_while_no_lease_can_be_made_of_the_node_is_what_i
 }
 
 #[test]
-fn while_the_api_server_is_lost_everything_stays_and_afterwards_it_is_as_it_should_be() {
+fn everything_stays_without_the_api_server_and_is_updated_afterwards() {
     in_netns(|| {
         let (server, host, daemon) = beside_a_peer();
         let (before, env) = (host.objects(), host.subnet_env());
@@ -358,7 +360,7 @@ fn while_the_api_server_is_lost_everything_stays_and_afterwards_it_is_as_it_shou
 }
 
 #[test]
-fn an_address_that_the_node_prescribes_overrides_the_command_line() {
+fn an_address_in_the_nodes_annotation_overrides_the_command_line() {
     in_netns(|| {
         let server = cluster();
         let mut node = blank(&["10.1.1.0/24"]);
@@ -372,7 +374,7 @@ fn an_address_that_the_node_prescribes_overrides_the_command_line() {
         assert_eq!(public().as_deref(), Some("198.51.100.5"), "{}", daemon.log());
         daemon.signal(Signal::SIGTERM);
         daemon.ended();
-        // Without it, what the command line says is what counts.
+        // Without it the command line counts.
         server.modify("node-1", |node| {
             node["metadata"]["annotations"]
                 .as_object_mut()
@@ -437,13 +439,13 @@ fn a_malformed_config_while_the_network_runs_is_refused_and_the_network_stays() 
             host.subnet_env()
         );
         wait_for_condition(&server, "node-1", "False", "FlannelIsUp", &daemon);
-        // One that was put right counts.
+        // A corrected config is used.
         write(r#"{"Network":"10.1.0.0/16","Backend":{"Type":"host-gw"}}"#);
         daemon.wait_for_log("rebuilding the network: the network config has changed");
     });
 }
 
-/// As where manifests give the pod's name, and the kubeconfig says where the API server is and who asks.
+/// With the pod's name from a manifest, and the API server and the account from a kubeconfig.
 #[test]
 fn the_pod_names_the_node_and_a_kubeconfig_the_server() {
     in_netns(|| {
@@ -473,7 +475,7 @@ fn the_pod_names_the_node_and_a_kubeconfig_the_server() {
         let public = server.annotation("node-1", &format!("{PREFIX}public-ip"));
         assert_eq!(public.as_deref(), Some("192.0.2.1"));
         wait_for_condition(&server, "node-1", "False", "FlannelIsUp", &daemon);
-        // Neither says which node this is.
+        // Neither names the node.
         drop(daemon);
         let mut command = host.command(&["--kubeconfig-file", kubeconfig.to_str().unwrap()]);
         let mut daemon =
@@ -492,7 +494,7 @@ fn a_restart_leaves_everything_as_it_is() {
         daemon.signal(Signal::SIGTERM);
         assert_eq!(daemon.ended().code(), Some(0), "{}", daemon.log());
         let (before, mac, patches) = (server.node("node-1"), host.mac(), server.count("PATCH"));
-        // A peer that went meanwhile is gone after the first list.
+        // A peer that was deleted meanwhile is removed after the first list.
         server.delete_node("node-2");
         let daemon = host.start(&server, &[]);
         daemon.wait_for_log("running lease");
@@ -506,9 +508,9 @@ fn a_restart_leaves_everything_as_it_is() {
     });
 }
 
-/// Which is no news of this boot's network: pods must not be sent here before that is in place.
+/// Because pods must not be scheduled here before the network of this boot is in place.
 #[test]
-fn what_an_earlier_boot_said_of_the_network_is_withdrawn_before_anything_else() {
+fn the_condition_of_an_earlier_boot_is_withdrawn_first() {
     in_netns(|| {
         let server = cluster();
         let up = json!([{ "type": "NetworkUnavailable", "status": "False", "reason": "FlannelIsUp", "message": "Flannel is running on this node",
@@ -522,7 +524,7 @@ fn what_an_earlier_boot_said_of_the_network_is_withdrawn_before_anything_else() 
         wait_until(|| message() == "flannel has only just been started", || daemon.log());
         server.modify("node-1", |node| node["spec"] = json!({ "podCIDR": "10.1.1.0/24" }));
         wait_for_condition(&server, "node-1", "False", "FlannelIsUp", &daemon);
-        // What each patch says: the condition's status, or that it is of the lease.
+        // The content of each patch: the condition's status, or the lease.
         let said = || -> Vec<String> {
             let status = |patch: &Value| {
                 patch["status"]["conditions"][0]["status"].as_str().map(str::to_owned)
@@ -561,9 +563,10 @@ fn what_an_earlier_boot_said_of_the_network_is_withdrawn_before_anything_else() 
     });
 }
 
-/// As after a boot in which the address was not there yet, or with a config that names no backend: a loop of starts that end.
+/// As after a boot without an address, or with a config that names no backend: repeated starts
+/// fail.
 #[test]
-fn a_start_that_ends_withdraws_what_an_earlier_boot_said_unless_the_network_stands() {
+fn a_failing_start_withdraws_the_condition_of_an_earlier_boot_unless_the_network_is_in_place() {
     in_netns(|| {
         let (server, host, mut daemon) = beside_a_peer();
         daemon.signal(Signal::SIGTERM);
@@ -593,7 +596,7 @@ fn a_start_that_ends_withdraws_what_an_earlier_boot_said_unless_the_network_stan
 }
 
 #[test]
-fn an_address_to_publish_instead_is_an_order_and_no_tampering() {
+fn an_overriding_address_counts_as_an_order() {
     in_netns(|| {
         let (server, _host, daemon) = beside_a_peer();
         for address in [Some("203.0.113.9"), Some("203.0.113.66"), None] {
@@ -638,7 +641,7 @@ fn a_data_path_that_breaks_makes_the_condition_true_until_it_is_repaired() {
         let host = Host::new(1, DUAL);
         let daemon = host.start(&server, &[]);
         wait_for_condition(&server, "node-1", "False", "FlannelIsUp", &daemon);
-        // The device takes nothing of IPv6 any more, and the kernel drops what it had.
+        // The kernel removes the device's IPv6 addresses and accepts no new ones.
         let switch = |value: &str| {
             host.netns.run(|| {
                 fs::write("/proc/sys/net/ipv6/conf/flannel-v6.1/disable_ipv6", value).unwrap();
@@ -657,7 +660,7 @@ fn a_data_path_that_breaks_makes_the_condition_true_until_it_is_repaired() {
 }
 
 #[test]
-fn a_ca_that_has_not_signed_the_servers_certificate_is_named_and_waited_for() {
+fn a_wrong_ca_is_logged_and_retried() {
     in_netns(|| {
         ip("link set lo up");
         ip("link add eth0 type veth peer name wire");
@@ -693,7 +696,7 @@ fn a_ca_that_has_not_signed_the_servers_certificate_is_named_and_waited_for() {
 }
 
 #[test]
-fn an_account_that_may_not_list_or_watch_nodes_is_told_so() {
+fn missing_permissions_to_list_or_watch_nodes_are_logged() {
     in_netns(|| {
         let server = cluster();
         server.put_node("node-1", blank(&["10.1.1.0/24"]));
@@ -733,7 +736,7 @@ fn other_networks_wait_for_a_restart_and_another_backend_does_not() {
     });
 }
 
-/// The config that a network is built from is the one that its lease is taken by, and that is looked at afterwards.
+/// The network, its lease and later comparisons use one config.
 #[test]
 fn a_reload_during_the_start_changes_nothing_of_it() {
     in_netns(|| {
@@ -742,7 +745,7 @@ fn a_reload_during_the_start_changes_nothing_of_it() {
         let host = Host::new(1, VXLAN);
         let daemon = host.start(&server, &[]);
         daemon.wait_for_log("it has no IPv4 PodCIDR yet");
-        // The next attempt has read its config when it gets stuck.
+        // The next attempt blocks after it has read its config.
         let held = server.hold("GET /api/v1/nodes/node-1");
         wait_until(|| held.is_there(), || daemon.log());
         let other = r#"{"Network":"10.2.0.0/16","Backend":{"Type":"vxlan"}}"#;
@@ -763,7 +766,7 @@ fn a_reload_during_the_start_changes_nothing_of_it() {
 }
 
 #[test]
-fn both_families_over_host_gw_and_no_condition_if_that_is_not_wanted() {
+fn both_families_over_host_gw_and_no_condition_without_the_option() {
     const DUAL: &str = r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00::/48","Backend":{"Type":"host-gw"}}"#;
     in_netns(|| {
         let server = cluster();
@@ -796,12 +799,12 @@ fn both_families_over_host_gw_and_no_condition_if_that_is_not_wanted() {
 }
 
 #[test]
-fn a_refusal_is_waited_for_and_what_cannot_be_ends_a_start() {
+fn a_refusal_is_retried_and_an_impossible_value_ends_a_start() {
     in_netns(|| {
         let server = cluster();
         server.put_node("node-1", blank(&["10.1.1.0/24"]));
         let host = Host::new(1, VXLAN);
-        // As in a cluster that boots, whose API server answers before it knows who may do what.
+        // As in a cluster that boots, whose API server answers before it has loaded permissions.
         server.forbid("get", "nodes");
         let daemon = host.start(&server, &[]);
         daemon.wait_for_log("waiting: ");

@@ -9,7 +9,7 @@ use std::fmt::Display;
 
 use flanneld::{Error, Options};
 
-/// What a flag takes.
+/// The value of a flag.
 enum Kind {
     /// A text, and another one.
     Text(&'static str, &'static str),
@@ -27,7 +27,7 @@ struct Flag {
     kind: Kind,
     default: &'static str,
     variable: &'static str,
-    /// What the options hold for it.
+    /// The value in the options.
     held: fn(&Options) -> String,
 }
 
@@ -92,7 +92,7 @@ fn flags() -> Vec<Flag> {
 
 fn parse(args: &[String], env: &[(&str, &str)]) -> Result<Options, Error> {
     let args = ["flanneld", "-registry=dir:/x"].into_iter().chain(args.iter().map(String::as_str));
-    // Which node this is must be known where leases are nodes'.
+    // Leases of Kubernetes need the node's name.
     let env = env.iter().chain([&("NODE_NAME", "node-1")]);
     let find =
         |name: &str| env.clone().find(|(n, _)| *n == name).map(|(_, value)| OsString::from(value));
@@ -100,11 +100,11 @@ fn parse(args: &[String], env: &[(&str, &str)]) -> Result<Options, Error> {
 }
 
 impl Flag {
-    /// What the options hold after this command line and environment.
+    /// The value after this command line and environment.
     fn held(&self, args: &[String], env: &[(&str, &str)]) -> String {
         match parse(args, env) {
             Ok(options) => (self.held)(&options),
-            // Known, and refused for what it asks.
+            // Known, and refused because of its value.
             Err(error) if self.name == "kube-subnet-mgr" && cfg!(not(feature = "kube")) => {
                 let text = error.to_string();
                 assert!(
@@ -134,7 +134,8 @@ impl Flag {
         forms
     }
 
-    /// The value written as `written` is held as `value`, from wherever it comes; `other` beats it or is beaten.
+    /// The value written as `written` is held as `value`, from wherever it comes; `other` beats it
+    /// or is beaten.
     fn takes(&self, written: &str, value: &str, other: &str) {
         for form in self.forms(written) {
             assert_eq!(self.held(&form, &[]), value, "{form:?}");
@@ -229,7 +230,7 @@ fn a_switch_takes_no_word() {
 }
 
 #[test]
-fn v_is_the_log_level_unless_log_says_it() {
+fn v_is_the_log_level_without_log() {
     let filter = |args: &[&str], env: &[(&str, &str)]| {
         let args: Vec<String> = args.iter().map(ToString::to_string).collect();
         parse(&args, env).unwrap().log.filter().to_owned()
@@ -251,7 +252,7 @@ fn v_is_the_log_level_unless_log_says_it() {
 }
 
 #[test]
-fn what_has_no_effect_is_said_if_it_was_given() {
+fn flags_without_effect_are_logged_if_given() {
     let said = |args: &[&str], env: &[(&str, &str)]| {
         let args: Vec<String> = args.iter().map(ToString::to_string).collect();
         parse(&args, env).unwrap().without_effect()
@@ -274,8 +275,8 @@ fn bare(args: &[&str], env: &[(&str, &str)]) -> Result<Options, Error> {
     Options::parse_from(args, find)
 }
 
-/// The same flag with a value that is wrong, given on the command line and in the environment: told with the flag, the value and
-/// what would be right, and with the variable where it comes from there.
+/// A wrong value on the command line and in the environment. The error names the flag, the value,
+/// the right form, and the variable.
 fn refuses(flag: &str, value: &str, others: &[&str], says: &[&str]) {
     let variable = format!("FLANNELD_{}", flag.to_uppercase().replace('-', "_"));
     let given = format!("--{flag}={value}");
@@ -293,7 +294,7 @@ fn refuses(flag: &str, value: &str, others: &[&str], says: &[&str]) {
 
 #[cfg(feature = "etcd")]
 #[test]
-fn what_cannot_reach_etcd_is_wrong_usage() {
+fn options_that_cannot_reach_etcd_are_wrong_usage() {
     for (value, says) in [
         ("nonsense", "\"nonsense\" names no port"),
         ("http://a:1,unix:///x", "\"unix:///x\" is a Unix socket"),
@@ -309,7 +310,7 @@ fn what_cannot_reach_etcd_is_wrong_usage() {
         ("etcd-username", "flannel", "password"),
     ] {
         refuses(flag, value, &[], &[value, &format!("is given without {lacks}"), both]);
-        // Nobody asks etcd.
+        // etcd is not used.
         assert!(bare(&[&format!("--{flag}={value}"), "--registry=dir:/x"], &[]).is_ok());
     }
     refuses("etcd-password", "hunter2", &[], &["is given without username", both]);
@@ -319,7 +320,7 @@ fn what_cannot_reach_etcd_is_wrong_usage() {
 }
 
 #[test]
-fn what_is_no_regular_expression_is_wrong_usage() {
+fn a_wrong_regular_expression_is_wrong_usage() {
     for value in ["(", "[", "a{2,1}", "*"] {
         let quoted = format!("'{value}'");
         refuses("iface-regex", value, &["--registry=dir:/x"], &[&quoted, "right would be"]);
@@ -331,7 +332,7 @@ fn what_is_no_regular_expression_is_wrong_usage() {
 
 #[cfg(feature = "kube")]
 #[test]
-fn what_is_no_url_of_an_api_server_is_wrong_usage() {
+fn a_wrong_url_of_an_api_server_is_wrong_usage() {
     for value in ["nonsense", "k:6443", "ftp://k", "https://", "http://a b"] {
         refuses(
             "kube-api-url",
@@ -351,7 +352,7 @@ fn what_is_no_url_of_an_api_server_is_wrong_usage() {
 
 #[cfg(feature = "kube")]
 #[test]
-fn what_kubernetes_needs_to_be_told() {
+fn options_that_kubernetes_needs() {
     let parse =
         |args: &[&str], env: &[(&str, &str)]| bare(&[&["--kube-subnet-mgr"], args].concat(), env);
     for (args, env, says) in [
@@ -382,7 +383,7 @@ fn what_kubernetes_needs_to_be_told() {
 }
 
 #[test]
-fn help_and_version_are_told_whatever_the_environment_says() {
+fn help_and_version_do_not_depend_on_the_environment() {
     for ask in ["--help", "-h", "-help", "--version", "-version"] {
         let error = parse(&[ask.into()], &[("FLANNELD_HEALTHZ_PORT", "nonsense")]).unwrap_err();
         assert_eq!(error.exit_code(), 0, "{ask}: {error}");
@@ -391,7 +392,7 @@ fn help_and_version_are_told_whatever_the_environment_says() {
 
 #[cfg(feature = "etcd")]
 #[test]
-fn no_mistake_shows_the_password() {
+fn no_error_shows_the_password() {
     let secret = "hunter2";
     for args in [
         vec!["--etcd-pasword=hunter2"],

@@ -1,4 +1,4 @@
-//! What only strace shows: how many processes the daemon starts once it is at rest, and that it waits for no disk.
+//! Tests with strace: the processes of an idle daemon, and that repairs do not wait for the disk.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
@@ -39,7 +39,7 @@ impl Traced {
         fs::write(dir.path().join("network/subnets/10.1.7.0-24"), peer).unwrap();
         let program =
             std::env::var_os("FLANNELD").unwrap_or_else(|| env!("CARGO_BIN_EXE_flanneld").into());
-        // With -D it is strace that is in the background, and ends with the daemon.
+        // With -D strace is the background process, and ends with the daemon.
         let mut command = Command::new("strace");
         command.args([
             "-D",
@@ -60,13 +60,13 @@ impl Traced {
         command.args(["--iface=eth0", "--ip-masq", "--iptables-resync=1"]);
         let traced = Self { daemon: Daemon::start(&mut command), dir };
         traced.daemon.wait_for_log("in sync");
-        let ready = || traced.ask("/readyz").starts_with("HTTP/1.1 200");
-        wait_until(ready, || format!("{}\n{}", traced.ask("/readyz"), traced.daemon.log()));
+        let ready = || traced.request("/readyz").starts_with("HTTP/1.1 200");
+        wait_until(ready, || format!("{}\n{}", traced.request("/readyz"), traced.daemon.log()));
         traced.settle();
         traced
     }
 
-    /// Waits until the start is over, with all that it looks for once: rules that other modes may have left.
+    /// Waits until the start is over, with its single check for rules of other modes.
     fn settle(&self) {
         let (mut others, mut since) = (0, Instant::now());
         let quiet = || {
@@ -86,7 +86,7 @@ impl Traced {
         self.dir.path().join(name)
     }
 
-    fn ask(&self, target: &str) -> String {
+    fn request(&self, target: &str) -> String {
         let mut stream = UnixStream::connect(self.path("flanneld.sock")).unwrap();
         stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
         write!(stream, "GET {target} HTTP/1.1\r\n\r\n").unwrap();
@@ -105,15 +105,16 @@ impl Traced {
         assert_eq!(self.daemon.ended().code(), Some(0));
     }
 
-    /// What was started within so many periods, while somebody looks at the daemon all the time, and how long it was.
+    /// What was started within so many periods, while somebody looks at the daemon all the time,
+    /// and how long it was.
     fn at_rest(&self, periods: u32) -> (Vec<String>, Duration) {
         let (begin, mut looks) = (Instant::now(), 0);
         let before = started(&self.trace()).len();
-        // There is nothing else to wait for: that nothing happens takes time.
+        // There is no event to wait for.
         wait_until(
             || {
-                assert!(self.ask("/v1/status").contains("\"ready\":true"));
-                assert!(self.ask("/metrics").contains("flannel_ready 1"));
+                assert!(self.request("/v1/status").contains("\"ready\":true"));
+                assert!(self.request("/metrics").contains("flannel_ready 1"));
                 looks += 1;
                 begin.elapsed() >= RESYNC * periods
             },
@@ -125,8 +126,9 @@ impl Traced {
     }
 }
 
-/// What holds of one time at rest, or of one soon after. A start that a slow machine drags out is over then; what strace wrote late is
-/// of the time before; and rules of other modes are looked for again every 30 s. What is started in every period is always there.
+/// What holds of one time at rest, or of one soon after. A start that a slow machine drags out is
+/// over then; what strace wrote late is of the time before; and rules of other modes are looked for
+/// again every 30 s. What is started in every period is always there.
 fn one_of_three(traced: &Traced, holds: impl Fn(&[String], Duration) -> bool) {
     let mut seen = Vec::new();
     while seen.len() < 3 {
@@ -139,7 +141,7 @@ fn one_of_three(traced: &Traced, holds: impl Fn(&[String], Duration) -> bool) {
     panic!("{seen:#?}");
 }
 
-/// The programs that processes became, and `fork` for each process that was made; threads are none.
+/// The programs that were executed, and `fork` for each new process, without threads.
 fn started(trace: &str) -> Vec<String> {
     let one = |line: &str| {
         let call = line.split_once(' ')?.1.trim_start();
@@ -165,7 +167,7 @@ fn threads_are_no_processes() {
 }
 
 #[test]
-fn with_nftables_none_is_started() {
+fn with_nftables_no_process_is_started() {
     in_netns(|| {
         // Looking at tables of this kind takes a process, and so it is not done each time.
         let old = Command::new("iptables-legacy").args(["-P", "FORWARD", "DROP"]).output().unwrap();
@@ -173,7 +175,7 @@ fn with_nftables_none_is_started() {
         let traced = Traced::start(
             r#"{"Network":"10.1.0.0/16","SubnetMin":"10.1.128.0","SubnetMax":"10.1.191.0","EnableNFTables":true,"Backend":{"Type":"vxlan"}}"#,
         );
-        assert!(traced.ask("/v1/status").contains("iptables-legacy"));
+        assert!(traced.request("/v1/status").contains("iptables-legacy"));
         assert!(
             started(&traced.trace()).contains(&"iptables-legacy-save".to_owned()),
             "{}",
@@ -185,16 +187,16 @@ fn with_nftables_none_is_started() {
 }
 
 #[test]
-fn with_iptables_one_is_started_for_each_look_at_the_rules() {
+fn with_iptables_one_process_is_started_for_each_check() {
     in_netns(|| {
         let traced = Traced::start(
             r#"{"Network":"10.1.0.0/16","SubnetMin":"10.1.128.0","SubnetMax":"10.1.191.0","Backend":{"Type":"vxlan"}}"#,
         );
         one_of_three(&traced, |all, time| {
             let programs: Vec<&String> = all.iter().filter(|name| *name != "fork").collect();
-            // A slow machine looks less often, none more often than it should.
+            // A slow machine checks less often, and none more often.
             let most = time.as_secs() / RESYNC.as_secs() + 1;
-            // And no process but those.
+            // And no other process.
             programs.iter().all(|name| *name == SAVE)
                 && (1..=most).contains(&(programs.len() as u64))
                 && all.len() <= 2 * programs.len() + 1
@@ -205,7 +207,7 @@ fn with_iptables_one_is_started_for_each_look_at_the_rules() {
 
 /// One that takes 15 seconds for a file.
 #[test]
-fn a_busy_disk_keeps_no_repair_waiting() {
+fn a_busy_disk_delays_no_repair() {
     in_netns(|| {
         ip("link add eth0 type veth peer name wire");
         ip("link set wire up");
@@ -220,12 +222,13 @@ fn a_busy_disk_keeps_no_repair_waiting() {
             let lease = format!(r#"{{"PublicIP":"{public}","BackendType":"host-gw"}}"#);
             fs::write(leases.join(subnet), lease).unwrap();
         }
-        // With its mark and its pod network noted by an earlier run, it writes nothing before the subnet file.
+        // With its mark and its pod network noted by an earlier run, it writes nothing before the
+        // subnet file.
         let state = dir.path().join("state");
         fs::create_dir(&state).unwrap();
         fs::write(state.join("mark"), "00000000000000ab\n").unwrap();
         fs::write(state.join("networks"), "10.1.0.0/16\n").unwrap();
-        // With -D it is strace that is in the background, and ends with the daemon.
+        // With -D strace is the background process, and ends with the daemon.
         let mut command = Command::new("strace");
         command.args(["-D", "-f", "-qq", "-e", "trace=fsync", "-e", "signal=none", "-o"]);
         command.arg(dir.path().join("trace"));

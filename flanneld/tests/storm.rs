@@ -1,7 +1,7 @@
-//! A thousand foreign changes a second, of everything that can be changed: afterwards all is as it was, what belongs to others
-//! is untouched, and a peer that comes meanwhile need not wait.
+//! A thousand foreign changes a second, of all kinds. Afterwards all objects are restored, foreign
+//! objects are untouched, and a peer that arrives meanwhile is installed at once.
 //!
-//! Real kernel, real backend; iproute2 is both the culprit and the witness.
+//! Real kernel, real backend. iproute2 makes the changes and reads the result.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
@@ -33,15 +33,15 @@ const PEERS: u8 = 200;
 const LATE: u8 = 250;
 /// The peers from here on are behind a router, where that makes a difference.
 const LAST_ON_LINK: u8 = 100;
-/// A slow machine may need it: nothing waits so long where all is well.
+/// The timeout for a slow machine.
 const PATIENCE: Duration = Duration::from_secs(120);
 const DEVICES: [&str; 2] = ["flannel.1", "flannel-v6.1"];
 
-/// xorshift: the seed says everything.
+/// xorshift. The seed determines the sequence.
 struct Random(u64);
 
 impl Random {
-    /// By the clock, or what the environment says.
+    /// The seed of the environment, or of the clock.
     fn new() -> Self {
         let clock =
             SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap().as_nanos() as u64;
@@ -65,9 +65,9 @@ struct Tool {
     command: [&'static str; 2],
     child: Child,
     stdin: ChildStdin,
-    /// How many commands it was given.
+    /// The number of its commands.
     lines: usize,
-    /// Those before it, which may still have some to do.
+    /// Its predecessors, which may still have commands.
     former: Vec<Child>,
 }
 
@@ -75,12 +75,12 @@ impl Tool {
     /// The last is for groups of nexthop objects, which have no family.
     const ALL: [[&'static str; 2]; 4] =
         [["ip", "-4"], ["ip", "-6"], ["bridge", "-statistics"], ["ip", "-oneline"]];
-    /// The commands that one is given.
+    /// The number of commands for one process.
     const LINES: usize = 50;
-    /// So many of those before may still be at work.
+    /// The number of predecessors that may still run.
     const FORMER: usize = 2;
 
-    /// `-force`: what is not there to be deleted does not end it.
+    /// `-force`: deleting a missing object does not end it.
     fn new(command: [&'static str; 2]) -> Self {
         let [program, option] = command;
         let mut process = Command::new(program);
@@ -93,7 +93,8 @@ impl Tool {
         Self { command, child, stdin, lines: 0, former: Vec::new() }
     }
 
-    /// One that does only this, and so quickly that nothing is repaired under way: says whether all of it was taken.
+    /// One that does only this, and so quickly that nothing is repaired under way: says whether all
+    /// of it was taken.
     fn does([program, option]: [&str; 2], text: &str) -> bool {
         let mut process = Command::new(program);
         process
@@ -107,8 +108,9 @@ impl Tool {
         child.wait().unwrap().success() || text.contains(" flush ")
     }
 
-    /// A device that is gone just now ends it all the same; then another goes on. So it does after a while: what a device's
-    /// index was is not asked again, and of a device that was made anew nothing would be hit any more.
+    /// A device that is gone just now ends it all the same; then another goes on. So it does after
+    /// a while: what a device's index was is not asked again, and of a device that was made anew
+    /// nothing would be hit any more.
     fn run(&mut self, line: &str) {
         while self.lines == Self::LINES || writeln!(self.stdin, "{line}").is_err() {
             let Self { child, stdin, former, .. } =
@@ -116,7 +118,7 @@ impl Tool {
             drop(stdin);
             self.former = former;
             self.former.push(child);
-            // The storm is as fast as the machine lets it be, and no faster.
+            // The storm is as fast as the machine allows.
             if self.former.len() > Self::FORMER {
                 end(self.command, self.former.remove(0));
             }
@@ -124,7 +126,7 @@ impl Tool {
         self.lines += 1;
     }
 
-    /// Waits until all was done.
+    /// Waits until all commands ran.
     fn finish(self) {
         let Self { command, child, stdin, mut former, .. } = self;
         drop(stdin);
@@ -133,7 +135,7 @@ impl Tool {
     }
 }
 
-/// Waits until it has done what it was told.
+/// Waits until its commands ran.
 fn end(command: [&str; 2], mut child: Child) {
     let deadline = Instant::now() + PATIENCE;
     while child.try_wait().unwrap().is_none() {
@@ -152,7 +154,7 @@ fn public(n: u8) -> Dual<IpAddr> {
         .collect()
 }
 
-/// A peer's: some are behind a router.
+/// The public address of a peer. Some are behind a router.
 fn peer_public(n: u8) -> Dual<IpAddr> {
     if n <= LAST_ON_LINK {
         return public(n);
@@ -167,7 +169,7 @@ fn mac(family: Family, n: u8) -> String {
     format!("0a:00:00:00:0{}:{n:02x}", if family == Family::V4 { 4 } else { 6 })
 }
 
-/// A host as it may be set up.
+/// A configuration of the host.
 #[derive(Clone, Copy)]
 struct Setup {
     backend: &'static dyn Backend,
@@ -191,7 +193,7 @@ impl Setup {
         subnets.put_attrs(&format!("10.1.{n}.0-24&fd00:1:0:{n:x}::-64"), attrs);
     }
 
-    /// A host with many peers, and things of others in the neighbourhood.
+    /// A host with many peers, and foreign objects.
     async fn start(self) -> (FakeSubnets, watch::Receiver<Arc<Status>>) {
         for command in [
             "link add eth0 type veth peer name wire",
@@ -201,7 +203,7 @@ impl Setup {
             "link set eth0 up",
             "route add default via 192.0.2.254",
             "-6 route add default via 2001:db8::fe",
-            // Others'.
+            // Foreign objects.
             "link add cali1 type veth peer name pod1",
             "link set cali1 up",
             "link add br0 mtu 1500 address 0a:22:22:22:22:22 type bridge",
@@ -272,8 +274,9 @@ async fn in_sync(status: &mut watch::Receiver<Arc<Status>>, peers: usize) {
     }
 }
 
-/// All that is ours, and all that is others', as iproute2 shows it; but not the routes that the kernel makes by itself, nor the bridge,
-/// which is what its ports are or were. The index of a device is not what it is.
+/// All that is ours, and all that is others', as iproute2 shows it; but not the routes that the
+/// kernel makes by itself, nor the bridge, which is what its ports are or were. The index of a
+/// device is not what it is.
 fn see() -> BTreeSet<String> {
     let texts = [
         ip("-4 route show table main"),
@@ -282,7 +285,7 @@ fn see() -> BTreeSet<String> {
         ip("neigh show nud permanent"),
         ip("-o -d link show"),
         ip("-o address show scope global"),
-        // Of one device it fails if that is gone just now.
+        // It fails if the device is deleted at this moment.
         bridge("fdb show")
             .lines()
             .filter(|line| line.contains(" dev flannel"))
@@ -294,7 +297,8 @@ fn see() -> BTreeSet<String> {
             .split_once(": ")
             .filter(|(index, _)| index.parse::<u32>().is_ok())
             .map_or(line, |(_, l)| l);
-        // The kernel says so or not as it likes, and of a tunnel that it is up once its carrier came and went.
+        // The kernel says so or not as it likes, and of a tunnel that it is up once its carrier
+        // came and went.
         line.replace(" used 0/0/0", "")
             .replace(" state UP ", " state UNKNOWN ")
             .split_whitespace()
@@ -306,15 +310,15 @@ fn see() -> BTreeSet<String> {
     lines.map(line).filter(|line| !line.starts_with("br0: ")).collect()
 }
 
-/// So many kinds of damage are rare …
+/// The number of rare kinds of damage.
 const RARE: u64 = 28;
-/// … and so many are not.
+/// The number of frequent kinds of damage.
 const OFTEN: u64 = 36;
 
-/// On the uplink there are so many kinds.
+/// The number of kinds on the uplink.
 const ON_LINK: u64 = 21;
 
-/// What a storm needs to know of the host, and what it has done.
+/// The storm's knowledge of the host, and its changes.
 struct Storm {
     setup: Setup,
     random: Random,
@@ -351,7 +355,7 @@ impl Storm {
         }
     }
 
-    /// Ten more changes; whole devices are hit if `devices`.
+    /// Makes ten more changes, also of whole devices if `devices`.
     fn blow(&mut self, devices: bool) {
         let enough = self.done + 10;
         while self.done < enough {
@@ -360,7 +364,7 @@ impl Storm {
                 setup => setup.backend.kind() == "host-gw",
             };
             let (tool, text) = if on_uplink {
-                // All at once is rare.
+                // Rarely all at once.
                 let kind = Some(self.random.below(ON_LINK)).filter(|kind| *kind != 14);
                 let rare = if self.random.below(20) == 0 { 14 } else { 0 };
                 self.damage_on_uplink(kind.unwrap_or(rare))
@@ -388,16 +392,17 @@ impl Storm {
         damage_on_uplink(kind, &mut self.random, self.first.unwrap_or_default())
     }
 
-    /// Waits until all was done.
+    /// Waits until all commands ran.
     fn end(self) {
         self.tools.into_iter().for_each(Tool::finish);
         println!("{} changes in {:.1} s", self.done, self.began.elapsed().as_secs_f64());
     }
 }
 
-/// Something that can be done to a peer's objects, or to a device: the tool, by its place in [`Tool::ALL`], and what it is
-/// told. The nexthop object of a peer is `first` and its number, the addresses of the devices are `own`.
-/// Kinds below [`RARE`] are one each, and those below 16 hit whole devices; beyond, they are the same after [`OFTEN`].
+/// Something that can be done to a peer's objects, or to a device: the tool, by its place in
+/// [`Tool::ALL`], and what it is told. The nexthop object of a peer is `first` and its number, the
+/// addresses of the devices are `own`. Kinds below [`RARE`] are one each, and those below 16 hit
+/// whole devices; beyond, they are the same after [`OFTEN`].
 fn damage(
     kind: u64,
     random: &mut Random,
@@ -431,7 +436,7 @@ fn damage(
         format!("via {gateway} dev {device} onlink")
     };
     match kind {
-        // A device takes all that is on it along.
+        // A deleted device deletes all objects on it.
         0 => by_ip(format!("link delete {device}")),
         1 => by_ip(format!("link set {device} down")),
         2 => by_ip(format!("link set {device} address {alien}")),
@@ -448,7 +453,7 @@ fn damage(
             ][random.below(6) as usize]
         )),
         5 => by_ip(format!("address flush dev {device} scope global")),
-        // By iproute2 those that go by nexthop objects cannot.
+        // iproute2 cannot do it with nexthop objects.
         6 if first > 0 => (1, format!("route flush dev {}", DEVICES[1])),
         6 => by_ip(format!("route flush dev {device}")),
         7 => by_ip(format!("neigh flush dev {device} nud permanent")),
@@ -458,7 +463,7 @@ fn damage(
         10 => by_ip(format!("link set {device} type vxlan id 1 local {wrong}")),
         11 => by_ip(format!("link set {device} type vxlan id 1 dev cali1")),
         12 => by_ip(format!("link set {device} type vxlan id 1 dev cali1 local {wrong} learning")),
-        // What cannot be changed in place: the device is another then.
+        // A change that needs a new device.
         13..16 => {
             let kind = [
                 "id 1 dstport 4789",
@@ -572,7 +577,7 @@ fn damage(
     }
 }
 
-/// The same where there is no device of ours.
+/// The same without a device of ours.
 fn damage_on_uplink(kind: u64, random: &mut Random, first: u64) -> (usize, String) {
     let family = Family::BOTH[random.below(2) as usize];
     let v4 = family == Family::V4;
@@ -621,7 +626,7 @@ fn damage_on_uplink(kind: u64, random: &mut Random, first: u64) -> (usize, Strin
     (usize::from(!v4), text)
 }
 
-/// In which ways a storm hits objects of each kind.
+/// The kinds of damage to objects of each kind.
 const ON_UPLINK: [(ObjectKind, Damage); 6] = [
     (ObjectKind::Nexthop, Damage::Deletion),
     (ObjectKind::Nexthop, Damage::Modification),
@@ -652,7 +657,8 @@ const ON_DEVICES: [(ObjectKind, Damage); 7] = [
     (ObjectKind::Fdb, Damage::Addition),
 ];
 
-/// All of it was done, and repaired this often: iproute2 may be refused what it is told, and then there was no storm.
+/// All of it was done, and repaired this often: iproute2 may be refused what it is told, and then
+/// there was no storm.
 fn hit(status: &Status, ways: &[(ObjectKind, Damage)], times: u64) -> bool {
     ways.iter().all(|way| status.repairs.get(way).is_some_and(|repairs| *repairs >= times))
 }
@@ -690,13 +696,13 @@ async fn storm_on_devices(setup: Setup, least: usize, ways: &'static [(ObjectKin
     let mut beat = tokio::time::interval(Duration::from_millis(10));
     beat.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut late: Option<tokio::task::JoinHandle<()>> = None;
-    // The late peer has its own patience.
+    // The late peer has its own timeout.
     let deadline = Instant::now() + 2 * PATIENCE;
     for beats in 0.. {
-        // With a whole device goes what was done on it: on a slow machine that may be all. So whole devices are hit for a
-        // while only.
+        // With a whole device goes what was done on it: on a slow machine that may be all. So whole
+        // devices are hit for a while only.
         let devices = beats < 400 || !hit(&status.borrow(), &DEVICES_THEMSELVES, 1);
-        // A peer that came in the storm does not wait for its end.
+        // A peer that arrives in the storm does not wait for its end.
         let came = late.as_ref().is_some_and(|late| late.is_finished());
         if !devices && came && hit(&status.borrow(), &ways, 1) {
             break;
@@ -747,7 +753,7 @@ async fn all_is_well(status: &mut watch::Receiver<Arc<Status>>, healthy: &BTreeS
     assert_eq!(status.repairs.values().sum::<u64>(), status.repaired);
 }
 
-/// iproute2 takes each kind of change, and it is repaired by itself: else a storm would not be what it seems.
+/// iproute2 makes each kind of change, and each is repaired. Otherwise a storm would test less.
 async fn each_kind(
     setup: Setup,
     kinds: impl Iterator<Item = u64> + Send + 'static,
@@ -812,16 +818,16 @@ fn a_thousand_foreign_changes_a_second_on_the_uplink_leave_nothing_behind_where_
 }
 
 #[test]
-fn messages_that_are_lost_in_a_flood_are_made_up_for() {
+fn lost_events_are_recovered() {
     in_netns_async(|| flood(VXLAN, 1));
 }
 
 #[test]
-fn messages_that_are_lost_in_a_flood_are_made_up_for_where_routes_are_plain() {
+fn lost_events_are_recovered_where_routes_are_plain() {
     in_netns_async(|| flood(Setup { nexthops: false, ..VXLAN }, 0));
 }
 
-/// How many messages to sockets in this network namespace found no room.
+/// The number of messages that overflowed sockets in this network namespace.
 fn messages_lost() -> u64 {
     let sockets = std::fs::read_to_string("/proc/thread-self/net/netlink").unwrap();
     let drops = sockets.lines().skip(1).map(|line| line.split_whitespace().nth(8).unwrap());
@@ -843,11 +849,11 @@ async fn flood(setup: Setup, nexthops: usize) {
         )
     };
     let lost_before = messages_lost();
-    // The runtime has one thread: while it is held, nobody reads, and the buffer overflows.
+    // The runtime has one thread. While it is blocked, the buffer overflows.
     for round in 0..3 {
         let flood: Vec<Change> = (0..60_000).map(|n| neigh(n + 60_000 * round)).collect();
         assert!(other.apply(&Footprint::default(), &flood[..20_000]).iter().all(Result::is_ok));
-        // In the middle of it, where no message of it is seen.
+        // In the middle of the flood, where its event is lost.
         let victim = 7 + round as u8;
         ip(&format!("route del 10.1.{victim}.0/24"));
         ip(&format!("-6 route del fd00:1:0:{victim:x}::/64"));
@@ -867,7 +873,7 @@ async fn flood(setup: Setup, nexthops: usize) {
 
 /// The kernel does not say who changed a forwarding entry.
 #[test]
-fn what_leases_make_us_change_again_and_again_is_no_repair() {
+fn repeated_changes_because_of_leases_are_no_repairs() {
     in_netns_async(|| async {
         let (subnets, mut status) = VXLAN.start().await;
         let healthy = see();

@@ -22,13 +22,15 @@ use flannel_core::{Backend, Config, Error, Result, Subnets};
 /// The backend type in leases.
 const LEASE_TYPE: &str = "lane/1";
 
-/// The header that the device adds to each packet, in bytes, whatever the packet's family.
+/// The header that the device adds to each packet of either family, in bytes.
 const OVERHEAD: u32 = 50;
 
 /// The backend `lane`: a tunnel device for both families over IPv4. Peers derive the address of a
-/// node's device from the node's public address, so that a lease carries the number of its lane only.
+/// node's device from the node's public address, so that a lease carries the number of its lane
+/// only.
 ///
-/// Options: `Lane`, a number from 1 to 4094, which is required; `Port`, a UDP port, 6999 without it.
+/// Options: `Lane`, a number from 1 to 4094, which is required; `Port`, a UDP port, 6999 without
+/// it.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Lane;
 

@@ -1,4 +1,5 @@
-//! Both programs with one backend more: `lane-node daemon …` is `flanneld`, `lane-node ctl …` is `flannelctl`.
+//! Both programs with one more backend: `lane-node daemon …` is `flanneld`, `lane-node ctl …` is
+//! `flannelctl`.
 
 use std::ffi::OsString;
 use std::process::ExitCode;

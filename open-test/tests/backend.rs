@@ -53,7 +53,7 @@ fn text(output: &Output) -> String {
 }
 
 /// The output of a verb, which succeeds.
-fn says(lab: &Lab, host: &Host, args: &[&str]) -> String {
+fn output_of(lab: &Lab, host: &Host, args: &[&str]) -> String {
     let output = ctl(lab, host, args);
     assert!(output.status.success(), "{args:?}: {}", text(&output));
     text(&output)
@@ -84,7 +84,7 @@ fn lane(backend: &str) -> String {
     format!(r#"{{"Network":"10.1.0.0/16","Backend":{backend}}}"#)
 }
 
-/// `config check` and `config set` judge the backend's options, and name the field that is wrong.
+/// `config check` and `config set` check the backend's options, and name the wrong field.
 #[test]
 fn config_is_validated() {
     as_root("config_is_validated", || {
@@ -92,11 +92,11 @@ fn config_is_validated() {
         let host = &lab.hosts()[0];
         let file = lab.dir().join("candidate");
         let path = file.display().to_string();
-        let said = says(&lab, host, &["config", "check"]);
-        assert!(said.contains("it is right") && said.contains("lane"), "{said}");
+        let output = output_of(&lab, host, &["config", "check"]);
+        assert!(output.contains("it is right") && output.contains("lane"), "{output}");
         for good in [r#"{"Type":"lane","Lane":4094}"#, r#"{"type":"LANE","lane":1,"port":7000}"#] {
             std::fs::write(&file, lane(good)).unwrap();
-            says(&lab, host, &["config", "check", &path]);
+            output_of(&lab, host, &["config", "check", &path]);
         }
         for (bad, parts) in [
             (r#"{"Type":"lane"}"#, ["Backend.Lane", "nothing"]),
@@ -109,18 +109,18 @@ fn config_is_validated() {
             for verb in ["check", "set"] {
                 let output = ctl(&lab, host, &["config", verb, &path]);
                 assert_eq!(output.status.code(), Some(1));
-                let said = text(&output);
-                assert!(parts.iter().all(|part| said.contains(part)), "{bad}: {said}");
+                let output = text(&output);
+                assert!(parts.iter().all(|part| output.contains(part)), "{bad}: {output}");
             }
         }
         let only_v6 = r#"{"EnableIPv4":false,"EnableIPv6":true,"IPv6Network":"fd00:1::/48","Backend":{"Type":"lane","Lane":7}}"#;
         std::fs::write(&file, only_v6).unwrap();
-        let said = text(&ctl(&lab, host, &["config", "check", &path]));
-        assert!(said.contains("EnableIPv4 is false"), "{said}");
+        let output = text(&ctl(&lab, host, &["config", "check", &path]));
+        assert!(output.contains("EnableIPv4 is false"), "{output}");
     });
 }
 
-/// A daemon does not start with a wrong option, and one that runs goes on without it.
+/// A daemon does not start with a wrong option, and a running one ignores it.
 #[test]
 fn a_wrong_option_starts_no_daemon_and_stops_none() {
     as_root("a_wrong_option_starts_no_daemon_and_stops_none", || {
@@ -133,12 +133,12 @@ fn a_wrong_option_starts_no_daemon_and_stops_none() {
         assert!(log().contains("Backend.Lane: 0 is not valid"), "{}", log());
 
         let patch = r#"{"Backend": {"Lane": 7}}"#;
-        says(&lab, host, &["config", "patch", patch]);
+        output_of(&lab, host, &["config", "patch", patch]);
         host.start_daemon().unwrap();
         wait_until(|| log().contains("in sync"), log);
         assert!(link("lane7").unwrap().contains("dstport 6999"));
 
-        // Past the check of `config set`, as an operator writes it.
+        // Without the check of `config set`, as an operator may write it.
         let config = lab.registry().join("config");
         let right = std::fs::read_to_string(&config).unwrap();
         std::fs::write(&config, right.replace(":7", ":70000")).unwrap();
@@ -146,7 +146,7 @@ fn a_wrong_option_starts_no_daemon_and_stops_none() {
         host.check_daemon().unwrap();
         link("lane7").unwrap();
 
-        // Another right one is used at once.
+        // A valid change is used at once.
         std::fs::write(&config, right.replace(":7", ":8")).unwrap();
         wait_until(|| link("lane8").is_ok(), || right.clone() + &log());
     });
@@ -182,14 +182,14 @@ fn the_lease_has_its_type(lab: &Lab) {
 fn status_and_peers(lab: &Lab, host: &Host) {
     wait_until(
         || answers(lab, host, &["status"])["ready"] == true,
-        || says(lab, host, &["status"]),
+        || output_of(lab, host, &["status"]),
     );
     let status = answers(lab, host, &["status"]);
     let network = &status["network"];
     assert_eq!(network["backend"], "lane");
     assert_eq!(network["devices"], json!({ "IPv4": "lane7", "IPv6": "lane7" }));
     assert_eq!((&network["mtu"], &network["accepted"]), (&json!(1450), &json!(1)), "{network}");
-    let page = says(lab, host, &["status"]);
+    let page = output_of(lab, host, &["status"]);
     assert!(page.contains("lane") && page.contains("in place"), "{page}");
     let peers = answers(lab, host, &["peers"]);
     assert_eq!(peers["peers"][0]["backend"], "lane/1");
@@ -197,18 +197,18 @@ fn status_and_peers(lab: &Lab, host: &Host) {
 
     // A reservation has the type that daemons of this backend give their leases.
     let reserve = "10.244.0.0/24,fd00:10:244::/64";
-    says(lab, host, &["lease", "reserve", reserve, "--public-ip", "192.168.77.200"]);
+    output_of(lab, host, &["lease", "reserve", reserve, "--public-ip", "192.168.77.200"]);
     let leases = answers(lab, host, &["lease", "list"]).to_string();
     assert_eq!(leases.matches("lane/1").count(), 3, "{leases}");
-    says(lab, host, &["lease", "release", reserve]);
+    output_of(lab, host, &["lease", "release", reserve]);
 }
 
 /// The answer lists the objects of the peer's lease, and names a foreign route.
 fn why(lab: &Lab, host: &Host, peer: &Host) {
     let pods = peer.pod().unwrap().addresses().to_owned();
     for (_, pod) in pods.iter() {
-        let said = says(lab, host, &["why", &pod.to_string()]);
-        assert!(said.contains("lane/1") && said.contains("lane7"), "{said}");
+        let output = output_of(lab, host, &["why", &pod.to_string()]);
+        assert!(output.contains("lane/1") && output.contains("lane7"), "{output}");
     }
     let pod = pods.v4.unwrap().to_string();
     let foreign = format!("{pod}/32");
@@ -230,7 +230,7 @@ fn firewall(host: &Host) {
     }
 }
 
-/// Nothing is found while all is well, and planted faults are named.
+/// A healthy cluster has no findings, and planted faults are found.
 fn doctor(lab: &Lab, host: &Host, peer: &Host) {
     let nft = |command: &str| peer.run("nft", &command.split(' ').collect::<Vec<_>>()).unwrap();
     let is_well = || {
@@ -256,7 +256,8 @@ fn doctor(lab: &Lab, host: &Host, peer: &Host) {
     nft("flush chain ip guard into");
     is_well();
 
-    // The header of the tunnel counts: packets that the external interface carries are large enough.
+    // The header of the tunnel counts: packets that the external interface carries are large
+    // enough.
     nft("add rule ip guard into udp dport 7007 ip length > 1400 drop");
     finds(&["path-mtu", "1450 bytes"]);
     nft("delete table ip guard");
@@ -274,11 +275,11 @@ fn without_a_daemon(lab: &Lab, host: &Host) {
     let page = text(&ctl(lab, host, &["doctor", "--iface", "eth0"]));
     assert!(page.contains("lane7"), "{page}");
     assert!(lab.matrix(PATIENCE).unwrap().is_complete(), "the data path stays");
-    let would = says(lab, host, &["cleanup", "--dry-run", "--iface", "eth0"]);
+    let would = output_of(lab, host, &["cleanup", "--dry-run", "--iface", "eth0"]);
     assert!(would.contains("lane7") && would.contains("flannel-ipv4"), "{would}");
     host.run("ip", &["link", "show", "lane7"]).unwrap();
 
-    says(lab, host, &["cleanup", "--iface", "eth0"]);
+    output_of(lab, host, &["cleanup", "--iface", "eth0"]);
     assert!(host.run("ip", &["link", "show", "lane7"]).is_err(), "the device is gone");
     for list in [["-4", "route"], ["-6", "route"], ["nexthop", "show"]] {
         let left = host.run("ip", &list).unwrap();

@@ -1,5 +1,5 @@
-//! A registry that no other crate knows: the suite of the lease engine, and two whole daemons on it, in one process, with
-//! the backend that no other crate knows.
+//! A registry that no other crate knows: the lease engine's suite, and two whole daemons on it in
+//! one process, with the backend of this crate.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -18,7 +18,8 @@ use tokio::sync::oneshot;
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// The registry of the example `custom_registry` passes the suite that the project's own registries pass.
+/// The registry of the example `custom_registry` passes the suite that the project's own registries
+/// pass.
 #[tokio::test(start_paused = true)]
 async fn the_registry_of_the_example_passes_the_suite() {
     let store = MemoryRegistry::new();
@@ -61,8 +62,8 @@ fn run(host: &Host, registry: Arc<dyn Registry>, stopped: oneshot::Receiver<()>)
 
 /// Two daemons in this process share a registry in its memory, and their pods reach each other.
 #[test]
-fn daemons_run_on_a_registry_of_ones_own() {
-    as_root("daemons_run_on_a_registry_of_ones_own", || {
+fn daemons_run_on_a_custom_registry() {
+    as_root("daemons_run_on_a_custom_registry", || {
         let network = r#"{"Network":"10.244.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:10:244::/48","EnableNFTables":true,"Backend":{"Type":"lane","Lane":9}}"#;
         let store = MemoryRegistry::with_config(network);
         let lab = Lab::builder().hosts(2).families(Family::BOTH).start().unwrap();
@@ -76,13 +77,13 @@ fn daemons_run_on_a_registry_of_ones_own() {
                 scope.spawn(move || host.namespace().run(|| run(host, registry, stopped)).unwrap());
             }
             let reached = lab.wait_until_reachable(PATIENCE);
-            // Else a failure would wait for the daemons for ever.
+            // So that a failure does not wait for the daemons for ever.
             drop(stops);
             let matrix = reached.unwrap();
             assert!(matrix.is_complete(), "{:#?}", matrix.failures().collect::<Vec<_>>());
             assert_eq!(matrix.pairs.len(), 4, "both ways, by both families");
         });
-        // The data path stays, and each host has a lease of its own.
+        // The data path stays, and each host has its own lease.
         assert!(lab.matrix(PATIENCE).unwrap().is_complete());
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         let entries = runtime.block_on(store.list()).unwrap().entries;

@@ -24,10 +24,10 @@ use std::future::Future;
 use std::panic::Location;
 use std::time::{Duration, Instant};
 
-/// The pause between two looks at a condition.
+/// The pause between two checks of a condition.
 const PAUSE: Duration = Duration::from_millis(5);
 
-/// The result of one look at a condition.
+/// The result of one check of a condition.
 pub trait Outcome {
     /// The result of the wait.
     type Value;
@@ -52,7 +52,7 @@ impl<T> Outcome for Option<T> {
     }
 }
 
-/// Waits until `condition` holds. Looks at it at least once, and blocks the thread in between.
+/// Waits until `condition` holds. Checks it at least once, and blocks the thread in between.
 ///
 /// # Panics
 /// The condition does not hold `within` this time; the message is that of `otherwise`.
@@ -77,7 +77,7 @@ pub fn eventually<T: Outcome, M: Display>(
 /// The same for a condition that is a future. Time is tokio's, so that a test may pause it.
 ///
 /// # Panics
-/// The condition does not hold `within` this time; the message is that of `otherwise`. A look that
+/// The condition does not hold `within` this time; the message is that of `otherwise`. A check that
 /// does not return is not interrupted.
 #[track_caller]
 pub fn eventually_async<T: Outcome, M: Display>(
@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_condition_holds_after_some_looks() {
+    async fn a_condition_holds_after_some_checks() {
         let mut looks = 0;
         let look = async || {
             looks += 1;

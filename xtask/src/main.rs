@@ -1,6 +1,7 @@
-//! `cargo xtask assets DIR`: shell completions and man pages of flanneld and flannelctl, made from their own options.
+//! `cargo xtask assets DIR` makes shell completions and man pages of flanneld and flannelctl from
+//! their options.
 //!
-//! What makes them is in this program only, so that the shipped ones do not carry it.
+//! Only this program has the generators, so that the shipped programs stay small.
 
 use std::fs;
 use std::io;
@@ -22,7 +23,7 @@ struct Task {
 enum Verb {
     /// Shell completions and man pages, in DIR/completions and DIR/man
     Assets {
-        /// Where to; made if need be
+        /// The directory, which is created if necessary
         dir: PathBuf,
     },
 }
@@ -41,7 +42,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Makes all files and returns how many there are.
+/// Makes all files. Returns their number.
 fn assets(dir: &Path) -> io::Result<usize> {
     let (completions, man) = (dir.join("completions"), dir.join("man"));
     fs::create_dir_all(&completions)?;

@@ -1,4 +1,4 @@
-//! The files can be made, and hold what the programs have.
+//! The files can be made, and contain every option and verb.
 
 #![allow(clippy::unwrap_used, reason = "a test fails that way")]
 
@@ -18,7 +18,7 @@ fn completions_and_man_pages_know_every_option_and_verb() {
     };
     for command in [flanneld::Options::command(), flannelctl::command()] {
         let name = command.get_name();
-        // roff wants its dashes escaped.
+        // roff needs escaped dashes.
         let page = read(&format!("man/{name}.8")).replace('\\', "");
         let shells = [format!("{name}.bash"), format!("_{name}"), format!("{name}.fish")];
         let shells = shells.map(|file| read(&format!("completions/{file}")));

@@ -1,4 +1,5 @@
-//! A node on which containers of a manifest run: directories that stand for the host's, and a network namespace.
+//! A node that runs containers of a manifest: directories instead of the host's, and a network
+//! namespace.
 
 #![allow(dead_code, reason = "not every test needs everything")]
 
@@ -11,7 +12,8 @@ use flannel_lab::Namespace;
 use serde_json::Value;
 use tempfile::TempDir;
 
-/// The image's files, unoptimized: `FLANNEL_IMAGE` names a directory that has them, for users who cannot build them.
+/// The image's files, unoptimized. `FLANNEL_IMAGE` is a directory with them for users who cannot
+/// build them.
 pub(crate) fn image() -> &'static Path {
     static IMAGE: OnceLock<(PathBuf, Option<TempDir>)> = OnceLock::new();
     let build = || {
@@ -33,20 +35,20 @@ pub(crate) fn image() -> &'static Path {
     &IMAGE.get_or_init(build).0
 }
 
-/// What a command says, which must succeed.
-pub(crate) fn said(command: &mut Command) -> String {
+/// The output of a command, which must succeed.
+pub(crate) fn output_of(command: &mut Command) -> String {
     let Output { status, stdout, stderr } = command.output().unwrap();
     let [stdout, stderr] = [stdout, stderr].map(|bytes| String::from_utf8(bytes).unwrap());
     assert!(status.success(), "{command:?}: {status}: {stdout}{stderr}");
     stdout + &stderr
 }
 
-/// The name of the node that a pod runs on.
+/// The name of a pod's node.
 pub(crate) const NODE_NAME: &str = "node-1";
 
-/// Where containers find the API server, and what they show it: what a kubelet gives every pod with a service account.
+/// The API server's address and the service account, which a kubelet gives every pod.
 pub(crate) struct Api {
-    /// Of the loopback interface.
+    /// On the loopback interface.
     pub(crate) port: u16,
     /// `token`, `ca.crt` and `namespace`.
     pub(crate) account: PathBuf,
@@ -83,7 +85,7 @@ impl Node {
         node
     }
 
-    /// Takes the pod of `set` instead of the one that it had, and makes what of the host is missing.
+    /// Replaces the pod by that of `set`, and creates missing directories of the host.
     pub(crate) fn take(&mut self, set: &Value) {
         self.pod = set["spec"]["template"]["spec"].clone();
         for volume in self.pod["volumes"].as_array().unwrap() {
@@ -100,7 +102,7 @@ impl Node {
         }
     }
 
-    /// Where a path of the host is.
+    /// The location of a path of the host.
     pub(crate) fn host(&self, path: &str) -> PathBuf {
         self.dir.path().join("host").join(path.trim_start_matches('/'))
     }
@@ -157,7 +159,7 @@ impl Node {
         command
     }
 
-    /// A command in a root directory called `name`, to be completed with what it runs.
+    /// A command in a root directory called `name`, without the program.
     pub(crate) fn inside(
         &self,
         name: &str,

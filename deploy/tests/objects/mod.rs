@@ -1,4 +1,4 @@
-//! Kubernetes objects, held to what the API knows of them.
+//! Kubernetes objects, checked against the API's types.
 
 #![allow(dead_code, reason = "not every test needs everything")]
 
@@ -11,7 +11,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-/// A file in `deploy/`; `FLANNEL_DEPLOY` names a copy of it, for users who cannot read it.
+/// A file in `deploy/`. `FLANNEL_DEPLOY` is a copy of it for users who cannot read it.
 pub(crate) fn file(name: &str) -> PathBuf {
     let dir =
         std::env::var_os("FLANNEL_DEPLOY").unwrap_or_else(|| env!("CARGO_MANIFEST_DIR").into());
@@ -41,7 +41,7 @@ pub(crate) fn cleanup() -> Vec<Value> {
     deploy::documents(include_str!("../../cleanup.yml")).unwrap()
 }
 
-/// Kind and name, by which objects are told apart and put in order.
+/// Kind and name, which identify and order objects.
 pub(crate) fn key(object: &Value) -> (String, String) {
     let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
     (text(&object["kind"]), text(&object["metadata"]["name"]))
@@ -60,8 +60,8 @@ pub(crate) fn of_kind<'a>(objects: &'a [Value], kind: &str) -> &'a Value {
     object
 }
 
-/// Reads an object as the API's own type and writes it again: whatever the API does not know is lost on the way, and that is
-/// an error that names where it was.
+/// Decodes an object into the API's type and encodes it again. A field that the API does not know
+/// is lost, which is an error that names its path.
 pub(crate) fn known_to_the_api(object: &Value) -> Result<(), String> {
     fn through<T: DeserializeOwned + Serialize>(object: &Value) -> Result<Value, String> {
         let typed: T = serde_json::from_value(object.clone()).map_err(|error| error.to_string())?;
@@ -85,7 +85,7 @@ pub(crate) fn known_to_the_api(object: &Value) -> Result<(), String> {
     if lost.is_empty() { Ok(()) } else { Err(format!("{:?}: {}", key(object), lost.join(", "))) }
 }
 
-/// Where `after` is not what `before` was.
+/// The first path at which `after` differs from `before`.
 fn lost(before: &Value, after: &Value, path: &str) -> Vec<String> {
     match (before, after) {
         (Value::Object(before), Value::Object(after)) => {

@@ -1,4 +1,4 @@
-//! The route engine with a backend of your own, which [`Hub`] is: one peer's lease in, one route out.
+//! The route engine with a custom backend, [`Hub`]: one peer's lease in, one route out.
 
 use std::sync::Arc;
 

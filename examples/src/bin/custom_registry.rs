@@ -1,4 +1,4 @@
-//! The whole daemon on a registry of your own, which [`Printing`] is.
+//! The whole daemon on a custom registry, [`Printing`].
 
 use std::sync::Arc;
 

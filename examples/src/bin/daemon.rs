@@ -1,4 +1,4 @@
-//! The whole daemon in a program of one's own, from typed values: no command line, no environment.
+//! The whole daemon in your own program, from typed values: no command line, no environment.
 
 use flannel_subnet::{DirLocation, DirOptions};
 use flanneld::{ControlSocket, Daemon, DaemonConfig, StoreConfig};

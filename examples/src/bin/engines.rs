@@ -1,4 +1,5 @@
-//! Both engines in one process: leases from a directory, vxlan in the kernel. This is the daemon, without the daemon.
+//! Both engines in one process: leases from a directory, vxlan in the kernel. This is the daemon,
+//! without the daemon.
 
 use std::sync::Arc;
 

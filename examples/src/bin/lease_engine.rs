@@ -1,4 +1,5 @@
-//! The lease engine alone, on etcd: two nodes take their subnets, and each sees the other's. No kernel.
+//! The lease engine alone, on etcd: two nodes acquire subnets, and each sees the other's. No
+//! kernel.
 
 use std::net::IpAddr;
 use std::sync::Arc;

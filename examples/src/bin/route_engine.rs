@@ -1,4 +1,4 @@
-//! The route engine alone: leases of your own making in, kernel routes out, kept there whatever others do. No store.
+//! The route engine alone: your own leases in, kernel routes out, which it repairs. No store.
 
 use std::sync::Arc;
 

@@ -130,8 +130,8 @@ async fn reserve(
         if entry.holder.is_none() {
             return Err(Error::Refused(format!("{subnets} is reserved already, for {of}")));
         }
-        let (now, told) = (&entry.lease.attrs.preferred.public, &attrs.preferred.public);
-        if !told.is_empty() && told != now {
+        let (now, given) = (&entry.lease.attrs.preferred.public, &attrs.preferred.public);
+        if !given.is_empty() && given != now {
             return Err(Error::Refused(format!(
                 "{subnets} is held by {of}: release it first, or name no address"
             )));

@@ -217,14 +217,14 @@ mod tests {
             ended = &mut running => panic!("{ended:?}"),
             () = sleep(Duration::from_secs(1)) => (),
         }
-        let (asked, mut news) = (scene.requests(), scene.observer.changes());
+        let (requests, mut news) = (scene.requests(), scene.observer.changes());
         assert_eq!(scene.validations.get(), 1);
         tokio::select! {
             ended = &mut running => panic!("{ended:?}"),
-            () = news.next() => panic!("the observer was told the same again"),
+            () = news.next() => panic!("the observer got the same reason again"),
             () = sleep(HOUR) => (),
         }
-        assert_eq!(scene.requests(), asked, "nobody has written anything");
+        assert_eq!(scene.requests(), requests, "no request was sent");
         // After 10, 20, 40, 80 and 160 s, then every 300.
         assert_eq!(scene.validations.get(), 1 + 5 + 10);
         assert_eq!(log.count("cannot be used and is not"), 1);

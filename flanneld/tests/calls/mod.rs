@@ -5,8 +5,9 @@ use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-/// Under strace, with the unit's capabilities: dropping more is a call that it forbids. What is called goes into a file. With -D
-/// it is strace that is in the background, and ends with the daemon.
+/// Under strace, with the unit's capabilities: dropping more is a call that it forbids. What is
+/// called goes into a file. With -D it is strace that is in the background, and ends with the
+/// daemon.
 pub(crate) fn traced(trace: &Path) -> Command {
     let mut command = Command::new("setpriv");
     command
@@ -17,7 +18,8 @@ pub(crate) fn traced(trace: &Path) -> Command {
     command
 }
 
-/// All that was called by a daemon that has ended, and by its programs: strace may write the last of it a moment later.
+/// All that was called by a daemon that has ended, and by its programs: strace may write the last
+/// of it a moment later.
 pub(crate) fn of_ended(trace: &Path, daemon: u32) -> String {
     let deadline = Instant::now() + Duration::from_secs(20);
     loop {
@@ -32,7 +34,7 @@ pub(crate) fn of_ended(trace: &Path, daemon: u32) -> String {
     }
 }
 
-/// What was called, and the unit forbids.
+/// The system calls that the unit forbids.
 pub(crate) fn forbidden(trace: &str) -> Vec<String> {
     let call = |line: &str| {
         let (name, _) = line.split_once(' ')?.1.trim().split_once('(')?;

@@ -1,4 +1,4 @@
-//! Starts while etcd is away: from the leases that an earlier run has kept on disk.
+//! Starts without etcd, from the leases that an earlier run cached on disk.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -11,15 +11,15 @@ use crate::fixture::{Daemon, Host, delete, etcd_with_peers, peer_key, put_peer, 
 use crate::server::Etcd;
 use crate::witness::{Monitor, agrees, present, wanted};
 
-/// A host whose daemon ran and was killed, as was etcd; and what its kernel should hold.
+/// A host whose daemon and etcd were killed, and the objects that its kernel should have.
 async fn first_run() -> (Etcd, Host, BTreeSet<String>) {
     switch();
     let mut etcd = etcd_with_peers().await;
     let host = Host::new(1);
     let daemon = host.start(&etcd.endpoint);
-    daemon.says("in sync peers=3").await;
+    daemon.wait_for_log("in sync peers=3").await;
     // With its subnet file, which comes after the firewall's rules.
-    daemon.says("running lease").await;
+    daemon.wait_for_log("running lease").await;
     let cache = Cache::open(host.cache());
     let kept = || cache.load().is_ok_and(|saved| saved.own.is_some() && saved.leases.len() == 4);
     until(30, kept, || format!("the leases are not kept:\n{}", daemon.log())).await;
@@ -36,7 +36,7 @@ fn forget_kernel(host: &Host) {
     assert_eq!(present(host), BTreeSet::new());
 }
 
-/// Starts the daemon, waits until its kernel holds what it should, and says how long that took.
+/// Starts the daemon, waits until its kernel is right, and returns the time.
 async fn start(etcd: &Etcd, host: &Host, wanted: &BTreeSet<String>) -> Daemon {
     let begin = Instant::now();
     let daemon = host.start(&etcd.endpoint);
@@ -58,18 +58,18 @@ fn peers_and_own_subnet_are_there_at_once_and_reconciled_later() {
         let own = host.subnet();
         forget_kernel(&host);
         let daemon = start(&etcd, &host, &wanted).await;
-        daemon.says("stale: 4 leases from the cache").await;
-        daemon.says("running").await;
+        daemon.wait_for_log("stale: 4 leases from the cache").await;
+        daemon.wait_for_log("running").await;
         assert_eq!(host.subnet(), own);
         assert!(host.ip("address show flannel.1").contains(&format!("inet {own}/32")));
         daemon.kill();
 
-        // What an earlier run left stays as long as nobody knows better.
+        // Objects of an earlier run stay until the store answers.
         let extra = "route 10.1.200.0/24 via 10.1.200.0";
         host.ip("route add 10.1.200.0/24 via 10.1.200.0 dev flannel.1 onlink");
         host.ip("route del 10.1.101.0/24");
         let daemon = start(&etcd, &host, &wanted).await;
-        daemon.says("running").await;
+        daemon.wait_for_log("running").await;
         assert!(present(&host).contains(extra));
         let monitor = Monitor::of(&host).await;
         assert!(present(&host).contains(extra));
@@ -82,7 +82,7 @@ fn peers_and_own_subnet_are_there_at_once_and_reconciled_later() {
         agrees(&etcd, &host, &daemon).await;
         assert_eq!(host.subnet(), own);
         monitor.kept(&[101, 103]);
-        daemon.says("the store answers").await;
+        daemon.wait_for_log("the store answers").await;
     });
 }
 
@@ -98,21 +98,21 @@ fn with_a_lease_that_has_run_out_only_the_peers_are_there() {
         saved.own.as_mut().unwrap().0.expires = Some(SystemTime::now() - Duration::from_secs(1));
         cache.save(&saved).unwrap();
         let mut daemon = start(&etcd, &host, &wanted).await;
-        daemon.says("has run out").await;
-        daemon.says("stale: 4 leases from the cache").await;
+        daemon.wait_for_log("has run out").await;
+        daemon.wait_for_log("stale: 4 leases from the cache").await;
         assert!(!host.ip("address show flannel.1").contains(&own), "its own subnet is not");
         assert!(!host.subnet_file().exists());
         assert!(daemon.is_running());
-        assert_eq!(host.asked("/healthz").0, 200);
-        let (status, reasons) = host.asked("/readyz");
+        assert_eq!(host.request("/healthz").0, 200);
+        let (status, reasons) = host.request("/readyz");
         assert!(status == 503 && reasons.contains("does not hold its lease"), "{status} {reasons}");
         let monitor = Monitor::of(&host).await;
 
         // etcd still has it.
         etcd.go();
         etcd.ready().await;
-        daemon.says("running").await;
-        until(30, || host.asked("/readyz").0 == 200, || format!("{:?}", host.asked("/readyz")))
+        daemon.wait_for_log("running").await;
+        until(30, || host.request("/readyz").0 == 200, || format!("{:?}", host.request("/readyz")))
             .await;
         agrees(&etcd, &host, &daemon).await;
         assert_eq!(host.subnet(), own);
@@ -122,7 +122,7 @@ fn with_a_lease_that_has_run_out_only_the_peers_are_there() {
 }
 
 #[test]
-fn a_damaged_cache_is_ignored_and_said_to_be() {
+fn a_damaged_cache_is_ignored_and_logged() {
     in_netns_async(|| async {
         let (mut etcd, host, _) = first_run().await;
         forget_kernel(&host);
@@ -132,14 +132,14 @@ fn a_damaged_cache_is_ignored_and_said_to_be() {
         for bad in [flipped, good[..good.len() / 2].to_vec(), Vec::new()] {
             fs::write(host.cache(), bad).unwrap();
             let daemon = host.start(&etcd.endpoint);
-            daemon.says("the cache is ignored").await;
-            daemon.says(host.cache().to_str().unwrap()).await;
-            daemon.says("waiting for the store").await;
+            daemon.wait_for_log("the cache is ignored").await;
+            daemon.wait_for_log(host.cache().to_str().unwrap()).await;
+            daemon.wait_for_log("waiting for the store").await;
             assert_eq!(present(&host), BTreeSet::new());
             daemon.kill();
         }
         let daemon = host.start(&etcd.endpoint);
-        daemon.says("waiting for the store").await;
+        daemon.wait_for_log("waiting for the store").await;
         etcd.go();
         etcd.ready().await;
         agrees(&etcd, &host, &daemon).await;

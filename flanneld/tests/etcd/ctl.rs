@@ -13,7 +13,7 @@ use crate::fixture::{CONFIG, Host, PREFIX, SWITCH, etcd_with_peers, peer_key, sw
 use crate::programs::flannelctl;
 use crate::server::Etcd;
 
-/// What a verb says on a host: its exit status, and all that it writes.
+/// The exit status and the output of a verb on a host.
 fn ctl(host: &Host, etcd: &Etcd, args: &[&str]) -> (i32, String) {
     let mut command = Command::new(flannelctl());
     command.args(args).stdin(Stdio::null()).env("FLANNELD_ETCD_ENDPOINTS", &etcd.endpoint);
@@ -22,12 +22,12 @@ fn ctl(host: &Host, etcd: &Etcd, args: &[&str]) -> (i32, String) {
         .env("FLANNELD_STATE_DIR", host.dir.path().join("state"));
     let output = host.netns.run(|| command.output().unwrap());
     let text = String::from_utf8(output.stdout).unwrap() + &String::from_utf8_lossy(&output.stderr);
-    // Wrapped as the screen is wide, which is not looked at here.
+    // Without the line wraps of the terminal's width.
     let text = text.split_whitespace().collect::<Vec<_>>().join(" ");
     (output.status.code().unwrap(), text)
 }
 
-fn says(host: &Host, etcd: &Etcd, args: &[&str]) -> String {
+fn ctl_output(host: &Host, etcd: &Etcd, args: &[&str]) -> String {
     let (code, text) = ctl(host, etcd, args);
     assert_eq!(code, 0, "{args:?}: {text}");
     text
@@ -44,7 +44,7 @@ fn value(host: &Host, etcd: &Etcd, args: &[&str]) -> Value {
     serde_json::from_str(&text).unwrap_or_else(|error| panic!("{args:?}: {error}: {text}"))
 }
 
-/// The keys of all peers, and why they may be of yesterday.
+/// The keys of all peers, and the reason that they may be old.
 fn peers_told(host: &Host, etcd: &Etcd) -> (Vec<Value>, Value) {
     let told = value(host, etcd, &["peers"]);
     (
@@ -53,7 +53,7 @@ fn peers_told(host: &Host, etcd: &Etcd) -> (Vec<Value>, Value) {
     )
 }
 
-/// What is at a key, and by which etcd lease; 0: for ever.
+/// The value of a key and its etcd lease; 0: none.
 async fn at(etcd: &Etcd, key: &str) -> Option<(String, i64)> {
     let found = etcd.client().await.get(key, None).await.unwrap();
     let kv = found.kvs().first()?;
@@ -74,12 +74,12 @@ fn config_and_leases_are_managed_without_a_daemon() {
         refuses(&host, &etcd, &["config", "set", path], "field Network");
         assert_eq!(at(&etcd, &config).await, None);
         fs::write(&file, CONFIG).unwrap();
-        says(&host, &etcd, &["config", "check", path]);
+        ctl_output(&host, &etcd, &["config", "check", path]);
         assert_eq!(at(&etcd, &config).await, None, "to check is not to write");
-        says(&host, &etcd, &["config", "set", path]);
+        ctl_output(&host, &etcd, &["config", "set", path]);
         assert_eq!(at(&etcd, &config).await, Some((CONFIG.to_owned(), 0)));
-        assert!(says(&host, &etcd, &["config", "check"]).contains("10.1.99.0"));
-        says(&host, &etcd, &["config", "patch", r#"{"Backend":{"MTU":1400}}"#]);
+        assert!(ctl_output(&host, &etcd, &["config", "check"]).contains("10.1.99.0"));
+        ctl_output(&host, &etcd, &["config", "patch", r#"{"Backend":{"MTU":1400}}"#]);
         let text = at(&etcd, &config).await.unwrap().0;
         let patched: Value = serde_json::from_str(&text).unwrap();
         assert_eq!(
@@ -88,7 +88,7 @@ fn config_and_leases_are_managed_without_a_daemon() {
         );
 
         let reserve = ["lease", "reserve", "10.1.50.0/24", "--public-ip", "192.0.2.50"];
-        says(&host, &etcd, &reserve);
+        ctl_output(&host, &etcd, &reserve);
         let (reserved, lease) = at(&etcd, &peer_key(50)).await.unwrap();
         let reserved: Value = serde_json::from_str(&reserved).unwrap();
         assert_eq!(
@@ -107,23 +107,23 @@ fn config_and_leases_are_managed_without_a_daemon() {
             (&listed["leases"][0]["key"], &listed["leases"][0]["reserved"]),
             (&json!("10.1.50.0-24"), &json!(true))
         );
-        says(&host, &etcd, &["lease", "release", "10.1.50.0/24"]);
+        ctl_output(&host, &etcd, &["lease", "release", "10.1.50.0/24"]);
         assert_eq!(at(&etcd, &peer_key(50)).await, None);
         assert_eq!(value(&host, &etcd, &["lease", "list"])["leases"], json!([]));
     });
 }
 
 #[test]
-fn a_daemon_is_asked_and_its_lease_reserved_and_released() {
+fn verbs_query_a_daemon_and_reserve_and_release_its_lease() {
     in_netns_async(|| async {
         switch();
         let etcd = etcd_with_peers().await;
         let host = Host::new(1);
         let mut daemon = host.start(&etcd.endpoint);
-        daemon.says("in sync peers=3").await;
-        daemon.says("running lease").await;
+        daemon.wait_for_log("in sync peers=3").await;
+        daemon.wait_for_log("running lease").await;
         let own = format!("{}-24", host.subnet());
-        let page = says(&host, &etcd, &["status"]);
+        let page = ctl_output(&host, &etcd, &["status"]);
         for part in ["READY", &etcd.endpoint, &host.subnet(), "10.1.101.0/24", "eth0"] {
             assert!(page.contains(part), "{part}: {page}");
         }
@@ -145,34 +145,34 @@ fn a_daemon_is_asked_and_its_lease_reserved_and_released() {
             json!(keys),
             json!([101, 102, 103].map(|n| (format!("10.1.{n}.0-24"), "in place")))
         );
-        let why = says(&host, &etcd, &["why", "10.1.102.9"]);
+        let why = ctl_output(&host, &etcd, &["why", "10.1.102.9"]);
         assert!(why.contains("everything is in place"), "{why}");
         refuses(&host, &etcd, &["why", "10.1.0.9"], "no node holds a subnet with it");
 
-        // What a node holds expires, until it is reserved.
+        // A lease expires until it is reserved.
         let lease = async || at(&etcd, &format!("{PREFIX}/subnets/{own}")).await.unwrap().1;
         assert_ne!(lease().await, 0);
-        says(&host, &etcd, &["lease", "reserve", &own, "--public-ip", "192.0.2.1"]);
+        ctl_output(&host, &etcd, &["lease", "reserve", &own, "--public-ip", "192.0.2.1"]);
         assert_eq!(lease().await, 0);
         let reserved =
             || value(&host, &etcd, &["status"])["network"]["lease"]["ownership"] == "reserved";
         until(30, reserved, || daemon.log()).await;
         assert!(daemon.is_running());
-        says(&host, &etcd, &["lease", "release", &own, "--force"]);
-        daemon.says("somebody deleted it, which orders this node to stop").await;
+        ctl_output(&host, &etcd, &["lease", "release", &own, "--force"]);
+        daemon.wait_for_log("somebody deleted it, which orders this node to stop").await;
         assert_eq!(daemon.ended().await.code(), Some(1));
     });
 }
 
 #[test]
-fn what_the_last_daemon_knew_is_told_where_neither_it_nor_etcd_answers() {
+fn the_cache_of_the_last_daemon_is_shown_if_neither_it_nor_etcd_answers() {
     in_netns_async(|| async {
         switch();
         let mut etcd = etcd_with_peers().await;
         let host = Host::new(1);
         let mut daemon = host.start(&etcd.endpoint);
-        daemon.says("in sync peers=3").await;
-        daemon.says("running lease").await;
+        daemon.wait_for_log("in sync peers=3").await;
+        daemon.wait_for_log("running lease").await;
         let cache = Cache::open(host.cache());
         let kept =
             || cache.load().is_ok_and(|saved| saved.config.is_some() && saved.leases.len() == 4);
@@ -181,7 +181,7 @@ fn what_the_last_daemon_knew_is_told_where_neither_it_nor_etcd_answers() {
         assert_eq!(daemon.ended().await.code(), Some(0));
         let all = [101, 102, 103].map(|n| json!(format!("10.1.{n}.0-24"))).to_vec();
         assert_eq!(peers_told(&host, &etcd), (all.clone(), Value::Null), "etcd says so");
-        says(&host, &etcd, &["peers"]);
+        ctl_output(&host, &etcd, &["peers"]);
         let why = value(&host, &etcd, &["why", "10.1.102.9"]);
         assert_eq!((&why["lease"], &why["stale"]), (&json!("10.1.102.0-24"), &Value::Null));
 
@@ -207,7 +207,7 @@ fn what_the_last_daemon_knew_is_told_where_neither_it_nor_etcd_answers() {
         let page = refuses(&host, &etcd, &["why", "10.1.102.9"], "does not answer");
         assert!(page.contains("start flanneld"), "{page}");
 
-        // Nobody knows anything.
+        // Nothing is known.
         fs::remove_file(host.cache()).unwrap();
         refuses(&host, &etcd, &["peers"], "no daemon has kept leases here");
         let page = refuses(&host, &etcd, &["why", "10.1.102.9"], "nothing is known of it");

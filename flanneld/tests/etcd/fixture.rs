@@ -12,10 +12,11 @@ use flannel_netlink::testing::{Netns, ip};
 
 use crate::server::Etcd;
 
-/// Daemons take their subnets below those of the peers that tests write, which nothing but the network bounds.
+/// Daemons take their subnets below those of the peers that tests write, which nothing but the
+/// network bounds.
 pub(crate) const CONFIG: &str = r#"{"Network":"10.1.0.0/16","SubnetMin":"10.1.1.0","SubnetMax":"10.1.99.0","Backend":{"Type":"vxlan"}}"#;
 pub(crate) const PREFIX: &str = "/coreos.com/network";
-/// Where the hosts find etcd.
+/// The address of etcd.
 pub(crate) const SWITCH: &str = "192.0.2.254";
 
 /// A switch in the namespace of the calling test, where etcd is too.
@@ -82,7 +83,7 @@ impl Host {
         Self { netns, n, dir: tempfile::tempdir().unwrap() }
     }
 
-    /// Packets vanish on the way to the switch; nobody is told.
+    /// Drops packets on the way to the switch silently.
     pub(crate) fn cut(&self) {
         ip(&format!("link set port-{} nomaster", self.n));
     }
@@ -124,7 +125,7 @@ impl Host {
     }
 
     /// Status and body of a request to the daemon's control socket.
-    pub(crate) fn asked(&self, target: &str) -> (u16, String) {
+    pub(crate) fn request(&self, target: &str) -> (u16, String) {
         let mut stream = UnixStream::connect(self.dir.path().join("run/flanneld.sock")).unwrap();
         stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
         write!(stream, "GET {target} HTTP/1.1\r\nHost: x\r\n\r\n").unwrap();
@@ -187,14 +188,18 @@ impl Daemon {
         self.log.lock().unwrap().clone()
     }
 
-    /// How often it has said this.
-    pub(crate) fn said(&self, text: &str) -> usize {
+    /// The number of log lines with a text.
+    pub(crate) fn log_count(&self, text: &str) -> usize {
         self.log().matches(text).count()
     }
 
-    pub(crate) async fn says(&self, text: &str) {
-        until(60, || self.said(text) > 0, || format!("{text:?} was never said:\n{}", self.log()))
-            .await;
+    pub(crate) async fn wait_for_log(&self, text: &str) {
+        until(
+            60,
+            || self.log_count(text) > 0,
+            || format!("{text:?} was never said:\n{}", self.log()),
+        )
+        .await;
     }
 
     pub(crate) fn signal(&self, signal: nix::sys::signal::Signal) {
@@ -210,7 +215,7 @@ impl Daemon {
         self.child.try_wait().unwrap().is_none()
     }
 
-    /// Ends it without a word.
+    /// Kills it.
     pub(crate) fn kill(mut self) {
         self.child.kill().unwrap();
         self.child.wait().unwrap();
@@ -231,7 +236,7 @@ impl Drop for Daemon {
     }
 }
 
-/// Reads everything into a text, on a thread of its own.
+/// Reads everything into a text, on another thread.
 pub(crate) fn collect(mut from: impl Read + Send + 'static, into: &Arc<Mutex<String>>) {
     let into = Arc::clone(into);
     std::thread::spawn(move || {

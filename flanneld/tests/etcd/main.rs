@@ -1,7 +1,8 @@
-//! The daemon on etcd: real daemons on hosts out of network namespaces, real etcd processes beside the switch that
-//! joins them (`etcd` in the search path, or the program that `ETCD` names).
+//! The daemon on etcd: real daemons on hosts out of network namespaces, real etcd processes beside
+//! the switch that joins them (`etcd` in the search path, or the program that `ETCD` names).
 //!
-//! What the kernel of a host must hold is worked out here from what etcd holds, and read with iproute2.
+//! What the kernel of a host must hold is worked out here from what etcd holds, and read with
+//! iproute2.
 
 #![cfg(feature = "etcd")]
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]

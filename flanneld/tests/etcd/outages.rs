@@ -1,4 +1,5 @@
-//! Whatever happens to etcd or to the way there: no peer is withdrawn, and afterwards every kernel is as etcd says.
+//! Outages of etcd and of the path to it: no peer is withdrawn, and afterwards every kernel matches
+//! etcd.
 
 use std::fs;
 use std::process::Command;
@@ -25,7 +26,7 @@ impl Two {
         let hosts = [Host::new(1), Host::new(2)];
         let daemons = [hosts[0].start(endpoints), hosts[1].start(endpoints)];
         for daemon in &daemons {
-            daemon.says("in sync peers=4").await;
+            daemon.wait_for_log("in sync peers=4").await;
         }
         let monitors = [Monitor::of(&hosts[0]).await, Monitor::of(&hosts[1]).await];
         let two = Self { hosts, daemons, monitors };
@@ -39,9 +40,9 @@ impl Two {
         }
     }
 
-    async fn say(&self, text: &str) {
+    async fn wait_for_logs(&self, text: &str) {
         for daemon in &self.daemons {
-            daemon.says(text).await;
+            daemon.wait_for_log(text).await;
         }
     }
 
@@ -66,31 +67,31 @@ async fn change(etcd: &Etcd) {
 }
 
 #[test]
-fn etcd_is_killed_and_comes_back() {
+fn etcd_is_killed_and_returns() {
     in_netns_async(|| async {
         switch();
         let mut etcd = etcd_with_peers().await;
         let mut two = Two::start(&etcd, &etcd.endpoint.clone()).await;
         let before = present(&two.hosts[0]);
         etcd.kill();
-        two.say("store lost").await;
+        two.wait_for_logs("store lost").await;
         assert_eq!(present(&two.hosts[0]), before);
         etcd.go();
         etcd.ready().await;
-        two.say("the store answers, 5 leases").await;
+        two.wait_for_logs("the store answers, 5 leases").await;
         change(&etcd).await;
         two.agree(&etcd).await;
         two.kept(&[101, 103]);
         for daemon in &two.daemons {
-            assert_eq!(daemon.said("store lost"), 1, "{}", daemon.log());
-            assert_eq!(daemon.said("the store answers"), 1, "{}", daemon.log());
+            assert_eq!(daemon.log_count("store lost"), 1, "{}", daemon.log());
+            assert_eq!(daemon.log_count("the store answers"), 1, "{}", daemon.log());
         }
     });
 }
 
-/// `ETCD_PAUSE` says for how many seconds; 3 if it says nothing.
+/// For `ETCD_PAUSE` seconds, by default 3.
 #[test]
-fn etcd_stands_still_for_a_while() {
+fn etcd_is_paused_for_a_while() {
     in_netns_async(|| async {
         let pause = std::env::var("ETCD_PAUSE")
             .map_or(3, |seconds| seconds.parse().expect("ETCD_PAUSE in seconds"));
@@ -99,7 +100,7 @@ fn etcd_stands_still_for_a_while() {
         let mut two = Two::start(&etcd, &etcd.endpoint.clone()).await;
         let before = present(&two.hosts[0]);
         etcd.pause();
-        // One that starts meanwhile waits.
+        // A daemon that starts meanwhile waits.
         let third = Host::new(3);
         let late = third.start(&etcd.endpoint);
         let begin = Instant::now();
@@ -108,7 +109,7 @@ fn etcd_stands_still_for_a_while() {
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
         etcd.resume();
-        late.says("in sync peers=5").await;
+        late.wait_for_log("in sync peers=5").await;
         change(&etcd).await;
         two.agree(&etcd).await;
         agrees(&etcd, &third, &late).await;
@@ -132,7 +133,7 @@ fn etcd_forgets_history_under_the_watchers() {
             compact(&etcd).await;
         }
         two.agree(&etcd).await;
-        // What happens while they stand still is forgotten before they can be told.
+        // Events during the pause are compacted before the watchers get them.
         for daemon in &two.daemons {
             daemon.signal(Signal::SIGSTOP);
         }
@@ -182,7 +183,7 @@ fn the_way_to_etcd_is_cut_and_repaired() {
         switch();
         let etcd = etcd_with_peers().await;
         let mut two = Two::start(&etcd, &etcd.endpoint.clone()).await;
-        let lost = |two: &Two| two.daemons.each_ref().map(|daemon| daemon.said("store lost"));
+        let lost = |two: &Two| two.daemons.each_ref().map(|daemon| daemon.log_count("store lost"));
         let mut rounds = 0;
         loop {
             let (before, known) = (present(&two.hosts[0]), lost(&two));
@@ -190,7 +191,7 @@ fn the_way_to_etcd_is_cut_and_repaired() {
             let begin = Instant::now();
             change(&etcd).await;
             agrees(&etcd, &two.hosts[1], &two.daemons[1]).await;
-            // Nothing tells it but that nobody answers.
+            // Only missing answers show it.
             until(60, || lost(&two)[0] > known[0], || two.daemons[0].log()).await;
             assert!(begin.elapsed() < Duration::from_secs(20), "{:?}", begin.elapsed());
             // It goes on for longer than a connection may be silent.
@@ -204,7 +205,8 @@ fn the_way_to_etcd_is_cut_and_repaired() {
             if lost(&two) == [known[0] + 1, known[1]] {
                 break;
             }
-            // An etcd that stands still for longer than a reply may take breaks what is well, too: not in two rounds.
+            // An etcd that stands still for longer than a reply may take breaks what is well, too:
+            // not in two rounds.
             rounds += 1;
             assert!(rounds < 2, "{}\n{}", two.daemons[0].log(), two.daemons[1].log());
         }
@@ -219,16 +221,16 @@ fn two_daemons_with_one_public_address_end_as_one() {
         let hosts = [Host::new(1), Host::new(2)];
         let args = ["--etcd-endpoints", &etcd.endpoint, "--public-ip", "192.0.2.50"];
         let mut first = hosts[0].start_with(&args, &[]);
-        first.says("in sync peers=3").await;
+        first.wait_for_log("in sync peers=3").await;
         // With its subnet file, which comes after the firewall's rules.
-        first.says("running lease").await;
+        first.wait_for_log("running lease").await;
         let mut second = hosts[1].start_with(&args, &[]);
         assert_eq!(first.ended().await.code(), Some(1), "{}", first.log());
-        second.says("in sync peers=3").await;
-        first.says(&hosts[1].mark()).await;
-        first.says("192.0.2.50").await;
-        second.says(&hosts[0].mark()).await;
-        second.says("taking over the lease").await;
+        second.wait_for_log("in sync peers=3").await;
+        first.wait_for_log(&hosts[1].mark()).await;
+        first.wait_for_log("192.0.2.50").await;
+        second.wait_for_log(&hosts[0].mark()).await;
+        second.wait_for_log("taking over the lease").await;
         let ours =
             leases(&etcd).await.into_values().filter(|(public, _)| public == "192.0.2.50").count();
         assert_eq!(ours, 1);
@@ -244,26 +246,26 @@ fn a_lease_that_somebody_deletes_orders_to_stop() {
         let etcd = etcd_with_peers().await;
         let host = Host::new(1);
         let mut daemon = host.start(&etcd.endpoint);
-        daemon.says("in sync peers=3").await;
+        daemon.wait_for_log("in sync peers=3").await;
         let before = present(&host);
         delete(&etcd, &format!("{PREFIX}/subnets/{}-24", host.subnet())).await;
         assert_eq!(daemon.ended().await.code(), Some(1));
-        daemon.says("somebody deleted it").await;
+        daemon.wait_for_log("somebody deleted it").await;
         until(1, || present(&host) == before, || "the data path stays".into()).await;
     });
 }
 
 #[test]
-fn the_command_that_is_said_brings_etcd_back() {
+fn the_repair_command_restarts_etcd() {
     in_netns_async(|| async {
         switch();
         let mut etcd = etcd_with_peers().await;
         let host = Host::new(1);
         let daemon = host.start(&etcd.endpoint.clone());
-        daemon.says("in sync peers=3").await;
+        daemon.wait_for_log("in sync peers=3").await;
         let hint = || {
             let status: serde_json::Value =
-                serde_json::from_str(&host.asked("/v1/status").1).unwrap();
+                serde_json::from_str(&host.request("/v1/status").1).unwrap();
             let problems = status["problems"].as_array().unwrap().iter();
             let mut of_store =
                 problems.filter(|p| p["text"].as_str().unwrap().starts_with("the store does not"));
@@ -274,7 +276,7 @@ fn the_command_that_is_said_brings_etcd_back() {
         until(60, || hint().is_some(), || daemon.log()).await;
         let command = hint().unwrap();
         assert!(command.contains(&format!(" # on {SWITCH};")), "{command}");
-        // The service manager of another host, which passes the order on.
+        // A service manager that forwards the command to another host.
         let order = host.dir.path().join("order");
         let shim = host.dir.path().join("systemctl");
         // By another process: a program that this one has open for writing cannot be started.

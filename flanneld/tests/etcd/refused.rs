@@ -1,4 +1,4 @@
-//! TLS and users: what is accepted, what ends the daemon, and what does not.
+//! TLS and users: accepted values, and errors that end the daemon or not.
 
 use std::time::{Duration, Instant};
 
@@ -17,7 +17,7 @@ fn network() -> Permission {
     Permission::new(PermissionType::Readwrite, format!("{PREFIX}/")).with_prefix()
 }
 
-/// An etcd with a network and users: `root`, and `flannel` who may do what flannel does.
+/// An etcd with a network and users: `root`, and `flannel` with the permissions of flannel.
 async fn etcd_with_users() -> Etcd {
     let etcd = Etcd::spawn_on(SWITCH, "http", &[]);
     etcd.ready().await;
@@ -56,54 +56,54 @@ fn the_password_works_and_is_in_no_log() {
         let args = ["--etcd-endpoints", &etcd.endpoint, "--log", "trace"];
         let env = [("FLANNELD_ETCD_USERNAME", "flannel"), ("FLANNELD_ETCD_PASSWORD", PASSWORD)];
         let daemon = host.start_with(&args, &env);
-        daemon.says("in sync peers=3").await;
-        daemon.says("TRACE").await;
-        assert_eq!(daemon.said(PASSWORD), 0, "{}", daemon.log());
+        daemon.wait_for_log("in sync peers=3").await;
+        daemon.wait_for_log("TRACE").await;
+        assert_eq!(daemon.log_count(PASSWORD), 0, "{}", daemon.log());
         daemon.kill();
 
         let mut wrong =
             host.start_with(&args, &[env[0], ("FLANNELD_ETCD_PASSWORD", "sesame-street")]);
         assert_eq!(wrong.ended().await.code(), Some(1));
         for says in [&etcd.endpoint, "\"flannel\"", "password"] {
-            wrong.says(says).await;
+            wrong.wait_for_log(says).await;
         }
-        assert_eq!(wrong.said("sesame-street"), 0, "{}", wrong.log());
+        assert_eq!(wrong.log_count("sesame-street"), 0, "{}", wrong.log());
 
         let mut elsewhere = host
             .start_with(&[args[0], args[1], "--etcd-prefix", "/elsewhere", "--log", "trace"], &env);
         assert_eq!(elsewhere.ended().await.code(), Some(1));
         for says in [&etcd.endpoint, "permission", "/elsewhere/config"] {
-            elsewhere.says(says).await;
+            elsewhere.wait_for_log(says).await;
         }
-        assert_eq!(elsewhere.said(PASSWORD), 0, "{}", elsewhere.log());
+        assert_eq!(elsewhere.log_count(PASSWORD), 0, "{}", elsewhere.log());
 
         let mut nobody = host.start(&etcd.endpoint);
         assert_eq!(nobody.ended().await.code(), Some(1));
-        nobody.says("user name").await;
+        nobody.wait_for_log("user name").await;
     });
 }
 
 #[test]
-fn a_permission_that_is_taken_away_ends_no_running_daemon() {
+fn a_revoked_permission_ends_no_running_daemon() {
     in_netns_async(|| async {
         switch();
         let mut etcd = etcd_with_users().await;
         let host = Host::new(1);
         let env = [("FLANNELD_ETCD_USERNAME", "flannel"), ("FLANNELD_ETCD_PASSWORD", PASSWORD)];
         let mut daemon = host.start_with(&["--etcd-endpoints", &etcd.endpoint], &env);
-        daemon.says("in sync peers=3").await;
+        daemon.wait_for_log("in sync peers=3").await;
         let (before, monitor) = (present(&host), Monitor::of(&host).await);
         root(&etcd).await.user_revoke_role("flannel", "network").await.unwrap();
         etcd.kill();
         etcd.go();
-        daemon.says("has no permission").await;
+        daemon.wait_for_log("has no permission").await;
         assert!(daemon.is_running());
         assert_eq!(present(&host), before);
         root(&etcd).await.user_grant_role("flannel", "network").await.unwrap();
-        daemon.says("the store answers").await;
+        daemon.wait_for_log("the store answers").await;
         monitor.kept(&[101, 102, 103]);
         assert!(daemon.is_running());
-        assert_eq!(daemon.said("has no permission"), 1, "{}", daemon.log());
+        assert_eq!(daemon.log_count("has no permission"), 1, "{}", daemon.log());
     });
 }
 
@@ -126,7 +126,7 @@ fn an_authority_alone_makes_tls_and_a_wrong_one_ends_it() {
             )
         };
         let mut daemon = start(&ours);
-        daemon.says("holds no network config yet").await;
+        daemon.wait_for_log("holds no network config yet").await;
         etcd.etcdctl(&[
             "--cacert",
             &file(&ours.file),
@@ -134,17 +134,18 @@ fn an_authority_alone_makes_tls_and_a_wrong_one_ends_it() {
             &format!("{PREFIX}/config"),
             crate::fixture::CONFIG,
         ]);
-        daemon.says("running").await;
+        daemon.wait_for_log("running").await;
         assert!(daemon.is_running());
         daemon.kill();
         let mut wrong = start(&theirs);
         assert_eq!(wrong.ended().await.code(), Some(1));
-        wrong.says(&etcd.endpoint).await;
-        wrong.says("none of those whom we trust").await;
+        wrong.wait_for_log(&etcd.endpoint).await;
+        wrong.wait_for_log("none of those whom we trust").await;
     });
 }
 
-/// The authority, etcd's certificate and the daemon's are all others at once; SIGHUP asks etcd with the new ones.
+/// The authority, etcd's certificate and the daemon's are all others at once; SIGHUP asks etcd with
+/// the new ones.
 #[test]
 fn sighup_reads_rotated_certificates() {
     in_netns_async(|| async {
@@ -174,31 +175,31 @@ fn sighup_reads_rotated_certificates() {
         let options = ["--etcd-endpoints", &etcd.endpoint, "--etcd-cafile", &cafile];
         let pair = ["--etcd-certfile", &file(&client.0), "--etcd-keyfile", &file(&client.1)];
         let mut daemon = start_on_switch(dir.path(), &[options, pair].concat());
-        daemon.says("holds no network config yet").await;
+        daemon.wait_for_log("holds no network config yet").await;
         put(&etcd, "config", crate::fixture::CONFIG);
-        daemon.says("running").await;
+        daemon.wait_for_log("running").await;
         daemon.signal(Signal::SIGHUP);
-        daemon.says("SIGHUP: read again: the network config is unchanged").await;
+        daemon.wait_for_log("SIGHUP: read again: the network config is unchanged").await;
 
-        // etcd changes first: neither believes the other any more.
+        // etcd changes first: neither accepts the other's certificate.
         let second = Authority::new(dir.path(), "second");
         std::fs::copy(&second.file, &etcd_cafile).unwrap();
         second.sign_into(dir.path(), "server", 2090);
         etcd.kill();
         etcd.go();
-        daemon.says("none of those whom we trust").await;
+        daemon.wait_for_log("none of those whom we trust").await;
         assert!(daemon.is_running(), "a certificate ends no daemon that has run");
-        assert_eq!(daemon.said("the network config is unchanged"), 1, "{}", daemon.log());
+        assert_eq!(daemon.log_count("the network config is unchanged"), 1, "{}", daemon.log());
 
         // Then this host's files.
         std::fs::copy(&second.file, &cafile).unwrap();
         second.sign_into(dir.path(), "client", 2090);
         daemon.signal(Signal::SIGHUP);
-        let said = || daemon.said("SIGHUP: read again: the network config is unchanged") == 2;
+        let said = || daemon.log_count("SIGHUP: read again: the network config is unchanged") == 2;
         crate::fixture::until(60, said, || daemon.log()).await;
-        // The watch goes on with them, too.
+        // The watch uses them too.
         let value = r#"{"PublicIP":"192.0.2.107","BackendType":"vxlan","BackendData":{"VNI":1,"VtepMAC":"0a:00:00:00:00:6b"}}"#;
         put(&etcd, "subnets/10.1.107.0-24", value);
-        daemon.says("in sync peers=1").await;
+        daemon.wait_for_log("in sync peers=1").await;
     });
 }

@@ -1,4 +1,4 @@
-//! What the systemd unit allows, on etcd.
+//! The system calls that the systemd unit allows, on etcd.
 
 use flannel_netlink::testing::in_netns_async;
 use nix::sys::signal::Signal;
@@ -10,7 +10,7 @@ use crate::server::Etcd;
 
 /// By a host name, over TLS, through an outage: all that a daemon does on etcd.
 #[test]
-fn what_the_unit_allows_is_all_that_the_daemon_calls() {
+fn the_unit_allows_all_system_calls_of_the_daemon() {
     in_netns_async(|| async {
         switch();
         let dir = tempfile::tempdir().unwrap();
@@ -34,7 +34,7 @@ fn what_the_unit_allows_is_all_that_the_daemon_calls() {
         command.arg("--subnet-file").arg(dir.path().join("run/subnet.env"));
         command.arg("--state-dir").arg(dir.path().join("state"));
         let mut daemon = Daemon::start(&mut command);
-        daemon.says("holds no network config yet").await;
+        daemon.wait_for_log("holds no network config yet").await;
         let put = |etcd: &Etcd, key: &str, value: &str| {
             etcd.etcdctl(&[
                 "--cacert",
@@ -45,19 +45,19 @@ fn what_the_unit_allows_is_all_that_the_daemon_calls() {
             ]);
         };
         put(&etcd, "config", CONFIG);
-        daemon.says("running lease").await;
+        daemon.wait_for_log("running lease").await;
         let leases = dir.path().join("state/leases");
         until(60, || leases.exists(), || daemon.log()).await;
         etcd.kill();
-        daemon.says("store lost").await;
+        daemon.wait_for_log("store lost").await;
         etcd.go();
-        daemon.says("the store answers").await;
+        daemon.wait_for_log("the store answers").await;
         let value = r#"{"PublicIP":"192.0.2.107","BackendType":"vxlan","BackendData":{"VNI":1,"VtepMAC":"0a:00:00:00:00:6b"}}"#;
         put(&etcd, "subnets/10.1.107.0-24", value);
-        daemon.says("in sync peers=1").await;
+        daemon.wait_for_log("in sync peers=1").await;
         for signal in [Signal::SIGHUP, Signal::SIGTERM] {
             daemon.signal(signal);
-            daemon.says(&format!("{signal}: ")).await;
+            daemon.wait_for_log(&format!("{signal}: ")).await;
         }
         assert_eq!(daemon.ended().await.code(), Some(0), "{}", daemon.log());
         assert_eq!(forbidden(&of_ended(&trace, daemon.pid())), [""; 0]);

@@ -1,4 +1,4 @@
-//! What the daemon waits for when it starts, and what it says meanwhile.
+//! The waits of a start, and their log lines.
 
 use flannel_netlink::testing::{in_netns_async, ip};
 
@@ -16,24 +16,24 @@ fn for_etcd_for_a_config_and_for_a_right_one_with_one_line_each() {
         etcd.kill();
         let host = Host::new(1);
         let mut daemon = host.start(&etcd.endpoint);
-        daemon.says("waiting for the store").await;
-        daemon.says(&etcd.endpoint).await;
-        daemon.says("refused").await;
+        daemon.wait_for_log("waiting for the store").await;
+        daemon.wait_for_log(&etcd.endpoint).await;
+        daemon.wait_for_log("refused").await;
         etcd.go();
-        daemon.says(&format!("{PREFIX}/config holds no network config yet")).await;
+        daemon.wait_for_log(&format!("{PREFIX}/config holds no network config yet")).await;
         for (config, says) in [
             (r#"{"Network":"10.1.0.0/16""#, "EOF while parsing"),
             (r#"{"Network":"10.1.0.0/33"}"#, "10.1.0.0/33"),
         ] {
             etcd.put(&format!("{PREFIX}/config"), config).await;
-            daemon.says(says).await;
+            daemon.wait_for_log(says).await;
         }
-        assert_eq!(daemon.said("waiting"), 4, "{}", daemon.log());
+        assert_eq!(daemon.log_count("waiting"), 4, "{}", daemon.log());
         assert!(daemon.is_running());
         fill(&etcd).await;
-        daemon.says("the wait is over").await;
+        daemon.wait_for_log("the wait is over").await;
         agrees(&etcd, &host, &daemon).await;
-        assert_eq!(daemon.said("waiting"), 4, "{}", daemon.log());
+        assert_eq!(daemon.log_count("waiting"), 4, "{}", daemon.log());
     });
 }
 
@@ -48,12 +48,12 @@ fn for_a_majority() {
         let host = Host::new(1);
         let endpoints: Vec<_> = members.iter().map(|member| member.endpoint.clone()).collect();
         let mut daemon = host.start(&endpoints.join(","));
-        daemon.says("waiting for the store").await;
+        daemon.wait_for_log("waiting for the store").await;
         assert!(daemon.is_running());
         members[1].go();
-        daemon.says("running").await;
+        daemon.wait_for_log("running").await;
         agrees(&members[0], &host, &daemon).await;
-        assert_eq!(daemon.said("waiting"), 1, "{}", daemon.log());
+        assert_eq!(daemon.log_count("waiting"), 1, "{}", daemon.log());
     });
 }
 
@@ -66,18 +66,18 @@ fn for_a_subnet_if_all_are_taken() {
         etcd.put(&format!("{PREFIX}/config"), &config).await;
         let host = Host::new(1);
         let mut daemon = host.start(&etcd.endpoint);
-        daemon.says("out of IPv4 subnets: all 3").await;
+        daemon.wait_for_log("out of IPv4 subnets: all 3").await;
         assert!(daemon.is_running());
         assert!(present(&host).is_empty());
         delete(&etcd, &peer_key(102)).await;
-        daemon.says("running").await;
+        daemon.wait_for_log("running").await;
         assert_eq!(host.subnet(), "10.1.102.0");
-        assert_eq!(daemon.said("out of IPv4"), 1, "{}", daemon.log());
+        assert_eq!(daemon.log_count("out of IPv4"), 1, "{}", daemon.log());
     });
 }
 
 #[test]
-fn without_a_registry_named_it_is_etcd_at_the_usual_place() {
+fn the_default_registry_is_etcd_at_its_usual_address() {
     in_netns_async(|| async {
         switch();
         let place = "http://127.0.0.1:2379".to_owned();
@@ -90,8 +90,8 @@ fn without_a_registry_named_it_is_etcd_at_the_usual_place() {
         fill(&etcd).await;
         let dir = tempfile::tempdir().unwrap();
         let daemon = start_on_switch(dir.path(), &[]);
-        daemon.says("in sync peers=3").await;
-        daemon.says("store=etcd:http://127.0.0.1:4001,http://127.0.0.1:2379").await;
+        daemon.wait_for_log("in sync peers=3").await;
+        daemon.wait_for_log("store=etcd:http://127.0.0.1:4001,http://127.0.0.1:2379").await;
     });
 }
 
@@ -102,19 +102,19 @@ fn a_changed_config_is_applied_unless_pods_would_not_survive_it() {
         let etcd = etcd_with_peers().await;
         let host = Host::new(1);
         let mut daemon = host.start(&etcd.endpoint);
-        daemon.says("in sync").await;
+        daemon.wait_for_log("in sync").await;
         let config = format!("{PREFIX}/config");
         etcd.put(&config, &CONFIG.replace(r#""vxlan""#, r#""vxlan","MTU":1400"#)).await;
-        daemon.says("rebuilding the network: the network config has changed").await;
+        daemon.wait_for_log("rebuilding the network: the network config has changed").await;
         until_mtu(&host, 1350).await;
         agrees(&etcd, &host, &daemon).await;
         etcd.put(&config, &CONFIG.replace("10.1.0.0/16", "10.0.0.0/8")).await;
-        daemon.says("other networks now").await;
+        daemon.wait_for_log("other networks now").await;
         etcd.put(&config, &CONFIG.replace(r#""vxlan""#, r#""vlxan""#)).await;
-        daemon.says("vlxan").await;
+        daemon.wait_for_log("vlxan").await;
         assert!(daemon.is_running());
-        assert_eq!(daemon.said("rebuilding the network"), 1, "{}", daemon.log());
-        // Rebuilt for another reason, it keeps to the networks that its pods live in.
+        assert_eq!(daemon.log_count("rebuilding the network"), 1, "{}", daemon.log());
+        // A rebuild for another reason keeps the networks of its pods.
         etcd.put(&config, &CONFIG.replace("10.1.", "10.2.")).await;
         let before = host.subnet();
         host.netns.run(|| ip("link set eth0 mtu 1300"));

@@ -1,4 +1,5 @@
-//! What is in a host's kernel, what should be, and what was ever withdrawn: by iproute2 and etcd alone.
+//! The actual, the desired and the withdrawn objects of a host's kernel, read with iproute2 and
+//! etcd only.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::process::{Child, Command, Stdio};
@@ -12,7 +13,7 @@ use serde_json::Value;
 use crate::fixture::{Daemon, Host, PREFIX, collect, mac, until};
 use crate::server::Etcd;
 
-/// What one peer is in a kernel: a route, a neighbour, a forwarding entry.
+/// The objects of a peer: a route, a neighbour, a forwarding entry.
 fn objects(subnet: &str, public: &str, mac: &str) -> [String; 3] {
     [
         format!("route {subnet}/24 via {subnet}"),
@@ -36,13 +37,13 @@ pub(crate) async fn leases(etcd: &Etcd) -> BTreeMap<String, (String, String)> {
     got.kvs().iter().map(lease).collect()
 }
 
-/// What the host's kernel should hold of others.
+/// The objects that the host's kernel should have.
 pub(crate) async fn wanted(etcd: &Etcd, host: &Host) -> BTreeSet<String> {
     let others = leases(etcd).await.into_iter().filter(|(_, (public, _))| *public != host.public());
     others.flat_map(|(subnet, (public, mac))| objects(&subnet, &public, &mac)).collect()
 }
 
-/// What the host's kernel holds of others; nothing while the device is not there.
+/// The objects that the host's kernel has; none without the device.
 pub(crate) fn present(host: &Host) -> BTreeSet<String> {
     host.netns.run(|| {
         if !ip("-br link").contains("flannel.1") {
@@ -66,7 +67,7 @@ pub(crate) fn present(host: &Host) -> BTreeSet<String> {
     })
 }
 
-/// Waits until the host's kernel is as etcd says; returns how long it took.
+/// Waits until the host's kernel matches etcd. Returns the time.
 pub(crate) async fn agrees(etcd: &Etcd, host: &Host, daemon: &Daemon) -> Duration {
     let begin = Instant::now();
     // The own lease may be written last.
@@ -88,7 +89,7 @@ pub(crate) async fn agrees(etcd: &Etcd, host: &Host, daemon: &Daemon) -> Duratio
     }
 }
 
-/// Writes down everything that is withdrawn in a host's kernel.
+/// Records every object that is withdrawn in a host's kernel.
 pub(crate) struct Monitor {
     children: Vec<Child>,
     seen: Arc<Mutex<String>>,
@@ -110,7 +111,7 @@ impl Monitor {
             child
         });
         let monitor = Self { children: children.into(), seen };
-        // It must see what is withdrawn, or its silence would mean nothing.
+        // A withdrawal must be recorded, or the test would prove nothing.
         until(
             30,
             || {
@@ -143,7 +144,8 @@ impl Monitor {
         }
     }
 
-    /// No line about a withdrawal has any of these addresses. (Neighbours on the uplink come and go.)
+    /// No line about a withdrawal has any of these addresses. (Neighbours on the uplink come and
+    /// go.)
     pub(crate) fn kept_all(&self, addresses: &[&str]) {
         for line in self.deleted().iter().filter(|line| !line.contains("dev eth0")) {
             let mut words = line.split_whitespace().map(|word| word.trim_end_matches("/24"));

@@ -1,12 +1,13 @@
-//! A program that goes on printing, and goes with the test that reads it, also where that fails: what is left behind would hold
-//! the test's own output open, and whoever waits for its end would wait for ever.
+//! A program that goes on printing, and goes with the test that reads it, also where that fails:
+//! what is left behind would hold the test's own output open, and whoever waits for its end would
+//! wait for ever.
 
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
-/// It is killed with the value.
+/// Dropping it kills the process.
 pub(crate) struct Reader {
     child: Child,
     lines: Receiver<String>,

@@ -1,4 +1,4 @@
-//! A daemon that runs as long as a test holds it, and what it says.
+//! A daemon that runs as long as a test holds it, and its log.
 
 use std::io::Read;
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -8,7 +8,7 @@ use std::time::Duration;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-/// It is killed with the value.
+/// Dropping it kills the process.
 pub(crate) struct Daemon {
     pub(crate) child: Child,
     log: Arc<Mutex<String>>,
@@ -68,7 +68,7 @@ impl Drop for Daemon {
     }
 }
 
-/// Looks again and again, and fails with what `otherwise` says if `condition` does not come true.
+/// Waits until `condition` is true. Fails with the text of `otherwise`.
 pub(crate) fn wait_until(condition: impl FnMut() -> bool, otherwise: impl Fn() -> String) {
     test_support::eventually(Duration::from_secs(60), condition, otherwise);
 }

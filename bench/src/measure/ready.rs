@@ -1,4 +1,5 @@
-//! From a daemon's start until it says that it is ready, with its leases in an etcd on the same host.
+//! From a daemon's start until it says that it is ready, with its leases in an etcd on the same
+//! host.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -9,12 +10,12 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, ensure};
 use tokio::runtime::Builder;
 
-use crate::cluster::{Families, leases};
-use crate::daemon::program;
-use crate::etcd::{Etcd, PREFIX};
-use crate::fixture::Fixture;
-use crate::report::{Report, median};
-use crate::witness::compare;
+use crate::parts::cluster::{Families, leases};
+use crate::parts::daemon::program;
+use crate::parts::etcd::{Etcd, PREFIX};
+use crate::parts::fixture::Fixture;
+use crate::parts::report::{Report, median};
+use crate::parts::witness::compare;
 
 const SECONDS: f64 = 0.15;
 /// Each in a namespace of its own, with an etcd of its own.
@@ -80,7 +81,7 @@ fn once(
             .with_context(|| format!("{}", program.display()))?;
         let _running = Running(child);
         while !is_ready() {
-            ensure!(start.elapsed() < PATIENCE, "flanneld never said that it is ready");
+            ensure!(start.elapsed() < PATIENCE, "flanneld is not ready");
             std::thread::park_timeout(Duration::from_millis(1));
         }
         let took = start.elapsed();
@@ -95,7 +96,7 @@ fn once(
 
 /// Whether it says so; before it listens it does not.
 fn is_ready() -> bool {
-    let ask = || -> std::io::Result<String> {
+    let request = || -> std::io::Result<String> {
         let mut stream = TcpStream::connect(HEALTH)?;
         stream
             .write_all(b"GET /readyz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")?;
@@ -103,7 +104,7 @@ fn is_ready() -> bool {
         stream.read_to_string(&mut answer)?;
         Ok(answer)
     };
-    ask().is_ok_and(|answer| answer.starts_with("HTTP/1.1 200 "))
+    request().is_ok_and(|answer| answer.starts_with("HTTP/1.1 200 "))
 }
 
 /// An etcd with the config and the leases.

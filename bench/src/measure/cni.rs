@@ -1,4 +1,5 @@
-//! What the CNI plugin costs a pod: its start, and an ADD against a call of its delegate alone.
+//! The time of the CNI plugin for a pod: its start, and an ADD against a call of its delegate
+//! alone.
 
 use std::fs::{self, Permissions};
 use std::io::Write;
@@ -7,17 +8,17 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Instant;
 
-use crate::report::{Latency, Report, percentile};
+use crate::parts::report::{Latency, Report, percentile};
 use anyhow::{Context, ensure};
 
 /// "A few milliseconds".
 const START_P50_MS: f64 = 3.0;
 const ENV: &str = "FLANNEL_NETWORK=10.1.0.0/16\nFLANNEL_SUBNET=10.1.5.1/24\nFLANNEL_MTU=1450\nFLANNEL_IPMASQ=true\n";
 
-/// Calls the plugin so many times.
+/// Measures `calls` calls of the plugin.
 ///
 /// # Errors
-/// It cannot be run, or does not answer as it should.
+/// It cannot run, or its answer is wrong.
 pub(crate) fn run(plugin: &Path, calls: u32) -> anyhow::Result<Report> {
     let bytes = fs::metadata(plugin).with_context(|| plugin.display().to_string())?.len();
     let dir = tempfile::tempdir()?;
@@ -37,7 +38,8 @@ pub(crate) fn run(plugin: &Path, calls: u32) -> anyhow::Result<Report> {
         add.push(call(plugin, "ADD")?);
         floor.push(call(&delegate, "ADD")?);
     }
-    // The Go plugin, which can be measured too, keeps one file for each container; ours keeps two names of one.
+    // The Go plugin, which can be measured too, has one file for each container. Ours has two
+    // names.
     let kept = fs::read_dir(&state)?.count();
     ensure!(kept >= calls as usize, "{kept} files for {calls} containers");
     let latency = |figures: &[f64]| Latency {
@@ -45,11 +47,12 @@ pub(crate) fn run(plugin: &Path, calls: u32) -> anyhow::Result<Report> {
         p50_ms: percentile(figures, 50),
         p99_ms: percentile(figures, 99),
     };
-    // VERSION, from the start of the process to its end; ADD with a delegate that does nothing; that one alone.
+    // VERSION, from the start of the process to its end; ADD with an empty delegate; that one
+    // alone.
     let kinds = [("start", &start), ("add", &add), ("delegate", &floor)];
     let mut report = Report {
         samples: Some(calls as usize),
-        // Of the program, which is all of it if it is static.
+        // The size of a static program is the size of its file.
         bytes: Some(bytes),
         p50_ms: Some(percentile(&start, 50)),
         p99_ms: Some(percentile(&start, 99)),
@@ -68,7 +71,7 @@ fn call(program: &Path, command: &str, n: u32, path: &Path, conf: &str) -> anyho
     process.env("CNI_CONTAINERID", format!("c{n}")).env("CNI_NETNS", "/nonexistent");
     let begin = Instant::now();
     let mut child = process.spawn().with_context(|| program.display().to_string())?;
-    // Who does not ask for the config need not read it.
+    // A plugin need not read the config.
     let _ = child.stdin.take().context("no stdin")?.write_all(conf.as_bytes());
     let output = child.wait_with_output()?;
     let elapsed = begin.elapsed();

@@ -1,4 +1,4 @@
-//! A flanneld of its own: a process of profile `dist` in a network namespace, on a directory full of leases.
+//! A flanneld process of profile `dist` in a network namespace, with a directory of leases.
 
 use std::fs::File;
 use std::net::TcpListener;
@@ -10,14 +10,14 @@ use anyhow::{Context, bail, ensure};
 use flannel_subnet_kube::testing::ApiServer;
 use tempfile::TempDir;
 
-use crate::cluster::{Families, leases};
-use crate::fixture::Fixture;
-use crate::witness::compare;
+use crate::parts::cluster::{Families, leases};
+use crate::parts::fixture::Fixture;
+use crate::parts::witness::compare;
 
-/// So long may the objects of all peers take before something is wrong.
+/// The timeout for the objects of all peers.
 const PATIENCE: Duration = Duration::from_secs(300);
 
-/// It ends with the value.
+/// Dropping it ends the process.
 pub(crate) struct Daemon {
     child: Child,
     fixture: Fixture,
@@ -54,12 +54,12 @@ impl Daemon {
         let net_config = dir.path().join("net-conf.json");
         std::fs::write(&net_config, families.config())?;
         let server = ApiServer::on(fixture.netns.run(|| TcpListener::bind("127.0.0.1:0"))?);
-        crate::kube::fill(&server, peers);
+        crate::measure::kube::fill(&server, peers);
         let mut command = Command::new(program);
         command
             .args(["--kube-subnet-mgr", "--kube-api-url", &server.url(), "--net-config-path"])
             .arg(net_config);
-        command.env("NODE_NAME", crate::kube::OWN);
+        command.env("NODE_NAME", crate::measure::kube::OWN);
         Ok((Self::run(command, fixture, dir, peers, families)?, server))
     }
 
@@ -95,7 +95,8 @@ impl Daemon {
         }
     }
 
-    /// What an independent reader finds wrong. Before the daemon made its devices, that there are none.
+    /// What an independent reader finds wrong. Before the daemon made its devices, that there are
+    /// none.
     pub(crate) fn compare(&self) -> anyhow::Result<Vec<String>> {
         let devices =
             self.fixture.netns.run(|| flannel_netlink::testing::ip("-j link show type vxlan"));

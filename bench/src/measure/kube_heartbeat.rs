@@ -1,5 +1,5 @@
-//! What heartbeats of kubelets cost: the processor time of the thread that follows all nodes, against that of a thread which
-//! skips the same bytes in the same run.
+//! The processor time for heartbeats of kubelets: the thread that watches all nodes, against a
+//! thread that skips the same bytes in the same run.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, mpsc};
@@ -15,17 +15,17 @@ use hyper_util::rt::TokioExecutor;
 use serde::de::IgnoredAny;
 use tokio::sync::oneshot;
 
-use crate::kube::{fill, follow};
-use crate::report::{Report, median};
+use crate::measure::kube::{fill, follow};
+use crate::parts::report::{Report, median};
 
 const RATE: u32 = 1000;
 const RATIO: f64 = 1.5;
 /// Measured one after the other.
 const ROUNDS: u32 = 5;
-/// So long may anything take before something is wrong.
+/// The timeout of each step.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// A thread whose processor time can be read, until it is told to stop.
+/// A thread whose processor time can be read.
 struct Worker {
     task: String,
     /// The version that it has come to.
@@ -42,15 +42,15 @@ impl Worker {
         F: Future<Output = anyhow::Result<()>>,
     {
         let (version, (stop, stopped)) = (Arc::<AtomicU64>::default(), oneshot::channel());
-        let (tell, told) = mpsc::channel();
+        let (sender, receiver) = mpsc::channel();
         let shared = Arc::clone(&version);
         let thread = std::thread::spawn(move || {
             let task = std::fs::read_link("/proc/thread-self")?;
-            tell.send(task)?;
+            sender.send(task)?;
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
             runtime.block_on(work(shared, stopped))
         });
-        let task = format!("/proc/{}", told.recv()?.display());
+        let task = format!("/proc/{}", receiver.recv()?.display());
         Ok(Self { task, version, stop: Some(stop), thread: Some(thread) })
     }
 

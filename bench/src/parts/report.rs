@@ -32,10 +32,12 @@ pub(crate) struct Report {
     /// The floor with a gateway in each route instead of nexthop objects.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) classic_floor_seconds: Option<f64>,
-    /// How much longer than the floor: the median of the ratios round by round, or the ratio of the medians.
+    /// How much longer than the floor: the median of the ratios round by round, or the ratio of the
+    /// medians.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) ratio: Option<f64>,
-    /// How many times longer than for 10,000 peers: the median of rounds that were measured in turn.
+    /// How many times longer than for 10,000 peers: the median of rounds that were measured in
+    /// turn.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) growth: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -74,7 +76,8 @@ pub(crate) struct Report {
     pub(crate) failed: Option<usize>,
     /// Nothing is wrong. Set when it is printed.
     pub(crate) ok: bool,
-    /// What is not as it should be: objects that an independent reader found or missed, limits that were passed.
+    /// What is not as it should be: objects that an independent reader found or missed, limits that
+    /// were passed.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub(crate) wrong: Vec<String>,
 }

@@ -1,4 +1,4 @@
-//! A kernel of whose changes the engine hears nothing but what the bench tells it, and which says when it is read.
+//! A kernel whose changes are sent by the bench only, and which reports when it is read.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;

@@ -1,4 +1,5 @@
-//! A cluster of Kubernetes nodes as big as real ones are: 20 KB each, of which flannel needs a few hundred bytes.
+//! A cluster of Kubernetes nodes of real size: 20 KB each, of which flannel needs a few hundred
+//! bytes.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -12,14 +13,14 @@ use flannel_subnet_kube::{KubeManager, KubeOptions, NodeIdentity};
 use serde_json::{Value, json};
 use tokio::sync::watch;
 
-use crate::cluster::{Families, Peer, peers};
-use crate::daemon::{Daemon, program};
-use crate::report::{Report, percentile};
+use crate::parts::cluster::{Families, Peer, peers};
+use crate::parts::daemon::{Daemon, program};
+use crate::parts::report::{Report, percentile};
 
 const FAMILY: Family = Family::V4;
 /// This node.
 pub(crate) const OWN: &str = "node-1";
-/// What KEP-589 says that nodes have on average.
+/// The average of KEP-589.
 const BYTES: usize = 20_000;
 const PREFIX: &str = "flannel.alpha.coreos.com/";
 const P99_MS: f64 = 5.0;
@@ -27,7 +28,7 @@ const RSS_MIB: f64 = 25.0;
 const PEAK_MIB: f64 = 60.0;
 /// After the last object is in place.
 const REST: Duration = Duration::from_secs(5);
-/// So long may anything take before something is wrong.
+/// The timeout of each step.
 const PATIENCE: Duration = Duration::from_secs(300);
 
 /// A node as kubelet and controllers write it; with a lease unless it is this one.

@@ -1,4 +1,4 @@
-//! An etcd of the bench's own: `etcd` in the search path, or the program that `ETCD` names.
+//! An etcd for the bench: `etcd` in the search path, or the program `ETCD`.
 
 use std::net::TcpListener;
 use std::process::{Child, Command, Stdio};
@@ -10,10 +10,10 @@ use flannel_subnet_etcd::{EtcdOptions, EtcdRegistry};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
-/// Where the keys stand.
+/// The prefix of keys.
 pub(crate) const PREFIX: &str = "/coreos.com/network";
 
-/// It ends with the value.
+/// Dropping it ends the process.
 pub(crate) struct Etcd {
     _dir: tempfile::TempDir,
     child: Child,
@@ -68,13 +68,13 @@ impl Etcd {
         Ok(Client::connect([&self.endpoint], None).await?)
     }
 
-    /// As a daemon uses it, on a connection of its own.
+    /// A new connection, as a daemon opens it.
     pub(crate) fn registry(&self) -> anyhow::Result<EtcdRegistry> {
         let endpoints = vec![self.endpoint.clone()];
         Ok(EtcdRegistry::new(EtcdOptions { endpoints, ..EtcdOptions::default() })?)
     }
 
-    /// How many unary requests it has been asked so far, and how many streams, as it counts itself.
+    /// The numbers of unary requests and of streams, as etcd counts them.
     pub(crate) async fn requests(&self) -> anyhow::Result<(u64, u64)> {
         let mut stream = TcpStream::connect(self.endpoint.trim_start_matches("http://")).await?;
         stream.write_all(b"GET /metrics HTTP/1.0\r\n\r\n").await?;

@@ -116,8 +116,8 @@ pub(crate) const fn af(family: Family) -> u8 {
     }
 }
 
-/// A connection to the kernel, in the network namespace of the thread that opened it. The kernel answers while it is
-/// sent to, so nothing here waits.
+/// A connection to the kernel, in the network namespace of the thread that opened it. The kernel
+/// answers while it is sent to, so nothing here waits.
 pub(crate) struct Raw {
     socket: NlSocket,
     buffer: Vec<u8>,
@@ -130,7 +130,8 @@ impl Raw {
         Ok(Self { socket, buffer: vec![0; BUFFER] })
     }
 
-    /// Sends messages, of which only the last asks for an answer (see [`last_acknowledged`]), and waits for it.
+    /// Sends messages, of which only the last asks for an answer (see [`last_acknowledged`]), and
+    /// waits for it.
     pub(crate) fn exchange(&mut self, messages: &[u8]) -> anyhow::Result<()> {
         self.socket.send(messages, Msg::empty())?;
         let (len, _) = self.socket.recv(&mut self.buffer, Msg::DONTWAIT)?;
@@ -149,7 +150,8 @@ impl Raw {
         self.exchange(&last_acknowledged(&[message.to_vec()]))
     }
 
-    /// Reads a table and gives each datagram to `take`, which need not look at it; returns how many bytes there were.
+    /// Reads a table and gives each datagram to `take`, which need not look at it; returns how many
+    /// bytes there were.
     pub(crate) fn dump(
         &mut self,
         request: &[u8],
@@ -193,7 +195,7 @@ fn u32_at(bytes: &[u8], at: usize) -> u32 {
 
 /// What the kernel says of one object, without what changes by itself (ages, counters).
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Said {
+pub(crate) struct RawObject {
     pub(crate) id: Id,
     header: Vec<u8>,
     attributes: Vec<(u16, Vec<u8>)>,
@@ -211,7 +213,7 @@ pub(crate) enum Id {
     Route(Vec<u8>),
 }
 
-impl Said {
+impl RawObject {
     /// The value of an attribute.
     pub(crate) fn attribute(&self, kind: u16) -> Option<&[u8]> {
         self.attributes.iter().find(|(k, _)| *k == kind).map(|(_, value)| value.as_slice())
@@ -219,7 +221,7 @@ impl Said {
 }
 
 /// The objects that a datagram says are there; those that it says are gone are passed over.
-pub(crate) fn said(mut datagram: &[u8]) -> Vec<Said> {
+pub(crate) fn objects_in(mut datagram: &[u8]) -> Vec<RawObject> {
     let mut all = Vec::new();
     while datagram.len() >= HEADER {
         let len = (u32_at(datagram, 0) as usize).clamp(HEADER, datagram.len());
@@ -229,7 +231,7 @@ pub(crate) fn said(mut datagram: &[u8]) -> Vec<Said> {
     all
 }
 
-fn read(kind: u16, payload: &[u8]) -> Option<Said> {
+fn read(kind: u16, payload: &[u8]) -> Option<RawObject> {
     let is_route = kind == NEWROUTE;
     let (header, volatile): (_, &[u16]) = match kind {
         // Cache info, probes.
@@ -261,18 +263,19 @@ fn read(kind: u16, payload: &[u8]) -> Option<Said> {
         _ if header[4] == MAIN => Id::Route(value(1)?),
         _ => return None,
     };
-    Some(Said { id, header: header.to_vec(), attributes })
+    Some(RawObject { id, header: header.to_vec(), attributes })
 }
 
-/// An ear on what changes in the kernel.
-pub(crate) struct Ear {
+/// An events on what changes in the kernel.
+pub(crate) struct EventSocket {
     socket: AsyncFd<NlSocket>,
     runtime: Runtime,
     buffer: Vec<u8>,
 }
 
-impl Ear {
-    /// Listens to neighbours, forwarding entries, nexthops and routes, in the network namespace of this thread.
+impl EventSocket {
+    /// Listens to neighbours, forwarding entries, nexthops and routes, in the network namespace of
+    /// this thread.
     pub(crate) fn open() -> anyhow::Result<Self> {
         let runtime = Builder::new_current_thread().enable_all().build()?;
         let socket = NlSocket::connect(NlFamily::Route, None, Groups::empty())?;
@@ -300,7 +303,10 @@ impl Ear {
     }
 
     /// Listens until `heard` has heard enough.
-    pub(crate) fn listen(&mut self, mut heard: impl FnMut(Said) -> bool) -> anyhow::Result<()> {
+    pub(crate) fn listen(
+        &mut self,
+        mut is_done: impl FnMut(RawObject) -> bool,
+    ) -> anyhow::Result<()> {
         let (socket, buffer) = (&self.socket, &mut self.buffer);
         let all = async {
             loop {
@@ -309,7 +315,7 @@ impl Ear {
                     ready.try_io(|socket| socket.get_ref().recv(&mut *buffer, Msg::empty()))
                 {
                     let (len, _) = received?;
-                    if said(&buffer[..len]).into_iter().any(&mut heard) {
+                    if objects_in(&buffer[..len]).into_iter().any(&mut is_done) {
                         return anyhow::Ok(());
                     }
                 }

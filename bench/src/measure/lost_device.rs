@@ -6,13 +6,13 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use flannel_netlink::testing::ip;
 
-use crate::cluster::{Families, device, leases};
-use crate::engine::Engine;
-use crate::fixture::Fixture;
-use crate::floor::{self, Form, Took, WAYS};
-use crate::report::{Report, median};
-use crate::timed::Timed;
-use crate::witness::compare;
+use crate::parts::cluster::{Families, device, leases};
+use crate::parts::engine::Engine;
+use crate::parts::fixture::Fixture;
+use crate::parts::floor::{self, Form, Took, WAYS};
+use crate::parts::report::{Report, median};
+use crate::parts::timed::Timed;
+use crate::parts::witness::compare;
 
 const ROUNDS: usize = 7;
 const RATIO: f64 = 2.0;

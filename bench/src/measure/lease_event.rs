@@ -10,14 +10,14 @@ use flannel_core::lease::Origin;
 use flannel_subnet::Reflector;
 use tokio::time::timeout;
 
-use crate::etcd::{Etcd, PREFIX};
-use crate::report::{Report, percentile};
+use crate::parts::etcd::{Etcd, PREFIX};
+use crate::parts::report::{Report, percentile};
 
 const P99_MS: f64 = 5.0;
 const RATIO: f64 = 1.5;
 const VALUE: &str = r#"{"PublicIP":"192.0.2.1","PublicIPv6":null,"BackendType":"vxlan","BackendData":{"VNI":1,"VtepMAC":"aa:bb:cc:dd:ee:ff"}}"#;
 
-/// So long may one event take before something is wrong.
+/// The timeout of an event.
 const LIMIT: Duration = Duration::from_secs(10);
 
 pub(crate) fn run(events: u32) -> anyhow::Result<Report> {
@@ -49,7 +49,7 @@ async fn measure(events: u32) -> anyhow::Result<Report> {
             anyhow::ensure!(!message.events().is_empty(), "not an event");
             Ok(begin.elapsed())
         };
-        // Whoever is asked first by chance is asked second the next time.
+        // The order alternates, so that neither is always first.
         let both = async {
             if n % 2 == 0 {
                 let (put, view, watch) = tokio::join!(biased; put, view, watch);

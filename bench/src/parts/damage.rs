@@ -6,11 +6,11 @@ use anyhow::Context;
 use flannel_core::address::Family;
 use flannel_core::object::MacAddr;
 
-use crate::cluster::Peer;
-use crate::raw::{
+use crate::parts::cluster::Peer;
+use crate::parts::raw::{
     AF_BRIDGE, BLACKHOLE, DELNEIGH, DELNEXTHOP, DELROUTE, HEADER, Id, NEWNEIGH, NEWNEXTHOP,
-    NEWROUTE, ONLINK, PERMANENT, PLAIN, PROTOCOL, PUT, REACHABLE, SELF, SITE, STATIC, Said, af,
-    message, ndmsg, nhmsg, octets, rtmsg,
+    NEWROUTE, ONLINK, PERMANENT, PLAIN, PROTOCOL, PUT, REACHABLE, RawObject, SELF, SITE, STATIC,
+    af, message, ndmsg, nhmsg, octets, rtmsg,
 };
 
 /// A peer, and what the kernel says of its objects.
@@ -22,11 +22,11 @@ pub(crate) struct Victim<'a> {
     /// The tunnel device.
     pub(crate) index: u32,
     pub(crate) uplink: u32,
-    pub(crate) neigh: &'a Said,
-    pub(crate) fdb: &'a Said,
-    pub(crate) route: &'a Said,
-    pub(crate) nexthop: Option<&'a Said>,
-    pub(crate) other_nexthop: Option<&'a Said>,
+    pub(crate) neigh: &'a RawObject,
+    pub(crate) fdb: &'a RawObject,
+    pub(crate) route: &'a RawObject,
+    pub(crate) nexthop: Option<&'a RawObject>,
+    pub(crate) other_nexthop: Option<&'a RawObject>,
 }
 
 /// A kind of object, and what is done to it.
@@ -45,7 +45,7 @@ pub(crate) enum Entry {
     Value,
     /// No longer permanent.
     State,
-    /// A neighbour said to be a router, a forwarding entry said not to move.
+    /// A neighbour object to be a router, a forwarding entry object not to move.
     Mark,
     /// Only of a neighbour: learned by a control plane.
     Learned,
@@ -132,7 +132,7 @@ impl Damage {
     }
 
     /// What is damaged and must be as before.
-    pub(crate) fn victims<'a>(self, victim: &Victim<'a>) -> anyhow::Result<Vec<&'a Said>> {
+    pub(crate) fn victims<'a>(self, victim: &Victim<'a>) -> anyhow::Result<Vec<&'a RawObject>> {
         Ok(match self {
             Self::Neigh(_) => vec![victim.neigh],
             Self::Fdb(_) => vec![victim.fdb],
@@ -142,8 +142,9 @@ impl Damage {
         })
     }
 
-    /// What puts a nexthop object right in the fastest way: its route, if it did not go with it, goes by the gateway itself meanwhile, or the
-    /// kernel would walk over all routes once more. `None` of others.
+    /// What puts a nexthop object right in the fastest way: its route, if it did not go with it,
+    /// goes by the gateway itself meanwhile, or the kernel would walk over all routes once more.
+    /// `None` of others.
     pub(crate) fn undo(self, victim: &Victim<'_>) -> anyhow::Result<Option<Vec<Vec<u8>>>> {
         let Self::Nexthop(what) = self else { return Ok(None) };
         let Victim { peer, family, index, .. } = *victim;
@@ -229,10 +230,10 @@ fn fdb(what: Entry, victim: &Victim<'_>) -> Vec<u8> {
 }
 
 /// A nexthop object and its id.
-fn nexthop(said: Option<&Said>) -> anyhow::Result<(&Said, u32)> {
-    let said = said.context("the peer has no nexthop object")?;
-    match said.id {
-        Id::Nexthop(id) => Ok((said, id)),
+fn nexthop(object: Option<&RawObject>) -> anyhow::Result<(&RawObject, u32)> {
+    let object = object.context("the peer has no nexthop object")?;
+    match object.id {
+        Id::Nexthop(id) => Ok((object, id)),
         _ => anyhow::bail!("not a nexthop object"),
     }
 }
@@ -266,8 +267,11 @@ fn path(what: Path, victim: &Victim<'_>) -> anyhow::Result<Vec<u8>> {
         message(NEWROUTE, PUT, &rtmsg(family, subnet.len(), protocol, flags), &attributes)
     };
     let put = |via: &[(u16, &[u8])]| put_by(PROTOCOL, ONLINK, via);
-    let id =
-        victim.nexthop.map(|said| nexthop(Some(said))).transpose()?.map(|(_, id)| id.to_ne_bytes());
+    let id = victim
+        .nexthop
+        .map(|object| nexthop(Some(object)))
+        .transpose()?
+        .map(|(_, id)| id.to_ne_bytes());
     // As it was, but for its protocol and what is added.
     let as_it_was = |protocol, more: &[(u16, &[u8])]| match &id {
         Some(id) => put_by(protocol, 0, &[&[(30, &id[..])], more].concat()),

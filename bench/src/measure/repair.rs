@@ -1,4 +1,5 @@
-//! One object of a random peer is deleted or changed from outside: how long until it is again as it was.
+//! One object of a random peer is deleted or changed from outside: how long until it is again as it
+//! was.
 //!
 //! What the kernel says of an object before the damage, byte for byte without its age, is what it
 //! must say again, on a socket of the bench's own. The clock starts before the damage, which takes
@@ -10,21 +11,22 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use flannel_core::address::Family;
 
-use crate::cluster::{Families, Peer, device, leases};
-use crate::damage::{Damage, Victim};
-use crate::engine::Engine;
-use crate::fixture::Fixture;
-use crate::floor::index_of;
-use crate::raw::{
-    AF_BRIDGE, DUMP, Ear, GETNEIGH, GETNEXTHOP, GETROUTE, Id, Raw, Said, last_acknowledged,
-    message, ndmsg, nhmsg, octets, rtmsg, said,
+use crate::parts::cluster::{Families, Peer, device, leases};
+use crate::parts::damage::{Damage, Victim};
+use crate::parts::engine::Engine;
+use crate::parts::fixture::Fixture;
+use crate::parts::floor::index_of;
+use crate::parts::raw::{
+    AF_BRIDGE, DUMP, EventSocket, GETNEIGH, GETNEXTHOP, GETROUTE, Id, Raw, RawObject,
+    last_acknowledged, message, ndmsg, nhmsg, objects_in, octets, rtmsg,
 };
-use crate::report::{Latency, Report};
-use crate::witness::compare;
+use crate::parts::report::{Latency, Report};
+use crate::parts::witness::compare;
 
 /// Up to so many peers, so many milliseconds.
 const P99_MS: [(u32, f64); 2] = [(15_000, 5.0), (50_000, 10.0)];
-/// Between two damages: one is an accident, hundreds a second are a storm, which the engine answers at a pace of its own.
+/// Between two damages: one is an accident, hundreds a second are a storm, which the engine answers
+/// at a pace of its own.
 const PAUSE: Duration = Duration::from_millis(2);
 /// Of each kind at least.
 const LEAST: usize = 200;
@@ -84,7 +86,7 @@ fn damage(
         .filter(|(family, damage)| damage.needs_family().is_none_or(|only| only == *family))
         .collect();
     let rounds = samples.div_ceil(kinds.len()).max(LEAST);
-    let mut ear = Ear::open()?;
+    let mut events = EventSocket::open()?;
     let (mut figures, mut dice) =
         (BTreeMap::<String, Vec<f64>>::new(), Dice(0x9e37_79b9_7f4a_7c15));
     for _ in 0..rounds {
@@ -99,18 +101,18 @@ fn damage(
             let mut victims: Vec<_> =
                 damage.victims(&victim)?.into_iter().map(|victim| (victim, false)).collect();
             std::thread::sleep(PAUSE);
-            ear.forget()?;
+            events.forget()?;
             let start = Instant::now();
             raw.carry_out(&message).with_context(|| format!("{family} {damage} of {peer:?}"))?;
-            let heard = ear.listen(|said| {
+            let restored = events.listen(|object| {
                 for (victim, is_right) in
-                    victims.iter_mut().filter(|(victim, _)| victim.id == said.id)
+                    victims.iter_mut().filter(|(victim, _)| victim.id == object.id)
                 {
-                    *is_right = **victim == said;
+                    *is_right = **victim == object;
                 }
                 victims.iter().all(|(_, is_right)| *is_right)
             });
-            heard.with_context(|| format!("{family} {damage} of {peer:?}"))?;
+            restored.with_context(|| format!("{family} {damage} of {peer:?}"))?;
             let took = start.elapsed().as_secs_f64() * 1e3;
             figures.entry(format!("{family} {damage}")).or_default().push(took);
             engine.wait(peers as usize)?;
@@ -119,8 +121,9 @@ fn damage(
     Ok(figures)
 }
 
-/// Milliseconds by kind of damage to nexthop objects, done and undone at once by the raw writer after the same pauses: what the kernel takes
-/// while nobody listens. Of other objects that is next to nothing.
+/// Milliseconds by kind of damage to nexthop objects, done and undone at once by the raw writer
+/// after the same pauses: what the kernel takes while nobody listens. Of other objects that is next
+/// to nothing.
 #[expect(clippy::disallowed_methods, reason = "a pause is what it is to be")]
 fn floor(peers: u32, families: Families) -> anyhow::Result<BTreeMap<String, Vec<f64>>> {
     let mut raw = Raw::open()?;
@@ -153,7 +156,7 @@ fn floor(peers: u32, families: Families) -> anyhow::Result<BTreeMap<String, Vec<
 struct Tables {
     indexes: HashMap<Family, u32>,
     uplink: u32,
-    said: HashMap<Id, Said>,
+    objects: HashMap<Id, RawObject>,
 }
 
 impl Tables {
@@ -177,25 +180,26 @@ impl Tables {
         let mut all = HashMap::new();
         for request in requests {
             raw.dump(&request, |datagram| {
-                all.extend(said(datagram).into_iter().map(|said| (said.id.clone(), said)));
+                all.extend(
+                    objects_in(datagram).into_iter().map(|object| (object.id.clone(), object)),
+                );
             })?;
         }
-        Ok(Self { indexes, uplink: index_of("eth0")?, said: all })
+        Ok(Self { indexes, uplink: index_of("eth0")?, objects: all })
     }
 
     fn has_nexthops(&self, peer: Peer, family: Family) -> bool {
-        let route = self.said.get(&Id::Route(octets(peer.subnet(family).base())));
+        let route = self.objects.get(&Id::Route(octets(peer.subnet(family).base())));
         route.is_some_and(|route| route.attribute(30).is_some())
     }
 
     fn victim(&self, peer: Peer, other: Peer, family: Family) -> anyhow::Result<Victim<'_>> {
         let index = *self.indexes.get(&family).context("a family that is there")?;
-        let find = |id: Id| {
-            self.said.get(&id).with_context(|| format!("the kernel did not tell of {id:?}"))
-        };
+        let find =
+            |id: Id| self.objects.get(&id).with_context(|| format!("the kernel has no {id:?}"));
         let base = |peer: Peer| octets(peer.subnet(family).base());
         let route = find(Id::Route(base(peer)))?;
-        let nexthop = |route: &Said| {
+        let nexthop = |route: &RawObject| {
             let id =
                 route.attribute(30).and_then(|id| Some(u32::from_ne_bytes(id.try_into().ok()?)));
             id.map(|id| find(Id::Nexthop(id))).transpose()

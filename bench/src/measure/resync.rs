@@ -1,4 +1,5 @@
-//! Everything read, compared and judged by the engine, as it does when messages were lost: against a bare dump of the same tables.
+//! Everything read, compared and judged by the engine, as it does when messages were lost: against
+//! a bare dump of the same tables.
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -12,20 +13,21 @@ use tokio::runtime::{Builder, Runtime};
 
 use flannel_netlink::testing::ip;
 
-use crate::cluster::{Families, Peer, device, leases};
-use crate::engine::Engine;
-use crate::fixture::Fixture;
-use crate::floor::index_of;
-use crate::prompted::{Prompted, Prompter};
-use crate::raw::{
+use crate::parts::cluster::{Families, Peer, device, leases};
+use crate::parts::engine::Engine;
+use crate::parts::fixture::Fixture;
+use crate::parts::floor::index_of;
+use crate::parts::prompted::{Prompted, Prompter};
+use crate::parts::raw::{
     AF_BRIDGE, DUMP, GETADDR, GETNEIGH, GETNEXTHOP, GETROUTE, Raw, message, ndmsg, nhmsg, rtmsg,
 };
-use crate::report::{Report, median};
-use crate::witness::compare;
+use crate::parts::report::{Report, median};
+use crate::parts::witness::compare;
 
 const PAIRS: usize = 15;
 const RATIO: f64 = 1.5;
-/// The engine reads at most this often, and no more than a fifth of the time: waiting for that is not measured.
+/// The engine reads at most this often, and no more than a fifth of the time: waiting for that is
+/// not measured.
 const READ_GAP: Duration = Duration::from_millis(100);
 
 pub(crate) fn run(peers: u32, families: Families) -> anyhow::Result<Report> {
@@ -92,8 +94,8 @@ struct Resync {
 }
 
 impl Resync {
-    /// How long it takes from a doubt of everything until all was read, compared and judged: the engine answers
-    /// questions when the round in hand is done.
+    /// How long it takes from a doubt of everything until all was read, compared and judged: the
+    /// engine answers questions when the round in hand is done.
     fn run(&mut self) -> anyhow::Result<Duration> {
         ensure!(self.prompter.others() == 0, "the kernel was read and nobody had asked for it");
         let start = Instant::now();
@@ -105,7 +107,7 @@ impl Resync {
         Ok(took)
     }
 
-    /// What nobody told of is found and put right.
+    /// A change without an event is found and repaired.
     fn finds_damage(
         &mut self,
         fixture: &Fixture,
@@ -127,14 +129,19 @@ impl Resync {
         Ok(())
     }
 
-    /// Waits for the round in hand. What is told of a peer then must be that all is in place.
+    /// Waits for the round in hand. What is explanation of a peer then must be that all is in
+    /// place.
     fn answer(&self) -> anyhow::Result<()> {
-        let told = self
+        let explanation = self
             .runtime
             .block_on(self.handle.explain(self.pod))
             .context("the peer is not known")?;
-        let in_place = told.objects.iter().all(|(_, standing)| *standing == ObjectState::InPlace);
-        ensure!(in_place && !told.objects.is_empty(), "not in place: {:?}", told.objects);
+        let in_place = explanation.objects.iter().all(|(_, state)| *state == ObjectState::InPlace);
+        ensure!(
+            in_place && !explanation.objects.is_empty(),
+            "not in place: {:?}",
+            explanation.objects
+        );
         Ok(())
     }
 }

@@ -1,4 +1,4 @@
-//! Where benches run: a fresh network namespace with an uplink.
+//! A new network namespace with an uplink.
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -11,10 +11,10 @@ use flannel_netlink::NetlinkKernel;
 use flannel_netlink::testing::{Netns, ip};
 use flannel_route::Host;
 
-use crate::cluster::{Families, device};
-use crate::floor::delete;
+use crate::parts::cluster::{Families, device};
+use crate::parts::floor::delete;
 
-/// A fresh network namespace with `eth0` up.
+/// A new network namespace with `eth0` up.
 pub(crate) struct Fixture {
     pub(crate) netns: Netns,
 }
@@ -30,15 +30,16 @@ impl Fixture {
             ip("address add 192.0.2.1/24 dev eth0");
             ip("address add 2001:db8::1/64 dev eth0 nodad");
             ip("link set eth0 up");
-            // Peers are somewhere behind a router.
+            // Peers are behind a router.
             ip("route add default via 192.0.2.254");
             ip("-6 route add default via 2001:db8::ffff");
         });
         Ok(Self { netns })
     }
 
-    /// Takes everything of the peers out, in an order in which it costs little: a kernel that takes a full namespace
-    /// down on its own does so while the next run is measured. What is missing is told.
+    /// Takes everything of the peers out, in an order in which it costs little: a kernel that takes
+    /// a full namespace down on its own does so while the next run is measured. What is missing is
+    /// told.
     pub(crate) fn clear(&self, peers: u32, families: Families, wrong: &mut Vec<String>) {
         let cleared = self.netns.run(|| {
             delete(peers, families)?;

@@ -1,4 +1,4 @@
-//! Peers that arrive all at once: from the sending of the view to the kernel's last acknowledgement.
+//! Many new peers at once: from the sending of the view to the kernel's last acknowledgement.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -6,30 +6,31 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use flannel_core::lease::LeaseSet;
 
-use crate::cluster::{Families, leases};
-use crate::engine::Engine;
-use crate::fixture::Fixture;
-use crate::floor::{self, Form, Took, WAYS, Way, fill};
-use crate::report::{Report, median};
-use crate::timed::Timed;
-use crate::witness::compare;
+use crate::parts::cluster::{Families, leases};
+use crate::parts::engine::Engine;
+use crate::parts::fixture::Fixture;
+use crate::parts::floor::{self, Form, Took, WAYS, Way, fill};
+use crate::parts::report::{Report, median};
+use crate::parts::timed::Timed;
+use crate::parts::witness::compare;
 
-/// How often the engine and the floor in each way are measured in turn, so that a machine whose speed drifts misleads nobody: as
-/// often as there are places, or several times as often, so that each takes each place equally often.
+/// Rounds in which the engine and each kind of floor are measured in turn, because a machine's
+/// speed drifts. A multiple of the number of measurements, so that each takes each place equally
+/// often.
 const ROUNDS: u32 = WAYS.len() as u32 + 1;
-/// What is over in ten milliseconds says little: of few peers there are so many altogether, in at most that many rounds.
+/// The minimum number of peers in all rounds, because a run of ten milliseconds is too short.
 const MEASURED: u32 = 75_000;
 const MOST_ROUNDS: u32 = 2 * ROUNDS;
 const RATIO: f64 = 1.5;
-/// Routes with a gateway each take time by the square of their number: beyond this they are not waited for.
+/// The maximum number of routes with a gateway each, because they take quadratic time.
 const CLASSIC_MOST: u32 = 30_000;
-/// For what is known to be slow and is written once.
+/// The timeout of slow runs.
 const CLASSIC_WAY: Way = Way { group: usize::MAX, batch: 256 };
-/// From here on it must be so many times faster than them.
+/// The required factor to them, from this number of peers on.
 const CLASSIC: (u32, f64) = (30_000, 10.0);
-/// With more peers than these, so many are measured in turn with them: how the time grows is said of one machine in one mood.
+/// With more peers than these, this number is measured in the same rounds, to compare the growth.
 const FEW: u32 = 10_000;
-/// By how much more than the number of peers the time may grow: 7.5 times from 10,000 to 65,000.
+/// The maximum growth of the time relative to that of the number of peers.
 const GROWTH: f64 = 7.5 / 6.5;
 
 pub(crate) fn run(peers: u32, families: Families) -> anyhow::Result<Report> {
@@ -72,12 +73,13 @@ pub(crate) fn run(peers: u32, families: Families) -> anyhow::Result<Report> {
     Ok(report)
 }
 
-/// So many peers, and how long they took: the engine, and the floor in each way.
+/// A number of peers, with the times of the engine and of each kind of floor.
 ///
-/// Each forwarding entry takes 40 bytes of the kernel's per-CPU memory, and that a fifth to a half of all time: if a block of it with
-/// free pages that are not mapped comes before one with mapped pages, it is searched for each entry. That depends on what was there
-/// before, and on the order in which that went. So before anything is measured the raw writer puts as many peers, and they are taken out
-/// again in the order in which they were put.
+/// Each forwarding entry takes 40 bytes of the kernel's per-CPU memory, and that a fifth to a half
+/// of all time: if a block of it with free pages that are not mapped comes before one with mapped
+/// pages, it is searched for each entry. That depends on what was there before, and on the order in
+/// which that went. So before anything is measured the raw writer puts as many peers, and they are
+/// taken out again in the order in which they were put.
 struct Runs {
     peers: u32,
     families: Families,
@@ -93,7 +95,7 @@ impl Runs {
         Self { peers, families, leases, ours: Vec::new(), in_sync: Vec::new(), floors: Vec::new() }
     }
 
-    /// The floor in each way, and the engine: one round.
+    /// Runs one round: each kind of floor, and the engine.
     fn measure(&mut self, wrong: &mut Vec<String>) -> anyhow::Result<()> {
         let (peers, families, places) = (self.peers, self.families, WAYS.len() + 1);
         let mut floors = Took::default();
@@ -115,8 +117,8 @@ impl Runs {
         Ok(())
     }
 
-    /// The floor in each round, in the way that all the other rounds say is the best: one that was chosen by its own round
-    /// would be among the best by luck, too.
+    /// The floor in each round, in the way that all the other rounds say is the best: one that was
+    /// chosen by its own round would be among the best by luck, too.
     fn floors(&self) -> Vec<f64> {
         let floor = |n: usize| {
             let others = self.floors.iter().enumerate().filter(|(m, _)| *m != n);
@@ -127,7 +129,7 @@ impl Runs {
     }
 }
 
-/// Until the kernel has acknowledged all, and until the engine has read it all again as well.
+/// The times until the kernel has acknowledged all, and until the engine has read all again.
 fn run_once(
     peers: u32,
     families: Families,
@@ -144,8 +146,8 @@ fn run_once(
     engine.send(leases);
     engine.wait_acknowledged(peers as usize)?;
     let acknowledged =
-        timed.as_ref().and_then(Timed::acknowledged).context("the kernel was told nothing")?;
-    // What it looks over afterwards must have been right.
+        timed.as_ref().and_then(Timed::acknowledged).context("nothing was sent to the kernel")?;
+    // The later check must find no difference.
     engine.wait(peers as usize)?;
     let in_sync = start.elapsed();
     if engine.repaired() > 0 {

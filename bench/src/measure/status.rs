@@ -7,9 +7,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::ensure;
 
-use crate::cluster::Families;
-use crate::daemon::{Daemon, program};
-use crate::report::{Latency, Report};
+use crate::parts::cluster::Families;
+use crate::parts::daemon::{Daemon, program};
+use crate::parts::report::{Latency, Report};
 
 const P99_MS: f64 = 50.0;
 /// After the last object is in place.
@@ -27,9 +27,9 @@ pub(crate) fn run(
     let mut figures = Vec::new();
     for _ in 0..samples {
         let start = Instant::now();
-        let told = ask(&socket)?;
+        let reported = request_status(&socket)?;
         figures.push(start.elapsed().as_secs_f64() * 1e3);
-        ensure!(told == u64::from(peers), "the status tells of {told} peers of {peers}");
+        ensure!(reported == u64::from(peers), "the status has {reported} peers of {peers}");
     }
     let Latency { samples, p50_ms, p99_ms } = Latency::of(&figures);
     let mut report = Report {
@@ -46,7 +46,7 @@ pub(crate) fn run(
 }
 
 /// Asks as flannelctl does: of how many peers the answer tells.
-fn ask(socket: &Path) -> anyhow::Result<u64> {
+fn request_status(socket: &Path) -> anyhow::Result<u64> {
     let mut stream = UnixStream::connect(socket)?;
     stream.write_all(b"GET /v1/status HTTP/1.1\r\nHost: flanneld\r\nConnection: close\r\n\r\n")?;
     let mut answer = String::new();

@@ -1,13 +1,13 @@
-//! How often a daemon wakes up that has peers and nothing to do.
+//! Wake-ups of an idle daemon with peers.
 
 use std::path::PathBuf;
 use std::time::Duration;
 
-use crate::cluster::Families;
-use crate::daemon::{Daemon, program};
-use crate::report::Report;
+use crate::parts::cluster::Families;
+use crate::parts::daemon::{Daemon, program};
+use crate::parts::report::Report;
 
-/// Of rules by iptables nobody tells: they are compared every five seconds.
+/// Rules of iptables cause no events, so they are compared every five seconds.
 const WITHOUT_RULES: &str = "--iptables-forward-rules=false";
 /// Until threads that are no longer needed have ended.
 const SETTLE: Duration = Duration::from_secs(15);
@@ -38,8 +38,8 @@ pub(crate) fn run(
         wrong: daemon.compare()?,
         ..Report::default()
     };
-    // The slow timer, which is there for messages that the kernel never sent, goes off every five minutes and wakes
-    // the loop and the thread that reads.
+    // The slow timer, which is there for messages that the kernel never sent, goes off every five
+    // minutes and wakes the loop and the thread that reads.
     let timers = (SETTLE.as_secs() + seconds + START.as_secs()) / SLOW_TIMER.as_secs();
     report.at_most("wakeups", Some(wakeups as f64), 4.0 * timers as f64);
     Ok(report)

@@ -1,4 +1,4 @@
-//! A cluster of any size, as numbers: what each peer has.
+//! The peers of a cluster of any size.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 

@@ -1,7 +1,7 @@
-//! What a node's memory of all leases costs: resident memory with so many leases, less that with none.
+//! The memory of the set of all leases: resident memory with leases, less that without.
 //!
-//! A process of its own holds them, so that nothing that fills the store counts, and the set with
-//! none comes first, so that code and buffers that every node has do not count either.
+//! Another process holds them, so that the writer of the store does not count. It is measured
+//! without leases first, so that code and buffers do not count.
 
 use std::process::{Command, Stdio};
 use std::sync::Arc;
@@ -13,8 +13,8 @@ use flannel_core::lease::Origin;
 use flannel_subnet::Reflector;
 use flannel_subnet_etcd::{EtcdOptions, EtcdRegistry};
 
-use crate::etcd::{Etcd, PREFIX};
-use crate::report::Report;
+use crate::parts::etcd::{Etcd, PREFIX};
+use crate::parts::report::Report;
 
 const LIMIT_KIB: u64 = 10 * 1024;
 /// etcd takes so many keys at once.

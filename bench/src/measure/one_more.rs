@@ -1,14 +1,14 @@
-//! One new peer among many: from the sending of the view until the last of its objects is heard of.
+//! One new peer among many: from the sending of the view until the event of its last object.
 
 use std::collections::HashSet;
 use std::time::Instant;
 
-use crate::cluster::{Families, Peer, leases};
-use crate::engine::Engine;
-use crate::fixture::Fixture;
-use crate::raw::{Ear, Id, octets};
-use crate::report::{Latency, Report};
-use crate::witness::compare;
+use crate::parts::cluster::{Families, Peer, leases};
+use crate::parts::engine::Engine;
+use crate::parts::fixture::Fixture;
+use crate::parts::raw::{EventSocket, Id, octets};
+use crate::parts::report::{Latency, Report};
+use crate::parts::witness::compare;
 
 const P99_MS: f64 = 2.0;
 /// The first ones warm up.
@@ -29,7 +29,7 @@ pub(crate) fn run(peers: u32, families: Families, samples: u32) -> anyhow::Resul
     engine.send(leases.clone());
     engine.wait(peers as usize)?;
     let figures = fixture.netns.run(|| -> anyhow::Result<Vec<f64>> {
-        let mut ear = Ear::open()?;
+        let mut events = EventSocket::open()?;
         let mut figures = Vec::new();
         for number in peers + 2..all + 2 {
             let peer = Peer(number);
@@ -38,8 +38,8 @@ pub(crate) fn run(peers: u32, families: Families, samples: u32) -> anyhow::Resul
             let mut missing = last_objects(peer, families);
             let start = Instant::now();
             engine.send(view);
-            ear.listen(|said| {
-                let part = match said.id {
+            events.listen(|object| {
+                let part = match object.id {
                     Id::Neigh(_, address) => (0, address),
                     Id::Fdb(_, mac) => (1, mac),
                     Id::Route(dst) => (2, dst),
@@ -70,7 +70,7 @@ pub(crate) fn run(peers: u32, families: Families, samples: u32) -> anyhow::Resul
     Ok(report)
 }
 
-/// What must be heard of; a route that names a nexthop object cannot be there before it.
+/// The objects whose events are awaited. A route follows its nexthop object.
 fn last_objects(peer: Peer, families: Families) -> HashSet<(u8, Vec<u8>)> {
     let of = |family| {
         let base = octets(peer.subnet(family).base());

@@ -1,6 +1,7 @@
-//! The floor: the same objects, encoded beforehand by hand, sent in batches with only the last one acknowledged.
+//! The floor: the same objects, encoded beforehand, sent in batches of which only the last message
+//! is acknowledged.
 //!
-//! No names are resolved, nothing is compared, nothing is kept.
+//! It resolves no names, compares nothing and stores nothing.
 
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -9,17 +10,17 @@ use anyhow::{Context, ensure};
 use flannel_core::address::{Dual, Family};
 use flannel_netlink::testing::ip;
 
-use crate::cluster::{Families, Peer, device, peers};
-use crate::engine::REST;
-use crate::fixture::Fixture;
-use crate::raw::{
+use crate::parts::cluster::{Families, Peer, device, peers};
+use crate::parts::engine::REST;
+use crate::parts::fixture::Fixture;
+use crate::parts::raw::{
     AF_BRIDGE, DELNEIGH, DELROUTE, NEWNEIGH, NEWNEXTHOP, NEWROUTE, ONLINK, PERMANENT, PLAIN,
     PROTOCOL, PUT, Raw, SELF, af, last_acknowledged, message, ndmsg, nhmsg, octets, rtmsg,
 };
-use crate::report::median;
-use crate::witness::compare;
+use crate::parts::report::median;
+use crate::parts::witness::compare;
 
-/// How the raw writer goes about it.
+/// A way of writing.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Way {
     /// Of so many peers at a time it puts one kind of objects after the other.
@@ -28,7 +29,7 @@ pub(crate) struct Way {
     pub(crate) batch: usize,
 }
 
-/// Ways that are tried; the [best] one is the floor.
+/// The ways that are measured. The [best] one is the floor.
 pub(crate) const WAYS: [Way; 6] = [
     Way { group: usize::MAX, batch: 16 },
     Way { group: usize::MAX, batch: 64 },
@@ -38,19 +39,20 @@ pub(crate) const WAYS: [Way; 6] = [
     Way { group: 64, batch: 128 },
 ];
 
-/// How long the raw writer took in each way.
+/// The time of the raw writer for each way.
 pub(crate) type Took = [Duration; WAYS.len()];
 
-/// How IPv4 routes are written.
+/// The kind of IPv4 routes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Form {
-    /// As nexthop objects and routes that name them. IPv6 routes name their gateways, which costs no more.
+    /// As nexthop objects and routes that name them. IPv6 routes name their gateways, which costs
+    /// no more.
     Nexthops,
-    /// With a gateway each, as every other overlay daemon does it.
+    /// With a gateway each, as in other overlay daemons.
     Classic,
 }
 
-/// How long the raw writer takes, in a fresh namespace.
+/// Measures the raw writer in a new namespace.
 pub(crate) fn measure(
     peers: u32,
     families: Families,
@@ -77,7 +79,8 @@ pub(crate) fn fill(fixture: &Fixture, peers: u32, families: Families) -> anyhow:
     })
 }
 
-/// As the engine does before it is sent its peers: meanwhile the kernel takes the last namespace down.
+/// As the engine does before it is sent its peers: meanwhile the kernel takes the last namespace
+/// down.
 #[expect(
     clippy::disallowed_methods,
     reason = "nothing tells when the kernel is done with what was there before"
@@ -86,8 +89,8 @@ fn rest() {
     std::thread::sleep(REST);
 }
 
-/// Which way is the best, by the medians of what was measured several times: the fastest of single runs would be the one that
-/// the machine favoured.
+/// Which way is the best, by the medians of what was measured several times: the fastest of single
+/// runs would be the one that the machine favoured.
 pub(crate) fn best(measured: &[&Took]) -> usize {
     let median_of = |way: &usize| median(measured.iter().map(|took| took[*way].as_secs_f64()));
     (0..WAYS.len()).min_by(|a, b| median_of(a).total_cmp(&median_of(b))).unwrap_or_default()
@@ -122,7 +125,8 @@ pub(crate) fn index_of(link: &str) -> anyhow::Result<u32> {
     Ok(index.with_context(|| format!("{link} has no index"))? as u32)
 }
 
-/// All messages for these peers on the devices with these indexes, in batches of which only the last message asks for an answer.
+/// All messages for these peers on the devices with these indexes, in batches of which only the
+/// last message asks for an answer.
 fn encode(
     count: u32,
     families: Families,
@@ -161,8 +165,8 @@ fn send(batches: &[Vec<u8>]) -> anyhow::Result<Duration> {
     Ok(start.elapsed())
 }
 
-/// Takes the routes of all peers out, so that what they hang on goes quickly, and their forwarding entries in the order in which they were
-/// put: with their device they would go in another one.
+/// Takes the routes of all peers out, so that what they hang on goes quickly, and their forwarding
+/// entries in the order in which they were put: with their device they would go in another one.
 pub(crate) fn delete(count: u32, families: Families) -> anyhow::Result<()> {
     let mut messages = Vec::new();
     for family in families.iter() {

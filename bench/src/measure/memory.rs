@@ -1,11 +1,11 @@
-//! How much memory a daemon takes that has many peers and nothing to do.
+//! The memory of an idle daemon with many peers.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use crate::cluster::Families;
-use crate::daemon::{Daemon, program};
-use crate::report::Report;
+use crate::parts::cluster::Families;
+use crate::parts::daemon::{Daemon, program};
+use crate::parts::report::Report;
 
 /// Up to so many peers, so many MiB.
 const RSS_MIB: [(u32, f64); 2] = [(5_000, 14.0), (50_000, 64.0)];

@@ -1,4 +1,4 @@
-//! Time against peers, as an SVG: from the JSON lines that cold-start printed.
+//! A diagram of time against peers as an SVG, from the JSON lines of cold-start.
 //!
 //! Both axes are logarithmic, so what is linear has slope one and what is quadratic slope two.
 
@@ -9,7 +9,7 @@ use std::path::Path;
 use anyhow::{Context, ensure};
 use serde_json::Value;
 
-use crate::report::Report;
+use crate::parts::report::Report;
 
 /// What is drawn: the key of the figure, the class, the label.
 const LINES: [(&str, &str, &str); 3] = [

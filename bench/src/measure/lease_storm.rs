@@ -1,4 +1,4 @@
-//! Many nodes that ask one etcd for a lease at once, each on a connection of its own.
+//! Many nodes that acquire a lease from one etcd at once, each on its own connection.
 
 use std::net::{IpAddr, Ipv4Addr};
 use std::sync::Arc;
@@ -10,8 +10,8 @@ use flannel_core::{SubnetManager, Subnets};
 use flannel_subnet::{HolderId, Identity, LocalManager};
 use tokio::sync::Barrier;
 
-use crate::etcd::{Etcd, PREFIX};
-use crate::report::{Report, percentile};
+use crate::parts::etcd::{Etcd, PREFIX};
+use crate::parts::report::{Report, percentile};
 
 /// How many unary requests a node may cost on average.
 const RPCS: f64 = 5.0;

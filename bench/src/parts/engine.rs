@@ -1,4 +1,5 @@
-//! The engine as a daemon runs it, on a thread of its own: VxlanBackend, KernelNetwork and NetlinkKernel.
+//! The engine as a daemon runs it, on a thread of its own: VxlanBackend, KernelNetwork and
+//! NetlinkKernel.
 
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -15,31 +16,32 @@ use flannel_route::JoinOptions;
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::oneshot;
 
-use crate::cluster::Families;
-use crate::fixture::Fixture;
+use crate::parts::cluster::Families;
+use crate::parts::fixture::Fixture;
 
-/// So long may peers take before something is wrong.
+/// The timeout for peers.
 const PATIENCE: Duration = Duration::from_secs(600);
-/// A daemon that runs has nothing to do for so long; one that has just started reads the kernel once more.
+/// A daemon that runs has nothing to do for so long; one that has just started reads the kernel
+/// once more.
 pub(crate) const REST: Duration = Duration::from_millis(300);
 
-/// It ends with the value; what it put stays.
+/// Dropping it ends the engine. Its objects stay.
 pub(crate) struct Engine {
     subnets: FakeSubnets,
     handle: NetworkHandle,
-    /// For waiting; the engine has its own.
+    /// The runtime for waiting. The engine has another one.
     runtime: Runtime,
     _stop: oneshot::Sender<()>,
     thread: Option<JoinHandle<anyhow::Result<()>>>,
 }
 
 impl Engine {
-    /// Starts it and waits until it is in order and at rest, without any peers.
+    /// Starts it without peers, and waits until it is in sync and idle.
     pub(crate) fn start(fixture: &Fixture, families: Families) -> anyhow::Result<Self> {
         Self::start_on(fixture, families, |kernel| kernel)
     }
 
-    /// The same on what is made of the kernel.
+    /// The same with a wrapped kernel.
     pub(crate) fn start_on(
         fixture: &Fixture,
         families: Families,
@@ -70,12 +72,12 @@ impl Engine {
         Ok(engine)
     }
 
-    /// What the outside sees of its network.
+    /// The handle of its network.
     pub(crate) fn handle(&self) -> NetworkHandle {
         self.handle.clone()
     }
 
-    /// Waits until it has nothing more to do.
+    /// Waits until it is idle.
     fn rest(&mut self) -> anyhow::Result<()> {
         loop {
             self.wait(0)?;
@@ -94,12 +96,12 @@ impl Engine {
             .set_view(View { leases, origin: Origin::Live { revision: Revision(u64::MAX) } });
     }
 
-    /// Waits until everything of so many peers is acknowledged by the kernel, and was looked over if they were a flood.
+    /// Waits until the kernel has acknowledged all objects of so many peers, and they were checked.
     pub(crate) fn wait(&mut self, peers: usize) -> anyhow::Result<()> {
         self.wait_for(peers, |status| status.in_sync)
     }
 
-    /// Waits until everything of so many peers is acknowledged by the kernel.
+    /// Waits until the kernel has acknowledged all objects of so many peers.
     pub(crate) fn wait_acknowledged(&mut self, peers: usize) -> anyhow::Result<()> {
         self.wait_for(peers, |status| status.live && status.settled && status.failing.is_empty())
     }
@@ -109,7 +111,7 @@ impl Engine {
         self.wait_for(peers, |status| status.repaired > 0 && status.in_sync)
     }
 
-    /// How many objects were put back that were not as we had put them.
+    /// The number of objects that were restored.
     pub(crate) fn repaired(&self) -> u64 {
         self.handle.status.borrow().repaired
     }

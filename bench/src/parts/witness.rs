@@ -7,7 +7,7 @@ use flannel_core::kernel::ROUTE_PROTOCOL;
 use flannel_netlink::testing::{Netns, bridge, ip};
 use serde_json::{Value, json};
 
-use crate::cluster::{Families, Peer, device, peers};
+use crate::parts::cluster::{Families, Peer, device, peers};
 
 /// What is missing (`-`) or too much (`+`), a few lines of it.
 pub(crate) fn compare(
@@ -34,11 +34,12 @@ pub(crate) fn compare(
         // The kernel's own, and the way out of this host.
         let others = |row: &Value| row["protocol"] == "kernel" || row["dst"] == "default";
         let routes: Vec<Value> = routes?.into_iter().filter(|row| !others(row)).collect();
-        // Each nexthop object serves one route, and each route that names one finds it, with the same gateway.
+        // Each nexthop object serves one route, and each route that names one finds it, with the
+        // same gateway.
         let named = |row: &&Value| row.get("nhid").is_some();
         let users: Vec<Value> = routes.iter().filter(named).cloned().collect();
         let ours = || [dev.to_owned(), ROUTE_PROTOCOL.to_string()];
-        let links: Vec<Value> = links?.iter().map(link).collect();
+        let links: Vec<Value> = links?.iter().map(link_of).collect();
         // What iproute2 was not asked for is an empty object.
         let addresses = addresses?;
         let addresses = addresses.iter().filter_map(|link| link["addr_info"].as_array()).flatten();
@@ -110,18 +111,19 @@ pub(crate) fn compare(
 const LINK: [&str; 9] = ["ifname", "link", "up", "mtu", "id", "port", "local", "learning", "kind"];
 
 /// What iproute2 says of it, at one level.
-fn link(said: &Value) -> Value {
-    let (kind, data) = (&said["linkinfo"]["info_kind"], &said["linkinfo"]["info_data"]);
-    let flags = said["flags"].as_array();
+fn link_of(link: &Value) -> Value {
+    let (kind, data) = (&link["linkinfo"]["info_kind"], &link["linkinfo"]["info_data"]);
+    let flags = link["flags"].as_array();
     let local = if data["local"].is_null() { &data["local6"] } else { &data["local"] };
     json!({
-        "ifname": said["ifname"], "link": data["link"], "mtu": said["mtu"], "kind": kind,
+        "ifname": link["ifname"], "link": data["link"], "mtu": link["mtu"], "kind": kind,
         "up": flags.is_some_and(|flags| flags.contains(&"UP".into())),
         "id": data["id"], "port": data["port"], "local": local, "learning": data["learning"],
     })
 }
 
-/// A tunnel device as it should be: with room for the outer header, and of what nobody asked for nothing.
+/// A tunnel device as it should be: with room for the outer header, and of what nobody asked for
+/// nothing.
 fn own_device(family: Family) -> Vec<String> {
     let (local, mtu) = match family {
         Family::V4 => ("192.0.2.1", "1450"),
@@ -160,8 +162,8 @@ fn rows(rows: &[Value], columns: &[&'static str]) -> Vec<Vec<String>> {
 #[allow(clippy::unwrap_used, reason = "a test fails that way")]
 mod tests {
     use super::*;
-    use crate::fixture::Fixture;
-    use crate::floor::fill;
+    use crate::parts::fixture::Fixture;
+    use crate::parts::floor::fill;
 
     #[test]
     fn whatever_is_missing_too_much_or_not_so_is_seen() {
