@@ -19,10 +19,10 @@ use flannel_core::address::Dual;
 use flannel_core::backend::{Answer, Env, Rejected};
 use flannel_core::error::holder;
 use flannel_core::lease::Revision;
-use flannel_core::network::Rejection;
 use flannel_core::object::LinkName;
 use flannel_core::object::{Key, Object, Route, Via};
 use flannel_core::status::Listing;
+use flannel_core::status::Rejection;
 use flannel_core::{Lease, Subnets};
 
 /// The rules by which leases are accepted.

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use flannel_backend_hostgw::HostGw;
 use flannel_core::address::Dual;
-use flannel_core::backend::{Alloc, ExternalInterface};
+use flannel_core::backend::ExternalInterface;
 use flannel_core::kernel::Footprint;
 use flannel_core::lease::{LeaseAttrs, Offer};
 use flannel_core::object::Change;
@@ -129,8 +129,6 @@ async fn unused_addresses_of_the_own_subnets_are_dropped_while_that_is_wanted() 
         }
         task.abort();
     }
-    let alloc = Alloc.footprint(&config, None).unwrap();
-    assert_eq!(alloc, Footprint::default(), "it leaves routes to others");
 }
 
 #[tokio::test]

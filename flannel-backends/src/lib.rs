@@ -2,9 +2,9 @@
 
 mod list;
 
+use flannel_backend_alloc::Alloc;
 use flannel_backend_hostgw::HostGw;
 use flannel_backend_vxlan::VxlanBackend;
-use flannel_core::backend::Alloc;
 
 pub use self::list::{Backends, UnknownBackend};
 

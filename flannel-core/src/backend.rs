@@ -1,6 +1,5 @@
 //! Backends: the kinds of network that a config can name.
 
-mod alloc;
 mod plan;
 mod secrets;
 
@@ -11,7 +10,6 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 
-pub use self::alloc::Alloc;
 pub use self::plan::{Answer, Env, Plan, Rejected};
 pub use self::secrets::{MakeSecret, MemorySecrets, Secrets};
 use crate::address::Dual;
@@ -39,7 +37,7 @@ pub struct ExternalInterface {
 }
 
 /// A kind of network, such as `vxlan`. It validates a network config, and describes the network
-/// that the config asks for. [`Alloc`] is the smallest example.
+/// that the config asks for. The crate `flannel-backend-alloc` is the smallest example.
 ///
 /// A backend holds no state and no connection. It neither acquires leases nor writes kernel
 /// objects: it describes the attributes that this node publishes ([`Prepared::offer`]) and the

@@ -7,11 +7,9 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use tokio::sync::{mpsc, oneshot, watch};
 
-use crate::address::Subnet;
 use crate::error::Result;
 use crate::lease::{Lease, LeaseSet, Subnets};
-use crate::object::Key;
-use crate::status::{Explanation, Listing, Status, Waiting};
+use crate::status::{Explanation, Listing, Rejection, Status, Waiting};
 
 /// A network that runs itself. Networks of kernel objects are
 /// [blueprints](crate::backend::Blueprint) instead.
@@ -133,6 +131,13 @@ impl NetworkHandle {
         self
     }
 
+    /// The accepted peers as of the latest status: follow [`NetworkHandle::status`].
+    pub fn accepted_peers(&self) -> AcceptedPeers {
+        let status = Arc::clone(&self.status.borrow());
+        let (leases, rejected) = (status.leases.clone(), status.rejected.clone());
+        AcceptedPeers::new(leases, rejected, Some(self.lease.subnets), status.live)
+    }
+
     /// The peer whose subnet contains `address`, and its objects. Of several, the accepted one.
     ///
     /// `None` also if the network does not run or answers no questions. Waits for the current
@@ -158,54 +163,4 @@ impl NetworkHandle {
         self.questions.as_ref()?.send(Question::Waiting(answer)).await.ok()?;
         waiting.await.ok()
     }
-}
-
-/// Why a lease is rejected.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum Rejection {
-    /// A subnet lies outside the pod network.
-    #[error("{subnet} lies outside the pod network {network}")]
-    Outside {
-        /// The lease's subnet.
-        subnet: Subnet,
-        /// The network.
-        network: Subnet,
-    },
-    /// It has no subnet in any family that the network config enables.
-    #[error("it has no subnet in a family that the network config enables")]
-    NoEnabledFamily,
-    /// It overlaps this node's own lease, which this node prefers.
-    #[error("it overlaps this node's own lease {own}")]
-    OverlapsOwn {
-        /// Ours.
-        own: Subnets,
-    },
-    /// It overlaps another peer's lease, which was created earlier.
-    #[error("it overlaps the earlier lease {earlier} of {holder}")]
-    Overlaps {
-        /// The other one.
-        earlier: Subnets,
-        /// Its node.
-        holder: String,
-    },
-    /// It defines a kernel object differently than another peer's lease, which was created earlier.
-    #[error("{key} is defined otherwise by the earlier lease {earlier} of {holder}")]
-    Contradicts {
-        /// The object.
-        key: Key,
-        /// The other lease.
-        earlier: Subnets,
-        /// Its node.
-        holder: String,
-    },
-    /// It defines a kernel object of this node.
-    #[error("{key} is this node's own")]
-    ContradictsOwn {
-        /// The object.
-        key: Key,
-    },
-    /// The backend's plan rejects it.
-    #[error("{0}")]
-    Rejected(String),
 }

@@ -2,6 +2,7 @@
 
 mod histogram;
 mod listing;
+mod rejection;
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -10,9 +11,9 @@ use std::time::SystemTime;
 
 pub use self::histogram::Histogram;
 pub use self::listing::Listing;
+pub use self::rejection::Rejection;
 use crate::kernel::{ChangedBy, KernelError};
 use crate::lease::{Lease, LeaseSet, Subnets};
-use crate::network::Rejection;
 use crate::object::{Change, Key, LinkName, Object, ObjectKind};
 
 /// The state of a network's kernel objects. Objects that are in place are counted, and only the

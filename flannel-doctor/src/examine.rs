@@ -19,7 +19,8 @@ use crate::diagnosis::summary::bounded;
 use crate::diagnosis::why::lookup;
 use crate::inputs::devices::{self, Devices};
 use crate::inputs::network::Network;
-use crate::inputs::peers::{AddressReport, EchoReport, Question, SegmentsReport, Target};
+use crate::inputs::network::Target;
+use crate::inputs::peers::{AddressReport, EchoReport, Question, SegmentsReport};
 use crate::inputs::query::{PeerAnswers, query_peers};
 
 /// The result of one layer.

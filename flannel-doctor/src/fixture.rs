@@ -8,7 +8,7 @@ use flannel_core::backend::Datapath;
 use flannel_core::{Backend, Config};
 
 use crate::inputs::devices::Devices;
-use crate::inputs::peers::Target;
+use crate::inputs::network::Target;
 
 /// The datapath of vxlan for both families.
 fn vxlan() -> Datapath {

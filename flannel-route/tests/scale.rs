@@ -13,11 +13,12 @@ use test_support::eventually_async;
 use flannel_core::backend::{Blueprint, NodeLease};
 use flannel_core::kernel::{Changes, Footprint, KernelError, NexthopIds, RouteAnswer};
 use flannel_core::lease::{LeaseAttrs, LeaseSet, Offer, Origin, Revision, View};
-use flannel_core::network::{NetworkHandle, Rejection};
+use flannel_core::network::NetworkHandle;
 use flannel_core::object::{
     Addr, Change, Fdb, Key, Link, LinkKind, LinkName, MacAddr, Neigh, Nexthop, Object, ObjectKind,
     Route, State, Via, Vxlan,
 };
+use flannel_core::status::Rejection;
 use flannel_core::status::{Damage, ObjectState, Status, Wait, Waiting};
 use flannel_core::testing::{Call, FakeKernel, FakeSubnets, Operation};
 use flannel_core::{Kernel, Lease, Subnet, Subnets};

@@ -11,9 +11,9 @@ use std::collections::BTreeMap;
 use std::time::SystemTime;
 
 use flannel_api::seconds;
-use flannel_core::network::Rejection;
 use flannel_core::object::ObjectKind;
 use flannel_core::status::Damage;
+use flannel_core::status::Rejection;
 
 use crate::observe::{NetworkSnapshot, Rulebook, Snapshot};
 use crate::report::problems::first_error;

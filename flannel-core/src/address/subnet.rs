@@ -135,6 +135,19 @@ fn from_bits(family: Family, bits: u128) -> IpAddr {
     }
 }
 
+impl From<Subnet> for IpNetwork {
+    fn from(subnet: Subnet) -> Self {
+        subnet.0
+    }
+}
+
+/// Clears the bits behind the prefix.
+impl From<IpNetwork> for Subnet {
+    fn from(network: IpNetwork) -> Self {
+        Self::new(network.ip(), network.prefix()).expect("its prefix fits its family")
+    }
+}
+
 impl FromStr for Subnet {
     type Err = ParseError;
     fn from_str(text: &str) -> Result<Self, ParseError> {

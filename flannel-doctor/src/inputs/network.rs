@@ -1,10 +1,11 @@
 //! The network to examine.
 
-use flannel_core::address::Family;
+use std::net::IpAddr;
+
+use flannel_core::Subnet;
+use flannel_core::address::{Dual, Family};
 use flannel_core::backend::Datapath;
 use flannel_core::object::LinkName;
-
-use super::peers::Target;
 
 /// The network to examine, from the daemon, or without a daemon from the store and the kernel.
 #[derive(Debug, Clone, Default)]
@@ -38,4 +39,19 @@ impl Network {
         };
         Family::BOTH.into_iter().filter(has).collect()
     }
+}
+
+/// A peer.
+#[derive(Debug, Clone)]
+pub struct Target {
+    /// The key of its lease.
+    pub key: String,
+    /// The subnets of its lease.
+    pub subnets: Vec<Subnet>,
+    /// The addresses that other nodes reach it by.
+    pub public: Dual<IpAddr>,
+    /// The backend type in its lease.
+    pub backend: String,
+    /// Its state, as the daemon reports it.
+    pub state: String,
 }

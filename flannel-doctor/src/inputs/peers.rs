@@ -6,31 +6,17 @@
 use std::net::IpAddr;
 
 use flannel_core::Subnet;
-use flannel_core::address::{Dual, Family};
+use flannel_core::address::Family;
 use flannel_core::object::LinkName;
 use serde::Serialize;
 
 use crate::inputs::devices::Devices;
 use crate::inputs::echo::{Answer, Probe};
+use crate::inputs::network::Target;
 use crate::path_probe::client::Segments;
 
 /// A small packet, in bytes: headers and a few bytes.
 const SMALL: u16 = 64;
-
-/// A peer.
-#[derive(Debug, Clone)]
-pub struct Target {
-    /// The key of its lease.
-    pub key: String,
-    /// The subnets of its lease.
-    pub subnets: Vec<Subnet>,
-    /// The addresses that other nodes reach it by.
-    pub public: Dual<IpAddr>,
-    /// The backend type in its lease.
-    pub backend: String,
-    /// Its state, as the daemon reports it.
-    pub state: String,
-}
 
 /// A question to a peer in one family. Each address gets an echo of small and of full size.
 #[derive(Debug, Clone, PartialEq, Eq)]

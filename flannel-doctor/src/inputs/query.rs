@@ -7,7 +7,8 @@ use std::time::Duration;
 
 use crate::inputs::devices::Devices;
 use crate::inputs::echo::{Answer, Probe, echo};
-use crate::inputs::peers::{Question, Target};
+use crate::inputs::network::Target;
+use crate::inputs::peers::Question;
 use crate::path_probe::client::{PathProbe, probe};
 
 /// The timeout of all echoes together.

@@ -315,7 +315,7 @@ async fn answer(
 #[cfg(test)]
 mod tests {
     use flannel_core::SubnetManager;
-    use flannel_core::network::Rejection;
+    use flannel_core::status::Rejection;
     use flannel_core::testing::FakeSubnets;
 
     use super::*;

@@ -104,7 +104,8 @@ mod tests {
     use flannel_doctor::diagnosis::mtu::settle;
     use flannel_doctor::inputs::devices::Devices;
     use flannel_doctor::inputs::echo::Answer;
-    use flannel_doctor::inputs::peers::{Question, Target};
+    use flannel_doctor::inputs::network::Target;
+    use flannel_doctor::inputs::peers::Question;
     use flannel_doctor::inputs::query::PeerAnswers;
     use flannel_doctor::path_probe::client::{Passage, PathProbe, Segments};
     use flannel_doctor::peer_report;

@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use flannel_api::{Problem, SubnetsReport, texts};
 use flannel_core::Lease;
-use flannel_core::network::Rejection;
 use flannel_core::object::Key;
+use flannel_core::status::Rejection;
 use flannel_core::subnet::{Loss, Ownership, StoreStatus};
 use flannel_doctor::commands::{is_kubernetes, localize, release, restore_directory, restore_etcd};
 

@@ -244,8 +244,8 @@ mod tests {
     use std::sync::Arc;
 
     use flannel_core::Subnets;
-    use flannel_core::network::Rejection;
     use flannel_core::object::{Neigh, Route, Via};
+    use flannel_core::status::Rejection;
     use flannel_core::status::{Listing, Repair};
 
     use super::*;

@@ -15,7 +15,7 @@ use flannel_doctor::commands::restore_directory;
 #[cfg(feature = "etcd")]
 use flannel_doctor::commands::restore_etcd;
 use flannel_doctor::diagnosis::mtu::Fault;
-use flannel_doctor::inputs::peers::Target;
+use flannel_doctor::inputs::network::Target;
 use flannel_doctor::{Examination, Network};
 use flannel_firewall::LegacyMemory;
 use flannel_netlink::NetlinkKernel;

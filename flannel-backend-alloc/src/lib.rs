@@ -1,13 +1,12 @@
-//! The backend `alloc`.
+#![doc = include_str!("../README.md")]
 
 use async_trait::async_trait;
 
-use crate::backend::{Backend, Blueprint, Built, Datapath, ExternalInterface, Node, Prepared};
-use crate::config::Config;
-use crate::error::Result;
-use crate::kernel::Footprint;
-use crate::lease::Offer;
-use crate::object::LinkName;
+use flannel_core::backend::{Blueprint, Built, Datapath, ExternalInterface, Node, Prepared};
+use flannel_core::kernel::Footprint;
+use flannel_core::lease::Offer;
+use flannel_core::object::LinkName;
+use flannel_core::{Backend, Config, Result};
 
 /// The backend `alloc`: allocates a subnet, accepts every lease and installs nothing.
 ///

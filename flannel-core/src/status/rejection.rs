@@ -1,0 +1,55 @@
+//! Reasons to reject a lease.
+
+use crate::address::Subnet;
+use crate::lease::Subnets;
+use crate::object::Key;
+
+/// Why a lease is rejected.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Rejection {
+    /// A subnet lies outside the pod network.
+    #[error("{subnet} lies outside the pod network {network}")]
+    Outside {
+        /// The lease's subnet.
+        subnet: Subnet,
+        /// The network.
+        network: Subnet,
+    },
+    /// It has no subnet in any family that the network config enables.
+    #[error("it has no subnet in a family that the network config enables")]
+    NoEnabledFamily,
+    /// It overlaps this node's own lease, which this node prefers.
+    #[error("it overlaps this node's own lease {own}")]
+    OverlapsOwn {
+        /// Ours.
+        own: Subnets,
+    },
+    /// It overlaps another peer's lease, which was created earlier.
+    #[error("it overlaps the earlier lease {earlier} of {holder}")]
+    Overlaps {
+        /// The other one.
+        earlier: Subnets,
+        /// Its node.
+        holder: String,
+    },
+    /// It defines a kernel object differently than another peer's lease, which was created earlier.
+    #[error("{key} is defined otherwise by the earlier lease {earlier} of {holder}")]
+    Contradicts {
+        /// The object.
+        key: Key,
+        /// The other lease.
+        earlier: Subnets,
+        /// Its node.
+        holder: String,
+    },
+    /// It defines a kernel object of this node.
+    #[error("{key} is this node's own")]
+    ContradictsOwn {
+        /// The object.
+        key: Key,
+    },
+    /// The backend's plan rejects it.
+    #[error("{0}")]
+    Rejected(String),
+}
