@@ -3,8 +3,9 @@
 use std::sync::Arc;
 
 use flannel_admission::ViewFilter;
+use flannel_annex::WithAnnexes;
 use flannel_core::backend::{Built, ExternalInterface, MemorySecrets, Node, NodeLease, Secrets};
-use flannel_core::kernel::{ProcessNames, WithAnnexes};
+use flannel_core::kernel::ProcessNames;
 use flannel_core::lease::LeaseAttrs;
 use flannel_core::{Backend, Config, Kernel, Lease, Result, SubnetManager};
 

@@ -8,10 +8,9 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use async_trait::async_trait;
+use flannel_annex::WithAnnexes;
 use flannel_core::backend::{Blueprint, Built, Datapath, ExternalInterface, Node, Prepared};
-use flannel_core::kernel::{
-    Annex, Changes, Footprint, Invalidation, KernelError, KernelEvent, WithAnnexes,
-};
+use flannel_core::kernel::{Annex, Changes, Footprint, Invalidation, KernelError, KernelEvent};
 use flannel_core::lease::Offer;
 use flannel_core::network::NetworkHandle;
 use flannel_core::object::{Change, Key, LinkName, Object, Record, Secret};

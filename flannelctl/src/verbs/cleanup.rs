@@ -6,8 +6,8 @@ use std::io::ErrorKind;
 use std::path::Path;
 use std::sync::Arc;
 
+use flannel_annex::WithAnnexes;
 use flannel_api::{Client, VERSION};
-use flannel_core::kernel::WithAnnexes;
 use flannel_core::object::LinkName;
 use flannel_core::{Config, Kernel, Subnet};
 use flannel_firewall::{Programs, leftovers};

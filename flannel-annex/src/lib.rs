@@ -1,0 +1,111 @@
+#![doc = include_str!("../README.md")]
+
+use std::collections::BTreeMap;
+use std::future::poll_fn;
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::task::Poll;
+
+use async_trait::async_trait;
+use flannel_core::Kernel;
+use flannel_core::kernel::{
+    Annex, Changes, Footprint, Invalidation, KernelError, NexthopIds, RouteAnswer,
+};
+use flannel_core::object::{Change, Object, State};
+
+/// A kernel with annexes. Records go to their annexes, all other objects to the kernel.
+#[derive(Debug)]
+pub struct WithAnnexes {
+    kernel: Arc<dyn Kernel>,
+    annexes: Vec<Arc<dyn Annex>>,
+    waits: bool,
+}
+
+impl WithAnnexes {
+    /// `kernel` with the annexes of backends ([`Backend::annex`](flannel_core::Backend::annex)).
+    pub fn new(kernel: Arc<dyn Kernel>, annexes: impl IntoIterator<Item = Arc<dyn Annex>>) -> Self {
+        Self { kernel, annexes: annexes.into_iter().collect(), waits: false }
+    }
+
+    /// Waits in [`Kernel::apply`] for the end of changes that an annex only started. For programs
+    /// that end afterwards, such as a cleanup.
+    #[must_use]
+    pub fn waiting(self) -> Self {
+        Self { waits: true, ..self }
+    }
+
+    fn annex_of(&self, change: &Change) -> Option<&dyn Annex> {
+        let Object::Record(record) = change.object() else { return None };
+        self.annexes.iter().find(|annex| annex.name() == record.annex).map(AsRef::as_ref)
+    }
+}
+
+impl Kernel for WithAnnexes {
+    fn snapshot(&self, footprint: &Footprint) -> Result<State, KernelError> {
+        let mut state = self.kernel.snapshot(footprint)?;
+        for annex in self.annexes.iter().filter(|a| footprint.annexes.contains(a.name())) {
+            state.extend(annex.records()?);
+        }
+        Ok(state)
+    }
+
+    fn nexthop_ids(&self, footprint: &Footprint) -> Result<NexthopIds, KernelError> {
+        self.kernel.nexthop_ids(footprint)
+    }
+
+    fn nexthop_users(&self, there: &State) -> Result<BTreeMap<u32, String>, KernelError> {
+        self.kernel.nexthop_users(there)
+    }
+
+    /// The kernel refuses the records of an annex that is not among these (`EOPNOTSUPP`).
+    fn apply(&self, footprint: &Footprint, changes: &[Change]) -> Vec<Result<(), KernelError>> {
+        let name = |change: &Change| self.annex_of(change).map(Annex::name);
+        let runs = changes.chunk_by(|a, b| name(a) == name(b));
+        let results = runs.flat_map(|run| {
+            let Some(annex) = self.annex_of(&run[0]) else {
+                return self.kernel.apply(footprint, run);
+            };
+            let mut results = annex.apply(run);
+            for (change, result) in run.iter().zip(&mut results) {
+                if self.waits && result.as_ref().is_err_and(KernelError::is_started) {
+                    *result = annex.wait(&change.object().key());
+                }
+            }
+            results
+        });
+        results.collect()
+    }
+
+    fn lookup(&self, dst: IpAddr) -> Result<RouteAnswer, KernelError> {
+        self.kernel.lookup(dst)
+    }
+
+    fn changes(&self) -> Result<Box<dyn Changes>, KernelError> {
+        // Events of annexes are rare: they come first, so that the kernel's delay none of them.
+        let mut streams = Vec::new();
+        for annex in &self.annexes {
+            streams.push(annex.changes()?);
+        }
+        streams.push(self.kernel.changes()?);
+        Ok(Box::new(Merged { streams }))
+    }
+}
+
+struct Merged {
+    streams: Vec<Box<dyn Changes>>,
+}
+
+#[async_trait]
+impl Changes for Merged {
+    async fn next(&mut self) -> Result<Invalidation, KernelError> {
+        let mut events: Vec<_> = self.streams.iter_mut().map(|stream| stream.next()).collect();
+        poll_fn(|context| {
+            let ready = events.iter_mut().find_map(|event| match event.as_mut().poll(context) {
+                Poll::Ready(event) => Some(event),
+                Poll::Pending => None,
+            });
+            ready.map_or(Poll::Pending, Poll::Ready)
+        })
+        .await
+    }
+}
