@@ -21,6 +21,8 @@ RUN apt-get update \
     && update-alternatives --set ip6tables "/usr/sbin/ip6tables-$IPTABLES"
 COPY --from=build /image/ /
 ENV PATH=/opt/bin:/usr/sbin:/usr/bin:/sbin:/bin
+# The memory of thousands of peers that arrive at once goes back to the system (glibc).
+ENV MALLOC_MMAP_THRESHOLD_=131072 MALLOC_ARENA_MAX=1
 # Root, since the directories of the host belong to it mostly, but without a capability that the manifest does not add: NET_ADMIN and
 # NET_RAW for flanneld, DAC_OVERRIDE for install-conf.
 ENTRYPOINT ["/opt/bin/flanneld"]

@@ -273,3 +273,12 @@ fn static_programs_are_for_the_machine_and_abi_of_the_host() {
         assert_eq!(arguments.trim(), format!("target add {target}"), "on {host}");
     }
 }
+
+#[test]
+fn the_image_and_the_unit_give_the_daemon_the_same_environment() {
+    let read = |file| fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(file)).unwrap();
+    let (unit, image) = (read("../dist/flanneld.service"), read("../Dockerfile"));
+    let variables = unit.lines().find_map(|line| line.strip_prefix("Environment="));
+    let line = format!("ENV {}", variables.expect("the unit sets variables"));
+    assert!(image.lines().any(|other| other == line), "no line: {line}");
+}

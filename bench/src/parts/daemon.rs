@@ -17,6 +17,14 @@ use crate::parts::witness::compare;
 /// The timeout for the objects of all peers.
 const PATIENCE: Duration = Duration::from_secs(300);
 
+const UNIT: &str = include_str!("../../../dist/flanneld.service");
+
+/// The environment that the service unit gives to the daemon.
+fn environment() -> impl Iterator<Item = (&'static str, &'static str)> {
+    let lines = UNIT.lines().filter_map(|line| line.strip_prefix("Environment="));
+    lines.flat_map(str::split_whitespace).filter_map(|variable| variable.split_once('='))
+}
+
 /// Dropping it ends the process.
 pub(crate) struct Daemon {
     child: Child,
@@ -72,6 +80,7 @@ impl Daemon {
         families: Families,
     ) -> anyhow::Result<Self> {
         command
+            .envs(environment())
             .args(["--iface=eth0", "--subnet-file"])
             .arg(dir.path().join("subnet.env"))
             .arg("--state-dir")
