@@ -32,7 +32,7 @@ fn lease(subnet: &str, public: IpAddr, since: u64) -> Lease {
     Lease { subnets, attrs, expires: None, since: Revision(since), revision: Revision(since) }
 }
 
-/// The later one, which is not to be believed, stands before the earlier one, which is inside it.
+/// The later lease, which is rejected, is sorted before the earlier one inside it.
 fn pair(n: u8) -> [Lease; 2] {
     let later = lease(&format!("10.{n}.0.0/23"), [192, 0, 2, n].into(), 9);
     [later, lease(&format!("10.{n}.1.0/24"), [198, 51, 100, n].into(), 2)]
@@ -87,7 +87,7 @@ async fn start(kernel: &FakeKernel) -> (FakeSubnets, NetworkHandle, JoinHandle<(
 }
 
 #[tokio::test(start_paused = true)]
-async fn of_thousands_that_come_at_once_the_believed_ones_are_put_and_no_others() {
+async fn of_thousands_of_new_peers_only_the_accepted_ones_are_put() {
     // Wherever those end that are looked at together, it is between the two of a pair once.
     for shift in 0..2_u8 {
         let kernel = FakeKernel::with_uplink("eth0");

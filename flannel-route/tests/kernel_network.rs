@@ -991,7 +991,7 @@ async fn a_listener_that_breaks_again_and_again_keeps_no_core_busy() {
 }
 
 /// By another protocol on a device of ours, or with a preferred source, it is ours all the same:
-/// ours to put right.
+/// ours to repair.
 #[tokio::test(start_paused = true)]
 async fn a_route_that_is_not_quite_as_wanted_is_put_again_be_it_heard_or_read() {
     let mut world = settled_world().await;
@@ -1019,7 +1019,7 @@ async fn a_route_that_is_not_quite_as_wanted_is_put_again_be_it_heard_or_read() 
             }
         };
         tokio::time::timeout(Duration::from_secs(5), put_right).await.expect("it is put again");
-        world.settled("put right").await;
+        world.settled("repaired").await;
     }
     let status = world.handle.status.borrow().clone();
     let modified = status.repairs.get(&(ObjectKind::Route, Damage::Modification));

@@ -638,7 +638,7 @@ async fn what_is_as_wanted_but_no_longer_ours_is_made_ours_again() {
     assert_eq!(kernel.snapshot(&footprint).unwrap().len(), ours.len() - 2);
     kernel.take_calls();
     run.settled().await;
-    // A nexthop object that is there is put right between two steps of its route.
+    // A nexthop object that exists is repaired between two steps of its route.
     assert_eq!(changes(&kernel).len(), 3 + 1);
     assert_eq!(kernel.snapshot(&footprint).unwrap(), ours);
     kernel.take_calls();

@@ -907,7 +907,7 @@ async fn a_peer_is_explained() {
         .filter(|(_, standing)| matches!(standing, ObjectState::Failing(_)));
     assert_eq!(refused.map(|(object, _)| object.key()).collect::<Vec<_>>(), [route]);
 
-    // A lease inside of another's subnet is not believed: the address belongs to the one that is.
+    // A lease inside another's subnet is rejected: the address belongs to the accepted one.
     let twin = Lease {
         subnets: "10.0.8.128-25".parse().unwrap(),
         since: Revision(9),

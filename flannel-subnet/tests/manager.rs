@@ -328,7 +328,7 @@ async fn a_deletion_stops_the_node_at_once() {
     assert_eq!(held.end().await, LeaseEnd::Deleted);
     let why = Loss::Ended(LeaseEnd::Deleted);
     assert!(matches!(manager.ownership_now(), Ownership::Lost { why: now, .. } if now == why));
-    assert_eq!(keys(&registry).await, [""; 0], "nothing is put back");
+    assert_eq!(keys(&registry).await, [""; 0], "nothing is restored");
 }
 
 #[tokio::test(start_paused = true)]
@@ -460,7 +460,8 @@ async fn foreign_attributes_are_replaced_and_published_ones_stay() {
     let stored = async || registry.entry(&subnets).await.unwrap().unwrap().lease.attrs.clone();
 
     registry.put_raw(&subnets.to_string(), &other_data(&us).to_json(), grant(1));
-    eventually_async(Duration::from_secs(1), async || stored().await == us, || "put back").await;
+    eventually_async(Duration::from_secs(1), async || stored().await == us, || "not restored")
+        .await;
 
     let current = registry.entry(&subnets).await.unwrap().unwrap().lease;
     let lease = Lease { revision: current.revision, ..held.lease.clone() };

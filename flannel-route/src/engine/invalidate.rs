@@ -13,17 +13,17 @@ const MOST_SUSPECTS: usize = 1024;
 /// The author of an event. The name of its process costs reading files, so it is read only if the
 /// event concerns an object of ours.
 struct Suspect<'a> {
-    said: Option<&'a ChangedBy>,
+    author: Option<&'a ChangedBy>,
     names: Option<&'a dyn ProcessNames>,
     named: OnceCell<ChangedBy>,
 }
 
 impl Suspect<'_> {
     fn named(&self) -> Option<ChangedBy> {
-        let said = self.said?;
+        let author = self.author?;
         let named = || {
-            let mut named = said.clone();
-            named.process = self.names.and_then(|names| names.name(said.port)).map(Into::into);
+            let mut named = author.clone();
+            named.process = self.names.and_then(|names| names.name(author.port)).map(Into::into);
             named
         };
         Some(self.named.get_or_init(named).clone())
@@ -50,7 +50,7 @@ impl Engine {
                 self.lookups.invalidate_link(*name, carries_routes);
             }
             Invalidation::Objects(reports, by) => {
-                let by = Suspect { said: by.as_ref(), names, named: OnceCell::new() };
+                let by = Suspect { author: by.as_ref(), names, named: OnceCell::new() };
                 reports.iter().for_each(|report| self.invalidate_object(report, &by));
             }
         }
@@ -68,7 +68,7 @@ impl Engine {
         {
             self.lookups.invalidate_under(dst);
         }
-        let protocol = by.said.and_then(|by| by.protocol);
+        let protocol = by.author.and_then(|by| by.protocol);
         // As desired, but of a protocol that is not ours.
         let disowned = protocol.is_some_and(|protocol| protocol != ROUTE_PROTOCOL);
         match (self.desired.object(&key), report) {

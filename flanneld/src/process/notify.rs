@@ -75,7 +75,7 @@ impl Notifier {
     /// and signs of life.
     pub(crate) async fn inform(&self, observer: &Observer) -> Infallible {
         let mut changes = observer.changes();
-        let (mut said, mut news) = (String::new(), true);
+        let (mut sent, mut news) = (String::new(), true);
         let (mut alive_next, mut line_next) = (Instant::now(), Instant::now());
         loop {
             let now = Instant::now();
@@ -83,15 +83,15 @@ impl Notifier {
             if !ready && observer.runs() {
                 self.ready.store(true, Ordering::Relaxed);
                 // In one message, so that an old status text is not shown after the start.
-                said = line(&observer.snapshot());
-                self.send(&[NotifyState::Ready, NotifyState::Status(&said)]);
+                sent = line(&observer.snapshot());
+                self.send(&[NotifyState::Ready, NotifyState::Status(&sent)]);
                 (news, line_next) = (false, now + GAP);
             }
             if news && now >= line_next {
                 let text = line(&observer.snapshot());
-                if text != said {
+                if text != sent {
                     self.send(&[NotifyState::Status(&text)]);
-                    said = text;
+                    sent = text;
                 }
                 (news, line_next) = (false, now + GAP);
             }
