@@ -13,6 +13,8 @@ use flannel_core::kernel::{
 };
 use flannel_core::object::{Change, Object, State};
 
+const EIO: i32 = 5;
+
 /// A kernel with annexes. Records go to their annexes, all other objects to the kernel.
 #[derive(Debug)]
 pub struct WithAnnexes {
@@ -44,7 +46,8 @@ impl Kernel for WithAnnexes {
     fn snapshot(&self, footprint: &Footprint) -> Result<State, KernelError> {
         let mut state = self.kernel.snapshot(footprint)?;
         for annex in self.annexes.iter().filter(|a| footprint.annexes.contains(a.name())) {
-            state.extend(annex.records()?);
+            // Records that cannot be read are put again: the annex then says what is wrong.
+            state.extend(annex.records().unwrap_or_default());
         }
         Ok(state)
     }
@@ -66,6 +69,8 @@ impl Kernel for WithAnnexes {
                 return self.kernel.apply(footprint, run);
             };
             let mut results = annex.apply(run);
+            // A missing result must not shift those of later changes.
+            results.resize(run.len(), Err(KernelError::explained(EIO, "the annex gave no result")));
             for (change, result) in run.iter().zip(&mut results) {
                 if self.waits && result.as_ref().is_err_and(KernelError::is_started) {
                     *result = annex.wait(&change.object().key());
@@ -81,11 +86,10 @@ impl Kernel for WithAnnexes {
     }
 
     fn changes(&self) -> Result<Box<dyn Changes>, KernelError> {
-        // Events of annexes are rare: they come first, so that the kernel's delay none of them.
-        let mut streams = Vec::new();
-        for annex in &self.annexes {
-            streams.push(annex.changes()?);
-        }
+        // Events of annexes are rare: they come first, so that the kernel's delay none of them. An
+        // annex that cannot listen takes no event of the kernel away.
+        let annexes = self.annexes.iter().filter_map(|annex| annex.changes().ok());
+        let mut streams: Vec<_> = annexes.collect();
         streams.push(self.kernel.changes()?);
         Ok(Box::new(Merged { streams }))
     }
@@ -99,13 +103,22 @@ struct Merged {
 impl Changes for Merged {
     async fn next(&mut self) -> Result<Invalidation, KernelError> {
         let mut events: Vec<_> = self.streams.iter_mut().map(|stream| stream.next()).collect();
-        poll_fn(|context| {
-            let ready = events.iter_mut().find_map(|event| match event.as_mut().poll(context) {
-                Poll::Ready(event) => Some(event),
-                Poll::Pending => None,
+        let (n, event) = poll_fn(|context| {
+            let ready = events.iter_mut().enumerate().find_map(|(n, event)| {
+                match event.as_mut().poll(context) {
+                    Poll::Ready(event) => Some((n, event)),
+                    Poll::Pending => None,
+                }
             });
             ready.map_or(Poll::Pending, Poll::Ready)
         })
-        .await
+        .await;
+        drop(events);
+        // The last stream is the kernel's. A snapshot finds what a broken annex does not report.
+        if event.is_err() && n + 1 < self.streams.len() {
+            drop(self.streams.remove(n));
+            return Ok(Invalidation::Everything);
+        }
+        event
     }
 }

@@ -77,7 +77,7 @@ impl Round {
             engine.view(&view, arrived, kernel);
         }
         if self.permits.retry {
-            engine.retry();
+            engine.table.retry();
         }
         // A closed gate means that the driver was dropped.
         let _ = engine.settle(gated, self.permits.read);
@@ -151,7 +151,7 @@ impl Driver {
         if let Some(stream) = stream {
             self.listener.set(stream);
         }
-        let newly_failing = engine.take_newly_failing();
+        let newly_failing = std::mem::take(&mut engine.table.newly_failing);
         let done = Done { started, repairs, rechecked, newly_failing };
         self.schedule.note(Instant::now(), &done, &engine, &self.listener);
         self.publish(&engine);

@@ -35,7 +35,7 @@ use flannel_core::{Kernel, Lease, Subnets};
 pub(crate) struct Engine {
     footprint: Footprint,
     desired: Desired,
-    table: Table,
+    pub(crate) table: Table,
     queue: Queue,
     leases: LeaseSet,
     /// The leases are complete and come from the store: objects may be deleted.
@@ -109,7 +109,6 @@ impl Engine {
             || (self.live && self.table.has_deletions())
     }
 
-    /// Leases wait to be planned.
     pub(crate) fn has_queue(&self) -> bool {
         !self.queue.is_empty()
     }
@@ -117,11 +116,6 @@ impl Engine {
     /// A round ended before all was done. Before the first snapshot there is nothing to do.
     pub(crate) fn is_unfinished(&self) -> bool {
         self.unfinished || (self.has_queue() && self.survey.reads.done > 0)
-    }
-
-    /// Changes that the kernel refused are due again.
-    pub(crate) fn retry(&mut self) {
-        self.table.retry();
     }
 
     /// Takes in changed definitions; objects of new peers get rows.

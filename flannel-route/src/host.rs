@@ -33,8 +33,7 @@ pub struct Host {
 /// Choices of [`Host::join`].
 #[derive(Debug, Clone, Default)]
 pub struct JoinOptions {
-    /// The node's expired lease, while the store does not answer: the network is built for it.
-    /// `None`: the node acquires its lease.
+    /// The node's expired lease, if the store does not answer; `None`: the node acquires its lease.
     pub lapsed: Option<Lease>,
     /// See [`KernelNetwork::drop_unused_addresses`]. Has no effect on a network that runs itself.
     pub drop_unused_addresses: bool,
@@ -63,15 +62,14 @@ impl Host {
         Self { secrets, ..self }
     }
 
-    /// The same host, whose networks name the processes that change their objects. See
-    /// [`KernelNetwork::with_process_names`].
+    /// The same host with process names. See [`KernelNetwork::with_process_names`].
     #[must_use]
     pub fn with_process_names(self, names: Arc<dyn ProcessNames>) -> Self {
         Self { process_names: Some(names), ..self }
     }
 
-    /// Joins the network of `config`: prepares the backend, acquires the node's lease with the
-    /// backend's offer, and builds the network. Only a network that runs writes to the kernel.
+    /// Prepares the backend, acquires the node's lease with the backend's offer, and builds the
+    /// network of `config`. Only a network that runs writes to the kernel.
     ///
     /// # Errors
     /// The backend refuses the config or the host, or there is no lease to be had.

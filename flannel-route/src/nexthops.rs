@@ -33,8 +33,7 @@ impl Ids {
         self.dsts.len()
     }
 
-    /// Lets the destinations of routes in the kernel keep their ids, desired or not. Until an
-    /// unwanted route is deleted, no other destination may get its id.
+    /// Lets destinations keep the ids that they have in the kernel, as long as a route is there.
     pub(crate) fn adopt(&mut self, actual: &State, may: impl Fn(&Subnet) -> bool) {
         for object in actual.iter() {
             if let Object::Route(Route { dst, via: Via::Nexthop(id), .. }) = object
@@ -62,7 +61,7 @@ impl Ids {
         Some(id)
     }
 
-    /// The same for the destination of a route that is put by a nexthop object.
+    /// The same for a route that is put by a nexthop object.
     pub(crate) fn assign_to(&mut self, object: &Object) -> Option<u32> {
         nexthop(object, 0)?;
         let Object::Route(route) = object else { return None };

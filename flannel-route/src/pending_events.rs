@@ -1,5 +1,4 @@
-//! Kernel events that the engine has not taken in yet. Their number is bounded: so many that one
-//! snapshot is cheaper become an invalidation of everything.
+//! Kernel events that wait for a round. Too many become an invalidation of everything.
 
 use std::collections::BTreeSet;
 

@@ -19,12 +19,7 @@ impl RateLimiter {
         Self { gap, rest, next: None }
     }
 
-    /// The next may pass now.
-    pub(crate) fn is_ready(&self, now: Instant) -> bool {
-        self.next.is_none_or(|next| next <= now)
-    }
-
-    /// When the next may pass; `now` if that is now.
+    /// When the next may pass: `now`, or later.
     pub(crate) fn next(&self, now: Instant) -> Instant {
         self.next.map_or(now, |next| next.max(now))
     }
@@ -56,7 +51,7 @@ mod tests {
         let mut passed = 0;
         for ms in 0..1000 {
             let now = start + Duration::from_millis(ms);
-            while pace.is_ready(now) {
+            while pace.next(now) <= now {
                 pace.pass(now, Duration::ZERO);
                 passed += 1;
             }
@@ -64,7 +59,8 @@ mod tests {
         }
         assert!((100..=104).contains(&passed), "{passed}");
         for second in 2..10 {
-            assert!(pace.is_ready(start + Duration::from_secs(second)));
+            let now = start + Duration::from_secs(second);
+            assert!(pace.next(now) <= now);
             pace.pass(start + Duration::from_secs(second), Duration::ZERO);
         }
     }

@@ -108,7 +108,7 @@ impl Schedule {
             listen,
             retry,
             resync: due && !retry,
-            read: due || listen || self.read_limiter.is_ready(now),
+            read: due || listen || self.read_limiter.next(now) <= now,
             recheck: now >= self.recheck_next,
             recheck_urgent: now >= self.recheck_urgent_next,
         }
@@ -121,8 +121,9 @@ impl Schedule {
             (self.recheck_next, self.recheck_urgent_next) = (after(RECHECK), after(RECHECK_URGENT));
         }
         let reads = engine.survey.reads;
-        if reads.tries != self.reads.tries {
-            self.read_limiter.pass(now, 4 * (reads.took - self.reads.took));
+        let tries = reads.tries - self.reads.tries;
+        if tries > 0 {
+            self.read_limiter.pass(now, reads.took * 4 * tries);
         } else if done.repairs {
             // The time of a longer round was mostly not for repairs.
             self.repair_limiter.pass_after(now, (now - done.started).min(REPAIR_REST));

@@ -14,7 +14,7 @@ use flannel_core::kernel::{Annex, Changes, Footprint, Invalidation, KernelError,
 use flannel_core::lease::Offer;
 use flannel_core::network::NetworkHandle;
 use flannel_core::object::{Change, Key, LinkName, Object, Record, Secret};
-use flannel_core::testing::{FakeKernel, FakeSubnets};
+use flannel_core::testing::{Call, FakeKernel, FakeSubnets, Operation};
 use flannel_core::{Backend, Config, Kernel, Result, SubnetManager};
 use flannel_route::{Host, JoinOptions, cleanup};
 use test_support::eventually;
@@ -35,6 +35,7 @@ struct Entries {
     /// Changes end at once, by themselves.
     is_quick: bool,
     listener: Option<mpsc::UnboundedSender<Invalidation>>,
+    is_broken: bool,
 }
 
 impl Entries {
@@ -80,7 +81,13 @@ impl Annex for Ledger {
     }
 
     fn records(&self) -> std::result::Result<Vec<Record>, KernelError> {
-        Ok(self.0.lock().unwrap().records.values().cloned().collect())
+        if self.0.lock().unwrap().is_broken {
+            return Err(KernelError::new(EIO));
+        }
+        let entries = self.0.lock().unwrap();
+        let is_under_way = |key: &Key| entries.started.iter().any(|c| c.object().key() == *key);
+        let there = entries.records.iter().filter(|(key, _)| !is_under_way(key));
+        Ok(there.map(|(_, record)| record.clone()).collect())
     }
 
     fn apply(&self, changes: &[Change]) -> Vec<std::result::Result<(), KernelError>> {
@@ -97,6 +104,9 @@ impl Annex for Ledger {
     }
 
     fn changes(&self) -> std::result::Result<Box<dyn Changes>, KernelError> {
+        if self.0.lock().unwrap().is_broken {
+            return Err(KernelError::new(EIO));
+        }
         let (sender, receiver) = mpsc::unbounded_channel();
         self.0.lock().unwrap().listener = Some(sender);
         Ok(Box::new(Events(receiver)))
@@ -166,6 +176,7 @@ impl Backend for Bookkeeper {
 /// A network that runs.
 struct World {
     ledger: Ledger,
+    kernel: FakeKernel,
     subnets: FakeSubnets,
     network: NetworkHandle,
     task: JoinHandle<()>,
@@ -181,15 +192,15 @@ impl World {
             public: address,
             reason: "the test says so".into(),
         };
-        let kernel = Arc::new(FakeKernel::with_uplink("eth0"));
-        let host = Host::new(uplink, kernel, Arc::new(subnets.clone()));
+        let kernel = FakeKernel::with_uplink("eth0");
+        let host = Host::new(uplink, Arc::new(kernel.clone()), Arc::new(subnets.clone()));
         let backend = Bookkeeper { ledger: ledger.clone() };
         let config = subnets.network_config().await.unwrap();
         let joined = host.join(&backend, &config, JoinOptions::default()).await.unwrap();
         let network = joined.handle();
         let views = subnets.watch_leases().await.unwrap();
         let task = tokio::spawn(async move { drop(joined.run(views).await) });
-        Self { ledger, subnets, network, task }
+        Self { ledger, kernel, subnets, network, task }
     }
 
     #[track_caller]
@@ -269,6 +280,54 @@ async fn records_of_an_earlier_run_are_adopted_and_those_of_peers_that_left_dele
     ledger.end(Ok(()));
     world.in_sync().await;
     assert_eq!(ledger.records(), [RECORD]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_deletion_under_way_is_not_forgotten_by_a_snapshot() {
+    let world = World::start(Ledger::default(), FakeSubnets::new("10.1.0.0/16")).await;
+    world.subnets.put("10.1.7.0-24", "192.0.2.7");
+    world.until(|| !world.ledger.started().is_empty());
+    world.ledger.end(Ok(()));
+    world.in_sync().await;
+    world.subnets.delete("10.1.7.0-24");
+    world.until(|| !world.ledger.started().is_empty());
+
+    world.kernel.take_calls();
+    world.kernel.lose_messages();
+    let is_read = |calls: Vec<Call>| calls.iter().any(|c| c.operation == Operation::Snapshot);
+    world.until(|| is_read(world.kernel.take_calls()));
+    // Answered after the round with the snapshot.
+    world.network.waiting().await;
+    assert!(!world.network.status.borrow().settled, "it is still under way");
+    world.ledger.end(Err(KernelError::new(EIO)));
+    world.until(|| world.network.status.borrow().failing.len() == 1);
+    world.until(|| !world.ledger.started().is_empty());
+    world.ledger.end(Ok(()));
+    world.in_sync().await;
+    assert!(world.ledger.records().is_empty());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_broken_annex_takes_neither_snapshots_nor_events_of_the_kernel_away() {
+    let ledger = Ledger::default();
+    ledger.0.lock().unwrap().is_broken = true;
+    let kernel = FakeKernel::with_uplink("eth0");
+    let annex = Arc::new(ledger.clone()) as Arc<dyn Annex>;
+    let with = WithAnnexes::new(Arc::new(kernel.clone()), [annex]);
+    let footprint = Footprint { annexes: ["ledger"].into(), ..Footprint::default() };
+    assert!(with.snapshot(&footprint).unwrap().is_empty());
+    let mut changes = with.changes().unwrap();
+    kernel.add_foreign_link("eth1", &[]);
+    let event = changes.next().await.unwrap();
+    assert_eq!(event, Invalidation::Link("eth1".parse().unwrap()));
+
+    // The annex breaks while it is listened to.
+    ledger.0.lock().unwrap().is_broken = false;
+    let mut changes = with.changes().unwrap();
+    ledger.0.lock().unwrap().listener = None;
+    assert_eq!(changes.next().await.unwrap(), Invalidation::Everything);
+    kernel.delete_link("eth1");
+    assert_eq!(changes.next().await.unwrap(), event);
 }
 
 #[test]

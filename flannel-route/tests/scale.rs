@@ -5,8 +5,8 @@
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use test_support::eventually_async;
 
@@ -500,6 +500,8 @@ struct Odd {
     kernel: FakeKernel,
     lookup: Duration,
     snapshot: Duration,
+    /// How long the next snapshot waits for the deletion of a device.
+    deletion: Arc<Mutex<Duration>>,
     /// It says yes to every change of a device and makes none.
     keeps_links: bool,
     /// How long a change takes.
@@ -516,6 +518,7 @@ impl Odd {
             kernel,
             lookup: none,
             snapshot: none,
+            deletion: Arc::default(),
             keeps_links: false,
             apply: none,
             router_on: None,
@@ -536,7 +539,7 @@ impl Odd {
 
 impl Kernel for Odd {
     fn snapshot(&self, footprint: &Footprint) -> Result<State, KernelError> {
-        Self::pass(self.snapshot);
+        Self::pass(self.snapshot + std::mem::take(&mut *self.deletion.lock().unwrap()));
         self.kernel.snapshot(footprint)
     }
 
@@ -761,6 +764,25 @@ async fn snapshots_take_a_fifth_of_the_time_at_most_however_often_their_reason_c
         snapshots > 20 && took <= elapsed / 5 + SNAPSHOT,
         "{snapshots} snapshots in {elapsed:?}"
     );
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_snapshot_that_waited_for_a_device_to_go_delays_no_other() {
+    const DELETION: Duration = Duration::from_millis(500);
+    let kernel = FakeKernel::with_uplink("eth0");
+    let slow = Odd { apply: Duration::from_micros(8), ..Odd::new(&kernel) };
+    let deletion = Arc::clone(&slow.deletion);
+    let world = World::on(Arc::new(slow), kernel, 4_000).await;
+    tokio::time::sleep(Duration::from_secs(5)).await;
+    let before = tokio::time::Instant::now();
+    *deletion.lock().unwrap() = DELETION;
+    world.kernel.delete_link(tunnel().as_str());
+    world.when(|status| status.repaired > 0).await;
+    // More messages than a socket holds.
+    world.kernel.lose_messages();
+    world.when(|status| status.in_sync && status.repaired > 4 * 4_000).await;
+    let took = before.elapsed();
+    assert!(took < DELETION + Duration::from_secs(1), "{took:?}");
 }
 
 #[tokio::test(start_paused = true)]

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
+use flannel_core::address::Family;
 use flannel_core::lease::LeaseSet;
 
 use crate::parts::cluster::{Families, leases};
@@ -45,7 +46,9 @@ pub(crate) fn run(peers: u32, families: Families) -> anyhow::Result<Report> {
     }
     let (ours, floors) = (&all.ours, all.floors());
     let seconds = median(ours.iter().copied());
-    let classic = if peers <= CLASSIC_MOST {
+    // IPv6 routes are plain ones anyway, and linear.
+    let has_v4 = families.iter().any(|family| family == Family::V4);
+    let classic = if has_v4 && peers <= CLASSIC_MOST {
         Some(floor::measure(peers, families, Form::Classic, CLASSIC_WAY, &mut wrong)?.as_secs_f64())
     } else {
         None

@@ -27,10 +27,12 @@ pub trait Annex: fmt::Debug + Send + Sync {
     /// The result of a change that is only started is [`KernelError::started`]. Its end is an
     /// event: [`Present`](super::KernelEvent::Present), [`Deleted`](super::KernelEvent::Deleted) or
     /// [`Failed`](super::KernelEvent::Failed). A change that is under way already is not started
-    /// again. Another change of the same record begins after it.
+    /// again. Another change of the same record begins after it; then only the last one reports an
+    /// end. Called on any thread. A network that stops waits for this call.
     fn apply(&self, changes: &[Change]) -> Vec<Result<(), KernelError>>;
 
-    /// Starts to listen for the ends of changes, and for changes of records by others.
+    /// Starts to listen for the ends of changes, and for changes of records by others. The futures of
+    /// the stream are dropped often: it must be cancel safe, as [`Changes::next`] says.
     ///
     /// # Errors
     /// The annex cannot listen.

@@ -94,10 +94,10 @@ impl Multicast {
         let mut is_concerned = false;
         while !is_concerned {
             self.readable().await?;
-            self.receive(|datagram| {
+            while !self.receive(|datagram| {
                 is_concerned |= datagram.is_none_or(has_relevant);
                 Ok(())
-            })?;
+            })? {}
         }
         Ok(())
     }

@@ -1,5 +1,6 @@
 //! Applies each batch on a second thread, so that the caller prepares the next batch meanwhile.
 
+use std::cell::Cell;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread;
 
@@ -8,16 +9,20 @@ use tokio::runtime::Handle;
 use crate::gated_kernel::{Closed, Results};
 use flannel_core::object::Change;
 
+type Applied = (Vec<Change>, Result<Results, Closed>);
+type Channels = (SyncSender<Vec<Change>>, Receiver<Applied>);
+
 /// The second thread. It applies one batch at a time, in the order of their arrival.
-pub(super) struct Applier {
-    batches: SyncSender<Vec<Change>>,
-    results: Receiver<(Vec<Change>, Result<Results, Closed>)>,
+pub(super) struct Applier<'a> {
+    apply: &'a (dyn Fn(&[Change]) -> Result<Results, Closed> + Sync),
+    /// `Err`: the system gave no thread; the results of the batch that the caller applied.
+    thread: Result<Channels, Cell<Option<Applied>>>,
 }
 
-impl Applier {
+impl<'a> Applier<'a> {
     /// Does `work` with a second thread that calls `apply`. Returns after both have ended.
     pub(super) fn with<T>(
-        apply: impl Fn(&[Change]) -> Result<Results, Closed> + Send,
+        apply: &'a (dyn Fn(&[Change]) -> Result<Results, Closed> + Sync),
         work: impl FnOnce(&Self) -> T,
     ) -> T {
         // A kernel may use the runtime that it is called on.
@@ -25,7 +30,7 @@ impl Applier {
         thread::scope(|scope| {
             let (batches, to_apply) = sync_channel::<Vec<Change>>(1);
             let (applied, results) = sync_channel(1);
-            scope.spawn(move || {
+            let spawned = thread::Builder::new().spawn_scoped(scope, move || {
                 let _context = runtime.as_ref().map(Handle::enter);
                 for batch in to_apply {
                     let result = apply(&batch);
@@ -34,20 +39,31 @@ impl Applier {
                     }
                 }
             });
+            let thread = spawned.map(|_| (batches, results)).map_err(|_| Cell::new(None));
             // Dropped on return, which ends the thread.
-            work(&Self { batches, results })
+            work(&Self { apply, thread })
         })
     }
 
     /// Begins to apply a batch. Every call is to be followed by one of [`Applier::wait`].
     pub(super) fn begin(&self, batch: Vec<Change>) {
-        // An error means that the thread panicked. The end of the scope passes the panic on.
-        let _ = self.batches.send(batch);
+        match &self.thread {
+            // An error means that the thread panicked. The end of the scope passes the panic on.
+            Ok((batches, _)) => drop(batches.send(batch)),
+            Err(applied) => {
+                let result = (self.apply)(&batch);
+                applied.set(Some((batch, result)));
+            }
+        }
     }
 
     /// Waits for the batch that was begun.
     pub(super) fn wait(&self) -> Result<(Vec<Change>, Results), Closed> {
-        let (batch, results) = self.results.recv().map_err(|_| Closed)?;
+        let applied = match &self.thread {
+            Ok((_, results)) => results.recv().ok(),
+            Err(applied) => applied.take(),
+        };
+        let (batch, results) = applied.ok_or(Closed)?;
         Ok((batch, results?))
     }
 }

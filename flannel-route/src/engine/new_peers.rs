@@ -30,7 +30,7 @@ impl Engine {
         }
         let (footprint, answers) = (self.footprint.clone(), Answers::new(&*kernel.kernel));
         let apply = |changes: &[Change]| kernel.apply(&footprint, changes);
-        let result = Applier::with(apply, |applier| {
+        let result = Applier::with(&apply, |applier| {
             let mut slice = self.next_new_peers(&answers);
             let mut begun: Option<Cause> = None;
             loop {

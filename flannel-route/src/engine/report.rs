@@ -11,11 +11,6 @@ use flannel_core::status::{Explanation, ObjectState, Status, Wait, Waiting};
 use flannel_core::{Kernel, Lease, Subnets};
 
 impl Engine {
-    /// Says whether an object failed that did not fail at the last call.
-    pub(crate) fn take_newly_failing(&mut self) -> bool {
-        std::mem::take(&mut self.table.newly_failing)
-    }
-
     pub(crate) fn is_failing(&self) -> bool {
         !self.table.failing.is_empty()
             || self.survey.error.is_some()

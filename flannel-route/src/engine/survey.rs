@@ -31,8 +31,8 @@ enum Unread {
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Reads {
     pub(crate) done: u64,
-    pub(crate) tries: u64,
-    /// The time that all tries took together.
+    pub(crate) tries: u32,
+    /// The time of the last try. One before it may have waited for a device to be deleted.
     pub(crate) took: Duration,
 }
 
@@ -92,7 +92,7 @@ impl Engine {
         let actual = self.choose_ids(kernel).and_then(|()| kernel.snapshot(&self.footprint));
         let survey = &mut self.survey;
         survey.reads.tries += 1;
-        survey.reads.took += started.elapsed();
+        survey.reads.took = started.elapsed();
         match actual {
             Ok(actual) => {
                 (survey.error, survey.unread) = (None, Unread::Nothing);
@@ -155,6 +155,9 @@ impl Engine {
                 None => self.table.insert(key, row),
             }
         }
+        // A record whose deletion is under way is in no snapshot.
+        before.retain(|_, row| row.is_started() && matches!(row.actual, Actual::Present(_)));
+        before.into_iter().for_each(|(key, row)| self.table.insert(key, row));
         // Usually each id is that of a desired nexthop object.
         if self.desired.ids.as_ref().is_some_and(|ids| ids.len() != nexthops) {
             self.desired.release_ids(self.table.rows());

@@ -87,7 +87,7 @@ impl Row {
 /// The rows in the order of creation, and the errors of the kernel. An object without a row is as
 /// desired, as far as the kernel told.
 #[derive(Debug, Default)]
-pub(super) struct Table {
+pub(crate) struct Table {
     rows: BTreeMap<Key, Row>,
     puts: usize,
     deletions: usize,
@@ -95,7 +95,7 @@ pub(super) struct Table {
     /// Objects that fail, also while they are tried again.
     pub(super) failing: Listing<Key, Failure>,
     /// An object failed that did not fail when this was last reset.
-    pub(super) newly_failing: bool,
+    pub(crate) newly_failing: bool,
 }
 
 impl Table {
@@ -168,7 +168,7 @@ impl Table {
     }
 
     /// Changes that the kernel refused are due again.
-    pub(super) fn retry(&mut self) {
+    pub(crate) fn retry(&mut self) {
         for row in self.rows.values_mut().filter(|row| row.is_refused()) {
             row.progress = Progress::Due;
             self.puts += usize::from(row.is_put());

@@ -12,10 +12,10 @@ use crate::gated_kernel::{Closed, GatedKernel};
 use flannel_core::Subnet;
 use flannel_core::address::Family;
 use flannel_core::kernel::{KernelError, KernelEvent};
-use flannel_core::object::{Change, Key, Nexthop, Object, Route, Via};
+use flannel_core::object::{Change, Key, Nexthop, Object, ObjectKind, Route, Via};
 use flannel_core::status::{Damage, Failure};
 
-/// The length of a round. A repair, a newer view or a question waits for its end at most.
+/// The length of a round. A repair, a newer view or a question waits for its end.
 const ROUND: Duration = Duration::from_millis(16);
 
 /// The number of changes in a batch, except for those of [new peers](super::queue::SLICE). A stop
@@ -294,7 +294,7 @@ impl Engine {
         }
         if let Err(error) = result {
             let cause = cause.unwrap_or(Cause::Lease(None));
-            if error.is_started() {
+            if error.is_started() && key.kind() == ObjectKind::Record {
                 return self.table.hold(change, cause, changed_by, Progress::Started);
             }
             let peer = self.desired.peer_of(&key);
