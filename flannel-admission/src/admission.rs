@@ -6,6 +6,8 @@
 //! the leases that it can touch, found through indexes: one change among 50,000 leases costs one
 //! lease.
 
+mod decide;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -17,8 +19,6 @@ use crate::peer_index::{Claimant, Extras, Id, Peer, PeerIndex};
 use flannel_core::Subnet;
 use flannel_core::address::Dual;
 use flannel_core::backend::{Answer, Env, Rejected};
-use flannel_core::error::holder;
-use flannel_core::lease::Revision;
 use flannel_core::object::LinkName;
 use flannel_core::object::{Key, Object, Route, Via};
 use flannel_core::status::Listing;
@@ -288,154 +288,13 @@ impl Admission {
             None => Ok(planned),
         }
     }
-
-    /// Decides on the peers that are new or dirty, and on all that they can touch.
-    fn finish(&mut self, mut update: Update) -> Changed {
-        let added = std::mem::take(&mut update.added);
-        for (id, shared) in &added {
-            // A later new peer may define one of its objects too. Then that peer shares it, and
-            // this one is its neighbour.
-            if *shared || !self.index.overlapping(*id).is_empty() {
-                update.dirty.insert(*id);
-                self.touch_all(*id, &mut update);
-            }
-        }
-        let mut open: Vec<Id> = update.dirty.iter().copied().collect();
-        let mut contested: Vec<Id> = Vec::new();
-        while let Some(id) = open.pop() {
-            contested.push(id);
-            for (other, _) in self.index.neighbours(id) {
-                if update.dirty.insert(other) {
-                    self.touch_all(other, &mut update);
-                    open.push(other);
-                }
-            }
-        }
-        let alone =
-            added.into_iter().map(|(id, _)| id).filter(|id| !update.dirty.contains(id)).collect();
-        let added = self.decide_alone(alone, &mut update);
-        self.decide_contested(contested);
-        self.index.vacate(std::mem::take(&mut update.vacated));
-        let delta = |(key, before)| {
-            let after = self.object(&key);
-            (before != after).then_some(Delta { key, before, after })
-        };
-        let deltas = update.touched.into_iter().filter_map(delta).collect();
-        Changed { deltas, added }
-    }
-
-    /// Decides on new peers without neighbours. Returns the accepted ones whose objects no other
-    /// peer defined before the update.
-    fn decide_alone(&mut self, mut alone: Vec<Id>, update: &mut Update) -> Vec<Id> {
-        alone.retain(|id| {
-            let is_touched = |object: &Object| update.touched.contains_key(&object.key());
-            let mut objects =
-                self.index.peer(*id).map(|peer| peer.objects.iter()).unwrap_or_default();
-            let touched = !update.touched.is_empty() && objects.any(is_touched);
-            if touched {
-                self.touch_all(*id, update);
-            }
-            self.decide(*id, &BTreeSet::new()) && !touched
-        });
-        alone
-    }
-
-    fn decide_contested(&mut self, mut contested: Vec<Id>) {
-        contested.sort_by_cached_key(|id| {
-            self.index
-                .peer(*id)
-                .map_or((Revision(0), String::new()), |peer| peer.lease.precedence())
-        });
-        let mut winners = BTreeSet::new();
-        for id in contested {
-            if self.decide(id, &winners) {
-                winners.insert(id);
-            }
-        }
-    }
-
-    /// Decides whether to accept a peer, given the accepted ones among its neighbours.
-    fn decide(&mut self, id: Id, winners: &BTreeSet<Id>) -> bool {
-        let Some(peer) = self.index.peer(id) else { return false };
-        let subnets = peer.lease.subnets;
-        let verdict = self.objection(peer).or_else(|| {
-            if winners.is_empty() {
-                return None;
-            }
-            let (other, key) =
-                self.index.neighbours(id).into_iter().find(|(other, _)| winners.contains(other))?;
-            let other = &self.index.peer(other)?.lease;
-            let (earlier, holder) = (other.subnets, holder(&other.attrs));
-            Some(match key {
-                Some(key) => Rejection::Contradicts { key, earlier, holder },
-                None => Rejection::Overlaps { earlier, holder },
-            })
-        });
-        let accepted = verdict.is_none();
-        match verdict {
-            Some(why) => drop(self.rejected.insert(subnets, why)),
-            None => drop(self.rejected.remove(&subnets)),
-        }
-        if let Some(peer) = self.index.peer_mut(id) {
-            peer.accepted = accepted;
-        }
-        accepted
-    }
-
-    /// The reason to reject a peer, whatever other peers say.
-    fn objection(&self, peer: &Peer) -> Option<Rejection> {
-        let mut enabled = false;
-        for subnet in peer.lease.subnets.iter() {
-            let Some(network) = self.rules.networks[subnet.family()] else { continue };
-            if !network.covers(&subnet) {
-                return Some(Rejection::Outside { subnet, network });
-            }
-            enabled = true;
-        }
-        if !enabled {
-            return Some(Rejection::NoEnabledFamily);
-        }
-        let unusable =
-            |a: &&IpAddr| a.is_multicast() || a.is_loopback() || **a == IpAddr::from([255; 4]);
-        let mut public = peer.lease.attrs.offers().flat_map(|offer| offer.public.values());
-        if let Some(public) = public.find(unusable) {
-            return Some(Rejection::Rejected(format!(
-                "its public address {public} is no host's address"
-            )));
-        }
-        let own = self.rules.own.as_ref().map(|own| own.subnets);
-        if let Some(own) = own.filter(|own| own.overlaps(&peer.lease.subnets)) {
-            return Some(Rejection::OverlapsOwn { own });
-        }
-        if let Some(reason) = peer.rejected() {
-            return Some(Rejection::Rejected(reason.to_string()));
-        }
-        let reserved = peer
-            .objects
-            .iter()
-            .map(|object| object.key())
-            .find(|key| self.rules.reserved.contains(key));
-        reserved.map(|key| Rejection::ContradictsOwn { key })
-    }
-
-    /// Remembers the present definition of an object, before anything changes it.
-    fn touch(&self, key: Key, update: &mut Update) {
-        update.touched.entry(key).or_insert_with(|| self.object(&key));
-    }
-
-    fn touch_all(&self, id: Id, update: &mut Update) {
-        let Some(peer) = self.index.peer(id) else { return };
-        for object in peer.objects.iter() {
-            self.touch(object.key(), update);
-        }
-    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use flannel_core::backend::Plan;
-    use flannel_core::lease::{LeaseAttrs, LeaseSet, Offer};
+    use flannel_core::lease::{LeaseAttrs, LeaseSet, Offer, Revision};
     use flannel_core::object::MacAddr;
     use flannel_core::object::{Fdb, Route, Via};
     use proptest::prelude::*;
