@@ -1,6 +1,6 @@
 //! The survey: reads a snapshot of the kernel and rebuilds the table from it.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use tokio::time::Instant;
@@ -13,7 +13,7 @@ use flannel_admission::Changed;
 use flannel_core::Kernel;
 use flannel_core::kernel::{KernelError, NexthopBlock};
 use flannel_core::object::{Change, Key, LinkName, Object, ObjectKind, State};
-use flannel_core::status::{Damage, Failure};
+use flannel_core::status::Damage;
 
 const EAGAIN: i32 = 11;
 
@@ -31,8 +31,10 @@ enum Unread {
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Reads {
     pub(crate) done: u64,
+    /// Also those that failed; without those that only found a wrong link, which may have waited
+    /// for the kernel to delete it.
     pub(crate) tries: u32,
-    /// The time of the last try. One before it may have waited for a device to be deleted.
+    /// The time of the last one.
     pub(crate) took: Duration,
 }
 
@@ -42,6 +44,8 @@ pub(crate) struct Survey {
     unread: Unread,
     /// Desired links that are absent: no object can be put on them.
     pub(super) missing_links: BTreeSet<LinkName>,
+    /// The links that were put since the last snapshot.
+    pub(super) links_tried: BTreeSet<Key>,
     pub(crate) reads: Reads,
     /// Why the kernel could not be read.
     pub(crate) error: Option<KernelError>,
@@ -91,11 +95,10 @@ impl Engine {
         let started = Instant::now();
         let actual = self.choose_ids(kernel).and_then(|()| kernel.snapshot(&self.footprint));
         let survey = &mut self.survey;
-        survey.reads.tries += 1;
         survey.reads.took = started.elapsed();
         match actual {
             Ok(actual) => {
-                (survey.error, survey.unread) = (None, Unread::Nothing);
+                survey.error = None;
                 let absent = |object: &Object| match object {
                     Object::Link(link) => actual.get(&object.key()).is_none().then_some(link.name),
                     _ => None,
@@ -108,23 +111,32 @@ impl Engine {
                 if survey.reads.done == 0 {
                     self.desired.ids = None;
                 }
+                survey.reads.tries += 1;
                 survey.error = Some(error);
                 None
             }
         }
     }
 
-    /// Reads the kernel and rebuilds the table; false if it could not be read. A link in `links_put`
-    /// that still is not as desired fails, since the time of its failure before it was put.
-    pub(super) fn read(
-        &mut self,
-        kernel: &dyn Kernel,
-        links_put: &BTreeMap<Key, Option<Failure>>,
-    ) -> bool {
+    /// Reads the kernel and rebuilds the table; false if it could not be read. If a link is not as
+    /// desired, only such links get rows: once they are put, the kernel is to be read again.
+    pub(super) fn read(&mut self, kernel: &dyn Kernel) -> bool {
         let Some(actual) = self.snapshot(kernel) else { return false };
         // Objects that are there before the first change are those of a predecessor.
         let first = self.survey.reads.done == 0;
+        let tried = std::mem::take(&mut self.survey.links_tried);
+        let cause = |is: Option<&Object>| match is {
+            _ if first => Cause::Lease(None),
+            Some(_) => Cause::Repair(Damage::Modification),
+            None => Cause::Repair(Damage::Deletion),
+        };
+        if self.finds_wrong_links(&actual, &tried, cause) {
+            self.survey.invalidate_everything();
+            return true;
+        }
+        self.survey.unread = Unread::Nothing;
         self.survey.reads.done += 1;
+        self.survey.reads.tries += 1;
         self.desired.adopt_ids(&actual, first);
         let mut comparison = self.compare(&actual);
         if self.has_queue() && !comparison.unwanted.is_empty() {
@@ -134,36 +146,58 @@ impl Engine {
         }
         let Comparison { wrong, unwanted, nexthops } = comparison;
         let mut before = self.table.take_rows();
-        let mut row = |key: &Key, actual, damage| {
-            let cause = if first { Cause::Lease(None) } else { Cause::Repair(damage) };
-            let before = before.remove(key);
-            let mut row = Row::new(actual, before.as_ref().map_or(cause, |row| row.cause));
-            row.changed_by = before.and_then(|row| row.changed_by);
-            row
-        };
+        let mut rows = Vec::with_capacity(wrong.len() + unwanted.len());
         for object in unwanted {
-            let key = object.key();
-            let row = row(&key, Actual::Present(object.clone()), Damage::Addition);
-            self.table.insert(key, row);
+            let addition = if first { cause(None) } else { Cause::Repair(Damage::Addition) };
+            let (key, is) = (object.key(), Actual::Present(object.clone()));
+            rows.push((key, Row::after(before.get_mut(&key), is, addition)));
         }
         for (want, is) in wrong {
             let key = want.key();
-            let damage = if is.is_some() { Damage::Modification } else { Damage::Deletion };
-            let row = row(&key, Actual::Unknown, damage);
-            match links_put.get(&key) {
-                Some(failed) => self.ignored(want, is, row, failed.as_ref()),
-                None => self.table.insert(key, row),
+            // A link that was put, and is not as desired, already has a row that says so.
+            if tried.contains(&key) {
+                rows.extend(before.remove_entry(&key));
+                continue;
             }
+            rows.push((key, Row::after(before.get_mut(&key), Actual::Unknown, cause(is.as_ref()))));
         }
         // A record whose deletion is under way is in no snapshot.
         before.retain(|_, row| row.is_started() && matches!(row.actual, Actual::Present(_)));
-        before.into_iter().for_each(|(key, row)| self.table.insert(key, row));
+        self.table.fill(before.into_iter().chain(rows));
         // Usually each id is that of a desired nexthop object.
         if self.desired.ids.as_ref().is_some_and(|ids| ids.len() != nexthops) {
             self.desired.release_ids(self.table.rows());
         }
-        self.table.keep_failing(|key| links_put.contains_key(key));
+        self.table.keep_failing();
         true
+    }
+
+    /// Gives rows to the links that are not as desired; true if one was not `tried`. A link that the
+    /// kernel accepted, and did not make, fails.
+    fn finds_wrong_links(
+        &mut self,
+        actual: &State,
+        tried: &BTreeSet<Key>,
+        cause: impl Fn(Option<&Object>) -> Cause,
+    ) -> bool {
+        let (mut found, table) = (false, &mut self.table);
+        for link in self.desired.base.iter().filter(|object| object.kind() == ObjectKind::Link) {
+            let (key, is) = (link.key(), actual.get(&link.key()));
+            if is == Some(link) && !actual.is_inexact(&key) {
+                continue;
+            }
+            if !tried.contains(&key) {
+                let mut before = table.remove(&key);
+                table.insert(key, Row::after(before.as_mut(), Actual::Unknown, cause(is)));
+                found = true;
+            } else if table.get(&key).is_none() {
+                let now = is.map_or_else(|| "absent".into(), |is| is.to_string());
+                let detail = format!("the kernel did not take it over: it is now {now}");
+                let error = KernelError::explained(EAGAIN, detail);
+                table.refuse(&Change::Put(link.clone()), cause(is), None, None, error);
+            }
+        }
+        found
     }
 
     /// Plans all leases in the queue. Their objects that `actual` lacks get rows.
@@ -206,16 +240,5 @@ impl Engine {
         });
         let unwanted = actual.iter().zip(is_wanted).filter(|(_, is_wanted)| !is_wanted);
         Comparison { wrong, unwanted: unwanted.map(|(object, _)| object).collect(), nexthops }
-    }
-
-    /// The kernel accepted a change of a link, and did not make it.
-    fn ignored(&mut self, want: Object, is: Option<Object>, row: Row, before: Option<&Failure>) {
-        let is = is.map_or_else(|| "absent".into(), |is| is.to_string());
-        let detail = format!("the kernel did not take it over: it is now {is}");
-        if let Some(before) = before {
-            self.table.failing.insert(want.key(), before.clone());
-        }
-        let error = KernelError::explained(EAGAIN, detail);
-        self.table.refuse(&Change::Put(want), row.cause, row.changed_by, None, error);
     }
 }

@@ -56,6 +56,13 @@ impl Row {
         Self { actual, cause, progress: Progress::Due, changed_by: None }
     }
 
+    /// The row that takes the place of `before`, if there is one: the first cause stays.
+    pub(super) fn after(before: Option<&mut Self>, actual: Actual, cause: Cause) -> Self {
+        let mut row = Self::new(actual, before.as_ref().map_or(cause, |row| row.cause));
+        row.changed_by = before.and_then(|row| row.changed_by.take());
+        row
+    }
+
     /// The desired object is to be put.
     pub(super) fn is_put(&self) -> bool {
         self.progress == Progress::Due && matches!(self.actual, Actual::Unknown)
@@ -163,6 +170,15 @@ impl Table {
         std::mem::take(&mut self.rows)
     }
 
+    /// Fills the table after [`Table::take_rows`]. Of two rows with one key, the later one stays.
+    pub(super) fn fill(&mut self, rows: impl Iterator<Item = (Key, Row)>) {
+        self.rows = rows.collect();
+        let count = |is: fn(&Row) -> bool| self.rows.values().filter(|row| is(row)).count();
+        self.puts = count(Row::is_put);
+        self.deletions = count(|row| row.deletion().is_some());
+        self.started = count(Row::is_started);
+    }
+
     pub(super) fn rows(&self) -> &BTreeMap<Key, Row> {
         &self.rows
     }
@@ -234,8 +250,9 @@ impl Table {
         self.insert(change.object().key(), Row { actual, cause, progress, changed_by });
     }
 
-    pub(super) fn keep_failing(&mut self, keep: impl Fn(&Key) -> bool) {
+    /// Forgets the failures of objects that are as desired.
+    pub(super) fn keep_failing(&mut self) {
         let rows = &self.rows;
-        self.failing.retain(|key| rows.contains_key(key) || keep(key));
+        self.failing.retain(|key| rows.contains_key(key));
     }
 }

@@ -1,6 +1,5 @@
 //! Writes: changes that are due go to the kernel, batch by batch.
 
-use std::collections::BTreeMap;
 use std::ops::Bound::{Excluded, Unbounded};
 use std::time::Duration;
 
@@ -13,7 +12,7 @@ use flannel_core::Subnet;
 use flannel_core::address::Family;
 use flannel_core::kernel::{KernelError, KernelEvent};
 use flannel_core::object::{Change, Key, Nexthop, Object, ObjectKind, Route, Via};
-use flannel_core::status::{Damage, Failure};
+use flannel_core::status::Damage;
 
 /// The length of a round. A repair, a newer view or a question waits for its end.
 const ROUND: Duration = Duration::from_millis(16);
@@ -26,27 +25,17 @@ pub(crate) const BATCH: usize = 128;
 impl Engine {
     /// Makes the kernel equal to the desired objects, except for changes that the kernel refuses.
     /// Ends after some [`ROUND`], even if [more](Self::is_unfinished) is due. Blocks.
-    pub(crate) fn settle(
-        &mut self,
-        kernel: &GatedKernel,
-        mut may_read: bool,
-    ) -> Result<(), Closed> {
+    pub(crate) fn settle(&mut self, kernel: &GatedKernel, may_read: bool) -> Result<(), Closed> {
         self.unfinished = false;
-        let mut links_put = BTreeMap::new();
-        // A link that is put may take all objects on it with it: the kernel is read again after.
-        while self.is_unsettled() {
-            let known =
-                !self.survey.is_unread() || (may_read && self.read(&*kernel.kernel, &links_put));
-            if !known && self.survey.is_everything_unread() {
-                return self.settle_unread(kernel);
-            }
-            let taken = self.put_links(kernel)?;
-            if taken.is_empty() {
-                break;
-            }
-            self.survey.invalidate_everything();
-            may_read = true;
-            links_put.extend(taken);
+        let may_read = may_read || !self.survey.links_tried.is_empty();
+        let known = !self.survey.is_unread() || (may_read && self.read(&*kernel.kernel));
+        if !known && self.survey.is_everything_unread() {
+            return self.settle_unread(kernel);
+        }
+        self.put_links(kernel)?;
+        if self.survey.is_everything_unread() {
+            self.unfinished = true;
+            return Ok(());
         }
         // A round does something, however long the snapshot took.
         let end = Instant::now() + ROUND;
@@ -78,26 +67,36 @@ impl Engine {
         self.put_new_peers(kernel, Instant::now() + ROUND)
     }
 
-    /// Puts the links that are due: those that the kernel accepted, with their earlier failures.
-    fn put_links(&mut self, kernel: &GatedKernel) -> Result<Vec<(Key, Option<Failure>)>, Closed> {
+    /// Puts the links that are due. A link may take all objects on it with it: the kernel is read
+    /// again after, in a round that first takes in the events of this change.
+    fn put_links(&mut self, kernel: &GatedKernel) -> Result<(), Closed> {
         let is_link = |(key, _): &(&Key, &Row)| matches!(key, Key::Link(_));
         let links = self.table.puts(..).take_while(is_link);
         let links = links.filter_map(|(key, _)| self.desired.object(key)).map(Change::Put);
         let links: Vec<Change> = links.collect();
-        let keys = links.iter().map(|change| change.object().key());
-        let mut taken: Vec<(Key, Option<Failure>)> =
-            keys.map(|key| (key, self.table.failing.get(&key).cloned())).collect();
         if links.is_empty() {
-            return Ok(taken);
+            return Ok(());
         }
+        let failures = self.table.failing.clone();
         self.apply(kernel, &links)?;
-        taken.retain(|(key, _)| !self.table.failing.contains_key(key));
-        for (key, _) in &taken {
-            if let Key::Link(name) = key {
-                self.survey.missing_links.remove(name);
+        for change in &links {
+            let key = change.object().key();
+            if self.table.failing.contains_key(&key) {
+                continue;
             }
+            // Only the snapshot tells whether the kernel did what it accepted.
+            if let Some(failure) = failures.get(&key) {
+                self.table.failing.insert(key, failure.clone());
+            }
+            if let Key::Link(name) = key {
+                self.survey.missing_links.remove(&name);
+            }
+            self.survey.invalidate_everything();
         }
-        Ok(taken)
+        if self.survey.is_everything_unread() {
+            self.survey.links_tried.extend(links.iter().map(|change| change.object().key()));
+        }
+        Ok(())
     }
 
     /// Repairs without end keep no object of a peer that left: one batch of those is deleted,
