@@ -16,14 +16,11 @@ use crate::advisories::Advisories;
 use crate::link_lookups::LinkLookups;
 use crate::offer_plan::{OfferPlan, Planned};
 use crate::peer_index::{Claimant, Extras, Id, Peer, PeerIndex};
-use flannel_core::Subnet;
 use flannel_core::address::Dual;
 use flannel_core::backend::{Answer, Env, Rejected};
-use flannel_core::object::LinkName;
-use flannel_core::object::{Key, Object, Route, Via};
-use flannel_core::status::Listing;
-use flannel_core::status::Rejection;
-use flannel_core::{Lease, Subnets};
+use flannel_core::object::{Key, LinkName, Object, Route, Via};
+use flannel_core::status::{Listing, Rejection};
+use flannel_core::{Lease, Subnet, Subnets};
 
 /// The rules by which leases are accepted.
 #[derive(Debug, Clone, Default)]
@@ -295,8 +292,7 @@ mod tests {
     use super::*;
     use flannel_core::backend::Plan;
     use flannel_core::lease::{LeaseAttrs, LeaseSet, Offer, Revision};
-    use flannel_core::object::MacAddr;
-    use flannel_core::object::{Fdb, Route, Via};
+    use flannel_core::object::{Fdb, MacAddr, Route, Via};
     use proptest::prelude::*;
 
     /// A route to every subnet and a forwarding entry for the MAC address that the backend data

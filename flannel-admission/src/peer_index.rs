@@ -12,9 +12,8 @@ use std::sync::Arc;
 use foldhash::fast::RandomState;
 use hashbrown::HashTable;
 
-use flannel_core::Subnet;
 use flannel_core::object::{Key, Object};
-use flannel_core::{Lease, Subnets};
+use flannel_core::{Lease, Subnet, Subnets};
 
 /// The number of a peer's slot. After the peer is gone, another peer may get the slot.
 pub type Id = u32;

@@ -9,8 +9,9 @@ use std::time::Duration;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-use crate::request;
-use crate::{LogReport, PeerReport, PeersReport, ReloadReport, StatusReport, VERSION, WhyReport};
+use crate::{
+    LogReport, PeerReport, PeersReport, ReloadReport, StatusReport, VERSION, WhyReport, request,
+};
 
 /// A daemon that does not answer for so long hangs.
 const TIMEOUT: Duration = Duration::from_secs(15);

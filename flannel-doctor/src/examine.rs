@@ -18,8 +18,7 @@ use crate::diagnosis::peer::{Answers, diagnose};
 use crate::diagnosis::summary::bounded;
 use crate::diagnosis::why::lookup;
 use crate::inputs::devices::{self, Devices};
-use crate::inputs::network::Network;
-use crate::inputs::network::Target;
+use crate::inputs::network::{Network, Target};
 use crate::inputs::peers::{AddressReport, EchoReport, Question, SegmentsReport};
 use crate::inputs::query::{PeerAnswers, query_peers};
 

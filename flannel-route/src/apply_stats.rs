@@ -7,8 +7,7 @@ use std::time::Duration;
 use flannel_core::Subnets;
 use flannel_core::kernel::ChangedBy;
 use flannel_core::object::{Object, ObjectKind};
-use flannel_core::status::Histogram;
-use flannel_core::status::{Damage, Repair, Status};
+use flannel_core::status::{Damage, Histogram, Repair, Status};
 
 /// The statistics of one network.
 #[derive(Debug, Default)]

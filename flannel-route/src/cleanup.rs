@@ -8,12 +8,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use crate::engine::BATCH;
-use flannel_core::Kernel;
-use flannel_core::Subnet;
 use flannel_core::address::Dual;
-use flannel_core::kernel::NexthopBlock;
-use flannel_core::kernel::{Footprint, KernelError};
+use flannel_core::kernel::{Footprint, KernelError, NexthopBlock};
 use flannel_core::object::{Change, Key, Nexthop, Object, Route, State, Via};
+use flannel_core::{Kernel, Subnet};
 
 /// The pause after a batch: other users of the kernel handle get their turn.
 const TURN: Duration = Duration::from_micros(200);
@@ -92,10 +90,9 @@ pub fn remove_former(
         ..Footprint::default()
     };
     let block = NexthopBlock::choose(kernel, footprint)?.0;
+    let is_covered = |dst: &Subnet| footprint.networks.iter().any(|network| network.covers(dst));
     let is_former = |object: &Object| match object {
-        Object::Route(route) => {
-            !footprint.networks.iter().any(|network| network.covers(&route.dst))
-        }
+        Object::Route(route) => !is_covered(&route.dst),
         Object::Nexthop(nexthop) => {
             !block.is_some_and(|block| block.contains(nexthop.id))
                 && !footprint.links.contains(&nexthop.link)
@@ -164,23 +161,19 @@ pub fn ready_for_go(
                 changes.push(Change::Put(Route { via, ..*route }.into()));
             }
             _ => {
-                let detail = format!(
-                    "nexthop id {id} is no single gateway of ours: replace or delete the route"
-                );
-                report
-                    .failed
-                    .push((Change::Put(object.clone()), KernelError::explained(EINVAL, detail)));
+                let detail =
+                    format!("nexthop id {id} is no single gateway of ours: replace the route");
+                let error = KernelError::explained(EINVAL, detail);
+                report.failed.push((Change::Put(object.clone()), error));
             }
         }
     }
     report.carry_out(kernel, &footprint, changes, dry_run);
-    let failed = report.failed.iter().filter_map(|(change, _)| there.get(&change.object().key()));
-    let needed: BTreeSet<u32> = failed
-        .filter_map(|object| match object {
-            Object::Route(Route { via: Via::Nexthop(id), .. }) => Some(*id),
-            _ => None,
-        })
-        .collect();
+    let nexthop = |(change, _): &(Change, _)| match there.get(&change.object().key()) {
+        Some(Object::Route(Route { via: Via::Nexthop(id), .. })) => Some(*id),
+        _ => None,
+    };
+    let needed: BTreeSet<u32> = report.failed.iter().filter_map(nexthop).collect();
     let mut changes = Vec::new();
     for object in there.iter() {
         if let Object::Nexthop(nexthop) = object

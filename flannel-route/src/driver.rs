@@ -179,9 +179,7 @@ impl Driver {
         }
         self.status.send_if_modified(|old| {
             let changed = **old != status;
-            if changed {
-                *old = Arc::new(status);
-            }
+            *old = Arc::new(status);
             changed
         });
     }

@@ -25,8 +25,7 @@ use self::table::{Actual, Cause, Row, Table};
 pub(crate) use self::write::BATCH;
 use crate::apply_stats::ApplyStats;
 use crate::nexthops::nexthop;
-use flannel_admission::{Admission, Changed, Delta};
-use flannel_admission::{Answers, StaleLookups};
+use flannel_admission::{Admission, Answers, Changed, Delta, StaleLookups};
 use flannel_core::kernel::Footprint;
 use flannel_core::lease::{LeaseSet, Origin, View};
 use flannel_core::object::{Key, Object, State};
@@ -86,7 +85,7 @@ impl Engine {
         let answers = Answers::new(kernel);
         let changed = self.desired.update(changes.into_iter(), &answers);
         self.lookups.note(answers);
-        self.take_all(changed, Some(arrived));
+        self.take_all(changed, Some(arrived), |_, _| false);
     }
 
     /// Asks the kernel again the questions of plans whose answers may have changed.
@@ -96,7 +95,7 @@ impl Engine {
             let leases = self.desired.peers.recheck(under, &|a| answers.on_link(a));
             let changes = leases.iter().map(|lease| (lease.subnets, Some(lease)));
             let changed = self.desired.update(changes, &answers);
-            self.take_all(changed, None);
+            self.take_all(changed, None, |_, _| false);
         }
         self.lookups.note(answers);
     }
@@ -118,16 +117,22 @@ impl Engine {
         self.unfinished || (self.has_queue() && self.survey.reads.done > 0)
     }
 
-    /// Takes in changed definitions; objects of new peers get rows.
-    fn take_all(&mut self, changed: Changed, arrived: Option<Instant>) {
-        let Changed { deltas, added } = changed;
-        self.take_deltas(deltas, arrived);
+    /// Takes in changed definitions. The objects of new peers that are not `there` get rows.
+    fn take_all(
+        &mut self,
+        changed: Changed,
+        arrived: Option<Instant>,
+        there: impl Fn(&Key, &Object) -> bool,
+    ) {
+        self.take_deltas(changed.deltas, arrived);
         let (desired, table) = (&self.desired, &mut self.table);
-        for id in added {
+        for id in changed.added {
             desired.expand(desired.peers.objects_of(id), |object| {
                 let key = object.key();
-                table.failing.remove(&key);
-                table.insert(key, Row::new(Actual::Unknown, Cause::Lease(arrived)));
+                if !there(&key, &object) {
+                    table.failing.remove(&key);
+                    table.insert(key, Row::new(Actual::Unknown, Cause::Lease(arrived)));
+                }
             });
         }
     }
@@ -190,12 +195,10 @@ mod tests {
     use flannel_admission::{AdmissionRules, OfferPlan};
     use flannel_core::Subnet;
     use flannel_core::backend::Env;
-    use flannel_core::kernel::ChangedBy;
-    use flannel_core::kernel::{Invalidation, KernelEvent, ROUTE_PROTOCOL};
+    use flannel_core::kernel::{ChangedBy, Invalidation, KernelEvent, ROUTE_PROTOCOL};
     use flannel_core::lease::{LeaseAttrs, Offer, Revision};
     use flannel_core::object::{LinkName, Route, Via};
-    use flannel_core::status::Damage;
-    use flannel_core::status::{ObjectState, Wait};
+    use flannel_core::status::{Damage, ObjectState, Wait};
     use flannel_core::testing::{FakeKernel, Operation};
     use std::net::IpAddr;
 

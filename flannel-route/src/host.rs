@@ -107,10 +107,8 @@ impl Host {
                 Ok(HostNetwork::Kernel(Box::new(network)))
             }
             Built::Custom(network) => {
-                let own = lease.lease().clone();
-                let filter = ViewFilter::new(own, networks, backend.lease_type());
-                let network = CustomNetwork { network, filter };
-                Ok(HostNetwork::Custom(Box::new(network)))
+                let filter = ViewFilter::new(lease.lease().clone(), networks, backend.lease_type());
+                Ok(HostNetwork::Custom(Box::new(CustomNetwork { network, filter })))
             }
         }
     }

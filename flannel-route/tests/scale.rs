@@ -18,8 +18,7 @@ use flannel_core::object::{
     Addr, Change, Fdb, Key, Link, LinkKind, LinkName, MacAddr, Neigh, Nexthop, Object, ObjectKind,
     Route, State, Via, Vxlan,
 };
-use flannel_core::status::Rejection;
-use flannel_core::status::{Damage, ObjectState, Status, Wait, Waiting};
+use flannel_core::status::{Damage, ObjectState, Rejection, Status, Wait, Waiting};
 use flannel_core::testing::{Call, FakeKernel, FakeSubnets, Operation};
 use flannel_core::{Kernel, Lease, Subnet, Subnets};
 use flannel_route::KernelNetwork;

@@ -3,10 +3,9 @@
 //! Ownership of a subnet is measured in boot time, which includes suspended time and cannot be set.
 //! Wall time is for files and messages.
 
-use std::fmt;
-use std::io;
 use std::os::fd::OwnedFd;
 use std::time::{Duration, SystemTime};
+use std::{fmt, io};
 
 use async_trait::async_trait;
 use nix::sys::time::TimeSpec;

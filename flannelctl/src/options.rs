@@ -12,10 +12,9 @@ use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 use flannel_core::{Subnet, Subnets};
 #[cfg(feature = "etcd")]
 use flannel_options::EtcdFlags;
-use flannel_options::control;
 use flannel_options::environment::{name_variable, variable};
 use flannel_options::go_flags::is_given;
-use flannel_options::{Error as OptionsError, RegistryUrl, open_directory};
+use flannel_options::{Error as OptionsError, RegistryUrl, control, open_directory};
 use flannel_subnet::Registry;
 
 use crate::error::{Error, Result};

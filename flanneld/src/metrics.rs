@@ -12,8 +12,7 @@ use std::time::SystemTime;
 
 use flannel_api::seconds;
 use flannel_core::object::ObjectKind;
-use flannel_core::status::Damage;
-use flannel_core::status::Rejection;
+use flannel_core::status::{Damage, Rejection};
 
 use crate::observe::{NetworkSnapshot, Rulebook, Snapshot};
 use crate::report::problems::first_error;

@@ -1,8 +1,7 @@
 //! The identity of this host, by which it recognizes its own leases after a restart.
 
-use std::fs;
-use std::io;
 use std::path::Path;
+use std::{fs, io};
 
 use flannel_options::state_dir::{is_newer, read, replace};
 use flannel_subnet::HolderId;

@@ -3,10 +3,9 @@
 //!
 //! Only this program has the generators, so that the shipped programs stay small.
 
-use std::fs;
-use std::io;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::{fs, io};
 
 use clap::{Command, CommandFactory, Parser, Subcommand};
 use clap_complete::{Shell, generate_to};

@@ -5,8 +5,7 @@ use std::collections::BTreeMap;
 use std::net::IpAddr;
 
 use crate::lease::{Offer, Subnets};
-use crate::object::LinkName;
-use crate::object::Object;
+use crate::object::{LinkName, Object};
 
 /// Appends the kernel objects for a peer to a list, which may already hold those of other plans.
 ///

@@ -1,9 +1,8 @@
 //! Secrets of a node.
 
 use std::collections::HashMap;
-use std::fmt;
-use std::io;
 use std::sync::{Mutex, PoisonError};
+use std::{fmt, io};
 
 use async_trait::async_trait;
 

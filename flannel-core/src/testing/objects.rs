@@ -7,8 +7,9 @@ use std::net::IpAddr;
 use proptest::prelude::*;
 
 use crate::address::Subnet;
-use crate::object::{Addr, Fdb, Link, LinkKind, Neigh, Nexthop, Object, Route, Via, Vxlan};
-use crate::object::{LinkName, MacAddr};
+use crate::object::{
+    Addr, Fdb, Link, LinkKind, LinkName, MacAddr, Neigh, Nexthop, Object, Route, Via, Vxlan,
+};
 
 fn name(n: u8) -> LinkName {
     format!("flannel.{n}").parse().unwrap()

@@ -241,8 +241,7 @@ fn difference(before: &ExternalInterface, now: &ExternalInterface) -> Option<Str
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
-    use std::sync::mpsc;
+    use std::sync::{Arc, mpsc};
 
     use flannel_core::address::Dual;
     use flannel_core::object::{Addr, LinkName, Route, Via};

@@ -1,5 +1,7 @@
 //! New peers in large numbers: their objects are put slice by slice.
 
+use std::sync::Arc;
+
 use tokio::time::Instant;
 
 use super::ahead::Applier;
@@ -8,6 +10,7 @@ use super::table::Row;
 use super::{Actual, Cause, Engine};
 use crate::gated_kernel::{Closed, GatedKernel};
 use flannel_admission::{Answers, Changed, Delta};
+use flannel_core::Lease;
 use flannel_core::object::{Change, Object, ObjectKind};
 
 /// A planned slice of new peers.
@@ -89,11 +92,9 @@ impl Engine {
     pub(super) fn plan_slice(&mut self, answers: &Answers<'_>) -> Option<(Changed, Instant)> {
         let Slice { mut leases, arrived, outdated } = self.queue.next()?;
         if outdated {
-            leases.retain(|lease| !self.desired.peers.contains(&lease.subnets));
-            leases.retain_mut(|lease| {
-                let newest = self.leases.get(&lease.subnets).cloned();
-                newest.map(|newest| *lease = newest).is_some()
-            });
+            let is_new = |lease: &&Arc<Lease>| !self.desired.peers.contains(&lease.subnets);
+            let newest = |lease: &Arc<Lease>| self.leases.get(&lease.subnets).cloned();
+            leases = leases.iter().filter(is_new).filter_map(newest).collect();
         }
         let changes = leases.iter().map(|lease| (lease.subnets, Some(lease)));
         Some((self.desired.update(changes, answers), arrived))

@@ -9,7 +9,6 @@ use super::table::{Actual, Row};
 use super::{Cause, Engine};
 use crate::nexthops::Ids;
 use flannel_admission::Answers;
-use flannel_admission::Changed;
 use flannel_core::Kernel;
 use flannel_core::kernel::{KernelError, NexthopBlock};
 use flannel_core::object::{Change, Key, LinkName, Object, ObjectKind, State};
@@ -69,15 +68,6 @@ impl Survey {
     }
 }
 
-/// The differences between the kernel and the desired objects.
-struct Comparison<'a> {
-    /// Desired objects, and the objects in their place; `None` if there is none.
-    wrong: Vec<(Object, Option<Object>)>,
-    unwanted: Vec<&'a Object>,
-    /// The number of desired nexthop objects.
-    nexthops: usize,
-}
-
 impl Engine {
     /// Chooses the ids of nexthop objects, once: before the first snapshot, which depends on them.
     fn choose_ids(&mut self, kernel: &dyn Kernel) -> Result<(), KernelError> {
@@ -96,26 +86,15 @@ impl Engine {
         let actual = self.choose_ids(kernel).and_then(|()| kernel.snapshot(&self.footprint));
         let survey = &mut self.survey;
         survey.reads.took = started.elapsed();
-        match actual {
-            Ok(actual) => {
-                survey.error = None;
-                let absent = |object: &Object| match object {
-                    Object::Link(link) => actual.get(&object.key()).is_none().then_some(link.name),
-                    _ => None,
-                };
-                survey.missing_links = self.desired.base.iter().filter_map(absent).collect();
-                Some(actual)
-            }
-            Err(error) => {
-                // The next try chooses them anew, from the objects that are there by then.
-                if survey.reads.done == 0 {
-                    self.desired.ids = None;
-                }
-                survey.reads.tries += 1;
-                survey.error = Some(error);
-                None
+        survey.error = actual.as_ref().err().cloned();
+        if survey.error.is_some() {
+            survey.reads.tries += 1;
+            // The next try chooses them anew, from the objects that are there by then.
+            if survey.reads.done == 0 {
+                self.desired.ids = None;
             }
         }
+        actual.ok()
     }
 
     /// Reads the kernel and rebuilds the table; false if it could not be read. If a link is not as
@@ -138,13 +117,12 @@ impl Engine {
         self.survey.reads.done += 1;
         self.survey.reads.tries += 1;
         self.desired.adopt_ids(&actual, first);
-        let mut comparison = self.compare(&actual);
-        if self.has_queue() && !comparison.unwanted.is_empty() {
+        let (mut wrong, mut unwanted) = self.compare(&actual);
+        if self.has_queue() && !unwanted.is_empty() {
             // An object that no peer defines may be one that a lease in the queue will define.
             self.plan_queue(kernel, &actual);
-            comparison = self.compare(&actual);
+            (wrong, unwanted) = self.compare(&actual);
         }
-        let Comparison { wrong, unwanted, nexthops } = comparison;
         let mut before = self.table.take_rows();
         let mut rows = Vec::with_capacity(wrong.len() + unwanted.len());
         for object in unwanted {
@@ -165,6 +143,7 @@ impl Engine {
         before.retain(|_, row| row.is_started() && matches!(row.actual, Actual::Present(_)));
         self.table.fill(before.into_iter().chain(rows));
         // Usually each id is that of a desired nexthop object.
+        let nexthops = self.desired.counts.get(&ObjectKind::Nexthop).copied().unwrap_or(0);
         if self.desired.ids.as_ref().is_some_and(|ids| ids.len() != nexthops) {
             self.desired.release_ids(self.table.rows());
         }
@@ -181,9 +160,14 @@ impl Engine {
         cause: impl Fn(Option<&Object>) -> Cause,
     ) -> bool {
         let (mut found, table) = (false, &mut self.table);
-        for link in self.desired.base.iter().filter(|object| object.kind() == ObjectKind::Link) {
-            let (key, is) = (link.key(), actual.get(&link.key()));
-            if is == Some(link) && !actual.is_inexact(&key) {
+        self.survey.missing_links.clear();
+        for want in self.desired.base.iter() {
+            let Object::Link(link) = want else { continue };
+            let (key, is) = (want.key(), actual.get(&want.key()));
+            if is.is_none() {
+                self.survey.missing_links.insert(link.name);
+            }
+            if is == Some(want) && !actual.is_inexact(&key) {
                 continue;
             }
             if !tried.contains(&key) {
@@ -194,7 +178,7 @@ impl Engine {
                 let now = is.map_or_else(|| "absent".into(), |is| is.to_string());
                 let detail = format!("the kernel did not take it over: it is now {now}");
                 let error = KernelError::explained(EAGAIN, detail);
-                table.refuse(&Change::Put(link.clone()), cause(is), None, None, error);
+                table.refuse(&Change::Put(want.clone()), cause(is), None, None, error);
             }
         }
         found
@@ -204,28 +188,20 @@ impl Engine {
     fn plan_queue(&mut self, kernel: &dyn Kernel, actual: &State) {
         let answers = Answers::new(kernel);
         while let Some((changed, arrived)) = self.plan_slice(&answers) {
-            let Changed { deltas, added } = changed;
-            self.take_deltas(deltas, Some(arrived));
-            let (desired, table) = (&self.desired, &mut self.table);
-            for id in added {
-                desired.expand(desired.peers.objects_of(id), |object| {
-                    let key = object.key();
-                    if actual.get(&key) != Some(&object) || actual.is_inexact(&key) {
-                        table.insert(key, Row::new(Actual::Unknown, Cause::Lease(Some(arrived))));
-                    }
-                });
-            }
+            self.take_all(changed, Some(arrived), |key, object| {
+                actual.get(key) == Some(object) && !actual.is_inexact(key)
+            });
         }
         self.lookups.note(answers);
     }
 
-    /// Compares all desired objects with `actual`.
-    fn compare<'a>(&self, actual: &'a State) -> Comparison<'a> {
+    /// Compares all desired objects with `actual`: those that are wrong, with the objects in their
+    /// place, and the objects that are not desired.
+    fn compare<'a>(&self, actual: &'a State) -> (Vec<(Object, Option<Object>)>, Vec<&'a Object>) {
         let (mut wrong, mut is_wanted) = (Vec::new(), vec![false; actual.len()]);
         // Objects of one kind are desired in nearly the order in which they are read.
-        let (mut next, mut nexthops) = ([0; ObjectKind::ALL.len()], 0);
+        let mut next = [0; ObjectKind::ALL.len()];
         self.desired.each(|want| {
-            nexthops += usize::from(matches!(want, Object::Nexthop(_)));
             let near = &mut next[want.kind() as usize];
             let found = actual.find_near(&want, *near);
             *near = found.map_or(*near, |(n, _)| n + 1);
@@ -239,6 +215,6 @@ impl Engine {
             }
         });
         let unwanted = actual.iter().zip(is_wanted).filter(|(_, is_wanted)| !is_wanted);
-        Comparison { wrong, unwanted: unwanted.map(|(object, _)| object).collect(), nexthops }
+        (wrong, unwanted.map(|(object, _)| object).collect())
     }
 }

@@ -71,31 +71,24 @@ impl Engine {
     /// again after, in a round that first takes in the events of this change.
     fn put_links(&mut self, kernel: &GatedKernel) -> Result<(), Closed> {
         let is_link = |(key, _): &(&Key, &Row)| matches!(key, Key::Link(_));
-        let links = self.table.puts(..).take_while(is_link);
-        let links = links.filter_map(|(key, _)| self.desired.object(key)).map(Change::Put);
-        let links: Vec<Change> = links.collect();
+        let due = self.table.puts(..).take_while(is_link);
+        let links = due.filter_map(|(key, _)| self.desired.object(key));
+        let links: Vec<Change> = links.map(Change::Put).collect();
         if links.is_empty() {
             return Ok(());
         }
-        let failures = self.table.failing.clone();
+        let mut failing = self.table.failing.clone();
         self.apply(kernel, &links)?;
-        for change in &links {
-            let key = change.object().key();
-            if self.table.failing.contains_key(&key) {
-                continue;
-            }
+        if !links.iter().all(|change| self.table.failing.contains_key(&change.object().key())) {
             // Only the snapshot tells whether the kernel did what it accepted.
-            if let Some(failure) = failures.get(&key) {
-                self.table.failing.insert(key, failure.clone());
+            for (key, failure) in self.table.failing.iter() {
+                failing.insert(*key, failure.clone());
             }
-            if let Key::Link(name) = key {
-                self.survey.missing_links.remove(&name);
-            }
+            self.table.failing = failing;
+            self.survey.missing_links.clear();
             self.survey.invalidate_everything();
         }
-        if self.survey.is_everything_unread() {
-            self.survey.links_tried.extend(links.iter().map(|change| change.object().key()));
-        }
+        self.survey.links_tried.extend(links.iter().map(|change| change.object().key()));
         Ok(())
     }
 

@@ -1,12 +1,11 @@
 //! One connection per endpoint, made when it is needed, and again when the TLS files change.
 
-use std::fs;
-use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex as StdMutex, PoisonError};
 use std::time::Duration;
+use std::{fs, io};
 
 use etcd_client::{Certificate, Client, ConnectOptions, Identity, TlsOptions};
 use flannel_core::{Error, Result};

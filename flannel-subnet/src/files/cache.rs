@@ -9,10 +9,9 @@
 //! revision, and the store's value. Later builds must read this version.
 
 use std::fmt::Write;
-use std::fs;
-use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
+use std::{fs, io};
 
 use flannel_core::Lease;
 use flannel_core::lease::{LeaseAttrs, LeaseSet, Origin, Revision, View};

@@ -5,12 +5,11 @@
 //! **Source**: flannel `pkg/subnet/subnet.go: WriteSubnetFile, ReadCIDRFromSubnetFile`; the syntax
 //! is that of godotenv.
 
-use std::fmt;
 use std::fs::{self, DirBuilder};
-use std::io;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
+use std::{fmt, io};
 
 use flannel_core::address::{Dual, Family};
 use flannel_core::{Subnet, Subnets};

@@ -13,14 +13,13 @@ mod mirror;
 mod writer;
 
 use std::collections::BTreeMap;
-use std::fmt;
 use std::fs::{self, DirBuilder};
-use std::io;
 use std::os::fd::{AsFd, AsRawFd, RawFd};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, SystemTime};
+use std::{fmt, io};
 
 use async_trait::async_trait;
 use flannel_core::lease::{LeaseAttrs, Revision};

@@ -2,8 +2,7 @@
 
 use std::net::IpAddr;
 
-use flannel_api::WhyReport;
-use flannel_api::request;
+use flannel_api::{WhyReport, request};
 use flannel_doctor::diagnosis::why::{RouteInputs, diagnose, lookup};
 use serde_json::json;
 

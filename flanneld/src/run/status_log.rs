@@ -245,8 +245,7 @@ mod tests {
 
     use flannel_core::Subnets;
     use flannel_core::object::{Neigh, Route, Via};
-    use flannel_core::status::Rejection;
-    use flannel_core::status::{Listing, Repair};
+    use flannel_core::status::{Listing, Rejection, Repair};
 
     use super::*;
 
