@@ -1,0 +1,10 @@
+//! The tests of flannel-firewall, in one program: a program of its own for each file takes longer to build.
+
+#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+
+#[macro_use]
+mod fixture;
+mod drops;
+mod leaving;
+mod packets;
+mod repair;

@@ -1,0 +1,227 @@
+//! Packets between namespaces show which of them are masqueraded and accepted, for every mode and
+//! family.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::Duration;
+
+use crate::fixture::tools::{MARKED_PORT, nft};
+use crate::fixture::{ALL, Fixture, Kind, Place, Running, rules_of};
+use flannel_core::address::{Dual, Family};
+use flannel_firewall::{RuleOptions, Rules};
+
+/// A period so long that checks have other reasons.
+const RESYNC: Duration = Duration::from_secs(3600);
+const LONG: Duration = Duration::from_secs(20);
+/// The time in which a packet must not arrive.
+const SHORT: Duration = Duration::from_millis(300);
+
+in_every_mode!(
+    packets_are_masqueraded_as_the_rules_say,
+    changed_desired_rules_are_put_in_place,
+    pods_are_forwarded_despite_a_drop_policy,
+    a_change_has_no_moment_without_rules,
+    source_ports_are_random_if_that_is_desired,
+);
+
+async fn packets_are_masqueraded_as_the_rules_say(fixture: Fixture, kind: Kind) {
+    fixture.tools.make_foreign();
+    let before = fixture.tools.foreign_seen();
+    for family in Family::BOTH {
+        let bare = fixture.seen(family, Place::Pod, Place::Outside);
+        assert_eq!(bare, Some(Place::Pod.address(family)), "without rules nothing is hidden");
+    }
+    let _running = Running::start(&fixture, kind, rules_of(Place::Pod, ALL), RESYNC).await;
+    for family in Family::BOTH {
+        fixture.assert_masqueraded(family);
+        // The node connects to another node's pod from an address that has no route back.
+        let source = Place::Outside.node(family);
+        let host_to_peer = fixture.seen_of_node(family, source, Place::Peer);
+        assert_eq!(host_to_peer, Some(Place::Peer.node(family)), "{family}");
+        assert_eq!(fixture.seen_of_node(family, source, Place::Pod), Some(source), "{family}");
+        let marked = fixture.seen_at(family, Place::Pod, Place::Outside, MARKED_PORT, LONG);
+        assert_eq!(
+            marked,
+            Some(Place::Pod.address(family)),
+            "{family}: kube-proxy's packets are left to it"
+        );
+        let source = Place::Pod.node(family);
+        assert_eq!(
+            fixture.multicast_seen(family),
+            Some(source),
+            "{family}: multicast is not hidden"
+        );
+        let unicast = fixture.seen_of_node(family, source, Place::Outside);
+        assert_eq!(
+            unicast,
+            Some(Place::Outside.node(family)),
+            "{family}: the same to one receiver is"
+        );
+    }
+    assert_eq!(fixture.tools.foreign_seen(), before);
+}
+
+async fn changed_desired_rules_are_put_in_place(fixture: Fixture, kind: Kind) {
+    let nothing = Vec::<String>::new();
+    let mut running = Running::start(&fixture, kind, Rules::default(), RESYNC).await;
+    assert_eq!(fixture.tools.ours_seen(), nothing, "nothing is wanted, nothing is made");
+    running.want(rules_of(Place::Pod, ALL)).await;
+    for family in Family::BOTH {
+        fixture.assert_masqueraded(family);
+    }
+    // The node and the peer exchange their subnets.
+    running.want(rules_of(Place::Peer, ALL)).await;
+    for family in Family::BOTH {
+        let see = |to| fixture.seen(family, Place::Outside, to);
+        assert_eq!(see(Place::Pod), Some(Place::Pod.node(family)), "{family}");
+        assert_eq!(see(Place::Peer), Some(Place::Outside.address(family)), "{family}");
+    }
+    running.want(rules_of(Place::Pod, RuleOptions { masquerade: false, ..ALL })).await;
+    for family in Family::BOTH {
+        let seen = fixture.seen(family, Place::Pod, Place::Outside);
+        assert_eq!(seen, Some(Place::Pod.address(family)), "{family}");
+    }
+    running.want(Rules::default()).await;
+    assert_eq!(fixture.tools.ours_seen(), nothing);
+    let status = running.until(|_| true).await;
+    assert_eq!((status.changes, status.repairs), (4, 0), "{status:?}");
+}
+
+async fn pods_are_forwarded_despite_a_drop_policy(fixture: Fixture, kind: Kind) {
+    // In nftables the drop must be in flannel's table, because other tables cannot be overridden.
+    let refuse = |family| {
+        if kind == Kind::Nftables {
+            let table = if family == Family::V4 { "ip flannel-ipv4" } else { "ip6 flannel-ipv6" };
+            nft(&format!("add rule {table} forward drop"));
+        } else {
+            fixture.tools.iptables(kind, family, "-P FORWARD DROP");
+        }
+    };
+    if kind != Kind::Nftables {
+        for family in Family::BOTH {
+            refuse(family);
+            assert_forwarded(&fixture, family, [false; 3]);
+        }
+    }
+    let mut running = Running::start(&fixture, kind, rules_of(Place::Pod, ALL), RESYNC).await;
+    for family in Family::BOTH {
+        // The firewall does not run until this thread yields.
+        refuse(family);
+        assert_forwarded(&fixture, family, [true, true, false]);
+    }
+    if kind != Kind::Nftables {
+        running.want(rules_of(Place::Pod, RuleOptions { forward: false, ..ALL })).await;
+        for family in Family::BOTH {
+            assert_forwarded(&fixture, family, [false; 3]);
+        }
+    }
+}
+
+/// Masquerading keeps a free port, unless random ports are desired.
+async fn source_ports_are_random_if_that_is_desired(fixture: Fixture, kind: Kind) {
+    const CALLS: usize = 5;
+    let mut running = Running::start(&fixture, kind, Rules::default(), RESYNC).await;
+    for fully_random in [false, true, false] {
+        running.want(rules_of(Place::Pod, RuleOptions { fully_random, ..ALL })).await;
+        for family in Family::BOTH {
+            let calls: Vec<_> = (0..CALLS).map(|_| fixture.ports(family)).collect();
+            let kept = calls.iter().filter(|(own, seen)| own == seen).count();
+            // A random port equals the original one by chance, but not every time.
+            assert_eq!(kept == CALLS, !fully_random, "{family}, random {fully_random}: {calls:?}");
+            let seen = match kind {
+                Kind::Nftables => nft("list ruleset"),
+                _ => fixture.tools.save(kind, family),
+            };
+            assert_eq!(seen.contains("random"), fully_random, "{family}: {seen}");
+        }
+    }
+}
+
+async fn a_change_has_no_moment_without_rules(fixture: Fixture, kind: Kind) {
+    let mut running = Running::start(&fixture, kind, rules_of(Place::Pod, ALL), RESYNC).await;
+    let fixture = Arc::new(fixture);
+    let stop = Arc::new(AtomicBool::new(false));
+    let calls = Dual::from_fn(|_| Some(Arc::new(AtomicUsize::new(0))));
+    let callers = Family::BOTH.map(|family| {
+        let (fixture, stop, calls) =
+            (fixture.clone(), stop.clone(), calls[family].clone().unwrap());
+        std::thread::spawn(move || {
+            while !stop.load(Ordering::Relaxed) {
+                let seen = fixture.seen(family, Place::Pod, Place::Outside);
+                assert_eq!(seen, Some(Place::Outside.node(family)), "{family}: {calls:?}");
+                calls.fetch_add(1, Ordering::Relaxed);
+            }
+        })
+    });
+    let made = || calls.iter().map(|(_, calls)| calls.load(Ordering::Relaxed)).collect::<Vec<_>>();
+    for n in 0..30 {
+        running.want(rules_of([Place::Peer, Place::Pod][n % 2], ALL)).await;
+        // There are connections before and after each change, on slow machines too.
+        let before = made();
+        running
+            .until(|_| {
+                made().iter().zip(&before).all(|(now, before)| now > before)
+                    || callers.iter().any(|caller| caller.is_finished())
+            })
+            .await;
+    }
+    stop.store(true, Ordering::Relaxed);
+    callers.into_iter().for_each(|caller| caller.join().unwrap());
+}
+
+/// Go flannel's tables as `nft` shows them, except for the kube-proxy mark (a bit, not the whole
+/// mark) and the fourth rule (that of iptables).
+#[test]
+fn nft_shows_flannels_tables() {
+    flannel_netlink::testing::in_netns_async(|| async {
+        let fixture = Fixture::set();
+        let mut running =
+            Running::start(&fixture, Kind::Nftables, rules_of(Place::Pod, ALL), RESYNC).await;
+        for (family, keyword, network, own, multicast) in [
+            ("ipv4", "ip", "10.1.0.0/16", "10.1.7.0/24", "224.0.0.0/4"),
+            ("ipv6", "ip6", "fd00:1::/48", "fd00:1:0:7::/64", "ff00::/8"),
+        ] {
+            let want = format!(
+                "table {keyword} flannel-{family} {{
+                comment \"rules for flannel-{family}\"
+                chain postrtg {{
+                comment \"chain to manage traffic masquerading by flannel\"
+                type nat hook postrouting priority srcnat; policy accept;
+                meta mark & 0x00004000 == 0x00004000 return
+                {keyword} saddr {own} {keyword} daddr {network} return
+                {keyword} saddr {network} {keyword} daddr {own} return
+                {keyword} saddr != {network} {keyword} daddr {own} return
+                {keyword} saddr {network} {keyword} daddr != {multicast} masquerade fully-random
+                {keyword} saddr != {network} {keyword} daddr {network} masquerade fully-random
+                }}
+                chain forward {{
+                comment \"chain to accept flannel traffic\"
+                type filter hook forward priority filter; policy accept;
+                {keyword} saddr {network} accept
+                {keyword} daddr {network} accept
+                }}
+                }}"
+            );
+            let shown = nft(&format!("list table {keyword} flannel-{family}"));
+            assert_eq!(
+                shown.split_whitespace().collect::<Vec<_>>(),
+                want.split_whitespace().collect::<Vec<_>>(),
+                "{shown}"
+            );
+        }
+        running.want(rules_of(Place::Pod, RuleOptions { fully_random: false, ..ALL })).await;
+        let shown = nft("list ruleset");
+        assert!(shown.contains("masquerade") && !shown.contains("random"), "{shown}");
+    });
+}
+
+/// Which packets pass: from pod to outside, from peer to pod, from outside to other.
+fn assert_forwarded(fixture: &Fixture, family: Family, expected: [bool; 3]) {
+    let ways =
+        [(Place::Pod, Place::Outside), (Place::Peer, Place::Pod), (Place::Outside, Place::Other)];
+    for ((from, to), expected) in ways.into_iter().zip(expected) {
+        let patience = if expected { LONG } else { SHORT };
+        let passed = fixture.seen_at(family, from, to, 0, patience).is_some();
+        assert_eq!(passed, expected, "{family} {from:?} to {to:?}");
+    }
+}

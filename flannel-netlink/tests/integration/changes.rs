@@ -1,0 +1,660 @@
+//! Changes by other programs are reported, our own are not, and lost messages are noticed.
+
+use std::ffi::OsStr;
+use std::net::IpAddr;
+use std::os::unix::ffi::OsStrExt;
+use std::process::Command;
+use std::time::Duration;
+
+use flannel_core::kernel::{
+    Changes, Footprint, Invalidation, KernelEvent, ProcessNames, RouteAnswer,
+};
+use flannel_core::object::{
+    Addr, Change, Key, LinkName, MacAddr, Neigh, Nexthop, Object, Route, State, Via,
+};
+use flannel_core::{Kernel, Subnet};
+use flannel_netlink::NetlinkKernel;
+use flannel_netlink::testing::{Netns, bridge, in_netns_async, ip};
+
+fn link(text: &str) -> LinkName {
+    text.parse().unwrap()
+}
+
+fn address(text: &str) -> IpAddr {
+    text.parse().unwrap()
+}
+
+fn uplink() -> NetlinkKernel {
+    ip("link add up0 type veth peer name far0");
+    ip("link set far0 up");
+    ip("addr add 192.0.2.1/24 dev up0");
+    ip("addr add 2001:db8::1/64 dev up0 nodad");
+    ip("link set up0 up");
+    NetlinkKernel::open().unwrap()
+}
+
+/// Listens until an invalidation for which `wanted` is true; returns those before it.
+async fn until(
+    changes: &mut dyn Changes,
+    wanted: impl Fn(&Invalidation) -> bool,
+) -> Vec<Invalidation> {
+    let mut before = Vec::new();
+    loop {
+        let next = tokio::time::timeout(Duration::from_secs(60), changes.next()).await;
+        let invalidation =
+            next.unwrap_or_else(|_| panic!("not reported; only {before:?}")).unwrap();
+        if wanted(&invalidation) {
+            return before;
+        }
+        before.push(invalidation);
+    }
+}
+
+fn reports(event: KernelEvent) -> impl Fn(&Invalidation) -> bool {
+    move |invalidation| matches!(invalidation, Invalidation::Objects(events, _) if events.contains(&event))
+}
+
+fn neigh(n: u32) -> Object {
+    let address = IpAddr::from((0x0a01_0000 + n).to_be_bytes());
+    Neigh { link: link("up0"), address, mac: MacAddr::local([7; 6]) }.into()
+}
+
+fn route(n: u32) -> Object {
+    let base = IpAddr::from((0x0a01_0000 + n).to_be_bytes());
+    Route { dst: Subnet::host(base), via: Via::Blackhole, mtu: None }.into()
+}
+
+#[test]
+fn changes_by_others_are_reported_object_by_object() {
+    in_netns_async(|| async {
+        let kernel = uplink();
+        ip("link add flannel.1 type vxlan id 1 dstport 8472");
+        ip("link set flannel.1 up");
+        let mut changes = kernel.changes().unwrap();
+        let changes = &mut *changes;
+        let nexthop =
+            Nexthop { id: 9, link: link("up0"), gateway: address("192.0.2.9"), onlink: false };
+        let via = Via::Gateway { gateway: address("192.0.2.9"), link: link("up0"), onlink: false };
+        let dst = "10.1.2.0/24".parse().unwrap();
+        let mac: MacAddr = "0a:00:00:00:00:09".parse().unwrap();
+        let fdb =
+            flannel_core::object::Fdb { link: link("flannel.1"), mac, dst: address("192.0.2.9") };
+        for (command, report) in [
+            (
+                "neigh replace 10.1.0.9 lladdr 0a:00:00:00:00:09 dev up0 nud permanent",
+                KernelEvent::Present(
+                    Neigh { link: link("up0"), address: address("10.1.0.9"), mac }.into(),
+                ),
+            ),
+            (
+                "neigh replace 10.1.0.9 lladdr 0a:00:00:00:00:09 dev up0 nud stale",
+                KernelEvent::Unrepresentable(Key::Neigh(link("up0"), address("10.1.0.9"))),
+            ),
+            (
+                "neigh del 10.1.0.9 dev up0",
+                KernelEvent::Deleted(Key::Neigh(link("up0"), address("10.1.0.9"))),
+            ),
+            ("nexthop add id 9 via 192.0.2.9 dev up0", KernelEvent::Present(nexthop.into())),
+            (
+                "route add 10.1.2.0/24 nhid 9",
+                KernelEvent::Present(Route { dst, via: Via::Nexthop(9), mtu: None }.into()),
+            ),
+            (
+                "route replace 10.1.2.0/24 via 192.0.2.9 dev up0 mtu 1400",
+                KernelEvent::Present(Route { dst, via, mtu: Some(1400) }.into()),
+            ),
+            (
+                "route replace 10.1.2.0/24 nexthop via 192.0.2.9 dev up0 nexthop via 192.0.2.8 dev up0",
+                KernelEvent::Unrepresentable(Key::Route(dst)),
+            ),
+            (
+                "route replace 10.1.2.0/24 via 192.0.2.9 dev up0 mtu 1400 src 192.0.2.1",
+                KernelEvent::Inexact(Route { dst, via, mtu: Some(1400) }.into()),
+            ),
+            (
+                "route replace 10.1.2.0/24 via 192.0.2.9 dev up0 proto 241 advmss 1000",
+                KernelEvent::Inexact(Route { dst, via, mtu: None }.into()),
+            ),
+            // In the form of the kernel.
+            (
+                "route replace 10.1.2.0/24 via 192.0.2.9 dev up0 proto kernel src 192.0.2.1",
+                KernelEvent::Unrepresentable(Key::Route(dst)),
+            ),
+            ("route del 10.1.2.0/24", KernelEvent::Deleted(Key::Route(dst))),
+            (
+                "route add 10.1.2.0/24 via 192.0.2.9 metric 70",
+                KernelEvent::Related(Key::Route(dst)),
+            ),
+            // Changes that may redirect packets.
+            (
+                "route add 10.1.3.0/24 via 192.0.2.9 table 70",
+                KernelEvent::Related(Key::Route("10.1.3.0/24".parse().unwrap())),
+            ),
+            (
+                "rule add to 198.51.100.0/24 table 70",
+                KernelEvent::Related(Key::Route("0.0.0.0/0".parse().unwrap())),
+            ),
+            (
+                "-6 rule add from 2001:db8::1 table 70",
+                KernelEvent::Related(Key::Route("::/0".parse().unwrap())),
+            ),
+            ("nexthop del id 9", KernelEvent::Deleted(Key::Nexthop(9))),
+            (
+                "addr add 10.1.0.1/32 dev up0",
+                KernelEvent::Present(
+                    Addr { link: link("up0"), address: address("10.1.0.1"), len: 32 }.into(),
+                ),
+            ),
+            (
+                "addr del 10.1.0.1/32 dev up0",
+                KernelEvent::Deleted(Key::Addr(link("up0"), address("10.1.0.1"))),
+            ),
+            (
+                "-6 route add fd00:1::/64 via 2001:db8::9",
+                KernelEvent::Present(
+                    Route {
+                        dst: "fd00:1::/64".parse().unwrap(),
+                        via: Via::Gateway {
+                            gateway: address("2001:db8::9"),
+                            link: link("up0"),
+                            onlink: false,
+                        },
+                        mtu: None,
+                    }
+                    .into(),
+                ),
+            ),
+        ] {
+            ip(command);
+            until(changes, reports(report)).await;
+        }
+        let unwanted = Route {
+            dst: "fd00:1::/64".parse().unwrap(),
+            via: Via::Gateway { gateway: address("2001:db8::9"), link: link("up0"), onlink: false },
+            mtu: None,
+        };
+        ip("-6 route change fd00:1::/64 via 2001:db8::9 dev up0 pref high");
+        until(changes, reports(KernelEvent::Inexact(unwanted.into()))).await;
+        bridge("fdb add 0a:00:00:00:00:09 dev flannel.1 dst 192.0.2.9");
+        until(changes, reports(KernelEvent::Present(fdb.into()))).await;
+        bridge("fdb del 0a:00:00:00:00:09 dev flannel.1 dst 192.0.2.9");
+        until(changes, reports(KernelEvent::Deleted(Key::Fdb(link("flannel.1"), mac)))).await;
+    });
+}
+
+#[test]
+fn the_process_that_makes_a_change_is_named_if_it_still_lives() {
+    in_netns_async(|| async {
+        // The first socket of a process in a namespace has the process id as its port id.
+        let other = NetlinkKernel::open().unwrap();
+        let kernel = uplink();
+        let mut changes = kernel.changes().unwrap();
+        assert!(other.apply(&Footprint::default(), &[Change::Put(route(9))])[0].is_ok());
+        let changed_by = changed_by(&mut *changes, KernelEvent::Present(route(9))).await.unwrap();
+        let name = std::fs::read_to_string("/proc/self/comm").unwrap();
+        // The caller looks up the name, on a thread that may block.
+        assert_eq!(changed_by.process, None);
+        let found = kernel.name(changed_by.port).unwrap();
+        assert_eq!(found, format!("{} (process {})", name.trim_end(), std::process::id()));
+        assert_eq!(changed_by.port, std::process::id());
+        assert_eq!(changed_by.protocol, Some(flannel_core::kernel::ROUTE_PROTOCOL));
+        // A second socket has another port id, which is no process id.
+        let second = NetlinkKernel::open().unwrap();
+        assert!(second.apply(&Footprint::default(), &[Change::Put(neigh(9))])[0].is_ok());
+        let changed_by =
+            self::changed_by(&mut *changes, KernelEvent::Present(neigh(9))).await.unwrap();
+        assert_eq!((kernel.name(changed_by.port), changed_by.protocol), (None, None));
+        assert!(
+            changed_by.to_string().contains(&format!("port id {}", changed_by.port)),
+            "{changed_by}"
+        );
+        ip("route del blackhole 10.1.0.9/32");
+        let changed_by =
+            self::changed_by(&mut *changes, KernelEvent::Deleted(route(9).key())).await.unwrap();
+        assert_eq!(
+            changed_by.protocol, None,
+            "the protocol of a deleted route does not show which program deleted it"
+        );
+    });
+}
+
+/// The process that is reported for the changes.
+async fn changed_by(
+    changes: &mut dyn Changes,
+    report: KernelEvent,
+) -> Option<flannel_core::kernel::ChangedBy> {
+    loop {
+        let invalidation =
+            tokio::time::timeout(Duration::from_secs(60), changes.next()).await.unwrap().unwrap();
+        if let Invalidation::Objects(reports, by) = invalidation
+            && reports.contains(&report)
+        {
+            return by;
+        }
+    }
+}
+
+#[test]
+fn any_change_of_a_link_invalidates_it() {
+    in_netns_async(|| async {
+        let kernel = uplink();
+        let mut changes = kernel.changes().unwrap();
+        for command in [
+            "link set up0 mtu 1400",
+            "link set up0 down",
+            "link set up0 up",
+            "link set up0 address 0a:00:00:00:00:01",
+            // The last address removes all IPv4 routes, without a message for each.
+            "addr del 192.0.2.1/24 dev up0",
+            "link del up0",
+        ] {
+            ip(command);
+            until(&mut *changes, |invalidation| *invalidation == Invalidation::Link(link("up0")))
+                .await;
+        }
+        // A link that was created later, and a renamed one.
+        ip("link add new0 type bridge");
+        until(&mut *changes, |invalidation| *invalidation == Invalidation::Link(link("new0")))
+            .await;
+        ip("link set new0 name old0");
+        let before =
+            until(&mut *changes, |invalidation| *invalidation == Invalidation::Link(link("old0")))
+                .await;
+        assert!(before.contains(&Invalidation::Link(link("new0"))), "{before:?}");
+        ip("addr add 192.0.2.7/32 dev old0");
+        let there = Addr { link: link("old0"), address: address("192.0.2.7"), len: 32 };
+        until(&mut *changes, reports(KernelEvent::Present(there.into()))).await;
+    });
+}
+
+/// The kernel accepts almost any bytes as a name.
+#[test]
+fn a_link_whose_name_is_not_utf8_invalidates_nothing_else() {
+    in_netns_async(|| async {
+        let kernel = uplink();
+        let mut changes = kernel.changes().unwrap();
+        let odd = OsStr::from_bytes(b"od\xff0");
+        let ip_of = |args: &[&str]| {
+            let args = args.iter().map(|word| if *word == "ODD" { odd } else { OsStr::new(word) });
+            assert!(Command::new("ip").args(args).status().unwrap().success());
+        };
+        ip_of(&["link", "add", "ODD", "type", "veth", "peer", "name", "far1"]);
+        ip_of(&["link", "set", "ODD", "up"]);
+        ip_of(&["address", "add", "192.0.3.1/24", "dev", "ODD"]);
+        ip_of(&["neigh", "add", "192.0.3.9", "lladdr", "0a:00:00:00:00:09", "dev", "ODD"]);
+        ip_of(&["route", "add", "198.51.100.0/24", "via", "192.0.3.9"]);
+        ip("neigh add 192.0.2.77 lladdr 0a:00:00:00:00:09 dev up0 nud permanent");
+        let mark = Key::Neigh(link("up0"), address("192.0.2.77"));
+        let is_mark = |report: &KernelEvent| matches!(report, KernelEvent::Present(object) if object.key() == mark);
+        let before = until(
+            &mut *changes,
+            |invalidation| matches!(invalidation, Invalidation::Objects(reports, _) if reports.iter().any(is_mark)),
+        );
+        let before = before.await;
+        assert!(!before.contains(&Invalidation::Everything), "{before:?}");
+        assert_eq!(kernel.lookup(address("198.51.100.1")).unwrap(), RouteAnswer::nowhere());
+    });
+}
+
+#[test]
+fn our_own_changes_are_not_reported_however_many() {
+    in_netns_async(|| async {
+        let (kernel, other) = (uplink(), NetlinkKernel::open().unwrap());
+        let footprint = Footprint { blackholes: true, ..Footprint::default() };
+        let mut changes = kernel.changes().unwrap();
+        let ours: Vec<Change> =
+            (0..50_000).flat_map(|n| [neigh(n), route(n)]).map(Change::Put).collect();
+        assert!(kernel.apply(&footprint, &ours).iter().all(Result::is_ok));
+        assert!(other.apply(&footprint, &[Change::Put(neigh(60_000))])[0].is_ok());
+        let before = until(&mut *changes, reports(KernelEvent::Present(neigh(60_000)))).await;
+        // The kernel itself changes only links and their own addresses meanwhile.
+        let about_ours = |report: &KernelEvent| match report {
+            KernelEvent::Present(Object::Neigh(_) | Object::Route(_))
+            | KernelEvent::Inexact(_)
+            | KernelEvent::Duplicate(_) => true,
+            KernelEvent::Deleted(key)
+            | KernelEvent::Unrepresentable(key)
+            | KernelEvent::Related(key) => {
+                matches!(key, Key::Neigh(..))
+            }
+            _ => false,
+        };
+        for invalidation in before {
+            assert_ne!(invalidation, Invalidation::Everything);
+            assert!(
+                !matches!(&invalidation, Invalidation::Objects(reports, _) if reports.iter().any(about_ours)),
+                "{invalidation:?}"
+            );
+        }
+    });
+}
+
+#[test]
+fn lost_messages_invalidate_everything() {
+    in_netns_async(|| async {
+        let (kernel, other) = (uplink(), NetlinkKernel::open().unwrap());
+        let footprint = Footprint::default();
+        let mut changes = kernel.changes().unwrap();
+        // Until the receive buffer overflows, however large it is.
+        for round in 0.. {
+            assert!(round < 100, "the listener's buffer has no end");
+            let theirs: Vec<Change> =
+                (0..20_000).map(|n| Change::Put(neigh(n + round % 2))).collect();
+            assert!(other.apply(&footprint, &theirs).iter().all(Result::is_ok));
+            let gone: Vec<Change> =
+                (0..20_000).map(|n| Change::Delete(neigh(n + round % 2))).collect();
+            assert!(other.apply(&footprint, &gone).iter().all(Result::is_ok));
+            if round >= 4 {
+                break;
+            }
+        }
+        until(&mut *changes, |invalidation| *invalidation == Invalidation::Everything).await;
+        // Later changes are reported again.
+        assert!(other.apply(&footprint, &[Change::Put(neigh(70_000))])[0].is_ok());
+        until(&mut *changes, reports(KernelEvent::Present(neigh(70_000)))).await;
+    });
+}
+
+#[test]
+fn one_process_manages_two_namespaces() {
+    in_netns_async(|| async {
+        let spaces = [Netns::new().unwrap(), Netns::new().unwrap()];
+        let kernels = spaces.each_ref().map(|space| {
+            space.run(|| drop(uplink()));
+            NetlinkKernel::open_in(space.path()).unwrap()
+        });
+        let footprint = Footprint {
+            blackholes: true,
+            networks: vec!["10.1.0.0/16".parse().unwrap()],
+            ..Footprint::default()
+        };
+        let mut changes = kernels[1].changes().unwrap();
+        assert!(kernels[0].apply(&footprint, &[Change::Put(route(1))])[0].is_ok());
+        assert!(kernels[1].apply(&footprint, &[Change::Put(route(2))])[0].is_ok());
+        assert_eq!(
+            kernels[0].snapshot(&footprint).unwrap().iter().collect::<Vec<_>>(),
+            [&route(1)]
+        );
+        assert_eq!(
+            kernels[1].snapshot(&footprint).unwrap().iter().collect::<Vec<_>>(),
+            [&route(2)]
+        );
+        // Changes are reported from the kernel handle's own namespace, whatever the thread.
+        spaces[0].run(|| drop(ip("route add blackhole 10.1.0.8/32")));
+        spaces[1].run(|| drop(ip("route add blackhole 10.1.0.9/32")));
+        let before = until(&mut *changes, reports(KernelEvent::Present(route(9)))).await;
+        assert!(
+            !before
+                .iter()
+                .any(|invalidation| reports(KernelEvent::Present(route(8)))(invalidation)),
+            "{before:?}"
+        );
+    });
+}
+
+#[test]
+fn the_path_of_a_missing_namespace_is_reported() {
+    let error = NetlinkKernel::open_in("/nowhere/netns").unwrap_err();
+    assert!(error.to_string().contains("/nowhere/netns"), "{error}");
+    assert!(NetlinkKernel::open_in("/proc/self/status").is_err());
+}
+
+/// Listening may start on a thread without a runtime.
+#[test]
+fn listening_may_begin_outside_a_runtime() {
+    in_netns_async(|| async {
+        let kernel = uplink();
+        let mut changes =
+            std::thread::scope(|scope| scope.spawn(|| kernel.changes().unwrap()).join()).unwrap();
+        ip("route add blackhole 10.1.0.9/32");
+        until(&mut *changes, reports(KernelEvent::Present(route(9)))).await;
+    });
+}
+
+/// An event that only this kernel handle received is repaired without reading the table.
+#[test]
+fn reported_metrics_do_not_stay() {
+    in_netns_async(|| async {
+        let kernel = uplink();
+        let nexthop =
+            Nexthop { id: 9, link: link("up0"), gateway: address("192.0.2.9"), onlink: false };
+        let ours = Route { dst: "10.1.2.0/24".parse().unwrap(), via: Via::Nexthop(9), mtu: None };
+        let put = |object: Object| {
+            kernel.apply(&Footprint::default(), &[Change::Put(object)]).remove(0).unwrap();
+        };
+        put(nexthop.into());
+        let mut changes = kernel.changes().unwrap();
+        ip("route add 10.1.2.0/24 nhid 9 proto 241 advmss 1000");
+        until(&mut *changes, reports(KernelEvent::Inexact(ours.into()))).await;
+        put(ours.into());
+        let shown = ip("route show 10.1.2.0/24");
+        assert!(shown.contains("nhid 9") && !shown.contains("advmss"), "{shown}");
+    });
+}
+
+#[test]
+fn no_route_of_ours_with_another_path_stays_behind_ours() {
+    in_netns_async(|| async {
+        let kernel = uplink();
+        ip("link add flannel.1 type vxlan id 1 dstport 8472");
+        ip("link set flannel.1 up");
+        ip("nexthop add id 77 via 10.1.99.0 dev flannel.1 onlink");
+        let networks = vec!["10.1.0.0/16".parse().unwrap(), "fd00:1::/48".parse().unwrap()];
+        let footprint =
+            Footprint { links: [link("flannel.1")].into(), networks, ..Footprint::default() };
+        let change = |change: Change| kernel.apply(&footprint, &[change]).remove(0).unwrap();
+        change(Change::Put(
+            Nexthop { id: 9, link: link("flannel.1"), gateway: address("10.1.7.0"), onlink: true }
+                .into(),
+        ));
+        let mut changes = kernel.changes().unwrap();
+        let gateway = |gateway| Via::Gateway {
+            gateway: address(gateway),
+            link: link("flannel.1"),
+            onlink: true,
+        };
+        let doubles_v4 = [
+            "dev flannel.1",
+            "dev flannel.1 proto 241 advmss 900",
+            "nhid 77",
+            "via 10.1.99.0 dev flannel.1 onlink",
+            "via 192.0.2.9 dev up0 proto 241",
+        ];
+        for (dst, via, doubles) in [
+            ("10.1.7.0/24", Via::Nexthop(9), &doubles_v4[..]),
+            ("10.1.8.0/24", gateway("10.1.8.0"), &doubles_v4),
+            // IPv6 merges two gateways into one route. A route without a gateway is not distinct
+            // from ours.
+            ("fd00:1:0:7::/64", gateway("fd00:1:0:7::"), &[]),
+        ] {
+            let ours = Object::from(Route { dst: dst.parse().unwrap(), via, mtu: None });
+            let family = if dst.contains(':') { 6 } else { 4 };
+            let shown = || ip(&format!("-{family} route show {dst}"));
+            let snapshot = || kernel.snapshot(&footprint).unwrap();
+            for double in doubles {
+                change(Change::Put(ours.clone()));
+                let append = || ip(&format!("-{family} route append {dst} {double}"));
+                append();
+                let about = |report: &KernelEvent| matches!(report, KernelEvent::Duplicate(o) if o.key() == ours.key());
+                until(
+                    &mut *changes,
+                    |invalidation| matches!(invalidation, Invalidation::Objects(reports, _) if reports.iter().any(about)),
+                )
+                .await;
+                let there = snapshot();
+                assert_eq!(
+                    there.get(&ours.key()),
+                    Some(&ours),
+                    "{dst} {double}: the first takes effect"
+                );
+                assert!(there.is_inexact(&ours.key()), "{dst} {double}");
+                change(Change::Put(ours.clone()));
+                assert!(!snapshot().is_inexact(&ours.key()), "{dst} {double}");
+                assert_eq!(shown().lines().count(), 1, "{dst} {double}:\n{}", shown());
+                // It is deleted together with ours.
+                append();
+                snapshot();
+                change(Change::Delete(ours.clone()));
+                assert_eq!(shown(), "", "{dst} {double}");
+            }
+            // A route that is not distinct from ours has the same path. It stays once it is the
+            // only one.
+            change(Change::Put(ours.clone()));
+            let alike = match via {
+                Via::Nexthop(id) => format!("nhid {id} proto 241 advmss 900"),
+                _ if family == 4 => "via 10.1.8.0 dev flannel.1 onlink proto 241 advmss 900".into(),
+                _ => "dev flannel.1 proto 241".into(),
+            };
+            ip(&format!("-{family} route append {dst} {alike}"));
+            assert!(!snapshot().is_inexact(&ours.key()), "{dst} {alike}");
+            change(Change::Put(ours.clone()));
+            change(Change::Delete(ours.clone()));
+            let Object::Route(left) = snapshot().get(&ours.key()).unwrap().clone() else {
+                unreachable!()
+            };
+            change(Change::Delete(left.into()));
+            assert_eq!(shown(), "");
+        }
+        // A foreign route stays, even behind ours.
+        let ours =
+            Route { dst: "10.1.8.0/24".parse().unwrap(), via: gateway("10.1.8.0"), mtu: None };
+        change(Change::Put(ours.into()));
+        ip("route append 10.1.8.0/24 via 192.0.2.9 dev up0");
+        assert!(!kernel.snapshot(&footprint).unwrap().is_inexact(&Key::Route(ours.dst)));
+        change(Change::Put(ours.into()));
+        assert_eq!(ip("route show 10.1.8.0/24").lines().count(), 2);
+    });
+}
+
+/// An IPv6 route replaces another one of the same sort: with or without a gateway.
+#[test]
+fn a_route_in_front_of_ours_that_is_not_replaced_is_removed() {
+    in_netns_async(|| async {
+        let kernel = uplink();
+        ip("link add up1 type veth peer name far1");
+        ip("link set far1 up");
+        ip("link set up1 up");
+        let networks = vec!["fd00:1::/48".parse().unwrap()];
+        let footprint =
+            Footprint { networks, routes_on: [link("up0")].into(), ..Footprint::default() };
+        let change = |change: Change| kernel.apply(&footprint, &[change]).remove(0).unwrap();
+        let dst = "fd00:1:0:7::/64";
+        let via =
+            Via::Gateway { gateway: address("2001:db8::9"), link: link("up0"), onlink: false };
+        let ours = Object::from(Route { dst: dst.parse().unwrap(), via, mtu: None });
+        let shown = || ip(&format!("-6 route show {dst}"));
+        change(Change::Put(ours.clone()));
+        let stand_before = || {
+            ip(&format!("-6 route replace {dst} dev up1"));
+            ip(&format!("-6 route append {dst} via 2001:db8::7 dev up0"));
+            change(Change::Put(ours.clone()));
+            let both = shown();
+            assert!(
+                both.starts_with(&format!("{dst} dev up1")) && both.lines().count() == 2,
+                "{both}"
+            );
+            let there = kernel.snapshot(&footprint).unwrap();
+            assert!(
+                there.get(&ours.key()) == Some(&ours) && there.is_inexact(&ours.key()),
+                "no effect: {there:?}"
+            );
+        };
+        stand_before();
+        change(Change::Put(ours.clone()));
+        let shown_after = shown();
+        assert!(shown_after.contains("via 2001:db8::9 dev up0 proto 241"), "{shown_after}");
+        assert_eq!(shown_after.lines().count(), 1, "{shown_after}");
+        // It stays once ours is no longer desired.
+        stand_before();
+        change(Change::Delete(ours.clone()));
+        let left = shown();
+        assert!(left.contains("dev up1") && left.lines().count() == 1, "{left}");
+        assert_eq!(kernel.snapshot(&footprint).unwrap(), State::default());
+    });
+}
+
+#[test]
+fn a_last_resort_route_does_not_stay_behind_ours_however_it_was_noted() {
+    #[derive(Debug, Clone, Copy, PartialEq)]
+    enum Learned {
+        Told,
+        Read,
+        TooLate,
+    }
+    in_netns_async(|| async {
+        let (kernel, other) = (uplink(), NetlinkKernel::open().unwrap());
+        let networks = vec!["10.1.0.0/16".parse().unwrap(), "fd00:1::/48".parse().unwrap()];
+        let footprint = Footprint { blackholes: true, networks, ..Footprint::default() };
+        let change = |kernel: &NetlinkKernel, change: Change| {
+            kernel.apply(&footprint, &[change]).remove(0).unwrap();
+        };
+        let mut changes = kernel.changes().unwrap();
+        kernel.snapshot(&footprint).unwrap();
+        for (family, prefix, gateway) in [(4, "10.1", "192.0.2.9"), (6, "fd00:1", "2001:db8::9")] {
+            for (n, learned) in
+                [Learned::Told, Learned::Read, Learned::TooLate].into_iter().enumerate()
+            {
+                let text = if family == 4 {
+                    format!("{prefix}.{n}.0/24")
+                } else {
+                    format!("{prefix}:0:{n}::/64")
+                };
+                let route =
+                    |via| Object::from(Route { dst: text.parse().unwrap(), via, mtu: None });
+                let last = route(Via::LastResort);
+                let ours = route(Via::Gateway {
+                    gateway: address(gateway),
+                    link: link("up0"),
+                    onlink: false,
+                });
+                change(&other, Change::Put(last.clone()));
+                match learned {
+                    Learned::Told => {
+                        drop(
+                            until(&mut *changes, reports(KernelEvent::Present(last.clone()))).await,
+                        );
+                    }
+                    Learned::Read => {
+                        assert_eq!(
+                            kernel.snapshot(&footprint).unwrap().get(&last.key()),
+                            Some(&last)
+                        );
+                    }
+                    Learned::TooLate => {}
+                }
+                change(&kernel, Change::Put(ours.clone()));
+                if learned == Learned::TooLate {
+                    let there = kernel.snapshot(&footprint).unwrap();
+                    assert_eq!(there.get(&ours.key()), Some(&ours), "{text}");
+                    assert!(there.is_inexact(&ours.key()), "{text}: it is to be put again");
+                    change(&kernel, Change::Put(ours.clone()));
+                }
+                let shown = || ip(&format!("-{family} route show {text}"));
+                assert!(
+                    shown().lines().count() == 1 && shown().contains(gateway),
+                    "{learned:?}: {}",
+                    shown()
+                );
+                let add_behind = || {
+                    ip(&format!(
+                        "-{family} route add blackhole {text} metric 4294967295 proto 241"
+                    ));
+                    kernel.snapshot(&footprint).unwrap();
+                };
+                add_behind();
+                change(&kernel, Change::Delete(ours.clone()));
+                assert_eq!(shown(), "", "{learned:?}: it goes with ours");
+                // The route of another network stays, even behind ours.
+                change(&kernel, Change::Put(ours.clone()));
+                add_behind();
+                let of_another = Footprint { networks: Vec::new(), ..footprint.clone() };
+                kernel.apply(&of_another, &[Change::Delete(ours)]).remove(0).unwrap();
+                assert!(
+                    shown().lines().count() == 1 && shown().contains("blackhole"),
+                    "{}",
+                    shown()
+                );
+            }
+        }
+    });
+}

@@ -1,0 +1,270 @@
+//! The external interface of a host that is a network namespace.
+
+use flannel_core::address::{Dual, Family};
+use flannel_netlink::NetlinkKernel;
+use flannel_netlink::iface::{InterfaceState, Selectors};
+use flannel_netlink::testing::{in_netns, in_netns_async, ip};
+use tokio::sync::watch;
+
+fn host() -> NetlinkKernel {
+    for n in 0..3 {
+        ip(&format!("link add up{n} type veth peer name far{n}"));
+        ip(&format!("link set far{n} up"));
+        ip(&format!("link set up{n} up mtu {}", 1400 + n));
+        ip(&format!("addr add 192.0.{}.1/24 dev up{n}", 2 + n));
+        ip(&format!("addr add 2001:db8:{n}::2/64 dev up{n} nodad preferred_lft 0"));
+        ip(&format!("addr add 2001:db8:{n}::1/64 dev up{n} nodad valid_lft 900 preferred_lft 900"));
+    }
+    ip("route add default via 192.0.3.9");
+    ip("-6 route add default via 2001:db8:1::9");
+    ip("route add 198.51.100.0/24 via 192.0.4.9 src 192.0.4.1");
+    NetlinkKernel::open().unwrap()
+}
+
+#[test]
+fn the_default_route_decides() {
+    in_netns(|| {
+        let kernel = host();
+        let got = kernel.external_interface(&Selectors::default(), Family::BOTH).unwrap();
+        assert_eq!((got.name.as_str(), got.mtu), ("up1", 1401));
+        let want: Dual<std::net::IpAddr> = ["192.0.3.1", "2001:db8:1::1"]
+            .iter()
+            .map(|text| text.parse::<std::net::IpAddr>().unwrap())
+            .collect();
+        assert_eq!((got.address, got.public), (want, want));
+        assert_eq!(got.reason, "it has the default route");
+    });
+}
+
+#[test]
+fn the_route_to_an_address_decides() {
+    in_netns(|| {
+        let kernel = host();
+        let can_reach = Some("198.51.100.7".parse().unwrap());
+        let selectors = Selectors { can_reach, ..Selectors::default() };
+        let got = kernel.external_interface(&selectors, [Family::V4]).unwrap();
+        assert_eq!((got.name.as_str(), got.address.v4), ("up2", "192.0.4.1".parse().ok()));
+        ip("route add blackhole 198.51.100.7");
+        let error = kernel.external_interface(&selectors, [Family::V4]).unwrap_err();
+        assert!(error.to_string().contains("198.51.100.7: there is no route to it"), "{error}");
+    });
+}
+
+#[test]
+fn several_paths_are_no_single_interface() {
+    in_netns(|| {
+        let kernel = host();
+        ip("route replace default nexthop via 192.0.2.9 dev up0 nexthop via 192.0.3.9 dev up1");
+        let error = kernel.external_interface(&Selectors::default(), [Family::V4]).unwrap_err();
+        assert!(error.to_string().contains("does not leave by a single interface"), "{error}");
+        ip("route del default");
+        let error = kernel.external_interface(&Selectors::default(), [Family::V4]).unwrap_err();
+        assert!(error.to_string().contains("there is no IPv4 default route"), "{error}");
+    });
+}
+
+#[test]
+fn deprecated_and_unready_addresses_do_not_count() {
+    in_netns(|| {
+        let kernel = host();
+        ip("addr del 2001:db8:1::1/64 dev up1");
+        ip("-6 addr flush dev up1 scope link");
+        let error = kernel.external_interface(&Selectors::default(), [Family::V6]).unwrap_err();
+        assert!(error.to_string().contains("up1 has no usable IPv6 address"), "{error}");
+    });
+}
+
+/// Follows the interface that was chosen on this host until the script ends.
+async fn follow(
+    kernel: &NetlinkKernel,
+    selectors: &Selectors,
+    families: &[Family],
+    script: impl AsyncFnOnce(watch::Receiver<InterfaceState>),
+) {
+    let chosen = kernel.external_interface(selectors, families.iter().copied()).unwrap();
+    let (state, states) = watch::channel(InterfaceState::Lost("it was not looked at yet".into()));
+    let scene = async {
+        tokio::select! {
+            ended = kernel.follow_interface(&chosen, selectors, families, &state) => panic!("{ended:?}"),
+            () = script(states) => (),
+        }
+    };
+    let state = || state.borrow().clone();
+    let over = tokio::time::timeout(std::time::Duration::from_secs(20), scene).await;
+    assert!(over.is_ok(), "nothing ended it: {:?}", state());
+}
+
+/// Waits for a state for which `wanted` is true.
+async fn until(
+    states: &mut watch::Receiver<InterfaceState>,
+    wanted: impl Fn(&InterfaceState) -> bool,
+) -> InterfaceState {
+    states.wait_for(wanted).await.unwrap().clone()
+}
+
+/// Waits for another possible choice; returns the difference.
+async fn other(states: &mut watch::Receiver<InterfaceState>) -> String {
+    match until(states, |state| matches!(state, InterfaceState::Other { .. })).await {
+        InterfaceState::Other { difference, .. } => difference,
+        state => panic!("{state:?}"),
+    }
+}
+
+/// The difference after `changes` to a host whose interface is up1.
+async fn waits_for(changes: &[&str]) -> String {
+    let kernel = host();
+    let selectors = Selectors { iface: vec!["up1".into(), "up0".into()], ..Selectors::default() };
+    let mut difference = String::new();
+    follow(&kernel, &selectors, &Family::BOTH, async |mut states| {
+        until(&mut states, |state| *state == InterfaceState::Kept).await;
+        for change in changes {
+            ip(change);
+        }
+        difference = other(&mut states).await;
+    })
+    .await;
+    difference
+}
+
+#[test]
+fn only_a_change_of_the_chosen_values_ends_the_choice() {
+    in_netns_async(async || {
+        let reason = waits_for(&[
+            "addr add 192.0.3.77/24 dev up1",
+            "addr del 192.0.2.1/24 dev up0",
+            "link set up2 mtu 1300",
+            "route replace default via 192.0.4.9",
+            "link set up1 down",
+            "link set up1 up",
+            // The kernel removes the IPv6 addresses with the link.
+            "addr replace 2001:db8:1::1/64 dev up1 nodad",
+            "link set up1 mtu 1350",
+        ])
+        .await;
+        assert_eq!(reason, "up1 has the MTU 1350 now, not 1401");
+    });
+}
+
+#[test]
+fn another_address_is_another_choice() {
+    in_netns_async(async || {
+        let reason =
+            waits_for(&["addr add 192.0.3.5/25 dev up1", "addr del 192.0.3.1/24 dev up1"]).await;
+        assert_eq!(reason, "up1 has the IPv4 address 192.0.3.5 now, not 192.0.3.1");
+    });
+}
+
+#[test]
+fn a_missing_interface_is_lost_until_another_choice_is_possible() {
+    in_netns_async(async || {
+        let reason = waits_for(&[
+            "addr flush dev up0",
+            "link del up1",
+            "addr add 2001:db8::1/64 dev up0 nodad",
+            "addr add 192.0.2.8/24 dev up0",
+        ])
+        .await;
+        assert_eq!(reason, "the external interface is up0 now, not up1");
+    });
+}
+
+#[test]
+fn a_link_local_address_replaces_no_other_and_is_replaced_by_one() {
+    in_netns_async(async || {
+        let kernel = host();
+        ip("addr add 169.254.3.4/16 dev up1");
+        let selectors = Selectors { iface: vec!["up1".into()], ..Selectors::default() };
+        let lost = |standing: &InterfaceState| matches!(standing, InterfaceState::Lost(why) if why.contains("link-local"));
+        follow(&kernel, &selectors, &[Family::V4], async |mut states| {
+            ip("addr del 192.0.3.1/24 dev up1");
+            until(&mut states, lost).await;
+            ip("addr add 192.0.3.1/24 dev up1");
+            until(&mut states, |state| *state == InterfaceState::Kept).await;
+            ip("addr del 192.0.3.1/24 dev up1");
+            until(&mut states, lost).await;
+            ip("addr add 192.0.3.9/24 dev up1");
+            assert_eq!(
+                other(&mut states).await,
+                "up1 has the IPv4 address 192.0.3.9 now, not 192.0.3.1"
+            );
+            ip("addr del 192.0.3.9/24 dev up1");
+            until(&mut states, lost).await;
+        })
+        .await;
+        // It is the only address.
+        follow(&kernel, &selectors, &[Family::V4], async |mut states| {
+            until(&mut states, |state| *state == InterfaceState::Kept).await;
+            ip("addr add 192.0.3.9/24 dev up1");
+            assert_eq!(
+                other(&mut states).await,
+                "up1 has the IPv4 address 192.0.3.9 now, not 169.254.3.4"
+            );
+        })
+        .await;
+        // The user selected it.
+        let asked = Selectors { iface: vec!["169.254.3.4".into()], ..Selectors::default() };
+        follow(&kernel, &asked, &[Family::V4], async |mut states| {
+            until(&mut states, |state| *state == InterfaceState::Kept).await;
+            ip("link set up1 mtu 1350");
+            assert_eq!(other(&mut states).await, "up1 has the MTU 1350 now, not 1401");
+        })
+        .await;
+    });
+}
+
+#[test]
+fn a_choice_that_changes_again_is_reported_again() {
+    in_netns_async(async || {
+        let kernel = host();
+        let selectors =
+            Selectors { iface: vec!["up1".into(), "up0".into()], ..Selectors::default() };
+        follow(&kernel, &selectors, &Family::BOTH, async |mut states| {
+            ip("link del up1");
+            assert_eq!(other(&mut states).await, "the external interface is up0 now, not up1");
+            ip("link set up0 mtu 1350");
+            let smaller =
+                |standing: &InterfaceState| matches!(standing, InterfaceState::Other { now, .. } if now.mtu == 1350);
+            until(&mut states, smaller).await;
+        })
+        .await;
+    });
+}
+
+/// The groups of sockets that listen to rtnetlink in this namespace, as bits of
+/// `/proc/net/netlink`.
+fn groups() -> Vec<u32> {
+    let table = std::fs::read_to_string("/proc/thread-self/net/netlink").unwrap();
+    let rows = table.lines().skip(1).map(|line| line.split_whitespace().collect::<Vec<_>>());
+    let routes = rows.filter(|columns| columns[1] == "0");
+    routes
+        .map(|columns| u32::from_str_radix(columns[3], 16).unwrap())
+        .filter(|groups| *groups != 0)
+        .collect()
+}
+
+#[test]
+fn routes_are_listened_to_only_while_the_choice_depends_on_them() {
+    const LINKS_AND_ADDRESSES: u32 = 1 << 0 | 1 << 4 | 1 << 8;
+    const ROUTES: u32 = 1 << 6 | 1 << 10;
+    in_netns_async(async || {
+        let kernel = host();
+        let selectors = Selectors::default();
+        follow(&kernel, &selectors, &[Family::V4], async |mut states| {
+            let until = async |wanted: &[u32]| {
+                while groups() != wanted {
+                    tokio::task::yield_now().await;
+                }
+            };
+            until(&[LINKS_AND_ADDRESSES]).await;
+            ip("addr del 192.0.3.1/24 dev up1");
+            until(&[LINKS_AND_ADDRESSES | ROUTES]).await;
+            ip("addr add 192.0.3.1/24 dev up1");
+            until(&[LINKS_AND_ADDRESSES]).await;
+            ip("addr del 192.0.3.1/24 dev up1");
+            until(&[LINKS_AND_ADDRESSES | ROUTES]).await;
+            ip("route replace default via 192.0.4.9");
+            assert_eq!(other(&mut states).await, "the external interface is up2 now, not up1");
+        })
+        .await;
+    });
+}

@@ -1,0 +1,12 @@
+//! The tests of flannel-netlink, in one program: a program of its own for each file takes longer to build.
+
+#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+
+mod changes;
+mod corpus;
+mod foreign;
+mod iface;
+mod netfilter;
+mod objects;
+mod routes;
+mod suite;

@@ -1,0 +1,765 @@
+//! Every kind of object, as iproute2 shows it: created, each attribute changed in place, put again,
+//! deleted.
+
+use std::net::IpAddr;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use flannel_core::Kernel;
+use flannel_core::address::Family;
+use flannel_core::kernel::{Footprint, KernelError, NexthopBlock};
+use flannel_core::object::{
+    Addr, Change, Fdb, Link, LinkKind, LinkName, MacAddr, Neigh, Nexthop, Object, Route, State,
+    Via, Vxlan,
+};
+use flannel_netlink::NetlinkKernel;
+use flannel_netlink::testing::{Netns, bridge, in_netns, ip};
+use serde_json::{Value, json};
+
+fn name(text: &str) -> LinkName {
+    text.parse().unwrap()
+}
+
+fn address(text: &str) -> IpAddr {
+    text.parse().unwrap()
+}
+
+fn mac(text: &str) -> MacAddr {
+    text.parse().unwrap()
+}
+
+fn json_of(text: &str) -> Value {
+    serde_json::from_str(text).unwrap_or(json!([]))
+}
+
+/// Two uplinks with addresses.
+fn uplinks() -> NetlinkKernel {
+    for n in 0..2 {
+        ip(&format!("link add up{n} type veth peer name far{n}"));
+        ip(&format!("link set far{n} up"));
+        ip(&format!("addr add 192.0.{}.1/24 dev up{n}", 2 + n));
+        ip(&format!("addr add 2001:db8:{n}::1/64 dev up{n} nodad"));
+        ip(&format!("link set up{n} up"));
+    }
+    NetlinkKernel::open().unwrap()
+}
+
+fn footprint() -> Footprint {
+    Footprint {
+        links: [name("flannel.1")].into(),
+        networks: vec!["10.1.0.0/16".parse().unwrap(), "fd00:1::/32".parse().unwrap()],
+        routes_on: [name("up0")].into(),
+        blackholes: true,
+        ..Footprint::default()
+    }
+}
+
+fn device(family: Family) -> (Link, Vxlan) {
+    let local = if family == Family::V4 { address("192.0.2.1") } else { address("2001:db8::1") };
+    let vxlan = Vxlan {
+        vni: 1,
+        port: 8472,
+        mac: mac("0a:00:00:00:00:01"),
+        local: Some(local),
+        lower: Some(name("up0")),
+        learning: false,
+        gbp: false,
+    };
+    (link(mtu(family), true, vxlan), vxlan)
+}
+
+/// The MTU of a tunnel over 1500 bytes. The kernel refuses a larger one.
+fn mtu(family: Family) -> u32 {
+    if family == Family::V4 { 1450 } else { 1430 }
+}
+
+fn link(mtu: u32, up: bool, vxlan: Vxlan) -> Link {
+    Link { name: name("flannel.1"), mtu, up, kind: LinkKind::Vxlan(vxlan) }
+}
+
+fn apply(kernel: &NetlinkKernel, change: Change) -> Result<(), KernelError> {
+    kernel.apply(&footprint(), &[change]).remove(0)
+}
+
+/// Puts the object twice, and finds it in a snapshot.
+fn put(kernel: &NetlinkKernel, object: impl Into<Object>) {
+    let object = object.into();
+    for _ in 0..2 {
+        apply(kernel, Change::Put(object.clone()))
+            .unwrap_or_else(|error| panic!("put {object}: {error}"));
+    }
+    let snapshot = kernel.snapshot(&footprint()).unwrap();
+    assert_eq!(snapshot.get(&object.key()), Some(&object));
+}
+
+/// Deletes the object twice, and finds that it is gone.
+fn delete(kernel: &NetlinkKernel, object: impl Into<Object>) {
+    let object = object.into();
+    for _ in 0..2 {
+        apply(kernel, Change::Delete(object.clone()))
+            .unwrap_or_else(|error| panic!("delete {object}: {error}"));
+    }
+    assert_eq!(kernel.snapshot(&footprint()).unwrap().get(&object.key()), None);
+}
+
+/// A route through the tunnel.
+fn peer_route(family: Family) -> Route {
+    let (dst, gateway) = match family {
+        Family::V4 => ("10.1.2.0/24", "10.1.2.0"),
+        Family::V6 => ("fd00:1:2::/64", "fd00:1:2::"),
+    };
+    let via = Via::Gateway { gateway: address(gateway), link: name("flannel.1"), onlink: true };
+    Route { dst: dst.parse().unwrap(), via, mtu: None }
+}
+
+/// Runs the test for each family in a namespace of its own.
+fn for_both_families(test: fn(&NetlinkKernel, Family)) {
+    for family in Family::BOTH {
+        Netns::new().unwrap().run(|| test(&uplinks(), family));
+    }
+}
+
+fn shown_link() -> Value {
+    json_of(&ip("-j -d link show dev flannel.1"))[0].clone()
+}
+
+#[test]
+fn a_device_has_the_attributes_that_go_flannel_sets() {
+    in_netns(|| for_both_families(a_device_has_all_attributes));
+}
+
+fn a_device_has_all_attributes(kernel: &NetlinkKernel, family: Family) {
+    let (wanted, vxlan) = device(family);
+    put(kernel, wanted.clone());
+    let shown = shown_link();
+    assert_eq!(shown["mtu"], mtu(family));
+    assert_eq!(shown["address"], "0a:00:00:00:00:01");
+    assert!(shown["flags"].as_array().unwrap().contains(&json!("UP")), "{shown}");
+    assert!(shown["txqlen"].is_null() || shown["txqlen"] == 0, "{shown}");
+    let data = &shown["linkinfo"]["info_data"];
+    assert_eq!(shown["linkinfo"]["info_kind"], "vxlan");
+    assert_eq!(
+        (&data["id"], &data["port"], &data["link"]),
+        (&json!(1), &json!(8472), &json!("up0"))
+    );
+    let local = vxlan.local.unwrap().to_string();
+    assert!(data["local"] == *local || data["local6"] == *local, "{data}");
+    assert_eq!(data["learning"], false);
+    assert_eq!(data["udp_zero_csum6_rx"], false);
+    assert!(data["gbp"].is_null(), "{data}");
+    let accept_ra = std::fs::read_to_string("/proc/sys/net/ipv6/conf/flannel.1/accept_ra");
+    assert_eq!(accept_ra.unwrap().trim(), "0");
+    delete(kernel, wanted);
+}
+
+#[test]
+fn a_device_changes_in_place_and_keeps_its_routes() {
+    in_netns(|| for_both_families(a_device_changes));
+}
+
+fn a_device_changes(kernel: &NetlinkKernel, family: Family) {
+    let (wanted, vxlan) = device(family);
+    put(kernel, wanted.clone());
+    let index = shown_link()["ifindex"].clone();
+    let route = peer_route(family);
+    put(kernel, route);
+    let other = if family == Family::V4 { address("192.0.3.1") } else { address("2001:db8:1::1") };
+    for changed in [
+        link(1400, true, vxlan),
+        link(mtu(family), true, Vxlan { mac: mac("0a:00:00:00:00:02"), ..vxlan }),
+        link(mtu(family), true, Vxlan { local: Some(other), ..vxlan }),
+        link(mtu(family), true, Vxlan { local: None, ..vxlan }),
+        link(mtu(family), true, Vxlan { lower: Some(name("up1")), ..vxlan }),
+        link(mtu(family), true, Vxlan { learning: true, ..vxlan }),
+        link(
+            1300,
+            true,
+            Vxlan { local: Some(other), lower: Some(name("up1")), learning: true, ..vxlan },
+        ),
+        wanted.clone(),
+    ] {
+        put(kernel, changed.clone());
+        assert_eq!(shown_link()["ifindex"], index, "{changed:?} in place");
+        let snapshot = kernel.snapshot(&footprint()).unwrap();
+        assert!(snapshot.get(&Object::from(route).key()).is_some(), "{changed:?} keeps routes");
+    }
+    put(kernel, link(mtu(family), false, vxlan));
+    put(kernel, wanted);
+    assert_eq!(shown_link()["ifindex"], index, "down and up in place");
+}
+
+#[test]
+fn a_device_with_another_identity_is_created_again() {
+    in_netns(|| {
+        let kernel = uplinks();
+        let (wanted, vxlan) = device(Family::V4);
+        put(&kernel, wanted);
+        for changed in [
+            Vxlan { vni: 2, ..vxlan },
+            Vxlan { port: 4789, ..vxlan },
+            Vxlan { gbp: true, ..vxlan },
+            Vxlan { local: Some(address("2001:db8::1")), ..vxlan },
+            Vxlan { lower: None, ..vxlan },
+        ] {
+            let index = shown_link()["ifindex"].clone();
+            put(&kernel, link(1430, true, changed));
+            assert_ne!(shown_link()["ifindex"], index, "{changed:?}");
+        }
+        // Attributes that flannel's devices lack and the kernel cannot reset.
+        for alien in [
+            "group 239.0.0.1",
+            "ttl inherit",
+            "maxaddr 10",
+            "proxy",
+            "rsc",
+            "l2miss",
+            "l3miss",
+            "udp6zerocsumtx",
+            "remcsumtx",
+            "remcsumrx",
+        ] {
+            ip("link del flannel.1");
+            let addresses = "dstport 8472 local 192.0.2.1 dev up0 nolearning";
+            ip(&format!("link add flannel.1 type vxlan id 1 {addresses} {alien}"));
+            let index = shown_link()["ifindex"].clone();
+            put(&kernel, link(1430, true, vxlan));
+            assert_ne!(shown_link()["ifindex"], index, "{alien}");
+        }
+    });
+}
+
+#[test]
+fn a_renamed_device_gets_its_name_back_and_keeps_its_objects() {
+    in_netns(|| {
+        for_both_families(|kernel, family| {
+            let (wanted, _) = device(family);
+            put(kernel, wanted.clone());
+            let index = shown_link()["ifindex"].clone();
+            let route = peer_route(family);
+            put(kernel, route);
+            ip("link set flannel.1 name stray0");
+            put(kernel, wanted.clone());
+            assert_eq!(shown_link()["ifindex"], index);
+            let there = kernel.snapshot(&footprint()).unwrap();
+            assert!(there.get(&Object::from(route).key()).is_some(), "{there:?}");
+            // Another device took its name.
+            ip("link set flannel.1 name stray0 mtu 1300");
+            ip("link add flannel.1 type vxlan id 2 dev up0 dstport 8472");
+            put(kernel, wanted.clone());
+            assert_eq!(
+                (&shown_link()["ifindex"], &shown_link()["mtu"]),
+                (&index, &json!(mtu(family)))
+            );
+            // A foreign device stays, and the error names it.
+            ip("link set flannel.1 name stray0 address 0a:00:00:00:00:99");
+            let error = apply(kernel, Change::Put(wanted.into())).unwrap_err();
+            assert_eq!(error.errno, 17);
+            assert!(
+                error.to_string().contains("stray0 has the VNI 1 and the UDP port 8472"),
+                "{error}"
+            );
+            assert_eq!(json_of(&ip("-j link show dev stray0"))[0]["ifindex"], index);
+        });
+    });
+}
+
+#[test]
+fn a_foreign_device_of_that_name_stays() {
+    in_netns(|| {
+        let kernel = uplinks();
+        ip("link add flannel.1 type bridge");
+        ip("addr add 10.1.0.1/24 dev flannel.1");
+        ip("link set flannel.1 up");
+        let error = apply(&kernel, Change::Put(device(Family::V4).0.into())).unwrap_err();
+        assert_eq!(error.errno, 17);
+        assert!(
+            error.to_string().contains("flannel.1") && error.to_string().contains("bridge"),
+            "{error}"
+        );
+        apply(&kernel, Change::Delete(device(Family::V4).0.into())).unwrap();
+        assert_eq!(shown_link()["linkinfo"]["info_kind"], "bridge");
+        let footprint = Footprint {
+            nexthops: NexthopBlock::choose(&kernel, &footprint()).unwrap().0,
+            ..footprint()
+        };
+        let id = footprint.nexthops.unwrap().first();
+        ip("route add 10.1.7.0/24 via 10.1.0.7 dev flannel.1 proto 241");
+        ip("route add 10.1.8.0/24 via 10.1.0.7 dev flannel.1");
+        ip(&format!("nexthop add id {id} via 10.1.0.9 dev flannel.1 proto 241"));
+        assert_eq!(kernel.snapshot(&footprint).unwrap(), State::default(), "nothing on it is ours");
+    });
+}
+
+fn shown_addresses() -> Vec<(String, u64)> {
+    let shown = json_of(&ip("-j addr show dev flannel.1"));
+    let all = shown[0]["addr_info"].as_array().unwrap().iter();
+    let global = all.filter(|a| a["scope"] == "global");
+    global
+        .map(|a| (a["local"].as_str().unwrap().to_owned(), a["prefixlen"].as_u64().unwrap()))
+        .collect()
+}
+
+#[test]
+fn addresses() {
+    in_netns(|| {
+        let kernel = uplinks();
+        put(&kernel, device(Family::V4).0);
+        for (text, len) in [("10.1.5.0", 32u8), ("fd00:1:5::", 128)] {
+            let addr = Addr { link: name("flannel.1"), address: address(text), len };
+            put(&kernel, addr);
+            assert_eq!(shown_addresses(), [(text.to_owned(), u64::from(len))]);
+            let shown = ip("-j addr show dev flannel.1 scope global");
+            assert!(!shown.contains("tentative"), "usable at once: {shown}");
+            let shorter = Addr { len: len - 8, ..addr };
+            put(&kernel, shorter);
+            assert_eq!(shown_addresses(), [(text.to_owned(), u64::from(len - 8))]);
+            put(&kernel, addr);
+            assert_eq!(shown_addresses(), [(text.to_owned(), u64::from(len))]);
+            // With another far end or of scope host, it is another address. Routes on the device
+            // outlast the exchange.
+            let dst = if addr.address.is_ipv4() { "10.1.7.0/24" } else { "fd00:1:7::/64" };
+            let delete_and = format!("addr del {text}/{len} dev flannel.1");
+            let odd = match addr.address {
+                IpAddr::V4(_) => vec!["10.1.5.0/32 scope host", "10.1.5.0 peer 10.1.5.7/32"],
+                IpAddr::V6(_) => vec!["fd00:1:5:: peer fd00:1:5::7/128"],
+            };
+            for odd in odd {
+                ip(&delete_and);
+                ip(&format!("addr add {odd} dev flannel.1"));
+                ip(&format!("route replace {dst} dev flannel.1"));
+                put(&kernel, addr);
+                let shown = ip("addr show dev flannel.1");
+                assert!(!shown.contains("peer") && !shown.contains("scope host"), "{odd}: {shown}");
+                assert_eq!(shown_addresses(), [(text.to_owned(), u64::from(len))], "{odd}");
+                let family = if addr.address.is_ipv4() { 4 } else { 6 };
+                let routes = ip(&format!("-{family} route show dev flannel.1 proto boot"));
+                assert_eq!(routes.lines().count(), 1, "{odd}: {routes}");
+                // Once it is not desired, it is deleted whatever its attributes.
+                ip(&delete_and);
+                ip(&format!("addr add {odd} dev flannel.1"));
+                delete(&kernel, addr);
+                assert_eq!(shown_addresses(), [], "{odd}");
+                put(&kernel, addr);
+            }
+            // An address with another length is another address, and stays.
+            apply(&kernel, Change::Delete(shorter.into())).unwrap();
+            assert_eq!(shown_addresses(), [(text.to_owned(), u64::from(len))]);
+            delete(&kernel, addr);
+            assert_eq!(shown_addresses(), []);
+        }
+    });
+}
+
+#[test]
+fn unrepresentable_attributes_are_noted_and_repaired() {
+    in_netns(|| {
+        for_both_families(|kernel, family| {
+            let (link, _) = device(family);
+            let own = if family == Family::V4 { "10.1.5.0" } else { "fd00:1:5::" };
+            put(kernel, link.clone());
+            let addr = Addr { link: link.name, address: address(own), len: family.bits() };
+            put(kernel, addr);
+            let (dst, gateway) = match family {
+                Family::V4 => ("10.1.7.0/24", "10.1.7.0"),
+                Family::V6 => ("fd00:1:7::/64", "fd00:1:7::"),
+            };
+            let via = Via::Gateway { gateway: address(gateway), link: link.name, onlink: true };
+            let route = Route { dst: dst.parse().unwrap(), via, mtu: None };
+            put(kernel, route);
+            let neigh =
+                Neigh { link: link.name, address: address(gateway), mac: mac("0a:00:00:00:00:07") };
+            put(kernel, neigh);
+            let far = if family == Family::V4 { "192.0.2.7" } else { "2001:db8::7" };
+            let fdb = Fdb { link: link.name, mac: neigh.mac, dst: address(far) };
+            put(kernel, fdb);
+            ip("link add name br0 type bridge");
+            let set =
+                |what: &str| (Object::from(link.clone()), format!("ip link set flannel.1 {what}"));
+            let mark = |mark: &str| {
+                let command = format!(
+                    "ip neigh replace {gateway} lladdr {} dev flannel.1 nud permanent {mark}",
+                    neigh.mac
+                );
+                (Object::from(neigh), command)
+            };
+            let address = |rest: &str| {
+                let command = format!(
+                    "ip addr change {own}/{} dev flannel.1 valid_lft 900 preferred_lft {rest}",
+                    addr.len
+                );
+                (Object::from(addr), command)
+            };
+            let replace = |what: &str| {
+                let command = format!(
+                    "ip route replace {dst} via {gateway} dev flannel.1 onlink proto 241 {what}"
+                );
+                (Object::from(route), command)
+            };
+            let sticky = format!(
+                "bridge fdb replace {} dev flannel.1 dst {far} self permanent sticky",
+                fdb.mac
+            );
+            let mut damage = vec![
+                set("type vxlan id 1 ttl 3"),
+                set("type vxlan id 1 tos 4"),
+                set("type vxlan id 1 df set"),
+                set("arp off"),
+                set("master br0"),
+                set("protodown on"),
+                mark("router"),
+                mark("extern_learn"),
+                (fdb.into(), sticky),
+                address("900"),
+                address("0"),
+                replace("advmss 900"),
+            ];
+            if family == Family::V6 {
+                damage.extend([set("type vxlan id 1 flowlabel 7"), replace("expires 900")]);
+            }
+            for (object, command) in damage {
+                match command.split_once(' ').unwrap() {
+                    ("ip", args) => ip(args),
+                    (_, args) => bridge(args),
+                };
+                let there = kernel.snapshot(&footprint()).unwrap();
+                assert!(there.is_inexact(&object.key()), "{command}: {there:?}");
+                apply(kernel, Change::Put(object.clone())).unwrap();
+                let there = kernel.snapshot(&footprint()).unwrap();
+                assert!(there.get(&object.key()) == Some(&object), "{command}: {there:?}");
+                assert!(!there.is_inexact(&object.key()), "{command}: {there:?}");
+            }
+        });
+    });
+}
+
+#[test]
+fn both_lengths_in_one_call_leave_the_last_one() {
+    in_netns(|| {
+        let kernel = uplinks();
+        put(&kernel, device(Family::V4).0);
+        for (text, len) in [("10.1.5.0", 32u8), ("fd00:1:5::", 128)] {
+            let addr = |len| {
+                Change::Put(Addr { link: name("flannel.1"), address: address(text), len }.into())
+            };
+            let results = kernel.apply(&footprint(), &[addr(len - 8), addr(len - 4), addr(len)]);
+            assert_eq!(results, [Ok(()), Ok(()), Ok(())]);
+            assert!(shown_addresses().ends_with(&[(text.to_owned(), u64::from(len))]));
+        }
+        assert_eq!(shown_addresses().len(), 2);
+    });
+}
+
+#[test]
+fn neighbours_and_forwarding_entries() {
+    in_netns(|| {
+        for_both_families(|kernel, family| {
+            put(kernel, device(family).0);
+            let (a, d, e) = match family {
+                Family::V4 => ("10.1.2.0", "192.0.2.7", "192.0.2.8"),
+                Family::V6 => ("fd00:1:2::", "2001:db8::7", "2001:db8::8"),
+            };
+            let shown = || json_of(&ip("-j neigh show dev flannel.1 nud permanent"));
+            for mac in [mac("0a:00:00:00:00:07"), mac("0a:00:00:00:00:08")] {
+                put(kernel, Neigh { link: name("flannel.1"), address: address(a), mac });
+                assert_eq!(shown()[0]["dst"], a);
+                assert_eq!(shown()[0]["lladdr"], mac.to_string());
+            }
+            let neigh = Neigh {
+                link: name("flannel.1"),
+                address: address(a),
+                mac: mac("0a:00:00:00:00:08"),
+            };
+            delete(kernel, neigh);
+            assert_eq!(shown().as_array().unwrap().len(), 0);
+
+            let shown = || json_of(&bridge("-j fdb show dev flannel.1"));
+            let fdb = |dst| Fdb {
+                link: name("flannel.1"),
+                mac: mac("0a:00:00:00:00:07"),
+                dst: address(dst),
+            };
+            for dst in [d, e] {
+                put(kernel, fdb(dst));
+                assert_eq!(
+                    (&shown()[0]["dst"], &shown()[0]["mac"]),
+                    (&json!(dst), &json!("0a:00:00:00:00:07"))
+                );
+                assert_eq!(
+                    (&shown()[0]["state"], shown()[1].is_null()),
+                    (&json!("permanent"), true)
+                );
+            }
+            // An entry by nexthop objects would keep them on a put.
+            ip(&format!("nexthop add id 78 via {d} fdb"));
+            ip("nexthop add id 79 group 78 fdb");
+            let diverted = || {
+                bridge("fdb del 0a:00:00:00:00:07 dev flannel.1");
+                bridge("fdb add 0a:00:00:00:00:07 dev flannel.1 nhid 79 self permanent");
+                assert!(shown()[0]["dst"].is_null(), "{}", shown());
+            };
+            diverted();
+            let is_inexact = || {
+                let snapshot = kernel.snapshot(&footprint()).unwrap();
+                let found =
+                    snapshot.iter().find(|object| matches!(object, Object::Fdb(_))).cloned();
+                found.filter(|found| snapshot.is_inexact(&found.key()))
+            };
+            assert!(is_inexact().is_some());
+            put(kernel, fdb(e));
+            assert_eq!((&shown()[0]["dst"], shown()[1].is_null()), (&json!(e), true));
+            assert_eq!(is_inexact(), None);
+            // An undesired entry is deleted, whatever its attributes.
+            for odd in [
+                "nhid 79 self permanent",
+                "via up1 self permanent",
+                "port 999 vni 7 self permanent",
+                "self static",
+            ] {
+                bridge("fdb del 0a:00:00:00:00:07 dev flannel.1");
+                let dst = if odd.contains("nhid") { String::new() } else { format!("dst {d}") };
+                bridge(&format!("fdb add 0a:00:00:00:00:07 dev flannel.1 {dst} {odd}"));
+                delete(kernel, is_inexact().expect(odd));
+                assert_eq!(shown().as_array().unwrap().len(), 0, "{odd}");
+                bridge(&format!("fdb add 0a:00:00:00:00:07 dev flannel.1 {dst} {odd}"));
+                assert!(is_inexact().is_some(), "{odd}");
+                put(kernel, fdb(e));
+                assert_eq!(
+                    (&shown()[0]["dst"], &shown()[0]["port"]),
+                    (&json!(e), &Value::Null),
+                    "{odd}"
+                );
+                assert_eq!(
+                    (is_inexact(), &shown()[0]["state"]),
+                    (None, &json!("permanent")),
+                    "{odd}"
+                );
+            }
+            apply(kernel, Change::Delete(fdb(d).into())).unwrap();
+            assert_eq!(shown()[0]["dst"], e, "only as described");
+            delete(kernel, fdb(e));
+            assert_eq!(shown().as_array().unwrap().len(), 0);
+
+            for (mac, dst) in
+                [("00:00:00:00:00:00", d), ("00:00:00:00:00:00", e), ("01:00:5e:00:00:01", e)]
+            {
+                bridge(&format!("fdb append {mac} dev flannel.1 dst {dst} self permanent"));
+            }
+            let strangers = kernel.snapshot(&footprint()).unwrap();
+            let strangers = strangers.iter().filter(|object| matches!(object, Object::Fdb(_)));
+            strangers.for_each(|object| apply(kernel, Change::Delete(object.clone())).unwrap());
+            assert_eq!(shown().as_array().unwrap().len(), 0, "whole entries, wherever they lead");
+        });
+    });
+}
+
+#[test]
+fn tables_of_any_length_are_read_completely() {
+    in_netns(|| {
+        for_both_families(|kernel, family| {
+            let (link, _) = device(family);
+            put(kernel, link.clone());
+            let object = |n: u16| {
+                let [high, low] = n.to_be_bytes();
+                let address = match family {
+                    Family::V4 => IpAddr::from([10, 1, high, low]),
+                    Family::V6 => IpAddr::from([0xfd00, 1, n, 0, 0, 0, 0, 0]),
+                };
+                Object::from(Neigh {
+                    link: link.name,
+                    address,
+                    mac: MacAddr::local([2, 0, 0, 0, high, low]),
+                })
+            };
+            let mut want: State = [Object::from(link.clone())].into_iter().collect();
+            for (from, to) in [(0, 500), (500, 5_000)] {
+                let new: Vec<Object> = (from..to).map(object).collect();
+                let puts: Vec<Change> = new.iter().cloned().map(Change::Put).collect();
+                assert!(kernel.apply(&footprint(), &puts).iter().all(Result::is_ok));
+                want.extend(new);
+                // Twice, so that stale answers would be noticed.
+                for _ in 0..2 {
+                    let there = kernel.snapshot(&footprint()).unwrap();
+                    assert!(there == want, "{} of {}", there.len(), want.len());
+                }
+            }
+        });
+    });
+}
+
+#[test]
+fn a_route_replaces_a_last_resort_route() {
+    in_netns(|| {
+        for_both_families(|kernel, family| {
+            let (link, _) = device(family);
+            put(kernel, link.clone());
+            let (dst, gateway) = match family {
+                Family::V4 => ("10.1.7.0/24", "10.1.7.0"),
+                Family::V6 => ("fd00:1:7::/64", "fd00:1:7::"),
+            };
+            let route = |via| Route { dst: dst.parse().unwrap(), via, mtu: None };
+            put(kernel, route(Via::LastResort));
+            put(
+                kernel,
+                route(Via::Gateway { gateway: address(gateway), link: link.name, onlink: true }),
+            );
+            let shown =
+                ip(&format!("-{} route show {dst}", if family == Family::V4 { 4 } else { 6 }));
+            assert!(shown.lines().count() == 1 && shown.contains("flannel.1"), "{shown}");
+            put(kernel, route(Via::LastResort));
+            let shown =
+                ip(&format!("-{} route show {dst}", if family == Family::V4 { 4 } else { 6 }));
+            assert!(shown.lines().count() == 1 && shown.contains("blackhole"), "{shown}");
+        });
+    });
+}
+
+#[test]
+fn nexthops_are_read_while_other_programs_change_theirs() {
+    const COUNT: u32 = 4_000;
+    in_netns(|| {
+        let kernel = uplinks();
+        let block = NexthopBlock::choose(&kernel, &footprint()).unwrap().0;
+        let footprint = Footprint { nexthops: block, ..footprint() };
+        let nexthop = |id: u32, last: u8| {
+            Object::from(Nexthop {
+                id,
+                link: name("up0"),
+                gateway: [192, 0, 2, last].into(),
+                onlink: true,
+            })
+        };
+        let ids = (0..COUNT).map(|n| block.unwrap().first() + n);
+        let ours: Vec<Change> = ids.map(|id| Change::Put(nexthop(id, 7))).collect();
+        kernel.apply(&footprint, &ours).into_iter().for_each(Result::unwrap);
+        let (over, theirs) = (AtomicBool::new(false), NetlinkKernel::open().unwrap());
+        std::thread::scope(|scope| {
+            let churn = scope.spawn(|| {
+                let mut changes = 0;
+                while !over.load(Ordering::Relaxed) {
+                    let change = Change::Put(nexthop(77, 8 + (changes % 2) as u8));
+                    apply(&theirs, change).unwrap();
+                    changes += 1;
+                }
+                changes
+            });
+            let read: Vec<_> = (0..20)
+                .map(|_| (kernel.snapshot(&footprint), kernel.nexthop_ids(&footprint)))
+                .collect();
+            over.store(true, Ordering::Relaxed);
+            for (state, ids) in read {
+                let (state, ids) = (state.unwrap(), ids.unwrap());
+                assert!(
+                    ours.iter()
+                        .all(|change| state.get(&change.object().key()) == Some(change.object()))
+                );
+                assert!(state.len() == COUNT as usize && ids.usable);
+            }
+            assert!(churn.join().unwrap() > 100, "the table did not change");
+        });
+    });
+}
+
+#[test]
+fn learned_and_foreign_entries_are_not_ours() {
+    in_netns(|| {
+        let kernel = uplinks();
+        put(&kernel, device(Family::V4).0);
+        ip("neigh add 10.1.7.0 lladdr 0a:00:00:00:00:70 dev flannel.1 nud reachable");
+        bridge("fdb add 0a:00:00:00:00:70 dev flannel.1 dst 192.0.2.70 dynamic");
+        ip("neigh add 192.0.2.9 lladdr 0a:00:00:00:00:09 dev up0 nud permanent");
+        ip("route add 10.1.9.0/24 via 192.0.2.9 dev up0");
+        ip("route add 10.1.10.0/24 via 192.0.2.9 dev up0 metric 7 proto 241");
+        ip("route add 10.1.11.0/24 via 192.0.2.9 dev up0 table 7 proto 241");
+        ip("route add 10.9.0.0/24 via 192.0.2.9 dev up0 proto 241");
+        ip("nexthop add id 5 via 192.0.2.9 dev up0");
+        ip("nexthop add id 6 via 192.0.3.9 dev up1 proto 241");
+        let snapshot = kernel.snapshot(&footprint()).unwrap();
+        assert_eq!(snapshot.iter().cloned().collect::<Vec<_>>(), [device(Family::V4).0.into()]);
+        // They have another protocol, so a matching deletion does not reach them.
+        let theirs =
+            Via::Gateway { gateway: address("192.0.2.9"), link: name("up0"), onlink: false };
+        let route = Route { dst: "10.1.9.0/24".parse().unwrap(), via: theirs, mtu: None };
+        apply(&kernel, Change::Delete(route.into())).unwrap();
+        let nexthop =
+            Nexthop { id: 5, link: name("up0"), gateway: address("192.0.2.9"), onlink: false };
+        apply(&kernel, Change::Delete(nexthop.into())).unwrap();
+        assert!(ip("route show").contains("10.1.9.0/24"));
+        assert!(ip("nexthop show").contains("id 5"));
+    });
+}
+
+#[test]
+fn nexthops() {
+    in_netns(|| {
+        for_both_families(|kernel, family| {
+            put(kernel, device(family).0);
+            let (g, h, dst) = match family {
+                Family::V4 => ("10.1.2.0", "10.1.3.0", "10.1.2.0/24"),
+                Family::V6 => ("fd00:1:2::", "fd00:1:3::", "fd00:1:2::/64"),
+            };
+            let nexthop = |gateway| Nexthop {
+                id: 77,
+                link: name("flannel.1"),
+                gateway: address(gateway),
+                onlink: true,
+            };
+            let shown = || json_of(&ip("-j nexthop show id 77"))[0].clone();
+            put(kernel, nexthop(g));
+            put(kernel, Route { dst: dst.parse().unwrap(), via: Via::Nexthop(77), mtu: None });
+            assert_eq!((&shown()["gateway"], &shown()["dev"]), (&json!(g), &json!("flannel.1")));
+            assert_eq!(
+                (&shown()["flags"], &shown()["protocol"]),
+                (&json!(["onlink"]), &json!("241"))
+            );
+            put(kernel, nexthop(h));
+            assert_eq!(shown()["gateway"], h);
+            assert!(
+                ip(&format!("{} route show {dst}", flag(family))).contains("nhid 77"),
+                "the route follows"
+            );
+            delete(kernel, nexthop(h));
+            // Its deletion removed the route too, which counts as deleted.
+            delete(kernel, Route { dst: dst.parse().unwrap(), via: Via::Nexthop(77), mtu: None });
+        });
+    });
+}
+
+fn flag(family: Family) -> &'static str {
+    if family == Family::V4 { "-4" } else { "-6" }
+}
+
+#[test]
+fn a_failure_in_the_middle_of_a_batch_affects_no_other_change() {
+    in_netns(|| {
+        let kernel = uplinks();
+        put(&kernel, device(Family::V4).0);
+        let route = |n: u8, onlink| {
+            let via = Via::Gateway {
+                gateway: IpAddr::from([10, 1, n, 0]),
+                link: name("flannel.1"),
+                onlink,
+            };
+            let dst = format!("10.1.{n}.0/24").parse().unwrap();
+            Change::Put(Route { dst, via, mtu: None }.into())
+        };
+        let missing = Neigh {
+            link: name("flannel.9"),
+            address: address("10.1.1.1"),
+            mac: mac("0a:00:00:00:00:01"),
+        };
+        let mut changes: Vec<Change> = (0..250).map(|n| route(n, n != 100)).collect();
+        changes.insert(200, Change::Put(missing.into()));
+        let results = kernel.apply(&footprint(), &changes);
+        assert_eq!(results.len(), 251);
+        let failed: Vec<usize> = (0..251).filter(|n| results[*n].is_err()).collect();
+        assert_eq!(failed, [100, 200]);
+        let error = results[100].as_ref().unwrap_err();
+        assert_eq!(error.errno, 101, "ENETUNREACH");
+        assert!(
+            error.detail.as_ref().is_some_and(|text| text.contains("gateway")),
+            "the kernel's words: {error}"
+        );
+        assert_eq!(results[200], Err(KernelError::explained(19, "no interface named flannel.9")));
+        let shown = json_of(&ip("-j route show dev flannel.1 proto 241"));
+        assert_eq!(shown.as_array().unwrap().len(), 249);
+    });
+}

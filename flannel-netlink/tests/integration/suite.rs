@@ -1,0 +1,22 @@
+//! The test suite for kernels, run on the real one.
+
+use std::sync::Arc;
+
+use flannel_core::testing::{Fixture, kernel_suite};
+use flannel_netlink::NetlinkKernel;
+use flannel_netlink::testing::{in_netns_async, ip};
+
+#[test]
+fn the_kernel_passes_the_suite() {
+    in_netns_async(|| async {
+        ip("link add up0 type veth peer name far0");
+        ip("link set far0 up");
+        ip("addr add 192.0.2.1/24 dev up0");
+        ip("addr add 2001:db8::1/64 dev up0 nodad");
+        ip("link set up0 up");
+        let (kernel, other) =
+            (Arc::new(NetlinkKernel::open().unwrap()), NetlinkKernel::open().unwrap());
+        let uplink = "up0".parse().unwrap();
+        kernel_suite(&Fixture { kernel: &*kernel, other: &other, uplink }).await;
+    });
+}

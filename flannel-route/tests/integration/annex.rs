@@ -1,0 +1,352 @@
+//! The records of an annex are treated as kernel objects: status, retries, adoption and cleanup.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::net::IpAddr;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use flannel_annex::WithAnnexes;
+use flannel_core::backend::{Blueprint, Built, Datapath, ExternalInterface, Node, Prepared};
+use flannel_core::kernel::{Annex, Changes, Footprint, Invalidation, KernelError, KernelEvent};
+use flannel_core::lease::Offer;
+use flannel_core::network::NetworkHandle;
+use flannel_core::object::{Change, Key, LinkName, Object, Record, Secret};
+use flannel_core::testing::{Call, FakeKernel, FakeSubnets, Operation};
+use flannel_core::{Backend, Config, Kernel, Result, SubnetManager};
+use flannel_route::{Host, JoinOptions, cleanup};
+use test_support::eventually;
+use tokio::sync::mpsc;
+use tokio::task::JoinHandle;
+
+const EIO: i32 = 5;
+
+/// An annex whose changes end when the test says so.
+#[derive(Debug, Clone, Default)]
+struct Ledger(Arc<Mutex<Entries>>);
+
+#[derive(Debug, Default)]
+struct Entries {
+    records: BTreeMap<Key, Record>,
+    started: VecDeque<Change>,
+    starts: usize,
+    /// Changes end at once, by themselves.
+    is_quick: bool,
+    listener: Option<mpsc::UnboundedSender<Invalidation>>,
+    is_broken: bool,
+}
+
+impl Entries {
+    fn end(&mut self, change: Change, result: std::result::Result<(), KernelError>) {
+        let key = change.object().key();
+        let event = match (result, change) {
+            (Err(error), _) => KernelEvent::Failed(key, error),
+            (Ok(()), Change::Put(Object::Record(record))) => {
+                self.records.insert(key, record.clone());
+                KernelEvent::Present(record.into())
+            }
+            (Ok(()), _) => {
+                self.records.remove(&key);
+                KernelEvent::Deleted(key)
+            }
+        };
+        if let Some(listener) = &self.listener {
+            let _ = listener.send(Invalidation::Objects(vec![event], None));
+        }
+    }
+}
+
+impl Ledger {
+    fn started(&self) -> Vec<String> {
+        self.0.lock().unwrap().started.iter().map(ToString::to_string).collect()
+    }
+
+    /// Ends the change that was started first.
+    fn end(&self, result: std::result::Result<(), KernelError>) {
+        let mut entries = self.0.lock().unwrap();
+        let change = entries.started.pop_front().expect("a change was started");
+        entries.end(change, result);
+    }
+
+    fn records(&self) -> Vec<String> {
+        self.0.lock().unwrap().records.values().map(ToString::to_string).collect()
+    }
+}
+
+impl Annex for Ledger {
+    fn name(&self) -> &'static str {
+        "ledger"
+    }
+
+    fn records(&self) -> std::result::Result<Vec<Record>, KernelError> {
+        if self.0.lock().unwrap().is_broken {
+            return Err(KernelError::new(EIO));
+        }
+        let entries = self.0.lock().unwrap();
+        let is_under_way = |key: &Key| entries.started.iter().any(|c| c.object().key() == *key);
+        let there = entries.records.iter().filter(|(key, _)| !is_under_way(key));
+        Ok(there.map(|(_, record)| record.clone()).collect())
+    }
+
+    fn apply(&self, changes: &[Change]) -> Vec<std::result::Result<(), KernelError>> {
+        let mut entries = self.0.lock().unwrap();
+        for change in changes {
+            entries.starts += 1;
+            if entries.is_quick {
+                entries.end(change.clone(), Ok(()));
+            } else if !entries.started.contains(change) {
+                entries.started.push_back(change.clone());
+            }
+        }
+        vec![Err(KernelError::started()); changes.len()]
+    }
+
+    fn changes(&self) -> std::result::Result<Box<dyn Changes>, KernelError> {
+        if self.0.lock().unwrap().is_broken {
+            return Err(KernelError::new(EIO));
+        }
+        let (sender, receiver) = mpsc::unbounded_channel();
+        self.0.lock().unwrap().listener = Some(sender);
+        Ok(Box::new(Events(receiver)))
+    }
+
+    fn wait(&self, key: &Key) -> std::result::Result<(), KernelError> {
+        assert!(self.0.lock().unwrap().started.iter().all(|c| c.object().key() != *key));
+        Ok(())
+    }
+}
+
+struct Events(mpsc::UnboundedReceiver<Invalidation>);
+
+#[async_trait]
+impl Changes for Events {
+    async fn next(&mut self) -> std::result::Result<Invalidation, KernelError> {
+        self.0.recv().await.ok_or(KernelError::new(EIO))
+    }
+}
+
+/// A backend with a record for each peer, and nothing in the kernel.
+#[derive(Debug, Default)]
+struct Bookkeeper {
+    ledger: Ledger,
+}
+
+#[async_trait]
+impl Backend for Bookkeeper {
+    fn kind(&self) -> &'static str {
+        "bookkeeper"
+    }
+
+    fn validate(&self, _: &Config, _: Option<&ExternalInterface>) -> Result<()> {
+        Ok(())
+    }
+
+    fn datapath(&self, _: &Config) -> Result<Datapath> {
+        Ok(Datapath::default())
+    }
+
+    fn footprint(&self, _: &Config, _: Option<LinkName>) -> Result<Footprint> {
+        Ok(Footprint { annexes: ["ledger"].into(), ..Footprint::default() })
+    }
+
+    fn annex(&self) -> Option<Arc<dyn Annex>> {
+        Some(Arc::new(self.ledger.clone()))
+    }
+
+    async fn prepare(&self, _: &Node<'_>, config: &Config) -> Result<Prepared> {
+        let footprint = self.footprint(config, None)?;
+        Ok(Prepared::new(Offer::default(), |_| {
+            let mut blueprint = Blueprint::new(1500, |subnets, offer, _, objects| {
+                objects.extend(offer.endpoints(subnets).map(|peer| {
+                    let data = peer.public.map(|public| public.to_string()).unwrap_or_default();
+                    let secret = Some(Secret::new(*b"hunter2"));
+                    let subnet = peer.subnet;
+                    Object::from(Record { annex: "ledger", subnet, data: data.into(), secret })
+                }));
+                Ok(())
+            });
+            blueprint.footprint = footprint;
+            Ok(Built::Kernel(blueprint))
+        }))
+    }
+}
+
+/// A network that runs.
+struct World {
+    ledger: Ledger,
+    kernel: FakeKernel,
+    subnets: FakeSubnets,
+    network: NetworkHandle,
+    task: JoinHandle<()>,
+}
+
+impl World {
+    async fn start(ledger: Ledger, subnets: FakeSubnets) -> Self {
+        let address = [IpAddr::from([192, 0, 2, 1])].into_iter().collect();
+        let uplink = ExternalInterface {
+            name: "eth0".parse().unwrap(),
+            mtu: 1500,
+            address,
+            public: address,
+            reason: "the test says so".into(),
+        };
+        let kernel = FakeKernel::with_uplink("eth0");
+        let host = Host::new(uplink, Arc::new(kernel.clone()), Arc::new(subnets.clone()));
+        let backend = Bookkeeper { ledger: ledger.clone() };
+        let config = subnets.network_config().await.unwrap();
+        let joined = host.join(&backend, &config, JoinOptions::default()).await.unwrap();
+        let network = joined.handle();
+        let views = subnets.watch_leases().await.unwrap();
+        let task = tokio::spawn(async move { drop(joined.run(views).await) });
+        Self { ledger, kernel, subnets, network, task }
+    }
+
+    #[track_caller]
+    fn until(&self, holds: impl FnMut() -> bool) {
+        let status = self.network.status.clone();
+        eventually(Duration::from_secs(10), holds, || format!("{:#?}", status.borrow()));
+    }
+
+    async fn in_sync(&self) {
+        let mut status = self.network.status.clone();
+        let settled = status.wait_for(|status| status.in_sync);
+        tokio::time::timeout(Duration::from_secs(10), settled).await.unwrap().unwrap();
+    }
+}
+
+impl Drop for World {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+const RECORD: &str = "record ledger 10.1.7.0/24 192.0.2.7 (secret)";
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_started_change_is_pending_until_its_end_and_is_tried_again_after_a_failure() {
+    let world = World::start(Ledger::default(), FakeSubnets::new("10.1.0.0/16")).await;
+    world.in_sync().await;
+    world.subnets.put("10.1.7.0-24", "192.0.2.7");
+    world.until(|| world.ledger.started() == [format!("put {RECORD}")]);
+    world.until(|| !world.network.status.borrow().settled);
+    let explained = world.network.explain([10, 1, 7, 1].into()).await.unwrap();
+    assert!(format!("{explained:?}").contains("Pending"), "{explained:?}");
+    assert!(!format!("{:?}", world.network.status.borrow()).contains("hunter2"));
+
+    world.ledger.end(Err(KernelError::explained(EIO, "exit status 1")));
+    world.until(|| world.network.status.borrow().failing.len() == 1);
+    let failing = format!("{:?}", world.network.status.borrow().failing);
+    assert!(failing.contains("exit status 1"), "{failing}");
+    // The retry, which nobody asked for.
+    world.until(|| world.ledger.started().len() == 1);
+    assert_eq!(world.network.status.borrow().failing.len(), 1, "it fails until the retry ends");
+    world.ledger.end(Ok(()));
+    world.in_sync().await;
+    assert_eq!(world.ledger.records(), [RECORD]);
+    assert!(world.network.status.borrow().failing.is_empty());
+
+    world.subnets.delete("10.1.7.0-24");
+    world.until(|| world.ledger.started() == [format!("delete {RECORD}")]);
+    assert!(!world.network.status.borrow().in_sync);
+    world.ledger.end(Ok(()));
+    world.in_sync().await;
+    assert!(world.ledger.records().is_empty());
+    let starts = world.ledger.0.lock().unwrap().starts;
+    assert_eq!(starts, 3, "put, put again, delete");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn records_of_an_earlier_run_are_adopted_and_those_of_peers_that_left_deleted() {
+    let ledger = Ledger::default();
+    let mut key = None;
+    for n in [7, 8] {
+        let record = Record {
+            annex: "ledger",
+            subnet: format!("10.1.{n}.0/24").parse().unwrap(),
+            data: format!("192.0.2.{n}").into(),
+            secret: Some(Secret::new(*b"hunter2")),
+        };
+        key = Some(Object::from(record.clone()).key());
+        ledger.0.lock().unwrap().records.insert(key.unwrap(), record);
+    }
+    let subnets = FakeSubnets::new("10.1.0.0/16");
+    subnets.put("10.1.7.0-24", "192.0.2.7");
+    let world = World::start(ledger.clone(), subnets).await;
+    world.until(|| !ledger.started().is_empty());
+    let left = key.unwrap();
+    assert_eq!(ledger.started(), ["delete record ledger 10.1.8.0/24 192.0.2.8 (secret)"], "{left}");
+    ledger.end(Ok(()));
+    world.in_sync().await;
+    assert_eq!(ledger.records(), [RECORD]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_deletion_under_way_is_not_forgotten_by_a_snapshot() {
+    let world = World::start(Ledger::default(), FakeSubnets::new("10.1.0.0/16")).await;
+    world.subnets.put("10.1.7.0-24", "192.0.2.7");
+    world.until(|| !world.ledger.started().is_empty());
+    world.ledger.end(Ok(()));
+    world.in_sync().await;
+    world.subnets.delete("10.1.7.0-24");
+    world.until(|| !world.ledger.started().is_empty());
+
+    world.kernel.take_calls();
+    world.kernel.lose_messages();
+    let is_read = |calls: Vec<Call>| calls.iter().any(|c| c.operation == Operation::Snapshot);
+    world.until(|| is_read(world.kernel.take_calls()));
+    // Answered after the round with the snapshot.
+    world.network.waiting().await;
+    assert!(!world.network.status.borrow().settled, "it is still under way");
+    world.ledger.end(Err(KernelError::new(EIO)));
+    world.until(|| world.network.status.borrow().failing.len() == 1);
+    world.until(|| !world.ledger.started().is_empty());
+    world.ledger.end(Ok(()));
+    world.in_sync().await;
+    assert!(world.ledger.records().is_empty());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_broken_annex_takes_neither_snapshots_nor_events_of_the_kernel_away() {
+    let ledger = Ledger::default();
+    ledger.0.lock().unwrap().is_broken = true;
+    let kernel = FakeKernel::with_uplink("eth0");
+    let annex = Arc::new(ledger.clone()) as Arc<dyn Annex>;
+    let with = WithAnnexes::new(Arc::new(kernel.clone()), [annex]);
+    let footprint = Footprint { annexes: ["ledger"].into(), ..Footprint::default() };
+    assert!(with.snapshot(&footprint).unwrap().is_empty());
+    let mut changes = with.changes().unwrap();
+    kernel.add_foreign_link("eth1", &[]);
+    let event = changes.next().await.unwrap();
+    assert_eq!(event, Invalidation::Link("eth1".parse().unwrap()));
+
+    // The annex breaks while it is listened to.
+    ledger.0.lock().unwrap().is_broken = false;
+    let mut changes = with.changes().unwrap();
+    ledger.0.lock().unwrap().listener = None;
+    assert_eq!(changes.next().await.unwrap(), Invalidation::Everything);
+    kernel.delete_link("eth1");
+    assert_eq!(changes.next().await.unwrap(), event);
+}
+
+#[test]
+fn a_cleanup_waits_for_the_end_of_its_changes() {
+    let ledger = Ledger::default();
+    ledger.0.lock().unwrap().is_quick = true;
+    let record = Record {
+        annex: "ledger",
+        subnet: "10.1.7.0/24".parse().unwrap(),
+        data: "192.0.2.7".into(),
+        secret: None,
+    };
+    ledger.0.lock().unwrap().records.insert(Object::from(record.clone()).key(), record.clone());
+    let kernel: Arc<dyn Kernel> = Arc::new(FakeKernel::with_uplink("eth0"));
+    let footprint = Footprint { annexes: ["ledger"].into(), ..Footprint::default() };
+    let annexes = || [Arc::new(ledger.clone()) as Arc<dyn Annex>];
+    let with = WithAnnexes::new(Arc::clone(&kernel), annexes()).waiting();
+    let report = cleanup(&with, &footprint, false).unwrap();
+    assert_eq!(report.done, [Change::Delete(record.clone().into())]);
+    assert!(report.failed.is_empty() && ledger.records().is_empty());
+    // Records of an annex that nobody has are refused, as the kernel does not know them.
+    let put = [Change::Put(record.into())];
+    assert!(WithAnnexes::new(kernel, None).apply(&footprint, &put)[0].is_err());
+}

@@ -1,0 +1,1129 @@
+//! `KernelNetwork` on the fake kernel: every scenario, and every scenario with every kind of call
+//! failing once.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use flannel_core::address::{Dual, Family};
+use flannel_core::backend::{Blueprint, NodeLease};
+use flannel_core::kernel::{Footprint, ROUTE_PROTOCOL};
+use flannel_core::lease::{LeaseAttrs, Offer, Origin, Revision, View};
+use flannel_core::network::NetworkHandle;
+use flannel_core::object::{
+    Addr, Fdb, Key, Link, LinkKind, LinkName, MacAddr, Neigh, Nexthop, Object, ObjectKind, Route,
+    State, Via, Vxlan,
+};
+use flannel_core::status::Damage;
+use flannel_core::testing::{Call, FakeKernel, FakeSubnets, Operation, diff};
+use flannel_core::{Kernel, Subnet, SubnetManager};
+use flannel_route::KernelNetwork;
+
+const EINTR: i32 = 4;
+const CONFIG: &str = r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:1::/48","Backend":{"Type":"test"}}"#;
+
+fn uplink() -> LinkName {
+    "eth0".parse().unwrap()
+}
+
+fn tunnel(family: Family) -> LinkName {
+    if family == Family::V4 {
+        "flannel.1".parse().unwrap()
+    } else {
+        "flannel-v6.1".parse().unwrap()
+    }
+}
+
+/// A device that is ours by its name, but none that is wanted.
+fn unwanted_link(family: Family) -> LinkName {
+    if family == Family::V4 {
+        "flannel.9".parse().unwrap()
+    } else {
+        "flannel-v6.9".parse().unwrap()
+    }
+}
+
+/// A number that a subnet's place in its network gives: 10.1.7.0/24 and fd00:1:0:7::/64 have 7.
+fn place(subnet: Subnet) -> u8 {
+    match subnet.base() {
+        std::net::IpAddr::V4(a) => a.octets()[2],
+        std::net::IpAddr::V6(a) => a.segments()[3] as u8,
+    }
+}
+
+/// Every kind of object that a plan may define; even peers by nexthop object, odd ones by gateway.
+fn plan_peer(mac: MacAddr, subnet: Subnet, public: std::net::IpAddr, direct: bool) -> Vec<Object> {
+    let (family, base) = (subnet.family(), subnet.base());
+    let link = tunnel(family);
+    if direct {
+        let via = Via::Gateway { gateway: public, link: uplink(), onlink: false };
+        return vec![Route { dst: subnet, via, mtu: None }.into()];
+    }
+    let id = 1000 * u32::from(family.bits()) + u32::from(place(subnet));
+    let via = if id % 2 == 0 {
+        Via::Nexthop(id)
+    } else {
+        Via::Gateway { gateway: base, link, onlink: true }
+    };
+    let mut objects = vec![
+        Neigh { link, address: base, mac }.into(),
+        Fdb { link, mac, dst: public }.into(),
+        Route { dst: subnet, via, mtu: None }.into(),
+    ];
+    if id % 2 == 0 {
+        objects.push(Nexthop { id, link, gateway: base, onlink: true }.into());
+    }
+    objects
+}
+
+fn base(own: u8) -> State {
+    let mut state = State::default();
+    for family in Family::BOTH {
+        let vxlan = Vxlan {
+            vni: 1,
+            port: 8472,
+            mac: MacAddr::local([if family == Family::V4 { 1 } else { 2 }; 6]),
+            local: None,
+            lower: Some(uplink()),
+            learning: false,
+            gbp: false,
+        };
+        let name = tunnel(family);
+        state.insert(Link { name, mtu: 1430, up: true, kind: LinkKind::Vxlan(vxlan) });
+        state.insert(Addr { link: name, address: subnet(family, own).base(), len: family.bits() });
+    }
+    state
+}
+
+fn subnet(family: Family, n: u8) -> Subnet {
+    match family {
+        Family::V4 => format!("10.1.{n}.0/24").parse().unwrap(),
+        Family::V6 => format!("fd00:1:0:{n:x}::/64").parse().unwrap(),
+    }
+}
+
+#[derive(Clone, Copy, PartialEq)]
+struct Peer {
+    n: u8,
+    mac: u8,
+    public: u8,
+}
+
+impl Peer {
+    fn new(n: u8) -> Self {
+        Self { n, mac: n, public: n }
+    }
+
+    fn key(self) -> String {
+        format!("10.1.{n}.0-24&fd00:1:0:{n:x}::-64", n = self.n)
+    }
+
+    /// Peers up to 99 live behind a router, later ones on the link.
+    fn public(self, family: Family) -> std::net::IpAddr {
+        let direct = self.n >= 100;
+        match (family, direct) {
+            (Family::V4, false) => [198, 51, 100, self.public].into(),
+            (Family::V4, true) => [192, 0, 2, self.public].into(),
+            (Family::V6, false) => [0x2001, 0xdb8, 7, 0, 0, 0, 0, u16::from(self.public)].into(),
+            (Family::V6, true) => [0x2001, 0xdb8, 0, 0, 0, 0, 0, u16::from(self.public)].into(),
+        }
+    }
+
+    fn mac(self, family: Family) -> MacAddr {
+        MacAddr::local([2, self.mac, 0, 0, 0, if family == Family::V4 { 4 } else { 6 }])
+    }
+
+    fn attrs(self) -> LeaseAttrs {
+        LeaseAttrs::from(Offer {
+            public: Dual::from_fn(|family| Some(self.public(family))),
+            kind: "test".into(),
+            data: Dual::from_fn(|family| Some(format!("\"{}\"", self.mac(family)).into())),
+        })
+    }
+
+    fn objects(self) -> Vec<Object> {
+        let one = |family| {
+            plan_peer(self.mac(family), subnet(family, self.n), self.public(family), self.n >= 100)
+        };
+        Family::BOTH.into_iter().flat_map(one).collect()
+    }
+}
+
+struct World {
+    kernel: FakeKernel,
+    subnets: FakeSubnets,
+    handle: NetworkHandle,
+    task: tokio::task::JoinHandle<()>,
+    peers: Vec<Peer>,
+    foreign: State,
+}
+
+impl World {
+    async fn new() -> Self {
+        Self::on(FakeKernel::with_uplink("eth0"), FakeSubnets::with_config(CONFIG)).await
+    }
+
+    async fn on(kernel: FakeKernel, subnets: FakeSubnets) -> Self {
+        let attrs = LeaseAttrs::from(Offer { kind: "test".into(), ..Offer::default() });
+        let lease = subnets.acquire_lease(&attrs).await.unwrap();
+        let networks: Dual<Subnet> =
+            subnets.network_config().await.unwrap().pod_networks().collect();
+        let blueprint = Blueprint {
+            lease_type: None,
+            mtu: 1430,
+            footprint: Footprint {
+                links: Family::BOTH
+                    .map(tunnel)
+                    .into_iter()
+                    .chain(Family::BOTH.map(unwanted_link))
+                    .collect(),
+                networks: networks.values().copied().collect(),
+                routes_on: [uplink()].into(),
+                blackholes: true,
+                ..Footprint::default()
+            },
+            base: base(1),
+            plan: Box::new(|subnets, offer, env, objects| {
+                for peer in offer.endpoints(subnets) {
+                    let (Some(public), Some(data)) = (peer.public, peer.data) else { continue };
+                    let mac = data.trim_matches('"').parse().unwrap();
+                    let direct = env.on_link(public) == Some(uplink());
+                    objects.extend(plan_peer(mac, peer.subnet, public, direct));
+                }
+                Ok(())
+            }),
+        };
+        let network = KernelNetwork::new(
+            Arc::new(kernel.clone()),
+            NodeLease::Held(lease),
+            networks,
+            vec![blueprint],
+        );
+        let handle = network.handle();
+        let views = subnets.watch_leases().await.unwrap();
+        let task = tokio::spawn(async move { drop(network.run(views).await) });
+        Self { kernel, subnets, handle, task, peers: Vec::new(), foreign: State::default() }
+    }
+
+    fn put(&mut self, peer: Peer) {
+        self.peers.retain(|old| old.n != peer.n);
+        self.peers.push(peer);
+        self.subnets.put_attrs(&peer.key(), peer.attrs());
+    }
+
+    fn delete(&mut self, n: u8) {
+        self.peers.retain(|old| old.n != n);
+        self.subnets.delete(&Peer::new(n).key());
+    }
+
+    fn want(&self) -> State {
+        let mut want = base(1);
+        self.peers.iter().for_each(|peer| want.extend(peer.objects()));
+        want.extend(self.foreign.iter().cloned());
+        want
+    }
+
+    /// Waits (in virtual time) until the kernel is as wanted and the status says so.
+    async fn settled(&mut self, what: &str) {
+        let converge = async {
+            while without_nexthops(&self.kernel.state()) != self.want()
+                || !self.handle.status.borrow().in_sync
+            {
+                tokio::time::sleep(Duration::from_millis(10)).await;
+            }
+        };
+        if tokio::time::timeout(Duration::from_secs(600), converge).await.is_err() {
+            let changes = diff(&self.want(), &without_nexthops(&self.kernel.state()));
+            let changes: Vec<String> = changes.iter().map(ToString::to_string).collect();
+            panic!("{what}: never converged: {changes:#?}\n{:#?}", self.handle.status.borrow());
+        }
+        let (mut by_kind, mut told) =
+            (BTreeMap::new(), self.handle.status.borrow().by_kind.clone());
+        assert_eq!(told.values().sum::<usize>(), self.handle.status.borrow().objects, "{what}");
+        let peers = self.peers.iter().flat_map(|peer| peer.objects());
+        peers.for_each(|object| *by_kind.entry(object.key().kind()).or_default() += 1);
+        // Base has these, and not every gateway is an object of its own.
+        for kinds in [&mut told, &mut by_kind] {
+            kinds.retain(|kind, _| {
+                matches!(kind, ObjectKind::Neigh | ObjectKind::Fdb | ObjectKind::Route)
+            });
+        }
+        assert_eq!(told, by_kind, "{what}");
+    }
+}
+
+impl Drop for World {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+/// What the network makes of the plan's gateways, undone: each of its nexthop objects must serve
+/// one route.
+fn without_nexthops(state: &State) -> State {
+    let mut state = state.clone();
+    let ids = |object: &Object| match object {
+        Object::Nexthop(nexthop) if nexthop.id >= 1 << 30 => Some(*nexthop),
+        _ => None,
+    };
+    let nexthops: Vec<Nexthop> = state.iter().filter_map(ids).collect();
+    for Nexthop { id, link, gateway, onlink } in nexthops {
+        let by = |object: &&Object| matches!(object, Object::Route(r) if r.via == Via::Nexthop(id));
+        let routes: Vec<Object> = state.iter().filter(by).cloned().collect();
+        if let [Object::Route(route)] = routes.as_slice() {
+            state.remove(&Key::Nexthop(id));
+            state.insert(Route { via: Via::Gateway { gateway, link, onlink }, ..*route });
+        }
+    }
+    state
+}
+
+type Step = Box<dyn Fn(&mut World)>;
+
+/// What can happen to a settled world, by name. Each kind of object of each family is hit.
+fn scenarios() -> Vec<(String, Step)> {
+    let mut all: Vec<(String, Step)> = Vec::new();
+    let mut add = |name: String, step: Step| all.push((name, step));
+    add("peers arrive".into(), Box::new(|w| (10..14).for_each(|n| w.put(Peer::new(n)))));
+    add("a peer leaves".into(), Box::new(|w| w.delete(3)));
+    add("a peer by nexthop object leaves".into(), Box::new(|w| w.delete(2)));
+    add(
+        "an unwanted device of our name".into(),
+        Box::new(|w| {
+            let Some(Object::Link(mut link)) = base(1).get(&Key::Link(tunnel(Family::V4))).cloned()
+            else {
+                panic!()
+            };
+            link.name = "flannel.9".parse().unwrap();
+            w.kernel.foreign_put(link, 0);
+        }),
+    );
+    add("a peer on the link leaves".into(), Box::new(|w| w.delete(101)));
+    add("a peer has another MAC".into(), Box::new(|w| w.put(Peer { mac: 77, ..Peer::new(3) })));
+    add("a peer moves".into(), Box::new(|w| w.put(Peer { public: 77, ..Peer::new(3) })));
+    add(
+        "a peer on the link moves".into(),
+        Box::new(|w| w.put(Peer { public: 77, ..Peer::new(101) })),
+    );
+    add(
+        "a foreign route in the pod network".into(),
+        Box::new(|w| {
+            let via =
+                Via::Gateway { gateway: [192, 0, 2, 9].into(), link: uplink(), onlink: false };
+            let route = Route { dst: subnet(Family::V4, 200), via, mtu: None };
+            w.kernel.foreign_put(route, 3);
+            w.foreign.insert(route);
+        }),
+    );
+    add(
+        "messages are lost".into(),
+        Box::new(|w| {
+            w.kernel.lose_messages();
+        }),
+    );
+    for n in [3, 101] {
+        type Damage = fn(&mut World, Nexthop);
+        let steps: [(&str, Damage); 4] = [
+            ("deleted", |w, nexthop| w.kernel.foreign_delete(Key::Nexthop(nexthop.id))),
+            ("changed", |w, nexthop| {
+                w.kernel.foreign_put(Nexthop { onlink: !nexthop.onlink, ..nexthop }, 3);
+            }),
+            ("taken by another protocol", |w, nexthop| w.kernel.foreign_put(nexthop, 3)),
+            ("moved", |w, nexthop| {
+                let link = if nexthop.link == uplink() { tunnel(Family::V4) } else { uplink() };
+                w.kernel.foreign_put(Nexthop { link, ..nexthop }, ROUTE_PROTOCOL);
+            }),
+        ];
+        for (what, step) in steps {
+            let name = format!("the nexthop object of peer {n} {what}");
+            add(name, Box::new(move |w| step(w, nexthop_of(w, n))));
+        }
+    }
+    add(
+        "the routes of two peers exchange their nexthop objects".into(),
+        Box::new(|w| {
+            let ids = [3, 101].map(|n| nexthop_of(w, n).id);
+            for (n, id) in [(3, ids[1]), (101, ids[0])] {
+                let route = Route { dst: subnet(Family::V4, n), via: Via::Nexthop(id), mtu: None };
+                w.kernel.foreign_put(route, 3);
+            }
+        }),
+    );
+    add(
+        "a stray nexthop object and a route by one of ours".into(),
+        Box::new(|w| {
+            let nexthop = nexthop_of(w, 3);
+            w.kernel.foreign_put(Nexthop { id: nexthop.id + 77, ..nexthop }, ROUTE_PROTOCOL);
+            let route =
+                Route { dst: subnet(Family::V4, 222), via: Via::Nexthop(nexthop.id), mtu: None };
+            w.kernel.foreign_put(route, ROUTE_PROTOCOL);
+        }),
+    );
+    for family in Family::BOTH {
+        let link = tunnel(family);
+        add(format!("{link} deleted"), Box::new(move |w| w.kernel.delete_link(link.as_str())));
+        add(format!("{link} down"), Box::new(move |w| w.kernel.set_up(link.as_str(), false)));
+        add(
+            format!("{link} down and up"),
+            Box::new(move |w| {
+                w.kernel.set_up(link.as_str(), false);
+                w.kernel.set_up(link.as_str(), true);
+            }),
+        );
+        add(
+            format!("{link} gets another MTU"),
+            Box::new(move |w| {
+                let link = w.want().get(&Key::Link(link)).cloned();
+                if let Some(Object::Link(mut link)) = link {
+                    link.mtu = 1280;
+                    w.kernel.foreign_put(link, 0);
+                }
+            }),
+        );
+        add(
+            format!("something unwanted on {link}"),
+            Box::new(move |w| {
+                let mac = MacAddr::local([9; 6]);
+                w.kernel.foreign_put(Neigh { link, address: subnet(family, 99).base(), mac }, 0);
+                w.kernel.foreign_put(Fdb { link, mac, dst: subnet(family, 99).base() }, 0);
+                w.kernel.foreign_put(
+                    Addr { link, address: subnet(family, 99).base(), len: family.bits() },
+                    0,
+                );
+            }),
+        );
+        add(
+            "the uplink down".into(),
+            Box::new(|w| {
+                w.kernel.set_up("eth0", false);
+                w.kernel.set_up("eth0", true);
+            }),
+        );
+        for n in [2, 3, 101] {
+            for object in Peer::new(n).objects().into_iter().filter(|o| of_family(o, family)) {
+                let key = object.key();
+                add(
+                    format!("{key} deleted by another"),
+                    Box::new(move |w| w.kernel.foreign_delete(key)),
+                );
+                let (other, name) = (modified(&object), format!("{key} changed by another"));
+                add(name, Box::new(move |w| w.kernel.foreign_put(other.clone(), 3)));
+            }
+        }
+        let (address, len) = (subnet(family, 1).base(), family.bits() - 8);
+        let wider =
+            Box::new(move |w: &mut World| w.kernel.foreign_put(Addr { link, address, len }, 0));
+        add(format!("address on {link} with another length"), wider);
+        let key = Key::Addr(link, address);
+        add(format!("{key} deleted by another"), Box::new(move |w| w.kernel.foreign_delete(key)));
+    }
+    all
+}
+
+/// The nexthop object that a settled world has for a peer's IPv4 route.
+fn nexthop_of(world: &World, n: u8) -> Nexthop {
+    let state = world.kernel.state();
+    let Some(Object::Route(Route { via: Via::Nexthop(id), .. })) =
+        state.get(&Key::Route(subnet(Family::V4, n)))
+    else {
+        panic!("peer {n} has no nexthop object: {:#?}", world.kernel.dump())
+    };
+    let Some(Object::Nexthop(nexthop)) = state.get(&Key::Nexthop(*id)) else { panic!("{id}") };
+    *nexthop
+}
+
+fn of_family(object: &Object, family: Family) -> bool {
+    match object {
+        Object::Neigh(o) => o.link == tunnel(family),
+        Object::Fdb(o) => o.link == tunnel(family),
+        Object::Nexthop(o) => o.link == tunnel(family),
+        Object::Route(o) => o.dst.family() == family,
+        _ => false,
+    }
+}
+
+/// The same object with another value.
+fn modified(object: &Object) -> Object {
+    let mut object = object.clone();
+    match &mut object {
+        Object::Neigh(o) => o.mac = MacAddr::local([99; 6]),
+        Object::Fdb(o) => o.dst = [203, 0, 113, 1].into(),
+        Object::Nexthop(o) => o.onlink = !o.onlink,
+        Object::Route(o) => o.mtu = Some(1200),
+        other => panic!("no scenario modifies {other}"),
+    }
+    object
+}
+
+async fn settled_world() -> World {
+    let mut world = World::new().await;
+    [2, 3, 4, 100, 101].into_iter().for_each(|n| world.put(Peer::new(n)));
+    world.settled("start").await;
+    world
+}
+
+#[tokio::test(start_paused = true)]
+async fn every_scenario_converges() {
+    for (name, step) in scenarios() {
+        let mut world = settled_world().await;
+        step(&mut world);
+        world.settled(&name).await;
+    }
+}
+
+type Is = fn(&Key) -> bool;
+
+/// The operations of every kind of object, as a fault sees them.
+fn operations() -> Vec<(String, impl Fn(&Call) -> bool + Clone + Send + 'static)> {
+    let kinds: [(&str, Is); 6] = [
+        ("link", |key| matches!(key, Key::Link(_))),
+        ("address", |key| matches!(key, Key::Addr(..))),
+        ("neigh", |key| matches!(key, Key::Neigh(..))),
+        ("fdb", |key| matches!(key, Key::Fdb(..))),
+        ("nexthop", |key| matches!(key, Key::Nexthop(_))),
+        ("route", |key| matches!(key, Key::Route(_))),
+    ];
+    let mut all = Vec::new();
+    for operation in [Operation::Create, Operation::Replace, Operation::Delete] {
+        for (kind, is) in kinds {
+            all.push((format!("{operation:?} {kind}"), operation, Some(is)));
+        }
+    }
+    for operation in
+        [Operation::NexthopIds, Operation::Snapshot, Operation::Lookup, Operation::Listen]
+    {
+        all.push((format!("{operation:?}"), operation, None));
+    }
+    let matcher = |(name, operation, is): (String, Operation, Option<Is>)| {
+        let fails = move |call: &Call| {
+            call.operation == operation && is.is_none_or(|is| call.key.is_some_and(|k| is(&k)))
+        };
+        (name, fails)
+    };
+    all.into_iter().map(matcher).collect()
+}
+
+#[tokio::test(start_paused = true)]
+async fn every_scenario_converges_with_every_call_failing_once() {
+    // The first call with EEXIST, ENOENT, ENODEV, ENOBUFS, EINTR; and one of those after it.
+    const FAULTS: [(usize, i32); 7] =
+        [(0, 17), (0, 2), (0, 19), (0, 105), (0, EINTR), (1, 105), (2, 105)];
+    let (mut fired, mut runs) = (BTreeMap::<String, usize>::new(), 0);
+    for (scenario, step) in scenarios() {
+        for (operation, fails) in operations() {
+            for (before, errno) in FAULTS {
+                let mut world = settled_world().await;
+                let (fails, calls) = (fails.clone(), AtomicUsize::new(0));
+                world.kernel.fail(1, errno, move |call| {
+                    fails(call) && calls.fetch_add(1, Ordering::Relaxed) == before
+                });
+                step(&mut world);
+                let what = format!(
+                    "{scenario}; {operation} fails once with errno {errno} after {before} calls"
+                );
+                world.settled(&what).await;
+                *fired.entry(operation.clone()).or_default() +=
+                    usize::from(world.kernel.clear_faults());
+                runs += 1;
+            }
+        }
+    }
+    for (operation, _) in operations() {
+        // A settled world listens already and has its ids; the start has its own test.
+        assert!(
+            ["Listen", "NexthopIds"].contains(&operation.as_str()) || fired[&operation] > 0,
+            "the fault {operation} never fired in {runs} runs: {fired:?}"
+        );
+    }
+}
+
+/// What makes the network do `operation` on an object of this kind and family, and on which.
+fn occasion(operation: Operation, kind: ObjectKind, family: Family) -> (Step, Key) {
+    let link = tunnel(family);
+    let of_kind = |n: u8| {
+        let mut objects = Peer::new(n).objects().into_iter().filter(move |o| of_family(o, family));
+        objects.find(|object| object.key().kind() == kind).unwrap()
+    };
+    let spare = subnet(family, 99).base();
+    match (operation, kind) {
+        (Operation::Create, ObjectKind::Link) => {
+            (Box::new(move |w| w.kernel.delete_link(link.as_str())), Key::Link(link))
+        }
+        (_, ObjectKind::Link) => {
+            let Some(Object::Link(mut changed)) = base(1).get(&Key::Link(link)).cloned() else {
+                panic!()
+            };
+            match operation {
+                Operation::Replace => changed.mtu = 1280,
+                _ => changed.name = unwanted_link(family),
+            }
+            let key = Key::Link(changed.name);
+            (Box::new(move |w| w.kernel.foreign_put(changed.clone(), 0)), key)
+        }
+        (_, ObjectKind::Addr) => {
+            let own = Key::Addr(link, subnet(family, 1).base());
+            let address =
+                if operation == Operation::Delete { spare } else { subnet(family, 1).base() };
+            let put = Addr { link, address, len: family.bits() - 8 };
+            match operation {
+                Operation::Create => (Box::new(move |w| w.kernel.foreign_delete(own)), own),
+                _ => (Box::new(move |w| w.kernel.foreign_put(put, 0)), Key::Addr(link, address)),
+            }
+        }
+        (Operation::Create, _) => (Box::new(|w| w.put(Peer::new(12))), of_kind(12).key()),
+        (Operation::Replace, _) => {
+            let changed = modified(&of_kind(2));
+            let key = changed.key();
+            (Box::new(move |w| w.kernel.foreign_put(changed.clone(), 3)), key)
+        }
+        _ => (Box::new(|w| w.delete(2)), of_kind(2).key()),
+    }
+}
+
+/// In which way a call may fail.
+#[derive(Debug, Clone, Copy)]
+enum Fault {
+    Once(i32),
+    /// From this change on, everything in the batch and in the next one.
+    RestOfBatch,
+}
+
+impl Fault {
+    // EEXIST, ENOENT, ENODEV, ENOBUFS, EINTR.
+    const ALL: [Self; 6] = [
+        Self::Once(17),
+        Self::Once(2),
+        Self::Once(19),
+        Self::Once(105),
+        Self::Once(EINTR),
+        Self::RestOfBatch,
+    ];
+
+    fn plant(self, kernel: &FakeKernel, operation: Operation, key: Key) {
+        let is_it = move |call: &Call| call.operation == operation && call.key == Some(key);
+        match self {
+            Self::Once(errno) => kernel.fail(1, errno, is_it),
+            Self::RestOfBatch => {
+                let begun = std::sync::atomic::AtomicBool::new(false);
+                let fails = move |call: &Call| {
+                    begun.fetch_or(is_it(call), Ordering::Relaxed) && call.key.is_some()
+                        || is_it(call)
+                };
+                kernel.fail(6, 105, fails);
+            }
+        }
+    }
+}
+
+/// {create, replace, delete} of every kind of object, in both families, each failing in every way.
+#[tokio::test(start_paused = true)]
+async fn every_operation_on_every_kind_of_object_may_fail_in_every_way() {
+    use ObjectKind::{Addr, Fdb, Link, Neigh, Nexthop, Route};
+    let mut runs = 0;
+    for operation in [Operation::Create, Operation::Replace, Operation::Delete] {
+        for kind in [Link, Addr, Neigh, Fdb, Nexthop, Route] {
+            for family in Family::BOTH {
+                for fault in Fault::ALL {
+                    let what = format!("{operation:?} {kind} {family}: {fault:?}");
+                    let mut world = settled_world().await;
+                    let (step, key) = occasion(operation, kind, family);
+                    fault.plant(&world.kernel, operation, key);
+                    world.kernel.take_calls();
+                    step(&mut world);
+                    // The first call failed, so there was a second; unless the fault said that what
+                    // is to be deleted is not there, which is a success, even if it is a lie: then
+                    // something else may remove it.
+                    let lied =
+                        matches!((operation, fault), (Operation::Delete, Fault::Once(2 | 19)));
+                    world.settled(&what).await;
+                    let again = |call: &&Call| call.operation == operation && call.key == Some(key);
+                    let tries = world.kernel.take_calls().iter().filter(again).count();
+                    assert!(
+                        (if lied { 1 } else { 2 }..=12).contains(&tries),
+                        "{what}: tried {tries} times"
+                    );
+                    runs += 1;
+                }
+            }
+        }
+    }
+    assert_eq!(runs, 3 * 6 * 2 * 6);
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_start_converges_with_every_call_failing() {
+    for (operation, fails) in operations() {
+        for (times, errno) in [(1, 105), (3, 105), (1, 17), (1, 2), (1, 19), (1, EINTR)] {
+            let kernel = FakeKernel::with_uplink("eth0");
+            kernel.fail(times, errno, fails.clone());
+            let mut world = World::on(kernel, FakeSubnets::with_config(CONFIG)).await;
+            [2, 3, 100].into_iter().for_each(|n| world.put(Peer::new(n)));
+            world
+                .settled(&format!("start; {operation} fails {times} times with errno {errno}"))
+                .await;
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_start_adopts_what_is_right_and_removes_what_is_not() {
+    let kernel = FakeKernel::with_uplink("eth0");
+    let mut want = base(1);
+    want.extend(Peer::new(2).objects());
+    for object in want.iter() {
+        // A predecessor's routes may have any protocol; nexthop objects are only ever ours.
+        let nexthop = matches!(
+            object,
+            Object::Nexthop(_) | Object::Route(Route { via: Via::Nexthop(_), .. })
+        );
+        kernel.foreign_put(object.clone(), if nexthop { ROUTE_PROTOCOL } else { 3 });
+    }
+    Peer::new(3)
+        .objects()
+        .into_iter()
+        .for_each(|object| kernel.foreign_put(object, ROUTE_PROTOCOL));
+    let subnets = FakeSubnets::with_config(CONFIG);
+    subnets.put_attrs(&Peer::new(2).key(), Peer::new(2).attrs());
+    let mut world = World::on(kernel.clone(), subnets).await;
+    world.peers.push(Peer::new(2));
+    world.settled("adoption").await;
+    let touched: Vec<_> =
+        kernel.take_calls().into_iter().filter(|call| call.key.is_some()).collect();
+    let stale: Vec<Key> = Peer::new(3).objects().iter().map(Object::key).collect();
+    let only_stale =
+        |call: &Call| call.operation == Operation::Delete && stale.contains(&call.key.unwrap());
+    assert!(!touched.is_empty() && touched.iter().all(only_stale), "{touched:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_is_its_own_is_said_to_be_in_place_when_it_is() {
+    let start = async |kernel: &FakeKernel| {
+        let mut world = World::on(kernel.clone(), FakeSubnets::with_config(CONFIG)).await;
+        [2, 3, 100].into_iter().for_each(|n| world.put(Peer::new(n)));
+        world
+    };
+    let kernel = FakeKernel::with_uplink("eth0");
+    kernel.fail(3, 105, |call| call.operation == Operation::Snapshot);
+    let world = start(&kernel).await;
+    let mut status = world.handle.status.clone();
+    let blind = status.wait_for(|status| status.kernel_error.is_some()).await.unwrap().clone();
+    assert!(!blind.own_in_place, "nothing is known");
+    status.wait_for(|status| status.own_in_place).await.unwrap();
+    assert!(base(1).iter().all(|object| kernel.state().get(&object.key()) == Some(object)));
+
+    for refused in base(1).iter().map(Object::key) {
+        let kernel = FakeKernel::with_uplink("eth0");
+        kernel.fail(3, 105, move |call| call.key == Some(refused));
+        let world = start(&kernel).await;
+        let mut status = world.handle.status.clone();
+        let failing =
+            status.wait_for(|status| status.failing.contains_key(&refused)).await.unwrap().clone();
+        assert!(!failing.own_in_place, "{refused}");
+        status.wait_for(|status| status.own_in_place).await.unwrap();
+        assert!(
+            base(1).iter().all(|object| kernel.state().get(&object.key()) == Some(object)),
+            "{refused}"
+        );
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn nothing_is_deleted_on_the_word_of_a_cache() {
+    let kernel = FakeKernel::with_uplink("eth0");
+    for object in base(1).iter().cloned().chain(Peer::new(3).objects()) {
+        kernel.foreign_put(object, ROUTE_PROTOCOL);
+    }
+    let subnets = FakeSubnets::with_config(CONFIG);
+    let mut world = World::on(kernel.clone(), subnets.clone()).await;
+    let mut view = subnets.watch_leases().await.unwrap().borrow().clone();
+    view.origin = Origin::Cached { written: None };
+    subnets.set_view(view.clone());
+    let mut status = world.handle.status.clone();
+    status.wait_for(|status| status.objects == 4 && !status.live).await.unwrap();
+    tokio::time::sleep(Duration::from_secs(1000)).await;
+    assert!(
+        Peer::new(3).objects().iter().all(|object| kernel.state().get(&object.key()).is_some())
+    );
+    assert!(!status.borrow().in_sync, "a cache is never in sync");
+    assert!(status.borrow().settled, "but what it says is in place");
+    subnets.set_view(View { origin: Origin::Live { revision: Revision(9) }, ..view });
+    world.settled("live").await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn one_peer_costs_one_peer() {
+    let mut world = settled_world().await;
+    world.kernel.take_calls();
+    world.put(Peer::new(9));
+    world.settled("one more").await;
+    let calls = world.kernel.take_calls();
+    let of = |operation| calls.iter().filter(|call| call.operation == operation).count();
+    assert_eq!(of(Operation::Snapshot), 0, "{calls:?}");
+    // Its objects, and each forwarding entry once more at most: the kernel does not say who changed
+    // it.
+    assert!(calls.len() <= Peer::new(9).objects().len() + 2 + 2, "{calls:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn foreign_churn_elsewhere_costs_nothing() {
+    let mut world = settled_world().await;
+    world.kernel.take_calls();
+    for n in 0..200u8 {
+        let dst: Subnet = format!("172.16.{n}.0/24").parse().unwrap();
+        let via = Via::Gateway { gateway: [192, 0, 2, 9].into(), link: uplink(), onlink: false };
+        world.kernel.foreign_put(Route { dst, via, mtu: None }, 3);
+        world.foreign.insert(Route { dst, via, mtu: None });
+    }
+    world.settled("churn").await;
+    tokio::time::sleep(Duration::from_secs(10)).await;
+    assert_eq!(world.kernel.take_calls(), vec![]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn idle_reads_the_kernel_once_in_five_minutes_and_does_nothing_else() {
+    let world = settled_world().await;
+    tokio::time::sleep(Duration::from_secs(301)).await;
+    world.kernel.take_calls();
+    tokio::time::sleep(Duration::from_secs(3000)).await;
+    let calls = world.kernel.take_calls();
+    let snapshots = calls.iter().filter(|call| call.operation == Operation::Snapshot).count();
+    let lookups = calls.iter().filter(|call| call.operation == Operation::Lookup).count();
+    assert_eq!((snapshots, lookups), (10, 10 * 2 * world.peers.len()));
+    assert_eq!(snapshots + lookups, calls.len(), "{calls:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_the_kernel_refuses_is_in_the_status_and_tried_again() {
+    let mut world = settled_world().await;
+    let key = Peer::new(9).objects()[1].key();
+    world.kernel.fail(3, 22, move |call| call.key == Some(key));
+    world.put(Peer::new(9));
+    let mut status = world.handle.status.clone();
+    let failing =
+        status.wait_for(|status| status.failing.contains_key(&key)).await.unwrap().clone();
+    let failure = failing.failing.get(&key).unwrap();
+    assert_eq!(failure.error.errno, 22);
+    assert!(
+        failure.change.starts_with("put fdb")
+            && failure.error.to_string().contains("planted fault")
+    );
+    assert!(!failing.in_sync && failing.failing.len() == 1);
+    assert!(failing.settled, "what is not failing is in place");
+    world.settled("after three refusals").await;
+    assert!(world.handle.status.borrow().failing.is_empty());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_device_name_taken_by_another_is_said_and_nothing_else_is_tried_on_it() {
+    let kernel = FakeKernel::with_uplink("eth0");
+    kernel.add_foreign_link("flannel.1", &[]);
+    let mut world = World::on(kernel.clone(), FakeSubnets::with_config(CONFIG)).await;
+    (2..30).for_each(|n| world.put(Peer::new(n)));
+    let mut status = world.handle.status.clone();
+    let status = status.wait_for(|s| !s.failing.is_empty()).await.unwrap().clone();
+    let failing: Vec<String> = status.failing.values().map(|f| f.error.to_string()).collect();
+    assert!(
+        failing.len() == 1 && failing[0].contains("exists and is not a vxlan device"),
+        "{failing:?}"
+    );
+    let on_the_other: Vec<Object> = (2..30)
+        .flat_map(|n| Peer::new(n).objects())
+        .filter(|object| of_family(object, Family::V6))
+        .collect();
+    let there = |object: &Object| kernel.state().get(&object.key()) == Some(object);
+    let arrived = async {
+        while !on_the_other.iter().all(there) {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(10), arrived)
+        .await
+        .expect("the other device carries its peers");
+    kernel.delete_link("flannel.1");
+    world.settled("the other link is gone").await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn dropping_run_leaves_everything_and_writes_nothing_more() {
+    let mut world = settled_world().await;
+    let before = world.kernel.state();
+    world.task.abort();
+    let _ = (&mut world.task).await;
+    world.kernel.take_calls();
+    world.put(Peer::new(9));
+    world.kernel.foreign_delete(Peer::new(2).objects()[0].key());
+    tokio::time::sleep(Duration::from_secs(1000)).await;
+    assert_eq!(world.kernel.take_calls(), vec![]);
+    assert_eq!(world.kernel.state().len(), before.len() - 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn two_networks_on_one_kernel_leave_each_other_alone() {
+    let mut world = settled_world().await;
+    let other = Footprint { links: ["other.1".parse().unwrap()].into(), ..Footprint::default() };
+    let Some(Object::Link(mut link)) = base(1).get(&Key::Link(tunnel(Family::V4))).cloned() else {
+        panic!()
+    };
+    link.name = "other.1".parse().unwrap();
+    let neigh =
+        Neigh { link: link.name, address: [10, 9, 0, 1].into(), mac: MacAddr::local([5; 6]) };
+    for object in [Object::from(link), neigh.into()] {
+        assert!(
+            world
+                .kernel
+                .other()
+                .apply(&other, &[flannel_core::object::Change::Put(object.clone())])[0]
+                .is_ok()
+        );
+        world.foreign.insert(object);
+    }
+    world.kernel.lose_messages();
+    world.settled("both").await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_kernel_that_cannot_answer_moves_no_peer() {
+    let mut world = settled_world().await;
+    world.kernel.take_calls();
+    world.kernel.fail(6, 105, |call| call.operation == Operation::Lookup);
+    world.kernel.lose_messages();
+    tokio::time::sleep(Duration::from_secs(5)).await;
+    world.settled("lookups failed").await;
+    let calls = world.kernel.take_calls();
+    let changes: Vec<_> = calls.iter().filter(|call| call.key.is_some()).collect();
+    assert!(world.kernel.clear_faults() && changes.is_empty(), "{changes:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_peer_whose_lease_changes_while_the_kernel_cannot_answer_stays_where_it_was() {
+    let mut world = settled_world().await;
+    world.kernel.take_calls();
+    let direct = *world.peers.iter().find(|peer| peer.n >= 100).unwrap();
+    world.kernel.fail(usize::MAX, 105, |call| call.operation == Operation::Lookup);
+    // The same address, other data.
+    world.put(Peer { mac: 77, ..direct });
+    // A stranger's answer is not known: it is asked for until it is there.
+    let new = Peer::new(110);
+    world.put(new);
+    tokio::time::sleep(Duration::from_secs(5)).await;
+    let calls = world.kernel.take_calls();
+    let touched = |peer: Peer| {
+        let subnets = Family::BOTH.map(|family| Key::Route(subnet(family, peer.n)));
+        calls.iter().filter(|call| call.key.is_some_and(|key| subnets.contains(&key))).count()
+    };
+    assert_eq!((touched(direct), touched(new) > 0), (0, true), "{calls:?}");
+    assert!(!world.handle.status.borrow().in_sync);
+    world.kernel.clear_faults();
+    world.settled("the kernel answers again").await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_kernel_that_cannot_be_read_keeps_no_peer_waiting() {
+    let mut world = settled_world().await;
+    world.kernel.fail(1000, 11, |call| call.operation == Operation::Snapshot);
+    world.kernel.lose_messages();
+    world.put(Peer::new(9));
+    let there = |world: &World| {
+        Peer::new(9)
+            .objects()
+            .iter()
+            .all(|o| without_nexthops(&world.kernel.state()).get(&o.key()) == Some(o))
+    };
+    let arrived = async {
+        while !there(&world) {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(1), arrived)
+        .await
+        .expect("the new peer's objects are put");
+    assert!(!world.handle.status.borrow().in_sync);
+    world.kernel.clear_faults();
+    world.settled("readable again").await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_kernel_that_cannot_be_read_is_asked_ever_less_often() {
+    let mut world = settled_world().await;
+    world.kernel.take_calls();
+    world.kernel.fail(usize::MAX, 11, |call| call.operation == Operation::Snapshot);
+    world.kernel.lose_messages();
+    tokio::time::sleep(Duration::from_secs(100)).await;
+    let tries =
+        world.kernel.take_calls().iter().filter(|c| c.operation == Operation::Snapshot).count();
+    assert!((5..=15).contains(&tries), "{tries} tries in a hundred seconds");
+    world.kernel.clear_faults();
+    world.settled("readable again").await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_fails_anew_does_not_wait_for_what_has_failed_for_long() {
+    let mut world = settled_world().await;
+    let [old, new] = [9, 10].map(|n| Peer::new(n).objects()[1].key());
+    world.kernel.fail(usize::MAX, 22, move |call| call.key == Some(old));
+    world.put(Peer::new(9));
+    tokio::time::sleep(Duration::from_secs(300)).await;
+    world.kernel.fail(1, 105, move |call| call.key == Some(new));
+    world.put(Peer::new(10));
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    let failing: Vec<Key> = world.handle.status.borrow().failing.keys().copied().collect();
+    assert_eq!((failing, world.kernel.state().get(&new).is_some()), (vec![old], true));
+    world.kernel.clear_faults();
+    world.settled("nothing fails any more").await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_listener_that_breaks_again_and_again_keeps_no_core_busy() {
+    let mut world = settled_world().await;
+    world.kernel.take_calls();
+    for _ in 0..1000 {
+        world.kernel.break_listeners();
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    let snapshots =
+        world.kernel.take_calls().iter().filter(|c| c.operation == Operation::Snapshot).count();
+    assert!((1..=20).contains(&snapshots), "{snapshots} snapshots in a second");
+    world.kernel.foreign_delete(Peer::new(2).objects()[0].key());
+    world.settled("listening again").await;
+}
+
+/// By another protocol on a device of ours, or with a preferred source, it is ours all the same:
+/// ours to repair.
+#[tokio::test(start_paused = true)]
+async fn a_route_that_is_not_quite_as_wanted_is_put_again_be_it_heard_or_read() {
+    let mut world = settled_world().await;
+    let footprint =
+        Footprint { links: Family::BOTH.into_iter().map(tunnel).collect(), ..Footprint::default() };
+    let cases =
+        Family::BOTH.into_iter().flat_map(|family| [4, ROUTE_PROTOCOL].map(|by| (family, by)));
+    let cases = cases.flat_map(|(family, by)| [false, true].map(|lost| (family, by, lost)));
+    for (family, protocol, lost) in cases {
+        let key = Key::Route(subnet(family, 3));
+        let Some(Object::Route(route)) = world.kernel.state().get(&key).cloned() else { panic!() };
+        if protocol == ROUTE_PROTOCOL {
+            world.kernel.foreign_put_inexact(route, protocol);
+        } else {
+            world.kernel.foreign_put(route, protocol);
+        }
+        let there = world.kernel.snapshot(&footprint).unwrap();
+        assert!(there.get(&key) == Some(&route.into()) && there.is_inexact(&key));
+        if lost {
+            world.kernel.lose_messages();
+        }
+        let put_right = async {
+            while world.kernel.snapshot(&footprint).unwrap().is_inexact(&key) {
+                tokio::time::sleep(Duration::from_millis(10)).await;
+            }
+        };
+        tokio::time::timeout(Duration::from_secs(5), put_right).await.expect("it is put again");
+        world.settled("repaired").await;
+    }
+    let status = world.handle.status.borrow().clone();
+    let modified = status.repairs.get(&(ObjectKind::Route, Damage::Modification));
+    assert_eq!((status.repaired, modified), (8, Some(&8)));
+}
+
+/// Routes inside the pod networks that nobody wants and that have a preferred source, metrics, …:
+/// those on the tunnel and those of our protocol are ours to remove, others' stay.
+#[tokio::test(start_paused = true)]
+async fn an_unwanted_route_with_more_goes_be_it_heard_or_read_and_others_stay() {
+    let mut world = settled_world().await;
+    world.kernel.add_foreign_link("cali1", &[]);
+    let pod = "cali1".parse().unwrap();
+    for (family, lost) in
+        Family::BOTH.into_iter().flat_map(|family| [(family, false), (family, true)])
+    {
+        let unwanted = [
+            (
+                Via::Gateway {
+                    gateway: subnet(family, 3).base(),
+                    link: tunnel(family),
+                    onlink: true,
+                },
+                3,
+            ),
+            (
+                Via::Gateway {
+                    gateway: Peer::new(100).public(family),
+                    link: uplink(),
+                    onlink: false,
+                },
+                ROUTE_PROTOCOL,
+            ),
+            (Via::Link(pod), ROUTE_PROTOCOL),
+        ];
+        for (via, protocol) in unwanted {
+            let route = Route { dst: subnet(family, 222), via, mtu: None };
+            world.kernel.foreign_put_inexact(route, protocol);
+            if lost {
+                world.kernel.lose_messages();
+            }
+            let gone = async {
+                while world.kernel.state().get(&Key::Route(route.dst)).is_some() {
+                    tokio::time::sleep(Duration::from_millis(10)).await;
+                }
+            };
+            let what = format!("{route:?} of protocol {protocol} goes");
+            tokio::time::timeout(Duration::from_secs(5), gone).await.expect(&what);
+            world.settled(&what).await;
+            let alone = Route { dst: subnet(family, 223), via: Via::Link(pod), mtu: None };
+            world.kernel.foreign_put_inexact(alone, 3);
+            world.foreign.insert(alone);
+            world.settled("others' stay").await;
+        }
+    }
+    let repairs = world.handle.status.borrow().repairs.clone();
+    assert_eq!(repairs, BTreeMap::from([((ObjectKind::Route, Damage::Addition), 12)]));
+}
+
+#[tokio::test(start_paused = true)]
+async fn routes_of_pods_cost_no_snapshot() {
+    let mut world = settled_world().await;
+    world.kernel.add_foreign_link("cali1", &[]);
+    world.settled("a pod's link").await;
+    world.kernel.take_calls();
+    for n in 1..50u8 {
+        let dst = Subnet::host([10, 1, 1, n].into());
+        let route = Route { dst, via: Via::Link("cali1".parse().unwrap()), mtu: None };
+        // Of every other one with a preferred source.
+        if n % 2 == 0 {
+            world.kernel.foreign_put(route, 3);
+        } else {
+            world.kernel.foreign_put_inexact(route, 3);
+        }
+        world.foreign.insert(route);
+    }
+    world.settled("pods").await;
+    tokio::time::sleep(Duration::from_secs(10)).await;
+    assert_eq!(world.kernel.take_calls(), vec![]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_device_that_the_kernel_will_not_change_still_carries_its_peers() {
+    let mut world = settled_world().await;
+    let name = tunnel(Family::V4);
+    world.kernel.fail(1000, 22, move |call| {
+        call.operation == Operation::Replace && call.key == Some(Key::Link(name))
+    });
+    let Some(Object::Link(mut link)) = base(1).get(&Key::Link(name)).cloned() else { panic!() };
+    link.mtu = 1300;
+    world.kernel.foreign_put(link, 0);
+    let mut status = world.handle.status.clone();
+    status.wait_for(|status| status.failing.contains_key(&Key::Link(name))).await.unwrap();
+    world.put(Peer::new(9));
+    let objects = Peer::new(9).objects();
+    let arrived = async {
+        while !objects
+            .iter()
+            .all(|o| without_nexthops(&world.kernel.state()).get(&o.key()) == Some(o))
+        {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(1), arrived)
+        .await
+        .expect("the new peer's objects are put");
+    world.kernel.clear_faults();
+    world.settled("the device may be changed again").await;
+}

@@ -1,0 +1,11 @@
+//! The tests of flannel-route, in one program: a program of its own for each file takes longer to build.
+
+#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+
+mod annex;
+mod clashes;
+mod cleanup;
+mod custom;
+mod kernel_network;
+mod nexthops;
+mod scale;

@@ -1,0 +1,305 @@
+//! A manager that starts while its store is unreachable, with time paused.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use async_trait::async_trait;
+use flannel_core::lease::{LeaseAttrs, Origin, View};
+use flannel_core::subnet::{LeaseEnd, Ownership};
+use flannel_core::{Error, Lease, SubnetManager, Subnets};
+use flannel_subnet::testing::TokioClock;
+use flannel_subnet::{
+    Cache, Clock, HolderId, Identity, LeaseGrant, LocalManager, MemoryRegistry, Registry,
+};
+use tokio::sync::watch;
+use tokio::time::{sleep, timeout};
+
+const CONFIG: &str = r#"{"Network":"10.1.0.0/16"}"#;
+const HOUR: Duration = Duration::from_secs(3600);
+const DAY: Duration = Duration::from_secs(86_400);
+
+fn key(text: &str) -> Subnets {
+    text.parse().unwrap()
+}
+
+fn attrs(node: u8) -> LeaseAttrs {
+    LeaseAttrs::from_json(&format!(r#"{{"PublicIP":"192.0.2.{node}","BackendType":"vxlan"}}"#))
+        .unwrap()
+}
+
+/// A wall clock with an offset.
+#[derive(Debug)]
+struct WallClock(TokioClock, i64);
+
+#[async_trait]
+impl Clock for WallClock {
+    fn boottime(&self) -> Duration {
+        self.0.boottime()
+    }
+    fn wall(&self) -> SystemTime {
+        let by = Duration::from_secs(self.1.unsigned_abs());
+        if self.1 < 0 { self.0.wall() - by } else { self.0.wall() + by }
+    }
+    async fn sleep_until(&self, boottime: Duration) {
+        self.0.sleep_until(boottime).await;
+    }
+    async fn sleep_until_wall(&self, wall: SystemTime) {
+        self.0.sleep_until_wall(wall).await;
+    }
+}
+
+struct Fixture {
+    registry: MemoryRegistry,
+    clock: TokioClock,
+    dir: tempfile::TempDir,
+}
+
+impl Fixture {
+    fn new() -> Self {
+        let registry = MemoryRegistry::with_config(CONFIG);
+        Self { registry, clock: TokioClock::new(), dir: tempfile::tempdir().unwrap() }
+    }
+
+    fn path(&self) -> std::path::PathBuf {
+        self.dir.path().join("leases")
+    }
+
+    fn node(&self, wall: i64) -> LocalManager {
+        self.node_with_holder(1, wall)
+    }
+
+    fn node_with_holder(&self, holder: u64, wall: i64) -> LocalManager {
+        let identity =
+            Identity { holder: HolderId(holder), previous: None, local_addresses: Vec::new() };
+        let clock = Arc::new(WallClock(self.clock.clone(), wall));
+        LocalManager::with_clock(Arc::new(self.registry.clone()), identity, clock)
+            .with_cache(self.path())
+    }
+
+    async fn peer(&self, text: &str, n: u8) {
+        let grant = Some(LeaseGrant { holder: HolderId(u64::from(n)), ttl: 9 * DAY });
+        self.registry.create(&key(text), &attrs(n), grant).await.unwrap();
+    }
+
+    /// A first run that had a lease and saw one peer. The store is unreachable afterwards.
+    async fn first_run(&self) -> Lease {
+        self.peer("10.1.77.0-24", 77).await;
+        let manager = self.node(0);
+        let mut views = manager.watch_leases().await.unwrap();
+        let lease = manager.acquire_lease(&attrs(1)).await.unwrap();
+        live(&mut views, 2).await;
+        self.saved(&manager, &lease, |_| true).await;
+        self.registry.set_outage(true);
+        lease
+    }
+
+    /// Holds until the cache on disk is `good`.
+    async fn saved(&self, manager: &LocalManager, lease: &Lease, good: impl Fn(&Lease) -> bool) {
+        let saved = async {
+            loop {
+                if let Ok(saved) = Cache::open(self.path()).load()
+                    && saved.own.is_some_and(|(own, _)| own.subnets == lease.subnets && good(&own))
+                    && saved.leases.len() == 2
+                {
+                    return;
+                }
+                sleep(Duration::from_millis(100)).await;
+            }
+        };
+        tokio::select! {
+            end = manager.hold_lease(lease) => panic!("{end:?}"),
+            saved = timeout(Duration::from_secs(60), saved) => saved.expect("saved within a minute"),
+        }
+    }
+}
+
+async fn live(views: &mut watch::Receiver<View>, leases: usize) {
+    let good =
+        |view: &View| matches!(view.origin, Origin::Live { .. }) && view.leases.len() == leases;
+    timeout(Duration::from_secs(60), views.wait_for(good)).await.expect("within a minute").unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn without_the_store_everything_comes_from_the_cache_at_once() {
+    let fixture = Fixture::new();
+    let lease = fixture.first_run().await;
+    let begin = tokio::time::Instant::now();
+    let manager = fixture.node(0);
+    let view = manager.watch_leases().await.unwrap().borrow().clone();
+    assert!(matches!(view.origin, Origin::Cached { written: Some(_) }), "{:?}", view.origin);
+    assert_eq!(view.leases.get(&key("10.1.77.0-24")).unwrap().attrs, attrs(77));
+    assert_eq!(manager.network_config().await.unwrap().networks.v4.unwrap().subnet_len, 24);
+    assert_eq!(manager.hints().await.unwrap().previous, Some(lease.subnets));
+    assert_eq!(manager.acquire_lease(&attrs(1)).await.unwrap().subnets, lease.subnets);
+    assert!(begin.elapsed() < Duration::from_millis(100), "{:?}", begin.elapsed());
+    assert!(manager.remaining().is_some_and(|left| left > 22 * HOUR && left < DAY));
+}
+
+#[tokio::test(start_paused = true)]
+async fn cached_leases_are_reconciled_when_the_store_is_back() {
+    let fixture = Fixture::new();
+    let lease = fixture.first_run().await;
+    let manager = Arc::new(fixture.node(0));
+    let mut views = manager.watch_leases().await.unwrap();
+    // With another VTEP.
+    let mut other = attrs(1);
+    other.preferred.data.v4 = Some(r#"{"VNI":2}"#.into());
+    let held = manager.acquire_lease(&other).await.unwrap();
+    assert_eq!(held.subnets, lease.subnets);
+    let hold = tokio::spawn({
+        let manager = Arc::clone(&manager);
+        async move { manager.hold_lease(&held).await }
+    });
+    sleep(HOUR).await;
+    fixture.registry.delete_key("10.1.77.0-24");
+    fixture.registry.set_outage(false);
+    live(&mut views, 1).await;
+    // It is renewed and restored before the end that the cache has.
+    sleep(DAY).await;
+    assert!(!hold.is_finished());
+    assert!(
+        matches!(manager.ownership_now(), Ownership::Held { until: Some(_) }),
+        "{:?}",
+        manager.ownership_now()
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn attributes_that_differ_from_the_cache_are_published_when_the_store_is_back() {
+    let fixture = Fixture::new();
+    let lease = fixture.first_run().await;
+    let manager = fixture.node(0);
+    let mut other = attrs(1);
+    other.preferred.data.v4 = Some(r#"{"VNI":2}"#.into());
+    let held = manager.acquire_lease(&other).await.unwrap();
+    fixture.registry.set_outage(false);
+    let published = async {
+        while fixture.registry.entry(&lease.subnets).await.unwrap().unwrap().lease.attrs != other {
+            sleep(Duration::from_millis(100)).await;
+        }
+    };
+    tokio::select! {
+        end = manager.hold_lease(&held) => panic!("{end:?}"),
+        published = timeout(Duration::from_secs(60), published) => published.expect("within a minute"),
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_lease_from_the_cache_that_was_deleted_meanwhile_ends() {
+    let fixture = Fixture::new();
+    let lease = fixture.first_run().await;
+    fixture.registry.delete_key(&lease.subnets.to_string());
+    let manager = fixture.node(0);
+    let held = manager.acquire_lease(&attrs(1)).await.unwrap();
+    fixture.registry.set_outage(false);
+    let end = timeout(Duration::from_secs(60), manager.hold_lease(&held)).await.unwrap().unwrap();
+    assert_eq!(end, LeaseEnd::Deleted);
+    // No restart finds it.
+    assert_eq!(Cache::open(fixture.path()).load().unwrap().own, None);
+    fixture.registry.set_outage(true);
+    let error = fixture.node(0).acquire_lease(&attrs(1)).await.unwrap_err();
+    assert!(matches!(error, Error::Store { .. }), "{error}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_cached_lease_counts_only_until_its_end_by_wall_clock() {
+    let fixture = Fixture::new();
+    let lease = fixture.first_run().await;
+    for (holder, wall, ours) in
+        [(1, 0, true), (1, 80_000, true), (1, 90_000, false), (1, -60, false), (2, 0, false)]
+    {
+        let manager = fixture.node_with_holder(holder, wall);
+        let acquired = manager.acquire_lease(&attrs(1)).await;
+        assert_eq!(
+            acquired.as_ref().is_ok_and(|own| own.subnets == lease.subnets),
+            ours,
+            "{wall}: {acquired:?}"
+        );
+        assert_eq!(manager.ownership_now() == Ownership::NotAcquired, !ours);
+        let view = manager.watch_leases().await.unwrap().borrow().clone();
+        assert_eq!(view.leases.len(), 2, "peers are put in place all the same");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_expired_lease_is_a_hint_until_the_store_answers() {
+    let fixture = Fixture::new();
+    let lease = fixture.first_run().await;
+    assert_eq!(fixture.node(0).hints().await.unwrap().lapsed, None, "it is still ours");
+    assert!(fixture.node_with_holder(2, 0).hints().await.is_err(), "it never was ours");
+    for wall in [90_000, -60] {
+        let manager = fixture.node(wall);
+        let begin = tokio::time::Instant::now();
+        let hints = manager.hints().await.unwrap();
+        assert!(begin.elapsed() < Duration::from_millis(100), "{:?}", begin.elapsed());
+        assert_eq!(hints.lapsed.map(|lapsed| lapsed.subnets), Some(lease.subnets));
+        assert_eq!(hints.last_published, Some(attrs(1)));
+        assert_eq!(manager.ownership_now(), Ownership::NotAcquired);
+        manager.acquire_lease(&attrs(1)).await.unwrap_err();
+    }
+    fixture.registry.set_outage(false);
+    let hints = fixture.node(90_000).hints().await.unwrap();
+    assert_eq!((hints.lapsed, hints.previous), (None, Some(lease.subnets)));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_reservation_never_expires() {
+    let fixture = Fixture::new();
+    fixture.registry.create(&key("10.1.5.0-24"), &attrs(1), None).await.unwrap();
+    let lease = fixture.first_run().await;
+    assert_eq!(lease.subnets, key("10.1.5.0-24"));
+    for wall in [-86_400, 0, 90_000_000] {
+        let manager = fixture.node(wall);
+        assert_eq!(manager.acquire_lease(&attrs(1)).await.unwrap().expires, None);
+        assert_eq!(manager.ownership_now(), Ownership::Held { until: None });
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_renewal_is_cached_too() {
+    let fixture = Fixture::new();
+    fixture.peer("10.1.77.0-24", 77).await;
+    let manager = fixture.node(0);
+    let lease = manager.acquire_lease(&attrs(1)).await.unwrap();
+    let first = lease.expires.unwrap();
+    fixture.saved(&manager, &lease, |_| true).await;
+    let held = timeout(23 * HOUR + HOUR / 60, manager.hold_lease(&lease)).await;
+    assert!(held.is_err(), "{held:?}");
+    fixture.saved(&manager, &lease, |own| own.expires.unwrap() > first + 22 * HOUR).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn many_changes_cause_few_writes() {
+    let fixture = Fixture::new();
+    let manager = fixture.node(0);
+    let mut views = manager.watch_leases().await.unwrap();
+    live(&mut views, 0).await;
+    let mut written = std::collections::BTreeSet::new();
+    for n in 1..=200 {
+        fixture.peer(&format!("10.1.{n}.0-24"), n).await;
+        sleep(Duration::from_millis(100)).await;
+        written.extend(modified(&fixture.path()));
+    }
+    live(&mut views, 200).await;
+    sleep(Duration::from_secs(6)).await;
+    assert_eq!(Cache::open(fixture.path()).load().unwrap().leases.len(), 200);
+    assert!((2..=6).contains(&written.len()), "{written:?}");
+}
+
+fn modified(path: &Path) -> Option<SystemTime> {
+    Cache::open(path).load().ok().map(|saved| saved.written)
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_damaged_cache_is_treated_as_missing() {
+    let fixture = Fixture::new();
+    fixture.first_run().await;
+    std::fs::write(fixture.path(), "flannel-leases 1 0000000000000000\n{}\n").unwrap();
+    let manager = fixture.node(0);
+    assert_eq!(*manager.watch_leases().await.unwrap().borrow(), View::unknown());
+    assert!(matches!(manager.network_config().await, Err(Error::Store { .. })));
+    assert!(matches!(manager.acquire_lease(&attrs(1)).await, Err(Error::Store { .. })));
+    fixture.registry.set_outage(false);
+    manager.acquire_lease(&attrs(1)).await.unwrap();
+}
