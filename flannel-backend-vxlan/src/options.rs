@@ -51,7 +51,7 @@ impl Options {
         let mtu_range = "the underlay's MTU in bytes, at most the interface's, 0 for that";
         let mtu = number("MTU", mtu_range, 65_535)?.unwrap_or(0);
         Ok(Self {
-            // Both are at most the maxima above, which fit.
+            // Each is at most its maximum above, which fits.
             vni: vni as u32,
             port: if port == 0 { DEFAULT_PORT } else { port as u16 },
             mtu: (mtu != 0).then_some(mtu as u32),

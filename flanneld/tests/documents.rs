@@ -1,11 +1,9 @@
-//! Compares `docs/` and `deploy/` with the program: options, fields, metrics and alerts.
+//! Compares `docs/` and `deploy/` with the program: config fields, metrics and alerts.
 
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::PathBuf;
 
-use clap::CommandFactory;
-use flanneld::Options;
 use serde_json::Value;
 
 /// A file of the repository.
@@ -18,50 +16,6 @@ fn read(path: &str) -> String {
 fn words(text: &str, prefix: &str) -> BTreeSet<String> {
     let is_word = |c: char| c.is_ascii_alphanumeric() || c == '_';
     text.split(|c| !is_word(c)).filter(|word| word.starts_with(prefix)).map(str::to_owned).collect()
-}
-
-/// The row of a table that begins with this flag.
-fn row<'a>(text: &'a str, flag: &str) -> Option<&'a str> {
-    let named = format!("`--{flag}`");
-    text.lines().find(|line| {
-        line.starts_with("| `--") && line.split('|').nth(1).unwrap_or("").contains(&named)
-    })
-}
-
-#[test]
-fn every_option_of_the_daemon_has_its_row_with_its_default() {
-    let text = read("docs/configuration.md");
-    for arg in Options::command().get_arguments() {
-        let Some(flag) = arg.get_long().filter(|flag| !["help", "version"].contains(flag)) else {
-            continue;
-        };
-        let row = row(&text, flag)
-            .unwrap_or_else(|| panic!("docs/configuration.md has no row for --{flag}"));
-        for default in arg.get_default_values().iter().filter_map(|value| value.to_str()) {
-            assert!(
-                default.is_empty() || row.contains(&format!("`{default}`")),
-                "--{flag}: {default}: {row}"
-            );
-        }
-    }
-    for line in text.lines().filter(|line| line.starts_with("| `--")) {
-        for word in line
-            .split('|')
-            .nth(1)
-            .unwrap_or("")
-            .split('`')
-            .filter_map(|word| word.strip_prefix("--"))
-        {
-            if cfg!(not(feature = "etcd")) && word.starts_with("etcd-") {
-                continue;
-            }
-            let command = Options::command();
-            assert!(
-                command.get_arguments().any(|arg| arg.get_long() == Some(word)),
-                "there is no --{word}: {line}"
-            );
-        }
-    }
 }
 
 #[test]
@@ -153,27 +107,4 @@ fn every_metric_and_every_alert_is_documented() {
     );
     let alerts = words(&read("deploy/prometheus/rules.yaml"), "Flannel");
     assert_eq!(words(&text, "Flannel"), alerts);
-}
-
-/// Links to files of the repository are valid.
-#[test]
-fn links_between_documents_are_valid() {
-    let root = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/.."));
-    let mut documents = Vec::new();
-    for directory in ["", "docs", "docs/decisions"] {
-        let directory = root.join(directory);
-        let files = fs::read_dir(&directory).unwrap().map(|file| file.unwrap().path());
-        documents.extend(files.filter(|path| path.extension().is_some_and(|end| end == "md")));
-    }
-    assert!(documents.len() > 30, "{documents:?}");
-    for document in documents {
-        let (text, directory) =
-            (fs::read_to_string(&document).unwrap(), document.parent().unwrap());
-        for target in text.split("](").skip(1).filter_map(|rest| rest.split(')').next()) {
-            let target = target.split('#').next().unwrap();
-            if !target.contains("://") && !target.is_empty() {
-                assert!(directory.join(target).exists(), "{}: {target}", document.display());
-            }
-        }
-    }
 }

@@ -1,16 +1,24 @@
-//! `cargo xtask assets DIR` makes shell completions and man pages of flanneld and flannelctl from
-//! their options.
+//! Tasks around the workspace: makes shell completions, man pages and the generated parts of the
+//! documents, and checks the language and the links of all texts.
 //!
 //! Only this program has the generators, so that the shipped programs stay small.
 
-use std::path::{Path, PathBuf};
+mod assets;
+mod links;
+mod picture;
+mod prose;
+mod reference;
+mod tree;
+
+use std::path::PathBuf;
 use std::process::ExitCode;
-use std::{fs, io};
 
-use clap::{Command, CommandFactory, Parser, Subcommand};
-use clap_complete::{Shell, generate_to};
+use anyhow::{Result, ensure};
+use clap::{Parser, Subcommand};
 
-/// Makes what is packaged beside flannel's programs
+use crate::tree::Tree;
+
+/// Makes what is packaged beside flannel's programs, and checks the documents
 #[derive(Debug, Parser)]
 #[command(name = "cargo xtask", bin_name = "cargo xtask")]
 struct Task {
@@ -25,52 +33,61 @@ enum Verb {
         /// The directory, which is created if necessary
         dir: PathBuf,
     },
+    /// Writes the generated parts of the documents: the tables of options, and the pictures of the
+    /// lab's output
+    Docs {
+        /// Run this program `lab` first, and take a new picture of its output
+        #[arg(long, value_name = "PROGRAM")]
+        lab: Option<PathBuf>,
+    },
+    /// Checks all texts: widths, phrases, lengths, links, and that generated parts are current
+    Check,
 }
 
 fn main() -> ExitCode {
-    let Verb::Assets { dir } = Task::parse().verb;
-    match assets(&dir) {
-        Ok(count) => {
-            println!("{count} files in {}", dir.display());
+    match run(Task::parse().verb) {
+        Ok(message) => {
+            println!("{message}");
             ExitCode::SUCCESS
         }
         Err(error) => {
-            eprintln!("xtask: {}: {error}", dir.display());
+            eprintln!("xtask: {error:#}");
             ExitCode::FAILURE
         }
     }
 }
 
-/// Makes all files. Returns their number.
-fn assets(dir: &Path) -> io::Result<usize> {
-    let (completions, man) = (dir.join("completions"), dir.join("man"));
-    fs::create_dir_all(&completions)?;
-    fs::create_dir_all(&man)?;
-    for mut command in [flanneld::Options::command(), flannelctl::command()] {
-        let name = command.get_name().to_owned();
-        for shell in [Shell::Bash, Shell::Zsh, Shell::Fish] {
-            generate_to(shell, &mut command, &name, &completions)?;
-        }
-        pages(command.disable_help_subcommand(true), &man)?;
+/// Does a task. Returns a message for the terminal.
+fn run(verb: Verb) -> Result<String> {
+    if let Verb::Assets { dir } = verb {
+        let count = assets::make(&dir).map_err(|e| anyhow::anyhow!("{}: {e}", dir.display()))?;
+        return Ok(format!("{count} files in {}", dir.display()));
     }
-    Ok(fs::read_dir(completions)?.count() + fs::read_dir(man)?.count())
+    let tree = Tree::open()?;
+    if let Verb::Docs { lab } = verb {
+        if let Some(lab) = lab {
+            tree.write(picture::SOURCE, &picture::take(&lab)?)?;
+        }
+        let files = generated(&tree)?;
+        for (path, text) in &files {
+            tree.write(path, text)?;
+        }
+        return Ok(format!("{} files are current", files.len()));
+    }
+    let mut problems = prose::problems(&tree)?;
+    problems.extend(links::problems(&tree)?);
+    for (path, text) in generated(&tree)? {
+        if tree.read(&path)? != text {
+            problems.push(format!("{path}: not current; repair: cargo xtask docs"));
+        }
+    }
+    ensure!(problems.is_empty(), "{} problems\n{}", problems.len(), problems.join("\n"));
+    Ok("texts: ok".into())
 }
 
-/// Man pages of section 8, one for each verb too: `flannelctl-lease-list.8`.
-fn pages(mut command: Command, dir: &Path) -> io::Result<()> {
-    command.build();
-    let mut all = vec![command];
-    while let Some(command) = all.pop() {
-        let name = command.get_bin_name().unwrap_or_else(|| command.get_name()).replace(' ', "-");
-        let verbs = command.get_subcommands().filter(|verb| verb.get_name() != "help").cloned();
-        all.extend(verbs);
-        let page = clap_mangen::Man::new(command.display_name(&name).name(name.clone()))
-            .section("8")
-            .manual("flannel")
-            .source(concat!("flannel ", env!("CARGO_PKG_VERSION")));
-        let mut text = Vec::new();
-        page.render(&mut text)?;
-        fs::write(dir.join(format!("{name}.8")), text)?;
-    }
-    Ok(())
+/// The generated files, or files with generated parts: their paths and contents.
+fn generated(tree: &Tree) -> Result<Vec<(String, String)>> {
+    let mut files = picture::render_all(&tree.read(picture::SOURCE)?);
+    files.push(reference::update(tree)?);
+    Ok(files)
 }

@@ -38,8 +38,7 @@ mod attr {
     pub(super) const VNIFILTER: u16 = 30;
 }
 
-/// Fields of the outer header, each with the value that makes the kernel choose it, as for
-/// flannel's devices.
+/// Fields of the outer header, each with the value that flannel's devices have.
 const OUTER: [(u16, &[u8]); 4] =
     [(attr::TTL, &[0]), (attr::TOS, &[0]), (attr::DF, &[0]), (attr::LABEL, &[0; 4])];
 
