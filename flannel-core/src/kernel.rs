@@ -294,8 +294,10 @@ pub trait Kernel: fmt::Debug + Send + Sync {
     fn changes(&self) -> Result<Box<dyn Changes>, KernelError>;
 }
 
-/// Objects that may no longer be as they were put. They are invalid until a put or a snapshot.
+/// Objects that may no longer be as they were put. They are invalid until a put or a snapshot. A
+/// variant that the reader does not know means [`Invalidation::Everything`].
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Invalidation {
     /// Another program changed or deleted single objects, in this order. Changes of links and of
     /// forwarding entries, and neighbours that the kernel removes, have no author: it may be us.

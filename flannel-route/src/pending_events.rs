@@ -24,7 +24,6 @@ impl PendingEvents {
     /// Keeps an event.
     pub(crate) fn push(&mut self, invalidation: Invalidation) {
         match invalidation {
-            Invalidation::Everything => self.everything = true,
             Invalidation::Link(name) => {
                 if self.links.len() < MOST_LINKS {
                     self.links.insert(name);
@@ -40,6 +39,8 @@ impl PendingEvents {
                     self.objects.push(invalidation);
                 }
             }
+            // `Everything`, as which an unknown variant counts.
+            _ => self.everything = true,
         }
     }
 
