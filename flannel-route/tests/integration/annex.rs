@@ -159,9 +159,8 @@ impl Backend for Bookkeeper {
             let mut blueprint = Blueprint::new(1500, |subnets, offer, _, objects| {
                 objects.extend(offer.endpoints(subnets).map(|peer| {
                     let data = peer.public.map(|public| public.to_string()).unwrap_or_default();
-                    let secret = Some(Secret::new(*b"hunter2"));
-                    let subnet = peer.subnet;
-                    Object::from(Record { annex: "ledger", subnet, data: data.into(), secret })
+                    let secret = Secret::new(*b"hunter2");
+                    Object::from(Record::new("ledger", peer.subnet, data).with_secret(secret))
                 }));
                 Ok(())
             });
@@ -260,12 +259,9 @@ async fn records_of_an_earlier_run_are_adopted_and_those_of_peers_that_left_dele
     let ledger = Ledger::default();
     let mut key = None;
     for n in [7, 8] {
-        let record = Record {
-            annex: "ledger",
-            subnet: format!("10.1.{n}.0/24").parse().unwrap(),
-            data: format!("192.0.2.{n}").into(),
-            secret: Some(Secret::new(*b"hunter2")),
-        };
+        let subnet = format!("10.1.{n}.0/24").parse().unwrap();
+        let record = Record::new("ledger", subnet, format!("192.0.2.{n}"))
+            .with_secret(Secret::new(*b"hunter2"));
         key = Some(Object::from(record.clone()).key());
         ledger.0.lock().unwrap().records.insert(key.unwrap(), record);
     }
@@ -332,12 +328,7 @@ async fn a_broken_annex_takes_neither_snapshots_nor_events_of_the_kernel_away() 
 fn a_cleanup_waits_for_the_end_of_its_changes() {
     let ledger = Ledger::default();
     ledger.0.lock().unwrap().is_quick = true;
-    let record = Record {
-        annex: "ledger",
-        subnet: "10.1.7.0/24".parse().unwrap(),
-        data: "192.0.2.7".into(),
-        secret: None,
-    };
+    let record = Record::new("ledger", "10.1.7.0/24".parse().unwrap(), "192.0.2.7");
     ledger.0.lock().unwrap().records.insert(Object::from(record.clone()).key(), record.clone());
     let kernel: Arc<dyn Kernel> = Arc::new(FakeKernel::with_uplink("eth0"));
     let footprint = Footprint { annexes: ["ledger"].into(), ..Footprint::default() };
