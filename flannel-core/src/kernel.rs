@@ -22,6 +22,7 @@ pub const ROUTE_PROTOCOL: u8 = 241;
 /// The route protocol of Go flannel, and of scripts that name none (`RTPROT_BOOT`).
 pub const GO_ROUTE_PROTOCOL: u8 = 3;
 
+const ETIMEDOUT: i32 = 110;
 const EINPROGRESS: i32 = 115;
 
 /// `RTPROT_KERNEL`: routes that the kernel made itself.
@@ -174,6 +175,11 @@ impl KernelError {
     /// The answer of an [`Annex`] to a change that it has only started (`EINPROGRESS`).
     pub const fn started() -> Self {
         Self::new(EINPROGRESS)
+    }
+
+    /// The answer of [`Annex::wait`] if a change has not ended in time (`ETIMEDOUT`).
+    pub const fn timed_out() -> Self {
+        Self::new(ETIMEDOUT)
     }
 
     /// Whether this is no failure but a change that was only started.

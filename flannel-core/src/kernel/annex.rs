@@ -1,6 +1,7 @@
 //! Annexes: the state of peers that is not in the kernel.
 
 use std::fmt;
+use std::time::Duration;
 
 use super::{Changes, KernelError};
 use crate::object::{Change, Key, Record};
@@ -38,10 +39,11 @@ pub trait Annex: fmt::Debug + Send + Sync {
     /// The annex cannot listen.
     fn changes(&self) -> Result<Box<dyn Changes>, KernelError>;
 
-    /// Waits for the end of all changes of this record that were started, and returns the result of
-    /// the last one. Blocks.
+    /// Waits at most `timeout` for the end of all changes of this record that were started, and
+    /// returns the result of the last one. Blocks. With a `timeout` of zero it only looks.
     ///
     /// # Errors
-    /// The last change failed.
-    fn wait(&self, key: &Key) -> Result<(), KernelError>;
+    /// The last change failed, or has not ended in time: [`KernelError::timed_out`]. Such a change
+    /// goes on.
+    fn wait(&self, key: &Key, timeout: Duration) -> Result<(), KernelError>;
 }
