@@ -86,9 +86,10 @@ impl Footprint {
         self.links.contains(&addr.link) && !link_local
     }
 
-    /// Whether a neighbour or forwarding entry that `stays` (permanent or static) or not is owned.
-    pub fn owns_entry(&self, link: LinkName, stays: bool) -> bool {
-        stays && self.links.contains(&link)
+    /// Whether a neighbour or forwarding entry is owned. `is_static`: permanent, or a forwarding
+    /// entry that is static.
+    pub fn owns_entry(&self, link: LinkName, is_static: bool) -> bool {
+        is_static && self.links.contains(&link)
     }
 
     /// Whether a route read from the kernel (main table, default metric, no TOS) is owned. `link`
@@ -317,11 +318,11 @@ pub enum Invalidation {
     Everything,
 }
 
-/// The content of one message about one object.
+/// The content of one message about one object, or the end of a change that an [`Annex`] started.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum KernelEvent {
-    /// It exists, exactly like this.
+    /// It exists, exactly like this. Ends the put of an equal object that [`Annex::apply`] started.
     Present(Object),
     /// It exists, with attributes that no [`Object`] expresses ([`State::note_inexact`]).
     Inexact(Object),
@@ -331,9 +332,9 @@ pub enum KernelEvent {
     Unrepresentable(Key),
     /// Another entry for the destination changed, and may take effect: a route with another metric.
     Related(Key),
-    /// It was deleted.
+    /// It was deleted. Ends the deletion that [`Annex::apply`] started.
     Deleted(Key),
-    /// A change that was started ([`KernelError::started`]) has failed.
+    /// The put or deletion of this key that [`Annex::apply`] started last has failed.
     Failed(Key, KernelError),
 }
 

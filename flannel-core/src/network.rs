@@ -109,7 +109,7 @@ pub struct NetworkHandle {
     questions: Option<mpsc::Sender<Question>>,
 }
 
-/// A question that only the running network can answer. Dropped: it does not answer this question.
+/// A question that only the running network can answer, or drop.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum Question {
@@ -152,8 +152,7 @@ impl NetworkHandle {
 
     /// The peer whose subnet contains `address`, and its objects. Of several, the accepted one.
     ///
-    /// `None` also if the network does not run or answers no questions. Waits for the current
-    /// batch.
+    /// `None` also if the network does not run or does not answer. Waits for the current batch.
     ///
     /// # Cancel safety
     /// Dropping the future withdraws the question.
@@ -166,7 +165,7 @@ impl NetworkHandle {
     /// The peers whose objects are not all in the kernel yet, with the reason. O(number of such
     /// peers). The next status is at least as new as the answer.
     ///
-    /// `None` if the network does not run or answers no questions. Waits for the current batch.
+    /// `None` if the network does not run or does not answer. Waits for the current batch.
     ///
     /// # Cancel safety
     /// Dropping the future withdraws the question.
