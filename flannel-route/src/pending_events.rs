@@ -51,12 +51,9 @@ impl PendingEvents {
     /// Takes all events.
     pub(crate) fn take(&mut self) -> Vec<Invalidation> {
         let Self { everything, links, objects, .. } = std::mem::take(self);
-        let everything = everything.then_some(Invalidation::Everything);
-        everything
-            .into_iter()
-            .chain(links.into_iter().map(Invalidation::Link))
-            .chain(objects)
-            .collect()
+        let everything = everything.then_some(Invalidation::Everything).into_iter();
+        let links = links.into_iter().map(Invalidation::Link);
+        everything.chain(links).chain(objects).collect()
     }
 }
 
