@@ -5,6 +5,7 @@ use std::future::poll_fn;
 use std::net::IpAddr;
 use std::sync::Arc;
 use std::task::Poll;
+use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use flannel_core::Kernel;
@@ -24,13 +25,17 @@ pub struct WithAnnexes {
 }
 
 impl WithAnnexes {
+    /// The time without a successful change after which a [waiting](Self::waiting) kernel gives up.
+    pub const PATIENCE: Duration = Duration::from_secs(60);
+
     /// `kernel` with the annexes of backends ([`Backend::annex`](flannel_core::Backend::annex)).
     pub fn new(kernel: Arc<dyn Kernel>, annexes: impl IntoIterator<Item = Arc<dyn Annex>>) -> Self {
         Self { kernel, annexes: annexes.into_iter().collect(), waits: false }
     }
 
     /// Waits in [`Kernel::apply`] for the end of changes that an annex only started. For programs
-    /// that end afterwards, such as a cleanup.
+    /// that end afterwards, such as a cleanup. If none has succeeded for [`Self::PATIENCE`], those
+    /// that have not ended fail with `ETIMEDOUT`.
     #[must_use]
     pub fn waiting(self) -> Self {
         Self { waits: true, ..self }
@@ -71,9 +76,14 @@ impl Kernel for WithAnnexes {
             let mut results = annex.apply(run);
             // A missing result must not shift those of later changes.
             results.resize(run.len(), Err(KernelError::explained(EIO, "the annex gave no result")));
+            let mut end = Instant::now() + Self::PATIENCE;
             for (change, result) in run.iter().zip(&mut results) {
                 if self.waits && result.as_ref().is_err_and(KernelError::is_started) {
-                    *result = annex.wait(&change.object().key());
+                    let left = end.saturating_duration_since(Instant::now());
+                    *result = annex.wait(&change.object().key(), left);
+                    if result.is_ok() {
+                        end = Instant::now() + Self::PATIENCE;
+                    }
                 }
             }
             results

@@ -203,7 +203,7 @@ impl fmt::Debug for Prepared {
     }
 }
 
-/// The lease of this node.
+/// The lease of this node. Exhaustive: each use of its subnets depends on the variant.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum NodeLease {
     /// The node holds it.
@@ -230,7 +230,7 @@ impl NodeLease {
     }
 }
 
-/// A network that was built for a lease.
+/// A network that was built for a lease. Exhaustive: without its variant, a host cannot run it.
 #[derive(Debug)]
 pub enum Built {
     /// A network of kernel objects, which the route engine runs.

@@ -22,6 +22,7 @@ pub const ROUTE_PROTOCOL: u8 = 241;
 /// The route protocol of Go flannel, and of scripts that name none (`RTPROT_BOOT`).
 pub const GO_ROUTE_PROTOCOL: u8 = 3;
 
+const ETIMEDOUT: i32 = 110;
 const EINPROGRESS: i32 = 115;
 
 /// `RTPROT_KERNEL`: routes that the kernel made itself.
@@ -85,9 +86,10 @@ impl Footprint {
         self.links.contains(&addr.link) && !link_local
     }
 
-    /// Whether a neighbour or forwarding entry that `stays` (permanent or static) or not is owned.
-    pub fn owns_entry(&self, link: LinkName, stays: bool) -> bool {
-        stays && self.links.contains(&link)
+    /// Whether a neighbour or forwarding entry is owned. `is_static`: permanent, or a forwarding
+    /// entry that is static.
+    pub fn owns_entry(&self, link: LinkName, is_static: bool) -> bool {
+        is_static && self.links.contains(&link)
     }
 
     /// Whether a route read from the kernel (main table, default metric, no TOS) is owned. `link`
@@ -174,6 +176,11 @@ impl KernelError {
     /// The answer of an [`Annex`] to a change that it has only started (`EINPROGRESS`).
     pub const fn started() -> Self {
         Self::new(EINPROGRESS)
+    }
+
+    /// The answer of [`Annex::wait`] if a change has not ended in time (`ETIMEDOUT`).
+    pub const fn timed_out() -> Self {
+        Self::new(ETIMEDOUT)
     }
 
     /// Whether this is no failure but a change that was only started.
@@ -294,8 +301,10 @@ pub trait Kernel: fmt::Debug + Send + Sync {
     fn changes(&self) -> Result<Box<dyn Changes>, KernelError>;
 }
 
-/// Objects that may no longer be as they were put. They are invalid until a put or a snapshot.
+/// Objects that may no longer be as they were put. They are invalid until a put or a snapshot. A
+/// variant that the reader does not know means [`Invalidation::Everything`].
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Invalidation {
     /// Another program changed or deleted single objects, in this order. Changes of links and of
     /// forwarding entries, and neighbours that the kernel removes, have no author: it may be us.
@@ -309,11 +318,11 @@ pub enum Invalidation {
     Everything,
 }
 
-/// The content of one message about one object.
+/// The content of one message about one object, or the end of a change that an [`Annex`] started.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum KernelEvent {
-    /// It exists, exactly like this.
+    /// It exists, exactly like this. Ends the put of an equal object that [`Annex::apply`] started.
     Present(Object),
     /// It exists, with attributes that no [`Object`] expresses ([`State::note_inexact`]).
     Inexact(Object),
@@ -323,9 +332,9 @@ pub enum KernelEvent {
     Unrepresentable(Key),
     /// Another entry for the destination changed, and may take effect: a route with another metric.
     Related(Key),
-    /// It was deleted.
+    /// It was deleted. Ends the deletion that [`Annex::apply`] started.
     Deleted(Key),
-    /// A change that was started ([`KernelError::started`]) has failed.
+    /// The put or deletion of this key that [`Annex::apply`] started last has failed.
     Failed(Key, KernelError),
 }
 

@@ -109,13 +109,25 @@ pub struct NetworkHandle {
     questions: Option<mpsc::Sender<Question>>,
 }
 
-/// A question that only the running network can answer, and the channel for the answer.
+/// A question that only the running network can answer, or drop.
 #[derive(Debug)]
+#[non_exhaustive]
 pub enum Question {
     /// Which peer an address belongs to.
-    Explain(IpAddr, oneshot::Sender<Option<Explanation>>),
+    Explain(IpAddr, Reply<Option<Explanation>>),
     /// Which peers are not in place yet.
-    Waiting(oneshot::Sender<Waiting>),
+    Waiting(Reply<Waiting>),
+}
+
+/// The way of an answer back to the one who asked.
+#[derive(Debug)]
+pub struct Reply<T>(oneshot::Sender<T>);
+
+impl<T> Reply<T> {
+    /// Answers. Has no effect if the question was withdrawn.
+    pub fn send(self, answer: T) {
+        drop(self.0.send(answer));
+    }
 }
 
 impl NetworkHandle {
@@ -140,27 +152,26 @@ impl NetworkHandle {
 
     /// The peer whose subnet contains `address`, and its objects. Of several, the accepted one.
     ///
-    /// `None` also if the network does not run or answers no questions. Waits for the current
-    /// batch.
+    /// `None` also if the network does not run or does not answer. Waits for the current batch.
     ///
     /// # Cancel safety
     /// Dropping the future withdraws the question.
     pub async fn explain(&self, address: IpAddr) -> Option<Explanation> {
-        let (answer, explanation) = oneshot::channel();
-        self.questions.as_ref()?.send(Question::Explain(address, answer)).await.ok()?;
+        let (reply, explanation) = oneshot::channel();
+        self.questions.as_ref()?.send(Question::Explain(address, Reply(reply))).await.ok()?;
         explanation.await.ok()?
     }
 
     /// The peers whose objects are not all in the kernel yet, with the reason. O(number of such
     /// peers). The next status is at least as new as the answer.
     ///
-    /// `None` if the network does not run or answers no questions. Waits for the current batch.
+    /// `None` if the network does not run or does not answer. Waits for the current batch.
     ///
     /// # Cancel safety
     /// Dropping the future withdraws the question.
     pub async fn waiting(&self) -> Option<Waiting> {
-        let (answer, waiting) = oneshot::channel();
-        self.questions.as_ref()?.send(Question::Waiting(answer)).await.ok()?;
+        let (reply, waiting) = oneshot::channel();
+        self.questions.as_ref()?.send(Question::Waiting(Reply(reply))).await.ok()?;
         waiting.await.ok()
     }
 }

@@ -24,6 +24,7 @@ const SHORTEST: Duration = Duration::from_millis(10);
 
 /// The firewall of the kernel that has the rules.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Mode {
     /// nf_tables, over netlink (`"EnableNFTables": true`). No program is run, and changes are
     /// noticed at once.

@@ -95,6 +95,7 @@ impl Rules {
 
 /// A chain of flannel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[non_exhaustive]
 pub enum Chain {
     /// For packets that leave the host: masquerading.
     Postrouting,
@@ -104,11 +105,12 @@ pub enum Chain {
 
 impl Chain {
     /// Both chains, in the order in which they are written.
-    pub const BOTH: [Self; 2] = [Self::Postrouting, Self::Forward];
+    pub(crate) const BOTH: [Self; 2] = [Self::Postrouting, Self::Forward];
 }
 
 /// A verdict for packets that match all conditions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Rule {
     /// All these bits are set in the packet's mark; `None` matches any mark.
     pub mark: Option<u32>,
@@ -122,6 +124,7 @@ pub struct Rule {
 
 /// A condition on an address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Side {
     /// It is in the subnet.
     In(Subnet),
@@ -131,6 +134,7 @@ pub enum Side {
 
 /// The verdict about a packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Verdict {
     /// Leaves the chain.
     Return,

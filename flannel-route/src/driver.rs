@@ -216,12 +216,13 @@ impl Driver {
 
     fn answer(&self, question: Question) {
         let Some(engine) = &self.engine else { return };
-        // The caller may not wait for the answer any more.
         match question {
-            Question::Explain(address, answer) => {
-                drop(answer.send(engine.explain(address, &*self.kernel.kernel)));
+            Question::Explain(address, reply) => {
+                reply.send(engine.explain(address, &*self.kernel.kernel));
             }
-            Question::Waiting(answer) => drop(answer.send(engine.waiting())),
+            Question::Waiting(reply) => reply.send(engine.waiting()),
+            // Dropped, so that nobody waits for the answer.
+            _ => {}
         }
     }
 }

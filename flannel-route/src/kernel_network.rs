@@ -77,6 +77,8 @@ impl KernelNetwork {
     ///
     /// A lease outside the pod `networks` is rejected. The first blueprint whose plan accepts an
     /// offer of a peer defines its objects. The base objects of all blueprints are put in place.
+    /// Blueprints with [records](flannel_core::object::Record) need a `kernel` that is wrapped in
+    /// [`WithAnnexes`](flannel_annex::WithAnnexes), as by [`Host::join`](crate::Host::join).
     pub fn new(
         kernel: Arc<dyn Kernel>,
         lease: NodeLease,
@@ -91,10 +93,8 @@ impl KernelNetwork {
             base.extend(blueprint.base.iter().cloned());
             plans.push(OfferPlan::new(blueprint.lease_type, blueprint.plan));
         }
-        let (own, is_held) = match lease {
-            NodeLease::Held(lease) => (lease, true),
-            NodeLease::Lapsed(lease) => (lease, false),
-        };
+        let is_held = lease.held().is_some();
+        let (NodeLease::Held(own) | NodeLease::Lapsed(own)) = lease;
         let reserved = base.iter().map(Object::key).collect();
         let rules = AdmissionRules { networks, own: Some(Arc::new(own.clone())), reserved };
         let (status, receiver) = watch::channel(Arc::new(Status::default()));

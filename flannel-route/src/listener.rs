@@ -33,13 +33,10 @@ impl Listener {
     /// Waits for an event and keeps it; for ever without a stream.
     pub(crate) async fn hear(&mut self) {
         let Some(stream) = &mut self.stream else { return std::future::pending().await };
-        let event = match stream.next().await {
-            Ok(event) => event,
-            Err(error) => {
-                self.set(Err(error));
-                Invalidation::Everything
-            }
-        };
+        let event = stream.next().await.unwrap_or_else(|error| {
+            self.set(Err(error));
+            Invalidation::Everything
+        });
         self.pending.push(event);
     }
 

@@ -24,7 +24,6 @@ impl PendingEvents {
     /// Keeps an event.
     pub(crate) fn push(&mut self, invalidation: Invalidation) {
         match invalidation {
-            Invalidation::Everything => self.everything = true,
             Invalidation::Link(name) => {
                 if self.links.len() < MOST_LINKS {
                     self.links.insert(name);
@@ -40,6 +39,8 @@ impl PendingEvents {
                     self.objects.push(invalidation);
                 }
             }
+            // `Everything`, as which an unknown variant counts.
+            _ => self.everything = true,
         }
     }
 
@@ -50,12 +51,9 @@ impl PendingEvents {
     /// Takes all events.
     pub(crate) fn take(&mut self) -> Vec<Invalidation> {
         let Self { everything, links, objects, .. } = std::mem::take(self);
-        let everything = everything.then_some(Invalidation::Everything);
-        everything
-            .into_iter()
-            .chain(links.into_iter().map(Invalidation::Link))
-            .chain(objects)
-            .collect()
+        let everything = everything.then_some(Invalidation::Everything).into_iter();
+        let links = links.into_iter().map(Invalidation::Link);
+        everything.chain(links).chain(objects).collect()
     }
 }
 

@@ -151,20 +151,14 @@ impl Schedule {
 
     /// The time of the next round if nothing happens until then. `has_events`: kernel events wait.
     pub(crate) fn deadline(&self, now: Instant, engine: &Engine, has_events: bool) -> Instant {
-        let mut deadline =
-            self.retry_next.map_or(self.resync_next, |next| next.min(self.resync_next));
-        if has_events {
-            deadline = deadline.min(self.repair_limiter.next(now));
-        }
-        if engine.survey.is_unread() && engine.survey.error.is_none() {
-            deadline = deadline.min(self.read_limiter.next(now));
-        }
-        if engine.lookups.is_urgent() {
-            deadline = deadline.min(self.recheck_urgent_next);
-        }
-        if engine.lookups.is_any() {
-            deadline = deadline.min(self.recheck_next);
-        }
-        deadline
+        let may_read = engine.survey.is_unread() && engine.survey.error.is_none();
+        let due = [
+            self.retry_next,
+            has_events.then(|| self.repair_limiter.next(now)),
+            may_read.then(|| self.read_limiter.next(now)),
+            engine.lookups.is_urgent().then_some(self.recheck_urgent_next),
+            engine.lookups.is_any().then_some(self.recheck_next),
+        ];
+        due.into_iter().flatten().fold(self.resync_next, Instant::min)
     }
 }

@@ -188,7 +188,7 @@ async fn recorded<T>(work: impl Future<Output = T>) -> (T, Vec<KernelEvent>) {
             more.into_iter().for_each(|report| by_nexthop.take(report, &mut reports));
         }
         Invalidation::Link(_) => {}
-        Invalidation::Everything => panic!("messages were lost"),
+        _ => panic!("messages were lost"),
     };
     let mut work = std::pin::pin!(work);
     let result = loop {

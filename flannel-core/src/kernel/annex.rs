@@ -1,6 +1,7 @@
 //! Annexes: the state of peers that is not in the kernel.
 
 use std::fmt;
+use std::time::Duration;
 
 use super::{Changes, KernelError};
 use crate::object::{Change, Key, Record};
@@ -8,9 +9,10 @@ use crate::object::{Change, Key, Record};
 /// Keeps the [`Record`]s of a backend, for example commands that it runs for each peer, or a table
 /// in another process.
 ///
-/// The route engine, with `flannel_annex::WithAnnexes`, treats records as kernel objects: it puts and deletes them, retries failures,
-/// shows them in the status, and adopts the records of an earlier run. The methods follow the rules
-/// of [`Kernel`](super::Kernel). A change that takes long is only started, so that it delays no other change.
+/// The route engine, with `flannel_annex::WithAnnexes`, treats records as kernel objects: it puts
+/// and deletes them, retries failures, shows them in the status, and adopts those of earlier runs.
+/// The methods follow the rules of [`Kernel`](super::Kernel). A change that takes long is only
+/// started, so that it delays no other change.
 pub trait Annex: fmt::Debug + Send + Sync {
     /// The name in its records, unique among all annexes.
     fn name(&self) -> &'static str;
@@ -24,24 +26,30 @@ pub trait Annex: fmt::Debug + Send + Sync {
 
     /// Applies changes of its records as [`Kernel::apply`](super::Kernel::apply) does.
     ///
-    /// The result of a change that is only started is [`KernelError::started`]. Its end is an
-    /// event: [`Present`](super::KernelEvent::Present), [`Deleted`](super::KernelEvent::Deleted) or
-    /// [`Failed`](super::KernelEvent::Failed). A change that is under way already is not started
-    /// again. Another change of the same record begins after it; then only the last one reports an
-    /// end. Called on any thread. A network that stops waits for this call.
+    /// The result of a change that is only started is [`KernelError::started`]. A change that is
+    /// under way already is not started again. Another change of the same record begins after it.
+    ///
+    /// The end is an event, which names the key and not the change:
+    /// [`Present`](super::KernelEvent::Present) with exactly the record that was put,
+    /// [`Deleted`](super::KernelEvent::Deleted) or [`Failed`](super::KernelEvent::Failed). It ends
+    /// the change of that key that was started last. So only that one reports its end: an earlier
+    /// one's would be taken for it, or for a change by another program.
+    ///
+    /// Called on any thread. A network that stops waits for this call.
     fn apply(&self, changes: &[Change]) -> Vec<Result<(), KernelError>>;
 
-    /// Starts to listen for the ends of changes, and for changes of records by others. The futures of
-    /// the stream are dropped often: it must be cancel safe, as [`Changes::next`] says.
+    /// Starts to listen for the ends of changes, and for changes of records by others. The stream's
+    /// futures are dropped often: it must be cancel safe, as [`Changes::next`] says.
     ///
     /// # Errors
     /// The annex cannot listen.
     fn changes(&self) -> Result<Box<dyn Changes>, KernelError>;
 
-    /// Waits for the end of all changes of this record that were started, and returns the result of
-    /// the last one. Blocks.
+    /// Waits at most `timeout` for the end of all changes of this record that were started, and
+    /// returns the result of the last one. Blocks. With a `timeout` of zero it only looks.
     ///
     /// # Errors
-    /// The last change failed.
-    fn wait(&self, key: &Key) -> Result<(), KernelError>;
+    /// The last change failed, or has not ended in time: [`KernelError::timed_out`]. Such a change
+    /// goes on.
+    fn wait(&self, key: &Key, timeout: Duration) -> Result<(), KernelError>;
 }

@@ -103,8 +103,9 @@ impl<L: Into<Arc<Lease>>> FromIterator<L> for LeaseSet {
     }
 }
 
-/// The source of a lease set.
+/// The source of a lease set. Only [`Origin::Live`] means that a lease that is missing is gone.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Origin {
     /// The cache of an earlier run, or nothing because the store has not answered yet. Kernel
     /// objects may be created and replaced because of it, but not deleted.

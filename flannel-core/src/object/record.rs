@@ -7,6 +7,7 @@ use crate::address::Subnet;
 
 /// An entry that an [`Annex`](crate::kernel::Annex) keeps for a peer. It is not in the kernel.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub struct Record {
     /// The annex ([`Annex::name`](crate::kernel::Annex::name)).
     pub annex: &'static str,
@@ -16,6 +17,19 @@ pub struct Record {
     pub data: Box<str>,
     /// Content that no output shows; `None`: there is none.
     pub secret: Option<Secret>,
+}
+
+impl Record {
+    /// A record without a secret.
+    pub fn new(annex: &'static str, subnet: Subnet, data: impl Into<Box<str>>) -> Self {
+        Self { annex, subnet, data: data.into(), secret: None }
+    }
+
+    /// The same record with this secret.
+    #[must_use]
+    pub fn with_secret(self, secret: Secret) -> Self {
+        Self { secret: Some(secret), ..self }
+    }
 }
 
 impl fmt::Display for Record {

@@ -43,6 +43,7 @@ pub struct Call {
 
 /// What a [`Call`] asks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Operation {
     /// [`Kernel::nexthop_ids`] and [`Kernel::nexthop_users`].
     NexthopIds,

@@ -28,6 +28,7 @@ pub struct Programs {
 
 /// Variants of iptables, which keep the same rules in different parts of the kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub enum Variant {
     /// The program named `iptables` on the host.
     #[default]

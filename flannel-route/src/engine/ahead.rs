@@ -2,7 +2,7 @@
 
 use std::cell::Cell;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
-use std::thread;
+use std::thread::{self, ScopedJoinHandle};
 
 use tokio::runtime::Handle;
 
@@ -20,7 +20,8 @@ pub(super) struct Applier<'a> {
 }
 
 impl<'a> Applier<'a> {
-    /// Does `work` with a second thread that calls `apply`. Returns after both have ended.
+    /// Does `work` with a second thread that calls `apply`. Returns after both have ended, or passes
+    /// on the panic of the thread.
     pub(super) fn with<T>(
         apply: &'a (dyn Fn(&[Change]) -> Result<Results, Closed> + Sync),
         work: impl FnOnce(&Self) -> T,
@@ -39,16 +40,23 @@ impl<'a> Applier<'a> {
                     }
                 }
             });
-            let thread = spawned.map(|_| (batches, results)).map_err(|_| Cell::new(None));
-            // Dropped on return, which ends the thread.
-            work(&Self { apply, thread })
+            let (handle, thread) = match spawned {
+                Ok(handle) => (Some(handle), Ok((batches, results))),
+                Err(_) => (None, Err(Cell::new(None))),
+            };
+            // The channels are dropped with it, which ends the thread.
+            let done = work(&Self { apply, thread });
+            if let Some(Err(panic)) = handle.map(ScopedJoinHandle::join) {
+                std::panic::resume_unwind(panic);
+            }
+            done
         })
     }
 
     /// Begins to apply a batch. Every call is to be followed by one of [`Applier::wait`].
     pub(super) fn begin(&self, batch: Vec<Change>) {
         match &self.thread {
-            // An error means that the thread panicked. The end of the scope passes the panic on.
+            // An error means that the thread panicked.
             Ok((batches, _)) => drop(batches.send(batch)),
             Err(applied) => {
                 let result = (self.apply)(&batch);
@@ -65,5 +73,21 @@ impl<'a> Applier<'a> {
         };
         let (batch, results) = applied.ok_or(Closed)?;
         Ok((batch, results?))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_panic_of_a_kernel_reaches_the_caller() {
+        let apply = |_: &[Change]| panic!("the kernel says why");
+        let work = |applier: &Applier<'_>| {
+            applier.begin(Vec::new());
+            applier.wait().is_ok()
+        };
+        let panicked = std::panic::catch_unwind(|| Applier::with(&apply, work)).unwrap_err();
+        assert_eq!(panicked.downcast_ref(), Some(&"the kernel says why"));
     }
 }

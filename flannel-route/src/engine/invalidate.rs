@@ -38,10 +38,6 @@ impl Engine {
         names: Option<&dyn ProcessNames>,
     ) {
         match invalidation {
-            Invalidation::Everything => {
-                self.survey.invalidate_everything();
-                self.lookups.invalidate_all();
-            }
             Invalidation::Link(name) => {
                 let carries_routes = self.footprint.routes_on.contains(name);
                 if carries_routes || self.footprint.links.contains(name) {
@@ -52,6 +48,11 @@ impl Engine {
             Invalidation::Objects(reports, by) => {
                 let by = Suspect { author: by.as_ref(), names, named: OnceCell::new() };
                 reports.iter().for_each(|report| self.invalidate_object(report, &by));
+            }
+            // `Everything`, as which an unknown variant counts.
+            _ => {
+                self.survey.invalidate_everything();
+                self.lookups.invalidate_all();
             }
         }
     }

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::net::IpAddr;
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use flannel_annex::WithAnnexes;
@@ -30,6 +30,7 @@ struct Entries {
     records: BTreeMap<Key, Record>,
     started: VecDeque<Change>,
     starts: usize,
+    waits: Vec<Duration>,
     /// Changes end at once, by themselves.
     is_quick: bool,
     listener: Option<mpsc::UnboundedSender<Invalidation>>,
@@ -110,9 +111,14 @@ impl Annex for Ledger {
         Ok(Box::new(Events(receiver)))
     }
 
-    fn wait(&self, key: &Key) -> std::result::Result<(), KernelError> {
-        assert!(self.0.lock().unwrap().started.iter().all(|c| c.object().key() != *key));
-        Ok(())
+    /// Waits until the clock has moved, as if `timeout` were over then.
+    fn wait(&self, key: &Key, timeout: Duration) -> std::result::Result<(), KernelError> {
+        let begun = Instant::now();
+        while begun.elapsed().is_zero() {}
+        let mut entries = self.0.lock().unwrap();
+        entries.waits.push(timeout);
+        let is_under_way = entries.started.iter().any(|c| c.object().key() == *key);
+        if is_under_way { Err(KernelError::timed_out()) } else { Ok(()) }
     }
 }
 
@@ -159,9 +165,8 @@ impl Backend for Bookkeeper {
             let mut blueprint = Blueprint::new(1500, |subnets, offer, _, objects| {
                 objects.extend(offer.endpoints(subnets).map(|peer| {
                     let data = peer.public.map(|public| public.to_string()).unwrap_or_default();
-                    let secret = Some(Secret::new(*b"hunter2"));
-                    let subnet = peer.subnet;
-                    Object::from(Record { annex: "ledger", subnet, data: data.into(), secret })
+                    let secret = Secret::new(*b"hunter2");
+                    Object::from(Record::new("ledger", peer.subnet, data).with_secret(secret))
                 }));
                 Ok(())
             });
@@ -260,12 +265,9 @@ async fn records_of_an_earlier_run_are_adopted_and_those_of_peers_that_left_dele
     let ledger = Ledger::default();
     let mut key = None;
     for n in [7, 8] {
-        let record = Record {
-            annex: "ledger",
-            subnet: format!("10.1.{n}.0/24").parse().unwrap(),
-            data: format!("192.0.2.{n}").into(),
-            secret: Some(Secret::new(*b"hunter2")),
-        };
+        let subnet = format!("10.1.{n}.0/24").parse().unwrap();
+        let record = Record::new("ledger", subnet, format!("192.0.2.{n}"))
+            .with_secret(Secret::new(*b"hunter2"));
         key = Some(Object::from(record.clone()).key());
         ledger.0.lock().unwrap().records.insert(key.unwrap(), record);
     }
@@ -332,12 +334,7 @@ async fn a_broken_annex_takes_neither_snapshots_nor_events_of_the_kernel_away() 
 fn a_cleanup_waits_for_the_end_of_its_changes() {
     let ledger = Ledger::default();
     ledger.0.lock().unwrap().is_quick = true;
-    let record = Record {
-        annex: "ledger",
-        subnet: "10.1.7.0/24".parse().unwrap(),
-        data: "192.0.2.7".into(),
-        secret: None,
-    };
+    let record = Record::new("ledger", "10.1.7.0/24".parse().unwrap(), "192.0.2.7");
     ledger.0.lock().unwrap().records.insert(Object::from(record.clone()).key(), record.clone());
     let kernel: Arc<dyn Kernel> = Arc::new(FakeKernel::with_uplink("eth0"));
     let footprint = Footprint { annexes: ["ledger"].into(), ..Footprint::default() };
@@ -349,4 +346,24 @@ fn a_cleanup_waits_for_the_end_of_its_changes() {
     // Records of an annex that nobody has are refused, as the kernel does not know them.
     let put = [Change::Put(record.into())];
     assert!(WithAnnexes::new(kernel, None).apply(&footprint, &put)[0].is_err());
+}
+
+#[test]
+fn a_cleanup_gives_up_on_changes_that_do_not_end() {
+    let ledger = Ledger::default();
+    let subnets = ["10.1.7.0/24", "10.1.8.0/24"].map(|subnet| subnet.parse().unwrap());
+    for record in subnets.map(|subnet| Record::new("ledger", subnet, "")) {
+        ledger.0.lock().unwrap().records.insert(Object::from(record.clone()).key(), record);
+    }
+    let kernel: Arc<dyn Kernel> = Arc::new(FakeKernel::with_uplink("eth0"));
+    let footprint = Footprint { annexes: ["ledger"].into(), ..Footprint::default() };
+    let annex = Arc::new(ledger.clone()) as Arc<dyn Annex>;
+    let with = WithAnnexes::new(kernel, [annex]).waiting();
+    let report = cleanup(&with, &footprint, false).unwrap();
+    let errors: Vec<_> = report.failed.iter().map(|(_, error)| error.clone()).collect();
+    assert_eq!(errors, [KernelError::timed_out(), KernelError::timed_out()]);
+    assert!(report.done.is_empty() && ledger.records().len() == 2);
+    // Both waits together end in time.
+    let waits = std::mem::take(&mut ledger.0.lock().unwrap().waits);
+    assert!(waits[1] < waits[0] && waits[0] <= WithAnnexes::PATIENCE, "{waits:?}");
 }

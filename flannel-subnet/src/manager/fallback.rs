@@ -171,6 +171,8 @@ impl Fallback {
             Origin::Cached { written } => {
                 written.or_else(|| self.loaded.as_ref().map(|saved| saved.written))
             }
+            // Nobody knows how old these leases are.
+            _ => None,
         };
         let Some(written) = written else { return };
         let own = holding.get().map(|HeldLease { subnets, attrs, revision, term }| {
