@@ -172,7 +172,10 @@ impl Admission {
     /// plan defines it.
     pub fn routes_by(&self, nexthop: &Key) -> Option<Vec<Key>> {
         let Key::Nexthop(wanted) = nexthop else { return None };
-        let by_it = |object: &&Object| matches!(object, Object::Route(Route { via: Via::Nexthop(id), .. }) if id == wanted);
+        let by_it = |object: &&Object| match object {
+            Object::Route(Route { via: Via::Nexthop(id), .. }) => id == wanted,
+            _ => false,
+        };
         let mut claimants = self.index.claimants(nexthop).peekable();
         claimants.peek()?;
         let accepted = claimants.filter(|claim| claim.peer.accepted);
@@ -417,7 +420,8 @@ mod tests {
         let deltas = put(&mut peers, &a);
         assert_eq!(
             why(&peers, &b),
-            "fdb 06:07:07:07:07:07 dev flannel.1 is defined otherwise by the earlier lease 10.1.1.0-24 of 192.0.2.1 (vxlan)"
+            "fdb 06:07:07:07:07:07 dev flannel.1 is defined otherwise by the earlier lease \
+             10.1.1.0-24 of 192.0.2.1 (vxlan)"
         );
         assert_eq!(
             deltas.iter().filter(|d| d.after.is_none()).count(),
@@ -440,7 +444,7 @@ mod tests {
     }
 
     #[test]
-    fn objections() {
+    fn a_rejection_names_its_reason() {
         let mut peers = peers(Some("10.1.9.0-24"));
         for (lease, says) in [
             (lease("10.2.1.0-24", 1, 1, 1), "10.2.1.0/24 lies outside the pod network 10.1.0.0/16"),
@@ -466,7 +470,7 @@ mod tests {
     }
 
     #[test]
-    fn a_changed_fact_plans_again() {
+    fn a_changed_answer_plans_the_peer_again() {
         let mut peers = peers(None);
         put(&mut peers, &lease("10.1.1.0-24", 1, 1, 1));
         put(&mut peers, &lease("10.1.2.0-24", 1, 2, 2));
@@ -542,7 +546,7 @@ mod tests {
     }
 
     #[test]
-    fn a_peer_that_left_leaves_nothing_but_its_slot_to_the_next() {
+    fn a_peer_that_left_leaves_only_its_slot() {
         let mut peers = peers(None);
         let (one, other) = (lease("10.1.1.0-24", 1, 1, 1), lease("10.1.2.0-24", 1, 2, 2));
         put(&mut peers, &one);
@@ -638,7 +642,10 @@ mod tests {
     proptest! {
         #[test]
         fn acceptance_does_not_depend_on_the_order_of_events(
-            steps in prop::collection::vec((0..12u8, 23..27u8, 0..4u64, 0..5u8, 0..5u8, any::<bool>()), 1..60),
+            steps in prop::collection::vec(
+                (0..12u8, 23..27u8, 0..4u64, 0..5u8, 0..5u8, any::<bool>()),
+                1..60,
+            ),
         ) {
             let own = "10.1.3.0-25";
             let mut peers = peers(Some(own));
@@ -658,9 +665,14 @@ mod tests {
                     }
                 }
                 let accepted: BTreeSet<Subnets> =
-                    leases.iter().map(|l| l.subnets).filter(|s| !peers.rejected().contains_key(s)).collect();
+                    leases
+                        .iter()
+                        .map(|lease| lease.subnets)
+                        .filter(|subnets| !peers.rejected().contains_key(subnets))
+                        .collect();
                 prop_assert_eq!(accepted, model(&leases, own_of(&peers)));
-                let defined: BTreeMap<Key, Object> = peers.objects().map(|o| (o.key(), o.clone())).collect();
+                let defined: BTreeMap<Key, Object> =
+                    peers.objects().map(|object| (object.key(), object.clone())).collect();
                 prop_assert_eq!(&defined, &objects);
             }
         }

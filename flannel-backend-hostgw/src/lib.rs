@@ -52,7 +52,8 @@ impl Backend for HostGw {
             };
             if let Some(public) = public.filter(|public| *public != address) {
                 return Err(refuse(format!(
-                    "the public address {public} is not the address of {} ({address}): peers use it \
+                    "the public address {public} is not the address of {} ({address}): peers use \
+                     it \
                      as their gateway, so it must be on the shared link (NAT needs a tunnel, for \
                      example vxlan)",
                     iface.name

@@ -15,7 +15,10 @@ use flannel_core::testing::{FakeKernel, FakeSubnets};
 use flannel_core::{Backend, Kernel, Subnet, SubnetManager};
 use flannel_route::{Host, JoinOptions};
 
-const DUAL: &str = r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:1::/48","Backend":{"Type":"host-gw"}}"#;
+const DUAL: &str = r#"{
+    "Network": "10.1.0.0/16", "EnableIPv6": true, "IPv6Network": "fd00:1::/48",
+    "Backend": {"Type":"host-gw"}
+}"#;
 
 /// Without nexthop objects, which the core puts in place of gateways: here it is about what
 /// backends plan.
@@ -98,7 +101,7 @@ async fn a_route_for_every_peer_on_the_link() {
 }
 
 #[tokio::test]
-async fn unused_addresses_of_the_own_subnets_are_dropped_while_that_is_wanted() {
+async fn unused_addresses_of_the_own_subnets_are_dropped_if_the_option_is_set() {
     let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), FakeSubnets::with_config(DUAL));
     subnets.put_attrs("10.1.7.0-24&fd00:1:0:7::-64", peer(&["192.0.2.7", "2001:db8::7"]));
     let config = subnets.network_config().await.unwrap();
@@ -132,7 +135,7 @@ async fn unused_addresses_of_the_own_subnets_are_dropped_while_that_is_wanted() 
 }
 
 #[tokio::test]
-async fn a_public_address_that_is_not_the_interfaces_is_refused() {
+async fn a_public_address_of_no_interface_is_refused() {
     let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), FakeSubnets::with_config(DUAL));
     let config = subnets.network_config().await.unwrap();
     let mut nat = host(&kernel, &subnets);

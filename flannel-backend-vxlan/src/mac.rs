@@ -58,7 +58,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn keeps_what_peers_know_unless_another_node_uses_it() {
+    fn a_published_mac_is_kept_unless_another_node_uses_it() {
         let [a, b] = [1, 2].map(|n| MacAddr::local([n; 6]));
         let none = BTreeSet::new();
         assert_eq!(choose(Some(a), Some(b), "seed", &none), a);

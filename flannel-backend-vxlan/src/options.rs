@@ -83,7 +83,8 @@ mod tests {
             direct_routing: false,
         };
         assert_eq!(parse(r#"{"Type":"vxlan"}"#).unwrap(), defaults);
-        let all = r#"{"type":"vxlan","vni":7,"port":4789,"mtu":1400,"gbp":true,"learning":true,"directrouting":true}"#;
+        let all = r#"{"type":"vxlan","vni":7,"port":4789,"mtu":1400,
+            "gbp":true,"learning":true,"directrouting":true}"#;
         let expected = Options {
             vni: 7,
             port: 4789,

@@ -14,7 +14,10 @@ use flannel_core::testing::{FakeKernel, FakeSubnets};
 use flannel_core::{Backend, Config, Result, SubnetManager};
 use flannel_route::{Host, JoinOptions};
 
-const DUAL: &str = r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:1::/48","Backend":{"Type":"vxlan"}}"#;
+const DUAL: &str = r#"{
+    "Network": "10.1.0.0/16", "EnableIPv6": true, "IPv6Network": "fd00:1::/48",
+    "Backend": {"Type":"vxlan"}
+}"#;
 
 /// Without nexthop objects, which the core puts in place of gateways: here it is about what
 /// backends plan.
@@ -127,7 +130,10 @@ async fn one_family_alone() {
 
 #[tokio::test]
 async fn direct_routing_needs_no_tunnel_to_peers_on_the_link() {
-    let config = r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vxlan","DirectRouting":true,"VNI":9,"MTU":1400}}"#;
+    let config = r#"{
+        "Network": "10.1.0.0/16",
+        "Backend": {"Type": "vxlan", "DirectRouting": true, "VNI": 9, "MTU": 1400}
+    }"#;
     let put = |_: &FakeKernel, subnets: &FakeSubnets| {
         for (key, public) in [("10.1.7.0-24", "198.51.100.7"), ("10.1.8.0-24", "192.0.2.8")] {
             let last = public.rsplit('.').next().unwrap();
@@ -158,7 +164,7 @@ fn both(attrs: &mut LeaseAttrs, data: &str) {
 }
 
 #[tokio::test]
-async fn a_bad_peer_disturbs_no_other_and_is_explained() {
+async fn a_bad_peer_is_rejected_with_a_reason_and_affects_no_other() {
     let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), FakeSubnets::with_config(DUAL));
     let good = peer(["198.51.100.7", "2001:db8:7::7"], ["0a:00:00:00:00:07", "0a:00:00:00:06:07"]);
     let change = |edit: fn(&mut LeaseAttrs)| {
@@ -201,7 +207,7 @@ async fn a_bad_peer_disturbs_no_other_and_is_explained() {
 }
 
 #[tokio::test]
-async fn one_bad_family_of_a_peer_does_not_cost_the_other() {
+async fn one_bad_family_of_a_peer_leaves_the_other() {
     let objects = dump(DUAL, |_, subnets| {
         let mut attrs =
             peer(["198.51.100.7", "2001:db8:7::7"], ["0a:00:00:00:00:07", "0a:00:00:00:06:07"]);
@@ -233,7 +239,7 @@ fn own_mac(attrs: &LeaseAttrs) -> String {
 }
 
 #[tokio::test]
-async fn the_mac_is_the_published_one_else_the_devices_else_a_stable_one() {
+async fn the_mac_is_the_published_the_existing_or_a_stable_one() {
     let config = r#"{"Network":"10.1.0.0/16"}"#;
     let mac = |n: u8| MacAddr([0x0a, 0, 0, 0, 0, n]);
     let lease_of = |kernel: FakeKernel, subnets: FakeSubnets| async move {
@@ -266,19 +272,20 @@ async fn the_mac_is_the_published_one_else_the_devices_else_a_stable_one() {
 }
 
 #[tokio::test]
-async fn an_existing_device_is_changed_in_place_or_replaced_only_where_it_must_be() {
+async fn an_existing_device_is_replaced_only_if_necessary() {
     let config = r#"{"Network":"10.1.0.0/16"}"#;
     for vni in [1, 2] {
         let objects = dump(config, |kernel, _| {
             kernel.foreign_put(device("flannel.1", MacAddr([0x0a, 0, 0, 0, 0, 5]), vni), 0);
         });
-        let expected = "link flannel.1 mtu 1450 up address 0a:00:00:00:00:05 type vxlan id 1 dstport 8472 local 192.0.2.1 dev eth0 nolearning";
+        let expected = "link flannel.1 mtu 1450 up address 0a:00:00:00:00:05 type vxlan id 1 \
+            dstport 8472 local 192.0.2.1 dev eth0 nolearning";
         assert_eq!(objects.await[0], expected);
     }
 }
 
 #[tokio::test]
-async fn what_does_not_fit_is_refused_with_the_reason() {
+async fn an_unsuitable_config_is_refused_with_the_reason() {
     let kernel = FakeKernel::with_uplink("eth0");
     for (config, says) in [
         (r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vxlan","VNI":0}}"#, "Backend.VNI"),
@@ -287,7 +294,8 @@ async fn what_does_not_fit_is_refused_with_the_reason() {
             "Backend.MTU 100 is too small for IPv4: at least 118",
         ),
         (
-            r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:1::/48","Backend":{"Type":"vxlan","MTU":1349}}"#,
+            r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:1::/48",
+                "Backend":{"Type":"vxlan","MTU":1349}}"#,
             "Backend.MTU 1349 is too small for IPv6: at least 1350",
         ),
         (
@@ -295,7 +303,8 @@ async fn what_does_not_fit_is_refused_with_the_reason() {
             "Backend.MTU 9000: at most 1500, the MTU of eth0",
         ),
         (
-            r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:1::/48","Backend":{"Type":"vxlan","VNI":10000}}"#,
+            r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:1::/48",
+                "Backend":{"Type":"vxlan","VNI":10000}}"#,
             "flannel-v6.10000 is too long",
         ),
     ] {

@@ -68,8 +68,8 @@ pub trait Backend: fmt::Debug + Send + Sync {
     /// interface, those on it are not included. Also used by cleanup.
     fn footprint(&self, config: &Config, uplink: Option<LinkName>) -> Result<Footprint>;
 
-    /// Keeps the records that the network's plan defines; `None`: it defines none. Each call returns
-    /// a handle of the same annex.
+    /// Keeps the records that the network's plan defines; `None`: it defines none. Each call
+    /// returns a handle of the same annex.
     fn annex(&self) -> Option<Arc<dyn Annex>> {
         None
     }

@@ -233,7 +233,7 @@ mod tests {
 
     /// The examples of flannel's own behaviour, checked against the Go code.
     #[test]
-    fn derives_what_go_derives() {
+    fn defaults_are_those_of_go_flannel() {
         for (network, extra, len, min, max) in [
             ("10.3.0.0/16", "", 24, "10.3.1.0", "10.3.255.0"),
             ("10.3.0.0/23", "", 25, "10.3.0.128", "10.3.1.128"),
@@ -263,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn backend_defaults_to_what_is_documented() {
+    fn the_backend_defaults_to_the_documented_one() {
         let config = Config::parse(r#"{"Network":"10.3.0.0/16"}"#).unwrap();
         assert_eq!((config.backend.kind.as_str(), config.backend.explicit), ("vxlan", false));
         let config =
@@ -272,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn errors_say_which_field_and_what_would_be_right() {
+    fn errors_name_the_field_and_the_right_value() {
         for (bad, field, says) in [
             ("", "(document)", "JSON object"),
             (r#"{"Network":"10.3.0.0/16"} x"#, "(document)", "JSON object"),

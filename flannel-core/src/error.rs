@@ -36,7 +36,8 @@ pub enum Error {
     Parse(#[from] ParseError),
     /// Every subnet is taken.
     #[error(
-        "out of {family} subnets: all {total} between SubnetMin and SubnetMax are taken; enlarge the network or release leases"
+        "out of {family} subnets: all {total} between SubnetMin and SubnetMax are taken; enlarge \
+         the network or release leases"
     )]
     OutOfSubnets {
         /// The family.

@@ -34,7 +34,8 @@ impl FieldError {
 /// **Source**: Go `encoding/json: Unmarshal`. Clusters rely on it.
 ///
 /// ```
-/// let fields = flannel_core::json::Fields::parse(r#"{"network": "10.1.0.0/16", "Other": 1}"#, "").unwrap();
+/// let text = r#"{"network": "10.1.0.0/16", "Other": 1}"#;
+/// let fields = flannel_core::json::Fields::parse(text, "").unwrap();
 /// assert_eq!(fields.take::<String>("Network", "a subnet").unwrap().unwrap(), "10.1.0.0/16");
 /// ```
 #[derive(Debug, Clone, Default)]
@@ -58,10 +59,8 @@ impl Fields {
 
     /// The field's value as JSON text; `None` if the field is absent or `null`.
     pub fn raw(&self, name: &str) -> Option<&RawValue> {
-        self.by_name
-            .get(&name.to_ascii_lowercase())
-            .map(|raw| &**raw)
-            .filter(|raw| raw.get() != "null")
+        let raw = self.by_name.get(&name.to_ascii_lowercase())?;
+        (raw.get() != "null").then_some(raw)
     }
 
     /// Whether there is such a field, even if `null`.
@@ -171,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn errors_name_field_value_and_what_would_be_right() {
+    fn errors_name_the_field_the_value_and_the_right_value() {
         let fields = Fields::parse(r#"{"VNI":"one"}"#, "Backend").unwrap();
         let error = fields.take::<u32>("VNI", "a number from 1 to 16777215").unwrap_err();
         assert_eq!(

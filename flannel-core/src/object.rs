@@ -218,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn an_object_knows_the_device_it_vanishes_with() {
+    fn an_object_names_the_device_that_it_depends_on() {
         let (link, dst) = (name(1), "10.1.7.0/24".parse().unwrap());
         let gateway = Via::Gateway { gateway: address(1), link, onlink: true };
         let on = |via| Object::from(Route { dst, via, mtu: None }).link();

@@ -19,7 +19,8 @@ const EOPNOTSUPP: i32 = 95;
 pub enum Error {
     /// No rules are possible for these addresses.
     #[error(
-        "{family} {what} {subnet}: rules need an {family} subnet that is not the whole address space"
+        "{family} {what} {subnet}: rules need an {family} subnet that is not the whole address \
+         space"
     )]
     Subnet {
         /// `pod network` or `own subnet`.
@@ -39,7 +40,8 @@ pub enum Error {
     },
     /// A program of iptables is not installed.
     #[error(
-        "{program} is not in any of {searched}: install the package `iptables` (Debian, Fedora, Alpine, Arch), or set \
+        "{program} is not in any of {searched}: install the package `iptables` (Debian, Fedora, \
+         Alpine, Arch), or set \
          \"EnableNFTables\": true in the network config, which needs no program"
     )]
     NoProgram {
@@ -79,7 +81,8 @@ pub enum Error {
     },
     /// Rules of an earlier flannel are in iptables, and no installed program can remove them.
     #[error(
-        "{chains}: left by an earlier flannel, and there is no `iptables-nft` here to remove them; install the package \
+        "{chains}: left by an earlier flannel, and there is no `iptables-nft` here to remove \
+         them; install the package \
          `iptables`, or restart the host"
     )]
     Leftovers {
@@ -89,7 +92,8 @@ pub enum Error {
     /// Legacy tables that may have rules of an earlier flannel are in use, and no installed program
     /// can read them.
     #[error(
-        "{family} {tables} of iptables-legacy: in use, and there is no `iptables-legacy` here to see whether an earlier \
+        "{family} {tables} of iptables-legacy: in use, and there is no `iptables-legacy` here to \
+         see whether an earlier \
          flannel left rules there; if one did, install the program `iptables-legacy`"
     )]
     Unseen {
@@ -100,7 +104,8 @@ pub enum Error {
     },
     /// The kernel has no nf_tables, or lacks a part of them.
     #[error(
-        "{object}: the kernel does not know it ({source}); load the modules nf_tables, nft_chain_nat and nft_masq \
+        "{object}: the kernel does not know it ({source}); load the modules nf_tables, \
+         nft_chain_nat and nft_masq \
          (`modprobe`), or use iptables (no \"EnableNFTables\" in the network config)"
     )]
     NoNftables {
@@ -154,7 +159,10 @@ impl Error {
             return Self::NotPermitted { object: program.display().to_string(), detail: says };
         }
         if no_table {
-            says.push_str("; load the module of that table (`modprobe iptable_nat`, `ip6table_nat`, …), or use iptables-nft");
+            says.push_str(
+                "; load the module of that table (`modprobe iptable_nat`, \
+                `ip6table_nat`, …), or use iptables-nft",
+            );
         }
         Self::Program { program, status, says }
     }

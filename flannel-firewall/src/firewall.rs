@@ -61,7 +61,8 @@ impl Default for Options {
 ///
 /// # async fn example(rules: Rules) -> Result<(), flannel_firewall::Error> {
 /// let (_wanted, rules) = watch::channel(rules);
-/// let firewall = Firewall::open(Mode::Nftables, RuleOptions::default(), Options::default()).await?;
+/// let rules = RuleOptions::default();
+/// let firewall = Firewall::open(Mode::Nftables, rules, Options::default()).await?;
 /// let mut status = firewall.status();
 /// tokio::spawn(firewall.run(rules));
 /// let _ = status.wait_for(|status| status.in_place).await;
@@ -81,8 +82,8 @@ enum Engine {
 }
 
 impl Firewall {
-    /// Opens the firewall of the calling thread's network namespace for the rules that `rule_options` asks
-    /// for. Nothing is changed yet.
+    /// Opens the firewall of the calling thread's network namespace for the rules that
+    /// `rule_options` asks for. Nothing is changed yet.
     ///
     /// # Errors
     /// A privilege, a part of the kernel or a program is missing.
@@ -177,7 +178,8 @@ impl Firewall {
             for error in failed.iter().filter(is_new) {
                 match error.is_guess() {
                     true => tracing::info!("{error}"),
-                    false => tracing::warn!(%error, "rules that another mode may have left are not removed"),
+                    false => tracing::warn!(%error, "rules that another mode may have left are \
+                        not removed"),
                 }
             }
             status.others_removed = failed.is_empty();

@@ -44,9 +44,11 @@ impl Default for RuleOptions {
 ///
 /// let network = Dual { v4: Some("10.1.0.0/16".parse()?), v6: None };
 /// let own = Dual { v4: Some("10.1.7.0/24".parse()?), v6: None };
-/// let rules = Rules::new(&network, &own, RuleOptions { masquerade: true, ..RuleOptions::default() })?;
+/// let options = RuleOptions { masquerade: true, ..RuleOptions::default() };
+/// let rules = Rules::new(&network, &own, options)?;
 /// let rules = rules.of(Family::V4, Chain::Postrouting);
-/// assert_eq!(rules[4].to_string(), "from 10.1.0.0/16 to not 224.0.0.0/4: masquerade, fully random");
+/// let masquerade = "from 10.1.0.0/16 to not 224.0.0.0/4: masquerade, fully random";
+/// assert_eq!(rules[4].to_string(), masquerade);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq, Default)]

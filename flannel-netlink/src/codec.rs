@@ -225,11 +225,12 @@ mod tests {
         fn nexthops_round_trip(id in 1..u32::MAX, gateway in any_ip(), onlink in any::<bool>()) {
             let nexthop = Nexthop { id, link: name(), gateway, onlink };
             let got = read(&written(|r| nexthop::put(r, &nexthop, INDEX)), nexthop::read);
-            prop_assert_eq!((got.index, got.protocol, got.object(name())), (INDEX, 241, Some(nexthop)));
+            let got = (got.index, got.protocol, got.object(name()));
+            prop_assert_eq!(got, (INDEX, 241, Some(nexthop)));
         }
 
         #[test]
-        fn fixed_headers_are_nelis(
+        fn fixed_headers_are_those_of_neli(
             link in any_link(),
             addr in (any_ip(), 0..=32u8),
             neigh in (any_ip(), any_mac()),
@@ -245,10 +246,13 @@ mod tests {
             let addr = Addr { link: name(), address: addr.0, len: addr.1 };
             let addr = written(|r| addr::put(r, &addr, INDEX));
             prop_assert_eq!(again::<Ifaddrmsg>(&addr), &addr[16..24]);
-            let neigh = written(|r| neigh::put(r, &Neigh { link: name(), address: neigh.0, mac: neigh.1 }, INDEX));
-            let fdb = written(|r| fdb::put(r, &Fdb { link: name(), dst: fdb.0, mac: fdb.1 }, INDEX));
+            let neigh = Neigh { link: name(), address: neigh.0, mac: neigh.1 };
+            let neigh = written(|r| neigh::put(r, &neigh, INDEX));
+            let fdb = Fdb { link: name(), dst: fdb.0, mac: fdb.1 };
+            let fdb = written(|r| fdb::put(r, &fdb, INDEX));
             let route = written(|r| route::put(r, &route, INDEX, true));
-            let deleted = written(|r| route::delete_any(r, &Subnet::host(Ipv4Addr::LOCALHOST.into()), 7));
+            let host = Subnet::host(Ipv4Addr::LOCALHOST.into());
+            let deleted = written(|r| route::delete_any(r, &host, 7));
             for bytes in [neigh, fdb] {
                 prop_assert_eq!(again::<Ndmsg>(&bytes), &bytes[16..28]);
             }
@@ -265,8 +269,12 @@ mod tests {
         }
 
         #[test]
-        fn no_bytes_make_a_reader_panic(kind in 16..110u16, payload in prop::collection::vec(any::<u8>(), 0..120)) {
-            let message = Message { kind, flags: NlmF::empty(), sequence: 0, port: 0, payload: &payload };
+        fn no_bytes_make_a_reader_panic(
+            kind in 16..110u16,
+            payload in prop::collection::vec(any::<u8>(), 0..120),
+        ) {
+            let flags = NlmF::empty();
+            let message = Message { kind, flags, sequence: 0, port: 0, payload: &payload };
             let _ = link::read(&message).map(|found| found.object(None));
             let _ = addr::read(&message);
             let _ = neigh::read(&message).map(|found| found.object(name()));

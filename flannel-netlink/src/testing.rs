@@ -66,8 +66,9 @@ impl Netns {
 
 /// Runs a test in its own network namespace with `lo` up.
 ///
-/// For root the test runs on a thread. An ordinary user needs a user namespace, which a process with
-/// several threads cannot enter. Then the test binary runs again for this test, inside `unshare
+/// For root the test runs on a thread. An ordinary user needs a user namespace, which a process
+/// with several threads cannot enter. Then the test binary runs again for this test, inside
+/// `unshare
 /// --user --map-root-user`. So the call must be the only statement of the test function.
 ///
 /// ```no_run
@@ -113,8 +114,8 @@ fn run_in_netns(name: &str, test: impl FnOnce() + Send) {
     }
 }
 
-/// The test harness names its threads after the tests. If it uses only one thread, the name is taken
-/// from the closure's path.
+/// The test harness names its threads after the tests. If it uses only one thread, the name is
+/// taken from the closure's path.
 fn test_name<F>() -> String {
     match thread::current().name() {
         Some(name) if name != "main" => name.to_owned(),
@@ -150,8 +151,8 @@ fn run_again_in_user_namespace(test: &str) {
     assert!(ran, "{test} failed in a user namespace ({status}):\n{stdout}\n{stderr}");
 }
 
-/// Runs `ip` of iproute2 in the calling thread's network namespace and returns its output. Arguments
-/// are separated by white space.
+/// Runs `ip` of iproute2 in the calling thread's network namespace and returns its output.
+/// Arguments are separated by white space.
 ///
 /// # Panics
 /// The program fails, or is not installed.

@@ -127,8 +127,8 @@ fn remove(
 
 /// Makes the host ready for Go flannel, which knows no nexthop objects and cannot delete routes by
 /// them. Each such route becomes a plain one in place, then the nexthop objects are removed. No
-/// packet is lost. Routes of last resort ([`Via::LastResort`]) are removed: Go flannel makes its own
-/// elsewhere, and would leave ours.
+/// packet is lost. Routes of last resort ([`Via::LastResort`]) are removed: Go flannel makes its
+/// own elsewhere, and would leave ours.
 ///
 /// A nexthop object stays if its route could not be replaced, or if another program uses it
 /// ([`Kernel::nexthop_users`]): the kernel would delete the route with it.
@@ -188,13 +188,13 @@ pub fn ready_for_go(
 
 /// Removes the routes that Go flannel left on the external interface: those of host-gw, and of
 /// vxlan with `DirectRouting`. Go flannel marks them as every script does
-/// ([`GO_ROUTE_PROTOCOL`](flannel_core::kernel::GO_ROUTE_PROTOCOL)), so they are recognized by their
-/// attributes too: a gateway, the default metric, a destination inside the pod networks with the
-/// `SubnetLen` that `lens` gives for its family.
+/// ([`GO_ROUTE_PROTOCOL`](flannel_core::kernel::GO_ROUTE_PROTOCOL)), so they are recognized by
+/// their attributes too: a gateway, the default metric, a destination inside the pod networks with
+/// the `SubnetLen` that `lens` gives for its family.
 ///
 /// Call it for the first start after Go flannel, while the network runs and is settled. The network
-/// has replaced the routes to its peers by then, unless the kernel refused. `keeps` is true for such
-/// a destination.
+/// has replaced the routes to its peers by then, unless the kernel refused. `keeps` is true for
+/// such a destination.
 ///
 /// # Errors
 /// The kernel could not be read; nothing was changed.

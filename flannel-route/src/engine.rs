@@ -352,7 +352,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_new_or_in_doubt_is_pending_and_nothing_else_is() {
+    fn only_new_and_invalid_objects_are_pending() {
         use ObjectState::{InPlace, Pending};
         let mut world = World::settled(2..5);
         assert_eq!(world.standings(2), [InPlace, InPlace]);
@@ -376,7 +376,7 @@ mod tests {
     }
 
     #[test]
-    fn links_of_ours_and_under_our_routes_matter_and_others_do_not() {
+    fn a_change_of_a_foreign_link_invalidates_nothing() {
         let lookups =
             |world: &World| (world.engine.lookups.is_any(), world.engine.lookups.is_urgent());
         for (link, unread, stale) in
@@ -394,7 +394,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_new_peer_finds_there_and_not_quite_so_is_put_again_and_no_repair() {
+    fn an_inexact_object_of_a_new_peer_is_put_without_a_repair() {
         let mut world = World::settled(2..5);
         let route = Route { dst: dst(7), via: Via::Link(uplink()), mtu: Some(1407) };
         world.kernel.foreign_put_inexact(route, ROUTE_PROTOCOL);
@@ -408,7 +408,7 @@ mod tests {
     }
 
     #[test]
-    fn what_leases_brought_needs_no_look_at_the_kernel() {
+    fn changes_of_leases_need_no_snapshot() {
         let mut world = World::settled(2..5);
         world.invalidate(&Invalidation::Everything);
         world.put(3, [203, 0, 113, 3]);
@@ -425,7 +425,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_in_doubt_is_put_blindly_where_the_kernel_cannot_be_read() {
+    fn invalid_objects_are_put_if_the_kernel_cannot_be_read() {
         let mut world = World::settled(2..5);
         world.kernel.foreign_delete(Key::Route(dst(3)));
         world.kernel.fail(1, 105, |call| call.operation == Operation::Snapshot);
@@ -439,14 +439,14 @@ mod tests {
     }
 
     #[test]
-    fn of_each_object_of_many_new_peers_it_is_counted_how_long_it_took() {
+    fn each_object_of_many_new_peers_is_in_the_latency_histogram() {
         const { assert!(250 > SLICE, "they are put in several slices") };
         let world = World::settled(2..252);
         assert_eq!(world.engine.status().latency.count(), 2 * 250);
     }
 
     #[test]
-    fn a_second_entry_is_ours_to_remove_and_of_ipv6_the_kernel_may_have_replaced_the_wrong_one() {
+    fn a_duplicate_is_removed_and_an_ipv6_route_put_again() {
         let cases = [
             ("10.1.0.0/16", "10.1.3.0/24", ROUTE_PROTOCOL, true),
             ("10.1.0.0/16", "10.1.3.0/24", 186, false),
@@ -477,7 +477,7 @@ mod tests {
 
     /// What leases brought comes before what is in doubt, but no route before what it goes by.
     #[test]
-    fn a_route_that_leases_changed_comes_first_and_takes_its_nexthop_object_along() {
+    fn a_route_that_a_lease_changed_is_put_first_with_its_nexthop_object() {
         let mut world = World::settled(2..200);
         let nexthop = |world: &World, n| match world.route(n) {
             Some(Via::Nexthop(id)) => Key::Nexthop(id),
@@ -505,7 +505,7 @@ mod tests {
     }
 
     #[test]
-    fn whom_to_suspect_of_additions_is_remembered_for_so_many_beside_what_is_wanted() {
+    fn the_authors_of_additions_are_remembered_up_to_a_limit() {
         let mut world = World::settled(2..5);
         let by = || Some(changed_by(ROUTE_PROTOCOL));
         world.invalidate(&Invalidation::Objects(
@@ -522,7 +522,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_damaged_what_a_lease_then_changed_is_not_named_for_later_damage() {
+    fn the_author_of_earlier_damage_is_not_named_after_a_lease_changed() {
         let mut world = World::settled(2..5);
         let gone = |by| Invalidation::Objects(vec![KernelEvent::Deleted(Key::Route(dst(3)))], by);
         world.put(3, [10, 9, 0, 3]);
@@ -538,7 +538,7 @@ mod tests {
     }
 
     #[test]
-    fn only_a_snapshot_tells_what_of_ours_came_besides_ours() {
+    fn only_a_snapshot_finds_additional_objects_of_ours() {
         let mut world = World::settled(2..5);
         let reads = |world: &World| world.engine.survey.reads.done;
         let before = reads(&world);
@@ -564,7 +564,7 @@ mod tests {
     }
 
     #[test]
-    fn a_peer_that_needs_no_gateway_any_more_has_a_route_of_its_own() {
+    fn a_peer_without_a_gateway_gets_a_route_without_a_nexthop_object() {
         let mut world = World::settled(2..5);
         assert!(matches!(world.route(3), Some(Via::Nexthop(_))));
         world.put(3, [10, 9, 0, 3]);
@@ -582,7 +582,7 @@ mod tests {
     }
 
     #[test]
-    fn a_peer_that_was_gone_before_we_deleted_it_gives_its_id_back() {
+    fn the_id_of_a_peer_is_released_if_its_objects_are_already_gone() {
         let mut world = World::settled(2..5);
         let Some(Via::Nexthop(id)) = world.route(3) else { panic!("{:#?}", world.kernel.dump()) };
         world.leases.remove(&Subnets::new([dst(3)]).unwrap());
@@ -594,7 +594,7 @@ mod tests {
     }
 
     #[test]
-    fn a_new_peer_of_whom_something_is_there_is_no_repair() {
+    fn a_new_peer_with_existing_objects_is_no_repair() {
         let mut world = World::settled(2..5);
         world.kernel.foreign_put(by_gateway(7, [192, 0, 2, 9].into()), ROUTE_PROTOCOL);
         world.invalidate(&Invalidation::Everything);
@@ -606,7 +606,7 @@ mod tests {
     }
 
     #[test]
-    fn a_new_peer_that_an_earlier_one_keeps_out_before_its_turn_is_not_put() {
+    fn a_queued_peer_that_an_earlier_lease_excludes_is_not_put() {
         let mut world = World::settled(2..5);
         world.put(7, [198, 51, 100, 7]);
         let subnets = Subnets::new(["10.1.6.0/23".parse::<Subnet>().unwrap()]).unwrap();
@@ -619,7 +619,7 @@ mod tests {
     }
 
     #[test]
-    fn many_that_leave_at_once_are_gone_at_once() {
+    fn many_peers_that_leave_together_are_deleted_in_one_round() {
         let mut world = World::settled(2..100);
         (10..100).for_each(|n| drop(world.leases.remove(&Subnets::new([dst(n)]).unwrap())));
         world.view();
@@ -670,7 +670,7 @@ mod tests {
     }
 
     #[test]
-    fn where_only_additions_are_in_doubt_all_is_done_without_a_look_at_the_kernel() {
+    fn unknown_additions_delay_no_change() {
         let stray = by_gateway(99, [192, 0, 2, 9].into());
         let by = Some(changed_by(ROUTE_PROTOCOL));
         let world = unread(&Invalidation::Objects(vec![KernelEvent::Present(stray.into())], by));
@@ -678,7 +678,7 @@ mod tests {
     }
 
     #[test]
-    fn where_everything_is_in_doubt_only_what_leases_brought_is_put_without_a_look_at_the_kernel() {
+    fn before_a_snapshot_only_changes_of_leases_are_put() {
         let mut world = unread(&Invalidation::Everything);
         assert!(world.route(3).is_none() && world.route(4).is_some(), "{:#?}", world.kernel.dump());
         world.settle();
@@ -686,7 +686,7 @@ mod tests {
     }
 
     #[test]
-    fn of_blackholes_only_the_wanted_ones_are_there() {
+    fn undesired_blackholes_are_deleted() {
         let mut world = World::new();
         let last_resort = |n| Route { dst: dst(n), via: Via::LastResort, mtu: None };
         world.kernel.foreign_put(last_resort(9), ROUTE_PROTOCOL);
@@ -697,7 +697,7 @@ mod tests {
     }
 
     #[test]
-    fn a_closed_gate_lets_nothing_through() {
+    fn a_closed_gate_applies_no_change() {
         let mut world = World::settled(2..3);
         let kernel = gated(&world.kernel);
         kernel.close();

@@ -30,7 +30,8 @@ use crate::engine::Engine;
 /// use flannel_route::KernelNetwork;
 ///
 /// # #[tokio::main(flavor = "current_thread")] async fn main() -> flannel_core::Result<()> {
-/// let (kernel, subnets) = (FakeKernel::with_uplink("eth0").without_nexthops(), FakeSubnets::new("10.1.0.0/16"));
+/// let kernel = FakeKernel::with_uplink("eth0").without_nexthops();
+/// let subnets = FakeSubnets::new("10.1.0.0/16");
 /// subnets.put("10.1.7.0-24", "192.0.2.7");
 /// let eth0 = "eth0".parse().unwrap();
 /// let mut blueprint = Blueprint::new(1500, move |subnets, offer, _env, objects| {
@@ -110,9 +111,9 @@ impl KernelNetwork {
         }
     }
 
-    /// Drops packets to those addresses of this node's subnets that no pod has, instead of following
-    /// other routes. Does nothing if the node's lease has lapsed. Without this option, a network
-    /// with [`Footprint::blackholes`] removes the routes of last resort of an earlier one.
+    /// Drops packets to those addresses of this node's subnets that no pod has, instead of
+    /// following other routes. Does nothing if the node's lease has lapsed. Without this option, a
+    /// network with [`Footprint::blackholes`] removes the routes of last resort of an earlier one.
     #[must_use]
     pub fn drop_unused_addresses(mut self) -> Self {
         if self.is_held {

@@ -40,8 +40,8 @@ impl Listener {
         self.pending.push(event);
     }
 
-    /// Takes in all events that the kernel has sent so far. Where the kernel names no author, events
-    /// of our own changes are among them. After other leases arrive they would look like damage.
+    /// Takes in all events that the kernel has sent so far. Where the kernel names no author, our
+    /// own changes are among them, and would look like damage after other leases arrive.
     pub(crate) async fn catch_up(&mut self) {
         for _ in 0..MOST_AT_ONCE {
             tokio::select! {

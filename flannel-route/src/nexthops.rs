@@ -141,13 +141,15 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_destination_keeps_its_id_and_shares_it_with_nobody(
+        fn each_destination_keeps_its_own_id(
             steps in prop::collection::vec((0..40u8, 20..=32u8, any::<bool>()), 1..200),
         ) {
             let block = any_block();
             let mut ids = Ids::new(block);
             let mut model = HashMap::new();
-            let back = |ids: &Ids| ids.dsts.iter().map(|(id, dst)| (*dst, *id)).collect::<HashMap<_, _>>();
+            let back = |ids: &Ids| -> HashMap<_, _> {
+                ids.dsts.iter().map(|(id, dst)| (*dst, *id)).collect()
+            };
             for (n, len, wanted) in steps {
                 let dst = Subnet::new(IpAddr::from([10, 1, n, 0]), len).unwrap();
                 if wanted {
@@ -163,7 +165,10 @@ mod tests {
                 prop_assert!(ids.strays.iter().all(|(dst, id)| model.get(dst) == Some(id)));
             }
             let mut again = Ids::new(block);
-            let routes = model.iter().map(|(dst, id)| Route { dst: *dst, via: Via::Nexthop(*id), mtu: None });
+            let route = |(dst, id): (&Subnet, &u32)| {
+                Route { dst: *dst, via: Via::Nexthop(*id), mtu: None }
+            };
+            let routes = model.iter().map(route);
             again.adopt(&routes.collect(), |_| true);
             prop_assert!(model.iter().all(|(dst, id)| again.id(dst) == Some(*id)));
             prop_assert_eq!(back(&again), model);
@@ -173,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn the_id_of_an_ipv6_route_that_others_made_is_nobody_elses_until_it_is_gone() {
+    fn the_id_of_a_foreign_ipv6_route_is_reserved_until_its_deletion() {
         let mut ids = Ids::new(any_block());
         let (theirs, ours) = (subnet("fd00::/64"), subnet("10.1.7.0/24"));
         let own = ids.own(&ours).unwrap();
@@ -204,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn only_ipv4_routes_by_a_gateway_go_by_nexthop_objects() {
+    fn only_ipv4_routes_by_a_gateway_use_nexthop_objects() {
         let link = "eth0".parse().unwrap();
         let route = |dst, gateway| {
             Object::from(Route {

@@ -73,7 +73,7 @@ mod tests {
     }
 
     #[test]
-    fn what_never_ends_is_bounded() {
+    fn the_number_of_pending_events_is_bounded() {
         let mut pending = PendingEvents::default();
         for n in 0..300_000 {
             pending.push(link(n));
@@ -91,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn as_many_reports_as_may_be_are_kept() {
+    fn reports_are_kept_up_to_the_limit() {
         let mut pending = PendingEvents::default();
         let most = u32::try_from(MOST_REPORTS).unwrap();
         (0..most).for_each(|n| pending.push(objects(n)));
@@ -101,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn little_is_kept_as_it_came() {
+    fn few_events_are_kept_in_order() {
         let mut pending = PendingEvents::default();
         for n in 0..1000 {
             pending.push(link(n % 10));
@@ -114,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn too_many_links_are_everything_and_those_known_before_stay() {
+    fn too_many_links_invalidate_everything() {
         let mut pending = PendingEvents::default();
         let most = u32::try_from(MOST_LINKS).unwrap();
         (0..most).chain(0..most).for_each(|n| pending.push(link(n)));

@@ -45,7 +45,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_never_ends_is_slowed_down_and_what_comes_rarely_is_not() {
+    fn only_frequent_events_are_slowed_down() {
         let (gap, rest) = (Duration::from_millis(10), Duration::from_millis(30));
         let (mut pace, start) = (RateLimiter::new(gap, rest), Instant::now());
         let mut passed = 0;
@@ -66,7 +66,7 @@ mod tests {
     }
 
     #[test]
-    fn what_takes_long_does_so_at_once_after_a_rest_and_else_half_of_the_time() {
+    fn long_work_passes_after_a_rest_else_takes_half_of_the_time() {
         let took = Duration::from_millis(5);
         let mut pace = RateLimiter::new(Duration::from_millis(1), Duration::from_millis(100));
         let mut now = Instant::now();
@@ -92,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn what_costs_much_waits_for_as_long() {
+    fn an_expensive_event_delays_the_next_by_its_cost() {
         let mut pace = RateLimiter::new(Duration::from_millis(10), Duration::from_millis(100));
         let now = Instant::now();
         pace.pass(now, Duration::from_secs(1));

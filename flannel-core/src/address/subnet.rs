@@ -222,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn knows_what_lies_inside() {
+    fn a_subnet_contains_its_addresses() {
         let net = subnet("10.1.0.0/16");
         assert!(
             net.covers(&subnet("10.1.255.0/24"))

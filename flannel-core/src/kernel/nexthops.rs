@@ -115,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn networks_have_blocks_of_their_own_and_find_them_again() {
+    fn each_network_has_its_own_block_and_finds_it_again() {
         let kernel = FakeKernel::with_uplink("eth0");
         let hostgw = footprint("10.1.0.0/16", None);
         let block = chosen(&kernel, &hostgw);
@@ -145,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn a_block_with_foreign_ids_is_passed_over_and_one_of_an_earlier_run_preferred() {
+    fn a_block_of_an_earlier_run_is_preferred_to_one_with_foreign_ids() {
         let kernel = FakeKernel::with_uplink("eth0");
         let footprint = footprint("10.1.0.0/16", None);
         let first = chosen(&kernel, &footprint);

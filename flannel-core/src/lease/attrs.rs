@@ -162,13 +162,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn values_are_the_stores() {
-        let golden = r#"{"PublicIP":"1.2.3.4","PublicIPv6":null,"BackendType":"vxlan","BackendData":{"VNI":1,"VtepMAC":"aa:bb:cc:dd:ee:ff"}}"#;
+    fn values_are_those_of_the_store() {
+        let golden = concat!(
+            r#"{"PublicIP":"1.2.3.4","PublicIPv6":null,"BackendType":"vxlan","#,
+            r#""BackendData":{"VNI":1,"VtepMAC":"aa:bb:cc:dd:ee:ff"}}"#
+        );
         let attrs = LeaseAttrs::from_json(golden).unwrap();
         assert_eq!(attrs.preferred.kind, "vxlan");
         assert_eq!(attrs.to_json(), golden);
 
-        let dual = r#"{"PublicIP":"1.2.3.4","PublicIPv6":"2001:db8::1","BackendType":"vxlan","BackendData":{"VNI":1},"BackendV6Data":{"VNI":1}}"#;
+        let dual = concat!(
+            r#"{"PublicIP":"1.2.3.4","PublicIPv6":"2001:db8::1","BackendType":"vxlan","#,
+            r#""BackendData":{"VNI":1},"BackendV6Data":{"VNI":1}}"#
+        );
         assert_eq!(LeaseAttrs::from_json(dual).unwrap().to_json(), dual);
         assert_eq!(LeaseAttrs::default().to_json(), r#"{"PublicIP":"0.0.0.0","PublicIPv6":null}"#);
         let mut odd = LeaseAttrs::default();
@@ -182,13 +188,19 @@ mod tests {
         );
         assert_eq!(
             raw.unwrap().to_json(),
-            r#"{"PublicIP":"1.2.3.4","PublicIPv6":null,"BackendType":"extension","BackendData":" a \u003cb\u003e \u0026 c "}"#
+            concat!(
+                r#"{"PublicIP":"1.2.3.4","PublicIPv6":null,"BackendType":"extension","#,
+                r#""BackendData":" a \u003cb\u003e \u0026 c "}"#
+            )
         );
     }
 
     #[test]
     fn further_offers_follow_the_fields_of_go() {
-        let text = r#"{"PublicIP":"1.2.3.4","PublicIPv6":null,"BackendType":"vxlan","OtherOffers":[{"PublicIP":"1.2.3.4","PublicIPv6":null,"BackendType":"host-gw"}]}"#;
+        let text = concat!(
+            r#"{"PublicIP":"1.2.3.4","PublicIPv6":null,"BackendType":"vxlan","OtherOffers":"#,
+            r#"[{"PublicIP":"1.2.3.4","PublicIPv6":null,"BackendType":"host-gw"}]}"#
+        );
         let attrs = LeaseAttrs::from_json(text).unwrap();
         let kinds: Vec<_> = attrs.offers().map(|offer| &*offer.kind).collect();
         assert_eq!((kinds, attrs.to_json()), (vec!["vxlan", "host-gw"], text.to_owned()));

@@ -155,7 +155,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn changes_since_says_exactly_what_changed(
+        fn changes_since_returns_exactly_the_changes(
             before in prop::collection::btree_map(0..60u8, 0..3u64, 0..60),
             steps in prop::collection::vec((0..60u8, prop::option::of(0..3u64)), 0..40),
         ) {
@@ -169,7 +169,10 @@ mod tests {
                 }
             }
             let changed: BTreeMap<String, Option<u64>> =
-                new.changes_since(&old).map(|(s, l)| (s.to_string(), l.map(|l| l.since.0))).collect();
+                new
+                    .changes_since(&old)
+                    .map(|(subnets, lease)| (subnets.to_string(), lease.map(|l| l.since.0)))
+                    .collect();
             let expected: BTreeMap<String, Option<u64>> = (0..60u8)
                 .filter(|n| before.get(n) != model.get(n))
                 .map(|n| (key(n), model.get(&n).copied()))

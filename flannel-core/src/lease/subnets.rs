@@ -104,7 +104,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn keys_are_the_stores() {
+    fn keys_are_those_of_the_store() {
         for key in [
             "10.5.34.0-24",
             "10.5.34.0-24&fd00:0:0:5::-64",

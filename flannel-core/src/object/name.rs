@@ -113,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn mac_addresses() {
+    fn mac_addresses_round_trip() {
         let mac: MacAddr = "AA:bb:cc:0d:EE:ff".parse().unwrap();
         assert_eq!(mac.to_string(), "aa:bb:cc:0d:ee:ff");
         for bad in

@@ -170,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn what_takes_the_place_of_an_inexact_route_is_exact() {
+    fn the_replacement_of_an_inexact_route_is_exact() {
         let route =
             |n| Route { dst: Subnet::new(address(n), 24).unwrap(), via: Via::Blackhole, mtu: None };
         let (want, key) = (State::from_iter([route(1), route(2)]), Key::Route(route(1).dst));
@@ -198,7 +198,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn of_objects_with_one_key_the_last_one_stays_whatever_came_together(
+        fn of_objects_with_one_key_the_last_one_stays(
             parts in prop::collection::vec(prop::collection::vec(any_object(), 0..20), 0..6),
         ) {
             let mut state = State::default();

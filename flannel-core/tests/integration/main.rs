@@ -1,4 +1,5 @@
-//! The tests of flannel-core, in one program: a program of its own for each file takes longer to build.
+//! The tests of flannel-core, in one program: a program of its own for each file takes longer to
+//! build.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 

@@ -24,7 +24,10 @@ async fn a_policy_is_found_in_every_table_and_accepted_pods_are_known(
     };
     assert_eq!(drops().await, []);
     let made = Command::new("nft")
-        .arg("add table inet guard; add chain inet guard gate { type filter hook forward priority 5; policy drop; }")
+        .arg(
+            "add table inet guard; add chain inet guard gate { type filter hook forward priority \
+            5; policy drop; }",
+        )
         .status();
     assert!(made.unwrap().success());
     let texts = |drops: Vec<flannel_firewall::ForwardDrop>| -> Vec<String> {

@@ -38,7 +38,8 @@ const NFTABLES: [Sabotage; 12] = [
         Fault::Different,
     ),
     (
-        "delete table TABLE; table TABLE { chain postrtg { type nat hook postrouting priority 100; FAM saddr NETWORK \
+        "delete table TABLE; table TABLE { chain postrtg { type nat hook postrouting priority \
+         100; FAM saddr NETWORK \
          masquerade fully-random; }; }",
         "chain postrtg",
         Fault::Different,

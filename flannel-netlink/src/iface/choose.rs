@@ -413,7 +413,8 @@ mod tests {
                 &["2001:db8:1::2"],
                 none,
                 none,
-                "no external interface: iface 2001:db8:1::2: IPv6 is not enabled in the network config",
+                "no external interface: iface 2001:db8:1::2: IPv6 is not enabled in the network \
+                 config",
                 "eth1 - 2001:db8:1::2",
                 "eth1 198.51.100.1 2001:db8:1::2",
             ),
@@ -441,7 +442,8 @@ mod tests {
                 none,
                 "eth0 192.0.2.2 -",
                 "eth1 - 2001:db8:1::2",
-                r"no external interface: iface-regex ^192\.0\.2\.2$|^2001:db8:1::2: matches no interface's addresses and no name",
+                "no external interface: iface-regex ^192\\.0\\.2\\.2$|^2001:db8:1::2: matches no \
+                 interface's addresses and no name",
             ),
             (
                 none,
@@ -465,14 +467,16 @@ mod tests {
                 none,
                 &["198.51.100.1"],
                 "eth1 198.51.100.1 -",
-                "no external interface: public-ip 198.51.100.1: IPv4 is not enabled in the network config",
+                "no external interface: public-ip 198.51.100.1: IPv4 is not enabled in the \
+                 network config",
                 "eth1 198.51.100.1 2001:db8:1::1",
             ),
             (
                 none,
                 none,
                 &["2001:db8::1"],
-                "no external interface: public-ipv6 2001:db8::1: IPv6 is not enabled in the network config",
+                "no external interface: public-ipv6 2001:db8::1: IPv6 is not enabled in the \
+                 network config",
                 "eth0 - 2001:db8::1",
                 "eth0 192.0.2.1 2001:db8::1",
             ),
@@ -480,9 +484,12 @@ mod tests {
                 none,
                 none,
                 &["203.0.113.1"],
-                "no external interface: public-ip 203.0.113.1: no interface has the address 203.0.113.1",
-                "no external interface: public-ip 203.0.113.1: IPv4 is not enabled in the network config",
-                "no external interface: public-ip 203.0.113.1: no interface has the address 203.0.113.1",
+                "no external interface: public-ip 203.0.113.1: no interface has the address \
+                 203.0.113.1",
+                "no external interface: public-ip 203.0.113.1: IPv4 is not enabled in the network \
+                 config",
+                "no external interface: public-ip 203.0.113.1: no interface has the address \
+                 203.0.113.1",
             ),
             // With another selector it only is the address for peers. IPv6 is kept even if it is
             // not enabled.
@@ -509,7 +516,8 @@ mod tests {
                 none,
                 &["2001:db8:1::2"],
                 "eth1 198.51.100.1 - public 198.51.100.1 2001:db8:1::2",
-                "no external interface: iface 198.51.100.1: IPv4 is not enabled in the network config",
+                "no external interface: iface 198.51.100.1: IPv4 is not enabled in the network \
+                 config",
                 "eth1 198.51.100.1 2001:db8:1::2",
             ),
             (
@@ -517,8 +525,10 @@ mod tests {
                 none,
                 &["2001:db8::1"],
                 "eth1 198.51.100.1 - public 198.51.100.1 2001:db8::1",
-                "no external interface: iface 198.51.100.1: IPv4 is not enabled in the network config",
-                "no external interface: iface 198.51.100.1: eth1 has 198.51.100.1 but not the public address 2001:db8::1",
+                "no external interface: iface 198.51.100.1: IPv4 is not enabled in the network \
+                 config",
+                "no external interface: iface 198.51.100.1: eth1 has 198.51.100.1 but not the \
+                 public address 2001:db8::1",
             ),
         ] {
             let selectors = selectors(iface, regex, public);
@@ -548,7 +558,8 @@ mod tests {
         );
         assert_eq!(chosen(&selectors, &V6, &facts), "eth1 - 2001:db8:1::1");
         assert_eq!(chosen(&selectors, &DUAL, &facts), "eth1 198.51.100.9 2001:db8:1::1");
-        let both = "no external interface: iface eth7: no interface named eth7; iface-can-reach 198.51.100.77: ";
+        let both = "no external interface: iface eth7: no interface named eth7; iface-can-reach \
+            198.51.100.77: ";
         let nowhere = reaching(Some(RouteAnswer::nowhere()));
         assert_eq!(chosen(&selectors, &V4, &nowhere), format!("{both}there is no route to it"));
         let mut local = via("198.51.100.77");
@@ -572,14 +583,16 @@ mod tests {
         };
         assert_eq!(
             chosen(&none, &DUAL, &other),
-            "no external interface: default route: IPv4 leaves by eth0 but IPv6 by eth1: name one with iface"
+            "no external interface: default route: IPv4 leaves by eth0 but IPv6 by eth1: name one \
+             with iface"
         );
         assert_eq!(chosen(&none, &V6, &other), "eth1 - 2001:db8:1::1");
         let multipath =
             Facts { default: Dual { v4: Some(DefaultRoute { link: None }), v6: None }, ..facts() };
         assert_eq!(
             chosen(&none, &V4, &multipath),
-            "no external interface: default route: the IPv4 default route does not leave by a single interface"
+            "no external interface: default route: the IPv4 default route does not leave by a \
+             single interface"
         );
         assert_eq!(
             chosen(&none, &V6, &multipath),

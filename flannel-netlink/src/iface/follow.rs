@@ -342,7 +342,9 @@ mod tests {
             let (selectors, (state, mut states)) =
                 (selectors(None), watch::channel(InterfaceState::Kept));
             tokio::select! {
-                ended = kernel.follow_interface(&chosen, &selectors, &[Family::V4], &state) => panic!("{ended:?}"),
+                ended = kernel.follow_interface(&chosen, &selectors, &[Family::V4], &state) => {
+                    panic!("{ended:?}")
+                }
                 changed = states.changed() => changed.unwrap(),
             }
             let state = states.borrow().clone();

@@ -1,5 +1,5 @@
-//! All readers of messages, for the fuzz target and its corpus: no bytes make a reader panic or loop,
-//! and an object that is read and written is read again as the same object.
+//! All readers of messages, for the fuzz target and its corpus: no bytes make a reader panic or
+//! loop, and an object that is read and written is read again as the same object.
 
 use flannel_core::object::{Link, LinkName, Object, Route};
 use neli::consts::nl::NlmF;

@@ -51,7 +51,8 @@ impl Socket {
         // filtered, so all readers filter as well.
         for enabled in [socket.enable_ext_ack(true), socket.enable_strict_checking(true)] {
             if let Err(error) = enabled {
-                tracing::debug!(%error, "netlink without extended acknowledgements or strict checks");
+                tracing::debug!(%error, "netlink without extended acknowledgements or strict \
+                    checks");
             }
         }
         let port = socket.pid()?;

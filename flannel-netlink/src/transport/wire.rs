@@ -321,7 +321,12 @@ mod tests {
 
     proptest! {
         #[test]
-        fn attributes_round_trip(values in prop::collection::vec((1..100u16, prop::collection::vec(any::<u8>(), 0..40)), 0..20)) {
+        fn attributes_round_trip(
+            values in prop::collection::vec(
+                (1..100u16, prop::collection::vec(any::<u8>(), 0..40)),
+                0..20,
+            ),
+        ) {
             let mut sent = Messages::one(24u16, NlmF::empty(), &[7; 4]);
             for (kind, value) in &values {
                 sent.attr(*kind, value);
@@ -329,17 +334,23 @@ mod tests {
             let bytes = sent.ready(0..1, 5, NlmF::ACK).to_vec();
             let got: Vec<_> = messages(&bytes).collect::<Result<_, _>>().unwrap();
             prop_assert_eq!(got.len(), 1);
-            prop_assert_eq!((got[0].kind, got[0].sequence, got[0].flags), (24, 5, NlmF::REQUEST | NlmF::ACK));
-            let read: Vec<_> = Attributes(&got[0].payload[4..]).map(|(kind, value)| (kind, value.to_vec())).collect();
+            let header = (got[0].kind, got[0].sequence, got[0].flags);
+            prop_assert_eq!(header, (24, 5, NlmF::REQUEST | NlmF::ACK));
+            let attributes = Attributes(&got[0].payload[4..]);
+            let read: Vec<_> = attributes.map(|(kind, value)| (kind, value.to_vec())).collect();
             prop_assert_eq!(read, values);
         }
 
         #[test]
-        fn no_bytes_make_the_reader_panic_or_loop(bytes in prop::collection::vec(any::<u8>(), 0..200), flags in any::<u16>()) {
+        fn no_bytes_make_the_reader_panic_or_loop(
+            bytes in prop::collection::vec(any::<u8>(), 0..200),
+            flags in any::<u16>(),
+        ) {
             prop_assert!(messages(&bytes).count() <= bytes.len() + 1);
             prop_assert!(Attributes(&bytes).count() <= bytes.len());
             for kind in [ERROR, DONE] {
-                let message = Message { kind, flags: NlmF::from_bits_retain(flags), sequence: 0, port: 0, payload: &bytes };
+                let flags = NlmF::from_bits_retain(flags);
+                let message = Message { kind, flags, sequence: 0, port: 0, payload: &bytes };
                 let _ = outcome(&message);
             }
         }

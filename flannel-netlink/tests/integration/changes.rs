@@ -51,7 +51,10 @@ async fn until(
 }
 
 fn reports(event: KernelEvent) -> impl Fn(&Invalidation) -> bool {
-    move |invalidation| matches!(invalidation, Invalidation::Objects(events, _) if events.contains(&event))
+    move |invalidation| match invalidation {
+        Invalidation::Objects(events, _) => events.contains(&event),
+        _ => false,
+    }
 }
 
 fn neigh(n: u32) -> Object {
@@ -104,7 +107,8 @@ fn changes_by_others_are_reported_object_by_object() {
                 KernelEvent::Present(Route { dst, via, mtu: Some(1400) }.into()),
             ),
             (
-                "route replace 10.1.2.0/24 nexthop via 192.0.2.9 dev up0 nexthop via 192.0.2.8 dev up0",
+                "route replace 10.1.2.0/24 nexthop via 192.0.2.9 dev up0 nexthop via 192.0.2.8 \
+                 dev up0",
                 KernelEvent::Unrepresentable(Key::Route(dst)),
             ),
             (
@@ -285,10 +289,13 @@ fn a_link_whose_name_is_not_utf8_invalidates_nothing_else() {
         ip_of(&["route", "add", "198.51.100.0/24", "via", "192.0.3.9"]);
         ip("neigh add 192.0.2.77 lladdr 0a:00:00:00:00:09 dev up0 nud permanent");
         let mark = Key::Neigh(link("up0"), address("192.0.2.77"));
-        let is_mark = |report: &KernelEvent| matches!(report, KernelEvent::Present(object) if object.key() == mark);
+        let is_mark = |report: &KernelEvent| match report {
+            KernelEvent::Present(object) => object.key() == mark,
+            _ => false,
+        };
         let before = until(
             &mut *changes,
-            |invalidation| matches!(invalidation, Invalidation::Objects(reports, _) if reports.iter().any(is_mark)),
+            |event| matches!(event, Invalidation::Objects(all, _) if all.iter().any(is_mark)),
         );
         let before = before.await;
         assert!(!before.contains(&Invalidation::Everything), "{before:?}");
@@ -322,7 +329,7 @@ fn our_own_changes_are_not_reported_however_many() {
         for invalidation in before {
             assert_ne!(invalidation, Invalidation::Everything);
             assert!(
-                !matches!(&invalidation, Invalidation::Objects(reports, _) if reports.iter().any(about_ours)),
+                !matches!(&invalidation, Invalidation::Objects(all, _) if all.iter().any(about_ours)),
                 "{invalidation:?}"
             );
         }
@@ -475,10 +482,13 @@ fn no_route_of_ours_with_another_path_stays_behind_ours() {
                 change(Change::Put(ours.clone()));
                 let append = || ip(&format!("-{family} route append {dst} {double}"));
                 append();
-                let about = |report: &KernelEvent| matches!(report, KernelEvent::Duplicate(o) if o.key() == ours.key());
+                let about = |report: &KernelEvent| match report {
+                    KernelEvent::Duplicate(object) => object.key() == ours.key(),
+                    _ => false,
+                };
                 until(
                     &mut *changes,
-                    |invalidation| matches!(invalidation, Invalidation::Objects(reports, _) if reports.iter().any(about)),
+                    |event| matches!(event, Invalidation::Objects(all, _) if all.iter().any(about)),
                 )
                 .await;
                 let there = snapshot();

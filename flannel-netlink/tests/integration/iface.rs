@@ -85,7 +85,9 @@ async fn follow(
     let (state, states) = watch::channel(InterfaceState::Lost("it was not looked at yet".into()));
     let scene = async {
         tokio::select! {
-            ended = kernel.follow_interface(&chosen, selectors, families, &state) => panic!("{ended:?}"),
+            ended = kernel.follow_interface(&chosen, selectors, families, &state) => {
+                panic!("{ended:?}")
+            }
             () = script(states) => (),
         }
     };
@@ -174,7 +176,10 @@ fn a_link_local_address_replaces_no_other_and_is_replaced_by_one() {
         let kernel = host();
         ip("addr add 169.254.3.4/16 dev up1");
         let selectors = Selectors { iface: vec!["up1".into()], ..Selectors::default() };
-        let lost = |standing: &InterfaceState| matches!(standing, InterfaceState::Lost(why) if why.contains("link-local"));
+        let lost = |state: &InterfaceState| match state {
+            InterfaceState::Lost(why) => why.contains("link-local"),
+            _ => false,
+        };
         follow(&kernel, &selectors, &[Family::V4], async |mut states| {
             ip("addr del 192.0.3.1/24 dev up1");
             until(&mut states, lost).await;
@@ -222,8 +227,10 @@ fn a_choice_that_changes_again_is_reported_again() {
             ip("link del up1");
             assert_eq!(other(&mut states).await, "the external interface is up0 now, not up1");
             ip("link set up0 mtu 1350");
-            let smaller =
-                |standing: &InterfaceState| matches!(standing, InterfaceState::Other { now, .. } if now.mtu == 1350);
+            let smaller = |state: &InterfaceState| match state {
+                InterfaceState::Other { now, .. } => now.mtu == 1350,
+                _ => false,
+            };
             until(&mut states, smaller).await;
         })
         .await;

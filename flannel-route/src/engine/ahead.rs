@@ -20,8 +20,7 @@ pub(super) struct Applier<'a> {
 }
 
 impl<'a> Applier<'a> {
-    /// Does `work` with a second thread that calls `apply`. Returns after both have ended, or passes
-    /// on the panic of the thread.
+    /// Does `work` with a second thread that calls `apply`. Passes on the panic of that thread.
     pub(super) fn with<T>(
         apply: &'a (dyn Fn(&[Change]) -> Result<Results, Closed> + Sync),
         work: impl FnOnce(&Self) -> T,
@@ -81,7 +80,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_panic_of_a_kernel_reaches_the_caller() {
+    fn a_panic_of_the_kernel_reaches_the_caller() {
         let apply = |_: &[Change]| panic!("the kernel says why");
         let work = |applier: &Applier<'_>| {
             applier.begin(Vec::new());

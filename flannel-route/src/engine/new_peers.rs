@@ -21,8 +21,8 @@ struct NewPeers {
 }
 
 impl Engine {
-    /// Puts the objects of peers in the queue, slice by slice, until `end`; at least one slice. Plans
-    /// each slice while the kernel applies the slice before it.
+    /// Puts the objects of peers in the queue, slice by slice, until `end`; at least one slice.
+    /// Plans each slice while the kernel applies the slice before it.
     pub(super) fn put_new_peers(
         &mut self,
         kernel: &GatedKernel,

@@ -30,8 +30,7 @@ enum Unread {
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Reads {
     pub(crate) done: u64,
-    /// Also those that failed; without those that only found a wrong link, which may have waited
-    /// for the kernel to delete it.
+    /// With those that failed, without those that only found a wrong link, maybe being deleted.
     pub(crate) tries: u32,
     /// The time of the last one.
     pub(crate) took: Duration,
@@ -151,8 +150,8 @@ impl Engine {
         true
     }
 
-    /// Gives rows to the links that are not as desired; true if one was not `tried`. A link that the
-    /// kernel accepted, and did not make, fails.
+    /// Gives rows to the links that are not as desired; true if one was not `tried`. A link that
+    /// the kernel accepted, and did not make, fails.
     fn finds_wrong_links(
         &mut self,
         actual: &State,

@@ -106,8 +106,8 @@ impl Engine {
         if batch.is_empty() { Ok(()) } else { self.apply(kernel, &batch) }
     }
 
-    /// A route that is not put yet, or was refused, may still use the nexthop object that it had. The
-    /// kernel would delete it too.
+    /// A route that is not put yet, or was refused, may still use the nexthop object that it had.
+    /// The kernel would delete it too.
     fn may_be_used(&self, nexthop: &Nexthop) -> bool {
         let (table, failing) = (&self.table, &self.table.failing);
         match self.desired.route_by(nexthop.id) {
@@ -188,7 +188,8 @@ impl Engine {
     /// The next batch of objects to delete before `last` that are `meant`, in the order opposite to
     /// that of creation.
     fn next_deletions(&self, last: &mut Option<Key>, meant: impl Fn(Cause) -> bool) -> Vec<Change> {
-        let is_used = |object: &Object| matches!(object, Object::Nexthop(nexthop) if self.may_be_used(nexthop));
+        let is_used =
+            |object: &Object| matches!(object, Object::Nexthop(it) if self.may_be_used(it));
         let due = self.table.deletions((Unbounded, last.map_or(Unbounded, Excluded)));
         let due = due.filter(|(_, object, cause)| meant(*cause) && !is_used(object)).take(BATCH);
         let batch: Vec<_> = due.map(|(_, object, _)| Change::Delete(object.clone())).collect();

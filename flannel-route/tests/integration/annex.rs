@@ -261,7 +261,7 @@ async fn a_started_change_is_pending_until_its_end_and_is_tried_again_after_a_fa
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn records_of_an_earlier_run_are_adopted_and_those_of_peers_that_left_deleted() {
+async fn records_of_an_earlier_run_are_adopted_or_deleted() {
     let ledger = Ledger::default();
     let mut key = None;
     for n in [7, 8] {
@@ -308,7 +308,7 @@ async fn a_deletion_under_way_is_not_forgotten_by_a_snapshot() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_broken_annex_takes_neither_snapshots_nor_events_of_the_kernel_away() {
+async fn a_broken_annex_stops_no_snapshot_and_no_event_of_the_kernel() {
     let ledger = Ledger::default();
     ledger.0.lock().unwrap().is_broken = true;
     let kernel = FakeKernel::with_uplink("eth0");

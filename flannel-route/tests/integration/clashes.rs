@@ -85,7 +85,7 @@ async fn start(kernel: &FakeKernel) -> (FakeSubnets, NetworkHandle, JoinHandle<(
 }
 
 #[tokio::test(start_paused = true)]
-async fn of_thousands_of_new_peers_only_the_accepted_ones_are_put() {
+async fn only_accepted_peers_of_thousands_are_put() {
     // Wherever those end that are looked at together, it is between the two of a pair once.
     for shift in 0..2_u8 {
         let kernel = FakeKernel::with_uplink("eth0");
@@ -117,7 +117,7 @@ async fn of_thousands_of_new_peers_only_the_accepted_ones_are_put() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn more_than_a_round_takes_need_no_other_reason_to_arrive() {
+async fn a_queue_longer_than_a_round_is_finished_without_events() {
     const PEERS: u16 = 9_000;
     let kernel = FakeKernel::with_uplink("eth0");
     let (subnets, handle, task) = start(&kernel).await;

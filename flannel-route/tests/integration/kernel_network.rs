@@ -21,7 +21,10 @@ use flannel_core::{Kernel, Subnet, SubnetManager};
 use flannel_route::KernelNetwork;
 
 const EINTR: i32 = 4;
-const CONFIG: &str = r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:1::/48","Backend":{"Type":"test"}}"#;
+const CONFIG: &str = r#"{
+    "Network": "10.1.0.0/16", "EnableIPv6": true, "IPv6Network": "fd00:1::/48",
+    "Backend": {"Type":"test"}
+}"#;
 
 fn uplink() -> LinkName {
     "eth0".parse().unwrap()
@@ -618,7 +621,7 @@ impl Fault {
 
 /// {create, replace, delete} of every kind of object, in both families, each failing in every way.
 #[tokio::test(start_paused = true)]
-async fn every_operation_on_every_kind_of_object_may_fail_in_every_way() {
+async fn every_operation_on_every_kind_may_fail_in_every_way() {
     use ObjectKind::{Addr, Fdb, Link, Neigh, Nexthop, Route};
     let mut runs = 0;
     for operation in [Operation::Create, Operation::Replace, Operation::Delete] {
@@ -667,7 +670,7 @@ async fn the_start_converges_with_every_call_failing() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_start_adopts_what_is_right_and_removes_what_is_not() {
+async fn a_start_adopts_right_objects_and_removes_wrong_ones() {
     let kernel = FakeKernel::with_uplink("eth0");
     let mut want = base(1);
     want.extend(Peer::new(2).objects());
@@ -697,7 +700,7 @@ async fn a_start_adopts_what_is_right_and_removes_what_is_not() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_is_its_own_is_said_to_be_in_place_when_it_is() {
+async fn the_status_says_when_the_own_objects_are_in_place() {
     let start = async |kernel: &FakeKernel| {
         let mut world = World::on(kernel.clone(), FakeSubnets::with_config(CONFIG)).await;
         [2, 3, 100].into_iter().for_each(|n| world.put(Peer::new(n)));
@@ -729,7 +732,7 @@ async fn what_is_its_own_is_said_to_be_in_place_when_it_is() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn nothing_is_deleted_on_the_word_of_a_cache() {
+async fn a_cached_view_deletes_nothing() {
     let kernel = FakeKernel::with_uplink("eth0");
     for object in base(1).iter().cloned().chain(Peer::new(3).objects()) {
         kernel.foreign_put(object, ROUTE_PROTOCOL);
@@ -752,7 +755,7 @@ async fn nothing_is_deleted_on_the_word_of_a_cache() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn one_peer_costs_one_peer() {
+async fn a_change_of_one_peer_costs_one_peer() {
     let mut world = settled_world().await;
     world.kernel.take_calls();
     world.put(Peer::new(9));
@@ -766,7 +769,7 @@ async fn one_peer_costs_one_peer() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn foreign_churn_elsewhere_costs_nothing() {
+async fn changes_of_foreign_objects_cost_nothing() {
     let mut world = settled_world().await;
     world.kernel.take_calls();
     for n in 0..200u8 {
@@ -781,7 +784,7 @@ async fn foreign_churn_elsewhere_costs_nothing() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn idle_reads_the_kernel_once_in_five_minutes_and_does_nothing_else() {
+async fn an_idle_network_only_reads_the_kernel_every_five_minutes() {
     let world = settled_world().await;
     tokio::time::sleep(Duration::from_secs(301)).await;
     world.kernel.take_calls();
@@ -794,7 +797,7 @@ async fn idle_reads_the_kernel_once_in_five_minutes_and_does_nothing_else() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_the_kernel_refuses_is_in_the_status_and_tried_again() {
+async fn a_refused_change_is_reported_and_tried_again() {
     let mut world = settled_world().await;
     let key = Peer::new(9).objects()[1].key();
     world.kernel.fail(3, 22, move |call| call.key == Some(key));
@@ -815,7 +818,7 @@ async fn what_the_kernel_refuses_is_in_the_status_and_tried_again() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_device_name_taken_by_another_is_said_and_nothing_else_is_tried_on_it() {
+async fn a_foreign_device_of_that_name_is_reported_and_gets_no_objects() {
     let kernel = FakeKernel::with_uplink("eth0");
     kernel.add_foreign_link("flannel.1", &[]);
     let mut world = World::on(kernel.clone(), FakeSubnets::with_config(CONFIG)).await;
@@ -845,7 +848,7 @@ async fn a_device_name_taken_by_another_is_said_and_nothing_else_is_tried_on_it(
 }
 
 #[tokio::test(start_paused = true)]
-async fn dropping_run_leaves_everything_and_writes_nothing_more() {
+async fn a_dropped_run_leaves_all_objects_and_writes_no_more() {
     let mut world = settled_world().await;
     let before = world.kernel.state();
     world.task.abort();
@@ -859,7 +862,7 @@ async fn dropping_run_leaves_everything_and_writes_nothing_more() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn two_networks_on_one_kernel_leave_each_other_alone() {
+async fn two_networks_on_one_kernel_do_not_touch_each_other() {
     let mut world = settled_world().await;
     let other = Footprint { links: ["other.1".parse().unwrap()].into(), ..Footprint::default() };
     let Some(Object::Link(mut link)) = base(1).get(&Key::Link(tunnel(Family::V4))).cloned() else {
@@ -883,7 +886,7 @@ async fn two_networks_on_one_kernel_leave_each_other_alone() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_kernel_that_cannot_answer_moves_no_peer() {
+async fn a_failed_lookup_moves_no_peer() {
     let mut world = settled_world().await;
     world.kernel.take_calls();
     world.kernel.fail(6, 105, |call| call.operation == Operation::Lookup);
@@ -896,7 +899,7 @@ async fn a_kernel_that_cannot_answer_moves_no_peer() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_peer_whose_lease_changes_while_the_kernel_cannot_answer_stays_where_it_was() {
+async fn a_peer_that_changes_while_lookups_fail_keeps_its_path() {
     let mut world = settled_world().await;
     world.kernel.take_calls();
     let direct = *world.peers.iter().find(|peer| peer.n >= 100).unwrap();
@@ -919,7 +922,7 @@ async fn a_peer_whose_lease_changes_while_the_kernel_cannot_answer_stays_where_i
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_kernel_that_cannot_be_read_keeps_no_peer_waiting() {
+async fn an_unreadable_kernel_delays_no_peer() {
     let mut world = settled_world().await;
     world.kernel.fail(1000, 11, |call| call.operation == Operation::Snapshot);
     world.kernel.lose_messages();
@@ -944,7 +947,7 @@ async fn a_kernel_that_cannot_be_read_keeps_no_peer_waiting() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_kernel_that_cannot_be_read_is_asked_ever_less_often() {
+async fn an_unreadable_kernel_is_read_with_backoff() {
     let mut world = settled_world().await;
     world.kernel.take_calls();
     world.kernel.fail(usize::MAX, 11, |call| call.operation == Operation::Snapshot);
@@ -958,7 +961,7 @@ async fn a_kernel_that_cannot_be_read_is_asked_ever_less_often() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_fails_anew_does_not_wait_for_what_has_failed_for_long() {
+async fn a_new_failure_starts_with_the_shortest_backoff() {
     let mut world = settled_world().await;
     let [old, new] = [9, 10].map(|n| Peer::new(n).objects()[1].key());
     world.kernel.fail(usize::MAX, 22, move |call| call.key == Some(old));
@@ -974,7 +977,7 @@ async fn what_fails_anew_does_not_wait_for_what_has_failed_for_long() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_listener_that_breaks_again_and_again_keeps_no_core_busy() {
+async fn a_listener_that_keeps_breaking_is_opened_with_backoff() {
     let mut world = settled_world().await;
     world.kernel.take_calls();
     for _ in 0..1000 {
@@ -991,7 +994,7 @@ async fn a_listener_that_breaks_again_and_again_keeps_no_core_busy() {
 /// By another protocol on a device of ours, or with a preferred source, it is ours all the same:
 /// ours to repair.
 #[tokio::test(start_paused = true)]
-async fn a_route_that_is_not_quite_as_wanted_is_put_again_be_it_heard_or_read() {
+async fn an_inexact_route_is_repaired_after_an_event_or_a_snapshot() {
     let mut world = settled_world().await;
     let footprint =
         Footprint { links: Family::BOTH.into_iter().map(tunnel).collect(), ..Footprint::default() };
@@ -1027,7 +1030,7 @@ async fn a_route_that_is_not_quite_as_wanted_is_put_again_be_it_heard_or_read() 
 /// Routes inside the pod networks that nobody wants and that have a preferred source, metrics, …:
 /// those on the tunnel and those of our protocol are ours to remove, others' stay.
 #[tokio::test(start_paused = true)]
-async fn an_unwanted_route_with_more_goes_be_it_heard_or_read_and_others_stay() {
+async fn an_undesired_inexact_route_is_deleted_after_an_event_or_a_snapshot() {
     let mut world = settled_world().await;
     world.kernel.add_foreign_link("cali1", &[]);
     let pod = "cali1".parse().unwrap();
@@ -1078,7 +1081,7 @@ async fn an_unwanted_route_with_more_goes_be_it_heard_or_read_and_others_stay() 
 }
 
 #[tokio::test(start_paused = true)]
-async fn routes_of_pods_cost_no_snapshot() {
+async fn routes_to_pods_cause_no_snapshot() {
     let mut world = settled_world().await;
     world.kernel.add_foreign_link("cali1", &[]);
     world.settled("a pod's link").await;
@@ -1100,7 +1103,7 @@ async fn routes_of_pods_cost_no_snapshot() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_device_that_the_kernel_will_not_change_still_carries_its_peers() {
+async fn a_device_that_cannot_be_changed_still_gets_its_peers() {
     let mut world = settled_world().await;
     let name = tunnel(Family::V4);
     world.kernel.fail(1000, 22, move |call| {

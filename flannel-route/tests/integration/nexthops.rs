@@ -112,7 +112,7 @@ fn count(kernel: &FakeKernel) -> (usize, usize) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_peer_that_moves_is_one_replacement() {
+async fn a_peer_that_moves_costs_one_replacement() {
     let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
     let mut run = Run::start(&kernel, &subnets).await;
     assert_eq!(count(&kernel), (5, 5));
@@ -127,7 +127,7 @@ async fn a_peer_that_moves_is_one_replacement() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_peer_that_leaves_takes_its_route_first_and_gets_its_id_back() {
+async fn a_peer_that_leaves_loses_its_route_first_and_its_id_last() {
     let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
     let mut run = Run::start(&kernel, &subnets).await;
     let (id, dst) = (nexthop_of(&kernel, 3).id, route_of(&kernel, 3).dst);
@@ -143,7 +143,7 @@ async fn a_peer_that_leaves_takes_its_route_first_and_gets_its_id_back() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_nexthop_object_deleted_by_another_costs_two_objects_and_no_snapshot() {
+async fn a_deleted_nexthop_object_costs_two_objects_and_no_snapshot() {
     let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
     let mut run = Run::start(&kernel, &subnets).await;
     let (state, id, dst) = (kernel.state(), nexthop_of(&kernel, 3).id, route_of(&kernel, 3).dst);
@@ -159,7 +159,7 @@ async fn a_nexthop_object_deleted_by_another_costs_two_objects_and_no_snapshot()
 
 /// Linux goes through its whole table when a nexthop object is replaced that has routes.
 #[tokio::test(start_paused = true)]
-async fn while_a_nexthop_object_is_put_right_its_route_goes_by_the_gateway() {
+async fn a_route_uses_the_gateway_while_its_nexthop_object_is_repaired() {
     let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
     let mut run = Run::start(&kernel, &subnets).await;
     let (nexthop, route) = (nexthop_of(&kernel, 3), route_of(&kernel, 3));
@@ -200,7 +200,7 @@ async fn while_a_nexthop_object_is_put_right_its_route_goes_by_the_gateway() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_peer_that_leaves_while_its_route_goes_by_the_gateway_leaves_nothing() {
+async fn a_peer_that_leaves_during_that_repair_leaves_no_object() {
     let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
     let mut run = Run::start(&kernel, &subnets).await;
     let nexthop = nexthop_of(&kernel, 3);
@@ -221,7 +221,7 @@ async fn a_peer_that_leaves_while_its_route_goes_by_the_gateway_leaves_nothing()
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_restart_touches_nothing() {
+async fn a_restart_changes_no_object() {
     let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
     Run::start(&kernel, &subnets).await.stop().await;
     let state = kernel.state();
@@ -231,7 +231,7 @@ async fn a_restart_touches_nothing() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn ids_in_the_kernel_are_kept_whatever_they_are() {
+async fn all_ids_in_the_kernel_are_kept() {
     let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
     Run::start(&kernel, &subnets).await.stop().await;
     // Two peers' objects change places: as good as any other assignment.
@@ -249,7 +249,7 @@ async fn ids_in_the_kernel_are_kept_whatever_they_are() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_id_of_a_stale_route_is_not_given_away_before_the_route_is_gone() {
+async fn the_id_of_a_stale_route_is_reserved_until_its_deletion() {
     let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
     Run::start(&kernel, &subnets).await.stop().await;
     // The stale route has the id that the peer 3 would get.
@@ -268,7 +268,7 @@ async fn the_id_of_a_stale_route_is_not_given_away_before_the_route_is_gone() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_id_of_a_stale_route_that_came_later_is_not_given_away_either() {
+async fn the_id_of_a_later_stale_route_is_reserved_until_its_deletion() {
     let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
     let mut run = Run::start(&kernel, &subnets).await;
     let (other, stale) = (nexthop_of(&kernel, 3), "10.1.99.0/24".parse().unwrap());
@@ -292,7 +292,7 @@ async fn the_id_of_a_stale_route_that_came_later_is_not_given_away_either() {
 
 /// The ids are the core's own here, not a plan's.
 #[tokio::test(start_paused = true)]
-async fn whatever_is_refused_first_or_from_then_on_is_put_or_gone_in_the_end() {
+async fn every_refused_change_is_made_in_the_end() {
     use Operation::{Create, Delete, Replace};
     type Step = fn(&FakeSubnets);
     let steps: [(Operation, Step); 3] = [
@@ -326,7 +326,7 @@ async fn whatever_is_refused_first_or_from_then_on_is_put_or_gone_in_the_end() {
 
 /// No object that carries packets is deleted, or replaced after the object that it needs is gone.
 #[tokio::test(start_paused = true)]
-async fn switching_there_and_back_replaces_every_route_in_place() {
+async fn switching_nexthop_objects_replaces_every_route_in_place() {
     let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
     kernel.use_nexthops(false);
     Run::start(&kernel, &subnets).await.stop().await;
@@ -357,7 +357,7 @@ async fn switching_there_and_back_replaces_every_route_in_place() {
 
 /// The route that is there goes by the nexthop object, and would vanish with it.
 #[tokio::test(start_paused = true)]
-async fn switching_back_deletes_no_nexthop_that_a_refused_route_still_needs() {
+async fn switching_back_keeps_the_nexthop_object_of_a_refused_route() {
     let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
     Run::start(&kernel, &subnets).await.stop().await;
     kernel.use_nexthops(false);
@@ -375,7 +375,7 @@ async fn switching_back_deletes_no_nexthop_that_a_refused_route_still_needs() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_peer_keeps_its_nexthop_while_its_new_route_without_one_is_refused() {
+async fn a_peer_keeps_its_nexthop_object_while_its_new_route_is_refused() {
     let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
     let mut run = Run::start(&kernel, &subnets).await;
     let (nexthop, route) = (nexthop_of(&kernel, 3), Key::Route(route_of(&kernel, 3).dst));
@@ -392,7 +392,7 @@ async fn a_peer_keeps_its_nexthop_while_its_new_route_without_one_is_refused() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_refused_route_keeps_no_other_peers_nexthop() {
+async fn a_refused_route_keeps_no_nexthop_object_of_another_peer() {
     let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
     let mut run = Run::start(&kernel, &subnets).await;
     let key = Key::Route(route_of(&kernel, 3).dst);
@@ -414,7 +414,7 @@ async fn a_kernel_without_nexthop_objects_gets_plain_routes() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn another_networks_objects_on_the_same_link_are_left_alone() {
+async fn objects_of_another_network_on_the_same_link_stay() {
     let kernel = FakeKernel::with_uplink("eth0");
     let (one, other) = (peers(), FakeSubnets::new("10.2.0.0/16"));
     (2..9).for_each(|n| other.put(&format!("10.2.{n}.0-24"), &format!("192.0.2.{n}")));
@@ -433,7 +433,7 @@ async fn another_networks_objects_on_the_same_link_are_left_alone() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_kernel_that_cannot_be_read_from_the_start_is_asked_ever_less_often_and_told_nothing() {
+async fn a_kernel_unreadable_from_the_start_gets_no_change() {
     let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
     kernel.fail(usize::MAX, 11, |call| call.operation == Operation::Snapshot);
     let start = tokio::spawn({
@@ -451,7 +451,7 @@ async fn a_kernel_that_cannot_be_read_from_the_start_is_asked_ever_less_often_an
 }
 
 #[tokio::test(start_paused = true)]
-async fn of_a_former_pod_network_goes_what_is_not_inside_the_new_one() {
+async fn objects_of_a_former_pod_network_outside_the_new_one_are_removed() {
     let kernel = FakeKernel::with_uplink("eth0");
     Run::start(&kernel, &peers()).await.stop().await;
     let now = FakeSubnets::new("10.2.0.0/16");
@@ -489,7 +489,7 @@ async fn of_a_former_pod_network_goes_what_is_not_inside_the_new_one() {
 
 /// Whoever has the kernel for longer keeps peers, repairs and a stop waiting.
 #[test]
-fn what_a_former_pod_network_left_goes_batch_by_batch() {
+fn objects_of_a_former_pod_network_are_removed_in_batches() {
     let kernel = FakeKernel::with_uplink("eth0");
     let eth0 = "eth0".parse().unwrap();
     for n in 0..300u16 {
@@ -510,7 +510,7 @@ fn what_a_former_pod_network_left_goes_batch_by_batch() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_way_to_go_keeps_a_nexthop_whose_route_cannot_be_replaced() {
+async fn ready_for_go_keeps_a_nexthop_whose_route_cannot_be_replaced() {
     let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
     Run::start(&kernel, &subnets).await.stop().await;
     let footprint = Footprint {
@@ -539,7 +539,7 @@ async fn the_way_to_go_keeps_a_nexthop_whose_route_cannot_be_replaced() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_else_goes_by_a_nexthop_does_not_go_with_it() {
+async fn a_nexthop_object_with_a_foreign_user_stays() {
     let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
     Run::start(&kernel, &subnets).await.stop().await;
     let footprint = Footprint {
@@ -572,7 +572,7 @@ async fn what_else_goes_by_a_nexthop_does_not_go_with_it() {
 }
 
 #[test]
-fn what_else_goes_by_a_nexthop_on_our_own_device_goes_with_the_device() {
+fn a_nexthop_object_on_our_own_device_is_removed_with_it() {
     let (kernel, link) = (FakeKernel::with_uplink("eth0"), "flannel.1".parse().unwrap());
     let vxlan = Vxlan {
         vni: 1,
@@ -596,7 +596,7 @@ fn what_else_goes_by_a_nexthop_on_our_own_device_goes_with_the_device() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_route_of_our_protocol_is_ours_on_every_device_and_no_other_costs_a_snapshot() {
+async fn routes_of_our_protocol_are_ours_on_every_device() {
     let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
     kernel.add_foreign_link("eth9", &[]);
     let mut run = Run::start(&kernel, &subnets).await;
@@ -622,7 +622,7 @@ async fn a_route_of_our_protocol_is_ours_on_every_device_and_no_other_costs_a_sn
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_is_as_wanted_but_no_longer_ours_is_made_ours_again() {
+async fn a_route_that_lost_our_protocol_gets_it_back() {
     let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
     let mut run = Run::start(&kernel, &subnets).await;
     let footprint =
@@ -647,7 +647,7 @@ async fn what_is_as_wanted_but_no_longer_ours_is_made_ours_again() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_is_wanted_is_counted_once_even_if_the_first_look_at_the_kernel_fails() {
+async fn desired_objects_are_counted_once_if_the_first_snapshot_fails() {
     let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
     kernel.fail(5, 11, |call| call.operation == Operation::Snapshot);
     let (other, late) = (kernel.clone(), subnets.clone());

@@ -195,7 +195,7 @@ fn count(calls: &[Call], operation: Operation) -> usize {
 }
 
 #[tokio::test(start_paused = true)]
-async fn one_peer_among_thousands_costs_one_peer() {
+async fn a_change_of_one_peer_among_thousands_costs_one_peer() {
     let mut world = World::new(2_000).await;
     let other: IpAddr = [203, 0, 113, 7].into();
     for (what, public) in [("moved", Some(other)), ("gone", None), ("new", Some(other))] {
@@ -262,7 +262,7 @@ async fn damage_is_repaired_while_thousands_arrive() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn while_thousands_arrive_it_is_told_which_of_them_wait() {
+async fn the_waiting_peers_are_reported_while_thousands_arrive() {
     // Each question waits for a round, and the last ones are to be still coming after two.
     const PEERS: u16 = 16_000;
     let kernel = FakeKernel::with_uplink("eth0");
@@ -295,7 +295,7 @@ async fn while_thousands_arrive_it_is_told_which_of_them_wait() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn who_needs_a_link_that_is_not_there_waits_for_it_and_nobody_else() {
+async fn only_peers_on_a_missing_link_wait_for_it() {
     let mut world = World::new(3).await;
     world.kernel.fail(usize::MAX, 95, |call| matches!(call.key, Some(Key::Link(_))));
     world.kernel.delete_link(tunnel().as_str());
@@ -311,7 +311,7 @@ async fn who_needs_a_link_that_is_not_there_waits_for_it_and_nobody_else() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn one_repair_among_thousands_costs_one_object_and_names_victim_and_culprit() {
+async fn one_repair_among_thousands_costs_one_object_and_names_its_author() {
     let world = World::new(2_000).await;
     let [neigh, fdb, nexthop, route] = objects(700, public(700));
     let other = Route { dst: subnet(700), via: Via::Blackhole, mtu: None };
@@ -390,7 +390,7 @@ async fn one_repair_among_thousands_costs_one_object_and_names_victim_and_culpri
 
 /// The kernel gives every device one, a second or two after it came up.
 #[tokio::test(start_paused = true)]
-async fn a_link_local_address_on_our_device_is_no_reason_to_read_the_kernel() {
+async fn a_link_local_address_on_our_device_causes_no_snapshot() {
     let world = World::new(10).await;
     for address in ["fe80::1", "169.254.7.7"] {
         let address: IpAddr = address.parse().unwrap();
@@ -411,7 +411,7 @@ async fn a_link_local_address_on_our_device_is_no_reason_to_read_the_kernel() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_thousand_unrelated_route_changes_a_second_cause_no_look_ups() {
+async fn a_thousand_unrelated_route_changes_a_second_cause_no_lookups() {
     let world = World::new(10_000).await;
     for n in 0..5_000u16 {
         let [high, low] = n.to_be_bytes();
@@ -468,7 +468,7 @@ async fn a_thousand_unrelated_route_changes_a_second_cause_no_look_ups() {
 
 /// The device is neither ours nor under our routes.
 #[tokio::test(start_paused = true)]
-async fn a_device_that_leads_to_peers_matters_as_long_as_it_does() {
+async fn a_device_with_routes_to_peers_matters_while_it_has_them() {
     let kernel = FakeKernel::with_uplink("eth0");
     kernel.add_foreign_link("eth1", &["198.18.0.0/29".parse().unwrap()]);
     let routed = Odd { router_on: Some("eth3".parse().unwrap()), ..Odd::new(&kernel) };
@@ -585,7 +585,7 @@ async fn new_peers_with_damage(kernel: Odd) -> (World, Object) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn thousands_of_new_peers_keep_no_repair_waiting() {
+async fn thousands_of_new_peers_delay_no_repair() {
     let kernel = FakeKernel::with_uplink("eth0");
     let slow = Odd { apply: Duration::from_micros(240), ..Odd::new(&kernel) };
     let (world, neigh) = new_peers_with_damage(slow).await;
@@ -599,7 +599,7 @@ async fn thousands_of_new_peers_keep_no_repair_waiting() {
 
 /// As without nexthop objects, where every route of thousands takes long.
 #[tokio::test(start_paused = true)]
-async fn thousands_of_repairs_keep_no_lease_waiting() {
+async fn thousands_of_repairs_delay_no_lease() {
     const PEERS: u16 = 4_000;
     for (n, public) in [(PEERS + 1, Some(public(PEERS + 1))), (PEERS, None)] {
         let kernel = FakeKernel::with_uplink("eth0");
@@ -637,7 +637,7 @@ async fn thousands_of_repairs_keep_no_lease_waiting() {
 
 /// What is new may take the place of what goes.
 #[tokio::test(start_paused = true)]
-async fn what_leases_bring_comes_before_what_they_take_away() {
+async fn new_objects_are_put_before_old_ones_are_deleted() {
     const PEERS: u16 = 1_000;
     for new in [1..PEERS, PEERS + 1..6 * PEERS] {
         let kernel = FakeKernel::with_uplink("eth0");
@@ -670,7 +670,7 @@ async fn what_leases_bring_comes_before_what_they_take_away() {
 /// It is more than a round takes: nothing is tried before what it needs, and a peer that moves
 /// meanwhile does not wait.
 #[tokio::test(start_paused = true)]
-async fn what_a_device_took_along_is_put_in_order_and_keeps_no_lease_waiting() {
+async fn objects_of_a_deleted_device_are_put_in_order_and_delay_no_lease() {
     const PEERS: u16 = 4_000;
     let kernel = FakeKernel::with_uplink("eth0");
     let slow = Odd {
@@ -710,7 +710,7 @@ async fn what_a_device_took_along_is_put_in_order_and_keeps_no_lease_waiting() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn look_ups_take_a_fifth_of_the_time_at_most_however_often_their_reason_comes() {
+async fn lookups_take_at_most_a_fifth_of_the_time() {
     const LOOKUP: Duration = Duration::from_micros(100);
     let kernel = FakeKernel::with_uplink("eth0");
     let slow = Odd { lookup: LOOKUP, ..Odd::new(&kernel) };
@@ -743,7 +743,7 @@ async fn look_ups_take_a_fifth_of_the_time_at_most_however_often_their_reason_co
 }
 
 #[tokio::test(start_paused = true)]
-async fn snapshots_take_a_fifth_of_the_time_at_most_however_often_their_reason_comes() {
+async fn snapshots_take_at_most_a_fifth_of_the_time() {
     const SNAPSHOT: Duration = Duration::from_millis(300);
     let kernel = FakeKernel::with_uplink("eth0");
     let slow = Odd { snapshot: SNAPSHOT, ..Odd::new(&kernel) };
@@ -764,7 +764,7 @@ async fn snapshots_take_a_fifth_of_the_time_at_most_however_often_their_reason_c
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_snapshot_that_waited_for_a_device_to_go_delays_no_other() {
+async fn a_snapshot_that_waited_for_a_deletion_delays_no_other() {
     const DELETION: Duration = Duration::from_millis(500);
     let kernel = FakeKernel::with_uplink("eth0");
     let slow = Odd { apply: Duration::from_micros(8), ..Odd::new(&kernel) };
@@ -783,7 +783,7 @@ async fn a_snapshot_that_waited_for_a_device_to_go_delays_no_other() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_device_that_the_kernel_keeps_as_it_is_or_does_not_make_is_said() {
+async fn a_device_that_the_kernel_does_not_change_or_make_is_reported() {
     let world = World::new(5).await;
     let Some(Object::Link(link)) = world.kernel.state().get(&Key::Link(tunnel())).cloned() else {
         panic!()
@@ -849,7 +849,7 @@ fn storm(kernel: FakeKernel) -> JoinHandle<()> {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_storm_that_never_ends_is_slowed_down_and_starves_no_lease() {
+async fn an_endless_storm_is_slowed_down_and_delays_no_lease() {
     let mut world = World::new(400).await;
     let storm = storm(world.kernel.clone());
     let mut slowest = Duration::ZERO;
@@ -948,7 +948,7 @@ async fn a_peer_is_explained() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_the_kernel_refused_is_put_again_by_itself_before_all_is_read() {
+async fn a_refused_object_is_tried_again_before_a_snapshot() {
     let mut world = World::new(50).await;
     let [_, fdb, ..] = objects(7, [203, 0, 113, 1].into());
     let key = fdb.key();
@@ -978,7 +978,7 @@ async fn what_the_kernel_refused_is_put_again_by_itself_before_all_is_read() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_the_kernel_refused_and_others_put_fails_no_more() {
+async fn a_refused_object_that_another_program_put_fails_no_more() {
     let mut world = World::new(5).await;
     let [_, fdb, ..] = objects(3, [203, 0, 113, 1].into());
     let key = fdb.key();

@@ -57,7 +57,7 @@ pub(super) async fn only_changes_by_others_are_reported(fixture: &Fixture<'_>) {
         let want = KernelEvent::Present(theirs.into());
         listen(
             &mut *changes,
-            |invalidation| matches!(invalidation, Invalidation::Objects(all, _) if all.contains(&want)),
+            |event| matches!(event, Invalidation::Objects(all, _) if all.contains(&want)),
         )
         .await;
     }

@@ -126,8 +126,10 @@ impl Writer<'_> {
         match outcome {
             Ok((Ok(()), _)) => {}
             Ok((Err(error), Ok(true))) => tracing::warn!(
-                "{name} heeds router advertisements, so that the other end of the tunnel can give this host addresses \
-                 and routes: {}/accept_ra cannot be written: {error}; right would be 0: on the host, \
+                "{name} heeds router advertisements, so that the other end of the tunnel can give \
+                 this host addresses \
+                 and routes: {}/accept_ra cannot be written: {error}; right would be 0: on the \
+                 host, \
                  sysctl -w net/ipv6/conf/{name}/accept_ra=0",
                 path.display()
             ),

@@ -81,7 +81,8 @@ impl Writer<'_> {
             batch.iter().for_each(|route| route::put(&mut requests, route, 0, self.metrics));
             for (route, result) in batch.iter().zip(self.socket.send(&mut requests)) {
                 if let Err(error) = result {
-                    tracing::warn!(%error, route = %Object::from(*route), "not put again after its nexthop id was reclaimed");
+                    tracing::warn!(%error, route = %Object::from(*route), "not put again after \
+                        its nexthop id was reclaimed");
                 }
             }
         }
@@ -143,7 +144,8 @@ impl Writer<'_> {
                         dst = %found.dst,
                         protocol = found.protocol,
                         nexthop = found.nexthop,
-                        "a route of another program used a nexthop id of this network, and was deleted with the nexthop",
+                        "a route of another program used a nexthop id of this network, and was \
+                         deleted with the nexthop",
                     ),
                 }
             }

@@ -97,7 +97,8 @@ impl Reader<'_> {
                 return None;
             }
             if hidden.is_some() {
-                tracing::debug!(%route.dst, "another route to the same destination hides one of ours");
+                tracing::debug!(%route.dst, "another route to the same destination hides one of \
+                    ours");
             }
             let is_exact = found.is_exact() && found.protocol == ROUTE_PROTOCOL;
             Some(Ok(Ours { route, is_exact, hidden: hidden.map(Box::new) }))
