@@ -61,8 +61,8 @@ impl Default for Options {
 ///
 /// # async fn example(rules: Rules) -> Result<(), flannel_firewall::Error> {
 /// let (_wanted, rules) = watch::channel(rules);
-/// let rules = RuleOptions::default();
-/// let firewall = Firewall::open(Mode::Nftables, rules, Options::default()).await?;
+/// let (mode, wanted) = (Mode::Nftables, RuleOptions::default());
+/// let firewall = Firewall::open(mode, wanted, Options::default()).await?;
 /// let mut status = firewall.status();
 /// tokio::spawn(firewall.run(rules));
 /// let _ = status.wait_for(|status| status.in_place).await;

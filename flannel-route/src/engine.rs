@@ -318,7 +318,7 @@ mod tests {
         fn settle(&mut self) {
             self.settle_as_far_as(true);
             // A round ends by time, too.
-            while self.engine.has_queue() {
+            while self.engine.is_unfinished() {
                 self.settle_as_far_as(true);
             }
             assert!(!self.engine.is_unsettled());

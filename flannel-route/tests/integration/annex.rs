@@ -252,6 +252,7 @@ async fn a_started_change_is_pending_until_its_end_and_is_tried_again_after_a_fa
 
     world.subnets.delete("10.1.7.0-24");
     world.until(|| world.ledger.started() == [format!("delete {RECORD}")]);
+    // Published after the round that started it.
     world.until(|| !world.network.status.borrow().in_sync);
     world.ledger.end(Ok(()));
     world.in_sync().await;
