@@ -487,7 +487,7 @@ async fn objects_of_a_former_pod_network_outside_the_new_one_are_removed() {
     assert_eq!(changes(&kernel), vec![], "nothing of the new one was touched");
 }
 
-/// Whoever has the kernel for longer keeps peers, repairs and a stop waiting.
+/// A longer batch would delay peers, repairs and a stop.
 #[test]
 fn objects_of_a_former_pod_network_are_removed_in_batches() {
     let kernel = FakeKernel::with_uplink("eth0");

@@ -202,8 +202,8 @@ async fn a_change_of_one_peer_among_thousands_costs_one_peer() {
         let before = world.status();
         world.change(700, public);
         let done = world.when(|status| status.in_sync && status.applied > before.applied).await;
-        // Forwarding entries are heard of even if it was us; that must cost nothing but a look at
-        // what is wanted.
+        // Events of forwarding entries arrive even if we made the change. They must cost nothing
+        // but a comparison with the desired object.
         tokio::time::sleep(Duration::from_secs(3)).await;
         let calls = world.kernel.take_calls();
         let [neigh, fdb, nexthop, route] = objects(700, other).map(|object| object.key());
