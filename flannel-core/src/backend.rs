@@ -43,6 +43,7 @@ pub struct ExternalInterface {
 /// objects: it describes the attributes that this node publishes ([`Prepared::offer`]) and the
 /// kernel objects that the network needs ([`Blueprint`]). All methods but `prepare` are pure. They
 /// fail if the config's backend options are wrong.
+#[doc = include_str!("../docs/backend.md")]
 #[async_trait]
 pub trait Backend: fmt::Debug + Send + Sync {
     /// The `Type` in the network config, in lower case.

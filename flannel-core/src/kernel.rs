@@ -67,11 +67,9 @@ impl Footprint {
     /// Adds another network's footprint, except for its `nexthops` and `go_routes`.
     pub fn merge(&mut self, other: Self) {
         self.links.extend(other.links);
-        for network in other.networks {
-            if !self.networks.contains(&network) {
-                self.networks.push(network);
-            }
-        }
+        let new = other.networks.into_iter().filter(|network| !self.networks.contains(network));
+        let new: Vec<Subnet> = new.collect();
+        self.networks.extend(new);
         self.routes_on.extend(other.routes_on);
         self.blackholes |= other.blackholes;
         self.annexes.extend(other.annexes);
@@ -352,6 +350,7 @@ impl KernelEvent {
 }
 
 /// A stream of invalidations.
+#[doc = include_str!("../docs/changes.md")]
 #[async_trait]
 pub trait Changes: Send {
     /// The next change by another program. Returns at once if the kernel has already sent one.

@@ -18,6 +18,7 @@ use tokio::io::unix::AsyncFd;
 use crate::runtime::readable;
 
 /// A source of time that can be waited for. Tests replace it.
+#[doc = include_str!("../docs/clock.md")]
 #[async_trait]
 pub trait Clock: fmt::Debug + Send + Sync {
     /// The time since the machine was started, including suspended time.

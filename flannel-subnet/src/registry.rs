@@ -162,6 +162,7 @@ pub trait Registry: fmt::Debug + fmt::Display + Send + Sync {
 }
 
 /// The changes of a store, in order.
+#[doc = include_str!("../docs/watch.md")]
 #[async_trait]
 pub trait Watch: Send {
     /// Waits for the next changes and returns all that are known. `None`: some were missed, and the

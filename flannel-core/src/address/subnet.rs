@@ -68,9 +68,8 @@ impl Subnet {
 
     /// The address `n` after the base; `None` if it lies outside.
     pub fn nth(&self, n: u128) -> Option<IpAddr> {
-        let last = to_bits(self.last());
-        let bits = to_bits(self.base()).checked_add(n).filter(|bits| *bits <= last)?;
-        Some(from_bits(self.family(), bits))
+        let bits = to_bits(self.base()).checked_add(n)?;
+        (bits <= to_bits(self.last())).then(|| from_bits(self.family(), bits))
     }
 
     /// Whether it contains `address`.
@@ -107,10 +106,9 @@ impl Subnet {
 
     /// The `n` with which `first.step(n)` is this subnet; `None` if there is none.
     pub fn steps_from(&self, first: &Self) -> Option<u128> {
-        if self.family() != first.family() || self.len() != first.len() {
-            return None;
-        }
-        let distance = to_bits(self.base()).checked_sub(to_bits(first.base()))?;
+        let is_alike = self.family() == first.family() && self.len() == first.len();
+        let distance = to_bits(self.base()).checked_sub(to_bits(first.base()));
+        let distance = distance.filter(|_| is_alike)?;
         Some(distance.checked_shr(self.host_bits()).unwrap_or(0))
     }
 

@@ -12,6 +12,7 @@ use crate::object::Secret;
 pub type MakeSecret<'a> = dyn Fn() -> io::Result<Secret> + Send + Sync + 'a;
 
 /// The secrets of this node, such as the private key of its tunnel device.
+#[doc = include_str!("../../docs/secrets.md")]
 #[async_trait]
 pub trait Secrets: fmt::Debug + Send + Sync {
     /// The secret with this name, which consists of lower case letters, digits and `-`. If the node

@@ -13,6 +13,7 @@ use crate::object::{Change, Key, Record};
 /// and deletes them, retries failures, shows them in the status, and adopts those of earlier runs.
 /// The methods follow the rules of [`Kernel`](super::Kernel). A change that takes long is only
 /// started, so that it delays no other change.
+#[doc = include_str!("../../docs/annex.md")]
 pub trait Annex: fmt::Debug + Send + Sync {
     /// The name in its records, unique among all annexes.
     fn name(&self) -> &'static str;

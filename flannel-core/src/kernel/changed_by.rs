@@ -34,6 +34,7 @@ impl fmt::Display for ChangedBy {
 }
 
 /// Finds the processes that own netlink sockets.
+#[doc = include_str!("../../docs/process_names.md")]
 pub trait ProcessNames: fmt::Debug + Send + Sync {
     /// The process that owns the netlink socket with this port id, for a message: `ip (process
     /// 4711)`, or `probably ip (process 4711)` if it may be another one. `None`: no single process

@@ -125,9 +125,7 @@ impl LeaseAttrs {
     pub fn to_json(&self) -> String {
         let mut wire = self.preferred.wire();
         wire.other_offers = self.others.iter().map(Offer::wire).collect();
-        let text =
-            serde_json::to_string(&wire).expect("a struct of strings and addresses serializes");
-        compact(&text)
+        compact(&serde_json::to_string(&wire).expect("strings and addresses serialize"))
     }
 
     /// Reads the value in the store. `PublicIP` may be a v4-mapped IPv6 address.

@@ -42,6 +42,7 @@ pub enum LinkKind {
 }
 
 /// The attributes of a kind of device. `Display`: the arguments after `ip link add type KIND`.
+#[doc = include_str!("../../docs/link_attributes.md")]
 pub trait LinkAttributes: fmt::Display {
     /// The kernel's name of the kind (`IFLA_INFO_KIND`).
     fn kind(&self) -> &'static str;
