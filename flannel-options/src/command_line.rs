@@ -1,7 +1,7 @@
-//! Parses a Go command line, with the environment behind it, into clap's matches.
+//! Parses a Go command line and the environment into clap's matches.
 //!
-//! The command line wins, also with an empty value, which counts as none. An empty variable counts
-//! as unset.
+//! A flag on the command line takes precedence over its variable, even with an empty value, which
+//! counts as not given. An empty variable counts as unset.
 //!
 //! **Source**: Go `flag`, coreos `flagutil.SetFlagsFromEnv`.
 
@@ -20,7 +20,7 @@ use crate::command_line::go_flags::{go_bool, go_int, go_style, is_given};
 /// A parsed command line.
 #[derive(Debug)]
 pub struct CommandLine {
-    /// The values. Those from the environment count as given on the command line.
+    /// The values. A value from the environment counts as given on the command line.
     pub matches: ArgMatches,
     /// The flags from the environment, with their variables.
     variables: Vec<(String, String)>,
@@ -43,12 +43,12 @@ impl CommandLine {
             .filter(|arg| arg.get_action().takes_values() && !arg.is_require_equals_set());
         let given = go_style(args, &flags, &with_value.filter_map(long).collect::<Vec<_>>());
         let mut args: Vec<OsString> =
-            given.iter().filter(|arg| !is_none(&command, arg)).cloned().collect();
+            given.iter().filter(|arg| !is_empty_text(&command, arg)).cloned().collect();
         let mut variables = Vec::new();
         // Help does not depend on the environment.
-        let asks = ["--help", "-h", "--version", "-V"];
-        let asks = given.iter().any(|arg| asks.iter().any(|ask| arg == ask));
-        for flag in flags.iter().filter(|flag| !asks && !is_given(&given, flag)) {
+        let help_flags = ["--help", "-h", "--version", "-V"];
+        let wants_help = given.iter().any(|arg| help_flags.iter().any(|flag| arg == flag));
+        for flag in flags.iter().filter(|flag| !wants_help && !is_given(&given, flag)) {
             let name = variable(flag);
             if let Some(value) = env(&name).filter(|value| !value.is_empty()) {
                 let mut arg = OsString::from(format!("--{flag}="));
@@ -73,9 +73,10 @@ impl CommandLine {
     }
 }
 
-/// Whether the value is empty and counts as none, as for Go's text flags. An empty value of a
-/// number or a switch is wrong. These flags have a default.
-fn is_none(command: &Command, arg: &OsStr) -> bool {
+/// Whether the argument is a text flag with an empty value, which counts as not given, as in Go. An
+/// empty value of a number or a switch is an error. Numbers and switches are recognized by their
+/// default.
+fn is_empty_text(command: &Command, arg: &OsStr) -> bool {
     let text = arg.to_str().and_then(|arg| arg.strip_prefix("--"));
     let Some(flag) =
         text.and_then(|text| text.strip_suffix('=')).filter(|flag| !flag.contains('='))
@@ -92,7 +93,7 @@ fn with_advice(error: &clap::Error) -> String {
     let text = error.render().to_string();
     match error.get(ContextKind::InvalidArg) {
         Some(ContextValue::String(word)) if go_bool(word).is_ok() => {
-            format!("{text}\n  tip: a switch takes its value behind =, as in --ip-masq={word}\n")
+            format!("{text}\n  tip: write the value of a switch after =, as in --ip-masq={word}\n")
         }
         _ => text,
     }

@@ -9,7 +9,7 @@ pub const DOCTOR_PORT: &str = "8473";
 /// The name of the control socket in the directory of the subnet file.
 const SOCKET: &str = "flanneld.sock";
 
-/// The control socket for a value of `--control-socket`; `None`: it is off.
+/// The control socket for a value of `--control-socket`; `None` if it is `off`.
 pub fn socket(given: Option<&Path>, subnet_file: &Path) -> Option<PathBuf> {
     match given {
         Some(path) if path.as_os_str() == "off" => None,
@@ -23,7 +23,7 @@ pub fn socket(given: Option<&Path>, subnet_file: &Path) -> Option<PathBuf> {
 /// **Source**: flannel `main.go`.
 ///
 /// # Errors
-/// The text is no number, or above 65535.
+/// The text is not a number, or the number is above 65535.
 pub fn port(text: &str) -> Result<u16, String> {
     let number = go_int(i64::MIN..=65_535)(text)?;
     Ok(u16::try_from(number).unwrap_or(0))

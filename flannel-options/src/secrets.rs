@@ -24,7 +24,7 @@ impl FileSecrets {
     fn file(&self, name: &str) -> io::Result<PathBuf> {
         let fits = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
         if name.is_empty() || !name.chars().all(fits) {
-            let reason = format!("{name:?} is no name of a secret: a-z, 0-9 and '-'");
+            let reason = format!("{name:?} is not the name of a secret: expected a-z, 0-9 and '-'");
             return Err(io::Error::new(io::ErrorKind::InvalidInput, reason));
         }
         Ok(self.dir.join(name))
@@ -77,7 +77,7 @@ mod tests {
         let secrets = FileSecrets::new(dir.path());
         let made = secrets.get_or_create("tunnel-1", &|| Ok(Secret::new(*b"one"))).await.unwrap();
         let again = FileSecrets::new(dir.path());
-        let kept = again.get_or_create("tunnel-1", &|| panic!("it is there")).await.unwrap();
+        let kept = again.get_or_create("tunnel-1", &|| panic!("the secret exists")).await.unwrap();
         assert_eq!((kept.expose(), made), (b"one".as_slice(), kept.clone()));
         let mode = |path: &str| fs::metadata(dir.path().join(path)).unwrap().permissions().mode();
         assert_eq!(mode("secrets") & 0o777, 0o700);
@@ -94,7 +94,8 @@ mod tests {
         }
         fs::create_dir(dir.path().join("secrets")).unwrap();
         fs::write(dir.path().join("secrets/empty"), "").unwrap();
-        let error = secrets.get_or_create("empty", &|| panic!("it is there")).await.unwrap_err();
+        let error =
+            secrets.get_or_create("empty", &|| panic!("the secret exists")).await.unwrap_err();
         assert!(error.to_string().contains("secrets/empty: it is empty"), "{error}");
         let failed = secrets.get_or_create("new", &|| Err(io::Error::other("no random bytes")));
         assert!(failed.await.is_err() && !dir.path().join("secrets/new").exists());

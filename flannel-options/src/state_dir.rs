@@ -29,13 +29,14 @@ const VERSION: u32 = 1;
 /// A state file has a version that this build cannot read. It is the source of an [`io::Error`].
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "it is of version {version} of a newer build, this build reads version {VERSION}; it is not used and stays as it is"
+    "it has version {version}, written by a newer build; this build reads version {VERSION}. The \
+     file is not used and not changed"
 )]
 struct NewerVersion {
     version: String,
 }
 
-/// Whether a state file could not be read or replaced because a newer build wrote it.
+/// Whether the error means that a newer build wrote the state file.
 pub fn is_newer(error: &io::Error) -> bool {
     error.get_ref().is_some_and(|inner| inner.is::<NewerVersion>())
 }
@@ -58,7 +59,8 @@ pub fn networks(dir: &Path) -> PathBuf {
 pub fn read_networks(file: &Path) -> Vec<Subnet> {
     let text = read(file).unwrap_or_else(|error| {
         tracing::warn!(
-            "{}: {error} (see --state-dir): what other pod networks left on the external interface stays",
+            "{}: {error} (see --state-dir): objects of earlier pod networks on the external \
+             interface are not removed",
             file.display()
         );
         None
@@ -69,7 +71,7 @@ pub fn read_networks(file: &Path) -> Vec<Subnet> {
         if network.is_none() {
             let path = file.display();
             tracing::warn!(
-                "{path}: {line:?} is no network, such as \"10.1.0.0/16\", and is passed over"
+                "{path}: {line:?} is not a network such as \"10.1.0.0/16\" and is ignored"
             );
         }
         network
@@ -100,7 +102,7 @@ pub fn read(file: &Path) -> io::Result<Option<String>> {
     }
 }
 
-/// The file with the version of the state files beside it.
+/// The file with the version of the state files in the same directory.
 fn version_of(file: &Path) -> PathBuf {
     file.with_file_name("version")
 }
@@ -165,7 +167,8 @@ pub async fn lock(dir: &Path) -> Result<Lock, Error> {
             Some(lock) => return Ok(lock),
             None if Instant::now() < end => sleep(PAUSE).await,
             None => {
-                let reason = "another flanneld is running and holds this lock: stop it first, or name another --state-dir";
+                let reason = "another flanneld is running and holds this lock: stop it first, or \
+                              set another --state-dir";
                 return Err(Error::File { path, reason: reason.to_owned() });
             }
         }
@@ -174,17 +177,21 @@ pub async fn lock(dir: &Path) -> Result<Lock, Error> {
 
 /// `None`: another process holds the lock.
 fn try_lock(path: &Path) -> Result<Option<Lock>, Error> {
-    let see = |error: io::Error| Error::File {
+    let failed = |error: io::Error| Error::File {
         path: path.to_owned(),
         reason: format!("{error} (see --state-dir)"),
     };
-    path.parent().map_or(Ok(()), fs::create_dir_all).map_err(see)?;
-    let file =
-        fs::OpenOptions::new().create(true).truncate(false).write(true).open(path).map_err(see)?;
+    path.parent().map_or(Ok(()), fs::create_dir_all).map_err(failed)?;
+    let file = fs::OpenOptions::new()
+        .create(true)
+        .truncate(false)
+        .write(true)
+        .open(path)
+        .map_err(failed)?;
     match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
         Ok(file) => Ok(Some(Lock { _file: file })),
         Err((_, Errno::EWOULDBLOCK)) => Ok(None),
-        Err((_, errno)) => Err(see(errno.into())),
+        Err((_, errno)) => Err(failed(errno.into())),
     }
 }
 
@@ -193,7 +200,7 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn only_one_process_has_the_state_directory() {
+    async fn only_one_process_locks_the_state_directory() {
         let dir = tempfile::tempdir().unwrap();
         let state = dir.path().join("new");
         let first = lock(&state).await.unwrap();
@@ -204,14 +211,14 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn the_lock_waits_for_another_process() {
+    async fn the_lock_waits_until_another_process_releases_it() {
         let dir = tempfile::tempdir().unwrap();
         let first = lock(dir.path()).await.unwrap();
-        let let_go = async move {
+        let release = async move {
             sleep(PATIENCE / 2).await;
             drop(first);
         };
-        let (second, ()) = tokio::join!(lock(dir.path()), let_go);
+        let (second, ()) = tokio::join!(lock(dir.path()), release);
         let (_second, before) = (second.unwrap(), Instant::now());
         assert!(lock(dir.path()).await.is_err() && before.elapsed() >= PATIENCE);
     }

@@ -80,7 +80,7 @@ pub enum EtcdOptionsError {
     #[error("{0}")]
     Endpoints(String),
     /// One of two options that belong together is missing.
-    #[error("{has}: {value}is given without {lacks}; right would be both, or neither")]
+    #[error("{has}: {value}is given without {lacks}; expected both or neither")]
     Half {
         /// The field that is set.
         has: &'static str,
@@ -108,8 +108,7 @@ impl EtcdOptions {
         let full = endpoints.map(|endpoint| url(endpoint, tls)).collect::<Result<_, _>>();
         self.endpoints = full.map_err(EtcdOptionsError::Endpoints)?;
         if self.endpoints.is_empty() {
-            let none =
-                "there is no endpoint; right would be one at least, such as http://127.0.0.1:2379";
+            let none = "there is no endpoint; expected at least one, such as http://127.0.0.1:2379";
             return Err(EtcdOptionsError::Endpoints(none.to_owned()));
         }
         let file =
@@ -139,7 +138,10 @@ impl EtcdOptions {
         let tls = [&self.cafile, &self.certfile, &self.keyfile].into_iter().any(Option::is_some);
         let plain = self.endpoints.iter().filter(|endpoint| endpoint.starts_with("http://"));
         for endpoint in plain.filter(|_| tls) {
-            tracing::warn!(%endpoint, "TLS is not used, though its files are named: that takes https://");
+            tracing::warn!(
+                %endpoint,
+                "TLS files are given, but this endpoint does not use TLS: expected https://"
+            );
         }
     }
 }
@@ -148,13 +150,13 @@ impl EtcdOptions {
 fn url(endpoint: &str, tls: bool) -> Result<String, String> {
     if let Some((_, host)) = endpoint.rsplit_once('@') {
         return Err(format!(
-            "the endpoint at {host} holds a user name or password, which belong into options of \
-             their own"
+            "the endpoint at {host} contains a user name or password: set them with their own \
+             options"
         ));
     }
     let refuse = |why: &str| {
         Err(format!(
-            "the endpoint {endpoint:?} {why}; right would be a URL such as http://127.0.0.1:2379"
+            "the endpoint {endpoint:?} {why}; expected a URL such as http://127.0.0.1:2379"
         ))
     };
     let (scheme, rest) = match endpoint.split_once("://") {
@@ -169,7 +171,7 @@ fn url(endpoint: &str, tls: bool) -> Result<String, String> {
     }
     let rest = rest.strip_suffix('/').unwrap_or(rest);
     let Some((host, port)) = rest.rsplit_once(':').filter(|(_, port)| !port.contains(']')) else {
-        return refuse("names no port");
+        return refuse("has no port");
     };
     let is_v6 = host.strip_prefix('[').and_then(|host| host.strip_suffix(']'));
     let good = match is_v6 {
@@ -177,7 +179,7 @@ fn url(endpoint: &str, tls: bool) -> Result<String, String> {
         None => !host.is_empty() && !host.contains([' ', '/', ':', '[', ']', '?', '#']),
     };
     if !good {
-        return refuse("names no host");
+        return refuse("has no host");
     }
     if port.parse::<u16>().ok().filter(|port| *port > 0).is_none() {
         return refuse("has a port that is not a number from 1 to 65535");
@@ -205,8 +207,8 @@ mod tests {
         let defaults = EtcdOptions::default;
         assert_eq!(defaults().checked(), Ok(defaults()));
         for (options, says) in [
-            (EtcdOptions { endpoints: vec![], ..defaults() }, "one at least"),
-            (EtcdOptions { endpoints: vec![" ".into()], ..defaults() }, "one at least"),
+            (EtcdOptions { endpoints: vec![], ..defaults() }, "at least one"),
+            (EtcdOptions { endpoints: vec![" ".into()], ..defaults() }, "at least one"),
             (
                 EtcdOptions { certfile: Some("/x".into()), ..defaults() },
                 "certfile: /x is given without keyfile",

@@ -34,14 +34,14 @@ use crate::options::EtcdOptions;
 /// - **Dead connections** are noticed within 10 s while a request waits.
 /// - **TLS** 1.2 or newer if an endpoint begins with `https://`. Changed files are read again at
 ///   the next request.
-/// - **Errors** that only a person can end (a wrong password, a missing permission, a certificate
-///   that no endpoint accepts) are returned at once as [`Error::Refused`]. All others are
-///   [`Error::Store`].
+/// - **Errors** that only an operator can resolve (a wrong password, a missing permission, a
+///   certificate that no endpoint accepts) are returned at once as [`Error::Refused`]. All others
+///   are [`Error::Store`].
 /// - **Fencing** depends on etcd's lessor. Before 3.4.31 and 3.5.13 a leader that was replaced
 ///   without knowing it may still confirm a renewal. The time for which it was frozen must then be
 ///   less than a thousandth of the time to live (86 s of a day), by which ownership ends early. An
 ///   etcd that was restored from a backup does not know later changes: until every holder has
-///   listed again, a subnet that was released since then may have two holders.
+///   listed again, a subnet that was released after the backup may have two holders.
 /// - Time to live is measured by etcd, in whole seconds and not below about twice its election
 ///   timeout.
 #[derive(Clone)]

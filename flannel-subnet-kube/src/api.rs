@@ -33,7 +33,7 @@ const LONGEST: Duration = Duration::from_secs(10);
 /// The largest part of an error body that is read, in bytes.
 const REFUSAL: usize = 64 * 1024;
 
-/// The reason for a missing answer, by the reaction of a caller.
+/// The reason for a missing answer. The caller reacts differently to each variant.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Failure {
     /// The requested version is too old: list again.
@@ -42,9 +42,9 @@ pub(crate) enum Failure {
     NotFound(String),
     /// The server is overloaded: try again later.
     Busy { after: Option<Duration>, reason: String },
-    /// Only a person or other credentials can help.
+    /// Only an operator or other credentials can help.
     Refused(String),
-    /// Only a person can help: this account lacks a permission.
+    /// Only an operator can help: this account lacks a permission.
     Forbidden(String),
     /// The server or a proxy answers with another error: try again.
     Erred(String),
@@ -60,8 +60,8 @@ pub(crate) enum Failure {
 impl std::fmt::Display for Failure {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Self::Gone => f.write_str("the version asked for is too old (410)"),
-            Self::Silent(patience) => write!(f, "nothing came for {} s", patience.as_secs()),
+            Self::Gone => f.write_str("the requested version is too old (410)"),
+            Self::Silent(patience) => write!(f, "no data arrived for {} s", patience.as_secs()),
             Self::NotFound(reason)
             | Self::Refused(reason)
             | Self::Forbidden(reason)
@@ -198,9 +198,9 @@ impl Api {
         if let Err(Failure::Refused(reason)) = &outcome {
             outcome = match self.renew(&mut current).await {
                 Ok(()) => self.try_send(&current.connection, call).await,
-                Err(why) => {
-                    Err(Failure::Refused(format!("{reason}; others cannot be read: {why}")))
-                }
+                Err(why) => Err(Failure::Refused(format!(
+                    "{reason}; the credentials cannot be read again: {why}"
+                ))),
             };
         }
         match &outcome {
@@ -291,15 +291,15 @@ pub(crate) async fn read(answer: Response<Body>, most: usize) -> Result<Bytes, F
 fn unreachable(Unsent { reason, cause }: Unsent) -> Failure {
     match cause {
         Cause::ServerCertificate => Failure::Refused(format!(
-            "the API server's certificate is not accepted ({reason}): right would be one that the \
-             CA of the kubeconfig or of the service account has signed for this address"
+            "the API server's certificate is not accepted ({reason}): expected one that the CA of \
+             the kubeconfig or of the service account has signed for this address"
         )),
         Cause::ClientCertificate => Failure::Refused(format!(
-            "who we are is not accepted ({reason}): right would be a valid client certificate"
+            "this node is not accepted as a client ({reason}): expected a valid client certificate"
         )),
         Cause::Handshake => Failure::Refused(format!(
-            "the API server, or a proxy before it, breaks off the TLS handshake and blames no \
-             certificate ({reason}): right would be one that speaks TLS 1.3, or 1.2 with ECDHE, \
+            "the API server, or a proxy before it, aborts the TLS handshake for a reason other \
+             than a certificate ({reason}): expected a server with TLS 1.3, or 1.2 with ECDHE, \
              under this name; in TLS 1.2 a missing client certificate has the same effect"
         )),
         Cause::Other => Failure::Failed(reason),
@@ -342,8 +342,8 @@ async fn refusal(call: &Call, answer: Response<Body>) -> Failure {
             Failure::Busy { after, reason: format!("not available (503): {message}") }
         }
         StatusCode::UNAUTHORIZED => Failure::Refused(format!(
-            "the API server does not know who we are (401, {message}): right would be a valid \
-             token or client certificate"
+            "the API server does not accept this node's credentials (401, {message}): expected a \
+             valid token or client certificate"
         )),
         StatusCode::FORBIDDEN => Failure::Forbidden(format!(
             "forbidden: this node's account needs the verb {verb:?} on the resource {resource:?} \

@@ -34,7 +34,7 @@ pub(crate) enum Own {
     Gone,
     /// It exists.
     Here(Arc<Node>),
-    /// It exists, and cannot be decoded, for this reason.
+    /// It exists, but cannot be decoded, for this reason.
     Wrong(String),
 }
 
@@ -100,7 +100,7 @@ impl Following {
                 Err(Failure::Gone) => {
                     tracing::debug!(
                         store = self.api.name(),
-                        "the list came too late to its end, listing again"
+                        "the list was not complete in time, listing again"
                     );
                     sleep(pause.next()).await;
                 }
@@ -145,7 +145,7 @@ impl Following {
         }
         let mut stats = self.api.stats();
         for (key, reason) in wrong.iter().filter(|new| !stats.skipped.contains(new)) {
-            tracing::warn!(store = self.api.name(), %key, "wrong: {reason}");
+            tracing::warn!(store = self.api.name(), %key, %reason, "a node has a problem");
         }
         stats.skipped = wrong;
     }
@@ -158,7 +158,7 @@ impl ReadOptions {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+#[allow(clippy::unwrap_used, reason = "test helpers are test code")]
 mod tests {
     use std::time::Duration;
 

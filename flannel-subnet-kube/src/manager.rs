@@ -120,9 +120,8 @@ impl SubnetManager for KubeManager {
         let held = match (self.shared.take(config, attrs).await, self.shared.held()) {
             (Err(Error::NotReady { reason, .. }), Some(held)) => {
                 tracing::warn!(
-                    subnets = %held.lease.subnets, store = self.shared.api.name(),
-                    "the lease that this node had stays in force, since none can be acquired: \
-                     {reason}"
+                    subnets = %held.lease.subnets, store = self.shared.api.name(), %reason,
+                    "no lease can be acquired, the earlier lease of this node stays in force"
                 );
                 return Ok(Lease { attrs: attrs.clone(), ..held.lease });
             }

@@ -222,7 +222,7 @@ impl Node {
                 if Subnets::new([subnet]).is_none() {
                     let most = family.bits() - 1;
                     return Err(format!(
-                        "its PodCIDR {text} is not a subnet for pods: /1 to /{most} would be right"
+                        "its PodCIDR {text} is not a subnet for pods: expected /1 to /{most}"
                     ));
                 }
                 all[family] = Some(subnet);
@@ -267,13 +267,17 @@ mod tests {
     use super::*;
     use std::hash::RandomState;
 
-    const NODE: &str = r#"{"kind":"Node","apiVersion":"v1","metadata":{"name":"n1","uid":"x","resourceVersion":"42",
-        "creationTimestamp":"2026-11-21T20:19:51Z","labels":{"a":"b"},"annotations":{"other/x":"{\"y\":1}",
+    const NODE: &str = r#"{"kind":"Node","apiVersion":"v1","metadata":{
+        "name":"n1","uid":"x","resourceVersion":"42",
+        "creationTimestamp":"2026-11-21T20:19:51Z","labels":{"a":"b"},
+        "annotations":{"other/x":"{\"y\":1}",
         "flannel.alpha.coreos.com/backend-data":"{\"VNI\":1,\"VtepMAC\":\"0a:00:00:00:00:01\"}",
-        "flannel.alpha.coreos.com/backend-type":"vxlan","flannel.alpha.coreos.com/kube-subnet-manager":"true",
+        "flannel.alpha.coreos.com/backend-type":"vxlan",
+        "flannel.alpha.coreos.com/kube-subnet-manager":"true",
         "flannel.alpha.coreos.com/public-ip":"192.0.2.1"},"managedFields":[{"manager":"k"}]},
         "spec":{"podCIDR":"10.1.5.0/24","podCIDRs":["10.1.5.0/24","fd00:0:0:5::/64"]},
-        "status":{"conditions":[{"type":"Ready","status":"True"},{"type":"NetworkUnavailable","status":"False",
+        "status":{"conditions":[{"type":"Ready","status":"True"},
+        {"type":"NetworkUnavailable","status":"False",
         "reason":"FlannelIsUp","message":"Flannel is running on this node"}],"images":[]}}"#;
 
     fn node(text: &str) -> Node {
@@ -285,7 +289,7 @@ mod tests {
     }
 
     #[test]
-    fn a_node_is_a_lease() {
+    fn a_node_is_decoded_into_a_lease() {
         let (lease, wrong) = lease(NODE, &[Family::V4]);
         let lease = lease.unwrap();
         assert_eq!((lease.subnets.to_string().as_str(), wrong.len()), ("10.1.5.0-24", 0));
@@ -343,10 +347,7 @@ mod tests {
         let bad = says(NODE.replace("10.1.5.0/24", "10.1.5.0"), &both);
         assert!(bad.starts_with("its PodCIDR \"10.1.5.0\" is not"), "{bad}");
         let host = says(NODE.replace("10.1.5.0/24", "10.1.5.1/32"), &both);
-        assert_eq!(
-            host,
-            "its PodCIDR 10.1.5.1/32 is not a subnet for pods: /1 to /31 would be right"
-        );
+        assert_eq!(host, "its PodCIDR 10.1.5.1/32 is not a subnet for pods: expected /1 to /31");
         let wire = NODE.replace("\"192.0.2.1\"", "7");
         let error =
             serde_json::from_str::<Wire<'_>>(&wire).unwrap().node(&Prefix::default()).unwrap_err();
@@ -354,10 +355,11 @@ mod tests {
     }
 
     #[test]
-    fn an_empty_node_is_no_error() {
+    fn an_empty_node_is_not_an_error() {
         for text in [
             r#"{"metadata":{"name":"n"}}"#,
-            r#"{"metadata":{"name":"n","annotations":null},"spec":{"podCIDRs":null},"status":null}"#,
+            r#"{"metadata":{"name":"n","annotations":null},
+                "spec":{"podCIDRs":null},"status":null}"#,
         ] {
             assert_eq!(node(text).subnets(&Family::BOTH).unwrap(), None);
             assert_eq!(lease(text, &Family::BOTH), (None, Vec::new()));

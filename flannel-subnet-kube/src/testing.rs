@@ -191,7 +191,8 @@ impl ApiServer {
     /// Creates a pod on a node; without a node if the name is empty.
     pub fn put_pod(&self, namespace: &str, name: &str, node: &str) {
         let spec = if node.is_empty() { json!({}) } else { json!({ "nodeName": node }) };
-        let pod = json!({ "kind": "Pod", "apiVersion": "v1", "metadata": { "name": name, "namespace": namespace }, "spec": spec });
+        let metadata = json!({ "name": name, "namespace": namespace });
+        let pod = json!({ "kind": "Pod", "apiVersion": "v1", "metadata": metadata, "spec": spec });
         lock(&self.shared.store).pods.insert(format!("{namespace}/{name}"), pod);
     }
 

@@ -3,9 +3,9 @@
 //! The occupied subnets are a sorted list of ranges of subnet numbers, so the cost does not depend
 //! on the size of the network.
 //!
-//! **Source**: flannel `pkg/subnet/etcd/local_manager.go: allocateSubnet`, which chooses among the
-//! first 100 free subnets, so that many nodes at once collide, and wraps around at the end of the
-//! address space.
+//! **Source**: flannel `pkg/subnet/etcd/local_manager.go: allocateSubnet`. It chooses among the
+//! first 100 free subnets, so nodes that start together often collide. Its loop wraps around at the
+//! end of the address space.
 
 use flannel_core::Subnet;
 use flannel_core::config::PodNetwork;
@@ -96,8 +96,7 @@ mod tests {
     use flannel_core::address::Family;
     use nix::time::ClockId;
 
-    /// Like in a config, but for any addresses, also those at the end of the address space that no
-    /// host has.
+    /// A network as a config has it, but at any address, including the end of the address space.
     fn network(network: &str, subnet_len: u8) -> PodNetwork {
         let network: Subnet = network.parse().unwrap();
         let first = Subnet::new(network.base(), subnet_len).unwrap();
@@ -106,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_subnet_of_the_address_space_is_found_and_nothing_wraps() {
+    fn the_last_subnet_of_the_address_space_is_found_without_overflow() {
         for (text, len, last) in [
             ("255.255.255.0/24", 26, "255.255.255.192/26"),
             ("ffff:ffff:ffff:ff00::/56", 58, "ffff:ffff:ffff:ffc0::/58"),
@@ -214,8 +213,9 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_free_subnet_is_found_exactly_if_there_is_one(
-            (network, taken) in small_network().prop_flat_map(|network| (Just(network), crowd(network))),
+        fn a_free_subnet_is_found_if_and_only_if_one_exists(
+            (network, taken) in small_network()
+                .prop_flat_map(|network| (Just(network), crowd(network))),
             seed in any::<u64>(),
         ) {
             let free: Vec<Subnet> = (0..network.subnets())

@@ -86,7 +86,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn the_kernels_timers_wait() {
+    async fn sleep_waits_for_the_kernel_timer() {
         let clock = SystemClock;
         let (boottime, wall) = (clock.boottime(), clock.wall());
         let pause = Duration::from_millis(20);

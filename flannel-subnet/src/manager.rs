@@ -74,7 +74,8 @@ pub struct LocalManager {
     ttl: Duration,
     margin: Duration,
     holding: Arc<Holding>,
-    /// Held while our key is written or judged, so that our own write is not taken for another's.
+    /// Held while our key is written or checked, so that our own write is not taken for another
+    /// node's.
     writing: tokio::sync::Mutex<()>,
     reflector: Mutex<Option<(Reflector, Option<Task>)>>,
     fallback: Arc<Fallback>,

@@ -91,7 +91,7 @@ async fn follow(registry: Arc<dyn Registry>, shared: Arc<Shared>) {
             if !lost {
                 (logged, refused) = (false, false);
             }
-            // A refusal needs a person, so it is logged even during an outage.
+            // A refusal needs an operator, so it is logged even during an outage.
             let worse = matches!(error, Error::Refused { .. }) && !refused;
             if !logged || worse {
                 (lost, logged, refused) = (true, true, worse);

@@ -39,8 +39,8 @@ pub use values::{
 ///   values of one key. [`Lease::since`] orders leases by their creation, or is 0 for all.
 /// - **Time.** A key with a [`LeaseGrant`] is deleted, as a change that watches report, when its
 ///   holder has not renewed for the time to live. It must not be deleted earlier, counted from the
-///   moment at which the request was sent. Renewals are no changes.
-/// - **Errors.** Any request fails with [`Error::Refused`] if only a person can help, and with
+///   moment at which the request was sent. Renewals are not changes.
+/// - **Errors.** Any request fails with [`Error::Refused`] if only an operator can help, and with
 ///   [`Error::Store`] if the store does not answer; the caller repeats it later.
 ///   [`Error::Conflict`] is an answer of the store. Inside the registry, a write without an answer
 ///   may be repeated only together with a check whether it was carried out.
@@ -90,11 +90,11 @@ pub trait Registry: fmt::Debug + fmt::Display + Send + Sync {
         })
     }
 
-    /// Waits until the text of the config differs from `known` (`None`: no config). A text that a
-    /// person edits in place may be incomplete.
+    /// Waits until the text of the config differs from `known` (`None`: no config). The text may be
+    /// incomplete while it is edited in place.
     async fn config_changed(&self, known: Option<ConfigText>) -> Result<()>;
 
-    /// All leases. An unreadable key is reported in [`Listing::skipped`] and is no error.
+    /// All leases. An unreadable key is reported in [`Listing::skipped`] and is not an error.
     async fn list(&self) -> Result<Listing>;
 
     /// The lease with exactly these subnets, if there is one.
@@ -147,12 +147,12 @@ pub trait Registry: fmt::Debug + fmt::Display + Send + Sync {
     /// [`Error::Conflict`] if the key has another revision or does not exist.
     async fn delete(&self, subnets: &Subnets, at: Revision) -> Result<()>;
 
-    /// Renews the keys of `holder`, which is no change for watches. Returns the time for which they
-    /// are kept from now on. `None`: the store has forgotten the holder, and its keys are deleted.
-    /// A store does not forget a holder whose key was deleted.
+    /// Renews the keys of `holder`, which is not a change for watches. Returns the time for which
+    /// they are kept from now on. `None`: the store has forgotten the holder, and its keys are
+    /// deleted. A store does not forget a holder whose key was deleted.
     async fn keep_alive(&self, subnets: &Subnets, holder: HolderId) -> Result<Option<Duration>>;
 
-    /// The reason for which a request is being repeated at present, if one is.
+    /// The reason why a request is being repeated at present, if one is.
     fn trouble(&self) -> Option<String> {
         None
     }
@@ -166,7 +166,7 @@ pub trait Registry: fmt::Debug + fmt::Display + Send + Sync {
 #[async_trait]
 pub trait Watch: Send {
     /// Waits for the next changes and returns all that are known. `None`: some were missed, and the
-    /// caller must list and watch again. Renewals are no changes. An empty batch confirms that the
+    /// caller must list and watch again. Renewals are not changes. An empty batch confirms that the
     /// store answers and nothing changed.
     ///
     /// # Errors
@@ -178,7 +178,7 @@ pub trait Watch: Send {
 pub fn config_conflict(store: &dyn fmt::Display) -> Error {
     Error::Refused {
         store: store.to_string(),
-        reason: "somebody else has written the network config meanwhile: look at it and try again"
+        reason: "another writer has changed the network config meanwhile: check it and try again"
             .into(),
     }
 }

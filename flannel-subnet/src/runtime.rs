@@ -40,7 +40,7 @@ pub(crate) async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send 
     }
 }
 
-/// Waits for `event`; for ever without one.
+/// Waits for `event`. Without an event it waits forever.
 pub(crate) async fn or_never(event: Option<impl Future<Output = ()>>) {
     match event {
         Some(event) => event.await,

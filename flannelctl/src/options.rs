@@ -462,7 +462,7 @@ mod tests {
             let text = error.to_string();
             assert!(error.exit_code() == 2 && text.contains(&format!("'{wrong}'")), "{text}");
             assert!(
-                text.contains("right would be a number up to 65535")
+                text.contains("expected a number up to 65535")
                     && text.contains("FLANNELD_DOCTOR_PORT"),
                 "{text}"
             );

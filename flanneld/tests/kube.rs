@@ -467,7 +467,7 @@ fn the_pod_names_the_node_and_a_kubeconfig_the_server() {
         let mut command = host.command(&["--kubeconfig-file", kubeconfig.to_str().unwrap()]);
         command.env("POD_NAME", "kube-flannel-ds-x").env("POD_NAMESPACE", "kube-flannel");
         let daemon = host.netns.run(|| Daemon::start(&mut command));
-        daemon.wait_for_log("the API server does not know who we are (401");
+        daemon.wait_for_log("the API server does not accept this node's credentials (401");
         fs::write(&token, "secret").unwrap();
         daemon.wait_for_log("this node's account needs the verb \"get\" on the resource \"pods\"");
         server.permit_all();
@@ -614,12 +614,12 @@ fn an_overriding_address_counts_as_an_order() {
                 Some(public)
             );
         }
-        assert!(!daemon.log().contains("somebody removed or changed"), "{}", daemon.log());
+        assert!(!daemon.log().contains("another writer removed or changed"), "{}", daemon.log());
         server.modify("node-1", |node| {
             node["metadata"]["annotations"] =
                 json!({ format!("{PREFIX}public-ip-overwrite"): "nowhere" });
         });
-        daemon.wait_for_log("somebody removed or changed what this node published");
+        daemon.wait_for_log("another writer removed or changed annotations of this node");
         daemon.wait_for_log("public-ip-overwrite: \"nowhere\" is not valid");
         let public = || server.annotation("node-1", &format!("{PREFIX}public-ip"));
         wait_until(|| public().as_deref() == Some("192.0.2.1"), || daemon.log());
@@ -688,7 +688,7 @@ fn a_wrong_ca_is_logged_and_retried() {
         let mut command = host.command(&["--kubeconfig-file", kubeconfig.to_str().unwrap()]);
         let daemon = Daemon::start(command.env("NODE_NAME", "node-1"));
         daemon.wait_for_log("the API server's certificate is not accepted (");
-        daemon.wait_for_log("right would be one that the CA of the kubeconfig");
+        daemon.wait_for_log("expected one that the CA of the kubeconfig");
         fs::write(&ca, signed.cert.pem()).unwrap();
         daemon.wait_for_log("running lease=10.1.1.0-24");
         wait_for_condition(&server, "node-1", "False", "FlannelIsUp", &daemon);

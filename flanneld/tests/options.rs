@@ -296,14 +296,14 @@ fn refuses(flag: &str, value: &str, others: &[&str], says: &[&str]) {
 #[test]
 fn options_that_cannot_reach_etcd_are_wrong_usage() {
     for (value, says) in [
-        ("nonsense", "\"nonsense\" names no port"),
+        ("nonsense", "\"nonsense\" has no port"),
         ("http://a:1,unix:///x", "\"unix:///x\" is a Unix socket"),
         ("http://a:99999", "from 1 to 65535"),
-        (",", "one at least"),
+        (",", "at least one"),
     ] {
-        refuses("etcd-endpoints", value, &[], &[says, "right would be", "http://127.0.0.1:2379"]);
+        refuses("etcd-endpoints", value, &[], &[says, "expected", "http://127.0.0.1:2379"]);
     }
-    let both = "right would be both, or neither";
+    let both = "expected both or neither";
     for (flag, value, lacks) in [
         ("etcd-certfile", "/c.pem", "keyfile"),
         ("etcd-keyfile", "/k.pem", "certfile"),

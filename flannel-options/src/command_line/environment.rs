@@ -5,8 +5,8 @@ pub fn variable(flag: &str) -> String {
     format!("FLANNELD_{}", flag.to_uppercase().replace(['-', '.'], "_"))
 }
 
-/// Appends the name of the variable to an error about an option with a value from the environment.
-/// `variables` are options with their variables.
+/// Appends the name of the variable to an error about an option whose value comes from the
+/// environment. `variables` are pairs of an option and its variable.
 pub fn name_variable(text: String, variables: &[(String, String)]) -> String {
     let names = |flag: &str| {
         [" ", ":", "=", "["].iter().any(|end| text.contains(&format!("--{flag}{end}")))

@@ -9,7 +9,7 @@ use std::ffi::{OsStr, OsString};
 use std::ops::RangeInclusive;
 
 /// Converts a command line for clap: `-iface eth0` becomes `--iface=eth0`. `flags` are all flags,
-/// `with_value` those that take a value. Single letters that are no flag stay unchanged.
+/// `with_value` those that take a value. Single letters that are not flags stay unchanged.
 pub fn go_style(
     args: impl IntoIterator<Item = OsString>,
     flags: &[String],
@@ -57,12 +57,12 @@ pub fn is_given(args: &[OsString], flag: &str) -> bool {
 /// Parses the value of a switch.
 ///
 /// # Errors
-/// It is neither true nor false.
+/// The text is neither true nor false.
 pub fn go_bool(text: &str) -> Result<bool, String> {
     match text {
         "1" | "t" | "T" | "true" | "TRUE" | "True" => Ok(true),
         "0" | "f" | "F" | "false" | "FALSE" | "False" => Ok(false),
-        _ => Err("right would be true or false".to_owned()),
+        _ => Err("expected true or false".to_owned()),
     }
 }
 
@@ -72,11 +72,11 @@ pub fn go_int(
     range: RangeInclusive<i64>,
 ) -> impl Fn(&str) -> Result<i64, String> + Clone + Send + Sync + 'static {
     move |text| {
-        let right = || match (range.start(), range.end()) {
-            (&i64::MIN, most) => format!("right would be a number up to {most}"),
-            (least, most) => format!("right would be a number from {least} to {most}"),
+        let expected = || match (range.start(), range.end()) {
+            (&i64::MIN, most) => format!("expected a number up to {most}"),
+            (least, most) => format!("expected a number from {least} to {most}"),
         };
-        parse_int(text).filter(|number| range.contains(number)).ok_or_else(right)
+        parse_int(text).filter(|number| range.contains(number)).ok_or_else(expected)
     }
 }
 
@@ -93,8 +93,8 @@ fn parse_int(text: &str) -> Option<i64> {
     let (digits, base) = match based {
         Some((rest, base)) if !rest.is_empty() => {
             // Underscores between digits, and between a prefix and a digit.
-            let spaced = rest.ends_with('_') || rest.contains("__");
-            (rest.replace('_', ""), if spaced { return None } else { base })
+            let misplaced = rest.ends_with('_') || rest.contains("__");
+            (rest.replace('_', ""), if misplaced { return None } else { base })
         }
         _ => (lower.clone(), 10),
     };
@@ -145,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn one_dash_becomes_two_and_the_next_word_is_the_value() {
+    fn one_dash_becomes_two_and_the_next_word_becomes_the_value() {
         let all = |args: &[&str]| -> Vec<String> {
             let flags = ["iface", "v", "ip-masq"].map(str::to_owned);
             let args = std::iter::once("flanneld").chain(args.iter().copied()).map(OsString::from);

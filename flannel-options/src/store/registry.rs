@@ -15,7 +15,7 @@ use crate::Error;
 pub enum RegistryUrl {
     /// `dir:PATH`, `dir:PATH?assign=static`: a directory.
     Dir(DirLocation),
-    /// `etcd`: at the endpoints of etcd's options. Only parsed with the feature `etcd`.
+    /// `etcd`: etcd at the endpoints of its options. Parsed only with the feature `etcd`.
     Etcd,
 }
 
@@ -28,7 +28,8 @@ impl FromStr for RegistryUrl {
         }
         if !text.starts_with("dir:") {
             return Err(format!(
-                "{text:?} names no kind of registry; this build has {}dir:PATH, for example dir:/etc/flannel/network",
+                "{text:?} is not a registry; this build supports {}dir:PATH, for example \
+                 dir:/etc/flannel/network",
                 if cfg!(feature = "etcd") { "etcd and " } else { "" }
             ));
         }

@@ -22,7 +22,7 @@ pub(crate) struct Answer<T> {
 /// Repeats requests.
 pub(crate) struct Attempts {
     connections: Connections,
-    /// The reason for which no endpoint answers; `None` after an answer.
+    /// The reason why no endpoint answers; `None` after an answer.
     failure: Mutex<Option<String>>,
 }
 
@@ -40,7 +40,7 @@ impl Attempts {
         self.connections.name(self.connections.current()).to_owned()
     }
 
-    /// The reason for which no endpoint answers at present.
+    /// The reason why no endpoint answers at present.
     pub(crate) fn trouble(&self) -> Option<String> {
         self.note().clone()
     }
@@ -79,7 +79,7 @@ impl Attempts {
                     reason: failure.text,
                 });
             }
-            tracing::debug!(endpoint, key, "no answer: {}", failure.text);
+            tracing::debug!(endpoint, key, reason = failure.text, "no answer");
             failures[place] = Some(failure);
             connections.move_on(place);
             let all = failures.iter().flatten();
@@ -96,7 +96,7 @@ impl Attempts {
                 tokio::time::sleep(backoff.pause()).await;
             }
         }
-        unreachable!("attempts are not counted out")
+        unreachable!("the number of attempts is not limited")
     }
 
     async fn attempt<T, F>(

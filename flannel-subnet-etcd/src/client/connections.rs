@@ -117,7 +117,10 @@ impl Connections {
             // Perhaps only one of the two files was replaced yet.
             let mut logged = self.logged.lock().unwrap_or_else(PoisonError::into_inner);
             if logged.replace(files.clone()) != Some(files) {
-                tracing::warn!(%endpoint, "the changed files are not used yet: {}", failure.text);
+                tracing::warn!(
+                    %endpoint, reason = failure.text,
+                    "the changed TLS files are not used yet"
+                );
             }
             return Ok(old.clone());
         }
@@ -151,7 +154,7 @@ impl Connections {
         };
         match Client::connect([endpoint], Some(with_user)).await {
             Err(error) if says(&error, "authentication is not enabled") => {
-                tracing::debug!(%endpoint, "authentication is not enabled, the user name is not needed");
+                tracing::debug!(%endpoint, "authentication is not enabled, the user is ignored");
                 Ok(Client::connect([endpoint], Some(options)).await?)
             }
             connected => Ok(connected?),
@@ -181,7 +184,7 @@ fn tls(options: &EtcdOptions) -> Result<TlsOptions, String> {
         Some(path) => {
             let pem = read(path)?;
             if !holds(&pem, "CERTIFICATE") {
-                return Err(format!("{} holds no PEM certificate", path.display()));
+                return Err(format!("{} contains no PEM certificate", path.display()));
             }
             TlsOptions::new().ca_certificate(Certificate::from_pem(pem))
         }
@@ -190,10 +193,10 @@ fn tls(options: &EtcdOptions) -> Result<TlsOptions, String> {
     if let (Some(certfile), Some(keyfile)) = (&options.certfile, &options.keyfile) {
         let (certificate, key) = (read(certfile)?, read(keyfile)?);
         if !holds(&certificate, "CERTIFICATE") {
-            return Err(format!("{} holds no PEM certificate", certfile.display()));
+            return Err(format!("{} contains no PEM certificate", certfile.display()));
         }
         if !holds(&key, "PRIVATE KEY") {
-            return Err(format!("{} holds no PEM key", keyfile.display()));
+            return Err(format!("{} contains no PEM key", keyfile.display()));
         }
         tls = tls.identity(Identity::from_pem(certificate, key));
     }

@@ -22,7 +22,7 @@ pub(crate) enum Retry {
     NewConnection,
     /// At another endpoint only: this one and the node do not accept each other.
     OtherEndpoint,
-    /// Not before a person changes the configuration.
+    /// Not before an operator changes the configuration.
     Never,
 }
 
@@ -60,7 +60,7 @@ impl Failure {
             if options.username.is_some() {
                 self.retry = Retry::NewConnection;
             }
-            self.text = format!("it wants a user name and a password: {}", self.text);
+            self.text = format!("it requires a user name and a password: {}", self.text);
         }
         self
     }
@@ -79,8 +79,9 @@ impl From<Error> for Failure {
             Error::TransportError(error) => {
                 // Nothing was sent, because the client refuses our certificate or its key.
                 let (chain, last) = causes(error);
-                let key =
-                    chain.contains("KeyMismatch").then_some("the key is not the certificate's: ");
+                let key = chain
+                    .contains("KeyMismatch")
+                    .then_some("the key does not belong to the certificate: ");
                 Self::never(format!("{}{last}", key.unwrap_or_default()))
             }
             Error::InvalidArgs(_) | Error::InvalidUri(_) => Self::never(error.to_string()),
@@ -132,34 +133,37 @@ fn causes(error: &(dyn std::error::Error + 'static)) -> (String, String) {
     (chain, last)
 }
 
-/// A TLS error, with an explanation whose certificate was refused.
+/// A TLS error, with an explanation that names the refused certificate.
 fn certificates(chain: &str) -> Option<String> {
     let after = |what: &str| chain.find(what).map(|at| &chain[at..]);
     if let Some(text) = after("invalid peer certificate") {
         let explanations = [
             (
                 "UnknownIssuer",
-                "its certificate was issued by none of those whom we trust (is the cafile right?)",
+                "it has a certificate of a CA that this node does not trust (check the cafile)",
             ),
-            ("xpired", "its certificate has expired, or our clock is wrong"),
-            ("not valid yet", "its certificate is not valid yet, or our clock is wrong"),
+            ("xpired", "its certificate has expired, or the clock of this node is wrong"),
+            (
+                "not valid yet",
+                "its certificate is not valid yet, or the clock of this node is wrong",
+            ),
             ("not valid for name", "its certificate is for another name"),
         ];
         let found = explanations.iter().find(|(word, _)| text.contains(word)).map(|(_, why)| *why);
-        return Some(format!("{}: {text}", found.unwrap_or("its certificate is not acceptable")));
+        return Some(format!("{}: {text}", found.unwrap_or("its certificate is not accepted")));
     }
     if let Some(text) = after("received fatal alert") {
         let explanation = if text.contains("xpired") {
-            "it says that our certificate has expired"
+            "it reports that our certificate has expired"
         } else if text.contains("ertificateRequired") {
-            "it wants a certificate, and none is set (certfile and keyfile)"
+            "it requires a client certificate, and none is set (certfile and keyfile)"
         } else {
-            "it does not accept our certificate, or our TLS"
+            "it does not accept our certificate, or our version of TLS"
         };
         return Some(format!("{explanation}: {text}"));
     }
     after("InvalidContentType")
-        .map(|text| format!("it does not speak TLS; perhaps http:// is right: {text}"))
+        .map(|text| format!("it does not use TLS; http:// may be the right scheme: {text}"))
 }
 
 /// etcd answered with an error that contains `text`.
@@ -203,14 +207,14 @@ mod tests {
     #[test]
     fn certificate_failures_name_the_certificate() {
         for (chain, says) in [
-            ("tcp: invalid peer certificate: UnknownIssuer", "none of those whom we trust"),
+            ("tcp: invalid peer certificate: UnknownIssuer", "a CA that this node does not trust"),
             ("invalid peer certificate: Expired", "has expired"),
             ("invalid peer certificate: certificate not valid for name \"a\"", "another name"),
             (
                 "invalid peer certificate: certificate not valid yet: verification time",
-                "our clock is wrong",
+                "the clock of this node is wrong",
             ),
-            ("received fatal alert: CertificateRequired", "wants a certificate"),
+            ("received fatal alert: CertificateRequired", "requires a client certificate"),
             ("received fatal alert: BadCertificate", "does not accept our certificate"),
             ("received corrupt message of type InvalidContentType", "http://"),
         ] {

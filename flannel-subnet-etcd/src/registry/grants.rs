@@ -17,7 +17,7 @@ impl Store {
         let id = lease_id(holder).ok_or_else(|| Error::Refused {
             store: self.to_string(),
             reason: format!(
-                "the holder ID {holder} is no ID of an etcd lease; choose one from 1 to 2^63 - 1"
+                "the holder ID {holder} cannot be the ID of an etcd lease; expected 1 to 2^63 - 1"
             ),
         })?;
         let seconds =
@@ -35,8 +35,8 @@ impl Store {
                     return Err(self.error(
                         key,
                         format!(
-                            "the etcd lease {holder} lives for {got:?} only, not for {ttl:?}: end \
-                             it or wait"
+                            "the etcd lease {holder} has a time to live of {got:?}, not {ttl:?}: \
+                             revoke it, or wait until it expires"
                         ),
                     ));
                 }

@@ -84,7 +84,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn keys_are_joined_like_in_go() {
+    fn keys_are_joined_as_in_go() {
         for (prefix, config) in [
             ("/coreos.com/network", "/coreos.com/network/config"),
             ("/coreos.com/network/", "/coreos.com/network/config"),

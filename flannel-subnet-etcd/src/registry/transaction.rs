@@ -101,7 +101,8 @@ impl Store {
                     continue;
                 }
             };
-            let kv = kv.ok_or_else(|| self.error(&key, "the key is gone while it was written"))?;
+            let kv =
+                kv.ok_or_else(|| self.error(&key, "the key was deleted while it was written"))?;
             let lease = Lease {
                 subnets: *subnets,
                 attrs: LeaseAttrs::from_json(&value)

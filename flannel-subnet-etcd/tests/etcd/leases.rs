@@ -61,7 +61,7 @@ async fn a_key_with_our_address_is_taken_over() {
 }
 
 #[tokio::test]
-async fn of_two_daemons_with_one_address_one_ends_and_the_other_is_named() {
+async fn of_two_daemons_with_one_address_the_first_ends_and_names_the_second() {
     let (_etcd, registry) = with_config(V4).await;
     let (first, second) = (node(&registry, 1), node(&registry, 2));
     let (lease, held) = hold(&first, &US).await;
@@ -102,7 +102,7 @@ async fn a_revoked_lease_is_restored() {
 }
 
 #[tokio::test]
-async fn a_reservation_stays_one() {
+async fn a_reservation_stays_a_reservation() {
     let (_etcd, registry) = with_config(V4).await;
     registry.create(&key("10.1.7.0-24"), &attrs(&US), None).await.unwrap();
     let mut changed = attrs(&US);
@@ -115,7 +115,7 @@ async fn a_reservation_stays_one() {
 }
 
 #[tokio::test]
-async fn networks_without_ipv4() {
+async fn an_ipv6_only_network_assigns_leases() {
     let config = r#"{"EnableIPv4":false,"EnableIPv6":true,"IPv6Network":"fd00:1::/48"}"#;
     let (etcd, registry) = with_config(config).await;
     let one = acquire(&registry, 1, "2001:db8::1").await;

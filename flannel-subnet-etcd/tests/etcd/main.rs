@@ -1,7 +1,7 @@
 //! The registry in etcd, on real etcd processes that the tests start: `etcd` in the search path, or
 //! the program that `ETCD` names.
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+#![allow(clippy::unwrap_used, reason = "test helpers are test code")]
 
 mod certificates;
 mod leases;

@@ -29,7 +29,7 @@ async fn each_unreachable_endpoint_is_named() {
     let options = EtcdOptions { patience: Duration::from_secs(1), ..options(&endpoints) };
     let begin = Instant::now();
     let error = EtcdRegistry::new(options).unwrap().list().await.unwrap_err();
-    assert!(matches!(error, Error::Store { .. }), "time may help: {error}");
+    assert!(matches!(error, Error::Store { .. }), "a later attempt may succeed: {error}");
     let (elapsed, default) = (begin.elapsed(), EtcdOptions::default().patience);
     assert!(elapsed >= Duration::from_secs(1) && elapsed < default, "{elapsed:?}");
     for says in [&endpoints[0], &endpoints[1], "/coreos.com/network/subnets", "refused"] {
@@ -51,7 +51,7 @@ async fn the_reason_for_a_missing_answer_is_known_before_the_request_fails() {
     assert!(
         reason.contains(&etcd.endpoint) && reason.contains("/config") && reason.contains("refused")
     );
-    assert!(!asking.is_finished(), "it goes on asking");
+    assert!(!asking.is_finished(), "the request is repeated");
     etcd.go();
     let error = within(20, "an answer", asking).await.unwrap().unwrap_err();
     assert!(matches!(error, Error::NoConfig { .. }), "{error}");
@@ -59,7 +59,7 @@ async fn the_reason_for_a_missing_answer_is_known_before_the_request_fails() {
 }
 
 #[tokio::test]
-async fn a_dead_endpoint_fails_no_request() {
+async fn requests_succeed_despite_a_dead_endpoint() {
     let etcd = Etcd::start().await;
     let endpoints =
         ["http://127.0.0.1:1".to_owned(), "http://127.0.0.1:2".to_owned(), etcd.endpoint.clone()];
@@ -115,8 +115,10 @@ async fn a_write_whose_answer_was_lost_is_recognized() {
 
     proxy.mute();
     let (created, ()) = tokio::join!(registry.create(&subnets, &one, None), async {
-        until(10, "it is written", || async { direct.entry(&subnets).await.unwrap().is_some() })
-            .await;
+        until(10, "the key is written", || async {
+            direct.entry(&subnets).await.unwrap().is_some()
+        })
+        .await;
         proxy.cut();
     });
     let created = created.unwrap();
@@ -125,7 +127,7 @@ async fn a_write_whose_answer_was_lost_is_recognized() {
     let at = created.lease.revision;
     proxy.mute();
     let (updated, ()) = tokio::join!(registry.update(&subnets, at, &two, None), async {
-        until(10, "it is changed", || async {
+        until(10, "the key is changed", || async {
             direct.entry(&subnets).await.unwrap().is_some_and(|entry| entry.lease.revision > at)
         })
         .await;
@@ -136,7 +138,10 @@ async fn a_write_whose_answer_was_lost_is_recognized() {
 
     proxy.mute();
     let (deleted, ()) = tokio::join!(registry.delete(&subnets, updated.lease.revision), async {
-        until(10, "it is gone", || async { direct.entry(&subnets).await.unwrap().is_none() }).await;
+        until(10, "the key is deleted", || async {
+            direct.entry(&subnets).await.unwrap().is_none()
+        })
+        .await;
         proxy.cut();
     });
     deleted.unwrap();
@@ -145,7 +150,7 @@ async fn a_write_whose_answer_was_lost_is_recognized() {
     proxy.mute();
     let (created, ()) = tokio::join!(registry.create(&other, &one, grant(6)), async {
         let granted = || async { !etcd.client().await.leases().await.unwrap().leases().is_empty() };
-        until(10, "it is granted", granted).await;
+        until(10, "the lease is granted", granted).await;
         proxy.cut();
     });
     assert_eq!(created.unwrap().holder, Some(HolderId(6)));
@@ -162,12 +167,12 @@ async fn a_silent_endpoint_costs_one_time_limit() {
     create(&registry, 1).await;
     let begin = Instant::now();
     create(&registry, 2).await;
-    assert!(begin.elapsed() < request_timeout, "it stays with the one that answers");
+    assert!(begin.elapsed() < request_timeout, "the endpoint that answers stays in use");
     silent.resume();
 }
 
 #[tokio::test]
-async fn etcd_is_killed_and_restarted() {
+async fn leases_survive_a_killed_and_restarted_etcd() {
     let mut etcd = Etcd::start().await;
     // The node's subnet is none of those that are created below.
     let config = r#"{"Network":"10.1.0.0/16","SubnetMin":"10.1.100.0"}"#;
@@ -213,7 +218,7 @@ async fn etcd_is_down(etcd: &Etcd) -> bool {
 
 /// `ETCD_PAUSE` is the number of seconds; 3 by default.
 #[tokio::test]
-async fn etcd_is_frozen_for_a_while() {
+async fn requests_succeed_after_a_frozen_etcd_resumes() {
     let pause = std::env::var("ETCD_PAUSE")
         .map_or(3, |seconds| seconds.parse().expect("ETCD_PAUSE in seconds"));
     let etcd = Etcd::start().await;
@@ -412,7 +417,7 @@ async fn a_killed_leader_delays_requests_but_fails_none() {
 }
 
 #[tokio::test]
-async fn a_cluster_without_a_majority_is_an_outage_and_no_answer() {
+async fn a_cluster_without_a_majority_is_an_outage() {
     let mut members = Etcd::cluster().await;
     let endpoints: Vec<String> = members.iter().map(|member| member.endpoint.clone()).collect();
     let patience = Duration::from_secs(2);
@@ -450,7 +455,7 @@ fn restore(etcd: &mut Etcd, snapshot: &Path) {
 }
 
 #[tokio::test]
-async fn an_etcd_restored_from_an_older_backup_is_compared_by_values() {
+async fn after_a_restored_backup_leases_are_compared_by_value() {
     let mut etcd = Etcd::start().await;
     let registry = registry(&etcd.endpoints());
     for n in [5, 6] {
@@ -490,7 +495,7 @@ async fn an_etcd_restored_from_an_older_backup_is_compared_by_values() {
 }
 
 #[tokio::test]
-async fn a_lease_ends_in_an_outage_and_its_holder_restores_it() {
+async fn a_lease_that_expired_in_an_outage_is_restored_by_its_holder() {
     let mut etcd = Etcd::start().await;
     let registry = registry(&etcd.endpoints());
     let ttl = Duration::from_secs(2);
@@ -498,8 +503,10 @@ async fn a_lease_ends_in_an_outage_and_its_holder_restores_it() {
     registry.create(&key("10.1.5.0-24"), &attrs(&["192.0.2.5"]), grant).await.unwrap();
     etcd.kill();
     etcd.go();
-    until(20, "it has run out", || async { registry.list().await.unwrap().entries.is_empty() })
-        .await;
+    until(20, "the lease has expired", || async {
+        registry.list().await.unwrap().entries.is_empty()
+    })
+    .await;
     assert_eq!(registry.keep_alive(&key("10.1.5.0-24"), HolderId(5)).await.unwrap(), None);
     registry.create(&key("10.1.5.0-24"), &attrs(&["192.0.2.5"]), grant).await.unwrap();
 }

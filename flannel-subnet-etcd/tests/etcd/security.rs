@@ -45,13 +45,10 @@ fn with_certificate(options: EtcdOptions, (certfile, keyfile): &(PathBuf, PathBu
 async fn refused(options: EtcdOptions, says: &[&str]) {
     let registry = EtcdRegistry::new(options).unwrap();
     let error = within(30, "an answer", registry.list()).await.unwrap_err();
-    let Error::Refused { .. } = &error else { panic!("not for people: {error}") };
+    let Error::Refused { .. } = &error else { panic!("not refused: {error}") };
     let begin = Instant::now();
     registry.list().await.unwrap_err();
-    assert!(
-        begin.elapsed() < Duration::from_secs(10),
-        "waits for what waiting does not repair: {error}"
-    );
+    assert!(begin.elapsed() < Duration::from_secs(10), "a refusal is not retried: {error}");
     for says in says {
         assert!(error.to_string().contains(says), "{says:?} in {error}");
     }
@@ -66,7 +63,8 @@ async fn a_ca_file_alone_enables_tls() {
     let mut watch = registry.watch(registry.list().await.unwrap().revision).await.unwrap();
     registry.create(&key("10.1.5.0-24"), &attrs(&["192.0.2.5"]), grant(5)).await.unwrap();
     assert_eq!(within(20, "a change", watch.next()).await.unwrap().unwrap().events.len(), 1);
-    refused(trusting(&etcd, &theirs.file), &[&etcd.endpoint, "none of those whom we trust"]).await;
+    refused(trusting(&etcd, &theirs.file), &[&etcd.endpoint, "a CA that this node does not trust"])
+        .await;
     // The system's CAs do not include the test's.
     let system = options(&etcd.endpoints());
     if let Ok(registry) = EtcdRegistry::new(system) {
@@ -83,7 +81,7 @@ async fn an_expired_certificate_is_named() {
 }
 
 #[tokio::test]
-async fn members_may_require_our_certificate() {
+async fn a_member_that_requires_certificates_accepts_only_valid_ones() {
     let dir = tempfile::tempdir().unwrap();
     let authority = Authority::new(dir.path(), "ca");
     let stranger = Authority::new(dir.path(), "stranger");
@@ -129,13 +127,13 @@ async fn changed_files_are_read_again_without_a_restart() {
     second.sign_into(dir.path(), "server", 2090);
     etcd.go();
     let error = registry.list().await.unwrap_err();
-    assert!(error.to_string().contains("none of those whom we trust"), "{error}");
+    assert!(error.to_string().contains("a CA that this node does not trust"), "{error}");
     fs::copy(&second.file, &cafile).unwrap();
     registry.list().await.unwrap();
 }
 
 #[tokio::test]
-async fn files_without_content_are_named_at_once() {
+async fn missing_and_empty_files_are_reported_at_once() {
     let dir = tempfile::tempdir().unwrap();
     let authority = Authority::new(dir.path(), "ca");
     let good = authority.sign_into(dir.path(), "good", 2090);
@@ -242,7 +240,7 @@ async fn expired_tokens_are_replaced() {
         let mut other = etcd.client_as(Some(("flannel", "right"))).await;
         let begin = Instant::now();
         while other.get("/coreos.com/network/config", None).await.is_ok() {
-            assert!(begin.elapsed() < Duration::from_secs(30), "tokens live for ever");
+            assert!(begin.elapsed() < Duration::from_secs(30), "tokens do not expire");
             tokio::time::sleep(Duration::from_secs(3)).await;
         }
     };
@@ -273,7 +271,7 @@ async fn an_unnecessary_user_is_ignored() {
 }
 
 #[tokio::test]
-async fn authentication_may_be_enabled_while_daemons_run() {
+async fn authentication_can_be_enabled_while_a_registry_is_in_use() {
     let etcd = Etcd::start().await;
     let registry = EtcdRegistry::new(user(&etcd, "flannel", "right")).unwrap();
     let entry =

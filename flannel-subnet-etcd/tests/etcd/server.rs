@@ -22,7 +22,7 @@ pub(crate) struct Etcd {
     args: Vec<String>,
 }
 
-/// The program, which the tests need.
+/// The program: the value of its environment variable, or a program in the search path.
 fn program(name: &str) -> PathBuf {
     let variable = name.to_uppercase();
     std::env::var_os(&variable).map_or_else(|| name.into(), PathBuf::from)
@@ -59,7 +59,7 @@ impl Etcd {
         etcd
     }
 
-    /// A single member with more arguments, with `https` if they say so.
+    /// A single member with more arguments. `scheme` is `http` or `https`.
     pub(crate) fn spawn(scheme: &str, more: &[String]) -> Self {
         Self::spawn_on("127.0.0.1", scheme, more)
     }
@@ -141,7 +141,8 @@ impl Etcd {
             .spawn();
         self.child = Some(child.unwrap_or_else(|error| {
             panic!(
-                "{program:?} cannot be started: {error}; install Debian's etcd-server, or name etcd in ETCD"
+                "{program:?} cannot be started: {error}; install Debian's etcd-server, or set ETCD \
+                 to the program"
             )
         }));
     }
@@ -256,7 +257,10 @@ pub(crate) fn etcdctl(args: &[&str]) -> Output {
     let program = program("etcdctl");
     let output = Command::new(&program).env("ETCDCTL_API", "3").args(args).output();
     let output = output.unwrap_or_else(|error| {
-        panic!("{program:?} cannot be started: {error}; install Debian's etcd-client, or name it in ETCDCTL")
+        panic!(
+            "{program:?} cannot be started: {error}; install Debian's etcd-client, or set ETCDCTL \
+             to the program"
+        )
     });
     assert!(output.status.success(), "etcdctl {args:?}: {output:?}");
     output

@@ -39,13 +39,16 @@ async fn suite(prefix: &str, clean: &str) {
 
 /// The bytes are those of Go flannel.
 #[tokio::test]
-async fn keys_and_values_are_go_flannels_byte_for_byte() {
+async fn keys_and_values_have_the_bytes_of_go_flannel() {
     let etcd = Etcd::start().await;
     let registry = registry(&etcd.endpoints());
     let golden = [
         (
             "10.5.34.0-24",
-            r#"{"PublicIP":"1.2.3.4","PublicIPv6":null,"BackendType":"vxlan","BackendData":{"VNI":1,"VtepMAC":"aa:bb:cc:dd:ee:ff"}}"#,
+            concat!(
+                r#"{"PublicIP":"1.2.3.4","PublicIPv6":null,"BackendType":"vxlan","#,
+                r#""BackendData":{"VNI":1,"VtepMAC":"aa:bb:cc:dd:ee:ff"}}"#
+            ),
         ),
         (
             "10.5.35.0-24&fd00:0:0:5::-64",
@@ -83,17 +86,20 @@ async fn keys_and_values_are_go_flannels_byte_for_byte() {
             (format!("{PREFIX}/subnets/{key}"), (*value).to_owned(), n as i64 + 1)
         })
         .collect();
-    assert_eq!(stored, expected, "and nothing else");
+    assert_eq!(stored, expected, "no other key exists");
     let lease = client.lease_client().time_to_live(1, None).await.unwrap();
     assert_eq!(lease.granted_ttl(), 86_400);
 }
 
 #[tokio::test]
-async fn go_flannels_annotations_are_read() {
+async fn leases_written_by_go_flannel_are_read() {
     let etcd = Etcd::start().await;
     let mut client = etcd.client().await;
     let lease = client.lease_grant(86_400, None).await.unwrap().id();
-    let value = r#"{"PublicIP":"192.0.2.9","PublicIPv6":null,"BackendType":"vxlan","BackendData":{"VNI":1}}"#;
+    let value = concat!(
+        r#"{"PublicIP":"192.0.2.9","PublicIPv6":null,"BackendType":"vxlan","#,
+        r#""BackendData":{"VNI":1}}"#
+    );
     let options = PutOptions::new().with_lease(lease);
     client.put(format!("{PREFIX}/subnets/10.1.9.0-24"), value, Some(options)).await.unwrap();
     client
@@ -131,7 +137,7 @@ async fn foreign_keys_are_skipped_and_remove_no_peer() {
 }
 
 #[tokio::test]
-async fn more_leases_than_fit_into_4_mib_are_one_request() {
+async fn leases_above_4_mib_are_listed_with_one_request() {
     let etcd = Etcd::start().await;
     let mut client = etcd.client().await;
     let value = format!(
@@ -204,11 +210,11 @@ async fn renewals_write_nothing_and_wake_no_watch() {
     registry.create(&key("10.1.6.0-24"), &attrs(&["192.0.2.6"]), grant(6)).await.unwrap();
     let batch = within(20, "a change", watch.next()).await.unwrap().unwrap();
     let keys: Vec<_> = batch.events.iter().map(|event| event.key.as_str()).collect();
-    assert_eq!(keys, ["10.1.6.0-24"], "and nothing before it");
+    assert_eq!(keys, ["10.1.6.0-24"], "no event precedes it");
     assert_eq!(
         registry.keep_alive(&key("10.1.5.0-24"), HolderId(77)).await.unwrap(),
         None,
-        "never heard of"
+        "an unknown holder"
     );
 }
 
@@ -245,7 +251,7 @@ async fn holder_ids_that_are_not_lease_ids_are_refused() {
 }
 
 #[tokio::test]
-async fn the_config_is_named_and_its_deletion_is_a_change() {
+async fn a_missing_config_is_reported_and_a_deletion_is_a_change() {
     let etcd = Etcd::start().await;
     let registry = registry(&etcd.endpoints());
     let error = registry.config().await.unwrap_err().to_string();
@@ -272,7 +278,7 @@ async fn futures_pending(
 }
 
 #[tokio::test]
-async fn events_have_the_holder_of_each_key() {
+async fn an_event_contains_the_holder_of_the_key() {
     let etcd = Etcd::start().await;
     let registry = registry(&etcd.endpoints());
     let mut watch = registry.watch(registry.list().await.unwrap().revision).await.unwrap();

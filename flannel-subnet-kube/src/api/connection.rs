@@ -69,18 +69,18 @@ impl Source {
             (None, Some(_)) => Config::new(Uri::from_static("http://localhost")),
             (None, None) => Config::incluster().map_err(|error| {
                 format!(
-                    "where the Kubernetes API is is not known: neither an URL nor a kubeconfig is \
-                     given, and this is no pod with a service account: {}",
+                    "the address of the Kubernetes API is not known: neither a URL nor a \
+                     kubeconfig is given, and there is no service account of a pod: {}",
                     chain(&error)
                 )
             })?,
         };
         if let Some(url) = &self.url {
-            let right = "right would be an URL such as https://192.0.2.1:6443";
+            let expected = "expected a URL such as https://192.0.2.1:6443";
             let parsed: Uri =
-                url.parse().map_err(|error| format!("the URL {url:?}: {error}; {right}"))?;
+                url.parse().map_err(|error| format!("the URL {url:?}: {error}; {expected}"))?;
             if !matches!(parsed.scheme_str(), Some("http" | "https")) || parsed.host().is_none() {
-                return Err(format!("the URL {url:?}: {right}"));
+                return Err(format!("the URL {url:?}: {expected}"));
             }
             config.cluster_url = parsed;
         }
@@ -121,7 +121,8 @@ fn bearer(token: &str) -> Result<HeaderValue, String> {
         return Err("it is empty".to_owned());
     }
     let value = HeaderValue::try_from(format!("Bearer {token}"));
-    let mut value = value.map_err(|_| "it holds characters that no token has".to_owned())?;
+    let mut value =
+        value.map_err(|_| "it contains characters that a token cannot have".to_owned())?;
     value.set_sensitive(true);
     Ok(value)
 }
@@ -164,7 +165,7 @@ impl Connection {
     }
 }
 
-/// The reason for which a request has no answer.
+/// The reason why a request has no answer.
 #[derive(Debug)]
 pub(crate) struct Unsent {
     pub(crate) reason: String,
@@ -193,13 +194,13 @@ impl Cause {
         let mut of_tls = errors.filter_map(|error| error.downcast_ref::<rustls::Error>());
         match of_tls.next() {
             Some(rustls::Error::InvalidCertificate(_)) => Self::ServerCertificate,
-            Some(rustls::Error::AlertReceived(alert)) => Self::blamed_by(*alert),
+            Some(rustls::Error::AlertReceived(alert)) => Self::of_alert(*alert),
             _ => Self::Other,
         }
     }
 
-    /// The cause that the server's alert names.
-    fn blamed_by(alert: AlertDescription) -> Self {
+    /// The cause that the server's alert reports.
+    fn of_alert(alert: AlertDescription) -> Self {
         match alert {
             AlertDescription::AccessDenied
             | AlertDescription::BadCertificate
@@ -229,7 +230,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_empty_token_is_wrong() {
+    fn an_empty_token_is_refused() {
         let read = |user: &str| token(&serde_json::from_str::<AuthInfo>(user).unwrap());
         assert!(read(r#"{"token": " "}"#).is_err_and(|error| error.contains("token: it is empty")));
         assert!(matches!(read(r#"{"token": "a"}"#), Ok(Some(Token::Fixed(_)))));

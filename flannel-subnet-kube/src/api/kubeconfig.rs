@@ -69,7 +69,7 @@ pub(super) async fn from_kubeconfig(path: &Path) -> Result<Config, String> {
     let used = kubeconfig.clusters.iter().find(|named| Some(&named.name) == cluster);
     if used.and_then(|named| named.cluster.as_ref()?.proxy_url.as_ref()).is_some() {
         return Err(
-            "its proxy-url cannot be used: give the URL by which the API server is reached \
+            "its proxy-url cannot be used: set the URL at which the API server is reached \
                     directly"
                 .to_owned(),
         );
@@ -85,13 +85,13 @@ pub(super) async fn from_kubeconfig(path: &Path) -> Result<Config, String> {
     ];
     if let Some((other, _)) = others.iter().find(|(_, given)| *given) {
         return Err(format!(
-            "its user has {other:?}, which cannot be used: right would be a token, a tokenFile or \
-             a client certificate"
+            "its user has {other:?}, which cannot be used: expected a token, a tokenFile or a \
+             client certificate"
         ));
     }
     if config.accept_invalid_certs {
         return Err(
-            "its insecure-skip-tls-verify cannot be used: right would be the certificate-authority"
+            "its insecure-skip-tls-verify cannot be used: expected a certificate-authority"
                 .to_owned(),
         );
     }
@@ -103,14 +103,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_files_of_a_kubeconfig_are_named() {
+    fn the_credential_files_of_a_kubeconfig_are_listed() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("kubeconfig");
         let text = "apiVersion: v1\nkind: Config\ncurrent-context: a\n\
-                    clusters: [{name: a, cluster: {server: 'https://192.0.2.1', certificate-authority: ca.crt}}]\n\
+                    clusters: [{name: a, cluster: \
+                    {server: 'https://192.0.2.1', certificate-authority: ca.crt}}]\n\
                     contexts: [{name: a, context: {cluster: a, user: a}}]\n\
-                    users:\n- name: a\n  user: {client-certificate: /tls/a.crt, client-key: /tls/a.key}\n\
-                    - name: b\n  user: {tokenFile: /tls/token, client-certificate: '', client-key: ''}\n";
+                    users:\n- name: a\n  \
+                    user: {client-certificate: /tls/a.crt, client-key: /tls/a.key}\n\
+                    - name: b\n  \
+                    user: {tokenFile: /tls/token, client-certificate: '', client-key: ''}\n";
         std::fs::write(&path, text).unwrap();
         let expected = [
             dir.path().join("ca.crt"),

@@ -102,7 +102,7 @@ impl Following {
 
     /// Reads one page, item by item.
     async fn page(&mut self, mut body: Body, own: &mut Own) -> Result<Page, Failure> {
-        let no_list = || Failure::Failed("list nodes: the answer is no list".to_owned());
+        let no_list = || Failure::Failed("list nodes: the answer is not a list".to_owned());
         let mut splitter = Splitter::default();
         while let Some(bytes) = part(&mut body, PATIENCE).await? {
             let each = |item: &[u8]| {

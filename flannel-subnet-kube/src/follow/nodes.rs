@@ -71,9 +71,7 @@ impl Nodes {
         let shadowed = self.shadowed.iter().map(|(name, subnets)| {
             (
                 name,
-                format!(
-                    "its PodCIDR makes the lease {subnets}, which an earlier node holds already"
-                ),
+                format!("its PodCIDR is the lease {subnets}, which an earlier node holds already"),
             )
         });
         own.chain(shadowed).map(|(name, why)| (format!("node {name}"), why)).collect()
@@ -137,7 +135,7 @@ impl Nodes {
             let disputed =
                 shadowed == Some(subnets) || self.shadowed.values().any(|other| *other == subnets);
             match now.as_ref().filter(|now| now.subnets == subnets) {
-                _ if disputed || !ours => self.judge(subnets),
+                _ if disputed || !ours => self.assign(subnets),
                 Some(now) => self.leases.insert(Arc::clone(now)),
                 None => drop(self.leases.remove(&subnets)),
             }
@@ -145,7 +143,7 @@ impl Nodes {
     }
 
     /// Gives the lease to the node with these subnets that was created first.
-    fn judge(&mut self, subnets: Subnets) {
+    fn assign(&mut self, subnets: Subnets) {
         self.shadowed.retain(|_, other| *other != subnets);
         let mut claims = Vec::new();
         for (name, known) in &self.known {
@@ -171,11 +169,13 @@ mod tests {
         Nodes::new(ReadOptions { prefix: Prefix::default(), families: vec![Family::V4] })
     }
 
-    /// A node of flannel's, created in this minute.
+    /// A node that runs flannel, created in this minute.
     fn node(name: &str, cidr: &str, minute: u8, public: &str) -> String {
         format!(
-            r#"{{"metadata":{{"name":"{name}","resourceVersion":"1","creationTimestamp":"2026-11-21T20:{minute:02}:00Z","annotations":{{
-            "flannel.alpha.coreos.com/kube-subnet-manager":"true","flannel.alpha.coreos.com/public-ip":"{public}"}}}},
+            r#"{{"metadata":{{"name":"{name}","resourceVersion":"1",
+            "creationTimestamp":"2026-11-21T20:{minute:02}:00Z","annotations":{{
+            "flannel.alpha.coreos.com/kube-subnet-manager":"true",
+            "flannel.alpha.coreos.com/public-ip":"{public}"}}}},
             "spec":{{"podCIDR":"{cidr}"}}}}"#
         )
     }
@@ -220,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn of_two_nodes_with_one_pod_cidr_the_older_one_has_it_in_any_order() {
+    fn the_older_of_two_nodes_with_one_pod_cidr_holds_it_in_any_order() {
         let (a, b) =
             (node("a", "10.1.1.0/24", 7, "192.0.2.1"), node("b", "10.1.1.0/24", 3, "192.0.2.2"));
         for order in [[&a, &b], [&b, &a]] {
@@ -252,7 +252,7 @@ mod tests {
         put(&mut nodes, &node("a", "10.1.1.0/24", 1, "192.0.2.1"));
         put(&mut nodes, &node("b", "10.1.2.0", 1, "192.0.2.2"));
         put(&mut nodes, &node("c", "10.1.3.0/24", 1, "nonsense"));
-        assert_eq!(nodes.leases().len(), 2, "c has a subnet, though nobody can reach it");
+        assert_eq!(nodes.leases().len(), 2, "c has a subnet, although it has no address");
         let wrong: Vec<String> =
             nodes.wrong().into_iter().map(|(node, why)| format!("{node}: {why}")).collect();
         assert!(wrong[0].starts_with("node b: its PodCIDR \"10.1.2.0\""), "{wrong:?}");

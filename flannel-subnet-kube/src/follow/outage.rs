@@ -12,7 +12,7 @@ pub(super) struct OutageLog {
 
 impl OutageLog {
     pub(super) fn begins(&mut self, following: &Following, failure: &Failure) {
-        // A refusal needs a person, so it is logged even during an outage.
+        // A refusal needs an operator, so it is logged even during an outage.
         let refused = matches!(failure, Failure::Refused(_) | Failure::Forbidden(_));
         if !self.logged || (refused && !self.refused) {
             let leases = following.views.borrow().leases.len();

@@ -171,7 +171,8 @@ mod tests {
 
     #[test]
     fn items_are_complete_for_any_split_of_the_bytes() {
-        let text = r#" {"kind":"NodeList", "n":12.5, "metadata":{"continue":"a]}\"","resourceVersion":"7"},
+        let text = r#" {"kind":"NodeList", "n":12.5,
+            "metadata":{"continue":"a]}\"","resourceVersion":"7"},
             "items":[{"a":"}\"]\\"}, {"b":[{}, [1]]},{}], "more":[{"x":"{"}],"last":true}"#;
         for chunk in 1..text.len() {
             let (items, metadata) = split(text, chunk).unwrap();
@@ -209,7 +210,10 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_bytes_cause_a_panic(bytes in proptest::collection::vec(any::<u8>(), 0..200), chunk in 1..20usize) {
+        fn arbitrary_bytes_cause_no_panic(
+            bytes in proptest::collection::vec(any::<u8>(), 0..200),
+            chunk in 1..20usize,
+        ) {
             let mut splitter = Splitter::default();
             for bytes in bytes.chunks(chunk) {
                 if splitter.feed(bytes, |_| Ok::<_, ()>(())).is_err() {

@@ -94,7 +94,8 @@ impl Following {
         outage: &mut OutageLog,
     ) -> Result<Watched, Failure> {
         let path = format!(
-            "/api/v1/nodes?watch=true&allowWatchBookmarks=true&timeoutSeconds={}&resourceVersion={}",
+            "/api/v1/nodes?watch=true&allowWatchBookmarks=true&timeoutSeconds={}\
+             &resourceVersion={}",
             fastrand::u32(WATCH),
             escape(version)
         );
@@ -109,11 +110,11 @@ impl Following {
                 // An incomplete event is sent again.
                 Ok(None) => return Ok(Watched::Cut { useful }),
                 Err(failure @ Failure::Silent(_)) => {
-                    tracing::debug!(store = self.api.name(), "watch nodes: {failure}");
+                    tracing::debug!(store = self.api.name(), %failure, "the watch has failed");
                     return Ok(Watched::Silent { useful });
                 }
                 Err(failure) => {
-                    tracing::debug!(store = self.api.name(), "watch nodes: {failure}");
+                    tracing::debug!(store = self.api.name(), %failure, "the watch has failed");
                     return Ok(Watched::Cut { useful });
                 }
             };
@@ -172,8 +173,8 @@ impl Following {
         // Only a list can skip an unreadable event.
         let Event { kind, object } = serde_json::from_slice(line).map_err(|error| {
             tracing::warn!(
-                store = self.api.name(),
-                "an event of the watch cannot be read, listing again: {error}"
+                store = self.api.name(), %error,
+                "an event of the watch cannot be read, listing again"
             );
             Failure::Gone
         })?;

@@ -80,7 +80,8 @@ pub(crate) async fn keep(shared: Arc<Shared>) {
                 Err(error) => {
                     if !std::mem::replace(&mut logged, true) {
                         tracing::warn!(
-                            "this node's condition {CONDITION} cannot be set, trying on: {error}"
+                            %error,
+                            "this node's condition {CONDITION} cannot be set, retrying"
                         );
                     }
                     again = Some(pause.next());
@@ -115,7 +116,7 @@ impl Shared {
     /// earlier boot may have left it. An absent condition stays absent.
     ///
     /// # Errors
-    /// The node cannot be read, or its status cannot be written. A refusal is no error: it is
+    /// The node cannot be read, or its status cannot be written. A refusal is not an error: it is
     /// reported at the next write of the condition, and the node gets its network.
     pub(crate) async fn withdraw_condition(&self) -> Result<()> {
         let desired = Desired::unavailable("flannel has only just been started");
@@ -132,7 +133,7 @@ impl Shared {
         }
     }
 
-    /// This node as followed, after a wait until it is.
+    /// Waits until this node is followed, and returns its followed state.
     pub(crate) async fn own_at_last(&self) -> watch::Receiver<Own> {
         let mut pause = Pause::new();
         loop {

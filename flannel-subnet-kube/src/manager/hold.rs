@@ -56,7 +56,7 @@ impl Shared {
         let mut conflict = Conflict { pause: Pause::new(), last: None };
         loop {
             let followed = own.borrow_and_update().clone();
-            match self.look(followed, held, &families, &mut conflict).await {
+            match self.evaluate(followed, held, &families, &mut conflict).await {
                 Ok(Some(end)) => return Ok(end),
                 Ok(None) => {
                     (logged, _) = (false, pause.reset());
@@ -69,9 +69,9 @@ impl Shared {
                 Err(error) => {
                     if !std::mem::replace(&mut logged, true) {
                         tracing::warn!(
-                            subnets = %held.subnets,
-                            "this node cannot be read, or its annotations not be restored, trying \
-                             on: {error}"
+                            subnets = %held.subnets, %error,
+                            "this node cannot be read, or its annotations cannot be restored, \
+                             retrying"
                         );
                     }
                     let pause = pause.next();
@@ -87,8 +87,8 @@ impl Shared {
         }
     }
 
-    /// Judges this node as followed, and restores missing annotations.
-    async fn look(
+    /// Evaluates the followed state of this node, and restores missing annotations.
+    async fn evaluate(
         &self,
         followed: Own,
         held: &Lease,
@@ -158,7 +158,7 @@ impl Shared {
             let names: Vec<&str> = touched.keys().map(|name| &**name).collect();
             tracing::warn!(
                 node = %node.name,
-                "somebody removed or changed what this node published ({}); restoring it",
+                "another writer removed or changed annotations of this node ({}), restoring them",
                 names.join(", ")
             );
         }
@@ -202,19 +202,16 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn a_fight_becomes_slow_and_is_a_new_one_after_a_minute_of_peace() {
+    async fn a_conflict_slows_down_and_is_a_new_one_after_a_minute_without_writes() {
         let mut conflict = Conflict { pause: Pause::new(), last: None };
         for expected in [6, 6] {
             let begin = Instant::now();
             assert!(conflict.begins());
-            assert!(
-                !conflict.begins(),
-                "annotations that could not be restored are reported once, too"
-            );
+            assert!(!conflict.begins(), "annotations that could not be restored are reported once");
             conflict.pause().await;
             let mut rounds = 1;
             while begin.elapsed() < Duration::from_secs(3) {
-                assert!(!conflict.begins(), "it is reported once");
+                assert!(!conflict.begins(), "a conflict is reported once");
                 conflict.pause().await;
                 rounds += 1;
             }

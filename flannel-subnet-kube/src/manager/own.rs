@@ -21,7 +21,7 @@ use crate::options::NodeIdentity;
 use crate::runtime::lock;
 
 impl Shared {
-    /// This node's name. If only the pod is known, the pod is read.
+    /// This node's name. If only the pod is known, the name is read from the pod.
     pub(crate) async fn name(&self) -> Result<&str> {
         let name = self.name.get_or_try_init(async || match &self.options.identity {
             NodeIdentity::Node(name) => Ok(name.clone()),
@@ -44,18 +44,18 @@ impl Shared {
         let path = format!("/api/v1/namespaces/{namespace}/pods/{name}");
         let call = Call { verb: "get", resource: "pods", path, patch: None };
         let pod: Pod = serde_json::from_slice(&self.api.ask(&call).await?)
-            .map_err(|error| self.strange(&call, &error))?;
+            .map_err(|error| self.unreadable(&call, &error))?;
         if pod.spec.node_name.is_empty() {
             let reason = format!(
-                "pod {namespace}/{name} is on no node: right would be POD_NAMESPACE and POD_NAME \
-                 of this very pod"
+                "pod {namespace}/{name} is not on a node: expected POD_NAMESPACE and POD_NAME of \
+                 the pod that runs this program"
             );
             return Err(self.not_ready(reason));
         }
         Ok(pod.spec.node_name)
     }
 
-    fn strange(&self, call: &Call, error: &serde_json::Error) -> Error {
+    fn unreadable(&self, call: &Call, error: &serde_json::Error) -> Error {
         let source =
             format!("{} {}: the answer cannot be read: {error}", call.verb, call.resource).into();
         Error::Store { store: self.api.name().to_owned(), source }
@@ -77,8 +77,8 @@ impl Shared {
         match self.api.ask(&call).await {
             Ok(bytes) => self.read_node(&call, &bytes),
             Err(Error::NotReady { .. }) => Err(self.not_ready(format!(
-                "there is no node {name:?}: right would be NODE_NAME as kubectl get nodes shows \
-                 it, once the kubelet has registered it"
+                "there is no node {name:?}: expected NODE_NAME as kubectl get nodes shows it, \
+                 after the kubelet has registered it"
             ))),
             Err(error) => Err(error),
         }
@@ -86,7 +86,7 @@ impl Shared {
 
     fn read_node(&self, call: &Call, bytes: &[u8]) -> Result<(Node, Revision)> {
         let wire: Wire<'_> =
-            serde_json::from_slice(bytes).map_err(|error| self.strange(call, &error))?;
+            serde_json::from_slice(bytes).map_err(|error| self.unreadable(call, &error))?;
         let node = wire.node(&self.options.prefix);
         let node =
             node.map_err(|wrong| self.not_ready(format!("node {}: {wrong}", wire.metadata.name)))?;
@@ -119,9 +119,9 @@ impl Shared {
         for family in &families {
             if subnets.and_then(|subnets| subnets.family(*family)).is_none() {
                 return Err(format!(
-                    "it has no {family} PodCIDR yet: right would be kube-controller-manager with \
-                     --allocate-node-cidrs and a --cluster-cidr in the pod network, or whatever \
-                     else gives nodes their PodCIDRs here"
+                    "it has no {family} PodCIDR yet: expected kube-controller-manager with \
+                     --allocate-node-cidrs and a --cluster-cidr in the pod network, or another \
+                     program that assigns PodCIDRs"
                 ));
             }
         }
@@ -131,8 +131,9 @@ impl Shared {
             let network = config.networks[subnet.family()].map(|network| network.network);
             if let Some(network) = network.filter(|network| !network.covers(&subnet)) {
                 return Err(format!(
-                    "its PodCIDR {subnet} lies outside the pod network {network} of {}: right \
-                     would be one network there and in kube-controller-manager's --cluster-cidr",
+                    "its PodCIDR {subnet} lies outside the pod network {network} of {}: \
+                     expected the same network there and in kube-controller-manager's \
+                     --cluster-cidr",
                     self.options.net_config.display()
                 ));
             }
@@ -186,7 +187,7 @@ impl Shared {
     }
 
     /// The lease of a node with these attributes as peers read it, but with the node's own
-    /// addresses, because a person may withdraw the prescribed ones.
+    /// addresses, because an operator may withdraw the prescribed ones.
     pub(crate) fn lease_of(
         &self,
         node: &Node,

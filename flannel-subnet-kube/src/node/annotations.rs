@@ -23,9 +23,9 @@ pub(crate) struct Names {
     pub(crate) data: &'static str,
     /// The address to which peers send packets.
     pub(crate) public: &'static str,
-    /// Set by a person: the address to publish instead of the node's own.
+    /// Set by an operator: the address to publish instead of the node's own.
     pub(crate) overwrite: &'static str,
-    /// Set by a person: like `--public-ip`.
+    /// Set by an operator: like `--public-ip`.
     pub(crate) node: &'static str,
     /// The text for "no address".
     none: &'static str,
@@ -149,13 +149,13 @@ pub(crate) fn read(
         let text = Some(text(name).trim_ascii())
             .filter(|text| enabled(family) && !["", "null"].contains(text))?;
         if serde_json::from_str::<serde::de::IgnoredAny>(text).is_err() {
-            wrong.push(format!("annotation {prefix}{name}: {} is no JSON", shorten(text)));
+            wrong.push(format!("annotation {prefix}{name}: {} is not JSON", shorten(text)));
             return None;
         }
         Some(flannel_core::json::compact(text).into_boxed_str())
     };
     let backend_data = Dual { v4: data(Family::V4), v6: data(Family::V6) };
-    let backend_type = usual(text(BACKEND_TYPE));
+    let backend_type = shared_name(text(BACKEND_TYPE));
     (LeaseAttrs::from(Offer { public, kind: backend_type, data: backend_data }), wrong)
 }
 
@@ -178,7 +178,7 @@ fn parse(text: &str, family: Family) -> Option<IpAddr> {
     text.parse().ok().filter(|address| Family::of(*address) == family)
 }
 
-/// The errors of the addresses that a person set to be published instead of the node's own.
+/// The errors of the addresses that an operator set, to be published instead of the node's own.
 pub(crate) fn wrong_overwrites(
     values: &Values,
     families: &[Family],
@@ -198,7 +198,7 @@ fn shorten(text: &str) -> String {
 }
 
 /// Borrows the common names, which thousands of leases share.
-fn usual(name: &str) -> std::borrow::Cow<'static, str> {
+fn shared_name(name: &str) -> std::borrow::Cow<'static, str> {
     let usual = ["", "vxlan", "host-gw", "wireguard", "extension", "ipsec", "ipip"];
     match usual.into_iter().find(|usual| *usual == name) {
         Some(usual) => usual.into(),
@@ -269,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn a_written_file_is_read_and_an_error_names_the_file() {
+    fn written_annotations_are_read_and_an_error_names_the_annotation() {
         let all = attrs("vxlan", &["192.0.2.1", "2001:db8::1"], [Some("{\"a\":1}"), Some("{}")]);
         let prefix = Prefix::default();
         let written = desired(&all, &Values::new());
@@ -289,8 +289,9 @@ mod tests {
             (all.preferred.data.v4, None)
         );
         let expected = [
-            r#"annotation flannel.alpha.coreos.com/public-ip: "2001:db8::7" is not valid, expected an IPv4 address such as 192.0.2.1"#,
-            r#"annotation flannel.alpha.coreos.com/backend-v6-data: "{\"VNI" is no JSON"#,
+            "annotation flannel.alpha.coreos.com/public-ip: \"2001:db8::7\" is not valid, \
+             expected an IPv4 address such as 192.0.2.1",
+            r#"annotation flannel.alpha.coreos.com/backend-v6-data: "{\"VNI" is not JSON"#,
         ];
         assert_eq!(wrong, expected);
     }

@@ -21,8 +21,8 @@ pub struct Prefix(Box<str>);
 /// The error of a text that cannot be a prefix.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "{text:?} is no prefix of annotations: right would be a domain name in lower case with a dot \
-     in it, perhaps with a slash and a word behind it, such as flannel.alpha.coreos.com or \
+    "{text:?} is not a prefix of annotations: expected a domain name in lower case with a dot, \
+     optionally followed by a slash and a word, such as flannel.alpha.coreos.com or \
      example.com/net"
 )]
 pub struct PrefixError {
@@ -80,7 +80,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn prefixes_are_those_of_go_flannel() {
+    fn prefixes_follow_the_rules_of_go_flannel() {
         for (text, prefix) in [
             ("flannel.alpha.coreos.com", "flannel.alpha.coreos.com/"),
             ("flannel.alpha.coreos.com/", "flannel.alpha.coreos.com/"),

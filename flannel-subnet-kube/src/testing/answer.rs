@@ -91,7 +91,8 @@ fn decide(
         }
         (&Method::GET, ["api", "v1"]) => ok(&json!({
             "kind": "APIResourceList", "apiVersion": "v1", "groupVersion": "v1",
-            "resources": [{ "name": "nodes", "singularName": "node", "namespaced": false, "kind": "Node", "verbs": ["get", "list", "watch"], "shortNames": ["no"] }],
+            "resources": [{ "name": "nodes", "singularName": "node", "namespaced": false,
+                "kind": "Node", "verbs": ["get", "list", "watch"], "shortNames": ["no"] }],
         })),
         (&Method::GET, ["version"]) => {
             ok(&json!({ "major": "1", "minor": "33", "gitVersion": "v1.33.0" }))
@@ -100,7 +101,7 @@ fn decide(
         _ => violation(
             shared,
             StatusCode::NOT_FOUND,
-            &format!("{method} {path} is nothing that flannel may ask"),
+            &format!("flannel must not send {method} {path}"),
         ),
     })
 }
@@ -125,7 +126,7 @@ fn refuse(shared: &Shared, client: &[CertificateDer<'_>], request: &Parts) -> Op
     if let Some((left @ 1.., code, after)) = &mut faults.fail {
         *left -= 1;
         let code = StatusCode::from_u16(*code).expect("a status that exists");
-        let mut answer = status(code, "a fault of the test's");
+        let mut answer = status(code, "a fault that the test has set");
         if let Some(after) = after {
             answer.headers_mut().insert(header::RETRY_AFTER, (*after).into());
         }
@@ -166,7 +167,7 @@ fn list(shared: &Shared, query: &BTreeMap<String, String>) -> Answer {
     // The exact version of the answer. It comes from the server's cache then, which has no pages.
     let least = match (get("resourceVersion"), get("resourceVersionMatch")) {
         (Some(_), _) if get("continue").is_some() => {
-            return refused("a list that goes on takes no resourceVersion");
+            return refused("a continued list must not have a resourceVersion");
         }
         (None, None) => None,
         (Some("0"), None) => Some(0),
@@ -179,7 +180,7 @@ fn list(shared: &Shared, query: &BTreeMap<String, String>) -> Answer {
         match (get("limit").and_then(|limit| limit.parse().ok()).filter(|limit| *limit > 0), least)
         {
             (Some(_), Some(1..)) => {
-                return refused("a list with a limit, for which the server would ask its store");
+                return refused("a list with a limit, for which the server would read its store");
             }
             (Some(_), Some(0)) | (None, Some(1..)) => usize::MAX,
             (Some(limit), None) => limit,
@@ -259,7 +260,7 @@ fn watch(shared: &Arc<Shared>, query: &BTreeMap<String, String>) -> Answer {
         return violation(
             shared,
             StatusCode::BAD_REQUEST,
-            &format!("a watch from {from}, which is yet to come"),
+            &format!("a watch from {from}, a version that does not exist yet"),
         );
     }
     if from < forgotten {
@@ -278,7 +279,7 @@ fn patch(shared: &Shared, name: &str, request: &Parts, body: &Bytes) -> Answer {
         return violation(shared, StatusCode::UNSUPPORTED_MEDIA_TYPE, &text);
     }
     let Ok(patch) = serde_json::from_slice::<Value>(body) else {
-        return violation(shared, StatusCode::BAD_REQUEST, "a patch that is no JSON");
+        return violation(shared, StatusCode::BAD_REQUEST, "a patch that is not JSON");
     };
     let patched = {
         let mut store = lock(&shared.store);
@@ -349,7 +350,8 @@ fn ok(value: &Value) -> Answer {
 
 pub(crate) fn status_object(code: StatusCode, message: &str) -> Value {
     let reason = if code == StatusCode::GONE { "Expired" } else { "" };
-    json!({ "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure", "message": message, "reason": reason, "code": code.as_u16() })
+    json!({ "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure",
+        "message": message, "reason": reason, "code": code.as_u16() })
 }
 
 fn status(code: StatusCode, message: &str) -> Answer {

@@ -27,7 +27,7 @@ pub enum Cut {
     Error(u16),
 }
 
-/// A request that waits for its answer until this is dropped.
+/// A request that waits for its answer until this value is dropped.
 #[derive(Debug)]
 pub struct Held {
     is_there: watch::Receiver<bool>,
@@ -57,7 +57,7 @@ pub(crate) struct Faults {
     pub(crate) fail: Option<(u32, u16, Option<u64>)>,
     /// This many watches are refused with 410.
     pub(crate) gone: u32,
-    /// Holds the next request with its text.
+    /// Holds the next request with this text.
     pub(crate) gate: Option<Gate>,
     /// The pause before each item of a list.
     pub(crate) slow: Duration,
@@ -123,7 +123,7 @@ impl ApiServer {
 
     /// A load balancer answers instead of the server from now on, with this status and its own
     /// page; `None`: no longer.
-    pub fn stand_before(&self, status: Option<u16>) {
+    pub fn answer_as_proxy(&self, status: Option<u16>) {
         lock(&self.shared.faults).proxy = status;
     }
 

@@ -31,7 +31,7 @@ impl Default for Store {
         Self {
             nodes: Arc::default(),
             pods: BTreeMap::new(),
-            // A number that nothing else has.
+            // A number that occurs nowhere else.
             version: 1000,
             forgotten: 0,
             events: VecDeque::new(),
@@ -122,12 +122,12 @@ impl Store {
     pub(crate) fn patch(&mut self, name: &str, patch: &Value) -> Result<u64, String> {
         let mut node = self.node(name).ok_or("there is no such node")?;
         for (field, value) in patch.as_object().ok_or("a patch is an object")? {
-            let value = value.as_object().ok_or_else(|| format!("{field} is no object"))?;
+            let value = value.as_object().ok_or_else(|| format!("{field} is not an object"))?;
             for (inner, value) in value {
                 match (field.as_str(), inner.as_str()) {
                     ("metadata", "annotations") => merge_annotations(&mut node, value)?,
                     ("status", "conditions") => merge_conditions(&mut node, value)?,
-                    _ => return Err(format!("{field}.{inner} is not flannel's to write")),
+                    _ => return Err(format!("flannel must not write {field}.{inner}")),
                 }
             }
         }
@@ -145,7 +145,7 @@ fn merge_annotations(node: &mut Value, patch: &Value) -> Result<(), String> {
         match value {
             Value::Null => drop(there.remove(name)),
             Value::String(_) => drop(there.insert(name.clone(), value.clone())),
-            _ => return Err(format!("annotation {name} is no string")),
+            _ => return Err(format!("annotation {name} is not a string")),
         }
     }
     Ok(())

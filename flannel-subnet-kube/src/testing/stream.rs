@@ -91,13 +91,15 @@ pub(crate) async fn events(
             biased;
             _ = cuts.changed() => {
                 let (_, how) = *cuts.borrow_and_update();
-                let last: Vec<Bytes> = since(&shared, at).into_iter().map(|(_, line)| line).collect();
+                let last: Vec<Bytes> =
+                    since(&shared, at).into_iter().map(|(_, line)| line).collect();
                 return cut(out, last.concat(), how).await;
             }
             _ = changes.changed() => {}
             _ = bookmarks.changed() => {
                 let version = lock(&shared.store).version;
-                let object = json!({ "kind": "Node", "apiVersion": "v1", "metadata": { "resourceVersion": version.to_string() } });
+                let metadata = json!({ "resourceVersion": version.to_string() });
+                let object = json!({ "kind": "Node", "apiVersion": "v1", "metadata": metadata });
                 at = at.max(version);
                 if out.send_data(line("BOOKMARK", &object)).await.is_err() {
                     return;
@@ -116,7 +118,7 @@ fn error(code: StatusCode) -> Bytes {
     let text = if code == StatusCode::GONE {
         "too old resource version"
     } else {
-        "an error of the test's"
+        "an error that the test has set"
     };
     line("ERROR", &status_object(code, text))
 }

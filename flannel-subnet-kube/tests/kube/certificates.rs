@@ -49,9 +49,11 @@ async fn manager(fixture: &Fixture, server: &ApiServer, ca: &str, user: &str) ->
 
 async fn manager_at(fixture: &Fixture, url: &str, ca: &str, user: &str) -> KubeManager {
     let text = format!(
-        "current-context: c\nclusters: [{{name: c, cluster: {{server: \"{}\", certificate-authority-data: {}, certificate-authority: '', proxy-url: '', \
+        "current-context: c\nclusters: [{{name: c, cluster: {{server: \"{}\", \
+         certificate-authority-data: {}, certificate-authority: '', proxy-url: '', \
          tls-server-name: ''}}}}]\n\
-         contexts: [{{name: c, context: {{cluster: c, user: u}}}}]\nusers: [{{name: u, user: {{{user}}}}}]\n",
+         contexts: [{{name: c, context: {{cluster: c, user: u}}}}]\n\
+         users: [{{name: u, user: {{{user}}}}}]\n",
         url,
         STANDARD.encode(ca)
     );
@@ -142,12 +144,10 @@ async fn a_certificate_that_the_handshake_refuses_is_read_again() {
     assert!(matches!(error, Error::Refused { .. }), "{error:?}");
     let text = error.to_string();
     assert!(
-        text.contains("alert")
-            && text.contains("right would be")
-            && text.contains("client certificate"),
+        text.contains("alert") && text.contains("expected ") && text.contains("client certificate"),
         "{text}"
     );
-    assert_eq!(server.count(""), 0, "nobody unknown comes as far as a request");
+    assert_eq!(server.count(""), 0, "an unknown client sends no request");
     write(&fixture, &clients);
     wait(manager.acquire_lease(&vxlan())).await.unwrap();
     assert_eq!(manager.store_status().last_error, None);
@@ -171,8 +171,10 @@ async fn a_missing_client_certificate_in_the_handshake_is_refused() {
 async fn a_tls_alert_is_reported_with_its_meaning() {
     let (fixture, ca) =
         (Fixture::new(V4), rcgen::generate_simple_self_signed(["127.0.0.1".to_owned()]).unwrap());
-    let (ours, terms) =
-        ("who we are is not accepted", "breaks off the TLS handshake and blames no certificate");
+    let (ours, terms) = (
+        "not accepted as a client",
+        "aborts the TLS handshake for a reason other than a certificate",
+    );
     for (code, alert, says) in [
         (42, "BadCertificate", ours),
         (43, "UnsupportedCertificate", ours),
@@ -212,7 +214,7 @@ async fn a_tls_alert_is_reported_with_its_meaning() {
         assert!(matches!(error, Error::Refused { .. }), "{error:?}");
         let text = error.to_string();
         assert!(
-            text.contains(says) && text.contains(alert) && text.contains("right would be"),
+            text.contains(says) && text.contains(alert) && text.contains("expected "),
             "{text}"
         );
     }
@@ -224,7 +226,8 @@ async fn empty_fields_of_a_kubeconfig_count_as_absent() {
     let (fixture, clients) = (Fixture::new(V4), Authority::new());
     let (server, ca) = server(&clients);
     write(&fixture, &clients);
-    let empty = "username: '', as: '', token: '', tokenFile: '', client-certificate-data: '', client-key-data: ''";
+    let empty = "username: '', as: '', token: '', tokenFile: '', \
+                 client-certificate-data: '', client-key-data: ''";
     manager(&fixture, &server, &ca, &format!("{OF_ONE_FILE}, {empty}"))
         .await
         .hints()

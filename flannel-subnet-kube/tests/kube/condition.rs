@@ -38,8 +38,10 @@ async fn the_condition_shows_the_reports() {
     // Like a cloud controller.
     fixture.server.modify("me", |node| {
         node["status"]["conditions"] = json!([{ "type": "Ready", "status": "True" },
-            { "type": "NetworkUnavailable", "status": "True", "reason": "NoRouteCreated", "message": "",
-              "lastHeartbeatTime": "2026-11-21T20:00:00Z", "lastTransitionTime": "2026-11-21T20:00:00Z" }]);
+            { "type": "NetworkUnavailable", "status": "True",
+              "reason": "NoRouteCreated", "message": "",
+              "lastHeartbeatTime": "2026-11-21T20:00:00Z",
+              "lastTransitionTime": "2026-11-21T20:00:00Z" }]);
     });
     until(|| is("False", "FlannelIsUp", "Flannel is running on this node")).await;
     assert!(fixture.server.condition("me", "Ready").is_some(), "others' conditions stay");
@@ -55,7 +57,7 @@ async fn only_the_condition_of_an_earlier_boot_is_withdrawn() {
     let condition = || fixture.server.condition("me", "NetworkUnavailable");
     let starting = |datapath_in_place| Readiness::Starting { datapath_in_place };
     manager.report(&starting(false)).await.unwrap();
-    assert_eq!(condition(), None, "it is not there, which is no promise");
+    assert_eq!(condition(), None, "a node without the condition gets none");
     manager.report(&Readiness::Ready).await.unwrap();
     until(|| condition().is_some_and(|now| now["status"] == "False")).await;
     drop(manager);
@@ -72,7 +74,7 @@ async fn only_the_condition_of_an_earlier_boot_is_withdrawn() {
 }
 
 #[tokio::test]
-async fn the_condition_is_not_changed_if_the_options_say_so() {
+async fn the_condition_is_not_changed_if_the_options_disable_it() {
     let fixture = Fixture::new(V4);
     fixture.server.put_node("me", blank(&["10.1.1.0/24"]));
     let options = KubeOptions { node_condition: false, ..fixture.options("me") };
@@ -87,7 +89,7 @@ async fn the_condition_is_not_changed_if_the_options_say_so() {
 }
 
 #[tokio::test]
-async fn another_reason_alone_is_no_transition() {
+async fn a_changed_reason_alone_is_not_a_transition() {
     let fixture = Fixture::new(V4);
     let (manager, _views) = fixture.following().await;
     let since = |message: &str| {

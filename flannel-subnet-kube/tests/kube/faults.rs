@@ -21,7 +21,7 @@ fn lists(fixture: &Fixture) -> usize {
 }
 
 #[tokio::test]
-async fn a_broken_watch_continues_where_it_was() {
+async fn a_broken_watch_continues_at_its_last_version() {
     let fixture = Fixture::new(V4);
     let (_manager, views) = fixture.following().await;
     for (n, how) in (2..).zip([Cut::MidEvent, Cut::Clean, Cut::MidEvent, Cut::MidEvent, Cut::Clean])
@@ -56,7 +56,7 @@ async fn a_version_that_is_too_old_causes_a_list() {
     assert_eq!(
         fixture.server.count("limit="),
         0,
-        "the server's store is spared, which all nodes would ask at once"
+        "lists come from the cache, because all nodes would read the server's store at once"
     );
 }
 
@@ -129,14 +129,14 @@ async fn a_version_that_the_server_never_reaches_is_dropped() {
     let first = fixture.server.hold("NotOlderThan");
     fixture.server.cut(Cut::Gone);
     let second = again(&fixture, first).await;
-    assert_eq!(fixture.server.count("limit="), 0, "it is waited for");
-    // The store is asked no more often than the cache is waited for.
+    assert_eq!(fixture.server.count("limit="), 0, "the cache is waited for");
+    // The store is read once for each time that the cache is waited for.
     fixture.server.cut_lists(1);
     advance(11).await;
     let third = again(&fixture, second).await;
     assert_eq!(fixture.server.count("limit="), 1);
     let fourth = again(&fixture, third).await;
-    assert_eq!(fixture.server.count("limit="), 1, "it is waited for again");
+    assert_eq!(fixture.server.count("limit="), 1, "the cache is waited for again");
     advance(11).await;
     put(&fixture, 3);
     drop(fourth);
@@ -165,7 +165,7 @@ async fn again(fixture: &Fixture, held: Held) -> Held {
 
 /// All nodes reconnect at once then.
 #[tokio::test]
-async fn no_outage_makes_lists_come_from_the_servers_store() {
+async fn an_outage_causes_no_lists_from_the_servers_store() {
     let fixture = Fixture::new(V4);
     let (_manager, views) = fixture.following().await;
     watches(&fixture, &views, 2).await;
@@ -177,14 +177,14 @@ async fn no_outage_makes_lists_come_from_the_servers_store() {
         fixture.server.cut(Cut::Gone);
         // An answer of the server from before the outage does not count after it.
         until(|| asked() > before).await;
-        fixture.server.stand_before(Some(status));
+        fixture.server.answer_as_proxy(Some(status));
         fixture.server.fail_cached_lists(false);
         for _ in 0..2 {
             let before = asked();
             until(|| asked() > before).await;
             advance(11).await;
         }
-        fixture.server.stand_before(None);
+        fixture.server.answer_as_proxy(None);
         until(|| fixture.server.count("watch=") > opened).await;
         watches(&fixture, &views, n).await;
         assert_eq!(fixture.server.count("limit="), 0, "after {status}");
@@ -193,7 +193,7 @@ async fn no_outage_makes_lists_come_from_the_servers_store() {
 
 /// Like servers before Kubernetes 1.31 while their cache is not ready.
 #[tokio::test]
-async fn lists_without_an_answer_come_from_the_servers_store() {
+async fn unanswered_lists_fall_back_to_the_servers_store() {
     let fixture = Fixture::new(V4);
     let (_manager, views) = fixture.following().await;
     watches(&fixture, &views, 2).await;
@@ -202,7 +202,7 @@ async fn lists_without_an_answer_come_from_the_servers_store() {
     let asked = fixture.server.count("NotOlderThan");
     for n in 1..=2 {
         until(|| fixture.server.count("NotOlderThan") == asked + n).await;
-        assert_eq!(fixture.server.count("limit="), 0, "it is waited for");
+        assert_eq!(fixture.server.count("limit="), 0, "the cache is waited for");
         advance(31).await;
     }
     watches(&fixture, &views, 3).await;
@@ -210,7 +210,7 @@ async fn lists_without_an_answer_come_from_the_servers_store() {
 }
 
 #[tokio::test]
-async fn the_store_answers_as_soon_as_a_watch_is_open() {
+async fn an_outage_ends_as_soon_as_a_watch_is_open() {
     let logged = Logged::default();
     let _guard = tracing::subscriber::set_default(logged.clone());
     let fixture = Fixture::new(V4);
@@ -325,7 +325,7 @@ async fn a_broken_or_late_page_causes_another_list() {
 }
 
 #[tokio::test]
-async fn a_storm_of_410_is_no_storm_of_lists() {
+async fn many_410_answers_do_not_cause_many_lists() {
     let fixture = Fixture::new(V4);
     put(&fixture, 2);
     let (_manager, views) = fixture.following().await;
@@ -350,7 +350,7 @@ async fn failures_do_not_change_the_view_and_are_reported_while_they_last() {
     fixture.server.cut(Cut::MidEvent);
     let error = || manager.store_status().last_error.map(|(text, _)| text);
     until(|| error().is_some_and(|text| text.contains("500"))).await;
-    assert_eq!(views.borrow().leases.len(), 1, "it stays as it was");
+    assert_eq!(views.borrow().leases.len(), 1, "the view is unchanged");
     put(&fixture, 3);
     until(|| views.borrow().leases.len() == 2).await;
     assert_eq!(error(), None);
@@ -358,7 +358,7 @@ async fn failures_do_not_change_the_view_and_are_reported_while_they_last() {
 }
 
 #[tokio::test]
-async fn a_client_waits_as_long_as_the_server_asks() {
+async fn a_client_respects_retry_after() {
     let fixture = Fixture::new(V4);
     let (manager, _views) = fixture.following().await;
     until(|| fixture.server.count("watch=") > 0).await;
@@ -374,7 +374,7 @@ async fn a_client_waits_as_long_as_the_server_asks() {
 }
 
 #[tokio::test]
-async fn a_slow_list_is_waited_for() {
+async fn a_slow_list_is_not_aborted() {
     let fixture = Fixture::new(V4);
     (2..40).for_each(|n| put(&fixture, n));
     fixture.server.slow_lists(Duration::from_millis(20));
@@ -396,8 +396,11 @@ async fn a_rotated_token_is_read_again() {
     rotate("first");
     let kubeconfig = fixture.dir.path().join("kubeconfig");
     let text = format!(
-        "apiVersion: v1\nkind: Config\ncurrent-context: c\nclusters: [{{name: other, cluster: {{server: \"https://h\", proxy-url: \"http://p\"}}}}, {{name: c, cluster: {{server: \"{}\"}}}}]\n\
-         contexts: [{{name: c, context: {{cluster: c, user: u}}}}]\nusers: [{{name: u, user: {{tokenFile: {}}}}}]\n",
+        "apiVersion: v1\nkind: Config\ncurrent-context: c\nclusters: [\
+         {{name: other, cluster: {{server: \"https://h\", proxy-url: \"http://p\"}}}}, \
+         {{name: c, cluster: {{server: \"{}\"}}}}]\n\
+         contexts: [{{name: c, context: {{cluster: c, user: u}}}}]\n\
+         users: [{{name: u, user: {{tokenFile: {}}}}}]\n",
         fixture.server.url(),
         token.display()
     );
@@ -425,7 +428,7 @@ async fn a_rotated_token_is_read_again() {
         matches!(error, Error::Refused { .. }) && error.to_string().contains("(401"),
         "{error}"
     );
-    assert_eq!(views.borrow().leases.len(), 3, "and the view stays");
+    assert_eq!(views.borrow().leases.len(), 3, "the view is unchanged");
     std::fs::write(&token, " \n").unwrap();
     let error = manager.hints().await.unwrap_err().to_string();
     assert!(error.contains(&format!("the token {}: it is empty", token.display())), "{error}");
@@ -433,6 +436,6 @@ async fn a_rotated_token_is_read_again() {
     // There are no other credentials.
     std::fs::write(fixture.dir.path().join("kubeconfig"), "nonsense").unwrap();
     let error = manager.hints().await.unwrap_err().to_string();
-    let parts = ["(401", "others cannot be read: ", "kubeconfig: "];
+    let parts = ["(401", "the credentials cannot be read again: ", "kubeconfig: "];
     assert!(parts.iter().all(|part| error.contains(part)), "{error}");
 }

@@ -18,7 +18,8 @@ use tracing::{Level, Metadata, Subscriber, span};
 
 pub(crate) const PREFIX: &str = "flannel.alpha.coreos.com/";
 pub(crate) const V4: &str = r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vxlan"}}"#;
-pub(crate) const DUAL: &str = r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00::/48","Backend":{"Type":"vxlan"}}"#;
+pub(crate) const DUAL: &str = r#"{"Network":"10.1.0.0/16","EnableIPv6":true,
+    "IPv6Network":"fd00::/48","Backend":{"Type":"vxlan"}}"#;
 /// The time limit of all waits.
 const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -69,7 +70,7 @@ impl Fixture {
     }
 }
 
-/// The reason for which the lease is lost, if it is.
+/// The reason why the lease is lost, if it is.
 pub(crate) fn withdrawn(ownership: &watch::Receiver<Ownership>) -> Option<String> {
     match &*ownership.borrow() {
         Ownership::Lost { why: Loss::Withdrawn(why), .. } => Some(why.clone()),

@@ -18,7 +18,7 @@ fn annotations(fixture: &Fixture, node: &str) -> Value {
 }
 
 #[tokio::test]
-async fn a_lease_is_the_pod_cidr_and_the_annotations_of_go_flannel() {
+async fn a_lease_has_the_pod_cidr_and_the_annotations_of_go_flannel() {
     let fixture = Fixture::new(V4);
     fixture.server.put_node("me", blank(&["10.1.5.0/24", "fd00:0:0:5::/64"]));
     let manager = fixture.manager("me").await;
@@ -34,19 +34,19 @@ async fn a_lease_is_the_pod_cidr_and_the_annotations_of_go_flannel() {
     let patches = fixture.server.count("PATCH");
     assert_eq!(patches, 1);
     manager.acquire_lease(&vxlan()).await.unwrap();
-    assert_eq!(
-        fixture.server.count("PATCH"),
-        patches,
-        "what is there already is not written again"
-    );
+    assert_eq!(fixture.server.count("PATCH"), patches, "present annotations are not written again");
     let views = manager.watch_leases().await.unwrap();
     until(|| leases(&views.borrow()) == ["10.1.5.0-24 vxlan 192.0.2.1"]).await;
     let own = views.borrow().leases.get(&lease.subnets).cloned().unwrap();
-    assert_eq!((&own.attrs, own.since), (&lease.attrs, lease.since), "peers read what we hold");
+    assert_eq!(
+        (&own.attrs, own.since),
+        (&lease.attrs, lease.since),
+        "peers read the lease that this node holds"
+    );
 }
 
 #[tokio::test]
-async fn both_families_and_another_prefix() {
+async fn a_dual_stack_lease_with_another_prefix_is_published() {
     let fixture = Fixture::new(DUAL);
     fixture.server.put_node("me", blank(&["10.1.5.0/24", "fd00:0:0:5::/64"]));
     let mut options = fixture.options("me");
@@ -68,7 +68,8 @@ async fn prescribed_addresses_are_hints_and_overwrites_are_published() {
     let fixture = Fixture::new(V4);
     let mut node = blank(&["10.1.5.0/24"]);
     node["metadata"]["annotations"] = json!({
-        format!("{PREFIX}node-public-ip"): "198.51.100.5", format!("{PREFIX}node-public-ipv6"): "2001:db8::5",
+        format!("{PREFIX}node-public-ip"): "198.51.100.5",
+        format!("{PREFIX}node-public-ipv6"): "2001:db8::5",
         format!("{PREFIX}public-ip-overwrite"): "203.0.113.9",
     });
     fixture.server.put_node("me", node);
@@ -78,7 +79,7 @@ async fn prescribed_addresses_are_hints_and_overwrites_are_published() {
     assert_eq!(hints.public[Family::V6], Some("2001:db8::5".parse().unwrap()));
     assert_eq!((hints.last_published, hints.previous), (None, None));
     let lease = manager.acquire_lease(&vxlan()).await.unwrap();
-    assert_eq!(lease.attrs, vxlan(), "what is published instead is no part of it");
+    assert_eq!(lease.attrs, vxlan(), "the overwrite is not part of the lease");
     assert_eq!(
         fixture.server.annotation("me", &format!("{PREFIX}public-ip")).unwrap(),
         "203.0.113.9"
@@ -145,7 +146,9 @@ async fn a_wrong_overwrite_is_reported_and_does_not_prevent_repairs() {
             until(|| expected.iter().all(|(name, text)| is(name).as_deref() == Some(text))).await;
         }
         until(|| skipped().len() == 1).await;
-        let expected = r#"annotation flannel.alpha.coreos.com/public-ip-overwrite: "2001:db8::9" is not valid, expected an IPv4 address such as 192.0.2.1; it is not used"#;
+        let expected = "annotation flannel.alpha.coreos.com/public-ip-overwrite: \
+                        \"2001:db8::9\" is not valid, expected an IPv4 address such as 192.0.2.1; \
+                        it is not used";
         assert_eq!(skipped(), [("node me".to_owned(), expected.to_owned())]);
         fixture.server.modify("me", |node| {
             drop(node["metadata"]["annotations"].as_object_mut().unwrap().remove(&overwrite));
@@ -160,7 +163,7 @@ async fn a_wrong_overwrite_is_reported_and_does_not_prevent_repairs() {
 
 /// For a node without annotations it is refused; see wrong.rs.
 #[tokio::test]
-async fn an_overwrite_that_is_no_address_does_not_delay_a_later_start() {
+async fn a_wrong_overwrite_does_not_delay_a_later_start() {
     let fixture = Fixture::new(V4);
     let (manager, _) = fixture.following().await;
     manager.acquire_lease(&vxlan()).await.unwrap();
@@ -187,7 +190,7 @@ async fn an_overwrite_of_a_disabled_family_is_ignored() {
 }
 
 #[tokio::test]
-async fn the_pod_names_the_node() {
+async fn the_node_name_is_read_from_the_pod() {
     let fixture = Fixture::new(V4);
     fixture.server.put_node("me", blank(&["10.1.5.0/24"]));
     fixture.server.put_pod("kube-flannel", "flannel-x", "");
@@ -206,7 +209,7 @@ async fn the_pod_names_the_node() {
 }
 
 #[tokio::test]
-async fn other_pod_cidrs_move_the_lease() {
+async fn changed_pod_cidrs_move_the_lease() {
     let fixture = Fixture::new(V4);
     let (manager, _) = fixture.following().await;
     let held = manager.acquire_lease(&vxlan()).await.unwrap();
@@ -279,11 +282,7 @@ async fn a_lease_stays_in_force_while_the_node_has_no_complete_one() {
             .await
             .unwrap_or_else(|error| panic!("{wrong:?}: {error}"));
         assert_eq!((kept.subnets, &kept.attrs), (held.subnets, &others), "{wrong:?}");
-        assert_eq!(
-            fixture.server.count("PATCH"),
-            patches,
-            "it is not this node's to publish: {wrong:?}"
-        );
+        assert_eq!(fixture.server.count("PATCH"), patches, "nothing is published: {wrong:?}");
         // A node that never had a lease waits.
         let error = fixture.manager("me").await.acquire_lease(&others).await.unwrap_err();
         assert!(matches!(error, Error::NotReady { .. }), "{error:?}");

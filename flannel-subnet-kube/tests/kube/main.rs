@@ -1,6 +1,6 @@
 //! The manager on a strict API server: what it publishes and reads, and its behaviour under faults.
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+#![allow(clippy::unwrap_used, reason = "test helpers are test code")]
 
 mod certificates;
 mod condition;

@@ -16,7 +16,8 @@ fn ask(server: &ApiServer, method: &str, path: &str, kind: &str, body: &str) -> 
     let length = body.len();
     write!(
         connection,
-        "{method} {path} HTTP/1.1\r\nHost: test\r\nConnection: close\r\nContent-Type: {kind}\r\nContent-Length: {length}\r\n\r\n{body}"
+        "{method} {path} HTTP/1.1\r\nHost: test\r\nConnection: close\r\n\
+         Content-Type: {kind}\r\nContent-Length: {length}\r\n\r\n{body}"
     )
     .unwrap();
     let mut answer = String::new();
@@ -35,14 +36,14 @@ fn a_request_that_flannel_must_not_send_is_refused_and_recorded() {
     for (method, path, kind, body, status, violation) in [
         ("PATCH", own, "application/merge-patch+json", &*patch, 415, "a patch of type"),
         ("PATCH", own, "application/json-patch+json", "[]", 415, "a patch of type"),
-        ("PATCH", own, STRATEGIC, "{", 400, "a patch that is no JSON"),
+        ("PATCH", own, STRATEGIC, "{", 400, "a patch that is not JSON"),
         (
             "PATCH",
             own,
             STRATEGIC,
             r#"{"spec":{"podCIDR":"10.1.9.0/24"}}"#,
             422,
-            "spec.podCIDR is not flannel's to write",
+            "must not write spec.podCIDR",
         ),
         (
             "PATCH",
@@ -50,7 +51,7 @@ fn a_request_that_flannel_must_not_send_is_refused_and_recorded() {
             STRATEGIC,
             r#"{"metadata":{"annotations":{"a":7}}}"#,
             422,
-            "annotation a is no string",
+            "annotation a is not a string",
         ),
         (
             "PATCH",
@@ -60,12 +61,19 @@ fn a_request_that_flannel_must_not_send_is_refused_and_recorded() {
             422,
             "condition without status",
         ),
-        ("PATCH", "/api/v1/nodes/me", STRATEGIC, &patch, 404, "PATCH /api/v1/nodes/me is nothing"),
-        ("PATCH", "/api/v1/nodes", STRATEGIC, &patch, 404, "PATCH /api/v1/nodes is nothing"),
-        ("PUT", own, "application/json", &patch, 404, "PUT /api/v1/nodes/me/status is nothing"),
-        ("GET", "/api/v1/secrets?limit=500", "", "", 404, "GET /api/v1/secrets is nothing"),
+        (
+            "PATCH",
+            "/api/v1/nodes/me",
+            STRATEGIC,
+            &patch,
+            404,
+            "must not send PATCH /api/v1/nodes/me",
+        ),
+        ("PATCH", "/api/v1/nodes", STRATEGIC, &patch, 404, "must not send PATCH /api/v1/nodes"),
+        ("PUT", own, "application/json", &patch, 404, "must not send PUT /api/v1/nodes/me/status"),
+        ("GET", "/api/v1/secrets?limit=500", "", "", 404, "must not send GET /api/v1/secrets"),
         ("GET", watch, "", "", 400, "a watch without a resourceVersion"),
-        ("GET", &format!("{watch}&resourceVersion=999999"), "", "", 400, "yet to come"),
+        ("GET", &format!("{watch}&resourceVersion=999999"), "", "", 400, "does not exist yet"),
         (
             "GET",
             "/api/v1/nodes?watch=true&resourceVersion=1001&timeoutSeconds=1",
@@ -90,7 +98,7 @@ fn a_request_that_flannel_must_not_send_is_refused_and_recorded() {
             "",
             "",
             400,
-            "takes no resourceVersion",
+            "must not have a resourceVersion",
         ),
         (
             "GET",
@@ -122,7 +130,7 @@ fn a_request_that_flannel_must_not_send_is_refused_and_recorded() {
             "",
             "",
             400,
-            "would ask its store",
+            "would read its store",
         ),
         (
             "GET",

@@ -57,7 +57,7 @@ async fn in_dual_stack_a_change_of_either_family_alone_is_a_change() {
 }
 
 #[tokio::test]
-async fn families_that_the_config_enables_before_there_is_a_lease_count() {
+async fn families_enabled_before_a_lease_is_acquired_are_used() {
     let fixture = Fixture::new(V4);
     fixture.server.put_node("me", blank(&["10.1.1.0/24", "fd00:0:0:1::/64"]));
     fixture.server.put_node("peer", peer("10.1.2.0/24", "192.0.2.2", "0a:00:00:00:00:02"));
@@ -110,11 +110,11 @@ async fn heartbeats_notify_no_receiver() {
     let now = views.borrow();
     assert_eq!(now.leases.changes_since(&before.leases).count(), 0);
     let Origin::Live { revision } = now.origin else { panic!("{:?}", now.origin) };
-    assert!(revision.0 >= from + 100, "the view says how new it is");
+    assert!(revision.0 >= from + 100, "the view has the latest version");
 }
 
 #[tokio::test]
-async fn nodes_deleted_during_an_outage_are_removed_from_thousands() {
+async fn among_thousands_those_nodes_deleted_in_an_outage_are_removed() {
     let fixture = Fixture::new(V4);
     let many = |from: u32| {
         (from..from + 1201).map(|n| {
@@ -129,7 +129,11 @@ async fn nodes_deleted_during_an_outage_are_removed_from_thousands() {
     fixture.server.fill(many(0));
     let (_manager, views) = fixture.following().await;
     assert_eq!(views.borrow().leases.len(), 1201);
-    assert_eq!(fixture.server.count("NotOlderThan"), 1, "a server's cache knows no pages");
+    assert_eq!(
+        fixture.server.count("NotOlderThan"),
+        1,
+        "a list from the server's cache has no pages"
+    );
     // Without a watch, other nodes were created and deleted.
     (0..1000).for_each(|n| fixture.server.delete_node(&format!("node-{n}")));
     fixture.server.fill(many(1100));
@@ -160,12 +164,12 @@ async fn the_state_of_a_late_server_is_not_used() {
     })
     .await;
     assert!(matches!(views.borrow().origin, Origin::Live { .. }));
-    assert_eq!(fixture.server.count("limit="), 0, "the server's store is spared");
+    assert_eq!(fixture.server.count("limit="), 0, "the server's store is not read");
 }
 
 /// The server may get no changes from its store, or its cache may be stuck.
 #[tokio::test]
-async fn a_server_with_a_late_cache_lists_from_its_store() {
+async fn a_server_with_a_late_cache_is_listed_from_its_store() {
     let fixture = Fixture::new(V4);
     fixture.server.put_node("me", blank(&["10.1.1.0/24"]));
     let many = (0..600).map(|n| {
@@ -185,7 +189,7 @@ async fn a_server_with_a_late_cache_lists_from_its_store() {
     drop(first);
     until(|| second.is_there()).await;
     // It is late until its answer has come, so that slow machines do not matter.
-    assert_eq!(fixture.server.count("limit="), 0, "it is waited for");
+    assert_eq!(fixture.server.count("limit="), 0, "the cache is waited for");
     tokio::time::pause();
     tokio::time::advance(Duration::from_secs(11)).await;
     tokio::time::resume();
@@ -201,7 +205,7 @@ async fn a_server_with_a_late_cache_lists_from_its_store() {
 }
 
 #[tokio::test]
-async fn without_a_node_of_its_own_the_first_list_is_the_latest() {
+async fn without_an_own_node_the_first_list_comes_from_the_servers_store() {
     let fixture = Fixture::new(V4);
     fixture.server.put_node("me", blank(&["10.1.1.0/24"]));
     let manager = fixture.manager("me").await;
@@ -227,7 +231,8 @@ async fn wrong_peers_are_reported_and_affect_no_other() {
     assert_eq!(skipped().len(), 2, "{:?}", skipped());
     let (key, reason) = &skipped()[0];
     assert_eq!(key, "node bad-address");
-    let expected = r#"annotation flannel.alpha.coreos.com/public-ip: "nonsense" is not valid, expected an IPv4 address such as 192.0.2.1"#;
+    let expected = "annotation flannel.alpha.coreos.com/public-ip: \"nonsense\" is not valid, \
+                    expected an IPv4 address such as 192.0.2.1";
     assert_eq!(reason, expected);
     assert!(skipped()[1].1.contains("its PodCIDR \"10.1.4.0\" is not"), "{:?}", skipped());
     fixture.server.put_node("bad-address", peer("10.1.3.0/24", "192.0.2.3", "0a:00:00:00:00:03"));

@@ -1,4 +1,4 @@
-//! Mistakes of people, and their errors.
+//! Wrong configurations, and their errors.
 
 use flannel_core::{Error, SubnetManager};
 use flannel_subnet_kube::testing::ApiServer;
@@ -8,13 +8,13 @@ use tokio::net::TcpSocket;
 
 use crate::fixture::{DUAL, Fixture, PREFIX, V4, blank, until, vxlan};
 
-fn says(error: &Error, parts: &[&str]) {
+fn assert_contains(error: &Error, parts: &[&str]) {
     let text = error.to_string();
     parts.iter().for_each(|part| assert!(text.contains(part), "{part:?} is not in: {text}"));
 }
 
 #[tokio::test]
-async fn no_api_server() {
+async fn an_unreachable_api_server_is_reported() {
     let fixture = Fixture::new(V4);
     // No other process gets the port while it is bound, and nothing listens.
     let nobody = TcpSocket::new_v4().unwrap();
@@ -25,7 +25,7 @@ async fn no_api_server() {
     let manager = KubeManager::open(options).await.unwrap();
     let error = manager.hints().await.unwrap_err();
     assert!(matches!(error, Error::Store { .. }), "waiting helps: {error:?}");
-    says(&error, &[&format!("kube:http://{closed}: get nodes: "), "Connection refused"]);
+    assert_contains(&error, &[&format!("kube:http://{closed}: get nodes: "), "Connection refused"]);
     assert!(matches!(manager.watch_leases().await, Err(Error::Store { .. })));
     assert!(
         manager
@@ -47,24 +47,27 @@ async fn wrong_options_for_the_server_are_reported() {
         error
     };
     let error = open(&|options| options.api_url = Some("kube.example".into())).await;
-    says(&error, &["\"kube.example\"", "https://192.0.2.1:6443"]);
+    assert_contains(&error, &["\"kube.example\"", "https://192.0.2.1:6443"]);
     let error = open(&|options| (options.api_url, options.kubeconfig) = (None, None)).await;
-    says(&error, &["neither an URL nor a kubeconfig", "service account"]);
+    assert_contains(&error, &["neither a URL nor a kubeconfig", "service account"]);
     let missing = fixture.dir.path().join("kubeconfig");
     let error = open(&|options| options.kubeconfig = Some(missing.clone())).await;
-    says(&error, &[&missing.display().to_string(), "No such file"]);
+    assert_contains(&error, &[&missing.display().to_string(), "No such file"]);
     std::fs::write(&missing, "clusters: 7").unwrap();
     let error = open(&|options| options.kubeconfig = Some(missing.clone())).await;
-    says(&error, &[&missing.display().to_string()]);
-    let proxy = "current-context: c\nclusters: [{name: c, cluster: {server: \"https://h\", proxy-url: \"http://p\"}}]\n\
+    assert_contains(&error, &[&missing.display().to_string()]);
+    let proxy = "current-context: c\nclusters: [{name: c, \
+                 cluster: {server: \"https://h\", proxy-url: \"http://p\"}}]\n\
                  contexts: [{name: c, context: {cluster: c}}]\n";
     std::fs::write(&missing, proxy).unwrap();
     let error = open(&|options| options.kubeconfig = Some(missing.clone())).await;
-    says(&error, &["proxy-url"]);
+    assert_contains(&error, &["proxy-url"]);
     let with = |cluster: &str, user: &str| {
         let text = format!(
-            "current-context: c\nclusters: [{{name: c, cluster: {{server: \"https://h\"{cluster}}}}}]\n\
-             contexts: [{{name: c, context: {{cluster: c, user: u}}}}]\nusers: [{{name: u, user: {{{user}}}}}]\n"
+            "current-context: c\n\
+             clusters: [{{name: c, cluster: {{server: \"https://h\"{cluster}}}}}]\n\
+             contexts: [{{name: c, context: {{cluster: c, user: u}}}}]\n\
+             users: [{{name: u, user: {{{user}}}}}]\n"
         );
         std::fs::write(&missing, text).unwrap();
     };
@@ -98,12 +101,12 @@ async fn wrong_options_for_the_server_are_reported() {
             (options.api_url, options.kubeconfig) = (None, Some(missing.clone()));
         })
         .await;
-        says(&error, &parts);
+        assert_contains(&error, &parts);
     }
 }
 
 #[tokio::test]
-async fn a_certificate_of_another_ca() {
+async fn a_server_certificate_of_another_ca_is_refused() {
     let fixture = Fixture::new(V4);
     let signed = rcgen::generate_simple_self_signed(["127.0.0.1".to_owned()]).unwrap();
     let server = ApiServer::with_tls(&signed.cert.pem(), &signed.signing_key.serialize_pem());
@@ -114,7 +117,8 @@ async fn a_certificate_of_another_ca() {
             (fixture.dir.path().join("ca"), fixture.dir.path().join("kubeconfig"));
         std::fs::write(&ca_file, ca).unwrap();
         let text = format!(
-            "current-context: c\nclusters: [{{name: c, cluster: {{server: \"{}\", certificate-authority: {}}}}}]\n\
+            "current-context: c\nclusters: [{{name: c, cluster: \
+             {{server: \"{}\", certificate-authority: {}}}}}]\n\
              contexts: [{{name: c, context: {{cluster: c}}}}]\n",
             server.url(),
             ca_file.display()
@@ -127,12 +131,12 @@ async fn a_certificate_of_another_ca() {
             Ok(_) => assert!(good),
             Err(error) => {
                 assert!(!good && matches!(error, Error::Refused { .. }), "{error:?}");
-                says(
+                assert_contains(
                     &error,
                     &[
                         "certificate is not accepted",
                         "invalid peer certificate",
-                        "right would be one that the CA",
+                        "expected one that the CA",
                     ],
                 );
             }
@@ -149,7 +153,7 @@ async fn a_forbidden_request_is_reported_with_verb_and_resource() {
         fixture.server.forbid(verb, resource);
         let error = manager.acquire_lease(&vxlan()).await.unwrap_err();
         assert!(matches!(error, Error::Refused { .. }), "{error:?}");
-        says(
+        assert_contains(
             &error,
             &[&format!("the verb {verb:?} on the resource {resource:?}"), "system:serviceaccount"],
         );
@@ -163,7 +167,10 @@ async fn a_forbidden_request_is_reported_with_verb_and_resource() {
         KubeManager::open(KubeOptions { identity: pod, ..fixture.options("") }).await.unwrap();
     for error in [in_pod.hints().await.unwrap_err(), in_pod.watch_leases().await.unwrap_err()] {
         assert!(matches!(error, Error::Refused { .. }), "{error:?}");
-        says(&error, &["the verb \"get\" on the resource \"pods\"", "system:serviceaccount"]);
+        assert_contains(
+            &error,
+            &["the verb \"get\" on the resource \"pods\"", "system:serviceaccount"],
+        );
     }
     fixture.server.permit_all();
     in_pod.hints().await.unwrap();
@@ -187,7 +194,7 @@ async fn an_incomplete_node_is_waited_for() {
     let refused = async |parts: &[&str]| {
         let error = manager.acquire_lease(&vxlan()).await.unwrap_err();
         assert!(matches!(error, Error::NotReady { .. }), "{error:?}");
-        says(&error, parts);
+        assert_contains(&error, parts);
         assert_eq!(fixture.server.count("PATCH"), 0, "nothing is published for it");
     };
     refused(&["there is no node \"me\"", "NODE_NAME"]).await;
@@ -212,7 +219,7 @@ async fn an_incomplete_node_is_waited_for() {
     let mut node = blank(&["10.1.1.0/24"]);
     node["metadata"]["annotations"] = json!({ format!("{PREFIX}node-public-ip"): "2001:db8::1" });
     fixture.server.put_node("me", node);
-    says(
+    assert_contains(
         &manager.hints().await.unwrap_err(),
         &["node-public-ip: \"2001:db8::1\" is not valid, expected an IPv4 address"],
     );
@@ -225,22 +232,22 @@ async fn in_dual_stack_both_families_need_a_pod_cidr() {
     let fixture = Fixture::new(DUAL);
     fixture.server.put_node("me", blank(&["10.1.1.0/24"]));
     let error = fixture.manager("me").await.acquire_lease(&vxlan()).await.unwrap_err();
-    says(&error, &["node me: it has no IPv6 PodCIDR yet"]);
+    assert_contains(&error, &["node me: it has no IPv6 PodCIDR yet"]);
 }
 
 #[tokio::test]
-async fn the_network_config() {
+async fn network_config_errors_are_reported_and_networks_do_not_change() {
     let fixture = Fixture::new(V4);
     fixture.server.put_node("me", blank(&["10.1.1.0/24"]));
     let manager = fixture.manager("me").await;
     std::fs::remove_file(fixture.net_config()).unwrap();
     let error = manager.network_config().await.unwrap_err();
     assert!(matches!(error, Error::NoConfig { .. }));
-    says(&error, &["net-conf.json"]);
+    assert_contains(&error, &["net-conf.json"]);
     fixture.write_config(r#"{"Network":"10.1.0.0/16","Backend":{"Type":7}}"#);
     let error = manager.network_config().await.unwrap_err();
     assert!(matches!(error, Error::Config { .. }));
-    says(&error, &["net-conf.json", "field Backend.Type"]);
+    assert_contains(&error, &["net-conf.json", "field Backend.Type"]);
     assert!(manager.store_status().wrong_config.is_some());
     fixture.write_config(V4);
     let config = manager.network_config().await.unwrap();
@@ -257,10 +264,10 @@ async fn the_network_config() {
 }
 
 #[tokio::test]
-async fn the_name_comes_from_the_identity() {
+async fn a_missing_pod_is_reported() {
     let fixture = Fixture::new(V4);
     let pod = NodeIdentity::Pod { namespace: "a".into(), name: "b".into() };
     let manager =
         KubeManager::open(KubeOptions { identity: pod, ..fixture.options("") }).await.unwrap();
-    says(&manager.hints().await.unwrap_err(), &["pods \"b\" not found"]);
+    assert_contains(&manager.hints().await.unwrap_err(), &["pods \"b\" not found"]);
 }

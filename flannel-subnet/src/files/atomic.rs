@@ -51,7 +51,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_new_file_gets_its_mode_an_old_one_keeps_its_own_and_no_other_file_is_left() {
+    fn a_replaced_file_keeps_its_mode_and_no_temporary_file_is_left() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("file");
         let mode = || fs::metadata(&path).unwrap().permissions().mode() & 0o7777;

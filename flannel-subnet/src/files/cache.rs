@@ -1,8 +1,8 @@
 //! The last complete set of leases on disk, for a start while the store does not answer.
 //!
-//! A file that is damaged, of another store or of a newer version is ignored. Peers' leases from
-//! the cache create and replace objects but delete none. The own lease counts only until its end by
-//! wall clock.
+//! A file that is damaged, belongs to another store or has a newer version is ignored. Peers'
+//! leases from the cache create and replace objects but delete none. The own lease counts only
+//! until its end by wall clock.
 //!
 //! The file is text. The first line has the format, its version and a checksum of the rest. The
 //! second line is a JSON object with common values. Each other line is a lease: key, `since`,
@@ -60,7 +60,7 @@ impl Saved {
     }
 }
 
-/// The reason for which a cache is not used.
+/// The reason why a cache is not used.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CacheError {
@@ -170,20 +170,20 @@ impl Cache {
         parse(&bytes).map_err(|reason| CacheError::Content { path: self.path.clone(), reason })
     }
 
-    /// Reads the file if it is of `store`. Ignores any other file, with a warning.
+    /// Reads the file if it belongs to `store`. Ignores any other file, with a warning.
     ///
     /// # Blocking
     /// Reads one file.
     pub fn load_from(&self, store: &str) -> Option<Saved> {
         let reason = match self.load() {
             Ok(saved) if saved.store == store => return Some(saved),
-            Ok(saved) => format!("it is of {}, not of {store}", saved.store),
+            Ok(saved) => format!("it belongs to {}, not to {store}", saved.store),
             Err(CacheError::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
                 return None;
             }
             Err(error) => error.to_string(),
         };
-        tracing::warn!(path = %self.path.display(), "the cache is ignored: {reason}");
+        tracing::warn!(path = %self.path.display(), %reason, "the cache is ignored");
         None
     }
 }
@@ -200,7 +200,7 @@ fn text(saved: &Saved) -> String {
         config: saved.config.clone().map(|config| (config.location, config.text)),
         own,
     };
-    // Only maps with other keys than strings, and I/O, can fail.
+    // Serialization fails only for I/O and for maps with keys that are not strings.
     let mut body =
         serde_json::to_string(&whole).expect("a struct of strings and numbers serializes");
     for lease in saved.leases.iter() {
@@ -218,12 +218,12 @@ fn parse(bytes: &[u8]) -> Result<Saved, String> {
     let parts: Vec<&str> = head.split(' ').collect();
     let [FORMAT, version, rest @ ..] = &parts[..] else { return Err(malformed()) };
     if *version != VERSION {
-        return Err(format!("it is of version {version:?}, this build reads version {VERSION}"));
+        return Err(format!("it has version {version:?}, this build reads version {VERSION}"));
     }
     let [sum] = rest else { return Err(malformed()) };
     if *sum != format!("{:016x}", fnv1a(body)) {
         return Err(format!(
-            "the checksum {sum:?} is not that of its content: the file is damaged"
+            "the checksum {sum:?} does not match the content: the file is damaged"
         ));
     }
     let body = std::str::from_utf8(body).map_err(|error| error.to_string())?;
@@ -264,7 +264,8 @@ mod tests {
 
     fn peer(n: u32) -> Lease {
         let value = format!(
-            r#"{{"PublicIP":"192.{}.{}.7","PublicIPv6":"2001:db8::{n:x}","BackendType":"vxlan","BackendData":{{"VNI":1,"VtepMAC":"0a:00:00:00:00:07"}}}}"#,
+            r#"{{"PublicIP":"192.{}.{}.7","PublicIPv6":"2001:db8::{n:x}","BackendType":"vxlan",
+            "BackendData":{{"VNI":1,"VtepMAC":"0a:00:00:00:00:07"}}}}"#,
             n / 256 % 256,
             n % 256
         );
@@ -330,7 +331,7 @@ mod tests {
     }
 
     #[test]
-    fn damage_is_always_noticed() {
+    fn any_damage_is_detected() {
         let dir = tempfile::tempdir().unwrap();
         let cache = Cache::open(dir.path().join("leases"));
         let good = text(&saved(2)).into_bytes();

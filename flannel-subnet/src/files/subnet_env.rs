@@ -41,7 +41,7 @@ pub struct SubnetEnv {
     pub ip_masq: bool,
 }
 
-/// The reason for which a `subnet.env` cannot be read or written.
+/// The reason why a `subnet.env` cannot be read or written.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum SubnetEnvError {
@@ -263,10 +263,11 @@ mod tests {
     }
 
     #[test]
-    fn the_bytes_are_those_of_go_flannel() {
+    fn subnet_env_has_the_bytes_of_go_flannel() {
         let (v4, v6) = (("10.1.0.0/16", "10.1.5.0/24"), ("fd00::/48", "fd00:0:0:5::/64"));
-        let golden = "FLANNEL_NETWORK=10.1.0.0/16\nFLANNEL_SUBNET=10.1.5.1/24\nFLANNEL_IPV6_NETWORK=fd00::/48\n\
-                      FLANNEL_IPV6_SUBNET=fd00:0:0:5::1/64\nFLANNEL_MTU=1450\nFLANNEL_IPMASQ=true\n";
+        let golden = "FLANNEL_NETWORK=10.1.0.0/16\nFLANNEL_SUBNET=10.1.5.1/24\n\
+                      FLANNEL_IPV6_NETWORK=fd00::/48\nFLANNEL_IPV6_SUBNET=fd00:0:0:5::1/64\n\
+                      FLANNEL_MTU=1450\nFLANNEL_IPMASQ=true\n";
         assert_eq!(env(&[v4, v6]).to_string(), golden);
         let lines: Vec<&str> = golden.lines().collect();
         let v4_only = [lines[0], lines[1], lines[4], "FLANNEL_IPMASQ=false", ""].join("\n");
@@ -275,13 +276,12 @@ mod tests {
     }
 
     #[test]
-    fn a_written_file_is_read_back() {
+    fn a_written_subnet_env_is_read_back() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("run/flannel/subnet.env");
         let missing = SubnetEnv::read(&path).unwrap_err();
-        assert!(
-            matches!(&missing, SubnetEnvError::Io { source, .. } if source.kind() == io::ErrorKind::NotFound)
-        );
+        let SubnetEnvError::Io { source, .. } = &missing else { panic!("{missing:?}") };
+        assert_eq!(source.kind(), io::ErrorKind::NotFound);
         let env = env(&[("10.1.0.0/16", "10.1.5.0/24"), ("fd00::/48", "fd00:0:0:5::/64")]);
         env.write_atomic(&path).unwrap();
         assert_eq!(SubnetEnv::read(&path).unwrap(), env);
@@ -291,10 +291,12 @@ mod tests {
     }
 
     #[test]
-    fn reads_the_syntax_of_people_and_shells() {
-        let text = "# flannel\n\nexport FLANNEL_NETWORK=\"10.1.0.0/16\"\nFLANNEL_SUBNET: 10.1.5.77/24 # ours\n\
-                    FLANNEL_MTU='1450'\nFLANNEL_IPMASQ = true\nOTHER=x=y\nFLANNEL_SUBNET=10.1.6.1/24\n\
-                    FLANNEL_IPV6_NETWORK=fd00::/48,rubbish\nFLANNEL_IPV6_SUBNET=fd00::1/64,fd01::1/64\n";
+    fn shell_and_dotenv_syntax_is_accepted() {
+        let text = "# flannel\n\nexport FLANNEL_NETWORK=\"10.1.0.0/16\"\n\
+                    FLANNEL_SUBNET: 10.1.5.77/24 # ours\nFLANNEL_MTU='1450'\n\
+                    FLANNEL_IPMASQ = true\nOTHER=x=y\nFLANNEL_SUBNET=10.1.6.1/24\n\
+                    FLANNEL_IPV6_NETWORK=fd00::/48,rubbish\n\
+                    FLANNEL_IPV6_SUBNET=fd00::1/64,fd01::1/64\n";
         let mut expected = env(&[("10.1.0.0/16", "10.1.6.0/24")]);
         expected.networks.v6 = Some("fd00::/48".parse().unwrap());
         assert_eq!(SubnetEnv::parse(text, Path::new("x")).unwrap(), expected);

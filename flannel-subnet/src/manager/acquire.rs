@@ -55,12 +55,12 @@ impl LocalManager {
                     return Ok(lease);
                 }
                 Attempt::Acquired(_) => {
-                    tracing::debug!("the store's answer came after the lease's end, trying again");
+                    tracing::debug!("the store answered after the end of the lease, trying again");
                     self.store.list().await?
                 }
                 Attempt::Beaten(listing) => listing,
                 Attempt::Lost => {
-                    tracing::debug!("something has changed meanwhile, trying again");
+                    tracing::debug!("the store has changed meanwhile, trying again");
                     tokio::time::sleep(backoff.pause()).await;
                     self.store.list().await?
                 }
@@ -81,11 +81,11 @@ impl LocalManager {
                 return lost_race(self.take_over(entry, attrs).await).map(Attempt::from);
             };
             if entry.holder.is_some() {
-                tracing::warn!(%subnets, "this node's lease {unfit} and is given up");
+                tracing::warn!(%subnets, "this node's lease {unfit} and is deleted");
                 let deleted = self.store.delete(&subnets, entry.lease.revision).await;
                 return lost_race(deleted.map(|()| None)).map(Attempt::from);
             }
-            tracing::warn!(%subnets, "this node's reservation {unfit} and is left alone");
+            tracing::warn!(%subnets, "this node's reservation {unfit} and is not used");
         }
         self.take_new(config, listing, attrs).await
     }
@@ -105,7 +105,7 @@ impl LocalManager {
         if let Some(id) = entry.holder.filter(|_| !ours) {
             tracing::warn!(
                 %subnets, holder = %id,
-                "taking over the lease that {} has under our public address: this host lost its \
+                "taking over the lease of {}, which has our public address: this host lost its \
                  state, or ran another flannel before, or two hosts have one address",
                 holder(&entry.lease.attrs)
             );
@@ -164,12 +164,12 @@ impl LocalManager {
         let Some(other) = earlier(&listing, &entry) else { return Ok(Some(entry)) };
         tracing::info!(
             %subnets, other = %other.lease.subnets,
-            "another node was faster with one of the two, stepping back"
+            "another node created a lease with one of the two subnets first, deleting ours"
         );
         lost_race(self.store.delete(&subnets, entry.lease.revision).await.map(|()| None))
     }
 
-    /// Deletes the leases that we hold besides `held`. A request whose answer was lost may have
+    /// Deletes the leases of this node other than `held`. A request whose answer was lost may have
     /// created one.
     pub(super) async fn sweep(&self, held: &Subnets) -> Result<()> {
         let listing = self.store.list().await?;
@@ -180,7 +180,7 @@ impl LocalManager {
             let subnets = stray.lease.subnets;
             tracing::info!(
                 %subnets, %held,
-                "this node came to hold a second lease, which is given up"
+                "this node holds a second lease, which is deleted"
             );
             lost_race(self.store.delete(&subnets, stray.lease.revision).await.map(Some))?;
         }
@@ -200,7 +200,7 @@ impl LocalManager {
         Ok(self.settle(written, LeaseTerm { sent, ttl: self.ttl }))
     }
 
-    /// The grant for a write; `None` for a reservation, which stays one.
+    /// The grant for a write; `None` for a reservation, which stays a reservation.
     pub(super) fn grant(&self, reserved: bool) -> Option<LeaseGrant> {
         (!reserved).then_some(LeaseGrant { holder: self.identity.holder, ttl: self.ttl })
     }
@@ -227,8 +227,8 @@ impl LocalManager {
         });
         let subnets = cached.subnets;
         tracing::warn!(
-            %subnets,
-            "going on with the lease from the cache, which is still ours: {error}"
+            %subnets, %error,
+            "the lease cannot be requested from the store, using the one from the cache"
         );
         // With changed attributes, any revision that the store shows must be checked.
         let same = cached.attrs == *attrs;

@@ -1,4 +1,4 @@
-//! A node whose lease another person or program writes, in a directory that every host has.
+//! A node whose lease an operator or a program writes, in a directory that every host has.
 //!
 //! The manager writes nothing. It finds its own entry by its addresses. It stops if the entry
 //! differs from the attributes that the node will publish.

@@ -15,7 +15,7 @@ use crate::files::cache::{Cache, Saved};
 use crate::registry::{ConfigText, HolderId, Metered, Registry, unanswered};
 use crate::runtime::{Task, lock};
 
-/// How long the store may take for its first answer before the cache is used.
+/// The time limit for the store's first answer. The cache is used after it.
 const PATIENCE: Duration = Duration::from_millis(25);
 
 /// The pause after each write of the cache.
@@ -80,7 +80,7 @@ impl Fallback {
         self.cached()?.own(self.holder, self.clock.wall()).cloned()
     }
 
-    /// The own lease from the cache, whether it still counts or not.
+    /// The own lease from the cache, even if it no longer counts.
     pub(super) fn own_lease(&self) -> Option<Lease> {
         let (lease, holder) = self.cached()?.own.as_ref()?;
         (*holder == self.holder).then(|| lease.clone())
@@ -95,7 +95,7 @@ impl Fallback {
         let absent = self.absent.load(Ordering::Relaxed);
         let patience = if absent { Duration::ZERO } else { PATIENCE };
         let result = tokio::time::timeout(patience, request).await.unwrap_or_else(|_| {
-            let source = "no answer yet, going on from the cache".into();
+            let source = "no answer yet, continuing with the cache".into();
             Err(Error::Store { store: self.store.to_string(), source })
         });
         if result.as_ref().is_err_and(unanswered) {
@@ -113,7 +113,7 @@ impl Fallback {
         match self.promptly(self.store.config()).await {
             Err(error) if unanswered(&error) => {
                 if !self.warned.swap(true, Ordering::Relaxed) {
-                    tracing::warn!("the network config comes from the cache: {error}");
+                    tracing::warn!(%error, "the network config comes from the cache");
                 }
                 Ok((cached, true))
             }
@@ -184,7 +184,7 @@ impl Fallback {
         let (store, config) = (self.store.to_string(), lock(&self.config).clone());
         let saved = Saved { store, written, leases: view.leases, config, own };
         if let Err(error) = cache.save(&saved) {
-            tracing::warn!("the cache could not be written: {error}");
+            tracing::warn!(%error, "the cache cannot be written");
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Keeping the lease, and noticing when it is lost.
 //!
-//! If the view shows our key with another content than this node wrote, the key is read from the
-//! store and judged.
+//! If the view shows our key with content that this node did not write, the key is read from the
+//! store and evaluated.
 
 use std::time::Duration;
 
@@ -26,26 +26,26 @@ enum Difference {
 }
 
 impl LocalManager {
-    /// Renews and watches the lease, and judges differences, until the lease ends.
+    /// Renews and watches the lease, and evaluates differences, until the lease ends.
     pub(super) async fn hold(&self, held: &Lease) -> Result<LeaseEnd> {
         self.resume(held);
         let mut views = self.views();
         let mut backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(60));
-        let mut judged = None;
+        let mut evaluated = None;
         let mut again = None;
         let (mut lapsed, mut refused) = (false, false);
         let (mut searched, mut stray) = (LeaseSet::default(), false);
         loop {
             let view = views.borrow_and_update().clone();
             let difference = self.difference(&view);
-            stray |= self.may_stray(&view, &mut searched);
+            stray |= self.may_have_stray(&view, &mut searched);
             let renewal = self.holding.term().map(|term| term.renewal(self.margin));
             let due = again.or(renewal).is_some_and(|time| time <= self.clock.boottime());
             // After a failure all work waits for the next attempt.
             let outcome = if due {
                 let _writing = self.writing.lock().await;
                 self.renew_or_check().await
-            } else if again.is_none() && difference.is_some() && difference != judged {
+            } else if again.is_none() && difference.is_some() && difference != evaluated {
                 let _writing = self.writing.lock().await;
                 self.check().await
             } else if again.is_none() && stray {
@@ -56,7 +56,7 @@ impl LocalManager {
                 stray = swept.is_err();
                 swept.map(|()| None)
             } else {
-                judged = judged.filter(|_| difference.is_some());
+                evaluated = evaluated.filter(|_| difference.is_some());
                 self.wait(again.or(renewal), &mut views).await;
                 continue;
             };
@@ -68,33 +68,33 @@ impl LocalManager {
                     return Ok(end);
                 }
                 Ok(None) => {
-                    (judged, again, refused) = (difference, None, false);
+                    (evaluated, again, refused) = (difference, None, false);
                     backoff.reset();
                     if std::mem::take(&mut lapsed) {
                         tracing::info!(
                             subnets = %held.subnets,
-                            "the store confirms that the subnet is ours again"
+                            "the store confirms that this node owns the subnets again"
                         );
                     }
                 }
                 Err(error) => {
                     again = Some(self.again(&mut backoff));
                     let subnets = held.subnets;
-                    tracing::debug!(%subnets, "cannot look after the lease yet: {error}");
+                    tracing::debug!(%subnets, %error, "the lease cannot be renewed or checked yet");
                     // The reflector logs an outage.
                     if matches!(error, Error::Refused { .. })
                         && !std::mem::replace(&mut refused, true)
                     {
                         tracing::warn!(
-                            %subnets,
-                            "the lease cannot be renewed, trying on: {error}"
+                            %subnets, %error,
+                            "the lease cannot be renewed, retrying"
                         );
                     }
                     if self.holding.has_lapsed() && !std::mem::replace(&mut lapsed, true) {
                         tracing::warn!(
-                            %subnets,
-                            "the lease could not be renewed in time, the subnet is no longer \
-                             ours: {error}"
+                            %subnets, %error,
+                            "the lease was not renewed in time, this node no longer owns the \
+                             subnets"
                         );
                     }
                 }
@@ -126,7 +126,7 @@ impl LocalManager {
     }
 
     /// Another lease with our address has appeared since the view `searched`.
-    fn may_stray(&self, view: &View, searched: &mut LeaseSet) -> bool {
+    fn may_have_stray(&self, view: &View, searched: &mut LeaseSet) -> bool {
         let Origin::Live { .. } = view.origin else { return false };
         let Some(HeldLease { subnets, attrs, .. }) = self.holding.get() else { return false };
         let searched = std::mem::replace(searched, view.leases.clone());
@@ -170,7 +170,7 @@ impl LocalManager {
         let end = self.check().await?;
         let Some(ttl) = kept else {
             if end.is_none() && self.holding.term().is_some_and(|term| term.sent < sent) {
-                let reason = "it has forgotten the lease's holder, but not its key";
+                let reason = "it has forgotten the holder of the lease, but not its key";
                 return Err(self.unclear(&held_lease, reason));
             }
             return Ok(end);
@@ -187,29 +187,29 @@ impl LocalManager {
         Error::Store { store, source: reason.into() }
     }
 
-    /// Reads our key and judges it. `None`: the lease is still ours.
+    /// Reads our key and evaluates it. `None`: this node still holds the lease.
     async fn check(&self) -> Result<Option<LeaseEnd>> {
         let Some(held_lease) = self.holding.get() else {
             return Ok(Some(LeaseEnd::Expired));
         };
         match self.store.entry(&held_lease.subnets).await {
             Err(error) => return self.restore(&held_lease, error).await,
-            Ok(Some(entry)) => return self.judge(&held_lease, entry).await,
+            Ok(Some(entry)) => return self.evaluate(&held_lease, entry).await,
             Ok(None) if held_lease.term.is_none() => return Ok(Some(LeaseEnd::Deleted)),
             Ok(None) => {}
         }
         let sent = self.clock.boottime();
         let kept = self.store.keep_alive(&held_lease.subnets, self.identity.holder).await?;
-        let Some(ttl) = kept else { return self.win_back(&held_lease).await };
+        let Some(ttl) = kept else { return self.reacquire(&held_lease).await };
         match self.store.entry(&held_lease.subnets).await? {
             // An earlier attempt to restore it succeeded just now.
-            Some(entry) => self.judge(&held_lease, entry).await,
+            Some(entry) => self.evaluate(&held_lease, entry).await,
             // The store knew the holder at a time when the key was gone.
             None if self.clock.boottime() < (LeaseTerm { sent, ttl }).end() => {
                 Ok(Some(LeaseEnd::Deleted))
             }
             None => {
-                let reason = "its answers took too long to show what became of the lease";
+                let reason = "its answers came too late to show the state of the lease";
                 Err(self.unclear(&held_lease, reason))
             }
         }
@@ -224,7 +224,7 @@ impl LocalManager {
         let Some(unreadable) = listing.skipped.iter().find(ours) else { return Err(error) };
         tracing::warn!(
             %subnets, reason = unreadable.reason,
-            "somebody made this node's lease unreadable; restoring it"
+            "this node's lease was made unreadable, restoring it"
         );
         match self.rewrite(subnets, unreadable.revision, attrs, term.is_none()).await {
             Ok(_) => Ok(None),
@@ -234,8 +234,8 @@ impl LocalManager {
         }
     }
 
-    /// Judges the content of our key by its holder ID and its attributes.
-    async fn judge(&self, held_lease: &HeldLease, entry: Entry) -> Result<Option<LeaseEnd>> {
+    /// Evaluates the content of our key by its holder ID and its attributes.
+    async fn evaluate(&self, held_lease: &HeldLease, entry: Entry) -> Result<Option<LeaseEnd>> {
         let HeldLease { subnets, attrs: desired, revision, term } = held_lease;
         let now = &entry.lease.attrs;
         let same_node = now.preferred.public == desired.preferred.public;
@@ -248,12 +248,12 @@ impl LocalManager {
         if !ours {
             return Ok(Some(LeaseEnd::Taken { by: self.holder(&entry) }));
         }
-        // It may be created by an earlier attempt whose answer was lost.
+        // An earlier attempt whose answer was lost may have created it.
         if entry.holder.is_some()
             && entry.lease.revision != *revision
             && self.undisputed(entry.clone()).await?.is_none()
         {
-            return Ok(Some(disputed()));
+            return Ok(Some(lost_dispute()));
         }
         if now == desired {
             // A reservation that became a lease is renewed at once, to learn its time to live.
@@ -261,33 +261,33 @@ impl LocalManager {
             self.settle(entry, term.unwrap_or(LeaseTerm { sent, ttl: Duration::ZERO }));
             return Ok(None);
         }
-        tracing::warn!(%subnets, "somebody changed this node's lease; restoring it");
+        tracing::warn!(%subnets, "another writer changed this node's lease, restoring it");
         // Two writers that restore different values must not do so at full speed.
         tokio::time::sleep(Duration::from_millis(fastrand::u64(50..200))).await;
         let reserved = entry.holder.is_none();
         match self.rewrite(subnets, entry.lease.revision, desired, reserved).await {
-            // After a conflict the view shows the next change, which is judged again.
+            // After a conflict the view shows the next change, which is evaluated again.
             Ok(_) | Err(Error::Conflict { .. }) => Ok(None),
             Err(error) => Err(error),
         }
     }
 
     /// The store has neither the key nor its holder, so the key expired.
-    async fn win_back(&self, held_lease: &HeldLease) -> Result<Option<LeaseEnd>> {
+    async fn reacquire(&self, held_lease: &HeldLease) -> Result<Option<LeaseEnd>> {
         let HeldLease { subnets, attrs, .. } = held_lease;
         let sent = self.clock.boottime();
         match self.store.create(subnets, attrs, self.grant(false)).await {
             Ok(entry) => {
                 let Some(entry) = self.undisputed(entry).await? else {
-                    return Ok(Some(disputed()));
+                    return Ok(Some(lost_dispute()));
                 };
                 self.settle(entry, LeaseTerm { sent, ttl: self.ttl });
-                tracing::warn!(%subnets, "the lease had expired; the same subnet was won back");
+                tracing::warn!(%subnets, "the lease had expired, its subnets were acquired again");
                 Ok(None)
             }
-            // It may be created by an earlier attempt whose answer was lost.
+            // An earlier attempt whose answer was lost may have created it.
             Err(Error::Conflict { .. }) => match self.store.entry(subnets).await? {
-                Some(entry) => self.judge(held_lease, entry).await,
+                Some(entry) => self.evaluate(held_lease, entry).await,
                 None => Ok(Some(LeaseEnd::Expired)),
             },
             Err(error) => Err(error),
@@ -307,7 +307,7 @@ impl LocalManager {
     }
 }
 
-fn disputed() -> LeaseEnd {
+fn lost_dispute() -> LeaseEnd {
     LeaseEnd::Taken {
         by: "a node that took one of the two subnets after the lease had expired".to_owned(),
     }

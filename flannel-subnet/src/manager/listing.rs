@@ -21,8 +21,8 @@ pub(super) fn as_stored(attrs: &LeaseAttrs) -> LeaseAttrs {
     LeaseAttrs::from_json(&attrs.to_json()).unwrap_or_else(|_| attrs.clone())
 }
 
-/// The entry with our holder ID, else one with our public address. Of several, the previous one,
-/// else the first by precedence.
+/// The entry with our holder ID, else an entry with our public address. Of several entries, the one
+/// with the previous subnets, else the one with the smallest precedence.
 pub(super) fn own_entry<'a>(
     listing: &'a Listing,
     us: &Identity,
@@ -45,7 +45,7 @@ pub(super) fn occupied(listing: &Listing) -> impl Iterator<Item = Subnets> {
     listing.entries.iter().map(|entry| entry.lease.subnets).chain(unreadable)
 }
 
-/// The reason for which the entry cannot be our lease, if any.
+/// The reason why the entry cannot be our lease, if there is one.
 pub(super) fn unfit(config: &Config, listing: &Listing, entry: &Entry) -> Option<String> {
     if !fits(config, &entry.lease.subnets) {
         return Some("does not fit the network config".into());

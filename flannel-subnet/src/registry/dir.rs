@@ -2,10 +2,10 @@
 //!
 //! The directory has the tree of etcd's keys (`config`, `subnets/<key>`), with a JSON file per key,
 //! which any editor can change. A lock on `.lock` and a rename implement compare-and-swap. The
-//! revision is a hash of the content. A renewal sets the time of modification and is no change.
+//! revision is a hash of the content. A renewal sets the time of modification and is not a change.
 //!
 //! `since` is 0 for every lease, so of two overlapping leases the one with the smaller key text is
-//! accepted. Only a person can create such leases.
+//! accepted. Only a writer that bypasses this registry can create such leases.
 
 mod file;
 mod location;
@@ -42,7 +42,7 @@ const CONFIRM_PERIOD: Duration = Duration::from_secs(60);
 /// A registry in a directory on a local file system. Clones share the registry.
 ///
 /// - If a file cannot be read, its last readable content stays in force and the file is reported as
-///   skipped, because an editor may be at work. Files that begin with `.` or end with `~` are
+///   skipped, because an editor may be writing it. Files that begin with `.` or end with `~` are
 ///   ignored.
 /// - A symbolic link is followed when it is read, but changes of its target are not noticed. The
 ///   directory may be replaced by renaming, but not by switching a symbolic link to it.

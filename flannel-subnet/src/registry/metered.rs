@@ -79,7 +79,7 @@ impl StoreStats {
     fn skip_all(&self, now: Vec<(String, String)>) {
         let mut status = lock(&self.status);
         for (key, reason) in now.iter().filter(|new| !status.skipped.contains(new)) {
-            tracing::warn!(store = %status.store, %key, "skipped: {reason}");
+            tracing::warn!(store = %status.store, %key, %reason, "a key of the store is skipped");
         }
         status.skipped = now;
     }

@@ -76,7 +76,8 @@ fn key(n: u8) -> Subnets {
 
 fn attrs(n: u8) -> LeaseAttrs {
     let value = format!(
-        r#"{{"PublicIP":"192.0.2.{n}","PublicIPv6":"2001:db8::{n}","BackendType":"vxlan","BackendData":{{"VNI":{n}}}}}"#
+        r#"{{"PublicIP":"192.0.2.{n}","PublicIPv6":"2001:db8::{n}","BackendType":"vxlan",
+        "BackendData":{{"VNI":{n}}}}}"#
     );
     LeaseAttrs::from_json(&value).expect("a value")
 }
@@ -229,7 +230,7 @@ async fn of_many_at_once_exactly_one_wins(fixture: &Fixture<'_>) {
                 let grant = grant(u64::from(n) + 100, DAY);
                 match at {
                     None => registry.create(&key(9), &attrs(n), grant).await,
-                    // With revisions derived from the content, an equal value is no change.
+                    // With revisions derived from the content, an equal value is not a change.
                     Some(at) => {
                         registry.update(&key(9), at.lease.revision, &attrs(n + 100), grant).await
                     }

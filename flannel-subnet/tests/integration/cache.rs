@@ -15,6 +15,7 @@ use flannel_subnet::{
 use tokio::sync::watch;
 use tokio::time::{sleep, timeout};
 
+const MINUTE: Duration = Duration::from_secs(60);
 const CONFIG: &str = r#"{"Network":"10.1.0.0/16"}"#;
 const HOUR: Duration = Duration::from_secs(3600);
 const DAY: Duration = Duration::from_secs(86_400);
@@ -109,7 +110,7 @@ impl Fixture {
         };
         tokio::select! {
             end = manager.hold_lease(lease) => panic!("{end:?}"),
-            saved = timeout(Duration::from_secs(60), saved) => saved.expect("saved within a minute"),
+            saved = timeout(MINUTE, saved) => saved.expect("saved within a minute"),
         }
     }
 }
@@ -117,11 +118,11 @@ impl Fixture {
 async fn live(views: &mut watch::Receiver<View>, leases: usize) {
     let good =
         |view: &View| matches!(view.origin, Origin::Live { .. }) && view.leases.len() == leases;
-    timeout(Duration::from_secs(60), views.wait_for(good)).await.expect("within a minute").unwrap();
+    timeout(MINUTE, views.wait_for(good)).await.expect("within a minute").unwrap();
 }
 
 #[tokio::test(start_paused = true)]
-async fn without_the_store_everything_comes_from_the_cache_at_once() {
+async fn without_the_store_all_data_come_from_the_cache_at_once() {
     let fixture = Fixture::new();
     let lease = fixture.first_run().await;
     let begin = tokio::time::Instant::now();
@@ -181,19 +182,19 @@ async fn attributes_that_differ_from_the_cache_are_published_when_the_store_is_b
     };
     tokio::select! {
         end = manager.hold_lease(&held) => panic!("{end:?}"),
-        published = timeout(Duration::from_secs(60), published) => published.expect("within a minute"),
+        published = timeout(MINUTE, published) => published.expect("within a minute"),
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_lease_from_the_cache_that_was_deleted_meanwhile_ends() {
+async fn a_cached_lease_that_was_deleted_in_the_store_ends() {
     let fixture = Fixture::new();
     let lease = fixture.first_run().await;
     fixture.registry.delete_key(&lease.subnets.to_string());
     let manager = fixture.node(0);
     let held = manager.acquire_lease(&attrs(1)).await.unwrap();
     fixture.registry.set_outage(false);
-    let end = timeout(Duration::from_secs(60), manager.hold_lease(&held)).await.unwrap().unwrap();
+    let end = timeout(MINUTE, manager.hold_lease(&held)).await.unwrap().unwrap();
     assert_eq!(end, LeaseEnd::Deleted);
     // No restart finds it.
     assert_eq!(Cache::open(fixture.path()).load().unwrap().own, None);
@@ -218,7 +219,7 @@ async fn a_cached_lease_counts_only_until_its_end_by_wall_clock() {
         );
         assert_eq!(manager.ownership_now() == Ownership::NotAcquired, !ours);
         let view = manager.watch_leases().await.unwrap().borrow().clone();
-        assert_eq!(view.leases.len(), 2, "peers are put in place all the same");
+        assert_eq!(view.leases.len(), 2, "peers come from the cache nevertheless");
     }
 }
 
@@ -257,7 +258,7 @@ async fn a_reservation_never_expires() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_renewal_is_cached_too() {
+async fn a_renewal_updates_the_cache() {
     let fixture = Fixture::new();
     fixture.peer("10.1.77.0-24", 77).await;
     let manager = fixture.node(0);

@@ -15,7 +15,8 @@ fn replay(target: &str, property: fn(&str) -> bool, accepted: &[&str]) {
         let path = file.expect("a file").path();
         let name = path.file_name().expect("a name").to_string_lossy().into_owned();
         let text = String::from_utf8_lossy(&fs::read(&path).expect("readable")).into_owned();
-        // Files that a fuzzer added have hexadecimal names. They are checked, but not counted.
+        // Files that a fuzzer added have hexadecimal names. They are checked, but not compared with
+        // the list of accepted files.
         if property(&text) && !name.bytes().all(|b| b.is_ascii_hexdigit()) {
             good.insert(name);
         }
@@ -24,13 +25,13 @@ fn replay(target: &str, property: fn(&str) -> bool, accepted: &[&str]) {
 }
 
 #[test]
-fn lease_key() {
+fn lease_key_corpus_is_accepted_as_expected() {
     let accepted = ["dual", "last", "longest", "mapped", "v4", "v6-longest", "v6-only"];
     replay("lease_key", properties::lease_key, &accepted);
 }
 
 #[test]
-fn lease_value() {
+fn lease_value_corpus_is_accepted_as_expected() {
     let accepted = [
         "big-numbers",
         "data-is-no-object",
@@ -57,7 +58,7 @@ fn lease_value() {
 }
 
 #[test]
-fn subnet_env() {
+fn subnet_env_corpus_is_accepted_as_expected() {
     let accepted = [
         "crlf",
         "dual",
@@ -74,7 +75,7 @@ fn subnet_env() {
 }
 
 #[test]
-fn network_config() {
+fn network_config_corpus_is_accepted_as_expected() {
     let accepted = [
         "backend-unicode",
         "bounds",

@@ -1,6 +1,6 @@
 //! `DirRegistry` beyond the suite: editors, crashes, other processes, and the files themselves.
 
-#![allow(clippy::needless_pass_by_value, reason = "helpers of tests are tests")]
+#![allow(clippy::needless_pass_by_value, reason = "test helpers are test code")]
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
@@ -56,7 +56,7 @@ impl Net {
     }
 
     /// The registry of another process.
-    async fn again(&self) -> DirRegistry {
+    async fn reopen(&self) -> DirRegistry {
         DirRegistry::open(self.dir.path(), DirOptions::default()).await.unwrap()
     }
 
@@ -70,7 +70,7 @@ impl Net {
     }
 
     async fn following(&self) -> (Reflector, watch::Receiver<View>) {
-        let reflector = Reflector::start(Arc::new(self.again().await));
+        let reflector = Reflector::start(Arc::new(self.reopen().await));
         let mut views = reflector.views();
         wait(&mut views, |view| matches!(view.origin, Origin::Live { .. })).await;
         (reflector, views)
@@ -89,10 +89,11 @@ fn node(registry: &DirRegistry, holder: u64) -> LocalManager {
 }
 
 #[tokio::test]
-async fn files_are_readable_and_a_renewal_sets_their_time() {
+async fn a_lease_file_is_formatted_and_a_renewal_sets_only_its_time() {
     let net = Net::new().await;
-    let golden = "{\n  \"PublicIP\": \"192.0.2.1\",\n  \"PublicIPv6\": null,\n  \"BackendType\": \"vxlan\",\n  \
-                  \"BackendData\": {\"VNI\":1},\n  \"Mark\": \"000000000000002a\",\n  \"TTL\": 86400\n}\n";
+    let golden = "{\n  \"PublicIP\": \"192.0.2.1\",\n  \"PublicIPv6\": null,\n  \
+                  \"BackendType\": \"vxlan\",\n  \"BackendData\": {\"VNI\":1},\n  \
+                  \"Mark\": \"000000000000002a\",\n  \"TTL\": 86400\n}\n";
     let value = LeaseAttrs::from_json(VALUE).unwrap();
     net.registry.create(&key(5), &value, grant(42, DAY)).await.unwrap();
     let path = net.file("10.1.5.0-24");
@@ -113,11 +114,11 @@ async fn files_are_readable_and_a_renewal_sets_their_time() {
 }
 
 #[tokio::test]
-async fn a_lease_that_expired_unobserved_is_gone_and_its_subnet_is_free() {
+async fn a_lease_that_expired_before_the_start_is_absent_and_its_subnet_is_free() {
     let net = Net::new().await;
     net.registry.create(&key(5), &attrs("192.0.2.1"), grant(1, DAY)).await.unwrap();
     File::open(net.file(key(5))).unwrap().set_modified(SystemTime::now() - 2 * DAY).unwrap();
-    let other = net.again().await;
+    let other = net.reopen().await;
     assert_eq!(other.list().await.unwrap().entries, []);
     assert_eq!(other.keep_alive(&key(5), HolderId(1)).await.unwrap(), None, "too late");
     let taken = other.create(&key(5), &attrs("192.0.2.2"), grant(2, DAY)).await.unwrap();
@@ -125,7 +126,7 @@ async fn a_lease_that_expired_unobserved_is_gone_and_its_subnet_is_free() {
 }
 
 #[tokio::test]
-async fn no_overlapping_key_is_created() {
+async fn an_overlapping_key_is_refused() {
     let net = Net::new().await;
     net.registry.create(&key(5), &attrs("192.0.2.1"), grant(1, DAY)).await.unwrap();
     for overlapping in ["10.1.4.0-23", "10.1.5.128-25", "10.1.5.0-24&fd00::-64"] {
@@ -171,7 +172,7 @@ async fn an_editor_that_renames_the_old_file_away_removes_no_peer() {
     let batch = watch.next().await.unwrap().unwrap();
     assert_eq!(batch.events.len(), 1);
     assert!(format!("{:?}", batch.events[0].now).contains("192.0.2.2"), "{batch:?}");
-    assert_eq!(net.registry.list().await.unwrap().skipped, [], "what editors leave is no key");
+    assert_eq!(net.registry.list().await.unwrap().skipped, [], "files of editors are not keys");
 
     // Moved away for good.
     let (_reflector, mut views) = net.following().await;
@@ -258,10 +259,10 @@ async fn an_overflow_of_the_event_queue_loses_nothing() {
 }
 
 #[tokio::test]
-async fn the_files_of_the_first_reading_are_listed_and_are_no_changes() {
+async fn files_that_exist_at_the_start_are_listed_and_are_not_changes() {
     let net = Net::new().await;
     (1..=3).for_each(|n| fs::write(net.file(key(n)), "{}").unwrap());
-    let again = net.again().await;
+    let again = net.reopen().await;
     let listing = again.list().await.unwrap();
     assert_eq!(listing.entries.len(), 3);
     let mut unlisted = again.watch(Revision(0)).await.unwrap();
@@ -280,12 +281,12 @@ async fn files_of_a_crashed_writer_are_removed_and_never_read() {
     fs::write(&leftover, "{").unwrap();
     let listing = net.registry.list().await.unwrap();
     assert_eq!((listing.entries.len(), listing.skipped.len()), (0, 0));
-    net.again().await;
+    net.reopen().await;
     assert!(!leftover.exists());
 }
 
 #[tokio::test]
-async fn a_held_lock_is_waited_for() {
+async fn a_writer_waits_for_a_held_lock() {
     let net = Net::new().await;
     // Another process, which releases its lock when its input ends.
     let mut holder = Command::new("flock")
@@ -364,7 +365,7 @@ async fn deleting_a_file_stops_its_node() {
 }
 
 #[tokio::test]
-async fn a_wrong_place_is_reported() {
+async fn an_unusable_directory_is_reported() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("file");
     fs::write(&file, "").unwrap();
@@ -376,7 +377,7 @@ async fn a_wrong_place_is_reported() {
     let error =
         DirRegistry::open(&missing, DirOptions { assign: Assign::Static }).await.unwrap_err();
     assert!(error.to_string().contains("missing"), "{error}");
-    assert!(!missing.exists(), "static directories are not made");
+    assert!(!missing.exists(), "static directories are not created");
     let made = dir.path().join("a/b");
     let registry = DirRegistry::open(&made, DirOptions::default()).await.unwrap();
     let error = registry.config().await.unwrap_err();
@@ -457,7 +458,7 @@ async fn a_static_lease_ends_when_its_file_is_deleted_moved_or_changed() {
 }
 
 #[tokio::test]
-async fn a_static_directorys_config_is_followed_and_its_networks_wait_for_a_restart() {
+async fn a_static_directory_reports_config_changes_and_its_networks_need_a_restart() {
     let dir = tempfile::tempdir().unwrap();
     let manager = assigned(dir.path(), "192.0.2.1").await;
     let first = manager.network_config().await.unwrap();
@@ -503,7 +504,7 @@ async fn a_static_directorys_config_is_followed_and_its_networks_wait_for_a_rest
 
 /// A network and its lease are of the same config.
 #[tokio::test]
-async fn a_static_directorys_lease_is_of_the_returned_config() {
+async fn a_static_lease_is_acquired_from_the_returned_config() {
     let dir = tempfile::tempdir().unwrap();
     let manager = assigned(dir.path(), "192.0.2.1").await;
     let given = manager.network_config().await.unwrap();
@@ -532,7 +533,7 @@ async fn a_quiet_directory_is_confirmed_every_minute_unless_it_is_unreadable() {
         }
     };
     tokio::time::timeout(Duration::from_secs(3600), later).await.unwrap();
-    assert!(!views.has_changed().unwrap(), "nobody is woken");
+    assert!(!views.has_changed().unwrap(), "no receiver is notified");
     assert_eq!(manager.store_status().requests(), requests);
 
     fs::remove_dir_all(net.dir.path()).unwrap();
@@ -555,7 +556,7 @@ async fn renewals_and_equal_writes_wake_no_watch() {
         Errno::EAGAIN,
         "a renewal is only a change of time"
     );
-    let other = net.again().await;
+    let other = net.reopen().await;
     let mut watch = other.watch(other.list().await.unwrap().revision).await.unwrap();
     net.registry.keep_alive(&key(1), HolderId(1)).await.unwrap();
     // The same bytes are no change either.

@@ -20,7 +20,8 @@ use tokio::time::sleep;
 const V4: &str = r#"{"Network":"10.1.0.0/16"}"#;
 /// Two IPv4 subnets and a hundred IPv6 subnets, so that different pairs often share the IPv4
 /// subnet.
-const DUAL: &str = r#"{"Network":"10.1.0.0/16","SubnetMax":"10.1.2.0","EnableIPv6":true,"IPv6Network":"fd00:1::/48"}"#;
+const DUAL: &str = r#"{"Network":"10.1.0.0/16","SubnetMax":"10.1.2.0",
+    "EnableIPv6":true,"IPv6Network":"fd00:1::/48"}"#;
 const DAY: Duration = Duration::from_secs(86_400);
 
 fn key(text: &str) -> Subnets {
@@ -62,7 +63,7 @@ async fn keys(registry: &MemoryRegistry) -> Vec<String> {
 
 /// A store whose answers can get lost, and which another node can use just before.
 #[derive(Debug, Clone)]
-struct Astray {
+struct LossyStore {
     registry: MemoryRegistry,
     /// The next creation is carried out, but its answer is lost.
     lose_created: Arc<AtomicBool>,
@@ -70,20 +71,20 @@ struct Astray {
     faster: Option<Subnets>,
 }
 
-impl Astray {
+impl LossyStore {
     fn new(registry: &MemoryRegistry) -> Self {
         Self { registry: registry.clone(), lose_created: Arc::default(), faster: None }
     }
 }
 
-impl fmt::Display for Astray {
+impl fmt::Display for LossyStore {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("astray")
+        f.write_str("lossy")
     }
 }
 
 #[async_trait]
-impl Registry for Astray {
+impl Registry for LossyStore {
     async fn config(&self) -> Result<ConfigText> {
         self.registry.config().await
     }
@@ -108,7 +109,7 @@ impl Registry for Astray {
         }
         let created = self.registry.create(subnets, attrs, grant).await;
         match self.lose_created.swap(false, Ordering::Relaxed) {
-            true => Err(Error::Store { store: "astray".into(), source: "no answer".into() }),
+            true => Err(Error::Store { store: "lossy".into(), source: "no answer".into() }),
             false => created,
         }
     }
@@ -133,11 +134,11 @@ impl Registry for Astray {
 }
 
 #[tokio::test(start_paused = true)]
-async fn of_two_pairs_with_a_common_subnet_the_later_is_deleted() {
+async fn the_later_of_two_pairs_with_a_common_subnet_is_deleted() {
     let registry = MemoryRegistry::with_config(DUAL);
     let faster = key("10.1.1.0-24&fd00:1:0:77::-64");
     let manager = node(
-        Astray { faster: Some(faster), ..Astray::new(&registry) },
+        LossyStore { faster: Some(faster), ..LossyStore::new(&registry) },
         1,
         Some("10.1.1.0-24&fd00:1:0:5::-64"),
     );
@@ -161,12 +162,12 @@ async fn a_half_acquired_pair_is_deleted_after_a_restart() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_expired_pair_is_not_restored_once_another_node_has_one_of_the_two() {
+async fn an_expired_pair_is_not_restored_if_another_node_has_one_of_its_subnets() {
     for lose_created in [false, true] {
         let registry = MemoryRegistry::with_config(DUAL);
-        let astray = Astray::new(&registry);
-        let lost = Arc::clone(&astray.lose_created);
-        let manager = node(astray, 1, Some("10.1.1.0-24&fd00:1:0:5::-64"));
+        let lossy = LossyStore::new(&registry);
+        let lost = Arc::clone(&lossy.lose_created);
+        let manager = node(lossy, 1, Some("10.1.1.0-24&fd00:1:0:5::-64"));
         let lease = manager.acquire_lease(&attrs(1)).await.unwrap();
         registry.revoke(HolderId(1));
         registry.create(&key("10.1.1.0-24&fd00:1:0:77::-64"), &attrs(99), grant(99)).await.unwrap();
@@ -178,22 +179,22 @@ async fn an_expired_pair_is_not_restored_once_another_node_has_one_of_the_two() 
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_subnet_restored_by_a_request_without_an_answer_is_ours() {
+async fn a_lease_restored_by_a_request_without_an_answer_is_recognized() {
     let registry = MemoryRegistry::with_config(V4);
-    let astray = Astray::new(&registry);
-    let lost = Arc::clone(&astray.lose_created);
-    let manager = node(astray, 1, None);
+    let lossy = LossyStore::new(&registry);
+    let lost = Arc::clone(&lossy.lose_created);
+    let manager = node(lossy, 1, None);
     let lease = manager.acquire_lease(&attrs(1)).await.unwrap();
     registry.revoke(HolderId(1));
     lost.store(true, Ordering::Relaxed);
     let hold = manager.hold_lease(&lease);
-    assert!(tokio::time::timeout(3 * DAY, hold).await.is_err(), "it is held on");
+    assert!(tokio::time::timeout(3 * DAY, hold).await.is_err(), "the lease stays held");
     assert_eq!(keys(&registry).await, [lease.subnets.to_string()]);
     assert!(matches!(manager.ownership_now(), Ownership::Held { until: Some(_) }));
 }
 
 #[tokio::test(start_paused = true)]
-async fn of_two_leases_with_our_holder_id_the_previous_is_kept_and_the_other_deleted() {
+async fn of_two_leases_with_our_holder_id_only_the_previous_one_is_kept() {
     let registry = MemoryRegistry::with_config(V4);
     for text in ["10.1.3.0-24", "10.1.7.0-24"] {
         registry.create(&key(text), &attrs(1), grant(1)).await.unwrap();

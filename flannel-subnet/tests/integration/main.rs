@@ -1,6 +1,7 @@
-//! The tests of flannel-subnet, in one program: a program of its own for each file takes longer to build.
+//! The tests of flannel-subnet, in one program, because one program for each file takes longer to
+//! build.
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+#![allow(clippy::unwrap_used, reason = "test helpers are test code")]
 
 mod cache;
 mod corpus;

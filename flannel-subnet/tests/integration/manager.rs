@@ -163,7 +163,7 @@ async fn a_lease_that_no_longer_fits_is_deleted_but_a_reservation_stays() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn of_two_leases_with_our_address_the_one_with_our_holder_id_is_ours_else_the_older() {
+async fn among_leases_with_our_address_the_holder_id_then_the_age_decides() {
     let us = attrs(&["192.0.2.1"]);
     for (holder, expected) in [(7, "10.1.3.0-24"), (1, "10.1.5.0-24")] {
         let registry = MemoryRegistry::with_config(V4);
@@ -175,7 +175,7 @@ async fn of_two_leases_with_our_address_the_one_with_our_holder_id_is_ours_else_
 }
 
 #[tokio::test(start_paused = true)]
-async fn as_many_nodes_as_subnets_all_get_one_and_the_next_gets_an_error() {
+async fn all_subnets_are_assigned_and_the_next_node_gets_an_error() {
     for (config, total) in [
         (r#"{"Network":"10.1.0.0/22","SubnetLen":28}"#, 63),
         (r#"{"EnableIPv4":false,"EnableIPv6":true,"IPv6Network":"fd00:1::/58"}"#, 63),
@@ -195,7 +195,7 @@ async fn as_many_nodes_as_subnets_all_get_one_and_the_next_gets_an_error() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_unreadable_key_is_occupied() {
+async fn an_unreadable_key_occupies_its_subnet() {
     let registry = MemoryRegistry::with_config(r#"{"Network":"10.1.0.0/26","SubnetLen":28}"#);
     registry.put_raw("10.1.0.16-28", "nonsense", None);
     registry.put_raw("nonsense", "{}", None);
@@ -224,7 +224,7 @@ async fn both_families_are_picked_independently_and_ipv6_alone_works() {
     assert!(first.lease.subnets.to_string().starts_with("0.0.0.0-0&fd00:1:"));
     assert!(
         !first.lease.subnets.overlaps(&second.subnets),
-        "nobody is taken over for having no IPv4"
+        "a missing IPv4 address identifies no node"
     );
     let restarted = node(&registry, 3).acquire_lease(&attrs(&["2001:db8::1"])).await.unwrap();
     assert_eq!(restarted.subnets, first.lease.subnets);
@@ -267,7 +267,7 @@ async fn an_unreadable_lease_is_restored_at_the_next_renewal() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn another_config_is_noticed_and_a_wrong_one_is_ignored() {
+async fn a_changed_config_is_reported_and_a_wrong_one_is_ignored() {
     let registry = MemoryRegistry::with_config(V4);
     let manager = node(&registry, 1);
     let known = manager.network_config().await.unwrap();
@@ -288,7 +288,7 @@ async fn another_config_is_noticed_and_a_wrong_one_is_ignored() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_lease_is_acquired_again_under_a_wrong_config_and_under_none() {
+async fn a_lease_is_acquired_again_with_a_wrong_or_missing_config() {
     let registry = MemoryRegistry::with_config("nonsense");
     let manager = node(&registry, 1);
     manager.acquire_lease(&attrs(&["192.0.2.1"])).await.unwrap_err();
@@ -330,7 +330,7 @@ async fn a_deletion_stops_the_node_at_once() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn of_two_nodes_with_one_address_one_ends_and_names_the_other() {
+async fn of_two_nodes_with_one_address_the_first_ends_and_names_the_second() {
     let registry = MemoryRegistry::with_config(V4);
     let us = attrs(&["192.0.2.1"]);
     let first = hold(node(&registry, 0xaaa), &us).await;
@@ -395,7 +395,7 @@ async fn ownership_is_published_when_it_changes_and_when_it_ends() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn after_its_end_a_node_is_no_owner_and_restores_its_lease() {
+async fn a_node_with_an_expired_lease_is_not_the_owner_and_restores_it() {
     let registry = MemoryRegistry::with_config(V4);
     let held = hold(node(&registry, 1), &attrs(&["192.0.2.1"])).await;
     registry.set_outage(true);
@@ -405,13 +405,13 @@ async fn after_its_end_a_node_is_no_owner_and_restores_its_lease() {
         "{:?}",
         held.manager.ownership_now()
     );
-    assert!(!held.task.is_finished(), "nobody knows yet what became of the key");
+    assert!(!held.task.is_finished(), "the state of the key is not known yet");
     registry.set_outage(false);
     let subnets = held.lease.subnets;
     eventually_async(
         2 * Duration::from_secs(60),
         async || registry.entry(&subnets).await.unwrap().is_some(),
-        || "won back",
+        || "not acquired again",
     )
     .await;
     assert!(matches!(held.manager.ownership_now(), Ownership::Held { until: Some(_) }));
@@ -443,14 +443,14 @@ async fn a_revoked_holder_restores_its_lease_at_once() {
     eventually_async(
         Duration::from_secs(1),
         async || registry.entry(&subnets).await.unwrap().is_some(),
-        || "won back",
+        || "not acquired again",
     )
     .await;
     assert!(!held.task.is_finished());
 }
 
 #[tokio::test(start_paused = true)]
-async fn foreign_attributes_are_replaced_and_published_ones_stay() {
+async fn foreign_attributes_are_replaced_and_published_ones_are_kept() {
     let registry = MemoryRegistry::with_config(V4);
     let us = attrs(&["192.0.2.1"]);
     let held = hold(node(&registry, 1), &us).await;
@@ -478,7 +478,7 @@ async fn foreign_attributes_are_replaced_and_published_ones_stay() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_reservation_stays_one() {
+async fn a_reservation_stays_a_reservation() {
     let registry = MemoryRegistry::with_config(V4);
     let reserved = LeaseAttrs::from(Offer { kind: "".into(), ..attrs(&["192.0.2.1"]).preferred });
     put(&registry, "10.1.5.0-24", &reserved, None).await;
@@ -492,11 +492,11 @@ async fn a_reservation_stays_one() {
     let entry = registry.entry(&held.lease.subnets).await.unwrap().unwrap();
     assert_eq!((entry.holder, &entry.lease.attrs), (None, &us));
 
-    // A person emptied it, and it is filled in again.
+    // Its attributes were removed, and are written again.
     registry.put_raw("10.1.5.0-24", &reserved.to_json(), None);
     let subnets = held.lease.subnets;
     let filled = async || registry.entry(&subnets).await.unwrap().unwrap().lease.attrs == us;
-    eventually_async(Duration::from_secs(1), filled, || "filled in").await;
+    eventually_async(Duration::from_secs(1), filled, || "not filled in").await;
 
     // A second node with the same address.
     let second = hold(node(&registry, 2), &other_data(&us)).await;
@@ -594,7 +594,7 @@ async fn ownership_is_counted_from_the_request_not_from_the_reply() {
     tokio::time::sleep(left - Duration::from_secs(1)).await;
     registry.set_outage(false);
     registry.set_reply_delay(Duration::ZERO);
-    assert_eq!(keys(&registry).await.len(), 1, "still ours, and still there");
+    assert_eq!(keys(&registry).await.len(), 1, "the key still exists");
     assert!(!held.is_finished());
 }
 
@@ -611,7 +611,7 @@ async fn a_lease_whose_reply_was_lost_is_found_again() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn another_manager_can_continue_to_hold() {
+async fn another_manager_can_continue_to_hold_a_lease() {
     let registry = MemoryRegistry::with_config(V4);
     let lease = node(&registry, 1).acquire_lease(&attrs(&["192.0.2.1"])).await.unwrap();
     tokio::time::sleep(20 * HOUR).await;
@@ -627,7 +627,7 @@ async fn another_manager_can_continue_to_hold() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_publication_is_ours_even_if_the_watch_is_faster_than_the_reply() {
+async fn a_publication_is_recognized_if_the_watch_is_faster_than_the_reply() {
     let registry = MemoryRegistry::with_config(V4);
     let us = attrs(&["192.0.2.1"]);
     let held = hold(node(&registry, 1), &us).await;

@@ -49,7 +49,7 @@ async fn leases_are_added_changed_and_removed() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_burst_is_one_change() {
+async fn a_burst_of_changes_is_published_at_once() {
     let registry = MemoryRegistry::new();
     let (_reflector, mut views) = following(&registry).await;
     views.borrow_and_update();
@@ -62,7 +62,7 @@ async fn a_burst_is_one_change() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_outage_changes_nothing_and_later_changes_follow() {
+async fn an_outage_keeps_the_view_and_later_changes_are_applied() {
     let registry = MemoryRegistry::new();
     put(&registry, 1).await;
     put(&registry, 2).await;
@@ -79,7 +79,7 @@ async fn an_outage_changes_nothing_and_later_changes_follow() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn nothing_is_live_before_the_first_complete_list() {
+async fn a_view_is_not_live_before_the_first_complete_list() {
     let registry = MemoryRegistry::new();
     put(&registry, 1).await;
     registry.set_outage(true);
@@ -104,7 +104,7 @@ async fn a_gap_causes_a_new_list_and_notifies_only_of_differences() {
     registry.forget_history();
     let view = wait(&mut views, |view| view.leases.len() == 1).await;
     let (old, new) = (before.get(&key(2)).unwrap(), view.leases.get(&key(2)).unwrap());
-    assert!(Arc::ptr_eq(old, new), "what did not change is the very same");
+    assert!(Arc::ptr_eq(old, new), "an unchanged lease is shared");
 
     views.borrow_and_update();
     put(&registry, 5).await;

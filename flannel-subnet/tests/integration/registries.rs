@@ -7,7 +7,7 @@ use flannel_subnet::testing::{Fixture, registry_suite};
 use flannel_subnet::{DirOptions, DirRegistry, MemoryRegistry};
 
 #[tokio::test(start_paused = true)]
-async fn memory_registry() {
+async fn memory_registry_passes_the_suite() {
     let registry = MemoryRegistry::new();
     registry_suite(&Fixture {
         registry: Arc::new(registry.clone()),
@@ -19,12 +19,12 @@ async fn memory_registry() {
 }
 
 #[tokio::test]
-async fn dir_registry() {
+async fn dir_registry_passes_the_suite() {
     dir_suite().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn dir_registry_on_many_threads() {
+async fn dir_registry_passes_the_suite_on_many_threads() {
     dir_suite().await;
 }
 

@@ -27,9 +27,25 @@ mock! {
         async fn config_changed(&self, known: Option<ConfigText>) -> Result<()>;
         async fn list(&self) -> Result<Listing>;
         async fn entry(&self, subnets: &Subnets) -> Result<Option<Entry>>;
-        async fn create(&self, subnets: &Subnets, attrs: &LeaseAttrs, grant: Option<LeaseGrant>) -> Result<Entry>;
-        async fn create_or_list(&self, subnets: &Subnets, attrs: &LeaseAttrs, grant: Option<LeaseGrant>) -> Result<Result<Entry, Listing>>;
-        async fn update(&self, subnets: &Subnets, at: Revision, attrs: &LeaseAttrs, grant: Option<LeaseGrant>) -> Result<Entry>;
+        async fn create(
+            &self,
+            subnets: &Subnets,
+            attrs: &LeaseAttrs,
+            grant: Option<LeaseGrant>,
+        ) -> Result<Entry>;
+        async fn create_or_list(
+            &self,
+            subnets: &Subnets,
+            attrs: &LeaseAttrs,
+            grant: Option<LeaseGrant>,
+        ) -> Result<Result<Entry, Listing>>;
+        async fn update(
+            &self,
+            subnets: &Subnets,
+            at: Revision,
+            attrs: &LeaseAttrs,
+            grant: Option<LeaseGrant>,
+        ) -> Result<Entry>;
         async fn delete(&self, subnets: &Subnets, at: Revision) -> Result<()>;
         async fn keep_alive(&self, subnets: &Subnets, holder: HolderId) -> Result<Option<Duration>>;
         async fn watch(&self, after: Revision) -> Result<Box<dyn Watch>>;
@@ -87,7 +103,7 @@ async fn an_equal_reservation_costs_no_request() {
 }
 
 #[tokio::test]
-async fn a_take_over_is_one_compare_and_swap_at_the_read_revision() {
+async fn a_takeover_is_one_compare_and_swap_at_the_read_revision() {
     let mut store = store(vec![entry(Some(2))]);
     let ours = |at: &Revision, grant: &Option<LeaseGrant>| {
         *at == Revision(7) && *grant == Some(LeaseGrant { holder: HolderId(1), ttl: DAY })

@@ -1,4 +1,4 @@
-//! A node's clocks: a boot time that is slightly fast or slow, and a wall clock that people set.
+//! A node's clocks: a boot time that is slightly fast or slow, and a wall clock that operators set.
 
 use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, SystemTime};

@@ -10,7 +10,7 @@
 //!
 //! `FLANNEL_SIM_SEEDS=n` runs n seeds. `FLANNEL_SIM_SEED=n` runs one and prints its events.
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+#![allow(clippy::unwrap_used, reason = "test helpers are test code")]
 
 mod clock;
 mod fault;
@@ -36,7 +36,7 @@ const MARGIN: Duration = Duration::from_secs(40);
 fn number(name: &str) -> Option<u64> {
     std::env::var(name)
         .ok()
-        .map(|text| text.parse().unwrap_or_else(|_| panic!("{name}={text} is no number")))
+        .map(|text| text.parse().unwrap_or_else(|_| panic!("{name}={text} is not a number")))
 }
 
 /// Runs seeds on all processors until one fails. Returns how often each fault happened.
@@ -53,8 +53,8 @@ fn run(seeds: u64) -> Counts {
             if let Some(wrong) = outcome.wrong {
                 next.store(seeds, Ordering::Relaxed);
                 panic!(
-                    "seed {seed}: {wrong}\nrun it again: FLANNEL_SIM_SEED={seed} cargo test -p flannel-subnet \
-                     --test simulation nodes_share -- --nocapture"
+                    "seed {seed}: {wrong}\nrun it again: FLANNEL_SIM_SEED={seed} cargo test \
+                     -p flannel-subnet --test simulation nodes_share -- --nocapture"
                 );
             }
             counts.add(&outcome.counts);
@@ -90,7 +90,7 @@ fn nodes_share_a_network_under_all_faults() {
 }
 
 #[test]
-fn the_same_seed_is_the_same_simulation() {
+fn a_seed_reproduces_its_simulation() {
     let (one, other) = (simulate(7, None, true), simulate(7, None, true));
     assert!(one.trace.len() > 1_000);
     for (place, (one, other)) in one.trace.iter().zip(&other.trace).enumerate() {
@@ -99,17 +99,17 @@ fn the_same_seed_is_the_same_simulation() {
     assert_eq!(one.trace.len(), other.trace.len());
 }
 
-/// The first seed that notices the missing comparison.
-fn caught(broken: Broken, within: u64) -> (u64, String) {
+/// The first seed whose simulation detects the omitted comparison, and the violated invariant.
+fn first_detection(broken: Broken, within: u64) -> (u64, String) {
     (0..within)
         .find_map(|seed| simulate(seed, Some(broken), false).wrong.map(|wrong| (seed, wrong)))
-        .unwrap_or_else(|| panic!("{broken:?} is not noticed within {within} seeds"))
+        .unwrap_or_else(|| panic!("{broken:?} is not detected within {within} seeds"))
 }
 
 #[test]
-fn every_missing_comparison_is_noticed() {
+fn every_omitted_comparison_is_detected() {
     for broken in [Broken::Create, Broken::Update, Broken::Delete, Broken::KeepAlive] {
-        let (seed, wrong) = caught(broken, 300);
+        let (seed, wrong) = first_detection(broken, 300);
         println!("without the compare of {broken:?}, seed {seed}: {wrong}");
     }
 }

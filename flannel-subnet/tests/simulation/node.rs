@@ -142,14 +142,14 @@ impl Node {
                 return;
             }
         };
-        let since = self.judge_acquired(store, &run, disk, &lease, begin);
+        let since = self.check_acquired(store, &run, disk, &lease, begin);
         self.hold(store, &run, &manager, lease.clone(), since).await;
     }
 
     /// A node that comes back gets its previous lease, unless another node had it meanwhile. If the
     /// lease was deleted, it gets the store's lease with its holder ID, from a late write of an
     /// earlier run. Returns the time since which it has the lease.
-    fn judge_acquired(
+    fn check_acquired(
         &self,
         store: &SharedStore,
         run: &Run,
@@ -168,7 +168,7 @@ impl Node {
             && !(found && stats.was_ever_deleted(&previous))
         {
             stats.fail(format!(
-                "{run:?} had {previous}, which nobody else had since, but got {}",
+                "{run:?} had {previous}, which no other node had since, but got {}",
                 lease.subnets
             ));
         }
@@ -206,13 +206,15 @@ impl Node {
         };
         tokio::select! {
             biased;
-            end = manager.hold_lease(&lease) => self.judge_end(store, run, &lease.subnets, since, &end),
+            end = manager.hold_lease(&lease) => {
+                self.check_end(store, run, &lease.subnets, since, &end);
+            }
             error = publish => store.stats().note(|| format!("{run:?} ends: {error}")),
         }
     }
 
     /// Checks that a lease ends for a reason.
-    fn judge_end(
+    fn check_end(
         &self,
         store: &SharedStore,
         run: &Run,
@@ -223,7 +225,7 @@ impl Node {
         let mut stats = store.stats();
         stats.note(|| format!("{run:?} held {subnets} until {end:?}"));
         let justified = match end {
-            Ok(LeaseEnd::Deleted) => stats.was_robbed(run, subnets),
+            Ok(LeaseEnd::Deleted) => stats.was_evicted(run, subnets),
             // A reservation has no holder, so a late write of our own looks like another node's.
             Ok(LeaseEnd::Taken { by }) if by.ends_with("as a reservation") => true,
             Ok(LeaseEnd::Taken { .. }) => stats.others_wrote(self.id, subnets, since),

@@ -1,7 +1,7 @@
 //! The store of all nodes, and the records that the invariants are checked with.
 //!
-//! An operator who deletes or overwrites the key of a node *robs* the node: it loses its subnet
-//! against the rules. The node may own the subnet until it notices. No other node may.
+//! An operator who deletes or overwrites the key of a node *evicts* the node, which the lease rules
+//! do not allow. The node may own the subnet until it notices. No other node may.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, Ipv6Addr};
@@ -60,9 +60,9 @@ pub(crate) struct StoreStats {
     pub(crate) counts: Counts,
     /// The run that each node is in, if any.
     pub(crate) running: BTreeMap<usize, Run>,
-    robbed: BTreeSet<(usize, u64, Subnets)>,
+    evicted: BTreeSet<(usize, u64, Subnets)>,
     /// The same without later writes: a node's own late write does not undo its knowledge.
-    ever_robbed: BTreeSet<(usize, u64, Subnets)>,
+    ever_evicted: BTreeSet<(usize, u64, Subnets)>,
     /// Deleted keys, with `since`. All other missing keys have expired.
     deleted: BTreeSet<(Subnets, Revision)>,
     /// The last writer of each key, and when; `None`: an operator or another program.
@@ -74,12 +74,12 @@ pub(crate) struct StoreStats {
 }
 
 impl StoreStats {
-    pub(crate) fn is_robbed(&self, run: &Run, subnets: &Subnets) -> bool {
-        self.robbed.contains(&(run.node, run.number, *subnets))
+    pub(crate) fn is_evicted(&self, run: &Run, subnets: &Subnets) -> bool {
+        self.evicted.contains(&(run.node, run.number, *subnets))
     }
 
-    pub(crate) fn was_robbed(&self, run: &Run, subnets: &Subnets) -> bool {
-        self.ever_robbed.contains(&(run.node, run.number, *subnets))
+    pub(crate) fn was_evicted(&self, run: &Run, subnets: &Subnets) -> bool {
+        self.ever_evicted.contains(&(run.node, run.number, *subnets))
     }
 
     /// Another node than `node` wrote an overlapping key since then.
@@ -164,7 +164,7 @@ impl Store {
     }
 
     /// The holder will lose the lease without a fault of its own.
-    fn rob(&self, entry: &Entry) {
+    fn evict(&self, entry: &Entry) {
         let mut stats = self.stats();
         stats.deleted.insert((entry.lease.subnets, entry.lease.since));
         let holds = |run: &&Run| match entry.holder {
@@ -173,27 +173,27 @@ impl Store {
         };
         let victims: Vec<Run> = stats.running.values().filter(holds).cloned().collect();
         for victim in victims {
-            let robbed = (victim.node, victim.number, entry.lease.subnets);
-            stats.robbed.insert(robbed);
-            stats.ever_robbed.insert(robbed);
+            let evicted = (victim.node, victim.number, entry.lease.subnets);
+            stats.evicted.insert(evicted);
+            stats.ever_evicted.insert(evicted);
         }
     }
 
     /// An operator or another program deletes a key.
     pub(crate) fn operator_deletes(&self, entry: &Entry) {
-        self.rob(entry);
+        self.evict(entry);
         self.registry.delete_key(&entry.lease.subnets.to_string());
     }
 
     /// An operator revokes a holder.
     pub(crate) async fn operator_revokes(&self, entry: &Entry) {
-        let Some(holder) = entry.holder else { return self.rob(entry) };
+        let Some(holder) = entry.holder else { return self.evict(entry) };
         // A late write may have given it a second key, which is deleted too.
         self.entries()
             .await
             .iter()
             .filter(|entry| entry.holder == Some(holder))
-            .for_each(|entry| self.rob(entry));
+            .for_each(|entry| self.evict(entry));
         self.registry.revoke(holder);
     }
 
@@ -209,15 +209,15 @@ impl Store {
     }
 
     async fn written(&self, run: &Run, subnets: &Subnets) {
-        let was_robbed = self.stats().is_robbed(run, subnets);
-        let alone = !was_robbed || {
+        let was_evicted = self.stats().is_evicted(run, subnets);
+        let alone = !was_evicted || {
             let entries = self.entries().await;
             entries.iter().filter(|entry| entry.lease.subnets.overlaps(subnets)).count() == 1
         };
         let mut stats = self.stats();
         stats.wrote(subnets, Some(run.node));
         if alone {
-            stats.robbed.remove(&(run.node, run.number, *subnets));
+            stats.evicted.remove(&(run.node, run.number, *subnets));
         }
     }
 
@@ -273,7 +273,7 @@ impl Store {
             && let Some(entry) = before
         {
             // Only the node itself deletes at the right revision, perhaps late.
-            self.rob(&entry);
+            self.evict(&entry);
         } else if self.broken == Some(Broken::Delete)
             && matches!(result, Err(Error::Conflict { .. }))
         {

@@ -61,7 +61,8 @@ fn configs() -> Vec<String> {
             r#""Network":"10.1.0.0/16","SubnetMin":"10.1.{first}.0","SubnetMax":"10.1.{last}.0""#
         );
         let v6 = format!(
-            r#""EnableIPv6":true,"IPv6Network":"fd00::/48","IPv6SubnetMin":"fd00:0:0:{first:x}::","IPv6SubnetMax":"fd00:0:0:{last:x}::""#
+            r#""EnableIPv6":true,"IPv6Network":"fd00::/48",
+            "IPv6SubnetMin":"fd00:0:0:{first:x}::","IPv6SubnetMax":"fd00:0:0:{last:x}::""#
         );
         match family {
             0 => format!("{{{v4}}}"),
@@ -116,7 +117,7 @@ impl World {
                 return;
             }
         }
-        self.calm_down().await;
+        self.recover().await;
     }
 
     fn is_wrong(&self) -> bool {
@@ -146,7 +147,7 @@ impl World {
         }
     }
 
-    fn later(&mut self, longest: Duration, repair: Repair) {
+    fn repair_later(&mut self, longest: Duration, repair: Repair) {
         self.repairs.push((Instant::now() + up_to(longest), repair));
     }
 
@@ -197,10 +198,10 @@ impl World {
             | Fault::CrashLosingState => self.crash(fault),
             Fault::Partition | Fault::Suspension => self.cut_off(fault),
             Fault::StoreOutage | Fault::StoreRestart | Fault::Compaction | Fault::ConfigChanged => {
-                self.store_trouble(fault)
+                self.disturb_store(fault)
             }
-            Fault::WallForward | Fault::WallBack | Fault::Published => self.disturb(fault),
-            _ => self.operate(fault).await.is_some(),
+            Fault::WallForward | Fault::WallBack | Fault::Published => self.disturb_node(fault),
+            _ => self.act_as_operator(fault).await.is_some(),
         };
         if happened {
             self.store.count(fault);
@@ -223,7 +224,7 @@ impl World {
         };
         let lost = matches!(fault, Fault::CrashLosingSubnetFile | Fault::CrashLosingState);
         *disk = Disk { holder, previous: kept.previous.filter(|_| !lost) };
-        self.later(2 * TTL, Repair::PowerOn(node.id));
+        self.repair_later(2 * TTL, Repair::PowerOn(node.id));
         true
     }
 
@@ -235,25 +236,25 @@ impl World {
         }
         if fault == Fault::Partition {
             node.link.set(|now| now.cut = true);
-            self.later(3 * TTL, Repair::Heal(node.id));
+            self.repair_later(3 * TTL, Repair::Heal(node.id));
         } else {
             node.link.set(|now| now.suspended = true);
-            self.later(3 * TTL, Repair::Resume(node.id));
+            self.repair_later(3 * TTL, Repair::Resume(node.id));
         }
         true
     }
 
-    fn store_trouble(&mut self, fault: Fault) -> bool {
+    fn disturb_store(&mut self, fault: Fault) -> bool {
         let registry = self.store.registry.clone();
         match fault {
             Fault::StoreOutage => {
                 registry.set_outage(true);
-                self.later(TTL * 3 / 2, Repair::StoreBack);
+                self.repair_later(TTL * 3 / 2, Repair::StoreBack);
             }
             Fault::StoreRestart => {
                 registry.set_outage(true);
                 registry.forget_history();
-                self.later(Duration::from_secs(5), Repair::StoreBack);
+                self.repair_later(Duration::from_secs(5), Repair::StoreBack);
             }
             Fault::Compaction => registry.forget_history(),
             _ => {
@@ -264,7 +265,7 @@ impl World {
         true
     }
 
-    fn disturb(&self, fault: Fault) -> bool {
+    fn disturb_node(&self, fault: Fault) -> bool {
         let node = self.node();
         if fault == Fault::Published {
             node.publish.notify_one();
@@ -275,8 +276,8 @@ impl World {
         true
     }
 
-    /// Actions of people and other programs on the store.
-    async fn operate(&mut self, fault: Fault) -> Option<()> {
+    /// Actions of operators and other programs on the store.
+    async fn act_as_operator(&mut self, fault: Fault) -> Option<()> {
         let entry = self.entry().await?;
         let subnets = entry.lease.subnets;
         let mut attrs = entry.lease.attrs.clone();
@@ -362,8 +363,8 @@ impl World {
         for (place, (subnets, run)) in owners.iter().enumerate() {
             for (other, other_run) in &owners[..place] {
                 if subnets.overlaps(other)
-                    && !stats.is_robbed(run, subnets)
-                    && !stats.is_robbed(other_run, other)
+                    && !stats.is_evicted(run, subnets)
+                    && !stats.is_evicted(other_run, other)
                 {
                     stats.fail(format!(
                         "two owners: {run:?} of {subnets} and {other_run:?} of {other}"
@@ -374,7 +375,7 @@ impl World {
     }
 
     /// After the faults, all nodes get a subnet if possible, and all views are equal.
-    async fn calm_down(&mut self) {
+    async fn recover(&mut self) {
         self.store.stats().storm = false;
         self.store.stats().note(|| "calm".into());
         for (_, repair) in std::mem::take(&mut self.repairs) {
@@ -388,15 +389,15 @@ impl World {
             if self.is_wrong() {
                 return;
             }
-            let Some(amiss) = self.amiss().await else { return };
+            let Some(violation) = self.violation().await else { return };
             if begin.elapsed() > CALM {
-                return self.store.stats().fail(format!("{CALM:?} after the storm: {amiss}"));
+                return self.store.stats().fail(format!("{CALM:?} after the faults: {violation}"));
             }
         }
     }
 
     /// A violated invariant.
-    async fn amiss(&self) -> Option<String> {
+    async fn violation(&self) -> Option<String> {
         let listing = self.store.registry.list().await.unwrap();
         let owners: Vec<_> = self.nodes.iter().map(|node| node.owns()).collect();
         for (node, owner) in self.nodes.iter().zip(&owners) {
@@ -427,6 +428,6 @@ impl World {
         };
         let orphan =
             listing.entries.iter().find(|entry| entry.holder.is_some() && !footprint(entry));
-        orphan.map(|entry| format!("nobody owns {entry:?}, but it stays"))
+        orphan.map(|entry| format!("no node owns {entry:?}, but it stays"))
     }
 }

@@ -110,14 +110,17 @@ pub(super) fn revision(text: &str) -> Revision {
 mod tests {
     use super::*;
 
-    const GO: &str = r#"{"PublicIP":"192.0.2.7","PublicIPv6":null,"BackendType":"vxlan","BackendData":{"VNI":1,"VtepMAC":"aa:bb:cc:dd:ee:ff"}}"#;
+    const GO: &str = concat!(
+        r#"{"PublicIP":"192.0.2.7","PublicIPv6":null,"BackendType":"vxlan","#,
+        r#""BackendData":{"VNI":1,"VtepMAC":"aa:bb:cc:dd:ee:ff"}}"#
+    );
 
     fn key() -> Subnets {
         "10.1.5.0-24".parse().unwrap()
     }
 
     #[test]
-    fn the_bytes_of_a_lease_file() {
+    fn a_lease_file_has_the_documented_bytes() {
         let attrs = LeaseAttrs::from_json(GO).unwrap();
         let grant = LeaseGrant { holder: HolderId(0xbeef), ttl: Duration::from_millis(86_399_001) };
         let golden = r#"{
@@ -154,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn errors_name_the_field() {
+    fn an_error_names_the_wrong_field() {
         for (bad, field) in [
             ("", "(document)"),
             (r#"{"TTL":-1}"#, "TTL"),
@@ -167,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn revisions_are_fnv() {
+    fn a_revision_is_the_fnv_1a_hash() {
         assert_eq!(revision("foobar"), Revision(0x8594_4171_f739_67e8));
     }
 }

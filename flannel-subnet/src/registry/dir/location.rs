@@ -14,7 +14,7 @@ pub enum Assign {
     /// Each node takes a free subnet.
     #[default]
     Free,
-    /// A person or program writes the file of each node beforehand, and nodes never write.
+    /// An operator or a program writes the file of each node beforehand, and nodes never write.
     Static,
 }
 
@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn network_file_systems_are_known() {
+    fn network_file_systems_are_recognized() {
         assert_eq!(network_file_system(0x6969), Some("NFS"));
         assert_eq!(network_file_system(0xff53_4d42), Some("CIFS"));
         assert_eq!(network_file_system(0xef53), None, "ext4");

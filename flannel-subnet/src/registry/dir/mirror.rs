@@ -30,7 +30,7 @@ pub(super) struct Mirror {
     forever: bool,
     /// The last readable content of each file.
     good: BTreeMap<Subnets, LeaseFile>,
-    /// The reason for which the present content of a file is unreadable. Its last readable content
+    /// The reason why the present content of a file is unreadable. Its last readable content
     /// stays in force until it expires or is replaced.
     bad: BTreeMap<String, String>,
     /// When to read a readable file again.
@@ -271,7 +271,7 @@ impl Mirror {
     }
 }
 
-/// Files of editors and of this program that are no keys.
+/// Files of editors and of this program that are not keys.
 fn is_ignored(name: &str) -> bool {
     name.starts_with('.') || name.ends_with('~')
 }
@@ -280,7 +280,7 @@ fn read(path: &Path) -> Found {
     let found = || -> io::Result<(String, SystemTime)> {
         let metadata = fs::metadata(path)?;
         if !metadata.is_file() {
-            return Err(io::Error::other("it is no file"));
+            return Err(io::Error::other("it is not a file"));
         }
         Ok((fs::read_to_string(path)?, metadata.modified()?))
     };

@@ -34,8 +34,8 @@ impl Shared {
         if self.location.options.assign == Assign::Static {
             return Err(Error::Refused {
                 store: self.location.to_string(),
-                reason: "with assign=static nothing is ever written there; write the file where \
-                         this directory comes from"
+                reason: "with assign=static this registry is read-only: change the file at the \
+                         source that this directory is copied from"
                     .into(),
             });
         }

@@ -24,7 +24,7 @@ pub(crate) struct State {
 
 #[derive(Debug)]
 struct Stored {
-    /// Key and value, or the reason for which they are unreadable.
+    /// Key and value, or the reason why they are unreadable.
     content: Result<(Subnets, LeaseAttrs), String>,
     holder: Option<HolderId>,
     since: Revision,
