@@ -1473,7 +1473,7 @@ fn a_deleted_lease_stops_the_daemon_while_the_interface_does_not_fit() {
         fs::remove_file(leases.find(|path| !path.to_str().unwrap().contains("10.1.7.0")).unwrap())
             .unwrap();
         assert_eq!(daemon.ended().code(), Some(1), "{}", daemon.log());
-        assert!(daemon.log().contains("is lost"), "{}", daemon.log());
+        daemon.wait_for_log("is lost");
     });
 }
 
