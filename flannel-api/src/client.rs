@@ -1,4 +1,4 @@
-//! Asks the daemon over its control socket.
+//! A client of the daemon's control socket.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::IpAddr;
@@ -13,7 +13,7 @@ use crate::{
     LogReport, PeerReport, PeersReport, ReloadReport, StatusReport, VERSION, WhyReport, request,
 };
 
-/// A daemon that does not answer for so long hangs.
+/// The timeout of each read and write. A daemon that takes longer hangs.
 const TIMEOUT: Duration = Duration::from_secs(15);
 
 /// Why there is no answer.
@@ -28,13 +28,13 @@ pub enum Error {
     NoDaemon {
         /// The socket; `None`: the daemon has none.
         socket: Option<PathBuf>,
-        /// What happened.
+        /// The reason.
         reason: String,
     },
-    /// The socket may not be opened, so that it is not known whether a daemon runs.
+    /// The caller may not open the socket, so it is not known whether a daemon runs.
     #[error(
-        "{}: {source}: whether flanneld runs is not known; root and the group of flanneld's \
-         --control-group may ask it", socket.display()
+        "{}: {source}: whether flanneld runs is not known; only root and the group of \
+         flanneld's --control-group may open the socket", socket.display()
     )]
     Denied {
         /// The socket.
@@ -55,7 +55,9 @@ pub enum Error {
         daemon: Option<u64>,
     },
     /// The answer is not of the expected form.
-    #[error("the daemon's answer is not understood, is it older than this program? {0}")]
+    #[error(
+        "the daemon's answer cannot be parsed (the daemon may be older than this program): {0}"
+    )]
     Answer(#[source] serde_json::Error),
 }
 
@@ -66,12 +68,13 @@ pub struct Client {
 }
 
 impl Client {
-    /// Asks the daemon at this socket.
+    /// A client of the daemon at this socket.
     pub fn new(socket: impl Into<PathBuf>) -> Self {
         Self { socket: Some(socket.into()) }
     }
 
-    /// The same for a socket that may be off: without one each request is [`Error::NoDaemon`].
+    /// The same for a socket that may be off. Without one, each request fails with
+    /// [`Error::NoDaemon`].
     pub fn at(socket: Option<PathBuf>) -> Self {
         Self { socket }
     }
@@ -81,7 +84,7 @@ impl Client {
         self.socket.as_deref()
     }
 
-    /// How the daemon is.
+    /// Reads the status of the daemon.
     ///
     /// # Errors
     /// [`Error`].
@@ -92,7 +95,7 @@ impl Client {
         self.read("GET", request::STATUS)
     }
 
-    /// All other nodes.
+    /// Reads the list of all other nodes.
     ///
     /// # Errors
     /// [`Error`].
@@ -103,7 +106,7 @@ impl Client {
         self.read::<PeersReport>("GET", request::PEERS).map(|report| report.peers)
     }
 
-    /// Why packets for an address take the way they take.
+    /// Explains the route of packets to an address.
     ///
     /// # Errors
     /// [`Error`].
@@ -153,12 +156,13 @@ impl Client {
                 }
                 _ => gone(error.to_string()),
             })?;
-        let (head, body) =
-            answer.split_once("\r\n\r\n").ok_or_else(|| gone("half an answer".to_owned()))?;
+        let (head, body) = answer
+            .split_once("\r\n\r\n")
+            .ok_or_else(|| gone("the answer is incomplete".to_owned()))?;
         let value: Value = serde_json::from_str(body)
-            .map_err(|_| gone(format!("that is no flanneld: {}", body.trim())))?;
+            .map_err(|_| gone(format!("the answer is not flanneld's: {}", body.trim())))?;
         if head.split(' ').nth(1) != Some("200") {
-            let error = value["error"].as_str().unwrap_or("it refuses without a reason");
+            let error = value["error"].as_str().unwrap_or("the daemon gave no reason");
             return Err(Error::Refused(error.to_owned()));
         }
         match value["version"].as_u64() {
@@ -171,7 +175,7 @@ impl Client {
     /// error.
     ///
     /// # Errors
-    /// The socket cannot be opened for another reason than that nobody listens.
+    /// The socket cannot be opened, for a reason other than a missing listener.
     ///
     /// # Blocking
     /// Connects to the socket.
@@ -191,9 +195,8 @@ impl Client {
     }
 
     fn exchange(&self, method: &str, target: &str) -> std::io::Result<String> {
-        let socket = self.socket.as_ref().ok_or_else(|| {
-            std::io::Error::other("--control-socket is off, and so there is nobody to ask")
-        })?;
+        let socket =
+            self.socket.as_ref().ok_or_else(|| std::io::Error::other("--control-socket is off"))?;
         let mut stream = UnixStream::connect(socket)?;
         stream.set_read_timeout(Some(TIMEOUT))?;
         stream.set_write_timeout(Some(TIMEOUT))?;

@@ -31,7 +31,7 @@ pub fn by_family<T, U>(values: &Dual<T>, report: impl Fn(&T) -> U) -> BTreeMap<S
 }
 
 impl InletReport {
-    /// The report of an inlet; `None` if this version of the API has no word for its kind.
+    /// The report of an inlet; `None` if this version of the API has no name for its kind.
     pub const fn new(inlet: &Inlet) -> Option<Self> {
         match inlet {
             Inlet::Udp(port) => Some(Self::Udp(*port)),
@@ -140,10 +140,10 @@ impl From<&StoreStatus> for StoreReport {
 }
 
 impl SubnetsReport {
-    /// How full each pod network is. A number that is too large for the report is the largest one
-    /// there. `given`: this node's subnets, if they were given to it out of the whole network, as
-    /// Kubernetes does. Then the unit is their size, because a node may have a smaller or a larger
-    /// one.
+    /// The use of each pod network. A number that does not fit is reported as the largest one.
+    /// `given`: this node's subnets, if the store assigned them from the whole network, as
+    /// Kubernetes does. Then subnets of that size are counted, because nodes may have smaller or
+    /// larger ones.
     pub fn all(config: &Config, leases: &LeaseSet, given: Option<Subnets>) -> Vec<Self> {
         let report = |(family, pod): (Family, &PodNetwork)| {
             let unit = given.and_then(|given| given.family(family));

@@ -26,6 +26,6 @@ pub struct PeerReport {
     pub state: String,
     /// Why it is not in place.
     pub reason: Option<String>,
-    /// When its lease changed last; `null`: not since the network's start.
+    /// When its lease changed last; `null`: not while this network has run.
     pub changed: Option<f64>,
 }

@@ -15,7 +15,7 @@ pub struct StatusReport {
     pub time: f64,
     /// The process.
     pub daemon: DaemonReport,
-    /// No problem is an error.
+    /// Whether no problem is an error.
     pub ready: bool,
     /// The problems, errors first.
     pub problems: Vec<Problem>,
@@ -70,12 +70,12 @@ pub struct NetworkReport {
     /// The packets that other nodes send to this one besides pods' own packets.
     #[serde(default)]
     pub inlets: Vec<InletReport>,
-    /// Packets of pods travel between some nodes without a tunnel.
+    /// Whether packets of pods travel between some nodes without a tunnel.
     #[serde(default)]
     pub bare_routes: bool,
-    /// All desired objects are in the kernel, from a complete and live set of leases.
+    /// Whether all desired objects are in the kernel, from a complete and live set of leases.
     pub in_sync: bool,
-    /// The leases come from the store, not from a cache.
+    /// Whether the leases come from the store, not from a cache.
     pub live: bool,
     /// The number of desired objects in the kernel.
     pub objects: u64,
@@ -175,7 +175,7 @@ pub struct SubnetsReport {
     pub total: u64,
     /// Subnets that nodes hold.
     pub used: u64,
-    /// The others.
+    /// Subnets that no node holds.
     pub free: u64,
 }
 
@@ -213,7 +213,7 @@ pub struct LatencyReport {
 pub struct StoreReport {
     /// Its name.
     pub name: String,
-    /// When it answered last; `null`: not since the daemon's start.
+    /// When it answered last; `null`: this daemon has got no answer yet.
     pub answered: Option<f64>,
     /// The revision of its last answer.
     pub revision: Option<u64>,

@@ -9,7 +9,7 @@ fn fields(value: &Value, into: &mut BTreeSet<String>) {
     match value {
         Value::Object(object) => {
             for (name, value) in object {
-                // Families are no fields.
+                // The names of families are not fields.
                 if !name.starts_with("IP") {
                     into.insert(name.clone());
                 }
@@ -22,7 +22,7 @@ fn fields(value: &Value, into: &mut BTreeSet<String>) {
 }
 
 #[test]
-fn every_field_of_the_control_api_is_explained() {
+fn every_field_of_the_control_api_is_documented() {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/api.md");
     let text = std::fs::read_to_string(path).unwrap();
     let mut all = BTreeSet::new();

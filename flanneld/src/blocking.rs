@@ -47,7 +47,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn writes_do_not_block_and_keep_their_order() {
+    async fn writes_do_not_block_the_runtime_and_keep_their_order() {
         let (disk, busy) = channel::<()>();
         let (written, order) = channel();
         let older = written.clone();

@@ -124,7 +124,8 @@ impl Default for ControlConfig {
 /// The control socket.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum ControlSocket {
-    /// `flanneld.sock` beside the subnet file. The daemon goes on without it if it cannot be made.
+    /// `flanneld.sock` in the directory of the subnet file. The daemon goes on without it if it
+    /// cannot be made.
     #[default]
     BesideSubnetFile,
     /// This file.

@@ -74,7 +74,7 @@ impl Servers {
                     if config.socket != ControlSocket::BesideSubnetFile {
                         return Err(error);
                     }
-                    tracing::warn!("flannelctl cannot ask this daemon: {error}");
+                    tracing::warn!("there is no control socket for flannelctl: {error}");
                     None
                 }
             },
@@ -82,7 +82,7 @@ impl Servers {
         Ok(Self { health, control })
     }
 
-    /// Serves for ever.
+    /// Serves until it is dropped.
     pub(crate) async fn serve(self, observer: &Observer) -> Infallible {
         let server = |listener: Option<Listener>, control| {
             let site = Arc::new(Answers::new(observer, control));

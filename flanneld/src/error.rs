@@ -34,8 +34,9 @@ pub enum Error {
     UnknownBackend(#[from] flannel_backends::UnknownBackend),
     /// The config names no backend, and the cluster's leases show that Go flannel chose `udp`.
     #[error(
-        "network config: it names no Backend, and {holder} holds {subnets} without a backend type: that node runs \
-         Go flannel's udp, its choice when none is named (or this is a reservation, which then needs a BackendType); write the backend into the config, for example \
+        "network config: it names no Backend, and {holder} holds {subnets} without a backend type: \
+         that node runs Go flannel's udp, its choice when none is named (or this is a reservation, \
+         which then needs a BackendType); write the backend into the config, for example \
          {{\"Backend\": {{\"Type\": \"vxlan\"}}}}, and restart every node"
     )]
     ImplicitUdp {
@@ -46,7 +47,8 @@ pub enum Error {
     },
     /// `--nexthop-objects=on`, and the kernel has none.
     #[error(
-        "--nexthop-objects=on: this kernel has none (Linux 5.3 and later do); auto takes plain routes then"
+        "--nexthop-objects=on: this kernel has no nexthop objects (Linux 5.3 and later have them); \
+         auto uses plain routes instead"
     )]
     NoNexthopObjects,
     /// A store or backend cannot go on.
@@ -90,7 +92,7 @@ impl Error {
         matches!(self, Self::Network(flannel_core::Error::Store { .. }))
     }
 
-    /// 0 for help, 2 for usage, 1 for everything that happens while running.
+    /// The exit code of the process: 0 for help, 2 for wrong usage, 1 for every other error.
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Options(error) => error.exit_code(),

@@ -68,7 +68,7 @@ fn own_lease(page: &mut Page, snapshot: &Snapshot) {
     if let Some(left) = snapshot.ownership.remaining(snapshot.time) {
         page.seconds(
             "flannel_lease_remaining_seconds",
-            "How much longer this node's lease is its own unless renewed; absent for a reservation",
+            "Time until this node's lease ends unless it is renewed; absent for a reservation",
             left.as_secs_f64(),
         );
     }
@@ -79,13 +79,13 @@ fn store(page: &mut Page, snapshot: &Snapshot) {
     let age = |at: SystemTime| snapshot.time.duration_since(at).unwrap_or_default().as_secs_f64();
     page.flag(
         "flannel_store_up",
-        "1 if the store has answered, and not failed to since",
+        "1 if the store has answered, and no request has failed since then",
         store.last_error.is_none() && store.confirmed.is_some(),
     );
     if let Some((revision, at)) = store.confirmed {
         page.seconds(
             "flannel_store_age_seconds",
-            "Since the store last answered anything",
+            "Time since the last answer of the store",
             age(at),
         );
         page.gauge(
@@ -147,7 +147,7 @@ fn leases(page: &mut Page, network: &NetworkSnapshot, store: Option<&str>) {
     );
     page.flag(
         "flannel_leases_live",
-        "1 if they come from the store, 0 if from the cache",
+        "1 if the leases come from the store, 0 if they come from the cache",
         status.live,
     );
     page.gauge("flannel_peers", "Other nodes whose leases are accepted", status.peers as u64);
@@ -164,7 +164,7 @@ fn leases(page: &mut Page, network: &NetworkSnapshot, store: Option<&str>) {
         reason.starts_with("overlaps") || reason.starts_with("contradicts")
     };
     let conflicts: u64 = reasons.iter().filter(clash).map(|(_, count)| count).sum();
-    page.gauge("flannel_conflicts", "Leases that clash with another one", conflicts);
+    page.gauge("flannel_conflicts", "Leases that conflict with another lease", conflicts);
     let rooms = subnets_used(network, store);
     let counts = rooms.iter().flat_map(|room| {
         let counts = [("total", room.total), ("used", room.used), ("free", room.free)];
@@ -172,7 +172,7 @@ fn leases(page: &mut Page, network: &NetworkSnapshot, store: Option<&str>) {
     });
     page.gauges(
         "flannel_subnets",
-        "Subnets between SubnetMin and SubnetMax; in Kubernetes those of this node's size in the network",
+        "Subnets between SubnetMin and SubnetMax; in Kubernetes, subnets of this node's size",
         counts,
     );
 }
@@ -194,7 +194,7 @@ fn firewall(page: &mut Page, rulebook: &Rulebook) {
     );
     page.counter(
         "flannel_firewall_repairs_total",
-        "How often rules were restored that another program had changed",
+        "Repairs of firewall rules that another program had changed",
         repairs,
     );
 }
@@ -211,7 +211,7 @@ struct Counts {
 
 fn kernel(page: &mut Page, network: &NetworkSnapshot) {
     let status = &network.status;
-    page.flag("flannel_in_sync", "1 if the kernel is what the leases say", status.in_sync);
+    page.flag("flannel_in_sync", "1 if the kernel matches the leases", status.in_sync);
     page.flag(
         "flannel_kernel_readable",
         "1 if the kernel can be read and watched",
@@ -239,7 +239,7 @@ fn kernel(page: &mut Page, network: &NetworkSnapshot) {
     });
     page.gauges(
         "flannel_objects",
-        "Objects that are wanted in the kernel, by kind and state; pending ones are not known to be in place",
+        "Desired objects in the kernel, by kind and state; pending: not known to be in place",
         states,
     );
     page.gauges(
@@ -270,7 +270,7 @@ fn kernel(page: &mut Page, network: &NetworkSnapshot) {
     });
     page.counters(
         "flannel_external_mutations_total",
-        "Changes of objects by other programs, as far as they were repaired",
+        "Repaired changes of objects by other programs",
         mutations,
     );
     page.histogram(
@@ -322,7 +322,7 @@ mod tests {
 
     /// Name, type and labels of every family, sorted. Dashboards and alerts depend on them.
     #[tokio::test]
-    async fn names_types_and_labels_stay() {
+    async fn names_types_and_labels_match_the_golden_file() {
         let (_observer, snapshot) = full().await;
         let text = metrics(&snapshot, Format::Text);
         let mut families = BTreeMap::<&str, (&str, std::collections::BTreeSet<String>)>::new();
@@ -345,7 +345,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn openmetrics_is_for_clients_that_accept_it() {
+    async fn openmetrics_is_sent_to_clients_that_accept_it() {
         let prometheus = "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.5,\
                           text/plain;version=0.0.4;q=0.3,*/*;q=0.2";
         for (accept, format) in [
@@ -381,7 +381,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_parser_reads_the_values_of_the_status() {
+    async fn a_prometheus_parser_reads_the_values_of_the_status() {
         let mut status = Status::default();
         (status.in_sync, status.live, status.peers, status.objects) = (true, true, 3, 11);
         status.settled = true;
@@ -488,7 +488,7 @@ mod tests {
 
     /// Rules of Prometheus that the parser above does not check.
     #[tokio::test]
-    async fn every_sample_belongs_to_the_family_before_it_and_none_is_there_twice() {
+    async fn every_sample_follows_its_family_and_none_appears_twice() {
         let observer = Observer::default();
         let _guard = observer.running(network(Status::default()).await.1);
         let (mut family, mut seen) = (String::new(), std::collections::BTreeSet::new());

@@ -25,9 +25,9 @@ pub(crate) use snapshot::{Facts, NetworkSnapshot, Snapshot};
 /// Sets a log filter, or returns the reason why it cannot; `None`: the filter of the start.
 pub(crate) type SetLog = dyn Fn(Option<&str>) -> Result<(), String> + Send + Sync;
 
-/// The timeout of a request to the network for its pending peers, so that a status is quick. It is
-/// longer than a round of new peers (0.1 s), after which a network answers. Otherwise the reported
-/// state of peers would alternate.
+/// The timeout of a request to the network for its pending peers, so that a status is quick. A
+/// network answers after a round: 16 ms, and the batch of changes that it began, up to 100 ms. The
+/// timeout is longer, or the reported state of peers would alternate.
 const BUSY: Duration = Duration::from_millis(150);
 
 /// The largest age of findings about the kernel's older tables.
@@ -296,6 +296,7 @@ pub(crate) mod tests {
     use flannel_core::backend::ExternalInterface;
     use flannel_core::network::NetworkHandle;
     use flannel_core::testing::{FakeKernel, FakeSubnets};
+    use flannel_doctor::path_probe::server;
     use flannel_route::{Host, JoinOptions};
 
     use super::*;
@@ -388,13 +389,13 @@ pub(crate) mod tests {
                     let mut tries = 0;
                     while tokio::net::TcpStream::connect((address, port)).await.is_err() {
                         tries += 1;
-                        assert!(tries < 500, "nobody listens on {address}");
+                        assert!(tries < 500, "nothing listens on {address}");
                         tokio::time::sleep(Duration::from_millis(10)).await;
                     }
                 }
             };
             tokio::select! {
-                never = flannel_doctor::path_probe::server::serve(running.probe_server(port)) => match never {},
+                never = server::serve(running.probe_server(port)) => match never {},
                 () = peer => {}
             }
         }
@@ -404,7 +405,7 @@ pub(crate) mod tests {
     async fn a_busy_network_does_not_delay_a_status() {
         let (subnets, mut running) = network(Status::default()).await;
         let host = Host::new(running.iface.clone(), Arc::clone(&running.kernel), Arc::new(subnets));
-        // It accepts requests, and answers none while it does not run.
+        // A network that does not run accepts requests and answers none.
         let busy = host
             .join(
                 flannel_backends::all().find("host-gw").unwrap(),
@@ -421,7 +422,7 @@ pub(crate) mod tests {
         let network = observer.snapshot_of_peers().await.network.unwrap();
         assert!(network.waiting.is_none() && !network.status.settled);
         assert!(start.elapsed() <= Duration::from_millis(200), "{:?}", start.elapsed());
-        // A status waits for a round of new peers.
+        // A status waits for the end of a round.
         let round = async {
             tokio::time::sleep(Duration::from_millis(110)).await;
             busy.run(views).await
@@ -434,7 +435,7 @@ pub(crate) mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn observers_are_woken_once_for_each_change() {
+    async fn observers_are_notified_once_for_each_change() {
         let observer = Observer::default();
         let mut changes = observer.changes();
         let (_subnets, mut running) = network(Status::default()).await;
@@ -447,7 +448,7 @@ pub(crate) mod tests {
             let mut woken = 0;
             while tokio::time::timeout(quiet, changes.next()).await.is_ok() {
                 woken += 1;
-                assert!(woken <= 2, "the phase, and the status that nobody has seen yet");
+                assert!(woken <= 2, "one for the phase, and one for the unseen status");
             }
             assert!(woken >= 1);
             sender.send_replace(Arc::default());

@@ -36,12 +36,13 @@ pub use log::{LogFlags, LogFormat};
 #[command(
     name = "flanneld",
     version,
-    about = "Gives this host a subnet of the cluster's pod network, and routes to the subnets of all other hosts."
+    about = "Gives this host a subnet of the cluster's pod network, and routes to the subnets of \
+             all other hosts."
 )]
 #[command(args_override_self = true)]
 #[command(
-    after_help = "Every option can come from the environment as FLANNELD_<OPTION>, for example FLANNELD_SUBNET_FILE. \
-                  Options may be written Go's way: -iface eth0, -v=4.\n\
+    after_help = "Every option can come from the environment as FLANNELD_<OPTION>, for example \
+                  FLANNELD_SUBNET_FILE. Options may be written Go's way: -iface eth0, -v=4.\n\
                   Exit status: 0 after a signal to stop, 1 after an error, 2 for wrong usage."
 )]
 #[non_exhaustive]
@@ -187,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn flags_in_the_styles_of_go_and_clap() {
+    fn flags_are_parsed_in_the_styles_of_go_and_clap() {
         let all = ["-registry=dir:/x", "-iface", "eth0", "--iface=eth1", "-public-ip", "192.0.2.1"];
         let options = parse(&all, &[]).unwrap();
         assert_eq!(options.interface.iface, ["eth0", "eth1"]);
@@ -240,7 +241,11 @@ mod tests {
             assert_eq!(help.matches(group).count(), 1, "{group}: {help}");
         }
         let offered = help.matches("Kubernetes:").count();
-        assert_eq!(offered, usize::from(cfg!(feature = "kube")), "what is not here is not offered");
+        assert_eq!(
+            offered,
+            usize::from(cfg!(feature = "kube")),
+            "a build without the feature hides its options"
+        );
     }
 
     #[test]

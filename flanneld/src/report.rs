@@ -112,7 +112,7 @@ pub(crate) mod tests {
 
     /// The size is that of this node's own subnet.
     #[tokio::test]
-    async fn subnets_that_kubernetes_assigns_are_counted_too() {
+    async fn subnets_that_kubernetes_assigns_are_counted() {
         let snapshot = snapshot(Status::default()).await;
         let kube = "kube:https://10.96.0.1:443";
         let mut network = snapshot.network.unwrap();
@@ -124,7 +124,8 @@ pub(crate) mod tests {
         };
         assert_eq!(counted(r#"{"Network":"10.1.0.0/16","SubnetLen":28}"#, kube), (256, 4, 252));
         assert_eq!(counted(r#"{"Network":"10.1.0.0/20"}"#, kube), (16, 4, 12));
-        let some = r#"{"Network":"10.1.0.0/16","SubnetLen":24,"SubnetMin":"10.1.7.0","SubnetMax":"10.1.9.0"}"#;
+        let some = r#"{"Network":"10.1.0.0/16","SubnetLen":24,
+            "SubnetMin":"10.1.7.0","SubnetMax":"10.1.9.0"}"#;
         assert_eq!(counted(some, "etcd:http://127.0.0.1:2379"), (3, 3, 0));
         // Parts of other sizes.
         let lease = Lease::clone(network.view.leases.iter().next().unwrap());
@@ -137,7 +138,7 @@ pub(crate) mod tests {
     }
 
     #[tokio::test]
-    async fn a_report_survives_json_and_has_the_network() {
+    async fn a_status_report_has_the_network_and_round_trips_through_json() {
         let mut status = Status::default();
         (status.in_sync, status.settled, status.live) = (true, true, true);
         (status.peers, status.objects) = (3, 11);
@@ -153,7 +154,7 @@ pub(crate) mod tests {
     }
 
     #[tokio::test]
-    async fn before_the_first_round_peers_are_pending_and_it_is_not_ready() {
+    async fn before_the_first_round_peers_are_pending_and_the_node_is_not_ready() {
         // A desired object may not be installed yet.
         for objects in [0, 11] {
             let mut status = Status::default();
@@ -212,7 +213,7 @@ pub(crate) mod tests {
     }
 
     #[tokio::test]
-    async fn no_peer_is_in_place_in_a_kernel_that_cannot_be_read() {
+    async fn peers_are_pending_while_the_kernel_cannot_be_read() {
         let mut status = Status::default();
         (status.live, status.objects) = (true, 11);
         status.kernel_error = Some(flannel_core::kernel::KernelError::explained(105, "x"));

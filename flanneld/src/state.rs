@@ -46,7 +46,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_holder_id_of_today_is_kept_and_one_of_a_newer_build_is_not_overwritten() {
+    fn a_valid_holder_id_is_kept_and_one_of_a_newer_build_is_not_overwritten() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("mark");
         fs::write(&path, "00000000000000ab\n").unwrap();
@@ -58,7 +58,7 @@ mod tests {
     }
 
     #[test]
-    fn builds_before_there_were_versions_read_the_holder_id() {
+    fn builds_without_file_versions_can_read_the_holder_id() {
         let dir = tempfile::tempdir().unwrap();
         let holder = holder_id(dir.path()).unwrap();
         // Their rule: the trimmed file has 1 to 16 hexadecimal digits and nothing else.
@@ -70,7 +70,7 @@ mod tests {
     }
 
     #[test]
-    fn a_holder_id_is_kept_and_a_broken_one_replaced() {
+    fn a_holder_id_is_kept_and_an_invalid_one_is_replaced() {
         let dir = tempfile::tempdir().unwrap();
         let state = dir.path().join("new");
         let first = holder_id(&state).unwrap();

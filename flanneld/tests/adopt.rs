@@ -1,8 +1,8 @@
 //! Starts over existing objects: those of an earlier run, plain or by nexthop object, Go flannel's,
 //! or none.
 //!
-//! A listener records every deletion while the new run settles, so a moment without an object fails
-//! the test.
+//! A listener records every deletion while the new run settles. So the test fails even if an object
+//! is missing for a moment only.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
@@ -32,7 +32,8 @@ const PEERS: std::ops::Range<u8> = 2..12;
 fn config(backend: &dyn Backend, n: u8) -> String {
     let kind = backend.kind();
     format!(
-        r#"{{"Network":"10.{n}.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:{n}::/48","Backend":{{"Type":"{kind}"}}}}"#
+        r#"{{"Network":"10.{n}.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:{n}::/48",
+            "Backend":{{"Type":"{kind}"}}}}"#
     )
 }
 
@@ -179,8 +180,8 @@ fn count(state: &State) -> (usize, usize) {
 
 /// All changes in the namespace while `work` ran, by any process.
 async fn recorded<T>(work: impl Future<Output = T>) -> (T, Vec<KernelEvent>) {
-    let ear = NetlinkKernel::open().unwrap();
-    let mut changes = ear.changes().unwrap();
+    let listener = NetlinkKernel::open().unwrap();
+    let mut changes = listener.changes().unwrap();
     let mut reports = Vec::new();
     let mut by_nexthop = ByNexthop::read();
     let mut take = |doubts| match doubts {
@@ -197,21 +198,23 @@ async fn recorded<T>(work: impl Future<Output = T>) -> (T, Vec<KernelEvent>) {
             doubts = changes.next() => take(doubts.unwrap()),
         }
     };
-    // A marker of ours ends the events of the last change.
+    // The event of our own marker comes after those of the last change.
     let mark = "neigh replace 192.0.2.250 lladdr 0a:00:00:00:00:fa dev eth0 nud permanent";
     ip(mark);
     let mark = Key::Neigh("eth0".parse().unwrap(), IpAddr::from([192, 0, 2, 250]));
     loop {
         let doubts = tokio::time::timeout(Duration::from_secs(20), changes.next()).await;
-        let doubts = doubts.expect("the mark is keys").unwrap();
+        let doubts = doubts.expect("an event of the marker").unwrap();
+        let is_mark = |report: &KernelEvent| match report {
+            KernelEvent::Present(object) => object.key() == mark,
+            _ => false,
+        };
         let last = matches!(&doubts, Invalidation::Objects(reports, _)
-            if reports.iter().any(|r| matches!(r, KernelEvent::Present(object) if object.key() == mark)));
+            if reports.iter().any(is_mark));
         take(doubts);
         if last {
             ip("neigh del 192.0.2.250 dev eth0");
-            reports.retain(
-                |report| !matches!(report, KernelEvent::Present(object) if object.key() == mark),
-            );
+            reports.retain(|report| !is_mark(report));
             return (result, reports);
         }
     }
@@ -279,7 +282,7 @@ fn of_live_peer(key: &Key) -> bool {
 static BACKENDS: [&'static dyn Backend; 2] = [&VxlanBackend, &HostGw];
 
 #[test]
-fn a_peer_that_moves_is_one_message_to_the_kernel() {
+fn a_moved_peer_needs_one_message_to_the_kernel() {
     in_netns_async(|| async {
         uplink();
         for backend in BACKENDS {
@@ -333,7 +336,7 @@ fn a_peer_that_moves_is_one_message_to_the_kernel() {
 }
 
 #[test]
-fn every_start_adopts_existing_objects_without_a_moment_without_a_live_peer() {
+fn a_start_adopts_existing_objects_and_deletes_none_of_a_live_peer() {
     in_netns_async(|| async {
         uplink();
         ip("route add 10.1.200.0/24 via 192.0.2.99 dev eth0");
@@ -433,7 +436,8 @@ fn objects_of_go_flannel_are_adopted() {
             ),
         ] {
             ip(&format!(
-                "link add {device} address 0a:00:00:00:0{family}:01 mtu {mtu} type vxlan id 1 dev eth0 local {local} dstport 8472 nolearning"
+                "link add {device} address 0a:00:00:00:0{family}:01 mtu {mtu} type vxlan id 1 \
+                 dev eth0 local {local} dstport 8472 nolearning"
             ));
             let number = |n: u8| if family == 4 { n.to_string() } else { format!("{n:x}") };
             let [before, after, host, len] = subnet;
@@ -471,7 +475,7 @@ fn objects_of_go_flannel_are_adopted() {
 fn host_gw_routes_of_go_flannel_are_adopted() {
     in_netns_async(|| async {
         uplink();
-        // As Go flannel's: of protocol boot.
+        // Go flannel's routes have the protocol boot.
         for peer in PEERS {
             ip(&format!("route add 10.1.{peer}.0/24 via 192.0.2.{peer} dev eth0"));
             ip(&format!("-6 route add fd00:1:0:{peer:x}::/64 via 2001:db8::{peer:x} dev eth0"));
@@ -484,11 +488,7 @@ fn host_gw_routes_of_go_flannel_are_adopted() {
         let (kernel, footprint) = (run.kernel.clone(), run.footprint());
         run.stop().await;
         cleanup(&*kernel, &footprint, false).unwrap();
-        assert_eq!(
-            ip("route show root 10.1.0.0/16").trim(),
-            "",
-            "what was adopted goes with the rest"
-        );
+        assert_eq!(ip("route show root 10.1.0.0/16").trim(), "", "adopted routes are removed too");
         let run = Run::start(&HostGw, &subnets, true).await;
         assert_eq!(text(&adopted), text(&run.state()), "the same end state as from nothing");
         run.stop().await;
@@ -496,7 +496,7 @@ fn host_gw_routes_of_go_flannel_are_adopted() {
 }
 
 #[test]
-fn ready_for_go_loses_no_packet_and_leaves_routes_that_go_flannel_can_delete() {
+fn ready_for_go_deletes_no_route_and_leaves_routes_that_go_flannel_can_delete() {
     in_netns_async(|| async {
         uplink();
         for backend in BACKENDS {
@@ -533,7 +533,7 @@ fn keys_of(reports: &[KernelEvent]) -> Vec<Key> {
 }
 
 #[test]
-fn networks_of_both_kinds_in_one_namespace_are_restarted_without_touching_each_other() {
+fn restarts_of_vxlan_and_host_gw_in_one_namespace_do_not_affect_each_other() {
     in_netns_async(|| async {
         uplink();
         let direct =
@@ -552,7 +552,7 @@ fn networks_of_both_kinds_in_one_namespace_are_restarted_without_touching_each_o
                     "{case}"
                 );
                 let (theirs, footprint) = (hostgw.state(), [vxlan.footprint(), hostgw.footprint()]);
-                // Each is aborted at any point, and started beside the other.
+                // Each is aborted at any point, and started while the other runs.
                 let restart = async {
                     vxlan.stop().await;
                     Run::start(&VxlanBackend, &one, after).await
@@ -610,7 +610,7 @@ fn left_by_flannel() -> (usize, usize) {
 }
 
 #[test]
-fn another_backend_removes_the_first_without_a_moment_without_a_live_peer() {
+fn another_backend_removes_the_old_objects_and_deletes_none_of_a_live_peer() {
     in_netns_async(|| async {
         uplink();
         for (before, after) in [(true, true), (true, false), (false, true), (false, false)] {
@@ -638,7 +638,7 @@ fn another_backend_removes_the_first_without_a_moment_without_a_live_peer() {
 }
 
 #[test]
-fn another_external_interface_leaves_nothing_on_the_first() {
+fn another_external_interface_leaves_no_object_on_the_old_one() {
     in_netns_async(|| async {
         uplink();
         ip("link add eth1 type veth peer name wire1");

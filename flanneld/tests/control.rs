@@ -25,7 +25,8 @@ use reader::Reader;
 use running::{Daemon, wait_until};
 
 /// The range of this node's subnet, which no test uses for peers or addresses.
-const CONFIG: &str = r#"{"Network":"10.1.0.0/16","SubnetMin":"10.1.128.0","SubnetMax":"10.1.191.0","Backend":{"Type":"vxlan"}}"#;
+const CONFIG: &str = r#"{"Network":"10.1.0.0/16","SubnetMin":"10.1.128.0","SubnetMax":"10.1.191.0",
+    "Backend":{"Type":"vxlan"}}"#;
 const PORT: u16 = 8471;
 
 /// A daemon's files, on a host with an uplink, in the namespace of the calling test.
@@ -63,7 +64,8 @@ impl Place {
 
     fn peer(&self, n: u8) {
         let value = format!(
-            r#"{{"PublicIP":"192.0.2.{n}","BackendType":"vxlan","BackendData":{{"VNI":1,"VtepMAC":"0a:00:00:00:00:{n:02x}"}}}}"#
+            r#"{{"PublicIP":"192.0.2.{n}","BackendType":"vxlan",
+                "BackendData":{{"VNI":1,"VtepMAC":"0a:00:00:00:00:{n:02x}"}}}}"#
         );
         fs::write(self.leases().join(format!("10.1.{n}.0-24")), value).unwrap();
     }
@@ -90,7 +92,7 @@ impl Place {
         self.start_with(&[])
     }
 
-    /// With options for paths only.
+    /// A command of `flannelctl` with the options for paths only.
     fn bare_ctl(&self, args: &[&str]) -> Command {
         let mut command = Command::new(flannelctl());
         command.args(self.common()).args(args).stdin(Stdio::null());
@@ -190,7 +192,9 @@ fn labelled(name: &str, labels: &[(&str, &str)]) -> f64 {
 fn readyz_is_200_only_while_everything_is_in_place() {
     in_netns(|| {
         let place = Place::new(None);
-        let value = r#"{"PublicIP":"192.0.2.7","PublicIPv6":"2001:db8::7","BackendType":"vxlan","BackendData":{"VNI":1,"VtepMAC":"0a:00:00:00:00:07"},"BackendV6Data":{"VNI":1,"VtepMAC":"0a:00:00:00:01:07"}}"#;
+        let value = r#"{"PublicIP":"192.0.2.7","PublicIPv6":"2001:db8::7","BackendType":"vxlan",
+            "BackendData":{"VNI":1,"VtepMAC":"0a:00:00:00:00:07"},
+            "BackendV6Data":{"VNI":1,"VtepMAC":"0a:00:00:00:01:07"}}"#;
         fs::write(place.leases().join("10.1.7.0-24&fd00:1:0:7::-64"), value).unwrap();
         let daemon = place.start();
         wait_until(
@@ -200,7 +204,8 @@ fn readyz_is_200_only_while_everything_is_in_place() {
         assert_eq!(http("/readyz").0, 503);
         assert_eq!(http("/healthz"), (200, "flanneld is running".to_owned()));
         assert_eq!((metric("flannel_ready"), metric("flannel_lease_held")), (0.0, 0.0));
-        let dual = r#"{"Network":"10.1.0.0/16","SubnetMin":"10.1.128.0","SubnetMax":"10.1.191.0","EnableIPv6":true,"IPv6Network":"fd00:1::/48","Backend":{"Type":"vxlan"}}"#;
+        let dual = r#"{"Network":"10.1.0.0/16","SubnetMin":"10.1.128.0","SubnetMax":"10.1.191.0",
+            "EnableIPv6":true,"IPv6Network":"fd00:1::/48","Backend":{"Type":"vxlan"}}"#;
         fs::write(place.registry().join("config"), dual).unwrap();
         ready(&daemon);
         assert_eq!(http("/readyz").1, "flanneld is ready");
@@ -312,16 +317,16 @@ fn metrics_count_objects_and_events() {
         let leases = || ["flannel_leases", "flannel_peers", "flannel_conflicts"].map(metric);
         let rejected = |reason| labelled("flannel_rejected_leases", &[("reason", reason)]);
         assert_eq!(leases(), [3.0, 2.0, 0.0]);
-        // The own device and its address; of each peer its tunnel's address, its host's, and the
-        // way there.
+        // The own device and its address, and of each peer a neigh, an fdb entry and a route.
         assert_eq!(objects("in place"), [1.0, 1.0, 2.0, 2.0, 0.0, 2.0]);
         assert_eq!((objects("pending"), objects("failing")), ([0.0; 6], [0.0; 6]));
         assert_eq!(subnets(), [255.0, 3.0, 252.0]);
 
-        // One inside another lease's subnet, and one outside the pod network.
+        // A lease inside another lease's subnet, and one outside the pod network.
         let stranger = |key: &str, n: u8| {
             let value = format!(
-                r#"{{"PublicIP":"192.0.2.{n}","BackendType":"vxlan","BackendData":{{"VNI":1,"VtepMAC":"0a:00:00:00:00:{n:02x}"}}}}"#
+                r#"{{"PublicIP":"192.0.2.{n}","BackendType":"vxlan",
+                    "BackendData":{{"VNI":1,"VtepMAC":"0a:00:00:00:00:{n:02x}"}}}}"#
             );
             fs::write(place.leases().join(key), value).unwrap();
         };
@@ -337,7 +342,11 @@ fn metrics_count_objects_and_events() {
         fs::remove_file(place.leases().join("10.1.8.0-24")).unwrap();
         wait_until(|| leases() == [3.0, 1.0, 0.0], || http("/metrics").1);
         wait_until(|| objects("in place") == [1.0, 1.0, 1.0, 1.0, 0.0, 1.0], || http("/metrics").1);
-        assert_eq!(subnets(), [255.0, 2.0, 253.0], "what lies outside takes none of them");
+        assert_eq!(
+            subnets(),
+            [255.0, 2.0, 253.0],
+            "a lease outside the pod network takes none of its subnets"
+        );
 
         for (done, object, operation) in [
             ("route del 10.1.7.0/24", "route", "delete"),
@@ -351,7 +360,8 @@ fn metrics_count_objects_and_events() {
         ] {
             ip(done);
             let text = format!(
-                "flannel_external_mutations_total{{object=\"{object}\",operation=\"{operation}\"}} 1\n"
+                "flannel_external_mutations_total{{object=\"{object}\",\
+                 operation=\"{operation}\"}} 1\n"
             );
             wait_until(
                 || http("/metrics").1.contains(&text),
@@ -364,7 +374,7 @@ fn metrics_count_objects_and_events() {
 }
 
 #[test]
-fn only_terminals_get_colours() {
+fn output_has_colours_only_on_a_terminal() {
     in_netns(|| {
         let place = Place::new(Some(CONFIG));
         place.peer(7);
@@ -409,7 +419,7 @@ fn only_terminals_get_colours() {
             let piped = place.ctl_text(args);
             assert!(!piped.contains('\x1b'), "{args:?}: {piped:?}");
         }
-        // The same text.
+        // Without colours the text is the same.
         let words = |text: &str| -> Vec<String> {
             // The uptime changes.
             text.lines().skip(1).map(str::to_owned).collect()
@@ -422,7 +432,7 @@ fn only_terminals_get_colours() {
 }
 
 #[test]
-fn without_the_tunnel_no_peer_is_in_place() {
+fn without_the_tunnel_every_peer_fails() {
     in_netns(|| {
         let place = Place::new(Some(CONFIG));
         place.peer(7);
@@ -463,10 +473,10 @@ fn promtool(args: &[&str], input: &str) {
         .unwrap_or_else(|error| panic!("{command:?}: {error}: ./test.sh fetches it"));
     child.stdin.take().unwrap().write_all(input.as_bytes()).unwrap();
     let output = child.wait_with_output().unwrap();
-    let said = [output.stdout, output.stderr]
+    let text = [output.stdout, output.stderr]
         .map(|text| String::from_utf8_lossy(&text).into_owned())
         .concat();
-    assert!(output.status.success(), "{args:?}: {said}\n{input}");
+    assert!(output.status.success(), "{args:?}: {text}\n{input}");
 }
 
 #[test]
@@ -519,8 +529,8 @@ fn systemd_is_notified_of_ready_reloading_alive_and_stopping() {
         let place = Place::new(Some(CONFIG));
         let path = place.path("notify");
         let socket = UnixDatagram::bind(&path).unwrap();
-        // Continuously, as systemd does, because the socket has room for a few messages only.
-        let (sender, said) = std::sync::mpsc::channel();
+        // Read continuously, as systemd does, because the socket has room for a few messages only.
+        let (sender, messages) = std::sync::mpsc::channel();
         std::thread::spawn(move || {
             let mut buffer = [0; 4096];
             while let Ok(len) = socket.recv(&mut buffer) {
@@ -529,30 +539,31 @@ fn systemd_is_notified_of_ready_reloading_alive_and_stopping() {
                 }
             }
         });
-        let hear = |wanted: &str| {
-            let (mut heard, deadline) = (Vec::new(), Instant::now() + Duration::from_secs(60));
+        let wait_for = |wanted: &str| {
+            let (mut others, deadline) = (Vec::new(), Instant::now() + Duration::from_secs(60));
             loop {
                 let left = deadline.saturating_duration_since(Instant::now());
-                let text: String =
-                    said.recv_timeout(left).unwrap_or_else(|e| panic!("{wanted}: {e}: {heard:?}"));
+                let text: String = messages
+                    .recv_timeout(left)
+                    .unwrap_or_else(|error| panic!("{wanted}: {error}: {others:?}"));
                 if text.starts_with(wanted) {
                     return text;
                 }
-                heard.push(text);
+                others.push(text);
             }
         };
         let daemon = place.start_with(&[("NOTIFY_SOCKET", &path), ("WATCHDOG_USEC", "400000")]);
         // Usually with the same text.
-        if !hear("READY=1\nSTATUS=").contains("STATUS=ready: 10.1.") {
-            hear("STATUS=ready: 10.1.");
+        if !wait_for("READY=1\nSTATUS=").contains("STATUS=ready: 10.1.") {
+            wait_for("STATUS=ready: 10.1.");
         }
-        hear("WATCHDOG=1");
+        wait_for("WATCHDOG=1");
         daemon.signal(Signal::SIGHUP);
-        assert!(hear("RELOADING=1").contains("\nMONOTONIC_USEC="));
-        hear("READY=1");
+        assert!(wait_for("RELOADING=1").contains("\nMONOTONIC_USEC="));
+        wait_for("READY=1");
         daemon.wait_for_log("SIGHUP: read again: the network config is unchanged");
         assert_eq!(stop(daemon).code(), Some(0));
-        hear("STOPPING=1");
+        wait_for("STOPPING=1");
     });
 }
 
@@ -564,7 +575,8 @@ fn sighup_applies_a_config_whose_change_was_missed() {
         let (config, target) = (place.registry().join("config"), place.path("elsewhere"));
         let write = |mtu: u32| {
             let text = format!(
-                r#"{{"Network":"10.1.0.0/16","SubnetMin":"10.1.128.0","SubnetMax":"10.1.191.0","Backend":{{"Type":"vxlan","MTU":{mtu}}}}}"#
+                r#"{{"Network":"10.1.0.0/16","SubnetMin":"10.1.128.0","SubnetMax":"10.1.191.0",
+                    "Backend":{{"Type":"vxlan","MTU":{mtu}}}}}"#
             );
             fs::write(&target, text).unwrap();
         };
@@ -583,10 +595,10 @@ fn sighup_applies_a_config_whose_change_was_missed() {
         daemon.signal(Signal::SIGHUP);
         daemon.wait_for_log("SIGHUP: read again: the network config has changed");
         mtu(1200);
-        // A config that is refused, and corrected.
+        // A config is refused, and then corrected.
         write(9000);
         daemon.signal(Signal::SIGHUP);
-        daemon.wait_for_log("cannot be used and is not");
+        daemon.wait_for_log("cannot be used and is ignored");
         write(1250);
         daemon.signal(Signal::SIGHUP);
         mtu(1250);
@@ -601,8 +613,8 @@ fn the_log_filter_can_be_set_and_sighup_resets_it() {
         ready(&daemon);
         let (code, text) = place.fails(&["log", "warning"]);
         assert!(code == 1 && text.contains("\"warning\" is not valid"), "{text}");
-        // It says so after it has done so, and before it answers: the line is one that is not to be
-        // seen.
+        // The daemon logs the new filter after it has set it, and before it answers. So the filter
+        // suppresses that line.
         place.ctl_text(&["log", "error"]);
         place.peer(7);
         wait_until(|| ip("route show 10.1.7.0/24").contains("flannel.1"), || daemon.log());
@@ -610,7 +622,7 @@ fn the_log_filter_can_be_set_and_sighup_resets_it() {
         daemon.wait_for_log("SIGHUP: read again");
         place.peer(8);
         daemon.wait_for_log("in sync peers=2");
-        // "in sync peers=1" would prove less: it may be held back until it may be said again.
+        // Not "in sync peers=1": such lines are limited to one a second, so it may be a late one.
         assert!(!daemon.log().contains("the log filter is"), "{}", daemon.log());
         place.ctl_text(&["log", "info"]);
         daemon.wait_for_log("the log filter is info now");
@@ -627,7 +639,7 @@ fn the_log_filter_can_be_set_and_sighup_resets_it() {
 }
 
 #[test]
-fn without_a_daemon_flannelctl_shows_the_state_that_is_left() {
+fn without_a_daemon_flannelctl_shows_and_removes_the_state_that_is_left() {
     in_netns(|| {
         let place = Place::new(Some(CONFIG));
         place.peer(7);
@@ -673,19 +685,19 @@ fn without_a_daemon_flannelctl_shows_the_state_that_is_left() {
             place.json(&["cleanup", "--iface", "eth0"])["done"].as_array().unwrap().len(),
             0
         );
-        // What an earlier config made is not taken away for that, for it may be another flannel's;
-        // but it is told.
+        // A device of an earlier config stays, because it may belong to another flannel. It is
+        // reported.
         ip("link add flannel.7 type vxlan id 7 dev eth0 dstport 8473");
-        let told = place.ctl_text(&["cleanup", "--iface", "eth0"]);
+        let text = place.ctl_text(&["cleanup", "--iface", "eth0"]);
         assert!(
-            told.contains("ip link delete flannel.7") && told.contains("nothing else"),
-            "{told}"
+            text.contains("ip link delete flannel.7") && text.contains("nothing else"),
+            "{text}"
         );
     });
 }
 
 #[test]
-fn cleanup_for_go_removes_the_route_of_last_resort() {
+fn cleanup_for_go_removes_the_blackhole_route() {
     in_netns(|| {
         let place = Place::new(Some(CONFIG));
         place.peer(7);
@@ -713,7 +725,7 @@ fn cleanup_for_go_removes_the_route_of_last_resort() {
 }
 
 #[test]
-fn cleanup_refuses_to_run_beside_a_daemon() {
+fn cleanup_is_refused_while_a_daemon_runs() {
     in_netns(|| {
         let place = Place::new(Some(CONFIG));
         for socket in ["", "off"] {
@@ -721,8 +733,7 @@ fn cleanup_refuses_to_run_beside_a_daemon() {
             ready(&daemon);
             let elsewhere = place.path("elsewhere.sock");
             for at in [None, Some("off"), Some(elsewhere.as_str())] {
-                // As an administrator calls it: what says where things are comes from the daemon's
-                // own options.
+                // As an administrator calls it, with the paths of the daemon's options.
                 let mut command = place.bare_ctl(&["cleanup", "--iface", "eth0"]);
                 command.envs(at.map(|at| ("FLANNELD_CONTROL_SOCKET", at)));
                 let output = command.output().unwrap();
@@ -736,7 +747,7 @@ fn cleanup_refuses_to_run_beside_a_daemon() {
             second.wait_for_log("state/lock: another flanneld is running");
             assert_eq!(stop(daemon).code(), Some(0));
         }
-        // Another file in the socket's place: unknown whether a daemon runs.
+        // A file in place of the socket's directory: it is not known whether a daemon runs.
         fs::write(place.path("file"), "").unwrap();
         let beyond = place.path("file/flanneld.sock");
         let output = place
@@ -750,7 +761,7 @@ fn cleanup_refuses_to_run_beside_a_daemon() {
 }
 
 #[test]
-fn programs_that_the_daemon_runs_do_not_see_its_password() {
+fn programs_that_the_daemon_runs_do_not_get_its_password() {
     in_netns(|| {
         let place = Place::new(Some(CONFIG));
         let (bin, seen) = (PathBuf::from(place.path("bin")), place.path("seen"));
@@ -759,7 +770,8 @@ fn programs_that_the_daemon_runs_do_not_see_its_password() {
             let real = ["/usr/sbin", "/sbin", "/usr/bin"].map(|dir| format!("{dir}/{name}"));
             let real = real.iter().find(|path| Path::new(path).exists()).unwrap();
             let script = format!("#!/bin/sh\nenv >> {seen}\nexec {real} \"$@\"\n");
-            // By another process: a program that this one has open for writing cannot be started.
+            // Written by another process, because a program that this one has open for writing
+            // cannot be started.
             let write = r#"printf %s "$1" >"$0" && chmod 755 "$0""#;
             let written =
                 Command::new("sh").args(["-c", write]).arg(bin.join(name)).arg(script).status();
@@ -779,7 +791,8 @@ fn programs_that_the_daemon_runs_do_not_see_its_password() {
 fn cleanup_removes_everything() {
     in_netns(|| {
         let place = Place::new(Some(
-            r#"{"Network":"10.1.0.0/16","SubnetMin":"10.1.128.0","SubnetMax":"10.1.191.0","EnableNFTables":true,"Backend":{"Type":"vxlan"}}"#,
+            r#"{"Network":"10.1.0.0/16","SubnetMin":"10.1.128.0","SubnetMax":"10.1.191.0",
+                "EnableNFTables":true,"Backend":{"Type":"vxlan"}}"#,
         ));
         place.peer(7);
         let daemon = place
@@ -806,7 +819,7 @@ fn cleanup_removes_everything() {
             "{would} {made}"
         );
         all(false);
-        assert!(Path::new(&place.path("state/mark")).exists(), "this host stays who it is");
+        assert!(Path::new(&place.path("state/mark")).exists(), "the identity of the host stays");
         let text = made["done"].to_string();
         assert!(
             text.contains("subnet.env")
@@ -826,8 +839,8 @@ fn config_and_leases_are_managed_without_a_daemon() {
     in_netns(|| {
         let place = Place::new(None);
         let file = place.path("config.json");
-        // A store that is not there, perhaps since it is not mounted, is made by nobody who only
-        // looks; nor is one where it is to be mounted.
+        // These commands do not create a missing store, which may not be mounted, and write nothing
+        // to an empty mount point.
         let reserve = ["lease", "reserve", "10.1.9.0/24", "--public-ip", "192.0.2.9"];
         let look = [
             &["config", "check"][..],
@@ -860,7 +873,8 @@ fn config_and_leases_are_managed_without_a_daemon() {
         assert!(code == 1 && text.contains("field Network"), "{text}");
         place.fails(&["config", "set", &file]);
         assert!(!place.registry().join("config").exists());
-        fs::write(&file, r#"{"Network":"10.1.0.0/16","SubnetMin":"10.1.128.0","SubnetMax":"10.1.191.0","Backend":{"Type":"vxlan","VNI":"x"}}"#).unwrap();
+        let wrong = CONFIG.replace(r#""vxlan""#, r#""vxlan","VNI":"x""#);
+        fs::write(&file, wrong).unwrap();
         assert!(place.fails(&["config", "check", &file]).1.contains("Backend.VNI"));
         fs::write(&file, CONFIG).unwrap();
         assert!(place.ctl_text(&["config", "check", &file]).contains("10.1.191.0"));
@@ -911,7 +925,7 @@ fn config_and_leases_are_managed_without_a_daemon() {
         let (code, text) = place.fails(&["lease", "release", &own]);
         assert!(
             code == 1 && text.contains("--force"),
-            "a living node's lease is not let go by mistake: {text}"
+            "the lease of a running node is not released by mistake: {text}"
         );
         place.ctl_text(&["lease", "release", &own, "--force"]);
         daemon.wait_for_log("somebody deleted it, which orders this node to stop");
@@ -935,7 +949,10 @@ fn a_group_may_read_and_only_root_may_write() {
         assert_eq!((socket.gid().to_string().as_str(), socket.mode() & 0o777), (group, 0o660));
         let status = fs::read_to_string(format!("/proc/{}/status", daemon.child.id())).unwrap();
         let effective = status.lines().find(|line| line.starts_with("CapEff:")).unwrap();
-        assert!(effective.ends_with("0000000000003000"), "it takes no capability: {effective}");
+        assert!(
+            effective.ends_with("0000000000003000"),
+            "the group needs no capability: {effective}"
+        );
         assert!(
             place.ctl_text(&["reload"]).contains("unchanged"),
             "root, or the daemon's own user"
@@ -946,7 +963,8 @@ fn a_group_may_read_and_only_root_may_write() {
         }
         // In a directory from which other users may run it.
         let program = place.dir.path().join("flannelctl");
-        // By another process: a program that this one has open for writing cannot be started.
+        // Copied by another process, because a program that this one has open for writing cannot be
+        // started.
         let copied =
             Command::new("cp").arg(place.bare_ctl(&[]).get_program()).arg(&program).status();
         assert!(copied.unwrap().success());
@@ -969,7 +987,7 @@ fn a_group_may_read_and_only_root_may_write() {
         let error = run("65533", &["status"])["error"].as_str().unwrap().to_owned();
         assert!(
             error.contains("--control-group"),
-            "who is in another group cannot even ask: {error}"
+            "members of other groups may not open the socket: {error}"
         );
         drop(daemon);
         let daemon = place.start_with(&[("FLANNELD_CONTROL_GROUP", "nosuchgroup")]);
@@ -994,13 +1012,13 @@ fn silent_clients_do_not_block_health_and_status() {
                 held.push(Box::new(tcp));
                 held.push(Box::new(unix));
             }
-            // The daemon has closed some already, and those fail.
+            // Writes to connections that the daemon has closed already fail.
             held.iter_mut().for_each(|stream| _ = stream.write_all(half.as_bytes()));
             let begin = Instant::now();
             assert_eq!(http("/healthz"), (200, "flanneld is running".to_owned()));
-            // A silent client is closed after 5 s, and there is room for 16: to wait for all of
-            // them would take minutes. A connection for which the kernel has no room at first
-            // comes after 1, 3 or 7 s.
+            // A silent connection is closed after 5 s, and 16 may be open, so waiting for all of
+            // them would take minutes. The kernel retries a connection that has no room at first
+            // after 1, 3 or 7 s.
             assert!(begin.elapsed() < Duration::from_secs(12), "{half:?}: {:?}", begin.elapsed());
             assert!(place.ctl_text(&["status"]).contains("READY"));
             for mut stream in held {
@@ -1033,15 +1051,15 @@ fn watch_prints_changes_only() {
             (&first["ready"], &first["network"]["peers"]["total"]),
             (&Value::Bool(true), &0.into())
         );
-        // A peer may be seen before all of it is in place, and a finding beside it: each is a line
-        // of its own.
+        // A peer may be listed before all its objects are in place, and a finding may appear. Each
+        // of these changes has a line.
         let mut before = first;
         let mut until = |what: &dyn Fn(&Value) -> bool| {
             loop {
                 let mut line = next();
-                // The times in it.
+                // The time always differs.
                 line["time"] = before["time"].take();
-                assert_ne!(line, before, "the same again");
+                assert_ne!(line, before, "a line without a change");
                 before = line;
                 if what(&before) {
                     return;
@@ -1070,7 +1088,7 @@ fn without_a_store_no_hint_suggests_to_write_a_config() {
 }
 
 #[test]
-fn wrong_usage_is_2_and_help_is_0() {
+fn flannelctl_exits_with_2_on_wrong_usage_and_0_on_help() {
     in_netns(|| {
         let place = Place::new(None);
         for args in
@@ -1085,7 +1103,7 @@ fn wrong_usage_is_2_and_help_is_0() {
 }
 
 #[test]
-fn a_closed_pipe_is_no_error() {
+fn a_closed_pipe_does_not_change_the_exit_code() {
     in_netns(|| {
         let place = Place::new(None);
         let flanneld =
@@ -1156,16 +1174,16 @@ fn docker_opts_writes_variables_for_docker() {
         let output = run(&["-i", "--json"]);
         let value: Value = serde_json::from_slice(&output.stdout).unwrap();
         assert_eq!(value["variables"]["DOCKER_OPT_MTU"], "--mtu=1450");
-        // Another host has it.
+        // Another host holds the subnet.
         ip("route add 10.1.74.0/24 via 192.0.2.9");
         let output = run(&[]);
-        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        let error = String::from_utf8_lossy(&output.stderr).into_owned();
         assert_eq!(output.status.code(), Some(1));
         assert!(
-            said.contains("already contains the subnet: 10.1.74.0/24 via 192.0.2.9 dev eth0"),
-            "{said}"
+            error.contains("already contains the subnet: 10.1.74.0/24 via 192.0.2.9 dev eth0"),
+            "{error}"
         );
-        assert!(written().contains("DOCKER_OPT_BIP="), "it is written all the same");
+        assert!(written().contains("DOCKER_OPT_BIP="), "the file is written nevertheless");
     });
 }
 
@@ -1204,7 +1222,7 @@ fn findings_on_the_host_have_a_repair_command() {
             page.contains("READY") && page.contains("repair: sysctl -w net.ipv4.ip_forward=1"),
             "{page}"
         );
-        assert_eq!(http("/readyz").0, 200, "they keep nobody from being ready");
+        assert_eq!(http("/readyz").0, 200, "findings do not affect readiness");
         for (_, repair) in &found[..2] {
             let done = Command::new("sh").args(["-c", repair]).output().unwrap();
             assert!(done.status.success(), "{repair}: {done:?}");
@@ -1212,7 +1230,7 @@ fn findings_on_the_host_have_a_repair_command() {
         ip("address del 10.1.200.1/24 dev eth0");
         assert_eq!(host(), [], "the repair commands help");
         assert_eq!(stop(daemon).code(), Some(0));
-        // Without a daemon it is reported for the network of the last one.
+        // Without a daemon the findings are those for the network of the last daemon.
         set("ip_forward", "0");
         ip("route add default dev eth0");
         let (status, page) = place.fails(&["status"]);

@@ -24,7 +24,8 @@ use reader::Reader;
 use running::{Daemon, wait_until};
 
 /// The range of this node's subnet, which no test uses for peers or addresses.
-const CONFIG: &str = r#"{"Network":"10.1.0.0/16","SubnetMin":"10.1.128.0","SubnetMax":"10.1.191.0","Backend":{"Type":"vxlan"}}"#;
+const CONFIG: &str = r#"{"Network":"10.1.0.0/16","SubnetMin":"10.1.128.0","SubnetMax":"10.1.191.0",
+    "Backend":{"Type":"vxlan"}}"#;
 
 /// A host's uplink, in the namespace of the calling test.
 fn uplink() {
@@ -60,7 +61,7 @@ impl Place {
         self.dir.path().join("run/subnet.env")
     }
 
-    /// The text of the subnet file, which is written when everything else is in place.
+    /// The text of the subnet file. Waits for it: it is written when the data path is in place.
     fn subnet_env(&self) -> String {
         let text = || fs::read_to_string(self.subnet_file());
         wait_until(|| text().is_ok(), || format!("{}: no such file", self.subnet_file().display()));
@@ -111,11 +112,12 @@ impl Place {
             let real = ["/usr/sbin", "/sbin", "/usr/bin"].map(|dir| format!("{dir}/{name}"));
             let real = real.iter().find(|path| Path::new(path).exists()).unwrap();
             let script = format!(
-                "#!/bin/sh\nif [ -e {} ]; then echo out of order >&2; exit 3; fi\nexec {real} \"$@\"\n",
+                "#!/bin/sh\nif [ -e {} ]; then echo out of order >&2; exit 3; fi\n\
+                 exec {real} \"$@\"\n",
                 broken.display()
             );
-            // By another process: a program that this one has open for writing cannot be started,
-            // and a child that is just being made for another test has it open, too.
+            // Written by another process, because a program that this one has open for writing
+            // cannot be started. A child that another test has just forked has the file open too.
             let write = r#"printf %s "$1" >"$0" && chmod 755 "$0""#;
             let written =
                 Command::new("sh").args(["-c", write]).arg(bin.join(name)).arg(script).status();
@@ -130,7 +132,8 @@ impl Place {
 
 fn peer(leases: &Path, key: &str, public: &str, mac: &str) {
     let value = format!(
-        r#"{{"PublicIP":"{public}","PublicIPv6":null,"BackendType":"vxlan","BackendData":{{"VNI":1,"VtepMAC":"{mac}"}}}}"#
+        r#"{{"PublicIP":"{public}","PublicIPv6":null,"BackendType":"vxlan",
+            "BackendData":{{"VNI":1,"VtepMAC":"{mac}"}}}}"#
     );
     fs::write(leases.join(key), value).unwrap();
 }
@@ -192,19 +195,19 @@ fn a_restart_keeps_subnet_mac_and_every_entry() {
 }
 
 #[test]
-fn unused_addresses_are_dropped_beside_the_bridge_while_the_option_is_set() {
+fn ip_blackhole_route_drops_unused_addresses_and_coexists_with_a_bridge() {
     in_netns(|| {
         uplink();
         let place = Place::new(CONFIG);
-        let last_resort = || ip("route show type blackhole");
+        let blackholes = || ip("route show type blackhole");
         let mut daemon = place.start(&["-ip-blackhole-route", "-v=4", "-vmodule=x=1"]);
         daemon.wait_for_log("running lease");
         daemon.wait_for_log("without effect here: --vmodule");
         daemon.wait_for_log("DEBUG");
         let own = place.own_lease().file_name().unwrap().to_str().unwrap().replace('-', "/");
         let base = own.strip_suffix(".0/24").unwrap();
-        wait_until(|| last_resort().contains(&own), last_resort);
-        assert!(last_resort().contains("proto 241 metric 4294967295"), "{}", last_resort());
+        wait_until(|| blackholes().contains(&own), blackholes);
+        assert!(blackholes().contains("proto 241 metric 4294967295"), "{}", blackholes());
         // A bridge with the same route works, and the two routes coexist.
         ip("link add cni0 type bridge");
         ip("link add pod0 type veth peer name pod1");
@@ -215,32 +218,34 @@ fn unused_addresses_are_dropped_beside_the_bridge_while_the_option_is_set() {
         let pod = || ip(&format!("route get {base}.9"));
         wait_until(|| pod().contains("dev cni0"), pod);
         ip("link del cni0");
-        wait_until(|| last_resort().contains(&own), last_resort);
+        wait_until(|| blackholes().contains(&own), blackholes);
         ip(&format!("route del blackhole {own}"));
         daemon.wait_for_log(&format!("restored route blackhole {own}"));
-        assert!(last_resort().contains(&own));
+        assert!(blackholes().contains(&own));
         assert_eq!(daemon.log().matches("restored").count(), 1, "{}", daemon.log());
         daemon.signal(Signal::SIGTERM);
         daemon.ended();
         let daemon = place.start(&[]);
         daemon.wait_for_log("in sync");
-        wait_until(|| last_resort().is_empty(), last_resort);
+        wait_until(|| blackholes().is_empty(), blackholes);
     });
 }
 
-/// Go flannel creates it after a period, and never removes it.
+/// Go flannel creates the route after a period, and never removes it.
 #[test]
-fn the_route_of_last_resort_is_there_at_once_and_is_removed_with_the_subnet() {
+fn the_blackhole_route_is_installed_at_once_and_removed_with_the_subnet() {
     let config = |n: u8| {
         format!(
-            r#"{{"Network":"10.1.0.0/16","SubnetMin":"10.1.{n}1.0","SubnetMax":"10.1.{n}9.0","EnableIPv6":true,"IPv6Network":"fd00:1::/48",
-            "IPv6SubnetMin":"fd00:1:0:{n}1::","IPv6SubnetMax":"fd00:1:0:{n}9::","Backend":{{"Type":"vxlan"}}}}"#
+            r#"{{"Network":"10.1.0.0/16","SubnetMin":"10.1.{n}1.0","SubnetMax":"10.1.{n}9.0",
+            "EnableIPv6":true,"IPv6Network":"fd00:1::/48",
+            "IPv6SubnetMin":"fd00:1:0:{n}1::","IPv6SubnetMax":"fd00:1:0:{n}9::",
+            "Backend":{{"Type":"vxlan"}}}}"#
         )
     };
     in_netns(move || {
         uplink();
         let place = Place::new(&config(1));
-        let last_resorts = || ip("route show type blackhole") + &ip("-6 route show type blackhole");
+        let blackholes = || ip("route show type blackhole") + &ip("-6 route show type blackhole");
         // Both own subnets, as the kernel writes them.
         let own = || {
             let text = place.subnet_env();
@@ -260,14 +265,14 @@ fn the_route_of_last_resort_is_there_at_once_and_is_removed_with_the_subnet() {
             );
             assert_eq!(seen.matches("blackhole").count(), 2, "{own:?}: {seen}");
         };
-        // It is there without a period, before pods may start.
+        // The route is installed without a period, before pods may start.
         let start = || place.start(&["--ip-blackhole-route", "--iptables-resync=86400"]);
         let mut daemon = start();
         let first = own();
-        is_there(&first, &last_resorts());
+        is_there(&first, &blackholes());
         daemon.signal(Signal::SIGTERM);
         daemon.ended();
-        is_there(&first, &last_resorts());
+        is_there(&first, &blackholes());
         // The host gets other subnets.
         fs::write(place.registry().join("config"), config(2)).unwrap();
         fs::remove_file(place.subnet_file()).unwrap();
@@ -275,7 +280,7 @@ fn the_route_of_last_resort_is_there_at_once_and_is_removed_with_the_subnet() {
         let second = own();
         assert!(first.iter().all(|subnet| !second.contains(subnet)), "{first:?} {second:?}");
         daemon.wait_for_log("in sync");
-        is_there(&second, &last_resorts());
+        is_there(&second, &blackholes());
     });
 }
 
@@ -287,7 +292,7 @@ fn the_tunnel_has_its_addresses_before_pods_start() {
         for _ in 0..5 {
             let place = Place::new(&config);
             let daemon = place.start(&[]);
-            // Not a moment later.
+            // The addresses are checked as soon as the file exists.
             let deadline = Instant::now() + Duration::from_secs(60);
             while !place.subnet_file().exists() {
                 assert!(
@@ -313,7 +318,7 @@ fn the_tunnel_has_its_addresses_before_pods_start() {
 }
 
 #[test]
-fn deleting_its_lease_stops_the_daemon() {
+fn a_deleted_lease_stops_the_daemon() {
     in_netns(|| {
         uplink();
         let place = Place::new(CONFIG);
@@ -327,7 +332,7 @@ fn deleting_its_lease_stops_the_daemon() {
 }
 
 #[test]
-fn wrong_usage_is_2_and_what_does_not_work_is_1() {
+fn the_exit_code_is_2_on_wrong_usage_and_1_on_other_errors() {
     in_netns(|| {
         uplink();
         let place = Place::new(CONFIG);
@@ -374,7 +379,7 @@ fn wrong_usage_is_2_and_what_does_not_work_is_1() {
 }
 
 #[test]
-fn the_log_is_json_with_the_option() {
+fn log_format_json_writes_a_json_object_per_line() {
     in_netns(|| {
         uplink();
         let place = Place::new(CONFIG);
@@ -400,17 +405,17 @@ fn the_log_is_json_with_the_option() {
 }
 
 #[test]
-fn the_journal_gets_every_event_with_its_fields() {
+fn log_format_journald_sends_events_with_their_fields() {
     in_netns(|| {
         uplink();
         let place = Place::new(CONFIG);
         let path = place.dir.path().join("journal");
         let journal = std::os::unix::net::UnixDatagram::bind(&path).unwrap();
         journal.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
-        let in_place_of_the_journal = "mount -t tmpfs none /run && mkdir -p /run/systemd/journal && \
+        let replace_the_journal = "mount -t tmpfs none /run && mkdir -p /run/systemd/journal && \
             ln -s \"$1\" /run/systemd/journal/socket && shift && exec \"$@\"";
         let mut command = Command::new("unshare");
-        command.args(["--mount", "sh", "-ec", in_place_of_the_journal, "-"]).arg(&path);
+        command.args(["--mount", "sh", "-ec", replace_the_journal, "-"]).arg(&path);
         command.arg(env!("CARGO_BIN_EXE_flanneld")).args([
             "--log-format",
             "journald",
@@ -427,7 +432,7 @@ fn the_journal_gets_every_event_with_its_fields() {
                 .unwrap_or_else(|error| panic!("{error}: {}", daemon.log()));
             let text = String::from_utf8_lossy(&buffer[..len]).into_owned();
             if text.is_empty() {
-                // A check whether there is a journal.
+                // An empty message checks whether there is a journal.
                 continue;
             }
             // A name, the length of the value, the value.
@@ -491,9 +496,10 @@ fn the_daemon_keeps_only_the_capabilities_that_it_needs() {
     });
 }
 
-/// With the capabilities that it keeps, it may not read open files of processes of root.
+/// With the default capabilities, the daemon may not read the open files of root's processes. Then
+/// the name of the process is a guess.
 #[test]
-fn the_process_that_changes_a_route_is_named_if_known() {
+fn the_process_that_changed_a_route_is_logged() {
     in_netns(|| {
         for (options, sure) in [(&[][..], "probably "), (&["--capabilities=all"], "")] {
             Netns::new().unwrap().run(move || {
@@ -502,8 +508,7 @@ fn the_process_that_changes_a_route_is_named_if_known() {
                 peer(&place.leases(), "10.1.7.0-24", "192.0.2.7", "0a:00:00:00:00:07");
                 let daemon = place.start(options);
                 daemon.wait_for_log("in sync peers=1");
-                // The first socket of a process in a namespace has the id of the process for its
-                // port id.
+                // The port id of a process's first socket in a namespace is the id of the process.
                 let other = NetlinkKernel::open().unwrap();
                 let dst = "10.1.7.0/24".parse().unwrap();
                 let theirs = Change::Put(Route { dst, via: Via::Blackhole, mtu: None }.into());
@@ -542,13 +547,13 @@ fn capabilities_for_the_options_are_kept_and_logged() {
 }
 
 #[test]
-fn a_kernel_that_refuses_to_drop_capabilities_ends_nothing() {
+fn a_failure_to_drop_capabilities_does_not_stop_the_daemon() {
     in_netns(|| {
         uplink();
         let own = fs::read_to_string("/proc/self/status").unwrap();
         let own =
             own.lines().find_map(|line| line.strip_prefix("CapEff:")).unwrap().trim().to_owned();
-        // A capability that the kernel does not know; and one of the sets that may not be changed.
+        // An unknown capability, and a capability set that may not be changed.
         for (fault, dropped) in [
             ("inject=prctl:error=EINVAL:when=1", true),
             ("inject=capset:error=EPERM:when=3", false),
@@ -564,14 +569,14 @@ fn a_kernel_that_refuses_to_drop_capabilities_ends_nothing() {
             daemon.wait_for_log("running lease");
             let left = if dropped { "0000000000003000".to_owned() } else { own.clone() };
             assert_eq!(capabilities(&daemon, "CapEff:"), [left], "{fault}: {}", daemon.log());
-            let told = daemon.log().contains("capabilities are not");
-            assert_eq!(told, !dropped, "{fault}: {}", daemon.log());
+            let is_logged = daemon.log().contains("capabilities are not");
+            assert_eq!(is_logged, !dropped, "{fault}: {}", daemon.log());
         }
     });
 }
 
 #[test]
-fn the_systemd_unit_is_right_and_hardened() {
+fn the_systemd_unit_is_valid_and_hardened() {
     let dir = tempfile::tempdir().unwrap();
     let unit = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../dist/flanneld.service"))
         .unwrap();
@@ -662,11 +667,12 @@ fn a_wrong_config_is_logged_once_and_retried() {
 }
 
 #[test]
-fn an_unknown_backend_and_an_implied_udp_end_the_daemon_with_the_remedy() {
+fn an_unknown_backend_and_an_implicit_udp_stop_the_daemon_with_a_hint() {
     in_netns(|| {
         uplink();
         let place = Place::new(
-            r#"{"Network":"10.1.0.0/16","SubnetMin":"10.1.128.0","SubnetMax":"10.1.191.0","Backend":{"Type":"vlxan"}}"#,
+            r#"{"Network":"10.1.0.0/16","SubnetMin":"10.1.128.0","SubnetMax":"10.1.191.0",
+                "Backend":{"Type":"vlxan"}}"#,
         );
         let mut daemon = place.start(&[]);
         assert_eq!(daemon.ended().code(), Some(1));
@@ -703,7 +709,7 @@ fn a_bad_lease_is_skipped_logged_once_and_used_when_corrected() {
 }
 
 #[test]
-fn an_assigned_lease_is_taken_as_it_is_written() {
+fn an_assigned_lease_is_used_and_not_written() {
     in_netns(|| {
         uplink();
         let place = Place::new(CONFIG);
@@ -725,7 +731,7 @@ fn an_assigned_lease_is_taken_as_it_is_written() {
 }
 
 #[test]
-fn every_family_gets_its_lines_in_the_subnet_file() {
+fn the_subnet_file_has_lines_for_every_family() {
     in_netns(|| {
         uplink();
         for (config, lines) in [
@@ -739,7 +745,8 @@ fn every_family_gets_its_lines_in_the_subnet_file() {
                 ],
             ),
             (
-                r#"{"EnableIPv4":false,"EnableIPv6":true,"IPv6Network":"fd00:1::/48","Backend":{"Type":"vxlan"}}"#,
+                r#"{"EnableIPv4":false,"EnableIPv6":true,"IPv6Network":"fd00:1::/48",
+                    "Backend":{"Type":"vxlan"}}"#,
                 vec![
                     "FLANNEL_IPV6_NETWORK=fd00:1::/48",
                     "FLANNEL_IPV6_SUBNET=fd00:1:0:",
@@ -760,12 +767,12 @@ fn every_family_gets_its_lines_in_the_subnet_file() {
     });
 }
 
-/// All objects of the peer, without values that change with time.
-fn way_to_peer() -> Vec<String> {
+/// The route and the neigh of the peer, without values that change with time.
+fn peer_objects() -> Vec<String> {
     ["route show 10.1.7.0/24", "neigh show 10.1.7.0 dev flannel.1"].map(ip).into()
 }
 
-/// What `ip monitor` has seen: of what was done last it tells before a mark of our own.
+/// The output of `ip monitor` up to a marker route, which comes after the events of all changes.
 fn seen_by(mut monitor: Reader) -> String {
     ip("route add blackhole 198.18.0.1");
     let mut seen = String::new();
@@ -779,8 +786,9 @@ fn seen_by(mut monitor: Reader) -> String {
     }
 }
 
-/// What of live peers `ip monitor` saw being deleted: what is told with one of these addresses, and
-/// each nexthop object, with which the kernel takes its routes without a word about any.
+/// The deletions of objects of live peers in the output of `ip monitor`: the lines with one of
+/// these addresses, and those of nexthop objects, because the kernel deletes their routes without
+/// an event.
 fn lost<'a>(seen: &'a str, live: &[&str]) -> Vec<&'a str> {
     let deleted = seen.lines().filter_map(|line| line.strip_prefix("Deleted "));
     deleted
@@ -789,7 +797,7 @@ fn lost<'a>(seen: &'a str, live: &[&str]) -> Vec<&'a str> {
 }
 
 #[test]
-fn another_address_or_mtu_of_the_interface_is_followed_without_a_loss() {
+fn a_new_address_or_mtu_of_the_interface_is_applied_without_deletions() {
     in_netns(|| {
         uplink();
         ip("address add 192.0.2.8/24 dev eth0");
@@ -797,7 +805,7 @@ fn another_address_or_mtu_of_the_interface_is_followed_without_a_loss() {
         peer(&place.leases(), "10.1.7.0-24", "192.0.2.7", "0a:00:00:00:00:07");
         let daemon = place.start(&[]);
         daemon.wait_for_log("in sync peers=1");
-        let before = way_to_peer();
+        let before = peer_objects();
         let lease = place.own_lease();
         let monitor =
             Reader::start(Command::new("ip").args(["monitor", "route", "neigh", "nexthop"]));
@@ -818,14 +826,14 @@ fn another_address_or_mtu_of_the_interface_is_followed_without_a_loss() {
         wait_until(|| env().contains("FLANNEL_MTU=1350\n"), env);
         wait_until(|| ip("link show flannel.1").contains("mtu 1350"), || ip("link show flannel.1"));
         assert_eq!(place.own_lease(), lease);
-        assert_eq!(way_to_peer(), before);
+        assert_eq!(peer_objects(), before);
         let seen = seen_by(monitor);
         assert_eq!(lost(&seen, &["10.1.7.0"]), [""; 0], "{seen}");
     });
 }
 
 #[test]
-fn firewall_rules_are_there_before_the_subnet_file_and_stay() {
+fn firewall_rules_are_in_place_before_the_subnet_file_and_stay_after_a_stop() {
     in_netns(|| {
         uplink();
         let output = |command: &str| {
@@ -848,7 +856,7 @@ fn firewall_rules_are_there_before_the_subnet_file_and_stay() {
             assert!(rules().to_lowercase().contains("masquerade"), "{}", rules());
             let metrics = place.request("/metrics");
             assert!(metrics.contains("\nflannel_firewall_in_place 1\n"), "{metrics}");
-            // Those of the other mode are removed when these are in place.
+            // The rules of the other mode are removed when those of this mode are in place.
             let left =
                 |rules: &str| rules.contains("-A FLANNEL") || rules.contains("table ip flannel");
             wait_until(
@@ -857,9 +865,8 @@ fn firewall_rules_are_there_before_the_subnet_file_and_stay() {
             );
             daemon.signal(Signal::SIGTERM);
             assert_eq!(daemon.ended().code(), Some(0));
-            assert!(rules().to_lowercase().contains("masquerade"), "they stay");
-            // Ports are chosen at random unless that is disabled: of what the next one finds
-            // nothing stays.
+            assert!(rules().to_lowercase().contains("masquerade"), "the rules stay");
+            // Ports are chosen at random by default. A daemon with the option replaces such rules.
             assert!(rules().contains("random"), "{}", rules());
             let mut plain = place.start(&["--ip-masq", "--ip-masq-fully-random-disable"]);
             plain.wait_for_log("running lease");
@@ -874,7 +881,7 @@ fn firewall_rules_are_there_before_the_subnet_file_and_stay() {
 
 /// A config whose rules cannot be kept here does not fit this node.
 #[test]
-fn a_config_whose_firewall_does_not_work_here_is_refused() {
+fn a_config_whose_firewall_rules_cannot_be_made_is_refused() {
     in_netns(|| {
         uplink();
         let nftables = CONFIG.replacen('{', r#"{"EnableNFTables":true,"#, 1);
@@ -885,29 +892,32 @@ fn a_config_whose_firewall_does_not_work_here_is_refused() {
         daemon.wait_for_log("running lease");
         let status =
             || -> serde_json::Value { serde_json::from_str(&place.request("/v1/status")).unwrap() };
-        let told = |text: &str| status()["problems"].to_string().contains(text);
+        let has_problem = |text: &str| status()["problems"].to_string().contains(text);
         let say = || format!("{}\n{}", status()["problems"], daemon.log());
         let tables = || Command::new("nft").args(["list", "tables"]).output().unwrap().stdout;
         let rules = || String::from_utf8(tables()).unwrap().contains("flannel-ipv4");
         fs::write(place.registry().join("config"), CONFIG).unwrap();
-        wait_until(|| told("the last good one stays in force") && told("out of order"), say);
+        wait_until(
+            || has_problem("the last good one stays in force") && has_problem("out of order"),
+            say,
+        );
         assert!(status()["ready"] == true && rules(), "{}", say());
         // It is not used either when the network must be rebuilt.
         ip("link set eth0 mtu 1400");
         wait_until(|| place.subnet_env().contains("FLANNEL_MTU=1350\n"), say);
-        wait_until(|| told("out of order") && status()["ready"] == true, say);
+        wait_until(|| has_problem("out of order") && status()["ready"] == true, say);
         assert!(rules(), "{}", say());
         // The node now fits.
         fs::remove_file(&broken).unwrap();
         daemon.signal(Signal::SIGHUP);
-        wait_until(|| !told("stays in force") && status()["ready"] == true && !rules(), say);
+        wait_until(|| !has_problem("stays in force") && status()["ready"] == true && !rules(), say);
 
         // A firewall that no longer works is retried by the next network, and the daemon goes on.
         fs::write(&broken, "").unwrap();
         ip("link set eth0 mtu 1380");
-        daemon.wait_for_log("there are no firewall rules, which is tried again");
+        daemon.wait_for_log("the firewall rules cannot be made, retrying");
         wait_until(
-            || told("the firewall rules are not in place") && status()["ready"] == false,
+            || has_problem("the firewall rules are not in place") && status()["ready"] == false,
             say,
         );
         fs::remove_file(&broken).unwrap();
@@ -968,7 +978,8 @@ fn rules_of_an_earlier_run_are_removed_before_the_subnet_file_if_none_are_reques
     });
 }
 
-const DUAL: &str = r#"{"Network":"10.1.0.0/16","SubnetMin":"10.1.128.0","SubnetMax":"10.1.191.0","EnableIPv6":true,"IPv6Network":"fd00:1::/48","Backend":{"Type":"KIND"}}"#;
+const DUAL: &str = r#"{"Network":"10.1.0.0/16","SubnetMin":"10.1.128.0","SubnetMax":"10.1.191.0",
+    "EnableIPv6":true,"IPv6Network":"fd00:1::/48","Backend":{"Type":"KIND"}}"#;
 
 /// A dual-stack peer on the link, for either backend.
 fn dual_peer(place: &Place, kind: &str, peer: u8) {
@@ -976,12 +987,13 @@ fn dual_peer(place: &Place, kind: &str, peer: u8) {
     peer_at(place, kind, peer, &key, ["192.0.2.", "2001:db8::"]);
 }
 
-/// The same anywhere, its lease under any key.
+/// A peer in any network, with any key of its lease.
 fn peer_at(place: &Place, kind: &str, peer: u8, key: &str, [net, net_v6]: [&str; 2]) {
     let data = |family| format!(r#"{{"VNI":1,"VtepMAC":"0a:00:00:00:{family:02}:{peer:02x}"}}"#);
     let data = if kind == "vxlan" { [data(4), data(6)] } else { ["null".into(), "null".into()] };
     let value = format!(
-        r#"{{"PublicIP":"{net}{peer}","PublicIPv6":"{net_v6}{peer:x}","BackendType":"{kind}","BackendData":{},"BackendV6Data":{}}}"#,
+        r#"{{"PublicIP":"{net}{peer}","PublicIPv6":"{net_v6}{peer:x}","BackendType":"{kind}",
+            "BackendData":{},"BackendV6Data":{}}}"#,
         data[0], data[1]
     );
     fs::write(place.leases().join(key), value).unwrap();
@@ -1013,7 +1025,7 @@ fn data_path() -> Vec<String> {
     lines
 }
 
-/// Changes of the interface, in this order. The last one restores the first state.
+/// Changes of the interface, in order. The last one leads back to the first state.
 fn mishaps() -> [(&'static str, Vec<&'static str>); 3] {
     // With duplicate address detection, as by default.
     let addresses = ["address add 192.0.2.1/24 dev eth0", "address add 2001:db8::1/64 dev eth0"];
@@ -1049,7 +1061,7 @@ const WAYS: [Way; 7] = [
 ];
 
 #[test]
-fn an_interface_that_is_deleted_and_returns_with_another_index_is_followed() {
+fn the_data_path_is_restored_after_the_interface_went_down_or_was_recreated() {
     in_netns(|| {
         for Way { backend, v4, args } in WAYS {
             Netns::new().unwrap().run(move || {
@@ -1126,7 +1138,7 @@ fn an_interface_that_is_deleted_and_returns_with_another_index_is_followed() {
 
 /// An IPv6 address is not usable during duplicate address detection, so it must not be published.
 #[test]
-fn another_ipv6_address_is_followed_once_it_is_of_use_and_nothing_is_lost() {
+fn a_new_ipv6_address_is_applied_after_address_detection_without_deletions() {
     in_netns(|| {
         for backend in ["\"vxlan\"", "\"vxlan\",\"DirectRouting\":true", "\"host-gw\""] {
             Netns::new().unwrap().run(move || {
@@ -1152,7 +1164,7 @@ fn another_ipv6_address_is_followed_once_it_is_of_use_and_nothing_is_lost() {
                 ip("address del 2001:db8::1/64 dev eth0");
                 assert!(
                     ip("-6 address show dev eth0 tentative").contains("2001:db8::8"),
-                    "the kernel looks"
+                    "duplicate address detection runs"
                 );
                 wait_until(|| lease().contains("\"2001:db8::8\""), || lease() + &daemon.log());
                 let tentative = ip("-6 address show dev eth0 tentative");
@@ -1178,7 +1190,7 @@ fn another_ipv6_address_is_followed_once_it_is_of_use_and_nothing_is_lost() {
 }
 
 #[test]
-fn a_too_small_mtu_ends_no_network_and_the_next_one_is_followed() {
+fn a_too_small_mtu_is_refused_and_a_larger_one_is_applied() {
     in_netns(|| {
         uplink();
         let place = Place::new(&DUAL.replace("KIND", "vxlan"));
@@ -1188,7 +1200,7 @@ fn a_too_small_mtu_ends_no_network_and_the_next_one_is_followed() {
         let before = data_path();
         ip("link set eth0 mtu 1300");
         daemon.wait_for_log("the interface's MTU 1300 is too small for IPv6: at least 1350");
-        assert_eq!(data_path(), before, "what is there stays");
+        assert_eq!(data_path(), before, "the data path stays");
         ip("link set eth0 mtu 1400");
         let env = || place.subnet_env();
         wait_until(|| env().contains("FLANNEL_MTU=1330\n"), || env() + &daemon.log());
@@ -1240,7 +1252,7 @@ const UNFIT: [Unfit; 4] = [
 
 /// A network is not stopped for an interface with which none can be built.
 #[test]
-fn while_the_interface_does_not_fit_leases_are_followed_and_damage_is_repaired() {
+fn with_an_unfit_interface_leases_are_followed_and_damage_is_repaired() {
     for Unfit { backend, args, spoil, why, restore } in UNFIT {
         in_netns(move || {
             uplink();
@@ -1257,10 +1269,10 @@ fn while_the_interface_does_not_fit_leases_are_followed_and_damage_is_repaired()
             let status = || -> serde_json::Value {
                 serde_json::from_str(&place.request("/v1/status")).unwrap()
             };
-            let told = |text: &str| status()["problems"].to_string().contains(text);
+            let has_problem = |text: &str| status()["problems"].to_string().contains(text);
             let say =
                 || format!("{why}: {}\n{:#?}\n{}", status()["problems"], data_path(), daemon.log());
-            wait_until(|| told(why), say);
+            wait_until(|| has_problem(why), say);
             dual_peer(&place, kind, 8);
             ip("route del 10.1.7.0/24");
             for dst in ["10.1.7.0/24", "10.1.8.0/24", "fd00:1:0:7::/64", "fd00:1:0:8::/64"] {
@@ -1270,7 +1282,7 @@ fn while_the_interface_does_not_fit_leases_are_followed_and_damage_is_repaired()
             assert_eq!(daemon.log().matches(why).count(), 1, "{}", say());
 
             ip(restore);
-            wait_until(|| !told("external interface"), say);
+            wait_until(|| !has_problem("external interface"), say);
             fs::remove_file(place.leases().join("10.1.8.0-24&fd00:1:0:8::-64")).unwrap();
             wait_until(|| ip("route show 10.1.8.0/24").is_empty(), say);
             assert!(!daemon.log().contains("rebuilding the network"), "{}", say());
@@ -1281,7 +1293,7 @@ fn while_the_interface_does_not_fit_leases_are_followed_and_damage_is_repaired()
 
 /// Hosts assign themselves such addresses without DHCP.
 #[test]
-fn an_ipv4_link_local_address_is_published_only_while_there_never_was_another() {
+fn an_ipv4_link_local_address_is_published_only_before_any_other_address() {
     in_netns(|| {
         uplink();
         let place = Place::new(CONFIG);
@@ -1300,13 +1312,14 @@ fn an_ipv4_link_local_address_is_published_only_while_there_never_was_another() 
 
         ip("address del 192.0.2.1/24 dev eth0");
         daemon.wait_for_log(
-            "everything stays as it is: eth0 has only the link-local IPv4 address 169.254.3.4 now",
+            "the network stays as it is: eth0 has only the link-local IPv4 address 169.254.3.4 now",
         );
         assert!(published().contains("192.0.2.1"), "{}", published());
         // It is not used either when another change requires a rebuild.
         let other = CONFIG.replace("\"vxlan\"", "\"vxlan\",\"MTU\":1400");
         fs::write(place.registry().join("config"), other).unwrap();
-        daemon.wait_for_log("cannot be used and is not: external interface eth0: eth0 has only");
+        daemon
+            .wait_for_log("cannot be used and is ignored: external interface eth0: eth0 has only");
         assert!(published().contains("192.0.2.1"), "{}", published());
         ip("address add 192.0.2.9/24 dev eth0");
         until("192.0.2.9");
@@ -1315,7 +1328,7 @@ fn an_ipv4_link_local_address_is_published_only_while_there_never_was_another() 
 }
 
 #[test]
-fn an_unusable_config_blocks_no_rebuild_and_is_reported_until_it_is_corrected() {
+fn an_unusable_config_does_not_block_a_rebuild_and_is_reported_until_corrected() {
     in_netns(|| {
         uplink();
         let place = Place::new(CONFIG);
@@ -1328,7 +1341,7 @@ fn an_unusable_config_blocks_no_rebuild_and_is_reported_until_it_is_corrected() 
                 serde_json::from_str(&place.request("/v1/status")).unwrap();
             status["problems"].to_string()
         };
-        let told = |text: &str| {
+        let has_problem = |text: &str| {
             problems().contains("the last good one stays in force") && problems().contains(text)
         };
         let unknown = CONFIG.replace("vxlan", "vlxan");
@@ -1337,20 +1350,20 @@ fn an_unusable_config_blocks_no_rebuild_and_is_reported_until_it_is_corrected() 
             (r#"{"Network":"10."#, "network/config", 1420),
         ] {
             fs::write(place.registry().join("config"), config).unwrap();
-            wait_until(|| told(why), || problems() + &daemon.log());
+            wait_until(|| has_problem(why), || problems() + &daemon.log());
             ip(&format!("link set eth0 mtu {mtu}"));
             let written = format!("FLANNEL_MTU={}\n", mtu - 50);
             wait_until(|| env().contains(&written), || env() + &daemon.log());
-            wait_until(|| told(why), || problems() + &daemon.log());
+            wait_until(|| has_problem(why), || problems() + &daemon.log());
         }
         fs::write(place.registry().join("config"), CONFIG).unwrap();
-        wait_until(|| !told(""), || problems() + &daemon.log());
+        wait_until(|| !has_problem(""), || problems() + &daemon.log());
     });
 }
 
 /// A network is not stopped for a config from which none can be built here.
 #[test]
-fn a_config_that_does_not_fit_this_node_is_refused_until_one_of_them_changes() {
+fn a_config_that_does_not_fit_the_node_is_refused_until_either_changes() {
     in_netns(|| {
         uplink();
         let right = DUAL.replace("KIND", "vxlan");
@@ -1362,7 +1375,7 @@ fn a_config_that_does_not_fit_this_node_is_refused_until_one_of_them_changes() {
         let (before, env) = (data_path(), place.subnet_env());
         let status =
             || -> serde_json::Value { serde_json::from_str(&place.request("/v1/status")).unwrap() };
-        let told = |text: &str| status()["problems"].to_string().contains(text);
+        let has_problem = |text: &str| status()["problems"].to_string().contains(text);
         let say = || format!("{}\n{}", status()["problems"], daemon.log());
         let peerless = place.leases().join("10.1.0.0-24");
         for (config, why) in [
@@ -1376,13 +1389,13 @@ fn a_config_that_does_not_fit_this_node_is_refused_until_one_of_them_changes() {
                 r#"{"PublicIP":"192.0.2.66","BackendType":"","BackendData":null}"#,
             )
             .unwrap();
-            wait_until(|| told("10.1.0.0-24 is rejected"), say);
+            wait_until(|| has_problem("10.1.0.0-24 is rejected"), say);
             fs::write(place.registry().join("config"), &config).unwrap();
-            wait_until(|| told("the last good one stays in force") && told(why), say);
+            wait_until(|| has_problem("the last good one stays in force") && has_problem(why), say);
             assert_eq!(status()["ready"], true, "{}", say());
             assert_eq!((data_path(), place.subnet_env()), (before.clone(), env.clone()), "{why}");
             fs::write(place.registry().join("config"), &right).unwrap();
-            wait_until(|| !told("stays in force"), say);
+            wait_until(|| !has_problem("stays in force"), say);
         }
         fs::remove_file(&peerless).unwrap();
         assert!(!daemon.log().contains("rebuilding the network"), "{}", daemon.log());
@@ -1390,24 +1403,24 @@ fn a_config_that_does_not_fit_this_node_is_refused_until_one_of_them_changes() {
         // The obstacle ends, which neither the config nor a link shows.
         fs::write(&peerless, r#"{"PublicIP":"192.0.2.66","BackendType":"","BackendData":null}"#)
             .unwrap();
-        wait_until(|| told("10.1.0.0-24 is rejected"), say);
+        wait_until(|| has_problem("10.1.0.0-24 is rejected"), say);
         fs::write(
             place.registry().join("config"),
             DUAL.replace(r#","Backend":{"Type":"KIND"}"#, ""),
         )
         .unwrap();
-        wait_until(|| told("it names no Backend"), say);
+        wait_until(|| has_problem("it names no Backend"), say);
         fs::remove_file(&peerless).unwrap();
         daemon.wait_for_log("rebuilding the network: the network config has changed");
-        wait_until(|| !told("stays in force"), say);
+        wait_until(|| !has_problem("stays in force"), say);
 
         // The node now fits.
         fs::write(place.registry().join("config"), with(8000)).unwrap();
-        wait_until(|| told("Backend.MTU 8000: at most 1500"), say);
+        wait_until(|| has_problem("Backend.MTU 8000: at most 1500"), say);
         ip("link set wire mtu 9000");
         ip("link set eth0 mtu 9000");
         wait_until(|| place.subnet_env().contains("FLANNEL_MTU=7930\n"), say);
-        wait_until(|| !told("stays in force"), say);
+        wait_until(|| !has_problem("stays in force"), say);
     });
 }
 
@@ -1416,9 +1429,9 @@ fn a_config_that_does_not_fit_this_node_is_refused_until_one_of_them_changes() {
 fn the_last_config_is_used_with_its_own_networks() {
     in_netns(|| {
         uplink();
-        let right = r#"{"Network":"10.1.0.0/16","SubnetMin":"10.1.128.0","SubnetMax":"10.1.191.0","Backend":{"Type":"host-gw"}}"#;
+        let right = CONFIG.replace("vxlan", "host-gw");
         let unknown = right.replace("host-gw", "host-gx");
-        let place = Place::new(right);
+        let place = Place::new(&right);
         let lease = |key: &str| {
             fs::write(
                 place.leases().join(key),
@@ -1431,19 +1444,21 @@ fn the_last_config_is_used_with_its_own_networks() {
         let daemon = place.start_on(&registry, &[]);
         daemon.wait_for_log("running lease=10.1.5.0-24");
         let config = |text: &str| fs::write(place.registry().join("config"), text).unwrap();
-        let told = |env: &str| wait_until(|| place.subnet_env().contains(env), || daemon.log());
+        let wait_for = |env: &str| {
+            wait_until(|| place.subnet_env().contains(env), || daemon.log());
+        };
         config(&unknown);
         ip("link set eth0 mtu 1400");
-        told("FLANNEL_MTU=1400\n");
+        wait_for("FLANNEL_MTU=1400\n");
         config(&unknown.replace("10.1", "10.2"));
         ip("link set eth0 mtu 1420");
-        told("FLANNEL_MTU=1420\n");
+        wait_for("FLANNEL_MTU=1420\n");
         assert!(place.subnet_env().contains("FLANNEL_NETWORK=10.1.0.0/16\n"), "{}", daemon.log());
     });
 }
 
 #[test]
-fn the_lease_is_held_while_the_interface_does_not_fit() {
+fn a_deleted_lease_stops_the_daemon_while_the_interface_does_not_fit() {
     in_netns(|| {
         uplink();
         let place = Place::new(&DUAL.replace("KIND", "vxlan"));
@@ -1458,7 +1473,7 @@ fn the_lease_is_held_while_the_interface_does_not_fit() {
         fs::remove_file(leases.find(|path| !path.to_str().unwrap().contains("10.1.7.0")).unwrap())
             .unwrap();
         assert_eq!(daemon.ended().code(), Some(1), "{}", daemon.log());
-        assert!(daemon.log().contains("is lost"), "{}", daemon.log());
+        daemon.wait_for_log("is lost");
     });
 }
 
@@ -1473,7 +1488,7 @@ fn after_go_flannel(place: &Place) {
             "-6 route add fd00:1:0:{peer:x}::/64 via 2001:db8::{by:x} dev eth0 proto boot"
         ));
     }
-    // Go flannel would not have made this one here.
+    // Go flannel would not have made these routes here.
     for foreign in FOREIGN {
         ip(&format!("route add {foreign}"));
     }
@@ -1489,7 +1504,7 @@ const FOREIGN: [&str; 7] = [
     "fd00:1:0:4c::/64 via 2001:db8::4c dev eth0 proto static",
 ];
 
-/// `10.1.66.0/24`, the stale one, is there in this many families.
+/// The number of families in which the stale route to `10.1.66.0/24` exists.
 fn stale() -> usize {
     ["-4 route show 10.1.66.0/24", "-6 route show fd00:1:0:42::/64"]
         .iter()
@@ -1506,7 +1521,7 @@ fn second_uplink() {
 
 /// With DirectRouting, the daemon looks up on-link peers again after changes of routes.
 #[test]
-fn a_changed_prefix_moves_a_peer_onto_the_link_and_back_without_a_loss() {
+fn direct_routing_follows_changed_prefixes_without_deletions() {
     in_netns(|| {
         uplink();
         second_uplink();
@@ -1514,7 +1529,8 @@ fn a_changed_prefix_moves_a_peer_onto_the_link_and_back_without_a_loss() {
         let [data, data_v6] =
             [4, 6].map(|n| format!(r#"{{"VNI":1,"VtepMAC":"0a:00:00:00:0{n}:07"}}"#));
         let value = format!(
-            r#"{{"PublicIP":"198.51.100.7","PublicIPv6":"2001:db8:7::7","BackendType":"vxlan","BackendData":{data},"BackendV6Data":{data_v6}}}"#
+            r#"{{"PublicIP":"198.51.100.7","PublicIPv6":"2001:db8:7::7","BackendType":"vxlan",
+                "BackendData":{data},"BackendV6Data":{data_v6}}}"#
         );
         fs::write(place.leases().join("10.1.7.0-24&fd00:1:0:7::-64"), value).unwrap();
         let daemon = place.start(&[]);
@@ -1555,7 +1571,7 @@ fn a_changed_prefix_moves_a_peer_onto_the_link_and_back_without_a_loss() {
                 ["address del 198.51.100.1/24 dev eth0", "address del 2001:db8:7::1/64 dev eth0"],
                 tunnel,
             ),
-            // Nothing of this is in the main table.
+            // The next steps do not change the main table.
             (
                 "by a rule that leads nowhere yet",
                 ["rule add to 198.51.100.0/24 table 70", "-6 rule add to 2001:db8:7::/64 table 70"],
@@ -1592,22 +1608,22 @@ fn a_changed_prefix_moves_a_peer_onto_the_link_and_back_without_a_loss() {
         let seen = seen_by(monitor);
         let ours = ["10.1.7.0/24", "fd00:1:0:7::/64"];
         assert_eq!(lost(&seen, &ours), [""; 0], "{seen}");
-        let heard = ours.iter().all(|dst| seen.contains(dst)) && seen.contains("\nid ");
-        assert!(heard, "who listens heard of it: {seen}");
+        let is_reported = ours.iter().all(|dst| seen.contains(dst)) && seen.contains("\nid ");
+        assert!(is_reported, "the monitor shows the changes: {seen}");
         assert!(!daemon.log().contains("rebuilding the network"), "{}", daemon.log());
     });
 }
 
 #[test]
-fn go_flannels_routes_are_removed_once_all_desired_objects_are_in_place() {
+fn routes_of_go_flannel_are_removed_once_all_desired_objects_are_in_place() {
     in_netns(|| {
         uplink();
         second_uplink();
-        let config = r#"{"Network":"10.1.0.0/16","SubnetMin":"10.1.128.0","SubnetMax":"10.1.191.0","EnableIPv6":true,"IPv6Network":"fd00:1::/48","Backend":{"Type":"host-gw"}}"#;
-        let place = Place::new(config);
+        let place = Place::new(&DUAL.replace("KIND", "host-gw"));
         let lease = |peer: u8| {
             let value = format!(
-                r#"{{"PublicIP":"192.0.2.{peer}","PublicIPv6":"2001:db8::{peer}","BackendType":"host-gw"}}"#
+                r#"{{"PublicIP":"192.0.2.{peer}","PublicIPv6":"2001:db8::{peer}",
+                    "BackendType":"host-gw"}}"#
             );
             fs::write(place.leases().join(format!("10.1.{peer}.0-24&fd00:1:0:{peer}::-64")), value)
                 .unwrap();
@@ -1691,7 +1707,8 @@ fn routes_inside_an_earlier_pod_network_are_removed_once_the_new_one_is_in_sync(
         peer(2);
         let daemon = place.start(&[]);
         daemon.wait_for_log(
-            "left of the earlier pod network 10.1.0.0/16 and wanted by no lease, removed: route 10.1.0.0/24",
+            "left of the earlier pod network 10.1.0.0/16 and wanted by no lease, removed: \
+             route 10.1.0.0/24",
         );
         wait_until(
             || {
@@ -1704,7 +1721,7 @@ fn routes_inside_an_earlier_pod_network_are_removed_once_the_new_one_is_in_sync(
         let left = routes(1);
         assert!(
             left.contains("10.1.80.0/24") && !left.contains("10.1.0.0/24"),
-            "somebody else's stays: {left}"
+            "the foreign route stays: {left}"
         );
         assert!(!ip("nexthop show").contains("10.1."), "{}", ip("nexthop show"));
         assert_eq!(ip("nexthop show proto 241").lines().count(), 1, "{}", ip("nexthop show"));
@@ -1712,7 +1729,7 @@ fn routes_inside_an_earlier_pod_network_are_removed_once_the_new_one_is_in_sync(
 }
 
 #[test]
-fn without_go_flannels_subnet_file_no_route_counts_as_its_own() {
+fn without_go_flannels_subnet_file_its_routes_are_not_removed() {
     in_netns(|| {
         uplink();
         second_uplink();

@@ -93,15 +93,15 @@ fn dashboard_and_alerts_use_existing_metrics() {
 #[test]
 fn every_metric_and_every_alert_is_documented() {
     let text = read("docs/operations.md");
-    let told = words(&text, "flannel_");
+    let documented = words(&text, "flannel_");
     let exported = exported();
     assert_eq!(
-        exported.difference(&told).collect::<Vec<_>>(),
+        exported.difference(&documented).collect::<Vec<_>>(),
         Vec::<&String>::new(),
         "not in docs/operations.md"
     );
     assert_eq!(
-        told.difference(&exported).collect::<Vec<_>>(),
+        documented.difference(&exported).collect::<Vec<_>>(),
         Vec::<&String>::new(),
         "not exported"
     );

@@ -25,11 +25,12 @@ use tokio::sync::watch;
 
 fn config(backend: &str) -> String {
     format!(
-        r#"{{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:1::/48","Backend":{{"Type":"{backend}"}}}}"#
+        r#"{{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:1::/48",
+            "Backend":{{"Type":"{backend}"}}}}"#
     )
 }
 
-/// A foreign one.
+/// The id of a foreign nexthop object.
 const FOREIGN_NEXTHOP: u32 = 77;
 
 /// A host with an uplink, and one peer on it.
@@ -112,8 +113,8 @@ impl Witness {
             let made_by_us = |row: &Value| row["protocol"] != "kernel" && row["dst"].is_string();
             let mut routes: Vec<Value> = serde_json::from_str(&routes).unwrap();
             routes.retain(made_by_us);
-            // Older versions of iproute2 show a nexthop object's gateway, newer ones may not: by id
-            // it counts.
+            // Some versions of iproute2 also show the gateway of a nexthop object. Only its id is
+            // compared.
             for route in &mut routes {
                 if route["nhid"].is_number() {
                     let by = ["gateway", "dev", "flags"];
@@ -171,16 +172,18 @@ impl Witness {
         seen
     }
 
-    /// Does damage and waits until nothing of it is left, and until the status tells of a repair:
-    /// else there was no damage.
+    /// Does damage and waits until it is repaired, and until the status counts a repair. Otherwise
+    /// there was no damage.
     async fn survives(&self, damage: &str, commands: &[String]) {
         // The earlier damage is counted already.
-        let at_rest = async {
+        let in_sync = async {
             while !self.status.borrow().in_sync {
                 tokio::time::sleep(Duration::from_millis(2)).await;
             }
         };
-        tokio::time::timeout(Duration::from_secs(20), at_rest).await.expect("it comes to rest");
+        tokio::time::timeout(Duration::from_secs(20), in_sync)
+            .await
+            .expect("the network is in sync");
         let before = self.status.borrow().repaired;
         for command in commands {
             let run = |(program, args): (&str, &str)| {
@@ -200,16 +203,16 @@ impl Witness {
             let added: Vec<_> = seen.difference(&self.healthy).collect();
             panic!("{damage}: not repaired\nmissing: {missing:#?}\ntoo much: {added:#?}");
         }
-        // Whether ours is hit with the uplink depends on the backend, and on how soon the kernel
-        // sees that the carrier is gone.
+        // Whether damage to the uplink reaches our objects depends on the backend, and on when the
+        // kernel notices the lost carrier.
         if damage.contains("uplink") {
             return;
         }
         let mut status = self.status.clone();
-        let told =
+        let counted =
             async { drop(status.wait_for(|status| status.repaired > before).await.unwrap()) };
-        let in_time = tokio::time::timeout(Duration::from_secs(20), told).await;
-        assert!(in_time.is_ok(), "{damage}: no damage was done, none was repaired");
+        let in_time = tokio::time::timeout(Duration::from_secs(20), counted).await;
+        assert!(in_time.is_ok(), "{damage}: no repair was counted");
     }
 }
 
@@ -289,9 +292,9 @@ fn damages(family: Family) -> Vec<(&'static str, Vec<String>)> {
     damages
 }
 
-/// Takes all our routes on a device out at once. iproute2 6.1 cannot flush routes by nexthop object
-/// (it sends the gateway too, and the kernel refuses): there the objects are flushed, and their
-/// routes with them.
+/// The command that deletes all our routes on a device. iproute2 6.1 cannot flush routes by nexthop
+/// object: it also sends the gateway, which the kernel refuses. So the IPv4 command flushes the
+/// nexthop objects, and the kernel deletes their routes.
 fn flush(inet: &str, dev: &str) -> String {
     match inet {
         "-4" => format!("ip nexthop flush dev {dev}"),
@@ -322,7 +325,7 @@ fn nexthop_damages(id: u64, elsewhere: &str, unwanted: &str) -> Vec<(&'static st
             vec![
                 format!("ip nexthop del id {id}"),
                 format!("ip nexthop replace id {FOREIGN_NEXTHOP} {elsewhere}"),
-                // With its last nexthop a group would go, so that one stays.
+                // The kernel deletes a group with its last nexthop, so that nexthop stays.
                 format!("ip nexthop replace id {id} group {FOREIGN_NEXTHOP}"),
             ],
         ),
@@ -336,7 +339,7 @@ fn nexthop_damages(id: u64, elsewhere: &str, unwanted: &str) -> Vec<(&'static st
 }
 
 #[test]
-fn vxlan_survives_foreign_changes() {
+fn foreign_changes_of_vxlan_objects_are_repaired() {
     in_netns_async(|| async {
         let witness = start(&VxlanBackend).await;
         for family in Family::BOTH {
@@ -350,7 +353,7 @@ fn vxlan_survives_foreign_changes() {
 }
 
 #[test]
-fn host_gw_survives_foreign_changes() {
+fn foreign_changes_of_host_gw_objects_are_repaired() {
     in_netns_async(|| async {
         let witness = start(&HostGw).await;
         for (damage, commands) in nexthop_damages(

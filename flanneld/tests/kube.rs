@@ -1,4 +1,4 @@
-//! The daemon on the Kubernetes API: real daemons on hosts out of network namespaces, and an API
+//! The daemon on the Kubernetes API: real daemons on hosts made of network namespaces, and an API
 //! server that checks its requests strictly.
 //!
 //! The tests read a host's kernel with iproute2.
@@ -130,8 +130,10 @@ fn blank(cidrs: &[&str]) -> Value {
 fn go_peer(cidr: &str, public: &str, mac: &str) -> Value {
     let mut node = blank(&[cidr]);
     node["metadata"]["annotations"] = json!({
-        format!("{PREFIX}kube-subnet-manager"): "true", format!("{PREFIX}backend-type"): "vxlan",
-        format!("{PREFIX}backend-data"): format!(r#"{{"VNI":1,"VtepMAC":"{mac}"}}"#), format!("{PREFIX}public-ip"): public,
+        format!("{PREFIX}kube-subnet-manager"): "true",
+        format!("{PREFIX}backend-type"): "vxlan",
+        format!("{PREFIX}backend-data"): format!(r#"{{"VNI":1,"VtepMAC":"{mac}"}}"#),
+        format!("{PREFIX}public-ip"): public,
     });
     node
 }
@@ -150,9 +152,9 @@ fn wait_for_condition(server: &ApiServer, node: &str, status: &str, reason: &str
     });
 }
 
-/// A cluster of `node-1`, whose daemon runs on the host, and `node-2`, which Go flannel runs on.
-/// All is in place.
-fn beside_a_peer() -> (ApiServer, Host, Daemon) {
+/// A cluster of `node-1`, whose daemon runs on the host, and `node-2`, which runs Go flannel. The
+/// network is in place.
+fn cluster_with_a_peer() -> (ApiServer, Host, Daemon) {
     let server = cluster();
     server.put_node("node-1", blank(&["10.1.1.0/24"]));
     server.put_node("node-2", go_peer("10.1.2.0/24", "192.0.2.2", "0a:00:00:00:00:02"));
@@ -164,7 +166,7 @@ fn beside_a_peer() -> (ApiServer, Host, Daemon) {
 }
 
 #[test]
-fn two_nodes_and_one_of_go_flannels_reach_each_other() {
+fn two_nodes_get_objects_for_each_other_and_for_a_node_of_go_flannel() {
     in_netns(|| {
         let server = cluster();
         server.put_node("node-1", blank(&["10.1.1.0/24"]));
@@ -175,7 +177,7 @@ fn two_nodes_and_one_of_go_flannels_reach_each_other() {
         // Compared below with the objects of the other.
         daemons.iter().for_each(|daemon| daemon.wait_for_log("running lease"));
         for (host, (other, daemon)) in hosts.iter().zip(hosts.iter().rev().zip(&daemons)) {
-            let (own, peer) = (host.mac(), other.n);
+            let peer = other.n;
             host.holds(
                 daemon,
                 &[
@@ -187,15 +189,17 @@ fn two_nodes_and_one_of_go_flannels_reach_each_other() {
                 ],
             );
             let annotations = &server.node(&host.name()).unwrap()["metadata"]["annotations"];
+            let data = format!(r#"{{"VNI":1,"VtepMAC":"{}"}}"#, host.mac());
             let expected = json!({
                 "flannel.alpha.coreos.com/kube-subnet-manager": "true",
                 "flannel.alpha.coreos.com/backend-type": "vxlan",
-                "flannel.alpha.coreos.com/backend-data": format!(r#"{{"VNI":1,"VtepMAC":"{own}"}}"#),
+                "flannel.alpha.coreos.com/backend-data": data,
                 "flannel.alpha.coreos.com/public-ip": format!("192.0.2.{}", host.n),
             });
             assert_eq!(*annotations, expected);
             let env = format!(
-                "FLANNEL_NETWORK=10.1.0.0/16\nFLANNEL_SUBNET=10.1.{}.1/24\nFLANNEL_MTU=1450\nFLANNEL_IPMASQ=false\n",
+                "FLANNEL_NETWORK=10.1.0.0/16\nFLANNEL_SUBNET=10.1.{}.1/24\nFLANNEL_MTU=1450\n\
+                 FLANNEL_IPMASQ=false\n",
                 host.n
             );
             assert_eq!(host.subnet_env(), env);
@@ -250,7 +254,7 @@ fn the_condition_is_false_while_the_network_is_in_place_and_true_after_a_lost_le
 #[test]
 fn a_pod_cidr_outside_the_network_leaves_the_network_in_place() {
     in_netns(|| {
-        let (server, host, daemon) = beside_a_peer();
+        let (server, host, daemon) = cluster_with_a_peer();
         server.modify("node-1", |node| node["spec"] = json!({ "podCIDR": "10.9.0.0/24" }));
         wait_for_condition(&server, "node-1", "True", "FlannelIsDown", &daemon);
         let message = server.condition("node-1", "NetworkUnavailable").unwrap()["message"].clone();
@@ -280,7 +284,7 @@ fn a_pod_cidr_outside_the_network_leaves_the_network_in_place() {
 #[test]
 fn a_rebuild_without_a_valid_lease_restores_the_network() {
     in_netns(|| {
-        let (server, host, daemon) = beside_a_peer();
+        let (server, host, daemon) = cluster_with_a_peer();
         let mac = host.mac();
         let address =
             || host.netns.run(|| ip("-4 address show dev flannel.1")).contains("10.1.1.0/32");
@@ -300,7 +304,7 @@ fn a_rebuild_without_a_valid_lease_restores_the_network() {
                 wait_for_condition(&server, "node-1", "True", "FlannelIsDown", &daemon);
             }
             let mtu = 1406 - n;
-            // By a change of the interface below, and of the config.
+            // First the interface changes, then the config.
             if n == 3 {
                 host.netns.run(|| ip(&format!("link set eth0 mtu {mtu}")));
             } else {
@@ -331,9 +335,9 @@ fn a_rebuild_without_a_valid_lease_restores_the_network() {
 }
 
 #[test]
-fn everything_stays_without_the_api_server_and_is_updated_afterwards() {
+fn the_network_stays_without_the_api_server_and_is_updated_afterwards() {
     in_netns(|| {
-        let (server, host, daemon) = beside_a_peer();
+        let (server, host, daemon) = cluster_with_a_peer();
         let (before, env) = (host.objects(), host.subnet_env());
         server.fail(u32::MAX, 500, None);
         server.cut(Cut::MidEvent);
@@ -352,7 +356,7 @@ fn everything_stays_without_the_api_server_and_is_updated_afterwards() {
         assert_eq!(
             daemon.log().matches("store lost").count(),
             1,
-            "it is said once: {}",
+            "the outage is logged once: {}",
             daemon.log()
         );
         assert_eq!(network_unavailable(&server, "node-1").0, "False");
@@ -360,7 +364,7 @@ fn everything_stays_without_the_api_server_and_is_updated_afterwards() {
 }
 
 #[test]
-fn an_address_in_the_nodes_annotation_overrides_the_command_line() {
+fn the_public_ip_annotation_of_the_node_overrides_the_command_line() {
     in_netns(|| {
         let server = cluster();
         let mut node = blank(&["10.1.1.0/24"]);
@@ -388,7 +392,7 @@ fn an_address_in_the_nodes_annotation_overrides_the_command_line() {
 }
 
 #[test]
-fn another_prefix_of_annotations_is_another_flannel() {
+fn nodes_with_another_annotation_prefix_are_no_peers() {
     in_netns(|| {
         let server = cluster();
         server.put_node("node-1", blank(&["10.1.1.0/24"]));
@@ -403,13 +407,14 @@ fn another_prefix_of_annotations_is_another_flannel() {
             host.holds(daemon, &[&format!("10.1.{}.0 lladdr {}", other.n, other.mac())]);
             assert!(
                 !host.objects().contains("10.1.3.0"),
-                "it is of the other flannel: {}",
+                "the node belongs to the other flannel: {}",
                 host.objects()
             );
+            let data = format!(r#"{{"VNI":1,"VtepMAC":"{}"}}"#, host.mac());
             let expected = json!({
                 "example.com/net-kube-subnet-manager": "true",
                 "example.com/net-backend-type": "vxlan",
-                "example.com/net-backend-data": format!(r#"{{"VNI":1,"VtepMAC":"{}"}}"#, host.mac()),
+                "example.com/net-backend-data": data,
                 "example.com/net-public-ip": format!("192.0.2.{}", host.n),
             });
             assert_eq!(server.node(&host.name()).unwrap()["metadata"]["annotations"], expected);
@@ -418,7 +423,7 @@ fn another_prefix_of_annotations_is_another_flannel() {
 }
 
 #[test]
-fn a_malformed_config_while_the_network_runs_is_refused_and_the_network_stays() {
+fn a_malformed_config_is_refused_and_the_running_network_stays() {
     in_netns(|| {
         let server = cluster();
         server.put_node("node-1", blank(&["10.1.1.0/24"]));
@@ -447,7 +452,7 @@ fn a_malformed_config_while_the_network_runs_is_refused_and_the_network_stays() 
 
 /// With the pod's name from a manifest, and the API server and the account from a kubeconfig.
 #[test]
-fn the_pod_names_the_node_and_a_kubeconfig_the_server() {
+fn the_node_comes_from_the_pod_and_the_server_from_a_kubeconfig() {
     in_netns(|| {
         let server = cluster();
         server.put_node("node-1", blank(&["10.1.1.0/24"]));
@@ -458,8 +463,10 @@ fn the_pod_names_the_node_and_a_kubeconfig_the_server() {
         let (kubeconfig, token) =
             (host.dir.path().join("kubeconfig"), host.dir.path().join("token"));
         let text = format!(
-            "apiVersion: v1\nkind: Config\ncurrent-context: c\nclusters: [{{name: c, cluster: {{server: \"{}\"}}}}]\n\
-             contexts: [{{name: c, context: {{cluster: c, user: u}}}}]\nusers: [{{name: u, user: {{tokenFile: token}}}}]\n",
+            "apiVersion: v1\nkind: Config\ncurrent-context: c\n\
+             clusters: [{{name: c, cluster: {{server: \"{}\"}}}}]\n\
+             contexts: [{{name: c, context: {{cluster: c, user: u}}}}]\n\
+             users: [{{name: u, user: {{tokenFile: token}}}}]\n",
             server.url()
         );
         fs::write(&kubeconfig, text).unwrap();
@@ -475,7 +482,7 @@ fn the_pod_names_the_node_and_a_kubeconfig_the_server() {
         let public = server.annotation("node-1", &format!("{PREFIX}public-ip"));
         assert_eq!(public.as_deref(), Some("192.0.2.1"));
         wait_for_condition(&server, "node-1", "False", "FlannelIsUp", &daemon);
-        // Neither names the node.
+        // A daemon whose environment does not name the node.
         drop(daemon);
         let mut command = host.command(&["--kubeconfig-file", kubeconfig.to_str().unwrap()]);
         let mut daemon =
@@ -488,9 +495,9 @@ fn the_pod_names_the_node_and_a_kubeconfig_the_server() {
 }
 
 #[test]
-fn a_restart_leaves_everything_as_it_is() {
+fn a_restart_changes_neither_the_node_nor_the_tunnel() {
     in_netns(|| {
-        let (server, host, mut daemon) = beside_a_peer();
+        let (server, host, mut daemon) = cluster_with_a_peer();
         daemon.signal(Signal::SIGTERM);
         assert_eq!(daemon.ended().code(), Some(0), "{}", daemon.log());
         let (before, mac, patches) = (server.node("node-1"), host.mac(), server.count("PATCH"));
@@ -513,9 +520,11 @@ fn a_restart_leaves_everything_as_it_is() {
 fn the_condition_of_an_earlier_boot_is_withdrawn_first() {
     in_netns(|| {
         let server = cluster();
-        let up = json!([{ "type": "NetworkUnavailable", "status": "False", "reason": "FlannelIsUp", "message": "Flannel is running on this node",
-            "lastHeartbeatTime": "2026-11-21T20:00:00Z", "lastTransitionTime": "2026-11-21T20:00:00Z" }]);
-        // Its PodCIDR is yet to come.
+        let up = json!([{ "type": "NetworkUnavailable", "status": "False",
+            "reason": "FlannelIsUp", "message": "Flannel is running on this node",
+            "lastHeartbeatTime": "2026-11-21T20:00:00Z",
+            "lastTransitionTime": "2026-11-21T20:00:00Z" }]);
+        // The node has no PodCIDR yet.
         server.put_node("node-1", json!({ "status": { "conditions": up } }));
         let host = Host::new(1, VXLAN);
         let mut daemon = host.start(&server, &[]);
@@ -525,7 +534,7 @@ fn the_condition_of_an_earlier_boot_is_withdrawn_first() {
         server.modify("node-1", |node| node["spec"] = json!({ "podCIDR": "10.1.1.0/24" }));
         wait_for_condition(&server, "node-1", "False", "FlannelIsUp", &daemon);
         // The content of each patch: the condition's status, or the lease.
-        let said = || -> Vec<String> {
+        let patches = || -> Vec<String> {
             let status = |patch: &Value| {
                 patch["status"]["conditions"][0]["status"].as_str().map(str::to_owned)
             };
@@ -537,15 +546,20 @@ fn the_condition_of_an_earlier_boot_is_withdrawn_first() {
         };
         let (first, last) = (Some(&"True".to_owned()), Some(&"False".to_owned()));
         assert_eq!(
-            (said().first(), said().last()),
+            (patches().first(), patches().last()),
             (first, last),
             "{:?}\n{}",
-            said(),
+            patches(),
             daemon.log()
         );
-        assert_eq!(said().iter().filter(|said| *said == "False").count(), 1, "{:?}", said());
+        assert_eq!(
+            patches().iter().filter(|patch| *patch == "False").count(),
+            1,
+            "{:?}",
+            patches()
+        );
         for (gone, more) in [(false, &[][..]), (true, &["True", "False"])] {
-            let before = said().len();
+            let before = patches().len();
             daemon.signal(Signal::SIGTERM);
             assert_eq!(daemon.ended().code(), Some(0), "{}", daemon.log());
             if gone {
@@ -554,10 +568,10 @@ fn the_condition_of_an_earlier_boot_is_withdrawn_first() {
             daemon = host.start(&server, &[]);
             daemon.wait_for_log("in sync");
             wait_until(
-                || said().len() == before + more.len(),
-                || format!("{:?}\n{}", said(), daemon.log()),
+                || patches().len() == before + more.len(),
+                || format!("{:?}\n{}", patches(), daemon.log()),
             );
-            assert_eq!(said()[before..], *more);
+            assert_eq!(patches()[before..], *more);
             assert_eq!(network_unavailable(&server, "node-1").0, "False");
         }
     });
@@ -566,39 +580,40 @@ fn the_condition_of_an_earlier_boot_is_withdrawn_first() {
 /// As after a boot without an address, or with a config that names no backend: repeated starts
 /// fail.
 #[test]
-fn a_failing_start_withdraws_the_condition_of_an_earlier_boot_unless_the_network_is_in_place() {
+fn a_failing_start_withdraws_the_old_condition_unless_the_network_is_in_place() {
     in_netns(|| {
-        let (server, host, mut daemon) = beside_a_peer();
+        let (server, host, mut daemon) = cluster_with_a_peer();
         daemon.signal(Signal::SIGTERM);
         assert_eq!(daemon.ended().code(), Some(0), "{}", daemon.log());
-        let start = |config: &str, said: &str| {
+        let start = |config: &str, message: &str| {
             let mut command = host.command(&["--kube-api-url", &server.url()]);
             fs::write(host.dir.path().join("net-conf.json"), config).unwrap();
             let mut daemon =
                 host.netns.run(|| Daemon::start(command.env("NODE_NAME", host.name())));
             assert_eq!(daemon.ended().code(), Some(1), "{}", daemon.log());
-            daemon.wait_for_log(said);
+            daemon.wait_for_log(message);
             network_unavailable(&server, "node-1").0
         };
-        const DUAL: &str = r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00::/48","Backend":{"Type":"vxlan"}}"#;
+        const DUAL: &str = r#"{"Network":"10.1.0.0/16","EnableIPv6":true,
+            "IPv6Network":"fd00::/48","Backend":{"Type":"vxlan"}}"#;
         host.netns.run(|| ip("-6 address flush dev eth0"));
         let misspelt = VXLAN.replace("vxlan", "vlxan");
-        for (config, said) in [(DUAL, "IPv6"), (&misspelt, "\"vlxan\"")] {
-            assert_eq!(start(config, said), "False", "the network of the last run is in place");
+        for (config, message) in [(DUAL, "IPv6"), (&misspelt, "\"vlxan\"")] {
+            assert_eq!(start(config, message), "False", "the network of the last run is in place");
         }
         host.netns.run(|| ip("link delete flannel.1"));
         let before = server.condition("node-1", "NetworkUnavailable").unwrap();
-        for (config, said) in [(DUAL, "IPv6"), (&misspelt, "\"vlxan\"")] {
-            assert_eq!(start(config, said), "True", "nothing is in place");
+        for (config, message) in [(DUAL, "IPv6"), (&misspelt, "\"vlxan\"")] {
+            assert_eq!(start(config, message), "True", "nothing is in place");
             server.modify("node-1", |node| node["status"]["conditions"] = json!([before]));
         }
     });
 }
 
 #[test]
-fn an_overriding_address_counts_as_an_order() {
+fn public_ip_overwrite_changes_the_published_address() {
     in_netns(|| {
-        let (server, _host, daemon) = beside_a_peer();
+        let (server, _host, daemon) = cluster_with_a_peer();
         for address in [Some("203.0.113.9"), Some("203.0.113.66"), None] {
             server.modify("node-1", |node| {
                 let annotations = node["metadata"]["annotations"].as_object_mut().unwrap();
@@ -627,8 +642,9 @@ fn an_overriding_address_counts_as_an_order() {
 }
 
 #[test]
-fn a_data_path_that_breaks_makes_the_condition_true_until_it_is_repaired() {
-    const DUAL: &str = r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00::/48","Backend":{"Type":"vxlan"}}"#;
+fn the_condition_is_true_while_the_data_path_is_broken() {
+    const DUAL: &str = r#"{"Network":"10.1.0.0/16","EnableIPv6":true,
+        "IPv6Network":"fd00::/48","Backend":{"Type":"vxlan"}}"#;
     in_netns(|| {
         let server = cluster();
         server.put_node("node-1", blank(&["10.1.1.0/24", "fd00:0:0:1::/64"]));
@@ -679,7 +695,8 @@ fn a_wrong_ca_is_logged_and_retried() {
         };
         let (kubeconfig, ca) = (host.dir.path().join("kubeconfig"), host.dir.path().join("ca"));
         let text = format!(
-            "apiVersion: v1\nkind: Config\ncurrent-context: c\nclusters: [{{name: c, cluster: {{server: \"{}\", certificate-authority: ca}}}}]\n\
+            "apiVersion: v1\nkind: Config\ncurrent-context: c\n\
+             clusters: [{{name: c, cluster: {{server: \"{}\", certificate-authority: ca}}}}]\n\
              contexts: [{{name: c, context: {{cluster: c}}}}]\n",
             server.url()
         );
@@ -717,7 +734,7 @@ fn missing_permissions_to_list_or_watch_nodes_are_logged() {
 }
 
 #[test]
-fn other_networks_wait_for_a_restart_and_another_backend_does_not() {
+fn another_pod_network_waits_for_a_restart_and_another_backend_does_not() {
     in_netns(|| {
         let server = cluster();
         server.put_node("node-1", blank(&["10.1.1.0/24"]));
@@ -738,7 +755,7 @@ fn other_networks_wait_for_a_restart_and_another_backend_does_not() {
 
 /// The network, its lease and later comparisons use one config.
 #[test]
-fn a_reload_during_the_start_changes_nothing_of_it() {
+fn a_reload_during_a_start_does_not_change_its_config() {
     in_netns(|| {
         let server = cluster();
         server.put_node("node-1", json!({}));
@@ -766,8 +783,9 @@ fn a_reload_during_the_start_changes_nothing_of_it() {
 }
 
 #[test]
-fn both_families_over_host_gw_and_no_condition_without_the_option() {
-    const DUAL: &str = r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00::/48","Backend":{"Type":"host-gw"}}"#;
+fn host_gw_routes_both_families_and_a_disabled_condition_is_not_set() {
+    const DUAL: &str = r#"{"Network":"10.1.0.0/16","EnableIPv6":true,
+        "IPv6Network":"fd00::/48","Backend":{"Type":"host-gw"}}"#;
     in_netns(|| {
         let server = cluster();
         server.put_node("node-1", blank(&["10.1.1.0/24", "fd00:0:0:1::/64"]));
@@ -788,9 +806,12 @@ fn both_families_over_host_gw_and_no_condition_without_the_option() {
         wait_until(there, || format!("{}\n{}", routes(), daemons[0].log()));
         daemons[0].wait_for_log("running lease");
         let expected = json!({
-            format!("{PREFIX}kube-subnet-manager"): "true", format!("{PREFIX}backend-type"): "host-gw",
-            format!("{PREFIX}backend-data"): "null", format!("{PREFIX}public-ip"): "192.0.2.1",
-            format!("{PREFIX}backend-v6-data"): "null", format!("{PREFIX}public-ipv6"): "2001:db8::1",
+            format!("{PREFIX}kube-subnet-manager"): "true",
+            format!("{PREFIX}backend-type"): "host-gw",
+            format!("{PREFIX}backend-data"): "null",
+            format!("{PREFIX}public-ip"): "192.0.2.1",
+            format!("{PREFIX}backend-v6-data"): "null",
+            format!("{PREFIX}public-ipv6"): "2001:db8::1",
         });
         assert_eq!(server.node("node-1").unwrap()["metadata"]["annotations"], expected);
         assert_eq!(server.condition("node-1", "NetworkUnavailable"), Some(others));
@@ -799,7 +820,7 @@ fn both_families_over_host_gw_and_no_condition_without_the_option() {
 }
 
 #[test]
-fn a_refusal_is_retried_and_an_impossible_value_ends_a_start() {
+fn a_refusal_is_retried_and_an_invalid_value_stops_the_daemon() {
     in_netns(|| {
         let server = cluster();
         server.put_node("node-1", blank(&["10.1.1.0/24"]));

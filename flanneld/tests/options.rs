@@ -15,7 +15,7 @@ enum Kind {
     Text(&'static str, &'static str),
     /// The same, collected.
     Texts(&'static str, &'static str),
-    /// A number: one as a person writes it and what it is, and one that is out of range.
+    /// A number: as written, its value, and a value out of range.
     Number(&'static str, &'static str, &'static str),
     /// A switch.
     Switch,
@@ -53,39 +53,74 @@ fn path(path: &Option<std::path::PathBuf>) -> String {
 #[rustfmt::skip]
 fn flags() -> Vec<Flag> {
     let all = vec![
-        flag("iface", Texts("eth7", "192.0.2.1"), "", "FLANNELD_IFACE", |o| o.interface.iface.join(" ")),
-        flag("iface-regex", Texts("^eth", "192\\..*"), "", "FLANNELD_IFACE_REGEX", |o| o.interface.iface_regex.join(" ")),
-        flag("iface-can-reach", Text("192.0.2.9", "2001:db8::9"), "", "FLANNELD_IFACE_CAN_REACH", |o| text(o.interface.iface_can_reach.as_ref())),
-        flag("public-ip", Text("192.0.2.1", "198.51.100.1"), "", "FLANNELD_PUBLIC_IP", |o| text(o.interface.public_ip.as_ref())),
-        flag("public-ipv6", Text("2001:db8::1", "2001:db8::2"), "", "FLANNELD_PUBLIC_IPV6", |o| text(o.interface.public_ipv6.as_ref())),
-        flag("subnet-file", Text("/a/b.env", "/c.env"), "/run/flannel/subnet.env", "FLANNELD_SUBNET_FILE", |o| o.lease.subnet_file.display().to_string()),
-        flag("subnet-lease-renew-margin", Number("0x3c", "60", "1440"), "60", "FLANNELD_SUBNET_LEASE_RENEW_MARGIN", |o| o.lease.subnet_lease_renew_margin.to_string()),
-        flag("ip-masq", Switch, "false", "FLANNELD_IP_MASQ", |o| o.firewall.ip_masq.to_string()),
-        flag("ip-masq-fully-random-disable", Switch, "false", "FLANNELD_IP_MASQ_FULLY_RANDOM_DISABLE", |o| o.firewall.ip_masq_fully_random_disable.to_string()),
-        flag("kube-subnet-mgr", Switch, "false", "FLANNELD_KUBE_SUBNET_MGR", |o| o.kube.kube_subnet_mgr.to_string()),
-        flag("kube-api-url", Text("https://k:6443", "http://k"), "", "FLANNELD_KUBE_API_URL", |o| o.kube.kube_api_url.clone()),
-        flag("kube-annotation-prefix", Text("a.example", "b.example/x-"), "flannel.alpha.coreos.com", "FLANNELD_KUBE_ANNOTATION_PREFIX", |o| o.kube.kube_annotation_prefix.clone()),
-        flag("kubeconfig-file", Text("/a", "/b"), "", "FLANNELD_KUBECONFIG_FILE", |o| o.kube.kubeconfig_file.clone()),
-        flag("healthz-ip", Text("127.0.0.1", "::1"), "0.0.0.0", "FLANNELD_HEALTHZ_IP", |o| o.control.healthz_ip.to_string()),
-        flag("healthz-port", Number("0x1f91", "8081", "65536"), "0", "FLANNELD_HEALTHZ_PORT", |o| o.control.healthz_port.to_string()),
-        flag("iptables-resync", Number("012", "10", "0"), "5", "FLANNELD_IPTABLES_RESYNC", |o| o.firewall.iptables_resync.to_string()),
-        flag("iptables-forward-rules", Switch, "true", "FLANNELD_IPTABLES_FORWARD_RULES", |o| o.firewall.iptables_forward_rules.to_string()),
-        flag("ip-blackhole-route", Switch, "false", "FLANNELD_IP_BLACKHOLE_ROUTE", |o| o.routes.ip_blackhole_route.to_string()),
-        flag("net-config-path", Text("/n.json", "/m.json"), "/etc/kube-flannel/net-conf.json", "FLANNELD_NET_CONFIG_PATH", |o| o.kube.net_config_path.clone()),
-        flag("set-node-network-unavailable", Switch, "true", "FLANNELD_SET_NODE_NETWORK_UNAVAILABLE", |o| o.kube.set_node_network_unavailable.to_string()),
-        flag("v", Number("4", "4", "2147483648"), "0", "FLANNELD_V", |o| o.log.verbosity.to_string()),
-        flag("vmodule", Text("main=4", "x=1,y=2"), "", "FLANNELD_VMODULE", |o| o.log.vmodule.clone()),
-        flag("log_backtrace_at", Text("main.go:1", "x.go:2"), "", "FLANNELD_LOG_BACKTRACE_AT", |o| text(o.log.log_backtrace_at.as_ref())),
+        flag("iface", Texts("eth7", "192.0.2.1"), "", "FLANNELD_IFACE",
+            |o| o.interface.iface.join(" ")),
+        flag("iface-regex", Texts("^eth", "192\\..*"), "", "FLANNELD_IFACE_REGEX",
+            |o| o.interface.iface_regex.join(" ")),
+        flag("iface-can-reach", Text("192.0.2.9", "2001:db8::9"), "", "FLANNELD_IFACE_CAN_REACH",
+            |o| text(o.interface.iface_can_reach.as_ref())),
+        flag("public-ip", Text("192.0.2.1", "198.51.100.1"), "", "FLANNELD_PUBLIC_IP",
+            |o| text(o.interface.public_ip.as_ref())),
+        flag("public-ipv6", Text("2001:db8::1", "2001:db8::2"), "", "FLANNELD_PUBLIC_IPV6",
+            |o| text(o.interface.public_ipv6.as_ref())),
+        flag("subnet-file", Text("/a/b.env", "/c.env"), "/run/flannel/subnet.env",
+            "FLANNELD_SUBNET_FILE", |o| o.lease.subnet_file.display().to_string()),
+        flag("subnet-lease-renew-margin", Number("0x3c", "60", "1440"), "60",
+            "FLANNELD_SUBNET_LEASE_RENEW_MARGIN",
+            |o| o.lease.subnet_lease_renew_margin.to_string()),
+        flag("ip-masq", Switch, "false", "FLANNELD_IP_MASQ",
+            |o| o.firewall.ip_masq.to_string()),
+        flag("ip-masq-fully-random-disable", Switch, "false",
+            "FLANNELD_IP_MASQ_FULLY_RANDOM_DISABLE",
+            |o| o.firewall.ip_masq_fully_random_disable.to_string()),
+        flag("kube-subnet-mgr", Switch, "false", "FLANNELD_KUBE_SUBNET_MGR",
+            |o| o.kube.kube_subnet_mgr.to_string()),
+        flag("kube-api-url", Text("https://k:6443", "http://k"), "", "FLANNELD_KUBE_API_URL",
+            |o| o.kube.kube_api_url.clone()),
+        flag("kube-annotation-prefix", Text("a.example", "b.example/x-"),
+            "flannel.alpha.coreos.com", "FLANNELD_KUBE_ANNOTATION_PREFIX",
+            |o| o.kube.kube_annotation_prefix.clone()),
+        flag("kubeconfig-file", Text("/a", "/b"), "", "FLANNELD_KUBECONFIG_FILE",
+            |o| o.kube.kubeconfig_file.clone()),
+        flag("healthz-ip", Text("127.0.0.1", "::1"), "0.0.0.0", "FLANNELD_HEALTHZ_IP",
+            |o| o.control.healthz_ip.to_string()),
+        flag("healthz-port", Number("0x1f91", "8081", "65536"), "0", "FLANNELD_HEALTHZ_PORT",
+            |o| o.control.healthz_port.to_string()),
+        flag("iptables-resync", Number("012", "10", "0"), "5", "FLANNELD_IPTABLES_RESYNC",
+            |o| o.firewall.iptables_resync.to_string()),
+        flag("iptables-forward-rules", Switch, "true", "FLANNELD_IPTABLES_FORWARD_RULES",
+            |o| o.firewall.iptables_forward_rules.to_string()),
+        flag("ip-blackhole-route", Switch, "false", "FLANNELD_IP_BLACKHOLE_ROUTE",
+            |o| o.routes.ip_blackhole_route.to_string()),
+        flag("net-config-path", Text("/n.json", "/m.json"), "/etc/kube-flannel/net-conf.json",
+            "FLANNELD_NET_CONFIG_PATH", |o| o.kube.net_config_path.clone()),
+        flag("set-node-network-unavailable", Switch, "true",
+            "FLANNELD_SET_NODE_NETWORK_UNAVAILABLE",
+            |o| o.kube.set_node_network_unavailable.to_string()),
+        flag("v", Number("4", "4", "2147483648"), "0", "FLANNELD_V",
+            |o| o.log.verbosity.to_string()),
+        flag("vmodule", Text("main=4", "x=1,y=2"), "", "FLANNELD_VMODULE",
+            |o| o.log.vmodule.clone()),
+        flag("log_backtrace_at", Text("main.go:1", "x.go:2"), "", "FLANNELD_LOG_BACKTRACE_AT",
+            |o| text(o.log.log_backtrace_at.as_ref())),
     ];
     #[cfg(feature = "etcd")]
     let all = all.into_iter().chain([
-        flag("etcd-endpoints", Text("http://a:1,http://b:2", "c:3"), "http://127.0.0.1:4001,http://127.0.0.1:2379", "FLANNELD_ETCD_ENDPOINTS", |o| o.lease.etcd.endpoints.join(",")),
-        flag("etcd-prefix", Text("/net", "/other/net"), "/coreos.com/network", "FLANNELD_ETCD_PREFIX", |o| o.lease.etcd.prefix.clone()),
-        flag("etcd-keyfile", Text("/k", "/l"), "", "FLANNELD_ETCD_KEYFILE", |o| path(&o.lease.etcd.keyfile)),
-        flag("etcd-certfile", Text("/c", "/d"), "", "FLANNELD_ETCD_CERTFILE", |o| path(&o.lease.etcd.certfile)),
-        flag("etcd-cafile", Text("/a", "/b"), "", "FLANNELD_ETCD_CAFILE", |o| path(&o.lease.etcd.cafile)),
-        flag("etcd-username", Text("u", "w"), "", "FLANNELD_ETCD_USERNAME", |o| text(o.lease.etcd.username.as_ref())),
-        flag("etcd-password", Text("p", "-q=r"), "", "FLANNELD_ETCD_PASSWORD", |o| text(o.lease.etcd.password.as_ref())),
+        flag("etcd-endpoints", Text("http://a:1,http://b:2", "c:3"),
+            "http://127.0.0.1:4001,http://127.0.0.1:2379",
+            "FLANNELD_ETCD_ENDPOINTS", |o| o.lease.etcd.endpoints.join(",")),
+        flag("etcd-prefix", Text("/net", "/other/net"), "/coreos.com/network",
+            "FLANNELD_ETCD_PREFIX", |o| o.lease.etcd.prefix.clone()),
+        flag("etcd-keyfile", Text("/k", "/l"), "", "FLANNELD_ETCD_KEYFILE",
+            |o| path(&o.lease.etcd.keyfile)),
+        flag("etcd-certfile", Text("/c", "/d"), "", "FLANNELD_ETCD_CERTFILE",
+            |o| path(&o.lease.etcd.certfile)),
+        flag("etcd-cafile", Text("/a", "/b"), "", "FLANNELD_ETCD_CAFILE",
+            |o| path(&o.lease.etcd.cafile)),
+        flag("etcd-username", Text("u", "w"), "", "FLANNELD_ETCD_USERNAME",
+            |o| text(o.lease.etcd.username.as_ref())),
+        flag("etcd-password", Text("p", "-q=r"), "", "FLANNELD_ETCD_PASSWORD",
+            |o| text(o.lease.etcd.password.as_ref())),
     ]).collect();
     all
 }
@@ -104,7 +139,7 @@ impl Flag {
     fn held(&self, args: &[String], env: &[(&str, &str)]) -> String {
         match parse(args, env) {
             Ok(options) => (self.held)(&options),
-            // Known, and refused because of its value.
+            // The flag is known, and its value is refused.
             Err(error) if self.name == "kube-subnet-mgr" && cfg!(not(feature = "kube")) => {
                 let text = error.to_string();
                 assert!(
@@ -118,7 +153,7 @@ impl Flag {
         }
     }
 
-    /// Command lines that say `value`.
+    /// Command lines that set `value`.
     fn forms(&self, value: &str) -> Vec<Vec<String>> {
         let name = self.name;
         let mut forms = vec![vec![format!("-{name}={value}")], vec![format!("--{name}={value}")]];
@@ -134,21 +169,21 @@ impl Flag {
         forms
     }
 
-    /// The value written as `written` is held as `value`, from wherever it comes; `other` beats it
-    /// or is beaten.
+    /// Checks that `written` gives `value`, on the command line and in the environment, and that
+    /// the command line overrides `other` in the environment.
     fn takes(&self, written: &str, value: &str, other: &str) {
         for form in self.forms(written) {
             assert_eq!(self.held(&form, &[]), value, "{form:?}");
             assert_eq!(
                 self.held(&form, &[(self.variable, other)]),
                 value,
-                "{form:?} beats {other}"
+                "{form:?} overrides {other}"
             );
         }
         assert_eq!(self.held(&[], &[(self.variable, written)]), value, "{}", self.variable);
     }
 
-    /// A value that is wrong, on the command line and in the environment.
+    /// Checks that a wrong value is refused, on the command line and in the environment.
     fn refuses(&self, value: &str) {
         for form in self.forms(value) {
             let error = parse(&form, &[]).unwrap_err();
@@ -166,7 +201,7 @@ impl Flag {
 }
 
 #[test]
-fn every_option_of_go_flannel() {
+fn every_option_of_go_flannel_is_accepted() {
     for flag in flags() {
         let (name, default) = (flag.name, flag.default);
         assert_eq!(flag.held(&[], &[]), default, "--{name}");
@@ -187,7 +222,7 @@ fn every_option_of_go_flannel() {
                     assert_eq!(
                         flag.held(&none, &[(flag.variable, one)]),
                         "",
-                        "--{name}= beats the variable"
+                        "--{name}= overrides the variable"
                     );
                 }
             }
@@ -224,13 +259,13 @@ fn every_option_of_go_flannel() {
 }
 
 #[test]
-fn a_switch_takes_no_word() {
+fn a_switch_does_not_take_a_separate_value() {
     let error = parse(&["--ip-masq".into(), "false".into()], &[]).unwrap_err();
     assert!(error.exit_code() == 2 && error.to_string().contains("--ip-masq=false"), "{error}");
 }
 
 #[test]
-fn v_is_the_log_level_without_log() {
+fn v_sets_the_log_level_unless_log_is_given() {
     let filter = |args: &[&str], env: &[(&str, &str)]| {
         let args: Vec<String> = args.iter().map(ToString::to_string).collect();
         parse(&args, env).unwrap().log.filter().to_owned()
@@ -252,14 +287,14 @@ fn v_is_the_log_level_without_log() {
 }
 
 #[test]
-fn flags_without_effect_are_logged_if_given() {
-    let said = |args: &[&str], env: &[(&str, &str)]| {
+fn flags_without_effect_are_reported() {
+    let reported = |args: &[&str], env: &[(&str, &str)]| {
         let args: Vec<String> = args.iter().map(ToString::to_string).collect();
         parse(&args, env).unwrap().without_effect()
     };
-    assert_eq!(said(&["-v=2", "--ip-masq"], &[]), None);
+    assert_eq!(reported(&["-v=2", "--ip-masq"], &[]), None);
     assert_eq!(
-        said(
+        reported(
             &["-vmodule=x=1", "--kube-api-url", "http://k"],
             &[("FLANNELD_LOG_BACKTRACE_AT", "main.go:1")]
         ),
@@ -267,7 +302,7 @@ fn flags_without_effect_are_logged_if_given() {
     );
 }
 
-/// A command line alone, with nothing that [`parse`] adds.
+/// Parses a command line without the values that [`parse`] adds.
 fn bare(args: &[&str], env: &[(&str, &str)]) -> Result<Options, Error> {
     let args = ["flanneld"].into_iter().chain(args.iter().copied()).map(OsString::from);
     let find =
@@ -275,8 +310,8 @@ fn bare(args: &[&str], env: &[(&str, &str)]) -> Result<Options, Error> {
     Options::parse_from(args, find)
 }
 
-/// A wrong value on the command line and in the environment. The error names the flag, the value,
-/// the right form, and the variable.
+/// Checks that a wrong value is refused on the command line and in the environment. The error names
+/// the flag, the value, the right form, and the variable.
 fn refuses(flag: &str, value: &str, others: &[&str], says: &[&str]) {
     let variable = format!("FLANNELD_{}", flag.to_uppercase().replace('-', "_"));
     let given = format!("--{flag}={value}");
@@ -310,7 +345,7 @@ fn options_that_cannot_reach_etcd_are_wrong_usage() {
         ("etcd-username", "flannel", "password"),
     ] {
         refuses(flag, value, &[], &[value, &format!("is given without {lacks}"), both]);
-        // etcd is not used.
+        // No error without etcd.
         assert!(bare(&[&format!("--{flag}={value}"), "--registry=dir:/x"], &[]).is_ok());
     }
     refuses("etcd-password", "hunter2", &[], &["is given without username", both]);
@@ -352,7 +387,7 @@ fn a_wrong_url_of_an_api_server_is_wrong_usage() {
 
 #[cfg(feature = "kube")]
 #[test]
-fn options_that_kubernetes_needs() {
+fn kube_subnet_mgr_needs_the_name_of_the_node_or_the_pod() {
     let parse =
         |args: &[&str], env: &[(&str, &str)]| bare(&[&["--kube-subnet-mgr"], args].concat(), env);
     for (args, env, says) in [
@@ -378,8 +413,8 @@ fn options_that_kubernetes_needs() {
         [("NODE_NAME", "n"), ("EVENT_QUEUE_DEPTH", "5000"), ("CONT_WHEN_CACHE_NOT_READY", "true")];
     let options = parse(&["--registry=dir:/x"], &env).unwrap();
     assert_eq!(options.kube.node_name, "n");
-    let said = "without effect here: --registry, EVENT_QUEUE_DEPTH, CONT_WHEN_CACHE_NOT_READY";
-    assert_eq!(options.without_effect().as_deref(), Some(said));
+    let expected = "without effect here: --registry, EVENT_QUEUE_DEPTH, CONT_WHEN_CACHE_NOT_READY";
+    assert_eq!(options.without_effect().as_deref(), Some(expected));
 }
 
 #[test]

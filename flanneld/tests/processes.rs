@@ -35,7 +35,8 @@ impl Traced {
         let dir = tempfile::tempdir().unwrap();
         fs::create_dir_all(dir.path().join("network/subnets")).unwrap();
         fs::write(dir.path().join("network/config"), config).unwrap();
-        let peer = r#"{"PublicIP":"192.0.2.7","BackendType":"vxlan","BackendData":{"VNI":1,"VtepMAC":"0a:00:00:00:00:07"}}"#;
+        let peer = r#"{"PublicIP":"192.0.2.7","BackendType":"vxlan",
+            "BackendData":{"VNI":1,"VtepMAC":"0a:00:00:00:00:07"}}"#;
         fs::write(dir.path().join("network/subnets/10.1.7.0-24"), peer).unwrap();
         let program =
             std::env::var_os("FLANNELD").unwrap_or_else(|| env!("CARGO_BIN_EXE_flanneld").into());
@@ -105,9 +106,9 @@ impl Traced {
         assert_eq!(self.daemon.ended().code(), Some(0));
     }
 
-    /// What was started within so many periods, while somebody looks at the daemon all the time,
-    /// and how long it was.
-    fn at_rest(&self, periods: u32) -> (Vec<String>, Duration) {
+    /// The processes that were started within `periods`, while status and metrics are requested all
+    /// the time, and the elapsed time.
+    fn started_in(&self, periods: u32) -> (Vec<String>, Duration) {
         let (begin, mut looks) = (Instant::now(), 0);
         let before = started(&self.trace()).len();
         // There is no event to wait for.
@@ -126,13 +127,13 @@ impl Traced {
     }
 }
 
-/// What holds of one time at rest, or of one soon after. A start that a slow machine drags out is
-/// over then; what strace wrote late is of the time before; and rules of other modes are looked for
-/// again every 30 s. What is started in every period is always there.
+/// Checks that one of three measurements fulfils `holds`. The others may contain the end of a slow
+/// start, late output of strace, or the search for rules of other modes every 30 s. A process that
+/// is started in every period is in all of them.
 fn one_of_three(traced: &Traced, holds: impl Fn(&[String], Duration) -> bool) {
     let mut seen = Vec::new();
     while seen.len() < 3 {
-        let (all, time) = traced.at_rest(PERIODS);
+        let (all, time) = traced.started_in(PERIODS);
         if holds(&all, time) {
             return;
         }
@@ -157,7 +158,7 @@ fn started(trace: &str) -> Vec<String> {
 }
 
 #[test]
-fn threads_are_no_processes() {
+fn threads_are_not_counted_as_processes() {
     let trace = "7  execve(\"/usr/sbin/iptables-save\", [\"x\"], 0x7 /* 1 var */) = 0\n\
         7  clone3({flags=CLONE_VM|CLONE_THREAD, exit_signal=0} <unfinished ...>\n\
         7  <... clone3 resumed> => {parent_tid=[8]}, 88) = 8\n\
@@ -169,11 +170,12 @@ fn threads_are_no_processes() {
 #[test]
 fn with_nftables_no_process_is_started() {
     in_netns(|| {
-        // Looking at tables of this kind takes a process, and so it is not done each time.
+        // Reading these tables starts a process, so it is not done in every period.
         let old = Command::new("iptables-legacy").args(["-P", "FORWARD", "DROP"]).output().unwrap();
         assert!(old.status.success(), "{old:?}");
         let traced = Traced::start(
-            r#"{"Network":"10.1.0.0/16","SubnetMin":"10.1.128.0","SubnetMax":"10.1.191.0","EnableNFTables":true,"Backend":{"Type":"vxlan"}}"#,
+            r#"{"Network":"10.1.0.0/16","SubnetMin":"10.1.128.0","SubnetMax":"10.1.191.0",
+                "EnableNFTables":true,"Backend":{"Type":"vxlan"}}"#,
         );
         assert!(traced.request("/v1/status").contains("iptables-legacy"));
         assert!(
@@ -190,13 +192,14 @@ fn with_nftables_no_process_is_started() {
 fn with_iptables_one_process_is_started_for_each_check() {
     in_netns(|| {
         let traced = Traced::start(
-            r#"{"Network":"10.1.0.0/16","SubnetMin":"10.1.128.0","SubnetMax":"10.1.191.0","Backend":{"Type":"vxlan"}}"#,
+            r#"{"Network":"10.1.0.0/16","SubnetMin":"10.1.128.0","SubnetMax":"10.1.191.0",
+                "Backend":{"Type":"vxlan"}}"#,
         );
         one_of_three(&traced, |all, time| {
             let programs: Vec<&String> = all.iter().filter(|name| *name != "fork").collect();
-            // A slow machine checks less often, and none more often.
+            // A slow machine checks less often. No machine checks more often.
             let most = time.as_secs() / RESYNC.as_secs() + 1;
-            // And no other process.
+            // No other process is started.
             programs.iter().all(|name| *name == SAVE)
                 && (1..=most).contains(&(programs.len() as u64))
                 && all.len() <= 2 * programs.len() + 1
@@ -205,9 +208,9 @@ fn with_iptables_one_process_is_started_for_each_check() {
     });
 }
 
-/// One that takes 15 seconds for a file.
+/// The disk takes 15 s for each file.
 #[test]
-fn a_busy_disk_delays_no_repair() {
+fn a_busy_disk_does_not_delay_repairs() {
     in_netns(|| {
         ip("link add eth0 type veth peer name wire");
         ip("link set wire up");
@@ -222,8 +225,8 @@ fn a_busy_disk_delays_no_repair() {
             let lease = format!(r#"{{"PublicIP":"{public}","BackendType":"host-gw"}}"#);
             fs::write(leases.join(subnet), lease).unwrap();
         }
-        // With its mark and its pod network noted by an earlier run, it writes nothing before the
-        // subnet file.
+        // The files of an earlier run are there, so the daemon writes nothing before the subnet
+        // file.
         let state = dir.path().join("state");
         fs::create_dir(&state).unwrap();
         fs::write(state.join("mark"), "00000000000000ab\n").unwrap();
@@ -242,7 +245,7 @@ fn a_busy_disk_delays_no_repair() {
         fs::create_dir(dir.path().join("run")).unwrap();
         let daemon = Daemon::start(&mut command);
         daemon.wait_for_log("in sync peers=1");
-        // It writes the subnet file, and waits for the disk.
+        // The daemon writes the subnet file, and waits for the disk.
         let writes = || {
             let names = fs::read_dir(dir.path().join("run"))
                 .unwrap()

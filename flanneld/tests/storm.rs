@@ -31,7 +31,7 @@ use tokio::time::MissedTickBehavior;
 
 const PEERS: u8 = 200;
 const LATE: u8 = 250;
-/// The peers from here on are behind a router, where that makes a difference.
+/// The last peer on the link. With [`Setup::direct`] the later ones are behind a router.
 const LAST_ON_LINK: u8 = 100;
 /// The timeout for a slow machine.
 const PATIENCE: Duration = Duration::from_secs(120);
@@ -60,19 +60,19 @@ impl Random {
     }
 }
 
-/// iproute2, reading commands.
+/// A process of iproute2 that reads commands.
 struct Tool {
     command: [&'static str; 2],
     child: Child,
     stdin: ChildStdin,
-    /// The number of its commands.
+    /// The number of commands that it got.
     lines: usize,
     /// Its predecessors, which may still have commands.
     former: Vec<Child>,
 }
 
 impl Tool {
-    /// The last is for groups of nexthop objects, which have no family.
+    /// The last one is for groups of nexthop objects, which have no family.
     const ALL: [[&'static str; 2]; 4] =
         [["ip", "-4"], ["ip", "-6"], ["bridge", "-statistics"], ["ip", "-oneline"]];
     /// The number of commands for one process.
@@ -93,9 +93,9 @@ impl Tool {
         Self { command, child, stdin, lines: 0, former: Vec::new() }
     }
 
-    /// One that does only this, and so quickly that nothing is repaired under way: says whether all
-    /// of it was taken.
-    fn does([program, option]: [&str; 2], text: &str) -> bool {
+    /// Runs commands in a process of their own, so quickly that nothing is repaired meanwhile.
+    /// Returns whether all were accepted.
+    fn run_alone([program, option]: [&str; 2], text: &str) -> bool {
         let mut process = Command::new(program);
         process
             .args([option, "-batch", "-"])
@@ -104,13 +104,12 @@ impl Tool {
             .stderr(Stdio::null());
         let mut child = process.spawn().unwrap();
         child.stdin.take().unwrap().write_all(text.as_bytes()).unwrap();
-        // One that empties a table says that it could not, if that is filled again as quickly.
+        // A flush fails if the table is filled again as quickly.
         child.wait().unwrap().success() || text.contains(" flush ")
     }
 
-    /// A device that is gone just now ends it all the same; then another goes on. So it does after
-    /// a while: what a device's index was is not asked again, and of a device that was made anew
-    /// nothing would be hit any more.
+    /// Sends a command. The process is replaced if a missing device ended it, and after some
+    /// commands, because it caches the indexes of devices and would never hit a recreated one.
     fn run(&mut self, line: &str) {
         while self.lines == Self::LINES || writeln!(self.stdin, "{line}").is_err() {
             let Self { child, stdin, former, .. } =
@@ -225,7 +224,8 @@ impl Setup {
         }
         let (kind, direct) = (self.backend.kind(), self.direct);
         let config = format!(
-            r#"{{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:1::/48","Backend":{{"Type":"{kind}","DirectRouting":{direct}}}}}"#
+            r#"{{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:1::/48",
+                "Backend":{{"Type":"{kind}","DirectRouting":{direct}}}}}"#
         );
         let subnets = FakeSubnets::with_config(&config);
         (2..2 + PEERS).for_each(|n| self.put_peer(&subnets, n));
@@ -256,7 +256,7 @@ impl Setup {
         (subnets, status)
     }
 
-    /// Where a peer's nexthop object is: at its number and this one.
+    /// The id of a peer's nexthop object is this plus the number of the peer.
     fn first_nexthop(self) -> Option<u64> {
         let routes: Value = serde_json::from_str(&ip("-j route show 10.1.2.0/24")).unwrap();
         let id = routes[0]["nhid"].as_u64();
@@ -274,9 +274,8 @@ async fn in_sync(status: &mut watch::Receiver<Arc<Status>>, peers: usize) {
     }
 }
 
-/// All that is ours, and all that is others', as iproute2 shows it; but not the routes that the
-/// kernel makes by itself, nor the bridge, which is what its ports are or were. The index of a
-/// device is not what it is.
+/// Our objects and foreign ones, as iproute2 shows them, without the kernel's own routes, the
+/// bridge (its state depends on its ports), and the indexes of devices.
 fn see() -> BTreeSet<String> {
     let texts = [
         ip("-4 route show table main"),
@@ -297,8 +296,8 @@ fn see() -> BTreeSet<String> {
             .split_once(": ")
             .filter(|(index, _)| index.parse::<u32>().is_ok())
             .map_or(line, |(_, l)| l);
-        // The kernel says so or not as it likes, and of a tunnel that it is up once its carrier
-        // came and went.
+        // The kernel shows this only sometimes, and shows a tunnel as up after a change of its
+        // carrier.
         line.replace(" used 0/0/0", "")
             .replace(" state UP ", " state UNKNOWN ")
             .split_whitespace()
@@ -322,7 +321,7 @@ const ON_LINK: u64 = 21;
 struct Storm {
     setup: Setup,
     random: Random,
-    /// Where a peer's nexthop object is: at its number and this one.
+    /// The id of a peer's nexthop object is this plus the number of the peer.
     first: Option<u64>,
     /// The addresses of the devices.
     own: [String; 2],
@@ -364,7 +363,7 @@ impl Storm {
                 setup => setup.backend.kind() == "host-gw",
             };
             let (tool, text) = if on_uplink {
-                // Rarely all at once.
+                // A flush of all nexthop objects is rare.
                 let kind = Some(self.random.below(ON_LINK)).filter(|kind| *kind != 14);
                 let rare = if self.random.below(20) == 0 { 14 } else { 0 };
                 self.damage_on_uplink(kind.unwrap_or(rare))
@@ -373,7 +372,7 @@ impl Storm {
                     if devices { self.random.below(1_000) } else { 16 + self.random.below(984) };
                 self.damage(kind)
             };
-            // Where it has none of its own, others' are none of its business.
+            // Without nexthop objects of its own, flannel does not care about foreign ones.
             if self.first.is_none()
                 && text.split_whitespace().any(|word| ["nexthop", "nhid"].contains(&word))
             {
@@ -399,10 +398,9 @@ impl Storm {
     }
 }
 
-/// Something that can be done to a peer's objects, or to a device: the tool, by its place in
-/// [`Tool::ALL`], and what it is told. The nexthop object of a peer is `first` and its number, the
-/// addresses of the devices are `own`. Kinds below [`RARE`] are one each, and those below 16 hit
-/// whole devices; beyond, they are the same after [`OFTEN`].
+/// Damage to a peer's objects, or to a device: the index of the tool in [`Tool::ALL`], and its
+/// commands. The id of a peer's nexthop object is `first` plus the number of the peer. Kinds below
+/// 16 hit whole devices. Kinds from [`RARE`] on repeat after [`OFTEN`].
 fn damage(
     kind: u64,
     random: &mut Random,
@@ -414,7 +412,7 @@ fn damage(
     let device = DEVICES[usize::from(!v4)];
     let subnet = |n: u64| if v4 { format!("10.1.{n}.0") } else { format!("fd00:1:0:{n:x}::") };
     let n = 2 + random.below(PEERS.into());
-    // Another peer's: what is as we want it, whosever, is no damage.
+    // Another peer, because a correct value is no damage.
     let other = 2 + (n - 1 + random.below(u64::from(PEERS) - 1)) % u64::from(PEERS);
     let (gateway, other) = (subnet(n), subnet(other));
     let dst = format!("{gateway}/{}", if v4 { 24 } else { 64 });
@@ -457,7 +455,7 @@ fn damage(
         6 if first > 0 => (1, format!("route flush dev {}", DEVICES[1])),
         6 => by_ip(format!("route flush dev {device}")),
         7 => by_ip(format!("neigh flush dev {device} nud permanent")),
-        // There are none of IPv6.
+        // IPv6 has no nexthop objects.
         8 => (0, "nexthop flush proto 241".into()),
         9 => by_ip(format!("link set {device} down\nlink set {device} up")),
         10 => by_ip(format!("link set {device} type vxlan id 1 local {wrong}")),
@@ -474,7 +472,8 @@ fn damage(
                 "id 1 dstport 8472 remcsumtx",
             ][random.below(6) as usize];
             by_ip(format!(
-                "link delete {device}\nlink add {device} type vxlan {kind} dev eth0 local {own} nolearning"
+                "link delete {device}\n\
+                 link add {device} type vxlan {kind} dev eth0 local {own} nolearning"
             ))
         }
         16..19 => by_ip(format!(
@@ -492,7 +491,8 @@ fn damage(
                 [random.below(2) as usize]
         )),
         25..28 => by_ip(format!(
-            "address del {own_address} dev {device}\naddress add {own_address} dev {device} scope link nodad"
+            "address del {own_address} dev {device}\n\
+             address add {own_address} dev {device} scope link nodad"
         )),
         kind => match kind % OFTEN {
             0 | 1 => by_ip(format!("route del {dst}")),
@@ -523,13 +523,13 @@ fn damage(
             18 => by_ip(format!(
                 "nexthop replace id {id} blackhole\nroute add {unwanted}/24 nhid {id} proto 241"
             )),
-            // Only one that is gone can become a group.
+            // Only a deleted nexthop object can become a group.
             19 => (3, format!("nexthop del id {id}\nnexthop replace id {id} group 77")),
-            // As it was, but for an attribute.
+            // The same route with another attribute.
             20 => by_ip(format!("route replace {dst} {via} proto 241 src {own}")),
             21 => by_ip(format!("route replace {dst} {via} proto 4")),
             22 => by_ip(format!("route replace {dst} {via} proto 241 mtu 1300")),
-            // An unwanted route that comes by the same nexthop object has it too.
+            // An unwanted route by the same nexthop object may have the attribute too.
             23 => by_ip(format!(
                 "route replace {dst} {via} proto 241 {}",
                 if v4 { "advmss 1000" } else { "expires 60" }
@@ -539,7 +539,7 @@ fn damage(
                 "neigh replace {gateway} lladdr {mac} dev {device} nud permanent {}",
                 ["router", "extern_learn"][random.below(2) as usize]
             )),
-            // Only one that is gone can lead to nexthop objects.
+            // Only a deleted fdb entry can be replaced by one with nexthop objects.
             26 => by_bridge(format!(
                 "fdb del {mac} dev {device}\nfdb add {mac} dev {device} nhid {} self permanent",
                 if v4 { 79 } else { 81 }
@@ -547,11 +547,12 @@ fn damage(
             27 => by_bridge(format!(
                 "fdb replace {mac} dev {device} dst {right} via cali1 self permanent"
             )),
-            // What a control plane learned takes no entry over that others made.
+            // An entry with `extern_learn` does not replace one of another program.
             28 => by_bridge(match random.below(2) {
                 0 => format!("fdb replace {mac} dev {device} dst {right} self permanent sticky"),
                 _ => format!(
-                    "fdb del {mac} dev {device}\nfdb add {mac} dev {device} dst {right} self permanent extern_learn"
+                    "fdb del {mac} dev {device}\n\
+                     fdb add {mac} dev {device} dst {right} self permanent extern_learn"
                 ),
             }),
             29 => by_bridge(format!("fdb replace {mac} dev {device} dst {right} self static")),
@@ -562,7 +563,8 @@ fn damage(
             )),
             32 => by_ip(format!("route replace {dst} dev {device} proto 241")),
             33 => by_ip(format!(
-                "route replace {dst} proto 241 nexthop {elsewhere} nexthop via {gateway} dev {device} onlink"
+                "route replace {dst} proto 241 nexthop {elsewhere} nexthop via {gateway} \
+                 dev {device} onlink"
             )),
             34 => by_ip(format!(
                 "route replace {dst} {via} proto 241 {}",
@@ -577,7 +579,7 @@ fn damage(
     }
 }
 
-/// The same without a device of ours.
+/// Damage to objects on the uplink, without a device of ours.
 fn damage_on_uplink(kind: u64, random: &mut Random, first: u64) -> (usize, String) {
     let family = Family::BOTH[random.below(2) as usize];
     let v4 = family == Family::V4;
@@ -607,7 +609,7 @@ fn damage_on_uplink(kind: u64, random: &mut Random, first: u64) -> (usize, Strin
             format!("nexthop replace id {id} blackhole\nroute add {unwanted} nhid {id} proto 241")
         }
         13 => return (3, format!("nexthop del id {id}\nnexthop replace id {id} group 77")),
-        // There are none of IPv6.
+        // IPv6 has no nexthop objects.
         14 => return (0, "nexthop flush proto 241".into()),
         15 => format!("route replace {dst} {via} proto 241 src {own}"),
         16 => format!("route replace {dst} {via} proto 4"),
@@ -626,7 +628,7 @@ fn damage_on_uplink(kind: u64, random: &mut Random, first: u64) -> (usize, Strin
     (usize::from(!v4), text)
 }
 
-/// The kinds of damage to objects of each kind.
+/// The kinds of damage to objects on the uplink.
 const ON_UPLINK: [(ObjectKind, Damage); 6] = [
     (ObjectKind::Nexthop, Damage::Deletion),
     (ObjectKind::Nexthop, Damage::Modification),
@@ -636,17 +638,17 @@ const ON_UPLINK: [(ObjectKind, Damage); 6] = [
     (ObjectKind::Route, Damage::Addition),
 ];
 
-/// Those of routes.
+/// The kinds of damage to routes.
 const ROUTES: &[(ObjectKind, Damage)] = ON_UPLINK.split_at(3).1;
 
-/// Devices of ours.
+/// The kinds of damage to our devices.
 const DEVICES_THEMSELVES: [(ObjectKind, Damage); 3] = [
     (ObjectKind::Link, Damage::Deletion),
     (ObjectKind::Link, Damage::Modification),
     (ObjectKind::Addr, Damage::Deletion),
 ];
 
-/// And what is on them, besides.
+/// The kinds of damage to other objects on our devices.
 const ON_DEVICES: [(ObjectKind, Damage); 7] = [
     (ObjectKind::Addr, Damage::Addition),
     (ObjectKind::Neigh, Damage::Deletion),
@@ -657,8 +659,8 @@ const ON_DEVICES: [(ObjectKind, Damage); 7] = [
     (ObjectKind::Fdb, Damage::Addition),
 ];
 
-/// All of it was done, and repaired this often: iproute2 may be refused what it is told, and then
-/// there was no storm.
+/// Whether damage of all these kinds was repaired at least so many times. The kernel may refuse the
+/// commands of iproute2, and then there was no storm.
 fn hit(status: &Status, ways: &[(ObjectKind, Damage)], times: u64) -> bool {
     ways.iter().all(|way| status.repairs.get(way).is_some_and(|repairs| *repairs >= times))
 }
@@ -677,7 +679,7 @@ async fn restored(healthy: &BTreeSet<String>, what: &str) {
     }
 }
 
-/// Waits until the route to a peer is there, looked for by somebody else.
+/// Waits until `ip` shows the route to a peer.
 async fn arrival(subnet: &str) {
     let since = Instant::now();
     while ip(&format!("route show {subnet}")).is_empty() {
@@ -686,7 +688,7 @@ async fn arrival(subnet: &str) {
     }
 }
 
-/// Until all of `ways` were hit.
+/// A storm until damage of all kinds in `ways` was repaired.
 async fn storm_on_devices(setup: Setup, least: usize, ways: &'static [(ObjectKind, Damage)]) {
     let ways = [ways, &ON_DEVICES].concat();
     let (subnets, mut status) = setup.start().await;
@@ -699,8 +701,8 @@ async fn storm_on_devices(setup: Setup, least: usize, ways: &'static [(ObjectKin
     // The late peer has its own timeout.
     let deadline = Instant::now() + 2 * PATIENCE;
     for beats in 0.. {
-        // With a whole device goes what was done on it: on a slow machine that may be all. So whole
-        // devices are hit for a while only.
+        // A deleted device takes the damage on it along. On a slow machine that may be all of it.
+        // So whole devices are hit for a while only.
         let devices = beats < 400 || !hit(&status.borrow(), &DEVICES_THEMSELVES, 1);
         // A peer that arrives in the storm does not wait for its end.
         let came = late.as_ref().is_some_and(|late| late.is_finished());
@@ -763,12 +765,13 @@ async fn each_kind(
     let healthy = see();
     let mut storm = Storm::new(setup);
     for kind in kinds {
-        // Either family, and what is left to chance; some of it is refused in one of them.
+        // Several times, because the family and some values are random. The kernel refuses some
+        // commands in one of the families.
         let (mut made, mut tried) = (0, 0);
         while made < 4 {
             let before = status.borrow().repaired;
             let (tool, text) = damage(&mut storm, kind);
-            if Tool::does(Tool::ALL[tool], &text) {
+            if Tool::run_alone(Tool::ALL[tool], &text) {
                 let repaired = status.wait_for(|status| status.repaired > before);
                 let in_time = tokio::time::timeout(PATIENCE, repaired).await;
                 assert!(in_time.is_ok(), "{kind}: {text} is no damage");
@@ -793,37 +796,37 @@ fn each_kind_of_change_on_the_uplink_is_made_and_repaired() {
 }
 
 #[test]
-fn a_thousand_foreign_changes_a_second_leave_nothing_behind() {
+fn a_storm_of_foreign_changes_is_repaired() {
     in_netns_async(|| storm_on_devices(VXLAN, 6, &ON_UPLINK));
 }
 
 #[test]
-fn a_thousand_foreign_changes_a_second_leave_nothing_behind_where_routes_are_plain() {
+fn a_storm_of_foreign_changes_is_repaired_with_plain_routes() {
     in_netns_async(|| storm_on_devices(Setup { nexthops: false, ..VXLAN }, 6, ROUTES));
 }
 
 #[test]
-fn a_thousand_foreign_changes_a_second_leave_nothing_behind_where_some_peers_are_on_the_link() {
+fn a_storm_of_foreign_changes_is_repaired_with_direct_routing() {
     in_netns_async(|| storm_on_devices(Setup { direct: true, ..VXLAN }, 4, &ON_UPLINK));
 }
 
 #[test]
-fn a_thousand_foreign_changes_a_second_on_the_uplink_leave_nothing_behind() {
+fn a_storm_of_foreign_changes_on_the_uplink_is_repaired() {
     in_netns_async(|| storm_on_uplink(HOST_GW, &ON_UPLINK));
 }
 
 #[test]
-fn a_thousand_foreign_changes_a_second_on_the_uplink_leave_nothing_behind_where_routes_are_plain() {
+fn a_storm_of_foreign_changes_on_the_uplink_is_repaired_with_plain_routes() {
     in_netns_async(|| storm_on_uplink(Setup { nexthops: false, ..HOST_GW }, ROUTES));
 }
 
 #[test]
-fn lost_events_are_recovered() {
+fn damage_in_lost_events_is_repaired() {
     in_netns_async(|| flood(VXLAN, 1));
 }
 
 #[test]
-fn lost_events_are_recovered_where_routes_are_plain() {
+fn damage_in_lost_events_is_repaired_with_plain_routes() {
     in_netns_async(|| flood(Setup { nexthops: false, ..VXLAN }, 0));
 }
 
@@ -834,12 +837,12 @@ fn messages_lost() -> u64 {
     drops.map(|drops| drops.parse::<u64>().unwrap()).sum()
 }
 
-/// The nexthop objects that each peer has.
+/// Overflows the buffer of the network's socket. `nexthops`: the nexthop objects of each peer.
 async fn flood(setup: Setup, nexthops: usize) {
     let (subnets, mut status) = setup.start().await;
     let healthy = see();
     let by_nexthop = healthy.iter().filter(|line| line.contains(" nhid ")).count();
-    // And one of others.
+    // One more is foreign.
     assert_eq!(by_nexthop, nexthops * usize::from(PEERS) + 1);
     let other = NetlinkKernel::open().unwrap();
     let neigh = |n: u32| {
@@ -873,7 +876,7 @@ async fn flood(setup: Setup, nexthops: usize) {
 
 /// The kernel does not say who changed a forwarding entry.
 #[test]
-fn repeated_changes_because_of_leases_are_no_repairs() {
+fn changes_because_of_leases_are_not_counted_as_repairs() {
     in_netns_async(|| async {
         let (subnets, mut status) = VXLAN.start().await;
         let healthy = see();

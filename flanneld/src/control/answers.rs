@@ -50,7 +50,7 @@ impl Site for Answers {
                 text(StatusCode::NOT_FOUND, format!("there is no {path} here\n"))
             }
             (method, _) => {
-                text(StatusCode::METHOD_NOT_ALLOWED, format!("{method} is not understood here\n"))
+                text(StatusCode::METHOD_NOT_ALLOWED, format!("{method} is not supported here\n"))
             }
         }
     }
@@ -79,7 +79,7 @@ impl Answers {
             let own = nix::unistd::geteuid();
             return refusal(
                 StatusCode::FORBIDDEN,
-                format!("only root and user {own}, as whom flanneld runs, may change something"),
+                format!("only root and user {own}, which flanneld runs as, may make changes"),
             );
         }
         match (request.method().as_str(), request.uri().path()) {
@@ -107,7 +107,7 @@ impl Answers {
                 }
                 Err(_) => refusal(
                     StatusCode::SERVICE_UNAVAILABLE,
-                    "everything is being read again already, and the store has not answered yet",
+                    "a reload is already running, and the store has not answered yet",
                 ),
             },
             ("POST", "/v1/log") => self.set_log(request),
@@ -144,7 +144,7 @@ impl Answers {
     }
 }
 
-/// Root, and the daemon's own user.
+/// Whether the client may change something: root, and the daemon's own user.
 fn may_write(uid: Option<u32>) -> bool {
     uid.is_some_and(|uid| uid == 0 || uid == nix::unistd::geteuid().as_raw())
 }
@@ -181,7 +181,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn health_is_answered_as_in_go_flannel_and_readiness_with_reasons() {
+    async fn health_answers_match_go_flannel_and_readiness_has_reasons() {
         let observer = Observer::default();
         let site = Answers::new(&observer, false);
         assert_eq!(ask(&site, "GET", "/healthz").await, (200, "flanneld is running".to_owned()));
@@ -202,7 +202,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn reading_and_writing_requests_are_versioned() {
+    async fn every_answer_of_the_control_api_has_the_version() {
         let site = Answers::new(&Observer::default(), true);
         for (method, target, status) in [
             ("GET", "/v1/status", 200),

@@ -102,7 +102,7 @@ impl Listener {
     }
 }
 
-/// Serves for ever.
+/// Serves until it is dropped.
 ///
 /// # Cancel safety
 /// Dropping the future closes all connections.
@@ -350,8 +350,9 @@ mod tests {
         assert!(answer.starts_with("HTTP/1.1 200 ") && answer.ends_with("POST /x "), "{answer}");
     }
 
-    /// Opens real connections. Returns the time of a request meanwhile, and the whole time.
-    async fn beside(others: &str, number: usize) -> (Duration, Duration) {
+    /// Opens `number` connections that send `others`. Returns the time of one more request, and the
+    /// time from the first connection to its answer.
+    async fn request_among(others: &str, number: usize) -> (Duration, Duration) {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let server = serve(Listener::Tcp(listener), Arc::new(Echo));
@@ -377,18 +378,18 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn silent_and_incomplete_requests_delay_no_other() {
+    async fn silent_and_incomplete_connections_do_not_delay_other_requests() {
         for others in ["", "GET /healthz HT"] {
-            let (took, _) = beside(others, 4 * MAX_CONNECTIONS).await;
-            // With a wait for each it would be four times HEAD_TIMEOUT.
+            let (took, _) = request_among(others, 4 * MAX_CONNECTIONS).await;
+            // If the request had to wait for all of them, it would take four times HEAD_TIMEOUT.
             assert!(took < HEAD_TIMEOUT * 2, "{others:?}: {took:?}");
         }
     }
 
     #[tokio::test]
     async fn the_number_of_concurrent_answers_is_limited_and_none_is_lost() {
-        // Counted from the first, because on a slow machine some end before the last begins.
-        let (_, took) = beside("GET /slow HTTP/1.1\r\n\r\n", MAX_CONNECTIONS).await;
-        assert!(took >= SLOW, "one of those that are being answered is over first: {took:?}");
+        // From the first connection, because on a slow machine some end before the last begins.
+        let (_, took) = request_among("GET /slow HTTP/1.1\r\n\r\n", MAX_CONNECTIONS).await;
+        assert!(took >= SLOW, "the request waits until one of the others is answered: {took:?}");
     }
 }

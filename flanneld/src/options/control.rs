@@ -26,15 +26,17 @@ pub struct ControlFlags {
     pub healthz_ip: IpAddr,
 
     /// The port of /healthz, /readyz and /metrics; 0: none
-    #[arg(long, value_name = "PORT", default_value = "0", allow_hyphen_values = true, value_parser = port)]
+    #[arg(long, value_name = "PORT", default_value = "0", allow_hyphen_values = true,
+        value_parser = port)]
     pub healthz_port: u16,
 
-    /// The socket for flannelctl, or off; by default flanneld.sock beside the subnet file
+    /// The socket for flannelctl, or off; by default flanneld.sock in the directory of the
+    /// subnet file
     #[arg(long, value_name = "FILE|off")]
     pub control_socket: Option<PathBuf>,
 
-    /// The group whose members may read over the control socket, by name or number; changes are for
-    /// root
+    /// The group whose members may read over the control socket, by name or number; only root may
+    /// make changes
     #[arg(long, value_name = "GROUP", value_parser = group)]
     pub control_group: Option<u32>,
 
@@ -88,7 +90,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn groups_have_names_and_numbers() {
+    fn a_group_is_given_by_name_or_number() {
         assert_eq!(group("0"), Ok(0));
         assert_eq!(group("root"), Ok(0));
         assert_eq!(group("4294967294"), Ok(4_294_967_294));

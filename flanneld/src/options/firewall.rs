@@ -12,8 +12,9 @@ use crate::config::{FirewallConfig, NexthopObjects};
 pub struct RouteFlags {
     /// Drop packets to unused addresses of this host's subnet, instead of sending them to the
     /// default route
-    #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true, default_missing_value = "true",
-        default_value_t = false, value_parser = go_bool, action = clap::ArgAction::Set)]
+    #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true,
+        default_missing_value = "true", default_value_t = false, value_parser = go_bool,
+        action = clap::ArgAction::Set)]
     pub ip_blackhole_route: bool,
 
     /// Use nexthop objects for IPv4 routes, which are faster with thousands of hosts: auto if the
@@ -27,18 +28,21 @@ pub struct RouteFlags {
 #[non_exhaustive]
 pub struct FirewallFlags {
     /// Hide pod addresses from everything outside the pod network
-    #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true, default_missing_value = "true",
-        default_value_t = false, value_parser = go_bool, action = clap::ArgAction::Set)]
+    #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true,
+        default_missing_value = "true", default_value_t = false, value_parser = go_bool,
+        action = clap::ArgAction::Set)]
     pub ip_masq: bool,
 
     /// Do not choose source ports at random where masquerading changes them
-    #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true, default_missing_value = "true",
-        default_value_t = false, value_parser = go_bool, action = clap::ArgAction::Set)]
+    #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true,
+        default_missing_value = "true", default_value_t = false, value_parser = go_bool,
+        action = clap::ArgAction::Set)]
     pub ip_masq_fully_random_disable: bool,
 
     /// Accept forwarded packets from and to pods
-    #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true, default_missing_value = "true",
-        default_value_t = true, value_parser = go_bool, action = clap::ArgAction::Set)]
+    #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true,
+        default_missing_value = "true", default_value_t = true, value_parser = go_bool,
+        action = clap::ArgAction::Set)]
     pub iptables_forward_rules: bool,
 
     /// The forward rules were given on the command line or in the environment, with any value.

@@ -15,8 +15,9 @@ use flannel_subnet_kube::{KubeOptions, NodeIdentity, Prefix};
 #[non_exhaustive]
 pub struct KubeFlags {
     /// Keep leases in the Kubernetes API instead of --registry: subnets are nodes' PodCIDRs
-    #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true, default_missing_value = "true",
-        default_value_t = false, value_parser = go_bool, action = clap::ArgAction::Set, hide = HIDE)]
+    #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true,
+        default_missing_value = "true", default_value_t = false, value_parser = go_bool,
+        action = clap::ArgAction::Set, hide = HIDE)]
     pub kube_subnet_mgr: bool,
 
     /// The URL of the Kubernetes API; by default that of the kubeconfig or the service account
@@ -32,12 +33,14 @@ pub struct KubeFlags {
     pub kubeconfig_file: String,
 
     /// The network config
-    #[arg(long, value_name = "FILE", default_value = "/etc/kube-flannel/net-conf.json", hide = HIDE)]
+    #[arg(long, value_name = "FILE", default_value = "/etc/kube-flannel/net-conf.json",
+        hide = HIDE)]
     pub net_config_path: String,
 
     /// Update the node's condition NetworkUnavailable
-    #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true, default_missing_value = "true",
-        default_value_t = true, value_parser = go_bool, action = clap::ArgAction::Set, hide = HIDE)]
+    #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true,
+        default_missing_value = "true", default_value_t = true, value_parser = go_bool,
+        action = clap::ArgAction::Set, hide = HIDE)]
     pub set_node_network_unavailable: bool,
 
     /// This node's name; from `NODE_NAME`. Empty: read from the pod.
@@ -85,8 +88,8 @@ impl KubeFlags {
         if HIDE {
             let etcd = if cfg!(feature = "etcd") { "in etcd and " } else { "" };
             return Err(format!(
-                "--kube-subnet-mgr: this build keeps leases {etcd}in directories, but not in the Kubernetes API: right would be one with \
-                 the feature kube"
+                "--kube-subnet-mgr: this build keeps leases {etcd}in directories, but not in the \
+                 Kubernetes API: right would be one with the feature kube"
             ));
         }
         let text = |name: &str| {
@@ -96,8 +99,8 @@ impl KubeFlags {
             (text("NODE_NAME"), text("POD_NAMESPACE"), text("POD_NAME"));
         if self.node_name.is_empty() && (self.pod_namespace.is_empty() || self.pod_name.is_empty())
         {
-            return Err("--kube-subnet-mgr: which node this is is not known: right would be NODE_NAME in the environment, or \
-                 POD_NAMESPACE and POD_NAME"
+            return Err("--kube-subnet-mgr: the name of this node is not known: right would be \
+                        NODE_NAME in the environment, or POD_NAMESPACE and POD_NAME"
                 .to_owned());
         }
         let depth = text("EVENT_QUEUE_DEPTH");
@@ -124,7 +127,8 @@ impl KubeFlags {
         match text.is_empty() || text.parse().is_ok_and(is_url) {
             true => Ok(()),
             false => Err(format!(
-                "--kube-api-url: {text:?} is no URL; right would be one such as https://192.0.2.1:6443"
+                "--kube-api-url: {text:?} is no URL; right would be one such as \
+                 https://192.0.2.1:6443"
             )),
         }
     }

@@ -19,7 +19,10 @@ pub struct LeaseFlags {
     #[cfg_attr(
         not(feature = "etcd"),
         arg(required = false, required_unless_present = "kube_subnet_mgr",
-            default_value_ifs(["1", "t", "T", "true", "TRUE", "True"].map(|on| ("kube_subnet_mgr", on, "dir:/var/lib/flannel/none"))))
+            default_value_ifs(
+                ["1", "t", "T", "true", "TRUE", "True"]
+                    .map(|on| ("kube_subnet_mgr", on, "dir:/var/lib/flannel/none"))
+            ))
     )]
     pub registry: RegistryUrl,
 

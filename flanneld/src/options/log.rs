@@ -22,7 +22,8 @@ pub struct LogFlags {
     pub log_format: LogFormat,
 
     /// The log level of Go flannel: -v=4 is --log debug, -v=6 --log trace; --log wins
-    #[arg(id = "v", long = "v", value_name = "LEVEL", default_value = "0", allow_hyphen_values = true,
+    #[arg(id = "v", long = "v", value_name = "LEVEL", default_value = "0",
+        allow_hyphen_values = true,
         value_parser = go_int(i64::from(i32::MIN)..=i64::from(i32::MAX)))]
     pub verbosity: i64,
 
@@ -72,7 +73,8 @@ impl LogFlags {
 /// # Errors
 /// The text names the wrong part and the right form.
 pub(crate) fn log_filter(text: &str) -> Result<Targets, String> {
-    let expected = "error, warn, info, debug, trace, off, or parts such as flannel_core=debug, separated by commas";
+    let expected = "error, warn, info, debug, trace, off, or parts such as flannel_core=debug, \
+                    separated by commas";
     let wrong = |part: &str| format!("--log {text}: {part:?} is not valid, expected {expected}");
     let levels = ["error", "warn", "info", "debug", "trace", "off"];
     let parts: Vec<&str> = text.split(',').map(str::trim).collect();

@@ -35,7 +35,7 @@ pub(crate) fn drop_needless(options: &Options) {
         Err(error) => {
             tracing::warn!("capabilities are not all dropped: {error}");
             if let Err(error) = effective.and_then(|effective| restore(&effective)) {
-                tracing::warn!("files of others may be out of reach: {error}");
+                tracing::warn!("files of other users may not be accessible: {error}");
             }
         }
     }

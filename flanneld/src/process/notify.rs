@@ -34,7 +34,7 @@ const REFRESH: Duration = Duration::from_secs(5);
 pub(crate) struct Notifier {
     socket: UnixDatagram,
     address: SocketAddr,
-    /// The period of signs of life.
+    /// The period of the watchdog's messages.
     alive: Option<Duration>,
     /// `READY=1` was sent. Nothing can be reloaded before.
     ready: AtomicBool,
@@ -57,7 +57,7 @@ impl Notifier {
         let address = address(&name)?;
         let socket = UnixDatagram::unbound()?;
         socket.set_nonblocking(true)?;
-        // Half of what is allowed, as sd_watchdog_enabled(3) recommends.
+        // Half of the limit, as sd_watchdog_enabled(3) recommends.
         let alive = limit.filter(|limit| !limit.is_zero()).map(|limit| limit / 2);
         Ok(Some(Self { socket, address, alive, ready: AtomicBool::new(false) }))
     }
@@ -72,7 +72,7 @@ impl Notifier {
     }
 
     /// Keeps systemd informed: ready when a network runs for the first time, its state in a line,
-    /// and signs of life.
+    /// and the watchdog's messages.
     pub(crate) async fn inform(&self, observer: &Observer) -> Infallible {
         let mut changes = observer.changes();
         let (mut sent, mut news) = (String::new(), true);
@@ -170,7 +170,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn messages_arrive_over_both_kinds_of_sockets() {
+    async fn messages_arrive_over_both_kinds_of_socket() {
         let dir = tempfile::tempdir().unwrap();
         let abstract_name = format!("@flannel-test-{}", std::process::id());
         for name in [dir.path().join("notify").to_str().unwrap(), &abstract_name] {
@@ -178,7 +178,7 @@ mod tests {
             let limit = Some(Duration::from_secs(3));
             let notifier = Notifier::new(Some(name.into()), limit).unwrap().unwrap();
             let observer = Observer::default();
-            let story = async {
+            let scenario = async {
                 tokio::task::yield_now().await;
                 assert!(receive(&socket).starts_with("STATUS=not ready: "));
                 assert_eq!(receive(&socket), "WATCHDOG=1");
@@ -196,7 +196,7 @@ mod tests {
             };
             tokio::select! {
                 never = notifier.inform(&observer) => match never {},
-                () = story => (),
+                () = scenario => (),
             }
         }
     }
@@ -217,7 +217,7 @@ mod tests {
         running.rulebook = rules;
         let _guard = observer.running(running);
         observer.note(|facts| facts.subnet_file = true);
-        let story = async {
+        let scenario = async {
             tokio::time::sleep(2 * GAP).await;
             assert_eq!(receive(&socket), "READY=1\nSTATUS=ready: 10.1.1.0-24, 0 peers");
             sender.send_replace(crate::observe::Rulebook::Pending);
@@ -231,7 +231,7 @@ mod tests {
         };
         tokio::select! {
             never = notifier.inform(&observer) => match never {},
-            () = story => (),
+            () = scenario => (),
         }
     }
 
@@ -246,7 +246,7 @@ mod tests {
         assert_eq!(zero.alive, None);
     }
 
-    /// systemd reads slowly, or never.
+    /// The supervisor may read slowly, or never.
     #[test]
     fn a_supervisor_that_does_not_read_does_not_block() {
         let dir = tempfile::tempdir().unwrap();

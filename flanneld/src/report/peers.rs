@@ -15,7 +15,7 @@ use flannel_core::{Lease, Subnets};
 
 use crate::observe::{NetworkSnapshot, Snapshot};
 
-/// Peers in a report at most.
+/// The largest number of peers in a report.
 const PEERS: usize = 12;
 
 /// All other nodes, by subnet.
@@ -105,11 +105,11 @@ impl<'a> PeerStates<'a> {
         let all_wait = match (&status.kernel_error, waiting) {
             (Some(error), _) => Some(format!("the kernel cannot be read or watched: {error}")),
             (None, Some(waiting)) => {
-                waiting.all.then(|| "the kernel will be read first".to_owned())
+                waiting.all.then(|| "the kernel has to be read first".to_owned())
             }
             (None, None) if status.settled => None,
             (None, None) => Some(
-                "the kernel is being made equal to the leases, and this one may be among those that wait"
+                "the kernel is being made equal to the leases, and this one may still be waiting"
                     .to_owned(),
             ),
         };

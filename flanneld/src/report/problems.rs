@@ -16,7 +16,7 @@ use crate::observe::{NetworkSnapshot, Rulebook, Snapshot};
 
 /// The command that shows the log.
 const LOG: &str = "journalctl -u flanneld";
-/// Problems of one kind that are listed one by one.
+/// The largest number of problems of one kind that are listed one by one.
 const MOST: usize = 5;
 /// A pod network is nearly full from this share on, in percent.
 const NEARLY_FULL: u64 = 80;
@@ -49,7 +49,8 @@ pub(crate) fn problems(snapshot: &Snapshot) -> Vec<Problem> {
     if let Some(config) = &facts.waiting_config {
         let networks = texts(config.pod_networks()).join(", ");
         let text = format!("the network config has other pod networks now ({networks})");
-        let hint = "systemctl restart flanneld # and the pods, which do not survive that";
+        let hint =
+            "systemctl restart flanneld # and the pods, which do not survive another pod network";
         found.warning(text, hint);
     }
     if let Some(network) = &snapshot.network {
@@ -61,7 +62,7 @@ pub(crate) fn problems(snapshot: &Snapshot) -> Vec<Problem> {
             found.warning(format!("{text}: {why}"), "flannelctl config set FILE");
         }
         if let Some(why) = &facts.unfit_interface {
-            let text = "the external interface is not what it was, everything stays as it is";
+            let text = "the external interface has changed, the network stays as it is";
             let hint = format!("ip address show {}", network.running.iface.name);
             found.warning(format!("{text}: {why}"), hint);
         }
@@ -135,11 +136,12 @@ impl Found {
                 age = format!("it ran out {ago} s ago; ");
                 "it ran out, and the store did not confirm a renewal"
             }
-            _ => "the store gave it to nobody, or to another",
+            _ => "the store has not granted it, or another node holds it",
         };
         let repair = snapshot.store_name().map_or_else(|| LOG.to_owned(), restore_store);
         let joint = if repair.contains(" # ") { "; " } else { " # " };
-        let then = "when the store answers, the node wins its lease back, or says who has it";
+        let then =
+            "when the store answers, the node gets its lease back, or reports its new holder";
         self.error(format!("{not_held}: {reason}"), format!("{repair}{joint}{age}{then}"));
     }
 
@@ -157,7 +159,8 @@ impl Found {
             let hint = match (failure.error.errno, key) {
                 // EPERM
                 (1, _) => {
-                    "systemctl show -p CapabilityBoundingSet flanneld # it needs CAP_NET_ADMIN in this network namespace"
+                    "systemctl show -p CapabilityBoundingSet flanneld # it needs CAP_NET_ADMIN in \
+                     this network namespace"
                 }
                 // EEXIST: of another kind, and not ours.
                 (17, Key::Link(name)) => &format!("ip link delete {name}"),
@@ -169,7 +172,8 @@ impl Found {
             let text = match status.live {
                 true => "the kernel is being made equal to the leases",
                 false => {
-                    "the leases are those of an earlier run, because the store has not listed them yet"
+                    "the leases are those of an earlier run, because the store has not listed them \
+                     yet"
                 }
             };
             self.error(text, "flannelctl watch");
@@ -210,7 +214,8 @@ impl Found {
         for (subnets, why) in status.rejected.iter().take(MOST) {
             let hint = match why {
                 Rejection::Overlaps { .. } | Rejection::Contradicts { .. } => {
-                    "systemctl stop flanneld # on the later of the two nodes: every node accepts the earlier lease"
+                    "systemctl stop flanneld # on the later of the two nodes: every node accepts \
+                     the earlier lease"
                 }
                 Rejection::Rejected(_) => {
                     "flannelctl lease list # which backend does that node run?"
@@ -228,13 +233,14 @@ impl Found {
     }
 
     fn of_room(&mut self, network: &NetworkSnapshot, store: Option<&str>) {
-        let lets_go = if is_kubernetes(store) { "kubectl delete node" } else { "lease release" };
+        let command = if is_kubernetes(store) { "kubectl delete node" } else { "lease release" };
         for SubnetsReport { family, total, used, free } in subnets_used(network, store) {
             if used.saturating_mul(100) >= total.saturating_mul(NEARLY_FULL) {
                 self.warning(
                     format!("{used} of {total} {family} subnets are taken, {free} are free"),
                     format!(
-                        "flannelctl lease list # {lets_go} lets go those of nodes that are gone; or enlarge the network"
+                        "flannelctl lease list # {command} releases those of nodes that are gone; \
+                         or enlarge the network"
                     ),
                 );
             }
@@ -341,7 +347,8 @@ mod tests {
         let (_subnets, mut running) = network(status).await;
         // Three peers, in a network of three.
         running.config = flannel_core::Config::parse(
-            r#"{"Network":"10.1.0.0/16","SubnetLen":24,"SubnetMin":"10.1.7.0","SubnetMax":"10.1.9.0"}"#,
+            r#"{"Network":"10.1.0.0/16","SubnetLen":24,
+                "SubnetMin":"10.1.7.0","SubnetMax":"10.1.9.0"}"#,
         )
         .unwrap();
         let _guard = observer.running(running);
@@ -356,7 +363,7 @@ mod tests {
         assert_eq!(taken(&snapshot), 1);
         snapshot.store = Some(StoreStatus { store: "etcd:x".into(), ..StoreStatus::default() });
         assert_eq!(taken(&snapshot), 1);
-        // There `SubnetMin` and `SubnetMax` count for nothing.
+        // In Kubernetes `SubnetMin` and `SubnetMax` have no effect.
         snapshot.store = Some(StoreStatus { store: "kube:x".into(), ..StoreStatus::default() });
         assert_eq!(taken(&snapshot), 0);
     }
@@ -407,15 +414,15 @@ mod tests {
         assert_eq!(
             texts(&snapshot),
             [
-                "error: this node does not hold its lease 10.1.1.0-24: it ran out, and the store did not confirm a \
-                 renewal",
+                "error: this node does not hold its lease 10.1.1.0-24: it ran out, and the store \
+                 did not confirm a renewal",
                 "warning: the store does not answer: no route to host"
             ]
         );
     }
 
     #[test]
-    fn a_store_is_restored_by_a_command_for_its_kind() {
+    fn the_command_that_restores_a_store_matches_its_kind() {
         for (store, command) in [
             (
                 "dir:/srv/flannel?assign=static",
@@ -423,11 +430,14 @@ mod tests {
             ),
             (
                 "etcd:http://127.0.0.1:2379",
-                "systemctl restart etcd # on 127.0.0.1; to see which answer: etcdctl --endpoints http://127.0.0.1:2379 endpoint health",
+                "systemctl restart etcd # on 127.0.0.1; to see which answer: \
+                 etcdctl --endpoints http://127.0.0.1:2379 endpoint health",
             ),
             (
                 "etcd:https://etcd-1:2379,https://[fd00::2]:2379",
-                "systemctl restart etcd # on etcd-1, [fd00::2], where it does not run; to see which answer: etcdctl --endpoints https://etcd-1:2379,https://[fd00::2]:2379 endpoint health",
+                "systemctl restart etcd # on etcd-1, [fd00::2], where it does not run; to see \
+                 which answer: etcdctl --endpoints https://etcd-1:2379,https://[fd00::2]:2379 \
+                 endpoint health",
             ),
             ("kube:https://10.96.0.1", LOG),
         ] {

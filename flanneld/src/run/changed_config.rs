@@ -37,7 +37,7 @@ pub(crate) async fn to_apply(
     let refuse = |refused: &mut Option<String>, error: String| {
         if refused.as_ref() != Some(&error) {
             tracing::warn!(
-                "the network config was changed, but cannot be used and is not: {error}"
+                "the network config was changed, but cannot be used and is ignored: {error}"
             );
             observer.note(|facts| facts.refused_config = Some(error.clone()));
             *refused = Some(error);
@@ -84,7 +84,8 @@ pub(crate) async fn to_apply(
             observer.note(|facts| facts.waiting_config = waits.then(|| now.clone()));
             if waits {
                 tracing::warn!(
-                    "the network config has other networks now, which are used from the next start on"
+                    "the network config has other networks now, which are used from the next start \
+                     on"
                 );
             } else if now != *used {
                 return Ok("the network config has changed".to_owned());
@@ -192,8 +193,8 @@ mod tests {
             self.manager.store_status().calls.values().map(|call| call.sent).sum()
         }
 
-        /// Waits for an hour, in which the network must go on.
-        async fn goes_on(
+        /// Waits for an hour. The network must still run afterwards.
+        async fn runs_for_an_hour(
             &self,
             running: &mut (impl Future<Output = Result<String, Error>> + Unpin),
         ) {
@@ -209,7 +210,7 @@ mod tests {
         let (log, _log) = LogText::capture();
         let scene = Scene::new();
         let mut running = pin!(scene.to_apply());
-        scene.goes_on(&mut running).await;
+        scene.runs_for_an_hour(&mut running).await;
         assert_eq!(scene.validations.get(), 0);
 
         scene.registry.set_config(Some(UNFIT));
@@ -227,22 +228,22 @@ mod tests {
         assert_eq!(scene.requests(), requests, "no request was sent");
         // After 10, 20, 40, 80 and 160 s, then every 300.
         assert_eq!(scene.validations.get(), 1 + 5 + 10);
-        assert_eq!(log.count("cannot be used and is not"), 1);
+        assert_eq!(log.count("cannot be used and is ignored"), 1);
         // Another reason is logged.
         *scene.obstacle.borrow_mut() = Some("no address".to_owned());
-        scene.goes_on(&mut running).await;
-        assert_eq!(log.count("cannot be used and is not"), 2);
+        scene.runs_for_an_hour(&mut running).await;
+        assert_eq!(log.count("cannot be used and is ignored"), 2);
         assert!(scene.observer.snapshot().facts.refused_config.unwrap().contains("no address"));
 
-        // The config that fits is no longer in the store.
+        // A config that would fit now is used only if the store still holds it.
         scene.registry.set_config(Some("{"));
-        scene.goes_on(&mut running).await;
+        scene.runs_for_an_hour(&mut running).await;
         *scene.obstacle.borrow_mut() = None;
-        scene.goes_on(&mut running).await;
+        scene.runs_for_an_hour(&mut running).await;
         assert_eq!(log.count("is wrong and not used"), 1);
         // A reload gets an answer, and the network goes on.
         scene.observer.look_again();
-        scene.goes_on(&mut running).await;
+        scene.runs_for_an_hour(&mut running).await;
         assert_eq!(log.count("is wrong and not used"), 2);
         assert!(scene.observer.snapshot().facts.refused_config.is_some());
         scene.registry.set_config(Some(UNFIT));
@@ -257,18 +258,22 @@ mod tests {
         let scene = Scene::new();
         let mut running = pin!(scene.to_apply());
         scene.registry.set_config(Some(&UNFIT.replace("10.1", "10.2")));
-        scene.goes_on(&mut running).await;
+        scene.runs_for_an_hour(&mut running).await;
         assert_eq!(scene.observer.snapshot().facts.waiting_config, None);
         assert!(scene.observer.snapshot().facts.refused_config.is_some());
         *scene.obstacle.borrow_mut() = None;
-        scene.goes_on(&mut running).await;
+        scene.runs_for_an_hour(&mut running).await;
         let snapshot = scene.observer.snapshot();
         assert!(snapshot.facts.waiting_config.is_some() && snapshot.facts.refused_config.is_none());
         let validations = scene.validations.get();
-        scene.goes_on(&mut running).await;
-        assert_eq!(scene.validations.get(), validations, "it fits");
+        scene.runs_for_an_hour(&mut running).await;
+        assert_eq!(
+            scene.validations.get(),
+            validations,
+            "a config that fits is not validated again"
+        );
         scene.registry.set_config(Some(USED));
-        scene.goes_on(&mut running).await;
+        scene.runs_for_an_hour(&mut running).await;
         assert_eq!(scene.observer.snapshot().facts.waiting_config, None);
     }
 }

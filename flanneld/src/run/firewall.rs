@@ -98,7 +98,7 @@ impl FirewallConfig {
         loop {
             let why = error.to_string();
             if logged.as_ref() != Some(&why) {
-                tracing::warn!("there are no firewall rules, which is tried again: {why}");
+                tracing::warn!("the firewall rules cannot be made, retrying: {why}");
                 let requested = self.masquerade || self.forward_required;
                 rulebook.send_replace(Rulebook::Missing { why: why.clone(), requested });
                 settled.send_replace(true);

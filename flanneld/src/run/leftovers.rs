@@ -27,7 +27,7 @@ fn log_removal(origin: &str, removal: Result<Cleanup, KernelError>) -> bool {
             report.failed.is_empty()
         }
         Err(error) => {
-            tracing::warn!("objects {origin} are not known, the kernel cannot be read: {error}");
+            tracing::warn!("objects {origin} are not removed: the kernel cannot be read: {error}");
             false
         }
     }

@@ -12,7 +12,7 @@ use flannel_doctor::path_probe::server;
 use flannel_subnet::SubnetEnv;
 use tokio::sync::watch;
 
-use super::changed_config;
+use super::changed_config::to_apply;
 use super::leftovers::go_flannel::GoFlannel;
 use super::leftovers::old_networks::OldNetworks;
 use super::start::{Ready, stored};
@@ -86,7 +86,7 @@ pub(super) async fn run(
             ended => Err(Error::Stopped(format!("{ended:?}"))),
         },
         reason = hold => reason,
-        reason = changed_config::to_apply(subnets, (&config, cached), &validate, observer) => reason,
+        reason = to_apply(subnets, (&config, cached), &validate, observer) => reason,
         reason = chosen.changed(&config, &validate_again, observer) => Ok(reason),
         never = firewall => match never? {},
         never = log_status(status()) => match never {},
@@ -106,7 +106,8 @@ async fn until_live(
 ) -> Result<String, Error> {
     tracing::warn!(
         lease = %own,
-        "this node's lease has run out: peers are kept in place, its own subnet is not, until {} answers",
+        "this node's lease has run out: until {} answers, routes to peers stay in place, and its \
+         own subnet is not set up",
         subnets.store_status().store
     );
     if views.wait_for(|view| matches!(view.origin, Origin::Live { .. })).await.is_err() {
@@ -120,7 +121,8 @@ async fn until_live(
         let why = (!gone).then(|| error.to_string());
         if let Some(why) = why.as_ref().filter(|why| logged.as_ref() != Some(*why)) {
             tracing::warn!(
-                "the store answers, but no lease is requested, because no network could be built: {why}"
+                "the store answers, but no lease is requested, because no network could be built: \
+                 {why}"
             );
         }
         observer.note(|facts| facts.waits_for = why.clone());
@@ -186,7 +188,8 @@ fn warn_if_stale(subnets: &dyn SubnetManager, view: &View) {
     if let (Origin::Cached { written: Some(written) }, None) = (view.origin, status.confirmed) {
         let age = written.elapsed().unwrap_or_default().as_secs();
         tracing::warn!(
-            "stale: {} leases from the cache, written {age} s ago, are put in place; nothing is deleted until {} answers",
+            "stale: {} leases from the cache, written {age} s ago, are put in place; nothing is \
+             deleted until {} answers",
             view.leases.len(),
             status.store
         );
@@ -201,7 +204,7 @@ mod tests {
 
     /// Missing firewall rules or a missing tunnel delay pods for a limited time.
     #[tokio::test(start_paused = true)]
-    async fn the_wait_for_rules_and_tunnel_is_limited() {
+    async fn the_wait_for_rules_and_tunnel_has_a_time_limit() {
         for (settled, tunnel) in [(true, true), (true, false), (false, true), (false, false)] {
             let (_rulebook, rules) = watch::channel(settled);
             let mut status = Status::default();
@@ -216,17 +219,17 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn rules_and_tunnel_end_the_wait_as_soon_as_they_are_there() {
+    async fn the_wait_ends_when_rules_and_tunnel_are_in_place() {
         let (rulebook, rules) = watch::channel(false);
         let (network, status) = watch::channel(Arc::new(Status::default()));
         let start = Instant::now();
-        let come = async {
+        let changes = async {
             tokio::time::sleep(RULES / 4).await;
             rulebook.send(true).unwrap();
             tokio::time::sleep(RULES / 4).await;
             network.send_modify(|status| Arc::make_mut(status).own_in_place = true);
         };
-        tokio::join!(rules_and_tunnel(rules, status), come);
+        tokio::join!(rules_and_tunnel(rules, status), changes);
         assert!(start.elapsed() < RULES * 3 / 4, "{:?}", start.elapsed());
     }
 }

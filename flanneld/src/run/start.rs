@@ -120,7 +120,7 @@ impl<'a> Starter<'a> {
         if drop_unused_addresses && !backend.footprint(&config, None)?.blackholes {
             let kind = backend.kind();
             tracing::warn!(
-                "--ip-blackhole-route has no effect: backend {kind}: it leaves routes to others"
+                "--ip-blackhole-route has no effect: backend {kind} leaves routes to others"
             );
         }
         let lapsed = hints.lapsed.is_some();
@@ -130,7 +130,8 @@ impl<'a> Starter<'a> {
             .with_process_names(self.kernel.clone());
         let join = JoinOptions { lapsed: hints.lapsed, drop_unused_addresses };
         let network = host.join(backend, &config, join).await?;
-        tracing::info!(networks = ?config.pod_networks().collect::<Vec<_>>(), backend = backend.kind(), "network config");
+        let networks: Vec<_> = config.pod_networks().collect();
+        tracing::info!(?networks, backend = backend.kind(), "network config");
         let ExternalInterface { name, mtu, reason, .. } = &chosen.iface;
         let addresses = addresses_of(&chosen.iface);
         tracing::info!("external interface {name}: {addresses} ({reason}; MTU {mtu})");

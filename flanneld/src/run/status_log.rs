@@ -14,7 +14,7 @@ use tokio::time::{Instant, sleep_until};
 
 /// The window in which at most [`LINES`] changes of a kind have a line each.
 const WINDOW: Duration = Duration::from_secs(10);
-/// Lines of a kind in a window. The other changes share a line at its end.
+/// The largest number of lines of a kind in a window. The other changes share a line at its end.
 const LINES: usize = 5;
 /// The shortest time between two lines about being in sync.
 const SYNC_GAP: Duration = Duration::from_secs(1);
@@ -115,7 +115,7 @@ impl StatusLog {
 /// The line about being in sync, again or with another number of peers.
 #[derive(Default)]
 struct InSync {
-    /// The number of peers in the last line; `None` if the network is out of sync since.
+    /// The number of peers in the last line; `None` if the network has been out of sync after it.
     logged: Option<usize>,
     /// The time of the last line.
     at: Option<Instant>,
@@ -274,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn thousands_of_rejections_and_advisories_have_few_lines_and_all_are_counted() {
+    fn many_rejections_and_advisories_are_logged_in_few_lines_and_counted() {
         let (mut log, start) = (StatusLog::default(), Instant::now());
         let no = || Rejection::Rejected("no".into());
         let mut status = Status::default();
@@ -304,7 +304,7 @@ mod tests {
     }
 
     #[test]
-    fn being_in_sync_is_logged_at_most_once_a_second_and_at_the_end() {
+    fn being_in_sync_is_logged_at_most_once_a_second_and_after_the_last_change() {
         let (mut log, start) = (StatusLog::default(), Instant::now());
         let mut logged = Vec::new();
         for ms in 0..10_000u64 {
@@ -328,7 +328,7 @@ mod tests {
     }
 
     #[test]
-    fn a_storm_has_few_lines_and_all_is_counted() {
+    fn many_repairs_are_logged_in_few_lines_and_counted() {
         let (mut repairs, start) = (Repairs::default(), Instant::now());
         let mut logged = Status::default();
         let mut lines = Vec::new();
@@ -338,9 +338,10 @@ mod tests {
             logged = now;
         }
         assert_eq!(lines.len(), LINES);
-        let victim = "restored route blackhole 10.1.7.0/24, deleted by somebody that the kernel does not name";
-        assert!(lines.iter().all(|line| line == victim), "{lines:?}");
-        assert!(repairs.capped.unlogged > 0, "the end of the window is waited for");
+        let expected = "restored route blackhole 10.1.7.0/24, deleted by somebody that the kernel \
+                        does not name";
+        assert!(lines.iter().all(|line| line == expected), "{lines:?}");
+        assert!(repairs.capped.unlogged > 0, "the rest is logged at the end of the window");
         let last = repairs.lines(&logged, &logged, start + WINDOW + WINDOW);
         assert_eq!(last, ["and 26995 more repairs: 26995 × route deleted"]);
         assert_eq!(repairs.lines(&logged, &logged, start + 4 * WINDOW), Vec::<String>::new());

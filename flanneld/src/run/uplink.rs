@@ -79,7 +79,7 @@ impl Chosen {
             let Err(error) =
                 self.kernel.follow_interface(&self.iface, &self.selectors, &families, state).await;
             if !std::mem::replace(&mut logged, true) {
-                tracing::warn!("{} cannot be watched, trying on: {error}", self.iface.name);
+                tracing::warn!("{} cannot be watched, retrying: {error}", self.iface.name);
             }
             tokio::time::sleep(WATCH_RETRY).await;
         }
@@ -114,9 +114,9 @@ async fn decide(
         if why != unfit {
             match &why {
                 Some(why) => {
-                    tracing::warn!("{name} is not what it was, everything stays as it is: {why}");
+                    tracing::warn!("{name} has changed, the network stays as it is: {why}");
                 }
-                None => tracing::info!("{name} is what it was again"),
+                None => tracing::info!("{name} is in its former state again"),
             }
             observer.note(|facts| facts.unfit_interface = why.clone());
             unfit = why;
@@ -147,7 +147,7 @@ mod tests {
 
     use super::*;
 
-    /// No multiple of the time between two validations.
+    /// Not a multiple of the pause between two validations.
     const LONG: Duration = Duration::from_secs(3590);
 
     fn smaller() -> InterfaceState {
@@ -166,55 +166,62 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_refused_choice_is_logged_and_validated_again_until_it_fits() {
-        let (standing, states) = watch::channel(InterfaceState::Kept);
+        let (interface, states) = watch::channel(InterfaceState::Kept);
         let (observer, validations) = (Observer::default(), Cell::new(0));
-        let in_the_way = RefCell::new(Some("too small".to_owned()));
-        let away = Cell::new(false);
+        let obstacle = RefCell::new(Some("too small".to_owned()));
+        let store_is_away = Cell::new(false);
         let validate = async || {
             validations.set(validations.get() + 1);
-            if away.get() {
+            if store_is_away.get() {
                 let (store, source) = ("etcd".into(), "no route".into());
                 return Err(flannel_core::Error::Store { store, source }.into());
             }
             let name = "eth0".parse().unwrap();
-            in_the_way
+            obstacle
                 .borrow()
                 .clone()
                 .map_or(Ok(()), |reason| Err(Error::UnfitInterface { name, reason }))
         };
         let mut running = pin!(decide("eth0".parse().unwrap(), states, &validate, &observer));
-        let mut goes_on = async || {
+        let mut after_an_hour = async || {
             tokio::select! {
                 ended = &mut running => panic!("{ended}"),
                 () = sleep(LONG) => observer.snapshot().facts.unfit_interface,
             }
         };
-        assert_eq!((goes_on().await, validations.get()), (None, 0), "it is what it was");
-        standing.send_replace(smaller());
-        let why = goes_on().await.unwrap();
+        assert_eq!(
+            (after_an_hour().await, validations.get()),
+            (None, 0),
+            "the interface has not changed"
+        );
+        interface.send_replace(smaller());
+        let why = after_an_hour().await.unwrap();
         assert!(
             why.contains("MTU 1300 now, not 1500: external interface eth0: too small"),
             "{why}"
         );
         assert_eq!(validations.take(), 120, "every 30 s");
-        standing.send_replace(InterfaceState::Lost("eth0 is gone".into()));
-        assert_eq!((goes_on().await.as_deref(), validations.get()), (Some("eth0 is gone"), 0));
-        standing.send_replace(InterfaceState::Kept);
-        assert_eq!(goes_on().await, None);
-        standing.send_replace(smaller());
-        assert!(goes_on().await.is_some());
+        interface.send_replace(InterfaceState::Lost("eth0 is gone".into()));
+        assert_eq!(
+            (after_an_hour().await.as_deref(), validations.get()),
+            (Some("eth0 is gone"), 0)
+        );
+        interface.send_replace(InterfaceState::Kept);
+        assert_eq!(after_an_hour().await, None);
+        interface.send_replace(smaller());
+        assert!(after_an_hour().await.is_some());
         // A store that does not answer usually answers again soon.
         validations.set(0);
-        away.set(true);
-        standing.send_replace(smaller());
-        let why = goes_on().await.unwrap();
+        store_is_away.set(true);
+        interface.send_replace(smaller());
+        let why = after_an_hour().await.unwrap();
         assert!(
             why.contains("not 1500: ") && validations.get() > 3_500,
             "{why}, validations {} times",
             validations.get()
         );
-        away.set(false);
-        in_the_way.take();
+        store_is_away.set(false);
+        obstacle.take();
         let reason = tokio::time::timeout(SECOND_THOUGHT, running).await.unwrap();
         assert_eq!(reason, "eth0 has the MTU 1300 now, not 1500");
     }

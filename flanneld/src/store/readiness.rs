@@ -17,7 +17,7 @@ use crate::error::Error;
 use crate::observe::Observer;
 use crate::report::problems::first_error;
 
-/// A network that is not in place for less counts as in place.
+/// A network that is not in place for less than this counts as in place.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// The period in which another reason is published, shortened at random by up to half, because many
 /// nodes may have the same problem with a changing text.
@@ -40,7 +40,7 @@ pub(crate) async fn announce(
     Ok(())
 }
 
-/// Publishes the readiness of the node for ever, if the store has a field for it.
+/// Publishes the readiness of the node until it is dropped, if the store has a field for it.
 pub(crate) async fn publish(subnets: &dyn SubnetManager, observer: &Observer) -> Infallible {
     if !subnets.publishes_readiness() {
         return std::future::pending().await;
@@ -139,7 +139,7 @@ mod tests {
         let mut verdict = Verdict::new(begin);
         let trouble = || Some("starting".to_owned());
         assert_eq!(verdict.pass(begin, None, trouble()), Some(begin + PATIENCE));
-        assert_eq!(verdict.readiness, None, "whatever an earlier run said stays for a moment");
+        assert_eq!(verdict.readiness, None, "the condition of an earlier run stays for a moment");
         assert_eq!(verdict.pass(begin + SECOND, None, None), None);
         assert_eq!(verdict.readiness, Some(Readiness::Ready));
         let again = verdict.pass(begin + 2 * SECOND, None, trouble()).unwrap();
@@ -182,7 +182,7 @@ mod tests {
         running.rulebook = rulebook;
         let _guard = observer.running(running);
         observer.note(|facts| facts.subnet_file = true);
-        let story = async {
+        let scenario = async {
             let is = async |readiness: Option<Readiness>| {
                 let published = async {
                     while subnets.reports().last() != readiness.as_ref() {
@@ -206,14 +206,14 @@ mod tests {
         };
         tokio::select! {
             never = publish(&subnets, &observer) => match never {},
-            () = story => {}
+            () = scenario => {}
         }
     }
 
     #[tokio::test]
     async fn a_start_is_announced_only_if_the_store_has_the_field() {
         let subnets = FakeSubnets::new("10.1.0.0/16");
-        announce(&subnets, async { panic!("nobody needs to know") }).await.unwrap();
+        announce(&subnets, async { panic!("the store has no such field") }).await.unwrap();
         subnets.set_publishes_readiness(true);
         announce(&subnets, async { false }).await.unwrap();
         assert_eq!(subnets.reports(), [Readiness::Starting { datapath_in_place: false }]);

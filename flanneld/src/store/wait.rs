@@ -73,8 +73,8 @@ pub(crate) async fn patiently<T>(
     }
 }
 
-/// Does `work`, and keeps a lease meanwhile if it expires: long work must not cost the node its
-/// subnets.
+/// Does `work`, and keeps the lease meanwhile if it expires, so that long work does not cost the
+/// node its subnets.
 ///
 /// # Errors
 /// Those of `work`, and [`Error::LeaseLost`].
@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn passing_errors_are_retried_with_growing_pauses() {
+    async fn transient_errors_are_retried_with_growing_pauses() {
         let subnets = FakeSubnets::new("10.1.0.0/16");
         let family = flannel_core::address::Family::V4;
         for cause in [
@@ -222,7 +222,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn errors_that_need_a_correction_end_a_start_but_no_network_that_ran() {
+    async fn errors_that_need_a_correction_end_a_start_and_are_retried_after_a_network_has_run() {
         let subnets = FakeSubnets::new("10.1.0.0/16");
         let unfit = || Error::UnfitInterface { name: "eth0".parse().unwrap(), reason: "no".into() };
         let too_small =
@@ -250,7 +250,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn only_refusals_that_pass_are_retried() {
+    async fn refusals_by_a_booting_cluster_are_retried_and_other_errors_are_not() {
         let subnets = FakeSubnets::new("10.1.0.0/16");
         let begin = Instant::now();
         let booting = Patience { refusals_pass: true, ..START };
@@ -304,7 +304,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_slow_refusal_is_no_other_reason() {
+    async fn a_slow_refusal_is_not_logged_as_another_reason() {
         let subnets = Refusing(FakeSubnets::new("10.1.0.0/16"));
         let mut logged = Some(Reason::Other(refused().to_string()));
         impatiently(&subnets, &mut logged, sleep(2 * SILENCE)).await;

@@ -5,9 +5,9 @@ use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-/// Under strace, with the unit's capabilities: dropping more is a call that it forbids. What is
-/// called goes into a file. With -D it is strace that is in the background, and ends with the
-/// daemon.
+/// The command of a daemon under strace, which writes the system calls to `trace`. The daemon has
+/// the unit's capabilities, because the unit forbids the call that drops others. With -D strace is
+/// the background process, and ends with the daemon.
 pub(crate) fn traced(trace: &Path) -> Command {
     let mut command = Command::new("setpriv");
     command
@@ -18,8 +18,8 @@ pub(crate) fn traced(trace: &Path) -> Command {
     command
 }
 
-/// All that was called by a daemon that has ended, and by its programs: strace may write the last
-/// of it a moment later.
+/// The system calls of a daemon that has ended, and of its programs. Waits for the last ones, which
+/// strace may write late.
 pub(crate) fn of_ended(trace: &Path, daemon: u32) -> String {
     let deadline = Instant::now() + Duration::from_secs(20);
     loop {

@@ -29,7 +29,7 @@ async fn first_run() -> (Etcd, Host, BTreeSet<String>) {
     (etcd, host, wanted)
 }
 
-/// As a reboot leaves it.
+/// Brings the kernel and the subnet file into the state after a reboot.
 fn forget_kernel(host: &Host) {
     host.ip("link del flannel.1");
     fs::remove_file(host.subnet_file()).unwrap();
@@ -52,7 +52,7 @@ async fn start(etcd: &Etcd, host: &Host, wanted: &BTreeSet<String>) -> Daemon {
 }
 
 #[test]
-fn peers_and_own_subnet_are_there_at_once_and_reconciled_later() {
+fn cached_peers_and_own_subnet_are_restored_at_once_and_reconciled_later() {
     in_netns_async(|| async {
         let (mut etcd, host, wanted) = first_run().await;
         let own = host.subnet();
@@ -87,7 +87,7 @@ fn peers_and_own_subnet_are_there_at_once_and_reconciled_later() {
 }
 
 #[test]
-fn with_a_lease_that_has_run_out_only_the_peers_are_there() {
+fn with_an_expired_lease_only_cached_peers_are_restored() {
     in_netns_async(|| async {
         let (mut etcd, host, wanted) = first_run().await;
         let own = host.subnet();
@@ -100,7 +100,7 @@ fn with_a_lease_that_has_run_out_only_the_peers_are_there() {
         let mut daemon = start(&etcd, &host, &wanted).await;
         daemon.wait_for_log("has run out").await;
         daemon.wait_for_log("stale: 4 leases from the cache").await;
-        assert!(!host.ip("address show flannel.1").contains(&own), "its own subnet is not");
+        assert!(!host.ip("address show flannel.1").contains(&own), "its own subnet is not set up");
         assert!(!host.subnet_file().exists());
         assert!(daemon.is_running());
         assert_eq!(host.request("/healthz").0, 200);
@@ -108,7 +108,7 @@ fn with_a_lease_that_has_run_out_only_the_peers_are_there() {
         assert!(status == 503 && reasons.contains("does not hold its lease"), "{status} {reasons}");
         let monitor = Monitor::of(&host).await;
 
-        // etcd still has it.
+        // etcd still has the lease.
         etcd.go();
         etcd.ready().await;
         daemon.wait_for_log("running").await;

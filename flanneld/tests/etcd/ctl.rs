@@ -1,4 +1,4 @@
-//! `flannelctl` on etcd: with a daemon, without one, and without etcd either.
+//! `flannelctl` on etcd: with a daemon, without a daemon, and without both.
 
 use std::fs;
 use std::process::{Command, Stdio};
@@ -45,11 +45,11 @@ fn value(host: &Host, etcd: &Etcd, args: &[&str]) -> Value {
 }
 
 /// The keys of all peers, and the reason that they may be old.
-fn peers_told(host: &Host, etcd: &Etcd) -> (Vec<Value>, Value) {
-    let told = value(host, etcd, &["peers"]);
+fn listed_peers(host: &Host, etcd: &Etcd) -> (Vec<Value>, Value) {
+    let output = value(host, etcd, &["peers"]);
     (
-        told["peers"].as_array().unwrap().iter().map(|peer| peer["key"].clone()).collect(),
-        told["stale"].clone(),
+        output["peers"].as_array().unwrap().iter().map(|peer| peer["key"].clone()).collect(),
+        output["stale"].clone(),
     )
 }
 
@@ -75,7 +75,7 @@ fn config_and_leases_are_managed_without_a_daemon() {
         assert_eq!(at(&etcd, &config).await, None);
         fs::write(&file, CONFIG).unwrap();
         ctl_output(&host, &etcd, &["config", "check", path]);
-        assert_eq!(at(&etcd, &config).await, None, "to check is not to write");
+        assert_eq!(at(&etcd, &config).await, None, "check does not write");
         ctl_output(&host, &etcd, &["config", "set", path]);
         assert_eq!(at(&etcd, &config).await, Some((CONFIG.to_owned(), 0)));
         assert!(ctl_output(&host, &etcd, &["config", "check"]).contains("10.1.99.0"));
@@ -114,7 +114,7 @@ fn config_and_leases_are_managed_without_a_daemon() {
 }
 
 #[test]
-fn verbs_query_a_daemon_and_reserve_and_release_its_lease() {
+fn verbs_query_a_daemon_and_change_its_lease() {
     in_netns_async(|| async {
         switch();
         let etcd = etcd_with_peers().await;
@@ -180,7 +180,11 @@ fn the_cache_of_the_last_daemon_is_shown_if_neither_it_nor_etcd_answers() {
         daemon.signal(Signal::SIGTERM);
         assert_eq!(daemon.ended().await.code(), Some(0));
         let all = [101, 102, 103].map(|n| json!(format!("10.1.{n}.0-24"))).to_vec();
-        assert_eq!(peers_told(&host, &etcd), (all.clone(), Value::Null), "etcd says so");
+        assert_eq!(
+            listed_peers(&host, &etcd),
+            (all.clone(), Value::Null),
+            "the peers come from etcd"
+        );
         ctl_output(&host, &etcd, &["peers"]);
         let why = value(&host, &etcd, &["why", "10.1.102.9"]);
         assert_eq!((&why["lease"], &why["stale"]), (&json!("10.1.102.0-24"), &Value::Null));
@@ -197,9 +201,9 @@ fn the_cache_of_the_last_daemon_is_shown_if_neither_it_nor_etcd_answers() {
         let stale = why["stale"].as_str().unwrap_or_default();
         assert!(stale.starts_with("etcd does not answer: "), "{why}");
         assert!(stale.contains("the leases are those that the last daemon kept"), "{why}");
-        // After 6 s. Go on asking for 20 s, as daemons do, and it would be told later.
+        // It takes 6 s. With the 20 s of a daemon it would take longer than this.
         assert!(taken < Duration::from_secs(18), "{taken:?}");
-        let (keys, stale) = peers_told(&host, &etcd);
+        let (keys, stale) = listed_peers(&host, &etcd);
         assert_eq!(keys, all);
         assert!(stale.is_string(), "{stale}");
         let page = refuses(&host, &etcd, &["peers"], "10.1.103.0/24");

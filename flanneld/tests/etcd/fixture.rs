@@ -12,9 +12,9 @@ use flannel_netlink::testing::{Netns, ip};
 
 use crate::server::Etcd;
 
-/// Daemons take their subnets below those of the peers that tests write, which nothing but the
-/// network bounds.
-pub(crate) const CONFIG: &str = r#"{"Network":"10.1.0.0/16","SubnetMin":"10.1.1.0","SubnetMax":"10.1.99.0","Backend":{"Type":"vxlan"}}"#;
+/// Daemons take subnets up to 10.1.99.0. Tests write leases of peers above that range.
+pub(crate) const CONFIG: &str = r#"{"Network":"10.1.0.0/16","SubnetMin":"10.1.1.0",
+    "SubnetMax":"10.1.99.0","Backend":{"Type":"vxlan"}}"#;
 pub(crate) const PREFIX: &str = "/coreos.com/network";
 /// The address of etcd.
 pub(crate) const SWITCH: &str = "192.0.2.254";
@@ -44,7 +44,8 @@ pub(crate) async fn fill(etcd: &Etcd) {
 /// The lease `10.1.<n>.0-24` of a peer at `192.0.2.<public>`.
 pub(crate) async fn put_peer(etcd: &Etcd, n: u8, public: u8) {
     let value = format!(
-        r#"{{"PublicIP":"192.0.2.{public}","PublicIPv6":null,"BackendType":"vxlan","BackendData":{{"VNI":1,"VtepMAC":"{}"}}}}"#,
+        r#"{{"PublicIP":"192.0.2.{public}","PublicIPv6":null,"BackendType":"vxlan",
+            "BackendData":{{"VNI":1,"VtepMAC":"{}"}}}}"#,
         mac(n)
     );
     etcd.put(&peer_key(n), &value).await;
@@ -108,7 +109,7 @@ impl Host {
         self.dir.path().join("state/leases")
     }
 
-    /// `10.1.5.0`, as its subnet file says, which comes when everything else is in place.
+    /// The subnet in the subnet file, such as `10.1.5.0`. Waits for the file.
     pub(crate) fn subnet(&self) -> String {
         let begin = Instant::now();
         let text = loop {
@@ -140,7 +141,7 @@ impl Host {
         text.lines().last().unwrap().to_owned()
     }
 
-    /// The daemon with these options besides its files, and these variables.
+    /// Starts the daemon with these options and variables.
     pub(crate) fn start_with(&self, args: &[&str], env: &[(&str, &str)]) -> Daemon {
         let mut command = command(self.dir.path());
         command.arg("-iface=eth0").args(args).envs(env.iter().copied());
@@ -161,7 +162,7 @@ fn command(dir: &Path) -> Command {
     command
 }
 
-/// A daemon on the switch itself, where etcd is on `lo`.
+/// A daemon in the namespace of the switch, where etcd listens on `lo`.
 pub(crate) fn start_on_switch(dir: &Path, args: &[&str]) -> Daemon {
     Daemon::start(command(dir).arg("-iface=br0").args(args))
 }
@@ -197,7 +198,7 @@ impl Daemon {
         until(
             60,
             || self.log_count(text) > 0,
-            || format!("{text:?} was never said:\n{}", self.log()),
+            || format!("{text:?} was never logged:\n{}", self.log()),
         )
         .await;
     }
@@ -224,7 +225,7 @@ impl Daemon {
     pub(crate) async fn ended(&mut self) -> ExitStatus {
         let log = Arc::clone(&self.log);
         let over = || self.child.try_wait().unwrap().is_some();
-        until(60, over, || format!("it goes on:\n{}", log.lock().unwrap())).await;
+        until(60, over, || format!("the daemon still runs:\n{}", log.lock().unwrap())).await;
         self.child.wait().unwrap()
     }
 }

@@ -1,8 +1,8 @@
-//! The daemon on etcd: real daemons on hosts out of network namespaces, real etcd processes beside
+//! The daemon on etcd: real daemons on hosts made of network namespaces, and real etcd processes on
 //! the switch that joins them (`etcd` in the search path, or the program that `ETCD` names).
 //!
-//! What the kernel of a host must hold is worked out here from what etcd holds, and read with
-//! iproute2.
+//! The tests derive the expected objects of a host's kernel from the leases in etcd, and read the
+//! actual ones with iproute2.
 
 #![cfg(feature = "etcd")]
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]

@@ -14,7 +14,7 @@ use crate::fixture::{
 use crate::server::Etcd;
 use crate::witness::{Monitor, agrees, leases, present};
 
-/// Two hosts whose daemons are in sync, and who watches them.
+/// Two hosts whose daemons are in sync, and their monitors.
 struct Two {
     hosts: [Host; 2],
     daemons: [Daemon; 2],
@@ -46,7 +46,7 @@ impl Two {
         }
     }
 
-    /// The peers without a daemon, and each other.
+    /// Asserts that no object of these peers, or of the other host, was withdrawn.
     fn kept(&mut self, peers: &[u8]) {
         for (n, monitor) in self.monitors.iter().enumerate() {
             monitor.kept(peers);
@@ -59,7 +59,7 @@ impl Two {
     }
 }
 
-/// 102 goes, 103 moves, 104 comes.
+/// Deletes peer 102, moves peer 103, adds peer 104.
 async fn change(etcd: &Etcd) {
     delete(etcd, &peer_key(102)).await;
     put_peer(etcd, 103, 203).await;
@@ -67,7 +67,7 @@ async fn change(etcd: &Etcd) {
 }
 
 #[test]
-fn etcd_is_killed_and_returns() {
+fn a_restart_of_etcd_withdraws_no_peer() {
     in_netns_async(|| async {
         switch();
         let mut etcd = etcd_with_peers().await;
@@ -89,9 +89,9 @@ fn etcd_is_killed_and_returns() {
     });
 }
 
-/// For `ETCD_PAUSE` seconds, by default 3.
+/// The pause takes `ETCD_PAUSE` seconds; 3 by default.
 #[test]
-fn etcd_is_paused_for_a_while() {
+fn a_pause_of_etcd_withdraws_no_peer() {
     in_netns_async(|| async {
         let pause = std::env::var("ETCD_PAUSE")
             .map_or(3, |seconds| seconds.parse().expect("ETCD_PAUSE in seconds"));
@@ -118,7 +118,7 @@ fn etcd_is_paused_for_a_while() {
 }
 
 #[test]
-fn etcd_forgets_history_under_the_watchers() {
+fn a_compaction_of_etcd_withdraws_no_peer() {
     in_netns_async(|| async {
         switch();
         let mut etcd = etcd_with_peers().await;
@@ -154,14 +154,14 @@ fn etcd_forgets_history_under_the_watchers() {
 }
 
 #[test]
-fn a_member_of_three_is_killed() {
+fn the_loss_of_a_member_of_three_withdraws_no_peer() {
     in_netns_async(|| async {
         switch();
         let mut members = Etcd::cluster_on("192.0.2.254").await;
         fill(&members[0]).await;
         let endpoints: Vec<_> = members.iter().map(|member| member.endpoint.clone()).collect();
         let mut two = Two::start(&members[0], &endpoints.join(",")).await;
-        // Each once, so the leader too, and whichever the daemons use.
+        // Each member once, so also the leader, and the member that a daemon uses.
         for (killed, peer) in [(0, 111), (1, 112), (2, 113)] {
             members[killed].kill();
             let alive = &members[(killed + 1) % 3];
@@ -178,7 +178,7 @@ fn a_member_of_three_is_killed() {
 }
 
 #[test]
-fn the_way_to_etcd_is_cut_and_repaired() {
+fn a_cut_path_to_etcd_withdraws_no_peer() {
     in_netns_async(|| async {
         switch();
         let etcd = etcd_with_peers().await;
@@ -191,10 +191,10 @@ fn the_way_to_etcd_is_cut_and_repaired() {
             let begin = Instant::now();
             change(&etcd).await;
             agrees(&etcd, &two.hosts[1], &two.daemons[1]).await;
-            // Only missing answers show it.
+            // Only missing answers reveal the cut.
             until(60, || lost(&two)[0] > known[0], || two.daemons[0].log()).await;
             assert!(begin.elapsed() < Duration::from_secs(20), "{:?}", begin.elapsed());
-            // It goes on for longer than a connection may be silent.
+            // The cut lasts longer than a connection may be silent.
             while begin.elapsed() < Duration::from_secs(12) {
                 assert_eq!(present(&two.hosts[0]), before);
                 tokio::time::sleep(Duration::from_millis(50)).await;
@@ -205,8 +205,8 @@ fn the_way_to_etcd_is_cut_and_repaired() {
             if lost(&two) == [known[0] + 1, known[1]] {
                 break;
             }
-            // An etcd that stands still for longer than a reply may take breaks what is well, too:
-            // not in two rounds.
+            // An etcd that stalls for too long breaks the intact connection too, but not in two
+            // rounds.
             rounds += 1;
             assert!(rounds < 2, "{}\n{}", two.daemons[0].log(), two.daemons[1].log());
         }
@@ -214,7 +214,7 @@ fn the_way_to_etcd_is_cut_and_repaired() {
 }
 
 #[test]
-fn two_daemons_with_one_public_address_end_as_one() {
+fn the_second_daemon_with_a_public_address_takes_the_lease_over() {
     in_netns_async(|| async {
         switch();
         let etcd = etcd_with_peers().await;
@@ -240,7 +240,7 @@ fn two_daemons_with_one_public_address_end_as_one() {
 }
 
 #[test]
-fn a_lease_that_somebody_deletes_orders_to_stop() {
+fn a_deleted_lease_stops_the_daemon() {
     in_netns_async(|| async {
         switch();
         let etcd = etcd_with_peers().await;
@@ -251,7 +251,7 @@ fn a_lease_that_somebody_deletes_orders_to_stop() {
         delete(&etcd, &format!("{PREFIX}/subnets/{}-24", host.subnet())).await;
         assert_eq!(daemon.ended().await.code(), Some(1));
         daemon.wait_for_log("somebody deleted it").await;
-        until(1, || present(&host) == before, || "the data path stays".into()).await;
+        until(1, || present(&host) == before, || "the data path has changed".into()).await;
     });
 }
 
@@ -279,7 +279,8 @@ fn the_repair_command_restarts_etcd() {
         // A service manager that forwards the command to another host.
         let order = host.dir.path().join("order");
         let shim = host.dir.path().join("systemctl");
-        // By another process: a program that this one has open for writing cannot be started.
+        // Written by another process, because a program that this one has open for writing cannot
+        // be started.
         let write = r#"printf '#!/bin/sh\n%s\n' "$1" >"$0" && chmod 755 "$0""#;
         let script = format!("echo \"$@\" >{}", order.display());
         let written = Command::new("sh").args(["-c", write]).arg(shim).arg(script).status();

@@ -34,7 +34,7 @@ async fn etcd_with_users() -> Etcd {
     etcd
 }
 
-/// As soon as it answers.
+/// A client with the user `root`, as soon as etcd answers.
 async fn root(etcd: &Etcd) -> Client {
     let begin = Instant::now();
     loop {
@@ -48,7 +48,7 @@ async fn root(etcd: &Etcd) -> Client {
 }
 
 #[test]
-fn the_password_works_and_is_in_no_log() {
+fn the_password_is_accepted_and_never_logged() {
     in_netns_async(|| async {
         switch();
         let etcd = etcd_with_users().await;
@@ -84,7 +84,7 @@ fn the_password_works_and_is_in_no_log() {
 }
 
 #[test]
-fn a_revoked_permission_ends_no_running_daemon() {
+fn a_revoked_permission_does_not_stop_a_running_daemon() {
     in_netns_async(|| async {
         switch();
         let mut etcd = etcd_with_users().await;
@@ -108,7 +108,7 @@ fn a_revoked_permission_ends_no_running_daemon() {
 }
 
 #[test]
-fn an_authority_alone_makes_tls_and_a_wrong_one_ends_it() {
+fn a_ca_file_alone_enables_tls_and_a_wrong_one_stops_the_daemon() {
     in_netns_async(|| async {
         switch();
         let dir = tempfile::tempdir().unwrap();
@@ -144,10 +144,10 @@ fn an_authority_alone_makes_tls_and_a_wrong_one_ends_it() {
     });
 }
 
-/// The authority, etcd's certificate and the daemon's are all others at once; SIGHUP asks etcd with
-/// the new ones.
+/// The CA, etcd's certificate and the daemon's certificate change at once. After SIGHUP the daemon
+/// uses the new ones.
 #[test]
-fn sighup_reads_rotated_certificates() {
+fn sighup_makes_the_daemon_read_rotated_certificates() {
     in_netns_async(|| async {
         switch();
         let dir = tempfile::tempdir().unwrap();
@@ -188,17 +188,19 @@ fn sighup_reads_rotated_certificates() {
         etcd.kill();
         etcd.go();
         daemon.wait_for_log("a CA that this node does not trust").await;
-        assert!(daemon.is_running(), "a certificate ends no daemon that has run");
+        assert!(daemon.is_running(), "a certificate does not stop a daemon that has run");
         assert_eq!(daemon.log_count("the network config is unchanged"), 1, "{}", daemon.log());
 
         // Then this host's files.
         std::fs::copy(&second.file, &cafile).unwrap();
         second.sign_into(dir.path(), "client", 2090);
         daemon.signal(Signal::SIGHUP);
-        let said = || daemon.log_count("SIGHUP: read again: the network config is unchanged") == 2;
-        crate::fixture::until(60, said, || daemon.log()).await;
+        let is_read_again =
+            || daemon.log_count("SIGHUP: read again: the network config is unchanged") == 2;
+        crate::fixture::until(60, is_read_again, || daemon.log()).await;
         // The watch uses them too.
-        let value = r#"{"PublicIP":"192.0.2.107","BackendType":"vxlan","BackendData":{"VNI":1,"VtepMAC":"0a:00:00:00:00:6b"}}"#;
+        let value = r#"{"PublicIP":"192.0.2.107","BackendType":"vxlan",
+            "BackendData":{"VNI":1,"VtepMAC":"0a:00:00:00:00:6b"}}"#;
         put(&etcd, "subnets/10.1.107.0-24", value);
         daemon.wait_for_log("in sync peers=1").await;
     });

@@ -8,7 +8,7 @@ use crate::certificates::Authority;
 use crate::fixture::{CONFIG, Daemon, PREFIX, switch, until};
 use crate::server::Etcd;
 
-/// By a host name, over TLS, through an outage: all that a daemon does on etcd.
+/// The daemon uses a host name and TLS, and survives an outage.
 #[test]
 fn the_unit_allows_all_system_calls_of_the_daemon() {
     in_netns_async(|| async {
@@ -52,7 +52,8 @@ fn the_unit_allows_all_system_calls_of_the_daemon() {
         daemon.wait_for_log("store lost").await;
         etcd.go();
         daemon.wait_for_log("the store answers").await;
-        let value = r#"{"PublicIP":"192.0.2.107","BackendType":"vxlan","BackendData":{"VNI":1,"VtepMAC":"0a:00:00:00:00:6b"}}"#;
+        let value = r#"{"PublicIP":"192.0.2.107","BackendType":"vxlan",
+            "BackendData":{"VNI":1,"VtepMAC":"0a:00:00:00:00:6b"}}"#;
         put(&etcd, "subnets/10.1.107.0-24", value);
         daemon.wait_for_log("in sync peers=1").await;
         for signal in [Signal::SIGHUP, Signal::SIGTERM] {

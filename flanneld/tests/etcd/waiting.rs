@@ -9,7 +9,7 @@ use crate::server::Etcd;
 use crate::witness::{agrees, present};
 
 #[test]
-fn for_etcd_for_a_config_and_for_a_right_one_with_one_line_each() {
+fn each_wait_of_a_start_is_logged_once() {
     in_netns_async(|| async {
         switch();
         let mut etcd = Etcd::spawn_on(SWITCH, "http", &[]);
@@ -38,7 +38,7 @@ fn for_etcd_for_a_config_and_for_a_right_one_with_one_line_each() {
 }
 
 #[test]
-fn for_a_majority() {
+fn a_start_waits_for_a_majority_of_etcd() {
     in_netns_async(|| async {
         switch();
         let mut members = Etcd::cluster_on(SWITCH).await;
@@ -58,7 +58,7 @@ fn for_a_majority() {
 }
 
 #[test]
-fn for_a_subnet_if_all_are_taken() {
+fn a_start_waits_for_a_free_subnet() {
     in_netns_async(|| async {
         switch();
         let etcd = etcd_with_peers().await;
@@ -77,7 +77,7 @@ fn for_a_subnet_if_all_are_taken() {
 }
 
 #[test]
-fn the_default_registry_is_etcd_at_its_usual_address() {
+fn the_default_registry_is_etcd_at_its_default_address() {
     in_netns_async(|| async {
         switch();
         let place = "http://127.0.0.1:2379".to_owned();
@@ -96,7 +96,7 @@ fn the_default_registry_is_etcd_at_its_usual_address() {
 }
 
 #[test]
-fn a_changed_config_is_applied_unless_pods_would_not_survive_it() {
+fn a_changed_config_is_applied_unless_it_changes_the_pod_network() {
     in_netns_async(|| async {
         switch();
         let etcd = etcd_with_peers().await;

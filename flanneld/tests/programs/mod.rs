@@ -4,8 +4,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::LazyLock;
 
-/// The path of `flannelctl`: the variable `FLANNELCTL`, or a build of it beside `flanneld`. It is a
-/// program of another crate, so that cargo does not build it for these tests.
+/// The path of `flannelctl`: the variable `FLANNELCTL`, or a build in the directory of `flanneld`.
+/// It is a program of another crate, so cargo does not build it for these tests.
 pub(crate) fn flannelctl() -> &'static Path {
     static PROGRAM: LazyLock<PathBuf> = LazyLock::new(|| {
         std::env::var_os("FLANNELCTL").map_or_else(build_flannelctl, PathBuf::from)

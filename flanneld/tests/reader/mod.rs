@@ -1,6 +1,5 @@
-//! A program that goes on printing, and goes with the test that reads it, also where that fails:
-//! what is left behind would hold the test's own output open, and whoever waits for its end would
-//! wait for ever.
+//! A program whose output a test reads line by line. It is killed with its reader, even if the test
+//! fails, because a process that is left would keep the test's output open.
 
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};

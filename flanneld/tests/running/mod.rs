@@ -40,7 +40,7 @@ impl Daemon {
     pub(crate) fn wait_for_log(&self, text: &str) {
         wait_until(
             || self.log().contains(text),
-            || format!("{text:?} was never said:\n{}", self.log()),
+            || format!("{text:?} was never logged:\n{}", self.log()),
         );
     }
 
@@ -56,7 +56,7 @@ impl Daemon {
             status = self.child.try_wait().unwrap();
             status.is_some()
         };
-        wait_until(&mut over, || format!("it goes on:\n{}", log.lock().unwrap()));
+        wait_until(&mut over, || format!("the daemon still runs:\n{}", log.lock().unwrap()));
         status.unwrap()
     }
 }

@@ -66,7 +66,7 @@ impl GoFlannel {
         let text = identity(&self.subnet_file).unwrap_or_default();
         if let Err(error) = state_dir::replace(&self.record, &text) {
             tracing::warn!(
-                "{}: {error} (see --state-dir): the next start takes {} for Go flannel's",
+                "{}: {error} (see --state-dir): the next start treats {} as Go flannel's",
                 self.record.display(),
                 self.subnet_file.display()
             );
@@ -74,7 +74,7 @@ impl GoFlannel {
     }
 
     /// Waits until the network is settled, removes Go flannel's routes if it ran here before, then
-    /// waits for ever.
+    /// never returns.
     pub(crate) async fn clear(
         &self,
         kernel: Arc<dyn Kernel>,
@@ -130,14 +130,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_a_subnet_file_of_another_program_has_leftovers() {
+    fn only_a_subnet_file_of_another_program_leads_to_a_removal_of_routes() {
         let dir = tempfile::tempdir().unwrap();
         let (file, state) = (dir.path().join("subnet.env"), dir.path());
         let find = || GoFlannel::find(&file, state).unwrap();
         let first = find();
         assert!(!first.left_routes(), "there is no file");
         fs::write(&file, "A=1\n").unwrap();
-        assert!(find().left_routes(), "nobody recorded it");
+        assert!(find().left_routes(), "it is not recorded as ours");
         first.wrote_subnet_file();
         assert!(!find().left_routes(), "ours");
         // As another program writes it: a new file with the same content.

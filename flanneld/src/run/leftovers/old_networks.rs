@@ -41,7 +41,7 @@ impl OldNetworks {
         this
     }
 
-    /// Removes objects of earlier networks once the network is settled, then waits for ever.
+    /// Removes objects of earlier networks once the network is settled, then never returns.
     pub(crate) async fn clear(
         &self,
         kernel: Arc<dyn Kernel>,
@@ -81,8 +81,8 @@ impl OldNetworks {
         };
         if let Err(error) = written {
             tracing::warn!(
-                "{}: {error} (see --state-dir): after the next change of the pod network, the routes of \
-                 this one on the external interface stay",
+                "{}: {error} (see --state-dir): after the next change of the pod network, the \
+                 routes of this one on the external interface stay",
                 self.record.display()
             );
         }
