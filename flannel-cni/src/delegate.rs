@@ -139,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn big_configs_and_big_answers_do_not_dead_lock() {
+    fn big_configs_and_answers_cause_no_deadlock() {
         let conf = vec![b'x'; 1 << 20];
         assert_eq!(
             run("head -c 1000000 /dev/zero | tr '\\0' y; wc -c", &conf).unwrap().len(),

@@ -64,7 +64,8 @@ fn about() -> String {
         (env!("CARGO_PKG_VERSION"), option_env!("FLANNEL_COMMIT").unwrap_or("unknown"));
     let versions: Vec<&str> = SpecVersion::ALL.iter().map(|version| version.as_str()).collect();
     format!(
-        "CNI Plugin flannel version {version} ({os}/{arch}) commit {commit}\nCNI protocol versions supported: {}\n",
+        "CNI Plugin flannel version {version} ({os}/{arch}) commit {commit}\nCNI protocol versions \
+         supported: {}\n",
         versions.join(", ")
     )
 }

@@ -245,7 +245,9 @@ mod tests {
     #[test]
     fn routes_without_a_gateway_get_that_of_their_family() {
         let result = json!({
-            "ips": [{ "address": "10.1.5.2/24" }, { "address": "10.1.5.2/24", "gateway": "10.1.5.1" },
+            "ips": [
+                { "address": "10.1.5.2/24" },
+                { "address": "10.1.5.2/24", "gateway": "10.1.5.1" },
                 { "address": "10.1.6.2/24", "gateway": "10.1.6.1" }],
             "routes": [{ "dst": "10.1.0.0/16" }, { "dst": "0.0.0.0/0", "gw": "10.1.6.1" },
                 { "dst": "10.2.0.0/16", "gw": null }, { "dst": "fd00::/48" }, "no route"],

@@ -221,13 +221,13 @@ mod tests {
     }
 
     #[test]
-    fn every_interface_has_a_file_and_the_first_has_gos_name_too() {
+    fn every_interface_has_a_file_and_the_first_also_has_the_go_name() {
         let parent = tempfile::tempdir().unwrap();
         let dir = parent.path().join("cni/flannel");
         let (eth0, net1) = (State::new(&dir, "c1", "eth0"), State::new(&dir, "c1", "net1"));
         assert_eq!(eth0.load("net").unwrap(), None);
         eth0.save(b"one").unwrap();
-        assert_eq!(net1.load("net").unwrap(), None, "what is linked is another interface's");
+        assert_eq!(net1.load("net").unwrap(), None, "the linked file belongs to another interface");
         net1.save(b"two").unwrap();
         assert_eq!(names(&dir), ["c1", "c1:eth0", "c1:net1"]);
         assert_eq!(fs::read(dir.join("c1")).unwrap(), b"one");
@@ -246,7 +246,7 @@ mod tests {
         assert_eq!(
             fs::read(dir.join("c1")).unwrap(),
             b"two",
-            "the Go plugin finds the one that is left"
+            "the Go plugin finds the remaining interface"
         );
         net1.forget().unwrap();
         net1.forget().unwrap();
@@ -278,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn a_listing_separates_our_files_from_gos() {
+    fn a_listing_separates_our_files_from_those_of_go() {
         let dir = tempfile::tempdir().unwrap();
         assert!(list(&dir.path().join("absent")).unwrap().states.is_empty());
         State::new(dir.path(), "c1", "eth0").save(b"x").unwrap();

@@ -25,7 +25,7 @@ fn run(args: &[&Path]) -> (Option<i32>, String) {
 }
 
 #[test]
-fn it_copies_or_reports_the_reason() {
+fn a_copy_succeeds_or_reports_the_reason() {
     let dir = tempfile::tempdir().unwrap();
     let path = |name: &str| dir.path().join(name);
     fs::write(path("cni-conf.json"), "{}").unwrap();
@@ -72,7 +72,7 @@ fn a_killed_copy_leaves_the_old_file_and_the_next_one_cleans_up() {
     fs::write(path("plugin"), "new").unwrap();
     assert_eq!(run(&[&path("plugin"), &flannel]).0, Some(0));
     assert_eq!(fs::read_to_string(&flannel).unwrap(), "new");
-    assert!(half.exists(), "it might still be somebody's");
+    assert!(half.exists(), "another copy may still use it");
     File::open(&half).unwrap().set_modified(SystemTime::now() - Duration::from_secs(600)).unwrap();
     assert_eq!(run(&[&path("plugin"), &flannel]).0, Some(0));
     assert_eq!(names(&bin), ["flannel"]);

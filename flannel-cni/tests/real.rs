@@ -69,7 +69,8 @@ impl Node {
     /// A host with a `subnet.env` for these families.
     fn alone(families: &[Family], ip_masq: bool) -> Self {
         let host = Namespace::new("host").unwrap();
-        host.ip("link set lo up\nlink add uplink type bridge\nlink set uplink up\naddr add 192.0.2.1/24 dev uplink\naddr add 2001:db8::1/64 dev uplink nodad\n")
+        host.ip("link set lo up\nlink add uplink type bridge\nlink set uplink up\naddr add \
+            192.0.2.1/24 dev uplink\naddr add 2001:db8::1/64 dev uplink nodad\n")
             .unwrap();
         let mut node = Self::new(&host, Path::new(""));
         node.subnet_file = node.dir.path().join("subnet.env");
@@ -78,7 +79,8 @@ impl Node {
             env += match family {
                 Family::V4 => "FLANNEL_NETWORK=10.244.0.0/16\nFLANNEL_SUBNET=10.244.5.1/24\n",
                 Family::V6 => {
-                    "FLANNEL_IPV6_NETWORK=fd00:10:244::/48\nFLANNEL_IPV6_SUBNET=fd00:10:244:5::1/64\n"
+                    "FLANNEL_IPV6_NETWORK=fd00:10:244::/48\n\
+                     FLANNEL_IPV6_SUBNET=fd00:10:244:5::1/64\n"
                 }
             };
         }
@@ -176,7 +178,8 @@ fn exchange(from: &Namespace, peer: SocketAddr, to: &Namespace, local: SocketAdd
     let server = std::thread::spawn(move || {
         listener.set_nonblocking(true).unwrap();
         let accept = || listener.accept().ok();
-        let (mut stream, _) = eventually(PATIENCE, accept, || format!("nobody came to {local}"));
+        let (mut stream, _) =
+            eventually(PATIENCE, accept, || format!("no client connected to {local}"));
         stream.write_all(b"hello").unwrap();
     });
     // A connection that timed out may have been accepted, and the server accepts only one.
@@ -190,7 +193,7 @@ fn exchange(from: &Namespace, peer: SocketAddr, to: &Namespace, local: SocketAdd
     server.join().unwrap();
 }
 
-fn a_pod_comes_and_goes(families: &[Family]) {
+fn a_pod_is_connected_and_disconnected(families: &[Family]) {
     let node = Node::alone(families, true);
     let pod = Sandbox::new("pod-1");
     let loopback = json!({ "cniVersion": "1.0.0", "name": "lo", "type": "loopback" });
@@ -247,10 +250,10 @@ macro_rules! in_families {
     )*};
 }
 
-in_families! { a_pod_comes_and_goes:
-    a_pod_comes_and_goes_in_ipv4 [Family::V4];
-    a_pod_comes_and_goes_in_ipv6 [Family::V6];
-    a_pod_comes_and_goes_in_both Family::BOTH;
+in_families! { a_pod_is_connected_and_disconnected:
+    a_pod_is_connected_and_disconnected_in_ipv4 [Family::V4];
+    a_pod_is_connected_and_disconnected_in_ipv6 [Family::V6];
+    a_pod_is_connected_and_disconnected_in_both_families Family::BOTH;
 }
 
 #[test]
@@ -260,7 +263,9 @@ fn portmap_behind_flannel_maps_a_port_to_the_pod() {
         let pod = Sandbox::new("pod-1");
         let portmap = json!({
             "cniVersion": "1.0.0", "name": "cbr0", "type": "portmap", "snat": true,
-            "runtimeConfig": { "portMappings": [{ "hostPort": 8080, "containerPort": 80, "protocol": "tcp" }] },
+            "runtimeConfig": {
+                "portMappings": [{ "hostPort": 8080, "containerPort": 80, "protocol": "tcp" }],
+            },
         });
         let plugins = [node.conf(&json!({})), portmap];
         let result = node.add(&pod, &plugins).unwrap();
@@ -329,7 +334,7 @@ fn a_pod_whose_namespace_is_gone_releases_its_address() {
 
 /// Links, namespaces and `subnet.env` are gone, and the plugins' state in /var is left. The runtime
 /// calls DEL for every earlier pod, with its old path or with none.
-fn pods_from_before_a_reboot_release_their_addresses(ip_masq: bool) {
+fn after_a_reboot_pods_release_their_addresses(ip_masq: bool) {
     let mut node = Node::alone(&Family::BOTH, ip_masq);
     let plugins = [node.conf(&json!({}))];
     let pods = ["pod-1", "pod-2"].map(|name| {
@@ -356,16 +361,16 @@ fn pods_from_before_a_reboot_release_their_addresses(ip_masq: bool) {
 }
 
 #[test]
-fn pods_from_before_a_reboot_release_their_addresses_if_flannel_masquerades() {
-    as_root("pods_from_before_a_reboot_release_their_addresses_if_flannel_masquerades", || {
-        pods_from_before_a_reboot_release_their_addresses(true);
+fn after_a_reboot_pods_release_their_addresses_if_flannel_masquerades() {
+    as_root("after_a_reboot_pods_release_their_addresses_if_flannel_masquerades", || {
+        after_a_reboot_pods_release_their_addresses(true);
     });
 }
 
 #[test]
-fn pods_from_before_a_reboot_release_their_addresses_if_the_bridge_masquerades() {
-    as_root("pods_from_before_a_reboot_release_their_addresses_if_the_bridge_masquerades", || {
-        pods_from_before_a_reboot_release_their_addresses(false);
+fn after_a_reboot_pods_release_their_addresses_if_the_bridge_masquerades() {
+    as_root("after_a_reboot_pods_release_their_addresses_if_the_bridge_masquerades", || {
+        after_a_reboot_pods_release_their_addresses(false);
     });
 }
 
@@ -376,7 +381,13 @@ fn a_pod_of_the_go_plugin_releases_its_address() {
         let node = Node::alone(&[Family::V4], true);
         let pod = Sandbox::new("pod-1");
         let saved = format!(
-            r#"{{"cniVersion":"1.0.0","hairpinMode":true,"ipMasq":false,"ipam":{{"dataDir":{:?},"ranges":[[{{"subnet":"10.244.5.0/24"}}]],"routes":[{{"dst":"10.244.0.0/16"}}],"type":"host-local"}},"isDefaultGateway":true,"isGateway":true,"mtu":1450,"name":"cbr0","type":"bridge"}}"#,
+            concat!(
+                r#"{{"cniVersion":"1.0.0","hairpinMode":true,"ipMasq":false,"#,
+                r#""ipam":{{"dataDir":{:?},"ranges":[[{{"subnet":"10.244.5.0/24"}}]],"#,
+                r#""routes":[{{"dst":"10.244.0.0/16"}}],"type":"host-local"}},"#,
+                r#""isDefaultGateway":true,"isGateway":true,"mtu":1450,"name":"cbr0","#,
+                r#""type":"bridge"}}"#
+            ),
             node.dir.path().join("host-local")
         );
         let result = node.call("ADD", &pod, &serde_json::from_str(&saved).unwrap()).unwrap();
@@ -395,8 +406,8 @@ fn a_pod_of_the_go_plugin_releases_its_address() {
 /// The bridge does not find host-local for a moment, as during an update of plugins. The error is
 /// passed on, and the retry completes the DEL.
 #[test]
-fn a_del_that_failed_half_way_is_completed_by_the_next_one() {
-    as_root("a_del_that_failed_half_way_is_completed_by_the_next_one", || {
+fn an_incomplete_del_is_completed_by_the_next_del() {
+    as_root("an_incomplete_del_is_completed_by_the_next_del", || {
         let node = Node::alone(&Family::BOTH, true);
         let pod = Sandbox::new("pod-1");
         let conf = node.conf(&json!({}));
@@ -544,8 +555,8 @@ macro_rules! reach {
 reach! {
     pods_reach_each_other_over_vxlan_in_ipv4 "vxlan" [Family::V4];
     pods_reach_each_other_over_vxlan_in_ipv6 "vxlan" [Family::V6];
-    pods_reach_each_other_over_vxlan_in_both "vxlan" Family::BOTH;
+    pods_reach_each_other_over_vxlan_in_both_families "vxlan" Family::BOTH;
     pods_reach_each_other_over_host_gw_in_ipv4 "host-gw" [Family::V4];
     pods_reach_each_other_over_host_gw_in_ipv6 "host-gw" [Family::V6];
-    pods_reach_each_other_over_host_gw_in_both "host-gw" Family::BOTH;
+    pods_reach_each_other_over_host_gw_in_both_families "host-gw" Family::BOTH;
 }

@@ -14,7 +14,8 @@ use tempfile::TempDir;
 mod runtime;
 use runtime::{Answer, Attach, answer, call, flannel, names};
 
-const ENV: &str = "FLANNEL_NETWORK=10.1.0.0/16\nFLANNEL_SUBNET=10.1.5.1/24\nFLANNEL_MTU=1450\nFLANNEL_IPMASQ=true\n";
+const ENV: &str = "FLANNEL_NETWORK=10.1.0.0/16\nFLANNEL_SUBNET=10.1.5.1/24\nFLANNEL_MTU=1450\n\
+    FLANNEL_IPMASQ=true\n";
 
 /// A host with a `subnet.env`, a directory of plugins with the strict delegate as `bridge`, and a
 /// state directory.
@@ -108,7 +109,12 @@ const NET1: (&str, &str) = ("c1", "net1");
 const NETNS: &str = "/nonexistent/netns";
 
 /// The delegate's config for [`ENV`].
-const DELEGATE: &str = r#"{"cniVersion":"1.1.0","hairpinMode":true,"ipMasq":false,"ipam":{"ranges":[[{"subnet":"10.1.5.0/24"}]],"routes":[{"dst":"10.1.0.0/16"}],"type":"host-local"},"isGateway":true,"mtu":1450,"name":"cbr0","runtimeConfig":{"mac":"0a:00:00:00:00:01"},"type":"bridge"}"#;
+const DELEGATE: &str = concat!(
+    r#"{"cniVersion":"1.1.0","hairpinMode":true,"ipMasq":false,"#,
+    r#""ipam":{"ranges":[[{"subnet":"10.1.5.0/24"}]],"routes":[{"dst":"10.1.0.0/16"}],"#,
+    r#""type":"host-local"},"isGateway":true,"mtu":1450,"name":"cbr0","#,
+    r#""runtimeConfig":{"mac":"0a:00:00:00:00:01"},"type":"bridge"}"#
+);
 
 fn more() -> Value {
     json!({ "delegate": { "hairpinMode": true }, "capabilities": { "mac": true },
@@ -116,7 +122,7 @@ fn more() -> Value {
 }
 
 #[test]
-fn add_passes_everything_on_saves_it_and_returns_the_delegates_answer() {
+fn add_saves_the_config_and_passes_config_and_answer_on() {
     let host = Host::new();
     let saved = host.path("state/c1:eth0");
     let env = [("CNI_ARGS", "A=1;B=2"), ("STRICT_SAVED", saved.to_str().unwrap())];
@@ -269,7 +275,7 @@ fn every_interface_of_a_container_has_its_own_state() {
 }
 
 #[test]
-fn the_result_goes_to_del_if_it_is_of_the_saved_version() {
+fn del_gets_the_result_if_it_has_the_saved_version() {
     let host = Host::new();
     let result = json!({ "prevResult": { "cniVersion": "1.1.0", "ips": [] } });
     host.call("ADD", ETH0, &more()).unwrap();
@@ -309,7 +315,11 @@ fn an_add_that_fails_is_undone() {
     assert_eq!(host.attached(), ["c1:eth0"]);
     host.repair("DEL");
     host.call("DEL", ETH0, &json!({})).unwrap();
-    assert_eq!((host.attached(), host.state()), (vec![], vec![]), "the retry knew what to undo");
+    assert_eq!(
+        (host.attached(), host.state()),
+        (vec![], vec![]),
+        "the state for the retry was kept"
+    );
 
     host.repair("ADD");
     let conf = host.conf(&json!({})).to_string();
@@ -328,7 +338,7 @@ fn a_second_add_fails_and_undoes_nothing() {
     assert_eq!(host.attached(), ["c1:eth0"]);
     host.called();
     host.call("DEL", ETH0, &json!({})).unwrap();
-    assert_eq!(host.called()[0].conf, DELEGATE, "what the first one saved");
+    assert_eq!(host.called()[0].conf, DELEGATE, "the config of the first ADD");
 
     // The same after an ADD of the Go plugin.
     fs::create_dir_all(host.path("attached")).unwrap();
@@ -398,7 +408,7 @@ fn check_calls_the_delegate_in_the_configs_version() {
 }
 
 #[test]
-fn status_reports_the_errors_that_add_would_have() {
+fn status_reports_the_errors_that_add_would_return() {
     let host = Host::new();
     let status = |more: &Value| host.call("STATUS", ("", ""), more);
     assert_eq!(status(&more()), Ok(Value::Null));
@@ -428,7 +438,10 @@ fn gc_undoes_invalid_attachments_and_calls_the_delegate() {
     fs::write(host.path("state/go-stale"), DELEGATE).unwrap();
     fs::write(host.path("state/go-valid"), DELEGATE).unwrap();
     fs::write(host.path("state/go-other"), DELEGATE.replace("cbr0", "other")).unwrap();
-    let valid = json!([{ "containerID": "c1", "ifname": "eth0" }, { "containerID": "go-valid", "ifname": "eth0" }]);
+    let valid = json!([
+        { "containerID": "c1", "ifname": "eth0" },
+        { "containerID": "go-valid", "ifname": "eth0" },
+    ]);
     let gc = |more: &Value| {
         let attach = Attach::new("", "", Path::new(""));
         let conf = host.conf(more).to_string();
@@ -576,7 +589,7 @@ fn bad_input_gets_an_error_object_and_changes_nothing() {
 }
 
 #[test]
-fn version_needs_no_input_and_a_person_gets_an_explanation() {
+fn version_needs_no_input_and_a_manual_call_prints_the_versions() {
     let version = std::process::Command::new(flannel())
         .env_clear()
         .env("CNI_COMMAND", "VERSION")
@@ -600,7 +613,7 @@ fn version_needs_no_input_and_a_person_gets_an_explanation() {
 /// A crash leaves the new or the old state. The file is durable before its rename, and the rename
 /// before the delegate runs.
 #[test]
-fn the_state_is_durable_before_it_counts() {
+fn the_state_is_synced_before_the_delegate_runs() {
     let host = Host::new();
     let (traced, trace) = (host.path("traced"), host.path("trace"));
     let script = format!(

@@ -32,7 +32,8 @@ const REPLACEMENTS: [(&str, &str); 7] = [
 /// The command that restores the directory of a store.
 pub fn restore_directory(path: impl Display) -> String {
     format!(
-        "mount {path} || ls -la {path} # restore its files: an empty directory holds no leases, and every daemon stops"
+        "mount {path} || ls -la {path} # restore its files: with an empty directory every daemon \
+         loses its lease and stops"
     )
 }
 
@@ -46,11 +47,12 @@ pub fn restore_etcd(endpoints: &str) -> String {
     let each = if hosts.len() > 1 { ", where it does not run" } else { "" };
     let hosts = hosts.join(", ");
     format!(
-        "systemctl restart etcd # on {hosts}{each}; to see which answer: etcdctl --endpoints {endpoints} endpoint health"
+        "systemctl restart etcd # on {hosts}{each}; to see which one answers: etcdctl --endpoints \
+         {endpoints} endpoint health"
     )
 }
 
-/// The command that releases a lease. The key is quoted, because that of both families has a `&`.
+/// The command that releases a lease. The key is quoted, because a dual-stack key contains `&`.
 pub fn release(key: impl Display) -> String {
     format!("flannelctl lease release --force '{key}' # if that node is gone")
 }
@@ -60,7 +62,7 @@ pub fn is_kubernetes(store: Option<&str>) -> bool {
     store.is_some_and(|store| store.starts_with("kube:"))
 }
 
-/// The command to use with this store.
+/// The command for this store: a command of Kubernetes replaces one of a host.
 pub fn localize(hint: String, store: Option<&str>) -> String {
     if !is_kubernetes(store) {
         return hint;
@@ -71,7 +73,8 @@ pub fn localize(hint: String, store: Option<&str>) -> String {
     {
         let rest = rest.strip_prefix(" # ").map(|rest| format!(": {rest}")).unwrap_or_default();
         return format!(
-            "{before}kubectl -n kube-flannel edit configmap kube-flannel-cfg # with {patch} in it{rest}"
+            "{before}kubectl -n kube-flannel edit configmap kube-flannel-cfg # with {patch} in \
+             it{rest}"
         );
     }
     match hint.split_once("flannelctl lease release --force ") {
@@ -100,10 +103,14 @@ mod tests {
     fn commands_are_replaced_in_kubernetes_only() {
         let kube = Some("kube:https://10.96.0.1:443");
         for (here, there) in [
-            ("journalctl -u flanneld", "kubectl -n kube-flannel logs daemonset/kube-flannel-ds".to_owned()),
+            (
+                "journalctl -u flanneld",
+                "kubectl -n kube-flannel logs daemonset/kube-flannel-ds".to_owned(),
+            ),
             (
                 "kill 7 # or flannelctl config set FILE, with another \"Port\"",
-                "kill 7 # or kubectl -n kube-flannel edit configmap kube-flannel-cfg, with another \"Port\""
+                "kill 7 # or kubectl -n kube-flannel edit configmap kube-flannel-cfg, with another \
+                 \"Port\""
                     .to_owned(),
             ),
             (
@@ -112,7 +119,8 @@ mod tests {
             ),
             (
                 "flannelctl config patch '{\"Backend\": {\"MTU\": 1400}}' # better known",
-                "kubectl -n kube-flannel edit configmap kube-flannel-cfg # with {\"Backend\": {\"MTU\": 1400}} in it: better known"
+                "kubectl -n kube-flannel edit configmap kube-flannel-cfg # with {\"Backend\": \
+                 {\"MTU\": 1400}} in it: better known"
                     .to_owned(),
             ),
             ("sysctl -w net.ipv4.ip_forward=1", "sysctl -w net.ipv4.ip_forward=1".to_owned()),

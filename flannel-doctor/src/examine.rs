@@ -147,7 +147,8 @@ async fn look_at_devices(network: &Network, examination: &mut Examination) -> De
     }
     if devices.checksums_matter() && devices.offloaded.is_none() {
         texts.push(
-            "not known whether checksums are offloaded, which this kernel does wrongly: install ethtool"
+            "not known whether checksums are offloaded, which this kernel does wrongly: \
+             install ethtool"
                 .into(),
         );
     }
@@ -214,7 +215,7 @@ async fn look_at_peers(
     }
     let text = match all == questions.len() {
         true => format!("{all} asked"),
-        false => format!("{} of {all} asked: --peers {all} asks all", questions.len()),
+        false => format!("{} of {all} asked; --peers {all} asks all", questions.len()),
     };
     examination.layer("peers", text, bounded(found));
     if let Some(why) = echo_error {
@@ -227,7 +228,7 @@ async fn questions_to(target: &Target, devices: &Devices) -> Vec<Question> {
     let mut questions = target.questions(devices);
     for question in &mut questions {
         if let Some((address, _)) = question.tunnel
-            && let Some(answer) = way(address).await
+            && let Some(answer) = route_to(address).await
             && is_direct(devices, target, address, &answer)
         {
             *question = question.clone().direct(devices);
@@ -237,7 +238,7 @@ async fn questions_to(target: &Target, devices: &Devices) -> Vec<Question> {
 }
 
 /// The kernel's route to an address; `None` if the look-up fails.
-async fn way(address: IpAddr) -> Option<RouteAnswer> {
+async fn route_to(address: IpAddr) -> Option<RouteAnswer> {
     lookup(Arc::new(NetlinkKernel::open().ok()?), address).await.ok()
 }
 
@@ -249,7 +250,7 @@ fn is_direct(devices: &Devices, target: &Target, address: IpAddr, answer: &Route
         && answer.gateway == target.public[Family::of(address)]
 }
 
-/// The report of one peer, and its faults. Takes one of `answers` for each question.
+/// The report of one peer, and its faults. Takes one item of `answers` for each question.
 pub fn peer_report(
     target: &Target,
     questions: &[Question],
@@ -312,7 +313,7 @@ async fn route_fault(
 
 /// The same without a daemon: compares only the device of the route.
 async fn wrong_way(devices: &Devices, target: &Target, address: IpAddr) -> Option<String> {
-    let answer = way(address).await?;
+    let answer = route_to(address).await?;
     let wanted = match devices.datapath.devices[Family::of(address)] {
         Some(tunnel) if target.backend == devices.backend => tunnel,
         _ => devices.uplink?,
@@ -321,7 +322,7 @@ async fn wrong_way(devices: &Devices, target: &Target, address: IpAddr) -> Optio
         None => Some(format!("there is no route to {address} of {}", target.key)),
         Some(link) if link == wanted || is_direct(devices, target, address, &answer) => None,
         Some(link) => Some(format!(
-            "packets for {address} of {} go by {link} instead of {wanted}",
+            "packets for {address} of {} go through {link} instead of {wanted}",
             target.key
         )),
     }

@@ -12,7 +12,8 @@ use crate::inputs::network::Target;
 
 /// The datapath of vxlan for both families.
 fn vxlan() -> Datapath {
-    let config = r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:1::/48","Backend":{"Type":"vxlan"}}"#;
+    let config = r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:1::/48",
+        "Backend":{"Type":"vxlan"}}"#;
     VxlanBackend.datapath(&Config::parse(config).unwrap()).unwrap()
 }
 

@@ -6,8 +6,8 @@
 //! segments of full size, and the daemon reports the bytes that arrived.
 //!
 //! ```text
-//! doctor ══"flannel?" port nonce, small and of full size, UDP══▶ daemon          ══ through the tunnel
-//!        ◀─────────────"flannel!" nonce size, UDP, to that port─                 ── outside
+//! doctor ══"flannel?" port nonce, small and of full size, UDP══▶ daemon     ══ through the tunnel
+//!        ◀─────────────"flannel!" nonce size, UDP, to that port─            ── outside
 //! doctor ══"flannel 1 8388 NONCE\n", 8388 bytes, TCP═══════════▶ daemon
 //!        ◀═{"version":1,"received":8388,"mtu":1450,"heard":1450,"bytes":5592}\n, 5592 bytes
 //! ```
@@ -15,7 +15,7 @@
 //! The doctor sends small segments first, then segments of full size. The daemon sends only
 //! segments of full size. A node that is reached without a tunnel is probed at its public address,
 //! by TCP only. A Go node refuses the connection or does not answer, and so does a node whose port
-//! is closed. Then the directions stay unknown. Probes use nothing of the store.
+//! is closed. Then the directions stay unknown. Probes do not use the store.
 
 pub mod client;
 mod datagram_log;

@@ -107,7 +107,8 @@ fn report(options: &Options, lab: &Lab) -> Result<bool> {
 
 /// Prints how to enter hosts and pods.
 fn hold(lab: &Lab) {
-    let mut text = String::from("\nThe lab stays up until interrupted (Ctrl-C). To look around:\n");
+    let mut text =
+        String::from("\nThe lab stays up until interrupted (Ctrl-C). To enter a host or a pod:\n");
     for host in lab.hosts() {
         text += &format!("  {:<8} {} sh\n", host.name(), host.enter_command());
         if let Some(pod) = host.pod() {
@@ -143,7 +144,7 @@ fn failed(error: &dyn std::fmt::Display) -> ExitCode {
 /// Raises the limit of open files: each host needs three, and many shells allow 1,024.
 fn raise_file_limit() {
     if let Ok((_, most)) = getrlimit(Resource::RLIMIT_NOFILE) {
-        // A small lab needs no more, and a big one reports which file could not be opened.
+        // If this fails, a large lab reports the file that could not be opened.
         let _ = setrlimit(Resource::RLIMIT_NOFILE, most, most);
     }
 }

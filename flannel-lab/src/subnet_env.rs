@@ -84,15 +84,16 @@ mod tests {
     }
 
     #[test]
-    fn reads_what_flannel_writes() {
-        let text = "FLANNEL_NETWORK=10.1.0.0/16\nFLANNEL_SUBNET=10.1.5.1/24\nFLANNEL_IPV6_NETWORK=fd00::/48\n\
-                    FLANNEL_IPV6_SUBNET=fd00:0:0:5::1/64\nFLANNEL_MTU=1430\nFLANNEL_IPMASQ=true\n";
+    fn subnet_env_of_flannel_is_parsed() {
+        let text = "FLANNEL_NETWORK=10.1.0.0/16\nFLANNEL_SUBNET=10.1.5.1/24\n\
+            FLANNEL_IPV6_NETWORK=fd00::/48\nFLANNEL_IPV6_SUBNET=fd00:0:0:5::1/64\n\
+            FLANNEL_MTU=1430\nFLANNEL_IPMASQ=true\n";
         let subnets = ["10.1.5.0/24", "fd00:0:0:5::/64"].map(|s| s.parse::<Subnet>().unwrap());
         assert_eq!(parse(text).unwrap(), SubnetEnv::new(subnets.into_iter().collect(), 1430));
     }
 
     #[test]
-    fn names_the_key_that_is_wrong() {
+    fn an_error_names_the_wrong_key() {
         for (text, word) in [
             ("FLANNEL_MTU=1450\n", "neither FLANNEL_SUBNET"),
             ("FLANNEL_SUBNET=10.1.5.1\nFLANNEL_MTU=1450\n", "FLANNEL_SUBNET holds \"10.1.5.1\""),

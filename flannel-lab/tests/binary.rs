@@ -77,7 +77,7 @@ fn output(command: &mut Command) -> (Output, String, String) {
 }
 
 #[test]
-fn wrong_usage_is_exit_status_2() {
+fn wrong_usage_exits_with_status_2() {
     let place = Place::new();
     for args in [
         &["--hosts", "0"][..],
@@ -121,7 +121,7 @@ fn a_setting_that_forbids_namespaces_is_named_with_the_remedy() {
 }
 
 #[test]
-fn a_daemon_belongs_to_a_lab() {
+fn a_daemon_without_a_lab_is_refused() {
     let (status, _, err) = output(&mut Place::new().lab(&["daemon", "--iface", "lo"]));
     assert_eq!(status.status.code(), Some(1));
     assert!(err.contains("not a child of a lab"), "{err}");
@@ -155,7 +155,7 @@ fn json_is_one_object_on_stdout() {
 }
 
 #[test]
-fn an_ordinary_user_gets_every_backend_and_family() {
+fn an_ordinary_user_can_run_every_backend_and_family() {
     let place = Place::new();
     for backend in ["vxlan", "host-gw"] {
         for (family, pairs) in [("ipv4", 6), ("ipv6", 6), ("dual", 12)] {
@@ -296,7 +296,7 @@ fn wait_for<T>(what: &str, ready: impl FnMut() -> Option<T>) -> T {
 }
 
 #[test]
-fn an_interrupted_lab_leaves_nothing() {
+fn an_interrupted_lab_leaves_nothing_behind() {
     let place = Place::new();
     for (signal, code) in [(Signal::SIGINT, 130), (Signal::SIGTERM, 143)] {
         let commands: [fn(&Place, &[&str]) -> Command; 2] = [Place::lab, Place::rootless];
@@ -313,7 +313,7 @@ fn an_interrupted_lab_leaves_nothing() {
 }
 
 #[test]
-fn a_killed_lab_takes_its_daemons_along() {
+fn daemons_of_a_killed_lab_end() {
     let place = Place::new();
     let mut lab = Running::held(place.lab(&["--hold", "--json"]));
     lab.signal(Signal::SIGKILL);
@@ -333,7 +333,7 @@ fn a_lab_can_be_interrupted_at_any_moment() {
             .stderr(Stdio::piped())
             .spawn()
             .unwrap();
-        // It handles signals from its first output on. The time of the signal is tested.
+        // It handles signals from its first line on. The signal follows at the chosen moment.
         let mut errors = BufReader::new(child.stderr.take().unwrap());
         let mut stderr = String::new();
         errors.read_line(&mut stderr).unwrap();

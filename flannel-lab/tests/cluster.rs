@@ -54,12 +54,12 @@ macro_rules! reaches {
 }
 
 reaches! {
-    vxlan_over_ipv4: "vxlan", [Family::V4], 1450;
-    vxlan_over_ipv6: "vxlan", [Family::V6], 1430;
-    vxlan_over_both: "vxlan", Family::BOTH, 1430;
-    host_gw_over_ipv4: "host-gw", [Family::V4], 1500;
-    host_gw_over_ipv6: "host-gw", [Family::V6], 1500;
-    host_gw_over_both: "host-gw", Family::BOTH, 1500;
+    vxlan_connects_pods_over_ipv4: "vxlan", [Family::V4], 1450;
+    vxlan_connects_pods_over_ipv6: "vxlan", [Family::V6], 1430;
+    vxlan_connects_pods_over_both_families: "vxlan", Family::BOTH, 1430;
+    host_gw_connects_pods_over_ipv4: "host-gw", [Family::V4], 1500;
+    host_gw_connects_pods_over_ipv6: "host-gw", [Family::V6], 1500;
+    host_gw_connects_pods_over_both_families: "host-gw", Family::BOTH, 1500;
 }
 
 /// A stop leaves the data path in place. The next start takes the same subnet and loses no packet.
@@ -88,11 +88,14 @@ fn a_daemon_that_ends_by_itself_is_reported_with_its_log() {
     as_root("a_daemon_that_ends_by_itself_is_reported_with_its_log", || {
         let lab = up(builder().hosts(2));
         let host = &lab.hosts()[1];
-        assert!(matches!(host.start_daemon(), Err(Error::Unsuitable(_))), "one daemon is enough");
+        assert!(
+            matches!(host.start_daemon(), Err(Error::Unsuitable(_))),
+            "a second daemon is refused"
+        );
         host.signal_daemon(Signal::SIGKILL).unwrap();
         // The kernel needs a moment to end it.
         let ended = || host.check_daemon().err();
-        let error = eventually(PATIENCE, ended, || "the daemon goes on");
+        let error = eventually(PATIENCE, ended, || "the daemon still runs");
         let Error::DaemonEnded { host, status, log } = error else { panic!("{error}") };
         assert!(
             host == "host-2" && status.contains("SIGKILL") && log.lines().count() > 1,

@@ -18,7 +18,7 @@ use flannel_lab::testing::as_root;
 /// A daemon tries again after 30 s to listen on a port that was in use.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Two hosts with daemons and pods.
+/// Two hosts with daemons and pods, without the strict `rp_filter` that the machine may have.
 fn up(builder: Builder) -> Lab {
     let lab = builder.hosts(2).program(env!("CARGO_BIN_EXE_lab")).start().unwrap();
     for host in lab.hosts() {
@@ -92,7 +92,7 @@ fn finds_one(lab: &Lab, host: &Host, any: &[&[&str]]) -> String {
 }
 
 /// Waits until there is no finding.
-fn is_well(lab: &Lab, host: &Host) {
+fn finds_nothing(lab: &Lab, host: &Host) {
     finds_only(lab, host, &[]);
 }
 
@@ -128,7 +128,7 @@ fn healthy(backend: impl Into<Value>, families: &[Family]) {
     let backend = backend.into();
     let lab = up(Lab::builder().backend(backend.clone()).families(families.iter().copied()));
     for host in lab.hosts() {
-        is_well(&lab, host);
+        finds_nothing(&lab, host);
         let addresses = if backend == "host-gw" { 1 } else { 2 };
         // The other host's daemon may answer later than its pods.
         page_that(&lab, host, "--peers=64", |page| {
@@ -154,20 +154,20 @@ macro_rules! tests {
 tests! {
     a_healthy_vxlan_lab_has_no_findings: healthy("vxlan", &Family::BOTH);
     a_healthy_host_gw_lab_has_no_findings: healthy("host-gw", &Family::BOTH);
-    a_healthy_lab_without_tunnels_on_the_link_has_no_findings:
+    a_healthy_lab_with_direct_routing_has_no_findings:
         healthy(serde_json::json!({ "Type": "vxlan", "DirectRouting": true }), &Family::BOTH);
-    faults_of_this_host: of_this_host();
-    faults_on_the_way_and_at_the_peer: on_the_way();
-    faults_while_the_daemon_is_down: without_a_daemon();
+    faults_of_this_host_are_found: of_this_host();
+    faults_on_the_path_and_at_the_peer_are_found: on_the_path();
+    faults_are_found_while_the_daemon_is_down: without_a_daemon();
     the_direction_of_a_loss_is_named: directions();
     ten_planted_faults_are_found_and_their_repair_commands_work: ten_faults();
     faults_of_ipv6_are_found_and_their_repair_commands_work: faults_of_ipv6();
-    lost_segments_between_hosts_on_a_link_are_found: without_a_tunnel("host-gw".into());
-    segments_that_are_lost_beside_the_tunnel_are_noticed:
+    lost_segments_of_host_gw_are_found: without_a_tunnel("host-gw".into());
+    lost_segments_of_direct_routing_are_found:
         without_a_tunnel(serde_json::json!({ "Type": "vxlan", "DirectRouting": true }));
-    a_store_that_is_not_mounted_is_mounted_by_the_repair_command: not_mounted();
-    nobody_but_other_nodes_is_answered: strangers("vxlan");
-    nobody_but_other_nodes_is_answered_without_a_tunnel: strangers("host-gw");
+    the_repair_command_mounts_a_store_that_is_not_mounted: not_mounted();
+    only_other_nodes_are_answered: only_nodes_are_answered("vxlan");
+    only_other_nodes_are_answered_without_a_tunnel: only_nodes_are_answered("host-gw");
 }
 
 fn of_this_host() {
@@ -179,7 +179,7 @@ fn of_this_host() {
     let found = finds(&lab, host, &["forwarding error", "| sysctl -w net.ipv4.ip_forward=1"]);
     assert!(found.contains("forwards no IPv4 packets"), "{found}");
     sysctl("net/ipv4/ip_forward", "1");
-    is_well(&lab, host);
+    finds_nothing(&lab, host);
 
     sysctl("net/ipv4/conf/all/rp_filter", "1");
     finds(&lab, host, &["rp-filter warning", "flannel.1 is strict", "rp_filter=2"]);
@@ -199,7 +199,7 @@ fn of_this_host() {
     );
     let found = finds(&lab, host, &["forward-drop warning"]);
     host.run("sh", &["-ec", found.rsplit_once("| ").unwrap().1]).unwrap();
-    is_well(&lab, host);
+    finds_nothing(&lab, host);
     host.run("nft", &["delete", "table", "ip", "guard"]).unwrap();
 
     // A more specific route than flannel's.
@@ -218,21 +218,22 @@ fn of_this_host() {
     std::fs::rename(lab.registry(), &away).unwrap();
     finds(&lab, host, &["store warning", "does not answer"]);
     std::fs::rename(&away, lab.registry()).unwrap();
-    is_well(&lab, host);
+    finds_nothing(&lab, host);
 
     // Another node has the same public address.
     let public = host.addresses().v4.unwrap();
     let lease = lab.registry().join("subnets/10.244.0.0-24");
     let value = format!(
-        r#"{{"PublicIP":"{public}","BackendType":"vxlan","BackendData":{{"VNI":1,"VtepMAC":"0a:00:00:00:00:fa"}}}}"#
+        r#"{{"PublicIP":"{public}","BackendType":"vxlan",
+            "BackendData":{{"VNI":1,"VtepMAC":"0a:00:00:00:00:fa"}}}}"#
     );
     std::fs::write(&lease, value).unwrap();
     finds(&lab, host, &[&public.to_string(), "10.244.0.0-24"]);
     std::fs::remove_file(&lease).unwrap();
-    is_well(&lab, host);
+    finds_nothing(&lab, host);
 }
 
-fn on_the_way() {
+fn on_the_path() {
     let lab = up(Lab::builder());
     let (host, other) = (&lab.hosts()[0], &lab.hosts()[1]);
     let peer = other.subnet_env().unwrap().unwrap().subnets.v4.unwrap();
@@ -244,7 +245,7 @@ fn on_the_way() {
     let found = finds(&lab, host, &["tunnel error", "UDP port 8472 may be blocked"]);
     assert!(found.contains(&format!("no reply from {}", peer.base())), "{found}");
     nft("flush chain ip guard into");
-    is_well(&lab, host);
+    finds_nothing(&lab, host);
 
     // From now on received packets of full size are lost.
     nft("add rule ip guard into udp dport 8472 ip length > 1400 drop");
@@ -262,7 +263,8 @@ fn on_the_way() {
 
     // The host is unreachable.
     let lease = lab.registry().join("subnets/10.244.0.0-24");
-    let value = r#"{"PublicIP":"192.168.77.199","BackendType":"vxlan","BackendData":{"VNI":1,"VtepMAC":"0a:00:00:00:00:fb"}}"#;
+    let value = r#"{"PublicIP":"192.168.77.199","BackendType":"vxlan",
+        "BackendData":{"VNI":1,"VtepMAC":"0a:00:00:00:00:fb"}}"#;
     std::fs::write(&lease, value).unwrap();
     finds(
         &lab,
@@ -302,7 +304,7 @@ fn without_a_daemon() {
     assert!(found.iter().any(|line| line.starts_with("store error")), "{found:#?}");
     assert!(found.iter().any(|line| line.contains("flannel.1 is not there")), "{found:#?}");
     host.start_daemon().unwrap();
-    is_well(&lab, host);
+    finds_nothing(&lab, host);
 }
 
 /// The reports of both ends show the direction of a loss. Without one of them, no direction is
@@ -336,7 +338,7 @@ fn directions() {
     );
     assert!(examine(&lab, host, None, "--peers=9").contains("there only"));
     nft("flush chain ip guard out");
-    is_well(&lab, host);
+    finds_nothing(&lab, host);
 
     // Tunnel packets to this host are lost, and those from it pass.
     host.run("nft", &["add table ip guard"]).unwrap();
@@ -345,16 +347,16 @@ fn directions() {
     let found =
         finds(&lab, host, &["tunnel error", "packets to it arrive", "packets from it are lost"]);
     assert!(found.contains(&base(other)), "{found}");
-    // The other host gets no acknowledgement.
+    // The other host receives no acknowledgement.
     let found = finds(&lab, other, &["tunnel error", "may be blocked here, on the way or there"]);
     assert!(found.contains(&base(host)), "{found}");
     host.run("nft", &["delete table ip guard"]).unwrap();
-    is_well(&lab, host);
+    finds_nothing(&lab, host);
 
     // A peer that runs no daemon of ours, or has the port closed, is no finding.
     other.stop_daemon(Signal::SIGTERM).unwrap();
     other.start_daemon_with(&["--doctor-port=0"]).unwrap();
-    is_well(&lab, host);
+    finds_nothing(&lab, host);
     let page = examine(&lab, host, None, "--peers=9");
     assert!(!page.contains("both ways"), "{page}");
     other.stop_daemon(Signal::SIGTERM).unwrap();
@@ -387,11 +389,11 @@ fn without_a_tunnel(backend: Value) {
     let found = finds(&lab, host, &lost);
     assert!(found.contains("| ethtool -K eth0 tx off # here;"), "{found}");
     other.run("nft", &["delete table ip guard"]).unwrap();
-    is_well(&lab, host);
+    finds_nothing(&lab, host);
 }
 
 /// The doctor's port is open on devices of peers' packets, and only for nodes.
-fn strangers(backend: &str) {
+fn only_nodes_are_answered(backend: &str) {
     let lab = up(Lab::builder().backend(backend).families(Family::BOTH));
     let (host, other) = (&lab.hosts()[0], &lab.hosts()[1]);
     let env = other.subnet_env().unwrap().unwrap();
@@ -401,7 +403,8 @@ fn strangers(backend: &str) {
             _ => other.addresses()[family].unwrap(),
         };
         let script = format!(
-            "exec 3<>/dev/tcp/{address}/8473 && echo 'flannel 1 10 00000000000000ff' >&3 && printf 0123456789 >&3 && cat <&3"
+            "exec 3<>/dev/tcp/{address}/8473 && echo 'flannel 1 10 00000000000000ff' >&3 && printf \
+             0123456789 >&3 && cat <&3"
         );
         let answer = |namespace: &flannel_lab::Namespace| {
             let output = namespace
@@ -471,9 +474,9 @@ fn repair(lab: &Lab, hosts: &[&Host], finding: &str) {
         shell.env("LIBMOUNT_FSTAB", lab.dir().join("fstab"));
         let output = host.namespace().output(&mut shell).unwrap();
         assert!(output.status.success(), "{command}: {}", String::from_utf8_lossy(&output.stderr));
-        let wish = lab.dir().join("shims/start");
-        if wish.exists() {
-            std::fs::remove_file(wish).unwrap();
+        let request = lab.dir().join("shims/start");
+        if request.exists() {
+            std::fs::remove_file(request).unwrap();
             host.start_daemon().unwrap();
         }
     }
@@ -482,7 +485,7 @@ fn repair(lab: &Lab, hosts: &[&Host], finding: &str) {
 /// Ten faults, one after the other. The lab is healthy before and after each.
 fn ten_faults() {
     let lab = up(Lab::builder().config_field("EnableNFTables", true));
-    is_well(&lab, &lab.hosts()[0]);
+    finds_nothing(&lab, &lab.hosts()[0]);
     five_between_hosts(&lab, Family::V4);
     three_of_a_host(&lab, Family::V4);
     two_of_no_family(&lab);
@@ -491,7 +494,7 @@ fn ten_faults() {
 /// The faults that each family has.
 fn faults_of_ipv6() {
     let lab = up(Lab::builder().families(Family::BOTH).config_field("EnableNFTables", true));
-    is_well(&lab, &lab.hosts()[0]);
+    finds_nothing(&lab, &lab.hosts()[0]);
     five_between_hosts(&lab, Family::V6);
     three_of_a_host(&lab, Family::V6);
     too_narrow_for_ipv6(&lab);
@@ -506,7 +509,7 @@ fn too_narrow_for_ipv6(lab: &Lab) {
     let parts =
         ["path-mtu error", "too few for IPv6 through the tunnel, which takes 1350 | tracepath -n "];
     let found = finds(lab, host, &parts);
-    assert!(found.ends_with("must take 1350 at least"), "{found}");
+    assert!(found.ends_with("must take 1350 bytes at least"), "{found}");
     let repairs: std::collections::BTreeSet<String> = findings(lab, host, None)
         .iter()
         .filter_map(|line| Some(line.split_once(" | ")?.1.to_owned()))
@@ -520,7 +523,7 @@ fn too_narrow_for_ipv6(lab: &Lab) {
     for host in lab.hosts() {
         host.run("ip", &["-6", "route", "flush", "cache"]).unwrap();
     }
-    is_well(lab, host);
+    finds_nothing(lab, host);
 }
 
 /// Writes a forged lease, in all families of the lab.
@@ -558,7 +561,7 @@ fn five_between_hosts(lab: &Lab, family: Family) {
     // A late echo can make the result too small once.
     let found = finds_one(lab, host, &[&parts("\"MTU\": 1400}}'"), &parts("\"MTU\": 1404}}'")]);
     repair(lab, &[host], &found);
-    is_well(lab, host);
+    finds_nothing(lab, host);
 
     // Blocked vxlan port.
     let iptables = if six { "ip6tables" } else { "iptables" };
@@ -569,7 +572,7 @@ fn five_between_hosts(lab: &Lab, family: Family) {
         &["tunnel error", &tunnel, "UDP port 8472 may be blocked", "# on both hosts"],
     );
     repair(lab, &[host, other], &found);
-    is_well(lab, host);
+    finds_nothing(lab, host);
 
     // Duplicate public IP.
     let key = forge_lease(lab, &host.addresses()[family].unwrap().to_string());
@@ -580,7 +583,7 @@ fn five_between_hosts(lab: &Lab, family: Family) {
     );
     repair(lab, &[host], &found);
     assert!(!lab.registry().join("subnets").join(&key).exists());
-    is_well(lab, host);
+    finds_nothing(lab, host);
 
     // Foreign route shadowing a peer.
     let (ip, half) = if six { (vec!["-6"], 65) } else { (vec![], 25) };
@@ -590,7 +593,7 @@ fn five_between_hosts(lab: &Lab, family: Family) {
     );
     host.run("ip", &[&ip[..], &["route", "add", &half, "via", &router]].concat()).unwrap();
     repair(lab, &[host], &finds(lab, host, &["route error", "shadowed: packets go via"]));
-    is_well(lab, host);
+    finds_nothing(lab, host);
 
     // Stale peer.
     let nobody = if six { "fd00:77::c7" } else { "192.168.77.199" };
@@ -601,7 +604,7 @@ fn five_between_hosts(lab: &Lab, family: Family) {
         &finds(lab, host, &["peer error", &format!("no reply from {key}, neither"), nobody]),
     );
     assert!(!lab.registry().join("subnets").join(&key).exists());
-    is_well(lab, host);
+    finds_nothing(lab, host);
 }
 
 fn three_of_a_host(lab: &Lab, family: Family) {
@@ -613,14 +616,14 @@ fn three_of_a_host(lab: &Lab, family: Family) {
     host.namespace().sysctl(key, "0").unwrap();
     let found = finds(lab, host, &["forwarding error", &format!("forwards no {family} packets")]);
     repair(lab, &[host], &found);
-    is_well(lab, host);
+    finds_nothing(lab, host);
 
     // Deleted device. A running daemon would restore it before the doctor runs.
     let device = if six { "flannel-v6.1" } else { "flannel.1" };
     host.stop_daemon(Signal::SIGTERM).unwrap();
     host.run("ip", &["link", "del", device]).unwrap();
     repair(lab, &[host], &finds(lab, host, &["device error", &format!("{device} is not there")]));
-    is_well(lab, host);
+    finds_nothing(lab, host);
 
     // FORWARD policy drop. Flannel's rules are in another table here.
     let (iptables, table) =
@@ -628,7 +631,7 @@ fn three_of_a_host(lab: &Lab, family: Family) {
     host.run(iptables, &["-P", "FORWARD", "DROP"]).unwrap();
     let chain = format!("chain FORWARD of table {table}");
     repair(lab, &[host], &finds(lab, host, &["forward-drop warning", &chain]));
-    is_well(lab, host);
+    finds_nothing(lab, host);
 }
 
 /// The store is a directory that `/etc/fstab` mounts.
@@ -660,7 +663,7 @@ fn not_mounted() {
     let found = finds(&lab, host, &["store warning", "does not answer", "| mount "]);
     assert!(!registry.exists());
     repair(&lab, &[host], &found);
-    is_well(&lab, host);
+    finds_nothing(&lab, host);
     assert_eq!(leases(registry), before);
 
     // Missing while no daemon runs.
@@ -675,7 +678,7 @@ fn not_mounted() {
         &lab.hosts().iter().collect::<Vec<_>>(),
         &finds(&lab, host, &["daemon error", "| systemctl start"]),
     );
-    is_well(&lab, host);
+    finds_nothing(&lab, host);
     assert_eq!(leases(registry), before);
     for host in lab.hosts() {
         host.stop_daemon(Signal::SIGTERM).unwrap();
@@ -697,10 +700,10 @@ fn two_of_no_family(lab: &Lab) {
     );
     std::fs::remove_file(lab.registry()).unwrap();
     std::fs::rename(&away, lab.registry()).unwrap();
-    is_well(lab, host);
+    finds_nothing(lab, host);
 
     // Strict rp_filter.
     host.namespace().sysctl("net/ipv4/conf/all/rp_filter", "1").unwrap();
     repair(lab, &[host], &finds(lab, host, &["rp-filter warning", "flannel.1 is strict"]));
-    is_well(lab, host);
+    finds_nothing(lab, host);
 }

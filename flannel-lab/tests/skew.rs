@@ -120,7 +120,7 @@ fn wait_until(mut condition: impl FnMut() -> bool, otherwise: impl Fn() -> Strin
     }
 }
 
-/// How often the host's log says that all peers are in place.
+/// The number of lines in the host's log that report all peers in place.
 fn in_sync(host: &Host) -> usize {
     host.log().unwrap().matches("in sync peers=2").count()
 }
@@ -135,7 +135,7 @@ fn wait_for_sync(host: &Host, times: usize) {
     );
 }
 
-/// Which version starts the cluster.
+/// The version that starts the cluster.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum First {
     Old,
@@ -166,10 +166,10 @@ fn change_versions(backend: &str, etcd: bool, first: First) {
             for host in lab.hosts() {
                 let syncs = in_sync(host);
                 host.stop_daemon(signal).unwrap().unwrap();
-                traffic.flow();
+                traffic.wait_for_arrivals();
                 host.start_daemon_of(program, &store.options()).unwrap();
                 wait_for_sync(host, syncs + 1);
-                traffic.flow();
+                traffic.wait_for_arrivals();
                 let now = store.leases(&lab);
                 assert!(now.keys().eq(leases.keys()), "{}: {now:#?}", host.name());
                 if first == First::Old {
@@ -186,7 +186,7 @@ fn change_versions(backend: &str, etcd: bool, first: First) {
     println!("{backend}, etcd {etcd}, {first:?} first: {} of {sent} packets lost", lost.len());
     assert!(lost.is_empty(), "{} of {sent} packets: {lost:#?}\n{logs}", lost.len());
     // 12 streams, 12 changes of versions, twice 25 packets each at least.
-    assert!(sent >= 12 * 12 * 50, "{sent} packets prove nothing");
+    assert!(sent >= 12 * 12 * 50, "{sent} packets are too few for the test");
 }
 
 macro_rules! tests {

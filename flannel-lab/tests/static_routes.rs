@@ -75,8 +75,8 @@ fn pods_reach_each_other_over_static_routes() {
 }
 
 #[test]
-fn one_family_is_tried_alone() {
-    as_root("one_family_is_tried_alone", || {
+fn each_family_is_probed_alone() {
+    as_root("each_family_is_probed_alone", || {
         for family in Family::BOTH {
             let matrix = routed(2, &[family], 1500).matrix(PATIENCE).unwrap();
             assert!(matrix.is_complete(), "{matrix:#?}");
@@ -120,8 +120,8 @@ fn a_wrong_mtu_is_detected_if_no_host_reports_it() {
 }
 
 #[test]
-fn a_cut_wire_is_detected_and_so_is_its_repair() {
-    as_root("a_cut_wire_is_detected_and_so_is_its_repair", || {
+fn a_cut_link_and_its_repair_are_detected() {
+    as_root("a_cut_link_and_its_repair_are_detected", || {
         let lab = routed(3, &Family::BOTH, 1500);
         let third = &lab.hosts()[2];
         let touches = |pair: &Pair| pair.from == "pod-3" || pair.to == "pod-3";
@@ -173,8 +173,8 @@ fn forty_hosts_reach_each_other() {
 }
 
 #[test]
-fn hosts_can_be_used_by_hand() {
-    as_root("hosts_can_be_used_by_hand", || {
+fn hosts_run_programs_and_replace_their_pods() {
+    as_root("hosts_run_programs_and_replace_their_pods", || {
         let lab = routed(2, &Family::BOTH, 1450);
         let [first, second] = lab.hosts() else { panic!("{:?}", lab.hosts()) };
         assert!(
@@ -207,8 +207,8 @@ fn hosts_can_be_used_by_hand() {
 
 /// A namespace that another program connected is a pod. The lab does not remove its links.
 #[test]
-fn a_namespace_that_another_program_connected_is_adopted() {
-    as_root("a_namespace_that_another_program_connected_is_adopted", || {
+fn a_namespace_of_another_program_is_adopted_as_a_pod() {
+    as_root("a_namespace_of_another_program_is_adopted_as_a_pod", || {
         let lab = routed(2, &[Family::V4], 1500);
         let host = &lab.hosts()[0];
         host.remove_pod().unwrap();
@@ -234,8 +234,8 @@ fn a_namespace_that_another_program_connected_is_adopted() {
 }
 
 #[test]
-fn an_interrupt_ends_every_wait_and_leaves_nothing() {
-    as_root("an_interrupt_ends_every_wait_and_leaves_nothing", || {
+fn an_interrupt_ends_every_wait_and_leaves_nothing_behind() {
+    as_root("an_interrupt_ends_every_wait_and_leaves_nothing_behind", || {
         let interrupter = Interrupter::default();
         let lab = Lab::builder().hosts(2).interrupter(interrupter.clone()).start().unwrap();
         let (dir, namespace) = (lab.dir().to_owned(), lab.hosts()[0].namespace().path());

@@ -49,7 +49,7 @@ fn wait_for_log(host: &Host, text: &str, times: usize) {
             host.check_daemon().unwrap();
             log().matches(text).count() >= times
         },
-        || format!("{}: {text:?} was not said {times} times:\n{}", host.name(), log()),
+        || format!("{}: {text:?} is not in the log {times} times:\n{}", host.name(), log()),
     );
 }
 
@@ -58,8 +58,8 @@ fn ip(host: &Host, args: &str) -> String {
 }
 
 /// Ends the streams. No packet may be lost.
-fn nothing_is_lost(traffic: Traffic, lab: &Lab, least: usize) {
-    traffic.flow();
+fn assert_no_loss(traffic: Traffic, lab: &Lab, least: usize) {
+    traffic.wait_for_arrivals();
     let (sent, lost) = traffic.end();
     assert!(
         lost.is_empty(),
@@ -67,7 +67,7 @@ fn nothing_is_lost(traffic: Traffic, lab: &Lab, least: usize) {
         lost.len(),
         logs(lab)
     );
-    assert!(sent >= least, "{sent} packets prove nothing");
+    assert!(sent >= least, "{sent} packets are too few for the test");
 }
 
 /// The streams show a loss: only the host whose frames the switch drops loses packets.
@@ -77,9 +77,9 @@ fn a_loss_is_detected_and_reported() {
         let lab = up("host-gw");
         let traffic = Traffic::start(&lab);
         lab.switch().drop_frames(&lab.hosts()[1]).unwrap();
-        traffic.go_out(2);
+        traffic.wait_for_sent(2);
         lab.switch().pass_frames(&lab.hosts()[1]).unwrap();
-        traffic.flow();
+        traffic.wait_for_arrivals();
         let (_, lost) = traffic.end();
         assert!(!lost.is_empty() && lost.iter().all(|lost| lost.hosts.contains(&2)), "{lost:#?}");
     });
@@ -96,16 +96,16 @@ fn killed_and_upgraded(backend: &str) {
         for host in lab.hosts() {
             let before = host.log().unwrap().matches("in sync peers=2").count();
             host.stop_daemon(Signal::SIGKILL).unwrap().unwrap();
-            traffic.flow();
+            traffic.wait_for_arrivals();
             host.start_daemon_with(&[option]).unwrap();
             wait_for_log(host, "in sync peers=2", before + 1);
             let objects = ip(host, "nexthop show").lines().count();
             assert_eq!(objects, if plain { 0 } else { 2 }, "{option}");
-            traffic.flow();
+            traffic.wait_for_arrivals();
         }
     }
     // 12 streams, 30 restarts, twice 25 packets each at least.
-    nothing_is_lost(traffic, &lab, 12 * 30 * 50);
+    assert_no_loss(traffic, &lab, 12 * 30 * 50);
 }
 
 #[test]
@@ -136,14 +136,14 @@ fn to_go_flannel_and_back(backend: &dyn Backend) {
         assert_eq!(nexthops(), 2);
         let report = ready_for_go(&kernel, &footprint, false).unwrap();
         assert!(report.failed.is_empty() && nexthops() == 0, "{report:?}");
-        traffic.flow();
+        traffic.wait_for_arrivals();
         host.start_daemon().unwrap();
         wait_for_log(host, "in sync peers=2", before + 1);
         assert_eq!(nexthops(), 2);
-        traffic.flow();
+        traffic.wait_for_arrivals();
     }
     // 12 streams, twice three hosts, 25 packets each at least.
-    nothing_is_lost(traffic, &lab, 12 * 6 * 25);
+    assert_no_loss(traffic, &lab, 12 * 6 * 25);
 }
 
 #[test]
@@ -178,9 +178,9 @@ fn another_mtu(backend: &str, overhead: u32) {
             let has = |text: &str, mtu: u32| text.contains(&format!("mtu {mtu} "));
             eventually(PATIENCE, || has(&shown(), mtu - 50) && has(&shown(), mtu - 70), shown);
         }
-        traffic.flow();
+        traffic.wait_for_arrivals();
     }
-    nothing_is_lost(traffic, &lab, 12 * 75);
+    assert_no_loss(traffic, &lab, 12 * 75);
 }
 
 #[test]
@@ -220,34 +220,34 @@ fn another_address(backend: &str) {
     let own = || ip(host, "-d link show type vxlan");
     let local = || own().contains("local 192.168.77.101 ") && own().contains("local fd00:77::65 ");
     eventually(PATIENCE, || backend != "vxlan" || local(), || format!("{}\n{}", own(), logs(&lab)));
-    let learnt = Instant::now();
-    traffic.flow();
-    traffic.flow();
+    let switched = Instant::now();
+    traffic.wait_for_arrivals();
+    traffic.wait_for_arrivals();
     let (sent, lost) = traffic.end();
-    let excused =
-        |lost: &stream::Lost| lost.hosts.contains(&1) && lost.at >= began && lost.at <= learnt;
-    let lost: Vec<_> = lost.into_iter().filter(|lost| !excused(lost)).collect();
+    let is_expected =
+        |lost: &stream::Lost| lost.hosts.contains(&1) && lost.at >= began && lost.at <= switched;
+    let lost: Vec<_> = lost.into_iter().filter(|lost| !is_expected(lost)).collect();
     assert!(lost.is_empty(), "{} of {sent} packets: {lost:#?}\n{}", lost.len(), logs(&lab));
 }
 
 #[test]
-fn vxlan_peers_lose_packets_to_another_address_only_until_they_know_it() {
-    as_root("vxlan_peers_lose_packets_to_another_address_only_until_they_know_it", || {
+fn vxlan_loses_packets_only_until_peers_know_a_changed_address() {
+    as_root("vxlan_loses_packets_only_until_peers_know_a_changed_address", || {
         another_address("vxlan");
     });
 }
 
 #[test]
-fn host_gw_peers_lose_packets_to_another_address_only_until_they_know_it() {
-    as_root("host_gw_peers_lose_packets_to_another_address_only_until_they_know_it", || {
+fn host_gw_loses_packets_only_until_peers_know_a_changed_address() {
+    as_root("host_gw_loses_packets_only_until_peers_know_a_changed_address", || {
         another_address("host-gw");
     });
 }
 
 /// The network config gets another MTU: every daemon rebuilds its network on the same devices.
 #[test]
-fn another_mtu_in_the_network_config_loses_no_packet() {
-    as_root("another_mtu_in_the_network_config_loses_no_packet", || {
+fn a_changed_mtu_in_the_network_config_loses_no_packet() {
+    as_root("a_changed_mtu_in_the_network_config_loses_no_packet", || {
         let lab = up("vxlan");
         let traffic = Traffic::start(&lab);
         let path = lab.registry().join("config");
@@ -267,8 +267,8 @@ fn another_mtu_in_the_network_config_loses_no_packet() {
                     || shown() + &logs(&lab),
                 );
             }
-            traffic.flow();
+            traffic.wait_for_arrivals();
         }
-        nothing_is_lost(traffic, &lab, 12 * 100);
+        assert_no_loss(traffic, &lab, 12 * 100);
     });
 }

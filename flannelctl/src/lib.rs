@@ -46,7 +46,7 @@ pub(crate) struct Output {
 /// `backends` are those that a network config may name.
 ///
 /// # Blocking
-/// It owns the process, and sets up a runtime.
+/// It runs the whole process and sets up a runtime.
 pub fn run(args: impl IntoIterator<Item = OsString>, backends: &Backends) -> ExitCode {
     let options = match Ctl::parse_from(args, |name| std::env::var_os(name)) {
         Ok(options) => options,
@@ -103,7 +103,7 @@ async fn run_verb(options: &Ctl, backends: &Backends, terminal: &Terminal) -> Re
         }
         Verb::Reload => {
             let value = client.ask("POST", request::RELOAD)?;
-            let text = format!("read again: {}\n", value["found"].as_str().unwrap_or_default());
+            let text = format!("reloaded: {}\n", value["found"].as_str().unwrap_or_default());
             Ok(Output { text, value, ok: true })
         }
         Verb::Log { filter } => {

@@ -1,4 +1,4 @@
-//! The state without a daemon: the files that the last one left, and the store.
+//! The state without a daemon: the files of the last daemon, and the store.
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -96,7 +96,7 @@ pub(crate) fn own_subnets(global: &Global) -> Option<Subnets> {
     SubnetEnv::read(&global.subnet_file).ok().and_then(|env| env.previous())
 }
 
-/// The page without a daemon: the state that the last one left.
+/// The page without a daemon: the state that the last daemon left.
 pub(crate) async fn status(
     Context { global, backends, terminal, .. }: Context<'_>,
     failure: &flannel_api::Error,
@@ -107,7 +107,8 @@ pub(crate) async fn status(
     text += &terminal.field(
         "",
         Style::Plain,
-        "try: systemctl status flanneld; or --control-socket FILE, if it was started with another one",
+        "try: systemctl status flanneld; or --control-socket FILE, if it was started with another \
+         one",
     );
     let found = findings(global, backends).await;
     text += &status::findings(&found, terminal);
@@ -117,7 +118,7 @@ pub(crate) async fn status(
         Ok(env) => {
             let subnets: Vec<String> = env.subnets.values().map(ToString::to_string).collect();
             let left = format!(
-                "{}, pods may send {} bytes, says {}",
+                "{}, pods may send {} bytes, according to {}",
                 subnets.join(", "),
                 env.mtu,
                 global.subnet_file.display()
@@ -146,7 +147,7 @@ pub(crate) async fn status(
     text += &terminal.field(
         "data path",
         Style::Bold,
-        "stays as the daemon left it; flannelctl why ADDRESS asks the kernel",
+        "unchanged since the daemon ended; flannelctl why ADDRESS asks the kernel",
     );
     Output { text, value, ok: false }
 }

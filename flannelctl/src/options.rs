@@ -1,7 +1,7 @@
 //! The command line of `flannelctl`.
 //!
-//! Options that flanneld has too have the same names, and come from the same environment variables.
-//! They may stand before or behind the verb.
+//! Options that flanneld also has have the same names and the same environment variables. They may
+//! precede or follow the verb.
 
 use std::ffi::OsString;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
@@ -25,13 +25,14 @@ use crate::verbs::docker_opts::DockerFlags;
 #[command(
     name = "flannelctl",
     version,
-    about = "Asks the flannel daemon of this host how it is, and looks after its store and its kernel objects.",
+    about = "Shows the state of this host's flannel daemon, and maintains its store and its kernel \
+        objects.",
     args_override_self = true,
     subcommand_value_name = "VERB",
     subcommand_help_heading = "Verbs",
-    after_help = "Exit status: 0 if all is well, 1 if it is not or could not be done, 2 for wrong usage.\n\
-                  Options that flanneld has too can come from the environment as for flanneld, for example \
-                  FLANNELD_REGISTRY."
+    after_help = "Exit status: 0 for success, 1 for a problem or an error, 2 for wrong usage.\n\
+        Options that flanneld also has are read from the same environment variables, for example \
+        FLANNELD_REGISTRY."
 )]
 pub(crate) struct Ctl {
     #[command(flatten)]
@@ -40,7 +41,7 @@ pub(crate) struct Ctl {
     pub(crate) verb: Verb,
 }
 
-/// The whole command line of `flannelctl`, for those who make documents of it.
+/// The whole command line of `flannelctl`, for generators of documents.
 pub fn command() -> clap::Command {
     Ctl::command().mut_args(|arg| match arg.get_id().as_str() {
         "help" | "version" => arg,
@@ -79,7 +80,7 @@ pub(crate) struct Global {
 }
 
 impl Global {
-    /// The socket of a daemon with the same options; `None`: it has none.
+    /// The socket of a daemon with the same options; `None` if it has no socket.
     pub(crate) fn socket(&self) -> Option<PathBuf> {
         control::socket(self.control_socket.as_deref(), &self.subnet_file)
     }
@@ -97,7 +98,7 @@ impl Global {
             let has = |name| location.path.join(name).try_exists().map_err(broken);
             if !has("config")? && !has("subnets")? {
                 let text =
-                    "neither config nor subnets is in it, as in a directory that is not mounted";
+                    "neither config nor subnets is in it; perhaps its file system is not mounted";
                 return Err(broken(std::io::Error::new(std::io::ErrorKind::NotFound, text)).into());
             }
         }
@@ -107,7 +108,9 @@ impl Global {
     /// Opens the store, or creates one.
     pub(crate) async fn make_registry(&self) -> Result<Arc<dyn Registry>> {
         let missing = || {
-            Error::Refused("--registry names no store; for example dir:/etc/flannel/network".into())
+            Error::Refused(
+                "--registry is missing: expected dir:/etc/flannel/network, for example".into(),
+            )
         };
         let url = self.registry.as_ref().ok_or_else(missing)?;
         let registry = match url {
@@ -115,7 +118,10 @@ impl Global {
             #[cfg(feature = "etcd")]
             RegistryUrl::Etcd => flannel_options::open_etcd(self.etcd.options())?,
             #[cfg(not(feature = "etcd"))]
-            RegistryUrl::Etcd => return Err(Error::Refused("this build has no etcd".to_owned())),
+            RegistryUrl::Etcd => {
+                let text = "--registry etcd: this build has no etcd; expected dir:PATH";
+                return Err(Error::Refused(text.to_owned()));
+            }
         };
         Ok(registry)
     }
@@ -126,17 +132,18 @@ impl Global {
 pub(crate) enum Verb {
     /// Show the state of this node: problems, lease, interface, backend, store and peers
     #[command(
-        long_about = "Shows the state of this node: problems first, then its lease, interface, backend, store \
-        and peers. Exit status 1 if it is not ready. Without a daemon it shows the state that the last one left."
+        long_about = "Shows the state of this node: problems first, then its lease, interface, \
+            backend, store and peers. Exit status 1 if it is not ready. Without a daemon it shows \
+            the state that the last one left."
     )]
     Status,
     /// List every peer with its state; without a daemon, every lease in the store
     Peers,
     /// Explain the path of packets to a pod's address
     #[command(
-        long_about = "Explains the path of packets to a pod's address: the lease that holds it, the kernel objects of \
-        that lease with their states, and the kernel's own route, with foreign routes and rules. Exit status 1 if \
-        packets take another path than the lease's."
+        long_about = "Explains the path of packets to a pod's address: the lease that holds it, \
+            the kernel objects of that lease with their states, and the kernel's own route, with \
+            foreign routes and rules. Exit status 1 if packets take another path than the lease's."
     )]
     Why {
         /// The address of a pod
@@ -145,21 +152,24 @@ pub(crate) enum Verb {
     },
     /// Look for faults between the store and the wire, and print commands that repair them
     #[command(
-        long_about = "Looks for faults between the store and the wire. It checks the store, the daemon, this host's \
-        settings, devices and their MTU. It sends ICMP echoes of small and full size to the tunnel address and the \
-        public address of each peer. If a peer runs this daemon, both send TCP segments of full size and report the \
-        direction of a loss. Each finding has a command that repairs it. Exit status 1 if there is a finding. Without \
-        a daemon it uses the store, the cache and the kernel."
+        long_about = "Looks for faults between the store and the wire. It checks the store, the \
+            daemon, this host's settings, devices and their MTU. It sends ICMP echoes of small and \
+            full size to the tunnel address and the public address of each peer. If a peer runs \
+            this daemon, both send TCP segments of full size and report the direction of a loss. \
+            Each finding has a command that repairs it. Exit status 1 if there is a finding. \
+            Without a daemon it uses the store, the cache and the kernel."
     )]
     Doctor(DoctorFlags),
     /// Show the status repeatedly, until interrupted
     #[command(
-        long_about = "Shows the status repeatedly, until interrupted. A terminal is redrawn; otherwise, and with \
-        --json (one object a line), the status is printed after each change."
+        long_about = "Shows the status repeatedly, until interrupted. A terminal is redrawn; \
+            otherwise, and with --json (one object per line), the status is printed after each \
+            change."
     )]
     Watch {
         /// Seconds between two requests
-        #[arg(long, value_name = "SECONDS", default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..=3600))]
+        #[arg(long, value_name = "SECONDS", default_value_t = 1)]
+        #[arg(value_parser = clap::value_parser!(u64).range(1..=3600))]
         interval: u64,
     },
     /// Make the daemon read config and certificates again and reset its log filter, as SIGHUP does
@@ -173,16 +183,18 @@ pub(crate) enum Verb {
     },
     /// Remove the daemon's kernel objects, or prepare them for Go flannel
     #[command(
-        long_about = "Removes the daemon's kernel objects: routes, nexthop objects, forwarding entries, neighbours, \
-        addresses, devices, firewall rules; then the subnet file and the cached leases. Pods lose their connection to \
-        other nodes. The daemon must not run, because it would restore everything. The network config, in the store or \
-        as the daemon last read it, determines the objects."
+        long_about = "Removes the daemon's kernel objects: routes, nexthop objects, forwarding \
+            entries, neighbours, addresses, devices, firewall rules; then the subnet file and the \
+            cached leases. Pods lose their connection to other nodes. The daemon must not run, \
+            because it would restore everything. The network config, in the store or as the daemon \
+            last read it, determines the objects."
     )]
     Cleanup(CleanupFlags),
     /// Write this host's subnet as options for the Docker daemon, as mk-docker-opts.sh does
     #[command(
-        long_about = "Writes this host's subnet as options for the Docker daemon: the flags and the output of Go \
-        flannel's mk-docker-opts.sh. Exit status 1 if the kernel sends the subnet to another host."
+        long_about = "Writes this host's subnet as options for the Docker daemon: the flags and \
+            the output of Go flannel's mk-docker-opts.sh. Exit status 1 if the kernel sends the \
+            subnet to another host."
     )]
     DockerOpts(DockerFlags),
     /// Check or write the network config
@@ -196,12 +208,13 @@ pub(crate) enum Verb {
 /// The options of `doctor`.
 #[derive(Debug, Args)]
 pub(crate) struct DoctorFlags {
-    /// Ask at most so many peers, those with problems first
+    /// The maximum number of peers to ask; peers with problems come first
     #[arg(long, value_name = "NUMBER", default_value_t = 64, value_parser = peers)]
     pub(crate) peers: usize,
 
-    /// The port on which daemons of peers report arrivals, as for flanneld; 0: they are not asked
-    #[arg(long, value_name = "PORT", default_value = control::DOCTOR_PORT, value_parser = control::port)]
+    /// The port on which daemons of peers report arrivals, as for flanneld; 0: none is asked
+    #[arg(long, value_name = "PORT")]
+    #[arg(default_value = control::DOCTOR_PORT, value_parser = control::port)]
     pub(crate) doctor_port: u16,
 
     /// The interface of a daemon that does not run, by name or address; by default the one with the
@@ -247,8 +260,9 @@ pub(crate) enum ConfigVerb {
     },
     /// Check a network config and write it to the store
     #[command(
-        long_about = "Checks a network config and writes it to the store, unless it changes there at the same \
-        moment. Running daemons apply backend options at once, and other pod networks or subnets at their next start."
+        long_about = "Checks a network config and writes it to the store, unless it changes there \
+            at the same moment. Running daemons apply backend options at once, and other pod \
+            networks or subnets at their next start."
     )]
     Set {
         /// The file, - for standard input
@@ -257,8 +271,8 @@ pub(crate) enum ConfigVerb {
     },
     /// Change some fields of the network config in the store
     #[command(
-        long_about = "Changes the fields of the network config in the store that a JSON object names; null removes a \
-        field. The result is checked, and written as config set does."
+        long_about = "Changes the fields of the network config in the store that a JSON object \
+            names; null removes a field. The result is checked, and written as config set does."
     )]
     Patch {
         /// Such as '{"Backend": {"MTU": 1400}}'
@@ -270,12 +284,13 @@ pub(crate) enum ConfigVerb {
 /// The verbs of `lease`.
 #[derive(Debug, Subcommand)]
 pub(crate) enum LeaseVerb {
-    /// List every lease in the store, and entries that are none
+    /// List every lease in the store, and entries that are not leases
     List,
     /// Create a lease that never expires, or make one never expire
     #[command(
-        long_about = "Creates a lease that never expires, for the node with this public address; or makes an existing \
-        lease never expire, which its node follows while it runs."
+        long_about = "Creates a lease that never expires, for the node with this public address. \
+            Or makes an existing lease never expire; a running daemon of its node follows the \
+            change."
     )]
     Reserve {
         /// The subnet, such as 10.1.5.0/24; a dual-stack lease is 10.1.5.0/24,fd00:1:0:5::/64 or
@@ -297,15 +312,15 @@ pub(crate) enum LeaseVerb {
     },
     /// Delete a lease
     #[command(
-        long_about = "Deletes a lease of a node that is gone, which frees the subnet for others. A running daemon that \
-        holds the lease stops with exit status 1."
+        long_about = "Deletes a lease of a node that is gone, which frees the subnet for others. A \
+            running daemon that holds the lease stops with exit status 1."
     )]
     Release {
         /// The subnet, such as 10.1.5.0/24, or the key's text
         #[arg(value_name = "SUBNET", value_parser = key)]
         lease: Subnets,
 
-        /// Delete a lease that is no reservation, whose node may be alive
+        /// Delete a lease that is not a reservation, although its node may be alive
         #[arg(long)]
         force: bool,
     },
@@ -318,7 +333,8 @@ fn key(text: &str) -> Result<Subnets, String> {
     }
     let wrong = || {
         format!(
-            "{text:?} is neither subnets, such as 10.1.5.0/24, nor the key of a lease, such as 10.1.5.0-24"
+            "{text:?} is neither subnets, such as 10.1.5.0/24, nor the key of a lease, such as \
+             10.1.5.0-24"
         )
     };
     let parts: Option<Vec<Subnet>> = text.split(',').map(|part| part.trim().parse().ok()).collect();
@@ -328,7 +344,7 @@ fn key(text: &str) -> Result<Subnets, String> {
     subnets.ok_or_else(wrong)
 }
 
-/// Options of verbs that the daemon also has, with the same meaning.
+/// Options of verbs that the daemon has with the same meaning.
 const OF_DAEMON: [&str; 2] = ["doctor_port", "iface"];
 
 impl Ctl {
@@ -420,7 +436,7 @@ mod tests {
     }
 
     #[test]
-    fn the_socket_is_that_of_a_daemon_with_the_same_environment() {
+    fn the_socket_path_follows_the_variables_of_the_daemon() {
         for (env, expected) in [
             (("FLANNELD_SUBNET_FILE", "/run/other/subnet.env"), Some("/run/other/flanneld.sock")),
             (("FLANNELD_CONTROL_SOCKET", "/run/a.sock"), Some("/run/a.sock")),
@@ -433,7 +449,7 @@ mod tests {
 
     /// An empty variable counts as unset, and numbers are Go's, as for the daemon.
     #[test]
-    fn options_of_a_verb_come_from_the_daemons_variables_too() {
+    fn options_of_a_verb_are_read_from_the_variables_of_the_daemon() {
         let doctor = |args: &[&str], env: &[(&str, &str)]| match parse(args, env)
             .map(|options| options.verb)
         {
@@ -473,7 +489,7 @@ mod tests {
 
     #[cfg(feature = "etcd")]
     #[test]
-    fn options_that_cannot_reach_etcd_are_wrong_usage() {
+    fn invalid_options_of_etcd_are_wrong_usage() {
         for (args, env, says) in [
             (
                 &["status", "--etcd-endpoints=nonsense"] as &[&str],

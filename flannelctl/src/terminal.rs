@@ -87,7 +87,7 @@ impl Terminal {
         let width = self.width.saturating_sub(indent).max(1);
         let mut lines = vec![String::new()];
         for word in text.split_whitespace() {
-            let last = lines.last_mut().expect("there is one from the start");
+            let last = lines.last_mut().expect("the list starts with one line");
             let len = last.chars().count();
             if len > 0 && len + 1 + word.chars().count() > width {
                 lines.push(word.to_owned());
@@ -147,7 +147,7 @@ pub(crate) mod tests {
     /// Compares a page of 80 and 120 columns with the files `pages/NAME_80.txt` and
     /// `pages/NAME_120.txt`. `UPDATE_PAGES=1` writes them. Only commands and rows of tables may be
     /// wider than the terminal.
-    pub(crate) fn looks(name: &str, page: impl Fn(&Terminal) -> String) {
+    pub(crate) fn assert_page(name: &str, page: impl Fn(&Terminal) -> String) {
         for width in [80, 120] {
             let text = page(&Terminal { width, colours: false });
             let file = format!("{}/src/pages/{name}_{width}.txt", env!("CARGO_MANIFEST_DIR"));
@@ -176,7 +176,8 @@ pub(crate) mod tests {
                 Style::Bad,
                 "one two three four five a-very-long-word-that-does-not-fit"
             ),
-            "error      one two three four\n           five\n           a-very-long-word-that-does-not-fit\n"
+            "error      one two three four\n           five\n           \
+             a-very-long-word-that-does-not-fit\n"
         );
         let rows = [
             (Style::Plain, vec![vec!["a".to_owned(), "bcd".to_owned()], vec!["x".to_owned()]]),

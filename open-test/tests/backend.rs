@@ -93,7 +93,7 @@ fn config_is_validated() {
         let file = lab.dir().join("candidate");
         let path = file.display().to_string();
         let output = output_of(&lab, host, &["config", "check"]);
-        assert!(output.contains("it is right") && output.contains("lane"), "{output}");
+        assert!(output.contains("the config is valid") && output.contains("lane"), "{output}");
         for good in [r#"{"Type":"lane","Lane":4094}"#, r#"{"type":"LANE","lane":1,"port":7000}"#] {
             std::fs::write(&file, lane(good)).unwrap();
             output_of(&lab, host, &["config", "check", &path]);

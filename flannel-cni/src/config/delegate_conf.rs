@@ -196,7 +196,7 @@ mod tests {
     /// Each directory of `tests/golden` has a config, a `subnet.env`, and the config that the Go
     /// plugin (cni-plugin 092e6d26) makes of them.
     #[test]
-    fn the_bytes_are_those_of_the_go_plugin() {
+    fn the_config_equals_that_of_the_go_plugin() {
         let mut seen = 0;
         for case in
             std::fs::read_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden")).unwrap()
@@ -252,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn other_texts_are_no_saved_config() {
+    fn a_text_without_a_type_is_no_saved_config() {
         for bad in ["", "{", "[]", "{}", r#"{"type":7}"#] {
             assert_eq!(DelegateConf::from_saved(bad.as_bytes()), None, "{bad}");
         }

@@ -125,7 +125,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn missing_fields_have_the_defaults_of_go() {
+    fn missing_fields_get_the_defaults_of_the_go_plugin() {
         let conf = NetConf::parse(br#"{"name":"cbr0","delegate":null,"cniVersion":""}"#).unwrap();
         assert_eq!((conf.version, conf.cni_version), (SpecVersion::OLDEST, None));
         assert_eq!(conf.subnet_file.to_str(), Some("/run/flannel/subnet.env"));

@@ -111,10 +111,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn reads_what_flanneld_writes() {
-        let text = "FLANNEL_NETWORK=10.1.0.0/16,10.2.0.0/16,10.1.7.7/16\nFLANNEL_SUBNET=10.1.5.1/24\n\
-                    FLANNEL_IPV6_NETWORK=fd00::/48\nFLANNEL_IPV6_SUBNET=fd00:0:0:5::1/64\nFLANNEL_MTU=1450\n\
-                    FLANNEL_IPMASQ=yes\n# whatever\n\nOTHER=x";
+    fn subnet_env_of_flanneld_is_parsed() {
+        let text = "FLANNEL_NETWORK=10.1.0.0/16,10.2.0.0/16,10.1.7.7/16\n\
+            FLANNEL_SUBNET=10.1.5.1/24\nFLANNEL_IPV6_NETWORK=fd00::/48\n\
+            FLANNEL_IPV6_SUBNET=fd00:0:0:5::1/64\nFLANNEL_MTU=1450\n\
+            FLANNEL_IPMASQ=yes\n# a comment\n\nOTHER=x";
         let expected = SubnetEnv {
             networks: ["10.1.0.0/16", "10.2.0.0/16", "fd00::/48"]
                 .map(|s| s.parse().unwrap())
@@ -143,7 +144,8 @@ mod tests {
             ("FLANNEL_MTU=+5", "expected a number of bytes"),
             (
                 "",
-                "it is missing FLANNEL_NETWORK, FLANNEL_IPV6_NETWORK, FLANNEL_SUBNET, FLANNEL_IPV6_SUBNET, FLANNEL_MTU, FLANNEL_IPMASQ",
+                "it is missing FLANNEL_NETWORK, FLANNEL_IPV6_NETWORK, FLANNEL_SUBNET, \
+                 FLANNEL_IPV6_SUBNET, FLANNEL_MTU, FLANNEL_IPMASQ",
             ),
             (
                 "FLANNEL_NETWORK=10.1.0.0/16\nFLANNEL_IPV6_SUBNET=fd00::1/64\nFLANNEL_MTU=0",

@@ -110,7 +110,8 @@ mod tests {
             Error::new(Code::NETWORK_CONFIG, "a \"b\"\n").with_version("0.4.0".parse().unwrap());
         assert_eq!(
             error.to_json(),
-            "{\n    \"cniVersion\": \"0.4.0\",\n    \"code\": 7,\n    \"msg\": \"a \\\"b\\\"\\n\"\n}\n"
+            "{\n    \"cniVersion\": \"0.4.0\",\n    \"code\": 7,\n    \"msg\": \"a \\\"b\\\"\\n\"\n\
+             }\n"
         );
         let error = error.with_details("c").with_details("d");
         assert!(error.to_json().ends_with(",\n    \"details\": \"c; d\"\n}\n"));
@@ -121,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn other_texts_are_no_error_object() {
+    fn a_text_without_a_numeric_code_is_no_error_object() {
         for other in
             ["", "null", "[]", "{}", r#"{"msg":"x"}"#, r#"{"code":"7","msg":"x"}"#, "panic: x"]
         {

@@ -92,14 +92,18 @@ mod tests {
     }
 
     #[test]
-    fn the_bytes_are_those_of_the_go_plugin() {
+    fn the_texts_equal_those_of_the_go_plugin() {
         assert_eq!(
             SpecVersion::list(),
-            "{\"cniVersion\":\"1.1.0\",\"supportedVersions\":[\"0.1.0\",\"0.2.0\",\"0.3.0\",\"0.3.1\",\"0.4.0\",\"1.0.0\",\"1.1.0\"]}\n"
+            "{\"cniVersion\":\"1.1.0\",\"supportedVersions\":[\"0.1.0\",\"0.2.0\",\
+             \"0.3.0\",\"0.3.1\",\"0.4.0\",\"1.0.0\",\"1.1.0\"]}\n"
         );
         assert_eq!(
             "2.0.0".parse::<SpecVersion>().unwrap_err().to_string(),
-            r#"config is "2.0.0", plugin supports ["0.1.0" "0.2.0" "0.3.0" "0.3.1" "0.4.0" "1.0.0" "1.1.0"]"#
+            concat!(
+                r#"config is "2.0.0", plugin supports "#,
+                r#"["0.1.0" "0.2.0" "0.3.0" "0.3.1" "0.4.0" "1.0.0" "1.1.0"]"#
+            )
         );
     }
 }

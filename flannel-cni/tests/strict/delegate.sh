@@ -38,14 +38,19 @@ esac
 attachment=$CNI_CONTAINERID:$CNI_IFNAME
 case $CNI_COMMAND in
 STATUS | GC) ;;
-*) [ -n "$CNI_CONTAINERID" ] && [ -n "$CNI_IFNAME" ] || fail 4 "strict: no container or interface" ;;
+*)
+    [ -n "$CNI_CONTAINERID" ] && [ -n "$CNI_IFNAME" ] ||
+        fail 4 "strict: no container or interface"
+    ;;
 esac
-[ "$CNI_COMMAND" = GC ] && has '"cni.dev/valid-attachments":[' || hasnt '"cni.dev/valid-attachments"'
+[ "$CNI_COMMAND" = GC ] && has '"cni.dev/valid-attachments":[' ||
+    hasnt '"cni.dev/valid-attachments"'
 mkdir -p "$here/attached"
 
 if [ "$CNI_COMMAND" = ADD ]; then
     hasnt '"prevResult"'
-    [ -z "${STRICT_SAVED:-}" ] || [ -s "$STRICT_SAVED" ] || fail 999 "strict: called before $STRICT_SAVED was saved"
+    [ -z "${STRICT_SAVED:-}" ] || [ -s "$STRICT_SAVED" ] ||
+        fail 999 "strict: called before $STRICT_SAVED was saved"
     [ -e "$here/attached/$attachment" ] && fail 999 "strict: $attachment exists already"
     : >"$here/attached/$attachment"
 fi
@@ -54,7 +59,10 @@ if [ -e "$here/fail-$CNI_COMMAND" ]; then
     exit 1
 fi
 case $CNI_COMMAND in
-ADD) printf '%s' "${STRICT_ANSWER:-{\"cniVersion\":\"$version\",  \"ips\":[], \"new\": {\"kept\": true\}\}}" ;;
+ADD)
+    answer="{\"cniVersion\":\"$version\",  \"ips\":[], \"new\": {\"kept\": true}}"
+    printf '%s' "${STRICT_ANSWER:-$answer}"
+    ;;
 DEL) rm -f "$here/attached/$attachment" ;;
 CHECK)
     has '"prevResult":{'

@@ -15,7 +15,7 @@ pub fn check(devices: &Devices) -> Vec<Fault> {
             Some(link) => found.extend(check_link(devices, family, link)),
             None if devices.all.iter().any(|(other, _)| other == name) => {
                 let text = format!(
-                    "{name} is there, but is not a {} device: flannel cannot use it",
+                    "{name} exists, but is not a {} device: flannel cannot use it",
                     devices.backend
                 );
                 found.push(
@@ -36,8 +36,8 @@ pub fn check(devices: &Devices) -> Vec<Fault> {
     }
     for (port, program, pid) in &devices.port_users {
         let text = format!(
-            "UDP port {port} is taken by {program} (process {pid}): the kernel cannot receive tunnel \
-             packets of peers"
+            "UDP port {port} is taken by {program} (process {pid}): the kernel cannot receive \
+             tunnel packets of peers"
         );
         let repair = format!(
             "kill {pid} # or flannelctl config set FILE, with another \"Port\" in its Backend"
@@ -46,8 +46,8 @@ pub fn check(devices: &Devices) -> Vec<Fault> {
     }
     for name in devices.offloaded.iter().flatten().filter(|_| devices.checksums_matter()) {
         let text = format!(
-            "this kernel offloads checksums of packets through {name} wrongly if they are masqueraded: \
-             connections hang"
+            "this kernel offloads checksums of packets through {name} wrongly if they are \
+             masqueraded: connections hang"
         );
         let repair = format!("ethtool -K {name} tx-checksum-ip-generic off");
         found.push(Finding::error("checksum", text).with_command(repair).into());
@@ -134,8 +134,8 @@ mod tests {
             (
                 |d| d.all[0].1 = 1480,
                 "eth0 takes packets of 1480 bytes",
-                "flannelctl config patch '{\"Backend\": {\"MTU\": 1480}}' # if the MTU of eth0 is a \
-                 mistake: ip link set eth0 mtu 1500; to keep it over a reboot, change the host's \
+                "flannelctl config patch '{\"Backend\": {\"MTU\": 1480}}' # if the MTU of eth0 is \
+                 a mistake: ip link set eth0 mtu 1500; to keep it over a reboot, change the host's \
                  network settings: mtu: 1500 (netplan), MTUBytes=1500 (networkd)",
             ),
             (

@@ -1,7 +1,7 @@
 //! Checks of the settings of this host that block packets of pods.
 //!
-//! Findings are derived from `Facts`. A value that cannot be read is no finding, but is reported as
-//! unread. Neither the daemon's start nor its readiness depends on findings.
+//! Findings are derived from `HostFacts`. A value that cannot be read is no finding, but is
+//! reported as unread. Neither the daemon's start nor its readiness depends on findings.
 
 mod read;
 
@@ -28,7 +28,7 @@ const ANOTHER_NETWORK: &str =
 
 /// The inputs of the checks. A value that is `None`, or not in a map, could not be read.
 #[derive(Debug, Clone, Default)]
-struct Facts {
+struct HostFacts {
     /// The pod networks of the enabled families.
     pod_networks: Dual<Subnet>,
     /// This node's own subnets.
@@ -77,7 +77,7 @@ pub async fn check_host(scene: HostScene, memory: &LegacyMemory) -> HostReport {
 }
 
 /// All findings, errors first.
-fn check(facts: &Facts) -> Vec<Finding> {
+fn check(facts: &HostFacts) -> Vec<Finding> {
     let mut found = forwarding(facts);
     found.extend(rp_filter(facts));
     found.extend(drops(facts));
@@ -89,7 +89,7 @@ fn check(facts: &Facts) -> Vec<Finding> {
     found
 }
 
-fn forwarding(facts: &Facts) -> Vec<Finding> {
+fn forwarding(facts: &HostFacts) -> Vec<Finding> {
     let mut found = Vec::new();
     for (family, _) in facts.pod_networks.iter() {
         let key = match family {
@@ -98,7 +98,7 @@ fn forwarding(facts: &Facts) -> Vec<Finding> {
         };
         if facts.forwarding[family] == Some(false) {
             let text = format!(
-                "{key} is 0: this host forwards no {family} packets, so that no pod reaches another host"
+                "{key} is 0: this host forwards no {family} packets, so no pod reaches another host"
             );
             found.push(
                 Finding::error("forwarding", text).with_command(format!("sysctl -w {key}=1")),
@@ -128,15 +128,15 @@ fn sysctl_name(device: LinkName) -> String {
     device.as_str().replace('.', "/")
 }
 
-fn rp_filter(facts: &Facts) -> Vec<Finding> {
+fn rp_filter(facts: &HostFacts) -> Vec<Finding> {
     if facts.pod_networks.v4.is_none() {
         return Vec::new();
     }
     let strict = facts.rp_filter.iter().filter(|(_, mode)| **mode == 1);
     let finding = |(device, _): (&LinkName, &u8)| {
         let text = format!(
-            "rp_filter of {device} is strict: the kernel silently drops packets that arrive on another \
-             device than their answers would leave by"
+            "rp_filter of {device} is strict: the kernel silently drops packets that arrive on \
+             another device than their answers would leave by"
         );
         // The kernel uses the larger of the values for the device and for `all`.
         let repair = format!("sysctl -w net.ipv4.conf.{}.rp_filter=2", sysctl_name(*device));
@@ -145,14 +145,14 @@ fn rp_filter(facts: &Facts) -> Vec<Finding> {
     strict.map(finding).collect()
 }
 
-fn drops(facts: &Facts) -> Vec<Finding> {
+fn drops(facts: &HostFacts) -> Vec<Finding> {
     let concerns =
         |drop: &&ForwardDrop| facts.pod_networks[drop.family].is_some() && !drop.accepts_pods;
     let finding = |drop: &ForwardDrop| {
         let family = drop.family;
         let text = format!(
-            "{drop} drops forwarded {family} packets that none of its own rules accepts, those of pods \
-             too: flannel's rules are in another table, or off"
+            "{drop} drops forwarded {family} packets that none of its own rules accepts, including \
+             those of pods: flannel's rules are in another table, or are off"
         );
         let network =
             facts.pod_networks[family].map(|network| network.to_string()).unwrap_or_default();
@@ -167,7 +167,8 @@ fn drops(facts: &Facts) -> Vec<Finding> {
                 format!("{iptables} -P FORWARD ACCEPT")
             }
             (false, _) => format!(
-                "nft insert rule {} {} {word} saddr {network} accept; nft insert rule {} {} {word} daddr {network} accept",
+                "nft insert rule {} {} {word} saddr {network} accept; nft insert rule {} {} {word} \
+                 daddr {network} accept",
                 drop.table, drop.chain, drop.table, drop.chain
             ),
         };
@@ -176,7 +177,7 @@ fn drops(facts: &Facts) -> Vec<Finding> {
     facts.drops.iter().filter(concerns).map(finding).collect()
 }
 
-fn clashes(facts: &Facts) -> Vec<Finding> {
+fn clashes(facts: &HostFacts) -> Vec<Finding> {
     let mut found = Vec::new();
     let network =
         |address: IpAddr| facts.pod_networks.values().find(|network| network.contains(address));
@@ -190,12 +191,18 @@ fn clashes(facts: &Facts) -> Vec<Finding> {
         found.push(match device.as_str() {
             "cni0" => Finding::error(
                 "clash",
-                format!("cni0 has {address}, which is not of this node's subnet {own}: new pods get no network"),
+                format!(
+                    "cni0 has {address}, which is not in this node's subnet {own}: new pods \
+                    get no network"
+                ),
             )
             .with_command("ip link delete cni0"),
             _ => Finding::warning(
                 "clash",
-                format!("the pod network {network} contains {address}, an address of {device}: pods cannot reach it"),
+                format!(
+                    "the pod network {network} contains {address}, an address of {device}: \
+                    pods cannot reach it"
+                ),
             )
             .with_command(ANOTHER_NETWORK),
         });
@@ -204,16 +211,16 @@ fn clashes(facts: &Facts) -> Vec<Finding> {
         let inside = public.values().find_map(|address| Some((address, network(*address)?)));
         if let Some((address, network)) = inside {
             let text = format!(
-                "the pod network {network} contains {address}, the public address of {subnets}: its \
-                 tunnel packets would go into the tunnel"
+                "the pod network {network} contains {address}, the public address of {subnets}: \
+                 its tunnel packets would go into the tunnel"
             );
             found.push(Finding::error("clash", text).with_command(ANOTHER_NETWORK));
         }
         let same = public.values().find(|address| facts.public.values().any(|own| own == *address));
         if let Some(address) = same {
             let text = format!(
-                "{subnets} is the lease of another node with this node's public address {address}: each \
-                 takes the other's packets"
+                "{subnets} is the lease of another node with this node's public address {address}: \
+                 each node receives packets for the other"
             );
             let repair = format!("{}, else give it another --public-ip", release(subnets));
             found.push(Finding::error(DUPLICATE, text).with_command(repair));
@@ -227,7 +234,7 @@ fn clashes(facts: &Facts) -> Vec<Finding> {
 /// entry. Permanent entries, such as those on the tunnel device, do not count.
 ///
 /// **Source**: linux `net/core/neighbour.c: neigh_alloc` (5.0: permanent entries are exempt).
-fn neighbours(facts: &Facts) -> Vec<Finding> {
+fn neighbours(facts: &HostFacts) -> Vec<Finding> {
     let mut found = Vec::new();
     for (family, max) in facts.max_neighbours.iter() {
         let on_link =
@@ -241,8 +248,8 @@ fn neighbours(facts: &Facts) -> Vec<Finding> {
         let key =
             format!("net.ipv{}.neigh.default.gc_thresh3", if family == Family::V4 { 4 } else { 6 });
         let text = format!(
-            "{key} is {max}, and {peers} peers are on this host's own link: the kernel removes neighbours \
-             that it needs, and drops packets"
+            "{key} is {max}, and {peers} peers are on this host's own link: the kernel removes \
+             neighbours that it needs, and drops packets"
         );
         let enough = (4 * peers).next_power_of_two();
         found.push(
@@ -253,7 +260,7 @@ fn neighbours(facts: &Facts) -> Vec<Finding> {
 }
 
 /// Checks that bridged packets pass iptables. Services of Kubernetes need it for pods on a bridge.
-fn bridge_calls(facts: &Facts) -> Vec<Finding> {
+fn bridge_calls(facts: &HostFacts) -> Vec<Finding> {
     let off = |family: &Family| facts.bridge_calls[*family] == Some(false);
     let families = facts.pod_networks.families().filter(|_| facts.kubernetes);
     let finding = |family| {
@@ -262,8 +269,8 @@ fn bridge_calls(facts: &Facts) -> Vec<Finding> {
             Family::V6 => "net.bridge.bridge-nf-call-ip6tables",
         };
         let text = format!(
-            "{key} is not 1: if pods on this host reach each other through a service, answers have the \
-             wrong source address"
+            "{key} is not 1: if pods on this host reach each other through a service, answers have \
+             the wrong source address"
         );
         Finding::warning("bridge-netfilter", text)
             .with_command(format!("modprobe br_netfilter; sysctl -w {key}=1"))

@@ -40,7 +40,7 @@ pub enum Narrow {
     Way {
         /// The address.
         to: IpAddr,
-        /// The MTU; `None` if it is not known.
+        /// The largest `MTU` with which packets pass; `None` if it is not known.
         takes: Option<u32>,
     },
     /// This host's external interface.
@@ -119,13 +119,14 @@ fn repair(narrow: Narrow, unknown: bool, devices: &Devices, least: &Least) -> St
     match (narrow, devices.datapath.devices.is_empty()) {
         (Narrow::Uplink { takes, needed }, _) if takes < least.bytes => {
             format!(
-                "ip link set {uplink} mtu {needed} # {} at least; {}",
+                "ip link set {uplink} mtu {needed} # {} bytes at least; {}",
                 least.bytes,
                 kept(needed)
             )
         }
         (Narrow::Way { to, takes: Some(takes) }, _) if takes < least.bytes => format!(
-            "tracepath -n {to} # the underlay must be repaired: its narrowest link must take {} at least",
+            "tracepath -n {to} # the underlay must be repaired: its narrowest link must take {} \
+             bytes at least",
             least.bytes
         ),
         (Narrow::Uplink { takes, needed }, false) => format!(
@@ -141,21 +142,21 @@ fn repair(narrow: Narrow, unknown: bool, devices: &Devices, least: &Least) -> St
         }
         (Narrow::Way { takes: Some(takes), .. }, false) => patch(takes),
         (Narrow::Way { takes: None, .. }, false) => {
-            format!("{} # the MTU of the path, if it is known, is better", patch(least.every_path))
+            format!("{} # if the MTU of the path is known, use that", patch(least.every_path))
         }
         (Narrow::Uplink { takes, needed }, true) => format!(
-            "systemctl restart flanneld # then new pods use the {takes} bytes of {uplink}; if its MTU is \
-             a mistake: ip link set {uplink} mtu {needed}; {}",
+            "systemctl restart flanneld # then new pods use the {takes} bytes of {uplink}; if its \
+             MTU is a mistake: ip link set {uplink} mtu {needed}; {}",
             kept(needed)
         ),
         (Narrow::Way { to, takes: Some(takes) }, true) => format!(
-            "ip link set {uplink} mtu {takes} # on every node, unless the link that tracepath -n {to} \
-             shows can take more; {}",
+            "ip link set {uplink} mtu {takes} # on every node, unless the link that tracepath -n \
+             {to} shows can take more; {}",
             kept(takes)
         ),
         (Narrow::Way { to, takes: None }, true) => format!(
-            "tracepath -n {to} # raise the MTU of the narrowest link, or lower that of every node's \
-             external interface"
+            "tracepath -n {to} # raise the MTU of the narrowest link, or lower the MTU of every \
+             node's external interface"
         ),
     }
 }
@@ -202,7 +203,7 @@ mod tests {
             patch(1300)
         );
         assert_eq!(repairs(some, &four, &[Family::V4]), vec![again; 4]);
-        let guess = " # the MTU of the path, if it is known, is better";
+        let guess = " # if the MTU of the path is known, use that";
         assert_eq!(repairs(vec![way(7, None)], &four, &[Family::V4]), [patch(1330) + guess]);
         let both = devices(Dual { v4: Some("flannel.1"), v6: Some("flannel-v6.1") });
         assert_eq!(repairs(vec![way(7, None)], &both, &BOTH), [patch(1350) + guess]);
@@ -234,7 +235,7 @@ mod tests {
                 assert_eq!(found[1].text, "peer 8");
                 let too_few = text.contains(&format!("{takes} bytes are too few for IPv"));
                 assert_eq!(too_few, takes < least, "{text}");
-                let names_the_underlay = format!("must take {least} at least");
+                let names_the_underlay = format!("must take {least} bytes at least");
                 assert_eq!(
                     repair.starts_with("tracepath -n 192.0.2.7 #")
                         && repair.ends_with(&names_the_underlay),
@@ -250,7 +251,7 @@ mod tests {
             repairs(vec![Fault::new(Finding::error("mtu", "x"), narrow)], &both, &BOTH).remove(0)
         };
         assert!(
-            own(1349).starts_with("ip link set eth0 mtu 1500 # 1350 at least; to keep"),
+            own(1349).starts_with("ip link set eth0 mtu 1500 # 1350 bytes at least; to keep"),
             "{}",
             own(1349)
         );

@@ -67,16 +67,16 @@ pub fn diagnose(
     match (replied(small), replied(big)) {
         // Without echoes only the path probe counts.
         _ if *small == Answer::NotAllowed => found.extend(lost()),
-        // A node that answers the path probe is reachable. It only ignores echoes.
+        // A node that answers the path probe is reachable, but ignores echoes.
         (false, _) if segments.is_some() => found.extend(lost()),
         (false, _) => found.push(case.silent().into()),
         (true, false) => found.push(case.too_big(big)),
         (true, true) => {
-            found.extend(case.cut_up());
+            found.extend(case.fragmented());
             found.extend(lost());
         }
     }
-    found.extend(segments.and_then(|segments| case.unequal(segments)));
+    found.extend(segments.and_then(|segments| case.different_mtus(segments)));
     found
 }
 
@@ -96,7 +96,8 @@ impl Case<'_> {
             let at = if answers.path.acknowledged > 0 { "here" } else { "on both hosts" };
             let likely = match answers.path.acknowledged {
                 0 => format!(
-                    "{what} may be blocked here, on the way or there, or flannel does not work there"
+                    "{what} may be blocked here, on the way or there, or flannel does not work \
+                     there"
                 ),
                 _ => format!(
                     "packets to it arrive, as its daemon reports outside the tunnel, and packets \
@@ -104,7 +105,8 @@ impl Case<'_> {
                 ),
             };
             let text = format!(
-                "no reply from {address}, the tunnel address of {key}, while its public address {public} replies: {likely}"
+                "no reply from {address}, the tunnel address of {key}, while its public address \
+                 {public} replies: {likely}"
             );
             let ipv6 = self.question.public.is_some_and(|(address, _)| address.is_ipv6());
             let program = if ipv6 { "ip6tables" } else { "iptables" };
@@ -132,13 +134,13 @@ impl Case<'_> {
         let reported = answers.path.segments.as_ref().map_or(0, |report| report.largest_datagram);
         let arrived = reported.max(answers.path.acknowledged);
         let what = match answer {
-            Answer::TooBig(Some(most)) => format!("are too big: at most {most} pass"),
+            Answer::TooBig(Some(most)) => format!("are too big: at most {most} bytes pass"),
             Answer::TooBig(None) if self.own_device_is_less() => {
                 "are more than this host's own device takes".to_owned()
             }
             // The kernel remembers a router's report.
             Answer::TooBig(None) => match answers.passes {
-                Some(most) => format!("are too big: at most {most} pass"),
+                Some(most) => format!("are too big: at most {most} bytes pass"),
                 None => "are too big for the path MTU that this host knows".to_owned(),
             },
             _ if arrived >= *full => {
@@ -153,7 +155,7 @@ impl Case<'_> {
         if let (Answer::TooBig(None), Some(device), Some(takes), true) =
             (answer, self.question.device, self.question.takes, self.own_device_is_less())
         {
-            // Only the tunnel is ours to set. The external interface's MTU may be intended.
+            // Only the tunnel belongs to flannel. The external interface may be set so on purpose.
             return match self.question.by_tunnel(self.devices) {
                 true => found.with_command(format!("ip link set {device} mtu {full}")).into(),
                 false => Fault::new(found, Narrow::Uplink { takes, needed: u32::from(*full) }),
@@ -170,7 +172,7 @@ impl Case<'_> {
     }
 
     /// The fault if tunnel packets are fragmented on the path.
-    fn cut_up(&self) -> Option<Fault> {
+    fn fragmented(&self) -> Option<Fault> {
         let ((public, size), Some([_, Answer::TooBig(Some(most))])) =
             (self.question.public?, &self.answers.public)
         else {
@@ -178,7 +180,8 @@ impl Case<'_> {
         };
         self.answers.tunnel.as_ref()?;
         let text = format!(
-            "tunnel packets of {size} bytes to {public} of {} are cut into pieces on the way, where at most {most} pass",
+            "tunnel packets of {size} bytes to {public} of {} are fragmented on the path, where at \
+             most {most} pass",
             self.key
         );
         Some(self.narrow(Finding::warning("path-mtu", text), None, Some(*most)))
@@ -204,8 +207,8 @@ impl Case<'_> {
             ),
         };
         let text = format!(
-            "TCP segments of {} bytes to {} of {} {which}: a firewall drops them, or a network card \
-             computes wrong checksums",
+            "TCP segments of {} bytes to {} of {} {which}: a firewall drops them, or a network \
+             card computes wrong checksums",
             segments.segment, self.address, self.key
         );
         let repair = format!("{repair}; else nft list ruleset");
@@ -213,15 +216,15 @@ impl Case<'_> {
     }
 
     /// The fault if pods of the two nodes have different MTUs.
-    fn unequal(&self, segments: &Segments) -> Option<Fault> {
+    fn different_mtus(&self, segments: &Segments) -> Option<Fault> {
         let (here, there) = (u32::from(self.full), segments.mtu);
         if here == there {
             return None;
         }
         let less = if here < there { "here" } else { "there" };
         let text = format!(
-            "pods here may send {here} bytes, those of {} {there}: packets larger than both take are \
-             lost, the external interface takes less {less}",
+            "pods here may send {here} bytes, those of {} {there}: packets larger than the smaller \
+             MTU are lost; the external interface has the smaller MTU {less}",
             self.key
         );
         let takes = Some(here.min(there) + self.question.header);
@@ -304,7 +307,7 @@ mod tests {
             ),
             (
                 found_with([ok(), none.clone()], [ok(), none.clone()]),
-                ["error path-mtu", "get no reply", "\"MTU\": 1330}}' # the MTU of the path"],
+                ["error path-mtu", "get no reply", "\"MTU\": 1330}}' # if the MTU of the path"],
             ),
             (
                 found_with([ok(), Answer::TooBig(None)], [ok(), ok()]),
@@ -316,7 +319,7 @@ mod tests {
             ),
             (
                 found_with([ok(), ok()], [ok(), most(1400)]),
-                ["warning path-mtu", "cut into pieces", "\"MTU\": 1400"],
+                ["warning path-mtu", "are fragmented on the path", "\"MTU\": 1400"],
             ),
             (
                 found_with([Answer::NotSent("x".into()), none.clone()], [ok(), ok()]),
@@ -344,7 +347,7 @@ mod tests {
         let refused = || answers(Some([ok(), Answer::TooBig(None)]), Some([ok(), ok()]));
         assert!(
             repair(question, &refused(), &devices()).ends_with(r#"'{"Backend": {"MTU": 1400}}'"#),
-            "it remembers"
+            "the kernel remembers the path MTU"
         );
         let small = Question { takes: Some(1300), ..question.clone() };
         assert_eq!(repair(&small, &refused(), &devices()), "ip link set flannel.1 mtu 1450");
@@ -357,7 +360,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_tunnel_the_external_interface_is_what_matters() {
+    fn without_a_tunnel_the_repair_changes_the_external_interface() {
         let ok = || Answer::Reply(Duration::from_millis(1));
         let bare = uplink(Default::default());
         let question = &target("host-gw").questions(&bare)[0];
@@ -461,7 +464,7 @@ mod tests {
 
     /// Pods have one MTU for both families: the smaller one, of IPv6.
     #[test]
-    fn in_dual_stack_the_mtu_of_pods_is_that_of_ipv6() {
+    fn dual_stack_pods_have_the_mtu_of_ipv6() {
         let tunnels = Dual {
             v4: Some("flannel.1".parse().unwrap()),
             v6: Some("flannel-v6.1".parse().unwrap()),
@@ -577,7 +580,7 @@ mod tests {
                 [
                     "error path-mtu",
                     "do not arrive there, while small ones do",
-                    "\"MTU\": 1330}}' # the MTU of the path",
+                    "\"MTU\": 1330}}' # if the MTU of the path",
                 ],
             ),
             (
@@ -585,7 +588,7 @@ mod tests {
                 [
                     "error path-mtu",
                     "arrive there, and are lost on the way back",
-                    "\"MTU\": 1330}}' # the MTU of the path",
+                    "\"MTU\": 1330}}' # if the MTU of the path",
                 ],
             ),
             (
@@ -601,12 +604,12 @@ mod tests {
                 [
                     "error path-mtu",
                     "arrive there, and are lost on the way back",
-                    "\"MTU\": 1330}}' # the MTU of the path",
+                    "\"MTU\": 1330}}' # if the MTU of the path",
                 ],
             ),
             (
                 found_with([ok(), none()], segments(5592, 5592, 1450, 0), 0),
-                ["error path-mtu", "get no reply", "\"MTU\": 1330}}' # the MTU of the path"],
+                ["error path-mtu", "get no reply", "\"MTU\": 1330}}' # if the MTU of the path"],
             ),
             (
                 found_with([ok(), ok()], segments(5592, 5592, 1350, 1450), 0),

@@ -26,7 +26,7 @@ pub(crate) fn bounded(faults: Vec<Fault>) -> Vec<Fault> {
         }
     }
     for ((check, _), more) in kinds {
-        let text = format!("the same of {} more peers: --json lists them", more.len());
+        let text = format!("{} more peers have the same fault: --json lists them", more.len());
         let made = if more.iter().any(|fault| fault.finding.is_error()) {
             Finding::error
         } else {
@@ -71,7 +71,7 @@ mod tests {
         let found = bounded(all);
         assert_eq!(found.len(), MAX_LISTED + 1);
         assert!(
-            found[MAX_LISTED].finding.text.starts_with("the same of 4 more peers"),
+            found[MAX_LISTED].finding.text.starts_with("4 more peers have the same fault"),
             "{found:?}"
         );
         assert_eq!(

@@ -1,7 +1,8 @@
 //! Explains the path of packets to one address, from the lease to the kernel's route look-up.
 //!
 //! The verdict compares the objects that the leases need with the kernel's answer over all routing
-//! tables. So it shows a route or rule of another program even if all objects of ours are in place.
+//! tables. So it shows a route or rule of another program even if all objects of flannel are in
+//! place.
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -16,7 +17,7 @@ use flannel_core::{Config, Kernel, Lease};
 /// Looks up the route to an address, off the async threads.
 pub async fn lookup(kernel: Arc<dyn Kernel>, address: IpAddr) -> Result<RouteAnswer, KernelError> {
     let answer = tokio::task::spawn_blocking(move || kernel.lookup(address)).await;
-    answer.unwrap_or_else(|_| Err(KernelError::explained(5, "the look-up was not carried out")))
+    answer.unwrap_or_else(|_| Err(KernelError::explained(5, "the look-up was cancelled")))
 }
 
 /// The network's explanation of a peer.
@@ -130,7 +131,8 @@ fn wanted_way(
 fn unshadow(address: IpAddr) -> String {
     let ip = if address.is_ipv4() { "ip" } else { "ip -6" };
     format!(
-        "{ip} route del $({ip} route get fibmatch {address} | grep -v ^default) # if no rule causes it: {ip} rule"
+        "{ip} route del $({ip} route get fibmatch {address} | grep -v ^default) # if no rule \
+         causes it: {ip} rule"
     )
 }
 
@@ -157,8 +159,11 @@ fn verdict(
         Err(error) => return (false, format!("the route look-up failed: {error}"), None),
     };
     if own {
-        let text =
-            if answer.local { "it is this node's own" } else { "it is in this node's own subnet" };
+        let text = if answer.local {
+            "it is an address of this node"
+        } else {
+            "it is in this node's own subnet"
+        };
         return (
             true,
             format!("{text}: the CNI plugin's bridge delivers the packets, not flannel"),
@@ -169,15 +174,18 @@ fn verdict(
         return match (facts.config, in_network) {
             (Some(_), true) => (
                 false,
-                "no node holds a subnet with it".to_owned(),
-                Some("flannelctl lease list # does the node run that should hold it?".to_owned()),
+                "no node holds a subnet that contains it".to_owned(),
+                Some(
+                    "flannelctl lease list # check whether the node that should hold it runs"
+                        .to_owned(),
+                ),
             ),
             (Some(_), false) => (
                 false,
                 "it lies outside the pod networks: flannel has no route to it".to_owned(),
                 None,
             ),
-            (None, _) => (false, "nothing is known of it".to_owned(), None),
+            (None, _) => (false, "nothing is known about it".to_owned(), None),
         };
     };
     let Some(explanation) = &facts.explanation else {
@@ -209,7 +217,8 @@ fn of_peer(
     if !explanation.objects.is_empty() && explanation.objects.iter().all(waits) {
         let node = holder(&lease.attrs);
         let text = format!(
-            "it belongs to {node}, of which nothing is known to be in place yet: it waits for its turn"
+            "it belongs to {node}, none of whose objects is known to be in place yet: it waits for \
+             its turn"
         );
         return (false, text, watch);
     }
@@ -227,13 +236,17 @@ fn of_peer(
         Some((link, gateway)) if answer.link != Some(link) || answer.gateway != gateway => {
             let (is, should) = (way(answer.gateway, answer.link), way(gateway, Some(link)));
             let text = format!(
-                "shadowed: packets go {is} instead of {should}, because of a more specific route or a rule of others"
+                "shadowed: packets go {is} instead of {should}, because of a more specific route \
+                 or a rule of another program"
             );
             (false, text, Some(unshadow(address)))
         }
         Some((link, _)) => (
             true,
-            format!("packets go by {link} to {}, everything is in place", holder(&lease.attrs)),
+            format!(
+                "packets go through {link} to {}, everything is in place",
+                holder(&lease.attrs)
+            ),
             None,
         ),
         None => (true, "everything is in place".to_owned(), None),
@@ -268,7 +281,7 @@ mod tests {
     }
 
     #[test]
-    fn each_layer_can_be_the_cause() {
+    fn the_verdict_names_the_layer_that_fails() {
         let config = Config::parse(r#"{"Network":"10.1.0.0/16"}"#).unwrap();
         let own = Lease { subnets: "10.1.5.0-24".parse().unwrap(), ..peer() };
         let address: IpAddr = "10.1.7.9".parse().unwrap();
@@ -292,7 +305,7 @@ mod tests {
             diagnose(address, &facts)
         };
         let good = ask(address, Some(explain(ObjectState::InPlace, None)), right);
-        assert!(good.ok && good.verdict.starts_with("packets go by flannel.1"), "{good:?}");
+        assert!(good.ok && good.verdict.starts_with("packets go through flannel.1"), "{good:?}");
         assert_eq!(good.node.as_deref(), Some("192.0.2.7 (vxlan)"));
         let shadowed = ask(address, Some(explain(ObjectState::InPlace, None)), wrong);
         assert!(
@@ -301,7 +314,10 @@ mod tests {
             "{shadowed:?}"
         );
         let pending = ask(address, Some(explain(ObjectState::Pending, None)), right);
-        assert!(pending.verdict.contains("nothing is known to be in place yet"), "{pending:?}");
+        assert!(
+            pending.verdict.contains("none of whose objects is known to be in place yet"),
+            "{pending:?}"
+        );
         assert_eq!(pending.hint.as_deref(), Some("flannelctl watch"));
         assert_eq!((pending.objects.len(), pending.objects[0].state.as_str()), (1, "pending"));
         let mut half = explain(ObjectState::InPlace, None);

@@ -178,9 +178,12 @@ mod tests {
             ["6.1.0-18-amd64\n", "5.4", "x"].map(release),
             [Some([6, 1]), Some([5, 4]), None]
         );
-        let table = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode ref\n \
-            12: 00000000:2118 00000000:0000 07 00000000:00000000 00:00000000 00000000     0        0 4711 2 0\n \
-            13: 0100007F:0035 00000000:0000 07 00000000:00000000 00:00000000 00000000     0        0 4712 2 0\n";
+        let table = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when \
+            retrnsmt   uid  timeout inode ref\n \
+            12: 00000000:2118 00000000:0000 07 00000000:00000000 00:00000000 \
+            00000000     0        0 4711 2 0\n \
+            13: 0100007F:0035 00000000:0000 07 00000000:00000000 00:00000000 \
+            00000000     0        0 4712 2 0\n";
         assert_eq!(inodes(table, 8472), [4711]);
         assert_eq!(inodes("", 8472), [0; 0]);
         let socket = std::net::UdpSocket::bind("127.0.0.1:0").unwrap();

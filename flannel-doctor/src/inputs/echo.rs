@@ -311,7 +311,7 @@ mod tests {
     }
 
     #[test]
-    fn checksums_are_those_of_rfc_1071() {
+    fn checksums_match_rfc_1071() {
         assert_eq!(checksum(&[0x00, 0x01, 0xf2, 0x03, 0xf4, 0xf5, 0xf6, 0xf7]), !0xddf2);
         assert_eq!(checksum(&[0xff]), !0xff00);
     }

@@ -159,7 +159,7 @@ mod tests {
     use crate::fixture::{devices, target};
 
     #[test]
-    fn sizes_are_the_mtu_of_pods_and_the_same_packet_on_the_wire() {
+    fn full_sizes_are_the_mtu_of_pods_with_and_without_the_tunnel_header() {
         let probes = |backend: &str, devices: &Devices| -> Vec<(String, u16)> {
             let questions = target(backend).questions(devices);
             questions

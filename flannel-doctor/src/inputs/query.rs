@@ -166,7 +166,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn without_the_privilege_for_echoes_there_is_an_answer_for_each() {
+    fn without_the_privilege_each_echo_is_reported_as_not_allowed() {
         let probes = [Probe { to: IpAddr::from([10, 1, 7, 0]), size: 64 }; 3];
         let (answers, echo_error) =
             echoes(&probes, || Err(std::io::ErrorKind::PermissionDenied.into()));
@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn what_passes_is_found_to_the_byte() {
+    fn the_largest_size_that_passes_is_found_exactly() {
         let to = |n: u8| IpAddr::from([10, 1, n, 0]);
         let path = |n, lost| Path { to: to(n), passes: 64, lost };
         for (most, lost) in [
@@ -224,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn paths_are_searched_on_which_only_large_packets_are_lost_silently() {
+    fn only_paths_that_lose_large_packets_silently_are_searched() {
         let probe = |n: u8, size| Probe { to: IpAddr::from([10, 1, n, 0]), size };
         let (ok, none) = (Answer::Reply(Duration::ZERO), Answer::Nothing);
         let echoes: Vec<_> = [

@@ -244,15 +244,15 @@ mod tests {
 
     /// The way back, with a daemon that reports `lost` bytes as lost, sends `bytes` bytes, and
     /// closes the connection or not.
-    async fn exchanged(lost: usize, bytes: usize, goes_away: bool) -> Option<Passage> {
-        exchanged_with(lost, bytes, goes_away, |_| ()).await.map(|segments| segments.back)
+    async fn exchanged(lost: usize, bytes: usize, closes: bool) -> Option<Passage> {
+        exchanged_with(lost, bytes, closes, |_| ()).await.map(|segments| segments.back)
     }
 
     /// The same with a daemon that changes its report.
     async fn exchanged_with(
         lost: usize,
         bytes: usize,
-        goes_away: bool,
+        closes: bool,
         change: impl FnOnce(&mut Arrivals),
     ) -> Option<Segments> {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -274,7 +274,7 @@ mod tests {
                 .await
                 .unwrap();
             fill(&mut stream, bytes).await.unwrap();
-            if !goes_away {
+            if !closes {
                 let _ = take(&mut stream, 1, &mut 0).await;
             }
         };
@@ -286,11 +286,11 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn bytes_are_lost_only_after_a_timeout() {
+    async fn bytes_count_as_lost_only_after_a_timeout() {
         assert_eq!(exchanged(0, 100, false).await, Some(Passage { sent: 100, arrived: 100 }));
-        assert_eq!(exchanged(0, 50, true).await, None, "it went away");
+        assert_eq!(exchanged(0, 50, true).await, None, "the daemon closed the connection");
         assert_eq!(exchanged(0, 50, false).await, Some(Passage { sent: 100, arrived: 50 }));
-        assert_eq!(exchanged(1, 100, false).await, None, "a hundred bytes are no segment");
+        assert_eq!(exchanged(1, 100, false).await, None, "a hundred bytes are less than a segment");
     }
 
     #[tokio::test]

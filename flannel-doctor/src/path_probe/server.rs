@@ -142,11 +142,15 @@ async fn on_device(server: &Server<'_>, device: LinkName, address: IpAddr) -> In
                 () = lost(&listener, &mut status) => continue,
             },
             Err(error) if logged != Some(error.kind()) => {
-                tracing::debug!("--doctor-port {}: {address} on {device}: {error}", config.port);
+                tracing::debug!(
+                    port = config.port, %address, %device, %error,
+                    "the server of path probes cannot listen"
+                );
                 if error.kind() == io::ErrorKind::AddrInUse {
                     tracing::warn!(
-                        "doctors of other nodes cannot probe this one: --doctor-port {}: {address}: {error}",
-                        config.port
+                        port = config.port, %address, %error,
+                        "doctors of other nodes cannot probe this one: the port of \
+                         --doctor-port is in use"
                     );
                 }
                 logged = Some(error.kind());
@@ -341,8 +345,8 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn the_answer_has_at_most_as_many_bytes_as_were_received() {
-        for came in [0, 700, 100_000] {
+    async fn the_server_sends_at_most_as_many_bytes_as_it_received() {
+        for arriving in [0, 700, 100_000] {
             let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
             let address = listener.local_addr().unwrap();
             let daemon = async {
@@ -355,13 +359,13 @@ mod tests {
                 let hello = format!("{HELLO}{announced} 00000000000000ff\n");
                 tokio::io::AsyncWriteExt::write_all(&mut stream, hello.as_bytes()).await.unwrap();
                 let (mut reader, mut writer) = stream.split();
-                let send = fill(&mut writer, came);
+                let send = fill(&mut writer, arriving);
                 let receive = async {
                     let report: Arrivals =
                         serde_json::from_str(&read_line(&mut reader).await.unwrap()).unwrap();
-                    assert_eq!(report.received, came.min(MAX_BYTES));
+                    assert_eq!(report.received, arriving.min(MAX_BYTES));
                     assert!(
-                        report.bytes <= report.received && (came == 0) == (report.bytes == 0),
+                        report.bytes <= report.received && (arriving == 0) == (report.bytes == 0),
                         "{report:?}"
                     );
                     take(&mut reader, report.bytes, &mut 0).await.unwrap();
@@ -455,7 +459,7 @@ mod tests {
             let mut tries = 0;
             while TcpStream::connect(address).await.is_err() {
                 tries += 1;
-                assert!(tries < 100, "nobody listens");
+                assert!(tries < 100, "the server does not listen");
                 sleep(Duration::from_secs(1)).await;
             }
         };

@@ -21,7 +21,8 @@ pub(crate) struct Options {
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = hosts)]
     pub(crate) hosts: usize,
     /// The backend: a type, or the Backend object of the network config in JSON.
-    #[arg(long, value_name = "TYPE|JSON", default_value = default_backend(), value_parser = backend)]
+    #[arg(long, value_name = "TYPE|JSON")]
+    #[arg(default_value = default_backend(), value_parser = backend)]
     pub(crate) backend: Value,
     /// The pods' address families.
     #[arg(long, value_enum, default_value_t = Families::Ipv4)]

@@ -212,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn fits_80_columns_whatever_the_number_of_hosts() {
+    fn the_table_fits_80_columns_for_any_number_of_hosts() {
         for hosts in [1, 2, 3, 8, 9, 250] {
             let text = render(&outcome(hosts, None), false);
             assert!(widest(&text) <= 80 && !text.contains('\x1b'), "{hosts} hosts:\n{text}");
@@ -226,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn pairs_that_are_not_reached_are_listed_with_the_reason() {
+    fn unreached_pairs_are_listed_with_the_reason() {
         for hosts in [3, 30] {
             let text = render(&outcome(hosts, Some(("pod-2", "pod-1"))), false);
             assert!(text.contains("pod-2    → pod-1    ipv4: TCP stalled after 0 bytes"), "{text}");

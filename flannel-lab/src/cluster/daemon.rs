@@ -33,7 +33,7 @@ pub fn end_with_lab() -> Result<()> {
     if lab == Some(getppid()) {
         return Ok(());
     }
-    Err(Error::Unsuitable("this process is not a child of a lab, which alone may start it".into()))
+    Err(Error::Unsuitable("this process is not a child of a lab; only a lab may start it".into()))
 }
 
 /// The thread that starts the daemons.

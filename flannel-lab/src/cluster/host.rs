@@ -11,9 +11,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use flannel_core::address::Dual;
 use nix::sys::signal::Signal;
 
+use crate::cluster::addressing::{link_local_without_dad, nodad, underlay};
 use crate::cluster::daemon::{self, PARENT, Spawner};
 use crate::cluster::pod::Pod;
-use crate::cluster::switch::{link_local_without_dad, nodad, underlay};
 use crate::error::{Error, Result};
 use crate::subnet_env::SubnetEnv;
 use crate::system::namespace::Namespace;

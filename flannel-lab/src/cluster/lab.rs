@@ -11,9 +11,10 @@ use nix::sys::signal::Signal;
 use serde_json::{Map, Value, json};
 use tempfile::TempDir;
 
+use crate::cluster::addressing::{mac, underlay_address};
 use crate::cluster::daemon::{self, Spawner};
 use crate::cluster::host::{Host, Parts};
-use crate::cluster::switch::{Switch, mac, underlay_address};
+use crate::cluster::switch::Switch;
 use crate::error::{Error, Result};
 use crate::probe::reach::{Matrix, reach};
 use crate::system::interrupt::Interrupter;

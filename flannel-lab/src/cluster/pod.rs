@@ -6,7 +6,7 @@ use std::net::IpAddr;
 use flannel_core::Subnet;
 use flannel_core::address::{Dual, Family};
 
-use crate::cluster::switch::{link_local_without_dad, nodad};
+use crate::cluster::addressing::{link_local_without_dad, nodad};
 use crate::error::{Error, Result};
 use crate::probe::echo::EchoServer;
 use crate::subnet_env::SubnetEnv;

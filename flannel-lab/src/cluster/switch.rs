@@ -3,10 +3,9 @@
 use std::fmt::Write;
 use std::net::IpAddr;
 
-use flannel_core::Subnet;
 use flannel_core::address::{Dual, Family};
-use flannel_core::object::MacAddr;
 
+use crate::cluster::addressing::{link_local_without_dad, mac, nodad, underlay, underlay_address};
 use crate::cluster::host::Host;
 use crate::error::Result;
 use crate::system::namespace::Namespace;
@@ -16,25 +15,6 @@ use crate::system::namespace::Namespace;
 pub struct Switch {
     namespace: Namespace,
     addresses: Dual<IpAddr>,
-}
-
-/// The network of the hosts. Host `n` has address `n`, the switch has address 254.
-pub(crate) fn underlay(family: Family) -> Subnet {
-    let text = match family {
-        Family::V4 => "192.168.77.0/24",
-        Family::V6 => "fd00:77::/64",
-    };
-    text.parse().expect("a constant that is a subnet")
-}
-
-/// The address of host `n`, or of the switch if `n` is 254.
-pub(crate) fn underlay_address(family: Family, n: usize) -> IpAddr {
-    underlay(family).nth(n as u128).expect("hosts are numbered below 255")
-}
-
-/// The MAC address of `eth0` on host `n`.
-pub(crate) fn mac(n: usize) -> MacAddr {
-    MacAddr([0x02, 0xf1, 0, 0, 0, n as u8])
 }
 
 impl Switch {
@@ -53,8 +33,8 @@ impl Switch {
             let (mac, path) = (mac(n), namespace.path());
             let write = writeln!(
                 batch,
-                "link add port-{n} mtu {mtu} type veth peer name eth0 address {mac} mtu {mtu} netns {}\n\
-                 link set port-{n} master br0 up",
+                "link add port-{n} mtu {mtu} type veth peer name eth0 address {mac} mtu {mtu} \
+                 netns {}\nlink set port-{n} master br0 up",
                 path.display()
             );
             write.expect("writing to a String never fails");
@@ -108,24 +88,5 @@ impl Switch {
     /// `ip` failed.
     pub fn pass_frames(&self, host: &Host) -> Result<()> {
         self.namespace.ip(&format!("link set port-{} master br0\n", host.number()))
-    }
-}
-
-/// Lines for `ip` that give a link, which is down, a link-local address without duplicate address
-/// detection. Detection takes more than a second, in which the host cannot solicit neighbours.
-pub(crate) fn link_local_without_dad(link: &str, addresses: &Dual<IpAddr>, n: usize) -> String {
-    match addresses.v6 {
-        Some(_) => {
-            format!("link set {link} addrgenmode none\naddr add fe80::{n:x}/64 dev {link} nodad\n")
-        }
-        None => String::new(),
-    }
-}
-
-/// The flag that disables duplicate address detection. IPv4 has none.
-pub(crate) fn nodad(family: Family) -> &'static str {
-    match family {
-        Family::V4 => "",
-        Family::V6 => " nodad",
     }
 }

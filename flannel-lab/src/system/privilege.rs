@@ -64,7 +64,8 @@ pub(crate) fn preflight(ipv6: bool) -> Result<()> {
             Error::Command { output, .. } => Error::Missing {
                 what: format!("The kernel makes no link of type {kind}: {output}"),
                 remedy: format!(
-                    "As root: modprobe {kind} (a minimal cloud kernel may need its package of extra modules)."
+                    "As root: modprobe {kind} (a minimal cloud kernel may need its package of \
+                     extra modules)."
                 ),
             },
             other => other,
@@ -87,7 +88,8 @@ pub(crate) fn check_inotify_limit(daemons: usize) -> Result<()> {
     let wanted = (daemons + 100).next_power_of_two();
     Err(Error::Missing {
         what: format!(
-            "{daemons} daemons watch a directory each, but {INSTANCES} allows a user {instances} watchers."
+            "{daemons} daemons need an inotify instance each, but {INSTANCES} allows a user \
+             {instances}."
         ),
         remedy: format!("As root: sysctl fs.inotify.max_user_instances={wanted}"),
     })
@@ -101,7 +103,8 @@ pub(crate) fn has_ipv6() -> bool {
 fn why_no_user_namespace(errno: Errno) -> Error {
     if errno == Errno::EINVAL {
         return Error::Unsuitable(
-            "the kernel gives a user namespace only to a process with one thread: call enter() first in main"
+            "the kernel makes a user namespace only for a process with one thread: call enter() \
+             first in main"
                 .into(),
         );
     }
@@ -128,15 +131,16 @@ fn forbidden(symptom: &str) -> Error {
         return Error::Missing {
             what: what(""),
             remedy:
-                "Run as root; in a container, allow it CAP_SYS_ADMIN and `unshare` in its seccomp profile."
+                "Run as root; in a container, allow it CAP_SYS_ADMIN and `unshare` in its seccomp \
+                 profile."
                     .into(),
         };
     }
     let names: Vec<String> = off.iter().map(|(key, value, _)| format!("{key} = {value}")).collect();
-    let cure: Vec<String> = off.iter().map(|(key, _, on)| format!("{key}={on}")).collect();
+    let settings: Vec<String> = off.iter().map(|(key, _, on)| format!("{key}={on}")).collect();
     Error::Missing {
         what: what(&format!(" ({})", names.join(", "))),
-        remedy: format!("Once as root: sysctl -w {}", cure.join(" ")),
+        remedy: format!("Once as root: sysctl -w {}", settings.join(" ")),
     }
 }
 

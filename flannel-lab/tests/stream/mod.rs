@@ -74,28 +74,30 @@ impl Traffic {
             }
         }
         let traffic = Self(streams);
-        traffic.flow();
+        traffic.wait_for_arrivals();
         traffic
     }
 
     /// Waits until the packets of a tenth of a second have arrived on every stream.
-    pub(crate) fn flow(&self) {
+    pub(crate) fn wait_for_arrivals(&self) {
         let count = |stream: &Stream| stream.progress.received.load(Ordering::Relaxed);
         let goals: Vec<usize> = self.0.iter().map(|stream| count(stream) + 25).collect();
         for (stream, goal) in self.0.iter().zip(goals) {
             let arrived = || count(stream) >= goal;
-            eventually(PATIENCE, arrived, || format!("{}: nothing comes any more", stream.name));
+            eventually(PATIENCE, arrived, || {
+                format!("{}: no packet arrives any more", stream.name)
+            });
         }
     }
 
     /// Waits until a dozen packets more have been sent on every stream from or to this host.
-    pub(crate) fn go_out(&self, host: usize) {
+    pub(crate) fn wait_for_sent(&self, host: usize) {
         let count = |stream: &Stream| stream.progress.sent.load(Ordering::Relaxed);
         let streams = || self.0.iter().filter(|stream| stream.hosts.contains(&host));
         let goals: Vec<usize> = streams().map(|stream| count(stream) + 12).collect();
         for (stream, goal) in streams().zip(goals) {
             let sent = || count(stream) >= goal;
-            eventually(PATIENCE, sent, || format!("{}: nothing is sent any more", stream.name));
+            eventually(PATIENCE, sent, || format!("{}: no packet is sent any more", stream.name));
         }
     }
 
@@ -107,9 +109,9 @@ impl Traffic {
         }
         let (mut sent, mut lost) = (0, Vec::new());
         for Stream { hosts, name, sender, receiver, .. } in self.0 {
-            let (times, came) = (sender.join().unwrap(), receiver.join().unwrap());
+            let (times, arrived) = (sender.join().unwrap(), receiver.join().unwrap());
             sent += times.len();
-            let missing = times.iter().enumerate().filter(|(n, _)| came.get(*n) != Some(&true));
+            let missing = times.iter().enumerate().filter(|(n, _)| arrived.get(*n) != Some(&true));
             lost.extend(missing.map(|(number, at)| Lost {
                 hosts,
                 stream: name.clone(),
@@ -168,22 +170,22 @@ fn send(socket: &UdpSocket, target: SocketAddr, number: usize) {
 
 /// The numbers that arrived.
 fn receive(socket: &UdpSocket, progress: &Progress) -> Vec<bool> {
-    let (mut came, mut buffer) = (Vec::new(), [0; 8]);
+    let (mut arrived, mut buffer) = (Vec::new(), [0; 8]);
     // No packet for this long: the stream has stalled or ended.
     loop {
         let ended = progress.total.load(Ordering::Relaxed);
         if progress.received.load(Ordering::Relaxed) >= ended {
-            return came;
+            return arrived;
         }
         match socket.recv(&mut buffer) {
             Ok(_) => {
                 let number = usize::try_from(u64::from_be_bytes(buffer)).unwrap();
-                came.resize(came.len().max(number + 1), false);
-                if !std::mem::replace(&mut came[number], true) {
+                arrived.resize(arrived.len().max(number + 1), false);
+                if !std::mem::replace(&mut arrived[number], true) {
                     progress.received.fetch_add(1, Ordering::Relaxed);
                 }
             }
-            Err(_) if ended != usize::MAX => return came,
+            Err(_) if ended != usize::MAX => return arrived,
             Err(_) => {}
         }
     }

@@ -25,13 +25,13 @@ use crate::{Context, Output, config, offline};
 /// Prefixes of the backends' device names, such as `flannel.1` and `flannel-v6.1`.
 const DEVICES: [&str; 2] = ["flannel.", "flannel-"];
 
-/// Removes or prepares for Go flannel, or with `--dry-run` prints the changes.
+/// Removes the objects or prepares them for Go flannel. With `--dry-run`, only prints the changes.
 pub(crate) async fn cleanup(context: Context<'_>, flags: &CleanupFlags) -> Result<Output> {
     let Context { client, global, backends, .. } = context;
     let mut _alone = None;
     if !flags.dry_run {
         refuse_daemon(client)?;
-        // A daemon may have no socket, or another one. Without a state directory none ever ran.
+        // A daemon may have another socket or none. Without a state directory no daemon ever ran.
         let dir = &global.state_dir;
         let unknown = |error| Error::Refused(format!("--state-dir {}: {error}", dir.display()));
         if dir.try_exists().map_err(unknown)? {
@@ -59,10 +59,11 @@ pub(crate) async fn cleanup(context: Context<'_>, flags: &CleanupFlags) -> Resul
         let is_device = |name: &str| DEVICES.iter().any(|start| name.starts_with(start));
         let other = |name: &LinkName| is_device(name.as_str()) && !footprint.links.contains(name);
         let facts = kernel.facts(&Selectors::default())?;
-        account.unknown.extend(facts.interfaces.iter().map(|interface| interface.name).filter(other).map(|name| {
+        let others = facts.interfaces.iter().map(|interface| interface.name).filter(other);
+        account.unknown.extend(others.map(|name| {
             format!(
-                "{name}, which is not of this network config: of an earlier one, or another flannel's; if no flannel needs it, \
-                 ip link delete {name}"
+                "{name}, which does not belong to this network config, but to an earlier one or to \
+                 another flannel; if no flannel needs it: ip link delete {name}"
             )
         }));
         for old in old_networks(&global.state_dir, &config) {
@@ -87,15 +88,17 @@ fn refuse_daemon(client: &Client) -> Result<()> {
     match client.is_listening() {
         Ok(false) => Ok(()),
         Ok(true) => Err(Error::Refused(format!(
-            "flanneld is running (it listens at {socket}) and would restore everything: stop it first, or use --dry-run"
+            "flanneld is running (it listens at {socket}) and would restore everything: stop it \
+             first, or use --dry-run"
         ))),
         Err(error) => Err(Error::Refused(format!(
-            "{socket}: {error}: whether flanneld runs is not known, and it must not"
+            "{socket}: {error}: it is not known whether flanneld runs, and a cleanup needs it \
+             stopped"
         ))),
     }
 }
 
-/// The pod networks that this host had before, without those of the config.
+/// The earlier pod networks of this host, without those of the config.
 fn old_networks(state_dir: &Path, config: &Config) -> Vec<Subnet> {
     let is_old = |network: &Subnet| config.pod_networks().all(|current| current != *network);
     let recorded = state_dir::read_networks(&state_dir::networks(state_dir));
@@ -161,15 +164,15 @@ impl Account {
         for (change, error) in &self.failed {
             text += &format!("FAILED: {change}: {error}\n");
         }
-        for what in &self.unknown {
-            text += &format!("not known: {what}\n");
+        for object in &self.unknown {
+            text += &format!("not known: {object}\n");
         }
         let (verb, count) = (if dry_run { "would be made" } else { "made" }, self.done.len());
         text += &match (count, self.failed.len()) {
             (0, 0) if !self.unknown.is_empty() => {
-                "nothing else of flannel's is there to change\n".to_owned()
+                "nothing else of flannel is there to change\n".to_owned()
             }
-            (0, 0) => "nothing of flannel's is there to change\n".to_owned(),
+            (0, 0) => "nothing of flannel is there to change\n".to_owned(),
             (_, 0) => format!("{count} changes {verb}\n"),
             (_, failed) => format!("{count} changes {verb}, {failed} failed\n"),
         };

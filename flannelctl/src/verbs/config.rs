@@ -49,7 +49,7 @@ pub(crate) async fn config(context: Context<'_>, verb: &ConfigVerb) -> Result<Ou
     }
 }
 
-/// Writes a config, if the store still has the one that was read.
+/// Writes a config, unless the config in the store has changed since it was read.
 async fn write(
     registry: &dyn Registry,
     seen: Option<&ConfigText>,
@@ -59,7 +59,7 @@ async fn write(
     let text = ConfigText { location: registry.to_string(), text };
     let config = check(&text, backends)?;
     let result = match seen {
-        Some(seen) if seen.text == text.text => "unchanged: the store holds exactly this",
+        Some(seen) if seen.text == text.text => "unchanged: the store has this config already",
         _ => {
             registry.write_config(seen, &text.text).await?;
             "written"
@@ -68,7 +68,10 @@ async fn write(
     let used = seen.and_then(|seen| Config::parse(&seen.text).ok());
     let restart = used.is_some_and(|used| used.networks != config.networks);
     let note = match restart {
-        true => format!("{result}; other pod networks are used from each daemon's next start on"),
+        true => format!(
+            "{result}; each daemon uses the changed pod networks from its next start \
+            on"
+        ),
         false => result.to_owned(),
     };
     Ok(describe(&config, &text, &note, terminal))
@@ -77,11 +80,11 @@ async fn write(
 /// Applies a patch to a config.
 ///
 /// # Errors
-/// The patch or the config is no JSON object, or the patched config is wrong.
+/// The patch or the config is not a JSON object, or the patched config is wrong.
 fn patched(seen: &ConfigText, patch: &str, backends: &Backends) -> Result<String> {
     let wrong = |what: &str, why: &dyn Display| {
         Error::Refused(format!(
-            "{what} is no JSON object, such as {{\"Backend\": {{\"MTU\": 1400}}}}: {why}"
+            "{what} is not a JSON object such as {{\"Backend\": {{\"MTU\": 1400}}}}: {why}"
         ))
     };
     let patch: Members = serde_json::from_str(patch).map_err(|error| wrong("PATCH", &error))?;
@@ -91,7 +94,7 @@ fn patched(seen: &ConfigText, patch: &str, backends: &Backends) -> Result<String
     let text = serde_json::to_string(&config).map_err(|error| wrong("PATCH", &error))?;
     match (validate(&text, backends), validate(&seen.text, backends)) {
         (Err(error), Err(before)) if error == before => {
-            Err(Error::Refused(format!("{}: {error}, with PATCH as without it", seen.location)))
+            Err(Error::Refused(format!("{}: {error}, with and without PATCH", seen.location)))
         }
         (Err(error), _) => Err(Error::Refused(format!("PATCH: {error}"))),
         (Ok(_), _) => Ok(text),
@@ -177,7 +180,7 @@ fn read(file: &Path) -> Result<ConfigText> {
     Ok(ConfigText { location, text })
 }
 
-/// Checks a config as a daemon does, without the node.
+/// Checks a config as a daemon does, but not against this node.
 fn check(text: &ConfigText, backends: &Backends) -> Result<Config> {
     validate(&text.text, backends)
         .map_err(|error| Error::Refused(format!("{}: {error}", text.location)))
@@ -192,7 +195,7 @@ fn validate(text: &str, backends: &Backends) -> std::result::Result<Config, Stri
 }
 
 fn describe(config: &Config, text: &ConfigText, done: &str, terminal: &Terminal) -> Output {
-    let headline = if done.is_empty() { "it is right" } else { done };
+    let headline = if done.is_empty() { "the config is valid" } else { done };
     let mut out = terminal.field("ok", Style::Good, &format!("{}: {headline}", text.location));
     let mut networks = Vec::new();
     for (family, pod) in config.networks.iter() {
@@ -214,7 +217,7 @@ fn describe(config: &Config, text: &ConfigText, done: &str, terminal: &Terminal)
     let implied = if config.backend.explicit {
         ""
     } else {
-        ", since none is named (Go flannel takes udp then: name it)"
+        ", because the config names none (Go flannel would use udp: name the type)"
     };
     out += &terminal.field("backend", Style::Bold, &format!("{}{implied}", config.backend.kind));
     let value = json!({
@@ -239,12 +242,16 @@ mod tests {
 
     #[test]
     fn a_patch_changes_only_the_fields_that_it_names() {
-        let text = r#"{"network": "10.1.0.0/16", "Backend": {"Type": "vxlan", "mtu": 1450, "VNI": 7}, "Mine": [1]}"#;
+        let text = r#"{"network": "10.1.0.0/16",
+            "Backend": {"Type": "vxlan", "mtu": 1450, "VNI": 7}, "Mine": [1]}"#;
         let seen = ConfigText { location: "here".into(), text: text.into() };
         for (patch, expected) in [
             (
                 r#"{"Backend":{"MTU":1400}}"#,
-                r#"{"network":"10.1.0.0/16","Backend":{"Type":"vxlan","mtu":1400,"VNI":7},"Mine":[1]}"#,
+                concat!(
+                    r#"{"network":"10.1.0.0/16","#,
+                    r#""Backend":{"Type":"vxlan","mtu":1400,"VNI":7},"Mine":[1]}"#
+                ),
             ),
             (
                 r#"{"backend":{"vni":null},"mine":null}"#,
@@ -252,14 +259,18 @@ mod tests {
             ),
             (
                 r#"{"Mine":{"a":{"b":null,"c":1}}}"#,
-                r#"{"network":"10.1.0.0/16","Backend":{"Type": "vxlan", "mtu": 1450, "VNI": 7},"Mine":{"a":{"c":1}}}"#,
+                concat!(
+                    r#"{"network":"10.1.0.0/16","#,
+                    r#""Backend":{"Type": "vxlan", "mtu": 1450, "VNI": 7},"#,
+                    r#""Mine":{"a":{"c":1}}}"#
+                ),
             ),
         ] {
             assert_eq!(patched(&seen, patch).unwrap(), expected, "{patch}");
         }
         for (seen, patch, part) in [
-            (&seen, "1400", "PATCH is no JSON object"),
-            (&ConfigText { text: "[]".into(), ..seen.clone() }, "{}", "here is no JSON object"),
+            (&seen, "1400", "PATCH is not a JSON object"),
+            (&ConfigText { text: "[]".into(), ..seen.clone() }, "{}", "here is not a JSON object"),
         ] {
             let error = patched(seen, patch).unwrap_err().to_string();
             assert!(error.starts_with(part) && error.contains("\"MTU\": 1400"), "{error}");
@@ -267,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn names_that_differ_in_case_are_one_field_and_the_last_one_counts() {
+    fn field_names_ignore_case_and_the_last_duplicate_counts() {
         let mtu = |text: &str| {
             flannel_backend_vxlan::Options::parse(&Config::parse(text).unwrap().backend)
                 .unwrap()
@@ -290,7 +301,7 @@ mod tests {
             assert_eq!(
                 of(r#"{"Backend":{"VNI":7}}"#),
                 Some(1430),
-                "what is not named means what it meant: {backend}"
+                "an unnamed field keeps its value: {backend}"
             );
             assert_eq!(of(r#"{"EnableNFTables":true}"#), Some(1430), "{backend}");
         }
@@ -300,7 +311,8 @@ mod tests {
     fn an_error_names_the_patch_or_the_config() {
         let seen = |text: &str| ConfigText { location: "here".into(), text: text.into() };
         let right = r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vxlan"}}"#;
-        let dual = r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:1::/48","Backend":{"Type":"vxlan"}}"#;
+        let dual = r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:1::/48",
+            "Backend":{"Type":"vxlan"}}"#;
         let wrong = r#"{"Network":"10.1.0.0/33","Backend":{"Type":"vxlan"}}"#;
         for (text, patch, parts) in [
             (right, r#"{"Backend":{"VNI":0}}"#, ["PATCH: ", "field Backend.VNI: 0"]),
@@ -312,7 +324,7 @@ mod tests {
                 ["PATCH: ", "Backend.MTU 1349 is too small for IPv6: at least 1350"],
             ),
             (wrong, r#"{"Network":"10.1.0.0/40"}"#, ["PATCH: ", "10.1.0.0/40"]),
-            (wrong, r#"{"Backend":{"MTU":1400}}"#, ["here: ", "with PATCH as without it"]),
+            (wrong, r#"{"Backend":{"MTU":1400}}"#, ["here: ", "with and without PATCH"]),
         ] {
             let error = patched(&seen(text), patch).unwrap_err().to_string();
             assert!(error.starts_with(parts[0]) && error.contains(parts[1]), "{error}");

@@ -18,13 +18,13 @@ use serde_json::json;
 use crate::Output;
 use crate::error::{Error, Result};
 
-/// The prefix of variables with options for Docker, also in the environment.
+/// The prefix of variables with options for Docker, in the file and in the environment.
 const PREFIX: &str = "DOCKER_OPT_";
 
 /// The flags of `mk-docker-opts.sh`.
 #[derive(Debug, Clone, clap::Args)]
 pub(crate) struct DockerFlags {
-    /// The subnet file; by default that of --subnet-file
+    /// The subnet file; by default the value of --subnet-file
     #[arg(short = 'f', value_name = "FILE")]
     env_file: Option<PathBuf>,
 
@@ -44,7 +44,7 @@ pub(crate) struct DockerFlags {
     #[arg(short = 'm')]
     no_ip_masq: bool,
 
-    /// The name of the variable with all options; its value in the environment comes first
+    /// The name of the variable with all options; its value in the environment precedes them
     #[arg(short = 'k', value_name = "NAME", default_value = "DOCKER_OPTS", value_parser = name)]
     key: String,
 
@@ -74,7 +74,7 @@ pub(crate) fn docker_opts(flags: &DockerFlags, subnet_file: &std::path::Path) ->
         .collect();
     match fs::read_to_string(path) {
         Ok(text) => variables.extend(assignments(&text)),
-        // Then only the environment counts.
+        // Then only the environment has variables.
         Err(error) if error.kind() == ErrorKind::NotFound => {}
         Err(error) => return Err(Error::Refused(format!("{}: {error}", path.display()))),
     }
@@ -90,7 +90,8 @@ pub(crate) fn docker_opts(flags: &DockerFlags, subnet_file: &std::path::Path) ->
             "Your routing table already contains the subnet: {route}"
         )));
     }
-    let value = json!({ "version": VERSION, "file": file, "variables": assignments(&text).collect::<Variables>() });
+    let written: Variables = assignments(&text).collect();
+    let value = json!({ "version": VERSION, "file": file, "variables": written });
     Ok(Output { text: String::new(), value, ok: true })
 }
 
@@ -111,12 +112,12 @@ fn options(flags: &DockerFlags, variables: &Variables) -> Result<String> {
     }
     if let Some(masq) = given("FLANNEL_IPMASQ").filter(|_| !flags.no_ip_masq) {
         // Only one of Docker and flannel masquerades.
-        let dockers = match masq.as_str() {
+        let of_docker = match masq.as_str() {
             "true" => "false",
             "false" => "true",
             _ => return Err(Error::Refused(format!("Invalid value of FLANNEL_IPMASQ: {masq}"))),
         };
-        set("IPMASQ", format!("--ip-masq={dockers}"));
+        set("IPMASQ", format!("--ip-masq={of_docker}"));
     }
     let both = flags.individual == flags.combined;
     let mut text = String::new();
@@ -173,7 +174,8 @@ mod tests {
         flags: DockerFlags,
     }
 
-    const ENV: &str = "FLANNEL_NETWORK=10.1.0.0/16\nFLANNEL_SUBNET=10.1.74.1/24\nFLANNEL_MTU=1472\nFLANNEL_IPMASQ=false\n";
+    const ENV: &str = "FLANNEL_NETWORK=10.1.0.0/16\nFLANNEL_SUBNET=10.1.74.1/24\nFLANNEL_MTU=1472\n\
+        FLANNEL_IPMASQ=false\n";
 
     fn written(args: &str, env: &[(&str, &str)], file: &str) -> Result<String> {
         let line = Line::try_parse_from(format!("x {args}").split_whitespace()).unwrap();
@@ -183,9 +185,9 @@ mod tests {
 
     /// The output of `mk-docker-opts.sh` in dash.
     #[test]
-    fn the_bytes_of_mk_docker_opts() {
-        const ALL: &str = "DOCKER_OPT_BIP=\"--bip=10.1.74.1/24\"\nDOCKER_OPT_IPMASQ=\"--ip-masq=true\"\n\
-            DOCKER_OPT_MTU=\"--mtu=1472\"\n";
+    fn the_output_equals_that_of_mk_docker_opts() {
+        const ALL: &str = "DOCKER_OPT_BIP=\"--bip=10.1.74.1/24\"\n\
+            DOCKER_OPT_IPMASQ=\"--ip-masq=true\"\nDOCKER_OPT_MTU=\"--mtu=1472\"\n";
         const COMBINED: &str = "\" --bip=10.1.74.1/24 --ip-masq=true --mtu=1472\"\n";
         let no_masq = "DOCKER_OPT_BIP=\"--bip=10.1.74.1/24\"\nDOCKER_OPT_MTU=\"--mtu=1472\"\n";
         let masq = ENV.replace("false", "true");
@@ -199,7 +201,12 @@ mod tests {
             ("-ic", none, ENV, format!("{ALL}DOCKER_OPTS={COMBINED}")),
             ("-k CUSTOM_KEY", none, ENV, format!("{ALL}CUSTOM_KEY={COMBINED}")),
             ("-m", none, ENV, format!("{no_masq}DOCKER_OPTS=\" --bip=10.1.74.1/24 --mtu=1472\"\n")),
-            ("-i -c -m -k X", none, ENV, format!("{no_masq}X=\" --bip=10.1.74.1/24 --mtu=1472\"\n")),
+            (
+                "-i -c -m -k X",
+                none,
+                ENV,
+                format!("{no_masq}X=\" --bip=10.1.74.1/24 --mtu=1472\"\n"),
+            ),
             (
                 "-c",
                 &[("DOCKER_OPTS", "--debug -H tcp://x")],
@@ -218,7 +225,12 @@ mod tests {
             ),
             ("-i", &[("DOCKER_OPT_BIP", "--bip=1.1.1.1/8")], ENV, ALL.to_owned()),
             ("-i", none, &masq, ALL.replace("--ip-masq=true", "--ip-masq=false")),
-            ("", none, quoted, format!("{no_masq}DOCKER_OPTS=\" --bip=10.1.74.1/24 --mtu=1472\"\n")),
+            (
+                "",
+                none,
+                quoted,
+                format!("{no_masq}DOCKER_OPTS=\" --bip=10.1.74.1/24 --mtu=1472\"\n"),
+            ),
             ("-c", none, v6, "DOCKER_OPTS=\" --ip-masq=false --mtu=1430\"\n".to_owned()),
             ("", none, "", "DOCKER_OPTS=\"\"\n".to_owned()),
             (

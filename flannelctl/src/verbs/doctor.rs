@@ -1,7 +1,7 @@
 //! `flannelctl doctor`: examines everything between the store and the wire.
 //!
-//! Only certain faults are findings. A value that cannot be read is reported as not known. Without
-//! a daemon it examines the store, the cache and the kernel.
+//! Only a fault that is certain is a finding. A value that cannot be read is reported as not known.
+//! Without a daemon it examines the store, the cache and the kernel.
 
 mod network;
 
@@ -32,7 +32,11 @@ pub(crate) async fn doctor(context: Context<'_>, flags: &DoctorFlags) -> Result<
     let found = examine(&network, daemon, &options, &mut examination).await;
     let Examination { layers, peers, .. } = &examination;
     let value = json!({
-        "version": VERSION, "ok": found.is_empty(), "findings": found, "layers": layers, "peers": peers,
+        "version": VERSION,
+        "ok": found.is_empty(),
+        "findings": found,
+        "layers": layers,
+        "peers": peers,
     });
     Ok(Output { text: page(&examination, &found, context.terminal), value, ok: found.is_empty() })
 }
@@ -111,11 +115,12 @@ mod tests {
     use flannel_doctor::peer_report;
 
     use super::*;
-    use crate::terminal::tests::looks;
+    use crate::terminal::tests::assert_page;
 
     /// A host with vxlan.
     fn vxlan() -> Devices {
-        let config = r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:1::/48","Backend":{"Type":"vxlan"}}"#;
+        let config = r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:1::/48",
+            "Backend":{"Type":"vxlan"}}"#;
         let datapath = flannel_backends::all().datapath(&Config::parse(config).unwrap());
         Devices { backend: "vxlan".to_owned(), datapath, ..Devices::default() }
     }
@@ -124,7 +129,8 @@ mod tests {
     fn findings_come_first_then_layers_then_peers() {
         let mut examination = Examination::default();
         examination.layer("store", "etcd answers, 3 leases", Vec::new());
-        let text = "rp_filter of flannel.1 is strict: packets that come another way than their answers would go are dropped";
+        let text = "rp_filter of flannel.1 is strict: the kernel silently drops packets that \
+            arrive on another device than their answers would leave by";
         let strict = Finding::warning("rp-filter", text)
             .with_command("sysctl -w net.ipv4.conf.flannel/1.rp_filter=2");
         examination.layer("host", "something blocks packets of pods", vec![strict.into()]);
@@ -160,11 +166,11 @@ mod tests {
         examination.peers.push(report);
         examination.layer("peers", "1 asked", faults);
         let found = settle(examination.faults.clone(), &devices, &[Family::V4]);
-        looks("doctor", |terminal| page(&examination, &found, terminal));
+        assert_page("doctor", |terminal| page(&examination, &found, terminal));
     }
 
     #[test]
-    fn a_healthy_host_of_both_families() {
+    fn a_healthy_dual_stack_host_has_no_findings() {
         let mut examination = Examination::default();
         examination.layer(
             "store",
@@ -215,6 +221,6 @@ mod tests {
         examination.peers.push(report);
         examination.layer("peers", "1 asked", faults);
         assert_eq!(examination.faults, []);
-        looks("doctor_healthy", |terminal| page(&examination, &[], terminal));
+        assert_page("doctor_healthy", |terminal| page(&examination, &[], terminal));
     }
 }

@@ -53,7 +53,7 @@ async fn list(registry: &dyn Registry, terminal: &Terminal) -> Result<Output> {
     let duplicates = duplicates(&listing.entries);
     for (address, keys) in &duplicates {
         let text = format!(
-            "{address} is the public address of {}: each takes the other's packets",
+            "{address} is the public address of {}: each node receives packets for the other",
             keys.join(" and ")
         );
         page += &terminal.field("duplicate", Style::Warning, &text);
@@ -69,7 +69,11 @@ async fn list(registry: &dyn Registry, terminal: &Terminal) -> Result<Output> {
         .map(|(address, keys)| json!({ "address": address.to_string(), "leases": keys }))
         .collect();
     let value = json!({
-        "version": VERSION, "store": registry.to_string(), "leases": leases, "skipped": skipped, "duplicates": duplicates,
+        "version": VERSION,
+        "store": registry.to_string(),
+        "leases": leases,
+        "skipped": skipped,
+        "duplicates": duplicates,
     });
     Ok(Output { text: page, value, ok: true })
 }
@@ -101,12 +105,12 @@ fn row(entry: &Entry) -> (Style, Vec<Vec<String>>) {
 }
 
 fn value(entry: &Entry) -> Value {
-    let lease = &entry.lease;
+    let (lease, offer) = (&entry.lease, &entry.lease.attrs.preferred);
     json!({
         "key": lease.subnets.to_string(),
         "subnets": lease.subnets.iter().map(|subnet| subnet.to_string()).collect::<Vec<_>>(),
-        "public": lease.attrs.preferred.public.values().map(ToString::to_string).collect::<Vec<_>>(),
-        "backend": lease.attrs.preferred.kind,
+        "public": offer.public.values().map(ToString::to_string).collect::<Vec<_>>(),
+        "backend": offer.kind,
         "reserved": entry.holder.is_none(),
         "holder": entry.holder.map(|mark| mark.to_string()),
         "revision": lease.revision.0,
@@ -133,7 +137,7 @@ async fn reserve(
         let (now, given) = (&entry.lease.attrs.preferred.public, &attrs.preferred.public);
         if !given.is_empty() && given != now {
             return Err(Error::Refused(format!(
-                "{subnets} is held by {of}: release it first, or name no address"
+                "{subnets} is held by {of}: release it first, or omit --public-ip and --public-ipv6"
             )));
         }
         let written =
@@ -142,7 +146,7 @@ async fn reserve(
     }
     if attrs.preferred.public.is_empty() {
         return Err(Error::Refused(format!(
-            "{subnets} is free: --public-ip or --public-ipv6 is to say for which node it is reserved"
+            "{subnets} is free: name its node with --public-ip or --public-ipv6"
         )));
     }
     let text = registry.config().await?;
@@ -169,7 +173,7 @@ fn check(config: &Config, subnets: &Subnets) -> Result<()> {
         let wrong = |reason: String| Err(Error::Refused(format!("{subnets}: {reason}")));
         let Some(subnet) = subnets.family(family) else {
             return wrong(format!(
-                "the network config enables {family}, so that a lease needs a subnet of it"
+                "the network config enables {family}, so a lease needs an {family} subnet"
             ));
         };
         if !pod.network.covers(&subnet) {
@@ -177,7 +181,7 @@ fn check(config: &Config, subnets: &Subnets) -> Result<()> {
         }
         if subnet.len() != pod.subnet_len {
             return wrong(format!(
-                "{subnet} is no /{}, as the network config cuts them",
+                "{subnet} is not a /{}, the subnet length of the network config",
                 pod.subnet_len
             ));
         }
@@ -190,8 +194,8 @@ async fn release(registry: &dyn Registry, subnets: &Subnets, force: bool) -> Res
     let entry = registry.entry(subnets).await?.ok_or_else(none)?;
     if entry.holder.is_some() && !force {
         return Err(Error::Refused(format!(
-            "{subnets} is held by {}: releasing it orders that node's daemon to stop; if that is meant, or the node is \
-             gone for good, add --force",
+            "{subnets} is held by {}: its release makes that node's daemon stop; if that is \
+             intended, or the node is gone for good, add --force",
             holder(&entry.lease.attrs)
         )));
     }
@@ -206,10 +210,10 @@ mod tests {
     use flannel_subnet::{HolderId, LeaseGrant, MemoryRegistry};
 
     use super::*;
-    use crate::terminal::tests::looks;
+    use crate::terminal::tests::assert_page;
 
     #[tokio::test]
-    async fn the_page_of_leases() {
+    async fn leases_are_listed_with_duplicate_addresses() {
         let registry = MemoryRegistry::with_config(r#"{"Network":"10.1.0.0/16"}"#);
         for (key, attrs, held) in [
             ("10.1.7.0-24", r#"{"PublicIP":"192.0.2.7","BackendType":"vxlan"}"#, Some(0x0a07)),
@@ -233,6 +237,6 @@ mod tests {
         for width in [80, 120] {
             pages.push(list(&registry, &Terminal { width, colours: false }).await.unwrap().text);
         }
-        looks("leases", |terminal| pages[usize::from(terminal.width == 120)].clone());
+        assert_page("leases", |terminal| pages[usize::from(terminal.width == 120)].clone());
     }
 }

@@ -52,7 +52,8 @@ fn peers_page(peers: &[PeerReport], now: f64, terminal: &Terminal) -> String {
 pub(crate) fn answer<T: DeserializeOwned>(value: &Value) -> Result<T> {
     serde_json::from_value(value.clone()).map_err(|error| {
         Error::Refused(format!(
-            "the daemon's answer is not understood, is it older than this flannelctl? {error}"
+            "the daemon's answer is not understood; the daemon may be older than this flannelctl: \
+             {error}"
         ))
     })
 }
@@ -244,7 +245,7 @@ pub(crate) mod tests {
     use flannel_api::testing::status_report as sample;
 
     use super::*;
-    use crate::terminal::tests::looks;
+    use crate::terminal::tests::assert_page;
 
     fn healthy() -> StatusReport {
         let mut report = sample();
@@ -263,35 +264,37 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn trouble_at_80_columns() {
+    fn problems_are_shown_at_80_columns() {
         let text = page(&sample(), &Terminal { width: 80, colours: false });
         assert_eq!(text, include_str!("../pages/status_80.txt"), "\n{text}");
         assert!(text.lines().all(|line| line.chars().count() <= 80));
     }
 
     #[test]
-    fn trouble_at_120_columns() {
+    fn problems_are_shown_at_120_columns() {
         let text = page(&sample(), &Terminal { width: 120, colours: false });
         assert_eq!(text, include_str!("../pages/status_120.txt"), "\n{text}");
     }
 
     #[test]
-    fn a_healthy_node_at_80_columns() {
+    fn a_healthy_node_is_shown_at_80_columns() {
         let text = page(&healthy(), &Terminal { width: 80, colours: false });
         assert_eq!(text, include_str!("../pages/status_healthy_80.txt"), "\n{text}");
     }
 
     #[test]
-    fn the_page_of_peers() {
+    fn peers_are_shown_with_the_reasons_of_their_states() {
         let mut peers = sample().network.unwrap().peers.listed;
         let reasons = [
             (
                 "failing",
-                "put route 10.1.8.0/24 via 10.1.8.0 dev flannel.1 onlink: Nexthop has invalid gateway: Network is unreachable (os error 101)",
+                "put route 10.1.8.0/24 via 10.1.8.0 dev flannel.1 onlink: Nexthop has invalid \
+                 gateway: Network is unreachable (os error 101)",
             ),
             (
                 "rejected",
-                "neigh 10.1.9.0 dev flannel.1 is defined otherwise by the earlier lease 10.1.7.0-24 of 192.0.2.7 (vxlan)",
+                "neigh 10.1.9.0 dev flannel.1 is defined otherwise by the earlier lease \
+                 10.1.7.0-24 of 192.0.2.7 (vxlan)",
             ),
             ("in place", ""),
             ("pending", "its lease has come, and waits for its turn"),
@@ -302,7 +305,7 @@ pub(crate) mod tests {
         }
         assert_eq!(peers.len(), reasons.len());
         let now = sample().time;
-        looks("peers", |terminal| peers_page(&peers, now, terminal));
+        assert_page("peers", |terminal| peers_page(&peers, now, terminal));
     }
 
     #[test]
@@ -311,11 +314,11 @@ pub(crate) mod tests {
         report.ready = false;
         let network = report.network.as_mut().unwrap();
         (network.in_sync, network.pending, network.peers.total) = (false, 4_096, 9_000);
-        looks("status_arriving", |terminal| page(&report, terminal));
+        assert_page("status_arriving", |terminal| page(&report, terminal));
     }
 
     #[test]
-    fn a_new_peer_is_accepted() {
+    fn a_new_peer_is_not_shown_as_rejected() {
         let mut report = healthy();
         report.network.as_mut().unwrap().peers.total += 1;
         let text = page(&report, &Terminal { width: 80, colours: false });

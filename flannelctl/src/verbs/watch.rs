@@ -1,6 +1,6 @@
 //! `flannelctl watch`: shows the status repeatedly.
 //!
-//! It polls the daemon, so that changes wake nothing in the daemon.
+//! It polls the daemon, so changes cost the daemon nothing.
 
 use std::io::Write;
 use std::time::Duration;
@@ -62,7 +62,7 @@ fn essence(output: &Output) -> serde_json::Value {
 mod tests {
     use super::*;
     use crate::terminal::Terminal;
-    use crate::terminal::tests::looks;
+    use crate::terminal::tests::assert_page;
 
     #[test]
     fn a_screen_replaces_the_previous_one() {
@@ -74,7 +74,7 @@ mod tests {
                 ok: report.ready,
             }
         };
-        looks("watch", |terminal| {
+        assert_page("watch", |terminal| {
             let live = screen(&output(terminal), true, false);
             live.strip_prefix(CLEAR).unwrap().to_owned()
         });
@@ -86,7 +86,7 @@ mod tests {
     }
 
     #[test]
-    fn elapsed_time_is_no_change() {
+    fn elapsed_time_does_not_count_as_a_change() {
         let output = |change: fn(&mut flannel_api::StatusReport)| {
             let mut report = flannel_api::testing::status_report();
             change(&mut report);

@@ -1,4 +1,4 @@
-//! `flannelctl why`: the daemon's answer, or without it that of the store and the kernel.
+//! `flannelctl why`: the answer of the daemon, or without a daemon of the store and the kernel.
 
 use std::net::IpAddr;
 
@@ -91,10 +91,10 @@ mod tests {
     use flannel_api::ObjectReport;
 
     use super::*;
-    use crate::terminal::tests::looks;
+    use crate::terminal::tests::assert_page;
 
     #[test]
-    fn a_shadowed_peer_at_80_columns() {
+    fn a_shadowed_peer_is_shown_with_both_routes() {
         let object = |text: &str| ObjectReport {
             object: text.into(),
             state: "in place".into(),
@@ -104,10 +104,14 @@ mod tests {
             version: 1,
             address: "10.1.7.9".into(),
             ok: false,
-            verdict: "shadowed: packets go via 192.0.2.99 dev eth0 instead of via 10.1.7.0 dev flannel.1, because of \
-                      a more specific route or a rule of others"
+            verdict: "shadowed: packets go via 192.0.2.99 dev eth0 instead of via 10.1.7.0 dev \
+                flannel.1, because of a more specific route or a rule of another program"
                 .into(),
-            hint: Some("ip route del $(ip route get fibmatch 10.1.7.9 | grep -v ^default) # if no rule causes it: ip rule".into()),
+            hint: Some(
+                "ip route del $(ip route get fibmatch 10.1.7.9 | grep -v ^default) # if no \
+                rule causes it: ip rule"
+                    .into(),
+            ),
             network: Some("10.1.0.0/16".into()),
             lease: Some("10.1.7.0-24".into()),
             node: Some("192.0.2.7 (vxlan)".into()),
@@ -125,7 +129,8 @@ mod tests {
         };
         let expected = "\
 problem    shadowed: packets go via 192.0.2.99 dev eth0 instead of via 10.1.7.0
-           dev flannel.1, because of a more specific route or a rule of others
+           dev flannel.1, because of a more specific route or a rule of another
+           program
            try: ip route del $(ip route get fibmatch 10.1.7.9 | grep -v ^default)
                 # if no rule causes it: ip rule
 
@@ -139,20 +144,21 @@ kernel     via 192.0.2.99 dev eth0
 ";
         let text = page(&why, &Terminal { width: 80, colours: false });
         assert_eq!(text, expected, "\n{text}");
-        looks("why_shadowed", |terminal| page(&why, terminal));
+        assert_page("why_shadowed", |terminal| page(&why, terminal));
     }
 
     #[test]
-    fn the_page_of_a_pending_peer() {
+    fn a_pending_peer_is_shown_with_its_objects() {
         let object =
             |text: &str| ObjectReport { object: text.into(), state: "pending".into(), error: None };
         let why = WhyReport {
             version: 1,
             address: "fd00:1:0:7::9".into(),
             ok: false,
-            verdict: "it belongs to 192.0.2.7, 2001:db8::7 (vxlan), of which nothing is known to be in place yet: it waits for \
-                      its turn"
-                .into(),
+            verdict:
+                "it belongs to 192.0.2.7, 2001:db8::7 (vxlan), none of whose objects is known \
+                to be in place yet: it waits for its turn"
+                    .into(),
             hint: Some("flannelctl watch".into()),
             network: Some("fd00:1::/48".into()),
             lease: Some("10.1.7.0-24&fd00:1:0:7::-64".into()),
@@ -168,6 +174,6 @@ kernel     via 192.0.2.99 dev eth0
             kernel: "nowhere".into(),
             stale: None,
         };
-        looks("why_waits", |terminal| page(&why, terminal));
+        assert_page("why_waits", |terminal| page(&why, terminal));
     }
 }

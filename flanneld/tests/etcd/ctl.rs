@@ -147,7 +147,7 @@ fn verbs_query_a_daemon_and_change_its_lease() {
         );
         let why = ctl_output(&host, &etcd, &["why", "10.1.102.9"]);
         assert!(why.contains("everything is in place"), "{why}");
-        refuses(&host, &etcd, &["why", "10.1.0.9"], "no node holds a subnet with it");
+        refuses(&host, &etcd, &["why", "10.1.0.9"], "no node holds a subnet that contains it");
 
         // A lease expires until it is reserved.
         let lease = async || at(&etcd, &format!("{PREFIX}/subnets/{own}")).await.unwrap().1;
@@ -214,7 +214,7 @@ fn the_cache_of_the_last_daemon_is_shown_if_neither_it_nor_etcd_answers() {
         // Nothing is known.
         fs::remove_file(host.cache()).unwrap();
         refuses(&host, &etcd, &["peers"], "no daemon has kept leases here");
-        let page = refuses(&host, &etcd, &["why", "10.1.102.9"], "nothing is known of it");
+        let page = refuses(&host, &etcd, &["why", "10.1.102.9"], "nothing is known about it");
         assert!(page.contains("no daemon has kept leases here"), "{page}");
     });
 }

@@ -16,7 +16,7 @@ use flannel_firewall::{LegacyMemory, Programs, forward_drops};
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::iface::Selectors;
 
-use super::Facts;
+use super::HostFacts;
 
 /// The network that the checks are for.
 #[derive(Debug, Clone)]
@@ -36,15 +36,15 @@ pub struct HostScene {
 }
 
 /// Reads all facts. A failure to read one is noted in `unread`.
-pub(super) async fn read(scene: HostScene, memory: &LegacyMemory) -> Facts {
+pub(super) async fn read(scene: HostScene, memory: &LegacyMemory) -> HostFacts {
     let networks = scene.config.pod_networks().collect();
     let programs = Programs::default();
     let drops = forward_drops(&programs, &networks, memory);
     let (drops, facts) =
         tokio::join!(drops, tokio::task::spawn_blocking(move || read_host(&scene)));
     // The task fails only if the runtime shuts down.
-    let mut facts =
-        facts.unwrap_or_else(|_| Facts { unread: vec!["this host".into()], ..Facts::default() });
+    let mut facts = facts
+        .unwrap_or_else(|_| HostFacts { unread: vec!["this host".into()], ..HostFacts::default() });
     facts.drops = drops.found;
     facts.unread.extend(
         drops.unread.iter().map(|error| format!("which chains drop forwarded packets ({error})")),
@@ -52,7 +52,7 @@ pub(super) async fn read(scene: HostScene, memory: &LegacyMemory) -> Facts {
     facts
 }
 
-fn read_host(scene: &HostScene) -> Facts {
+fn read_host(scene: &HostScene) -> HostFacts {
     let tunnels: Vec<LinkName> =
         scene.links.iter().copied().filter(|link| is_there(*link)).collect();
     let own = scene.own.map(|own| own.iter().collect()).unwrap_or_default();
@@ -94,7 +94,7 @@ fn read_host(scene: &HostScene) -> Facts {
     };
     // The routing table may be large, so it is read only if the number of peers needs it.
     let crowded = max_neighbours.values().any(|max| peers.len() as u64 >= *max);
-    Facts {
+    HostFacts {
         pod_networks: scene.config.pod_networks().collect(),
         own,
         unread,
@@ -200,14 +200,14 @@ mod tests {
         assert_eq!(v4(&line("eth0", "00000000", "0003")), None, "by an IPv6 gateway");
         assert_eq!(v4(&line("eth1", "00000000", "0001")), None);
         assert_eq!(
-            v4(
-                "Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT"
-            ),
+            v4("Iface\tDestination\tGateway \
+                 \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT"),
             None
         );
         let v6 = |gateway: &str| {
             let line = format!(
-                "20010db8000000000000000000000000 40 {:032x} 00 {gateway} 00000100 00000001 00000000 00000001     eth0",
+                "20010db8000000000000000000000000 40 {:032x} 00 {gateway} 00000100 00000001 \
+                 00000000 00000001     eth0",
                 0
             );
             route_v6(&line, eth0).map(|network| network.to_string())

@@ -1,8 +1,8 @@
 use super::*;
 
-fn healthy() -> Facts {
+fn healthy() -> HostFacts {
     let link = |name: &str| name.parse::<LinkName>().unwrap();
-    Facts {
+    HostFacts {
         pod_networks: ["10.1.0.0/16", "fd00:1::/48"]
             .map(|n| n.parse::<Subnet>().unwrap())
             .into_iter()
@@ -39,7 +39,7 @@ fn peer(key: &str, public: &str) -> (Subnets, Dual<IpAddr>) {
 }
 
 /// The only finding after a change, as `check severity | text | repair`.
-fn only(change: impl FnOnce(&mut Facts)) -> String {
+fn only(change: impl FnOnce(&mut HostFacts)) -> String {
     let mut facts = healthy();
     change(&mut facts);
     match check(&facts).as_slice() {
@@ -57,7 +57,10 @@ fn only(change: impl FnOnce(&mut Facts)) -> String {
 #[test]
 fn a_healthy_host_and_an_unreadable_one_have_no_findings() {
     assert_eq!(check(&healthy()), []);
-    assert_eq!(check(&Facts { pod_networks: healthy().pod_networks, ..Facts::default() }), []);
+    assert_eq!(
+        check(&HostFacts { pod_networks: healthy().pod_networks, ..HostFacts::default() }),
+        []
+    );
 }
 
 #[test]
@@ -94,7 +97,7 @@ fn each_fault_is_one_finding_with_its_repair() {
         ),
         (
             only(|f| f.addresses.push((device("cni0"), "10.1.3.1".parse().unwrap()))),
-            ["clash error", "not of this node's subnet 10.1.5.0/24", "ip link delete cni0"],
+            ["clash error", "not in this node's subnet 10.1.5.0/24", "ip link delete cni0"],
         ),
         (
             only(|f| f.addresses.push((device("eth1"), "10.1.3.1".parse().unwrap()))),
@@ -142,7 +145,7 @@ fn each_fault_is_one_finding_with_its_repair() {
 }
 
 #[test]
-fn settings_that_do_not_matter_are_no_finding() {
+fn irrelevant_settings_cause_no_finding() {
     let device = |name: &str| name.parse::<LinkName>().unwrap();
     let mut facts = healthy();
     facts.kubernetes = false;
@@ -160,7 +163,7 @@ fn settings_that_do_not_matter_are_no_finding() {
 
 /// A thousand peers behind a router share its entry, and the tunnel's own entries are permanent.
 #[test]
-fn neighbours_are_counted_only_on_the_own_link() {
+fn only_neighbours_on_the_own_link_are_counted() {
     let mut facts = healthy();
     facts.max_neighbours.v4 = Some(128);
     facts.peers = (0..1000)
@@ -176,7 +179,7 @@ fn neighbours_are_counted_only_on_the_own_link() {
 }
 
 #[test]
-fn errors_come_first() {
+fn errors_are_sorted_before_warnings() {
     let mut facts = healthy();
     facts.rp_filter.insert("flannel.1".parse().unwrap(), 1);
     facts.max_neighbours.v4 = Some(0);

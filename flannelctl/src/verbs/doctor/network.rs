@@ -30,7 +30,7 @@ use crate::{Context, offline, status};
 /// The time that a daemon may need to apply changes before that is a fault.
 const SETTLE_TIME: Duration = Duration::from_secs(2);
 
-/// Adds the layers that the daemon reports.
+/// Adds the layers that the daemon reports on.
 pub(super) async fn with_daemon(
     client: &Client,
     value: &Value,
@@ -97,14 +97,14 @@ fn datapath(network: &NetworkReport) -> Datapath {
 
 /// Waits until the daemon has applied its changes, at most `SETTLE_TIME`, and returns its report.
 async fn settled(client: &Client, mut report: StatusReport) -> Result<StatusReport> {
-    let at_it = |report: &StatusReport| {
+    let is_applying = |report: &StatusReport| {
         report
             .network
             .as_ref()
             .is_some_and(|network| network.live && !network.in_sync && network.failing.total == 0)
     };
     let start = Instant::now();
-    while at_it(&report) && start.elapsed() < SETTLE_TIME {
+    while is_applying(&report) && start.elapsed() < SETTLE_TIME {
         tokio::time::sleep(SETTLE_TIME / 20).await;
         report = status::answer(&client.ask("GET", request::STATUS)?)?;
     }
@@ -157,7 +157,7 @@ pub(super) async fn without_daemon(
             );
             let saved = offline::saved(global);
             let leases = saved.iter().flat_map(|saved| saved.leases.iter().cloned()).collect();
-            // The store is a layer already. The cache follows below.
+            // The layer of the store is complete. The config of the cache is used below.
             (Err(String::new()), leases)
         }
     };
@@ -178,7 +178,7 @@ pub(super) async fn without_daemon(
     // Use the config of the last daemon.
     let kept = || offline::saved(global).and_then(|saved| Config::parse(&saved.config?.text).ok());
     let Some(config) = parsed.ok().or_else(kept) else {
-        examination.unknown("host", "there is no network config that could be read");
+        examination.unknown("host", "no network config can be read");
         return Network::default();
     };
     of_config(context, iface, (config, leases), examination).await
@@ -218,8 +218,11 @@ async fn of_config(
             let scene = HostScene { config, links, uplink, own, public, leases };
             examination.host(check_host(scene, &LegacyMemory::default()).await);
         }
-        None => examination
-            .unknown("host", "no interface fits; --iface names the one that the daemon uses"),
+        None => examination.unknown(
+            "host",
+            "no interface is suitable; name the interface of the daemon with \
+                --iface",
+        ),
     }
     let state = |subnets: &Subnets| {
         let inside = |subnet| config.pod_networks().any(|network| network.covers(&subnet));
