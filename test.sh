@@ -117,6 +117,6 @@ if [ "$(id -u)" = 0 ]; then
         cat "$dir/lab.log" "$dir/lab.json" >&2
         exit 1
     fi
-    echo "passed as an ordinary user: the lab, and tests of netlink, the firewall, the CNI plugin," \
+    echo "passed as an ordinary user: the lab; tests of netlink, the firewall, the CNI plugin," \
         "the image, the daemon and flannelctl"
 fi
