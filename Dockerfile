@@ -1,7 +1,8 @@
 # flannel's image: docker build -t localhost/flannel:v0.1.0 .
 #
-# One image for all containers of deploy/kube-flannel.yml; paths are those of Go flannel's two images. Debian, and not a static daemon
-# alone, since rules in iptables, which are the default, need its programs; only what is copied onto hosts is static.
+# One image for all containers of deploy/kube-flannel.yml. Its paths are those of Go flannel's two
+# images. It is based on Debian, because firewall rules in iptables, the default, need the programs
+# of iptables. Only the programs that are copied onto hosts are static.
 FROM rust:1.95-slim-bookworm AS build
 RUN apt-get update \
     && apt-get install -y --no-install-recommends gcc libc6-dev libprotobuf-dev protobuf-compiler
@@ -12,7 +13,8 @@ RUN --mount=type=cache,target=/usr/local/cargo/registry --mount=type=cache,targe
     deploy/build-image-root.sh /image
 
 FROM debian:bookworm-slim
-# The iptables of the hosts: nft, or legacy where `iptables --version` says legacy there.
+# The variant of iptables, the same as on the hosts: nft, or legacy if `iptables --version` on a
+# host says legacy.
 ARG IPTABLES=nft
 RUN apt-get update \
     && apt-get install -y --no-install-recommends ca-certificates iptables \
@@ -21,8 +23,9 @@ RUN apt-get update \
     && update-alternatives --set ip6tables "/usr/sbin/ip6tables-$IPTABLES"
 COPY --from=build /image/ /
 ENV PATH=/opt/bin:/usr/sbin:/usr/bin:/sbin:/bin
-# The memory of thousands of peers that arrive at once goes back to the system (glibc).
+# glibc returns the memory of thousands of peers that arrive at once to the system.
 ENV MALLOC_MMAP_THRESHOLD_=131072 MALLOC_ARENA_MAX=1
-# Root, since the directories of the host belong to it mostly, but without a capability that the manifest does not add: NET_ADMIN and
-# NET_RAW for flanneld, DAC_OVERRIDE for install-conf.
+# The user is root, because the directories of the host usually belong to root. The containers have
+# only the capabilities of the manifest: NET_ADMIN and NET_RAW for flanneld, DAC_OVERRIDE for
+# install-conf.
 ENTRYPOINT ["/opt/bin/flanneld"]

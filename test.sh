@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Runs every test. Installs the tools that tests need where it may (root on Debian), says what to install where not.
+# Runs every test. As root on Debian it installs the tools that tests need. Otherwise it says which
+# tools to install.
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -25,74 +26,97 @@ if [ ${#needs[@]} -gt 0 ]; then
         apt-get update -qq
         DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${needs[@]}"
     else
-        echo "test.sh: install these first: ${needs[*]} (on Debian: apt-get install ${needs[*]})" >&2
+        echo "test.sh: install these first (Debian: apt-get install): ${needs[*]}" >&2
         exit 1
     fi
 fi
-# promtool alone: the package would start a server, and bring fonts.
+# Only promtool: the package would start a server, and install fonts.
 tools=${CARGO_TARGET_DIR:-$PWD/target}/tools
 if [ -z "${PROMTOOL:-}" ] && ! command -v promtool >/dev/null && [ ! -x "$tools/promtool" ]; then
     if ! command -v apt-get >/dev/null; then
-        echo "test.sh: install promtool first (of Prometheus), or name it in PROMTOOL" >&2
+        echo "test.sh: install promtool of Prometheus first, or name it in PROMTOOL" >&2
         exit 1
     fi
     mkdir -p "$tools/prometheus"
-    (cd "$tools/prometheus" && { apt-get download -qq prometheus || { apt-get update -qq && apt-get download -qq prometheus; }; } &&
-        dpkg-deb -x prometheus_*.deb . && mv usr/bin/promtool ..)
+    (
+        cd "$tools/prometheus"
+        apt-get download -qq prometheus ||
+            { apt-get update -qq && apt-get download -qq prometheus; }
+        dpkg-deb -x prometheus_*.deb .
+        mv usr/bin/promtool ..
+    )
     rm -rf "$tools/prometheus"
 fi
 export PROMTOOL=${PROMTOOL:-$(command -v promtool || echo "$tools/promtool")}
-command -v cargo >/dev/null || { echo "test.sh: install Rust first: https://rustup.rs" >&2; exit 1; }
+if ! command -v cargo >/dev/null; then
+    echo "test.sh: install Rust first: https://rustup.rs" >&2
+    exit 1
+fi
 export PATH="$PATH:/usr/sbin:/sbin"
 
-# Built with the workspace. Without this, tests of other crates would build them again by themselves:
-# the lab then lacks etcd, which the tests of the lab need.
+# Programs of the workspace. Without these variables, tests of other crates build them again, and
+# the lab then lacks etcd, which its tests need.
 target=${CARGO_TARGET_DIR:-target}
 FLANNELCTL=$(realpath -m "$target/debug/flannelctl")
 FLANNEL_LAB=$(realpath -m "$target/debug/lab")
 export FLANNELCTL FLANNEL_LAB
 
-# What hangs ends after an hour, with all that it started; on a terminal, where somebody can interrupt it, cargo alone.
+# A test that hangs ends after an hour, with all processes that it started. On a terminal, where a
+# user can interrupt it, only cargo is ended.
 limit=(timeout --kill-after=10)
 if [ -t 0 ]; then limit+=(--foreground); fi
 "${limit[@]}" 3600 cargo test --workspace --all-features "$@"
 
-# Root has tested with its own powers; the same must work for an ordinary user.
+# The tests above ran as root. These tests must also pass for an ordinary user.
 if [ "$(id -u)" = 0 ]; then
     dir=$(mktemp -d)
     trap 'rm -rf "$dir"' EXIT
     chmod 755 "$dir"
+    # Builds tests, and prints the paths of those of a kind.
+    executables() {
+        local kind=$1
+        shift
+        cargo test --no-run --message-format=json "$@" 2>/dev/null |
+            sed -n 's/.*"kind":\["\('"$kind"'\)"\].*"executable":"\([^"]*\)".*/\2/p'
+    }
     cargo build -q -p flannel-lab
-    netns_tests=$(cargo test --no-run --message-format=json -p flannel-netlink -p flannel-firewall --all-features 2>/dev/null |
-        sed -n 's/.*"kind":\["\(lib\|test\)"\].*"executable":"\([^"]*\)".*/\2/p')
+    netns_tests=$(executables 'lib\|test' -p flannel-netlink -p flannel-firewall --all-features)
     cp "${CARGO_TARGET_DIR:-target}/debug/lab" $netns_tests "$dir"
-    cni_tests=$(cargo test --no-run --message-format=json -p flannel-cni --all-features --test real --test install 2>/dev/null |
-        sed -n 's/.*"kind":\["test"\].*"executable":"\([^"]*\)".*/\1/p')
+    cni_tests=$(executables test -p flannel-cni --all-features --test real --test install)
     cp "${CARGO_TARGET_DIR:-target}/debug/"{flannel,install-conf} $cni_tests "$dir"
-    # None takes more than two minutes; one that hangs is named by what was printed.
-    as_nobody() { (cd / && timeout --kill-after=10 900 setpriv --reuid=65534 --regid=65534 --clear-groups env HOME=/nonexistent "$@"); }
+    # Each takes at most two minutes. The output names a test that hangs.
+    as_nobody() {
+        (cd / && timeout --kill-after=10 900 \
+            setpriv --reuid=65534 --regid=65534 --clear-groups env HOME=/nonexistent "$@")
+    }
     for test in $netns_tests; do
         as_nobody "$dir/$(basename "$test")" --quiet
     done
     cargo build -q -p flanneld -p flannelctl
-    daemon_tests=$(cargo test --no-run --message-format=json -p flanneld --test etcd --test control --test kube --test adopt --test storm --test interference 2>/dev/null |
-        sed -n 's/.*"kind":\["test"\].*"executable":"\([^"]*\)".*/\1/p')
+    daemon_tests=$(executables test -p flanneld --test etcd --test control --test kube \
+        --test adopt --test storm --test interference)
     cp "${CARGO_TARGET_DIR:-target}/debug/"{flanneld,flannelctl} "$PROMTOOL" "$dir"
     for test in $daemon_tests; do
         cp "$test" "$dir/flanneld-test"
-        as_nobody FLANNELD="$dir/flanneld" FLANNELCTL="$dir/flannelctl" PROMTOOL="$dir/promtool" "$dir/flanneld-test" --quiet
+        as_nobody FLANNELD="$dir/flanneld" FLANNELCTL="$dir/flannelctl" PROMTOOL="$dir/promtool" \
+            "$dir/flanneld-test" --quiet
     done
     for test in $cni_tests; do
-        as_nobody FLANNEL_CNI="$dir/flannel" INSTALL_CONF="$dir/install-conf" FLANNEL_LAB="$dir/lab" "$dir/$(basename "$test")" --quiet
+        as_nobody FLANNEL_CNI="$dir/flannel" INSTALL_CONF="$dir/install-conf" \
+            FLANNEL_LAB="$dir/lab" "$dir/$(basename "$test")" --quiet
     done
-    image_tests=$(cargo test --no-run --message-format=json -p deploy --test image --test containers 2>/dev/null |
-        sed -n 's/.*"kind":\["test"\].*"executable":"\([^"]*\)".*/\1/p')
+    image_tests=$(executables test -p deploy --test image --test containers)
     PROFILE=dev CNI_PROFILE=dev deploy/build-image-root.sh "$dir/image"
     cp -r $image_tests deploy "$dir"
     for test in $image_tests; do
-        as_nobody FLANNEL_IMAGE="$dir/image" FLANNEL_DEPLOY="$dir/deploy" "$dir/$(basename "$test")" --quiet
+        as_nobody FLANNEL_IMAGE="$dir/image" FLANNEL_DEPLOY="$dir/deploy" \
+            "$dir/$(basename "$test")" --quiet
     done
-    as_nobody "$dir/lab" --backend vxlan --family dual --json >"$dir/lab.json" 2>"$dir/lab.log" ||
-        { cat "$dir/lab.log" "$dir/lab.json" >&2; exit 1; }
-    echo "as an ordinary user: the kernel's tests, the firewall's, the CNI plugin's, the image's, the daemon on etcd and on Kubernetes, starts over what is there, storms, flannelctl and the lab passed"
+    lab=("$dir/lab" --backend vxlan --family dual --json)
+    if ! as_nobody "${lab[@]}" >"$dir/lab.json" 2>"$dir/lab.log"; then
+        cat "$dir/lab.log" "$dir/lab.json" >&2
+        exit 1
+    fi
+    echo "passed as an ordinary user: the lab; tests of netlink, the firewall, the CNI plugin," \
+        "the image, the daemon and flannelctl"
 fi

@@ -1,5 +1,5 @@
-//! What holds for every text that flannel reads, however wrong it is: nothing panics, and what is read and
-//! written again stays the same. The fuzz targets check it for what they make up, and `cargo test` for the corpora.
+//! Properties of all parsers of text: they never panic, and a parsed value that is written and
+//! parsed again stays the same. The fuzz targets check random texts, and `cargo test` checks the corpora.
 //!
 //! Each function returns whether the text was accepted.
 
@@ -9,7 +9,7 @@ use flannel_core::lease::LeaseAttrs;
 use flannel_core::{Config, Subnets};
 use flannel_subnet::SubnetEnv;
 
-/// A key that parses is what its text parses to, and is made of subnets that make up a key.
+/// A parsed key equals the key parsed from its text, and the key made of its subnets.
 pub(crate) fn lease_key(text: &str) -> bool {
     let subnets: Subnets = match text.parse() {
         Ok(subnets) => subnets,
@@ -21,20 +21,20 @@ pub(crate) fn lease_key(text: &str) -> bool {
     true
 }
 
-/// A value that parses is written the same for ever after.
+/// A parsed value that is written and parsed again is the same.
 pub(crate) fn lease_value(text: &str) -> bool {
     let attrs = match LeaseAttrs::from_json(text) {
         Ok(attrs) => attrs,
         Err(error) => return refused(&error),
     };
     let written = attrs.to_json();
-    let again = LeaseAttrs::from_json(&written).expect("what we write, we read");
+    let again = LeaseAttrs::from_json(&written).expect("a written value parses");
     assert_eq!(again.to_json(), written);
     assert_eq!(again, attrs);
     true
 }
 
-/// A config that parses hands out subnets of the right length, in order, inside its network.
+/// A parsed config has a range of subnets of the right length, in order, inside its network.
 pub(crate) fn network_config(text: &str) -> bool {
     let config = match Config::parse(text) {
         Ok(config) => config,
@@ -56,14 +56,14 @@ pub(crate) fn network_config(text: &str) -> bool {
     true
 }
 
-/// A file that parses is written so that it parses to the same.
+/// A parsed file that is written and parsed again is the same.
 pub(crate) fn subnet_env(text: &str) -> bool {
     let path = Path::new("/run/flannel/subnet.env");
     let env = match SubnetEnv::parse(text, path) {
         Ok(env) => env,
         Err(error) => return refused(&error),
     };
-    assert_eq!(SubnetEnv::parse(&env.to_string(), path).expect("what we write, we read"), env);
+    assert_eq!(SubnetEnv::parse(&env.to_string(), path).expect("a written value parses"), env);
     let _ = env.previous();
     true
 }

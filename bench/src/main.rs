@@ -18,162 +18,161 @@ use crate::measure::{
 use crate::parts::cluster::Families;
 use crate::parts::report::Report;
 
-/// Measures one thing and prints it as a table, or with --json as one JSON object.
+/// Measures one property, and prints the figures as a table, or with --json as one JSON object.
 #[derive(Debug, Parser)]
 #[command(name = "bench", version)]
 struct Options {
     #[command(subcommand)]
     bench: Bench,
-    /// One JSON object on standard output, and nothing else there
+    /// Print one JSON object on standard output
     #[arg(long, global = true)]
     json: bool,
 }
 
-/// As many as fit into the addresses that the benches give out.
+/// The range of counts, which the addresses of the benches limit.
 fn count() -> clap::builder::RangedI64ValueParser<u32> {
     clap::value_parser!(u32).range(1..=65_000)
 }
 
 #[derive(Debug, Subcommand)]
 enum Bench {
-    /// Peers that arrive all at once: from the lease set's update to the kernel's last
+    /// Peers that arrive at once: the time from the update of the lease set to the kernel's last
     /// acknowledgement
     #[command(alias = "arrive")]
     ColdStart {
-        /// How many peers
+        /// The number of peers
         #[arg(long, default_value_t = 999, value_parser = count())]
         peers: u32,
-        /// Which address families the pods have
+        /// The address families of pods
         #[arg(long, value_enum, default_value_t = Families::Ipv4)]
         family: Families,
     },
-    /// One new peer among many: from the lease set's update until the last of its objects is heard
-    /// of
+    /// One new peer among many: the time from the update of the lease set to the kernel's event
+    /// about the last object
     OneMore {
-        /// How many peers there are before
+        /// The number of peers before
         #[arg(long, default_value_t = 50_000, value_parser = count())]
         peers: u32,
-        /// Which address families the pods have
+        /// The address families of pods
         #[arg(long, value_enum, default_value_t = Families::Ipv4)]
         family: Families,
-        /// How many peers come one after the other
+        /// The number of peers that arrive one after the other
         #[arg(long, default_value_t = 2000, value_parser = count())]
         samples: u32,
     },
-    /// Objects of random peers deleted or changed by somebody else: how long until each is as it
-    /// was
+    /// Objects of random peers, deleted or changed by another program: the time until each is
+    /// restored
     Repair {
-        /// How many peers
+        /// The number of peers
         #[arg(long, default_value_t = 15_000, value_parser = count())]
         peers: u32,
-        /// Which address families the pods have
+        /// The address families of pods
         #[arg(long, value_enum, default_value_t = Families::Dual)]
         family: Families,
-        /// How many objects at least, of all kinds together
+        /// The minimum number of objects of all kinds together
         #[arg(long, default_value_t = 2000, value_parser = count())]
         samples: u32,
     },
-    /// The tunnel device deleted by another program: until all peers are in place again, against the
-    /// raw writer of the same objects
+    /// The tunnel device, deleted by another program: the time until all peers are in place again,
+    /// against a raw writer of the same objects
     LostDevice {
-        /// How many peers
+        /// The number of peers
         #[arg(long, default_value_t = 10_000, value_parser = count())]
         peers: u32,
-        /// Which address families the pods have
+        /// The address families of pods
         #[arg(long, value_enum, default_value_t = Families::Ipv4)]
         family: Families,
     },
-    /// Everything read from the kernel and compared, against a bare dump of the same tables
+    /// A snapshot of the kernel and its comparison: the time, against a bare dump of the same
+    /// tables
     Resync {
-        /// How many peers
+        /// The number of peers
         #[arg(long, default_value_t = 30_000, value_parser = count())]
         peers: u32,
-        /// Which address families the pods have
+        /// The address families of pods
         #[arg(long, value_enum, default_value_t = Families::Ipv4)]
         family: Families,
     },
-    /// Resident memory of a daemon, 5 s after the objects of all its peers are in place
+    /// The resident memory of a daemon, 5 s after the objects of all its peers are in place
     Memory {
-        /// How many peers
+        /// The number of peers
         #[arg(long, default_value_t = 5000, value_parser = count())]
         peers: u32,
-        /// Which address families the pods have
+        /// The address families of pods
         #[arg(long, value_enum, default_value_t = Families::Ipv4)]
         family: Families,
-        /// The daemon's program [default: what cargo builds of this workspace with profile dist]
+        /// The program flanneld [default: that of this workspace, built with the profile dist]
         #[arg(long)]
         flanneld: Option<PathBuf>,
     },
-    /// How often a daemon with peers wakes up while nothing happens: context switches of all its
-    /// threads
+    /// An idle daemon with peers: the context switches of all its threads
     Idle {
-        /// How many peers
+        /// The number of peers
         #[arg(long, default_value_t = 1000, value_parser = count())]
         peers: u32,
-        /// Which address families the pods have
+        /// The address families of pods
         #[arg(long, value_enum, default_value_t = Families::Dual)]
         family: Families,
-        /// For how long it is watched
+        /// The duration, in seconds
         #[arg(long, default_value_t = 30, value_parser = clap::value_parser!(u64).range(1..=3600))]
         seconds: u64,
-        /// The daemon's program [default: what cargo builds of this workspace with profile dist]
+        /// The program flanneld [default: that of this workspace, built with the profile dist]
         #[arg(long)]
         flanneld: Option<PathBuf>,
     },
-    /// From a daemon's start until it says that it is ready, with an etcd on the same host
+    /// The time from a daemon's start until /readyz answers 200, with an etcd on the same host
     Ready {
-        /// How many peers
+        /// The number of peers
         #[arg(long, default_value_t = 1000, value_parser = count())]
         peers: u32,
-        /// Which address families the pods have
+        /// The address families of pods
         #[arg(long, value_enum, default_value_t = Families::Dual)]
         family: Families,
-        /// The daemon's program [default: what cargo builds of this workspace with profile dist]
+        /// The program flanneld [default: that of this workspace, built with the profile dist]
         #[arg(long)]
         flanneld: Option<PathBuf>,
     },
-    /// How long a daemon with many peers takes to say how things stand
+    /// The time of a daemon with many peers for a status
     Status {
-        /// How many peers
+        /// The number of peers
         #[arg(long, default_value_t = 10_000, value_parser = count())]
         peers: u32,
-        /// Which address families the pods have
+        /// The address families of pods
         #[arg(long, value_enum, default_value_t = Families::Dual)]
         family: Families,
-        /// How often it is asked
+        /// The number of requests
         #[arg(long, default_value_t = 200, value_parser = count())]
         samples: u32,
-        /// The daemon's program [default: what cargo builds of this workspace with profile dist]
+        /// The program flanneld [default: that of this workspace, built with the profile dist]
         #[arg(long)]
         flanneld: Option<PathBuf>,
     },
-    /// Draws the growth of cold-start: JSON lines of cold-start on standard input, an SVG as the
-    /// outcome
+    /// Draws the times of cold-start against the number of peers, from JSON lines of cold-start on
+    /// standard input, as an SVG
     Plot {
-        /// Whose figures
+        /// The address families of the figures
         #[arg(long, value_enum, default_value_t = Families::Ipv4)]
         family: Families,
         /// The file to write
         #[arg(long, default_value = "docs/cold-start.svg")]
         out: PathBuf,
     },
-    /// Nodes that ask one etcd for a lease at once: how long, at how many requests, and whether all
-    /// get one
+    /// Nodes that acquire leases from one etcd at once: the time, the requests, the failures
     LeaseStorm {
-        /// How many nodes
+        /// The number of nodes
         #[arg(long, default_value_t = 1000, value_parser = count())]
         nodes: u32,
-        /// How much room there is
+        /// The number of free subnets
         #[arg(long, value_enum, default_value_t = Room::Sparse)]
         network: Room,
     },
-    /// What the set of all leases costs in memory
+    /// The memory of the set of all leases
     LeaseMemory {
-        /// How many leases
+        /// The number of leases
         #[arg(long, default_value_t = 10_000, value_parser = count())]
         leases: u32,
     },
-    /// The process that holds the leases for lease-memory
+    /// Holds the leases for lease-memory
     #[command(hide = true)]
     HoldLeases {
         #[arg(long)]
@@ -181,46 +180,46 @@ enum Bench {
         #[arg(long)]
         leases: u32,
     },
-    /// From a put in etcd to the set of leases, against a plain watch of etcd
+    /// The time from a put in etcd to the set of leases, against a plain watch of etcd
     LeaseEvent {
-        /// How many puts
+        /// The number of puts
         #[arg(long, default_value_t = 2000, value_parser = count())]
         events: u32,
     },
-    /// Resident memory of a daemon, 5 s after the objects of all its peers are in place, with
-    /// leases as nodes of 20 KB
+    /// The resident memory of a daemon with leases as Kubernetes nodes of 20 KB, 5 s after the
+    /// objects of all its peers are in place
     KubeMemory {
-        /// How many nodes
+        /// The number of nodes
         #[arg(long, default_value_t = 10_000, value_parser = count())]
         nodes: u32,
-        /// The daemon's program [default: what cargo builds of this workspace with profile dist]
+        /// The program flanneld [default: that of this workspace, built with the profile dist]
         #[arg(long)]
         flanneld: Option<PathBuf>,
     },
-    /// From a changed node in the API server to the set of leases
+    /// The time from a changed node in the API server to the set of leases
     KubeEvent {
-        /// How many nodes there are
+        /// The number of nodes
         #[arg(long, default_value_t = 10_000, value_parser = count())]
         nodes: u32,
-        /// How many changes
+        /// The number of changes
         #[arg(long, default_value_t = 2000, value_parser = count())]
         events: u32,
     },
-    /// What 1,000 heartbeats of nodes per second cost, against skipping their bytes
+    /// The processor time for 1,000 heartbeats of nodes per second, against skipping their bytes
     KubeHeartbeat {
-        /// How many nodes there are
+        /// The number of nodes
         #[arg(long, default_value_t = 10_000, value_parser = count())]
         nodes: u32,
-        /// For how long each of the five rounds
+        /// The duration of each of the five rounds, in seconds
         #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u64).range(1..=600))]
         seconds: u64,
     },
-    /// What the CNI plugin costs a pod: its start, and an ADD against a call of its delegate alone
+    /// The times of the CNI plugin: its start, and an ADD against a call of its delegate alone
     Cni {
-        /// The plugin, as built with the profile `cni`
+        /// The plugin, built with the profile cni
         #[arg(long)]
         plugin: PathBuf,
-        /// How many calls of each kind
+        /// The number of calls of each kind
         #[arg(long, default_value_t = 300, value_parser = count())]
         calls: u32,
     },
@@ -233,8 +232,7 @@ fn main() -> anyhow::Result<ExitCode> {
         lease_memory::hold(&endpoint, leases)?;
         return Ok(ExitCode::SUCCESS);
     }
-    // One that could not be finished tells why in the same way; of one that panics standard error
-    // has it.
+    // An error is part of the report. The message of a panic is on standard error.
     let outcome = std::panic::catch_unwind(|| run(bench));
     let outcome = outcome.unwrap_or_else(|_| Err(anyhow::anyhow!("it panicked")));
     let mut report = outcome
@@ -261,7 +259,7 @@ fn run(bench: Bench) -> anyhow::Result<Report> {
         Bench::Plot { family, out } => plot::run(family.name(), &out),
         Bench::LeaseStorm { nodes, network } => lease_storm::run(nodes, network),
         Bench::LeaseMemory { leases } => lease_memory::run(leases),
-        Bench::HoldLeases { .. } => anyhow::bail!("holds leases for another bench"),
+        Bench::HoldLeases { .. } => anyhow::bail!("hold-leases is part of lease-memory"),
         Bench::LeaseEvent { events } => lease_event::run(events),
         Bench::KubeMemory { nodes, flanneld } => kube::memory(nodes, flanneld),
         Bench::KubeEvent { nodes, events } => kube::event(nodes, events),

@@ -1,5 +1,4 @@
-//! With `--json` there is one object on standard output and nothing else, also from a bench that
-//! could not be finished.
+//! With `--json` standard output has one object and nothing else, also if a bench fails.
 
 #![allow(clippy::unwrap_used, reason = "a test fails that way")]
 
@@ -8,7 +7,7 @@ use std::process::{Command, Stdio};
 use flannel_netlink::testing::in_netns;
 use serde_json::Value;
 
-/// What a bench prints, and whether it says that all is well.
+/// The output of a bench, and whether it succeeded.
 fn bench(args: &str) -> (Value, bool) {
     let output = Command::new(env!("CARGO_BIN_EXE_bench"))
         .args(args.split(' '))
@@ -30,7 +29,7 @@ fn bench(args: &str) -> (Value, bool) {
 }
 
 #[test]
-fn a_bench_that_cannot_be_finished_says_why() {
+fn a_failed_bench_prints_the_reason() {
     in_netns(|| {
         for (args, why) in [
             ("plot --out /dev/null", "two are needed"),
@@ -43,9 +42,9 @@ fn a_bench_that_cannot_be_finished_says_why() {
     });
 }
 
-/// Built without optimization it may be too slow, but what it compares is right.
+/// Without optimization a bench may exceed its threshold, but all objects must be correct.
 #[test]
-fn the_smallest_clusters_are_measured() {
+fn the_smallest_clusters_have_figures() {
     in_netns(|| {
         for (args, figure) in [
             ("one-more --peers 1 --samples 3", "p99_ms"),

@@ -68,7 +68,7 @@ fn optional() -> BTreeSet<String> {
 }
 
 #[test]
-fn the_chart_is_of_the_version_of_the_programs() {
+fn the_chart_has_the_version_of_the_programs() {
     let chart = yaml("Chart.yaml");
     let version = env!("CARGO_PKG_VERSION");
     assert_eq!(
@@ -82,12 +82,12 @@ fn every_value_is_in_the_documentation() {
     let docs = fs::read_to_string(file("../docs/kubernetes.md")).unwrap();
     assert!(optional().contains("flannel.psk") && defaults().contains("netpol.image.tag"));
     for name in optional().union(&defaults()) {
-        assert!(docs.contains(&format!("`{name}`")), "docs/kubernetes.md does not tell of {name}");
+        assert!(docs.contains(&format!("`{name}`")), "docs/kubernetes.md does not name {name}");
     }
 }
 
 #[test]
-fn templates_use_exactly_the_values_that_there_are() {
+fn templates_use_exactly_the_documented_values() {
     let all = templates().into_values().collect::<String>();
     let is_path = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == '.';
     let used: BTreeSet<String> = all
@@ -99,7 +99,7 @@ fn templates_use_exactly_the_values_that_there_are() {
 }
 
 #[test]
-fn the_schema_names_values_that_there_are() {
+fn the_schema_names_only_known_values() {
     let schema: Value = serde_json::from_str(&read("values.schema.json")).unwrap();
     let known: BTreeSet<String> = optional().union(&defaults()).cloned().collect();
     let (mut open, mut typed) = (vec![(String::new(), &schema)], 0);
@@ -117,7 +117,7 @@ fn the_schema_names_values_that_there_are() {
     assert_eq!(typed, 9);
 }
 
-/// Each line of a template that does not depend on a value is in what helm made of it, in the same
+/// Each line of a template that does not depend on a value is in the rendered file, in the same
 /// order.
 #[test]
 fn the_manifests_follow_the_templates() {
@@ -199,7 +199,7 @@ fn the_default_values_are_in_the_manifest() {
 }
 
 #[test]
-fn the_chart_for_both_families_is_known_to_the_api_and_to_flanneld() {
+fn the_dual_stack_chart_is_valid_for_the_api_and_flanneld() {
     let (values, objects) = (include_str!("rendered/dual-stack.values.yaml"), dual_stack());
     let values = deploy::documents(values).unwrap().remove(0);
     objects.iter().for_each(|object| known_to_the_api(object).unwrap());

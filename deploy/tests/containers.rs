@@ -57,7 +57,7 @@ impl Cluster {
         node.api =
             Some(Api { port: server.url().rsplit_once(':').unwrap().1.parse().unwrap(), account });
         server.expect_token("a-token");
-        forbid_what_is_not_granted(&server, &of_kind(&objects, "ClusterRole")["rules"]);
+        forbid_other_requests(&server, &of_kind(&objects, "ClusterRole")["rules"]);
         let spec = |n: u8| {
             let (v4, v6) = (format!("10.244.{n}.0/24"), format!("fd00:10:244:{n}::/64"));
             json!({ "podCIDR": v4, "podCIDRs": [v4, v6] })
@@ -65,7 +65,8 @@ impl Cluster {
         server.put_node(NODE_NAME, json!({ "spec": spec(7) }));
         let peer = json!({
             "flannel.alpha.coreos.com/backend-data": r#"{"VNI":1,"VtepMAC":"0a:00:00:00:00:08"}"#,
-            "flannel.alpha.coreos.com/backend-v6-data": r#"{"VNI":1,"VtepMAC":"0a:00:00:00:06:08"}"#,
+            "flannel.alpha.coreos.com/backend-v6-data":
+                r#"{"VNI":1,"VtepMAC":"0a:00:00:00:06:08"}"#,
             "flannel.alpha.coreos.com/backend-type": "vxlan",
             "flannel.alpha.coreos.com/kube-subnet-manager": "true",
             "flannel.alpha.coreos.com/public-ip": "192.0.2.8",
@@ -147,7 +148,7 @@ impl Cluster {
 
     /// The next step of a runtime: it calls the installed plugin with the installed config for a
     /// pod.
-    fn a_pod_gets_addresses(&self) {
+    fn check_addresses_of_a_pod(&self) {
         let plugins = std::env::var("CNI_PLUGINS").unwrap_or_else(|_| "/usr/lib/cni".into());
         assert!(
             Path::new(&plugins).join("bridge").exists(),
@@ -217,7 +218,7 @@ impl Cluster {
 }
 
 /// Forbids every request that no rule of the role grants.
-fn forbid_what_is_not_granted(server: &ApiServer, rules: &Value) {
+fn forbid_other_requests(server: &ApiServer, rules: &Value) {
     let has = |rule: &Value, field: &str, text: &str| {
         rule[field].as_array().unwrap().iter().any(|known| known == text)
     };
@@ -264,10 +265,10 @@ impl Daemon<'_> {
         assert!(!log.contains("WARN") && !log.contains("ERROR"), "{log}");
     }
 
-    /// The API server's object of this node.
-    fn announces(&mut self, announced: &[(&str, &str)]) {
+    /// Checks this node's annotations and condition in the API server.
+    fn has_annotations(&mut self, annotations: &[(&str, &str)]) {
         let server = &self.cluster.server;
-        for (name, value) in announced {
+        for (name, value) in annotations {
             let found = server.annotation(NODE_NAME, &format!("flannel.alpha.coreos.com/{name}"));
             assert_eq!(found.as_deref(), Some(*value), "{name}");
         }
@@ -279,34 +280,35 @@ impl Daemon<'_> {
         let kill = Command::new("kill").arg(self.process.id().to_string()).status().unwrap();
         let (process, cluster) = (&mut self.process, self.cluster);
         let ended = || process.try_wait().unwrap();
-        let status = eventually(PATIENCE, ended, || format!("it goes on:\n{}", cluster.log()));
+        let status = eventually(PATIENCE, ended, || format!("it still runs:\n{}", cluster.log()));
         assert!(kill.success() && status.success(), "{}", self.cluster.log());
         let state = fs::read_dir(self.cluster.node.host("/var/lib/flannel")).unwrap();
-        assert!(state.count() > 0, "what it remembers is on the host");
+        assert!(state.count() > 0, "its state is on the host");
     }
 }
 
 #[test]
-fn the_manifest_is_all_that_a_node_needs() {
-    as_root("the_manifest_is_all_that_a_node_needs", || {
+fn the_manifest_makes_a_node_ready_and_cleanup_removes_all() {
+    as_root("the_manifest_makes_a_node_ready_and_cleanup_removes_all", || {
         let cluster = Cluster::new(manifest());
         cluster.install();
         let mut daemon = cluster.start();
         assert!(cluster.get("/healthz").unwrap().starts_with("HTTP/1.1 200 "));
-        let env = "FLANNEL_NETWORK=10.244.0.0/16\nFLANNEL_SUBNET=10.244.7.1/24\nFLANNEL_MTU=1450\nFLANNEL_IPMASQ=true\n";
+        let env = "FLANNEL_NETWORK=10.244.0.0/16\nFLANNEL_SUBNET=10.244.7.1/24\n\
+            FLANNEL_MTU=1450\nFLANNEL_IPMASQ=true\n";
         assert_eq!(cluster.subnet_env(), env);
         assert!(cluster.on_node("ip link show flannel.1").contains("mtu 1450"));
         assert!(cluster.on_node("ip route").contains("10.244.8.0/24"), "to the node of Go flannel");
         assert!(
             cluster.on_node("iptables-save -t nat").contains("-A FLANNEL-POSTRTG -s 10.244.0.0/16")
         );
-        daemon.announces(&[
+        daemon.has_annotations(&[
             ("public-ip", "192.0.2.1"),
             ("backend-type", "vxlan"),
             ("kube-subnet-manager", "true"),
         ]);
         daemon.has_two_capabilities();
-        cluster.a_pod_gets_addresses();
+        cluster.check_addresses_of_a_pod();
         daemon.stop();
         cluster.clean_up();
     });
@@ -321,18 +323,16 @@ fn a_tunnel_that_accepts_router_advertisements_is_reported() {
         let daemon = cluster.start();
         let log = cluster.log();
         let warnings: Vec<&str> = log.lines().filter(|line| line.contains("WARN")).collect();
-        assert!(
-            matches!(warnings.as_slice(), [line] if line.contains("sysctl -w net/ipv6/conf/flannel.1/accept_ra=0")),
-            "{log}"
-        );
+        let repair = "sysctl -w net/ipv6/conf/flannel.1/accept_ra=0";
+        assert!(matches!(&warnings[..], [line] if line.contains(repair)), "{log}");
         daemon.stop();
     });
 }
 
 /// With the values of a cluster of both families and rules in nftables.
 #[test]
-fn the_chart_is_all_that_a_node_needs() {
-    as_root("the_chart_is_all_that_a_node_needs", || {
+fn the_chart_makes_a_node_ready_and_cleanup_removes_all() {
+    as_root("the_chart_makes_a_node_ready_and_cleanup_removes_all", || {
         let cluster = Cluster::new(dual_stack());
         cluster.install();
         let mut daemon = cluster.start();
@@ -351,9 +351,9 @@ fn the_chart_is_all_that_a_node_needs() {
             "{tables}"
         );
         assert!(!cluster.on_node("iptables-save").contains("FLANNEL"));
-        daemon.announces(&[("public-ip", "192.0.2.1"), ("public-ipv6", "2001:db8::1")]);
+        daemon.has_annotations(&[("public-ip", "192.0.2.1"), ("public-ipv6", "2001:db8::1")]);
         daemon.has_two_capabilities();
-        cluster.a_pod_gets_addresses();
+        cluster.check_addresses_of_a_pod();
         daemon.stop();
         cluster.clean_up();
     });

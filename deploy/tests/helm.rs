@@ -20,7 +20,7 @@ use objects::{container, file, known_to_the_api, of_kind};
 fn helm(args: &[&str]) -> Output {
     let program = std::env::var_os("HELM").unwrap_or_else(|| OsString::from("helm"));
     Command::new(&program).args(args).output().unwrap_or_else(|error| {
-        panic!("{program:?}: {error}: name helm in HELM, or put it into the PATH")
+        panic!("{program:?}: {error}: name helm in HELM, or add it to PATH")
     })
 }
 
@@ -78,7 +78,7 @@ fn backend(values: &Value) -> Value {
 }
 
 #[test]
-fn the_manifests_are_what_helm_makes_of_the_chart() {
+fn the_manifests_are_up_to_date() {
     let dir = tempfile::tempdir().unwrap();
     let output = Command::new(file("render-manifests.sh")).arg(dir.path()).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
@@ -90,13 +90,13 @@ fn the_manifests_are_what_helm_makes_of_the_chart() {
 }
 
 #[test]
-fn lint_finds_nothing() {
+fn helm_lint_has_no_findings() {
     let output = helm(&["lint", "--strict", file("chart/flannel").to_str().unwrap()]);
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
 }
 
 #[test]
-fn families_are_those_that_have_a_network() {
+fn a_family_without_a_network_is_disabled() {
     for (v4, v6) in [(true, false), (false, true), (true, true)] {
         let networks = json!({
             "podCidr": if v4 { "10.42.0.0/16" } else { "" },
@@ -110,9 +110,8 @@ fn families_are_those_that_have_a_network() {
     assert!(config(&json!({ "flannel": { "enableNFTables": true } })).nftables);
 }
 
-/// The chart hands over what is set under the names that backends have for it, and each takes what
-/// it knows: an unknown field of
-/// `Backend` is passed over, here and by Go flannel.
+/// The chart writes each option under the names that backends have for it. A backend ignores fields
+/// of `Backend` that it does not know, here and in Go flannel.
 #[test]
 fn every_field_of_a_backend_reaches_it() {
     let fields = json!({
@@ -155,7 +154,7 @@ fn every_field_of_a_backend_reaches_it() {
 /// A port in quotes is a string, which no backend accepts, neither here nor in Go flannel. The
 /// error names the field.
 #[test]
-fn a_number_in_quotes_is_refused_by_name() {
+fn a_number_in_quotes_is_refused_with_its_field() {
     for (value, field) in [("backendPort", "Port"), ("vni", "VNI"), ("mtu", "MTU")] {
         let config = config(&json!({ "flannel": { value: "4789" } }));
         let error = flannel_backend_vxlan::Options::parse(&config.backend).unwrap_err().to_string();
@@ -188,7 +187,7 @@ fn a_port_in_quotes_is_that_port() {
 /// Any string is true in a template, so `--set-string netpol.enabled=false` would start a
 /// privileged container.
 #[test]
-fn booleans_are_not_texts() {
+fn a_text_for_a_boolean_is_refused() {
     for (path, kind) in [
         ("netpol.enabled", "netpol"),
         ("flannel.skipCNIConfigInstallation", "flannel"),
@@ -207,7 +206,7 @@ fn booleans_are_not_texts() {
     }
 }
 
-/// helm would ask for the image `flannel:2.0261121e+07`.
+/// helm would render the image `flannel:2.0261121e+07`.
 #[test]
 fn a_tag_that_is_a_number_must_be_in_quotes() {
     for (path, values) in [
@@ -315,7 +314,7 @@ fn disabled_parts_are_absent() {
 }
 
 #[test]
-fn network_policies_come_with_what_they_need() {
+fn network_policies_have_their_container_rules_and_volume() {
     let without = rendered(&json!({}));
     let objects = rendered(
         &json!({ "netpol": { "enabled": true, "args": ["--v=4: x"], "image": { "tag": "v2" } } }),
@@ -333,7 +332,7 @@ fn network_policies_come_with_what_they_need() {
 }
 
 #[test]
-fn the_cni_config_is_handed_over_as_it_is() {
+fn the_cni_config_arrives_unchanged() {
     let conf = "{\n  \"name\": \"it's: \\\"x\\\" # {{ .Values }}\"\n}\n\n";
     let objects = rendered(&json!({ "flannel": { "cniConf": conf } }));
     assert_eq!(of_kind(&objects, "ConfigMap")["data"]["cni-conf.json"], conf);

@@ -31,7 +31,7 @@ fn files(dir: &Path, below: &str) -> Vec<(String, u32)> {
 }
 
 #[test]
-fn the_image_has_every_program_where_manifests_look_for_it() {
+fn the_image_has_every_program_at_the_path_in_the_manifest() {
     let names = [
         "flannel",
         "opt/bin/flannelctl",
@@ -100,7 +100,7 @@ fn commands(stage: &Stage) -> Vec<String> {
 /// Checks the Dockerfile without Docker: besides Debian's packages the image has only the script's
 /// output, and this test runs the script.
 #[test]
-fn the_dockerfile_does_nothing_that_is_not_tested_here() {
+fn the_dockerfile_has_only_commands_that_this_test_knows() {
     let stages = stages();
     let [build, last] = &stages[..] else { panic!("expected two stages: {stages:?}") };
 
@@ -193,21 +193,19 @@ fn the_dockerfile_does_nothing_that_is_not_tested_here() {
         assert!(container["securityContext"]["runAsNonRoot"].is_null(), "the image is root's");
         for capability in container["securityContext"]["capabilities"]["add"].as_array().unwrap() {
             let why = format!("- **{}**, of ", capability.as_str().unwrap());
-            assert!(
-                docs.contains(&why),
-                "docs/kubernetes.md does not say what {capability} is for"
-            );
+            assert!(docs.contains(&why), "docs/kubernetes.md does not explain {capability}");
         }
     }
 }
 
 #[test]
-fn docker_gets_its_options_by_the_old_name() {
+fn mk_docker_opts_writes_options_for_docker() {
     let dir = tempfile::tempdir().unwrap();
     let (env, options) = (dir.path().join("subnet.env"), dir.path().join("docker.env"));
     fs::write(
         &env,
-        "FLANNEL_NETWORK=10.1.0.0/16\nFLANNEL_SUBNET=10.1.5.1/24\nFLANNEL_MTU=1450\nFLANNEL_IPMASQ=true\n",
+        "FLANNEL_NETWORK=10.1.0.0/16\nFLANNEL_SUBNET=10.1.5.1/24\n\
+         FLANNEL_MTU=1450\nFLANNEL_IPMASQ=true\n",
     )
     .unwrap();
     output_of(

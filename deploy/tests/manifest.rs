@@ -36,7 +36,7 @@ fn every_field_is_known_to_the_api() {
         "ClusterRoleBinding",
         "DaemonSet",
     ];
-    assert_eq!(kinds, order, "what is applied first is needed by what follows");
+    assert_eq!(kinds, order, "an object follows the objects that it needs");
     for object in &objects {
         known_to_the_api(object).unwrap();
     }
@@ -44,9 +44,9 @@ fn every_field_is_known_to_the_api() {
 
 /// Tests the check itself.
 #[test]
-fn a_field_that_the_api_does_not_know_is_noticed() {
+fn an_unknown_field_is_refused() {
     let set = of_kind(&manifest(), "DaemonSet").clone();
-    for (path, wrong, says) in [
+    for (path, wrong, expected) in [
         (
             "/spec/template/spec",
             json!({ "hostNetwrok": true }),
@@ -66,7 +66,7 @@ fn a_field_that_the_api_does_not_know_is_noticed() {
             .unwrap()
             .extend(wrong.as_object().unwrap().clone());
         let error = known_to_the_api(&set).unwrap_err();
-        assert!(error.contains(says), "{error}");
+        assert!(error.contains(expected), "{error}");
     }
     let mut set = set;
     *set.pointer_mut("/spec/template/spec/hostNetwork").unwrap() = json!("true");
@@ -74,7 +74,7 @@ fn a_field_that_the_api_does_not_know_is_noticed() {
 }
 
 #[test]
-fn kubectl_makes_the_same_of_the_kustomization() {
+fn the_kustomization_renders_the_manifest() {
     assert_eq!(sorted(kustomized(&file(""))), sorted(manifest()));
 }
 
@@ -91,12 +91,20 @@ fn an_overlay_changes_image_and_network() {
     // JSON is YAML. Older names of `resources` and `patches`, because of Debian's kubectl 1.20.
     let kustomization = json!({
         "bases": ["../base"],
-        "images": [{ "name": "localhost/flannel", "newName": "registry.example/flannel", "newTag": "v9" }],
+        "images": [{
+            "name": "localhost/flannel",
+            "newName": "registry.example/flannel",
+            "newTag": "v9",
+        }],
         "patchesStrategicMerge": ["net-conf.yaml"],
     });
     let net_conf = r#"{"Network": "10.42.0.0/16", "Backend": {"Type": "host-gw"}}"#;
-    let patch = json!({ "apiVersion": "v1", "kind": "ConfigMap",
-        "metadata": { "name": "kube-flannel-cfg", "namespace": "kube-flannel" }, "data": { "net-conf.json": net_conf } });
+    let patch = json!({
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": { "name": "kube-flannel-cfg", "namespace": "kube-flannel" },
+        "data": { "net-conf.json": net_conf },
+    });
     fs::write(overlay.join("kustomization.yaml"), kustomization.to_string()).unwrap();
     fs::write(overlay.join("net-conf.yaml"), patch.to_string()).unwrap();
 
@@ -109,7 +117,7 @@ fn an_overlay_changes_image_and_network() {
 
 /// The overlay that the documentation shows, with its own texts.
 #[test]
-fn the_documented_overlay_is_one() {
+fn the_documented_overlay_renders_valid_objects() {
     let document = fs::read_to_string(file("../docs/kubernetes.md")).unwrap();
     let block = |name: &str| {
         let begin = format!("```yaml\n# {name}\n");
@@ -141,7 +149,7 @@ fn the_documented_overlay_is_one() {
 }
 
 #[test]
-fn the_network_config_is_one_and_the_options_are_flannelds() {
+fn the_network_config_and_the_options_are_valid() {
     let objects = manifest();
     let data = &of_kind(&objects, "ConfigMap")["data"];
     let config = Config::parse(data["net-conf.json"].as_str().unwrap()).unwrap();
@@ -162,9 +170,9 @@ fn the_network_config_is_one_and_the_options_are_flannelds() {
         .unwrap();
 }
 
-/// Containers have only needed capabilities: the init containers one, flanneld two.
+/// The init containers have one capability, flanneld two.
 #[test]
-fn nothing_is_privileged() {
+fn containers_have_only_needed_capabilities() {
     let objects = manifest();
     let pod = &of_kind(&objects, "DaemonSet")["spec"]["template"]["spec"];
     assert_eq!(pod["securityContext"]["seccompProfile"]["type"], "RuntimeDefault");
@@ -197,7 +205,7 @@ fn nothing_is_privileged() {
 
 /// Without `NODE_NAME` flanneld would have to read its pod, which the role does not allow.
 #[test]
-fn names_belong_together() {
+fn references_between_objects_resolve() {
     let objects = manifest();
     let set = &of_kind(&objects, "DaemonSet")["spec"];
     let pod = &set["template"]["spec"];
@@ -240,7 +248,7 @@ fn names_belong_together() {
 
 /// It must not have flanneld's labels, and must run on the same nodes.
 #[test]
-fn the_cleanup_runs_where_flannel_did_beside_nothing_of_it() {
+fn the_cleanup_runs_on_the_nodes_of_flannel_with_other_labels() {
     let (flannel, cleanup) = (manifest(), cleanup());
     cleanup.iter().for_each(|object| known_to_the_api(object).unwrap());
     let [flannel, cleanup] = [&flannel, &cleanup].map(|objects| of_kind(objects, "DaemonSet"));

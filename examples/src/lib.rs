@@ -11,8 +11,8 @@ use anyhow::Context;
 pub use hub::Hub;
 pub use printing::Printing;
 
-/// Runs an example in a new network namespace with an uplink `eth0` of `192.0.2.1/24`, as root or
-/// as an ordinary user.
+/// Runs an example in a new network namespace with an uplink `eth0` of `192.0.2.1/24`. It needs no
+/// root.
 ///
 /// # Errors
 /// The example's error, or the missing requirement of a namespace.
@@ -47,7 +47,7 @@ impl Etcd {
     /// Starts the program `ETCD`, by default `etcd`.
     ///
     /// # Errors
-    /// There is no such program.
+    /// The program cannot be started.
     pub fn start() -> anyhow::Result<Self> {
         let dir = tempfile::tempdir()?;
         let program = std::env::var_os("ETCD").unwrap_or_else(|| "etcd".into());

@@ -1,4 +1,4 @@
-//! Every example runs to its end, and is short.
+//! Every example succeeds, and is short.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -9,7 +9,7 @@ use std::process::Command;
 /// The maximum number of lines of an example.
 const LINES: usize = 60;
 
-/// Runs an example; its output has `expected` in it.
+/// Runs an example. Its output must contain `expected`.
 fn runs(program: &str, expected: &str) {
     let output = Command::new(program).output().unwrap();
     let text = String::from_utf8_lossy(&output.stdout);

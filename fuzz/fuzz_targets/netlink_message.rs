@@ -1,6 +1,6 @@
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|datagram: &[u8]| {
-    // Checks by itself that what is read is what would be written.
+    // It checks that a decoded object is the same after encoding and decoding.
     flannel_netlink::testing::decode(datagram);
 });

@@ -1,7 +1,7 @@
 #![no_main]
 
 #[path = "../properties.rs"]
-#[allow(dead_code, reason = "each target checks one of them")]
+#[allow(dead_code, reason = "each target uses one function")]
 mod properties;
 
 libfuzzer_sys::fuzz_target!(|text: &str| {

@@ -113,7 +113,8 @@ fn config_is_validated() {
                 assert!(parts.iter().all(|part| output.contains(part)), "{bad}: {output}");
             }
         }
-        let only_v6 = r#"{"EnableIPv4":false,"EnableIPv6":true,"IPv6Network":"fd00:1::/48","Backend":{"Type":"lane","Lane":7}}"#;
+        let only_v6 = r#"{"EnableIPv4":false,"EnableIPv6":true,"IPv6Network":"fd00:1::/48",
+            "Backend":{"Type":"lane","Lane":7}}"#;
         std::fs::write(&file, only_v6).unwrap();
         let output = text(&ctl(&lab, host, &["config", "check", &path]));
         assert!(output.contains("EnableIPv4 is false"), "{output}");
@@ -122,8 +123,8 @@ fn config_is_validated() {
 
 /// A daemon does not start with a wrong option, and a running one ignores it.
 #[test]
-fn a_wrong_option_starts_no_daemon_and_stops_none() {
-    as_root("a_wrong_option_starts_no_daemon_and_stops_none", || {
+fn a_wrong_option_ends_a_start_but_no_running_daemon() {
+    as_root("a_wrong_option_ends_a_start_but_no_running_daemon", || {
         let lab = hosts(json!({ "Type": "lane", "Lane": 0 }));
         let host = &lab.hosts()[0];
         let log = || host.log().unwrap();
@@ -161,7 +162,7 @@ fn a_cluster_is_observed_and_cleaned_up() {
         for host in lab.hosts() {
             assert_eq!(host.subnet_env().unwrap().unwrap().mtu, 1450);
         }
-        the_lease_has_its_type(&lab);
+        check_lease_types(&lab);
         status_and_peers(&lab, first);
         why(&lab, first, second);
         firewall(first);
@@ -170,7 +171,7 @@ fn a_cluster_is_observed_and_cleaned_up() {
     });
 }
 
-fn the_lease_has_its_type(lab: &Lab) {
+fn check_lease_types(lab: &Lab) {
     for lease in std::fs::read_dir(lab.registry().join("subnets")).unwrap() {
         let lease = std::fs::read_to_string(lease.unwrap().path()).unwrap();
         let lease: Value = serde_json::from_str(&lease).unwrap();

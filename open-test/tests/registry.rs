@@ -32,7 +32,7 @@ async fn the_registry_of_the_example_passes_the_suite() {
     .await;
 }
 
-/// A daemon of typed values: no command line, no environment.
+/// The config of a daemon, without a command line or environment.
 fn config(host: &Host, registry: Arc<dyn Registry>) -> DaemonConfig {
     let mut config = DaemonConfig::new(StoreConfig::Registry(registry));
     config.backends = config.backends.with(&Lane);
@@ -44,7 +44,7 @@ fn config(host: &Host, registry: Arc<dyn Registry>) -> DaemonConfig {
     config
 }
 
-/// Runs a daemon until `stopped`; it is ready then.
+/// Runs a daemon until `stopped`. It must be ready then.
 fn run(host: &Host, registry: Arc<dyn Registry>, stopped: oneshot::Receiver<()>) {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     runtime.block_on(async {
@@ -64,7 +64,9 @@ fn run(host: &Host, registry: Arc<dyn Registry>, stopped: oneshot::Receiver<()>)
 #[test]
 fn daemons_run_on_a_custom_registry() {
     as_root("daemons_run_on_a_custom_registry", || {
-        let network = r#"{"Network":"10.244.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:10:244::/48","EnableNFTables":true,"Backend":{"Type":"lane","Lane":9}}"#;
+        let network = r#"{"Network":"10.244.0.0/16",
+            "EnableIPv6":true,"IPv6Network":"fd00:10:244::/48",
+            "EnableNFTables":true,"Backend":{"Type":"lane","Lane":9}}"#;
         let store = MemoryRegistry::with_config(network);
         let lab = Lab::builder().hosts(2).families(Family::BOTH).start().unwrap();
         let mut stops = Vec::new();
@@ -77,7 +79,7 @@ fn daemons_run_on_a_custom_registry() {
                 scope.spawn(move || host.namespace().run(|| run(host, registry, stopped)).unwrap());
             }
             let reached = lab.wait_until_reachable(PATIENCE);
-            // So that a failure does not wait for the daemons for ever.
+            // Ends the daemons, so that the scope ends also after a failure.
             drop(stops);
             let matrix = reached.unwrap();
             assert!(matrix.is_complete(), "{:#?}", matrix.failures().collect::<Vec<_>>());

@@ -9,7 +9,7 @@
 //! use test_support::eventually;
 //!
 //! let start = Instant::now();
-//! eventually(Duration::from_secs(10), || start.elapsed().as_millis() > 5, || "time stands still");
+//! eventually(Duration::from_secs(10), || start.elapsed().as_millis() > 5, || "too early");
 //! let mut numbers = 0..;
 //! let found = eventually(
 //!     Duration::from_secs(10),
@@ -106,24 +106,24 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "not within 20ms: the answer was 7")]
-    fn a_condition_that_never_holds_is_named() {
+    fn a_timeout_panics_with_the_message() {
         eventually(Duration::from_millis(20), || false, || format!("the answer was {}", 7));
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_condition_holds_after_some_checks() {
-        let mut looks = 0;
-        let look = async || {
-            looks += 1;
-            (looks == 1000).then_some("now")
+    async fn the_value_of_a_later_check_is_returned() {
+        let mut checks = 0;
+        let check = async || {
+            checks += 1;
+            (checks == 1000).then_some("now")
         };
-        assert_eq!(eventually_async(Duration::from_secs(60), look, || "never").await, "now");
-        assert_eq!(looks, 1000);
+        assert_eq!(eventually_async(Duration::from_secs(60), check, || "never").await, "now");
+        assert_eq!(checks, 1000);
     }
 
     #[tokio::test(start_paused = true)]
     #[should_panic(expected = "src/lib.rs")]
-    async fn the_place_of_the_call_is_in_the_message() {
+    async fn a_timeout_names_the_place_of_the_call() {
         eventually_async(Duration::from_secs(60), async || false, || "it never holds").await;
     }
 }

@@ -11,9 +11,10 @@ use std::time::Instant;
 use crate::parts::report::{Latency, Report, percentile};
 use anyhow::{Context, ensure};
 
-/// "A few milliseconds".
+/// The maximum median of the start, in milliseconds.
 const START_P50_MS: f64 = 3.0;
-const ENV: &str = "FLANNEL_NETWORK=10.1.0.0/16\nFLANNEL_SUBNET=10.1.5.1/24\nFLANNEL_MTU=1450\nFLANNEL_IPMASQ=true\n";
+const ENV: &str = "FLANNEL_NETWORK=10.1.0.0/16\nFLANNEL_SUBNET=10.1.5.1/24\n\
+    FLANNEL_MTU=1450\nFLANNEL_IPMASQ=true\n";
 
 /// Measures `calls` calls of the plugin.
 ///
@@ -28,7 +29,11 @@ pub(crate) fn run(plugin: &Path, calls: u32) -> anyhow::Result<Report> {
     fs::write(&delegate, "#!/bin/sh\necho '{\"cniVersion\":\"1.1.0\"}'\n")?;
     fs::set_permissions(&delegate, Permissions::from_mode(0o755))?;
     let conf = serde_json::json!({
-        "cniVersion": "1.1.0", "name": "bench", "subnetFile": env, "dataDir": state, "delegate": { "type": "nothing" },
+        "cniVersion": "1.1.0",
+        "name": "bench",
+        "subnetFile": env,
+        "dataDir": state,
+        "delegate": { "type": "nothing" },
     });
     let conf = conf.to_string();
     let (mut start, mut add, mut floor) = (Vec::new(), Vec::new(), Vec::new());
@@ -38,8 +43,7 @@ pub(crate) fn run(plugin: &Path, calls: u32) -> anyhow::Result<Report> {
         add.push(call(plugin, "ADD")?);
         floor.push(call(&delegate, "ADD")?);
     }
-    // The Go plugin, which can be measured too, has one file for each container. Ours has two
-    // names.
+    // The Go plugin, which can be measured too, keeps one file for each container, ours two names.
     let kept = fs::read_dir(&state)?.count();
     ensure!(kept >= calls as usize, "{kept} files for {calls} containers");
     let latency = |figures: &[f64]| Latency {
@@ -47,7 +51,7 @@ pub(crate) fn run(plugin: &Path, calls: u32) -> anyhow::Result<Report> {
         p50_ms: percentile(figures, 50),
         p99_ms: percentile(figures, 99),
     };
-    // VERSION, from the start of the process to its end; ADD with an empty delegate; that one
+    // VERSION, from the start of the process to its end; ADD with an empty delegate; the delegate
     // alone.
     let kinds = [("start", &start), ("add", &add), ("delegate", &floor)];
     let mut report = Report {
@@ -71,7 +75,7 @@ fn call(program: &Path, command: &str, n: u32, path: &Path, conf: &str) -> anyho
     process.env("CNI_CONTAINERID", format!("c{n}")).env("CNI_NETNS", "/nonexistent");
     let begin = Instant::now();
     let mut child = process.spawn().with_context(|| program.display().to_string())?;
-    // A plugin need not read the config.
+    // A plugin may end without reading the config.
     let _ = child.stdin.take().context("no stdin")?.write_all(conf.as_bytes());
     let output = child.wait_with_output()?;
     let elapsed = begin.elapsed();

@@ -25,7 +25,7 @@ const MOST_ROUNDS: u32 = 2 * ROUNDS;
 const RATIO: f64 = 1.5;
 /// The maximum number of routes with a gateway each, because they take quadratic time.
 const CLASSIC_MOST: u32 = 30_000;
-/// The timeout of slow runs.
+/// The way of writing for routes with a gateway each.
 const CLASSIC_WAY: Way = Way { group: usize::MAX, batch: 256 };
 /// The required factor to them, from this number of peers on.
 const CLASSIC: (u32, f64) = (30_000, 10.0);
@@ -78,11 +78,11 @@ pub(crate) fn run(peers: u32, families: Families) -> anyhow::Result<Report> {
 
 /// A number of peers, with the times of the engine and of each kind of floor.
 ///
-/// Each forwarding entry takes 40 bytes of the kernel's per-CPU memory, and that a fifth to a half
-/// of all time: if a block of it with free pages that are not mapped comes before one with mapped
-/// pages, it is searched for each entry. That depends on what was there before, and on the order in
-/// which that went. So before anything is measured the raw writer puts as many peers, and they are
-/// taken out again in the order in which they were put.
+/// Each forwarding entry takes 40 bytes of the kernel's per-CPU memory. Their allocation takes a
+/// fifth to a half of all time: the kernel searches blocks with free but unmapped pages for each
+/// entry, if they come before blocks with mapped pages. That depends on the earlier objects, and on
+/// the order of their deletion. So before each measurement the raw writer puts as many peers, and
+/// deletes them in the order in which they were put.
 struct Runs {
     peers: u32,
     families: Families,
@@ -120,8 +120,8 @@ impl Runs {
         Ok(())
     }
 
-    /// The floor in each round, in the way that all the other rounds say is the best: one that was
-    /// chosen by its own round would be among the best by luck, too.
+    /// The floor of each round, with the way of writing that was the fastest in all other rounds. A
+    /// choice by the same round would prefer chance results.
     fn floors(&self) -> Vec<f64> {
         let floor = |n: usize| {
             let others = self.floors.iter().enumerate().filter(|(m, _)| *m != n);
@@ -132,7 +132,8 @@ impl Runs {
     }
 }
 
-/// The times until the kernel has acknowledged all, and until the engine has read all again.
+/// The times until the kernel has acknowledged all objects, and until the engine has read them
+/// again.
 fn run_once(
     peers: u32,
     families: Families,
@@ -148,13 +149,15 @@ fn run_once(
     let start = Instant::now();
     engine.send(leases);
     engine.wait_acknowledged(peers as usize)?;
-    let acknowledged =
-        timed.as_ref().and_then(Timed::acknowledged).context("nothing was sent to the kernel")?;
+    let acknowledged = timed
+        .as_ref()
+        .and_then(Timed::acknowledged)
+        .context("the engine sent nothing to the kernel")?;
     // The later check must find no difference.
     engine.wait(peers as usize)?;
     let in_sync = start.elapsed();
     if engine.repaired() > 0 {
-        wrong.push(format!("{} objects were not as they were put", engine.repaired()));
+        wrong.push(format!("{} objects differed from those that were put", engine.repaired()));
     }
     wrong.extend(compare(&fixture.netns, peers, families)?);
     drop(engine);

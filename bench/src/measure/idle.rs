@@ -9,9 +9,9 @@ use crate::parts::report::Report;
 
 /// Rules of iptables cause no events, so they are compared every five seconds.
 const WITHOUT_RULES: &str = "--iptables-forward-rules=false";
-/// Until threads that are no longer needed have ended.
+/// The time in which unused threads end.
 const SETTLE: Duration = Duration::from_secs(15);
-/// No start takes longer, of which the timer knows more than the bench.
+/// The maximum time of a start, during which the timer already runs.
 const START: Duration = Duration::from_secs(60);
 const SLOW_TIMER: Duration = Duration::from_secs(300);
 
@@ -38,8 +38,8 @@ pub(crate) fn run(
         wrong: daemon.compare()?,
         ..Report::default()
     };
-    // The slow timer, which is there for messages that the kernel never sent, goes off every five
-    // minutes and wakes the loop and the thread that reads.
+    // The timer for missing kernel messages fires every five minutes. It wakes the loop and the
+    // thread that reads.
     let timers = (SETTLE.as_secs() + seconds + START.as_secs()) / SLOW_TIMER.as_secs();
     report.at_most("wakeups", Some(wakeups as f64), 4.0 * timers as f64);
     Ok(report)

@@ -26,7 +26,7 @@ const PREFIX: &str = "flannel.alpha.coreos.com/";
 const P99_MS: f64 = 5.0;
 const RSS_MIB: f64 = 25.0;
 const PEAK_MIB: f64 = 60.0;
-/// After the last object is in place.
+/// The pause after the last object is in place.
 const REST: Duration = Duration::from_secs(5);
 /// The timeout of each step.
 const PATIENCE: Duration = Duration::from_secs(300);
@@ -42,7 +42,8 @@ pub(crate) fn node(peer: Peer) -> (String, Value) {
         let own = json!({
             format!("{PREFIX}kube-subnet-manager"): "true",
             format!("{PREFIX}backend-type"): "vxlan",
-            format!("{PREFIX}backend-data"): format!(r#"{{"VNI":1,"VtepMAC":"{}"}}"#, peer.mac(FAMILY)),
+            format!("{PREFIX}backend-data"):
+                format!(r#"{{"VNI":1,"VtepMAC":"{}"}}"#, peer.mac(FAMILY)),
             format!("{PREFIX}public-ip"): peer.public(FAMILY).to_string(),
         });
         annotations
@@ -51,38 +52,62 @@ pub(crate) fn node(peer: Peer) -> (String, Value) {
             .extend(own.as_object().expect("an object").clone());
     }
     let condition = |kind: &str| {
-        json!({ "type": kind, "status": "False", "reason": format!("Kubelet{kind}"), "message": format!("kubelet says {kind}"),
-            "lastHeartbeatTime": "2026-11-21T20:00:00Z", "lastTransitionTime": "2026-11-01T00:00:00Z" })
+        json!({
+            "type": kind,
+            "status": "False",
+            "reason": format!("Kubelet{kind}"),
+            "message": format!("kubelet says {kind}"),
+            "lastHeartbeatTime": "2026-11-21T20:00:00Z",
+            "lastTransitionTime": "2026-11-01T00:00:00Z",
+        })
     };
     let conditions: Vec<Value> =
         ["MemoryPressure", "DiskPressure", "PIDPressure", "Ready"].map(condition).into();
     let subnet = peer.subnet(FAMILY).to_string();
     let mut node = json!({
         "metadata": {
-            "labels": { "kubernetes.io/hostname": format!("node-{n}"), "kubernetes.io/os": "linux", "topology.kubernetes.io/zone": "z1" },
+            "labels": {
+                "kubernetes.io/hostname": format!("node-{n}"),
+                "kubernetes.io/os": "linux",
+                "topology.kubernetes.io/zone": "z1",
+            },
             "annotations": annotations,
-            "managedFields": [{ "manager": "kubelet", "operation": "Update", "fieldsV1": { "f:status": { "f:images": {}, "f:conditions": {
-                "k:{\"type\":\"Ready\"}": { "f:lastHeartbeatTime": {}, "f:status": {} } } } } }],
+            "managedFields": [{
+                "manager": "kubelet",
+                "operation": "Update",
+                "fieldsV1": { "f:status": { "f:images": {}, "f:conditions": {
+                    "k:{\"type\":\"Ready\"}": { "f:lastHeartbeatTime": {}, "f:status": {} },
+                } } },
+            }],
         },
-        "spec": { "podCIDR": subnet, "podCIDRs": [subnet], "providerID": format!("cloud:///z1/i-{n:016x}") },
-        "status": { "conditions": conditions, "capacity": { "cpu": "64", "memory": "263000000Ki", "pods": "110" }, "images": [] },
+        "spec": {
+            "podCIDR": subnet,
+            "podCIDRs": [subnet],
+            "providerID": format!("cloud:///z1/i-{n:016x}"),
+        },
+        "status": {
+            "conditions": conditions,
+            "capacity": { "cpu": "64", "memory": "263000000Ki", "pods": "110" },
+            "images": [],
+        },
     });
     let missing = BYTES.saturating_sub(node.to_string().len());
     let image = |i: usize| {
-        json!({ "names": [format!("registry.example/team/service-{i}@sha256:{:064x}", i * 7919), format!("registry.example/team/service-{i}:v1.{i}")],
-            "sizeBytes": 100_000_000 + i })
+        let name = format!("registry.example/team/service-{i}");
+        let names = [format!("{name}@sha256:{:064x}", i * 7919), format!("{name}:v1.{i}")];
+        json!({ "names": names, "sizeBytes": 100_000_000 + i })
     };
     let each = image(10).to_string().len() + 1;
     node["status"]["images"] = (0..missing / each).map(image).collect();
     (format!("node-{n}"), node)
 }
 
-/// An API server with so many nodes besides this one.
+/// Adds `count` nodes and this one to an API server.
 pub(crate) fn fill(server: &ApiServer, count: u32) {
     server.fill(std::iter::once(Peer(1)).chain(peers(count)).map(node));
 }
 
-/// A manager on such a server, and its views, which are complete.
+/// Starts a manager on such a server, and waits for its first complete view.
 pub(crate) async fn follow(
     url: &str,
     dir: &std::path::Path,
@@ -129,7 +154,7 @@ pub(crate) fn event(nodes: u32, events: u32) -> anyhow::Result<Report> {
             };
             tokio::time::timeout(PATIENCE, views.wait_for(there))
                 .await
-                .context("an event is lost")??;
+                .context("an event was lost")??;
             if n >= 50 {
                 figures.push(begin.elapsed().as_secs_f64() * 1e3);
             }
@@ -147,7 +172,7 @@ pub(crate) fn event(nodes: u32, events: u32) -> anyhow::Result<Report> {
     Ok(report)
 }
 
-/// What a daemon with so many nodes takes, and took at most.
+/// The resident memory of a daemon with `nodes` nodes, now and at most.
 pub(crate) fn memory(nodes: u32, flanneld: Option<PathBuf>) -> anyhow::Result<Report> {
     let program = program(flanneld)?;
     let start = Instant::now();

@@ -20,7 +20,7 @@ use crate::parts::report::{Report, median};
 
 const RATE: u32 = 1000;
 const RATIO: f64 = 1.5;
-/// Measured one after the other.
+/// The number of rounds, one after the other.
 const ROUNDS: u32 = 5;
 /// The timeout of each step.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -28,7 +28,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 /// A thread whose processor time can be read.
 struct Worker {
     task: String,
-    /// The version that it has come to.
+    /// The version that it has reached.
     version: Arc<AtomicU64>,
     stop: Option<oneshot::Sender<()>>,
     thread: Option<std::thread::JoinHandle<anyhow::Result<()>>>,
@@ -54,19 +54,19 @@ impl Worker {
         Ok(Self { task, version, stop: Some(stop), thread: Some(thread) })
     }
 
-    /// How long it has run so far, in seconds.
+    /// Its processor time so far, in seconds.
     fn processor_time(&self) -> anyhow::Result<f64> {
         let text = std::fs::read_to_string(format!("{}/schedstat", self.task))?;
         let nanoseconds: f64 = text.split(' ').next().context("no figure")?.parse()?;
         Ok(nanoseconds / 1e9)
     }
 
-    async fn comes_to(&self, version: u64) -> anyhow::Result<()> {
+    async fn reaches(&self, version: u64) -> anyhow::Result<()> {
         let begin = Instant::now();
         while self.version.load(Ordering::Relaxed) < version {
             ensure!(
                 begin.elapsed() < PATIENCE,
-                "it does not come to {version}: {}",
+                "it does not reach version {version}: {}",
                 self.version.load(Ordering::Relaxed)
             );
             tokio::time::sleep(Duration::from_millis(5)).await;
@@ -84,7 +84,7 @@ impl Drop for Worker {
     }
 }
 
-/// Skips everything that a watch brings.
+/// Reads a watch, and skips its content.
 async fn skip(
     url: String,
     from: u64,
@@ -106,7 +106,7 @@ async fn skip(
             while let Some(end) = rest.iter().position(|byte| *byte == b'\n') {
                 let (line, behind) = (&rest[..end], &rest[end + 1..]);
                 rest = behind;
-                // A whole line is read where it lies, as a daemon does.
+                // A complete line is decoded in place, as a daemon does.
                 let line = match held.is_empty() {
                     true => line,
                     false => {
@@ -144,9 +144,9 @@ async fn measure(server: &ApiServer, nodes: u32, seconds: u64) -> anyhow::Result
     drop((manager, views));
     let (url, here) = (server.url(), dir.path().to_owned());
     let floor = Worker::start(move |version, stop| skip(url, begin, version, stop))?;
-    floor.comes_to(begin).await?;
+    floor.reaches(begin).await?;
     let ours = follower(server.url(), here, nodes)?;
-    ours.comes_to(begin).await?;
+    ours.reaches(begin).await?;
     let (mut ratios, mut own, mut skipped, mut version) =
         (Vec::new(), Vec::new(), Vec::new(), begin);
     for _ in 0..ROUNDS {
@@ -158,8 +158,8 @@ async fn measure(server: &ApiServer, nodes: u32, seconds: u64) -> anyhow::Result
             server.heartbeat(&format!("node-{}", 2 + n % nodes));
         }
         version += u64::from(count);
-        ours.comes_to(version).await?;
-        floor.comes_to(version).await?;
+        ours.reaches(version).await?;
+        floor.reaches(version).await?;
         let (a, b) = (ours.processor_time()? - before.0, floor.processor_time()? - before.1);
         own.push(a);
         skipped.push(b);
@@ -177,7 +177,7 @@ async fn measure(server: &ApiServer, nodes: u32, seconds: u64) -> anyhow::Result
     Ok(report)
 }
 
-/// Follows all nodes as a daemon does, and fails if that wakes anybody.
+/// Follows all nodes as a daemon does, and fails if the set of leases changes.
 fn follower(url: String, dir: std::path::PathBuf, nodes: u32) -> anyhow::Result<Worker> {
     Worker::start(move |version, mut stop| async move {
         let (manager, mut views) = follow(&url, &dir, nodes).await?;
@@ -195,7 +195,7 @@ fn follower(url: String, dir: std::path::PathBuf, nodes: u32) -> anyhow::Result<
         };
         tokio::select! {
             ended = look => {
-                // Whoever waits for a version waits in vain then, and says so.
+                // A wait for a version then fails.
                 version.store(0, Ordering::Relaxed);
                 ended
             }

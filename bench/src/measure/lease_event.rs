@@ -1,4 +1,4 @@
-//! From a put in etcd to our set of leases, and to a plain watch of etcd in the same run.
+//! The time from a put in etcd to our set of leases, and to a plain watch of etcd in the same run.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -15,7 +15,10 @@ use crate::parts::report::{Report, percentile};
 
 const P99_MS: f64 = 5.0;
 const RATIO: f64 = 1.5;
-const VALUE: &str = r#"{"PublicIP":"192.0.2.1","PublicIPv6":null,"BackendType":"vxlan","BackendData":{"VNI":1,"VtepMAC":"aa:bb:cc:dd:ee:ff"}}"#;
+const VALUE: &str = concat!(
+    r#"{"PublicIP":"192.0.2.1","PublicIPv6":null,"BackendType":"vxlan","#,
+    r#""BackendData":{"VNI":1,"VtepMAC":"aa:bb:cc:dd:ee:ff"}}"#
+);
 
 /// The timeout of an event.
 const LIMIT: Duration = Duration::from_secs(10);
@@ -59,7 +62,7 @@ async fn measure(events: u32) -> anyhow::Result<Report> {
                 anyhow::Ok((put?, view?, watch?))
             }
         };
-        let (_, view, watch) = timeout(LIMIT, both).await.context("an event is lost")??;
+        let (_, view, watch) = timeout(LIMIT, both).await.context("an event was lost")??;
         if n >= 50 {
             ours.push(view.as_secs_f64() * 1e3);
             theirs.push(watch.as_secs_f64() * 1e3);

@@ -17,7 +17,7 @@ use crate::parts::etcd::{Etcd, PREFIX};
 use crate::parts::report::Report;
 
 const LIMIT_KIB: u64 = 10 * 1024;
-/// etcd takes so many keys at once.
+/// The number of keys in one request to etcd.
 const BATCH: u32 = 100;
 
 pub(crate) fn run(leases: u32) -> anyhow::Result<Report> {
@@ -47,9 +47,14 @@ async fn fill(client: &mut Client, leases: u32) -> anyhow::Result<()> {
     for first in (0..leases).step_by(BATCH as usize) {
         let puts = (first..leases.min(first + BATCH)).map(|n| {
             let [_, a, b, c] = n.to_be_bytes();
+            let public = format!("172.{}.{b}.{c}", 16 + a);
+            let data = format!(r#"{{"VNI":1,"VtepMAC":"02:00:00:{a:02x}:{b:02x}:{c:02x}"}}"#);
             let value = format!(
-                r#"{{"PublicIP":"172.{}.{b}.{c}","PublicIPv6":null,"BackendType":"vxlan","BackendData":{{"VNI":1,"VtepMAC":"02:00:00:{a:02x}:{b:02x}:{c:02x}"}}}}"#,
-                16 + a
+                concat!(
+                    r#"{{"PublicIP":"{}","PublicIPv6":null,"BackendType":"vxlan","#,
+                    r#""BackendData":{}}}"#
+                ),
+                public, data
             );
             TxnOp::put(format!("{PREFIX}/subnets/10.{b}.{c}.0-24"), value, None)
         });
@@ -58,7 +63,7 @@ async fn fill(client: &mut Client, leases: u32) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The process that holds them; prints how many KiB they cost.
+/// The process that holds the leases. It prints their memory in KiB.
 pub(crate) fn hold(endpoint: &str, leases: u32) -> anyhow::Result<()> {
     tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(async {
         let with_prefix = |prefix: &str| EtcdOptions {

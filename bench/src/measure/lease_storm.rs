@@ -13,10 +13,10 @@ use tokio::sync::Barrier;
 use crate::parts::etcd::{Etcd, PREFIX};
 use crate::parts::report::{Report, percentile};
 
-/// How many unary requests a node may cost on average.
+/// The maximum number of unary requests of a node, on average.
 const RPCS: f64 = 5.0;
 
-/// How much room there is.
+/// The number of free subnets.
 #[derive(Debug, Clone, Copy, ValueEnum)]
 pub(crate) enum Room {
     /// A /8 in /24s
@@ -107,7 +107,7 @@ async fn storm(nodes: u32, room: Room) -> anyhow::Result<Report> {
     Ok(report)
 }
 
-/// How many share an address with the one before them in the order of addresses.
+/// The number of subnets that overlap the previous one in the order of addresses.
 fn overlaps(mut subnets: Vec<Subnets>) -> usize {
     subnets.sort();
     subnets.windows(2).filter(|pair| pair[0].overlaps(&pair[1])).count()

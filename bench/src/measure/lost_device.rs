@@ -57,8 +57,10 @@ fn run_once(peers: u32, families: Families, wrong: &mut Vec<String>) -> anyhow::
         Instant::now()
     });
     engine.wait_repaired(peers as usize)?;
-    let acknowledged =
-        timed.as_ref().and_then(Timed::acknowledged).context("the kernel was told nothing")?;
+    let acknowledged = timed
+        .as_ref()
+        .and_then(Timed::acknowledged)
+        .context("the engine sent nothing to the kernel")?;
     wrong.extend(compare(&fixture.netns, peers, families)?);
     drop(engine);
     fixture.clear(peers, families, wrong);

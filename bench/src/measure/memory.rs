@@ -7,9 +7,9 @@ use crate::parts::cluster::Families;
 use crate::parts::daemon::{Daemon, program};
 use crate::parts::report::Report;
 
-/// Up to so many peers, so many MiB.
+/// The maximum in MiB, up to a number of peers.
 const RSS_MIB: [(u32, f64); 2] = [(5_000, 14.0), (50_000, 64.0)];
-/// After the last object is in place.
+/// The pause after the last object is in place.
 const REST: Duration = Duration::from_secs(5);
 
 pub(crate) fn run(

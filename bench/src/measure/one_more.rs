@@ -11,9 +11,9 @@ use crate::parts::report::{Latency, Report};
 use crate::parts::witness::compare;
 
 const P99_MS: f64 = 2.0;
-/// The first ones warm up.
+/// The number of peers that are not measured.
 const WARM_UP: u32 = 50;
-/// So many /24 there are in 10.0.0.0/8, but for those of nobody and of this host.
+/// The number of /24 subnets in 10.0.0.0/8, without the unused one and that of this host.
 const MOST: u32 = (1 << 16) - 2;
 
 pub(crate) fn run(peers: u32, families: Families, samples: u32) -> anyhow::Result<Report> {

@@ -1,6 +1,6 @@
 //! A diagram of time against peers as an SVG, from the JSON lines of cold-start.
 //!
-//! Both axes are logarithmic, so what is linear has slope one and what is quadratic slope two.
+//! Both axes are logarithmic. A linear time has slope one, a quadratic time slope two.
 
 use std::fmt::Write;
 use std::io::Read;
@@ -11,14 +11,14 @@ use serde_json::Value;
 
 use crate::parts::report::Report;
 
-/// What is drawn: the key of the figure, the class, the label.
+/// The lines of the diagram: key of the figure, class, label.
 const LINES: [(&str, &str, &str); 3] = [
     ("classic_floor_seconds", "classic", "a gateway per route (raw writer)"),
     ("seconds", "ours", "flannel in Rust"),
     ("floor_seconds", "floor", "floor: nexthop objects (raw writer)"),
 ];
 
-/// Width and height, and where the axes are.
+/// Width and height. The positions of the axes follow.
 const SIZE: (f64, f64) = (720.0, 440.0);
 const LEFT: f64 = 70.0;
 const RIGHT: f64 = 470.0;
@@ -48,7 +48,7 @@ fn points(rows: &[Value], key: &str) -> Vec<(f64, f64)> {
     rows.iter().filter_map(|row| Some((row["peers"].as_f64()?, row[key].as_f64()?))).collect()
 }
 
-/// A logarithmic axis: the decades that hold all values, and where they are drawn.
+/// A logarithmic axis: the decades that contain all values, and their positions.
 struct Axis {
     low: f64,
     high: f64,
@@ -78,33 +78,52 @@ fn svg(rows: &[Value], family: &str) -> anyhow::Result<String> {
     let y = Axis::new(all.iter().map(|p| p.1), BOTTOM, TOP);
     let (width, height) = SIZE;
     let mut svg = format!(
-        r##"<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img" aria-labelledby="title">
-<title id="title">Seconds until all routes of so many vxlan peers ({family}) are in the kernel</title>
-<style>
-svg {{ font: 13px system-ui, sans-serif; --ink: #1f2328; --soft: #656d76; --grid: #d8dee4; --ours: #0a69da; --floor: #1a7f37; --classic: #bc4c00; --ground: #ffffff; }}
-@media (prefers-color-scheme: dark) {{ svg {{ --ink: #e6edf3; --soft: #9198a1; --grid: #30363d; --ours: #58a6ff; --floor: #3fb950; --classic: #f0883e; --ground: #0d1117; }} }}
-.ground {{ fill: var(--ground); }} .ink {{ fill: var(--ink); }} .soft {{ fill: var(--soft); }} .grid {{ stroke: var(--grid); }}
-.ours {{ --c: var(--ours); }} .floor {{ --c: var(--floor); }} .classic {{ --c: var(--classic); }}
-polyline {{ fill: none; stroke: var(--c); stroke-width: 2; }} .floor polyline {{ stroke-dasharray: 5 4; }} circle, .label {{ fill: var(--c); }}
-</style>
-<rect class="ground" width="{width}" height="{height}"/>
-<text class="ink" x="{LEFT}" y="26" font-weight="600">Lease set to kernel: seconds against vxlan peers ({family})</text>
-"##
+        concat!(
+            r##"<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" "##,
+            r##"width="{width}" height="{height}" role="img" aria-labelledby="title">"##,
+            "\n",
+            r##"<title id="title">Seconds until all routes of so many vxlan peers "##,
+            "({family}) are in the kernel</title>\n",
+            "<style>\n",
+            "svg {{ font: 13px system-ui, sans-serif; --ink: #1f2328; --soft: #656d76; ",
+            "--grid: #d8dee4; --ours: #0a69da; --floor: #1a7f37; --classic: #bc4c00; ",
+            "--ground: #ffffff; }}\n",
+            "@media (prefers-color-scheme: dark) {{ svg {{ --ink: #e6edf3; --soft: #9198a1; ",
+            "--grid: #30363d; --ours: #58a6ff; --floor: #3fb950; --classic: #f0883e; ",
+            "--ground: #0d1117; }} }}\n",
+            ".ground {{ fill: var(--ground); }} .ink {{ fill: var(--ink); }} ",
+            ".soft {{ fill: var(--soft); }} .grid {{ stroke: var(--grid); }}\n",
+            ".ours {{ --c: var(--ours); }} .floor {{ --c: var(--floor); }} ",
+            ".classic {{ --c: var(--classic); }}\n",
+            "polyline {{ fill: none; stroke: var(--c); stroke-width: 2; }} ",
+            ".floor polyline {{ stroke-dasharray: 5 4; }} circle, .label {{ fill: var(--c); }}\n",
+            "</style>\n",
+            r##"<rect class="ground" width="{width}" height="{height}"/>"##,
+            "\n",
+            r##"<text class="ink" x="{left}" y="26" font-weight="600">"##,
+            "Lease set to kernel: seconds against vxlan peers ({family})</text>\n",
+        ),
+        width = width,
+        height = height,
+        family = family,
+        left = LEFT,
     );
     for peers in x.decades() {
         let at = x.place(peers);
+        write!(svg, r#"<line class="grid" x1="{at:.1}" y1="{TOP}" x2="{at:.1}" y2="{BOTTOM}"/>"#)?;
         writeln!(
             svg,
-            r#"<line class="grid" x1="{at:.1}" y1="{TOP}" x2="{at:.1}" y2="{BOTTOM}"/><text class="soft" x="{at:.1}" y="{}" text-anchor="middle">{}</text>"#,
+            r#"<text class="soft" x="{at:.1}" y="{}" text-anchor="middle">{}</text>"#,
             BOTTOM + 20.0,
             thousands(peers)
         )?;
     }
     for seconds in y.decades() {
         let at = y.place(seconds);
+        write!(svg, r#"<line class="grid" x1="{LEFT}" y1="{at:.1}" x2="{RIGHT}" y2="{at:.1}"/>"#)?;
         writeln!(
             svg,
-            r#"<line class="grid" x1="{LEFT}" y1="{at:.1}" x2="{RIGHT}" y2="{at:.1}"/><text class="soft" x="{}" y="{:.1}" text-anchor="end">{seconds} s</text>"#,
+            r#"<text class="soft" x="{}" y="{:.1}" text-anchor="end">{seconds} s</text>"#,
             LEFT - 8.0,
             at + 4.0
         )?;
@@ -121,21 +140,20 @@ polyline {{ fill: none; stroke: var(--c); stroke-width: 2; }} .floor polyline {{
         let Some((peers, seconds)) = points.last() else { continue };
         let places: Vec<String> =
             points.iter().map(|(n, s)| format!("{:.1},{:.1}", x.place(*n), y.place(*s))).collect();
-        // From the top down, so that labels never stand on each other.
+        // From the top down, so that labels do not overlap.
         last_label = (y.place(*seconds) + 4.0).max(last_label + 34.0);
         writeln!(svg, r#"<g class="{class}"><polyline points="{}"/>"#, places.join(" "))?;
         for (n, s) in &points {
             let (cx, cy) = (x.place(*n), y.place(*s));
-            writeln!(
-                svg,
-                r#"<circle cx="{cx:.1}" cy="{cy:.1}" r="3.5"><title>{} peers: {s:.3} s</title></circle>"#,
-                thousands(*n)
-            )?;
+            let peers = thousands(*n);
+            write!(svg, r#"<circle cx="{cx:.1}" cy="{cy:.1}" r="3.5">"#)?;
+            writeln!(svg, "<title>{peers} peers: {s:.3} s</title></circle>")?;
         }
         let at = RIGHT + 12.0;
+        write!(svg, r#"<text class="label" x="{at}" y="{last_label:.1}">{label}</text>"#)?;
         writeln!(
             svg,
-            r#"<text class="label" x="{at}" y="{last_label:.1}">{label}</text><text class="label" x="{at}" y="{:.1}">{} peers: {seconds:.2} s</text></g>"#,
+            r#"<text class="label" x="{at}" y="{:.1}">{} peers: {seconds:.2} s</text></g>"#,
             last_label + 15.0,
             thousands(*peers)
         )?;
@@ -144,7 +162,7 @@ polyline {{ fill: none; stroke: var(--c); stroke-width: 2; }} .floor polyline {{
     Ok(svg)
 }
 
-/// 65,000.
+/// A number with commas, such as 65,000.
 fn thousands(number: f64) -> String {
     let digits = format!("{number:.0}");
     let groups: Vec<&str> =

@@ -1,5 +1,5 @@
-//! From a daemon's start until it says that it is ready, with its leases in an etcd on the same
-//! host.
+//! The time from a daemon's start until `/readyz` answers 200, with its leases in an etcd on the
+//! same host.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -18,11 +18,11 @@ use crate::parts::report::{Report, median};
 use crate::parts::witness::compare;
 
 const SECONDS: f64 = 0.15;
-/// Each in a namespace of its own, with an etcd of its own.
+/// The number of runs, each in a new namespace with a new etcd.
 const RUNS: usize = 5;
-/// Where it is asked, on the loopback device of its own namespace.
+/// The address of its health port, in its own namespace.
 const HEALTH: &str = "127.0.0.1:10254";
-/// So long it may take before something is wrong.
+/// The timeout.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 pub(crate) fn run(
@@ -47,7 +47,7 @@ pub(crate) fn run(
     Ok(report)
 }
 
-/// Ends with the value.
+/// A process that ends with this value.
 struct Running(Child);
 
 impl Drop for Running {
@@ -88,13 +88,13 @@ fn once(
         ensure!(dir.path().join("subnet.env").exists(), "ready without a subnet file");
         Ok(took)
     })?;
-    // Ready means that the peers' objects are there.
+    // When the daemon is ready, the objects of all peers exist.
     wrong.extend(compare(&fixture.netns, peers, families)?);
     fixture.clear(peers, families, wrong);
     Ok(took)
 }
 
-/// Whether it says so; before it listens it does not.
+/// Whether `/readyz` answers 200. It does not answer before the daemon listens.
 fn is_ready() -> bool {
     let request = || -> std::io::Result<String> {
         let mut stream = TcpStream::connect(HEALTH)?;

@@ -1,9 +1,9 @@
-//! One object of a random peer is deleted or changed from outside: how long until it is again as it
-//! was.
+//! One object of a random peer is deleted or changed by another program: the time until it is
+//! restored.
 //!
-//! What the kernel says of an object before the damage, byte for byte without its age, is what it
-//! must say again, on a socket of the bench's own. The clock starts before the damage, which takes
-//! the kernel milliseconds too if it is a nexthop object that is deleted.
+//! An object is restored when the kernel's message about it on a socket of the bench has the same
+//! bytes as before the damage, except for its age. The time includes the damage itself. The kernel
+//! needs milliseconds to delete a nexthop object.
 
 use std::collections::{BTreeMap, HashMap};
 use std::time::{Duration, Instant};
@@ -23,12 +23,12 @@ use crate::parts::raw::{
 use crate::parts::report::{Latency, Report};
 use crate::parts::witness::compare;
 
-/// Up to so many peers, so many milliseconds.
+/// The maximum time in milliseconds, up to a number of peers.
 const P99_MS: [(u32, f64); 2] = [(15_000, 5.0), (50_000, 10.0)];
-/// Between two damages: one is an accident, hundreds a second are a storm, which the engine answers
-/// at a pace of its own.
+/// The pause between two damages. The engine limits the rate of repairs if there are hundreds in a
+/// second.
 const PAUSE: Duration = Duration::from_millis(2);
-/// Of each kind at least.
+/// The minimum number of samples of each kind.
 const LEAST: usize = 200;
 
 pub(crate) fn run(peers: u32, families: Families, samples: usize) -> anyhow::Result<Report> {
@@ -69,7 +69,7 @@ pub(crate) fn run(peers: u32, families: Families, samples: usize) -> anyhow::Res
 }
 
 /// Milliseconds by kind of damage.
-#[expect(clippy::disallowed_methods, reason = "a pause is what it is to be")]
+#[expect(clippy::disallowed_methods, reason = "a pause between two damages is needed")]
 fn damage(
     peers: u32,
     families: Families,
@@ -92,12 +92,12 @@ fn damage(
     for _ in 0..rounds {
         for (family, damage) in &kinds {
             let number = dice.below(peers);
-            // Somebody else, if there is somebody.
+            // Another peer, if there is one.
             let other = (number + 1 + dice.below(peers.max(2) - 1)) % peers;
             let (peer, other) = (Peer(2 + number), Peer(2 + other));
             let victim = tables.victim(peer, other, *family)?;
             let message = damage.message(&victim)?;
-            // What is right may be told of before it is touched.
+            // The kernel may report a correct object before the repair.
             let mut victims: Vec<_> =
                 damage.victims(&victim)?.into_iter().map(|victim| (victim, false)).collect();
             std::thread::sleep(PAUSE);
@@ -105,12 +105,12 @@ fn damage(
             let start = Instant::now();
             raw.carry_out(&message).with_context(|| format!("{family} {damage} of {peer:?}"))?;
             let restored = events.listen(|object| {
-                for (victim, is_right) in
+                for (victim, is_restored) in
                     victims.iter_mut().filter(|(victim, _)| victim.id == object.id)
                 {
-                    *is_right = **victim == object;
+                    *is_restored = **victim == object;
                 }
-                victims.iter().all(|(_, is_right)| *is_right)
+                victims.iter().all(|(_, is_restored)| *is_restored)
             });
             restored.with_context(|| format!("{family} {damage} of {peer:?}"))?;
             let took = start.elapsed().as_secs_f64() * 1e3;
@@ -121,10 +121,10 @@ fn damage(
     Ok(figures)
 }
 
-/// Milliseconds by kind of damage to nexthop objects, done and undone at once by the raw writer
-/// after the same pauses: what the kernel takes while nobody listens. Of other objects that is next
-/// to nothing.
-#[expect(clippy::disallowed_methods, reason = "a pause is what it is to be")]
+/// Milliseconds by kind of damage to nexthop objects. The raw writer does and undoes each damage at
+/// once, after the same pauses, and nobody listens to events. For other objects the kernel needs
+/// almost no time.
+#[expect(clippy::disallowed_methods, reason = "a pause between two damages is needed")]
 fn floor(peers: u32, families: Families) -> anyhow::Result<BTreeMap<String, Vec<f64>>> {
     let mut raw = Raw::open()?;
     let tables = Tables::read(&mut raw, families)?;
@@ -152,7 +152,7 @@ fn floor(peers: u32, families: Families) -> anyhow::Result<BTreeMap<String, Vec<
     Ok(figures)
 }
 
-/// What the kernel said before the damage.
+/// The objects in the kernel before the damage.
 struct Tables {
     indexes: HashMap<Family, u32>,
     uplink: u32,
@@ -194,7 +194,7 @@ impl Tables {
     }
 
     fn victim(&self, peer: Peer, other: Peer, family: Family) -> anyhow::Result<Victim<'_>> {
-        let index = *self.indexes.get(&family).context("a family that is there")?;
+        let index = *self.indexes.get(&family).context("the family is not enabled")?;
         let find =
             |id: Id| self.objects.get(&id).with_context(|| format!("the kernel has no {id:?}"));
         let base = |peer: Peer| octets(peer.subnet(family).base());
@@ -219,7 +219,7 @@ impl Tables {
     }
 }
 
-/// Enough randomness to pick peers (xorshift).
+/// Random numbers to pick peers (xorshift).
 struct Dice(u64);
 
 impl Dice {

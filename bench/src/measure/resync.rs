@@ -1,5 +1,5 @@
-//! Everything read, compared and judged by the engine, as it does when messages were lost: against
-//! a bare dump of the same tables.
+//! A snapshot and its comparison by the engine, as after lost messages, against a bare dump of the
+//! same tables.
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -26,8 +26,8 @@ use crate::parts::witness::compare;
 
 const PAIRS: usize = 15;
 const RATIO: f64 = 1.5;
-/// The engine reads at most this often, and no more than a fifth of the time: waiting for that is
-/// not measured.
+/// The engine reads at most once in this time, and a fifth of the time at most. That pause is not
+/// measured.
 const READ_GAP: Duration = Duration::from_millis(100);
 
 pub(crate) fn run(peers: u32, families: Families) -> anyhow::Result<Report> {
@@ -50,7 +50,7 @@ pub(crate) fn run(peers: u32, families: Families) -> anyhow::Result<Report> {
             .context("no family")?,
         runtime: Builder::new_current_thread().enable_all().build()?,
     };
-    // After so many peers it reads by itself, and the first one after that may have to wait.
+    // After a cold start the engine reads by itself, so the first snapshot may have to wait.
     resync.answer()?;
     resync.prompter.others();
     rest_after(resync.run()?);
@@ -64,7 +64,7 @@ pub(crate) fn run(peers: u32, families: Families) -> anyhow::Result<Report> {
     let mut wrong = compare(&fixture.netns, peers, families)?;
     let repaired = engine.repaired();
     if repaired != 0 {
-        wrong.push(format!("{repaired} objects were repaired where nothing was damaged"));
+        wrong.push(format!("{repaired} objects were repaired, none was damaged"));
     }
     if let Err(error) = resync.finds_damage(&fixture, families, &engine) {
         wrong.push(format!("{error:#}"));
@@ -84,7 +84,7 @@ pub(crate) fn run(peers: u32, families: Families) -> anyhow::Result<Report> {
     Ok(report)
 }
 
-/// The engine, made to read everything at once.
+/// An engine that reads all tables on request.
 struct Resync {
     handle: NetworkHandle,
     prompter: Prompter,
@@ -94,20 +94,20 @@ struct Resync {
 }
 
 impl Resync {
-    /// How long it takes from a doubt of everything until all was read, compared and judged: the
-    /// engine answers questions when the round in hand is done.
+    /// The time from the report of lost messages until the snapshot was compared. The engine
+    /// answers questions after the current round.
     fn run(&mut self) -> anyhow::Result<Duration> {
-        ensure!(self.prompter.others() == 0, "the kernel was read and nobody had asked for it");
+        ensure!(self.prompter.others() == 0, "the engine read the kernel without a request");
         let start = Instant::now();
-        self.prompter.doubt_everything();
+        self.prompter.report_loss();
         self.runtime.block_on(self.prompter.begun()).context("the engine is gone")?;
         self.answer()?;
         let took = start.elapsed();
-        ensure!(self.prompter.others() == 0, "the kernel was read twice");
+        ensure!(self.prompter.others() == 0, "the engine read the kernel twice");
         Ok(took)
     }
 
-    /// A change without an event is found and repaired.
+    /// Checks that a change without an event is found and repaired.
     fn finds_damage(
         &mut self,
         fixture: &Fixture,
@@ -117,20 +117,19 @@ impl Resync {
         for (n, family) in families.iter().enumerate() {
             let (base, dev) = (Peer(2).subnet(family).base(), device(family));
             fixture.netns.run(|| ip(&format!("neigh del {base} dev {dev}")));
-            self.prompter.doubt_everything();
+            self.prompter.report_loss();
             self.runtime.block_on(self.prompter.begun()).context("the engine is gone")?;
             self.answer()?;
             let (repaired, planted) = (engine.repaired(), n as u64 + 1);
             ensure!(
                 repaired == planted,
-                "{repaired} objects were repaired where {planted} were damaged"
+                "{repaired} objects were repaired, {planted} were damaged"
             );
         }
         Ok(())
     }
 
-    /// Waits for the round in hand. What is explanation of a peer then must be that all is in
-    /// place.
+    /// Waits for the current round. After it all objects of a peer must be in place.
     fn answer(&self) -> anyhow::Result<()> {
         let explanation = self
             .runtime
@@ -146,15 +145,12 @@ impl Resync {
     }
 }
 
-#[expect(
-    clippy::disallowed_methods,
-    reason = "the engine rests for so long, and nothing tells the end"
-)]
+#[expect(clippy::disallowed_methods, reason = "the engine does not report the end of its pause")]
 fn rest_after(took: Duration) {
     std::thread::sleep(READ_GAP.max(4 * took));
 }
 
-/// The same requests that a snapshot makes; what comes is taken from the socket and not looked at.
+/// Sends the requests of a snapshot, and reads the answers without decoding them.
 fn bare_dump(families: Families) -> anyhow::Result<Duration> {
     let mut requests = vec![message(GETNEXTHOP, DUMP, &nhmsg(0, 0, 0), &[])];
     for family in families.iter() {

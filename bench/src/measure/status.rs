@@ -1,4 +1,4 @@
-//! How long a daemon with many peers takes to say how things stand.
+//! The time of a daemon with many peers for a status.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -12,7 +12,7 @@ use crate::parts::daemon::{Daemon, program};
 use crate::parts::report::{Latency, Report};
 
 const P99_MS: f64 = 50.0;
-/// After the last object is in place.
+/// The pause after the last object is in place.
 const REST: Duration = Duration::from_secs(1);
 
 pub(crate) fn run(
@@ -45,7 +45,7 @@ pub(crate) fn run(
     Ok(report)
 }
 
-/// Asks as flannelctl does: of how many peers the answer tells.
+/// Requests the status as flannelctl does, and returns the number of peers in it.
 fn request_status(socket: &Path) -> anyhow::Result<u64> {
     let mut stream = UnixStream::connect(socket)?;
     stream.write_all(b"GET /v1/status HTTP/1.1\r\nHost: flanneld\r\nConnection: close\r\n\r\n")?;

@@ -38,15 +38,20 @@ impl Families {
     /// The network config of the cluster.
     pub(crate) fn config(self) -> String {
         let has = |family| self.iter().any(|f| f == family);
-        format!(
-            r#"{{"EnableIPv4":{},"EnableIPv6":{},"Network":"10.0.0.0/8","SubnetLen":24,"IPv6Network":"fd00::/40","IPv6SubnetLen":64,"Backend":{{"Type":"vxlan"}}}}"#,
-            has(Family::V4),
-            has(Family::V6)
-        )
+        serde_json::json!({
+            "EnableIPv4": has(Family::V4),
+            "EnableIPv6": has(Family::V6),
+            "Network": "10.0.0.0/8",
+            "SubnetLen": 24,
+            "IPv6Network": "fd00::/40",
+            "IPv6SubnetLen": 64,
+            "Backend": { "Type": "vxlan" },
+        })
+        .to_string()
     }
 }
 
-/// One peer, by number; 0 is not used, 1 is this host.
+/// One peer, by its number. 0 is not used, 1 is this host.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Peer(pub(crate) u32);
 

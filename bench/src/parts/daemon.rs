@@ -71,7 +71,7 @@ impl Daemon {
         Ok((Self::run(command, fixture, dir, peers, families)?, server))
     }
 
-    /// Starts a daemon that was told where its leases are.
+    /// Starts a daemon whose command line already names its store.
     fn run(
         mut command: Command,
         fixture: Fixture,
@@ -104,8 +104,10 @@ impl Daemon {
         }
     }
 
-    /// What an independent reader finds wrong. Before the daemon made its devices, that there are
-    /// none.
+    /// The differences that an independent reader finds.
+    ///
+    /// # Errors
+    /// The daemon has not made its devices yet.
     pub(crate) fn compare(&self) -> anyhow::Result<Vec<String>> {
         let devices =
             self.fixture.netns.run(|| flannel_netlink::testing::ip("-j link show type vxlan"));
@@ -115,8 +117,8 @@ impl Daemon {
         compare(&self.fixture.netns, self.peers, self.families)
     }
 
-    /// Leaves the daemon alone for a while; it must be alive afterwards.
-    #[expect(clippy::disallowed_methods, reason = "nothing is to happen in this time")]
+    /// Waits. The daemon must run afterwards.
+    #[expect(clippy::disallowed_methods, reason = "the daemon must be idle for this time")]
     pub(crate) fn rest(&mut self, time: Duration) -> anyhow::Result<()> {
         std::thread::sleep(time);
         let ended = self.child.try_wait()?;
@@ -124,7 +126,7 @@ impl Daemon {
         Ok(())
     }
 
-    /// Where it is asked how things stand.
+    /// The path of its control socket.
     pub(crate) fn control_socket(&self) -> PathBuf {
         self.dir.path().join("flanneld.sock")
     }
@@ -135,7 +137,7 @@ impl Daemon {
         figure(&status, field)
     }
 
-    /// How many times any of its threads was switched to another one so far, by thread.
+    /// The context switches so far, by thread.
     pub(crate) fn switches(&self) -> anyhow::Result<Vec<(String, u64)>> {
         let mut all = Vec::new();
         for task in std::fs::read_dir(format!("/proc/{}/task", self.child.id()))? {
@@ -160,7 +162,7 @@ impl Drop for Daemon {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
-        // What stays goes with the namespace.
+        // The namespace removes the rest.
         self.fixture.clear(self.peers, self.families, &mut Vec::new());
     }
 }
@@ -171,7 +173,7 @@ fn figure(status: &str, field: &str) -> anyhow::Result<u64> {
     figure.with_context(|| format!("no {field} in the process's status"))
 }
 
-/// The program that was named, or the one that cargo builds of this workspace with profile `dist`.
+/// The named program, or that of this workspace, built with the profile `dist`.
 pub(crate) fn program(named: Option<PathBuf>) -> anyhow::Result<PathBuf> {
     if let Some(named) = named {
         return Ok(named);
@@ -182,15 +184,12 @@ pub(crate) fn program(named: Option<PathBuf>) -> anyhow::Result<PathBuf> {
         .current_dir(env!("CARGO_MANIFEST_DIR"))
         .stderr(Stdio::inherit())
         .output()?;
-    ensure!(
-        output.status.success(),
-        "flanneld does not build; a built one can be named with --flanneld"
-    );
+    ensure!(output.status.success(), "flanneld does not build; --flanneld can name a built one");
     let messages = String::from_utf8(output.stdout)?;
     let built =
         messages.lines().filter_map(|line| serde_json::from_str::<serde_json::Value>(line).ok());
     let mut executables =
         built.filter_map(|message| message["executable"].as_str().map(PathBuf::from));
     let flanneld = |path: &PathBuf| path.file_name().is_some_and(|name| name == "flanneld");
-    executables.rfind(flanneld).context("cargo did not say where it put flanneld")
+    executables.rfind(flanneld).context("cargo did not print the path of flanneld")
 }

@@ -1,4 +1,4 @@
-//! What somebody else may do to a peer's objects.
+//! Changes that another program can make to a peer's objects.
 
 use std::fmt;
 
@@ -13,10 +13,10 @@ use crate::parts::raw::{
     af, message, ndmsg, nhmsg, octets, rtmsg,
 };
 
-/// A peer, and what the kernel says of its objects.
+/// A peer, and its objects in the kernel.
 pub(crate) struct Victim<'a> {
     pub(crate) peer: Peer,
-    /// Somebody else, whose objects are taken for the peer's.
+    /// Another peer, whose objects are used for this one.
     pub(crate) other: Peer,
     pub(crate) family: Family,
     /// The tunnel device.
@@ -29,7 +29,7 @@ pub(crate) struct Victim<'a> {
     pub(crate) other_nexthop: Option<&'a RawObject>,
 }
 
-/// A kind of object, and what is done to it.
+/// A kind of object, and the change to it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Damage {
     Neigh(Entry),
@@ -45,15 +45,15 @@ pub(crate) enum Entry {
     Value,
     /// No longer permanent.
     State,
-    /// A neighbour object to be a router, a forwarding entry object not to move.
+    /// A flag: of a neighbour `router`, of a forwarding entry `sticky`.
     Mark,
     /// Only of a neighbour: learned by a control plane.
     Learned,
-    /// Only of a forwarding entry: out by a device of its own.
+    /// Only of a forwarding entry: another device for its packets.
     Via,
-    /// Only of a forwarding entry: a UDP port of its own.
+    /// Only of a forwarding entry: another UDP port.
     Port,
-    /// Only of a forwarding entry: a VNI of its own.
+    /// Only of a forwarding entry: another VNI.
     Vni,
 }
 
@@ -63,7 +63,7 @@ pub(crate) enum Hop {
     Gateway,
     Device,
     Blackhole,
-    /// Of somebody else's protocol.
+    /// The protocol of another program.
     Protocol,
 }
 
@@ -78,11 +78,11 @@ pub(crate) enum Path {
     Mtu,
     Source,
     Advmss,
-    /// Only of an IPv6 route: the kernel deletes it by and by.
+    /// Only of an IPv6 route: an expiry time.
     Expires,
     /// Only of an IPv6 route: the router preference.
     Pref,
-    /// Only of an IPv4 route: as if it led no further than this site.
+    /// Only of an IPv4 route: the scope `site`.
     Scope,
     /// A second path.
     Multipath,
@@ -112,12 +112,12 @@ impl Damage {
         neigh.into_iter().chain(fdb).chain(nexthop.map(Self::Nexthop)).chain(route.map(Self::Route))
     }
 
-    /// It can only be done to a peer that is reached by a nexthop object.
+    /// Whether the peer needs a nexthop object.
     pub(crate) fn needs_nexthop(self) -> bool {
         matches!(self, Self::Nexthop(_) | Self::Route(Path::Nexthop))
     }
 
-    /// It can only be done to what is of this family; `None`: of either.
+    /// The family of the objects. `None`: either.
     pub(crate) fn needs_family(self) -> Option<Family> {
         match self {
             Self::Route(Path::Expires | Path::Pref) => Some(Family::V6),
@@ -126,25 +126,25 @@ impl Damage {
         }
     }
 
-    /// It can only be done where there are two peers.
+    /// Whether a second peer is needed.
     pub(crate) fn needs_another(self) -> bool {
         self == Self::Route(Path::Nexthop)
     }
 
-    /// What is damaged and must be as before.
+    /// The objects that are damaged, and must be restored.
     pub(crate) fn victims<'a>(self, victim: &Victim<'a>) -> anyhow::Result<Vec<&'a RawObject>> {
         Ok(match self {
             Self::Neigh(_) => vec![victim.neigh],
             Self::Fdb(_) => vec![victim.fdb],
-            // Its route goes with it, or by the gateway meanwhile.
+            // The kernel deletes its route with it, or the route uses the gateway meanwhile.
             Self::Nexthop(_) => vec![nexthop(victim.nexthop)?.0, victim.route],
             Self::Route(_) => vec![victim.route],
         })
     }
 
-    /// What puts a nexthop object right in the fastest way: its route, if it did not go with it,
-    /// goes by the gateway itself meanwhile, or the kernel would walk over all routes once more.
-    /// `None` of others.
+    /// The messages that restore a nexthop object in the fastest way. Its route, if it still
+    /// exists, uses the gateway itself meanwhile, because the kernel walks over all routes to
+    /// replace an object that a route uses. `None` for other objects.
     pub(crate) fn undo(self, victim: &Victim<'_>) -> anyhow::Result<Option<Vec<Vec<u8>>>> {
         let Self::Nexthop(what) = self else { return Ok(None) };
         let Victim { peer, family, index, .. } = *victim;
@@ -161,7 +161,7 @@ impl Damage {
         Ok(Some(plain.into_iter().chain([nexthop, route(0, &[(30, &id)])]).collect()))
     }
 
-    /// Does the damage.
+    /// The message that does the damage.
     pub(crate) fn message(self, victim: &Victim<'_>) -> anyhow::Result<Vec<u8>> {
         match self {
             Self::Neigh(what) => Ok(neigh(what, victim)),
@@ -272,7 +272,7 @@ fn path(what: Path, victim: &Victim<'_>) -> anyhow::Result<Vec<u8>> {
         .map(|object| nexthop(Some(object)))
         .transpose()?
         .map(|(_, id)| id.to_ne_bytes());
-    // As it was, but for its protocol and what is added.
+    // The same route with this protocol and these additional attributes.
     let as_it_was = |protocol, more: &[(u16, &[u8])]| match &id {
         Some(id) => put_by(protocol, 0, &[&[(30, &id[..])], more].concat()),
         None => {
@@ -325,7 +325,7 @@ fn path(what: Path, victim: &Victim<'_>) -> anyhow::Result<Vec<u8>> {
     })
 }
 
-/// The gateway that nobody has.
+/// A gateway that no peer has.
 fn stranger(victim: &Victim<'_>) -> Vec<u8> {
     octets(Peer(1).subnet(victim.family).last())
 }

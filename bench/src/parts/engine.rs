@@ -21,8 +21,8 @@ use crate::parts::fixture::Fixture;
 
 /// The timeout for peers.
 const PATIENCE: Duration = Duration::from_secs(600);
-/// A daemon that runs has nothing to do for so long; one that has just started reads the kernel
-/// once more.
+/// An engine is idle if it does nothing for this time. After its start it reads the kernel once
+/// more.
 pub(crate) const REST: Duration = Duration::from_millis(300);
 
 /// Dropping it ends the engine. Its objects stay.
@@ -96,7 +96,8 @@ impl Engine {
             .set_view(View { leases, origin: Origin::Live { revision: Revision(u64::MAX) } });
     }
 
-    /// Waits until the kernel has acknowledged all objects of so many peers, and they were checked.
+    /// Waits until the kernel has acknowledged all objects of so many peers, and a snapshot shows
+    /// them.
     pub(crate) fn wait(&mut self, peers: usize) -> anyhow::Result<()> {
         self.wait_for(peers, |status| status.in_sync)
     }
@@ -106,7 +107,7 @@ impl Engine {
         self.wait_for(peers, |status| status.live && status.settled && status.failing.is_empty())
     }
 
-    /// Waits until damage was repaired and everything of so many peers is in place.
+    /// Waits until damage was repaired and all objects of so many peers are in place.
     pub(crate) fn wait_repaired(&mut self, peers: usize) -> anyhow::Result<()> {
         self.wait_for(peers, |status| status.repaired > 0 && status.in_sync)
     }
@@ -126,10 +127,7 @@ impl Engine {
             Ok(arrived) => arrived.context("the network ended"),
             Err(_) => {
                 let status = self.handle.status.borrow();
-                anyhow::bail!(
-                    "not all is in order after {PATIENCE:?}: {} peers of {peers}",
-                    status.peers
-                )
+                anyhow::bail!("not in sync after {PATIENCE:?}: {} peers of {peers}", status.peers)
             }
         }
     }

@@ -22,7 +22,7 @@ pub(crate) struct Fixture {
 impl Fixture {
     pub(crate) fn new() -> anyhow::Result<Self> {
         let netns = Netns::new().context(
-            "a network namespace is needed: run this as root, or inside `unshare --user --map-root-user`",
+            "a network namespace is needed: run as root, or in `unshare --user --map-root-user`",
         )?;
         netns.run(|| {
             ip("link add eth0 type veth peer name wire");
@@ -37,9 +37,8 @@ impl Fixture {
         Ok(Self { netns })
     }
 
-    /// Takes everything of the peers out, in an order in which it costs little: a kernel that takes
-    /// a full namespace down on its own does so while the next run is measured. What is missing is
-    /// told.
+    /// Removes all objects of the peers in a cheap order. Otherwise the kernel removes them with
+    /// the namespace, while the next run is measured. Errors are added to `wrong`.
     pub(crate) fn clear(&self, peers: u32, families: Families, wrong: &mut Vec<String>) {
         let cleared = self.netns.run(|| {
             delete(peers, families)?;
@@ -48,7 +47,7 @@ impl Fixture {
             anyhow::Ok(())
         });
         if let Err(error) = cleared {
-            wrong.push(format!("not all could be taken out: {error:#}"));
+            wrong.push(format!("not all objects could be removed: {error:#}"));
         }
     }
 

@@ -23,13 +23,13 @@ use crate::parts::witness::compare;
 /// A way of writing.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Way {
-    /// Of so many peers at a time it puts one kind of objects after the other.
+    /// The number of peers whose objects are put kind by kind.
     pub(crate) group: usize,
-    /// So many messages are sent at once.
+    /// The number of messages that are sent at once.
     pub(crate) batch: usize,
 }
 
-/// The ways that are measured. The [best] one is the floor.
+/// The ways of writing that are measured. The [best] one is the floor.
 pub(crate) const WAYS: [Way; 6] = [
     Way { group: usize::MAX, batch: 16 },
     Way { group: usize::MAX, batch: 64 },
@@ -79,24 +79,24 @@ pub(crate) fn fill(fixture: &Fixture, peers: u32, families: Families) -> anyhow:
     })
 }
 
-/// As the engine does before it is sent its peers: meanwhile the kernel takes the last namespace
-/// down.
+/// Pauses as long as the engine before its peers arrive. Meanwhile the kernel removes the last
+/// namespace.
 #[expect(
     clippy::disallowed_methods,
-    reason = "nothing tells when the kernel is done with what was there before"
+    reason = "the kernel does not report when it has removed a namespace"
 )]
 fn rest() {
     std::thread::sleep(REST);
 }
 
-/// Which way is the best, by the medians of what was measured several times: the fastest of single
-/// runs would be the one that the machine favoured.
+/// The index of the fastest way, by its median over several runs. The fastest single run would be
+/// chance.
 pub(crate) fn best(measured: &[&Took]) -> usize {
     let median_of = |way: &usize| median(measured.iter().map(|took| took[*way].as_secs_f64()));
     (0..WAYS.len()).min_by(|a, b| median_of(a).total_cmp(&median_of(b))).unwrap_or_default()
 }
 
-/// Makes a device for each family: their indexes.
+/// Makes a device for each family, and returns their indexes.
 fn make_devices(families: Families) -> anyhow::Result<Dual<u32>> {
     let mut indexes = Dual::default();
     for family in families.iter() {
@@ -106,7 +106,8 @@ fn make_devices(families: Families) -> anyhow::Result<Dual<u32>> {
             Family::V6 => ("2001:db8::1", 1430),
         };
         ip(&format!(
-            "link add {dev} mtu {mtu} type vxlan id 1 local {local} dev eth0 dstport 8472 nolearning"
+            "link add {dev} mtu {mtu} type vxlan id 1 local {local} dev eth0 dstport 8472 \
+             nolearning"
         ));
         ip(&format!("link set {dev} up"));
         let own = Peer(1).subnet(family).base();
@@ -165,8 +166,8 @@ fn send(batches: &[Vec<u8>]) -> anyhow::Result<Duration> {
     Ok(start.elapsed())
 }
 
-/// Takes the routes of all peers out, so that what they hang on goes quickly, and their forwarding
-/// entries in the order in which they were put: with their device they would go in another one.
+/// Deletes the routes of all peers, so that their devices can be deleted quickly. Deletes the
+/// forwarding entries in the order in which they were put, unlike the deletion of the device.
 pub(crate) fn delete(count: u32, families: Families) -> anyhow::Result<()> {
     let mut messages = Vec::new();
     for family in families.iter() {

@@ -12,7 +12,7 @@ use flannel_core::kernel::{
 use flannel_core::object::{Change, State};
 use tokio::sync::{Notify, mpsc};
 
-/// The kernel as it is, but for [`Kernel::changes`].
+/// A kernel with other [`Kernel::changes`].
 #[derive(Debug)]
 pub(crate) struct Prompted {
     kernel: Arc<dyn Kernel>,
@@ -20,7 +20,7 @@ pub(crate) struct Prompted {
     begun: mpsc::UnboundedSender<()>,
 }
 
-/// The bench's end of it.
+/// The bench's handle of a [`Prompted`].
 #[derive(Debug)]
 pub(crate) struct Prompter {
     doubt: Arc<Notify>,
@@ -36,17 +36,17 @@ impl Prompted {
 }
 
 impl Prompter {
-    /// Tells the engine that messages were lost.
-    pub(crate) fn doubt_everything(&self) {
+    /// Reports to the engine that messages were lost.
+    pub(crate) fn report_loss(&self) {
         self.doubt.notify_one();
     }
 
-    /// Waits until a read begins; `None`: the engine is gone.
+    /// Waits until a read begins. `None`: the engine is gone.
     pub(crate) async fn begun(&mut self) -> Option<()> {
         self.begun.recv().await
     }
 
-    /// How many reads have begun that nobody waited for; from now on they are forgotten.
+    /// The number of reads that began without [`Prompter::begun`]. Forgets them.
     pub(crate) fn others(&mut self) -> usize {
         std::iter::from_fn(|| self.begun.try_recv().ok()).count()
     }
@@ -54,7 +54,7 @@ impl Prompter {
 
 impl Kernel for Prompted {
     fn snapshot(&self, footprint: &Footprint) -> Result<State, KernelError> {
-        // Whoever waits for it may have gone.
+        // The bench may have dropped its handle.
         let _ = self.begun.send(());
         self.kernel.snapshot(footprint)
     }

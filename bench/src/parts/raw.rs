@@ -1,7 +1,7 @@
 //! Netlink by hand: bytes out, bytes in.
 //!
-//! Nothing here is shared with the code that is measured but neli's socket type, so that a mistake
-//! in one is no excuse for the same mistake in the other.
+//! This shares only neli's socket type with the measured code, so that a mistake there cannot hide
+//! itself here.
 
 use std::io;
 use std::net::IpAddr;
@@ -46,7 +46,7 @@ pub(crate) const ONLINK: u8 = 4;
 pub(crate) const PROTOCOL: u8 = 241;
 /// `RTA_CACHEINFO`.
 const CACHEINFO: u16 = 12;
-/// `RTPROT_STATIC`: whoever uses `ip`.
+/// `RTPROT_STATIC`, the protocol of an administrator.
 pub(crate) const STATIC: u8 = 4;
 const MAIN: u8 = 254;
 const UNICAST: u8 = 1;
@@ -60,10 +60,10 @@ const DONE: u16 = 3;
 pub(crate) const HEADER: usize = 16;
 /// The kernel fills at most 32 KiB at a time.
 const BUFFER: usize = 64 << 10;
-/// So long may a message take before something is wrong.
+/// The timeout for a message.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// A message: its kind, its flags, its header and its attributes.
+/// A message of a kind, with flags, a header and attributes.
 pub(crate) fn message(
     kind: u16,
     flags: u16,
@@ -117,7 +117,7 @@ pub(crate) const fn af(family: Family) -> u8 {
 }
 
 /// A connection to the kernel, in the network namespace of the thread that opened it. The kernel
-/// answers while it is sent to, so nothing here waits.
+/// answers before a send returns, so a receive never blocks.
 pub(crate) struct Raw {
     socket: NlSocket,
     buffer: Vec<u8>,
@@ -150,8 +150,7 @@ impl Raw {
         self.exchange(&last_acknowledged(&[message.to_vec()]))
     }
 
-    /// Reads a table and gives each datagram to `take`, which need not look at it; returns how many
-    /// bytes there were.
+    /// Reads a table, passes each datagram to `take`, and returns the number of bytes.
     pub(crate) fn dump(
         &mut self,
         request: &[u8],
@@ -164,7 +163,7 @@ impl Raw {
             let datagram = &self.buffer[..len];
             bytes += len;
             take(datagram);
-            // The end is a message of 20 bytes, the last one or the only one; an error comes alone.
+            // The dump ends with a message of 20 bytes. An error has a datagram of its own.
             let (last, first) =
                 (len.checked_sub(HEADER + 4).context("a short answer")?, u16_at(datagram, 4));
             ensure!(first != ERROR, "the kernel refused a dump");
@@ -176,7 +175,7 @@ impl Raw {
     }
 }
 
-/// Joins messages and makes the last one ask for an acknowledgement; errors come unasked.
+/// Joins messages. The last one requests an acknowledgement. The kernel always reports errors.
 pub(crate) fn last_acknowledged(messages: &[Vec<u8>]) -> Vec<u8> {
     let mut bytes = messages.concat();
     let last = bytes.len() - messages.last().map_or(0, Vec::len);
@@ -193,7 +192,7 @@ fn u32_at(bytes: &[u8], at: usize) -> u32 {
     u32::from_ne_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
 }
 
-/// What the kernel says of one object, without what changes by itself (ages, counters).
+/// An object in the kernel, without attributes that change by themselves (ages, counters).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct RawObject {
     pub(crate) id: Id,
@@ -201,7 +200,7 @@ pub(crate) struct RawObject {
     attributes: Vec<(u16, Vec<u8>)>,
 }
 
-/// Which object.
+/// The identity of an object.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(crate) enum Id {
     /// On a link, by address.
@@ -220,7 +219,7 @@ impl RawObject {
     }
 }
 
-/// The objects that a datagram says are there; those that it says are gone are passed over.
+/// The objects that a datagram reports as present. Deleted ones are ignored.
 pub(crate) fn objects_in(mut datagram: &[u8]) -> Vec<RawObject> {
     let mut all = Vec::new();
     while datagram.len() >= HEADER {
@@ -246,7 +245,7 @@ fn read(kind: u16, payload: &[u8]) -> Option<RawObject> {
         let (len, kind) = ((u16_at(rest, 0) as usize).clamp(4, rest.len()), u16_at(rest, 2));
         match (kind, &rest[4..len]) {
             _ if volatile.contains(&kind) => {}
-            // `struct rta_cacheinfo`: of a route nothing of it stays but whether it expires.
+            // `struct rta_cacheinfo`: only whether a route expires is kept.
             (CACHEINFO, info) if is_route => {
                 let expires = info.get(8..12).is_some_and(|time| time != [0; 4]);
                 attributes.push((kind, vec![u8::from(expires)]));
@@ -266,7 +265,7 @@ fn read(kind: u16, payload: &[u8]) -> Option<RawObject> {
     Some(RawObject { id, header: header.to_vec(), attributes })
 }
 
-/// An events on what changes in the kernel.
+/// A socket for the kernel's events.
 pub(crate) struct EventSocket {
     socket: AsyncFd<NlSocket>,
     runtime: Runtime,
@@ -291,7 +290,7 @@ impl EventSocket {
         Ok(Self { socket, runtime, buffer: vec![0; BUFFER] })
     }
 
-    /// Forgets what was heard so far.
+    /// Discards the events so far.
     pub(crate) fn forget(&mut self) -> anyhow::Result<()> {
         loop {
             match self.socket.get_ref().recv(&mut self.buffer, Msg::DONTWAIT) {
@@ -302,7 +301,7 @@ impl EventSocket {
         }
     }
 
-    /// Listens until `heard` has heard enough.
+    /// Reads events until `is_done` returns true for an object.
     pub(crate) fn listen(
         &mut self,
         mut is_done: impl FnMut(RawObject) -> bool,
@@ -322,7 +321,7 @@ impl EventSocket {
             }
         };
         let patient = async { tokio::time::timeout(PATIENCE, all).await };
-        self.runtime.block_on(patient).context("what should have been put was not")?
+        self.runtime.block_on(patient).context("an expected event did not arrive")?
     }
 }
 

@@ -1,13 +1,13 @@
-//! What a bench found out.
+//! The result of a bench.
 
 use std::collections::BTreeMap;
 
 use serde::Serialize;
 
-/// One JSON object; what does not apply is left out.
+/// One JSON object. Fields that do not apply are absent.
 #[derive(Debug, Default, Serialize)]
 pub(crate) struct Report {
-    /// Its name. Set when it is printed.
+    /// The name of the bench. Set before the report is printed.
     pub(crate) bench: String,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) peers: Option<u32>,
@@ -21,10 +21,10 @@ pub(crate) struct Report {
     pub(crate) family: Option<&'static str>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) network: Option<String>,
-    /// A median where there are several runs, like the other times.
+    /// Like other times, a median if there are several runs.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) seconds: Option<f64>,
-    /// Until all was looked over, too.
+    /// The time until a snapshot shows all objects.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) in_sync_seconds: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -32,19 +32,18 @@ pub(crate) struct Report {
     /// The floor with a gateway in each route instead of nexthop objects.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) classic_floor_seconds: Option<f64>,
-    /// How much longer than the floor: the median of the ratios round by round, or the ratio of the
+    /// The time relative to the floor: the median of the ratios of all rounds, or the ratio of the
     /// medians.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) ratio: Option<f64>,
-    /// How many times longer than for 10,000 peers: the median of rounds that were measured in
-    /// turn.
+    /// The time relative to that of 10,000 peers: the median of rounds that alternate.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) growth: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) floor_growth: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) p50_ms: Option<f64>,
-    /// Of the worst kind, where there are kinds.
+    /// That of the worst kind, if there are kinds.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) p99_ms: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -56,7 +55,7 @@ pub(crate) struct Report {
     /// `VmRSS`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) rss_kib: Option<u64>,
-    /// `VmHWM`: the most it ever was.
+    /// `VmHWM`: the maximum so far.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) hwm_kib: Option<u64>,
     /// The size of a program.
@@ -74,15 +73,14 @@ pub(crate) struct Report {
     pub(crate) duplicates: Option<usize>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) failed: Option<usize>,
-    /// Nothing is wrong. Set when it is printed.
+    /// Whether `wrong` is empty. Set before the report is printed.
     pub(crate) ok: bool,
-    /// What is not as it should be: objects that an independent reader found or missed, limits that
-    /// were passed.
+    /// Problems: objects that an independent reader found or missed, and exceeded thresholds.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub(crate) wrong: Vec<String>,
 }
 
-/// How long one kind of thing took.
+/// The latency of one kind of operation.
 #[derive(Debug, Default, Serialize)]
 pub(crate) struct Latency {
     pub(crate) samples: usize,
@@ -91,6 +89,7 @@ pub(crate) struct Latency {
 }
 
 impl Report {
+    /// Adds a problem if a figure is above its limit.
     pub(crate) fn at_most(&mut self, what: &str, found: Option<f64>, limit: f64) {
         let Some(found) = found else { return };
         if found.is_nan() || found > limit {
@@ -98,13 +97,14 @@ impl Report {
         }
     }
 
+    /// Adds a problem if a figure is below its limit.
     pub(crate) fn at_least(&mut self, what: &str, found: f64, limit: f64) {
         if found.is_nan() || found < limit {
             self.wrong.push(format!("{what} is {found:.2}, at least {limit} would be right"));
         }
     }
 
-    /// Prints to standard output and says whether all is well.
+    /// Prints the report to standard output, and returns whether nothing is wrong.
     pub(crate) fn print(mut self, json: bool) -> anyhow::Result<bool> {
         self.ok = self.wrong.is_empty();
         if json {
@@ -129,14 +129,14 @@ impl Report {
         for (kind, Latency { samples, p50_ms, p99_ms }) in &self.kinds {
             println!("  {kind:<22}{samples:>12}{p50_ms:>12.3}{p99_ms:>12.3}");
         }
-        println!("  {}", if self.ok { "all as it should be" } else { "WRONG:" });
+        println!("  {}", if self.ok { "nothing is wrong" } else { "WRONG:" });
         self.wrong.iter().for_each(|line| println!("    {line}"));
         Ok(self.ok)
     }
 }
 
 impl Latency {
-    /// Of so many milliseconds.
+    /// The latency of samples in milliseconds.
     pub(crate) fn of(figures: &[f64]) -> Self {
         Self {
             samples: figures.len(),
@@ -146,7 +146,7 @@ impl Latency {
     }
 }
 
-/// The figure below which so many of a hundred lie.
+/// A percentile of the figures.
 pub(crate) fn percentile(figures: &[f64], percent: usize) -> f64 {
     let mut figures = figures.to_vec();
     figures.sort_by(f64::total_cmp);
@@ -154,7 +154,7 @@ pub(crate) fn percentile(figures: &[f64], percent: usize) -> f64 {
     figures.get(place).copied().unwrap_or(f64::NAN)
 }
 
-/// The middle one, or the mean of the two in the middle.
+/// The median: the middle figure, or the mean of the two in the middle.
 pub(crate) fn median(figures: impl IntoIterator<Item = f64>) -> f64 {
     let mut figures: Vec<f64> = figures.into_iter().collect();
     figures.sort_by(f64::total_cmp);

@@ -1,4 +1,4 @@
-//! A kernel that says when it acknowledged the last change.
+//! A kernel that records the time of its last acknowledgement.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -9,7 +9,7 @@ use flannel_core::Kernel;
 use flannel_core::kernel::{Changes, Footprint, KernelError, NexthopIds, RouteAnswer};
 use flannel_core::object::{Change, State};
 
-/// The kernel as it is. Clones are of one kernel.
+/// A kernel, and the time of its last acknowledgement. Clones share both.
 #[derive(Debug, Clone)]
 pub(crate) struct Timed {
     kernel: Arc<dyn Kernel>,
@@ -21,7 +21,7 @@ impl Timed {
         Self { kernel, acknowledged: Arc::default() }
     }
 
-    /// When it last acknowledged changes; `None` if there were none.
+    /// The time of the last acknowledgement. `None`: there was none.
     pub(crate) fn acknowledged(&self) -> Option<Instant> {
         *self.acknowledged.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -1,4 +1,4 @@
-//! An independent reader: what iproute2 says is in the kernel, against what should be there.
+//! An independent reader: compares the kernel, as iproute2 shows it, with the expected objects.
 
 use std::collections::BTreeSet;
 
@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use crate::parts::cluster::{Families, Peer, device, peers};
 
-/// What is missing (`-`) or too much (`+`), a few lines of it.
+/// The first missing (`-`) and unexpected (`+`) objects of each kind.
 pub(crate) fn compare(
     netns: &Netns,
     count: u32,
@@ -31,7 +31,7 @@ pub(crate) fn compare(
         });
         let [routes, neighs, fdb, nexthops, links, addresses] =
             texts.map(|text| serde_json::from_str::<Vec<Value>>(&text));
-        // The kernel's own, and the way out of this host.
+        // The kernel's own routes, and the default route.
         let others = |row: &Value| row["protocol"] == "kernel" || row["dst"] == "default";
         let routes: Vec<Value> = routes?.into_iter().filter(|row| !others(row)).collect();
         // Each nexthop object serves one route, and each route that names one finds it, with the
@@ -40,7 +40,7 @@ pub(crate) fn compare(
         let users: Vec<Value> = routes.iter().filter(named).cloned().collect();
         let ours = || [dev.to_owned(), ROUTE_PROTOCOL.to_string()];
         let links: Vec<Value> = links?.iter().map(link_of).collect();
-        // What iproute2 was not asked for is an empty object.
+        // iproute2 prints an empty object for each other link.
         let addresses = addresses?;
         let addresses = addresses.iter().filter_map(|link| link["addr_info"].as_array()).flatten();
         let addresses: Vec<Value> =
@@ -48,7 +48,7 @@ pub(crate) fn compare(
         let tables = [
             ("link", rows(&links, &LINK), vec![own_device(family)]),
             (
-                // Which address it is, the lease says; a host of its own it is always.
+                // The lease decides the address. Its prefix is always that of one host.
                 "address",
                 rows(&addresses, &["prefixlen", "address", "label"]),
                 vec![own_address(family)],
@@ -98,7 +98,7 @@ pub(crate) fn compare(
             wrong.extend(found_once.difference(&expected).take(3).map(|row| line('+', row)));
             if found.len() > found_once.len() {
                 wrong.push(format!(
-                    "{} {kind} entries are there twice",
+                    "{} {kind} entries are duplicates",
                     found.len() - found_once.len()
                 ));
             }
@@ -107,10 +107,10 @@ pub(crate) fn compare(
     Ok(wrong)
 }
 
-/// What is compared of a tunnel device.
+/// The compared fields of a tunnel device.
 const LINK: [&str; 9] = ["ifname", "link", "up", "mtu", "id", "port", "local", "learning", "kind"];
 
-/// What iproute2 says of it, at one level.
+/// The fields of a link from iproute2, without nesting.
 fn link_of(link: &Value) -> Value {
     let (kind, data) = (&link["linkinfo"]["info_kind"], &link["linkinfo"]["info_data"]);
     let flags = link["flags"].as_array();
@@ -122,8 +122,7 @@ fn link_of(link: &Value) -> Value {
     })
 }
 
-/// A tunnel device as it should be: with room for the outer header, and of what nobody asked for
-/// nothing.
+/// The expected tunnel device: its MTU leaves room for the outer header.
 fn own_device(family: Family) -> Vec<String> {
     let (local, mtu) = match family {
         Family::V4 => ("192.0.2.1", "1450"),
@@ -134,7 +133,7 @@ fn own_device(family: Family) -> Vec<String> {
         .to_vec()
 }
 
-/// And the one address that it has: alone, and with no far end.
+/// The expected single address of the device, without a peer address.
 fn own_address(family: Family) -> Vec<String> {
     match family {
         Family::V4 => ["32", "null", device(family)],
@@ -148,7 +147,7 @@ fn wanted(count: u32, row: impl Fn(Peer) -> Vec<String>) -> Vec<Vec<String>> {
     peers(count).map(row).collect()
 }
 
-/// Of columns that are not there.
+/// The values of absent columns.
 fn absent<const COLUMNS: usize>() -> [String; COLUMNS] {
     std::array::from_fn(|_| Value::Null.to_string())
 }
@@ -166,12 +165,12 @@ mod tests {
     use crate::parts::floor::fill;
 
     #[test]
-    fn whatever_is_missing_too_much_or_not_so_is_seen() {
+    fn missing_unexpected_and_changed_objects_are_found() {
         let fixture = Fixture::new().unwrap();
         let look = || compare(&fixture.netns, 3, Families::Dual).unwrap();
         fill(&fixture, 3, Families::Dual).unwrap();
         assert_eq!(look(), [""; 0]);
-        // What is done, and what undoes it.
+        // A change, and its reversal.
         for (done, undone) in [
             ("link set flannel.1 mtu 1400", "link set flannel.1 mtu 1450"),
             (
@@ -205,8 +204,10 @@ mod tests {
                 "neigh add 10.0.3.0 lladdr 02:20:00:00:00:03 dev flannel.1 nud permanent",
             ),
             (
-                "neigh replace fd00:0:0:3:: lladdr 02:80:00:00:00:04 dev flannel-v6.1 nud permanent",
-                "neigh replace fd00:0:0:3:: lladdr 02:80:00:00:00:03 dev flannel-v6.1 nud permanent",
+                "neigh replace fd00:0:0:3:: dev flannel-v6.1 lladdr 02:80:00:00:00:04 \
+                 nud permanent",
+                "neigh replace fd00:0:0:3:: dev flannel-v6.1 lladdr 02:80:00:00:00:03 \
+                 nud permanent",
             ),
             ("nexthop add id 9 via 10.0.9.0 dev flannel.1 onlink protocol 241", "nexthop del id 9"),
         ] {

@@ -1,8 +1,11 @@
-# A container as a runtime makes it, of what the machine has: container.sh ROOT IMAGE CAPABILITIES [SOURCE:TARGET]... -- COMMAND...
+# Runs a command in a container, as a container runtime does:
 #
-# In a mount namespace of its own. ROOT becomes the root file system: the system's programs and libraries, the image's files over
-# them, nothing else, read-only like /proc/sys; SOURCE of the host is mounted at TARGET. Of the capabilities only those named are left, and no
-# program brings any back.
+#     container.sh ROOT IMAGE CAPABILITIES [SOURCE:TARGET]... -- COMMAND...
+#
+# It needs a mount namespace of its own. ROOT becomes the root file system, with the programs and
+# libraries of this machine, the files of the image over them, and nothing else. The root file
+# system and /proc/sys are read-only. SOURCE of the host is mounted at TARGET. The command has only
+# the named capabilities, and no program can regain others.
 set -eu
 root=$1 image=$2 capabilities=$3
 shift 3

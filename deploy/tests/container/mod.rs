@@ -66,12 +66,14 @@ impl Node {
     /// A node for the pod of `set`, with the config maps' files in `config`.
     pub(crate) fn new(set: &Value, config: &Value) -> Self {
         let net = Namespace::new("node").unwrap();
-        net.ip(
-            "link set lo up\nlink add uplink type bridge\nlink set uplink up\naddr add 192.0.2.1/24 dev uplink\n\
-             addr add 2001:db8::1/64 dev uplink nodad\nroute add default via 192.0.2.254 dev uplink\n\
-             route add ::/0 via 2001:db8::fe dev uplink\n",
-        )
-        .unwrap();
+        net.ip("link set lo up\n\
+             link add uplink type bridge\n\
+             link set uplink up\n\
+             addr add 192.0.2.1/24 dev uplink\n\
+             addr add 2001:db8::1/64 dev uplink nodad\n\
+             route add default via 192.0.2.254 dev uplink\n\
+             route add ::/0 via 2001:db8::fe dev uplink\n")
+            .unwrap();
         net.sysctl("net/ipv4/ip_forward", "1").unwrap();
         net.sysctl("net/ipv6/conf/all/forwarding", "1").unwrap();
         let dir = tempfile::tempdir().unwrap();

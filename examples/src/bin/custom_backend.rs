@@ -1,4 +1,4 @@
-//! The route engine with a custom backend, [`Hub`]: one peer's lease in, one route out.
+//! The route engine with a custom backend, [`Hub`], which makes one route for each peer.
 
 use std::sync::Arc;
 
@@ -30,8 +30,12 @@ fn main() -> anyhow::Result<()> {
             host.join(&Hub, &subnets.network_config().await?, JoinOptions::default()).await?;
         let mut status = network.handle().status;
         tokio::select! {
-            ended = network.run(subnets.watch_leases().await?) => anyhow::bail!("the network ended: {ended:?}"),
-            synced = status.wait_for(|s| s.in_sync && s.peers == 1) => println!("reached through the hub: {} peer", synced?.peers),
+            ended = network.run(subnets.watch_leases().await?) => {
+                anyhow::bail!("the network ended: {ended:?}")
+            }
+            synced = status.wait_for(|s| s.in_sync && s.peers == 1) => {
+                println!("reached through the hub: {} peer", synced?.peers);
+            }
         }
         Ok(())
     })

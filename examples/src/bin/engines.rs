@@ -1,5 +1,4 @@
-//! Both engines in one process: leases from a directory, vxlan in the kernel. This is the daemon,
-//! without the daemon.
+//! Both engines in one process, without the daemon: leases from a directory, vxlan in the kernel.
 
 use std::sync::Arc;
 
@@ -22,7 +21,8 @@ async fn embed() -> anyhow::Result<()> {
         r#"{"Network": "10.1.0.0/16", "Backend": {"Type": "vxlan"}}"#,
     )?;
     let registry = Arc::new(DirRegistry::open(dir.path(), DirOptions::default()).await?);
-    let peer = r#"{"PublicIP":"192.0.2.7","BackendType":"vxlan","BackendData":{"VNI":1,"VtepMAC":"0a:00:00:00:00:07"}}"#;
+    let peer = r#"{"PublicIP":"192.0.2.7","BackendType":"vxlan",
+        "BackendData":{"VNI":1,"VtepMAC":"0a:00:00:00:00:07"}}"#;
     registry.create(&"10.1.7.0-24".parse()?, &LeaseAttrs::from_json(peer)?, None).await?;
 
     let identity =
@@ -38,7 +38,9 @@ async fn embed() -> anyhow::Result<()> {
     let handle = network.handle();
     let mut status = handle.status.clone();
     tokio::select! {
-        ended = network.run(subnets.watch_leases().await?) => anyhow::bail!("the network ended: {ended:?}"),
+        ended = network.run(subnets.watch_leases().await?) => {
+            anyhow::bail!("the network ended: {ended:?}")
+        }
         end = subnets.hold_lease(&handle.lease) => anyhow::bail!("the lease ended: {end:?}"),
         synced = status.wait_for(|status| status.in_sync && status.peers == 1) => drop(synced?),
     }

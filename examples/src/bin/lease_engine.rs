@@ -1,5 +1,4 @@
-//! The lease engine alone, on etcd: two nodes acquire subnets, and each sees the other's. No
-//! kernel.
+//! The lease engine alone, on etcd: two nodes acquire subnets, and each sees that of the other.
 
 use std::net::IpAddr;
 use std::sync::Arc;

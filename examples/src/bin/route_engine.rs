@@ -1,4 +1,5 @@
-//! The route engine alone: your own leases in, kernel routes out, which it repairs. No store.
+//! The route engine alone, without a store: it installs routes for your own leases, and repairs
+//! them.
 
 use std::sync::Arc;
 
@@ -39,7 +40,9 @@ async fn embed() -> anyhow::Result<()> {
     let mut status = network.handle().status;
     tokio::select! {
         ended = Box::new(network).run(views) => anyhow::bail!("the network ended: {ended:?}"),
-        synced = status.wait_for(|status| status.in_sync) => println!("in sync with {} peer", synced?.peers),
+        synced = status.wait_for(|status| status.in_sync) => {
+            println!("in sync with {} peer", synced?.peers);
+        }
     }
     Ok(())
 }
