@@ -1,5 +1,6 @@
 //! Properties of all parsers of text: they never panic, and a parsed value that is written and
-//! parsed again stays the same. The fuzz targets check random texts, and `cargo test` checks the corpora.
+//! parsed again stays the same. The fuzz targets check random texts, and `cargo test` checks the
+//! corpora.
 //!
 //! Each function returns whether the text was accepted.
 
