@@ -77,7 +77,7 @@ pub struct NetworkReport {
     pub in_sync: bool,
     /// Whether the leases come from the store, not from a cache.
     pub live: bool,
-    /// The number of desired objects in the kernel.
+    /// The number of desired objects, in the kernel or not.
     pub objects: u64,
     /// The objects that the kernel refuses.
     pub failing: Counted<FailureReport>,

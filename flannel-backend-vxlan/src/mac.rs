@@ -1,5 +1,5 @@
 //! The choice of a VTEP's MAC address. Peers send frames to the address in the lease, so that is
-//! kept if possible; the address of a device can be changed without losing packets.
+//! kept if possible. A changed address costs the device's neighbours, which are put again.
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;

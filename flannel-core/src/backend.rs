@@ -39,10 +39,10 @@ pub struct ExternalInterface {
 /// A kind of network, such as `vxlan`. It validates a network config, and describes the network
 /// that the config asks for. The crate `flannel-backend-alloc` is the smallest example.
 ///
-/// A backend holds no state and no connection. It neither acquires leases nor writes kernel
-/// objects: it describes the attributes that this node publishes ([`Prepared::offer`]) and the
-/// kernel objects that the network needs ([`Blueprint`]). All methods but `prepare` are pure. They
-/// fail if the config's backend options are wrong.
+/// A backend holds no state and no connection, except for its annex. It acquires no lease and
+/// writes no kernel object: it describes the attributes that this node publishes
+/// ([`Prepared::offer`]) and the objects that the network needs ([`Blueprint`]). Methods with a
+/// config fail if its backend options are wrong; all of them but `prepare` are pure.
 #[doc = include_str!("../docs/backend.md")]
 #[async_trait]
 pub trait Backend: fmt::Debug + Send + Sync {

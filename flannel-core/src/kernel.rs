@@ -35,7 +35,7 @@ const PROTOCOL_KERNEL: u8 = 2;
 /// | link | its name is in `links` and its kind is a [`LinkKind`](crate::object::LinkKind) |
 /// | address | on one of `links`, not link-local |
 /// | neigh, fdb | on one of `links` and permanent; a forwarding entry also if it is static |
-/// | route | in the main table with the default metric and no TOS, and one of the next two |
+/// | route | in the main table, no TOS, default metric or last resort, and one of the next two |
 /// | | on one of `links`, not made by the kernel |
 /// | | [our protocol](ROUTE_PROTOCOL), inside `networks`; a blackhole only with `blackholes` |
 /// | nexthop | our protocol, and its id in `nexthops` or its device in `links` |
@@ -49,15 +49,15 @@ pub struct Footprint {
     pub links: BTreeSet<LinkName>,
     /// The pod networks.
     pub networks: Vec<Subnet>,
-    /// Other devices on which this network keeps routes: the external interface.
+    /// Other devices that carry its routes (the external interface); their changes are watched.
     pub routes_on: BTreeSet<LinkName>,
     /// This network keeps blackhole routes inside `networks`.
     pub blackholes: bool,
     /// The ids of its nexthop objects. `None` from a backend: the route engine chooses them.
     pub nexthops: Option<NexthopBlock>,
-    /// `Some`: the only routes that are owned are those of Go flannel on `routes_on`: of
-    /// [its protocol](GO_ROUTE_PROTOCOL), by a gateway, inside `networks`, with the `SubnetLen`
-    /// that this gives for their family. For `flannel_route::remove_go_routes` only.
+    /// `Some` (prefix lengths in bits): owns only Go flannel's routes: on `routes_on`, of
+    /// [its protocol](GO_ROUTE_PROTOCOL), via a gateway, inside `networks`, of this length for
+    /// their family. For `flannel_route::remove_go_routes` only.
     pub go_routes: Option<Dual<u8>>,
     /// The annexes with its records ([`Annex::name`]).
     pub annexes: BTreeSet<&'static str>,
@@ -247,8 +247,8 @@ impl RouteAnswer {
 
 /// A kernel's network tables: one network namespace.
 ///
-/// All methods are idempotent or read-only. They block, and those that return a `Result` fail if
-/// the kernel does not answer. Calls on one instance do not overlap.
+/// All methods are idempotent or read-only, and block. Those that return a `Result` fail if the
+/// kernel does not answer. Any thread may call; concurrent calls wait for each other.
 ///
 /// Implementations pass `testing::kernel_suite`: `flannel_netlink::NetlinkKernel`, `FakeKernel`.
 ///
@@ -269,17 +269,17 @@ impl RouteAnswer {
 pub trait Kernel: fmt::Debug + Send + Sync {
     /// All objects that `footprint` owns. Some are marked as [inexact](State::note_inexact).
     ///
-    /// A dump is repeated if a table changed meanwhile. Linux does not report that for IPv6 routes,
+    /// A dump is repeated if the kernel says that it changed meanwhile. Linux does not for routes,
     /// neighbours and forwarding entries: a snapshot may miss some, and the next one finds them.
     fn snapshot(&self, footprint: &Footprint) -> Result<State, KernelError>;
 
-    /// The ids of all nexthop objects, sorted by their owner. If the kernel has no nexthop objects,
+    /// The ids of all nexthop objects, ours and foreign. If the kernel has no nexthop objects,
     /// the answer is empty and not [usable](NexthopIds::usable).
     fn nexthop_ids(&self, footprint: &Footprint) -> Result<NexthopIds, KernelError>;
 
-    /// The users of the nexthop objects in `there` that are not in `there` themselves, by nexthop
-    /// id and as text: groups, and routes of another table or metric, with a preferred source, and
-    /// so on. The kernel deletes them together with the nexthop object, and sends no message.
+    /// Nexthop objects in `there` with users that are not in `there`: their ids, and the users as
+    /// text: groups, routes of another table or metric, and so on. The kernel deletes these users
+    /// together with the nexthop object, and sends no message about IPv4 routes.
     fn nexthop_users(&self, there: &State) -> Result<BTreeMap<u32, String>, KernelError>;
 
     /// Applies all `changes` in order, those after a failed one too. Returns a result for each.
@@ -305,12 +305,12 @@ pub trait Kernel: fmt::Debug + Send + Sync {
 #[non_exhaustive]
 pub enum Invalidation {
     /// Another program changed or deleted single objects, in this order. Changes of links and of
-    /// forwarding entries, and neighbours that the kernel removes, have no author: it may be us.
+    /// forwarding entries, and neighbours that the kernel removes, have no author; we may be it.
     Objects(Vec<KernelEvent>, Option<ChangedBy>),
     /// The device changed, which invalidates it and everything on it. The kernel sends no message
-    /// about the IPv4 routes and permanent neighbours that it deletes when a device goes down,
-    /// about the neighbours that it deletes when the MAC address changes, and about the IPv4 routes
-    /// that it deletes with the device's last IPv4 address.
+    /// about the IPv4 routes and nexthop objects that it deletes when a device goes down
+    /// (`fib_flush`, `nexthop_flush_dev`), and about the IPv4 routes that it deletes with the
+    /// device's last IPv4 address.
     Link(LinkName),
     /// Messages were lost.
     Everything,

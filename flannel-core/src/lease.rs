@@ -38,8 +38,8 @@ pub struct Lease {
 }
 
 impl Lease {
-    /// All nodes accept the conflicting lease with the smallest precedence: the first that was
-    /// created, else the one with the smallest key.
+    /// Of conflicting leases, all nodes accept the one with the smallest precedence: the first that
+    /// was created, else the one with the smallest key.
     pub fn precedence(&self) -> (Revision, String) {
         (self.since, self.subnets.to_string())
     }

@@ -29,12 +29,12 @@ use crate::status::{Explanation, Listing, Rejection, Status, Waiting};
 ///         self.0.clone()
 ///     }
 ///     async fn run(self: Box<Self>, mut peers: watch::Receiver<AcceptedPeers>) -> Result<Ended> {
-///         while peers.changed().await.is_ok() {
+///         loop {
 ///             for lease in peers.borrow_and_update().iter() {
 ///                 println!("{} {:?}", lease.subnets, lease.attrs.preferred.public);
 ///             }
+///             if peers.changed().await.is_err() { return Ok(Ended::ViewsClosed) }
 ///         }
-///         Ok(Ended::ViewsClosed)
 ///     }
 /// }
 /// ```
@@ -152,7 +152,7 @@ impl NetworkHandle {
 
     /// The peer whose subnet contains `address`, and its objects. Of several, the accepted one.
     ///
-    /// `None` also if the network does not run or does not answer. Waits for the current batch.
+    /// `None` also after the network stopped. Waits for the current round, or until `run` begins.
     ///
     /// # Cancel safety
     /// Dropping the future withdraws the question.
@@ -163,9 +163,9 @@ impl NetworkHandle {
     }
 
     /// The peers whose objects are not all in the kernel yet, with the reason. O(number of such
-    /// peers). The next status is at least as new as the answer.
+    /// peers). A status that is read afterwards is at least as new as the answer.
     ///
-    /// `None` if the network does not run or does not answer. Waits for the current batch.
+    /// `None` after the network stopped. Waits for the current round, or until `run` begins.
     ///
     /// # Cancel safety
     /// Dropping the future withdraws the question.

@@ -91,7 +91,7 @@ macro_rules! object_kinds {
                 }
             }
 
-            /// The device that it vanishes with; `None` without one, or by a nexthop object.
+            /// The device whose deletion deletes it. `None`: none, or through a nexthop object.
             pub fn link(&self) -> Option<LinkName> {
                 match self {
                     $(Self::$kind($value) => $device,)+

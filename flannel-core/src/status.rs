@@ -23,7 +23,7 @@ use crate::object::{Change, Key, LinkName, Object, ObjectKind};
 pub struct Status {
     /// All desired objects are in place, by a complete, live lease set.
     pub in_sync: bool,
-    /// All desired objects are in place or failing, unless there is a `kernel_error`.
+    /// Nothing is due: all desired objects are in place or failing. Ignore with a `kernel_error`.
     pub settled: bool,
     /// This node's devices, their addresses and its routes of last resort are in place.
     pub own_in_place: bool,
@@ -165,7 +165,7 @@ impl fmt::Display for Repair {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Waiting {
-    /// No object is known to be in place, because the kernel was not read yet.
+    /// No object is known to be in place: the kernel must be read, at first or after lost events.
     pub all: bool,
     /// The peers with the reason.
     pub peers: BTreeMap<Subnets, Wait>,

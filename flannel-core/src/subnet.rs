@@ -74,7 +74,7 @@ pub trait SubnetManager: fmt::Debug + Send + Sync {
     /// If the future is dropped, the lease stays until it expires.
     async fn hold_lease(&self, held: &Lease) -> Result<LeaseEnd>;
 
-    /// The leases of all nodes; at first perhaps [`View::unknown`]. Open while the manager exists.
+    /// All leases; at first perhaps [`View::unknown`]. The receiver is open as long as the manager.
     async fn watch_leases(&self) -> Result<watch::Receiver<View>>;
 
     /// Whether this node owns its subnets. Changes when the lease expires, without a request to the
@@ -87,8 +87,8 @@ pub trait SubnetManager: fmt::Debug + Send + Sync {
     }
 
     /// Publishes the readiness of this node's network until the next report, if the store has a
-    /// place for it. Report [`Readiness::Starting`] before the first lease is acquired: it
-    /// completes when it is published. The others complete at once without an error, and are
+    /// place for it. Report [`Readiness::Starting`] before the first lease is acquired: that
+    /// call returns when it is published. The others return at once without an error, and are
     /// published in the background.
     ///
     /// # Cancel safety

@@ -2,7 +2,7 @@
 //! handle.
 //!
 //! The objects follow from the network config ([`Backend::footprint`](flannel_core::Backend)), so
-//! a host without a lease can be cleaned. No network may run meanwhile: it would restore them.
+//! a host without a lease can be cleaned.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -23,12 +23,12 @@ const EINVAL: i32 = 22;
 pub struct Cleanup {
     /// Changes that were made, in order.
     pub done: Vec<Change>,
-    /// Changes that the kernel refused, or that were not tried (`EBUSY`), because the kernel would
-    /// delete a foreign route or group with a nexthop object.
+    /// Changes that the kernel refused, or that were not tried: `EBUSY`, because the kernel would
+    /// delete a foreign route or group too; `EINVAL`, for a route by a foreign nexthop object.
     pub failed: Vec<(Change, KernelError)>,
 }
 
-/// Removes all objects that `footprint` owns, those after a failed one too.
+/// Removes all objects that `footprint` owns. No network may run meanwhile: it would restore them.
 ///
 /// A nexthop object on the external interface stays if another program uses it
 /// ([`Kernel::nexthop_users`]). A device takes all objects on it along.
@@ -137,7 +137,7 @@ fn remove(
 /// The kernel could not be read; nothing was changed.
 ///
 /// # Blocking
-/// As [`Kernel`]. Plain IPv4 routes take quadratic time: 10,000 a second, 50,000 40 seconds.
+/// As [`Kernel`]. Plain IPv4 routes take quadratic time: 1 s for 10,000, 40 s for 50,000.
 pub fn ready_for_go(
     kernel: &dyn Kernel,
     footprint: &Footprint,

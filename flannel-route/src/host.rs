@@ -33,7 +33,7 @@ pub struct Host {
 /// Choices of [`Host::join`].
 #[derive(Debug, Clone, Default)]
 pub struct JoinOptions {
-    /// The node's expired lease, if the store does not answer; `None`: the node acquires its lease.
+    /// [`Hints::lapsed`](flannel_core::subnet::Hints) if the store is silent; `None`: acquire one.
     pub lapsed: Option<Lease>,
     /// See [`KernelNetwork::drop_unused_addresses`]. Has no effect on a network that runs itself.
     pub drop_unused_addresses: bool,
@@ -68,8 +68,8 @@ impl Host {
         Self { process_names: Some(names), ..self }
     }
 
-    /// Prepares the backend, acquires the node's lease with the backend's offer, and builds the
-    /// network of `config`. Only a network that runs writes to the kernel.
+    /// Prepares the backend, acquires the node's lease with its offer, and builds the network. Only
+    /// a running network writes to the kernel. [`SubnetManager::hold_lease`] renews the lease.
     ///
     /// # Errors
     /// The backend refuses the config or the host, or there is no lease to be had.

@@ -27,7 +27,7 @@ impl HostNetwork {
         }
     }
 
-    /// Follows the views until something that the network was built from changes.
+    /// Follows the views until their sender is dropped, or until a network that runs itself ends.
     ///
     /// # Errors
     /// The network cannot go on, and a new run of the same network would not help.

@@ -18,8 +18,8 @@ use crate::engine::Engine;
 
 /// A network that keeps a kernel equal to [`Blueprint`]s applied to the leases.
 ///
-/// Blocking work runs on the runtime's blocking pool, one round at a time. A settled network wakes
-/// up only for events of the kernel and the store, and reads the kernel once in five minutes.
+/// Rounds run on the runtime's blocking pool, one at a time. A network in sync wakes up only for
+/// events of the kernel and the store, and reads the kernel once in five minutes.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -135,14 +135,14 @@ impl KernelNetwork {
         self.handle.clone()
     }
 
-    /// Makes the kernel follow the views until something that the network was built from changes.
+    /// Makes the kernel follow the views until their sender is dropped ([`Ended::ViewsClosed`]).
     ///
     /// # Errors
     /// None at present: the status holds the changes that the kernel refuses.
     ///
     /// # Cancel safety
     /// Dropping the future stops the network. The objects stay in the kernel. The drop may block
-    /// for one batch of changes (milliseconds); nothing is written after it.
+    /// for one batch of changes (milliseconds, rarely 100). Nothing is written after it.
     pub async fn run(self, views: watch::Receiver<View>) -> Result<Ended> {
         let Self { kernel, names, engine, status, questions, .. } = self;
         Driver::new(kernel, names, engine, status, views, questions).run().await

@@ -12,15 +12,15 @@ use crate::rate_limiter::RateLimiter;
 
 /// The kernel is read at least once in this time, in case an event was lost.
 const RESYNC: Duration = Duration::from_secs(300);
-/// After a failure the kernel is read after this time, then after twice that, and so on.
+/// After a failure the work is tried again after this time, then after twice that, and so on.
 const RETRY_FIRST: Duration = Duration::from_millis(100);
 const RETRY_LONGEST: Duration = Duration::from_secs(30);
 /// The kernel is read at most this often, and for no more than a fifth of the time, …
 const READ_GAP: Duration = Duration::from_millis(100);
 /// … but after a rest of this length as often as fits into it without waiting.
 const READ_REST: Duration = Duration::from_secs(1);
-/// Single objects are repaired at most this often, and for no more than half of the time, but after
-/// a rest as often as fits into half of it. Linux may take milliseconds for one nexthop object.
+/// Single objects are repaired at most this often, and for half of the time at most. After a rest,
+/// as many at once as take half of the rest. Linux may take milliseconds for a nexthop object.
 const REPAIR_GAP: Duration = Duration::from_millis(1);
 const REPAIR_REST: Duration = Duration::from_millis(100);
 /// Plans' questions are asked again at most this often, and for no more than a fifth of the time, …

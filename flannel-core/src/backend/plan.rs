@@ -9,8 +9,8 @@ use crate::object::{LinkName, Object};
 
 /// Appends the kernel objects for a peer to a list, which may already hold those of other plans.
 ///
-/// Pure: called again only when the lease or an answer of [`Env`] changes. Also called for this
-/// node's own lease, to find the objects that no peer may claim; the kernel does not get those.
+/// Pure and repeatable. A route outside the subnets makes the lease rejected. Also called for this
+/// node's own lease (no address is on link), to find the keys that no peer may claim.
 pub type Plan =
     dyn Fn(&Subnets, &Offer, &Env<'_>, &mut Vec<Object>) -> Result<(), Rejected> + Send + Sync;
 
@@ -32,7 +32,7 @@ pub struct Env<'a> {
     advisories: RefCell<Vec<String>>,
 }
 
-/// Finds the link that an address is on, if any; `None` if the kernel cannot answer now.
+/// Finds the link of an address. Outer `None`: the kernel cannot answer; inner: not on a link.
 pub type Answer<'a> = dyn Fn(IpAddr) -> Option<Option<LinkName>> + 'a;
 
 impl<'a> Env<'a> {
@@ -41,7 +41,7 @@ impl<'a> Env<'a> {
         Self { on_link, asked: RefCell::default(), advisories: RefCell::default() }
     }
 
-    /// Adds a sentence about a lease that the plan accepts to the status.
+    /// Shows a sentence in the status, about a lease that the plan accepts.
     pub fn advise(&self, advisory: String) {
         self.advisories.borrow_mut().push(advisory);
     }

@@ -6,7 +6,7 @@ use std::net::IpAddr;
 use super::LinkName;
 use crate::address::Subnet;
 
-/// A route in the main table with the default metric and no TOS.
+/// A route in the main table without TOS; default metric except for [`Via::LastResort`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Route {
     /// The destination.

@@ -65,7 +65,7 @@ pub(crate) struct LinkMessage {
     /// It uses ARP and neighbour discovery.
     arp: bool,
     /// It is a port of another device, such as a bridge, which receives all its packets. A VRF does
-    /// not count, because it only selects another routing table.
+    /// not count: the device still sends and receives, but by the routing table of the VRF.
     enslaved: bool,
     /// `IFLA_PROTO_DOWN`: another program disabled its carrier.
     proto_down: bool,

@@ -155,10 +155,11 @@ impl RouteMessage {
         scope_of(self.dst.family(), to_link)
     }
 
-    /// It has a nexthop object and metrics. IPv4 routes by one nexthop object share their metrics
-    /// in the kernel, so the route would keep its metrics when ours is put. To prevent that the
-    /// request needs the metrics attribute, which may be empty. Then the kernel allocates metrics
-    /// for each route, which takes a fifth more time.
+    /// It has a nexthop object and metrics. For a request without metrics the kernel reuses a
+    /// `fib_info` with the same nexthop id, protocol, scope, source, priority, type and table,
+    /// whatever its metrics are. So our route would get the metrics of this one. An empty metrics
+    /// attribute prevents that. Then the kernel allocates a `fib_info` for each route, which takes
+    /// a fifth more time.
     ///
     /// **Source**: linux `net/ipv4/fib_semantics.c: fib_create_info` (`fib_find_info_nh`).
     pub(crate) fn has_metrics_by_nexthop(&self) -> bool {

@@ -1,9 +1,9 @@
 //! Finds the process that changed an object.
 //!
-//! The kernel reports the port id of a socket. It is usually a process id, but perhaps one of
-//! another pid namespace. So the process is named only if it has the socket open. A daemon with few
-//! capabilities cannot read the open files of root's processes. Such a process is named as
-//! probable.
+//! The kernel reports the port id of a socket. The first netlink socket of a process usually has
+//! the process id, as its own pid namespace numbers it; further sockets have random ids. So the
+//! process is named only if it has the socket open. A daemon with few capabilities cannot read the
+//! open files of root's processes. Such a process is named as probable.
 
 use std::collections::HashMap;
 use std::fs::File;

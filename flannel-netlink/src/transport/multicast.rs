@@ -32,7 +32,8 @@ pub(crate) struct Multicast {
 
 impl Multicast {
     /// Opens a socket in the network namespace of the calling thread, in no group yet. `bytes` is
-    /// the size of its receive buffer, limited by `net.core.rmem_max` without `CAP_NET_ADMIN`.
+    /// the size of its receive buffer, limited by `net.core.rmem_max` without `CAP_NET_ADMIN` in
+    /// the initial user namespace.
     pub(crate) fn open(protocol: SockProtocol, bytes: usize) -> io::Result<Self> {
         let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
         let socket = socket(AddressFamily::Netlink, SockType::Raw, flags, protocol)?;

@@ -1,8 +1,9 @@
 //! The request connection to the kernel: batches of requests, consistent dumps, and the kernel's
 //! error texts.
 //!
-//! rtnetlink does its work inside `send`, so the answer is available when `send` returns. Nothing
-//! here waits for the kernel. A missing answer is an error.
+//! rtnetlink handles a request inside `send`, which may block on the kernel's RTNL lock. The answer
+//! is in the receive buffer when `send` returns, so receiving never blocks. A missing answer is an
+//! error.
 
 mod dump;
 

@@ -7,7 +7,7 @@ use flannel_core::kernel::{ChangedBy, Invalidation, KernelEvent, ProcessNames, R
 use flannel_core::object::{Key, Object, Route, Via};
 use flannel_core::status::Damage;
 
-/// The authors of this many added objects are remembered. The desired objects bound the rest.
+/// The authors of this many undesired objects are remembered. Desired ones are bounded anyway.
 const MOST_SUSPECTS: usize = 1024;
 
 /// The author of an event. The name of its process costs reading files, so it is read only if the
@@ -76,7 +76,7 @@ impl Engine {
             (_, KernelEvent::Related(_) | KernelEvent::Failed(..)) => {}
             // An event that reports the desired object is ignored; an invalid object stays invalid.
             (Some(want), KernelEvent::Present(object)) if want == *object && !disowned => {}
-            // A foreign route before a route of last resort is in order.
+            // Another program's route may take precedence over a route of last resort.
             (Some(Object::Route(Route { via: Via::LastResort, .. })), report) => {
                 if matches!(report, KernelEvent::Deleted(_)) {
                     self.survey.invalidate_everything();

@@ -30,7 +30,7 @@ enum Unread {
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Reads {
     pub(crate) done: u64,
-    /// With those that failed, without those that only found a wrong link, maybe being deleted.
+    /// Failed reads too, but not those that only found a wrong link (perhaps being deleted).
     pub(crate) tries: u32,
     /// The time of the last one.
     pub(crate) took: Duration,

@@ -13,7 +13,7 @@ use flannel_core::status::{Damage, Failure, Listing};
 /// Why an object is put or deleted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Cause {
-    /// Leases, or answers to questions of plans; with the arrival of the leases, if it was they.
+    /// Leases, with their arrival. `None`: new answers to plans' questions, or an earlier run.
     Lease(Option<Instant>),
     /// Another process seems to have done this to the object.
     Repair(Damage),

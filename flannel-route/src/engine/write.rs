@@ -67,8 +67,8 @@ impl Engine {
         self.put_new_peers(kernel, Instant::now() + ROUND)
     }
 
-    /// Puts the links that are due. A link may take all objects on it with it: the kernel is read
-    /// again after, in a round that first takes in the events of this change.
+    /// Puts the links that are due. Replacing a link may delete all objects on it: the next round
+    /// takes in the events of this change, then reads the kernel again.
     fn put_links(&mut self, kernel: &GatedKernel) -> Result<(), Closed> {
         let is_link = |(key, _): &(&Key, &Row)| matches!(key, Key::Link(_));
         let due = self.table.puts(..).take_while(is_link);
@@ -92,8 +92,8 @@ impl Engine {
         Ok(())
     }
 
-    /// Repairs without end keep no object of a peer that left: one batch of those is deleted,
-    /// unless a lease still has an object to be put instead.
+    /// Even while repairs never end, one batch of objects of departed peers is deleted, unless an
+    /// object of a lease is still to be put.
     fn delete_meanwhile(&mut self, kernel: &GatedKernel) -> Result<(), Closed> {
         let by_lease = |cause: Cause| matches!(cause, Cause::Lease(_));
         let is_due =

@@ -167,7 +167,8 @@ impl LinkCodec for Vxlan {
         found(is).is_some_and(|is| is.vni == self.vni)
     }
 
-    /// The kernel accepts one device for each family of outer packets.
+    /// The kernel refuses a device with the same VNI, UDP port, outer family and receive flags (GBP
+    /// and others). The flags are not compared here.
     ///
     /// **Source**: linux `drivers/net/vxlan/vxlan_core.c: vxlan_vni_in_use`.
     fn excludes(&self, is: &LinkMessage) -> bool {

@@ -109,15 +109,16 @@ pub(crate) fn delete_found(requests: &mut Messages, found: &RouteMessage) {
     default_metric(requests, &found.dst);
 }
 
-/// Deletes the first route to `dst`, for IPv6 only with the default metric. `protocol` is that of
-/// [`delete`].
+/// Deletes the first matching route to `dst`. For IPv4 it may have any metric. `protocol` is that
+/// of [`delete`].
 pub(crate) fn delete_any(requests: &mut Messages, dst: &Subnet, protocol: u8) {
     let header = rtmsg(dst, RtTable::Main, protocol, RtScope::Nowhere, Rtn::Unspec, 0);
     requests.begin(Rtm::Delroute, NlmF::empty(), &header).ip(Rta::Dst, dst.base());
     default_metric(requests, dst);
 }
 
-/// Requests about IPv6 routes must name the default metric.
+/// A deletion without a metric matches any metric. For IPv6, the default metric can be named. For
+/// IPv4 it is 0 and cannot be named.
 fn default_metric(requests: &mut Messages, dst: &Subnet) {
     if dst.family() == Family::V6 {
         requests.u32(Rta::Priority, IPV6_METRIC);

@@ -10,10 +10,9 @@ use crate::codec::addr;
 use crate::codec::addr::AddrMessage;
 
 impl Steps for Addr {
-    /// An IPv4 address with another prefix length or far end is another entry, which must be
-    /// deleted. For IPv6 the kernel keeps the old prefix length, so the old one must be deleted
-    /// first. An IPv4 address is added first, because the kernel removes all routes on a link with
-    /// its last address.
+    /// The kernel identifies an IPv4 address by address, prefix length and peer. A wrong one is
+    /// deleted after the right one is added: with its last address a link loses routes. The kernel
+    /// identifies an IPv6 address without its prefix length, so the wrong one is deleted first.
     fn put(&self, writer: &mut Writer<'_>, n: usize, index: u32) -> Result<(), KernelError> {
         let there = writer.addrs_on(index)?;
         let is_other = |a: &AddrMessage| {
@@ -21,10 +20,10 @@ impl Steps for Addr {
             a.index == index && a.address == self.address && !is_same
         };
         let others: Vec<AddrMessage> = there.iter().copied().filter(is_other).collect();
-        // An address with another length that this call puts later is another entry.
+        // A later put in this call with another length is compared with what this put leaves.
         there.retain(|a| a.address != self.address);
         there.push(AddrMessage::of(self, index));
-        // A put does not change the scope of an entry.
+        // A put leaves the prefix length (IPv6) or the scope (IPv4) of an entry as it is.
         let stays =
             |a: &&AddrMessage| a.address.is_ipv6() || (a.len == self.len && a.far.is_none());
         let (before, after): (Vec<&AddrMessage>, Vec<_>) = others.iter().partition(stays);

@@ -1,9 +1,9 @@
 //! Steps for nexthop objects.
 //!
-//! The kernel deletes a nexthop object by its id alone. It deletes the routes by the object too,
-//! without a message for each. So the object is read before it is deleted. A nexthop cannot replace
-//! a group or a blackhole that has its id: that object is deleted first, and our routes by it are
-//! put again.
+//! The kernel deletes a nexthop object by its id alone, and the routes that use the object too. It
+//! sends no message about IPv4 routes. So the object is read before it is deleted. An IPv4 nexthop
+//! cannot replace a group, or an object that IPv6 routes use: that object is deleted first, and our
+//! routes that use it are put again.
 
 use std::collections::BTreeMap;
 

@@ -1,5 +1,5 @@
-//! Decodes multicast messages into invalidations. A message has the index of a link. The name comes
-//! from messages about links, which arrive in order with all others.
+//! Decodes notifications into invalidations. A notification has the index of a link. The name comes
+//! from notifications about links, which arrive in order with all others.
 
 use std::collections::{HashMap, VecDeque};
 use std::net::IpAddr;
@@ -101,8 +101,9 @@ impl EventDecoder {
             _ => None,
         };
         let Some((event, protocol)) = decoded else { return Ok(()) };
-        // With the last IPv4 address of a device the kernel removes all IPv4 routes on it, without
-        // a message for each.
+        // With the last IPv4 address of a device the kernel also removes its IPv4 neighbours and
+        // routes, except for routes that use a nexthop object (`fib_disable_ip`). It sends no
+        // message about the routes.
         if let KernelEvent::Deleted(Key::Addr(link, IpAddr::V4(_))) = event {
             self.invalidate_link(link);
         }
