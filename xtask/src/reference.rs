@@ -95,10 +95,13 @@ fn verbs(mut command: Command) -> String {
 fn table<'a>(args: impl Iterator<Item = &'a Arg>) -> String {
     let mut text = "| option | default | meaning |\n|---|---|---|\n".to_owned();
     for arg in args {
-        let Some(long) = arg.get_long() else { continue };
+        let long = arg.get_long().map(|long| format!("--{long}"));
+        let Some(flag) = long.or_else(|| arg.get_short().map(|short| format!("-{short}"))) else {
+            continue;
+        };
         let name = match arg.get_value_names().and_then(<[_]>::first) {
-            Some(value) if arg.get_action().takes_values() => format!("--{long} {value}"),
-            _ => format!("--{long}"),
+            Some(value) if arg.get_action().takes_values() => format!("{flag} {value}"),
+            _ => flag,
         };
         let code = |text: &str| {
             if text.is_empty() { String::new() } else { format!("`{}`", cell(text)) }

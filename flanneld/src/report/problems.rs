@@ -214,8 +214,8 @@ impl Found {
         for (subnets, why) in status.rejected.iter().take(MOST) {
             let hint = match why {
                 Rejection::Overlaps { .. } | Rejection::Contradicts { .. } => {
-                    "systemctl stop flanneld # on the later of the two nodes: every node accepts \
-                     the earlier lease"
+                    "systemctl restart flanneld # on the later of the two nodes: every node \
+                     accepts the earlier lease"
                 }
                 Rejection::Rejected(_) => {
                     "flannelctl lease list # which backend does that node run?"
