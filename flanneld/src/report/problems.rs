@@ -430,13 +430,13 @@ mod tests {
             ),
             (
                 "etcd:http://127.0.0.1:2379",
-                "systemctl restart etcd # on 127.0.0.1; to see which answer: \
+                "systemctl restart etcd # on 127.0.0.1; to see which one answers: \
                  etcdctl --endpoints http://127.0.0.1:2379 endpoint health",
             ),
             (
                 "etcd:https://etcd-1:2379,https://[fd00::2]:2379",
                 "systemctl restart etcd # on etcd-1, [fd00::2], where it does not run; to see \
-                 which answer: etcdctl --endpoints https://etcd-1:2379,https://[fd00::2]:2379 \
+                 which one answers: etcdctl --endpoints https://etcd-1:2379,https://[fd00::2]:2379 \
                  endpoint health",
             ),
             ("kube:https://10.96.0.1", LOG),
