@@ -20,6 +20,7 @@ use super::facts::{facts, interface};
 use super::{Interface, SelectError, Selectors, choose};
 use crate::NetlinkKernel;
 use crate::codec::{addr, link, route};
+use crate::kernel::query::ENODEV;
 use crate::transport::multicast::Multicast;
 use crate::transport::socket::Socket;
 use crate::transport::wire::Message;
@@ -139,7 +140,11 @@ struct Observer {
 impl Observer {
     /// The interface has the values it was chosen with, and no better address.
     fn check(&mut self) -> Result<bool, KernelError> {
-        let found = interface(&mut self.socket, self.chosen.name)?;
+        let found = match interface(&mut self.socket, self.chosen.name) {
+            // It was deleted after its link was read, and before its addresses were.
+            Err(error) if error.errno == ENODEV => None,
+            found => found?,
+        };
         let stays = |(_, interface): &(u32, Interface)| {
             is_kept(&self.chosen, interface) && !has_better(&self.chosen, interface)
         };
