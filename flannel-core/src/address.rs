@@ -66,15 +66,7 @@ impl fmt::Display for Family {
 }
 
 /// At most one `T` per address family.
-///
-/// ```
-/// use flannel_core::address::{Dual, Family};
-/// use std::net::IpAddr;
-///
-/// let texts = ["192.0.2.1", "2001:db8::1"];
-/// let addresses: Dual<IpAddr> = texts.iter().map(|a| a.parse::<IpAddr>().unwrap()).collect();
-/// assert_eq!(addresses[Family::V6].unwrap().to_string(), "2001:db8::1");
-/// ```
+#[doc = include_str!("../docs/dual.md")]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Dual<T> {
     /// The IPv4 value.
@@ -172,7 +164,7 @@ impl FromIterator<Subnet> for Dual<Subnet> {
     }
 }
 
-/// A text is no subnet, lease key, MAC address or link name.
+/// The error of a text that is not a subnet, a lease key, a MAC address or a link name.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{text:?} is not {expected}")]
 pub struct ParseError {

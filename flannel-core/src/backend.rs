@@ -41,8 +41,9 @@ pub struct ExternalInterface {
 ///
 /// A backend holds no state and no connection, except for its annex. It acquires no lease and
 /// writes no kernel object: it describes the attributes that this node publishes
-/// ([`Prepared::offer`]) and the objects that the network needs ([`Blueprint`]). Methods with a
-/// config fail if its backend options are wrong; all of them but `prepare` are pure.
+/// ([`Prepared::offer`]) and the objects that the network needs ([`Blueprint`]). A method that
+/// takes a config fails if the backend options in it are wrong. All these methods except for
+/// `prepare` are pure.
 #[doc = include_str!("../docs/backend.md")]
 #[async_trait]
 pub trait Backend: fmt::Debug + Send + Sync {
@@ -65,12 +66,12 @@ pub trait Backend: fmt::Debug + Send + Sync {
     /// How packets travel between nodes.
     fn datapath(&self, config: &Config) -> Result<Datapath>;
 
-    /// The kernel objects that the network owns on a node with this external interface; without an
-    /// interface, those on it are not included. Also used by cleanup.
+    /// The kernel objects that the network owns on a node with this external interface. Without an
+    /// interface, the objects on it are not included. A cleanup uses the footprint too.
     fn footprint(&self, config: &Config, uplink: Option<LinkName>) -> Result<Footprint>;
 
-    /// Keeps the records that the network's plan defines; `None`: it defines none. Each call
-    /// returns a handle of the same annex.
+    /// The annex that keeps the records of the network's plan. `None`: the plan defines no records.
+    /// Every call returns a handle of the same annex.
     fn annex(&self) -> Option<Arc<dyn Annex>> {
         None
     }
@@ -79,7 +80,8 @@ pub trait Backend: fmt::Debug + Send + Sync {
     /// publishes in its lease. Writes no kernel object.
     ///
     /// # Errors
-    /// That of [`Backend::validate`], the host does not fit, or the node cannot be read.
+    /// Those of [`Backend::validate`]. The backend cannot run on this host. The kernel, the secrets
+    /// or the store cannot be read.
     async fn prepare(&self, node: &Node<'_>, config: &Config) -> Result<Prepared>;
 }
 
@@ -128,7 +130,7 @@ pub struct Node<'a> {
     /// The seed of values that must differ between nodes and stay the same over restarts, for
     /// example the content of `/etc/machine-id`. May be empty.
     pub machine_id: &'a str,
-    /// Its kernel, which blocks: see [`Node::snapshot`].
+    /// Its kernel. Its methods block: async code calls [`Node::snapshot`].
     pub kernel: &'a Arc<dyn Kernel>,
     /// Its secrets.
     pub secrets: &'a dyn Secrets,
@@ -154,7 +156,7 @@ impl<'a> Node<'a> {
 
     /// The leases of all nodes. Waits up to five seconds for a complete, live set, then returns the
     /// latest one. If there is a set from an earlier run and the store has never answered, it does
-    /// not wait. Fails as [`SubnetManager::watch_leases`] does.
+    /// not wait. Fails as [`SubnetManager::watch_leases`] does. Needs tokio's time.
     pub async fn leases(&self) -> Result<View> {
         let mut views = self.subnets.watch_leases().await?;
         let is_cached = matches!(views.borrow().origin, Origin::Cached { written: Some(_) });
@@ -167,7 +169,10 @@ impl<'a> Node<'a> {
         Ok(view)
     }
 
-    /// [`Kernel::snapshot`] on a thread that may block. Dropping the future loses nothing.
+    /// [`Kernel::snapshot`] on a blocking thread of tokio. Dropping the future loses nothing.
+    ///
+    /// # Panics
+    /// The kernel panics, or there is no tokio runtime.
     pub async fn snapshot(&self, footprint: Footprint) -> Result<State> {
         let kernel = Arc::clone(self.kernel);
         tokio::task::spawn_blocking(move || kernel.snapshot(&footprint))
@@ -177,19 +182,19 @@ impl<'a> Node<'a> {
     }
 }
 
-/// Builds a network for the node's lease.
+/// Builds a network for the node's lease. It is called once the node has the lease.
 pub type Build = Box<dyn FnOnce(&NodeLease) -> Result<Built> + Send>;
 
 /// A network that can be built when this node has a lease.
 pub struct Prepared {
-    /// How other nodes reach this one: published in its lease.
+    /// How other nodes reach this one. It is published in the lease.
     pub offer: Offer,
     /// Builds the network for that lease.
     pub build: Build,
 }
 
 impl Prepared {
-    /// A network that `build` builds for a lease with `offer`.
+    /// A network that `build` builds for a lease with this `offer`.
     pub fn new(
         offer: Offer,
         build: impl FnOnce(&NodeLease) -> Result<Built> + Send + 'static,
@@ -204,7 +209,7 @@ impl fmt::Debug for Prepared {
     }
 }
 
-/// The lease of this node. Exhaustive: each use of its subnets depends on the variant.
+/// The lease of this node. The enum is exhaustive, because each use of the subnets depends on it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum NodeLease {
     /// The node holds it.
@@ -231,7 +236,7 @@ impl NodeLease {
     }
 }
 
-/// A network that was built for a lease. Exhaustive: without its variant, a host cannot run it.
+/// A network that was built for a lease. The enum is exhaustive: a host must know each variant.
 #[derive(Debug)]
 pub enum Built {
     /// A network of kernel objects, which the route engine runs.
@@ -255,7 +260,8 @@ pub struct Blueprint {
 }
 
 impl Blueprint {
-    /// A network with only the objects that `plan` adds for each peer, and an empty footprint.
+    /// A network with only the objects that `plan` adds for each peer. Its footprint is empty: set
+    /// [`footprint`](Self::footprint) to the objects that the network owns.
     pub fn new(
         mtu: u32,
         plan: impl Fn(&Subnets, &Offer, &Env<'_>, &mut Vec<Object>) -> Result<(), Rejected>

@@ -2,8 +2,8 @@
 //!
 //! **Source**: flannel `pkg/subnet/config.go: ParseConfig, CheckNetworkConfig`. Different on
 //! purpose: the checks run for every store (Go: etcd only); a missing `Backend` means `vxlan`, as
-//! flannel documents (Go: `udp`); errors are a `SubnetMin` above `SubnetMax`, an IPv4 subnet in
-//! `IPv6Network`, and a config that enables no family.
+//! flannel documents (Go: `udp`); further errors are a `SubnetMin` above `SubnetMax`, an IPv4
+//! subnet in `IPv6Network`, and a config that enables no family.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -16,7 +16,7 @@ use crate::json::{FieldError, Fields};
 pub struct Config {
     /// The enabled families, at least one.
     pub networks: Dual<PodNetwork>,
-    /// nftables rules instead of iptables rules (`EnableNFTables`).
+    /// `EnableNFTables`: the firewall uses nftables, not iptables.
     pub nftables: bool,
     /// How pods of different nodes reach each other.
     pub backend: BackendConfig,
@@ -36,7 +36,7 @@ pub struct PodNetwork {
 }
 
 impl PodNetwork {
-    /// The number of subnets for nodes, at least 1; saturates.
+    /// The number of subnets for nodes, from 1 to `u128::MAX`, where it saturates.
     pub fn subnets(&self) -> u128 {
         self.max.steps_from(&self.min).unwrap_or(0).saturating_add(1)
     }
@@ -49,8 +49,8 @@ pub struct BackendConfig {
     pub kind: String,
     /// The whole object as JSON text.
     pub options: String,
-    /// The config has a `Backend`. If not, `kind` is `vxlan`, flannel's documented default; Go
-    /// daemons run `udp`, and their leases have an empty backend type.
+    /// Whether the config has a `Backend`. If not, `kind` is `vxlan`, flannel's documented default.
+    /// Go daemons run `udp` then, and their leases have an empty backend type.
     pub explicit: bool,
 }
 
@@ -65,7 +65,7 @@ impl BackendConfig {
     /// The fields of `options`.
     ///
     /// # Errors
-    /// `options` is no JSON object; never after [`Config::parse`].
+    /// `options` is not a JSON object. This cannot happen after [`Config::parse`].
     pub fn fields(&self) -> Result<Fields, FieldError> {
         Fields::parse(&self.options, "Backend")
     }

@@ -59,7 +59,7 @@ pub enum Error {
         /// The node.
         holder: String,
     },
-    /// Other programs have not written yet what this node needs: wait, then try again.
+    /// Another program has not written a value yet that this node needs: wait, then try again.
     #[error("{store}: {reason}")]
     NotReady {
         /// The store.
@@ -67,7 +67,7 @@ pub enum Error {
         /// The missing or wrong value, and the expected one.
         reason: String,
     },
-    /// The store refuses the request of this node.
+    /// The store refuses the request of this node: only an operator can help.
     #[error("{store}: {reason}")]
     Refused {
         /// The store.
@@ -75,7 +75,7 @@ pub enum Error {
         /// The reason, and the expected value.
         reason: String,
     },
-    /// The store did not answer, or not as expected: try again later.
+    /// The store did not answer, or gave an unexpected answer: try again later.
     #[error("{store}: {source}")]
     Store {
         /// The store, and the object in it.

@@ -31,7 +31,7 @@ impl FieldError {
 
 /// The fields of a JSON object. Names match in any case, and the last field of a name counts.
 ///
-/// **Source**: Go `encoding/json: Unmarshal`. Clusters rely on it.
+/// **Source**: Go `encoding/json: Unmarshal`. Existing clusters rely on these rules.
 ///
 /// ```
 /// let text = r#"{"network": "10.1.0.0/16", "Other": 1}"#;
@@ -71,7 +71,7 @@ impl Fields {
     /// The field's value; `None` if the field is absent or `null`.
     ///
     /// # Errors
-    /// The value is no `T`, but should be `expected`.
+    /// The value is not a `T`. `expected` describes a valid value, for the message.
     pub fn take<T: DeserializeOwned>(
         &self,
         name: &str,
@@ -86,7 +86,8 @@ impl Fields {
     /// The field's value, parsed from a JSON string; `None` if the field is absent or `null`.
     ///
     /// # Errors
-    /// The value is no string, or the string is no `T`, but should be `expected`.
+    /// The value is not a string, or the string is not a `T`. `expected` describes a valid value,
+    /// for the message.
     pub fn parsed<T: std::str::FromStr>(
         &self,
         name: &str,
@@ -96,7 +97,7 @@ impl Fields {
         text.parse().map(Some).map_err(|_| self.error(name, &format!("{text:?}"), expected))
     }
 
-    /// An error about one of these fields.
+    /// An error about one of these fields: its name, its value, and the expected value.
     pub fn error(
         &self,
         name: &str,

@@ -181,12 +181,13 @@ impl KernelError {
         Self::new(ETIMEDOUT)
     }
 
-    /// Whether this is no failure but a change that was only started.
+    /// Whether this is not a failure: the change was only started.
     pub fn is_started(&self) -> bool {
         self.errno == EINPROGRESS
     }
 
-    /// Whether it is `ENOENT`, `ESRCH`, `ENXIO`, `ENODEV` or `EADDRNOTAVAIL`: nothing to delete.
+    /// Whether it is `ENOENT`, `ESRCH`, `ENXIO`, `ENODEV` or `EADDRNOTAVAIL`: the object of a
+    /// deletion does not exist.
     pub fn is_absent(&self) -> bool {
         matches!(self.errno, 2 | 3 | 6 | 19 | 99)
     }
@@ -222,7 +223,7 @@ pub struct RouteAnswer {
     pub link: Option<LinkName>,
     /// The gateway; `None`: the destination is on the link.
     pub gateway: Option<IpAddr>,
-    /// The source address that the kernel would choose.
+    /// The source address that the kernel would choose; `None`: it reports none.
     pub source: Option<IpAddr>,
     /// The destination is an address of this host.
     pub local: bool,
@@ -247,42 +248,30 @@ impl RouteAnswer {
 
 /// A kernel's network tables: one network namespace.
 ///
-/// All methods are idempotent or read-only, and block. Those that return a `Result` fail if the
-/// kernel does not answer. Any thread may call; concurrent calls wait for each other.
+/// All methods are idempotent or read-only, and block. A method that returns a `Result` fails if
+/// the kernel does not answer. Any thread may call; concurrent calls wait for each other.
 ///
 /// Implementations pass `testing::kernel_suite`: `flannel_netlink::NetlinkKernel`, `FakeKernel`.
-///
-/// ```
-/// use flannel_core::Kernel;
-/// use flannel_core::kernel::{KernelError, Footprint};
-/// use flannel_core::object::{Addr, Change};
-///
-/// /// Puts an address, and returns whether it was absent.
-/// fn ensure(kernel: &dyn Kernel, footprint: &Footprint, addr: Addr) -> Result<bool, KernelError> {
-///     if kernel.snapshot(footprint)?.iter().any(|object| *object == addr.into()) {
-///         return Ok(false);
-///     }
-///     kernel.apply(footprint, &[Change::Put(addr.into())]).remove(0)?;
-///     Ok(true)
-/// }
-/// ```
+#[doc = include_str!("../docs/kernel.md")]
 pub trait Kernel: fmt::Debug + Send + Sync {
     /// All objects that `footprint` owns. Some are marked as [inexact](State::note_inexact).
     ///
-    /// A dump is repeated if the kernel says that it changed meanwhile. Linux does not for routes,
-    /// neighbours and forwarding entries: a snapshot may miss some, and the next one finds them.
+    /// A dump is repeated if the kernel reports that a table changed meanwhile. Linux does not
+    /// report this for routes, neighbours and forwarding entries: a snapshot may miss some of them,
+    /// and the next one finds them.
     fn snapshot(&self, footprint: &Footprint) -> Result<State, KernelError>;
 
-    /// The ids of all nexthop objects, ours and foreign. If the kernel has no nexthop objects,
-    /// the answer is empty and not [usable](NexthopIds::usable).
+    /// The ids of all nexthop objects, ours and foreign. If the kernel does not support nexthop
+    /// objects, the answer is empty and not [usable](NexthopIds::usable).
     fn nexthop_ids(&self, footprint: &Footprint) -> Result<NexthopIds, KernelError>;
 
-    /// Nexthop objects in `there` with users that are not in `there`: their ids, and the users as
-    /// text: groups, routes of another table or metric, and so on. The kernel deletes these users
-    /// together with the nexthop object, and sends no message about IPv4 routes.
+    /// The nexthop objects in `there` that have users outside `there`. Returns their ids, and the
+    /// users as text: groups, routes of another table or metric, and so on. The kernel deletes the
+    /// users together with the nexthop object, and sends no message about IPv4 routes.
     fn nexthop_users(&self, there: &State) -> Result<BTreeMap<u32, String>, KernelError>;
 
-    /// Applies all `changes` in order, those after a failed one too. Returns a result for each.
+    /// Applies a batch of `changes` in order. A failed change does not stop the changes after it.
+    /// Returns one result for each change, in the same order.
     ///
     /// `Put` creates the object, or changes it in place as far as the kernel can. It replaces a
     /// foreign object with the same key, except for a link, which fails with `EEXIST`. After a
@@ -292,20 +281,22 @@ pub trait Kernel: fmt::Debug + Send + Sync {
     /// foreign object that replaced it. It succeeds if the object does not exist.
     fn apply(&self, footprint: &Footprint, changes: &[Change]) -> Vec<Result<(), KernelError>>;
 
-    /// The route of a packet to `dst`, by all routing tables; [`RouteAnswer::nowhere`] without one.
+    /// The route of a packet to `dst` by all routing tables. If there is none, it is
+    /// [`RouteAnswer::nowhere`].
     fn lookup(&self, dst: IpAddr) -> Result<RouteAnswer, KernelError>;
 
     /// Starts to listen for changes by other programs. Call it before the first snapshot.
     fn changes(&self) -> Result<Box<dyn Changes>, KernelError>;
 }
 
-/// Objects that may no longer be as they were put. They are invalid until a put or a snapshot. A
-/// variant that the reader does not know means [`Invalidation::Everything`].
+/// Objects that may no longer be as they were put. An object is invalid until it is put again or a
+/// snapshot shows it. Treat an unknown variant as [`Invalidation::Everything`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Invalidation {
-    /// Another program changed or deleted single objects, in this order. Changes of links and of
-    /// forwarding entries, and neighbours that the kernel removes, have no author; we may be it.
+    /// Another program changed or deleted single objects, in this order. Without an author (`None`)
+    /// this process may have made the change: the kernel names no author for links, for forwarding
+    /// entries, and for neighbours that it removes itself.
     Objects(Vec<KernelEvent>, Option<ChangedBy>),
     /// The device changed, which invalidates it and everything on it. The kernel sends no message
     /// about the IPv4 routes and nexthop objects that it deletes when a device goes down
@@ -324,7 +315,7 @@ pub enum KernelEvent {
     Present(Object),
     /// It exists, with attributes that no [`Object`] expresses ([`State::note_inexact`]).
     Inexact(Object),
-    /// It exists besides another entry with its key. Only a snapshot shows which takes effect.
+    /// It exists besides another entry with its key. Only a snapshot shows which of them is used.
     Duplicate(Object),
     /// It exists in a form that no [`Object`] expresses: a multipath route, a dynamic neighbour, …
     Unrepresentable(Key),
@@ -353,10 +344,11 @@ impl KernelEvent {
 #[doc = include_str!("../docs/changes.md")]
 #[async_trait]
 pub trait Changes: Send {
-    /// The next change by another program. Returns at once if the kernel has already sent one.
-    /// Dropping the future loses nothing.
+    /// Waits for the next change by another program. Returns at once if the kernel has already sent
+    /// one. Dropping the future loses nothing.
     ///
     /// # Errors
-    /// The stream is broken for good. Lost messages are no error but [`Invalidation::Everything`].
+    /// The stream is broken: open a new one. Lost messages are not an error: they are reported as
+    /// [`Invalidation::Everything`].
     async fn next(&mut self) -> Result<Invalidation, KernelError>;
 }

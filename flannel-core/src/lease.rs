@@ -11,8 +11,8 @@ pub use attrs::{Endpoint, LeaseAttrs, Offer};
 pub use set::{LeaseSet, Origin, View};
 pub use subnets::Subnets;
 
-/// A version of a key or of a store; 0: not known. It grows with each change in a store that orders
-/// changes (etcd), and only differs between versions in others (a directory).
+/// A version of a key or of a store; 0 if it is not known. In a store that orders its changes
+/// (etcd) it grows with each change. In other stores (a directory) two versions only differ.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct Revision(pub u64);
 
@@ -25,21 +25,23 @@ impl fmt::Display for Revision {
 /// One node's lease.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Lease {
-    /// Its identity.
+    /// The subnets of the node, which identify the lease.
     pub subnets: Subnets,
-    /// How to reach the node.
+    /// How peers reach the node.
     pub attrs: LeaseAttrs,
-    /// Its end by the store's clock. `None`: no end (a reservation), or not known (all peers).
+    /// The end by the wall clock of this host. `None`: the lease has no end (a reservation), or its
+    /// end is not known (leases of peers).
     pub expires: Option<SystemTime>,
-    /// The store's revision at its creation; see [`Lease::precedence`].
+    /// Orders leases by their creation: the store's revision (etcd) or the creation time of the
+    /// node (Kubernetes). 0 for every lease in a directory. See [`Lease::precedence`].
     pub since: Revision,
-    /// The store's revision at its last change, for a compare-and-swap.
+    /// The version of the lease in the store, for a compare-and-swap.
     pub revision: Revision,
 }
 
 impl Lease {
-    /// Of conflicting leases, all nodes accept the one with the smallest precedence: the first that
-    /// was created, else the one with the smallest key.
+    /// Of leases that clash, every node accepts the one with the smallest precedence: the lease
+    /// that was created first. If `since` is equal, it is the one with the smallest key text.
     pub fn precedence(&self) -> (Revision, String) {
         (self.since, self.subnets.to_string())
     }

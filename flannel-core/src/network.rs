@@ -11,42 +11,19 @@ use crate::error::Result;
 use crate::lease::{Lease, LeaseSet, Subnets};
 use crate::status::{Explanation, Listing, Rejection, Status, Waiting};
 
-/// A network that runs itself. Networks of kernel objects are
-/// [blueprints](crate::backend::Blueprint) instead.
-///
-/// ```
-/// use flannel_core::network::{AcceptedPeers, Ended, NetworkHandle};
-/// use flannel_core::{Network, Result};
-/// use tokio::sync::watch;
-///
-/// /// Prints the peers.
-/// #[derive(Debug)]
-/// struct Printer(NetworkHandle);
-///
-/// #[async_trait::async_trait]
-/// impl Network for Printer {
-///     fn handle(&self) -> NetworkHandle {
-///         self.0.clone()
-///     }
-///     async fn run(self: Box<Self>, mut peers: watch::Receiver<AcceptedPeers>) -> Result<Ended> {
-///         loop {
-///             for lease in peers.borrow_and_update().iter() {
-///                 println!("{} {:?}", lease.subnets, lease.attrs.preferred.public);
-///             }
-///             if peers.changed().await.is_err() { return Ok(Ended::ViewsClosed) }
-///         }
-///     }
-/// }
-/// ```
+/// A network that runs itself, without the route engine. A network of kernel objects is a
+/// [blueprint](crate::backend::Blueprint) instead.
+#[doc = include_str!("../docs/network.md")]
 #[async_trait]
 pub trait Network: fmt::Debug + Send {
     /// A handle that outlives [`Network::run`].
     fn handle(&self) -> NetworkHandle;
 
-    /// Keeps the accepted peers reachable. See [`Ended`] for when it returns.
+    /// Keeps the accepted peers reachable, until one of the reasons in [`Ended`]. It does not renew
+    /// the lease of this node.
     ///
     /// # Errors
-    /// The network cannot go on, and running it again would not help.
+    /// The network cannot go on, and another run of the same network cannot help.
     ///
     /// # Cancel safety
     /// Dropping the future stops the network. Connections that it made may stay.
@@ -63,7 +40,8 @@ pub struct AcceptedPeers {
 }
 
 impl AcceptedPeers {
-    /// All `leases` but the `rejected` ones and this node's `own`. `complete`: see `is_complete`.
+    /// All `leases` except for the `rejected` ones and this node's `own`. `complete` is the value
+    /// of [`is_complete`](Self::is_complete).
     pub const fn new(
         leases: LeaseSet,
         rejected: Listing<Subnets, Rejection>,
@@ -79,7 +57,7 @@ impl AcceptedPeers {
         self.leases.iter().filter(move |lease| is_peer(lease.subnets))
     }
 
-    /// Whether the store returned all leases, so that a peer without a lease here is gone.
+    /// Whether the store returned all leases. If so, a peer that has no lease here is gone.
     pub const fn is_complete(&self) -> bool {
         self.complete
     }
@@ -89,14 +67,18 @@ impl AcceptedPeers {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Ended {
-    /// Something that it was built from changed, with the reason: choose the interface, prepare and
-    /// build it again. The next network adopts the kernel objects of this one.
+    /// An input of the network changed; the text is the reason. Choose the interface again, then
+    /// prepare, build and run a new network. It adopts the kernel objects of this one.
     Rebuild(String),
     /// The sender of the leases was dropped.
     ViewsClosed,
 }
 
 /// The public state of a network. Stays valid after the network stopped.
+///
+/// A network of kernel objects works in rounds. In a round it takes in the events of the kernel and
+/// the newest leases, applies changes for about 16 ms, and publishes its status. `flannel-route`
+/// has the details.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct NetworkHandle {
@@ -104,12 +86,13 @@ pub struct NetworkHandle {
     pub lease: Lease,
     /// The largest packet that pods may send, in bytes; the smallest over the enabled families.
     pub mtu: u32,
-    /// The latest status.
+    /// The latest status. Before the end of the first round it is [`Status::default`]. After the
+    /// network stopped, the last status stays and the channel is closed.
     pub status: watch::Receiver<Arc<Status>>,
     questions: Option<mpsc::Sender<Question>>,
 }
 
-/// A question that only the running network can answer, or drop.
+/// A question that only the running network can answer. It may drop the question instead.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum Question {
@@ -119,12 +102,12 @@ pub enum Question {
     Waiting(Reply<Waiting>),
 }
 
-/// The way of an answer back to the one who asked.
+/// Sends an answer to the caller that asked the question.
 #[derive(Debug)]
 pub struct Reply<T>(oneshot::Sender<T>);
 
 impl<T> Reply<T> {
-    /// Answers. Has no effect if the question was withdrawn.
+    /// Sends the answer. Has no effect if the caller no longer waits.
     pub fn send(self, answer: T) {
         drop(self.0.send(answer));
     }
@@ -136,23 +119,25 @@ impl NetworkHandle {
         Self { lease, mtu, status, questions: None }
     }
 
-    /// Makes the network answer questions: it receives them on the other end of `questions`.
+    /// Lets callers ask questions. The network receives them from the other end of `questions`.
     #[must_use]
     pub fn with_questions(mut self, questions: mpsc::Sender<Question>) -> Self {
         self.questions = Some(questions);
         self
     }
 
-    /// The accepted peers as of the latest status: follow [`NetworkHandle::status`].
+    /// The accepted peers of the latest [`status`](Self::status), whose changes announce new ones.
     pub fn accepted_peers(&self) -> AcceptedPeers {
         let status = Arc::clone(&self.status.borrow());
         let (leases, rejected) = (status.leases.clone(), status.rejected.clone());
         AcceptedPeers::new(leases, rejected, Some(self.lease.subnets), status.live)
     }
 
-    /// The peer whose subnet contains `address`, and its objects. Of several, the accepted one.
+    /// The peer whose subnet contains `address`, and its objects. An accepted peer comes before
+    /// rejected ones.
     ///
-    /// `None` also after the network stopped. Waits for the current round, or until `run` begins.
+    /// `None`: no peer has the address, the network has stopped, or it answers no questions. Waits
+    /// for the end of the current round, or for the start of `run`.
     ///
     /// # Cancel safety
     /// Dropping the future withdraws the question.
@@ -165,7 +150,8 @@ impl NetworkHandle {
     /// The peers whose objects are not all in the kernel yet, with the reason. O(number of such
     /// peers). A status that is read afterwards is at least as new as the answer.
     ///
-    /// `None` after the network stopped. Waits for the current round, or until `run` begins.
+    /// `None`: the network has stopped, or it answers no questions. Waits for the end of the
+    /// current round, or for the start of `run`.
     ///
     /// # Cancel safety
     /// Dropping the future withdraws the question.

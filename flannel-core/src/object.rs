@@ -91,7 +91,8 @@ macro_rules! object_kinds {
                 }
             }
 
-            /// The device whose deletion deletes it. `None`: none, or through a nexthop object.
+            /// The device whose deletion deletes the object. `None`: there is none, or the object
+            /// uses the device of a nexthop object.
             pub fn link(&self) -> Option<LinkName> {
                 match self {
                     $(Self::$kind($value) => $device,)+
@@ -118,7 +119,7 @@ macro_rules! object_kinds {
             }
         }
 
-        /// As `ip` and `bridge` write it, to be pasted into a shell.
+        /// The text follows the syntax of `ip` and `bridge`: `route 10.1.7.0/24 dev eth0 …`.
         impl fmt::Display for Object {
             fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                 match self {
@@ -190,7 +191,7 @@ object_kinds! {
     device: |_| None;
 }
 
-// 50,000 peers have 200,000 objects.
+// Memory: 50,000 peers have 200,000 objects.
 const _: () = assert!(size_of::<Object>() <= 80 && size_of::<Key>() <= 40);
 
 impl fmt::Display for ObjectKind {

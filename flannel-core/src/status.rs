@@ -18,18 +18,21 @@ use crate::object::{Change, Key, LinkName, Object, ObjectKind};
 
 /// The state of a network's kernel objects. Objects that are in place are counted, and only the
 /// others are listed, so that a new status costs O(changes).
+///
+/// `Default` is the status before the first round: false, 0 or empty in every field.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Status {
-    /// All desired objects are in place, by a complete, live lease set.
+    /// The lease set is complete and live, and the kernel has exactly the desired objects.
     pub in_sync: bool,
-    /// Nothing is due: all desired objects are in place or failing. Ignore with a `kernel_error`.
+    /// No change is due: each desired object is in place or failing. Without meaning if there is a
+    /// `kernel_error`.
     pub settled: bool,
     /// This node's devices, their addresses and its routes of last resort are in place.
     pub own_in_place: bool,
     /// The leases come from the store, not from a cache, and are complete.
     pub live: bool,
-    /// The leases that this status covers. It does not cover newer ones.
+    /// The leases that the network has taken in. The status does not cover newer leases.
     pub leases: LeaseSet,
     /// Peers whose leases are accepted.
     pub peers: usize,
@@ -53,7 +56,8 @@ pub struct Status {
     pub repairs: BTreeMap<(ObjectKind, Damage), u64>,
     /// The last repairs, oldest first; at most [`Status::LAST_REPAIRS`].
     pub last_repairs: Vec<Arc<Repair>>,
-    /// For each change because of leases, the time from their arrival to the kernel's answer.
+    /// For each change because of leases: the time from the arrival of the leases to the answer of
+    /// the kernel.
     pub latency: Histogram,
 }
 
@@ -61,7 +65,7 @@ impl Status {
     /// The greatest length of [`Status::last_repairs`].
     pub const LAST_REPAIRS: usize = 16;
 
-    /// The repairs after `older`, as far as they are kept.
+    /// The repairs since the status `older`. Only the last [`Self::LAST_REPAIRS`] are kept.
     pub fn repairs_since(&self, older: &Self) -> impl Iterator<Item = &Repair> {
         let known = older.repaired;
         self.last_repairs.iter().map(|repair| &**repair).filter(move |repair| repair.number > known)
@@ -161,18 +165,18 @@ impl fmt::Display for Repair {
     }
 }
 
-/// The peers whose objects are not all in the kernel yet, and not failing.
+/// The peers that have objects which are neither in the kernel nor failing.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Waiting {
-    /// No object is known to be in place: the kernel must be read, at first or after lost events.
+    /// All peers wait: the kernel must be read first, at the start or after lost events.
     pub all: bool,
-    /// The peers with the reason.
+    /// The peers that wait, with the reason.
     pub peers: BTreeMap<Subnets, Wait>,
 }
 
 impl Waiting {
-    /// These peers wait, or all of them.
+    /// These peers wait, or all peers.
     pub const fn new(all: bool, peers: BTreeMap<Subnets, Wait>) -> Self {
         Self { all, peers }
     }
@@ -201,7 +205,7 @@ pub struct Explanation {
     pub lease: Arc<Lease>,
     /// Why it is rejected; `None` if it is accepted.
     pub rejection: Option<Rejection>,
-    /// The objects that its plan defines, also if it is rejected.
+    /// The objects that its plan defines, even if the lease is rejected.
     pub objects: Vec<(Object, ObjectState)>,
 }
 

@@ -15,23 +15,18 @@ use crate::lease::{Lease, LeaseAttrs, Revision, Subnets, View};
 
 /// Acquires and keeps the lease of this node, and watches the leases of all nodes.
 ///
-/// A method fails with [`Error::Store`](crate::Error::Store) if the store does not answer, and with
-/// the errors that it names. Dropping a future loses nothing, except where a method says so.
+/// A program first reads the network config and acquires the lease. Then it runs
+/// [`hold_lease`](Self::hold_lease) as long as it uses the subnets, because nothing else renews the
+/// lease. At the same time it follows the leases of all nodes.
 ///
-/// Implementations: `flannel_subnet::LocalManager`, `flannel_subnet_kube`, `testing::FakeSubnets`.
+/// A method that asks the store fails with [`Error::Store`](crate::Error::Store) if the store does
+/// not answer, and with [`Error::Refused`](crate::Error::Refused) if only an operator can help.
+/// Further errors are listed at the method. Dropping a future loses nothing, except where a method
+/// says so.
 ///
-/// ```
-/// use flannel_core::{Result, SubnetManager};
-///
-/// /// Prints the leases of all nodes, once.
-/// async fn print_leases(subnets: &dyn SubnetManager) -> Result<()> {
-///     let views = subnets.watch_leases().await?;
-///     for lease in views.borrow().leases.iter() {
-///         println!("{} {:?}", lease.subnets, lease.attrs.preferred.public);
-///     }
-///     Ok(())
-/// }
-/// ```
+/// Implementations: `flannel_subnet::LocalManager` and `AssignedManager`,
+/// `flannel_subnet_kube::KubeManager` (these need a tokio runtime), `testing::FakeSubnets`.
+#[doc = include_str!("../docs/subnet_manager.md")]
 #[async_trait]
 pub trait SubnetManager: fmt::Debug + Send + Sync {
     /// The network config, parsed and checked.
@@ -40,45 +35,54 @@ pub trait SubnetManager: fmt::Debug + Send + Sync {
     /// [`Error::NoConfig`](crate::Error::NoConfig), [`Error::Config`](crate::Error::Config).
     async fn network_config(&self) -> Result<Config>;
 
-    /// Waits for a valid network config other than `known`; also while the config is wrong, or the
-    /// store does not answer. Fails if waiting cannot help.
+    /// Waits until there is a valid network config that differs from `known`. Waits on while the
+    /// config is wrong or the store does not answer. The default implementation never returns.
+    ///
+    /// # Errors
+    /// Another call cannot help either.
     async fn config_changed(&self, _known: &Config) -> Result<Config> {
         std::future::pending().await
     }
 
-    /// The store's data about this node.
+    /// The store's data about this node. The default implementation has none.
     async fn hints(&self) -> Result<Hints> {
         Ok(Hints::default())
     }
 
-    /// Acquires a lease with these attributes: the current one, the previous one, or a free one.
+    /// Acquires a lease with these attributes: the current lease of this node, else its previous
+    /// subnets if they are free, else any free subnets. If another node takes the subnets first,
+    /// this method tries others.
     ///
     /// # Errors
-    /// [`Error::OutOfSubnets`](crate::Error::OutOfSubnets), [`Error::Taken`](crate::Error::Taken).
-    /// After a lost race, the next subnet is tried.
+    /// [`Error::OutOfSubnets`](crate::Error::OutOfSubnets), [`Error::NotReady`](crate::Error) if
+    /// another program has to assign the subnets first, and those of
+    /// [`network_config`](Self::network_config).
     ///
     /// # Cancel safety
     /// If the future is dropped, a lease may have been acquired. The next call finds it.
     async fn acquire_lease(&self, attrs: &LeaseAttrs) -> Result<Lease>;
 
-    /// Publishes other attributes for the lease of this node.
+    /// Publishes other attributes for the lease of this node. Returns the new lease.
     ///
     /// # Errors
     /// [`Error::Conflict`](crate::Error::Conflict) if the lease was written after `held` was read.
     async fn publish(&self, held: &Lease, attrs: &LeaseAttrs) -> Result<Lease>;
 
-    /// Renews the lease until it ends, and returns the reason. Retries failed renewals. An error
-    /// means that another call cannot help.
+    /// Renews the lease until it ends, and returns the reason of the end. Retries failed renewals.
+    ///
+    /// # Errors
+    /// The lease cannot be held, and another call cannot help.
     ///
     /// # Cancel safety
     /// If the future is dropped, the lease stays until it expires.
     async fn hold_lease(&self, held: &Lease) -> Result<LeaseEnd>;
 
-    /// All leases; at first perhaps [`View::unknown`]. The receiver is open as long as the manager.
+    /// A receiver of the leases of all nodes, this node included. Its first value may be
+    /// [`View::unknown`]. It stays open as long as the manager exists.
     async fn watch_leases(&self) -> Result<watch::Receiver<View>>;
 
-    /// Whether this node owns its subnets. Changes when the lease expires, without a request to the
-    /// store. The receiver is open while the manager exists.
+    /// A receiver that shows whether this node owns its subnets. It changes when the lease expires,
+    /// without a request to the store. It stays open as long as the manager exists.
     fn ownership(&self) -> watch::Receiver<Ownership>;
 
     /// Whether [`SubnetManager::report`] does anything.
@@ -87,9 +91,9 @@ pub trait SubnetManager: fmt::Debug + Send + Sync {
     }
 
     /// Publishes the readiness of this node's network until the next report, if the store has a
-    /// place for it. Report [`Readiness::Starting`] before the first lease is acquired: that
-    /// call returns when it is published. The others return at once without an error, and are
-    /// published in the background.
+    /// place for it. Report [`Readiness::Starting`] before the first lease is acquired: that call
+    /// returns when the readiness is published. All other reports return at once without an error,
+    /// and are published in the background.
     ///
     /// # Cancel safety
     /// If the future is dropped, the readiness may have been published.
@@ -110,7 +114,8 @@ pub enum Ownership {
     NotAcquired,
     /// The subnets are this node's.
     Held {
-        /// The end by the wall clock, also after it was set; `None`: no end. A renewal changes it.
+        /// The end by the wall clock; `None`: the lease has no end. It changes with each renewal,
+        /// and when the wall clock is set.
         until: Option<SystemTime>,
     },
     /// The subnets are no longer this node's. Routes to peers stay.
@@ -139,7 +144,7 @@ impl Ownership {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Loss {
-    /// No renewal succeeded in time. A later one may.
+    /// No renewal was confirmed in time. A later renewal may restore the ownership.
     Unconfirmed,
     /// The lease ended, as [`SubnetManager::hold_lease`] returned.
     Ended(LeaseEnd),
@@ -170,12 +175,13 @@ pub enum Readiness {
 pub struct Hints {
     /// Public addresses that the store prescribes for this node. They override the command line.
     pub public: Dual<IpAddr>,
-    /// The attributes that this node published last: a backend keeps its keys and MAC addresses.
+    /// The attributes that this node published last, so that a backend can keep its keys and MAC
+    /// addresses; `None`: not known.
     pub last_published: Option<LeaseAttrs>,
-    /// The subnets that this node had before.
+    /// The subnets that this node had before; `None`: not known.
     pub previous: Option<Subnets>,
-    /// The expired lease of this node, while the store does not answer. Its subnets must not be
-    /// used, but peers can be reached with its attributes.
+    /// The expired lease of this node, while the store does not answer; else `None`. Its subnets
+    /// must not be used, but peers can be reached with its attributes.
     pub lapsed: Option<Lease>,
 }
 
@@ -189,7 +195,7 @@ pub enum LeaseEnd {
     Deleted,
     /// Another node holds it now.
     Taken {
-        /// The node, for a message.
+        /// A description of that node, for a message.
         by: String,
     },
     /// The store gave this node other subnets.
@@ -215,7 +221,7 @@ impl fmt::Display for LeaseEnd {
 pub struct Calls {
     /// Requests sent.
     pub sent: u64,
-    /// Requests that failed. Watches that ended with an error later count too.
+    /// Requests that failed. A watch that ended with an error counts too.
     pub failed: u64,
 }
 
@@ -224,7 +230,7 @@ pub struct Calls {
 pub struct StoreStatus {
     /// The store's name, such as `dir:/var/lib/flannel`.
     pub store: String,
-    /// The last revision that the store confirmed, and the time; `None` before the first.
+    /// The last revision that the store confirmed, and the time; `None` before its first answer.
     pub confirmed: Option<(Revision, SystemTime)>,
     /// Requests by kind, such as `list`, `watch` or `renew`.
     pub calls: BTreeMap<&'static str, Calls>,
@@ -232,7 +238,8 @@ pub struct StoreStatus {
     pub skipped: Vec<(String, String)>,
     /// The last failure, and the time; `None` if no request failed since the last success.
     pub last_error: Option<(String, SystemTime)>,
-    /// Why the network config in the store (wrong, or gone) is not used; `None` if it is.
+    /// Why the network config in the store is not used: it is wrong, or was deleted. `None`: it is
+    /// used.
     pub wrong_config: Option<String>,
 }
 

@@ -66,7 +66,7 @@ impl Subnet {
         self.0.broadcast()
     }
 
-    /// The address `n` after the base; `None` if it lies outside.
+    /// The `n`th address, where 0 is the base; `None` if the subnet has fewer addresses.
     pub fn nth(&self, n: u128) -> Option<IpAddr> {
         let bits = to_bits(self.base()).checked_add(n)?;
         (bits <= to_bits(self.last())).then(|| from_bits(self.family(), bits))
@@ -92,7 +92,8 @@ impl Subnet {
         if len > self.len() { None } else { Self::new(self.base(), len) }
     }
 
-    /// The `n`th subnet of its length after it (0 is itself); `None` past the last address.
+    /// The `n`th subnet of its length after it, where 0 is the subnet itself. `None`: it would lie
+    /// behind the last address of the family.
     pub fn step(&self, n: u128) -> Option<Self> {
         if n == 0 {
             return Some(*self);

@@ -9,8 +9,9 @@ use crate::object::{LinkName, Object};
 
 /// Appends the kernel objects for a peer to a list, which may already hold those of other plans.
 ///
-/// Pure and repeatable. A route outside the subnets makes the lease rejected. Also called for this
-/// node's own lease (no address is on link), to find the keys that no peer may claim.
+/// A plan is pure: the same arguments give the same objects. If it defines a route outside the
+/// subnets, the lease is rejected. It is also called for this node's own lease, while no address is
+/// on a link: no peer may define the objects of that call.
 pub type Plan =
     dyn Fn(&Subnets, &Offer, &Env<'_>, &mut Vec<Object>) -> Result<(), Rejected> + Send + Sync;
 
@@ -32,7 +33,8 @@ pub struct Env<'a> {
     advisories: RefCell<Vec<String>>,
 }
 
-/// Finds the link of an address. Outer `None`: the kernel cannot answer; inner: not on a link.
+/// Finds the link of an address. Outer `None`: the kernel cannot answer. Inner `None`: the address
+/// is not on a link.
 pub type Answer<'a> = dyn Fn(IpAddr) -> Option<Option<LinkName>> + 'a;
 
 impl<'a> Env<'a> {
@@ -41,7 +43,7 @@ impl<'a> Env<'a> {
         Self { on_link, asked: RefCell::default(), advisories: RefCell::default() }
     }
 
-    /// Shows a sentence in the status, about a lease that the plan accepts.
+    /// Adds a sentence about the lease to the status. Call it for a lease that the plan accepts.
     pub fn advise(&self, advisory: String) {
         self.advisories.borrow_mut().push(advisory);
     }
@@ -53,7 +55,7 @@ impl<'a> Env<'a> {
         self.asked.borrow_mut().entry(address).or_insert_with(|| (self.on_link)(address)).flatten()
     }
 
-    /// The addresses that were looked up, with the answers, and the advisories.
+    /// The addresses that the plan looked up, with the answers, and the advisories.
     pub fn into_parts(self) -> (BTreeMap<IpAddr, Option<Option<LinkName>>>, Vec<String>) {
         (self.asked.into_inner(), self.advisories.into_inner())
     }

@@ -18,8 +18,8 @@ pub trait Annex: fmt::Debug + Send + Sync {
     /// The name in its records, unique among all annexes.
     fn name(&self) -> &'static str;
 
-    /// The records that are in place, those of an earlier run too. A record whose change is under
-    /// way is not.
+    /// The records that are in place, including those of an earlier run. A record whose change is
+    /// still under way is not included.
     ///
     /// # Errors
     /// The records could not be read.
@@ -30,24 +30,24 @@ pub trait Annex: fmt::Debug + Send + Sync {
     /// The result of a change that is only started is [`KernelError::started`]. A change that is
     /// under way already is not started again. Another change of the same record begins after it.
     ///
-    /// The end is an event, which names the key and not the change:
-    /// [`Present`](super::KernelEvent::Present) with exactly the record that was put,
-    /// [`Deleted`](super::KernelEvent::Deleted) or [`Failed`](super::KernelEvent::Failed). It ends
-    /// the change of that key that was started last. So only that one reports its end: an earlier
-    /// one's would be taken for it, or for a change by another program.
+    /// The end of a change is an event: [`Present`](super::KernelEvent::Present) with exactly the
+    /// record that was put, [`Deleted`](super::KernelEvent::Deleted) or
+    /// [`Failed`](super::KernelEvent::Failed). The event has the key of the record, and ends the
+    /// change of this key that was started last. Report only the end of that change: the engine
+    /// would take an earlier end for it, or for a change by another program.
     ///
     /// Called on any thread. A network that stops waits for this call.
     fn apply(&self, changes: &[Change]) -> Vec<Result<(), KernelError>>;
 
-    /// Starts to listen for the ends of changes, and for changes of records by others. The stream's
-    /// futures are dropped often: it must be cancel safe, as [`Changes::next`] says.
+    /// Starts to listen for the ends of changes, and for changes of records by other programs. The
+    /// futures of the stream are dropped often, so it must be cancel safe ([`Changes::next`]).
     ///
     /// # Errors
     /// The annex cannot listen.
     fn changes(&self) -> Result<Box<dyn Changes>, KernelError>;
 
     /// Waits at most `timeout` for the end of all changes of this record that were started, and
-    /// returns the result of the last one. Blocks. With a `timeout` of zero it only looks.
+    /// returns the result of the last one. Blocks. With a `timeout` of zero it returns at once.
     ///
     /// # Errors
     /// The last change failed, or has not ended in time: [`KernelError::timed_out`]. Such a change

@@ -7,7 +7,7 @@ use std::sync::Arc;
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ChangedBy {
-    /// The port id of the netlink socket, not 0. Mostly, but not always, the process id.
+    /// The port id of the netlink socket, not 0. It is usually the process id.
     pub port: u32,
     /// The protocol of the route or nexthop that was put; `None` for other objects and deletions.
     pub protocol: Option<u8>,

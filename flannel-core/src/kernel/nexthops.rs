@@ -9,15 +9,15 @@ pub struct NexthopBlock {
     first: u32,
 }
 
-/// The nexthop ids in a network namespace; without those whose owner is not certain.
+/// The nexthop ids in a network namespace. Ids whose owner is not certain are left out.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct NexthopIds {
     /// The kernel has nexthop objects, and they are not disabled.
     pub usable: bool,
-    /// Those of an earlier run: of our protocol, and used by routes of our protocol that are all
+    /// The ids of an earlier run: of our protocol, and used by routes of our protocol that are all
     /// inside the network's pod networks.
     pub ours: Vec<u32>,
-    /// Those of others: of another protocol, or used by a route of our protocol elsewhere.
+    /// Foreign ids: of another protocol, or used by a route of our protocol elsewhere.
     pub foreign: Vec<u32>,
 }
 
@@ -40,9 +40,9 @@ impl NexthopBlock {
         id >= self.first && id - self.first < Self::SIZE
     }
 
-    /// Chooses a block for a network: of a few candidates, one with more ids of an earlier run than
-    /// foreign ones, else one without foreign ids. `None` if there is neither, and without an IPv4
-    /// pod network: IPv6 routes need no nexthop objects.
+    /// Chooses a block for a network from a few candidates: the first one that has more ids of an
+    /// earlier run than foreign ids, else the first one without foreign ids. `None`: there is
+    /// neither, or the network has no IPv4 (IPv6 routes need no nexthop objects).
     ///
     /// # Errors
     /// The kernel could not be read.
@@ -63,7 +63,7 @@ impl NexthopBlock {
         Ok((chosen, there))
     }
 
-    /// By the IPv4 pod network only: the backend and the interface may change.
+    /// Depends on the IPv4 pod network only, because the backend and the interface may change.
     fn candidates(footprint: &Footprint) -> impl Iterator<Item = Self> {
         let networks = footprint.networks.iter().filter(|network| network.family() == Family::V4);
         let words = networks.map(ToString::to_string);

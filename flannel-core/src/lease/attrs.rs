@@ -15,9 +15,11 @@ use crate::json::{FieldError, Fields, compact};
 pub struct Offer {
     /// The backend type: `vxlan`, `host-gw`, …; empty for `udp` and `alloc`.
     pub kind: Cow<'static, str>,
-    /// The addresses that peers send packets to. In the store, `0.0.0.0` is no IPv4 address.
+    /// The addresses to which peers send packets. `None`: the node publishes none of this family.
+    /// The store then has `0.0.0.0` for IPv4, and `null` for IPv6.
     pub public: Dual<IpAddr>,
-    /// The backend's data, as [compact] JSON text.
+    /// The backend's data, as [compact] JSON text; `None`: the backend has none for this family.
+    /// Text that is not JSON is published as a JSON string.
     pub data: Dual<Box<str>>,
 }
 
@@ -131,7 +133,8 @@ impl LeaseAttrs {
     /// Reads the value in the store. `PublicIP` may be a v4-mapped IPv6 address.
     ///
     /// # Errors
-    /// The text is no JSON object, or a field is not valid. As in Go, `PublicIP` may not be `null`.
+    /// The text is not a JSON object, or a field is not valid. As in Go, `PublicIP` must not be
+    /// `null`.
     pub fn from_json(text: &str) -> Result<Self, FieldError> {
         let fields = Fields::parse(text, "")?;
         let others = |raw: Vec<Box<RawValue>>| {
@@ -148,7 +151,7 @@ impl LeaseAttrs {
     }
 }
 
-/// The type in an offer; without an allocation for those of flannel.
+/// The backend type of an offer. The names of flannel's own types need no allocation.
 fn backend_type(name: String) -> Cow<'static, str> {
     let usual = ["vxlan", "host-gw", "wireguard", "extension", "ipsec", "ipip"];
     let usual = usual.into_iter().find(|usual| *usual == name);

@@ -12,7 +12,7 @@ use super::{Lease, Revision, Subnets};
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct LeaseSet(imbl::OrdMap<BySubnets, Arc<Lease>>);
 
-/// The key of a lease in the map: shares the lease instead of copying its subnets.
+/// The key of a lease in the map. It shares the lease, so the subnets are not copied.
 #[derive(Clone)]
 struct BySubnets(Arc<Lease>);
 
@@ -55,12 +55,12 @@ impl LeaseSet {
         self.0.insert(BySubnets(Arc::clone(&lease)), lease);
     }
 
-    /// Removes a lease and returns it.
+    /// Removes the lease with these subnets and returns it; `None` if there is none.
     pub fn remove(&mut self, subnets: &Subnets) -> Option<Arc<Lease>> {
         self.0.remove(subnets)
     }
 
-    /// The lease with exactly these subnets.
+    /// The lease with exactly these subnets; `None` if there is none.
     pub fn get(&self, subnets: &Subnets) -> Option<&Arc<Lease>> {
         self.0.get(subnets)
     }
@@ -103,14 +103,14 @@ impl<L: Into<Arc<Lease>>> FromIterator<L> for LeaseSet {
     }
 }
 
-/// The source of a lease set. Only [`Origin::Live`] means that a lease that is missing is gone.
+/// The source of a lease set. Only if a set is [`Origin::Live`], a lease that it lacks is gone.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Origin {
-    /// The cache of an earlier run, or nothing because the store has not answered yet. Kernel
-    /// objects may be created and replaced because of it, but not deleted.
+    /// The cache of an earlier run. Without a cache, the set is empty until the store answers. A
+    /// network may create and replace kernel objects because of such a set, but delete none.
     Cached {
-        /// When the cache was written; `None` without a cache.
+        /// The time at which the cache was written; `None` without a cache.
         written: Option<SystemTime>,
     },
     /// The store, which returned all leases.

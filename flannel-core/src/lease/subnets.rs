@@ -29,7 +29,7 @@ impl Subnets {
         self.0.values().copied()
     }
 
-    /// The subnet of one family.
+    /// The subnet of one family; `None` if the lease has none.
     pub fn family(&self, family: Family) -> Option<Subnet> {
         self.0[family]
     }
@@ -90,7 +90,7 @@ impl FromStr for Subnets {
         let v4 = Some(part(v4, Family::V4)?).filter(|v4| !v4.is_everything());
         let subnets =
             Self::new([v4, v6].into_iter().flatten()).ok_or_else(|| error("it names no subnet"))?;
-        // The deletion of a key in another spelling is no deletion of this lease.
+        // The store compares keys as text: another spelling is another key.
         if subnets.to_string() == key {
             Ok(subnets)
         } else {

@@ -53,7 +53,8 @@ pub trait LinkAttributes: fmt::Display {
     /// The device that outer packets leave by; `None`: the routing table decides.
     fn lower(&self) -> Option<LinkName>;
 
-    /// Whether the kernel can change such a device into `to` in place.
+    /// Whether the kernel can change a device with these attributes into `to` in place. If not, the
+    /// device is deleted and created anew.
     fn can_become(&self, to: &LinkKind) -> bool;
 }
 

@@ -11,7 +11,7 @@ use crate::address::Subnet;
 pub struct Route {
     /// The destination.
     pub dst: Subnet,
-    /// The next hop, or that there is none.
+    /// The next hop. A blackhole has none.
     pub via: Via,
     /// The MTU in bytes; `None`: the device's.
     pub mtu: Option<u32>,
@@ -34,15 +34,15 @@ pub enum Via {
     Link(LinkName),
     /// The nexthop object with this id.
     Nexthop(u32),
-    /// None: packets are dropped without an answer.
+    /// No next hop: packets are dropped without an answer.
     Blackhole,
-    /// None, by a blackhole with the largest metric: packets are dropped without an answer, unless
-    /// another program has a route to the same destination, such as that of a bridge.
+    /// No next hop: a blackhole with the largest metric. Packets are dropped without an answer,
+    /// unless another route to the same destination exists, such as that of a bridge.
     LastResort,
 }
 
 impl Via {
-    /// The device that packets leave by; `None`: that of the nexthop object, or none.
+    /// The device that packets leave by; `None`: the route uses a nexthop object, or none.
     pub(super) fn link(&self) -> Option<LinkName> {
         match self {
             Self::Gateway { link, .. } | Self::Link(link) => Some(*link),

@@ -6,15 +6,8 @@ use serde::{Serialize, Serializer};
 
 /// A key or password, such as the private key of a tunnel device.
 ///
-/// `Debug`, `Display` and JSON show a placeholder, also those of values that contain a secret.
-///
-/// ```
-/// use flannel_core::object::Secret;
-///
-/// let key = Secret::new(*b"correct horse");
-/// assert_eq!(format!("{key} {key:?}"), "(secret) (secret)");
-/// assert_eq!(key.expose(), b"correct horse");
-/// ```
+/// `Debug`, `Display` and JSON show a placeholder instead of the bytes, also inside other values.
+#[doc = include_str!("../../docs/secret.md")]
 #[derive(Clone, PartialEq, Eq, Hash)]
 pub struct Secret(Box<[u8]>);
 

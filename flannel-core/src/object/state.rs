@@ -40,13 +40,13 @@ impl State {
         self.inexact.contains(key)
     }
 
-    /// Removes an object.
+    /// Removes the object with this key and returns it; `None` if there is none.
     pub fn remove(&mut self, key: &Key) -> Option<Object> {
         self.inexact.remove(key);
         self.find(key).ok().map(|there| self.objects.remove(there))
     }
 
-    /// The object with this key.
+    /// The object with this key; `None` if there is none.
     pub fn get(&self, key: &Key) -> Option<&Object> {
         self.find(key).ok().map(|there| &self.objects[there])
     }
@@ -55,8 +55,9 @@ impl State {
         self.objects.binary_search_by(|object| object.key().cmp(key))
     }
 
-    /// The index of the object with the key of `like`, and the object if it differs. O(1) if the
-    /// object at the index `near` is equal, else O(log n).
+    /// The index of the object with the key of `like`, and the object if it differs from `like`.
+    /// `None`: there is no such object. O(1) if the object at the index `near` is equal to `like`,
+    /// else O(log n).
     pub fn find_near(&self, like: &Object, near: usize) -> Option<(usize, Option<&Object>)> {
         if self.objects.get(near) == Some(like) {
             return Some((near, None));

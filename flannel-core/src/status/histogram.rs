@@ -40,8 +40,8 @@ impl Histogram {
         bounds.chain([Duration::MAX]).zip(self.counts)
     }
 
-    /// The upper bound of the bucket in which the given share (0 to 1) of the durations is reached;
-    /// `None` if there are none.
+    /// An upper bound for this `share` of the durations, from 0 to 1 (0.99: for 99 of 100). It is
+    /// the bound of a bucket; [`Duration::MAX`] above 10 s. `None` if there are no durations.
     pub fn quantile(&self, share: f64) -> Option<Duration> {
         let wanted = (share.clamp(0.0, 1.0) * self.count() as f64).ceil().max(1.0);
         let mut seen = 0;

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-/// A sorted map, or without values a sorted set. A clone is O(1).
+/// A sorted map. With the value type `()` it is a sorted set. A clone is O(1).
 #[derive(Clone, PartialEq, Eq)]
 pub struct Listing<K: Ord, V = ()>(imbl::OrdMap<K, V>);
 
@@ -43,7 +43,7 @@ impl<K: Ord + Clone, V: Clone> Listing<K, V> {
     }
 
     /// The differences from `older`: `(key, then, now)`, with `None` for an absent entry.
-    /// O(changes) if one was made from a clone of the other.
+    /// O(changes) if one listing was made from a clone of the other.
     pub fn changes_since<'a>(
         &'a self,
         older: &'a Self,
@@ -70,7 +70,7 @@ impl<K: Ord + Clone, V: Clone> Listing<K, V> {
         if self.0.contains_key(key) { self.0.remove(key) } else { None }
     }
 
-    /// Removes the entries for whose keys `keep` is false.
+    /// Keeps only the entries for whose keys `keep` returns true.
     pub fn retain(&mut self, keep: impl Fn(&K) -> bool) {
         let gone: Vec<K> = self.keys().filter(|key| !keep(key)).cloned().collect();
         gone.iter().for_each(|key| drop(self.remove(key)));

@@ -22,18 +22,18 @@ pub enum Rejection {
     /// It overlaps this node's own lease, which this node prefers.
     #[error("it overlaps this node's own lease {own}")]
     OverlapsOwn {
-        /// Ours.
+        /// This node's lease.
         own: Subnets,
     },
     /// It overlaps another peer's lease, which was created earlier.
     #[error("it overlaps the earlier lease {earlier} of {holder}")]
     Overlaps {
-        /// The other one.
+        /// The other lease.
         earlier: Subnets,
         /// Its node.
         holder: String,
     },
-    /// It defines a kernel object differently than another peer's lease, which was created earlier.
+    /// It defines a kernel object otherwise than another peer's lease, which was created earlier.
     #[error("{key} is defined otherwise by the earlier lease {earlier} of {holder}")]
     Contradicts {
         /// The object.

@@ -1,4 +1,4 @@
-//! A kernel in memory that behaves like Linux where it matters, and fails on demand.
+//! A kernel in memory that follows the rules of Linux. Tests can make its calls fail.
 
 mod rules;
 mod tables;
@@ -21,27 +21,28 @@ use crate::object::{Change, Key, LinkName, Nexthop, Object, Route, State, Via};
 
 const ENOBUFS: i32 = 105;
 
-/// A kernel in memory. It has Linux's rules: which object needs which, which vanishes with which,
-/// and who is notified of which change. A fault can be planted in every call.
+/// A kernel in memory. It follows these rules of Linux: the objects that an object needs, the
+/// objects that the kernel deletes together with it, and the events of each change. A test can make
+/// every call fail ([`FakeKernel::fail`]).
 ///
-/// Clones are the same kernel and the same writer. [`FakeKernel::other`] is the same kernel as
-/// another process uses it, whose changes the first is notified of.
+/// A clone is the same kernel, used by the same process. [`FakeKernel::other`] is the same kernel,
+/// used by another process: each of the two is notified of the changes of the other one.
 #[derive(Clone)]
 pub struct FakeKernel {
     writer: u32,
     tables: Arc<Mutex<Tables>>,
 }
 
-/// One call to the kernel, as faults see it.
+/// One call to the kernel.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Call {
-    /// What was asked.
+    /// The operation.
     pub operation: Operation,
-    /// Of which object; `None` where none is meant.
+    /// The object of a change; `None` for all other operations.
     pub key: Option<Key>,
 }
 
-/// What a [`Call`] asks.
+/// The operation of a [`Call`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Operation {
@@ -49,9 +50,9 @@ pub enum Operation {
     NexthopIds,
     /// [`Kernel::snapshot`].
     Snapshot,
-    /// [`Change::Put`] of something that is not there.
+    /// [`Change::Put`] of an object whose key does not exist.
     Create,
-    /// [`Change::Put`] of something that is there.
+    /// [`Change::Put`] of an object whose key exists.
     Replace,
     /// [`Change::Delete`].
     Delete,
@@ -74,12 +75,14 @@ impl Default for FakeKernel {
 }
 
 impl FakeKernel {
-    /// The port id that changes by [`FakeKernel::foreign_put`] and [`FakeKernel::foreign_delete`]
-    /// are reported with.
+    /// The port id in the events of [`FakeKernel::foreign_put`] and [`FakeKernel::foreign_delete`].
     pub const FOREIGN_PORT: u32 = 4711;
 
-    /// A kernel with one link of others that is up and has `192.0.2.0/24` and `2001:db8::/64` on
-    /// it.
+    /// A kernel with one foreign link: it is up, and the subnets `192.0.2.0/24` and `2001:db8::/64`
+    /// are on it.
+    ///
+    /// # Panics
+    /// `name` is not an interface name.
     pub fn with_uplink(name: &str) -> Self {
         let kernel = Self::default();
         let on_link = ["192.0.2.0/24", "2001:db8::/64"].map(|s| s.parse().expect("a subnet"));
@@ -87,28 +90,29 @@ impl FakeKernel {
         kernel
     }
 
-    /// Has no nexthop objects from now on, as kernels before 5.3. (There must be none yet.)
+    /// The same kernel without support for nexthop objects, as before Linux 5.3. It must have none
+    /// yet.
     pub fn without_nexthops(self) -> Self {
         self.lock().without_nexthops = true;
         self
     }
 
-    /// Whether networks are to use nexthop objects; they are, at first.
+    /// Sets whether nexthop objects are [usable](NexthopIds::usable). At first they are.
     pub fn use_nexthops(&self, wanted: bool) {
         self.lock().unwanted_nexthops = !wanted;
     }
 
-    /// The same kernel, seen by another process.
+    /// The same kernel, used by another process.
     pub fn other(&self) -> Self {
         let mut tables = self.lock();
         tables.writers += 1;
         Self { writer: tables.writers, tables: Arc::clone(&self.tables) }
     }
 
-    /// Adds a link of others, up, with these subnets on it.
+    /// Adds a foreign link that is up, with these subnets on it.
     ///
     /// # Panics
-    /// `name` is no interface name.
+    /// `name` is not an interface name.
     pub fn add_foreign_link(&self, name: &str, on_link: &[Subnet]) {
         let name = name.parse().expect("an interface name");
         let mut tables = self.lock();
@@ -116,7 +120,11 @@ impl FakeKernel {
         tables.publish(0, &Invalidation::Link(name));
     }
 
-    /// Changes what is on a link of others, as an address change does.
+    /// Replaces the subnets on a foreign link, as a change of its addresses does. Does nothing if
+    /// there is no such link.
+    ///
+    /// # Panics
+    /// `name` is not an interface name.
     pub fn set_on_link(&self, name: &str, on_link: &[Subnet]) {
         let mut tables = self.lock();
         let name = name.parse().expect("an interface name");
@@ -130,8 +138,12 @@ impl FakeKernel {
         tables.publish(0, &Invalidation::Objects(routes, None));
     }
 
-    /// Sets a link up or down, as an administrator does: down drops its IPv4 routes, nexthops and
-    /// permanent neighbours, and says so only by a message about the link.
+    /// Sets a link up or down, as an administrator does. When a link goes down, the kernel deletes
+    /// its IPv4 routes, nexthop objects and permanent neighbours. The only event is one about the
+    /// link.
+    ///
+    /// # Panics
+    /// `name` is not an interface name.
     pub fn set_up(&self, name: &str, up: bool) {
         let mut tables = self.lock();
         let name: LinkName = name.parse().expect("an interface name");
@@ -149,7 +161,10 @@ impl FakeKernel {
         tables.publish(0, &Invalidation::Link(name));
     }
 
-    /// Deletes a link, ours or another's, with all that is on it.
+    /// Deletes a link with all objects on it. The link may be foreign.
+    ///
+    /// # Panics
+    /// `name` is not an interface name.
     pub fn delete_link(&self, name: &str) {
         let mut tables = self.lock();
         let name = name.parse().expect("an interface name");
@@ -158,12 +173,13 @@ impl FakeKernel {
         tables.publish(0, &Invalidation::Link(name));
     }
 
-    /// Puts an object the way another process would, with this route protocol.
+    /// Puts an object as another process does, with this route protocol. No rule is checked.
     pub fn foreign_put(&self, object: impl Into<Object>, protocol: u8) {
         self.foreign_entry(Entry { object: object.into(), protocol, inexact: false });
     }
 
-    /// The same with a route that has more than [`Route`] expresses, such as a preferred source.
+    /// Like [`FakeKernel::foreign_put`], for a route with attributes that [`Route`] does not
+    /// express, such as a preferred source.
     pub fn foreign_put_inexact(&self, route: Route, protocol: u8) {
         self.foreign_entry(Entry { object: route.into(), protocol, inexact: true });
     }
@@ -186,7 +202,7 @@ impl FakeKernel {
         tables.publish(0, &invalidation);
     }
 
-    /// Deletes an object the way another process would.
+    /// Deletes an object as another process does.
     pub fn foreign_delete(&self, key: Key) {
         let mut tables = self.lock();
         tables.objects.remove(&key);
@@ -200,12 +216,12 @@ impl FakeKernel {
         }
     }
 
-    /// Breaks every listener for good; new ones can be had.
+    /// Breaks every open stream of [`Kernel::changes`]. New streams work.
     pub fn break_listeners(&self) {
         self.lock().listeners.clear();
     }
 
-    /// Makes every listener lose its messages.
+    /// Reports [`Invalidation::Everything`] to every listener, as after lost messages.
     pub fn lose_messages(&self) {
         self.lock().publish(0, &Invalidation::Everything);
     }
@@ -216,33 +232,34 @@ impl FakeKernel {
         self.lock().faults.push(Fault { matches: Box::new(matches), error, times });
     }
 
-    /// Takes all planted faults away; true if each of them fired as often as it was to.
+    /// Removes all faults of [`FakeKernel::fail`]. Returns whether each of them has failed as many
+    /// calls as it was to fail.
     pub fn clear_faults(&self) -> bool {
         let faults = std::mem::take(&mut self.lock().faults);
         faults.iter().all(|fault| fault.times == 0)
     }
 
-    /// The calls since the last time this was asked.
+    /// The calls since the last call of `take_calls`.
     pub fn take_calls(&self) -> Vec<Call> {
         std::mem::take(&mut self.lock().calls)
     }
 
-    /// The number of calls of [`ProcessNames::name`] since the last call of this.
+    /// The number of calls of [`ProcessNames::name`] since the last call of `take_name_lookups`.
     pub fn take_name_lookups(&self) -> usize {
         std::mem::take(&mut self.lock().name_lookups)
     }
 
-    /// How many changes it was given at once, at most.
+    /// The number of changes in the largest batch ([`Kernel::apply`]) so far.
     pub fn largest_batch(&self) -> usize {
         self.lock().largest_batch
     }
 
-    /// All objects of all writers, as text.
+    /// All objects of all processes, as text, in the order of creation. Foreign links are left out.
     pub fn dump(&self) -> Vec<String> {
         self.lock().objects.values().map(|entry| entry.object.to_string()).collect()
     }
 
-    /// All objects of all writers.
+    /// All objects of all processes. Foreign links are left out.
     pub fn state(&self) -> State {
         self.lock().objects.values().map(|entry| entry.object.clone()).collect()
     }
@@ -252,8 +269,8 @@ impl FakeKernel {
     }
 }
 
-/// The author of a change: none for links and forwarding entries, and with a protocol for objects
-/// that have one.
+/// The author in the events of a foreign change. Events about links and forwarding entries have
+/// none. Only routes and nexthop objects have a protocol.
 fn foreigner(key: &Key, protocol: Option<u8>) -> Option<ChangedBy> {
     let mut changed_by = ChangedBy::new(FakeKernel::FOREIGN_PORT);
     changed_by.protocol = protocol.filter(|_| matches!(key, Key::Route(_) | Key::Nexthop(_)));

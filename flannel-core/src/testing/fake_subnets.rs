@@ -13,10 +13,8 @@ use crate::error::{Error, Result};
 use crate::lease::{Lease, LeaseAttrs, LeaseSet, Offer, Origin, Revision, Subnets, View};
 use crate::subnet::{Hints, LeaseEnd, Loss, Ownership, Readiness, StoreStatus, SubnetManager};
 
-/// A subnet manager whose leases a test writes; `acquire_lease` gives the first subnet to this
-/// node.
-///
-/// Clones are the same manager.
+/// A subnet manager in memory. A test writes the leases of peers. This node always gets the first
+/// subnet of the pod network. It needs no runtime. Clones are the same manager.
 #[derive(Debug, Clone)]
 pub struct FakeSubnets(Arc<Mutex<Inner>>);
 
@@ -54,10 +52,10 @@ impl FakeSubnets {
         })))
     }
 
-    /// Puts a peer's lease with a public address and nothing else.
+    /// Puts the lease of a peer, with only a public address.
     ///
     /// # Panics
-    /// `key` is no lease key, or `public` no address.
+    /// `key` is not a lease key, or `public` is not an IP address.
     pub fn put(&self, key: &str, public: &str) {
         let public: IpAddr = public.parse().expect("an IP address");
         self.put_attrs(
@@ -66,52 +64,52 @@ impl FakeSubnets {
         );
     }
 
-    /// Puts a peer's lease.
+    /// Puts the lease of a peer.
     ///
     /// # Panics
-    /// `key` is no lease key.
+    /// `key` is not a lease key.
     pub fn put_attrs(&self, key: &str, attrs: LeaseAttrs) {
         let subnets = key.parse().expect("a lease key");
         self.lock().write(subnets, attrs);
     }
 
-    /// Takes a lease away.
+    /// Deletes a lease.
     ///
     /// # Panics
-    /// `key` is no lease key.
+    /// `key` is not a lease key.
     pub fn delete(&self, key: &str) {
         let subnets: Subnets = key.parse().expect("a lease key");
         self.lock().change(|leases| drop(leases.remove(&subnets)));
     }
 
-    /// Publishes a whole view at once.
+    /// Replaces the whole view.
     pub fn set_view(&self, view: View) {
         self.lock().views.send_replace(view);
     }
 
-    /// Sets what [`SubnetManager::hints`] answers.
+    /// Sets the answer of [`SubnetManager::hints`].
     pub fn set_hints(&self, hints: Hints) {
         self.lock().hints = hints;
     }
 
-    /// Ends every lease that is held.
+    /// Ends every lease that is held: [`SubnetManager::hold_lease`] returns `end`.
     pub fn end_leases(&self, end: LeaseEnd) {
         let why = Loss::Ended(end.clone());
         self.set_ownership(Ownership::Lost { since: SystemTime::now(), why });
         self.lock().ends.send_replace(Some(end));
     }
 
-    /// Sets what [`SubnetManager::ownership`] shows, until a lease is acquired or ended.
+    /// Sets the value of [`SubnetManager::ownership`], until a lease is acquired or ended.
     pub fn set_ownership(&self, ownership: Ownership) {
         self.lock().ownership.send_replace(ownership);
     }
 
-    /// Sets what [`SubnetManager::publishes_readiness`] answers.
+    /// Sets the answer of [`SubnetManager::publishes_readiness`].
     pub fn set_publishes_readiness(&self, publishes: bool) {
         self.lock().publishes_readiness = publishes;
     }
 
-    /// What was reported so far.
+    /// All reports so far ([`SubnetManager::report`]), oldest first.
     pub fn reports(&self) -> Vec<Readiness> {
         self.lock().reports.clone()
     }

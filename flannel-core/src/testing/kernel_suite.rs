@@ -1,4 +1,4 @@
-//! The rules that every [`Kernel`] must keep, the real one and the fake alike.
+//! The rules that every [`Kernel`] must keep.
 
 mod changes;
 mod nexthops;
@@ -13,32 +13,32 @@ use crate::object::{
     Via, Vxlan,
 };
 
-/// Where the suite runs: an empty network namespace, or a fake of one.
+/// The kernel on which the suite runs: an empty network namespace, or a fake one.
 #[derive(Debug)]
 pub struct Fixture<'a> {
     /// The kernel under test.
     pub kernel: &'a dyn Kernel,
     /// The same kernel, as another process uses it.
     pub other: &'a dyn Kernel,
-    /// A link of others that is up, with `192.0.2.1/24` and `2001:db8::1/64` on it.
+    /// A foreign link that is up, with the addresses `192.0.2.1/24` and `2001:db8::1/64`.
     pub uplink: LinkName,
 }
 
-/// Runs the suite; one line per step that failed is the panic's message.
+/// Runs the suite. It needs a tokio runtime with time enabled, and blocks while the kernel works.
 ///
 /// # Panics
-/// The kernel does not behave.
+/// The kernel breaks a rule.
 pub async fn kernel_suite(fixture: &Fixture<'_>) {
     objects::everything_is_created_and_read_back(fixture);
     objects::every_attribute_is_changed_in_place(fixture);
-    objects::a_failure_in_the_middle_stops_nothing(fixture);
-    objects::what_is_gone_is_as_good_as_deleted(fixture);
-    objects::a_deletion_spares_what_took_the_place(fixture);
-    objects::a_foreign_link_is_never_touched(fixture);
+    objects::a_failed_change_does_not_stop_later_ones(fixture);
+    objects::a_deletion_of_an_absent_object_succeeds(fixture);
+    objects::a_deletion_keeps_a_replacement(fixture);
+    objects::a_foreign_link_is_not_changed(fixture);
     objects::a_new_identity_makes_a_new_device(fixture);
-    objects::lookup_tells_what_is_on_the_link(fixture);
-    nexthops::routes_share_the_fate_of_their_nexthop(fixture);
-    nexthops::nexthop_ids_are_told_apart(fixture);
+    objects::lookup_returns_the_link_of_an_address(fixture);
+    nexthops::routes_are_deleted_with_their_nexthop(fixture);
+    nexthops::nexthop_ids_are_ours_or_foreign(fixture);
     changes::only_changes_by_others_are_reported(fixture).await;
 }
 
@@ -92,7 +92,7 @@ fn device(family: Family, n: u8, uplink: LinkName) -> Link {
     Link { name: link(n), mtu: 1400, up: true, kind: LinkKind::Vxlan(vxlan) }
 }
 
-/// One object of every kind, each needing those before it.
+/// One object of every kind. Each may need the objects before it.
 fn one_of_each(family: Family, n: u8, uplink: LinkName) -> Vec<Object> {
     let len = family.bits();
     let route = |dst, via| Object::from(Route { dst: subnet(family, dst), via, mtu: None });

@@ -1,6 +1,7 @@
-//! Fakes of the traits in this crate, and the suites that fakes and real implementations both pass.
+//! Fakes of the traits in this crate, and a test suite for implementations of `Kernel`.
 //!
-//! A fake holds state and behaves; use it for tests of results. For tests of calls, mock the trait.
+//! A fake keeps state, as the real implementation does: use it to test results. To test which calls
+//! a function makes, mock the trait.
 
 mod diff;
 mod fake_kernel;

@@ -23,7 +23,7 @@ fn address(n: u8) -> IpAddr {
     }
 }
 
-/// Any object of a few names, addresses and ids, so that keys collide.
+/// Any object, but no record. There are only a few names, addresses and ids, so that keys collide.
 pub fn any_object() -> impl Strategy<Value = Object> {
     let n = || 0..8u8;
     let mac = |n: u8| MacAddr::local([n; 6]);

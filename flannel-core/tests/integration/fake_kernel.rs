@@ -1,4 +1,4 @@
-//! The fake kernel passes the suite that the real one passes.
+//! The fake kernel passes the suite that the real kernel passes.
 
 use flannel_core::testing::{FakeKernel, Fixture, kernel_suite};
 

@@ -11,7 +11,7 @@ use flannel_core::testing::{FakeKernel, FakeSubnets};
 use tokio::time::Instant;
 
 #[tokio::test(start_paused = true)]
-async fn leases_are_live_unless_the_store_is_away_and_a_cache_exists() {
+async fn leases_are_live_unless_the_store_does_not_answer_and_a_cache_exists() {
     let subnets = FakeSubnets::new("10.1.0.0/16");
     subnets.put("10.1.7.0-24", "192.0.2.7");
     let uplink = ExternalInterface {

@@ -13,17 +13,18 @@ use crate::object::{LinkName, MacAddr};
 pub struct Vxlan {
     /// The VXLAN network identifier, 1 to 16777215.
     pub vni: u32,
-    /// The UDP port.
+    /// The UDP port of all nodes.
     pub port: u16,
     /// The MAC address.
     pub mac: MacAddr,
     /// The source address of outer packets; `None`: the kernel chooses it.
     pub local: Option<IpAddr>,
-    /// The device that outer packets leave by; `None`: by the routing table, or it was deleted.
+    /// The device that outer packets leave by. `None`: the routing table decides, or the device was
+    /// deleted.
     pub lower: Option<LinkName>,
-    /// Learn forwarding entries from traffic.
+    /// Whether the device learns forwarding entries from traffic.
     pub learning: bool,
-    /// The Group Based Policy extension.
+    /// Whether the Group Based Policy extension is on.
     pub gbp: bool,
 }
 

@@ -11,35 +11,35 @@ const ENETUNREACH: i32 = 101;
 
 /// The rules for one kind of object.
 pub(super) trait Rules {
-    /// A snapshot for this footprint shows the object, which has this protocol and leaves by
-    /// `link`.
+    /// Whether a snapshot for this footprint shows the object, which has this protocol and this
+    /// device.
     fn is_owned_by(&self, footprint: &Footprint, link: Option<LinkName>, protocol: u8) -> bool;
 
-    /// The kernel refuses to put it.
+    /// The error with which the kernel refuses to put the object.
     fn check(&self, _tables: &Tables) -> Result<(), KernelError> {
         Ok(())
     }
 
-    /// Removes the objects that vanish when this one replaces `old`.
+    /// Deletes the objects that the kernel deletes when this object replaces `old`.
     fn before_replacing(&self, _old: &Object, _tables: &mut Tables) {}
 
-    /// A deletion of the object deletes `there`, which has the same key. An object that took its
-    /// place, by another link or gateway, stays.
+    /// Whether a deletion of the object deletes `there`, which has the same key. A replacement with
+    /// another link or gateway stays.
     fn deletes(&self, _there: &Object) -> bool {
         true
     }
 
-    /// It cannot be put while its device is down.
+    /// Whether the object cannot be put while its device is down.
     fn needs_device_up(&self) -> bool {
         false
     }
 
-    /// It vanishes when its device goes down.
+    /// Whether the kernel deletes the object when its device goes down.
     fn goes_when_device_is_down(&self) -> bool {
         false
     }
 
-    /// Messages about it name the writer, who is not notified of changes of its own.
+    /// Whether events about the object name their author. The author is then not notified.
     fn names_writer(&self) -> bool {
         true
     }

@@ -1,4 +1,4 @@
-//! The tables of the fake kernel, and the rules that hold for objects of every kind.
+//! The tables of the fake kernel, and the rules for objects of every kind.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
@@ -15,7 +15,7 @@ const ENOENT: i32 = 2;
 const ENODEV: i32 = 19;
 const ENETDOWN: i32 = 100;
 
-/// The fake kernel's state, with its listeners and planted faults.
+/// The state of the fake kernel, with its listeners and faults.
 #[derive(Default)]
 pub(super) struct Tables {
     pub(super) writers: u32,
@@ -30,7 +30,7 @@ pub(super) struct Tables {
     pub(super) unwanted_nexthops: bool,
 }
 
-/// A link of others.
+/// A foreign link.
 #[derive(Debug)]
 pub(super) struct Foreign {
     pub(super) up: bool,
@@ -40,20 +40,20 @@ pub(super) struct Foreign {
 #[derive(Debug, Clone)]
 pub(super) struct Entry {
     pub(super) object: Object,
-    /// The route protocol, where there is one.
+    /// The route protocol of a route or nexthop object. Other objects do not use it.
     pub(super) protocol: u8,
-    /// It has more than `object` expresses.
+    /// The object in the kernel has attributes that `object` does not express.
     pub(super) inexact: bool,
 }
 
-/// An error in the place of the next calls that match.
+/// An error that the next `times` matching calls return.
 pub(super) struct Fault {
     pub(super) matches: Box<dyn Fn(&Call) -> bool + Send>,
     pub(super) error: KernelError,
     pub(super) times: usize,
 }
 
-/// Hears the changes of all writers but `port`.
+/// Receives the changes of all writers except for `port`.
 pub(super) struct Listener {
     pub(super) port: u32,
     pub(super) sender: mpsc::UnboundedSender<Invalidation>,
@@ -78,14 +78,14 @@ impl Tables {
         }
     }
 
-    /// Notifies all listeners but the writer itself; writer 0 is none of them.
+    /// Notifies all listeners except for the writer. Writer 0 is no listener: all are notified.
     pub(super) fn publish(&mut self, writer: u32, invalidation: &Invalidation) {
         self.listeners.retain(|listener| {
             listener.port == writer || listener.sender.send(invalidation.clone()).is_ok()
         });
     }
 
-    /// A link is up.
+    /// Whether a link is up; `ENODEV` if there is none.
     pub(super) fn is_up(&self, name: LinkName) -> Result<bool, KernelError> {
         if let Some(foreign) = self.foreign.get(&name) {
             return Ok(foreign.up);
@@ -96,14 +96,14 @@ impl Tables {
         }
     }
 
-    /// Removes the objects that vanish when a device goes down.
+    /// Deletes the objects that the kernel deletes when a device goes down.
     pub(super) fn drop_by_down(&mut self, name: LinkName) {
         let dropped = |o: &Object| o.link() == Some(name) && rules(o).goes_when_device_is_down();
         self.objects.retain(|_, entry| !dropped(&entry.object));
         self.drop_orphans();
     }
 
-    /// Removes a link of ours with all objects on it.
+    /// Deletes a link with all objects on it.
     pub(super) fn drop_link(&mut self, name: LinkName) {
         self.objects.remove(&Key::Link(name));
         self.objects.retain(|_, entry| entry.object.link() != Some(name));
@@ -116,8 +116,8 @@ impl Tables {
         }
     }
 
-    /// Removes the objects that go with a deleted one: routes by a nexthop object, and all IPv4
-    /// routes of a device with its last IPv4 address.
+    /// Deletes the objects that the kernel deletes with the object of `key`: the routes that use a
+    /// nexthop object, and with the last IPv4 address of a device all its IPv4 routes.
     pub(super) fn drop_after(&mut self, key: Key) {
         if let Key::Nexthop(_) = key {
             self.drop_orphans();
@@ -135,7 +135,7 @@ impl Tables {
         }
     }
 
-    /// Removes routes by nexthop objects that are gone.
+    /// Deletes the routes whose nexthop objects do not exist.
     pub(super) fn drop_orphans(&mut self) {
         let id = |key: &Key| if let Key::Nexthop(id) = key { Some(*id) } else { None };
         let there: BTreeSet<u32> = self.objects.keys().filter_map(id).collect();
@@ -212,7 +212,7 @@ impl Tables {
         self.publish(if rules(object).names_writer() { writer } else { 0 }, &invalidation);
     }
 
-    /// A snapshot shows the entry.
+    /// Whether a snapshot shows the entry.
     pub(super) fn owns(&self, footprint: &Footprint, entry: &Entry) -> bool {
         let link = self.link_of(&entry.object);
         rules(&entry.object).is_owned_by(footprint, link, entry.protocol)

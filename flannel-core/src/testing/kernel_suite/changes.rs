@@ -1,10 +1,10 @@
-//! Changes by others are reported, changes of our own are not.
+//! Changes by other processes are reported. Changes by this process are not.
 
 use super::*;
 use crate::kernel::{Changes, Invalidation, KernelEvent};
 use crate::object::Key;
 
-/// Collects invalidations until `done`; fails if nothing more comes.
+/// Collects invalidations until `done` returns true. Panics if none arrives for 60 s.
 async fn listen(
     changes: &mut dyn Changes,
     mut done: impl FnMut(&Invalidation) -> bool,
@@ -48,7 +48,7 @@ pub(super) async fn only_changes_by_others_are_reported(fixture: &Fixture<'_>) {
             assert!(gone || implied, "{object} was deleted by another: {received:?}");
             let here =
                 received.iter().any(|invalidation| mentions(invalidation, &object.key(), false));
-            // The kernel finishes an IPv6 address by itself, later, and names no writer.
+            // The kernel reports an IPv6 address a second time, later and without an author.
             let late = matches!(object, Object::Addr(addr) if addr.address.is_ipv6());
             assert!(!here || late, "{object} was put by ourselves: {received:?}");
         }

@@ -1,4 +1,4 @@
-//! Nexthop objects, the routes by them, and their ids.
+//! Nexthop objects, the routes that use them, and their ids.
 
 use super::*;
 use crate::kernel::NexthopBlock;
@@ -8,7 +8,7 @@ fn nexthop(family: Family, n: u8, on: LinkName, gateway: IpAddr) -> Nexthop {
     Nexthop { id, link: on, gateway, onlink: false }
 }
 
-pub(super) fn routes_share_the_fate_of_their_nexthop(fixture: &Fixture<'_>) {
+pub(super) fn routes_are_deleted_with_their_nexthop(fixture: &Fixture<'_>) {
     for (family, n) in [(Family::V4, 1), (Family::V6, 2)] {
         let device = device(family, n, fixture.uplink);
         let by = Nexthop { onlink: true, ..nexthop(family, 1, link(n), ip(family, 2)) };
@@ -28,15 +28,15 @@ pub(super) fn routes_share_the_fate_of_their_nexthop(fixture: &Fixture<'_>) {
         apply(fixture, &puts(&[moved.into()]));
         assert!(
             there(&moved.into()) && there(&objects[2]),
-            "a nexthop is replaced under its route"
+            "a nexthop is replaced, and its route stays"
         );
         apply(fixture, &[Change::Delete(moved.into())]);
-        assert!(!there(&objects[2]), "its route goes with it");
+        assert!(!there(&objects[2]), "the kernel deletes the route with its nexthop");
         apply(fixture, &[Change::Delete(objects[2].clone())]);
         apply(fixture, &puts(&objects[1..]));
         let down = Link { up: false, ..device };
         apply(fixture, &puts(&[down.into()]));
-        assert!(!there(&objects[1]) && !there(&objects[2]), "both go with the link");
+        assert!(!there(&objects[1]) && !there(&objects[2]), "a link that goes down loses both");
         apply(fixture, &puts(&objects[..1]));
         let result = fixture.kernel.apply(&footprint(fixture.uplink), &puts(&objects[1..]));
         assert!(result.iter().all(Result::is_ok), "{result:?}");
@@ -48,7 +48,7 @@ pub(super) fn routes_share_the_fate_of_their_nexthop(fixture: &Fixture<'_>) {
     assert!(refused.is_err(), "its gateway is not on the link");
 }
 
-pub(super) fn nexthop_ids_are_told_apart(fixture: &Fixture<'_>) {
+pub(super) fn nexthop_ids_are_ours_or_foreign(fixture: &Fixture<'_>) {
     let mut footprint = footprint(fixture.uplink);
     let (chosen, there) = NexthopBlock::choose(fixture.kernel, &footprint).expect("ids");
     assert_eq!((there.usable, there.ours, there.foreign), (true, vec![], vec![]));
@@ -68,7 +68,7 @@ pub(super) fn nexthop_ids_are_told_apart(fixture: &Fixture<'_>) {
     assert_eq!(
         text(&found),
         [objects[0].to_string(), objects[2].to_string()],
-        "by id, inside the networks"
+        "only the id in the block, and the route inside the networks"
     );
     let (again, there) = NexthopBlock::choose(fixture.kernel, &footprint).expect("ids");
     assert_eq!((again, there.ours, there.foreign), (chosen, vec![id], vec![77]));

@@ -58,7 +58,7 @@ pub(super) fn every_attribute_is_changed_in_place(fixture: &Fixture<'_>) {
     }
 }
 
-pub(super) fn a_failure_in_the_middle_stops_nothing(fixture: &Fixture<'_>) {
+pub(super) fn a_failed_change_does_not_stop_later_ones(fixture: &Fixture<'_>) {
     let neigh =
         |l: u8, n| Object::from(Neigh { link: link(l), address: ip(Family::V4, n), mac: mac(n) });
     let device: Object = device(Family::V4, 1, fixture.uplink).into();
@@ -73,14 +73,14 @@ pub(super) fn a_failure_in_the_middle_stops_nothing(fixture: &Fixture<'_>) {
     clear(fixture);
 }
 
-pub(super) fn what_is_gone_is_as_good_as_deleted(fixture: &Fixture<'_>) {
+pub(super) fn a_deletion_of_an_absent_object_succeeds(fixture: &Fixture<'_>) {
     let want = everything(fixture);
     let deletes: Vec<Change> = want.iter().rev().cloned().map(Change::Delete).collect();
     apply(fixture, &deletes);
     assert_state(fixture, &State::default());
 }
 
-pub(super) fn a_deletion_spares_what_took_the_place(fixture: &Fixture<'_>) {
+pub(super) fn a_deletion_keeps_a_replacement(fixture: &Fixture<'_>) {
     for (family, n) in [(Family::V4, 1), (Family::V6, 2)] {
         let via = |gateway| Via::Gateway { gateway, link: link(n), onlink: true };
         let ours = Route { dst: subnet(family, 2), via: via(ip(family, 2)), mtu: None };
@@ -92,7 +92,7 @@ pub(super) fn a_deletion_spares_what_took_the_place(fixture: &Fixture<'_>) {
     }
 }
 
-pub(super) fn a_foreign_link_is_never_touched(fixture: &Fixture<'_>) {
+pub(super) fn a_foreign_link_is_not_changed(fixture: &Fixture<'_>) {
     let mut device = device(Family::V4, 1, fixture.uplink);
     device.name = fixture.uplink;
     let footprint = Footprint { links: [fixture.uplink].into(), ..Footprint::default() };
@@ -104,7 +104,7 @@ pub(super) fn a_foreign_link_is_never_touched(fixture: &Fixture<'_>) {
     assert_eq!(
         found.get(&Key::Link(fixture.uplink)),
         None,
-        "a link of unknown kind is not ours to see"
+        "a snapshot does not show a link of an unknown kind"
     );
 }
 
@@ -125,7 +125,7 @@ pub(super) fn a_new_identity_makes_a_new_device(fixture: &Fixture<'_>) {
     clear(fixture);
 }
 
-pub(super) fn lookup_tells_what_is_on_the_link(fixture: &Fixture<'_>) {
+pub(super) fn lookup_returns_the_link_of_an_address(fixture: &Fixture<'_>) {
     for family in Family::BOTH {
         let answer = fixture.kernel.lookup(peer(family, 77)).expect("an answer");
         assert_eq!(answer.on_link(), Some(fixture.uplink), "{family}: {answer:?}");
