@@ -1,5 +1,5 @@
-//! Cleanup: removes the objects of a network from the kernel, all or those that Go flannel cannot
-//! handle.
+//! Cleanup: removes the objects of a network from the kernel: all of them, or only those that Go
+//! flannel cannot handle.
 //!
 //! The objects follow from the network config ([`Backend::footprint`](flannel_core::Backend)), so
 //! a host without a lease can be cleaned.
@@ -13,7 +13,7 @@ use flannel_core::kernel::{Footprint, KernelError, NexthopBlock};
 use flannel_core::object::{Change, Key, Nexthop, Object, Route, State, Via};
 use flannel_core::{Kernel, Subnet};
 
-/// The pause after a batch: other users of the kernel handle get their turn.
+/// The pause after a batch, so that other threads can use the kernel handle.
 const TURN: Duration = Duration::from_micros(200);
 const EBUSY: i32 = 16;
 const EINVAL: i32 = 22;
@@ -31,7 +31,7 @@ pub struct Cleanup {
 /// Removes all objects that `footprint` owns. No network may run meanwhile: it would restore them.
 ///
 /// A nexthop object on the external interface stays if another program uses it
-/// ([`Kernel::nexthop_users`]). A device takes all objects on it along.
+/// ([`Kernel::nexthop_users`]). The kernel deletes a device together with all objects on it.
 ///
 /// ```
 /// use flannel_core::testing::FakeKernel;
@@ -56,7 +56,7 @@ pub struct Cleanup {
 /// The kernel could not be read; nothing was changed.
 ///
 /// # Blocking
-/// As [`Kernel`]: some ten microseconds an object.
+/// Blocks as [`Kernel`] does: some ten microseconds per object.
 pub fn cleanup(
     kernel: &dyn Kernel,
     footprint: &Footprint,
@@ -69,8 +69,9 @@ pub fn cleanup(
 /// and the nexthop objects that it chose for that network. Keeps the objects inside the network of
 /// `footprint`, even if `former` covers it.
 ///
-/// No other network may use `former`. Call it for the first start with another pod network, while
-/// the network runs and is settled: the network itself removes all that is left on its devices.
+/// No other network may use `former`. Call it at the first start with another pod network, once the
+/// new network is [`settled`](flannel_core::status::Status::settled). Objects on the network's own
+/// devices are not included, because the network itself removes them.
 ///
 /// # Errors
 /// The kernel could not be read; nothing was changed.
@@ -102,7 +103,7 @@ pub fn remove_former(
     remove(kernel, &then, is_former, dry_run)
 }
 
-/// Removes the objects of `footprint` that are `meant`.
+/// Removes the objects of `footprint` for which `meant` returns true.
 fn remove(
     kernel: &dyn Kernel,
     footprint: &Footprint,
@@ -125,10 +126,10 @@ fn remove(
     Ok(report)
 }
 
-/// Makes the host ready for Go flannel, which knows no nexthop objects and cannot delete routes by
-/// them. Each such route becomes a plain one in place, then the nexthop objects are removed. No
-/// packet is lost. Routes of last resort ([`Via::LastResort`]) are removed: Go flannel makes its
-/// own elsewhere, and would leave ours.
+/// Makes the host ready for Go flannel, which does not know nexthop objects and cannot delete the
+/// routes that use them. Replaces each such route in place by a route with a gateway, then removes
+/// the nexthop objects. No packet is lost. Removes routes of last resort ([`Via::LastResort`]) too:
+/// Go flannel makes its own routes of this kind, and would not remove ours.
 ///
 /// A nexthop object stays if its route could not be replaced, or if another program uses it
 /// ([`Kernel::nexthop_users`]): the kernel would delete the route with it.
@@ -192,9 +193,10 @@ pub fn ready_for_go(
 /// their attributes too: a gateway, the default metric, a destination inside the pod networks with
 /// the `SubnetLen` that `lens` gives for its family.
 ///
-/// Call it for the first start after Go flannel, while the network runs and is settled. The network
-/// has replaced the routes to its peers by then, unless the kernel refused. `keeps` is true for
-/// such a destination.
+/// Call it at the first start after Go flannel, once the network is
+/// [`settled`](flannel_core::status::Status::settled). By then it has replaced the routes to its
+/// peers, except for those that the kernel refused. `keeps` returns true for a destination whose
+/// route must stay.
 ///
 /// # Errors
 /// The kernel could not be read; nothing was changed.

@@ -1,4 +1,4 @@
-//! The engine: makes the kernel equal to the desired objects, whatever state it finds.
+//! The engine: makes the kernel equal to the desired objects, from any state that it finds.
 //!
 //! An object without a row in the [table](table::Table) is assumed to be in the kernel as desired.
 //! An event from the kernel only invalidates objects. A single invalid object is put again; more
@@ -88,7 +88,7 @@ impl Engine {
         self.take_all(changed, Some(arrived), |_, _| false);
     }
 
-    /// Asks the kernel again the questions of plans whose answers may have changed.
+    /// Repeats the lookups of plans whose answers may have changed.
     pub(crate) fn recheck_lookups(&mut self, kernel: &dyn Kernel) {
         let answers = Answers::new(kernel);
         for under in self.lookups.take() {
@@ -100,7 +100,7 @@ impl Engine {
         self.lookups.note(answers);
     }
 
-    /// There is work for [`Engine::settle`].
+    /// Whether there is work for [`Engine::settle`].
     pub(crate) fn is_unsettled(&self) -> bool {
         self.survey.is_unread()
             || self.table.has_puts()
@@ -112,7 +112,8 @@ impl Engine {
         !self.queue.is_empty()
     }
 
-    /// A round ended before all was done. Before the first snapshot there is nothing to do.
+    /// Whether the last round ended before all work was done. Before the first snapshot, leases in
+    /// the queue do not count.
     pub(crate) fn is_unfinished(&self) -> bool {
         self.unfinished || (self.has_queue() && self.survey.reads.done > 0)
     }
@@ -293,7 +294,7 @@ mod tests {
             Self { kernel, engine, leases: LeaseSet::default() }
         }
 
-        /// The same with peers, all in place.
+        /// A world with these peers, all in place.
         fn settled(peers: std::ops::Range<u8>) -> Self {
             let mut world = Self::new();
             peers.for_each(|n| world.leases.insert(lease(n, [198, 51, 100, n])));
@@ -317,7 +318,7 @@ mod tests {
 
         fn settle(&mut self) {
             self.settle_as_far_as(true);
-            // A round ends by time, too.
+            // A round may end before all work is done.
             while self.engine.is_unfinished() {
                 self.settle_as_far_as(true);
             }
@@ -339,12 +340,12 @@ mod tests {
             }
         }
 
-        /// The peers that wait.
+        /// The peers that wait, with the reasons.
         fn waiting(&self) -> Vec<(Subnets, Wait)> {
             self.engine.waiting().peers.into_iter().collect()
         }
 
-        /// How what a peer wants stands.
+        /// The states of a peer's objects.
         fn standings(&self, n: u8) -> Vec<ObjectState> {
             let explained = self.engine.explain(dst(n).base(), &self.kernel).unwrap();
             explained.objects.into_iter().map(|(_, standing)| standing).collect()
@@ -475,7 +476,7 @@ mod tests {
         }
     }
 
-    /// What leases brought comes before what is in doubt, but no route before what it goes by.
+    /// Changes of leases come before repairs, but no route comes before its nexthop object.
     #[test]
     fn a_route_that_a_lease_changed_is_put_first_with_its_nexthop_object() {
         let mut world = World::settled(2..200);
@@ -553,7 +554,7 @@ mod tests {
             world.kernel.take_calls();
             world.settle();
             let calls = world.kernel.take_calls();
-            // What is not ours to remove may still stand before ours.
+            // A foreign object that stays may still take precedence over ours.
             let is_put = calls.iter().any(|call| call.key == Some(Key::Route(dst(3))));
             assert_eq!(
                 (is_put, reads(&world)),

@@ -15,7 +15,7 @@ pub(crate) struct Closed;
 
 #[derive(Debug)]
 pub(crate) struct GatedKernel {
-    /// For reads, which no gate stops.
+    /// For reads, which the gate does not stop.
     pub(crate) kernel: Arc<dyn Kernel>,
     closed: Mutex<bool>,
 }
@@ -31,7 +31,7 @@ impl GatedKernel {
         if *closed { Err(Closed) } else { Ok(self.kernel.apply(footprint, batch)) }
     }
 
-    /// Closes the gate. Waits for the batch in hand.
+    /// Closes the gate. Waits for the batch that is being applied.
     pub(crate) fn close(&self) {
         *self.closed.lock().unwrap_or_else(PoisonError::into_inner) = true;
     }

@@ -12,7 +12,7 @@ use flannel_core::{Backend, Config, Kernel, Lease, Result, SubnetManager};
 use crate::host_network::{CustomNetwork, HostNetwork};
 use crate::kernel_network::KernelNetwork;
 
-/// This host, ready to take part in networks.
+/// This host: its interface, its kernel, and the source of its leases.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct Host {
@@ -26,21 +26,24 @@ pub struct Host {
     pub machine_id: String,
     /// The secrets that backends keep on this host.
     pub secrets: Arc<dyn Secrets>,
-    /// See [`KernelNetwork::with_process_names`].
+    /// See [`KernelNetwork::with_process_names`]. `None`: the network does not look up names.
     pub process_names: Option<Arc<dyn ProcessNames>>,
 }
 
-/// Choices of [`Host::join`].
+/// Options of [`Host::join`].
 #[derive(Debug, Clone, Default)]
 pub struct JoinOptions {
-    /// [`Hints::lapsed`](flannel_core::subnet::Hints) if the store is silent; `None`: acquire one.
+    /// The lease in [`Hints::lapsed`](flannel_core::subnet::Hints): it has expired, and the store
+    /// does not answer. The network then reaches peers, but installs no address of this lease.
+    /// `None`: `join` acquires a lease.
     pub lapsed: Option<Lease>,
     /// See [`KernelNetwork::drop_unused_addresses`]. Has no effect on a network that runs itself.
     pub drop_unused_addresses: bool,
 }
 
 impl Host {
-    /// A host without a machine id, whose secrets live as long as this value and its clones.
+    /// A host without a machine id. Its secrets are kept in memory, as long as this value and its
+    /// clones exist.
     pub fn new(
         uplink: ExternalInterface,
         kernel: Arc<dyn Kernel>,
@@ -56,7 +59,7 @@ impl Host {
         Self { machine_id: machine_id.into(), ..self }
     }
 
-    /// The same host with secrets that last.
+    /// The same host with these secrets, for example in files that outlive this process.
     #[must_use]
     pub fn with_secrets(self, secrets: Arc<dyn Secrets>) -> Self {
         Self { secrets, ..self }
@@ -68,14 +71,19 @@ impl Host {
         Self { process_names: Some(names), ..self }
     }
 
-    /// Prepares the backend, acquires the node's lease with its offer, and builds the network. Only
-    /// a running network writes to the kernel. [`SubnetManager::hold_lease`] renews the lease.
+    /// Prepares the backend, acquires the node's lease with its offer, and builds the network. It
+    /// writes no kernel object: a network writes only while it runs.
+    ///
+    /// Neither `join` nor the network renews the lease. The caller runs
+    /// [`SubnetManager::hold_lease`] with the lease of the network's handle, at the same time as
+    /// [`HostNetwork::run`]. If it returns, the caller drops `run`. A lapsed lease is not held.
     ///
     /// # Errors
-    /// The backend refuses the config or the host, or there is no lease to be had.
+    /// The backend refuses the config or the host, or the lease cannot be acquired
+    /// ([`SubnetManager::acquire_lease`]).
     ///
     /// # Cancel safety
-    /// Dropped half-way, a lease may have been acquired; the next call finds it again.
+    /// If the future is dropped, a lease may have been acquired. The next call finds it.
     pub async fn join(
         &self,
         backend: &dyn Backend,

@@ -27,12 +27,13 @@ impl HostNetwork {
         }
     }
 
-    /// Follows the views until their sender is dropped, or until a network that runs itself ends.
+    /// Follows the views ([`SubnetManager::watch_leases`](flannel_core::SubnetManager)) until their
+    /// sender is dropped, or until a network that runs itself ends. Does not renew the lease.
     ///
     /// # Errors
-    /// The network cannot go on, and a new run of the same network would not help.
+    /// The network cannot go on, and another run of the same network cannot help.
     ///
-    /// # Cancel safety
+    /// # Cancel safety and panics
     /// Dropping the future stops the network. See [`KernelNetwork::run`] and [`Network::run`].
     pub async fn run(self, views: watch::Receiver<View>) -> Result<Ended> {
         match self {

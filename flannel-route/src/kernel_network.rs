@@ -16,48 +16,15 @@ use tokio::sync::{mpsc, watch};
 use crate::driver::Driver;
 use crate::engine::Engine;
 
-/// A network that keeps a kernel equal to [`Blueprint`]s applied to the leases.
+/// A network that keeps a kernel equal to [`Blueprint`]s applied to the leases. The
+/// [front page](crate) has an example.
 ///
 /// Rounds run on the runtime's blocking pool, one at a time. A network in sync wakes up only for
 /// events of the kernel and the store, and reads the kernel once in five minutes.
-///
-/// ```
-/// use std::sync::Arc;
-/// use flannel_core::testing::{FakeKernel, FakeSubnets};
-/// use flannel_core::SubnetManager;
-/// use flannel_core::backend::{Blueprint, NodeLease};
-/// use flannel_core::object::{Route, Via};
-/// use flannel_route::KernelNetwork;
-///
-/// # #[tokio::main(flavor = "current_thread")] async fn main() -> flannel_core::Result<()> {
-/// let kernel = FakeKernel::with_uplink("eth0").without_nexthops();
-/// let subnets = FakeSubnets::new("10.1.0.0/16");
-/// subnets.put("10.1.7.0-24", "192.0.2.7");
-/// let eth0 = "eth0".parse().unwrap();
-/// let mut blueprint = Blueprint::new(1500, move |subnets, offer, _env, objects| {
-///     objects.extend(offer.endpoints(subnets).filter_map(|peer| {
-///         let via = Via::Gateway { gateway: peer.public?, link: eth0, onlink: false };
-///         Some(Route { dst: peer.subnet, via, mtu: None }.into())
-///     }));
-///     Ok(())
-/// });
-/// blueprint.footprint.networks = vec!["10.1.0.0/16".parse().unwrap()];
-/// blueprint.footprint.routes_on = [eth0].into();
-/// let lease = NodeLease::Held(subnets.acquire_lease(&Default::default()).await?);
-/// let networks = subnets.network_config().await?.pod_networks().collect();
-/// let network = KernelNetwork::new(Arc::new(kernel.clone()), lease, networks, vec![blueprint]);
-/// let mut status = network.handle().status;
-/// tokio::select! {
-///     ended = network.run(subnets.watch_leases().await?) => { ended?; }
-///     _ = status.wait_for(|status| status.in_sync) => {}
-/// }
-/// assert_eq!(kernel.dump(), ["route 10.1.7.0/24 via 192.0.2.7 dev eth0"]);
-/// # Ok(()) }
-/// ```
 pub struct KernelNetwork {
     kernel: Arc<dyn Kernel>,
     names: Option<Arc<dyn ProcessNames>>,
-    /// The node holds its lease.
+    /// Whether the node holds its lease.
     is_held: bool,
     engine: Box<Engine>,
     handle: NetworkHandle,
@@ -74,7 +41,9 @@ impl std::fmt::Debug for KernelNetwork {
 }
 
 impl KernelNetwork {
-    /// A network that will keep `kernel` equal to `blueprints`, once it runs. Touches nothing yet.
+    /// A network that keeps `kernel` equal to `blueprints` while it [runs](Self::run). This call
+    /// does not use the kernel. The MTU of the handle is the smallest one of the blueprints, 0
+    /// without blueprints.
     ///
     /// A lease outside the pod `networks` is rejected. The first blueprint whose plan accepts an
     /// offer of a peer defines its objects. The base objects of all blueprints are put in place.
@@ -111,9 +80,10 @@ impl KernelNetwork {
         }
     }
 
-    /// Drops packets to those addresses of this node's subnets that no pod has, instead of
-    /// following other routes. Does nothing if the node's lease has lapsed. Without this option, a
-    /// network with [`Footprint::blackholes`] removes the routes of last resort of an earlier one.
+    /// Adds a route of last resort ([`Via::LastResort`]) to each subnet of this node. Packets to
+    /// addresses that no pod has are then dropped, and do not follow other routes. Does nothing if
+    /// the node's lease has lapsed. Without this option, a network with [`Footprint::blackholes`]
+    /// removes such routes of an earlier run.
     #[must_use]
     pub fn drop_unused_addresses(mut self) -> Self {
         if self.is_held {
@@ -124,7 +94,7 @@ impl KernelNetwork {
     }
 
     /// Names the processes that change objects of this network, in its status and the log. Without
-    /// this option, the port ids of their sockets name them.
+    /// this option, only the port ids of their netlink sockets are known.
     #[must_use]
     pub fn with_process_names(self, names: Arc<dyn ProcessNames>) -> Self {
         Self { names: Some(names), ..self }
@@ -143,6 +113,9 @@ impl KernelNetwork {
     /// # Cancel safety
     /// Dropping the future stops the network. The objects stay in the kernel. The drop may block
     /// for one batch of changes (milliseconds, rarely 100). Nothing is written after it.
+    ///
+    /// # Panics
+    /// The kernel or a plan panics, or there is no tokio runtime with time enabled.
     pub async fn run(self, views: watch::Receiver<View>) -> Result<Ended> {
         let Self { kernel, names, engine, status, questions, .. } = self;
         Driver::new(kernel, names, engine, status, views, questions).run().await

@@ -7,7 +7,7 @@ use crate::pending_events::PendingEvents;
 /// After a round no more events than this are taken in before the next round begins.
 const MOST_AT_ONCE: usize = 1 << 16;
 
-/// Neither a stream nor an error: the stream was not opened yet.
+/// Without a stream and without an error, the stream was not opened yet.
 #[derive(Default)]
 pub(crate) struct Listener {
     stream: Option<Box<dyn Changes>>,
@@ -30,7 +30,7 @@ impl Listener {
         };
     }
 
-    /// Waits for an event and keeps it; for ever without a stream.
+    /// Waits for an event and keeps it. Without a stream it waits forever.
     pub(crate) async fn hear(&mut self) {
         let Some(stream) = &mut self.stream else { return std::future::pending().await };
         let event = stream.next().await.unwrap_or_else(|error| {
@@ -40,8 +40,8 @@ impl Listener {
         self.pending.push(event);
     }
 
-    /// Takes in all events that the kernel has sent so far. Where the kernel names no author, our
-    /// own changes are among them, and would look like damage after other leases arrive.
+    /// Takes in all events that the kernel has sent so far. Events without an author may report our
+    /// own changes. If they were taken in after new leases, they would look like damage.
     pub(crate) async fn catch_up(&mut self) {
         for _ in 0..MOST_AT_ONCE {
             tokio::select! {

@@ -1,8 +1,8 @@
 //! Nexthop objects for the routes to peers: the id of each destination.
 //!
-//! Plans define routes by gateways. An IPv4 route by a gateway becomes a nexthop object and a route
-//! by its id. The kernel inserts such routes in linear time; routes by distinct gateways take
-//! quadratic time. IPv6 routes take linear time without nexthop objects and stay as they are.
+//! Plans define routes with gateways. An IPv4 route with a gateway becomes a nexthop object and a
+//! route with its id. The kernel inserts such routes in linear time, but routes with distinct
+//! gateways in quadratic time. IPv6 routes take linear time anyway and stay as they are.
 
 use std::net::IpAddr;
 
@@ -61,7 +61,7 @@ impl Ids {
         Some(id)
     }
 
-    /// The same for a route that is put by a nexthop object.
+    /// The same for an object. `None`: it is not a route that uses a nexthop object.
     pub(crate) fn assign_to(&mut self, object: &Object) -> Option<u32> {
         nexthop(object, 0)?;
         let Object::Route(route) = object else { return None };
@@ -89,8 +89,8 @@ impl Ids {
         }
     }
 
-    /// The number of a destination among the subnets of its length: subnets of one pod network do
-    /// not collide. `None` for IPv6.
+    /// The preferred id: the number of the destination among the subnets of its length, so that
+    /// subnets of one pod network do not collide. `None` for IPv6.
     fn own(&self, dst: &Subnet) -> Option<u32> {
         let IpAddr::V4(base) = dst.base() else { return None };
         let number = u32::from(base).checked_shr(u32::from(32 - dst.len())).unwrap_or(0);
@@ -110,7 +110,7 @@ impl Ids {
     }
 }
 
-/// The nexthop object with a route's gateway; `None` if the route is not put by a nexthop object.
+/// The nexthop object with a route's gateway; `None` if the route does not use a nexthop object.
 pub(crate) fn nexthop(object: &Object, id: u32) -> Option<Nexthop> {
     match object {
         Object::Route(Route { dst, via: Via::Gateway { gateway, link, onlink }, .. })

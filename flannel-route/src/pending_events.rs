@@ -5,9 +5,9 @@ use std::collections::BTreeSet;
 use flannel_core::kernel::Invalidation;
 use flannel_core::object::LinkName;
 
-/// More reports than this at once invalidate everything, …
+/// If more reports than this wait, everything is invalidated.
 const MOST_REPORTS: usize = 1 << 16;
-/// … and so do more links.
+/// If more links than this wait, everything is invalidated.
 const MOST_LINKS: usize = 1 << 10;
 
 /// The invalidations that wait for the engine.
@@ -15,7 +15,7 @@ const MOST_LINKS: usize = 1 << 10;
 pub(crate) struct PendingEvents {
     everything: bool,
     links: BTreeSet<LinkName>,
-    /// In the order of their events; none after there were too many.
+    /// In the order of their events. Empty after there were too many.
     objects: Vec<Invalidation>,
     reports: usize,
 }
@@ -39,7 +39,7 @@ impl PendingEvents {
                     self.objects.push(invalidation);
                 }
             }
-            // `Everything`, as which an unknown variant counts.
+            // `Everything`, or an unknown variant.
             _ => self.everything = true,
         }
     }

@@ -1,4 +1,4 @@
-//! Rate limits. Rare events never wait; events without end are slowed down to a steady rate.
+//! Rate limits. A burst after a rest does not wait. A steady stream gets a fixed rate.
 
 use std::time::Duration;
 
@@ -19,7 +19,7 @@ impl RateLimiter {
         Self { gap, rest, next: None }
     }
 
-    /// When the next may pass: `now`, or later.
+    /// The time at which the next event may pass: `now`, or later.
     pub(crate) fn next(&self, now: Instant) -> Instant {
         self.next.map_or(now, |next| next.max(now))
     }
@@ -31,8 +31,8 @@ impl RateLimiter {
         self.next = Some(if cost > self.gap { next.max(now + cost) } else { next });
     }
 
-    /// One event passed, and took this time. After a rest, as many pass at once as fit into half of
-    /// it. Events without end take half of the time. No event waits longer than a rest.
+    /// One event passed, and took this time. After a rest, events pass without a wait until they
+    /// took half of it. A steady stream takes half of the time. No event waits longer than a rest.
     pub(crate) fn pass_after(&mut self, now: Instant, took: Duration) {
         let rested = now.checked_sub(self.rest).unwrap_or(now);
         let next = self.next.map_or(rested, |next| next.max(rested)) + self.gap.max(2 * took);

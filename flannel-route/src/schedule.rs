@@ -15,20 +15,20 @@ const RESYNC: Duration = Duration::from_secs(300);
 /// After a failure the work is tried again after this time, then after twice that, and so on.
 const RETRY_FIRST: Duration = Duration::from_millis(100);
 const RETRY_LONGEST: Duration = Duration::from_secs(30);
-/// The kernel is read at most this often, and for no more than a fifth of the time, …
+/// The shortest time between two snapshots in the long run. They take at most a fifth of the time.
 const READ_GAP: Duration = Duration::from_millis(100);
-/// … but after a rest of this length as often as fits into it without waiting.
+/// After a rest of this length, as many cheap snapshots need no pause as fit into it.
 const READ_REST: Duration = Duration::from_secs(1);
-/// Single objects are repaired at most this often, and for half of the time at most. After a rest,
-/// as many at once as take half of the rest. Linux may take milliseconds for a nexthop object.
+/// The shortest time between two rounds of repairs. They take at most half of the time. After a
+/// rest, they take half of it without a pause. Linux may take milliseconds for a nexthop object.
 const REPAIR_GAP: Duration = Duration::from_millis(1);
 const REPAIR_REST: Duration = Duration::from_millis(100);
-/// Plans' questions are asked again at most this often, and for no more than a fifth of the time, …
+/// The shortest time between two rechecks of the lookups of plans. They take at most a fifth of it.
 const RECHECK: Duration = Duration::from_secs(1);
-/// … unless the link that routes are on changed: then this often.
+/// The same after a change of the link that the routes are on.
 const RECHECK_URGENT: Duration = Duration::from_millis(100);
 
-/// What a round may do now.
+/// The work that the next round may do.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Permits {
     /// Open the stream of kernel events.
@@ -39,18 +39,18 @@ pub(crate) struct Permits {
     pub(crate) resync: bool,
     /// Read the kernel if something is unread.
     pub(crate) read: bool,
-    /// Ask stale questions of plans again.
+    /// Repeat the stale lookups of plans.
     pub(crate) recheck: bool,
-    /// Ask them if they are urgent.
+    /// Repeat them if they are urgent.
     pub(crate) recheck_urgent: bool,
 }
 
-/// What a round did.
+/// The work that a round has done.
 pub(crate) struct Done {
     pub(crate) started: Instant,
     /// It took in kernel events.
     pub(crate) repairs: bool,
-    /// The time that the questions of plans took; `None` if they were not asked.
+    /// The time that the lookups of plans took; `None` if none was repeated.
     pub(crate) rechecked: Option<Duration>,
     pub(crate) newly_failing: bool,
 }
@@ -85,7 +85,7 @@ impl Schedule {
         }
     }
 
-    /// What the next round may do.
+    /// The work that the next round may do.
     pub(crate) fn permits(
         &mut self,
         now: Instant,
@@ -149,7 +149,7 @@ impl Schedule {
         }
     }
 
-    /// The time of the next round if nothing happens until then. `has_events`: kernel events wait.
+    /// The time of the next round if no event comes before it. `has_events`: kernel events wait.
     pub(crate) fn deadline(&self, now: Instant, engine: &Engine, has_events: bool) -> Instant {
         let may_read = engine.survey.is_unread() && engine.survey.error.is_none();
         let due = [

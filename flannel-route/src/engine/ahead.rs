@@ -15,7 +15,7 @@ type Channels = (SyncSender<Vec<Change>>, Receiver<Applied>);
 /// The second thread. It applies one batch at a time, in the order of their arrival.
 pub(super) struct Applier<'a> {
     apply: &'a (dyn Fn(&[Change]) -> Result<Results, Closed> + Sync),
-    /// `Err`: the system gave no thread; the results of the batch that the caller applied.
+    /// `Err`: the thread could not be started. The caller applied the batch; this is its result.
     thread: Result<Channels, Cell<Option<Applied>>>,
 }
 
@@ -52,7 +52,7 @@ impl<'a> Applier<'a> {
         })
     }
 
-    /// Begins to apply a batch. Every call is to be followed by one of [`Applier::wait`].
+    /// Begins to apply a batch. Call [`Applier::wait`] before the next batch.
     pub(super) fn begin(&self, batch: Vec<Change>) {
         match &self.thread {
             // An error means that the thread panicked.

@@ -7,8 +7,8 @@ use flannel_core::{Lease, Subnet, Subnets};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// Every object that the kernel is to have. A route by a gateway is desired as a nexthop object and
-/// a route by its id where the kernel has nexthop objects.
+/// Every object that the kernel should have. If the kernel has nexthop objects, an IPv4 route with
+/// a gateway is desired as a nexthop object and a route with its id.
 pub(super) struct Desired {
     /// This node's own objects.
     pub(super) base: State,
@@ -98,7 +98,7 @@ impl Desired {
         self.expand(self.peers.objects(), each);
     }
 
-    /// The definitions of peers as the kernel is to have them.
+    /// The definitions of peers as the kernel should have them.
     pub(super) fn expand<'a>(
         &self,
         objects: impl IntoIterator<Item = &'a Object>,
@@ -140,8 +140,8 @@ impl Desired {
     }
 }
 
-/// A peer's object as the kernel is to have it: a route by a gateway becomes one by its nexthop
-/// object.
+/// A peer's object as the kernel should have it: a route with a gateway becomes one with the id of
+/// its nexthop object.
 pub(super) fn by_nexthop(object: &Object, id: Option<u32>) -> Object {
     match (object, id) {
         (Object::Route(route), Some(id)) if nexthop(object, id).is_some() => {

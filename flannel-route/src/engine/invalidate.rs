@@ -7,7 +7,7 @@ use flannel_core::kernel::{ChangedBy, Invalidation, KernelEvent, ProcessNames, R
 use flannel_core::object::{Key, Object, Route, Via};
 use flannel_core::status::Damage;
 
-/// The authors of this many undesired objects are remembered. Desired ones are bounded anyway.
+/// The authors of this many undesired objects are kept. The number of desired objects is bounded.
 const MOST_SUSPECTS: usize = 1024;
 
 /// The author of an event. The name of its process costs reading files, so it is read only if the
@@ -49,7 +49,7 @@ impl Engine {
                 let by = Suspect { author: by.as_ref(), names, named: OnceCell::new() };
                 reports.iter().for_each(|report| self.invalidate_object(report, &by));
             }
-            // `Everything`, as which an unknown variant counts.
+            // `Everything`, or an unknown variant.
             _ => {
                 self.survey.invalidate_everything();
                 self.lookups.invalidate_all();
@@ -70,7 +70,7 @@ impl Engine {
             self.lookups.invalidate_under(dst);
         }
         let protocol = by.author.and_then(|by| by.protocol);
-        // As desired, but of a protocol that is not ours.
+        // The protocol is not ours, even if the object is as desired.
         let disowned = protocol.is_some_and(|protocol| protocol != ROUTE_PROTOCOL);
         match (self.desired.object(&key), report) {
             (_, KernelEvent::Related(_) | KernelEvent::Failed(..)) => {}

@@ -88,7 +88,7 @@ impl Engine {
         changes
     }
 
-    /// Plans the next slice of the queue. Leases that went or were planned meanwhile are left out.
+    /// Plans the next slice of the queue, without leases that were deleted or planned meanwhile.
     pub(super) fn plan_slice(&mut self, answers: &Answers<'_>) -> Option<(Changed, Instant)> {
         let Slice { mut leases, arrived, outdated } = self.queue.next()?;
         if outdated {

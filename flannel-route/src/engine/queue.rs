@@ -1,4 +1,4 @@
-//! The queue of new leases: a view that brings thousands of them is planned in slices.
+//! The queue of new leases. If a view has many, they are planned slice by slice.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -7,15 +7,16 @@ use tokio::time::Instant;
 
 use flannel_core::Lease;
 
-/// The number of new peers whose objects are put at once. Linux maps per-CPU memory for forwarding
-/// entries in the background, and falls behind: slices of 256 of 65,000 peers took a fifth longer.
+/// The number of new peers in a slice, whose objects are put in one batch. Linux maps per-CPU
+/// memory for forwarding entries in the background and falls behind: with slices of 256, 65,000
+/// peers took a fifth longer.
 pub(super) const SLICE: usize = 64;
 
 /// New leases that no plan has seen yet, in the order of their arrival.
 #[derive(Debug, Default)]
 pub(super) struct Queue {
     leases: VecDeque<(Arc<Lease>, Instant)>,
-    /// A newer view came, so the leases may have changed, gone or been planned.
+    /// A newer view arrived, so the leases may have been changed, deleted or planned.
     outdated: bool,
 }
 
@@ -24,12 +25,12 @@ pub(super) struct Slice {
     pub(super) leases: Vec<Arc<Lease>>,
     /// The arrival of all of them.
     pub(super) arrived: Instant,
-    /// Their newest versions have to be looked up.
+    /// The newest versions of the leases must be looked up.
     pub(super) outdated: bool,
 }
 
 impl Queue {
-    /// A newer view came.
+    /// A newer view arrived.
     pub(super) fn outdate(&mut self) {
         self.outdated = !self.is_empty();
     }

@@ -16,7 +16,7 @@ use flannel_core::status::Damage;
 
 const EAGAIN: i32 = 11;
 
-/// The part of the kernel that only a snapshot can tell.
+/// The part of the kernel that only a snapshot can show.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
 enum Unread {
     Nothing,
@@ -30,7 +30,7 @@ enum Unread {
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Reads {
     pub(crate) done: u64,
-    /// Failed reads too, but not those that only found a wrong link (perhaps being deleted).
+    /// Including failed reads, but not reads that only found a wrong link (it may be in deletion).
     pub(crate) tries: u32,
     /// The time of the last one.
     pub(crate) took: Duration,

@@ -26,7 +26,7 @@ pub(super) enum Actual {
     Unknown,
     /// This object, which is not desired: it is deleted.
     Present(Object),
-    /// An object that may have to be deleted; only a snapshot tells.
+    /// An object that may have to be deleted. Only a snapshot shows whether it is ours.
     Suspected,
 }
 
@@ -47,7 +47,7 @@ pub(super) struct Row {
     pub(super) actual: Actual,
     pub(super) cause: Cause,
     progress: Progress,
-    /// The process that is said to have changed the object.
+    /// The author in the last event about the object that named one.
     pub(super) changed_by: Option<Box<ChangedBy>>,
 }
 
@@ -92,7 +92,7 @@ impl Row {
 }
 
 /// The rows in the order of creation, and the errors of the kernel. An object without a row is as
-/// desired, as far as the kernel told.
+/// desired, by all that the kernel has reported.
 #[derive(Debug, Default)]
 pub(crate) struct Table {
     rows: BTreeMap<Key, Row>,
@@ -202,7 +202,7 @@ impl Table {
         self.insert(key, row);
     }
 
-    /// Notes who added an object that may have to be deleted.
+    /// Notes the author of an object that may have to be deleted.
     pub(super) fn suspect_addition(&mut self, key: Key, by: ChangedBy) {
         let addition = || Row::new(Actual::Suspected, Cause::Repair(Damage::Addition));
         let mut row = self.remove(&key).unwrap_or_else(addition);

@@ -14,12 +14,12 @@ use flannel_core::kernel::{KernelError, KernelEvent};
 use flannel_core::object::{Change, Key, Nexthop, Object, ObjectKind, Route, Via};
 use flannel_core::status::Damage;
 
-/// The length of a round. A repair, a newer view or a question waits for its end.
+/// The length of a round, besides its snapshot. A repair, a view or a question waits for its end.
 const ROUND: Duration = Duration::from_millis(16);
 
-/// The number of changes in a batch, except for those of [new peers](super::queue::SLICE). A stop
-/// waits for one batch: mostly a millisecond; 100 ms among thousands of routes without nexthop
-/// objects, or when nexthop objects are deleted.
+/// The changes of a batch, one call of `Kernel::apply`; [new peers](super::queue::SLICE) have their
+/// own size. A stop waits for one batch: mostly a millisecond; 100 ms among thousands of routes
+/// without nexthop objects, or when nexthop objects are deleted.
 pub(crate) const BATCH: usize = 128;
 
 impl Engine {
@@ -53,10 +53,10 @@ impl Engine {
         self.apply_while(kernel, end, |this| this.next_deletions(&mut last, |_| true))
     }
 
-    /// Puts what can be put without a snapshot: changes of leases, and invalid objects if the
-    /// kernel cannot be read at all.
+    /// Puts the objects that need no snapshot: changes of leases, and invalid objects if the kernel
+    /// cannot be read at all.
     fn settle_unread(&mut self, kernel: &GatedKernel) -> Result<(), Closed> {
-        // Only a first snapshot tells the ids of objects, and the objects that serve peers now.
+        // Only the first snapshot shows the ids of nexthop objects, and the objects in use.
         if self.survey.reads.done == 0 {
             return Ok(());
         }
@@ -92,7 +92,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Even while repairs never end, one batch of objects of departed peers is deleted, unless an
+    /// Deletes one batch of objects of departed peers although repairs are not finished, unless an
     /// object of a lease is still to be put.
     fn delete_meanwhile(&mut self, kernel: &GatedKernel) -> Result<(), Closed> {
         let by_lease = |cause: Cause| matches!(cause, Cause::Lease(_));
@@ -121,9 +121,9 @@ impl Engine {
         }
     }
 
-    /// Puts the due objects that are `meant` and whose links are there, until `end`. Changes of
-    /// leases come first, because repairs may never end. Routes are repaired last: without nexthop
-    /// objects they may take seconds, and without their nexthop objects the kernel refuses them.
+    /// Puts the due objects that are `meant` and whose links exist, until `end`. Changes of leases
+    /// come first, because repairs may never end. Routes are repaired last: without nexthop objects
+    /// they may take seconds, and without their nexthop objects the kernel refuses them.
     fn put_due(
         &mut self,
         kernel: &GatedKernel,
@@ -197,8 +197,8 @@ impl Engine {
         batch
     }
 
-    /// No object can be put without its link. One failure in the status says more than ten
-    /// thousand.
+    /// Whether the link of an object is missing. Such an object is not tried, so that the status
+    /// shows one failure and not ten thousand.
     pub(super) fn lacks_link(&self, object: &Object) -> bool {
         let missing = &self.survey.missing_links;
         !missing.is_empty()

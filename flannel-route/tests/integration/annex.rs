@@ -21,7 +21,7 @@ use tokio::task::JoinHandle;
 
 const EIO: i32 = 5;
 
-/// An annex whose changes end when the test says so.
+/// An annex whose changes end when the test ends them.
 #[derive(Debug, Clone, Default)]
 struct Ledger(Arc<Mutex<Entries>>);
 
@@ -31,7 +31,7 @@ struct Entries {
     started: VecDeque<Change>,
     starts: usize,
     waits: Vec<Duration>,
-    /// Changes end at once, by themselves.
+    /// Whether changes end at once.
     is_quick: bool,
     listener: Option<mpsc::UnboundedSender<Invalidation>>,
     is_broken: bool,
@@ -111,7 +111,7 @@ impl Annex for Ledger {
         Ok(Box::new(Events(receiver)))
     }
 
-    /// Waits until the clock has moved, as if `timeout` were over then.
+    /// Waits until the clock has moved, and then behaves as if `timeout` had passed.
     fn wait(&self, key: &Key, timeout: Duration) -> std::result::Result<(), KernelError> {
         let begun = Instant::now();
         while begun.elapsed().is_zero() {}
@@ -242,7 +242,7 @@ async fn a_started_change_is_pending_until_its_end_and_is_tried_again_after_a_fa
     world.until(|| world.network.status.borrow().failing.len() == 1);
     let failing = format!("{:?}", world.network.status.borrow().failing);
     assert!(failing.contains("exit status 1"), "{failing}");
-    // The retry, which nobody asked for.
+    // The retry, which the engine starts by itself.
     world.until(|| world.ledger.started().len() == 1);
     assert_eq!(world.network.status.borrow().failing.len(), 1, "it fails until the retry ends");
     world.ledger.end(Ok(()));
@@ -252,7 +252,7 @@ async fn a_started_change_is_pending_until_its_end_and_is_tried_again_after_a_fa
 
     world.subnets.delete("10.1.7.0-24");
     world.until(|| world.ledger.started() == [format!("delete {RECORD}")]);
-    // Published after the round that started it.
+    // The status is published after the round that started the change.
     world.until(|| !world.network.status.borrow().in_sync);
     world.ledger.end(Ok(()));
     world.in_sync().await;
@@ -297,7 +297,7 @@ async fn a_deletion_under_way_is_not_forgotten_by_a_snapshot() {
     world.kernel.lose_messages();
     let is_read = |calls: Vec<Call>| calls.iter().any(|c| c.operation == Operation::Snapshot);
     world.until(|| is_read(world.kernel.take_calls()));
-    // Answered after the round with the snapshot.
+    // The answer comes after the round with the snapshot.
     world.network.waiting().await;
     assert!(!world.network.status.borrow().settled, "it is still under way");
     world.ledger.end(Err(KernelError::new(EIO)));
@@ -322,7 +322,7 @@ async fn a_broken_annex_stops_no_snapshot_and_no_event_of_the_kernel() {
     let event = changes.next().await.unwrap();
     assert_eq!(event, Invalidation::Link("eth1".parse().unwrap()));
 
-    // The annex breaks while it is listened to.
+    // The stream of the annex breaks.
     ledger.0.lock().unwrap().is_broken = false;
     let mut changes = with.changes().unwrap();
     ledger.0.lock().unwrap().listener = None;
@@ -344,7 +344,7 @@ fn a_cleanup_waits_for_the_end_of_its_changes() {
     let report = cleanup(&with, &footprint, false).unwrap();
     assert_eq!(report.done, [Change::Delete(record.clone().into())]);
     assert!(report.failed.is_empty() && ledger.records().is_empty());
-    // Records of an annex that nobody has are refused, as the kernel does not know them.
+    // The kernel refuses the records of an annex that does not exist.
     let put = [Change::Put(record.into())];
     assert!(WithAnnexes::new(kernel, None).apply(&footprint, &put)[0].is_err());
 }
@@ -364,7 +364,7 @@ fn a_cleanup_gives_up_on_changes_that_do_not_end() {
     let errors: Vec<_> = report.failed.iter().map(|(_, error)| error.clone()).collect();
     assert_eq!(errors, [KernelError::timed_out(), KernelError::timed_out()]);
     assert!(report.done.is_empty() && ledger.records().len() == 2);
-    // Both waits together end in time.
+    // Both waits together take no longer than the time limit.
     let waits = std::mem::take(&mut ledger.0.lock().unwrap().waits);
     assert!(waits[1] < waits[0] && waits[0] <= WithAnnexes::PATIENCE, "{waits:?}");
 }

@@ -1,5 +1,5 @@
-//! Thousands of new peers that clash with one another, where the kernel tells nobody of what was
-//! done for us.
+//! Thousands of new peers that clash with one another. The kernel sends no events of our own
+//! changes.
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -16,7 +16,7 @@ use flannel_route::KernelNetwork;
 use tokio::task::JoinHandle;
 
 const NETWORK: &str = "10.0.0.0/8";
-/// More than are looked at together.
+/// More than a slice.
 const PAIRS: u8 = 200;
 
 fn uplink() -> LinkName {
@@ -72,7 +72,7 @@ fn live(leases: LeaseSet) -> View {
     View { leases, origin: Origin::Live { revision: Revision(9) } }
 }
 
-/// A network that runs, without any peers.
+/// A running network without peers.
 async fn start(kernel: &FakeKernel) -> (FakeSubnets, NetworkHandle, JoinHandle<()>) {
     let subnets = FakeSubnets::new(NETWORK);
     subnets.set_view(live(LeaseSet::default()));
@@ -86,7 +86,7 @@ async fn start(kernel: &FakeKernel) -> (FakeSubnets, NetworkHandle, JoinHandle<(
 
 #[tokio::test(start_paused = true)]
 async fn only_accepted_peers_of_thousands_are_put() {
-    // Wherever those end that are looked at together, it is between the two of a pair once.
+    // With one of these shifts, a slice ends between the two leases of a pair.
     for shift in 0..2_u8 {
         let kernel = FakeKernel::with_uplink("eth0");
         let (subnets, handle, task) = start(&kernel).await;

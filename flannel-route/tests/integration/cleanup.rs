@@ -36,5 +36,5 @@ fn only_routes_that_go_flannel_makes_are_removed_as_its_routes() {
     let removed = remove_go_routes(&kernel, &footprint, lens, |dst| *dst == refused, false);
     let done: Vec<_> = removed.unwrap().done.iter().map(ToString::to_string).collect();
     assert_eq!(done, ["delete route 10.1.7.0/24 via 192.0.2.7 dev eth0"]);
-    assert_eq!(kernel.dump().len(), 3, "one is kept, two are not of Go flannel");
+    assert_eq!(kernel.dump().len(), 3, "one is kept, two are not Go flannel's");
 }

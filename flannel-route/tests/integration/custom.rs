@@ -101,7 +101,7 @@ async fn a_network_that_runs_itself_gets_the_accepted_peers() {
     subnets.put_attrs("10.1.7.128-25", attrs("reporter", 9));
     let views = subnets.watch_leases().await.unwrap();
     let task = tokio::spawn(network.run(views));
-    assert_eq!(reports.recv().await.unwrap(), ["10.1.7.0-24"], "{own} is this node's own");
+    assert_eq!(reports.recv().await.unwrap(), ["10.1.7.0-24"], "{own} is this node's lease");
     subnets.put_attrs("10.1.8.0-24", attrs("reporter", 8));
     assert_eq!(reports.recv().await.unwrap(), ["10.1.7.0-24", "10.1.8.0-24"]);
     task.abort();

@@ -38,7 +38,7 @@ fn tunnel(family: Family) -> LinkName {
     }
 }
 
-/// A device that is ours by its name, but none that is wanted.
+/// A device with a name of this network that is not desired.
 fn unwanted_link(family: Family) -> LinkName {
     if family == Family::V4 {
         "flannel.9".parse().unwrap()
@@ -47,7 +47,7 @@ fn unwanted_link(family: Family) -> LinkName {
     }
 }
 
-/// A number that a subnet's place in its network gives: 10.1.7.0/24 and fd00:1:0:7::/64 have 7.
+/// The number of a subnet in its network: 7 for 10.1.7.0/24 and fd00:1:0:7::/64.
 fn place(subnet: Subnet) -> u8 {
     match subnet.base() {
         std::net::IpAddr::V4(a) => a.octets()[2],
@@ -55,7 +55,8 @@ fn place(subnet: Subnet) -> u8 {
     }
 }
 
-/// Every kind of object that a plan may define; even peers by nexthop object, odd ones by gateway.
+/// Every kind of object that a plan may define. Peers with an even number have routes with a
+/// nexthop object, peers with an odd number have routes with a gateway.
 fn plan_peer(mac: MacAddr, subnet: Subnet, public: std::net::IpAddr, direct: bool) -> Vec<Object> {
     let (family, base) = (subnet.family(), subnet.base());
     let link = tunnel(family);
@@ -122,7 +123,7 @@ impl Peer {
         format!("10.1.{n}.0-24&fd00:1:0:{n:x}::-64", n = self.n)
     }
 
-    /// Peers up to 99 live behind a router, later ones on the link.
+    /// Peers up to 99 are behind a router, later ones on the link.
     fn public(self, family: Family) -> std::net::IpAddr {
         let direct = self.n >= 100;
         match (family, direct) {
@@ -227,7 +228,7 @@ impl World {
         want
     }
 
-    /// Waits (in virtual time) until the kernel is as wanted and the status says so.
+    /// Waits (in virtual time) until the kernel has the desired state and the status shows it.
     async fn settled(&mut self, what: &str) {
         let converge = async {
             while without_nexthops(&self.kernel.state()) != self.want()
@@ -246,7 +247,7 @@ impl World {
         assert_eq!(told.values().sum::<usize>(), self.handle.status.borrow().objects, "{what}");
         let peers = self.peers.iter().flat_map(|peer| peer.objects());
         peers.for_each(|object| *by_kind.entry(object.key().kind()).or_default() += 1);
-        // Base has these, and not every gateway is an object of its own.
+        // The base has these objects, and not every route has a nexthop object of its own.
         for kinds in [&mut told, &mut by_kind] {
             kinds.retain(|kind, _| {
                 matches!(kind, ObjectKind::Neigh | ObjectKind::Fdb | ObjectKind::Route)
@@ -262,8 +263,8 @@ impl Drop for World {
     }
 }
 
-/// What the network makes of the plan's gateways, undone: each of its nexthop objects must serve
-/// one route.
+/// The state with routes with gateways, as the plan defines them, instead of the network's nexthop
+/// objects. Each of these must be used by one route.
 fn without_nexthops(state: &State) -> State {
     let mut state = state.clone();
     let ids = |object: &Object| match object {
@@ -284,7 +285,7 @@ fn without_nexthops(state: &State) -> State {
 
 type Step = Box<dyn Fn(&mut World)>;
 
-/// What can happen to a settled world, by name. Each kind of object of each family is hit.
+/// Events that can change a settled world, by name. They cover each kind of object of each family.
 fn scenarios() -> Vec<(String, Step)> {
     let mut all: Vec<(String, Step)> = Vec::new();
     let mut add = |name: String, step: Step| all.push((name, step));
@@ -533,7 +534,7 @@ async fn every_scenario_converges_with_every_call_failing_once() {
         }
     }
     for (operation, _) in operations() {
-        // A settled world listens already and has its ids; the start has its own test.
+        // A settled world has a stream of events and its ids. The start has its own test.
         assert!(
             ["Listen", "NexthopIds"].contains(&operation.as_str()) || fired[&operation] > 0,
             "the fault {operation} never fired in {runs} runs: {fired:?}"
@@ -541,7 +542,8 @@ async fn every_scenario_converges_with_every_call_failing_once() {
     }
 }
 
-/// What makes the network do `operation` on an object of this kind and family, and on which.
+/// A step that makes the network do `operation` on an object of this kind and family, and the key
+/// of that object.
 fn occasion(operation: Operation, kind: ObjectKind, family: Family) -> (Step, Key) {
     let link = tunnel(family);
     let of_kind = |n: u8| {
@@ -584,11 +586,11 @@ fn occasion(operation: Operation, kind: ObjectKind, family: Family) -> (Step, Ke
     }
 }
 
-/// In which way a call may fail.
+/// A way in which a call may fail.
 #[derive(Debug, Clone, Copy)]
 enum Fault {
     Once(i32),
-    /// From this change on, everything in the batch and in the next one.
+    /// All changes from this one to the end of the next batch.
     RestOfBatch,
 }
 
@@ -634,9 +636,9 @@ async fn every_operation_on_every_kind_may_fail_in_every_way() {
                     fault.plant(&world.kernel, operation, key);
                     world.kernel.take_calls();
                     step(&mut world);
-                    // The first call failed, so there was a second; unless the fault said that what
-                    // is to be deleted is not there, which is a success, even if it is a lie: then
-                    // something else may remove it.
+                    // After a failed call there must be a second one. The exception is a deletion
+                    // that fails because the object is absent: it counts as a success, and another
+                    // change may remove the object.
                     let lied =
                         matches!((operation, fault), (Operation::Delete, Fault::Once(2 | 19)));
                     world.settled(&what).await;
@@ -675,7 +677,7 @@ async fn a_start_adopts_right_objects_and_removes_wrong_ones() {
     let mut want = base(1);
     want.extend(Peer::new(2).objects());
     for object in want.iter() {
-        // A predecessor's routes may have any protocol; nexthop objects are only ever ours.
+        // The routes of an earlier run may have any protocol. Nexthop objects have our protocol.
         let nexthop = matches!(
             object,
             Object::Nexthop(_) | Object::Route(Route { via: Via::Nexthop(_), .. })
@@ -749,7 +751,7 @@ async fn a_cached_view_deletes_nothing() {
         Peer::new(3).objects().iter().all(|object| kernel.state().get(&object.key()).is_some())
     );
     assert!(!status.borrow().in_sync, "a cache is never in sync");
-    assert!(status.borrow().settled, "but what it says is in place");
+    assert!(status.borrow().settled, "the objects of the cached leases are in place");
     subnets.set_view(View { origin: Origin::Live { revision: Revision(9) }, ..view });
     world.settled("live").await;
 }
@@ -763,8 +765,8 @@ async fn a_change_of_one_peer_costs_one_peer() {
     let calls = world.kernel.take_calls();
     let of = |operation| calls.iter().filter(|call| call.operation == operation).count();
     assert_eq!(of(Operation::Snapshot), 0, "{calls:?}");
-    // Its objects, and each forwarding entry once more at most: the kernel does not say who changed
-    // it.
+    // The objects of the peer, and each forwarding entry at most once more, because its events name
+    // no author.
     assert!(calls.len() <= Peer::new(9).objects().len() + 2 + 2, "{calls:?}");
 }
 
@@ -812,13 +814,13 @@ async fn a_refused_change_is_reported_and_tried_again() {
             && failure.error.to_string().contains("planted fault")
     );
     assert!(!failing.in_sync && failing.failing.len() == 1);
-    assert!(failing.settled, "what is not failing is in place");
+    assert!(failing.settled, "all objects that do not fail are in place");
     world.settled("after three refusals").await;
     assert!(world.handle.status.borrow().failing.is_empty());
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_foreign_device_of_that_name_is_reported_and_gets_no_objects() {
+async fn a_foreign_device_with_the_name_of_the_tunnel_is_reported_and_gets_no_objects() {
     let kernel = FakeKernel::with_uplink("eth0");
     kernel.add_foreign_link("flannel.1", &[]);
     let mut world = World::on(kernel.clone(), FakeSubnets::with_config(CONFIG)).await;
@@ -904,9 +906,9 @@ async fn a_peer_that_changes_while_lookups_fail_keeps_its_path() {
     world.kernel.take_calls();
     let direct = *world.peers.iter().find(|peer| peer.n >= 100).unwrap();
     world.kernel.fail(usize::MAX, 105, |call| call.operation == Operation::Lookup);
-    // The same address, other data.
+    // The public address is the same, the data differ.
     world.put(Peer { mac: 77, ..direct });
-    // A stranger's answer is not known: it is asked for until it is there.
+    // There is no earlier answer for a new peer. The lookup is repeated until the kernel answers.
     let new = Peer::new(110);
     world.put(new);
     tokio::time::sleep(Duration::from_secs(5)).await;
@@ -991,8 +993,8 @@ async fn a_listener_that_keeps_breaking_is_opened_with_backoff() {
     world.settled("listening again").await;
 }
 
-/// By another protocol on a device of ours, or with a preferred source, it is ours all the same:
-/// ours to repair.
+/// A route of another protocol on our device, or one with a preferred source, is owned too, so it
+/// is repaired.
 #[tokio::test(start_paused = true)]
 async fn an_inexact_route_is_repaired_after_an_event_or_a_snapshot() {
     let mut world = settled_world().await;
@@ -1027,8 +1029,8 @@ async fn an_inexact_route_is_repaired_after_an_event_or_a_snapshot() {
     assert_eq!((status.repaired, modified), (8, Some(&8)));
 }
 
-/// Routes inside the pod networks that nobody wants and that have a preferred source, metrics, …:
-/// those on the tunnel and those of our protocol are ours to remove, others' stay.
+/// Undesired routes inside the pod networks with a preferred source, metrics and so on. Routes on
+/// the tunnel and routes of our protocol are removed. Foreign routes stay.
 #[tokio::test(start_paused = true)]
 async fn an_undesired_inexact_route_is_deleted_after_an_event_or_a_snapshot() {
     let mut world = settled_world().await;
@@ -1067,7 +1069,7 @@ async fn an_undesired_inexact_route_is_deleted_after_an_event_or_a_snapshot() {
                     tokio::time::sleep(Duration::from_millis(10)).await;
                 }
             };
-            let what = format!("{route:?} of protocol {protocol} goes");
+            let what = format!("{route:?} of protocol {protocol} is removed");
             tokio::time::timeout(Duration::from_secs(5), gone).await.expect(&what);
             world.settled(&what).await;
             let alone = Route { dst: subnet(family, 223), via: Via::Link(pod), mtu: None };
@@ -1089,7 +1091,7 @@ async fn routes_to_pods_cause_no_snapshot() {
     for n in 1..50u8 {
         let dst = Subnet::host([10, 1, 1, n].into());
         let route = Route { dst, via: Via::Link("cali1".parse().unwrap()), mtu: None };
-        // Of every other one with a preferred source.
+        // Every second route has a preferred source.
         if n % 2 == 0 {
             world.kernel.foreign_put(route, 3);
         } else {

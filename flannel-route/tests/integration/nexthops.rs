@@ -1,4 +1,5 @@
-//! Nexthop objects in place of gateways: what moves, what is deleted, and the way there and back.
+//! Nexthop objects instead of gateways: changes of peers, repairs, deletions, and the switch from
+//! routes with gateways and back.
 
 use std::net::{IpAddr, Ipv4Addr};
 use std::sync::Arc;
@@ -16,10 +17,10 @@ use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
 const PEERS: u8 = 5;
-/// Who is there has a route that names no gateway.
+/// Checks that every peer has a route without a gateway of its own.
 const NO_GATEWAY: IpAddr = IpAddr::V4(Ipv4Addr::new(192, 0, 2, 200));
 
-/// A network like host-gw: a route to every peer through the peer itself.
+/// A network like host-gw: a route to every peer with the peer itself as the gateway.
 struct Run {
     task: JoinHandle<()>,
     status: watch::Receiver<Arc<Status>>,
@@ -62,7 +63,7 @@ impl Run {
         run
     }
 
-    /// Waits until everything is in place and nothing more is done.
+    /// Waits until all objects are in place and no change is due.
     async fn settled(&mut self) {
         tokio::time::sleep(std::time::Duration::from_secs(2)).await;
         self.status.wait_for(|status| status.in_sync).await.unwrap();
@@ -100,7 +101,7 @@ fn nexthop_of(kernel: &FakeKernel, n: u8) -> Nexthop {
     }
 }
 
-/// What was done to objects since the last time this was asked.
+/// The changes since the last call of this function.
 fn changes(kernel: &FakeKernel) -> Vec<Call> {
     kernel.take_calls().into_iter().filter(|call| call.key.is_some()).collect()
 }
@@ -149,7 +150,7 @@ async fn a_deleted_nexthop_object_costs_two_objects_and_no_snapshot() {
     let (state, id, dst) = (kernel.state(), nexthop_of(&kernel, 3).id, route_of(&kernel, 3).dst);
     kernel.take_calls();
     kernel.foreign_delete(Key::Nexthop(id));
-    assert_eq!(count(&kernel), (4, 4), "its route goes with it");
+    assert_eq!(count(&kernel), (4, 4), "the kernel deletes the route with its nexthop object");
     run.settled().await;
     assert_eq!(kernel.state(), state);
     let create = |key| Call { operation: Operation::Create, key: Some(key) };
@@ -157,7 +158,7 @@ async fn a_deleted_nexthop_object_costs_two_objects_and_no_snapshot() {
     assert_eq!(run.status.borrow().repaired, 2);
 }
 
-/// Linux goes through its whole table when a nexthop object is replaced that has routes.
+/// Linux walks its whole table when a nexthop object with routes is replaced.
 #[tokio::test(start_paused = true)]
 async fn a_route_uses_the_gateway_while_its_nexthop_object_is_repaired() {
     let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
@@ -193,7 +194,7 @@ async fn a_route_uses_the_gateway_while_its_nexthop_object_is_repaired() {
         let status = run.status.borrow().clone();
         assert_eq!(status.repaired, n as u64 + 1, "{failing:?}: {:?}", status.last_repairs);
         assert_eq!(status.last_repairs.last().unwrap().object, nexthop.into());
-        // One that had failed is done by itself.
+        // A nexthop object that failed before is repaired alone.
         let by_itself = u64::from(failing == Some(2));
         assert_eq!(status.applied, applied + by_itself, "{failing:?}");
     }
@@ -234,7 +235,7 @@ async fn a_restart_changes_no_object() {
 async fn all_ids_in_the_kernel_are_kept() {
     let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
     Run::start(&kernel, &subnets).await.stop().await;
-    // Two peers' objects change places: as good as any other assignment.
+    // The objects of two peers are exchanged. This assignment is as good as any other.
     let (a, b) = (nexthop_of(&kernel, 3), nexthop_of(&kernel, 4));
     kernel.foreign_put(Nexthop { id: b.id, ..a }, flannel_core::kernel::ROUTE_PROTOCOL);
     kernel.foreign_put(Nexthop { id: a.id, ..b }, flannel_core::kernel::ROUTE_PROTOCOL);
@@ -252,7 +253,7 @@ async fn all_ids_in_the_kernel_are_kept() {
 async fn the_id_of_a_stale_route_is_reserved_until_its_deletion() {
     let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
     Run::start(&kernel, &subnets).await.stop().await;
-    // The stale route has the id that the peer 3 would get.
+    // The stale route has the preferred id of peer 3.
     let (own, stale) = (nexthop_of(&kernel, 3), "10.1.99.0/24".parse().unwrap());
     kernel.foreign_delete(Key::Nexthop(own.id));
     kernel.foreign_put(own, flannel_core::kernel::ROUTE_PROTOCOL);
@@ -272,13 +273,13 @@ async fn the_id_of_a_later_stale_route_is_reserved_until_its_deletion() {
     let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
     let mut run = Run::start(&kernel, &subnets).await;
     let (other, stale) = (nexthop_of(&kernel, 3), "10.1.99.0/24".parse().unwrap());
-    // The ids of neighbours are neighbours: this is the one that the peer 20 would get.
+    // Adjacent subnets have adjacent ids: this is the preferred id of peer 20.
     let theirs = Nexthop { id: other.id + 17, ..other };
     kernel.fail(usize::MAX, 105, |call| call.operation == Operation::Delete);
     kernel.foreign_put(theirs, flannel_core::kernel::ROUTE_PROTOCOL);
     let route = Route { dst: stale, via: Via::Nexthop(theirs.id), mtu: None };
     kernel.foreign_put(route, flannel_core::kernel::ROUTE_PROTOCOL);
-    // Read again and again meanwhile.
+    // Several snapshots are read meanwhile.
     tokio::time::sleep(std::time::Duration::from_secs(100)).await;
     subnets.put(&key(20), "192.0.2.20");
     tokio::time::sleep(std::time::Duration::from_secs(100)).await;
@@ -290,7 +291,7 @@ async fn the_id_of_a_later_stale_route_is_reserved_until_its_deletion() {
     assert_eq!(count(&kernel), (6, 6));
 }
 
-/// The ids are the core's own here, not a plan's.
+/// The engine chooses the ids here, not a plan.
 #[tokio::test(start_paused = true)]
 async fn every_refused_change_is_made_in_the_end() {
     use Operation::{Create, Delete, Replace};
@@ -311,7 +312,7 @@ async fn every_refused_change_is_made_in_the_end() {
             kernel.fail(times, errno, move |call| call.operation == operation);
             step(&subnets);
             run.settled().await;
-            // What does not go for long is tried more and more seldom.
+            // The retries of a change that keeps failing become rarer.
             tokio::time::sleep(std::time::Duration::from_secs(600)).await;
             run.settled().await;
             assert!(kernel.clear_faults(), "{operation:?} {errno} {times}");
@@ -324,7 +325,8 @@ async fn every_refused_change_is_made_in_the_end() {
     }
 }
 
-/// No object that carries packets is deleted, or replaced after the object that it needs is gone.
+/// No object that carries packets is deleted, and none is replaced after the object that it needs
+/// was deleted.
 #[tokio::test(start_paused = true)]
 async fn switching_nexthop_objects_replaces_every_route_in_place() {
     let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
@@ -355,7 +357,7 @@ async fn switching_nexthop_objects_replaces_every_route_in_place() {
     }
 }
 
-/// The route that is there goes by the nexthop object, and would vanish with it.
+/// The present route uses the nexthop object: the kernel would delete it too.
 #[tokio::test(start_paused = true)]
 async fn switching_back_keeps_the_nexthop_object_of_a_refused_route() {
     let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
@@ -481,10 +483,10 @@ async fn objects_of_a_former_pod_network_outside_the_new_one_are_removed() {
         (10, (8, 8)),
         "a foreign route keeps its nexthop"
     );
-    assert_eq!(remove("10.0.0.0/8", false), Default::default(), "what is around the new one");
+    assert_eq!(remove("10.0.0.0/8", false), Default::default(), "a network around the new one");
     kernel.take_calls();
     run.settled().await;
-    assert_eq!(changes(&kernel), vec![], "nothing of the new one was touched");
+    assert_eq!(changes(&kernel), vec![], "no object of the new network was changed");
 }
 
 /// A longer batch would delay peers, repairs and a stop.
@@ -586,7 +588,7 @@ fn a_nexthop_object_on_our_own_device_is_removed_with_it() {
     let nexthop = Nexthop { id: 9, link, gateway: [10, 1, 3, 0].into(), onlink: true };
     kernel.foreign_put(Link { name: link, mtu: 1450, up: true, kind: LinkKind::Vxlan(vxlan) }, 0);
     kernel.foreign_put(nexthop, flannel_core::kernel::ROUTE_PROTOCOL);
-    // The kernel's own, as it makes one for every address: not ours to delete.
+    // The kernel made this route, as for every address. It is not ours to delete.
     let route =
         Route { dst: "10.99.0.0/24".parse().unwrap(), via: Via::Nexthop(nexthop.id), mtu: None };
     kernel.foreign_put(route, 2);
@@ -596,7 +598,7 @@ fn a_nexthop_object_on_our_own_device_is_removed_with_it() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn routes_of_our_protocol_are_ours_on_every_device() {
+async fn routes_of_our_protocol_are_owned_on_every_device() {
     let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
     kernel.add_foreign_link("eth9", &[]);
     let mut run = Run::start(&kernel, &subnets).await;
@@ -640,7 +642,7 @@ async fn a_route_that_lost_our_protocol_gets_it_back() {
     assert_eq!(changes(&kernel).len(), 3 + 1);
     assert_eq!(kernel.snapshot(&footprint).unwrap(), ours);
     kernel.take_calls();
-    // As we put it ourselves: no reason to do anything.
+    // The event shows the desired route: no change is needed.
     kernel.foreign_put(route_of(&kernel, 5), flannel_core::kernel::ROUTE_PROTOCOL);
     run.settled().await;
     assert_eq!(kernel.take_calls(), vec![]);

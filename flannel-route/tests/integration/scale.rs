@@ -1,5 +1,5 @@
-//! What it costs: one change among many costs one, what does not concern us costs nothing, and what
-//! never ends is slowed down and starves nobody.
+//! Costs: a change of one peer among many costs one peer, changes of foreign objects cost nothing,
+//! and endless changes are rate-limited and do not delay other work.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -76,19 +76,19 @@ struct World {
     subnets: FakeSubnets,
     view: View,
     handle: NetworkHandle,
-    /// How often the plan was called.
+    /// The number of calls of the plan.
     plans: Arc<AtomicUsize>,
     task: JoinHandle<()>,
 }
 
 impl World {
-    /// Peers 1 to `peers`, all in place.
+    /// A world with the peers 1 to `peers`, all in place.
     async fn new(peers: u16) -> Self {
         let kernel = FakeKernel::with_uplink("eth0");
         Self::on(Arc::new(kernel.clone()), kernel, peers).await
     }
 
-    /// The same as soon as it runs, through another view of the kernel.
+    /// The same world right after its start. The network uses the kernel `seen`.
     async fn started(seen: Arc<dyn Kernel>, kernel: FakeKernel, peers: u16) -> Self {
         let subnets = FakeSubnets::new(NETWORK);
         let vxlan = Vxlan {
@@ -144,11 +144,11 @@ impl World {
         Self { kernel, subnets, view, handle, plans, task }
     }
 
-    /// The same through another view of the kernel.
+    /// The same world, in sync. The network uses the kernel `seen`.
     async fn on(seen: Arc<dyn Kernel>, kernel: FakeKernel, peers: u16) -> Self {
         let world = Self::started(seen, kernel, peers).await;
         world.when(|status| status.in_sync && status.peers == usize::from(peers)).await;
-        // The invalidations that the first round raised are settled too.
+        // The events of the first round are handled too.
         tokio::time::sleep(Duration::from_secs(2)).await;
         world.kernel.take_calls();
         world.plans.store(0, Ordering::Relaxed);
@@ -166,7 +166,7 @@ impl World {
         self.handle.status.borrow().clone()
     }
 
-    /// Changes the leases: `None` for a public address takes the lease away.
+    /// Changes a lease. `None` for a public address deletes it.
     fn change(&mut self, n: u16, public: Option<IpAddr>) {
         let Origin::Live { revision } = self.view.origin else { panic!("live") };
         let revision = Revision(revision.0 + 1);
@@ -202,8 +202,8 @@ async fn a_change_of_one_peer_among_thousands_costs_one_peer() {
         let before = world.status();
         world.change(700, public);
         let done = world.when(|status| status.in_sync && status.applied > before.applied).await;
-        // Events of forwarding entries arrive even if we made the change. They must cost nothing
-        // but a comparison with the desired object.
+        // Events of forwarding entries arrive even if we made the change. Each must cost only a
+        // comparison with the desired object.
         tokio::time::sleep(Duration::from_secs(3)).await;
         let calls = world.kernel.take_calls();
         let [neigh, fdb, nexthop, route] = objects(700, other).map(|object| object.key());
@@ -234,9 +234,9 @@ async fn leases_that_change_while_thousands_arrive_are_followed() {
     let mut world = World::on(Arc::new(Odd::taking_time(&kernel)), kernel, 0).await;
     (1..PEERS).for_each(|n| world.view.leases.insert(lease(n, public(n), 1)));
     world.change(PEERS, Some(public(PEERS)));
-    // The first round is done; the last ones have not had their turn.
+    // The first round is over, and the last peers are still in the queue.
     world.when(|status| status.peers > 0).await;
-    assert!(world.status().peers < usize::from(PEERS) - 1, "nothing is left to come");
+    assert!(world.status().peers < usize::from(PEERS) - 1, "the queue is empty");
     let other: IpAddr = [203, 0, 113, 7].into();
     world.change(PEERS, Some(other));
     world.change(PEERS - 1, None);
@@ -255,7 +255,7 @@ async fn damage_is_repaired_while_thousands_arrive() {
     let kernel = FakeKernel::with_uplink("eth0");
     let (world, neigh) = new_peers_with_damage(Odd::taking_time(&kernel)).await;
     let status = world.when(|status| status.repaired == 1).await;
-    assert!(status.peers < 9_000, "it did not wait for the others");
+    assert!(status.peers < 9_000, "the repair waited for all peers");
     assert_eq!(world.kernel.state().get(&neigh.key()), Some(&neigh));
     world.when(|status| status.in_sync && status.peers == 9_000).await;
     assert_eq!(count(&world.kernel.take_calls(), Operation::Snapshot), 0);
@@ -263,13 +263,13 @@ async fn damage_is_repaired_while_thousands_arrive() {
 
 #[tokio::test(start_paused = true)]
 async fn the_waiting_peers_are_reported_while_thousands_arrive() {
-    // Each question waits for a round, and the last ones are to be still coming after two.
+    // Each question waits for a round. After two rounds the last peers must still be in the queue.
     const PEERS: u16 = 16_000;
     let kernel = FakeKernel::with_uplink("eth0");
     let mut world = World::on(Arc::new(Odd::taking_time(&kernel)), kernel, 20).await;
     (21..PEERS).for_each(|n| world.view.leases.insert(lease(n, public(n), 1)));
     world.change(PEERS, Some(public(PEERS)));
-    // The first ones are done; the last ones have not had their turn.
+    // The first peers are in place, and the last ones are still in the queue.
     let status = world.when(|status| status.peers > 2_000).await;
     assert!(!status.settled && status.leases == world.view.leases);
     let waiting = world.handle.waiting().await.unwrap();
@@ -283,7 +283,7 @@ async fn the_waiting_peers_are_reported_while_thousands_arrive() {
     for n in [1, 20, 21, 1_000] {
         assert!(there(n) && waits(n).is_none(), "{n}: {:?}", waits(n));
     }
-    // What is to be put of one that nobody looked at yet is told all the same.
+    // The objects of a peer in the queue are explained too.
     assert_eq!(waits(PEERS), Some(Wait::Turn));
     let explained = world.handle.explain([10, 62, 128, 9].into()).await.unwrap();
     assert_eq!((explained.lease.subnets, explained.rejection), (key(PEERS), None));
@@ -362,7 +362,7 @@ async fn one_repair_among_thousands_costs_one_object_and_names_its_author() {
             "{what:?} {object}: {calls:?}"
         );
     }
-    // A nexthop that goes takes its routes along without a word; still nothing else is touched.
+    // The kernel deletes the routes of a nexthop object without an event. No other object is put.
     let (number, _) =
         damage(&nexthop, Damage::Deletion, &|| world.kernel.foreign_delete(nexthop.key()));
     let status = world.when(|status| status.in_sync && status.repaired == number).await;
@@ -370,7 +370,7 @@ async fn one_repair_among_thousands_costs_one_object_and_names_its_author() {
     let calls: Vec<_> =
         world.kernel.take_calls().iter().map(|call| (call.operation, call.key)).collect();
     assert_eq!(calls, [nexthop.key(), route.key()].map(|key| (Operation::Create, Some(key))));
-    // What nobody wants is found by a snapshot, removed, and counted.
+    // A snapshot finds undesired objects. They are removed and counted.
     let address = [10, 255, 0, 0].into();
     world.kernel.foreign_put(Neigh { link: tunnel(), address, mac: MacAddr::local([9; 6]) }, 0);
     let status = world.when(|status| status.in_sync && status.repaired > number).await;
@@ -388,7 +388,7 @@ async fn one_repair_among_thousands_costs_one_object_and_names_its_author() {
     assert_eq!(status.repairs.values().sum::<u64>(), status.repaired);
 }
 
-/// The kernel gives every device one, a second or two after it came up.
+/// The kernel gives every device a link-local address, a second or two after the device came up.
 #[tokio::test(start_paused = true)]
 async fn a_link_local_address_on_our_device_causes_no_snapshot() {
     let world = World::new(10).await;
@@ -406,7 +406,7 @@ async fn a_link_local_address_on_our_device_causes_no_snapshot() {
     assert_eq!(
         (count(&calls, Operation::Snapshot), count(&calls, Operation::Delete)),
         (1, 1),
-        "another one is ours"
+        "another address is ours"
     );
 }
 
@@ -429,7 +429,7 @@ async fn a_thousand_unrelated_route_changes_a_second_cause_no_lookups() {
         if n % 2 == 0 {
             world.kernel.foreign_delete(Key::Route(dst));
         }
-        // Links of others come and go, too.
+        // Foreign links are created and deleted, too.
         if n % 10 == 0 {
             world.kernel.add_foreign_link("cali1", &[]);
             world.kernel.delete_link("cali1");
@@ -440,7 +440,7 @@ async fn a_thousand_unrelated_route_changes_a_second_cause_no_lookups() {
     assert_eq!(world.kernel.take_calls(), vec![]);
     assert_eq!(world.kernel.take_name_lookups(), 0);
     assert_eq!(world.plans.load(Ordering::Relaxed), 0);
-    // Under a prefix that changed, those endpoints are asked for again, and at most once a second.
+    // The addresses inside a changed prefix are looked up again, at most once a second.
     let dst: Subnet = "198.18.1.0/24".parse().unwrap();
     let under = (1..=10_000).filter(|n| dst.contains(public(*n))).count();
     for n in 0..3_000u32 {
@@ -454,8 +454,7 @@ async fn a_thousand_unrelated_route_changes_a_second_cause_no_lookups() {
     let lookups = count(&calls, Operation::Lookup);
     assert!(under > 100 && lookups >= 2 * under && lookups <= 5 * under, "{lookups} of {under}");
     assert_eq!(lookups, calls.len());
-    // Under prefixes inside one another, each is asked for once. (The first change is not waited
-    // with.)
+    // Inside nested prefixes, each address is looked up once. The first change does not wait.
     for len in [24, 24, 15, 16] {
         world.kernel.take_calls();
         let dst = Subnet::new([198, 18, 0, 0].into(), len).unwrap();
@@ -466,7 +465,7 @@ async fn a_thousand_unrelated_route_changes_a_second_cause_no_lookups() {
     assert_eq!(count(&world.kernel.take_calls(), Operation::Lookup), 10_000);
 }
 
-/// The device is neither ours nor under our routes.
+/// The device is foreign, and no route of ours is on it.
 #[tokio::test(start_paused = true)]
 async fn a_device_with_routes_to_peers_matters_while_it_has_them() {
     let kernel = FakeKernel::with_uplink("eth0");
@@ -485,25 +484,25 @@ async fn a_device_with_routes_to_peers_matters_while_it_has_them() {
     assert_eq!(
         cost("eth1", false).await,
         (10 + 7, 7),
-        "all are asked for, and who is there no more is planned anew"
+        "all addresses are looked up, and peers whose answer changed are planned again"
     );
-    assert_eq!(cost("eth1", false).await, (0, 0), "nobody is on it any more");
-    assert_eq!(cost("eth3", false).await, (10, 0), "a router is on it, and stays the way");
+    assert_eq!(cost("eth1", false).await, (0, 0), "no peer is on it any more");
+    assert_eq!(cost("eth3", false).await, (10, 0), "a router is on it, and still leads to peers");
 }
 
-/// A kernel that is not as quick or as obedient as the fake one.
+/// A kernel that is slower than the fake one, or does not do what it confirms.
 #[derive(Debug)]
 struct Odd {
     kernel: FakeKernel,
     lookup: Duration,
     snapshot: Duration,
-    /// How long the next snapshot waits for the deletion of a device.
+    /// The time for which the next snapshot waits for the deletion of a device.
     deletion: Arc<Mutex<Duration>>,
-    /// It says yes to every change of a device and makes none.
+    /// Whether it confirms every change of a device without making it.
     keeps_links: bool,
-    /// How long a change takes.
+    /// The time that a change takes.
     apply: Duration,
-    /// A router on this device leads to what is on no link.
+    /// The device of the router to all addresses that are on no link.
     router_on: Option<LinkName>,
 }
 
@@ -522,7 +521,7 @@ impl Odd {
         }
     }
 
-    /// Thousands of peers take several rounds.
+    /// A kernel on which thousands of peers take several rounds.
     fn taking_time(kernel: &FakeKernel) -> Self {
         Self { apply: Duration::from_micros(8), ..Self::new(kernel) }
     }
@@ -569,8 +568,8 @@ impl Kernel for Odd {
     }
 }
 
-/// Thousands of new peers, and what one of them wants first, damaged as soon as the first of them
-/// are there.
+/// A world with thousands of new peers, and the first object of one of them. The object is damaged
+/// as soon as the first peers are in place.
 async fn new_peers_with_damage(kernel: Odd) -> (World, Object) {
     const PEERS: u16 = 9_000;
     let fake = kernel.kernel.clone();
@@ -579,7 +578,7 @@ async fn new_peers_with_damage(kernel: Odd) -> (World, Object) {
     (1..PEERS).for_each(|n| world.view.leases.insert(lease(n, public(n), 1)));
     world.change(PEERS, Some(public(PEERS)));
     world.when(|status| status.peers > 0).await;
-    assert!(world.status().peers < usize::from(PEERS), "nothing is left to come");
+    assert!(world.status().peers < usize::from(PEERS), "the queue is empty");
     world.kernel.foreign_delete(neigh.key());
     (world, neigh)
 }
@@ -597,7 +596,7 @@ async fn thousands_of_new_peers_delay_no_repair() {
     assert!(repair + 2_000 < puts.len(), "{repair} of {}", puts.len());
 }
 
-/// As without nexthop objects, where every route of thousands takes long.
+/// As without nexthop objects, where each of thousands of routes takes long.
 #[tokio::test(start_paused = true)]
 async fn thousands_of_repairs_delay_no_lease() {
     const PEERS: u16 = 4_000;
@@ -621,7 +620,7 @@ async fn thousands_of_repairs_delay_no_lease() {
             let at = calls.iter().position(|call| call.key == Some(key)).unwrap();
             assert!(at < usize::from(PEERS) / 2, "{key:?}, {public:?}: {at} of {}", calls.len());
         }
-        // Any of the routes could lead by a nexthop object that the plan itself defines.
+        // Each of the routes could use a nexthop object that the plan itself defines.
         let last = |operation, is: &dyn Fn(&Key) -> bool| {
             calls
                 .iter()
@@ -635,7 +634,7 @@ async fn thousands_of_repairs_delay_no_lease() {
     }
 }
 
-/// What is new may take the place of what goes.
+/// A new object may replace the object that is to be deleted.
 #[tokio::test(start_paused = true)]
 async fn new_objects_are_put_before_old_ones_are_deleted() {
     const PEERS: u16 = 1_000;
@@ -667,8 +666,8 @@ async fn new_objects_are_put_before_old_ones_are_deleted() {
     }
 }
 
-/// It is more than a round takes: nothing is tried before what it needs, and a peer that moves
-/// meanwhile does not wait.
+/// The objects take several rounds. No object is put before the objects that it needs, and a peer
+/// that moves meanwhile does not wait.
 #[tokio::test(start_paused = true)]
 async fn objects_of_a_deleted_device_are_put_in_order_and_delay_no_lease() {
     const PEERS: u16 = 4_000;
@@ -682,7 +681,6 @@ async fn objects_of_a_deleted_device_are_put_in_order_and_delay_no_lease() {
     world.kernel.delete_link(tunnel().as_str());
     let mut failing = 0;
     world.when(|status| status.repaired > 1_000).await;
-    // The last one of its kind.
     let (moved, before) = (PEERS, tokio::time::Instant::now());
     world.change(moved, Some(public(PEERS + 1)));
     let [_, fdb, ..] = objects(moved, public(PEERS + 1));
@@ -696,7 +694,7 @@ async fn objects_of_a_deleted_device_are_put_in_order_and_delay_no_lease() {
     );
     let done = |status: &Arc<Status>| {
         failing += status.failing.len();
-        // But for what the peer that moved has.
+        // Except for the objects of the peer that moved.
         status.in_sync && status.repaired + 4 >= 4 * u64::from(PEERS)
     };
     world.when(done).await;
@@ -731,7 +729,7 @@ async fn lookups_take_at_most_a_fifth_of_the_time() {
         let elapsed = started.elapsed();
         let lookups = count(&world.kernel.take_calls(), Operation::Lookup);
         let took = LOOKUP * u32::try_from(lookups).unwrap();
-        // The first one waits for nothing.
+        // The first lookup does not wait.
         let most = elapsed / 5 + 3_000 * LOOKUP;
         assert!(
             lookups >= 3_000 && took <= most,
@@ -756,7 +754,7 @@ async fn snapshots_take_at_most_a_fifth_of_the_time() {
     let elapsed = started.elapsed();
     let snapshots = count(&world.kernel.take_calls(), Operation::Snapshot);
     let took = SNAPSHOT * u32::try_from(snapshots).unwrap();
-    // The first one waits for nothing.
+    // The first snapshot does not wait.
     assert!(
         snapshots > 20 && took <= elapsed / 5 + SNAPSHOT,
         "{snapshots} snapshots in {elapsed:?}"
