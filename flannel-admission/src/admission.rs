@@ -1,10 +1,10 @@
 //! Admission: the peer leases that this node accepts, and the kernel objects that they define.
 //!
-//! Every node must accept the same leases. Of two that clash (overlapping subnets, or two
-//! definitions of one kernel object) the one with the smaller [`Lease::precedence`] is accepted, on
-//! every node alike. Only this node's own lease wins without that rule. A change decides anew on
-//! the leases that it can touch, found through indexes: one change among 50,000 leases costs one
-//! lease.
+//! Every node must accept the same leases. Of two leases that clash (overlapping subnets, or two
+//! definitions of one kernel object) every node accepts the one with the smaller
+//! [`Lease::precedence`]. The only exception is this node's own lease, which a node always accepts.
+//! After a change, only the leases that it can affect are decided again. They are found through
+//! indexes: one change among 50,000 leases costs one lease.
 
 mod decide;
 
@@ -50,13 +50,14 @@ pub struct Delta {
 pub struct Changed {
     /// Objects whose definition changed, in the order of keys.
     pub deltas: Vec<Delta>,
-    /// New, accepted peers whose objects no other peer defines. They are not in `deltas`.
+    /// New, accepted peers whose objects no other peer defines. Their objects are not in `deltas`.
     pub added: Vec<Id>,
 }
 
 /// All peers, and the objects that they define.
 ///
-/// The methods that take an [`Answer`] ask it the questions of plans. It may block.
+/// Methods that take an [`Answer`] call it for the lookups of plans. An answer from a kernel
+/// blocks.
 pub struct Admission {
     rules: AdmissionRules,
     plans: Vec<OfferPlan>,
@@ -64,30 +65,31 @@ pub struct Admission {
     lookups: LinkLookups,
     rejected: Listing<Subnets, Rejection>,
     advisories: Advisories,
-    /// The number of new peers in the next update, until room was made for them.
+    /// The expected number of new peers in the next update; 0 after memory was reserved for them.
     expected: usize,
 }
 
 /// The work of one update.
 #[derive(Default)]
 struct Update {
-    /// New peers, and whether others define one of their objects.
+    /// New peers, and whether other peers define one of their objects.
     added: Vec<(Id, bool)>,
     /// Other peers that must be decided on anew.
     dirty: BTreeSet<Id>,
     /// Objects that may change, with their definition before the update.
     touched: BTreeMap<Key, Option<Object>>,
-    /// Slots of peers that went.
+    /// The slots of peers that were removed.
     vacated: Vec<Id>,
 }
 
 impl Admission {
-    /// No peers yet. The first of `plans` that accepts an offer of a peer defines its objects.
+    /// An admission without peers. The first of `plans` that accepts an offer of a peer defines the
+    /// objects of the peer.
     pub fn new(mut rules: AdmissionRules, plans: Vec<OfferPlan>) -> Self {
         let mut public = Dual::default();
         if let Some(own) = &rules.own {
             public = own.attrs.preferred.public;
-            // A plan that rejects our own lease defines nothing of ours.
+            // If all plans reject our own lease, no objects are reserved for it.
             let unknown = |_| Some(None);
             let ours = OfferPlan::run(&plans, &own.subnets, &own.attrs, &Env::new(&unknown));
             rules.reserved.extend(ours.unwrap_or_default().objects.iter().map(Object::key));
@@ -104,17 +106,17 @@ impl Admission {
         }
     }
 
-    /// Makes room for `more` peers, as soon as the number of objects of one is known.
+    /// Announces `more` new peers. The next update reserves memory for them. This is optional.
     pub fn make_room(&mut self, more: usize) {
         self.expected = more;
     }
 
-    /// A lease for these subnets was taken in.
+    /// Whether there is a peer with exactly these subnets, accepted or rejected.
     pub fn contains(&self, subnets: &Subnets) -> bool {
         self.index.id(subnets).is_some()
     }
 
-    /// The definition of an object by an accepted peer.
+    /// The definition of an object by an accepted peer; `None` if there is none.
     pub fn object(&self, key: &Key) -> Option<Object> {
         self.definition(key).map(|claim| claim.object.clone())
     }
@@ -124,17 +126,18 @@ impl Admission {
     }
 
     /// All objects of accepted peers, in the order of their slots. An object that several peers
-    /// define comes several times.
+    /// define is returned several times.
     pub fn objects(&self) -> impl Iterator<Item = &Object> {
         self.index.peers().filter(|peer| peer.accepted).flat_map(|peer| peer.chosen())
     }
 
-    /// The objects of one peer; none if it is not accepted.
+    /// The objects of one peer; empty if it is not accepted, or if there is no such peer.
     pub fn objects_of(&self, id: Id) -> &[Object] {
         self.index.peer(id).filter(|peer| peer.accepted).map_or(&[], |peer| peer.chosen())
     }
 
-    /// The objects that the plan of a lease defines that was not taken in yet.
+    /// The objects that the plan defines for a lease before the lease is taken in. Empty if the
+    /// plan rejects it.
     pub fn foresee(&self, lease: &Lease, on_link: &Answer<'_>) -> Vec<Object> {
         // The rejection is reported when the lease is taken in.
         let mut planned = self.plan(lease, &Env::new(on_link)).unwrap_or_default();
@@ -142,7 +145,7 @@ impl Admission {
         planned.objects
     }
 
-    /// A plan asked about an address inside `subnet`.
+    /// Whether a plan has looked up an address inside `subnet`.
     pub fn asked_about(&self, subnet: Subnet) -> bool {
         self.lookups.are_under(subnet)
     }
@@ -157,19 +160,18 @@ impl Admission {
         &self.rejected
     }
 
-    /// Sentences about leases that are in order but worth knowing: public addresses that several
+    /// Sentences about leases that an operator should know: public addresses that several
     /// nodes use, and the advisories of plans.
     pub fn advisories(&self) -> &Listing<String> {
         self.advisories.listing()
     }
 
-    /// The accepted peer that defines an object.
+    /// The accepted peer that defines an object; `None` if there is none.
     pub fn definer(&self, key: &Key) -> Option<Subnets> {
         self.definition(key).map(|claim| claim.peer.lease.subnets)
     }
 
-    /// The routes by a nexthop object, which the plan that defines it defines too; `None` if no
-    /// plan defines it.
+    /// The routes that use a nexthop object which a plan defines; `None` if no plan defines it.
     pub fn routes_by(&self, nexthop: &Key) -> Option<Vec<Key>> {
         let Key::Nexthop(wanted) = nexthop else { return None };
         let by_it = |object: &&Object| match object {
@@ -183,14 +185,15 @@ impl Admission {
         Some(routes.map(Object::key).collect())
     }
 
-    /// The peer whose subnet holds `address`: an accepted one before others, the longest prefix
-    /// first.
+    /// The peer whose subnet contains `address`: accepted peers come first, then the longest
+    /// prefix.
+    /// `None` if there is none.
     pub fn holder_of(&self, address: IpAddr) -> Option<&Peer> {
         let around = || self.index.around(address);
         around().find(|peer| peer.accepted).or_else(|| around().next())
     }
 
-    /// Takes in changed leases (`None`: gone). This node's own lease is passed over.
+    /// Takes in changed leases; `None`: the lease was deleted. This node's own lease is ignored.
     pub fn update<'a>(
         &mut self,
         changes: impl Iterator<Item = (Subnets, Option<&'a Arc<Lease>>)>,
@@ -210,8 +213,9 @@ impl Admission {
         self.finish(update)
     }
 
-    /// Asks the kernel again about addresses inside `under` (`None`: all). Returns the leases whose
-    /// plans have to run again, because an answer changed.
+    /// Repeats the lookups of addresses inside `under` (`None`: of all addresses). Returns the
+    /// leases with a changed answer: call [`update`](Self::update) with them, so that their plans
+    /// run again.
     pub fn recheck(&mut self, under: Option<Subnet>, on_link: &Answer<'_>) -> Vec<Arc<Lease>> {
         let again = self.lookups.recheck(under, on_link);
         let peers = again.into_iter().filter_map(|id| self.index.peer(id));

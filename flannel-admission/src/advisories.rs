@@ -1,4 +1,4 @@
-//! Advisories: sentences about leases that are in order but worth knowing. An advisory lasts as
+//! Advisories: sentences about leases that an operator should know. An advisory exists as
 //! long as the leases that it is about.
 
 use std::collections::BTreeMap;
@@ -10,7 +10,7 @@ use flannel_core::address::Dual;
 use flannel_core::status::Listing;
 use flannel_core::{Lease, Subnets};
 
-/// Public addresses that several nodes use, this one included (in order only behind some kinds of
+/// Public addresses that several nodes use, this node included (correct only behind some kinds of
 /// NAT), and the advisories of plans.
 #[derive(Debug)]
 pub(crate) struct Advisories {

@@ -1,5 +1,5 @@
-//! The questions of plans to the kernel, with the answers. A lookup is kept as long as a peer's
-//! plan relies on it, so that a changed answer plans only those peers again.
+//! The lookups of plans, with the kernel's answers. A lookup is kept as long as a peer's plan uses
+//! its answer. If an answer changes, only these peers are planned again.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
@@ -9,7 +9,7 @@ use flannel_core::Subnet;
 use flannel_core::backend::Answer;
 use flannel_core::object::LinkName;
 
-/// The lookups that peers' plans rely on.
+/// The lookups whose answers the plans of peers use.
 #[derive(Debug, Default)]
 pub(crate) struct LinkLookups {
     lookups: BTreeMap<IpAddr, LinkLookup>,
@@ -17,23 +17,24 @@ pub(crate) struct LinkLookups {
 
 #[derive(Debug, Default)]
 struct LinkLookup {
-    /// The answer that all peers got; `None` if not all got the same.
+    /// The answer that all peers got; `None` if some got another one.
     answer: Option<Option<LinkName>>,
     asked_by: BTreeSet<Id>,
 }
 
 impl LinkLookups {
-    /// A plan asked about an address inside `subnet`.
+    /// Whether a plan has looked up an address inside `subnet`.
     pub(crate) fn are_under(&self, subnet: Subnet) -> bool {
         self.lookups.range(subnet.base()..=subnet.last()).next().is_some()
     }
 
-    /// The answer about an address; `None` if no plan asked, or not all plans got the same answer.
+    /// The answer for an address; `None` if no plan looked it up, or the plans got different
+    /// answers.
     pub(crate) fn answer(&self, address: &IpAddr) -> Option<Option<LinkName>> {
         self.lookups.get(address)?.answer
     }
 
-    /// A peer's plan asked about an address.
+    /// Notes that a peer's plan looked up an address.
     pub(crate) fn asked(&mut self, address: IpAddr, answer: Option<Option<LinkName>>, by: Id) {
         let lookup = self.lookups.entry(address).or_default();
         let first = lookup.asked_by.is_empty();
@@ -41,7 +42,7 @@ impl LinkLookups {
         lookup.asked_by.insert(by);
     }
 
-    /// A peer no longer relies on the answer about an address.
+    /// Notes that a peer no longer uses the answer for an address.
     pub(crate) fn forget(&mut self, address: &IpAddr, by: Id) {
         let Some(lookup) = self.lookups.get_mut(address) else { return };
         lookup.asked_by.remove(&by);
@@ -50,8 +51,8 @@ impl LinkLookups {
         }
     }
 
-    /// Asks again about addresses inside `under` (`None`: all). Returns the peers whose plans got
-    /// another answer.
+    /// Repeats the lookups of addresses inside `under` (`None`: of all addresses). Returns the
+    /// peers whose plans got another answer.
     pub(crate) fn recheck(&mut self, under: Option<Subnet>, on_link: &Answer<'_>) -> BTreeSet<Id> {
         let mut again = BTreeSet::new();
         let lookups: Box<dyn Iterator<Item = (&IpAddr, &mut LinkLookup)>> = match under {

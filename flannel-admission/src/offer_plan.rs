@@ -1,4 +1,4 @@
-//! Plans run on the offers of a lease: the chosen objects, and the claims.
+//! Runs plans on the offers of a lease.
 
 use flannel_core::Subnets;
 use flannel_core::backend::{Env, Plan, Rejected};
@@ -16,8 +16,8 @@ pub struct OfferPlan {
 pub(crate) struct Planned {
     /// First the objects of the chosen offer, then those of the other offers that a plan accepts.
     pub(crate) objects: Vec<Object>,
-    /// The number of objects of the chosen offer. The kernel gets only these. All nodes must accept
-    /// the same leases, so the others are claims as well, whichever offer a node chooses.
+    /// The number of objects of the chosen offer. The kernel gets only these. The other objects are
+    /// claims too: all nodes must accept the same leases, although they may choose other offers.
     pub(crate) chosen: usize,
 }
 
@@ -31,7 +31,7 @@ impl OfferPlan {
     /// the chosen one.
     ///
     /// # Errors
-    /// No plan understands an offer, or accepts one.
+    /// No plan accepts an offer.
     pub(crate) fn run(
         plans: &[Self],
         subnets: &Subnets,
@@ -73,7 +73,7 @@ impl OfferPlan {
     }
 }
 
-/// Of several objects with one key the first counts. Looks at the objects from the `n`th on.
+/// Keeps the first of several objects with one key. Objects before the `n`th are not checked.
 fn keep_first_of_each_key(objects: &mut Vec<Object>, mut n: usize) {
     while n < objects.len() {
         let (before, rest) = objects.split_at(n);

@@ -1,7 +1,7 @@
 //! The index of peers: by lease, by subnets around and inside others, and by the objects of plans.
 //!
-//! Each peer's lease and objects are held once, in its slot. The indexes hold only the numbers of
-//! slots and compare with the slots: a peer costs some hundred bytes, not a thousand.
+//! The lease and the objects of a peer are stored once, in its slot. The indexes have only the
+//! numbers of slots. So a peer costs some hundred bytes, not a thousand.
 
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
@@ -15,7 +15,7 @@ use hashbrown::HashTable;
 use flannel_core::object::{Key, Object};
 use flannel_core::{Lease, Subnet, Subnets};
 
-/// The number of a peer's slot. After the peer is gone, another peer may get the slot.
+/// The number of a peer's slot. After the peer was removed, another peer may get the slot.
 pub type Id = u32;
 
 /// A peer: its lease, and the objects that plans define for it.
@@ -23,20 +23,20 @@ pub type Id = u32;
 pub struct Peer {
     /// The newest lease of the peer.
     pub lease: Arc<Lease>,
-    /// The objects that plans define, one of each key; first those of the chosen offer. Empty if no
-    /// plan accepted an offer.
+    /// The objects that plans define, one for each key; first those of the chosen offer. Empty if
+    /// no plan accepted an offer.
     pub(crate) objects: Box<[Object]>,
-    /// Most peers have none.
+    /// Most peers have no extras.
     pub(crate) extras: Option<Box<Extras>>,
     /// The number of objects of the chosen offer.
     pub(crate) chosen: u16,
-    /// The peer is accepted: its chosen objects belong into the kernel.
+    /// Whether the peer is accepted, so that the kernel should have its chosen objects.
     pub accepted: bool,
 }
 
 #[derive(Debug, PartialEq, Eq, Default)]
 pub(crate) struct Extras {
-    /// The addresses that the plan asked about.
+    /// The addresses that the plan looked up.
     pub(crate) asked: Box<[IpAddr]>,
     /// Why the plan rejected the peer.
     pub(crate) rejected: Option<Box<str>>,
@@ -48,12 +48,12 @@ impl Peer {
         &self.objects[..usize::from(self.chosen).min(self.objects.len())]
     }
 
-    /// The addresses that its plan asked about.
+    /// The addresses that its plan looked up.
     pub(crate) fn asked(&self) -> &[IpAddr] {
         self.extras.as_ref().map_or(&[], |extras| &extras.asked)
     }
 
-    /// Why the plan rejected it.
+    /// Why the plan rejected the peer.
     pub(crate) fn rejected(&self) -> Option<&str> {
         self.extras.as_ref()?.rejected.as_deref()
     }
@@ -87,7 +87,7 @@ pub(crate) struct Claimant<'a> {
 /// The entry of a claim in the index.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Claim {
-    /// The hash of the object's key: a growing table and a search need not read other slots.
+    /// The hash of the object's key, so that a growing table and a search read no other slots.
     hash: u32,
     /// The peer. Its few objects are searched for the key.
     id: Id,
@@ -210,7 +210,7 @@ impl PeerIndex {
         Some(peer)
     }
 
-    /// Counts one subnet of this length less.
+    /// Counts one subnet less of this length.
     fn forget_length(&mut self, len: u8) {
         if let Entry::Occupied(mut count) = self.lengths.entry(len) {
             *count.get_mut() -= 1;
@@ -220,7 +220,7 @@ impl PeerIndex {
         }
     }
 
-    /// New peers may get these slots.
+    /// Frees these slots for new peers.
     pub(crate) fn vacate(&mut self, mut ids: Vec<Id>) {
         self.free.append(&mut ids);
     }
@@ -256,7 +256,7 @@ impl PeerIndex {
         found
     }
 
-    /// The peers whose subnets hold an address, the longest prefix first.
+    /// The peers whose subnets contain an address, the longest prefix first.
     pub(crate) fn around(&self, address: IpAddr) -> impl Iterator<Item = &Peer> {
         let host = Subnet::host(address);
         let around =

@@ -1,4 +1,4 @@
-//! The kernel's answers to the questions of plans, and which of them may no longer hold.
+//! The kernel's answers to the lookups of plans, and the answers that may have changed.
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;
@@ -8,53 +8,55 @@ use flannel_core::kernel::KernelError;
 use flannel_core::object::LinkName;
 use flannel_core::{Kernel, Subnet};
 
-/// Which answers that plans were given are stale.
+/// The answers to lookups of plans that are stale: they may have changed.
 #[derive(Debug, Default)]
 pub struct StaleLookups {
     all: bool,
-    /// The link that routes are on changed: answers cannot wait.
+    /// The link that routes are on changed: the lookups must be repeated soon.
     urgent: bool,
-    /// Answers about addresses inside these subnets.
+    /// Answers for addresses inside these subnets.
     under: BTreeSet<Subnet>,
-    /// The links that answers led to, directly or through a router. Some may lead there no longer.
+    /// The links in the answers, of routes with or without a gateway. It may have outdated links.
     links: BTreeSet<LinkName>,
     /// Why the kernel could not answer the last time it was asked.
     error: Option<KernelError>,
 }
 
 impl StaleLookups {
-    /// Plans have to be asked again now.
+    /// Whether lookups must be repeated soon, because the link that routes are on changed.
     pub fn is_urgent(&self) -> bool {
         self.urgent
     }
 
-    /// An answer is stale.
+    /// Whether any answer is stale.
     pub fn is_any(&self) -> bool {
         self.all || !self.under.is_empty()
     }
 
-    /// Why the kernel could not answer a question; `None`: it answered all.
+    /// Why the kernel could not answer a lookup; `None`: it answered all.
     pub fn error(&self) -> Option<&KernelError> {
         self.error.as_ref()
     }
 
-    /// All answers are stale.
+    /// Marks all answers as stale.
     pub fn invalidate_all(&mut self) {
         self.all = true;
     }
 
-    /// Answers about addresses inside `subnet` are stale.
+    /// Marks the answers for addresses inside `subnet` as stale.
     pub fn invalidate_under(&mut self, subnet: Subnet) {
         self.under.insert(subnet);
     }
 
-    /// A link changed, which may carry routes.
+    /// Notes a change of a link. If `carries_routes`, all answers are stale and urgent. Otherwise
+    /// they are stale if an answer has this link.
     pub fn invalidate_link(&mut self, link: LinkName, carries_routes: bool) {
         self.urgent |= carries_routes;
         self.all |= self.urgent || self.links.contains(&link);
     }
 
-    /// The subnets whose answers are stale (`None`: all answers), and none afterwards.
+    /// Returns the subnets whose answers are stale (`None`: all answers), for
+    /// [`Admission::recheck`](crate::Admission::recheck). Afterwards no answer is stale.
     pub fn take(&mut self) -> Vec<Option<Subnet>> {
         self.urgent = false;
         let under = std::mem::take(&mut self.under);
@@ -73,7 +75,7 @@ impl StaleLookups {
         parts
     }
 
-    /// Notes the links that answers led to. A question without an answer is asked again.
+    /// Notes the links in the answers. If a lookup had no answer, all answers are stale.
     pub fn note(&mut self, answers: Answers<'_>) {
         self.links.append(&mut answers.links.into_inner());
         if let Some(error) = answers.error.into_inner() {
@@ -83,7 +85,7 @@ impl StaleLookups {
     }
 }
 
-/// A kernel that answers plans.
+/// A kernel that answers the lookups of plans.
 pub struct Answers<'a> {
     kernel: &'a dyn Kernel,
     links: RefCell<BTreeSet<LinkName>>,
@@ -96,7 +98,8 @@ impl<'a> Answers<'a> {
         Self { kernel, links: RefCell::default(), error: RefCell::default() }
     }
 
-    /// The link that an address is on; `None` if the kernel cannot say.
+    /// The link that an address is on. Outer `None`: the kernel could not answer. Inner `None`: the
+    /// address is not on a link. Blocks.
     pub fn on_link(&self, address: IpAddr) -> Option<Option<LinkName>> {
         let answer =
             self.kernel.lookup(address).map_err(|error| self.error.replace(Some(error))).ok()?;

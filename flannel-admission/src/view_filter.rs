@@ -17,8 +17,8 @@ pub struct ViewFilter {
 }
 
 impl ViewFilter {
-    /// A filter for the node with the lease `own` inside the pod `networks`. It accepts leases of
-    /// `lease_type`, and no peer defines a kernel object.
+    /// A filter for the node with the lease `own` inside the pod `networks`. It accepts leases with
+    /// the backend type `lease_type`. Peers define no kernel objects.
     pub fn new(own: Lease, networks: Dual<Subnet>, lease_type: &'static str) -> Self {
         let plan = OfferPlan::new(Some(lease_type), Box::new(|_, _, _, _| Ok(())));
         let (subnets, own) = (own.subnets, Some(Arc::new(own)));
@@ -27,10 +27,10 @@ impl ViewFilter {
         Self { admission, leases: LeaseSet::default(), own: subnets }
     }
 
-    /// The peers of the next view. Costs the leases that changed since the view before it.
+    /// The peers of the next view. The cost depends on the leases that changed since the last view.
     pub fn accept(&mut self, view: View) -> AcceptedPeers {
         let before = std::mem::replace(&mut self.leases, view.leases);
-        // The plan asks no question.
+        // The plan makes no lookups.
         self.admission.update(self.leases.changes_since(&before), &|_| Some(None));
         let complete = matches!(view.origin, Origin::Live { .. });
         let rejected = self.admission.rejected().clone();

@@ -33,9 +33,9 @@ impl WithAnnexes {
         Self { kernel, annexes: annexes.into_iter().collect(), waits: false }
     }
 
-    /// Waits in [`Kernel::apply`] for the end of changes that an annex only started. For programs
-    /// that end afterwards, such as a cleanup. If none has succeeded for [`Self::PATIENCE`], those
-    /// that have not ended fail with `ETIMEDOUT`.
+    /// Makes [`Kernel::apply`] wait for the end of changes that an annex only started. This is for
+    /// programs that end afterwards, such as a cleanup. If no change has succeeded for
+    /// [`Self::PATIENCE`], those that have not ended fail with `ETIMEDOUT`.
     #[must_use]
     pub fn waiting(self) -> Self {
         Self { waits: true, ..self }
@@ -51,7 +51,7 @@ impl Kernel for WithAnnexes {
     fn snapshot(&self, footprint: &Footprint) -> Result<State, KernelError> {
         let mut state = self.kernel.snapshot(footprint)?;
         for annex in self.annexes.iter().filter(|a| footprint.annexes.contains(a.name())) {
-            // Records that cannot be read are put again: the annex then says what is wrong.
+            // Records that cannot be read are put again, and the annex then returns the error.
             state.extend(annex.records().unwrap_or_default());
         }
         Ok(state)
@@ -65,7 +65,7 @@ impl Kernel for WithAnnexes {
         self.kernel.nexthop_users(there)
     }
 
-    /// The kernel refuses the records of an annex that is not among these (`EOPNOTSUPP`).
+    /// The kernel refuses the records of an unknown annex (`EOPNOTSUPP`).
     fn apply(&self, footprint: &Footprint, changes: &[Change]) -> Vec<Result<(), KernelError>> {
         let name = |change: &Change| self.annex_of(change).map(Annex::name);
         let runs = changes.chunk_by(|a, b| name(a) == name(b));
@@ -96,8 +96,8 @@ impl Kernel for WithAnnexes {
     }
 
     fn changes(&self) -> Result<Box<dyn Changes>, KernelError> {
-        // Events of annexes are rare: they come first, so that the kernel's delay none of them. An
-        // annex that cannot listen takes no event of the kernel away.
+        // Events of annexes are rare and come first, so that events of the kernel do not delay
+        // them. An annex that cannot listen does not affect the events of the kernel.
         let annexes = self.annexes.iter().filter_map(|annex| annex.changes().ok());
         let mut streams: Vec<_> = annexes.collect();
         streams.push(self.kernel.changes()?);
@@ -124,7 +124,8 @@ impl Changes for Merged {
         })
         .await;
         drop(events);
-        // The last stream is the kernel's. A snapshot finds what a broken annex does not report.
+        // The last stream is the kernel's. After an annex has broken, a snapshot finds the changes
+        // that it does not report.
         if event.is_err() && n + 1 < self.streams.len() {
             drop(self.streams.remove(n));
             return Ok(Invalidation::Everything);

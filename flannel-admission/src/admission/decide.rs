@@ -1,4 +1,4 @@
-//! The decision on each peer that a change can touch.
+//! The decision on each peer that a change can affect.
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;
@@ -11,7 +11,7 @@ use flannel_core::object::{Key, Object};
 use flannel_core::status::Rejection;
 
 impl Admission {
-    /// Decides on the peers that are new or dirty, and on all that they can touch.
+    /// Decides on the peers that are new or dirty, and on all peers that these can affect.
     pub(super) fn finish(&mut self, mut update: Update) -> Changed {
         let added = std::mem::take(&mut update.added);
         for (id, shared) in &added {
@@ -104,7 +104,7 @@ impl Admission {
         accepted
     }
 
-    /// The reason to reject a peer, whatever other peers say.
+    /// The reason to reject a peer, independent of other peers.
     fn objection(&self, peer: &Peer) -> Option<Rejection> {
         let mut enabled = false;
         for subnet in peer.lease.subnets.iter() {
