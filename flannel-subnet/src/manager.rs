@@ -38,15 +38,20 @@ pub struct Identity {
     /// Chosen at random once ([`HolderId::random`]), and kept in the node's state directory.
     pub holder: HolderId,
     /// The previous subnets of the node, from its `subnet.env`
-    /// ([`SubnetEnv::previous`](crate::SubnetEnv::previous)).
+    /// ([`SubnetEnv::previous`](crate::SubnetEnv::previous)); `None`: not known.
     pub previous: Option<Subnets>,
     /// All addresses of the host, and the public address from its options. They let
-    /// [`SubnetManager::hints`] find the lease before the external interface is chosen.
+    /// [`SubnetManager::hints`] find the lease before the external interface is chosen. Empty: it
+    /// finds the lease by the holder ID only.
     pub local_addresses: Vec<IpAddr>,
 }
 
 /// The lease engine: acquires and holds this node's lease on any [`Registry`], and shows all
 /// leases.
+///
+/// The caller runs [`hold_lease`](SubnetManager::hold_lease) as long as it uses the subnets. The
+/// methods need a tokio runtime with time and I/O enabled. Their tasks end when the manager is
+/// dropped. The lease then stays in the store until it expires.
 ///
 /// ```
 /// use flannel_core::SubnetManager;
@@ -110,14 +115,14 @@ impl LocalManager {
         }
     }
 
-    /// Sets the time to live of a lease, in whole seconds; at least 1.
+    /// Sets the time to live of a lease: at least 1 s, in whole seconds. The default is 24 hours.
     #[must_use]
     pub fn with_ttl(self, ttl: Duration) -> Self {
         Self { ttl, ..self }
     }
 
-    /// Sets the time before its end at which a lease is renewed; at most two thirds of its time to
-    /// live.
+    /// Sets the time before its end at which a lease is renewed. The default is 60 minutes. A
+    /// margin of more than two thirds of the time to live counts as two thirds.
     #[must_use]
     pub fn with_renew_margin(self, margin: Duration) -> Self {
         Self { margin, ..self }
@@ -146,8 +151,8 @@ impl LocalManager {
         self.holding.ownership_now()
     }
 
-    /// The remaining time of the lease unless it is renewed, by boot time; `None` if no lease is
-    /// held, or it has no end.
+    /// The time until the end of the lease if it is not renewed, by boot time. `None`: no lease is
+    /// held, the lease has no end, or its end has passed.
     pub fn remaining(&self) -> Option<Duration> {
         self.holding.remaining()
     }

@@ -18,7 +18,7 @@ use crate::runtime::{Task, lock};
 /// The number of released subnets that are remembered.
 const FREED: usize = 1024;
 
-/// Follows a registry until it is dropped.
+/// Follows a registry. Dropping the reflector ends this.
 ///
 /// ```
 /// use flannel_subnet::{MemoryRegistry, Reflector, Registry};
@@ -66,9 +66,8 @@ impl Reflector {
         Self { _task: Task::spawn(follow(registry, Arc::clone(&shared))), shared }
     }
 
-    /// The latest view. Several changes may be merged. Until the first list is complete it is the
-    /// initial view. After a drop of the reflector, the receiver stays valid and the view stays as
-    /// it is.
+    /// A receiver of the latest view. Several changes may be merged. Until the first list is
+    /// complete it is the initial view. After the reflector was dropped, the last view stays.
     pub fn views(&self) -> watch::Receiver<View> {
         self.shared.views.subscribe()
     }

@@ -152,7 +152,7 @@ pub trait Registry: fmt::Debug + fmt::Display + Send + Sync {
     /// deleted. A store does not forget a holder whose key was deleted.
     async fn keep_alive(&self, subnets: &Subnets, holder: HolderId) -> Result<Option<Duration>>;
 
-    /// The reason why a request is being repeated at present, if one is.
+    /// The reason why a request is being repeated at present; `None`: none is.
     fn trouble(&self) -> Option<String> {
         None
     }
@@ -165,9 +165,9 @@ pub trait Registry: fmt::Debug + fmt::Display + Send + Sync {
 #[doc = include_str!("../docs/watch.md")]
 #[async_trait]
 pub trait Watch: Send {
-    /// Waits for the next changes and returns all that are known. `None`: some were missed, and the
-    /// caller must list and watch again. Renewals are not changes. An empty batch confirms that the
-    /// store answers and nothing changed.
+    /// Waits for the next changes and returns all known ones as a batch. `None`: some changes were
+    /// missed, and the caller must list and watch again. Renewals are not changes. An empty batch
+    /// confirms that the store answers and nothing changed.
     ///
     /// # Errors
     /// The store does not answer. The watch is unusable.

@@ -37,7 +37,7 @@ pub struct SubnetEnv {
     pub subnets: Dual<Subnet>,
     /// The MTU of pods, in bytes.
     pub mtu: u32,
-    /// Flannel masquerades traffic that leaves the pod network.
+    /// Whether flannel masquerades traffic that leaves the pod network.
     pub ip_masq: bool,
 }
 
@@ -102,7 +102,8 @@ impl fmt::Display for SubnetEnv {
 }
 
 impl SubnetEnv {
-    /// This host's subnets as the identity of a lease, to get the same one after a restart.
+    /// This host's subnets as the identity of a lease, to get the same lease after a restart.
+    /// `None` if the file has no subnet.
     pub fn previous(&self) -> Option<Subnets> {
         Subnets::new(self.subnets.values().copied())
     }
@@ -124,9 +125,9 @@ impl SubnetEnv {
     }
 
     /// Reads the file like a shell or dotenv: quotes, `export`, comments and `KEY: value` are
-    /// accepted, unknown keys are ignored, host bits are cleared, and the last line of a key wins.
-    /// Invalid items in a list of subnets are ignored. Unless exactly one is left, the family is
-    /// absent.
+    /// accepted, unknown keys are ignored, host bits are cleared, and the last line of a key
+    /// counts. Invalid items in a list of subnets are ignored. If not exactly one valid item is
+    /// left, the family is absent.
     ///
     /// # Errors
     /// The message has the file, line, key, value, and the expected kind of value.

@@ -23,7 +23,9 @@ use crate::runtime::lock;
 
 /// Takes this node's lease from a registry that already has the leases of all nodes.
 ///
-/// It is for a [`DirRegistry`](crate::DirRegistry) with `assign=static`, and only reads.
+/// It is for a [`DirRegistry`](crate::DirRegistry) with `assign=static`, and only reads. Its lease
+/// has no end and needs no renewal. `hold_lease` returns when the node's file is deleted, or has
+/// other subnets. The methods need a tokio runtime with time and I/O enabled.
 #[derive(Debug)]
 pub struct AssignedManager {
     store: Arc<Metered>,

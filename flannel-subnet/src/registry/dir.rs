@@ -76,9 +76,8 @@ impl DirRegistry {
     /// Opens a directory. A missing directory is created (mode 0755) if nodes choose their subnets.
     ///
     /// # Errors
-    /// [`Error::Refused`] on a network file system, or the directory cannot be created, read or
-    /// watched.
-    /// watched.
+    /// [`Error::Refused`] on a network file system. [`Error::Store`] if the directory cannot be
+    /// created, read or watched.
     ///
     /// # Panics
     /// There is no tokio runtime with I/O enabled.

@@ -21,7 +21,8 @@ use super::{
 use crate::runtime::{lock, or_never};
 use state::State;
 
-/// A registry in memory. Clones share the registry. Its time is tokio's, which a test can pause.
+/// A registry in memory. Clones share the registry. Its time is tokio's, which a test can pause, so
+/// it needs a tokio runtime with time enabled.
 ///
 /// With the feature `testing`, a test can write any key, delete keys, forget history, and make the
 /// store fail.
