@@ -20,7 +20,7 @@ pub struct EtcdOptions {
     /// URLs such as `http://192.0.2.1:2379` or `https://etcd.example:2379`; at least one. Without a
     /// scheme it is `https://` if a TLS file is set, else `http://`. Empty texts are ignored.
     pub endpoints: Vec<String>,
-    /// The prefix of all keys, without `/config` and `/subnets`.
+    /// The prefix of all keys, without `/config` and `/subnets`: `/coreos.com/network` by default.
     pub prefix: String,
     /// The PEM certificates of the CAs for `https://` endpoints; `None`: the system's CAs.
     pub cafile: Option<PathBuf>,
@@ -28,13 +28,15 @@ pub struct EtcdOptions {
     pub certfile: Option<PathBuf>,
     /// The PEM key of `certfile`.
     pub keyfile: Option<PathBuf>,
-    /// An etcd user, with `password`. Both are ignored if etcd has no authentication enabled.
+    /// An etcd user, with `password`; `None`: no user. Both are ignored if etcd has no
+    /// authentication enabled.
     pub username: Option<String>,
     /// The user's password.
     pub password: Option<String>,
-    /// The time limit of one request at one endpoint.
+    /// The time limit of one request at one endpoint; not 0.
     pub request_timeout: Duration,
-    /// The time for which a request is repeated. The last attempt may end later.
+    /// The time for which a request is repeated. The last attempt may end later. With 0, each
+    /// endpoint is asked once.
     pub patience: Duration,
 }
 

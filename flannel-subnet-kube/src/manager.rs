@@ -26,10 +26,14 @@ use crate::options::KubeOptions;
 use crate::runtime::{Task, lock};
 use shared::Shared;
 
-/// The period in which the file with the network config is read.
+/// The time between two reads of the file with the network config.
 const CONFIG_PERIOD: Duration = Duration::from_secs(5);
 
 /// Leases as annotations of Kubernetes nodes, shared with Go flannel byte for byte.
+///
+/// A lease has no end and needs no renewal. [`hold_lease`](SubnetManager::hold_lease) restores
+/// changed annotations, and returns when the node gets other subnets. The methods need a tokio
+/// runtime with time and I/O enabled.
 ///
 /// ```no_run
 /// use flannel_core::SubnetManager;

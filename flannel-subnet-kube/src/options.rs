@@ -7,14 +7,14 @@ use crate::node::prefix::Prefix;
 /// The options of a [`KubeManager`](crate::KubeManager).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KubeOptions {
-    /// The URL of the API server; `None`: that in the kubeconfig.
+    /// The URL of the API server; `None`: the URL of the kubeconfig or of the service account.
     pub api_url: Option<String>,
-    /// The credentials and certificates for the API server. `None`: none with a URL, and the
-    /// service account of this pod without one.
+    /// The file with the credentials and certificates for the API server. `None`: with an
+    /// `api_url`, there are no credentials; without one, the service account of this pod is used.
     pub kubeconfig: Option<PathBuf>,
     /// The prefix of the names of annotations.
     pub prefix: Prefix,
-    /// The file with the network config.
+    /// The file with the network config. It is read again every 5 s.
     pub net_config: PathBuf,
     /// This node.
     pub identity: NodeIdentity,

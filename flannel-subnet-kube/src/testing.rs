@@ -1,7 +1,7 @@
 //! An API server for tests: nodes and pods over HTTP, with strict checks and faults.
 //!
 //! A request that a real API server would not serve, or that this crate's client must not send, is
-//! a *violation*. The request fails, and so does the test, at the latest at the drop of the server.
+//! a *violation*. The request fails. The test fails too, at the latest when the server is dropped.
 
 mod answer;
 mod client;
@@ -27,10 +27,10 @@ use faults::Faults;
 pub use faults::{Cut, Held};
 use store::Store;
 
-/// A server that stops with the drop of this value.
+/// A server that runs until this value is dropped.
 ///
 /// # Panics
-/// At its drop, if there was a violation.
+/// When it is dropped, if there was a violation.
 #[derive(Debug)]
 pub struct ApiServer {
     shared: Arc<Shared>,
@@ -61,7 +61,7 @@ impl ApiServer {
     /// A server on its own port of the loopback interface.
     ///
     /// # Panics
-    /// There is no port, or no thread.
+    /// There is no free port, or the thread cannot be started.
     #[expect(clippy::new_without_default, reason = "it starts a thread")]
     pub fn new() -> Self {
         Self::on(TcpListener::bind("127.0.0.1:0").expect("a port on the loopback interface"))

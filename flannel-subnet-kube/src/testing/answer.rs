@@ -164,7 +164,8 @@ fn rbac(request: &Parts) -> (&'static str, &'static str) {
 fn list(shared: &Shared, query: &BTreeMap<String, String>) -> Answer {
     let refused = |text: &str| violation(shared, StatusCode::BAD_REQUEST, text);
     let get = |name: &str| query.get(name).map(String::as_str);
-    // The exact version of the answer. It comes from the server's cache then, which has no pages.
+    // The lowest version that the answer may have. The answer then comes from the server's cache,
+    // which has no pages.
     let least = match (get("resourceVersion"), get("resourceVersionMatch")) {
         (Some(_), _) if get("continue").is_some() => {
             return refused("a continued list must not have a resourceVersion");

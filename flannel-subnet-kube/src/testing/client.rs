@@ -1,6 +1,6 @@
-//! The client certificates of the test server. The handshake accepts any certificate, and requests
-//! of unknown clients are refused, like in a real API server, unless the test wants the handshake
-//! to fail.
+//! The client certificates of the test server. Like a real API server, it accepts any certificate
+//! in the handshake and refuses the requests of unknown clients. A test can make the handshake fail
+//! instead.
 
 use std::sync::Arc;
 

@@ -14,7 +14,7 @@ use tokio::sync::watch;
 
 use super::{ApiServer, lock};
 
-/// How open watches end.
+/// The way in which open watches end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Cut {
     /// The connection breaks in the middle of an event.
