@@ -1,4 +1,4 @@
-//! The host-gw backend on the fake kernel: which routes, from which leases.
+//! The host-gw backend on the fake kernel: its routes for different leases.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
@@ -20,8 +20,7 @@ const DUAL: &str = r#"{
     "Backend": {"Type":"host-gw"}
 }"#;
 
-/// Without nexthop objects, which the core puts in place of gateways: here it is about what
-/// backends plan.
+/// A host whose kernel uses no nexthop objects, so that the kernel has the routes of the plan.
 fn host(kernel: &FakeKernel, subnets: &FakeSubnets) -> Host {
     kernel.use_nexthops(false);
     let address: Dual<IpAddr> =
@@ -86,14 +85,14 @@ async fn a_route_for_every_peer_on_the_link() {
     ];
     assert_eq!(kernel.dump(), near);
 
-    // The underlay grows: the peer is on the link now.
+    // The subnet of the underlay becomes larger. The peer is now on the link.
     let on_link: Vec<Subnet> =
         ["192.0.2.0/24", "2001:db8::/64", "198.51.100.0/24"].map(|s| s.parse().unwrap()).into();
     kernel.set_on_link("eth0", &on_link);
     status.wait_for(|status| status.in_sync && status.advisories.len() == 1).await.unwrap();
     assert_eq!(kernel.dump().len(), 5);
 
-    // A peer that moves is one route replaced.
+    // If a peer moves, one route is replaced.
     subnets.put_attrs("10.1.9.0-24", peer(&["192.0.2.99"]));
     let moved = "route 10.1.9.0/24 via 192.0.2.99 dev eth0".to_owned();
     status.wait_for(|status| status.in_sync && kernel.dump().contains(&moved)).await.unwrap();
@@ -121,14 +120,14 @@ async fn unused_addresses_of_the_own_subnets_are_dropped_if_the_option_is_set() 
                 "{:?}",
                 dropped()
             );
-            // Somebody removes one; that a bridge's route comes and goes is none of our business.
+            // Another program deletes one of the routes.
             let route =
                 kernel.state().iter().find(|o| o.to_string().starts_with(v4)).unwrap().clone();
             kernel.other().apply(&Footprint::default(), &[Change::Delete(route)]);
             status.wait_for(|status| status.in_sync && status.repaired == 1).await.unwrap();
             assert_eq!(dropped().len(), 2);
         } else {
-            assert_eq!(dropped(), [""; 0], "what an earlier run left");
+            assert_eq!(dropped(), [""; 0], "the routes of an earlier run are removed");
         }
         task.abort();
     }
@@ -151,7 +150,11 @@ async fn a_public_address_of_no_interface_is_refused() {
         this.uplink = iface.clone();
         let refused = this.join(&HostGw, &config, JoinOptions::default()).await;
         let judged = HostGw.validate(&config, Some(iface)).unwrap_err();
-        assert_eq!(judged.to_string(), refused.unwrap_err().to_string(), "before anything is done");
+        assert_eq!(
+            judged.to_string(),
+            refused.unwrap_err().to_string(),
+            "validate and join return the same error"
+        );
     }
     HostGw.validate(&config, Some(&host(&kernel, &subnets).uplink)).unwrap();
     HostGw.validate(&config, None).unwrap();

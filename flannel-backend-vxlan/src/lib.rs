@@ -23,8 +23,8 @@ pub use options::Options;
 /// for IPv6. The MTU of pods is the smallest over the enabled families.
 ///
 /// **Source**: flannel `pkg/backend/vxlan`. Different on purpose: IPv6 costs 70 bytes, not 50; the
-/// source of the tunnel is the address of the interface, not the public one, which the host may
-/// not have; an existing device is changed in place where the kernel can.
+/// source of the tunnel is the address of the interface, not the public address, which the host may
+/// not have; an existing device is changed in place if the kernel can do that.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct VxlanBackend;
 
@@ -185,7 +185,7 @@ async fn choose_macs(node: &Node<'_>, names: &Dual<LinkName>, vni: u32) -> Resul
         _ => None,
     };
     let hints = node.hints().await?;
-    // That lease is ours, even if it has an address that this host no longer has.
+    // That lease is ours, even if its address is no longer one of this host.
     let own = hints.previous.filter(|_| hints.last_published.is_some());
     let last = hints.last_published.unwrap_or_default();
     let public = &node.uplink.public;

@@ -1,5 +1,6 @@
-//! The choice of a VTEP's MAC address. Peers send frames to the address in the lease, so that is
-//! kept if possible. A changed address costs the device's neighbours, which are put again.
+//! The choice of a VTEP's MAC address. Peers send frames to the address in the lease, so it is kept
+//! if possible. If it changes, the kernel deletes the neighbours of the device, and they are put
+//! again.
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;

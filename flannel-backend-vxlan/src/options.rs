@@ -17,7 +17,8 @@ pub struct Options {
     pub vni: u32,
     /// `Port`: the UDP port of all nodes; default (0): 8472.
     pub port: u16,
-    /// `MTU`: of the underlay, in bytes; default (`None`, 0): that of the external interface.
+    /// `MTU`: of the underlay, in bytes; at most that of the external interface, which is also the
+    /// default (`None`, 0).
     pub mtu: Option<u32>,
     /// `GBP`: Group Based Policy; default off.
     pub gbp: bool,

@@ -1,4 +1,4 @@
-//! The vxlan backend on the fake kernel: which objects, from which leases.
+//! The vxlan backend on the fake kernel: its objects for different leases.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
@@ -19,8 +19,7 @@ const DUAL: &str = r#"{
     "Backend": {"Type":"vxlan"}
 }"#;
 
-/// Without nexthop objects, which the core puts in place of gateways: here it is about what
-/// backends plan.
+/// A host whose kernel uses no nexthop objects, so that the kernel has the objects of the plan.
 fn host(kernel: &FakeKernel, subnets: &FakeSubnets) -> Host {
     kernel.use_nexthops(false);
     let address: Dual<std::net::IpAddr> = ["192.0.2.1", "2001:db8::1"]
@@ -50,7 +49,7 @@ fn peer(public: [&str; 2], macs: [&str; 2]) -> LeaseAttrs {
     })
 }
 
-/// Registers and runs until everything is in place; the kernel's objects as text.
+/// Joins and runs a network until it is in sync. Returns the kernel's objects as text.
 async fn dump(config: &str, prepare: impl FnOnce(&FakeKernel, &FakeSubnets)) -> Vec<String> {
     let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), FakeSubnets::with_config(config));
     prepare(&kernel, &subnets);
@@ -197,7 +196,12 @@ async fn a_bad_peer_is_rejected_with_a_reason_and_affects_no_other() {
         ended = network.run(views) => panic!("{ended:?}"),
         settled = status.wait_for(|status| status.in_sync) => drop(settled.unwrap()),
     }
-    assert_eq!(kernel.dump().len(), 4 + 6, "only the good peer's objects: {:#?}", kernel.dump());
+    assert_eq!(
+        kernel.dump().len(),
+        4 + 6,
+        "only the objects of the valid peer: {:#?}",
+        kernel.dump()
+    );
     let status = status.borrow().clone();
     for (n, (_, says)) in bad.iter().enumerate() {
         let subnets = format!("10.1.{}.0-24&fd00:1:0:{:x}::-64", n + 20, n + 20).parse().unwrap();
@@ -311,7 +315,7 @@ async fn an_unsuitable_config_is_refused_with_the_reason() {
         let subnets = FakeSubnets::with_config(config);
         let error = register(&kernel, &subnets).await.unwrap_err().to_string();
         assert!(error.contains(says), "{error}");
-        // The same is said before anything is done, and without a node if only the config is wrong.
+        // `validate` returns the same error, also without a node if only the config is wrong.
         let (config, iface) = (Config::parse(config).unwrap(), host(&kernel, &subnets).uplink);
         assert_eq!(VxlanBackend.validate(&config, Some(&iface)).unwrap_err().to_string(), error);
         let anywhere = VxlanBackend.validate(&config, None).map_err(|error| error.to_string());
@@ -337,6 +341,6 @@ async fn an_unsuitable_config_is_refused_with_the_reason() {
     assert!(error.contains("eth0 has no IPv6 address"), "{error}");
     assert!(
         kernel.state().iter().all(|object| !matches!(object, Object::Link(_))),
-        "nothing was touched"
+        "no object was written"
     );
 }

@@ -24,7 +24,7 @@ pub struct UnknownBackend {
 }
 
 impl Backends {
-    /// Adds a backend.
+    /// Adds a backend. Of several backends with one type, the first one is used.
     pub fn with(mut self, backend: &'static dyn Backend) -> Self {
         self.all.push(backend);
         self
@@ -38,7 +38,7 @@ impl Backends {
     /// The backend of a type in lower case.
     ///
     /// # Errors
-    /// There is none.
+    /// There is no backend of this type. The error lists all types.
     pub fn find(&self, kind: &str) -> Result<&'static dyn Backend, UnknownBackend> {
         self.iter().find(|backend| backend.kind() == kind).ok_or_else(|| {
             let known: Vec<&str> = self.iter().map(Backend::kind).collect();

@@ -123,7 +123,7 @@ fn config_is_validated() {
 
 /// A daemon does not start with a wrong option, and a running one ignores it.
 #[test]
-fn a_wrong_option_ends_a_start_but_no_running_daemon() {
+fn a_wrong_option_prevents_a_start_and_a_running_daemon_ignores_it() {
     as_root("a_wrong_option_ends_a_start_but_no_running_daemon", || {
         let lab = hosts(json!({ "Type": "lane", "Lane": 0 }));
         let host = &lab.hosts()[0];
@@ -290,5 +290,5 @@ fn without_a_daemon(lab: &Lab, host: &Host) {
     assert!(!rules.contains("flannel"), "{rules}");
 
     host.start_daemon_with(&["--ip-masq"]).unwrap();
-    assert!(lab.matrix(PATIENCE).unwrap().is_complete(), "it starts again from nothing");
+    assert!(lab.matrix(PATIENCE).unwrap().is_complete(), "the next start creates all objects");
 }
