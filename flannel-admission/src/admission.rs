@@ -74,7 +74,7 @@ pub struct Admission {
 struct Update {
     /// New peers, and whether other peers define one of their objects.
     added: Vec<(Id, bool)>,
-    /// Other peers that must be decided on anew.
+    /// Other peers that must be decided again.
     dirty: BTreeSet<Id>,
     /// Objects that may change, with their definition before the update.
     touched: BTreeMap<Key, Option<Object>>,
@@ -342,7 +342,7 @@ mod tests {
 
     fn peers(own: Option<&str>) -> Admission {
         let networks = ["10.1.0.0/16".parse::<Subnet>().unwrap()].into_iter().collect();
-        // Its offer has no public address: the plan rejects it, and nothing more is reserved.
+        // The own offer has no public address. The plan rejects it, so no object is reserved.
         let own = own.map(|own| {
             let lease = Arc::unwrap_or_clone(lease(own, 0, 0, 0));
             Arc::new(Lease { attrs: LeaseAttrs::default(), ..lease })
@@ -366,7 +366,7 @@ mod tests {
         all(peers, changed)
     }
 
-    /// All that changed, as deltas.
+    /// All changed objects, as deltas.
     fn all(peers: &Admission, changed: Changed) -> Vec<Delta> {
         let mut deltas = changed.deltas;
         for id in changed.added {
@@ -430,7 +430,7 @@ mod tests {
         assert_eq!(
             deltas.iter().filter(|d| d.after.is_none()).count(),
             1,
-            "the route of the later one goes"
+            "the route of the later lease is removed"
         );
         let same_definition = lease("10.1.3.0-24", 3, 1, 7);
         put(&mut peers, &same_definition);
@@ -438,7 +438,7 @@ mod tests {
     }
 
     #[test]
-    fn a_peer_that_moves_is_no_addition() {
+    fn a_moved_peer_is_not_reported_as_added() {
         let mut peers = peers(None);
         let (first, moved) = (lease("10.1.1.0-24", 1, 1, 1), lease("10.1.1.0-24", 1, 2, 1));
         let changed = peers.update([(first.subnets, Some(&first))].into_iter(), &no_answer);
@@ -465,7 +465,7 @@ mod tests {
             );
         }
         put(&mut peers, &lease("10.1.9.0-24", 1, 1, 1));
-        assert_eq!(peers.index.len(), 4, "the own lease is no peer");
+        assert_eq!(peers.index.len(), 4, "the own lease is not a peer");
         assert_eq!(peers.objects().count(), 0);
         let mut bad = Arc::unwrap_or_clone(lease("10.1.3.0-24", 1, 1, 1));
         bad.attrs.preferred.data.v4 = None;
@@ -521,7 +521,7 @@ mod tests {
     }
 
     #[test]
-    fn of_two_definitions_by_one_plan_the_first_counts() {
+    fn of_two_definitions_by_one_plan_the_first_is_used() {
         let dst = |n: u8| Subnet::host([10, 1, 1, n].into());
         let plan: Box<Plan> = Box::new(move |_, _, _, objects| {
             let route = |n, mtu| Object::from(Route { dst: dst(n), via: Via::Blackhole, mtu });
@@ -558,7 +558,7 @@ mod tests {
         let asked_about = Subnet::host([192, 0, 2, 1].into());
         assert!(peers.asked_about(asked_about));
         peers.update([(one.subnets, None)].into_iter(), &no_answer);
-        assert!(!peers.asked_about(asked_about), "nobody asks any more");
+        assert!(!peers.asked_about(asked_about), "no plan uses the lookup any more");
         put(&mut peers, &other);
         assert!(slot.is_some() && peers.index.id(&other.subnets) == slot);
     }
@@ -576,7 +576,7 @@ mod tests {
         assert_eq!(why(&peers, &loopback), "its public address 127.0.0.1 is no host's address");
     }
 
-    /// A node that knows two backends, and one that knows the second only.
+    /// A node with two backends, and a node with only the second one.
     #[test]
     fn all_nodes_accept_the_same_leases_whichever_offer_they_choose() {
         let networks: Dual<Subnet> =

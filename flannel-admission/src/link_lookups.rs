@@ -85,11 +85,15 @@ mod tests {
         lookups.asked(address, Some(Some(eth0)), 2);
         assert_eq!(lookups.answer(&address), Some(Some(eth0)));
         assert_eq!(lookups.recheck(None, &on_eth0), BTreeSet::new());
-        // One peer got another answer, or none: it is not known which peer.
+        // One peer got another answer or none. The lookup does not record which peer.
         for answer in [Some(None), None] {
             lookups.asked(address, answer, 3);
             assert_eq!(lookups.answer(&address), None);
-            assert_eq!(lookups.recheck(None, &|_| None), BTreeSet::new(), "the kernel cannot say");
+            assert_eq!(
+                lookups.recheck(None, &|_| None),
+                BTreeSet::new(),
+                "the kernel has no answer"
+            );
             assert_eq!(lookups.recheck(None, &on_eth0), BTreeSet::from([1, 2, 3]));
             assert_eq!(lookups.answer(&address), Some(Some(eth0)));
         }

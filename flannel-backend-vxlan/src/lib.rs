@@ -150,7 +150,7 @@ const fn overhead(family: Family) -> u32 {
     }
 }
 
-/// The MTU of the network between the nodes in bytes, from the config, else from the interface;
+/// The MTU of the network between the nodes in bytes: the MTU in the config, else the interface's.
 /// `None` if neither is known. It is large enough for the tunnels of all enabled families.
 fn underlay(
     config: &Config,

@@ -162,7 +162,7 @@ impl<'a> Node<'a> {
         let is_cached = matches!(views.borrow().origin, Origin::Cached { written: Some(_) });
         if !is_cached || self.subnets.store_status().confirmed.is_some() {
             let live = views.wait_for(|view| matches!(view.origin, Origin::Live { .. }));
-            // After a timeout, or if the manager is gone, the latest set is returned.
+            // After a timeout, or if the manager was dropped, the latest set is returned.
             let _ = tokio::time::timeout(Duration::from_secs(5), live).await;
         }
         let view = views.borrow().clone();

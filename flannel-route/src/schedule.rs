@@ -114,7 +114,7 @@ impl Schedule {
         }
     }
 
-    /// Decides after a round when to read the kernel next: soon after a failure, else rarely.
+    /// Decides after a round when to read the kernel next: soon after a failure, otherwise later.
     pub(crate) fn note(&mut self, now: Instant, done: &Done, engine: &Engine, listener: &Listener) {
         if let Some(took) = done.rechecked {
             let after = |gap: Duration| now + gap.max(4 * took);

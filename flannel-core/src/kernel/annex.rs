@@ -50,7 +50,7 @@ pub trait Annex: fmt::Debug + Send + Sync {
     /// returns the result of the last one. Blocks. With a `timeout` of zero it returns at once.
     ///
     /// # Errors
-    /// The last change failed, or has not ended in time: [`KernelError::timed_out`]. Such a change
-    /// goes on.
+    /// The last change failed. If it has not ended in time, the error is
+    /// [`KernelError::timed_out`], and the change continues.
     fn wait(&self, key: &Key, timeout: Duration) -> Result<(), KernelError>;
 }

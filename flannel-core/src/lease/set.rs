@@ -80,8 +80,8 @@ impl LeaseSet {
         self.0.values()
     }
 
-    /// The differences from `older`: `(subnets, lease now)`, with `None` for a lease that is gone.
-    /// O(changes) if one set was made from a clone of the other.
+    /// The differences from `older`: the subnets and the present lease, or `None` if it was
+    /// deleted. O(changes) if one set was made from a clone of the other.
     pub fn changes_since<'a>(
         &'a self,
         older: &'a Self,

@@ -54,7 +54,7 @@ pub trait LinkAttributes: fmt::Display {
     fn lower(&self) -> Option<LinkName>;
 
     /// Whether the kernel can change a device with these attributes into `to` in place. If not, the
-    /// device is deleted and created anew.
+    /// device is deleted and created again.
     fn can_become(&self, to: &LinkKind) -> bool;
 }
 

@@ -19,7 +19,7 @@ impl MacAddr {
         Self([first & 0b1111_1100 | 0b10, b, c, d, e, g])
     }
 
-    /// Whether it is the address of one device: neither multicast nor all zero.
+    /// Whether it can be the address of a device: not multicast, and not all zero.
     pub fn is_unicast(&self) -> bool {
         self.0[0] & 1 == 0 && self.0 != [0; 6]
     }

@@ -14,7 +14,7 @@ pub struct Nexthop {
     pub link: LinkName,
     /// The gateway.
     pub gateway: IpAddr,
-    /// The gateway is on the link, whatever the routing table says.
+    /// Whether the gateway counts as on the link without a route to it.
     pub onlink: bool,
 }
 

@@ -27,7 +27,7 @@ pub enum Via {
         gateway: IpAddr,
         /// The device.
         link: LinkName,
-        /// The gateway is on the link, whatever the routing table says.
+        /// Whether the gateway counts as on the link without a route to it.
         onlink: bool,
     },
     /// The destination itself, on the link of this device (scope link).

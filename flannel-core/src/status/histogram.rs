@@ -11,7 +11,7 @@ pub struct Histogram {
 }
 
 impl Histogram {
-    /// The inclusive upper bounds of all buckets but the last, which has none, in microseconds.
+    /// The inclusive upper bounds of the buckets in microseconds. The last bucket has none.
     const BOUNDS: [u64; 16] = [
         100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 200_000, 500_000,
         1_000_000, 2_000_000, 5_000_000, 10_000_000,

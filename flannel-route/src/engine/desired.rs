@@ -92,7 +92,7 @@ impl Desired {
     }
 
     /// All objects, those of peers in the order of their slots. An object that several peers define
-    /// comes several times.
+    /// is passed several times.
     pub(super) fn each(&self, mut each: impl FnMut(Object)) {
         self.base.iter().cloned().for_each(&mut each);
         self.expand(self.peers.objects(), each);

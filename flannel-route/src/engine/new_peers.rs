@@ -37,7 +37,7 @@ impl Engine {
             let mut slice = self.next_new_peers(&answers);
             let mut begun: Option<Cause> = None;
             loop {
-                // A slice can change an object of the one before it: the results come first.
+                // A slice can change an object of the slice before it, so record its results first.
                 if let Some(cause) = begun.take() {
                     let (changes, results) = applier.wait()?;
                     let now = Instant::now();

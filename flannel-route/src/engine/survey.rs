@@ -88,7 +88,7 @@ impl Engine {
         survey.error = actual.as_ref().err().cloned();
         if survey.error.is_some() {
             survey.reads.tries += 1;
-            // The next try chooses them anew, from the objects that are there by then.
+            // The next attempt chooses them again, from the objects that then exist.
             if survey.reads.done == 0 {
                 self.desired.ids = None;
             }
@@ -100,7 +100,7 @@ impl Engine {
     /// desired, only such links get rows: once they are put, the kernel is to be read again.
     pub(super) fn read(&mut self, kernel: &dyn Kernel) -> bool {
         let Some(actual) = self.snapshot(kernel) else { return false };
-        // Objects that are there before the first change are those of a predecessor.
+        // Objects that exist before the first change are those of an earlier run.
         let first = self.survey.reads.done == 0;
         let tried = std::mem::take(&mut self.survey.links_tried);
         let cause = |is: Option<&Object>| match is {
@@ -131,7 +131,7 @@ impl Engine {
         }
         for (want, is) in wrong {
             let key = want.key();
-            // A link that was put, and is not as desired, already has a row that says so.
+            // A link that was put, and is not as desired, already has a row.
             if tried.contains(&key) {
                 rows.extend(before.remove_entry(&key));
                 continue;

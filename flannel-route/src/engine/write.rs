@@ -37,7 +37,7 @@ impl Engine {
             self.unfinished = true;
             return Ok(());
         }
-        // A round does something, however long the snapshot took.
+        // The time of the snapshot does not count, so that each round applies changes.
         let end = Instant::now() + ROUND;
         self.put_due(kernel, end, |_, _| true)?;
         self.put_new_peers(kernel, end)?;
@@ -80,7 +80,7 @@ impl Engine {
         let mut failing = self.table.failing.clone();
         self.apply(kernel, &links)?;
         if !links.iter().all(|change| self.table.failing.contains_key(&change.object().key())) {
-            // Only the snapshot tells whether the kernel did what it accepted.
+            // Only a snapshot shows whether the kernel made the accepted changes.
             for (key, failure) in self.table.failing.iter() {
                 failing.insert(*key, failure.clone());
             }
@@ -206,7 +206,7 @@ impl Engine {
     }
 
     /// Applies the batches that `next` returns, one after the other. After `end` only the first one
-    /// begins. Batches of later rounds are not even computed: there may be a thousand.
+    /// begins. Batches of later rounds are not computed, because there may be a thousand.
     fn apply_while(
         &mut self,
         kernel: &GatedKernel,
@@ -232,7 +232,7 @@ impl Engine {
         let results = kernel.apply(&self.footprint, changes)?;
         let now = Instant::now();
         for (change, result) in changes.iter().zip(results) {
-            // An intermediate step says nothing about the desired object, which comes after it.
+            // The result of an intermediate step is not the result of the desired object.
             let is_step =
                 |object: &Object| self.desired.object(&object.key()).as_ref() != Some(object);
             if !matches!(change, Change::Put(object) if is_step(object)) {
@@ -242,7 +242,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Records the end of a change that an annex started; false if the event is none.
+    /// Records the end of a change that an annex started; false if the event is not such an end.
     pub(super) fn end_started(&mut self, event: &KernelEvent) -> bool {
         if !self.table.has_started() {
             return false;

@@ -1,4 +1,4 @@
-//! The tests of flannel-route, in one program: a program of its own for each file takes longer to
+//! The tests of flannel-route, in one program, because one program for each file takes longer to
 //! build.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]

@@ -773,7 +773,7 @@ async fn a_snapshot_that_waited_for_a_deletion_delays_no_other() {
     *deletion.lock().unwrap() = DELETION;
     world.kernel.delete_link(tunnel().as_str());
     world.when(|status| status.repaired > 0).await;
-    // More messages than a socket holds.
+    // More messages than the buffer of a socket can hold.
     world.kernel.lose_messages();
     world.when(|status| status.in_sync && status.repaired > 4 * 4_000).await;
     let took = before.elapsed();
@@ -799,7 +799,7 @@ async fn a_device_that_the_kernel_does_not_change_or_make_is_reported() {
         let status = world.when(|status| status.failing.contains_key(&key)).await;
         let error = status.failing.get(&key).unwrap().error.to_string();
         assert!(error.contains(says) && !status.in_sync, "{error}");
-        // It is tried again, but not for ever as if it were news.
+        // The change is tried again, with growing pauses.
         world.kernel.take_calls();
         tokio::time::sleep(Duration::from_secs(300)).await;
         let (calls, again) = (world.kernel.take_calls(), world.status());
@@ -810,8 +810,8 @@ async fn a_device_that_the_kernel_does_not_change_or_make_is_reported() {
     }
 }
 
-/// Damage of every kind to random peers, unwanted things, lost messages: as much as one likes, for
-/// ever.
+/// Starts a task that damages random peers in every way, adds undesired objects and loses messages,
+/// without a pause and without an end.
 fn storm(kernel: FakeKernel) -> JoinHandle<()> {
     let mut random = 0x9e37_79b9_7f4a_7c15u64;
     let mut next = move |below: u64| {
@@ -924,7 +924,7 @@ async fn a_peer_is_explained() {
         .filter(|(_, standing)| matches!(standing, ObjectState::Failing(_)));
     assert_eq!(refused.map(|(object, _)| object.key()).collect::<Vec<_>>(), [route]);
 
-    // A lease inside another's subnet is rejected: the address belongs to the accepted one.
+    // A lease inside the subnet of another lease is rejected. The address belongs to the other one.
     let twin = Lease {
         subnets: "10.0.8.128-25".parse().unwrap(),
         since: Revision(9),
@@ -942,7 +942,7 @@ async fn a_peer_is_explained() {
 
     world.task.abort();
     let _ = (&mut world.task).await;
-    assert_eq!(world.handle.explain(inside).await, None, "it does not run any more");
+    assert_eq!(world.handle.explain(inside).await, None, "the network has stopped");
 }
 
 #[tokio::test(start_paused = true)]
@@ -960,9 +960,9 @@ async fn a_refused_object_is_tried_again_before_a_snapshot() {
     assert_eq!(
         (status.repaired, status.latency.count() % 10),
         (0, (50 * 4 + 1) % 10),
-        "it was a lease's change"
+        "the change is one of leases, not a repair"
     );
-    // What stays refused is looked at anew.
+    // If the kernel keeps refusing the object, a snapshot is read.
     world.kernel.fail(usize::MAX, 105, move |call| call.key == Some(key));
     world.change(7, Some([203, 0, 113, 2].into()));
     tokio::time::sleep(Duration::from_secs(100)).await;
@@ -976,7 +976,7 @@ async fn a_refused_object_is_tried_again_before_a_snapshot() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_refused_object_that_another_program_put_fails_no_more() {
+async fn a_refused_object_that_another_program_put_no_longer_fails() {
     let mut world = World::new(5).await;
     let [_, fdb, ..] = objects(3, [203, 0, 113, 1].into());
     let key = fdb.key();

@@ -202,7 +202,7 @@ impl ApiServer {
         self.shared.changes.send_replace(store.version);
     }
 
-    /// Makes every version but the latest too old.
+    /// Makes all versions except for the latest too old.
     pub fn forget_history(&self) {
         lock(&self.shared.store).forget();
     }

@@ -113,7 +113,7 @@ impl LocalManager {
         self.rewrite(&subnets, entry.lease.revision, attrs, reserved).await.map(Some)
     }
 
-    /// Takes the previous subnets if they are free, else any free ones.
+    /// Takes the previous subnets if they are free, else other free subnets.
     async fn take_new(
         &self,
         config: &Config,

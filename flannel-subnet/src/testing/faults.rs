@@ -26,7 +26,7 @@ impl MemoryRegistry {
         self.lock().history.forget();
     }
 
-    /// Starts or ends an outage, in which every request and watch fails. Time goes on.
+    /// Starts or ends an outage, in which every request and watch fails. Leases still expire.
     pub fn set_outage(&self, outage: bool) {
         self.change(|state| state.outage = outage);
     }

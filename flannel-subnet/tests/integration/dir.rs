@@ -174,7 +174,7 @@ async fn an_editor_that_renames_the_old_file_away_removes_no_peer() {
     assert!(format!("{:?}", batch.events[0].now).contains("192.0.2.2"), "{batch:?}");
     assert_eq!(net.registry.list().await.unwrap().skipped, [], "files of editors are not keys");
 
-    // Moved away for good.
+    // The file is moved away and does not come back.
     let (_reflector, mut views) = net.following().await;
     fs::rename(net.file(key(5)), net.dir.path().join("elsewhere")).unwrap();
     wait(&mut views, |view| view.leases.is_empty()).await;
