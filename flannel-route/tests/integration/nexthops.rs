@@ -17,7 +17,7 @@ use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
 const PEERS: u8 = 5;
-/// Checks that every peer has a route without a gateway of its own.
+/// The public address of a peer whose route has no gateway.
 const NO_GATEWAY: IpAddr = IpAddr::V4(Ipv4Addr::new(192, 0, 2, 200));
 
 /// A network like host-gw: a route to every peer with the peer itself as the gateway.

@@ -465,7 +465,7 @@ async fn a_thousand_unrelated_route_changes_a_second_cause_no_lookups() {
     assert_eq!(count(&world.kernel.take_calls(), Operation::Lookup), 10_000);
 }
 
-/// The device is foreign, and no route of ours is on it.
+/// The devices are neither in `links` nor in `routes_on` of the footprint.
 #[tokio::test(start_paused = true)]
 async fn a_device_with_routes_to_peers_matters_while_it_has_them() {
     let kernel = FakeKernel::with_uplink("eth0");
