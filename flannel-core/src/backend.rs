@@ -138,7 +138,7 @@ pub struct Node<'a> {
 }
 
 impl<'a> Node<'a> {
-    /// A node that gets its lease from `subnets`.
+    /// A node that gets its lease from `subnets`. `flannel_route::Host::join` makes one.
     pub const fn new(
         uplink: &'a ExternalInterface,
         machine_id: &'a str,

@@ -270,8 +270,8 @@ pub trait Kernel: fmt::Debug + Send + Sync {
     /// users together with the nexthop object, and sends no message about IPv4 routes.
     fn nexthop_users(&self, there: &State) -> Result<BTreeMap<u32, String>, KernelError>;
 
-    /// Applies a batch of `changes` in order. A failed change does not stop the changes after it.
-    /// Returns one result for each change, in the same order.
+    /// Applies a batch of `changes` of the network with this `footprint`, in order. A failed change
+    /// does not stop the changes after it. Returns one result for each change, in the same order.
     ///
     /// `Put` creates the object, or changes it in place as far as the kernel can. It replaces a
     /// foreign object with the same key, except for a link, which fails with `EEXIST`. After a

@@ -43,7 +43,7 @@ impl HostNetwork {
     }
 }
 
-/// A network that runs itself, and the filter of its peers.
+/// A network that runs itself, and the filter of its peers. [`HostNetwork::run`] runs it.
 pub struct CustomNetwork {
     pub(crate) network: Box<dyn Network>,
     pub(crate) filter: ViewFilter,

@@ -194,7 +194,7 @@ async fn a_route_uses_the_gateway_while_its_nexthop_object_is_repaired() {
         let status = run.status.borrow().clone();
         assert_eq!(status.repaired, n as u64 + 1, "{failing:?}: {:?}", status.last_repairs);
         assert_eq!(status.last_repairs.last().unwrap().object, nexthop.into());
-        // A nexthop object that failed before is repaired alone.
+        // The last step, if it failed, is repeated alone and counts as a change of leases.
         let by_itself = u64::from(failing == Some(2));
         assert_eq!(status.applied, applied + by_itself, "{failing:?}");
     }
