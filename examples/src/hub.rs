@@ -9,7 +9,7 @@ use flannel_core::lease::Offer;
 use flannel_core::object::{LinkName, Route, Via};
 use flannel_core::{Backend, Config, Error, Result};
 
-/// `{"Type": "hub", "Router": "192.0.2.254"}`.
+/// The backend `hub`. Its config is `{"Type": "hub", "Router": "192.0.2.254"}`.
 #[derive(Debug)]
 pub struct Hub;
 

@@ -11,8 +11,8 @@ use anyhow::Context;
 pub use hub::Hub;
 pub use printing::Printing;
 
-/// Runs an example in a new network namespace with an uplink `eth0` of `192.0.2.1/24`. It needs no
-/// root.
+/// Runs an example in a new network namespace with an uplink `eth0`, which has the address
+/// `192.0.2.1/24`. It needs no root.
 ///
 /// # Errors
 /// The example's error, or the missing requirement of a namespace.
@@ -33,7 +33,7 @@ where
     })?
 }
 
-/// An etcd in the sandbox. It ends with this value.
+/// An etcd in the sandbox. It ends when this value is dropped.
 #[derive(Debug)]
 pub struct Etcd {
     child: Child,

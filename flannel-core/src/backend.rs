@@ -169,7 +169,8 @@ impl<'a> Node<'a> {
         Ok(view)
     }
 
-    /// [`Kernel::snapshot`] on a blocking thread of tokio. Dropping the future loses nothing.
+    /// [`Kernel::snapshot`] on a blocking thread of tokio. Fails with [`Error::Kernel`]. Dropping
+    /// the future loses nothing.
     ///
     /// # Panics
     /// The kernel panics, or there is no tokio runtime.
@@ -227,7 +228,7 @@ impl NodeLease {
         }
     }
 
-    /// The lease if this node holds it.
+    /// The lease if this node holds it; `None` if it has lapsed.
     pub const fn held(&self) -> Option<&Lease> {
         match self {
             Self::Held(lease) => Some(lease),

@@ -57,7 +57,7 @@ pub struct Footprint {
     pub nexthops: Option<NexthopBlock>,
     /// `Some` (prefix lengths in bits): owns only Go flannel's routes: on `routes_on`, of
     /// [its protocol](GO_ROUTE_PROTOCOL), via a gateway, inside `networks`, of this length for
-    /// their family. For `flannel_route::remove_go_routes` only.
+    /// their family. `None` for every network: only `flannel_route::remove_go_routes` sets it.
     pub go_routes: Option<Dual<u8>>,
     /// The annexes with its records ([`Annex::name`]).
     pub annexes: BTreeSet<&'static str>,
@@ -156,7 +156,7 @@ impl Footprint {
 pub struct KernelError {
     /// The errno, positive.
     pub errno: i32,
-    /// The explanation of the kernel (netlink "extended ack") or of the implementation.
+    /// The explanation of the kernel (netlink "extended ack") or of the implementation, if any.
     pub detail: Option<String>,
 }
 

@@ -131,8 +131,8 @@ pub struct Repair {
     pub object: Object,
     /// The peer whose object it is; `None` for this node's objects, and for undesired ones.
     pub peer: Option<Subnets>,
-    /// The author of the damage. The kernel reports none for links and forwarding entries, for
-    /// objects that it deleted together with another one, and if messages were lost.
+    /// The author of the damage. `None`: the kernel reports none for links and forwarding entries,
+    /// for objects that it deleted together with another one, and if messages were lost.
     pub changed_by: Option<ChangedBy>,
 }
 

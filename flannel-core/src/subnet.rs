@@ -92,8 +92,8 @@ pub trait SubnetManager: fmt::Debug + Send + Sync {
 
     /// Publishes the readiness of this node's network until the next report, if the store has a
     /// place for it. Report [`Readiness::Starting`] before the first lease is acquired: that call
-    /// returns when the readiness is published. All other reports return at once without an error,
-    /// and are published in the background.
+    /// returns when the readiness is published, or with the error. All other reports return at once
+    /// without an error, and are published in the background.
     ///
     /// # Cancel safety
     /// If the future is dropped, the readiness may have been published.

@@ -24,14 +24,14 @@ pub struct EtcdOptions {
     pub prefix: String,
     /// The PEM certificates of the CAs for `https://` endpoints; `None`: the system's CAs.
     pub cafile: Option<PathBuf>,
-    /// This node's PEM certificate for `https://` endpoints that require one, with `keyfile`.
+    /// This node's PEM certificate for `https://` endpoints that require one; `None`: it has none.
     pub certfile: Option<PathBuf>,
-    /// The PEM key of `certfile`.
+    /// The PEM key of `certfile`. Both are set, or neither.
     pub keyfile: Option<PathBuf>,
     /// An etcd user, with `password`; `None`: no user. Both are ignored if etcd has no
     /// authentication enabled.
     pub username: Option<String>,
-    /// The user's password.
+    /// The user's password. User and password are both set, or neither.
     pub password: Option<String>,
     /// The time limit of one request at one endpoint; not 0.
     pub request_timeout: Duration,

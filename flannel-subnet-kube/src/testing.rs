@@ -143,17 +143,17 @@ impl ApiServer {
         self.shared.changes.send_replace(store.version);
     }
 
-    /// The present state of a node.
+    /// The present state of a node; `None` if there is none.
     pub fn node(&self, name: &str) -> Option<Value> {
         lock(&self.shared.store).node(name)
     }
 
-    /// An annotation of a node.
+    /// An annotation of a node; `None` if there is none.
     pub fn annotation(&self, node: &str, name: &str) -> Option<String> {
         Some(self.node(node)?["metadata"]["annotations"][name].as_str()?.to_owned())
     }
 
-    /// A condition of a node.
+    /// A condition of a node; `None` if there is none.
     pub fn condition(&self, node: &str, kind: &str) -> Option<Value> {
         let node = self.node(node)?;
         node["status"]["conditions"]

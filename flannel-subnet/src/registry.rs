@@ -97,7 +97,7 @@ pub trait Registry: fmt::Debug + fmt::Display + Send + Sync {
     /// All leases. An unreadable key is reported in [`Listing::skipped`] and is not an error.
     async fn list(&self) -> Result<Listing>;
 
-    /// The lease with exactly these subnets, if there is one.
+    /// The lease with exactly these subnets; `None` if there is none.
     ///
     /// # Errors
     /// [`Error::Store`] if the value of the key cannot be read, besides those of any request.
@@ -147,9 +147,10 @@ pub trait Registry: fmt::Debug + fmt::Display + Send + Sync {
     /// [`Error::Conflict`] if the key has another revision or does not exist.
     async fn delete(&self, subnets: &Subnets, at: Revision) -> Result<()>;
 
-    /// Renews the keys of `holder`, which is not a change for watches. Returns the time for which
-    /// they are kept from now on. `None`: the store has forgotten the holder, and its keys are
-    /// deleted. A store does not forget a holder whose key was deleted.
+    /// Renews the keys of `holder`. `subnets` names its key, for a store that renews single keys. A
+    /// renewal is not a change for watches. Returns the time for which the keys are kept from now
+    /// on. `None`: the store has forgotten the holder, and its keys are deleted. A store does not
+    /// forget a holder whose key was deleted.
     async fn keep_alive(&self, subnets: &Subnets, holder: HolderId) -> Result<Option<Duration>>;
 
     /// The reason why a request is being repeated at present; `None`: none is.

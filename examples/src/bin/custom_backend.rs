@@ -28,6 +28,7 @@ fn main() -> anyhow::Result<()> {
         let host = Host::new(iface, kernel, subnets.clone());
         let network =
             host.join(&Hub, &subnets.network_config().await?, JoinOptions::default()).await?;
+        // A program that uses its subnet for longer also runs `hold_lease`: see `engines`.
         let mut status = network.handle().status;
         tokio::select! {
             ended = network.run(subnets.watch_leases().await?) => {

@@ -30,6 +30,7 @@ async fn two_nodes() -> anyhow::Result<()> {
         let public = [address.parse::<IpAddr>()?].into_iter().collect();
         let lease =
             node.acquire_lease(&LeaseAttrs::from(Offer { public, ..Offer::default() })).await?;
+        // A program that uses its subnet for longer also runs `hold_lease`: see `engines`.
         println!("{address} has {}", lease.subnets);
         nodes.push((node, lease));
     }

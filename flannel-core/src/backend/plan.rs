@@ -55,7 +55,7 @@ impl<'a> Env<'a> {
         self.asked.borrow_mut().entry(address).or_insert_with(|| (self.on_link)(address)).flatten()
     }
 
-    /// The addresses that the plan looked up, with the answers, and the advisories.
+    /// The addresses that the plan looked up, with the answers of [`Answer`], and the advisories.
     pub fn into_parts(self) -> (BTreeMap<IpAddr, Option<Option<LinkName>>>, Vec<String>) {
         (self.asked.into_inner(), self.advisories.into_inner())
     }

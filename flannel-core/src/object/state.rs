@@ -15,7 +15,7 @@ pub struct State {
 }
 
 impl State {
-    /// Inserts `object`. Returns the one that it replaces.
+    /// Inserts `object`. Returns the object that it replaces; `None` if it is new.
     pub fn insert(&mut self, object: impl Into<Object>) -> Option<Object> {
         let object = object.into();
         self.inexact.remove(&object.key());

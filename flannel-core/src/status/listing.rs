@@ -7,7 +7,7 @@ use std::fmt;
 pub struct Listing<K: Ord, V = ()>(imbl::OrdMap<K, V>);
 
 impl<K: Ord + Clone, V: Clone> Listing<K, V> {
-    /// The value of `key`.
+    /// The value of `key`; `None` if there is no entry.
     pub fn get(&self, key: &K) -> Option<&V> {
         self.0.get(key)
     }
@@ -59,12 +59,12 @@ impl<K: Ord + Clone, V: Clone> Listing<K, V> {
         })
     }
 
-    /// Adds an entry. Returns the previous value.
+    /// Adds an entry. Returns the previous value; `None` if there was none.
     pub fn insert(&mut self, key: K, value: V) -> Option<V> {
         self.0.insert(key, value)
     }
 
-    /// Removes an entry. Returns its value.
+    /// Removes an entry. Returns its value; `None` if there was none.
     pub fn remove(&mut self, key: &K) -> Option<V> {
         // `OrdMap::remove` copies shared nodes even if there is no such entry.
         if self.0.contains_key(key) { self.0.remove(key) } else { None }

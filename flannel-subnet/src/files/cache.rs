@@ -39,9 +39,9 @@ pub struct Saved {
     pub written: SystemTime,
     /// The leases of all nodes.
     pub leases: LeaseSet,
-    /// The network config, if it is known.
+    /// The network config; `None` if it is not known.
     pub config: Option<ConfigText>,
-    /// The own lease and the ID of its holder.
+    /// The own lease and the ID of its holder; `None` if this node held no lease.
     pub own: Option<(Lease, HolderId)>,
 }
 
@@ -51,8 +51,8 @@ impl Saved {
         View { leases: self.leases.clone(), origin: Origin::Cached { written: Some(self.written) } }
     }
 
-    /// The own lease if `holder` holds it and it ends after `now`. If `now` is before the time of
-    /// writing, the clock was set back, and the lease does not count.
+    /// The own lease if `holder` holds it and it ends after `now`, else `None`. If `now` is before
+    /// the time of writing, the clock was set back, and the lease does not count.
     pub fn own(&self, holder: HolderId, now: SystemTime) -> Option<&Lease> {
         let (lease, held_by) = self.own.as_ref()?;
         let in_force = lease.expires.is_none_or(|end| self.written <= now && now < end);
@@ -170,7 +170,8 @@ impl Cache {
         parse(&bytes).map_err(|reason| CacheError::Content { path: self.path.clone(), reason })
     }
 
-    /// Reads the file if it belongs to `store`. Ignores any other file, with a warning.
+    /// Reads the file if it belongs to `store`. Without a file it returns `None`. Any other file is
+    /// ignored with a warning.
     ///
     /// # Blocking
     /// Reads one file.
