@@ -22,9 +22,11 @@ pub use options::Options;
 /// Options: [`Options`]. The MTU of a device is that of the underlay less 50 bytes for IPv4 or 70
 /// for IPv6. The MTU of pods is the smallest over the enabled families.
 ///
-/// **Source**: flannel `pkg/backend/vxlan`. Different on purpose: IPv6 costs 70 bytes, not 50; the
-/// source of the tunnel is the address of the interface, not the public address, which the host may
-/// not have; an existing device is changed in place if the kernel can do that.
+/// **Source**: flannel `pkg/backend/vxlan`. Different on purpose:
+/// - IPv6 costs 70 bytes, not 50.
+/// - The source of the tunnel is the address of the interface, not the public address, which the
+///   host may not have.
+/// - An existing device is changed in place if the kernel can do that.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct VxlanBackend;
 

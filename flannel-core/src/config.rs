@@ -1,9 +1,11 @@
 //! The network config.
 //!
 //! **Source**: flannel `pkg/subnet/config.go: ParseConfig, CheckNetworkConfig`. Different on
-//! purpose: the checks run for every store (Go: etcd only); a missing `Backend` means `vxlan`, as
-//! flannel documents (Go: `udp`); further errors are a `SubnetMin` above `SubnetMax`, an IPv4
-//! subnet in `IPv6Network`, and a config that enables no family.
+//! purpose:
+//! - The checks run for every store (Go: etcd only).
+//! - A missing `Backend` means `vxlan`, as flannel documents (Go: `udp`).
+//! - Further errors are a `SubnetMin` above `SubnetMax`, an IPv4 subnet in `IPv6Network`, and a
+//!   config that enables no family.
 
 use std::fmt;
 use std::net::IpAddr;

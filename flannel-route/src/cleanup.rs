@@ -188,10 +188,10 @@ pub fn ready_for_go(
 }
 
 /// Removes the routes that Go flannel left on the external interface: those of host-gw, and of
-/// vxlan with `DirectRouting`. Go flannel marks them as every script does
-/// ([`GO_ROUTE_PROTOCOL`](flannel_core::kernel::GO_ROUTE_PROTOCOL)), so they are recognized by
-/// their attributes too: a gateway, the default metric, a destination inside the pod networks with
-/// the `SubnetLen` that `lens` gives for its family.
+/// vxlan with `DirectRouting`. They have the protocol of routes that scripts add
+/// ([`GO_ROUTE_PROTOCOL`](flannel_core::kernel::GO_ROUTE_PROTOCOL)). So they must also have a
+/// gateway, the default metric, and a destination inside the pod networks, whose prefix length in
+/// bits (`SubnetLen`) is the one in `lens` for its family.
 ///
 /// Call it at the first start after Go flannel, once the network is
 /// [`settled`](flannel_core::status::Status::settled). By then it has replaced the routes to its

@@ -79,8 +79,8 @@ pub struct LocalManager {
     ttl: Duration,
     margin: Duration,
     holding: Arc<Holding>,
-    /// Held while our key is written or checked, so that our own write is not taken for another
-    /// node's.
+    /// Held while our key is written or checked, so that our write is not mistaken for one of
+    /// another node.
     writing: tokio::sync::Mutex<()>,
     reflector: Mutex<Option<(Reflector, Option<Task>)>>,
     fallback: Arc<Fallback>,
@@ -131,8 +131,8 @@ impl LocalManager {
     /// Keeps the last complete set of leases in this file, and starts from it while the store does
     /// not answer. The first view comes from the file, with the origin
     /// [`Cached`](flannel_core::lease::Origin::Cached). Until the store has answered once, the
-    /// config, the hints and the own lease come from it too. The own lease counts until its end by
-    /// wall clock, and is a hint afterwards ([`Hints::lapsed`]).
+    /// config, the hints and the own lease come from it too. The own lease is valid until its end
+    /// by wall clock, and a hint afterwards ([`Hints::lapsed`]).
     ///
     /// The file is written when leases or the own lease have changed, at most every 5 seconds. A
     /// damaged file, or one of another store, is ignored with a warning.

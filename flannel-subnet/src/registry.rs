@@ -44,9 +44,9 @@ pub use values::{
 ///   [`Error::Store`] if the store does not answer; the caller repeats it later.
 ///   [`Error::Conflict`] is an answer of the store. Inside the registry, a write without an answer
 ///   may be repeated only together with a check whether it was carried out.
-/// - **Time limits.** Each request but [`config_changed`](Self::config_changed) and
-///   [`Watch::next`] ends within seconds, with an error if necessary, because the holder of a lease
-///   relies on it.
+/// - **Time limits.** Each request except for [`config_changed`](Self::config_changed) and
+///   [`Watch::next`] ends within seconds, with an error if necessary: a holder has to learn in time
+///   whether its lease was renewed.
 /// - **Cancel safety.** A caller may drop any future at any time. A write was then carried out or
 ///   not, and the caller reads to find out. A wait ([`config_changed`](Self::config_changed),
 ///   [`Watch::next`]) loses nothing.

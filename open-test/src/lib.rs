@@ -1,8 +1,9 @@
 //! A backend that no other crate of this project knows.
 //!
-//! It differs from all others in each point that another crate could take for granted: its name and
-//! the type in its leases differ, one of its options has no default, and one device carries both
-//! families, always over IPv4.
+//! It differs from all other backends in each point on which another crate could rely by mistake:
+//! - its name is not the type in its leases,
+//! - one of its options has no default,
+//! - one device carries both families, always over IPv4.
 
 use std::net::{IpAddr, Ipv4Addr};
 

@@ -29,8 +29,8 @@ impl State {
     }
 
     /// Marks the object with this key as inexact: in the kernel it has attributes that no `Object`
-    /// expresses, such as another route protocol than ours, a preferred source, a limited lifetime,
-    /// or a TTL of a device. If the object is desired, it is put again.
+    /// expresses. Examples are a foreign route protocol, a preferred source, a limited lifetime,
+    /// and the TTL of a device. If the object is desired, it is put again.
     pub fn note_inexact(&mut self, key: Key) {
         self.inexact.insert(key);
     }

@@ -1,7 +1,7 @@
 //! The last complete set of leases on disk, for a start while the store does not answer.
 //!
 //! A file that is damaged, belongs to another store or has a newer version is ignored. Peers'
-//! leases from the cache create and replace objects but delete none. The own lease counts only
+//! leases from the cache create and replace objects but delete none. The own lease is valid only
 //! until its end by wall clock.
 //!
 //! The file is text. The first line has the format, its version and a checksum of the rest. The
@@ -52,7 +52,7 @@ impl Saved {
     }
 
     /// The own lease if `holder` holds it and it ends after `now`, else `None`. If `now` is before
-    /// the time of writing, the clock was set back, and the lease does not count.
+    /// the time of writing, the clock was set back, and the lease is not valid.
     pub fn own(&self, holder: HolderId, now: SystemTime) -> Option<&Lease> {
         let (lease, held_by) = self.own.as_ref()?;
         let in_force = lease.expires.is_none_or(|end| self.written <= now && now < end);

@@ -75,12 +75,12 @@ impl Fallback {
         self.loaded.as_ref().filter(|_| self.store.status().confirmed.is_none())
     }
 
-    /// The own lease from the cache, if it still counts.
+    /// The own lease from the cache, if it has not ended.
     pub(super) fn own_lease_in_force(&self) -> Option<Lease> {
         self.cached()?.own(self.holder, self.clock.wall()).cloned()
     }
 
-    /// The own lease from the cache, even if it no longer counts.
+    /// The own lease from the cache, even if it has ended.
     pub(super) fn own_lease(&self) -> Option<Lease> {
         let (lease, holder) = self.cached()?.own.as_ref()?;
         (*holder == self.holder).then(|| lease.clone())
@@ -171,7 +171,7 @@ impl Fallback {
             Origin::Cached { written } => {
                 written.or_else(|| self.loaded.as_ref().map(|saved| saved.written))
             }
-            // Nobody knows how old these leases are.
+            // The age of these leases is not known.
             _ => None,
         };
         let Some(written) = written else { return };
