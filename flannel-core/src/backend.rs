@@ -262,7 +262,7 @@ pub struct Blueprint {
 
 impl Blueprint {
     /// A network with only the objects that `plan` adds for each peer. Its footprint is empty: set
-    /// [`footprint`](Self::footprint) to the objects that the network owns.
+    /// [`Blueprint::footprint`] to the objects that the network owns.
     pub fn new(
         mtu: u32,
         plan: impl Fn(&Subnets, &Offer, &Env<'_>, &mut Vec<Object>) -> Result<(), Rejected>

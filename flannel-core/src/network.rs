@@ -126,7 +126,7 @@ impl NetworkHandle {
         self
     }
 
-    /// The accepted peers of the latest [`status`](Self::status), whose changes announce new ones.
+    /// The accepted peers of the latest [`NetworkHandle::status`], whose changes announce new ones.
     pub fn accepted_peers(&self) -> AcceptedPeers {
         let status = Arc::clone(&self.status.borrow());
         let (leases, rejected) = (status.leases.clone(), status.rejected.clone());
