@@ -1,4 +1,4 @@
-//! The schedule: when the kernel is read, repaired, retried and asked again.
+//! The schedule: the times of snapshots, repairs, retries, and rechecks of lookups.
 //!
 //! Snapshots and repairs are rate-limited. Changes that come from leases are not.
 

@@ -13,7 +13,7 @@ use flannel_core::status::{Damage, Failure, Listing};
 /// Why an object is put or deleted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Cause {
-    /// Leases, with their arrival. `None`: new answers to plans' questions, or an earlier run.
+    /// Leases, with their arrival. `None`: a new answer to a lookup of a plan, or an earlier run.
     Lease(Option<Instant>),
     /// Another process seems to have done this to the object.
     Repair(Damage),
