@@ -124,7 +124,7 @@ fn config_is_validated() {
 /// A daemon does not start with a wrong option, and a running one ignores it.
 #[test]
 fn a_wrong_option_prevents_a_start_and_a_running_daemon_ignores_it() {
-    as_root("a_wrong_option_ends_a_start_but_no_running_daemon", || {
+    as_root("a_wrong_option_prevents_a_start_and_a_running_daemon_ignores_it", || {
         let lab = hosts(json!({ "Type": "lane", "Lane": 0 }));
         let host = &lab.hosts()[0];
         let log = || host.log().unwrap();
