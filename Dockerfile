@@ -23,7 +23,7 @@ RUN apt-get update \
     && update-alternatives --set ip6tables "/usr/sbin/ip6tables-$IPTABLES"
 COPY --from=build /image/ /
 ENV PATH=/opt/bin:/usr/sbin:/usr/bin:/sbin:/bin
-# glibc returns the memory of thousands of peers that arrive at once to the system.
+# After thousands of peers arrived at once, glibc returns their memory to the system.
 ENV MALLOC_MMAP_THRESHOLD_=131072 MALLOC_ARENA_MAX=1
 # The user is root, because the directories of the host usually belong to root. The containers have
 # only the capabilities of the manifest: NET_ADMIN and NET_RAW for flanneld, DAC_OVERRIDE for
