@@ -36,10 +36,10 @@ impl Socket {
         self.dump_until(request, read, usize::MAX)
     }
 
-    /// Like [`Socket::dump`], for a table that the kernel dumps in the order of unique keys, such as
-    /// nexthop objects. An inconsistent dump is accepted from attempt 4 on. It has every entry that
-    /// existed all the time exactly once. Entries that were added or deleted during the dump may be
-    /// missing.
+    /// Like [`Socket::dump`], for a table that the kernel dumps in the order of unique keys, such
+    /// as nexthop objects. An inconsistent dump is accepted from attempt 4 on. It has every entry
+    /// that existed all the time exactly once. Entries that were added or deleted during the dump
+    /// may be missing.
     ///
     /// The first attempts want a consistent dump, because kernels before 5.13 continue a dump by
     /// position. There a deletion can make the kernel skip an entry.
