@@ -213,7 +213,7 @@ pub(crate) fn chains_of_iptables(family: Family) -> Result<Vec<String>, Error> {
 }
 
 fn unsteady() -> Error {
-    let detail = format!("another program changed it {TRIES} times meanwhile");
+    let detail = format!("another program changed it during each of {TRIES} attempts");
     let source = KernelError::explained(EAGAIN, detail);
     Error::Kernel { object: "nftables".into(), source }
 }

@@ -4,6 +4,9 @@
 //! the content of a message (`…Message`). The caller looks up the name of the link and makes the
 //! object from both.
 //!
+//! A message is *unrepresentable* if no object can express it, as that about a multipath route. It
+//! is *exact* if its object expresses all of its attributes that flannel compares.
+//!
 //! A new kind of object needs a module here, and an arm in `kernel::apply::steps`,
 //! `kernel::changes::event_decoder` and `kernel::snapshot`.
 

@@ -222,7 +222,7 @@ async fn run(program: &Path, args: &[&str], input: &str) -> Result<String, Error
         tokio::join!(write, child.wait_with_output()).1
     };
     let output = tokio::time::timeout(PATIENCE, talk).await.unwrap_or_else(|_| {
-        let detail = format!("did not end within {} s and was ended", PATIENCE.as_secs());
+        let detail = format!("did not end within {} s and was killed", PATIENCE.as_secs());
         Err(std::io::Error::new(std::io::ErrorKind::TimedOut, detail))
     });
     let output = output.map_err(failed)?;

@@ -86,7 +86,8 @@ impl AddrMessage {
         self.address.is_ipv6() || self.scope == RtScope::Universe
     }
 
-    /// Whether [`AddrMessage::object`] represents the lifetime, the other end and the scope.
+    /// Whether [`AddrMessage::object`] represents the address completely: it has no limited
+    /// lifetime, no other end, and the usual scope.
     pub(crate) fn is_exact(&self) -> bool {
         !self.expires && self.far.is_none() && self.is_universal()
     }

@@ -270,8 +270,8 @@ pub(crate) fn change(is: &LinkMessage, want: &Link) -> Messages {
             requests.attr(Ifla::Address, &mac.0);
         }
         if is.proto_down {
-            // The kernel refuses to clear it while a reason is set. So all reasons (the mask) are
-            // cleared first (the value). Kernels before 5.9 have no reasons.
+            // The kernel refuses to clear it while a reason is set. So the request also sets all
+            // reasons, which the mask selects, to 0. Kernels before 5.9 have no reasons.
             requests.nest(Ifla::ProtoDownReason, |reason| {
                 reason.u32(PROTO_DOWN_REASON_MASK, u32::MAX).u32(PROTO_DOWN_REASON_VALUE, 0);
             });

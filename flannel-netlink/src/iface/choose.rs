@@ -186,8 +186,8 @@ impl<'a> Choice<'a> {
         self.with_best(interface, format!("it is named {name}"))
     }
 
-    /// The first interface with a matching address in every enabled family, else the first with a
-    /// matching name.
+    /// The first interface with a matching address in each enabled family. If there is none, the
+    /// first interface with a matching name.
     fn by_regex(&self, text: &str) -> Result<Found<'a>, String> {
         let regex =
             Regex::new(text).map_err(|error| format!("not a regular expression: {error}"))?;
@@ -363,7 +363,8 @@ mod tests {
         }
     }
 
-    /// `eth0 192.0.2.1 - public 203.0.113.1 -`, or the error.
+    /// The choice as text, such as `eth0 192.0.2.1 - public 203.0.113.1 -`, or the error. The
+    /// public addresses are left out if they are those of the interface.
     fn chosen(selectors: &Selectors, families: &[Family], facts: &Facts) -> String {
         let text = |dual: &Dual<IpAddr>| {
             let one = |family: Family| {

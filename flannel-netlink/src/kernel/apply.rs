@@ -24,7 +24,7 @@ use crate::transport::namespace::Namespace;
 use crate::transport::socket::Socket;
 use crate::transport::wire::Messages;
 
-/// A batch with at least so many requests is sent. One `send` of this size takes less than a
+/// The number of requests at which a batch is sent. One `send` of this size takes less than a
 /// millisecond. Larger batches are not faster.
 const BATCH: usize = 128;
 

@@ -38,7 +38,7 @@ impl Processes {
     pub(crate) fn here() -> Self {
         let sockets = File::open("/proc/thread-self/net/netlink");
         let sockets =
-            sockets.inspect_err(|error| tracing::debug!(%error, "processes will have no names"));
+            sockets.inspect_err(|error| tracing::debug!(%error, "processes cannot be named"));
         Self {
             sockets: sockets.ok(),
             since: Instant::now(),
@@ -105,7 +105,7 @@ fn has_open(process: u32, file: &str) -> io::Result<bool> {
         match std::fs::read_link(entry?.path()) {
             Ok(target) if target.as_os_str() == file => return Ok(true),
             Err(error) if error.kind() == io::ErrorKind::PermissionDenied => return Err(error),
-            // The file was closed meanwhile, or is another file.
+            // It is another file, or was closed after the directory was read.
             _ => {}
         }
     }

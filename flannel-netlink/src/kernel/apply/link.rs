@@ -50,7 +50,7 @@ impl Writer<'_> {
             let other =
                 if is.kind_name.is_empty() { "physical or built-in" } else { &is.kind_name };
             let detail = format!(
-                "{} exists and is no {kind} device but a {other} one: rename or remove it",
+                "{} exists, but is a {other} device and no {kind} device: rename or remove it",
                 want.name
             );
             return Err(KernelError::explained(EEXIST, detail));
