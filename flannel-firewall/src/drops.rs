@@ -49,7 +49,7 @@ pub struct ForwardDrop {
     pub age: Duration,
 }
 
-/// `chain FORWARD of table ip filter (iptables-legacy, 8 s ago)`.
+/// For example `chain FORWARD of table ip filter (iptables-legacy, 8 s ago)`.
 impl fmt::Display for ForwardDrop {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "chain {} of table {}", self.chain, self.table)?;
@@ -87,7 +87,7 @@ impl LegacyMemory {
         Self { keep, saved: Mutex::default() }
     }
 
-    /// Drops the output, unless it is younger than a second.
+    /// Forgets the output, unless it is younger than a second.
     ///
     /// # Cancel safety
     /// The call can be dropped: it forgets everything or nothing.

@@ -43,7 +43,7 @@ pub struct Options {
     pub programs: Programs,
 }
 
-/// The default of flannel's options: every 5 seconds.
+/// The default of flanneld's options: every 5 seconds.
 impl Default for Options {
     fn default() -> Self {
         Self { resync: Duration::from_secs(5), programs: Programs::default() }
@@ -52,8 +52,8 @@ impl Default for Options {
 
 /// Keeps the rules of one network in place on one host.
 ///
-/// A drop leaves the rules in place. The next `Firewall` adopts them, and also those of Go flannel.
-/// [`cleanup`] removes them.
+/// Dropping it leaves the rules in place. The next `Firewall` adopts them, and also those of Go
+/// flannel. [`cleanup`] removes them.
 ///
 /// ```no_run
 /// use flannel_firewall::{Firewall, Mode, Options, Rules, RuleOptions};
@@ -114,7 +114,7 @@ impl Firewall {
     /// After the sender of `rules` is dropped, the last value stays desired.
     ///
     /// # Cancel safety
-    /// A drop of the future leaves the rules in place. No transaction is half done.
+    /// Dropping the future leaves the rules in place. No transaction is half done.
     pub async fn run(mut self, mut rules: watch::Receiver<Rules>) -> Infallible {
         let mut ticks = tokio::time::interval(self.options.resync.max(SHORTEST));
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);

@@ -33,7 +33,7 @@ const EBUSY: i32 = 16;
 
 /// The kernel's nf_tables, in the network namespace of the thread that opened it.
 pub(crate) struct Nft {
-    /// `None` after the drop of this value, so that no transaction begins then.
+    /// `None` when this value was dropped, so that no transaction begins after that.
     socket: Arc<Mutex<Option<NetfilterSocket>>>,
     events: NetfilterEvents,
 }

@@ -22,8 +22,8 @@ pub const KUBE_PROXY_MARK: u32 = 0x4000;
 pub struct RuleOptions {
     /// Masquerade packets from pods to destinations outside the pod network (`--ip-masq`).
     pub masquerade: bool,
-    /// Choose random source ports where masquerading must change them. False is
-    /// `--ip-masq-fully-random-disable`.
+    /// Choose a random source port for each masqueraded connection. False
+    /// (`--ip-masq-fully-random-disable`) keeps the source port if it is free.
     pub fully_random: bool,
     /// Accept forwarded packets from and to pods (`--iptables-forward-rules`).
     pub forward: bool,
@@ -144,7 +144,7 @@ pub enum Verdict {
     Accept,
     /// Replaces the source address by that of the outgoing interface.
     Masquerade {
-        /// Choose a random source port if the port must change.
+        /// Choose a random source port. False keeps the source port if it is free.
         fully_random: bool,
     },
 }

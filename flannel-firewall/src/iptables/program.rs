@@ -200,7 +200,7 @@ fn numbers(text: &str) -> Option<[u32; 3]> {
     Some([next()?, next()?, next().unwrap_or(0)])
 }
 
-/// Runs a program to its end and returns its standard output. A drop of the future kills it.
+/// Runs a program to its end and returns its standard output. Dropping the future kills it.
 async fn run(program: &Path, args: &[&str], input: &str) -> Result<String, Error> {
     let failed = |source| Error::Run { program: program.to_owned(), source };
     let mut command = Command::new(program);

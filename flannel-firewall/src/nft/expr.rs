@@ -199,7 +199,7 @@ impl Expr {
             "immediate" if is(1, VERDICT) => {
                 Some(Self::Verdict(number_in(find(find(data, 2)?, DATA_VERDICT)?, CODE)?))
             }
-            // flannel's has no port registers.
+            // The expression that flannel writes has no port registers.
             "masq" if find(data, 2).is_none() && find(data, 3).is_none() => {
                 Some(Self::Masquerade { flags: number_in(data, 1).unwrap_or(0) })
             }

@@ -158,7 +158,7 @@ const fn default_metric(family: Family) -> u32 {
 }
 
 impl RouteMessage {
-    /// The scope of a route of ours with the same destination and nexthop.
+    /// The scope that a route of ours with the same destination and path has.
     fn usual_scope(&self) -> RtScope {
         let to_link = self.kind == Rtn::Unicast && self.gateway.is_none() && self.nexthop.is_none();
         scope_of(self.dst.family(), to_link)

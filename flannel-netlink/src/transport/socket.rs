@@ -149,7 +149,7 @@ impl Socket {
             false
         });
         match exchanged {
-            // All answers were read.
+            // No more answers wait, so all were read.
             Err(error) if error.errno == EBADMSG => Ok(results),
             exchanged => exchanged.map(|()| results),
         }

@@ -11,7 +11,7 @@ use crate::codec::route::RouteMessage;
 use crate::codec::{nexthop, route};
 use crate::transport::socket::Socket;
 
-/// Kernels before 5.3 have no nexthop objects.
+/// The answer of kernels before 5.3, which have no nexthop objects.
 const EOPNOTSUPP: i32 = 95;
 
 impl Reader<'_> {
