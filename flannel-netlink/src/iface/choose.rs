@@ -227,7 +227,7 @@ impl<'a> Choice<'a> {
         Ok(Found {
             interface,
             address: self.addresses(address_of)?,
-            reason: format!("it leads to {address}"),
+            reason: format!("the route to {address} uses it"),
         })
     }
 
