@@ -1,7 +1,7 @@
-//! Chains that drop forwarded packets by policy, of flannel and of other programs.
+//! Chains of any program that drop forwarded packets by policy.
 //!
-//! Each table decides independently, so an accepting rule in one table does not override the policy
-//! of another.
+//! A packet passes only if each table accepts it. So an accepting rule in one table does not
+//! override the policy of a chain in another table.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -41,15 +41,15 @@ pub struct ForwardDrop {
     pub chain: String,
     /// It is in the kernel's legacy tables, which only `iptables-legacy` shows.
     pub legacy: bool,
-    /// Packets from and to pods are accepted before the policy: flannel's forward rules are in the
-    /// same table, or rules of this very chain accept the whole pod network. Other chains are not
-    /// followed.
+    /// The policy does not concern pods, because rules before it accept packets from and to the pod
+    /// network: flannel's forward rules in the same table, or rules of the chain itself. Jumps to
+    /// other chains are not followed.
     pub accepts_pods: bool,
-    /// The age of this information. More than zero only for legacy tables, with [`LegacyMemory`].
+    /// The age of this information. It is 0 except for legacy tables from a [`LegacyMemory`].
     pub age: Duration,
 }
 
-/// `chain FORWARD of table ip filter (iptables-legacy, 8 s ago)`.
+/// For example `chain FORWARD of table ip filter (iptables-legacy, 8 s ago)`.
 impl fmt::Display for ForwardDrop {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "chain {} of table {}", self.chain, self.table)?;
@@ -61,13 +61,13 @@ impl fmt::Display for ForwardDrop {
     }
 }
 
-/// [`LegacyMemory::forget`] keeps younger output, so that requests start few processes.
+/// [`LegacyMemory::forget`] keeps output younger than this, so that requests start few processes.
 const MIN_AGE: Duration = Duration::from_secs(1);
 /// The time limit for a program.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// A cache of the output of `iptables-legacy-save`, or of its error. Reading the legacy tables
-/// takes a process, and the kernel reports no changes of them. The default caches nothing.
+/// A cache of the output of `iptables-legacy-save`, or of its error. It saves processes: each read
+/// of the legacy tables starts one, and the kernel reports no changes. The default caches nothing.
 #[derive(Debug, Default)]
 pub struct LegacyMemory {
     keep: Duration,
@@ -87,10 +87,10 @@ impl LegacyMemory {
         Self { keep, saved: Mutex::default() }
     }
 
-    /// Drops the output, unless it is younger than a second.
+    /// Forgets the output, unless it is younger than a second.
     ///
     /// # Cancel safety
-    /// A dropped call has either dropped the output or not.
+    /// The call can be dropped: it forgets everything or nothing.
     pub async fn forget(&self) {
         let mut saved = self.saved.lock().await;
         let known =
@@ -128,18 +128,18 @@ async fn run_save(programs: &Programs, family: Family) -> Result<String, Error> 
 pub struct ForwardDrops {
     /// The dropping chains that could be read.
     pub found: Vec<ForwardDrop>,
-    /// Why other chains could not be read. Reading needs `CAP_NET_ADMIN`, and
-    /// `iptables-legacy-save` if the kernel has legacy tables.
+    /// Why other chains could not be read. Reading needs `CAP_NET_ADMIN`. If the kernel has legacy
+    /// tables, it also needs `iptables-legacy-save`.
     pub unread: Vec<Error>,
 }
 
-/// Every chain in this network namespace that drops forwarded packets by policy, and whether
-/// packets of the pod networks are accepted before.
+/// Each chain in the network namespace of the runtime's threads that drops forwarded packets by
+/// policy, and whether rules accept packets of the pod networks `networks` before.
 ///
-/// A program is run only if the kernel has legacy tables that are not in `memory`.
+/// A program is run only if the kernel has a legacy table `filter` that is not in `memory`.
 ///
 /// # Cancel safety
-/// The call only reads.
+/// The call only reads, so it can be dropped.
 pub async fn forward_drops(
     programs: &Programs,
     networks: &Dual<Subnet>,
@@ -203,15 +203,15 @@ fn nf_tables(networks: &Dual<Subnet>) -> Result<Vec<ForwardDrop>, Error> {
     Ok(found)
 }
 
-/// One rule accepts all packets from the network, and one all packets to it.
+/// Whether the rules accept all packets from the network, and all packets to it.
 fn accept<'a>(rules: impl Iterator<Item = &'a Vec<Expr>>, network: Subnet) -> bool {
     let sides: Vec<Option<bool>> = rules.filter_map(|rule| accepted_side(rule, network)).collect();
     let accepts = |source| sides.iter().any(|side| side.is_none_or(|side| side == source));
     accepts(true) && accepts(false)
 }
 
-/// The condition of an accepting rule that covers the network: on the source (true), on the
-/// destination (false), or none (inner `None`). `None` for all other rules.
+/// The condition of a rule that accepts all packets from the network (`Some(true)`), to it
+/// (`Some(false)`), or without a condition on addresses (inner `None`). `None` for other rules.
 fn accepted_side(rule: &[Expr], network: Subnet) -> Option<Option<bool>> {
     let (source, destination) = if network.family() == Family::V4 { (12, 16) } else { (8, 24) };
     let mut side = None;
@@ -219,7 +219,7 @@ fn accepted_side(rule: &[Expr], network: Subnet) -> Option<Option<bool>> {
     while let Some(expr) = exprs.next() {
         match expr {
             Expr::Other(name) if name == "counter" => {}
-            // The family, in `inet` tables.
+            // The condition on the family, in `inet` tables.
             Expr::Other(name) if name == "meta" => match exprs.next()? {
                 Expr::Compare { equal: true, value } if matches!(value.as_slice(), [2 | 10]) => {}
                 _ => return None,
@@ -250,7 +250,7 @@ fn accepted_side(rule: &[Expr], network: Subnet) -> Option<Option<bool>> {
     None
 }
 
-/// The dropping chain in the output of `iptables-legacy-save`.
+/// The chain `FORWARD` in the output of `iptables-legacy-save`; `None` if it does not drop.
 fn in_saved(saved: &str, family: Family, network: Option<Subnet>) -> Option<ForwardDrop> {
     let filter =
         saved.lines().skip_while(|line| *line != "*filter").take_while(|line| *line != "COMMIT");
@@ -310,12 +310,12 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn forgetting_at_once_starts_no_process_either() {
+    async fn output_younger_than_a_second_is_not_forgotten() {
         let (dir, programs) = programs("echo '*filter'");
         let memory = LegacyMemory::new(Duration::from_secs(3600));
         let (_, output) = memory.save(&programs, Family::V4).await.unwrap();
         assert_eq!(output, "*filter\n");
-        // In the future, so that the test passes on slow machines.
+        // A time in the future, so that the test passes on slow machines.
         let looked = async |at| memory.saved.lock().await.v4.as_mut().unwrap().at = at;
         looked(Instant::now() + MIN_AGE).await;
         memory.forget().await;

@@ -1,4 +1,4 @@
-//! Reasons why rules cannot be put in place. Messages say how to fix them.
+//! The errors of the firewall. If the user can remove the cause, the text says how.
 
 use std::path::PathBuf;
 use std::process::ExitStatus;
@@ -17,7 +17,7 @@ const EOPNOTSUPP: i32 = 95;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// No rules are possible for these addresses.
+    /// No rules can be made for this pod network or subnet.
     #[error(
         "{family} {what} {subnet}: rules need an {family} subnet that is not the whole address \
          space"
@@ -41,8 +41,8 @@ pub enum Error {
     /// A program of iptables is not installed.
     #[error(
         "{program} is not in any of {searched}: install the package `iptables` (Debian, Fedora, \
-         Alpine, Arch), or set \
-         \"EnableNFTables\": true in the network config, which needs no program"
+         Alpine, Arch), or set \"EnableNFTables\": true in the network config, which needs no \
+         program"
     )]
     NoProgram {
         /// Its name.
@@ -63,10 +63,10 @@ pub enum Error {
     Late {
         /// Its name.
         program: String,
-        /// The time limit.
+        /// The time limit, in seconds.
         seconds: u64,
     },
-    /// The same error occurred a moment ago, and the operation was not repeated yet.
+    /// The error of the last attempt, which [`LegacyMemory`](crate::LegacyMemory) remembers.
     #[error(transparent)]
     Again(std::sync::Arc<Self>),
     /// A program of iptables failed.
@@ -82,8 +82,7 @@ pub enum Error {
     /// Rules of an earlier flannel are in iptables, and no installed program can remove them.
     #[error(
         "{chains}: left by an earlier flannel, and there is no `iptables-nft` here to remove \
-         them; install the package \
-         `iptables`, or restart the host"
+         them; install the package `iptables`, or restart the host"
     )]
     Leftovers {
         /// The chains.
@@ -93,8 +92,8 @@ pub enum Error {
     /// can read them.
     #[error(
         "{family} {tables} of iptables-legacy: in use, and there is no `iptables-legacy` here to \
-         see whether an earlier \
-         flannel left rules there; if one did, install the program `iptables-legacy`"
+         see whether an earlier flannel left rules there; if one did, install the program \
+         `iptables-legacy`"
     )]
     Unseen {
         /// Their family.
@@ -105,8 +104,8 @@ pub enum Error {
     /// The kernel has no nf_tables, or lacks a part of them.
     #[error(
         "{object}: the kernel does not know it ({source}); load the modules nf_tables, \
-         nft_chain_nat and nft_masq \
-         (`modprobe`), or use iptables (no \"EnableNFTables\" in the network config)"
+         nft_chain_nat and nft_masq (`modprobe`), or use iptables (no \"EnableNFTables\" in the \
+         network config)"
     )]
     NoNftables {
         /// The object that was read or changed.
@@ -133,7 +132,8 @@ fn legacy_hint(object: &str) -> &'static str {
 }
 
 impl Error {
-    /// It is unknown whether there are any rules of flannel ([`Error::Unseen`]). Nothing failed.
+    /// Whether nothing failed, but flannel may have rules that no installed program can read
+    /// ([`Error::Unseen`]).
     pub fn is_guess(&self) -> bool {
         matches!(self, Self::Unseen { .. })
     }
@@ -151,7 +151,7 @@ impl Error {
     /// The error for a failed program of iptables.
     pub(crate) fn program(program: PathBuf, status: ExitStatus, stderr: &[u8]) -> Self {
         let mut says = String::from_utf8_lossy(stderr).trim().replace('\n', "; ");
-        // iptables-legacy prints it for both reasons.
+        // iptables-legacy prints this text if a privilege or a kernel module is missing.
         let no_table = says.contains("unable to initialize table");
         let refused =
             says.contains("Permission denied") || says.contains("Operation not permitted");
@@ -168,7 +168,7 @@ impl Error {
     }
 }
 
-/// The process lacks CAP_NET_ADMIN or CAP_NET_RAW, bits 12 and 13. False if that cannot be read.
+/// Whether the process lacks CAP_NET_ADMIN (bit 12) or CAP_NET_RAW (bit 13); false if unreadable.
 fn lacks_privilege() -> bool {
     let status = std::fs::read_to_string("/proc/thread-self/status").unwrap_or_default();
     let effective = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
@@ -181,7 +181,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn errors_of_the_kernel_say_how_to_fix_them() {
+    fn errors_of_the_kernel_say_how_to_remove_the_cause() {
         for (errno, want) in
             [(EPERM, "CAP_NET_ADMIN"), (ENOENT, "nft_masq"), (EPROTONOSUPPORT, "modprobe")]
         {

@@ -1,7 +1,7 @@
 //! The task that keeps the rules in place.
 //!
-//! It does not apply events. Each time it wakes, it compares the actual rules with the desired ones
-//! and writes the differences.
+//! It does not interpret events. Each time it wakes, it reads the actual rules, compares them with
+//! the desired ones, and writes the differences.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -17,17 +17,17 @@ use crate::nft::{self, Nft};
 use crate::rules::{RuleOptions, Rules};
 use crate::status::{Cleanup, Deviation, Failure, Repair, Status};
 
-/// After so many checks at most, rules that could not be removed are looked for again.
+/// The largest number of checks between two attempts to remove leftover rules of the other mode.
 const RARELY: u64 = 720;
 /// The shortest period, and the shortest time between a check and the next one after a change.
 const SHORTEST: Duration = Duration::from_millis(10);
 
-/// The firewall of the kernel that has the rules.
+/// The place of the rules.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Mode {
-    /// nf_tables, over netlink (`"EnableNFTables": true`). No program is run, and changes are
-    /// noticed at once.
+    /// nf_tables, over netlink (`"EnableNFTables": true`). No program is run. Changes by other
+    /// programs are noticed at once.
     Nftables,
     /// iptables, through its programs. One `iptables-save` is run per family and period.
     Iptables,
@@ -36,14 +36,14 @@ pub enum Mode {
 /// The options of a [`Firewall`].
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// The period of checks (`--iptables-resync`) and of retries. The minimum is 10 ms.
+    /// The period of checks (`--iptables-resync`) and of retries. Less than 10 ms counts as 10 ms.
     pub resync: Duration,
     /// The programs of iptables. In nftables mode they only remove rules that an earlier flannel
-    /// left in iptables. Rules that stay because a program is missing are reported.
+    /// left in iptables. If a program for that is missing, [`Status::leftovers`] says so.
     pub programs: Programs,
 }
 
-/// The default of flannel's options: every 5 seconds.
+/// The default of flanneld's options: every 5 seconds.
 impl Default for Options {
     fn default() -> Self {
         Self { resync: Duration::from_secs(5), programs: Programs::default() }
@@ -52,17 +52,17 @@ impl Default for Options {
 
 /// Keeps the rules of one network in place on one host.
 ///
-/// Dropping it leaves the rules in place. The next one adopts them, as it adopts Go flannel's.
-/// [`cleanup`] removes them.
+/// Dropping it leaves the rules in place. The next `Firewall` adopts them, and also those of Go
+/// flannel. [`cleanup`] removes them.
 ///
 /// ```no_run
 /// use flannel_firewall::{Firewall, Mode, Options, Rules, RuleOptions};
 /// use tokio::sync::watch;
 ///
 /// # async fn example(rules: Rules) -> Result<(), flannel_firewall::Error> {
-/// let (_wanted, rules) = watch::channel(rules);
-/// let (mode, wanted) = (Mode::Nftables, RuleOptions::default());
-/// let firewall = Firewall::open(mode, wanted, Options::default()).await?;
+/// let (_sender, rules) = watch::channel(rules);
+/// let (mode, rule_options) = (Mode::Nftables, RuleOptions::default());
+/// let firewall = Firewall::open(mode, rule_options, Options::default()).await?;
 /// let mut status = firewall.status();
 /// tokio::spawn(firewall.run(rules));
 /// let _ = status.wait_for(|status| status.in_place).await;
@@ -82,14 +82,12 @@ enum Engine {
 }
 
 impl Firewall {
-    /// Opens the firewall of the calling thread's network namespace for the rules that
-    /// `rule_options` asks for. Nothing is changed yet.
+    /// Opens the firewall of the calling thread's network namespace. Changes nothing. In iptables
+    /// mode it checks that the programs may write the rules that `rule_options` asks for, and the
+    /// threads that poll this future and [`Firewall::run`] must be in the same network namespace.
     ///
     /// # Errors
     /// A privilege, a part of the kernel or a program is missing.
-    ///
-    /// # Cancel safety
-    /// The call may be dropped.
     pub async fn open(
         mode: Mode,
         rule_options: RuleOptions,
@@ -109,19 +107,20 @@ impl Firewall {
         self.status.subscribe()
     }
 
-    /// Keeps the rules equal to `rules` while it is polled. Failures are in the status and are
-    /// retried.
+    /// Keeps the rules equal to `rules` while the future is polled. Reports failures in the status,
+    /// and tries again. Needs a tokio runtime with I/O and time.
     ///
-    /// Once the rules are in place, rules that an earlier flannel left in the other mode are
-    /// removed. After the sender of `rules` is dropped, the last value stays desired.
+    /// When the rules are in place, removes rules that an earlier flannel left in the other mode.
+    /// After the sender of `rules` is dropped, the last value stays desired.
     ///
     /// # Cancel safety
-    /// Dropping the future stops it. The rules stay in place, and no transaction is half done.
+    /// Dropping the future leaves the rules in place. No transaction is half done.
     pub async fn run(mut self, mut rules: watch::Receiver<Rules>) -> Infallible {
         let mut ticks = tokio::time::interval(self.options.resync.max(SHORTEST));
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         ticks.tick().await;
-        // The rules in place at the last check. Another program made any difference to them.
+        // The rules that were in place after the last check. If they are still desired, another
+        // program has made the differences.
         let mut placed: Option<Rules> = None;
         let mut closed = false;
         loop {
@@ -153,8 +152,8 @@ impl Firewall {
         }
     }
 
-    /// The other mode was not cleaned yet. After a failure it is tried less often, because it may
-    /// start processes.
+    /// Whether to remove rules of the other mode now: they were not removed yet. After a failure
+    /// this is tried less often, because it may start processes.
     fn is_time_to_look_around(&self) -> bool {
         let status = self.status.borrow();
         let turn = status.checks.is_power_of_two() || status.checks.is_multiple_of(RARELY);
@@ -169,7 +168,7 @@ impl Firewall {
             Engine::Iptables(used) => clean(programs, Some(used), true).await,
         };
         for deviation in &found {
-            tracing::info!(object = deviation.object, "removed what another mode had left");
+            tracing::info!(object = deviation.object, "rules of another mode were removed");
         }
         self.status.send_if_modified(|status| {
             let before: Vec<String> = status.leftovers.iter().map(ToString::to_string).collect();
@@ -221,7 +220,7 @@ impl Firewall {
         });
     }
 
-    /// Returns when a check is due.
+    /// Waits until a check is due.
     async fn wait(
         &mut self,
         rules: &mut watch::Receiver<Rules>,
@@ -246,15 +245,15 @@ impl Firewall {
         }
     }
 
-    /// Reacts to a first change at once, and collects later ones, so that a conflict with another
-    /// program is cheap.
+    /// Waits until [`SHORTEST`] after the last check, so that a program that always changes the
+    /// rules causes few checks. If waiting for changes failed, it opens nftables again.
     async fn after_disturbance(&mut self, disturbed: Result<(), Error>) {
         if let Err(error) = disturbed {
             tracing::warn!(%error, "nftables is opened again");
             match Nft::open() {
                 Ok(nft) => self.engine = Engine::Nftables(nft),
                 Err(error) => {
-                    tracing::warn!(%error, "changes by others are noticed late");
+                    tracing::warn!(%error, "changes by other programs are noticed late");
                     return tokio::time::sleep(self.options.resync.max(SHORTEST)).await;
                 }
             }
@@ -269,8 +268,8 @@ impl std::fmt::Debug for Firewall {
     }
 }
 
-/// Removes flannel's rules from nftables and from every installed variant of iptables. Continues
-/// after a failure. A second call finds nothing.
+/// Removes flannel's rules from nftables and each installed variant of iptables, in the network
+/// namespace of the calling thread. Continues after a failure. A second call finds nothing.
 pub async fn cleanup(programs: &Programs) -> Cleanup {
     clean(programs, None, true).await
 }
@@ -280,7 +279,7 @@ pub async fn leftovers(programs: &Programs) -> Cleanup {
     clean(programs, None, false).await
 }
 
-/// Finds flannel's rules in nftables and iptables, except those that `used` keeps. Removes them if
+/// Finds flannel's rules in nftables and iptables, except the rules of `used`. Removes them if
 /// `write` is true.
 async fn clean(programs: &Programs, used: Option<&mut Iptables>, write: bool) -> Cleanup {
     let mut cleanup = Iptables::clean(programs, used, write).await;

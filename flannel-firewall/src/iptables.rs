@@ -1,7 +1,7 @@
 //! Rules in iptables, through `iptables-save` and `iptables-restore`.
 //!
-//! iptables reports no changes, so it is polled: one `iptables-save` per family and period, and
-//! `iptables-restore` only for differences.
+//! The kernel reports no changes of iptables. So `iptables-save` is run once per family and period,
+//! and `iptables-restore` only for differences.
 
 pub(crate) mod program;
 pub(crate) mod script;
@@ -15,15 +15,15 @@ use crate::nft;
 use crate::rules::{RuleOptions, Rules};
 use crate::status::{Cleanup, Deviation};
 
-/// Attempts for a script that fails because the rules changed.
+/// The number of attempts for a script, which fails if the rules changed since they were read.
 const TRIES: usize = 3;
 
-/// The host's iptables, in the network namespace of the thread that runs the programs.
+/// The iptables of the host, in the network namespace of the thread that starts the programs.
 #[derive(Debug)]
 pub(crate) struct Iptables {
     programs: Programs,
     tools: Dual<Tool>,
-    /// Families that may have rules of this value.
+    /// `Some` for families in which this value may have written rules.
     filled: Dual<()>,
 }
 
@@ -46,7 +46,7 @@ impl Iptables {
 
     /// Makes the rules equal to `rules`. Returns the differences, and the failures.
     ///
-    /// A family that neither has nor had rules here is skipped. [`Iptables::clean`] handles it.
+    /// A family without desired or earlier rules is skipped. [`Iptables::clean`] handles it.
     pub(crate) async fn reconcile(&mut self, rules: &Rules) -> (Vec<Deviation>, Vec<Error>) {
         let (mut deviations, mut failed) = (Vec::new(), Vec::new());
         for family in Family::BOTH {
@@ -79,8 +79,8 @@ impl Iptables {
         Ok(deviations)
     }
 
-    /// Finds flannel's rules, except where `except` keeps its own, and removes them if `write` is
-    /// true. Missing programs are failures.
+    /// Finds flannel's rules, except those that `except` keeps, and removes them if `write` is
+    /// true. A missing program is a failure if flannel may have rules that only it can read.
     pub(crate) async fn clean(
         programs: &Programs,
         mut except: Option<&mut Self>,
@@ -115,8 +115,8 @@ impl Iptables {
     }
 }
 
-/// Checks that no rules of flannel are in parts of the kernel that only variants not in `reached`
-/// can read. Of the legacy tables, that flannel's are not in use.
+/// Checks the parts of the kernel that no variant in `reached` can read: that `iptables-nft` has no
+/// chain of flannel, and that no legacy table of flannel's is in use.
 fn out_of_reach(family: Family, reached: &[Variant]) -> Result<(), Error> {
     if !reached.contains(&Variant::Nft) {
         let chains = nft::chains_of_iptables(family)?;
@@ -161,7 +161,7 @@ async fn reconcile(
             Ok(()) => return Ok(script.deviations),
             // Another program may have removed a rule that the script deletes.
             Err(error) if tries > 0 => {
-                tracing::debug!(%error, "tried again with the present rules");
+                tracing::debug!(%error, "the rules are read again");
             }
             Err(error) => return Err(error),
         }

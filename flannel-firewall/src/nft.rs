@@ -1,7 +1,7 @@
 //! Rules in nf_tables, over netlink, without running a program.
 //!
-//! The tables of both families change in one transaction, so packets see either the old rules or
-//! the new ones.
+//! The tables of both families change in one transaction, so each packet meets either the old rules
+//! or the new ones.
 
 pub(crate) mod expr;
 pub(crate) mod table;
@@ -22,9 +22,9 @@ use crate::status::Deviation;
 
 /// `NFNLGRP_NFTABLES`.
 const GROUP: u32 = 7;
-/// `NFT_MSG_NEWGEN`, which only reports that something changed.
+/// `NFT_MSG_NEWGEN`, which says that a transaction ended, but not what it changed.
 const NEWGEN: u8 = 15;
-/// Attempts for a table that changes while it is read or written.
+/// The number of attempts for a table that changes while it is read or written.
 const TRIES: usize = 16;
 const ENOENT: i32 = 2;
 const EEXIST: i32 = 17;
@@ -33,13 +33,13 @@ const EBUSY: i32 = 16;
 
 /// The kernel's nf_tables, in the network namespace of the thread that opened it.
 pub(crate) struct Nft {
-    /// `None` after a drop, so that work that has not begun is not done.
+    /// `None` when this value was dropped, so that no transaction begins after that.
     socket: Arc<Mutex<Option<NetfilterSocket>>>,
     events: NetfilterEvents,
 }
 
 impl Nft {
-    /// Opens it and checks that it can be read.
+    /// Opens the kernel's nf_tables and checks that they can be read.
     pub(crate) fn open() -> Result<Self, Error> {
         let socket = open()?;
         let events = NetfilterEvents::listen(GROUP, socket.port());
@@ -47,7 +47,7 @@ impl Nft {
         Ok(Self { socket: Arc::new(Mutex::new(Some(socket))), events })
     }
 
-    /// Makes the tables equal to `rules`; returns the differences.
+    /// Makes the tables equal to `rules`. Returns the differences that it removed.
     pub(crate) async fn reconcile(&self, rules: &Rules) -> Result<Vec<Deviation>, Error> {
         let desired = Dual::from_fn(|family| Table::desired(rules, family));
         let socket = self.socket.clone();
@@ -66,7 +66,7 @@ impl Nft {
         })
     }
 
-    /// Returns when another program changed a table of flannel, or when messages were lost.
+    /// Waits until another program changes a table of flannel, or messages are lost.
     pub(crate) async fn disturbed(&mut self) -> Result<(), Error> {
         let concerns = |message: &NetfilterMessage<'_>| {
             let family =
@@ -82,7 +82,7 @@ impl Nft {
     }
 }
 
-/// Waits for a running transaction, so that a later [`Nft`] is the only writer.
+/// Waits for the end of a running transaction, so that a later [`Nft`] is the only writer.
 impl Drop for Nft {
     fn drop(&mut self) {
         *self.socket.lock().unwrap_or_else(PoisonError::into_inner) = None;
@@ -138,7 +138,7 @@ struct Plan {
     batch: Batch,
     deviations: Vec<Deviation>,
     titles: Vec<String>,
-    /// The changes that remove or create a whole table.
+    /// The numbers of the changes that remove or create a whole table.
     whole: Vec<usize>,
 }
 
@@ -167,11 +167,11 @@ impl Plan {
         plan
     }
 
-    /// Returns the differences; `None` if the tables changed since they were read.
+    /// Commits the transaction. Returns the differences; `None` if another program removed or
+    /// created a table since the tables were read.
     fn carry_out(self, socket: &mut NetfilterSocket) -> Result<Option<Vec<Deviation>>, Error> {
         match socket.commit(self.batch) {
             Ok(()) => Ok(Some(self.deviations)),
-            // Another program removed or created the table since it was read.
             Err(Refused { change: Some(change), error })
                 if self.whole.contains(&change)
                     && matches!(error.errno, ENOENT | EEXIST | EBUSY) =>
@@ -183,7 +183,7 @@ impl Plan {
     }
 }
 
-/// Both tables at one point in time.
+/// Reads both tables as they were at one moment.
 fn read(socket: &mut NetfilterSocket) -> Result<Dual<Table>, Error> {
     let about = |what: String| move |error| Error::kernel(what, error);
     for _ in 0..TRIES {
@@ -199,7 +199,7 @@ fn read(socket: &mut NetfilterSocket) -> Result<Dual<Table>, Error> {
     Err(unsteady())
 }
 
-/// Flannel's chains that `iptables-nft` keeps in nf_tables. Only `iptables-nft` should change them.
+/// The chains of flannel that `iptables-nft` has in nf_tables. Only `iptables-nft` may change them.
 pub(crate) fn chains_of_iptables(family: Family) -> Result<Vec<String>, Error> {
     let about = |error| Error::kernel("nftables", error);
     let Some(mut socket) = open_if_any()? else { return Ok(Vec::new()) };
@@ -213,7 +213,7 @@ pub(crate) fn chains_of_iptables(family: Family) -> Result<Vec<String>, Error> {
 }
 
 fn unsteady() -> Error {
-    let detail = format!("another program changed it {TRIES} times meanwhile");
+    let detail = format!("another program changed it during each of {TRIES} attempts");
     let source = KernelError::explained(EAGAIN, detail);
     Error::Kernel { object: "nftables".into(), source }
 }
@@ -225,7 +225,7 @@ mod tests {
     use crate::rules::tests::rules;
 
     #[test]
-    fn tables_are_read_again_if_another_program_removes_one_meanwhile() {
+    fn a_plan_for_a_table_that_another_program_removed_has_no_effect() {
         flannel_netlink::testing::in_netns(|| {
             let tables =
                 |rule_options| Dual::from_fn(|family| Table::desired(&rules(rule_options), family));

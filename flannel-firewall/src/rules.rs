@@ -1,10 +1,10 @@
-//! The rules that a network needs, independent of the kernel and the tools.
+//! The rules that a network needs, as values without kernel or tools.
 //!
 //! The first rule of a chain that matches a packet decides.
 //!
-//! **Source**: flannel `pkg/trafficmngr/iptables: masqRules, forwardRules`. Go flannel's nftables
-//! rules have another fourth rule, which makes the last one unreachable. Here both modes have the
-//! iptables rules.
+//! **Source**: flannel `pkg/trafficmngr/iptables: masqRules, forwardRules`. In nftables, Go flannel
+//! has another fourth rule, which makes the last rule unreachable. Here both modes have the rules
+//! of iptables.
 
 use std::fmt;
 use std::net::{Ipv4Addr, Ipv6Addr};
@@ -14,7 +14,7 @@ use flannel_core::address::{Dual, Family};
 
 use crate::error::Error;
 
-/// The bit of a packet's mark that means that kube-proxy masquerades the packet.
+/// The bit that kube-proxy sets in the mark of the packets that it masquerades.
 pub const KUBE_PROXY_MARK: u32 = 0x4000;
 
 /// The rules that a network asks for.
@@ -22,21 +22,21 @@ pub const KUBE_PROXY_MARK: u32 = 0x4000;
 pub struct RuleOptions {
     /// Masquerade packets from pods to destinations outside the pod network (`--ip-masq`).
     pub masquerade: bool,
-    /// Choose random source ports where masquerading must change them. False is
-    /// `--ip-masq-fully-random-disable`.
+    /// Choose a random source port for each masqueraded connection. False
+    /// (`--ip-masq-fully-random-disable`) keeps the source port if it is free.
     pub fully_random: bool,
     /// Accept forwarded packets from and to pods (`--iptables-forward-rules`).
     pub forward: bool,
 }
 
-/// The defaults of flannel's options: forward, do not masquerade.
+/// The defaults of flanneld's options: forward, do not masquerade.
 impl Default for RuleOptions {
     fn default() -> Self {
         Self { masquerade: false, fully_random: true, forward: true }
     }
 }
 
-/// The rules of one network for each address family; by default none.
+/// The rules of one network for each address family. The default has no rules.
 ///
 /// ```
 /// use flannel_core::address::{Dual, Family};
@@ -89,7 +89,7 @@ impl Rules {
         self.0[family].as_ref().map_or(&[], |chains| &chains[chain as usize])
     }
 
-    /// The family has rules.
+    /// Whether the family has rules.
     pub fn has(&self, family: Family) -> bool {
         Chain::BOTH.iter().any(|chain| !self.of(family, *chain).is_empty())
     }
@@ -138,13 +138,13 @@ pub enum Side {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Verdict {
-    /// Leaves the chain.
+    /// Ends the chain without a verdict; later rules of the chain do not see the packet.
     Return,
     /// Accepts the packet.
     Accept,
     /// Replaces the source address by that of the outgoing interface.
     Masquerade {
-        /// Choose a random source port if the port must change.
+        /// Choose a random source port. False keeps the source port if it is free.
         fully_random: bool,
     },
 }
@@ -186,11 +186,11 @@ fn masquerade(network: Subnet, own: Option<Subnet>, fully_random: bool) -> Vec<R
     if let Some(own) = own.map(Side::In) {
         rules.push(rule(Some(own), inside, Verdict::Return));
         rules.push(rule(inside, Some(own), Verdict::Return));
-        // Own pods see the source address of clients outside the pod network.
+        // Pods of this node see the address of a client outside the pod network.
         rules.push(rule(outside, Some(own), Verdict::Return));
     }
     rules.push(rule(inside, Some(Side::NotIn(multicast(network.family()))), masquerade));
-    // Other nodes' pods would not answer through this node.
+    // Without this rule, pods of other nodes would not answer through this node.
     rules.push(rule(outside, inside, masquerade));
     rules
 }
@@ -227,7 +227,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn the_rules_are_flannels() {
+    fn the_rules_are_those_of_go_flannel() {
         let rules = rules(RuleOptions { masquerade: true, fully_random: true, forward: true });
         for (family, network, own, multicast) in [
             (Family::V4, "10.1.0.0/16", "10.1.7.0/24", "224.0.0.0/4"),
@@ -250,7 +250,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn only_the_rules_that_were_asked_for_exist() {
+    fn only_the_rules_of_enabled_options_exist() {
         let default = rules(RuleOptions::default());
         assert!(default.of(Family::V4, Chain::Postrouting).is_empty());
         assert_eq!(default.of(Family::V6, Chain::Forward).len(), 2);

@@ -11,22 +11,22 @@ use crate::error::Error;
 #[derive(Debug, Clone, Default)]
 #[non_exhaustive]
 pub struct Status {
-    /// The desired rules were in place at the last check.
+    /// The desired rules were in place after the last check.
     pub in_place: bool,
-    /// The number of checks. A new check alone does not notify receivers.
+    /// The number of checks. Receivers are not notified if only this number changes.
     pub checks: u64,
     /// The number of writes because other rules were desired.
     pub changes: u64,
     /// The number of writes because another program had changed the rules.
     pub repairs: u64,
-    /// The last repair.
+    /// The last repair; `None` before the first one.
     pub last_repair: Option<Repair>,
-    /// Why the rules are not in place; `None` if they are.
+    /// Why the rules are not in place; `None` if they are, or before the first check.
     pub failure: Option<Failure>,
-    /// No rules of an earlier flannel are left in another mode. False until that was checked, which
-    /// happens once the rules are in place.
+    /// No rules of an earlier flannel are left in another mode. False until that is checked, which
+    /// happens when the rules are in place.
     pub others_removed: bool,
-    /// Why such rules were not removed. It is retried less and less often.
+    /// Why such rules were not removed; empty if they were. The next attempts become rarer.
     pub leftovers: Vec<Arc<Error>>,
 }
 
@@ -35,7 +35,7 @@ pub struct Status {
 pub struct Repair {
     /// The time.
     pub at: SystemTime,
-    /// The differences.
+    /// The differences that it removed.
     pub found: Vec<Deviation>,
 }
 
@@ -96,7 +96,7 @@ pub struct Cleanup {
 }
 
 impl Cleanup {
-    /// Adds the rules that existed at one place, or the reason why they are unknown or stay.
+    /// Adds the rules that existed in one place, or the reason why they are unknown or stay.
     pub(crate) fn note(&mut self, cleaned: Result<Vec<Deviation>, Error>) {
         match cleaned {
             Ok(found) => self.found.extend(found),

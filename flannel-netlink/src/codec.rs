@@ -1,7 +1,11 @@
 //! Kernel objects as rtnetlink messages, one module per kind.
 //!
-//! A message has the interface index of a link, and an object has the name. So a message is read as
-//! its content (`…Message`), which becomes an object once the name is known.
+//! A message identifies a link by its interface index, an object by its name. So a reader returns
+//! the content of a message (`…Message`). The caller looks up the name of the link and makes the
+//! object from both.
+//!
+//! A message is *unrepresentable* if no object can express it, as that about a multipath route. It
+//! is *exact* if its object expresses all of its attributes that flannel compares.
 //!
 //! A new kind of object needs a module here, and an arm in `kernel::apply::steps`,
 //! `kernel::changes::event_decoder` and `kernel::snapshot`.
@@ -21,22 +25,26 @@ use flannel_core::object::{Key, LinkName, Object};
 use neli::consts::nl::NlmF;
 use neli::consts::rtnl::RtAddrFamily;
 
-/// The content of a multicast message about an object.
+/// The content of a multicast message about an object. The event decoder makes an event from it.
 pub(crate) trait EventMessage {
-    /// The index of the link whose name the event needs; 0 if it needs none.
+    /// The index of the link whose name [`EventMessage::event`] needs; 0 if it needs none.
+    /// `is_deletion`: the message reports a deletion.
     fn event_index(&self, is_deletion: bool) -> u32;
 
-    /// The event, given the name of that link and the flags of the message; `None` if no flannel
-    /// object can be affected.
+    /// The event; `None` if the message cannot affect an object of flannel.
+    ///
+    /// `link` is the name of the link with the index [`EventMessage::event_index`]; `None` if the
+    /// index is 0 or the name is unknown. `flags` are the flags in the message header.
     fn event(&self, link: Option<LinkName>, is_deletion: bool, flags: NlmF) -> Option<KernelEvent>;
 
-    /// The route protocol, if the kind of object has one.
+    /// The route protocol of the object; `None` if its kind has no protocol.
     fn protocol(&self) -> Option<u8> {
         None
     }
 }
 
-/// The event for the object with this key. `object` is `None` if it is unrepresentable.
+/// The event for the object with this key. `object` is `None` if no [`Object`] can represent the
+/// message. `is_exact`: `object` represents all attributes of the message.
 fn event(key: Key, object: Option<Object>, is_exact: bool, is_deletion: bool) -> KernelEvent {
     match object {
         _ if is_deletion => KernelEvent::Deleted(key),
@@ -59,10 +67,12 @@ pub(crate) fn af(family: Family) -> RtAddrFamily {
     }
 }
 
+/// `AF_INET` or `AF_INET6`, that of the address.
 pub(crate) fn af_of(address: IpAddr) -> RtAddrFamily {
     af(Family::of(address))
 }
 
+/// The family; `None` unless `af` is `AF_INET` or `AF_INET6`.
 pub(crate) fn family_of(af: RtAddrFamily) -> Option<Family> {
     match af {
         RtAddrFamily::Inet => Some(Family::V4),
@@ -185,12 +195,12 @@ mod tests {
             let codec = link::codec(&link.kind).unwrap();
             let got = read(&bytes(link::create(&link, codec, index)), link::read);
             prop_assert_eq!(got.lower(), index);
-            // A device is created down and set up afterwards.
+            // `create` makes a device that is down. Another request sets it up.
             prop_assert_eq!(got.object(lower), Some(Link { up: false, ..link }));
         }
 
         #[test]
-        fn a_link_in_the_desired_state_is_left_alone(link in any_link()) {
+        fn a_link_in_the_desired_state_needs_no_request(link in any_link()) {
             let index = link.kind.attributes().lower().map_or(0, |_| LOWER);
             let codec = link::codec(&link.kind).unwrap();
             let is = read(&bytes(link::create(&link, codec, index)), link::read);

@@ -1,9 +1,12 @@
-//! The choice of the interface that connects this host with its peers.
+//! The choice of the external interface, which connects this host with its peers.
 //!
-//! [`choose`](fn@choose) is a pure function of [`Facts`];
-//! [`NetlinkKernel::facts`](crate::NetlinkKernel::facts) reads them.
+//! [`choose`](fn@choose) is a pure function of [`Selectors`] and [`Facts`].
+//! [`NetlinkKernel::facts`](crate::NetlinkKernel::facts) reads the facts.
+//! [`NetlinkKernel::follow_interface`](crate::NetlinkKernel::follow_interface) reports when the
+//! chosen interface changes.
 //!
-//! **Source**: flannel `pkg/ipmatch/match.go: LookupExtIface`, without its panics.
+//! **Source**: flannel `pkg/ipmatch/match.go: LookupExtIface`. Where that function panics, this one
+//! returns an error.
 
 mod choose;
 mod facts;

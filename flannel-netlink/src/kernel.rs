@@ -28,20 +28,24 @@ use self::snapshot::{nexthop_ids, nexthop_users, snapshot};
 use crate::transport::namespace::Namespace;
 use crate::transport::socket::Socket;
 
-/// The network tables of one network namespace, over rtnetlink.
+/// The links, addresses, neighbours, FDB entries, nexthop objects and routes of one network
+/// namespace, over rtnetlink.
 ///
-/// Opening needs no privilege. Changes need `CAP_NET_ADMIN` in the user namespace that owns the
-/// network namespace. Several may be open at once, for the same namespace or for different ones.
+/// [`open`](Self::open) and reading need no privilege. [`Kernel::apply`] needs `CAP_NET_ADMIN` in
+/// the user namespace that owns the network namespace. Several may be open at once, for the same
+/// network namespace or for different ones. Calls that use the same `NetlinkKernel` wait for each
+/// other. The methods of [`Kernel`] need no tokio runtime. [`Changes::next`] needs one with I/O.
 ///
 /// ```no_run
 /// use flannel_core::Kernel;
 /// use flannel_core::kernel::Footprint;
+/// use flannel_core::object::LinkName;
 /// use flannel_netlink::NetlinkKernel;
 ///
 /// # fn main() -> Result<(), flannel_core::kernel::KernelError> {
 /// let kernel = NetlinkKernel::open()?;
-/// let footprint = Footprint { links: ["flannel.1".parse().unwrap()].into(), ..Footprint::default()
-/// };
+/// let link: LinkName = "flannel.1".parse().unwrap();
+/// let footprint = Footprint { links: [link].into(), ..Footprint::default() };
 /// for object in kernel.snapshot(&footprint)?.iter() {
 ///     println!("{object}");
 /// }
@@ -52,6 +56,7 @@ pub struct NetlinkKernel {
     socket: Mutex<Socket>,
     processes: Mutex<Processes>,
     foreign: ForeignRoutes,
+    /// The port id of `socket`. Notifications carry it if this kernel handle made the change.
     port: u32,
     without_nexthops: bool,
 }
@@ -72,8 +77,8 @@ impl NetlinkKernel {
     /// which is needed to enter it.
     ///
     /// # Blocking
-    /// Microseconds, for a short-lived thread inside the namespace. [`Kernel::changes`] starts one
-    /// too.
+    /// Starts a thread inside the namespace and waits for its end, which takes microseconds.
+    /// [`Kernel::changes`] does the same.
     pub fn open_in(path: impl AsRef<Path>) -> Result<Self, KernelError> {
         Self::of(Namespace::at(path.as_ref())?)
     }
@@ -92,7 +97,8 @@ impl NetlinkKernel {
         })
     }
 
-    /// Makes networks use no nexthop objects. Plain routes replace those that an earlier run left.
+    /// Makes [`Kernel::nexthop_ids`] report nexthop objects as unusable. The route engine then puts
+    /// routes via gateways, which replace the routes that an earlier run left on nexthop objects.
     pub fn without_nexthops(self) -> Self {
         Self { without_nexthops: true, ..self }
     }
@@ -101,8 +107,8 @@ impl NetlinkKernel {
         &self.namespace
     }
 
-    /// A panic while the lock was held leaves the socket usable, because stale answers have old
-    /// sequence numbers.
+    /// Locks the request socket. A panic of another thread that held the lock does no harm: the
+    /// answers that it did not read have old sequence numbers, and are skipped.
     pub(crate) fn lock(&self) -> MutexGuard<'_, Socket> {
         self.socket.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -145,7 +151,7 @@ impl Kernel for NetlinkKernel {
     }
 }
 
-/// The names of processes in the kernel's network namespace.
+/// Finds the processes that have sockets in the network namespace of this kernel handle.
 impl ProcessNames for NetlinkKernel {
     fn name(&self, port: u32) -> Option<String> {
         self.processes.lock().unwrap_or_else(PoisonError::into_inner).name(port)

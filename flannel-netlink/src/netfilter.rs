@@ -1,8 +1,8 @@
-//! A connection to netfilter (`NETLINK_NETFILTER`): atomic batches, queries, dumps, and changes by
-//! other programs.
+//! Sockets of netfilter (`NETLINK_NETFILTER`), which includes nf_tables: atomic batches, queries,
+//! dumps, and notifications of changes by other programs.
 //!
-//! The caller encodes and decodes the attributes of the messages (tables, chains, rules). Numbers
-//! in them are big-endian.
+//! The caller encodes and decodes the attributes of the messages, such as tables, chains and rules.
+//! Numbers in them are big-endian, unlike those of rtnetlink.
 //!
 //! **Source**: linux `net/netfilter/nfnetlink.c`.
 
@@ -21,10 +21,10 @@ pub use crate::transport::wire::{Attributes, Messages};
 const BATCH: [u16; 2] = [16, 17];
 /// Bytes of `struct nfgenmsg`.
 const HEADER: usize = 4;
-/// Bytes of the receive buffer. An overrun is reported as a change.
+/// The size of the receive buffer for changes, in bytes. An overflow is reported as a change.
 const RECEIVE_BUFFER: usize = 1 << 20;
 
-/// The kind of a message: its number within a subsystem, and an address family.
+/// The type of a message: its number in a subsystem of netfilter, and an address family.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Kind {
     /// `NFNL_SUBSYS_…`; 10 is nf_tables.
@@ -46,10 +46,10 @@ impl Kind {
     }
 }
 
-/// The flags of a change. A change of an existing object is no error.
+/// Whether a change may create its object. It is no error if the object exists already.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Make {
-    /// For a deletion.
+    /// Creates nothing, as for a deletion.
     Nothing,
     /// Creates the object if it does not exist (`NLM_F_CREATE`).
     Create,
@@ -67,7 +67,7 @@ impl Make {
     }
 }
 
-/// Changes of one subsystem that the kernel applies all together or not at all.
+/// Changes of one subsystem, which the kernel applies together or not at all.
 #[derive(Debug)]
 pub struct Batch {
     subsystem: u8,
@@ -76,15 +76,18 @@ pub struct Batch {
 }
 
 impl Batch {
-    /// An empty batch.
+    /// An empty batch for a subsystem (`NFNL_SUBSYS_…`).
     pub fn new(subsystem: u8) -> Self {
         let mut batch = Self { subsystem, messages: Messages::default(), len: 0 };
         batch.fence(BATCH[0]);
         batch
     }
 
-    /// Adds a change; `fill` adds its attributes. A batch has room for about 200 changes, because
-    /// the kernel answers each one.
+    /// Adds a change of the type `number` ([`Kind::number`]) for the address family `family`
+    /// ([`Kind::family`]). `fill` adds its attributes.
+    ///
+    /// A batch has room for about 200 changes, because the answers to all of them must fit into the
+    /// receive buffer of the socket.
     pub fn add(
         &mut self,
         number: u8,
@@ -98,17 +101,19 @@ impl Batch {
         self
     }
 
-    /// The number of changes, which is the number of the next one in [`Refused`].
+    /// The number of changes. [`Refused::change`] counts from 0, so this is the number of the
+    /// change that is added next.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// The batch has no changes.
+    /// Whether the batch has no changes.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// The begin and end messages, with the subsystem in the big-endian resource field.
+    /// Adds the message that begins or ends a batch. The subsystem is in its resource field, which
+    /// is big-endian.
     fn fence(&mut self, kind: u16) {
         self.messages.begin(kind, NlmF::empty(), &[0, 0, 0, self.subsystem]);
     }
@@ -117,17 +122,17 @@ impl Batch {
 /// The kernel refused a batch.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Refused {
-    /// The number of the refused change, in the order of [`Batch::add`]; `None` if the kernel
-    /// refused the batch without reading the changes.
+    /// The number of the refused change, from 0 in the order of [`Batch::add`]; `None` if the
+    /// kernel refused the batch as a whole, or the socket failed.
     pub change: Option<usize>,
     /// The kernel's error.
     pub error: KernelError,
 }
 
-/// A message from the kernel: an answer, or a change.
+/// A message from the kernel: an answer, or a notification of a change.
 #[derive(Debug, Clone, Copy)]
 pub struct NetfilterMessage<'a> {
-    /// Its kind.
+    /// Its type.
     pub kind: Kind,
     /// Its attributes.
     pub attributes: Attributes<'a>,
@@ -141,15 +146,16 @@ impl<'a> NetfilterMessage<'a> {
     }
 }
 
-/// A connection in the network namespace of the thread that opened it.
+/// A socket for requests, in the network namespace of the thread that opened it.
 ///
 /// # Blocking
-/// The kernel works inside each call. It takes microseconds, and longer while another program
-/// commits a large ruleset.
+/// The kernel handles a request inside the call. This takes microseconds, or longer while another
+/// program commits a large ruleset.
 pub struct NetfilterSocket(Socket);
 
 impl NetfilterSocket {
-    /// Opens a connection. This needs no privilege; all other methods need `CAP_NET_ADMIN`.
+    /// Opens a socket. This needs no privilege. Requests need `CAP_NET_ADMIN` in the user namespace
+    /// that owns the network namespace.
     ///
     /// # Errors
     /// The kernel has no netfilter netlink.
@@ -157,15 +163,16 @@ impl NetfilterSocket {
         Ok(Self(Socket::open_to(NlFamily::Netfilter)?))
     }
 
-    /// The port id that notifications of changes through this connection carry.
+    /// The port id of the socket. Notifications of changes that it requested carry this id.
     pub fn port(&self) -> u32 {
         self.0.port()
     }
 
-    /// Applies a batch, all of it or nothing.
+    /// Applies all changes of a batch, or none.
     ///
     /// # Errors
-    /// The first change that was refused, with the reason. Nothing was changed.
+    /// The kernel refused a change. The error has the number of the first refused change, and the
+    /// reason. No change was applied.
     pub fn commit(&mut self, mut batch: Batch) -> Result<(), Refused> {
         batch.fence(BATCH[1]);
         let whole = |error| Refused { change: None, error };
@@ -186,7 +193,7 @@ impl NetfilterSocket {
         }
     }
 
-    /// Reads one object; `fill` adds the attributes that identify it.
+    /// Reads one object. `fill` adds the attributes that identify it, `read` decodes the answer.
     ///
     /// # Errors
     /// The object does not exist ([`KernelError::is_absent`]), the process lacks the privilege, or
@@ -200,10 +207,11 @@ impl NetfilterSocket {
         self.0.ask(request(kind, fill), |message| read(&NetfilterMessage::read(message)?))
     }
 
-    /// Reads a list: the entries for which `read` is not `None`, in the kernel's order.
+    /// Reads a list. `fill` adds the attributes that limit it. Returns the entries for which `read`
+    /// is not `None`, in the kernel's order.
     ///
     /// # Errors
-    /// The process lacks the privilege, or the list changes faster than it can be read.
+    /// The process lacks the privilege, or the list changed during each of 32 attempts (`EAGAIN`).
     pub fn dump<T: Send>(
         &mut self,
         kind: Kind,
@@ -245,11 +253,12 @@ impl NetfilterEvents {
         Ok(Self { socket, own_port })
     }
 
-    /// Returns when another program made a change that `concerns` the caller, or when messages were
-    /// lost. Several changes count as one.
+    /// Waits for a change by another program for which `concerns` returns true, or for a loss of
+    /// messages. Reads all messages that wait, so several changes may be reported as one. Needs a
+    /// tokio runtime with I/O.
     ///
     /// # Errors
-    /// The socket failed. Another call fails too.
+    /// The socket failed, and later calls fail too.
     ///
     /// # Cancel safety
     /// No message is lost: messages are read and passed to `concerns` without waiting.

@@ -1,6 +1,6 @@
 //! Network namespaces for tests, for root and for ordinary users.
 //!
-//! Without a namespace a test fails. It is never skipped.
+//! If no namespace can be created, a test fails. It is never skipped.
 
 mod decode;
 
@@ -21,8 +21,8 @@ pub use self::decode::decode;
 /// Set in a process that [`in_netns`] started inside a user namespace.
 const INSIDE: &str = "FLANNEL_NETLINK_INSIDE_USER_NAMESPACE";
 
-/// A new, empty network namespace with `lo` up. It exists as long as this value and the processes
-/// and sockets in it.
+/// A new network namespace with only `lo`, which is up. It exists as long as this value, or a
+/// process or a socket in it.
 #[derive(Debug)]
 pub struct Netns(File);
 
@@ -49,14 +49,14 @@ impl Netns {
         format!("/proc/self/fd/{}", self.0.as_raw_fd()).into()
     }
 
-    /// Runs `work` inside, on a separate thread.
+    /// Runs `work` inside the namespace, on a separate thread, and waits for its end.
     ///
     /// # Panics
     /// `work` panics, or the namespace cannot be entered.
     pub fn run<T: Send>(&self, work: impl FnOnce() -> T + Send) -> T {
         let inside = || {
             setns(&self.0, CloneFlags::CLONE_NEWNET)
-                .expect("the process that made a namespace may enter it");
+                .expect("the process that created a namespace may enter it");
             work()
         };
         thread::scope(|scope| scope.spawn(inside).join())
@@ -66,10 +66,10 @@ impl Netns {
 
 /// Runs a test in its own network namespace with `lo` up.
 ///
-/// For root the test runs on a thread. An ordinary user needs a user namespace, which a process
-/// with several threads cannot enter. Then the test binary runs again for this test, inside
-/// `unshare
-/// --user --map-root-user`. So the call must be the only statement of the test function.
+/// For root, the test runs on another thread of this process. An ordinary user needs a user
+/// namespace, which a process with several threads cannot enter. So the test binary runs again, for
+/// this test only, under `unshare --user --map-root-user` of util-linux. Therefore the call must be
+/// the only statement of the test function.
 ///
 /// ```no_run
 /// fn a_test() {
@@ -85,8 +85,8 @@ pub fn in_netns<F: FnOnce() + Send + 'static>(test: F) {
     run_in_netns(&test_name::<F>(), test);
 }
 
-/// [`in_netns`] for asynchronous tests: `test` makes a future, which runs on a runtime of one
-/// thread inside.
+/// [`in_netns`] for asynchronous tests: `test` returns a future, which runs on a tokio runtime of
+/// one thread inside the namespace.
 ///
 /// # Panics
 /// As [`in_netns`].
@@ -114,8 +114,8 @@ fn run_in_netns(name: &str, test: impl FnOnce() + Send) {
     }
 }
 
-/// The test harness names its threads after the tests. If it uses only one thread, the name is
-/// taken from the closure's path.
+/// The name of the running test. The test harness names its threads after the tests. If it uses
+/// only one thread, the name comes from the path of the closure `F`.
 fn test_name<F>() -> String {
     match thread::current().name() {
         Some(name) if name != "main" => name.to_owned(),
@@ -131,7 +131,7 @@ fn run_again_in_user_namespace(test: &str) {
     let mut command = Command::new("unshare");
     command.args(["--user", "--map-root-user", "--"]).arg(binary);
     command.args([test, "--exact", "--nocapture", "--test-threads=1"]).env(INSIDE, "1");
-    // With pipes, the wait would last until all processes that a failed test left have ended.
+    // With pipes, the wait would last until all processes that a failed test started have ended.
     let [out, err] = ["stdout", "stderr"].map(|name| {
         File::from(
             memfd_create(name, MFdFlags::MFD_CLOEXEC).expect("there is memory for the output"),
@@ -151,8 +151,8 @@ fn run_again_in_user_namespace(test: &str) {
     assert!(ran, "{test} failed in a user namespace ({status}):\n{stdout}\n{stderr}");
 }
 
-/// Runs `ip` of iproute2 in the calling thread's network namespace and returns its output.
-/// Arguments are separated by white space.
+/// Runs `ip` of iproute2 in the network namespace of the calling thread, and returns its standard
+/// output. White space separates the arguments.
 ///
 /// # Panics
 /// The program fails, or is not installed.

@@ -1,4 +1,4 @@
-//! Netlink sockets and messages, and the network namespaces that sockets belong to.
+//! Netlink sockets, netlink messages, and the network namespaces that sockets belong to.
 
 pub(crate) mod multicast;
 pub(crate) mod namespace;

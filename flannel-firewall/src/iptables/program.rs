@@ -1,5 +1,5 @@
-//! The programs `iptables-save` and `iptables-restore`, and those for IPv6. Only this module starts
-//! processes.
+//! The programs `iptables-save` and `iptables-restore`, and those of IPv6. No other module of this
+//! crate starts processes.
 
 use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
@@ -12,7 +12,7 @@ use tokio::process::Command;
 
 use crate::error::Error;
 
-/// The time limit for a program. The lock that it waits for is usually held for milliseconds.
+/// The time limit for a program, which may wait for a lock that is usually held for milliseconds.
 const PATIENCE: Duration = Duration::from_secs(60);
 /// The first version with `--wait` and `--random-fully`.
 const MODERN: [u32; 3] = [1, 6, 2];
@@ -22,7 +22,7 @@ const MODERN: [u32; 3] = [1, 6, 2];
 pub struct Programs {
     /// The variant. The default is the program named `iptables`.
     pub variant: Variant,
-    /// Directories to search, separated by `:`; `None` for `PATH`, `/usr/sbin` and `/sbin`.
+    /// The directories to search, separated by `:`; `None` for `PATH`, `/usr/sbin` and `/sbin`.
     pub path: Option<OsString>,
 }
 
@@ -64,12 +64,12 @@ impl Programs {
     /// The programs for a family of all installed variants, each once.
     pub(crate) fn find_all(&self, family: Family) -> Vec<Tool> {
         let mut tools: Vec<Tool> = Vec::new();
-        // The host's name links to one of the other variants, so it comes last.
+        // The program `iptables` usually is a link to one of the other variants, so it comes last.
         for variant in Variant::ALL.into_iter().rev() {
             match (Self { variant, ..self.clone() }).find(family) {
                 Ok(tool) if tools.iter().all(|known| !known.is(&tool)) => tools.push(tool),
                 Ok(_) => {}
-                Err(error) => tracing::debug!(%error, "not looked for rules there"),
+                Err(error) => tracing::debug!(%error, "this variant is not searched for rules"),
             }
         }
         tools
@@ -108,7 +108,7 @@ impl Tool {
         }
     }
 
-    /// The two are names of one program.
+    /// Whether the two are names of one program.
     fn is(&self, other: &Self) -> bool {
         let same = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.to_owned());
         same(&self.save) == same(&other.save)
@@ -124,24 +124,24 @@ impl Tool {
         self.run_restore(&[], script).await
     }
 
-    /// Checks that it may change rules of these tables. Reading them needs fewer privileges.
+    /// Checks that the program may change these tables, which needs more privileges than reading.
     pub(crate) async fn probe(&mut self, tables: &[&str]) -> Result<(), Error> {
         let script: String = tables.iter().map(|table| format!("*{table}\nCOMMIT\n")).collect();
         self.run_restore(&["--test"], &script).await
     }
 
-    /// Waits for the lock of iptables if the program supports it.
+    /// Runs the program. It waits for the lock of iptables, if it supports that.
     async fn run_restore(&mut self, args: &[&str], script: &str) -> Result<(), Error> {
         let wait: &[&str] = if self.is_modern().await? { &["--wait"] } else { &[] };
         run(&self.restore, &[&["--noflush"], wait, args].concat(), script).await.map(drop)
     }
 
-    /// It supports `--random-fully` and `--wait`.
+    /// Whether the program supports `--random-fully` and `--wait`.
     pub(crate) async fn is_modern(&mut self) -> Result<bool, Error> {
         Ok(self.version().await?.modern)
     }
 
-    /// The version. The program is run once.
+    /// The version. The program is run for it once.
     async fn version(&mut self) -> Result<Version, Error> {
         if let Some(version) = self.version {
             return Ok(version);
@@ -189,7 +189,7 @@ fn usual_path() -> OsString {
     std::env::join_paths(dirs).unwrap_or(path)
 }
 
-/// A daemon option in the environment.
+/// Whether a variable of the environment is an option of flanneld.
 fn is_option(name: &OsStr) -> bool {
     name.as_encoded_bytes().starts_with(b"FLANNELD_")
 }
@@ -200,7 +200,7 @@ fn numbers(text: &str) -> Option<[u32; 3]> {
     Some([next()?, next()?, next().unwrap_or(0)])
 }
 
-/// Runs a program to its end. Dropping the future ends the program.
+/// Runs a program to its end and returns its standard output. Dropping the future kills it.
 async fn run(program: &Path, args: &[&str], input: &str) -> Result<String, Error> {
     let failed = |source| Error::Run { program: program.to_owned(), source };
     let mut command = Command::new(program);
@@ -214,7 +214,7 @@ async fn run(program: &Path, args: &[&str], input: &str) -> Result<String, Error
     let mut child = command.spawn().map_err(failed)?;
     let mut stdin = child.stdin.take().expect("it is piped");
     let talk = async {
-        // A program that stops reading reports the reason on standard error.
+        // If the program stops reading, it prints the reason on standard error.
         let write = async {
             let _ = stdin.write_all(input.as_bytes()).await;
             drop(stdin);
@@ -222,7 +222,7 @@ async fn run(program: &Path, args: &[&str], input: &str) -> Result<String, Error
         tokio::join!(write, child.wait_with_output()).1
     };
     let output = tokio::time::timeout(PATIENCE, talk).await.unwrap_or_else(|_| {
-        let detail = format!("did not end within {} s and was ended", PATIENCE.as_secs());
+        let detail = format!("did not end within {} s and was killed", PATIENCE.as_secs());
         Err(std::io::Error::new(std::io::ErrorKind::TimedOut, detail))
     });
     let output = output.map_err(failed)?;

@@ -1,7 +1,7 @@
 //! Computes the input of `iptables-restore` from the output of `iptables-save` and the desired
 //! rules.
 //!
-//! A chain is compared as a whole, in order. If it differs it is emptied and filled again.
+//! A chain is compared as a whole, in order. If it differs, it is emptied and filled again.
 //!
 //! **Source**: flannel `pkg/trafficmngr/iptables`.
 
@@ -47,7 +47,7 @@ pub(crate) fn chains() -> impl Iterator<Item = (&'static str, &'static str)> {
     PLACES.iter().map(|place| (place.table, place.chain))
 }
 
-/// The tables that have the rules for `rule_options`.
+/// The tables with the rules that `rule_options` asks for.
 pub(crate) fn tables(rule_options: RuleOptions) -> Vec<&'static str> {
     let takes = |place: &&Place| match place.content {
         Some(Chain::Postrouting) => rule_options.masquerade,
@@ -125,7 +125,7 @@ impl<'a> Found<'a> {
             if let Some(chain) = text.strip_prefix(':') {
                 found.exists |= chain.split(' ').next() == Some(place.chain);
             }
-            // Old versions and `--counters` print counters before it.
+            // Old versions and `--counters` print counters before `-A`.
             let rule = text
                 .find("-A ")
                 .filter(|at| *at == 0 || text.starts_with('['))
@@ -143,7 +143,7 @@ impl<'a> Found<'a> {
         found
     }
 
-    /// Adds the lines to `lines` that make the chain the desired one.
+    /// Adds lines to `lines` that make the chain equal to `desired`. Reports each difference.
     fn repair(
         &self,
         place: &Place,
@@ -212,8 +212,9 @@ fn line(rule: &Rule, place: &Place, random: bool) -> String {
     line
 }
 
+/// Whether a rule jumps to the chain.
 fn goes_to(rule: &str, chain: &str) -> bool {
-    // A host may have tens of thousands of rules. This check is fast.
+    // A host may have tens of thousands of rules, so a fast check comes first.
     if !rule.contains(chain) {
         return false;
     }
@@ -221,7 +222,7 @@ fn goes_to(rule: &str, chain: &str) -> bool {
     words(rule).windows(2).any(|pair| matches!(&*pair[0], "-j" | "-g") && pair[1] == chain)
 }
 
-/// The matches of a rule. Their order is irrelevant.
+/// The parts of a rule, sorted because their order is irrelevant.
 fn meaning(rule: &str) -> Vec<Vec<String>> {
     let mut parts: Vec<Vec<String>> = Vec::new();
     let mut negated = false;
@@ -338,7 +339,7 @@ COMMIT
             "-m comment --comment \"flanneld masq\" -m mark --mark 0x4000/0x4000",
         );
         assert_ne!(reordered, IN_PLACE);
-        assert_eq!(v4(&reordered, ALL), Script::default(), "the order of matches means nothing");
+        assert_eq!(v4(&reordered, ALL), Script::default(), "the order of matches is irrelevant");
     }
 
     #[test]

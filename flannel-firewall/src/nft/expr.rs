@@ -1,7 +1,7 @@
 //! nf_tables expressions: the instructions of a rule.
 //!
 //! They are compared as values and not as bytes, because the kernel adds attributes. Unknown
-//! expressions are [`Expr::Other`], which is equal to none of flannel's.
+//! expressions are [`Expr::Other`], which differs from each expression of flannel.
 //!
 //! **Source**: linux `include/uapi/linux/netfilter/nf_tables.h`.
 
@@ -43,11 +43,11 @@ pub(crate) enum Expr {
     Mark,
     /// Loads bytes of the network header.
     Header { offset: u32, len: u32 },
-    /// Clears all other bits of the loaded value.
+    /// Clears the bits of the loaded value that the mask lacks.
     Mask(Vec<u8>),
-    /// Continues only if the loaded value is equal, or not equal.
+    /// Continues only if the loaded value is equal to `value`, or if it is not (`equal`: false).
     Compare { equal: bool, value: Vec<u8> },
-    /// Ends with `NF_…` or `NFT_…`.
+    /// Ends the rule with the verdict `NF_…` or `NFT_…`.
     Verdict(u32),
     /// Masquerades, with flags `NF_NAT_RANGE_…`.
     Masquerade { flags: u32 },
@@ -184,7 +184,7 @@ impl Expr {
             "payload" if is(1, REGISTER) && is(2, NETWORK_HEADER) => {
                 Some(Self::Header { offset: number_in(data, 3)?, len: number_in(data, 4)? })
             }
-            // Operation 0 is mask and xor. Older kernels have no other and omit the attribute.
+            // Operation 0 is mask and xor. Older kernels have no other operation, and omit it.
             "bitwise"
                 if is(1, REGISTER) && is(2, REGISTER) && number_in(data, 6).unwrap_or(0) == 0 =>
             {
@@ -199,7 +199,7 @@ impl Expr {
             "immediate" if is(1, VERDICT) => {
                 Some(Self::Verdict(number_in(find(find(data, 2)?, DATA_VERDICT)?, CODE)?))
             }
-            // With port registers it is another expression.
+            // The expression that flannel writes has no port registers.
             "masq" if find(data, 2).is_none() && find(data, 3).is_none() => {
                 Some(Self::Masquerade { flags: number_in(data, 1).unwrap_or(0) })
             }
@@ -213,12 +213,12 @@ pub(crate) fn number(message: &mut Messages, kind: u16, value: u32) -> &mut Mess
     message.attr(kind, &value.to_be_bytes())
 }
 
-/// The value of the first attribute of this kind.
+/// The value of the first attribute of the type `kind`.
 pub(crate) fn find(attributes: &[u8], kind: u16) -> Option<&[u8]> {
     Attributes(attributes).find(|(found, _)| *found == kind).map(|(_, value)| value)
 }
 
-/// A number in network byte order.
+/// The number, in network byte order, in the first attribute of the type `kind`.
 pub(crate) fn number_in(attributes: &[u8], kind: u16) -> Option<u32> {
     Some(u32::from_be_bytes(find(attributes, kind)?.try_into().ok()?))
 }

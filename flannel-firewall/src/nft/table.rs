@@ -1,7 +1,7 @@
 //! flannel's nf_tables tables, one per family.
 //!
-//! The tables belong to flannel entirely. One that differs is replaced as a whole, in one
-//! transaction.
+//! The tables belong to flannel alone. A table that differs from the desired one is replaced as a
+//! whole, in one transaction.
 //!
 //! **Source**: flannel `pkg/trafficmngr/nftables`; linux
 //! `include/uapi/linux/netfilter/nf_tables.h`.
@@ -51,12 +51,12 @@ const ENOENT: i32 = 2;
 /// `NF_ACCEPT`, the policy of flannel's chains.
 const ACCEPT: u32 = 1;
 
-/// The compared values of a table.
+/// The values of a table that are compared.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub(crate) struct Table {
     /// `NFT_TABLE_F_…`. A dormant table has no effect.
     flags: u32,
-    /// The number of chains, sets and the like in the table.
+    /// The number of chains, sets and other objects in the table (`NFTA_TABLE_USE`).
     uses: u32,
     chains: BTreeMap<Chain, Filled>,
 }
@@ -174,7 +174,7 @@ impl Table {
         }
         for (chain, rule) in rules(socket, protocol(family), table)? {
             let chain = found.chains.iter_mut().find(|(known, _)| place(**known).name == chain);
-            // `uses` counts foreign chains.
+            // A foreign chain has no entry here. It makes `uses` differ.
             if let Some((_, filled)) = chain {
                 filled.rules.push(rule);
             }
@@ -279,7 +279,7 @@ pub(crate) fn remove(batch: &mut Batch, family: Family) {
     });
 }
 
-/// A chain exists in a table.
+/// Whether a chain exists in a table.
 pub(crate) fn is_there(
     socket: &mut NetfilterSocket,
     family: Family,
@@ -290,12 +290,13 @@ pub(crate) fn is_there(
     Ok(present(socket.ask(kind(GETCHAIN, family), fill, |_| Some(())))?.is_some())
 }
 
-/// A number that changes with every change of any table.
+/// The generation of the ruleset, a number that changes with each transaction of any program.
 pub(crate) fn generation(socket: &mut NetfilterSocket) -> Result<u32, KernelError> {
     let any = Kind { subsystem: SUBSYSTEM, number: GETGEN, family: 0 };
     socket.ask(any, |_| (), |message| number_in(message.attributes.0, 1))
 }
 
+/// `None` if the object does not exist.
 fn present<T>(answer: Result<T, KernelError>) -> Result<Option<T>, KernelError> {
     match answer {
         Err(error) if error.errno == ENOENT => Ok(None),
@@ -303,14 +304,13 @@ fn present<T>(answer: Result<T, KernelError>) -> Result<Option<T>, KernelError> 
     }
 }
 
-/// A text without its terminating zero.
+/// The text, without its terminating zero byte, in the first attribute of the type `kind`.
 pub(crate) fn text_in(attributes: &[u8], kind: u16) -> Option<String> {
     let text = find(attributes, kind)?.split(|byte| *byte == 0).next()?;
     String::from_utf8(text.to_vec()).ok()
 }
 
-/// User data in the format of `nft`: type 0 for a comment, length, and text with a terminating
-/// zero.
+/// User data in the format of `nft`: type 0 for a comment, length, text, and a zero byte.
 fn comment(text: &str) -> Vec<u8> {
     let len = u8::try_from(text.len() + 1).expect("the comments are short");
     [&[0, len], text.as_bytes(), &[0]].concat()

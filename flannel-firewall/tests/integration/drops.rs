@@ -1,4 +1,4 @@
-//! Policies that drop forwarded packets, created with the real tools.
+//! `forward_drops` finds the policies that the real tools create.
 
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -35,7 +35,7 @@ async fn a_policy_is_found_in_every_table_and_accepted_pods_are_known(
     };
     let guard = Family::BOTH.map(|family| format!("{family} chain gate of table inet guard false"));
     assert_eq!(texts(drops().await), guard);
-    // A rule that accepts less has no effect.
+    // A rule counts only if it accepts the whole pod network.
     for (rule, helps) in [
         ("ip saddr 10.1.0.0/16 tcp dport 80 accept", [false, false]),
         ("ip saddr 10.1.0.0/24 accept", [false, false]),
@@ -92,7 +92,7 @@ async fn a_policy_is_found_in_every_table_and_accepted_pods_are_known(
 }
 
 #[test]
-fn readable_tables_are_reported_though_others_are_unreadable() {
+fn readable_tables_are_reported_even_if_others_are_unreadable() {
     flannel_netlink::testing::in_netns_async(|| async {
         let fixture = Fixture::set();
         for kind in [Kind::IptablesNft, Kind::IptablesLegacy] {
@@ -112,7 +112,7 @@ fn readable_tables_are_reported_though_others_are_unreadable() {
     });
 }
 
-/// All chains drop packets, also at the end.
+/// The output of a program is cached. The policies of all chains are DROP, before and after.
 async fn caches_the_output_of_a_process(
     fixture: &Fixture,
     kind: Kind,
@@ -132,7 +132,7 @@ async fn caches_the_output_of_a_process(
     policy("ACCEPT");
     let legacy = kind == Kind::IptablesLegacy;
     let second = drops().await;
-    assert_eq!(second.len(), if legacy { 2 } else { 0 }, "only what takes a process is remembered");
+    assert_eq!(second.len(), if legacy { 2 } else { 0 }, "only the output of a process is cached");
     assert!(second.iter().all(|drop| drop.age > Duration::ZERO));
     let mut old = second.first().cloned();
     old.iter_mut().for_each(|drop| drop.age = Duration::from_secs(8));
@@ -140,7 +140,7 @@ async fn caches_the_output_of_a_process(
         old.map(|drop| drop.to_string()).as_deref(),
         legacy.then_some("chain FORWARD of table ip filter (iptables-legacy, 8 s ago)")
     );
-    // Frequent requests start no further process.
+    // `forget` does not drop output younger than a second.
     let start = Instant::now();
     while !drops().await.is_empty() {
         assert!(start.elapsed() < Duration::from_secs(30));

@@ -1,4 +1,5 @@
-//! Starting, stopping, switching and cleaning up: which rules stay, and that foreign ones do.
+//! Which rules stay after a start, a stop, a switch of the mode and a cleanup. Foreign rules always
+//! stay.
 
 use std::os::unix::fs::MetadataExt;
 use std::process::Command;
@@ -8,7 +9,7 @@ use crate::fixture::{ALL, Fixture, Kind, Place, Running, rules_of, tools};
 use flannel_core::address::Family;
 use flannel_firewall::{Error, Firewall, Options, Programs, RuleOptions, cleanup, leftovers};
 
-/// A period so long that checks have other reasons.
+/// A period so long that no check in a test is periodic.
 const RESYNC: Duration = Duration::from_secs(3600);
 
 in_every_mode!(
@@ -28,7 +29,7 @@ async fn stopping_leaves_the_rules_and_starting_adopts_them(fixture: Fixture, ki
     let status = running.status.borrow().clone();
     assert_eq!((status.changes, status.repairs), (0, 0), "{status:?}");
     running.stop().await;
-    // Meanwhile the node got another subnet.
+    // The node got another subnet while the firewall was stopped.
     let running = Running::start(&fixture, kind, rules_of(Place::Peer, ALL), RESYNC).await;
     let status = running.status.borrow().clone();
     assert_eq!((status.changes, status.repairs), (1, 0), "{status:?}");
@@ -44,7 +45,7 @@ async fn switching_removes_the_other_modes_rules(fixture: Fixture, kind: Kind) {
     for other in Kind::ALL.into_iter().filter(|other| *other != kind) {
         Running::start(&fixture, other, rules_of(Place::Peer, ALL), RESYNC).await.stop().await;
         assert_ne!(fixture.tools.ours_seen(), Vec::<String>::new());
-        // Go flannel cleans the other mode in this way.
+        // Go flannel's cleanup of the other mode leaves this chain.
         fixture.tools.iptables(Kind::IptablesLegacy, Family::V6, "-t nat -N FLANNEL-FWD");
         let mut running = Running::start(&fixture, kind, rules_of(Place::Pod, ALL), RESYNC).await;
         running.until(|status| status.others_removed).await;
@@ -81,7 +82,7 @@ async fn cleaning_up_removes_only_rules_of_flannel(fixture: Fixture, kind: Kind)
     }
     let did = cleanup(&programs).await;
     assert!(did.failed.is_empty(), "{did:?}");
-    assert_eq!(would.found, did.found, "what was announced was done");
+    assert_eq!(would.found, did.found, "the announced rules were removed");
     assert_eq!(did.found.len(), if kind == Kind::Nftables { 2 } else { 4 }, "{did:?}");
     assert_eq!(fixture.tools.ours_seen(), Vec::<String>::new());
     assert_eq!(fixture.tools.foreign_seen(), before);
@@ -100,7 +101,7 @@ async fn a_steady_state_runs_no_needless_process(fixture: Fixture, kind: Kind) {
         assert_eq!(runs, Vec::<String>::new());
         return;
     }
-    // One more or less may be running at the start or end.
+    // At the start or the end one process more or less may be running.
     let periods = usize::try_from(status.checks - checks).unwrap();
     for name in ["iptables", "ip6tables"] {
         let save = format!("{name}{}-save", kind.suffix());
@@ -133,7 +134,7 @@ fn only_the_families_with_rules_are_read() {
 }
 
 #[test]
-fn a_family_that_is_no_longer_desired_is_emptied() {
+fn the_rules_of_a_family_that_is_no_longer_desired_are_removed() {
     flannel_netlink::testing::in_netns_async(|| async {
         let fixture = Fixture::set();
         let networks = flannel_core::address::Dual { v4: "10.1.0.0/16".parse().ok(), v6: None };
@@ -176,7 +177,7 @@ fn a_missing_program_is_reported_and_its_return_noticed() {
         assert!(!status.in_place);
         let error = status.failure.unwrap().errors[0].to_string();
         assert!(error.contains("ip6tables-save"), "{error}");
-        // The family with a program is handled.
+        // The rules of the other family are still repaired.
         fixture.tools.iptables(Kind::IptablesNft, Family::V4, "-t nat -F");
         running.until(|status| status.repairs == 1).await;
         fixture.assert_masqueraded(Family::V4);
@@ -186,7 +187,7 @@ fn a_missing_program_is_reported_and_its_return_noticed() {
     });
 }
 
-/// Images for Kubernetes have a script named `iptables` that runs one of the variants.
+/// Images for Kubernetes have a wrapper script named `iptables` that runs one of the variants.
 #[test]
 fn the_variant_of_a_wrapper_script_is_known() {
     flannel_netlink::testing::in_netns_async(|| async {
@@ -279,7 +280,7 @@ fn the_lock_of_iptables_is_waited_for() {
         tokio::time::timeout(Duration::from_secs(20), wait).await.expect("it waits or gives up");
         lock.unlock().unwrap();
         opening.await.unwrap().expect("it waits");
-        // Newer versions always wait; 1.8.7 does not.
+        // Newer versions wait without `--wait`; 1.8.7 does not.
         let runs = fixture.tools.runs();
         let probe = runs.iter().find(|run| run.contains("--test")).expect("it was tried");
         assert!(probe.contains("--wait"), "{runs:?}");
@@ -334,7 +335,7 @@ fn leftovers_that_no_program_can_read_are_reported() {
     }
 }
 
-/// Set in a process of root that lacks the privilege to administer networks.
+/// Set in a process of root that lacks CAP_NET_ADMIN and CAP_NET_RAW.
 const WITHOUT: &str = "FLANNEL_FIREWALL_WITHOUT_NET_ADMIN";
 
 #[test]

@@ -1,4 +1,4 @@
-//! Packets between namespaces show which of them are masqueraded and accepted, for every mode and
+//! Packets between namespaces show which packets the rules masquerade and accept, for each mode and
 //! family.
 
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use crate::fixture::{ALL, Fixture, Kind, Place, Running, rules_of};
 use flannel_core::address::{Dual, Family};
 use flannel_firewall::{RuleOptions, Rules};
 
-/// A period so long that checks have other reasons.
+/// A period so long that no check in a test is periodic.
 const RESYNC: Duration = Duration::from_secs(3600);
 const LONG: Duration = Duration::from_secs(20);
 /// The time in which a packet must not arrive.
@@ -29,7 +29,7 @@ async fn packets_are_masqueraded_as_the_rules_say(fixture: Fixture, kind: Kind) 
     let before = fixture.tools.foreign_seen();
     for family in Family::BOTH {
         let bare = fixture.seen(family, Place::Pod, Place::Outside);
-        assert_eq!(bare, Some(Place::Pod.address(family)), "without rules nothing is hidden");
+        assert_eq!(bare, Some(Place::Pod.address(family)), "without rules no masquerading");
     }
     let _running = Running::start(&fixture, kind, rules_of(Place::Pod, ALL), RESYNC).await;
     for family in Family::BOTH {
@@ -43,19 +43,19 @@ async fn packets_are_masqueraded_as_the_rules_say(fixture: Fixture, kind: Kind) 
         assert_eq!(
             marked,
             Some(Place::Pod.address(family)),
-            "{family}: kube-proxy's packets are left to it"
+            "{family}: flannel does not masquerade packets with the mark of kube-proxy"
         );
         let source = Place::Pod.node(family);
         assert_eq!(
             fixture.multicast_seen(family),
             Some(source),
-            "{family}: multicast is not hidden"
+            "{family}: multicast is not masqueraded"
         );
         let unicast = fixture.seen_of_node(family, source, Place::Outside);
         assert_eq!(
             unicast,
             Some(Place::Outside.node(family)),
-            "{family}: the same to one receiver is"
+            "{family}: unicast from the same address is masqueraded"
         );
     }
     assert_eq!(fixture.tools.foreign_seen(), before);
@@ -64,7 +64,7 @@ async fn packets_are_masqueraded_as_the_rules_say(fixture: Fixture, kind: Kind) 
 async fn changed_desired_rules_are_put_in_place(fixture: Fixture, kind: Kind) {
     let nothing = Vec::<String>::new();
     let mut running = Running::start(&fixture, kind, Rules::default(), RESYNC).await;
-    assert_eq!(fixture.tools.ours_seen(), nothing, "nothing is wanted, nothing is made");
+    assert_eq!(fixture.tools.ours_seen(), nothing, "no rules are desired");
     running.want(rules_of(Place::Pod, ALL)).await;
     for family in Family::BOTH {
         fixture.assert_masqueraded(family);
@@ -88,7 +88,8 @@ async fn changed_desired_rules_are_put_in_place(fixture: Fixture, kind: Kind) {
 }
 
 async fn pods_are_forwarded_despite_a_drop_policy(fixture: Fixture, kind: Kind) {
-    // In nftables the drop must be in flannel's table, because other tables cannot be overridden.
+    // In nftables the drop must be in flannel's table, because a rule cannot override a drop in
+    // another table.
     let refuse = |family| {
         if kind == Kind::Nftables {
             let table = if family == Family::V4 { "ip flannel-ipv4" } else { "ip6 flannel-ipv6" };
@@ -117,7 +118,7 @@ async fn pods_are_forwarded_despite_a_drop_policy(fixture: Fixture, kind: Kind) 
     }
 }
 
-/// Masquerading keeps a free port, unless random ports are desired.
+/// Masquerading keeps the source port if it is free, unless random ports are desired.
 async fn source_ports_are_random_if_that_is_desired(fixture: Fixture, kind: Kind) {
     const CALLS: usize = 5;
     let mut running = Running::start(&fixture, kind, Rules::default(), RESYNC).await;
@@ -156,7 +157,7 @@ async fn a_change_has_no_moment_without_rules(fixture: Fixture, kind: Kind) {
     let made = || calls.iter().map(|(_, calls)| calls.load(Ordering::Relaxed)).collect::<Vec<_>>();
     for n in 0..30 {
         running.want(rules_of([Place::Peer, Place::Pod][n % 2], ALL)).await;
-        // There are connections before and after each change, on slow machines too.
+        // Connections are made before and after each change, on slow machines too.
         let before = made();
         running
             .until(|_| {
@@ -172,7 +173,7 @@ async fn a_change_has_no_moment_without_rules(fixture: Fixture, kind: Kind) {
 /// Go flannel's tables as `nft` shows them, except for the kube-proxy mark (a bit, not the whole
 /// mark) and the fourth rule (that of iptables).
 #[test]
-fn nft_shows_flannels_tables() {
+fn nft_shows_the_tables_of_go_flannel() {
     flannel_netlink::testing::in_netns_async(|| async {
         let fixture = Fixture::set();
         let mut running =
@@ -215,7 +216,7 @@ fn nft_shows_flannels_tables() {
     });
 }
 
-/// Which packets pass: from pod to outside, from peer to pod, from outside to other.
+/// Checks which packets pass: from pod to outside, from peer to pod, from outside to other.
 fn assert_forwarded(fixture: &Fixture, family: Family, expected: [bool; 3]) {
     let ways =
         [(Place::Pod, Place::Outside), (Place::Peer, Place::Pod), (Place::Outside, Place::Other)];

@@ -1,4 +1,4 @@
-//! Changes by other programs are repaired, counted and logged. Packets show the effect.
+//! Changes by other programs are repaired, counted and logged. Packets show that the rules work.
 
 use std::time::Duration;
 
@@ -18,7 +18,7 @@ fn resync(kind: Kind) -> Duration {
     if kind == Kind::Nftables { Duration::from_secs(3600) } else { Duration::from_millis(50) }
 }
 
-/// A change by another program, and the reported deviation: a part of its object, and its fault.
+/// A change by another program, and the expected deviation: a part of its object, and its fault.
 type Sabotage = (&'static str, &'static str, Fault);
 
 const NFTABLES: [Sabotage; 12] = [
@@ -108,7 +108,7 @@ async fn changes_by_other_programs_are_repaired(fixture: Fixture, kind: Kind) {
     assert_eq!((status.changes, status.failure.is_none()), (1, true), "{status:?}");
 }
 
-/// The same rules in another order would masquerade packets between pods.
+/// In another order, the same rules would masquerade packets between pods.
 async fn another_order_is_repaired(fixture: Fixture, kind: Kind) {
     let mut running = Running::start(&fixture, kind, rules_of(Place::Pod, ALL), resync(kind)).await;
     for family in Family::BOTH {
@@ -132,7 +132,7 @@ async fn another_order_is_repaired(fixture: Fixture, kind: Kind) {
 async fn lasting_changes_by_another_program_are_repaired_and_counted(fixture: Fixture, kind: Kind) {
     let mut running = Running::start(&fixture, kind, rules_of(Place::Pod, ALL), resync(kind)).await;
     for n in 1..=10 {
-        // Several changes at once, of flannel's rules and of foreign ones.
+        // Several changes in a row, of flannel's rules and of foreign ones.
         for _ in 0..5 {
             if kind == Kind::Nftables {
                 nft("flush ruleset; table ip noise { chain c { counter; }; }");

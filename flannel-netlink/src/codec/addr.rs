@@ -1,6 +1,7 @@
 //! Addresses on links.
 //!
-//! The identity of an IPv4 address includes the prefix length, that of an IPv6 address does not.
+//! The kernel identifies an IPv4 address on a link by address, prefix length and address of the
+//! other end. It identifies an IPv6 address on a link by the address alone.
 
 use std::net::IpAddr;
 
@@ -14,28 +15,31 @@ use crate::transport::wire::{Message, Messages, ip_of, u32_of};
 
 /// Bytes of `struct ifaddrmsg`.
 const HEADER: usize = 8;
-/// `IFA_F_NODAD`: no duplicate address detection.
+/// `IFA_F_NODAD`: the kernel does not search for duplicates of the address (IPv6).
 const NODAD: u32 = 0x02;
-/// `IFA_F_NOPREFIXROUTE`: no route to the prefix.
+/// `IFA_F_NOPREFIXROUTE`: the kernel adds no route to the prefix.
 const NOPREFIXROUTE: u32 = 0x200;
 
 /// The content of a message about an address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct AddrMessage {
+    /// The index of the link.
     pub(crate) index: u32,
     pub(crate) address: IpAddr,
+    /// The prefix length in bits.
     pub(crate) len: u8,
     /// `IFA_F_…`.
     pub(crate) flags: u32,
-    /// The scope. An IPv6 address implies it.
+    /// The scope. For IPv6 the address alone determines it.
     scope: RtScope,
-    /// The address of the other end of a point-to-point link; for IPv4 a part of the identity.
+    /// The address of the other end of a point-to-point link (`peer` of `ip address`); `None` if
+    /// there is none.
     pub(crate) far: Option<IpAddr>,
-    /// It has a valid or preferred lifetime.
+    /// Its valid or its preferred lifetime is limited.
     pub(crate) expires: bool,
 }
 
-/// Reads `RTM_NEWADDR` and `RTM_DELADDR`.
+/// Reads `RTM_NEWADDR` and `RTM_DELADDR`; `None` if the message is malformed.
 pub(crate) fn read(message: &Message<'_>) -> Option<AddrMessage> {
     let (&[_, len, flags, scope, index @ ..], attributes) = message.split::<HEADER>()?;
     let (mut local, mut address, mut flags) = (None, None, u32::from(flags));
@@ -45,7 +49,8 @@ pub(crate) fn read(message: &Message<'_>) -> Option<AddrMessage> {
             Ifa::Local => local = ip_of(value),
             Ifa::Address => address = ip_of(value),
             Ifa::Flags => flags = u32_of(value)?,
-            // `ifa_prefered` and `ifa_valid` of `struct ifa_cacheinfo`, in seconds.
+            // `ifa_prefered` and `ifa_valid` of `struct ifa_cacheinfo`, in seconds. All bits set
+            // is no limit.
             Ifa::Cacheinfo => expires = value.get(..8).is_some_and(|times| times != [0xff; 8]),
             _ => {}
         }
@@ -64,23 +69,25 @@ pub(crate) fn read(message: &Message<'_>) -> Option<AddrMessage> {
 }
 
 impl AddrMessage {
-    /// The message about an address that [`put`] adds.
+    /// Describes an address that [`put`] adds. `flags` is 0.
     pub(crate) fn of(addr: &Addr, index: u32) -> Self {
         let (scope, far) = (RtScope::Universe, None);
         Self { index, address: addr.address, len: addr.len, flags: 0, scope, far, expires: false }
     }
 
-    /// Valid only on this host (`scope host`).
+    /// Whether the address is valid only on this host (`scope host`).
     pub(crate) fn is_of_host(&self) -> bool {
         self.scope == RtScope::Host
     }
 
-    /// It may be the source of packets to peers.
+    /// Whether the address may be the source of packets to peers: an IPv6 address, or an IPv4
+    /// address of `scope global`.
     pub(crate) fn is_universal(&self) -> bool {
         self.address.is_ipv6() || self.scope == RtScope::Universe
     }
 
-    /// [`AddrMessage::object`] represents all attributes.
+    /// Whether [`AddrMessage::object`] represents the address completely: it has no limited
+    /// lifetime, no other end, and the usual scope.
     pub(crate) fn is_exact(&self) -> bool {
         !self.expires && self.far.is_none() && self.is_universal()
     }
@@ -107,11 +114,13 @@ fn header(family: RtAddrFamily, len: u8, index: u32) -> [u8; HEADER] {
     [family.into(), len, 0, RtScope::Universe.into(), a, b, c, d]
 }
 
+/// Adds an address, or replaces it. An IPv6 address is usable at once, without a search for
+/// duplicates.
 pub(crate) fn put(requests: &mut Messages, addr: &Addr, index: u32) {
     put_as(requests, addr, index, if addr.address.is_ipv6() { NODAD } else { 0 });
 }
 
-/// Adds an IPv4 address without a route to its prefix, as an intermediate step.
+/// Adds an IPv4 address without a route to its prefix. The steps of a put delete it again.
 pub(crate) fn put_step(requests: &mut Messages, addr: &Addr, index: u32) {
     put_as(requests, addr, index, NOPREFIXROUTE);
 }
@@ -127,7 +136,8 @@ fn put_as(requests: &mut Messages, addr: &Addr, index: u32, flags: u32) {
     }
 }
 
-/// Deletes an address as it was read.
+/// Deletes exactly the address that was read. The kernel compares the prefix length, and for IPv4
+/// the other end.
 pub(crate) fn delete(requests: &mut Messages, read: &AddrMessage) {
     let header = header(af_of(read.address), read.len, read.index);
     requests

@@ -1,4 +1,5 @@
-//! Forwarding entries of vxlan devices. Their messages are read by [`neigh`](super::neigh).
+//! FDB entries (forwarding entries) of vxlan devices. [`neigh`](super::neigh) reads their messages,
+//! because neighbours have messages of the same format.
 
 use flannel_core::object::{Fdb, MacAddr};
 use neli::consts::nl::NlmF;
@@ -8,17 +9,20 @@ use super::neigh::{BRIDGE, NeighMessage, header};
 use super::put_flags;
 use crate::transport::wire::Messages;
 
-/// An attribute of a forwarding entry that requires another kind of put or deletion.
+/// The reason why an FDB entry needs other requests than usual.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Special {
-    /// It has a port, a VNI or a device. A deletion with an outer destination does not match it.
+    /// It has a UDP port, a VNI or an outgoing device of its own. A deletion that names only the
+    /// outer destination does not match it (`vxlan_fdb_find_rdst`), so [`delete_any`] is needed.
     Attributes,
-    /// It has nexthop objects. The same holds for deletions, and it must be deleted before a put.
+    /// It uses nexthop objects instead of an outer destination. Only [`delete_any`] deletes it. A
+    /// put would keep the nexthop objects (`vxlan_fdb_update_existing`), so the entry is deleted
+    /// before a put.
     ByNexthop,
 }
 
 impl NeighMessage {
-    /// The MAC address of a special forwarding entry; `None` for any other entry.
+    /// The MAC address of a special FDB entry; `None` for any other entry.
     pub(crate) fn special(&self) -> Option<(MacAddr, Special)> {
         let special = match (self.by_nexthop, self.unrepresentable) {
             (true, _) => Special::ByNexthop,
@@ -37,22 +41,24 @@ pub(crate) fn put(requests: &mut Messages, fdb: &Fdb, index: u32) {
         .ip(Nda::Dst, fdb.dst);
 }
 
+/// Deletes an entry if it has this outer destination.
 pub(crate) fn delete(requests: &mut Messages, fdb: &Fdb, index: u32) {
     delete_any(requests, fdb.mac, index);
-    // Entries for broadcasts and multicasts may have several VTEPs. They are deleted together.
+    // An entry for an all-zero or multicast MAC address may have several outer destinations. It is
+    // deleted with all of them.
     let many = fdb.mac.0 == [0; 6] || fdb.mac.0[0] & 1 == 1;
     if !many {
         requests.ip(Nda::Dst, fdb.dst);
     }
 }
 
-/// Deletes an entry with any outer destination.
+/// Deletes an entry, whatever its outer destinations are.
 pub(crate) fn delete_any(requests: &mut Messages, mac: MacAddr, index: u32) {
     let header = header(BRIDGE, index, Nud::empty(), Ntf::SELF);
     requests.begin(Rtm::Delneigh, NlmF::empty(), &header).attr(Nda::Lladdr, &mac.0);
 }
 
-/// Requests all forwarding entries of a link.
+/// Requests all FDB entries of a link.
 pub(crate) fn on(index: u32) -> Messages {
     Messages::one(Rtm::Getneigh, NlmF::empty(), &header(BRIDGE, index, Nud::empty(), Ntf::empty()))
 }

@@ -1,7 +1,7 @@
 //! Links.
 //!
-//! Each link kind has a module below this one. In a change the kernel refuses some attributes even
-//! with their current values, so only attributes that differ are sent.
+//! Each link kind has a module below this one. A request for a change has only the attributes that
+//! differ, because the kernel refuses some attributes even with their current values.
 
 mod vxlan;
 
@@ -13,29 +13,32 @@ use crate::transport::wire::{Attributes, Message, Messages, mac_of, text_of, u32
 
 /// Bytes of `struct ifinfomsg`.
 const HEADER: usize = 16;
+/// `IFLA_PROTO_DOWN_REASON_…`.
 const PROTO_DOWN_REASON_MASK: u16 = 1;
 const PROTO_DOWN_REASON_VALUE: u16 = 2;
 /// Since Linux 3.15.
 const IFLA_CARRIER_CHANGES: u16 = 35;
+/// The kind of a VRF device, as its ports report it.
 const VRF: &str = "vrf";
 
-/// Encodes and compares the attributes of one link kind. `lower` is the index of the lower device,
-/// 0 if there is none.
+/// Encodes and compares the attributes of a desired device of one link kind. `data` is the content
+/// of `IFLA_INFO_DATA`. `lower` is the index of the lower device, which sends the outer packets; 0
+/// if there is none.
 pub(crate) trait LinkCodec {
     /// Adds the attributes of a new device.
     fn create(&self, data: &mut Messages, lower: u32);
 
-    /// Adds the attributes in which the existing device `is` differs. It must be changeable in
-    /// place.
+    /// Adds the attributes in which the existing device `is` differs. The caller has checked
+    /// [`LinkMessage::can_become`].
     fn change(&self, is: &LinkMessage, data: &mut Messages, lower: u32);
 
-    /// The device `is` belongs to the same network. Other attributes may differ.
+    /// Whether the existing device `is` belongs to the same network. Other attributes may differ.
     fn is_same_network(&self, is: &LinkMessage) -> bool;
 
-    /// The kernel refuses to create the device while `is` exists.
+    /// Whether the kernel refuses to create the desired device while `is` exists.
     fn excludes(&self, is: &LinkMessage) -> bool;
 
-    /// The attributes that only one device can have, for a message.
+    /// The attributes that no two devices can share, as text for an error.
     fn exclusive(&self) -> String;
 }
 
@@ -51,7 +54,7 @@ pub(crate) fn codec(kind: &LinkKind) -> Option<&dyn LinkCodec> {
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum KindMessage {
     Vxlan(vxlan::VxlanMessage),
-    /// Another kind.
+    /// A kind that flannel does not use.
     Other,
 }
 
@@ -60,28 +63,34 @@ enum KindMessage {
 pub(crate) struct LinkMessage {
     pub(crate) index: u32,
     pub(crate) name: LinkName,
+    /// The MTU in bytes.
     pub(crate) mtu: u32,
+    /// `IFF_UP`: the device is set up by an administrator, whatever its carrier is.
     pub(crate) up: bool,
-    /// It uses ARP and neighbour discovery.
+    /// The device uses ARP and neighbour discovery (no `IFF_NOARP`).
     arp: bool,
-    /// It is a port of another device, such as a bridge, which receives all its packets. A VRF does
-    /// not count: the device still sends and receives, but by the routing table of the VRF.
+    /// The device is a port of another device, such as a bridge or a bond, which gets all packets
+    /// that the port receives. A port of a VRF does not count: it sends and receives packets
+    /// itself, with the routing table of the VRF.
     enslaved: bool,
-    /// `IFLA_PROTO_DOWN`: another program disabled its carrier.
+    /// `IFLA_PROTO_DOWN`: another program has turned off the carrier.
     proto_down: bool,
-    /// `IFLA_INFO_KIND`; empty for physical and built-in devices.
+    /// `IFLA_INFO_KIND`, such as `vxlan`; empty for physical and built-in devices.
     pub(crate) kind_name: String,
-    /// The message is about the link itself, and not about its membership in a bridge.
+    /// The message is about the link itself (`AF_UNSPEC`), not about a port of a bridge
+    /// (`AF_BRIDGE`).
     pub(crate) whole: bool,
-    /// The number of carrier changes. On a loss of carrier the kernel removes the nexthop objects
-    /// on the link without another message. A flag is not enough, because the kernel may merge two
-    /// changes, or report the last state twice.
+    /// `IFLA_CARRIER_CHANGES`, the number of carrier changes. When a device loses its carrier, the
+    /// kernel deletes the nexthop objects on it and sends no message about them
+    /// (`nexthop_flush_dev`). The counter shows every loss. The state of the carrier does not,
+    /// because the kernel may merge two changes into one message, or report the last state twice.
     carrier_changes: u32,
     mac: Option<MacAddr>,
     kind: KindMessage,
 }
 
-/// Reads `RTM_NEWLINK` and `RTM_DELLINK`.
+/// Reads `RTM_NEWLINK` and `RTM_DELLINK`; `None` for other types of messages, and if the name is
+/// not a valid [`LinkName`].
 pub(crate) fn read(message: &Message<'_>) -> Option<LinkMessage> {
     if message.kind != u16::from(Rtm::Newlink) && message.kind != u16::from(Rtm::Dellink) {
         return None;
@@ -143,12 +152,12 @@ fn is_set(value: &[u8]) -> bool {
 }
 
 impl LinkMessage {
-    /// Its kind is a flannel link kind.
+    /// Whether the device is of a kind that flannel uses.
     pub(crate) fn is_known(&self) -> bool {
         self.kind != KindMessage::Other
     }
 
-    /// The index of the device that sends outer packets; 0 if there is none.
+    /// The index of the device that sends the outer packets; 0 if there is none.
     pub(crate) fn lower(&self) -> u32 {
         match &self.kind {
             KindMessage::Vxlan(vxlan) => vxlan.lower,
@@ -156,7 +165,7 @@ impl LinkMessage {
         }
     }
 
-    /// [`LinkMessage::object`] represents all attributes that affect packets.
+    /// Whether [`LinkMessage::object`] represents all attributes that affect packets.
     pub(crate) fn is_exact(&self) -> bool {
         let is_exact = match &self.kind {
             KindMessage::Vxlan(vxlan) => vxlan.is_exact(),
@@ -165,7 +174,8 @@ impl LinkMessage {
         self.arp && !self.enslaved && !self.proto_down && is_exact
     }
 
-    /// The object; `None` if it is unrepresentable. `lower` is the name of [`LinkMessage::lower`].
+    /// The object; `None` if it is unrepresentable. `lower` is the name of the device with the
+    /// index [`LinkMessage::lower`]; `None` if that is 0.
     pub(crate) fn object(&self, lower: Option<LinkName>) -> Option<Link> {
         let kind = match &self.kind {
             KindMessage::Vxlan(vxlan) => vxlan.object(self.mac?, lower)?,
@@ -174,20 +184,21 @@ impl LinkMessage {
         Some(Link { name: self.name, mtu: self.mtu, up: self.up, kind })
     }
 
-    /// A change in place can make it a device of this kind, unless the kernel refuses.
+    /// Whether a change in place may turn it into the device `to`. The kernel may still refuse.
     pub(crate) fn can_become(&self, to: &LinkKind) -> bool {
-        // The answer depends on the existence of a lower device, not on its name.
+        // The answer depends on whether there is a lower device, not on its name.
         let lower = (self.lower() != 0).then_some(self.name);
         self.object(lower).is_some_and(|is| is.kind.attributes().can_become(to))
     }
 
-    /// It has the MAC address of `kind`, if `kind` has one.
+    /// Whether it has the MAC address of `kind`. True if `kind` has none.
     pub(crate) fn has_mac_of(&self, kind: &LinkKind) -> bool {
         kind.attributes().mac().is_none_or(|mac| self.mac == Some(mac))
     }
 }
 
-/// `struct ifinfomsg`. Clears the flags in `change`, but sets `IFF_UP` if `up` is true.
+/// `struct ifinfomsg`. The request clears the flags in `change`. If `up` is true, it sets `IFF_UP`
+/// instead of clearing it.
 fn header(index: u32, change: Iff, up: bool) -> [u8; HEADER] {
     let flags = if up { change & Iff::UP } else { Iff::empty() };
     let mut header = [0; HEADER];
@@ -197,12 +208,12 @@ fn header(index: u32, change: Iff, up: bool) -> [u8; HEADER] {
     header
 }
 
-/// A header with only the index of a link.
+/// A header that names a link by its index, and changes no flags.
 fn at(index: u32) -> [u8; HEADER] {
     header(index, Iff::empty(), false)
 }
 
-/// Creates a device that is down.
+/// Creates a device. It is down until [`set_up`].
 pub(crate) fn create(link: &Link, codec: &dyn LinkCodec, lower: u32) -> Messages {
     let attributes = link.kind.attributes();
     let mut request = Messages::one(Rtm::Newlink, NlmF::CREATE | NlmF::EXCL, &at(0));
@@ -217,8 +228,8 @@ pub(crate) fn create(link: &Link, codec: &dyn LinkCodec, lower: u32) -> Messages
     request
 }
 
-/// Changes the attributes of its kind in which `is` differs; no message if none differs. Drivers
-/// refuse an MTU in the same message, so [`change`] makes another one.
+/// Changes the attributes of the link kind in which `is` differs; no message if none differs. The
+/// MTU needs another message ([`change`]): drivers refuse it in this one (`vxlan_nl2conf`).
 pub(crate) fn change_kind(is: &LinkMessage, codec: &dyn LinkCodec, lower: u32) -> Messages {
     let mut request = Messages::one(Rtm::Newlink, NlmF::empty(), &at(is.index));
     let mut differs = false;
@@ -232,7 +243,7 @@ pub(crate) fn change_kind(is: &LinkMessage, codec: &dyn LinkCodec, lower: u32) -
     if differs { request } else { Messages::default() }
 }
 
-/// Removes it from the device of which it is a port; no message if there is none.
+/// Removes a port from its bridge, bond or similar device; no message if it is not a port.
 pub(crate) fn release(is: &LinkMessage) -> Messages {
     let mut requests = Messages::default();
     if is.enslaved {
@@ -259,8 +270,8 @@ pub(crate) fn change(is: &LinkMessage, want: &Link) -> Messages {
             requests.attr(Ifla::Address, &mac.0);
         }
         if is.proto_down {
-            // The kernel refuses while a reason is set. The mask comes before the values. Kernels
-            // before 5.9 have no reasons.
+            // The kernel refuses to clear it while a reason is set. So the request also sets all
+            // reasons, which the mask selects, to 0. Kernels before 5.9 have no reasons.
             requests.nest(Ifla::ProtoDownReason, |reason| {
                 reason.u32(PROTO_DOWN_REASON_MASK, u32::MAX).u32(PROTO_DOWN_REASON_VALUE, 0);
             });
@@ -308,7 +319,7 @@ mod tests {
     use crate::transport::wire::messages;
 
     #[test]
-    fn a_port_of_a_bridge_is_inexact_and_one_of_a_vrf_is_not() {
+    fn a_port_of_a_bridge_is_inexact_and_a_port_of_a_vrf_is_exact() {
         for (master, is_exact) in [("bridge", false), ("bond", false), ("vrf", true)] {
             let mut request = Messages::one(Rtm::Newlink, NlmF::empty(), &at(7));
             request.text(Ifla::Ifname, "flannel.1").u32(Ifla::Master, 9);

@@ -1,4 +1,4 @@
-//! Neighbours. Their messages are those of forwarding entries, too.
+//! Neighbours. FDB entries have messages of the same format, so this module reads both.
 
 use std::net::IpAddr;
 
@@ -11,38 +11,43 @@ use neli::consts::rtnl::{Nda, Ntf, Nud, RtAddrFamily, Rtm, Rtn};
 use super::{EventMessage, af_of, event, family_of, put_flags};
 use crate::transport::wire::{Message, Messages, ip_of, mac_of};
 
-/// `AF_BRIDGE`: forwarding entries of bridges and vxlan devices.
+/// `AF_BRIDGE`: FDB entries of bridges and vxlan devices.
 pub(super) const BRIDGE: RtAddrFamily = RtAddrFamily::UnrecognizedConst(7);
 
-/// The content of a message about a neighbour or a forwarding entry.
+/// The content of a message about a neighbour or an FDB entry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct NeighMessage {
+    /// The index of the link.
     pub(crate) index: u32,
-    /// A permanent neighbour, or a permanent or static forwarding entry. It does not age.
+    /// The entry does not age: a permanent neighbour, or a permanent or static FDB entry.
     pub(crate) is_static: bool,
-    /// Permanent, like all entries of flannel.
+    /// `NUD_PERMANENT`. All entries that flannel puts are permanent.
     permanent: bool,
-    /// The kernel reports this state before it reports the deletion of the entry.
+    /// `NUD_FAILED`. The kernel reports this state of a neighbour just before it reports the
+    /// deletion (`neigh_delete`).
     failed: bool,
+    /// It is an FDB entry, not a neighbour.
     pub(super) fdb: bool,
     pub(super) mac: Option<MacAddr>,
+    /// The address of the neighbour, or the outer destination of the FDB entry.
     dst: Option<IpAddr>,
     /// It has attributes that flannel's entries lack: a VNI, a UDP port or a device.
     pub(super) unrepresentable: bool,
-    /// It has nexthop objects instead of an address. A put does not change that.
+    /// It uses nexthop objects instead of an outer destination. A put does not change that.
     pub(super) by_nexthop: bool,
-    /// It has one of [`MARKS`], which are not part of the identity.
+    /// It has one of the flags [`MARKS`], which are not part of the identity.
     marked: bool,
 }
 
-/// `NTF_EXT_LEARNED`, `NTF_STICKY` and `NTF_ROUTER`. A put clears them.
+/// The flags `NTF_EXT_LEARNED`, `NTF_STICKY` and `NTF_ROUTER`. A put clears them.
 const MARKS: u8 = 0x10 | 0x40 | 0x80;
 /// Since Linux 5.8.
 const NDA_NH_ID: u16 = 13;
 /// Bytes of `struct ndmsg`.
 const HEADER: usize = 12;
 
-/// Reads `RTM_NEWNEIGH` and `RTM_DELNEIGH`; `None` for entries of bridges and other families.
+/// Reads `RTM_NEWNEIGH` and `RTM_DELNEIGH`; `None` for FDB entries of bridges, proxy entries and
+/// other address families.
 pub(crate) fn read(message: &Message<'_>) -> Option<NeighMessage> {
     let (&[family, _, _, _, a, b, c, d, e, f, flags, _], attributes) = message.split::<HEADER>()?;
     let (family, state) = (family.into(), u16::from_ne_bytes([e, f]));
@@ -51,7 +56,8 @@ pub(crate) fn read(message: &Message<'_>) -> Option<NeighMessage> {
     if !fdb && family_of(family).is_none() {
         return None;
     }
-    // Proxy entries are a separate table. MASTER without SELF is an entry of the bridge.
+    // Proxy entries are in a separate table. An FDB entry with `NTF_MASTER` and without `NTF_SELF`
+    // belongs to the bridge that the device is a port of.
     if has(Ntf::PROXY) || (fdb && !has(Ntf::SELF)) {
         return None;
     }
@@ -81,18 +87,18 @@ pub(crate) fn read(message: &Message<'_>) -> Option<NeighMessage> {
 }
 
 impl NeighMessage {
-    /// [`NeighMessage::object`] represents all attributes.
+    /// Whether [`NeighMessage::object`] represents all attributes.
     pub(crate) fn is_exact(&self) -> bool {
         self.permanent && !self.unrepresentable && !self.by_nexthop && !self.marked
     }
 
-    /// The key; `None` without an address.
+    /// The key; `None` if a neighbour has no address, or an FDB entry has no MAC address.
     pub(crate) fn key(&self, link: LinkName) -> Option<Key> {
         if self.fdb { Some(Key::Fdb(link, self.mac?)) } else { Some(Key::Neigh(link, self.dst?)) }
     }
 
-    /// The object; `None` if the entry ages or has no address. The destination of an entry by
-    /// nexthop objects is 0.0.0.0.
+    /// The object; `None` if the entry ages, or lacks an address or a MAC address. `dst` of an FDB
+    /// entry that uses nexthop objects is 0.0.0.0.
     pub(crate) fn object(&self, link: LinkName) -> Option<Object> {
         let mac = self.mac.filter(|_| self.is_static)?;
         if self.fdb {
@@ -120,6 +126,7 @@ pub(super) fn header(family: RtAddrFamily, index: u32, state: Nud, flags: Ntf) -
     [family.into(), 0, 0, 0, a, b, c, d, e, f, flags.bits(), Rtn::Unspec.into()]
 }
 
+/// Creates or replaces a permanent neighbour.
 pub(crate) fn put(requests: &mut Messages, neigh: &Neigh, index: u32) {
     let header = header(af_of(neigh.address), index, Nud::PERMANENT, Ntf::empty());
     requests

@@ -1,4 +1,4 @@
-//! Nexthop objects (kernel 5.3 and later).
+//! Nexthop objects (Linux 5.3 and later).
 
 use std::net::IpAddr;
 
@@ -9,13 +9,14 @@ use neli::consts::nl::NlmF;
 use super::{EventMessage, af_of, event, put_flags};
 use crate::transport::wire::{Message, Messages, ip_of, u32_of};
 
+/// `RTM_NEWNEXTHOP`, `RTM_DELNEXTHOP`, `RTM_GETNEXTHOP`.
 const NEW: u16 = 104;
 const DELETE: u16 = 105;
 const GET: u16 = 106;
 
 /// Bytes of `struct nhmsg`.
 const HEADER: usize = 8;
-/// `RTNH_F_ONLINK`: the gateway is on the link, regardless of the routing table.
+/// `RTNH_F_ONLINK`: the gateway is on the link, whatever the routing table says.
 pub(super) const ONLINK: u32 = 4;
 /// `NHA_…` (linux `include/uapi/linux/nexthop.h`).
 const ID: u16 = 1;
@@ -27,20 +28,22 @@ const GATEWAY: u16 = 6;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct NexthopMessage {
     pub(crate) id: u32,
-    /// The interface index; 0 for a group or a blackhole.
+    /// The index of its device; 0 for a group or a blackhole.
     pub(crate) index: u32,
+    /// The route protocol of the program that created it.
     pub(crate) protocol: u8,
     gateway: Option<IpAddr>,
     onlink: bool,
+    /// It has attributes that [`Nexthop`] does not represent.
     unrepresentable: bool,
 }
 
-/// The message type is `RTM_NEWNEXTHOP` or `RTM_DELNEXTHOP`.
+/// Whether the message type `kind` is `RTM_NEWNEXTHOP` or `RTM_DELNEXTHOP`.
 pub(crate) fn is_event(kind: u16) -> bool {
     matches!(kind, NEW | DELETE)
 }
 
-/// Reads `RTM_NEWNEXTHOP` and `RTM_DELNEXTHOP`.
+/// Reads `RTM_NEWNEXTHOP` and `RTM_DELNEXTHOP`; `None` if the message is malformed.
 pub(crate) fn read(message: &Message<'_>) -> Option<NexthopMessage> {
     let (&[_, _, protocol, _, flags @ ..], attributes) = message.split::<HEADER>()?;
     let mut read = NexthopMessage {
@@ -56,7 +59,7 @@ pub(crate) fn read(message: &Message<'_>) -> Option<NexthopMessage> {
             ID => read.id = u32_of(value)?,
             OIF => read.index = u32_of(value)?,
             GATEWAY => read.gateway = ip_of(value),
-            // A group, a blackhole, an encapsulation or a forwarding entry.
+            // A group, a blackhole, an encapsulation, or a nexthop of FDB entries.
             _ => read.unrepresentable = true,
         }
     }
@@ -70,7 +73,7 @@ pub(crate) fn members(message: &Message<'_>) -> Option<(u32, Vec<u32>)> {
     for (kind, value) in attributes {
         match kind {
             ID => id = u32_of(value)?,
-            // `struct nexthop_grp` is an id and weights.
+            // `struct nexthop_grp` has 8 bytes: the id, then the weight and reserved bytes.
             GROUP => {
                 members =
                     Some(value.chunks_exact(8).filter_map(|member| u32_of(&member[..4])).collect());
@@ -82,7 +85,7 @@ pub(crate) fn members(message: &Message<'_>) -> Option<(u32, Vec<u32>)> {
 }
 
 impl NexthopMessage {
-    /// The object; `None` if it is unrepresentable.
+    /// The object; `None` if it is unrepresentable or has no gateway.
     pub(crate) fn object(&self, link: LinkName) -> Option<Nexthop> {
         if self.unrepresentable {
             return None;
@@ -112,6 +115,7 @@ fn header(family: u8, protocol: u8, flags: u32) -> [u8; HEADER] {
     [family, 0, protocol, 0, a, b, c, d]
 }
 
+/// Creates the nexthop object, or replaces the object with its id.
 pub(crate) fn put(requests: &mut Messages, nexthop: &Nexthop, index: u32) {
     let flags = if nexthop.onlink { ONLINK } else { 0 };
     let header = header(af_of(nexthop.gateway).into(), ROUTE_PROTOCOL, flags);
@@ -122,16 +126,17 @@ pub(crate) fn put(requests: &mut Messages, nexthop: &Nexthop, index: u32) {
         .ip(GATEWAY, nexthop.gateway);
 }
 
+/// Deletes the nexthop object with this id, whatever its other attributes are.
 pub(crate) fn delete(requests: &mut Messages, id: u32) {
     requests.begin(DELETE, NlmF::empty(), &header(0, 0, 0)).u32(ID, id);
 }
 
-/// Requests one nexthop.
+/// Requests one nexthop object.
 pub(crate) fn get(requests: &mut Messages, id: u32) {
     requests.begin(GET, NlmF::empty(), &header(0, 0, 0)).u32(ID, id);
 }
 
-/// Requests all nexthops.
+/// Requests all nexthop objects.
 pub(crate) fn all() -> Messages {
     Messages::one(GET, NlmF::empty(), &header(0, 0, 0))
 }

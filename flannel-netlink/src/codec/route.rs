@@ -1,8 +1,8 @@
 //! Routes.
 //!
-//! A message may have more attributes than [`Route`] represents. A route with several paths is
-//! unrepresentable. A route with a source address or other metrics is inexact: it is put again if
-//! it is desired, else it is deleted.
+//! A message may have more attributes than [`Route`] represents. A route with several paths
+//! (multipath) is unrepresentable. A route with a source address or with metrics other than the MTU
+//! is inexact: the route engine puts it again if it is desired, and deletes it otherwise.
 
 mod request;
 
@@ -25,7 +25,7 @@ use crate::transport::wire::{Attributes, Message, ip_of, u32_of};
 
 /// Bytes of `struct rtmsg`.
 const HEADER: usize = 12;
-/// `RTM_F_CLONED`: a cached route.
+/// `RTM_F_CLONED`: not an entry of a table, but the answer to a query or a cached route.
 const CLONED: u32 = 0x200;
 /// `RTAX_MTU` inside `RTA_METRICS`.
 const RTAX_MTU: u16 = 2;
@@ -34,42 +34,50 @@ const RTA_PREF: u16 = 20;
 const RTA_NH_ID: u16 = 30;
 /// The default metric of IPv6 routes.
 const IPV6_METRIC: u32 = 1024;
-/// The metric of a last-resort route.
+/// The metric of a last-resort route, the largest one.
 const LAST_RESORT: u32 = u32::MAX;
+/// `RT_TABLE_MAIN`.
 const MAIN: u32 = 254;
 
 /// The content of a message about a route.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct RouteMessage {
     pub(crate) dst: Subnet,
-    /// In the main table.
+    /// It is in the main table.
     pub(crate) main: bool,
-    /// The default metric, no source prefix and no TOS, so that it is the same entry as a route of
-    /// ours with this destination; or of last resort.
+    /// It has no source prefix, no TOS, and the metric of a route of ours: the default metric, or
+    /// the largest one for a last-resort route. Other routes are never the same kernel entry as a
+    /// route of ours.
     pub(crate) default_metric: bool,
-    /// A blackhole with the largest metric, which is behind all other routes to its destination.
+    /// A blackhole with the largest metric. The kernel prefers every other route to the
+    /// destination.
     pub(crate) last_resort: bool,
+    /// The route protocol of the program that created it.
     pub(crate) protocol: u8,
+    /// The route type.
     pub(crate) kind: Rtn,
-    /// The interface index; 0 if there is none.
+    /// The index of the link; 0 if there is none.
     pub(crate) index: u32,
     pub(crate) gateway: Option<IpAddr>,
+    /// The preferred source address (`src` of `ip route`).
     pub(crate) source: Option<IpAddr>,
     /// It has several paths.
     pub(crate) multipath: bool,
-    /// The id of its nexthop object. The message then repeats its gateway or paths, which are
-    /// ignored.
+    /// The id of the nexthop object that it uses; `None` if it uses none. If it uses one, the
+    /// kernel also reports the gateway or the paths of that object. They are ignored.
     pub(crate) nexthop: Option<u32>,
     scope: RtScope,
     onlink: bool,
+    /// The MTU in bytes; `None` if the route has none.
     mtu: Option<u32>,
-    /// It is unrepresentable as [`Route`].
+    /// No [`Route`] can represent it.
     unrepresentable: bool,
     /// It has attributes that [`Route`] does not represent and that are not part of the identity.
     more: bool,
 }
 
-/// Reads `RTM_NEWROUTE` and `RTM_DELROUTE`; `None` for cached routes and other families.
+/// Reads `RTM_NEWROUTE` and `RTM_DELROUTE`; `None` for other types of messages and other address
+/// families, and if the message is malformed.
 pub(crate) fn read(message: &Message<'_>) -> Option<RouteMessage> {
     if message.kind != u16::from(Rtm::Newroute) && message.kind != u16::from(Rtm::Delroute) {
         return None;
@@ -101,7 +109,7 @@ pub(crate) fn read(message: &Message<'_>) -> Option<RouteMessage> {
             RTA_NH_ID => read.nexthop = Some(u32_of(value)?),
             // The router preference of an IPv6 route. 0 is medium.
             RTA_PREF => read.more |= value.first().is_some_and(|pref| *pref != 0),
-            // A gateway of the other family: two bytes for the family, then the address.
+            // A gateway of the other family: two bytes for its family, then its address.
             RTA_VIA => {
                 read.gateway = value.get(2..).and_then(ip_of);
                 read.unrepresentable = true;
@@ -136,7 +144,8 @@ pub(crate) fn read(message: &Message<'_>) -> Option<RouteMessage> {
     Some(read)
 }
 
-/// The scope of routes with a gateway or on the link. IPv6 routes have no scopes.
+/// The scope of a route of ours: for IPv4, `link` if the destination is on the link (`to_link`).
+/// IPv6 routes have no scopes.
 fn scope_of(family: Family, to_link: bool) -> RtScope {
     if to_link && family == Family::V4 { RtScope::Link } else { RtScope::Universe }
 }
@@ -149,31 +158,35 @@ const fn default_metric(family: Family) -> u32 {
 }
 
 impl RouteMessage {
-    /// The scope of a route of ours with the same destination and nexthop.
+    /// The scope that a route of ours with the same destination and path has.
     fn usual_scope(&self) -> RtScope {
         let to_link = self.kind == Rtn::Unicast && self.gateway.is_none() && self.nexthop.is_none();
         scope_of(self.dst.family(), to_link)
     }
 
-    /// It has a nexthop object and metrics. For a request without metrics the kernel reuses a
-    /// `fib_info` with the same nexthop id, protocol, scope, source, priority, type and table,
-    /// whatever its metrics are. So our route would get the metrics of this one. An empty metrics
-    /// attribute prevents that. Then the kernel allocates a `fib_info` for each route, which takes
-    /// a fifth more time.
+    /// Whether it uses a nexthop object and has metrics, which a route of ours could inherit.
+    ///
+    /// If a request has no metrics, the kernel reuses a `fib_info` with the same nexthop id,
+    /// protocol, scope, source, priority, type and table, even if that `fib_info` has metrics. An
+    /// empty metrics attribute in the request prevents the reuse. Then the kernel allocates a
+    /// `fib_info` for each route, which takes a fifth more time.
     ///
     /// **Source**: linux `net/ipv4/fib_semantics.c: fib_create_info` (`fib_find_info_nh`).
     pub(crate) fn has_metrics_by_nexthop(&self) -> bool {
         self.nexthop.is_some() && (self.mtu.is_some() || self.more)
     }
 
-    /// [`RouteMessage::object`] represents all attributes.
+    /// Whether [`RouteMessage::object`] represents all attributes.
     pub(crate) fn is_exact(&self) -> bool {
         !self.more && self.scope == self.usual_scope()
     }
 
-    /// A request to delete this route, which uses `way`, does not delete the route in front of it,
-    /// which uses `first`. For IPv4 the kernel compares the whole nexthop except `onlink`. For IPv6
-    /// it does not compare the type, and ignores a missing gateway or nexthop object.
+    /// Whether a request can delete this route and leave the route in front of it, to the same
+    /// destination. `way` is the path of this route, `first` that of the route in front.
+    ///
+    /// For IPv4 the kernel compares the whole path except `onlink`. For IPv6 it does not compare
+    /// the type. A request without a gateway matches a route via any gateway. A request without a
+    /// nexthop id matches a route that uses any nexthop object.
     ///
     /// **Source**: linux `net/ipv4/fib_trie.c: fib_table_delete`, `net/ipv6/route.c:
     /// ip6_route_del`.
@@ -191,9 +204,11 @@ impl RouteMessage {
         }
     }
 
-    /// It hides the route `behind` it, and a request to delete it does not delete `behind`. This
-    /// happens only for IPv6. A put of `behind` replaces `behind` itself, because the kernel first
-    /// looks for a route of the same sort, with or without a gateway.
+    /// Whether this foreign route stays in front of our route `behind` when `behind` is put again,
+    /// and a request can delete it without deleting `behind`.
+    ///
+    /// This happens only for IPv6. There the kernel replaces the first route of the same sort (with
+    /// or without a gateway), which may be `behind` itself.
     ///
     /// **Source**: linux `net/ipv6/ip6_fib.c: fib6_add_rt2node`.
     pub(crate) fn blocks(&self, behind: &Self) -> bool {
@@ -203,7 +218,8 @@ impl RouteMessage {
     }
 
     /// The route, as far as [`Route`] represents it; `None` if it is unrepresentable, in another
-    /// table or of another metric. `name` returns the name of a link.
+    /// table or of another metric, or if its link has no known name. `name` returns the name of the
+    /// link with an index.
     pub(crate) fn object(&self, name: impl FnOnce(u32) -> Option<LinkName>) -> Option<Route> {
         let several = self.multipath && self.nexthop.is_none();
         if self.unrepresentable || several || !self.main || !self.default_metric {
@@ -212,7 +228,7 @@ impl RouteMessage {
         let via = match (self.kind, self.nexthop, self.gateway) {
             (Rtn::Blackhole, None, None) if self.last_resort => Via::LastResort,
             (Rtn::Blackhole, None, None) => Via::Blackhole,
-            // A route by a blackhole nexthop object is of type blackhole.
+            // The kernel reports the type blackhole if the nexthop object is a blackhole.
             (Rtn::Unicast | Rtn::Blackhole, Some(id), _) => Via::Nexthop(id),
             (Rtn::Unicast, None, Some(gateway)) if Family::of(gateway) == self.dst.family() => {
                 Via::Gateway { gateway, link: name(self.index)?, onlink: self.onlink }
@@ -233,14 +249,16 @@ impl EventMessage for RouteMessage {
 
     fn event(&self, link: Option<LinkName>, is_deletion: bool, flags: NlmF) -> Option<KernelEvent> {
         let key = Key::Route(self.dst);
-        // It is another entry, but may change the path of packets.
+        // It is not the entry of our route, but packets may take it instead.
         if !self.main || !self.default_metric {
             return Some(KernelEvent::Related(key));
         }
-        // Other programs cannot remove a route of the kernel with a source address.
+        // The kernel makes routes with a source address for its addresses. No network owns them, so
+        // they are not reported as an object that could be deleted.
         let is_removable = self.is_exact() || self.protocol != u8::from(Rtprot::Kernel);
         let object = self.object(|_| link).filter(|_| is_removable).map(Object::Route);
-        // The flags of an additional route differ from those of a first or replacing one.
+        // `EXCL` marks the first route to the destination, `REPLACE` one that replaced another. A
+        // new route with neither was added to existing ones (linux `fib_table_insert`).
         let is_added =
             flags.contains(NlmF::CREATE) && !flags.intersects(NlmF::EXCL | NlmF::REPLACE);
         Some(match event(key, object, self.is_exact(), is_deletion) {
@@ -256,7 +274,7 @@ impl EventMessage for RouteMessage {
     }
 }
 
-/// The format of `ip route`, reduced to attributes that identify the route.
+/// The format of `ip route`, with only the attributes that identify the route.
 impl fmt::Display for RouteMessage {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "route {}", self.dst)?;

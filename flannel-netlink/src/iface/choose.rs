@@ -1,4 +1,4 @@
-//! The choice of the interface: selectors are tried in a fixed order, and the first match wins.
+//! The choice of the interface: selectors are tried in a fixed order, and the first match is used.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -11,22 +11,25 @@ use regex_lite::Regex;
 
 use super::{Facts, Interface};
 
-/// The user's selection. Without a selector a public address is the selector, and without a public
-/// address the default route.
+/// The options that select the external interface. If `iface`, `iface_regex` and `can_reach` are
+/// empty, the public address selects it: it must be an address of the interface. If there is no
+/// public address either, the default route selects it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Selectors {
     /// Names or addresses of interfaces (`--iface`), tried first, in this order.
     pub iface: Vec<String>,
     /// Regular expressions for addresses, then for names (`--iface-regex`), tried next.
     pub iface_regex: Vec<String>,
-    /// An address that must be routed through the interface (`--iface-can-reach`), tried last.
+    /// An address to which the kernel sends packets through the interface (`--iface-can-reach`),
+    /// tried last.
     pub can_reach: Option<IpAddr>,
-    /// The addresses that peers use instead of the interface's (`--public-ip`, `--public-ipv6`).
+    /// The addresses at which peers reach this host (`--public-ip`, `--public-ipv6`); `None` for
+    /// the address of the interface.
     pub public: Dual<IpAddr>,
 }
 
 impl Selectors {
-    /// The default route is the selector.
+    /// Whether the default route is the selector.
     pub(crate) fn by_default_route(&self) -> bool {
         self.iface.is_empty()
             && self.iface_regex.is_empty()
@@ -35,7 +38,7 @@ impl Selectors {
     }
 }
 
-/// Why there is no external interface.
+/// The reason why no external interface was chosen.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum SelectError {
@@ -53,9 +56,9 @@ pub enum SelectError {
 /// A selector that did not match.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Attempt {
-    /// The selector as in a configuration: `iface eth7`.
+    /// The selector: the name of its option and its value, such as `iface eth7`.
     pub selector: String,
-    /// The reason.
+    /// The reason why it did not match.
     pub reason: String,
 }
 
@@ -83,19 +86,20 @@ struct Choice<'a> {
     public: Dual<IpAddr>,
 }
 
-/// Chooses the external interface of a network of these families.
+/// Chooses the external interface of a network of these families. It must have a usable address of
+/// each.
 ///
 /// Selectors are tried in this order: each of [`Selectors::iface`], each of
 /// [`Selectors::iface_regex`], [`Selectors::can_reach`]. Without any of these, a public address
 /// (IPv4 before IPv6) must be on the interface. Without a public address, the default route
-/// decides. Of the interface's addresses the best is used: global before link-local, permanent
-/// before expiring, stable before temporary.
+/// decides. If the selector names no address, the best address of the interface is used: global
+/// before link-local, permanent before expiring, stable before temporary.
 ///
-/// The public address is the given one, else the interface's. A given IPv6 address is kept even if
-/// IPv6 is not enabled.
+/// The public address in the result is that of [`Selectors::public`], or else the address of the
+/// interface. A public IPv6 address in the selectors is kept even if IPv6 is not enabled.
 ///
 /// # Errors
-/// [`SelectError::NoneFits`] with the reason for each selector.
+/// [`SelectError::NoneFits`], with the reason for each selector.
 ///
 /// **Source**: flannel `pkg/ipmatch/match.go: LookupExtIface`, `main.go: main`. Where Go flannel
 /// panics or uses an address of the wrong family, this is an error.
@@ -125,7 +129,7 @@ pub fn choose(
 }
 
 impl<'a> Choice<'a> {
-    /// The selector that is used if none is given, and its match.
+    /// The selector for the case that the user gave none, and its match.
     fn by_public_or_default(&self) -> (String, Result<Found<'a>, String>) {
         match self.public.iter().next() {
             Some((Family::V4, address)) => {
@@ -145,8 +149,8 @@ impl<'a> Choice<'a> {
         }
     }
 
-    /// The first interface with the address. In dual stack a public IPv6 address must be on the
-    /// same interface.
+    /// The first interface with the address. In dual stack the public IPv6 address, if given, must
+    /// be on the same interface.
     fn by_address(&self, address: IpAddr) -> Result<Found<'a>, String> {
         let family = Family::of(address);
         if !self.families.contains(&family) {
@@ -182,8 +186,8 @@ impl<'a> Choice<'a> {
         self.with_best(interface, format!("it is named {name}"))
     }
 
-    /// The first interface with a matching address in every enabled family, else the first with a
-    /// matching name.
+    /// The first interface with a matching address in each enabled family. If there is none, the
+    /// first interface with a matching name.
     fn by_regex(&self, text: &str) -> Result<Found<'a>, String> {
         let regex =
             Regex::new(text).map_err(|error| format!("not a regular expression: {error}"))?;
@@ -223,7 +227,7 @@ impl<'a> Choice<'a> {
         Ok(Found {
             interface,
             address: self.addresses(address_of)?,
-            reason: format!("it leads to {address}"),
+            reason: format!("the route to {address} uses it"),
         })
     }
 
@@ -258,7 +262,7 @@ impl<'a> Choice<'a> {
         Ok(Found { interface, address: self.addresses(|family| best(interface, family))?, reason })
     }
 
-    /// An address for every enabled family.
+    /// An address for each enabled family, or the first error of `find`.
     fn addresses(
         &self,
         find: impl Fn(Family) -> Result<IpAddr, String>,
@@ -266,6 +270,7 @@ impl<'a> Choice<'a> {
         self.families.iter().map(|family| find(*family)).collect()
     }
 
+    /// The result for a matching interface. An MTU of 0 is an error.
     fn finish(&self, found: Found<'_>) -> Result<ExternalInterface, String> {
         let Found { interface, address, reason } = found;
         if interface.mtu == 0 {
@@ -279,12 +284,14 @@ impl<'a> Choice<'a> {
     }
 }
 
+/// The best usable address of a family, or an error that names the interface.
 pub(super) fn best(interface: &Interface, family: Family) -> Result<IpAddr, String> {
     let first = candidates(interface, family).first().copied();
     first.ok_or_else(|| format!("{} has no usable {family} address", interface.name))
 }
 
-/// The usable addresses of a family, sorted by preference, then in the kernel's order.
+/// The usable addresses of a family, the best one first. Equally good ones are in the kernel's
+/// order.
 fn candidates(interface: &Interface, family: Family) -> Vec<IpAddr> {
     let usable = interface.addresses.iter().filter(|a| a.usable && Family::of(a.address) == family);
     let mut usable: Vec<_> = usable.filter(|a| is_unicast(a.address)).collect();
@@ -356,7 +363,8 @@ mod tests {
         }
     }
 
-    /// `eth0 192.0.2.1 - public 203.0.113.1 -`, or the error.
+    /// The choice as text, such as `eth0 192.0.2.1 - public 203.0.113.1 -`, or the error. The
+    /// public addresses are left out if they are those of the interface.
     fn chosen(selectors: &Selectors, families: &[Family], facts: &Facts) -> String {
         let text = |dual: &Dual<IpAddr>| {
             let one = |family: Family| {
@@ -372,7 +380,7 @@ mod tests {
     }
 
     #[test]
-    fn every_selector_in_every_stack() {
+    fn each_selector_chooses_an_interface_with_all_enabled_families() {
         let none: &[&str] = &[];
         for (iface, regex, public, v4, v6, dual) in [
             (
@@ -400,7 +408,7 @@ mod tests {
                 "no external interface: iface wg0: wg0 has no usable IPv6 address",
                 "no external interface: iface wg0: wg0 has no usable IPv6 address",
             ),
-            // The given address is used, even if it is not the best of its interface.
+            // An address that the selector names is used, even if the interface has a better one.
             (
                 &["192.0.2.2"],
                 none,
@@ -418,7 +426,7 @@ mod tests {
                 "eth1 - 2001:db8:1::2",
                 "eth1 198.51.100.1 2001:db8:1::2",
             ),
-            // The first match wins, and earlier failures are ignored.
+            // The first match is used, and earlier failures are ignored.
             (
                 &["eth7", "eth1", "eth0"],
                 none,
@@ -491,8 +499,8 @@ mod tests {
                 "no external interface: public-ip 203.0.113.1: no interface has the address \
                  203.0.113.1",
             ),
-            // With another selector it only is the address for peers. IPv6 is kept even if it is
-            // not enabled.
+            // With another selector, the public address is only published to peers. That of IPv6 is
+            // kept even if IPv6 is not enabled.
             (
                 &["eth0"],
                 none,
@@ -543,7 +551,7 @@ mod tests {
     }
 
     #[test]
-    fn can_reach() {
+    fn the_route_to_an_address_selects_its_interface() {
         let via = |source: &str| {
             Some(RouteAnswer::via("eth1".parse().unwrap(), None, source.parse().ok()))
         };
@@ -554,7 +562,7 @@ mod tests {
         assert_eq!(
             chosen(&selectors, &V4, &facts),
             "eth1 198.51.100.9 -",
-            "the kernel's choice of a source"
+            "the source address that the kernel chose"
         );
         assert_eq!(chosen(&selectors, &V6, &facts), "eth1 - 2001:db8:1::1");
         assert_eq!(chosen(&selectors, &DUAL, &facts), "eth1 198.51.100.9 2001:db8:1::1");
@@ -572,7 +580,7 @@ mod tests {
     }
 
     #[test]
-    fn unusable_default_routes() {
+    fn unusable_default_routes_are_errors() {
         let none = Selectors::default();
         let other = Facts {
             default: Dual {
@@ -605,7 +613,7 @@ mod tests {
     }
 
     #[test]
-    fn the_best_address_is_taken() {
+    fn the_best_address_is_used() {
         let address = |text: &str, usable, permanent, temporary| Address {
             address: text.parse().unwrap(),
             usable,
@@ -632,7 +640,7 @@ mod tests {
     }
 
     #[test]
-    fn reasons_are_reported() {
+    fn the_result_and_the_error_have_reasons() {
         let mut facts = facts();
         let wrong = selectors(&[], &["(", "lo"], &[]);
         let text = chosen(&wrong, &V4, &facts);

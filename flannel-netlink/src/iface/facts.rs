@@ -28,8 +28,8 @@ const PERMANENT: u32 = 0x80;
 pub struct Facts {
     /// All interfaces, in the order of their indexes.
     pub interfaces: Vec<Interface>,
-    /// The first default route of each family in the main table; `None` also if the choice does not
-    /// depend on it.
+    /// The first default route of each family in the main table; `None` if there is none. It is
+    /// read only if the default route is the selector, and `None` otherwise.
     pub default: Dual<DefaultRoute>,
     /// The route to [`Selectors::can_reach`]; `None` without that selector.
     pub reach: Option<RouteAnswer>,
@@ -51,18 +51,19 @@ pub struct Interface {
 pub struct Address {
     /// The address.
     pub address: IpAddr,
-    /// Other hosts can use it: it is not deprecated, tentative, a duplicate or of `scope host`.
+    /// It can be the address of this host for peers: it is not deprecated, tentative, a duplicate
+    /// or of `scope host`.
     pub usable: bool,
     /// It does not expire.
     pub permanent: bool,
-    /// A temporary address for privacy (IPv6), or a secondary one (IPv4).
+    /// For IPv6, it is a temporary address for privacy. For IPv4, it is a secondary address.
     pub temporary: bool,
 }
 
 /// A default route.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DefaultRoute {
-    /// Its interface; `None` for several paths or none.
+    /// Its interface; `None` if the route has several paths or no interface.
     pub link: Option<LinkName>,
 }
 
@@ -82,8 +83,8 @@ impl NetlinkKernel {
         choose(selectors, families, &self.facts(selectors)?)
     }
 
-    /// Reads the inputs of [`choose`](fn@choose), through a socket of its own, so that a long table
-    /// does not delay changes.
+    /// Reads the inputs of [`choose`](fn@choose) that these selectors need. It opens a socket for
+    /// this, so that a long table does not delay [`Kernel::apply`](flannel_core::Kernel::apply).
     ///
     /// # Errors
     /// The kernel state cannot be read.
@@ -119,7 +120,7 @@ pub(super) fn facts(socket: &mut Socket, selectors: &Selectors) -> Result<Facts,
     })
 }
 
-/// One interface and its index; `None` if it does not exist. The cost does not depend on the number
+/// One interface and its index; `None` if it does not exist. The time does not depend on the number
 /// of interfaces and routes.
 pub(super) fn interface(
     socket: &mut Socket,
@@ -186,7 +187,7 @@ mod tests {
             scope.spawn(|| sender.send(kernel.facts(&Selectors::default())).unwrap());
             let read = facts.recv_timeout(Duration::from_secs(20));
             drop(writing);
-            assert!(read.expect("it waits for the writer").is_ok());
+            assert!(read.expect("reading does not wait for the writer").is_ok());
         });
     }
 }

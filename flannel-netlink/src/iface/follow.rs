@@ -1,9 +1,10 @@
-//! Follows the chosen interface.
+//! Watches the chosen interface, and finds another choice when it changes.
 //!
-//! An interface stays chosen as long as it has the addresses and the MTU that it was chosen with,
-//! even if the selectors would now choose another one, because a change interrupts traffic. Until
-//! then only the interface itself is read, and no route. A link-local address never replaces
-//! another address, but is replaced by one.
+//! An interface stays chosen as long as it has the addresses and the MTU that it was chosen with.
+//! This holds even if the selectors would now choose another interface, because a change of the
+//! external interface interrupts traffic. As long as it holds, only the chosen interface is read,
+//! and no route. A link-local address never replaces another address. Another address replaces a
+//! link-local one.
 
 use std::convert::Infallible;
 use std::time::Duration;
@@ -25,13 +26,14 @@ use crate::transport::multicast::Multicast;
 use crate::transport::socket::Socket;
 use crate::transport::wire::Message;
 
-/// The time after a check until the next one, because addresses and links change in bursts.
+/// The time between a message and the check that it causes. Addresses and links change in bursts,
+/// so one check covers several messages.
 const PAUSE: Duration = Duration::from_millis(200);
 /// `RTNLGRP_…`: LINK, IPV4_IFADDR, IPV6_IFADDR.
 const GROUPS: [u32; 3] = [1, 5, 9];
 /// [`GROUPS`] with IPV4_ROUTE and IPV6_ROUTE.
 const GROUPS_AND_ROUTES: [u32; 5] = [1, 5, 9, 7, 11];
-/// Bytes of the receive buffer.
+/// The size of the receive buffer, in bytes.
 const RECEIVE_BUFFER: usize = 1 << 20;
 
 /// The state of the chosen interface.
@@ -40,32 +42,35 @@ pub enum InterfaceState {
     /// It has the addresses and the MTU that it was chosen with.
     #[default]
     Kept,
-    /// It lacks an address it was chosen with, has another MTU or does not exist, and another
-    /// choice is possible.
+    /// It changed, and another choice is possible. It changed if it does not exist, lacks an
+    /// address that it was chosen with, has another MTU, or has a better address than the
+    /// link-local one that was chosen.
     Other {
         /// The new choice: another interface, or the same one with its current values.
         now: Box<ExternalInterface>,
         /// The difference, as a sentence without a full stop.
         difference: String,
     },
-    /// It changed in the same way, and no other choice is possible. The reason is a sentence
-    /// without a full stop.
+    /// It changed, and no other choice is possible. The reason is a sentence without a full stop.
     Lost(String),
 }
 
 impl NetlinkKernel {
-    /// Follows the chosen interface and publishes its state whenever it changes. A link-local
-    /// address is another choice only if the chosen one is link-local too. A chosen link-local
-    /// address is kept as long as the interface has no other address.
+    /// Watches the chosen interface, and sends its state through `state` whenever the state
+    /// changes. It runs until it fails or is dropped.
     ///
-    /// Needs a tokio runtime with time. A blocking thread reads the kernel state, through a socket
-    /// of its own.
+    /// A link-local address is another choice only if the chosen one is link-local too. A chosen
+    /// link-local address is kept as long as the interface has no other address. `selectors` and
+    /// `families` are those with which `chosen` was chosen.
+    ///
+    /// Needs a tokio runtime with I/O and time. The kernel state is read on a blocking thread,
+    /// through a socket that only this call uses.
     ///
     /// # Errors
-    /// The kernel state cannot be watched.
+    /// The kernel state cannot be watched or read.
     ///
     /// # Cancel safety
-    /// Dropping the future loses nothing.
+    /// The future can be dropped at any time.
     pub async fn follow_interface(
         &self,
         chosen: &ExternalInterface,
@@ -73,7 +78,7 @@ impl NetlinkKernel {
         families: &[Family],
         state: &watch::Sender<InterfaceState>,
     ) -> Result<Infallible, KernelError> {
-        // Subscribe before the first check, so that no change is missed.
+        // Listen before the first check, so that no change is missed.
         let (mut changes, socket) =
             self.namespace().run(|| Ok::<_, KernelError>((changes()?, Socket::open()?)))??;
         let mut observer = Observer {
@@ -101,20 +106,21 @@ impl NetlinkKernel {
             };
             state.send_if_modified(|state| std::mem::replace(state, now) != *state);
             changes.wait_for(|message| observer.affects_choice(message)).await?;
-            // Changes until the end of the pause are part of the next check.
+            // The next check covers all changes until the end of the pause.
             let rest = async { while changes.wait_for(|_| true).await.is_ok() {} };
             let _ = tokio::time::timeout(PAUSE, rest).await;
         }
     }
 }
 
+/// A socket that receives messages about links and addresses.
 fn changes() -> Result<Multicast, KernelError> {
     let socket = Multicast::open(SockProtocol::NetlinkRoute, RECEIVE_BUFFER)?;
     socket.join(&GROUPS)?;
     Ok(socket)
 }
 
-/// Runs `work` on a blocking thread.
+/// Runs `work` on a blocking thread. Returns the observer with the result.
 async fn blocking<T: Send + 'static>(
     mut observer: Observer,
     work: fn(&mut Observer) -> T,
@@ -138,10 +144,10 @@ struct Observer {
 }
 
 impl Observer {
-    /// The interface has the values it was chosen with, and no better address.
+    /// Whether the interface has the values that it was chosen with, and no better address.
     fn check(&mut self) -> Result<bool, KernelError> {
         let found = match interface(&mut self.socket, self.chosen.name) {
-            // It was deleted after its link was read, and before its addresses were.
+            // The interface was deleted between the two reads, of its link and of its addresses.
             Err(error) if error.errno == ENODEV => None,
             found => found?,
         };
@@ -152,7 +158,7 @@ impl Observer {
         Ok(self.index.is_some())
     }
 
-    /// The state of the interface, compared with the current choice.
+    /// Chooses again, and compares the new choice with the old one.
     fn choose(&mut self) -> Result<InterfaceState, KernelError> {
         let facts = facts(&mut self.socket, &self.selectors)?;
         let there = facts.interfaces.iter().find(|interface| interface.name == self.chosen.name);
@@ -175,12 +181,13 @@ impl Observer {
         })
     }
 
+    /// Whether a change of a route can change the choice.
     fn depends_on_routes(&self) -> bool {
         self.selectors.by_default_route() || self.selectors.can_reach.is_some()
     }
 
-    /// The message may affect the choice. While the interface is unchanged, only messages about it
-    /// do.
+    /// Whether the message may change the choice. While the interface is unchanged, only messages
+    /// about that interface can.
     fn affects_choice(&self, message: &Message<'_>) -> bool {
         let at = |index| self.index.is_none_or(|chosen| chosen == index);
         match Rtm::from(message.kind) {
@@ -194,6 +201,8 @@ impl Observer {
         }
     }
 
+    /// Whether a changed route may change the choice: the default route in the main table, or a
+    /// route of another program to the address that must be reachable.
     fn may_lead_elsewhere(&self, route: &route::RouteMessage) -> bool {
         match self.selectors.can_reach {
             Some(address) => route.dst.contains(address) && route.protocol != ROUTE_PROTOCOL,
@@ -202,22 +211,22 @@ impl Observer {
     }
 }
 
-/// The interface has the addresses and the MTU that it was chosen with.
+/// Whether the interface has the addresses and the MTU that it was chosen with.
 fn is_kept(chosen: &ExternalInterface, interface: &Interface) -> bool {
     let has = |address| interface.addresses.iter().any(|found| found.address == address);
     interface.mtu == chosen.mtu && chosen.address.values().all(|address| has(*address))
 }
 
-/// A link-local address was chosen, and another address is available.
+/// Whether a link-local address was chosen, and the interface has another usable address now.
 fn has_better(chosen: &ExternalInterface, interface: &Interface) -> bool {
     let better = |family| best(interface, family).is_ok_and(|address| !is_link_local(address));
     chosen.address.iter().any(|(family, address)| is_link_local(*address) && better(family))
 }
 
-/// The reason why `now` must not replace `chosen`, as a sentence without a full stop: a link-local
-/// address would replace another one. `None` if it may.
+/// The reason why `now` must not replace `chosen`, as a sentence without a full stop; `None` if it
+/// may. The only reason is that a link-local address would replace another address.
 pub fn worse(chosen: &ExternalInterface, now: &ExternalInterface) -> Option<String> {
-    // `chosen` has no address of a family that only the new config enables.
+    // `chosen` lacks an address of a family that only the new network config enables.
     let had_better =
         |family: Family| chosen.address[family].is_some_and(|address| !is_link_local(address));
     let (family, address) = now
@@ -273,7 +282,7 @@ mod tests {
         Selectors { iface, can_reach, ..Selectors::default() }
     }
 
-    /// The chosen interface has index 7, or was changed.
+    /// An observer of up0. `index` is `Some(7)` if up0 is unchanged, and `None` if it has changed.
     fn observer(index: Option<u32>, selectors: Selectors) -> Observer {
         let chosen = ExternalInterface {
             name: up0(),
@@ -299,7 +308,7 @@ mod tests {
     }
 
     #[test]
-    fn route_messages_are_relevant_only_when_the_interface_is_lost() {
+    fn route_messages_are_relevant_only_if_the_interface_has_changed() {
         in_netns(|| {
             let (kept, lost) =
                 (observer(Some(7), Selectors::default()), observer(None, Selectors::default()));
@@ -310,7 +319,7 @@ mod tests {
                 assert_eq!(is_relevant(&lost, &route_message(dst)), wanted, "{dst}");
             }
             let far = observer(None, selectors(Some("198.51.100.7")));
-            // These routes have our own protocol.
+            // A route of our protocol is not relevant, one of another protocol is.
             for dst in ["198.51.100.0/24", "0.0.0.0/0", "203.0.113.0/24"] {
                 assert!(!is_relevant(&far, &route_message(dst)), "{dst}");
                 let mut by_boot = route_message(dst);
@@ -329,7 +338,7 @@ mod tests {
     }
 
     #[test]
-    fn following_does_not_wait_for_the_writer_of_routes() {
+    fn following_does_not_wait_for_a_running_change_of_routes() {
         in_netns_async(async || {
             let (chosen, kernel) = (chosen(), Arc::new(NetlinkKernel::open().unwrap()));
             let (locked, is_locked) = mpsc::channel();
@@ -356,7 +365,7 @@ mod tests {
             let InterfaceState::Other { difference, .. } = state else { panic!("{state:?}") };
             assert_eq!(difference, "up0 has the MTU 1400 now, not 1500");
             let _ = done.send(());
-            assert!(writer.join().unwrap(), "it was waited for");
+            assert!(writer.join().unwrap(), "following waited for the writer");
         });
     }
 }

@@ -1,8 +1,9 @@
-//! Carries out changes as batches of requests.
+//! Applies changes: turns them into netlink requests, and sends the requests in batches.
 //!
-//! Most requests go in batches of 128. Links, and objects that must be read before they are
-//! changed, are sent alone, after all changes before them. The steps for each kind of object have a
-//! module below this one.
+//! A change consists of one or more requests, its steps. The steps for each kind of object have a
+//! module below this one. Requests wait in a batch until it has [`BATCH`] of them. Two sorts of
+//! changes send the batch earlier: changes of links, and changes for which the kernel must be read
+//! after the changes before them.
 
 mod addr;
 mod link;
@@ -23,20 +24,22 @@ use crate::transport::namespace::Namespace;
 use crate::transport::socket::Socket;
 use crate::transport::wire::Messages;
 
-/// Requests in one `send`, which then takes less than a millisecond. Larger batches are not faster.
+/// The number of requests at which a batch is sent. One `send` of this size takes less than a
+/// millisecond. Larger batches are not faster.
 const BATCH: usize = 128;
 
 const EEXIST: i32 = 17;
 const EINVAL: i32 = 22;
 const EOPNOTSUPP: i32 = 95;
 
-/// The steps that change objects of one kind. `n` is the number of the change. `index` is that of
-/// the object's link, 0 if it has none.
+/// The steps that change objects of one kind. `n` is the number of the change, from 0, in the call
+/// of [`Kernel::apply`](flannel_core::Kernel::apply). `index` is the index of the object's link; 0
+/// if the object has none.
 trait Steps {
-    /// Puts the object, or adds the requests to the batch.
+    /// Puts the object, or adds the requests for it to the batch.
     fn put(&self, writer: &mut Writer<'_>, n: usize, index: u32) -> Result<(), KernelError>;
 
-    /// Deletes the object, or adds the requests to the batch.
+    /// Deletes the object, or adds the requests for it to the batch.
     fn delete(&self, writer: &mut Writer<'_>, n: usize, index: u32) -> Result<(), KernelError>;
 }
 
@@ -59,19 +62,21 @@ pub(crate) struct Writer<'a> {
     footprint: &'a Footprint,
     foreign: &'a ForeignRoutes,
     changes: &'a [Change],
+    /// The result of each of `changes`.
     results: Vec<Result<(), KernelError>>,
     batch: Batch,
     known: Known,
-    /// Requests for routes have the metrics attribute
-    /// ([`RouteMessage::has_metrics_by_nexthop`](crate::codec::route::RouteMessage)).
+    /// Requests for routes that use nexthop objects have a metrics attribute. The reason is in
+    /// `RouteMessage::has_metrics_by_nexthop`.
     metrics: bool,
 }
 
-/// Requests to be sent.
+/// Requests that wait to be sent.
 #[derive(Default)]
 struct Batch {
     requests: Messages,
-    /// The number of each request's change, and whether the request is a deletion.
+    /// For each request, the number of its change, and whether the request is a deletion. A put
+    /// may need a deletion as one of its steps.
     origins: Vec<(usize, bool)>,
 }
 
@@ -92,10 +97,11 @@ impl Batch {
 /// Kernel state that was read during this call.
 #[derive(Default)]
 struct Known {
+    /// The index of a link, or the error of the query.
     indexes: BTreeMap<LinkName, Result<u32, KernelError>>,
-    /// The addresses on a link.
+    /// The addresses on a link, by its index. Puts and deletions of addresses update them.
     addrs: HashMap<u32, Vec<AddrMessage>>,
-    /// The nexthop objects that the next changes delete, by id.
+    /// The answers about nexthop objects that the next changes delete, by id.
     nexthops: HashMap<u32, Result<NexthopMessage, KernelError>>,
 }
 
@@ -147,7 +153,8 @@ impl<'a> Writer<'a> {
         }
     }
 
-    /// Sends the batch and records the results.
+    /// Sends the batch and records the results. Then tries again to put routes and nexthop objects
+    /// that the kernel refused because of existing ones.
     fn flush(&mut self) {
         let results = self.socket.send(&mut self.batch.requests);
         self.batch.requests.clear();
@@ -180,6 +187,7 @@ impl<'a> Writer<'a> {
         object.link().map_or(Ok(0), |name| self.index(name))
     }
 
+    /// The index of a link; `ENODEV` if there is none. The kernel is asked once per call.
     fn index(&mut self, name: LinkName) -> Result<u32, KernelError> {
         match self.known.indexes.entry(name) {
             btree_map::Entry::Occupied(known) => known.get().clone(),
@@ -191,12 +199,12 @@ impl<'a> Writer<'a> {
     }
 }
 
-/// An absent object counts as deleted.
+/// The result of a deletion. The absence of the object is a success.
 fn accept_absence(result: Result<(), KernelError>) -> Result<(), KernelError> {
     match result {
         Err(error) if error.is_absent() => Ok(()),
-        // The routes by a deleted nexthop object are deleted with it. The kernel refuses to delete
-        // one again.
+        // The kernel deletes the routes that use a nexthop object together with it. It refuses a
+        // later deletion of such a route with this text.
         Err(KernelError { errno: EINVAL, detail: Some(text) })
             if text.contains("Nexthop id does not exist") =>
         {

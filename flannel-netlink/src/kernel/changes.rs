@@ -1,9 +1,9 @@
 //! Changes by other programs, over a multicast socket of its own.
 //!
-//! For routes, addresses, neighbours and nexthops the kernel reports the socket that requested the
-//! change. This daemon's own changes are left out, if possible by a filter in the kernel. For
-//! links, forwarding entries and neighbours that it removes, the kernel reports no socket. Those
-//! changes are always reported.
+//! A message about a route, an address, a neighbour or a nexthop object has the port id of the
+//! socket that requested the change. So changes that this kernel handle requested are left out, if
+//! possible by a filter in the kernel. A message about a link, an FDB entry, or a neighbour that
+//! the kernel itself removes has no port id. Those changes are always returned.
 
 mod event_decoder;
 
@@ -19,7 +19,7 @@ use crate::transport::multicast::Multicast;
 use crate::transport::socket::Socket;
 
 /// `RTNLGRP_…`: LINK, NEIGH, IPV4_IFADDR, IPV4_ROUTE, IPV4_RULE, IPV6_IFADDR, IPV6_ROUTE,
-/// IPV6_RULE, NEXTHOP. Kernels before 5.3 do not know NEXTHOP.
+/// IPV6_RULE, NEXTHOP. Kernels before 5.3 send no messages to NEXTHOP.
 const GROUPS: [u32; 9] = [1, 3, 5, 7, 8, 9, 11, 19, 32];
 /// Bytes of the receive buffer, enough for about 10,000 messages.
 const RECEIVE_BUFFER: usize = 8 << 20;
@@ -32,10 +32,10 @@ pub(crate) struct Listener {
 
 impl Listener {
     /// Listens in the network namespace of the calling thread. Changes by the socket with the port
-    /// id `port` are this daemon's own.
+    /// id `port` are our own, and left out.
     pub(crate) fn open(port: u32, foreign: ForeignRoutes) -> Result<Self, KernelError> {
         let socket = Multicast::open(SockProtocol::NetlinkRoute, RECEIVE_BUFFER)?;
-        // Overruns are less likely without our own messages in the buffer.
+        // The receive buffer overflows less often if our own messages do not take room in it.
         if let Err(error) = SockRef::from(&socket).attach_filter(&without_own_messages(port)) {
             tracing::debug!(%error, "our own messages are not filtered in the kernel");
         }
@@ -44,7 +44,8 @@ impl Listener {
         Ok(Self { socket, decoder })
     }
 
-    /// Reads the waiting datagrams up to a limit; true if no more wait.
+    /// Reads the waiting datagrams, up to the limit of [`Multicast::receive`]. Returns true if no
+    /// more wait.
     fn read(&mut self) -> Result<bool, KernelError> {
         self.socket.receive(|datagram| match datagram {
             Some(datagram) => {
@@ -70,7 +71,7 @@ impl Changes for Listener {
     }
 }
 
-/// A classic BPF filter that passes messages about links and messages of other ports.
+/// A classic BPF filter that drops messages with the port id `port`, unless they are about links.
 fn without_own_messages(port: u32) -> [SockFilter; 7] {
     const LOAD_HALF: u16 = 0x28;
     const LOAD_WORD: u16 = 0x20;
@@ -100,7 +101,8 @@ mod tests {
     use crate::NetlinkKernel;
     use crate::testing::in_netns;
 
-    /// A program that makes changes endlessly must not delay invalidations or fill the memory.
+    /// A program that changes objects all the time must neither delay invalidations nor fill the
+    /// memory.
     #[test]
     fn many_changes_are_returned_in_bounded_parts() {
         const MANY: u32 = 5_000;

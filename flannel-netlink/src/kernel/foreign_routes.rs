@@ -1,9 +1,10 @@
-//! Routes and forwarding entries of other programs that require extra requests when flannel's are
-//! changed.
+//! Remembers existing routes and FDB entries, mostly of other programs, that require extra requests
+//! when flannel's entries are changed.
 //!
-//! The extra requests take a fifth of a route's time, and almost no host needs them. So they are
-//! sent only where a snapshot or an event showed such an entry. If it is noted too late, the next
-//! snapshot reports an inexact route, which is put again.
+//! The extra requests take a fifth of the time of a change of a route, and almost no host needs
+//! them. So they are sent only if a snapshot or an event has shown such an entry. If the entry is
+//! noted too late, the next snapshot reports our route as inexact, and the route engine puts it
+//! again.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -17,9 +18,11 @@ use crate::codec::fdb::Special;
 use crate::codec::neigh::NeighMessage;
 use crate::codec::route::RouteMessage;
 
-/// Destinations that are remembered at most, because other programs decide about their number.
+/// The largest number of entries of one sort that are remembered. Other programs decide how many
+/// there are.
 const MOST: usize = 1024;
-/// Duplicates of one route that are remembered at most. The next snapshot finds the others.
+/// The largest number of duplicates of one route that are remembered. The next snapshot finds the
+/// others.
 const MOST_DUPLICATES: usize = 8;
 
 /// The known entries. Clones share them.
@@ -28,27 +31,29 @@ pub(crate) struct ForeignRoutes(Arc<Mutex<Inner>>);
 
 #[derive(Debug, Default)]
 struct Inner {
-    /// There is or was a route by a nexthop object that has metrics.
+    /// There is or was a route that uses a nexthop object and has metrics.
     metrics: bool,
-    /// All routes of these families were read once.
+    /// `Some` for a family whose routes were all read at least once.
     read: Dual<()>,
-    /// Destinations that have or had a last-resort route of ours; incomplete if more than [`MOST`].
+    /// Destinations that have or had a last-resort route of ours. With more than [`MOST`] entries
+    /// the set is incomplete.
     last_resorts: BTreeSet<Subnet>,
-    /// Routes to the destinations of our routes, as of the last snapshot, that our requests neither
-    /// replace nor delete.
+    /// Second routes to destinations of our routes, as of the last snapshot. The usual requests for
+    /// our routes neither replace nor delete them.
     duplicates: BTreeMap<Subnet, Vec<DuplicateRoute>>,
-    /// The [special](NeighMessage::special) forwarding entries, by device index and MAC address.
+    /// The [special](NeighMessage::special) FDB entries, by device index and MAC address.
     special: BTreeMap<(u32, MacAddr), Special>,
-    /// More than [`MOST`] were found, so any entry may be special.
+    /// `special` once had more than [`MOST`] entries and was cleared, so any entry may be special.
     forgotten: bool,
 }
 
-/// Another route to the destination of one of ours.
+/// A second route to the destination of one of our routes.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct DuplicateRoute {
+    /// The second route.
     pub(crate) found: RouteMessage,
-    /// It is ours, is behind the other one, and is deleted together with it. A foreign one is in
-    /// front of ours and is deleted only when ours is put.
+    /// True: it is ours too, and behind the first one. It is deleted when the first one is put or
+    /// deleted. False: it is foreign, and in front of ours. It is deleted only when ours is put.
     pub(crate) is_ours: bool,
 }
 
@@ -66,7 +71,7 @@ impl ForeignRoutes {
         }
     }
 
-    /// Notes that there is or was a last-resort route.
+    /// Notes that there is or was a last-resort route of ours to `dst`.
     pub(crate) fn note_last_resort(&self, dst: Subnet) {
         let there = &mut self.lock().last_resorts;
         if there.len() <= MOST {
@@ -85,32 +90,34 @@ impl ForeignRoutes {
         }
     }
 
-    /// Removes and returns the duplicates of a route.
+    /// Removes and returns the noted duplicates of the route to `dst`.
     pub(crate) fn take_duplicates(&self, dst: &Subnet) -> Vec<DuplicateRoute> {
         let duplicates = &mut self.lock().duplicates;
         if duplicates.is_empty() { Vec::new() } else { duplicates.remove(dst).unwrap_or_default() }
     }
 
-    /// Notes that all routes of this family were read. Their duplicates are noted next.
+    /// Notes that all routes of this family were read, and forgets their old duplicates. The caller
+    /// then notes the new ones.
     pub(crate) fn note_dump(&self, family: Family) {
         let mut inner = self.lock();
         inner.read[family] = Some(());
         inner.duplicates.retain(|dst, _| dst.family() != family);
     }
 
-    /// A route by a nexthop object [has metrics](RouteMessage::has_metrics_by_nexthop), so requests
-    /// for our routes need the metrics attribute.
+    /// Whether a route [uses a nexthop object and has
+    /// metrics](RouteMessage::has_metrics_by_nexthop), so that requests for our routes need a
+    /// metrics attribute.
     pub(crate) fn has_metrics(&self) -> bool {
         self.lock().metrics
     }
 
-    /// There may be a last-resort route.
+    /// Whether there may be a last-resort route of ours to `dst`.
     pub(crate) fn may_have_last_resort(&self, dst: &Subnet) -> bool {
         let Inner { read, last_resorts, .. } = &*self.lock();
         last_resorts.contains(dst) || last_resorts.len() > MOST || read[dst.family()].is_none()
     }
 
-    /// Notes a neighbour or forwarding entry that was read.
+    /// Notes an entry that was read, if it is a special FDB entry.
     pub(crate) fn note_entry(&self, entry: &NeighMessage) {
         if let Some((mac, why)) = entry.special() {
             let Inner { special, forgotten, .. } = &mut *self.lock();
@@ -123,19 +130,20 @@ impl ForeignRoutes {
         }
     }
 
-    /// Removes the forwarding entries of a device before they are read again.
+    /// Forgets the FDB entries of a device. The caller reads them again.
     pub(crate) fn forget_entries(&self, index: u32) {
         self.lock().special.retain(|(device, _), _| *device != index);
     }
 
-    /// Removes and returns the special attribute of a forwarding entry.
+    /// Why the FDB entry is special; `None` if it is not. The entry is then forgotten, because the
+    /// caller deletes or replaces it.
     pub(crate) fn take_special(&self, index: u32, mac: MacAddr) -> Option<Special> {
         let Inner { special, forgotten, .. } = &mut *self.lock();
         let known = if special.is_empty() { None } else { special.remove(&(index, mac)) };
         known.or_else(|| forgotten.then_some(Special::Attributes))
     }
 
-    /// A panic while the lock was held leaves consistent values.
+    /// Locks the values. They are consistent even if another thread panicked with the lock.
     fn lock(&self) -> MutexGuard<'_, Inner> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -151,7 +159,7 @@ mod tests {
 
     fn duplicate(n: u16) -> DuplicateRoute {
         let [high, low] = n.to_be_bytes();
-        // struct rtmsg: a /24 of the main table; and RTA_DST.
+        // `struct rtmsg` of a /24 in the main table, and RTA_DST.
         let payload =
             [2, 24, 0, 0, 254, ROUTE_PROTOCOL, 0, 1, 0, 0, 0, 0, 8, 0, 1, 0, 10, high, low, 0];
         let message =
@@ -166,8 +174,8 @@ mod tests {
             foreign.note_duplicate(duplicate(n));
         }
         (0..2 * MOST_DUPLICATES).for_each(|_| foreign.note_duplicate(duplicate(0)));
-        assert_eq!(foreign.lock().duplicates.len(), MOST, "no more destinations");
-        assert_eq!(foreign.take_duplicates(&dst(0)).len(), MOST_DUPLICATES, "no more of one");
+        assert_eq!(foreign.lock().duplicates.len(), MOST, "the limit of destinations");
+        assert_eq!(foreign.take_duplicates(&dst(0)).len(), MOST_DUPLICATES, "the limit of one");
         assert_eq!(foreign.take_duplicates(&dst(0)).len(), 0, "they were taken");
         foreign.note_dump(Family::V6);
         assert_eq!(foreign.take_duplicates(&dst(1)).len(), 1, "the other family was not read");
@@ -177,8 +185,8 @@ mod tests {
 
     #[test]
     fn special_entries_are_remembered_until_they_are_taken_or_read_again() {
-        // struct ndmsg: a permanent forwarding entry; NDA_LLADDR; and NDA_NH_ID, or no such
-        // attribute.
+        // `struct ndmsg` of a permanent FDB entry, NDA_LLADDR, and NDA_NH_ID or an attribute that
+        // is ignored.
         let entry = |index: u8, n: u16, by_nexthop: bool| {
             let [high, low] = n.to_be_bytes();
             let mut payload = vec![
@@ -192,18 +200,18 @@ mod tests {
         let mac = |n: u16| MacAddr([2, 0, 0, 0, n.to_be_bytes()[0], n.to_be_bytes()[1]]);
         let foreign = ForeignRoutes::default();
         foreign.note_entry(&entry(5, 1, false));
-        assert_eq!(foreign.take_special(5, mac(1)), None, "it leads to an address");
+        assert_eq!(foreign.take_special(5, mac(1)), None, "it uses no nexthop object");
         for (index, n) in [(5, 1), (5, 2), (6, 1), (6, 2)] {
             foreign.note_entry(&entry(index, n, true));
         }
         assert_eq!(foreign.take_special(5, mac(1)), Some(Special::ByNexthop));
         assert_eq!(foreign.take_special(5, mac(1)), None, "only once");
         foreign.forget_entries(5);
-        assert_eq!(foreign.take_special(5, mac(2)), None, "it is not there any more");
+        assert_eq!(foreign.take_special(5, mac(2)), None, "it was forgotten");
         assert_eq!(
             foreign.take_special(6, mac(1)),
             Some(Special::ByNexthop),
-            "that device was not looked at"
+            "entries of the other device were not forgotten"
         );
         for n in 0..=MOST as u16 {
             foreign.note_entry(&entry(5, n, true));
@@ -217,12 +225,12 @@ mod tests {
         assert_eq!(
             foreign.take_special(5, mac(0)),
             Some(Special::Attributes),
-            "of others it is not known"
+            "any other entry may be special"
         );
     }
 
     #[test]
-    fn a_last_resort_is_expected_where_one_was_noted_or_nothing_was_read() {
+    fn a_last_resort_route_is_expected_if_one_was_noted_or_nothing_was_read() {
         let foreign = ForeignRoutes::default();
         let dst = |n: u32| Subnet::new([10, (n >> 8) as u8, n as u8, 0].into(), 24).unwrap();
         assert!(foreign.may_have_last_resort(&dst(0)), "no routes were read");
@@ -236,7 +244,7 @@ mod tests {
         for n in 0..=2 * MOST as u32 {
             foreign.note_last_resort(dst(n));
         }
-        assert!(foreign.may_have_last_resort(&dst(3 * MOST as u32)), "there are too many");
-        assert_eq!(foreign.lock().last_resorts.len(), MOST + 1, "nor are more remembered");
+        assert!(foreign.may_have_last_resort(&dst(3 * MOST as u32)), "the set is incomplete");
+        assert_eq!(foreign.lock().last_resorts.len(), MOST + 1, "the limit");
     }
 }

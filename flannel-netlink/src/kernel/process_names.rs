@@ -1,30 +1,35 @@
 //! Finds the process that changed an object.
 //!
-//! The kernel reports the port id of a socket. The first netlink socket of a process usually has
-//! the process id, as its own pid namespace numbers it; further sockets have random ids. So the
-//! process is named only if it has the socket open. A daemon with few capabilities cannot read the
-//! open files of root's processes. Such a process is named as probable.
+//! The kernel reports the port id of the socket that requested the change. The first netlink socket
+//! of a process usually has the process id as its port id, and further sockets have random ones.
+//! The process id is that in the pid namespace of the process, so here it may be the id of another
+//! process. So a process is named only if it has the socket open. A daemon with few capabilities
+//! cannot read the open files of processes of root. It names such a process as probable.
 
 use std::collections::HashMap;
 use std::fs::File;
 use std::io::{self, Read, Seek};
 use std::time::{Duration, Instant};
 
-/// How long answers are cached.
+/// The time for which answers are cached.
 const FRESH: Duration = Duration::from_secs(1);
-/// Processes that are looked up within [`FRESH`] at most, because a lookup reads several files.
+/// The largest number of lookups within [`FRESH`]. Each lookup reads several files.
 const MOST: usize = 20;
-/// Time that lookups may take within [`FRESH`], for hosts with very many sockets.
+/// No lookup begins after lookups have taken this time within [`FRESH`], as on a host with very
+/// many sockets.
 const BUDGET: Duration = Duration::from_millis(50);
-/// Open files of a process that are read at most.
+/// The largest number of open files of a process that a lookup reads.
 const MOST_FILES: usize = 10_000;
 
 /// The processes behind the port ids of one network namespace.
 pub(crate) struct Processes {
     /// `/proc/net/netlink` of the namespace in which it was opened; `None` if it cannot be opened.
     sockets: Option<File>,
+    /// The start of the current period of [`FRESH`].
     since: Instant,
+    /// The time that lookups have taken in this period.
     spent: Duration,
+    /// The answers of this period, by port id.
     known: HashMap<u32, Option<String>>,
 }
 
@@ -33,7 +38,7 @@ impl Processes {
     pub(crate) fn here() -> Self {
         let sockets = File::open("/proc/thread-self/net/netlink");
         let sockets =
-            sockets.inspect_err(|error| tracing::debug!(%error, "processes will have no names"));
+            sockets.inspect_err(|error| tracing::debug!(%error, "processes cannot be named"));
         Self {
             sockets: sockets.ok(),
             since: Instant::now(),
@@ -60,6 +65,7 @@ impl Processes {
         name
     }
 
+    /// Looks up the process with the id `port`; `None` if it does not have the socket open.
     fn find(&mut self, port: u32) -> Option<String> {
         let mut table = String::new();
         let sockets = self.sockets.as_mut()?;
@@ -70,7 +76,8 @@ impl Processes {
             Ok(false) => return None,
             Err(error) => {
                 tracing::debug!(%error, port, "the open files of the process cannot be read");
-                // Process 1 is often the first process of a container.
+                // The process id 1 is more likely that of a container's first process, in another
+                // pid namespace.
                 if port == 1 {
                     return None;
                 }
@@ -92,13 +99,13 @@ fn inode(table: &str, port: u32) -> Option<&str> {
     })
 }
 
-/// The process has this file open.
+/// Whether the process has this file open. An error if that cannot be read.
 fn has_open(process: u32, file: &str) -> io::Result<bool> {
     for entry in std::fs::read_dir(format!("/proc/{process}/fd"))?.take(MOST_FILES) {
         match std::fs::read_link(entry?.path()) {
             Ok(target) if target.as_os_str() == file => return Ok(true),
             Err(error) if error.kind() == io::ErrorKind::PermissionDenied => return Err(error),
-            // The file was closed meanwhile, or is another file.
+            // It is another file, or was closed after the directory was read.
             _ => {}
         }
     }

@@ -17,7 +17,8 @@ const EINVAL: i32 = 22;
 const ENETUNREACH: i32 = 101;
 const EHOSTUNREACH: i32 = 113;
 
-/// The link with this name; `None` if there is none. Alternative names do not count.
+/// The link with this name; `None` if there is none. Alternative names (`altname` of `ip link`) are
+/// not compared.
 pub(crate) fn find_link(
     socket: &mut Socket,
     name: LinkName,
@@ -29,7 +30,7 @@ pub(crate) fn find_link(
     }
 }
 
-/// Like [`find_link`], with the error `ENODEV` for `None`.
+/// Like [`find_link`], but with the error `ENODEV` if there is no such link.
 pub(crate) fn get_link(socket: &mut Socket, name: LinkName) -> Result<LinkMessage, KernelError> {
     let absent = || KernelError::explained(ENODEV, format!("no interface named {name}"));
     find_link(socket, name)?.ok_or_else(absent)
@@ -41,7 +42,7 @@ pub(crate) fn ask_name(socket: &mut Socket, index: u32) -> Result<LinkName, Kern
     socket.ask(link::by_index(index), link::read).map(|link| link.name)
 }
 
-/// Like [`ask_name`], with `None` for `ENODEV` and `EBADMSG`.
+/// Like [`ask_name`], but `None` if there is no such link or its name is not UTF-8.
 pub(crate) fn name_of(socket: &mut Socket, index: u32) -> Result<Option<LinkName>, KernelError> {
     match ask_name(socket, index) {
         Ok(name) => Ok(Some(name)),
@@ -50,17 +51,17 @@ pub(crate) fn name_of(socket: &mut Socket, index: u32) -> Result<Option<LinkName
     }
 }
 
-/// The route of packets for `dst`.
+/// The route that the kernel would choose for a packet to `dst`.
 pub(crate) fn lookup(socket: &mut Socket, dst: IpAddr) -> Result<RouteAnswer, KernelError> {
     let answer = match socket.ask(route::lookup(dst), route::read) {
         Ok(answer) => answer,
-        // Prohibited, blackholed, no route, unreachable.
+        // A route of type prohibit, a blackhole, no route, and a route of type unreachable.
         Err(error) if matches!(error.errno, EACCES | EINVAL | ENETUNREACH | EHOSTUNREACH) => {
             return Ok(RouteAnswer::nowhere());
         }
         Err(error) => return Err(error),
     };
-    // Blackholes and broadcasts reach no host.
+    // Other types, such as blackhole and broadcast, lead to no single host.
     if !matches!(answer.kind, Rtn::Unicast | Rtn::Local) || answer.index == 0 {
         return Ok(RouteAnswer::nowhere());
     }

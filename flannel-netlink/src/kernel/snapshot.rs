@@ -31,15 +31,16 @@ struct Reader<'a> {
     socket: &'a mut Socket,
     footprint: &'a Footprint,
     foreign: &'a ForeignRoutes,
-    /// Tables for the thread that sorts them.
+    /// Sends each table to the thread that sorts them.
     tables: Sender<Table>,
-    /// The names of links, by index, that owned objects may be on.
+    /// The names, by index, of the links that may have owned objects on them.
     names: BTreeMap<u32, LinkName>,
-    /// The ids of nexthop objects on devices in `names`, with their devices, sorted by id.
+    /// The ids of the nexthop objects on these links, each with its link, sorted by id.
     nexthops: Vec<(u32, LinkName)>,
 }
 
-/// Reads all owned objects. A thread sorts each table while the kernel dumps the next one.
+/// Reads all objects that `footprint` owns. Another thread sorts each table while the kernel dumps
+/// the next one.
 pub(crate) fn snapshot(
     socket: &mut Socket,
     footprint: &Footprint,
@@ -68,7 +69,7 @@ pub(crate) fn snapshot(
 }
 
 impl Reader<'_> {
-    /// Reads all tables, in the order of creation for each link.
+    /// Reads all tables.
     fn read(mut self) -> Result<(), KernelError> {
         for name in &self.footprint.links {
             self.read_link(*name)?;
@@ -89,15 +90,16 @@ impl Reader<'_> {
         Ok(())
     }
 
+    /// Gives a table to the thread that sorts the tables.
     fn hand_over(&self, table: Table) {
         // The receiver lives as long as this reader.
         let _ = self.tables.send(table);
     }
 
-    /// Reads an owned link and the objects on it.
+    /// Reads an owned link, and the addresses, neighbours and FDB entries on it.
     fn read_link(&mut self, name: LinkName) -> Result<(), KernelError> {
         let Some(found) = find_link(self.socket, name)? else { return Ok(()) };
-        // No object on a foreign device of that name is ours.
+        // A device of another kind is foreign, whatever its name, and so are the objects on it.
         if !found.is_known() {
             return Ok(());
         }
@@ -125,13 +127,14 @@ impl Reader<'_> {
         Ok(())
     }
 
-    /// Reads a table. `read` returns the owned objects, and whether they are exact.
+    /// Reads a table. `read` returns the owned object of a message, and whether it is exact.
     fn read_table(
         &mut self,
         request: Messages,
         mut read: impl FnMut(&Message<'_>) -> Option<(Object, bool)> + Send,
     ) -> Result<(), KernelError> {
-        // A repeated dump may leave keys of exact objects here. They are put once more.
+        // If the dump is repeated, keys of its first attempt stay here, even if their objects are
+        // exact by then. Such an object is put once more, which does no harm.
         let mut inexact = Vec::new();
         let objects = self.socket.dump(request, |message| {
             let (object, is_exact) = read(message)?;
@@ -142,7 +145,8 @@ impl Reader<'_> {
         Ok(())
     }
 
-    /// Learns the name of a foreign link, unless it is the name of an owned one.
+    /// Looks up the name of a link that this network does not own now. It may have owned objects of
+    /// an earlier run. A link with the name of an owned link is left out: it is of another kind.
     fn learn_name(&mut self, index: u32) -> Result<(), KernelError> {
         let is_foreign = |name: &LinkName| !self.footprint.links.contains(name);
         if !self.names.contains_key(&index)

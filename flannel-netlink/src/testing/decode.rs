@@ -1,5 +1,5 @@
-//! All readers of messages, for the fuzz target and its corpus: no bytes make a reader panic or
-//! loop, and an object that is read and written is read again as the same object.
+//! Calls all readers of messages, for the fuzz target and its corpus. No bytes may make a reader
+//! panic or loop. An object that is read, written and read again must be the same object.
 
 use flannel_core::object::{Link, LinkName, Object, Route};
 use neli::consts::nl::NlmF;
@@ -8,11 +8,11 @@ use neli::consts::rtnl::Rtm;
 use crate::codec::{addr, fdb, link, neigh, nexthop, route};
 use crate::transport::wire::{DONE, ERROR, Message, Messages, messages, outcome};
 
-/// The index of every link.
+/// The index of each link in a written message.
 const INDEX: u32 = 7;
 
-/// Reads the messages in a datagram. Returns the objects as text, in order, `-` for other messages,
-/// and `cut short` for a truncated one.
+/// Reads the messages in a datagram. Returns a text for each, in order: the object, `-` for a
+/// message without a representable object, and `cut short` for a truncated message.
 ///
 /// # Panics
 /// An object that was read, written and read again is not the same.
@@ -41,7 +41,7 @@ fn object(message: &Message<'_>) -> Option<Object> {
     match Rtm::from(message.kind) {
         Rtm::Newlink | Rtm::Dellink => {
             let found = link::read(message)?;
-            // A device is created down and set up afterwards.
+            // `create` makes a device that is down. Another request sets it up.
             let lower = (found.lower() != 0).then(name);
             found.object(lower).map(|link| Link { up: false, name: name(), ..link }.into())
         }

@@ -1,7 +1,7 @@
 //! Sockets for multicast messages.
 //!
-//! The runtime watches a socket only while a task waits for a message. Bulk changes cause tens of
-//! thousands of messages, and a wake-up for each would cost more than the changes.
+//! The tokio runtime watches a socket only while a task waits for a message. Bulk changes cause
+//! tens of thousands of messages. A wake-up for each would take more time than the changes.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -19,21 +19,22 @@ use super::wire::{Message, messages};
 const ENOBUFS: i32 = 105;
 /// The largest multicast message, in bytes.
 const MESSAGE: usize = 32 << 10;
-/// Datagrams that one call of [`Multicast::receive`] reads at most.
+/// The largest number of datagrams that one call of [`Multicast::receive`] reads.
 const AT_ONCE: usize = 1024;
 
 /// A socket that receives the messages of multicast groups.
 pub(crate) struct Multicast {
     socket: OwnedFd,
-    /// Messages were lost. The kernel drops more until the socket was read empty.
+    /// Messages were lost, and the caller does not know it yet. The kernel drops further messages
+    /// until all waiting ones are read.
     lost: bool,
     buffer: Box<[u8]>,
 }
 
 impl Multicast {
-    /// Opens a socket in the network namespace of the calling thread, in no group yet. `bytes` is
-    /// the size of its receive buffer, limited by `net.core.rmem_max` without `CAP_NET_ADMIN` in
-    /// the initial user namespace.
+    /// Opens a socket in the network namespace of the calling thread. It is in no group yet.
+    /// `bytes` is the size of its receive buffer. Without `CAP_NET_ADMIN` in the initial user
+    /// namespace, the limit is the sysctl `net.core.rmem_max`.
     pub(crate) fn open(protocol: SockProtocol, bytes: usize) -> io::Result<Self> {
         let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
         let socket = socket(AddressFamily::Netlink, SockType::Raw, flags, protocol)?;
@@ -45,19 +46,21 @@ impl Multicast {
         Ok(Self { socket, lost: false, buffer: vec![0; MESSAGE].into() })
     }
 
-    /// Joins these groups, whose numbers are 1 to 32, and leaves all others. Groups that the kernel
-    /// does not know have no messages.
+    /// Joins these groups and leaves all others. A number of a group is 1 to 32. Groups that the
+    /// kernel does not know have no messages.
     pub(crate) fn join(&self, groups: &[u32]) -> io::Result<()> {
         let groups = groups.iter().fold(0, |groups, group| groups | 1 << (group - 1));
         let port = getsockname::<NetlinkAddr>(self.socket.as_raw_fd())?.pid();
         Ok(bind(self.socket.as_raw_fd(), &NetlinkAddr::new(port, groups))?)
     }
 
-    /// Gives the waiting datagrams to `take`, at most [`AT_ONCE`]. Returns true if no more wait.
+    /// Passes the waiting datagrams to `take`, at most [`AT_ONCE`]. Returns true if no more wait.
+    /// Never blocks.
     ///
-    /// `None`: messages were lost. After an overrun the kernel drops messages, without another
-    /// error, until the socket was read empty. Then `take` gets only `None`, at the end. A datagram
-    /// that does not fit into the buffer has the same effect.
+    /// `None` instead of a datagram means that messages were lost: the receive buffer overflowed
+    /// (`ENOBUFS`), or a datagram was larger than `buffer`. After an overflow the kernel drops
+    /// messages, without another error, until all waiting ones are read (`netlink_overrun`). So the
+    /// datagrams after a loss are not passed on. `take` gets `None` when no more wait.
     pub(crate) fn receive(
         &mut self,
         mut take: impl FnMut(Option<&[u8]>) -> Result<(), KernelError>,
@@ -80,8 +83,8 @@ impl Multicast {
         Ok(false)
     }
 
-    /// Returns when a message arrived that `concerns` the caller or is malformed, or when messages
-    /// were lost. Several messages count as one.
+    /// Waits for a message for which `concerns` returns true, for a malformed message, or for a
+    /// loss of messages. Reads all messages that wait, so several may be reported as one.
     ///
     /// # Cancel safety
     /// No message is lost: messages are read and passed to `concerns` without waiting.
@@ -103,11 +106,12 @@ impl Multicast {
         Ok(())
     }
 
-    /// Returns when there may be something to read.
+    /// Waits until there may be a datagram to read. Needs a tokio runtime with I/O.
     ///
     /// # Cancel safety
     /// Nothing is read, so nothing is lost.
-    // The successor of `with_interest` is `unsafe`, because a type may not own its descriptor.
+    // The function that replaces `with_interest` is `unsafe`, because a type may not own its
+    // descriptor.
     #[expect(deprecated, reason = "sound: the descriptor is borrowed for the whole wait")]
     pub(crate) async fn readable(&self) -> Result<(), KernelError> {
         let waiting = AsyncFd::with_interest(self.socket.as_fd(), Interest::READABLE)?;
@@ -116,8 +120,8 @@ impl Multicast {
     }
 }
 
-/// Reads one datagram and returns its length, which exceeds that of `buffer` if it did not fit.
-/// Never blocks.
+/// Reads one datagram. Returns its full length, which is larger than `buffer` if it did not fit
+/// (`MSG_TRUNC`). Never blocks.
 fn read(socket: &OwnedFd, buffer: &mut [u8]) -> io::Result<usize> {
     Ok(recv(socket.as_raw_fd(), buffer, MsgFlags::MSG_TRUNC)?)
 }
@@ -140,7 +144,7 @@ mod tests {
     /// `RTNLGRP_LINK`.
     const LINK: [u32; 1] = [1];
 
-    /// An epoll instance of this process watches the socket.
+    /// Whether an epoll instance of this process watches the socket.
     fn is_watched(multicast: &Multicast) -> bool {
         let descriptor = multicast.socket.as_raw_fd().to_string();
         let watches = |text: String| {
@@ -148,7 +152,7 @@ mod tests {
             watched.map(|rest| rest.split_whitespace().next()).any(|fd| fd == Some(&descriptor))
         };
         let all = std::fs::read_dir("/proc/self/fdinfo").unwrap();
-        // A descriptor of another thread may be closed meanwhile.
+        // Another thread may close its descriptor while this one reads the list.
         all.filter_map(|info| std::fs::read_to_string(info.unwrap().path()).ok()).any(watches)
     }
 
@@ -160,7 +164,7 @@ mod tests {
             multicast.buffer = vec![0; 16].into();
             ip("link set lo mtu 1400");
             let waiting = timeout(Duration::from_secs(20), multicast.wait_for(|_| false)).await;
-            waiting.expect("it may concern the caller").unwrap();
+            waiting.expect("the loss is reported").unwrap();
         });
     }
 
@@ -172,16 +176,16 @@ mod tests {
             let a_while = Duration::from_millis(10);
             {
                 let mut waiting = std::pin::pin!(multicast.readable());
-                assert!(timeout(a_while, &mut waiting).await.is_err(), "nothing happened yet");
+                assert!(timeout(a_while, &mut waiting).await.is_err(), "there is no message");
                 assert!(is_watched(&multicast), "a task waits");
             }
             ip("link add near0 type veth peer name far0");
             assert!(!is_watched(&multicast), "no task waits any more");
             multicast.readable().await.unwrap();
             let mut buffer = vec![0; MESSAGE];
-            assert!(read(&multicast.socket, &mut buffer).unwrap() > 0, "but the message is there");
+            assert!(read(&multicast.socket, &mut buffer).unwrap() > 0, "the message was kept");
             while read(&multicast.socket, &mut buffer).is_ok() {}
-            assert!(timeout(a_while, multicast.readable()).await.is_err(), "all was read");
+            assert!(timeout(a_while, multicast.readable()).await.is_err(), "all were read");
             let (readable, ()) =
                 tokio::join!(multicast.readable(), async { drop(ip("link set near0 up")) });
             readable.unwrap();

@@ -1,5 +1,5 @@
-//! Network namespaces. A socket stays in the namespace of the thread that opened it, so a
-//! short-lived thread inside the namespace can open one.
+//! Network namespaces. A socket stays in the namespace of the thread that opened it. So a
+//! short-lived thread inside a namespace is enough to open a socket for it.
 
 use std::fs::File;
 use std::io;
@@ -9,7 +9,7 @@ use std::path::Path;
 use flannel_core::kernel::KernelError;
 use nix::sched::{CloneFlags, setns};
 
-/// A network namespace, kept alive.
+/// A network namespace. It exists at least as long as this value.
 #[derive(Debug)]
 pub(crate) struct Namespace(File);
 
@@ -28,13 +28,14 @@ impl Namespace {
         File::open(path).map(Self).map_err(explain)
     }
 
-    /// Runs `work` inside the namespace: on this thread if it is there already, else on a
-    /// short-lived thread.
+    /// Runs `work` inside the namespace and waits for its end: on this thread if it is in the
+    /// namespace already, else on a new thread. A panic of `work` is passed on.
     ///
     /// # Errors
-    /// The process lacks `CAP_SYS_ADMIN`, or the file is not a network namespace.
+    /// The process lacks `CAP_SYS_ADMIN`, or the file is not a network namespace. Then `work` does
+    /// not run.
     pub(crate) fn run<T: Send>(&self, work: impl FnOnce() -> T + Send) -> Result<T, KernelError> {
-        // `setns` needs a privilege even for the current namespace.
+        // `setns` needs CAP_SYS_ADMIN even for the current namespace.
         if self.is(&Self::current()?)? {
             return Ok(work());
         }
@@ -45,6 +46,7 @@ impl Namespace {
             .map_err(|errno| KernelError::explained(errno as i32, "entering the network namespace"))
     }
 
+    /// Whether both files are the same namespace.
     fn is(&self, other: &Self) -> io::Result<bool> {
         let (this, other) = (self.0.metadata()?, other.0.metadata()?);
         Ok((this.dev(), this.ino()) == (other.dev(), other.ino()))

@@ -1,9 +1,9 @@
-//! The request connection to the kernel: batches of requests, consistent dumps, and the kernel's
-//! error texts.
+//! A netlink socket for requests: batches of requests, consistent dumps, and the kernel's error
+//! texts.
 //!
-//! rtnetlink handles a request inside `send`, which may block on the kernel's RTNL lock. The answer
-//! is in the receive buffer when `send` returns, so receiving never blocks. A missing answer is an
-//! error.
+//! rtnetlink handles a request inside the system call `send`, which may block on the kernel's RTNL
+//! lock. When the call returns, the answer is in the receive buffer. So this module receives
+//! without blocking, and a missing answer is an error (`EBADMSG`).
 
 mod dump;
 
@@ -25,13 +25,14 @@ const ENOBUFS: i32 = 105;
 
 /// The largest datagram of a dump, in bytes. Other answers are far smaller.
 const RECEIVE_BUFFER: usize = 32 << 10;
-/// Attempts for a request that fails with a transient error.
+/// The number of attempts for a request that fails with a transient error.
 const TRIES: usize = 4;
 
-/// A request connection in the network namespace of the thread that opened it.
+/// A socket for requests, in the network namespace of the thread that opened it.
 pub(crate) struct Socket {
     socket: NlSocket,
     port: u32,
+    /// The sequence number of the next request.
     sequence: u32,
     buffer: Box<[u8]>,
     /// The number of batches sent.
@@ -40,16 +41,16 @@ pub(crate) struct Socket {
 }
 
 impl Socket {
-    /// Opens a connection to rtnetlink.
+    /// Opens a socket of rtnetlink.
     pub(crate) fn open() -> io::Result<Self> {
         Self::open_to(NlFamily::Route)
     }
 
-    /// Opens a connection to a netlink family that does its work inside `send`.
+    /// Opens a socket of a netlink family that handles requests inside `send`.
     pub(crate) fn open_to(family: NlFamily) -> io::Result<Self> {
         let socket = NlSocket::connect(family, None, Groups::empty())?;
-        // Old kernels lack these options. Their errors have no text, and their dumps are not
-        // filtered, so all readers filter as well.
+        // Kernels before 4.20 lack strict checking: they do not filter dumps, so all readers filter
+        // too. Kernels before 4.12 lack extended acknowledgements: their errors have no text.
         for enabled in [socket.enable_ext_ack(true), socket.enable_strict_checking(true)] {
             if let Err(error) = enabled {
                 tracing::debug!(%error, "netlink without extended acknowledgements or strict \
@@ -67,17 +68,18 @@ impl Socket {
         })
     }
 
-    /// The port id that notifications of changes through this connection carry.
+    /// The port id of the socket. Notifications of changes that it requested carry this id.
     pub(crate) fn port(&self) -> u32 {
         self.port
     }
 
-    /// Sends all `requests` at once and returns one result each. Requests that fail with a
-    /// transient error are repeated.
+    /// Sends all `requests` with one system call. Returns a result for each. Requests that fail
+    /// with a transient error are repeated.
     pub(crate) fn send(&mut self, requests: &mut Messages) -> Vec<Result<(), KernelError>> {
         self.try_each(requests, |socket, requests, part| {
             let (last, mut results) = (part.len() - 1, vec![Ok(()); part.len()]);
-            // The kernel reports errors without `NLM_F_ACK`, so the last request alone has it.
+            // The kernel reports an error even without `NLM_F_ACK`. So only the last request has
+            // that flag: its answer is the last one.
             socket.exchange(requests, part, NlmF::ACK, |n, message| {
                 let is_result = message.kind == ERROR;
                 if is_result {
@@ -103,9 +105,9 @@ impl Socket {
         self.ask_each(&mut request, read).remove(0)
     }
 
-    /// Sends all `requests` at once, each of which the kernel answers with one message, and returns
-    /// one answer each. Requests that fail with a transient error are repeated. `EBADMSG`: `read`
-    /// returned `None`.
+    /// Sends all `requests` with one system call. The kernel must answer each with one message.
+    /// Returns an answer for each. Requests that fail with a transient error are repeated. The
+    /// error is `EBADMSG` if `read` returned `None`.
     pub(crate) fn ask_each<T>(
         &mut self,
         requests: &mut Messages,
@@ -132,8 +134,8 @@ impl Socket {
         })
     }
 
-    /// Sends `batch` unchanged and returns the kernel's answer to each message; `None` for messages
-    /// without one.
+    /// Sends `batch` with one system call and adds no flags. Returns the result of each message;
+    /// `None` if the kernel did not answer it.
     pub(crate) fn send_as_is(
         &mut self,
         batch: &mut Messages,
@@ -147,14 +149,15 @@ impl Socket {
             false
         });
         match exchanged {
-            // All answers were read.
+            // No more answers wait, so all were read.
             Err(error) if error.errno == EBADMSG => Ok(results),
             exchanged => exchanged.map(|()| results),
         }
     }
 
     /// Sends all requests with one call of `once`, then repeats each request that failed with a
-    /// transient error. If `once` fails, it is unknown which request failed. All can be repeated.
+    /// transient error. If `once` itself fails, it is unknown which requests succeeded, and its
+    /// error is the result of each. A request that succeeded can be repeated without harm.
     fn try_each<T>(
         &mut self,
         requests: &mut Messages,
@@ -184,8 +187,8 @@ impl Socket {
         results
     }
 
-    /// Sends a part of `requests`, with the flags `last` on the last one. Gives each answer, with
-    /// the number of its request in that part, to `take` until `take` returns true.
+    /// Sends a part of `requests`. The last one also gets the flags `last`. Passes each answer to
+    /// `take`, with the number of its request in that part, until `take` returns true.
     fn exchange(
         &mut self,
         requests: &mut Messages,
@@ -206,7 +209,7 @@ impl Socket {
         })
     }
 
-    /// Gives messages to `take` until it returns true.
+    /// Receives messages and passes them to `take` until it returns true.
     fn receive_until(
         &mut self,
         mut take: impl FnMut(&Message<'_>) -> bool,
@@ -215,7 +218,8 @@ impl Socket {
         Ok(())
     }
 
-    /// Gives the messages of one datagram to `take`; true if `take` returned true.
+    /// Receives one datagram and passes its messages to `take`. Returns whether `take` returned
+    /// true.
     fn receive(
         &mut self,
         take: &mut impl FnMut(&Message<'_>) -> bool,
@@ -225,8 +229,8 @@ impl Socket {
     }
 }
 
-/// Reads one datagram to the start of `buffer` and returns its length. `EMSGSIZE`: it is longer
-/// than `buffer`.
+/// Receives one datagram to the start of `buffer` and returns its length. Never blocks. The error
+/// is `EBADMSG` if no datagram waits, and `EMSGSIZE` if the datagram is longer than `buffer`.
 fn receive_from(socket: &NlSocket, buffer: &mut [u8]) -> Result<usize, KernelError> {
     loop {
         match socket.recv(&mut *buffer, Msg::DONTWAIT | Msg::TRUNC) {
@@ -244,7 +248,7 @@ fn receive_from(socket: &NlSocket, buffer: &mut [u8]) -> Result<usize, KernelErr
     }
 }
 
-/// Gives the messages in `bytes` to `take` until it returns true; returns whether it did.
+/// Passes the messages in `bytes` to `take` until it returns true. Returns whether it did.
 fn take_each(
     bytes: &[u8],
     take: &mut impl FnMut(&Message<'_>) -> bool,
@@ -257,7 +261,7 @@ fn take_each(
     Ok(false)
 }
 
-/// The same request may succeed when it is repeated.
+/// Whether the same request may succeed when it is repeated.
 fn is_transient(error: &KernelError) -> bool {
     matches!(error.errno, EINTR | EAGAIN | ENOBUFS)
 }

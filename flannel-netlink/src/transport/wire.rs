@@ -1,7 +1,7 @@
 //! Netlink messages as bytes.
 //!
-//! Fixed headers and attributes are written to and read from the buffer directly. neli allocates a
-//! `Vec` for each attribute, which is too slow for hundreds of thousands of them.
+//! This module writes headers and attributes to the buffer, and reads them from it, without neli.
+//! neli allocates a `Vec` for each attribute, which is too slow for hundreds of thousands of them.
 
 use std::net::IpAddr;
 use std::ops::Range;
@@ -18,7 +18,7 @@ pub(crate) const EBADMSG: i32 = 74;
 
 /// Bytes of `struct nlmsghdr`.
 const HEADER: usize = 16;
-/// `NLA_F_NESTED`, which newer kernels require for some attributes.
+/// `NLA_F_NESTED`. Newer kernels require it on some attributes that contain others.
 const NESTED: u16 = 1 << 15;
 /// The flag bits in an attribute's type.
 const FLAGS: u16 = 0b11 << 14;
@@ -29,11 +29,12 @@ const ERROR_TEXT: u16 = 1;
 #[derive(Debug, Default)]
 pub struct Messages {
     bytes: Vec<u8>,
+    /// The offset of each message in `bytes`.
     starts: Vec<usize>,
 }
 
 impl Messages {
-    /// A single request.
+    /// A single request with the type `kind` and the fixed header `header`.
     pub(crate) fn one(kind: impl Into<u16>, flags: NlmF, header: &[u8]) -> Self {
         let mut messages = Self::default();
         messages.begin(kind, flags, header);
@@ -55,7 +56,7 @@ impl Messages {
         self.starts.clear();
     }
 
-    /// Starts a message. Attributes that follow belong to it.
+    /// Starts a message. Attributes that are added next belong to it.
     pub(crate) fn begin(&mut self, kind: impl Into<u16>, flags: NlmF, header: &[u8]) -> &mut Self {
         self.starts.push(self.bytes.len());
         // `ready` fills in length and sequence number.
@@ -67,7 +68,7 @@ impl Messages {
         self
     }
 
-    /// Adds an attribute.
+    /// Adds an attribute of the type `kind` to the last message. Pads it to a multiple of 4 bytes.
     ///
     /// # Panics
     /// `value` has more than 65,531 bytes.
@@ -82,7 +83,7 @@ impl Messages {
         self
     }
 
-    /// Adds a number in the machine's byte order.
+    /// Adds a number in the machine's byte order, as an attribute of the type `kind`.
     pub fn u32(&mut self, kind: impl Into<u16>, value: u32) -> &mut Self {
         self.attr(kind, &value.to_ne_bytes())
     }
@@ -95,12 +96,15 @@ impl Messages {
         }
     }
 
-    /// Adds a text with a terminating zero.
+    /// Adds a text with a terminating zero byte.
     pub fn text(&mut self, kind: impl Into<u16>, value: &str) -> &mut Self {
         self.attr(kind, &[value.as_bytes(), &[0]].concat())
     }
 
-    /// Adds an attribute that contains the attributes that `fill` adds.
+    /// Adds an attribute that contains the attributes that `fill` adds (`NLA_F_NESTED`).
+    ///
+    /// # Panics
+    /// The attributes have more than 65,531 bytes in total.
     pub fn nest(&mut self, kind: impl Into<u16>, fill: impl FnOnce(&mut Self)) -> &mut Self {
         let start = self.bytes.len();
         self.attr(kind.into() | NESTED, &[]);
@@ -110,8 +114,8 @@ impl Messages {
         self
     }
 
-    /// A part of the messages, ready to be sent: numbered from `sequence` on, with the flags `last`
-    /// only on the last one.
+    /// The bytes of a part of the messages, ready to be sent. Their sequence numbers count up from
+    /// `sequence`. Only the last one has the flags `last`.
     pub(crate) fn ready(&mut self, part: Range<usize>, sequence: u32, last: NlmF) -> &[u8] {
         let bytes = &mut self.bytes;
         let end_of = |n: usize, all: usize| self.starts.get(n + 1).copied().unwrap_or(all);
@@ -137,14 +141,14 @@ pub(crate) struct Message<'a> {
     pub(crate) kind: u16,
     pub(crate) flags: NlmF,
     pub(crate) sequence: u32,
-    /// The port id of the socket that requested the change; 0 if the kernel gives none.
+    /// The port id of the socket that requested the change; 0 if the kernel does not report it.
     pub(crate) port: u32,
     pub(crate) payload: &'a [u8],
 }
 
 impl<'a> Message<'a> {
-    /// It reports a deletion: rtnetlink numbers the types of an object NEW, DEL, GET, SET, from a
-    /// multiple of four on.
+    /// Whether it reports a deletion. The types of rtnetlink messages about one kind of object are
+    /// four numbers that begin at a multiple of 4: NEW, DEL, GET, SET.
     pub(crate) fn is_deletion(&self) -> bool {
         self.kind % 4 == 1
     }
@@ -156,7 +160,7 @@ impl<'a> Message<'a> {
     }
 }
 
-/// The messages in a datagram. A truncated message is an error and ends them.
+/// The messages in a datagram. A truncated message gives an error, after which the iterator ends.
 pub(crate) fn messages(datagram: &[u8]) -> impl Iterator<Item = Result<Message<'_>, KernelError>> {
     let mut rest = datagram;
     std::iter::from_fn(move || {
@@ -174,6 +178,7 @@ pub(crate) fn messages(datagram: &[u8]) -> impl Iterator<Item = Result<Message<'
     })
 }
 
+/// The first message in `bytes`, and its length without padding; `None` if it is truncated.
 fn message(bytes: &[u8]) -> Option<(Message<'_>, usize)> {
     let len = usize::try_from(u32_at(bytes, 0)?).ok()?;
     let payload = bytes.get(HEADER..len)?;
@@ -187,7 +192,8 @@ fn message(bytes: &[u8]) -> Option<(Message<'_>, usize)> {
     Some((message, len))
 }
 
-/// The result in `NLMSG_ERROR` or `NLMSG_DONE`, with the kernel's explanation. Errno 0 is success.
+/// The result in an `NLMSG_ERROR` or `NLMSG_DONE` message: success, or the errno with the text of
+/// the kernel.
 pub(crate) fn outcome(message: &Message<'_>) -> Result<(), KernelError> {
     let errno = u32_at(message.payload, 0).map_or(0, u32::cast_signed);
     if errno == 0 {
@@ -199,8 +205,8 @@ pub(crate) fn outcome(message: &Message<'_>) -> Result<(), KernelError> {
     })
 }
 
-/// The explanation that follows the errno: after the failed request in an error message, or after
-/// its header if the message is capped.
+/// The text of an extended acknowledgement. It follows the errno. In `NLMSG_ERROR` it also follows
+/// a copy of the request, or of the header alone (`NLM_F_CAPPED`).
 fn error_text(message: &Message<'_>) -> Option<String> {
     let request = match message.kind {
         ERROR if message.flags.contains(NlmF::CAPPED) => HEADER,
@@ -212,8 +218,9 @@ fn error_text(message: &Message<'_>) -> Option<String> {
     attributes.find(|(kind, _)| *kind == ERROR_TEXT).and_then(|(_, value)| text_of(value))
 }
 
-/// The attributes of a message, or inside another attribute: type without flags, and value. A
-/// malformed attribute ends them.
+/// An iterator over attributes, in the bytes of a message after its fixed header, or in the value
+/// of another attribute. An item is the type of an attribute, without flags, and its value. A
+/// malformed attribute ends the iterator.
 #[derive(Debug, Clone, Copy)]
 pub struct Attributes<'a>(pub &'a [u8]);
 
@@ -233,28 +240,28 @@ fn u16_at(bytes: &[u8], at: usize) -> Option<u16> {
     Some(u16::from_ne_bytes(*bytes.get(at..)?.first_chunk()?))
 }
 
-/// The number at an offset, in the machine's byte order.
+/// The number at an offset, in the machine's byte order; `None` if there are too few bytes.
 pub(crate) fn u32_at(bytes: &[u8], at: usize) -> Option<u32> {
     Some(u32::from_ne_bytes(*bytes.get(at..)?.first_chunk()?))
 }
 
-/// A number in the machine's byte order.
+/// The number in the first four bytes, in the machine's byte order; `None` if there are fewer.
 pub(crate) fn u32_of(value: &[u8]) -> Option<u32> {
     u32_at(value, 0)
 }
 
-/// An IP address. Its length is that of its family.
+/// An IP address: 4 bytes are IPv4, 16 bytes are IPv6. `None` for other lengths.
 pub(crate) fn ip_of(value: &[u8]) -> Option<IpAddr> {
     let v4 = <[u8; 4]>::try_from(value).map(IpAddr::from);
     v4.or_else(|_| <[u8; 16]>::try_from(value).map(IpAddr::from)).ok()
 }
 
-/// A MAC address.
+/// A MAC address; `None` unless there are 6 bytes.
 pub(crate) fn mac_of(value: &[u8]) -> Option<MacAddr> {
     <[u8; 6]>::try_from(value).map(MacAddr).ok()
 }
 
-/// A text without its terminating zero; `None` if it is not UTF-8.
+/// The text before the first zero byte; `None` if it is not UTF-8.
 pub(crate) fn text_of(value: &[u8]) -> Option<String> {
     let text = value.split(|byte| *byte == 0).next()?;
     String::from_utf8(text.to_vec()).ok()
@@ -267,7 +274,7 @@ mod tests {
 
     use super::*;
 
-    /// `NLMSG_ERROR` as Linux 6 sent it: ENODEV for a route, with its request and a text.
+    /// The payload of `NLMSG_ERROR`: ENODEV, a copy of the request (`request` bytes), and a text.
     fn refusal(flags: NlmF, request: usize) -> Vec<u8> {
         let mut payload = (-19i32).to_ne_bytes().to_vec();
         payload.extend((request as u32).to_ne_bytes());
@@ -312,7 +319,7 @@ mod tests {
     }
 
     #[test]
-    fn a_dump_that_fails_says_so_when_done() {
+    fn a_failed_dump_ends_with_its_errno() {
         let payload = (-16i32).to_ne_bytes();
         let message =
             Message { kind: 3, flags: NlmF::MULTI, sequence: 1, port: 0, payload: &payload };

@@ -1,4 +1,4 @@
-//! Changes by other programs are reported, our own are not, and lost messages are noticed.
+//! Changes by other programs are reported, our own are not, and a loss of messages is reported.
 
 use std::ffi::OsStr;
 use std::net::IpAddr;
@@ -33,7 +33,7 @@ fn uplink() -> NetlinkKernel {
     NetlinkKernel::open().unwrap()
 }
 
-/// Listens until an invalidation for which `wanted` is true; returns those before it.
+/// Listens until an invalidation for which `wanted` is true. Returns those before it.
 async fn until(
     changes: &mut dyn Changes,
     wanted: impl Fn(&Invalidation) -> bool,
@@ -119,7 +119,7 @@ fn changes_by_others_are_reported_object_by_object() {
                 "route replace 10.1.2.0/24 via 192.0.2.9 dev up0 proto 241 advmss 1000",
                 KernelEvent::Inexact(Route { dst, via, mtu: None }.into()),
             ),
-            // In the form of the kernel.
+            // A route as the kernel makes it for an address.
             (
                 "route replace 10.1.2.0/24 via 192.0.2.9 dev up0 proto kernel src 192.0.2.1",
                 KernelEvent::Unrepresentable(Key::Route(dst)),
@@ -187,7 +187,7 @@ fn changes_by_others_are_reported_object_by_object() {
 }
 
 #[test]
-fn the_process_that_makes_a_change_is_named_if_it_still_lives() {
+fn the_process_that_made_a_change_is_named_if_it_still_runs() {
     in_netns_async(|| async {
         // The first socket of a process in a namespace has the process id as its port id.
         let other = NetlinkKernel::open().unwrap();
@@ -222,7 +222,7 @@ fn the_process_that_makes_a_change_is_named_if_it_still_lives() {
     });
 }
 
-/// The process that is reported for the changes.
+/// The author that is reported for an event.
 async fn changed_by(
     changes: &mut dyn Changes,
     report: KernelEvent,
@@ -248,7 +248,8 @@ fn any_change_of_a_link_invalidates_it() {
             "link set up0 down",
             "link set up0 up",
             "link set up0 address 0a:00:00:00:00:01",
-            // The last address removes all IPv4 routes, without a message for each.
+            // With the last IPv4 address the kernel deletes all IPv4 routes, without a message for
+            // each.
             "addr del 192.0.2.1/24 dev up0",
             "link del up0",
         ] {
@@ -314,7 +315,7 @@ fn our_own_changes_are_not_reported_however_many() {
         assert!(kernel.apply(&footprint, &ours).iter().all(Result::is_ok));
         assert!(other.apply(&footprint, &[Change::Put(neigh(60_000))])[0].is_ok());
         let before = until(&mut *changes, reports(KernelEvent::Present(neigh(60_000)))).await;
-        // The kernel itself changes only links and their own addresses meanwhile.
+        // At the same time the kernel itself changes only links and their link-local addresses.
         let about_ours = |report: &KernelEvent| match report {
             KernelEvent::Present(Object::Neigh(_) | Object::Route(_))
             | KernelEvent::Inexact(_)
@@ -345,9 +346,9 @@ fn lost_messages_invalidate_everything() {
         let (kernel, other) = (uplink(), NetlinkKernel::open().unwrap());
         let footprint = Footprint::default();
         let mut changes = kernel.changes().unwrap();
-        // Until the receive buffer overflows, however large it is.
+        // Makes so many changes that the receive buffer overflows.
         for round in 0.. {
-            assert!(round < 100, "the listener's buffer has no end");
+            assert!(round < 100, "the listener's buffer does not overflow");
             let theirs: Vec<Change> =
                 (0..20_000).map(|n| Change::Put(neigh(n + round % 2))).collect();
             assert!(other.apply(&footprint, &theirs).iter().all(Result::is_ok));
@@ -389,7 +390,7 @@ fn one_process_manages_two_namespaces() {
             kernels[1].snapshot(&footprint).unwrap().iter().collect::<Vec<_>>(),
             [&route(2)]
         );
-        // Changes are reported from the kernel handle's own namespace, whatever the thread.
+        // A kernel handle reports the changes in its own namespace, whichever thread calls it.
         spaces[0].run(|| drop(ip("route add blackhole 10.1.0.8/32")));
         spaces[1].run(|| drop(ip("route add blackhole 10.1.0.9/32")));
         let before = until(&mut *changes, reports(KernelEvent::Present(route(9)))).await;
@@ -409,7 +410,6 @@ fn the_path_of_a_missing_namespace_is_reported() {
     assert!(NetlinkKernel::open_in("/proc/self/status").is_err());
 }
 
-/// Listening may start on a thread without a runtime.
 #[test]
 fn listening_may_begin_outside_a_runtime() {
     in_netns_async(|| async {
@@ -421,9 +421,9 @@ fn listening_may_begin_outside_a_runtime() {
     });
 }
 
-/// An event that only this kernel handle received is repaired without reading the table.
+/// The repair needs no snapshot after the event.
 #[test]
-fn reported_metrics_do_not_stay() {
+fn metrics_that_an_event_shows_are_removed_by_a_put() {
     in_netns_async(|| async {
         let kernel = uplink();
         let nexthop =
@@ -443,7 +443,7 @@ fn reported_metrics_do_not_stay() {
 }
 
 #[test]
-fn no_route_of_ours_with_another_path_stays_behind_ours() {
+fn a_second_route_of_ours_with_another_path_is_removed() {
     in_netns_async(|| async {
         let kernel = uplink();
         ip("link add flannel.1 type vxlan id 1 dstport 8472");
@@ -473,8 +473,8 @@ fn no_route_of_ours_with_another_path_stays_behind_ours() {
         for (dst, via, doubles) in [
             ("10.1.7.0/24", Via::Nexthop(9), &doubles_v4[..]),
             ("10.1.8.0/24", gateway("10.1.8.0"), &doubles_v4),
-            // IPv6 merges two gateways into one route. A route without a gateway is not distinct
-            // from ours.
+            // IPv6 merges two gateways into one multipath route. A request cannot distinguish a
+            // route without a gateway from ours.
             ("fd00:1:0:7::/64", gateway("fd00:1:0:7::"), &[]),
         ] {
             let ours = Object::from(Route { dst: dst.parse().unwrap(), via, mtu: None });
@@ -498,20 +498,20 @@ fn no_route_of_ours_with_another_path_stays_behind_ours() {
                 assert_eq!(
                     there.get(&ours.key()),
                     Some(&ours),
-                    "{dst} {double}: the first takes effect"
+                    "{dst} {double}: packets take the first route"
                 );
                 assert!(there.is_inexact(&ours.key()), "{dst} {double}");
                 change(Change::Put(ours.clone()));
                 assert!(!snapshot().is_inexact(&ours.key()), "{dst} {double}");
                 assert_eq!(shown().lines().count(), 1, "{dst} {double}:\n{}", shown());
-                // It is deleted together with ours.
+                // The second route is deleted together with the first.
                 append();
                 snapshot();
                 change(Change::Delete(ours.clone()));
                 assert_eq!(shown(), "", "{dst} {double}");
             }
-            // A route that is not distinct from ours has the same path. It stays once it is the
-            // only one.
+            // A second route that a request cannot distinguish from ours has the same path. It
+            // stays when ours is deleted, and then needs a deletion of its own.
             change(Change::Put(ours.clone()));
             let alike = match via {
                 Via::Nexthop(id) => format!("nhid {id} proto 241 advmss 900"),
@@ -539,9 +539,9 @@ fn no_route_of_ours_with_another_path_stays_behind_ours() {
     });
 }
 
-/// An IPv6 route replaces another one of the same sort: with or without a gateway.
+/// An IPv6 route replaces only a route of the same sort: with or without a gateway.
 #[test]
-fn a_route_in_front_of_ours_that_is_not_replaced_is_removed() {
+fn a_foreign_route_in_front_of_ours_that_a_put_does_not_replace_is_removed() {
     in_netns_async(|| async {
         let kernel = uplink();
         ip("link add up1 type veth peer name far1");
@@ -569,7 +569,7 @@ fn a_route_in_front_of_ours_that_is_not_replaced_is_removed() {
             let there = kernel.snapshot(&footprint).unwrap();
             assert!(
                 there.get(&ours.key()) == Some(&ours) && there.is_inexact(&ours.key()),
-                "no effect: {there:?}"
+                "packets do not take our route: {there:?}"
             );
         };
         stand_before();
@@ -577,7 +577,7 @@ fn a_route_in_front_of_ours_that_is_not_replaced_is_removed() {
         let shown_after = shown();
         assert!(shown_after.contains("via 2001:db8::9 dev up0 proto 241"), "{shown_after}");
         assert_eq!(shown_after.lines().count(), 1, "{shown_after}");
-        // It stays once ours is no longer desired.
+        // The foreign route stays when ours is deleted.
         stand_before();
         change(Change::Delete(ours.clone()));
         let left = shown();
@@ -588,6 +588,8 @@ fn a_route_in_front_of_ours_that_is_not_replaced_is_removed() {
 
 #[test]
 fn a_last_resort_route_does_not_stay_behind_ours_however_it_was_noted() {
+    /// How the kernel handle learns of the route: by an event, by a snapshot before our put, or by
+    /// a snapshot after it.
     #[derive(Debug, Clone, Copy, PartialEq)]
     enum Learned {
         Told,
@@ -639,7 +641,7 @@ fn a_last_resort_route_does_not_stay_behind_ours_however_it_was_noted() {
                 if learned == Learned::TooLate {
                     let there = kernel.snapshot(&footprint).unwrap();
                     assert_eq!(there.get(&ours.key()), Some(&ours), "{text}");
-                    assert!(there.is_inexact(&ours.key()), "{text}: it is to be put again");
+                    assert!(there.is_inexact(&ours.key()), "{text}: it must be put again");
                     change(&kernel, Change::Put(ours.clone()));
                 }
                 let shown = || ip(&format!("-{family} route show {text}"));
@@ -656,7 +658,7 @@ fn a_last_resort_route_does_not_stay_behind_ours_however_it_was_noted() {
                 };
                 add_behind();
                 change(&kernel, Change::Delete(ours.clone()));
-                assert_eq!(shown(), "", "{learned:?}: it goes with ours");
+                assert_eq!(shown(), "", "{learned:?}: it is deleted with ours");
                 // The route of another network stays, even behind ours.
                 change(&kernel, Change::Put(ours.clone()));
                 add_behind();

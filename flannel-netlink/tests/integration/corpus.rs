@@ -1,4 +1,4 @@
-//! Replays the corpus of the fuzz target: messages as Linux 6 sent them, whole and broken.
+//! Decodes the corpus of the fuzz target: messages as Linux 6 sent them, some of them damaged.
 
 use std::fs;
 use std::path::Path;

@@ -1,6 +1,6 @@
-//! Reading our routes takes no memory for foreign ones on a host with very many.
+//! A snapshot takes no memory for foreign routes, on a host with very many of them.
 //!
-//! The test is alone in its file, because it measures the process.
+//! The test measures the memory of the whole process.
 
 use std::net::IpAddr;
 
@@ -40,12 +40,12 @@ fn foreign_routes_take_no_memory() {
         }
         let ours = Route { dst: "10.1.7.0/24".parse().unwrap(), via: Via::Blackhole, mtu: None };
         assert!(kernel.apply(&footprint, &[Change::Put(ours.into())])[0].is_ok());
-        // Resets the peak to the current value.
+        // Sets the peak to the current value.
         std::fs::write("/proc/self/clear_refs", "5").unwrap();
         let before = memory("VmRSS:");
         let state = kernel.snapshot(&footprint).unwrap();
         let took = memory("VmHWM:").saturating_sub(before);
         assert_eq!(state.iter().collect::<Vec<_>>(), [&Object::from(ours)]);
-        assert!(took < u64::from(ROUTES) * 8 / 1024, "{took} KiB for {ROUTES} routes of others");
+        assert!(took < u64::from(ROUTES) * 8 / 1024, "{took} KiB for {ROUTES} foreign routes");
     });
 }

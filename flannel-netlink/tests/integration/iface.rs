@@ -51,7 +51,7 @@ fn the_route_to_an_address_decides() {
 }
 
 #[test]
-fn several_paths_are_no_single_interface() {
+fn a_default_route_with_several_paths_is_refused() {
     in_netns(|| {
         let kernel = host();
         ip("route replace default nexthop via 192.0.2.9 dev up0 nexthop via 192.0.3.9 dev up1");
@@ -64,7 +64,7 @@ fn several_paths_are_no_single_interface() {
 }
 
 #[test]
-fn deprecated_and_unready_addresses_do_not_count() {
+fn deprecated_and_tentative_addresses_are_not_usable() {
     in_netns(|| {
         let kernel = host();
         ip("addr del 2001:db8:1::1/64 dev up1");
@@ -74,7 +74,7 @@ fn deprecated_and_unready_addresses_do_not_count() {
     });
 }
 
-/// Follows the interface that was chosen on this host until the script ends.
+/// Chooses an interface, and follows it until the script ends.
 async fn follow(
     kernel: &NetlinkKernel,
     selectors: &Selectors,
@@ -82,7 +82,7 @@ async fn follow(
     script: impl AsyncFnOnce(watch::Receiver<InterfaceState>),
 ) {
     let chosen = kernel.external_interface(selectors, families.iter().copied()).unwrap();
-    let (state, states) = watch::channel(InterfaceState::Lost("it was not looked at yet".into()));
+    let (state, states) = watch::channel(InterfaceState::Lost("it was not read yet".into()));
     let scene = async {
         tokio::select! {
             ended = kernel.follow_interface(&chosen, selectors, families, &state) => {
@@ -93,7 +93,7 @@ async fn follow(
     };
     let state = || state.borrow().clone();
     let over = tokio::time::timeout(std::time::Duration::from_secs(20), scene).await;
-    assert!(over.is_ok(), "nothing ended it: {:?}", state());
+    assert!(over.is_ok(), "the script did not end: {:?}", state());
 }
 
 /// Waits for a state for which `wanted` is true.
@@ -104,7 +104,7 @@ async fn until(
     states.wait_for(wanted).await.unwrap().clone()
 }
 
-/// Waits for another possible choice; returns the difference.
+/// Waits until another choice is possible. Returns the difference.
 async fn other(states: &mut watch::Receiver<InterfaceState>) -> String {
     match until(states, |state| matches!(state, InterfaceState::Other { .. })).await {
         InterfaceState::Other { difference, .. } => difference,
@@ -112,7 +112,7 @@ async fn other(states: &mut watch::Receiver<InterfaceState>) -> String {
     }
 }
 
-/// The difference after `changes` to a host whose interface is up1.
+/// Makes `changes` on a host whose chosen interface is up1. Returns the reported difference.
 async fn waits_for(changes: &[&str]) -> String {
     let kernel = host();
     let selectors = Selectors { iface: vec!["up1".into(), "up0".into()], ..Selectors::default() };
@@ -171,7 +171,7 @@ fn a_missing_interface_is_lost_until_another_choice_is_possible() {
 }
 
 #[test]
-fn a_link_local_address_replaces_no_other_and_is_replaced_by_one() {
+fn a_link_local_address_never_replaces_another_and_any_other_replaces_it() {
     in_netns_async(async || {
         let kernel = host();
         ip("addr add 169.254.3.4/16 dev up1");
@@ -196,7 +196,7 @@ fn a_link_local_address_replaces_no_other_and_is_replaced_by_one() {
             until(&mut states, lost).await;
         })
         .await;
-        // It is the only address.
+        // The link-local address is the only one now.
         follow(&kernel, &selectors, &[Family::V4], async |mut states| {
             until(&mut states, |state| *state == InterfaceState::Kept).await;
             ip("addr add 192.0.3.9/24 dev up1");
@@ -206,7 +206,7 @@ fn a_link_local_address_replaces_no_other_and_is_replaced_by_one() {
             );
         })
         .await;
-        // The user selected it.
+        // The user selected the link-local address.
         let asked = Selectors { iface: vec!["169.254.3.4".into()], ..Selectors::default() };
         follow(&kernel, &asked, &[Family::V4], async |mut states| {
             until(&mut states, |state| *state == InterfaceState::Kept).await;
@@ -237,8 +237,8 @@ fn a_choice_that_changes_again_is_reported_again() {
     });
 }
 
-/// The groups of sockets that listen to rtnetlink in this namespace, as bits of
-/// `/proc/net/netlink`.
+/// For each socket that listens to rtnetlink in this namespace, its groups as bits, as
+/// `/proc/net/netlink` shows them.
 fn groups() -> Vec<u32> {
     let table = std::fs::read_to_string("/proc/thread-self/net/netlink").unwrap();
     let rows = table.lines().skip(1).map(|line| line.split_whitespace().collect::<Vec<_>>());

@@ -44,7 +44,7 @@ fn make(socket: &mut NetfilterSocket, name: &str) {
 fn a_batch_is_atomic() {
     in_netns_async(|| async {
         let mut socket = NetfilterSocket::open().unwrap();
-        assert_eq!(socket.commit(Batch::new(NFTABLES)), Ok(()), "nothing to do is done");
+        assert_eq!(socket.commit(Batch::new(NFTABLES)), Ok(()), "an empty batch succeeds");
         let mut batch = Batch::new(NFTABLES);
         table(&mut batch, NEWTABLE, Make::Create, "one");
         table(&mut batch, DELTABLE, Make::Nothing, "absent");
@@ -100,7 +100,7 @@ fn only_changes_by_other_programs_are_reported() {
         make(&mut other, "foreign");
         let silence =
             tokio::time::timeout(Duration::from_millis(100), events.changed(concerns)).await;
-        assert!(silence.is_err(), "neither our own change nor one that concerns us not");
+        assert!(silence.is_err(), "neither our own change nor an irrelevant one is reported");
         make(&mut other, "mine too");
         tokio::time::timeout(Duration::from_secs(10), events.changed(concerns))
             .await
@@ -114,7 +114,7 @@ fn lost_messages_are_reported_as_a_change() {
     in_netns_async(|| async {
         let mut other = NetfilterSocket::open().unwrap();
         let mut events = NetfilterEvents::listen(GROUP, 0).unwrap();
-        // Nothing reads the socket meanwhile, until its buffer overflows.
+        // Nothing reads the socket while the changes are made, so its buffer overflows.
         for n in 0..5_000 {
             make(&mut other, &format!("table {n}"));
         }

@@ -1,5 +1,5 @@
-//! Every kind of object, as iproute2 shows it: created, each attribute changed in place, put again,
-//! deleted.
+//! Every kind of object is created, changed in place, put again and deleted. iproute2 shows the
+//! result.
 
 use std::net::IpAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -67,7 +67,7 @@ fn device(family: Family) -> (Link, Vxlan) {
     (link(mtu(family), true, vxlan), vxlan)
 }
 
-/// The MTU of a tunnel over 1500 bytes. The kernel refuses a larger one.
+/// The MTU of a tunnel over a device with an MTU of 1500 bytes. The kernel refuses a larger one.
 fn mtu(family: Family) -> u32 {
     if family == Family::V4 { 1450 } else { 1430 }
 }
@@ -80,7 +80,7 @@ fn apply(kernel: &NetlinkKernel, change: Change) -> Result<(), KernelError> {
     kernel.apply(&footprint(), &[change]).remove(0)
 }
 
-/// Puts the object twice, and finds it in a snapshot.
+/// Puts the object twice, and checks that a snapshot has it.
 fn put(kernel: &NetlinkKernel, object: impl Into<Object>) {
     let object = object.into();
     for _ in 0..2 {
@@ -91,7 +91,7 @@ fn put(kernel: &NetlinkKernel, object: impl Into<Object>) {
     assert_eq!(snapshot.get(&object.key()), Some(&object));
 }
 
-/// Deletes the object twice, and finds that it is gone.
+/// Deletes the object twice, and checks that a snapshot lacks it.
 fn delete(kernel: &NetlinkKernel, object: impl Into<Object>) {
     let object = object.into();
     for _ in 0..2 {
@@ -263,7 +263,7 @@ fn a_renamed_device_gets_its_name_back_and_keeps_its_objects() {
 }
 
 #[test]
-fn a_foreign_device_of_that_name_stays() {
+fn a_foreign_device_with_the_name_of_ours_stays() {
     in_netns(|| {
         let kernel = uplinks();
         ip("link add flannel.1 type bridge");
@@ -299,7 +299,7 @@ fn shown_addresses() -> Vec<(String, u64)> {
 }
 
 #[test]
-fn addresses() {
+fn addresses_are_put_replaced_and_deleted() {
     in_netns(|| {
         let kernel = uplinks();
         put(&kernel, device(Family::V4).0);
@@ -314,8 +314,8 @@ fn addresses() {
             assert_eq!(shown_addresses(), [(text.to_owned(), u64::from(len - 8))]);
             put(&kernel, addr);
             assert_eq!(shown_addresses(), [(text.to_owned(), u64::from(len))]);
-            // With another far end or of scope host, it is another address. Routes on the device
-            // outlast the exchange.
+            // An address with another far end, or of scope host, is replaced. Routes on the device
+            // survive that.
             let dst = if addr.address.is_ipv4() { "10.1.7.0/24" } else { "fd00:1:7::/64" };
             let delete_and = format!("addr del {text}/{len} dev flannel.1");
             let odd = match addr.address {
@@ -333,14 +333,14 @@ fn addresses() {
                 let family = if addr.address.is_ipv4() { 4 } else { 6 };
                 let routes = ip(&format!("-{family} route show dev flannel.1 proto boot"));
                 assert_eq!(routes.lines().count(), 1, "{odd}: {routes}");
-                // Once it is not desired, it is deleted whatever its attributes.
+                // A deletion removes it, whatever its far end and scope are.
                 ip(&delete_and);
                 ip(&format!("addr add {odd} dev flannel.1"));
                 delete(&kernel, addr);
                 assert_eq!(shown_addresses(), [], "{odd}");
                 put(&kernel, addr);
             }
-            // An address with another length is another address, and stays.
+            // A deletion of an address with another prefix length leaves this one.
             apply(&kernel, Change::Delete(shorter.into())).unwrap();
             assert_eq!(shown_addresses(), [(text.to_owned(), u64::from(len))]);
             delete(&kernel, addr);
@@ -432,7 +432,7 @@ fn unrepresentable_attributes_are_noted_and_repaired() {
 }
 
 #[test]
-fn both_lengths_in_one_call_leave_the_last_one() {
+fn of_several_prefix_lengths_in_one_call_the_last_one_stays() {
     in_netns(|| {
         let kernel = uplinks();
         put(&kernel, device(Family::V4).0);
@@ -449,7 +449,7 @@ fn both_lengths_in_one_call_leave_the_last_one() {
 }
 
 #[test]
-fn neighbours_and_forwarding_entries() {
+fn neighbours_and_fdb_entries_are_put_replaced_and_deleted() {
     in_netns(|| {
         for_both_families(|kernel, family| {
             put(kernel, device(family).0);
@@ -488,7 +488,7 @@ fn neighbours_and_forwarding_entries() {
                     (&json!("permanent"), true)
                 );
             }
-            // An entry by nexthop objects would keep them on a put.
+            // An FDB entry that uses nexthop objects would keep them if it was only put.
             ip(&format!("nexthop add id 78 via {d} fdb"));
             ip("nexthop add id 79 group 78 fdb");
             let diverted = || {
@@ -507,7 +507,7 @@ fn neighbours_and_forwarding_entries() {
             put(kernel, fdb(e));
             assert_eq!((&shown()[0]["dst"], shown()[1].is_null()), (&json!(e), true));
             assert_eq!(is_inexact(), None);
-            // An undesired entry is deleted, whatever its attributes.
+            // An undesired entry is deleted, whatever its attributes are.
             for odd in [
                 "nhid 79 self permanent",
                 "via up1 self permanent",
@@ -534,7 +534,7 @@ fn neighbours_and_forwarding_entries() {
                 );
             }
             apply(kernel, Change::Delete(fdb(d).into())).unwrap();
-            assert_eq!(shown()[0]["dst"], e, "only as described");
+            assert_eq!(shown()[0]["dst"], e, "an entry with another destination stays");
             delete(kernel, fdb(e));
             assert_eq!(shown().as_array().unwrap().len(), 0);
 
@@ -546,7 +546,7 @@ fn neighbours_and_forwarding_entries() {
             let strangers = kernel.snapshot(&footprint()).unwrap();
             let strangers = strangers.iter().filter(|object| matches!(object, Object::Fdb(_)));
             strangers.for_each(|object| apply(kernel, Change::Delete(object.clone())).unwrap());
-            assert_eq!(shown().as_array().unwrap().len(), 0, "whole entries, wherever they lead");
+            assert_eq!(shown().as_array().unwrap().len(), 0, "with all their destinations");
         });
     });
 }
@@ -575,7 +575,7 @@ fn tables_of_any_length_are_read_completely() {
                 let puts: Vec<Change> = new.iter().cloned().map(Change::Put).collect();
                 assert!(kernel.apply(&footprint(), &puts).iter().all(Result::is_ok));
                 want.extend(new);
-                // Twice, so that stale answers would be noticed.
+                // The second snapshot would show messages that the first one left unread.
                 for _ in 0..2 {
                     let there = kernel.snapshot(&footprint()).unwrap();
                     assert!(there == want, "{} of {}", there.len(), want.len());
@@ -674,7 +674,7 @@ fn learned_and_foreign_entries_are_not_ours() {
         ip("nexthop add id 6 via 192.0.3.9 dev up1 proto 241");
         let snapshot = kernel.snapshot(&footprint()).unwrap();
         assert_eq!(snapshot.iter().cloned().collect::<Vec<_>>(), [device(Family::V4).0.into()]);
-        // They have another protocol, so a matching deletion does not reach them.
+        // These have another protocol, so a deletion by flannel does not match them.
         let theirs =
             Via::Gateway { gateway: address("192.0.2.9"), link: name("up0"), onlink: false };
         let route = Route { dst: "10.1.9.0/24".parse().unwrap(), via: theirs, mtu: None };
@@ -688,7 +688,7 @@ fn learned_and_foreign_entries_are_not_ours() {
 }
 
 #[test]
-fn nexthops() {
+fn nexthop_objects_are_put_replaced_and_deleted() {
     in_netns(|| {
         for_both_families(|kernel, family| {
             put(kernel, device(family).0);
@@ -714,10 +714,10 @@ fn nexthops() {
             assert_eq!(shown()["gateway"], h);
             assert!(
                 ip(&format!("{} route show {dst}", flag(family))).contains("nhid 77"),
-                "the route follows"
+                "the route still uses it"
             );
             delete(kernel, nexthop(h));
-            // Its deletion removed the route too, which counts as deleted.
+            // The kernel deleted the route with it. The deletion of an absent route succeeds.
             delete(kernel, Route { dst: dst.parse().unwrap(), via: Via::Nexthop(77), mtu: None });
         });
     });
@@ -756,7 +756,7 @@ fn a_failure_in_the_middle_of_a_batch_affects_no_other_change() {
         assert_eq!(error.errno, 101, "ENETUNREACH");
         assert!(
             error.detail.as_ref().is_some_and(|text| text.contains("gateway")),
-            "the kernel's words: {error}"
+            "the kernel's text: {error}"
         );
         assert_eq!(results[200], Err(KernelError::explained(19, "no interface named flannel.9")));
         let shown = json_of(&ip("-j route show dev flannel.1 proto 241"));

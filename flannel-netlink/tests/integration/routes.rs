@@ -1,4 +1,4 @@
-//! Routes of every form, and routes that other programs left in their place.
+//! Routes of every form, also to destinations for which other programs have routes.
 
 use std::net::IpAddr;
 use std::time::Duration;
@@ -13,7 +13,7 @@ use flannel_netlink::testing::{Netns, in_netns, ip};
 use flannel_route::{cleanup, ready_for_go};
 use serde_json::Value;
 
-/// The same scene for both families.
+/// A host with an uplink `up0`, a tunnel `tun0` and nexthop objects, for tests of one family.
 struct Scene {
     kernel: NetlinkKernel,
     family: Family,
@@ -70,7 +70,7 @@ impl Scene {
         }
     }
 
-    /// Every form that a route can have.
+    /// Routes to one destination, in every form that a route can have.
     fn forms(&self) -> Vec<Route> {
         let gateway = |n, onlink| Via::Gateway { gateway: self.gateway(n), link: up(), onlink };
         let route = |via, mtu| Route { dst: self.dst(), via, mtu };
@@ -94,7 +94,7 @@ impl Scene {
     }
 
     fn found(&self) -> Option<Object> {
-        // `ip` agrees that there is one route to the destination, or none.
+        // `ip` must show the same number of routes to the destination: one or none.
         let flag = if self.family == Family::V4 { "-4" } else { "-6" };
         let shown: Value =
             serde_json::from_str(&ip(&format!("-j {flag} route show {}", self.dst()))).unwrap();
@@ -108,11 +108,12 @@ impl Scene {
         found
     }
 
-    /// The route is inexact in a snapshot.
+    /// Whether a snapshot notes the route as inexact.
     fn is_inexact(&self) -> bool {
         self.kernel.snapshot(&self.footprint()).unwrap().is_inexact(&Key::Route(self.dst()))
     }
 
+    /// Runs `ip` with a command in which words stand for addresses.
     fn foreign(&self, command: &str) {
         let flag = if self.family == Family::V4 { "-4" } else { "-6" };
         let mut command = format!("{flag} {}", command.replace("DST", &self.dst().to_string()));
@@ -210,7 +211,7 @@ fn a_route_replaces_a_foreign_one() {
     });
 }
 
-/// A route with attributes that [`Route`] does not represent is the same entry.
+/// For the kernel, attributes that [`Route`] does not represent do not make it another entry.
 #[test]
 fn a_route_of_ours_with_more_attributes_is_repaired_or_deleted() {
     in_netns(|| {
@@ -222,12 +223,12 @@ fn a_route_of_ours_with_more_attributes_is_repaired_or_deleted() {
                 let mut more = vec!["src SOURCE", "advmss 1000", "initcwnd 20 src SOURCE"];
                 if scene.family == Family::V6 {
                     more.push("pref high");
-                    // The kernel refuses a source with a nexthop object here.
+                    // For IPv6 the kernel refuses a source address with a nexthop object.
                     more.retain(|more| {
                         !(more.contains("src") && matches!(ours.via, Via::Nexthop(_)))
                     });
                 } else if !matches!(ours.via, Via::Link(_)) {
-                    // The scope of a route to a link shows that it has no gateway.
+                    // A route without a gateway is represented only with the scope link.
                     more.push("scope site");
                 }
                 for more in more {
@@ -252,7 +253,7 @@ fn a_route_of_ours_with_more_attributes_is_repaired_or_deleted() {
                     }
                 }
             }
-            // Go flannel's routes have no such attributes, so another program created these.
+            // Go flannel's routes have no such attributes, so routes that have them are foreign.
             let scope = (scene.family == Family::V4).then_some((" scope site", false));
             let more = [("", true), (" advmss 1000", false), (" src SOURCE", false)];
             for (more, is_found) in more.into_iter().chain(scope) {
@@ -270,7 +271,7 @@ fn a_route_of_ours_with_more_attributes_is_repaired_or_deleted() {
 }
 
 #[test]
-fn ours_is_put_in_front_of_a_route_that_hides_it() {
+fn our_route_is_put_in_place_of_a_foreign_route_in_front_of_it() {
     in_netns(|| {
         in_both_families(|scene| {
             for n in 0..scene.forms().len() {
@@ -288,7 +289,7 @@ fn ours_is_put_in_front_of_a_route_that_hides_it() {
 fn hide(scene: &Scene, form: usize, foreign: &str) {
     let wanted = scene.forms()[form];
     scene.apply(&Change::Put(wanted.into()));
-    // IPv6 treats it as the same path, whatever the protocol.
+    // For IPv6 the foreign route has the path of ours, and the kernel does not compare protocols.
     if form == 0 && scene.family == Family::V6 {
         return;
     }
@@ -302,9 +303,10 @@ fn hide(scene: &Scene, form: usize, foreign: &str) {
     );
 }
 
-/// The sequence that repairs a nexthop object, with all kinds of existing routes. IPv4 only.
+/// The sequence of changes that repairs a nexthop object, with different existing routes. IPv4
+/// only.
 #[test]
-fn a_route_that_uses_its_gateway_meanwhile_ends_by_its_nexthop_object() {
+fn a_route_that_uses_its_gateway_for_a_moment_ends_on_its_nexthop_object() {
     in_netns(|| {
         for there in 0..2 {
             for foreign in
@@ -340,8 +342,8 @@ fn step_aside(scene: &Scene, there: usize, foreign: &str) {
     );
 }
 
-/// A hidden route is deleted only if the last put replaced the route in front of it. IPv6 routes
-/// replace each other wherever they are.
+/// A hidden route is deleted only if the last put replaced the route in front of it. IPv4 only: an
+/// IPv6 route is replaced wherever it is in the list.
 #[test]
 fn a_hidden_route_is_deleted_only_for_the_last_put() {
     in_netns(|| {
@@ -387,7 +389,7 @@ fn hide_a_step(scene: &Scene, case: usize, foreign: &[&str]) {
 }
 
 #[test]
-fn routes_survive_a_group_in_the_place_of_their_nexthop() {
+fn routes_survive_when_a_group_is_replaced_by_their_nexthop() {
     in_netns(|| {
         in_both_families(|scene| {
             let id = scene.id(7);
@@ -424,18 +426,15 @@ fn routes_survive_a_group_in_the_place_of_their_nexthop() {
                 scene.kernel.apply(&scene.footprint(), &[Change::Put(bad.into())]).remove(0);
             let text = refused.unwrap_err().to_string();
             assert!(!text.contains("group"), "{text}");
-            assert_eq!(
-                scene.found(),
-                Some(sent.into()),
-                "nothing goes for what could not take its place"
-            );
+            assert_eq!(scene.found(), Some(sent.into()), "a refused nexthop deletes no route");
         });
     });
 }
 
-/// The kernel treats routes by one nexthop object that differ only in metrics as one.
+/// The kernel shares one `fib_info` among routes that use one nexthop object and differ only in
+/// metrics.
 #[test]
-fn no_attributes_stay_of_a_route_by_the_same_nexthop() {
+fn no_metrics_stay_of_a_foreign_route_on_the_same_nexthop_object() {
     in_netns(|| {
         in_both_families(|scene| {
             let id = scene.id(7);
@@ -447,7 +446,7 @@ fn no_attributes_stay_of_a_route_by_the_same_nexthop() {
                 scene.foreign(&format!("route replace DST nhid {id} proto 241 {theirs}"));
                 let shown = ip(&format!("{flag} route show {}", ours.dst));
                 assert!(shown.contains(theirs), "{theirs}: {shown}");
-                // The repairing program has read the route.
+                // The kernel handle that repairs the route has read it.
                 assert_ne!(scene.found(), None);
                 scene.apply(&Change::Put(ours.into()));
                 assert_eq!(scene.found(), Some(ours.into()), "{theirs}");
@@ -467,8 +466,8 @@ fn a_blackhole_nexthop_is_replaced_and_its_routes_work_again() {
             let ours = Route { dst: scene.dst(), via: Via::Nexthop(id), mtu: None };
             scene.apply(&Change::Put(ours.into()));
             ip(&format!("-6 nexthop replace id {id} blackhole"));
-            assert_eq!(scene.found(), Some(ours.into()), "still the route by it");
-            // The kernel allows IPv6 routes by IPv4 blackholes only.
+            assert_eq!(scene.found(), Some(ours.into()), "the route still uses it");
+            // A route of the other family uses the blackhole too.
             let other = if scene.family == Family::V4 {
                 "-6 route add fd77::/64"
             } else {
@@ -497,9 +496,9 @@ fn foreign_users_of_a_nexthop_are_found_and_not_deleted_with_it() {
                     .nexthop_users(&scene.kernel.snapshot(&scene.footprint()).unwrap())
                     .unwrap()
             };
-            assert!(users().is_empty(), "no route at all");
+            assert!(users().is_empty(), "there is no route");
             scene.apply(&Change::Put(ours.into()));
-            assert!(users().is_empty(), "only ours");
+            assert!(users().is_empty(), "there is only our route");
             let mut others = vec![
                 ("proto 241 metric 77", "with a metric or TOS of its own"),
                 ("proto 241 table 77", "of another table"),
@@ -561,16 +560,17 @@ fn a_last_resort_route_is_behind_others_and_replaces_ours() {
                 assert_eq!(scene.found(), Some(last.into()), "alone after {form:?}");
                 assert_eq!(scene.kernel.lookup(inside).unwrap(), RouteAnswer::nowhere());
                 scene.apply(&Change::Put(form.into()));
-                assert_eq!(found(), Some(form.into()), "the other one takes the packets");
+                assert_eq!(found(), Some(form.into()), "packets take the other route");
                 scene.apply(&Change::Delete(form.into()));
-                assert_eq!(scene.found(), None, "nothing of ours is left behind it");
+                assert_eq!(scene.found(), None, "no last-resort route is left");
             }
-            // A route into our tunnel is from an earlier run, and would be in front of others.
+            // A route on our tunnel device is of an earlier run. The kernel would prefer it to the
+            // last-resort route.
             scene.foreign("route add DST via BASE dev tun0 onlink");
             scene.apply(&Change::Put(last.into()));
             assert_eq!(scene.found(), Some(last.into()), "alone");
             scene.apply(&Change::Delete(last.into()));
-            // Foreign routes with another metric and by a nexthop object. Their links may be ours.
+            // Foreign routes stay: one with another metric, and one that uses a nexthop object.
             let flag = if scene.family == Family::V4 { "-4" } else { "-6" };
             for theirs in ["via BASE dev tun0 onlink metric 50", "nhid 77"] {
                 ip(&format!("nexthop replace id 77 via {} dev up0", scene.gateway(5)));
@@ -600,7 +600,7 @@ fn a_last_resort_route_is_behind_others_and_replaces_ours() {
 }
 
 #[test]
-fn lookup_answers() {
+fn a_lookup_returns_the_route_that_the_kernel_chooses() {
     in_netns(|| {
         in_both_families(|scene| {
             let ask = |address| scene.kernel.lookup(address).unwrap();
@@ -608,7 +608,7 @@ fn lookup_answers() {
             assert_eq!(ask(inside), RouteAnswer::nowhere(), "no route");
             assert_eq!(ask(scene.gateway(77)).on_link(), Some(up()));
             assert_eq!(ask(scene.gateway(77)).source, Some(scene.gateway(1)));
-            // IPv6 creates the route to an own address slightly later than the address.
+            // For IPv6 the kernel creates the route to its own address shortly after the address.
             let local = || ask(scene.gateway(1)).local;
             eventually(Duration::from_secs(10), local, || format!("{:?}", ask(scene.gateway(1))));
             assert!(ask(scene.gateway(1)).on_link().is_none());
@@ -633,7 +633,7 @@ fn lookup_answers() {
 }
 
 #[test]
-fn five_thousand_routes_are_read_while_others_change() {
+fn five_thousand_routes_are_read_completely_while_other_routes_change() {
     in_netns(|| {
         in_both_families(|scene| {
             let first =
@@ -663,7 +663,7 @@ fn five_thousand_routes_are_read_while_others_change() {
                     }
                 });
                 for _ in 0..20 {
-                    // A dump fails if the table changes all the time.
+                    // A dump may fail if the table changes during every attempt.
                     match scene.kernel.snapshot(&footprint) {
                         Ok(found) => {
                             let steady = (0..5000)

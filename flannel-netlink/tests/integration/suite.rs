@@ -1,4 +1,4 @@
-//! The test suite for kernels, run on the real one.
+//! Runs the suite for implementations of `Kernel` on the Linux kernel.
 
 use std::sync::Arc;
 

@@ -38,7 +38,8 @@ mod attr {
     pub(super) const VNIFILTER: u16 = 30;
 }
 
-/// Fields of the outer header, each with the value that flannel's devices have.
+/// Fields of the outer header, each with the value that flannel's devices have. Devices with other
+/// values are changed in place.
 const OUTER: [(u16, &[u8]); 4] =
     [(attr::TTL, &[0]), (attr::TOS, &[0]), (attr::DF, &[0]), (attr::LABEL, &[0; 4])];
 
@@ -46,24 +47,26 @@ const OUTER: [(u16, &[u8]); 4] =
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct VxlanMessage {
     vni: u32,
+    /// The UDP destination port.
     port: u16,
+    /// The source address of outer packets; `None` if the kernel chooses it.
     local: Option<IpAddr>,
     /// The index of the lower device; 0 if there is none.
     pub(super) lower: u32,
     learning: bool,
     gbp: bool,
-    /// The fields of [`OUTER`] that have other values.
+    /// For each field of [`OUTER`], whether it has another value.
     outer: [bool; OUTER.len()],
     /// It has attributes that flannel's devices lack and that the kernel cannot reset: a multicast
-    /// group, external tunnel metadata, ARP proxying or miss notifications, a limit of the
-    /// forwarding table, checksum options that other VTEPs refuse.
+    /// group, external tunnel metadata, ARP proxying, miss notifications, a limit of the FDB, or
+    /// checksum options that other VTEPs refuse. Such a device is deleted and created again.
     unrepresentable: bool,
 }
 
 /// Reads `IFLA_INFO_DATA`.
 pub(super) fn read(data: &[u8]) -> VxlanMessage {
     let mut read = VxlanMessage::default();
-    // An attribute without a value is a set flag.
+    // A flag is set if the attribute has no value, or one that is not 0.
     let flag = |value: &[u8]| value.is_empty() || is_set(value);
     for (id, value) in Attributes(data) {
         if let Some(place) = OUTER.iter().position(|(outer, _)| *outer == id) {
@@ -99,7 +102,7 @@ pub(super) fn read(data: &[u8]) -> VxlanMessage {
 }
 
 impl VxlanMessage {
-    /// [`VxlanMessage::object`] represents all attributes that affect packets.
+    /// Whether [`VxlanMessage::object`] represents all attributes that affect packets.
     pub(super) fn is_exact(&self) -> bool {
         !self.outer.contains(&true)
     }
@@ -112,6 +115,7 @@ impl VxlanMessage {
     }
 }
 
+/// The vxlan attributes of a device; `None` if it is of another kind.
 fn found(is: &LinkMessage) -> Option<&VxlanMessage> {
     if let KindMessage::Vxlan(found) = &is.kind { Some(found) } else { None }
 }
@@ -167,8 +171,8 @@ impl LinkCodec for Vxlan {
         found(is).is_some_and(|is| is.vni == self.vni)
     }
 
-    /// The kernel refuses a device with the same VNI, UDP port, outer family and receive flags (GBP
-    /// and others). The flags are not compared here.
+    /// The kernel refuses a second device with the same VNI, UDP port, address family of the outer
+    /// packets and receive flags (GBP and others). The flags are not compared here.
     ///
     /// **Source**: linux `drivers/net/vxlan/vxlan_core.c: vxlan_vni_in_use`.
     fn excludes(&self, is: &LinkMessage) -> bool {

@@ -38,7 +38,7 @@ fn rtmsg(
     [family, dst.len(), 0, 0, table.into(), protocol, scope.into(), kind.into(), a, b, c, d]
 }
 
-/// This version supports the kind of route.
+/// Whether this version supports the kind of path.
 pub(crate) fn is_known(route: &Route) -> bool {
     matches!(
         route.via,
@@ -46,13 +46,14 @@ pub(crate) fn is_known(route: &Route) -> bool {
     )
 }
 
-/// `index` is that of the link, 0 for a route without one. `metrics` adds the metrics attribute
+/// Creates a route, or replaces one to the same destination. `index` is that of the link; 0 if the
+/// route has no link. `metrics` adds an empty metrics attribute if the route uses a nexthop object
 /// ([`RouteMessage::has_metrics_by_nexthop`]).
 pub(crate) fn put(requests: &mut Messages, route: &Route, index: u32, metrics: bool) {
     put_with(put_flags(), requests, route, index, metrics);
 }
 
-/// Adds a route; `EEXIST` if there is a route to the destination.
+/// Adds a route. The kernel answers `EEXIST` if there is a route to the destination.
 pub(crate) fn add(requests: &mut Messages, route: &Route, index: u32) {
     put_with(NlmF::CREATE | NlmF::EXCL, requests, route, index, false);
 }
@@ -70,7 +71,7 @@ fn put_with(flags: NlmF, requests: &mut Messages, route: &Route, index: u32, met
     }
 }
 
-/// Deletes a route of this protocol; 0 is any protocol.
+/// Deletes a route with this path and this protocol; 0 is any protocol. The MTU is not compared.
 pub(crate) fn delete(requests: &mut Messages, route: &Route, index: u32, protocol: u8) {
     let scope = match route.via {
         Via::Link(_) if route.dst.family() == Family::V4 => RtScope::Link,
@@ -80,19 +81,22 @@ pub(crate) fn delete(requests: &mut Messages, route: &Route, index: u32, protoco
     path(requests, route, index);
 }
 
-/// Limits a deletion to a route with this MTU. IPv6 ignores it.
+/// Limits the last request, a deletion, to a route with this MTU; `None` is a route without one.
+/// IPv6 ignores the limit.
 ///
-/// **Source**: linux `net/ipv4/fib_semantics.c: fib_metrics_match`, which compares no MTU as 0.
+/// **Source**: linux `net/ipv4/fib_semantics.c: fib_metrics_match`, where 0 is no MTU.
 pub(crate) fn only_with_mtu(requests: &mut Messages, mtu: Option<u32>) {
     requests.nest(Rta::Metrics, |metrics| {
         metrics.u32(RTAX_MTU, mtu.unwrap_or(0));
     });
 }
 
-/// Deletes a route as it was read. It must be [distinct](RouteMessage::is_distinct_from) from other
-/// routes to the destination.
+/// Deletes exactly the route that was read. If it is not
+/// [distinct](RouteMessage::is_distinct_from) from the route in front of it, the kernel may delete
+/// that one instead.
 pub(crate) fn delete_found(requests: &mut Messages, found: &RouteMessage) {
-    // A route by a blackhole nexthop object is of type blackhole.
+    // A route that uses a blackhole nexthop object is reported as a blackhole, whatever type it was
+    // created with. So the request names no type.
     let kind = if found.nexthop.is_some() { Rtn::Unspec } else { found.kind };
     let header = rtmsg(&found.dst, RtTable::Main, found.protocol, found.scope, kind, 0);
     requests.begin(Rtm::Delroute, NlmF::empty(), &header).ip(Rta::Dst, found.dst.base());
@@ -109,22 +113,23 @@ pub(crate) fn delete_found(requests: &mut Messages, found: &RouteMessage) {
     default_metric(requests, &found.dst);
 }
 
-/// Deletes the first matching route to `dst`. For IPv4 it may have any metric. `protocol` is that
-/// of [`delete`].
+/// Deletes the first route to `dst` of this protocol; 0 is any protocol. For IPv4 it may have any
+/// metric, for IPv6 it has the default metric.
 pub(crate) fn delete_any(requests: &mut Messages, dst: &Subnet, protocol: u8) {
     let header = rtmsg(dst, RtTable::Main, protocol, RtScope::Nowhere, Rtn::Unspec, 0);
     requests.begin(Rtm::Delroute, NlmF::empty(), &header).ip(Rta::Dst, dst.base());
     default_metric(requests, dst);
 }
 
-/// A deletion without a metric matches any metric. For IPv6, the default metric can be named. For
-/// IPv4 it is 0 and cannot be named.
+/// Limits a deletion to the default metric, which is possible for IPv6 only. The default metric of
+/// IPv4 is 0, and in a deletion 0 matches any metric.
 fn default_metric(requests: &mut Messages, dst: &Subnet) {
     if dst.family() == Family::V6 {
         requests.u32(Rta::Priority, IPV6_METRIC);
     }
 }
 
+/// Adds the destination, the path and the metric.
 fn path(requests: &mut Messages, route: &Route, index: u32) {
     requests.ip(Rta::Dst, route.dst.base());
     match route.via {
@@ -133,7 +138,7 @@ fn path(requests: &mut Messages, route: &Route, index: u32) {
         }
         Via::Link(_) => drop(requests.u32(Rta::Oif, index)),
         Via::Nexthop(id) => drop(requests.u32(RTA_NH_ID, id)),
-        // Blackholes.
+        // A blackhole has no path.
         _ => {}
     }
     if route.via == Via::LastResort {
@@ -153,6 +158,7 @@ pub(crate) fn everywhere(family: Family) -> Messages {
     in_table(family, 0)
 }
 
+/// Requests all routes of a family in one table; 0 is all tables.
 fn in_table(family: Family, table: u32) -> Messages {
     let dst = Subnet::everything(family);
     let header = rtmsg(&dst, RtTable::Main, 0, RtScope::Universe, Rtn::Unspec, 0);
@@ -161,7 +167,7 @@ fn in_table(family: Family, table: u32) -> Messages {
     request
 }
 
-/// Requests the route of packets for `dst`.
+/// Requests the route that the kernel would choose for a packet to `dst`.
 pub(crate) fn lookup(dst: IpAddr) -> Messages {
     let header = rtmsg(&Subnet::host(dst), RtTable::Unspec, 0, RtScope::Universe, Rtn::Unspec, 0);
     let mut request = Messages::one(Rtm::Getroute, NlmF::empty(), &header);

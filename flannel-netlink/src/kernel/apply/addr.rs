@@ -10,9 +10,14 @@ use crate::codec::addr;
 use crate::codec::addr::AddrMessage;
 
 impl Steps for Addr {
-    /// The kernel identifies an IPv4 address by address, prefix length and peer. A wrong one is
-    /// deleted after the right one is added: with its last address a link loses routes. The kernel
-    /// identifies an IPv6 address without its prefix length, so the wrong one is deleted first.
+    /// Adds the address, and deletes entries for the same address that have another prefix length,
+    /// other end or scope.
+    ///
+    /// When the last IPv4 address of a link is deleted, the kernel deletes the IPv4 routes on the
+    /// link (`fib_disable_ip`). So another IPv4 entry is deleted after the put. Some entries must
+    /// be deleted before the put, because the kernel would keep their values: an IPv6 address with
+    /// another prefix length, and an IPv4 address that differs only in the scope. In the IPv4 case
+    /// a temporary entry, with another prefix length, keeps the routes until the put.
     fn put(&self, writer: &mut Writer<'_>, n: usize, index: u32) -> Result<(), KernelError> {
         let there = writer.addrs_on(index)?;
         let is_other = |a: &AddrMessage| {
@@ -20,10 +25,11 @@ impl Steps for Addr {
             a.index == index && a.address == self.address && !is_same
         };
         let others: Vec<AddrMessage> = there.iter().copied().filter(is_other).collect();
-        // A later put in this call with another length is compared with what this put leaves.
+        // A later put of the address in the same call must see the result of this put.
         there.retain(|a| a.address != self.address);
         there.push(AddrMessage::of(self, index));
-        // A put leaves the prefix length (IPv6) or the scope (IPv4) of an entry as it is.
+        // Entries that the kernel considers the same as the new one. A put keeps their prefix
+        // length (IPv6) or their scope (IPv4).
         let stays =
             |a: &&AddrMessage| a.address.is_ipv6() || (a.len == self.len && a.far.is_none());
         let (before, after): (Vec<&AddrMessage>, Vec<_>) = others.iter().partition(stays);
@@ -43,7 +49,8 @@ impl Steps for Addr {
         Ok(())
     }
 
-    /// Deletes all addresses that [`Addr`] represents in the same way.
+    /// Deletes all entries with this address and prefix length, whatever their other end and scope
+    /// are.
     fn delete(&self, writer: &mut Writer<'_>, n: usize, index: u32) -> Result<(), KernelError> {
         let there = writer.addrs_on(index)?;
         let is_it =
@@ -57,7 +64,7 @@ impl Steps for Addr {
 }
 
 impl Writer<'_> {
-    /// The addresses on a link.
+    /// The addresses on a link. The kernel is read once per call of `apply`.
     fn addrs_on(&mut self, index: u32) -> Result<&mut Vec<AddrMessage>, KernelError> {
         Ok(match self.known.addrs.entry(index) {
             Entry::Occupied(known) => known.into_mut(),

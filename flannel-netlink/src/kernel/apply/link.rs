@@ -19,7 +19,8 @@ impl Steps for Link {
         writer.put_link(self)
     }
 
-    /// Deletes the device if it belongs to the same network. The MTU and the like may differ.
+    /// Deletes the device if it belongs to the same network, even if other attributes differ. A
+    /// foreign device of the same name stays.
     fn delete(&self, writer: &mut Writer<'_>, _: usize, _: u32) -> Result<(), KernelError> {
         writer.flush();
         let is = get_link(writer.socket, self.name)?;
@@ -32,8 +33,10 @@ impl Steps for Link {
 }
 
 impl Writer<'_> {
-    /// A change of the MAC address makes the kernel delete all neighbours on the device, even
-    /// permanent ones. Routes stay.
+    /// Creates the device, changes it in place, or deletes it and creates it again.
+    ///
+    /// When the MAC address changes, the kernel deletes all neighbours on the device, even
+    /// permanent ones (`neigh_changeaddr`). Routes stay.
     fn put_link(&mut self, want: &Link) -> Result<(), KernelError> {
         let Some(codec) = link::codec(&want.kind) else {
             return Err(unsupported(&want.clone().into()));
@@ -47,7 +50,7 @@ impl Writer<'_> {
             let other =
                 if is.kind_name.is_empty() { "physical or built-in" } else { &is.kind_name };
             let detail = format!(
-                "{} exists and is no {kind} device but a {other} one: rename or remove it",
+                "{} exists, but is a {other} device and no {kind} device: rename or remove it",
                 want.name
             );
             return Err(KernelError::explained(EEXIST, detail));
@@ -56,7 +59,7 @@ impl Writer<'_> {
             let mut send = |mut requests| self.socket.send(&mut requests).into_iter().collect();
             let changed: Result<(), KernelError> = send(link::change_kind(&is, codec, lower));
             match changed {
-                // The kernel cannot change the device in place, so it is created again.
+                // The kernel cannot make this change in place, so the device is created again.
                 Err(error) if error.errno == EOPNOTSUPP => {
                     tracing::debug!(link = %want.name, %error, "a change in place was refused");
                 }
@@ -88,8 +91,11 @@ impl Writer<'_> {
         if want.up { self.socket.send_one(link::set_up(index, true)) } else { Ok(()) }
     }
 
-    /// Restores the name of our device after another program renamed it. All objects on it stay. If
-    /// no device is ours, the error says which one prevents the creation, else it is `error`.
+    /// Called when the kernel refuses to create `want` with `error`, because a device excludes it.
+    ///
+    /// If that device has the MAC address of `want`, it is our device, which another program has
+    /// renamed. It gets its name back, and all objects on it stay. A foreign device stays too, and
+    /// the returned error names it. Without such a device the result is `error`.
     fn rename_back(
         &mut self,
         want: &Link,
@@ -104,7 +110,7 @@ impl Writer<'_> {
             let detail = format!("{} has {} already: remove it", is.name, codec.exclusive());
             return Err(KernelError::explained(EEXIST, detail));
         };
-        tracing::warn!("{} was given the name {}: it gets its own again", want.name, is.name);
+        tracing::warn!("{} was renamed to {}: its name is restored", want.name, is.name);
         match self.socket.send_one(link::rename(is.index, want.name)) {
             // Kernels before 6.2 refuse to rename a device that is up.
             Err(error) if error.errno == EBUSY => {
@@ -116,8 +122,9 @@ impl Writer<'_> {
         self.put_link(want)
     }
 
-    /// The remote end of a tunnel must not configure this host. In containers the file is usually
-    /// read-only.
+    /// Sets `accept_ra` of the device to 0, so that the other end of the tunnel cannot give this
+    /// host addresses and routes. In containers the file is usually read-only. Then a warning names
+    /// the command for the host.
     fn ignore_router_advertisements(&self, name: LinkName) {
         let path = Path::new("/proc/sys/net/ipv6/conf").join(name.as_str());
         let outcome = self
@@ -127,10 +134,8 @@ impl Writer<'_> {
             Ok((Ok(()), _)) => {}
             Ok((Err(error), Ok(true))) => tracing::warn!(
                 "{name} heeds router advertisements, so that the other end of the tunnel can give \
-                 this host addresses \
-                 and routes: {}/accept_ra cannot be written: {error}; right would be 0: on the \
-                 host, \
-                 sysctl -w net/ipv6/conf/{name}/accept_ra=0",
+                 this host addresses and routes: {}/accept_ra cannot be written: {error}; on the \
+                 host, run sysctl -w net/ipv6/conf/{name}/accept_ra=0",
                 path.display()
             ),
             // Without IPv6 the file does not exist.
@@ -149,20 +154,22 @@ impl Writer<'_> {
     }
 }
 
-/// The error if the driver refuses to release a port.
+/// The error if the kernel refuses to release a port. `EOPNOTSUPP` means that the driver of the
+/// other device cannot release its ports, as that of Open vSwitch.
 fn unreleased(name: LinkName, error: KernelError) -> KernelError {
     let detail = format!(
-        "{name} is a port of another device, which does not let go of it: take it out there"
+        "{name} is a port of another device that cannot release it: remove it there with its tool"
     );
     if error.errno == EOPNOTSUPP { KernelError::explained(EOPNOTSUPP, detail) } else { error }
 }
 
-/// A device with these IPv6 settings accepts router advertisements.
+/// Whether a device accepts router advertisements. `settings` is its directory below
+/// `/proc/sys/net/ipv6/conf`.
 fn accepts_advertisements(settings: &Path) -> io::Result<bool> {
     let number = |name| fs::read_to_string(settings.join(name)).map(|text| text.trim().to_owned());
     let accepts = match number("accept_ra")?.as_str() {
         "0" => false,
-        // 1 means to accept them unless the host forwards packets, 2 means always.
+        // 1 accepts them unless the host forwards packets, 2 accepts them always.
         "1" => number("forwarding")? == "0",
         _ => true,
     };

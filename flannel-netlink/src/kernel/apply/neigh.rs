@@ -1,4 +1,4 @@
-//! Steps for neighbours and forwarding entries.
+//! Steps for neighbours and FDB entries.
 
 use flannel_core::kernel::KernelError;
 use flannel_core::object::{Fdb, Neigh};

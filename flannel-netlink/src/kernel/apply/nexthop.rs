@@ -1,9 +1,12 @@
 //! Steps for nexthop objects.
 //!
-//! The kernel deletes a nexthop object by its id alone, and the routes that use the object too. It
-//! sends no message about IPv4 routes. So the object is read before it is deleted. An IPv4 nexthop
-//! cannot replace a group, or an object that IPv6 routes use: that object is deleted first, and our
-//! routes that use it are put again.
+//! A request to delete a nexthop object has only its id. The kernel also deletes the routes that
+//! use the object, and sends no message about the IPv4 routes. So the object is read before it is
+//! deleted, and a foreign object stays.
+//!
+//! The kernel refuses to replace a group with a single nexthop (`replace_nexthop_grp`), and an
+//! object that IPv6 routes use with an IPv4 nexthop (`fib6_check_nexthop`). Then the old object is
+//! deleted, the nexthop is created, and our routes that used the old object are put again.
 
 use std::collections::BTreeMap;
 
@@ -29,8 +32,8 @@ impl Steps for Nexthop {
     }
 }
 
-/// The object that has the id of the nexthop is the only reason to refuse the nexthop. The kernel
-/// checks all other reasons before.
+/// Whether the kernel refused a nexthop only because it cannot replace the object that has the id.
+/// The kernel checks the nexthop itself first, so a deletion of the object removes the last reason.
 pub(super) fn is_conflict(error: &KernelError) -> bool {
     const REASONS: [&str; 2] = [
         "Can not replace a nexthop group with a nexthop",
@@ -41,8 +44,9 @@ pub(super) fn is_conflict(error: &KernelError) -> bool {
 }
 
 impl Writer<'_> {
-    /// The nexthop object of change `n` exists with its id, its device and our protocol. One query
-    /// covers all following deletions of nexthops.
+    /// Whether the nexthop object that change `n` deletes exists with its id, its device and our
+    /// protocol. One exchange also asks for the nexthops of the deletions that follow without a
+    /// change of another sort between, up to [`BATCH`].
     fn is_there(&mut self, n: usize, nexthop: &Nexthop, index: u32) -> Result<bool, KernelError> {
         if !self.known.nexthops.contains_key(&nexthop.id) {
             if self.batch.origins.iter().any(|(_, deletes)| !deletes) {
@@ -62,9 +66,9 @@ impl Writer<'_> {
         Ok(found.index == index && found.protocol == ROUTE_PROTOCOL)
     }
 
-    /// Deletes the objects that have the ids of the `refused` nexthops, puts the nexthops, and puts
-    /// our routes by them again. `refused` has the number of each change, `sent` the origins of the
-    /// batch.
+    /// Deletes the objects that have the ids of the `refused` nexthops, and puts the nexthops. Then
+    /// puts our routes again that used the objects. `refused` has the number of each change, `sent`
+    /// the origins of the batch.
     pub(super) fn reclaim_ids(&mut self, sent: &[(usize, bool)], refused: &[(usize, Nexthop)]) {
         let links = refused.iter().map(|(_, nexthop)| (nexthop.id, nexthop.link)).collect();
         let routes = match self.routes_by(&links) {
@@ -81,14 +85,15 @@ impl Writer<'_> {
             batch.iter().for_each(|route| route::put(&mut requests, route, 0, self.metrics));
             for (route, result) in batch.iter().zip(self.socket.send(&mut requests)) {
                 if let Err(error) = result {
-                    tracing::warn!(%error, route = %Object::from(*route), "not put again after \
-                        its nexthop id was reclaimed");
+                    tracing::warn!(%error, route = %Object::from(*route), "a route cannot be put \
+                        again after its nexthop object was replaced");
                 }
             }
         }
         self.send_routes_again(sent, &links);
     }
 
+    /// Deletes the object that has the id of the nexthop, and creates the nexthop.
     fn reclaim_id(&mut self, nexthop: &Nexthop) -> Result<(), KernelError> {
         let index = self.index(nexthop.link)?;
         let mut requests = Messages::default();
@@ -99,8 +104,8 @@ impl Writer<'_> {
         accept_absence(results.remove(0)).and(put)
     }
 
-    /// Repeats the changes of routes by these ids in the batch, which failed or were undone by the
-    /// deletion of the objects.
+    /// Repeats the changes in the batch that concern routes which use these ids. They failed, or
+    /// the deletion of the objects undid them.
     fn send_routes_again(&mut self, sent: &[(usize, bool)], links: &BTreeMap<u32, LinkName>) {
         let mut requests = Messages::default();
         let mut numbers = Vec::new();
@@ -110,7 +115,7 @@ impl Writer<'_> {
             else {
                 continue;
             };
-            // A deletion that makes room for a put need not be repeated.
+            // A deletion that is a step of a put. The put alone is repeated.
             let makes_room = *deletes && matches!(self.changes[*n], Change::Put(_));
             if !links.contains_key(id) || makes_room {
                 continue;
@@ -127,7 +132,8 @@ impl Writer<'_> {
         }
     }
 
-    /// Our routes by these ids.
+    /// Our routes that use these ids. Logs each foreign route that uses one, because the kernel
+    /// deletes it with the object.
     fn routes_by(&mut self, links: &BTreeMap<u32, LinkName>) -> Result<Vec<Route>, KernelError> {
         let mut ours = Vec::new();
         for family in Family::BOTH {

@@ -10,12 +10,15 @@ use crate::codec::route;
 use crate::kernel::foreign_routes::DuplicateRoute;
 use crate::transport::wire::Messages;
 
-/// A put that the kernel refused because our route exists behind another one, and a later put in
-/// the same batch that replaced the other one.
+/// Two puts in one batch for the same destination. The kernel refused the first one, because that
+/// route exists already, behind a foreign route. The last one replaced the foreign route. So the
+/// route of the refused put now is behind the new route, and must be deleted.
 pub(super) struct HiddenRoute {
+    /// The route of the refused put.
     hidden: Route,
-    /// The number of the later change.
+    /// The number of the change with the last put.
     last: usize,
+    /// The route of the last put.
     route: Route,
 }
 
@@ -25,8 +28,8 @@ impl Steps for Route {
             return Err(unsupported(&(*self).into()));
         }
         writer.delete_duplicates(n, &self.dst, |_| true);
-        // A last-resort route neither replaces a route nor is replaced by one, so our previous
-        // route is deleted first.
+        // A last-resort route has another metric. It does not replace our previous route, so that
+        // is deleted first.
         if self.via == Via::LastResort {
             writer.delete_on_our_links(n, &self.dst)?;
             route::delete_any(writer.batch.delete(n), &self.dst, ROUTE_PROTOCOL);
@@ -51,8 +54,9 @@ impl Steps for Route {
 }
 
 impl Writer<'_> {
-    /// Deletes our last-resort route that may be behind the route of change `n`. Outside the pod
-    /// networks it belongs to another network.
+    /// Deletes our last-resort route to the destination of `route`, if there may be one. It would
+    /// stay behind `route`. A last-resort route outside the pod networks belongs to another
+    /// network. `n` is the number of the change.
     fn delete_behind(&mut self, n: usize, route: &Route) {
         let inside = self.footprint.networks.iter().any(|network| network.covers(&route.dst));
         if self.footprint.blackholes && inside && self.foreign.may_have_last_resort(&route.dst) {
@@ -61,9 +65,10 @@ impl Writer<'_> {
         }
     }
 
-    /// Deletes the routes into our tunnels, which are ours whatever their protocol (see
-    /// [`Footprint::owns_route`](flannel_core::kernel::Footprint::owns_route)). They would take
-    /// precedence over a last-resort route. Such puts are rare, so the routes are read.
+    /// Deletes the routes to `dst` on our devices, which the kernel would prefer to a last-resort
+    /// route. They are ours, whatever their protocol is
+    /// ([`Footprint::owns_route`](flannel_core::kernel::Footprint::owns_route)). All routes are
+    /// read, because puts of last-resort routes are rare.
     fn delete_on_our_links(&mut self, n: usize, dst: &Subnet) -> Result<(), KernelError> {
         // A link that does not exist has no routes.
         let links = self.footprint.links.iter().filter_map(|link| self.index(*link).ok());
@@ -84,7 +89,8 @@ impl Writer<'_> {
         Ok(())
     }
 
-    /// Deletes the duplicates of the route of change `n` for which `goes` is true.
+    /// Deletes the noted duplicates of the route to `dst` for which `goes` is true. `n` is the
+    /// number of the change.
     fn delete_duplicates(&mut self, n: usize, dst: &Subnet, goes: fn(&DuplicateRoute) -> bool) {
         let all = self.foreign.take_duplicates(dst);
         for duplicate in all.iter().filter(|duplicate| goes(duplicate)) {
@@ -92,8 +98,8 @@ impl Writer<'_> {
         }
     }
 
-    /// The protocol that an owned route must have to be deleted; 0 is any protocol. See
-    /// [`Footprint::owns_route`](flannel_core::kernel::Footprint::owns_route).
+    /// The protocol that a request to delete an owned route names; 0 is any protocol. The rules are
+    /// those of [`Footprint::owns_route`](flannel_core::kernel::Footprint::owns_route).
     pub(super) fn protocol(&self, route: &Route) -> u8 {
         match route.via {
             _ if self.footprint.go_routes.is_some() => GO_ROUTE_PROTOCOL,
@@ -106,8 +112,11 @@ impl Writer<'_> {
         }
     }
 
-    /// Puts the route of change `n`, which the kernel refused with `error`, in another way if there
-    /// is one. `sent` has the origins of the batch.
+    /// Puts the route of change `n`, which the kernel refused with `error`, in another way.
+    ///
+    /// `EEXIST`: the route exists already, behind a foreign route to the destination. If the batch
+    /// has a later put for the destination, the two are added to `hidden`. `EINVAL` is handled if
+    /// [`blocks_itself`]. Any other error is returned. `sent` has the origins of the batch.
     pub(super) fn put_refused_route(
         &mut self,
         n: usize,
@@ -131,14 +140,14 @@ impl Writer<'_> {
                 hidden.push(HiddenRoute { hidden: *route, last, route: place });
                 Ok(())
             }
-            // A put would undo the later one.
+            // Another put of this route would undo the later put.
             Some(_) => Err(error),
             None if exists => self.replace_hidden(route, route),
             None => self.put_by_link_route(route).map_err(|_| error),
         }
     }
 
-    /// Removes our routes that are behind later ones of ours. If the later put failed, the hidden
+    /// Deletes our routes that are behind later routes of ours. If the later put failed, the hidden
     /// route stays.
     pub(super) fn remove_hidden(&mut self, hidden: &[HiddenRoute]) {
         for HiddenRoute { hidden, last, route } in hidden {
@@ -148,8 +157,8 @@ impl Writer<'_> {
         }
     }
 
-    /// Our route `hidden` is behind another one, so a put would add a second route of ours. Deletes
-    /// `hidden`, then puts `route` in place of the other one.
+    /// Deletes our route `hidden`, which is behind another route, and puts `route` in place of that
+    /// other route. Without the deletion there would be two routes of ours.
     fn replace_hidden(&mut self, hidden: &Route, route: &Route) -> Result<(), KernelError> {
         let mut requests = Messages::default();
         let index = self.index_of(&Object::Route(*hidden))?;
@@ -158,14 +167,15 @@ impl Writer<'_> {
             route::only_with_mtu(&mut requests, hidden.mtu);
         }
         let index = self.index_of(&Object::Route(*route))?;
-        // If the kernel cannot distinguish them, it deleted `route`, which now replaces `hidden`.
+        // If the kernel cannot distinguish the two, it has deleted `route`. Then this put replaces
+        // `hidden`.
         route::put(&mut requests, route, index, self.metrics);
         let mut results = self.socket.send(&mut requests);
         results.remove(1)
     }
 
-    /// Puts `route` while a temporary host route leads to its gateway. The destination always has a
-    /// route.
+    /// Puts `route` while a temporary host route makes its gateway reachable on the link. The
+    /// existing route to the destination stays until `route` replaces it.
     fn put_by_link_route(&mut self, route: &Route) -> Result<(), KernelError> {
         let Via::Gateway { gateway, link, .. } = route.via else {
             return Err(KernelError::new(EINVAL));
@@ -181,9 +191,11 @@ impl Writer<'_> {
     }
 }
 
-/// IPv6 looks up the gateway in the routing table even for an `onlink` route, and refuses it if it
-/// is reached by another device. A gateway inside the destination is, by the foreign route that
-/// `route` will replace.
+/// Whether the kernel refused `route` because of the foreign route that `route` is to replace.
+///
+/// For IPv6 the kernel looks up the gateway in the routing table, even for an `onlink` route, and
+/// refuses the route if another device leads to the gateway (`ip6_route_check_nh_onlink`). If the
+/// gateway is inside the destination, the lookup finds the foreign route.
 fn blocks_itself(route: &Route, error: &KernelError) -> bool {
     let inside = matches!(route.via, Via::Gateway { gateway, .. } if route.dst.contains(gateway));
     error.errno == EINVAL && route.dst.base().is_ipv6() && inside
@@ -200,9 +212,9 @@ mod tests {
     use crate::transport::namespace::Namespace;
     use crate::transport::socket::Socket;
 
-    /// Such a query is one more message and answer for each route.
+    /// Each needless deletion costs one more request and one more answer.
     #[test]
-    fn a_last_resort_is_deleted_only_where_one_may_be() {
+    fn a_last_resort_route_is_deleted_only_where_there_may_be_one() {
         in_netns(|| {
             ip("link set lo up");
             let namespace = Namespace::current().unwrap();
@@ -223,11 +235,11 @@ mod tests {
                 assert!(results.iter().all(Result::is_ok), "{results:?}");
                 socket.exchanges - before
             };
-            assert_eq!(exchanges(&mut socket, &routes), 2, "no routes were read");
+            assert_eq!(exchanges(&mut socket, &routes), 2, "no routes were read before");
             crate::kernel::snapshot::snapshot(&mut socket, &footprint, &foreign).unwrap();
-            assert_eq!(exchanges(&mut socket, &routes), 1, "a message for each");
+            assert_eq!(exchanges(&mut socket, &routes), 1, "one request for each route");
             exchanges(&mut socket, &[route(7, Via::LastResort)]);
-            assert_eq!(exchanges(&mut socket, &routes), 2, "one more");
+            assert_eq!(exchanges(&mut socket, &routes), 2, "one more request for one route");
             assert_eq!(ip("route show 10.1.7.0/24").lines().count(), 1);
         });
     }

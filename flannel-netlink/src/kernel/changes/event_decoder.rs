@@ -1,5 +1,7 @@
-//! Decodes notifications into invalidations. A notification has the index of a link. The name comes
-//! from notifications about links, which arrive in order with all others.
+//! Decodes notifications into invalidations.
+//!
+//! A notification identifies a link by its index, an invalidation by its name. The decoder learns
+//! the names from notifications about links, which arrive in order with all others.
 
 use std::collections::{HashMap, VecDeque};
 use std::net::IpAddr;
@@ -23,16 +25,19 @@ pub(crate) struct EventDecoder {
     /// The port id of our own changes.
     port: u32,
     foreign: ForeignRoutes,
+    /// The last message about each link, by index.
     links: HashMap<u32, LinkMessage>,
+    /// The queue of invalidations.
     pending: VecDeque<Invalidation>,
 }
 
-/// An event, and the route protocol of the changed object.
+/// An event, and the route protocol of the changed object; `None` for a kind without protocols, and
+/// for a deletion.
 type Decoded = (KernelEvent, Option<u8>);
 
 impl EventDecoder {
-    /// Changes by the socket with the port id `port` are our own. `requests` is another socket in
-    /// the same namespace.
+    /// Reads the names of all links. Changes by the socket with the port id `port` are our own.
+    /// `requests` is a socket in the same namespace, for queries only.
     pub(crate) fn new(
         requests: Socket,
         port: u32,
@@ -49,28 +54,30 @@ impl EventDecoder {
         self.pending.pop_front()
     }
 
-    /// No invalidation is queued.
+    /// Whether no invalidation is queued.
     pub(crate) fn is_empty(&self) -> bool {
         self.pending.is_empty()
     }
 
+    /// Reads the names of all links.
     fn learn_names(&mut self) -> Result<(), KernelError> {
         let links = self.requests.dump(link::all(), link::read)?;
         self.links = links.into_iter().map(|link| (link.index, link)).collect();
         Ok(())
     }
 
-    /// Decodes one datagram. A malformed message invalidates everything.
+    /// Decodes one datagram. A message that cannot be decoded invalidates everything.
     pub(crate) fn take_datagram(&mut self, datagram: &[u8]) {
         for message in messages(datagram) {
             if let Err(error) = message.and_then(|message| self.take(&message)) {
-                tracing::debug!(%error, "a message from the kernel was lost");
+                tracing::debug!(%error, "a message from the kernel cannot be decoded");
                 self.everything();
             }
         }
     }
 
-    /// Messages were lost, perhaps about links.
+    /// Handles a loss of messages. Everything is invalid, and names may be outdated because some of
+    /// the messages may have been about links.
     pub(crate) fn lost(&mut self) -> Result<(), KernelError> {
         self.everything();
         self.learn_names()
@@ -101,9 +108,9 @@ impl EventDecoder {
             _ => None,
         };
         let Some((event, protocol)) = decoded else { return Ok(()) };
-        // With the last IPv4 address of a device the kernel also removes its IPv4 neighbours and
-        // routes, except for routes that use a nexthop object (`fib_disable_ip`). It sends no
-        // message about the routes.
+        // With the last IPv4 address of a device the kernel also deletes its IPv4 neighbours, and
+        // its IPv4 routes unless they use a nexthop object (`fib_disable_ip`). It sends no message
+        // about the routes.
         if let KernelEvent::Deleted(Key::Addr(link, IpAddr::V4(_))) = event {
             self.invalidate_link(link);
         }
@@ -131,7 +138,8 @@ impl EventDecoder {
             (true, false) => self.links.insert(link.index, link.clone()),
             (false, _) => None,
         };
-        // Counters, promiscuous mode and the operational state are of no interest.
+        // Only values changed that `LinkMessage` does not have: counters, promiscuous mode or the
+        // operational state.
         if !deleted && link.whole && before.as_ref() == Some(link) {
             return;
         }
@@ -141,7 +149,9 @@ impl EventDecoder {
         }
     }
 
-    /// The name of a link. If the link is gone before its name is known, everything is invalid.
+    /// The name of a link; `None` if it cannot be known. If the link was deleted before its name
+    /// was read, everything becomes invalid, because the message may concern any link. A link
+    /// whose name is not UTF-8 is foreign.
     fn name(&mut self, index: u32) -> Result<Option<LinkName>, KernelError> {
         if let Some(link) = self.links.get(&index) {
             return Ok(Some(link.name));
@@ -155,6 +165,7 @@ impl EventDecoder {
         Ok(None)
     }
 
+    /// Queues an event, together with the last one if both have the same author.
     fn add(&mut self, event: KernelEvent, changed_by: Option<ChangedBy>) {
         match self.pending.back_mut() {
             Some(Invalidation::Objects(events, last)) if *last == changed_by => events.push(event),
@@ -176,15 +187,16 @@ impl EventDecoder {
     }
 }
 
-/// The process that owns the socket with this port id; `None` for 0, which is the kernel or an
-/// unknown socket. `protocol` is the route protocol of the changed object.
+/// The author of a change: the socket with this port id; `None` if it is 0, which stands for the
+/// kernel itself and for unknown sockets. `protocol` is the route protocol of the changed object.
 fn changed_by(port: u32, protocol: Option<u8>) -> Option<ChangedBy> {
     let mut changed_by = ChangedBy::new(port);
     changed_by.protocol = protocol;
     (port != 0).then_some(changed_by)
 }
 
-/// A rule can redirect any packet of its family, like a default route in another table.
+/// The event for a message about a routing rule (`ip rule`). A rule can redirect any packet of its
+/// family, as a default route in another table can.
 fn rule(message: &Message<'_>) -> Option<Decoded> {
     // `struct fib_rule_hdr` begins with the family.
     let family = family_of(RtAddrFamily::from(*message.payload.first()?))?;

@@ -1,4 +1,4 @@
-//! Nexthop objects: those of this network, all ids in use, and foreign users.
+//! Nexthop objects: those of this network, all ids in use, and foreign users of our objects.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -11,10 +11,11 @@ use crate::codec::route::RouteMessage;
 use crate::codec::{nexthop, route};
 use crate::transport::socket::Socket;
 
-/// Kernels before 5.3 have no nexthop objects.
+/// The answer of kernels before 5.3, which have no nexthop objects.
 const EOPNOTSUPP: i32 = 95;
 
 impl Reader<'_> {
+    /// Reads the nexthop objects that this network owns.
     pub(super) fn read_nexthops(&mut self) -> Result<(), KernelError> {
         let there = match self.socket.dump_ordered(nexthop::all(), nexthop::read) {
             Err(error) if error.errno == EOPNOTSUPP => return Ok(()),
@@ -23,7 +24,7 @@ impl Reader<'_> {
         let mut ours = Vec::new();
         for found in there {
             let in_block = self.footprint.nexthops.is_some_and(|block| block.contains(found.id));
-            // It may be on a former external interface.
+            // An object of ours may be on a former external interface.
             if in_block && found.index != 0 {
                 self.learn_name(found.index)?;
             }
@@ -38,7 +39,7 @@ impl Reader<'_> {
     }
 }
 
-/// All nexthop objects, sorted by whether they belong to `footprint`.
+/// The ids of all nexthop objects, as [`NexthopIds`] sorts them into ours and foreign ones.
 pub(crate) fn nexthop_ids(
     socket: &mut Socket,
     footprint: &Footprint,
@@ -52,7 +53,7 @@ pub(crate) fn nexthop_ids(
         there => there?,
     };
     let (mut by_inside, mut by_outside) = (BTreeSet::new(), BTreeSet::new());
-    // Routes are relevant only if there is a nexthop object of our protocol.
+    // The routes are read only if there is a nexthop object of our protocol.
     let families =
         Family::BOTH.iter().filter(|_| there.iter().any(|(_, by)| *by == ROUTE_PROTOCOL));
     for family in families {
@@ -76,7 +77,8 @@ pub(crate) fn nexthop_ids(
     Ok(ids)
 }
 
-/// The users of the nexthop objects in `there`: groups, and routes that are not in `there`.
+/// The foreign users of the nexthop objects in `there`, by the id of the object: groups, and routes
+/// that are not in `there`. If an object has several, the result has one of them.
 pub(crate) fn nexthop_users(
     socket: &mut Socket,
     there: &State,
@@ -103,7 +105,7 @@ pub(crate) fn nexthop_users(
         for (id, found) in routes {
             let object = found.object(|_| None).map(Object::Route);
             let is_there = object.is_some_and(|object| there.get(&object.key()) == Some(&object));
-            // Of several equal entries only the first one is in `there`.
+            // If several routes are equal as objects, only the first one is in `there`.
             if !(is_there && foreign.insert(found.dst)) {
                 users.insert(id, found.to_string());
             }

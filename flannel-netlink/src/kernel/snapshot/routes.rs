@@ -14,7 +14,8 @@ use crate::kernel::foreign_routes::DuplicateRoute;
 impl Reader<'_> {
     pub(super) fn read_routes(&mut self, family: Family) -> Result<(), KernelError> {
         let mut ours = self.dump_routes(family)?;
-        // Routes on a former external interface need its name, so they are read again with it.
+        // For routes on a former external interface its name is needed. So the name is looked up,
+        // and all routes are read again.
         let unknown: BTreeSet<u32> =
             ours.iter().filter_map(|found| found.as_ref().err().copied()).collect();
         if !unknown.is_empty() {
@@ -34,7 +35,7 @@ impl Reader<'_> {
                     table.inexact.extend((!is_exact).then_some(key));
                     table.objects.push(route.into());
                 }
-                // A foreign route is in front of it and is removed when ours is put.
+                // A foreign route is in front of ours. It is deleted when ours is put.
                 (None, Some(Hidden { found, first })) => {
                     if first.blocks(&found) {
                         self.foreign
@@ -44,10 +45,11 @@ impl Reader<'_> {
                     table.inexact.push(key);
                     table.objects.push(route.into());
                 }
-                // Our last-resort route is behind it and is deleted when ours is put again.
+                // This is our last-resort route, behind another route of ours. It is deleted when
+                // that one is put again.
                 (Some(_), None) => table.inexact.push(key),
-                // Another route of ours is behind it. If a request cannot distinguish the two, it
-                // stays until the first one is deleted.
+                // This is a second route of ours, behind the first one. If a request cannot
+                // distinguish the two, it stays until the first one is deleted.
                 (Some(first), Some(Hidden { found, .. })) => {
                     if found.is_distinct_from(&route.via, &first.via) {
                         self.foreign.note_duplicate(DuplicateRoute { found, is_ours: true });
@@ -60,7 +62,8 @@ impl Reader<'_> {
         Ok(())
     }
 
-    /// Foreign routes are dropped at once, because there may be a million.
+    /// Reads the owned routes of a family. Foreign routes are dropped while they are read, because
+    /// there may be a million.
     fn dump_routes(&mut self, family: Family) -> Result<Vec<Found>, KernelError> {
         let Self { socket, footprint, foreign, names, nexthops, .. } = self;
         let mut last = Last::default();
@@ -91,7 +94,7 @@ impl Reader<'_> {
                 Via::Nexthop(id) => device(nexthops, id),
                 _ => None,
             };
-            // Go flannel's routes have no further attributes.
+            // Go flannel's routes have no attributes that make them inexact.
             let is_go_like = footprint.go_routes.is_none() || found.is_exact();
             if !is_go_like || !footprint.owns_route(&route, by, found.protocol) {
                 return None;
@@ -106,7 +109,7 @@ impl Reader<'_> {
     }
 }
 
-/// The device of a nexthop object.
+/// The device of a nexthop object; `None` if it is not among `nexthops`.
 fn device(nexthops: &[(u32, LinkName)], id: u32) -> Option<LinkName> {
     nexthops.binary_search_by_key(&id, |(id, _)| *id).ok().map(|place| nexthops[place].1)
 }
@@ -114,27 +117,31 @@ fn device(nexthops: &[(u32, LinkName)], id: u32) -> Option<LinkName> {
 /// An owned route.
 struct Ours {
     route: Route,
-    /// [`Route`] represents all attributes.
+    /// [`Route`] represents all attributes, and the route has our protocol.
     is_exact: bool,
-    /// Another route to the same destination is in front of it and takes effect. `None` for a
-    /// last-resort route.
+    /// `Some` if another route to the same destination is in front of it, so that packets take that
+    /// one. Always `None` for a last-resort route, which is behind all others by design.
     hidden: Option<Box<Hidden>>,
 }
 
-/// A route that is behind another one, with the messages about both.
+/// The messages about a route that is behind another one.
 struct Hidden {
+    /// The route itself.
     found: RouteMessage,
+    /// The route in front of it.
     first: RouteMessage,
 }
 
-/// The last message of a dump, with the number of the dump, which changes when it is repeated.
+/// The last message of a dump, with the sequence number of the dump, which is another one when the
+/// dump is repeated.
 #[derive(Default)]
 struct Last(Option<(u32, RouteMessage)>);
 
 impl Last {
-    /// The route to the same destination in front of this one, if any. `None`: the message is a
-    /// repetition. When IPv6 routes are added during a dump, the kernel may repeat one as it
-    /// continues. Two existing routes always differ.
+    /// Takes the next message of the dump, `found`. Returns the route to the same destination in
+    /// front of it; `Some(None)` if there is none. Returns `None` if the message repeats the last
+    /// one: when IPv6 routes are added during a dump, the kernel may repeat a route as it continues
+    /// the dump. Two existing routes always differ.
     ///
     /// **Source**: linux `net/ipv6/ip6_fib.c: fib6_dump_table`.
     fn before(&mut self, dump: u32, found: RouteMessage) -> Option<Option<RouteMessage>> {
@@ -151,7 +158,7 @@ impl Last {
     }
 }
 
-/// An owned route, or the index of a link whose name decides about the ownership.
+/// An owned route, or the index of a link whose name decides whether the route is owned.
 type Found = Result<Ours, u32>;
 
 #[cfg(test)]
@@ -164,7 +171,7 @@ mod tests {
     #[test]
     fn a_repeated_message_is_not_a_duplicate() {
         let message = |n: u8, kind: u8| {
-            // struct rtmsg: a /24 of the main table; and RTA_DST.
+            // `struct rtmsg` of a /24 in the main table, and RTA_DST.
             let payload =
                 [2, 24, 0, 0, 254, ROUTE_PROTOCOL, 0, kind, 0, 0, 0, 0, 8, 0, 1, 0, 10, 1, n, 0];
             let message =

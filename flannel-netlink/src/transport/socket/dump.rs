@@ -16,15 +16,18 @@ const EBUSY: i32 = 16;
 
 /// A table of at most this many datagrams is read without a second thread.
 const SHORT_TABLE: usize = 4;
-/// Bytes of a long table that are received before the reading thread gets them.
+/// The size of a part of a long table, in bytes. The reading thread gets the table in parts.
 const PART: usize = 256 << 10;
-/// Parts that may wait for the reading thread, besides the part that it reads.
+/// The number of parts that may wait for the reading thread, besides the part that it reads.
 const WAITING_PARTS: usize = 1;
-/// Attempts for a table that changes while it is dumped.
+/// The number of attempts for a table that changes while it is dumped.
 const DUMP_TRIES: usize = 32;
 
 impl Socket {
-    /// Reads a table: the entries for which `read` is not `None`, in the kernel's order.
+    /// Reads a table. Returns the entries for which `read` is not `None`, in the kernel's order.
+    ///
+    /// If the kernel marks the dump as inconsistent (`NLM_F_DUMP_INTR`), the dump is repeated.
+    /// After 32 attempts the error is `EAGAIN`. `read` sees the messages of every attempt.
     pub(crate) fn dump<T: Send>(
         &mut self,
         request: Messages,
@@ -33,13 +36,13 @@ impl Socket {
         self.dump_until(request, read, usize::MAX)
     }
 
-    /// Like [`Socket::dump`], for a table that the kernel dumps in the order of unique keys. An
-    /// interrupted dump of such a table has every entry that was present all the time exactly once.
-    /// Entries that were added or deleted meanwhile may be missing.
+    /// Like [`Socket::dump`], for a table that the kernel dumps in the order of unique keys, such
+    /// as nexthop objects. An inconsistent dump is accepted from attempt 4 on. It has every entry
+    /// that existed all the time exactly once. Entries that were added or deleted during the dump
+    /// may be missing.
     ///
-    /// Kernels before 5.13 continue a dump by position, so a deletion can make them skip entries.
-    /// A few attempts therefore ask for an uninterrupted dump before an interrupted one is
-    /// accepted.
+    /// The first attempts want a consistent dump, because kernels before 5.13 continue a dump by
+    /// position. There a deletion can make the kernel skip an entry.
     pub(crate) fn dump_ordered<T: Send>(
         &mut self,
         request: Messages,
@@ -48,7 +51,8 @@ impl Socket {
         self.dump_until(request, read, TRIES)
     }
 
-    /// Accepts an interrupted dump only from attempt `accept_interrupted` on.
+    /// Reads a table. Accepts an inconsistent dump from attempt `accept_interrupted` on, which is
+    /// counted from 1.
     fn dump_until<T: Send>(
         &mut self,
         mut request: Messages,
@@ -67,7 +71,7 @@ impl Socket {
         Err(KernelError::explained(EAGAIN, detail))
     }
 
-    /// The entries, and whether the table changed meanwhile.
+    /// One attempt: the entries, and whether the table changed during the dump.
     fn dump_once<T: Send>(
         &mut self,
         request: &mut Messages,
@@ -93,8 +97,9 @@ impl Socket {
         end.map(|()| (all, changed))
     }
 
-    /// Like [`receive_until`](Self::receive_until). Of a long table another thread reads the
-    /// messages, because the kernel creates each part only when it is received.
+    /// Like [`receive_until`](Self::receive_until), but another thread passes the messages of a
+    /// long table to `take`. The kernel creates each datagram of a dump inside the call that
+    /// receives the one before. So the kernel and the other thread work at the same time.
     fn receive_table(
         &mut self,
         mut take: impl FnMut(&Message<'_>) -> bool + Send,
@@ -129,11 +134,11 @@ impl Socket {
             let taken = reader.join().unwrap_or_else(|panic| resume_unwind(panic))?;
             if taken { Ok(true) } else { end.map(|()| false) }
         });
-        // Without a second thread this thread reads the messages.
+        // If the second thread could not be started, this thread does the work.
         if taken? { Ok(()) } else { self.receive_until(take) }
     }
 
-    /// Discards the remaining messages of a failed exchange.
+    /// Discards the remaining messages of a failed dump.
     fn drain(&mut self) {
         for _ in 0..TRIES {
             if self.receive_until(|_| false).is_err_and(|error| error.errno == EBADMSG) {
@@ -143,8 +148,8 @@ impl Socket {
     }
 }
 
-/// Receives whole datagrams until [`PART`] bytes have no room for another one. Returns them with
-/// the error that ended them early.
+/// Receives whole datagrams until [`PART`] bytes have no room for another one. Returns them, and
+/// the error if receiving ended early.
 fn receive_part(socket: &NlSocket) -> (Vec<u8>, Result<(), KernelError>) {
     let (mut part, mut len, mut end) = (vec![0; PART], 0, Ok(()));
     while PART - len >= RECEIVE_BUFFER && end.is_ok() {
