@@ -212,8 +212,11 @@ impl RouteMessage {
     ///
     /// **Source**: linux `net/ipv6/ip6_fib.c: fib6_add_rt2node`.
     pub(crate) fn blocks(&self, behind: &Self) -> bool {
-        let is_distinct =
-            self.nexthop.is_some() || self.gateway.is_some() || self.index != behind.index;
+        // A request without a protocol matches any.
+        let is_distinct = self.nexthop.is_some()
+            || self.gateway.is_some()
+            || self.index != behind.index
+            || (self.protocol != behind.protocol && self.protocol != 0);
         self.dst.family() == Family::V6 && is_distinct
     }
 

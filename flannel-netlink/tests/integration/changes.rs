@@ -557,13 +557,13 @@ fn a_foreign_route_in_front_of_ours_that_a_put_does_not_replace_is_removed() {
         let ours = Object::from(Route { dst: dst.parse().unwrap(), via, mtu: None });
         let shown = || ip(&format!("-6 route show {dst}"));
         change(Change::Put(ours.clone()));
-        let stand_before = || {
-            ip(&format!("-6 route replace {dst} dev up1"));
+        let stand_before = |device: &str| {
+            ip(&format!("-6 route replace {dst} dev {device}"));
             ip(&format!("-6 route append {dst} via 2001:db8::7 dev up0"));
             change(Change::Put(ours.clone()));
             let both = shown();
             assert!(
-                both.starts_with(&format!("{dst} dev up1")) && both.lines().count() == 2,
+                both.starts_with(&format!("{dst} dev {device}")) && both.lines().count() == 2,
                 "{both}"
             );
             let there = kernel.snapshot(&footprint).unwrap();
@@ -572,16 +572,23 @@ fn a_foreign_route_in_front_of_ours_that_a_put_does_not_replace_is_removed() {
                 "packets do not take our route: {there:?}"
             );
         };
-        stand_before();
-        change(Change::Put(ours.clone()));
-        let shown_after = shown();
-        assert!(shown_after.contains("via 2001:db8::9 dev up0 proto 241"), "{shown_after}");
-        assert_eq!(shown_after.lines().count(), 1, "{shown_after}");
-        // The foreign route stays when ours is deleted.
-        stand_before();
-        change(Change::Delete(ours.clone()));
-        let left = shown();
-        assert!(left.contains("dev up1") && left.lines().count() == 1, "{left}");
+        // On another device, and on the device of ours.
+        for device in ["up1", "up0"] {
+            stand_before(device);
+            change(Change::Put(ours.clone()));
+            let shown_after = shown();
+            assert!(shown_after.contains("via 2001:db8::9 dev up0 proto 241"), "{shown_after}");
+            assert_eq!(shown_after.lines().count(), 1, "{shown_after}");
+            // The foreign route stays when ours is deleted.
+            stand_before(device);
+            change(Change::Delete(ours.clone()));
+            let left = shown();
+            assert!(left.contains(&format!("dev {device}")), "{left}");
+            assert_eq!(left.lines().count(), 1, "{left}");
+            ip(&format!("-6 route del {dst} dev {device}"));
+            change(Change::Put(ours.clone()));
+        }
+        change(Change::Delete(ours));
         assert_eq!(kernel.snapshot(&footprint).unwrap(), State::default());
     });
 }
