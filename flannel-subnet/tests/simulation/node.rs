@@ -48,13 +48,18 @@ pub(crate) struct Node {
     runs: Mutex<u64>,
 }
 
+/// An ID that the seed determines, as everything in the simulation.
+pub(crate) fn random_holder() -> HolderId {
+    HolderId(fastrand::u64(1..=i64::MAX as u64))
+}
+
 impl Node {
     pub(crate) fn new(id: usize) -> Self {
         Self {
             id,
             link: Arc::new(Link::new()),
             clock: Mutex::new(Arc::new(NodeClock::random())),
-            disk: Mutex::new(Disk { holder: HolderId::random(), previous: None }),
+            disk: Mutex::new(Disk { holder: random_holder(), previous: None }),
             daemon: Mutex::new(None),
             publish: Notify::new(),
             power: Mutex::new(None),

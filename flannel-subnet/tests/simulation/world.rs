@@ -6,11 +6,11 @@ use std::time::Duration;
 
 use flannel_core::lease::{LeaseAttrs, Offer, Origin, Revision};
 use flannel_core::{Subnet, Subnets};
-use flannel_subnet::{Entry, HolderId, LeaseGrant, Registry};
+use flannel_subnet::{Entry, LeaseGrant, Registry};
 use tokio::time::{Instant, sleep};
 
 use crate::fault::{Counts, Fault};
-use crate::node::{Disk, Node};
+use crate::node::{Disk, Node, random_holder};
 use crate::store::{Broken, SharedStore, Store};
 use crate::{MARGIN, TTL};
 
@@ -218,7 +218,7 @@ impl World {
         let mut disk = node.disk.lock().unwrap();
         let kept = disk.clone();
         let holder = if matches!(fault, Fault::CrashLosingHolderId | Fault::CrashLosingState) {
-            HolderId::random()
+            random_holder()
         } else {
             kept.holder
         };
@@ -317,7 +317,7 @@ impl World {
                 self.store.operator_writes(
                     &subnets,
                     &foreign,
-                    Some(LeaseGrant { holder: HolderId::random(), ttl }),
+                    Some(LeaseGrant { holder: random_holder(), ttl }),
                 );
             }
         }
