@@ -47,14 +47,15 @@ struct Inner {
     forgotten: bool,
 }
 
-/// A second route to the destination of one of our routes.
+/// Another route to the destination of one of our routes.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct DuplicateRoute {
-    /// The second route.
+    /// The other route.
     pub(crate) found: RouteMessage,
     /// True: it is ours too, and behind the first one. It is deleted when the first one is put or
-    /// deleted. False: it is foreign, and in front of ours. It is deleted only when ours is put.
-    pub(crate) is_ours: bool,
+    /// deleted. False: a foreign route is in front of ours, and this is one of them that a put
+    /// would leave in place. It is deleted only when ours is put.
+    pub(crate) is_behind: bool,
 }
 
 impl ForeignRoutes {
@@ -164,7 +165,7 @@ mod tests {
             [2, 24, 0, 0, 254, ROUTE_PROTOCOL, 0, 1, 0, 0, 0, 0, 8, 0, 1, 0, 10, high, low, 0];
         let message =
             Message { kind: 24, flags: NlmF::empty(), sequence: 1, port: 0, payload: &payload };
-        DuplicateRoute { found: route::read(&message).unwrap(), is_ours: true }
+        DuplicateRoute { found: route::read(&message).unwrap(), is_behind: true }
     }
 
     #[test]

@@ -593,6 +593,57 @@ fn a_foreign_route_in_front_of_ours_that_a_put_does_not_replace_is_removed() {
     });
 }
 
+/// An IPv4 put replaces the first route, which may be foreign. Of IPv6 routes it replaces the first
+/// one of the same sort.
+#[test]
+fn all_routes_around_ours_that_hide_it_or_are_ours_too_are_removed() {
+    in_netns_async(|| async {
+        let kernel = uplink();
+        ip("link add up1 type veth peer name far1");
+        ip("link set far1 up");
+        ip("link set up1 up");
+        let networks = ["10.1.0.0/16", "fd00:1::/48"].map(|network| network.parse().unwrap());
+        let footprint = Footprint {
+            networks: networks.to_vec(),
+            routes_on: [link("up0")].into(),
+            ..Footprint::default()
+        };
+        for (dst, gateway, others) in [
+            (
+                "10.1.7.0/24",
+                "192.0.2.8",
+                &[
+                    "via 192.0.2.9 dev up0",
+                    "via 192.0.2.6 dev up0 proto 241",
+                    "via 192.0.2.7 dev up0 proto 241",
+                ][..],
+            ),
+            (
+                "fd00:1:0:7::/64",
+                "2001:db8::8",
+                &["dev up1", "dev up0", "blackhole", "via 2001:db8::9 dev up0 proto 241"],
+            ),
+        ] {
+            let family = if dst.contains(':') { 6 } else { 4 };
+            for other in others {
+                let (kind, way) = match *other {
+                    "blackhole" => ("blackhole", ""),
+                    way => ("unicast", way),
+                };
+                ip(&format!("-{family} route append {kind} {dst} {way}"));
+            }
+            kernel.snapshot(&footprint).unwrap();
+            let via = Via::Gateway { gateway: address(gateway), link: link("up0"), onlink: false };
+            let ours = Object::from(Route { dst: dst.parse().unwrap(), via, mtu: None });
+            kernel.apply(&footprint, &[Change::Put(ours.clone())]).remove(0).unwrap();
+            let shown = ip(&format!("-{family} route show {dst}"));
+            assert_eq!(shown.lines().count(), 1, "{shown}");
+            let there = kernel.snapshot(&footprint).unwrap();
+            assert!(there.get(&ours.key()) == Some(&ours) && !there.is_inexact(&ours.key()));
+        }
+    });
+}
+
 #[test]
 fn a_last_resort_route_does_not_stay_behind_ours_however_it_was_noted() {
     /// How the kernel handle learns of the route: by an event, by a snapshot before our put, or by

@@ -46,7 +46,7 @@ impl Steps for Route {
         if self.via != Via::LastResort {
             writer.delete_behind(n, self);
         }
-        writer.delete_duplicates(n, &self.dst, |duplicate| duplicate.is_ours);
+        writer.delete_duplicates(n, &self.dst, |duplicate| duplicate.is_behind);
         let protocol = writer.protocol(self);
         route::delete(writer.batch.delete(n), self, index, protocol);
         Ok(())

@@ -35,11 +35,13 @@ impl Reader<'_> {
                     table.inexact.extend((!is_exact).then_some(key));
                     table.objects.push(route.into());
                 }
-                // A foreign route is in front of ours. It is deleted when ours is put.
-                (None, Some(Hidden { found, first })) => {
-                    if first.blocks(&found) {
-                        self.foreign
-                            .note_duplicate(DuplicateRoute { found: first, is_ours: false });
+                // Foreign routes are in front of ours. The put of a desired route replaces one
+                // route: for IPv4 the first foreign one, for IPv6 ours. The others are deleted.
+                (None, Some(Hidden { found, in_front })) => {
+                    let v4 = (family == Family::V4).then_some(found);
+                    let blocking = in_front.into_iter().filter(|first| first.blocks(&found));
+                    for found in blocking.chain(v4) {
+                        self.foreign.note_duplicate(DuplicateRoute { found, is_behind: false });
                     }
                     before = Some(route);
                     table.inexact.push(key);
@@ -52,7 +54,7 @@ impl Reader<'_> {
                 // distinguish the two, it stays until the first one is deleted.
                 (Some(first), Some(Hidden { found, .. })) => {
                     if found.is_distinct_from(&route.via, &first.via) {
-                        self.foreign.note_duplicate(DuplicateRoute { found, is_ours: true });
+                        self.foreign.note_duplicate(DuplicateRoute { found, is_behind: true });
                         table.inexact.push(key);
                     }
                 }
@@ -73,8 +75,9 @@ impl Reader<'_> {
             if !found.default_metric {
                 return None;
             }
-            let first = last.before(message.sequence, found)?;
-            let hidden = first.filter(|_| !found.last_resort).map(|first| Hidden { found, first });
+            let in_front = last.before(message.sequence, found)?;
+            let is_hidden = !in_front.is_empty() && !found.last_resort;
+            let hidden = is_hidden.then(|| Hidden { found, in_front: in_front.to_vec() });
             let mut unknown = None;
             let route = found.object(|index| {
                 let name = names.get(&index).copied();
@@ -128,33 +131,35 @@ struct Ours {
 struct Hidden {
     /// The route itself.
     found: RouteMessage,
-    /// The route in front of it.
-    first: RouteMessage,
+    /// The routes in front of it, in their order.
+    in_front: Vec<RouteMessage>,
 }
 
-/// The last message of a dump, with the sequence number of the dump, which is another one when the
-/// dump is repeated.
+/// The messages of a dump about the current destination.
 #[derive(Default)]
-struct Last(Option<(u32, RouteMessage)>);
+struct Last {
+    /// The sequence number of the dump, which is another one when the dump is repeated.
+    dump: u32,
+    routes: Vec<RouteMessage>,
+}
 
 impl Last {
-    /// Takes the next message of the dump, `found`. Returns the route to the same destination in
-    /// front of it; `Some(None)` if there is none. Returns `None` if the message repeats the last
-    /// one: when IPv6 routes are added during a dump, the kernel may repeat a route as it continues
-    /// the dump. Two existing routes always differ.
+    /// Takes the next message of the dump, `found`. Returns the routes to the same destination in
+    /// front of it. Returns `None` if the message repeats the last one: when IPv6 routes are added
+    /// during a dump, the kernel may repeat a route as it continues the dump. Two existing routes
+    /// always differ.
     ///
     /// **Source**: linux `net/ipv6/ip6_fib.c: fib6_dump_table`.
-    fn before(&mut self, dump: u32, found: RouteMessage) -> Option<Option<RouteMessage>> {
-        let before = self
-            .0
-            .replace((dump, found))
-            .filter(|(number, _)| *number == dump)
-            .map(|(_, before)| before);
-        if before == Some(found) {
-            None
-        } else {
-            Some(before.filter(|before| before.dst == found.dst))
+    fn before(&mut self, dump: u32, found: RouteMessage) -> Option<&[RouteMessage]> {
+        if self.dump != dump || self.routes.last().is_some_and(|last| last.dst != found.dst) {
+            self.routes.clear();
         }
+        self.dump = dump;
+        if self.routes.last() == Some(&found) {
+            return None;
+        }
+        self.routes.push(found);
+        self.routes.split_last().map(|(_, before)| before)
     }
 }
 
@@ -181,11 +186,11 @@ mod tests {
         let (unicast, blackhole) = (1, 6);
         let mut last = Last::default();
         for (dump, found, before) in [
-            (1, message(1, unicast), Some(None)),
-            (1, message(2, unicast), Some(None)),
+            (1, message(1, unicast), Some(&[][..])),
+            (1, message(2, unicast), Some(&[])),
             (1, message(2, unicast), None),
-            (1, message(2, blackhole), Some(Some(message(2, unicast)))),
-            (2, message(2, blackhole), Some(None)),
+            (1, message(2, blackhole), Some(&[message(2, unicast)])),
+            (2, message(2, blackhole), Some(&[])),
         ] {
             assert_eq!(last.before(dump, found), before, "{found}");
         }
