@@ -103,7 +103,7 @@ pub(crate) fn read(message: &Message<'_>) -> Option<RouteMessage> {
         unrepresentable: flags & CLONED != 0,
         more: false,
     };
-    let mut metric = 0;
+    let (mut metric, mut other_family) = (0, false);
     for (id, value) in attributes {
         match id {
             RTA_NH_ID => read.nexthop = Some(u32_of(value)?),
@@ -112,7 +112,7 @@ pub(crate) fn read(message: &Message<'_>) -> Option<RouteMessage> {
             // A gateway of the other family: two bytes for its family, then its address.
             RTA_VIA => {
                 read.gateway = value.get(2..).and_then(ip_of);
-                read.unrepresentable = true;
+                other_family = true;
             }
             _ => match Rta::from(id) {
                 Rta::Dst => read.dst = Subnet::new(ip_of(value)?, len)?,
@@ -138,6 +138,7 @@ pub(crate) fn read(message: &Message<'_>) -> Option<RouteMessage> {
             },
         }
     }
+    read.unrepresentable |= other_family && read.nexthop.is_none();
     read.last_resort = read.kind == Rtn::Blackhole && metric == LAST_RESORT;
     let is_default = metric == default_metric(family) || read.last_resort;
     read.default_metric = is_default && tos == 0 && src_len == 0;
@@ -204,20 +205,16 @@ impl RouteMessage {
         }
     }
 
-    /// Whether this foreign route stays in front of our route `behind` when `behind` is put again,
-    /// and a request can delete it without deleting `behind`.
+    /// Whether a request to delete this IPv6 route never deletes `behind`, even if this route is
+    /// gone by then.
     ///
-    /// This happens only for IPv6. There the kernel replaces the first route of the same sort (with
-    /// or without a gateway), which may be `behind` itself.
-    ///
-    /// **Source**: linux `net/ipv6/ip6_fib.c: fib6_add_rt2node`.
-    pub(crate) fn blocks(&self, behind: &Self) -> bool {
-        // A request without a protocol matches any.
-        let is_distinct = self.nexthop.is_some()
+    /// **Source**: linux `net/ipv6/route.c: ip6_route_del`. It ignores a missing gateway or nexthop
+    /// object, and the protocol 0.
+    pub(crate) fn is_deleted_without(&self, behind: &Self) -> bool {
+        self.nexthop.is_some()
             || self.gateway.is_some()
             || self.index != behind.index
-            || (self.protocol != behind.protocol && self.protocol != 0);
-        self.dst.family() == Family::V6 && is_distinct
+            || (self.protocol != behind.protocol && self.protocol != 0)
     }
 
     /// The route, as far as [`Route`] represents it; `None` if it is unrepresentable, in another

@@ -48,7 +48,7 @@ struct Inner {
 }
 
 /// Another route to the destination of one of our routes.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct DuplicateRoute {
     /// The other route.
     pub(crate) found: RouteMessage,
@@ -85,7 +85,7 @@ impl ForeignRoutes {
         let (dst, duplicates) = (duplicate.found.dst, &mut self.lock().duplicates);
         if duplicates.len() < MOST || duplicates.contains_key(&dst) {
             let there = duplicates.entry(dst).or_default();
-            if there.len() < MOST_DUPLICATES {
+            if there.len() < MOST_DUPLICATES && !there.contains(&duplicate) {
                 there.push(duplicate);
             }
         }
@@ -174,7 +174,12 @@ mod tests {
         for n in 0..2 * MOST as u16 {
             foreign.note_duplicate(duplicate(n));
         }
-        (0..2 * MOST_DUPLICATES).for_each(|_| foreign.note_duplicate(duplicate(0)));
+        foreign.note_duplicate(duplicate(0));
+        for protocol in 0..2 * MOST_DUPLICATES as u8 {
+            let mut other = duplicate(0);
+            other.found.protocol = protocol;
+            foreign.note_duplicate(other);
+        }
         assert_eq!(foreign.lock().duplicates.len(), MOST, "the limit of destinations");
         assert_eq!(foreign.take_duplicates(&dst(0)).len(), MOST_DUPLICATES, "the limit of one");
         assert_eq!(foreign.take_duplicates(&dst(0)).len(), 0, "they were taken");

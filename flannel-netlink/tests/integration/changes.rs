@@ -623,6 +623,8 @@ fn all_routes_around_ours_that_hide_it_or_are_ours_too_are_removed() {
                 "2001:db8::8",
                 &["dev up1", "dev up0", "blackhole", "via 2001:db8::9 dev up0 proto 241"],
             ),
+            // None of these is ours. The put replaces the last one.
+            ("fd00:1:0:8::/64", "2001:db8::8", &["blackhole", "dev up0", "via 2001:db8::9"]),
         ] {
             let family = if dst.contains(':') { 6 } else { 4 };
             for other in others {

@@ -270,6 +270,20 @@ fn a_route_of_ours_with_more_attributes_is_repaired_or_deleted() {
     });
 }
 
+/// Another program can give our nexthop object a gateway of the other family.
+#[test]
+fn a_route_with_a_gateway_of_the_other_family_is_ours_if_its_nexthop_object_is() {
+    in_netns(|| {
+        let scene = Scene::set(Family::V4);
+        let id = scene.id(9);
+        ip(&format!("-6 nexthop add id {id} via 2001:db8::9 dev up0 protocol 241"));
+        ip(&format!("route add {} nhid {id} proto 241", scene.dst()));
+        let route = Route { dst: scene.dst(), via: Via::Nexthop(id), mtu: None };
+        let found = scene.kernel.snapshot(&scene.footprint()).unwrap();
+        assert_eq!(found.get(&Key::Route(scene.dst())), Some(&route.into()));
+    });
+}
+
 #[test]
 fn our_route_is_put_in_place_of_a_foreign_route_in_front_of_it() {
     in_netns(|| {

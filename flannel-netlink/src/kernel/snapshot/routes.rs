@@ -13,48 +13,51 @@ use crate::kernel::foreign_routes::DuplicateRoute;
 
 impl Reader<'_> {
     pub(super) fn read_routes(&mut self, family: Family) -> Result<(), KernelError> {
-        let mut ours = self.dump_routes(family)?;
+        let mut read = self.dump_routes(family)?;
         // For routes on a former external interface its name is needed. So the name is looked up,
         // and all routes are read again.
         let unknown: BTreeSet<u32> =
-            ours.iter().filter_map(|found| found.as_ref().err().copied()).collect();
+            read.iter().filter_map(|found| found.as_ref().err().copied()).collect();
         if !unknown.is_empty() {
             for index in unknown {
                 self.learn_name(index)?;
             }
-            ours = self.dump_routes(family)?;
+            read = self.dump_routes(family)?;
         }
         self.foreign.note_dump(family);
         let (mut before, mut table) = (None, Table::default());
-        for Ours { route, is_exact, hidden } in ours.into_iter().flatten() {
-            let key = Key::Route(route.dst);
-            let first = before.filter(|first: &Route| first.dst == route.dst);
-            match (first, hidden.map(|hidden| *hidden)) {
-                (None, None) => {
+        for Found { message, ours, in_front } in read.into_iter().flatten() {
+            let key = Key::Route(message.dst);
+            let first = before.filter(|first: &Route| first.dst == message.dst);
+            if first.is_none() && !in_front.is_empty() {
+                // Foreign routes are in front. The put of ours replaces one route, and would leave
+                // others: for IPv4 it replaces the first one, and leaves this one; for IPv6
+                // (`fib6_add_rt2node`) it may replace this one, and leaves those in front.
+                let may_go = |first: &RouteMessage| {
+                    family == Family::V6 && (ours.is_none() || first.is_deleted_without(&message))
+                };
+                let stays = ours.filter(|_| family == Family::V4).map(|_| message);
+                let left = in_front.iter().copied().filter(may_go).chain(stays);
+                left.for_each(|found| {
+                    self.foreign.note_duplicate(DuplicateRoute { found, is_behind: false });
+                });
+            }
+            let Some((route, is_exact)) = ours else { continue };
+            match first {
+                None => {
                     before = Some(route);
-                    table.inexact.extend((!is_exact).then_some(key));
-                    table.objects.push(route.into());
-                }
-                // Foreign routes are in front of ours. The put of a desired route replaces one
-                // route: for IPv4 the first foreign one, for IPv6 ours. The others are deleted.
-                (None, Some(Hidden { found, in_front })) => {
-                    let v4 = (family == Family::V4).then_some(found);
-                    let blocking = in_front.into_iter().filter(|first| first.blocks(&found));
-                    for found in blocking.chain(v4) {
-                        self.foreign.note_duplicate(DuplicateRoute { found, is_behind: false });
-                    }
-                    before = Some(route);
-                    table.inexact.push(key);
+                    table.inexact.extend((!is_exact || !in_front.is_empty()).then_some(key));
                     table.objects.push(route.into());
                 }
                 // This is our last-resort route, behind another route of ours. It is deleted when
                 // that one is put again.
-                (Some(_), None) => table.inexact.push(key),
+                Some(_) if message.last_resort => table.inexact.push(key),
                 // This is a second route of ours, behind the first one. If a request cannot
                 // distinguish the two, it stays until the first one is deleted.
-                (Some(first), Some(Hidden { found, .. })) => {
-                    if found.is_distinct_from(&route.via, &first.via) {
-                        self.foreign.note_duplicate(DuplicateRoute { found, is_behind: true });
+                Some(first) => {
+                    if message.is_distinct_from(&route.via, &first.via) {
+                        let duplicate = DuplicateRoute { found: message, is_behind: true };
+                        self.foreign.note_duplicate(duplicate);
                         table.inexact.push(key);
                     }
                 }
@@ -64,9 +67,9 @@ impl Reader<'_> {
         Ok(())
     }
 
-    /// Reads the owned routes of a family. Foreign routes are dropped while they are read, because
-    /// there may be a million.
-    fn dump_routes(&mut self, family: Family) -> Result<Vec<Found>, KernelError> {
+    /// Reads the routes of a family. Only owned routes are kept, and foreign ones that the put of
+    /// an owned route may replace. There may be a million others.
+    fn dump_routes(&mut self, family: Family) -> Result<Vec<Result<Found, u32>>, KernelError> {
         let Self { socket, footprint, foreign, names, nexthops, .. } = self;
         let mut last = Last::default();
         socket.dump(route::all(family), |message| {
@@ -76,38 +79,41 @@ impl Reader<'_> {
                 return None;
             }
             let in_front = last.before(message.sequence, found)?;
-            let is_hidden = !in_front.is_empty() && !found.last_resort;
-            let hidden = is_hidden.then(|| Hidden { found, in_front: in_front.to_vec() });
+            // A last-resort route is behind all others by design.
+            let in_front = if found.last_resort { &[] } else { in_front };
+            let inside = || footprint.networks.iter().any(|network| network.covers(&found.dst));
             let mut unknown = None;
             let route = found.object(|index| {
                 let name = names.get(&index).copied();
                 unknown = name.is_none().then_some(index);
                 name
             });
-            let may_be_left = || {
-                let inside = footprint.networks.iter().any(|network| network.covers(&found.dst));
-                footprint.go_routes.is_none() && found.protocol == ROUTE_PROTOCOL && inside
-            };
+            let may_be_left =
+                || footprint.go_routes.is_none() && found.protocol == ROUTE_PROTOCOL && inside();
             if let Some(index) = unknown.filter(|_| may_be_left()) {
                 return Some(Err(index));
             }
-            let route = route?;
-            let by = match route.via {
+            let by = |via: &Via| match *via {
                 Via::Gateway { link, .. } | Via::Link(link) => Some(link),
                 Via::Nexthop(id) => device(nexthops, id),
                 _ => None,
             };
             // Go flannel's routes have no attributes that make them inexact.
             let is_go_like = footprint.go_routes.is_none() || found.is_exact();
-            if !is_go_like || !footprint.owns_route(&route, by, found.protocol) {
-                return None;
-            }
-            if hidden.is_some() {
-                tracing::debug!(%route.dst, "another route to the same destination hides one of \
+            let owns = |route: &Route| {
+                is_go_like && footprint.owns_route(route, by(&route.via), found.protocol)
+            };
+            let ours = route.filter(owns);
+            if ours.is_some() && !in_front.is_empty() {
+                tracing::debug!(%found.dst, "another route to the same destination hides one of \
                     ours");
             }
             let is_exact = found.is_exact() && found.protocol == ROUTE_PROTOCOL;
-            Some(Ok(Ours { route, is_exact, hidden: hidden.map(Box::new) }))
+            let may_be_replaced = || !in_front.is_empty() && family == Family::V6 && inside();
+            (ours.is_some() || may_be_replaced()).then(|| {
+                let ours = ours.map(|route| (route, is_exact));
+                Ok(Found { message: found, ours, in_front: in_front.to_vec() })
+            })
         })
     }
 }
@@ -117,21 +123,14 @@ fn device(nexthops: &[(u32, LinkName)], id: u32) -> Option<LinkName> {
     nexthops.binary_search_by_key(&id, |(id, _)| *id).ok().map(|place| nexthops[place].1)
 }
 
-/// An owned route.
-struct Ours {
-    route: Route,
-    /// [`Route`] represents all attributes, and the route has our protocol.
-    is_exact: bool,
-    /// `Some` if another route to the same destination is in front of it, so that packets take that
-    /// one. Always `None` for a last-resort route, which is behind all others by design.
-    hidden: Option<Box<Hidden>>,
-}
-
-/// The messages about a route that is behind another one.
-struct Hidden {
-    /// The route itself.
-    found: RouteMessage,
-    /// The routes in front of it, in their order.
+/// A route of a dump.
+struct Found {
+    message: RouteMessage,
+    /// The route if it is owned, and whether [`Route`] represents all its attributes and it has
+    /// our protocol.
+    ours: Option<(Route, bool)>,
+    /// The routes to the same destination in front of it, of which packets take the first. Empty
+    /// for a last-resort route.
     in_front: Vec<RouteMessage>,
 }
 
@@ -162,9 +161,6 @@ impl Last {
         self.routes.split_last().map(|(_, before)| before)
     }
 }
-
-/// An owned route, or the index of a link whose name decides whether the route is owned.
-type Found = Result<Ours, u32>;
 
 #[cfg(test)]
 mod tests {
