@@ -209,9 +209,10 @@ impl LocalManager {
     pub(super) fn settle(&self, entry: Entry, term: LeaseTerm) -> Lease {
         let term = entry.holder.map(|_| term);
         let mut lease = Arc::unwrap_or_clone(entry.lease);
-        lease.expires = term.map(|term| {
+        // If no clock can reach the time, the lease never expires.
+        lease.expires = term.and_then(|term| {
             let left = term.end().saturating_sub(self.clock.boottime());
-            self.clock.wall() + left
+            self.clock.wall().checked_add(left)
         });
         let Lease { subnets, revision, .. } = lease;
         self.holding.set(HeldLease { subnets, attrs: lease.attrs.clone(), revision, term });

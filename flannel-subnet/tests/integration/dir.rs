@@ -125,6 +125,16 @@ async fn a_lease_that_expired_before_the_start_is_absent_and_its_subnet_is_free(
     assert_eq!(other.list().await.unwrap().entries, [taken]);
 }
 
+/// A time to live that no clock can reach.
+#[tokio::test]
+async fn a_lease_with_the_largest_time_to_live_never_expires() {
+    let net = Net::new().await;
+    let largest = Duration::from_secs(u64::MAX);
+    net.registry.create(&key(5), &attrs("192.0.2.1"), grant(1, largest)).await.unwrap();
+    let lease = node(&net.registry, 1).acquire_lease(&attrs("192.0.2.1")).await.unwrap();
+    assert_eq!((lease.subnets, lease.expires), (key(5), None));
+}
+
 #[tokio::test]
 async fn an_overlapping_key_is_refused() {
     let net = Net::new().await;
