@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use flannel_core::Subnet;
 use flannel_core::address::{Dual, Family};
+use flannel_core::runtime::blocking;
 use flannel_netlink::netfilter::{Kind, NetfilterMessage, NetfilterSocket};
 use tokio::sync::Mutex;
 use tokio::time::{Instant, timeout};
@@ -17,9 +18,9 @@ use tokio::time::{Instant, timeout};
 use crate::error::Error;
 use crate::iptables::program::{Programs, Variant};
 use crate::iptables::{legacy_tables, script};
-use crate::nft::expr::{ACCEPT, Expr, find, number_in};
+use crate::nft::expr::{ACCEPT, Expr, NFPROTO, find, number_in};
 use crate::nft::table::{
-    CHAIN_HOOK, CHAIN_NAME, CHAIN_POLICY, GETCHAIN, HOOK_NUMBER, SUBSYSTEM, TABLE, rules, text_in,
+    CHAIN_HOOK, CHAIN_NAME, CHAIN_POLICY, GETCHAIN, HOOK_NUMBER, SUBSYSTEM, TABLE, protocol, rules, text_in,
 };
 
 /// `NF_INET_FORWARD`, `NF_DROP`.
@@ -147,12 +148,10 @@ pub async fn forward_drops(
 ) -> ForwardDrops {
     let pods = *networks;
     let mut drops = ForwardDrops::default();
-    match tokio::task::spawn_blocking(move || nf_tables(&pods)).await {
-        Ok(Ok(found)) => drops.found = found,
-        Ok(Err(Error::NoNftables { .. })) => {}
-        Ok(Err(error)) => drops.unread.push(error),
-        // The runtime is shutting down.
-        Err(_) => {}
+    match blocking(move || nf_tables(&pods)).await {
+        Ok(found) => drops.found = found,
+        Err(Error::NoNftables { .. }) => {}
+        Err(error) => drops.unread.push(error),
     }
     for family in Family::BOTH {
         if legacy_tables(family).iter().any(|table| table == "filter") {
@@ -213,15 +212,16 @@ fn accept<'a>(rules: impl Iterator<Item = &'a Vec<Expr>>, network: Subnet) -> bo
 /// The condition of a rule that accepts all packets from the network (`Some(true)`), to it
 /// (`Some(false)`), or without a condition on addresses (inner `None`). `None` for other rules.
 fn accepted_side(rule: &[Expr], network: Subnet) -> Option<Option<bool>> {
-    let (source, destination) = if network.family() == Family::V4 { (12, 16) } else { (8, 24) };
+    let family = network.family();
+    let (source, destination) = if family == Family::V4 { (12, 16) } else { (8, 24) };
     let mut side = None;
     let mut exprs = rule.iter().peekable();
     while let Some(expr) = exprs.next() {
         match expr {
             Expr::Other(name) if name == "counter" => {}
             // The condition on the family, in `inet` tables.
-            Expr::Other(name) if name == "meta" => match exprs.next()? {
-                Expr::Compare { equal: true, value } if matches!(value.as_slice(), [2 | 10]) => {}
+            Expr::Meta(NFPROTO) => match exprs.next()? {
+                Expr::Compare { equal: true, value } if value[..] == [protocol(family)] => {}
                 _ => return None,
             },
             Expr::Header { offset, len }

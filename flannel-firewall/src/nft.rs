@@ -10,6 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use flannel_core::address::{Dual, Family};
 use flannel_core::kernel::KernelError;
+use flannel_core::runtime::blocking;
 use flannel_netlink::netfilter::{
     Batch, NetfilterEvents, NetfilterMessage, NetfilterSocket, Refused,
 };
@@ -55,15 +56,7 @@ impl Nft {
             Some(socket) => reconcile(socket, &desired, true),
             None => Ok(Vec::new()),
         };
-        tokio::task::spawn_blocking(work).await.unwrap_or_else(|error| {
-            match error.try_into_panic() {
-                Ok(panic) => std::panic::resume_unwind(panic),
-                Err(_) => {
-                    let source = KernelError::explained(EAGAIN, "the runtime is shutting down");
-                    Err(Error::Kernel { object: "nftables".into(), source })
-                }
-            }
-        })
+        blocking(work).await
     }
 
     /// Waits until another program changes a table of flannel, or messages are lost.

@@ -15,8 +15,9 @@ use crate::rules::{Rule, Side, Verdict};
 /// `NFT_REG_VERDICT` and `NFT_REG_1`: the verdict, and a register of 16 bytes.
 const VERDICT: u32 = 0;
 const REGISTER: u32 = 1;
-/// `NFT_META_MARK`.
+/// `NFT_META_MARK`, `NFT_META_NFPROTO`.
 const MARK: u32 = 3;
+pub(crate) const NFPROTO: u32 = 15;
 /// `NFT_PAYLOAD_NETWORK_HEADER`.
 const NETWORK_HEADER: u32 = 1;
 /// `NFT_CMP_EQ` and `NFT_CMP_NEQ`.
@@ -39,8 +40,8 @@ const CODE: u16 = 1;
 /// One instruction.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Expr {
-    /// Loads the packet's mark.
-    Mark,
+    /// Loads the property `NFT_META_…` of the packet.
+    Meta(u32),
     /// Loads bytes of the network header.
     Header { offset: u32, len: u32 },
     /// Clears the bits of the loaded value that the mask lacks.
@@ -62,7 +63,7 @@ pub(crate) fn of(rule: &Rule) -> Vec<Expr> {
         // A mark is in the machine's byte order.
         let bits = mark.to_ne_bytes().to_vec();
         exprs.extend([
-            Expr::Mark,
+            Expr::Meta(MARK),
             Expr::Mask(bits.clone()),
             Expr::Compare { equal: true, value: bits },
         ]);
@@ -128,7 +129,7 @@ pub(crate) fn read(list: &[u8]) -> Vec<Expr> {
 impl Expr {
     fn name(&self) -> &str {
         match self {
-            Self::Mark => "meta",
+            Self::Meta(_) => "meta",
             Self::Header { .. } => "payload",
             Self::Mask(_) => "bitwise",
             Self::Compare { .. } => "cmp",
@@ -140,8 +141,8 @@ impl Expr {
 
     fn write(&self, data: &mut Messages) {
         match self {
-            Self::Mark => {
-                number(number(data, 1, REGISTER), 2, MARK);
+            Self::Meta(key) => {
+                number(number(data, 1, REGISTER), 2, *key);
             }
             Self::Header { offset, len } => {
                 number(number(data, 1, REGISTER), 2, NETWORK_HEADER);
@@ -180,7 +181,7 @@ impl Expr {
         let is = |kind, value| number_in(data, kind) == Some(value);
         let value = |kind| Some(find(find(data, kind)?, VALUE)?.to_vec());
         match name {
-            "meta" if is(1, REGISTER) && is(2, MARK) => Some(Self::Mark),
+            "meta" if is(1, REGISTER) => Some(Self::Meta(number_in(data, 2)?)),
             "payload" if is(1, REGISTER) && is(2, NETWORK_HEADER) => {
                 Some(Self::Header { offset: number_in(data, 3)?, len: number_in(data, 4)? })
             }

@@ -37,6 +37,8 @@ async fn a_policy_is_found_in_every_table_and_accepted_pods_are_known(
     assert_eq!(texts(drops().await), guard);
     // A rule counts only if it accepts the whole pod network.
     for (rule, helps) in [
+        ("meta l4proto 2 accept", [false, false]),
+        ("meta l4proto 10 accept", [false, false]),
         ("ip saddr 10.1.0.0/16 tcp dport 80 accept", [false, false]),
         ("ip saddr 10.1.0.0/24 accept", [false, false]),
         ("ip saddr 10.1.0.0/16 drop", [false, false]),
@@ -51,6 +53,9 @@ async fn a_policy_is_found_in_every_table_and_accepted_pods_are_known(
     }
     nft("flush chain inet guard gate");
     assert_eq!(texts(drops().await), guard);
+    nft("add rule inet guard gate meta nfproto ipv6 accept");
+    let seen: Vec<bool> = drops().await.iter().map(|drop| drop.accepts_pods).collect();
+    assert_eq!(seen, [false, true]);
     nft("add rule inet guard gate accept");
     assert!(drops().await.iter().all(|drop| drop.accepts_pods));
     assert!(
