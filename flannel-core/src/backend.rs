@@ -19,6 +19,7 @@ use crate::kernel::{Annex, Footprint, Kernel};
 use crate::lease::{Lease, Offer, Origin, Subnets, View};
 use crate::network::Network;
 use crate::object::{LinkName, Object, State};
+use crate::runtime::blocking;
 use crate::subnet::{Hints, SubnetManager};
 
 /// The interface that connects this host with its peers.
@@ -176,9 +177,8 @@ impl<'a> Node<'a> {
     /// The kernel panics, or there is no tokio runtime.
     pub async fn snapshot(&self, footprint: Footprint) -> Result<State> {
         let kernel = Arc::clone(self.kernel);
-        tokio::task::spawn_blocking(move || kernel.snapshot(&footprint))
+        blocking(move || kernel.snapshot(&footprint))
             .await
-            .unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()))
             .map_err(|source| Error::Kernel { object: "network objects".into(), source })
     }
 }

@@ -51,14 +51,6 @@ pub enum Error {
         /// The lease.
         subnets: Subnets,
     },
-    /// Another node holds the lease.
-    #[error("{subnets} is held by {holder}")]
-    Taken {
-        /// The lease.
-        subnets: Subnets,
-        /// The node.
-        holder: String,
-    },
     /// Another program has not written a value yet that this node needs: wait, then try again.
     #[error("{store}: {reason}")]
     NotReady {

@@ -9,6 +9,7 @@ pub mod kernel;
 pub mod lease;
 pub mod network;
 pub mod object;
+pub mod runtime;
 pub mod status;
 pub mod subnet;
 #[cfg(feature = "testing")]

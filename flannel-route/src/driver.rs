@@ -2,6 +2,7 @@
 //!
 //! Work is done in rounds, one at a time, on a thread that may block. Meanwhile this task listens.
 
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -15,6 +16,7 @@ use crate::schedule::{Done, Permits, Schedule};
 use flannel_core::kernel::{Changes, Invalidation, KernelError, ProcessNames};
 use flannel_core::lease::View;
 use flannel_core::network::{Ended, Question};
+use flannel_core::runtime::blocking;
 use flannel_core::status::Status;
 use flannel_core::{Kernel, Result};
 
@@ -134,13 +136,10 @@ impl Driver {
         let repairs = !round.events.is_empty();
         let (kernel, names) = (Arc::clone(&self.kernel), self.names.clone());
         let work = move || round.work(engine, &kernel, names.as_deref());
-        let mut job = tokio::task::spawn_blocking(work);
+        let mut job = pin!(blocking(work));
         let Outcome { mut engine, rechecked, stream } = loop {
             tokio::select! {
-                done = &mut job => match done {
-                    Ok(done) => break done,
-                    Err(panic) => std::panic::resume_unwind(panic.into_panic()),
-                },
+                done = &mut job => break done,
                 () = tokio::time::sleep(LISTEN) => self.listener.catch_up().await,
                 // The latency of a view includes its wait for the end of this round.
                 Ok(()) = self.views.changed(), if self.arrived.is_none() => {

@@ -1,4 +1,4 @@
-//! Small additions to tokio and std: tasks, blocking work, descriptors, timers, and locks.
+//! Small additions to tokio and std: tasks, descriptors, timers, and locks.
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -25,18 +25,6 @@ impl Task {
 impl Drop for Task {
     fn drop(&mut self) {
         self.0.abort();
-    }
-}
-
-/// Runs `work`, which waits for the disk, on a blocking thread.
-pub(crate) async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
-    match tokio::task::spawn_blocking(work).await {
-        Ok(done) => done,
-        Err(error) => match error.try_into_panic() {
-            Ok(panic) => std::panic::resume_unwind(panic),
-            // The runtime is shutting down, and so is the caller.
-            Err(_) => std::future::pending().await,
-        },
     }
 }
 

@@ -4,27 +4,12 @@
 //! happen in the order of the calls, even if a caller drops its future. So old content never
 //! replaces new content.
 
-use std::panic::resume_unwind;
-
+use flannel_core::runtime::blocking;
 use tokio::sync::Mutex;
 
 static TURN: Mutex<()> = Mutex::const_new(());
 
-/// Runs `work` on another thread, and propagates its panic.
-pub(crate) async fn run_blocking<T: Send + 'static>(
-    work: impl FnOnce() -> T + Send + 'static,
-) -> T {
-    match tokio::task::spawn_blocking(work).await {
-        Ok(done) => done,
-        Err(error) => match error.try_into_panic() {
-            Ok(panic) => resume_unwind(panic),
-            // The runtime ends, and with it this task.
-            Err(_) => std::future::pending().await,
-        },
-    }
-}
-
-/// The same, after the work of all earlier calls.
+/// [`blocking`], after the work of all earlier calls.
 ///
 /// # Cancel safety
 /// Work that has begun is done before the work of later calls, unless the process ends.
@@ -32,7 +17,7 @@ pub(crate) async fn run_blocking_in_order<T: Send + 'static>(
     work: impl FnOnce() -> T + Send + 'static,
 ) -> T {
     let turn = TURN.lock().await;
-    run_blocking(move || {
+    blocking(move || {
         let done = work();
         drop(turn);
         done

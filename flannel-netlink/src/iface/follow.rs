@@ -12,6 +12,7 @@ use std::time::Duration;
 use flannel_core::address::Family;
 use flannel_core::backend::ExternalInterface;
 use flannel_core::kernel::{KernelError, ROUTE_PROTOCOL};
+use flannel_core::runtime::blocking;
 use neli::consts::rtnl::Rtm;
 use nix::sys::socket::SockProtocol;
 use tokio::sync::watch;
@@ -90,7 +91,7 @@ impl NetlinkKernel {
         };
         let mut by_routes = false;
         loop {
-            let (back, kept) = blocking(observer, Observer::check).await;
+            let (back, kept) = observe(observer, Observer::check).await;
             observer = back;
             let kept = kept?;
             let listen = !kept && observer.depends_on_routes();
@@ -100,7 +101,7 @@ impl NetlinkKernel {
             let now = if kept {
                 InterfaceState::Kept
             } else {
-                let (back, now) = blocking(observer, Observer::choose).await;
+                let (back, now) = observe(observer, Observer::choose).await;
                 observer = back;
                 now?
             };
@@ -121,15 +122,15 @@ fn changes() -> Result<Multicast, KernelError> {
 }
 
 /// Runs `work` on a blocking thread. Returns the observer with the result.
-async fn blocking<T: Send + 'static>(
+async fn observe<T: Send + 'static>(
     mut observer: Observer,
     work: fn(&mut Observer) -> T,
 ) -> (Observer, T) {
-    let job = tokio::task::spawn_blocking(move || {
+    blocking(move || {
         let done = work(&mut observer);
         (observer, done)
-    });
-    job.await.unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()))
+    })
+    .await
 }
 
 /// Compares the chosen interface with the kernel.

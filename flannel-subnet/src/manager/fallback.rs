@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use flannel_core::lease::{Origin, View};
+use flannel_core::runtime::blocking;
 use flannel_core::{Error, Lease, Result};
 use tokio::sync::{Notify, watch};
 
@@ -147,8 +148,7 @@ impl Fallback {
         loop {
             let (fallback, latest) = (Arc::clone(&self), views.clone());
             let holding = Arc::clone(&holding);
-            // This fails only if the runtime ends.
-            let _ = tokio::task::spawn_blocking(move || fallback.save(&latest, &holding)).await;
+            blocking(move || fallback.save(&latest, &holding)).await;
             tokio::time::sleep(PAUSE).await;
             tokio::select! {
                 changed = views.changed() => if changed.is_err() { return },
@@ -178,7 +178,7 @@ impl Fallback {
         let own = holding.get().map(|HeldLease { subnets, attrs, revision, term }| {
             let since = view.leases.get(&subnets).map_or(revision, |lease| lease.since);
             let left = |term: LeaseTerm| term.end().saturating_sub(self.clock.boottime());
-            let expires = term.map(|term| now + left(term));
+            let expires = term.and_then(|term| now.checked_add(left(term)));
             (Lease { subnets, attrs, expires, since, revision }, self.holder)
         });
         let (store, config) = (self.store.to_string(), lock(&self.config).clone());

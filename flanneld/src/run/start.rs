@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::SystemTime;
 
 use flannel_backends::Backends;
+use flannel_core::runtime::blocking;
 use flannel_core::backend::ExternalInterface;
 use flannel_core::kernel::Footprint;
 use flannel_core::lease::View;
@@ -15,7 +16,6 @@ use tokio::sync::{OnceCell, watch};
 
 use super::config_validator::ConfigValidator;
 use super::uplink::{Chosen, addresses_of};
-use crate::blocking::run_blocking;
 use crate::config::DaemonConfig;
 use crate::error::Error;
 use crate::observe::{Rulebook, Running};
@@ -161,7 +161,7 @@ async fn in_place(kernel: Arc<dyn Kernel>, footprint: Footprint) -> bool {
         footprint == Footprint::default()
             || !kernel.snapshot(&footprint).is_ok_and(|there| there.is_empty())
     };
-    run_blocking(look).await
+    blocking(look).await
 }
 
 #[cfg(test)]

@@ -7,6 +7,7 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use flannel_core::runtime::blocking;
 use flannel_core::Config;
 use flannel_core::address::Family;
 use flannel_core::backend::ExternalInterface;
@@ -15,7 +16,6 @@ use flannel_netlink::NetlinkKernel;
 use flannel_netlink::iface::{InterfaceState, Selectors};
 use tokio::sync::watch;
 
-use crate::blocking::run_blocking;
 use crate::error::Error;
 use crate::observe::Observer;
 use crate::store::wait::STORE_AGAIN;
@@ -41,7 +41,7 @@ impl Chosen {
     ) -> Result<Self, Error> {
         let kernel = Arc::clone(kernel);
         let families: Vec<_> = config.networks.families().collect();
-        let chosen = run_blocking(move || {
+        let chosen = blocking(move || {
             let iface = kernel.external_interface(&selectors, families)?;
             Ok::<_, Error>(Self { kernel, iface, selectors })
         })

@@ -12,6 +12,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use flannel_core::runtime::blocking;
 use flannel_core::address::Dual;
 use flannel_core::kernel::Footprint;
 use flannel_core::object::Key;
@@ -22,7 +23,7 @@ use flannel_route::remove_go_routes;
 use tokio::sync::watch;
 
 use super::{is_settled, log_removal};
-use crate::blocking::{run_blocking, run_blocking_in_order};
+use crate::blocking::run_blocking_in_order;
 use crate::error::Error;
 
 /// The leftovers of Go flannel. Clones share their state.
@@ -88,7 +89,7 @@ impl GoFlannel {
         {
             let removal = move || remove(&*kernel, &footprint, lens, &status);
             // Objects that the kernel keeps are removed after the next start.
-            self.left_routes.store(!run_blocking(removal).await, Ordering::Relaxed);
+            self.left_routes.store(!blocking(removal).await, Ordering::Relaxed);
             let this = self.clone();
             run_blocking_in_order(move || this.wrote_subnet_file()).await;
         }

@@ -9,6 +9,7 @@ use std::convert::Infallible;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use flannel_core::runtime::blocking;
 use flannel_core::kernel::Footprint;
 use flannel_core::status::Status;
 use flannel_core::{Config, Kernel, Subnet};
@@ -17,7 +18,7 @@ use flannel_route::remove_former;
 use tokio::sync::watch;
 
 use super::{is_settled, log_removal};
-use crate::blocking::{run_blocking, run_blocking_in_order};
+use crate::blocking::run_blocking_in_order;
 
 /// The pod networks of this host in the record.
 #[derive(Debug)]
@@ -60,7 +61,7 @@ impl OldNetworks {
                 gone
             };
             // Objects that the kernel keeps are removed after the next start.
-            if run_blocking(removal).await {
+            if blocking(removal).await {
                 self.write(&self.current).await;
             }
         }
