@@ -225,7 +225,7 @@ pub(crate) struct DoctorFlags {
 
 fn peers(text: &str) -> Result<usize, String> {
     let number = text.parse().ok().filter(|number| *number <= 10_000);
-    number.ok_or_else(|| "right would be a number up to 10000".to_owned())
+    number.ok_or_else(|| "expected a number from 0 to 10000".to_owned())
 }
 
 /// The options of `cleanup`.

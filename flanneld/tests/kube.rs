@@ -488,9 +488,7 @@ fn the_node_comes_from_the_pod_and_the_server_from_a_kubeconfig() {
         let mut daemon =
             host.netns.run(|| Daemon::start(command.env("POD_NAME", "kube-flannel-ds-x")));
         assert!(!daemon.ended().success());
-        daemon.wait_for_log(
-            "right would be NODE_NAME in the environment, or POD_NAMESPACE and POD_NAME",
-        );
+        daemon.wait_for_log("expected NODE_NAME in the environment, or POD_NAMESPACE and POD_NAME");
     });
 }
 
