@@ -235,9 +235,22 @@ fn describe(config: &Config, text: &ConfigText, done: &str, terminal: &Terminal)
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::terminal::tests::assert_page;
 
     fn patched(seen: &ConfigText, patch: &str) -> Result<String> {
         super::patched(seen, patch, &flannel_backends::all())
+    }
+
+    #[test]
+    fn a_config_is_shown_with_its_defaults() {
+        let text = ConfigText {
+            location: "etcd:https://etcd-1:2379,https://etcd-2:2379".into(),
+            text: r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:1::/48"}"#
+                .into(),
+        };
+        let config = check(&text, &flannel_backends::all()).unwrap();
+        let done = "written; each daemon uses the changed pod networks from its next start on";
+        assert_page("config", |terminal| describe(&config, &text, done, terminal).text);
     }
 
     #[test]
