@@ -38,7 +38,7 @@ pub(crate) fn problems(tree: &Tree) -> Result<Vec<String>> {
             _ => Vec::new(),
         };
         problems.extend(wide.iter().map(|(line, columns)| {
-            format!("{path}:{line}: {columns} columns, at most {WIDTH} would be right")
+            format!("{path}:{line}: {columns} columns, expected at most {WIDTH}")
         }));
         // This file names them all.
         if path != "xtask/src/prose.rs" {
@@ -51,10 +51,10 @@ pub(crate) fn problems(tree: &Tree) -> Result<Vec<String>> {
         let text = tree.read(path)?;
         let (has_lines, has_words) = (text.lines().count(), text.split_whitespace().count());
         if has_lines > lines {
-            problems.push(format!("{path}: {has_lines} lines, at most {lines} would be right"));
+            problems.push(format!("{path}: {has_lines} lines, expected at most {lines}"));
         }
         if has_words > words {
-            problems.push(format!("{path}: {has_words} words, at most {words} would be right"));
+            problems.push(format!("{path}: {has_words} words, expected at most {words}"));
         }
     }
     Ok(problems)
