@@ -95,7 +95,7 @@ async fn follow_store(
         starter.started(&ready);
         held = (!ready.lapsed).then(|| ready.network.handle().lease);
         let reason = network::run(settings, subnets, ready, go_flannel, observer).await?;
-        tracing::info!("rebuilding the network: {reason}");
+        tracing::info!(%reason, "rebuilding the network");
     }
 }
 
@@ -117,7 +117,7 @@ fn previous_subnets(settings: &DaemonConfig) -> Option<Subnets> {
         Ok(env) => env.previous(),
         Err(SubnetEnvError::Io { source, .. }) if source.kind() == ErrorKind::NotFound => None,
         Err(error) => {
-            tracing::warn!("the previous subnet is not known: {error}");
+            tracing::warn!(%error, "the previous subnet is not known");
             None
         }
     }

@@ -136,7 +136,7 @@ impl Answers {
         };
         match self.observer.set_log(Some(&filter)) {
             Ok(()) => {
-                tracing::info!("the log filter is {filter} now, until SIGHUP");
+                tracing::info!(%filter, "the log filter is set, until SIGHUP or a reload");
                 answer(&LogReport { version: VERSION, filter })
             }
             Err(error) => refusal(StatusCode::BAD_REQUEST, error),

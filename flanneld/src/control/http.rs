@@ -112,7 +112,7 @@ pub(super) async fn serve(listener: Listener, site: Arc<dyn Site>) -> Infallible
         match listener.accept().await {
             Ok((stream, uid)) => connections.add(stream, uid, Arc::clone(&site)).await,
             Err(error) => {
-                tracing::debug!("a connection could not be accepted: {error}");
+                tracing::debug!(%error, "a connection could not be accepted");
                 sleep(ACCEPT_PAUSE).await;
             }
         }

@@ -106,7 +106,8 @@ impl KubeFlags {
         let depth = text("EVENT_QUEUE_DEPTH");
         if !depth.is_empty() && depth.parse::<i64>().is_err() {
             return Err(format!(
-                "EVENT_QUEUE_DEPTH in the environment: {depth:?} is not valid, expected a whole number"
+                "EVENT_QUEUE_DEPTH in the environment: {depth:?} is not valid, expected a whole \
+                 number"
             ));
         }
         #[cfg(feature = "kube")]

@@ -37,7 +37,8 @@ pub(crate) async fn to_apply(
     let refuse = |refused: &mut Option<String>, error: String| {
         if refused.as_ref() != Some(&error) {
             tracing::warn!(
-                "the network config was changed, but cannot be used and is ignored: {error}"
+                %error,
+                "the network config was changed, but cannot be used and is ignored"
             );
             observer.note(|facts| facts.refused_config = Some(error.clone()));
             *refused = Some(error);
@@ -83,7 +84,9 @@ pub(crate) async fn to_apply(
             let waits = now.networks != used.networks && !cached;
             observer.note(|facts| facts.waiting_config = waits.then(|| now.clone()));
             if waits {
+                let networks: Vec<_> = now.pod_networks().collect();
                 tracing::warn!(
+                    ?networks,
                     "the network config has other networks now, which are used from the next start \
                      on"
                 );

@@ -105,10 +105,9 @@ async fn until_live(
     observer: &Observer,
 ) -> Result<String, Error> {
     tracing::warn!(
-        lease = %own,
-        "this node's lease has run out: until {} answers, routes to peers stay in place, and its \
-         own subnet is not set up",
-        subnets.store_status().store
+        lease = %own, store = %subnets.store_status().store,
+        "this node's lease has run out: until the store answers, routes to peers stay in place, \
+         and its own subnet is not set up"
     );
     if views.wait_for(|view| matches!(view.origin, Origin::Live { .. })).await.is_err() {
         // The watch has ended, which the network reports.
@@ -121,8 +120,8 @@ async fn until_live(
         let why = (!gone).then(|| error.to_string());
         if let Some(why) = why.as_ref().filter(|why| logged.as_ref() != Some(*why)) {
             tracing::warn!(
-                "the store answers, but no lease is requested, because no network could be built: \
-                 {why}"
+                error = %why,
+                "the store answers, but no lease is requested, because no network could be built"
             );
         }
         observer.note(|facts| facts.waits_for = why.clone());
@@ -186,12 +185,11 @@ async fn log_findings(
 fn warn_if_stale(subnets: &dyn SubnetManager, view: &View) {
     let status = subnets.store_status();
     if let (Origin::Cached { written: Some(written) }, None) = (view.origin, status.confirmed) {
-        let age = written.elapsed().unwrap_or_default().as_secs();
+        let age_seconds = written.elapsed().unwrap_or_default().as_secs();
         tracing::warn!(
-            "stale: {} leases from the cache, written {age} s ago, are put in place; nothing is \
-             deleted until {} answers",
-            view.leases.len(),
-            status.store
+            leases = view.leases.len(), age_seconds, store = %status.store,
+            "stale: leases from the cache are put in place; nothing is deleted until the store \
+             answers"
         );
     }
 }

@@ -136,8 +136,8 @@ fn log_reason(logged: &mut Option<Reason>, reason: Reason, text: &str) -> bool {
     let new = logged.as_ref() != Some(&reason);
     if new {
         match reason {
-            Reason::Store => tracing::warn!("waiting for the store: {text}"),
-            Reason::Other(_) => tracing::warn!("waiting: {text}"),
+            Reason::Store => tracing::warn!(reason = %text, "waiting for the store"),
+            Reason::Other(_) => tracing::warn!(reason = %text, "waiting"),
         }
         *logged = Some(reason);
     }

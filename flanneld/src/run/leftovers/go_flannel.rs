@@ -47,7 +47,8 @@ impl GoFlannel {
             Ok(text) => text,
             // A newer build of this daemon ran here last, and not Go flannel.
             Err(error) if is_newer(&error) => {
-                tracing::warn!("{}: {error}", record.display());
+                let path = record.display();
+                tracing::warn!(%path, %error, "the subnet file counts as this daemon's");
                 there.clone()
             }
             Err(error) => return Err(Error::file(&record, &error)),
@@ -66,9 +67,9 @@ impl GoFlannel {
         let text = identity(&self.subnet_file).unwrap_or_default();
         if let Err(error) = state_dir::replace(&self.record, &text) {
             tracing::warn!(
-                "{}: {error} (see --state-dir): the next start treats {} as Go flannel's",
-                self.record.display(),
-                self.subnet_file.display()
+                path = %self.record.display(), %error, subnet_file = %self.subnet_file.display(),
+                "a state file cannot be written (see --state-dir): the next start treats the \
+                 subnet file as Go flannel's"
             );
         }
     }
@@ -110,7 +111,7 @@ fn remove(kernel: &dyn Kernel, footprint: &Footprint, lens: Dual<u8>, status: &S
         refused
     };
     let removal = remove_go_routes(kernel, footprint, lens, refused, false);
-    log_removal("left by Go flannel", removal) && !spared.get()
+    log_removal("Go flannel", removal) && !spared.get()
 }
 
 /// Distinguishes this file from one that another program put in its place, even with the same
