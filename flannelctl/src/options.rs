@@ -109,7 +109,7 @@ impl Global {
     pub(crate) async fn make_registry(&self) -> Result<Arc<dyn Registry>> {
         let missing = || {
             Error::Refused(
-                "--registry is missing: expected dir:/etc/flannel/network, for example".into(),
+                "--registry is missing; expected dir:PATH, such as dir:/etc/flannel/network".into(),
             )
         };
         let url = self.registry.as_ref().ok_or_else(missing)?;
@@ -333,8 +333,8 @@ fn key(text: &str) -> Result<Subnets, String> {
     }
     let wrong = || {
         format!(
-            "{text:?} is neither subnets, such as 10.1.5.0/24, nor the key of a lease, such as \
-             10.1.5.0-24"
+            "{text:?} is not a lease, expected its subnets, such as 10.1.5.0/24, or its key, such \
+             as 10.1.5.0-24"
         )
     };
     let parts: Option<Vec<Subnet>> = text.split(',').map(|part| part.trim().parse().ok()).collect();

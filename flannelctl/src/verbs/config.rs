@@ -84,7 +84,8 @@ async fn write(
 fn patched(seen: &ConfigText, patch: &str, backends: &Backends) -> Result<String> {
     let wrong = |what: &str, why: &dyn Display| {
         Error::Refused(format!(
-            "{what} is not a JSON object such as {{\"Backend\": {{\"MTU\": 1400}}}}: {why}"
+            "{what} is not a JSON object: {why}; expected one such as {{\"Backend\": {{\"MTU\": \
+             1400}}}}"
         ))
     };
     let patch: Members = serde_json::from_str(patch).map_err(|error| wrong("PATCH", &error))?;

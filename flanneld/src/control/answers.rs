@@ -92,11 +92,15 @@ impl Answers {
                 answer(&PeersReport { version: VERSION, peers })
             }
             ("GET", "/v1/why") => {
-                match parameter(request, "address").map(|text| text.parse::<IpAddr>()) {
-                    Some(Ok(address)) => answer(&why(&self.observer.snapshot(), address).await),
-                    _ => refusal(
+                let text = parameter(request, "address").unwrap_or_default();
+                match text.parse::<IpAddr>() {
+                    Ok(address) => answer(&why(&self.observer.snapshot(), address).await),
+                    Err(_) => refusal(
                         StatusCode::BAD_REQUEST,
-                        "address must be an IP address, as in /v1/why?address=10.1.7.9",
+                        format!(
+                            "address is {text:?}, expected an IP address, as in \
+                             /v1/why?address=10.1.7.9"
+                        ),
                     ),
                 }
             }
@@ -131,7 +135,7 @@ impl Answers {
 
     fn set_log(&self, request: &Request) -> Response {
         let Some(filter) = parameter(request, "filter") else {
-            let error = "filter must be a value of --log, as in /v1/log?filter=debug";
+            let error = "filter is missing, expected a value of --log, as in /v1/log?filter=debug";
             return refusal(StatusCode::BAD_REQUEST, error);
         };
         match self.observer.set_log(Some(&filter)) {

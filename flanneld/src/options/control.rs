@@ -63,7 +63,7 @@ fn group(text: &str) -> Result<u32, String> {
                 .to_owned())
         }
         Err(errno) => {
-            Err(format!("the groups of this host cannot be read: {errno}; a number needs no name"))
+            Err(format!("the groups of this host cannot be read: {errno}; expected a number"))
         }
     }
 }

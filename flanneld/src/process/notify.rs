@@ -145,9 +145,7 @@ fn address(name: &OsStr) -> io::Result<SocketAddr> {
         [b'/', ..] => SocketAddr::from_pathname(name),
         _ => Err(io::Error::new(
             io::ErrorKind::InvalidInput,
-            format!(
-                "{name:?} is neither the path of a socket nor the name of an abstract one (@…)"
-            ),
+            format!("{name:?} is not an address, expected the path of a socket, or @NAME"),
         )),
     }
 }
