@@ -33,7 +33,7 @@ use leftovers::go_flannel::GoFlannel;
 use start::Starter;
 use wait::{Patience, holding, patiently};
 
-/// The pause between two networks, so that steady changes do not keep a core busy.
+/// The pause between two networks. Without it, steady changes would keep a core busy.
 const REBUILD_PAUSE: Duration = Duration::from_millis(100);
 
 /// Runs the daemon: see [`Daemon::run`](crate::Daemon::run).
@@ -111,7 +111,8 @@ fn open_kernel(settings: &DaemonConfig) -> Result<NetlinkKernel, Error> {
     }
 }
 
-/// The subnets in the file of the last run. A file that cannot be read is logged, and has none.
+/// The subnets in the subnet file of the last run; `None` if there is no such file. A file that
+/// cannot be read is logged and counts as missing.
 fn previous_subnets(settings: &DaemonConfig) -> Option<Subnets> {
     match SubnetEnv::read(&settings.subnet_file) {
         Ok(env) => env.previous(),

@@ -1,8 +1,8 @@
 //! The answers to requests. `flannel-api` lists them.
 //!
-//! A `GET` changes nothing. Every user who may open the socket may read, which `--control-group` is
-//! for. Only root and the daemon's own user may send a `POST`, whatever the mode of the socket. The
-//! kernel names the user of the client.
+//! A `GET` changes nothing. Every user who may open the socket may read; `--control-group` allows
+//! more users to open it. Only root and the daemon's own user may send a `POST`, whatever the mode
+//! of the socket. The kernel reports the user of the client.
 //!
 //! **Source**: flannel `main.go: mustRunHealthz`, for paths and first lines of the health answers.
 

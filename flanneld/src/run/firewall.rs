@@ -30,10 +30,11 @@ impl FirewallConfig {
         Firewall::open(mode, self.rule_options(), options).await
     }
 
-    /// Checks that rules can be kept in the mode of `config`, if that of `used` is another one.
+    /// Checks that rules can be made in the mode of `config` (nftables or iptables), if it differs
+    /// from the mode of `used`.
     ///
     /// # Errors
-    /// They cannot.
+    /// Rules cannot be made in that mode.
     pub(crate) async fn validate(&self, config: &Config, used: &Config) -> Result<(), Error> {
         if self.wanted() && config.nftables != used.nftables {
             self.open(config).await?;

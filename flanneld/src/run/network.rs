@@ -24,10 +24,10 @@ use crate::observe::Observer;
 use crate::report::host;
 use crate::store::wait::{STORE_AGAIN, hold};
 
-/// The pause before it is checked again whether a network could be built.
+/// The pause before the daemon checks again whether a network can be built.
 const SECOND_THOUGHT: Duration = Duration::from_secs(10);
-/// The time that the subnet file waits for firewall rules, which another program may have locked,
-/// and for the tunnel.
+/// The longest wait of the subnet file for firewall rules and the tunnel. Another program may hold
+/// the lock of iptables.
 const RULES: Duration = Duration::from_secs(5);
 
 /// Runs a network until a value that it was built from changes. Returns the reason.
@@ -160,7 +160,7 @@ async fn rules_and_tunnel(
     mut rules: watch::Receiver<bool>,
     mut status: watch::Receiver<Arc<Status>>,
 ) {
-    // The results are dropped at once, because they block the channels' senders.
+    // The results are dropped at once, because they lock the channels for their senders.
     let there = async {
         drop(rules.wait_for(|settled| *settled).await);
         drop(status.wait_for(|status| status.own_in_place).await);

@@ -105,7 +105,7 @@ impl<'a> Starter<'a> {
         let cached = subnets.store_status().confirmed.is_none();
         let hints = subnets.hints().await?;
         let views = subnets.watch_leases().await?;
-        // First, because each of the next steps may end this start and later ones.
+        // Before the next steps, because each of them may fail, in this start and in later ones.
         self.announced
             .get_or_try_init(|| {
                 let footprint = settings.backends.footprint(&stored);

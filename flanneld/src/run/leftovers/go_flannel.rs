@@ -29,9 +29,9 @@ use crate::error::Error;
 #[derive(Debug, Clone)]
 pub(crate) struct GoFlannel {
     subnet_file: PathBuf,
-    /// Identifies the file that we wrote.
+    /// The state file with the identity of the subnet file that this daemon wrote.
     record: PathBuf,
-    /// Another program wrote the file, and its routes may still be there.
+    /// Another program wrote the subnet file, and its routes may still be there.
     left_routes: Arc<AtomicBool>,
 }
 
@@ -57,9 +57,9 @@ impl GoFlannel {
         Ok(Self { subnet_file, record, left_routes })
     }
 
-    /// Records the subnet file that was written as ours, unless routes must be removed first. Call
-    /// it together with the write ([`run_blocking_in_order`]), or the next start treats our file as
-    /// Go flannel's.
+    /// Records that this daemon wrote the subnet file, unless routes must be removed first. Call it
+    /// together with the write ([`run_blocking_in_order`]). Otherwise the next start may treat the
+    /// file as Go flannel's.
     pub(crate) fn wrote_subnet_file(&self) {
         if self.left_routes() {
             return;
