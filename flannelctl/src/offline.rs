@@ -53,7 +53,7 @@ pub(crate) async fn ask_store(
 pub(crate) struct Known {
     pub(crate) config: Option<Config>,
     pub(crate) leases: LeaseSet,
-    /// The reason that the values may be old, without a full stop; `None`: they are the store's.
+    /// The reason why the values may be old, without a full stop; `None`: the store gave them.
     pub(crate) stale: Option<String>,
 }
 
@@ -87,7 +87,7 @@ pub(crate) fn store_name(global: &Global) -> String {
     global.registry.as_ref().map_or_else(|| "--registry".to_owned(), ToString::to_string)
 }
 
-/// The set of leases that a daemon cached; `None` if none can be read.
+/// The set of leases that a daemon cached; `None` if there is no cache, or it cannot be read.
 pub(crate) fn saved(global: &Global) -> Option<Saved> {
     Cache::open(state_dir::leases(&global.state_dir)).load().ok()
 }

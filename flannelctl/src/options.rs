@@ -85,9 +85,9 @@ impl Global {
         control::socket(self.control_socket.as_deref(), &self.subnet_file)
     }
 
-    /// Opens an existing store. Creates none, because an empty store on an unmounted directory
-    /// would make every daemon of the machine stop. A directory without a store is such a mount
-    /// point.
+    /// Opens an existing store. Does not create one: in a directory whose file system is not
+    /// mounted, an empty store would make every daemon that uses it stop. A directory with neither
+    /// `config` nor `subnets` counts as not mounted.
     pub(crate) async fn open_registry(&self) -> Result<Arc<dyn Registry>> {
         if let Some(RegistryUrl::Dir(location)) = &self.registry {
             let broken = |source: std::io::Error| flannel_core::Error::Store {
@@ -344,7 +344,7 @@ fn key(text: &str) -> Result<Subnets, String> {
     subnets.ok_or_else(wrong)
 }
 
-/// Options of verbs that the daemon has with the same meaning.
+/// Options of verbs that flanneld also has, with the same meaning and the same variables.
 const OF_DAEMON: [&str; 2] = ["doctor_port", "iface"];
 
 impl Ctl {

@@ -106,7 +106,7 @@ fn patched(seen: &ConfigText, patch: &str, backends: &Backends) -> Result<String
 fn merge(into: &mut Members, patch: Members) -> serde_json::Result<()> {
     for (name, value) in patch.0 {
         let is_it = |(known, _): &(String, _)| known.eq_ignore_ascii_case(&name);
-        // Of several fields with one name the last counts, as for readers of a config.
+        // Of several fields with the same name the last one counts, as when a config is read.
         let last = into.0.iter().rposition(is_it);
         let at =
             into.0[..last.unwrap_or(into.0.len())].iter().filter(|member| !is_it(member)).count();
