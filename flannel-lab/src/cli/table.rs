@@ -1,4 +1,4 @@
-//! The result as tables of 80 columns.
+//! The result as tables. They fit into 80 columns.
 
 use std::fmt::Write;
 
@@ -6,13 +6,13 @@ use flannelctl::terminal::{Style, Terminal};
 
 use crate::cli::outcome::{HostRow, Outcome, PairRow};
 
-/// Hosts whose matrix fits into 80 columns.
+/// The maximum number of hosts whose matrix fits into 80 columns.
 const MATRIX_HOSTS: usize = 8;
 
-/// Hosts, and pairs that are not reached, that are listed at most.
+/// The maximum number of hosts in the table, and of pairs that are listed as not reached.
 const LISTED: usize = 20;
 
-/// Renders a result. The tables have 80 columns on every terminal.
+/// Renders a result. The width of the terminal has no effect.
 pub(crate) fn render(outcome: &Outcome, terminal: &Terminal) -> String {
     let mut text = format!(
         "{} on {} · {} · {}\n\n",
@@ -55,7 +55,7 @@ fn hosts(hosts: &[HostRow], terminal: &Terminal) -> String {
             .map_or_else(|| "-".to_owned(), |kib| format!("{:.1} MiB", kib as f64 / 1024.0));
         for line in 0..host.subnets.len().max(1) {
             let subnet = host.subnets.get(line).map_or("", String::as_str);
-            // In the line of each lease, the address of its family.
+            // The line of a lease has the address of the same family.
             let same = |address: &&std::net::IpAddr| address.is_ipv6() == subnet.contains(':');
             let address =
                 host.addresses.iter().find(same).map(ToString::to_string).unwrap_or_default();
