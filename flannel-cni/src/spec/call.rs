@@ -21,7 +21,7 @@ pub enum Command {
     Check,
     /// Check whether ADD would succeed.
     Status,
-    /// Clean up after all containers except those named.
+    /// Clean up after all containers except those that the config names.
     Gc,
     /// List the supported versions of the specification.
     Version,
