@@ -42,30 +42,15 @@ pub(crate) async fn log_status(mut status: watch::Receiver<Arc<Status>>) -> Infa
     }
 }
 
-/// A line of the log.
+/// A line of the log. `Refused` has the first refusal of several, and the number of the others. The
+/// lease of `Accepted` is no longer rejected, or gone.
 #[derive(Debug, PartialEq, Eq)]
 enum Line {
-    InSync {
-        peers: usize,
-        objects: usize,
-    },
-    Unreadable {
-        error: String,
-    },
-    /// The first refusal of several, and the number of the others.
-    Refused {
-        change: String,
-        error: String,
-        more: usize,
-    },
-    Rejected {
-        lease: Subnets,
-        reason: String,
-    },
-    /// The lease is no longer rejected, or gone.
-    Accepted {
-        lease: Subnets,
-    },
+    InSync { peers: usize, objects: usize },
+    Unreadable { error: String },
+    Refused { change: String, error: String, more: usize },
+    Rejected { lease: Subnets, reason: String },
+    Accepted { lease: Subnets },
     Info(String),
     Warn(String),
 }
