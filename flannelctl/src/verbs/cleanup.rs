@@ -180,3 +180,31 @@ impl Account {
         Output { text, value, ok: self.failed.is_empty() }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The lines do not depend on the width of the terminal, so that they can be copied.
+    #[test]
+    fn changes_failures_and_unknown_objects_are_shown() {
+        let account = Account {
+            done: vec!["delete route 10.1.7.0/24".into(), "delete link flannel.1".into()],
+            failed: vec![(
+                "delete firewall rules".into(),
+                "iptables: Operation not permitted (os error 1)".into(),
+            )],
+            unknown: vec!["flannel.2, if no flannel needs it: ip link delete flannel.2".into()],
+        };
+        let output = account.output(false);
+        assert_eq!(output.text, include_str!("../pages/cleanup.txt"), "\n{}", output.text);
+        assert!(!output.ok);
+        let planned = Account { failed: Vec::new(), ..account };
+        assert!(planned.output(true).text.ends_with("\n2 changes would be made\n"));
+        let nothing = Account::default().output(true);
+        assert_eq!(
+            (nothing.text.as_str(), nothing.ok),
+            ("nothing of flannel is there to change\n", true)
+        );
+    }
+}
