@@ -1,6 +1,7 @@
-//! Measures the engines, each against a floor in the same run: a raw writer of the same objects.
+//! Measures the engines. Each is compared with a floor in the same run: a raw writer of the same
+//! objects.
 //!
-//! Machines differ and are noisy. Compare the ratios.
+//! Machines differ, and other load disturbs a run. So compare ratios, not times.
 
 mod measure;
 mod parts;
@@ -29,7 +30,7 @@ struct Options {
     json: bool,
 }
 
-/// The range of counts, which the addresses of the benches limit.
+/// The range of counts. The addresses that the benches use suffice for the largest count.
 fn count() -> clap::builder::RangedI64ValueParser<u32> {
     clap::value_parser!(u32).range(1..=65_000)
 }

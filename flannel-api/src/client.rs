@@ -13,7 +13,7 @@ use crate::{
     LogReport, PeerReport, PeersReport, ReloadReport, StatusReport, VERSION, WhyReport, request,
 };
 
-/// The timeout of each read and write. A daemon that takes longer hangs.
+/// The timeout of each read and write. A daemon that takes longer counts as not answering.
 const TIMEOUT: Duration = Duration::from_secs(15);
 
 /// Why there is no answer.
@@ -73,8 +73,8 @@ impl Client {
         Self { socket: Some(socket.into()) }
     }
 
-    /// The same for a socket that may be off. Without one, each request fails with
-    /// [`Error::NoDaemon`].
+    /// A client of the daemon at this socket. With `None`, because the socket is off, each request
+    /// fails with [`Error::NoDaemon`].
     pub fn at(socket: Option<PathBuf>) -> Self {
         Self { socket }
     }

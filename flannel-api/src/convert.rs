@@ -140,10 +140,10 @@ impl From<&StoreStatus> for StoreReport {
 }
 
 impl SubnetsReport {
-    /// The use of each pod network. A number that does not fit is reported as the largest one.
-    /// `given`: this node's subnets, if the store assigned them from the whole network, as
-    /// Kubernetes does. Then subnets of that size are counted, because nodes may have smaller or
-    /// larger ones.
+    /// The use of each pod network. A number that does not fit into 64 bits is reported as the
+    /// largest one. `given` are this node's subnets, if the store assigns subnets from the whole
+    /// network, as Kubernetes does. Then subnets of that size are counted, because nodes may have
+    /// smaller or larger ones.
     pub fn all(config: &Config, leases: &LeaseSet, given: Option<Subnets>) -> Vec<Self> {
         let report = |(family, pod): (Family, &PodNetwork)| {
             let unit = given.and_then(|given| given.family(family));
@@ -167,8 +167,8 @@ impl SubnetsReport {
     }
 }
 
-/// The number of subnets of `unit`'s size in `subnet`. Powers of two by `exp2` would load all of
-/// libm.
+/// The number of subnets of `unit`'s size in `subnet`; less than 1 if `subnet` is smaller. Does not
+/// use `exp2`, because that would load all of libm.
 fn parts(unit: Subnet, subnet: Subnet) -> f64 {
     let power = |more: u8| (0..more).fold(1.0, |product, _| product * 2.0);
     power(unit.len().saturating_sub(subnet.len())) / power(subnet.len().saturating_sub(unit.len()))

@@ -2,17 +2,17 @@
 
 use serde::{Deserialize, Serialize};
 
-/// A condition of a host that loses packets of pods. Neither the start of the daemon nor readiness
-/// depends on it.
+/// A condition of a host because of which packets of pods are lost. Neither the start of the daemon
+/// nor its readiness depends on it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Finding {
     /// The name of the check, one word.
     pub check: String,
-    /// `error`: packets are lost. `warning`: some may be.
+    /// `error`: packets are lost. `warning`: some packets may be lost.
     pub severity: String,
     /// A sentence without a full stop.
     pub text: String,
-    /// The command that repairs it, for a shell. Comments for people follow `#`.
+    /// A shell command that repairs it. Remarks for people follow `#`.
     pub repair: Option<String>,
 }
 

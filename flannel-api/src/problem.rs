@@ -5,11 +5,11 @@ use serde::{Deserialize, Serialize};
 /// A problem of the daemon. The node is ready if and only if no problem is an error.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Problem {
-    /// `error`: the node is not ready. `warning`: it is.
+    /// `error`: the node is not ready. `warning`: the node may be ready.
     pub severity: String,
     /// A sentence without a full stop.
     pub text: String,
-    /// The command that helps or shows more, for a shell. Comments for people follow `#`.
+    /// A shell command that repairs the problem or shows more. Remarks for people follow `#`.
     pub hint: Option<String>,
 }
 

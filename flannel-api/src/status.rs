@@ -67,10 +67,11 @@ pub struct NetworkReport {
     /// The bytes that the tunnel adds to a packet of each family; empty without tunnels.
     #[serde(default)]
     pub overhead: BTreeMap<String, u32>,
-    /// The packets that other nodes send to this one besides pods' own packets.
+    /// The kinds of packets, such as tunnel packets, that other nodes send to this one in addition
+    /// to packets of pods.
     #[serde(default)]
     pub inlets: Vec<InletReport>,
-    /// Whether packets of pods travel between some nodes without a tunnel.
+    /// Whether packets of pods go between some nodes without a tunnel.
     #[serde(default)]
     pub bare_routes: bool,
     /// Whether all desired objects are in the kernel, from a complete and live set of leases.
@@ -81,7 +82,8 @@ pub struct NetworkReport {
     pub objects: u64,
     /// The objects that the kernel refuses.
     pub failing: Counted<FailureReport>,
-    /// All other nodes. `listed` begins with those in trouble; those that changed last follow.
+    /// All other nodes. `listed` begins with the rejected, failing and pending ones; then come the
+    /// nodes whose leases changed last.
     pub peers: Counted<PeerReport>,
     /// The number of peers whose leases are accepted.
     pub accepted: u64,
@@ -110,7 +112,7 @@ pub enum InletReport {
     Protocol(u8),
 }
 
-/// A number of values, and some of them.
+/// The number of values, and a list of the most important ones.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Counted<T> {
     /// The number of values.
@@ -126,9 +128,10 @@ pub struct LeaseReport {
     pub key: String,
     /// Its subnets.
     pub subnets: Vec<String>,
-    /// `held`, `reserved`, `lapsed` or `none`.
+    /// `held`; `reserved`: it has no end; `lapsed`: its time ran out and the store has not
+    /// confirmed a renewal; or `none`.
     pub ownership: String,
-    /// The time until it ends unless renewed; `null` unless it is held.
+    /// The time until it ends unless it is renewed; `null` unless it is `held`.
     pub remaining: Option<f64>,
 }
 

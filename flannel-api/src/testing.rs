@@ -1,15 +1,15 @@
-//! Answers with something in every field, for tests of programs that show them.
+//! Answers with a value in every field, for tests of programs that show them.
 
 use crate::{ObjectReport, StatusReport, WhyReport};
 
-/// A node in trouble.
+/// The status of a node that has problems.
 pub fn status_report() -> StatusReport {
     serde_json::from_str(include_str!("status_sample.json")).unwrap_or_else(|error| {
         unreachable!("the sample is checked by this crate's tests: {error}")
     })
 }
 
-/// An address of a peer whose route is not in place yet.
+/// The report on an address of a peer whose route is not in place yet.
 pub fn why_report() -> WhyReport {
     WhyReport {
         version: crate::VERSION,

@@ -21,7 +21,7 @@ pub enum InstallError {
     /// The destination names no file.
     #[error("{} is no name of a file: expected a path such as /opt/cni/bin/flannel", .0.display())]
     Destination(PathBuf),
-    /// A file could not be used.
+    /// An operation on a file failed.
     #[error("cannot {verb} {}: {source}", path.display())]
     File {
         /// The operation.
@@ -66,7 +66,7 @@ pub fn install(source: &Path, destination: &Path) -> Result<(), InstallError> {
     let named = copied
         .and_then(|()| fs::rename(&temporary, destination).map_err(cannot("replace", destination)));
     named.inspect_err(|_| {
-        // A failure wastes only space, until the next copy.
+        // If this fails, the file wastes space until a later copy removes it.
         let _ = fs::remove_file(&temporary);
     })
 }

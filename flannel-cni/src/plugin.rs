@@ -57,7 +57,7 @@ fn add(call: &Call, conf: &NetConf) -> Result<Vec<u8>> {
     let answer =
         delegate.run(Command::Add, call, &bytes).and_then(|answer| result(answer, &delegate_conf));
     let Err(error) = answer else { return answer };
-    // After an earlier ADD without a DEL, this call must not undo that ADD.
+    // If an earlier ADD had no DEL yet, this call must not undo that ADD.
     let undone = match earlier {
         Some(earlier) => state.save(&earlier),
         None if attached => state.forget(),
@@ -97,7 +97,7 @@ fn del(call: &Call, conf: &NetConf) -> Result<()> {
     let state = State::new(&conf.data_dir, &call.container, &call.ifname);
     let Some(saved) = state.load(&conf.name)? else { return Ok(()) };
     let Some(delegate_conf) = DelegateConf::from_saved(&saved) else {
-        // With an error the runtime would retry for ever.
+        // After an error the runtime would retry for ever.
         log(&format!("{} holds no network config: nothing to undo", state.path().display()));
         return Ok(());
     };

@@ -128,7 +128,7 @@ impl State {
     pub(crate) fn forget(&self) -> Result<()> {
         let (own, of_go) = (self.path(), self.go_path());
         let linked = same_file(&own, &of_go);
-        // The Go plugin's name goes first, because alone it would look like the Go plugin's file.
+        // The Go plugin's name is removed first. Alone it would look like the Go plugin's file.
         if linked || !own.exists() && fs::metadata(&of_go).is_ok_and(|file| file.nlink() == 1) {
             remove(&of_go)?;
         }

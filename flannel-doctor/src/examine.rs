@@ -104,7 +104,7 @@ impl Examination {
 /// Options of the questions to peers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ProbeOptions {
-    /// Peers to ask at most. Those whose state is not `in place` come first.
+    /// The maximum number of peers to ask. Those whose state is not `in place` come first.
     pub peers: usize,
     /// The port of path probes; 0: none are made.
     pub doctor_port: u16,

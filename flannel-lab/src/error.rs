@@ -1,4 +1,4 @@
-//! Errors of a lab. A pod that does not reach another is no error, but a result
+//! Errors of a lab. If a pod does not reach another, this is not an error but a result
 //! ([`Unreached`](crate::Unreached)).
 
 use std::io;

@@ -13,6 +13,7 @@ use std::time::Duration;
 
 use clap::Parser;
 use flannel_lab::{Error, Interrupter, Lab, Result, Signal};
+use flannelctl::terminal::Terminal;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use tokio::signal::unix::{SignalKind, signal};
 
@@ -100,7 +101,7 @@ fn report(options: &Options, lab: &Lab) -> Result<bool> {
     if options.json {
         print(&format!("{outcome}\n"));
     } else {
-        print(&cli::table::render(&outcome, io::stdout().is_terminal()));
+        print(&cli::table::render(&outcome, &Terminal::of_stdout()));
     }
     Ok(outcome.ok)
 }

@@ -59,9 +59,9 @@ pub fn networks(dir: &Path) -> PathBuf {
 pub fn read_networks(file: &Path) -> Vec<Subnet> {
     let text = read(file).unwrap_or_else(|error| {
         tracing::warn!(
-            "{}: {error} (see --state-dir): objects of earlier pod networks on the external \
-             interface are not removed",
-            file.display()
+            path = %file.display(), %error,
+            "a state file cannot be read (see --state-dir): objects of earlier pod networks on the \
+             external interface are not removed"
         );
         None
     });
@@ -69,9 +69,9 @@ pub fn read_networks(file: &Path) -> Vec<Subnet> {
     let network = |line: &str| {
         let network = line.parse().ok();
         if network.is_none() {
-            let path = file.display();
             tracing::warn!(
-                "{path}: {line:?} is not a network such as \"10.1.0.0/16\" and is ignored"
+                path = %file.display(), ?line,
+                "a line is ignored: expected a network such as 10.1.0.0/16"
             );
         }
         network

@@ -3,7 +3,7 @@
 mod error;
 mod offline;
 mod options;
-mod terminal;
+pub mod terminal;
 mod verbs;
 
 use std::ffi::OsString;

@@ -1,5 +1,6 @@
 //! The state without a daemon: the files of the last daemon, and the store.
 
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
@@ -18,7 +19,7 @@ use serde_json::{Value, json};
 
 use crate::error::{Error, Result};
 use crate::options::Global;
-use crate::terminal::{Style, span};
+use crate::terminal::{Style, Terminal, span};
 use crate::{Context, Output, status};
 
 /// The state of a peer without a daemon.
@@ -52,7 +53,7 @@ pub(crate) async fn ask_store(
 pub(crate) struct Known {
     pub(crate) config: Option<Config>,
     pub(crate) leases: LeaseSet,
-    /// The reason that the values may be old, without a full stop; `None`: they are the store's.
+    /// The reason why the values may be old, without a full stop; `None`: the store gave them.
     pub(crate) stale: Option<String>,
 }
 
@@ -86,7 +87,7 @@ pub(crate) fn store_name(global: &Global) -> String {
     global.registry.as_ref().map_or_else(|| "--registry".to_owned(), ToString::to_string)
 }
 
-/// The set of leases that a daemon cached; `None` if none can be read.
+/// The set of leases that a daemon cached; `None` if there is no cache, or it cannot be read.
 pub(crate) fn saved(global: &Global) -> Option<Saved> {
     Cache::open(state_dir::leases(&global.state_dir)).load().ok()
 }
@@ -96,60 +97,81 @@ pub(crate) fn own_subnets(global: &Global) -> Option<Subnets> {
     SubnetEnv::read(&global.subnet_file).ok().and_then(|env| env.previous())
 }
 
-/// The page without a daemon: the state that the last daemon left.
+/// The status without a daemon: the state that the last daemon left.
 pub(crate) async fn status(
     Context { global, backends, terminal, .. }: Context<'_>,
     failure: &flannel_api::Error,
 ) -> Output {
-    let mut value = status::down(&failure.to_string());
+    let left = Left {
+        findings: findings(global, backends).await,
+        subnets: SubnetEnv::read(&global.subnet_file).map_err(|error| error.to_string()),
+        saved: Cache::open(state_dir::leases(&global.state_dir))
+            .load()
+            .map_err(|error| error.to_string()),
+    };
+    let failure = failure.to_string();
+    let mut value = status::down(&failure);
+    value["findings"] = json!(left.findings);
+    if let Ok(env) = &left.subnets {
+        value["subnets"] = json!(words(env.subnets.values()));
+        value["mtu"] = json!(env.mtu);
+    }
+    if let Ok(saved) = &left.saved {
+        value["leases"] = json!(saved.leases.len());
+        value["leases_kept"] = json!(seconds(saved.written));
+    }
+    Output { text: page(&failure, &left, &global.subnet_file, terminal), value, ok: false }
+}
+
+/// The state that the last daemon left.
+struct Left {
+    findings: Vec<Finding>,
+    /// The subnet file, or the reason why it cannot be read.
+    subnets: Result<SubnetEnv, String>,
+    /// The cached leases, or the reason why they cannot be read.
+    saved: Result<Saved, String>,
+}
+
+fn words<T: ToString>(values: impl Iterator<Item = T>) -> Vec<String> {
+    values.map(|value| value.to_string()).collect()
+}
+
+/// The page of `status` without a daemon.
+fn page(failure: &str, left: &Left, subnet_file: &Path, terminal: &Terminal) -> String {
     let mut text = format!("flanneld  {}\n\n", terminal.style(Style::Bad, "NOT RUNNING"));
-    text += &terminal.field("error", Style::Bad, &failure.to_string());
+    text += &terminal.field("error", Style::Bad, failure);
     text += &terminal.field(
         "",
         Style::Plain,
         "try: systemctl status flanneld; or --control-socket FILE, if it was started with another \
          one",
     );
-    let found = findings(global, backends).await;
-    text += &status::findings(&found, terminal);
-    value["findings"] = json!(found);
+    text += &status::findings(&left.findings, terminal);
     text.push('\n');
-    match SubnetEnv::read(&global.subnet_file) {
-        Ok(env) => {
-            let subnets: Vec<String> = env.subnets.values().map(ToString::to_string).collect();
-            let left = format!(
-                "{}, pods may send {} bytes, according to {}",
-                subnets.join(", "),
-                env.mtu,
-                global.subnet_file.display()
-            );
-            text += &terminal.field("last lease", Style::Bold, &left);
-            value["subnets"] = json!(subnets);
-            value["mtu"] = json!(env.mtu);
-        }
-        Err(error) => {
-            text += &terminal.field("last lease", Style::Bold, &format!("not known: {error}"));
-        }
-    }
-    match Cache::open(state_dir::leases(&global.state_dir)).load() {
+    let lease = match &left.subnets {
+        Ok(env) => format!(
+            "{}, pods may send {} bytes, according to {}",
+            words(env.subnets.values()).join(", "),
+            env.mtu,
+            subnet_file.display()
+        ),
+        Err(error) => format!("not known: {error}"),
+    };
+    text += &terminal.field("last lease", Style::Bold, &lease);
+    let leases = match &left.saved {
         Ok(saved) => {
-            let age =
-                SystemTime::now().duration_since(saved.written).unwrap_or_default().as_secs_f64();
-            let kept = format!("{} of {}, kept {} ago", saved.leases.len(), saved.store, span(age));
-            text += &terminal.field("leases", Style::Bold, &kept);
-            value["leases"] = json!(saved.leases.len());
-            value["leases_kept"] = json!(seconds(saved.written));
+            let age = SystemTime::now().duration_since(saved.written).unwrap_or_default();
+            let age = span(age.as_secs_f64());
+            format!("{} of {}, kept {age} ago", saved.leases.len(), saved.store)
         }
-        Err(error) => {
-            text += &terminal.field("leases", Style::Bold, &format!("none are kept: {error}"));
-        }
-    }
-    text += &terminal.field(
+        Err(error) => format!("none are kept: {error}"),
+    };
+    text += &terminal.field("leases", Style::Bold, &leases);
+    text + &terminal.field(
         "data path",
         Style::Bold,
         "unchanged since the daemon ended; flannelctl why ADDRESS asks the kernel",
-    );
-    Output { text, value, ok: false }
+    )
 }
 
 /// Findings on this host for the network of the last daemon; none if that is not known.
@@ -222,4 +244,53 @@ async fn read_config(global: &Global) -> Result<ConfigText> {
 /// The kernel of this network namespace.
 pub(crate) fn kernel() -> Result<Arc<dyn Kernel>> {
     Ok(Arc::new(NetlinkKernel::open()?))
+}
+
+#[cfg(test)]
+mod tests {
+    use flannel_core::Lease;
+    use flannel_core::lease::{LeaseAttrs, Revision};
+
+    use super::*;
+    use crate::terminal::tests::assert_page;
+
+    #[test]
+    fn the_state_that_the_last_daemon_left_is_shown() {
+        let failure = "flanneld does not answer at /run/flannel/flanneld.sock: No such file or \
+            directory (os error 2)";
+        let file = Path::new("/run/flannel/subnet.env");
+        let lease = Lease {
+            subnets: "10.1.5.0-24".parse().unwrap(),
+            attrs: LeaseAttrs::from_json(r#"{"PublicIP":"192.0.2.5"}"#).unwrap(),
+            expires: None,
+            since: Revision(1),
+            revision: Revision(1),
+        };
+        let saved = Saved {
+            store: "etcd:https://etcd-1:2379,https://etcd-2:2379".into(),
+            written: SystemTime::now() - Duration::from_secs(7_500),
+            leases: [lease].into_iter().collect(),
+            config: None,
+            own: None,
+        };
+        let env = "FLANNEL_NETWORK=10.1.0.0/16\nFLANNEL_SUBNET=10.1.5.1/24\nFLANNEL_MTU=1450\n\
+            FLANNEL_IPMASQ=true\n";
+        let strict = Finding::warning("rp-filter", "rp_filter of flannel.1 is strict")
+            .with_command("sysctl -w net.ipv4.conf.flannel/1.rp_filter=2");
+        let left = Left {
+            findings: vec![strict],
+            subnets: Ok(SubnetEnv::parse(env, file).unwrap()),
+            saved: Ok(saved),
+        };
+        assert_page("status_left", |terminal| page(failure, &left, file, terminal));
+        fn missing<T>(file: &str) -> Result<T, String> {
+            Err(format!("{file}: No such file or directory (os error 2)"))
+        }
+        let nothing = Left {
+            findings: Vec::new(),
+            subnets: missing("/run/flannel/subnet.env"),
+            saved: missing("/var/lib/flannel/leases"),
+        };
+        assert_page("status_nothing_left", |terminal| page(failure, &nothing, file, terminal));
+    }
 }

@@ -85,9 +85,9 @@ impl Global {
         control::socket(self.control_socket.as_deref(), &self.subnet_file)
     }
 
-    /// Opens an existing store. Creates none, because an empty store on an unmounted directory
-    /// would make every daemon of the machine stop. A directory without a store is such a mount
-    /// point.
+    /// Opens an existing store. Does not create one: in a directory whose file system is not
+    /// mounted, an empty store would make every daemon that uses it stop. A directory with neither
+    /// `config` nor `subnets` counts as not mounted.
     pub(crate) async fn open_registry(&self) -> Result<Arc<dyn Registry>> {
         if let Some(RegistryUrl::Dir(location)) = &self.registry {
             let broken = |source: std::io::Error| flannel_core::Error::Store {
@@ -109,7 +109,7 @@ impl Global {
     pub(crate) async fn make_registry(&self) -> Result<Arc<dyn Registry>> {
         let missing = || {
             Error::Refused(
-                "--registry is missing: expected dir:/etc/flannel/network, for example".into(),
+                "--registry is missing; expected dir:PATH, such as dir:/etc/flannel/network".into(),
             )
         };
         let url = self.registry.as_ref().ok_or_else(missing)?;
@@ -225,7 +225,7 @@ pub(crate) struct DoctorFlags {
 
 fn peers(text: &str) -> Result<usize, String> {
     let number = text.parse().ok().filter(|number| *number <= 10_000);
-    number.ok_or_else(|| "right would be a number up to 10000".to_owned())
+    number.ok_or_else(|| "expected a number from 0 to 10000".to_owned())
 }
 
 /// The options of `cleanup`.
@@ -333,8 +333,8 @@ fn key(text: &str) -> Result<Subnets, String> {
     }
     let wrong = || {
         format!(
-            "{text:?} is neither subnets, such as 10.1.5.0/24, nor the key of a lease, such as \
-             10.1.5.0-24"
+            "{text:?} is not a lease, expected its subnets, such as 10.1.5.0/24, or its key, such \
+             as 10.1.5.0-24"
         )
     };
     let parts: Option<Vec<Subnet>> = text.split(',').map(|part| part.trim().parse().ok()).collect();
@@ -344,7 +344,7 @@ fn key(text: &str) -> Result<Subnets, String> {
     subnets.ok_or_else(wrong)
 }
 
-/// Options of verbs that the daemon has with the same meaning.
+/// Options of verbs that flanneld also has, with the same meaning and the same variables.
 const OF_DAEMON: [&str; 2] = ["doctor_port", "iface"];
 
 impl Ctl {

@@ -1,34 +1,47 @@
-//! The terminal that text is written to: its width, and whether it has colours.
+//! The terminal that text is written to: its width and colours. `flannelctl` and the lab use it.
 //!
 //! Only terminals get colours. Everything that a colour shows is also a word.
 
 use std::io::IsTerminal;
 
-/// The width of a label.
+/// The columns of a label, including the space after it.
 const LABEL: usize = 11;
-/// The minimum width of text.
+/// The minimum number of columns. Text for a narrower terminal has this width.
 const NARROWEST: usize = 40;
 
 /// The properties of a terminal.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Terminal {
-    pub(crate) width: usize,
-    pub(crate) colours: bool,
+pub struct Terminal {
+    /// The number of columns, at least 40 if it comes from [`Terminal::of_stdout`].
+    pub width: usize,
+    /// Styled text gets escape codes.
+    pub colours: bool,
 }
 
-/// The style of a word.
+/// The style of a text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Style {
+pub enum Style {
+    /// No escape codes.
     Plain,
+    /// Bold, for labels and heads of tables.
     Bold,
+    /// Green.
     Good,
+    /// Yellow.
     Warning,
+    /// Bold and red.
     Bad,
+    /// Red without bold, for results that failed.
+    Failed,
 }
 
 impl Terminal {
-    /// The terminal of standard output; 80 columns if its width is not known.
-    pub(crate) fn of_stdout() -> Self {
+    /// The terminal of standard output.
+    ///
+    /// The width is that of the terminal, else the number in the variable `COLUMNS`, else 80; at
+    /// least 40. There are colours if standard output is a terminal, unless `NO_COLOR` is not
+    /// empty or `TERM` is `dumb`.
+    pub fn of_stdout() -> Self {
         let terminal = std::io::stdout().is_terminal();
         let size = terminal_size::terminal_size().map(|(width, _)| usize::from(width.0));
         let given = std::env::var("COLUMNS").ok().and_then(|text| text.parse().ok());
@@ -38,8 +51,8 @@ impl Terminal {
         Self { width, colours: terminal && !unwanted }
     }
 
-    /// Returns a text in a style.
-    pub(crate) fn style(&self, style: Style, text: &str) -> String {
+    /// Returns a text in a style; without colours, the text itself.
+    pub fn style(&self, style: Style, text: &str) -> String {
         let code = match style {
             _ if !self.colours => return text.to_owned(),
             Style::Plain => return text.to_owned(),
@@ -47,6 +60,7 @@ impl Terminal {
             Style::Good => "32",
             Style::Warning => "33",
             Style::Bad => "1;31",
+            Style::Failed => "31",
         };
         format!("\x1b[{code}m{text}\x1b[0m")
     }

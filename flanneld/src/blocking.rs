@@ -1,8 +1,8 @@
 //! Blocking work on another thread, so that it does not block the runtime.
 //!
-//! A busy disk may need seconds for a file, and routes are repaired within milliseconds. Writes
-//! happen in the order of the calls, even if a caller drops its future. So old content never
-//! replaces new content.
+//! A busy disk may need seconds to write a file. Routes must be repaired within milliseconds
+//! meanwhile. Writes happen in the order of the calls, even if a caller drops its future, so old
+//! content never replaces new content.
 
 use flannel_core::runtime::blocking;
 use tokio::sync::Mutex;

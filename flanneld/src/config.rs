@@ -82,9 +82,10 @@ pub struct FirewallConfig {
     pub fully_random: bool,
     /// Accept forwarded packets from and to pods (`--iptables-forward-rules`).
     pub forward: bool,
-    /// A node whose forward rules cannot be made is not ready. Otherwise this is a warning.
+    /// If the forward rules cannot be made, the node is not ready. Otherwise this is a warning. The
+    /// command line sets it if it has `--iptables-forward-rules`.
     pub forward_required: bool,
-    /// The period of checks (`--iptables-resync`).
+    /// The period of checks of the rules (`--iptables-resync`).
     pub resync: Duration,
 }
 
@@ -124,13 +125,13 @@ impl Default for ControlConfig {
 /// The control socket.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum ControlSocket {
-    /// `flanneld.sock` in the directory of the subnet file. The daemon goes on without it if it
-    /// cannot be made.
+    /// `flanneld.sock` in the directory of the subnet file. If it cannot be made, the daemon runs
+    /// without a control socket.
     #[default]
     BesideSubnetFile,
-    /// This file.
+    /// This file. If it cannot be made, the daemon ends with an error.
     At(PathBuf),
-    /// None.
+    /// No control socket.
     Off,
 }
 

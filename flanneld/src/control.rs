@@ -55,7 +55,7 @@ impl Servers {
                     reason: error.to_string(),
                 })?;
                 let bound = listener.local_addr().unwrap_or(address);
-                tracing::info!("health and metrics are served at http://{bound}");
+                tracing::info!(address = %bound, "health and metrics are served");
                 Some(Listener::Tcp(listener))
             }
         };
@@ -74,7 +74,7 @@ impl Servers {
                     if config.socket != ControlSocket::BesideSubnetFile {
                         return Err(error);
                     }
-                    tracing::warn!("there is no control socket for flannelctl: {error}");
+                    tracing::warn!(%error, "there is no control socket for flannelctl");
                     None
                 }
             },

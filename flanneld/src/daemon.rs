@@ -12,7 +12,7 @@ use crate::report::problems::first_error;
 use crate::report::status_report;
 use crate::run;
 
-/// The period of checks while a node is not ready.
+/// The period of the checks in [`Daemon::ready`].
 const LOOK: Duration = Duration::from_millis(500);
 
 /// A daemon: it leases a subnet for this host and keeps the kernel equal to all leases.
@@ -35,7 +35,7 @@ impl Daemon {
         Self { config, observer }
     }
 
-    /// Runs the daemon. Ends with an error only.
+    /// Runs the daemon. Returns only with an error.
     ///
     /// # Errors
     /// See [`Error`]. The daemon waits without a limit for a store that does not answer, for a

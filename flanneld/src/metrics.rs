@@ -205,7 +205,7 @@ struct Counts {
     desired: u64,
     /// Refused by the kernel.
     failing: u64,
-    /// The desired ones of these.
+    /// The desired objects among the failing ones.
     absent: u64,
 }
 
@@ -224,7 +224,7 @@ fn kernel(page: &mut Page, network: &NetworkSnapshot) {
     for (key, failure) in status.failing.iter() {
         let counts = counts.entry(key.kind()).or_default();
         counts.failing += 1;
-        // An object that cannot be deleted fails, too, and is not desired.
+        // An object that cannot be deleted is failing, but it is not desired.
         counts.absent += u64::from(failure.change.starts_with("put "));
     }
     let known = status.settled && status.kernel_error.is_none();

@@ -1,7 +1,7 @@
 //! The daemon's knowledge about itself, for health, metrics, the control socket and systemd.
 //!
-//! Observers pull. The daemon notes facts when they change. A [`Snapshot`] joins them with the
-//! latest status, view and store status when an observer asks.
+//! Observers read the state when they need it. The daemon notes facts when they change. A
+//! [`Snapshot`] joins them with the latest status, view and store status.
 
 mod running;
 mod snapshot;
@@ -26,11 +26,12 @@ pub(crate) use snapshot::{Facts, NetworkSnapshot, Snapshot};
 pub(crate) type SetLog = dyn Fn(Option<&str>) -> Result<(), String> + Send + Sync;
 
 /// The timeout of a request to the network for its pending peers, so that a status is quick. A
-/// network answers after a round: 16 ms, and the batch of changes that it began, up to 100 ms. The
-/// timeout is longer, or the reported state of peers would alternate.
+/// network answers after a round, which takes 16 ms, and after the batch of changes that it began,
+/// up to 100 ms. The timeout is longer than both. Otherwise the reported states of peers would
+/// alternate.
 const BUSY: Duration = Duration::from_millis(150);
 
-/// The largest age of findings about the kernel's older tables.
+/// The largest age of the cached content of the tables of iptables-legacy.
 const LEGACY: Duration = Duration::from_secs(30);
 
 /// The source for all observers. Clones share it.
@@ -134,7 +135,7 @@ impl Observer {
         std::future::pending().await
     }
 
-    /// The current state. O(leases that changed since the network's start).
+    /// The current state. Takes O(n) for n leases that changed since the network's start.
     pub(crate) fn snapshot(&self) -> Snapshot {
         let known = self.known();
         let network = known.running.clone().map(|running| {
@@ -157,7 +158,7 @@ impl Observer {
 
     /// The same, with the pending peers if the status does not have them.
     pub(crate) async fn snapshot_of_peers(&self) -> Snapshot {
-        // Before the status, which reports later changes of these peers.
+        // Asked before the status is read, because the status then has all later changes.
         let waiting = self.waiting().await;
         let mut snapshot = self.snapshot();
         if let Some(network) = &mut snapshot.network {
@@ -190,7 +191,7 @@ impl Observer {
         known.running.as_ref().is_some_and(|running| running.lapsed || known.facts.subnet_file)
     }
 
-    /// The memory of the kernel's older tables.
+    /// The cached content of the tables of iptables-legacy.
     pub(crate) fn legacy(&self) -> &LegacyMemory {
         &self.0.legacy
     }

@@ -99,5 +99,5 @@ fn start(args: impl IntoIterator<Item = OsString>, backends: Backends) -> Result
         notifier.stopping();
     }
     runtime.shutdown_timeout(STOP);
-    ended.map(|signal| tracing::info!("{signal}: stopped; the data path stays in place"))
+    ended.map(|signal| tracing::info!(%signal, "stopped; the data path stays in place"))
 }

@@ -33,7 +33,7 @@ use leftovers::go_flannel::GoFlannel;
 use start::Starter;
 use wait::{Patience, holding, patiently};
 
-/// The pause between two networks, so that steady changes do not keep a core busy.
+/// The pause between two networks. Without it, steady changes would keep a core busy.
 const REBUILD_PAUSE: Duration = Duration::from_millis(100);
 
 /// Runs the daemon: see [`Daemon::run`](crate::Daemon::run).
@@ -95,7 +95,7 @@ async fn follow_store(
         starter.started(&ready);
         held = (!ready.lapsed).then(|| ready.network.handle().lease);
         let reason = network::run(settings, subnets, ready, go_flannel, observer).await?;
-        tracing::info!("rebuilding the network: {reason}");
+        tracing::info!(%reason, "rebuilding the network");
     }
 }
 
@@ -111,13 +111,14 @@ fn open_kernel(settings: &DaemonConfig) -> Result<NetlinkKernel, Error> {
     }
 }
 
-/// The subnets in the file of the last run. A file that cannot be read is logged, and has none.
+/// The subnets in the subnet file of the last run; `None` if there is no such file. A file that
+/// cannot be read is logged and counts as missing.
 fn previous_subnets(settings: &DaemonConfig) -> Option<Subnets> {
     match SubnetEnv::read(&settings.subnet_file) {
         Ok(env) => env.previous(),
         Err(SubnetEnvError::Io { source, .. }) if source.kind() == ErrorKind::NotFound => None,
         Err(error) => {
-            tracing::warn!("the previous subnet is not known: {error}");
+            tracing::warn!(%error, "the previous subnet is not known");
             None
         }
     }

@@ -563,7 +563,7 @@ fn systemd_is_notified_of_ready_reloading_alive_and_stopping() {
         daemon.signal(Signal::SIGHUP);
         assert!(wait_for("RELOADING=1").contains("\nMONOTONIC_USEC="));
         wait_for("READY=1");
-        daemon.wait_for_log("SIGHUP: read again: the network config is unchanged");
+        daemon.wait_for_log("SIGHUP: read again result=the network config is unchanged");
         assert_eq!(stop(daemon).code(), Some(0));
         wait_for("STOPPING=1");
     });
@@ -595,7 +595,7 @@ fn sighup_applies_a_config_whose_change_was_missed() {
         mtu(1300);
         write(1200);
         daemon.signal(Signal::SIGHUP);
-        daemon.wait_for_log("SIGHUP: read again: the network config has changed");
+        daemon.wait_for_log("SIGHUP: read again result=the network config has changed");
         mtu(1200);
         // A config is refused, and then corrected.
         write(9000);
@@ -627,7 +627,7 @@ fn the_log_filter_can_be_set_and_sighup_resets_it() {
         // Not "in sync peers=1": such lines are limited to one a second, so it may be a late one.
         assert!(!daemon.log().contains("the log filter is"), "{}", daemon.log());
         place.ctl_text(&["log", "info"]);
-        daemon.wait_for_log("the log filter is info now");
+        daemon.wait_for_log("the log filter is set, until SIGHUP or a reload filter=info");
         assert!(place.ctl_text(&["reload"]).contains("unchanged"));
         fs::write(
             place.registry().join("config"),
@@ -1245,7 +1245,7 @@ fn findings_on_the_host_have_a_repair_command() {
         // The next daemon logs it.
         let daemon = place.start();
         daemon.wait_for_log("forwards no IPv4 packets");
-        assert_eq!(daemon.log().matches("repair: sysctl -w net.ipv4.ip_forward=1").count(), 1);
+        assert_eq!(daemon.log().matches("repair=sysctl -w net.ipv4.ip_forward=1").count(), 1);
     });
 }
 

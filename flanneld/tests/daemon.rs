@@ -152,7 +152,7 @@ fn a_signal_stops_the_daemon_and_leaves_the_data_path() {
             daemon.signal(signal);
             assert_eq!(daemon.ended().code(), Some(0), "{}", daemon.log());
             assert!(asked.elapsed() < Duration::from_secs(10), "{:?}", asked.elapsed());
-            daemon.wait_for_log(&format!("{signal}: stopped"));
+            daemon.wait_for_log(&format!("stopped; the data path stays in place signal={signal}"));
             let routes = ip("route show 10.1.7.0/24");
             assert!(
                 routes.contains("via 10.1.7.0 dev flannel.1") && routes.contains("onlink"),
@@ -387,7 +387,7 @@ fn log_format_json_writes_a_json_object_per_line() {
         daemon.wait_for_log("\"message\":\"running\"");
         daemon.signal(Signal::SIGTERM);
         assert_eq!(daemon.ended().code(), Some(0));
-        daemon.wait_for_log("SIGTERM: stopped");
+        daemon.wait_for_log("\"signal\":\"SIGTERM\"");
         for line in daemon.log().lines() {
             let event: serde_json::Value =
                 serde_json::from_str(line).unwrap_or_else(|e| panic!("{e}: {line}"));
@@ -532,7 +532,7 @@ fn capabilities_for_the_options_are_kept_and_logged() {
         ip("link set lo up");
         let mut daemon = place.start(&["--healthz-ip=127.0.0.1", "--healthz-port=80"]);
         daemon.wait_for_log("running lease");
-        daemon.wait_for_log("CAP_DAC_OVERRIDE is kept, because ");
+        daemon.wait_for_log("another user owns the path capability=CAP_DAC_OVERRIDE path=");
         // With CAP_DAC_OVERRIDE and CAP_NET_BIND_SERVICE.
         assert_eq!(capabilities(&daemon, "CapEff:"), ["0000000000003402"]);
         daemon.signal(Signal::SIGTERM);
@@ -636,7 +636,7 @@ fn the_unit_allows_all_system_calls_of_the_daemon_and_iptables() {
             }
             for signal in [Signal::SIGHUP, Signal::SIGTERM] {
                 strace.signal(signal);
-                strace.wait_for_log(&format!("{signal}: "));
+                strace.wait_for_log(signal.as_str());
             }
             assert_eq!(strace.ended().code(), Some(0), "{}", strace.log());
             assert!(!strace.log().contains("capabilities"), "{}", strace.log());
@@ -1312,14 +1312,15 @@ fn an_ipv4_link_local_address_is_published_only_before_any_other_address() {
 
         ip("address del 192.0.2.1/24 dev eth0");
         daemon.wait_for_log(
-            "the network stays as it is: eth0 has only the link-local IPv4 address 169.254.3.4 now",
+            "the network stays as it is link=eth0 reason=eth0 has only the link-local IPv4 address \
+             169.254.3.4 now",
         );
         assert!(published().contains("192.0.2.1"), "{}", published());
         // It is not used either when another change requires a rebuild.
         let other = CONFIG.replace("\"vxlan\"", "\"vxlan\",\"MTU\":1400");
         fs::write(place.registry().join("config"), other).unwrap();
         daemon
-            .wait_for_log("cannot be used and is ignored: external interface eth0: eth0 has only");
+            .wait_for_log("cannot be used and is ignored error=external interface eth0: eth0 has");
         assert!(published().contains("192.0.2.1"), "{}", published());
         ip("address add 192.0.2.9/24 dev eth0");
         until("192.0.2.9");
@@ -1411,7 +1412,7 @@ fn a_config_that_does_not_fit_the_node_is_refused_until_either_changes() {
         .unwrap();
         wait_until(|| has_problem("it names no Backend"), say);
         fs::remove_file(&peerless).unwrap();
-        daemon.wait_for_log("rebuilding the network: the network config has changed");
+        daemon.wait_for_log("rebuilding the network reason=the network config has changed");
         wait_until(|| !has_problem("stays in force"), say);
 
         // The node now fits.
@@ -1638,10 +1639,10 @@ fn routes_of_go_flannel_are_removed_once_all_desired_objects_are_in_place() {
             ["10.1.66.0/24 via 192.0.2.66 dev eth0", "fd00:1:0:42::/64 via 2001:db8::42 dev eth0"]
         {
             daemon.wait_for_log(&format!(
-                "left by Go flannel and wanted by no lease, removed: route {route}"
+                "removed an object that no lease needs origin=Go flannel object=route {route}"
             ));
         }
-        assert_eq!(daemon.log().matches("left by Go flannel").count(), 2, "{}", daemon.log());
+        assert_eq!(daemon.log().matches("origin=Go flannel").count(), 2, "{}", daemon.log());
         let all = ip("-N route show") + &ip("-N -6 route show");
         for foreign in FOREIGN {
             let dst = foreign.split(' ').next().unwrap();
@@ -1706,10 +1707,7 @@ fn routes_inside_an_earlier_pod_network_are_removed_once_the_new_one_is_in_sync(
         );
         peer(2);
         let daemon = place.start(&[]);
-        daemon.wait_for_log(
-            "left of the earlier pod network 10.1.0.0/16 and wanted by no lease, removed: \
-             route 10.1.0.0/24",
-        );
+        daemon.wait_for_log("origin=the earlier pod network 10.1.0.0/16 object=route 10.1.0.0/24");
         wait_until(
             || {
                 fs::read_to_string(place.dir.path().join("state/networks")).unwrap()
@@ -1741,6 +1739,6 @@ fn without_go_flannels_subnet_file_its_routes_are_not_removed() {
         daemon.signal(Signal::SIGTERM);
         daemon.ended();
         assert_eq!(stale(), 2, "{}", daemon.log());
-        assert!(!daemon.log().contains("left by Go flannel"), "{}", daemon.log());
+        assert!(!daemon.log().contains("origin=Go flannel"), "{}", daemon.log());
     });
 }

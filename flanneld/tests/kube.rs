@@ -219,7 +219,7 @@ fn the_condition_is_false_while_the_network_is_in_place_and_true_after_a_lost_le
         let host = Host::new(1, VXLAN);
         let daemon = host.start(&server, &[]);
         // The wait for a late PodCIDR is logged once.
-        daemon.wait_for_log("waiting: kube:");
+        daemon.wait_for_log("waiting reason=kube:");
         daemon.wait_for_log("node node-1: it has no IPv4 PodCIDR yet");
         assert_eq!(server.condition("node-1", "NetworkUnavailable"), None);
         server.put_node("node-1", blank(&["10.1.1.0/24"]));
@@ -233,7 +233,7 @@ fn the_condition_is_false_while_the_network_is_in_place_and_true_after_a_lost_le
         let requests = server.requests().len();
         server.put_node("node-1", blank(&["10.1.9.0/24"]));
         wait_for_condition(&server, "node-1", "False", "FlannelIsUp", &daemon);
-        daemon.wait_for_log("rebuilding the network: this node was given 10.1.9.0-24");
+        daemon.wait_for_log("rebuilding the network reason=this node was given 10.1.9.0-24");
         wait_until(|| host.subnet_env().contains("FLANNEL_SUBNET=10.1.9.1/24\n"), || daemon.log());
         assert_eq!(host.mac(), mac, "peers keep the MAC address that they know");
         assert!(
@@ -270,7 +270,7 @@ fn a_pod_cidr_outside_the_network_leaves_the_network_in_place() {
         wait_until(|| !host.objects().contains("10.1.2.0"), || daemon.log());
         assert!(!daemon.log().contains("rebuilding the network"), "{}", daemon.log());
         server.modify("node-1", |node| node["spec"] = json!({ "podCIDR": "10.1.9.0/24" }));
-        daemon.wait_for_log("rebuilding the network: this node was given 10.1.9.0-24");
+        daemon.wait_for_log("rebuilding the network reason=this node was given 10.1.9.0-24");
         wait_for_condition(&server, "node-1", "False", "FlannelIsUp", &daemon);
         assert!(
             host.subnet_env().contains("FLANNEL_SUBNET=10.1.9.1/24\n"),
@@ -328,7 +328,7 @@ fn a_rebuild_without_a_valid_lease_restores_the_network() {
             }
         }
         server.put_node("node-1", blank(&["10.1.9.0/24"]));
-        daemon.wait_for_log("rebuilding the network: this node was given 10.1.9.0-24");
+        daemon.wait_for_log("rebuilding the network reason=this node was given 10.1.9.0-24");
         wait_for_condition(&server, "node-1", "False", "FlannelIsUp", &daemon);
         assert_eq!(host.mac(), mac);
     });
@@ -446,7 +446,7 @@ fn a_malformed_config_is_refused_and_the_running_network_stays() {
         wait_for_condition(&server, "node-1", "False", "FlannelIsUp", &daemon);
         // A corrected config is used.
         write(r#"{"Network":"10.1.0.0/16","Backend":{"Type":"host-gw"}}"#);
-        daemon.wait_for_log("rebuilding the network: the network config has changed");
+        daemon.wait_for_log("rebuilding the network reason=the network config has changed");
     });
 }
 
@@ -488,9 +488,7 @@ fn the_node_comes_from_the_pod_and_the_server_from_a_kubeconfig() {
         let mut daemon =
             host.netns.run(|| Daemon::start(command.env("POD_NAME", "kube-flannel-ds-x")));
         assert!(!daemon.ended().success());
-        daemon.wait_for_log(
-            "right would be NODE_NAME in the environment, or POD_NAMESPACE and POD_NAME",
-        );
+        daemon.wait_for_log("expected NODE_NAME in the environment, or POD_NAMESPACE and POD_NAME");
     });
 }
 
@@ -747,7 +745,7 @@ fn another_pod_network_waits_for_a_restart_and_another_backend_does_not() {
         daemon.wait_for_log("the network config has other networks now");
         assert!(!daemon.log().contains("rebuilding the network"), "{}", daemon.log());
         write(r#"{"Network":"10.1.0.0/16","Backend":{"Type":"host-gw"}}"#);
-        daemon.wait_for_log("rebuilding the network: the network config has changed");
+        daemon.wait_for_log("rebuilding the network reason=the network config has changed");
         let kind = || server.annotation("node-1", &format!("{PREFIX}backend-type"));
         wait_until(|| kind().as_deref() == Some("host-gw"), || daemon.log());
     });
@@ -768,7 +766,7 @@ fn a_reload_during_a_start_does_not_change_its_config() {
         let other = r#"{"Network":"10.2.0.0/16","Backend":{"Type":"vxlan"}}"#;
         fs::write(host.dir.path().join("net-conf.json"), other).unwrap();
         daemon.signal(Signal::SIGHUP);
-        daemon.wait_for_log("SIGHUP: read again: ");
+        daemon.wait_for_log("SIGHUP: read again result=");
         server.put_node("node-1", blank(&["10.1.1.0/24"]));
         drop(held);
         daemon.wait_for_log("running lease");
@@ -828,7 +826,7 @@ fn a_refusal_is_retried_and_an_invalid_value_stops_the_daemon() {
         // As in a cluster that boots, whose API server answers before it has loaded permissions.
         server.forbid("get", "nodes");
         let daemon = host.start(&server, &[]);
-        daemon.wait_for_log("waiting: ");
+        daemon.wait_for_log("waiting reason=");
         daemon.wait_for_log("this node's account needs the verb \"get\" on the resource \"nodes\"");
         server.permit_all();
         daemon.wait_for_log("running lease");

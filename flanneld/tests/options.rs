@@ -358,7 +358,7 @@ fn options_that_cannot_reach_etcd_are_wrong_usage() {
 fn a_wrong_regular_expression_is_wrong_usage() {
     for value in ["(", "[", "a{2,1}", "*"] {
         let quoted = format!("'{value}'");
-        refuses("iface-regex", value, &["--registry=dir:/x"], &[&quoted, "right would be"]);
+        refuses("iface-regex", value, &["--registry=dir:/x"], &[&quoted, "expected one such as"]);
     }
     let good =
         bare(&["--registry=dir:/x", "-iface-regex", "^eth(0|1)$", "--iface-regex="], &[]).unwrap();
@@ -373,7 +373,7 @@ fn a_wrong_url_of_an_api_server_is_wrong_usage() {
             "kube-api-url",
             value,
             &["--kube-subnet-mgr"],
-            &[&format!("{value:?}"), "right would be", "https://"],
+            &[&format!("{value:?}"), "expected", "https://"],
         );
     }
     assert!(

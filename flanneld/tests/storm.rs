@@ -372,7 +372,7 @@ impl Storm {
                     if devices { self.random.below(1_000) } else { 16 + self.random.below(984) };
                 self.damage(kind)
             };
-            // Without nexthop objects of its own, flannel does not care about foreign ones.
+            // Without nexthop objects of its own, flannel ignores foreign ones.
             if self.first.is_none()
                 && text.split_whitespace().any(|word| ["nexthop", "nhid"].contains(&word))
             {
@@ -701,8 +701,8 @@ async fn storm_on_devices(setup: Setup, least: usize, ways: &'static [(ObjectKin
     // The late peer has its own timeout.
     let deadline = Instant::now() + 2 * PATIENCE;
     for beats in 0.. {
-        // A deleted device takes the damage on it along. On a slow machine that may be all of it.
-        // So whole devices are hit for a while only.
+        // With a device its damaged objects are deleted too. On a slow machine these may be all
+        // damaged objects. So whole devices are hit for a while only.
         let devices = beats < 400 || !hit(&status.borrow(), &DEVICES_THEMSELVES, 1);
         // A peer that arrives in the storm does not wait for its end.
         let came = late.as_ref().is_some_and(|late| late.is_finished());

@@ -18,7 +18,7 @@ use clap::{Parser, Subcommand};
 
 use crate::tree::Tree;
 
-/// Makes what is packaged beside flannel's programs, and checks the documents
+/// Makes the completions and man pages of flannel's programs, and checks the documents
 #[derive(Debug, Parser)]
 #[command(name = "cargo xtask", bin_name = "cargo xtask")]
 struct Task {

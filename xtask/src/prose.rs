@@ -8,7 +8,7 @@ use crate::tree::Tree;
 /// The columns of a line.
 const WIDTH: usize = 100;
 
-/// Phrases that a reader has to learn first, with the plain ones.
+/// Phrases that are not plain English, with their replacements.
 const PHRASES: [(&str, &str); 8] = [
     ("the one thing to know", "say it, without an announcement"),
     ("mend", "repair"),
@@ -20,7 +20,7 @@ const PHRASES: [(&str, &str); 8] = [
     ("what is wanted", "the desired object"),
 ];
 
-/// Documents, with their largest numbers of lines and words.
+/// Documents, with the maximum numbers of their lines and words.
 const LENGTHS: [(&str, usize, usize); 3] = [
     ("README.md", 150, 1200),
     ("ARCHITECTURE.md", usize::MAX, 1500),
@@ -38,9 +38,9 @@ pub(crate) fn problems(tree: &Tree) -> Result<Vec<String>> {
             _ => Vec::new(),
         };
         problems.extend(wide.iter().map(|(line, columns)| {
-            format!("{path}:{line}: {columns} columns, at most {WIDTH} would be right")
+            format!("{path}:{line}: {columns} columns, expected at most {WIDTH}")
         }));
-        // This file names them all.
+        // This file contains all phrases.
         if path != "xtask/src/prose.rs" {
             problems.extend(phrases(&text).iter().map(|(line, phrase, plain)| {
                 format!("{path}:{line}: \"{phrase}\"; in plain English: {plain}")
@@ -51,10 +51,10 @@ pub(crate) fn problems(tree: &Tree) -> Result<Vec<String>> {
         let text = tree.read(path)?;
         let (has_lines, has_words) = (text.lines().count(), text.split_whitespace().count());
         if has_lines > lines {
-            problems.push(format!("{path}: {has_lines} lines, at most {lines} would be right"));
+            problems.push(format!("{path}: {has_lines} lines, expected at most {lines}"));
         }
         if has_words > words {
-            problems.push(format!("{path}: {has_words} words, at most {words} would be right"));
+            problems.push(format!("{path}: {has_words} words, expected at most {words}"));
         }
     }
     Ok(problems)

@@ -93,14 +93,14 @@ impl Report {
     pub(crate) fn at_most(&mut self, what: &str, found: Option<f64>, limit: f64) {
         let Some(found) = found else { return };
         if found.is_nan() || found > limit {
-            self.wrong.push(format!("{what} is {found:.2}, at most {limit} would be right"));
+            self.wrong.push(format!("{what} is {found:.2}, expected at most {limit}"));
         }
     }
 
     /// Adds a problem if a figure is below its limit.
     pub(crate) fn at_least(&mut self, what: &str, found: f64, limit: f64) {
         if found.is_nan() || found < limit {
-            self.wrong.push(format!("{what} is {found:.2}, at least {limit} would be right"));
+            self.wrong.push(format!("{what} is {found:.2}, expected at least {limit}"));
         }
     }
 

@@ -21,7 +21,7 @@ pub enum Command {
     Check,
     /// Check whether ADD would succeed.
     Status,
-    /// Clean up after all containers except those named.
+    /// Clean up after all containers except those that the config names.
     Gc,
     /// List the supported versions of the specification.
     Version,
@@ -108,9 +108,8 @@ impl Call {
             );
         }
         if command.requires("CNI_IFNAME") && !is_ifname(&ifname) {
-            let right =
-                "a link name has 1 to 15 bytes without /, : and white space, and is not . or ..";
-            return Err(bad(format!("CNI_IFNAME is {ifname:?}")).with_details(right));
+            let expected = "expected 1 to 15 bytes without /, : and white space, but not . or ..";
+            return Err(bad(format!("CNI_IFNAME is {ifname:?}")).with_details(expected));
         }
         let netns_override = text("CNI_NETNS_OVERRIDE")?;
         let netns_override = netns_override == "1" || netns_override.eq_ignore_ascii_case("true");

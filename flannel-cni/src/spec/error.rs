@@ -26,7 +26,7 @@ impl Code {
     pub const NETWORK_CONFIG: Self = Self(7);
     /// `CNI_NETNS` is the plugin's own network namespace.
     pub const NETNS: Self = Self(8);
-    /// A condition that needs no action is not met yet.
+    /// A transient condition: the runtime should call again later.
     pub const TRY_AGAIN_LATER: Self = Self(11);
     /// STATUS: pods cannot be added now.
     pub const NOT_AVAILABLE: Self = Self(50);
@@ -45,7 +45,8 @@ pub struct Error {
     pub msg: String,
     /// Details; often empty.
     pub details: String,
-    /// The version of the error object: the config's, or before it is known the latest.
+    /// The version of the error object: that of the config, or the latest before the config is
+    /// parsed.
     pub version: SpecVersion,
 }
 

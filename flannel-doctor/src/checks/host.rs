@@ -22,7 +22,7 @@ pub use read::HostScene;
 /// The name of the check for a duplicate public address. The network's advisories report it too.
 pub const DUPLICATE: &str = "duplicate-address";
 
-/// The repair if addresses of pods and hosts overlap.
+/// The repair if a pod network contains addresses of hosts.
 const ANOTHER_NETWORK: &str =
     "flannelctl config set FILE # with a Network that holds no address of a host";
 

@@ -1,4 +1,4 @@
-//! One repair for all packets that are too large for some path.
+//! One repair for all paths that lose large packets.
 //!
 //! Pods have one MTU, so the narrowest path decides. The MTU must suffice for every enabled family.
 //! With a tunnel the network config sets it. Without one it is the MTU of the external interface.
@@ -10,12 +10,12 @@ use flannel_core::address::Family;
 
 use crate::inputs::devices::Devices;
 
-/// A finding, with the narrow place that caused it.
+/// A finding, with the place on the path that caused it by its small MTU.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Fault {
     /// The finding.
     pub finding: Finding,
-    /// The narrow place; `None` for other faults.
+    /// That place; `None` if the fault has another cause.
     pub narrow: Option<Narrow>,
 }
 
@@ -26,14 +26,15 @@ impl From<Finding> for Fault {
 }
 
 impl Fault {
-    /// A fault with a narrow place.
+    /// A fault that a small MTU causes.
     pub fn new(finding: Finding, narrow: Narrow) -> Self {
         Self { finding, narrow: Some(narrow) }
     }
 }
 
-/// A place that takes less than the MTU of pods. `takes` is the largest `MTU` of the network
-/// config, or without a tunnel of the external interface, with which packets pass. All in bytes.
+/// A place that passes only packets smaller than the MTU of pods. `takes` is the largest `MTU` in
+/// the network config with which packets pass, or without a tunnel the largest MTU of the external
+/// interface. All values are in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Narrow {
     /// The path to an address.

@@ -6,11 +6,11 @@ use flannel_api::Finding;
 
 use crate::diagnosis::mtu::{Fault, narrowest};
 
-/// Findings of one check that are listed one by one.
+/// The maximum number of findings of one check that are listed one by one.
 const MAX_LISTED: usize = 5;
 
-/// Replaces the faults of a check beyond the limit by one with their number. It has the narrowest
-/// of their places, or the commands of all of them in one line.
+/// Replaces the faults of a check beyond the limit by one fault with their number. This fault has
+/// the place with the smallest MTU, or the commands of all of them in one line.
 pub(crate) fn bounded(faults: Vec<Fault>) -> Vec<Fault> {
     let mut kinds: BTreeMap<(String, bool), Vec<Fault>> = BTreeMap::new();
     let (mut few, mut counts) = (Vec::new(), BTreeMap::<String, usize>::new());

@@ -14,7 +14,7 @@ use flannel_core::object::{LinkName, Object, Via};
 use flannel_core::status::ObjectState;
 use flannel_core::{Config, Kernel, Lease};
 
-/// Looks up the route to an address, off the async threads.
+/// Looks up the route to an address, on a thread for blocking work.
 pub async fn lookup(kernel: Arc<dyn Kernel>, address: IpAddr) -> Result<RouteAnswer, KernelError> {
     let answer = tokio::task::spawn_blocking(move || kernel.lookup(address)).await;
     answer.unwrap_or_else(|_| Err(KernelError::explained(5, "the look-up was cancelled")))
@@ -32,7 +32,7 @@ pub struct Explained {
 
 /// The inputs for one address.
 pub struct RouteInputs<'a> {
-    /// A daemon makes the diagnosis itself.
+    /// The daemon itself makes the diagnosis.
     pub daemon: bool,
     /// The network config.
     pub config: Option<&'a Config>,

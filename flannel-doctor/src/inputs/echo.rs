@@ -13,12 +13,12 @@ use std::time::{Duration, Instant};
 use flannel_core::address::Family;
 use socket2::{Domain, Protocol, Socket, Type};
 
-/// Attempts for each echo.
+/// The maximum number of attempts for each echo.
 const ROUNDS: u32 = 3;
 const EMSGSIZE: i32 = 90;
-/// Echoes in flight at most. With more, answers would overflow the receive buffer.
+/// The maximum number of echoes in flight. With more, answers would overflow the receive buffer.
 const GROUP: usize = 64;
-/// Answers are read after this many echoes.
+/// The number of echoes after which answers are read.
 const BURST: usize = 16;
 const BURST_PAUSE: Duration = Duration::from_millis(1);
 /// `IPPROTO_RAW`: the sender writes the IP header.
@@ -43,7 +43,7 @@ pub struct Probe {
 pub enum Answer {
     /// A reply, after this time.
     Reply(Duration),
-    /// A router or this host takes only smaller packets: of so many bytes, if known.
+    /// A router or this host takes only smaller packets: of at most this many bytes, if known.
     TooBig(Option<u32>),
     /// No reply.
     Nothing,
@@ -174,7 +174,7 @@ impl Round {
         self.out.send_to(&packet, &SocketAddr::new(probe.to, 0).into()).map(drop)
     }
 
-    /// The next message about an echo of ours; `None` if it is about another one, or after `left`.
+    /// Waits at most `left` for a message. `None`: none came, or it is not about an echo of ours.
     fn receive(&self, left: Duration) -> io::Result<Option<(usize, IcmpMessage)>> {
         self.inbox.set_read_timeout(Some(left))?;
         let mut buffer = [0; 2048];

@@ -15,7 +15,7 @@ use crate::path_probe::client::{PathProbe, probe};
 const ECHO_TIMEOUT: Duration = Duration::from_secs(3);
 /// The timeout of one step of a search. It is short, because small echoes were answered.
 const SEARCH_TIMEOUT: Duration = Duration::from_millis(600);
-/// Paths that are searched at most, because one repair serves all.
+/// The maximum number of paths that are searched. One repair serves all of them.
 const MAX_PATHS: usize = 4;
 /// A step of a search divides the remaining range into this many parts.
 const PARTS: u32 = 16;
@@ -26,8 +26,8 @@ pub struct PeerAnswers {
     pub echoes: Vec<(Probe, Answer)>,
     /// The result of the path probe.
     pub path: PathProbe,
-    /// The largest echo that passes, in bytes. `None` if no search was made: it is made where only
-    /// small echoes pass.
+    /// The largest echo that passes, in bytes; `None` if the path was not searched. Only paths on
+    /// which large echoes are lost are searched.
     pub passes: Option<u16>,
 }
 
@@ -90,7 +90,8 @@ struct Path {
 }
 
 /// At most `MAX_PATHS` paths on which only small packets arrive and no router reports its MTU.
-/// `counts` is the number of echoes of each question; the first two travel like packets of pods.
+/// `counts` is the number of echoes of each question. The first two take the path of packets of
+/// pods.
 fn lossy(counts: impl Iterator<Item = usize>, echoes: &[(Probe, Answer)]) -> Vec<Path> {
     let mut rest = echoes;
     let path = |count: usize| {

@@ -25,7 +25,7 @@ const EXCHANGE_TIMEOUT: Duration = Duration::from_millis(3_500);
 const ACK_TIMEOUT: Duration = Duration::from_millis(200);
 /// A small packet, in bytes: headers and a few bytes.
 const SMALL: u16 = 80;
-/// Datagrams of each size, because one may be lost by chance.
+/// The number of datagrams of each size. One may be lost by chance.
 const TIMES: usize = 2;
 /// The MTUs that a device of IP can have, in bytes.
 ///

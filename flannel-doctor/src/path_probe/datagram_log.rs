@@ -9,9 +9,10 @@ use std::time::{Duration, Instant};
 
 use super::protocol::Nonce;
 
-/// Probes in the log at most. More than run at once.
+/// The maximum number of probes in the log. Fewer run at the same time.
 const MAX_PROBES: usize = 256;
-/// Datagrams of one node that are recorded in a second. Two probes send fewer.
+/// The maximum number of datagrams of one node that are recorded in a second. Two probes send
+/// fewer.
 const MAX_PER_SECOND: u32 = 10;
 const SECOND: Duration = Duration::from_secs(1);
 

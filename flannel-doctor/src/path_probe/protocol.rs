@@ -19,9 +19,9 @@ pub(super) const MIN_DATAGRAM: usize = DATAGRAM.len() + 2 + size_of::<Nonce>();
 pub(super) const HELLO: &str = "flannel 1 ";
 /// The maximum length of the first line, in bytes.
 pub(super) const LINE: usize = 256;
-/// Segments of full size that each end sends.
+/// The number of segments of full size that each end sends.
 pub(super) const SEGMENTS: usize = 4;
-/// The maximum that an end sends or reads, in bytes.
+/// The maximum number of bytes that an end sends or reads on a connection.
 pub(super) const MAX_BYTES: usize = 64 * 1024;
 
 /// A daemon's report of the data that arrived.
@@ -64,7 +64,7 @@ pub(super) async fn read_line(stream: &mut (impl AsyncRead + Unpin)) -> io::Resu
 /// future after a timeout.
 ///
 /// # Errors
-/// The other end closed the connection early. Only a timeout is evidence of loss; this is none.
+/// The other end closed the connection early. This is no evidence of loss; only a timeout is.
 pub(super) async fn take(
     stream: &mut (impl AsyncRead + Unpin),
     bytes: usize,

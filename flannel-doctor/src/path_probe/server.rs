@@ -34,9 +34,9 @@ use super::protocol::{
     ACK, Arrivals, DATAGRAM, HELLO, MAX_BYTES, MIN_DATAGRAM, Nonce, amount, fill, read_line, take,
 };
 
-/// Clients at once. More are refused.
+/// The maximum number of clients at a time. More are refused.
 const MAX_CLIENTS: usize = 8;
-/// Clients at once from one address.
+/// The maximum number of clients at a time from one address.
 const MAX_PER_ADDRESS: usize = 2;
 /// The pause after each connection and datagram.
 const PAUSE: Duration = Duration::from_millis(2);

@@ -7,7 +7,7 @@ use flannel_core::address::Family;
 use flannel_lab::{MAX_HOSTS, default_backend};
 use serde_json::{Value, json};
 
-/// A cluster on one machine: hosts with a flanneld, pods and a switch out of network namespaces
+/// A cluster on one machine: hosts with a flanneld, pods and a switch, as network namespaces
 ///
 /// Waits until every pod reaches every other (ping, full-size ping, TCP), shows the result and
 /// cleans up. Works as root and as an ordinary user.
@@ -33,7 +33,7 @@ pub(crate) struct Options {
     /// Stay up until interrupted, and print how to enter a host.
     #[arg(long)]
     pub(crate) hold: bool,
-    /// The time for every pod to reach every other; by default 30 and a little for each pair.
+    /// The time for every pod to reach every other; by default 30, and 0.002 for each pair.
     #[arg(long, value_name = "SECONDS")]
     pub(crate) timeout: Option<u64>,
     /// Keep logs, leases and subnet.env files, as after a failure.
@@ -49,7 +49,9 @@ fn hosts(text: &str) -> Result<usize, String> {
 /// Parses the `Backend` object of the network config, or only its type.
 fn backend(text: &str) -> Result<Value, String> {
     let backend = match text.starts_with('{') {
-        true => serde_json::from_str(text).map_err(|error| error.to_string())?,
+        true => serde_json::from_str(text).map_err(|error| {
+            format!("{error}; expected an object such as {{\"Type\": \"vxlan\"}}")
+        })?,
         false => json!({ "Type": text }),
     };
     let kind = backend["Type"].as_str().unwrap_or_default().to_lowercase();

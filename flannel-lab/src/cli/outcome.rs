@@ -15,12 +15,12 @@ use crate::cli::options::Options;
 pub(crate) struct Outcome {
     /// Every pod reached every other.
     pub(crate) ok: bool,
-    /// The reason that there is no result.
+    /// The reason why there is no result.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) error: Option<String>,
     pub(crate) backend: String,
     pub(crate) family: String,
-    /// From the start of the last daemon until every pod reached every other.
+    /// The time from the start of the last daemon until every pod reached every other.
     pub(crate) seconds_to_ready: Option<f64>,
     pub(crate) hosts: Vec<HostRow>,
     pub(crate) pairs: Vec<PairRow>,

@@ -1,18 +1,19 @@
-//! The result as tables of 80 columns.
+//! The result as tables. They fit into 80 columns.
 
 use std::fmt::Write;
 
+use flannelctl::terminal::{Style, Terminal};
+
 use crate::cli::outcome::{HostRow, Outcome, PairRow};
 
-/// Hosts whose matrix fits into 80 columns.
+/// The maximum number of hosts whose matrix fits into 80 columns.
 const MATRIX_HOSTS: usize = 8;
 
-/// Hosts, and pairs that are not reached, that are listed at most.
+/// The maximum number of hosts in the table, and of pairs that are listed as not reached.
 const LISTED: usize = 20;
 
-/// Renders a result, with colours for a terminal.
-pub(crate) fn render(outcome: &Outcome, colours: bool) -> String {
-    let paint = Paint(colours);
+/// Renders a result. The width of the terminal has no effect.
+pub(crate) fn render(outcome: &Outcome, terminal: &Terminal) -> String {
     let mut text = format!(
         "{} on {} · {} · {}\n\n",
         count(outcome.hosts.len(), "pod"),
@@ -20,7 +21,7 @@ pub(crate) fn render(outcome: &Outcome, colours: bool) -> String {
         outcome.backend,
         outcome.family
     );
-    text += &hosts(&outcome.hosts, &paint);
+    text += &hosts(&outcome.hosts, terminal);
     for family in ["ipv4", "ipv6"] {
         let pairs: Vec<&PairRow> =
             outcome.pairs.iter().filter(|pair| pair.family == family).collect();
@@ -29,31 +30,32 @@ pub(crate) fn render(outcome: &Outcome, colours: bool) -> String {
         }
         let title = if family == "ipv4" { "IPv4" } else { "IPv6" };
         if outcome.hosts.len() <= MATRIX_HOSTS {
-            text += &matrix(title, &outcome.hosts, &pairs, &paint);
+            text += &matrix(title, &outcome.hosts, &pairs, terminal);
         } else {
-            text += &summary(title, &pairs, &paint);
+            text += &summary(title, &pairs, terminal);
         }
     }
     text += &reasons(outcome);
-    text + &verdict(outcome, &paint)
+    text + &verdict(outcome, terminal)
 }
 
 fn count(n: usize, noun: &str) -> String {
     format!("{n} {noun}{}", if n == 1 { "" } else { "s" })
 }
 
-fn hosts(hosts: &[HostRow], paint: &Paint) -> String {
+fn hosts(hosts: &[HostRow], terminal: &Terminal) -> String {
     let row = |[host, address, subnet, mtu, memory]: [&str; 5]| {
         format!("{host:<9} {address:<15} {subnet:<26} {mtu:>5}  {memory:>9}").trim_end().to_owned()
     };
-    let mut text = paint.bold(&row(["HOST", "ADDRESS", "LEASE", "MTU", "MEMORY"])) + "\n";
+    let mut text =
+        terminal.style(Style::Bold, &row(["HOST", "ADDRESS", "LEASE", "MTU", "MEMORY"])) + "\n";
     for host in hosts.iter().take(LISTED) {
         let memory = host
             .vm_rss_kib
             .map_or_else(|| "-".to_owned(), |kib| format!("{:.1} MiB", kib as f64 / 1024.0));
         for line in 0..host.subnets.len().max(1) {
             let subnet = host.subnets.get(line).map_or("", String::as_str);
-            // In the line of each lease, the address of its family.
+            // The line of a lease has the address of the same family.
             let same = |address: &&std::net::IpAddr| address.is_ipv6() == subnet.contains(':');
             let address =
                 host.addresses.iter().find(same).map(ToString::to_string).unwrap_or_default();
@@ -69,17 +71,19 @@ fn hosts(hosts: &[HostRow], paint: &Paint) -> String {
     text
 }
 
-fn matrix(title: &str, hosts: &[HostRow], pairs: &[&PairRow], paint: &Paint) -> String {
+fn matrix(title: &str, hosts: &[HostRow], pairs: &[&PairRow], terminal: &Terminal) -> String {
     let mut text = format!("\n{title}: round trips between pods in ms, from the left to the top\n");
     let header: String = hosts.iter().map(|host| format!(" {:>8}", host.pod)).collect();
-    text += &(paint.bold(&format!("{:<8}{header}", "")) + "\n");
+    text += &(terminal.style(Style::Bold, &format!("{:<8}{header}", "")) + "\n");
     for from in hosts {
         text += &format!("{:<8}", from.pod);
         for to in hosts {
             let pair = pairs.iter().find(|pair| pair.from == from.pod && pair.to == to.pod);
             text += &match pair {
                 Some(pair) if pair.ok => format!(" {:>8}", pair.cell),
-                Some(pair) => format!(" {}", paint.red(&format!("{:>8}", pair.cell))),
+                Some(pair) => {
+                    format!(" {}", terminal.style(Style::Failed, &format!("{:>8}", pair.cell)))
+                }
                 None => format!(" {:>8}", "·"),
             };
         }
@@ -88,11 +92,12 @@ fn matrix(title: &str, hosts: &[HostRow], pairs: &[&PairRow], paint: &Paint) -> 
     text
 }
 
-fn summary(title: &str, pairs: &[&PairRow], paint: &Paint) -> String {
+fn summary(title: &str, pairs: &[&PairRow], terminal: &Terminal) -> String {
     let mut reached: Vec<&&PairRow> = pairs.iter().filter(|pair| pair.ok).collect();
     reached.sort_by(|a, b| b.rtt_ms.unwrap_or(0.0).total_cmp(&a.rtt_ms.unwrap_or(0.0)));
     let count = format!("{} of {} pairs reached", reached.len(), pairs.len());
-    let count = if reached.len() == pairs.len() { count } else { paint.red(&count) };
+    let count =
+        if reached.len() == pairs.len() { count } else { terminal.style(Style::Failed, &count) };
     let mut text = format!("\n{title}: {count}\n");
     if let (Some(slowest), Some(fastest)) = (reached.first(), reached.last()) {
         let (min, median, max) = (&fastest.cell, &reached[reached.len() / 2].cell, &slowest.cell);
@@ -123,42 +128,24 @@ fn reasons(outcome: &Outcome) -> String {
     text
 }
 
-fn verdict(outcome: &Outcome, paint: &Paint) -> String {
+fn verdict(outcome: &Outcome, terminal: &Terminal) -> String {
     let pairs = outcome.pairs.len();
     let missed = outcome.pairs.iter().filter(|pair| !pair.ok).count();
     let text = match outcome.seconds_to_ready {
-        Some(seconds) if outcome.ok => paint.green(&format!(
-            "✓ every pod reached every pod {seconds:.2} s after the last daemon's start"
-        )),
-        _ => paint.red(&format!("✗ {missed} of {pairs} pairs not reached")),
+        Some(seconds) if outcome.ok => terminal.style(
+            Style::Good,
+            &format!("✓ every pod reached every pod {seconds:.2} s after the last daemon's start"),
+        ),
+        _ => terminal.style(Style::Failed, &format!("✗ {missed} of {pairs} pairs not reached")),
     };
     format!("\n{text}\n")
-}
-
-/// Colours, if wanted.
-struct Paint(bool);
-
-impl Paint {
-    fn with(&self, code: &str, text: &str) -> String {
-        if self.0 { format!("\x1b[{code}m{text}\x1b[0m") } else { text.to_owned() }
-    }
-
-    fn bold(&self, text: &str) -> String {
-        self.with("1", text)
-    }
-
-    fn red(&self, text: &str) -> String {
-        self.with("31", text)
-    }
-
-    fn green(&self, text: &str) -> String {
-        self.with("32", text)
-    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    const PLAIN: Terminal = Terminal { width: 80, colours: false };
 
     fn outcome(hosts: usize, broken: Option<(&str, &str)>) -> Outcome {
         let row = |n: usize| HostRow {
@@ -214,7 +201,7 @@ mod tests {
     #[test]
     fn the_table_fits_80_columns_for_any_number_of_hosts() {
         for hosts in [1, 2, 3, 8, 9, 250] {
-            let text = render(&outcome(hosts, None), false);
+            let text = render(&outcome(hosts, None), &PLAIN);
             assert!(widest(&text) <= 80 && !text.contains('\x1b'), "{hosts} hosts:\n{text}");
             assert!(text.contains("every pod reached every pod 0.51 s"), "{text}");
             assert!(
@@ -225,14 +212,36 @@ mod tests {
         }
     }
 
+    /// `UPDATE_PAGES=1` writes the files.
+    #[test]
+    fn pages_equal_the_stored_pages_at_80_and_120_columns() {
+        let broken = Some(("pod-2", "pod-1"));
+        for (name, outcome) in [
+            ("complete", outcome(3, None)),
+            ("unreached", outcome(3, broken)),
+            ("many_hosts", outcome(30, broken)),
+        ] {
+            let file = format!("{}/src/cli/pages/{name}.txt", env!("CARGO_MANIFEST_DIR"));
+            for width in [80, 120] {
+                let text = render(&outcome, &Terminal { width, ..PLAIN });
+                if std::env::var_os("UPDATE_PAGES").is_some() {
+                    std::fs::write(&file, &text).unwrap();
+                }
+                let stored = std::fs::read_to_string(&file).unwrap_or_default();
+                assert_eq!(text, stored, "{file}:\n{text}");
+            }
+        }
+    }
+
     #[test]
     fn unreached_pairs_are_listed_with_the_reason() {
         for hosts in [3, 30] {
-            let text = render(&outcome(hosts, Some(("pod-2", "pod-1"))), false);
+            let text = render(&outcome(hosts, Some(("pod-2", "pod-1"))), &PLAIN);
             assert!(text.contains("pod-2    → pod-1    ipv4: TCP stalled after 0 bytes"), "{text}");
             assert!(text.contains("✗ 2 of "), "{text}");
         }
-        let coloured = render(&outcome(3, Some(("pod-2", "pod-1"))), true);
+        let coloured =
+            render(&outcome(3, Some(("pod-2", "pod-1"))), &Terminal { colours: true, ..PLAIN });
         assert!(coloured.contains("\x1b[31m stalled\x1b[0m"), "{coloured}");
     }
 }

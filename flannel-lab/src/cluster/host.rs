@@ -285,8 +285,8 @@ impl Host {
         self.place_pod(|| Pod::new(&format!("pod-{}", self.number), &self.namespace, env))
     }
 
-    /// Uses a namespace that another program, such as a CNI plugin, has connected to the host as
-    /// its pod. `mtu` is the MTU of the pod's interface, in bytes.
+    /// Makes a namespace the pod of the host. Another program, such as a CNI plugin, has connected
+    /// it. `mtu` is the MTU of the pod's interface, in bytes.
     ///
     /// # Errors
     /// The host has a pod, or the echo service cannot be started.

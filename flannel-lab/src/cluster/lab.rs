@@ -31,7 +31,7 @@ pub const MAX_HOSTS: usize = 250;
 /// **Source**: linux `net/ipv4/arp.c: arp_tbl.gc_thresh3`, `neighbour.c`.
 const KNOWN_NEIGHBOURS: usize = 20;
 
-/// Hosts that are set up at once.
+/// The number of hosts that are set up at the same time.
 const WORKERS: usize = 8;
 
 /// The options of a lab. [`Builder::start`] makes it.

@@ -108,7 +108,7 @@ pub enum Unreached {
         /// Bytes that came back before.
         bytes: usize,
     },
-    /// The path between the pods takes less than their MTU.
+    /// The path between the pods takes only packets that are smaller than their MTU.
     #[error("MTU {mtu} is wrong: the path takes {path} bytes")]
     PathMtu {
         /// The smaller of the two pods' MTUs, in bytes.
@@ -229,7 +229,7 @@ impl PingSocket {
 
     /// Waits for an answer; `None` if there is none within `patience`.
     pub(crate) fn receive(&self, patience: Duration) -> io::Result<Option<Reply>> {
-        // A timeout of zero would mean none.
+        // A timeout of zero is invalid.
         self.socket.set_read_timeout(Some(patience.max(Duration::from_micros(1))))?;
         let mut buffer = vec![0; 65_536];
         let (len, from) = match self.socket.recv_from(&mut buffer) {

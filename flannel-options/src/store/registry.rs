@@ -28,9 +28,8 @@ impl FromStr for RegistryUrl {
         }
         if !text.starts_with("dir:") {
             return Err(format!(
-                "{text:?} is not a registry; this build supports {}dir:PATH, for example \
-                 dir:/etc/flannel/network",
-                if cfg!(feature = "etcd") { "etcd and " } else { "" }
+                "{text:?} is not a registry; expected {}dir:PATH, such as dir:/etc/flannel/network",
+                if cfg!(feature = "etcd") { "etcd or " } else { "" }
             ));
         }
         text.parse()

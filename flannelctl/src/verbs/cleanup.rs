@@ -31,7 +31,8 @@ pub(crate) async fn cleanup(context: Context<'_>, flags: &CleanupFlags) -> Resul
     let mut _alone = None;
     if !flags.dry_run {
         refuse_daemon(client)?;
-        // A daemon may have another socket or none. Without a state directory no daemon ever ran.
+        // A daemon may have another socket or none, so the lock of the state directory decides.
+        // Without a state directory no daemon has run.
         let dir = &global.state_dir;
         let unknown = |error| Error::Refused(format!("--state-dir {}: {error}", dir.display()));
         if dir.try_exists().map_err(unknown)? {
@@ -51,7 +52,7 @@ pub(crate) async fn cleanup(context: Context<'_>, flags: &CleanupFlags) -> Resul
     let report = {
         let kernel = WithAnnexes::new(Arc::clone(&kernel) as Arc<dyn Kernel>, backend.annex());
         let (kernel, footprint, dry_run) = (kernel.waiting(), footprint.clone(), flags.dry_run);
-        // An annex may need the runtime while its changes are waited for.
+        // On another thread, because an annex may need the runtime while this waits for it.
         tokio::task::spawn_blocking(move || work(&kernel, &footprint, dry_run)).await
     };
     account.kernel(&report.unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()))?);
@@ -105,7 +106,7 @@ fn old_networks(state_dir: &Path, config: &Config) -> Vec<Subnet> {
     recorded.into_iter().filter(is_old).collect()
 }
 
-/// The changes, made or planned, and the failures.
+/// The changes that were made, or are planned with `--dry-run`, and the failures.
 #[derive(Debug, Default)]
 struct Account {
     done: Vec<String>,
@@ -177,5 +178,33 @@ impl Account {
             (_, failed) => format!("{count} changes {verb}, {failed} failed\n"),
         };
         Output { text, value, ok: self.failed.is_empty() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The lines do not depend on the width of the terminal, so that they can be copied.
+    #[test]
+    fn changes_failures_and_unknown_objects_are_shown() {
+        let account = Account {
+            done: vec!["delete route 10.1.7.0/24".into(), "delete link flannel.1".into()],
+            failed: vec![(
+                "delete firewall rules".into(),
+                "iptables: Operation not permitted (os error 1)".into(),
+            )],
+            unknown: vec!["flannel.2, if no flannel needs it: ip link delete flannel.2".into()],
+        };
+        let output = account.output(false);
+        assert_eq!(output.text, include_str!("../pages/cleanup.txt"), "\n{}", output.text);
+        assert!(!output.ok);
+        let planned = Account { failed: Vec::new(), ..account };
+        assert!(planned.output(true).text.ends_with("\n2 changes would be made\n"));
+        let nothing = Account::default().output(true);
+        assert_eq!(
+            (nothing.text.as_str(), nothing.ok),
+            ("nothing of flannel is there to change\n", true)
+        );
     }
 }

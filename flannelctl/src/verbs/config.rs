@@ -84,7 +84,8 @@ async fn write(
 fn patched(seen: &ConfigText, patch: &str, backends: &Backends) -> Result<String> {
     let wrong = |what: &str, why: &dyn Display| {
         Error::Refused(format!(
-            "{what} is not a JSON object such as {{\"Backend\": {{\"MTU\": 1400}}}}: {why}"
+            "{what} is not a JSON object: {why}; expected one such as {{\"Backend\": {{\"MTU\": \
+             1400}}}}"
         ))
     };
     let patch: Members = serde_json::from_str(patch).map_err(|error| wrong("PATCH", &error))?;
@@ -105,7 +106,7 @@ fn patched(seen: &ConfigText, patch: &str, backends: &Backends) -> Result<String
 fn merge(into: &mut Members, patch: Members) -> serde_json::Result<()> {
     for (name, value) in patch.0 {
         let is_it = |(known, _): &(String, _)| known.eq_ignore_ascii_case(&name);
-        // Of several fields with one name the last counts, as for readers of a config.
+        // Of several fields with the same name the last one counts, as when a config is read.
         let last = into.0.iter().rposition(is_it);
         let at =
             into.0[..last.unwrap_or(into.0.len())].iter().filter(|member| !is_it(member)).count();
@@ -235,9 +236,22 @@ fn describe(config: &Config, text: &ConfigText, done: &str, terminal: &Terminal)
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::terminal::tests::assert_page;
 
     fn patched(seen: &ConfigText, patch: &str) -> Result<String> {
         super::patched(seen, patch, &flannel_backends::all())
+    }
+
+    #[test]
+    fn a_config_is_shown_with_its_defaults() {
+        let text = ConfigText {
+            location: "etcd:https://etcd-1:2379,https://etcd-2:2379".into(),
+            text: r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:1::/48"}"#
+                .into(),
+        };
+        let config = check(&text, &flannel_backends::all()).unwrap();
+        let done = "written; each daemon uses the changed pod networks from its next start on";
+        assert_page("config", |terminal| describe(&config, &text, done, terminal).text);
     }
 
     #[test]

@@ -60,7 +60,7 @@ fn name(text: &str) -> std::result::Result<String, String> {
     if is_name {
         Ok(text.to_owned())
     } else {
-        Err("right would be the name of a variable, such as DOCKER_OPTS".into())
+        Err("expected the name of a variable, such as DOCKER_OPTS".into())
     }
 }
 

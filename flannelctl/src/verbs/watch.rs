@@ -1,6 +1,6 @@
 //! `flannelctl watch`: shows the status repeatedly.
 //!
-//! It polls the daemon, so changes cost the daemon nothing.
+//! It polls the daemon, so a change in the daemon causes no work for this.
 
 use std::io::Write;
 use std::time::Duration;

@@ -1,8 +1,8 @@
 //! The answers to requests. `flannel-api` lists them.
 //!
-//! A `GET` changes nothing. Every user who may open the socket may read, which `--control-group` is
-//! for. Only root and the daemon's own user may send a `POST`, whatever the mode of the socket. The
-//! kernel names the user of the client.
+//! A `GET` changes nothing. Every user who may open the socket may read; `--control-group` allows
+//! more users to open it. Only root and the daemon's own user may send a `POST`, whatever the mode
+//! of the socket. The kernel reports the user of the client.
 //!
 //! **Source**: flannel `main.go: mustRunHealthz`, for paths and first lines of the health answers.
 
@@ -92,11 +92,15 @@ impl Answers {
                 answer(&PeersReport { version: VERSION, peers })
             }
             ("GET", "/v1/why") => {
-                match parameter(request, "address").map(|text| text.parse::<IpAddr>()) {
-                    Some(Ok(address)) => answer(&why(&self.observer.snapshot(), address).await),
-                    _ => refusal(
+                let text = parameter(request, "address").unwrap_or_default();
+                match text.parse::<IpAddr>() {
+                    Ok(address) => answer(&why(&self.observer.snapshot(), address).await),
+                    Err(_) => refusal(
                         StatusCode::BAD_REQUEST,
-                        "address must be an IP address, as in /v1/why?address=10.1.7.9",
+                        format!(
+                            "address is {text:?}, expected an IP address, as in \
+                             /v1/why?address=10.1.7.9"
+                        ),
                     ),
                 }
             }
@@ -131,12 +135,12 @@ impl Answers {
 
     fn set_log(&self, request: &Request) -> Response {
         let Some(filter) = parameter(request, "filter") else {
-            let error = "filter must be a value of --log, as in /v1/log?filter=debug";
+            let error = "filter is missing, expected a value of --log, as in /v1/log?filter=debug";
             return refusal(StatusCode::BAD_REQUEST, error);
         };
         match self.observer.set_log(Some(&filter)) {
             Ok(()) => {
-                tracing::info!("the log filter is {filter} now, until SIGHUP");
+                tracing::info!(%filter, "the log filter is set, until SIGHUP or a reload");
                 answer(&LogReport { version: VERSION, filter })
             }
             Err(error) => refusal(StatusCode::BAD_REQUEST, error),

@@ -35,13 +35,14 @@ const WRITE_TIMEOUT: Duration = Duration::from_secs(5);
 /// The largest number of open connections. For one more, the oldest without a request is closed. If
 /// all have sent one, the new connection waits. hyper needs some 13 KiB for each.
 const MAX_CONNECTIONS: usize = 16;
-/// No connection is closed for another one earlier than this. So 8,000 new connections a second are
-/// accepted at most.
+/// The minimum age of a connection that is closed for a new one. So at most 8,000 new connections
+/// a second are accepted.
 const GRACE: Duration = Duration::from_millis(2);
 /// The pause after a failure to accept a connection, usually because of file descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// A request. Its body is the client's user, or `None` over TCP. `GET` replaces `HEAD`.
+/// A request. In place of a body it has the user id of the client, or `None` over TCP. The method
+/// `HEAD` is replaced by `GET`.
 pub(super) type Request = hyper::Request<Option<u32>>;
 
 /// A parameter of the query, decoded.
@@ -112,7 +113,7 @@ pub(super) async fn serve(listener: Listener, site: Arc<dyn Site>) -> Infallible
         match listener.accept().await {
             Ok((stream, uid)) => connections.add(stream, uid, Arc::clone(&site)).await,
             Err(error) => {
-                tracing::debug!("a connection could not be accepted: {error}");
+                tracing::debug!(%error, "a connection could not be accepted");
                 sleep(ACCEPT_PAUSE).await;
             }
         }
@@ -123,7 +124,7 @@ pub(super) async fn serve(listener: Listener, site: Arc<dyn Site>) -> Infallible
 struct Connections {
     tasks: JoinSet<()>,
     permits: Arc<Semaphore>,
-    /// Those that had not sent a request when last checked, the oldest first.
+    /// The connections that had not sent a request when they were last checked, the oldest first.
     silent: VecDeque<Silent>,
 }
 

@@ -53,7 +53,7 @@ pub(super) fn open_socket(path: &Path, group: Option<u32>) -> Result<UnixListene
         fs::create_dir_all(directory)
             .map_err(|error| format!("{}: {error}", directory.display()))?;
     }
-    let name = path.file_name().ok_or("it is not the name of a file")?;
+    let name = path.file_name().ok_or("it is not the name of a file, expected one")?;
     let temporary =
         path.with_file_name(format!(".{}.{}", name.to_string_lossy(), std::process::id()));
     let _ = fs::remove_file(&temporary);

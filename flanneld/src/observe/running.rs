@@ -26,6 +26,7 @@ pub(crate) struct Running {
     pub(crate) rulebook: watch::Receiver<Rulebook>,
     /// This node has no lease: its time ran out, and the store does not answer.
     pub(crate) lapsed: bool,
+    /// The time at which the network was built.
     pub(crate) since: SystemTime,
 }
 

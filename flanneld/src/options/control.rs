@@ -51,7 +51,7 @@ fn group(text: &str) -> Result<u32, String> {
     match text.parse() {
         // The kernel treats this number as no change.
         Ok(u32::MAX) => {
-            return Err(format!("{text} is no group; right would be one of getent group"));
+            return Err(format!("{text} is no group; expected one of getent group"));
         }
         Ok(number) => return Ok(number),
         Err(_) => {}
@@ -59,11 +59,11 @@ fn group(text: &str) -> Result<u32, String> {
     match nix::unistd::Group::from_name(text) {
         Ok(Some(group)) => Ok(group.gid.as_raw()),
         Ok(None) => {
-            Err("this host has no such group; right would be a name of getent group, or a number"
+            Err("this host has no such group; expected a name of getent group, or a number"
                 .to_owned())
         }
         Err(errno) => {
-            Err(format!("the groups of this host cannot be read: {errno}; a number needs no name"))
+            Err(format!("the groups of this host cannot be read: {errno}; expected a number"))
         }
     }
 }

@@ -52,6 +52,6 @@ impl InterfaceFlags {
 fn regex(text: &str) -> Result<String, String> {
     match regex_lite::Regex::new(text) {
         Ok(_) => Ok(text.to_owned()),
-        Err(error) => Err(format!("{error}; right would be one such as ^eth[0-9]")),
+        Err(error) => Err(format!("{error}; expected one such as ^eth[0-9]")),
     }
 }

@@ -89,7 +89,7 @@ impl KubeFlags {
             let etcd = if cfg!(feature = "etcd") { "in etcd and " } else { "" };
             return Err(format!(
                 "--kube-subnet-mgr: this build keeps leases {etcd}in directories, but not in the \
-                 Kubernetes API: right would be one with the feature kube"
+                 Kubernetes API; expected a build with the feature kube"
             ));
         }
         let text = |name: &str| {
@@ -99,14 +99,15 @@ impl KubeFlags {
             (text("NODE_NAME"), text("POD_NAMESPACE"), text("POD_NAME"));
         if self.node_name.is_empty() && (self.pod_namespace.is_empty() || self.pod_name.is_empty())
         {
-            return Err("--kube-subnet-mgr: the name of this node is not known: right would be \
+            return Err("--kube-subnet-mgr: the name of this node is not known; expected \
                         NODE_NAME in the environment, or POD_NAMESPACE and POD_NAME"
                 .to_owned());
         }
         let depth = text("EVENT_QUEUE_DEPTH");
         if !depth.is_empty() && depth.parse::<i64>().is_err() {
             return Err(format!(
-                "EVENT_QUEUE_DEPTH in the environment: {depth:?} is no whole number"
+                "EVENT_QUEUE_DEPTH in the environment: {depth:?} is not valid, expected a whole \
+                 number"
             ));
         }
         #[cfg(feature = "kube")]
@@ -127,7 +128,7 @@ impl KubeFlags {
         match text.is_empty() || text.parse().is_ok_and(is_url) {
             true => Ok(()),
             false => Err(format!(
-                "--kube-api-url: {text:?} is no URL; right would be one such as \
+                "--kube-api-url: {text:?} is no URL; expected one such as \
                  https://192.0.2.1:6443"
             )),
         }

@@ -22,8 +22,8 @@ const NEEDED: [Capability; 2] = [Capability::CAP_NET_ADMIN, Capability::CAP_NET_
 /// Access to files of other users, to read and to write.
 const FILES: [Capability; 2] = [Capability::CAP_DAC_READ_SEARCH, Capability::CAP_DAC_OVERRIDE];
 
-/// Drops the capabilities that are not needed, and logs those that are kept beyond the usual, with
-/// the reason. If dropping fails, this is logged, and the process keeps its capabilities; programs
+/// Drops the capabilities that are not needed. Logs each capability that is kept for a file, with
+/// the file. If dropping fails, this is logged, and the process keeps its capabilities; programs
 /// that it runs may have fewer.
 pub(crate) fn drop_needless(options: &Options) {
     if options.capabilities == Capabilities::All {
@@ -31,11 +31,15 @@ pub(crate) fn drop_needless(options: &Options) {
     }
     let effective = caps::read(None, CapSet::Effective);
     match drop_all_but(options) {
-        Ok(reasons) => reasons.iter().for_each(|reason| tracing::info!("{reason}")),
+        Ok(kept) => kept.iter().for_each(|(path, capability)| {
+            let path = path.display();
+            let text = "a capability is kept, because another user owns the path";
+            tracing::info!(%capability, %path, "{text}");
+        }),
         Err(error) => {
-            tracing::warn!("capabilities are not all dropped: {error}");
+            tracing::warn!(%error, "capabilities are not all dropped");
             if let Err(error) = effective.and_then(|effective| restore(&effective)) {
-                tracing::warn!("files of other users may not be accessible: {error}");
+                tracing::warn!(%error, "files of other users may not be accessible");
             }
         }
     }
@@ -54,7 +58,8 @@ pub(crate) fn join_control_group(options: &Options) {
     });
     if let Err(errno) = joined {
         tracing::debug!(
-            "--control-group {group}: this process is no member and cannot become one: {errno}"
+            %group, error = %errno,
+            "this process is not a member of --control-group, and cannot join it"
         );
     }
 }
@@ -65,28 +70,23 @@ fn restore(effective: &CapsHashSet) -> Result<(), CapsError> {
     caps::set(None, CapSet::Effective, &effective.intersection(&permitted).copied().collect())
 }
 
-fn drop_all_but(options: &Options) -> Result<Vec<String>, CapsError> {
+/// Returns the files that need a capability, with that capability, which is kept.
+fn drop_all_but(options: &Options) -> Result<Vec<(PathBuf, Capability)>, CapsError> {
     let had = caps::read(None, CapSet::Permitted)?;
     let mut keep: CapsHashSet = NEEDED.into();
-    let mut reasons = Vec::new();
     if (1..1024).contains(&options.control.healthz_port) {
         keep.insert(Capability::CAP_NET_BIND_SERVICE);
     }
-    // A sandbox that grants no more than that may forbid to drop any.
+    // A sandbox that grants no other capabilities may forbid to drop any.
     if had.is_subset(&keep) {
-        return Ok(reasons);
+        return Ok(Vec::new());
     }
     // Without them the check below shows which files are out of reach.
     for capability in FILES {
         caps::drop(None, CapSet::Effective, capability)?;
     }
-    for (path, capability) in out_of_reach(options) {
-        keep.insert(capability);
-        reasons.push(format!(
-            "{capability} is kept, because {} belongs to another user",
-            path.display()
-        ));
-    }
+    let needed = out_of_reach(options);
+    keep.extend(needed.iter().map(|(_, capability)| *capability));
     keep.retain(|capability| had.contains(capability));
     // A kernel refuses to drop capabilities that it does not know.
     for capability in caps::runtime::thread_all_supported().difference(&keep) {
@@ -104,7 +104,7 @@ fn drop_all_but(options: &Options) -> Result<Vec<String>, CapsError> {
     for capability in inherited {
         caps::raise(None, CapSet::Ambient, capability)?;
     }
-    Ok(reasons)
+    Ok(needed)
 }
 
 /// Files that the options name and that need a capability, with that capability.

@@ -67,7 +67,7 @@ impl Notifier {
         let states: Vec<String> = states.iter().map(ToString::to_string).collect();
         let text = states.join("\n");
         if let Err(error) = self.socket.send_to_addr(text.as_bytes(), &self.address) {
-            tracing::debug!("systemd was not notified of {text:?}: {error}");
+            tracing::debug!(?text, %error, "systemd was not notified");
         }
     }
 
@@ -127,11 +127,10 @@ pub(crate) async fn reload(notifier: Option<&Notifier>, observer: &Observer) {
         notifier.send(&[NotifyState::Reloading, NotifyState::MonotonicUsec(now)]);
     }
     match timeout(RELOAD, observer.reload()).await {
-        Ok(found) => tracing::info!("SIGHUP: read again: {found}"),
+        Ok(found) => tracing::info!(result = %found, "SIGHUP: read again"),
         Err(_) => {
-            tracing::warn!(
-                "SIGHUP: the store did not answer within {RELOAD:?}; everything stays in force"
-            );
+            let text = "SIGHUP: the store did not answer in time; everything stays in force";
+            tracing::warn!(timeout = ?RELOAD, "{text}");
         }
     }
     if let Some(notifier) = notifier {
@@ -146,9 +145,7 @@ fn address(name: &OsStr) -> io::Result<SocketAddr> {
         [b'/', ..] => SocketAddr::from_pathname(name),
         _ => Err(io::Error::new(
             io::ErrorKind::InvalidInput,
-            format!(
-                "{name:?} is neither the path of a socket nor the name of an abstract one (@…)"
-            ),
+            format!("{name:?} is not an address, expected the path of a socket, or @NAME"),
         )),
     }
 }

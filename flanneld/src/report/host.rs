@@ -28,11 +28,11 @@ pub(crate) async fn look(snapshot: &Snapshot, memory: &LegacyMemory) -> HostRepo
 
 /// Logs a finding in one line.
 pub(crate) fn log(finding: &Finding) {
-    let Finding { text, repair, .. } = finding;
-    let repair = repair.as_ref().map(|repair| format!("; repair: {repair}")).unwrap_or_default();
+    let Finding { check, text, repair, .. } = finding;
+    let repair = repair.as_ref().map(tracing::field::display);
     if finding.is_error() {
-        tracing::error!("{text}{repair}");
+        tracing::error!(%check, repair, "{text}");
     } else {
-        tracing::warn!("{text}{repair}");
+        tracing::warn!(%check, repair, "{text}");
     }
 }

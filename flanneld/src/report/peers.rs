@@ -69,7 +69,7 @@ impl State {
     }
 }
 
-/// Finds the states of peers. Made once for all of them, in O(failures).
+/// Finds the states of peers. One value serves all peers; making it takes O(n) for n failures.
 struct PeerStates<'a> {
     status: &'a Status,
     failing: BTreeMap<Subnets, String>,

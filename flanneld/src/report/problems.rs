@@ -1,5 +1,5 @@
-//! Problems, as sentences. A node is ready if and only if no problem is an error. So the reasons
-//! for not being ready are always complete.
+//! Problems, as sentences. A node is ready if and only if no problem is an error. So a node that is
+//! not ready always has a complete list of reasons.
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -126,7 +126,7 @@ impl Found {
             self.error(format!("{not_held}: {text}: {why}"), LOG);
             return;
         }
-        // Without the age, because systemd gets the text whenever it changes.
+        // The text has no age, because systemd is notified whenever the text changes.
         let mut age = String::new();
         let reason = match &snapshot.ownership {
             _ if lapsed => "it ran out, and the store does not answer",

@@ -1,8 +1,8 @@
 //! Waits for a changed network config that the running network can be rebuilt from.
 //!
-//! A running network is not stopped for a config from which no network can be built here. The end
-//! of an obstacle may cause no event, so such a config is validated repeatedly, while the store is
-//! watched as usual.
+//! A running network is not stopped for a config from which no network can be built here. Such a
+//! config is validated repeatedly, because no event may report that the obstacle is gone. The store
+//! is watched as usual meanwhile.
 
 use std::pin::pin;
 use std::time::Duration;
@@ -19,9 +19,9 @@ const SECOND_THOUGHT: Duration = Duration::from_secs(10);
 /// The longest pause, because validation reads the kernel's routes.
 const LONGEST: Duration = Duration::from_secs(300);
 
-/// Waits until the network config is one that the running network can change to. Returns the reason
-/// for building it anew. Any config may follow one from the cache. Otherwise the pod networks must
-/// stay, because pods do not survive another pod network.
+/// Waits for a network config with which the running network must be rebuilt. Returns the reason.
+/// If the config in use comes from the cache (`cached`), any config may replace it. Otherwise the
+/// new config must have the same pod networks, because pods do not survive another pod network.
 ///
 /// # Errors
 /// The store refuses.
@@ -37,7 +37,8 @@ pub(crate) async fn to_apply(
     let refuse = |refused: &mut Option<String>, error: String| {
         if refused.as_ref() != Some(&error) {
             tracing::warn!(
-                "the network config was changed, but cannot be used and is ignored: {error}"
+                %error,
+                "the network config was changed, but cannot be used and is ignored"
             );
             observer.note(|facts| facts.refused_config = Some(error.clone()));
             *refused = Some(error);
@@ -46,7 +47,8 @@ pub(crate) async fn to_apply(
     loop {
         let mut pause = SECOND_THOUGHT;
         let now = {
-            // One for all validations, because it remembers the logged reasons and the pauses.
+            // One watch for all validations, because it remembers the logged reasons and the
+            // pauses.
             let mut changed = pin!(subnets.config_changed(&seen));
             loop {
                 let thought = async {
@@ -83,7 +85,9 @@ pub(crate) async fn to_apply(
             let waits = now.networks != used.networks && !cached;
             observer.note(|facts| facts.waiting_config = waits.then(|| now.clone()));
             if waits {
+                let networks: Vec<_> = now.pod_networks().collect();
                 tracing::warn!(
+                    ?networks,
                     "the network config has other networks now, which are used from the next start \
                      on"
                 );

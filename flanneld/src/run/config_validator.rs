@@ -57,7 +57,8 @@ impl ConfigValidator {
         Self { used: Some(iface.clone()), ..self }
     }
 
-    /// The interface with which a network can be built from `config`, in place of one from `used`.
+    /// Chooses the interface for a network that is built from `config`. `used` is the config of the
+    /// network that it replaces; `None`: there is none.
     ///
     /// # Errors
     /// No network can be built here, or its firewall rules cannot be made.
@@ -81,9 +82,9 @@ impl ConfigValidator {
         Ok(chosen)
     }
 
-    /// `config` and its interface. If `config` does not fit, the last config that a network was
-    /// built from, with its interface, provided that it has the same networks, from which the lease
-    /// is taken. The running network reports the reason.
+    /// Returns `config` and its interface. If `config` does not fit, returns the config of the last
+    /// network, with its interface. That config must have the same pod networks, because the lease
+    /// comes from them. The running network reports the reason.
     ///
     /// # Errors
     /// Neither can be used.
@@ -102,7 +103,8 @@ impl ConfigValidator {
     }
 }
 
-/// The config names no backend: Go flannel runs `udp` then, and its leases have no backend type.
+/// Checks that no node runs `udp`, for a config that names no backend. Go flannel then runs `udp`,
+/// whose leases have no backend type.
 async fn refuse_implicit_udp(mut views: watch::Receiver<View>) -> Result<(), Error> {
     let known = |view: &View| !matches!(view.origin, Origin::Cached { written: None });
     // A closed watch says nothing about other nodes.

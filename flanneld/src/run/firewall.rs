@@ -30,10 +30,11 @@ impl FirewallConfig {
         Firewall::open(mode, self.rule_options(), options).await
     }
 
-    /// Checks that rules can be kept in the mode of `config`, if that of `used` is another one.
+    /// Checks that rules can be made in the mode of `config` (nftables or iptables), if it differs
+    /// from the mode of `used`.
     ///
     /// # Errors
-    /// They cannot.
+    /// Rules cannot be made in that mode.
     pub(crate) async fn validate(&self, config: &Config, used: &Config) -> Result<(), Error> {
         if self.wanted() && config.nftables != used.nftables {
             self.open(config).await?;
@@ -98,7 +99,7 @@ impl FirewallConfig {
         loop {
             let why = error.to_string();
             if logged.as_ref() != Some(&why) {
-                tracing::warn!("the firewall rules cannot be made, retrying: {why}");
+                tracing::warn!(error = %why, "the firewall rules cannot be made, retrying");
                 let requested = self.masquerade || self.forward_required;
                 rulebook.send_replace(Rulebook::Missing { why: why.clone(), requested });
                 settled.send_replace(true);
@@ -119,14 +120,14 @@ async fn remove_leftovers() {
     for deviation in &cleaned.found {
         tracing::info!(
             object = deviation.object,
-            "removed a rule of an earlier run: none are requested now"
+            "removed a rule of an earlier run, because no rules are requested now"
         );
     }
     for error in &cleaned.failed {
         match error.is_guess() {
             true => tracing::info!("{error}"),
             false => {
-                tracing::warn!("rules that an earlier run may have left are not removed: {error}");
+                tracing::warn!(%error, "rules that an earlier run may have left are not removed");
             }
         }
     }

@@ -14,20 +14,22 @@ fn is_settled(status: &Arc<Status>) -> bool {
     status.live && status.settled && status.kernel_error.is_none()
 }
 
-/// Logs a removal of the objects of `origin`. Returns whether all of them are gone.
+/// Logs a removal of the objects that `origin` left. Returns whether all of them are gone.
 fn log_removal(origin: &str, removal: Result<Cleanup, KernelError>) -> bool {
     match removal {
         Ok(report) => {
             for change in &report.done {
-                tracing::info!("{origin} and wanted by no lease, removed: {}", change.object());
+                let object = change.object();
+                tracing::info!(%origin, %object, "removed an object that no lease needs");
             }
             for (change, error) in &report.failed {
-                tracing::warn!("{origin}, but the kernel keeps it: {}: {error}", change.object());
+                let object = change.object();
+                tracing::warn!(%origin, %object, %error, "the kernel keeps an unneeded object");
             }
             report.failed.is_empty()
         }
         Err(error) => {
-            tracing::warn!("objects {origin} are not removed: the kernel cannot be read: {error}");
+            tracing::warn!(%origin, %error, "unneeded objects stay: the kernel cannot be read");
             false
         }
     }

@@ -24,10 +24,10 @@ use crate::observe::Observer;
 use crate::report::host;
 use crate::store::wait::{STORE_AGAIN, hold};
 
-/// The pause before it is checked again whether a network could be built.
+/// The pause before the daemon checks again whether a network can be built.
 const SECOND_THOUGHT: Duration = Duration::from_secs(10);
-/// The time that the subnet file waits for firewall rules, which another program may have locked,
-/// and for the tunnel.
+/// The longest wait of the subnet file for firewall rules and the tunnel. Another program may hold
+/// the lock of iptables.
 const RULES: Duration = Duration::from_secs(5);
 
 /// Runs a network until a value that it was built from changes. Returns the reason.
@@ -105,10 +105,9 @@ async fn until_live(
     observer: &Observer,
 ) -> Result<String, Error> {
     tracing::warn!(
-        lease = %own,
-        "this node's lease has run out: until {} answers, routes to peers stay in place, and its \
-         own subnet is not set up",
-        subnets.store_status().store
+        lease = %own, store = %subnets.store_status().store,
+        "this node's lease has run out: until the store answers, routes to peers stay in place, \
+         and its own subnet is not set up"
     );
     if views.wait_for(|view| matches!(view.origin, Origin::Live { .. })).await.is_err() {
         // The watch has ended, which the network reports.
@@ -121,8 +120,8 @@ async fn until_live(
         let why = (!gone).then(|| error.to_string());
         if let Some(why) = why.as_ref().filter(|why| logged.as_ref() != Some(*why)) {
             tracing::warn!(
-                "the store answers, but no lease is requested, because no network could be built: \
-                 {why}"
+                error = %why,
+                "the store answers, but no lease is requested, because no network could be built"
             );
         }
         observer.note(|facts| facts.waits_for = why.clone());
@@ -161,7 +160,7 @@ async fn rules_and_tunnel(
     mut rules: watch::Receiver<bool>,
     mut status: watch::Receiver<Arc<Status>>,
 ) {
-    // The results are dropped at once, because they block the channels' senders.
+    // The results are dropped at once, because they lock the channels for their senders.
     let there = async {
         drop(rules.wait_for(|settled| *settled).await);
         drop(status.wait_for(|status| status.own_in_place).await);
@@ -186,12 +185,11 @@ async fn log_findings(
 fn warn_if_stale(subnets: &dyn SubnetManager, view: &View) {
     let status = subnets.store_status();
     if let (Origin::Cached { written: Some(written) }, None) = (view.origin, status.confirmed) {
-        let age = written.elapsed().unwrap_or_default().as_secs();
+        let age_seconds = written.elapsed().unwrap_or_default().as_secs();
         tracing::warn!(
-            "stale: {} leases from the cache, written {age} s ago, are put in place; nothing is \
-             deleted until {} answers",
-            view.leases.len(),
-            status.store
+            leases = view.leases.len(), age_seconds, store = %status.store,
+            "stale: leases from the cache are put in place; nothing is deleted until the store \
+             answers"
         );
     }
 }

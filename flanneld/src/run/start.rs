@@ -105,7 +105,7 @@ impl<'a> Starter<'a> {
         let cached = subnets.store_status().confirmed.is_none();
         let hints = subnets.hints().await?;
         let views = subnets.watch_leases().await?;
-        // First, because each of the next steps may end this start and later ones.
+        // Before the next steps, because each of them may fail, in this start and in later ones.
         self.announced
             .get_or_try_init(|| {
                 let footprint = settings.backends.footprint(&stored);
@@ -118,10 +118,8 @@ impl<'a> Starter<'a> {
         let backend = settings.backends.find(&config.backend.kind)?;
         let drop_unused_addresses = settings.ip_blackhole_route;
         if drop_unused_addresses && !backend.footprint(&config, None)?.blackholes {
-            let kind = backend.kind();
-            tracing::warn!(
-                "--ip-blackhole-route has no effect: backend {kind} leaves routes to others"
-            );
+            let text = "--ip-blackhole-route has no effect: the backend leaves routes to others";
+            tracing::warn!(backend = backend.kind(), "{text}");
         }
         let lapsed = hints.lapsed.is_some();
         let host = Host::new(chosen.iface.clone(), kernel(), Arc::clone(&self.subnets))
@@ -134,7 +132,7 @@ impl<'a> Starter<'a> {
         tracing::info!(?networks, backend = backend.kind(), "network config");
         let ExternalInterface { name, mtu, reason, .. } = &chosen.iface;
         let addresses = addresses_of(&chosen.iface);
-        tracing::info!("external interface {name}: {addresses} ({reason}; MTU {mtu})");
+        tracing::info!(link = %name, %addresses, mtu, %reason, "external interface");
         let (first, validator) = (last.is_none(), validator.using(&chosen.iface));
         Ok(Ready { config, backend, network, views, lapsed, cached, first, chosen, validator })
     }

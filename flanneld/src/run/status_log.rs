@@ -6,9 +6,10 @@ use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Duration;
 
+use flannel_core::Subnets;
 use flannel_core::kernel::KernelError;
 use flannel_core::object::ObjectKind;
-use flannel_core::status::{Damage, Failure, Status};
+use flannel_core::status::{Damage, Failure, Rejection, Status};
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until};
 
@@ -25,10 +26,7 @@ pub(crate) async fn log_status(mut status: watch::Receiver<Arc<Status>>) -> Infa
     loop {
         let now = Arc::clone(&status.borrow_and_update());
         for line in log.lines(&now, Instant::now()) {
-            match line {
-                Line::Info(text) => tracing::info!("{text}"),
-                Line::Warn(text) => tracing::warn!("{text}"),
-            }
+            line.log();
         }
         let later = async {
             match log.next() {
@@ -44,10 +42,39 @@ pub(crate) async fn log_status(mut status: watch::Receiver<Arc<Status>>) -> Infa
     }
 }
 
+/// A line of the log. `Refused` has the first refusal of several, and the number of the others. The
+/// lease of `Accepted` is no longer rejected, or gone.
 #[derive(Debug, PartialEq, Eq)]
 enum Line {
+    InSync { peers: usize, objects: usize },
+    Unreadable { error: String },
+    Refused { change: String, error: String, more: usize },
+    Rejected { lease: Subnets, reason: String },
+    Accepted { lease: Subnets },
     Info(String),
     Warn(String),
+}
+
+impl Line {
+    fn log(&self) {
+        match self {
+            Self::InSync { peers, objects } => tracing::info!(peers, objects, "in sync"),
+            Self::Unreadable { error } => {
+                tracing::warn!(%error, "not in sync: the kernel cannot be read or watched");
+            }
+            Self::Refused { change, error, more } => {
+                tracing::warn!(%change, %error, more, "not in sync: the kernel refused a change");
+            }
+            Self::Rejected { lease, reason } => {
+                tracing::warn!(%lease, %reason, "a lease is rejected");
+            }
+            Self::Accepted { lease } => {
+                tracing::info!(%lease, "a lease is no longer rejected, or gone");
+            }
+            Self::Info(text) => tracing::info!("{text}"),
+            Self::Warn(text) => tracing::warn!("{text}"),
+        }
+    }
 }
 
 /// The lines that are to be logged.
@@ -70,35 +97,33 @@ impl StatusLog {
         lines.extend(self.sync.line(now, at));
         let logged = std::mem::replace(&mut self.logged, Arc::clone(now));
         if let (Some(error), None) = (&now.kernel_error, &logged.kernel_error) {
-            let hint = hint(error);
-            lines.push(Line::Warn(format!(
-                "not in sync: the kernel cannot be read or watched: {error}{hint}"
-            )));
+            lines.push(Line::Unreadable { error: explained(error) });
         }
         let refused = now.failing.changes_since(&logged.failing);
         let mut refused = refused.filter_map(|(_, then, now)| now.filter(|_| then.is_none()));
         let refusal = refused.next().map(|failure| (failure, refused.count()));
-        let text = |(failure, others): (&Failure, usize)| {
-            let (change, error) = (&failure.change, &failure.error);
-            let others = if others == 0 { String::new() } else { format!(" (and {others} more)") };
-            format!("not in sync: the kernel refused: {change}: {error}{}{others}", hint(error))
+        let line = |(failure, more): (&Failure, usize)| Line::Refused {
+            change: failure.change.clone(),
+            error: explained(&failure.error),
+            more,
         };
-        lines.extend(self.refusals.lines(at, refusal, text, "refusals").map(Line::Warn));
+        lines.extend(self.refusals.lines(at, refusal, line, Line::Warn, "refusals"));
         let leases = || now.rejected.changes_since(&logged.rejected);
         let new = leases().filter_map(|(lease, _, why)| Some((lease, why?)));
-        let text = |(lease, why): (&_, &_)| format!("the lease {lease} is rejected: {why}");
-        let rejected = self.rejected.lines(at, new, text, "leases are rejected");
-        lines.extend(rejected.map(Line::Warn));
+        let line = |(lease, why): (&Subnets, &Rejection)| Line::Rejected {
+            lease: *lease,
+            reason: why.to_string(),
+        };
+        lines.extend(self.rejected.lines(at, new, line, Line::Warn, "leases are rejected"));
         let new = leases().filter(|(.., why)| why.is_none());
-        let text =
-            |(lease, ..): (&_, _, _)| format!("the lease {lease} is no longer rejected, or gone");
-        let accepted = self.accepted.lines(at, new, text, "leases are no longer rejected, or gone");
-        lines.extend(accepted.map(Line::Info));
+        let line = |(lease, ..): (&Subnets, _, _)| Line::Accepted { lease: *lease };
+        let rest = "leases are no longer rejected, or gone";
+        lines.extend(self.accepted.lines(at, new, line, Line::Info, rest));
         let new =
             now.advisories.changes_since(&logged.advisories).filter(|(.., now)| now.is_some());
-        let text = |(advisory, ..): (&String, _, _)| advisory.clone();
-        let advisories = self.advisories.lines(at, new, text, "advisories of that kind");
-        lines.extend(advisories.map(Line::Warn));
+        let line = |(advisory, ..): (&String, _, _)| Line::Warn(advisory.clone());
+        let rest = "advisories of that kind";
+        lines.extend(self.advisories.lines(at, new, line, Line::Warn, rest));
         lines.extend(self.repairs.lines(now, &logged, at).into_iter().map(Line::Info));
         lines
     }
@@ -138,7 +163,7 @@ impl InSync {
             return None;
         }
         (self.logged, self.at) = (Some(now.peers), Some(at));
-        Some(Line::Info(format!("in sync peers={} objects={}", now.peers, now.objects)))
+        Some(Line::InSync { peers: now.peers, objects: now.objects })
     }
 }
 
@@ -172,30 +197,31 @@ impl Capped {
         room
     }
 
-    /// A line for each `new` change that has room in the window, after a line with the number of
-    /// those in the last window that had none, which `rest` describes.
+    /// A line for each `new` change that has room in the window. Before them, if changes of the
+    /// last window had no line, a line `and 195 more REST` with their number, made by `counted`.
     fn lines<T>(
         &mut self,
         at: Instant,
         new: impl IntoIterator<Item = T>,
-        text: impl Fn(T) -> String,
+        line: impl Fn(T) -> Line,
+        counted: impl Fn(String) -> Line,
         rest: &str,
-    ) -> std::vec::IntoIter<String> {
+    ) -> Vec<Line> {
         let mut lines = Vec::new();
         if let Some(unlogged @ 1..) = self.turn(at) {
-            lines.push(format!("and {unlogged} more {rest}"));
+            lines.push(counted(format!("and {unlogged} more {rest}")));
         }
-        lines.extend(new.into_iter().filter_map(|change| self.take().then(|| text(change))));
-        lines.into_iter()
+        lines.extend(new.into_iter().filter_map(|change| self.take().then(|| line(change))));
+        lines
     }
 }
 
-/// The hint for an error.
-fn hint(error: &KernelError) -> &'static str {
+/// The text of an error, with the privilege that is missing.
+fn explained(error: &KernelError) -> String {
     match error.errno {
         // EPERM
-        1 => "; flanneld needs CAP_NET_ADMIN in this network namespace",
-        _ => "",
+        1 => format!("{error}; flanneld needs CAP_NET_ADMIN in this network namespace"),
+        _ => error.to_string(),
     }
 }
 
@@ -243,9 +269,8 @@ impl Repairs {
 mod tests {
     use std::sync::Arc;
 
-    use flannel_core::Subnets;
     use flannel_core::object::{Neigh, Route, Via};
-    use flannel_core::status::{Listing, Rejection, Repair};
+    use flannel_core::status::{Listing, Repair};
 
     use super::*;
 
@@ -281,11 +306,9 @@ mod tests {
         status.rejected = (0..200).map(|n| (lease(n), no())).collect();
         status.advisories = (0..200).map(|n| (format!("advisory {n:03}"), ())).collect();
         let lines = log.lines(&Arc::new(status.clone()), start);
-        let named = (0..5).map(|n| {
-            format!("the lease {} is rejected: {}", lease(n), Rejection::Rejected("no".into()))
-        });
-        let named = named.chain((0..5).map(|n| format!("advisory {n:03}"))).map(Line::Warn);
-        assert_eq!(lines, named.collect::<Vec<_>>());
+        let named = (0..5).map(|n| Line::Rejected { lease: lease(n), reason: no().to_string() });
+        let advisories = (0..5).map(|n| Line::Warn(format!("advisory {n:03}")));
+        assert_eq!(lines, named.chain(advisories).collect::<Vec<_>>());
         assert_eq!(log.next(), Some(start + WINDOW));
         status.rejected = Listing::default();
         let lines = log.lines(&Arc::new(status.clone()), start + SYNC_GAP);
@@ -313,17 +336,11 @@ mod tests {
             (status.in_sync, status.peers, status.objects) = (ms % 3 != 1, peers, 4 * peers);
             logged.extend(log.lines(&Arc::new(status), start + Duration::from_millis(ms)));
         }
-        assert_eq!(
-            (logged.len(), &logged[0]),
-            (10, &Line::Info("in sync peers=0 objects=0".into()))
-        );
+        assert_eq!((logged.len(), &logged[0]), (10, &Line::InSync { peers: 0, objects: 0 }));
         let later = log.next().unwrap();
         assert!(later <= start + Duration::from_secs(11));
         let last = log.logged.clone();
-        assert_eq!(
-            log.lines(&last, later),
-            [Line::Info("in sync peers=9999 objects=39996".into())]
-        );
+        assert_eq!(log.lines(&last, later), [Line::InSync { peers: 9_999, objects: 39_996 }]);
         assert_eq!((log.next(), log.lines(&last, later + SYNC_GAP)), (None, vec![]));
     }
 

@@ -79,7 +79,8 @@ impl Chosen {
             let Err(error) =
                 self.kernel.follow_interface(&self.iface, &self.selectors, &families, state).await;
             if !std::mem::replace(&mut logged, true) {
-                tracing::warn!("{} cannot be watched, retrying: {error}", self.iface.name);
+                let link = self.iface.name;
+                tracing::warn!(%link, %error, "the external interface cannot be watched, retrying");
             }
             tokio::time::sleep(WATCH_RETRY).await;
         }
@@ -114,9 +115,10 @@ async fn decide(
         if why != unfit {
             match &why {
                 Some(why) => {
-                    tracing::warn!("{name} has changed, the network stays as it is: {why}");
+                    let text = "the external interface has changed, the network stays as it is";
+                    tracing::warn!(link = %name, reason = %why, "{text}");
                 }
-                None => tracing::info!("{name} is in its former state again"),
+                None => tracing::info!(link = %name, "the external interface is as before again"),
             }
             observer.note(|facts| facts.unfit_interface = why.clone());
             unfit = why;

@@ -59,7 +59,7 @@ pub(crate) async fn publish(subnets: &dyn SubnetManager, observer: &Observer) ->
         {
             // The store retries failures.
             if let Err(error) = subnets.report(readiness).await {
-                tracing::debug!("the readiness could not be published: {error}");
+                tracing::debug!(%error, "the readiness could not be published");
             }
             published = Some(readiness.clone());
         }

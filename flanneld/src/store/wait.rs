@@ -16,7 +16,7 @@ use crate::error::Error;
 pub(crate) const STORE_AGAIN: Duration = Duration::from_secs(1);
 /// The first pause between attempts.
 const FIRST: Duration = Duration::from_millis(200);
-/// The longest pause: a corrected config is noticed this soon.
+/// The longest pause between attempts. A corrected config is noticed after this time at most.
 const LONGEST: Duration = Duration::from_secs(3);
 /// The time after which a wait for the store is logged.
 const SILENCE: Duration = Duration::from_millis(500);
@@ -73,8 +73,8 @@ pub(crate) async fn patiently<T>(
     }
 }
 
-/// Does `work`, and keeps the lease meanwhile if it expires, so that long work does not cost the
-/// node its subnets.
+/// Does `work`, and renews the lease meanwhile if it can expire. Otherwise the node would lose its
+/// subnets during long work.
 ///
 /// # Errors
 /// Those of `work`, and [`Error::LeaseLost`].
@@ -89,7 +89,7 @@ pub(crate) async fn holding<T>(
         {
             return error;
         }
-        // If this node has got other subnets, `work` finds that out.
+        // If this node has other subnets now, `work` finds that out.
         std::future::pending().await
     };
     tokio::select! {
@@ -110,7 +110,7 @@ pub(crate) async fn hold(subnets: &dyn SubnetManager, held: &Lease) -> Result<St
     }
 }
 
-/// Makes one attempt. If the store keeps it busy for long, that is logged.
+/// Makes one attempt. Logs the error of the store if the attempt takes longer than [`SILENCE`].
 async fn impatiently<T>(
     subnets: &dyn SubnetManager,
     logged: &mut Option<Reason>,
@@ -136,8 +136,8 @@ fn log_reason(logged: &mut Option<Reason>, reason: Reason, text: &str) -> bool {
     let new = logged.as_ref() != Some(&reason);
     if new {
         match reason {
-            Reason::Store => tracing::warn!("waiting for the store: {text}"),
-            Reason::Other(_) => tracing::warn!("waiting: {text}"),
+            Reason::Store => tracing::warn!(reason = %text, "waiting for the store"),
+            Reason::Other(_) => tracing::warn!(reason = %text, "waiting"),
         }
         *logged = Some(reason);
     }

@@ -58,7 +58,7 @@ fn cached_peers_and_own_subnet_are_restored_at_once_and_reconciled_later() {
         let own = host.subnet();
         forget_kernel(&host);
         let daemon = start(&etcd, &host, &wanted).await;
-        daemon.wait_for_log("stale: 4 leases from the cache").await;
+        daemon.wait_for_log("until the store answers leases=4 age_seconds=").await;
         daemon.wait_for_log("running").await;
         assert_eq!(host.subnet(), own);
         assert!(host.ip("address show flannel.1").contains(&format!("inet {own}/32")));
@@ -99,7 +99,7 @@ fn with_an_expired_lease_only_cached_peers_are_restored() {
         cache.save(&saved).unwrap();
         let mut daemon = start(&etcd, &host, &wanted).await;
         daemon.wait_for_log("has run out").await;
-        daemon.wait_for_log("stale: 4 leases from the cache").await;
+        daemon.wait_for_log("until the store answers leases=4 age_seconds=").await;
         assert!(!host.ip("address show flannel.1").contains(&own), "its own subnet is not set up");
         assert!(!host.subnet_file().exists());
         assert!(daemon.is_running());

@@ -179,7 +179,7 @@ fn sighup_makes_the_daemon_read_rotated_certificates() {
         put(&etcd, "config", crate::fixture::CONFIG);
         daemon.wait_for_log("running").await;
         daemon.signal(Signal::SIGHUP);
-        daemon.wait_for_log("SIGHUP: read again: the network config is unchanged").await;
+        daemon.wait_for_log("SIGHUP: read again result=the network config is unchanged").await;
 
         // etcd changes first: neither accepts the other's certificate.
         let second = Authority::new(dir.path(), "second");
@@ -196,7 +196,7 @@ fn sighup_makes_the_daemon_read_rotated_certificates() {
         second.sign_into(dir.path(), "client", 2090);
         daemon.signal(Signal::SIGHUP);
         let is_read_again =
-            || daemon.log_count("SIGHUP: read again: the network config is unchanged") == 2;
+            || daemon.log_count("SIGHUP: read again result=the network config is unchanged") == 2;
         crate::fixture::until(60, is_read_again, || daemon.log()).await;
         // The watch uses them too.
         let value = r#"{"PublicIP":"192.0.2.107","BackendType":"vxlan",

@@ -105,7 +105,7 @@ fn a_changed_config_is_applied_unless_it_changes_the_pod_network() {
         daemon.wait_for_log("in sync").await;
         let config = format!("{PREFIX}/config");
         etcd.put(&config, &CONFIG.replace(r#""vxlan""#, r#""vxlan","MTU":1400"#)).await;
-        daemon.wait_for_log("rebuilding the network: the network config has changed").await;
+        daemon.wait_for_log("rebuilding the network reason=the network config has changed").await;
         until_mtu(&host, 1350).await;
         agrees(&etcd, &host, &daemon).await;
         etcd.put(&config, &CONFIG.replace("10.1.0.0/16", "10.0.0.0/8")).await;

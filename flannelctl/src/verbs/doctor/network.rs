@@ -27,7 +27,7 @@ use crate::error::Result;
 use crate::options::Global;
 use crate::{Context, offline, status};
 
-/// The time that a daemon may need to apply changes before that is a fault.
+/// The time in which a daemon must apply changes. If it takes longer, this is a fault.
 const SETTLE_TIME: Duration = Duration::from_secs(2);
 
 /// Adds the layers that the daemon reports on.

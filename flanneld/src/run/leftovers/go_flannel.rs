@@ -30,9 +30,9 @@ use crate::error::Error;
 #[derive(Debug, Clone)]
 pub(crate) struct GoFlannel {
     subnet_file: PathBuf,
-    /// Identifies the file that we wrote.
+    /// The state file with the identity of the subnet file that this daemon wrote.
     record: PathBuf,
-    /// Another program wrote the file, and its routes may still be there.
+    /// Another program wrote the subnet file, and its routes may still be there.
     left_routes: Arc<AtomicBool>,
 }
 
@@ -48,7 +48,8 @@ impl GoFlannel {
             Ok(text) => text,
             // A newer build of this daemon ran here last, and not Go flannel.
             Err(error) if is_newer(&error) => {
-                tracing::warn!("{}: {error}", record.display());
+                let path = record.display();
+                tracing::warn!(%path, %error, "the subnet file counts as this daemon's");
                 there.clone()
             }
             Err(error) => return Err(Error::file(&record, &error)),
@@ -57,9 +58,9 @@ impl GoFlannel {
         Ok(Self { subnet_file, record, left_routes })
     }
 
-    /// Records the subnet file that was written as ours, unless routes must be removed first. Call
-    /// it together with the write ([`run_blocking_in_order`]), or the next start treats our file as
-    /// Go flannel's.
+    /// Records that this daemon wrote the subnet file, unless routes must be removed first. Call it
+    /// together with the write ([`run_blocking_in_order`]). Otherwise the next start may treat the
+    /// file as Go flannel's.
     pub(crate) fn wrote_subnet_file(&self) {
         if self.left_routes() {
             return;
@@ -67,9 +68,9 @@ impl GoFlannel {
         let text = identity(&self.subnet_file).unwrap_or_default();
         if let Err(error) = state_dir::replace(&self.record, &text) {
             tracing::warn!(
-                "{}: {error} (see --state-dir): the next start treats {} as Go flannel's",
-                self.record.display(),
-                self.subnet_file.display()
+                path = %self.record.display(), %error, subnet_file = %self.subnet_file.display(),
+                "a state file cannot be written (see --state-dir): the next start treats the \
+                 subnet file as Go flannel's"
             );
         }
     }
@@ -111,7 +112,7 @@ fn remove(kernel: &dyn Kernel, footprint: &Footprint, lens: Dual<u8>, status: &S
         refused
     };
     let removal = remove_go_routes(kernel, footprint, lens, refused, false);
-    log_removal("left by Go flannel", removal) && !spared.get()
+    log_removal("Go flannel", removal) && !spared.get()
 }
 
 /// Distinguishes this file from one that another program put in its place, even with the same

@@ -55,8 +55,7 @@ impl OldNetworks {
                 let mut gone = true;
                 for network in former {
                     let removed = remove_former(&*kernel, &footprint, network, false);
-                    gone &=
-                        log_removal(&format!("left of the earlier pod network {network}"), removed);
+                    gone &= log_removal(&format!("the earlier pod network {network}"), removed);
                 }
                 gone
             };
@@ -82,9 +81,9 @@ impl OldNetworks {
         };
         if let Err(error) = written {
             tracing::warn!(
-                "{}: {error} (see --state-dir): after the next change of the pod network, the \
-                 routes of this one on the external interface stay",
-                self.record.display()
+                path = %self.record.display(), %error,
+                "a state file cannot be written (see --state-dir): after the next change of the \
+                 pod network, the routes of this one on the external interface stay"
             );
         }
     }
