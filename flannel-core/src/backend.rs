@@ -42,9 +42,8 @@ pub struct ExternalInterface {
 ///
 /// A backend holds no state and no connection, except for its annex. It acquires no lease and
 /// writes no kernel object: it describes the attributes that this node publishes
-/// ([`Prepared::offer`]) and the objects that the network needs ([`Blueprint`]). A method that
-/// takes a config fails if the backend options in it are wrong. All these methods except for
-/// `prepare` are pure.
+/// ([`Prepared::offer`]) and the objects that the network needs ([`Blueprint`]). All methods with a
+/// config fail if its backend options are wrong, and are pure except for `prepare`.
 #[doc = include_str!("../docs/backend.md")]
 #[async_trait]
 pub trait Backend: fmt::Debug + Send + Sync {

@@ -29,9 +29,8 @@ impl FieldError {
     }
 }
 
-/// The fields of a JSON object. Names match in any case, and the last field of a name counts.
-///
-/// **Source**: Go `encoding/json: Unmarshal`. Existing clusters rely on these rules.
+/// The fields of a JSON object. Names match in any case, and the last field of a name counts
+/// (**source**: Go `encoding/json: Unmarshal`). Existing clusters rely on these rules.
 ///
 /// ```
 /// let text = r#"{"network": "10.1.0.0/16", "Other": 1}"#;

@@ -1,9 +1,7 @@
 //! Blocking work in async functions.
 
-/// Runs `work` on a blocking thread of tokio, and propagates its panic.
-///
-/// Dropping the future does not stop work that has begun. If the runtime shuts down before the work
-/// begins, the future never ends, and the runtime drops it.
+/// Runs `work` on a blocking thread of tokio. Dropping the future does not stop work that has
+/// begun. If the runtime shuts down before the work begins, the future never ends.
 ///
 /// # Panics
 /// `work` panics, or there is no tokio runtime.

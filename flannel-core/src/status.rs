@@ -56,8 +56,7 @@ pub struct Status {
     pub repairs: BTreeMap<(ObjectKind, Damage), u64>,
     /// The last repairs, oldest first; at most [`Status::LAST_REPAIRS`].
     pub last_repairs: Vec<Arc<Repair>>,
-    /// For each change because of leases: the time from the arrival of the leases to the answer of
-    /// the kernel.
+    /// For each change because of leases: the time from their arrival to the kernel's answer.
     pub latency: Histogram,
 }
 

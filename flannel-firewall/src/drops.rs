@@ -20,7 +20,8 @@ use crate::iptables::program::{Programs, Variant};
 use crate::iptables::{legacy_tables, script};
 use crate::nft::expr::{ACCEPT, Expr, NFPROTO, find, number_in};
 use crate::nft::table::{
-    CHAIN_HOOK, CHAIN_NAME, CHAIN_POLICY, GETCHAIN, HOOK_NUMBER, SUBSYSTEM, TABLE, protocol, rules, text_in,
+    CHAIN_HOOK, CHAIN_NAME, CHAIN_POLICY, GETCHAIN, HOOK_NUMBER, SUBSYSTEM, TABLE, protocol, rules,
+    text_in,
 };
 
 /// `NF_INET_FORWARD`, `NF_DROP`.

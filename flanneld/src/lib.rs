@@ -11,7 +11,6 @@ mod options;
 mod process;
 mod report;
 mod run;
-mod state;
 mod store;
 
 pub use config::{

@@ -166,10 +166,7 @@ impl Options {
             RegistryUrl::Etcd => StoreConfig::Etcd(self.lease.etcd.options()),
             #[cfg(not(feature = "etcd"))]
             RegistryUrl::Etcd => {
-                return Err(Wrong::Usage(
-                    "--registry etcd: this build has no etcd; expected dir:PATH".to_owned(),
-                )
-                .into());
+                return Err(Wrong::Usage("this build has no etcd; expected dir:PATH".into()).into());
             }
         })
     }

@@ -21,13 +21,12 @@ use flannel_core::kernel::Footprint;
 use flannel_core::{Kernel, Lease, SubnetManager, Subnets};
 use flannel_netlink::NetlinkKernel;
 use flannel_options::state_dir;
-use flannel_subnet::{Identity, SubnetEnv, SubnetEnvError};
+use flannel_subnet::{HolderId, Identity, SubnetEnv, SubnetEnvError};
 
 use crate::config::{DaemonConfig, NexthopObjects};
 use crate::control::Servers;
 use crate::error::Error;
 use crate::observe::Observer;
-use crate::state;
 use crate::store::{self, readiness, wait};
 use leftovers::go_flannel::GoFlannel;
 use start::Starter;
@@ -50,7 +49,7 @@ pub(crate) async fn run(settings: &DaemonConfig, observer: &Observer) -> Result<
 /// Opens the store and runs networks on it.
 async fn run_networks(settings: &DaemonConfig, observer: &Observer) -> Result<Infallible, Error> {
     let kernel = Arc::new(open_kernel(settings)?);
-    let holder = state::holder_id(&settings.state_dir)?;
+    let holder = state_dir::holder_id(&settings.state_dir)?;
     let go_flannel = GoFlannel::find(&settings.subnet_file, &settings.state_dir)?;
     let identity = Identity {
         holder,
@@ -60,7 +59,7 @@ async fn run_networks(settings: &DaemonConfig, observer: &Observer) -> Result<In
     let kept = (settings.renew_margin, state_dir::leases(&settings.state_dir));
     let subnets = store::open(&settings.store, identity, kept).await?;
     observer.opened(Arc::clone(&subnets));
-    let starter = Starter::new(settings, kernel, Arc::clone(&subnets), state::identity(holder));
+    let starter = Starter::new(settings, kernel, Arc::clone(&subnets), machine_id(holder));
     tokio::select! {
         ended = follow_store(settings, &*subnets, starter, &go_flannel, observer) => ended,
         never = readiness::publish(&*subnets, observer) => match never {},
@@ -129,4 +128,11 @@ fn addresses(kernel: &NetlinkKernel, settings: &DaemonConfig) -> Result<Vec<IpAd
     let interfaces = kernel.interfaces()?;
     let local = interfaces.iter().flat_map(|interface| &interface.addresses).map(|a| a.address);
     Ok(settings.interface.public.values().copied().chain(local).collect())
+}
+
+/// The identity of this machine among its clones: `/etc/machine-id`, else the holder ID.
+fn machine_id(holder: HolderId) -> String {
+    let id = std::fs::read_to_string("/etc/machine-id").unwrap_or_default();
+    let id = id.trim();
+    if id.is_empty() { holder.to_string() } else { id.to_owned() }
 }

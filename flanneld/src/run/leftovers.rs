@@ -6,6 +6,7 @@ pub(super) mod old_networks;
 use std::sync::Arc;
 
 use flannel_core::kernel::KernelError;
+use flannel_core::object::Change;
 use flannel_core::status::Status;
 use flannel_route::Cleanup;
 
@@ -18,12 +19,11 @@ fn is_settled(status: &Arc<Status>) -> bool {
 fn log_removal(origin: &str, removal: Result<Cleanup, KernelError>) -> bool {
     match removal {
         Ok(report) => {
-            for change in &report.done {
-                let object = change.object();
+            for object in report.done.iter().map(Change::object) {
                 tracing::info!(%origin, %object, "removed an object that no lease needs");
             }
-            for (change, error) in &report.failed {
-                let object = change.object();
+            for (object, error) in report.failed.iter().map(|(change, why)| (change.object(), why))
+            {
                 tracing::warn!(%origin, %object, %error, "the kernel keeps an unneeded object");
             }
             report.failed.is_empty()

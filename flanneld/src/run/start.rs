@@ -4,10 +4,10 @@ use std::sync::Arc;
 use std::time::SystemTime;
 
 use flannel_backends::Backends;
-use flannel_core::runtime::blocking;
 use flannel_core::backend::ExternalInterface;
 use flannel_core::kernel::Footprint;
 use flannel_core::lease::View;
+use flannel_core::runtime::blocking;
 use flannel_core::{Backend, Config, Kernel, SubnetManager};
 use flannel_netlink::NetlinkKernel;
 use flannel_options::FileSecrets;

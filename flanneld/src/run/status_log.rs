@@ -12,6 +12,7 @@ use flannel_core::object::ObjectKind;
 use flannel_core::status::{Damage, Failure, Rejection, Status};
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until};
+use tracing::{info, warn};
 
 /// The window in which at most [`LINES`] changes of a kind have a line each.
 const WINDOW: Duration = Duration::from_secs(10);
@@ -42,37 +43,35 @@ pub(crate) async fn log_status(mut status: watch::Receiver<Arc<Status>>) -> Infa
     }
 }
 
-/// A line of the log. `Refused` has the first refusal of several, and the number of the others. The
-/// lease of `Accepted` is no longer rejected, or gone.
+/// A line of the log.
 #[derive(Debug, PartialEq, Eq)]
 enum Line {
-    InSync { peers: usize, objects: usize },
-    Unreadable { error: String },
-    Refused { change: String, error: String, more: usize },
-    Rejected { lease: Subnets, reason: String },
-    Accepted { lease: Subnets },
+    InSync {
+        peers: usize,
+        objects: usize,
+    },
+    Unreadable(String),
+    /// The change, the error, and the number of further refusals.
+    Refused(String, String, usize),
+    Rejected(Subnets, String),
+    /// The lease is no longer rejected, or gone.
+    Accepted(Subnets),
     Info(String),
     Warn(String),
 }
 
 impl Line {
     fn log(&self) {
+        const UNREADABLE: &str = "not in sync: the kernel cannot be read or watched";
+        const REFUSED: &str = "not in sync: the kernel refused a change";
         match self {
-            Self::InSync { peers, objects } => tracing::info!(peers, objects, "in sync"),
-            Self::Unreadable { error } => {
-                tracing::warn!(%error, "not in sync: the kernel cannot be read or watched");
-            }
-            Self::Refused { change, error, more } => {
-                tracing::warn!(%change, %error, more, "not in sync: the kernel refused a change");
-            }
-            Self::Rejected { lease, reason } => {
-                tracing::warn!(%lease, %reason, "a lease is rejected");
-            }
-            Self::Accepted { lease } => {
-                tracing::info!(%lease, "a lease is no longer rejected, or gone");
-            }
-            Self::Info(text) => tracing::info!("{text}"),
-            Self::Warn(text) => tracing::warn!("{text}"),
+            Self::InSync { peers, objects } => info!(peers, objects, "in sync"),
+            Self::Unreadable(error) => warn!(%error, "{UNREADABLE}"),
+            Self::Refused(change, error, more) => warn!(%change, %error, more, "{REFUSED}"),
+            Self::Rejected(lease, reason) => warn!(%lease, %reason, "a lease is rejected"),
+            Self::Accepted(lease) => info!(%lease, "a lease is no longer rejected, or gone"),
+            Self::Info(text) => info!("{text}"),
+            Self::Warn(text) => warn!("{text}"),
         }
     }
 }
@@ -97,26 +96,21 @@ impl StatusLog {
         lines.extend(self.sync.line(now, at));
         let logged = std::mem::replace(&mut self.logged, Arc::clone(now));
         if let (Some(error), None) = (&now.kernel_error, &logged.kernel_error) {
-            lines.push(Line::Unreadable { error: explained(error) });
+            lines.push(Line::Unreadable(explained(error)));
         }
         let refused = now.failing.changes_since(&logged.failing);
         let mut refused = refused.filter_map(|(_, then, now)| now.filter(|_| then.is_none()));
         let refusal = refused.next().map(|failure| (failure, refused.count()));
-        let line = |(failure, more): (&Failure, usize)| Line::Refused {
-            change: failure.change.clone(),
-            error: explained(&failure.error),
-            more,
+        let line = |(failure, more): (&Failure, usize)| {
+            Line::Refused(failure.change.clone(), explained(&failure.error), more)
         };
         lines.extend(self.refusals.lines(at, refusal, line, Line::Warn, "refusals"));
         let leases = || now.rejected.changes_since(&logged.rejected);
         let new = leases().filter_map(|(lease, _, why)| Some((lease, why?)));
-        let line = |(lease, why): (&Subnets, &Rejection)| Line::Rejected {
-            lease: *lease,
-            reason: why.to_string(),
-        };
+        let line = |(lease, why): (&Subnets, &Rejection)| Line::Rejected(*lease, why.to_string());
         lines.extend(self.rejected.lines(at, new, line, Line::Warn, "leases are rejected"));
         let new = leases().filter(|(.., why)| why.is_none());
-        let line = |(lease, ..): (&Subnets, _, _)| Line::Accepted { lease: *lease };
+        let line = |(lease, ..): (&Subnets, _, _)| Line::Accepted(*lease);
         let rest = "leases are no longer rejected, or gone";
         lines.extend(self.accepted.lines(at, new, line, Line::Info, rest));
         let new =
@@ -306,7 +300,7 @@ mod tests {
         status.rejected = (0..200).map(|n| (lease(n), no())).collect();
         status.advisories = (0..200).map(|n| (format!("advisory {n:03}"), ())).collect();
         let lines = log.lines(&Arc::new(status.clone()), start);
-        let named = (0..5).map(|n| Line::Rejected { lease: lease(n), reason: no().to_string() });
+        let named = (0..5).map(|n| Line::Rejected(lease(n), no().to_string()));
         let advisories = (0..5).map(|n| Line::Warn(format!("advisory {n:03}")));
         assert_eq!(lines, named.chain(advisories).collect::<Vec<_>>());
         assert_eq!(log.next(), Some(start + WINDOW));

@@ -7,11 +7,11 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use flannel_core::runtime::blocking;
 use flannel_core::Config;
 use flannel_core::address::Family;
 use flannel_core::backend::ExternalInterface;
 use flannel_core::object::LinkName;
+use flannel_core::runtime::blocking;
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::iface::{InterfaceState, Selectors};
 use tokio::sync::watch;

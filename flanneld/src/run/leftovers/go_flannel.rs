@@ -12,10 +12,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use flannel_core::runtime::blocking;
 use flannel_core::address::Dual;
 use flannel_core::kernel::Footprint;
 use flannel_core::object::Key;
+use flannel_core::runtime::blocking;
 use flannel_core::status::Status;
 use flannel_core::{Config, Kernel, Subnet};
 use flannel_options::state_dir::{self, is_newer};

@@ -9,8 +9,8 @@ use std::convert::Infallible;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use flannel_core::runtime::blocking;
 use flannel_core::kernel::Footprint;
+use flannel_core::runtime::blocking;
 use flannel_core::status::Status;
 use flannel_core::{Config, Kernel, Subnet};
 use flannel_options::state_dir;
