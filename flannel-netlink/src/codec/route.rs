@@ -205,15 +205,17 @@ impl RouteMessage {
         }
     }
 
-    /// Whether a request to delete this IPv6 route never deletes `behind`, even if this route is
-    /// gone by then.
+    /// Whether the request that deletes this IPv6 route cannot match `behind`, even if this route
+    /// is gone by then.
     ///
-    /// **Source**: linux `net/ipv6/route.c: ip6_route_del`. It ignores a missing gateway or nexthop
-    /// object, and the protocol 0.
-    pub(crate) fn is_deleted_without(&self, behind: &Self) -> bool {
+    /// The kernel does not compare a gateway, a nexthop id or a protocol that the request leaves
+    /// out. If `behind` uses a nexthop object, it compares only the id and the protocol.
+    ///
+    /// **Source**: linux `net/ipv6/route.c: ip6_route_del`.
+    pub(crate) fn deletion_spares(&self, behind: &Self) -> bool {
+        let by_way = self.gateway.is_some() || self.index != behind.index;
         self.nexthop.is_some()
-            || self.gateway.is_some()
-            || self.index != behind.index
+            || (by_way && behind.nexthop.is_none())
             || (self.protocol != behind.protocol && self.protocol != 0)
     }
 
@@ -253,11 +255,12 @@ impl EventMessage for RouteMessage {
         if !self.main || !self.default_metric {
             return Some(KernelEvent::Related(key));
         }
-        // The kernel makes routes with a source address for its addresses. No network owns them, so
-        // they are not reported as an object that could be deleted.
-        let is_removable = self.is_exact() || self.protocol != u8::from(Rtprot::Kernel);
-        let object = self.object(|_| link).filter(|_| is_removable).map(Object::Route);
-        // `EXCL` marks the first route to the destination, `REPLACE` one that replaced another. A
+        // Routes that the kernel creates for local addresses (`proto kernel`, with a source) are
+        // reported as unrepresentable, so that no program tries to delete them.
+        let is_reportable = self.is_exact() || self.protocol != u8::from(Rtprot::Kernel);
+        let object = self.object(|_| link).filter(|_| is_reportable).map(Object::Route);
+        // `EXCL` marks the first route of the destination, TOS and metric, `REPLACE` one that
+        // replaced another. A
         // new route with neither was added to existing ones (linux `fib_table_insert`).
         let is_added =
             flags.contains(NlmF::CREATE) && !flags.intersects(NlmF::EXCL | NlmF::REPLACE);

@@ -66,9 +66,9 @@ pub(crate) struct Writer<'a> {
     results: Vec<Result<(), KernelError>>,
     batch: Batch,
     known: Known,
-    /// Requests for routes that use nexthop objects have a metrics attribute. The reason is in
-    /// `RouteMessage::has_metrics_by_nexthop`.
-    metrics: bool,
+    /// Requests for routes that use nexthop objects get an empty metrics attribute. The reason is
+    /// at `RouteMessage::has_metrics_by_nexthop`.
+    send_metrics: bool,
 }
 
 /// Requests that wait to be sent.
@@ -101,7 +101,7 @@ struct Known {
     indexes: BTreeMap<LinkName, Result<u32, KernelError>>,
     /// The addresses on a link, by its index. Puts and deletions of addresses update them.
     addrs: HashMap<u32, Vec<AddrMessage>>,
-    /// The answers about nexthop objects that the next changes delete, by id.
+    /// Nexthop objects that were read ahead for the deletions that follow, by id.
     nexthops: HashMap<u32, Result<NexthopMessage, KernelError>>,
 }
 
@@ -122,7 +122,7 @@ impl<'a> Writer<'a> {
             results: vec![Ok(()); changes.len()],
             batch: Batch::default(),
             known: Known::default(),
-            metrics: foreign.has_metrics(),
+            send_metrics: foreign.has_metrics(),
         }
     }
 

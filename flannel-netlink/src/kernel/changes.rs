@@ -1,9 +1,10 @@
 //! Changes by other programs, over a multicast socket of its own.
 //!
-//! A message about a route, an address, a neighbour or a nexthop object has the port id of the
-//! socket that requested the change. So changes that this kernel handle requested are left out, if
-//! possible by a filter in the kernel. A message about a link, an FDB entry, or a neighbour that
-//! the kernel itself removes has no port id. Those changes are always returned.
+//! A message about a route, an IPv4 address, a new neighbour or a nexthop object has the port id of
+//! the socket that requested the change. So changes that this kernel handle requested are left out,
+//! if possible by a filter in the kernel. A message about an IPv6 address, an FDB entry or a deleted
+//! neighbour has no port id, and one about a link has it only in some versions. Those changes are
+//! always returned.
 
 mod event_decoder;
 

@@ -1,8 +1,7 @@
 //! Remembers existing routes and FDB entries, mostly of other programs, that require extra requests
 //! when flannel's entries are changed.
 //!
-//! The extra requests take a fifth of the time of a change of a route, and almost no host needs
-//! them. So they are sent only if a snapshot or an event has shown such an entry. If the entry is
+//! With them, the change of a route takes a fifth more time, and almost no host needs them. So they are sent only if a snapshot or an event has shown such an entry. If the entry is
 //! noted too late, the next snapshot reports our route as inexact, and the route engine puts it
 //! again.
 
@@ -52,10 +51,18 @@ struct Inner {
 pub(crate) struct DuplicateRoute {
     /// The other route.
     pub(crate) found: RouteMessage,
-    /// True: it is ours too, and behind the first one. It is deleted when the first one is put or
-    /// deleted. False: a foreign route is in front of ours, and this is one of them that a put
-    /// would leave in place. It is deleted only when ours is put.
-    pub(crate) is_behind: bool,
+    /// When it is deleted.
+    pub(crate) goes: Goes,
+}
+
+/// When another route to the destination of ours is deleted.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) enum Goes {
+    /// When ours is put or deleted: it is ours too, and behind the first one.
+    WithOurs,
+    /// Only when ours is put: foreign routes are in front, and the put would leave this one. For
+    /// IPv4 it is one of ours, because the put replaces a foreign one. For IPv6 it is foreign.
+    WhenOursIsPut,
 }
 
 impl ForeignRoutes {
@@ -165,7 +172,7 @@ mod tests {
             [2, 24, 0, 0, 254, ROUTE_PROTOCOL, 0, 1, 0, 0, 0, 0, 8, 0, 1, 0, 10, high, low, 0];
         let message =
             Message { kind: 24, flags: NlmF::empty(), sequence: 1, port: 0, payload: &payload };
-        DuplicateRoute { found: route::read(&message).unwrap(), is_behind: true }
+        DuplicateRoute { found: route::read(&message).unwrap(), goes: Goes::WithOurs }
     }
 
     #[test]

@@ -57,9 +57,10 @@ pub(crate) struct VxlanMessage {
     gbp: bool,
     /// For each field of [`OUTER`], whether it has another value.
     outer: [bool; OUTER.len()],
-    /// It has attributes that flannel's devices lack and that the kernel cannot reset: a multicast
-    /// group, external tunnel metadata, ARP proxying, miss notifications, a limit of the FDB, or
-    /// checksum options that other VTEPs refuse. Such a device is deleted and created again.
+    /// It has attributes that flannel's devices lack: a multicast group, external tunnel metadata,
+    /// ARP proxying, miss notifications, a limit of the FDB, or checksum options that other VTEPs
+    /// refuse. The kernel cannot reset them, or (a group, before Linux 6.15) not fully. Such a
+    /// device is deleted and created again.
     unrepresentable: bool,
 }
 
@@ -102,7 +103,8 @@ pub(super) fn read(data: &[u8]) -> VxlanMessage {
 }
 
 impl VxlanMessage {
-    /// Whether [`VxlanMessage::object`] represents all attributes that affect packets.
+    /// Whether [`VxlanMessage::object`] represents all attributes that this type reads. It does not
+    /// read `LOCALBYPASS`, `LABEL_POLICY`, `PORT_RANGE` and `UDP_CSUM`.
     pub(super) fn is_exact(&self) -> bool {
         !self.outer.contains(&true)
     }

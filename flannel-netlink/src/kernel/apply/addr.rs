@@ -17,7 +17,9 @@ impl Steps for Addr {
     /// link (`fib_disable_ip`). So another IPv4 entry is deleted after the put. Some entries must
     /// be deleted before the put, because the kernel would keep their values: an IPv6 address with
     /// another prefix length, and an IPv4 address that differs only in the scope. In the IPv4 case
-    /// a temporary entry, with another prefix length, keeps the routes until the put.
+    /// a temporary entry, with another prefix length, keeps the routes until the put. An IPv4
+    /// address with a peer is another entry only if the prefix is /32, as that of flannel's
+    /// addresses is (`find_matching_ifa`).
     fn put(&self, writer: &mut Writer<'_>, n: usize, index: u32) -> Result<(), KernelError> {
         let there = writer.addrs_on(index)?;
         let is_other = |a: &AddrMessage| {

@@ -33,7 +33,8 @@ impl Steps for Nexthop {
 }
 
 /// Whether the kernel refused a nexthop only because it cannot replace the object that has the id.
-/// The kernel checks the nexthop itself first, so a deletion of the object removes the last reason.
+/// The kernel has checked the new nexthop before it compares it with the old object. So after the
+/// old object is deleted, the put succeeds.
 pub(super) fn is_conflict(error: &KernelError) -> bool {
     const REASONS: [&str; 2] = [
         "Can not replace a nexthop group with a nexthop",
@@ -45,8 +46,8 @@ pub(super) fn is_conflict(error: &KernelError) -> bool {
 
 impl Writer<'_> {
     /// Whether the nexthop object that change `n` deletes exists with its id, its device and our
-    /// protocol. One exchange also asks for the nexthops of the deletions that follow without a
-    /// change of another sort between, up to [`BATCH`].
+    /// protocol. The same exchange reads ahead the objects of the deletions of nexthop objects that
+    /// follow directly, at most [`BATCH`] in all.
     fn is_there(&mut self, n: usize, nexthop: &Nexthop, index: u32) -> Result<bool, KernelError> {
         if !self.known.nexthops.contains_key(&nexthop.id) {
             if self.batch.origins.iter().any(|(_, deletes)| !deletes) {
@@ -82,7 +83,7 @@ impl Writer<'_> {
         }
         for batch in routes.chunks(BATCH) {
             let mut requests = Messages::default();
-            batch.iter().for_each(|route| route::put(&mut requests, route, 0, self.metrics));
+            batch.iter().for_each(|route| route::put(&mut requests, route, 0, self.send_metrics));
             for (route, result) in batch.iter().zip(self.socket.send(&mut requests)) {
                 if let Err(error) = result {
                     tracing::warn!(%error, route = %Object::from(*route), "a route cannot be put \
@@ -123,7 +124,7 @@ impl Writer<'_> {
             if *deletes {
                 route::delete(&mut requests, route, 0, self.protocol(route));
             } else {
-                route::put(&mut requests, route, 0, self.metrics);
+                route::put(&mut requests, route, 0, self.send_metrics);
             }
             numbers.push((*n, *deletes));
         }

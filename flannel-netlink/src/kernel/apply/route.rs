@@ -7,7 +7,7 @@ use neli::consts::rtnl::Rtprot;
 
 use super::{EEXIST, EINVAL, Steps, Writer, unsupported};
 use crate::codec::route;
-use crate::kernel::foreign_routes::DuplicateRoute;
+use crate::kernel::foreign_routes::{DuplicateRoute, Goes};
 use crate::transport::wire::Messages;
 
 /// Two puts in one batch for the same destination. The kernel refused the first one, because that
@@ -37,7 +37,7 @@ impl Steps for Route {
         } else {
             writer.delete_behind(n, self);
         }
-        let metrics = writer.metrics;
+        let metrics = writer.send_metrics;
         route::put(writer.batch.put(n), self, index, metrics);
         Ok(())
     }
@@ -46,7 +46,7 @@ impl Steps for Route {
         if self.via != Via::LastResort {
             writer.delete_behind(n, self);
         }
-        writer.delete_duplicates(n, &self.dst, |duplicate| duplicate.is_behind);
+        writer.delete_duplicates(n, &self.dst, |duplicate| duplicate.goes == Goes::WithOurs);
         let protocol = writer.protocol(self);
         route::delete(writer.batch.delete(n), self, index, protocol);
         Ok(())
@@ -106,7 +106,7 @@ impl Writer<'_> {
             Via::Gateway { link, .. } | Via::Link(link) if self.footprint.links.contains(&link) => {
                 0
             }
-            // Other programs do not use ids of our block.
+            // A route that uses an id of our block is ours, or uses an object that we replace.
             Via::Nexthop(_) => 0,
             _ => ROUTE_PROTOCOL,
         }
@@ -167,9 +167,9 @@ impl Writer<'_> {
             route::only_with_mtu(&mut requests, hidden.mtu);
         }
         let index = self.index_of(&Object::Route(*route))?;
-        // If the kernel cannot distinguish the two, it has deleted `route`. Then this put replaces
-        // `hidden`.
-        route::put(&mut requests, route, index, self.metrics);
+        // If the request deleted the route in front instead, which looks alike to the kernel, then
+        // `hidden` is in front now, and this put replaces it.
+        route::put(&mut requests, route, index, self.send_metrics);
         let mut results = self.socket.send(&mut requests);
         results.remove(1)
     }
@@ -184,7 +184,7 @@ impl Writer<'_> {
         let step = Route { dst: Subnet::host(gateway), via: Via::Link(link), mtu: None };
         let mut requests = Messages::default();
         route::add(&mut requests, &step, index);
-        route::put(&mut requests, route, index, self.metrics);
+        route::put(&mut requests, route, index, self.send_metrics);
         route::delete(&mut requests, &step, index, ROUTE_PROTOCOL);
         let mut results = self.socket.send(&mut requests);
         results.remove(1)

@@ -110,7 +110,7 @@ impl EventDecoder {
         let Some((event, protocol)) = decoded else { return Ok(()) };
         // With the last IPv4 address of a device the kernel also deletes its IPv4 neighbours, and
         // its IPv4 routes unless they use a nexthop object (`fib_disable_ip`). It sends no message
-        // about the routes.
+        // about most of these routes.
         if let KernelEvent::Deleted(Key::Addr(link, IpAddr::V4(_))) = event {
             self.invalidate_link(link);
         }

@@ -9,7 +9,7 @@ use flannel_core::object::{Key, LinkName, Route, Via};
 use super::{Reader, Table};
 use crate::codec::route;
 use crate::codec::route::RouteMessage;
-use crate::kernel::foreign_routes::DuplicateRoute;
+use crate::kernel::foreign_routes::{DuplicateRoute, Goes};
 
 impl Reader<'_> {
     pub(super) fn read_routes(&mut self, family: Family) -> Result<(), KernelError> {
@@ -30,16 +30,18 @@ impl Reader<'_> {
             let key = Key::Route(message.dst);
             let first = before.filter(|first: &Route| first.dst == message.dst);
             if first.is_none() && !in_front.is_empty() {
-                // Foreign routes are in front. The put of ours replaces one route, and would leave
-                // others: for IPv4 it replaces the first one, and leaves this one; for IPv6
-                // (`fib6_add_rt2node`) it may replace this one, and leaves those in front.
+                // Foreign routes are in front, and a put replaces only one route. For IPv4 it
+                // replaces the first one, so our old route stays behind it: that one is noted. For
+                // IPv6 (`fib6_add_rt2node`) it may replace this route, so the foreign ones stay in
+                // front: those are noted.
                 let may_go = |first: &RouteMessage| {
-                    family == Family::V6 && (ours.is_none() || first.is_deleted_without(&message))
+                    family == Family::V6 && (ours.is_none() || first.deletion_spares(&message))
                 };
                 let stays = ours.filter(|_| family == Family::V4).map(|_| message);
                 let left = in_front.iter().copied().filter(may_go).chain(stays);
                 left.for_each(|found| {
-                    self.foreign.note_duplicate(DuplicateRoute { found, is_behind: false });
+                    self.foreign
+                        .note_duplicate(DuplicateRoute { found, goes: Goes::WhenOursIsPut });
                 });
             }
             let Some((route, is_exact)) = ours else { continue };
@@ -56,7 +58,7 @@ impl Reader<'_> {
                 // distinguish the two, it stays until the first one is deleted.
                 Some(first) => {
                     if message.is_distinct_from(&route.via, &first.via) {
-                        let duplicate = DuplicateRoute { found: message, is_behind: true };
+                        let duplicate = DuplicateRoute { found: message, goes: Goes::WithOurs };
                         self.foreign.note_duplicate(duplicate);
                         table.inexact.push(key);
                     }
@@ -145,8 +147,8 @@ struct Last {
 impl Last {
     /// Takes the next message of the dump, `found`. Returns the routes to the same destination in
     /// front of it. Returns `None` if the message repeats the last one: when IPv6 routes are added
-    /// during a dump, the kernel may repeat a route as it continues the dump. Two existing routes
-    /// always differ.
+    /// during a dump, the kernel may repeat a route as it continues the dump. Two IPv6 routes that
+    /// exist always differ.
     ///
     /// **Source**: linux `net/ipv6/ip6_fib.c: fib6_dump_table`.
     fn before(&mut self, dump: u32, found: RouteMessage) -> Option<&[RouteMessage]> {
@@ -154,7 +156,7 @@ impl Last {
             self.routes.clear();
         }
         self.dump = dump;
-        if self.routes.last() == Some(&found) {
+        if found.dst.family() == Family::V6 && self.routes.last() == Some(&found) {
             return None;
         }
         self.routes.push(found);
@@ -172,9 +174,11 @@ mod tests {
     #[test]
     fn a_repeated_message_is_not_a_duplicate() {
         let message = |n: u8, kind: u8| {
-            // `struct rtmsg` of a /24 in the main table, and RTA_DST.
-            let payload =
-                [2, 24, 0, 0, 254, ROUTE_PROTOCOL, 0, kind, 0, 0, 0, 0, 8, 0, 1, 0, 10, 1, n, 0];
+            // `struct rtmsg` of an IPv6 /64 in the main table, RTA_DST, RTA_PRIORITY (1024).
+            let mut payload =
+                vec![10, 64, 0, 0, 254, ROUTE_PROTOCOL, 0, kind, 0, 0, 0, 0, 20, 0, 1, 0];
+            payload.extend([0xfd, n, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]);
+            payload.extend([8, 0, 6, 0, 0, 4, 0, 0]);
             let message =
                 Message { kind: 24, flags: NlmF::empty(), sequence: 1, port: 0, payload: &payload };
             route::read(&message).unwrap()

@@ -37,11 +37,11 @@ impl Socket {
     }
 
     /// Like [`Socket::dump`], for a table that the kernel dumps in the order of unique keys, such
-    /// as nexthop objects. An inconsistent dump is accepted from attempt 4 on. It has every entry
-    /// that existed all the time exactly once. Entries that were added or deleted during the dump
-    /// may be missing.
+    /// as nexthop objects. An inconsistent dump is accepted from attempt 4 on. Since Linux 5.13 it
+    /// has every entry that existed all the time exactly once. Entries that were added or deleted
+    /// during the dump may be missing.
     ///
-    /// The first attempts want a consistent dump, because kernels before 5.13 continue a dump by
+    /// The first attempts want a consistent dump, because earlier kernels continue a dump by
     /// position. There a deletion can make the kernel skip an entry.
     pub(crate) fn dump_ordered<T: Send>(
         &mut self,
