@@ -78,7 +78,7 @@ pub enum NexthopObjects {
 pub struct FirewallConfig {
     /// Hide pod addresses from everything outside the pod network (`--ip-masq`).
     pub masquerade: bool,
-    /// Choose source ports at random where masquerading changes them.
+    /// Choose the source ports of masqueraded packets at random.
     pub fully_random: bool,
     /// Accept forwarded packets from and to pods (`--iptables-forward-rules`).
     pub forward: bool,

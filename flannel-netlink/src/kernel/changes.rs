@@ -2,9 +2,9 @@
 //!
 //! A message about a route, an IPv4 address, a new neighbour or a nexthop object has the port id of
 //! the socket that requested the change. So changes that this kernel handle requested are left out,
-//! if possible by a filter in the kernel. A message about an IPv6 address, an FDB entry or a deleted
-//! neighbour has no port id, and one about a link has it only in some versions. Those changes are
-//! always returned.
+//! if possible by a filter in the kernel. A message about an IPv6 address, an FDB entry or a
+//! deleted neighbour has no port id, and one about a link has it only in some versions. Those
+//! changes are always returned.
 
 mod event_decoder;
 

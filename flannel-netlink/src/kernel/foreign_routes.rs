@@ -1,9 +1,9 @@
 //! Remembers existing routes and FDB entries, mostly of other programs, that require extra requests
 //! when flannel's entries are changed.
 //!
-//! With them, the change of a route takes a fifth more time, and almost no host needs them. So they are sent only if a snapshot or an event has shown such an entry. If the entry is
-//! noted too late, the next snapshot reports our route as inexact, and the route engine puts it
-//! again.
+//! With them, the change of a route takes a fifth more time, and almost no host needs them. So they
+//! are sent only if a snapshot or an event has shown such an entry. If the entry is noted too late,
+//! the next snapshot reports our route as inexact, and the route engine puts it again.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

@@ -33,7 +33,7 @@ pub struct FirewallFlags {
         action = clap::ArgAction::Set)]
     pub ip_masq: bool,
 
-    /// Do not choose source ports at random where masquerading changes them
+    /// Do not choose the source ports of masqueraded packets at random
     #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true,
         default_missing_value = "true", default_value_t = false, value_parser = go_bool,
         action = clap::ArgAction::Set)]
