@@ -50,7 +50,8 @@ pub trait Backend: fmt::Debug + Send + Sync {
     /// The `Type` in the network config, in lower case.
     fn kind(&self) -> &'static str;
 
-    /// The backend type in the leases of its nodes; empty for flannel's `udp` and `alloc`.
+    /// The backend type in the leases of its nodes; empty for flannel's `udp` and `alloc`. It must
+    /// equal [`Offer::kind`] and [`Blueprint::lease_type`] of the same backend.
     fn lease_type(&self) -> &'static str {
         self.kind()
     }
@@ -77,7 +78,7 @@ pub trait Backend: fmt::Debug + Send + Sync {
     }
 
     /// Checks that the network can run on this node, and chooses the attributes that the node
-    /// publishes in its lease. Writes no kernel object.
+    /// publishes in its lease. Calls [`Backend::validate`] itself. Writes no kernel object.
     ///
     /// # Errors
     /// Those of [`Backend::validate`]. The backend cannot run on this host. The kernel, the secrets
@@ -128,7 +129,8 @@ pub struct Node<'a> {
     /// Its external interface.
     pub uplink: &'a ExternalInterface,
     /// The seed of values that must differ between nodes and stay the same over restarts, for
-    /// example the content of `/etc/machine-id`. May be empty.
+    /// example the content of `/etc/machine-id`. If it is empty or the same on two nodes, they may
+    /// choose equal values: vxlan chooses one MAC address if their public addresses are equal too.
     pub machine_id: &'a str,
     /// Its kernel. Its methods block: async code calls [`Node::snapshot`].
     pub kernel: &'a Arc<dyn Kernel>,
@@ -247,11 +249,11 @@ pub enum Built {
 
 /// The description of a network of kernel objects, for the route engine.
 pub struct Blueprint {
-    /// The backend type of the offers that `plan` accepts; `None`: any.
+    /// The [`Offer::kind`] of the offers that `plan` gets; `None`: any.
     pub lease_type: Option<&'static str>,
     /// The size of the largest packet that pods may send, in bytes.
     pub mtu: u32,
-    /// The kernel objects that the network owns.
+    /// The kernel objects that the network owns. It must own all objects of `base` and `plan`.
     pub footprint: Footprint,
     /// The objects that do not depend on peers: the device and its addresses.
     pub base: State,

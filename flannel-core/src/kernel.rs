@@ -28,36 +28,25 @@ const EINPROGRESS: i32 = 115;
 /// `RTPROT_KERNEL`: routes that the kernel made itself.
 const PROTOCOL_KERNEL: u8 = 2;
 
-/// The kernel objects that one network owns. It must leave all others alone.
-///
-/// | object | owned if |
-/// |---|---|
-/// | link | its name is in `links` and its kind is a [`LinkKind`](crate::object::LinkKind) |
-/// | address | on one of `links`, not link-local |
-/// | neigh, fdb | on one of `links` and permanent; a forwarding entry also if it is static |
-/// | route | in the main table, no TOS, default metric or last resort, and one of the next two |
-/// | | on one of `links`, not made by the kernel |
-/// | | [our protocol](ROUTE_PROTOCOL), inside `networks`; a blackhole only with `blackholes` |
-/// | nexthop | our protocol, and its id in `nexthops` or its device in `links` |
-/// | record | its annex is in `annexes` |
-///
-/// A network therefore finds the objects that it left on another external interface, or with
-/// another backend. Networks in one network namespace need pod networks that do not overlap.
+/// The kernel objects that one network owns.
+#[doc = include_str!("../docs/footprint.md")]
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Footprint {
     /// Devices that this network makes.
     pub links: BTreeSet<LinkName>,
     /// The pod networks.
     pub networks: Vec<Subnet>,
-    /// Other devices that carry its routes (the external interface); their changes are watched.
+    /// Other devices that carry its routes, such as the external interface. Their changes are
+    /// watched. They do not decide which routes are owned, except with `go_routes`.
     pub routes_on: BTreeSet<LinkName>,
     /// This network keeps blackhole routes inside `networks`.
     pub blackholes: bool,
     /// The ids of its nexthop objects. `None` from a backend: the route engine chooses them.
     pub nexthops: Option<NexthopBlock>,
-    /// `Some` (prefix lengths in bits): owns only Go flannel's routes: on `routes_on`, of
-    /// [its protocol](GO_ROUTE_PROTOCOL), via a gateway, inside `networks`, of this length for
-    /// their family. `None` for every network: only `flannel_route::remove_go_routes` sets it.
+    /// Leave it `None` in a network. Only `flannel_route::remove_go_routes` sets it: the footprint
+    /// then owns only the routes that Go flannel left. These are on one of `routes_on`, of
+    /// [its protocol](GO_ROUTE_PROTOCOL), via a gateway, and inside `networks`. They have the
+    /// prefix length (in bits) of their family.
     pub go_routes: Option<Dual<u8>>,
     /// The annexes with its records ([`Annex::name`]).
     pub annexes: BTreeSet<&'static str>,
@@ -116,8 +105,8 @@ impl Footprint {
         self.nexthops.is_some_and(|block| block.contains(id))
     }
 
-    /// Whether a snapshot may show `object`, which another program put and which
-    /// [concerns](Self::concerns) this network, as owned. `protocol` is `None` if not known.
+    /// Whether a snapshot may show `object` as owned. Another program has put `object`, and its key
+    /// [concerns](Self::concerns) this network. `protocol` is `None` if it is not known.
     pub fn may_own(&self, object: &Object, protocol: Option<u8>) -> bool {
         let may_be_ours = protocol.is_none_or(|protocol| protocol == ROUTE_PROTOCOL);
         match object {
@@ -138,7 +127,10 @@ impl Footprint {
         }
     }
 
-    /// Whether this network may own, or has to replace, the object with this key.
+    /// Whether this network may own, or has to replace, the object with this key. The key of a
+    /// route or a nexthop object does not show its device. So the answer is false for a route
+    /// outside `networks` and for an id outside `nexthops`, even if the object is on one of
+    /// `links`. If another program adds such an object, only the next snapshot shows it.
     pub fn concerns(&self, key: &Key) -> bool {
         match key {
             Key::Link(link) | Key::Addr(link, _) | Key::Neigh(link, _) | Key::Fdb(link, _) => {
@@ -247,11 +239,6 @@ impl RouteAnswer {
 }
 
 /// A kernel's network tables: one network namespace.
-///
-/// All methods are idempotent or read-only, and block. A method that returns a `Result` fails if
-/// the kernel does not answer. Any thread may call; concurrent calls wait for each other.
-///
-/// Implementations pass `testing::kernel_suite`: `flannel_netlink::NetlinkKernel`, `FakeKernel`.
 #[doc = include_str!("../docs/kernel.md")]
 pub trait Kernel: fmt::Debug + Send + Sync {
     /// All objects that `footprint` owns. Some are marked as [inexact](State::note_inexact).
@@ -261,8 +248,8 @@ pub trait Kernel: fmt::Debug + Send + Sync {
     /// and the next one finds them.
     fn snapshot(&self, footprint: &Footprint) -> Result<State, KernelError>;
 
-    /// The ids of all nexthop objects, ours and foreign. If the kernel does not support nexthop
-    /// objects, the answer is empty and not [usable](NexthopIds::usable).
+    /// The ids of nexthop objects, as [`NexthopIds`] describes. If the kernel does not support
+    /// nexthop objects, the answer is empty and not [usable](NexthopIds::usable).
     fn nexthop_ids(&self, footprint: &Footprint) -> Result<NexthopIds, KernelError>;
 
     /// The nexthop objects in `there` that have users outside `there`. Returns their ids, and the
@@ -272,6 +259,7 @@ pub trait Kernel: fmt::Debug + Send + Sync {
 
     /// Applies a batch of `changes` of the network with this `footprint`, in order. A failed change
     /// does not stop the changes after it. Returns one result for each change, in the same order.
+    /// An implementation does not check whether `footprint` owns the objects.
     ///
     /// `Put` creates the object, or changes it in place as far as the kernel can. It replaces a
     /// foreign object with the same key, except for a link, which fails with `EEXIST`. After a
@@ -285,7 +273,8 @@ pub trait Kernel: fmt::Debug + Send + Sync {
     /// [`RouteAnswer::nowhere`].
     fn lookup(&self, dst: IpAddr) -> Result<RouteAnswer, KernelError>;
 
-    /// Starts to listen for changes by other programs. Call it before the first snapshot.
+    /// Starts to listen for changes by other programs. The stream returns [`Invalidation`]s. Call
+    /// it before the first snapshot, so that no change is missed.
     fn changes(&self) -> Result<Box<dyn Changes>, KernelError>;
 }
 
@@ -294,9 +283,9 @@ pub trait Kernel: fmt::Debug + Send + Sync {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Invalidation {
-    /// Another program changed or deleted single objects, in this order. Without an author (`None`)
-    /// this process may have made the change: the kernel names no author for links, for forwarding
-    /// entries, and for neighbours that it removes itself.
+    /// Single objects were changed or deleted, in this order. With an author, it was another
+    /// program. Without one (`None`), it may have been this process, because the kernel names no
+    /// author for links, for forwarding entries, and for neighbours that it removes itself.
     Objects(Vec<KernelEvent>, Option<ChangedBy>),
     /// The device changed, which invalidates it and everything on it. The kernel sends no message
     /// about the IPv4 routes and nexthop objects that it deletes when a device goes down
@@ -311,7 +300,8 @@ pub enum Invalidation {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum KernelEvent {
-    /// It exists, exactly like this. Ends the put of an equal object that [`Annex::apply`] started.
+    /// It exists, exactly like this. If [`Annex::apply`] has started a put of it, the put has
+    /// succeeded.
     Present(Object),
     /// It exists, with attributes that no [`Object`] expresses ([`State::note_inexact`]).
     Inexact(Object),
@@ -321,7 +311,7 @@ pub enum KernelEvent {
     Unrepresentable(Key),
     /// Another entry for the destination changed, and may take effect: a route with another metric.
     Related(Key),
-    /// It was deleted. Ends the deletion that [`Annex::apply`] started.
+    /// It was deleted. If [`Annex::apply`] has started a deletion of it, that has succeeded.
     Deleted(Key),
     /// The put or deletion of this key that [`Annex::apply`] started last has failed.
     Failed(Key, KernelError),

@@ -32,8 +32,8 @@ pub struct Lease {
     /// The end by the wall clock of this host. `None`: the lease has no end (a reservation), or its
     /// end is not known (leases of peers).
     pub expires: Option<SystemTime>,
-    /// Orders leases by their creation: the store's revision (etcd) or the creation time of the
-    /// node (Kubernetes). 0 for every lease in a directory. See [`Lease::precedence`].
+    /// A number that orders leases by creation: the store's revision (etcd) or the creation time of
+    /// the node (Kubernetes). 0 for every lease in a directory. See [`Lease::precedence`].
     pub since: Revision,
     /// The version of the lease in the store, for a compare-and-swap.
     pub revision: Revision,

@@ -67,8 +67,8 @@ impl AcceptedPeers {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Ended {
-    /// An input of the network changed; the text is the reason. Choose the interface again, then
-    /// prepare, build and run a new network. It adopts the kernel objects of this one.
+    /// A value that the network was built from has changed. The text is the reason. Choose the
+    /// external interface and build the network again. Only networks that run themselves return it.
     Rebuild(String),
     /// The sender of the leases was dropped.
     ViewsClosed,
@@ -126,7 +126,8 @@ impl NetworkHandle {
         self
     }
 
-    /// The accepted peers of the latest [`NetworkHandle::status`], whose changes announce new ones.
+    /// The accepted peers of the latest `status`. Wait for a change of `status` to learn of newer
+    /// ones.
     pub fn accepted_peers(&self) -> AcceptedPeers {
         let status = Arc::clone(&self.status.borrow());
         let (leases, rejected) = (status.leases.clone(), status.rejected.clone());

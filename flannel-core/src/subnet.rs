@@ -144,7 +144,8 @@ impl Ownership {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Loss {
-    /// No renewal was confirmed in time. A later renewal may restore the ownership.
+    /// No renewal was confirmed in time. Keep [`SubnetManager::hold_lease`] and the network
+    /// running. A later renewal restores the ownership, or `hold_lease` returns the reason.
     Unconfirmed,
     /// The lease ended, as [`SubnetManager::hold_lease`] returned.
     Ended(LeaseEnd),
@@ -181,7 +182,7 @@ pub struct Hints {
     /// The subnets that this node had before; `None`: not known.
     pub previous: Option<Subnets>,
     /// The expired lease of this node, while the store does not answer; else `None`. Its subnets
-    /// must not be used, but peers can be reached with its attributes.
+    /// must not be used, but peers can be reached (`flannel_route::JoinOptions::lapsed`).
     pub lapsed: Option<Lease>,
 }
 

@@ -30,6 +30,10 @@ pub struct Cleanup {
 
 /// Removes all objects that `footprint` owns. No network may run meanwhile: it would restore them.
 ///
+/// For a backend with an annex, `kernel` must be
+/// [`WithAnnexes::new(kernel, backend.annex()).waiting()`](flannel_annex::WithAnnexes::waiting).
+/// Otherwise the records stay.
+///
 /// A nexthop object on the external interface stays if another program uses it
 /// ([`Kernel::nexthop_users`]). The kernel deletes a device together with all objects on it.
 ///
@@ -56,7 +60,8 @@ pub struct Cleanup {
 /// The kernel could not be read; nothing was changed.
 ///
 /// # Blocking
-/// Blocks as [`Kernel`] does: some ten microseconds per object.
+/// Blocks as [`Kernel`] does: from 10 µs to 1 ms per object. Deletions of nexthop objects, and of
+/// thousands of IPv4 routes without nexthop objects, take longest.
 pub fn cleanup(
     kernel: &dyn Kernel,
     footprint: &Footprint,
@@ -129,7 +134,8 @@ fn remove(
 /// Makes the host ready for Go flannel, which does not know nexthop objects and cannot delete the
 /// routes that use them. Replaces each such route in place by a route with a gateway, then removes
 /// the nexthop objects. No packet is lost. Removes routes of last resort ([`Via::LastResort`]) too:
-/// Go flannel makes its own routes of this kind, and would not remove ours.
+/// Go flannel makes its own routes of this kind, and would not remove ours. No network may run
+/// meanwhile: it would undo these changes.
 ///
 /// A nexthop object stays if its route could not be replaced, or if another program uses it
 /// ([`Kernel::nexthop_users`]): the kernel would delete the route with it.
@@ -189,9 +195,9 @@ pub fn ready_for_go(
 
 /// Removes the routes that Go flannel left on the external interface: those of host-gw, and of
 /// vxlan with `DirectRouting`. They have the protocol of routes that scripts add
-/// ([`GO_ROUTE_PROTOCOL`](flannel_core::kernel::GO_ROUTE_PROTOCOL)). So they must also have a
-/// gateway, the default metric, and a destination inside the pod networks, whose prefix length in
-/// bits (`SubnetLen`) is the one in `lens` for its family.
+/// ([`GO_ROUTE_PROTOCOL`](flannel_core::kernel::GO_ROUTE_PROTOCOL)). So a route is removed only if
+/// it also has a gateway, the default metric, and a destination inside the pod networks. The prefix
+/// length of the destination must be the one in `lens` for its family (the config's `SubnetLen`).
 ///
 /// Call it at the first start after Go flannel, once the network is
 /// [`settled`](flannel_core::status::Status::settled). By then it has replaced the routes to its

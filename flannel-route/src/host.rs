@@ -33,9 +33,10 @@ pub struct Host {
 /// Options of [`Host::join`].
 #[derive(Debug, Clone, Default)]
 pub struct JoinOptions {
-    /// The lease in [`Hints::lapsed`](flannel_core::subnet::Hints): it has expired, and the store
-    /// does not answer. The network then reaches peers, but installs no address of this lease.
-    /// `None`: `join` acquires a lease.
+    /// [`Hints::lapsed`](flannel_core::subnet::Hints::lapsed): the lease has expired, and the store
+    /// does not answer. The network then reaches peers, but installs no address of this lease. When
+    /// a view is [`Live`](flannel_core::lease::Origin::Live), the store answers again: drop the
+    /// network, read the hints and join again. `None`: `join` acquires a lease.
     pub lapsed: Option<Lease>,
     /// See [`KernelNetwork::drop_unused_addresses`]. Has no effect on a network that runs itself.
     pub drop_unused_addresses: bool,
@@ -59,24 +60,27 @@ impl Host {
         Self { machine_id: machine_id.into(), ..self }
     }
 
-    /// The same host with these secrets, for example in files that outlive this process.
+    /// The same host with these secrets, for example in files (`flannel_options::FileSecrets`).
     #[must_use]
     pub fn with_secrets(self, secrets: Arc<dyn Secrets>) -> Self {
         Self { secrets, ..self }
     }
 
-    /// The same host with process names. See [`KernelNetwork::with_process_names`].
+    /// The same host with process names, for example of `flannel_netlink::NetlinkKernel`. See
+    /// [`KernelNetwork::with_process_names`].
     #[must_use]
     pub fn with_process_names(self, names: Arc<dyn ProcessNames>) -> Self {
         Self { process_names: Some(names), ..self }
     }
 
     /// Prepares the backend, acquires the node's lease with its offer, and builds the network. It
-    /// writes no kernel object: a network writes only while it runs.
+    /// writes no kernel object: a network writes only while it runs. [`Backend::prepare`] validates
+    /// the config, so `join` does not call [`Backend::validate`].
     ///
     /// Neither `join` nor the network renews the lease. The caller runs
     /// [`SubnetManager::hold_lease`] with the lease of the network's handle, at the same time as
-    /// [`HostNetwork::run`]. If it returns, the caller drops `run`. A lapsed lease is not held.
+    /// [`HostNetwork::run`]. If it returns, the caller drops `run`. A lapsed lease is not held. The
+    /// [front page](crate#the-lease) lists the other futures that a caller may run.
     ///
     /// # Errors
     /// The backend refuses the config or the host, or the lease cannot be acquired

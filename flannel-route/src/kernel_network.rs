@@ -45,8 +45,9 @@ impl KernelNetwork {
     /// does not use the kernel. The MTU of the handle is the smallest one of the blueprints, 0
     /// without blueprints.
     ///
-    /// A lease outside the pod `networks` is rejected. The first blueprint whose plan accepts an
-    /// offer of a peer defines its objects. The base objects of all blueprints are put in place.
+    /// A lease outside the pod `networks` is rejected. [`Footprint::networks`] of the blueprints
+    /// must be the same networks. The first blueprint whose plan accepts an offer of a peer defines
+    /// its objects. The base objects of all blueprints are put in place.
     /// Blueprints with [records](flannel_core::object::Record) need a `kernel` that is wrapped in
     /// [`WithAnnexes`](flannel_annex::WithAnnexes), as by [`Host::join`](crate::Host::join).
     pub fn new(
@@ -94,7 +95,8 @@ impl KernelNetwork {
     }
 
     /// Names the processes that change objects of this network, in its status and the log. Without
-    /// this option, only the port ids of their netlink sockets are known.
+    /// this option, only the port ids of their netlink sockets are known. `names` may be the
+    /// `flannel_netlink::NetlinkKernel` of this network.
     #[must_use]
     pub fn with_process_names(self, names: Arc<dyn ProcessNames>) -> Self {
         Self { names: Some(names), ..self }

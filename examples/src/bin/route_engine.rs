@@ -1,5 +1,5 @@
-//! The route engine alone, without a store: it installs routes for your own leases, and repairs
-//! them.
+//! The route engine alone, without a store: it installs routes for your own leases. The engine
+//! repairs routes while `run` is polled. This example ends when all routes are in place.
 
 use std::sync::Arc;
 
@@ -39,7 +39,7 @@ async fn embed() -> anyhow::Result<()> {
     let network = KernelNetwork::new(kernel, own, [pods].into_iter().collect(), vec![blueprint]);
     let mut status = network.handle().status;
     tokio::select! {
-        ended = Box::new(network).run(views) => anyhow::bail!("the network ended: {ended:?}"),
+        ended = network.run(views) => anyhow::bail!("the network ended: {ended:?}"),
         synced = status.wait_for(|status| status.in_sync) => {
             println!("in sync with {} peer", synced?.peers);
         }

@@ -10,8 +10,9 @@ use crate::object::{LinkName, Object};
 /// Appends the kernel objects for a peer to a list, which may already hold those of other plans.
 ///
 /// A plan is pure: the same arguments give the same objects. If it defines a route outside the
-/// subnets, the lease is rejected. It is also called for this node's own lease, while no address is
-/// on a link: no peer may define the objects of that call.
+/// subnets, the lease is rejected. The engine also calls it for this node's own lease;
+/// [`Env::on_link`] then answers `None`. The keys of those objects are reserved: a lease of a peer
+/// that defines one of them is rejected.
 pub type Plan =
     dyn Fn(&Subnets, &Offer, &Env<'_>, &mut Vec<Object>) -> Result<(), Rejected> + Send + Sync;
 
@@ -33,8 +34,8 @@ pub struct Env<'a> {
     advisories: RefCell<Vec<String>>,
 }
 
-/// Finds the link of an address. Outer `None`: the kernel cannot answer. Inner `None`: the address
-/// is not on a link.
+/// A function that finds the link of an address. Outer `None`: the kernel cannot answer. Inner
+/// `None`: the address is not on a link.
 pub type Answer<'a> = dyn Fn(IpAddr) -> Option<Option<LinkName>> + 'a;
 
 impl<'a> Env<'a> {

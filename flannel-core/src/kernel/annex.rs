@@ -32,9 +32,9 @@ pub trait Annex: fmt::Debug + Send + Sync {
     ///
     /// The end of a change is an event: [`Present`](super::KernelEvent::Present) with exactly the
     /// record that was put, [`Deleted`](super::KernelEvent::Deleted) or
-    /// [`Failed`](super::KernelEvent::Failed). The event has the key of the record, and ends the
-    /// change of this key that was started last. Report only the end of that change: the engine
-    /// would take an earlier end for it, or for a change by another program.
+    /// [`Failed`](super::KernelEvent::Failed). It ends the change of this record that was started
+    /// last. Do not report the ends of earlier changes. The engine would take such an event for the
+    /// end of the last change, or for a change by another program.
     ///
     /// Called on any thread. A network that stops waits for this call.
     fn apply(&self, changes: &[Change]) -> Vec<Result<(), KernelError>>;

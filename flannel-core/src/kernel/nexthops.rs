@@ -9,7 +9,8 @@ pub struct NexthopBlock {
     first: u32,
 }
 
-/// The nexthop ids in a network namespace. Ids whose owner is not certain are left out.
+/// The nexthop ids in a network namespace. An id of our protocol that no route of our protocol uses
+/// is left out, because its owner is not certain.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct NexthopIds {
     /// The kernel has nexthop objects, and they are not disabled.

@@ -13,7 +13,8 @@ use crate::json::{FieldError, Fields, compact};
 /// One way to reach a node: a backend, with the addresses and data that its peers need.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Offer {
-    /// The backend type: `vxlan`, `host-gw`, …; empty for `udp` and `alloc`.
+    /// The backend type, as [`Backend::lease_type`](crate::Backend::lease_type): `vxlan`, …; empty
+    /// for `udp` and `alloc`.
     pub kind: Cow<'static, str>,
     /// The addresses to which peers send packets. `None`: the node publishes none of this family.
     /// The store then has `0.0.0.0` for IPv4, and `null` for IPv6.

@@ -103,7 +103,8 @@ impl<L: Into<Arc<Lease>>> FromIterator<L> for LeaseSet {
     }
 }
 
-/// The source of a lease set. Only if a set is [`Origin::Live`], a lease that it lacks is gone.
+/// The source of a lease set. A lease that is missing from a set is known to be gone only if the
+/// set is [`Origin::Live`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Origin {

@@ -81,7 +81,7 @@ pub struct Skipped {
     pub revision: Revision,
 }
 
-/// The content of a store at one point in time.
+/// The content of a store at one point in time. It is not `flannel_core::status::Listing`, a map.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Listing {
     /// The leases.
