@@ -326,7 +326,7 @@ fn a_deleted_lease_stops_the_daemon() {
         daemon.wait_for_log("in sync");
         fs::remove_file(place.own_lease()).unwrap();
         assert_eq!(daemon.ended().code(), Some(1));
-        daemon.wait_for_log("somebody deleted it, which orders this node to stop");
+        daemon.wait_for_log("somebody deleted it, which makes flanneld exit");
         daemon.wait_for_log("data path stay in place");
     });
 }
