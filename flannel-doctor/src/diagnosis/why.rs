@@ -217,7 +217,8 @@ fn of_peer(
     if !explanation.objects.is_empty() && explanation.objects.iter().all(waits) {
         let node = holder(&lease.attrs);
         let text = format!(
-            "it belongs to {node}, but none of that lease's objects is in place yet: they are queued"
+            "it belongs to {node}, but none of that lease's objects is in place yet: they are \
+             queued"
         );
         return (false, text, watch);
     }
