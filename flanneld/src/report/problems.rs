@@ -58,7 +58,7 @@ pub(crate) fn problems(snapshot: &Snapshot) -> Vec<Problem> {
         let answers = snapshot.store.as_ref().filter(|store| store.last_error.is_none());
         let wrong = answers.and_then(|store| store.wrong_config.as_ref());
         if let Some(why) = wrong.or(facts.refused_config.as_ref()) {
-            let text = "the store's network config is not used, the last good one stays in force";
+            let text = "the store's network config is not used, the last good one is still used";
             found.warning(format!("{text}: {why}"), "flannelctl config set FILE");
         }
         if let Some(why) = &facts.unfit_interface {
