@@ -573,7 +573,10 @@ mod tests {
         let mut loopback = Arc::unwrap_or_clone(lease("10.1.2.0-24", 1, 2, 2));
         loopback.attrs.preferred.public.v4 = Some([127, 0, 0, 1].into());
         put(&mut peers, &Arc::new(loopback.clone()));
-        assert_eq!(why(&peers, &loopback), "its public address 127.0.0.1 is no host's address");
+        assert_eq!(
+            why(&peers, &loopback),
+            "its public address 127.0.0.1 is not a unicast host address"
+        );
     }
 
     /// A node with two backends, and a node with only the second one.

@@ -192,7 +192,7 @@ pub struct Hints {
 pub enum LeaseEnd {
     /// It was not renewed in time, and the store deleted it.
     Expired,
-    /// It was deleted, which orders this node to stop.
+    /// It was deleted, which makes the daemon of this node exit.
     Deleted,
     /// Another node holds it now.
     Taken {
@@ -210,7 +210,7 @@ impl fmt::Display for LeaseEnd {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Expired => f.write_str("it expired before it could be renewed"),
-            Self::Deleted => f.write_str("somebody deleted it, which orders this node to stop"),
+            Self::Deleted => f.write_str("somebody deleted it, which makes flanneld exit"),
             Self::Taken { by } => write!(f, "it is now held by {by}"),
             Self::Moved { to } => write!(f, "this node was given {to} instead"),
         }

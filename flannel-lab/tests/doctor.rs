@@ -257,7 +257,11 @@ fn on_the_path() {
     finds(
         &lab,
         other,
-        &["path-mtu error", "1450 bytes", "arrive there, and are lost on the way back"],
+        &[
+            "path-mtu error",
+            "1450 bytes",
+            "arrive there, but replies of that size are lost on the way back",
+        ],
     );
     nft("flush chain ip guard into");
 

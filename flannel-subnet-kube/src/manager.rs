@@ -116,7 +116,7 @@ impl SubnetManager for KubeManager {
         })
     }
 
-    /// If the node has no complete lease, an earlier lease stays in force. Usually no other node
+    /// If the node has no complete lease, an earlier lease is still used. Usually no other node
     /// gets its subnets soon, and peers and pods stay reachable. [`SubnetManager::hold_lease`]
     /// notices its end.
     async fn acquire_lease(&self, attrs: &LeaseAttrs) -> Result<Lease> {
@@ -125,7 +125,7 @@ impl SubnetManager for KubeManager {
             (Err(Error::NotReady { reason, .. }), Some(held)) => {
                 tracing::warn!(
                     subnets = %held.lease.subnets, store = self.shared.api.name(), %reason,
-                    "no lease can be acquired, the earlier lease of this node stays in force"
+                    "no lease can be acquired, the earlier lease of this node is still used"
                 );
                 return Ok(Lease { attrs: attrs.clone(), ..held.lease });
             }

@@ -97,7 +97,7 @@ async fn follow(registry: Arc<dyn Registry>, shared: Arc<Shared>) {
                 let leases = shared.views.borrow().leases.len();
                 tracing::warn!(
                     store = %registry,
-                    "store lost, the last {leases} leases stay in force: {error}"
+                    "store lost, still using the last {leases} leases: {error}"
                 );
             }
         } else {

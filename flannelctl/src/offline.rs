@@ -170,7 +170,7 @@ fn page(failure: &str, left: &Left, subnet_file: &Path, terminal: &Terminal) -> 
     text + &terminal.field(
         "data path",
         Style::Bold,
-        "unchanged since the daemon ended; flannelctl why ADDRESS asks the kernel",
+        "not managed while the daemon is down; flannelctl why ADDRESS asks the kernel",
     )
 }
 

@@ -1,7 +1,7 @@
 //! The command line of `flannelctl`.
 //!
 //! Options that flanneld also has have the same names and the same environment variables. They may
-//! precede or follow the verb.
+//! precede or follow the command.
 
 use std::ffi::OsString;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
@@ -28,8 +28,8 @@ use crate::verbs::docker_opts::DockerFlags;
     about = "Shows the state of this host's flannel daemon, and maintains its store and its kernel \
         objects.",
     args_override_self = true,
-    subcommand_value_name = "VERB",
-    subcommand_help_heading = "Verbs",
+    subcommand_value_name = "COMMAND",
+    subcommand_help_heading = "Commands",
     after_help = "Exit status: 0 for success, 1 for a problem or an error, 2 for wrong usage.\n\
         Options that flanneld also has are read from the same environment variables, for example \
         FLANNELD_REGISTRY."
@@ -127,7 +127,7 @@ impl Global {
     }
 }
 
-/// The verbs.
+/// The commands.
 #[derive(Debug, Subcommand)]
 pub(crate) enum Verb {
     /// Show the state of this node: problems, lease, interface, backend, store and peers
@@ -137,7 +137,7 @@ pub(crate) enum Verb {
             the state that the last one left."
     )]
     Status,
-    /// List every peer with its state; without a daemon, every lease in the store
+    /// List every peer with its state; without a daemon, every lease in etcd or the directory
     Peers,
     /// Explain the path of packets to a pod's address
     #[command(
@@ -153,11 +153,11 @@ pub(crate) enum Verb {
     /// Look for faults between the store and the wire, and print commands that repair them
     #[command(
         long_about = "Looks for faults between the store and the wire. It checks the store, the \
-            daemon, this host's settings, devices and their MTU. It sends ICMP echoes of small and \
-            full size to the tunnel address and the public address of each peer. If a peer runs \
-            this daemon, both send TCP segments of full size and report the direction of a loss. \
-            Each finding has a command that repairs it. Exit status 1 if there is a finding. \
-            Without a daemon it uses the store, the cache and the kernel."
+            daemon, this host's settings, devices and their MTU. It sends small and full-size \
+            pings to the tunnel address and the public address of each peer. If a peer runs this \
+            daemon, both send full-size TCP segments and report the direction of a loss. Each \
+            finding has a command that repairs it. Exit status 1 if there is a finding. Without a \
+            daemon it uses the store, the cache and the kernel; leases in Kubernetes need a daemon."
     )]
     Doctor(DoctorFlags),
     /// Show the status repeatedly, until interrupted
@@ -193,8 +193,8 @@ pub(crate) enum Verb {
     /// Write this host's subnet as options for the Docker daemon, as mk-docker-opts.sh does
     #[command(
         long_about = "Writes this host's subnet as options for the Docker daemon: the flags and \
-            the output of Go flannel's mk-docker-opts.sh. Exit status 1 if the kernel sends the \
-            subnet to another host."
+            the output of Go flannel's mk-docker-opts.sh. Exit status 1 if the \
+            routing table sends this subnet to another host."
     )]
     DockerOpts(DockerFlags),
     /// Check or write the network config
@@ -212,13 +212,13 @@ pub(crate) struct DoctorFlags {
     #[arg(long, value_name = "NUMBER", default_value_t = 64, value_parser = peers)]
     pub(crate) peers: usize,
 
-    /// The port on which daemons of peers report arrivals, as for flanneld; 0: none is asked
+    /// The port of the path-probe service of peers, the --doctor-port of their daemons; 0: no probe
     #[arg(long, value_name = "PORT")]
     #[arg(default_value = control::DOCTOR_PORT, value_parser = control::port)]
     pub(crate) doctor_port: u16,
 
-    /// The interface of a daemon that does not run, by name or address; by default the one with the
-    /// default route
+    /// The external interface to assume if the daemon is not running, by name or address; by
+    /// default the one with the default route
     #[arg(long, value_name = "NAME|ADDRESS")]
     pub(crate) iface: Vec<String>,
 }
@@ -236,7 +236,7 @@ pub(crate) struct CleanupFlags {
     pub(crate) dry_run: bool,
 
     /// Change only objects that Go flannel cannot handle: routes by nexthop objects become plain
-    /// ones in place, the route of last resort is removed, and no packet is lost
+    /// ones in place, and the blackhole route (--ip-blackhole-route) is removed; no packet is lost
     #[arg(long)]
     pub(crate) for_go: bool,
 
@@ -249,7 +249,7 @@ pub(crate) struct CleanupFlags {
     pub(crate) net_config_path: Option<PathBuf>,
 }
 
-/// The verbs of `config`.
+/// The subcommands of `config`.
 #[derive(Debug, Subcommand)]
 pub(crate) enum ConfigVerb {
     /// Check a network config, and show it with all defaults
@@ -260,9 +260,9 @@ pub(crate) enum ConfigVerb {
     },
     /// Check a network config and write it to the store
     #[command(
-        long_about = "Checks a network config and writes it to the store, unless it changes there \
-            at the same moment. Running daemons apply backend options at once, and other pod \
-            networks or subnets at their next start."
+        long_about = "Checks a network config and writes it to the store. Fails without writing if \
+            another program changes the store's config meanwhile. Running daemons apply backend \
+            options at once, and other pod networks or subnets at their next start."
     )]
     Set {
         /// The file, - for standard input
@@ -281,7 +281,7 @@ pub(crate) enum ConfigVerb {
     },
 }
 
-/// The verbs of `lease`.
+/// The subcommands of `lease`.
 #[derive(Debug, Subcommand)]
 pub(crate) enum LeaseVerb {
     /// List every lease in the store, and entries that are not leases
@@ -289,12 +289,12 @@ pub(crate) enum LeaseVerb {
     /// Create a lease that never expires, or make one never expire
     #[command(
         long_about = "Creates a lease that never expires, for the node with this public address. \
-            Or makes an existing lease never expire; a running daemon of its node follows the \
-            change."
+            Or removes the end of an existing lease; the daemon that holds it keeps running and \
+            keeps the subnet."
     )]
     Reserve {
-        /// The subnet, such as 10.1.5.0/24; a dual-stack lease is 10.1.5.0/24,fd00:1:0:5::/64 or
-        /// the key's text
+        /// The subnet, such as 10.1.5.0/24; for dual stack 10.1.5.0/24,fd00:1:0:5::/64; or the
+        /// lease key, such as 10.1.5.0-24
         #[arg(value_name = "SUBNET", value_parser = key)]
         lease: Subnets,
 
@@ -310,17 +310,17 @@ pub(crate) enum LeaseVerb {
         #[arg(long, value_name = "TYPE", default_value = "")]
         backend_type: String,
     },
-    /// Delete a lease
+    /// Delete a reservation, or with --force the lease of a node
     #[command(
-        long_about = "Deletes a lease of a node that is gone, which frees the subnet for others. A \
-            running daemon that holds the lease stops with exit status 1."
+        long_about = "Deletes a reservation, or with --force the lease of a node. This frees the \
+            subnet for other nodes. A running daemon that holds the lease exits with status 1."
     )]
     Release {
-        /// The subnet, such as 10.1.5.0/24, or the key's text
+        /// The subnet, such as 10.1.5.0/24, or the lease key, such as 10.1.5.0-24
         #[arg(value_name = "SUBNET", value_parser = key)]
         lease: Subnets,
 
-        /// Delete a lease that is not a reservation, although its node may be alive
+        /// Required for a lease that a node holds; without it only a reservation is deleted
         #[arg(long)]
         force: bool,
     },
@@ -344,7 +344,7 @@ fn key(text: &str) -> Result<Subnets, String> {
     subnets.ok_or_else(wrong)
 }
 
-/// Options of verbs that flanneld also has, with the same meaning and the same variables.
+/// Options of commands that flanneld also has, with the same meaning and the same variables.
 const OF_DAEMON: [&str; 2] = ["doctor_port", "iface"];
 
 impl Ctl {

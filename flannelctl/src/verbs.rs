@@ -1,4 +1,4 @@
-//! The verbs, one module each.
+//! The commands, one module each.
 
 pub(crate) mod cleanup;
 pub(crate) mod config;

@@ -930,7 +930,7 @@ fn config_and_leases_are_managed_without_a_daemon() {
             "the lease of a running node is not released by mistake: {text}"
         );
         place.ctl_text(&["lease", "release", &own, "--force"]);
-        daemon.wait_for_log("somebody deleted it, which orders this node to stop");
+        daemon.wait_for_log("somebody deleted it, which makes flanneld exit");
     });
 }
 

@@ -326,7 +326,7 @@ fn a_deleted_lease_stops_the_daemon() {
         daemon.wait_for_log("in sync");
         fs::remove_file(place.own_lease()).unwrap();
         assert_eq!(daemon.ended().code(), Some(1));
-        daemon.wait_for_log("somebody deleted it, which orders this node to stop");
+        daemon.wait_for_log("somebody deleted it, which makes flanneld exit");
         daemon.wait_for_log("data path stay in place");
     });
 }
@@ -898,7 +898,7 @@ fn a_config_whose_firewall_rules_cannot_be_made_is_refused() {
         let rules = || String::from_utf8(tables()).unwrap().contains("flannel-ipv4");
         fs::write(place.registry().join("config"), CONFIG).unwrap();
         wait_until(
-            || has_problem("the last good one stays in force") && has_problem("out of order"),
+            || has_problem("the last good one is still used") && has_problem("out of order"),
             say,
         );
         assert!(status()["ready"] == true && rules(), "{}", say());
@@ -910,7 +910,7 @@ fn a_config_whose_firewall_rules_cannot_be_made_is_refused() {
         // The node now fits.
         fs::remove_file(&broken).unwrap();
         daemon.signal(Signal::SIGHUP);
-        wait_until(|| !has_problem("stays in force") && status()["ready"] == true && !rules(), say);
+        wait_until(|| !has_problem("is still used") && status()["ready"] == true && !rules(), say);
 
         // A firewall that no longer works is retried by the next network, and the daemon goes on.
         fs::write(&broken, "").unwrap();
@@ -1343,7 +1343,7 @@ fn an_unusable_config_does_not_block_a_rebuild_and_is_reported_until_corrected()
             status["problems"].to_string()
         };
         let has_problem = |text: &str| {
-            problems().contains("the last good one stays in force") && problems().contains(text)
+            problems().contains("the last good one is still used") && problems().contains(text)
         };
         let unknown = CONFIG.replace("vxlan", "vlxan");
         for (config, why, mtu) in [
@@ -1392,11 +1392,11 @@ fn a_config_that_does_not_fit_the_node_is_refused_until_either_changes() {
             .unwrap();
             wait_until(|| has_problem("10.1.0.0-24 is rejected"), say);
             fs::write(place.registry().join("config"), &config).unwrap();
-            wait_until(|| has_problem("the last good one stays in force") && has_problem(why), say);
+            wait_until(|| has_problem("the last good one is still used") && has_problem(why), say);
             assert_eq!(status()["ready"], true, "{}", say());
             assert_eq!((data_path(), place.subnet_env()), (before.clone(), env.clone()), "{why}");
             fs::write(place.registry().join("config"), &right).unwrap();
-            wait_until(|| !has_problem("stays in force"), say);
+            wait_until(|| !has_problem("is still used"), say);
         }
         fs::remove_file(&peerless).unwrap();
         assert!(!daemon.log().contains("rebuilding the network"), "{}", daemon.log());
@@ -1413,7 +1413,7 @@ fn a_config_that_does_not_fit_the_node_is_refused_until_either_changes() {
         wait_until(|| has_problem("it names no Backend"), say);
         fs::remove_file(&peerless).unwrap();
         daemon.wait_for_log("rebuilding the network reason=the network config has changed");
-        wait_until(|| !has_problem("stays in force"), say);
+        wait_until(|| !has_problem("is still used"), say);
 
         // The node now fits.
         fs::write(place.registry().join("config"), with(8000)).unwrap();
@@ -1421,7 +1421,7 @@ fn a_config_that_does_not_fit_the_node_is_refused_until_either_changes() {
         ip("link set wire mtu 9000");
         ip("link set eth0 mtu 9000");
         wait_until(|| place.subnet_env().contains("FLANNEL_MTU=7930\n"), say);
-        wait_until(|| !has_problem("stays in force"), say);
+        wait_until(|| !has_problem("is still used"), say);
     });
 }
 

@@ -55,7 +55,7 @@ fn options(mut command: Command) -> String {
 /// The verbs, each with its options.
 fn verbs(mut command: Command) -> String {
     command.build();
-    let mut text = "| verb | meaning |\n|---|---|\n".to_owned();
+    let mut text = "| command | meaning |\n|---|---|\n".to_owned();
     let mut tables = String::new();
     let mut all: Vec<&Command> = command.get_subcommands().collect();
     all.reverse();
@@ -88,7 +88,7 @@ fn verbs(mut command: Command) -> String {
         }
     }
     let globals = command.get_arguments().filter(|arg| arg.is_global_set() && !arg.is_hide_set());
-    format!("{text}\nEvery verb takes:\n\n{}{tables}", table(globals))
+    format!("{text}\nEvery command takes:\n\n{}{tables}", table(globals))
 }
 
 /// A table of options.

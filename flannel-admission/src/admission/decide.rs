@@ -122,7 +122,7 @@ impl Admission {
         let mut public = peer.lease.attrs.offers().flat_map(|offer| offer.public.values());
         if let Some(public) = public.find(unusable) {
             return Some(Rejection::Rejected(format!(
-                "its public address {public} is no host's address"
+                "its public address {public} is not a unicast host address"
             )));
         }
         let own = self.rules.own.as_ref().map(|own| own.subnets);

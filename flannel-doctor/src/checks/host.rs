@@ -135,8 +135,8 @@ fn rp_filter(facts: &HostFacts) -> Vec<Finding> {
     let strict = facts.rp_filter.iter().filter(|(_, mode)| **mode == 1);
     let finding = |(device, _): (&LinkName, &u8)| {
         let text = format!(
-            "rp_filter of {device} is strict: the kernel silently drops packets that arrive on \
-             another device than their answers would leave by"
+            "rp_filter of {device} is strict: the kernel silently drops packets if replies to \
+             them leave via another device"
         );
         // The kernel uses the larger of the values for the device and for `all`.
         let repair = format!("sysctl -w net.ipv4.conf.{}.rp_filter=2", sysctl_name(*device));
@@ -269,7 +269,7 @@ fn bridge_calls(facts: &HostFacts) -> Vec<Finding> {
             Family::V6 => "net.bridge.bridge-nf-call-ip6tables",
         };
         let text = format!(
-            "{key} is not 1: if pods on this host reach each other through a service, answers have \
+            "{key} is not 1: if pods on this host reach each other through a service, replies have \
              the wrong source address"
         );
         Finding::warning("bridge-netfilter", text)

@@ -144,7 +144,9 @@ impl Case<'_> {
                 None => "are too big for the path MTU that this host knows".to_owned(),
             },
             _ if arrived >= *full => {
-                "arrive there, and are lost on the way back, where small ones pass".to_owned()
+                "arrive there, but replies of that size are lost on the way back, while small ones \
+                 arrive"
+                    .to_owned()
             }
             _ if arrived > 0 => "do not arrive there, while small ones do".to_owned(),
             _ => "get no reply, while small ones do".to_owned(),
@@ -587,7 +589,7 @@ mod tests {
                 found_with([ok(), none()], segments(5592, 0, 1450, 1450), 0),
                 [
                     "error path-mtu",
-                    "arrive there, and are lost on the way back",
+                    "arrive there, but replies of that size are lost on the way back",
                     "\"MTU\": 1330}}' # if the MTU of the path",
                 ],
             ),
@@ -603,7 +605,7 @@ mod tests {
                 found_with([ok(), none()], None, 1450),
                 [
                     "error path-mtu",
-                    "arrive there, and are lost on the way back",
+                    "arrive there, but replies of that size are lost on the way back",
                     "\"MTU\": 1330}}' # if the MTU of the path",
                 ],
             ),

@@ -217,8 +217,8 @@ fn of_peer(
     if !explanation.objects.is_empty() && explanation.objects.iter().all(waits) {
         let node = holder(&lease.attrs);
         let text = format!(
-            "it belongs to {node}, none of whose objects is known to be in place yet: it waits for \
-             its turn"
+            "it belongs to {node}, but none of that lease's objects is in place yet: they are \
+             queued"
         );
         return (false, text, watch);
     }
@@ -315,7 +315,7 @@ mod tests {
         );
         let pending = ask(address, Some(explain(ObjectState::Pending, None)), right);
         assert!(
-            pending.verdict.contains("none of whose objects is known to be in place yet"),
+            pending.verdict.contains("none of that lease's objects is in place yet"),
             "{pending:?}"
         );
         assert_eq!(pending.hint.as_deref(), Some("flannelctl watch"));

@@ -49,7 +49,7 @@ impl Nodes {
 
     /// The leases of nodes with this address, accepted or rejected; usually one or none.
     pub(super) fn at(&mut self, address: IpAddr) -> &[Arc<Lease>] {
-        // After the watch has ended, the last view stays in force.
+        // After the watch has ended, the last view is still used.
         if self.views.has_changed().unwrap_or(false) {
             let leases = self.views.borrow_and_update().leases.clone();
             let older = std::mem::replace(&mut self.indexed, leases);

@@ -336,7 +336,9 @@ mod tests {
         let server = Server::new(&config, NodeAddress::Tunnel);
         let other = |n| server.other(IpAddr::from([10, 1, n, 0])).is_some();
         assert_eq!([7, 8, 9].map(other), [true, true, false]);
-        let why = Rejection::Rejected("its public address 127.0.0.1 is no host's address".into());
+        let why = Rejection::Rejected(
+            "its public address 127.0.0.1 is not a unicast host address".into(),
+        );
         publish.send_modify(|status| {
             Arc::make_mut(status).rejected =
                 [("10.1.7.0-24".parse().unwrap(), why)].into_iter().collect();

@@ -428,7 +428,7 @@ async fn a_cluster_without_a_majority_is_an_outage() {
     members[2].kill();
     let error = within(20, "an error", registry.list()).await.unwrap_err();
     assert!(matches!(error, Error::Store { .. }), "{error}");
-    assert_eq!(super::names(&peer.views.borrow()), ["10.1.5.0-24"], "the last set stays in force");
+    assert_eq!(super::names(&peer.views.borrow()), ["10.1.5.0-24"], "the last set is still used");
     members[1].go();
     until(30, "a majority", || async { registry.list().await.is_ok() }).await;
     create(&registry, 6).await;

@@ -17,7 +17,7 @@ impl OutageLog {
         if !self.logged || (refused && !self.refused) {
             let leases = following.views.borrow().leases.len();
             let store = following.api.name();
-            tracing::warn!(%store, "store lost, the last {leases} leases stay in force: {failure}");
+            tracing::warn!(%store, "store lost, still using the last {leases} leases: {failure}");
         }
         (self.logged, self.refused) = (true, refused);
     }

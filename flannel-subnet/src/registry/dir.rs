@@ -42,7 +42,7 @@ const CONFIRM_PERIOD: Duration = Duration::from_secs(60);
 
 /// A registry in a directory on a local file system. Clones share the registry.
 ///
-/// - If a file cannot be read, its last readable content stays in force and the file is reported as
+/// - If a file cannot be read, its last readable content is still used and the file is reported as
 ///   skipped, because an editor may be writing it. Files that begin with `.` or end with `~` are
 ///   ignored.
 /// - A symbolic link is followed when it is read, but changes of its target are not noticed. The

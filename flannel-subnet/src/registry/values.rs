@@ -108,7 +108,7 @@ pub struct Event {
 pub enum Now {
     /// A lease.
     Held(Entry),
-    /// An unreadable value, with the reason. The last readable value stays in force.
+    /// An unreadable value, with the reason. The last readable value is still used.
     Unreadable(String),
     /// The key does not exist.
     Gone,

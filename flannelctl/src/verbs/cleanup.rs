@@ -63,8 +63,8 @@ pub(crate) async fn cleanup(context: Context<'_>, flags: &CleanupFlags) -> Resul
         let others = facts.interfaces.iter().map(|interface| interface.name).filter(other);
         account.unknown.extend(others.map(|name| {
             format!(
-                "{name}, which does not belong to this network config, but to an earlier one or to \
-                 another flannel; if no flannel needs it: ip link delete {name}"
+                "{name}, which is not of this network config. If nothing needs it: ip link delete \
+                 {name}"
             )
         }));
         for old in old_networks(&global.state_dir, &config) {
@@ -166,7 +166,7 @@ impl Account {
             text += &format!("FAILED: {change}: {error}\n");
         }
         for object in &self.unknown {
-            text += &format!("not known: {object}\n");
+            text += &format!("not removed: {object}\n");
         }
         let (verb, count) = (if dry_run { "would be made" } else { "made" }, self.done.len());
         text += &match (count, self.failed.len()) {
@@ -194,7 +194,11 @@ mod tests {
                 "delete firewall rules".into(),
                 "iptables: Operation not permitted (os error 1)".into(),
             )],
-            unknown: vec!["flannel.2, if no flannel needs it: ip link delete flannel.2".into()],
+            unknown: vec![
+                "flannel.2, which is not of this network config. If nothing needs it: ip link \
+                 delete flannel.2"
+                    .into(),
+            ],
         };
         let output = account.output(false);
         assert_eq!(output.text, include_str!("../pages/cleanup.txt"), "\n{}", output.text);

@@ -204,7 +204,7 @@ fn describe(config: &Config, text: &ConfigText, done: &str, terminal: &Terminal)
         out += &terminal.field(
             &family.to_string(),
             Style::Bold,
-            &format!("{}, cut into {count} subnets from {from} to {to}", pod.network),
+            &format!("{}, split into {count} subnets from {from} to {to}", pod.network),
         );
         networks.push(json!({
             "family": family.to_string(),

@@ -32,7 +32,7 @@ pub(crate) struct DockerFlags {
     #[arg(short = 'd', value_name = "FILE", default_value = "/run/docker_opts.env")]
     docker_file: PathBuf,
 
-    /// Write one variable for each option, such as DOCKER_OPT_MTU; with neither this nor -c, both
+    /// Write one variable for each option, such as DOCKER_OPT_MTU; without -i and -c, both forms
     #[arg(short = 'i')]
     individual: bool,
 
@@ -44,7 +44,7 @@ pub(crate) struct DockerFlags {
     #[arg(short = 'm')]
     no_ip_masq: bool,
 
-    /// The name of the variable with all options; its value in the environment precedes them
+    /// The name of the variable with all options; if it is set already, its value comes first
     #[arg(short = 'k', value_name = "NAME", default_value = "DOCKER_OPTS", value_parser = name)]
     key: String,
 

@@ -129,8 +129,8 @@ mod tests {
     fn findings_come_first_then_layers_then_peers() {
         let mut examination = Examination::default();
         examination.layer("store", "etcd answers, 3 leases", Vec::new());
-        let text = "rp_filter of flannel.1 is strict: the kernel silently drops packets that \
-            arrive on another device than their answers would leave by";
+        let text = "rp_filter of flannel.1 is strict: the kernel silently drops packets if \
+            replies to them leave via another device";
         let strict = Finding::warning("rp-filter", text)
             .with_command("sysctl -w net.ipv4.conf.flannel/1.rp_filter=2");
         examination.layer("host", "something blocks packets of pods", vec![strict.into()]);

@@ -157,7 +157,7 @@ fn kernel_fields(network: &NetworkReport, now: f64, terminal: &Terminal) -> Stri
     let latency = &network.latency;
     if latency.count > 0 {
         let (all, half) = (millis(latency.p99), millis(latency.p50));
-        kernel += &format!("; changes within {half} (half) or {all} (99%)");
+        kernel += &format!("; changes applied within {half} (p50), {all} (p99)");
     }
     let mut out = terminal.field("kernel", Style::Bold, &kernel);
     // The first one is among the problems above.
@@ -247,6 +247,15 @@ pub(crate) mod tests {
     use super::*;
     use crate::terminal::tests::assert_page;
 
+    /// Sets the number of peers, of their objects and of taken subnets.
+    fn set_peers(network: &mut NetworkReport, peers: u64) {
+        network.peers.total = peers;
+        // A neighbour, a forwarding entry and a route per peer; the device and its address.
+        network.objects = 3 * peers + 2;
+        let room = &mut network.subnets[0];
+        (room.used, room.free) = (peers + 1, room.total - (peers + 1));
+    }
+
     fn healthy() -> StatusReport {
         let mut report = sample();
         report.ready = true;
@@ -255,7 +264,7 @@ pub(crate) mod tests {
         let network = report.network.as_mut().unwrap();
         network.in_sync = true;
         (network.failing.total, network.failing.listed) = (0, Vec::new());
-        network.peers.total = 2;
+        set_peers(network, 2);
         (network.accepted, network.rejected) = (2, 0);
         network.peers.listed.retain(|peer| peer.state == "in place");
         network.repairs.last.clear();
@@ -284,7 +293,7 @@ pub(crate) mod tests {
             ),
             (
                 "rejected",
-                "neigh 10.1.9.0 dev flannel.1 is defined otherwise by the earlier lease \
+                "fdb 0a:00:00:00:00:07 dev flannel.1 is defined otherwise by the earlier lease \
                  10.1.7.0-24 of 192.0.2.7 (vxlan)",
             ),
             ("in place", ""),
@@ -304,7 +313,8 @@ pub(crate) mod tests {
         let mut report = healthy();
         report.ready = false;
         let network = report.network.as_mut().unwrap();
-        (network.in_sync, network.pending, network.peers.total) = (false, 4_096, 9_000);
+        (network.in_sync, network.pending) = (false, 4_096);
+        set_peers(network, 9_000);
         assert_page("status_arriving", |terminal| page(&report, terminal));
     }
 

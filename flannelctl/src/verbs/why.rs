@@ -156,8 +156,8 @@ kernel     via 192.0.2.99 dev eth0
             address: "fd00:1:0:7::9".into(),
             ok: false,
             verdict:
-                "it belongs to 192.0.2.7, 2001:db8::7 (vxlan), none of whose objects is known \
-                to be in place yet: it waits for its turn"
+                "it belongs to 192.0.2.7, 2001:db8::7 (vxlan), but none of that lease's objects \
+                is in place yet: they are queued"
                     .into(),
             hint: Some("flannelctl watch".into()),
             network: Some("fd00:1::/48".into()),

@@ -129,7 +129,7 @@ pub(crate) async fn reload(notifier: Option<&Notifier>, observer: &Observer) {
     match timeout(RELOAD, observer.reload()).await {
         Ok(found) => tracing::info!(result = %found, "SIGHUP: read again"),
         Err(_) => {
-            let text = "SIGHUP: the store did not answer in time; everything stays in force";
+            let text = "SIGHUP: the store did not answer in time; nothing changes";
             tracing::warn!(timeout = ?RELOAD, "{text}");
         }
     }

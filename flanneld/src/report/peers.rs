@@ -109,8 +109,7 @@ impl<'a> PeerStates<'a> {
             }
             (None, None) if status.settled => None,
             (None, None) => Some(
-                "the kernel is being made equal to the leases, and this one may still be waiting"
-                    .to_owned(),
+                "syncing the kernel with the leases, and this one may still be waiting".to_owned(),
             ),
         };
         let changed = view.leases.changes_since(&status.leases);

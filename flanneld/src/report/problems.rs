@@ -58,7 +58,7 @@ pub(crate) fn problems(snapshot: &Snapshot) -> Vec<Problem> {
         let answers = snapshot.store.as_ref().filter(|store| store.last_error.is_none());
         let wrong = answers.and_then(|store| store.wrong_config.as_ref());
         if let Some(why) = wrong.or(facts.refused_config.as_ref()) {
-            let text = "the store's network config is not used, the last good one stays in force";
+            let text = "the store's network config is not used, the last good one is still used";
             found.warning(format!("{text}: {why}"), "flannelctl config set FILE");
         }
         if let Some(why) = &facts.unfit_interface {
@@ -122,19 +122,19 @@ impl Found {
             return;
         }
         if let Some(why) = snapshot.facts.waits_for.as_ref().filter(|_| lapsed) {
-            let text = "it ran out, and none is requested, because no network could be built";
+            let text = "it expired, and none is requested, because no network could be built";
             self.error(format!("{not_held}: {text}: {why}"), LOG);
             return;
         }
         // The text has no age, because systemd is notified whenever the text changes.
         let mut age = String::new();
         let reason = match &snapshot.ownership {
-            _ if lapsed => "it ran out, and the store does not answer",
+            _ if lapsed => "it expired, and the store does not answer",
             Ownership::Held { .. } => return,
             Ownership::Lost { since, why: Loss::Unconfirmed } => {
                 let ago = snapshot.time.duration_since(*since).unwrap_or_default().as_secs();
-                age = format!("it ran out {ago} s ago; ");
-                "it ran out, and the store did not confirm a renewal"
+                age = format!("it expired {ago} s ago; ");
+                "it expired, and the store did not confirm a renewal"
             }
             _ => "the store has not granted it, or another node holds it",
         };
@@ -170,7 +170,7 @@ impl Found {
         }
         if !status.in_sync && status.kernel_error.is_none() && status.failing.is_empty() {
             let text = match status.live {
-                true => "the kernel is being made equal to the leases",
+                true => "syncing the kernel with the leases",
                 false => {
                     "the leases are those of an earlier run, because the store has not listed them \
                      yet"
@@ -414,7 +414,7 @@ mod tests {
         assert_eq!(
             texts(&snapshot),
             [
-                "error: this node does not hold its lease 10.1.1.0-24: it ran out, and the store \
+                "error: this node does not hold its lease 10.1.1.0-24: it expired, and the store \
                  did not confirm a renewal",
                 "warning: the store does not answer: no route to host"
             ]

@@ -138,7 +138,7 @@ impl<'a> Starter<'a> {
     }
 }
 
-/// The network config of the store. If the store has no valid one, the `last` one stays in force,
+/// The network config of the store. If the store has no valid one, the `last` one is still used,
 /// and the store reports the reason.
 pub(super) async fn stored(
     subnets: &dyn SubnetManager,

@@ -159,7 +159,7 @@ fn verbs_query_a_daemon_and_change_its_lease() {
         until(30, reserved, || daemon.log()).await;
         assert!(daemon.is_running());
         ctl_output(&host, &etcd, &["lease", "release", &own, "--force"]);
-        daemon.wait_for_log("somebody deleted it, which orders this node to stop").await;
+        daemon.wait_for_log("somebody deleted it, which makes flanneld exit").await;
         assert_eq!(daemon.ended().await.code(), Some(1));
     });
 }

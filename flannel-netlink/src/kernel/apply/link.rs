@@ -133,9 +133,9 @@ impl Writer<'_> {
         match outcome {
             Ok((Ok(()), _)) => {}
             Ok((Err(error), Ok(true))) => tracing::warn!(
-                "{name} heeds router advertisements, so that the other end of the tunnel can give \
-                 this host addresses and routes: {}/accept_ra cannot be written: {error}; on the \
-                 host, run sysctl -w net/ipv6/conf/{name}/accept_ra=0",
+                "{name} accepts router advertisements, so that the other end of the tunnel can \
+                 give this host addresses and routes: {}/accept_ra cannot be written: {error}; on \
+                 the host, run sysctl -w net/ipv6/conf/{name}/accept_ra=0",
                 path.display()
             ),
             // Without IPv6 the file does not exist.

@@ -31,7 +31,7 @@ pub(super) struct Mirror {
     /// The last readable content of each file.
     good: BTreeMap<Subnets, LeaseFile>,
     /// The reason why the present content of a file is unreadable. Its last readable content
-    /// stays in force until it expires or is replaced.
+    /// is still used until it expires or is replaced.
     bad: BTreeMap<String, String>,
     /// When to read a readable file again.
     due: BTreeMap<Subnets, SystemTime>,
