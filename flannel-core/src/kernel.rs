@@ -285,7 +285,7 @@ pub trait Kernel: fmt::Debug + Send + Sync {
 pub enum Invalidation {
     /// Single objects were changed or deleted, in this order. With an author, it was another
     /// program. Without one (`None`), it may have been this process, because the kernel names no
-    /// author for links, for forwarding entries, and for neighbours that it removes itself.
+    /// author for IPv6 addresses, links, forwarding entries and deleted neighbours.
     Objects(Vec<KernelEvent>, Option<ChangedBy>),
     /// The device changed, which invalidates it and everything on it. The kernel sends no message
     /// about the IPv4 routes and nexthop objects that it deletes when a device goes down
