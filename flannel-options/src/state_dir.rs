@@ -10,9 +10,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use flannel_core::Subnet;
-use flannel_subnet::HolderId;
-use nix::errno::Errno;
-use nix::fcntl::{Flock, FlockArg};
+use flannel_subnet::{FileLock, HolderId};
 use tokio::time::{Instant, sleep};
 
 use crate::Error;
@@ -181,50 +179,29 @@ fn write(file: &Path, text: &str) -> io::Result<()> {
     fs::rename(&temporary, file)
 }
 
-/// The lock of a state directory. The kernel releases it when the process ends.
-#[derive(Debug)]
-pub struct Lock {
-    _file: Flock<fs::File>,
-}
-
 /// Locks the state directory for one daemon, or for a cleanup. Waits up to 2 s: a child of a killed
 /// daemon holds the lock until it has started its program.
 ///
 /// # Errors
 /// Another process holds the lock, or the file `lock` cannot be opened.
-pub async fn lock(dir: &Path) -> Result<Lock, Error> {
+pub async fn lock(dir: &Path) -> Result<FileLock, Error> {
     let path = dir.join("lock");
+    let failed = |reason: String| Error::File { path: path.clone(), reason };
+    let refused = |error: io::Error| failed(format!("{error} (see --state-dir)"));
+    fs::create_dir_all(dir).map_err(refused)?;
     let end = Instant::now() + PATIENCE;
     loop {
-        match try_lock(&path)? {
+        match FileLock::take(&path).map_err(refused)? {
             Some(lock) => return Ok(lock),
             None if Instant::now() < end => sleep(PAUSE).await,
             None => {
-                let reason = "another flanneld is running and holds this lock: stop it first, or \
-                              set another --state-dir";
-                return Err(Error::File { path, reason: reason.to_owned() });
+                return Err(failed(format!(
+                    "another flanneld is running and holds this lock: stop {} first, or set \
+                     another --state-dir",
+                    FileLock::holder(&path)
+                )));
             }
         }
-    }
-}
-
-/// `None`: another process holds the lock.
-fn try_lock(path: &Path) -> Result<Option<Lock>, Error> {
-    let failed = |error: io::Error| Error::File {
-        path: path.to_owned(),
-        reason: format!("{error} (see --state-dir)"),
-    };
-    path.parent().map_or(Ok(()), fs::create_dir_all).map_err(failed)?;
-    let file = fs::OpenOptions::new()
-        .create(true)
-        .truncate(false)
-        .write(true)
-        .open(path)
-        .map_err(failed)?;
-    match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
-        Ok(file) => Ok(Some(Lock { _file: file })),
-        Err((_, Errno::EWOULDBLOCK)) => Ok(None),
-        Err((_, errno)) => Err(failed(errno.into())),
     }
 }
 
@@ -239,6 +216,7 @@ mod tests {
         let first = lock(&state).await.unwrap();
         let error = lock(&state).await.unwrap_err().to_string();
         assert!(error.contains("new/lock: another flanneld is running"), "{error}");
+        assert!(error.contains(&format!("(process {})", std::process::id())), "{error}");
         drop(first);
         lock(&state).await.unwrap();
     }

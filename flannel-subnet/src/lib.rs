@@ -15,6 +15,7 @@ pub use allocate::allocate;
 pub use backoff::Backoff;
 pub use clock::{Clock, SystemClock};
 pub use files::cache::{Cache, CacheError, Saved};
+pub use files::lock::FileLock;
 pub use files::subnet_env::{SubnetEnv, SubnetEnvError};
 pub use manager::{AssignedManager, Identity, LocalManager};
 pub use reflect::Reflector;

@@ -3,14 +3,12 @@
 //! One writer of all processes holds the lock, so a file cannot change between its reading and its
 //! writing. All functions block, except the one that waits for the lock.
 
-use std::fs::{self, File, FileTimes, OpenOptions};
+use std::fs::{self, File, FileTimes};
 use std::io;
 use std::time::{Duration, SystemTime};
 
 use flannel_core::lease::{LeaseAttrs, Revision};
 use flannel_core::{Error, Result, Subnets};
-use nix::errno::Errno;
-use nix::fcntl::{Flock, FlockArg};
 
 use super::Shared;
 use super::file::{self, LeaseFile};
@@ -18,11 +16,14 @@ use super::location::Assign;
 use crate::backoff::Backoff;
 use crate::clock::{Clock, SystemClock};
 use crate::files::atomic::{self, TEMPORARY};
+use crate::files::lock::FileLock;
 use crate::registry::{Entry, HolderId, LeaseGrant, config_conflict};
 use crate::runtime::lock;
 
 /// The time limit for the lock of another process.
 const LOCK_PATIENCE: Duration = Duration::from_secs(10);
+/// A longer wait for the lock is logged.
+const LOCK_LOGGED: Duration = Duration::from_secs(1);
 
 /// A file in force: its revision, and its grant; `None` for a reservation or an unreadable file.
 type Current = (Revision, Option<LeaseGrant>);
@@ -30,7 +31,7 @@ type Current = (Revision, Option<LeaseGrant>);
 impl Shared {
     /// Takes the lock, which excludes other processes and other tasks of this one. Dropping the
     /// future ends the wait.
-    pub(super) async fn lock(&self) -> Result<Flock<File>> {
+    pub(super) async fn lock(&self) -> Result<FileLock> {
         if self.location.options.assign == Assign::Static {
             return Err(Error::Refused {
                 store: self.location.to_string(),
@@ -42,19 +43,21 @@ impl Shared {
         let path = self.location.path.join(".lock");
         let begin = SystemClock.boottime();
         let mut backoff = Backoff::new(Duration::from_millis(1), Duration::from_millis(20));
+        let mut is_logged = false;
         loop {
-            // Opened for reading, because closing a file that was open for writing wakes watches.
-            let file = File::open(&path)
-                .or_else(|_| OpenOptions::new().read(true).append(true).create(true).open(&path));
-            let file = file.map_err(|error| self.location.error(".lock", error))?;
-            match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
-                Ok(lock) => return Ok(lock),
-                Err((_, Errno::EWOULDBLOCK | Errno::EINTR)) => (),
-                Err((_, errno)) => return Err(self.location.error(".lock", errno)),
+            let taken = FileLock::take(&path);
+            if let Some(lock) = taken.map_err(|error| self.location.error(".lock", error))? {
+                return Ok(lock);
             }
-            if SystemClock.boottime().saturating_sub(begin) > LOCK_PATIENCE {
-                let reason = format!("held by another process for {LOCK_PATIENCE:?}");
+            let waited = SystemClock.boottime().saturating_sub(begin);
+            if waited > LOCK_PATIENCE {
+                let holder = FileLock::holder(&path);
+                let reason = format!("held by {holder} for {LOCK_PATIENCE:?}");
                 return Err(self.location.error(".lock", reason));
+            }
+            if waited > LOCK_LOGGED && !std::mem::replace(&mut is_logged, true) {
+                let holder = FileLock::holder(&path);
+                tracing::warn!(path = %path.display(), %holder, "waiting for a lock");
             }
             tokio::time::sleep(backoff.pause()).await;
         }
