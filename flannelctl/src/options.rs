@@ -4,12 +4,11 @@
 //! precede or follow the command.
 
 use std::ffi::OsString;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::net::IpAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
-use flannel_core::{Subnet, Subnets};
 #[cfg(feature = "etcd")]
 use flannel_options::EtcdFlags;
 use flannel_options::environment::{name_variable, variable};
@@ -19,6 +18,7 @@ use flannel_subnet::Registry;
 
 use crate::error::{Error, Result};
 use crate::verbs::docker_opts::DockerFlags;
+use crate::verbs::lease::LeaseVerb;
 
 /// The command line of `flannelctl`.
 #[derive(Debug, Parser)]
@@ -281,69 +281,6 @@ pub(crate) enum ConfigVerb {
     },
 }
 
-/// The subcommands of `lease`.
-#[derive(Debug, Subcommand)]
-pub(crate) enum LeaseVerb {
-    /// List every lease in the store, and entries that are not leases
-    List,
-    /// Create a lease that never expires, or make one never expire
-    #[command(
-        long_about = "Creates a lease that never expires, for the node with this public address. \
-            Or removes the end of an existing lease; the daemon that holds it keeps running and \
-            keeps the subnet."
-    )]
-    Reserve {
-        /// The subnet, such as 10.1.5.0/24; for dual stack 10.1.5.0/24,fd00:1:0:5::/64; or the
-        /// lease key, such as 10.1.5.0-24
-        #[arg(value_name = "SUBNET", value_parser = key)]
-        lease: Subnets,
-
-        /// The public IPv4 address of the node
-        #[arg(long, value_name = "ADDRESS")]
-        public_ip: Option<Ipv4Addr>,
-
-        /// The public IPv6 address of the node
-        #[arg(long, value_name = "ADDRESS")]
-        public_ipv6: Option<Ipv6Addr>,
-
-        /// The node's backend, such as vxlan; by default the network config's
-        #[arg(long, value_name = "TYPE", default_value = "")]
-        backend_type: String,
-    },
-    /// Delete a reservation, or with --force the lease of a node
-    #[command(
-        long_about = "Deletes a reservation, or with --force the lease of a node. This frees the \
-            subnet for other nodes. A running daemon that holds the lease exits with status 1."
-    )]
-    Release {
-        /// The subnet, such as 10.1.5.0/24, or the lease key, such as 10.1.5.0-24
-        #[arg(value_name = "SUBNET", value_parser = key)]
-        lease: Subnets,
-
-        /// Required for a lease that a node holds; without it only a reservation is deleted
-        #[arg(long)]
-        force: bool,
-    },
-}
-
-/// Parses the key of a lease, or its subnets separated by commas.
-fn key(text: &str) -> Result<Subnets, String> {
-    if let Ok(subnets) = text.parse() {
-        return Ok(subnets);
-    }
-    let wrong = || {
-        format!(
-            "{text:?} is not a lease, expected its subnets, such as 10.1.5.0/24, or its key, such \
-             as 10.1.5.0-24"
-        )
-    };
-    let parts: Option<Vec<Subnet>> = text.split(',').map(|part| part.trim().parse().ok()).collect();
-    let parts = parts.ok_or_else(wrong)?;
-    let subnets =
-        Subnets::new(parts.iter().copied()).filter(|subnets| subnets.iter().count() == parts.len());
-    subnets.ok_or_else(wrong)
-}
-
 /// Options of commands that flanneld also has, with the same meaning and the same variables.
 const OF_DAEMON: [&str; 2] = ["doctor_port", "iface"];
 
@@ -510,21 +447,6 @@ mod tests {
             parse(&["lease", "list", "--registry=dir:/x"], &[("FLANNELD_ETCD_USERNAME", "u")])
                 .is_ok()
         );
-    }
-
-    #[test]
-    fn leases_are_parsed_from_subnets_or_a_key() {
-        for (text, expected) in [
-            ("10.1.5.0/24", "10.1.5.0-24"),
-            ("10.1.5.0-24", "10.1.5.0-24"),
-            ("10.1.5.0/24,fd00:1:0:5::/64", "10.1.5.0-24&fd00:1:0:5::-64"),
-            ("fd00:1:0:5::/64", "0.0.0.0-0&fd00:1:0:5::-64"),
-        ] {
-            assert_eq!(key(text).unwrap().to_string(), expected);
-        }
-        for text in ["", "10.1.5.0", "10.1.5.0/24,10.1.6.0/24", "10.1.5.0/33"] {
-            assert!(key(text).unwrap_err().contains(&format!("{text:?}")), "{text}");
-        }
     }
 
     #[test]
