@@ -1099,7 +1099,7 @@ fn flannelctl_exits_with_2_on_wrong_usage_and_0_on_help() {
             assert_eq!(place.fails(&args).0, 2, "{args:?}");
         }
         assert!(place.ctl_text(&["--help"]).contains("Exit status"));
-        assert!(place.ctl_text(&["lease", "release", "--help"]).contains("stops with"));
+        assert!(place.ctl_text(&["lease", "release", "--help"]).contains("exits with status 1"));
         assert_eq!(place.ctl_text(&["docker-opts", "-?"]), place.ctl_text(&["docker-opts", "-h"]));
     });
 }
