@@ -213,7 +213,7 @@ impl RouteMessage {
     ///
     /// **Source**: linux `net/ipv6/route.c: ip6_route_del`.
     pub(crate) fn deletion_spares(&self, behind: &Self) -> bool {
-        let by_way = self.gateway.is_some() || self.index != behind.index;
+        let by_way = self.gateway.is_some() || (self.index != 0 && self.index != behind.index);
         self.nexthop.is_some()
             || (by_way && behind.nexthop.is_none())
             || (self.protocol != behind.protocol && self.protocol != 0)

@@ -60,9 +60,12 @@ pub(crate) struct DuplicateRoute {
 pub(crate) enum Goes {
     /// When ours is put or deleted: it is ours too, and behind the first one.
     WithOurs,
-    /// Only when ours is put: foreign routes are in front, and the put would leave this one. For
-    /// IPv4 it is one of ours, because the put replaces a foreign one. For IPv6 it is foreign.
-    WhenOursIsPut,
+    /// When another route of ours is put. Foreign IPv4 routes are in front of this one, which is
+    /// ours too. The put replaces one of them, and would leave this one.
+    OursWhenPut,
+    /// When a route of ours is put, except for a last-resort route, which is behind all others. It
+    /// is a foreign IPv6 route in front of ours, which the put would leave in place.
+    ForeignWhenPut,
 }
 
 impl ForeignRoutes {

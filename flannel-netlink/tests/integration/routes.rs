@@ -1,5 +1,6 @@
 //! Routes of every form, also to destinations for which other programs have routes.
 
+use std::collections::BTreeSet;
 use std::net::IpAddr;
 use std::time::Duration;
 use test_support::eventually;
@@ -267,6 +268,23 @@ fn a_route_of_ours_with_more_attributes_is_repaired_or_deleted() {
                 scene.foreign("route del DST");
             }
         });
+    });
+}
+
+/// It is behind all others, so nothing in front of it has to go.
+#[test]
+fn a_last_resort_route_leaves_foreign_ipv6_routes_to_its_destination() {
+    in_netns(|| {
+        let scene = Scene::set(Family::V6);
+        scene.foreign("route add DST dev tun0 proto 4");
+        ip(&format!("-6 route append blackhole {} proto 4", scene.dst()));
+        let footprint = Footprint { links: BTreeSet::new(), ..scene.footprint() };
+        scene.kernel.snapshot(&footprint).unwrap();
+        let route = Route { dst: scene.dst(), via: Via::LastResort, mtu: None };
+        let put = Change::Put(route.into());
+        assert_eq!(scene.kernel.apply(&footprint, &[put]), [Ok(())]);
+        let shown = ip(&format!("-6 route show {}", scene.dst()));
+        assert!(shown.contains("dev tun0 proto static"), "{shown}");
     });
 }
 

@@ -7,7 +7,7 @@ use neli::consts::rtnl::Rtprot;
 
 use super::{EEXIST, EINVAL, Steps, Writer, unsupported};
 use crate::codec::route;
-use crate::kernel::foreign_routes::{DuplicateRoute, Goes};
+use crate::kernel::foreign_routes::Goes;
 use crate::transport::wire::Messages;
 
 /// Two puts in one batch for the same destination. The kernel refused the first one, because that
@@ -27,7 +27,8 @@ impl Steps for Route {
         if !route::is_known(self) {
             return Err(unsupported(&(*self).into()));
         }
-        writer.delete_duplicates(n, &self.dst, |_| true);
+        let replaces = self.via != Via::LastResort;
+        writer.delete_duplicates(n, &self.dst, |goes| replaces || goes != Goes::ForeignWhenPut);
         // A last-resort route has another metric. It does not replace our previous route, so that
         // is deleted first.
         if self.via == Via::LastResort {
@@ -46,7 +47,7 @@ impl Steps for Route {
         if self.via != Via::LastResort {
             writer.delete_behind(n, self);
         }
-        writer.delete_duplicates(n, &self.dst, |duplicate| duplicate.goes == Goes::WithOurs);
+        writer.delete_duplicates(n, &self.dst, |goes| goes == Goes::WithOurs);
         let protocol = writer.protocol(self);
         route::delete(writer.batch.delete(n), self, index, protocol);
         Ok(())
@@ -89,11 +90,11 @@ impl Writer<'_> {
         Ok(())
     }
 
-    /// Deletes the noted duplicates of the route to `dst` for which `goes` is true. `n` is the
+    /// Deletes the noted duplicates of the route to `dst` for which `is_due` is true. `n` is the
     /// number of the change.
-    fn delete_duplicates(&mut self, n: usize, dst: &Subnet, goes: fn(&DuplicateRoute) -> bool) {
+    fn delete_duplicates(&mut self, n: usize, dst: &Subnet, is_due: impl Fn(Goes) -> bool) {
         let all = self.foreign.take_duplicates(dst);
-        for duplicate in all.iter().filter(|duplicate| goes(duplicate)) {
+        for duplicate in all.iter().filter(|duplicate| is_due(duplicate.goes)) {
             route::delete_found(self.batch.delete(n), &duplicate.found);
         }
     }

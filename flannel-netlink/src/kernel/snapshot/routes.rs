@@ -29,7 +29,9 @@ impl Reader<'_> {
         for Found { message, ours, in_front } in read.into_iter().flatten() {
             let key = Key::Route(message.dst);
             let first = before.filter(|first: &Route| first.dst == message.dst);
-            if first.is_none() && !in_front.is_empty() {
+            // For a snapshot of Go flannel's routes, ours are foreign ones.
+            let may_be_put = self.footprint.go_routes.is_none();
+            if may_be_put && first.is_none() && !in_front.is_empty() {
                 // Foreign routes are in front, and a put replaces only one route. For IPv4 it
                 // replaces the first one, so our old route stays behind it: that one is noted. For
                 // IPv6 (`fib6_add_rt2node`) it may replace this route, so the foreign ones stay in
@@ -38,11 +40,11 @@ impl Reader<'_> {
                     family == Family::V6 && (ours.is_none() || first.deletion_spares(&message))
                 };
                 let stays = ours.filter(|_| family == Family::V4).map(|_| message);
-                let left = in_front.iter().copied().filter(may_go).chain(stays);
-                left.for_each(|found| {
-                    self.foreign
-                        .note_duplicate(DuplicateRoute { found, goes: Goes::WhenOursIsPut });
-                });
+                let note =
+                    |found, goes| self.foreign.note_duplicate(DuplicateRoute { found, goes });
+                let blocking = in_front.iter().filter(|first| may_go(first));
+                blocking.for_each(|first| note(*first, Goes::ForeignWhenPut));
+                stays.into_iter().for_each(|ours| note(ours, Goes::OursWhenPut));
             }
             let Some((route, is_exact)) = ours else { continue };
             match first {
