@@ -36,7 +36,13 @@ impl FileLock {
         if file.metadata()?.permissions().mode() & 0o777 & !MODE != 0 {
             let _ = file.set_permissions(Permissions::from_mode(MODE));
         }
-        match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
+        let lock = |file| Flock::lock(file, FlockArg::LockExclusiveNonblock);
+        // NFS locks only a file that is open for writing.
+        let locked = match lock(file) {
+            Err((_, Errno::EBADF)) => lock(create()?),
+            locked => locked,
+        };
+        match locked {
             Ok(file) => Ok(Some(Self { _file: file })),
             Err((_, Errno::EWOULDBLOCK | Errno::EINTR)) => Ok(None),
             Err((_, errno)) => Err(errno.into()),
