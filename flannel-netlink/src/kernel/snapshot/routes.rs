@@ -26,25 +26,12 @@ impl Reader<'_> {
         }
         self.foreign.note_dump(family);
         let (mut before, mut table) = (None, Table::default());
-        for Found { message, ours, in_front } in read.into_iter().flatten() {
+        for found in read.into_iter().flatten() {
+            let Found { message, ours, ref in_front } = found;
             let key = Key::Route(message.dst);
             let first = before.filter(|first: &Route| first.dst == message.dst);
-            // For a snapshot of Go flannel's routes, ours are foreign ones.
-            let may_be_put = self.footprint.go_routes.is_none();
-            if may_be_put && first.is_none() && !in_front.is_empty() {
-                // Foreign routes are in front, and a put replaces only one route. For IPv4 it
-                // replaces the first one, so our old route stays behind it: that one is noted. For
-                // IPv6 (`fib6_add_rt2node`) it may replace this route, so the foreign ones stay in
-                // front: those are noted.
-                let may_go = |first: &RouteMessage| {
-                    family == Family::V6 && (ours.is_none() || first.deletion_spares(&message))
-                };
-                let stays = ours.filter(|_| family == Family::V4).map(|_| message);
-                let note =
-                    |found, goes| self.foreign.note_duplicate(DuplicateRoute { found, goes });
-                let blocking = in_front.iter().filter(|first| may_go(first));
-                blocking.for_each(|first| note(*first, Goes::ForeignWhenPut));
-                stays.into_iter().for_each(|ours| note(ours, Goes::OursWhenPut));
+            if first.is_none() {
+                self.note_left(&found);
             }
             let Some((route, is_exact)) = ours else { continue };
             match first {
@@ -69,6 +56,27 @@ impl Reader<'_> {
         }
         self.hand_over(table);
         Ok(())
+    }
+
+    /// Notes the routes that the put of a desired route would leave in place, if only foreign
+    /// routes are in front of `found`. A put replaces one route. For IPv4 it is the first one, so
+    /// our old route stays behind it. For IPv6 (`fib6_add_rt2node`) it may be `found`, so the
+    /// foreign ones stay in front.
+    fn note_left(&self, found: &Found) {
+        let Found { message, ours, in_front } = found;
+        // A snapshot of Go flannel's routes takes ours for foreign ones, and nothing is put.
+        if in_front.is_empty() || self.footprint.go_routes.is_some() {
+            return;
+        }
+        let note = |found, goes| self.foreign.note_duplicate(DuplicateRoute { found, goes });
+        match message.dst.family() {
+            Family::V4 if ours.is_some() => note(*message, Goes::OursWhenPut),
+            Family::V4 => {}
+            Family::V6 => in_front
+                .iter()
+                .filter(|first| ours.is_none() || first.deletion_spares(message))
+                .for_each(|first| note(*first, Goes::ForeignWhenPut)),
+        }
     }
 
     /// Reads the routes of a family. Only owned routes are kept, and foreign ones that the put of
