@@ -1,5 +1,6 @@
 //! A kernel that takes no change after its gate was closed.
 
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use flannel_core::Kernel;
@@ -17,22 +18,67 @@ pub(crate) struct Closed;
 pub(crate) struct GatedKernel {
     /// For reads, which the gate does not stop.
     pub(crate) kernel: Arc<dyn Kernel>,
-    closed: Mutex<bool>,
+    closed: AtomicBool,
+    /// Held while a batch is applied.
+    applying: Mutex<()>,
 }
 
 impl GatedKernel {
     pub(crate) fn new(kernel: Arc<dyn Kernel>) -> Self {
-        Self { kernel, closed: Mutex::new(false) }
+        Self { kernel, closed: AtomicBool::new(false), applying: Mutex::new(()) }
     }
 
     /// Applies a batch of changes.
     pub(crate) fn apply(&self, footprint: &Footprint, batch: &[Change]) -> Result<Results, Closed> {
-        let closed = self.closed.lock().unwrap_or_else(PoisonError::into_inner);
-        if *closed { Err(Closed) } else { Ok(self.kernel.apply(footprint, batch)) }
+        let _applying = self.applying.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.closed.load(Relaxed) { Err(Closed) } else { Ok(self.kernel.apply(footprint, batch)) }
     }
 
     /// Closes the gate. Waits for the batch that is being applied.
     pub(crate) fn close(&self) {
-        *self.closed.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        // Without it, the next batch could get the lock before this function.
+        self.closed.store(true, Relaxed);
+        drop(self.applying.lock().unwrap_or_else(PoisonError::into_inner));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicUsize;
+    use std::thread;
+    use std::time::{Duration, Instant};
+
+    use flannel_core::object::{Route, Via};
+    use flannel_core::testing::FakeKernel;
+
+    use super::*;
+
+    #[test]
+    fn a_stop_waits_for_one_batch_although_others_follow_without_a_pause() {
+        let kernel = FakeKernel::with_uplink("eth0");
+        let begun = Arc::new(AtomicUsize::new(0));
+        let counted = Arc::clone(&begun);
+        kernel.fail(usize::MAX, 0, move |_| {
+            counted.fetch_add(1, Relaxed);
+            let start = Instant::now();
+            while start.elapsed() < Duration::from_micros(500) {}
+            false
+        });
+        let dst = "10.1.7.0/24".parse().unwrap();
+        let batch = [Change::Put(Route { dst, via: Via::Blackhole, mtu: None }.into())];
+        for _ in 0..20 {
+            let gated = GatedKernel::new(Arc::new(kernel.clone()));
+            let before = begun.load(Relaxed);
+            thread::scope(|scope| {
+                scope.spawn(|| while gated.apply(&Footprint::default(), &batch).is_ok() {});
+                while begun.load(Relaxed) == before {
+                    thread::yield_now();
+                }
+                let at = begun.load(Relaxed);
+                gated.close();
+                let more = begun.load(Relaxed) - at;
+                assert!(more <= 1, "{more} batches began after the stop");
+            });
+        }
     }
 }
