@@ -157,9 +157,7 @@ pub fn ready_for_go(
     for object in there.iter() {
         let Object::Route(route) = object else { continue };
         let Via::Nexthop(id) = route.via else {
-            if route.via == Via::LastResort {
-                changes.push(Change::Delete(object.clone()));
-            }
+            changes.extend((route.via == Via::LastResort).then(|| Change::Delete(object.clone())));
             continue;
         };
         match there.get(&Key::Nexthop(id)) {

@@ -1,4 +1,4 @@
-//! Applies each batch on a second thread, so that the caller prepares the next batch meanwhile.
+//! Applies batches on a second thread, so that the caller prepares later batches meanwhile.
 
 use std::cell::Cell;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
@@ -6,17 +6,25 @@ use std::thread::{self, ScopedJoinHandle};
 
 use tokio::runtime::Handle;
 
+use super::Cause;
 use crate::gated_kernel::{Closed, Results};
 use flannel_core::object::Change;
 
-type Applied = (Vec<Change>, Result<Results, Closed>);
-type Channels = (SyncSender<Vec<Change>>, Receiver<Applied>);
+/// The largest number of batches that are begun: one that the kernel applies, and one that follows
+/// without a pause.
+pub(super) const BEGUN: usize = 2;
 
-/// The second thread. It applies one batch at a time, in the order of their arrival.
+type Batch = (Vec<Change>, Cause);
+type Applied = (Vec<Change>, Cause, Result<Results, Closed>);
+
+/// The second thread. It applies the batches in the order in which they were begun.
 pub(super) struct Applier<'a> {
     apply: &'a (dyn Fn(&[Change]) -> Result<Results, Closed> + Sync),
-    /// `Err`: the thread could not be started. The caller applied the batch; this is its result.
-    thread: Result<Channels, Cell<Option<Applied>>>,
+    /// `Err`: the thread could not be started, so the caller applies the batches.
+    batches: Result<SyncSender<Batch>, SyncSender<Applied>>,
+    results: Receiver<Applied>,
+    /// The number of batches that were begun and not waited for; at most [`BEGUN`].
+    pub(super) begun: Cell<usize>,
 }
 
 impl<'a> Applier<'a> {
@@ -28,23 +36,28 @@ impl<'a> Applier<'a> {
         // A kernel may use the runtime that it is called on.
         let runtime = Handle::try_current();
         thread::scope(|scope| {
-            let (batches, to_apply) = sync_channel::<Vec<Change>>(1);
-            let (applied, results) = sync_channel(1);
+            let (batches, to_apply) = sync_channel::<Batch>(BEGUN);
+            let (applied, results) = sync_channel(BEGUN);
+            let answer = applied.clone();
             let spawned = thread::Builder::new().spawn_scoped(scope, move || {
                 let _context = runtime.as_ref().map(Handle::enter);
-                for batch in to_apply {
-                    let result = apply(&batch);
-                    if applied.send((batch, result)).is_err() {
+                for (changes, cause) in to_apply {
+                    let result = apply(&changes);
+                    if answer.send((changes, cause, result)).is_err() {
                         break;
                     }
                 }
             });
-            let (handle, thread) = match spawned {
-                Ok(handle) => (Some(handle), Ok((batches, results))),
-                Err(_) => (None, Err(Cell::new(None))),
+            let (handle, batches) = match spawned {
+                Ok(handle) => {
+                    // The end of the thread, which has the other sender, ends a wait.
+                    drop(applied);
+                    (Some(handle), Ok(batches))
+                }
+                Err(_) => (None, Err(applied)),
             };
             // The channels are dropped with it, which ends the thread.
-            let done = work(&Self { apply, thread });
+            let done = work(&Self { apply, batches, results, begun: Cell::new(0) });
             if let Some(Err(panic)) = handle.map(ScopedJoinHandle::join) {
                 std::panic::resume_unwind(panic);
             }
@@ -52,26 +65,23 @@ impl<'a> Applier<'a> {
         })
     }
 
-    /// Begins to apply a batch. Call [`Applier::wait`] before the next batch.
-    pub(super) fn begin(&self, batch: Vec<Change>) {
-        match &self.thread {
-            // An error means that the thread panicked.
-            Ok((batches, _)) => drop(batches.send(batch)),
+    /// Begins to apply a batch, after those that were begun.
+    pub(super) fn begin(&self, changes: Vec<Change>, cause: Cause) {
+        self.begun.update(|begun| begun + 1);
+        // An error means that the thread panicked.
+        match &self.batches {
+            Ok(batches) => drop(batches.send((changes, cause))),
             Err(applied) => {
-                let result = (self.apply)(&batch);
-                applied.set(Some((batch, result)));
+                let result = (self.apply)(&changes);
+                drop(applied.send((changes, cause, result)));
             }
         }
     }
 
-    /// Waits for the batch that was begun.
-    pub(super) fn wait(&self) -> Result<(Vec<Change>, Results), Closed> {
-        let applied = match &self.thread {
-            Ok((_, results)) => results.recv().ok(),
-            Err(applied) => applied.take(),
-        };
-        let (batch, results) = applied.ok_or(Closed)?;
-        Ok((batch, results?))
+    /// Waits for the oldest batch that was begun.
+    pub(super) fn wait(&self) -> Result<Applied, Closed> {
+        self.begun.update(|begun| begun - 1);
+        self.results.recv().map_err(|_| Closed)
     }
 }
 
@@ -83,7 +93,7 @@ mod tests {
     fn a_panic_of_the_kernel_reaches_the_caller() {
         let apply = |_: &[Change]| panic!("the kernel says why");
         let work = |applier: &Applier<'_>| {
-            applier.begin(Vec::new());
+            applier.begin(Vec::new(), Cause::Lease(None));
             applier.wait().is_ok()
         };
         let panicked = std::panic::catch_unwind(|| Applier::with(&apply, work)).unwrap_err();

@@ -27,21 +27,17 @@ impl Desired {
 
     /// The desired object with this key.
     pub(super) fn object(&self, key: &Key) -> Option<Object> {
-        if let Some(object) = self.base.get(key) {
-            return Some(object.clone());
-        }
-        if let Key::Nexthop(id) = key
-            && let Some(nexthop) = self.nexthop(*id)
-        {
-            return Some(nexthop);
-        }
-        let object = self.peers.object(key)?;
-        let id = self.ids.as_ref().and_then(|ids| ids.of(key));
-        Some(by_nexthop(&object, id))
+        let own = self.base.get(key).cloned();
+        own.or_else(|| self.nexthop(key)).or_else(|| {
+            let object = self.peers.object(key)?;
+            let id = self.ids.as_ref().and_then(|ids| ids.of(key));
+            Some(by_nexthop(&object, id))
+        })
     }
 
-    /// The nexthop object with this id that a peer's route needs.
-    fn nexthop(&self, id: u32) -> Option<Object> {
+    /// The nexthop object with this key that a peer's route needs.
+    fn nexthop(&self, key: &Key) -> Option<Object> {
+        let Key::Nexthop(id) = *key else { return None };
         let dst = self.ids.as_ref()?.dst(id)?;
         Some(nexthop(&self.peers.object(&Key::Route(dst))?, id)?.into())
     }

@@ -58,7 +58,7 @@ impl Engine {
     }
 
     fn invalidate_object(&mut self, report: &KernelEvent, by: &Suspect<'_>) {
-        if self.end_started(report) {
+        if self.end_started(report).is_some() {
             return;
         }
         let key = report.key();

@@ -16,16 +16,8 @@ pub(super) const SLICE: usize = 64;
 #[derive(Debug, Default)]
 pub(super) struct Queue {
     leases: VecDeque<(Arc<Lease>, Instant)>,
-    /// A newer view arrived, so the leases may have been changed, deleted or planned.
-    outdated: bool,
-}
-
-/// Leases that are planned together.
-pub(super) struct Slice {
-    pub(super) leases: Vec<Arc<Lease>>,
-    /// The arrival of all of them.
-    pub(super) arrived: Instant,
-    /// The newest versions of the leases must be looked up.
+    /// A newer view arrived, so the leases may have been changed, deleted or planned: their newest
+    /// versions must be looked up.
     pub(super) outdated: bool,
 }
 
@@ -47,8 +39,8 @@ impl Queue {
         self.leases.iter().map(|(lease, _)| lease)
     }
 
-    /// Takes the next slice.
-    pub(super) fn next(&mut self) -> Option<Slice> {
+    /// Takes the next slice, and its arrival.
+    pub(super) fn next(&mut self) -> Option<(Vec<Arc<Lease>>, Instant)> {
         let (_, arrived) = *self.leases.front()?;
         let together = self.leases.iter().take(SLICE).take_while(|(_, at)| *at == arrived).count();
         let leases = self.leases.drain(..together).map(|(lease, _)| lease).collect();
@@ -56,6 +48,6 @@ impl Queue {
             // Memory for thousands of leases is not kept.
             self.leases = VecDeque::new();
         }
-        Some(Slice { leases, arrived, outdated: self.outdated })
+        Some((leases, arrived))
     }
 }

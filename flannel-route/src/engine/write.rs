@@ -14,7 +14,8 @@ use flannel_core::kernel::{KernelError, KernelEvent};
 use flannel_core::object::{Change, Key, Nexthop, Object, ObjectKind, Route, Via};
 use flannel_core::status::Damage;
 
-/// The length of a round, besides its snapshot. A repair, a view or a question waits for its end.
+/// The length of a round, besides its snapshot and its new peers. A repair, a view or a question
+/// waits for its end.
 const ROUND: Duration = Duration::from_millis(16);
 
 /// The changes of a batch, one call of `Kernel::apply`; [new peers](super::queue::SLICE) have their
@@ -24,7 +25,8 @@ pub(crate) const BATCH: usize = 128;
 
 impl Engine {
     /// Makes the kernel equal to the desired objects, except for changes that the kernel refuses.
-    /// Ends after some [`ROUND`], even if [more](Self::is_unfinished) is due. Blocks.
+    /// Ends after some [`ROUND`] and the time for new peers, even if [more](Self::is_unfinished) is
+    /// due. Blocks.
     pub(crate) fn settle(&mut self, kernel: &GatedKernel, may_read: bool) -> Result<(), Closed> {
         self.unfinished = false;
         let may_read = may_read || !self.survey.links_tried.is_empty();
@@ -40,7 +42,7 @@ impl Engine {
         // The time of the snapshot does not count, so that each round applies changes.
         let end = Instant::now() + ROUND;
         self.put_due(kernel, end, |_, _| true)?;
-        self.put_new_peers(kernel, end)?;
+        self.put_new_peers(kernel)?;
         // A slice of new peers can change objects of other peers.
         self.put_due(kernel, end, |_, _| true)?;
         if !self.live {
@@ -64,7 +66,7 @@ impl Engine {
         self.put_due(kernel, Instant::now() + ROUND, |key, cause| {
             matches!(cause, Cause::Lease(_)) || (blind && !matches!(key, Key::Link(_)))
         })?;
-        self.put_new_peers(kernel, Instant::now() + ROUND)
+        self.put_new_peers(kernel)
     }
 
     /// Puts the links that are due. Replacing a link may delete all objects on it: the next round
@@ -242,28 +244,24 @@ impl Engine {
         Ok(())
     }
 
-    /// Records the end of a change that an annex started; false if the event is not such an end.
-    pub(super) fn end_started(&mut self, event: &KernelEvent) -> bool {
+    /// Records the end of a change that an annex started; `None` if the event is not such an end.
+    pub(super) fn end_started(&mut self, event: &KernelEvent) -> Option<()> {
         if !self.table.has_started() {
-            return false;
+            return None;
         }
         let key = event.key();
-        let change = match self.table.get(&key).filter(|row| row.is_started()) {
-            Some(Row { actual: Actual::Present(object), .. }) => Change::Delete(object.clone()),
-            Some(_) => match self.desired.object(&key) {
-                Some(object) => Change::Put(object),
-                None => return false,
-            },
-            None => return false,
+        let change = match &self.table.get(&key).filter(|row| row.is_started())?.actual {
+            Actual::Present(object) => Change::Delete(object.clone()),
+            _ => Change::Put(self.desired.object(&key)?),
         };
         let result = match (event, &change) {
             (KernelEvent::Failed(_, error), _) => Err(error.clone()),
             (KernelEvent::Present(object), Change::Put(want)) if object == want => Ok(()),
             (KernelEvent::Deleted(_), Change::Delete(_)) => Ok(()),
-            _ => return false,
+            _ => return None,
         };
         self.record(&change, result, Instant::now(), None);
-        true
+        Some(())
     }
 
     /// Records the result of a change. `cause` is that of an object without a row. `None`: the
