@@ -89,7 +89,8 @@ impl SubnetManager for KubeManager {
                     let text = error.to_string();
                     if logged.as_ref() != Some(&text) {
                         tracing::warn!(
-                            "the network config was changed, but is wrong and not used: {text}"
+                            error = %text,
+                            "the network config was changed, but is wrong and not used"
                         );
                         logged = Some(text);
                     }

@@ -96,8 +96,10 @@ async fn follow(registry: Arc<dyn Registry>, shared: Arc<Shared>) {
                 (lost, logged, refused) = (true, true, worse);
                 let leases = shared.views.borrow().leases.len();
                 tracing::warn!(
+                    leases,
+                    %error,
                     store = %registry,
-                    "store lost, still using the last {leases} leases: {error}"
+                    "store lost, the last leases stay in use"
                 );
             }
         } else {
@@ -118,7 +120,7 @@ async fn list_and_watch(
     shared.replace(&listing);
     let mut watch = registry.watch(listing.revision).await?;
     if std::mem::take(lost) {
-        tracing::info!(store = %registry, "the store answers, {} leases", listing.entries.len());
+        tracing::info!(leases = listing.entries.len(), store = %registry, "the store answers");
     }
     while let Some(batch) = watch.next().await? {
         backoff.reset();

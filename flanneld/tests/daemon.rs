@@ -220,7 +220,7 @@ fn ip_blackhole_route_drops_unused_addresses_and_coexists_with_a_bridge() {
         ip("link del cni0");
         wait_until(|| blackholes().contains(&own), blackholes);
         ip(&format!("route del blackhole {own}"));
-        daemon.wait_for_log(&format!("restored route blackhole {own}"));
+        daemon.wait_for_log(&format!("an object was restored object=route blackhole {own}"));
         assert!(blackholes().contains(&own));
         assert_eq!(daemon.log().matches("restored").count(), 1, "{}", daemon.log());
         daemon.signal(Signal::SIGTERM);
@@ -626,7 +626,7 @@ fn the_unit_allows_all_system_calls_of_the_daemon_and_iptables() {
             strace.wait_for_log("running lease");
             strace.wait_for_log("in sync peers=1");
             ip("link del flannel.1");
-            strace.wait_for_log("restored link flannel.1");
+            strace.wait_for_log("an object was restored object=link flannel.1");
             if !programs {
                 let gone = Command::new("nft").args(["flush", "ruleset"]).status().unwrap();
                 assert!(gone.success());

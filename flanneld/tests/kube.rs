@@ -229,7 +229,7 @@ fn the_condition_is_false_while_the_network_is_in_place_and_true_after_a_lost_le
         // The node is registered again with another PodCIDR: the lease moves, and the daemon goes
         // on.
         server.delete_node("node-1");
-        daemon.wait_for_log("lease is lost: there is no such node any more");
+        daemon.wait_for_log("lease is lost reason=there is no such node any more");
         let requests = server.requests().len();
         server.put_node("node-1", blank(&["10.1.9.0/24"]));
         wait_for_condition(&server, "node-1", "False", "FlannelIsUp", &daemon);
@@ -341,14 +341,14 @@ fn the_network_stays_without_the_api_server_and_is_updated_afterwards() {
         let (before, env) = (host.objects(), host.subnet_env());
         server.fail(u32::MAX, 500, None);
         server.cut(Cut::MidEvent);
-        daemon.wait_for_log("store lost, still using the last 2 leases: 500 Internal Server Error");
+        daemon.wait_for_log("store lost, the last leases stay in use leases=2 failure=500 Internal");
         server.delete_node("node-2");
         server.put_node("node-3", go_peer("10.1.3.0/24", "192.0.2.3", "0a:00:00:00:00:03"));
         let asked = server.requests().len();
         wait_until(|| server.requests().len() >= asked + 3, || daemon.log());
         assert_eq!((host.objects(), host.subnet_env()), (before, env), "{}", daemon.log());
         server.fail(0, 500, None);
-        daemon.wait_for_log("the store answers, ");
+        daemon.wait_for_log("the store answers");
         host.holds(&daemon, &["via 10.1.3.0 "]);
         wait_until(|| !host.objects().contains("10.1.2.0"), || host.objects());
         assert!(!daemon.log().contains("rebuilding the network"), "{}", daemon.log());
@@ -432,7 +432,7 @@ fn a_malformed_config_is_refused_and_the_running_network_stays() {
         let write =
             |config: &str| fs::write(host.dir.path().join("net-conf.json"), config).unwrap();
         write(r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vxlan""#);
-        daemon.wait_for_log("the network config was changed, but is wrong and not used: ");
+        daemon.wait_for_log("the network config was changed, but is wrong and not used error=");
         daemon.wait_for_log("net-conf.json");
         server.put_node("node-2", go_peer("10.1.2.0/24", "192.0.2.2", "0a:00:00:00:00:02"));
         host.holds(&daemon, &["via 10.1.2.0 "]);
@@ -620,7 +620,9 @@ fn public_ip_overwrite_changes_the_published_address() {
                 );
             });
             let public = address.unwrap_or("192.0.2.1");
-            daemon.wait_for_log(&format!("the public-ip to publish is now {public}"));
+            daemon.wait_for_log(&format!(
+                "a new value is published annotation=public-ip value={public}"
+            ));
             assert_eq!(
                 server.annotation("node-1", &format!("{PREFIX}public-ip")).as_deref(),
                 Some(public)

@@ -17,7 +17,7 @@ impl OutageLog {
         if !self.logged || (refused && !self.refused) {
             let leases = following.views.borrow().leases.len();
             let store = following.api.name();
-            tracing::warn!(%store, "store lost, still using the last {leases} leases: {failure}");
+            tracing::warn!(leases, %failure, %store, "store lost, the last leases stay in use");
         }
         (self.logged, self.refused) = (true, refused);
     }
@@ -25,7 +25,7 @@ impl OutageLog {
     pub(super) fn ends(&mut self, following: &Following) {
         if std::mem::take(self).logged {
             let leases = following.views.borrow().leases.len();
-            tracing::info!(store = following.api.name(), "the store answers, {leases} leases");
+            tracing::info!(leases, store = following.api.name(), "the store answers");
         }
     }
 }

@@ -80,8 +80,9 @@ pub(crate) async fn keep(shared: Arc<Shared>) {
                 Err(error) => {
                     if !std::mem::replace(&mut logged, true) {
                         tracing::warn!(
+                            condition = %CONDITION,
                             %error,
-                            "this node's condition {CONDITION} cannot be set, retrying"
+                            "a condition of this node cannot be set, retrying"
                         );
                     }
                     again = Some(pause.next());
@@ -166,7 +167,13 @@ impl Shared {
             last_transition_time: since.or(now),
         };
         self.patch(json!({ "status": { "conditions": [condition] } })).await?;
-        tracing::info!(node = %node.name, "condition {CONDITION} is {status}: {message}");
+        tracing::info!(
+            node = %node.name,
+            condition = %CONDITION,
+            %status,
+            %message,
+            "a condition of this node was set"
+        );
         Ok(true)
     }
 }

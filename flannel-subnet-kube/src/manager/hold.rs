@@ -158,13 +158,13 @@ impl Shared {
             let names: Vec<&str> = touched.keys().map(|name| &**name).collect();
             tracing::warn!(
                 node = %node.name,
-                "another writer removed or changed annotations of this node ({}), restoring them",
-                names.join(", ")
+                annotations = %names.join(", "),
+                "another writer removed or changed annotations of this node, restoring them"
             );
         }
         self.annotate(&node, &held.attrs).await?;
         for (name, value) in &new {
-            tracing::info!(node = %node.name, "the {name} to publish is now {value}");
+            tracing::info!(node = %node.name, annotation = %name, %value, "a new value is published");
         }
         if !touched.is_empty() {
             conflict.pause().await;
@@ -178,7 +178,7 @@ impl Shared {
             if matches!(now, Ownership::Lost { why: known, .. } if *known == why) {
                 return false;
             }
-            tracing::warn!(store = self.api.name(), "this node's lease is lost: {reason}");
+            tracing::warn!(%reason, store = self.api.name(), "this node's lease is lost");
             *now = Ownership::Lost { since: SystemTime::now(), why };
             true
         });

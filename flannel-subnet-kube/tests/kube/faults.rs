@@ -218,7 +218,7 @@ async fn an_outage_ends_as_soon_as_a_watch_is_open() {
     watches(&fixture, &views, 2).await;
     fixture.server.fail(1, 503, Some(0));
     fixture.server.cut(Cut::Clean);
-    until(|| logged.count("the store answers, 1 leases") == 1).await;
+    until(|| logged.count("the store answers leases=1") == 1).await;
     assert_eq!(
         (logged.count("store lost"), lists(&fixture), fixture.server.count("watch=")),
         (1, 1, 3)

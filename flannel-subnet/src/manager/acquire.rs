@@ -77,15 +77,15 @@ impl LocalManager {
     ) -> Result<Attempt> {
         if let Some(entry) = own_entry(listing, &self.identity, config, attrs) {
             let subnets = entry.lease.subnets;
-            let Some(unfit) = unfit(config, listing, entry) else {
+            let Some(reason) = unfit(config, listing, entry) else {
                 return lost_race(self.take_over(entry, attrs).await).map(Attempt::from);
             };
             if entry.holder.is_some() {
-                tracing::warn!(%subnets, "this node's lease {unfit} and is deleted");
+                tracing::warn!(%subnets, %reason, "this node's lease is deleted");
                 let deleted = self.store.delete(&subnets, entry.lease.revision).await;
                 return lost_race(deleted.map(|()| None)).map(Attempt::from);
             }
-            tracing::warn!(%subnets, "this node's reservation {unfit} and is not used");
+            tracing::warn!(%subnets, %reason, "this node's reservation is not used");
         }
         self.take_new(config, listing, attrs).await
     }
@@ -104,10 +104,11 @@ impl LocalManager {
         }
         if let Some(id) = entry.holder.filter(|_| !ours) {
             tracing::warn!(
-                %subnets, holder = %id,
-                "taking over the lease of {}, which has our public address: this host lost its \
-                 state, or ran another flannel before, or two hosts have one address",
-                holder(&entry.lease.attrs)
+                %subnets,
+                holder = %id,
+                node = %holder(&entry.lease.attrs),
+                "taking over a lease with our public address: this host lost its state, or ran \
+                 another flannel before, or two hosts have one address"
             );
         }
         self.rewrite(&subnets, entry.lease.revision, attrs, reserved).await.map(Some)

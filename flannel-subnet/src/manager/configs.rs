@@ -97,7 +97,8 @@ impl Configs {
                 }
                 Some((text, Err(error))) if wrong.as_ref() != Some(text) => {
                     tracing::warn!(
-                        "the network config was changed, but is wrong and not used: {error}"
+                        %error,
+                        "the network config was changed, but is wrong and not used"
                     );
                     wrong = Some(text.clone());
                 }

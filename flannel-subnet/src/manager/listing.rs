@@ -48,11 +48,11 @@ pub(super) fn occupied(listing: &Listing) -> impl Iterator<Item = Subnets> {
 /// The reason why the entry cannot be our lease, if there is one.
 pub(super) fn unfit(config: &Config, listing: &Listing, entry: &Entry) -> Option<String> {
     if !fits(config, &entry.lease.subnets) {
-        return Some("does not fit the network config".into());
+        return Some("it does not fit the network config".into());
     }
     let other = earlier(listing, entry)?;
     Some(format!(
-        "overlaps {}, which {} had earlier,",
+        "it overlaps {}, which {} had earlier",
         other.lease.subnets,
         holder(&other.lease.attrs)
     ))

@@ -9,9 +9,10 @@ use std::time::Duration;
 use flannel_core::Subnets;
 use flannel_core::kernel::KernelError;
 use flannel_core::object::ObjectKind;
-use flannel_core::status::{Damage, Failure, Rejection, Status};
+use flannel_core::status::{Damage, Failure, Rejection, Repair, Status};
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until};
+use tracing::field::display;
 use tracing::{info, warn};
 
 /// The window in which at most [`LINES`] changes of a kind have a line each.
@@ -56,8 +57,10 @@ enum Line {
     Rejected(Subnets, String),
     /// The lease is no longer rejected, or gone.
     Accepted(Subnets),
-    Info(String),
-    Warn(String),
+    Advisory(String),
+    Repaired(Box<Repair>),
+    /// The number and the kinds of changes that had no line of their own.
+    More(u64, String),
 }
 
 impl Line {
@@ -70,8 +73,16 @@ impl Line {
             Self::Refused(change, error, more) => warn!(%change, %error, more, "{REFUSED}"),
             Self::Rejected(lease, reason) => warn!(%lease, %reason, "a lease is rejected"),
             Self::Accepted(lease) => info!(%lease, "a lease is no longer rejected, or gone"),
-            Self::Info(text) => info!("{text}"),
-            Self::Warn(text) => warn!("{text}"),
+            Self::Advisory(advisory) => warn!(%advisory, "the network has an advisory"),
+            Self::Repaired(repair) => {
+                let Repair { damage, object, peer, changed_by, .. } = &**repair;
+                let (lease, by) = (peer.map(display), changed_by.as_ref().map(display));
+                match damage {
+                    Damage::Addition => info!(%object, lease, %damage, by, "an object was removed"),
+                    _ => info!(%object, lease, %damage, by, "an object was restored"),
+                }
+            }
+            Self::More(more, kinds) => info!(more, %kinds, "changes were not logged one by one"),
         }
     }
 }
@@ -104,21 +115,19 @@ impl StatusLog {
         let line = |(failure, more): (&Failure, usize)| {
             Line::Refused(failure.change.clone(), explained(&failure.error), more)
         };
-        lines.extend(self.refusals.lines(at, refusal, line, Line::Warn, "refusals"));
+        lines.extend(self.refusals.lines(at, refusal, line, "refusals"));
         let leases = || now.rejected.changes_since(&logged.rejected);
         let new = leases().filter_map(|(lease, _, why)| Some((lease, why?)));
         let line = |(lease, why): (&Subnets, &Rejection)| Line::Rejected(*lease, why.to_string());
-        lines.extend(self.rejected.lines(at, new, line, Line::Warn, "leases are rejected"));
+        lines.extend(self.rejected.lines(at, new, line, "rejected leases"));
         let new = leases().filter(|(.., why)| why.is_none());
         let line = |(lease, ..): (&Subnets, _, _)| Line::Accepted(*lease);
-        let rest = "leases are no longer rejected, or gone";
-        lines.extend(self.accepted.lines(at, new, line, Line::Info, rest));
+        lines.extend(self.accepted.lines(at, new, line, "accepted leases"));
         let new =
             now.advisories.changes_since(&logged.advisories).filter(|(.., now)| now.is_some());
-        let line = |(advisory, ..): (&String, _, _)| Line::Warn(advisory.clone());
-        let rest = "advisories of that kind";
-        lines.extend(self.advisories.lines(at, new, line, Line::Warn, rest));
-        lines.extend(self.repairs.lines(now, &logged, at).into_iter().map(Line::Info));
+        let line = |(advisory, ..): (&String, _, _)| Line::Advisory(advisory.clone());
+        lines.extend(self.advisories.lines(at, new, line, "advisories"));
+        lines.extend(self.repairs.lines(now, &logged, at));
         lines
     }
 
@@ -192,18 +201,17 @@ impl Capped {
     }
 
     /// A line for each `new` change that has room in the window. Before them, if changes of the
-    /// last window had no line, a line `and 195 more REST` with their number, made by `counted`.
+    /// last window had no line, a line with their number.
     fn lines<T>(
         &mut self,
         at: Instant,
         new: impl IntoIterator<Item = T>,
         line: impl Fn(T) -> Line,
-        counted: impl Fn(String) -> Line,
-        rest: &str,
+        kinds: &str,
     ) -> Vec<Line> {
         let mut lines = Vec::new();
         if let Some(unlogged @ 1..) = self.turn(at) {
-            lines.push(counted(format!("and {unlogged} more {rest}")));
+            lines.push(Line::More(unlogged, kinds.to_owned()));
         }
         lines.extend(new.into_iter().filter_map(|change| self.take().then(|| line(change))));
         lines
@@ -228,11 +236,11 @@ struct Repairs {
 }
 
 impl Repairs {
-    fn lines(&mut self, now: &Status, logged: &Status, at: Instant) -> Vec<String> {
+    fn lines(&mut self, now: &Status, logged: &Status, at: Instant) -> Vec<Line> {
         let mut rest = None;
         if let Some(unlogged) = self.capped.turn(at) {
             if unlogged > 0 {
-                rest = Some(format!("and {unlogged} more repairs: {}", self.summary(logged)));
+                rest = Some(Line::More(unlogged, self.summary(logged)));
             }
             self.counts = logged.repairs.clone();
         }
@@ -241,7 +249,7 @@ impl Repairs {
             (now.repaired.saturating_sub(logged.repaired), now.repairs_since(logged));
         let mut lines = Vec::new();
         for repair in listed.take(LINES - self.capped.lines) {
-            lines.push(repair.to_string());
+            lines.push(Line::Repaired(Box::new(repair.clone())));
             *self.counts.entry((repair.object.key().kind(), repair.damage)).or_default() += 1;
         }
         self.capped.lines += lines.len();
@@ -301,7 +309,7 @@ mod tests {
         status.advisories = (0..200).map(|n| (format!("advisory {n:03}"), ())).collect();
         let lines = log.lines(&Arc::new(status.clone()), start);
         let named = (0..5).map(|n| Line::Rejected(lease(n), no().to_string()));
-        let advisories = (0..5).map(|n| Line::Warn(format!("advisory {n:03}")));
+        let advisories = (0..5).map(|n| Line::Advisory(format!("advisory {n:03}")));
         assert_eq!(lines, named.chain(advisories).collect::<Vec<_>>());
         assert_eq!(log.next(), Some(start + WINDOW));
         status.rejected = Listing::default();
@@ -309,9 +317,9 @@ mod tests {
         assert_eq!(lines.len(), LINES);
         let lines = log.lines(&Arc::new(status.clone()), start + WINDOW);
         let rest = [
-            Line::Warn("and 195 more leases are rejected".into()),
-            Line::Info("and 195 more leases are no longer rejected, or gone".into()),
-            Line::Warn("and 195 more advisories of that kind".into()),
+            Line::More(195, "rejected leases".into()),
+            Line::More(195, "accepted leases".into()),
+            Line::More(195, "advisories".into()),
         ];
         assert_eq!(lines, rest);
         assert_eq!(log.next(), None);
@@ -351,11 +359,13 @@ mod tests {
         assert_eq!(lines.len(), LINES);
         let expected = "restored route blackhole 10.1.7.0/24, deleted by somebody that the kernel \
                         does not name";
-        assert!(lines.iter().all(|line| line == expected), "{lines:?}");
+        let is_expected =
+            |line: &Line| matches!(line, Line::Repaired(repair) if repair.to_string() == expected);
+        assert!(lines.iter().all(is_expected), "{lines:?}");
         assert!(repairs.capped.unlogged > 0, "the rest is logged at the end of the window");
         let last = repairs.lines(&logged, &logged, start + WINDOW + WINDOW);
-        assert_eq!(last, ["and 26995 more repairs: 26995 × route deleted"]);
-        assert_eq!(repairs.lines(&logged, &logged, start + 4 * WINDOW), Vec::<String>::new());
+        assert_eq!(last, [Line::More(26995, "26995 × route deleted".into())]);
+        assert_eq!(repairs.lines(&logged, &logged, start + 4 * WINDOW), []);
     }
 
     #[test]
@@ -371,6 +381,7 @@ mod tests {
         now.last_repairs.push(Arc::new(Repair::new(now.repaired, Damage::Modification, neigh)));
         assert_eq!(repairs.lines(&now, &none, start).len(), LINES);
         let last = repairs.lines(&now, &now, start + WINDOW);
-        assert_eq!(last, ["and 16 more repairs: 1 × neigh changed, 15 × route deleted"]);
+        let kinds = "1 × neigh changed, 15 × route deleted".into();
+        assert_eq!(last, [Line::More(16, kinds)]);
     }
 }

@@ -78,7 +78,7 @@ fn a_restart_of_etcd_withdraws_no_peer() {
         assert_eq!(present(&two.hosts[0]), before);
         etcd.go();
         etcd.ready().await;
-        two.wait_for_logs("the store answers, 5 leases").await;
+        two.wait_for_logs("the store answers leases=5").await;
         change(&etcd).await;
         two.agree(&etcd).await;
         two.kept(&[101, 103]);

@@ -110,7 +110,8 @@ impl Writer<'_> {
             let detail = format!("{} has {} already: remove it", is.name, codec.exclusive());
             return Err(KernelError::explained(EEXIST, detail));
         };
-        tracing::warn!("{} was renamed to {}: its name is restored", want.name, is.name);
+        let (link, renamed) = (want.name, &is.name);
+        tracing::warn!(%link, %renamed, "our link was renamed, its name is restored");
         match self.socket.send_one(link::rename(is.index, want.name)) {
             // Kernels before 6.2 refuse to rename a device that is up.
             Err(error) if error.errno == EBUSY => {
@@ -133,10 +134,11 @@ impl Writer<'_> {
         match outcome {
             Ok((Ok(()), _)) => {}
             Ok((Err(error), Ok(true))) => tracing::warn!(
-                "{name} accepts router advertisements, so that the other end of the tunnel can \
-                 give this host addresses and routes: {}/accept_ra cannot be written: {error}; on \
-                 the host, run sysctl -w net/ipv6/conf/{name}/accept_ra=0",
-                path.display()
+                link = %name,
+                %error,
+                repair = %format!("on the host, run sysctl -w net/ipv6/conf/{name}/accept_ra=0"),
+                "the link accepts router advertisements, so that the other end of the tunnel can \
+                 give this host addresses and routes: accept_ra cannot be written"
             ),
             // Without IPv6 the file does not exist.
             Ok((Err(error), accepts)) => {
