@@ -4,7 +4,7 @@ mod cli;
 
 use std::ffi::OsString;
 use std::future::poll_fn;
-use std::io::{self, IsTerminal, Write};
+use std::io::{self, IsTerminal};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use clap::Parser;
 use flannel_lab::{Error, Interrupter, Lab, Result, Signal};
-use flannelctl::terminal::Terminal;
+use flannelctl::terminal::{self, Terminal};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use tokio::signal::unix::{SignalKind, signal};
 
@@ -127,14 +127,12 @@ fn print_progress(options: &Options, text: &str) {
 }
 
 fn print_error(text: &str) {
-    // A closed stderr is no error.
-    let _ = writeln!(io::stderr(), "{text}");
+    terminal::print_error(&format!("{text}\n"));
 }
 
 fn print(text: &str) {
-    let mut out = io::stdout().lock();
     // A closed stdout, as with `head`, is no error.
-    let _ = out.write_all(text.as_bytes()).and_then(|()| out.flush());
+    let _ = Terminal::of_stdout().print(text);
 }
 
 fn failed(error: &dyn std::fmt::Display) -> ExitCode {

@@ -3,6 +3,7 @@
 mod command_line;
 pub mod control;
 mod error;
+pub mod printable;
 mod secrets;
 pub mod state_dir;
 mod store;

@@ -7,16 +7,17 @@ pub mod terminal;
 mod verbs;
 
 use std::ffi::OsString;
-use std::io::{IsTerminal, Write};
+use std::io::IsTerminal;
 use std::process::ExitCode;
 
 use flannel_api::{Client, VERSION, request};
 use flannel_backends::Backends;
+use flannel_options::printable::line;
 use serde_json::Value;
 
 use error::Result;
 use options::{Ctl, Global, Verb};
-use terminal::Terminal;
+use terminal::{Terminal, print_error};
 use verbs::{cleanup, config, docker_opts, doctor, lease, status, watch, why};
 
 pub use options::command;
@@ -48,45 +49,43 @@ pub(crate) struct Output {
 /// # Blocking
 /// It runs the whole process and sets up a runtime.
 pub fn run(args: impl IntoIterator<Item = OsString>, backends: &Backends) -> ExitCode {
+    let terminal = Terminal::of_stdout();
+    // A closed stdout is no error.
+    let print = |text: &str| _ = terminal.print(text);
     let options = match Ctl::parse_from(args, |name| std::env::var_os(name)) {
         Ok(options) => options,
         Err(flannel_options::Error::Help(text)) => {
-            let _ = std::io::stdout().write_all(text.as_bytes());
+            print(&text);
             return ExitCode::SUCCESS;
         }
         Err(error) => {
-            let _ = write!(std::io::stderr(), "{error}");
+            print_error(&error.to_string());
             return ExitCode::from(error.exit_code());
         }
     };
     let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
         Ok(runtime) => runtime,
         Err(error) => {
-            let _ = writeln!(std::io::stderr(), "flannelctl: the runtime: {error}");
+            print_error(&line(&format!("flannelctl: the runtime: {error}")));
             return ExitCode::FAILURE;
         }
     };
-    let terminal = Terminal::of_stdout();
+    let json = options.global.json;
     match runtime.block_on(run_verb(&options, backends, &terminal)) {
         Ok(output) => {
-            show(&output, options.global.json);
+            print(&if json { line(&output.value.to_string()) } else { output.text });
             if output.ok { ExitCode::SUCCESS } else { ExitCode::FAILURE }
         }
+        Err(failure) if json => {
+            let value = serde_json::json!({ "version": VERSION, "error": failure.to_string() });
+            print(&line(&value.to_string()));
+            ExitCode::FAILURE
+        }
         Err(failure) => {
-            if options.global.json {
-                let value = serde_json::json!({ "version": VERSION, "error": failure.to_string() });
-                let _ = writeln!(std::io::stdout(), "{value}");
-            } else {
-                let _ = writeln!(std::io::stderr(), "flannelctl: {failure}");
-            }
+            print_error(&line(&format!("flannelctl: {failure}")));
             ExitCode::FAILURE
         }
     }
-}
-
-fn show(output: &Output, json: bool) {
-    let text = if json { format!("{}\n", output.value) } else { output.text.clone() };
-    let _ = std::io::stdout().write_all(text.as_bytes());
 }
 
 async fn run_verb(options: &Ctl, backends: &Backends, terminal: &Terminal) -> Result<Output> {
@@ -103,7 +102,7 @@ async fn run_verb(options: &Ctl, backends: &Backends, terminal: &Terminal) -> Re
         }
         Verb::Reload => {
             let value = client.ask("POST", request::RELOAD)?;
-            let text = format!("reloaded: {}\n", value["found"].as_str().unwrap_or_default());
+            let text = line(&format!("reloaded: {}", value["found"].as_str().unwrap_or_default()));
             Ok(Output { text, value, ok: true })
         }
         Verb::Log { filter } => {

@@ -1,13 +1,22 @@
 //! The terminal that text is written to: its width and colours. `flannelctl` and the lab use it.
 //!
 //! Only terminals get colours. Everything that a colour shows is also a word.
+//!
+//! All output of both programs passes [`Terminal::print`] or [`print_error`]. They replace every
+//! character that acts on a terminal, except for line feeds and the codes of [`Terminal::style`]. A
+//! value from outside may have these too, so fields, cells and commands replace them before. This
+//! also keeps tables aligned. A value in any other text needs [`inline`] or [`printable::line`].
 
-use std::io::IsTerminal;
+use std::io::{self, IsTerminal, Write};
+
+use flannel_options::printable::{self, inline};
 
 /// The columns of a label, including the space after it.
 const LABEL: usize = 11;
 /// The minimum number of columns. Text for a narrower terminal has this width.
 const NARROWEST: usize = 40;
+/// The escape codes of [`Terminal::style`].
+const CODES: [&str; 6] = ["\x1b[1m", "\x1b[32m", "\x1b[33m", "\x1b[1;31m", "\x1b[31m", "\x1b[0m"];
 
 /// The properties of a terminal.
 #[derive(Debug, Clone, Copy)]
@@ -51,6 +60,20 @@ impl Terminal {
         Self { width, colours: terminal && !unwanted }
     }
 
+    /// Writes a page or JSON to standard output.
+    ///
+    /// # Errors
+    /// The reader has closed the pipe, for example.
+    pub fn print(&self, text: &str) -> io::Result<()> {
+        write(&self.printable(text))
+    }
+
+    /// The text, in which only line feeds and the codes of [`Terminal::style`] act on the terminal.
+    pub(crate) fn printable(&self, text: &str) -> String {
+        let codes: &[&str] = if self.colours { &CODES } else { &[] };
+        printable::page(text, codes)
+    }
+
     /// Returns a text in a style; without colours, the text itself.
     pub fn style(&self, style: Style, text: &str) -> String {
         let code = match style {
@@ -68,8 +91,9 @@ impl Terminal {
     /// `label     text`. The text is wrapped to the right of the label.
     pub(crate) fn field(&self, label: &str, style: Style, text: &str) -> String {
         let mut out = String::new();
+        let label = inline(label);
         for (n, line) in self.wrap(text, LABEL).iter().enumerate() {
-            let label = if n == 0 { label } else { "" };
+            let label = if n == 0 { &*label } else { "" };
             // Padded before it is coloured, because colour codes have no width.
             out += &self.style(style, &format!("{label:<LABEL$}"));
             out += line;
@@ -82,6 +106,7 @@ impl Terminal {
     /// copied. A remark after `#` moves to further lines if the line is too long. A shell accepts
     /// them too.
     pub(crate) fn command(&self, word: &str, command: &str) -> String {
+        let command = inline(command);
         let whole = format!("{:LABEL$}{word}: {command}\n", "");
         let Some((alone, remark)) =
             command.split_once(" # ").filter(|_| whole.chars().count() > self.width + 1)
@@ -96,20 +121,21 @@ impl Terminal {
         out
     }
 
-    /// Wraps a text into lines that leave `indent` columns free. A longer word gets its own line.
+    /// Wraps a text into printable lines that leave `indent` columns free. A longer word gets its
+    /// own line.
     pub(crate) fn wrap(&self, text: &str, indent: usize) -> Vec<String> {
         let width = self.width.saturating_sub(indent).max(1);
         let mut lines = vec![String::new()];
-        for word in text.split_whitespace() {
+        for word in text.split_whitespace().map(inline) {
             let last = lines.last_mut().expect("the list starts with one line");
             let len = last.chars().count();
             if len > 0 && len + 1 + word.chars().count() > width {
-                lines.push(word.to_owned());
+                lines.push(word.into_owned());
             } else {
                 if len > 0 {
                     last.push(' ');
                 }
-                last.push_str(word);
+                last.push_str(&word);
             }
         }
         lines
@@ -121,7 +147,7 @@ impl Terminal {
         let all = || std::iter::once(&head_row).chain(rows);
         let width = |column: usize| {
             let lines = all().filter_map(|(_, row)| row.get(column)).flatten();
-            lines.map(|line| line.chars().count()).max().unwrap_or(0)
+            lines.map(|line| inline(line).chars().count()).max().unwrap_or(0)
         };
         let widths: Vec<usize> = (0..head.len()).map(width).collect();
         let mut out = String::new();
@@ -129,7 +155,7 @@ impl Terminal {
             for n in 0..row.iter().map(Vec::len).max().unwrap_or(0) {
                 let mut line = String::new();
                 for (column, (cell, width)) in row.iter().zip(&widths).enumerate() {
-                    let text = cell.get(n).map_or("", String::as_str);
+                    let text = cell.get(n).map(|text| inline(text)).unwrap_or_default();
                     let gap = if column == 0 { "" } else { "  " };
                     line += &format!("{gap}{text:<width$}");
                 }
@@ -139,6 +165,17 @@ impl Terminal {
         }
         out
     }
+}
+
+/// Writes a message to standard error. A closed one is no error.
+pub fn print_error(text: &str) {
+    let _ = io::stderr().write_all(printable::lines(text).as_bytes());
+}
+
+/// Writes printable text to standard output.
+pub(crate) fn write(text: &str) -> io::Result<()> {
+    let mut out = io::stdout().lock();
+    out.write_all(text.as_bytes()).and_then(|()| out.flush())
 }
 
 /// A rounded duration: `3 s`, `5 min`, `3 h 12 min`, `4 d 2 h`.
@@ -201,6 +238,54 @@ pub(crate) mod tests {
         let bright = Terminal { width: 30, colours: true };
         assert_eq!(bright.style(Style::Good, "x"), "\x1b[32mx\x1b[0m");
         assert_eq!(bright.field("a", Style::Plain, "b"), "a          b\n");
+    }
+
+    #[test]
+    fn a_value_cannot_act_on_the_terminal_or_forge_a_line() {
+        let hostile = "a\x1b[2J\x1b[32m\x07\u{9b}\u{202e}\nb";
+        let shown = "a\\u001b[2J\\u001b[32m\\u0007\\u009b\\u202e";
+        let terminal = Terminal { width: 80, colours: true };
+        let rows = [
+            (Style::Plain, vec![vec![hostile.to_owned()], vec!["x".to_owned()]]),
+            (Style::Plain, vec![vec!["y".to_owned()], vec!["z".to_owned()]]),
+        ];
+        let cell = format!("{shown}\\u000ab");
+        let width = cell.len();
+        for (page, expected) in [
+            (terminal.table(&["H"], &rows), format!("H\n{cell}\ny\n")),
+            (
+                terminal.table(&["H", "K"], &rows),
+                format!("{:width$}  K\n{cell}  x\n{:width$}  z\n", "H", "y"),
+            ),
+            (terminal.field("l", Style::Plain, hostile), format!("l          {shown} b\n")),
+            (terminal.field(hostile, Style::Plain, ""), format!("{cell}\n")),
+            (terminal.command("try", hostile), format!("           try: {cell}\n")),
+        ] {
+            assert_eq!(page, expected);
+            assert_eq!(terminal.printable(&page), expected);
+        }
+    }
+
+    #[test]
+    fn only_styles_and_line_feeds_act_on_a_terminal_and_no_style_on_a_file() {
+        use Style::{Bad, Bold, Failed, Good, Plain, Warning};
+        let (bright, plain) =
+            (Terminal { width: 80, colours: true }, Terminal { width: 80, colours: false });
+        for style in [Plain, Bold, Good, Warning, Bad, Failed] {
+            let text = bright.style(style, "x\n");
+            assert_eq!(bright.printable(&text), text);
+            assert!(!plain.printable(&text).contains('\x1b'), "{style:?}");
+        }
+        assert_eq!(bright.printable("\x1b[H\x1b[2J\x07\n"), "\\u001b[H\\u001b[2J\\u0007\n");
+    }
+
+    #[test]
+    fn printable_json_is_the_same_value() {
+        let value = serde_json::json!({ "a\u{9b}\n": ["\x1b[2J\x7f\u{202e}\u{feff}\t\\"] });
+        let terminal = Terminal { width: 80, colours: true };
+        let text = terminal.printable(&value.to_string());
+        assert!(text.is_ascii() && !text.contains(char::is_control), "{text}");
+        assert_eq!(serde_json::from_str::<serde_json::Value>(&text).unwrap(), value);
     }
 
     #[test]

@@ -12,6 +12,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use flannel_backends::Backends;
+use flannel_options::printable;
 use tokio::signal::unix::{SignalKind, signal};
 
 use crate::daemon::Daemon;
@@ -45,7 +46,9 @@ pub fn main_with(args: impl IntoIterator<Item = OsString>, backends: Backends) -
         }
         // Not through the log, which --log may disable.
         Err(error) => {
-            let _ = writeln!(std::io::stderr(), "flanneld: {error}");
+            // The text about wrong usage has several lines, and nothing from outside.
+            let shown = if error.exit_code() == 2 { printable::lines } else { printable::line };
+            let _ = std::io::stderr().write_all(shown(&format!("flanneld: {error}\n")).as_bytes());
             ExitCode::from(error.exit_code())
         }
     }

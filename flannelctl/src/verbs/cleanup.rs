@@ -13,6 +13,7 @@ use flannel_core::{Config, Kernel, Subnet};
 use flannel_firewall::{Programs, leftovers};
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::iface::Selectors;
+use flannel_options::printable::line;
 use flannel_options::state_dir;
 use flannel_route::{Cleanup, cleanup as remove, ready_for_go, remove_former};
 use flannel_subnet::Cache;
@@ -161,12 +162,12 @@ impl Account {
             "failed": failed.collect::<Vec<_>>(),
             "unknown": self.unknown,
         });
-        let mut text: String = self.done.iter().map(|change| format!("{change}\n")).collect();
+        let mut text: String = self.done.iter().map(|change| line(change)).collect();
         for (change, error) in &self.failed {
-            text += &format!("FAILED: {change}: {error}\n");
+            text += &line(&format!("FAILED: {change}: {error}"));
         }
         for object in &self.unknown {
-            text += &format!("not removed: {object}\n");
+            text += &line(&format!("not removed: {object}"));
         }
         let (verb, count) = (if dry_run { "would be made" } else { "made" }, self.done.len());
         text += &match (count, self.failed.len()) {
@@ -210,5 +211,10 @@ mod tests {
             (nothing.text.as_str(), nothing.ok),
             ("nothing of flannel is there to change\n", true)
         );
+        let name = || "a\nb\x1b".to_owned();
+        let hostile =
+            Account { done: vec![name()], failed: vec![(name(), name())], unknown: vec![name()] };
+        let text = hostile.output(false).text;
+        assert_eq!((text.lines().count(), text.contains('\x1b')), (4, false), "{text}");
     }
 }

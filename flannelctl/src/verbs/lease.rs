@@ -12,6 +12,7 @@ use flannel_core::address::Dual;
 use flannel_core::error::holder;
 use flannel_core::lease::{LeaseAttrs, Offer};
 use flannel_core::{Config, Error as CoreError, Subnet, Subnets};
+use flannel_options::printable::line;
 use flannel_subnet::{Entry, Registry};
 use serde_json::{Value, json};
 
@@ -181,7 +182,8 @@ fn value(entry: &Entry) -> Value {
 }
 
 fn done(entry: &Entry, what: &str) -> Output {
-    let text = format!("{} of {} {what}\n", entry.lease.subnets, holder(&entry.lease.attrs));
+    let lease = &entry.lease;
+    let text = line(&format!("{} of {} {what}", lease.subnets, holder(&lease.attrs)));
     let value = json!({ "version": VERSION, "lease": value(entry), "result": what });
     Output { text, value, ok: true }
 }
@@ -316,5 +318,18 @@ mod tests {
             pages.push(list(&registry, &Terminal { width, colours: false }).await.unwrap().text);
         }
         assert_page("leases", |terminal| pages[usize::from(terminal.width == 120)].clone());
+    }
+
+    #[tokio::test]
+    async fn a_backend_type_cannot_act_on_the_terminal_or_forge_a_line() {
+        let registry = MemoryRegistry::with_config(r#"{"Network":"10.1.0.0/16"}"#);
+        let subnets = key("10.1.7.0/24").unwrap();
+        let attrs = r#"{"PublicIP":"192.0.2.7","BackendType":"a\u001b[2J\n\u009b\u202eb"}"#;
+        registry.create(&subnets, &LeaseAttrs::from_json(attrs).unwrap(), None).await.unwrap();
+        let listed = list(&registry, &Terminal { width: 80, colours: true }).await.unwrap();
+        let released = release(&registry, &subnets, false).await.unwrap();
+        for text in [listed.text, released.text] {
+            assert!(text.contains(r"a\u001b[2J\u000a\u009b\u202eb"), "{text}");
+        }
     }
 }

@@ -3,6 +3,7 @@
 use flannel_api::{
     FailureReport, Finding, NetworkReport, PeerReport, StatusReport, StoreReport, VERSION, request,
 };
+use flannel_options::printable::inline;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
@@ -105,8 +106,8 @@ fn headline(report: &StatusReport, terminal: &Terminal) -> String {
         false => terminal.style(Style::Bad, "NOT READY"),
     };
     let daemon = &report.daemon;
-    let up = span(report.time - daemon.started);
-    format!("flanneld {}  {state}  up {up}  pid {}\n\n", daemon.version, daemon.pid)
+    let (version, up) = (inline(&daemon.version), span(report.time - daemon.started));
+    format!("flanneld {version}  {state}  up {up}  pid {}\n\n", daemon.pid)
 }
 
 fn network_fields(network: &NetworkReport, terminal: &Terminal) -> String {
@@ -324,6 +325,30 @@ pub(crate) mod tests {
         report.network.as_mut().unwrap().peers.total += 1;
         let text = page(&report, &Terminal { width: 80, colours: false });
         assert!(!text.contains("REJECTED"), "{text}");
+    }
+
+    #[test]
+    fn no_value_acts_on_the_terminal_or_forges_a_line() {
+        fn poison(value: &mut Value) {
+            match value {
+                Value::String(text) => text.push_str("\x1b[2J\x1b[32m\x07\u{9b}\u{202e}\nFORGED"),
+                Value::Array(values) => values.iter_mut().for_each(poison),
+                Value::Object(fields) => fields.values_mut().for_each(poison),
+                _ => {}
+            }
+        }
+        let mut report = json!(sample());
+        poison(&mut report);
+        let report: StatusReport = answer(&report).unwrap();
+        let peers = &report.network.as_ref().unwrap().peers.listed;
+        let terminal = Terminal { width: 80, colours: true };
+        for text in [page(&report, &terminal), peers_page(peers, report.time, &terminal)] {
+            let text = terminal.printable(&text);
+            for part in ["\x1b[2J", "\x1b[32m", "\x07", "\u{9b}", "\u{202e}", "\nFORGED"] {
+                assert!(!text.contains(part), "{part:?}: {text:?}");
+            }
+            assert!(text.contains("vxlan\\u001b[2J\\u001b[32m\\u0007\\u009b\\u202e\\u000aFORGED"));
+        }
     }
 
     #[test]

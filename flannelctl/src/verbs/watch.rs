@@ -2,10 +2,10 @@
 //!
 //! It polls the daemon, so a change in the daemon causes no work for this.
 
-use std::io::Write;
 use std::time::Duration;
 
 use crate::error::Result;
+use crate::terminal::{self, Terminal};
 use crate::{Context, Output, status};
 
 /// Moves the cursor to the top left and clears the screen.
@@ -18,9 +18,8 @@ pub(crate) async fn watch(context: Context<'_>, interval: u64, live: bool) -> Re
         let output = status::status(context).await?;
         let state = essence(&output);
         if live || shown.as_ref() != Some(&state) {
-            let text = screen(&output, live, context.global.json);
-            let mut out = std::io::stdout();
-            if out.write_all(text.as_bytes()).and_then(|()| out.flush()).is_err() {
+            let text = screen(&output, live, context.global.json, context.terminal);
+            if terminal::write(&text).is_err() {
                 // The reader has closed the pipe.
                 return Ok(Output { text: String::new(), ..output });
             }
@@ -30,12 +29,12 @@ pub(crate) async fn watch(context: Context<'_>, interval: u64, live: bool) -> Re
     }
 }
 
-/// One status, which on a terminal replaces the previous one.
-fn screen(output: &Output, live: bool, json: bool) -> String {
+/// One status, printable, which on a terminal replaces the previous one.
+fn screen(output: &Output, live: bool, json: bool, terminal: &Terminal) -> String {
     match (live, json) {
-        (true, _) => format!("{CLEAR}{}", output.text),
-        (false, true) => format!("{}\n", output.value),
-        (false, false) => format!("{}\n", output.text),
+        (true, _) => CLEAR.to_owned() + &terminal.printable(&output.text),
+        (false, true) => terminal.printable(&format!("{}\n", output.value)),
+        (false, false) => terminal.printable(&format!("{}\n", output.text)),
     }
 }
 
@@ -61,7 +60,6 @@ fn essence(output: &Output) -> serde_json::Value {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::terminal::Terminal;
     use crate::terminal::tests::assert_page;
 
     #[test]
@@ -75,14 +73,17 @@ mod tests {
             }
         };
         assert_page("watch", |terminal| {
-            let live = screen(&output(terminal), true, false);
+            let live = screen(&output(terminal), true, false, terminal);
             live.strip_prefix(CLEAR).unwrap().to_owned()
         });
         let terminal = Terminal { width: 80, colours: false };
-        let below = screen(&output(&terminal), false, false);
+        let below = screen(&output(&terminal), false, false, &terminal);
         assert!(below.starts_with("flanneld 0.1.0") && below.ends_with("\n\n"), "{below}");
-        let json = screen(&output(&terminal), false, true);
+        let json = screen(&output(&terminal), false, true, &terminal);
         assert_eq!((json.lines().count(), json.starts_with('{')), (1, true), "{json}");
+        let hostile = Output { text: format!("{CLEAR}\n"), ..output(&terminal) };
+        let shown = screen(&hostile, true, false, &terminal);
+        assert_eq!(shown, format!("{CLEAR}\\u001b[H\\u001b[2J\n"), "only ours clears the screen");
     }
 
     #[test]

@@ -10,6 +10,7 @@ use std::net::IpAddr;
 
 use async_trait::async_trait;
 use flannel_api::{ErrorReport, LogReport, PeersReport, ReloadReport, StatusReport, VERSION};
+use flannel_options::printable;
 use hyper::header::ACCEPT;
 use hyper::{Method, StatusCode};
 use serde::Serialize;
@@ -64,7 +65,7 @@ impl Answers {
     fn ready(&self) -> Response {
         let problems = problems(&self.observer.snapshot());
         let errors = problems.iter().filter(|problem| problem.is_error());
-        let reasons: Vec<&str> = errors.map(|problem| problem.text.as_str()).collect();
+        let reasons: Vec<_> = errors.map(|problem| printable::inline(&problem.text)).collect();
         match reasons.as_slice() {
             [] => text(StatusCode::OK, "flanneld is ready"),
             reasons => text(

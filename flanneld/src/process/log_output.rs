@@ -3,6 +3,7 @@
 use std::io;
 use std::path::Path;
 
+use flannel_options::printable::Lines;
 use tracing_journald::{Priority, PriorityMappings};
 use tracing_subscriber::filter::Targets;
 use tracing_subscriber::layer::SubscriberExt;
@@ -22,15 +23,17 @@ pub(crate) type SetFilter = Box<dyn Fn(Targets) -> Result<(), String> + Send + S
 /// There is no journal.
 pub(crate) fn init(format: LogFormat, filter: Targets) -> Result<SetFilter, Error> {
     let (filter, handle) = reload::Layer::<Targets, Registry>::new(filter);
-    let _ = Registry::default().with(filter).with(layer(format)?).try_init();
+    let layer = layer(format, || Lines(io::stderr()))?;
+    let _ = Registry::default().with(filter).with(layer).try_init();
     Ok(Box::new(move |filter| handle.reload(filter).map_err(|error| error.to_string())))
 }
 
-fn layer<S>(format: LogFormat) -> Result<Box<dyn Layer<S> + Send + Sync>, Error>
+fn layer<S, W>(format: LogFormat, writer: W) -> Result<Box<dyn Layer<S> + Send + Sync>, Error>
 where
     S: tracing::Subscriber + for<'a> registry::LookupSpan<'a>,
+    W: for<'a> fmt::MakeWriter<'a> + Send + Sync + 'static,
 {
-    let lines = || fmt::layer().with_writer(io::stderr).with_ansi(false);
+    let lines = || fmt::layer().with_writer(writer).with_ansi(false);
     Ok(match format {
         LogFormat::Text => lines().boxed(),
         LogFormat::Json => lines().json().flatten_event(true).boxed(),
@@ -55,4 +58,32 @@ where
                 .boxed()
         }
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// tracing-subscriber writes the value of a field with `%` as it is.
+    #[test]
+    fn an_event_is_one_printable_line() {
+        let text = "a\x1b[2J\x07\u{9b}\u{202e}\nb";
+        for format in [LogFormat::Text, LogFormat::Json] {
+            let log = tempfile::NamedTempFile::new().unwrap();
+            let file = log.reopen().unwrap();
+            let writer = move || Lines(file.try_clone().unwrap());
+            let subscriber = Registry::default().with(layer(format, writer).unwrap());
+            tracing::subscriber::with_default(subscriber, || {
+                tracing::warn!(reason = %text, "{text}");
+            });
+            let line = std::fs::read_to_string(log.path()).unwrap();
+            let line = line.strip_suffix('\n').unwrap();
+            let acts = |c: char| c.is_control() || c == '\u{202e}';
+            assert!(!line.contains(acts) && line.contains("reason"), "{line:?}");
+            if format == LogFormat::Json {
+                let event: serde_json::Value = serde_json::from_str(line).unwrap();
+                assert_eq!((&event["reason"], &event["message"]), (&text.into(), &text.into()));
+            }
+        }
+    }
 }
