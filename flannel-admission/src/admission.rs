@@ -496,8 +496,9 @@ mod tests {
     #[test]
     fn a_family_that_is_not_enabled_defines_nothing() {
         let mut peers = peers(None);
-        let dual = lease("10.1.1.0-24&2000::-3", 1, 1, 1);
-        put(&mut peers, &dual);
+        let mut dual = Arc::unwrap_or_clone(lease("10.1.1.0-24&2000::-3", 1, 1, 1));
+        dual.attrs.preferred.public.v6 = Some("2001:db8::1".parse().unwrap());
+        put(&mut peers, &Arc::new(dual.clone()));
         assert_eq!(why(&peers, &dual), "");
         assert!(peers.objects().all(|object| !object.to_string().contains("2000::")));
         assert_eq!(peers.objects().count(), 2);
@@ -570,13 +571,51 @@ mod tests {
         put(&mut peers, &lease("10.1.1.0-24", 1, 1, 1));
         let own = "2 nodes share the public address 192.0.2.1, this one among them";
         assert_eq!(peers.advisories().keys().collect::<Vec<_>>(), [own]);
-        let mut loopback = Arc::unwrap_or_clone(lease("10.1.2.0-24", 1, 2, 2));
-        loopback.attrs.preferred.public.v4 = Some([127, 0, 0, 1].into());
-        put(&mut peers, &Arc::new(loopback.clone()));
-        assert_eq!(
-            why(&peers, &loopback),
-            "its public address 127.0.0.1 is not a unicast host address"
-        );
+        assert_eq!(peers.rejected().len(), 0, "several hosts may be behind one NAT address");
+    }
+
+    #[test]
+    fn a_public_address_is_that_of_a_host_and_outside_the_leases_own_subnets() {
+        let networks = ["10.1.0.0/16", "fd00:1::/48"].map(|net| net.parse::<Subnet>().unwrap());
+        let rules = AdmissionRules {
+            networks: networks.into_iter().collect(),
+            ..AdmissionRules::default()
+        };
+        let accept = OfferPlan::new(None, Box::new(|_, _, _, _| Ok(())));
+        let mut peers = Admission::new(rules, vec![accept]);
+        let no_host = "is not a unicast host address";
+        let inside = "lies inside its own subnet 10.1.2.0/24, whose addresses are for pods";
+        let inside_six = "lies inside its own subnet fd00:1:0:2::/64, whose addresses are for pods";
+        for (address, fault) in [
+            ("0.0.0.0", no_host),
+            ("127.0.0.1", no_host),
+            ("224.0.0.1", no_host),
+            ("255.255.255.255", no_host),
+            ("::", no_host),
+            ("::1", no_host),
+            ("ff02::1", no_host),
+            ("::ffff:192.0.2.2", no_host),
+            ("10.1.2.9", inside),
+            ("fd00:1:0:2::9", inside_six),
+            // Hosts on one link need no other addresses.
+            ("169.254.0.2", ""),
+            ("fe80::2", ""),
+            // Routes lead only to the subnets of leases, not to the whole pod network.
+            ("10.1.3.9", ""),
+            ("fd00:1:0:3::9", ""),
+        ] {
+            let public = [address.parse::<IpAddr>().unwrap()].into_iter().collect();
+            let offer = Offer { public, ..Offer::default() };
+            let second = LeaseAttrs { others: [offer.clone()].into(), ..LeaseAttrs::default() };
+            for attrs in [LeaseAttrs::from(offer), second] {
+                let usual = lease("10.1.2.0-24&fd00:1:0:2::-64", 1, 1, 1);
+                let peer = Arc::new(Lease { attrs, ..Lease::clone(&usual) });
+                put(&mut peers, &peer);
+                let why = why(&peers, &peer);
+                let names = format!("its public address {address} {fault}");
+                assert_eq!(why, if fault.is_empty() { String::new() } else { names });
+            }
+        }
     }
 
     /// A node with two backends, and a node with only the second one.

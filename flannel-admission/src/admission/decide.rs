@@ -106,21 +106,27 @@ impl Admission {
 
     /// The reason to reject a peer, independent of other peers.
     fn objection(&self, peer: &Peer) -> Option<Rejection> {
+        // Nodes may choose other offers, but must decide alike.
+        let public = || peer.lease.attrs.offers().flat_map(|offer| offer.public.values());
         let mut enabled = false;
         for subnet in peer.lease.subnets.iter() {
             let Some(network) = self.rules.networks[subnet.family()] else { continue };
             if !network.covers(&subnet) {
                 return Some(Rejection::Outside { subnet, network });
             }
+            // The route to the subnet would lead packets to the node back into the pod network.
+            if let Some(public) = public().find(|public| subnet.contains(**public)) {
+                return Some(Rejection::Rejected(format!(
+                    "its public address {public} lies inside its own subnet {subnet}, whose \
+                     addresses are for pods"
+                )));
+            }
             enabled = true;
         }
         if !enabled {
             return Some(Rejection::NoEnabledFamily);
         }
-        let unusable =
-            |a: &&IpAddr| a.is_multicast() || a.is_loopback() || **a == IpAddr::from([255; 4]);
-        let mut public = peer.lease.attrs.offers().flat_map(|offer| offer.public.values());
-        if let Some(public) = public.find(unusable) {
+        if let Some(public) = public().find(|public| !is_host(**public)) {
             return Some(Rejection::Rejected(format!(
                 "its public address {public} is not a unicast host address"
             )));
@@ -151,4 +157,14 @@ impl Admission {
             self.touch(object.key(), update);
         }
     }
+}
+
+/// Whether it can be the address of a host.
+fn is_host(address: IpAddr) -> bool {
+    let special = match address {
+        IpAddr::V4(v4) => v4.is_broadcast(),
+        // No packet has an IPv4 address in IPv6 form.
+        IpAddr::V6(v6) => v6.to_ipv4_mapped().is_some(),
+    };
+    !special && !address.is_unspecified() && !address.is_loopback() && !address.is_multicast()
 }

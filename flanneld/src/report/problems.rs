@@ -218,7 +218,7 @@ impl Found {
                      accepts the earlier lease"
                 }
                 Rejection::Rejected(_) => {
-                    "flannelctl lease list # which backend does that node run?"
+                    "flannelctl lease list # which backend and address has that node?"
                 }
                 _ => &release(subnets),
             };
