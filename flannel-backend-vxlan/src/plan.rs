@@ -6,6 +6,8 @@
 //!
 //! **Source**: flannel `pkg/backend/vxlan/vxlan_network.go: handleSubnetEvents`.
 
+use std::net::IpAddr;
+
 use flannel_core::Subnets;
 use flannel_core::address::Dual;
 use flannel_core::backend::{Env, Rejected};
@@ -37,11 +39,11 @@ impl Plan {
             // A family that is disabled here, or not published, leaves the other one.
             let device = self.devices[dst.family()];
             let (Some(link), Some(public), Some(data)) = (device, public, data) else { continue };
-            let mac = match vtep_mac(data) {
+            let mac = match self.vtep(public, data) {
                 Ok(mac) => mac,
-                Err(error) => {
-                    env.advise(error.to_string());
-                    bad = Some(error);
+                Err(rejected) => {
+                    env.advise(rejected.to_string());
+                    bad = Some(rejected);
                     continue;
                 }
             };
@@ -61,7 +63,18 @@ impl Plan {
             return Ok(());
         }
         let none = "it has no public address with backend data for any enabled family";
-        Err(bad.map_or_else(|| Rejected(none.into()), Rejected::from))
+        Err(bad.unwrap_or_else(|| Rejected(none.into())))
+    }
+
+    /// The MAC address of a peer's VTEP, if its addresses can be used.
+    fn vtep(&self, public: IpAddr, data: &str) -> Result<MacAddr, Rejected> {
+        let is_link_local = matches!(public, IpAddr::V6(v6) if v6.is_unicast_link_local());
+        // A forwarding entry names no link. With DirectRouting a gateway on the link is enough.
+        if is_link_local && self.direct.is_none() {
+            let reason = "is link-local, which a tunnel cannot reach";
+            return Err(Rejected(format!("its public address {public} {reason}")));
+        }
+        Ok(vtep_mac(data)?)
     }
 }
 
@@ -93,5 +106,36 @@ mod tests {
         let env = Env::new(&|_| None);
         let rejected = plan.objects(&subnets, &Offer::default(), &env, &mut objects);
         assert!(rejected.is_err() && objects.len() == 1, "{rejected:?} {objects:?}");
+    }
+
+    #[test]
+    fn a_vtep_has_a_unicast_mac_and_a_public_address_that_needs_no_link() {
+        let [device, eth0]: [LinkName; 2] =
+            ["flannel-v6.1", "eth0"].map(|name| name.parse().unwrap());
+        let verdict = |public: &str, mac: &str, direct: Option<LinkName>| {
+            let plan = Plan { devices: Dual { v4: None, v6: Some(device) }, direct };
+            let offer = Offer {
+                public: [public.parse::<IpAddr>().unwrap()].into_iter().collect(),
+                kind: TYPE.into(),
+                data: Dual { v4: None, v6: Some(format!(r#"{{"VtepMAC":"{mac}"}}"#).into()) },
+            };
+            let subnets = "0.0.0.0-0&fd00:1:0:7::-64".parse().unwrap();
+            let answer = |_: IpAddr| Some(direct);
+            let mut objects = Vec::new();
+            let rejected = plan.objects(&subnets, &offer, &Env::new(&answer), &mut objects);
+            (objects.len(), rejected.err().map(|rejected| rejected.0).unwrap_or_default())
+        };
+        let (global, mac) = ("2001:db8::7", "0a:00:00:00:00:07");
+        assert_eq!(verdict(global, mac, None), (3, String::new()));
+        for bad in
+            ["ff:ff:ff:ff:ff:ff", "01:00:5e:00:00:01", "33:33:00:00:00:01", "00:00:00:00:00:00"]
+        {
+            let (objects, why) = verdict(global, bad, None);
+            let names = format!("field BackendData.VtepMAC: {bad} is not valid");
+            assert!(objects == 0 && why.starts_with(&names), "{objects}: {why}");
+        }
+        let why = "its public address fe80::7 is link-local, which a tunnel cannot reach";
+        assert_eq!(verdict("fe80::7", mac, None), (0, why.into()));
+        assert_eq!(verdict("fe80::7", mac, Some(eth0)), (1, String::new()), "a gateway on eth0");
     }
 }
