@@ -438,6 +438,18 @@ mod tests {
     }
 
     #[test]
+    fn a_peer_with_this_nodes_own_mac_is_rejected() {
+        let networks = ["10.1.0.0/16".parse::<Subnet>().unwrap()].into_iter().collect();
+        // It is the later one.
+        let own = Some(lease("10.1.9.0-24", 9, 9, 9));
+        let rules = AdmissionRules { networks, own, ..AdmissionRules::default() };
+        let mut peers = Admission::new(rules, vec![OfferPlan::new(None, Box::new(plan))]);
+        let thief = lease("10.1.1.0-24", 1, 1, 9);
+        put(&mut peers, &thief);
+        assert_eq!(why(&peers, &thief), "fdb 0a:09:09:09:09:09 dev flannel.1 is this node's own");
+    }
+
+    #[test]
     fn a_moved_peer_is_not_reported_as_added() {
         let mut peers = peers(None);
         let (first, moved) = (lease("10.1.1.0-24", 1, 1, 1), lease("10.1.1.0-24", 1, 2, 1));
