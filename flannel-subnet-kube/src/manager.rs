@@ -11,6 +11,7 @@ mod condition;
 mod hold;
 mod own;
 mod shared;
+mod wait;
 
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -73,7 +74,12 @@ impl SubnetManager for KubeManager {
     /// After a lease was acquired, the networks may not change any more, because pods would not
     /// survive that. The first config is returned after the API server has answered. Views and
     /// leases use the config that was returned last, not a later file.
+    ///
+    /// After [`Error::NotReady`], for example because the PodCIDR is missing, the next call waits.
+    /// The wait ends when the watch shows that the reason has passed or changed, when the config
+    /// changes, or after a pause. The pauses grow from 1 s to 30 s.
     async fn network_config(&self) -> Result<Config> {
+        self.wait_for_node().await;
         let config = self.shared.config_now().await?;
         *lock(&self.shared.handed_out) = Some(config.clone());
         Ok(config)
@@ -106,7 +112,7 @@ impl SubnetManager for KubeManager {
         let held = self.shared.held();
         let (public, lease) = match (self.shared.own_hints().await, &held) {
             (Err(Error::NotReady { .. }), Some(held)) => (held.prescribed, None),
-            (hints, _) => hints?,
+            (hints, _) => self.shared.note_obstacle(hints)?,
         };
         let lease = lease.or_else(|| held.map(|held| held.lease));
         Ok(Hints {
@@ -130,7 +136,7 @@ impl SubnetManager for KubeManager {
                 );
                 return Ok(Lease { attrs: attrs.clone(), ..held.lease });
             }
-            (held, _) => held?,
+            (held, _) => self.shared.note_obstacle(held)?,
         };
         let lease = held.lease.clone();
         *lock(&self.shared.held) = Some(held);

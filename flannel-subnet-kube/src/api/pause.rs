@@ -12,22 +12,31 @@ const LONGEST: Duration = Duration::from_secs(10);
 const MOST: Duration = Duration::from_secs(60);
 
 #[derive(Debug)]
-pub(crate) struct Pause(Duration);
+pub(crate) struct Pause {
+    first: Duration,
+    longest: Duration,
+    current: Duration,
+}
 
 impl Pause {
     pub(crate) fn new() -> Self {
-        Self(FIRST)
+        Self::within(FIRST, LONGEST)
+    }
+
+    /// The first pause is at most `first`. Later ones grow up to `longest`.
+    pub(crate) fn within(first: Duration, longest: Duration) -> Self {
+        Self { first, longest, current: first }
     }
 
     /// The next pause is as short as the first one.
     pub(crate) fn reset(&mut self) {
-        self.0 = FIRST;
+        self.current = self.first;
     }
 
     /// The next pause: from half of the current length to all of it.
     pub(crate) fn next(&mut self) -> Duration {
-        let whole = self.0;
-        self.0 = (2 * whole).min(LONGEST);
+        let whole = self.current;
+        self.current = (2 * whole).min(self.longest);
         whole.mul_f64(0.5 + fastrand::f64() / 2.0)
     }
 
@@ -40,5 +49,21 @@ impl Pause {
             _ => pause,
         };
         sleep(asked).await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pauses_grow_up_to_a_limit() {
+        let mut pause = Pause::within(Duration::from_secs(1), Duration::from_secs(5));
+        for longest in [1, 2, 4, 5, 5].map(Duration::from_secs) {
+            let next = pause.next();
+            assert!(next <= longest && 2 * next >= longest, "{next:?} of {longest:?}");
+        }
+        pause.reset();
+        assert!(pause.next() <= Duration::from_secs(1));
     }
 }

@@ -8,11 +8,13 @@ use std::sync::{Arc, Mutex};
 use flannel_core::address::{Dual, Family};
 use flannel_core::lease::{LeaseAttrs, Revision};
 use flannel_core::subnet::{Ownership, Readiness};
-use flannel_core::{Config, Error, Lease, Result};
+use flannel_core::{Config, Error, Lease, Result, Subnets};
 use tokio::sync::{OnceCell, watch};
 
+use super::wait::Obstacle;
 use crate::api::{Api, Source};
 use crate::follow::{Follower, Own, ReadOptions};
+use crate::node::Node;
 use crate::node::annotations::Values;
 use crate::options::KubeOptions;
 use crate::runtime::lock;
@@ -28,6 +30,8 @@ pub(crate) struct Shared {
     /// The config that was returned last. The lease and the views use it.
     pub(crate) handed_out: Mutex<Option<Config>>,
     pub(crate) held: Mutex<Option<Held>>,
+    /// Why this node cannot have a lease yet.
+    pub(crate) obstacle: Mutex<Obstacle>,
     /// The annotations that this node wrote last.
     pub(crate) published: Mutex<Values>,
     /// The error of the network config.
@@ -63,6 +67,7 @@ impl Shared {
             follower: Mutex::default(),
             handed_out: Mutex::default(),
             held: Mutex::default(),
+            obstacle: Mutex::default(),
             published: Mutex::default(),
             wrong_config: Mutex::default(),
             ownership: watch::channel(Ownership::NotAcquired).0,
@@ -139,13 +144,22 @@ impl Shared {
     /// Makes a lease from the present state of this node.
     pub(crate) async fn take(&self, config: Config, attrs: &LeaseAttrs) -> Result<Held> {
         let (node, read) = self.own_node().await?;
-        let prescribed = self.prescribed(&node)?;
-        let subnets = self.subnets_of(&node, &config)?;
-        let families: Vec<Family> = config.networks.families().collect();
-        self.check_overwrites(&node, &families)?;
+        let (prescribed, subnets) = self.terms(&node, &config)?;
         let written = self.annotate(&node, attrs).await?;
         let lease = self.lease_of(&node, subnets, attrs, written.unwrap_or(read));
         Ok(Held { lease, config, prescribed })
+    }
+
+    /// The addresses that this node prescribes, and its subnets.
+    ///
+    /// # Errors
+    /// [`Error::NotReady`]: the node lacks something for a lease, or has a wrong value.
+    pub(crate) fn terms(&self, node: &Node, config: &Config) -> Result<(Dual<IpAddr>, Subnets)> {
+        let prescribed = self.prescribed(node)?;
+        let subnets = self.subnets_of(node, config)?;
+        let families: Vec<Family> = config.networks.families().collect();
+        self.check_overwrites(node, &families)?;
+        Ok((prescribed, subnets))
     }
 
     /// This node as followed, always the latest.

@@ -16,7 +16,7 @@ use crate::error::Error;
 pub(crate) const STORE_AGAIN: Duration = Duration::from_secs(1);
 /// The first pause between attempts.
 const FIRST: Duration = Duration::from_millis(200);
-/// The longest pause between attempts. A corrected config is noticed after this time at most.
+/// The longest pause between attempts. An attempt may itself wait for a change in the store.
 const LONGEST: Duration = Duration::from_secs(3);
 /// The time after which a wait for the store is logged.
 const SILENCE: Duration = Duration::from_millis(500);
