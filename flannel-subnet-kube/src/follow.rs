@@ -9,6 +9,7 @@ mod outage;
 mod split;
 mod watch;
 
+use std::collections::HashSet;
 use std::sync::Arc;
 
 use flannel_core::lease::{Origin, Revision, View};
@@ -24,6 +25,9 @@ use list::Freshness;
 use nodes::Nodes;
 pub(crate) use nodes::ReadOptions;
 use outage::OutageLog;
+
+/// The largest number of new problems that have a line each in the log. The others share a line.
+const LINES: usize = 5;
 
 /// The state of this node among the followed nodes.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -144,8 +148,14 @@ impl Following {
             );
         }
         let mut stats = self.api.stats();
-        for (key, reason) in wrong.iter().filter(|new| !stats.skipped.contains(new)) {
+        let known: HashSet<_> = std::mem::take(&mut stats.skipped).into_iter().collect();
+        let mut new = wrong.iter().filter(|problem| !known.contains(*problem));
+        for (key, reason) in new.by_ref().take(LINES) {
             tracing::warn!(store = self.api.name(), %key, %reason, "a node has a problem");
+        }
+        let more = new.count();
+        if more > 0 {
+            tracing::warn!(more, store = self.api.name(), "more nodes have a problem");
         }
         stats.skipped = wrong;
     }

@@ -2,7 +2,7 @@
 //!
 //! [`eventually`] and [`eventually_async`] wait until a condition holds, and panic after a deadline
 //! with the place of the call and a message. A condition is a `bool`, or an `Option` whose value
-//! is returned.
+//! is returned. [`Logged`] collects the log.
 //!
 //! ```
 //! use std::time::{Duration, Instant};
@@ -19,10 +19,14 @@
 //! assert_eq!(found, 3);
 //! ```
 
+mod logged;
+
 use std::fmt::Display;
 use std::future::Future;
 use std::panic::Location;
 use std::time::{Duration, Instant};
+
+pub use logged::Logged;
 
 /// The pause between two checks of a condition.
 const PAUSE: Duration = Duration::from_millis(5);

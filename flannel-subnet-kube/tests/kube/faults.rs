@@ -5,8 +5,9 @@ use std::time::{Duration, Instant};
 use flannel_core::{Error, SubnetManager};
 use flannel_subnet_kube::KubeManager;
 use flannel_subnet_kube::testing::{Cut, Held};
+use test_support::Logged;
 
-use crate::fixture::{Fixture, Logged, V4, leases, peer, until, vxlan};
+use crate::fixture::{Fixture, V4, leases, peer, until, vxlan};
 
 fn put(fixture: &Fixture, n: u8) {
     let cidr = format!("10.1.{n}.0/24");

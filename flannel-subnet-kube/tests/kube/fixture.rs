@@ -2,7 +2,6 @@
 
 use std::panic::Location;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use test_support::eventually_async;
 
@@ -14,7 +13,6 @@ use flannel_subnet_kube::testing::ApiServer;
 use flannel_subnet_kube::{KubeManager, KubeOptions, NodeIdentity};
 use serde_json::{Value, json};
 use tokio::sync::watch;
-use tracing::{Level, Metadata, Subscriber, span};
 
 pub(crate) const PREFIX: &str = "flannel.alpha.coreos.com/";
 pub(crate) const V4: &str = r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vxlan"}}"#;
@@ -138,44 +136,4 @@ pub(crate) fn leases(view: &View) -> Vec<String> {
             format!("{} {} {}", lease.subnets, lease.attrs.preferred.kind, public.join(" "))
         })
         .collect()
-}
-
-/// Collects the log messages without their fields, while it is the thread's subscriber.
-#[derive(Clone, Default)]
-pub(crate) struct Logged(Arc<Mutex<Vec<(Level, String)>>>);
-
-impl Logged {
-    pub(crate) fn warnings(&self) -> Vec<String> {
-        let lines = self.0.lock().unwrap();
-        lines
-            .iter()
-            .filter(|(level, _)| *level <= Level::WARN)
-            .map(|(_, text)| text.clone())
-            .collect()
-    }
-
-    /// The number of lines that contain this text.
-    pub(crate) fn count(&self, text: &str) -> usize {
-        self.0.lock().unwrap().iter().filter(|(_, line)| line.contains(text)).count()
-    }
-}
-
-impl Subscriber for Logged {
-    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
-        *metadata.level() <= Level::INFO
-    }
-    fn new_span(&self, _: &span::Attributes<'_>) -> span::Id {
-        span::Id::from_u64(1)
-    }
-    fn record(&self, _: &span::Id, _: &span::Record<'_>) {}
-    fn record_follows_from(&self, _: &span::Id, _: &span::Id) {}
-    fn event(&self, event: &tracing::Event<'_>) {
-        let mut text = String::new();
-        event.record(&mut |field: &tracing::field::Field, value: &dyn std::fmt::Debug| {
-            text += &format!("{field}={value:?} ");
-        });
-        self.0.lock().unwrap().push((*event.metadata().level(), text));
-    }
-    fn enter(&self, _: &span::Id) {}
-    fn exit(&self, _: &span::Id) {}
 }

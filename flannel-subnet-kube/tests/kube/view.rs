@@ -5,6 +5,7 @@ use std::time::Duration;
 use flannel_core::SubnetManager;
 use flannel_core::lease::Origin;
 use serde_json::json;
+use test_support::Logged;
 
 use crate::fixture::{DUAL, Fixture, PREFIX, V4, blank, leases, peer, until, wait};
 
@@ -238,4 +239,22 @@ async fn wrong_peers_are_reported_and_affect_no_other() {
     fixture.server.put_node("bad-address", peer("10.1.3.0/24", "192.0.2.3", "0a:00:00:00:00:03"));
     fixture.server.delete_node("bad-cidr");
     until(|| skipped().is_empty() && views.borrow().leases.len() == 2).await;
+}
+
+#[tokio::test]
+async fn of_many_wrong_peers_a_few_are_logged_and_the_others_are_counted() {
+    let logged = Logged::default();
+    let _guard = tracing::subscriber::set_default(logged.clone());
+    let fixture = Fixture::new(V4);
+    let wrong = |n: u32| peer(&format!("10.1.{n}.0/24"), "nonsense", "0a:00:00:00:00:02");
+    fixture.server.put_node("me", blank(&["10.1.254.0/24"]));
+    fixture.server.fill((0..200).map(|n| (format!("node-{n}"), wrong(n))));
+    let (manager, _views) = fixture.following().await;
+    assert_eq!(manager.store_status().skipped.len(), 200);
+    assert_eq!(logged.count("a node has a problem"), 5);
+    assert_eq!(logged.count("more nodes have a problem more=195"), 1);
+    // Known problems are not logged again.
+    fixture.server.put_node("node-200", wrong(200));
+    until(|| manager.store_status().skipped.len() == 201).await;
+    assert_eq!((logged.count("a node has a problem"), logged.warnings().len()), (6, 7));
 }

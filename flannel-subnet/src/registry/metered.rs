@@ -1,5 +1,6 @@
 //! A registry that counts the requests to another one, with its failures and skipped keys.
 
+use std::collections::HashSet;
 use std::fmt;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -15,6 +16,9 @@ use crate::runtime::lock;
 
 /// The call whose failure counter includes failed watches.
 const WATCH: &str = "watch";
+/// The largest number of newly skipped keys that have a line each in the log. The others share a
+/// line.
+const LINES: usize = 5;
 
 #[derive(Debug)]
 pub(crate) struct Metered {
@@ -78,8 +82,14 @@ impl StoreStats {
     /// Replaces the skipped keys, and logs the new ones.
     fn skip_all(&self, now: Vec<(String, String)>) {
         let mut status = lock(&self.status);
-        for (key, reason) in now.iter().filter(|new| !status.skipped.contains(new)) {
+        let known: HashSet<_> = std::mem::take(&mut status.skipped).into_iter().collect();
+        let mut new = now.iter().filter(|skipped| !known.contains(*skipped));
+        for (key, reason) in new.by_ref().take(LINES) {
             tracing::warn!(store = %status.store, %key, %reason, "a key of the store is skipped");
+        }
+        let more = new.count();
+        if more > 0 {
+            tracing::warn!(more, store = %status.store, "more keys of the store are skipped");
         }
         status.skipped = now;
     }

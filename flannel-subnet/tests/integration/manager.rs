@@ -5,7 +5,7 @@ use std::future::Future;
 use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
-use test_support::eventually_async;
+use test_support::{Logged, eventually_async};
 
 use flannel_core::address::Family;
 use flannel_core::lease::{LeaseAttrs, Offer, Origin};
@@ -209,6 +209,24 @@ async fn an_unreadable_key_occupies_its_subnet() {
     let other = node(&registry, 2);
     let error = soon(other.acquire_lease(&attrs(&["192.0.2.2"]))).await.unwrap_err();
     assert!(matches!(error, Error::OutOfSubnets { total: 3, .. }), "{error}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn of_many_unreadable_keys_a_few_are_logged_and_the_others_are_counted() {
+    let logged = Logged::default();
+    let _guard = tracing::subscriber::set_default(logged.clone());
+    let registry = MemoryRegistry::with_config(V4);
+    (0..1000).for_each(|n| registry.put_raw(&format!("nonsense-{n}"), "{}", None));
+    let manager = node(&registry, 1);
+    manager.hints().await.unwrap();
+    assert_eq!(manager.store_status().skipped.len(), 1000);
+    assert_eq!(logged.count("a key of the store is skipped"), 5);
+    assert_eq!(logged.count("more keys of the store are skipped more=995"), 1);
+    // Known keys are not logged again.
+    registry.put_raw("other", "{}", None);
+    manager.hints().await.unwrap();
+    let keys = logged.count("a key of the store is skipped");
+    assert_eq!((keys, logged.warnings().len()), (6, 7), "{:?}", logged.warnings());
 }
 
 #[tokio::test(start_paused = true)]
