@@ -76,6 +76,8 @@ pub struct LocalManager {
     store: Arc<Metered>,
     clock: Arc<dyn Clock>,
     identity: Identity,
+    /// Another flannel wrote the file that the previous subnets come from.
+    after_another_flannel: bool,
     ttl: Duration,
     margin: Duration,
     holding: Arc<Holding>,
@@ -105,6 +107,7 @@ impl LocalManager {
             fallback: Arc::new(Fallback::new(&store, &clock, identity.holder, None)),
             store,
             identity,
+            after_another_flannel: false,
             ttl: Duration::from_secs(24 * 60 * 60),
             margin: Duration::from_secs(60 * 60),
             holding: Arc::new(Holding::new(Arc::clone(&clock))),
@@ -126,6 +129,13 @@ impl LocalManager {
     #[must_use]
     pub fn with_renew_margin(self, margin: Duration) -> Self {
         Self { margin, ..self }
+    }
+
+    /// Sets whether another flannel, such as Go flannel, ran on this host last, so that
+    /// [`Identity::previous`] comes from its file. The takeover of that lease is then no warning.
+    #[must_use]
+    pub fn after_another_flannel(self, after_another_flannel: bool) -> Self {
+        Self { after_another_flannel, ..self }
     }
 
     /// Keeps the last complete set of leases in this file, and starts from it while the store does

@@ -56,8 +56,9 @@ async fn run_networks(settings: &DaemonConfig, observer: &Observer) -> Result<In
         previous: previous_subnets(settings),
         local_addresses: addresses(&kernel, settings)?,
     };
-    let kept = (settings.renew_margin, state_dir::leases(&settings.state_dir));
-    let subnets = store::open(&settings.store, identity, kept).await?;
+    let cache = state_dir::leases(&settings.state_dir);
+    let lease_options = (settings.renew_margin, cache, go_flannel.left_routes());
+    let subnets = store::open(&settings.store, identity, lease_options).await?;
     observer.opened(Arc::clone(&subnets));
     let starter = Starter::new(settings, kernel, Arc::clone(&subnets), machine_id(holder));
     tokio::select! {

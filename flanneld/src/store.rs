@@ -14,14 +14,15 @@ use crate::config::StoreConfig;
 use crate::error::Error;
 
 /// Opens the store of the configuration. A lease engine renews leases `renew_margin` before their
-/// end and keeps the last complete set of leases in the file `cache`.
+/// end and keeps the last complete set of leases in the file `cache`. `after_another_flannel`: see
+/// [`LocalManager::after_another_flannel`].
 ///
 /// # Errors
 /// The configuration is wrong, or the store cannot be opened.
 pub(crate) async fn open(
     config: &StoreConfig,
     identity: Identity,
-    (renew_margin, cache): (Duration, PathBuf),
+    (renew_margin, cache, after_another_flannel): (Duration, PathBuf, bool),
 ) -> Result<Arc<dyn SubnetManager>, Error> {
     let registry: Arc<dyn Registry> = match config {
         #[cfg(feature = "kube")]
@@ -38,5 +39,5 @@ pub(crate) async fn open(
         return Ok(Arc::new(AssignedManager::new(registry, identity.local_addresses)));
     }
     let manager = LocalManager::new(registry, identity).with_renew_margin(renew_margin);
-    Ok(Arc::new(manager.with_cache(cache)))
+    Ok(Arc::new(manager.after_another_flannel(after_another_flannel).with_cache(cache)))
 }

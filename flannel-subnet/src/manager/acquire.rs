@@ -103,13 +103,19 @@ impl LocalManager {
             return Ok(ttl.map(|ttl| self.settle(entry.clone(), LeaseTerm { sent, ttl })));
         }
         if let Some(id) = entry.holder.filter(|_| !ours) {
-            tracing::warn!(
-                %subnets,
-                holder = %id,
-                node = %holder(&entry.lease.attrs),
-                "taking over a lease with our public address: this host lost its state, or ran \
-                 another flannel before, or two hosts have one address"
-            );
+            let node = holder(&entry.lease.attrs);
+            if self.after_another_flannel && self.identity.previous == Some(subnets) {
+                tracing::info!(
+                    %subnets, holder = %id, %node,
+                    "taking over the lease of an earlier flannel on this host"
+                );
+            } else {
+                tracing::warn!(
+                    %subnets, holder = %id, %node,
+                    "taking over a lease with our public address: this host lost its state, or \
+                     ran another flannel before, or two hosts have one address"
+                );
+            }
         }
         self.rewrite(&subnets, entry.lease.revision, attrs, reserved).await.map(Some)
     }

@@ -230,6 +230,29 @@ async fn of_many_unreadable_keys_a_few_are_logged_and_the_others_are_counted() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_takeover_is_a_warning_unless_another_flannel_on_this_host_had_the_lease() {
+    let lease = "10.1.5.0-24";
+    for (previous, after_another_flannel, warnings) in [
+        (Some(lease), true, 0),
+        (Some(lease), false, 1),
+        (Some("10.1.6.0-24"), true, 1),
+        (None, true, 1),
+    ] {
+        let logged = Logged::default();
+        let _guard = tracing::subscriber::set_default(logged.clone());
+        let registry = MemoryRegistry::with_config(V4);
+        let ours = attrs(&["192.0.2.1"]);
+        put(&registry, lease, &ours, Some(2)).await;
+        let manager =
+            node_with_previous(&registry, 1, previous).after_another_flannel(after_another_flannel);
+        assert_eq!(manager.acquire_lease(&ours).await.unwrap().subnets, key(lease));
+        let earlier = logged.count("taking over the lease of an earlier flannel on this host");
+        let counts = (logged.warnings().len(), earlier);
+        assert_eq!(counts, (warnings, 1 - warnings), "{previous:?} {after_another_flannel}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn both_families_are_picked_independently_and_ipv6_alone_works() {
     let registry = MemoryRegistry::with_config(DUAL);
     let dual =

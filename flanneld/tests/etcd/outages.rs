@@ -230,12 +230,32 @@ fn the_second_daemon_with_a_public_address_takes_the_lease_over() {
         first.wait_for_log(&hosts[1].mark()).await;
         first.wait_for_log("192.0.2.50").await;
         second.wait_for_log(&hosts[0].mark()).await;
-        second.wait_for_log("taking over the lease").await;
+        second.wait_for_log("taking over a lease with our public address").await;
         let ours =
             leases(&etcd).await.into_values().filter(|(public, _)| public == "192.0.2.50").count();
         assert_eq!(ours, 1);
         assert_eq!(hosts[0].subnet(), hosts[1].subnet());
         assert!(second.is_running());
+    });
+}
+
+#[test]
+fn the_lease_of_an_earlier_flannel_on_the_host_is_taken_over_without_a_warning() {
+    in_netns_async(|| async {
+        switch();
+        let etcd = etcd_with_peers().await;
+        let host = Host::new(1);
+        let first = host.start(&etcd.endpoint);
+        first.wait_for_log("running lease").await;
+        let subnet = host.subnet();
+        first.kill();
+        // Like Go flannel, it leaves a lease with another holder, and a subnet file.
+        fs::remove_dir_all(host.dir.path().join("state")).unwrap();
+        let second = host.start(&etcd.endpoint);
+        second.wait_for_log("taking over the lease of an earlier flannel on this host").await;
+        second.wait_for_log("running lease").await;
+        assert_eq!(host.subnet(), subnet);
+        assert_eq!(second.log_count("with our public address"), 0, "{}", second.log());
     });
 }
 

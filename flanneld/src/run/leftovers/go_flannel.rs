@@ -97,7 +97,8 @@ impl GoFlannel {
         std::future::pending().await
     }
 
-    fn left_routes(&self) -> bool {
+    /// Whether another program wrote the subnet file, and its routes may still be there.
+    pub(crate) fn left_routes(&self) -> bool {
         self.left_routes.load(Ordering::Relaxed)
     }
 }
