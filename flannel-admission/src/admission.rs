@@ -234,7 +234,11 @@ impl Admission {
         if self.expected > 0 {
             self.index.reserve(std::mem::take(&mut self.expected), objects.len());
         }
-        let (asked, advisories) = env.into_parts();
+        let (asked, mut advisories) = env.into_parts();
+        if rejected.is_some() {
+            // The reason of the rejection says enough.
+            advisories.clear();
+        }
         self.advisories.joined(&lease, advisories);
         for (address, answer) in &asked {
             self.lookups.asked(*address, *answer, id);
@@ -628,6 +632,23 @@ mod tests {
                 assert_eq!(why, if fault.is_empty() { String::new() } else { names });
             }
         }
+    }
+
+    #[test]
+    fn a_rejected_lease_has_no_advisories_of_its_plan() {
+        let networks = ["10.1.0.0/16".parse::<Subnet>().unwrap()].into_iter().collect();
+        let plan = |_: &Subnets, offer: &Offer, env: &Env<'_>, _: &mut Vec<Object>| {
+            env.advise("one family is not usable".into());
+            let usable = offer.public.v4 == Some([192, 0, 2, 1].into());
+            usable.then_some(()).ok_or_else(|| Rejected("no family is usable".into()))
+        };
+        let rules = AdmissionRules { networks, ..AdmissionRules::default() };
+        let mut peers = Admission::new(rules, vec![OfferPlan::new(None, Box::new(plan))]);
+        let (good, bad) = (lease("10.1.1.0-24", 1, 1, 1), lease("10.1.2.0-24", 2, 2, 2));
+        [&good, &bad].into_iter().for_each(|lease| drop(put(&mut peers, lease)));
+        assert_eq!(why(&peers, &bad), "no family is usable");
+        let advisories: Vec<_> = peers.advisories().keys().collect();
+        assert_eq!(advisories, ["the lease 10.1.1.0-24: one family is not usable"]);
     }
 
     /// A node with two backends, and a node with only the second one.
