@@ -193,8 +193,8 @@ pub(crate) enum Verb {
     /// Write this host's subnet as options for the Docker daemon, as mk-docker-opts.sh does
     #[command(
         long_about = "Writes this host's subnet as options for the Docker daemon: the flags and \
-            the output of Go flannel's mk-docker-opts.sh. Exit status 1 if the \
-            routing table sends this subnet to another host."
+            the output of Go flannel's mk-docker-opts.sh. Exit status 1 if there is no subnet \
+            file, or if the routing table sends this subnet to another host."
     )]
     DockerOpts(DockerFlags),
     /// Check or write the network config

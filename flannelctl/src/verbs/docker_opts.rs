@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::io::ErrorKind;
 use std::net::Ipv4Addr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use flannel_api::VERSION;
 use flannel_core::Subnet;
@@ -67,17 +67,12 @@ fn name(text: &str) -> std::result::Result<String, String> {
 type Variables = BTreeMap<String, String>;
 
 /// Writes the file, and warns if Docker cannot use the subnet.
-pub(crate) fn docker_opts(flags: &DockerFlags, subnet_file: &std::path::Path) -> Result<Output> {
+pub(crate) fn docker_opts(flags: &DockerFlags, subnet_file: &Path) -> Result<Output> {
     let path = flags.env_file.as_deref().unwrap_or(subnet_file);
     let mut variables: Variables = std::env::vars_os()
         .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)))
         .collect();
-    match fs::read_to_string(path) {
-        Ok(text) => variables.extend(assignments(&text)),
-        // Then only the environment has variables.
-        Err(error) if error.kind() == ErrorKind::NotFound => {}
-        Err(error) => return Err(Error::Refused(format!("{}: {error}", path.display()))),
-    }
+    read_subnet_file(path, &mut variables)?;
     let text = options(flags, &variables)?;
     let file = flags.docker_file.display().to_string();
     fs::write(&flags.docker_file, &text)
@@ -93,6 +88,25 @@ pub(crate) fn docker_opts(flags: &DockerFlags, subnet_file: &std::path::Path) ->
     let written: Variables = assignments(&text).collect();
     let value = json!({ "version": VERSION, "file": file, "variables": written });
     Ok(Output { text: String::new(), value, ok: true })
+}
+
+/// Adds the variables in the subnet file. Without the file, the environment must have the subnet.
+fn read_subnet_file(path: &Path, variables: &mut Variables) -> Result<()> {
+    let file = path.display();
+    match fs::read_to_string(path) {
+        Ok(text) => variables.extend(assignments(&text)),
+        Err(error) if error.kind() != ErrorKind::NotFound => {
+            return Err(Error::Refused(format!("{file}: {error}")));
+        }
+        Err(_) if variables.contains_key("FLANNEL_SUBNET") => {}
+        Err(_) => {
+            return Err(Error::Refused(format!(
+                "there is no subnet file {file}: start flanneld, which writes it, or name the \
+                 right file with -f"
+            )));
+        }
+    }
+    Ok(())
 }
 
 /// The text of the file.
@@ -245,6 +259,20 @@ mod tests {
         let error = written("", &[], "FLANNEL_IPMASQ=maybe\n").unwrap_err().to_string();
         assert_eq!(error, "Invalid value of FLANNEL_IPMASQ: maybe");
         assert!(Line::try_parse_from(["x", "-k", "a b"]).is_err());
+    }
+
+    #[test]
+    fn without_a_subnet_file_the_environment_must_have_the_subnet() {
+        let missing = Path::new("/nowhere/subnet.env");
+        let error = read_subnet_file(missing, &mut Variables::new()).unwrap_err().to_string();
+        assert_eq!(
+            error,
+            "there is no subnet file /nowhere/subnet.env: start flanneld, which writes it, or name \
+             the right file with -f"
+        );
+        let mut given: Variables = assignments(ENV).collect();
+        read_subnet_file(missing, &mut given).unwrap();
+        assert_eq!(given, assignments(ENV).collect::<Variables>());
     }
 
     #[test]
