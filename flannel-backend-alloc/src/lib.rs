@@ -24,6 +24,10 @@ impl Backend for Alloc {
         ""
     }
 
+    fn option_names(&self) -> Option<&'static [&'static str]> {
+        Some(&[])
+    }
+
     fn validate(&self, _: &Config, _: Option<&ExternalInterface>) -> Result<()> {
         Ok(())
     }

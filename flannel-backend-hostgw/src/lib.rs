@@ -26,6 +26,11 @@ impl Backend for HostGw {
         TYPE
     }
 
+    /// Those of Go flannel on Windows.
+    fn option_names(&self) -> Option<&'static [&'static str]> {
+        Some(&["Name", "DNSServerList"])
+    }
+
     fn datapath(&self, _: &Config) -> Result<Datapath> {
         let mut datapath = Datapath::default();
         datapath.bare = true;

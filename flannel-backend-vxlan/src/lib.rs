@@ -36,6 +36,10 @@ impl Backend for VxlanBackend {
         plan::TYPE
     }
 
+    fn option_names(&self) -> Option<&'static [&'static str]> {
+        Some(&Options::NAMES)
+    }
+
     fn datapath(&self, config: &Config) -> Result<Datapath> {
         let options = options(config)?;
         let mut datapath = Datapath::default();

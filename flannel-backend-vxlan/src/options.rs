@@ -29,12 +29,17 @@ pub struct Options {
 }
 
 impl Options {
+    /// The names of the fields. The last two are those for Windows.
+    pub const NAMES: [&str; 8] =
+        ["VNI", "Port", "MTU", "GBP", "Learning", "DirectRouting", "MacPrefix", "Name"];
+
     /// Reads the options.
     ///
     /// # Errors
     /// The first wrong field.
     pub fn parse(config: &BackendConfig) -> Result<Self, FieldError> {
         let fields = config.fields()?;
+        let [vni, port, mtu, gbp, learning, direct_routing, ..] = Self::NAMES;
         let flag = |name| Ok::<_, FieldError>(fields.take(name, "true or false")?.unwrap_or(false));
         let number = |name, expected: &str, max: u64| {
             let value: Option<u64> = fields.take(name, expected)?;
@@ -44,21 +49,21 @@ impl Options {
             }
         };
         let vni_range = "a number from 1 to 16777215";
-        let vni = number("VNI", vni_range, 0xff_ffff)?.unwrap_or(1);
-        if vni == 0 {
-            return Err(fields.error("VNI", &vni, vni_range));
+        let id = number(vni, vni_range, 0xff_ffff)?.unwrap_or(1);
+        if id == 0 {
+            return Err(fields.error(vni, &id, vni_range));
         }
-        let port = number("Port", "a UDP port, 0 for 8472", u64::from(u16::MAX))?.unwrap_or(0);
+        let port = number(port, "a UDP port, 0 for 8472", u64::from(u16::MAX))?.unwrap_or(0);
         let mtu_range = "the underlay's MTU in bytes, at most the interface's, 0 for that";
-        let mtu = number("MTU", mtu_range, 65_535)?.unwrap_or(0);
+        let mtu = number(mtu, mtu_range, 65_535)?.unwrap_or(0);
         Ok(Self {
             // Each is at most its maximum above, which fits.
-            vni: vni as u32,
+            vni: id as u32,
             port: if port == 0 { DEFAULT_PORT } else { port as u16 },
             mtu: (mtu != 0).then_some(mtu as u32),
-            gbp: flag("GBP")?,
-            learning: flag("Learning")?,
-            direct_routing: flag("DirectRouting")?,
+            gbp: flag(gbp)?,
+            learning: flag(learning)?,
+            direct_routing: flag(direct_routing)?,
         })
     }
 }
@@ -95,6 +100,15 @@ mod tests {
             direct_routing: true,
         };
         assert_eq!(parse(all).unwrap(), expected);
+    }
+
+    #[test]
+    fn every_option_is_read_but_those_for_windows() {
+        for (n, name) in Options::NAMES.into_iter().enumerate() {
+            let parsed = parse(&format!(r#"{{"Type":"vxlan","{name}":[]}}"#));
+            let field = parsed.err().map(|error| error.field);
+            assert_eq!(field, (n < 6).then(|| format!("Backend.{name}")));
+        }
     }
 
     #[test]

@@ -23,4 +23,9 @@ mod tests {
         let error = backends.find("vlxan").unwrap_err().to_string();
         assert!(error.contains("\"vlxan\"") && error.contains("vxlan, host-gw, alloc"), "{error}");
     }
+
+    #[test]
+    fn every_backend_lists_its_options() {
+        assert!(super::all().iter().all(|backend| backend.option_names().is_some()));
+    }
 }

@@ -39,11 +39,6 @@ pub struct ExternalInterface {
 
 /// A kind of network, such as `vxlan`. It validates a network config, and describes the network
 /// that the config asks for. The crate `flannel-backend-alloc` is the smallest example.
-///
-/// A backend holds no state and no connection, except for its annex. It acquires no lease and
-/// writes no kernel object: it describes the attributes that this node publishes
-/// ([`Prepared::offer`]) and the objects that the network needs ([`Blueprint`]). All methods with a
-/// config fail if its backend options are wrong, and are pure except for `prepare`.
 #[doc = include_str!("../docs/backend.md")]
 #[async_trait]
 pub trait Backend: fmt::Debug + Send + Sync {
@@ -54,6 +49,11 @@ pub trait Backend: fmt::Debug + Send + Sync {
     /// equal [`Offer::kind`] and [`Blueprint::lease_type`] of the same backend.
     fn lease_type(&self) -> &'static str {
         self.kind()
+    }
+
+    /// The names of its options, without `Type`. `None`: flannelctl does not find misspelt ones.
+    fn option_names(&self) -> Option<&'static [&'static str]> {
+        None
     }
 
     /// Checks whether this network can be built on the node with this external interface; without

@@ -74,6 +74,13 @@ impl BackendConfig {
 }
 
 impl Config {
+    /// The names of all fields: of IPv4, of IPv6, and of both.
+    pub const FIELDS: [[&str; 4]; 3] = [
+        ["Network", "SubnetLen", "SubnetMin", "SubnetMax"],
+        ["IPv6Network", "IPv6SubnetLen", "IPv6SubnetMin", "IPv6SubnetMax"],
+        ["EnableIPv4", "EnableIPv6", "EnableNFTables", "Backend"],
+    ];
+
     /// Reads and checks a network config, and fills in defaults.
     ///
     /// # Errors
@@ -87,21 +94,19 @@ impl Config {
     /// ```
     pub fn parse(text: &str) -> Result<Self, FieldError> {
         let fields = Fields::parse(text, "")?;
+        let [v4, v6, [enable_v4, enable_v6, nftables, backend_name]] = Self::FIELDS;
         let flag = |name, default| Ok(fields.take(name, "true or false")?.unwrap_or(default));
-        let enabled = [flag("EnableIPv4", true)?, flag("EnableIPv6", false)?];
-        let mut networks = Dual::default();
-        for (family, enabled) in Family::BOTH.into_iter().zip(enabled) {
-            // The fields of a disabled family are checked too.
-            networks[family] = pod_network(&fields, family, enabled)?;
-        }
+        let nftables = flag(nftables, false)?;
+        // The fields of a disabled family are checked too.
+        let networks = Dual {
+            v4: pod_network(&fields, Family::V4, v4, flag(enable_v4, true)?)?,
+            v6: pod_network(&fields, Family::V6, v6, flag(enable_v6, false)?)?,
+        };
         if networks.is_empty() {
-            return Err(fields.error(
-                "EnableIPv4",
-                &"false",
-                "at least one of EnableIPv4 and EnableIPv6 is true",
-            ));
+            let expected = "at least one of EnableIPv4 and EnableIPv6 is true";
+            return Err(fields.error(enable_v4, &"false", expected));
         }
-        Ok(Self { networks, nftables: flag("EnableNFTables", false)?, backend: backend(&fields)? })
+        Ok(Self { networks, nftables, backend: backend(&fields, backend_name)? })
     }
 
     /// The enabled pod networks, IPv4 first.
@@ -113,32 +118,30 @@ impl Config {
 fn pod_network(
     fields: &Fields,
     family: Family,
+    [net, len, first, last]: [&str; 4],
     enabled: bool,
 ) -> Result<Option<PodNetwork>, FieldError> {
-    let (prefix, example) = match family {
-        Family::V4 => ("", "an IPv4 subnet such as \"10.1.0.0/16\""),
-        Family::V6 => ("IPv6", "an IPv6 subnet such as \"fd00:10::/48\""),
+    let example = match family {
+        Family::V4 => "an IPv4 subnet such as \"10.1.0.0/16\"",
+        Family::V6 => "an IPv6 subnet such as \"fd00:10::/48\"",
     };
-    let name = |field: &str| format!("{prefix}{field}");
-    let name_of_network = name("Network");
-    let bad_network =
-        |value: &dyn fmt::Display, expected: &str| fields.error(&name_of_network, value, expected);
+    let bad_network = |value: &dyn fmt::Display, expected: &str| fields.error(net, value, expected);
     // Go refuses a null Network, and takes a null IPv6Network for an empty one.
-    if family == Family::V4 && fields.has("Network") && fields.raw("Network").is_none() {
+    if family == Family::V4 && fields.has(net) && fields.raw(net).is_none() {
         return Err(bad_network(&"null", example));
     }
-    let network: Option<Subnet> = fields.parsed(&name_of_network, example)?;
+    let network: Option<Subnet> = fields.parsed(net, example)?;
     let expected_len = "a prefix length in bits, 0 for automatic";
-    let given_len: u64 = fields.take(&name("SubnetLen"), expected_len)?.unwrap_or(0);
+    let given_len: u64 = fields.take(len, expected_len)?.unwrap_or(0);
     let bound = |field: &str| -> Result<Option<IpAddr>, FieldError> {
-        let expected = format!("an {family} address inside {name_of_network}");
-        let address: Option<IpAddr> = fields.parsed(&name(field), &expected)?;
+        let expected = format!("an {family} address inside {net}");
+        let address: Option<IpAddr> = fields.parsed(field, &expected)?;
         match address.filter(|a| !a.is_unspecified()) {
-            Some(a) if Family::of(a) != family => Err(fields.error(&name(field), &a, expected)),
+            Some(a) if Family::of(a) != family => Err(fields.error(field, &a, expected)),
             address => Ok(address),
         }
     };
-    let (given_min, given_max) = (bound("SubnetMin")?, bound("SubnetMax")?);
+    let (given_min, given_max) = (bound(first)?, bound(last)?);
     if let Some(other) = network.filter(|n| n.family() != family) {
         return Err(bad_network(&other, example));
     }
@@ -152,12 +155,12 @@ fn pod_network(
     if network.base().is_loopback() || network.base().is_multicast() {
         return Err(bad_network(&network, &format!("{example}, which hosts may use")));
     }
-    let subnet_len = subnet_len(fields, name, network, given_len)?;
-    let edge = |field, given: Option<IpAddr>, auto: Option<Subnet>| {
+    let subnet_len = subnet_len(fields, [net, len], network, given_len)?;
+    let edge = |field: &str, given: Option<IpAddr>, auto: Option<Subnet>| {
         let Some(address) = given else {
             return auto.ok_or_else(|| bad_network(&network, "a network with room for 4 subnets"));
         };
-        let bad = |expected| Err(fields.error(&name(field), &address, expected));
+        let bad = |expected| Err(fields.error(field, &address, expected));
         match Subnet::new(address, subnet_len).filter(|_| network.contains(address)) {
             None => bad(format!("an address inside {network}")),
             Some(subnet) if subnet.base() != address => bad(format!(
@@ -168,11 +171,11 @@ fn pod_network(
         }
     };
     let second = Subnet::new(network.base(), subnet_len).and_then(|first| first.step(1));
-    let min = edge("SubnetMin", given_min, second)?;
-    let max = edge("SubnetMax", given_max, Subnet::new(network.last(), subnet_len))?;
+    let min = edge(first, given_min, second)?;
+    let max = edge(last, given_max, Subnet::new(network.last(), subnet_len))?;
     if max < min {
-        let expected = format!("at least {} ({})", name("SubnetMin"), min.base());
-        return Err(fields.error(&name("SubnetMax"), &max.base(), expected));
+        let expected = format!("at least {first} ({})", min.base());
+        return Err(fields.error(last, &max.base(), expected));
     }
     Ok(Some(PodNetwork { network, subnet_len, min, max }))
 }
@@ -180,43 +183,37 @@ fn pod_network(
 /// The prefix length of a node's subnet. At least 4 subnets must fit, because the first is skipped.
 fn subnet_len(
     fields: &Fields,
-    name: impl Fn(&str) -> String,
+    [net, len]: [&str; 2],
     network: Subnet,
     given: u64,
 ) -> Result<u8, FieldError> {
-    // Networks up to the first length get subnets of the second, longer ones of two more bits.
-    let (auto_up_to, auto_len) = match network.family() {
-        Family::V4 => (22, 24),
-        Family::V6 => (62, 64),
+    let (usual, longest): (u8, u8) = match network.family() {
+        Family::V4 => (24, 30),
+        Family::V6 => (64, 126),
     };
-    let (len, longest) = (network.len(), network.family().bits() - 2);
+    let least = network.len() + 2;
     match u8::try_from(given) {
-        Ok(0) if len <= auto_up_to => Ok(auto_len),
-        Ok(0) if len <= longest - 2 => Ok(len + 2),
-        Ok(0) => {
-            let expected = format!("at most a /{} network", longest - 2);
-            Err(fields.error(&name("Network"), &network, expected))
-        }
-        Ok(given) if given <= longest && given >= len + 2 => Ok(given),
+        Ok(0) if least <= longest => Ok(least.max(usual)),
+        Ok(0) => Err(fields.error(net, &network, format!("at most a /{} network", longest - 2))),
+        Ok(given) if (least..=longest).contains(&given) => Ok(given),
         _ => {
-            let expected =
-                format!("from {} to {longest} (room for 4 subnets in {network})", len + 2);
-            Err(fields.error(&name("SubnetLen"), &given, expected))
+            let expected = format!("from {least} to {longest} (room for 4 subnets in {network})");
+            Err(fields.error(len, &given, expected))
         }
     }
 }
 
-fn backend(fields: &Fields) -> Result<BackendConfig, FieldError> {
-    if !fields.has("Backend") {
+fn backend(fields: &Fields, name: &str) -> Result<BackendConfig, FieldError> {
+    if !fields.has(name) {
         return Ok(BackendConfig { kind: "vxlan".into(), options: "{}".into(), explicit: false });
     }
     let expected = "an object with the backend's Type, for example {\"Type\": \"vxlan\"}";
-    let raw = fields.raw("Backend").ok_or_else(|| fields.error("Backend", &"null", expected))?;
-    let options = Fields::parse(raw.get(), "Backend")?;
+    let raw = fields.raw(name).ok_or_else(|| fields.error(name, &"null", expected))?;
+    let options = Fields::parse(raw.get(), name)?;
     let expected_kind = "the name of a backend, for example \"vxlan\"";
     let kind: String = options.take("Type", expected_kind)?.unwrap_or_default();
     if kind.is_empty() {
-        return Err(fields.error("Backend", &"an object without a Type", expected));
+        return Err(fields.error(name, &"an object without a Type", expected));
     }
     Ok(BackendConfig { kind: kind.to_lowercase(), options: raw.get().to_owned(), explicit: true })
 }
@@ -324,6 +321,14 @@ mod tests {
             let error = Config::parse(bad).unwrap_err();
             assert_eq!(error.field, field, "{bad}: {error}");
             assert!(error.to_string().contains(says), "{bad}: {error}");
+        }
+    }
+
+    #[test]
+    fn every_field_is_read() {
+        for name in Config::FIELDS.as_flattened() {
+            let text = format!(r#"{{"Network":"10.3.0.0/16","{name}":[]}}"#);
+            assert_eq!(Config::parse(&text).unwrap_err().field, *name);
         }
     }
 

@@ -3,6 +3,7 @@
 mod command_line;
 pub mod control;
 mod error;
+mod nearest;
 pub mod printable;
 mod secrets;
 pub mod state_dir;
@@ -10,6 +11,7 @@ mod store;
 
 pub use command_line::{CommandLine, environment, go_flags};
 pub use error::Error;
+pub use nearest::nearest;
 pub use secrets::FileSecrets;
 #[cfg(feature = "etcd")]
 pub use store::etcd::EtcdFlags;

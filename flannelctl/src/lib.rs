@@ -16,7 +16,7 @@ use flannel_options::printable::line;
 use serde_json::Value;
 
 use error::Result;
-use options::{Ctl, Global, Verb};
+use options::{Ctl, Global, Verb, misspelt_variables};
 use terminal::{Terminal, print_error};
 use verbs::{cleanup, config, docker_opts, doctor, lease, status, watch, why};
 
@@ -52,12 +52,16 @@ pub fn run(args: impl IntoIterator<Item = OsString>, backends: &Backends) -> Exi
     let terminal = Terminal::of_stdout();
     // A closed stdout is no error.
     let print = |text: &str| _ = terminal.print(text);
-    let options = match Ctl::parse_from(args, |name| std::env::var_os(name)) {
+    let parsed = Ctl::parse_from(args, |name| std::env::var_os(name));
+    if let Err(flannel_options::Error::Help(text)) = &parsed {
+        print(text);
+        return ExitCode::SUCCESS;
+    }
+    for warning in misspelt_variables(std::env::vars_os().map(|(name, _)| name)) {
+        print_error(&format!("flannelctl: {warning}\n"));
+    }
+    let options = match parsed {
         Ok(options) => options,
-        Err(flannel_options::Error::Help(text)) => {
-            print(&text);
-            return ExitCode::SUCCESS;
-        }
         Err(error) => {
             print_error(&error.to_string());
             return ExitCode::from(error.exit_code());

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 #[cfg(feature = "etcd")]
 use flannel_options::EtcdFlags;
-use flannel_options::environment::{name_variable, variable};
+use flannel_options::environment::{misspelt, name_variable, variable};
 use flannel_options::go_flags::is_given;
 use flannel_options::{Error as OptionsError, RegistryUrl, control, open_directory};
 use flannel_subnet::Registry;
@@ -253,6 +253,11 @@ pub(crate) struct CleanupFlags {
 #[derive(Debug, Subcommand)]
 pub(crate) enum ConfigVerb {
     /// Check a network config, and show it with all defaults
+    #[command(
+        long_about = "Checks a network config, and shows it with all defaults. Exit status 1 if it \
+            has a mistake: a value that daemons refuse, a field that they do not know or that a \
+            later one replaces, host bits in a network, or a network that pods cannot use."
+    )]
     Check {
         /// The file, - for standard input; by default the config in the store
         #[arg(value_name = "FILE")]
@@ -261,13 +266,18 @@ pub(crate) enum ConfigVerb {
     /// Check a network config and write it to the store
     #[command(
         long_about = "Checks a network config and writes it to the store. Fails without writing if \
-            another program changes the store's config meanwhile. Running daemons apply backend \
-            options at once, and other pod networks or subnets at their next start."
+            the config has a mistake, or if another program changes the store's config meanwhile. \
+            Running daemons apply backend options at once, and other pod networks or subnets at \
+            their next start."
     )]
     Set {
         /// The file, - for standard input
         #[arg(value_name = "FILE")]
         file: PathBuf,
+
+        /// Write a config with mistakes too
+        #[arg(long)]
+        force: bool,
     },
     /// Change some fields of the network config in the store
     #[command(
@@ -278,11 +288,22 @@ pub(crate) enum ConfigVerb {
         /// Such as '{"Backend": {"MTU": 1400}}'
         #[arg(value_name = "PATCH")]
         patch: String,
+
+        /// Write a config with mistakes too
+        #[arg(long)]
+        force: bool,
     },
 }
 
 /// Options of commands that flanneld also has, with the same meaning and the same variables.
 const OF_DAEMON: [&str; 2] = ["doctor_port", "iface"];
+
+/// Warnings about the misspelt ones of these variables of the environment.
+pub(crate) fn misspelt_variables(names: impl Iterator<Item = OsString>) -> Vec<String> {
+    let command = command();
+    let global = command.get_arguments().filter(|arg| arg.get_action().takes_values());
+    misspelt(names, global.filter_map(clap::Arg::get_long).chain(OF_DAEMON))
+}
 
 impl Ctl {
     /// Parses a command line and the environment.
@@ -421,6 +442,24 @@ mod tests {
             );
             let error = parse(&["doctor", "--doctor-port", wrong], &[]).unwrap_err().to_string();
             assert!(error.contains("--doctor-port") && !error.contains("FLANNELD_"), "{error}");
+        }
+    }
+
+    #[test]
+    fn misspelt_variables_are_reported_and_those_of_the_daemon_alone_are_not() {
+        let warnings = |name: &str| misspelt_variables([OsString::from(name)].into_iter());
+        for (wrong, right) in [
+            ("FLANNELD_REGISTYR", "FLANNELD_REGISTRY"),
+            ("FLANNELD_STATEDIR", "FLANNELD_STATE_DIR"),
+            ("FLANNELD_IFCAE", "FLANNELD_IFACE"),
+            ("FLANNELD_DOCTER_PORT", "FLANNELD_DOCTOR_PORT"),
+        ] {
+            let all = warnings(wrong);
+            assert!(all.len() == 1 && all[0].ends_with(right), "{wrong}: {all:?}");
+        }
+        // Those that are most like a variable of flannelctl.
+        for other in ["CONTROL_GROUP", "KUBECONFIG_FILE", "HEALTHZ_PORT", "IFACE_REGEX", "FORCE"] {
+            assert_eq!(warnings(&format!("FLANNELD_{other}")), [""; 0]);
         }
     }
 

@@ -51,7 +51,7 @@ impl Terminal {
     /// least 40. There are colours if standard output is a terminal, unless `NO_COLOR` is not
     /// empty or `TERM` is `dumb`.
     pub fn of_stdout() -> Self {
-        let terminal = std::io::stdout().is_terminal();
+        let terminal = io::stdout().is_terminal();
         let size = terminal_size::terminal_size().map(|(width, _)| usize::from(width.0));
         let given = std::env::var("COLUMNS").ok().and_then(|text| text.parse().ok());
         let unwanted = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty())

@@ -126,9 +126,7 @@ impl Options {
     /// stop; `None` if there are none.
     pub fn without_effect(&self) -> Option<String> {
         let flag = |id: &&str| match *id {
-            variable if variable.starts_with(|c: char| c.is_ascii_uppercase()) => {
-                variable.to_owned()
-            }
+            variable if variable.starts_with(char::is_uppercase) => variable.to_owned(),
             // The one flag with underscores in its name.
             "log_backtrace_at" => format!("--{id}"),
             _ => format!("--{}", id.replace('_', "-")),

@@ -11,7 +11,9 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::time::Duration;
 
+use clap::{Arg, CommandFactory};
 use flannel_backends::Backends;
+use flannel_options::environment::misspelt;
 use flannel_options::printable;
 use tokio::signal::unix::{SignalKind, signal};
 
@@ -40,7 +42,6 @@ pub fn main_with(args: impl IntoIterator<Item = OsString>, backends: Backends) -
     match start(args, backends) {
         Ok(()) => ExitCode::SUCCESS,
         Err(Error::Options(flannel_options::Error::Help(text))) => {
-            // A reader may close the pipe early.
             let _ = std::io::stdout().write_all(text.as_bytes());
             ExitCode::SUCCESS
         }
@@ -61,6 +62,10 @@ fn start(args: impl IntoIterator<Item = OsString>, backends: Backends) -> Result
     let set_filter = log_output::init(options.log.log_format, log_filter(&given).map_err(usage)?)?;
     if let Some(flags) = options.without_effect() {
         tracing::info!("{flags}");
+    }
+    let (command, names) = (Options::command(), std::env::vars_os().map(|(name, _)| name));
+    for warning in misspelt(names, command.get_arguments().filter_map(Arg::get_long)) {
+        tracing::warn!("{warning}");
     }
     capabilities::join_control_group(&options);
     capabilities::drop_needless(&options);

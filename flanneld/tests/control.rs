@@ -884,6 +884,39 @@ fn config_and_leases_are_managed_without_a_daemon() {
         assert_eq!(fs::read_to_string(place.registry().join("config")).unwrap(), CONFIG);
         assert!(place.ctl_text(&["config", "check"]).contains("vxlan"));
 
+        // The daemon accepts this config, and ignores the field.
+        let misspelt = CONFIG.replace(r#""vxlan""#, r#""vxlan","VNY":7"#);
+        fs::write(&file, &misspelt).unwrap();
+        let patch = r#"{"Backend":{"MUT":1400}}"#;
+        for (args, right) in [
+            (["config", "check", &file], "expected Backend.VNI"),
+            (["config", "set", &file], "expected Backend.VNI"),
+            (["config", "patch", patch], "expected Backend.MTU"),
+        ] {
+            let (code, text) = place.fails(&args);
+            assert!(code == 1 && text.contains(right), "{args:?}: {text}");
+        }
+        let stored = || fs::read_to_string(place.registry().join("config")).unwrap();
+        assert_eq!(stored(), CONFIG);
+        let output = place.json(&["config", "set", "--force", &file]);
+        assert!(output["mistakes"][0].as_str().unwrap().contains("Backend.VNI"), "{output}");
+        assert_eq!(stored(), misspelt);
+        assert!(place.ctl_text(&["config", "patch", "--force", patch]).contains("mistake"));
+        assert!(stored().contains(r#""MUT":1400"#), "{}", stored());
+        // A config that daemons refuse, and a text that is no config.
+        fs::write(&file, r#"{"Network":"10.1.0.0/33"}"#).unwrap();
+        let output = place.json(&["config", "set", "--force", &file]);
+        assert!(output["mistakes"][0].as_str().unwrap().contains("field Network"), "{output}");
+        assert!(stored().contains("/33"), "{}", stored());
+        fs::write(&file, "[]").unwrap();
+        place.fails(&["config", "set", "--force", &file]);
+        fs::write(&file, CONFIG).unwrap();
+        let mut command = place.ctl_command(&["config", "set", &file]);
+        let output = command.env("FLANNELD_REGISTYR", "etcd").output().unwrap();
+        let error = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success() && error.contains("expected FLANNELD_REGISTRY"), "{error}");
+        assert_eq!(stored(), CONFIG);
+
         place.ctl_text(&[
             "lease",
             "reserve",

@@ -200,9 +200,13 @@ fn ip_blackhole_route_drops_unused_addresses_and_coexists_with_a_bridge() {
         uplink();
         let place = Place::new(CONFIG);
         let blackholes = || ip("route show type blackhole");
-        let mut daemon = place.start(&["-ip-blackhole-route", "-v=4", "-vmodule=x=1"]);
+        let registry = format!("dir:{}", place.registry().display());
+        let mut command =
+            place.command(&registry, &["-ip-blackhole-route", "-v=4", "-vmodule=x=1"]);
+        let mut daemon = Daemon::start(command.env("FLANNELD_IFCAE", "eth7"));
         daemon.wait_for_log("running lease");
         daemon.wait_for_log("without effect here: --vmodule");
+        daemon.wait_for_log("FLANNELD_IFCAE in the environment has no effect");
         daemon.wait_for_log("DEBUG");
         let own = place.own_lease().file_name().unwrap().to_str().unwrap().replace('-', "/");
         let base = own.strip_suffix(".0/24").unwrap();
@@ -220,7 +224,7 @@ fn ip_blackhole_route_drops_unused_addresses_and_coexists_with_a_bridge() {
         ip("link del cni0");
         wait_until(|| blackholes().contains(&own), blackholes);
         ip(&format!("route del blackhole {own}"));
-        daemon.wait_for_log(&format!("an object was restored object=route blackhole {own}"));
+        daemon.wait_for_log(&format!("an object was repaired object=route blackhole {own}"));
         assert!(blackholes().contains(&own));
         assert_eq!(daemon.log().matches("restored").count(), 1, "{}", daemon.log());
         daemon.signal(Signal::SIGTERM);
@@ -626,7 +630,7 @@ fn the_unit_allows_all_system_calls_of_the_daemon_and_iptables() {
             strace.wait_for_log("running lease");
             strace.wait_for_log("in sync peers=1");
             ip("link del flannel.1");
-            strace.wait_for_log("an object was restored object=link flannel.1");
+            strace.wait_for_log("an object was repaired object=link flannel.1");
             if !programs {
                 let gone = Command::new("nft").args(["flush", "ruleset"]).status().unwrap();
                 assert!(gone.success());

@@ -21,38 +21,16 @@ fn words(text: &str, prefix: &str) -> BTreeSet<String> {
 #[test]
 fn every_field_of_the_network_config_is_documented() {
     let text = read("docs/configuration.md");
-    // The names in the calls that read the config.
-    let sources =
-        ["flannel-core/src/config.rs", "flannel-backend-vxlan/src/options.rs"].map(read).concat();
-    let code = sources.split("#[cfg(test)]").next().unwrap().to_owned() + &sources;
-    let mut fields = BTreeSet::new();
-    let named = |call: &str| -> Vec<String> {
-        let names = code.split(call).skip(1).filter_map(|rest| rest.split('"').next());
-        names.map(str::to_owned).collect()
-    };
-    for call in ["flag(\"", "number(\"", "take(\"", "parsed(\""] {
-        fields.extend(named(call));
-    }
-    // The fields that exist for each family.
-    for call in ["name(\"", "bound(\""] {
-        for field in named(call) {
-            fields.insert(format!("IPv6{field}"));
-            fields.insert(field);
-        }
-    }
-    fields.retain(|field| field.chars().all(|c| c.is_ascii_alphanumeric()));
-    for field in ["EnableNFTables", "VNI", "Network", "SubnetLen", "IPv6SubnetMin", "IPv6SubnetMax"]
-    {
-        assert!(fields.contains(field), "{field}: {fields:?}");
+    let mut fields = flannel_core::Config::FIELDS.concat();
+    for backend in flannel_backends::all().iter() {
+        assert!(text.contains(&format!("**`{}`**", backend.kind())), "{}", backend.kind());
+        fields.extend(backend.option_names().unwrap_or_default());
     }
     for field in fields {
         assert!(
             text.contains(&format!("`{field}`")),
             "docs/configuration.md does not name {field}"
         );
-    }
-    for backend in flannel_backends::all().iter() {
-        assert!(text.contains(&format!("**`{}`**", backend.kind())), "{}", backend.kind());
     }
 }
 

@@ -1,8 +1,36 @@
 //! Options from the environment.
 
+use std::ffi::OsString;
+
+use crate::nearest;
+
+/// The first part of all variables.
+const PREFIX: &str = "FLANNELD_";
+
 /// The variable of an option: `FLANNELD_SUBNET_FILE` for `subnet-file`.
 pub fn variable(flag: &str) -> String {
-    format!("FLANNELD_{}", flag.to_uppercase().replace(['-', '.'], "_"))
+    format!("{PREFIX}{}", flag.to_uppercase().replace(['-', '.'], "_"))
+}
+
+/// A warning for each misspelt variable of one of the `flags`. `names` are those of the whole
+/// environment. A name that is like none of them is not reported: Kubernetes, for example, sets
+/// variables of the same prefix for a service `flanneld`.
+pub fn misspelt<'a>(
+    names: impl IntoIterator<Item = OsString>,
+    flags: impl IntoIterator<Item = &'a str>,
+) -> Vec<String> {
+    let known: Vec<String> = flags.into_iter().map(variable).collect();
+    let warning = |name: OsString| {
+        let name = name.to_str().filter(|name| known.iter().all(|known| known != name))?;
+        let own_parts = known.iter().filter_map(|known| known.strip_prefix(PREFIX));
+        let right = nearest(name.strip_prefix(PREFIX)?, own_parts)?;
+        // Not the value, which may be a password.
+        Some(format!(
+            "{name} in the environment has no effect, because no option has this variable; \
+             expected {PREFIX}{right}"
+        ))
+    };
+    names.into_iter().filter_map(warning).collect()
 }
 
 /// Appends the name of the variable to an error about an option whose value comes from the
@@ -14,5 +42,34 @@ pub fn name_variable(text: String, variables: &[(String, String)]) -> String {
     match variables.iter().find(|(flag, _)| names(flag)) {
         Some((_, name)) => format!("{text}\n(the value comes from the environment: {name})\n"),
         None => text,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_misspelt_variable_is_reported_with_the_right_one() {
+        let warnings = |name: &str| misspelt([OsString::from(name)], ["iface", "subnet-file", "v"]);
+        for (wrong, right) in [
+            ("FLANNELD_IFCAE", "FLANNELD_IFACE"),
+            ("FLANNELD_iface", "FLANNELD_IFACE"),
+            ("FLANNELD_SUBNET-FILE", "FLANNELD_SUBNET_FILE"),
+        ] {
+            let all = warnings(wrong);
+            let [warning] = &all[..] else { panic!("{wrong}: {all:?}") };
+            assert!(warning.starts_with(wrong) && warning.ends_with(right), "{warning}");
+        }
+        for other in [
+            "FLANNELD_IFACE",
+            "FLANNELD_SUBNET_FILE",
+            "FLANNELD_SERVICE_HOST",
+            "FLANNELD_",
+            "FLANNEL_IFCAE",
+            "IFCAE",
+        ] {
+            assert_eq!(warnings(other), [""; 0], "{other}");
+        }
     }
 }

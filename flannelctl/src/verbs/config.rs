@@ -1,5 +1,7 @@
 //! `flannelctl config`: checks the network config, and writes it after the check.
 
+mod mistakes;
+
 use std::fmt::Display;
 use std::io::Read;
 use std::path::Path;
@@ -27,37 +29,65 @@ pub(crate) async fn config(context: Context<'_>, verb: &ConfigVerb) -> Result<Ou
                 Some(file) => read(file)?,
                 None => global.open_registry().await?.config().await?,
             };
+            let mistakes = mistakes_in(&text, backends)?;
+            if !mistakes.is_empty() {
+                return Err(Error::Refused(mistakes.join("\n")));
+            }
             Ok(describe(&check(&text, backends)?, &text, "", terminal))
         }
-        ConfigVerb::Set { file } => {
+        ConfigVerb::Set { file, force } => {
             let text = read(file)?;
-            check(&text, backends)?;
+            let mistakes = mistakes_in(&text, backends)?;
+            accept(&mistakes, *force)?;
             let registry = global.make_registry().await?;
             let seen = match registry.config().await {
                 Ok(seen) => Some(seen),
                 Err(CoreError::NoConfig { .. }) => None,
                 Err(error) => return Err(error.into()),
             };
-            write(&*registry, seen.as_ref(), text.text, (backends, terminal)).await
+            write(&*registry, seen.as_ref(), (text.text, &mistakes), (backends, terminal)).await
         }
-        ConfigVerb::Patch { patch } => {
+        ConfigVerb::Patch { patch, force } => {
             let registry = global.open_registry().await?;
             let seen = registry.config().await?;
-            let text = patched(&seen, patch, backends)?;
-            write(&*registry, Some(&seen), text, (backends, terminal)).await
+            let text = patched(&seen, patch)?;
+            let mistakes = mistakes_in_patch(&seen, patch, &text, backends)?;
+            accept(&mistakes, *force)?;
+            write(&*registry, Some(&seen), (text, &mistakes), (backends, terminal)).await
         }
     }
 }
 
-/// Writes a config, unless the config in the store has changed since it was read.
+/// The mistakes in a config, each with the place of the config.
+///
+/// # Errors
+/// It is not a JSON object.
+fn mistakes_in(text: &ConfigText, backends: &Backends) -> Result<Vec<String>> {
+    let place = |mistake: String| format!("{}: {mistake}", text.location);
+    match mistakes::find(&text.text, backends) {
+        Ok(found) => Ok(found.into_iter().map(place).collect()),
+        Err(error) => Err(Error::Refused(place(error))),
+    }
+}
+
+/// Refuses a config with mistakes, except by force.
+fn accept(mistakes: &[String], force: bool) -> Result<()> {
+    if mistakes.is_empty() || force {
+        return Ok(());
+    }
+    let all = mistakes.join("\n");
+    Err(Error::Refused(format!("{all}\nnothing is written; with --force it is written as it is")))
+}
+
+/// Writes a config with these mistakes, unless the config in the store has changed since it was
+/// read.
 async fn write(
     registry: &dyn Registry,
     seen: Option<&ConfigText>,
-    text: String,
+    (text, mistakes): (String, &[String]),
     (backends, terminal): (&Backends, &Terminal),
 ) -> Result<Output> {
     let text = ConfigText { location: registry.to_string(), text };
-    let config = check(&text, backends)?;
     let result = match seen {
         Some(seen) if seen.text == text.text => "unchanged: the store has this config already",
         _ => {
@@ -66,22 +96,54 @@ async fn write(
         }
     };
     let used = seen.and_then(|seen| Config::parse(&seen.text).ok());
-    let restart = used.is_some_and(|used| used.networks != config.networks);
-    let note = match restart {
-        true => format!(
-            "{result}; each daemon uses the changed pod networks from its next start \
-            on"
-        ),
-        false => result.to_owned(),
+    let mut output = match validate(&text.text, backends) {
+        Ok(config) => {
+            let restart = used.is_some_and(|used| used.networks != config.networks);
+            let note = match restart {
+                true => format!(
+                    "{result}; each daemon uses the changed pod networks from its next start on"
+                ),
+                false => result.to_owned(),
+            };
+            describe(&config, &text, &note, terminal)
+        }
+        Err(_) => {
+            let headline = format!("{}: {result}, but daemons refuse it", text.location);
+            let value = json!({ "version": VERSION, "location": text.location, "result": result });
+            Output { text: terminal.field("ok", Style::Warning, &headline), value, ok: true }
+        }
     };
-    Ok(describe(&config, &text, &note, terminal))
+    for mistake in mistakes {
+        output.text += &terminal.field("mistake", Style::Warning, mistake);
+    }
+    output.value["mistakes"] = json!(mistakes);
+    Ok(output)
+}
+
+/// The mistakes in a patched config, each with its origin, and those that only the patch shows.
+///
+/// # Errors
+/// One of the texts is not a JSON object.
+fn mistakes_in_patch(
+    seen: &ConfigText,
+    patch: &str,
+    text: &str,
+    backends: &Backends,
+) -> Result<Vec<String>> {
+    let before = mistakes::find(&seen.text, backends).map_err(Error::Refused)?;
+    let after = mistakes::find(text, backends).map_err(Error::Refused)?;
+    let origin = |mistake: String| match before.contains(&mistake) {
+        true => format!("{}: {mistake}, with and without PATCH", seen.location),
+        false => format!("PATCH: {mistake}"),
+    };
+    Ok(mistakes::repeated(patch).into_iter().chain(after).map(origin).collect())
 }
 
 /// Applies a patch to a config.
 ///
 /// # Errors
-/// The patch or the config is not a JSON object, or the patched config is wrong.
-fn patched(seen: &ConfigText, patch: &str, backends: &Backends) -> Result<String> {
+/// The patch or the config is not a JSON object.
+fn patched(seen: &ConfigText, patch: &str) -> Result<String> {
     let wrong = |what: &str, why: &dyn Display| {
         Error::Refused(format!(
             "{what} is not a JSON object: {why}; expected one such as {{\"Backend\": {{\"MTU\": \
@@ -92,14 +154,7 @@ fn patched(seen: &ConfigText, patch: &str, backends: &Backends) -> Result<String
     let mut config: Members =
         serde_json::from_str(&seen.text).map_err(|error| wrong(&seen.location, &error))?;
     merge(&mut config, patch).map_err(|error| wrong("PATCH", &error))?;
-    let text = serde_json::to_string(&config).map_err(|error| wrong("PATCH", &error))?;
-    match (validate(&text, backends), validate(&seen.text, backends)) {
-        (Err(error), Err(before)) if error == before => {
-            Err(Error::Refused(format!("{}: {error}, with and without PATCH", seen.location)))
-        }
-        (Err(error), _) => Err(Error::Refused(format!("PATCH: {error}"))),
-        (Ok(_), _) => Ok(text),
-    }
+    serde_json::to_string(&config).map_err(|error| wrong("PATCH", &error))
 }
 
 /// **Source**: RFC 7396. Field names ignore case, as in a network config.
@@ -238,10 +293,6 @@ mod tests {
     use super::*;
     use crate::terminal::tests::assert_page;
 
-    fn patched(seen: &ConfigText, patch: &str) -> Result<String> {
-        super::patched(seen, patch, &flannel_backends::all())
-    }
-
     #[test]
     fn a_config_is_shown_with_its_defaults() {
         let text = ConfigText {
@@ -322,12 +373,17 @@ mod tests {
     }
 
     #[test]
-    fn an_error_names_the_patch_or_the_config() {
+    fn a_mistake_names_the_patch_or_the_config() {
+        let mistakes = |seen: &ConfigText, patch: &str| {
+            let text = patched(seen, patch).unwrap();
+            mistakes_in_patch(seen, patch, &text, &flannel_backends::all()).unwrap()
+        };
         let seen = |text: &str| ConfigText { location: "here".into(), text: text.into() };
         let right = r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vxlan"}}"#;
         let dual = r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:1::/48",
             "Backend":{"Type":"vxlan"}}"#;
         let wrong = r#"{"Network":"10.1.0.0/33","Backend":{"Type":"vxlan"}}"#;
+        let old = r#"{"Network":"10.1.0.0/16","Netwrok":"","Backend":{"Type":"vxlan"}}"#;
         for (text, patch, parts) in [
             (right, r#"{"Backend":{"VNI":0}}"#, ["PATCH: ", "field Backend.VNI: 0"]),
             (right, r#"{"Network":"10.1.0.0/40"}"#, ["PATCH: ", "field Network"]),
@@ -339,12 +395,18 @@ mod tests {
             ),
             (wrong, r#"{"Network":"10.1.0.0/40"}"#, ["PATCH: ", "10.1.0.0/40"]),
             (wrong, r#"{"Backend":{"MTU":1400}}"#, ["here: ", "with and without PATCH"]),
+            (right, r#"{"Backend":{"MUT":1400}}"#, ["PATCH: ", "expected Backend.MTU"]),
+            (old, r#"{"Backend":{"VNI":7}}"#, ["here: ", "expected Network, with and without"]),
+            (right, r#"{"Backend":{"VNI":7,"vni":8}}"#, ["PATCH: ", "field Backend.VNI: 7"]),
         ] {
-            let error = patched(&seen(text), patch).unwrap_err().to_string();
-            assert!(error.starts_with(parts[0]) && error.contains(parts[1]), "{error}");
+            let all = mistakes(&seen(text), patch);
+            let [mistake] = &all[..] else { panic!("{patch}: {all:?}") };
+            assert!(mistake.starts_with(parts[0]) && mistake.contains(parts[1]), "{mistake}");
         }
-        assert!(patched(&seen(wrong), r#"{"Network":"10.1.0.0/16"}"#).is_ok());
-        assert!(patched(&seen(dual), r#"{"Backend":{"MTU":1350}}"#).is_ok());
+        assert_eq!(mistakes(&seen(wrong), r#"{"Network":"10.1.0.0/16"}"#), [""; 0]);
+        assert_eq!(mistakes(&seen(dual), r#"{"Backend":{"MTU":1350}}"#), [""; 0]);
+        // The names of the patch itself do not count: it may remove an unknown field.
+        assert_eq!(mistakes(&seen(old), r#"{"Netwrok":null}"#), [""; 0]);
         let error = check(
             &seen(&dual.replace(r#""vxlan""#, r#""vxlan","MTU":1300"#)),
             &flannel_backends::all(),
@@ -352,5 +414,19 @@ mod tests {
         .unwrap_err()
         .to_string();
         assert!(error.starts_with("here: ") && error.contains("at least 1350"), "{error}");
+    }
+
+    #[test]
+    fn a_config_with_mistakes_is_written_by_force_only() {
+        let mistakes = ["here: one".to_owned(), "here: two".to_owned()];
+        let error = accept(&mistakes, false).unwrap_err().to_string();
+        assert!(
+            error.starts_with("here: one\nhere: two\n") && error.contains("--force"),
+            "{error}"
+        );
+        assert!(accept(&mistakes, true).is_ok() && accept(&[], false).is_ok());
+        let text = |text: &str| ConfigText { location: "here".into(), text: text.into() };
+        let error = mistakes_in(&text("[]"), &flannel_backends::all()).unwrap_err().to_string();
+        assert!(error.starts_with("here: field (document)"), "{error}");
     }
 }

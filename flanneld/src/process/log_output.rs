@@ -50,9 +50,9 @@ where
                 debug: Priority::Debug,
                 trace: Priority::Debug,
             };
-            let journal =
-                tracing_journald::layer().map_err(missing)?.with_priority_mappings(priorities);
+            let journal = tracing_journald::layer().map_err(missing)?;
             journal
+                .with_priority_mappings(priorities)
                 .with_syslog_identifier("flanneld".to_owned())
                 .with_field_prefix(Some("FLANNEL".to_owned()))
                 .boxed()

@@ -47,10 +47,8 @@ pub(crate) async fn log_status(mut status: watch::Receiver<Arc<Status>>) -> Infa
 /// A line of the log.
 #[derive(Debug, PartialEq, Eq)]
 enum Line {
-    InSync {
-        peers: usize,
-        objects: usize,
-    },
+    /// The numbers of peers and of objects.
+    InSync(usize, usize),
     Unreadable(String),
     /// The change, the error, and the number of further refusals.
     Refused(String, String, usize),
@@ -65,11 +63,10 @@ enum Line {
 
 impl Line {
     fn log(&self) {
-        const UNREADABLE: &str = "not in sync: the kernel cannot be read or watched";
         const REFUSED: &str = "not in sync: the kernel refused a change";
         match self {
-            Self::InSync { peers, objects } => info!(peers, objects, "in sync"),
-            Self::Unreadable(error) => warn!(%error, "{UNREADABLE}"),
+            Self::InSync(peers, objects) => info!(peers, objects, "in sync"),
+            Self::Unreadable(error) => warn!(%error, "the kernel cannot be read or watched"),
             Self::Refused(change, error, more) => warn!(%change, %error, more, "{REFUSED}"),
             Self::Rejected(lease, reason) => warn!(%lease, %reason, "a lease is rejected"),
             Self::Accepted(lease) => info!(%lease, "a lease is no longer rejected, or gone"),
@@ -77,10 +74,7 @@ impl Line {
             Self::Repaired(repair) => {
                 let Repair { damage, object, peer, changed_by, .. } = &**repair;
                 let (lease, by) = (peer.map(display), changed_by.as_ref().map(display));
-                match damage {
-                    Damage::Addition => info!(%object, lease, %damage, by, "an object was removed"),
-                    _ => info!(%object, lease, %damage, by, "an object was restored"),
-                }
+                info!(%object, lease, %damage, by, "an object was repaired");
             }
             Self::More(more, kinds) => info!(more, %kinds, "changes were not logged one by one"),
         }
@@ -166,7 +160,7 @@ impl InSync {
             return None;
         }
         (self.logged, self.at) = (Some(now.peers), Some(at));
-        Some(Line::InSync { peers: now.peers, objects: now.objects })
+        Some(Line::InSync(now.peers, now.objects))
     }
 }
 
@@ -338,11 +332,11 @@ mod tests {
             (status.in_sync, status.peers, status.objects) = (ms % 3 != 1, peers, 4 * peers);
             logged.extend(log.lines(&Arc::new(status), start + Duration::from_millis(ms)));
         }
-        assert_eq!((logged.len(), &logged[0]), (10, &Line::InSync { peers: 0, objects: 0 }));
+        assert_eq!((logged.len(), &logged[0]), (10, &Line::InSync(0, 0)));
         let later = log.next().unwrap();
         assert!(later <= start + Duration::from_secs(11));
         let last = log.logged.clone();
-        assert_eq!(log.lines(&last, later), [Line::InSync { peers: 9_999, objects: 39_996 }]);
+        assert_eq!(log.lines(&last, later), [Line::InSync(9_999, 39_996)]);
         assert_eq!((log.next(), log.lines(&last, later + SYNC_GAP)), (None, vec![]));
     }
 

@@ -1,0 +1,345 @@
+//! The mistakes in a network config: values that daemons refuse, and fields that they ignore or
+//! correct without a word. They do so because Go flannel does.
+
+use std::net::IpAddr;
+
+use flannel_backends::Backends;
+use flannel_core::address::Family;
+use flannel_core::json::{FieldError, Fields};
+use flannel_core::{Backend, Config, Subnet};
+use flannel_options::nearest;
+use serde_json::Value;
+use serde_json::value::RawValue;
+
+use super::{Members, validate};
+
+/// Networks whose addresses pods cannot use.
+const UNUSABLE: [(&str, &str); 6] = [
+    ("loopback", "127.0.0.0/8"),
+    ("link-local", "169.254.0.0/16"),
+    ("multicast", "224.0.0.0/4"),
+    ("loopback", "::1/128"),
+    ("link-local", "fe80::/10"),
+    ("multicast", "ff00::/8"),
+];
+
+/// The path of an object's fields, and their names; no names: they are not known.
+type Names<'a> = (&'a str, &'a [&'a str]);
+
+/// The config and its backend, or the error of one of them.
+type Known = Result<(Config, &'static dyn Backend), String>;
+
+/// All mistakes in a config. Each names the field, its value and what would be right.
+///
+/// # Errors
+/// The text is not a JSON object.
+pub(super) fn find(text: &str, backends: &Backends) -> Result<Vec<String>, String> {
+    let fields = Fields::parse(text, "").map_err(|error| error.to_string())?;
+    let (config, options) = objects(text);
+    let known: Known =
+        readable(text, &fields).map_err(|error| error.to_string()).and_then(|config| {
+            let backend = backends.find(&config.backend.kind).map_err(|error| error.to_string())?;
+            Ok((config, backend))
+        });
+    let mut found = match validate(text, backends) {
+        Ok(_) => Vec::new(),
+        Err(first) => refused(first, (&config, &options), &known),
+    };
+    found.extend(unsuitable(&fields, &found));
+    let names = Config::FIELDS;
+    let listed = known.ok().and_then(|(_, backend)| backend.option_names());
+    let listed = listed.map(|names| [&["Type"][..], names].concat()).unwrap_or_default();
+    let (of_config, of_backend) = (("", names.as_flattened()), ("Backend.", &listed[..]));
+    found.extend(without_effect(&config, of_config, of_backend));
+    found.extend(without_effect(&options, of_backend, of_config));
+    Ok(found)
+}
+
+/// The fields of a config or a patch that a later field of the same name replaces.
+pub(super) fn repeated(text: &str) -> Vec<String> {
+    let (config, options) = objects(text);
+    let mut found = without_effect(&config, ("", &[]), ("", &[]));
+    found.extend(without_effect(&options, ("Backend.", &[]), ("", &[])));
+    found
+}
+
+/// The members of a config, and those of its `Backend`.
+fn objects(text: &str) -> (Members, Members) {
+    let read = |text: &str| serde_json::from_str::<Members>(text).unwrap_or_default();
+    let config = read(text);
+    let backend = config.0.iter().rfind(|(name, _)| name.eq_ignore_ascii_case("Backend"));
+    let options = backend.map(|(_, value)| read(value.get())).unwrap_or_default();
+    (config, options)
+}
+
+/// The config. If its other fields are wrong, its `Backend` with another network.
+fn readable(text: &str, fields: &Fields) -> Result<Config, FieldError> {
+    Config::parse(text).or_else(|_| {
+        let backend = fields.raw("Backend").map(|raw| format!(r#","Backend":{}"#, raw.get()));
+        Config::parse(&format!(r#"{{"Network":"10.0.0.0/8"{}}}"#, backend.unwrap_or_default()))
+    })
+}
+
+/// The values that daemons refuse. A daemon names only the `first`, so each field is checked alone.
+fn refused(first: String, (config, options): (&Members, &Members), known: &Known) -> Vec<String> {
+    let mut errors: Vec<String> =
+        config.0.iter().filter_map(|(name, value)| wrong_alone(name, value)).collect();
+    match known {
+        Err(error) => errors.push(error.clone()),
+        Ok((config, backend)) => {
+            let check = |options: String| {
+                let mut config = config.clone();
+                config.backend.options = options;
+                backend.validate(&config, None).err().map(|error| error.to_string())
+            };
+            for (name, value) in &options.0 {
+                let field = format!("backend.{name}").to_ascii_lowercase();
+                let error = check(format!("{{{}}}", member(name, value)));
+                // Another field may be required.
+                errors.extend(error.filter(|error| error.to_ascii_lowercase().contains(&field)));
+            }
+            errors.extend(check(config.backend.options.clone()));
+        }
+    }
+    let mut found = vec![first];
+    for error in errors {
+        if !found.contains(&error) {
+            found.push(error);
+        }
+    }
+    found
+}
+
+/// The error of a value that is wrong whatever the other fields are.
+fn wrong_alone(name: &str, value: &RawValue) -> Option<String> {
+    // No family is enabled, so nothing else is needed.
+    let parse = |more: &str| Config::parse(&format!(r#"{{"EnableIPv4":false{more}}}"#)).err();
+    let error = parse(&format!(",{}", member(name, value)))?;
+    let is_own = error.field.eq_ignore_ascii_case(name) && Some(&error) != parse("").as_ref();
+    is_own.then(|| error.to_string())
+}
+
+/// A member of an object as JSON.
+fn member(name: &str, value: &RawValue) -> String {
+    format!("{}:{}", Value::from(name), value.get())
+}
+
+/// Networks with host bits, and those that pods cannot use, without those that are `refused`.
+fn unsuitable(fields: &Fields, refused: &[String]) -> Vec<String> {
+    let mut found = Vec::new();
+    let [[v4, ..], [v6, ..], _] = Config::FIELDS;
+    for name in [v4, v6] {
+        let Ok(Some(text)) = fields.take::<String>(name, "a network") else { continue };
+        let Ok(network) = text.parse::<Subnet>() else { continue };
+        let field = format!("field {name}: ");
+        // Go's text for no network is 0.0.0.0/0 or ::/0.
+        if network.is_everything() || refused.iter().any(|error| error.starts_with(&field)) {
+            continue;
+        }
+        let overlaps =
+            |text: &str| text.parse::<Subnet>().is_ok_and(|other| other.overlaps(&network));
+        if let Some((kind, unusable)) = UNUSABLE.iter().find(|(_, text)| overlaps(text)) {
+            let example = match network.family() {
+                Family::V4 => "10.244.0.0/16",
+                Family::V6 => "fd00:10:244::/48",
+            };
+            found.push(format!(
+                "{field}{text:?} has {kind} addresses ({unusable}), which pods cannot use; \
+                 expected a network such as {example:?}"
+            ));
+        }
+        let address = text.split_once('/').and_then(|(address, _)| address.parse::<IpAddr>().ok());
+        if address != Some(network.base()) {
+            let right = network.to_string();
+            found.push(format!(
+                "{field}{text:?} has host bits, which daemons ignore; expected {right:?}"
+            ));
+        }
+    }
+    found
+}
+
+/// The fields that no daemon knows, and those that a later one replaces. `elsewhere` are the names
+/// in the other object.
+fn without_effect(
+    members: &Members,
+    (path, names): Names<'_>,
+    (elsewhere, others): Names<'_>,
+) -> Vec<String> {
+    let mut found = Vec::new();
+    for (n, (name, value)) in members.0.iter().enumerate() {
+        let same = |other: &str| other.eq_ignore_ascii_case(name);
+        let field = format!("field {path}{name}: {}", shown(value));
+        if let Some((last, used)) = members.0[n + 1..].iter().rfind(|(later, _)| same(later)) {
+            let used = shown(used);
+            found.push(format!(
+                "{field} has no effect, because {path}{last} is the same field and comes later, \
+                 with {used}; expected the field once"
+            ));
+        } else if !names.is_empty() && !names.iter().any(|known| same(known)) {
+            let moved = others.iter().find(|other| same(other));
+            let near = || nearest(name, names.iter().copied()).map(|name| format!("{path}{name}"));
+            let right = moved.map(|name| format!("{elsewhere}{name}")).or_else(near);
+            let right = right.unwrap_or_else(|| format!("one of {}", names.join(", ")));
+            found.push(format!(
+                "{field} has no effect, because there is no such field; expected {right}"
+            ));
+        }
+    }
+    found
+}
+
+/// A value for a message, at most 60 characters of it.
+fn shown(value: &RawValue) -> String {
+    match value.get().char_indices().nth(60) {
+        Some((end, _)) => format!("{}…", &value.get()[..end]),
+        None => value.get().to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(text: &str) -> Vec<String> {
+        find(text, &flannel_backends::all()).unwrap()
+    }
+
+    /// A config with these options of vxlan.
+    fn vxlan(options: &str) -> String {
+        format!(r#"{{"Network":"10.1.0.0/16","Backend":{{"Type":"vxlan",{options}}}}}"#)
+    }
+
+    /// A config with this network and these other fields.
+    fn network(network: &str, more: &str) -> String {
+        format!(r#"{{"Network":"{network}"{more}}}"#)
+    }
+
+    #[test]
+    fn a_config_that_daemons_accept_has_each_of_these_mistakes() {
+        for (text, expected) in [
+            (
+                vxlan(r#""MUT":1400"#),
+                "field Backend.MUT: 1400 has no effect, because there is no such field; expected \
+                 Backend.MTU",
+            ),
+            (vxlan(r#""directRoute":true"#), "expected Backend.DirectRouting"),
+            (vxlan(r#""PSK":"x""#), "expected one of Type, VNI, Port, MTU"),
+            (vxlan(r#""EnableIPv6":true"#), "field Backend.EnableIPv6: true has no effect"),
+            (vxlan(r#""SubnetLen":25"#), "expected SubnetLen"),
+            (network("10.1.0.0/16", r#","mtu":1400"#), "field mtu: 1400 has no effect"),
+            (network("10.1.0.0/16", r#","mtu":1400"#), "expected Backend.MTU"),
+            (network("10.1.0.0/16", r#","EnableNFTable":true"#), "expected EnableNFTables"),
+            (
+                network("10.1.0.0/16", r#","Backend":{"Type":"alloc","x":1}"#),
+                "expected one of Type",
+            ),
+            (
+                vxlan(r#""MTU":1400,"MTU":1450"#),
+                "field Backend.MTU: 1400 has no effect, because Backend.MTU is the same field and \
+                 comes later, with 1450; expected the field once",
+            ),
+            (vxlan(r#""MTU":1400,"Mtu":1450"#), "because Backend.Mtu is the same field"),
+            (
+                network("10.1.0.0/16", r#","network":"10.1.0.0/16""#),
+                "field Network: \"10.1.0.0/16\"",
+            ),
+            (
+                network("10.1.2.3/16", ""),
+                "field Network: \"10.1.2.3/16\" has host bits, which daemons ignore; expected \
+                 \"10.1.0.0/16\"",
+            ),
+            (
+                network("10.1.0.0/16", r#","EnableIPv6":true,"IPv6Network":"fd00::1/48""#),
+                "field IPv6Network: \"fd00::1/48\" has host bits, which daemons ignore; expected \
+                 \"fd00::/48\"",
+            ),
+            (network("169.254.0.0/16", ""), "has link-local addresses (169.254.0.0/16)"),
+            (network("126.0.0.0/7", ""), "has loopback addresses (127.0.0.0/8)"),
+            (network("192.0.0.0/2", ""), "has multicast addresses (224.0.0.0/4)"),
+            (
+                network("10.1.0.0/16", r#","EnableIPv6":true,"IPv6Network":"fe80::/64""#),
+                "field IPv6Network: \"fe80::/64\" has link-local addresses (fe80::/10), which pods \
+                 cannot use; expected a network such as \"fd00:10:244::/48\"",
+            ),
+            (
+                network("10.1.0.0/16", r#","IPv6Network":"ff00::/16""#),
+                "has multicast addresses (ff00::/8)",
+            ),
+        ] {
+            assert!(validate(&text, &flannel_backends::all()).is_ok(), "{text}");
+            let all = of(&text);
+            let [mistake] = &all[..] else { panic!("{text}: {all:?}") };
+            assert!(mistake.contains(expected), "{mistake}");
+        }
+    }
+
+    #[test]
+    fn values_that_daemons_refuse_are_mistakes() {
+        for (text, expected) in [
+            (vxlan(r#""MTU":"1400""#), "field Backend.MTU: \"1400\" is not valid"),
+            (vxlan(r#""MTU":65536"#), "field Backend.MTU: 65536 is not valid"),
+            (vxlan(r#""MTU":100"#), "Backend.MTU 100 is too small for IPv4: at least 118"),
+            (vxlan(r#""Port":65536"#), "field Backend.Port: 65536 is not valid"),
+            (vxlan(r#""VNI":16777216"#), "expected a number from 1 to 16777215"),
+            (network("10.1.0.0/16", r#","SubnetLen":"24""#), "field SubnetLen: \"24\""),
+            (network("127.0.0.0/8", ""), "field Network: 127.0.0.0/8 is not valid"),
+            (network("224.1.2.3/8", ""), "field Network: 224.0.0.0/8 is not valid"),
+        ] {
+            let all = of(&text);
+            let [mistake] = &all[..] else { panic!("{text}: {all:?}") };
+            assert!(mistake.contains(expected), "{mistake}");
+        }
+        assert!(find("[]", &flannel_backends::all()).unwrap_err().contains("(document)"));
+    }
+
+    #[test]
+    fn all_mistakes_are_found_at_once() {
+        let all =
+            of(r#"{"Netwrok":"10.1.0.0/16","SubnetLen":"24","EnableNFTables":"yes","EnableIPv6":1,
+                "Backend":{"Type":"vxlan","VNI":"1","port":70000,"mtu":50,"GPB":true}}"#);
+        let fields = [
+            "field EnableNFTables: \"yes\"",
+            "field SubnetLen: \"24\"",
+            "field EnableIPv6: 1",
+            "field Backend.VNI: \"1\"",
+            "field Backend.Port: 70000",
+            "Backend.MTU 50 is too small",
+            "expected Network",
+            "expected Backend.GBP",
+        ];
+        for field in fields {
+            assert_eq!(all.iter().filter(|text| text.contains(field)).count(), 1, "{all:#?}");
+        }
+        assert_eq!(all.len(), fields.len(), "{all:#?}");
+        let all = of(r#"{"Network":"10.1.0.0/33","Backend":{"Type":"vlxan"}}"#);
+        assert!(all.len() == 2 && all[1].contains("\"vlxan\" is not a backend"), "{all:?}");
+    }
+
+    #[test]
+    fn a_config_as_go_flannel_reads_it_has_no_mistake() {
+        for text in [
+            r#"{"network":"10.1.0.0/16","subnetlen":24,"backend":{"type":"VXLAN","mtu":1400}}"#,
+            r#"{"Network":"10.1.0.0/16","IPv6Network":"::/0"}"#,
+            // Windows nodes of the same cluster use these.
+            r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vxlan","MacPrefix":"0E-2A"}}"#,
+            r#"{"Network":"10.1.0.0/16","Backend":{"Type":"host-gw","Name":"cbr0"}}"#,
+            r#"{"EnableIPv4":false,"EnableIPv6":true,"IPv6Network":"FD00::/48","SubnetLen":0}"#,
+        ] {
+            assert_eq!(of(text), [""; 0], "{text}");
+        }
+    }
+
+    #[test]
+    fn options_of_an_unknown_backend_are_not_judged() {
+        let all = find(&vxlan(r#""MUT":1400"#), &Backends::default()).unwrap();
+        assert!(all.len() == 1 && all[0].contains("is not a backend"), "{all:?}");
+    }
+
+    #[test]
+    fn long_values_are_shortened() {
+        let long = network("10.1.0.0/16", &format!(r#","Comment":"{}""#, "ä".repeat(100)));
+        let all = of(&long);
+        assert!(all[0].contains(&format!("\"{}… has no", "ä".repeat(59))), "{all:?}");
+    }
+}
