@@ -1,5 +1,5 @@
 //! Text that cannot act on a terminal. The programs print values from outside, such as the backend
-//! type in a lease or the name of a process, and whoever wrote these may write any character.
+//! type in a lease or the name of a process. Their writers can use any character.
 //!
 //! Characters are replaced in the form of JSON, `\u001b`. So JSON keeps its meaning: outside of its
 //! strings it has none of them, except for line feeds.

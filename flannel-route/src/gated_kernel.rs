@@ -31,7 +31,8 @@ impl GatedKernel {
     /// Applies a batch of changes.
     pub(crate) fn apply(&self, footprint: &Footprint, batch: &[Change]) -> Result<Results, Closed> {
         let _applying = self.applying.lock().unwrap_or_else(PoisonError::into_inner);
-        if self.closed.load(Relaxed) { Err(Closed) } else { Ok(self.kernel.apply(footprint, batch)) }
+        let closed = self.closed.load(Relaxed);
+        if closed { Err(Closed) } else { Ok(self.kernel.apply(footprint, batch)) }
     }
 
     /// Closes the gate. Waits for the batch that is being applied.

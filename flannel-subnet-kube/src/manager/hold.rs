@@ -164,7 +164,7 @@ impl Shared {
         }
         self.annotate(&node, &held.attrs).await?;
         for (name, value) in &new {
-            tracing::info!(node = %node.name, annotation = %name, %value, "a new value is published");
+            tracing::info!(node = %node.name, annotation = %name, %value, "a value is published");
         }
         if !touched.is_empty() {
             conflict.pause().await;
