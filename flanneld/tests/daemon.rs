@@ -226,7 +226,7 @@ fn ip_blackhole_route_drops_unused_addresses_and_coexists_with_a_bridge() {
         ip(&format!("route del blackhole {own}"));
         daemon.wait_for_log(&format!("an object was repaired object=route blackhole {own}"));
         assert!(blackholes().contains(&own));
-        assert_eq!(daemon.log().matches("restored").count(), 1, "{}", daemon.log());
+        assert_eq!(daemon.log().matches("an object was repaired").count(), 1, "{}", daemon.log());
         daemon.signal(Signal::SIGTERM);
         daemon.ended();
         let daemon = place.start(&[]);
