@@ -519,7 +519,9 @@ fn the_process_that_changed_a_route_is_logged() {
                 assert!(other.apply(&Footprint::default(), &[theirs])[0].is_ok());
                 let name = fs::read_to_string("/proc/self/comm").unwrap();
                 let process = format!("{} (process {})", name.trim_end(), std::process::id());
-                daemon.wait_for_log(&format!("changed by {sure}{process} with route protocol 241"));
+                daemon.wait_for_log(&format!(
+                    "damage=changed by={sure}{process} with route protocol 241"
+                ));
             });
         }
     });
