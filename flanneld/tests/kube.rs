@@ -620,9 +620,7 @@ fn public_ip_overwrite_changes_the_published_address() {
                 );
             });
             let public = address.unwrap_or("192.0.2.1");
-            daemon.wait_for_log(&format!(
-                "a value is published annotation=public-ip value={public}"
-            ));
+            daemon.wait_for_log(&format!("annotation=public-ip value={public}"));
             assert_eq!(
                 server.annotation("node-1", &format!("{PREFIX}public-ip")).as_deref(),
                 Some(public)

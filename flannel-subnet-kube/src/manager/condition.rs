@@ -171,7 +171,7 @@ impl Shared {
             node = %node.name,
             condition = %CONDITION,
             %status,
-            %message,
+            reason = %message,
             "a condition of this node was set"
         );
         Ok(true)
