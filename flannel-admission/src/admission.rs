@@ -236,7 +236,8 @@ impl Admission {
         }
         let (asked, mut advisories) = env.into_parts();
         if rejected.is_some() {
-            // The reason of the rejection says enough.
+            // The reason of the rejection says enough. A lease that other rules reject keeps its
+            // advisories, because these rules may accept it later.
             advisories.clear();
         }
         self.advisories.joined(&lease, advisories);

@@ -39,7 +39,8 @@ impl Plan {
             // A family that is disabled here, or not published, leaves the other one.
             let device = self.devices[dst.family()];
             let (Some(link), Some(public), Some(data)) = (device, public, data) else { continue };
-            let mac = match self.vtep(public, data) {
+            let direct = self.direct.filter(|uplink| env.on_link(public) == Some(*uplink));
+            let mac = match vtep(public, data, direct.is_some()) {
                 Ok(mac) => mac,
                 Err(rejected) => {
                     env.advise(rejected.to_string());
@@ -47,7 +48,6 @@ impl Plan {
                     continue;
                 }
             };
-            let direct = self.direct.filter(|uplink| env.on_link(public) == Some(*uplink));
             let via = match direct {
                 Some(link) => Via::Gateway { gateway: public, link, onlink: false },
                 None => {
@@ -65,17 +65,17 @@ impl Plan {
         let none = "it has no public address with backend data for any enabled family";
         Err(bad.unwrap_or_else(|| Rejected(none.into())))
     }
+}
 
-    /// The MAC address of a peer's VTEP, if its addresses can be used.
-    fn vtep(&self, public: IpAddr, data: &str) -> Result<MacAddr, Rejected> {
-        let is_link_local = matches!(public, IpAddr::V6(v6) if v6.is_unicast_link_local());
-        // A forwarding entry names no link. With DirectRouting a gateway on the link is enough.
-        if is_link_local && self.direct.is_none() {
-            let reason = "is link-local, which a tunnel cannot reach";
-            return Err(Rejected(format!("its public address {public} {reason}")));
-        }
-        Ok(vtep_mac(data)?)
+/// The MAC address of a peer's VTEP, if its addresses can be used.
+fn vtep(public: IpAddr, data: &str, direct: bool) -> Result<MacAddr, Rejected> {
+    let is_link_local = matches!(public, IpAddr::V6(v6) if v6.is_unicast_link_local());
+    // A forwarding entry names no link. A gateway does.
+    if is_link_local && !direct {
+        let reason = "is link-local, which a tunnel cannot reach";
+        return Err(Rejected(format!("its public address {public} {reason}")));
     }
+    Ok(vtep_mac(data)?)
 }
 
 /// The VTEP's MAC address in backend data. The VNI is ignored, as in Go flannel.
@@ -112,7 +112,7 @@ mod tests {
     fn a_vtep_has_a_unicast_mac_and_a_public_address_that_needs_no_link() {
         let [device, eth0]: [LinkName; 2] =
             ["flannel-v6.1", "eth0"].map(|name| name.parse().unwrap());
-        let verdict = |public: &str, mac: &str, direct: Option<LinkName>| {
+        let verdict_of = |public: &str, mac: &str, direct: Option<LinkName>, is_on_link: bool| {
             let plan = Plan { devices: Dual { v4: None, v6: Some(device) }, direct };
             let offer = Offer {
                 public: [public.parse::<IpAddr>().unwrap()].into_iter().collect(),
@@ -120,11 +120,12 @@ mod tests {
                 data: Dual { v4: None, v6: Some(format!(r#"{{"VtepMAC":"{mac}"}}"#).into()) },
             };
             let subnets = "0.0.0.0-0&fd00:1:0:7::-64".parse().unwrap();
-            let answer = |_: IpAddr| Some(direct);
+            let answer = |_: IpAddr| Some(direct.filter(|_| is_on_link));
             let mut objects = Vec::new();
             let rejected = plan.objects(&subnets, &offer, &Env::new(&answer), &mut objects);
             (objects.len(), rejected.err().map(|rejected| rejected.0).unwrap_or_default())
         };
+        let verdict = |public: &str, mac: &str, direct| verdict_of(public, mac, direct, true);
         let (global, mac) = ("2001:db8::7", "0a:00:00:00:00:07");
         assert_eq!(verdict(global, mac, None), (3, String::new()));
         for bad in
@@ -136,6 +137,7 @@ mod tests {
         }
         let why = "its public address fe80::7 is link-local, which a tunnel cannot reach";
         assert_eq!(verdict("fe80::7", mac, None), (0, why.into()));
+        assert_eq!(verdict_of("fe80::7", mac, Some(eth0), false), (0, why.into()));
         assert_eq!(verdict("fe80::7", mac, Some(eth0)), (1, String::new()), "a gateway on eth0");
     }
 }

@@ -176,7 +176,7 @@ impl Firewall {
             let changed = failed.len() != before.len() || failed.iter().any(|error| is_new(&error));
             for error in failed.iter().filter(is_new) {
                 match error.is_guess() {
-                    true => tracing::info!(%error, "rules of another mode cannot be looked for"),
+                    true => tracing::info!(%error, "rules of another mode may be left"),
                     false => tracing::warn!(%error, "rules that another mode may have left are \
                         not removed"),
                 }

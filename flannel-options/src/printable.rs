@@ -1,8 +1,8 @@
 //! Text that cannot act on a terminal. The programs print values from outside, such as the backend
 //! type in a lease or the name of a process. Their writers can use any character.
 //!
-//! Characters are replaced in the form of JSON, `\u001b`. So JSON keeps its meaning: outside of its
-//! strings it has none of them, except for line feeds.
+//! Each character is replaced by its JSON escape, such as `\u001b`. So JSON text keeps its value:
+//! such a character occurs only inside its strings, except for line feeds.
 
 use std::borrow::Cow;
 use std::io::{self, Write};
@@ -42,8 +42,8 @@ pub fn line(text: &str) -> String {
     inline(text.strip_suffix('\n').unwrap_or(text)).into_owned() + "\n"
 }
 
-/// A text of several lines. All its line feeds stay, so [`inline`] must replace those of values
-/// before.
+/// A text of several lines. It keeps all line feeds, so pass each value through [`inline`] before
+/// you insert it.
 pub fn lines(text: &str) -> String {
     page(text, &[])
 }

@@ -11,6 +11,9 @@ pub(crate) enum Error {
     /// A wrong argument or state. The text names the right one.
     #[error("{0}")]
     Refused(String),
+    /// Several such texts, a line each.
+    #[error("{}", .0.join("\n"))]
+    Lines(Vec<String>),
     /// The store or the state directory cannot be used.
     #[error(transparent)]
     Options(#[from] flannel_options::Error),

@@ -86,7 +86,11 @@ pub fn run(args: impl IntoIterator<Item = OsString>, backends: &Backends) -> Exi
             ExitCode::FAILURE
         }
         Err(failure) => {
-            print_error(&line(&format!("flannelctl: {failure}")));
+            let text = match &failure {
+                error::Error::Lines(all) => all.iter().map(|text| line(text)).collect(),
+                failure => line(&failure.to_string()),
+            };
+            print_error(&format!("flannelctl: {text}"));
             ExitCode::FAILURE
         }
     }

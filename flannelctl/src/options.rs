@@ -194,7 +194,8 @@ pub(crate) enum Verb {
     #[command(
         long_about = "Writes this host's subnet as options for the Docker daemon: the flags and \
             the output of Go flannel's mk-docker-opts.sh. Exit status 1 if there is no subnet \
-            file, or if the routing table sends this subnet to another host."
+            file and no FLANNEL_SUBNET in the environment, or if the routing table sends this \
+            subnet to another host."
     )]
     DockerOpts(DockerFlags),
     /// Check or write the network config
@@ -255,8 +256,8 @@ pub(crate) enum ConfigVerb {
     /// Check a network config, and show it with all defaults
     #[command(
         long_about = "Checks a network config, and shows it with all defaults. Exit status 1 if it \
-            has a mistake: a value that daemons refuse, a field that they do not know or that a \
-            later one replaces, host bits in a network, or a network that pods cannot use."
+            has a mistake: a value that daemons refuse, an unknown field, a field that is there \
+            twice, host bits in a network, or a network that pods cannot use."
     )]
     Check {
         /// The file, - for standard input; by default the config in the store
@@ -275,7 +276,7 @@ pub(crate) enum ConfigVerb {
         #[arg(value_name = "FILE")]
         file: PathBuf,
 
-        /// Write a config with mistakes too
+        /// Write the config even if it has mistakes
         #[arg(long)]
         force: bool,
     },
@@ -289,7 +290,7 @@ pub(crate) enum ConfigVerb {
         #[arg(value_name = "PATCH")]
         patch: String,
 
-        /// Write a config with mistakes too
+        /// Write the config even if it has mistakes
         #[arg(long)]
         force: bool,
     },

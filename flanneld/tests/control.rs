@@ -895,6 +895,8 @@ fn config_and_leases_are_managed_without_a_daemon() {
         ] {
             let (code, text) = place.fails(&args);
             assert!(code == 1 && text.contains(right), "{args:?}: {text}");
+            let lines = if args[1] == "check" { 1 } else { 2 };
+            assert_eq!(text.lines().count(), lines, "{args:?}: {text}");
         }
         let stored = || fs::read_to_string(place.registry().join("config")).unwrap();
         assert_eq!(stored(), CONFIG);

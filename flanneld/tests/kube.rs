@@ -341,7 +341,7 @@ fn the_network_stays_without_the_api_server_and_is_updated_afterwards() {
         let (before, env) = (host.objects(), host.subnet_env());
         server.fail(u32::MAX, 500, None);
         server.cut(Cut::MidEvent);
-        daemon.wait_for_log("store lost, the last leases stay in use leases=2 failure=500 ");
+        daemon.wait_for_log("store lost, the last leases stay in use leases=2 error=500 ");
         server.delete_node("node-2");
         server.put_node("node-3", go_peer("10.1.3.0/24", "192.0.2.3", "0a:00:00:00:00:03"));
         let asked = server.requests().len();

@@ -50,7 +50,7 @@ impl<'a> Applier<'a> {
             });
             let (handle, batches) = match spawned {
                 Ok(handle) => {
-                    // The end of the thread, which has the other sender, ends a wait.
+                    // Only the thread has a sender now, so a wait ends if the thread ends.
                     drop(applied);
                     (Some(handle), Ok(batches))
                 }

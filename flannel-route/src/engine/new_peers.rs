@@ -13,7 +13,7 @@ use flannel_admission::{Answers, Changed, Delta};
 use flannel_core::Lease;
 use flannel_core::object::{Change, Object, ObjectKind};
 
-/// The time for new peers in a round. The begin of a round costs some two milliseconds, because it
+/// The time for new peers in a round. The start of a round costs some two milliseconds, because it
 /// starts a thread and publishes the status.
 const ROUND: Duration = Duration::from_millis(64);
 
@@ -30,7 +30,7 @@ impl Engine {
         let result = Applier::with(&apply, |applier| {
             let mut slice = self.next_new_peers(&answers);
             while let Some((objects, deltas, arrived)) = slice {
-                // They can be changes of objects that the kernel is putting.
+                // The deltas can change objects that the kernel is putting.
                 if !deltas.is_empty() {
                     self.record_begun(applier, 0)?;
                 }

@@ -171,7 +171,8 @@ impl Shared {
             node = %node.name,
             condition = %CONDITION,
             %status,
-            reason = %message,
+            %reason,
+            text = %message,
             "a condition of this node was set"
         );
         Ok(true)

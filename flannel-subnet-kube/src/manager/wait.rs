@@ -15,7 +15,7 @@ use crate::api::pause::Pause;
 use crate::follow::Own;
 use crate::runtime::lock;
 
-/// The longest first pause.
+/// The upper limit of the first pause.
 const FIRST: Duration = Duration::from_secs(1);
 /// The longest pause.
 const LONGEST: Duration = Duration::from_secs(30);

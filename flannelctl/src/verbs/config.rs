@@ -31,7 +31,7 @@ pub(crate) async fn config(context: Context<'_>, verb: &ConfigVerb) -> Result<Ou
             };
             let mistakes = mistakes_in(&text, backends)?;
             if !mistakes.is_empty() {
-                return Err(Error::Refused(mistakes.join("\n")));
+                return Err(Error::Lines(mistakes));
             }
             Ok(describe(&check(&text, backends)?, &text, "", terminal))
         }
@@ -51,9 +51,12 @@ pub(crate) async fn config(context: Context<'_>, verb: &ConfigVerb) -> Result<Ou
             let registry = global.open_registry().await?;
             let seen = registry.config().await?;
             let text = patched(&seen, patch)?;
-            let mistakes = mistakes_in_patch(&seen, patch, &text, backends)?;
-            accept(&mistakes, *force)?;
-            write(&*registry, Some(&seen), (text, &mistakes), (backends, terminal)).await
+            let (caused, kept) = mistakes_in_patch(&seen, patch, &text, backends)?;
+            let all = [&caused[..], &kept].concat();
+            // A patch may leave a mistake that daemons accept, and repair something else.
+            let is_usable = validate(&text, backends).is_ok();
+            accept(if is_usable { &caused } else { &all }, *force)?;
+            write(&*registry, Some(&seen), (text, &all), (backends, terminal)).await
         }
     }
 }
@@ -75,8 +78,8 @@ fn accept(mistakes: &[String], force: bool) -> Result<()> {
     if mistakes.is_empty() || force {
         return Ok(());
     }
-    let all = mistakes.join("\n");
-    Err(Error::Refused(format!("{all}\nnothing is written; with --force it is written as it is")))
+    let note = "nothing was written; --force writes the config in spite of its mistakes";
+    Err(Error::Lines(mistakes.iter().cloned().chain([note.to_owned()]).collect()))
 }
 
 /// Writes a config with these mistakes, unless the config in the store has changed since it was
@@ -108,9 +111,9 @@ async fn write(
             describe(&config, &text, &note, terminal)
         }
         Err(_) => {
-            let headline = format!("{}: {result}, but daemons refuse it", text.location);
+            let headline = format!("{}: {result}; daemons refuse this config", text.location);
             let value = json!({ "version": VERSION, "location": text.location, "result": result });
-            Output { text: terminal.field("ok", Style::Warning, &headline), value, ok: true }
+            Output { text: terminal.field("warning", Style::Warning, &headline), value, ok: true }
         }
     };
     for mistake in mistakes {
@@ -120,7 +123,8 @@ async fn write(
     Ok(output)
 }
 
-/// The mistakes in a patched config, each with its origin, and those that only the patch shows.
+/// The mistakes that a patch causes or has itself, and those that the config had before. Each has
+/// its origin.
 ///
 /// # Errors
 /// One of the texts is not a JSON object.
@@ -129,14 +133,17 @@ fn mistakes_in_patch(
     patch: &str,
     text: &str,
     backends: &Backends,
-) -> Result<Vec<String>> {
+) -> Result<(Vec<String>, Vec<String>)> {
     let before = mistakes::find(&seen.text, backends).map_err(Error::Refused)?;
     let after = mistakes::find(text, backends).map_err(Error::Refused)?;
-    let origin = |mistake: String| match before.contains(&mistake) {
-        true => format!("{}: {mistake}, with and without PATCH", seen.location),
-        false => format!("PATCH: {mistake}"),
-    };
-    Ok(mistakes::repeated(patch).into_iter().chain(after).map(origin).collect())
+    let (kept, caused): (Vec<_>, Vec<_>) =
+        after.into_iter().partition(|mistake| before.contains(mistake));
+    let caused = mistakes::repeated(patch).into_iter().chain(caused);
+    let kept = kept.into_iter().map(|mistake| {
+        let location = &seen.location;
+        format!("{location}: {mistake}; PATCH does not cause this mistake, and does not correct it")
+    });
+    Ok((caused.map(|mistake| format!("PATCH: {mistake}")).collect(), kept.collect()))
 }
 
 /// Applies a patch to a config.
@@ -376,7 +383,11 @@ mod tests {
     fn a_mistake_names_the_patch_or_the_config() {
         let mistakes = |seen: &ConfigText, patch: &str| {
             let text = patched(seen, patch).unwrap();
-            mistakes_in_patch(seen, patch, &text, &flannel_backends::all()).unwrap()
+            let (caused, kept) =
+                mistakes_in_patch(seen, patch, &text, &flannel_backends::all()).unwrap();
+            assert!(kept.iter().all(|mistake| mistake.starts_with("here: ")), "{kept:?}");
+            assert!(caused.iter().all(|mistake| mistake.starts_with("PATCH: ")), "{caused:?}");
+            [caused, kept].concat()
         };
         let seen = |text: &str| ConfigText { location: "here".into(), text: text.into() };
         let right = r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vxlan"}}"#;
@@ -394,9 +405,9 @@ mod tests {
                 ["PATCH: ", "Backend.MTU 1349 is too small for IPv6: at least 1350"],
             ),
             (wrong, r#"{"Network":"10.1.0.0/40"}"#, ["PATCH: ", "10.1.0.0/40"]),
-            (wrong, r#"{"Backend":{"MTU":1400}}"#, ["here: ", "with and without PATCH"]),
+            (wrong, r#"{"Backend":{"MTU":1400}}"#, ["here: ", "PATCH does not cause this mistake"]),
             (right, r#"{"Backend":{"MUT":1400}}"#, ["PATCH: ", "expected Backend.MTU"]),
-            (old, r#"{"Backend":{"VNI":7}}"#, ["here: ", "expected Network, with and without"]),
+            (old, r#"{"Backend":{"VNI":7}}"#, ["here: ", "expected Network; PATCH does not"]),
             (right, r#"{"Backend":{"VNI":7,"vni":8}}"#, ["PATCH: ", "field Backend.VNI: 7"]),
         ] {
             let all = mistakes(&seen(text), patch);

@@ -125,7 +125,7 @@ async fn remove_leftovers() {
     }
     for error in &cleaned.failed {
         match error.is_guess() {
-            true => tracing::info!(%error, "rules of an earlier run cannot be looked for"),
+            true => tracing::info!(%error, "rules of an earlier run may be left"),
             false => {
                 tracing::warn!(%error, "rules that an earlier run may have left are not removed");
             }

@@ -53,12 +53,11 @@ enum Line {
     /// The change, the error, and the number of further refusals.
     Refused(String, String, usize),
     Rejected(Subnets, String),
-    /// The lease is no longer rejected, or gone.
     Accepted(Subnets),
     Advisory(String),
     Repaired(Box<Repair>),
-    /// The number and the kinds of changes that had no line of their own.
-    More(u64, String),
+    /// The number and the kinds of changes that had no line of their own; true: they are warnings.
+    More(u64, String, bool),
 }
 
 impl Line {
@@ -70,13 +69,14 @@ impl Line {
             Self::Refused(change, error, more) => warn!(%change, %error, more, "{REFUSED}"),
             Self::Rejected(lease, reason) => warn!(%lease, %reason, "a lease is rejected"),
             Self::Accepted(lease) => info!(%lease, "a lease is no longer rejected, or gone"),
-            Self::Advisory(advisory) => warn!(%advisory, "the network has an advisory"),
+            Self::Advisory(warning) => warn!(%warning, "the network has a warning"),
             Self::Repaired(repair) => {
                 let Repair { damage, object, peer, changed_by, .. } = &**repair;
                 let (lease, by) = (peer.map(display), changed_by.as_ref().map(display));
                 info!(%object, lease, %damage, by, "an object was repaired");
             }
-            Self::More(more, kinds) => info!(more, %kinds, "changes were not logged one by one"),
+            Self::More(count, kinds, true) => warn!(count, %kinds, "changes without a line each"),
+            Self::More(count, kinds, false) => info!(count, %kinds, "changes without a line each"),
         }
     }
 }
@@ -109,18 +109,18 @@ impl StatusLog {
         let line = |(failure, more): (&Failure, usize)| {
             Line::Refused(failure.change.clone(), explained(&failure.error), more)
         };
-        lines.extend(self.refusals.lines(at, refusal, line, "refusals"));
+        lines.extend(self.refusals.lines(at, refusal, line, ("refusals", true)));
         let leases = || now.rejected.changes_since(&logged.rejected);
         let new = leases().filter_map(|(lease, _, why)| Some((lease, why?)));
         let line = |(lease, why): (&Subnets, &Rejection)| Line::Rejected(*lease, why.to_string());
-        lines.extend(self.rejected.lines(at, new, line, "rejected leases"));
+        lines.extend(self.rejected.lines(at, new, line, ("rejected leases", true)));
         let new = leases().filter(|(.., why)| why.is_none());
         let line = |(lease, ..): (&Subnets, _, _)| Line::Accepted(*lease);
-        lines.extend(self.accepted.lines(at, new, line, "accepted leases"));
+        lines.extend(self.accepted.lines(at, new, line, ("leases accepted or gone", false)));
         let new =
             now.advisories.changes_since(&logged.advisories).filter(|(.., now)| now.is_some());
         let line = |(advisory, ..): (&String, _, _)| Line::Advisory(advisory.clone());
-        lines.extend(self.advisories.lines(at, new, line, "advisories"));
+        lines.extend(self.advisories.lines(at, new, line, ("warnings", true)));
         lines.extend(self.repairs.lines(now, &logged, at));
         lines
     }
@@ -201,11 +201,11 @@ impl Capped {
         at: Instant,
         new: impl IntoIterator<Item = T>,
         line: impl Fn(T) -> Line,
-        kinds: &str,
+        (kinds, is_warning): (&str, bool),
     ) -> Vec<Line> {
         let mut lines = Vec::new();
         if let Some(unlogged @ 1..) = self.turn(at) {
-            lines.push(Line::More(unlogged, kinds.to_owned()));
+            lines.push(Line::More(unlogged, kinds.to_owned(), is_warning));
         }
         lines.extend(new.into_iter().filter_map(|change| self.take().then(|| line(change))));
         lines
@@ -234,7 +234,7 @@ impl Repairs {
         let mut rest = None;
         if let Some(unlogged) = self.capped.turn(at) {
             if unlogged > 0 {
-                rest = Some(Line::More(unlogged, self.summary(logged)));
+                rest = Some(Line::More(unlogged, self.summary(logged), false));
             }
             self.counts = logged.repairs.clone();
         }
@@ -311,9 +311,9 @@ mod tests {
         assert_eq!(lines.len(), LINES);
         let lines = log.lines(&Arc::new(status.clone()), start + WINDOW);
         let rest = [
-            Line::More(195, "rejected leases".into()),
-            Line::More(195, "accepted leases".into()),
-            Line::More(195, "advisories".into()),
+            Line::More(195, "rejected leases".into(), true),
+            Line::More(195, "leases accepted or gone".into(), false),
+            Line::More(195, "warnings".into(), true),
         ];
         assert_eq!(lines, rest);
         assert_eq!(log.next(), None);
@@ -358,7 +358,7 @@ mod tests {
         assert!(lines.iter().all(is_expected), "{lines:?}");
         assert!(repairs.capped.unlogged > 0, "the rest is logged at the end of the window");
         let last = repairs.lines(&logged, &logged, start + WINDOW + WINDOW);
-        assert_eq!(last, [Line::More(26995, "26995 × route deleted".into())]);
+        assert_eq!(last, [Line::More(26995, "26995 × route deleted".into(), false)]);
         assert_eq!(repairs.lines(&logged, &logged, start + 4 * WINDOW), []);
     }
 
@@ -376,6 +376,6 @@ mod tests {
         assert_eq!(repairs.lines(&now, &none, start).len(), LINES);
         let last = repairs.lines(&now, &now, start + WINDOW);
         let kinds = "1 × neigh changed, 15 × route deleted".into();
-        assert_eq!(last, [Line::More(16, kinds)]);
+        assert_eq!(last, [Line::More(16, kinds, false)]);
     }
 }

@@ -110,8 +110,8 @@ impl Writer<'_> {
             let detail = format!("{} has {} already: remove it", is.name, codec.exclusive());
             return Err(KernelError::explained(EEXIST, detail));
         };
-        let (link, renamed) = (want.name, &is.name);
-        tracing::warn!(%link, %renamed, "our link was renamed, its name is restored");
+        let (link, new_name) = (want.name, &is.name);
+        tracing::warn!(%link, %new_name, "a link was renamed, restoring its name");
         match self.socket.send_one(link::rename(is.index, want.name)) {
             // Kernels before 6.2 refuse to rename a device that is up.
             Err(error) if error.errno == EBUSY => {
@@ -137,8 +137,8 @@ impl Writer<'_> {
                 link = %name,
                 %error,
                 repair = %format!("on the host, run sysctl -w net/ipv6/conf/{name}/accept_ra=0"),
-                "the link accepts router advertisements, so that the other end of the tunnel can \
-                 give this host addresses and routes: accept_ra cannot be written"
+                "the link accepts router advertisements, because accept_ra cannot be written: the \
+                 other end of the tunnel can give this host addresses and routes"
             ),
             // Without IPv6 the file does not exist.
             Ok((Err(error), accepts)) => {

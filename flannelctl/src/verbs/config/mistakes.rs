@@ -5,7 +5,7 @@ use std::net::IpAddr;
 
 use flannel_backends::Backends;
 use flannel_core::address::Family;
-use flannel_core::json::{FieldError, Fields};
+use flannel_core::json::{FieldError, Fields, compact};
 use flannel_core::{Backend, Config, Subnet};
 use flannel_options::nearest;
 use serde_json::Value;
@@ -23,7 +23,7 @@ const UNUSABLE: [(&str, &str); 6] = [
     ("multicast", "ff00::/8"),
 ];
 
-/// The path of an object's fields, and their names; no names: they are not known.
+/// The path of an object's fields, and their names; empty if the names are not known.
 type Names<'a> = (&'a str, &'a [&'a str]);
 
 /// The config and its backend, or the error of one of them.
@@ -72,7 +72,7 @@ fn objects(text: &str) -> (Members, Members) {
     (config, options)
 }
 
-/// The config. If its other fields are wrong, its `Backend` with another network.
+/// The config. If it is wrong outside of `Backend`, its `Backend` with a placeholder network.
 fn readable(text: &str, fields: &Fields) -> Result<Config, FieldError> {
     Config::parse(text).or_else(|_| {
         let backend = fields.raw("Backend").map(|raw| format!(r#","Backend":{}"#, raw.get()));
@@ -174,13 +174,16 @@ fn without_effect(
             let used = shown(used);
             found.push(format!(
                 "{field} has no effect, because {path}{last} is the same field and comes later, \
-                 with {used}; expected the field once"
+                 with {used}; remove one of the two"
             ));
         } else if !names.is_empty() && !names.iter().any(|known| same(known)) {
             let moved = others.iter().find(|other| same(other));
             let near = || nearest(name, names.iter().copied()).map(|name| format!("{path}{name}"));
             let right = moved.map(|name| format!("{elsewhere}{name}")).or_else(near);
             let right = right.unwrap_or_else(|| format!("one of {}", names.join(", ")));
+            // It may be a secret, such as the PSK of another backend.
+            let is_secret = value.get().starts_with(['"', '{', '[']);
+            let field = if is_secret { format!("field {path}{name}") } else { field };
             found.push(format!(
                 "{field} has no effect, because there is no such field; expected {right}"
             ));
@@ -189,11 +192,12 @@ fn without_effect(
     found
 }
 
-/// A value for a message, at most 60 characters of it.
+/// A value for a message, in one line and at most 60 characters of it.
 fn shown(value: &RawValue) -> String {
-    match value.get().char_indices().nth(60) {
-        Some((end, _)) => format!("{}…", &value.get()[..end]),
-        None => value.get().to_owned(),
+    let value = compact(value.get());
+    match value.char_indices().nth(60) {
+        Some((end, _)) => format!("{}…", &value[..end]),
+        None => value,
     }
 }
 
@@ -237,7 +241,7 @@ mod tests {
             (
                 vxlan(r#""MTU":1400,"MTU":1450"#),
                 "field Backend.MTU: 1400 has no effect, because Backend.MTU is the same field and \
-                 comes later, with 1450; expected the field once",
+                 comes later, with 1450; remove one of the two",
             ),
             (vxlan(r#""MTU":1400,"Mtu":1450"#), "because Backend.Mtu is the same field"),
             (
@@ -337,9 +341,20 @@ mod tests {
     }
 
     #[test]
-    fn long_values_are_shortened() {
-        let long = network("10.1.0.0/16", &format!(r#","Comment":"{}""#, "ä".repeat(100)));
-        let all = of(&long);
-        assert!(all[0].contains(&format!("\"{}… has no", "ä".repeat(59))), "{all:?}");
+    fn values_are_shown_in_one_short_line() {
+        for (json, expected) in [
+            (format!("\"{}\"", "ä".repeat(100)), format!("\"{}…", "ä".repeat(59))),
+            ("{\n  \"a\": 1\n}".to_owned(), r#"{"a":1}"#.to_owned()),
+        ] {
+            assert_eq!(shown(&RawValue::from_string(json).unwrap()), expected);
+        }
+    }
+
+    #[test]
+    fn a_secret_of_another_backend_is_not_shown() {
+        for secret in [r#""sesame""#, r#"["sesame"]"#, r#"{"a":"sesame"}"#] {
+            let all = of(&vxlan(&format!(r#""PSK":{secret}"#)));
+            assert!(all[0].contains("Backend.PSK") && !all[0].contains("sesame"), "{all:?}");
+        }
     }
 }
