@@ -17,7 +17,12 @@ impl OutageLog {
         if !self.logged || (refused && !self.refused) {
             let leases = following.views.borrow().leases.len();
             let store = following.api.name();
-            tracing::warn!(leases, error = %failure, %store, "store lost, the last leases stay in use");
+            tracing::warn!(
+                leases,
+                error = %failure,
+                %store,
+                "store lost, the last leases stay in use"
+            );
         }
         (self.logged, self.refused) = (true, refused);
     }

@@ -164,7 +164,12 @@ impl Shared {
         }
         self.annotate(&node, &held.attrs).await?;
         for (name, value) in &new {
-            tracing::info!(node = %node.name, annotation = %name, %value, "an annotation has a new value");
+            tracing::info!(
+                node = %node.name,
+                annotation = %name,
+                %value,
+                "an annotation has a new value"
+            );
         }
         if !touched.is_empty() {
             conflict.pause().await;
