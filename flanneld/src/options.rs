@@ -122,8 +122,8 @@ impl Options {
         Ok(options)
     }
 
-    /// The flags and variables that were given and change nothing, as a sentence without a full
-    /// stop; `None` if there are none.
+    /// The flags and variables that were given and change nothing, separated by commas; `None` if
+    /// there are none.
     pub fn without_effect(&self) -> Option<String> {
         let flag = |id: &&str| match *id {
             variable if variable.starts_with(char::is_uppercase) => variable.to_owned(),
@@ -132,7 +132,7 @@ impl Options {
             _ => format!("--{}", id.replace('_', "-")),
         };
         let all: Vec<String> = self.without_effect.iter().map(flag).collect();
-        (!all.is_empty()).then(|| format!("without effect here: {}", all.join(", ")))
+        (!all.is_empty()).then(|| all.join(", "))
     }
 
     /// The same as typed values, with these backends.

@@ -61,11 +61,11 @@ fn start(args: impl IntoIterator<Item = OsString>, backends: Backends) -> Result
     let given = options.log.filter().to_owned();
     let set_filter = log_output::init(options.log.log_format, log_filter(&given).map_err(usage)?)?;
     if let Some(flags) = options.without_effect() {
-        tracing::info!("{flags}");
+        tracing::info!(options = %flags, "options have no effect here");
     }
     let (command, names) = (Options::command(), std::env::vars_os().map(|(name, _)| name));
     for warning in misspelt(names, command.get_arguments().filter_map(Arg::get_long)) {
-        tracing::warn!("{warning}");
+        tracing::warn!(%warning, "an environment variable is ignored");
     }
     capabilities::join_control_group(&options);
     capabilities::drop_needless(&options);

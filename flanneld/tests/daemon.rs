@@ -205,7 +205,7 @@ fn ip_blackhole_route_drops_unused_addresses_and_coexists_with_a_bridge() {
             place.command(&registry, &["-ip-blackhole-route", "-v=4", "-vmodule=x=1"]);
         let mut daemon = Daemon::start(command.env("FLANNELD_IFCAE", "eth7"));
         daemon.wait_for_log("running lease");
-        daemon.wait_for_log("without effect here: --vmodule");
+        daemon.wait_for_log("options have no effect here options=--vmodule");
         daemon.wait_for_log("FLANNELD_IFCAE in the environment has no effect");
         daemon.wait_for_log("DEBUG");
         let own = place.own_lease().file_name().unwrap().to_str().unwrap().replace('-', "/");

@@ -298,7 +298,7 @@ fn flags_without_effect_are_reported() {
             &["-vmodule=x=1", "--kube-api-url", "http://k"],
             &[("FLANNELD_LOG_BACKTRACE_AT", "main.go:1")]
         ),
-        Some("without effect here: --vmodule, --log_backtrace_at, --kube-api-url".to_owned())
+        Some("--vmodule, --log_backtrace_at, --kube-api-url".to_owned())
     );
 }
 
@@ -413,7 +413,7 @@ fn kube_subnet_mgr_needs_the_name_of_the_node_or_the_pod() {
         [("NODE_NAME", "n"), ("EVENT_QUEUE_DEPTH", "5000"), ("CONT_WHEN_CACHE_NOT_READY", "true")];
     let options = parse(&["--registry=dir:/x"], &env).unwrap();
     assert_eq!(options.kube.node_name, "n");
-    let expected = "without effect here: --registry, EVENT_QUEUE_DEPTH, CONT_WHEN_CACHE_NOT_READY";
+    let expected = "--registry, EVENT_QUEUE_DEPTH, CONT_WHEN_CACHE_NOT_READY";
     assert_eq!(options.without_effect().as_deref(), Some(expected));
 }
 
