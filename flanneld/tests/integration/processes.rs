@@ -1,7 +1,5 @@
 //! Tests with strace: the processes of an idle daemon, and that repairs do not wait for the disk.
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
-
 use std::fs;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -12,8 +10,7 @@ use std::time::{Duration, Instant};
 use flannel_netlink::testing::{in_netns, ip};
 use nix::sys::signal::Signal;
 
-mod running;
-use running::{Daemon, wait_until};
+use crate::running::{Daemon, wait_until};
 
 /// `--iptables-resync`, which counts seconds.
 const RESYNC: Duration = Duration::from_secs(1);

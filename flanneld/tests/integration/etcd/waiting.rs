@@ -2,11 +2,11 @@
 
 use flannel_netlink::testing::{in_netns_async, ip};
 
-use crate::fixture::{
+use super::fixture::{
     CONFIG, Host, PREFIX, SWITCH, delete, etcd_with_peers, fill, peer_key, start_on_switch, switch,
 };
-use crate::server::Etcd;
-use crate::witness::{agrees, present};
+use super::server::Etcd;
+use super::witness::{agrees, present};
 
 #[test]
 fn each_wait_of_a_start_is_logged_once() {

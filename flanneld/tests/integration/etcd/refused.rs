@@ -6,10 +6,10 @@ use etcd_client::{Client, ConnectOptions, Permission, PermissionType};
 use flannel_netlink::testing::in_netns_async;
 use nix::sys::signal::Signal;
 
-use crate::certificates::Authority;
-use crate::fixture::{Host, PREFIX, SWITCH, fill, start_on_switch, switch};
-use crate::server::Etcd;
-use crate::witness::{Monitor, present};
+use super::certificates::Authority;
+use super::fixture::{Host, PREFIX, SWITCH, fill, start_on_switch, switch};
+use super::server::Etcd;
+use super::witness::{Monitor, present};
 
 const PASSWORD: &str = "correct-horse-battery-staple";
 
@@ -132,7 +132,7 @@ fn a_ca_file_alone_enables_tls_and_a_wrong_one_stops_the_daemon() {
             &file(&ours.file),
             "put",
             &format!("{PREFIX}/config"),
-            crate::fixture::CONFIG,
+            super::fixture::CONFIG,
         ]);
         daemon.wait_for_log("running").await;
         assert!(daemon.is_running());
@@ -176,7 +176,7 @@ fn sighup_makes_the_daemon_read_rotated_certificates() {
         let pair = ["--etcd-certfile", &file(&client.0), "--etcd-keyfile", &file(&client.1)];
         let mut daemon = start_on_switch(dir.path(), &[options, pair].concat());
         daemon.wait_for_log("holds no network config yet").await;
-        put(&etcd, "config", crate::fixture::CONFIG);
+        put(&etcd, "config", super::fixture::CONFIG);
         daemon.wait_for_log("running").await;
         daemon.signal(Signal::SIGHUP);
         daemon.wait_for_log("SIGHUP: read again result=the network config is unchanged").await;
@@ -197,7 +197,7 @@ fn sighup_makes_the_daemon_read_rotated_certificates() {
         daemon.signal(Signal::SIGHUP);
         let is_read_again =
             || daemon.log_count("SIGHUP: read again result=the network config is unchanged") == 2;
-        crate::fixture::until(60, is_read_again, || daemon.log()).await;
+        super::fixture::until(60, is_read_again, || daemon.log()).await;
         // The watch uses them too.
         let value = r#"{"PublicIP":"192.0.2.107","BackendType":"vxlan",
             "BackendData":{"VNI":1,"VtepMAC":"0a:00:00:00:00:6b"}}"#;

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use flannel_netlink::testing::{Netns, ip};
 
-use crate::server::Etcd;
+use super::server::Etcd;
 
 /// Daemons take subnets up to 10.1.99.0. Tests write leases of peers above that range.
 pub(crate) const CONFIG: &str = r#"{"Network":"10.1.0.0/16","SubnetMin":"10.1.1.0",

@@ -10,8 +10,8 @@ use etcd_client::GetOptions;
 use flannel_netlink::testing::{bridge, ip};
 use serde_json::Value;
 
-use crate::fixture::{Daemon, Host, PREFIX, collect, mac, until};
-use crate::server::Etcd;
+use super::fixture::{Daemon, Host, PREFIX, collect, mac, until};
+use super::server::Etcd;
 
 /// The objects of a peer: a route, a neighbour, a forwarding entry.
 fn objects(subnet: &str, public: &str, mac: &str) -> [String; 3] {

@@ -7,9 +7,9 @@ use std::time::{Duration, Instant, SystemTime};
 use flannel_netlink::testing::in_netns_async;
 use flannel_subnet::Cache;
 
-use crate::fixture::{Daemon, Host, delete, etcd_with_peers, peer_key, put_peer, switch, until};
-use crate::server::Etcd;
-use crate::witness::{Monitor, agrees, present, wanted};
+use super::fixture::{Daemon, Host, delete, etcd_with_peers, peer_key, put_peer, switch, until};
+use super::server::Etcd;
+use super::witness::{Monitor, agrees, present, wanted};
 
 /// A host whose daemon and etcd were killed, and the objects that its kernel should have.
 async fn first_run() -> (Etcd, Host, BTreeSet<String>) {

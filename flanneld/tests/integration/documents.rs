@@ -36,7 +36,7 @@ fn every_field_of_the_network_config_is_documented() {
 
 /// The names of all metrics. A test of the metrics themselves holds the list.
 fn exported() -> BTreeSet<String> {
-    let names = include_str!("../src/metrics/names.golden").lines();
+    let names = include_str!("../../src/metrics/names.golden").lines();
     names.filter_map(|line| Some(line.split_once(' ')?.0.to_owned())).collect()
 }
 

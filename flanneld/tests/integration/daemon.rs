@@ -1,7 +1,5 @@
 //! The daemon as a process: its log, its files, and its exit.
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
-
 use std::fs;
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
@@ -15,13 +13,10 @@ use flannel_netlink::NetlinkKernel;
 use flannel_netlink::testing::{Netns, bridge, in_netns, ip};
 use nix::sys::signal::Signal;
 
-mod calls;
-#[allow(dead_code, reason = "another test reads line by line")]
-mod programs;
-mod reader;
-mod running;
-use reader::Reader;
-use running::{Daemon, wait_until};
+use crate::calls;
+use crate::programs;
+use crate::reader::Reader;
+use crate::running::{Daemon, wait_until};
 
 /// The range of this node's subnet, which no test uses for peers or addresses.
 const CONFIG: &str = r#"{"Network":"10.1.0.0/16","SubnetMin":"10.1.128.0","SubnetMax":"10.1.191.0",

@@ -3,10 +3,10 @@
 use flannel_netlink::testing::in_netns_async;
 use nix::sys::signal::Signal;
 
+use super::certificates::Authority;
+use super::fixture::{CONFIG, Daemon, PREFIX, switch, until};
+use super::server::Etcd;
 use crate::calls::{forbidden, of_ended, traced};
-use crate::certificates::Authority;
-use crate::fixture::{CONFIG, Daemon, PREFIX, switch, until};
-use crate::server::Etcd;
 
 /// The daemon uses a host name and TLS, and survives an outage.
 #[test]

@@ -3,9 +3,6 @@
 //!
 //! The tests read a host's kernel with iproute2.
 
-#![cfg(feature = "kube")]
-#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
-
 use std::fs;
 use std::net::TcpListener;
 use std::path::PathBuf;
@@ -16,8 +13,7 @@ use flannel_subnet_kube::testing::{ApiServer, Cut};
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
-mod running;
-use running::{Daemon, wait_until};
+use crate::running::{Daemon, wait_until};
 
 const PREFIX: &str = "flannel.alpha.coreos.com/";
 const VXLAN: &str = r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vxlan"}}"#;

@@ -2,8 +2,6 @@
 //!
 //! **Source**: flannel `main.go: init`, klog, coreos `flagutil.SetFlagsFromEnv`.
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
-
 use std::ffi::OsString;
 use std::fmt::Display;
 

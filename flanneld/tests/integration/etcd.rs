@@ -4,20 +4,13 @@
 //! The tests derive the expected objects of a host's kernel from the leases in etcd, and read the
 //! actual ones with iproute2.
 
-#![cfg(feature = "etcd")]
-#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
-
 mod cached;
-#[path = "../calls/mod.rs"]
-mod calls;
 #[path = "../../../flannel-subnet-etcd/tests/etcd/certificates.rs"]
 #[allow(dead_code, reason = "shared with the registry's tests, which use more of it")]
 mod certificates;
 mod ctl;
 mod fixture;
 mod outages;
-#[path = "../programs/mod.rs"]
-mod programs;
 mod refused;
 #[path = "../../../flannel-subnet-etcd/tests/etcd/server.rs"]
 #[allow(dead_code, reason = "shared with the registry's tests, which use more of it")]

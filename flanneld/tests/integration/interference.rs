@@ -2,8 +2,6 @@
 //!
 //! Real kernel, real backends. iproute2 makes the changes and reads the result.
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
-
 use std::collections::BTreeSet;
 use std::net::IpAddr;
 use std::sync::Arc;

@@ -3,8 +3,6 @@
 //!
 //! Real kernel, real backend. iproute2 makes the changes and reads the result.
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
-
 use std::collections::BTreeSet;
 use std::io::Write;
 use std::net::IpAddr;

@@ -8,11 +8,11 @@ use std::time::{Duration, Instant};
 use flannel_netlink::testing::in_netns_async;
 use nix::sys::signal::Signal;
 
-use crate::fixture::{
+use super::fixture::{
     Daemon, Host, PREFIX, SWITCH, delete, etcd_with_peers, fill, peer_key, put_peer, switch, until,
 };
-use crate::server::Etcd;
-use crate::witness::{Monitor, agrees, leases, present};
+use super::server::Etcd;
+use super::witness::{Monitor, agrees, leases, present};
 
 /// Two hosts whose daemons are in sync, and their monitors.
 struct Two {

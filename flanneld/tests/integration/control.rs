@@ -1,8 +1,6 @@
 //! Health, metrics, the control socket and flannelctl, in namespaces, with real daemons and a real
 //! kernel.
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
-
 use std::fs;
 use std::io::{ErrorKind, Read, Write};
 use std::net::TcpStream;
@@ -16,13 +14,9 @@ use flannel_netlink::testing::{in_netns, ip};
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
-#[allow(dead_code, reason = "another test reads all at once")]
-mod programs;
-mod reader;
-mod running;
-use programs::flannelctl;
-use reader::Reader;
-use running::{Daemon, wait_until};
+use crate::programs::flannelctl;
+use crate::reader::Reader;
+use crate::running::{Daemon, wait_until};
 
 /// The range of this node's subnet, which no test uses for peers or addresses.
 const CONFIG: &str = r#"{"Network":"10.1.0.0/16","SubnetMin":"10.1.128.0","SubnetMax":"10.1.191.0",
@@ -486,7 +480,7 @@ fn promtool_accepts_metrics_and_rules() {
     in_netns(|| {
         let place = Place::new(None);
         let rules = place.path("rules.yaml");
-        fs::write(&rules, include_str!("../../deploy/prometheus/rules.yaml")).unwrap();
+        fs::write(&rules, include_str!("../../../deploy/prometheus/rules.yaml")).unwrap();
         promtool(&["check", "rules", &rules], "");
         place.peer(7);
         let daemon = place.start();
@@ -503,7 +497,7 @@ fn promtool_accepts_metrics_and_rules() {
 #[test]
 fn each_alert_fires_on_its_condition_and_is_silent_on_a_healthy_node() {
     let (rules, tests) =
-        (include_str!("../../deploy/prometheus/rules.yaml"), include_str!("alerts.yaml"));
+        (include_str!("../../../deploy/prometheus/rules.yaml"), include_str!("alerts.yaml"));
     let dir = tempfile::tempdir().unwrap();
     let file = |name: &str, text: &str| {
         let path = dir.path().join(name);

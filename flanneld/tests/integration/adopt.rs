@@ -4,8 +4,6 @@
 //! A listener records every deletion while the new run settles. So the test fails even if an object
 //! is missing for a moment only.
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
-
 use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::sync::Arc;

@@ -9,9 +9,9 @@ use flannel_subnet::Cache;
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
-use crate::fixture::{CONFIG, Host, PREFIX, SWITCH, etcd_with_peers, peer_key, switch, until};
+use super::fixture::{CONFIG, Host, PREFIX, SWITCH, etcd_with_peers, peer_key, switch, until};
+use super::server::Etcd;
 use crate::programs::flannelctl;
-use crate::server::Etcd;
 
 /// The exit status and the output of a verb on a host.
 fn ctl(host: &Host, etcd: &Etcd, args: &[&str]) -> (i32, String) {
