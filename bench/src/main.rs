@@ -14,7 +14,7 @@ use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use crate::measure::lease_storm::Room;
 use crate::measure::{
     cni, cold_start, idle, kube, kube_heartbeat, lease_event, lease_memory, lease_storm,
-    lost_device, memory, one_more, plot, ready, repair, resync, status,
+    lost_device, memory, one_more, paths, plot, ready, repair, resync, status,
 };
 use crate::parts::cluster::Families;
 use crate::parts::report::Report;
@@ -116,6 +116,19 @@ enum Bench {
         family: Families,
         /// The duration, in seconds
         #[arg(long, default_value_t = 30, value_parser = clap::value_parser!(u64).range(1..=3600))]
+        seconds: u64,
+        /// The program flanneld [default: that of this workspace, built with the profile dist]
+        #[arg(long)]
+        flanneld: Option<PathBuf>,
+    },
+    /// The probes of paths, with peers that all answer: the processor time and the memory that they
+    /// add to a daemon
+    Paths {
+        /// The number of peers
+        #[arg(long, default_value_t = 5000, value_parser = count())]
+        peers: u32,
+        /// The duration, in seconds
+        #[arg(long, default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..=3600))]
         seconds: u64,
         /// The program flanneld [default: that of this workspace, built with the profile dist]
         #[arg(long)]
@@ -253,6 +266,7 @@ fn run(bench: Bench) -> anyhow::Result<Report> {
         Bench::Idle { peers, family, seconds, flanneld } => {
             idle::run(peers, family, seconds, flanneld)
         }
+        Bench::Paths { peers, seconds, flanneld } => paths::run(peers, seconds, flanneld),
         Bench::Ready { peers, family, flanneld } => ready::run(peers, family, flanneld),
         Bench::Status { peers, family, samples, flanneld } => {
             status::run(peers, family, samples, flanneld)

@@ -11,6 +11,7 @@ pub(crate) mod lease_storm;
 pub(crate) mod lost_device;
 pub(crate) mod memory;
 pub(crate) mod one_more;
+pub(crate) mod paths;
 pub(crate) mod plot;
 pub(crate) mod ready;
 pub(crate) mod repair;

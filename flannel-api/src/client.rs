@@ -10,7 +10,8 @@ use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 use crate::{
-    LogReport, PeerReport, PeersReport, ReloadReport, StatusReport, VERSION, WhyReport, request,
+    LogReport, PathsReport, PeerReport, PeersReport, ReloadReport, StatusReport, VERSION,
+    WhyReport, request,
 };
 
 /// The timeout of each read and write. A daemon that takes longer counts as not answering.
@@ -104,6 +105,17 @@ impl Client {
     /// As [`Client::status`].
     pub fn peers(&self) -> Result<Vec<PeerReport>, Error> {
         self.read::<PeersReport>("GET", request::PEERS).map(|report| report.peers)
+    }
+
+    /// Reads the results of the probes of paths.
+    ///
+    /// # Errors
+    /// [`Error`].
+    ///
+    /// # Blocking
+    /// As [`Client::status`].
+    pub fn paths(&self) -> Result<PathsReport, Error> {
+        self.read("GET", request::PATHS)
     }
 
     /// Explains the route of packets to an address.

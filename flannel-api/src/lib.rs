@@ -9,6 +9,7 @@
 //! | `GET /metrics` | Prometheus' text format |
 //! | `GET /v1/status` | [`StatusReport`]; `?fresh=true` repeats the checks that start a process |
 //! | `GET /v1/peers` | [`PeersReport`] |
+//! | `GET /v1/paths` | [`PathsReport`]: the results of the probes of paths |
 //! | `GET /v1/why?address=A` | [`WhyReport`]: the route of packets for `A`, with the reasons |
 //! | `POST /v1/reload` | [`ReloadReport`]; does what SIGHUP does |
 //! | `POST /v1/log?filter=F` | [`LogReport`]; sets `--log` until SIGHUP or a reload |
@@ -26,9 +27,12 @@ mod client;
 #[cfg(feature = "core")]
 mod convert;
 mod finding;
+mod path;
 mod peer;
 mod problem;
 pub mod request;
+#[cfg(feature = "server")]
+pub mod server;
 mod status;
 #[cfg(feature = "testing")]
 pub mod testing;
@@ -42,6 +46,7 @@ pub use client::{Client, Error};
 #[cfg(feature = "core")]
 pub use convert::{by_family, texts};
 pub use finding::Finding;
+pub use path::{PathReport, PathsReport, PathsSummary};
 pub use peer::{PeerReport, PeersReport};
 pub use problem::Problem;
 pub use status::{

@@ -8,6 +8,8 @@ pub const STATUS: &str = "/v1/status";
 pub const FRESH_STATUS: &str = "/v1/status?fresh=true";
 /// `GET`: [`PeersReport`](crate::PeersReport).
 pub const PEERS: &str = "/v1/peers";
+/// `GET`: [`PathsReport`](crate::PathsReport).
+pub const PATHS: &str = "/v1/paths";
 /// `POST`: [`ReloadReport`](crate::ReloadReport).
 pub const RELOAD: &str = "/v1/reload";
 

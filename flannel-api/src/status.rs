@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Finding, PeerReport, Problem};
+use crate::{Finding, PathsSummary, PeerReport, Problem};
 
 /// The answer to `GET /v1/status`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -93,6 +93,9 @@ pub struct NetworkReport {
     /// The number of peers whose objects are not all in the kernel yet. Failing peers do not count.
     #[serde(default)]
     pub pending: u64,
+    /// The numbers of paths to peers; `null`: paths are not probed.
+    #[serde(default)]
+    pub paths: Option<PathsSummary>,
     /// The use of each pod network.
     pub subnets: Vec<SubnetsReport>,
     /// Repairs of objects that other programs changed.

@@ -21,6 +21,7 @@ use crate::inputs::devices::{self, Devices};
 use crate::inputs::network::{Network, Target};
 use crate::inputs::peers::{AddressReport, EchoReport, Question, SegmentsReport};
 use crate::inputs::query::{PeerAnswers, query_peers};
+use crate::path_probe::client::PathProbe;
 
 /// The result of one layer.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -235,6 +236,40 @@ async fn questions_to(target: &Target, devices: &Devices) -> Vec<Question> {
         }
     }
     questions
+}
+
+/// The result of the examination of one path.
+#[derive(Debug)]
+pub struct PathExamination {
+    /// The result of the path probe.
+    pub path: PathProbe,
+    /// The largest packet that passes, in bytes; `None` if the path was not searched.
+    pub passes: Option<u16>,
+    /// The first fault, with its repair; `None`: none was found.
+    pub finding: Option<Finding>,
+}
+
+/// Examines the path to one peer in one family. `None`: it could not be examined.
+pub async fn examine_path(
+    network: &Network,
+    target: &Target,
+    family: Family,
+    doctor_port: u16,
+) -> Option<PathExamination> {
+    let of_network = network.clone();
+    let devices =
+        tokio::task::spawn_blocking(move || devices::read(&of_network)).await.unwrap_or_default();
+    let mut questions = questions_to(target, &devices).await;
+    questions.retain(|question| question.family == family);
+    let asked = [(target, questions)];
+    let (answers, _) =
+        query_peers(&asked, &devices, network.datapath.bare, doctor_port).await.ok()?;
+    let PeerAnswers { passes, path, .. } = answers.first()?;
+    let (passes, path) = (*passes, path.clone());
+    let (_, faults) = peer_report(target, &asked[0].1, &mut answers.into_iter(), &devices);
+    let mut found = settle(faults, &devices, &network.families());
+    localize_findings(&mut found, network.store.as_deref());
+    Some(PathExamination { path, passes, finding: found.into_iter().next() })
 }
 
 /// The kernel's route to an address; `None` if the look-up fails.

@@ -2,6 +2,7 @@
 
 pub mod devices;
 pub mod echo;
+pub mod echo_socket;
 pub mod network;
 pub mod peers;
 pub mod query;

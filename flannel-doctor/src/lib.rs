@@ -10,6 +10,7 @@ pub mod inputs;
 pub mod path_probe;
 
 pub use examine::{
-    Examination, FamilyReport, Layer, PeerReport, ProbeOptions, examine, peer_report,
+    Examination, FamilyReport, Layer, PathExamination, PeerReport, ProbeOptions, examine,
+    examine_path, peer_report,
 };
 pub use inputs::network::Network;

@@ -168,7 +168,11 @@ pub fn bridge(args: &str) -> String {
     run("bridge", args)
 }
 
-fn run(program: &str, args: &str) -> String {
+/// Runs a program, as [`ip`] does.
+///
+/// # Panics
+/// It fails.
+pub fn run(program: &str, args: &str) -> String {
     let output = Command::new(program).args(args.split_whitespace()).output();
     let output = output
         .unwrap_or_else(|error| panic!("`{program}` of iproute2 is needed for this test: {error}"));

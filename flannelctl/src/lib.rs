@@ -18,7 +18,7 @@ use serde_json::Value;
 use error::Result;
 use options::{Ctl, Global, Verb, misspelt_variables};
 use terminal::{Terminal, print_error};
-use verbs::{cleanup, config, docker_opts, doctor, lease, status, watch, why};
+use verbs::{cleanup, config, docker_opts, doctor, lease, paths, status, watch, why};
 
 pub use options::command;
 
@@ -102,6 +102,7 @@ async fn run_verb(options: &Ctl, backends: &Backends, terminal: &Terminal) -> Re
     match &options.verb {
         Verb::Status => status::status(context).await,
         Verb::Peers => status::peers(context).await,
+        Verb::Paths => paths::paths(context),
         Verb::Why { address } => why::why(context, *address).await,
         Verb::Doctor(flags) => doctor::doctor(context, flags).await,
         Verb::Watch { interval } => {

@@ -139,6 +139,13 @@ pub(crate) enum Verb {
     Status,
     /// List every peer with its state; without a daemon, every lease in etcd or the directory
     Peers,
+    /// List the paths to peers with the results of the daemon's probes
+    #[command(
+        long_about = "Lists the paths to peers with the results of the daemon's probes: failing \
+            ones first, with their faults, then the longest round trips. Exit status 1 if a path \
+            fails."
+    )]
+    Paths,
     /// Explain the path of packets to a pod's address
     #[command(
         long_about = "Explains the path of packets to a pod's address: the lease that holds it, \

@@ -114,11 +114,20 @@ pub struct ControlConfig {
     pub group: Option<u32>,
     /// The port of path probes by doctors of other nodes; 0: none (`--doctor-port`).
     pub doctor_port: u16,
+    /// The time in which each path to a peer is probed; zero: paths are not probed
+    /// (`--path-interval`).
+    pub path_interval: Duration,
 }
 
 impl Default for ControlConfig {
     fn default() -> Self {
-        Self { health: None, socket: ControlSocket::default(), group: None, doctor_port: 8473 }
+        Self {
+            health: None,
+            socket: ControlSocket::default(),
+            group: None,
+            doctor_port: 8473,
+            path_interval: Duration::from_secs(300),
+        }
     }
 }
 

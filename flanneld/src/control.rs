@@ -1,22 +1,19 @@
 //! Serves health and metrics over TCP, and these and the control API over a Unix socket.
 
 mod answers;
-mod http;
-mod listen;
 
 use std::convert::Infallible;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use flannel_api::server::{Listener, listen, open_socket, serve};
 use flannel_options::control;
 
 use crate::config::{ControlConfig, ControlSocket};
 use crate::error::Error;
 use crate::observe::Observer;
 use answers::Answers;
-use http::{Listener, serve};
-use listen::{listen, open_socket};
 
 /// The servers of the daemon.
 #[derive(Debug)]

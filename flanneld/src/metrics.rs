@@ -13,6 +13,7 @@ use std::time::SystemTime;
 use flannel_api::seconds;
 use flannel_core::object::ObjectKind;
 use flannel_core::status::{Damage, Rejection};
+use flannel_paths::Paths;
 
 use crate::observe::{NetworkSnapshot, Rulebook, Snapshot};
 use crate::report::problems::first_error;
@@ -58,6 +59,9 @@ pub(crate) fn metrics(snapshot: &Snapshot, format: Format) -> String {
         leases(&mut page, network, snapshot.store_name());
         kernel(&mut page, network);
         firewall(&mut page, &network.running.rulebook.borrow());
+        if let Some(results) = &network.running.paths {
+            paths(&mut page, results);
+        }
     }
     page.encoded(format)
 }
@@ -174,6 +178,28 @@ fn leases(page: &mut Page, network: &NetworkSnapshot, store: Option<&str>) {
         "flannel_subnets",
         "Subnets between SubnetMin and SubnetMax; in Kubernetes, subnets of this node's size",
         counts,
+    );
+}
+
+fn paths(page: &mut Page, results: &Paths) {
+    let summary = results.summary();
+    page.gauges(
+        "flannel_paths",
+        "Paths to peers, one for each peer and family, by state",
+        summary.states.iter().map(|(state, count)| (labels(&[("state", state)]), *count)),
+    );
+    page.gauge("flannel_failing_paths", "Paths to peers that lose packets", summary.failing);
+    if let Some(oldest) = summary.oldest {
+        page.seconds(
+            "flannel_paths_age_seconds",
+            "Age of the oldest result of a path; absent until each path has a result",
+            oldest,
+        );
+    }
+    page.histogram(
+        "flannel_path_round_trip_seconds",
+        "Round trips of small packets to peers",
+        &results.round_trips(),
     );
 }
 

@@ -17,6 +17,7 @@ use flannel_core::status::{Status, Waiting};
 use flannel_core::subnet::Ownership;
 use flannel_core::{Error as CoreError, SubnetManager, Subnets};
 use flannel_firewall::LegacyMemory;
+use flannel_paths::Paths;
 use tokio::sync::watch;
 
 pub(crate) use running::{Rulebook, Running};
@@ -185,6 +186,11 @@ impl Observer {
         self.known().running.as_ref().map(|running| running.handle.status.clone())
     }
 
+    /// The results of the probes of paths; `None`: no network runs, or paths are not probed.
+    pub(crate) fn paths(&self) -> Option<Paths> {
+        self.known().running.as_ref().and_then(|running| running.paths.clone())
+    }
+
     /// Whether a network runs, and its subnet file is written or will not be.
     pub(crate) fn runs(&self) -> bool {
         let known = self.known();
@@ -333,6 +339,7 @@ pub(crate) mod tests {
             handle: NetworkHandle::new(lease, 1450, status),
             views,
             rulebook: watch::channel(Rulebook::Unwanted).1,
+            paths: None,
             lapsed: false,
             since: SystemTime::now(),
         };

@@ -13,6 +13,7 @@ use flannel_api::{
 use flannel_core::object::Key;
 use flannel_core::status::{Failure, Status};
 use flannel_doctor::commands::is_kubernetes;
+use flannel_paths::Paths;
 
 use crate::observe::{NetworkSnapshot, Snapshot};
 use peers::interesting_peers;
@@ -66,6 +67,7 @@ fn network_report(network: &NetworkSnapshot, snapshot: &Snapshot) -> NetworkRepo
         accepted: status.peers as u64,
         rejected: status.rejected.len() as u64,
         pending,
+        paths: running.paths.as_ref().map(Paths::summary),
         subnets: subnets_used(network, snapshot.store_name()),
         repairs: RepairsReport {
             total: status.repaired,

@@ -7,8 +7,9 @@ use crate::parts::cluster::Families;
 use crate::parts::daemon::{Daemon, program};
 use crate::parts::report::Report;
 
-/// Rules of iptables cause no events, so they are compared every five seconds.
-const WITHOUT_RULES: &str = "--iptables-forward-rules=false";
+/// Rules of iptables cause no events, so they are compared every five seconds. Probes of paths have
+/// a bench of their own.
+const QUIET: [&str; 2] = ["--iptables-forward-rules=false", "--path-interval=0"];
 /// The time in which unused threads end.
 const SETTLE: Duration = Duration::from_secs(15);
 /// The maximum time of a start, during which the timer already runs.
@@ -21,7 +22,7 @@ pub(crate) fn run(
     seconds: u64,
     flanneld: Option<PathBuf>,
 ) -> anyhow::Result<Report> {
-    let mut daemon = Daemon::start(&program(flanneld)?, peers, families, &[WITHOUT_RULES])?;
+    let mut daemon = Daemon::start(&program(flanneld)?, peers, families, &QUIET)?;
     daemon.rest(SETTLE)?;
     let before = daemon.switches()?;
     daemon.rest(Duration::from_secs(seconds))?;

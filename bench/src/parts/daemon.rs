@@ -7,6 +7,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
+use flannel_netlink::testing::Netns;
 use flannel_subnet_kube::testing::ApiServer;
 use tempfile::TempDir;
 
@@ -129,6 +130,24 @@ impl Daemon {
     /// The path of its control socket.
     pub(crate) fn control_socket(&self) -> PathBuf {
         self.dir.path().join("flanneld.sock")
+    }
+
+    /// Its network namespace.
+    pub(crate) fn netns(&self) -> &Netns {
+        &self.fixture.netns
+    }
+
+    /// The processor time of all its threads so far.
+    pub(crate) fn processor_time(&self) -> anyhow::Result<Duration> {
+        let mut all = Duration::ZERO;
+        for task in std::fs::read_dir(format!("/proc/{}/task", self.child.id()))? {
+            let path = task?.path().join("schedstat");
+            // A thread may end meanwhile.
+            let Ok(times) = std::fs::read_to_string(path) else { continue };
+            let nanos = times.split(' ').next().and_then(|nanos| nanos.parse().ok());
+            all += Duration::from_nanos(nanos.context("no time in schedstat")?);
+        }
+        Ok(all)
     }
 
     /// A figure of `/proc/PID/status`, in KiB.

@@ -58,6 +58,9 @@ pub(crate) struct Report {
     /// `VmHWM`: the maximum so far.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) hwm_kib: Option<u64>,
+    /// Processor time, in per cent of a core.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) cpu_percent: Option<f64>,
     /// The size of a program.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) bytes: Option<u64>,

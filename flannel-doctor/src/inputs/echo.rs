@@ -1,33 +1,21 @@
 //! ICMP echoes of an exact size that must not be fragmented, to many addresses at once.
-//!
-//! This module writes the IP header itself, because the kernel offers an exact size and "don't
-//! fragment" for both families only this way. It needs `CAP_NET_RAW`.
-//!
-//! **Source**: RFC 792, 1191, 4443, 8201; linux `net/ipv4/raw.c: raw_send_hdrinc`,
-//! `net/ipv6/raw.c`.
+//! It needs `CAP_NET_RAW`.
 
-use std::io::{self, ErrorKind, Read};
-use std::net::{IpAddr, SocketAddr, UdpSocket};
+use std::io::{self, ErrorKind};
+use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
 use flannel_core::address::Family;
-use socket2::{Domain, Protocol, Socket, Type};
+
+use super::echo_socket::{EchoSocket, IcmpMessage};
 
 /// The maximum number of attempts for each echo.
 const ROUNDS: u32 = 3;
-const EMSGSIZE: i32 = 90;
 /// The maximum number of echoes in flight. With more, answers would overflow the receive buffer.
 const GROUP: usize = 64;
 /// The number of echoes after which answers are read.
 const BURST: usize = 16;
 const BURST_PAUSE: Duration = Duration::from_millis(1);
-/// `IPPROTO_RAW`: the sender writes the IP header.
-const RAW: i32 = 255;
-const ICMP: u8 = 1;
-const ICMPV6: u8 = 58;
-const HOP_LIMIT: u8 = 64;
-/// The first bytes of the payload, which identify echoes of flannel.
-const MAGIC: &[u8; 8] = b"flannel?";
 
 /// An echo request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -89,23 +77,12 @@ pub fn echo(probes: &[Probe], patience: Duration) -> io::Result<Vec<Answer>> {
 }
 
 /// The sockets of a family.
-struct Round {
-    family: Family,
-    out: Socket,
-    inbox: Socket,
-    id: u16,
-}
+struct Round(EchoSocket);
 
 impl Round {
     fn open(family: Family) -> io::Result<Self> {
-        let (domain, icmp) = match family {
-            Family::V4 => (Domain::IPV4, Protocol::ICMPV4),
-            Family::V6 => (Domain::IPV6, Protocol::ICMPV6),
-        };
-        let out = Socket::new(domain, Type::RAW, Some(Protocol::from(RAW)))?;
-        let inbox = Socket::new(domain, Type::RAW, Some(icmp))?;
         // The low half of the process id is enough to distinguish processes.
-        Ok(Self { family, out, inbox, id: std::process::id() as u16 })
+        EchoSocket::open(family, std::process::id() as u16).map(Self)
     }
 
     /// Sends one group. `first` is the sequence number of its first echo.
@@ -125,11 +102,9 @@ impl Round {
                     continue;
                 }
                 sent[k] = Instant::now();
-                if let Err(error) = self.send(probe, first + k) {
-                    answers[k].1 = match error.raw_os_error() {
-                        Some(EMSGSIZE) => Answer::TooBig(None),
-                        _ => Answer::NotSent(error.to_string()),
-                    };
+                // Sequence numbers suffice, because `doctor` limits the number of peers.
+                if let Err(answer) = self.0.send(probe, (first + k) as u16) {
+                    answers[k].1 = answer;
                 }
                 if k % BURST == BURST - 1 {
                     self.listen(first, (&mut answers, &sent), Instant::now() + BURST_PAUSE)?;
@@ -167,136 +142,16 @@ impl Round {
         Ok(())
     }
 
-    fn send(&self, probe: &Probe, sequence: usize) -> io::Result<()> {
-        let from = source(probe.to)?;
-        // Sequence numbers suffice, because `doctor` limits the number of peers.
-        let packet = packet(from, probe.to, probe.size, self.id, sequence as u16);
-        self.out.send_to(&packet, &SocketAddr::new(probe.to, 0).into()).map(drop)
-    }
-
     /// Waits at most `left` for a message. `None`: none came, or it is not about an echo of ours.
     fn receive(&self, left: Duration) -> io::Result<Option<(usize, IcmpMessage)>> {
-        self.inbox.set_read_timeout(Some(left))?;
-        let mut buffer = [0; 2048];
-        match (&self.inbox).read(&mut buffer) {
-            Ok(len) => Ok(read(self.family, &buffer[..len], self.id)),
-            Err(error)
-                if matches!(
-                    error.kind(),
-                    ErrorKind::WouldBlock | ErrorKind::TimedOut | ErrorKind::Interrupted
-                ) =>
-            {
+        self.0.inbox().set_read_timeout(Some(left))?;
+        match self.0.receive() {
+            Ok(message) => Ok(message.map(|(sequence, message)| (sequence.into(), message))),
+            Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {
                 Ok(None)
             }
             Err(error) => Err(error),
         }
-    }
-}
-
-/// The source address that the kernel chooses.
-fn source(to: IpAddr) -> io::Result<IpAddr> {
-    let any = Family::of(to).unspecified();
-    let socket = UdpSocket::bind((any, 0))?;
-    // Connecting a UDP socket sends no packet.
-    socket.connect((to, 9))?;
-    Ok(socket.local_addr()?.ip())
-}
-
-fn bytes(address: IpAddr) -> Vec<u8> {
-    match address {
-        IpAddr::V4(a) => a.octets().into(),
-        IpAddr::V6(a) => a.octets().into(),
-    }
-}
-
-/// A whole packet of `size` bytes, or larger if the headers and `MAGIC` need it.
-fn packet(from: IpAddr, to: IpAddr, size: u16, id: u16, sequence: u16) -> Vec<u8> {
-    let header = if to.is_ipv4() { 20 } else { 40 };
-    let size = usize::from(size).max(header + 8 + MAGIC.len());
-    let mut icmp = vec![if to.is_ipv4() { 8 } else { 128 }, 0, 0, 0];
-    icmp.extend(id.to_be_bytes());
-    icmp.extend(sequence.to_be_bytes());
-    icmp.extend(MAGIC);
-    icmp.resize(size - header, 0x66);
-    // The pseudo header comes first, because the data may have an odd number of bytes.
-    let mut covered = match to.is_ipv6() {
-        true => [
-            bytes(from),
-            bytes(to),
-            (icmp.len() as u32).to_be_bytes().into(),
-            vec![0, 0, 0, ICMPV6],
-        ]
-        .concat(),
-        false => Vec::new(),
-    };
-    covered.extend(&icmp);
-    icmp[2..4].copy_from_slice(&checksum(&covered).to_be_bytes());
-    let mut packet = match to.is_ipv4() {
-        // Version, length, TOS 0, id 0, don't fragment. The kernel writes the checksum.
-        true => {
-            let mut head = vec![0x45, 0];
-            head.extend((size as u16).to_be_bytes());
-            head.extend([0, 0, 0x40, 0, HOP_LIMIT, ICMP, 0, 0]);
-            head
-        }
-        // Routers do not fragment IPv6 packets.
-        false => {
-            let mut head = vec![0x60, 0, 0, 0];
-            head.extend((icmp.len() as u16).to_be_bytes());
-            head.extend([ICMPV6, HOP_LIMIT]);
-            head
-        }
-    };
-    packet.extend(bytes(from));
-    packet.extend(bytes(to));
-    packet.extend(icmp);
-    packet
-}
-
-/// The Internet checksum (RFC 1071).
-fn checksum(data: &[u8]) -> u16 {
-    let word = |pair: &[u8]| u32::from(pair[0]) << 8 | u32::from(*pair.get(1).unwrap_or(&0));
-    let mut sum: u32 = data.chunks(2).map(word).fold(0, u32::wrapping_add);
-    while sum > 0xffff {
-        sum = (sum & 0xffff) + (sum >> 16);
-    }
-    !(sum as u16)
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum IcmpMessage {
-    Reply,
-    TooBig(u32),
-}
-
-/// The message in a received packet, and the sequence number of our echo that it is about.
-fn read(family: Family, data: &[u8], id: u16) -> Option<(usize, IcmpMessage)> {
-    let number =
-        |data: &[u8], at: usize| Some(u16::from_be_bytes(data.get(at..at + 2)?.try_into().ok()?));
-    // A raw socket of Linux passes the IP header with IPv4 only.
-    let skip = |data: &[u8]| Some(usize::from(data.first()? & 0x0f) * 4);
-    let icmp = data.get(if family == Family::V4 { skip(data)? } else { 0 }..)?;
-    let ours = |echo: &[u8]| (number(echo, 4)? == id).then(|| number(echo, 6).map(usize::from))?;
-    match (family, icmp.first()?, icmp.get(1)?) {
-        (Family::V4, 0, _) | (Family::V6, 129, _) if icmp.get(8..16) == Some(MAGIC) => {
-            Some((ours(icmp)?, IcmpMessage::Reply))
-        }
-        // Fragmentation needed. The packet that it is about follows.
-        (Family::V4, 3, 4) => {
-            let about = icmp.get(8..)?;
-            let echo = about.get(skip(about)?..)?;
-            (echo.first() == Some(&8)).then_some(())?;
-            Some((ours(echo)?, IcmpMessage::TooBig(number(icmp, 6)?.into())))
-        }
-        (Family::V6, 2, _) => {
-            let echo = icmp.get(8 + 40..)?;
-            (echo.first() == Some(&128)).then_some(())?;
-            Some((
-                ours(echo)?,
-                IcmpMessage::TooBig(u32::from_be_bytes(icmp.get(4..8)?.try_into().ok()?)),
-            ))
-        }
-        _ => None,
     }
 }
 
@@ -308,21 +163,6 @@ mod tests {
 
     fn probe(to: &str, size: u16) -> Probe {
         Probe { to: to.parse().unwrap(), size }
-    }
-
-    #[test]
-    fn checksums_match_rfc_1071() {
-        assert_eq!(checksum(&[0x00, 0x01, 0xf2, 0x03, 0xf4, 0xf5, 0xf6, 0xf7]), !0xddf2);
-        assert_eq!(checksum(&[0xff]), !0xff00);
-    }
-
-    #[test]
-    fn answers_to_other_programs_are_ignored() {
-        for family in Family::BOTH {
-            for data in [&[][..], &[0x45], &[0; 28], &[129, 0, 0, 0, 0, 7, 0, 0], &[0xff; 60]] {
-                assert_eq!(read(family, data, 7), None, "{data:?}");
-            }
-        }
     }
 
     #[test]

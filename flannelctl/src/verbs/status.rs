@@ -7,6 +7,7 @@ use flannel_options::printable::inline;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
+use super::paths::numbers;
 use crate::error::{Error, Result};
 use crate::terminal::{Style, Terminal, span};
 use crate::{Context, Output, offline};
@@ -82,6 +83,9 @@ pub(crate) fn page(report: &StatusReport, terminal: &Terminal) -> String {
     }
     if let Some(network) = &report.network {
         out += &kernel_fields(network, now, terminal);
+        if let Some(paths) = &network.paths {
+            out += &terminal.field("paths", Style::Bold, &numbers(paths));
+        }
         out += &peers_of(network, now, terminal);
     }
     out

@@ -9,13 +9,16 @@
 use std::net::IpAddr;
 
 use async_trait::async_trait;
-use flannel_api::{ErrorReport, LogReport, PeersReport, ReloadReport, StatusReport, VERSION};
+use flannel_api::server::{Request, Response, Site, parameter, response, text};
+use flannel_api::{
+    ErrorReport, LogReport, PathsReport, PeersReport, ReloadReport, StatusReport, VERSION,
+};
 use flannel_options::printable;
+use flannel_paths::Paths;
 use hyper::header::ACCEPT;
 use hyper::{Method, StatusCode};
 use serde::Serialize;
 
-use super::http::{Request, Response, Site, parameter, response, text};
 use crate::metrics::{Format, metrics};
 use crate::observe::Observer;
 use crate::report::problems::problems;
@@ -91,6 +94,12 @@ impl Answers {
             ("GET", "/v1/peers") => {
                 let peers = peers(&self.observer.snapshot_of_peers().await);
                 answer(&PeersReport { version: VERSION, peers })
+            }
+            ("GET", "/v1/paths") => {
+                let paths = self.observer.paths();
+                let summary = paths.as_ref().map(Paths::summary);
+                let paths = paths.map_or_else(Vec::new, |paths| paths.report());
+                answer(&PathsReport { version: VERSION, summary, paths })
             }
             ("GET", "/v1/why") => {
                 let text = parameter(request, "address").unwrap_or_default();
@@ -213,6 +222,7 @@ mod tests {
             ("GET", "/v1/status", 200),
             ("POST", "/v1/status", 404),
             ("GET", "/v1/peers", 200),
+            ("GET", "/v1/paths", 200),
             ("GET", "/v1/why?address=10.1.7.9", 200),
             ("GET", "/v1/why?address=x", 400),
             ("GET", "/v1/reload", 404),

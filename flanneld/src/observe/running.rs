@@ -10,8 +10,12 @@ use flannel_core::lease::View;
 use flannel_core::network::NetworkHandle;
 use flannel_core::object::LinkName;
 use flannel_core::{Config, Kernel};
+use flannel_doctor::Network;
 use flannel_doctor::path_probe::server::ServerConfig;
+use flannel_paths::{Paths, ProbeSettings};
 use tokio::sync::watch;
+
+use crate::config::ControlConfig;
 
 /// The network that runs, and the values that it was built from.
 pub(crate) struct Running {
@@ -24,6 +28,8 @@ pub(crate) struct Running {
     pub(crate) handle: NetworkHandle,
     pub(crate) views: watch::Receiver<View>,
     pub(crate) rulebook: watch::Receiver<Rulebook>,
+    /// The results of the probes of paths; `None`: paths are not probed.
+    pub(crate) paths: Option<Paths>,
     /// This node has no lease: its time ran out, and the store does not answer.
     pub(crate) lapsed: bool,
     /// The time at which the network was built.
@@ -50,6 +56,22 @@ pub(crate) enum Rulebook {
 }
 
 impl Running {
+    /// What the probes of paths probe.
+    pub(crate) fn probes(&self, settings: &ControlConfig, store: String) -> ProbeSettings {
+        let network = Network {
+            daemon: true,
+            store: Some(store),
+            known: true,
+            backend: self.handle.lease.attrs.preferred.kind.to_string(),
+            datapath: self.datapath.clone(),
+            uplink: Some(self.iface.name),
+            mtu: Some(self.handle.mtu),
+            targets: Vec::new(),
+        };
+        let (interval, doctor_port) = (settings.path_interval, settings.doctor_port);
+        ProbeSettings { interval, doctor_port, network }
+    }
+
     /// The addresses of the server for path probes. There are none with port 0, and none without a
     /// tunnel or a lease.
     pub(crate) fn probe_server(&self, port: u16) -> ServerConfig {

@@ -2,6 +2,7 @@
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
+use std::time::Duration;
 
 use flannel_options::control::{DOCTOR_PORT, port};
 
@@ -44,6 +45,12 @@ pub struct ControlFlags {
     /// without a tunnel, TCP at the external interface's address; 0: none
     #[arg(long, value_name = "PORT", default_value = DOCTOR_PORT, value_parser = port)]
     pub doctor_port: u16,
+
+    /// The time in which each path to a peer is probed at least once, in seconds; 0: paths are not
+    /// probed
+    #[arg(long, value_name = "SECONDS", default_value = "300", allow_hyphen_values = true,
+        value_parser = clap::value_parser!(u32).range(..=86_400))]
+    pub path_interval: u32,
 }
 
 /// Parses the name or the number of a group.
@@ -81,6 +88,7 @@ impl ControlFlags {
             },
             group: self.control_group,
             doctor_port: self.doctor_port,
+            path_interval: Duration::from_secs(self.path_interval.into()),
         }
     }
 }

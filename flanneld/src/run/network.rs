@@ -9,6 +9,7 @@ use flannel_core::network::{Ended, NetworkHandle};
 use flannel_core::status::Status;
 use flannel_core::{Config, SubnetManager, Subnets};
 use flannel_doctor::path_probe::server;
+use flannel_paths::probe;
 use flannel_subnet::SubnetEnv;
 use tokio::sync::watch;
 
@@ -44,7 +45,9 @@ pub(super) async fn run(
     warn_if_stale(subnets, &ready.views.borrow());
     let (settled, rules) = watch::channel(false);
     let (book, rulebook) = watch::channel(settings.firewall.rulebook());
-    let running = ready.running(&settings.backends, rulebook);
+    let running = ready.running(settings, rulebook);
+    let probes = running.probes(&settings.control, subnets.store_status().store);
+    let paths = running.paths.clone();
     let responder = server::serve(running.probe_server(settings.control.doctor_port));
     let _running = observer.running(running);
     let Ready { config, backend, network, views, lapsed, cached, first, chosen, validator } = ready;
@@ -55,6 +58,12 @@ pub(super) async fn run(
             return Ok(std::future::pending().await);
         }
         settings.firewall.keep(&config, &own, first, (settled, book)).await
+    };
+    let probing = async {
+        match &paths {
+            Some(paths) => probe(&probes, handle.clone(), paths).await,
+            None => std::future::pending().await,
+        }
     };
     let looks = log_findings(observer, rules.clone(), lapsed);
     let validate = async |to: &Config| validator.validate(to, Some(&config)).await.map(drop);
@@ -93,6 +102,7 @@ pub(super) async fn run(
         never = observer.follow(views.clone()) => match never {},
         never = looks => match never {},
         never = responder => match never {},
+        never = probing => match never {},
     }
 }
 

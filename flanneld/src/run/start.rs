@@ -3,7 +3,6 @@
 use std::sync::Arc;
 use std::time::SystemTime;
 
-use flannel_backends::Backends;
 use flannel_core::backend::ExternalInterface;
 use flannel_core::kernel::Footprint;
 use flannel_core::lease::View;
@@ -11,6 +10,7 @@ use flannel_core::runtime::blocking;
 use flannel_core::{Backend, Config, Kernel, SubnetManager};
 use flannel_netlink::NetlinkKernel;
 use flannel_options::FileSecrets;
+use flannel_paths::Paths;
 use flannel_route::{Host, HostNetwork, JoinOptions};
 use tokio::sync::{OnceCell, watch};
 
@@ -54,10 +54,13 @@ impl Ready {
     /// The network as observers see it.
     pub(super) fn running(
         &self,
-        backends: &Backends,
+        settings: &DaemonConfig,
         rulebook: watch::Receiver<Rulebook>,
     ) -> Running {
+        let (backends, interval) = (&settings.backends, settings.control.path_interval);
+        let probes = !interval.is_zero() && !self.lapsed;
         Running {
+            paths: probes.then(|| Paths::new(interval)),
             config: self.config.clone(),
             datapath: backends.datapath(&self.config),
             links: backends.links(self.chosen.iface.name, &self.config),

@@ -1,5 +1,6 @@
 //! The network to examine: from the daemon, or without it from the store, the cache and the kernel.
 
+use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
 use flannel_api::{
@@ -16,7 +17,7 @@ use flannel_doctor::commands::restore_directory;
 use flannel_doctor::commands::restore_etcd;
 use flannel_doctor::diagnosis::mtu::Fault;
 use flannel_doctor::inputs::network::Target;
-use flannel_doctor::{Examination, Network};
+use flannel_doctor::{Examination, Layer, Network};
 use flannel_firewall::LegacyMemory;
 use flannel_netlink::NetlinkKernel;
 use flannel_options::RegistryUrl;
@@ -25,6 +26,7 @@ use serde_json::Value;
 
 use crate::error::Result;
 use crate::options::Global;
+use crate::verbs::paths::numbers;
 use crate::{Context, offline, status};
 
 /// The time in which a daemon must apply changes. If it takes longer, this is a fault.
@@ -67,6 +69,14 @@ pub(super) async fn with_daemon(
     examination.host(HostReport { findings: report.findings, unread: report.unread });
     let peers = client.ask("GET", request::PEERS)?;
     let peers: Vec<PeerReport> = serde_json::from_value(peers["peers"].clone()).unwrap_or_default();
+    let mut targets: Vec<Target> = peers.iter().map(target).collect();
+    if let Some(summary) = &network.paths {
+        let state = if summary.failing > 0 { "finding" } else { "ok" };
+        examination.layers.push(Layer { layer: "paths", state, text: numbers(summary) });
+        // The examination asks them first.
+        let failing = failing_paths(client);
+        targets.sort_by_key(|target| !failing.contains(&target.key));
+    }
     Ok(Network {
         daemon: true,
         store: report.store.map(|store| store.name),
@@ -75,8 +85,14 @@ pub(super) async fn with_daemon(
         datapath: datapath(&network),
         uplink: network.interface.name.parse().ok(),
         mtu: Some(network.mtu),
-        targets: peers.iter().map(target).collect(),
+        targets,
     })
+}
+
+/// The peers with failing paths, as the daemon's probes found. An older daemon has no probes.
+fn failing_paths(client: &Client) -> BTreeSet<String> {
+    let paths = client.paths().map_or_else(|_| Vec::new(), |report| report.paths);
+    paths.into_iter().filter(|path| path.since.is_some()).map(|path| path.key).collect()
 }
 
 /// The data path that the daemon reports.

@@ -5,6 +5,8 @@
 //! closed for a new one, so that silent clients block no others. Bodies of requests are never read,
 //! because no request needs one.
 
+mod listen;
+
 use std::collections::VecDeque;
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -23,6 +25,8 @@ use tokio::net::{TcpListener, UnixListener};
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
 use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{Instant, sleep, sleep_until, timeout};
+
+pub use listen::{listen, open_socket};
 
 /// The maximum size of a request's head, in bytes: the minimum of hyper.
 const MAX_HEAD: usize = 8 * 1024;
@@ -43,10 +47,10 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// A request. In place of a body it has the user id of the client, or `None` over TCP. The method
 /// `HEAD` is replaced by `GET`.
-pub(super) type Request = hyper::Request<Option<u32>>;
+pub type Request = hyper::Request<Option<u32>>;
 
 /// A parameter of the query, decoded.
-pub(super) fn parameter(request: &Request, name: &str) -> Option<String> {
+pub fn parameter(request: &Request, name: &str) -> Option<String> {
     let pairs = request.uri().query().unwrap_or_default().split('&');
     let mut pairs = pairs.map(|pair| pair.split_once('=').unwrap_or((pair, "")));
     let (_, value) = pairs.find(|(key, _)| *key == name)?;
@@ -54,10 +58,10 @@ pub(super) fn parameter(request: &Request, name: &str) -> Option<String> {
 }
 
 /// An answer.
-pub(super) type Response = hyper::Response<String>;
+pub type Response = hyper::Response<String>;
 
 /// An answer with this `Content-Type`.
-pub(super) fn response(status: StatusCode, kind: &'static str, body: String) -> Response {
+pub fn response(status: StatusCode, kind: &'static str, body: String) -> Response {
     let mut response = Response::new(body);
     *response.status_mut() = status;
     response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(kind));
@@ -65,21 +69,23 @@ pub(super) fn response(status: StatusCode, kind: &'static str, body: String) -> 
 }
 
 /// Plain text.
-pub(super) fn text(status: StatusCode, body: impl Into<String>) -> Response {
+pub fn text(status: StatusCode, body: impl Into<String>) -> Response {
     response(status, "text/plain; charset=utf-8", body.into())
 }
 
 /// Answers requests.
 #[async_trait]
-pub(super) trait Site: Send + Sync {
+pub trait Site: Send + Sync {
     /// The answer to one request.
     async fn answer(&self, request: &Request) -> Response;
 }
 
 /// A socket that accepts connections.
 #[derive(Debug)]
-pub(super) enum Listener {
+pub enum Listener {
+    /// Its clients are unknown users.
     Tcp(TcpListener),
+    /// The kernel reports the users of its clients.
     Unix(UnixListener),
 }
 
@@ -107,7 +113,7 @@ impl Listener {
 ///
 /// # Cancel safety
 /// Dropping the future closes all connections.
-pub(super) async fn serve(listener: Listener, site: Arc<dyn Site>) -> Infallible {
+pub async fn serve(listener: Listener, site: Arc<dyn Site>) -> Infallible {
     let mut connections = Connections::new();
     loop {
         match listener.accept().await {

@@ -1,0 +1,348 @@
+//! The task that sends probes and takes in the answers.
+
+use std::collections::VecDeque;
+use std::convert::Infallible;
+use std::hash::{BuildHasher, RandomState};
+use std::sync::Arc;
+use std::time::Duration;
+
+use flannel_core::lease::LeaseSet;
+use flannel_core::network::NetworkHandle;
+use flannel_core::status::Status;
+use flannel_core::{Lease, Subnets};
+use flannel_doctor::inputs::devices::Devices;
+use flannel_doctor::inputs::echo::{Answer, Probe};
+use flannel_doctor::inputs::echo_socket::IcmpMessage;
+use flannel_doctor::inputs::network::Target;
+use flannel_doctor::inputs::peers::Question;
+use flannel_doctor::{Network, PathExamination, examine_path};
+use tokio::sync::watch;
+use tokio::task::JoinSet;
+use tokio::time::{Instant, MissedTickBehavior, interval};
+
+use crate::agenda::{Agenda, Outcome, Turn};
+use crate::pinger::Pinger;
+use crate::record::{Change, Details, PathId};
+use crate::results::Paths;
+use crate::verdict::Answers;
+
+/// The pause between two groups of probes.
+const TICK: Duration = Duration::from_millis(250);
+/// The time to wait for answers. A path is not probed again before.
+const TIMEOUT: Duration = Duration::from_secs(1);
+/// The pause between log lines about changed paths.
+const LOG_PAUSE: Duration = Duration::from_secs(60);
+/// The maximum number of changed paths that get a log line each.
+const LOG_LINES: usize = 5;
+/// Sequence numbers: that of a flight, and the echo in it.
+const ECHOES: u16 = 4;
+
+/// What to probe.
+#[derive(Debug, Clone)]
+pub struct ProbeSettings {
+    /// The time in which each path is probed at least once.
+    pub interval: Duration,
+    /// The port of path probes, for failing paths; 0: none are made.
+    pub doctor_port: u16,
+    /// The network, without its peers.
+    pub network: Network,
+}
+
+/// Probes the paths to the accepted peers of a network, and keeps the results in `paths`. Without
+/// `CAP_NET_RAW` the summary of `paths` has the reason, and nothing is probed.
+///
+/// # Cancel safety
+/// Dropping the future stops the probes. The results stay.
+pub async fn probe(settings: &ProbeSettings, handle: NetworkHandle, paths: &Paths) -> Infallible {
+    let families = handle.lease.subnets.iter().map(|subnet| subnet.family());
+    match Pinger::open(families) {
+        Ok(pinger) => {
+            let own = handle.lease.subnets;
+            Prober::new(settings, own, paths, pinger).run(handle.status).await
+        }
+        Err(error) => {
+            tracing::warn!(%error, "paths to peers are not probed, which needs CAP_NET_RAW");
+            paths.fails_to_probe(format!("echoes cannot be sent: {error}"));
+            std::future::pending().await
+        }
+    }
+}
+
+struct Prober<'a> {
+    settings: &'a ProbeSettings,
+    devices: Devices,
+    own: Subnets,
+    paths: &'a Paths,
+    pinger: Pinger,
+    agenda: Agenda<PathId>,
+    leases: LeaseSet,
+    flights: Flights,
+    log: ChangeLog,
+}
+
+impl<'a> Prober<'a> {
+    fn new(settings: &'a ProbeSettings, own: Subnets, paths: &'a Paths, pinger: Pinger) -> Self {
+        let Network { datapath, backend, uplink, mtu, .. } = settings.network.clone();
+        let devices = Devices { datapath, backend, uplink, mtu, ..Devices::default() };
+        let agenda = Agenda::new(settings.interval, Instant::now());
+        let (leases, flights, log) = Default::default();
+        Self { settings, devices, own, paths, pinger, agenda, leases, flights, log }
+    }
+
+    async fn run(mut self, mut status: watch::Receiver<Arc<Status>>) -> Infallible {
+        let mut examinations = JoinSet::new();
+        let mut ticks = interval(TICK);
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        self.follow_leases(&status.borrow_and_update().clone());
+        loop {
+            let idle = self.paths.len() == 0;
+            tokio::select! {
+                (sequence, message) = self.pinger.receive() => self.answer(sequence, message),
+                // Without peers there is nothing to do before the leases change.
+                changed = status.changed(), if idle => {
+                    if changed.is_err() {
+                        return std::future::pending().await;
+                    }
+                    self.follow_leases(&status.borrow_and_update().clone());
+                }
+                _ = ticks.tick(), if !idle => {
+                    self.follow_leases(&status.borrow_and_update().clone());
+                    self.tick(&status.borrow().clone());
+                    if examinations.is_empty() {
+                        self.examine(&mut examinations);
+                    }
+                }
+                Some(Ok((id, found))) = examinations.join_next() => self.examined(id, found),
+            }
+        }
+    }
+
+    /// Adds and removes paths, because leases changed.
+    fn follow_leases(&mut self, status: &Status) {
+        let older = std::mem::replace(&mut self.leases, status.leases.clone());
+        let mut added = Vec::new();
+        for (peer, lease) in self.leases.changes_since(&older) {
+            for subnet in peer.iter().filter(|_| peer != self.own) {
+                let id = PathId { peer, family: subnet.family() };
+                match (lease.is_some(), self.paths.probed(&id).is_some()) {
+                    (true, false) => added.push(id),
+                    (false, true) => self.paths.remove(&id),
+                    _ => {}
+                }
+            }
+        }
+        // In random order, so that not all nodes probe the same peer at once.
+        let order = RandomState::new();
+        added.sort_by_cached_key(|id| order.hash_one(id));
+        for id in added {
+            self.paths.add(id);
+            self.agenda.add(id);
+        }
+    }
+
+    /// Ends the flights whose time is over, and sends the probes that are due.
+    fn tick(&mut self, status: &Status) {
+        let now = Instant::now();
+        while let Some(flight) = self.flights.expired(now) {
+            self.land(flight, now);
+        }
+        let paths = self.paths;
+        let turn = |id: &PathId| match paths.probed(id) {
+            None => Turn::Never,
+            Some(Some(at)) if now.duration_since(at) < TIMEOUT => Turn::Later,
+            Some(_) => Turn::Now,
+        };
+        for id in self.agenda.due(now, paths.len(), turn) {
+            paths.begin(&id, now);
+            // A rejected peer has no route, so its path stays unknown.
+            let question = self.question(&id).filter(|_| !status.rejected.contains_key(&id.peer));
+            let Some(question) = question else {
+                self.agenda.put_back(id, Outcome::Settled, now);
+                continue;
+            };
+            let flight = self.flights.begin(id, &question, now);
+            for (echo, probe) in flight {
+                if let Some(answer) = self.pinger.send(&probe, echo) {
+                    self.flights.answer(echo, answer);
+                }
+            }
+        }
+        self.log.write(now);
+    }
+
+    fn question(&self, id: &PathId) -> Option<Question> {
+        let target = target(self.leases.get(&id.peer)?);
+        target.questions(&self.devices).into_iter().find(|question| question.family == id.family)
+    }
+
+    fn answer(&mut self, sequence: u16, message: IcmpMessage) {
+        let now = Instant::now();
+        let answer = match message {
+            IcmpMessage::Reply => match self.flights.sent(sequence) {
+                Some(sent) => Answer::Reply(now.duration_since(sent)),
+                None => return,
+            },
+            IcmpMessage::TooBig(most) => Answer::TooBig(Some(most)),
+        };
+        if let Some(flight) = self.flights.answer(sequence, answer) {
+            self.land(flight, now);
+        }
+    }
+
+    /// Takes in the answers to a probe.
+    fn land(&mut self, (id, answers): (PathId, Answers), now: Instant) {
+        let Some((outcome, change)) = self.paths.record(&id, &answers, now) else { return };
+        self.agenda.put_back(id, outcome, now);
+        if let Some(change) = change {
+            self.log.note(id, change, self.paths.state(&id));
+        }
+    }
+
+    /// Begins the examination of a failing path. There is one at a time, so that many failing paths
+    /// cost no more than a few.
+    fn examine(&self, examinations: &mut JoinSet<(PathId, Option<PathExamination>)>) {
+        let Some(id) = self.paths.to_examine(Instant::now()) else { return };
+        let Some(lease) = self.leases.get(&id.peer) else { return };
+        let (target, network) = (target(lease), self.settings.network.clone());
+        let port = self.settings.doctor_port;
+        examinations.spawn(async move {
+            let found = examine_path(&network, &target, id.family, port).await;
+            (id, found)
+        });
+    }
+
+    fn examined(&self, id: PathId, found: Option<PathExamination>) {
+        let Some(PathExamination { path, passes, finding }) = found else { return };
+        // The daemon of the peer reports what arrived through the tunnel.
+        let one_way = path.acknowledged > 0 && path.segments.is_none();
+        self.paths.examined(&id, one_way, Details { passes, finding });
+    }
+}
+
+/// The node with this lease.
+fn target(lease: &Lease) -> Target {
+    let offer = &lease.attrs.preferred;
+    Target {
+        key: lease.subnets.to_string(),
+        subnets: lease.subnets.iter().collect(),
+        public: offer.public,
+        backend: offer.kind.to_string(),
+        state: String::new(),
+    }
+}
+
+/// The probes that wait for answers, in the order of their start.
+#[derive(Debug, Default)]
+struct Flights {
+    /// The number of the first one.
+    first: u16,
+    flights: VecDeque<Flight>,
+}
+
+/// One probe. It has an echo for each field of [`Answers`].
+#[derive(Debug)]
+struct Flight {
+    id: PathId,
+    sent: Instant,
+    answers: Answers,
+    /// The echoes that have no answer, as a set of bits; 0: it has landed.
+    open: u8,
+}
+
+impl Flights {
+    /// Numbers wrap around long after a probe has landed.
+    const NUMBERS: u16 = u16::MAX / ECHOES + 1;
+
+    /// Begins a flight. Returns its echoes, with their sequence numbers.
+    fn begin(&mut self, id: PathId, question: &Question, now: Instant) -> Vec<(u16, Probe)> {
+        let number = (self.first + self.flights.len() as u16) % Self::NUMBERS;
+        // Of the echoes to the tunnel and the public address, the last one is not needed.
+        let probes: Vec<Probe> = question.probes().take(3).collect();
+        let public = (probes.len() > 2).then_some(Answer::Nothing);
+        let answers = Answers { small: Answer::Nothing, full: Answer::Nothing, public };
+        let open = (1 << probes.len()) - 1;
+        self.flights.push_back(Flight { id, sent: now, answers, open });
+        (number * ECHOES..).zip(probes).collect()
+    }
+
+    fn index(&self, sequence: u16) -> usize {
+        let number = sequence / ECHOES;
+        usize::from((number + Self::NUMBERS - self.first) % Self::NUMBERS)
+    }
+
+    /// When the echo with this number was sent; `None`: it no longer waits.
+    fn sent(&self, sequence: u16) -> Option<Instant> {
+        self.flights.get(self.index(sequence)).map(|flight| flight.sent)
+    }
+
+    /// Takes in an answer. Returns the flight once all answers are there.
+    fn answer(&mut self, sequence: u16, answer: Answer) -> Option<(PathId, Answers)> {
+        let index = self.index(sequence);
+        let flight = self.flights.get_mut(index)?;
+        let bit = 1 << (sequence % ECHOES);
+        if flight.open & bit == 0 {
+            return None;
+        }
+        flight.open &= !bit;
+        match sequence % ECHOES {
+            0 => flight.answers.small = answer,
+            1 => flight.answers.full = answer,
+            _ => flight.answers.public = Some(answer),
+        }
+        (flight.open == 0).then(|| (flight.id, flight.answers.clone()))
+    }
+
+    /// The next flight whose time is over.
+    fn expired(&mut self, now: Instant) -> Option<(PathId, Answers)> {
+        loop {
+            let flight = self.flights.front()?;
+            if flight.open != 0 && now.duration_since(flight.sent) < TIMEOUT {
+                return None;
+            }
+            let flight = self.flights.pop_front()?;
+            self.first = (self.first + 1) % Self::NUMBERS;
+            if flight.open != 0 {
+                return Some((flight.id, flight.answers));
+            }
+        }
+    }
+}
+
+/// Logs changed paths, all at once every minute at most.
+#[derive(Debug, Default)]
+struct ChangeLog {
+    fail: Vec<(PathId, &'static str)>,
+    work: Vec<(PathId, &'static str)>,
+    written: Option<Instant>,
+}
+
+impl ChangeLog {
+    fn note(&mut self, id: PathId, change: Change, state: &'static str) {
+        match change {
+            Change::Fails => self.fail.push((id, state)),
+            Change::Works => self.work.push((id, state)),
+        }
+    }
+
+    fn write(&mut self, now: Instant) {
+        let empty = self.fail.is_empty() && self.work.is_empty();
+        if empty || self.written.is_some_and(|at| now.duration_since(at) < LOG_PAUSE) {
+            return;
+        }
+        self.written = Some(now);
+        let fail = std::mem::take(&mut self.fail);
+        let work = std::mem::take(&mut self.work);
+        for (PathId { peer, family }, state) in fail.iter().take(LOG_LINES) {
+            tracing::warn!(%peer, %family, %state, "the path to a peer fails");
+        }
+        if fail.len() > LOG_LINES {
+            tracing::warn!(paths = fail.len() - LOG_LINES, "more paths to peers fail");
+        }
+        for (PathId { peer, family }, _) in work.iter().take(LOG_LINES) {
+            tracing::info!(%peer, %family, "the path to a peer works again");
+        }
+        if work.len() > LOG_LINES {
+            tracing::info!(paths = work.len() - LOG_LINES, "more paths to peers work again");
+        }
+    }
+}

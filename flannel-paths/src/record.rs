@@ -1,0 +1,168 @@
+//! The results of one path.
+
+use std::time::{Duration, SystemTime};
+
+use flannel_api::Finding;
+use flannel_core::Subnets;
+use flannel_core::address::Family;
+use tokio::time::Instant;
+
+use crate::agenda::Outcome;
+use crate::verdict::{Answers, Fault};
+
+/// The number of probes with a loss, one after the other, after which a path fails.
+const CONFIRM: u8 = 3;
+
+/// The path to a peer in one family.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) struct PathId {
+    /// The peer.
+    pub(crate) peer: Subnets,
+    /// The family of the packets of pods.
+    pub(crate) family: Family,
+}
+
+/// The results of one path.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Record {
+    /// When it was probed last.
+    pub(crate) probed: Option<Instant>,
+    /// The round trip of the last small echo that was answered.
+    pub(crate) round_trip: Option<Duration>,
+    /// Whether any address of the peer has ever replied.
+    pub(crate) has_replied: bool,
+    /// The number of probes with a loss since the last one without.
+    losses: u8,
+    /// The fault, once it is confirmed.
+    pub(crate) fault: Option<Box<Failing>>,
+}
+
+/// A path that fails.
+#[derive(Debug, Clone)]
+pub(crate) struct Failing {
+    pub(crate) fault: Fault,
+    pub(crate) since: SystemTime,
+    /// When it was examined last.
+    pub(crate) examined: Option<Instant>,
+    /// The result of that examination.
+    pub(crate) details: Option<Details>,
+}
+
+/// The result of an examination of a failing path.
+#[derive(Debug, Clone)]
+pub(crate) struct Details {
+    /// The largest packet that passes, in bytes, if it was searched.
+    pub(crate) passes: Option<u16>,
+    /// The finding of the diagnosis.
+    pub(crate) finding: Option<Finding>,
+}
+
+/// A change of the state of a path.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Change {
+    /// It fails now, or in another way.
+    Fails,
+    /// It works again.
+    Works,
+}
+
+impl Record {
+    /// Takes in the answers to a probe.
+    pub(crate) fn record(&mut self, answers: &Answers) -> (Outcome, Option<Change>) {
+        self.has_replied |= answers.has_reply();
+        self.round_trip = answers.round_trip().or(self.round_trip);
+        let Some(fault) = answers.fault() else {
+            self.losses = 0;
+            let worked = self.fault.take().map(|_| Change::Works);
+            return (Outcome::Settled, worked);
+        };
+        if !self.has_replied {
+            return (Outcome::Settled, None);
+        }
+        self.losses = self.losses.saturating_add(1);
+        if self.losses < CONFIRM {
+            return (Outcome::Lost, None);
+        }
+        match &self.fault {
+            // An examination found the direction, which echoes do not show.
+            Some(known) if known.fault == fault || known.fault.refines(fault) => {
+                (Outcome::Failing, None)
+            }
+            _ => {
+                self.fail(fault);
+                (Outcome::Failing, Some(Change::Fails))
+            }
+        }
+    }
+
+    fn fail(&mut self, fault: Fault) {
+        let since = self.fault.as_ref().map_or_else(SystemTime::now, |known| known.since);
+        self.fault = Some(Box::new(Failing { fault, since, examined: None, details: None }));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use flannel_doctor::inputs::echo::Answer;
+
+    use super::*;
+
+    fn reply() -> Answer {
+        Answer::Reply(Duration::from_millis(1))
+    }
+
+    fn answers(small: Answer, full: Answer, public: Answer) -> Answers {
+        Answers { small, full, public: Some(public) }
+    }
+
+    fn works() -> Answers {
+        answers(reply(), reply(), reply())
+    }
+
+    fn blocked() -> Answers {
+        answers(Answer::Nothing, Answer::Nothing, reply())
+    }
+
+    fn silent() -> Answers {
+        answers(Answer::Nothing, Answer::Nothing, Answer::Nothing)
+    }
+
+    #[test]
+    fn a_path_fails_after_three_losses_and_works_after_one_success() {
+        let mut record = Record::default();
+        assert_eq!(record.record(&works()), (Outcome::Settled, None));
+        assert_eq!(record.round_trip, Some(Duration::from_millis(1)));
+        assert_eq!(record.record(&blocked()), (Outcome::Lost, None));
+        assert_eq!(record.record(&works()), (Outcome::Settled, None), "one lost packet");
+        assert_eq!(record.record(&blocked()), (Outcome::Lost, None));
+        assert_eq!(record.record(&blocked()), (Outcome::Lost, None));
+        assert_eq!(record.record(&blocked()), (Outcome::Failing, Some(Change::Fails)));
+        assert_eq!(record.record(&blocked()), (Outcome::Failing, None));
+        let since = record.fault.as_ref().unwrap().since;
+        assert_eq!(record.record(&silent()), (Outcome::Failing, Some(Change::Fails)));
+        let fault = record.fault.as_ref().unwrap();
+        assert_eq!((fault.fault, fault.since), (Fault::Silent, since), "it has failed since then");
+        assert_eq!(record.record(&works()), (Outcome::Settled, Some(Change::Works)));
+        assert!(record.fault.is_none());
+    }
+
+    #[test]
+    fn a_peer_that_has_never_replied_does_not_fail() {
+        let mut record = Record::default();
+        for _ in 0..9 {
+            assert_eq!(record.record(&silent()), (Outcome::Settled, None));
+        }
+        assert!(!record.has_replied);
+    }
+
+    #[test]
+    fn an_examination_is_not_undone_by_the_next_probe() {
+        let mut record = Record::default();
+        for _ in 0..3 {
+            record.record(&blocked());
+        }
+        record.fault.as_mut().unwrap().fault = Fault::OneWay;
+        assert_eq!(record.record(&blocked()), (Outcome::Failing, None));
+        assert_eq!(record.fault.unwrap().fault, Fault::OneWay);
+    }
+}

@@ -1,0 +1,120 @@
+//! Derives the state of a path from the answers of one probe; pure.
+
+use std::time::Duration;
+
+use flannel_doctor::inputs::echo::Answer;
+
+/// The answers to the echoes of one probe. Those for packets of pods are at the tunnel address, or
+/// without a tunnel at the public address.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Answers {
+    /// The small echo at the address of packets of pods.
+    pub(crate) small: Answer,
+    /// The echo of full size at that address.
+    pub(crate) full: Answer,
+    /// The small echo at the public address; `None` without a tunnel, or without such an address.
+    pub(crate) public: Option<Answer>,
+}
+
+impl Answers {
+    /// Whether an address of the peer replied.
+    pub(crate) fn has_reply(&self) -> bool {
+        [Some(&self.small), Some(&self.full), self.public.as_ref()]
+            .into_iter()
+            .flatten()
+            .any(replied)
+    }
+
+    /// The round trip of the small echo.
+    pub(crate) fn round_trip(&self) -> Option<Duration> {
+        if let Answer::Reply(took) = self.small { Some(took) } else { None }
+    }
+
+    /// The fault that the answers show; `None`: packets of pods pass.
+    pub(crate) fn fault(&self) -> Option<Fault> {
+        match (replied(&self.small), replied(&self.full), &self.public) {
+            (true, true, _) => None,
+            (true, false, _) => Some(Fault::FullSizeLost),
+            (false, _, Some(public)) if replied(public) => Some(Fault::TunnelBlocked),
+            (false, _, public) => {
+                // This host has no route to the node, or cannot send at all.
+                let unsent = matches!(public.as_ref().unwrap_or(&self.small), Answer::NotSent(_));
+                Some(if unsent { Fault::UnderlayDown } else { Fault::Silent })
+            }
+        }
+    }
+}
+
+fn replied(answer: &Answer) -> bool {
+    matches!(answer, Answer::Reply(_))
+}
+
+/// A fault of a path.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Fault {
+    /// No address of the node replies: the node is down, or if no node replies, the underlay.
+    Silent,
+    /// Packets to the public address of the node cannot be sent.
+    UnderlayDown,
+    /// The public address replies, the tunnel address does not.
+    TunnelBlocked,
+    /// The same, and the node's daemon reports that packets through the tunnel arrive there.
+    OneWay,
+    /// Small packets pass, packets of full size do not.
+    FullSizeLost,
+}
+
+impl Fault {
+    /// The names of all faults.
+    pub(crate) const NAMES: [&str; 5] =
+        ["node down", "underlay down", "tunnel blocked", "one way", "full size lost"];
+
+    /// Whether this fault, which an examination found, explains one that echoes show.
+    pub(crate) fn refines(self, of_echoes: Self) -> bool {
+        self == Self::OneWay && of_echoes == Self::TunnelBlocked
+    }
+
+    /// Its name in the API and in metrics. `any_reply`: another node replies.
+    pub(crate) fn name(self, any_reply: bool) -> &'static str {
+        match self {
+            Self::Silent if any_reply => Self::NAMES[0],
+            Self::Silent | Self::UnderlayDown => Self::NAMES[1],
+            Self::TunnelBlocked => Self::NAMES[2],
+            Self::OneWay => Self::NAMES[3],
+            Self::FullSizeLost => Self::NAMES[4],
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn faults_are_told_apart() {
+        let reply = || Answer::Reply(Duration::from_millis(1));
+        let (lost, unsent) = (|| Answer::Nothing, || Answer::NotSent("unreachable".to_owned()));
+        for (small, full, public, fault) in [
+            (reply(), reply(), Some(reply()), None),
+            (reply(), reply(), Some(lost()), None),
+            (reply(), reply(), None, None),
+            (reply(), lost(), Some(reply()), Some(Fault::FullSizeLost)),
+            (reply(), Answer::TooBig(Some(1400)), Some(reply()), Some(Fault::FullSizeLost)),
+            (lost(), lost(), Some(reply()), Some(Fault::TunnelBlocked)),
+            (unsent(), unsent(), Some(reply()), Some(Fault::TunnelBlocked)),
+            (lost(), lost(), Some(lost()), Some(Fault::Silent)),
+            (lost(), lost(), None, Some(Fault::Silent)),
+            (lost(), lost(), Some(unsent()), Some(Fault::UnderlayDown)),
+            (unsent(), unsent(), None, Some(Fault::UnderlayDown)),
+        ] {
+            let answers = Answers { small, full, public };
+            assert_eq!(answers.fault(), fault, "{answers:?}");
+        }
+    }
+
+    #[test]
+    fn a_silent_node_among_others_is_down() {
+        assert_eq!(Fault::Silent.name(true), "node down");
+        assert_eq!(Fault::Silent.name(false), "underlay down");
+    }
+}

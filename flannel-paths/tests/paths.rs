@@ -1,0 +1,181 @@
+//! Probes over a real tunnel between two network namespaces.
+
+#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use flannel_api::PathReport;
+use flannel_backend_vxlan::VxlanBackend;
+use flannel_core::address::Dual;
+use flannel_core::lease::{LeaseAttrs, LeaseSet, Offer, Revision};
+use flannel_core::network::NetworkHandle;
+use flannel_core::status::Status;
+use flannel_core::{Backend, Config, Lease};
+use flannel_doctor::Network;
+use flannel_netlink::testing::{Netns, bridge, in_netns_async, ip, run};
+use flannel_paths::{Paths, ProbeSettings, probe};
+use tokio::sync::watch;
+use tokio::time::{sleep, timeout};
+
+const MACS: [&str; 2] = ["0a:00:00:00:00:01", "0a:00:00:00:00:02"];
+
+/// Makes the host with this number: an uplink `eth0` and a tunnel to the other one.
+fn host(n: usize) {
+    let (own, other) = (n + 1, 2 - n);
+    for args in [
+        "link set lo up".to_owned(),
+        format!("addr add 192.0.2.{own}/24 dev eth0"),
+        format!("addr add 2001:db8::{own}/64 dev eth0 nodad"),
+        "link set eth0 up".to_owned(),
+        format!("link add flannel.1 address {} type vxlan id 1 dstport 8472 nolearning", MACS[n]),
+        format!("addr add 10.1.{own}.0/32 dev flannel.1"),
+        "link set flannel.1 mtu 1450 up".to_owned(),
+        format!(
+            "link add flannel-v6.1 address {} type vxlan id 1 dstport 8473 nolearning \
+            udp6zerocsumrx local 2001:db8::{own}",
+            MACS[n]
+        ),
+        format!("addr add fd00:1:0:{own}::/128 dev flannel-v6.1 nodad"),
+        "link set flannel-v6.1 mtu 1430 up".to_owned(),
+        format!("neigh add 10.1.{other}.0 lladdr {} dev flannel.1", MACS[1 - n]),
+        format!("route add 10.1.{other}.0/24 via 10.1.{other}.0 dev flannel.1 onlink"),
+        format!("neigh add fd00:1:0:{other}:: lladdr {} dev flannel-v6.1", MACS[1 - n]),
+        format!("route add fd00:1:0:{other}::/64 dev flannel-v6.1"),
+    ] {
+        ip(&args);
+    }
+    bridge(&format!("fdb add {} dev flannel.1 dst 192.0.2.{other}", MACS[1 - n]));
+    bridge(&format!("fdb add {} dev flannel-v6.1 dst 2001:db8::{other}", MACS[1 - n]));
+}
+
+fn lease(n: u8) -> Lease {
+    let public: Dual<IpAddr> = [format!("192.0.2.{n}"), format!("2001:db8::{n}")]
+        .map(|a| a.parse().unwrap())
+        .into_iter()
+        .collect();
+    Lease {
+        subnets: format!("10.1.{n}.0-24&fd00:1:0:{n}::-64").parse().unwrap(),
+        attrs: LeaseAttrs::from(Offer { kind: "vxlan".into(), public, ..Offer::default() }),
+        expires: None,
+        since: Revision(1),
+        revision: Revision(1),
+    }
+}
+
+fn settings() -> ProbeSettings {
+    let config = r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:1::/48",
+        "Backend":{"Type":"vxlan"}}"#;
+    let network = Network {
+        daemon: true,
+        known: true,
+        backend: "vxlan".into(),
+        datapath: VxlanBackend.datapath(&Config::parse(config).unwrap()).unwrap(),
+        uplink: Some("eth0".parse().unwrap()),
+        mtu: Some(1430),
+        ..Network::default()
+    };
+    ProbeSettings { interval: Duration::from_secs(300), doctor_port: 0, network }
+}
+
+/// Waits until the path of a peer in a family has a state, and returns it.
+async fn until(paths: &Paths, key: &str, family: &str, state: &str) -> PathReport {
+    let mut last = None;
+    let found = async {
+        loop {
+            let all = paths.report();
+            let path =
+                all.into_iter().find(|path| path.key.starts_with(key) && path.family == family);
+            if path.as_ref().is_some_and(|path| path.state == state) {
+                return path.unwrap();
+            }
+            last = path;
+            sleep(Duration::from_millis(50)).await;
+        }
+    };
+    match timeout(Duration::from_secs(60), found).await {
+        Ok(path) => path,
+        Err(_) => panic!("{key} {family} is not {state}: {last:?}"),
+    }
+}
+
+#[test]
+fn faults_of_a_real_tunnel_are_told_apart_and_pass() {
+    in_netns_async(async || {
+        let far = Netns::new().unwrap();
+        let file = far.path().display().to_string();
+        let file = file.replace("self", &std::process::id().to_string());
+        ip(&format!("link add eth0 type veth peer name eth0 netns {file}"));
+        host(0);
+        far.run(|| host(1));
+        let mut status = Status::default();
+        // The third one does not exist.
+        status.leases = LeaseSet::from_iter([lease(1), lease(2), lease(9)]);
+        let (network, receiver) = watch::channel(Arc::new(status));
+        let handle = NetworkHandle::new(lease(1), 1430, receiver);
+        let (settings, paths) = (settings(), Paths::new(Duration::from_secs(300)));
+        let checks = async {
+            for family in ["IPv4", "IPv6"] {
+                let works = until(&paths, "10.1.2.0", family, "ok").await;
+                assert!(works.round_trip.is_some() && works.since.is_none(), "{works:?}");
+            }
+            assert_eq!(paths.report().len(), 4, "two peers, two families");
+            far.run(|| {
+                run("nft", "add table inet t");
+                run("nft", "add chain inet t c { type filter hook input priority 0; }");
+                run("nft", "add rule inet t c udp dport 8472-8473 drop");
+            });
+            for family in ["IPv4", "IPv6"] {
+                let blocked = until(&paths, "10.1.2.0", family, "tunnel blocked").await;
+                assert!(blocked.since.is_some(), "{blocked:?}");
+            }
+            far.run(|| run("nft", "delete table inet t"));
+            for family in ["IPv4", "IPv6"] {
+                until(&paths, "10.1.2.0", family, "ok").await;
+            }
+            // Tunnel packets of more than 1400 bytes on the wire are lost.
+            far.run(|| {
+                run("nft", "add table netdev t");
+                run(
+                    "nft",
+                    "add chain netdev t c \
+                    { type filter hook ingress device eth0 priority 0; }",
+                );
+                run("nft", "add rule netdev t c meta length > 1400 drop");
+            });
+            until(&paths, "10.1.2.0", "IPv4", "full size lost").await;
+            until(&paths, "10.1.2.0", "IPv6", "full size lost").await;
+            // The examination finds the size: 1400 bytes without the header of the tunnel.
+            let sized = async {
+                loop {
+                    let all = paths.report();
+                    let of = |path: &&PathReport| path.family == "IPv4" && path.passes.is_some();
+                    if let Some(path) = all.iter().find(of) {
+                        return path.passes;
+                    }
+                    sleep(Duration::from_millis(50)).await;
+                }
+            };
+            assert_eq!(timeout(Duration::from_secs(60), sized).await.unwrap(), Some(1350));
+            far.run(|| run("nft", "delete table netdev t"));
+            until(&paths, "10.1.2.0", "IPv4", "ok").await;
+            // No node answers any more.
+            far.run(|| ip("link set eth0 down"));
+            until(&paths, "10.1.2.0", "IPv4", "underlay down").await;
+            let summary = paths.summary();
+            assert_eq!((summary.failing, summary.states["unknown"]), (2, 2), "{summary:?}");
+            // A peer that is gone has no path.
+            network.send_modify(|status| {
+                Arc::make_mut(status).leases = LeaseSet::from_iter([lease(1)]);
+            });
+            while !paths.report().is_empty() {
+                sleep(Duration::from_millis(50)).await;
+            }
+        };
+        tokio::select! {
+            never = probe(&settings, handle, &paths) => match never {},
+            () = checks => {}
+        }
+    });
+}
