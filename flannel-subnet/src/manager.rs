@@ -144,6 +144,11 @@ impl LocalManager {
     /// config, the hints and the own lease come from it too. The own lease is valid until its end
     /// by wall clock, and a hint afterwards ([`Hints::lapsed`]).
     ///
+    /// The file also notes that another node with this node's public address took the own lease.
+    /// [`acquire_lease`](SubnetManager::acquire_lease) then fails with
+    /// [`Refused`](flannel_core::Error::Refused) as long as that lease exists, so that the two
+    /// nodes do not take it from each other at each start.
+    ///
     /// The file is written when leases or the own lease have changed, at most every 5 seconds. A
     /// damaged file, or one of another store, is ignored with a warning.
     ///

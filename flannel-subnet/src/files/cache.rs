@@ -13,8 +13,8 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 use std::{fs, io};
 
-use flannel_core::Lease;
 use flannel_core::lease::{LeaseAttrs, LeaseSet, Origin, Revision, View};
+use flannel_core::{Lease, Subnets};
 use serde::{Deserialize, Serialize};
 
 use super::{atomic, fnv1a};
@@ -43,6 +43,9 @@ pub struct Saved {
     pub config: Option<ConfigText>,
     /// The own lease and the ID of its holder; `None` if this node held no lease.
     pub own: Option<(Lease, HolderId)>,
+    /// The subnets of the last own lease, if another node with this node's public address took it;
+    /// else `None`.
+    pub lost: Option<Subnets>,
 }
 
 impl Saved {
@@ -89,6 +92,9 @@ struct Whole {
     written: u64,
     config: Option<(String, String)>,
     own: Option<Own>,
+    /// Builds without this field ignore it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    lost: Option<String>,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -112,6 +118,10 @@ fn line(lease: &Lease) -> String {
     format!("{} {} {} {}", lease.subnets, lease.since, lease.revision, lease.attrs.to_json())
 }
 
+fn key(text: &str) -> Result<Subnets, String> {
+    text.parse().map_err(|error: flannel_core::address::ParseError| error.to_string())
+}
+
 fn lease(line: &str) -> Result<Lease, String> {
     let mut parts = line.splitn(4, ' ');
     let mut part =
@@ -120,9 +130,7 @@ fn lease(line: &str) -> Result<Lease, String> {
     let number =
         |text: &str| text.parse().map(Revision).map_err(|_| format!("{text:?} is not a revision"));
     Ok(Lease {
-        subnets: subnets
-            .parse()
-            .map_err(|error: flannel_core::address::ParseError| error.to_string())?,
+        subnets: key(subnets)?,
         attrs: LeaseAttrs::from_json(value).map_err(|error| format!("{subnets}: {error}"))?,
         expires: None,
         since: number(since)?,
@@ -200,6 +208,7 @@ fn text(saved: &Saved) -> String {
         written: millis(saved.written),
         config: saved.config.clone().map(|config| (config.location, config.text)),
         own,
+        lost: saved.lost.map(|subnets| subnets.to_string()),
     };
     // Serialization fails only for I/O and for maps with keys that are not strings.
     let mut body =
@@ -249,6 +258,7 @@ fn parse(bytes: &[u8]) -> Result<Saved, String> {
         leases: lines.map(lease).collect::<Result<_, _>>()?,
         config: whole.config.map(|(location, text)| ConfigText { location, text }),
         own,
+        lost: whole.lost.as_deref().map(key).transpose()?,
     })
 }
 
@@ -256,7 +266,6 @@ fn parse(bytes: &[u8]) -> Result<Saved, String> {
 mod tests {
     use super::*;
 
-    use flannel_core::Subnets;
     use nix::time::ClockId;
 
     fn at(secs: u64) -> SystemTime {
@@ -294,6 +303,7 @@ mod tests {
             leases: (0..peers).map(peer).collect(),
             config: Some(config),
             own: Some((Lease { expires: Some(at(2_000)), ..peer(1) }, HolderId(7))),
+            lost: None,
         }
     }
 
@@ -303,7 +313,8 @@ mod tests {
         let cache = Cache::open(dir.path().join("new/leases"));
         assert!(matches!(cache.load(), Err(CacheError::Io { .. })));
         assert_eq!(cache.load_from("any"), None);
-        for saved in [saved(3), Saved { own: None, config: None, ..saved(0) }] {
+        let lost = Some(peer(2).subnets);
+        for saved in [saved(3), Saved { own: None, config: None, lost, ..saved(0) }] {
             cache.save(&saved).unwrap();
             assert_eq!(cache.load().unwrap(), saved);
             assert_eq!(cache.load_from(&saved.store), Some(saved));

@@ -51,6 +51,7 @@ impl LocalManager {
                     if !cached {
                         self.configs.used_for_lease(config);
                     }
+                    self.fallback.note_lost(None);
                     tracing::info!(subnets = %lease.subnets, store = %self.store, "lease acquired");
                     return Ok(lease);
                 }
@@ -77,6 +78,7 @@ impl LocalManager {
     ) -> Result<Attempt> {
         if let Some(entry) = own_entry(listing, &self.identity, config, attrs) {
             let subnets = entry.lease.subnets;
+            self.leave_to_rival(entry)?;
             let Some(reason) = unfit(config, listing, entry) else {
                 return lost_race(self.take_over(entry, attrs).await).map(Attempt::from);
             };
@@ -88,6 +90,31 @@ impl LocalManager {
             tracing::warn!(%subnets, %reason, "this node's reservation is not used");
         }
         self.take_new(config, listing, attrs).await
+    }
+
+    /// Fails if another host with our public address has taken this lease from us. Otherwise each
+    /// of the two hosts would take it from the other at each start.
+    fn leave_to_rival(&self, entry: &Entry) -> Result<()> {
+        let subnets = entry.lease.subnets;
+        let theirs = entry.holder.is_some_and(|holder| holder != self.identity.holder);
+        if !theirs || self.fallback.lost() != Some(subnets) || self.had_another_flannel(&subnets) {
+            return Ok(());
+        }
+        Err(Error::Refused {
+            store: format!("{}: {subnets}", self.store),
+            reason: format!(
+                "{} took this lease from this host: two hosts have one public address, or this one \
+                 runs two flannels; give this host another --public-ip or --iface, or if no host has \
+                 that ID in the file mark of its --state-dir any more: flannelctl lease release \
+                 --force '{subnets}'",
+                self.holder(entry)
+            ),
+        })
+    }
+
+    /// Whether another flannel on this host had the lease before.
+    fn had_another_flannel(&self, subnets: &Subnets) -> bool {
+        self.after_another_flannel && self.identity.previous == Some(*subnets)
     }
 
     async fn take_over(&self, entry: &Entry, attrs: &LeaseAttrs) -> Result<Option<Lease>> {
@@ -104,7 +131,7 @@ impl LocalManager {
         }
         if let Some(id) = entry.holder.filter(|_| !ours) {
             let node = holder(&entry.lease.attrs);
-            if self.after_another_flannel && self.identity.previous == Some(subnets) {
+            if self.had_another_flannel(&subnets) {
                 tracing::info!(
                     %subnets, holder = %id, %node,
                     "taking over the lease of an earlier flannel on this host"

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use flannel_core::lease::{Origin, View};
 use flannel_core::runtime::blocking;
-use flannel_core::{Error, Lease, Result};
+use flannel_core::{Error, Lease, Result, Subnets};
 use tokio::sync::{Notify, watch};
 
 use super::holding::{HeldLease, Holding, LeaseTerm};
@@ -37,6 +37,8 @@ pub(super) struct Fallback {
     warned: AtomicBool,
     /// The config to save.
     config: Mutex<Option<ConfigText>>,
+    /// See [`Saved::lost`].
+    lost: Mutex<Option<Subnets>>,
     config_changed: Notify,
     saving: Mutex<()>,
 }
@@ -60,6 +62,7 @@ impl Fallback {
             absent: AtomicBool::new(false),
             warned: AtomicBool::new(false),
             config: Mutex::new(loaded.as_ref().and_then(|saved| saved.config.clone())),
+            lost: Mutex::new(loaded.as_ref().and_then(|saved| saved.lost)),
             loaded,
             config_changed: Notify::new(),
             saving: Mutex::default(),
@@ -128,6 +131,17 @@ impl Fallback {
         self.config_changed.notify_one();
     }
 
+    /// See [`Saved::lost`].
+    pub(super) fn lost(&self) -> Option<Subnets> {
+        *lock(&self.lost)
+    }
+
+    /// Notes the lease that another node with our public address took, to be saved with the end of
+    /// the lease; `None`: this node has a lease again.
+    pub(super) fn note_lost(&self, subnets: Option<Subnets>) {
+        *lock(&self.lost) = subnets;
+    }
+
     /// Starts to write the cache whenever leases, the config or the own lease change.
     pub(super) fn start_writer(
         self: &Arc<Self>,
@@ -182,7 +196,8 @@ impl Fallback {
             (Lease { subnets, attrs, expires, since, revision }, self.holder)
         });
         let (store, config) = (self.store.to_string(), lock(&self.config).clone());
-        let saved = Saved { store, written, leases: view.leases, config, own };
+        let lost = self.lost();
+        let saved = Saved { store, written, leases: view.leases, config, own, lost };
         if let Err(error) = cache.save(&saved) {
             tracing::warn!(%error, "the cache cannot be written");
         }

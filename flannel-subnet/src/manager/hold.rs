@@ -246,6 +246,11 @@ impl LocalManager {
             None => now == desired || (same_node && blank),
         };
         if !ours {
+            let shared = |address| now.preferred.public.values().any(|other| other == address);
+            let rival = entry.holder.is_some_and(|holder| holder != self.identity.holder);
+            if rival && desired.preferred.public.values().any(shared) {
+                self.fallback.note_lost(Some(*subnets));
+            }
             return Ok(Some(LeaseEnd::Taken { by: self.holder(&entry) }));
         }
         // An earlier attempt whose answer was lost may have created it.
@@ -295,7 +300,7 @@ impl LocalManager {
     }
 
     /// A description of another node that distinguishes nodes with one public address.
-    fn holder(&self, entry: &Entry) -> String {
+    pub(super) fn holder(&self, entry: &Entry) -> String {
         let (node, our_id) = (holder(&entry.lease.attrs), self.identity.holder);
         match entry.holder {
             Some(id) if id == our_id => format!(

@@ -71,11 +71,14 @@ impl Fixture {
     }
 
     fn node_with_holder(&self, holder: u64, wall: i64) -> LocalManager {
-        let identity =
-            Identity { holder: HolderId(holder), previous: None, local_addresses: Vec::new() };
+        self.manager(holder, None, wall).with_cache(self.path())
+    }
+
+    /// A node without a cache.
+    fn manager(&self, holder: u64, previous: Option<Subnets>, wall: i64) -> LocalManager {
+        let identity = Identity { holder: HolderId(holder), previous, local_addresses: Vec::new() };
         let clock = Arc::new(WallClock(self.clock.clone(), wall));
         LocalManager::with_clock(Arc::new(self.registry.clone()), identity, clock)
-            .with_cache(self.path())
     }
 
     async fn peer(&self, text: &str, n: u8) {
@@ -113,6 +116,54 @@ impl Fixture {
             saved = timeout(MINUTE, saved) => saved.expect("saved within a minute"),
         }
     }
+}
+
+/// A service manager starts both daemons again and again.
+#[tokio::test(start_paused = true)]
+async fn a_lease_that_another_host_with_our_address_took_stays_with_it_until_it_is_released() {
+    let fixture = Fixture::new();
+    fixture.first_run().await;
+    fixture.registry.set_outage(false);
+    let first = fixture.node(0);
+    let lease = first.acquire_lease(&attrs(1)).await.unwrap();
+    let subnets = lease.subnets;
+    // It has no state directory, and a new holder ID at each start.
+    let second = async |holder| {
+        let manager = fixture.manager(holder, None, 0);
+        assert_eq!(manager.acquire_lease(&attrs(1)).await.unwrap().subnets, subnets);
+    };
+    second(0xbb).await;
+    let end = timeout(MINUTE, first.hold_lease(&lease)).await.unwrap().unwrap();
+    assert!(matches!(&end, LeaseEnd::Taken { by } if by.contains("00bb")), "{end:?}");
+    let saved = || Cache::open(fixture.path()).load().unwrap();
+    for holder in [0xbb, 0xcc] {
+        second(holder).await;
+        let (again, before) = (fixture.node(0), saved());
+        let mut views = again.watch_leases().await.unwrap();
+        live(&mut views, 2).await;
+        let error = again.acquire_lease(&attrs(1)).await.unwrap_err();
+        assert!(matches!(&error, Error::Refused { .. }), "{error}");
+        let text = error.to_string();
+        for part in ["192.0.2.1", &HolderId(holder).to_string(), "--public-ip", "release --force"] {
+            assert!(text.contains(part), "{text}");
+        }
+        let written = async {
+            while saved().written == before.written {
+                sleep(Duration::from_millis(100)).await;
+            }
+        };
+        timeout(MINUTE, written).await.expect("written within a minute");
+        assert_eq!((saved().own, saved().lost), (None, Some(subnets)));
+    }
+    // Another flannel ran here meanwhile, and has the lease.
+    let manager = fixture.manager(1, Some(subnets), 0).with_cache(fixture.path());
+    let manager = manager.after_another_flannel(true);
+    manager.acquire_lease(&attrs(1)).await.unwrap();
+    // The other host is gone.
+    second(0xdd).await;
+    fixture.node(0).acquire_lease(&attrs(1)).await.unwrap_err();
+    fixture.registry.delete_key(&subnets.to_string());
+    fixture.node(0).acquire_lease(&attrs(1)).await.unwrap();
 }
 
 async fn live(views: &mut watch::Receiver<View>, leases: usize) {

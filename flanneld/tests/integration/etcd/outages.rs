@@ -214,7 +214,7 @@ fn a_cut_path_to_etcd_withdraws_no_peer() {
 }
 
 #[test]
-fn the_second_daemon_with_a_public_address_takes_the_lease_over() {
+fn of_two_daemons_with_a_public_address_the_second_has_the_lease_after_each_restart() {
     in_netns_async(|| async {
         switch();
         let etcd = etcd_with_peers().await;
@@ -235,7 +235,13 @@ fn the_second_daemon_with_a_public_address_takes_the_lease_over() {
             leases(&etcd).await.into_values().filter(|(public, _)| public == "192.0.2.50").count();
         assert_eq!(ours, 1);
         assert_eq!(hosts[0].subnet(), hosts[1].subnet());
-        assert!(second.is_running());
+        let before = present(&hosts[1]);
+        // As a service manager does.
+        let mut again = hosts[0].start_with(&args, &[]);
+        assert_eq!(again.ended().await.code(), Some(1), "{}", again.log());
+        again.wait_for_log("192.0.2.50 (vxlan) under the holder ID").await;
+        again.wait_for_log(&hosts[1].mark()).await;
+        assert!(second.is_running() && present(&hosts[1]) == before, "{}", second.log());
     });
 }
 
