@@ -60,7 +60,7 @@ impl Follower {
         let (own_node, own_receiver) = channel(Own::Unknown);
         let following = Following {
             api,
-            nodes: Nodes::new(read_options.clone()),
+            nodes: Nodes::new(read_options.clone(), own.clone()),
             late: None,
             read_options: read_options.clone(),
             own,

@@ -74,6 +74,7 @@ impl Following {
             let page = self.page(body, &mut own).await?;
             if page.next.is_empty() {
                 self.nodes.complete();
+                self.nodes.expire();
                 self.own_node.send_if_modified(|now| std::mem::replace(now, own.clone()) != own);
                 let revision = Revision(page.resource_version.parse().unwrap_or_default());
                 self.api.confirm(Some(revision));

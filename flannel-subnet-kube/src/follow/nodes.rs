@@ -2,17 +2,26 @@
 //!
 //! Each node has a fingerprint of the parts that its lease is made of, so an event without a change
 //! of them costs one look-up. Of two nodes with one PodCIDR, the one created first has the lease.
+//!
+//! A program that removes the annotations of a node must not cut it off. So its last lease stays
+//! for a short time, in which its daemon restores the annotations.
 
 use std::collections::{BTreeMap, HashMap};
 use std::hash::RandomState;
 use std::sync::Arc;
+use std::time::Duration;
 
 use flannel_core::address::Family;
 use flannel_core::lease::LeaseSet;
 use flannel_core::{Lease, Subnets};
+use tokio::time::Instant;
 
-use crate::node::Wire;
+use crate::node::annotations::MANAGED;
 use crate::node::prefix::Prefix;
+use crate::node::{Node, Wire};
+
+/// The time for which the last lease of a node stays after its annotations were removed.
+const GRACE: Duration = Duration::from_secs(30);
 
 /// The options for reading nodes.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -26,10 +35,14 @@ pub(crate) struct ReadOptions {
 #[derive(Debug)]
 pub(crate) struct Nodes {
     read_options: ReadOptions,
+    /// The name of this node, whose lease needs no grace.
+    own: String,
     known: HashMap<Box<str>, Known>,
     leases: LeaseSet,
     /// The problems of each node.
     wrong: BTreeMap<Box<str>, Vec<String>>,
+    /// Nodes whose annotations were removed, and the end of their last leases.
+    wiped: BTreeMap<Box<str>, Instant>,
     /// Nodes whose PodCIDR belongs to an older node.
     shadowed: BTreeMap<Box<str>, Subnets>,
     hasher: RandomState,
@@ -46,12 +59,15 @@ struct Known {
 }
 
 impl Nodes {
-    pub(crate) fn new(read_options: ReadOptions) -> Self {
+    /// No nodes. `own` is the name of this node.
+    pub(crate) fn new(read_options: ReadOptions, own: String) -> Self {
         Self {
             read_options,
+            own,
             known: HashMap::new(),
             leases: LeaseSet::default(),
             wrong: BTreeMap::new(),
+            wiped: BTreeMap::new(),
             shadowed: BTreeMap::new(),
             hasher: RandomState::new(),
             list: 0,
@@ -100,12 +116,27 @@ impl Nodes {
             }
         }
         let ReadOptions { prefix, families } = &self.read_options;
-        let (lease, wrong) = match wire.node(prefix) {
+        let decoded = wire.node(prefix);
+        let (lease, mut wrong) = match &decoded {
             Ok(node) => node.lease(wire.revision(), families, prefix),
-            Err(wrong) => (None, vec![wrong]),
+            Err(wrong) => (None, vec![wrong.clone()]),
         };
-        let known = Known { fingerprint, lease: lease.map(Arc::new), list: self.list };
-        let before = self.known.insert(name.into(), known).and_then(|known| known.lease);
+        let mut lease = lease.map(Arc::new);
+        let before = self.known.get(name).and_then(|known| known.lease.clone());
+        match before.as_ref().filter(|last| decoded.is_ok_and(|node| self.is_wiped(&node, last))) {
+            Some(last) => {
+                lease = Some(Arc::clone(last));
+                wrong.push(format!(
+                    "its annotations were removed: its last lease stays for {} s, in which its \
+                     daemon should restore them",
+                    GRACE.as_secs()
+                ));
+                self.wiped.entry(name.into()).or_insert_with(|| Instant::now() + GRACE);
+            }
+            None => drop(self.wiped.remove(name)),
+        }
+        let known = Known { fingerprint, lease, list: self.list };
+        self.known.insert(name.into(), known);
         match wrong.is_empty() {
             true => drop(self.wrong.remove(name)),
             false => drop(self.wrong.insert(name.into(), wrong)),
@@ -114,10 +145,40 @@ impl Nodes {
         true
     }
 
+    /// Whether the annotations of another node were removed, while the node and its PodCIDRs are
+    /// those of its `last` lease.
+    fn is_wiped(&self, node: &Node, last: &Lease) -> bool {
+        *node.name != *self.own
+            && !node.values.contains_key(MANAGED)
+            && node.created == last.since.0
+            && node.subnets(&self.read_options.families) == Ok(Some(last.subnets))
+    }
+
+    /// The time at which [`Self::expire`] removes the next lease; `None`: there is none to remove.
+    pub(crate) fn next_end(&self) -> Option<Instant> {
+        self.wiped.values().min().copied()
+    }
+
+    /// Removes the leases of nodes that have not restored their annotations in time. Returns
+    /// whether there are any.
+    pub(crate) fn expire(&mut self) -> bool {
+        let now = Instant::now();
+        let over = self.wiped.iter().filter(|(_, end)| **end <= now);
+        let over: Vec<Box<str>> = over.map(|(name, _)| name.clone()).collect();
+        for name in &over {
+            self.wiped.remove(name);
+            self.wrong.remove(name);
+            let before = self.known.get_mut(name).and_then(|known| known.lease.take());
+            self.changed(name, before.as_ref());
+        }
+        !over.is_empty()
+    }
+
     /// Removes a node. Returns whether it was known.
     pub(crate) fn remove(&mut self, name: &str) -> bool {
         let Some(known) = self.known.remove(name) else { return false };
         self.wrong.remove(name);
+        self.wiped.remove(name);
         self.changed(name, known.lease.as_ref());
         true
     }
@@ -166,7 +227,8 @@ mod tests {
     use super::*;
 
     fn nodes() -> Nodes {
-        Nodes::new(ReadOptions { prefix: Prefix::default(), families: vec![Family::V4] })
+        let families = vec![Family::V4];
+        Nodes::new(ReadOptions { prefix: Prefix::default(), families }, "me".to_owned())
     }
 
     /// A node that runs flannel, created in this minute.
@@ -244,6 +306,52 @@ mod tests {
             assert!(nodes.remove("a") && !nodes.remove("a"));
             assert!(nodes.leases().is_empty());
         }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_node_without_its_annotations_keeps_its_last_lease_for_a_short_time() {
+        let text = node("a", "10.1.1.0/24", 1, "192.0.2.1");
+        let held = |nodes: &Nodes| held(nodes).join(" ");
+        let wiped = text.replace("flannel.alpha.coreos.com", "example.com");
+        let mut nodes = nodes();
+        put(&mut nodes, &text);
+        let before = nodes.leases().clone();
+        assert!(put(&mut nodes, &wiped));
+        assert_eq!(nodes.leases().changes_since(&before).count(), 0);
+        let wrong = nodes.wrong();
+        assert!(wrong.len() == 1 && wrong[0].1.contains("annotations were removed"), "{wrong:?}");
+        let end = nodes.next_end().unwrap();
+        assert_eq!(end, Instant::now() + GRACE);
+        // Another change of it begins no new time, and neither does a list.
+        tokio::time::advance(GRACE / 2).await;
+        let partly = "flannel.alpha.coreos.com/public-ip";
+        assert!(put(&mut nodes, &wiped.replace("example.com/public-ip", partly)));
+        nodes.begin();
+        put(&mut nodes, &wiped);
+        nodes.complete();
+        assert!(!nodes.expire() && nodes.next_end() == Some(end));
+        assert_eq!(held(&nodes), "10.1.1.0-24 192.0.2.1");
+        tokio::time::advance(GRACE / 2).await;
+        assert!(nodes.expire());
+        assert_eq!((held(&nodes), nodes.wrong(), nodes.next_end()), (String::new(), vec![], None));
+        put(&mut nodes, &text);
+        put(&mut nodes, &wiped);
+        put(&mut nodes, &text);
+        assert_eq!((nodes.wrong(), nodes.next_end()), (vec![], None), "restored in time");
+        // These are no accident.
+        for gone in [
+            wiped.replace("10.1.1.0", "10.1.2.0"),
+            wiped.replace("T20:01", "T20:02"),
+            text.replace("\"true\"", "\"false\""),
+        ] {
+            put(&mut nodes, &text);
+            put(&mut nodes, &gone);
+            assert_eq!((held(&nodes), nodes.next_end()), (String::new(), None), "{gone}");
+        }
+        let own = |text: &str| text.replace("\"a\"", "\"me\"");
+        put(&mut nodes, &own(&text));
+        put(&mut nodes, &own(&wiped));
+        assert_eq!((held(&nodes), nodes.next_end()), (String::new(), None));
     }
 
     #[test]

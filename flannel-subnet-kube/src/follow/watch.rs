@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use flannel_core::lease::Revision;
-use tokio::time::{Instant, sleep};
+use tokio::time::{Instant, sleep, sleep_until};
 
 use super::list::Freshness;
 use super::outage::OutageLog;
@@ -105,7 +105,16 @@ impl Following {
         outage.ends(self);
         let (mut held, mut useful) = (Vec::new(), false);
         loop {
-            let bytes = match part(&mut body, SILENCE).await {
+            let received = tokio::select! {
+                received = part(&mut body, SILENCE) => received,
+                () = until(self.nodes.next_end()) => {
+                    if self.nodes.expire() {
+                        self.publish(Revision(version.parse().unwrap_or_default()));
+                    }
+                    continue;
+                }
+            };
+            let bytes = match received {
                 Ok(Some(bytes)) => bytes,
                 // An incomplete event is sent again.
                 Ok(None) => return Ok(Watched::Cut { useful }),
@@ -206,5 +215,13 @@ impl Following {
         version.clear();
         version.push_str(&object.metadata.resource_version);
         Ok(changed)
+    }
+}
+
+/// Waits until this time; for ever without one.
+async fn until(time: Option<Instant>) {
+    match time {
+        Some(time) => sleep_until(time).await,
+        None => std::future::pending().await,
     }
 }

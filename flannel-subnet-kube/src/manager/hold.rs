@@ -19,7 +19,8 @@ use crate::node::Node;
 use crate::node::annotations::{Values, desired, has};
 use crate::runtime::lock;
 
-/// The time without a foreign write after which the next one is logged as a new conflict.
+/// The time without a foreign write after which the next one is a new conflict, and the shortest
+/// time between two lines about restorations.
 const QUIET: Duration = Duration::from_secs(60);
 
 /// A conflict with another writer of the annotations. Two writers that restore their values must
@@ -28,20 +29,34 @@ struct Conflict {
     pause: Pause,
     /// When annotations were last restored.
     last: Option<Instant>,
+    /// When a restoration was last logged.
+    logged: Option<Instant>,
+    /// The number of restorations so far.
+    restored: u64,
 }
 
 impl Conflict {
-    /// Notes that annotations will be restored. Returns whether this is a new conflict.
+    fn new() -> Self {
+        Self { pause: Pause::new(), last: None, logged: None, restored: 0 }
+    }
+
+    /// Notes that annotations will be restored. Returns whether this is to be logged.
     fn begins(&mut self) -> bool {
-        let new = self.last.is_none_or(|last| last.elapsed() >= QUIET);
-        if new {
+        let quiet = |at: Option<Instant>| at.is_none_or(|at| at.elapsed() >= QUIET);
+        if quiet(self.last) {
             self.pause.reset();
         }
         self.last = Some(Instant::now());
-        new
+        let log = quiet(self.logged);
+        if log {
+            self.logged = self.last;
+        }
+        log
     }
 
+    /// Counts a restoration, and waits.
     async fn pause(&mut self) {
+        self.restored += 1;
         sleep(self.pause.next()).await;
         self.last = Some(Instant::now());
     }
@@ -53,7 +68,7 @@ impl Shared {
         let mut own = self.follow_own().await?;
         let families: Vec<Family> = held.subnets.iter().map(|subnet| subnet.family()).collect();
         let (mut pause, mut logged) = (Pause::new(), false);
-        let mut conflict = Conflict { pause: Pause::new(), last: None };
+        let mut conflict = Conflict::new();
         loop {
             let followed = own.borrow_and_update().clone();
             match self.evaluate(followed, held, &families, &mut conflict).await {
@@ -159,6 +174,7 @@ impl Shared {
             tracing::warn!(
                 node = %node.name,
                 annotations = %names.join(", "),
+                restored_before = conflict.restored,
                 "another writer removed or changed annotations of this node, restoring them"
             );
         }
@@ -208,7 +224,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_conflict_slows_down_and_is_a_new_one_after_a_minute_without_writes() {
-        let mut conflict = Conflict { pause: Pause::new(), last: None };
+        let mut conflict = Conflict::new();
         for expected in [6, 6] {
             let begin = Instant::now();
             assert!(conflict.begins());
@@ -223,5 +239,20 @@ mod tests {
             assert!((4..=expected + 1).contains(&rounds), "{rounds}");
             sleep(QUIET).await;
         }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_lasting_conflict_is_logged_once_a_minute_with_the_number_of_restorations() {
+        let (mut conflict, begin) = (Conflict::new(), Instant::now());
+        let mut logged = Vec::new();
+        while begin.elapsed() < 3 * QUIET - Duration::from_secs(1) {
+            if conflict.begins() {
+                logged.push((begin.elapsed().as_secs() / 60, conflict.restored));
+            }
+            conflict.pause().await;
+            sleep(QUIET / 6).await;
+        }
+        let minutes: Vec<u64> = logged.iter().map(|(minute, _)| *minute).collect();
+        assert!(minutes == [0, 1, 2] && logged[2].1 > logged[1].1 && logged[1].1 > 1, "{logged:?}");
     }
 }

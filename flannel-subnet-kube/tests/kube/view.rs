@@ -22,7 +22,9 @@ async fn nodes_are_added_changed_and_removed() {
     fixture.server.delete_node("old");
     until(|| leases(&views.borrow()) == ["10.1.3.0-24 vxlan 192.0.2.3"]).await;
     // A node without flannel has no lease any more.
-    fixture.server.put_node("new", blank(&["10.1.3.0/24"]));
+    fixture.server.modify("new", |node| {
+        node["metadata"]["annotations"][format!("{PREFIX}kube-subnet-manager")] = json!("false");
+    });
     until(|| views.borrow().leases.is_empty()).await;
 }
 
