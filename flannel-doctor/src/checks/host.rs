@@ -207,15 +207,22 @@ fn clashes(facts: &HostFacts) -> Vec<Finding> {
             .with_command(ANOTHER_NETWORK),
         });
     }
+    // An unsuitable network can contain the addresses of all nodes.
+    for (family, network) in facts.pod_networks.iter() {
+        let address = |public: &Dual<IpAddr>| public[family].filter(|a| network.contains(*a));
+        let mut inside = facts.peers.iter().filter_map(|(key, all)| Some((key, address(all)?)));
+        let Some((subnets, address)) = inside.next() else { continue };
+        let more = match inside.count() {
+            0 => String::new(),
+            more => format!(", and those of {more} more leases"),
+        };
+        let text = format!(
+            "the pod network {network} contains {address}, the public address of {subnets}{more}: \
+             tunnel packets to it would go into the tunnel"
+        );
+        found.push(Finding::error("clash", text).with_command(ANOTHER_NETWORK));
+    }
     for (subnets, public) in &facts.peers {
-        let inside = public.values().find_map(|address| Some((address, network(*address)?)));
-        if let Some((address, network)) = inside {
-            let text = format!(
-                "the pod network {network} contains {address}, the public address of {subnets}: \
-                 its tunnel packets would go into the tunnel"
-            );
-            found.push(Finding::error("clash", text).with_command(ANOTHER_NETWORK));
-        }
         let same = public.values().find(|address| facts.public.values().any(|own| own == *address));
         if let Some(address) = same {
             let text = format!(

@@ -111,7 +111,15 @@ fn each_fault_is_one_finding_with_its_repair() {
             only(|f| f.peers.push(peer("10.1.8.0-24", "10.1.200.1"))),
             [
                 "clash error",
-                "the public address of 10.1.8.0-24",
+                "the public address of 10.1.8.0-24: tunnel",
+                "flannelctl config set FILE # with",
+            ],
+        ),
+        (
+            only(|f| f.peers.extend((1..=9).map(|n| peer("10.1.8.0-24", &format!("10.1.9.{n}"))))),
+            [
+                "clash error",
+                "contains 10.1.9.1, the public address of 10.1.8.0-24, and those of 8 more leases",
                 "flannelctl config set FILE # with",
             ],
         ),
