@@ -12,7 +12,7 @@ use flannel_core::Kernel;
 use flannel_core::kernel::{
     Annex, Changes, Footprint, Invalidation, KernelError, NexthopIds, RouteAnswer,
 };
-use flannel_core::object::{Change, Object, State};
+use flannel_core::object::{Change, Link, Object, State};
 
 const EIO: i32 = 5;
 
@@ -89,6 +89,10 @@ impl Kernel for WithAnnexes {
             results
         });
         results.collect()
+    }
+
+    fn may_change(&self, links: &[Link]) -> Result<(), KernelError> {
+        self.kernel.may_change(links)
     }
 
     fn lookup(&self, dst: IpAddr) -> Result<RouteAnswer, KernelError> {

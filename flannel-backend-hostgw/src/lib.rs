@@ -1,5 +1,7 @@
 #![doc = include_str!("../README.md")]
 
+use std::sync::Arc;
+
 use async_trait::async_trait;
 use flannel_core::address::Dual;
 use flannel_core::backend::{
@@ -8,6 +10,7 @@ use flannel_core::backend::{
 use flannel_core::kernel::Footprint;
 use flannel_core::lease::Offer;
 use flannel_core::object::{LinkName, Object, Route, Via};
+use flannel_core::runtime::blocking;
 use flannel_core::{Backend, Config, Error, Result, Subnets};
 
 /// The backend type in leases.
@@ -70,6 +73,9 @@ impl Backend for HostGw {
 
     async fn prepare(&self, node: &Node<'_>, config: &Config) -> Result<Prepared> {
         self.validate(config, Some(node.uplink))?;
+        let kernel = Arc::clone(node.kernel);
+        let checked = blocking(move || kernel.may_change(&[])).await;
+        checked.map_err(|source| Error::Kernel { object: "routes".to_owned(), source })?;
         let offer = Offer {
             public: Dual::from_fn(|family| {
                 node.uplink.address[family].filter(|_| config.networks[family].is_some())

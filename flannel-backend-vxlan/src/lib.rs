@@ -4,6 +4,8 @@ mod mac;
 mod options;
 mod plan;
 
+use std::sync::Arc;
+
 use async_trait::async_trait;
 use flannel_core::address::{Dual, Family};
 use flannel_core::backend::{
@@ -12,6 +14,7 @@ use flannel_core::backend::{
 use flannel_core::kernel::Footprint;
 use flannel_core::lease::Offer;
 use flannel_core::object::{Addr, Key, Link, LinkKind, LinkName, MacAddr, Object, State, Vxlan};
+use flannel_core::runtime::blocking;
 use flannel_core::{Backend, Config, Error, Result};
 
 pub use options::Options;
@@ -94,6 +97,7 @@ impl Backend for VxlanBackend {
             let (name, mtu) = (device_name(family, options.vni)?, underlay - overhead(family));
             Ok::<_, Error>(Link { name, mtu, up: true, kind: vxlan.into() })
         })?;
+        may_make(node, links.values().cloned().collect()).await?;
         let mtu = links.values().map(|link| link.mtu).min().unwrap_or(underlay);
         let offer = Offer {
             public: uplink.public,
@@ -112,6 +116,13 @@ impl Backend for VxlanBackend {
             Ok(Built::Kernel(blueprint))
         }))
     }
+}
+
+/// Checks the privilege and the kernel before a lease is taken.
+async fn may_make(node: &Node<'_>, links: Vec<Link>) -> Result<()> {
+    let kernel = Arc::clone(node.kernel);
+    let checked = blocking(move || kernel.may_change(&links)).await;
+    checked.map_err(|source| Error::Kernel { object: "vxlan device".to_owned(), source })
 }
 
 /// The devices, and the addresses of a lease that this node holds.

@@ -14,16 +14,13 @@ pub use self::annex::Annex;
 pub use self::changed_by::{ChangedBy, ProcessNames};
 pub use self::nexthops::{NexthopBlock, NexthopIds};
 use crate::address::{Dual, Subnet};
-use crate::object::{Addr, Change, Key, LinkName, Object, Route, State, Via};
+use crate::object::{Addr, Change, Key, Link, LinkName, Object, Route, State, Via};
 
 /// The route protocol of our routes and nexthop objects. iproute2's `rt_protos` does not assign it.
 pub const ROUTE_PROTOCOL: u8 = 241;
 
 /// The route protocol of Go flannel, and of scripts that name none (`RTPROT_BOOT`).
 pub const GO_ROUTE_PROTOCOL: u8 = 3;
-
-const ETIMEDOUT: i32 = 110;
-const EINPROGRESS: i32 = 115;
 
 /// `RTPROT_KERNEL`: routes that the kernel made itself.
 const PROTOCOL_KERNEL: u8 = 2;
@@ -165,17 +162,17 @@ impl KernelError {
 
     /// The answer of an [`Annex`] to a change that it has only started (`EINPROGRESS`).
     pub const fn started() -> Self {
-        Self::new(EINPROGRESS)
+        Self::new(115)
     }
 
     /// The answer of [`Annex::wait`] if a change has not ended in time (`ETIMEDOUT`).
     pub const fn timed_out() -> Self {
-        Self::new(ETIMEDOUT)
+        Self::new(110)
     }
 
     /// Whether this is not a failure: the change was only started.
     pub fn is_started(&self) -> bool {
-        self.errno == EINPROGRESS
+        self.errno == Self::started().errno
     }
 
     /// Whether it is `ENOENT`, `ESRCH`, `ENXIO`, `ENODEV` or `EADDRNOTAVAIL`: the object of a
@@ -268,6 +265,12 @@ pub trait Kernel: fmt::Debug + Send + Sync {
     /// `Delete` deletes the object only as described (same device, same gateway), and so keeps a
     /// foreign object that replaced it. It succeeds if the object does not exist.
     fn apply(&self, footprint: &Footprint, changes: &[Change]) -> Vec<Result<(), KernelError>>;
+
+    /// Checks that this process may change objects, and that the kernel has links of these kinds.
+    /// Changes nothing. The default implementation succeeds.
+    fn may_change(&self, _links: &[Link]) -> Result<(), KernelError> {
+        Ok(())
+    }
 
     /// The route of a packet to `dst` by all routing tables. If there is none, it is
     /// [`RouteAnswer::nowhere`].

@@ -63,12 +63,6 @@ pub struct Status {
 impl Status {
     /// The greatest length of [`Status::last_repairs`].
     pub const LAST_REPAIRS: usize = 16;
-
-    /// The repairs since the status `older`. Only the last [`Self::LAST_REPAIRS`] are kept.
-    pub fn repairs_since(&self, older: &Self) -> impl Iterator<Item = &Repair> {
-        let known = older.repaired;
-        self.last_repairs.iter().map(|repair| &**repair).filter(move |repair| repair.number > known)
-    }
 }
 
 /// A change that the kernel refuses.

@@ -17,7 +17,7 @@ use flannel_core::Kernel;
 use flannel_core::kernel::{
     Changes, Footprint, KernelError, NexthopIds, ProcessNames, RouteAnswer,
 };
-use flannel_core::object::{Change, State};
+use flannel_core::object::{Change, Link, State};
 
 use self::apply::Writer;
 use self::changes::Listener;
@@ -140,6 +140,10 @@ impl Kernel for NetlinkKernel {
     fn apply(&self, footprint: &Footprint, changes: &[Change]) -> Vec<Result<(), KernelError>> {
         let mut socket = self.lock();
         Writer::new(&mut socket, &self.namespace, footprint, &self.foreign, changes).apply()
+    }
+
+    fn may_change(&self, links: &[Link]) -> Result<(), KernelError> {
+        apply::link::may_change(&mut self.lock(), links)
     }
 
     fn lookup(&self, dst: IpAddr) -> Result<RouteAnswer, KernelError> {

@@ -24,6 +24,12 @@ impl Histogram {
         self.sum = self.sum.saturating_add(took);
     }
 
+    /// Adds the durations of `other`.
+    pub fn add(&mut self, other: &Self) {
+        self.counts.iter_mut().zip(other.counts).for_each(|(count, more)| *count += more);
+        self.sum = self.sum.saturating_add(other.sum);
+    }
+
     /// The number of durations.
     pub fn count(&self) -> u64 {
         self.counts.iter().sum()
@@ -72,5 +78,8 @@ mod tests {
         assert_eq!((counts[0], counts[16], all.count()), (2, 1, 33));
         assert!(counts[1..16].iter().all(|count| *count == 2), "{counts:?}");
         assert!(Histogram::BOUNDS.is_sorted());
+        let (mut twice, sum) = (all, all.sum());
+        twice.add(&all);
+        assert_eq!((twice.count(), twice.sum(), twice.counts[16]), (66, 2 * sum, 2));
     }
 }

@@ -228,6 +228,15 @@ pub(crate) fn create(link: &Link, codec: &dyn LinkCodec, lower: u32) -> Messages
     request
 }
 
+/// A request for a device of this kind without the attributes that every such device needs.
+pub(crate) fn incomplete(kind: &str) -> Messages {
+    let mut request = Messages::one(Rtm::Newlink, NlmF::CREATE | NlmF::EXCL, &at(0));
+    request.nest(Ifla::Linkinfo, |info| {
+        info.text(IflaInfo::Kind, kind);
+    });
+    request
+}
+
 /// Changes the attributes of the link kind in which `is` differs; no message if none differs. The
 /// MTU needs another message ([`change`]): drivers refuse it in this one (`vxlan_nl2conf`).
 pub(crate) fn change_kind(is: &LinkMessage, codec: &dyn LinkCodec, lower: u32) -> Messages {

@@ -6,7 +6,7 @@
 //! after the changes before them.
 
 mod addr;
-mod link;
+pub(super) mod link;
 mod neigh;
 mod nexthop;
 mod route;

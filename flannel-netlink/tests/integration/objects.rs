@@ -111,6 +111,23 @@ fn peer_route(family: Family) -> Route {
     Route { dst: dst.parse().unwrap(), via, mtu: None }
 }
 
+#[test]
+fn the_check_of_the_privilege_and_of_the_kernel_makes_no_device() {
+    in_netns(|| {
+        let kernel = uplinks();
+        let devices = || json_of(&ip("-j link")).as_array().unwrap().len();
+        let before = devices();
+        let (wanted, _) = device(Family::V4);
+        for links in [&[] as &[Link], &[wanted.clone()]] {
+            kernel.may_change(links).unwrap();
+        }
+        // With the device in place too.
+        put(&kernel, wanted.clone());
+        kernel.may_change(&[wanted]).unwrap();
+        assert_eq!(devices(), before + 1);
+    });
+}
+
 /// Runs the test for each family in a namespace of its own.
 fn for_both_families(test: fn(&NetlinkKernel, Family)) {
     for family in Family::BOTH {

@@ -29,6 +29,8 @@ pub(crate) struct ConfigValidator {
     views: watch::Receiver<View>,
     /// The interface of the network that runs, or ran last.
     used: Option<ExternalInterface>,
+    /// The next step is the first lease of this daemon.
+    first: bool,
 }
 
 impl ConfigValidator {
@@ -48,13 +50,14 @@ impl ConfigValidator {
             firewall: config.firewall.clone(),
             backends: config.backends.clone(),
             views,
+            first: used.is_none() && hints.lapsed.is_none(),
             used,
         }
     }
 
     /// The same for a running network with this interface.
     pub(crate) fn using(self, iface: &ExternalInterface) -> Self {
-        Self { used: Some(iface.clone()), ..self }
+        Self { used: Some(iface.clone()), first: false, ..self }
     }
 
     /// Chooses the interface for a network that is built from `config`. `used` is the config of the
@@ -76,9 +79,7 @@ impl ConfigValidator {
         if !config.backend.explicit {
             refuse_implicit_udp(self.views.clone()).await?;
         }
-        if let Some(used) = used {
-            self.firewall.validate(config, used).await?;
-        }
+        self.firewall.validate(config, used, self.first).await?;
         Ok(chosen)
     }
 

@@ -30,13 +30,19 @@ impl FirewallConfig {
         Firewall::open(mode, self.rule_options(), options).await
     }
 
-    /// Checks that rules can be made in the mode of `config` (nftables or iptables), if it differs
-    /// from the mode of `used`.
+    /// Checks that rules can be made in the mode of `config` (nftables or iptables): if it differs
+    /// from the mode of `used`, and before the first lease if their absence is fatal.
     ///
     /// # Errors
     /// Rules cannot be made in that mode.
-    pub(crate) async fn validate(&self, config: &Config, used: &Config) -> Result<(), Error> {
-        if self.wanted() && config.nftables != used.nftables {
+    pub(crate) async fn validate(
+        &self,
+        config: &Config,
+        used: Option<&Config>,
+        first: bool,
+    ) -> Result<(), Error> {
+        let other_mode = used.is_some_and(|used| config.nftables != used.nftables);
+        if (self.wanted() && other_mode) || (self.masquerade && first) {
             self.open(config).await?;
         }
         Ok(())

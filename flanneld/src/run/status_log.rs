@@ -7,7 +7,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use flannel_core::Subnets;
-use flannel_core::kernel::KernelError;
 use flannel_core::object::ObjectKind;
 use flannel_core::status::{Damage, Failure, Rejection, Repair, Status};
 use tokio::sync::watch;
@@ -101,13 +100,13 @@ impl StatusLog {
         lines.extend(self.sync.line(now, at));
         let logged = std::mem::replace(&mut self.logged, Arc::clone(now));
         if let (Some(error), None) = (&now.kernel_error, &logged.kernel_error) {
-            lines.push(Line::Unreadable(explained(error)));
+            lines.push(Line::Unreadable(error.to_string()));
         }
         let refused = now.failing.changes_since(&logged.failing);
         let mut refused = refused.filter_map(|(_, then, now)| now.filter(|_| then.is_none()));
         let refusal = refused.next().map(|failure| (failure, refused.count()));
         let line = |(failure, more): (&Failure, usize)| {
-            Line::Refused(failure.change.clone(), explained(&failure.error), more)
+            Line::Refused(failure.change.clone(), failure.error.to_string(), more)
         };
         lines.extend(self.refusals.lines(at, refusal, line, ("refusals", true)));
         let leases = || now.rejected.changes_since(&logged.rejected);
@@ -212,15 +211,6 @@ impl Capped {
     }
 }
 
-/// The text of an error, with the privilege that is missing.
-fn explained(error: &KernelError) -> String {
-    match error.errno {
-        // EPERM
-        1 => format!("{error}; flanneld needs CAP_NET_ADMIN in this network namespace"),
-        _ => error.to_string(),
-    }
-}
-
 /// Lines about repairs.
 #[derive(Default)]
 struct Repairs {
@@ -238,12 +228,12 @@ impl Repairs {
             }
             self.counts = logged.repairs.clone();
         }
+        let new = now.repaired.saturating_sub(logged.repaired);
         // A status lists the last repairs only.
-        let (new, listed) =
-            (now.repaired.saturating_sub(logged.repaired), now.repairs_since(logged));
+        let listed = now.last_repairs.iter().filter(|repair| repair.number > logged.repaired);
         let mut lines = Vec::new();
         for repair in listed.take(LINES - self.capped.lines) {
-            lines.push(Line::Repaired(Box::new(repair.clone())));
+            lines.push(Line::Repaired(Box::new(Repair::clone(repair))));
             *self.counts.entry((repair.object.key().kind(), repair.damage)).or_default() += 1;
         }
         self.capped.lines += lines.len();

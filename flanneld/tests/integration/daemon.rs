@@ -466,6 +466,30 @@ fn capabilities(daemon: &Daemon, set: &str) -> Vec<String> {
 }
 
 #[test]
+fn no_lease_is_taken_by_a_daemon_that_cannot_make_its_network() {
+    in_netns(|| {
+        uplink();
+        let hostgw = CONFIG.replace("vxlan", "host-gw");
+        let nftables = CONFIG.replacen('{', r#"{"EnableNFTables":true,"#, 1);
+        for (config, extra, says) in [
+            (CONFIG, &[] as &[&str], "vxlan device: this process needs CAP_NET_ADMIN"),
+            (&hostgw, &[], "routes: this process needs CAP_NET_ADMIN"),
+            (&nftables, &["--ip-masq"], "grant CAP_NET_ADMIN"),
+        ] {
+            let place = Place::new(config);
+            let able = place.command(&format!("dir:{}", place.registry().display()), extra);
+            let mut command = Command::new("setpriv");
+            command.args(["--bounding-set=-net_admin", "--inh-caps=-all"]);
+            command.arg(able.get_program()).args(able.get_args());
+            let mut daemon = Daemon::start(&mut command);
+            assert_eq!(daemon.ended().code(), Some(1), "{}", daemon.log());
+            daemon.wait_for_log(says);
+            assert_eq!(fs::read_dir(place.leases()).unwrap().count(), 0, "{says}");
+        }
+    });
+}
+
+#[test]
 fn the_daemon_keeps_only_the_capabilities_that_it_needs() {
     in_netns(|| {
         uplink();

@@ -6,12 +6,53 @@ use std::{fs, io};
 use flannel_core::kernel::KernelError;
 use flannel_core::object::{Link, LinkName};
 
-use super::{EEXIST, EOPNOTSUPP, Steps, Writer, unsupported};
+use super::{EEXIST, EINVAL, EOPNOTSUPP, Steps, Writer, unsupported};
 use crate::codec::link;
 use crate::codec::link::LinkCodec;
 use crate::kernel::query::{find_link, get_link};
+use crate::transport::socket::Socket;
 
+const EPERM: i32 = 1;
 const EBUSY: i32 = 16;
+
+/// See [`Kernel::may_change`](flannel_core::Kernel::may_change). The kernel checks the privilege
+/// and the kind of a link before it refuses these incomplete requests with `EINVAL`. It loads the
+/// module of the kind.
+///
+/// **Source**: linux `net/core/rtnetlink.c: rtnetlink_rcv_msg, rtnl_newlink`.
+pub(in crate::kernel) fn may_change(
+    socket: &mut Socket,
+    links: &[Link],
+) -> Result<(), KernelError> {
+    let permitted = refused_as_incomplete(socket.send_one(link::delete(0)));
+    permitted.map_err(|error| match error.errno {
+        EPERM => {
+            let detail = "this process needs CAP_NET_ADMIN in its network namespace";
+            KernelError::explained(EPERM, detail)
+        }
+        _ => error,
+    })?;
+    for wanted in links {
+        let kind = wanted.kind.attributes().kind();
+        let known = refused_as_incomplete(socket.send_one(link::incomplete(kind)));
+        known.map_err(|error| match error.errno {
+            EOPNOTSUPP => {
+                let detail = format!("this kernel has no {kind} devices: run modprobe {kind}");
+                KernelError::explained(EOPNOTSUPP, detail)
+            }
+            _ => error,
+        })?;
+    }
+    Ok(())
+}
+
+/// The result of an incomplete request that passed all checks before that of its attributes.
+fn refused_as_incomplete(result: Result<(), KernelError>) -> Result<(), KernelError> {
+    match result {
+        Err(error) if error.errno == EINVAL => Ok(()),
+        result => result,
+    }
+}
 
 impl Steps for Link {
     fn put(&self, writer: &mut Writer<'_>, _: usize, _: u32) -> Result<(), KernelError> {
@@ -182,6 +223,15 @@ fn accepts_advertisements(settings: &Path) -> io::Result<bool> {
 mod tests {
     use super::*;
     use crate::testing::{in_netns, ip};
+
+    #[test]
+    fn the_kernel_refuses_an_unknown_kind_before_missing_attributes() {
+        in_netns(|| {
+            let mut socket = Socket::open().unwrap();
+            let mut errno = |kind| socket.send_one(link::incomplete(kind)).unwrap_err().errno;
+            assert_eq!(["nosuchkind", "vxlan"].map(&mut errno), [EOPNOTSUPP, EINVAL]);
+        });
+    }
 
     #[test]
     fn a_device_accepts_router_advertisements_as_its_settings_say() {
