@@ -188,7 +188,7 @@ pub struct SubnetsReport {
 /// Repairs of objects that other programs changed, deleted or added.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RepairsReport {
-    /// The number of repairs since the network's start.
+    /// The number of repairs since the daemon's start.
     pub total: u64,
     /// The last few, newest first.
     pub last: Vec<RepairReport>,

@@ -4,14 +4,20 @@
 //! [`localize`] replaces them before the daemon or the doctor shows them.
 
 use std::fmt::Display;
+use std::net::IpAddr;
+use std::sync::Arc;
 
 use flannel_api::Finding;
+use flannel_core::Lease;
+
+/// The command that shows the log.
+pub const LOG: &str = "journalctl -u flanneld";
 
 const NODES: &str = "kubectl get nodes -o custom-columns=N:.metadata.name,C:.spec.podCIDRs";
 
 /// Commands on a host, and their replacement in Kubernetes.
 const REPLACEMENTS: [(&str, &str); 7] = [
-    ("journalctl -u flanneld", "kubectl -n kube-flannel logs daemonset/kube-flannel-ds"),
+    (LOG, "kubectl -n kube-flannel logs daemonset/kube-flannel-ds"),
     (
         "systemctl restart flanneld",
         "kubectl -n kube-flannel rollout restart daemonset/kube-flannel-ds",
@@ -28,6 +34,15 @@ const REPLACEMENTS: [(&str, &str); 7] = [
     ("flannelctl lease list", NODES),
     ("flannelctl config set FILE", "kubectl -n kube-flannel edit configmap kube-flannel-cfg"),
 ];
+
+/// The command that restores a store, by the store's name.
+pub fn restore_store(store: &str) -> String {
+    match store.split_once(':') {
+        Some(("dir", path)) => restore_directory(path.split('?').next().unwrap_or_default()),
+        Some(("etcd", endpoints)) => restore_etcd(endpoints),
+        _ => LOG.to_owned(),
+    }
+}
 
 /// The command that restores the directory of a store.
 pub fn restore_directory(path: impl Display) -> String {
@@ -55,6 +70,19 @@ pub fn restore_etcd(endpoints: &str) -> String {
 /// The command that releases a lease. The key is quoted, because a dual-stack key contains `&`.
 pub fn release(key: impl Display) -> String {
     format!("flannelctl lease release --force '{key}' # if that node is gone")
+}
+
+/// The command for an advisory. If it is about a public address that nodes share, the youngest of
+/// the `peers` with that address should release its lease.
+pub fn for_advisory<'a>(text: &str, peers: impl Iterator<Item = &'a Arc<Lease>>) -> String {
+    let address = text.split([' ', ',']).find_map(|word| word.parse::<IpAddr>().ok());
+    let has_it = |lease: &&Arc<Lease>| {
+        lease.attrs.preferred.public.values().any(|public| Some(*public) == address)
+    };
+    match peers.filter(has_it).max_by_key(|lease| lease.since) {
+        Some(lease) => format!("{}, else give it another --public-ip", release(lease.subnets)),
+        None => "flannelctl peers".to_owned(),
+    }
 }
 
 /// Whether the store of this name is Kubernetes.
@@ -98,6 +126,30 @@ pub fn localize_findings(findings: &mut [Finding], store: Option<&str>) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_command_that_restores_a_store_matches_its_kind() {
+        for (store, command) in [
+            (
+                "dir:/srv/flannel?assign=static",
+                "mount /srv/flannel || ls -la /srv/flannel # restore its files",
+            ),
+            (
+                "etcd:http://127.0.0.1:2379",
+                "systemctl restart etcd # on 127.0.0.1; to see which one answers: \
+                 etcdctl --endpoints http://127.0.0.1:2379 endpoint health",
+            ),
+            (
+                "etcd:https://etcd-1:2379,https://[fd00::2]:2379",
+                "systemctl restart etcd # on etcd-1, [fd00::2], where it does not run; to see \
+                 which one answers: etcdctl --endpoints https://etcd-1:2379,https://[fd00::2]:2379 \
+                 endpoint health",
+            ),
+            ("kube:https://10.96.0.1", LOG),
+        ] {
+            assert!(restore_store(store).starts_with(command), "{}", restore_store(store));
+        }
+    }
 
     #[test]
     fn commands_are_replaced_in_kubernetes_only() {

@@ -78,6 +78,27 @@ pub fn read_networks(file: &Path) -> Vec<Subnet> {
     text.lines().filter_map(network).collect()
 }
 
+/// Writes the pod networks into a file of [`networks`], unless it has them already. A file that
+/// cannot be read is not overwritten. Logs a failure.
+///
+/// # Blocking
+/// Reads and writes a file.
+pub fn write_networks(file: &Path, networks: &[Subnet]) {
+    let text: String = networks.iter().map(|network| format!("{network}\n")).collect();
+    let written = match read(file).map(Option::unwrap_or_default) {
+        Ok(noted) if noted == text => return,
+        Ok(_) => replace(file, &text),
+        Err(error) => Err(error),
+    };
+    if let Err(error) = written {
+        tracing::warn!(
+            path = %file.display(), %error,
+            "a state file cannot be written (see --state-dir): after the next change of the pod \
+             network, the routes of this one on the external interface stay"
+        );
+    }
+}
+
 /// The holder ID kept in `dir`, or a new one that is kept there from now on.
 ///
 /// # Errors

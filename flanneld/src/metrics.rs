@@ -1,9 +1,7 @@
 //! Metrics for Prometheus.
 //!
-//! Names, types and labels are an interface: `names.golden` lists them. Counters of a network start
-//! again with each network, as `rate()` and `increase()` expect of counters;
-//! `flannel_networks_total` counts the networks. No label names a peer, so a page does not grow
-//! with the cluster.
+//! Names, types and labels are an interface: `names.golden` lists them. No label names a peer, so a
+//! page does not grow with the cluster.
 
 mod page;
 
@@ -15,7 +13,7 @@ use flannel_core::object::ObjectKind;
 use flannel_core::status::{Damage, Rejection};
 use flannel_paths::Paths;
 
-use crate::observe::{NetworkSnapshot, Rulebook, Snapshot};
+use crate::observe::{Counters, NetworkSnapshot, Rulebook, Snapshot};
 use crate::report::problems::first_error;
 use crate::report::subnets_used;
 pub(crate) use page::Format;
@@ -55,6 +53,7 @@ pub(crate) fn metrics(snapshot: &Snapshot, format: Format) -> String {
     );
     own_lease(&mut page, snapshot);
     store(&mut page, snapshot);
+    counters(&mut page, &snapshot.counters);
     if let Some(network) = &snapshot.network {
         leases(&mut page, network, snapshot.store_name());
         kernel(&mut page, network);
@@ -205,23 +204,15 @@ fn paths(page: &mut Page, results: &Paths) {
 
 /// Without requested rules, all rules are in place.
 fn firewall(page: &mut Page, rulebook: &Rulebook) {
-    let (in_place, repairs) = match rulebook {
-        Rulebook::Unwanted => (true, 0),
-        Rulebook::Pending | Rulebook::Missing { .. } => (false, 0),
-        Rulebook::Kept(status) => {
-            let status = status.borrow();
-            (status.in_place, status.repairs)
-        }
+    let in_place = match rulebook {
+        Rulebook::Unwanted => true,
+        Rulebook::Pending | Rulebook::Missing { .. } => false,
+        Rulebook::Kept(status) => status.borrow().in_place,
     };
     page.flag(
         "flannel_firewall_in_place",
         "1 if the requested firewall rules are in place",
         in_place,
-    );
-    page.counter(
-        "flannel_firewall_repairs_total",
-        "Repairs of firewall rules that another program had changed",
-        repairs,
     );
 }
 
@@ -275,17 +266,25 @@ fn kernel(page: &mut Page, network: &NetworkSnapshot) {
             .iter()
             .map(|(kind, counts)| (labels(&[("object", &kind.to_string())]), counts.failing)),
     );
+}
+
+fn counters(page: &mut Page, counters: &Counters) {
     page.counter(
         "flannel_changes_total",
         "Changes of the kernel because of leases",
-        status.applied,
+        counters.applied,
     );
     page.counter(
         "flannel_repairs_total",
         "Objects that were repaired after another program had changed them",
-        status.repaired,
+        counters.repaired,
     );
-    let mutations = status.repairs.iter().map(|((kind, damage), count)| {
+    page.counter(
+        "flannel_firewall_repairs_total",
+        "Repairs of firewall rules that another program had changed",
+        counters.firewall_repairs,
+    );
+    let mutations = counters.repairs.iter().map(|((kind, damage), count)| {
         let operation = match damage {
             Damage::Deletion => "delete",
             Damage::Modification => "modify",
@@ -302,7 +301,7 @@ fn kernel(page: &mut Page, network: &NetworkSnapshot) {
     page.histogram(
         "flannel_lease_to_kernel_seconds",
         "From a lease's arrival to the kernel's acknowledgement, for each object",
-        &status.latency,
+        &counters.latency,
     );
 }
 

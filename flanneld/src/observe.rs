@@ -21,7 +21,7 @@ use flannel_paths::Paths;
 use tokio::sync::watch;
 
 pub(crate) use running::{Rulebook, Running};
-pub(crate) use snapshot::{Facts, NetworkSnapshot, Snapshot};
+pub(crate) use snapshot::{Counters, Facts, NetworkSnapshot, Snapshot};
 
 /// Sets a log filter, or returns the reason why it cannot; `None`: the filter of the start.
 pub(crate) type SetLog = dyn Fn(Option<&str>) -> Result<(), String> + Send + Sync;
@@ -55,6 +55,8 @@ struct Shared {
 struct Known {
     store: Option<Arc<dyn SubnetManager>>,
     running: Option<Arc<Running>>,
+    /// The counters of the networks before it.
+    earlier: Counters,
     facts: Facts,
     /// The time of the last change of each lease that changed while the network ran.
     changed: BTreeMap<Subnets, SystemTime>,
@@ -139,7 +141,9 @@ impl Observer {
     /// The current state. Takes O(n) for n leases that changed since the network's start.
     pub(crate) fn snapshot(&self) -> Snapshot {
         let known = self.known();
+        let mut counters = known.earlier.clone();
         let network = known.running.clone().map(|running| {
+            counters.add(&running);
             let status = Arc::clone(&running.handle.status.borrow());
             let view = running.views.borrow().clone();
             NetworkSnapshot { running, status, view, waiting: None }
@@ -154,6 +158,7 @@ impl Observer {
             facts: known.facts.clone(),
             changed: known.changed.clone(),
             network,
+            counters,
         }
     }
 
@@ -288,7 +293,9 @@ pub(crate) struct RunningGuard<'a>(&'a Observer);
 impl Drop for RunningGuard<'_> {
     fn drop(&mut self) {
         self.0.set(|known| {
-            known.running = None;
+            if let Some(running) = known.running.take() {
+                known.earlier.add(&running);
+            }
             known.facts.waits_for = Some("the network is rebuilt".to_owned());
         });
     }
@@ -374,6 +381,36 @@ pub(crate) mod tests {
         assert_eq!(changed, ["10.1.7.0-24"]);
         drop(guard);
         assert!(observer.snapshot().network.is_none());
+    }
+
+    #[tokio::test]
+    async fn counters_go_on_after_a_rebuild() {
+        use flannel_core::object::ObjectKind;
+        use flannel_core::status::Damage;
+
+        let observer = Observer::default();
+        let what = (ObjectKind::Route, Damage::Deletion);
+        let mut firewall = flannel_firewall::Status::default();
+        firewall.repairs = 3;
+        let (_firewall, firewall) = watch::channel(firewall);
+        for networks in 1..=3 {
+            let mut status = Status::default();
+            (status.applied, status.repaired) = (5, 2);
+            status.repairs.insert(what, 2);
+            status.latency.record(Duration::from_millis(1));
+            let (_subnets, mut running) = network(status).await;
+            running.rulebook = watch::channel(Rulebook::Kept(firewall.clone())).1;
+            let guard = observer.running(running);
+            let counted = || {
+                let Counters { applied, repaired, repairs, latency, firewall_repairs } =
+                    observer.snapshot().counters;
+                [applied, repaired, repairs[&what], latency.count(), firewall_repairs]
+            };
+            let expected = [5, 2, 2, 1, 3].map(|one| one * networks);
+            assert_eq!(counted(), expected);
+            drop(guard);
+            assert_eq!(counted(), expected, "between two networks");
+        }
     }
 
     /// Peers without a tunnel probe the public address, even behind NAT or as a second address of

@@ -70,7 +70,7 @@ fn network_report(network: &NetworkSnapshot, snapshot: &Snapshot) -> NetworkRepo
         paths: running.paths.as_ref().map(Paths::summary),
         subnets: subnets_used(network, snapshot.store_name()),
         repairs: RepairsReport {
-            total: status.repaired,
+            total: snapshot.counters.repaired,
             last: status
                 .last_repairs
                 .iter()

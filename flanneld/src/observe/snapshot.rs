@@ -5,11 +5,12 @@ use std::sync::Arc;
 use std::time::SystemTime;
 
 use flannel_core::lease::View;
-use flannel_core::status::{Status, Waiting};
+use flannel_core::object::ObjectKind;
+use flannel_core::status::{Damage, Histogram, Status, Waiting};
 use flannel_core::subnet::{Ownership, StoreStatus};
 use flannel_core::{Config, Lease, Subnets};
 
-use super::Running;
+use super::{Rulebook, Running};
 
 /// Everything as it is at one moment.
 pub(crate) struct Snapshot {
@@ -23,6 +24,33 @@ pub(crate) struct Snapshot {
     /// The time of the last change of each lease that changed while the network ran.
     pub(crate) changed: BTreeMap<Subnets, SystemTime>,
     pub(crate) network: Option<NetworkSnapshot>,
+    pub(crate) counters: Counters,
+}
+
+/// The counters of all networks of this daemon. The fields of a [`Status`] count for one network.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Counters {
+    pub(crate) applied: u64,
+    pub(crate) repaired: u64,
+    pub(crate) repairs: BTreeMap<(ObjectKind, Damage), u64>,
+    pub(crate) latency: Histogram,
+    pub(crate) firewall_repairs: u64,
+}
+
+impl Counters {
+    /// Adds the counters of a network.
+    pub(super) fn add(&mut self, running: &Running) {
+        let status = running.handle.status.borrow();
+        self.applied += status.applied;
+        self.repaired += status.repaired;
+        for (what, count) in &status.repairs {
+            *self.repairs.entry(*what).or_default() += count;
+        }
+        self.latency.add(&status.latency);
+        if let Rulebook::Kept(firewall) = &*running.rulebook.borrow() {
+            self.firewall_repairs += firewall.borrow().repairs;
+        }
+    }
 }
 
 /// Facts that the daemon notes when they change.

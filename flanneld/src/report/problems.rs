@@ -1,21 +1,17 @@
 //! Problems, as sentences. A node is ready if and only if no problem is an error. So a node that is
 //! not ready always has a complete list of reasons.
 
-use std::net::IpAddr;
-use std::sync::Arc;
-
 use flannel_api::{Problem, SubnetsReport, texts};
-use flannel_core::Lease;
 use flannel_core::object::Key;
 use flannel_core::status::Rejection;
 use flannel_core::subnet::{Loss, Ownership, StoreStatus};
-use flannel_doctor::commands::{is_kubernetes, localize, release, restore_directory, restore_etcd};
+use flannel_doctor::commands::{
+    LOG, for_advisory, is_kubernetes, localize, release, restore_store,
+};
 
 use super::subnets_used;
 use crate::observe::{NetworkSnapshot, Rulebook, Snapshot};
 
-/// The command that shows the log.
-const LOG: &str = "journalctl -u flanneld";
 /// The largest number of problems of one kind that are listed one by one.
 const MOST: usize = 5;
 /// A pod network is nearly full from this share on, in percent.
@@ -89,15 +85,6 @@ pub(crate) fn line(snapshot: &Snapshot) -> String {
         }
         (_, Some(error)) => format!("not ready: {error}"),
         (None, None) => "not ready".to_owned(),
-    }
-}
-
-/// The command that restores a store, by the store's name.
-fn restore_store(store: &str) -> String {
-    match store.split_once(':') {
-        Some(("dir", path)) => restore_directory(path.split('?').next().unwrap_or_default()),
-        Some(("etcd", endpoints)) => restore_etcd(endpoints),
-        _ => LOG.to_owned(),
     }
 }
 
@@ -228,7 +215,7 @@ impl Found {
             self.warning(format!("{more} more leases are rejected"), "flannelctl peers");
         }
         for text in status.advisories.keys().take(MOST) {
-            self.warning(text, for_advisory(text, network));
+            self.warning(text, for_advisory(text, network.peers()));
         }
     }
 
@@ -256,19 +243,6 @@ impl Found {
             let text = format!("{}: {key} is wrong: {reason}", store.store);
             self.warning(text, "flannelctl lease list");
         }
-    }
-}
-
-/// The hint for an advisory. If it is about a public address that nodes share, the youngest of the
-/// other nodes with that address should release its lease.
-fn for_advisory(text: &str, network: &NetworkSnapshot) -> String {
-    let address = text.split([' ', ',']).find_map(|word| word.parse::<IpAddr>().ok());
-    let has_it = |lease: &&Arc<Lease>| {
-        lease.attrs.preferred.public.values().any(|public| Some(*public) == address)
-    };
-    match network.peers().filter(has_it).max_by_key(|lease| lease.since) {
-        Some(lease) => format!("{}, else give it another --public-ip", release(lease.subnets)),
-        None => "flannelctl peers".to_owned(),
     }
 }
 
@@ -419,29 +393,5 @@ mod tests {
                 "warning: the store does not answer: no route to host"
             ]
         );
-    }
-
-    #[test]
-    fn the_command_that_restores_a_store_matches_its_kind() {
-        for (store, command) in [
-            (
-                "dir:/srv/flannel?assign=static",
-                "mount /srv/flannel || ls -la /srv/flannel # restore its files",
-            ),
-            (
-                "etcd:http://127.0.0.1:2379",
-                "systemctl restart etcd # on 127.0.0.1; to see which one answers: \
-                 etcdctl --endpoints http://127.0.0.1:2379 endpoint health",
-            ),
-            (
-                "etcd:https://etcd-1:2379,https://[fd00::2]:2379",
-                "systemctl restart etcd # on etcd-1, [fd00::2], where it does not run; to see \
-                 which one answers: etcdctl --endpoints https://etcd-1:2379,https://[fd00::2]:2379 \
-                 endpoint health",
-            ),
-            ("kube:https://10.96.0.1", LOG),
-        ] {
-            assert!(restore_store(store).starts_with(command), "{}", restore_store(store));
-        }
     }
 }

@@ -36,9 +36,8 @@ impl OldNetworks {
         let current: Vec<Subnet> = config.pod_networks().collect();
         let mut former = state_dir::read_networks(&record);
         former.retain(|network| !current.contains(network));
-        let all = [&former[..], &current].concat();
         let this = Self { record, former, current };
-        this.write(&all).await;
+        this.write([&this.former[..], &this.current].concat()).await;
         this
     }
 
@@ -61,30 +60,14 @@ impl OldNetworks {
             };
             // Objects that the kernel keeps are removed after the next start.
             if blocking(removal).await {
-                self.write(&self.current).await;
+                self.write(self.current.clone()).await;
             }
         }
         std::future::pending().await
     }
 
-    /// Writes the record, unless it is the same already.
-    async fn write(&self, networks: &[Subnet]) {
-        let text: String = networks.iter().map(|network| format!("{network}\n")).collect();
-        let written = match state_dir::read(&self.record).map(Option::unwrap_or_default) {
-            Ok(noted) if noted == text => return,
-            // A record that cannot be read is not overwritten.
-            Err(error) => Err(error),
-            Ok(_) => {
-                let record = self.record.clone();
-                run_blocking_in_order(move || state_dir::replace(&record, &text)).await
-            }
-        };
-        if let Err(error) = written {
-            tracing::warn!(
-                path = %self.record.display(), %error,
-                "a state file cannot be written (see --state-dir): after the next change of the \
-                 pod network, the routes of this one on the external interface stay"
-            );
-        }
+    async fn write(&self, networks: Vec<Subnet>) {
+        let record = self.record.clone();
+        run_blocking_in_order(move || state_dir::write_networks(&record, &networks)).await;
     }
 }
