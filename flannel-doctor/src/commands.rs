@@ -67,9 +67,13 @@ pub fn restore_etcd(endpoints: &str) -> String {
     )
 }
 
+/// How to know that a node is gone: a node that does not answer may still have pods.
+const GONE: &str = " (no host has its HOLDER of flannelctl lease list in the file mark of its \
+    --state-dir)";
+
 /// The command that releases a lease. The key is quoted, because a dual-stack key contains `&`.
 pub fn release(key: impl Display) -> String {
-    format!("flannelctl lease release --force '{key}' # if that node is gone")
+    format!("flannelctl lease release --force '{key}' # if that node is gone{GONE}")
 }
 
 /// The command for an advisory. If it is about a public address that nodes share, the youngest of
@@ -108,8 +112,8 @@ pub fn localize(hint: String, store: Option<&str>) -> String {
     match hint.split_once("flannelctl lease release --force ") {
         // A deleted node has no subnet.
         Some((before, key)) => {
-            let rest =
-                key.split_once(" # ").map(|(_, rest)| format!(": {rest}")).unwrap_or_default();
+            let rest = key.split_once(" # ").map(|(_, rest)| format!(": {rest}"));
+            let rest = rest.unwrap_or_default().replace(GONE, "");
             format!("{before}{NODES} # then kubectl delete node{rest}")
         }
         None => REPLACEMENTS.into_iter().fold(hint, replace),
@@ -153,7 +157,7 @@ mod tests {
 
     #[test]
     fn commands_are_replaced_in_kubernetes_only() {
-        let kube = Some("kube:https://10.96.0.1:443");
+        let (kube, gone) = (Some("kube:https://10.96.0.1:443"), release("10.1.7.0-24"));
         for (here, there) in [
             (
                 "journalctl -u flanneld",
@@ -166,7 +170,7 @@ mod tests {
                     .to_owned(),
             ),
             (
-                "flannelctl lease release --force '10.1.7.0-24' # if that node is gone",
+                gone.as_str(),
                 format!("{NODES} # then kubectl delete node: if that node is gone"),
             ),
             (

@@ -204,6 +204,10 @@ impl Registry for EtcdRegistry {
         self.0.renew(&self.0.keys.lease(subnets), holder).await
     }
 
+    async fn remaining(&self, subnets: &Subnets, holder: HolderId) -> Result<Option<Duration>> {
+        self.0.remaining(&self.0.keys.lease(subnets), holder).await
+    }
+
     fn trouble(&self) -> Option<String> {
         self.0.attempts.trouble()
     }

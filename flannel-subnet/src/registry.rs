@@ -153,6 +153,12 @@ pub trait Registry: fmt::Debug + fmt::Display + Send + Sync {
     /// forget a holder whose key was deleted.
     async fn keep_alive(&self, subnets: &Subnets, holder: HolderId) -> Result<Option<Duration>>;
 
+    /// The time for which the store keeps the key of `holder` from now on without a renewal. `None`:
+    /// the store has no such key, or does not know the time, as by default. It renews nothing.
+    async fn remaining(&self, _: &Subnets, _: HolderId) -> Result<Option<Duration>> {
+        Ok(None)
+    }
+
     /// The reason why a request is being repeated at present; `None`: none is.
     fn trouble(&self) -> Option<String> {
         None

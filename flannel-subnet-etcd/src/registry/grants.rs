@@ -84,6 +84,17 @@ impl Store {
         });
         Ok(answer.await?.value)
     }
+
+    /// The time that is left without a renewal. `None`: it does not exist.
+    pub(crate) async fn remaining(&self, key: &str, holder: HolderId) -> Result<Option<Duration>> {
+        let Some(id) = lease_id(holder) else { return Ok(None) };
+        let answer = self.attempts.ask(key, |connection| async move {
+            let left = connection.client.lease_client().time_to_live(id, None).await?;
+            // -1 if it does not exist.
+            Ok(u64::try_from(left.ttl()).ok().map(Duration::from_secs))
+        });
+        Ok(answer.await?.value)
+    }
 }
 
 fn lease_id(holder: HolderId) -> Option<i64> {

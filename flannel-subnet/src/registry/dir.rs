@@ -271,6 +271,12 @@ impl Registry for DirRegistry {
         self.locked(move |shared| shared.renew(&subnets, holder)).await
     }
 
+    async fn remaining(&self, subnets: &Subnets, _: HolderId) -> Result<Option<Duration>> {
+        self.0.refresh().await?;
+        let end = lock(&self.0.mirror).end(subnets);
+        Ok(end.map(|end| end.duration_since(SystemClock.wall()).unwrap_or_default()))
+    }
+
     async fn watch(&self, after: Revision) -> Result<Box<dyn Watch>> {
         let (shared, changes) = (Arc::clone(&self.0), self.0.changes.subscribe());
         Ok(Box::new(DirWatch { shared, changes, after, reported: Instant::now() }))

@@ -165,6 +165,10 @@ impl Registry for MemoryRegistry {
         self.reply(self.reach().map(|mut state| state.keep_alive(holder))).await
     }
 
+    async fn remaining(&self, _: &Subnets, holder: HolderId) -> Result<Option<Duration>> {
+        self.reply(self.reach().map(|state| state.remaining(holder))).await
+    }
+
     async fn watch(&self, after: Revision) -> Result<Box<dyn Watch>> {
         drop(self.reach()?);
         Ok(Box::new(MemoryWatch { registry: self.clone(), after }))

@@ -191,6 +191,10 @@ impl Registry for Metered {
         self.stats.request("renew", self.registry.keep_alive(subnets, holder).await)
     }
 
+    async fn remaining(&self, subnets: &Subnets, holder: HolderId) -> Result<Option<Duration>> {
+        self.stats.request("get", self.registry.remaining(subnets, holder).await)
+    }
+
     async fn watch(&self, after: Revision) -> Result<Box<dyn Watch>> {
         let watch = self.stats.request(WATCH, self.registry.watch(after).await)?;
         Ok(Box::new(MeteredWatch { watch, stats: Arc::clone(&self.stats) }))

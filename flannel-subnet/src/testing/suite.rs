@@ -284,6 +284,12 @@ async fn renewals_are_no_changes(fixture: &Fixture<'_>) {
         let ttl = fixture.registry.keep_alive(&key(1), HolderId(1)).await.expect("in reach");
         assert_eq!(ttl, Some(DAY));
     }
+    // A registry need not know it.
+    if let Some(left) = fixture.other.remaining(&key(1), HolderId(1)).await.expect("in reach") {
+        assert!(left <= DAY && left + PATIENCE > DAY, "{left:?}");
+    }
+    let unknown = fixture.other.remaining(&key(9), HolderId(9)).await.expect("in reach");
+    assert_eq!(unknown, None);
     assert_eq!(fixture.other.entry(&key(1)).await.expect("in reach"), Some(held));
     // The next change is the one after the renewals.
     fixture.registry.create(&key(2), &attrs(2), grant(2, DAY)).await.expect("created");

@@ -2,8 +2,10 @@
 //!
 //! Every write is a compare-and-swap, as with the daemon.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::time::Duration;
 
 use clap::Subcommand;
 use flannel_api::VERSION;
@@ -17,7 +19,7 @@ use flannel_subnet::{Entry, Registry};
 use serde_json::{Value, json};
 
 use crate::error::{Error, Result};
-use crate::terminal::{Style, Terminal};
+use crate::terminal::{Style, Terminal, span};
 use crate::{Context, Output};
 
 /// The subcommands of `lease`.
@@ -29,7 +31,7 @@ pub(crate) enum LeaseVerb {
     #[command(
         long_about = "Creates a lease that never expires, for the node with this public address. \
             Or removes the end of an existing lease; the daemon that holds it keeps running and \
-            keeps the subnet."
+            keeps the subnet. With --count it creates leases for a range of nodes."
     )]
     Reserve {
         /// The subnet, such as 10.1.5.0/24; for dual stack 10.1.5.0/24,fd00:1:0:5::/64; or the
@@ -48,11 +50,18 @@ pub(crate) enum LeaseVerb {
         /// The node's backend, such as vxlan; by default the network config's
         #[arg(long, value_name = "TYPE", default_value = "")]
         backend_type: String,
+
+        /// Reserve this many subnets, from SUBNET on, for nodes with as many public addresses, from
+        /// --public-ip and --public-ipv6 on
+        #[arg(long, value_name = "NUMBER", default_value_t = 1)]
+        #[arg(value_parser = clap::value_parser!(u32).range(1..=65536))]
+        count: u32,
     },
     /// Delete a reservation, or with --force the lease of a node
     #[command(
         long_about = "Deletes a reservation, or with --force the lease of a node. This frees the \
-            subnet for other nodes. A running daemon that holds the lease exits with status 1."
+            subnet for other nodes. A running daemon that holds the lease exits with status 1. \
+            Its routes and its pods stay, so release only the lease of a node that is gone."
     )]
     Release {
         /// The subnet, such as 10.1.5.0/24, or the lease key, such as 10.1.5.0-24
@@ -89,11 +98,19 @@ pub(crate) async fn lease(context: Context<'_>, verb: &LeaseVerb) -> Result<Outp
     let registry = &*registry;
     match verb {
         LeaseVerb::List => list(registry, context.terminal).await,
-        LeaseVerb::Reserve { lease, public_ip, public_ipv6, backend_type } => {
+        LeaseVerb::Reserve { lease, public_ip, public_ipv6, backend_type, count } => {
             let public = Dual { v4: public_ip.map(IpAddr::V4), v6: public_ipv6.map(IpAddr::V6) };
-            let backend_type = backend_type.clone().into();
-            let attrs = LeaseAttrs::from(Offer { public, kind: backend_type, ..Offer::default() });
-            reserve(registry, context.backends, lease, &attrs).await
+            let kind = Cow::from(backend_type.clone());
+            let attrs =
+                |public| LeaseAttrs::from(Offer { public, kind: kind.clone(), ..Offer::default() });
+            if *count == 1 {
+                return reserve(registry, context.backends, lease, &attrs(public)).await;
+            }
+            let range = range(lease, &public, *count).ok_or_else(|| {
+                Error::Refused(format!("{lease}: there are not {count} subnets and addresses"))
+            })?;
+            let range = range.into_iter().map(|(lease, public)| (lease, attrs(public))).collect();
+            reserve_range(registry, context.backends, range).await
         }
         LeaseVerb::Release { lease, force } => release(registry, lease, *force).await,
     }
@@ -102,8 +119,11 @@ pub(crate) async fn lease(context: Context<'_>, verb: &LeaseVerb) -> Result<Outp
 async fn list(registry: &dyn Registry, terminal: &Terminal) -> Result<Output> {
     let mut listing = registry.list().await?;
     listing.entries.sort_by_key(|entry| entry.lease.subnets);
-    let rows: Vec<_> = listing.entries.iter().map(row).collect();
-    let mut page = terminal.table(&["SUBNET", "ADDRESS", "BACKEND", "HOLDER", "REVISION"], &rows);
+    let left = remaining(registry, &listing.entries).await;
+    let left_of = |entry: &Entry| left.get(&entry.lease.subnets).copied();
+    let rows: Vec<_> = listing.entries.iter().map(|entry| row(entry, left_of(entry))).collect();
+    let head = ["SUBNET", "ADDRESS", "BACKEND", "HOLDER", "EXPIRES", "REVISION"];
+    let mut page = terminal.table(&head, &rows);
     let reserved = listing.entries.iter().filter(|entry| entry.holder.is_none()).count();
     page +=
         &format!("{} leases in {registry}, {reserved} of them reserved\n", listing.entries.len());
@@ -127,7 +147,8 @@ async fn list(registry: &dyn Registry, terminal: &Terminal) -> Result<Output> {
         .iter()
         .map(|skipped| json!({ "key": skipped.key, "reason": skipped.reason }))
         .collect();
-    let leases: Vec<Value> = listing.entries.iter().map(value).collect();
+    let leases = listing.entries.iter().map(|entry| value(entry, left_of(entry)));
+    let leases: Vec<Value> = leases.collect();
     let duplicates: Vec<Value> = duplicates
         .iter()
         .map(|(address, keys)| json!({ "address": address.to_string(), "leases": keys }))
@@ -153,7 +174,30 @@ fn duplicates(entries: &[Entry]) -> Vec<(IpAddr, Vec<String>)> {
     holders.into_iter().filter(|(_, keys)| keys.len() > 1).collect()
 }
 
-fn row(entry: &Entry) -> (Style, Vec<Vec<String>>) {
+/// The time for which the store keeps each lease without a renewal. After an error the store is not
+/// asked again, because the list is worth more than these times.
+async fn remaining(registry: &dyn Registry, entries: &[Entry]) -> BTreeMap<Subnets, Duration> {
+    let mut all = BTreeMap::new();
+    for entry in entries {
+        let (subnets, Some(holder)) = (entry.lease.subnets, entry.holder) else { continue };
+        match registry.remaining(&subnets, holder).await {
+            Ok(left) => all.extend(left.map(|left| (subnets, left))),
+            Err(_) => break,
+        }
+    }
+    all
+}
+
+/// When a lease expires if it is not renewed.
+fn expires(entry: &Entry, left: Option<Duration>) -> String {
+    match (entry.holder, left) {
+        (None, _) => "never".to_owned(),
+        (_, Some(left)) => format!("in {}", span(left.as_secs_f64().ceil())),
+        (_, None) => "not known".to_owned(),
+    }
+}
+
+fn row(entry: &Entry, left: Option<Duration>) -> (Style, Vec<Vec<String>>) {
     let lease = &entry.lease;
     let backend =
         if lease.attrs.preferred.kind.is_empty() { "-" } else { &lease.attrs.preferred.kind };
@@ -163,12 +207,13 @@ fn row(entry: &Entry) -> (Style, Vec<Vec<String>>) {
         lease.attrs.preferred.public.values().map(ToString::to_string).collect(),
         vec![backend.to_owned()],
         vec![holder],
+        vec![expires(entry, left)],
         vec![lease.revision.to_string()],
     ];
     (Style::Plain, cells)
 }
 
-fn value(entry: &Entry) -> Value {
+fn value(entry: &Entry, left: Option<Duration>) -> Value {
     let (lease, offer) = (&entry.lease, &entry.lease.attrs.preferred);
     json!({
         "key": lease.subnets.to_string(),
@@ -177,6 +222,7 @@ fn value(entry: &Entry) -> Value {
         "backend": offer.kind,
         "reserved": entry.holder.is_none(),
         "holder": entry.holder.map(|mark| mark.to_string()),
+        "remaining": left.map(|left| left.as_secs()),
         "revision": lease.revision.0,
     })
 }
@@ -184,8 +230,74 @@ fn value(entry: &Entry) -> Value {
 fn done(entry: &Entry, what: &str) -> Output {
     let lease = &entry.lease;
     let text = line(&format!("{} of {} {what}", lease.subnets, holder(&lease.attrs)));
-    let value = json!({ "version": VERSION, "lease": value(entry), "result": what });
+    let value = json!({ "version": VERSION, "lease": value(entry, None), "result": what });
     Output { text, value, ok: true }
+}
+
+/// `count` reservations: the subnets and the public addresses of each follow those of the last one.
+/// `None`: there are not so many.
+fn range(
+    lease: &Subnets,
+    public: &Dual<IpAddr>,
+    count: u32,
+) -> Option<Vec<(Subnets, Dual<IpAddr>)>> {
+    let one = |n: u32| {
+        let subnets = lease.iter().map(|subnet| subnet.step(n.into()));
+        let subnets: Option<Vec<Subnet>> = subnets.collect();
+        let address = |_, first: &IpAddr| {
+            Subnet::host(*first).step(n.into()).map(|host| host.base()).ok_or(())
+        };
+        let public = public.try_map(address).ok()?;
+        Some((Subnets::new(subnets?)?, public))
+    };
+    (0..count).map(one).collect()
+}
+
+/// Checks all reservations before it writes the first one.
+async fn reserve_range(
+    registry: &dyn Registry,
+    backends: &Backends,
+    range: Vec<(Subnets, LeaseAttrs)>,
+) -> Result<Output> {
+    let config = config(registry).await?;
+    let there = registry.list().await?.entries;
+    for (subnets, attrs) in &range {
+        check(&config, subnets)?;
+        free(subnets, &there)?;
+        if attrs.preferred.public.is_empty() {
+            return Err(unnamed(subnets));
+        }
+    }
+    let (mut text, mut leases) = (String::new(), Vec::new());
+    for (subnets, attrs) in &range {
+        let done = reserve(registry, backends, subnets, attrs).await?;
+        text += &done.text;
+        leases.push(done.value["lease"].clone());
+    }
+    let value = json!({ "version": VERSION, "leases": leases, "result": "is reserved" });
+    Ok(Output { text, value, ok: true })
+}
+
+/// Checks that a lease overlaps none of these.
+fn free(subnets: &Subnets, there: &[Entry]) -> Result<()> {
+    match there.iter().find(|entry| entry.lease.subnets.overlaps(subnets)) {
+        Some(other) => Err(Error::Refused(format!(
+            "{subnets} overlaps {} of {}",
+            other.lease.subnets,
+            holder(&other.lease.attrs)
+        ))),
+        None => Ok(()),
+    }
+}
+
+fn unnamed(subnets: &Subnets) -> Error {
+    Error::Refused(format!("{subnets} is free: name its node with --public-ip or --public-ipv6"))
+}
+
+async fn config(registry: &dyn Registry) -> Result<Config> {
+    let text = registry.config().await?;
+    let wrong = |source| CoreError::Config { location: text.location, source };
+    Ok(Config::parse(&text.text).map_err(wrong)?)
 }
 
 async fn reserve(
@@ -210,19 +322,11 @@ async fn reserve(
         return Ok(done(&written, "never expires from now on"));
     }
     if attrs.preferred.public.is_empty() {
-        return Err(Error::Refused(format!(
-            "{subnets} is free: name its node with --public-ip or --public-ipv6"
-        )));
+        return Err(unnamed(subnets));
     }
-    let text = registry.config().await?;
-    let config = Config::parse(&text.text)
-        .map_err(|source| CoreError::Config { location: text.location, source })?;
+    let config = config(registry).await?;
     check(&config, subnets)?;
-    let others = registry.list().await?.entries;
-    if let Some(other) = others.iter().find(|entry| entry.lease.subnets.overlaps(subnets)) {
-        let of = holder(&other.lease.attrs);
-        return Err(Error::Refused(format!("{subnets} overlaps {} of {of}", other.lease.subnets)));
-    }
+    free(subnets, &registry.list().await?.entries)?;
     // A lease without a type is one of Go flannel's udp backend.
     let mut attrs = attrs.clone();
     if attrs.preferred.kind.is_empty() {
@@ -257,15 +361,21 @@ fn check(config: &Config, subnets: &Subnets) -> Result<()> {
 async fn release(registry: &dyn Registry, subnets: &Subnets, force: bool) -> Result<Output> {
     let none = || Error::Refused(format!("{registry} has no lease {subnets}"));
     let entry = registry.entry(subnets).await?.ok_or_else(none)?;
-    if entry.holder.is_some() && !force {
+    if let Some(id) = entry.holder.filter(|_| !force) {
+        let left = registry.remaining(subnets, id).await?;
         return Err(Error::Refused(format!(
-            "{subnets} is held by {}: its release makes that node's daemon stop; if that is \
-             intended, or the node is gone for good, add --force",
-            holder(&entry.lease.attrs)
+            "{subnets} is held by {} with the holder ID {id}, and expires {}: its release makes \
+             that node's daemon stop, and its pods stay while another node can get the subnet; if \
+             the node is gone for good (no host has this ID in the file mark of its --state-dir), \
+             add --force",
+            holder(&entry.lease.attrs),
+            expires(&entry, left),
         )));
     }
     registry.delete(subnets, entry.lease.revision).await?;
-    Ok(done(&entry, "is released"))
+    let what = "is released: if a daemon still holds it, it stops with status 1, its routes and \
+                pods stay, and its next start takes a subnet again";
+    Ok(done(&entry, what))
 }
 
 #[cfg(test)]
@@ -290,6 +400,58 @@ mod tests {
         for text in ["", "10.1.5.0", "10.1.5.0/24,10.1.6.0/24", "10.1.5.0/33"] {
             assert!(key(text).unwrap_err().contains(&format!("{text:?}")), "{text}");
         }
+    }
+
+    #[test]
+    fn a_range_has_consecutive_subnets_and_addresses() {
+        let public = |text: &[&str]| text.iter().map(|a| a.parse::<IpAddr>().unwrap()).collect();
+        let lease = key("10.1.5.0/24,fd00:1:0:5::/64").unwrap();
+        let all = range(&lease, &public(&["192.0.2.255", "2001:db8::9"]), 2).unwrap();
+        let last = key("10.1.6.0/24,fd00:1:0:6::/64").unwrap();
+        assert_eq!(all[1], (last, public(&["192.0.3.0", "2001:db8::a"])));
+        assert_eq!((all.len(), all[0].0), (2, lease));
+        let high = key("255.255.255.0/24").unwrap();
+        assert_eq!(range(&high, &public(&["192.0.2.1"]), 2), None);
+        assert_eq!(range(&lease, &public(&["255.255.255.255"]), 2), None);
+    }
+
+    #[tokio::test]
+    async fn a_range_is_reserved_as_a_whole_or_not_at_all() {
+        let config = r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vxlan"}}"#;
+        let registry = MemoryRegistry::with_config(config);
+        let backends = flannel_backends::all();
+        let attrs = |n| {
+            let value = format!(r#"{{"PublicIP":"192.0.2.{n}"}}"#);
+            LeaseAttrs::from_json(&value).unwrap()
+        };
+        let range = |from: u8| -> Vec<_> {
+            let one = |n| (key(&format!("10.1.{n}.0/24")).unwrap(), attrs(n));
+            (from..from + 3).map(one).collect()
+        };
+        let done = reserve_range(&registry, &backends, range(7)).await.unwrap();
+        assert_eq!(
+            (done.text.lines().count(), done.value["leases"].as_array().unwrap().len()),
+            (3, 3)
+        );
+        let error = reserve_range(&registry, &backends, range(5)).await.unwrap_err().to_string();
+        assert!(error.contains("10.1.7.0-24 overlaps 10.1.7.0-24 of 192.0.2.7 (vxlan)"), "{error}");
+        assert_eq!(registry.list().await.unwrap().entries.len(), 3);
+    }
+
+    #[tokio::test]
+    async fn a_release_says_what_the_node_will_do_and_how_to_know_that_it_is_gone() {
+        let registry = MemoryRegistry::with_config(r#"{"Network":"10.1.0.0/16"}"#);
+        let (subnets, ttl) = (key("10.1.7.0/24").unwrap(), Duration::from_secs(86_400));
+        let grant = LeaseGrant { holder: HolderId(0x0a07), ttl };
+        let attrs = LeaseAttrs::from_json(r#"{"PublicIP":"192.0.2.7"}"#).unwrap();
+        registry.create(&subnets, &attrs, Some(grant)).await.unwrap();
+        let refused = release(&registry, &subnets, false).await.unwrap_err().to_string();
+        for part in ["192.0.2.7", "0000000000000a07, and expires in 1 d 0 h", "mark", "--force"] {
+            assert!(refused.contains(part), "{refused}");
+        }
+        let released = release(&registry, &subnets, true).await.unwrap().text;
+        assert!(released.contains("it stops with status 1"), "{released}");
+        assert!(registry.list().await.unwrap().entries.is_empty());
     }
 
     #[tokio::test]

@@ -953,6 +953,9 @@ fn config_and_leases_are_managed_without_a_daemon() {
         let daemon = place.start();
         ready(&daemon);
         let own = place.json(&["status"])["network"]["lease"]["key"].as_str().unwrap().to_owned();
+        let listed = place.json(&["lease", "list"])["leases"][0].clone();
+        let left = listed["remaining"].as_u64().unwrap();
+        assert!(listed["key"] == own.as_str() && (86_000..=86_400).contains(&left), "{listed}");
         let (code, text) = place.fails(&["lease", "release", &own]);
         assert!(
             code == 1 && text.contains("--force"),

@@ -136,6 +136,11 @@ impl Mirror {
         self.due.values().min().copied()
     }
 
+    /// When the lease ends without a renewal; `None`: there is none, or it has no end.
+    pub(super) fn end(&self, subnets: &Subnets) -> Option<SystemTime> {
+        self.due.get(subnets).copied()
+    }
+
     pub(super) fn revision(&self) -> Revision {
         self.history.revision()
     }

@@ -142,6 +142,11 @@ impl State {
         Some(holder.ttl)
     }
 
+    /// The time for which the keys of this holder are kept.
+    pub(crate) fn remaining(&self, holder: HolderId) -> Option<Duration> {
+        Some(self.holders.get(&holder)?.end.saturating_duration_since(Instant::now()))
+    }
+
     /// The key, if it is at this revision (`None`: if it does not exist).
     fn key_at(&self, subnets: &Subnets, at: Option<Revision>) -> Result<String> {
         let key = subnets.to_string();
