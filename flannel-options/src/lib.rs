@@ -3,6 +3,7 @@
 mod command_line;
 pub mod control;
 mod error;
+mod interface;
 mod nearest;
 pub mod printable;
 mod secrets;
@@ -11,6 +12,7 @@ mod store;
 
 pub use command_line::{CommandLine, environment, go_flags};
 pub use error::Error;
+pub use interface::InterfaceFlags;
 pub use nearest::nearest;
 pub use secrets::FileSecrets;
 #[cfg(feature = "etcd")]

@@ -181,7 +181,9 @@ async fn findings(global: &Global, backends: &Backends) -> Vec<Finding> {
         return Vec::new();
     };
     let kernel = NetlinkKernel::open().ok();
-    let Some(uplink) = kernel.and_then(|kernel| uplink(&kernel, &config, &[]).ok()) else {
+    let Some(uplink) =
+        kernel.and_then(|kernel| uplink(&kernel, &config, &Selectors::default()).ok())
+    else {
         return Vec::new();
     };
     let own = own_subnets(global);
@@ -192,18 +194,16 @@ async fn findings(global: &Global, backends: &Backends) -> Vec<Finding> {
     check_host(scene, &LegacyMemory::default()).await.findings
 }
 
-/// The interface that a daemon with these `--iface` chooses.
+/// The interface that a daemon with these selectors chooses.
 ///
 /// # Errors
 /// No interface fits.
 pub(crate) fn uplink(
     kernel: &NetlinkKernel,
     config: &Config,
-    iface: &[String],
+    selectors: &Selectors,
 ) -> Result<LinkName> {
-    let iface = iface.iter().filter(|name| !name.is_empty()).cloned().collect();
-    let selectors = Selectors { iface, ..Selectors::default() };
-    let chosen = kernel.external_interface(&selectors, config.networks.families());
+    let chosen = kernel.external_interface(selectors, config.networks.families());
     let chosen = chosen.map_err(|error| {
         Error::Refused(format!("{error} (--iface names the interface that the daemon used)"))
     })?;

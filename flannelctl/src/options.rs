@@ -13,7 +13,9 @@ use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 use flannel_options::EtcdFlags;
 use flannel_options::environment::{misspelt, name_variable, variable};
 use flannel_options::go_flags::is_given;
-use flannel_options::{Error as OptionsError, RegistryUrl, control, open_directory};
+use flannel_options::{
+    Error as OptionsError, InterfaceFlags, RegistryUrl, control, open_directory,
+};
 use flannel_subnet::Registry;
 
 use crate::error::{Error, Result};
@@ -225,10 +227,9 @@ pub(crate) struct DoctorFlags {
     #[arg(default_value = control::DOCTOR_PORT, value_parser = control::port)]
     pub(crate) doctor_port: u16,
 
-    /// The external interface to assume if the daemon is not running, by name or address; by
-    /// default the one with the default route
-    #[arg(long, value_name = "NAME|ADDRESS")]
-    pub(crate) iface: Vec<String>,
+    /// The external interface to assume if the daemon is not running.
+    #[command(flatten, next_help_heading = "External interface, as for the daemon")]
+    pub(crate) interface: InterfaceFlags,
 }
 
 fn peers(text: &str) -> Result<usize, String> {
@@ -248,9 +249,9 @@ pub(crate) struct CleanupFlags {
     #[arg(long)]
     pub(crate) for_go: bool,
 
-    /// The interface of the daemon, by name or address; by default the one with the default route
-    #[arg(long, value_name = "NAME|ADDRESS")]
-    pub(crate) iface: Vec<String>,
+    /// The external interface of the daemon.
+    #[command(flatten, next_help_heading = "External interface, as for the daemon")]
+    pub(crate) interface: InterfaceFlags,
 
     /// The network config of the daemon, - for standard input; by default the one in the store
     #[arg(long, value_name = "FILE")]
@@ -304,7 +305,8 @@ pub(crate) enum ConfigVerb {
 }
 
 /// Options of commands that flanneld also has, with the same meaning and the same variables.
-const OF_DAEMON: [&str; 2] = ["doctor_port", "iface"];
+const OF_DAEMON: [&str; 6] =
+    ["doctor_port", "iface", "iface_regex", "iface_can_reach", "public_ip", "public_ipv6"];
 
 /// Warnings about the misspelt ones of these variables of the environment.
 pub(crate) fn misspelt_variables(names: impl Iterator<Item = OsString>) -> Vec<String> {
@@ -370,6 +372,8 @@ impl Ctl {
 
 #[cfg(test)]
 mod tests {
+    use flannel_netlink::iface::Selectors;
+
     use super::*;
 
     fn parse(args: &[&str], env: &[(&str, &str)]) -> Result<Ctl, OptionsError> {
@@ -419,7 +423,7 @@ mod tests {
         let doctor = |args: &[&str], env: &[(&str, &str)]| match parse(args, env)
             .map(|options| options.verb)
         {
-            Ok(Verb::Doctor(flags)) => (flags.doctor_port, flags.iface),
+            Ok(Verb::Doctor(flags)) => (flags.doctor_port, flags.interface.iface),
             other => panic!("{args:?} {env:?}: {other:?}"),
         };
         for (args, env, port) in [
@@ -436,7 +440,30 @@ mod tests {
         assert_eq!(doctor(&["doctor"], &[("FLANNELD_IFACE", "")]).1, [""; 0]);
         assert_eq!(doctor(&["doctor", "--iface=a"], &[("FLANNELD_IFACE", "eth7")]).1, ["a"]);
         assert!(matches!(parse(&["cleanup"], &[("FLANNELD_IFACE", "eth7")]).unwrap().verb,
-            Verb::Cleanup(flags) if flags.iface == ["eth7"]));
+            Verb::Cleanup(flags) if flags.interface.iface == ["eth7"]));
+        let all = [
+            ("FLANNELD_IFACE_REGEX", "^eth"),
+            ("FLANNELD_IFACE_CAN_REACH", "192.0.2.9"),
+            ("FLANNELD_PUBLIC_IP", "192.0.2.1"),
+            ("FLANNELD_PUBLIC_IPV6", "2001:db8::1"),
+        ];
+        let given = Selectors {
+            iface: Vec::new(),
+            iface_regex: vec!["^eth".to_owned()],
+            can_reach: Some("192.0.2.9".parse().unwrap()),
+            public: ["192.0.2.1", "2001:db8::1"]
+                .map(|address| address.parse::<IpAddr>().unwrap())
+                .into_iter()
+                .collect(),
+        };
+        for verb in ["cleanup", "doctor"] {
+            let (Verb::Cleanup(CleanupFlags { interface, .. })
+            | Verb::Doctor(DoctorFlags { interface, .. })) = parse(&[verb], &all).unwrap().verb
+            else {
+                panic!("{verb}")
+            };
+            assert_eq!(interface.selectors(), given, "{verb}");
+        }
         // A verb without the option ignores its variable.
         assert!(parse(&["status"], &[("FLANNELD_DOCTOR_PORT", "nonsense")]).is_ok());
         for wrong in ["nonsense", "65536", "1_0"] {

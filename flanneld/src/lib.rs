@@ -20,9 +20,9 @@ pub use daemon::Daemon;
 pub use error::Error;
 #[cfg(feature = "etcd")]
 pub use flannel_options::EtcdFlags;
-pub use flannel_options::RegistryUrl;
+pub use flannel_options::{InterfaceFlags, RegistryUrl};
 pub use options::{
-    Capabilities, ControlFlags, FirewallFlags, InterfaceFlags, KubeFlags, LeaseFlags, LogFlags,
-    LogFormat, Options, RouteFlags,
+    Capabilities, ControlFlags, FirewallFlags, KubeFlags, LeaseFlags, LogFlags, LogFormat, Options,
+    RouteFlags,
 };
 pub use process::{main, main_with};

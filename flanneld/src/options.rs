@@ -8,7 +8,6 @@
 
 mod control;
 mod firewall;
-mod interface;
 mod kube;
 mod lease;
 mod log;
@@ -18,14 +17,13 @@ use std::ffi::OsString;
 use clap::parser::ValueSource;
 use clap::{CommandFactory, FromArgMatches, Parser};
 use flannel_backends::Backends;
-use flannel_options::{CommandLine, Error as Wrong, RegistryUrl};
+use flannel_options::{CommandLine, Error as Wrong, InterfaceFlags, RegistryUrl};
 
 use crate::config::{DaemonConfig, StoreConfig};
 use crate::error::Error;
 
 pub use control::{Capabilities, ControlFlags};
 pub use firewall::{FirewallFlags, RouteFlags};
-pub use interface::InterfaceFlags;
 pub use kube::KubeFlags;
 pub use lease::LeaseFlags;
 pub(crate) use log::log_filter;

@@ -45,7 +45,7 @@ pub(crate) async fn cleanup(context: Context<'_>, flags: &CleanupFlags) -> Resul
         None => offline::config(global).await?,
     };
     let kernel = Arc::new(NetlinkKernel::open()?);
-    let uplink = offline::uplink(&kernel, &config, &flags.iface)?;
+    let uplink = offline::uplink(&kernel, &config, &flags.interface.selectors())?;
     let backend = backends.find(&config.backend.kind)?;
     let footprint = backend.footprint(&config, Some(uplink))?;
     let work = if flags.for_go { ready_for_go } else { remove };

@@ -23,7 +23,8 @@ pub(crate) async fn doctor(context: Context<'_>, flags: &DoctorFlags) -> Result<
     let network = match client.ask("GET", request::FRESH_STATUS) {
         Ok(value) => network::with_daemon(client, &value, &mut examination).await?,
         Err(failure @ flannel_api::Error::NoDaemon { .. }) => {
-            network::without_daemon(context, &flags.iface, &failure, &mut examination).await
+            let selectors = flags.interface.selectors();
+            network::without_daemon(context, &selectors, &failure, &mut examination).await
         }
         Err(failure) => return Err(failure.into()),
     };

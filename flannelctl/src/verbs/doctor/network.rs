@@ -20,6 +20,7 @@ use flannel_doctor::inputs::network::Target;
 use flannel_doctor::{Examination, Layer, Network};
 use flannel_firewall::LegacyMemory;
 use flannel_netlink::NetlinkKernel;
+use flannel_netlink::iface::Selectors;
 use flannel_options::RegistryUrl;
 use flannel_subnet::SubnetEnv;
 use serde_json::Value;
@@ -152,7 +153,7 @@ fn target(peer: &PeerReport) -> Target {
 /// Adds the layers of the store, the cache and the kernel.
 pub(super) async fn without_daemon(
     context: Context<'_>,
-    iface: &[String],
+    selectors: &Selectors,
     failure: &flannel_api::Error,
     examination: &mut Examination,
 ) -> Network {
@@ -197,7 +198,7 @@ pub(super) async fn without_daemon(
         examination.unknown("host", "no network config can be read");
         return Network::default();
     };
-    of_config(context, iface, (config, leases), examination).await
+    of_config(context, selectors, (config, leases), examination).await
 }
 
 /// The command that repairs the store.
@@ -214,13 +215,13 @@ fn store_repair(global: &Global) -> String {
 
 async fn of_config(
     Context { global, backends, .. }: Context<'_>,
-    iface: &[String],
+    selectors: &Selectors,
     (config, leases): (Config, LeaseSet),
     examination: &mut Examination,
 ) -> Network {
     let own = offline::own_subnets(global);
     let kernel = NetlinkKernel::open().ok();
-    let uplink = kernel.and_then(|kernel| offline::uplink(&kernel, &config, iface).ok());
+    let uplink = kernel.and_then(|kernel| offline::uplink(&kernel, &config, selectors).ok());
     let is_own = |lease: &Lease| Some(lease.subnets) == own;
     let public = leases
         .iter()

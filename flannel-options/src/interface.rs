@@ -34,11 +34,12 @@ pub struct InterfaceFlags {
 }
 
 impl InterfaceFlags {
-    /// The same as typed values.
+    /// The same as typed values. An empty text counts as not given.
     pub fn selectors(&self) -> Selectors {
+        let given = |all: &[String]| all.iter().filter(|text| !text.is_empty()).cloned().collect();
         Selectors {
-            iface: self.iface.clone(),
-            iface_regex: self.iface_regex.clone(),
+            iface: given(&self.iface),
+            iface_regex: given(&self.iface_regex),
             can_reach: self.iface_can_reach,
             public: Dual::from_fn(|family| match family {
                 Family::V4 => self.public_ip.map(IpAddr::V4),
