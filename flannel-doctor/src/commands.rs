@@ -35,12 +35,31 @@ const REPLACEMENTS: [(&str, &str); 7] = [
     ("flannelctl config set FILE", "kubectl -n kube-flannel edit configmap kube-flannel-cfg"),
 ];
 
-/// The command that restores a store, by the store's name.
-pub fn restore_store(store: &str) -> String {
+/// The command that restores a store, by the store's name and its `error`.
+pub fn restore_store(store: &str, error: &str) -> String {
     match store.split_once(':') {
         Some(("dir", path)) => restore_directory(path.split('?').next().unwrap_or_default()),
         Some(("etcd", endpoints)) => restore_etcd(endpoints),
+        Some(("kube", url)) => restore_kubernetes(url, error),
         _ => LOG.to_owned(),
+    }
+}
+
+/// The command for a Kubernetes API that does not serve the daemon.
+fn restore_kubernetes(url: &str, error: &str) -> String {
+    if error.contains("(403,") {
+        "kubectl apply -f kube-flannel.yml # restores the ClusterRole flannel and its binding, which \
+         kubectl describe clusterrole flannel shows"
+            .to_owned()
+    } else if error.contains("(401,") {
+        "kubectl -n kube-flannel rollout restart daemonset/kube-flannel-ds # new pods get a new \
+         token of the service account flannel"
+            .to_owned()
+    } else {
+        format!(
+            "curl -k {url}/readyz # on this host: if it does not answer, the API server is down, or \
+             kube-proxy does not serve its address"
+        )
     }
 }
 
@@ -133,25 +152,41 @@ mod tests {
 
     #[test]
     fn the_command_that_restores_a_store_matches_its_kind() {
-        for (store, command) in [
+        for (store, error, command) in [
             (
                 "dir:/srv/flannel?assign=static",
+                "",
                 "mount /srv/flannel || ls -la /srv/flannel # restore its files",
             ),
             (
                 "etcd:http://127.0.0.1:2379",
+                "",
                 "systemctl restart etcd # on 127.0.0.1; to see which one answers: \
                  etcdctl --endpoints http://127.0.0.1:2379 endpoint health",
             ),
             (
                 "etcd:https://etcd-1:2379,https://[fd00::2]:2379",
+                "",
                 "systemctl restart etcd # on etcd-1, [fd00::2], where it does not run; to see \
                  which one answers: etcdctl --endpoints https://etcd-1:2379,https://[fd00::2]:2379 \
                  endpoint health",
             ),
-            ("kube:https://10.96.0.1", LOG),
+            ("kube:https://10.96.0.1:443", "no route", "curl -k https://10.96.0.1:443/readyz # on"),
+            (
+                "kube:https://a",
+                "the credentials (401, Unauthorized)",
+                "kubectl -n kube-flannel rollout",
+            ),
+            (
+                "kube:https://a",
+                "forbidden: list nodes (403, x)",
+                "kubectl apply -f kube-flannel.yml #",
+            ),
+            ("memory", "", LOG),
         ] {
-            assert!(restore_store(store).starts_with(command), "{}", restore_store(store));
+            let restored = restore_store(store, error);
+            assert!(restored.starts_with(command), "{restored}");
+            assert_eq!(localize(restored.clone(), Some(store)), restored);
         }
     }
 

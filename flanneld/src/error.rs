@@ -92,6 +92,22 @@ impl Error {
         matches!(self, Self::Network(flannel_core::Error::Store { .. }))
     }
 
+    /// A command that cures it or shows its cause; `None`: only the log has more.
+    pub(crate) fn cure(&self) -> Option<&'static str> {
+        use flannel_core::Error as Cause;
+
+        match self {
+            Self::Network(Cause::NoConfig { .. } | Cause::Config { .. })
+            | Self::UnknownBackend(_)
+            | Self::ImplicitUdp { .. } => Some("flannelctl config set FILE"),
+            Self::Network(Cause::OutOfSubnets { .. } | Cause::NotReady { .. }) => {
+                Some("flannelctl lease list")
+            }
+            Self::Interface(_) | Self::UnfitInterface { .. } => Some("ip address show"),
+            _ => None,
+        }
+    }
+
     /// The exit code of the process: 0 for help, 2 for wrong usage, 1 for every other error.
     pub fn exit_code(&self) -> u8 {
         match self {

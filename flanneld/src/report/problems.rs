@@ -36,7 +36,9 @@ pub(crate) fn problems(snapshot: &Snapshot) -> Vec<Problem> {
         }
         None => {
             let reason = facts.waits_for.as_deref().unwrap_or("it has only just been started");
-            found.error(format!("no network runs: {reason}"), LOG);
+            let of_store = snapshot.store.as_ref().filter(|store| store.last_error.is_some());
+            let hint = of_store.map_or_else(|| facts.cure.unwrap_or(LOG).to_owned(), restored);
+            found.error(format!("no network runs: {reason}"), hint);
         }
     }
     if let Some(store) = &snapshot.store {
@@ -88,6 +90,11 @@ pub(crate) fn line(snapshot: &Snapshot) -> String {
     }
 }
 
+/// The command that restores the store.
+fn restored(store: &StoreStatus) -> String {
+    restore_store(&store.store, store.last_error.as_ref().map_or("", |(error, _)| error))
+}
+
 /// The problems that were found.
 #[derive(Default)]
 struct Found(Vec<Problem>);
@@ -125,7 +132,7 @@ impl Found {
             }
             _ => "the store has not granted it, or another node holds it",
         };
-        let repair = snapshot.store_name().map_or_else(|| LOG.to_owned(), restore_store);
+        let repair = snapshot.store.as_ref().map_or_else(|| LOG.to_owned(), restored);
         let joint = if repair.contains(" # ") { "; " } else { " # " };
         let then =
             "when the store answers, the node gets its lease back, or reports its new holder";
@@ -237,7 +244,7 @@ impl Found {
     fn of_store(&mut self, store: &StoreStatus) {
         if let Some((error, _)) = &store.last_error {
             let text = format!("the store does not answer: {error}");
-            self.warning(text, restore_store(&store.store));
+            self.warning(text, restored(store));
         }
         for (key, reason) in store.skipped.iter().take(MOST) {
             let text = format!("{}: {key} is wrong: {reason}", store.store);
@@ -248,9 +255,11 @@ impl Found {
 
 #[cfg(test)]
 mod tests {
+    use flannel_core::Error as CoreError;
     use flannel_core::status::Status;
 
     use super::*;
+    use crate::error::Error;
     use crate::observe::Observer;
     use crate::observe::tests::network;
 
@@ -357,6 +366,10 @@ mod tests {
             texts(&observer.snapshot()),
             ["error: no network runs: holds no network config yet"]
         );
+        let none: Error = CoreError::NoConfig { location: "etcd".into() }.into();
+        observer.note(|facts| facts.cure = none.cure());
+        let hint = problems(&observer.snapshot()).remove(0).hint;
+        assert_eq!(hint.as_deref(), Some("flannelctl config set FILE"));
 
         let mut status = Status::default();
         (status.in_sync, status.live) = (true, true);
@@ -382,7 +395,7 @@ mod tests {
         };
         assert_eq!(hint(&snapshot), LOG);
         snapshot.store.as_mut().unwrap().store = "kube:https://10.96.0.1:443".into();
-        assert!(hint(&snapshot).starts_with("kubectl -n kube-flannel logs"));
+        assert!(hint(&snapshot).starts_with("curl -k https://10.96.0.1:443/readyz"));
         let since = snapshot.time - std::time::Duration::from_secs(7);
         snapshot.ownership = Ownership::Lost { since, why: Loss::Unconfirmed };
         assert_eq!(

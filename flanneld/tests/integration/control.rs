@@ -195,6 +195,8 @@ fn readyz_is_200_only_while_everything_is_in_place() {
             || http("/readyz").1.contains("holds no network config yet"),
             || format!("{:?}", http("/readyz")),
         );
+        let waiting = place.json(&["status"])["problems"][0].clone();
+        assert_eq!(waiting["hint"], "flannelctl config set FILE", "{waiting}");
         assert_eq!(http("/readyz").0, 503);
         assert_eq!(http("/healthz"), (200, "flanneld is running".to_owned()));
         assert_eq!((metric("flannel_ready"), metric("flannel_lease_held")), (0.0, 0.0));
