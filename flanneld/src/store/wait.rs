@@ -30,6 +30,16 @@ enum Reason {
     Other(String),
 }
 
+/// The reasons in the log. An attempt may be slow because of the store, and then fail for another
+/// reason, again and again.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Reasons {
+    /// The reason of the last attempt that failed.
+    last: Option<Reason>,
+    /// The last error of the store during a slow attempt.
+    slow: Option<String>,
+}
+
 /// Errors that are retried in addition to those that pass with time.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Patience {
@@ -53,11 +63,11 @@ pub(crate) async fn patiently<T>(
     start: impl AsyncFn() -> Result<T, Error>,
 ) -> Result<T, Error> {
     let mut backoff = Backoff::new(FIRST, LONGEST);
-    let mut logged = None;
+    let mut logged = Reasons::default();
     loop {
         let error = match impatiently(subnets, &mut logged, start()).await {
             Ok(started) => {
-                if logged.is_some() {
+                if logged != Reasons::default() {
                     tracing::info!("the wait is over");
                 }
                 return Ok(started);
@@ -66,7 +76,7 @@ pub(crate) async fn patiently<T>(
         };
         let text = error.to_string();
         let Some(reason) = reason(&error, patience) else { return Err(error) };
-        if log_reason(&mut logged, reason, &text) {
+        if logged.failed(reason, &text) {
             backoff.reset();
         }
         sleep(backoff.pause()).await;
@@ -113,7 +123,7 @@ pub(crate) async fn hold(subnets: &dyn SubnetManager, held: &Lease) -> Result<St
 /// Makes one attempt. Logs the error of the store if the attempt takes longer than [`SILENCE`].
 async fn impatiently<T>(
     subnets: &dyn SubnetManager,
-    logged: &mut Option<Reason>,
+    logged: &mut Reasons,
     attempt: impl Future<Output = T>,
 ) -> T {
     let mut attempt = pin!(attempt);
@@ -121,27 +131,42 @@ async fn impatiently<T>(
     loop {
         tokio::select! {
             done = &mut attempt => return done,
-            _ = silence.tick() => if let Some((text, _)) = subnets.store_status().last_error
-                // After an attempt with this answer, a slow new attempt has the same reason.
-                && !matches!(logged, Some(Reason::Other(last)) if last.contains(&text))
-            {
-                log_reason(logged, Reason::Store, &text);
+            _ = silence.tick() => if let Some((text, _)) = subnets.store_status().last_error {
+                logged.is_slow(text);
             },
         }
     }
 }
 
-/// Logs a reason, and returns true, if it is a new one.
-fn log_reason(logged: &mut Option<Reason>, reason: Reason, text: &str) -> bool {
-    let new = logged.as_ref() != Some(&reason);
-    if new {
-        match reason {
-            Reason::Store => tracing::warn!(reason = %text, "waiting for the store"),
-            Reason::Other(_) => tracing::warn!(reason = %text, "waiting"),
+impl Reasons {
+    /// Logs the error of the store during a slow attempt, unless the log has it already.
+    fn is_slow(&mut self, text: String) {
+        let known = match &self.last {
+            Some(Reason::Store) => true,
+            // After an attempt with this answer, a slow new attempt has the same reason.
+            Some(Reason::Other(last)) => last.contains(&text),
+            None => false,
+        };
+        if !known && self.slow.as_ref() != Some(&text) {
+            tracing::warn!(reason = %text, "waiting for the store");
+            self.slow = Some(text);
         }
-        *logged = Some(reason);
     }
-    new
+
+    /// Logs the reason of an attempt that failed, and returns true, if it is a new one.
+    fn failed(&mut self, reason: Reason, text: &str) -> bool {
+        let new = self.last.as_ref() != Some(&reason);
+        if new {
+            match reason {
+                // Logged while the attempt was slow.
+                Reason::Store if self.slow.as_ref().is_some_and(|slow| text.contains(slow)) => {}
+                Reason::Store => tracing::warn!(reason = %text, "waiting for the store"),
+                Reason::Other(_) => tracing::warn!(reason = %text, "waiting"),
+            }
+            self.last = Some(reason);
+        }
+        new
+    }
 }
 
 /// The reason for waiting after an error; `None`: it does not pass.
@@ -306,13 +331,34 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_slow_refusal_is_not_logged_as_another_reason() {
         let subnets = Refusing(FakeSubnets::new("10.1.0.0/16"));
-        let mut logged = Some(Reason::Other(refused().to_string()));
-        impatiently(&subnets, &mut logged, sleep(2 * SILENCE)).await;
-        assert_eq!(logged, Some(Reason::Other(refused().to_string())));
-        for mut other in [None, Some(Reason::Other("elsewhere".into()))] {
-            impatiently(&subnets, &mut other, sleep(2 * SILENCE)).await;
-            assert_eq!(other, Some(Reason::Store));
+        let refusal = Some(Reason::Other(refused().to_string()));
+        let elsewhere = Some(Reason::Other("elsewhere".into()));
+        for (last, is_new) in
+            [(refusal, false), (Some(Reason::Store), false), (None, true), (elsewhere, true)]
+        {
+            let mut logged = Reasons { last, slow: None };
+            impatiently(&subnets, &mut logged, sleep(2 * SILENCE)).await;
+            assert_eq!(logged.slow.is_some(), is_new, "{logged:?}");
         }
+    }
+
+    /// As if a node has no PodCIDR, and may not list nodes.
+    #[tokio::test(start_paused = true)]
+    async fn an_error_of_a_slow_store_and_another_reason_are_logged_once_each() {
+        let (lines, attempts) = (test_support::Logged::default(), Cell::new(0));
+        let _guard = tracing::subscriber::set_default(lines.clone());
+        let subnets = Refusing(FakeSubnets::new("10.1.0.0/16"));
+        let start = async || {
+            sleep(3 * SILENCE).await;
+            attempts.set(attempts.get() + 1);
+            let not_ready =
+                || Cause::NotReady { store: "store".into(), reason: "PodCIDR".into() }.into();
+            if attempts.get() <= 5 { Err(not_ready()) } else { Ok(()) }
+        };
+        patiently(&subnets, START, start).await.unwrap();
+        let waits = ["waiting for the store reason=no", "waiting reason=store: PodCIDR"];
+        assert_eq!(waits.map(|text| lines.count(text)), [1, 1], "{:?}", lines.warnings());
+        assert_eq!(lines.warnings().len(), 2, "{:?}", lines.warnings());
     }
 
     #[tokio::test(start_paused = true)]
@@ -339,10 +385,10 @@ mod tests {
 
     #[test]
     fn a_reason_is_logged_once_and_a_lost_store_is_one_reason() {
-        let mut logged = None;
+        let mut logged = Reasons::default();
         let mut log = |cause: Cause| {
             let error = Error::Network(cause);
-            log_reason(&mut logged, reason(&error, START).unwrap(), &error.to_string())
+            logged.failed(reason(&error, START).unwrap(), &error.to_string())
         };
         let none = |key: &str| Cause::NoConfig { location: key.into() };
         let other = Cause::Store { store: "store".into(), source: "other words".into() };
