@@ -8,6 +8,7 @@ use std::net::IpAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use clap::parser::ValueSource;
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 #[cfg(feature = "etcd")]
 use flannel_options::EtcdFlags;
@@ -79,6 +80,10 @@ pub(crate) struct Global {
     #[cfg(feature = "etcd")]
     #[command(flatten)]
     pub(crate) etcd: EtcdFlags,
+
+    /// It runs in a pod of Kubernetes, and no store is named.
+    #[arg(skip)]
+    pub(crate) only_kubernetes: bool,
 }
 
 impl Global {
@@ -114,6 +119,14 @@ impl Global {
                 "--registry is missing; expected dir:PATH, such as dir:/etc/flannel/network".into(),
             )
         };
+        if self.only_kubernetes {
+            return Err(Error::Refused(
+                "in Kubernetes, leases are annotations of nodes (kubectl describe node NODE), and \
+                 the network config is in a ConfigMap (kubectl -n kube-flannel edit configmap \
+                 kube-flannel-cfg); for another store, give --registry or --etcd-endpoints"
+                    .to_owned(),
+            ));
+        }
         let url = self.registry.as_ref().ok_or_else(missing)?;
         let registry = match url {
             RegistryUrl::Dir(location) => open_directory(location).await?,
@@ -360,8 +373,15 @@ impl Ctl {
                 true => usage(error.render().to_string()),
                 false => OptionsError::Help(error.render().to_string()),
             })?;
-        let options = Self::from_arg_matches(&matches)
+        let mut options = Self::from_arg_matches(&matches)
             .map_err(|error| OptionsError::Usage(error.to_string()))?;
+        // Kubernetes sets the first one in each pod, and not for a daemon that is no pod.
+        let in_kubernetes = ["KUBERNETES_SERVICE_HOST", "FLANNELD_KUBE_SUBNET_MGR"]
+            .iter()
+            .any(|name| env(name).is_some_and(|value| !value.is_empty() && value != "false"));
+        let given = |id| matches.value_source(id) == Some(ValueSource::CommandLine);
+        let is_named = given("registry") || (cfg!(feature = "etcd") && given("endpoints"));
+        options.global.only_kubernetes = in_kubernetes && !is_named;
         #[cfg(feature = "etcd")]
         if options.global.registry == Some(RegistryUrl::Etcd) {
             options.global.etcd.check().map_err(|text| usage(format!("{text}\n")))?;
@@ -496,6 +516,23 @@ mod tests {
         for other in ["CONTROL_GROUP", "KUBECONFIG_FILE", "HEALTHZ_PORT", "IFACE_REGEX", "FORCE"] {
             assert_eq!(warnings(&format!("FLANNELD_{other}")), [""; 0]);
         }
+    }
+
+    #[test]
+    fn in_kubernetes_a_store_must_be_named() {
+        let pod = ("KUBERNETES_SERVICE_HOST", "10.96.0.1");
+        let flag = ("FLANNELD_KUBE_SUBNET_MGR", "true");
+        let named = ("FLANNELD_REGISTRY", "dir:/x");
+        let only =
+            |args: &[&str], env: &[(&str, &str)]| parse(args, env).unwrap().global.only_kubernetes;
+        let list = &["lease", "list"];
+        assert!(only(list, &[pod]) && only(list, &[flag]) && only(&["status"], &[pod]));
+        assert!(!only(list, &[]) && !only(list, &[pod, named]));
+        assert!(!only(list, &[("FLANNELD_KUBE_SUBNET_MGR", "false")]));
+        assert!(!only(&["lease", "list", "--registry", "dir:/x"], &[pod]));
+        assert!(!only(&["--registry=dir:/x", "lease", "list"], &[pod]));
+        #[cfg(feature = "etcd")]
+        assert!(!only(&["lease", "list", "--etcd-endpoints=http://192.0.2.1:2379"], &[pod]));
     }
 
     #[cfg(feature = "etcd")]
