@@ -167,10 +167,11 @@ fn without_effect(
     (elsewhere, others): Names<'_>,
 ) -> Vec<String> {
     let mut found = Vec::new();
-    for (n, (name, value)) in members.0.iter().enumerate() {
+    let members: Vec<_> = members.0.iter().filter(|(name, _)| !is_comment(name)).collect();
+    for (n, (name, value)) in members.iter().enumerate() {
         let same = |other: &str| other.eq_ignore_ascii_case(name);
         let field = format!("field {path}{name}: {}", shown(value));
-        if let Some((last, used)) = members.0[n + 1..].iter().rfind(|(later, _)| same(later)) {
+        if let Some((last, used)) = members[n + 1..].iter().rfind(|(later, _)| same(later)) {
             let used = shown(used);
             found.push(format!(
                 "{field} has no effect, because {path}{last} is the same field and comes later, \
@@ -190,6 +191,12 @@ fn without_effect(
         }
     }
     found
+}
+
+/// Whether a field is a comment. JSON has none, so people write `_comment` and `//` as fields, which
+/// Go flannel ignores.
+fn is_comment(name: &str) -> bool {
+    name.starts_with('_') || name.starts_with("//")
 }
 
 /// A value for a message, in one line and at most 60 characters of it.
@@ -325,6 +332,8 @@ mod tests {
         for text in [
             r#"{"network":"10.1.0.0/16","subnetlen":24,"backend":{"type":"VXLAN","mtu":1400}}"#,
             r#"{"Network":"10.1.0.0/16","IPv6Network":"::/0"}"#,
+            r#"{"_comment":"a","//":"b","//":"c","Network":"10.1.0.0/16",
+                "Backend":{"Type":"vxlan","//MTU":1400,"_was":{"VNI":2}}}"#,
             // Windows nodes of the same cluster use these.
             r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vxlan","MacPrefix":"0E-2A"}}"#,
             r#"{"Network":"10.1.0.0/16","Backend":{"Type":"host-gw","Name":"cbr0"}}"#,
