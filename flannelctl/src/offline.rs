@@ -190,7 +190,8 @@ async fn findings(global: &Global, backends: &Backends) -> Vec<Finding> {
     let lease = own.and_then(|own| saved.leases.get(&own).cloned());
     let public = lease.map(|lease| lease.attrs.preferred.public).unwrap_or_default();
     let links = backends.links(uplink, &config);
-    let scene = HostScene { config, links, uplink, own, public, leases: saved.leases };
+    let mtu = SubnetEnv::read(&global.subnet_file).ok().map(|env| env.mtu);
+    let scene = HostScene { config, links, uplink, own, public, leases: saved.leases, mtu };
     check_host(scene, &LegacyMemory::default()).await.findings
 }
 

@@ -57,6 +57,10 @@ struct HostFacts {
     on_link: Vec<Subnet>,
     /// The leases of other nodes, with their public addresses.
     peers: Vec<(Subnets, Dual<IpAddr>)>,
+    /// The MTU that the network has for pods, in bytes.
+    mtu: Option<u32>,
+    /// The MTU of each pod on the bridge with this node's subnet.
+    pods: Vec<u32>,
     /// Values that could not be read, with the reason if it is known.
     unread: Vec<String>,
 }
@@ -84,6 +88,7 @@ fn check(facts: &HostFacts) -> Vec<Finding> {
     found.extend(clashes(facts));
     found.extend(neighbours(facts));
     found.extend(bridge_calls(facts));
+    found.extend(pods(facts));
     // The sort is stable: within each severity the order above stays.
     found.sort_by_key(|finding| !finding.is_error());
     found
@@ -264,6 +269,22 @@ fn neighbours(facts: &HostFacts) -> Vec<Finding> {
         );
     }
     found
+}
+
+/// Checks the MTU of pods that are older than the network's MTU. A swap from Go flannel in dual
+/// stack leaves such pods, because its MTU is too large for the IPv6 tunnel.
+fn pods(facts: &HostFacts) -> Option<Finding> {
+    let mtu = facts.mtu?;
+    let large: Vec<u32> = facts.pods.iter().copied().filter(|pod| *pod > mtu).collect();
+    let text = format!(
+        "{} pods have an MTU of up to {}, and the network carries {mtu} bytes: they were started \
+         with an earlier MTU, and lose large packets if they do not get ICMP messages about it",
+        large.len(),
+        large.iter().max()?,
+    );
+    let repair = "kubectl drain --ignore-daemonsets NODE && kubectl uncordon NODE # or restart these \
+                  pods: a new pod has the right MTU";
+    Some(Finding::warning("pod-mtu", text).with_command(repair))
 }
 
 /// Checks that bridged packets pass iptables. Services of Kubernetes need it for pods on a bridge.

@@ -19,6 +19,7 @@ pub(crate) async fn look(snapshot: &Snapshot, memory: &LegacyMemory) -> HostRepo
         own: (!running.lapsed).then_some(network.own()),
         public: running.iface.public,
         leases: network.view.leases.clone(),
+        mtu: Some(running.handle.mtu),
     };
     let mut report = host::check_host(scene, memory).await;
     report.findings.retain(|finding| finding.check != DUPLICATE);

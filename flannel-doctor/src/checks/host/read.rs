@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::net::{Ipv4Addr, Ipv6Addr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::path::Path;
 use std::str::FromStr;
 use std::sync::Arc;
@@ -30,9 +30,11 @@ pub struct HostScene {
     /// The subnets of this node's lease; `None`: it has none.
     pub own: Option<Subnets>,
     /// The addresses that other nodes reach this one by.
-    pub public: Dual<std::net::IpAddr>,
+    pub public: Dual<IpAddr>,
     /// All leases.
     pub leases: LeaseSet,
+    /// The MTU that the network has for pods, in bytes; `None`: it is not known.
+    pub mtu: Option<u32>,
 }
 
 /// Reads all facts. A failure to read one is noted in `unread`.
@@ -55,7 +57,7 @@ pub(super) async fn read(scene: HostScene, memory: &LegacyMemory) -> HostFacts {
 fn read_host(scene: &HostScene) -> HostFacts {
     let tunnels: Vec<LinkName> =
         scene.links.iter().copied().filter(|link| is_there(*link)).collect();
-    let own = scene.own.map(|own| own.iter().collect()).unwrap_or_default();
+    let own: Dual<Subnet> = scene.own.map(|own| own.iter().collect()).unwrap_or_default();
     let other = |lease: &&Arc<Lease>| Some(lease.subnets) != scene.own;
     let flag = |path: &str| sysctl::<u8>(path).map(|value| value != 0);
     let devices = || tunnels.iter().copied().chain([scene.uplink]);
@@ -94,8 +96,14 @@ fn read_host(scene: &HostScene) -> HostFacts {
     };
     // The routing table may be large, so it is read only if the number of peers needs it.
     let crowded = max_neighbours.values().any(|max| peers.len() as u64 >= *max);
+    let of_pods = |(device, address): &&(LinkName, IpAddr)| {
+        !tunnels.contains(device) && own.values().any(|own| own.contains(*address))
+    };
+    let bridge = addresses.iter().find(of_pods).map(|(device, _)| *device);
     HostFacts {
         pod_networks: scene.config.pod_networks().collect(),
+        mtu: scene.mtu,
+        pods: bridge.map(|bridge| ports(Path::new("/sys/class/net"), bridge)).unwrap_or_default(),
         own,
         unread,
         kubernetes: std::env::var_os("KUBERNETES_SERVICE_HOST").is_some()
@@ -116,6 +124,13 @@ fn read_host(scene: &HostScene) -> HostFacts {
         peers,
         tunnels,
     }
+}
+
+/// The MTU of each port of a bridge, which is that of the pod behind it. `net` is `/sys/class/net`.
+fn ports(net: &Path, bridge: LinkName) -> Vec<u32> {
+    let ports = fs::read_dir(net.join(bridge.as_str()).join("brif")).into_iter().flatten();
+    let mtu = |port: fs::DirEntry| fs::read_to_string(net.join(port.file_name()).join("mtu")).ok();
+    ports.flatten().filter_map(mtu).filter_map(|text| text.trim().parse().ok()).collect()
 }
 
 /// The networks that the device reaches without a gateway.
@@ -171,7 +186,7 @@ fn bridge_calls(family: Family) -> Option<bool> {
     }
 }
 
-fn addresses() -> Result<Vec<(LinkName, std::net::IpAddr)>, KernelError> {
+fn addresses() -> Result<Vec<(LinkName, IpAddr)>, KernelError> {
     let facts = NetlinkKernel::open().and_then(|kernel| kernel.facts(&Selectors::default()));
     let interfaces = facts?.interfaces;
     let of = |interface: flannel_netlink::iface::Interface| {
@@ -184,6 +199,27 @@ fn addresses() -> Result<Vec<(LinkName, std::net::IpAddr)>, KernelError> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_mtu_of_pods_is_that_of_the_ports_of_their_bridge() {
+        let dir = tempfile::tempdir().unwrap();
+        let write = |path: &str, text: &str| {
+            let path = dir.path().join(path);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        };
+        for (port, mtu) in [("veth1", "1450\n"), ("veth2", "1430\n"), ("eth0", "1500\n")] {
+            write(&format!("{port}/mtu"), mtu);
+        }
+        // In the kernel these are links.
+        for port in ["veth1", "veth2", "gone0"] {
+            write(&format!("cni0/brif/{port}"), "");
+        }
+        let mut found = ports(dir.path(), "cni0".parse().unwrap());
+        found.sort_unstable();
+        assert_eq!(found, [1430, 1450]);
+        assert_eq!(ports(dir.path(), "cni1".parse().unwrap()), [0; 0]);
+    }
 
     #[test]
     fn routes_without_a_gateway_are_on_the_link() {

@@ -30,6 +30,8 @@ fn healthy() -> HostFacts {
         public: Dual { v4: Some("192.0.2.1".parse().unwrap()), v6: None },
         on_link: vec!["192.0.2.0/24".parse().unwrap()],
         peers: vec![peer("10.1.7.0-24", "192.0.2.7")],
+        mtu: Some(1430),
+        pods: vec![1430, 1400],
         unread: Vec::new(),
     }
 }
@@ -108,6 +110,14 @@ fn each_fault_is_one_finding_with_its_repair() {
             ],
         ),
         (
+            only(|f| f.pods.extend([1450, 1450, 1440])),
+            [
+                "pod-mtu warning",
+                "3 pods have an MTU of up to 1450, and the network carries 1430 bytes",
+                "a new pod has the right MTU",
+            ],
+        ),
+        (
             only(|f| f.peers.push(peer("10.1.8.0-24", "10.1.200.1"))),
             [
                 "clash error",
@@ -163,6 +173,8 @@ fn irrelevant_settings_cause_no_finding() {
     facts.pod_networks.v6 = None;
     facts.forwarding.v6 = Some(false);
     assert_eq!(check(&facts), []);
+    facts.mtu = None;
+    facts.pods.push(9000);
     facts.pod_networks.v4 = None;
     facts.rp_filter.insert(device("flannel.1"), 1);
     facts.forwarding.v4 = Some(false);

@@ -222,6 +222,7 @@ async fn of_config(
     let own = offline::own_subnets(global);
     let kernel = NetlinkKernel::open().ok();
     let uplink = kernel.and_then(|kernel| offline::uplink(&kernel, &config, selectors).ok());
+    let mtu = SubnetEnv::read(&global.subnet_file).ok().map(|env| env.mtu);
     let is_own = |lease: &Lease| Some(lease.subnets) == own;
     let public = leases
         .iter()
@@ -232,7 +233,7 @@ async fn of_config(
         Some(uplink) => {
             let links = backends.links(uplink, &config);
             let (config, leases) = (config.clone(), leases.clone());
-            let scene = HostScene { config, links, uplink, own, public, leases };
+            let scene = HostScene { config, links, uplink, own, public, leases, mtu };
             examination.host(check_host(scene, &LegacyMemory::default()).await);
         }
         None => examination.unknown(
@@ -259,7 +260,7 @@ async fn of_config(
         backend: backends.lease_type(&config).to_owned(),
         datapath: backends.datapath(&config),
         uplink,
-        mtu: SubnetEnv::read(&global.subnet_file).ok().map(|env| env.mtu),
+        mtu,
         targets: leases.iter().filter(|lease| !is_own(lease)).map(target).collect(),
     }
 }
