@@ -262,13 +262,13 @@ pub(crate) struct CleanupFlags {
     #[arg(long)]
     pub(crate) for_go: bool,
 
-    /// The external interface of the daemon.
-    #[command(flatten, next_help_heading = "External interface, as for the daemon")]
-    pub(crate) interface: InterfaceFlags,
-
     /// The network config of the daemon, - for standard input; by default the one in the store
     #[arg(long, value_name = "FILE")]
     pub(crate) net_config_path: Option<PathBuf>,
+
+    /// The external interface of the daemon.
+    #[command(flatten, next_help_heading = "External interface, as for the daemon")]
+    pub(crate) interface: InterfaceFlags,
 }
 
 /// The subcommands of `config`.

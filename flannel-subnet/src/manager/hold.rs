@@ -246,9 +246,9 @@ impl LocalManager {
             None => now == desired || (same_node && blank),
         };
         if !ours {
-            let shared = |address| now.preferred.public.values().any(|other| other == address);
+            let theirs: Vec<_> = now.preferred.public.values().collect();
             let rival = entry.holder.is_some_and(|holder| holder != self.identity.holder);
-            if rival && desired.preferred.public.values().any(shared) {
+            if rival && desired.preferred.public.values().any(|ours| theirs.contains(&ours)) {
                 self.fallback.note_lost(Some(*subnets));
             }
             return Ok(Some(LeaseEnd::Taken { by: self.holder(&entry) }));

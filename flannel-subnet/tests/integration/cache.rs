@@ -139,6 +139,7 @@ async fn a_lease_that_another_host_with_our_address_took_stays_with_it_until_it_
     for holder in [0xbb, 0xcc] {
         second(holder).await;
         let (again, before) = (fixture.node(0), saved());
+        tokio::time::advance(MINUTE).await;
         let mut views = again.watch_leases().await.unwrap();
         live(&mut views, 2).await;
         let error = again.acquire_lease(&attrs(1)).await.unwrap_err();

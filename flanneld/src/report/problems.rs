@@ -92,7 +92,7 @@ pub(crate) fn line(snapshot: &Snapshot) -> String {
 
 /// The command that restores the store.
 fn restored(store: &StoreStatus) -> String {
-    restore_store(&store.store, store.last_error.as_ref().map_or("", |(error, _)| error))
+    restore_store(&store.store, store.last_error.as_ref().map_or("", |(error, _)| error.as_str()))
 }
 
 /// The problems that were found.
