@@ -48,8 +48,8 @@ pub fn restore_store(store: &str, error: &str) -> String {
 /// The command for a Kubernetes API that does not serve the daemon.
 fn restore_kubernetes(url: &str, error: &str) -> String {
     if error.contains("(403,") {
-        "kubectl apply -f kube-flannel.yml # restores the ClusterRole flannel and its binding, which \
-         kubectl describe clusterrole flannel shows"
+        "kubectl apply -f kube-flannel.yml # restores the ClusterRole flannel and its binding, \
+         which kubectl describe clusterrole flannel shows"
             .to_owned()
     } else if error.contains("(401,") {
         "kubectl -n kube-flannel rollout restart daemonset/kube-flannel-ds # new pods get a new \
@@ -57,8 +57,8 @@ fn restore_kubernetes(url: &str, error: &str) -> String {
             .to_owned()
     } else {
         format!(
-            "curl -k {url}/readyz # on this host: if it does not answer, the API server is down, or \
-             kube-proxy does not serve its address"
+            "curl -k {url}/readyz # on this host: if it does not answer, the API server is down, \
+             or kube-proxy does not serve its address"
         )
     }
 }

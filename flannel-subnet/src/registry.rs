@@ -153,8 +153,9 @@ pub trait Registry: fmt::Debug + fmt::Display + Send + Sync {
     /// forget a holder whose key was deleted.
     async fn keep_alive(&self, subnets: &Subnets, holder: HolderId) -> Result<Option<Duration>>;
 
-    /// The time for which the store keeps the key of `holder` from now on without a renewal. `None`:
-    /// the store has no such key, or does not know the time, as by default. It renews nothing.
+    /// The time for which the store keeps the key of this holder from now on without a renewal.
+    /// `None`: the store has no such key, or does not know the time, as by default. It renews
+    /// nothing.
     async fn remaining(&self, _: &Subnets, _: HolderId) -> Result<Option<Duration>> {
         Ok(None)
     }

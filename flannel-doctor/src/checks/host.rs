@@ -282,8 +282,8 @@ fn pods(facts: &HostFacts) -> Option<Finding> {
         large.len(),
         large.iter().max()?,
     );
-    let repair = "kubectl drain --ignore-daemonsets NODE && kubectl uncordon NODE # or restart these \
-                  pods: a new pod has the right MTU";
+    let repair = "kubectl drain --ignore-daemonsets NODE && kubectl uncordon NODE # or restart \
+                  these pods: a new pod has the right MTU";
     Some(Finding::warning("pod-mtu", text).with_command(repair))
 }
 

@@ -104,9 +104,9 @@ impl LocalManager {
             store: format!("{}: {subnets}", self.store),
             reason: format!(
                 "{} took this lease from this host: two hosts have one public address, or this one \
-                 runs two flannels; give this host another --public-ip or --iface, or if no host has \
-                 that ID in the file mark of its --state-dir any more: flannelctl lease release \
-                 --force '{subnets}'",
+                 runs two flannels; give this host another --public-ip or --iface, or if no host \
+                 has that ID in the file mark of its --state-dir any more: flannelctl lease \
+                 release --force '{subnets}'",
                 self.holder(entry)
             ),
         })

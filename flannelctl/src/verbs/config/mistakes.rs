@@ -193,8 +193,8 @@ fn without_effect(
     found
 }
 
-/// Whether a field is a comment. JSON has none, so people write `_comment` and `//` as fields, which
-/// Go flannel ignores.
+/// Whether a field is a comment. JSON has none, so people write `_comment` and `//` as fields,
+/// which Go flannel ignores.
 fn is_comment(name: &str) -> bool {
     name.starts_with('_') || name.starts_with("//")
 }
