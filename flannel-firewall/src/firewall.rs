@@ -21,6 +21,8 @@ use crate::status::{Cleanup, Deviation, Failure, Repair, Status};
 const RARELY: u64 = 720;
 /// The shortest period, and the shortest time between a check and the next one after a change.
 const SHORTEST: Duration = Duration::from_millis(10);
+/// The same after a change in iptables mode, in which a check starts processes.
+const SHORTEST_OF_PROGRAMS: Duration = Duration::from_millis(250);
 
 /// The place of the rules.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -29,7 +31,9 @@ pub enum Mode {
     /// nf_tables, over netlink (`"EnableNFTables": true`). No program is run. Changes by other
     /// programs are noticed at once.
     Nftables,
-    /// iptables, through its programs. One `iptables-save` is run per family and period.
+    /// iptables, through its programs. Changes by other programs are noticed at once, those of
+    /// `iptables-legacy` by the use of its lock. No program is run while nothing changes, except
+    /// one `iptables-legacy-save` per family every 5 minutes.
     Iptables,
 }
 
@@ -37,6 +41,7 @@ pub enum Mode {
 #[derive(Debug, Clone)]
 pub struct Options {
     /// The period of checks (`--iptables-resync`) and of retries. Less than 10 ms counts as 10 ms.
+    /// In iptables mode a check only reads rules that may have changed.
     pub resync: Duration,
     /// The programs of iptables. In nftables mode they only remove rules that an earlier flannel
     /// left in iptables. If a program for that is missing, [`Status::leftovers`] says so.
@@ -72,8 +77,8 @@ pub struct Firewall {
     engine: Engine,
     options: Options,
     status: watch::Sender<Status>,
-    /// The end of the last check.
-    checked: Instant,
+    /// The end of the last check, and the time that it took.
+    checked: (Instant, Duration),
 }
 
 enum Engine {
@@ -99,7 +104,12 @@ impl Firewall {
                 Engine::Iptables(Iptables::open(options.programs.clone(), rule_options).await?)
             }
         };
-        Ok(Self { engine, options, status: watch::Sender::default(), checked: Instant::now() })
+        Ok(Self {
+            engine,
+            options,
+            status: watch::Sender::default(),
+            checked: (Instant::now(), Duration::ZERO),
+        })
     }
 
     /// The status, and later changes of it.
@@ -125,6 +135,7 @@ impl Firewall {
         let mut closed = false;
         loop {
             let desired = rules.borrow_and_update().clone();
+            let began = Instant::now();
             let (deviations, failed) = self.reconcile(&desired).await;
             let by_others = placed.as_ref() == Some(&desired);
             let done = failed.is_empty();
@@ -137,7 +148,7 @@ impl Firewall {
             } else if !by_others {
                 placed = None;
             }
-            self.checked = Instant::now();
+            self.checked = (Instant::now(), began.elapsed());
             self.wait(&mut rules, &mut ticks, &mut closed).await;
         }
     }
@@ -231,7 +242,10 @@ impl Firewall {
             let disturbed = async {
                 match &mut self.engine {
                     Engine::Nftables(nft) => nft.disturbed().await,
-                    Engine::Iptables(_) => std::future::pending().await,
+                    Engine::Iptables(iptables) => {
+                        iptables.disturbed().await;
+                        Ok(())
+                    }
                 }
             };
             tokio::select! {
@@ -245,8 +259,8 @@ impl Firewall {
         }
     }
 
-    /// Waits until [`SHORTEST`] after the last check, so that a program that always changes the
-    /// rules causes few checks. If waiting for changes failed, it opens nftables again.
+    /// Waits for some time since the last check, so that a program that always changes the rules
+    /// causes few checks. If waiting for changes failed, it opens nftables again.
     async fn after_disturbance(&mut self, disturbed: Result<(), Error>) {
         if let Err(error) = disturbed {
             tracing::warn!(%error, "nftables is opened again");
@@ -258,7 +272,13 @@ impl Firewall {
                 }
             }
         }
-        tokio::time::sleep_until(self.checked + SHORTEST).await;
+        let (at, took) = self.checked;
+        let pause = match self.engine {
+            Engine::Nftables(_) => SHORTEST,
+            // Reading the rules takes a second on hosts with tens of thousands of rules.
+            Engine::Iptables(_) => SHORTEST_OF_PROGRAMS.max(4 * took),
+        };
+        tokio::time::sleep_until(at + pause).await;
     }
 }
 

@@ -1,15 +1,20 @@
 //! Rules in iptables, through `iptables-save` and `iptables-restore`.
 //!
-//! The kernel reports no changes of iptables. So `iptables-save` is run once per family and period,
-//! and `iptables-restore` only for differences.
+//! `iptables-save` is run once per family after a change of the rules or of the desired rules, and
+//! `iptables-restore` only for differences.
 
 pub(crate) mod program;
 pub(crate) mod script;
+mod watch;
+
+use std::time::Duration;
 
 use flannel_core::address::{Dual, Family};
+use tokio::time::Instant;
 
 use self::program::{Programs, Tool, Variant};
 use self::script::script;
+use self::watch::Watch;
 use crate::error::Error;
 use crate::nft;
 use crate::rules::{RuleOptions, Rules};
@@ -17,14 +22,19 @@ use crate::status::{Cleanup, Deviation};
 
 /// The number of attempts for a script, which fails if the rules changed since they were read.
 const TRIES: usize = 3;
+/// The time after which rules are read again whose changes may go unseen.
+const UNSEEN: Duration = Duration::from_secs(300);
 
 /// The iptables of the host, in the network namespace of the thread that starts the programs.
-#[derive(Debug)]
 pub(crate) struct Iptables {
     programs: Programs,
     tools: Dual<Tool>,
     /// `Some` for families in which this value may have written rules.
     filled: Dual<()>,
+    watch: Watch,
+    /// The rules that were in place at the last check, and its time; `None` if they may have
+    /// changed since then, or their changes cannot be watched.
+    known: Option<(Rules, Instant)>,
 }
 
 impl Iptables {
@@ -41,28 +51,48 @@ impl Iptables {
                 break;
             }
         }
-        Ok(Self { programs, tools, filled: Dual::default() })
+        Ok(Self { programs, tools, filled: Dual::default(), watch: Watch::default(), known: None })
     }
 
-    /// Makes the rules equal to `rules`. Returns the differences, and the failures.
+    /// Makes the rules equal to `rules`. Returns the differences, and the failures. Runs no program
+    /// if these rules were in place and no change was noticed since then.
     ///
     /// A family without desired or earlier rules is skipped. [`Iptables::clean`] handles it.
     pub(crate) async fn reconcile(&mut self, rules: &Rules) -> (Vec<Deviation>, Vec<Error>) {
         let (mut deviations, mut failed) = (Vec::new(), Vec::new());
+        let is_in_place = |(known, at): &(Rules, Instant)| {
+            known == rules && (self.watch.is_exact() || at.elapsed() < UNSEEN)
+        };
+        if self.known.as_ref().is_some_and(is_in_place) {
+            return (deviations, failed);
+        }
+        self.known = None;
+        let mut is_watched = true;
         for family in Family::BOTH {
             // A failure of one family does not affect the other.
-            match self.reconcile_family(rules, family).await {
+            match self.reconcile_family(rules, family, &mut is_watched).await {
                 Ok(differed) => deviations.extend(differed),
                 Err(error) => failed.push(error),
             }
         }
+        self.known = (is_watched && failed.is_empty()).then(|| (rules.clone(), Instant::now()));
         (deviations, failed)
+    }
+
+    /// Waits for a change that another program may have made. The next check reads the rules.
+    ///
+    /// # Cancel safety
+    /// No change is lost.
+    pub(crate) async fn disturbed(&mut self) {
+        self.watch.changed().await;
+        self.known = None;
     }
 
     async fn reconcile_family(
         &mut self,
         rules: &Rules,
         family: Family,
+        is_watched: &mut bool,
     ) -> Result<Vec<Deviation>, Error> {
         let desired = rules.has(family);
         if !desired && self.filled[family].is_none() {
@@ -72,6 +102,8 @@ impl Iptables {
             Some(tool) => tool,
             unknown => unknown.insert(self.programs.find(family)?),
         };
+        // A change after this and before the rules are read causes one more check.
+        *is_watched &= self.watch.cover(tool.variant().await?, &self.programs.lock());
         // Set first, because a failed or dropped call may have written rules.
         self.filled[family] = Some(());
         let deviations = reconcile(tool, rules, family, true).await?;

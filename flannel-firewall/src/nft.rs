@@ -22,7 +22,7 @@ use crate::rules::Rules;
 use crate::status::Deviation;
 
 /// `NFNLGRP_NFTABLES`.
-const GROUP: u32 = 7;
+pub(crate) const GROUP: u32 = 7;
 /// `NFT_MSG_NEWGEN`, which says that a transaction ended, but not what it changed.
 const NEWGEN: u8 = 15;
 /// The number of attempts for a table that changes while it is read or written.

@@ -24,6 +24,9 @@ pub struct Programs {
     pub variant: Variant,
     /// The directories to search, separated by `:`; `None` for `PATH`, `/usr/sbin` and `/sbin`.
     pub path: Option<OsString>,
+    /// The lock file of `iptables-legacy`, whose use shows that rules may have changed; `None` for
+    /// that of the environment (`XTABLES_LOCKFILE`), or else `/run/xtables.lock`.
+    pub lock: Option<PathBuf>,
 }
 
 /// Variants of iptables, which keep the same rules in different parts of the kernel.
@@ -59,6 +62,12 @@ impl Programs {
         };
         let (save, restore) = (found(&format!("{name}-save"))?, found(&format!("{name}-restore"))?);
         Ok(Tool { name, save, restore, version: None })
+    }
+
+    /// The lock file of `iptables-legacy`.
+    pub(crate) fn lock(&self) -> PathBuf {
+        let usual = || std::env::var_os("XTABLES_LOCKFILE").map(PathBuf::from);
+        self.lock.clone().or_else(usual).unwrap_or_else(|| "/run/xtables.lock".into())
     }
 
     /// The programs for a family of all installed variants, each once.

@@ -63,6 +63,15 @@ pub(crate) fn forward_chains() -> impl Iterator<Item = (&'static str, &'static s
     forward.map(|place| (place.table, place.chain))
 }
 
+/// Whether a change of a chain, or of a whole table, may concern flannel's chains and the jumps to
+/// them.
+pub(crate) fn concerns(table: &str, chain: Option<&str>) -> bool {
+    PLACES.iter().any(|place| {
+        let names = [place.chain, place.hook];
+        table == place.table && chain.is_none_or(|chain| names.contains(&chain))
+    })
+}
+
 /// A script for `iptables-restore`.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct Script {

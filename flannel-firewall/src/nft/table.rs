@@ -20,13 +20,15 @@ use crate::status::{Deviation, Fault};
 pub(crate) const SUBSYSTEM: u8 = 10;
 
 /// `NFT_MSG_…`.
-const NEWTABLE: u8 = 0;
+pub(crate) const NEWTABLE: u8 = 0;
 const GETTABLE: u8 = 1;
-const DELTABLE: u8 = 2;
-const NEWCHAIN: u8 = 3;
+pub(crate) const DELTABLE: u8 = 2;
+pub(crate) const NEWCHAIN: u8 = 3;
 pub(crate) const GETCHAIN: u8 = 4;
-const NEWRULE: u8 = 6;
+pub(crate) const DELCHAIN: u8 = 5;
+pub(crate) const NEWRULE: u8 = 6;
 const GETRULE: u8 = 7;
+pub(crate) const DELRULE: u8 = 8;
 const GETGEN: u8 = 16;
 
 /// `NFTA_TABLE_NAME`, `NFTA_CHAIN_TABLE`, `NFTA_RULE_TABLE`.
@@ -44,7 +46,7 @@ const CHAIN_USERDATA: u16 = 12;
 pub(crate) const HOOK_NUMBER: u16 = 1;
 const HOOK_PRIORITY: u16 = 2;
 /// `NFTA_RULE_…`.
-const RULE_CHAIN: u16 = 2;
+pub(crate) const RULE_CHAIN: u16 = 2;
 const RULE_EXPRESSIONS: u16 = 4;
 
 const ENOENT: i32 = 2;

@@ -13,10 +13,8 @@ in_every_mode!(
     lasting_changes_by_another_program_are_repaired_and_counted
 );
 
-/// In nftables mode the repair must not depend on the period.
-fn resync(kind: Kind) -> Duration {
-    if kind == Kind::Nftables { Duration::from_secs(3600) } else { Duration::from_millis(50) }
-}
+/// A period so long that no repair depends on it.
+const RESYNC: Duration = Duration::from_secs(3600);
 
 /// A change by another program, and the expected deviation: a part of its object, and its fault.
 type Sabotage = (&'static str, &'static str, Fault);
@@ -82,7 +80,7 @@ fn words(text: &str, family: Family) -> String {
 }
 
 async fn changes_by_other_programs_are_repaired(fixture: Fixture, kind: Kind) {
-    let mut running = Running::start(&fixture, kind, rules_of(Place::Pod, ALL), resync(kind)).await;
+    let mut running = Running::start(&fixture, kind, rules_of(Place::Pod, ALL), RESYNC).await;
     let sabotages = if kind == Kind::Nftables { &NFTABLES[..] } else { &IPTABLES[..] };
     for (n, (what, object, fault)) in sabotages.iter().enumerate() {
         for (m, family) in Family::BOTH.into_iter().enumerate() {
@@ -110,7 +108,7 @@ async fn changes_by_other_programs_are_repaired(fixture: Fixture, kind: Kind) {
 
 /// In another order, the same rules would masquerade packets between pods.
 async fn another_order_is_repaired(fixture: Fixture, kind: Kind) {
-    let mut running = Running::start(&fixture, kind, rules_of(Place::Pod, ALL), resync(kind)).await;
+    let mut running = Running::start(&fixture, kind, rules_of(Place::Pod, ALL), RESYNC).await;
     for family in Family::BOTH {
         let before = running.status.borrow().repairs;
         let object = if kind == Kind::Nftables {
@@ -130,7 +128,7 @@ async fn another_order_is_repaired(fixture: Fixture, kind: Kind) {
 }
 
 async fn lasting_changes_by_another_program_are_repaired_and_counted(fixture: Fixture, kind: Kind) {
-    let mut running = Running::start(&fixture, kind, rules_of(Place::Pod, ALL), resync(kind)).await;
+    let mut running = Running::start(&fixture, kind, rules_of(Place::Pod, ALL), RESYNC).await;
     for n in 1..=10 {
         // Several changes in a row, of flannel's rules and of foreign ones.
         for _ in 0..5 {

@@ -49,7 +49,7 @@ pub struct FirewallFlags {
     #[arg(skip)]
     pub(crate) forward_rules_given: bool,
 
-    /// The period of checks of the rules, in seconds; in nftables mode changes are also noticed at
+    /// The period of checks of the rules, in seconds; changes by other programs are also noticed at
     /// once
     #[arg(long, value_name = "SECONDS", default_value = "5", value_parser = go_int(1..=86_400))]
     pub iptables_resync: i64,
