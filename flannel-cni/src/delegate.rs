@@ -35,7 +35,8 @@ impl Delegate {
         Ok(Self { kind: kind.to_owned(), program })
     }
 
-    /// Runs the plugin with `conf` on its stdin, and returns its stdout.
+    /// Runs the plugin with `conf` on its stdin, and returns its stdout. A plugin that is too old
+    /// to know STATUS or GC is ready, and has nothing to clean up. The `bridge` before 1.5 is one.
     ///
     /// # Errors
     /// The plugin's own error; [`Code::IO`] if it cannot run, or else [`Code::INTERNAL`].
@@ -52,6 +53,10 @@ impl Delegate {
             return Ok(output.stdout);
         }
         if let Some(error) = Error::from_json(&output.stdout) {
+            let is_optional = matches!(command, Command::Status | Command::Gc);
+            if is_optional && error.msg.starts_with("unknown CNI_COMMAND") {
+                return Ok(Vec::new());
+            }
             return Err(error);
         }
         let (stdout, stderr) = (lossy(&output.stdout), lossy(&output.stderr));

@@ -4,6 +4,7 @@
 //! **Source**: CNI specification 1.1.0, sections 2 and 4; cni-plugin `flannel.go`.
 
 use std::io::Write;
+use std::path::Path;
 
 use serde_json::{Value, json};
 
@@ -96,11 +97,7 @@ fn del(call: &Call, conf: &NetConf) -> Result<()> {
     let call = &call;
     let state = State::new(&conf.data_dir, &call.container, &call.ifname);
     let Some(saved) = state.load(&conf.name)? else { return Ok(()) };
-    let Some(delegate_conf) = DelegateConf::from_saved(&saved) else {
-        // After an error the runtime would retry for ever.
-        log(&format!("{} holds no network config: nothing to undo", state.path().display()));
-        return Ok(());
-    };
+    let Some((delegate_conf, saved)) = usable(saved, &state.path(), conf) else { return Ok(()) };
     let delegate = Delegate::find(delegate_conf.kind(), call)?;
     // The delegate understands the saved version. The result has the config's version.
     let bytes = match &conf.prev_result {
@@ -111,6 +108,28 @@ fn del(call: &Call, conf: &NetConf) -> Result<()> {
     };
     delegate.run(Command::Del, call, &bytes)?;
     state.forget()
+}
+
+/// The delegate's config in `file`, and its text. If `saved` is damaged, as after a crash of the Go
+/// plugin, the config that ADD would use now releases the same addresses. `None` without one: an
+/// error would make the runtime retry for ever.
+fn usable(saved: Vec<u8>, file: &Path, conf: &NetConf) -> Option<(DelegateConf, Vec<u8>)> {
+    if let Some(delegate_conf) = DelegateConf::from_saved(&saved) {
+        return Some((delegate_conf, saved));
+    }
+    let file = file.display();
+    let current = SubnetEnv::read(&conf.subnet_file).and_then(|env| DelegateConf::new(conf, &env));
+    match current {
+        Ok(current) => {
+            log(&format!("{file} is damaged: its ADD is undone with the current network config"));
+            let text = current.to_bytes();
+            Some((current, text))
+        }
+        Err(error) => {
+            log(&format!("{file} is damaged: its ADD is not undone: {error}"));
+            None
+        }
+    }
 }
 
 fn check(call: &Call, conf: &NetConf) -> Result<()> {
@@ -180,18 +199,19 @@ fn gc(call: &Call, conf: &NetConf) -> Result<()> {
         let is_of =
             |known: &Attachment| known.container == state.container && known.ifname == state.ifname;
         if !valid.iter().any(is_of) {
-            let owner = (state.container.as_str(), state.ifname.as_str());
-            let undone = undo(state.load_own(), owner, (call, conf), || state.forget());
+            let names = |_: &DelegateConf| vec![state.ifname.clone()];
+            let forget = || state.forget();
+            let undone = undo(&state.path(), &state.container, names, (call, conf), forget);
             errors.extend(undone.err());
         }
     }
     for of_go in &listing.of_go {
         if !valid.iter().any(|known| known.container == of_go.container) {
-            // The Go plugin's file does not name the interface; usually it is `eth0`. The
-            // delegate's GC is not enough: a delegate without GC succeeds and keeps the address.
-            let owner = (of_go.container.as_str(), "eth0");
-            let undone =
-                undo(state::read(&of_go.path), owner, (call, conf), || state::remove(&of_go.path));
+            // The Go plugin's file does not name the interface. The delegate's GC is not enough: a
+            // delegate without GC succeeds and keeps the address.
+            let names = |saved: &DelegateConf| saved.interfaces(&of_go.container);
+            let forget = || state::remove(&of_go.path);
+            let undone = undo(&of_go.path, &of_go.container, names, (call, conf), forget);
             errors.extend(undone.err());
         }
     }
@@ -201,25 +221,27 @@ fn gc(call: &Call, conf: &NetConf) -> Result<()> {
     Err(errors.fold(first, |all, error| all.with_details(&error.to_string())))
 }
 
-/// Calls DEL for an interface whose container is gone, and then `forget`. Skips other networks.
+/// Calls DEL for the interfaces `names` of a container that is gone, with the config in `file`, and
+/// then `forget`. Skips other networks. A damaged file stays, because it may be of another network.
 fn undo(
-    saved: Result<Option<Vec<u8>>>,
-    (container, ifname): (&str, &str),
+    file: &Path,
+    container: &str,
+    names: impl FnOnce(&DelegateConf) -> Vec<String>,
     (call, conf): (&Call, &NetConf),
     forget: impl FnOnce() -> Result<()>,
 ) -> Result<()> {
-    let Some(saved) = saved? else { return Ok(()) };
-    let Some(delegate_conf) = DelegateConf::from_saved(&saved) else {
-        log(&format!("the state of container {container} is no network config: nothing to undo"));
-        return Ok(());
-    };
+    let Some(saved) = state::read(file)? else { return Ok(()) };
+    let is_whole = DelegateConf::from_saved(&saved).is_some();
+    let Some((delegate_conf, saved)) = usable(saved, file, conf) else { return Ok(()) };
     if delegate_conf.network() != conf.name {
         return Ok(());
     }
-    let (container, ifname) = (container.to_owned(), ifname.to_owned());
-    let call = Call { container, ifname, netns: String::new(), ..call.clone() };
-    Delegate::find(delegate_conf.kind(), &call)?.run(Command::Del, &call, &saved)?;
-    forget()
+    for ifname in names(&delegate_conf) {
+        let container = container.to_owned();
+        let call = Call { container, ifname, netns: String::new(), ..call.clone() };
+        Delegate::find(delegate_conf.kind(), &call)?.run(Command::Del, &call, &saved)?;
+    }
+    if is_whole { forget() } else { Ok(()) }
 }
 
 /// Calls the delegate's GC.

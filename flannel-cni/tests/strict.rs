@@ -245,15 +245,31 @@ fn del_after_a_reboot_that_lost_the_state_succeeds() {
     assert_eq!(host.called(), []);
 }
 
+/// The current config releases the addresses too. Without `subnet.env` there is none.
 #[test]
-fn del_of_an_incomplete_state_succeeds_and_leaves_the_file() {
-    let host = Host::new();
-    host.add(ETH0);
-    fs::write(host.path("state/c1:eth0"), r#"{"type":"bri"#).unwrap();
-    let output = host.output("DEL", ETH0, &host.conf(&json!({})).to_string(), &[]);
-    assert_eq!(answer(&output), Ok(Value::Null));
-    assert!(String::from_utf8_lossy(&output.stderr).contains("c1:eth0"));
-    assert!(host.state().contains(&"c1:eth0".to_owned()));
+fn del_of_a_damaged_state_uses_the_current_config() {
+    for damaged in [r#"{"type":"bri"#, "", "[]", "{}"] {
+        let host = Host::new();
+        // The second one is a file of the Go plugin.
+        for file in ["c1:eth0", "c1"] {
+            host.add(ETH0);
+            fs::remove_dir_all(host.path("state")).unwrap();
+            fs::create_dir(host.path("state")).unwrap();
+            fs::write(host.path("state").join(file), damaged).unwrap();
+            let del = || host.output("DEL", ETH0, &host.conf(&more()).to_string(), &[]);
+            fs::rename(host.path("subnet.env"), host.path("gone")).unwrap();
+            host.called();
+            let output = del();
+            assert_eq!(answer(&output), Ok(Value::Null));
+            let stderr = String::from_utf8_lossy(&output.stderr);
+            assert!(stderr.contains("c1") && stderr.contains("damaged"), "{stderr}");
+            assert_eq!((host.called(), host.state()), (vec![], vec![file.into()]));
+            fs::rename(host.path("gone"), host.path("subnet.env")).unwrap();
+            assert_eq!(answer(&del()), Ok(Value::Null));
+            assert_eq!(host.called()[0].conf, DELEGATE, "{damaged} {file}");
+            assert_eq!((host.attached(), host.state()), (vec![], vec![]), "{damaged} {file}");
+        }
+    }
 }
 
 #[test]
@@ -418,6 +434,9 @@ fn status_reports_the_errors_that_add_would_return() {
     host.repair("STATUS");
     let error = status(&json!({ "delegate": { "type": "absent" } })).unwrap_err();
     assert!(error["code"] == 50 && error["msg"].as_str().unwrap().contains("absent"), "{error}");
+    // The bridge before 1.5.
+    host.fail("STATUS", 4, "unknown CNI_COMMAND: STATUS");
+    assert_eq!(status(&json!({})), Ok(Value::Null));
     fs::remove_file(host.path("subnet.env")).unwrap();
     let error = status(&json!({})).unwrap_err();
     assert!(
@@ -489,16 +508,45 @@ fn gc_undoes_invalid_attachments_and_calls_the_delegate() {
     assert_eq!(host.attached(), ["c1:eth0", "c5:eth0", "c6:eth0"]);
     gc(&json!({ "cni.dev/valid-attachments": valid })).unwrap();
     assert_eq!(host.attached(), ["c1:eth0"]);
+
+    // A damaged file is undone, and stays, because it may be of another network.
+    host.add(("c7", "eth0"));
+    fs::write(host.path("state/c7:eth0"), "").unwrap();
+    // The delegate is too old for GC.
+    host.fail("GC", 4, "unknown CNI_COMMAND: GC");
+    gc(&json!({ "cni.dev/valid-attachments": valid })).unwrap();
+    assert_eq!(host.attached(), ["c1:eth0"]);
+    assert!(host.state().contains(&"c7:eth0".to_owned()));
 }
 
-/// A delegate without GC succeeds.
+/// A delegate without GC succeeds. `host-local` knows the names of the interfaces.
 #[test]
 fn gc_undoes_attachments_of_the_go_plugin_if_the_delegate_has_no_gc() {
+    gc_undoes_attachments_of_the_go_plugin(&["eth0"], &[]);
+    let reserved = [
+        ("10.1.5.2", "go-stale\r\nnet1"),
+        ("10.1.5.3", "another\r\nnet2"),
+        ("10.1.5.4", "go-stale\r\nnet3"),
+        ("fd00:1:0:5::4", "go-stale\r\nnet3"),
+        ("last_reserved_ip.0", "10.1.5.4"),
+    ];
+    gc_undoes_attachments_of_the_go_plugin(&["net1", "net3"], &reserved);
+}
+
+fn gc_undoes_attachments_of_the_go_plugin(names: &[&str], reserved: &[(&str, &str)]) {
     let host = Host::new();
-    fs::create_dir(host.path("state")).unwrap();
-    fs::create_dir(host.path("attached")).unwrap();
-    fs::write(host.path("state/go-stale"), DELEGATE).unwrap();
-    fs::write(host.path("attached/go-stale:eth0"), "").unwrap();
+    for dir in ["state", "attached", "networks/cbr0"] {
+        fs::create_dir_all(host.path(dir)).unwrap();
+    }
+    for (address, text) in reserved {
+        fs::write(host.path("networks/cbr0").join(address), text).unwrap();
+    }
+    let networks = format!(r#""ipam":{{"dataDir":{:?},"#, host.path("networks"));
+    let saved = DELEGATE.replace(r#""ipam":{"#, &networks);
+    assert_ne!(saved, DELEGATE);
+    fs::write(host.path("state/go-stale"), saved).unwrap();
+    let attached: Vec<String> = names.iter().map(|name| format!("go-stale:{name}")).collect();
+    attached.iter().for_each(|name| fs::write(host.path("attached").join(name), "").unwrap());
     let gc = || {
         let conf = host.conf(&json!({ "cni.dev/valid-attachments": [] })).to_string();
         let (attach, path) = (Attach::new("", "", Path::new("")), host.path("bin"));
@@ -507,10 +555,7 @@ fn gc_undoes_attachments_of_the_go_plugin_if_the_delegate_has_no_gc() {
     };
     host.fail("DEL", 999, "stuck");
     assert_eq!(gc().unwrap_err()["msg"], "stuck");
-    assert_eq!(
-        (host.attached(), host.state()),
-        (vec!["go-stale:eth0".into()], vec!["go-stale".into()])
-    );
+    assert_eq!((host.attached(), host.state()), (attached, vec!["go-stale".into()]));
     host.repair("DEL");
     assert_eq!(gc(), Ok(Value::Null));
     assert_eq!((host.attached(), host.state()), (vec![], vec![]));

@@ -3,7 +3,10 @@
 //!
 //! **Source**: cni-plugin `flannel.go: cmdAdd`, `flannel_linux.go: doCmdAdd, getDelegateIPAM`.
 
+use std::fs::{self, DirEntry};
+use std::io;
 use std::net::IpAddr;
+use std::path::Path;
 
 use flannel_core::Subnet;
 use flannel_core::json::compact;
@@ -81,6 +84,25 @@ impl DelegateConf {
     /// The name of its network.
     pub(crate) fn network(&self) -> &str {
         self.text("name").unwrap_or_default()
+    }
+
+    /// The interfaces of a container for which `host-local` reserves addresses in this network, or
+    /// else `eth0`.
+    ///
+    /// **Source**: plugins `plugins/ipam/host-local/backend/disk: New, Store.Reserve`.
+    pub(crate) fn interfaces(&self, container: &str) -> Vec<String> {
+        let dir = self.0.get("ipam").and_then(|ipam| ipam.get("dataDir")?.as_str());
+        let dir = Path::new(dir.unwrap_or("/var/lib/cni/networks")).join(self.network());
+        let interface = |entry: io::Result<DirEntry>| {
+            let text = fs::read_to_string(entry.ok()?.path()).ok()?;
+            let (of, ifname) = text.trim().split_once("\r\n")?;
+            (of == container).then(|| ifname.to_owned())
+        };
+        let mut found: Vec<String> =
+            fs::read_dir(dir).into_iter().flatten().filter_map(interface).collect();
+        found.sort();
+        found.dedup();
+        if found.is_empty() { vec!["eth0".to_owned()] } else { found }
     }
 
     /// Its version; the oldest if it has none.
