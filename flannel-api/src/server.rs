@@ -20,11 +20,14 @@ use hyper::service::service_fn;
 use hyper::{Method, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use percent_encoding::percent_decode_str;
+use serde::Serialize;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, UnixListener};
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
 use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{Instant, sleep, sleep_until, timeout};
+
+use crate::{ErrorReport, VERSION};
 
 pub use listen::{listen, open_socket};
 
@@ -71,6 +74,18 @@ pub fn response(status: StatusCode, kind: &'static str, body: String) -> Respons
 /// Plain text.
 pub fn text(status: StatusCode, body: impl Into<String>) -> Response {
     response(status, "text/plain; charset=utf-8", body.into())
+}
+
+/// A value as JSON, on one line.
+pub fn json(status: StatusCode, value: &impl Serialize) -> Response {
+    let body = serde_json::to_string(value)
+        .unwrap_or_else(|error| unreachable!("reports have only text keys: {error}"));
+    response(status, "application/json", body + "\n")
+}
+
+/// The answer to a request for the control API that is refused.
+pub fn refusal(status: StatusCode, error: impl Into<String>) -> Response {
+    json(status, &ErrorReport { version: VERSION, error: error.into() })
 }
 
 /// Answers requests.
@@ -226,8 +241,11 @@ async fn respond(site: &dyn Site, request: &Request) -> Response {
         return text(StatusCode::BAD_REQUEST, "the target of a request must be a path\n");
     }
     timeout(ANSWER_TIMEOUT, site.answer(request)).await.unwrap_or_else(|_| {
-        let late = format!("there is no answer within {ANSWER_TIMEOUT:?}\n");
-        text(StatusCode::SERVICE_UNAVAILABLE, late)
+        let late = format!("there is no answer within {ANSWER_TIMEOUT:?}");
+        match request.uri().path().starts_with("/v1/") {
+            true => refusal(StatusCode::SERVICE_UNAVAILABLE, late),
+            false => text(StatusCode::SERVICE_UNAVAILABLE, late + "\n"),
+        }
     })
 }
 
@@ -244,7 +262,7 @@ mod tests {
     #[async_trait]
     impl Site for Echo {
         async fn answer(&self, request: &Request) -> Response {
-            if request.uri().path() == "/never" {
+            if request.uri().path().ends_with("/never") {
                 std::future::pending::<()>().await;
             }
             if request.uri().path() == "/slow" {
@@ -324,6 +342,11 @@ mod tests {
         let begin = Instant::now();
         assert!(ask("GET /never HTTP/1.1\r\n\r\n").await.starts_with("HTTP/1.1 503 "));
         assert_eq!(begin.elapsed().as_secs(), ANSWER_TIMEOUT.as_secs());
+        // As every answer of the control API, it is JSON.
+        let late = ask("GET /v1/never HTTP/1.1\r\n\r\n").await;
+        let body = late.split_once("\r\n\r\n").unwrap().1;
+        let body: ErrorReport = serde_json::from_str(body).unwrap();
+        assert!(late.starts_with("HTTP/1.1 503 ") && body.error.contains("10s"), "{late}");
     }
 
     /// The answer does not fit into the pipe.

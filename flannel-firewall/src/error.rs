@@ -138,6 +138,27 @@ impl Error {
         matches!(self, Self::Unseen { .. })
     }
 
+    /// The command that removes the cause, or shows it.
+    pub fn cure(&self) -> &'static str {
+        match self {
+            Self::NoProgram { .. } => {
+                "flannelctl config patch '{\"EnableNFTables\": true}' # or install iptables"
+            }
+            Self::NotPermitted { .. } => {
+                "systemctl show -p CapabilityBoundingSet flanneld # it needs CAP_NET_ADMIN in this \
+                 network namespace, for iptables-legacy also CAP_NET_RAW"
+            }
+            Self::NoNftables { .. } => "modprobe -a nf_tables nft_chain_nat nft_masq",
+            Self::Leftovers { .. } => "nft list ruleset # install iptables, or restart the host",
+            Self::Again(error) => error.cure(),
+            Self::Kernel { .. } => "nft list ruleset",
+            Self::Subnet { .. } => "flannelctl config check",
+            Self::Run { .. } | Self::Late { .. } | Self::Program { .. } | Self::Unseen { .. } => {
+                "iptables-save # it must succeed"
+            }
+        }
+    }
+
     /// The error for a refused request about `object`.
     pub(crate) fn kernel(object: impl Into<String>, source: KernelError) -> Self {
         let object = object.into();

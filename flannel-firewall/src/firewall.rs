@@ -15,7 +15,7 @@ use crate::iptables::Iptables;
 use crate::iptables::program::Programs;
 use crate::nft::{self, Nft};
 use crate::rules::{RuleOptions, Rules};
-use crate::status::{Cleanup, Deviation, Failure, Repair, Status};
+use crate::status::{Cleanup, Deviation, Failure, Repair, Status, log_left};
 
 /// The largest number of checks between two attempts to remove leftover rules of the other mode.
 const RARELY: u64 = 720;
@@ -185,13 +185,7 @@ impl Firewall {
             let before: Vec<String> = status.leftovers.iter().map(ToString::to_string).collect();
             let is_new = |error: &&Error| !before.contains(&error.to_string());
             let changed = failed.len() != before.len() || failed.iter().any(|error| is_new(&error));
-            for error in failed.iter().filter(is_new) {
-                match error.is_guess() {
-                    true => tracing::info!(%error, "rules of another mode may be left"),
-                    false => tracing::warn!(%error, "rules that another mode may have left are \
-                        not removed"),
-                }
-            }
+            failed.iter().filter(is_new).for_each(log_left);
             status.others_removed = failed.is_empty();
             status.leftovers = failed.into_iter().map(Arc::new).collect();
             changed

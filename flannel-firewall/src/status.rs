@@ -96,11 +96,27 @@ pub struct Cleanup {
 }
 
 impl Cleanup {
+    /// Logs the rules that were removed, and those that may be left.
+    pub fn log(&self) {
+        for deviation in &self.found {
+            tracing::info!(object = deviation.object, "removed a rule of an earlier run");
+        }
+        self.failed.iter().for_each(log_left);
+    }
+
     /// Adds the rules that existed in one place, or the reason why they are unknown or stay.
     pub(crate) fn note(&mut self, cleaned: Result<Vec<Deviation>, Error>) {
         match cleaned {
             Ok(found) => self.found.extend(found),
             Err(error) => self.failed.push(error),
         }
+    }
+}
+
+/// Logs that rules may be left.
+pub(crate) fn log_left(error: &Error) {
+    match error.is_guess() {
+        true => tracing::info!(%error, "rules of an earlier run may be left"),
+        false => tracing::warn!(%error, "rules that an earlier run may have left are not removed"),
     }
 }

@@ -4,6 +4,7 @@ use std::path::Path;
 
 use flannel_core::Subnets;
 use flannel_core::subnet::LeaseEnd;
+use flannel_doctor::commands::{LOG, SET_CONFIG, cure};
 
 /// An error that stops the daemon.
 #[derive(Debug, thiserror::Error)]
@@ -87,25 +88,20 @@ impl Error {
         flannel_options::Error::File { path: path.to_owned(), reason: reason.to_string() }.into()
     }
 
+    /// The command that removes the cause, for a store of this name.
+    pub(crate) fn cure(&self, store: &str) -> String {
+        match self {
+            Self::Network(error) => cure(error, store),
+            Self::UnknownBackend(_) | Self::ImplicitUdp { .. } => SET_CONFIG.to_owned(),
+            Self::Interface(_) | Self::UnfitInterface { .. } => "ip address".to_owned(),
+            Self::Firewall(error) => error.cure().to_owned(),
+            _ => LOG.to_owned(),
+        }
+    }
+
     /// The store does not answer, and may answer soon.
     pub(crate) fn is_of_store(&self) -> bool {
         matches!(self, Self::Network(flannel_core::Error::Store { .. }))
-    }
-
-    /// A command that cures it or shows its cause; `None`: only the log has more.
-    pub(crate) fn cure(&self) -> Option<&'static str> {
-        use flannel_core::Error as Cause;
-
-        match self {
-            Self::Network(Cause::NoConfig { .. } | Cause::Config { .. })
-            | Self::UnknownBackend(_)
-            | Self::ImplicitUdp { .. } => Some("flannelctl config set FILE"),
-            Self::Network(Cause::OutOfSubnets { .. } | Cause::NotReady { .. }) => {
-                Some("flannelctl lease list")
-            }
-            Self::Interface(_) | Self::UnfitInterface { .. } => Some("ip address show"),
-            _ => None,
-        }
     }
 
     /// The exit code of the process: 0 for help, 2 for wrong usage, 1 for every other error.

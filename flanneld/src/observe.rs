@@ -296,7 +296,8 @@ impl Drop for RunningGuard<'_> {
             if let Some(running) = known.running.take() {
                 known.earlier.add(&running);
             }
-            known.facts.waits_for = Some("the network is rebuilt".to_owned());
+            let (text, command) = ("the network is rebuilt", "flannelctl watch");
+            known.facts.waits_for = Some((text.to_owned(), command.to_owned()));
         });
     }
 }
@@ -357,8 +358,9 @@ pub(crate) mod tests {
     async fn a_network_is_known_while_it_runs() {
         let observer = Observer::default();
         assert!(observer.snapshot().network.is_none());
-        observer.note(|facts| facts.waits_for = Some("a config".to_owned()));
-        assert_eq!(observer.snapshot().facts.waits_for.as_deref(), Some("a config"));
+        let waits = Some(("a config".to_owned(), "a command".to_owned()));
+        observer.note(|facts| facts.waits_for = waits.clone());
+        assert_eq!(observer.snapshot().facts.waits_for, waits);
         let (subnets, running) = network(Status::default()).await;
         let views = running.views.clone();
         let guard = observer.running(running);

@@ -80,9 +80,8 @@ async fn follow_store(
     loop {
         let start = async || {
             starter.start().await.inspect_err(|error| {
-                observer.note(|facts| {
-                    (facts.waits_for, facts.cure) = (Some(error.to_string()), error.cure());
-                });
+                let cure = error.cure(&subnets.store_status().store);
+                observer.note(|facts| facts.waits_for = Some((error.to_string(), cure)));
             })
         };
         let has_run = starter.has_run();

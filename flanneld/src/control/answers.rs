@@ -9,10 +9,8 @@
 use std::net::IpAddr;
 
 use async_trait::async_trait;
-use flannel_api::server::{Request, Response, Site, parameter, response, text};
-use flannel_api::{
-    ErrorReport, LogReport, PathsReport, PeersReport, ReloadReport, StatusReport, VERSION,
-};
+use flannel_api::server::{Request, Response, Site, json, parameter, refusal, response, text};
+use flannel_api::{LogReport, PathsReport, PeersReport, ReloadReport, StatusReport, VERSION};
 use flannel_options::printable;
 use flannel_paths::Paths;
 use hyper::header::ACCEPT;
@@ -165,17 +163,6 @@ fn may_write(uid: Option<u32>) -> bool {
 
 fn answer(report: &impl Serialize) -> Response {
     json(StatusCode::OK, report)
-}
-
-fn refusal(status: StatusCode, error: impl Into<String>) -> Response {
-    json(status, &ErrorReport { version: VERSION, error: error.into() })
-}
-
-/// A value as JSON, on one line.
-fn json(status: StatusCode, value: &impl Serialize) -> Response {
-    let body = serde_json::to_string(value)
-        .unwrap_or_else(|error| unreachable!("reports have only text keys: {error}"));
-    response(status, "application/json", body + "\n")
 }
 
 #[cfg(test)]

@@ -48,6 +48,8 @@ pub(crate) enum Rulebook {
     Missing {
         /// The reason.
         why: String,
+        /// The command that helps.
+        cure: &'static str,
         /// They were requested by an option, and are not only the default.
         requested: bool,
     },

@@ -56,11 +56,9 @@ impl Counters {
 /// Facts that the daemon notes when they change.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(crate) struct Facts {
-    /// The reason why the next network cannot be built yet; while a network runs, the reason why no
-    /// lease is requested.
-    pub(crate) waits_for: Option<String>,
-    /// The command against that reason; `None`: none is known.
-    pub(crate) cure: Option<&'static str>,
+    /// The reason why the next network cannot be built yet, and the command that helps; while a
+    /// network runs, why no lease is requested.
+    pub(crate) waits_for: Option<(String, String)>,
     /// Pods may start: the subnet file is written.
     pub(crate) subnet_file: bool,
     /// The number of networks that have run.

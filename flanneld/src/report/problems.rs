@@ -6,12 +6,15 @@ use flannel_core::object::Key;
 use flannel_core::status::Rejection;
 use flannel_core::subnet::{Loss, Ownership, StoreStatus};
 use flannel_doctor::commands::{
-    LOG, for_advisory, is_kubernetes, localize, release, restore_store,
+    LOG, SET_CONFIG, for_advisory, is_kubernetes, localize, release, restore_store,
 };
 
 use super::subnets_used;
 use crate::observe::{NetworkSnapshot, Rulebook, Snapshot};
 
+/// Commands that show how a state passes, and that find a cause.
+const WATCH: &str = "flannelctl watch";
+const DOCTOR: &str = "flannelctl doctor";
 /// The largest number of problems of one kind that are listed one by one.
 const MOST: usize = 5;
 /// A pod network is nearly full from this share on, in percent.
@@ -24,7 +27,7 @@ pub(crate) fn problems(snapshot: &Snapshot) -> Vec<Problem> {
         Some(network) => {
             found.of_lease(network, snapshot);
             if !facts.subnet_file && !network.running.lapsed {
-                found.error("the subnet file is not written yet: firewall rules come first", LOG);
+                found.error("the subnet file is not written yet: firewall rules come first", WATCH);
             }
             found.of_kernel(network);
             // Without a lease there are no rules, and before the subnet file they are awaited.
@@ -35,10 +38,9 @@ pub(crate) fn problems(snapshot: &Snapshot) -> Vec<Problem> {
             found.of_room(network, snapshot.store_name());
         }
         None => {
-            let reason = facts.waits_for.as_deref().unwrap_or("it has only just been started");
-            let of_store = snapshot.store.as_ref().filter(|store| store.last_error.is_some());
-            let hint = of_store.map_or_else(|| facts.cure.unwrap_or(LOG).to_owned(), restored);
-            found.error(format!("no network runs: {reason}"), hint);
+            let starts = || ("it has only just been started".to_owned(), WATCH.to_owned());
+            let (reason, cure) = facts.waits_for.clone().unwrap_or_else(starts);
+            found.error(format!("no network runs: {reason}"), cure);
         }
     }
     if let Some(store) = &snapshot.store {
@@ -57,7 +59,7 @@ pub(crate) fn problems(snapshot: &Snapshot) -> Vec<Problem> {
         let wrong = answers.and_then(|store| store.wrong_config.as_ref());
         if let Some(why) = wrong.or(facts.refused_config.as_ref()) {
             let text = "the store's network config is not used, the last good one is still used";
-            found.warning(format!("{text}: {why}"), "flannelctl config set FILE");
+            found.warning(format!("{text}: {why}"), SET_CONFIG);
         }
         if let Some(why) = &facts.unfit_interface {
             let text = "the external interface has changed, the network stays as it is";
@@ -115,9 +117,9 @@ impl Found {
             self.0.push(Problem::error(format!("{not_held}: {why}")));
             return;
         }
-        if let Some(why) = snapshot.facts.waits_for.as_ref().filter(|_| lapsed) {
+        if let Some((why, cure)) = snapshot.facts.waits_for.as_ref().filter(|_| lapsed) {
             let text = "it expired, and none is requested, because no network could be built";
-            self.error(format!("{not_held}: {text}: {why}"), LOG);
+            self.error(format!("{not_held}: {text}: {why}"), cure);
             return;
         }
         // The text has no age, because systemd is notified whenever the text changes.
@@ -142,7 +144,7 @@ impl Found {
     fn of_kernel(&mut self, network: &NetworkSnapshot) {
         let status = &network.status;
         if let Some(error) = &status.kernel_error {
-            self.error(format!("the kernel cannot be read or watched: {error}"), LOG);
+            self.error(format!("the kernel cannot be read or watched: {error}"), DOCTOR);
         }
         if let Some((key, failure)) = status.failing.iter().next() {
             let others = match status.failing.len() - 1 {
@@ -158,7 +160,7 @@ impl Found {
                 }
                 // EEXIST: of another kind, and not ours.
                 (17, Key::Link(name)) => &format!("ip link delete {name}"),
-                _ => LOG,
+                _ => DOCTOR,
             };
             self.error(text, hint);
         }
@@ -170,7 +172,7 @@ impl Found {
                      yet"
                 }
             };
-            self.error(text, "flannelctl watch");
+            self.error(text, WATCH);
         }
     }
 
@@ -178,26 +180,27 @@ impl Found {
         let yet = "the firewall rules are not in place yet";
         match rulebook {
             Rulebook::Unwanted => {}
-            Rulebook::Pending => self.error(yet, LOG),
-            Rulebook::Missing { why, requested: true } => {
-                self.error(format!("the firewall rules are not in place: {why}"), LOG);
+            Rulebook::Pending => self.error(yet, WATCH),
+            Rulebook::Missing { why, cure, requested: true } => {
+                self.error(format!("the firewall rules are not in place: {why}"), *cure);
             }
             // They are only the default, and many hosts need none.
-            Rulebook::Missing { why, requested: false } => {
-                self.warning(format!("there are no forward rules: {why}"), LOG);
+            Rulebook::Missing { why, cure, requested: false } => {
+                self.warning(format!("there are no forward rules: {why}"), *cure);
             }
             Rulebook::Kept(status) => {
                 let status = status.borrow();
                 match status.failure.as_ref().and_then(|failure| failure.errors.first()) {
                     Some(error) => {
-                        self.error(format!("the firewall rules are not in place: {error}"), LOG);
+                        let text = format!("the firewall rules are not in place: {error}");
+                        self.error(text, error.cure());
                     }
                     None if status.in_place => {}
-                    None => self.error(yet, LOG),
+                    None => self.error(yet, WATCH),
                 }
                 for error in status.leftovers.iter().filter(|error| !error.is_guess()) {
                     let text = "rules that an earlier flannel may have left are not removed";
-                    self.warning(format!("{text}: {error}"), LOG);
+                    self.warning(format!("{text}: {error}"), error.cure());
                 }
             }
         }
@@ -317,7 +320,8 @@ mod tests {
             (true, "error: the firewall rules are not in place: no iptables"),
             (false, "warning: there are no forward rules: no iptables"),
         ] {
-            book.send_replace(Rulebook::Missing { why: "no iptables".into(), requested });
+            let cure = "cure";
+            book.send_replace(Rulebook::Missing { why: "no iptables".into(), cure, requested });
             assert_eq!(seen(), (vec![text.into()], false));
         }
     }
@@ -361,15 +365,17 @@ mod tests {
             texts(&observer.snapshot()),
             ["error: no network runs: it has only just been started"]
         );
-        observer.note(|facts| facts.waits_for = Some("holds no network config yet".to_owned()));
+        let none =
+            crate::error::Error::from(flannel_core::Error::NoConfig { location: "x".into() });
+        observer.note(|facts| facts.waits_for = Some((none.to_string(), none.cure("etcd:x"))));
         assert_eq!(
             texts(&observer.snapshot()),
-            ["error: no network runs: holds no network config yet"]
+            ["error: no network runs: x holds no network config yet"]
         );
-        let none: Error = CoreError::NoConfig { location: "etcd".into() }.into();
-        observer.note(|facts| facts.cure = none.cure());
-        let hint = problems(&observer.snapshot()).remove(0).hint;
-        assert_eq!(hint.as_deref(), Some("flannelctl config set FILE"));
+        let hint = |snapshot: &Snapshot| {
+            problems(snapshot).pop().and_then(|problem| problem.hint).unwrap()
+        };
+        assert_eq!(hint(&observer.snapshot()), SET_CONFIG);
 
         let mut status = Status::default();
         (status.in_sync, status.live) = (true, true);
@@ -390,9 +396,6 @@ mod tests {
             ..StoreStatus::default()
         });
         assert_eq!(texts(&snapshot), ["warning: the store does not answer: no route to host"]);
-        let hint = |snapshot: &Snapshot| {
-            problems(snapshot).pop().and_then(|problem| problem.hint).unwrap()
-        };
         assert_eq!(hint(&snapshot), LOG);
         snapshot.store.as_mut().unwrap().store = "kube:https://10.96.0.1:443".into();
         assert!(hint(&snapshot).starts_with("curl -k https://10.96.0.1:443/readyz"));

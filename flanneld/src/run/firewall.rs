@@ -72,7 +72,8 @@ impl FirewallConfig {
         (settled, rulebook): (watch::Sender<bool>, watch::Sender<Rulebook>),
     ) -> Result<Infallible, Error> {
         if !self.wanted() {
-            remove_leftovers().await;
+            // No rules are requested now, but an earlier run may have left some.
+            cleanup(&Programs::default()).await.log();
             settled.send_replace(true);
             return Ok(std::future::pending().await);
         }
@@ -107,7 +108,8 @@ impl FirewallConfig {
             if logged.as_ref() != Some(&why) {
                 tracing::warn!(error = %why, "the firewall rules cannot be made, retrying");
                 let requested = self.masquerade || self.forward_required;
-                rulebook.send_replace(Rulebook::Missing { why: why.clone(), requested });
+                let cure = error.cure();
+                rulebook.send_replace(Rulebook::Missing { why: why.clone(), cure, requested });
                 settled.send_replace(true);
                 logged = Some(why);
             }
@@ -115,25 +117,6 @@ impl FirewallConfig {
             match self.open(config).await {
                 Ok(firewall) => return firewall,
                 Err(again) => error = again,
-            }
-        }
-    }
-}
-
-/// Removes the rules that an earlier run has left.
-async fn remove_leftovers() {
-    let cleaned = cleanup(&Programs::default()).await;
-    for deviation in &cleaned.found {
-        tracing::info!(
-            object = deviation.object,
-            "removed a rule of an earlier run, because no rules are requested now"
-        );
-    }
-    for error in &cleaned.failed {
-        match error.is_guess() {
-            true => tracing::info!(%error, "rules of an earlier run may be left"),
-            false => {
-                tracing::warn!(%error, "rules that an earlier run may have left are not removed");
             }
         }
     }

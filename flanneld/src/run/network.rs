@@ -134,7 +134,8 @@ async fn until_live(
                 "the store answers, but no lease is requested, because no network could be built"
             );
         }
-        observer.note(|facts| facts.waits_for = why.clone());
+        let cure = error.cure(&subnets.store_status().store);
+        observer.note(|facts| facts.waits_for = why.clone().map(|why| (why, cure)));
         logged = why.or(logged);
         tokio::time::sleep(if gone { STORE_AGAIN } else { SECOND_THOUGHT }).await;
     }
