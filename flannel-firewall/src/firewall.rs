@@ -24,6 +24,9 @@ const SHORTEST: Duration = Duration::from_millis(10);
 /// The same after a change in iptables mode, in which a check starts processes.
 const SHORTEST_OF_PROGRAMS: Duration = Duration::from_millis(250);
 
+/// The time in which equal repairs share a line of the log.
+const QUIET: Duration = Duration::from_secs(3600);
+
 /// The place of the rules.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
@@ -79,6 +82,16 @@ pub struct Firewall {
     status: watch::Sender<Status>,
     /// The end of the last check, and the time that it took.
     checked: (Instant, Duration),
+    /// The last line of the log about a repair.
+    logged: Option<Line>,
+}
+
+/// A line of the log about a repair: the differences, its time, and the number of equal repairs
+/// since then.
+struct Line {
+    found: String,
+    at: Instant,
+    more: u64,
 }
 
 enum Engine {
@@ -109,6 +122,7 @@ impl Firewall {
             options,
             status: watch::Sender::default(),
             checked: (Instant::now(), Duration::ZERO),
+            logged: None,
         })
     }
 
@@ -192,7 +206,7 @@ impl Firewall {
         });
     }
 
-    fn publish(&self, deviations: Vec<Deviation>, by_others: bool, failed: Vec<Error>) {
+    fn publish(&mut self, deviations: Vec<Deviation>, by_others: bool, failed: Vec<Error>) {
         let at = SystemTime::now();
         self.status.send_if_modified(|status| {
             let first_failure = !failed.is_empty() && status.failure.is_none();
@@ -202,10 +216,14 @@ impl Firewall {
             status.in_place = failed.is_empty();
             if !deviations.is_empty() && by_others {
                 let found: Vec<_> = deviations.iter().map(ToString::to_string).collect();
-                tracing::warn!(
-                    found = found.join("; "),
-                    "another program changed the rules, which are restored"
-                );
+                let found = found.join("; ");
+                if let Some(more) = line(&mut self.logged, &found, Instant::now()) {
+                    tracing::warn!(
+                        found,
+                        more,
+                        "another program changed the rules, which are restored"
+                    );
+                }
                 status.repairs += 1;
                 status.last_repair = Some(Repair { at, found: deviations });
             } else if !deviations.is_empty() {
@@ -276,6 +294,17 @@ impl Firewall {
     }
 }
 
+/// The number of repairs without a line since the last line, if this repair gets one: the first, one
+/// of other differences, and of equal ones one an hour.
+fn line(last: &mut Option<Line>, found: &str, now: Instant) -> Option<u64> {
+    if let Some(last) = last.as_mut().filter(|last| last.found == found && now < last.at + QUIET) {
+        last.more += 1;
+        return None;
+    }
+    let next = Line { found: found.to_owned(), at: now, more: 0 };
+    Some(last.replace(next).map_or(0, |last| last.more))
+}
+
 impl std::fmt::Debug for Firewall {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Firewall").field("options", &self.options).finish_non_exhaustive()
@@ -299,4 +328,19 @@ async fn clean(programs: &Programs, used: Option<&mut Iptables>, write: bool) ->
     let mut cleanup = Iptables::clean(programs, used, write).await;
     cleanup.note(nft::clean(write));
     cleanup
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn equal_repairs_share_a_line_for_an_hour() {
+        let (mut last, start) = (None, Instant::now());
+        let mut at = |seconds, found| line(&mut last, found, start + Duration::from_secs(seconds));
+        assert_eq!(at(0, "chain a"), Some(0));
+        assert_eq!((at(1, "chain a"), at(3599, "chain a")), (None, None));
+        assert_eq!(at(3600, "chain a"), Some(2));
+        assert_eq!((at(3601, "chain a"), at(3602, "chain b")), (None, Some(1)));
+    }
 }

@@ -8,6 +8,7 @@ mod manager;
 mod reflect;
 mod registry;
 mod runtime;
+mod seldom;
 #[cfg(feature = "testing")]
 pub mod testing;
 

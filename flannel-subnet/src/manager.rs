@@ -26,6 +26,7 @@ use crate::clock::{Clock, SystemClock};
 use crate::reflect::Reflector;
 use crate::registry::{HolderId, Metered, Registry, unanswered};
 use crate::runtime::{Task, lock};
+use crate::seldom::Seldom;
 pub use assigned::AssignedManager;
 use configs::Configs;
 use fallback::Fallback;
@@ -87,6 +88,9 @@ pub struct LocalManager {
     reflector: Mutex<Option<(Reflector, Option<Task>)>>,
     fallback: Arc<Fallback>,
     configs: Configs,
+    /// Lines about our lease, which another writer changed, and about our reservation.
+    changed: Seldom,
+    unused: Seldom,
 }
 
 impl LocalManager {
@@ -115,6 +119,8 @@ impl LocalManager {
             writing: tokio::sync::Mutex::default(),
             reflector: Mutex::default(),
             configs: Configs::default(),
+            changed: Seldom::default(),
+            unused: Seldom::default(),
         }
     }
 

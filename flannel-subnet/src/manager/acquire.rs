@@ -87,7 +87,9 @@ impl LocalManager {
                 let deleted = self.store.delete(&subnets, entry.lease.revision).await;
                 return lost_race(deleted.map(|()| None)).map(Attempt::from);
             }
-            tracing::warn!(%subnets, %reason, "this node's reservation is not used");
+            if self.unused.line(self.clock.boottime(), &reason).is_some() {
+                tracing::warn!(%subnets, %reason, "this node's reservation is not used");
+            }
         }
         self.take_new(config, listing, attrs).await
     }

@@ -15,6 +15,7 @@ use crate::clock::Clock;
 use crate::files::cache::{Cache, Saved};
 use crate::registry::{ConfigText, HolderId, Metered, Registry, unanswered};
 use crate::runtime::{Task, lock};
+use crate::seldom::Seldom;
 
 /// The time limit for the store's first answer. The cache is used after it.
 const PATIENCE: Duration = Duration::from_millis(25);
@@ -41,6 +42,8 @@ pub(super) struct Fallback {
     lost: Mutex<Option<Subnets>>,
     config_changed: Notify,
     saving: Mutex<()>,
+    /// Lines about failures to save.
+    unwritten: Seldom,
 }
 
 impl Fallback {
@@ -66,6 +69,7 @@ impl Fallback {
             loaded,
             config_changed: Notify::new(),
             saving: Mutex::default(),
+            unwritten: Seldom::default(),
         }
     }
 
@@ -199,7 +203,10 @@ impl Fallback {
         let lost = self.lost();
         let saved = Saved { store, written, leases: view.leases, config, own, lost };
         if let Err(error) = cache.save(&saved) {
-            tracing::warn!(%error, "the cache cannot be written");
+            let text = error.to_string();
+            if let Some(more) = self.unwritten.line(self.clock.boottime(), &text) {
+                tracing::warn!(%error, more, "the cache cannot be written");
+            }
         }
     }
 }

@@ -222,10 +222,13 @@ impl LocalManager {
         let ours =
             |skipped: &&Skipped| skipped.key.parse().is_ok_and(|key: Subnets| key == *subnets);
         let Some(unreadable) = listing.skipped.iter().find(ours) else { return Err(error) };
-        tracing::warn!(
-            %subnets, reason = unreadable.reason,
-            "this node's lease was made unreadable, restoring it"
-        );
+        let reason = &unreadable.reason;
+        if let Some(more) = self.changed.line(self.clock.boottime(), reason) {
+            tracing::warn!(
+                %subnets, reason, more,
+                "this node's lease was made unreadable, restoring it"
+            );
+        }
         match self.rewrite(subnets, unreadable.revision, attrs, term.is_none()).await {
             Ok(_) => Ok(None),
             // It changed again, and is checked again later.
@@ -266,7 +269,9 @@ impl LocalManager {
             self.settle(entry, term.unwrap_or(LeaseTerm { sent, ttl: Duration::ZERO }));
             return Ok(None);
         }
-        tracing::warn!(%subnets, "another writer changed this node's lease, restoring it");
+        if let Some(more) = self.changed.line(self.clock.boottime(), "changed") {
+            tracing::warn!(%subnets, more, "another writer changed this node's lease, restoring it");
+        }
         // Two writers that restore different values must not do so at full speed.
         tokio::time::sleep(Duration::from_millis(fastrand::u64(50..200))).await;
         let reserved = entry.holder.is_none();
