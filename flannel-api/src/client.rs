@@ -46,6 +46,9 @@ pub enum Error {
     /// The daemon refuses the request.
     #[error("{0}")]
     Refused(String),
+    /// A parameter of the request is wrong, such as a log filter.
+    #[error("{0}")]
+    Parameter(String),
     /// The daemon speaks another version of the API.
     #[error(
         "the daemon speaks version {} of the API, this program version {VERSION}",
@@ -173,9 +176,11 @@ impl Client {
             .ok_or_else(|| gone("the answer is incomplete".to_owned()))?;
         let value: Value = serde_json::from_str(body)
             .map_err(|_| gone(format!("the answer is not flanneld's: {}", body.trim())))?;
-        if head.split(' ').nth(1) != Some("200") {
-            let error = value["error"].as_str().unwrap_or("the daemon gave no reason");
-            return Err(Error::Refused(error.to_owned()));
+        let error = || value["error"].as_str().unwrap_or("the daemon gave no reason").to_owned();
+        match head.split(' ').nth(1) {
+            Some("200") => {}
+            Some("400") => return Err(Error::Parameter(error())),
+            _ => return Err(Error::Refused(error())),
         }
         match value["version"].as_u64() {
             Some(version) if version == u64::from(VERSION) => Ok(value),

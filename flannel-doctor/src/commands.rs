@@ -162,4 +162,76 @@ pub fn localize_findings(findings: &mut [Finding], store: Option<&str>) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_command_that_restores_a_store_matches_its_kind() {
+        for (store, error, command) in [
+            (
+                "dir:/srv/flannel?assign=static",
+                "",
+                "mount /srv/flannel || ls -la /srv/flannel # restore its files",
+            ),
+            (
+                "etcd:http://127.0.0.1:2379",
+                "",
+                "systemctl restart etcd # on 127.0.0.1; to see which one answers: \
+                 etcdctl --endpoints http://127.0.0.1:2379 endpoint health",
+            ),
+            (
+                "etcd:https://etcd-1:2379,https://[fd00::2]:2379",
+                "",
+                "systemctl restart etcd # on etcd-1, [fd00::2], where it does not run; to see \
+                 which one answers: etcdctl --endpoints https://etcd-1:2379,https://[fd00::2]:2379 \
+                 endpoint health",
+            ),
+            ("kube:https://10.96.0.1:443", "no route", "curl -k https://10.96.0.1:443/readyz # on"),
+            (
+                "kube:https://a",
+                "the credentials (401, Unauthorized)",
+                "kubectl -n kube-flannel rollout",
+            ),
+            (
+                "kube:https://a",
+                "forbidden: list nodes (403, x)",
+                "kubectl apply -f kube-flannel.yml #",
+            ),
+            ("memory", "", LOG),
+        ] {
+            let restored = restore_store(store, error);
+            assert!(restored.starts_with(command), "{restored}");
+            assert_eq!(localize(restored.clone(), Some(store)), restored);
+        }
+    }
+
+    #[test]
+    fn commands_are_replaced_in_kubernetes_only() {
+        let (kube, gone) = (Some("kube:https://10.96.0.1:443"), release("10.1.7.0-24"));
+        for (here, there) in [
+            (
+                "journalctl -u flanneld",
+                "kubectl -n kube-flannel logs POD -c kube-flannel".to_owned(),
+            ),
+            (
+                "kill 7 # or flannelctl config set FILE, with another \"Port\"",
+                "kill 7 # or kubectl -n kube-flannel edit configmap kube-flannel-cfg, with another \
+                 \"Port\""
+                    .to_owned(),
+            ),
+            (
+                gone.as_str(),
+                format!("{NODES} # then kubectl delete node: if that node is gone"),
+            ),
+            (
+                "flannelctl config patch '{\"Backend\": {\"MTU\": 1400}}' # better known",
+                "kubectl -n kube-flannel edit configmap kube-flannel-cfg # with {\"Backend\": \
+                 {\"MTU\": 1400}} in it: better known"
+                    .to_owned(),
+            ),
+            ("sysctl -w net.ipv4.ip_forward=1", "sysctl -w net.ipv4.ip_forward=1".to_owned()),
+        ] {
+            assert_eq!(localize(here.to_owned(), kube), there);
+            assert_eq!(localize(here.to_owned(), Some("etcd:http://127.0.0.1:2379")), here);
+            assert_eq!(localize(here.to_owned(), None), here);
+        }
+    }
 }

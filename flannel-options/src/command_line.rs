@@ -58,7 +58,7 @@ impl CommandLine {
                 args.insert(1.min(args.len()), arg);
             }
         }
-        match command.try_get_matches_from(args) {
+        match with_plain_usage(command).try_get_matches_from(args) {
             Ok(matches) => Ok(Self { matches, variables }),
             Err(error) if error.use_stderr() => {
                 Err(Error::Usage(name_variable(with_advice(&error), &variables)))
@@ -71,6 +71,19 @@ impl CommandLine {
     pub fn usage(&self, text: String) -> Error {
         Error::Usage(name_variable(text, &self.variables))
     }
+}
+
+/// The command with the usage line of its help in its errors. clap's own line lists the options that
+/// were given as if they were required.
+pub fn with_plain_usage(mut command: Command) -> Command {
+    command.build();
+    plain(command)
+}
+
+fn plain(mut command: Command) -> Command {
+    let usage = command.render_usage().to_string();
+    let usage = usage.trim_start_matches("Usage:").trim().to_owned();
+    command.mut_subcommands(plain).override_usage(usage)
 }
 
 /// Whether the argument is a text flag with an empty value, which counts as not given, as in Go. An

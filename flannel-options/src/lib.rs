@@ -10,7 +10,7 @@ mod secrets;
 pub mod state_dir;
 mod store;
 
-pub use command_line::{CommandLine, environment, go_flags};
+pub use command_line::{CommandLine, environment, go_flags, with_plain_usage};
 pub use error::Error;
 pub use interface::InterfaceFlags;
 pub use nearest::nearest;

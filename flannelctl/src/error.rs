@@ -28,4 +28,15 @@ pub(crate) enum Error {
     Kernel(#[from] flannel_core::kernel::KernelError),
 }
 
+impl Error {
+    /// 2 for wrong usage, which the daemon may notice, and 1 for everything else.
+    pub(crate) fn exit_code(&self) -> u8 {
+        match self {
+            Self::Api(flannel_api::Error::Parameter(_)) => 2,
+            Self::Options(error) => error.exit_code(),
+            _ => 1,
+        }
+    }
+}
+
 pub(crate) type Result<T, E = Error> = std::result::Result<T, E>;

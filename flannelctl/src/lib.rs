@@ -52,7 +52,19 @@ pub fn run(args: impl IntoIterator<Item = OsString>, backends: &Backends) -> Exi
     let terminal = Terminal::of_stdout();
     // A closed stdout is no error.
     let print = |text: &str| _ = terminal.print(text);
-    let parsed = Ctl::parse_from(args, |name| std::env::var_os(name));
+    let args: Vec<OsString> = args.into_iter().collect();
+    // Also if the command line is wrong.
+    let json = args.iter().any(|arg| arg == "--json");
+    let failed = |error: &str, shown: &str, code: u8| {
+        if json {
+            let value = serde_json::json!({ "version": VERSION, "error": error });
+            print(&line(&value.to_string()));
+        } else {
+            print_error(shown);
+        }
+        ExitCode::from(code)
+    };
+    let parsed = Ctl::parse_from(args.iter().cloned(), |name| std::env::var_os(name));
     if let Err(flannel_options::Error::Help(text)) = &parsed {
         print(text);
         return ExitCode::SUCCESS;
@@ -63,35 +75,29 @@ pub fn run(args: impl IntoIterator<Item = OsString>, backends: &Backends) -> Exi
     let options = match parsed {
         Ok(options) => options,
         Err(error) => {
-            print_error(&error.to_string());
-            return ExitCode::from(error.exit_code());
+            let text = error.to_string();
+            let error_text = text.trim().trim_start_matches("error: ");
+            return failed(error_text, &text, error.exit_code());
         }
     };
     let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
         Ok(runtime) => runtime,
         Err(error) => {
-            print_error(&line(&format!("flannelctl: the runtime: {error}")));
-            return ExitCode::FAILURE;
+            let text = format!("the runtime: {error}");
+            return failed(&text, &line(&format!("flannelctl: {text}")), 1);
         }
     };
-    let json = options.global.json;
     match runtime.block_on(run_verb(&options, backends, &terminal)) {
         Ok(output) => {
             print(&if json { line(&output.value.to_string()) } else { output.text });
             if output.ok { ExitCode::SUCCESS } else { ExitCode::FAILURE }
-        }
-        Err(failure) if json => {
-            let value = serde_json::json!({ "version": VERSION, "error": failure.to_string() });
-            print(&line(&value.to_string()));
-            ExitCode::FAILURE
         }
         Err(failure) => {
             let text = match &failure {
                 error::Error::Lines(all) => all.iter().map(|text| line(text)).collect(),
                 failure => line(&failure.to_string()),
             };
-            print_error(&format!("flannelctl: {text}"));
-            ExitCode::FAILURE
+            failed(&failure.to_string(), &format!("flannelctl: {text}"), failure.exit_code())
         }
     }
 }

@@ -15,11 +15,11 @@ use flannel_options::EtcdFlags;
 use flannel_options::environment::{misspelt, name_variable, variable};
 use flannel_options::go_flags::is_given;
 use flannel_options::{
-    Error as OptionsError, InterfaceFlags, RegistryUrl, control, open_directory,
+    Error as OptionsError, InterfaceFlags, RegistryUrl, control, open_directory, with_plain_usage,
 };
 use flannel_subnet::Registry;
 
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::verbs::docker_opts::DockerFlags;
 use crate::verbs::lease::LeaseVerb;
 
@@ -115,7 +115,7 @@ impl Global {
     /// Opens the store, or creates one.
     pub(crate) async fn make_registry(&self) -> Result<Arc<dyn Registry>> {
         let missing = || {
-            Error::Refused(
+            OptionsError::Usage(
                 "--registry is missing; expected dir:PATH, such as dir:/etc/flannel/network".into(),
             )
         };
@@ -135,7 +135,7 @@ impl Global {
             #[cfg(not(feature = "etcd"))]
             RegistryUrl::Etcd => {
                 let text = "--registry etcd: this build has no etcd; expected dir:PATH";
-                return Err(Error::Refused(text.to_owned()));
+                return Err(OptionsError::Usage(text.to_owned()).into());
             }
         };
         Ok(registry)
@@ -308,13 +308,22 @@ pub(crate) enum ConfigVerb {
     )]
     Patch {
         /// Such as '{"Backend": {"MTU": 1400}}'
-        #[arg(value_name = "PATCH")]
+        #[arg(value_name = "PATCH", value_parser = patch)]
         patch: String,
 
         /// Write the config even if it has mistakes
         #[arg(long)]
         force: bool,
     },
+}
+
+fn patch(text: &str) -> Result<String, String> {
+    match serde_json::from_str::<serde_json::Map<String, serde_json::Value>>(text) {
+        Ok(_) => Ok(text.to_owned()),
+        Err(error) => Err(format!(
+            "{error}; expected a JSON object such as '{{\"Backend\": {{\"MTU\": 1400}}}}'"
+        )),
+    }
 }
 
 /// Options of commands that flanneld also has, with the same meaning and the same variables.
@@ -368,11 +377,12 @@ impl Ctl {
             }
         }
         let usage = |text: String| OptionsError::Usage(name_variable(text, &variables));
-        let matches =
-            command.try_get_matches_from(args).map_err(|error| match error.use_stderr() {
+        let matches = with_plain_usage(command).try_get_matches_from(args).map_err(|error| {
+            match error.use_stderr() {
                 true => usage(error.render().to_string()),
                 false => OptionsError::Help(error.render().to_string()),
-            })?;
+            }
+        })?;
         let mut options = Self::from_arg_matches(&matches)
             .map_err(|error| OptionsError::Usage(error.to_string()))?;
         // Kubernetes sets the first one in each pod, and not for a daemon that is no pod.
@@ -558,6 +568,27 @@ mod tests {
             parse(&["lease", "list", "--registry=dir:/x"], &[("FLANNELD_ETCD_USERNAME", "u")])
                 .is_ok()
         );
+    }
+
+    #[test]
+    fn the_usage_line_of_an_error_lists_only_what_is_required() {
+        for (args, names, usage) in [
+            (&["cleanup", "--for-go", "--dry-run=x"] as &[&str], "--dry-run", "cleanup [OPTIONS]"),
+            (&["--state-dir=/x", "config", "set"], "<FILE>", "config set [OPTIONS] <FILE>"),
+            (&["why", "--json"], "<ADDRESS>", "why [OPTIONS] <ADDRESS>"),
+            (&["lease", "reserve"], "<SUBNET>", "lease reserve [OPTIONS] <SUBNET>"),
+            (&["statsu"], "statsu", "[OPTIONS] <COMMAND>"),
+        ] {
+            let error = parse(args, &[("FLANNELD_REGISTRY", "dir:/x")]).unwrap_err();
+            let text = error.to_string();
+            assert!(error.exit_code() == 2 && text.contains(names), "{text}");
+            assert!(text.contains(&format!("Usage: flannelctl {usage}\n")), "{text}");
+        }
+        for wrong in ["1400", "{", "[]"] {
+            let error = parse(&["config", "patch", wrong], &[]).unwrap_err();
+            let text = error.to_string();
+            assert!(error.exit_code() == 2 && text.contains("expected a JSON object"), "{text}");
+        }
     }
 
     #[test]

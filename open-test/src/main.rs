@@ -19,6 +19,7 @@ fn main() -> ExitCode {
         return flannelctl::run(args, &backends);
     } else {
         eprintln!("lane-node: expected daemon or ctl");
+        return ExitCode::from(2);
     }
     ExitCode::FAILURE
 }

@@ -610,7 +610,7 @@ fn the_log_filter_can_be_set_and_sighup_resets_it() {
         let daemon = place.start();
         ready(&daemon);
         let (code, text) = place.fails(&["log", "warning"]);
-        assert!(code == 1 && text.contains("\"warning\" is not valid"), "{text}");
+        assert!(code == 2 && text.contains("\"warning\" is not valid"), "{text}");
         // The daemon logs the new filter after it has set it, and before it answers. So the filter
         // suppresses that line.
         place.ctl_text(&["log", "error"]);
@@ -1131,6 +1131,8 @@ fn flannelctl_exits_with_2_on_wrong_usage_and_0_on_help() {
             [vec!["statsu"], vec!["why"], vec!["why", "x"], vec!["lease", "reserve", "10.1.0.0"]]
         {
             assert_eq!(place.fails(&args).0, 2, "{args:?}");
+            let error = place.json(&args)["error"].to_string();
+            assert!(error.contains(args.last().unwrap()) || error.contains("ADDRESS"), "{error}");
         }
         assert!(place.ctl_text(&["--help"]).contains("Exit status"));
         assert!(place.ctl_text(&["lease", "release", "--help"]).contains("exits with status 1"));
