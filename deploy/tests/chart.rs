@@ -67,6 +67,35 @@ fn optional() -> BTreeSet<String> {
         .collect()
 }
 
+/// The name of the image has one place, the chart's values. A test of the manifest has its version.
+#[test]
+fn all_files_name_the_image_of_the_chart() {
+    let image = &yaml("values.yaml")["flannel"]["image"];
+    let text = |field: &str| image[field].as_str().unwrap().to_owned();
+    let (repository, tag) = (text("repository"), text("tag"));
+    let mut named = 0;
+    for dir in ["../docs", "../deploy", ".."] {
+        for entry in fs::read_dir(file(dir)).unwrap() {
+            let path = entry.unwrap().path();
+            let extension = path.extension().and_then(|extension| extension.to_str());
+            let is_docker = path.ends_with("Dockerfile");
+            if !is_docker && !matches!(extension, Some("md" | "yml" | "yaml" | "sh")) {
+                continue;
+            }
+            let text = fs::read_to_string(&path).unwrap();
+            for (at, _) in text.match_indices("localhost/") {
+                let name = &text[at..];
+                assert!(name.starts_with(&repository), "{}: {name:.40}", path.display());
+                if let Some(rest) = name[repository.len()..].strip_prefix(':') {
+                    assert!(rest.starts_with(&tag), "{}: {name:.40}", path.display());
+                    named += 1;
+                }
+            }
+        }
+    }
+    assert!(named > 10, "{named}");
+}
+
 #[test]
 fn the_chart_has_the_version_of_the_programs() {
     let chart = yaml("Chart.yaml");

@@ -272,6 +272,68 @@ fn static_programs_are_for_the_machine_and_abi_of_the_host() {
     }
 }
 
+/// `load-image.sh` with programs that only write how they are called.
+#[test]
+fn one_command_builds_the_image_and_loads_it_into_the_nodes() {
+    let image = format!("localhost/flannel:v{}", env!("CARGO_PKG_VERSION"));
+    let import = |ctr: &str| format!("if [ $(id -u) = 0 ]; then {ctr}; else sudo {ctr}; fi");
+    let (k3s, containerd) =
+        (import("k3s ctr images import -"), import("ctr -n k8s.io images import -"));
+    let to = |node: &str, import: &str| format!("ssh {node} {import}");
+    for (nodes, args, loads) in [
+        (
+            "kind://docker/two/two-worker,containerd://2.0.3,172.18.0.2\n\
+             kind://docker/two/two-control-plane,containerd://2.0.3,172.18.0.3",
+            &[] as &[&str],
+            Some(vec![format!("kind load docker-image {image} --name two")]),
+        ),
+        (
+            "k3s://a,containerd://2.0.4-k3s2,10.0.0.1 fd00::1\n\
+             k3s://b,containerd://2.0.4-k3s2,10.0.0.2",
+            &[],
+            Some(vec![to("10.0.0.1", &k3s), to("10.0.0.2", &k3s)]),
+        ),
+        (",containerd://1.7.1,10.0.0.1", &[], Some(vec![to("10.0.0.1", &containerd)])),
+        (
+            ",containerd://1.7.1,10.0.0.1",
+            &["a", "b"],
+            Some(vec![to("a", &containerd), to("b", &containerd)]),
+        ),
+        (",cri-o://1.34.0,10.0.0.1", &[], None),
+        ("", &[], None),
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        let log = dir.path().join("log");
+        let notes = |name: &str| format!("echo \"{name} $*\" >>{}", log.display());
+        for (name, does) in [
+            ("kubectl", format!("printf '%b\\n' '{}'", nodes.replace('\n', "\\n"))),
+            ("docker", notes("docker")),
+            ("kind", notes("kind")),
+            ("ssh", format!("cat >/dev/null; {}", notes("ssh"))),
+        ] {
+            // Another process writes it, because a program that is open for writing cannot start.
+            let write = r#"printf '#!/bin/sh\n%s\n' "$1" >"$0" && chmod 755 "$0""#;
+            let program = dir.path().join(name);
+            let written = Command::new("sh").args(["-c", write]).arg(program).arg(does).status();
+            assert!(written.unwrap().success());
+        }
+        let path = format!("{}:{}", dir.path().display(), std::env::var("PATH").unwrap());
+        let output =
+            Command::new(file("load-image.sh")).args(args).env("PATH", path).output().unwrap();
+        let called = fs::read_to_string(&log).unwrap_or_default();
+        let called: Vec<&str> = called.lines().collect();
+        let Some(loads) = loads else {
+            assert!(!output.status.success() && called.is_empty(), "{nodes}: {called:?}");
+            continue;
+        };
+        assert!(output.status.success(), "{nodes}: {output:?}");
+        let build = format!("docker build --build-arg IPTABLES=nft --tag {image} ");
+        assert!(called[0].starts_with(&build), "{called:?}");
+        let rest = called[1..].iter().filter(|call| !call.starts_with("docker save "));
+        assert!(rest.eq(loads.iter().map(String::as_str).collect::<Vec<_>>().iter()), "{called:?}");
+    }
+}
+
 #[test]
 fn the_image_and_the_unit_give_the_daemon_the_same_environment() {
     let read = |file| fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(file)).unwrap();
