@@ -19,6 +19,11 @@ pub use crate::transport::wire::{Attributes, Messages};
 
 /// `NFNL_MSG_BATCH_BEGIN` and `_END`.
 const BATCH: [u16; 2] = [16, 17];
+/// The largest number of changes in a batch. The answers to all of them must fit into the receive
+/// buffer of the socket, which has room for at least 250 with the default of Linux.
+const MOST_CHANGES: usize = 200;
+/// `EMSGSIZE`.
+const TOO_MANY: i32 = 90;
 /// Bytes of `struct nfgenmsg`.
 const HEADER: usize = 4;
 /// The size of the receive buffer for changes, in bytes. An overflow is reported as a change.
@@ -86,8 +91,7 @@ impl Batch {
     /// Adds a change of the type `number` ([`Kind::number`]) for the address family `family`
     /// ([`Kind::family`]). `fill` adds its attributes.
     ///
-    /// A batch has room for about 200 changes, because the answers to all of them must fit into the
-    /// receive buffer of the socket.
+    /// A batch has room for 200 changes. [`NetfilterSocket::commit`] refuses a longer one.
     pub fn add(
         &mut self,
         number: u8,
@@ -171,11 +175,15 @@ impl NetfilterSocket {
     /// Applies all changes of a batch, or none.
     ///
     /// # Errors
-    /// The kernel refused a change. The error has the number of the first refused change, and the
-    /// reason. No change was applied.
+    /// The kernel refused a change, or the batch is too long. The error has the number of the first
+    /// refused change, and the reason. No change was applied.
     pub fn commit(&mut self, mut batch: Batch) -> Result<(), Refused> {
-        batch.fence(BATCH[1]);
         let whole = |error| Refused { change: None, error };
+        if batch.len > MOST_CHANGES {
+            let detail = format!("{} changes, expected at most {MOST_CHANGES}", batch.len);
+            return Err(whole(KernelError::explained(TOO_MANY, detail)));
+        }
+        batch.fence(BATCH[1]);
         let results = self.0.send_as_is(&mut batch.messages).map_err(whole)?;
         let changes = results.len() - 2;
         if let Some((n, Some(Err(error)))) =

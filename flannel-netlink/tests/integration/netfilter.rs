@@ -61,6 +61,21 @@ fn a_batch_is_atomic() {
     });
 }
 
+/// The answers to all changes of the longest batch fit into the receive buffer.
+#[test]
+fn a_batch_has_room_for_200_changes() {
+    in_netns_async(|| async {
+        let mut socket = NetfilterSocket::open().unwrap();
+        for (changes, expected) in [(200, None), (201, Some((None, 90)))] {
+            let mut batch = Batch::new(NFTABLES);
+            (0..changes).for_each(|_| table(&mut batch, NEWTABLE, Make::Create, "one"));
+            let refused = socket.commit(batch).err();
+            let refused = refused.map(|refused| (refused.change, refused.error.errno));
+            assert_eq!(refused, expected, "{changes}");
+        }
+    });
+}
+
 #[test]
 fn a_query_finds_an_object_or_reports_it_absent() {
     in_netns_async(|| async {

@@ -5,16 +5,25 @@
 //! **Source**: flannel `pkg/subnet/subnet.go: WriteSubnetFile, ReadCIDRFromSubnetFile`; the syntax
 //! is that of godotenv.
 
+use std::convert::Infallible;
 use std::fs::{self, DirBuilder};
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
+use std::time::Duration;
 use std::{fmt, io};
 
 use flannel_core::address::{Dual, Family};
 use flannel_core::{Subnet, Subnets};
+use nix::errno::Errno;
+use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
 
 use super::atomic;
+use crate::runtime::readable;
+
+/// The pause after the file was removed.
+const REMOVED: Duration = Duration::from_millis(200);
 
 /// The content of `subnet.env`. `Display` is the text of the file.
 ///
@@ -124,6 +133,30 @@ impl SubnetEnv {
         atomic::replace(path, self.to_string().as_bytes(), 0o644, None).map_err(error)
     }
 
+    /// Calls `write` each time another program has removed the file at `path`. Returns only with its
+    /// error. If the file cannot be watched, it never returns.
+    ///
+    /// # Panics
+    /// There is no tokio runtime with I/O enabled.
+    ///
+    /// # Cancel safety
+    /// A call of `write` may be dropped. Nothing else is lost.
+    pub async fn restore<E>(
+        path: &Path,
+        write: impl AsyncFn() -> Result<(), E>,
+    ) -> Result<Infallible, E> {
+        loop {
+            if let Err(error) = removed(path).await {
+                tracing::debug!(path = %path.display(), %error, "the file is not watched");
+                return std::future::pending().await;
+            }
+            tracing::warn!(path = %path.display(), "another program removed the file, restoring it");
+            // A program that removes it all the time must not keep a core busy.
+            tokio::time::sleep(REMOVED).await;
+            write().await?;
+        }
+    }
+
     /// Reads the file like a shell or dotenv: quotes, `export`, comments and `KEY: value` are
     /// accepted, unknown keys are ignored, host bits are cleared, and the last line of a key
     /// counts. Invalid items in a list of subnets are ignored. If not exactly one valid item is
@@ -168,6 +201,19 @@ impl SubnetEnv {
         env.mtu = mtu.ok_or_else(|| missing("FLANNEL_MTU"))?;
         env.ip_masq = ip_masq.ok_or_else(|| missing("FLANNEL_IPMASQ"))?;
         Ok(env)
+    }
+}
+
+/// Waits until there is no file at `path`.
+async fn removed(path: &Path) -> io::Result<()> {
+    let events = AddWatchFlags::IN_ATTRIB | AddWatchFlags::IN_DELETE_SELF;
+    loop {
+        let inotify = Inotify::init(InitFlags::IN_NONBLOCK | InitFlags::IN_CLOEXEC)?;
+        match inotify.add_watch(path, events | AddWatchFlags::IN_MOVE_SELF) {
+            Err(Errno::ENOENT | Errno::ENOTDIR) => return Ok(()),
+            watched => _ = watched?,
+        }
+        readable(OwnedFd::from(inotify))?.readable().await?.retain_ready();
     }
 }
 
@@ -250,6 +296,7 @@ impl<'a> Line<'a> {
 mod tests {
     use super::*;
     use std::os::unix::fs::PermissionsExt;
+    use std::sync::atomic::{AtomicUsize, Ordering};
 
     fn env(subnets: &[(&str, &str)]) -> SubnetEnv {
         SubnetEnv {
@@ -289,6 +336,40 @@ mod tests {
         assert_eq!(env.previous().unwrap().to_string(), "10.1.5.0-24&fd00:0:0:5::-64");
         assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o7777, 0o644);
         assert_eq!(fs::read_dir(path.parent().unwrap()).unwrap().count(), 1);
+    }
+
+    #[tokio::test]
+    async fn a_removed_file_is_written_again_and_a_changed_one_is_not() {
+        let dir = tempfile::tempdir().unwrap();
+        let (path, other) = (dir.path().join("run/subnet.env"), dir.path().join("other"));
+        let env = env(&[("10.1.0.0/16", "10.1.5.0/24")]);
+        env.write_atomic(&path).unwrap();
+        let written = AtomicUsize::new(0);
+        let write = async || {
+            written.fetch_add(1, Ordering::Relaxed);
+            env.write_atomic(&path)
+        };
+        let there = || {
+            test_support::eventually_async(
+                Duration::from_secs(20),
+                async || path.exists(),
+                || "no file",
+            )
+        };
+        let removals = async {
+            fs::remove_file(&path).unwrap();
+            there().await;
+            fs::write(&other, "FLANNEL_MTU=1").unwrap();
+            fs::set_permissions(&other, fs::Permissions::from_mode(0o600)).unwrap();
+            fs::rename(&other, &path).unwrap();
+            fs::remove_dir_all(path.parent().unwrap()).unwrap();
+            there().await;
+        };
+        tokio::select! {
+            failed = SubnetEnv::restore(&path, write) => match failed.unwrap() {},
+            () = removals => {}
+        }
+        assert_eq!((written.load(Ordering::Relaxed), SubnetEnv::read(&path).unwrap()), (2, env));
     }
 
     #[test]

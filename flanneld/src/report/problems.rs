@@ -1,6 +1,8 @@
 //! Problems, as sentences. A node is ready if and only if no problem is an error. So a node that is
 //! not ready always has a complete list of reasons.
 
+use std::fmt::Display;
+
 use flannel_api::{Problem, SubnetsReport, texts};
 use flannel_core::object::Key;
 use flannel_core::status::Rejection;
@@ -178,12 +180,11 @@ impl Found {
 
     fn of_firewall(&mut self, rulebook: &Rulebook) {
         let yet = "the firewall rules are not in place yet";
+        let missing = |why: &dyn Display| format!("the firewall rules are not in place: {why}");
         match rulebook {
             Rulebook::Unwanted => {}
             Rulebook::Pending => self.error(yet, WATCH),
-            Rulebook::Missing { why, cure, requested: true } => {
-                self.error(format!("the firewall rules are not in place: {why}"), *cure);
-            }
+            Rulebook::Missing { why, cure, requested: true } => self.error(missing(why), *cure),
             // They are only the default, and many hosts need none.
             Rulebook::Missing { why, cure, requested: false } => {
                 self.warning(format!("there are no forward rules: {why}"), *cure);
@@ -191,10 +192,7 @@ impl Found {
             Rulebook::Kept(status) => {
                 let status = status.borrow();
                 match status.failure.as_ref().and_then(|failure| failure.errors.first()) {
-                    Some(error) => {
-                        let text = format!("the firewall rules are not in place: {error}");
-                        self.error(text, error.cure());
-                    }
+                    Some(error) => self.error(missing(error), error.cure()),
                     None if status.in_place => {}
                     None => self.error(yet, WATCH),
                 }

@@ -65,7 +65,7 @@ pub(super) async fn run(
             None => std::future::pending().await,
         }
     };
-    let looks = log_findings(observer, rules.clone(), lapsed);
+    let looks = log_findings(observer, rules.clone());
     let validate = async |to: &Config| validator.validate(to, Some(&config)).await.map(drop);
     // The next network may be built from another config.
     let validate_again = async || {
@@ -76,12 +76,18 @@ pub(super) async fn run(
         if lapsed {
             return until_live(subnets, own, views.clone(), &validate_again, observer).await;
         }
-        publish(settings, &config, &handle, rules, (go_flannel, observer)).await?;
+        let write = async || {
+            publish(settings, &config, &handle, rules.clone(), (go_flannel, observer)).await
+        };
+        write().await?;
         tracing::info!(
             lease = %own, backend = backend.kind(), mtu = handle.mtu,
             subnet_file = %settings.subnet_file.display(), "running"
         );
-        hold(subnets, &handle.lease).await
+        tokio::select! {
+            reason = hold(subnets, &handle.lease) => reason,
+            failed = SubnetEnv::restore(&settings.subnet_file, &write) => match failed? {},
+        }
     };
     let uplink = chosen.iface.name;
     let (kernel, footprint) = (chosen.kernel.clone(), backend.footprint(&config, Some(uplink))?);
@@ -180,14 +186,8 @@ async fn rules_and_tunnel(
 }
 
 /// Logs the findings about this host once, when the firewall rules are in place or cannot be.
-async fn log_findings(
-    observer: &Observer,
-    mut rules: watch::Receiver<bool>,
-    lapsed: bool,
-) -> Infallible {
-    if !lapsed {
-        let _ = tokio::time::timeout(RULES, rules.wait_for(|settled| *settled)).await;
-    }
+async fn log_findings(observer: &Observer, mut rules: watch::Receiver<bool>) -> Infallible {
+    let _ = tokio::time::timeout(RULES, rules.wait_for(|settled| *settled)).await;
     host::look(&observer.snapshot(), observer.legacy()).await.findings.iter().for_each(host::log);
     std::future::pending().await
 }

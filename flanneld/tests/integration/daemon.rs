@@ -951,6 +951,20 @@ fn a_config_whose_firewall_rules_cannot_be_made_is_refused() {
 }
 
 #[test]
+fn a_removed_subnet_file_is_written_again() {
+    in_netns(|| {
+        uplink();
+        let place = Place::new(CONFIG);
+        let daemon = place.start(&[]);
+        daemon.wait_for_log("running lease");
+        let before = place.subnet_env();
+        fs::remove_file(place.subnet_file()).unwrap();
+        daemon.wait_for_log("another program removed the file, restoring it");
+        assert_eq!(place.subnet_env(), before);
+    });
+}
+
+#[test]
 fn forward_rules_are_made_when_iptables_appears() {
     in_netns(|| {
         uplink();
