@@ -143,7 +143,7 @@ fn page(failure: &str, left: &Left, subnet_file: &Path, terminal: &Terminal) -> 
     text += &terminal.field(
         "",
         Style::Plain,
-        "try: systemctl status flanneld; or --control-socket FILE, if it was started with another \
+        "try: systemctl start flanneld; or --control-socket FILE, if it was started with another \
          one",
     );
     text += &status::findings(&left.findings, terminal);
