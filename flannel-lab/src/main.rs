@@ -37,7 +37,16 @@ fn main() -> ExitCode {
             Some((words, args)) => failed(&flannel_lab::enter_and_exec(&words[1], args)),
             None => failed(&"enter: expected a program to run"),
         },
-        _ => run(&Options::parse()),
+        _ => match Options::try_parse() {
+            Ok(options) => run(&options),
+            Err(usage) if usage.use_stderr() && rest.iter().any(|arg| arg == "--json") => {
+                let error = usage.to_string();
+                let error = error.trim().trim_start_matches("error: ");
+                print(&format!("{}\n", serde_json::json!({ "ok": false, "error": error })));
+                ExitCode::from(2)
+            }
+            Err(usage) => usage.exit(),
+        },
     }
 }
 

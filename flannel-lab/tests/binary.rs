@@ -91,6 +91,10 @@ fn wrong_usage_exits_with_status_2() {
         let (status, out, err) = output(&mut place.lab(args));
         assert_eq!(status.status.code(), Some(2), "{args:?}: {out}{err}");
         assert!(out.is_empty() && err.contains(args[args.len() - 1]), "{args:?}: {out}{err}");
+        let (status, out, err) = output(place.lab(args).arg("--json"));
+        let result: Value = serde_json::from_str(&out).unwrap();
+        assert_eq!((status.status.code(), &result["ok"]), (Some(2), &Value::Bool(false)), "{err}");
+        assert!(result["error"].to_string().contains(args[args.len() - 1]), "{result}");
     }
     assert_eq!(output(&mut place.lab(&["--help"])).0.status.code(), Some(0));
 }
