@@ -62,6 +62,7 @@ impl Follower {
             api,
             nodes: Nodes::new(read_options.clone(), own.clone()),
             late: None,
+            unreadable: String::new(),
             read_options: read_options.clone(),
             own,
             views,
@@ -84,6 +85,8 @@ struct Following {
     nodes: Nodes,
     /// The first and the last time in a row at which the server's cache was late.
     late: Option<(Instant, Instant)>,
+    /// The last logged error of an event that could not be read.
+    unreadable: String,
     /// The name of this node.
     own: String,
     views: Sender<View>,

@@ -181,10 +181,15 @@ impl Following {
         }
         // Only a list can skip an unreadable event.
         let Event { kind, object } = serde_json::from_slice(line).map_err(|error| {
-            tracing::warn!(
-                store = self.api.name(), %error,
-                "an event of the watch cannot be read, listing again"
-            );
+            let error = error.to_string();
+            // The next watch may begin with the same event.
+            if self.unreadable != error {
+                tracing::warn!(
+                    store = self.api.name(), %error,
+                    "an event of the watch cannot be read, listing again"
+                );
+                self.unreadable = error;
+            }
             Failure::Gone
         })?;
         let changed = match &*kind {
