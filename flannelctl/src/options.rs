@@ -19,7 +19,7 @@ use flannel_options::{
 };
 use flannel_subnet::Registry;
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::verbs::docker_opts::DockerFlags;
 use crate::verbs::lease::LeaseVerb;
 

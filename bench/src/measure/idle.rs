@@ -7,8 +7,8 @@ use crate::parts::cluster::Families;
 use crate::parts::daemon::{Daemon, program};
 use crate::parts::report::Report;
 
-/// Rules of iptables cause no events, so they are compared every five seconds. Probes of paths have
-/// a bench of their own.
+/// The firewall wakes every five seconds to check its rules. Probes of paths have a bench of their
+/// own.
 const QUIET: [&str; 2] = ["--iptables-forward-rules=false", "--path-interval=0"];
 /// The time in which unused threads end.
 const SETTLE: Duration = Duration::from_secs(15);
