@@ -64,7 +64,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>, backends: &Backends) -> Exi
         }
         ExitCode::from(code)
     };
-    let parsed = Ctl::parse_from(args.iter().cloned(), |name| std::env::var_os(name));
+    let parsed = Ctl::parse_from(args, |name| std::env::var_os(name));
     if let Err(flannel_options::Error::Help(text)) = &parsed {
         print(text);
         return ExitCode::SUCCESS;
