@@ -96,7 +96,7 @@ struct Line {
 
 enum Engine {
     Nftables(Nft),
-    Iptables(Iptables),
+    Iptables(Box<Iptables>),
 }
 
 impl Firewall {
@@ -114,7 +114,8 @@ impl Firewall {
         let engine = match mode {
             Mode::Nftables => Engine::Nftables(Nft::open()?),
             Mode::Iptables => {
-                Engine::Iptables(Iptables::open(options.programs.clone(), rule_options).await?)
+                let iptables = Iptables::open(options.programs.clone(), rule_options).await?;
+                Engine::Iptables(Box::new(iptables))
             }
         };
         Ok(Self {
@@ -190,7 +191,7 @@ impl Firewall {
         let programs = &self.options.programs;
         let Cleanup { found, failed } = match &mut self.engine {
             Engine::Nftables(_) => Iptables::clean(programs, None, true).await,
-            Engine::Iptables(used) => clean(programs, Some(used), true).await,
+            Engine::Iptables(used) => clean(programs, Some(used.as_mut()), true).await,
         };
         for deviation in &found {
             tracing::info!(object = deviation.object, "rules of another mode were removed");

@@ -221,10 +221,10 @@ mod tests {
     fn the_config_equals_that_of_the_go_plugin() {
         let mut seen = 0;
         for case in
-            std::fs::read_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden")).unwrap()
+            fs::read_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden")).unwrap()
         {
             let dir = case.unwrap().path();
-            let read = |name: &str| std::fs::read_to_string(dir.join(name)).unwrap();
+            let read = |name: &str| fs::read_to_string(dir.join(name)).unwrap();
             let conf = NetConf::parse(read("conf.json").as_bytes()).unwrap();
             let delegate =
                 DelegateConf::new(&conf, &SubnetEnv::read(&dir.join("subnet.env")).unwrap())
