@@ -256,11 +256,9 @@ impl Found {
 
 #[cfg(test)]
 mod tests {
-    use flannel_core::Error as CoreError;
     use flannel_core::status::Status;
 
     use super::*;
-    use crate::error::Error;
     use crate::observe::Observer;
     use crate::observe::tests::network;
 
