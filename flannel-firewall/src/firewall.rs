@@ -295,8 +295,8 @@ impl Firewall {
     }
 }
 
-/// The number of repairs without a line since the last line, if this repair gets one: the first, one
-/// of other differences, and of equal ones one an hour.
+/// The number of repairs without a line since the last line, if this repair gets one: the first,
+/// one of other differences, and of equal ones one an hour.
 fn line(last: &mut Option<Line>, found: &str, now: Instant) -> Option<u64> {
     if let Some(last) = last.as_mut().filter(|last| last.found == found && now < last.at + QUIET) {
         last.more += 1;

@@ -73,8 +73,8 @@ impl CommandLine {
     }
 }
 
-/// The command with the usage line of its help in its errors. clap's own line lists the options that
-/// were given as if they were required.
+/// The command with the usage line of its help in its errors. clap's own line lists the options
+/// that were given as if they were required.
 pub fn with_plain_usage(mut command: Command) -> Command {
     command.build();
     plain(command)

@@ -1,8 +1,8 @@
 //! Waits for changes of the rules of iptables, so that no process is run while nothing changes.
 //!
-//! `iptables-nft` has its rules in nf_tables, and the kernel reports each change of them. The kernel
-//! reports no changes of the legacy tables. But `iptables-legacy` takes a lock for each change, and
-//! inotify reports the end of its use.
+//! `iptables-nft` has its rules in nf_tables, and the kernel reports each change of them. The
+//! kernel reports no changes of the legacy tables. But `iptables-legacy` takes a lock for each
+//! change, and inotify reports the end of its use.
 
 use std::io;
 use std::os::fd::AsFd;

@@ -133,8 +133,8 @@ impl SubnetEnv {
         atomic::replace(path, self.to_string().as_bytes(), 0o644, None).map_err(error)
     }
 
-    /// Calls `write` each time another program has removed the file at `path`. Returns only with its
-    /// error. If the file cannot be watched, it never returns.
+    /// Calls `write` each time another program has removed the file at `path`. Returns only with
+    /// its error. If the file cannot be watched, it never returns.
     ///
     /// # Panics
     /// There is no tokio runtime with I/O enabled.
@@ -145,12 +145,13 @@ impl SubnetEnv {
         path: &Path,
         write: impl AsyncFn() -> Result<(), E>,
     ) -> Result<Infallible, E> {
+        let shown = path.display();
         loop {
             if let Err(error) = removed(path).await {
-                tracing::debug!(path = %path.display(), %error, "the file is not watched");
+                tracing::debug!(path = %shown, %error, "the file is not watched");
                 return std::future::pending().await;
             }
-            tracing::warn!(path = %path.display(), "another program removed the file, restoring it");
+            tracing::warn!(path = %shown, "another program removed the file, restoring it");
             // A program that removes it all the time must not keep a core busy.
             tokio::time::sleep(REMOVED).await;
             write().await?;

@@ -270,7 +270,10 @@ impl LocalManager {
             return Ok(None);
         }
         if let Some(more) = self.changed.line(self.clock.boottime(), "changed") {
-            tracing::warn!(%subnets, more, "another writer changed this node's lease, restoring it");
+            tracing::warn!(
+                %subnets, more,
+                "another writer changed this node's lease, restoring it"
+            );
         }
         // Two writers that restore different values must not do so at full speed.
         tokio::time::sleep(Duration::from_millis(fastrand::u64(50..200))).await;
