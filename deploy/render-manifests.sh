@@ -23,7 +23,7 @@ mkdir -p "$out/tests/rendered"
     cat <<'END'
 # flannel on Kubernetes: kubectl apply -f kube-flannel.yml
 # docs/kubernetes.md explains each object and how to change it.
-# `docker build -t localhost/flannel:v0.1.0 .` builds the image.
+# deploy/load-image.sh builds the image and loads it into the nodes.
 #
 # deploy/render-manifests.sh writes this file: change the chart, not this.
 ---
