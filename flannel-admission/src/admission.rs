@@ -15,7 +15,7 @@ use std::sync::Arc;
 use crate::advisories::Advisories;
 use crate::link_lookups::LinkLookups;
 use crate::offer_plan::{OfferPlan, Planned};
-use crate::peer_index::{Claimant, Extras, Id, Peer, PeerIndex};
+use crate::peer_index::{Claimant, Expanded, Extras, Id, Peer, PeerIndex};
 use flannel_core::address::Dual;
 use flannel_core::backend::{Answer, Env, Rejected};
 use flannel_core::object::{Key, LinkName, Object, Route, Via};
@@ -80,6 +80,8 @@ struct Update {
     touched: BTreeMap<Key, Option<Object>>,
     /// The slots of peers that were removed.
     vacated: Vec<Id>,
+    /// The neighbours of removed peers that are dirty already.
+    expanded: Expanded,
 }
 
 impl Admission {
@@ -226,26 +228,36 @@ impl Admission {
         let id = self.index.next_id();
         let on_link = |address| on_link(address).or_else(|| self.lookups.answer(&address));
         let env = Env::new(&on_link);
-        let (planned, rejected) = match self.plan(&lease, &env) {
+        let planned = match self.objection(&lease) {
+            Some(why) => Err(why),
+            None => self.plan(&lease, &env).map_err(|Rejected(why)| Rejection::Rejected(why)),
+        };
+        let reserved = |planned: &Planned| {
+            let mut keys = planned.objects.iter().map(Object::key);
+            keys.find(|key| self.rules.reserved.contains(key))
+        };
+        let planned = planned.and_then(|planned| match reserved(&planned) {
+            Some(key) => Err(Rejection::ContradictsOwn { key }),
+            None => Ok(planned),
+        });
+        let (planned, rejected) = match planned {
             Ok(planned) => (planned, None),
-            Err(rejected) => (Planned::default(), Some(rejected)),
+            Err(why) => (Planned::default(), Some(why)),
         };
         let Planned { objects, chosen } = planned;
         if self.expected > 0 {
             self.index.reserve(std::mem::take(&mut self.expected), objects.len());
         }
-        let (asked, mut advisories) = env.into_parts();
-        if rejected.is_some() {
-            // The reason of the rejection says enough. A lease that other rules reject keeps its
-            // advisories, because these rules may accept it later.
-            advisories.clear();
+        let (asked, advisories) = env.into_parts();
+        // The reason of a rejection says enough.
+        if rejected.is_none() {
+            self.advisories.joined(&lease, advisories);
         }
-        self.advisories.joined(&lease, advisories);
         for (address, answer) in &asked {
             self.lookups.asked(*address, *answer, id);
         }
-        let extras =
-            Extras { asked: asked.into_keys().collect(), rejected: rejected.map(|r| r.0.into()) };
+        let hosts = if rejected.is_none() { self.hosts(&lease) } else { Box::default() };
+        let extras = Extras { asked: asked.into_keys().collect(), hosts, rejected };
         let peer = Peer {
             lease,
             objects: objects.into_boxed_slice(),
@@ -260,14 +272,16 @@ impl Admission {
 
     /// Removes a peer. Returns the answers that its plan got.
     fn remove(&mut self, id: Id, update: &mut Update) -> BTreeMap<IpAddr, Option<LinkName>> {
-        for (other, _) in self.index.neighbours(id) {
+        for other in self.index.neighbours(id, &mut update.expanded) {
             update.dirty.insert(other);
             self.touch_all(other, update);
         }
         self.touch_all(id, update);
         update.dirty.remove(&id);
         let Some(peer) = self.index.remove(id) else { return BTreeMap::new() };
-        self.advisories.left(&peer.lease);
+        if peer.rejected().is_none() {
+            self.advisories.left(&peer.lease);
+        }
         let answers = peer
             .asked()
             .iter()
@@ -635,6 +649,113 @@ mod tests {
         }
     }
 
+    /// A lease with these public addresses.
+    fn lease_at(key: &str, since: u64, public: &[&str]) -> Arc<Lease> {
+        let public = public.iter().map(|address| address.parse::<IpAddr>().unwrap()).collect();
+        let attrs = LeaseAttrs::from(Offer { public, ..Offer::default() });
+        Arc::new(Lease { attrs, ..Lease::clone(&lease(key, since, 1, 1)) })
+    }
+
+    /// An admission whose plan accepts every lease.
+    fn accepting(own: Option<Arc<Lease>>) -> Admission {
+        let networks = ["10.0.0.0/8", "fd00:1::/48"].map(|net| net.parse::<Subnet>().unwrap());
+        let networks = networks.into_iter().collect();
+        let rules = AdmissionRules { networks, own, ..AdmissionRules::default() };
+        Admission::new(rules, vec![OfferPlan::new(None, Box::new(|_, _, _, _| Ok(())))])
+    }
+
+    #[test]
+    fn no_public_address_is_inside_the_pod_network_that_this_node_is_outside_of() {
+        let own = lease_at("10.1.9.0-24&fd00:1:0:9::-64", 9, &["192.0.2.9", "2001:db8::9"]);
+        let mut peers = accepting(Some(own));
+        let v6 = "2001:db8::2";
+        for (public, says) in [
+            (["192.0.2.2", v6], ""),
+            // Several nodes may be behind one address of a NAT. A plan rejects an address that
+            // this node has itself.
+            (["192.0.2.9", v6], ""),
+            (["10.1.9.7", v6], "inside this node's own lease 10.1.9.0-24&fd00:1:0:9::-64, whose"),
+            (
+                ["10.7.7.7", v6],
+                "its public address 10.7.7.7 lies inside the pod network 10.0.0.0/8",
+            ),
+            (["192.0.2.2", "fd00:1:0:7::7"], "inside the pod network fd00:1::/48"),
+        ] {
+            let peer = lease_at("10.1.2.0-24&fd00:1:0:2::-64", 1, &public);
+            put(&mut peers, &peer);
+            let why = why(&peers, &peer);
+            assert!(why.contains(says) && why.is_empty() == says.is_empty(), "{public:?}: {why}");
+        }
+    }
+
+    /// As with Go flannel's example: Network 10.0.0.0/8, SubnetMin 10.10.0.0, hosts in 10.0.0.0/16.
+    #[test]
+    fn hosts_inside_the_pod_network_and_subnets_around_them_clash() {
+        let mut peers = accepting(Some(lease_at("10.11.0.0-20", 5, &["10.0.0.1"])));
+        let early = lease_at("10.12.0.0-20", 1, &["10.0.9.2"]);
+        let late = lease_at("10.13.0.0-20", 8, &["10.0.7.3"]);
+        let hijacker = lease_at("10.0.7.0-24", 6, &["10.0.0.4"]);
+        let greedy = lease_at("10.0.9.0-24", 7, &["192.0.2.5"]);
+        let ours = lease_at("10.0.0.0-24", 1, &["10.0.0.5"]);
+        for lease in [&late, &greedy, &hijacker, &early, &ours] {
+            put(&mut peers, lease);
+        }
+        assert_eq!(why(&peers, &early), "");
+        assert_eq!(why(&peers, &hijacker), "", "nobody was there before");
+        let inside = "its public address 10.0.7.3 lies inside the earlier lease 10.0.7.0-24 of \
+                      10.0.0.4 (no backend type), whose addresses are for pods";
+        assert_eq!(why(&peers, &late), inside);
+        let contains = "it contains 10.0.9.2, a public address of the earlier lease 10.12.0.0-20 \
+                        of 10.0.9.2 (no backend type)";
+        assert_eq!(why(&peers, &greedy), contains);
+        assert_eq!(
+            why(&peers, &ours),
+            "its public address 10.0.0.5 lies inside its own subnet \
+                                        10.0.0.0/24, whose addresses are for pods"
+        );
+        let around = lease_at("10.0.0.0-24", 1, &["10.0.1.5"]);
+        put(&mut peers, &around);
+        assert_eq!(why(&peers, &around), "it contains 10.0.0.1, this node's own public address");
+        for gone in [&early, &hijacker] {
+            peers.update([(gone.subnets, None)].into_iter(), &no_answer);
+        }
+        assert_eq!((why(&peers, &late), why(&peers, &greedy)), (String::new(), String::new()));
+    }
+
+    /// The cost of each lease does not grow with the number of those that clash with it. If it did,
+    /// this test would take hours.
+    #[test]
+    fn a_hundred_thousand_leases_that_all_clash_are_decided() {
+        let mut peers = peers(None);
+        let subnets = |n: u32| {
+            let base = IpAddr::from((0x0a01_0000 | (n % 0x8000) << 1).to_be_bytes());
+            let six = Subnet::new([0xfd00, 0, 0, n as u16, 0, 0, 0, 0].into(), 64);
+            let four = Subnet::new(base, 31 - (n / 0x8000) as u8).unwrap();
+            Subnets::new([Some(four), six].into_iter().flatten()).unwrap()
+        };
+        // All have one MAC address. Each has another public address, so each defines it otherwise.
+        let of = |n: u32| {
+            let mut lease = Arc::unwrap_or_clone(lease("10.1.1.0-24", u64::from(n) + 1, 1, 7));
+            let public = IpAddr::from((0xc000_0000 | n).to_be_bytes());
+            lease.attrs.preferred.public = [public].into_iter().collect();
+            Arc::new(Lease { subnets: subnets(n), ..lease })
+        };
+        let leases: Vec<Arc<Lease>> = (0..100_000).map(of).collect();
+        // The second half in slices, as an engine takes them in. The earliest is the last of the
+        // first half.
+        let (second, first) = leases.split_at(50_000);
+        let put = |lease: &'_ Arc<Lease>| (lease.subnets, Some(Arc::clone(lease)));
+        for slice in std::iter::once(first).chain(second.chunks(64)) {
+            let slice: Vec<_> = slice.iter().rev().map(put).collect();
+            peers.update(slice.iter().map(|(key, lease)| (*key, lease.as_ref())), &no_answer);
+        }
+        assert_eq!((peers.accepted(), peers.rejected().len()), (1, 99_999));
+        assert_eq!(why(&peers, &leases[0]), "");
+        let gone = leases.iter().take(99_999).map(|lease| (lease.subnets, None));
+        peers.update(gone, &no_answer);
+        assert_eq!((peers.accepted(), peers.objects().count()), (1, 2));
+    }
+
     #[test]
     fn a_rejected_lease_has_no_advisories_of_its_plan() {
         let networks = ["10.1.0.0/16".parse::<Subnet>().unwrap()].into_iter().collect();
@@ -723,20 +844,23 @@ mod tests {
         #[test]
         fn acceptance_does_not_depend_on_the_order_of_events(
             steps in prop::collection::vec(
-                (0..12u8, 23..27u8, 0..4u64, 0..5u8, 0..5u8, any::<bool>()),
+                (0..12u8, 23..27u8, 0..4u64, 0..5u8, 0..5u8, any::<bool>(), any::<bool>()),
                 1..60,
             ),
         ) {
             let own = "10.1.3.0-25";
             let mut peers = peers(Some(own));
             let (mut leases, mut objects) = (LeaseSet::default(), BTreeMap::new());
-            for (n, len, since, public, mac, there) in steps {
+            let mut old = leases.clone();
+            for (n, len, since, public, mac, there, is_last) in steps {
                 let base = Subnet::new(IpAddr::from([10, 1, n / 2, (n % 2) * 128]), len).unwrap();
                 let lease = lease(&format!("{}-{len}", base.base()), since, public, mac);
                 if Some(lease.subnets) == own_of(&peers) { continue; }
-                let old = leases.clone();
                 if there { leases.insert(lease); } else { leases.remove(&lease.subnets); }
-                let changed = peers.update(leases.changes_since(&old), &no_answer);
+                // One update may have several changes.
+                if !is_last { continue; }
+                let before = std::mem::replace(&mut old, leases.clone());
+                let changed = peers.update(leases.changes_since(&before), &no_answer);
                 for delta in all(&peers, changed) {
                     prop_assert_eq!(objects.get(&delta.key), delta.before.as_ref());
                     match delta.after {

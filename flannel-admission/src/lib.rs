@@ -7,6 +7,7 @@ mod offer_plan;
 mod peer_index;
 mod stale_lookups;
 mod view_filter;
+mod winners;
 
 pub use admission::{Admission, AdmissionRules, Changed, Delta};
 pub use offer_plan::OfferPlan;

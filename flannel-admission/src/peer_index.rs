@@ -10,9 +10,11 @@ use std::net::IpAddr;
 use std::sync::Arc;
 
 use foldhash::fast::RandomState;
+use foldhash::{HashMap, HashSet};
 use hashbrown::HashTable;
 
 use flannel_core::object::{Key, Object};
+use flannel_core::status::Rejection;
 use flannel_core::{Lease, Subnet, Subnets};
 
 /// The number of a peer's slot. After the peer was removed, another peer may get the slot.
@@ -38,8 +40,10 @@ pub struct Peer {
 pub(crate) struct Extras {
     /// The addresses that the plan looked up.
     pub(crate) asked: Box<[IpAddr]>,
-    /// Why the plan rejected the peer.
-    pub(crate) rejected: Option<Box<str>>,
+    /// The public addresses inside the pod networks.
+    pub(crate) hosts: Box<[IpAddr]>,
+    /// Why the lease is rejected, whatever other peers are. No plan ran, or all plans rejected it.
+    pub(crate) rejected: Option<Rejection>,
 }
 
 impl Peer {
@@ -53,9 +57,14 @@ impl Peer {
         self.extras.as_ref().map_or(&[], |extras| &extras.asked)
     }
 
-    /// Why the plan rejected the peer.
-    pub(crate) fn rejected(&self) -> Option<&str> {
-        self.extras.as_ref()?.rejected.as_deref()
+    /// Its public addresses inside the pod networks.
+    pub(crate) fn hosts(&self) -> &[IpAddr] {
+        self.extras.as_ref().map_or(&[], |extras| &extras.hosts)
+    }
+
+    /// Why the lease is rejected, whatever other peers are.
+    pub(crate) fn rejected(&self) -> Option<&Rejection> {
+        self.extras.as_ref()?.rejected.as_ref()
     }
 }
 
@@ -66,13 +75,25 @@ pub(crate) struct PeerIndex {
     hasher: RandomState,
     /// Every peer, by its subnets.
     ids: HashTable<Id>,
-    /// Every object of every peer, by its key.
+    /// Every object of every peer, by its key, with the first peer that defines it.
     claims: HashTable<Claim>,
+    /// The other peers that define an object.
+    more: HashMap<Key, BTreeSet<Id>>,
     /// Every subnet of every peer. A subnet is sorted directly before the subnets inside it.
     subnets: BTreeSet<(Subnet, Id)>,
+    /// The public addresses of every peer that are inside the pod networks.
+    hosts: BTreeSet<(IpAddr, Id)>,
     /// The number of subnets of each length: a search for covering subnets tries only these
     /// lengths.
     lengths: BTreeMap<u8, usize>,
+}
+
+/// What [`PeerIndex::neighbours`] has looked up already.
+#[derive(Debug, Default)]
+pub(crate) struct Expanded {
+    subnets: HashSet<Subnet>,
+    hosts: HashSet<IpAddr>,
+    keys: HashSet<Key>,
 }
 
 /// A peer that claims an object.
@@ -114,8 +135,31 @@ impl PeerIndex {
         self.slots.get(id as usize)?.as_ref()
     }
 
-    pub(crate) fn peer_mut(&mut self, id: Id) -> Option<&mut Peer> {
-        self.slots.get_mut(id as usize)?.as_mut()
+    /// Accepts or rejects a peer. An accepted one is the first of those that define its objects.
+    pub(crate) fn set_accepted(&mut self, id: Id, accepted: bool) {
+        let Self { slots, hasher, claims, more, .. } = self;
+        let Some(Some(peer)) = slots.get_mut(id as usize) else { return };
+        peer.accepted = accepted;
+        if !accepted || more.is_empty() {
+            return;
+        }
+        let Some(Some(peer)) = slots.get(id as usize) else { return };
+        for object in &peer.objects {
+            let key = object.key();
+            let Some(others) = more.get_mut(&key).filter(|others| others.contains(&id)) else {
+                continue;
+            };
+            let hash = hash_of(hasher, &key);
+            let is_of_key = |claim: &Claim| {
+                let peer = slots.get(claim.id as usize).and_then(Option::as_ref);
+                let mut objects = peer.into_iter().flat_map(|peer| peer.objects.iter());
+                claim.hash == hash && objects.any(|object| object.key() == key)
+            };
+            if let Some(first) = claims.find_mut(Claim::spread(hash), is_of_key) {
+                others.remove(&id);
+                others.insert(std::mem::replace(&mut first.id, id));
+            }
+        }
     }
 
     pub(crate) fn peers(&self) -> impl Iterator<Item = &Peer> {
@@ -133,14 +177,17 @@ impl PeerIndex {
     }
 
     fn claimants_with(&self, hash: u32, key: Key) -> impl Iterator<Item = Claimant<'_>> {
-        let alike =
-            self.claims.iter_hash(Claim::spread(hash)).filter(move |claim| claim.hash == hash);
-        alike.filter_map(move |claim| {
-            let peer = self.peer(claim.id)?;
+        let claimant = move |id| {
+            let peer = self.peer(id)?;
             let n = peer.objects.iter().position(|object| object.key() == key)?;
             let is_chosen = n < usize::from(peer.chosen);
-            Some(Claimant { id: claim.id, peer, object: &peer.objects[n], is_chosen })
-        })
+            Some(Claimant { id, peer, object: &peer.objects[n], is_chosen })
+        };
+        let mut alike =
+            self.claims.iter_hash(Claim::spread(hash)).filter(move |claim| claim.hash == hash);
+        let first = alike.find_map(move |claim| claimant(claim.id));
+        let more = self.more.get(&key).into_iter().flatten();
+        first.into_iter().chain(more.filter_map(move |id| claimant(*id)))
     }
 
     /// Reserves room for `peers` more peers with `objects` objects each.
@@ -165,12 +212,16 @@ impl PeerIndex {
     /// Puts a peer into a slot from [`PeerIndex::next_id`]. Returns whether another peer claims one
     /// of its objects.
     pub(crate) fn insert(&mut self, id: Id, peer: Peer) -> bool {
-        let subnets = peer.lease.subnets;
+        let (subnets, hosts) = (peer.lease.subnets, peer.hosts().to_vec());
         let mut shared = false;
         for object in &peer.objects {
             let key = object.key();
             let claim = Claim { hash: hash_of(&self.hasher, &key), id };
-            shared = shared || self.claimants_with(claim.hash, key).next().is_some();
+            if self.claimants_with(claim.hash, key).next().is_some() {
+                shared = true;
+                self.more.entry(key).or_default().insert(id);
+                continue;
+            }
             self.claims
                 .insert_unique(Claim::spread(claim.hash), claim, |claim| Claim::spread(claim.hash));
         }
@@ -180,6 +231,7 @@ impl PeerIndex {
         ids.insert_unique(hasher.hash_one(subnets), id, |id| {
             subnets_of(id).map_or(0, |subnets| hasher.hash_one(subnets))
         });
+        self.hosts.extend(hosts.into_iter().map(|address| (address, id)));
         for subnet in subnets.iter() {
             self.subnets.insert((subnet, id));
             *self.lengths.entry(subnet.len()).or_default() += 1;
@@ -191,17 +243,29 @@ impl PeerIndex {
     pub(crate) fn remove(&mut self, id: Id) -> Option<Peer> {
         let peer = self.slots[id as usize].take()?;
         for object in peer.objects.iter() {
-            let claim = Claim { hash: hash_of(&self.hasher, &object.key()), id };
-            if let Ok(entry) =
-                self.claims.find_entry(Claim::spread(claim.hash), |other| *other == claim)
+            let key = object.key();
+            let claim = Claim { hash: hash_of(&self.hasher, &key), id };
+            let mut more = self.more.remove(&key).unwrap_or_default();
+            if !more.remove(&id)
+                && let Ok(mut entry) =
+                    self.claims.find_entry(Claim::spread(claim.hash), |other| *other == claim)
             {
-                entry.remove();
+                match more.pop_first() {
+                    Some(next) => entry.get_mut().id = next,
+                    None => drop(entry.remove()),
+                }
+            }
+            if !more.is_empty() {
+                self.more.insert(key, more);
             }
         }
         if let Ok(entry) =
             self.ids.find_entry(self.hasher.hash_one(peer.lease.subnets), |other| *other == id)
         {
             entry.remove();
+        }
+        for address in peer.hosts() {
+            self.hosts.remove(&(*address, id));
         }
         for subnet in peer.lease.subnets.iter() {
             self.subnets.remove(&(subnet, id));
@@ -225,43 +289,74 @@ impl PeerIndex {
         self.free.append(&mut ids);
     }
 
-    /// The peers that clash with this one, with the object in dispute (`None`: their subnets
-    /// overlap).
-    pub(crate) fn neighbours(&self, id: Id) -> Vec<(Id, Option<Key>)> {
-        let Some(peer) = self.peer(id) else { return Vec::new() };
-        let mut found = self.overlapping(id);
-        for object in peer.objects.iter() {
-            let key = object.key();
-            let others =
-                self.claimants(&key).filter(|claim| claim.id != id && claim.object != object);
-            found.extend(others.map(|claim| (claim.id, Some(key))));
-        }
-        found
-    }
-
-    /// The peers whose subnets overlap this one's.
-    pub(crate) fn overlapping(&self, id: Id) -> Vec<(Id, Option<Key>)> {
+    /// The peers that clash with this one, and some that clash with these. It returns each group
+    /// of peers only once for the same `expanded`, so that the cost for many peers that all clash
+    /// grows with their number.
+    pub(crate) fn neighbours(&self, id: Id, expanded: &mut Expanded) -> Vec<Id> {
         let Some(peer) = self.peer(id) else { return Vec::new() };
         let mut found = Vec::new();
-        for subnet in peer.lease.subnets.iter() {
-            let inside =
-                self.subnets.range((subnet, 0)..).take_while(|(other, _)| subnet.covers(other));
-            found.extend(inside.filter(|(_, other)| *other != id).map(|(_, other)| (*other, None)));
-            for len in self.lengths.range(..subnet.len()).map(|(len, _)| *len) {
-                let Some(around) = subnet.supernet(len) else { continue };
-                let same = self.subnets.range((around, 0)..=(around, Id::MAX));
-                found.extend(same.map(|(_, other)| (*other, None)));
+        for subnet in peer.lease.subnets.iter().filter(|subnet| expanded.subnets.insert(*subnet)) {
+            found.extend(self.overlapping(subnet));
+        }
+        for address in peer.hosts().iter().filter(|address| expanded.hosts.insert(**address)) {
+            found.extend(self.ids_around(*address));
+        }
+        for object in peer.objects.iter().filter(|object| expanded.keys.insert(object.key())) {
+            let key = object.key();
+            if self.claimants(&key).any(|claim| claim.object != object) {
+                found.extend(self.claimants(&key).map(|claim| claim.id));
             }
         }
         found
     }
 
+    /// Whether another peer has a subnet that overlaps this one's, or one of the two has a public
+    /// address inside a subnet of the other.
+    pub(crate) fn overlaps(&self, id: Id) -> bool {
+        self.rivals_by_address(id).next().is_some()
+    }
+
+    /// The peers that clash with this one. Of those that define one object, only the first, which
+    /// usually is accepted if any is.
+    pub(crate) fn rivals(&self, id: Id) -> impl Iterator<Item = Id> {
+        let objects = self.peer(id).into_iter().flat_map(|peer| peer.objects.iter());
+        let first = objects.filter_map(|object| {
+            let first = self.claimants_with(hash_of(&self.hasher, &object.key()), object.key());
+            first.take(1).find(|claim| claim.object != object).map(|claim| claim.id)
+        });
+        self.rivals_by_address(id).chain(first)
+    }
+
+    fn rivals_by_address(&self, id: Id) -> impl Iterator<Item = Id> {
+        let peer = move || self.peer(id).into_iter();
+        let subnets = peer().flat_map(|peer| peer.lease.subnets.iter());
+        let by_subnet = subnets.flat_map(|subnet| self.overlapping(subnet));
+        let hosts = peer().flat_map(|peer| peer.hosts());
+        let by_host = hosts.flat_map(|address| self.ids_around(*address));
+        by_subnet.chain(by_host).filter(move |other| *other != id)
+    }
+
+    /// The peers with a subnet that overlaps this one, or with a public address inside it.
+    fn overlapping(&self, subnet: Subnet) -> impl Iterator<Item = Id> {
+        let inside = self.subnets.range((subnet, 0)..);
+        let inside = inside.take_while(move |(other, _)| subnet.covers(other));
+        let around = self.lengths.range(..subnet.len());
+        let around = around.filter_map(move |(len, _)| subnet.supernet(*len));
+        let around = around.flat_map(|around| self.subnets.range((around, 0)..=(around, Id::MAX)));
+        let hosts = self.hosts.range((subnet.base(), 0)..=(subnet.last(), Id::MAX));
+        around.chain(inside).map(|(_, id)| *id).chain(hosts.map(|(_, id)| *id))
+    }
+
     /// The peers whose subnets contain an address, the longest prefix first.
     pub(crate) fn around(&self, address: IpAddr) -> impl Iterator<Item = &Peer> {
+        self.ids_around(address).filter_map(|id| self.peer(id))
+    }
+
+    fn ids_around(&self, address: IpAddr) -> impl Iterator<Item = Id> {
         let host = Subnet::host(address);
         let around =
             self.lengths.range(..=host.len()).rev().filter_map(move |(len, _)| host.supernet(*len));
         let ids = around.flat_map(|subnet| self.subnets.range((subnet, 0)..=(subnet, Id::MAX)));
-        ids.filter_map(|(_, id)| self.peer(*id))
+        ids.map(|(_, id)| *id)
     }
 }

@@ -106,8 +106,9 @@ impl Backend for VxlanBackend {
         };
         let footprint = self.footprint(config, Some(uplink.name))?;
         let direct = options.direct_routing.then_some(uplink.name);
-        let plan = plan::Plan { devices: names, direct };
+        let local = uplink.address;
         Ok(Prepared::new(offer, move |lease| {
+            let plan = plan::Plan { devices: names, direct, local, own: lease.lease().subnets };
             let mut blueprint = Blueprint::new(mtu, move |subnets, offer, env, objects| {
                 plan.objects(subnets, offer, env, objects)
             });

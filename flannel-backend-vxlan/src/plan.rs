@@ -24,6 +24,10 @@ pub(crate) struct Plan {
     pub(crate) devices: Dual<LinkName>,
     /// Peers on this link are reached without a tunnel.
     pub(crate) direct: Option<LinkName>,
+    /// The addresses of this node's external interface.
+    pub(crate) local: Dual<IpAddr>,
+    /// This node's subnets.
+    pub(crate) own: Subnets,
 }
 
 impl Plan {
@@ -40,7 +44,9 @@ impl Plan {
             let device = self.devices[dst.family()];
             let (Some(link), Some(public), Some(data)) = (device, public, data) else { continue };
             let direct = self.direct.filter(|uplink| env.on_link(public) == Some(*uplink));
-            let mac = match vtep(public, data, direct.is_some()) {
+            // The plan also runs for this node's own lease.
+            let is_ours = self.local[dst.family()] == Some(public) && !self.own.overlaps(subnets);
+            let mac = match vtep(public, data, direct.is_some(), is_ours) {
                 Ok(mac) => mac,
                 Err(rejected) => {
                     env.advise(rejected.to_string());
@@ -68,7 +74,11 @@ impl Plan {
 }
 
 /// The MAC address of a peer's VTEP, if its addresses can be used.
-fn vtep(public: IpAddr, data: &str, direct: bool) -> Result<MacAddr, Rejected> {
+fn vtep(public: IpAddr, data: &str, direct: bool, is_ours: bool) -> Result<MacAddr, Rejected> {
+    if is_ours {
+        let reason = "is this node's own: its tunnel packets would come back here";
+        return Err(Rejected(format!("its public address {public} {reason}")));
+    }
     let is_link_local = matches!(public, IpAddr::V6(v6) if v6.is_unicast_link_local());
     // A forwarding entry names no link. A gateway does.
     if is_link_local && !direct {
@@ -96,10 +106,43 @@ pub(crate) fn backend_data(vni: u32, mac: MacAddr) -> String {
 mod tests {
     use super::*;
 
+    fn own() -> Subnets {
+        "10.1.9.0-24&fd00:1:0:9::-64".parse().unwrap()
+    }
+
+    #[test]
+    fn no_tunnel_leads_to_this_node_itself() {
+        let [v4, v6] = ["flannel.1", "flannel-v6.1"].map(|name| name.parse().unwrap());
+        let address = |text: &str| text.parse::<IpAddr>().unwrap();
+        let local = ["192.0.2.9", "2001:db8::9"].map(address).into_iter().collect();
+        let devices = Dual { v4: Some(v4), v6: Some(v6) };
+        let plan = Plan { devices, direct: None, local, own: own() };
+        let data: Box<str> = r#"{"VtepMAC":"0a:00:00:00:00:07"}"#.into();
+        let plan_of = |subnets: Subnets, public: [&str; 2]| {
+            let public = public.map(address).into_iter().collect();
+            let data = Dual { v4: Some(data.clone()), v6: Some(data.clone()) };
+            let offer = Offer { public, kind: TYPE.into(), data };
+            let (mut objects, env) = (Vec::new(), Env::new(&|_| None));
+            let rejected = plan.objects(&subnets, &offer, &env, &mut objects);
+            (objects, rejected.map_err(|rejected| rejected.0), env.into_parts().1)
+        };
+        let peer = "10.1.7.0-24&fd00:1:0:7::-64".parse().unwrap();
+        let (objects, rejected, _) = plan_of(peer, ["192.0.2.9", "2001:db8::9"]);
+        let own_v6 = "its public address 2001:db8::9 is this node's own: its tunnel packets would \
+                      come back here";
+        assert_eq!((objects.len(), rejected), (0, Err(own_v6.to_owned())));
+        let (objects, rejected, advisories) = plan_of(peer, ["192.0.2.7", "2001:db8::9"]);
+        assert_eq!((objects.len(), rejected, advisories), (3, Ok(()), vec![own_v6.to_owned()]));
+        // For its own lease a node reserves these objects.
+        let (objects, rejected, _) = plan_of(own(), ["192.0.2.9", "2001:db8::9"]);
+        assert_eq!((objects.len(), rejected), (6, Ok(())));
+    }
+
     #[test]
     fn an_offer_without_data_is_rejected_whatever_other_plans_added() {
         let link: LinkName = "flannel.1".parse().unwrap();
-        let plan = Plan { devices: Dual { v4: Some(link), v6: None }, direct: None };
+        let devices = Dual { v4: Some(link), v6: None };
+        let plan = Plan { devices, direct: None, local: Dual::default(), own: own() };
         let other = Neigh { link, address: [10, 1, 8, 0].into(), mac: MacAddr::local([1; 6]) };
         let mut objects = vec![other.into()];
         let subnets = "10.1.7.0-24".parse().unwrap();
@@ -113,7 +156,8 @@ mod tests {
         let [device, eth0]: [LinkName; 2] =
             ["flannel-v6.1", "eth0"].map(|name| name.parse().unwrap());
         let verdict_of = |public: &str, mac: &str, direct: Option<LinkName>, is_on_link: bool| {
-            let plan = Plan { devices: Dual { v4: None, v6: Some(device) }, direct };
+            let devices = Dual { v4: None, v6: Some(device) };
+            let plan = Plan { devices, direct, local: Dual::default(), own: own() };
             let offer = Offer {
                 public: [public.parse::<IpAddr>().unwrap()].into_iter().collect(),
                 kind: TYPE.into(),

@@ -227,8 +227,15 @@ fn of_this_host() {
         r#"{{"PublicIP":"{public}","BackendType":"vxlan",
             "BackendData":{{"VNI":1,"VtepMAC":"0a:00:00:00:00:fa"}}}}"#
     );
-    std::fs::write(&lease, value).unwrap();
+    std::fs::write(&lease, &value).unwrap();
     finds(&lab, host, &[&public.to_string(), "10.244.0.0-24"]);
+
+    // Another node publishes an address of the pod network. No firewall is suspected.
+    std::fs::write(&lease, value.replace(&public.to_string(), "10.244.250.9")).unwrap();
+    let inside = "10.244.250.9 lies inside the pod network";
+    finds(&lab, host, &["the lease 10.244.0.0-24 is rejected", inside]);
+    let found = findings(&lab, host, None);
+    assert!(!found.iter().any(|line| line.contains("blocked")), "{found:#?}");
     std::fs::remove_file(&lease).unwrap();
     finds_nothing(&lab, host);
 }
@@ -583,7 +590,7 @@ fn five_between_hosts(lab: &Lab, family: Family) {
     let found = finds(
         lab,
         host,
-        &["2 nodes share the public address", "| flannelctl lease release --force"],
+        &["is this node's own: its tunnel packets", "| flannelctl lease release --force"],
     );
     repair(lab, &[host], &found);
     assert!(!lab.registry().join("subnets").join(&key).exists());

@@ -1,42 +1,41 @@
 //! The decision on each peer that a change can affect.
 
-use std::collections::BTreeSet;
 use std::net::IpAddr;
 
 use super::{Admission, Changed, Delta, Update};
-use crate::peer_index::{Id, Peer};
+use crate::peer_index::{Expanded, Id, Peer};
+use crate::winners::{Clash, Winners};
+use flannel_core::Lease;
 use flannel_core::error::holder;
-use flannel_core::lease::Revision;
+use flannel_core::lease::{LeaseAttrs, Revision};
 use flannel_core::object::{Key, Object};
 use flannel_core::status::Rejection;
 
 impl Admission {
     /// Decides on the peers that are new or dirty, and on all peers that these can affect.
     pub(super) fn finish(&mut self, mut update: Update) -> Changed {
-        let added = std::mem::take(&mut update.added);
-        for (id, shared) in &added {
+        let (mut alone, mut late) = (Vec::new(), Vec::new());
+        for (id, shared) in std::mem::take(&mut update.added) {
             // A later new peer may define one of its objects too. Then that peer shares it, and
             // this one is its neighbour.
-            if *shared || !self.index.overlapping(*id).is_empty() {
-                update.dirty.insert(*id);
-                self.touch_all(*id, &mut update);
+            if !shared && !self.index.overlaps(id) {
+                alone.push(id);
+            } else if let Some(earlier) = self.earlier(id) {
+                late.push((id, earlier));
+            } else {
+                update.dirty.insert(id);
+                self.touch_all(id, &mut update);
             }
         }
-        let mut open: Vec<Id> = update.dirty.iter().copied().collect();
-        let mut contested: Vec<Id> = Vec::new();
-        while let Some(id) = open.pop() {
-            contested.push(id);
-            for (other, _) in self.index.neighbours(id) {
-                if update.dirty.insert(other) {
-                    self.touch_all(other, &mut update);
-                    open.push(other);
-                }
-            }
-        }
-        let alone =
-            added.into_iter().map(|(id, _)| id).filter(|id| !update.dirty.contains(id)).collect();
+        let contested = self.contested(&mut update);
+        alone.retain(|id| !update.dirty.contains(id));
         let added = self.decide_alone(alone, &mut update);
         self.decide_contested(contested);
+        for (id, earlier) in late.into_iter().filter(|(id, _)| !update.dirty.contains(id)) {
+            let mut winners = Winners::default();
+            self.index.peer(earlier).into_iter().for_each(|peer| winners.add(earlier, peer));
+            self.decide(id, &winners);
+        }
         self.index.vacate(std::mem::take(&mut update.vacated));
         let delta = |(key, before)| {
             let after = self.object(&key);
@@ -44,6 +43,30 @@ impl Admission {
         };
         let deltas = update.touched.into_iter().filter_map(delta).collect();
         Changed { deltas, added }
+    }
+
+    /// An accepted peer that clashes with a new one and is earlier. While it stays accepted, the
+    /// new one is rejected, and changes nothing.
+    fn earlier(&self, id: Id) -> Option<Id> {
+        let precedence = self.index.peer(id)?.lease.precedence();
+        let is_earlier = |peer: &Peer| peer.accepted && peer.lease.precedence() < precedence;
+        self.index.rivals(id).find(|rival| self.index.peer(*rival).is_some_and(is_earlier))
+    }
+
+    /// The dirty peers, and all peers that clash with one of these.
+    fn contested(&self, update: &mut Update) -> Vec<Id> {
+        let (mut contested, mut expanded) = (Vec::new(), Expanded::default());
+        let mut open: Vec<Id> = update.dirty.iter().copied().collect();
+        while let Some(id) = open.pop() {
+            contested.push(id);
+            for other in self.index.neighbours(id, &mut expanded) {
+                if update.dirty.insert(other) {
+                    self.touch_all(other, update);
+                    open.push(other);
+                }
+            }
+        }
+        contested
     }
 
     /// Decides on new peers without neighbours. Returns the accepted ones whose objects no other
@@ -57,7 +80,7 @@ impl Admission {
             if touched {
                 self.touch_all(*id, update);
             }
-            self.decide(*id, &BTreeSet::new()) && !touched
+            self.decide(*id, &Winners::default()) && !touched
         });
         alone
     }
@@ -68,82 +91,111 @@ impl Admission {
                 .peer(*id)
                 .map_or((Revision(0), String::new()), |peer| peer.lease.precedence())
         });
-        let mut winners = BTreeSet::new();
+        let mut winners = Winners::default();
         for id in contested {
-            if self.decide(id, &winners) {
-                winners.insert(id);
+            if self.decide(id, &winners)
+                && let Some(peer) = self.index.peer(id)
+            {
+                winners.add(id, peer);
             }
         }
     }
 
     /// Decides whether to accept a peer, given the accepted ones among its neighbours.
-    fn decide(&mut self, id: Id, winners: &BTreeSet<Id>) -> bool {
+    fn decide(&mut self, id: Id, winners: &Winners) -> bool {
         let Some(peer) = self.index.peer(id) else { return false };
         let subnets = peer.lease.subnets;
-        let verdict = self.objection(peer).or_else(|| {
-            if winners.is_empty() {
-                return None;
-            }
-            let (other, key) =
-                self.index.neighbours(id).into_iter().find(|(other, _)| winners.contains(other))?;
-            let other = &self.index.peer(other)?.lease;
-            let (earlier, holder) = (other.subnets, holder(&other.attrs));
-            Some(match key {
-                Some(key) => Rejection::Contradicts { key, earlier, holder },
-                None => Rejection::Overlaps { earlier, holder },
-            })
-        });
+        let verdict = peer.rejected().cloned().or_else(|| self.clash(peer, winners));
         let accepted = verdict.is_none();
         match verdict {
             Some(why) => drop(self.rejected.insert(subnets, why)),
             None => drop(self.rejected.remove(&subnets)),
         }
-        if let Some(peer) = self.index.peer_mut(id) {
-            peer.accepted = accepted;
-        }
+        self.index.set_accepted(id, accepted);
         accepted
     }
 
-    /// The reason to reject a peer, independent of other peers.
-    fn objection(&self, peer: &Peer) -> Option<Rejection> {
-        // Nodes may choose other offers, but must decide alike.
-        let public = || peer.lease.attrs.offers().flat_map(|offer| offer.public.values());
+    /// The reason to reject a peer for an earlier one.
+    fn clash(&self, peer: &Peer, winners: &Winners) -> Option<Rejection> {
+        let (other, clash) = winners.clash(peer)?;
+        let other = &self.index.peer(other)?.lease;
+        let (earlier, holder) = (other.subnets, holder(&other.attrs));
+        Some(match clash {
+            Clash::Overlap => Rejection::Overlaps { earlier, holder },
+            Clash::Object(key) => Rejection::Contradicts { key, earlier, holder },
+            Clash::Contains(public) => Rejection::Rejected(format!(
+                "it contains {public}, a public address of the earlier lease {earlier} of {holder}"
+            )),
+            Clash::Inside(public) => Rejection::Rejected(format!(
+                "its public address {public} lies inside the earlier lease {earlier} of {holder}, \
+                 whose addresses are for pods"
+            )),
+        })
+    }
+
+    /// The reason to reject a lease, whatever other peers and plans are.
+    pub(super) fn objection(&self, lease: &Lease) -> Option<Rejection> {
+        let public = || publics(&lease.attrs);
+        let own = self.rules.own.as_deref();
+        let ours = || own.into_iter().flat_map(|own| publics(&own.attrs));
+        let rejected = |reason| Some(Rejection::Rejected(reason));
         let mut enabled = false;
-        for subnet in peer.lease.subnets.iter() {
+        for subnet in lease.subnets.iter() {
             let Some(network) = self.rules.networks[subnet.family()] else { continue };
             if !network.covers(&subnet) {
                 return Some(Rejection::Outside { subnet, network });
             }
             // The route to the subnet would lead packets to the node back into the pod network.
-            if let Some(public) = public().find(|public| subnet.contains(**public)) {
-                return Some(Rejection::Rejected(format!(
+            if let Some(public) = public().find(|public| subnet.contains(*public)) {
+                return rejected(format!(
                     "its public address {public} lies inside its own subnet {subnet}, whose \
                      addresses are for pods"
-                )));
+                ));
+            }
+            // The route would hide the network of this node's external interface.
+            if let Some(ours) = ours().find(|ours| subnet.contains(*ours)) {
+                return rejected(format!("it contains {ours}, this node's own public address"));
             }
             enabled = true;
         }
         if !enabled {
             return Some(Rejection::NoEnabledFamily);
         }
-        if let Some(public) = public().find(|public| !is_host(**public)) {
-            return Some(Rejection::Rejected(format!(
-                "its public address {public} is not a unicast host address"
-            )));
+        if let Some(public) = public().find(|public| !is_host(*public)) {
+            return rejected(format!("its public address {public} is not a unicast host address"));
         }
-        let own = self.rules.own.as_ref().map(|own| own.subnets);
-        if let Some(own) = own.filter(|own| own.overlaps(&peer.lease.subnets)) {
-            return Some(Rejection::OverlapsOwn { own });
+        let own = own?;
+        if own.subnets.overlaps(&lease.subnets) {
+            return Some(Rejection::OverlapsOwn { own: own.subnets });
         }
-        if let Some(reason) = peer.rejected() {
-            return Some(Rejection::Rejected(reason.to_string()));
+        let is_ours = |public: &IpAddr| own.subnets.iter().any(|subnet| subnet.contains(*public));
+        if let Some(public) = public().find(is_ours) {
+            return rejected(format!(
+                "its public address {public} lies inside this node's own lease {}, whose \
+                 addresses are for pods",
+                own.subnets
+            ));
         }
-        let reserved = peer
-            .objects
-            .iter()
-            .map(|object| object.key())
-            .find(|key| self.rules.reserved.contains(key));
-        reserved.map(|key| Rejection::ContradictsOwn { key })
+        // Hosts may have addresses in a part of the pod network that has no leases. Then this node
+        // has one too.
+        let networks = self.rules.networks;
+        for network in
+            networks.values().filter(|network| !ours().any(|ours| network.contains(ours)))
+        {
+            if let Some(public) = public().find(|public| network.contains(*public)) {
+                return rejected(format!(
+                    "its public address {public} lies inside the pod network {network}"
+                ));
+            }
+        }
+        None
+    }
+
+    /// The public addresses that could be inside another lease.
+    pub(super) fn hosts(&self, lease: &Lease) -> Box<[IpAddr]> {
+        let is_inside =
+            |public: &IpAddr| self.rules.networks.values().any(|network| network.contains(*public));
+        publics(&lease.attrs).filter(is_inside).collect()
     }
 
     /// Remembers the present definition of an object, before anything changes it.
@@ -157,6 +209,11 @@ impl Admission {
             self.touch(object.key(), update);
         }
     }
+}
+
+/// The public addresses of all offers: nodes may choose other offers, but must decide alike.
+fn publics(attrs: &LeaseAttrs) -> impl Iterator<Item = IpAddr> {
+    attrs.offers().flat_map(|offer| offer.public.values().copied())
 }
 
 /// Whether it can be the address of a host.

@@ -54,11 +54,8 @@ pub fn open_socket(path: &Path, group: Option<u32>) -> Result<UnixListener, Stri
     if std::os::unix::net::UnixStream::connect(path).is_ok() {
         return Err("another daemon answers there".to_owned());
     }
-    let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty());
-    if let Some(directory) = directory {
-        fs::create_dir_all(directory)
-            .map_err(|error| format!("{}: {error}", directory.display()))?;
-    }
+    let directory = path.parent().unwrap_or_else(|| Path::new(""));
+    fs::create_dir_all(directory).map_err(|error| format!("{}: {error}", directory.display()))?;
     let name = path.file_name().ok_or("it is not the name of a file, expected one")?;
     let temporary =
         path.with_file_name(format!(".{}.{}", name.to_string_lossy(), std::process::id()));

@@ -212,6 +212,9 @@ impl Found {
                     "systemctl restart flanneld # on the later of the two nodes: every node \
                      accepts the earlier lease"
                 }
+                Rejection::Rejected(why) if why.contains("is this node's own") => {
+                    &for_advisory(why, network)
+                }
                 Rejection::Rejected(_) => {
                     "flannelctl lease list # which backend and address has that node?"
                 }
