@@ -1,13 +1,14 @@
 //! Secrets of this node as files in its state directory.
 
 use std::fs;
-use std::io::{self, Write};
-use std::os::unix::fs::OpenOptionsExt;
+use std::io;
+use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
 use async_trait::async_trait;
 use flannel_core::backend::{MakeSecret, Secrets};
 use flannel_core::object::Secret;
+use flannel_subnet::{read_own_file, replace_file};
 
 /// A file for each secret: `secrets/NAME` in the state directory. Only its owner may read it.
 #[derive(Debug, Clone)]
@@ -38,7 +39,7 @@ impl Secrets for FileSecrets {
         let in_file = |error: io::Error| {
             io::Error::new(error.kind(), format!("{}: {error} (see --state-dir)", file.display()))
         };
-        match fs::read(&file) {
+        match read_own_file(&file) {
             Ok(bytes) if bytes.is_empty() => {
                 Err(in_file(io::Error::new(io::ErrorKind::InvalidData, "it is empty: remove it")))
             }
@@ -55,15 +56,8 @@ impl Secrets for FileSecrets {
 
 /// Writes the file atomically.
 fn write(dir: &Path, file: &Path, secret: &Secret) -> io::Result<()> {
-    use std::os::unix::fs::DirBuilderExt;
     fs::DirBuilder::new().recursive(true).mode(0o700).create(dir)?;
-    let temporary = file.with_extension("new");
-    let mut options = fs::OpenOptions::new();
-    options.write(true).create(true).truncate(true).mode(0o600);
-    let mut new = options.open(&temporary)?;
-    new.write_all(secret.expose())?;
-    new.sync_all()?;
-    fs::rename(&temporary, file)
+    replace_file(file, secret.expose(), 0o600)
 }
 
 #[cfg(test)]
@@ -82,6 +76,9 @@ mod tests {
         let mode = |path: &str| fs::metadata(dir.path().join(path)).unwrap().permissions().mode();
         assert_eq!(mode("secrets") & 0o777, 0o700);
         assert_eq!(mode("secrets/tunnel-1") & 0o777, 0o600);
+        std::os::unix::fs::symlink("tunnel-1", dir.path().join("secrets/planted")).unwrap();
+        let planted = secrets.get_or_create("planted", &|| panic!("it exists")).await;
+        assert!(planted.unwrap_err().to_string().contains("it is a symbolic link"));
     }
 
     #[tokio::test]

@@ -4,19 +4,22 @@
 //! that of builds without versions. A build that changes the format of a file writes the version
 //! into the first line of that file. A file of a newer version is neither used nor overwritten.
 
-use std::fs;
-use std::io::{self, Write};
+use std::fs::DirBuilder;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
+use std::{fs, io};
 
 use flannel_core::Subnet;
-use flannel_subnet::{FileLock, HolderId};
+use flannel_subnet::{FileLock, HolderId, read_own_file, replace_file};
 use tokio::time::{Instant, sleep};
 
 use crate::Error;
 
 /// The time that [`lock`] waits for another process.
 const PATIENCE: Duration = Duration::from_secs(2);
+/// A longer wait is logged.
+const LOGGED: Duration = Duration::from_secs(1);
 /// The pause between two attempts.
 const PAUSE: Duration = Duration::from_millis(10);
 
@@ -126,7 +129,7 @@ pub fn holder_id(dir: &Path) -> Result<HolderId, Error> {
         Err(error) => return Err(failed(error)),
     }
     let holder = HolderId::random();
-    fs::create_dir_all(dir).map_err(failed)?;
+    create(dir).map_err(failed)?;
     replace(&path, &format!("{holder}\n")).map_err(failed)?;
     Ok(holder)
 }
@@ -139,7 +142,7 @@ pub fn holder_id(dir: &Path) -> Result<HolderId, Error> {
 /// # Blocking
 /// Reads a file.
 pub fn read(file: &Path) -> io::Result<Option<String>> {
-    let bytes = match fs::read(file) {
+    let bytes = match read_own_file(file) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         bytes => bytes?,
     };
@@ -147,8 +150,8 @@ pub fn read(file: &Path) -> io::Result<Option<String>> {
     if text.starts_with(HEADER) {
         return without_version(&text).map(|text| Some(text.to_owned()));
     }
-    match fs::read_to_string(version_of(file)) {
-        Ok(version) => without_version(&version).map(|_| Some(text)),
+    match read_own_file(&version_of(file)) {
+        Ok(version) => without_version(&String::from_utf8_lossy(&version)).map(|_| Some(text)),
         // Written by a build without versions.
         Err(_) => Ok(Some(text)),
     }
@@ -172,7 +175,7 @@ fn without_version(text: &str) -> io::Result<&str> {
     }
 }
 
-/// Replaces a state file atomically.
+/// Replaces a state file atomically. A new file has mode 0600.
 ///
 /// # Errors
 /// The file system refused, or the file has a newer version ([`is_newer`]).
@@ -193,11 +196,26 @@ pub fn replace(file: &Path, text: &str) -> io::Result<()> {
 }
 
 fn write(file: &Path, text: &str) -> io::Result<()> {
-    let temporary = file.with_extension("new");
-    let mut new = fs::File::create(&temporary)?;
-    new.write_all(text.as_bytes())?;
-    new.sync_all()?;
-    fs::rename(&temporary, file)
+    replace_file(file, text.as_bytes(), 0o600)
+}
+
+/// Creates the state directory, with mode 0700, if it is missing.
+fn create(dir: &Path) -> io::Result<()> {
+    DirBuilder::new().recursive(true).mode(0o700).create(dir)
+}
+
+/// Logs that other users may replace the files of the state directory.
+fn warn_of_writers(dir: &Path) -> io::Result<()> {
+    let metadata = fs::metadata(dir)?;
+    let mode = metadata.permissions().mode() & 0o7777;
+    if mode & 0o022 != 0 {
+        let (path, mode) = (dir.display(), format!("{mode:04o}"));
+        tracing::warn!(
+            %path, %mode, owner = metadata.uid(),
+            "other users may write to the state directory, and so act for this node: chmod go-w"
+        );
+    }
+    Ok(())
 }
 
 /// Locks the state directory for one daemon, or for a cleanup. Waits up to 2 s: a child of a killed
@@ -209,12 +227,18 @@ pub async fn lock(dir: &Path) -> Result<FileLock, Error> {
     let path = dir.join("lock");
     let failed = |reason: String| Error::File { path: path.clone(), reason };
     let refused = |error: io::Error| failed(format!("{error} (see --state-dir)"));
-    fs::create_dir_all(dir).map_err(refused)?;
-    let end = Instant::now() + PATIENCE;
+    create(dir).and_then(|()| warn_of_writers(dir)).map_err(refused)?;
+    let (begin, mut is_logged) = (Instant::now(), false);
     loop {
         match FileLock::take(&path).map_err(refused)? {
             Some(lock) => return Ok(lock),
-            None if Instant::now() < end => sleep(PAUSE).await,
+            None if begin.elapsed() < PATIENCE => {
+                if begin.elapsed() >= LOGGED && !std::mem::replace(&mut is_logged, true) {
+                    let holder = FileLock::holder(&path);
+                    tracing::warn!(path = %path.display(), %holder, "waiting for a lock");
+                }
+                sleep(PAUSE).await;
+            }
             None => {
                 return Err(failed(format!(
                     "another flanneld is running and holds this lock: stop {} first, or set \
@@ -229,6 +253,7 @@ pub async fn lock(dir: &Path) -> Result<FileLock, Error> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use test_support::Logged;
 
     #[tokio::test(start_paused = true)]
     async fn only_one_process_locks_the_state_directory() {
@@ -243,16 +268,58 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn the_lock_waits_until_another_process_releases_it() {
+    async fn the_lock_waits_until_another_process_releases_it_and_says_so() {
+        let logged = Logged::default();
+        let _guard = tracing::subscriber::set_default(logged.clone());
         let dir = tempfile::tempdir().unwrap();
-        let first = lock(dir.path()).await.unwrap();
-        let release = async move {
-            sleep(PATIENCE / 2).await;
-            drop(first);
-        };
-        let (second, ()) = tokio::join!(lock(dir.path()), release);
-        let (_second, before) = (second.unwrap(), Instant::now());
+        for (pause, lines) in [(LOGGED / 2, 0), (LOGGED * 3 / 2, 1)] {
+            let first = lock(dir.path()).await.unwrap();
+            let release = async move {
+                sleep(pause).await;
+                drop(first);
+            };
+            let (second, ()) = tokio::join!(lock(dir.path()), release);
+            drop(second.unwrap());
+            assert_eq!(logged.count("waiting for a lock"), lines, "{:?}", logged.warnings());
+        }
+        let us = format!("(process {})", std::process::id());
+        assert_eq!(logged.count(&us), 1, "{:?}", logged.warnings());
+        let (_first, before) = (lock(dir.path()).await.unwrap(), Instant::now());
         assert!(lock(dir.path()).await.is_err() && before.elapsed() >= PATIENCE);
+    }
+
+    #[tokio::test]
+    async fn only_the_owner_has_access_and_links_are_not_followed() {
+        let logged = Logged::default();
+        let _guard = tracing::subscriber::set_default(logged.clone());
+        let parent = tempfile::tempdir().unwrap();
+        let dir = parent.path().join("new/state");
+        drop(lock(&dir).await.unwrap());
+        holder_id(&dir).unwrap();
+        replace(&networks(&dir), "10.1.0.0/16\n").unwrap();
+        let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o7777;
+        assert_eq!(mode(&dir), 0o700);
+        for file in fs::read_dir(&dir).unwrap().map(|file| file.unwrap().path()) {
+            assert_eq!(mode(&file), 0o600, "{}", file.display());
+        }
+        // What another user could plant in a directory that all may write to.
+        fs::set_permissions(&dir, fs::Permissions::from_mode(0o1777)).unwrap();
+        assert_eq!(logged.warnings().len(), 0, "{:?}", logged.warnings());
+        drop(lock(&dir).await.unwrap());
+        assert_eq!(logged.count("other users may write to the state directory"), 1);
+        let target = parent.path().join("target");
+        fs::write(&target, "00000000000000ab\n").unwrap();
+        for name in ["mark", "networks", "lock"] {
+            fs::remove_file(dir.join(name)).unwrap();
+            std::os::unix::fs::symlink(&target, dir.join(name)).unwrap();
+        }
+        let is_link = |error: &dyn std::fmt::Display| error.to_string().contains("a symbolic link");
+        assert!(is_link(&holder_id(&dir).unwrap_err()));
+        assert!(is_link(&lock(&dir).await.unwrap_err()));
+        assert_eq!(read_networks(&networks(&dir)), []);
+        replace(&networks(&dir), "10.2.0.0/16\n").unwrap();
+        assert_eq!(fs::read_to_string(&target).unwrap(), "00000000000000ab\n");
+        assert_eq!(read_networks(&networks(&dir)), ["10.2.0.0/16".parse().unwrap()]);
     }
 
     #[test]

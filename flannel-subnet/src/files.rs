@@ -3,6 +3,7 @@
 pub(crate) mod atomic;
 pub(crate) mod cache;
 pub(crate) mod lock;
+pub(crate) mod own;
 pub(crate) mod subnet_env;
 
 /// FNV-1a, which detects every change of a single byte.

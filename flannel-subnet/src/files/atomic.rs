@@ -2,12 +2,24 @@
 
 use std::fs::{self, File, OpenOptions, Permissions};
 use std::io::{self, Write};
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::Path;
 use std::time::SystemTime;
 
 /// The prefix of temporary files. The dot distinguishes them from keys.
 pub(crate) const TEMPORARY: &str = ".flannel-tmp-";
+
+/// Replaces `path` in one step and durably: readers see the old content or the new one. A symbolic
+/// link at `path` is replaced, not followed. An existing regular file keeps its mode.
+///
+/// # Errors
+/// An error of the file system. `path` is unchanged.
+///
+/// # Blocking
+/// Waits for the disk.
+pub fn replace_file(path: &Path, content: &[u8], mode: u32) -> io::Result<()> {
+    replace(path, content, mode, None)
+}
 
 /// Replaces `path`: writes a temporary file in the same directory, syncs it, and renames it.
 ///
@@ -37,11 +49,16 @@ pub(crate) fn replace(
         }
         file.sync_all()
     };
-    let mut file = OpenOptions::new().write(true).create_new(true).open(&temporary)?;
+    // Nobody else can open it before it is complete.
+    let mut options = OpenOptions::new();
+    options.write(true).create_new(true).mode(0o600);
+    let mut file = options.open(&temporary)?;
     let result = write(&mut file).and_then(|()| fs::rename(&temporary, path));
-    if result.is_err() {
+    match result {
         // The first failure is reported.
-        let _ = fs::remove_file(&temporary);
+        Err(_) => _ = fs::remove_file(&temporary),
+        // So that the new name is durable too. Some file systems cannot sync a directory.
+        Ok(()) => _ = path.parent().and_then(|dir| File::open(dir).ok()?.sync_all().ok()),
     }
     result
 }
@@ -63,6 +80,15 @@ mod tests {
         assert_eq!((fs::read(&path).unwrap().as_slice(), mode()), (b"two".as_slice(), 0o600));
         assert_eq!(fs::metadata(&path).unwrap().modified().unwrap(), time);
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
+
+        // A planted link.
+        let (link, target) = (dir.path().join("link"), dir.path().join("file"));
+        std::os::unix::fs::symlink(&target, &link).unwrap();
+        replace_file(&link, b"three", 0o640).unwrap();
+        let metadata = fs::symlink_metadata(&link).unwrap();
+        assert!(metadata.is_file() && metadata.permissions().mode() & 0o7777 == 0o640);
+        assert_eq!(fs::read(&target).unwrap(), b"two");
+        fs::remove_file(&link).unwrap();
 
         let blocked = dir.path().join("blocked");
         fs::create_dir(&blocked).unwrap();

@@ -9,6 +9,7 @@
 //! revision, and the store's value. Later builds must read this version.
 
 use std::fmt::Write;
+use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 use std::{fs, io};
@@ -17,7 +18,7 @@ use flannel_core::lease::{LeaseAttrs, LeaseSet, Origin, Revision, View};
 use flannel_core::{Lease, Subnets};
 use serde::{Deserialize, Serialize};
 
-use super::{atomic, fnv1a};
+use super::{atomic, fnv1a, own::read_own_file};
 use crate::registry::{ConfigText, HolderId};
 
 const FORMAT: &str = "flannel-leases";
@@ -149,7 +150,7 @@ impl Cache {
         &self.path
     }
 
-    /// Replaces the file in one step, with mode 0600.
+    /// Replaces the file in one step, with mode 0600. Creates its directory with mode 0700.
     ///
     /// # Errors
     /// An error of the file system. The file is unchanged.
@@ -159,7 +160,7 @@ impl Cache {
     pub fn save(&self, saved: &Saved) -> Result<(), CacheError> {
         let io = |source| CacheError::Io { path: self.path.clone(), source };
         if let Some(dir) = self.path.parent() {
-            fs::create_dir_all(dir).map_err(io)?;
+            fs::DirBuilder::new().recursive(true).mode(0o700).create(dir).map_err(io)?;
         }
         atomic::replace(&self.path, text(saved).as_bytes(), 0o600, None).map_err(io)
     }
@@ -173,7 +174,7 @@ impl Cache {
     /// # Blocking
     /// Reads one file.
     pub fn load(&self) -> Result<Saved, CacheError> {
-        let bytes = fs::read(&self.path)
+        let bytes = read_own_file(&self.path)
             .map_err(|source| CacheError::Io { path: self.path.clone(), source })?;
         parse(&bytes).map_err(|reason| CacheError::Content { path: self.path.clone(), reason })
     }
@@ -265,6 +266,7 @@ fn parse(bytes: &[u8]) -> Result<Saved, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::os::unix::fs::PermissionsExt;
 
     use nix::time::ClockId;
 
@@ -321,6 +323,12 @@ mod tests {
             assert_eq!(cache.load_from("dir:/other"), None);
         }
         assert_eq!(fs::read_dir(dir.path().join("new")).unwrap().count(), 1);
+        let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
+        assert_eq!((mode(&dir.path().join("new")), mode(cache.path())), (0o700, 0o600));
+        fs::rename(cache.path(), dir.path().join("target")).unwrap();
+        std::os::unix::fs::symlink("../target", cache.path()).unwrap();
+        let error = cache.load().unwrap_err().to_string();
+        assert!(error.contains("a symbolic link"), "{error}");
     }
 
     #[test]

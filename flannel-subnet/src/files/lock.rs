@@ -9,6 +9,8 @@ use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
 use nix::sys::stat::{major, minor};
 
+use crate::files::own;
+
 /// The mode of a lock file. A user who can open the file can also hold its lock.
 const MODE: u32 = 0o600;
 
@@ -28,10 +30,12 @@ impl FileLock {
     /// # Blocking
     /// Opens a file.
     pub fn take(path: &Path) -> io::Result<Option<Self>> {
+        let create = || {
+            let mut options = OpenOptions::new();
+            own::open(options.read(true).append(true).create(true).mode(MODE), path)
+        };
         // Opened for reading, because closing a file that was open for writing wakes watches.
-        let create =
-            || OpenOptions::new().read(true).append(true).create(true).mode(MODE).open(path);
-        let file = File::open(path).or_else(|_| create())?;
+        let file = own::open(OpenOptions::new().read(true), path).or_else(|_| create())?;
         // Earlier builds left the mode to the umask. Only the owner can change it.
         if file.metadata()?.permissions().mode() & 0o777 & !MODE != 0 {
             let _ = file.set_permissions(Permissions::from_mode(MODE));
@@ -63,20 +67,62 @@ fn holder(path: &Path) -> Option<String> {
     let file = fs::metadata(path).ok()?;
     let device = file.dev();
     let id = format!("{:02x}:{:02x}:{}", major(device), minor(device), file.ino());
-    let locks = fs::read_to_string("/proc/locks").ok()?;
-    // `1: FLOCK  ADVISORY  WRITE 4711 fe:00:10274300 0 EOF`. A waiting process has `->`.
-    let pid = locks.lines().find_map(|line| {
-        let fields: Vec<&str> = line.split_whitespace().collect();
-        let [_, "FLOCK", _, _, pid, file, ..] = fields.as_slice() else { return None };
-        (*file == id).then_some(*pid)
-    })?;
+    let pid = pid_of(&fs::read_to_string("/proc/locks").ok()?, &id)?;
     let name = fs::read_to_string(format!("/proc/{pid}/comm")).ok()?;
     Some(format!("{} (process {pid})", name.trim_end().escape_debug()))
+}
+
+/// The process that holds the lock of a file, by the text of `/proc/locks`. `id` is
+/// `MAJOR:MINOR:INODE`. On btrfs and overlayfs the lock has another device than the file. There a
+/// lock counts that is the only one with the inode.
+fn pid_of(locks: &str, id: &str) -> Option<u32> {
+    let inode = |id: &str| id.rsplit(':').next().map(str::to_owned);
+    // `1: FLOCK  ADVISORY  WRITE 4711 fe:00:10274300 0 EOF`. A waiting process has `->`.
+    let flock = |line: &str| {
+        let fields: Vec<&str> = line.split_whitespace().collect();
+        let [_, "FLOCK", _, _, pid, file, ..] = fields.as_slice() else { return None };
+        (inode(file) == inode(id)).then_some((pid.parse().ok()?, *file == id))
+    };
+    let alike: Vec<(u32, bool)> = locks.lines().filter_map(flock).collect();
+    let exact = alike.iter().find(|(_, is_exact)| *is_exact);
+    exact.or_else(|| alike.first().filter(|_| alike.len() == 1)).map(|(pid, _)| *pid)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_holder_of_a_lock_is_found_by_device_and_inode_or_by_its_only_inode() {
+        let locks = "1: POSIX  ADVISORY  WRITE 11 fe:00:77 0 EOF\n\
+                     2: FLOCK  ADVISORY  WRITE 22 fe:00:77 0 EOF\n\
+                     2: -> FLOCK  ADVISORY  WRITE 33 fe:00:77 0 EOF\n\
+                     3: FLOCK  ADVISORY  WRITE 44 00:2b:77 0 EOF\n\
+                     4: FLOCK  ADVISORY  WRITE 55 fe:00:777 0 EOF\n";
+        for (id, pid) in [
+            ("fe:00:77", Some(22)),
+            ("00:2b:77", Some(44)),
+            ("00:31:777", Some(55)),
+            ("00:31:77", None),
+            ("fe:00:7", None),
+        ] {
+            assert_eq!(pid_of(locks, id), pid, "{id}");
+        }
+    }
+
+    #[test]
+    fn a_planted_link_or_pipe_is_not_locked() {
+        let dir = tempfile::tempdir().unwrap();
+        let (target, link) = (dir.path().join("target"), dir.path().join("lock"));
+        fs::write(&target, "").unwrap();
+        std::os::unix::fs::symlink(&target, &link).unwrap();
+        let error = FileLock::take(&link).unwrap_err().to_string();
+        assert!(error.contains("it is a symbolic link"), "{error}");
+        fs::remove_file(&link).unwrap();
+        nix::unistd::mkfifo(&link, nix::sys::stat::Mode::S_IRWXU).unwrap();
+        let error = FileLock::take(&link).unwrap_err().to_string();
+        assert!(error.contains("a pipe or a device"), "{error}");
+    }
 
     #[test]
     fn only_the_owner_can_open_a_lock_file_and_its_holder_has_a_name() {

@@ -285,6 +285,30 @@ async fn files_that_exist_at_the_start_are_listed_and_are_not_changes() {
 }
 
 #[tokio::test]
+async fn only_small_regular_files_are_read() {
+    let net = Net::new().await;
+    for (n, mkdir) in [(4, "mkfifo"), (5, "mkdir")] {
+        assert!(Command::new(mkdir).arg(net.file(key(n))).status().unwrap().success());
+    }
+    File::create(net.file(key(6))).unwrap().set_len(1 << 30).unwrap();
+    let again = net.reopen().await;
+    let listing = again.list().await.unwrap();
+    let skipped: Vec<_> = listing.skipped.iter().map(|bad| (&*bad.key, &*bad.reason)).collect();
+    let large = "it has 1073741824 bytes, expected at most 1048576";
+    let expected = [
+        ("10.1.4.0-24", "it is not a file"),
+        ("10.1.5.0-24", "it is not a file"),
+        ("10.1.6.0-24", large),
+    ];
+    assert_eq!((listing.entries.len(), skipped), (0, expected.to_vec()));
+    for n in 4..=6 {
+        let created = again.create(&key(n), &attrs("192.0.2.1"), grant(1, DAY)).await;
+        let error = created.unwrap_err().to_string();
+        assert!(error.contains(&format!("subnets/{}", key(n))), "{error}");
+    }
+}
+
+#[tokio::test]
 async fn files_of_a_crashed_writer_are_removed_and_never_read() {
     let net = Net::new().await;
     let leftover = net.file(".flannel-tmp-10.1.5.0-24-00112233");

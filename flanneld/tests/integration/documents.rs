@@ -69,6 +69,24 @@ fn dashboard_and_alerts_use_existing_metrics() {
 }
 
 #[test]
+fn the_tests_in_the_table_of_created_files_exist() {
+    let text = read("SECURITY.md");
+    let (mut source, mut tests) = (String::new(), 0);
+    for row in text.lines().filter(|line| line.starts_with("| ")).skip(1) {
+        let cell = row.trim_end_matches(" |").rsplit(" | ").next().unwrap();
+        for word in cell.split('`').skip(1).step_by(2) {
+            if word.ends_with(".rs") {
+                source = read(word);
+            } else {
+                assert!(source.contains(&format!("fn {word}(")), "{row}");
+                tests += 1;
+            }
+        }
+    }
+    assert!(tests > 10, "{tests}");
+}
+
+#[test]
 fn every_metric_and_every_alert_is_documented() {
     let text = read("docs/operations.md");
     let documented = words(&text, "flannel_");

@@ -2,8 +2,10 @@
 //!
 //! A file without `TTL` is a reservation, such as `{"PublicIP": "192.0.2.7"}`.
 
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
+use std::{fs, io};
 
 use flannel_core::address::ParseError;
 use flannel_core::json::{FieldError, Fields};
@@ -45,6 +47,25 @@ pub(super) fn text(attrs: &LeaseAttrs, grant: Option<LeaseGrant>) -> String {
         grant.map(|grant| (grant.ttl.as_secs() + u64::from(grant.ttl.subsec_nanos() > 0)).max(1));
     let text = serde_json::to_string_pretty(&wire);
     text.expect("a struct of strings, numbers and raw values serializes") + "\n"
+}
+
+/// The largest file that is read. No lease that a node writes has more than some hundred bytes.
+const LARGEST: u64 = 1 << 20;
+
+/// The text of a file and its time of modification.
+///
+/// # Errors
+/// It is too large, or no file, which reading could wait for.
+pub(super) fn contents(path: &Path) -> io::Result<(String, SystemTime)> {
+    let metadata = fs::metadata(path)?;
+    if !metadata.is_file() {
+        return Err(io::Error::other("it is not a file"));
+    }
+    if metadata.len() > LARGEST {
+        let reason = format!("it has {} bytes, expected at most {LARGEST}", metadata.len());
+        return Err(io::Error::other(reason));
+    }
+    Ok((fs::read_to_string(path)?, metadata.modified()?))
 }
 
 /// The content of a readable file. Many of them are kept in memory.

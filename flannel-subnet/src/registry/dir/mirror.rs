@@ -16,7 +16,7 @@ use flannel_core::lease::Revision;
 use nix::errno::Errno;
 use nix::sys::inotify::{AddWatchFlags, Inotify, InotifyEvent, WatchDescriptor};
 
-use super::file::{LeaseFile, revision};
+use super::file::{self, LeaseFile, revision};
 use crate::registry::history::History;
 use crate::registry::{Batch, Listing, Now, Skipped};
 
@@ -282,14 +282,7 @@ fn is_ignored(name: &str) -> bool {
 }
 
 fn read(path: &Path) -> Found {
-    let found = || -> io::Result<(String, SystemTime)> {
-        let metadata = fs::metadata(path)?;
-        if !metadata.is_file() {
-            return Err(io::Error::other("it is not a file"));
-        }
-        Ok((fs::read_to_string(path)?, metadata.modified()?))
-    };
-    match found() {
+    match file::contents(path) {
         Ok((text, modified)) => Found::Text(text, modified),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Found::Gone,
         Err(error) => Found::Unreadable(error.to_string()),

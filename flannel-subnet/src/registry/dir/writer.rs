@@ -65,11 +65,7 @@ impl Shared {
 
     /// The content of a key's file; `None` if the file does not exist or has expired.
     pub(super) fn current(&self, subnets: &Subnets) -> Result<Option<Current>> {
-        let read = || -> io::Result<_> {
-            let path = self.path(subnets);
-            Ok((fs::metadata(&path)?.modified()?, fs::read_to_string(&path)?))
-        };
-        let (modified, text) = match read() {
+        let (text, modified) = match file::contents(&self.path(subnets)) {
             Ok(read) => read,
             Err(gone) if gone.kind() == io::ErrorKind::NotFound => return Ok(None),
             Err(other) => return Err(self.location.error(&format!("subnets/{subnets}"), other)),
