@@ -16,6 +16,9 @@ pub use spec::call::{Call, Command};
 pub use spec::error::{Code, Error, Result};
 pub use spec::version::{SpecVersion, VersionError};
 
+/// The largest text on stdin, in bytes.
+const MOST_INPUT: u64 = 4 << 20;
+
 /// The `main` of the plugin. Runs the call of this process and prints the result or error as JSON.
 ///
 /// # Blocking
@@ -49,8 +52,12 @@ fn call_from_process() -> Result<Option<(Call, Vec<u8>)>> {
     let Some(call) = Call::from_env(|name| std::env::var_os(name))? else { return Ok(None) };
     let mut stdin = Vec::new();
     if call.command != Command::Version {
-        let read = std::io::stdin().lock().read_to_end(&mut stdin);
+        let read = std::io::stdin().lock().take(MOST_INPUT + 1).read_to_end(&mut stdin);
         read.map_err(|error| Error::new(Code::IO, format!("error reading from stdin: {error}")))?;
+        if stdin.len() as u64 > MOST_INPUT {
+            let msg = format!("the network config has more than {MOST_INPUT} bytes");
+            return Err(Error::new(Code::DECODING, msg));
+        }
     }
     Ok(Some((call, stdin)))
 }

@@ -30,14 +30,14 @@ pub fn run(call: &Call, stdin: &[u8]) -> Result<Vec<u8>> {
     }
     let conf = NetConf::parse(stdin)?;
     let nothing = |()| Vec::new();
-    let answer = match call.command {
+    let answer = state::check_dir(&conf.data_dir).and_then(|()| match call.command {
         Command::Add => add(call, &conf),
         Command::Del => del(call, &conf).map(nothing),
         Command::Check => check(call, &conf).map(nothing),
         Command::Status => status(call, &conf).map(nothing),
         Command::Gc => gc(call, &conf).map(nothing),
         Command::Version => unreachable!("answered above"),
-    };
+    });
     answer.map_err(|error| error.with_version(conf.version))
 }
 

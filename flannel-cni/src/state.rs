@@ -108,12 +108,10 @@ impl State {
         let temporary = self.dir.join(format!(".{}:{}", self.container, self.ifname));
         // The Go plugin's name must not stay on the old file.
         let linked = same_file(path, &self.go_path());
-        let mut file = OpenOptions::new()
-            .write(true)
-            .create(true)
-            .truncate(true)
-            .mode(0o600)
-            .open(&temporary)?;
+        // That of a killed call.
+        absent_is_none(fs::remove_file(&temporary))?;
+        let mut options = OpenOptions::new();
+        let mut file = options.write(true).create_new(true).mode(0o600).open(&temporary)?;
         file.write_all(conf)?;
         // Before the rename, so that a crash leaves the old or the new file, and no empty one.
         file.sync_all()?;
@@ -146,6 +144,31 @@ impl State {
         }
         Ok(())
     }
+}
+
+/// Checks that no other user may write to the directory: its files decide what plugins do with the
+/// rights of this one. A directory that does not exist passes.
+pub(crate) fn check_dir(dir: &Path) -> Result<()> {
+    let failed = |error: io::Error| failed("read", dir, &error);
+    let Some(link) = absent_is_none(fs::symlink_metadata(dir)).map_err(failed)? else {
+        return Ok(());
+    };
+    let Some(target) = absent_is_none(fs::metadata(dir)).map_err(failed)? else { return Ok(()) };
+    let us = fs::metadata("/proc/self").map_or(0, |process| process.uid());
+    match mistrust(us, [link.uid(), target.uid()], target.mode()) {
+        Some(why) => Err(Error::new(Code::IO, format!("dataDir {}: {why}", dir.display()))),
+        None => Ok(()),
+    }
+}
+
+/// Why the content of a directory may be another user's. Its owners are that of a symbolic link to
+/// it, and its own.
+fn mistrust(us: u32, owners: [u32; 2], mode: u32) -> Option<String> {
+    let foreign = owners.into_iter().find(|owner| ![0, us].contains(owner));
+    let owner = foreign.map(|owner| format!("it belongs to user {owner}, expected root or {us}"));
+    let open =
+        || format!("its mode {:04o} lets other users write to it: chmod go-w", mode & 0o7777);
+    owner.or_else(|| (mode & 0o022 != 0).then(open))
 }
 
 /// All states in `dir`; none if the directory does not exist.
@@ -309,6 +332,50 @@ mod tests {
             }
         });
         assert_eq!(listing_of(dir.path(), entries).unwrap().of_go.len(), 2);
+    }
+
+    #[test]
+    fn a_directory_that_another_user_may_write_to_is_refused() {
+        for (us, owners, mode, says) in [
+            (0, [0, 0], 0o700, ""),
+            (0, [0, 0], 0o755, ""),
+            (1000, [1000, 0], 0o755, ""),
+            (0, [0, 1000], 0o700, "user 1000, expected root"),
+            (0, [1000, 0], 0o700, "user 1000, expected root"),
+            (1000, [1001, 0], 0o700, "user 1001, expected root or 1000"),
+            (0, [0, 0], 0o757, "mode 0757"),
+            (0, [0, 0], 0o1777, "mode 1777"),
+            (0, [0, 0], 0o720, "mode 0720"),
+        ] {
+            let why = mistrust(us, owners, mode).unwrap_or_default();
+            assert!(why.contains(says) && why.is_empty() == says.is_empty(), "{owners:?}: {why}");
+        }
+        let parent = tempfile::tempdir().unwrap();
+        let (dir, link) = (parent.path().join("dir"), parent.path().join("link"));
+        check_dir(&dir).unwrap();
+        State::new(&dir, "c1", "eth0").save(b"x").unwrap();
+        std::os::unix::fs::symlink(&dir, &link).unwrap();
+        check_dir(&link).unwrap();
+        fs::set_permissions(&dir, fs::Permissions::from_mode(0o777)).unwrap();
+        for path in [&dir, &link] {
+            let error = check_dir(path).unwrap_err();
+            assert!(error.code == Code::IO && error.msg.contains("0777"), "{error}");
+        }
+    }
+
+    /// The file at the place of a temporary one may be a link that another user made.
+    #[test]
+    fn the_state_is_not_written_through_a_link() {
+        let dir = tempfile::tempdir().unwrap();
+        let state = State::new(dir.path(), "c1", "eth0");
+        let target = dir.path().join("target");
+        fs::write(&target, "other").unwrap();
+        for name in [".c1:eth0", "c1:eth0", "c1"] {
+            std::os::unix::fs::symlink(&target, dir.path().join(name)).unwrap();
+        }
+        state.save(b"x").unwrap();
+        assert_eq!(fs::read(&target).unwrap(), b"other");
+        assert_eq!(fs::read(state.path()).unwrap(), b"x");
     }
 
     #[test]

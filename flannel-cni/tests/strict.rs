@@ -44,6 +44,12 @@ impl Host {
         self.0.path().join(name)
     }
 
+    /// The state directory, as the Go plugin creates it.
+    fn create_state(&self) {
+        fs::create_dir_all(self.path("state")).unwrap();
+        fs::set_permissions(self.path("state"), Permissions::from_mode(0o700)).unwrap();
+    }
+
     /// The network config with `more` in it.
     fn conf(&self, more: &Value) -> Value {
         let mut conf = json!({
@@ -370,7 +376,7 @@ fn a_container_of_the_go_plugin_is_checked_and_disconnected() {
     host.add(ETH0);
     host.called();
     fs::remove_dir_all(host.path("state")).unwrap();
-    fs::create_dir(host.path("state")).unwrap();
+    host.create_state();
     fs::write(host.path("state/c1"), DELEGATE).unwrap();
     host.call("CHECK", ETH0, &json!({ "prevResult": {} })).unwrap();
     host.fail("DEL", 11, "busy");
@@ -387,7 +393,7 @@ fn a_container_of_the_go_plugin_is_checked_and_disconnected() {
 #[test]
 fn del_of_another_network_leaves_the_go_plugins_state() {
     let host = Host::new();
-    fs::create_dir(host.path("state")).unwrap();
+    host.create_state();
     fs::write(host.path("state/c1"), DELEGATE).unwrap();
     let other = json!({ "name": "other" });
     // First after an ADD that failed before it saved, then after one that succeeded.
@@ -535,7 +541,8 @@ fn gc_undoes_attachments_of_the_go_plugin_if_the_delegate_has_no_gc() {
 
 fn gc_undoes_attachments_of_the_go_plugin(names: &[&str], reserved: &[(&str, &str)]) {
     let host = Host::new();
-    for dir in ["state", "attached", "networks/cbr0"] {
+    host.create_state();
+    for dir in ["attached", "networks/cbr0"] {
         fs::create_dir_all(host.path(dir)).unwrap();
     }
     for (address, text) in reserved {
@@ -565,7 +572,10 @@ fn gc_undoes_attachments_of_the_go_plugin(names: &[&str], reserved: &[(&str, &st
 fn bad_input_gets_an_error_object_and_changes_nothing() {
     let host = Host::new();
     let whole = host.conf(&json!({})).to_string();
+    let (long, huge) = ("c".repeat(300), " ".repeat(5 << 20));
     for (command, of, conf, code, says) in [
+        ("ADD", ETH0, &*huge, 6, "the network config has more than 4194304 bytes"),
+        ("ADD", (&*long, "eth0"), &whole, 5, "File name too long"),
         ("ADD", ETH0, "", 6, "one JSON object"),
         ("ADD", ETH0, &whole[..whole.len() - 1], 6, "one JSON object"),
         ("ADD", ETH0, r#"{"cniVersion":"1.1.0"}"#, 7, "missing network name"),
@@ -602,11 +612,12 @@ fn bad_input_gets_an_error_object_and_changes_nothing() {
     }
     // For every command, with a state that only a valid config may touch.
     let saved = host.path("state/c1:eth0");
-    fs::create_dir(host.path("state")).unwrap();
+    host.create_state();
     fs::write(&saved, DELEGATE).unwrap();
     for command in ["ADD", "DEL", "CHECK", "STATUS", "GC"] {
         let unknown = whole.replace("1.1.0", "9.9.9");
         let wrong_path = whole.replace(r#""name""#, r#""dataDir":7,"name""#);
+        let deep = "{\"a\":".repeat(100_000);
         for (conf, code, says) in [
             ("", 6, "one JSON object"),
             ("[]", 6, "one JSON object"),
@@ -617,6 +628,7 @@ fn bad_input_gets_an_error_object_and_changes_nothing() {
             (r#"{"cniVersion":"1.1.0","type":"flannel"}"#, 7, "missing network name"),
             (r#"{"cniVersion":"1.1.0","type":"flannel","name":"a/b"}"#, 7, "network name"),
             (&*wrong_path, 7, "dataDir"),
+            (&*deep, 6, "one JSON object"),
         ] {
             let error = answer(&host.output(command, ETH0, conf, &[])).unwrap_err();
             let message = format!("{} {}", error["msg"], error["details"]);
@@ -625,6 +637,14 @@ fn bad_input_gets_an_error_object_and_changes_nothing() {
         }
         assert_eq!(fs::read_to_string(&saved).unwrap(), DELEGATE, "{command}");
     }
+    // A file that another user may have put there decides nothing.
+    fs::set_permissions(host.path("state"), Permissions::from_mode(0o777)).unwrap();
+    for command in ["ADD", "DEL", "CHECK", "STATUS", "GC"] {
+        let error = answer(&host.output(command, ETH0, &whole, &[])).unwrap_err();
+        let msg = error["msg"].as_str().unwrap();
+        assert!(error["code"] == 5 && msg.contains("its mode 0777"), "{command}: {error}");
+    }
+    assert_eq!(fs::read_to_string(&saved).unwrap(), DELEGATE);
     fs::remove_dir_all(host.path("state")).unwrap();
     let own = Attach::new("c1", "eth0", Path::new("/proc/self/ns/net"));
     let output =
