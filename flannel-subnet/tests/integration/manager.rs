@@ -212,6 +212,33 @@ async fn an_unreadable_key_occupies_its_subnet() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_hundred_thousand_leases_leave_room_or_cause_a_clear_error() {
+    let logged = Logged::default();
+    let _guard = tracing::subscriber::set_default(logged.clone());
+    let registry = MemoryRegistry::with_config(V4);
+    let value = r#"{"PublicIP":"192.0.2.66","BackendType":"vxlan"}"#;
+    let name = |bits: u32, len: u8| format!("{}-{len}", std::net::Ipv4Addr::from_bits(bits));
+    let in_network = |n: u32| 0x0a01_0000 + n;
+    for n in 0..50_000 {
+        registry.put_raw(&name(0x1400_0000 + (n << 8), 24), value, None);
+        registry.put_raw(&format!("nonsense-{n}"), value, None);
+    }
+    // These take the subnets up to 10.1.78.0.
+    (0..10_000).for_each(|n| registry.put_raw(&name(in_network(2 * n), 31), value, None));
+    let manager = node(&registry, 1);
+    let lease = manager.acquire_lease(&attrs(&["192.0.2.1"])).await.unwrap();
+    let subnet = lease.subnets.family(Family::V4).unwrap();
+    assert!(subnet.base() > IpAddr::from([10, 1, 78, 0]), "{subnet}");
+    assert_eq!(logged.count("more keys of the store are skipped more=49995"), 1);
+    assert!(logged.warnings().len() <= 6, "{:?}", logged.warnings());
+
+    (79..256).for_each(|n| registry.put_raw(&name(in_network(n << 8), 24), value, None));
+    let other = node(&registry, 2);
+    let error = soon(other.acquire_lease(&attrs(&["192.0.2.2"]))).await.unwrap_err();
+    assert!(matches!(error, Error::OutOfSubnets { total: 255, .. }), "{error}");
+}
+
+#[tokio::test(start_paused = true)]
 async fn of_many_unreadable_keys_a_few_are_logged_and_the_others_are_counted() {
     let logged = Logged::default();
     let _guard = tracing::subscriber::set_default(logged.clone());

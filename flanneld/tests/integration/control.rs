@@ -1074,6 +1074,93 @@ fn silent_clients_do_not_block_health_and_status() {
 trait ReadWrite: Read + Write {}
 impl<T: Read + Write> ReadWrite for T {}
 
+/// Every node of a cluster writes leases.
+#[test]
+fn hostile_leases_are_rejected_with_the_reason_and_change_nothing() {
+    in_netns(|| {
+        let place = Place::new(Some(CONFIG));
+        place.peer(7);
+        let daemon = place.start();
+        ready(&daemon);
+        let of_kernel = || {
+            let fdb = Command::new("bridge").args(["fdb", "show", "dev", "flannel.1"]).output();
+            let fdb = String::from_utf8(fdb.unwrap().stdout).unwrap();
+            let neighbours = "neigh show dev flannel.1 nud permanent";
+            [ip("route show"), ip("-6 route show"), ip(neighbours), fdb]
+        };
+        let before = of_kernel();
+        let own = place.json(&["status"])["network"]["lease"]["key"].as_str().unwrap().to_owned();
+        let lease = fs::read_to_string(place.leases().join(&own)).unwrap();
+        let lease: Value = serde_json::from_str(&lease).unwrap();
+        let own_mac = lease["BackendData"]["VtepMAC"].as_str().unwrap();
+
+        let of = |public: &str, kind: &str, data: &str| {
+            format!(r#"{{"PublicIP":"{public}","BackendType":"{kind}","BackendData":{data}}}"#)
+        };
+        let at = |public: &str| of(public, "vxlan", r#"{"VtepMAC":"0a:00:00:00:00:63"}"#);
+        let with = |mac: &str| of("192.0.2.50", "vxlan", &format!(r#"{{"VtepMAC":"{mac}"}}"#));
+        let deep = "[".repeat(50_000) + &"]".repeat(50_000);
+        let half = own.replace(".0-24", ".128-25");
+        let hostile = [
+            ("10.2.1.0-24", at("192.0.2.50"), "outside the pod network 10.1.0.0/16"),
+            ("10.1.0.0-16", at("192.0.2.50"), "overlaps this node's own lease"),
+            (&*half, at("192.0.2.50"), "overlaps this node's own lease"),
+            ("10.1.7.128-25", at("192.0.2.50"), "overlaps the earlier lease 10.1.7.0-24"),
+            ("10.1.20.0-24", at("127.0.0.1"), "127.0.0.1 is not a unicast host address"),
+            ("10.1.21.0-24", at("224.0.0.1"), "224.0.0.1 is not a unicast host address"),
+            ("10.1.22.0-24", at("255.255.255.255"), "is not a unicast host address"),
+            ("10.1.23.0-24", at("0.0.0.0"), "no public address"),
+            ("10.1.24.0-24", at("192.0.2.1"), "192.0.2.1 is this node's own"),
+            ("10.1.25.0-24", at("10.1.25.9"), "10.1.25.9 lies inside its own subnet"),
+            ("10.1.26.0-24", at("10.1.99.9"), "10.1.99.9 lies inside the pod network"),
+            ("10.1.27.0-24", with("ff:ff:ff:ff:ff:ff"), "ff:ff:ff:ff:ff:ff is not valid"),
+            ("10.1.28.0-24", with("01:00:5e:00:00:01"), "01:00:5e:00:00:01 is not valid"),
+            ("10.1.29.0-24", with(own_mac), "is this node's own"),
+            ("10.1.77.0-24", with("0a:00:00:00:00:07"), "defined otherwise by the earlier lease"),
+            ("10.1.30.0-24", with(&"x".repeat(900_000)), "VtepMAC: \"xxx"),
+            ("10.1.31.0-24", of("192.0.2.50", "vxlan", &deep), "one JSON object"),
+            ("10.1.32.0-24", of("192.0.2.50", r"\u001b[31m\u0007", "{}"), "\\u{1b}[31m"),
+        ];
+        let skipped = [
+            ("0.0.0.0-0", at("192.0.2.50")),
+            ("10.1.40.0-24", "{".repeat(100_000)),
+            ("10.1.41.0-24", at(&"9".repeat(2 << 20))),
+            ("10.1.42.0-24\u{1b}[2J", at("192.0.2.50")),
+        ];
+        for (key, value) in &skipped {
+            fs::write(place.leases().join(key), value).unwrap();
+        }
+        let pipe = place.leases().join("10.1.43.0-24");
+        assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+        for (key, value, _) in &hostile {
+            fs::write(place.leases().join(key), value).unwrap();
+        }
+        let peers = || place.json(&["peers"])["peers"].as_array().unwrap().clone();
+        wait_until(|| peers().len() == hostile.len() + 1, || format!("{:#?}", peers()));
+        for (key, _, says) in &hostile {
+            let peers = peers();
+            let peer = peers.iter().find(|peer| peer["key"] == *key);
+            let peer = peer.unwrap_or_else(|| panic!("{key} is not in {peers:#?}"));
+            let why = peer["reason"].as_str().unwrap_or_default();
+            assert!(peer["state"] == "rejected" && why.contains(says), "{key}: {peer}");
+        }
+        assert_eq!(http("/readyz").0, 200);
+        assert_eq!(of_kernel(), before);
+        let shown = ["peers", "status"].map(|verb| place.ctl(&[verb]).stdout);
+        let shown = shown.map(|bytes| String::from_utf8(bytes).unwrap()).join("") + &daemon.log();
+        let acts = |c: char| c.is_control() && c != '\n';
+        assert!(!shown.contains(acts), "{shown}");
+        let longest = shown.lines().map(str::len).max();
+        assert!(longest < Some(2000), "{longest:?}");
+        // The lease of the whole network leaves no room. Without it a new node gets a subnet.
+        let reserve = ["lease", "reserve", "10.1.60.0/24", "--public-ip=192.0.2.60"];
+        let (_, refused) = place.fails(&reserve);
+        assert!(refused.contains("overlaps 10.1.0.0-16 of 192.0.2.50"), "{refused}");
+        fs::remove_file(place.leases().join("10.1.0.0-16")).unwrap();
+        place.ctl_text(&reserve);
+    });
+}
+
 #[test]
 fn watch_prints_changes_only() {
     in_netns(|| {
