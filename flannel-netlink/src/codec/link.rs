@@ -18,8 +18,6 @@ const PROTO_DOWN_REASON_MASK: u16 = 1;
 const PROTO_DOWN_REASON_VALUE: u16 = 2;
 /// Since Linux 3.15.
 const IFLA_CARRIER_CHANGES: u16 = 35;
-/// The kind of a VRF device, as its ports report it.
-const VRF: &str = "vrf";
 
 /// Encodes and compares the attributes of a desired device of one link kind. `data` is the content
 /// of `IFLA_INFO_DATA`. `lower` is the index of the lower device, which sends the outer packets; 0
@@ -69,9 +67,8 @@ pub(crate) struct LinkMessage {
     pub(crate) up: bool,
     /// The device uses ARP and neighbour discovery (no `IFF_NOARP`).
     arp: bool,
-    /// The device is a port of another device, such as a bridge or a bond, which gets all packets
-    /// that the port receives. A port of a VRF does not count: it sends and receives packets
-    /// itself, with the routing table of the VRF.
+    /// The device is a port of another device. A bridge or a bond gets all packets that the port
+    /// receives. A VRF looks them up in its own routing table, which has no routes to pods.
     enslaved: bool,
     /// `IFLA_PROTO_DOWN`: another program has turned off the carrier.
     proto_down: bool,
@@ -100,7 +97,7 @@ pub(crate) fn read(message: &Message<'_>) -> Option<LinkMessage> {
     let has = |flag: Iff| flags & flag.bits() != 0;
     let (mut name, mut mtu, mut mac, mut kind_name, mut kind) =
         (None, 0, None, String::new(), KindMessage::Other);
-    let (mut carrier_changes, mut enslaved, mut vrf, mut proto_down) = (0, false, false, false);
+    let (mut carrier_changes, mut enslaved, mut proto_down) = (0, false, false);
     for (id, value) in attributes {
         if id == IFLA_CARRIER_CHANGES {
             carrier_changes = u32_of(value)?;
@@ -112,7 +109,7 @@ pub(crate) fn read(message: &Message<'_>) -> Option<LinkMessage> {
             Ifla::Address => mac = mac_of(value),
             Ifla::Master => enslaved = u32_of(value)? != 0,
             Ifla::ProtoDown => proto_down = is_set(value),
-            Ifla::Linkinfo => (kind_name, kind, vrf) = read_info(value),
+            Ifla::Linkinfo => (kind_name, kind) = read_info(value),
             _ => {}
         }
     }
@@ -122,7 +119,7 @@ pub(crate) fn read(message: &Message<'_>) -> Option<LinkMessage> {
         mtu,
         up: has(Iff::UP),
         arp: !has(Iff::NOARP),
-        enslaved: enslaved && !vrf,
+        enslaved,
         proto_down,
         kind_name,
         whole: header[0] == u8::from(RtAddrFamily::Unspecified),
@@ -132,8 +129,8 @@ pub(crate) fn read(message: &Message<'_>) -> Option<LinkMessage> {
     })
 }
 
-/// The name of the kind, its attributes, and whether the device is in a VRF.
-fn read_info(info: &[u8]) -> (String, KindMessage, bool) {
+/// The name of the kind, and its attributes.
+fn read_info(info: &[u8]) -> (String, KindMessage) {
     let find = |wanted| {
         Attributes(info).find(|(id, _)| IflaInfo::from(*id) == wanted).map(|(_, value)| value)
     };
@@ -143,8 +140,7 @@ fn read_info(info: &[u8]) -> (String, KindMessage, bool) {
         "vxlan" => KindMessage::Vxlan(vxlan::read(data)),
         _ => KindMessage::Other,
     };
-    let vrf = find(IflaInfo::SlaveKind).and_then(text_of).is_some_and(|kind| kind == VRF);
-    (name, kind, vrf)
+    (name, kind)
 }
 
 fn is_set(value: &[u8]) -> bool {
@@ -252,7 +248,7 @@ pub(crate) fn change_kind(is: &LinkMessage, codec: &dyn LinkCodec, lower: u32) -
     if differs { request } else { Messages::default() }
 }
 
-/// Removes a port from its bridge, bond or similar device; no message if it is not a port.
+/// Removes a port from its bridge, bond, VRF or similar device; no message if it is not a port.
 pub(crate) fn release(is: &LinkMessage) -> Messages {
     let mut requests = Messages::default();
     if is.enslaved {
@@ -328,8 +324,8 @@ mod tests {
     use crate::transport::wire::messages;
 
     #[test]
-    fn a_port_of_a_bridge_is_inexact_and_a_port_of_a_vrf_is_exact() {
-        for (master, is_exact) in [("bridge", false), ("bond", false), ("vrf", true)] {
+    fn a_port_of_any_device_is_released() {
+        for master in ["bridge", "bond", "vrf"] {
             let mut request = Messages::one(Rtm::Newlink, NlmF::empty(), &at(7));
             request.text(Ifla::Ifname, "flannel.1").u32(Ifla::Master, 9);
             request.nest(Ifla::Linkinfo, |info| {
@@ -338,7 +334,8 @@ mod tests {
             let count = request.len();
             let link =
                 read(&messages(request.ready(0..count, 0, NlmF::empty())).next().unwrap().unwrap());
-            assert_eq!(link.unwrap().is_exact(), is_exact, "{master}");
+            let link = link.unwrap();
+            assert_eq!((link.is_exact(), release(&link).len()), (false, 1), "{master}");
         }
     }
 }

@@ -443,10 +443,11 @@ fn damage(
                 "type vxlan id 1 learning",
                 "type vxlan id 1 ttl 1",
                 "type vxlan id 1 tos 4 df set",
+                "type vxlan id 1 ageing 60",
                 "arp off",
                 "master br0",
                 "protodown on",
-            ][random.below(6) as usize]
+            ][random.below(7) as usize]
         )),
         5 => by_ip(format!("address flush dev {device} scope global")),
         // iproute2 cannot do it with nexthop objects.
@@ -466,9 +467,10 @@ fn damage(
                 "id 2 dstport 8472",
                 "id 1 dstport 8472 gbp",
                 "id 1 dstport 8472 proxy",
+                "id 1 dstport 8472 noudpcsum",
                 "id 1 dstport 8472 udp6zerocsumtx",
                 "id 1 dstport 8472 remcsumtx",
-            ][random.below(6) as usize];
+            ][random.below(7) as usize];
             by_ip(format!(
                 "link delete {device}\n\
                  link add {device} type vxlan {kind} dev eth0 local {own} nolearning"

@@ -17,7 +17,9 @@ mod attr {
     pub(super) const TTL: u16 = 5;
     pub(super) const TOS: u16 = 6;
     pub(super) const LEARNING: u16 = 7;
+    pub(super) const AGEING: u16 = 8;
     pub(super) const LIMIT: u16 = 9;
+    pub(super) const PORT_RANGE: u16 = 10;
     pub(super) const PROXY: u16 = 11;
     pub(super) const RSC: u16 = 12;
     pub(super) const L2MISS: u16 = 13;
@@ -25,23 +27,34 @@ mod attr {
     pub(super) const PORT: u16 = 15;
     pub(super) const GROUP6: u16 = 16;
     pub(super) const LOCAL6: u16 = 17;
+    pub(super) const UDP_CSUM: u16 = 18;
     pub(super) const UDP_ZERO_CSUM6_TX: u16 = 19;
     pub(super) const UDP_ZERO_CSUM6_RX: u16 = 20;
     pub(super) const REMCSUM_TX: u16 = 21;
     pub(super) const REMCSUM_RX: u16 = 22;
     pub(super) const GBP: u16 = 23;
+    pub(super) const REMCSUM_NOPARTIAL: u16 = 24;
     pub(super) const COLLECT_METADATA: u16 = 25;
     pub(super) const LABEL: u16 = 26;
     pub(super) const GPE: u16 = 27;
     pub(super) const TTL_INHERIT: u16 = 28;
     pub(super) const DF: u16 = 29;
     pub(super) const VNIFILTER: u16 = 30;
+    pub(super) const LOCALBYPASS: u16 = 31;
+    pub(super) const LABEL_POLICY: u16 = 32;
 }
 
-/// Fields of the outer header, each with the value that flannel's devices have. Devices with other
-/// values are changed in place.
-const OUTER: [(u16, &[u8]); 4] =
-    [(attr::TTL, &[0]), (attr::TOS, &[0]), (attr::DF, &[0]), (attr::LABEL, &[0; 4])];
+/// Attributes with the values that flannel's devices have, which are the defaults. Devices with
+/// other values are changed in place. `AGEING` is the age of learned FDB entries in seconds.
+const RESET: [(u16, &[u8]); 7] = [
+    (attr::TTL, &[0]),
+    (attr::TOS, &[0]),
+    (attr::DF, &[0]),
+    (attr::LABEL, &[0; 4]),
+    (attr::LABEL_POLICY, &[0; 4]),
+    (attr::AGEING, &300_u32.to_ne_bytes()),
+    (attr::LOCALBYPASS, &[1]),
+];
 
 /// `IFLA_INFO_DATA` of a vxlan device.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -55,12 +68,12 @@ pub(crate) struct VxlanMessage {
     pub(super) lower: u32,
     learning: bool,
     gbp: bool,
-    /// For each field of [`OUTER`], whether it has another value.
-    outer: [bool; OUTER.len()],
+    /// For each attribute of [`RESET`], whether it has another value.
+    reset: [bool; RESET.len()],
     /// It has attributes that flannel's devices lack: a multicast group, external tunnel metadata,
-    /// ARP proxying, miss notifications, a limit of the FDB, or checksum options that other VTEPs
-    /// refuse. The kernel cannot reset them, or (a group, before Linux 6.15) not fully. Such a
-    /// device is deleted and created again.
+    /// ARP proxying, miss notifications, a limit of the FDB, a range of source ports, or other
+    /// checksum options. The kernel cannot reset them, or (a group, before Linux 6.15) not fully.
+    /// Such a device is deleted and created again.
     unrepresentable: bool,
 }
 
@@ -70,8 +83,8 @@ pub(super) fn read(data: &[u8]) -> VxlanMessage {
     // A flag is set if the attribute has no value, or one that is not 0.
     let flag = |value: &[u8]| value.is_empty() || is_set(value);
     for (id, value) in Attributes(data) {
-        if let Some(place) = OUTER.iter().position(|(outer, _)| *outer == id) {
-            read.outer[place] = is_set(value);
+        if let Some(place) = RESET.iter().position(|(reset, _)| *reset == id) {
+            read.reset[place] = value != RESET[place].1;
             continue;
         }
         match id {
@@ -84,7 +97,10 @@ pub(super) fn read(data: &[u8]) -> VxlanMessage {
             attr::LEARNING => read.learning = flag(value),
             attr::GBP => read.gbp = true,
             attr::GROUP | attr::GROUP6 => read.unrepresentable = true,
+            // Without the attribute the kernel computes checksums (since Linux 4.6).
+            attr::UDP_CSUM => read.unrepresentable |= !flag(value),
             attr::LIMIT
+            | attr::PORT_RANGE
             | attr::GPE
             | attr::TTL_INHERIT
             | attr::PROXY
@@ -92,8 +108,10 @@ pub(super) fn read(data: &[u8]) -> VxlanMessage {
             | attr::L2MISS
             | attr::L3MISS
             | attr::UDP_ZERO_CSUM6_TX
+            | attr::UDP_ZERO_CSUM6_RX
             | attr::REMCSUM_TX
             | attr::REMCSUM_RX
+            | attr::REMCSUM_NOPARTIAL
             | attr::COLLECT_METADATA
             | attr::VNIFILTER => read.unrepresentable |= flag(value),
             _ => {}
@@ -103,10 +121,9 @@ pub(super) fn read(data: &[u8]) -> VxlanMessage {
 }
 
 impl VxlanMessage {
-    /// Whether [`VxlanMessage::object`] represents all attributes that this type reads. It does not
-    /// read `LOCALBYPASS`, `LABEL_POLICY`, `PORT_RANGE` and `UDP_CSUM`.
+    /// Whether [`VxlanMessage::object`] represents all attributes that this type reads.
     pub(super) fn is_exact(&self) -> bool {
-        !self.outer.contains(&true)
+        !self.reset.contains(&true)
     }
 
     /// The attributes; `None` if they are unrepresentable.
@@ -164,8 +181,8 @@ impl LinkCodec for Vxlan {
         if is.learning != self.learning {
             data.attr(attr::LEARNING, &[u8::from(self.learning)]);
         }
-        for ((id, unset), _) in OUTER.iter().zip(is.outer).filter(|(_, is_set)| *is_set) {
-            data.attr(*id, unset);
+        for ((id, value), _) in RESET.iter().zip(is.reset).filter(|(_, differs)| *differs) {
+            data.attr(*id, value);
         }
     }
 
@@ -191,4 +208,52 @@ impl LinkCodec for Vxlan {
 
 fn put_local(data: &mut Messages, local: IpAddr) {
     data.ip(if local.is_ipv4() { attr::LOCAL } else { attr::LOCAL6 }, local);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The attributes of a device as a kernel reports them that knows all of [`RESET`].
+    fn reported() -> Vec<(u16, Vec<u8>)> {
+        let mut all = vec![
+            (attr::ID, 1_u32.to_ne_bytes().to_vec()),
+            (attr::PORT, 8472_u16.to_be_bytes().to_vec()),
+            (attr::PORT_RANGE, vec![0; 4]),
+            (attr::UDP_CSUM, vec![1]),
+            (attr::UDP_ZERO_CSUM6_TX, vec![0]),
+            (attr::UDP_ZERO_CSUM6_RX, vec![0]),
+        ];
+        all.extend(RESET.iter().map(|(id, value)| (*id, value.to_vec())));
+        all
+    }
+
+    fn message(attributes: &[(u16, Vec<u8>)]) -> VxlanMessage {
+        let mut data = Vec::new();
+        for (id, value) in attributes {
+            let len = 4 + value.len();
+            data.extend(u16::try_from(len).unwrap().to_ne_bytes());
+            data.extend(id.to_ne_bytes());
+            data.extend(value);
+            data.resize(data.len().next_multiple_of(4), 0);
+        }
+        read(&data)
+    }
+
+    /// iproute2 sets some of these attributes only in recent versions.
+    #[test]
+    fn every_other_value_is_seen() {
+        let mac = MacAddr::local([1; 6]);
+        let healthy = message(&reported());
+        assert!(healthy.is_exact() && healthy.object(mac, None).is_some());
+        for (place, (id, value)) in reported().into_iter().enumerate().skip(2) {
+            let mut other = reported();
+            other[place].1 = value.iter().map(|byte| byte ^ 1).collect();
+            let found = message(&other);
+            assert_ne!(found, healthy, "attribute {id} causes an event");
+            let in_place = RESET.iter().any(|(reset, _)| *reset == id);
+            assert_eq!(found.object(mac, None).is_some(), in_place, "attribute {id}");
+            assert_eq!(found.is_exact(), !in_place, "attribute {id}");
+        }
+    }
 }
