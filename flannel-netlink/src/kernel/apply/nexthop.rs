@@ -15,6 +15,7 @@ use flannel_core::kernel::{KernelError, ROUTE_PROTOCOL};
 use flannel_core::object::{Change, LinkName, Nexthop, Object, Route, Via};
 
 use super::{BATCH, EINVAL, Steps, Writer, accept_absence};
+use crate::codec::route::RouteMessage;
 use crate::codec::{nexthop, route};
 use crate::transport::wire::Messages;
 
@@ -72,14 +73,14 @@ impl Writer<'_> {
     /// the origins of the batch.
     pub(super) fn reclaim_ids(&mut self, sent: &[(usize, bool)], refused: &[(usize, Nexthop)]) {
         let links = refused.iter().map(|(_, nexthop)| (nexthop.id, nexthop.link)).collect();
-        let routes = match self.routes_by(&links) {
+        let (routes, foreign) = match self.routes_by(&links) {
             Ok(routes) => routes,
             Err(error) => {
                 return refused.iter().for_each(|(n, _)| self.results[*n] = Err(error.clone()));
             }
         };
         for (n, nexthop) in refused {
-            self.results[*n] = self.reclaim_id(nexthop);
+            self.results[*n] = self.reclaim_id(nexthop, &foreign);
         }
         for batch in routes.chunks(BATCH) {
             let mut requests = Messages::default();
@@ -94,15 +95,30 @@ impl Writer<'_> {
         self.send_routes_again(sent, &links);
     }
 
-    /// Deletes the object that has the id of the nexthop, and creates the nexthop.
-    fn reclaim_id(&mut self, nexthop: &Nexthop) -> Result<(), KernelError> {
+    /// Deletes the object that has the id of the nexthop, and creates the nexthop. Logs each of the
+    /// `foreign` routes that used the object, because the kernel deletes it with the object.
+    fn reclaim_id(
+        &mut self,
+        nexthop: &Nexthop,
+        foreign: &[RouteMessage],
+    ) -> Result<(), KernelError> {
         let index = self.index(nexthop.link)?;
         let mut requests = Messages::default();
         nexthop::delete(&mut requests, nexthop.id);
         nexthop::put(&mut requests, nexthop, index);
         let mut results = self.socket.send(&mut requests);
         let put = results.remove(1);
-        accept_absence(results.remove(0)).and(put)
+        accept_absence(results.remove(0))?;
+        for found in foreign.iter().filter(|found| found.nexthop == Some(nexthop.id)) {
+            tracing::warn!(
+                dst = %found.dst,
+                protocol = found.protocol,
+                nexthop = found.nexthop,
+                "a route of another program used a nexthop id of this network, and was deleted \
+                 with the nexthop",
+            );
+        }
+        put
     }
 
     /// Repeats the changes in the batch that concern routes which use these ids. They failed, or
@@ -133,10 +149,12 @@ impl Writer<'_> {
         }
     }
 
-    /// Our routes that use these ids. Logs each foreign route that uses one, because the kernel
-    /// deletes it with the object.
-    fn routes_by(&mut self, links: &BTreeMap<u32, LinkName>) -> Result<Vec<Route>, KernelError> {
-        let mut ours = Vec::new();
+    /// Our routes and the foreign ones that use these ids.
+    fn routes_by(
+        &mut self,
+        links: &BTreeMap<u32, LinkName>,
+    ) -> Result<(Vec<Route>, Vec<RouteMessage>), KernelError> {
+        let (mut ours, mut foreign) = (Vec::new(), Vec::new());
         for family in Family::BOTH {
             let all = self.socket.dump(route::everywhere(family), |message| {
                 let found = route::read(message)?;
@@ -147,17 +165,11 @@ impl Writer<'_> {
                     |route: &Route| self.footprint.owns_route(route, Some(link), found.protocol);
                 match found.object(|_| None).filter(is_ours) {
                     Some(route) => ours.push(route),
-                    None => tracing::warn!(
-                        dst = %found.dst,
-                        protocol = found.protocol,
-                        nexthop = found.nexthop,
-                        "a route of another program used a nexthop id of this network, and was \
-                         deleted with the nexthop",
-                    ),
+                    None => foreign.push(found),
                 }
             }
         }
-        Ok(ours)
+        Ok((ours, foreign))
     }
 }
 
