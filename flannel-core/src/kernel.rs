@@ -102,9 +102,13 @@ impl Footprint {
         self.nexthops.is_some_and(|block| block.contains(id))
     }
 
-    /// Whether a snapshot may show `object` as owned. Another program has put `object`, and its key
-    /// [concerns](Self::concerns) this network. `protocol` is `None` if it is not known.
+    /// Whether a snapshot may show `object`, which another program has put, as owned. `protocol` is
+    /// `None` if it is not known.
     pub fn may_own(&self, object: &Object, protocol: Option<u8>) -> bool {
+        let on_ours = object.link().is_some_and(|link| self.links.contains(&link));
+        if !on_ours && !self.concerns(&object.key()) {
+            return false;
+        }
         let may_be_ours = protocol.is_none_or(|protocol| protocol == ROUTE_PROTOCOL);
         match object {
             Object::Link(_) => true,
@@ -112,7 +116,7 @@ impl Footprint {
             Object::Route(_) if protocol == Some(ROUTE_PROTOCOL) => true,
             Object::Route(route) => match route.via {
                 Via::Gateway { link, .. } | Via::Link(link) => {
-                    self.links.contains(&link) || (may_be_ours && self.routes_on.contains(&link))
+                    on_ours || (may_be_ours && self.routes_on.contains(&link))
                 }
                 // The device of the nexthop object is not known here.
                 Via::Nexthop(id) => !self.links.is_empty() || (may_be_ours && self.owns_id(id)),
@@ -120,14 +124,13 @@ impl Footprint {
             },
             Object::Addr(addr) => self.owns_addr(addr),
             Object::Record(record) => self.annexes.contains(record.annex),
-            object => object.link().is_some_and(|link| self.links.contains(&link)),
+            _ => on_ours,
         }
     }
 
     /// Whether this network may own, or has to replace, the object with this key. The key of a
     /// route or a nexthop object does not show its device. So the answer is false for a route
-    /// outside `networks` and for an id outside `nexthops`, even if the object is on one of
-    /// `links`. If another program adds such an object, only the next snapshot shows it.
+    /// outside `networks` and for an id outside `nexthops`, even if it is on one of `links`.
     pub fn concerns(&self, key: &Key) -> bool {
         match key {
             Key::Link(link) | Key::Addr(link, _) | Key::Neigh(link, _) | Key::Fdb(link, _) => {
@@ -308,7 +311,7 @@ pub enum KernelEvent {
     Present(Object),
     /// It exists, with attributes that no [`Object`] expresses ([`State::note_inexact`]).
     Inexact(Object),
-    /// It exists besides another entry with its key. Only a snapshot shows which of them is used.
+    /// It exists besides another entry with its key. A snapshot shows whether one has to go.
     Duplicate(Object),
     /// It exists in a form that no [`Object`] expresses: a multipath route, a dynamic neighbour, …
     Unrepresentable(Key),

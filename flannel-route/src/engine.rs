@@ -447,7 +447,7 @@ mod tests {
     }
 
     #[test]
-    fn a_duplicate_is_removed_and_an_ipv6_route_put_again() {
+    fn a_duplicate_of_ours_is_removed_and_an_ipv6_route_put_again() {
         let cases = [
             ("10.1.0.0/16", "10.1.3.0/24", ROUTE_PROTOCOL, true),
             ("10.1.0.0/16", "10.1.3.0/24", 186, false),
@@ -472,7 +472,8 @@ mod tests {
                 by,
             ));
             assert_eq!(world.engine.survey.is_unread(), unread, "{dst} of protocol {protocol}");
-            assert!(world.engine.is_unsettled(), "ours is put again");
+            let is_put = world.engine.table.is_put(&Key::Route(dst));
+            assert_eq!(is_put, unread, "{dst} of protocol {protocol}");
         }
     }
 
@@ -554,13 +555,24 @@ mod tests {
             world.kernel.take_calls();
             world.settle();
             let calls = world.kernel.take_calls();
-            // A foreign object that stays may still take precedence over ours.
+            // A foreign route is behind ours and stays.
             let is_put = calls.iter().any(|call| call.key == Some(Key::Route(dst(3))));
             assert_eq!(
                 (is_put, reads(&world)),
-                (!is_read, before + u64::from(is_read)),
+                (false, before + u64::from(is_read)),
                 "{protocol}: {calls:?}"
             );
+        }
+    }
+
+    #[test]
+    fn an_added_route_on_our_device_is_found_wherever_it_leads() {
+        for (link, unread) in [("flannel.1", true), ("eth0", false)] {
+            let mut world = World::settled(2..5);
+            let (dst, via) = ("10.9.0.0/24".parse().unwrap(), Via::Link(link.parse().unwrap()));
+            let added = KernelEvent::Present(Route { dst, via, mtu: None }.into());
+            world.invalidate(&Invalidation::Objects(vec![added], Some(changed_by(3))));
+            assert_eq!(world.engine.survey.is_unread(), unread, "{link}");
         }
     }
 

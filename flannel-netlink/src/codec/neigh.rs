@@ -140,9 +140,32 @@ pub(crate) fn delete(requests: &mut Messages, neigh: &Neigh, index: u32) {
     requests.begin(Rtm::Delneigh, NlmF::empty(), &header).ip(Nda::Dst, neigh.address);
 }
 
+/// Reads `RTM_NEWNEIGH` about a proxy entry (`ip neigh add proxy`): the index of its link and the
+/// address for which this host answers there. `None` for other entries.
+pub(crate) fn read_proxy(message: &Message<'_>) -> Option<(u32, IpAddr)> {
+    let (&[_, _, _, _, a, b, c, d, _, _, flags, _], mut attributes) = message.split::<HEADER>()?;
+    let (_, address) = attributes.find(|(id, _)| Nda::from(*id) == Nda::Dst)?;
+    let is_proxy = flags & Ntf::PROXY.bits() != 0;
+    Some((u32::from_ne_bytes([a, b, c, d]), ip_of(address).filter(|_| is_proxy)?))
+}
+
+pub(crate) fn delete_proxy(requests: &mut Messages, address: IpAddr, index: u32) {
+    let header = header(af_of(address), index, Nud::empty(), Ntf::PROXY);
+    requests.begin(Rtm::Delneigh, NlmF::empty(), &header).ip(Nda::Dst, address);
+}
+
 /// Requests all neighbours on a link.
 pub(crate) fn on(index: u32) -> Messages {
-    let header = header(RtAddrFamily::Unspecified, 0, Nud::empty(), Ntf::empty());
+    all_on(index, Ntf::empty())
+}
+
+/// Requests all proxy entries on a link. The kernel sends no messages about their changes.
+pub(crate) fn proxies_on(index: u32) -> Messages {
+    all_on(index, Ntf::PROXY)
+}
+
+fn all_on(index: u32, flags: Ntf) -> Messages {
+    let header = header(RtAddrFamily::Unspecified, 0, Nud::empty(), flags);
     let mut request = Messages::one(Rtm::Getneigh, NlmF::empty(), &header);
     request.u32(Nda::Ifindex, index);
     request

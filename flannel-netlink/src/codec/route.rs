@@ -49,6 +49,13 @@ pub(crate) struct RouteMessage {
     /// the largest one for a last-resort route. Other routes are never the same kernel entry as a
     /// route of ours.
     pub(crate) default_metric: bool,
+    /// The TOS (`tos` of `ip route`), which only IPv4 routes have. Packets with this TOS take the
+    /// route before those without a TOS, whatever the metrics are.
+    pub(crate) tos: u8,
+    /// The source prefix (`from` of `ip route`), which only IPv6 routes have.
+    pub(crate) from: Option<Subnet>,
+    /// The metric (`metric` of `ip route`).
+    pub(crate) metric: u32,
     /// A blackhole with the largest metric. The kernel prefers every other route to the
     /// destination.
     pub(crate) last_resort: bool,
@@ -89,6 +96,9 @@ pub(crate) fn read(message: &Message<'_>) -> Option<RouteMessage> {
         dst: Subnet::new(family.unspecified(), len)?,
         main: u32::from(table) == MAIN,
         default_metric: true,
+        tos,
+        from: None,
+        metric: 0,
         last_resort: false,
         protocol,
         kind: kind.into(),
@@ -103,7 +113,7 @@ pub(crate) fn read(message: &Message<'_>) -> Option<RouteMessage> {
         unrepresentable: flags & CLONED != 0,
         more: false,
     };
-    let (mut metric, mut other_family) = (0, false);
+    let mut other_family = false;
     for (id, value) in attributes {
         match id {
             RTA_NH_ID => read.nexthop = Some(u32_of(value)?),
@@ -116,13 +126,14 @@ pub(crate) fn read(message: &Message<'_>) -> Option<RouteMessage> {
             }
             _ => match Rta::from(id) {
                 Rta::Dst => read.dst = Subnet::new(ip_of(value)?, len)?,
+                Rta::Src => read.from = Subnet::new(ip_of(value)?, src_len),
                 Rta::Oif => read.index = u32_of(value)?,
                 Rta::Gateway => read.gateway = ip_of(value),
                 Rta::Prefsrc => {
                     read.source = ip_of(value);
                     read.more = true;
                 }
-                Rta::Priority => metric = u32_of(value)?,
+                Rta::Priority => read.metric = u32_of(value)?,
                 Rta::Table => read.main = u32_of(value)? == MAIN,
                 Rta::Multipath => read.multipath = true,
                 Rta::Metrics => {
@@ -139,8 +150,8 @@ pub(crate) fn read(message: &Message<'_>) -> Option<RouteMessage> {
         }
     }
     read.unrepresentable |= other_family && read.nexthop.is_none();
-    read.last_resort = read.kind == Rtn::Blackhole && metric == LAST_RESORT;
-    let is_default = metric == default_metric(family) || read.last_resort;
+    read.last_resort = read.kind == Rtn::Blackhole && read.metric == LAST_RESORT;
+    let is_default = read.metric == default_metric(family) || read.last_resort;
     read.default_metric = is_default && tos == 0 && src_len == 0;
     Some(read)
 }
@@ -175,6 +186,11 @@ impl RouteMessage {
     /// **Source**: linux `net/ipv4/fib_semantics.c: fib_create_info` (`fib_find_info_nh`).
     pub(crate) fn has_metrics_by_nexthop(&self) -> bool {
         self.nexthop.is_some() && (self.mtu.is_some() || self.more)
+    }
+
+    /// Whether it is the same kernel entry as a route of ours could be, except for a TOS.
+    fn is_like_ours(&self) -> bool {
+        self.main && (self.default_metric || self.tos != 0)
     }
 
     /// Whether [`RouteMessage::object`] represents all attributes.
@@ -223,8 +239,17 @@ impl RouteMessage {
     /// table or of another metric, or if its link has no known name. `name` returns the name of the
     /// link with an index.
     pub(crate) fn object(&self, name: impl FnOnce(u32) -> Option<LinkName>) -> Option<Route> {
+        if self.default_metric { self.with_any_metric(name) } else { None }
+    }
+
+    /// Like [`RouteMessage::object`], but also for a route with a TOS or another metric, which the
+    /// result lacks.
+    pub(crate) fn with_any_metric(
+        &self,
+        name: impl FnOnce(u32) -> Option<LinkName>,
+    ) -> Option<Route> {
         let several = self.multipath && self.nexthop.is_none();
-        if self.unrepresentable || several || !self.main || !self.default_metric {
+        if self.unrepresentable || several || !self.main {
             return None;
         }
         let via = match (self.kind, self.nexthop, self.gateway) {
@@ -246,24 +271,32 @@ impl RouteMessage {
 
 impl EventMessage for RouteMessage {
     fn event_index(&self, is_deletion: bool) -> u32 {
-        if is_deletion || !self.main || !self.default_metric { 0 } else { self.index }
+        if is_deletion || !self.is_like_ours() { 0 } else { self.index }
     }
 
     fn event(&self, link: Option<LinkName>, is_deletion: bool, flags: NlmF) -> Option<KernelEvent> {
         let key = Key::Route(self.dst);
         // It is not the entry of our route, but packets may take it instead.
-        if !self.main || !self.default_metric {
+        if !self.is_like_ours() {
             return Some(KernelEvent::Related(key));
         }
         // Routes that the kernel creates for local addresses (`proto kernel`, with a source) are
         // reported as unrepresentable, so that no program tries to delete them.
         let is_reportable = self.is_exact() || self.protocol != u8::from(Rtprot::Kernel);
-        let object = self.object(|_| link).filter(|_| is_reportable).map(Object::Route);
+        let object = self.with_any_metric(|_| link).filter(|_| is_reportable).map(Object::Route);
+        if self.tos != 0 {
+            return Some(match object {
+                Some(object) if !is_deletion => KernelEvent::Duplicate(object),
+                _ => KernelEvent::Related(key),
+            });
+        }
         // `EXCL` marks the first route of the destination, TOS and metric, `REPLACE` one that
-        // replaced another. A
-        // new route with neither was added to existing ones (linux `fib_table_insert`).
-        let is_added =
-            flags.contains(NlmF::CREATE) && !flags.intersects(NlmF::EXCL | NlmF::REPLACE);
+        // replaced another. A new route with neither was added to existing ones. Without `APPEND`,
+        // an IPv4 route is in front of them, as if it had replaced the first one (linux
+        // `fib_table_insert`).
+        let is_first = NlmF::EXCL | NlmF::REPLACE;
+        let is_behind = self.dst.family() == Family::V6 || flags.contains(NlmF::APPEND);
+        let is_added = flags.contains(NlmF::CREATE) && !flags.intersects(is_first) && is_behind;
         Some(match event(key, object, self.is_exact(), is_deletion) {
             KernelEvent::Present(object) | KernelEvent::Inexact(object) if is_added => {
                 KernelEvent::Duplicate(object)

@@ -6,6 +6,7 @@
 //! the next snapshot reports our route as inexact, and the route engine puts it again.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::net::IpAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use flannel_core::Subnet;
@@ -42,6 +43,8 @@ struct Inner {
     duplicates: BTreeMap<Subnet, Vec<DuplicateRoute>>,
     /// The [special](NeighMessage::special) FDB entries, by device index and MAC address.
     special: BTreeMap<(u32, MacAddr), Special>,
+    /// Proxy entries on our devices, by device index and address, as of the last snapshot.
+    proxies: BTreeSet<(u32, IpAddr)>,
     /// `special` once had more than [`MOST`] entries and was cleared, so any entry may be special.
     forgotten: bool,
 }
@@ -58,7 +61,7 @@ pub(crate) struct DuplicateRoute {
 /// When another route to the destination of ours is deleted.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum Goes {
-    /// When ours is put or deleted: it is ours too, and behind the first one.
+    /// When ours is put or deleted: it is ours too, and behind the first one or with a TOS.
     WithOurs,
     /// When another route of ours is put. Foreign IPv4 routes are in front of this one, which is
     /// ours too. The put replaces one of them, and would leave this one.
@@ -141,9 +144,26 @@ impl ForeignRoutes {
         }
     }
 
-    /// Forgets the FDB entries of a device. The caller reads them again.
+    /// Forgets the FDB and proxy entries of a device. The caller reads them again.
     pub(crate) fn forget_entries(&self, index: u32) {
-        self.lock().special.retain(|(device, _), _| *device != index);
+        let mut inner = self.lock();
+        inner.special.retain(|(device, _), _| *device != index);
+        inner.proxies.retain(|(device, _)| *device != index);
+    }
+
+    /// Notes a proxy entry on a device.
+    pub(crate) fn note_proxy(&self, index: u32, address: IpAddr) {
+        let proxies = &mut self.lock().proxies;
+        if proxies.len() < MOST {
+            proxies.insert((index, address));
+        }
+    }
+
+    /// Whether there is a proxy entry for the address. The entry is then forgotten, because the
+    /// caller deletes it.
+    pub(crate) fn take_proxy(&self, index: u32, address: IpAddr) -> bool {
+        let proxies = &mut self.lock().proxies;
+        !proxies.is_empty() && proxies.remove(&(index, address))
     }
 
     /// Why the FDB entry is special; `None` if it is not. The entry is then forgotten, because the

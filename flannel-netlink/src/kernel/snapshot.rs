@@ -9,7 +9,7 @@ use std::thread::Builder;
 
 use flannel_core::address::Family;
 use flannel_core::kernel::{Footprint, KernelError};
-use flannel_core::object::{Key, LinkName, Object, State};
+use flannel_core::object::{Key, LinkName, MacAddr, Neigh, Object, State};
 
 pub(crate) use self::nexthops::{nexthop_ids, nexthop_users};
 use crate::codec::{addr, fdb, neigh};
@@ -116,15 +116,33 @@ impl Reader<'_> {
             footprint.owns_addr(&addr).then(|| (addr.into(), found.is_exact()))
         })?;
         foreign.forget_entries(index);
+        let proxied = self.read_proxies(name, index)?;
         for request in [neigh::on(index), fdb::on(index)] {
             self.read_table(request, |message| {
                 let found = neigh::read(message).filter(|found| found.index == index)?;
                 foreign.note_entry(&found);
                 let owned = footprint.owns_entry(name, found.is_static);
-                Some((found.object(name).filter(|_| owned)?, found.is_exact()))
+                let object = found.object(name).filter(|_| owned)?;
+                let is_proxied = proxied.iter().any(|key| *key == object.key());
+                Some((object, found.is_exact() && !is_proxied))
             })?;
         }
         Ok(())
+    }
+
+    /// Reads the proxy entries on an owned link. Each becomes a neighbour with the MAC address 0,
+    /// which a neighbour with its address then replaces. A put or a deletion of the neighbour
+    /// deletes it. Returns the keys of these neighbours.
+    fn read_proxies(&mut self, link: LinkName, index: u32) -> Result<Vec<Key>, KernelError> {
+        let proxies = self.socket.dump(neigh::proxies_on(index), |message| {
+            neigh::read_proxy(message).filter(|(device, _)| *device == index)
+        })?;
+        proxies.iter().for_each(|(index, address)| self.foreign.note_proxy(*index, *address));
+        let neigh = |(_, address)| Object::from(Neigh { link, address, mac: MacAddr([0; 6]) });
+        let objects: Vec<Object> = proxies.into_iter().map(neigh).collect();
+        let keys: Vec<Key> = objects.iter().map(Object::key).collect();
+        self.hand_over(Table { objects, inexact: keys.clone() });
+        Ok(keys)
     }
 
     /// Reads a table. `read` returns the owned object of a message, and whether it is exact.

@@ -103,6 +103,20 @@ fn changes_by_others_are_reported_object_by_object() {
                 KernelEvent::Present(Route { dst, via: Via::Nexthop(9), mtu: None }.into()),
             ),
             (
+                "route append 10.1.2.0/24 via 192.0.2.9 dev up0",
+                KernelEvent::Duplicate(Route { dst, via, mtu: None }.into()),
+            ),
+            // It is in front, as if it had replaced the first one.
+            (
+                "route prepend 10.1.2.0/24 via 192.0.2.9 dev up0 mtu 1300",
+                KernelEvent::Present(Route { dst, via, mtu: Some(1300) }.into()),
+            ),
+            (
+                "route add 10.1.2.0/24 tos 4 via 192.0.2.9 dev up0 metric 7",
+                KernelEvent::Duplicate(Route { dst, via, mtu: None }.into()),
+            ),
+            ("route del 10.1.2.0/24 tos 4", KernelEvent::Related(Key::Route(dst))),
+            (
                 "route replace 10.1.2.0/24 via 192.0.2.9 dev up0 mtu 1400",
                 KernelEvent::Present(Route { dst, via, mtu: Some(1400) }.into()),
             ),
@@ -236,6 +250,45 @@ async fn changed_by(
             return by;
         }
     }
+}
+
+#[test]
+fn each_attribute_of_a_vxlan_device_that_changes_invalidates_it() {
+    in_netns_async(|| async {
+        let kernel = uplink();
+        ip("link add br0 type bridge");
+        ip("link add flannel-v6.1 type vxlan id 1 dstport 8472 local 2001:db8::1 dev up0");
+        // The kernel sends no message about these attributes of a device that is down.
+        ip("link set flannel-v6.1 up");
+        let mut changes = kernel.changes().unwrap();
+        for (n, attribute) in [
+            "type vxlan id 1 ttl 3",
+            "type vxlan id 1 tos 4",
+            "type vxlan id 1 df set",
+            "type vxlan id 1 flowlabel 7",
+            "type vxlan id 1 ageing 60",
+            "type vxlan id 1 nolearning",
+            "arp off",
+            "protodown on",
+            "master br0",
+        ]
+        .into_iter()
+        .enumerate()
+        {
+            ip(&format!("link set flannel-v6.1 {attribute}"));
+            // Events before the mark are of this change.
+            let marked = format!("192.0.2.{}", 10 + n);
+            ip(&format!("neigh add {marked} lladdr 0a:00:00:00:00:09 dev up0 nud permanent"));
+            let mark = Key::Neigh(link("up0"), address(&marked));
+            let is_mark = |event: &Invalidation| match event {
+                Invalidation::Objects(all, _) => all.iter().any(|report| report.key() == mark),
+                _ => false,
+            };
+            let before = until(&mut *changes, is_mark).await;
+            let link = Invalidation::Link(link("flannel-v6.1"));
+            assert!(before.contains(&link), "{attribute}: {before:?}");
+        }
+    });
 }
 
 #[test]
@@ -469,6 +522,9 @@ fn a_second_route_of_ours_with_another_path_is_removed() {
             "nhid 77",
             "via 10.1.99.0 dev flannel.1 onlink",
             "via 192.0.2.9 dev up0 proto 241",
+            "tos 4 dev flannel.1",
+            "tos 8 via 10.1.99.0 dev flannel.1 onlink metric 50",
+            "tos 4 nhid 77",
         ];
         for (dst, via, doubles) in [
             ("10.1.7.0/24", Via::Nexthop(9), &doubles_v4[..]),
@@ -533,9 +589,19 @@ fn a_second_route_of_ours_with_another_path_is_removed() {
             Route { dst: "10.1.8.0/24".parse().unwrap(), via: gateway("10.1.8.0"), mtu: None };
         change(Change::Put(ours.into()));
         ip("route append 10.1.8.0/24 via 192.0.2.9 dev up0");
+        ip("route add 10.1.8.0/24 tos 4 via 192.0.2.9 dev up0 proto 241");
         assert!(!kernel.snapshot(&footprint).unwrap().is_inexact(&Key::Route(ours.dst)));
         change(Change::Put(ours.into()));
-        assert_eq!(ip("route show 10.1.8.0/24").lines().count(), 2);
+        assert_eq!(ip("route show 10.1.8.0/24").lines().count(), 3);
+        // Routes with a TOS on our device to a destination that is not desired.
+        for tos in [4, 8] {
+            ip(&format!("route add 10.1.9.0/24 tos {tos} dev flannel.1"));
+        }
+        let there = kernel.snapshot(&footprint).unwrap();
+        let stray = there.get(&Key::Route("10.1.9.0/24".parse().unwrap())).unwrap();
+        assert!(there.is_inexact(&stray.key()));
+        change(Change::Delete(stray.clone()));
+        assert_eq!(ip("route show 10.1.9.0/24"), "");
     });
 }
 

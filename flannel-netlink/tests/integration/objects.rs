@@ -230,7 +230,10 @@ fn a_device_with_another_identity_is_created_again() {
             "rsc",
             "l2miss",
             "l3miss",
+            "noudpcsum",
             "udp6zerocsumtx",
+            "udp6zerocsumrx",
+            "srcport 1000 2000",
             "remcsumtx",
             "remcsumrx",
         ] {
@@ -411,20 +414,25 @@ fn unrepresentable_attributes_are_noted_and_repaired() {
                 );
                 (Object::from(route), command)
             };
-            let sticky = format!(
-                "bridge fdb replace {} dev flannel.1 dst {far} self permanent sticky",
-                fdb.mac
-            );
+            let entry = |mark: &str| {
+                // The kernel does not add `extern_learn` to an existing entry.
+                let delete = format!("bridge fdb del {} dev flannel.1", fdb.mac);
+                let add = format!("bridge fdb add {} dev flannel.1 dst {far} self", fdb.mac);
+                (Object::from(fdb), format!("{delete}\n{add} permanent {mark}"))
+            };
             let mut damage = vec![
                 set("type vxlan id 1 ttl 3"),
                 set("type vxlan id 1 tos 4"),
                 set("type vxlan id 1 df set"),
+                set("type vxlan id 1 ageing 60"),
                 set("arp off"),
                 set("master br0"),
                 set("protodown on"),
                 mark("router"),
                 mark("extern_learn"),
-                (fdb.into(), sticky),
+                entry("sticky"),
+                entry("router"),
+                entry("extern_learn"),
                 address("900"),
                 address("0"),
                 replace("advmss 900"),
@@ -433,10 +441,12 @@ fn unrepresentable_attributes_are_noted_and_repaired() {
                 damage.extend([set("type vxlan id 1 flowlabel 7"), replace("expires 900")]);
             }
             for (object, command) in damage {
-                match command.split_once(' ').unwrap() {
-                    ("ip", args) => ip(args),
-                    (_, args) => bridge(args),
-                };
+                for line in command.lines() {
+                    match line.split_once(' ').unwrap() {
+                        ("ip", args) => ip(args),
+                        (_, args) => bridge(args),
+                    };
+                }
                 let there = kernel.snapshot(&footprint()).unwrap();
                 assert!(there.is_inexact(&object.key()), "{command}: {there:?}");
                 apply(kernel, Change::Put(object.clone())).unwrap();
@@ -564,6 +574,39 @@ fn neighbours_and_fdb_entries_are_put_replaced_and_deleted() {
             let strangers = strangers.iter().filter(|object| matches!(object, Object::Fdb(_)));
             strangers.for_each(|object| apply(kernel, Change::Delete(object.clone())).unwrap());
             assert_eq!(shown().as_array().unwrap().len(), 0, "with all their destinations");
+        });
+    });
+}
+
+#[test]
+fn proxy_entries_on_our_device_are_deleted() {
+    in_netns(|| {
+        for_both_families(|kernel, family| {
+            put(kernel, device(family).0);
+            let (a, b) = match family {
+                Family::V4 => ("10.1.2.0", "10.1.3.0"),
+                Family::V6 => ("fd00:1:2::", "fd00:1:3::"),
+            };
+            let shown = || ip(&format!("{} neigh show proxy", flag(family)));
+            let mac = mac("0a:00:00:00:00:07");
+            let neigh = Object::from(Neigh { link: name("flannel.1"), address: address(a), mac });
+            put(kernel, neigh.clone());
+            for change in [Change::Put(neigh.clone()), Change::Delete(neigh.clone())] {
+                ip(&format!("neigh add proxy {a} dev flannel.1"));
+                let there = kernel.snapshot(&footprint()).unwrap();
+                assert_eq!(there.get(&neigh.key()), Some(&neigh));
+                assert!(there.is_inexact(&neigh.key()), "{change}");
+                apply(kernel, change.clone()).unwrap();
+                assert_eq!(shown(), "", "{change}");
+                assert!(!kernel.snapshot(&footprint()).unwrap().is_inexact(&neigh.key()));
+            }
+            // An entry without a neighbour, and one on a foreign device.
+            ip(&format!("neigh add proxy {b} dev flannel.1"));
+            ip(&format!("neigh add proxy {b} dev up0"));
+            let there = kernel.snapshot(&footprint()).unwrap();
+            let stray = there.iter().find(|object| matches!(object, Object::Neigh(_))).unwrap();
+            apply(kernel, Change::Delete(stray.clone())).unwrap();
+            assert!(shown().contains("dev up0") && !shown().contains("flannel.1"), "{}", shown());
         });
     });
 }

@@ -102,8 +102,8 @@ impl Engine {
                 let in_doubt = matches!(key, Key::Route(dst) if dst.base().is_ipv6());
                 if in_doubt || self.footprint.may_own(object, protocol) {
                     self.survey.invalidate_additions();
+                    self.suspect(key, Damage::Modification, by);
                 }
-                self.suspect(key, Damage::Modification, by);
             }
             (Some(_), _) => self.suspect(key, Damage::Modification, by),
             // To be deleted, if a snapshot shows it as ours.
@@ -112,7 +112,7 @@ impl Engine {
                 KernelEvent::Present(object)
                 | KernelEvent::Inexact(object)
                 | KernelEvent::Duplicate(object),
-            ) if concerned && self.footprint.may_own(object, protocol) => {
+            ) if self.footprint.may_own(object, protocol) => {
                 self.survey.invalidate_additions();
                 if self.table.has_room(MOST_SUSPECTS)
                     && let Some(by) = by.named()

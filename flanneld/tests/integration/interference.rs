@@ -103,10 +103,20 @@ impl Witness {
                 seen.insert(format!("{what} {}", values.join(" ")));
             }
         };
-        for (inet, network) in [("-4", "10.1.0.0/16"), ("-6", "fd00:1::/48")] {
-            let routes = ip(&format!("-j {inet} route show root {network}"));
-            let columns =
-                ["/dst", "/type", "/gateway", "/dev", "/protocol", "/flags", "/metrics", "/nhid"];
+        for inet in ["-4", "-6"] {
+            let routes = ip(&format!("-j {inet} route show"));
+            let columns = [
+                "/dst",
+                "/type",
+                "/tos",
+                "/gateway",
+                "/dev",
+                "/protocol",
+                "/metric",
+                "/flags",
+                "/metrics",
+                "/nhid",
+            ];
             // Without routes of the kernel: our addresses are in the table `local`.
             let made_by_us = |row: &Value| row["protocol"] != "kernel" && row["dst"].is_string();
             let mut routes: Vec<Value> = serde_json::from_str(&routes).unwrap();
@@ -138,20 +148,7 @@ impl Witness {
                 rows("link", format!(r#"["{dev} is not there"]"#), &[""]);
                 continue;
             }
-            let vxlan = [
-                "/ifname",
-                "/mtu",
-                "/address",
-                "/linkinfo/info_data/id",
-                "/linkinfo/info_data/port",
-            ];
-            rows("link", ip(&format!("-d -j link show {dev}")), &vxlan);
-            let link = [
-                "/linkinfo/info_data/local",
-                "/linkinfo/info_data/local6",
-                "/linkinfo/info_data/link",
-                "/flags",
-            ];
+            let link = ["/ifname", "/mtu", "/address", "/master", "/flags", "/linkinfo/info_data"];
             rows("link", ip(&format!("-d -j link show {dev}")), &link);
             let addresses: Vec<Value> =
                 serde_json::from_str(&ip(&format!("-j address show {dev}"))).unwrap();
@@ -160,12 +157,14 @@ impl Witness {
                     rows("address", format!("[{address}]"), &["/local", "/prefixlen"]);
                 }
             }
-            rows(
-                "neigh",
-                ip(&format!("-j neigh show dev {dev} nud permanent")),
-                &["/dst", "/lladdr"],
-            );
-            rows("fdb", bridge(&format!("-j fdb show dev {dev}")), &["/mac", "/dst"]);
+            // As text, because the values of flags are null in JSON.
+            let neighbours = ip(&format!("neigh show dev {dev} nud permanent"));
+            let entries = bridge(&format!("fdb show dev {dev}"));
+            let proxies = ip(&format!("neigh show proxy dev {dev}"));
+            for (kind, text) in [("neigh", neighbours), ("fdb", entries), ("proxy", proxies)] {
+                let lines: Vec<&str> = text.lines().map(str::trim_end).collect();
+                rows(&format!("{kind} {dev}"), Value::from(lines).to_string(), &[""]);
+            }
         }
         seen
     }
@@ -227,7 +226,12 @@ fn damages(family: Family) -> Vec<(&'static str, Vec<String>)> {
         if v4 { ("10.1.9.0/24", "10.1.1.0/32") } else { ("fd00:1:0:9::/64", "fd00:1:0:1::/128") };
     let (mac, public) =
         if v4 { ("0a:00:00:00:04:07", "192.0.2.8") } else { ("0a:00:00:00:06:07", "2001:db8::8") };
+    let far = if v4 { "192.0.2.7" } else { "2001:db8::7" };
+    let (bridge, outside) = if v4 { ("br4", "10.9.0.0/24") } else { ("br6", "fd09::/64") };
     let one = |text: String| vec![text];
+    let neighbour = |mark: &str| {
+        format!("ip neigh replace {gateway} lladdr {mac} dev {dev} nud permanent {mark}")
+    };
     let mut damages = vec![
         ("device deleted", one(format!("ip link del {dev}"))),
         ("device down", one(format!("ip link set {dev} down"))),
@@ -238,6 +242,19 @@ fn damages(family: Family) -> Vec<(&'static str, Vec<String>)> {
         ("MTU changed", one(format!("ip link set {dev} mtu 1300"))),
         ("MAC changed", one(format!("ip link set {dev} address 0a:99:99:99:99:99"))),
         ("learning switched on", one(format!("ip link set {dev} type vxlan id 1 learning"))),
+        ("TTL set", one(format!("ip link set {dev} type vxlan id 1 ttl 3"))),
+        ("TOS set", one(format!("ip link set {dev} type vxlan id 1 tos 4"))),
+        ("DF set", one(format!("ip link set {dev} type vxlan id 1 df set"))),
+        ("ageing changed", one(format!("ip link set {dev} type vxlan id 1 ageing 60"))),
+        ("ARP switched off", one(format!("ip link set {dev} arp off"))),
+        ("carrier switched off", one(format!("ip link set {dev} protodown on"))),
+        (
+            "device in a bridge",
+            vec![
+                format!("ip link add name {bridge} type bridge"),
+                format!("ip link set {dev} master {bridge}"),
+            ],
+        ),
         ("neighbours flushed", one(format!("ip {inet} neigh flush dev {dev} nud permanent"))),
         ("neighbour deleted", one(format!("ip neigh del {gateway} dev {dev}"))),
         (
@@ -246,6 +263,8 @@ fn damages(family: Family) -> Vec<(&'static str, Vec<String>)> {
                 "ip neigh replace {gateway} lladdr 0a:88:88:88:88:88 dev {dev} nud permanent"
             )),
         ),
+        ("neighbour of a router", one(neighbour("router"))),
+        ("neighbour learned", one(neighbour("extern_learn"))),
         (
             "neighbour added",
             one(format!("ip neigh add {other} lladdr 0a:88:88:88:88:88 dev {dev} nud permanent")),
@@ -254,6 +273,26 @@ fn damages(family: Family) -> Vec<(&'static str, Vec<String>)> {
         (
             "FDB entry changed",
             one(format!("bridge fdb replace {mac} dev {dev} dst {public} self permanent")),
+        ),
+        (
+            // The kernel sends no message about it. The event of the device causes a snapshot.
+            "proxy entries added",
+            vec![
+                format!("ip neigh add proxy {gateway} dev {dev}"),
+                format!("ip neigh add proxy {other} dev {dev}"),
+                format!("ip link set {dev} mtu 1300"),
+            ],
+        ),
+        (
+            "FDB entry of a router",
+            one(format!("bridge fdb replace {mac} dev {dev} dst {far} self permanent router")),
+        ),
+        (
+            "learned FDB entry added",
+            one(format!(
+                "bridge fdb add 0a:77:77:77:77:78 dev {dev} dst {public} self permanent \
+                 extern_learn"
+            )),
         ),
         (
             "FDB entry added",
@@ -274,6 +313,7 @@ fn damages(family: Family) -> Vec<(&'static str, Vec<String>)> {
             "route added",
             one(format!("ip {inet} route add {unwanted} via {gateway} dev {dev} onlink")),
         ),
+        ("route outside added", one(format!("ip {inet} route add {outside} dev {dev}"))),
         ("routes flushed", one(flush(inet, dev))),
         ("address flushed", one(format!("ip {inet} address flush dev {dev} scope global"))),
         ("address deleted", one(format!("ip address del {base} dev {dev}"))),
@@ -284,6 +324,19 @@ fn damages(family: Family) -> Vec<(&'static str, Vec<String>)> {
             vec!["ip link set wire down".into(), "ip link set wire up".into()],
         ),
     ];
+    // IPv6 routes have no TOS, and merge a second gateway into a multipath route.
+    if v4 {
+        let second = format!("via {other} dev {dev} onlink");
+        damages.extend([
+            ("second route appended", one(format!("ip route append {dst} {second}"))),
+            ("second route prepended", one(format!("ip route prepend {dst} {second}"))),
+            ("route with a TOS", one(format!("ip route add {dst} tos 4 {second}"))),
+            ("added route with a TOS", one(format!("ip route add {unwanted} tos 4 dev {dev}"))),
+        ]);
+    } else {
+        let label = format!("ip link set {dev} type vxlan id 1 flowlabel 7");
+        damages.push(("flow label set", one(label)));
+    }
     if let Some(id) = nexthop_of(dst) {
         damages.extend(nexthop_damages(id, &format!("via {other} dev {dev} onlink"), unwanted));
     }

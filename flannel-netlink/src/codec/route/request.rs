@@ -15,6 +15,9 @@ use super::{
 use crate::codec::{af, put_flags};
 use crate::transport::wire::Messages;
 
+/// The place of the TOS in `struct rtmsg`.
+const TOS: usize = 3;
+
 fn header(route: &Route, protocol: u8, scope: RtScope) -> [u8; HEADER] {
     let (kind, flags) = match route.via {
         Via::Blackhole | Via::LastResort => (Rtn::Blackhole, 0),
@@ -98,7 +101,8 @@ pub(crate) fn delete_found(requests: &mut Messages, found: &RouteMessage) {
     // A route that uses a blackhole nexthop object is reported as a blackhole, whatever type it was
     // created with. So the request names no type.
     let kind = if found.nexthop.is_some() { Rtn::Unspec } else { found.kind };
-    let header = rtmsg(&found.dst, RtTable::Main, found.protocol, found.scope, kind, 0);
+    let mut header = rtmsg(&found.dst, RtTable::Main, found.protocol, found.scope, kind, 0);
+    header[TOS] = found.tos;
     requests.begin(Rtm::Delroute, NlmF::empty(), &header).ip(Rta::Dst, found.dst.base());
     if let Some(id) = found.nexthop {
         requests.u32(RTA_NH_ID, id);

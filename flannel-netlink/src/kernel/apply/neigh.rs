@@ -9,13 +9,24 @@ use crate::codec::{fdb, neigh};
 
 impl Steps for Neigh {
     fn put(&self, writer: &mut Writer<'_>, n: usize, index: u32) -> Result<(), KernelError> {
+        writer.delete_proxy(n, self, index);
         neigh::put(writer.batch.put(n), self, index);
         Ok(())
     }
 
     fn delete(&self, writer: &mut Writer<'_>, n: usize, index: u32) -> Result<(), KernelError> {
+        writer.delete_proxy(n, self, index);
         neigh::delete(writer.batch.delete(n), self, index);
         Ok(())
+    }
+}
+
+impl Writer<'_> {
+    /// Deletes the proxy entry for the address of the neighbour, if the last snapshot showed one.
+    fn delete_proxy(&mut self, n: usize, neigh: &Neigh, index: u32) {
+        if self.foreign.take_proxy(index, neigh.address) {
+            neigh::delete_proxy(self.batch.delete(n), neigh.address, index);
+        }
     }
 }
 

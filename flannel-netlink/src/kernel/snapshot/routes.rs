@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use flannel_core::address::Family;
 use flannel_core::kernel::{KernelError, ROUTE_PROTOCOL};
-use flannel_core::object::{Key, LinkName, Route, Via};
+use flannel_core::object::{Key, LinkName, Object, Route, Via};
 
 use super::{Reader, Table};
 use crate::codec::route;
@@ -29,6 +29,15 @@ impl Reader<'_> {
         for found in read.into_iter().flatten() {
             let Found { message, ours, ref in_front } = found;
             let key = Key::Route(message.dst);
+            // It is deleted with our route without a TOS, which follows and takes its place in the
+            // snapshot. If none follows, the route engine deletes it as an undesired object.
+            if message.tos != 0 {
+                let duplicate = DuplicateRoute { found: message, goes: Goes::WithOurs };
+                self.foreign.note_duplicate(duplicate);
+                table.inexact.push(key);
+                table.objects.extend(ours.map(|(route, _)| Object::from(route)));
+                continue;
+            }
             let first = before.filter(|first: &Route| first.dst == message.dst);
             if first.is_none() {
                 self.note_left(&found);
@@ -87,6 +96,18 @@ impl Reader<'_> {
         socket.dump(route::all(family), |message| {
             let found = route::read(message).filter(|found| found.main)?;
             foreign.note_route(&found);
+            let by = |via: &Via| match *via {
+                Via::Gateway { link, .. } | Via::Link(link) => Some(link),
+                Via::Nexthop(id) => device(nexthops, id),
+                _ => None,
+            };
+            if found.tos != 0 {
+                let route = found.with_any_metric(|index| names.get(&index).copied())?;
+                let link = by(&route.via).filter(|link| footprint.links.contains(link))?;
+                let ours = footprint.owns_route(&route, Some(link), found.protocol);
+                let ours = ours.then_some((route, false))?;
+                return Some(Ok(Found { message: found, ours: Some(ours), in_front: Vec::new() }));
+            }
             if !found.default_metric {
                 return None;
             }
@@ -105,11 +126,6 @@ impl Reader<'_> {
             if let Some(index) = unknown.filter(|_| may_be_left()) {
                 return Some(Err(index));
             }
-            let by = |via: &Via| match *via {
-                Via::Gateway { link, .. } | Via::Link(link) => Some(link),
-                Via::Nexthop(id) => device(nexthops, id),
-                _ => None,
-            };
             // Go flannel's routes have no attributes that make them inexact.
             let is_go_like = footprint.go_routes.is_none() || found.is_exact();
             let owns = |route: &Route| {
