@@ -109,6 +109,22 @@ fn finds_only(lab: &Lab, host: &Host, all: &[&[&str]]) {
     eventually(PATIENCE, only_these, || format!("{:#?}\n{}", found.borrow(), host.log().unwrap()));
 }
 
+/// Waits until the daemon's probes find this state of the only path.
+fn path_is(lab: &Lab, host: &Host, state: &str) {
+    let paths = RefCell::default();
+    let found = || {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_lab"));
+        command.args(["ctl", "paths", "--json", "--control-socket"]);
+        command.arg(host.dir().join("flanneld.sock"));
+        let output = host.namespace().output(&mut command).unwrap();
+        let value: Value = serde_json::from_slice(&output.stdout).unwrap();
+        let is_right = value["paths"][0]["state"] == state;
+        paths.replace(value);
+        is_right
+    };
+    eventually(PATIENCE, found, || format!("{state}: {:#}\n{}", paths.borrow(), logs(lab)));
+}
+
 fn logs(lab: &Lab) -> String {
     lab.hosts().iter().map(|host| format!("--- {}\n{}", host.name(), host.log().unwrap())).collect()
 }
@@ -212,6 +228,19 @@ fn of_this_host() {
     .unwrap();
     finds(&lab, host, &["route error", "shadowed: packets go via", "ip route get"]);
     host.run("ip", &["route", "del", &half]).unwrap();
+
+    // Routes to the same destination: with a TOS, and behind flannel's.
+    let router = lab.hosts()[1].addresses().v4.unwrap().to_string();
+    for (route, expected) in [
+        (format!("add {other} tos 4 via {router} proto static"), "with TOS 4 take it"),
+        (format!("append {other} via {router} proto bird"), "while flannel's is absent"),
+    ] {
+        let arguments: Vec<&str> = ["route"].into_iter().chain(route.split(' ')).collect();
+        host.run("ip", &arguments).unwrap();
+        let found = finds(&lab, host, &["route warning", "has the route", expected]);
+        repair(&lab, &[host], &found);
+        finds_nothing(&lab, host);
+    }
 
     // The store disappears and returns.
     let away = lab.dir().join("away");
@@ -361,7 +390,11 @@ fn directions() {
     // The other host receives no acknowledgement.
     let found = finds(&lab, other, &["tunnel error", "may be blocked here, on the way or there"]);
     assert!(found.contains(&base(host)), "{found}");
+    // The daemons have noticed it too, without a user who asks.
+    path_is(&lab, host, "one way");
+    path_is(&lab, other, "tunnel blocked");
     host.run("nft", &["delete table ip guard"]).unwrap();
+    path_is(&lab, host, "ok");
     finds_nothing(&lab, host);
 
     // A peer that runs no daemon of ours, or has the port closed, is no finding.

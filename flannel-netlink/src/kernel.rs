@@ -5,6 +5,7 @@ mod changes;
 mod foreign_routes;
 mod process_names;
 pub(crate) mod query;
+mod shadows;
 mod snapshot;
 
 use std::collections::BTreeMap;
@@ -24,6 +25,7 @@ use self::changes::Listener;
 use self::foreign_routes::ForeignRoutes;
 use self::process_names::Processes;
 use self::query::lookup;
+pub use self::shadows::{Shadow, Taken};
 use self::snapshot::{nexthop_ids, nexthop_users, snapshot};
 use crate::transport::namespace::Namespace;
 use crate::transport::socket::Socket;

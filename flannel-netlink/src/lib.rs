@@ -8,4 +8,4 @@ pub mod netfilter;
 pub mod testing;
 mod transport;
 
-pub use kernel::NetlinkKernel;
+pub use kernel::{NetlinkKernel, Shadow, Taken};

@@ -9,8 +9,8 @@ use flannel_core::address::{Dual, Family};
 use flannel_core::kernel::{Footprint, NexthopBlock, RouteAnswer};
 use flannel_core::object::{Change, Key, LinkName, Nexthop, Object, Route, Via};
 use flannel_core::{Kernel, Subnet};
-use flannel_netlink::NetlinkKernel;
 use flannel_netlink::testing::{Netns, in_netns, ip};
+use flannel_netlink::{NetlinkKernel, Taken};
 use flannel_route::{cleanup, ready_for_go};
 use serde_json::Value;
 
@@ -567,6 +567,63 @@ fn foreign_users_of_a_nexthop_are_found_and_not_deleted_with_it() {
             }
             ip(&format!("nexthop add id 99 group {id}"));
             assert_eq!(users(), [(id, format!("nexthop id 99 group {id}"))].into());
+        });
+    });
+}
+
+#[test]
+fn routes_of_other_programs_to_our_destinations_are_found() {
+    in_netns(|| {
+        in_both_families(|scene| {
+            let ours = scene.forms()[0];
+            let shadows = || scene.kernel.shadows(&networks()).unwrap();
+            let from = "fd77::/64".parse().unwrap();
+            let (flag, others) = match scene.family {
+                Family::V4 => (
+                    "-4",
+                    vec![
+                        ("add DST tos 4 via SIX dev up0 proto 4", 4, Some(Taken::WithTos(4))),
+                        ("add DST tos 8 dev tun0 metric 7", 3, Some(Taken::WithTos(8))),
+                        ("prepend DST dev up0", 3, Some(Taken::All)),
+                        ("append DST via SIX dev up0 proto 12", 12, Some(Taken::None)),
+                        ("append unreachable DST proto 4", 4, Some(Taken::None)),
+                        (
+                            "append DST proto 4 nexthop via SIX dev up0 nexthop via FIVE dev up0",
+                            4,
+                            Some(Taken::None),
+                        ),
+                        ("add DST via SIX dev up0 metric 7", 3, None),
+                    ],
+                ),
+                Family::V6 => (
+                    "-6",
+                    vec![
+                        ("add DST via SIX dev up0 metric 7 proto 12", 12, Some(Taken::All)),
+                        ("add DST from fd77::/64 via SIX dev up0", 3, Some(Taken::From(from))),
+                        ("append DST dev tun0 proto 4", 4, Some(Taken::None)),
+                        ("add DST via SIX dev up0 metric 2000", 3, None),
+                    ],
+                ),
+            };
+            for (other, protocol, takes) in others {
+                let command = format!("route {other}");
+                scene.apply(&Change::Put(ours.into()));
+                scene.foreign(&command);
+                let found = shadows();
+                let seen: Vec<_> = found.iter().map(|it| (it.protocol, Some(it.takes))).collect();
+                let expected: Vec<_> = takes.iter().map(|takes| (protocol, Some(*takes))).collect();
+                assert_eq!(seen, expected, "{command}: {found:?}");
+                match found.first() {
+                    Some(shadow) => drop(ip(&format!("{flag} route del {}", shadow.route))),
+                    None => scene.foreign(&command.replace("add", "del")),
+                }
+                assert_eq!(shadows(), [], "{command}: the command deletes it");
+                assert_eq!(scene.found(), Some(ours.into()), "{command}");
+                scene.apply(&Change::Delete(ours.into()));
+                scene.foreign("route add DST via SIX dev up0");
+                assert_eq!(shadows(), [], "there is no route of ours");
+                scene.foreign("route del DST");
+            }
         });
     });
 }

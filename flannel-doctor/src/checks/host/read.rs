@@ -72,6 +72,12 @@ fn read_host(scene: &HostScene) -> HostFacts {
         Ok(addresses) => (addresses, Vec::new()),
         Err(error) => (Vec::new(), vec![format!("the addresses of this host ({error})")]),
     };
+    let networks: Vec<Subnet> = scene.config.pod_networks().collect();
+    let shadows = NetlinkKernel::open().and_then(|kernel| kernel.shadows(&networks));
+    let shadows = shadows.unwrap_or_else(|error| {
+        unread.push(format!("routes of other programs ({error})"));
+        Vec::new()
+    });
     let forwarding =
         Dual { v4: flag("net/ipv4/ip_forward"), v6: flag("net/ipv6/conf/all/forwarding") };
     let switches = scene.config.networks.families().filter(|family| forwarding[*family].is_none());
@@ -123,6 +129,7 @@ fn read_host(scene: &HostScene) -> HostFacts {
         on_link: if crowded { on_link(scene.uplink) } else { Vec::new() },
         peers,
         tunnels,
+        shadows,
     }
 }
 

@@ -29,11 +29,17 @@ fn healthy() -> HostFacts {
         .into(),
         public: Dual { v4: Some("192.0.2.1".parse().unwrap()), v6: None },
         on_link: vec!["192.0.2.0/24".parse().unwrap()],
+        shadows: Vec::new(),
         peers: vec![peer("10.1.7.0-24", "192.0.2.7")],
         mtu: Some(1430),
         pods: vec![1430, 1400],
         unread: Vec::new(),
     }
+}
+
+fn shadow(route: &str, protocol: u8, takes: Taken) -> Shadow {
+    let dst = route.split(' ').next().unwrap().parse().unwrap();
+    Shadow { dst, route: route.to_owned(), protocol, takes }
 }
 
 fn peer(key: &str, public: &str) -> (Subnets, Dual<IpAddr>) {
@@ -150,6 +156,39 @@ fn each_fault_is_one_finding_with_its_repair() {
             ],
         ),
         (
+            only(|f| {
+                let route = "fd00:1:0:7::/64 via 2001:db8::9 dev eth0 proto 12 metric 32";
+                f.shadows.push(shadow(route, 12, Taken::All));
+            }),
+            [
+                "route error | bird has the route fd00:1:0:7::/64 via 2001:db8::9 dev eth0",
+                "packets to fd00:1:0:7::/64 take it",
+                "ip -6 route del fd00:1:0:7::/64 via 2001:db8::9 dev eth0 proto 12 metric 32",
+            ],
+        ),
+        (
+            only(|f| {
+                let route = "10.1.7.0/24 tos 0x04 via 192.0.2.9 dev eth0 proto 4";
+                f.shadows.push(shadow(route, 4, Taken::WithTos(4)));
+            }),
+            [
+                "route warning | the administrator (static) has the route 10.1.7.0/24 tos 0x04",
+                "packets to 10.1.7.0/24 with TOS 4 take it",
+                "ip route del 10.1.7.0/24 tos 0x04 via 192.0.2.9 dev eth0 proto 4",
+            ],
+        ),
+        (
+            only(|f| {
+                let route = "10.1.7.0/24 via 192.0.2.9 dev eth0 proto 99";
+                f.shadows.push(shadow(route, 99, Taken::None));
+            }),
+            [
+                "route warning | a program with the route protocol 99 has the route",
+                "behind flannel's: packets to 10.1.7.0/24 take it while flannel's is absent",
+                "ip route del 10.1.7.0/24 via 192.0.2.9 dev eth0 proto 99",
+            ],
+        ),
+        (
             only(|f| f.bridge_calls.v6 = Some(false)),
             [
                 "bridge-netfilter warning",
@@ -196,6 +235,17 @@ fn only_neighbours_on_the_own_link_are_counted() {
         found.len() == 1 && found[0].text.contains("1000 peers are on this host's own link"),
         "{found:?}"
     );
+}
+
+#[test]
+fn many_routes_of_other_programs_have_few_findings() {
+    let mut facts = healthy();
+    let route = |n: u8, takes| shadow(&format!("10.1.{n}.0/24 dev eth0 proto 4"), 4, takes);
+    facts.shadows = (0..200).map(|n| route(n, Taken::None)).collect();
+    facts.shadows.push(route(201, Taken::All));
+    let found = check(&facts);
+    assert!(found.len() == 6 && found[0].text.contains("10.1.201.0/24"), "{found:#?}");
+    assert!(found[5].text.contains("196 more routes"), "{found:#?}");
 }
 
 #[test]
