@@ -106,11 +106,9 @@ impl Footprint {
     /// `None` if it is not known.
     pub fn may_own(&self, object: &Object, protocol: Option<u8>) -> bool {
         let on_ours = object.link().is_some_and(|link| self.links.contains(&link));
-        if !on_ours && !self.concerns(&object.key()) {
-            return false;
-        }
         let may_be_ours = protocol.is_none_or(|protocol| protocol == ROUTE_PROTOCOL);
         match object {
+            _ if !on_ours && !self.concerns(&object.key()) => false,
             Object::Link(_) => true,
             Object::Nexthop(_) => may_be_ours,
             Object::Route(_) if protocol == Some(ROUTE_PROTOCOL) => true,

@@ -213,7 +213,7 @@ impl Found {
                      accepts the earlier lease"
                 }
                 Rejection::Rejected(why) if why.contains("is this node's own") => {
-                    &for_advisory(why, network)
+                    &for_advisory(why, network.peers())
                 }
                 Rejection::Rejected(_) => {
                     "flannelctl lease list # which backend and address has that node?"
