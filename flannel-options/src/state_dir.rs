@@ -269,8 +269,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn the_lock_waits_until_another_process_releases_it_and_says_so() {
-        let logged = Logged::default();
-        let _guard = tracing::subscriber::set_default(logged.clone());
+        let (logged, _guard) = Logged::collect();
         let dir = tempfile::tempdir().unwrap();
         for (pause, lines) in [(LOGGED / 2, 0), (LOGGED * 3 / 2, 1)] {
             let first = lock(dir.path()).await.unwrap();
@@ -290,8 +289,7 @@ mod tests {
 
     #[tokio::test]
     async fn only_the_owner_has_access_and_links_are_not_followed() {
-        let logged = Logged::default();
-        let _guard = tracing::subscriber::set_default(logged.clone());
+        let (logged, _guard) = Logged::collect();
         let parent = tempfile::tempdir().unwrap();
         let dir = parent.path().join("new/state");
         drop(lock(&dir).await.unwrap());

@@ -26,7 +26,7 @@ use std::future::Future;
 use std::panic::Location;
 use std::time::{Duration, Instant};
 
-pub use logged::Logged;
+pub use logged::{Collecting, Logged};
 
 /// The pause between two checks of a condition.
 const PAUSE: Duration = Duration::from_millis(5);

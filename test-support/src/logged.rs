@@ -11,7 +11,23 @@ use tracing::{Event, Level, Metadata, Subscriber, span};
 #[derive(Debug, Clone, Default)]
 pub struct Logged(Arc<Mutex<Vec<(Level, String)>>>);
 
+/// Collects messages until it is dropped.
+#[derive(Debug)]
+pub struct Collecting {
+    _default: tracing::subscriber::DefaultGuard,
+    _second: tracing::Dispatch,
+}
+
 impl Logged {
+    /// The messages of this thread, until the guard is dropped.
+    pub fn collect() -> (Self, Collecting) {
+        let logged = Self::default();
+        let _default = tracing::subscriber::set_default(logged.clone());
+        // If there is only one subscriber, a thread without one can switch a message off for all.
+        let _second = tracing::Dispatch::new(logged.clone());
+        (logged, Collecting { _default, _second })
+    }
+
     fn lines(&self) -> MutexGuard<'_, Vec<(Level, String)>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }

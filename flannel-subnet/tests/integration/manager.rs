@@ -213,8 +213,7 @@ async fn an_unreadable_key_occupies_its_subnet() {
 
 #[tokio::test(start_paused = true)]
 async fn a_hundred_thousand_leases_leave_room_or_cause_a_clear_error() {
-    let logged = Logged::default();
-    let _guard = tracing::subscriber::set_default(logged.clone());
+    let (logged, _guard) = Logged::collect();
     let registry = MemoryRegistry::with_config(V4);
     let value = r#"{"PublicIP":"192.0.2.66","BackendType":"vxlan"}"#;
     let name = |bits: u32, len: u8| format!("{}-{len}", std::net::Ipv4Addr::from_bits(bits));
@@ -240,8 +239,7 @@ async fn a_hundred_thousand_leases_leave_room_or_cause_a_clear_error() {
 
 #[tokio::test(start_paused = true)]
 async fn of_many_unreadable_keys_a_few_are_logged_and_the_others_are_counted() {
-    let logged = Logged::default();
-    let _guard = tracing::subscriber::set_default(logged.clone());
+    let (logged, _guard) = Logged::collect();
     let registry = MemoryRegistry::with_config(V4);
     (0..1000).for_each(|n| registry.put_raw(&format!("nonsense-{n}"), "{}", None));
     let manager = node(&registry, 1);
