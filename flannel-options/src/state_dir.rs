@@ -361,6 +361,21 @@ mod tests {
     }
 
     #[test]
+    fn pod_networks_are_read_as_they_were_written_and_a_newer_file_is_kept() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = networks(dir.path());
+        let all = ["10.1.0.0/16", "fd00::/48"].map(|network| network.parse::<Subnet>().unwrap());
+        for known in [&all[..], &all[..1]] {
+            write_networks(&file, known);
+            assert_eq!(read_networks(&file), known);
+        }
+        let newer = "flannel-state 2\n10.2.0.0/16\n";
+        fs::write(&file, newer).unwrap();
+        write_networks(&file, &all);
+        assert_eq!(fs::read_to_string(&file).unwrap(), newer);
+    }
+
+    #[test]
     fn a_state_file_of_a_known_version_is_read_and_a_newer_one_is_kept() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("file");
