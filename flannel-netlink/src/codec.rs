@@ -11,11 +11,13 @@
 //! `kernel::changes::event_decoder` and `kernel::snapshot`.
 
 pub(crate) mod addr;
+pub(crate) mod attached;
 pub(crate) mod fdb;
 pub(crate) mod link;
 pub(crate) mod neigh;
 pub(crate) mod nexthop;
 pub(crate) mod route;
+pub(crate) mod rule;
 
 use std::net::IpAddr;
 

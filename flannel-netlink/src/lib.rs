@@ -1,6 +1,7 @@
 #![doc = include_str!("../README.md")]
 
 mod codec;
+pub mod foreign;
 pub mod iface;
 mod kernel;
 pub mod netfilter;

@@ -17,7 +17,8 @@ use neli::consts::nl::NlmF;
 use neli::consts::rtnl::{RtScope, Rta, Rtm, Rtn, Rtprot};
 
 pub(crate) use self::request::{
-    add, all, delete, delete_any, delete_found, everywhere, is_known, lookup, only_with_mtu, put,
+    add, all, delete, delete_any, delete_found, everywhere, in_table, is_known, lookup,
+    only_with_mtu, put,
 };
 use super::nexthop::ONLINK;
 use super::{EventMessage, event, family_of};

@@ -163,7 +163,7 @@ pub(crate) fn everywhere(family: Family) -> Messages {
 }
 
 /// Requests all routes of a family in one table; 0 is all tables.
-fn in_table(family: Family, table: u32) -> Messages {
+pub(crate) fn in_table(family: Family, table: u32) -> Messages {
     let dst = Subnet::everything(family);
     let header = rtmsg(&dst, RtTable::Main, 0, RtScope::Universe, Rtn::Unspec, 0);
     let mut request = Messages::one(Rtm::Getroute, NlmF::empty(), &header);

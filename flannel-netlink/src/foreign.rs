@@ -1,0 +1,258 @@
+//! Settings of other programs that lead packets elsewhere, or see them first: routing rules, and
+//! what is attached to a device. They are read for the diagnosis of a host. flannel changes none.
+
+use std::collections::BTreeSet;
+use std::fmt;
+use std::net::IpAddr;
+
+use flannel_core::Subnet;
+use flannel_core::address::Family;
+use flannel_core::kernel::KernelError;
+use flannel_core::object::LinkName;
+use neli::consts::rtnl::Rtn;
+
+use crate::NetlinkKernel;
+use crate::codec::route::RouteMessage;
+use crate::codec::{attached, link, route, rule};
+use crate::kernel::query::{ENODEV, name_of};
+use crate::transport::wire::Message;
+
+const ENOENT: i32 = 2;
+const EOPNOTSUPP: i32 = 95;
+const EAFNOSUPPORT: i32 = 97;
+
+/// A share of some packets. The order is from all to none, so the share that fulfils two conditions
+/// is the larger value.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Share {
+    /// All of them.
+    All,
+    /// Some of them, or it is not known which.
+    Some,
+    /// None of them.
+    None,
+}
+
+/// A routing rule (`ip rule`).
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Rule {
+    /// The family of its packets.
+    pub family: Family,
+    /// The kernel asks the rules in the order of their priorities, the smallest first.
+    pub priority: u32,
+    /// It applies to the packets that its selectors do not match (`not`).
+    pub inverted: bool,
+    /// The source of its packets; `None`: any.
+    pub src: Option<Subnet>,
+    /// Their destination; `None`: any.
+    pub dst: Option<Subnet>,
+    /// The device that they arrive on; `None`: any.
+    pub iif: Option<String>,
+    /// The share of forwarded packets, without a mark, that its other selectors match.
+    pub rest: Share,
+    /// Routes with a prefix of at most this length are ignored in its table
+    /// (`suppress_prefixlength`).
+    pub suppressed: Option<u8>,
+    /// What it does with its packets.
+    pub action: RuleAction,
+}
+
+/// What a rule does with its packets.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RuleAction {
+    /// Looks up their route in this table. If it has none, the next rule is asked.
+    Table(u32),
+    /// Drops or refuses them: `blackhole`, `unreachable` or `prohibit`.
+    Discard(&'static str),
+    /// Something else, for example a jump to another rule.
+    Other,
+}
+
+/// A route in a table that a rule names.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TableRoute {
+    /// Its destination.
+    pub dst: Subnet,
+    /// Its device; `None` if it has several, or none.
+    pub link: Option<LinkName>,
+    /// Its gateway; `None`: the destination is on the link.
+    pub gateway: Option<IpAddr>,
+    /// It makes the kernel ask the next rule (type `throw`).
+    pub throw: bool,
+}
+
+/// What is attached to a device.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Attached {
+    /// The ids of XDP programs.
+    pub xdp: Vec<u32>,
+    /// The kinds of the filters for received and for sent packets (`tc filter`).
+    pub filters: BTreeSet<String>,
+    /// The kind of the queueing discipline for sent packets, such as `noqueue`; `None` if the
+    /// kernel has no traffic control.
+    pub queue: Option<String>,
+}
+
+impl Rule {
+    /// The share of the packets from addresses in `src` to all addresses in `dst` that it applies
+    /// to. `arrive_on` returns whether such packets may arrive on a device.
+    pub fn applies(&self, src: &Subnet, dst: &Subnet, arrive_on: impl Fn(&str) -> bool) -> Share {
+        let of = |selector: &Option<Subnet>, all: &Subnet| match selector {
+            Some(selected) if !selected.overlaps(all) => Share::None,
+            Some(selected) if !selected.covers(all) => Share::Some,
+            _ => Share::All,
+        };
+        let iif = match &self.iif {
+            Some(device) if !arrive_on(device) => Share::None,
+            Some(_) => Share::Some,
+            None => Share::All,
+        };
+        let selected = self.rest.max(iif).max(of(&self.src, src)).max(of(&self.dst, dst));
+        match (self.inverted, selected) {
+            (true, Share::All) => Share::None,
+            (true, Share::None) => Share::All,
+            (_, share) => share,
+        }
+    }
+}
+
+/// As arguments of `ip rule`, without selectors that are no fields.
+impl fmt::Display for Rule {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { priority, inverted, src, dst, iif, action, .. } = self;
+        write!(f, "pref {priority}{}", if *inverted { " not" } else { "" })?;
+        for (word, subnet) in [("from", src), ("to", dst)] {
+            if let Some(subnet) = subnet {
+                write!(f, " {word} {subnet}")?;
+            }
+        }
+        if let Some(iif) = iif {
+            write!(f, " iif {iif}")?;
+        }
+        match action {
+            RuleAction::Table(table) => write!(f, " lookup {table}"),
+            RuleAction::Discard(kind) => write!(f, " {kind}"),
+            RuleAction::Other => Ok(()),
+        }
+    }
+}
+
+/// As arguments of `ip route`.
+impl fmt::Display for TableRoute {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}{}", if self.throw { "throw " } else { "" }, self.dst)?;
+        if let Some(gateway) = self.gateway {
+            write!(f, " via {gateway}")?;
+        }
+        self.link.map_or(Ok(()), |link| write!(f, " dev {link}"))
+    }
+}
+
+impl NetlinkKernel {
+    /// The routing rules of a family, in the order in which the kernel asks them. There are none if
+    /// the kernel supports no rules, or not this family.
+    ///
+    /// # Errors
+    /// The rules cannot be read.
+    pub fn rules(&self, family: Family) -> Result<Vec<Rule>, KernelError> {
+        match self.lock().dump(rule::all(family), rule::read) {
+            Err(error) if [EOPNOTSUPP, EAFNOSUPPORT].contains(&error.errno) => Ok(Vec::new()),
+            rules => rules,
+        }
+    }
+
+    /// The routes of a table to addresses in `within`. There are none if there is no such table.
+    ///
+    /// # Errors
+    /// The routes cannot be read.
+    pub fn table(&self, table: u32, within: Subnet) -> Result<Vec<TableRoute>, KernelError> {
+        let mut socket = self.lock();
+        // Kernels before 4.20 send the routes of all tables.
+        let read = |message: &Message<'_>| {
+            let found = route::read(message).filter(|found| found.dst.overlaps(&within));
+            found.filter(|_| rule::table_of(message) == Some(table))
+        };
+        let found = match socket.dump(route::in_table(within.family(), table), read) {
+            Err(error) if error.errno == ENOENT => Vec::new(),
+            found => found?,
+        };
+        let route = |found: RouteMessage| {
+            let has_link = found.index != 0 && !found.multipath;
+            let link = if has_link { name_of(&mut socket, found.index)? } else { None };
+            let throw = found.kind == Rtn::Throw;
+            Ok(TableRoute { dst: found.dst, link, gateway: found.gateway, throw })
+        };
+        found.into_iter().map(route).collect()
+    }
+
+    /// What is attached to a device; nothing if there is no such device. Programs that use `tcx`
+    /// (Linux 6.6) are not included, because the kernel reports them only to `bpf(2)`.
+    ///
+    /// # Errors
+    /// The device or its filters cannot be read.
+    pub fn attached(&self, device: LinkName) -> Result<Attached, KernelError> {
+        let mut socket = self.lock();
+        let (index, mut attached) = match socket.ask(link::by_name(device), attached::read) {
+            Err(error) if error.errno == ENODEV => return Ok(Attached::default()),
+            found => found?,
+        };
+        for parent in [attached::INGRESS, attached::EGRESS] {
+            match socket.dump(attached::filters(index, parent), attached::read_filter) {
+                // The kernel has no filters.
+                Err(error) if error.errno == EOPNOTSUPP => {}
+                filters => attached.filters.extend(filters?),
+            }
+        }
+        Ok(attached)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rule_applies_to_the_packets_that_all_selectors_match() {
+        let subnet = |text: &str| text.parse::<Subnet>().unwrap();
+        let (pods, peer) = (subnet("10.1.0.0/16"), subnet("10.1.7.0/24"));
+        let any = Rule {
+            family: Family::V4,
+            priority: 100,
+            inverted: false,
+            src: None,
+            dst: None,
+            iif: None,
+            rest: Share::All,
+            suppressed: None,
+            action: RuleAction::Table(7),
+        };
+        let applies = |rule: &Rule| rule.applies(&pods, &peer, |device| device == "cni0");
+        for (src, dst, iif, rest, share) in [
+            (None, None, None, Share::All, Share::All),
+            (Some("10.0.0.0/8"), None, None, Share::All, Share::All),
+            (Some("10.1.5.0/24"), None, None, Share::All, Share::Some),
+            (Some("192.0.2.1/32"), None, None, Share::All, Share::None),
+            (None, Some("10.1.0.0/16"), None, Share::All, Share::All),
+            (None, Some("10.1.7.9/32"), None, Share::All, Share::Some),
+            (None, Some("10.1.8.0/24"), None, Share::All, Share::None),
+            (None, None, Some("cni0"), Share::All, Share::Some),
+            (None, None, Some("eth1"), Share::All, Share::None),
+            (None, Some("10.1.0.0/16"), None, Share::None, Share::None),
+        ] {
+            let (src, dst, iif) = (src.map(subnet), dst.map(subnet), iif.map(str::to_owned));
+            let mut rule = Rule { src, dst, iif, rest, ..any.clone() };
+            assert_eq!(applies(&rule), share, "{rule}");
+            rule.inverted = true;
+            let rest = match share {
+                Share::All => Share::None,
+                Share::Some => Share::Some,
+                Share::None => Share::All,
+            };
+            assert_eq!(applies(&rule), rest, "{rule}");
+        }
+        let (src, iif) = (Some(pods), Some("cni0".to_owned()));
+        let rule = Rule { src, dst: Some(peer), iif, inverted: true, ..any };
+        let text = "pref 100 not from 10.1.0.0/16 to 10.1.7.0/24 iif cni0 lookup 7";
+        assert_eq!(rule.to_string(), text);
+    }
+}
