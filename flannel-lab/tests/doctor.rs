@@ -201,6 +201,21 @@ fn of_this_host() {
     finds(&lab, host, &["rp-filter warning", "flannel.1 is strict", "rp_filter=2"]);
     sysctl("net/ipv4/conf/all/rp_filter", "0");
 
+    for (key, parts) in [
+        ("flannel.1/forwarding", ["forwarding error", "arrive on flannel.1"]),
+        ("eth0/forwarding", ["forwarding warning", "arrive on eth0"]),
+    ] {
+        sysctl(&format!("net/ipv4/conf/{key}"), "0");
+        repair(&lab, &[host], &finds(&lab, host, &parts));
+        finds_nothing(&lab, host);
+    }
+    sysctl("net/ipv4/conf/eth0/arp_ignore", "8");
+    repair(&lab, &[host], &finds(&lab, host, &["arp error", "arp_ignore of eth0 is 8"]));
+    finds_nothing(&lab, host);
+    of_another_way(&lab);
+    of_attached(&lab);
+    of_rules(&lab, Family::V4);
+
     // In another table, where flannel's rules have no effect.
     for command in [
         "add table ip guard",
@@ -267,6 +282,61 @@ fn of_this_host() {
     assert!(!found.iter().any(|line| line.contains("blocked")), "{found:#?}");
     std::fs::remove_file(&lease).unwrap();
     finds_nothing(&lab, host);
+}
+
+/// Packets to a peer leave through another device than its packets arrive on.
+fn of_another_way(lab: &Lab) {
+    let host = &lab.hosts()[0];
+    let ip = |args: &str| host.run("ip", &args.split(' ').collect::<Vec<_>>()).unwrap();
+    let peer = lab.hosts()[1].addresses().v4.unwrap();
+    ip("link add other0 type bridge");
+    ip("link set other0 up");
+    ip(&format!("route add {peer}/32 dev other0"));
+    for (key, parts) in [
+        ("rp_filter", ["rp-filter warning", "eth0 is strict"]),
+        ("arp_filter", ["arp error", "arp_filter of eth0 is 1"]),
+    ] {
+        host.namespace().sysctl(&format!("net/ipv4/conf/eth0/{key}"), "1").unwrap();
+        let found = finds(lab, host, &parts);
+        assert!(found.contains(&format!("to {peer}")) && found.contains("other0"), "{found}");
+        repair(lab, &[host], &found);
+        let all = findings(lab, host, None);
+        assert!(!all.iter().any(|line| line.starts_with(parts[0])), "{all:#?}");
+    }
+    ip("link del other0");
+    finds_nothing(lab, host);
+}
+
+/// Filters and a queue of another program on the tunnel device.
+fn of_attached(lab: &Lab) {
+    let host = &lab.hosts()[0];
+    let tc = |args: &str| host.run("tc", &args.split(' ').collect::<Vec<_>>()).unwrap();
+    tc("qdisc add dev flannel.1 clsact");
+    tc("filter add dev flannel.1 egress protocol ip u32 match u32 0 0");
+    repair(lab, &[host], &finds(lab, host, &["tc-filter warning", "(u32) on flannel.1"]));
+    finds_nothing(lab, host);
+    tc("qdisc add dev flannel.1 root tbf rate 100mbit burst 64kb latency 400ms");
+    repair(lab, &[host], &finds(lab, host, &["qdisc warning", "flannel.1 wait in a queue (tbf)"]));
+    finds_nothing(lab, host);
+}
+
+/// Routing rules that lead packets of pods elsewhere.
+fn of_rules(lab: &Lab, family: Family) {
+    let host = &lab.hosts()[0];
+    let word = if family == Family::V6 { "-6" } else { "-4" };
+    let ip = |args: &str| {
+        let args = [word].into_iter().chain(args.split(' ')).collect::<Vec<_>>();
+        host.run("ip", &args).unwrap()
+    };
+    let peer = lab.hosts()[1].subnet_env().unwrap().unwrap().subnets[family].unwrap();
+    ip("route add unreachable default table 100");
+    for rule in [format!("to {peer} lookup 100"), format!("from {peer} prohibit")] {
+        ip(&format!("rule add pref 100 {rule}"));
+        let found = finds(lab, host, &["ip-rule error", &format!("rule del pref 100 {rule}")]);
+        repair(lab, &[host], &found);
+        finds_nothing(lab, host);
+    }
+    ip("route flush table 100");
 }
 
 fn on_the_path() {
@@ -541,6 +611,7 @@ fn faults_of_ipv6() {
     finds_nothing(&lab, &lab.hosts()[0]);
     five_between_hosts(&lab, Family::V6);
     three_of_a_host(&lab, Family::V6);
+    of_rules(&lab, Family::V6);
     too_narrow_for_ipv6(&lab);
 }
 

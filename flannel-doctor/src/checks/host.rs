@@ -3,6 +3,9 @@
 //! Findings are derived from `HostFacts`. A value that cannot be read is no finding, but is
 //! reported as unread. Neither the daemon's start nor its readiness depends on findings.
 
+mod arp;
+mod changes;
+mod foreign;
 mod read;
 
 use std::collections::BTreeMap;
@@ -13,11 +16,13 @@ use flannel_core::address::{Dual, Family};
 use flannel_core::object::LinkName;
 use flannel_core::{Subnet, Subnets};
 use flannel_firewall::{ForwardDrop, LegacyMemory};
+use flannel_netlink::foreign::{Attached, Rule, TableRoute};
 use flannel_netlink::{Shadow, Taken};
 
 use crate::commands::release;
 use read::read;
 
+pub use changes::log_changes;
 pub use read::HostScene;
 
 /// The name of the check for a duplicate public address. The network's advisories report it too.
@@ -25,6 +30,22 @@ pub const DUPLICATE: &str = "duplicate-address";
 
 /// The largest number of routes of other programs that have a finding each.
 const MOST_SHADOWS: usize = 5;
+/// The names of all other checks.
+pub const CHECKS: [&str; 13] = [
+    "forwarding",
+    "rp-filter",
+    "arp",
+    "ip-rule",
+    "xdp",
+    "tc-filter",
+    "qdisc",
+    "forward-drop",
+    "clash",
+    "neighbours",
+    "bridge-netfilter",
+    "route",
+    "pod-mtu",
+];
 
 /// The repair if a pod network contains addresses of hosts.
 const ANOTHER_NETWORK: &str =
@@ -39,14 +60,30 @@ struct HostFacts {
     own: Dual<Subnet>,
     /// The tunnel devices; empty with a backend that needs none.
     tunnels: Vec<LinkName>,
+    /// The external interface.
+    uplink: Option<LinkName>,
     /// Kubernetes runs here.
     kubernetes: bool,
     /// `net.ipv4.ip_forward` and `net.ipv6.conf.all.forwarding`.
     forwarding: Dual<bool>,
-    /// `net.ipv4.conf.DEVICE.forwarding`.
+    /// `net.ipv4.conf.DEVICE.forwarding`. That of IPv6 has no effect on forwarding in Linux.
     device_forwarding: BTreeMap<LinkName, bool>,
     /// The larger of `net.ipv4.conf.DEVICE.rp_filter` and that of `all`: 0 off, 1 strict, 2 loose.
     rp_filter: BTreeMap<LinkName, u8>,
+    /// `arp_ignore` of the external interface, the larger of its own value and that of `all`. No
+    /// value of `arp_announce` breaks anything.
+    arp_ignore: Option<u8>,
+    /// `arp_filter` of the external interface or of `all` is on.
+    arp_filter: Option<bool>,
+    /// A peer that this host reaches through another device than the external interface. Read only
+    /// if `rp_filter` or `arp_filter` make it matter.
+    elsewhere: Option<(IpAddr, LinkName)>,
+    /// The routing rules of both families, in the kernel's order.
+    rules: Vec<Rule>,
+    /// The routes in tables of rules that may apply to packets to pods.
+    tables: BTreeMap<(u32, Family), Vec<TableRoute>>,
+    /// What is attached to tunnel devices.
+    attached: BTreeMap<LinkName, Attached>,
     /// Whether bridged packets pass iptables: `net.bridge.bridge-nf-call-iptables`.
     bridge_calls: Dual<bool>,
     /// The limit of neighbour entries, `gc_thresh3`. Only the initial network namespace has it.
@@ -90,6 +127,9 @@ pub async fn check_host(scene: HostScene, memory: &LegacyMemory) -> HostReport {
 fn check(facts: &HostFacts) -> Vec<Finding> {
     let mut found = forwarding(facts);
     found.extend(rp_filter(facts));
+    found.extend(arp::arp(facts));
+    found.extend(foreign::rules(facts));
+    found.extend(foreign::attached(facts));
     found.extend(drops(facts));
     found.extend(clashes(facts));
     found.extend(neighbours(facts));
@@ -123,8 +163,8 @@ fn forwarding(facts: &HostFacts) -> Vec<Finding> {
     }
     for (device, _) in facts.device_forwarding.iter().filter(|(_, on)| !**on) {
         let key = format!("net.ipv4.conf.{}.forwarding", sysctl_name(*device));
-        let text = format!("{key} is 0: packets that arrive on {device} are not forwarded to pods");
-        let carries_pods = facts.tunnels.contains(device) || facts.tunnels.is_empty();
+        let text = format!("{key} is 0: packets that arrive on {device} are not forwarded");
+        let carries_pods = facts.uplink != Some(*device) || facts.tunnels.is_empty();
         let finding = if carries_pods {
             Finding::error("forwarding", text)
         } else {
@@ -146,9 +186,12 @@ fn rp_filter(facts: &HostFacts) -> Vec<Finding> {
     }
     let strict = facts.rp_filter.iter().filter(|(_, mode)| **mode == 1);
     let finding = |(device, _): (&LinkName, &u8)| {
+        let example = facts.elsewhere.filter(|_| facts.uplink == Some(*device));
+        let example = example.map(|(to, link)| format!(", as those to {to} do through {link}"));
         let text = format!(
             "rp_filter of {device} is strict: the kernel silently drops packets if replies to \
-             them leave via another device"
+             them leave via another device{}",
+            example.unwrap_or_default()
         );
         // The kernel uses the larger of the values for the device and for `all`.
         let repair = format!("sysctl -w net.ipv4.conf.{}.rp_filter=2", sysctl_name(*device));

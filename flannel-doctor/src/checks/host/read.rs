@@ -1,6 +1,6 @@
-//! Reads the facts: `/proc/sys`, addresses, and chains that drop forwarded packets.
+//! Reads the facts: `/proc/sys`, addresses, routing rules, and chains that drop forwarded packets.
 
-use std::collections::BTreeMap;
+use std::fmt::Display;
 use std::fs;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::path::Path;
@@ -11,12 +11,15 @@ use flannel_core::address::{Dual, Family};
 use flannel_core::kernel::KernelError;
 use flannel_core::lease::LeaseSet;
 use flannel_core::object::LinkName;
-use flannel_core::{Config, Lease, Subnet, Subnets};
+use flannel_core::{Config, Kernel, Lease, Subnet, Subnets};
 use flannel_firewall::{LegacyMemory, Programs, forward_drops};
 use flannel_netlink::NetlinkKernel;
-use flannel_netlink::iface::Selectors;
+use flannel_netlink::iface::Interface;
 
 use super::HostFacts;
+
+/// The largest number of peers whose routes are looked up.
+const MOST_LOOKUPS: usize = 256;
 
 /// The network that the checks are for.
 #[derive(Debug, Clone)]
@@ -55,81 +58,136 @@ pub(super) async fn read(scene: HostScene, memory: &LegacyMemory) -> HostFacts {
 }
 
 fn read_host(scene: &HostScene) -> HostFacts {
-    let tunnels: Vec<LinkName> =
-        scene.links.iter().copied().filter(|link| is_there(*link)).collect();
-    let own: Dual<Subnet> = scene.own.map(|own| own.iter().collect()).unwrap_or_default();
     let other = |lease: &&Arc<Lease>| Some(lease.subnets) != scene.own;
     let flag = |path: &str| sysctl::<u8>(path).map(|value| value != 0);
-    let devices = || tunnels.iter().copied().chain([scene.uplink]);
-    // With a tunnel, packets that arrive on the external interface are for this host.
-    let filtered = if tunnels.is_empty() { vec![scene.uplink] } else { tunnels.clone() };
-    let all = sysctl::<u8>("net/ipv4/conf/all/rp_filter");
-    let rp_filter = |device: LinkName| {
-        let own = sysctl::<u8>(&format!("net/ipv4/conf/{device}/rp_filter"))?;
-        Some((device, own.max(all?)))
-    };
-    let (addresses, mut unread) = match addresses() {
-        Ok(addresses) => (addresses, Vec::new()),
-        Err(error) => (Vec::new(), vec![format!("the addresses of this host ({error})")]),
-    };
-    let networks: Vec<Subnet> = scene.config.pod_networks().collect();
-    let shadows = NetlinkKernel::open().and_then(|kernel| kernel.shadows(&networks));
-    let shadows = shadows.unwrap_or_else(|error| {
-        unread.push(format!("routes of other programs ({error})"));
-        Vec::new()
-    });
-    let forwarding =
-        Dual { v4: flag("net/ipv4/ip_forward"), v6: flag("net/ipv6/conf/all/forwarding") };
-    let switches = scene.config.networks.families().filter(|family| forwarding[*family].is_none());
-    unread.extend(
-        switches.map(|family| format!("whether {family} packets are forwarded (/proc/sys/net)")),
-    );
-    let rp_filter: BTreeMap<LinkName, u8> =
-        filtered.iter().copied().filter_map(rp_filter).collect();
-    if scene.config.networks.v4.is_some() {
-        let missing = filtered.iter().filter(|device| !rp_filter.contains_key(device));
-        unread.extend(missing.map(|device| format!("rp_filter of {device}")));
-    }
-    let peers: Vec<_> = scene
-        .leases
-        .iter()
-        .filter(other)
-        .map(|lease| (lease.subnets, lease.attrs.preferred.public))
-        .collect();
-    let max_neighbours = Dual {
-        v4: sysctl("net/ipv4/neigh/default/gc_thresh3"),
-        v6: sysctl("net/ipv6/neigh/default/gc_thresh3"),
-    };
-    // The routing table may be large, so it is read only if the number of peers needs it.
-    let crowded = max_neighbours.values().any(|max| peers.len() as u64 >= *max);
-    let of_pods = |(device, address): &&(LinkName, IpAddr)| {
-        !tunnels.contains(device) && own.values().any(|own| own.contains(*address))
-    };
-    let bridge = addresses.iter().find(of_pods).map(|(device, _)| *device);
-    HostFacts {
+    let peers = scene.leases.iter().filter(other);
+    let mut facts = HostFacts {
         pod_networks: scene.config.pod_networks().collect(),
-        mtu: scene.mtu,
-        pods: bridge.map(|bridge| ports(Path::new("/sys/class/net"), bridge)).unwrap_or_default(),
-        own,
-        unread,
+        own: scene.own.map(|own| own.iter().collect()).unwrap_or_default(),
+        tunnels: scene.links.iter().copied().filter(|link| is_there(*link)).collect(),
+        uplink: Some(scene.uplink),
         kubernetes: std::env::var_os("KUBERNETES_SERVICE_HOST").is_some()
             || Path::new("/var/lib/kubelet").exists(),
-        forwarding,
-        device_forwarding: devices()
-            .filter_map(|device| {
-                Some((device, flag(&format!("net/ipv4/conf/{device}/forwarding"))?))
-            })
-            .collect(),
-        rp_filter,
+        forwarding: Dual {
+            v4: flag("net/ipv4/ip_forward"),
+            v6: flag("net/ipv6/conf/all/forwarding"),
+        },
         bridge_calls: Dual::from_fn(bridge_calls),
-        max_neighbours,
-        drops: Vec::new(),
-        addresses,
+        max_neighbours: Dual {
+            v4: sysctl("net/ipv4/neigh/default/gc_thresh3"),
+            v6: sysctl("net/ipv6/neigh/default/gc_thresh3"),
+        },
         public: scene.public,
-        on_link: if crowded { on_link(scene.uplink) } else { Vec::new() },
-        peers,
-        tunnels,
-        shadows,
+        peers: peers.map(|lease| (lease.subnets, lease.attrs.preferred.public)).collect(),
+        ..HostFacts::default()
+    };
+    let kernel = NetlinkKernel::open();
+    match &kernel {
+        Ok(kernel) => facts.ask(kernel),
+        Err(error) => facts.unread.push(format!("the addresses of this host ({error})")),
+    }
+    facts.mtu = scene.mtu;
+    facts.read_settings(scene.uplink);
+    if let Ok(kernel) = &kernel {
+        facts.look_elsewhere(kernel, scene.uplink);
+    }
+    // The routing table may be large, so it is read only if a setting or the number of peers makes
+    // it matter.
+    let peers = facts.peers.len() as u64;
+    if facts.max_neighbours.values().any(|max| peers >= *max)
+        || facts.arp_ignore > Some(0)
+        || facts.arp_filter == Some(true)
+    {
+        facts.on_link = on_link(scene.uplink);
+    }
+    facts
+}
+
+impl HostFacts {
+    /// A value that was read. If it could not be read, its default, which is noted.
+    fn known<T: Default>(&mut self, what: impl Display, read: Result<T, KernelError>) -> T {
+        read.unwrap_or_else(|error| {
+            self.unread.push(format!("{what} ({error})"));
+            T::default()
+        })
+    }
+
+    /// Reads the values that the kernel reports over netlink.
+    fn ask(&mut self, kernel: &NetlinkKernel) {
+        let interfaces = self.known("the addresses of this host", kernel.interfaces());
+        let of = |interface: Interface| {
+            let name = interface.name;
+            interface.addresses.into_iter().map(move |found| (name, found.address))
+        };
+        self.addresses = interfaces.into_iter().flat_map(of).collect();
+        let networks = self.pod_networks;
+        for family in networks.families() {
+            let rules = self.known(format!("the {family} routing rules"), kernel.rules(family));
+            self.rules.extend(rules);
+        }
+        let all: Vec<Subnet> = networks.values().copied().collect();
+        self.shadows = self.known("routes of other programs", kernel.shadows(&all));
+        for (table, network) in self.foreign_tables() {
+            let routes =
+                self.known(format!("the routing table {table}"), kernel.table(table, network));
+            self.tables.insert((table, network.family()), routes);
+        }
+        for device in self.tunnels.clone() {
+            let attached = self.known(format!("the programs on {device}"), kernel.attached(device));
+            self.attached.insert(device, attached);
+        }
+    }
+
+    /// Reads the settings of devices in `/proc/sys`.
+    fn read_settings(&mut self, uplink: LinkName) {
+        for family in self.pod_networks.families() {
+            if self.forwarding[family].is_none() {
+                let text = format!("whether {family} packets are forwarded (/proc/sys/net)");
+                self.unread.push(text);
+            }
+        }
+        let bridges = self.addresses.iter().map(|(device, _)| *device);
+        let bridges = bridges.filter(|device| self.has_pods(device.as_str()));
+        let forwards = self.tunnels.iter().copied().chain([uplink]).chain(bridges);
+        let forwards = forwards.filter_map(|d| Some((d, setting(d.as_str(), "forwarding")? != 0)));
+        self.device_forwarding = forwards.collect();
+        // With a tunnel, packets that arrive on the external interface are for this host.
+        let filtered = if self.tunnels.is_empty() { vec![uplink] } else { self.tunnels.clone() };
+        for device in filtered {
+            match larger(device, "rp_filter") {
+                Some(mode) => _ = self.rp_filter.insert(device, mode),
+                None if self.pod_networks.v4.is_some() => {
+                    self.unread.push(format!("rp_filter of {device}"));
+                }
+                None => {}
+            }
+        }
+        let of_pods = |(device, address): &&(LinkName, IpAddr)| {
+            !self.tunnels.contains(device) && self.own.values().any(|own| own.contains(*address))
+        };
+        let bridge = self.addresses.iter().find(of_pods).map(|(device, _)| *device);
+        let ports = bridge.map(|bridge| ports(Path::new("/sys/class/net"), bridge));
+        self.pods = ports.unwrap_or_default();
+        self.arp_ignore = larger(uplink, "arp_ignore");
+        self.arp_filter = larger(uplink, "arp_filter").map(|value| value != 0);
+    }
+
+    /// Looks for a peer that this host reaches through another device than the external interface,
+    /// if that matters. With a tunnel, `rp_filter` of the external interface matters only then.
+    fn look_elsewhere(&mut self, kernel: &NetlinkKernel, uplink: LinkName) {
+        let is_strict = larger(uplink, "rp_filter") == Some(1);
+        if !is_strict && self.arp_filter != Some(true) {
+            return;
+        }
+        let elsewhere = |to: IpAddr| {
+            let answer = kernel.lookup(to).ok().filter(|answer| !answer.local)?;
+            Some((to, answer.link.filter(|link| *link != uplink)?))
+        };
+        let peers = self.peers.iter().filter_map(|(_, public)| public.v4);
+        self.elsewhere = peers.take(MOST_LOOKUPS).find_map(elsewhere);
+        if is_strict && self.elsewhere.is_some() {
+            self.rp_filter.insert(uplink, 1);
+        }
     }
 }
 
@@ -183,6 +241,16 @@ fn sysctl<T: FromStr>(key: &str) -> Option<T> {
     fs::read_to_string(Path::new("/proc/sys").join(key)).ok()?.trim().parse().ok()
 }
 
+/// A setting of an interface for IPv4.
+fn setting(device: &str, key: &str) -> Option<u8> {
+    sysctl(&format!("net/ipv4/conf/{device}/{key}"))
+}
+
+/// The larger one of the values of a setting for a device and for `all`, which the kernel uses.
+fn larger(device: LinkName, key: &str) -> Option<u8> {
+    Some(setting(device.as_str(), key)?.max(setting("all", key)?))
+}
+
 fn bridge_calls(family: Family) -> Option<bool> {
     let file =
         if family == Family::V4 { "bridge-nf-call-iptables" } else { "bridge-nf-call-ip6tables" };
@@ -191,16 +259,6 @@ fn bridge_calls(family: Family) -> Option<bool> {
         // Without the module the file is missing. Without /proc/sys nothing is known.
         None => Path::new("/proc/sys/net/core").exists().then_some(false),
     }
-}
-
-fn addresses() -> Result<Vec<(LinkName, IpAddr)>, KernelError> {
-    let facts = NetlinkKernel::open().and_then(|kernel| kernel.facts(&Selectors::default()));
-    let interfaces = facts?.interfaces;
-    let of = |interface: flannel_netlink::iface::Interface| {
-        let name = interface.name;
-        interface.addresses.into_iter().map(move |found| (name, found.address))
-    };
-    Ok(interfaces.into_iter().flat_map(of).collect())
 }
 
 #[cfg(test)]

@@ -1,3 +1,5 @@
+use flannel_netlink::foreign::{RuleAction, Share};
+
 use super::*;
 
 fn healthy() -> HostFacts {
@@ -12,10 +14,18 @@ fn healthy() -> HostFacts {
             .into_iter()
             .collect(),
         tunnels: vec![link("flannel.1"), link("flannel-v6.1")],
+        uplink: Some(link("eth0")),
         kubernetes: true,
         forwarding: Dual { v4: Some(true), v6: Some(true) },
         device_forwarding: [(link("flannel.1"), true), (link("eth0"), true)].into(),
         rp_filter: [(link("flannel.1"), 0), (link("flannel-v6.1"), 2)].into(),
+        arp_ignore: Some(1),
+        arp_filter: Some(false),
+        elsewhere: None,
+        rules: Family::BOTH.into_iter().flat_map(usual_rules).collect(),
+        tables: BTreeMap::new(),
+        attached: [(link("flannel.1"), queue("noqueue")), (link("flannel-v6.1"), queue("fq"))]
+            .into(),
         bridge_calls: Dual { v4: Some(true), v6: Some(true) },
         max_neighbours: Dual { v4: Some(1024), v6: Some(1024) },
         drops: Vec::new(),
@@ -42,6 +52,20 @@ fn shadow(route: &str, protocol: u8, takes: Taken) -> Shadow {
     Shadow { dst, route: route.to_owned(), protocol, takes }
 }
 
+fn rule(family: Family, priority: u32, action: RuleAction) -> Rule {
+    let (src, dst, iif, rest, suppressed) = (None, None, None, Share::All, None);
+    Rule { family, priority, inverted: false, src, dst, iif, rest, suppressed, action }
+}
+
+fn usual_rules(family: Family) -> [Rule; 3] {
+    [(0, 255), (32766, 254), (32767, 253)]
+        .map(|(priority, table)| rule(family, priority, RuleAction::Table(table)))
+}
+
+fn queue(kind: &str) -> Attached {
+    Attached { queue: Some(kind.into()), ..Attached::default() }
+}
+
 fn peer(key: &str, public: &str) -> (Subnets, Dual<IpAddr>) {
     (key.parse().unwrap(), [public.parse::<IpAddr>().unwrap()].into_iter().collect())
 }
@@ -51,13 +75,17 @@ fn only(change: impl FnOnce(&mut HostFacts)) -> String {
     let mut facts = healthy();
     change(&mut facts);
     match check(&facts).as_slice() {
-        [found] => format!(
-            "{} {} | {} | {}",
-            found.check,
-            found.severity,
-            found.text,
-            found.repair.as_deref().unwrap_or("nothing")
-        ),
+        [found] => {
+            let check = found.check.as_str();
+            assert!(CHECKS.contains(&check) || check == DUPLICATE, "{check}");
+            format!(
+                "{} {} | {} | {}",
+                found.check,
+                found.severity,
+                found.text,
+                found.repair.as_deref().unwrap_or("nothing")
+            )
+        }
         found => panic!("{found:#?}"),
     }
 }
@@ -101,6 +129,75 @@ fn each_fault_is_one_finding_with_its_repair() {
                 "rp-filter warning",
                 "rp_filter of flannel.1 is strict",
                 "sysctl -w net.ipv4.conf.flannel/1.rp_filter=2",
+            ],
+        ),
+        (
+            only(|f| _ = f.device_forwarding.insert(device("cni0"), false)),
+            ["forwarding error", "arrive on cni0", "sysctl -w net.ipv4.conf.cni0.forwarding=1"],
+        ),
+        (
+            only(|f| {
+                f.rp_filter.insert(device("eth0"), 1);
+                f.elsewhere = Some(("192.0.2.7".parse().unwrap(), device("eth1")));
+            }),
+            [
+                "rp-filter warning",
+                "as those to 192.0.2.7 do through eth1",
+                "sysctl -w net.ipv4.conf.eth0.rp_filter=2",
+            ],
+        ),
+        (
+            only(|f| f.arp_ignore = Some(8)),
+            [
+                "arp error",
+                "arp_ignore of eth0 is 8",
+                "sysctl -w net.ipv4.conf.all.arp_ignore=0 net.ipv4.conf.eth0.arp_ignore=0",
+            ],
+        ),
+        (
+            only(|f| f.addresses[0].0 = device("eth1")),
+            ["arp error", "for 192.0.2.1, which another device has", "eth0.arp_ignore=0"],
+        ),
+        (
+            only(|f| {
+                f.arp_filter = Some(true);
+                f.elsewhere = Some(("192.0.2.7".parse().unwrap(), device("eth1")));
+            }),
+            ["arp error", "of 192.0.2.7, because packets to it leave through", "arp_filter=0"],
+        ),
+        (
+            only(|f| f.rules.insert(0, rule(Family::V6, 9, RuleAction::Discard("prohibit")))),
+            [
+                "ip-rule error",
+                "by the rule of priority 9, packets to fd00:1:0:5::/64 are discarded (prohibit)",
+                "| ip -6 rule del pref 9 prohibit",
+            ],
+        ),
+        (
+            only(|f| f.rules.retain(|rule| *rule != usual_rules(Family::V4)[1])),
+            ["ip-rule error", "no rule leads", "| ip rule add pref 32766 lookup main"],
+        ),
+        (
+            only(|f| f.attached.get_mut(&device("flannel.1")).unwrap().xdp = vec![7]),
+            ["xdp warning", "(id 7) on flannel.1", "ip link set dev flannel.1 xdp off"],
+        ),
+        (
+            only(|f| {
+                let filters = ["bpf", "u32"].map(str::to_owned).into();
+                f.attached.get_mut(&device("flannel.1")).unwrap().filters = filters;
+            }),
+            [
+                "tc-filter warning",
+                "(bpf, u32) on flannel.1",
+                "tc filter delete dev flannel.1 ingress; tc filter delete dev flannel.1 egress",
+            ],
+        ),
+        (
+            only(|f| _ = f.attached.insert(device("flannel.1"), queue("tbf"))),
+            [
+                "qdisc warning",
+                "flannel.1 wait in a queue (tbf)",
+                "tc qdisc delete dev flannel.1 root",
             ],
         ),
         (
@@ -214,10 +311,86 @@ fn irrelevant_settings_cause_no_finding() {
     assert_eq!(check(&facts), []);
     facts.mtu = None;
     facts.pods.push(9000);
+    facts.rules.push(rule(Family::V6, 9, RuleAction::Discard("prohibit")));
     facts.pod_networks.v4 = None;
+    facts.arp_ignore = Some(8);
+    facts.rules.push(rule(Family::V4, 9, RuleAction::Discard("prohibit")));
     facts.rp_filter.insert(device("flannel.1"), 1);
     facts.forwarding.v4 = Some(false);
     assert_eq!(check(&facts), []);
+}
+
+/// A rule is a finding if a packet to a pod would take its route, and not flannel's.
+#[test]
+fn rules_are_findings_if_their_routes_win() {
+    let subnet = |text: &str| Some(text.parse::<Subnet>().unwrap());
+    let device = |name: &str| Some(name.parse::<LinkName>().unwrap());
+    let lookup = |table| rule(Family::V4, 100, RuleAction::Table(table));
+    let route = |dst, link| TableRoute { dst, link, gateway: None, throw: false };
+    let default = route(Subnet::everything(Family::V4), device("eth1"));
+    let from_pods = Rule { src: subnet("10.1.0.0/16"), ..lookup(7) };
+    let to_main = Rule { dst: subnet("10.1.0.0/16"), priority: 90, ..lookup(254) };
+    let not_small = Rule { suppressed: Some(0), priority: 90, ..lookup(254) };
+    let unmarked = Rule { inverted: true, rest: Share::None, ..lookup(7) };
+    let wins = "ip-rule error by the rule of priority 100, packets to 10.1.7.0/24 take the route \
+                0.0.0.0/0 dev eth1 of table 7";
+    let public = "192.0.2.7".parse().ok();
+    for (rules, routes, expected) in [
+        (vec![from_pods.clone()], vec![default], wins),
+        (vec![from_pods.clone()], vec![], ""),
+        (vec![from_pods.clone()], vec![TableRoute { throw: true, ..default }], ""),
+        (vec![Rule { suppressed: Some(0), ..from_pods.clone() }], vec![default], ""),
+        (vec![to_main.clone(), from_pods.clone()], vec![default], ""),
+        (vec![Rule { src: subnet("10.1.5.0/24"), ..to_main }, lookup(7)], vec![default], wins),
+        // As WireGuard's `wg-quick` does.
+        (vec![not_small, unmarked.clone()], vec![default], ""),
+        (vec![unmarked], vec![default], wins),
+        (vec![Rule { rest: Share::None, ..lookup(7) }], vec![default], ""),
+        (vec![Rule { src: subnet("192.0.2.1/32"), ..lookup(7) }], vec![default], ""),
+        (vec![Rule { iif: Some("eth1".into()), ..lookup(7) }], vec![default], ""),
+        (vec![Rule { iif: Some("cni0".into()), ..lookup(7) }], vec![default], wins),
+        (vec![Rule { iif: Some("flannel.1".into()), ..lookup(7) }], vec![default], wins),
+        (
+            vec![Rule { rest: Share::Some, ..lookup(7) }],
+            vec![default],
+            "ip-rule warning by the rule of priority 100",
+        ),
+        // A copy of flannel's routes.
+        (
+            vec![from_pods.clone()],
+            vec![
+                default,
+                route("10.1.0.0/16".parse().unwrap(), device("flannel.1")),
+                route("10.1.5.0/24".parse().unwrap(), device("cni0")),
+            ],
+            "",
+        ),
+        (
+            vec![Rule { dst: subnet("10.1.7.0/24"), ..lookup(7) }],
+            vec![TableRoute { gateway: public, ..default }],
+            "",
+        ),
+        (
+            vec![from_pods.clone()],
+            vec![route("10.1.7.64/26".parse().unwrap(), device("eth1"))],
+            "ip-rule error by the rule of priority 100, packets to 10.1.7.0/24 take the route \
+             10.1.7.64/26 dev eth1 of table 7",
+        ),
+        (vec![Rule { priority: 32766, ..from_pods }], vec![default], ""),
+    ] {
+        let mut facts = healthy();
+        facts.rules.extend(rules.clone());
+        facts.rules.sort_by_key(|rule| rule.priority);
+        facts.tables = [((7, Family::V4), routes)].into();
+        let found: Vec<String> = check(&facts)
+            .into_iter()
+            .map(|found| format!("{} {} {}", found.check, found.severity, found.text))
+            .collect();
+        match expected {
+            "" => assert_eq!(found, [""; 0], "{rules:?}"),
+            _ => assert!(found.len() == 1 && found[0].starts_with(expected), "{rules:?} {found:?}"),
+        }
+    }
 }
 
 /// A thousand peers behind a router share its entry, and the tunnel's own entries are permanent.

@@ -1,0 +1,178 @@
+//! Checks of settings of other programs that lead packets of pods elsewhere, or that see them
+//! first: routing rules, and what is attached to tunnel devices.
+
+use std::collections::BTreeSet;
+use std::net::IpAddr;
+
+use flannel_api::Finding;
+use flannel_core::Subnet;
+use flannel_core::address::Family;
+use flannel_netlink::foreign::{Attached, Rule, RuleAction, Share, TableRoute};
+
+use super::HostFacts;
+
+/// `RT_TABLE_DEFAULT`.
+const DEFAULT: u32 = 253;
+/// `RT_TABLE_MAIN`, which has flannel's routes.
+const MAIN: u32 = 254;
+/// `RT_TABLE_LOCAL`.
+const LOCAL: u32 = 255;
+/// Queueing disciplines that neither delay nor drop packets unless the device is congested, as no
+/// tunnel device is.
+const HARMLESS: [&str; 5] = ["noqueue", "pfifo_fast", "fq_codel", "fq", "mq"];
+
+/// What a rule does with packets to a subnet.
+enum Way {
+    /// The next rule decides.
+    Undecided,
+    /// They take flannel's route, or one like it.
+    Right,
+    /// They do not. The words follow "packets to a subnet".
+    Wrong(String),
+}
+
+impl HostFacts {
+    /// The tables besides the usual ones in which rules look up packets to pods, each with the pod
+    /// network that its routes matter for.
+    pub(super) fn foreign_tables(&self) -> BTreeSet<(u32, Subnet)> {
+        let table = |network: &Subnet, rule: &Rule| match rule.action {
+            RuleAction::Table(DEFAULT | MAIN | LOCAL) => None,
+            RuleAction::Table(table) => {
+                let share = self.share(rule, network, network);
+                (share != Share::None).then_some((table, *network))
+            }
+            _ => None,
+        };
+        let of = |network: Subnet| self.rules.iter().filter_map(move |rule| table(&network, rule));
+        self.pod_networks.values().flat_map(|network| of(*network)).collect()
+    }
+
+    /// The share of pods' packets to a subnet of their network that a rule applies to.
+    fn share(&self, rule: &Rule, network: &Subnet, to: &Subnet) -> Share {
+        if rule.family != network.family() {
+            return Share::None;
+        }
+        let is_uplink = |device: &str| self.uplink.is_some_and(|uplink| uplink.as_str() == device);
+        rule.applies(network, to, |device| {
+            self.has_pods(device) || (self.tunnels.is_empty() && is_uplink(device))
+        })
+    }
+
+    /// Whether packets from or to pods of this node pass the device: it is a tunnel or a bridge.
+    pub(super) fn has_pods(&self, device: &str) -> bool {
+        let is_own = |address: IpAddr| {
+            self.own[Family::of(address)].is_some_and(|own| own.contains(address))
+        };
+        self.tunnels.iter().any(|tunnel| tunnel.as_str() == device)
+            || self.addresses.iter().any(|(name, a)| name.as_str() == device && is_own(*a))
+    }
+
+    /// What a rule does with the packets to a subnet, whose node has this public address.
+    fn way(&self, rule: &Rule, to: &Subnet, public: Option<IpAddr>) -> Way {
+        let is_used = |dst: &Subnet| rule.suppressed.is_none_or(|len| dst.len() > len);
+        let table = match rule.action {
+            RuleAction::Table(MAIN) if is_used(to) => return Way::Right,
+            RuleAction::Table(DEFAULT | MAIN | LOCAL) | RuleAction::Other => return Way::Undecided,
+            RuleAction::Table(table) => table,
+            RuleAction::Discard(kind) => return Way::Wrong(format!("are discarded ({kind})")),
+        };
+        let is_like_ours = |route: &TableRoute| {
+            route.link.is_some_and(|link| self.has_pods(link.as_str()))
+                || (route.gateway.is_some() && route.gateway == public)
+        };
+        let routes = self.tables.get(&(table, rule.family)).into_iter().flatten();
+        let matching = routes.filter(|route| route.dst.overlaps(to) && is_used(&route.dst));
+        match matching.max_by_key(|route| route.dst.len()) {
+            None => Way::Undecided,
+            Some(route) if route.throw => Way::Undecided,
+            Some(route) if is_like_ours(route) => Way::Right,
+            Some(route) => Way::Wrong(format!("take the route {route} of table {table}")),
+        }
+    }
+}
+
+/// Checks that no rule leads packets past flannel's routes, which are in the main table.
+pub(super) fn rules(facts: &HostFacts) -> Vec<Finding> {
+    let mut found = Vec::new();
+    for (family, network) in facts.pod_networks.iter() {
+        let ip = if family == Family::V4 { "ip" } else { "ip -6" };
+        let rules: Vec<&Rule> = facts.rules.iter().filter(|rule| rule.family == family).collect();
+        let own = facts.own[family].map(|own| (own, None));
+        let peers = facts
+            .peers
+            .iter()
+            .filter_map(|(subnets, public)| Some((subnets.family(family)?, public[family])));
+        let (mut wrong, mut undecided) = (BTreeSet::new(), None);
+        for (to, public) in peers.chain(own).filter(|(to, _)| network.covers(to)) {
+            let mut is_decided = false;
+            for rule in &rules {
+                // Packets to the subnet of a node do not come from there.
+                let is_between = rule.inverted || rule.src.is_none_or(|src| !to.covers(&src));
+                let share = facts.share(rule, network, &to);
+                let way = facts.way(rule, &to, public);
+                if !is_between || share == Share::None || matches!(way, Way::Undecided) {
+                    continue;
+                }
+                if let Way::Wrong(way) = way
+                    && wrong.insert(rule.to_string())
+                {
+                    let make =
+                        if rule.rest == Share::Some { Finding::warning } else { Finding::error };
+                    let text =
+                        format!("by the rule of priority {}, packets to {to} {way}", rule.priority);
+                    found.push(make("ip-rule", text).with_command(format!("{ip} rule del {rule}")));
+                }
+                is_decided = share == Share::All;
+                if is_decided {
+                    break;
+                }
+            }
+            undecided = undecided.or_else(|| (!is_decided).then_some(to));
+        }
+        // Without any rule the rules could not be read.
+        if let Some(to) = undecided.filter(|_| !rules.is_empty()) {
+            let text = format!(
+                "no rule leads packets to {to} to the main table, which has flannel's routes"
+            );
+            let repair = format!("{ip} rule add pref 32766 lookup main");
+            found.push(Finding::error("ip-rule", text).with_command(repair));
+        }
+    }
+    found
+}
+
+/// Checks that no program, filter or queue is attached to a tunnel device.
+pub(super) fn attached(facts: &HostFacts) -> Vec<Finding> {
+    let mut found = Vec::new();
+    for (device, Attached { xdp, filters, queue }) in &facts.attached {
+        if !xdp.is_empty() {
+            let ids: Vec<String> = xdp.iter().map(ToString::to_string).collect();
+            let text = format!(
+                "an XDP program (id {}) on {device} gets packets of pods first, and may drop them",
+                ids.join(", ")
+            );
+            let repair = format!("ip link set dev {device} xdp off");
+            found.push(Finding::warning("xdp", text).with_command(repair));
+        }
+        if !filters.is_empty() {
+            let kinds: Vec<&str> = filters.iter().map(String::as_str).collect();
+            let text = format!(
+                "tc filters ({}) on {device} get packets of pods first, and may drop or change \
+                 them",
+                kinds.join(", ")
+            );
+            let repair =
+                ["ingress", "egress"].map(|way| format!("tc filter delete dev {device} {way}"));
+            found.push(Finding::warning("tc-filter", text).with_command(repair.join("; ")));
+        }
+        if let Some(queue) = queue.as_ref().filter(|queue| !HARMLESS.contains(&queue.as_str())) {
+            let text = format!(
+                "packets that leave through {device} wait in a queue ({queue}), which may delay or \
+                 drop them"
+            );
+            let repair = format!("tc qdisc delete dev {device} root");
+            found.push(Finding::warning("qdisc", text).with_command(repair));
+        }
+    }
+    found
+}
