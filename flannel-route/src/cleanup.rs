@@ -118,15 +118,13 @@ fn remove(
     let (footprint, there) = read(kernel, footprint)?;
     let users = kernel.nexthop_users(&there)?;
     let mut report = Cleanup::default();
-    let mut changes = Vec::new();
-    for object in there.iter().rev().filter(|object| meant(object)) {
-        match object {
-            Object::Nexthop(nexthop) if !footprint.links.contains(&nexthop.link) => {
-                report.unless_used(*nexthop, &users, &mut changes);
-            }
-            object => changes.push(Change::Delete(object.clone())),
+    let deletion = |object: &Object| match object {
+        Object::Nexthop(nexthop) if !footprint.links.contains(&nexthop.link) => {
+            report.unless_used(*nexthop, &users)
         }
-    }
+        object => Some(Change::Delete(object.clone())),
+    };
+    let changes = there.iter().rev().filter(|object| meant(object)).filter_map(deletion).collect();
     report.carry_out(kernel, &footprint, changes, dry_run);
     Ok(report)
 }
@@ -179,14 +177,11 @@ pub fn ready_for_go(
         _ => None,
     };
     let needed: BTreeSet<u32> = report.failed.iter().filter_map(nexthop).collect();
-    let mut changes = Vec::new();
-    for object in there.iter() {
-        if let Object::Nexthop(nexthop) = object
-            && !needed.contains(&nexthop.id)
-        {
-            report.unless_used(*nexthop, &users, &mut changes);
-        }
-    }
+    let nexthops = there.iter().filter_map(|object| match object {
+        Object::Nexthop(nexthop) if !needed.contains(&nexthop.id) => Some(*nexthop),
+        _ => None,
+    });
+    let changes = nexthops.filter_map(|nexthop| report.unless_used(nexthop, &users)).collect();
     report.carry_out(kernel, &footprint, changes, dry_run);
     Ok(report)
 }
@@ -234,21 +229,13 @@ fn read(kernel: &dyn Kernel, footprint: &Footprint) -> Result<(Footprint, State)
 }
 
 impl Cleanup {
-    /// Adds the deletion of a nexthop object, or reports its other user.
-    fn unless_used(
-        &mut self,
-        nexthop: Nexthop,
-        users: &BTreeMap<u32, String>,
-        changes: &mut Vec<Change>,
-    ) {
+    /// The deletion of a nexthop object. If it has another user, reports that.
+    fn unless_used(&mut self, nexthop: Nexthop, users: &BTreeMap<u32, String>) -> Option<Change> {
         let change = Change::Delete(nexthop.into());
-        match users.get(&nexthop.id) {
-            Some(user) => {
-                let detail = format!("{user} is not ours and would go with it: delete that first");
-                self.failed.push((change, KernelError::explained(EBUSY, detail)));
-            }
-            None => changes.push(change),
-        }
+        let Some(user) = users.get(&nexthop.id) else { return Some(change) };
+        let detail = format!("{user} is not ours and would go with it: delete that first");
+        self.failed.push((change, KernelError::explained(EBUSY, detail)));
+        None
     }
 
     #[allow(

@@ -11,14 +11,15 @@ use tokio::time::{Instant, sleep_until};
 
 use crate::engine::Engine;
 use crate::gated_kernel::GatedKernel;
+use crate::kernel_network::KernelNetwork;
 use crate::listener::Listener;
 use crate::schedule::{Done, Permits, Schedule};
+use flannel_core::Result;
 use flannel_core::kernel::{Changes, Invalidation, KernelError, ProcessNames};
 use flannel_core::lease::View;
 use flannel_core::network::{Ended, Question};
 use flannel_core::runtime::blocking;
 use flannel_core::status::Status;
-use flannel_core::{Kernel, Result};
 
 /// The time between two looks at the kernel's events during a round. No event is handled before the
 /// end of the round, and the kernel is faster if messages do not wake a listener.
@@ -95,14 +96,8 @@ impl Drop for Driver {
 }
 
 impl Driver {
-    pub(crate) fn new(
-        kernel: Arc<dyn Kernel>,
-        names: Option<Arc<dyn ProcessNames>>,
-        engine: Box<Engine>,
-        status: watch::Sender<Arc<Status>>,
-        views: watch::Receiver<View>,
-        questions: mpsc::Receiver<Question>,
-    ) -> Self {
+    pub(crate) fn new(network: KernelNetwork, views: watch::Receiver<View>) -> Self {
+        let KernelNetwork { kernel, names, engine, status, questions, resync, .. } = network;
         let now = Instant::now();
         Self {
             kernel: Arc::new(GatedKernel::new(kernel)),
@@ -113,7 +108,7 @@ impl Driver {
             arrived: Some(now),
             questions,
             listener: Listener::default(),
-            schedule: Schedule::new(now),
+            schedule: Schedule::new(now, resync),
         }
     }
 

@@ -1,6 +1,7 @@
 //! From a backend to a network that can run: prepare, acquire the lease, build.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use flannel_admission::ViewFilter;
 use flannel_annex::WithAnnexes;
@@ -40,6 +41,8 @@ pub struct JoinOptions {
     pub lapsed: Option<Lease>,
     /// See [`KernelNetwork::drop_unused_addresses`]. Has no effect on a network that runs itself.
     pub drop_unused_addresses: bool,
+    /// See [`KernelNetwork::with_resync`]. Has no effect on a network that runs itself.
+    pub resync: Option<Duration>,
 }
 
 impl Host {
@@ -109,7 +112,8 @@ impl Host {
         }
         match (prepared.build)(&lease)? {
             Built::Kernel(blueprint) => {
-                let mut network = KernelNetwork::new(kernel, lease, networks, vec![blueprint]);
+                let mut network = KernelNetwork::new(kernel, lease, networks, vec![blueprint])
+                    .with_resync(options.resync);
                 if options.drop_unused_addresses {
                     network = network.drop_unused_addresses();
                 }

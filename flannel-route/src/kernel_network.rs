@@ -1,6 +1,7 @@
 //! Networks of kernel objects. Backends such as host-gw and vxlan are data to them.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use flannel_admission::{Admission, AdmissionRules, OfferPlan};
 use flannel_core::address::Dual;
@@ -20,16 +21,17 @@ use crate::engine::Engine;
 /// [front page](crate) has an example.
 ///
 /// Rounds run on the runtime's blocking pool, one at a time. A network in sync wakes up only for
-/// events of the kernel and the store, and reads the kernel once in five minutes.
+/// events of the kernel and the store, and for [comparisons](Self::with_resync).
 pub struct KernelNetwork {
-    kernel: Arc<dyn Kernel>,
-    names: Option<Arc<dyn ProcessNames>>,
+    pub(crate) kernel: Arc<dyn Kernel>,
+    pub(crate) names: Option<Arc<dyn ProcessNames>>,
     /// Whether the node holds its lease.
     is_held: bool,
-    engine: Box<Engine>,
+    pub(crate) engine: Box<Engine>,
     handle: NetworkHandle,
-    status: watch::Sender<Arc<Status>>,
-    questions: mpsc::Receiver<Question>,
+    pub(crate) status: watch::Sender<Arc<Status>>,
+    pub(crate) questions: mpsc::Receiver<Question>,
+    pub(crate) resync: Option<Duration>,
 }
 
 impl std::fmt::Debug for KernelNetwork {
@@ -78,6 +80,7 @@ impl KernelNetwork {
             engine: Box::new(Engine::new(footprint, base, Admission::new(rules, plans))),
             status,
             questions,
+            resync: None,
         }
     }
 
@@ -102,6 +105,14 @@ impl KernelNetwork {
         Self { names: Some(names), ..self }
     }
 
+    /// Sets the period of complete comparisons with the kernel; `None`: five minutes, zero: none.
+    /// They find changes that the kernel did not report. A start, a changed device, lost events and
+    /// a failure cause a comparison in any case.
+    #[must_use]
+    pub fn with_resync(self, period: Option<Duration>) -> Self {
+        Self { resync: period, ..self }
+    }
+
     /// A handle that outlives [`KernelNetwork::run`].
     pub fn handle(&self) -> NetworkHandle {
         self.handle.clone()
@@ -119,7 +130,6 @@ impl KernelNetwork {
     /// # Panics
     /// The kernel or a plan panics, or there is no tokio runtime with time enabled.
     pub async fn run(self, views: watch::Receiver<View>) -> Result<Ended> {
-        let Self { kernel, names, engine, status, questions, .. } = self;
-        Driver::new(kernel, names, engine, status, views, questions).run().await
+        Driver::new(self, views).run().await
     }
 }

@@ -10,8 +10,9 @@ use crate::engine::{Engine, Reads};
 use crate::listener::Listener;
 use crate::rate_limiter::RateLimiter;
 
-/// The kernel is read at least once in this time, in case an event was lost.
+/// The usual period of complete comparisons, and the one that means never: 34 years.
 const RESYNC: Duration = Duration::from_secs(300);
+const NEVER: Duration = Duration::from_secs(1 << 30);
 /// After a failure the work is tried again after this time, then after twice that, and so on.
 const RETRY_FIRST: Duration = Duration::from_millis(100);
 const RETRY_LONGEST: Duration = Duration::from_secs(30);
@@ -58,6 +59,7 @@ pub(crate) struct Done {
 #[derive(Debug)]
 pub(crate) struct Schedule {
     reads: Reads,
+    resync: Duration,
     resync_next: Instant,
     /// The time of the next retry; `None` if nothing fails.
     retry_next: Option<Instant>,
@@ -71,10 +73,13 @@ pub(crate) struct Schedule {
 }
 
 impl Schedule {
-    pub(crate) fn new(now: Instant) -> Self {
+    /// For `resync` see [`KernelNetwork::with_resync`](crate::KernelNetwork::with_resync).
+    pub(crate) fn new(now: Instant, resync: Option<Duration>) -> Self {
+        let resync = resync.map_or(RESYNC, |period| if period.is_zero() { NEVER } else { period });
         Self {
             reads: Reads::default(),
-            resync_next: now + RESYNC,
+            resync,
+            resync_next: now + resync,
             retry_next: None,
             retry_after: RETRY_FIRST,
             retry_by_reading: false,
@@ -94,7 +99,7 @@ impl Schedule {
     ) -> Permits {
         let resync = now >= self.resync_next;
         if resync {
-            self.resync_next = now + RESYNC;
+            self.resync_next = now + self.resync;
         }
         let due = resync || self.retry_next.is_some_and(|next| now >= next);
         // A stream that broke is opened again at the rate of all failures.
@@ -134,7 +139,7 @@ impl Schedule {
         let read = reads.done != self.reads.done;
         self.reads = reads;
         if read {
-            self.resync_next = now + RESYNC;
+            self.resync_next = now + self.resync;
         }
         if !engine.is_failing() && listener.is_open() {
             (self.retry_after, self.retry_next) = (RETRY_FIRST, None);

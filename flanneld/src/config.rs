@@ -36,6 +36,8 @@ pub struct DaemonConfig {
     pub ip_blackhole_route: bool,
     /// Whether IPv4 routes go by nexthop objects (`--nexthop-objects`).
     pub nexthop_objects: NexthopObjects,
+    /// The period of complete comparisons with the kernel; zero: none (`--kernel-resync`).
+    pub kernel_resync: Duration,
     /// The firewall rules.
     pub firewall: FirewallConfig,
     /// The servers for health, metrics and control.
@@ -156,6 +158,7 @@ impl DaemonConfig {
             state_dir: "/var/lib/flannel".into(),
             ip_blackhole_route: false,
             nexthop_objects: NexthopObjects::Auto,
+            kernel_resync: Duration::from_secs(300),
             firewall: FirewallConfig::default(),
             control: ControlConfig::default(),
         }

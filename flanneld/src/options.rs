@@ -13,6 +13,7 @@ mod lease;
 mod log;
 
 use std::ffi::OsString;
+use std::time::Duration;
 
 use clap::parser::ValueSource;
 use clap::{CommandFactory, FromArgMatches, Parser};
@@ -146,6 +147,7 @@ impl Options {
         config.state_dir.clone_from(&self.lease.state_dir);
         config.ip_blackhole_route = self.routes.ip_blackhole_route;
         config.nexthop_objects = self.routes.nexthop_objects;
+        config.kernel_resync = Duration::from_secs(self.routes.kernel_resync.unsigned_abs());
         config.firewall = self.firewall.config();
         config.control = self.control.config();
         Ok(config)
@@ -170,8 +172,6 @@ impl Options {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use super::*;
     use crate::config::NexthopObjects;
 
@@ -192,6 +192,11 @@ mod tests {
         assert_eq!(options.lease.subnet_file.to_str(), Some("/run/flannel/subnet.env"));
         assert_eq!(options.lease.renew_margin(), Duration::from_secs(3600));
         assert_eq!(options.routes.nexthop_objects, NexthopObjects::Auto);
+        let resync = |options: &Options| {
+            options.config(flannel_backends::all()).unwrap().kernel_resync.as_secs()
+        };
+        assert_eq!(resync(&options), 300);
+        assert_eq!(resync(&parse(&all, &[("FLANNELD_KERNEL_RESYNC", "0")]).unwrap()), 0);
         assert_eq!(
             (options.control.healthz_ip.to_string().as_str(), options.control.healthz_port),
             ("0.0.0.0", 0)

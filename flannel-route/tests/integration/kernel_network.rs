@@ -169,6 +169,11 @@ impl World {
     }
 
     async fn on(kernel: FakeKernel, subnets: FakeSubnets) -> Self {
+        Self::compared(None, kernel, subnets).await
+    }
+
+    /// A network with this period of complete comparisons.
+    async fn compared(period: Option<Duration>, kernel: FakeKernel, subnets: FakeSubnets) -> Self {
         let attrs = LeaseAttrs::from(Offer { kind: "test".into(), ..Offer::default() });
         let lease = subnets.acquire_lease(&attrs).await.unwrap();
         let networks: Dual<Subnet> =
@@ -203,7 +208,8 @@ impl World {
             NodeLease::Held(lease),
             networks,
             vec![blueprint],
-        );
+        )
+        .with_resync(period);
         let handle = network.handle();
         let views = subnets.watch_leases().await.unwrap();
         let task = tokio::spawn(async move { drop(network.run(views).await) });
@@ -786,16 +792,23 @@ async fn changes_of_foreign_objects_cost_nothing() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_idle_network_only_reads_the_kernel_every_five_minutes() {
-    let world = settled_world().await;
-    tokio::time::sleep(Duration::from_secs(301)).await;
-    world.kernel.take_calls();
-    tokio::time::sleep(Duration::from_secs(3000)).await;
-    let calls = world.kernel.take_calls();
-    let snapshots = calls.iter().filter(|call| call.operation == Operation::Snapshot).count();
-    let lookups = calls.iter().filter(|call| call.operation == Operation::Lookup).count();
-    assert_eq!((snapshots, lookups), (10, 10 * 2 * world.peers.len()));
-    assert_eq!(snapshots + lookups, calls.len(), "{calls:?}");
+async fn an_idle_network_only_reads_the_kernel_once_in_a_period() {
+    for (period, expected) in [(None, 10), (Some(60), 50), (Some(0), 0)] {
+        let period = period.map(Duration::from_secs);
+        let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), FakeSubnets::with_config(CONFIG));
+        let mut world = World::compared(period, kernel, subnets).await;
+        [2, 3, 4].into_iter().for_each(|n| world.put(Peer::new(n)));
+        world.settled("start").await;
+        tokio::time::sleep(Duration::from_secs(301)).await;
+        world.kernel.take_calls();
+        tokio::time::sleep(Duration::from_secs(3000)).await;
+        let calls = world.kernel.take_calls();
+        let snapshots = calls.iter().filter(|call| call.operation == Operation::Snapshot).count();
+        let lookups = calls.iter().filter(|call| call.operation == Operation::Lookup).count();
+        let per_snapshot = 2 * world.peers.len();
+        assert_eq!((snapshots, lookups), (expected, expected * per_snapshot), "{period:?}");
+        assert_eq!(snapshots + lookups, calls.len(), "{calls:?}");
+    }
 }
 
 #[tokio::test(start_paused = true)]

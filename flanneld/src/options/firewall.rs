@@ -21,6 +21,11 @@ pub struct RouteFlags {
     /// kernel has them, on or stop, off
     #[arg(long, value_name = "auto|on|off", default_value = "auto", hide_possible_values = true)]
     pub nexthop_objects: NexthopObjects,
+
+    /// The period of complete comparisons with the kernel, in seconds, for changes that it did not
+    /// report; 0: none
+    #[arg(long, value_name = "SECONDS", default_value = "300", value_parser = go_int(0..=86_400))]
+    pub kernel_resync: i64,
 }
 
 /// The options of the firewall.

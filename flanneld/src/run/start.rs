@@ -129,7 +129,8 @@ impl<'a> Starter<'a> {
             .with_machine_id(self.machine_id.clone())
             .with_secrets(Arc::new(FileSecrets::new(&settings.state_dir)))
             .with_process_names(self.kernel.clone());
-        let join = JoinOptions { lapsed: hints.lapsed, drop_unused_addresses };
+        let resync = Some(settings.kernel_resync);
+        let join = JoinOptions { lapsed: hints.lapsed, drop_unused_addresses, resync };
         let network = host.join(backend, &config, join).await?;
         let networks: Vec<_> = config.pod_networks().collect();
         tracing::info!(?networks, backend = backend.kind(), "network config");
