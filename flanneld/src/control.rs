@@ -43,14 +43,10 @@ impl Servers {
         let health = match config.health {
             None => None,
             Some(address) => {
-                let listener = listen(address).map_err(|error| Error::Listen {
-                    what: format!(
-                        "--healthz-ip {} --healthz-port {}",
-                        address.ip(),
-                        address.port()
-                    ),
-                    reason: error.to_string(),
-                })?;
+                let (ip, port) = (address.ip(), address.port());
+                let what = format!("--healthz-ip {ip} --healthz-port {port}");
+                let listener = listen(address)
+                    .map_err(|error| Error::Listen { what, reason: error.to_string() })?;
                 let bound = listener.local_addr().unwrap_or(address);
                 tracing::info!(address = %bound, "health and metrics are served");
                 Some(Listener::Tcp(listener))
@@ -61,34 +57,27 @@ impl Servers {
             ControlSocket::At(path) => Some(path.clone()),
             ControlSocket::Off => None,
         };
-        let control = match path {
+        let control = match path.map(|path| (open_socket(&path, config.group), path)) {
             None => None,
-            Some(path) => match open_socket(&path, config.group) {
-                Ok(listener) => Some((Listener::Unix(listener), SocketFile(path))),
-                Err(reason) => {
-                    let what = format!("--control-socket {}", path.display());
-                    let error = Error::Listen { what, reason };
-                    if config.socket != ControlSocket::BesideSubnetFile {
-                        return Err(error);
-                    }
-                    tracing::warn!(%error, "there is no control socket for flannelctl");
-                    None
+            Some((Ok(listener), path)) => Some((Listener::Unix(listener), SocketFile(path))),
+            Some((Err(reason), path)) => {
+                let what = format!("--control-socket {}", path.display());
+                let error = Error::Listen { what, reason };
+                if config.socket != ControlSocket::BesideSubnetFile {
+                    return Err(error);
                 }
-            },
+                tracing::warn!(%error, "there is no control socket for flannelctl");
+                None
+            }
         };
         Ok(Self { health, control })
     }
 
     /// Serves until it is dropped.
     pub(crate) async fn serve(self, observer: &Observer) -> Infallible {
-        let server = |listener: Option<Listener>, control| {
-            let site = Arc::new(Answers::new(observer, control));
-            async {
-                match listener {
-                    Some(listener) => serve(listener, site).await,
-                    None => std::future::pending().await,
-                }
-            }
+        let server = async |listener: Option<Listener>, control| match listener {
+            Some(listener) => serve(listener, Arc::new(Answers::new(observer, control))).await,
+            None => std::future::pending().await,
         };
         // The file is removed when the server stops.
         let (control, _file) = self.control.unzip();

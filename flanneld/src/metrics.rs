@@ -11,6 +11,7 @@ use std::time::SystemTime;
 use flannel_api::seconds;
 use flannel_core::object::ObjectKind;
 use flannel_core::status::{Damage, Rejection};
+use flannel_doctor::checks::host::CHECKS;
 use flannel_paths::Paths;
 
 use crate::observe::{Counters, NetworkSnapshot, Rulebook, Snapshot};
@@ -61,6 +62,13 @@ pub(crate) fn metrics(snapshot: &Snapshot, format: Format) -> String {
         if let Some(results) = &network.running.paths {
             paths(&mut page, results);
         }
+        let count =
+            |check: &str| snapshot.facts.findings.iter().filter(|f| f.check == check).count();
+        page.gauges(
+            "flannel_findings",
+            "Findings about this host, by check; they are updated every five minutes",
+            CHECKS.map(|check| (labels(&[("check", check)]), count(check) as u64)),
+        );
     }
     page.encoded(format)
 }
@@ -418,6 +426,8 @@ mod tests {
         let observer = Observer::default();
         let _guard = observer.running(network(status).await.1);
         observer.note(|facts| facts.subnet_file = true);
+        let finding = |check| flannel_api::Finding::warning(check, "text");
+        observer.note(|facts| facts.findings = ["xdp", "xdp", "arp"].map(finding).into());
         let mut snapshot = observer.snapshot();
         let until = Some(snapshot.time + Duration::from_secs(3600));
         snapshot.ownership = Ownership::Held { until };
@@ -437,6 +447,9 @@ mod tests {
         assert_eq!(value("flannel_peers", &[]), 3.0);
         assert_eq!(value("flannel_leases", &[]), 4.0);
         assert_eq!(value("flannel_lease_remaining_seconds", &[]), 3600.0);
+        let findings = ["xdp", "arp", "qdisc"];
+        let findings = findings.map(|check| value("flannel_findings", &[("check", check)]));
+        assert_eq!(findings, [2.0, 1.0, 0.0]);
         assert_eq!(value("flannel_subnets", &[("family", "IPv4"), ("state", "free")]), 251.0);
         assert_eq!(
             value(

@@ -11,6 +11,7 @@ use std::net::IpAddr;
 use async_trait::async_trait;
 use flannel_api::server::{Request, Response, Site, json, parameter, refusal, response, text};
 use flannel_api::{LogReport, PathsReport, PeersReport, ReloadReport, StatusReport, VERSION};
+use flannel_doctor::checks::host::HostReport;
 use flannel_options::printable;
 use flannel_paths::Paths;
 use hyper::header::ACCEPT;
@@ -132,13 +133,11 @@ impl Answers {
 
     async fn status(&self, fresh: bool) -> StatusReport {
         let snapshot = self.observer.snapshot_of_peers().await;
-        let mut report = status_report(&snapshot);
         if fresh {
             self.observer.legacy().forget().await;
         }
-        let look = host::look(&snapshot, self.observer.legacy()).await;
-        (report.findings, report.unread) = (look.findings, look.unread);
-        report
+        let HostReport { findings, unread } = host::look(&snapshot, self.observer.legacy()).await;
+        StatusReport { findings, unread, ..status_report(&snapshot) }
     }
 
     fn set_log(&self, request: &Request) -> Response {

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::SystemTime;
 
+use flannel_api::Finding;
 use flannel_core::lease::View;
 use flannel_core::object::ObjectKind;
 use flannel_core::status::{Damage, Histogram, Status, Waiting};
@@ -69,6 +70,8 @@ pub(crate) struct Facts {
     pub(crate) refused_config: Option<String>,
     /// The reason why the external interface is not used as it is now.
     pub(crate) unfit_interface: Option<String>,
+    /// The findings about this host, as of the last check.
+    pub(crate) findings: Vec<Finding>,
 }
 
 /// The network that runs, with its latest status and the latest leases of the store.

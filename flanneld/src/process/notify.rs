@@ -51,9 +51,7 @@ impl Notifier {
 
     /// With the values of `NOTIFY_SOCKET` and the watchdog's limit.
     fn new(socket: Option<OsString>, limit: Option<Duration>) -> io::Result<Option<Self>> {
-        let Some(name) = socket.filter(|name| !name.is_empty()) else {
-            return Ok(None);
-        };
+        let Some(name) = socket.filter(|name| !name.is_empty()) else { return Ok(None) };
         let address = address(&name)?;
         let socket = UnixDatagram::unbound()?;
         socket.set_nonblocking(true)?;

@@ -1,6 +1,5 @@
 //! Findings on this host, for a daemon that runs.
 
-use flannel_api::Finding;
 use flannel_doctor::checks::host::{self, DUPLICATE, HostReport, HostScene};
 use flannel_doctor::commands::localize_findings;
 use flannel_firewall::LegacyMemory;
@@ -25,15 +24,4 @@ pub(crate) async fn look(snapshot: &Snapshot, memory: &LegacyMemory) -> HostRepo
     report.findings.retain(|finding| finding.check != DUPLICATE);
     localize_findings(&mut report.findings, snapshot.store_name());
     report
-}
-
-/// Logs a finding in one line.
-pub(crate) fn log(finding: &Finding) {
-    let Finding { check, text, repair, .. } = finding;
-    let repair = repair.as_ref().map(tracing::field::display);
-    if finding.is_error() {
-        tracing::error!(%check, repair, "{text}");
-    } else {
-        tracing::warn!(%check, repair, "{text}");
-    }
 }

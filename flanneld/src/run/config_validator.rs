@@ -5,12 +5,12 @@
 use std::sync::Arc;
 
 use flannel_backends::Backends;
-use flannel_core::Config;
 use flannel_core::address::Dual;
 use flannel_core::backend::ExternalInterface;
 use flannel_core::error::holder;
 use flannel_core::lease::{Origin, View};
 use flannel_core::subnet::Hints;
+use flannel_core::{Config, Lease};
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::iface::{Selectors, worse};
 use tokio::sync::watch;
@@ -110,10 +110,7 @@ async fn refuse_implicit_udp(mut views: watch::Receiver<View>) -> Result<(), Err
     let known = |view: &View| !matches!(view.origin, Origin::Cached { written: None });
     // A closed watch says nothing about other nodes.
     let Ok(view) = views.wait_for(known).await else { return Ok(()) };
-    match view.leases.iter().find(|lease| lease.attrs.preferred.kind.is_empty()) {
-        Some(lease) => {
-            Err(Error::ImplicitUdp { subnets: lease.subnets.into(), holder: holder(&lease.attrs) })
-        }
-        None => Ok(()),
-    }
+    let implicit = |lease: &&Arc<Lease>| lease.attrs.preferred.kind.is_empty();
+    let Some(lease) = view.leases.iter().find(implicit) else { return Ok(()) };
+    Err(Error::ImplicitUdp { subnets: lease.subnets.into(), holder: holder(&lease.attrs) })
 }

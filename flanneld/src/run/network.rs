@@ -8,6 +8,7 @@ use flannel_core::lease::{Origin, View};
 use flannel_core::network::{Ended, NetworkHandle};
 use flannel_core::status::Status;
 use flannel_core::{Config, SubnetManager, Subnets};
+use flannel_doctor::checks::host::log_changes;
 use flannel_doctor::path_probe::server;
 use flannel_paths::probe;
 use flannel_subnet::SubnetEnv;
@@ -30,6 +31,8 @@ const SECOND_THOUGHT: Duration = Duration::from_secs(10);
 /// The longest wait of the subnet file for firewall rules and the tunnel. Another program may hold
 /// the lock of iptables.
 const RULES: Duration = Duration::from_secs(5);
+/// The pause between two checks of this host.
+const LOOK: Duration = Duration::from_secs(300);
 
 /// Runs a network until a value that it was built from changes. Returns the reason.
 ///
@@ -65,7 +68,7 @@ pub(super) async fn run(
             None => std::future::pending().await,
         }
     };
-    let looks = log_findings(observer, rules.clone());
+    let looks = look(observer, rules.clone());
     let validate = async |to: &Config| validator.validate(to, Some(&config)).await.map(drop);
     // The next network may be built from another config.
     let validate_again = async || {
@@ -185,11 +188,17 @@ async fn rules_and_tunnel(
     let _ = tokio::time::timeout(RULES, there).await;
 }
 
-/// Logs the findings about this host once, when the firewall rules are in place or cannot be.
-async fn log_findings(observer: &Observer, mut rules: watch::Receiver<bool>) -> Infallible {
+/// Looks for findings about this host, for the first time when the firewall rules are in place or
+/// cannot be. Logs changes.
+async fn look(observer: &Observer, mut rules: watch::Receiver<bool>) -> Infallible {
     let _ = tokio::time::timeout(RULES, rules.wait_for(|settled| *settled)).await;
-    host::look(&observer.snapshot(), observer.legacy()).await.findings.iter().for_each(host::log);
-    std::future::pending().await
+    loop {
+        let snapshot = observer.snapshot();
+        let findings = host::look(&snapshot, observer.legacy()).await.findings;
+        log_changes(&snapshot.facts.findings, &findings);
+        observer.note(|facts| facts.findings = findings);
+        tokio::time::sleep(LOOK).await;
+    }
 }
 
 /// Logs that the leases are those of an earlier run.

@@ -1369,6 +1369,8 @@ fn findings_on_the_host_have_a_repair_command() {
         let daemon = place.start();
         daemon.wait_for_log("forwards no IPv4 packets");
         assert_eq!(daemon.log().matches("repair=sysctl -w net.ipv4.ip_forward=1").count(), 1);
+        let counted = || http("/metrics").1.contains("flannel_findings{check=\"forwarding\"} 1\n");
+        wait_until(counted, || http("/metrics").1);
     });
 }
 
