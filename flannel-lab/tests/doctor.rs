@@ -298,7 +298,7 @@ fn of_another_way(lab: &Lab) {
     ] {
         host.namespace().sysctl(&format!("net/ipv4/conf/eth0/{key}"), "1").unwrap();
         let found = finds(lab, host, &parts);
-        assert!(found.contains(&format!("to {peer}")) && found.contains("other0"), "{found}");
+        assert!(found.contains(&peer.to_string()) && found.contains("other0"), "{found}");
         repair(lab, &[host], &found);
         let all = findings(lab, host, None);
         assert!(!all.iter().any(|line| line.starts_with(parts[0])), "{all:#?}");

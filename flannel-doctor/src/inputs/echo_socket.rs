@@ -82,7 +82,7 @@ impl EchoSocket {
         }
     }
 
-    /// The content of a message that was read from the inbox, as [`EchoSocket::receive`] returns it.
+    /// The content of a message from the inbox, as [`EchoSocket::receive`] returns it.
     pub fn parse(&self, message: &[u8]) -> Option<(u16, IcmpMessage)> {
         parse(self.family, message, self.id)
     }
