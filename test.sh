@@ -72,18 +72,27 @@ if [ "$(id -u)" = 0 ]; then
     dir=$(mktemp -d)
     trap 'rm -rf "$dir"' EXIT
     chmod 755 "$dir"
-    # Builds tests, and prints the paths of those of a kind.
+    # Nothing is compiled again, because all crates have the features that they had above.
+    all=(--workspace --all-features)
+    cargo build -q "${all[@]}" --bin lab --bin flannel --bin install-conf --bin flanneld \
+        --bin flannelctl
+    built=$(cargo test -q "${all[@]}" --no-run --message-format=json 2>/dev/null)
+    # Prints the paths of the tests of some crates, by the kinds and names of their targets.
     executables() {
-        local kind=$1
-        shift
-        cargo test --no-run --message-format=json "$@" 2>/dev/null |
-            sed -n 's/.*"kind":\["\('"$kind"'\)"\].*"executable":"\([^"]*\)".*/\2/p'
+        local crates=$1 kinds=$2 names=$3
+        local target='"kind":\["\('"$kinds"'\)"\].*"name":"\('"$names"'\)".*"test":true'
+        sed -n 's#.*/\('"$crates"'\)/Cargo.toml".*'"$target"'.*"executable":"\([^"]*\)".*#\4#p' \
+            <<<"$built"
     }
-    cargo build -q -p flannel-lab
-    netns_tests=$(executables 'lib\|test' -p flannel-netlink -p flannel-firewall --all-features)
-    cp "${CARGO_TARGET_DIR:-target}/debug/lab" $netns_tests "$dir"
-    cni_tests=$(executables test -p flannel-cni --all-features --test real --test install)
-    cp "${CARGO_TARGET_DIR:-target}/debug/"{flannel,install-conf} $cni_tests "$dir"
+    netns_tests=$(executables 'flannel-netlink\|flannel-firewall' 'lib\|test' '[a-z_]*')
+    cni_tests=$(executables flannel-cni test 'real\|install')
+    daemon_tests=$(executables flanneld test integration)
+    image_tests=$(executables deploy test 'image\|containers')
+    for tests in "$netns_tests" "$cni_tests" "$daemon_tests" "$image_tests"; do
+        [ -n "$tests" ] || { echo "test.sh: the output of cargo names no such tests" >&2; exit 1; }
+    done
+    cp "$target/debug/"{lab,flannel,install-conf,flanneld,flannelctl} "$PROMTOOL" \
+        $netns_tests $cni_tests $daemon_tests $image_tests "$dir"
     # Each takes minutes at most. The output names a test that hangs.
     as_nobody() {
         (cd / && timeout --kill-after=10 1800 \
@@ -92,22 +101,17 @@ if [ "$(id -u)" = 0 ]; then
     for test in $netns_tests; do
         as_nobody "$dir/$(basename "$test")" --quiet
     done
-    cargo build -q -p flanneld -p flannelctl
-    daemon_tests=$(executables test -p flanneld --test integration)
-    cp "${CARGO_TARGET_DIR:-target}/debug/"{flanneld,flannelctl} "$PROMTOOL" "$dir"
     for test in $daemon_tests; do
-        cp "$test" "$dir/flanneld-test"
         as_nobody FLANNELD="$dir/flanneld" FLANNELCTL="$dir/flannelctl" PROMTOOL="$dir/promtool" \
-            "$dir/flanneld-test" --quiet \
+            "$dir/$(basename "$test")" --quiet \
             etcd:: control:: kube:: adopt:: storm:: interference::
     done
     for test in $cni_tests; do
         as_nobody FLANNEL_CNI="$dir/flannel" INSTALL_CONF="$dir/install-conf" \
             FLANNEL_LAB="$dir/lab" "$dir/$(basename "$test")" --quiet
     done
-    image_tests=$(executables test -p deploy --test image --test containers)
     PROFILE=dev CNI_PROFILE=dev deploy/build-image-root.sh "$dir/image"
-    cp -r $image_tests deploy "$dir"
+    cp -r deploy "$dir"
     for test in $image_tests; do
         as_nobody FLANNEL_IMAGE="$dir/image" FLANNEL_DEPLOY="$dir/deploy" \
             "$dir/$(basename "$test")" --quiet

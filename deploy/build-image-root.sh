@@ -7,8 +7,8 @@
 #     DIR/opt/bin/mk-docker-opts.sh     flannelctl docker-opts under its name in Go flannel
 #
 # The Dockerfile and the tests run this. With a second argument, a target of Rust, it builds nothing
-# and takes the programs that were built for that target. Else it needs Rust, a C compiler and protoc (Debian: gcc
-# libc6-dev protobuf-compiler libprotobuf-dev). PROFILE and CNI_PROFILE are profiles of Cargo.toml.
+# and takes the programs that were built for that target. Else it needs Rust, a C compiler and
+# protoc (Debian: gcc libc6-dev protobuf-compiler libprotobuf-dev). PROFILE and CNI_PROFILE are profiles of Cargo.toml.
 # FLANNEL_COMMIT is the commit that the CNI plugin reports as its source.
 set -eu
 [ $# = 1 ] || [ $# = 2 ] || { echo "usage: build-image-root.sh DIR [TARGET]" >&2; exit 2; }

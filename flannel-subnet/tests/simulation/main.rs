@@ -27,7 +27,7 @@ use store::Broken;
 use world::simulate;
 
 /// The default number of seeds. Without optimization each takes ten times as long.
-const SEEDS: u64 = if cfg!(debug_assertions) { 200 } else { 2_000 };
+const SEEDS: u64 = if cfg!(debug_assertions) { 60 } else { 2_000 };
 /// The time to live of leases.
 const TTL: Duration = Duration::from_secs(120);
 /// The time before the end at which a lease is renewed.
