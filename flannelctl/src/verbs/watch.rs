@@ -51,6 +51,7 @@ fn essence(output: &Output) -> serde_json::Value {
         network["lease"]["ownership"],
         network["peers"],
         network["failing"]["total"],
+        network["paths"]["failing"],
         network["repairs"]["total"],
         network["interface"],
         network["mtu"],
