@@ -76,7 +76,7 @@ if [ "$(id -u)" = 0 ]; then
     all=(--workspace --all-features)
     cargo build -q "${all[@]}" --bin lab --bin flannel --bin install-conf --bin flanneld \
         --bin flannelctl
-    built=$(cargo test -q "${all[@]}" --no-run --message-format=json 2>/dev/null)
+    built=$(cargo test -q "${all[@]}" --no-run --message-format=json)
     # Prints the paths of the tests of some crates, by the kinds and names of their targets.
     executables() {
         local crates=$1 kinds=$2 names=$3

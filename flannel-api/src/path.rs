@@ -9,9 +9,10 @@ use serde::{Deserialize, Serialize};
 pub struct PathsReport {
     /// [`VERSION`](crate::VERSION).
     pub version: u32,
-    /// The numbers of paths. `null`: paths are not probed, or no network runs.
+    /// The numbers of paths. `null`: paths are not probed, no network runs, or this node's lease has
+    /// run out.
     pub summary: Option<PathsSummary>,
-    /// One for each accepted peer and family: failing paths first, then the longest round trips.
+    /// One for each other node and family: failing paths first, then the longest round trips.
     pub paths: Vec<PathReport>,
 }
 
@@ -24,7 +25,7 @@ pub struct PathsSummary {
     pub states: BTreeMap<String, u64>,
     /// The number of paths that fail: those that are neither `ok` nor `unknown`.
     pub failing: u64,
-    /// The age of the oldest result; `null`: there is none, or a path has none yet.
+    /// The age of the oldest result, 0 without paths; `null`: a path has none yet.
     pub oldest: Option<f64>,
     /// Why paths cannot be probed; `null`: they can.
     pub error: Option<String>,
@@ -37,7 +38,8 @@ pub struct PathReport {
     pub key: String,
     /// `IPv4` or `IPv6`.
     pub family: String,
-    /// `ok`; `unknown`: no address of the peer has answered since the network started; or a fault:
+    /// `ok`; `unknown`: no address of the peer has answered since the network started, or its lease
+    /// is rejected; or a fault:
     /// `node down`, `underlay down`, `tunnel blocked`, `one way` (packets arrive at the peer, and
     /// nothing comes back), `full size lost`.
     pub state: String,

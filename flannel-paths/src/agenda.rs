@@ -7,6 +7,8 @@ use tokio::time::Instant;
 
 /// The least number of probes in a second.
 const MIN_RATE: f64 = 4.0;
+/// The largest number of probes in a second. The sequence numbers of echoes suffice for it.
+const MAX_RATE: f64 = 2_000.0;
 /// The pause before a path that lost an echo is probed again.
 const RETRY: Duration = Duration::from_millis(500);
 /// The pause between two probes of a failing path.
@@ -45,6 +47,13 @@ impl<P> Agenda<P> {
         self.turns.len() + self.lost.len() + self.failing.len()
     }
 
+    /// Drops the paths for which `keep` is false.
+    pub(crate) fn retain(&mut self, keep: impl Fn(&P) -> bool) {
+        self.turns.retain(&keep);
+        self.lost.retain(|(_, path)| keep(path));
+        self.failing.retain(|(_, path)| keep(path));
+    }
+
     /// Gives back a path after its probe.
     pub(crate) fn put_back(&mut self, path: P, outcome: Outcome, now: Instant) {
         match outcome {
@@ -54,10 +63,15 @@ impl<P> Agenda<P> {
         }
     }
 
-    /// Takes the paths to be probed now, of `paths` paths. Paths for which `keep` is false are
-    /// dropped.
-    pub(crate) fn due(&mut self, now: Instant, paths: usize, keep: impl Fn(&P) -> Turn) -> Vec<P> {
-        let rate = (paths as f64 / self.interval.as_secs_f64()).max(MIN_RATE);
+    /// Takes the paths to be probed now, of `paths` paths. A path that `has_rested` was not probed a
+    /// moment ago.
+    pub(crate) fn due(
+        &mut self,
+        now: Instant,
+        paths: usize,
+        has_rested: impl Fn(&P) -> bool,
+    ) -> Vec<P> {
+        let rate = (paths as f64 / self.interval.as_secs_f64()).clamp(MIN_RATE, MAX_RATE);
         let elapsed = now.duration_since(self.filled).as_secs_f64();
         // At most the probes of a second at once.
         self.credit = self.credit.map(|credit| (credit + rate * elapsed).min(rate));
@@ -69,41 +83,20 @@ impl<P> Agenda<P> {
                 && queue.front().is_some_and(|(at, _)| *at <= now)
                 && let Some((_, path)) = queue.pop_front()
             {
-                if keep(&path) != Turn::Never {
-                    due.push(path);
-                    *retries -= 1.0;
-                }
+                due.push(path);
+                *retries -= 1.0;
             }
         }
+        // The paths after one that has not rested were probed later.
         while *turns >= 1.0
+            && self.turns.front().is_some_and(&has_rested)
             && let Some(path) = self.turns.pop_front()
         {
-            match keep(&path) {
-                Turn::Now => {
-                    due.push(path);
-                    *turns -= 1.0;
-                }
-                // The paths after it were probed later.
-                Turn::Later => {
-                    self.turns.push_front(path);
-                    break;
-                }
-                Turn::Never => {}
-            }
+            due.push(path);
+            *turns -= 1.0;
         }
         due
     }
-}
-
-/// Whether a path may be probed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Turn {
-    /// It may be probed now.
-    Now,
-    /// It was probed a moment ago.
-    Later,
-    /// It is gone.
-    Never,
 }
 
 /// The outcome of a probe, for the time of the next one.
@@ -137,12 +130,11 @@ mod tests {
         let mut times: BTreeMap<u32, Vec<Instant>> = BTreeMap::new();
         for tick in 1..=seconds * 4 {
             let now = start + Duration::from_millis(250) * u32::try_from(tick).unwrap();
-            let keep = |path: &u32| {
+            let has_rested = |path: &u32| {
                 let last = times.get(path).and_then(|times| times.last());
-                let rested = last.is_none_or(|last| now - *last >= Duration::from_secs(1));
-                if rested { Turn::Now } else { Turn::Later }
+                last.is_none_or(|last| now - *last >= Duration::from_secs(1))
             };
-            for path in agenda.due(now, paths as usize, keep) {
+            for path in agenda.due(now, paths as usize, has_rested) {
                 times.entry(path).or_default().push(now);
                 agenda.put_back(path, outcome(path), now);
             }
@@ -201,8 +193,10 @@ mod tests {
         let start = Instant::now();
         let mut agenda = Agenda::new(INTERVAL, start);
         (0..100).for_each(|path| agenda.add(path));
-        let keep = |path: &i32| if *path == 7 { Turn::Now } else { Turn::Never };
-        let due = agenda.due(start + Duration::from_secs(1), 100, keep);
+        agenda.put_back(100, Outcome::Lost, start);
+        agenda.put_back(101, Outcome::Failing, start);
+        agenda.retain(|path| *path == 7);
+        let due = agenda.due(start + Duration::from_secs(9), 100, |_| true);
         assert_eq!((due, agenda.len()), (vec![7], 0));
     }
 }

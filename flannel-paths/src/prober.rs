@@ -1,6 +1,6 @@
 //! The task that sends probes and takes in the answers.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::convert::Infallible;
 use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
@@ -20,7 +20,7 @@ use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, MissedTickBehavior, interval};
 
-use crate::agenda::{Agenda, Outcome, Turn};
+use crate::agenda::{Agenda, Outcome};
 use crate::pinger::Pinger;
 use crate::record::{Change, Details, PathId};
 use crate::results::Paths;
@@ -97,6 +97,8 @@ impl<'a> Prober<'a> {
         loop {
             let idle = self.paths.len() == 0;
             tokio::select! {
+                // Answers first: a late tick must not count one that is there as lost.
+                biased;
                 (sequence, message) = self.pinger.receive() => self.answer(sequence, message),
                 // Without peers there is nothing to do before the leases change.
                 changed = status.changed(), if idle => {
@@ -120,24 +122,35 @@ impl<'a> Prober<'a> {
     /// Adds and removes paths, because leases changed.
     fn follow_leases(&mut self, status: &Status) {
         let older = std::mem::replace(&mut self.leases, status.leases.clone());
-        let mut added = Vec::new();
+        let (mut added, mut removed, now) = (Vec::new(), false, Instant::now());
         for (peer, lease) in self.leases.changes_since(&older) {
-            for subnet in peer.iter().filter(|_| peer != self.own) {
-                let id = PathId { peer, family: subnet.family() };
-                match (lease.is_some(), self.paths.probed(&id).is_some()) {
-                    (true, false) => added.push(id),
-                    (false, true) => self.paths.remove(&id),
-                    _ => {}
+            let public = |lease: &Arc<Lease>| lease.attrs.preferred.public;
+            let moved = older.get(&peer).map(public) != lease.map(public);
+            for family in peer.iter().map(|subnet| subnet.family()) {
+                let id = PathId { peer, family };
+                match lease {
+                    // This node has no packets of that family, and none to itself.
+                    _ if peer == self.own || self.own.family(family).is_none() => {}
+                    None => {
+                        self.paths.remove(&id);
+                        removed = true;
+                    }
+                    Some(_) if self.paths.add(id) => added.push(id),
+                    // Another node may have the lease now.
+                    Some(_) if moved => self.paths.reset(&id, now),
+                    Some(_) => {}
                 }
             }
+        }
+        if removed {
+            let paths = self.paths;
+            self.agenda.retain(|id| paths.contains(id));
+            self.flights.retain(|id| paths.contains(id));
         }
         // In random order, so that not all nodes probe the same peer at once.
         let order = RandomState::new();
         added.sort_by_cached_key(|id| order.hash_one(id));
-        for id in added {
-            self.paths.add(id);
-            self.agenda.add(id);
-        }
+        added.into_iter().for_each(|id| self.agenda.add(id));
     }
 
     /// Ends the flights whose time is over, and sends the probes that are due.
@@ -147,24 +160,28 @@ impl<'a> Prober<'a> {
             self.land(flight, now);
         }
         let paths = self.paths;
-        let turn = |id: &PathId| match paths.probed(id) {
-            None => Turn::Never,
-            Some(Some(at)) if now.duration_since(at) < TIMEOUT => Turn::Later,
-            Some(_) => Turn::Now,
-        };
-        for id in self.agenda.due(now, paths.len(), turn) {
-            paths.begin(&id, now);
-            // A rejected peer has no route, so its path stays unknown.
-            let question = self.question(&id).filter(|_| !status.rejected.contains_key(&id.peer));
+        let has_rested =
+            |id: &PathId| paths.probed(id).is_none_or(|at| now.duration_since(at) >= TIMEOUT);
+        for id in self.agenda.due(now, paths.len(), has_rested) {
+            let question = self.question(&id);
+            let question = question.filter(|question| question.probes().next().is_some());
+            // A rejected peer has no route.
+            let question = question.filter(|_| !status.rejected.contains_key(&id.peer));
             let Some(question) = question else {
+                paths.reset(&id, now);
                 self.agenda.put_back(id, Outcome::Settled, now);
                 continue;
             };
-            let flight = self.flights.begin(id, &question, now);
-            for (echo, probe) in flight {
+            paths.begin(&id, now);
+            let mut landed = None;
+            for (echo, probe) in self.flights.begin(id, &question, Instant::now()) {
                 if let Some(answer) = self.pinger.send(&probe, echo) {
-                    self.flights.answer(echo, answer);
+                    landed = self.flights.answer(echo, answer);
                 }
+            }
+            // This host could send none of the echoes.
+            if let Some(flight) = landed {
+                self.land(flight, now);
             }
         }
         self.log.write(now);
@@ -265,6 +282,13 @@ impl Flights {
         (number * ECHOES..).zip(probes).collect()
     }
 
+    /// Drops the probes of paths for which `keep` is false.
+    fn retain(&mut self, keep: impl Fn(&PathId) -> bool) {
+        for flight in self.flights.iter_mut().filter(|flight| !keep(&flight.id)) {
+            flight.open = 0;
+        }
+    }
+
     fn index(&self, sequence: u16) -> usize {
         let number = sequence / ECHOES;
         usize::from((number + Self::NUMBERS - self.first) % Self::NUMBERS)
@@ -311,38 +335,36 @@ impl Flights {
 /// Logs changed paths, all at once every minute at most.
 #[derive(Debug, Default)]
 struct ChangeLog {
-    fail: Vec<(PathId, &'static str)>,
-    work: Vec<(PathId, &'static str)>,
+    /// The last change of each path.
+    changed: BTreeMap<PathId, (Change, &'static str)>,
     written: Option<Instant>,
 }
 
 impl ChangeLog {
     fn note(&mut self, id: PathId, change: Change, state: &'static str) {
-        match change {
-            Change::Fails => self.fail.push((id, state)),
-            Change::Works => self.work.push((id, state)),
-        }
+        self.changed.insert(id, (change, state));
     }
 
     fn write(&mut self, now: Instant) {
-        let empty = self.fail.is_empty() && self.work.is_empty();
-        if empty || self.written.is_some_and(|at| now.duration_since(at) < LOG_PAUSE) {
+        let waits = self.written.is_some_and(|at| now.duration_since(at) < LOG_PAUSE);
+        if self.changed.is_empty() || waits {
             return;
         }
         self.written = Some(now);
-        let fail = std::mem::take(&mut self.fail);
-        let work = std::mem::take(&mut self.work);
-        for (PathId { peer, family }, state) in fail.iter().take(LOG_LINES) {
+        let changed = std::mem::take(&mut self.changed);
+        let of = |wanted| changed.iter().filter(move |(_, (change, _))| *change == wanted);
+        for (PathId { peer, family }, (_, state)) in of(Change::Fails).take(LOG_LINES) {
             tracing::warn!(%peer, %family, %state, "the path to a peer fails");
         }
-        if fail.len() > LOG_LINES {
-            tracing::warn!(paths = fail.len() - LOG_LINES, "more paths to peers fail");
-        }
-        for (PathId { peer, family }, _) in work.iter().take(LOG_LINES) {
+        for (PathId { peer, family }, _) in of(Change::Works).take(LOG_LINES) {
             tracing::info!(%peer, %family, "the path to a peer works again");
         }
-        if work.len() > LOG_LINES {
-            tracing::info!(paths = work.len() - LOG_LINES, "more paths to peers work again");
+        let more = |change| of(change).count().checked_sub(LOG_LINES).filter(|more| *more > 0);
+        if let Some(paths) = more(Change::Fails) {
+            tracing::warn!(paths, "more paths to peers fail");
+        }
+        if let Some(paths) = more(Change::Works) {
+            tracing::info!(paths, "more paths to peers work again");
         }
     }
 }

@@ -32,7 +32,7 @@ pub(crate) struct Record {
     /// Whether any address of the peer has ever replied.
     pub(crate) has_replied: bool,
     /// The number of probes with a loss since the last one without.
-    losses: u8,
+    pub(crate) losses: u8,
     /// The fault, once it is confirmed.
     pub(crate) fault: Option<Box<Failing>>,
 }

@@ -57,7 +57,7 @@ impl Paths {
         let table = self.table();
         let mut states: BTreeMap<String, u64> =
             table.states().map(|state| (state.to_owned(), 0)).collect();
-        let mut oldest = Some(Duration::ZERO).filter(|_| !table.records.is_empty());
+        let mut oldest = Some(Duration::ZERO);
         for record in table.records.values() {
             *states.entry(table.state(record).to_owned()).or_default() += 1;
             oldest = oldest.zip(record.probed).map(|(oldest, at)| oldest.max(at.elapsed()));
@@ -91,8 +91,25 @@ impl Paths {
         self.table().error = Some(error);
     }
 
-    pub(crate) fn add(&self, id: PathId) {
-        self.table().records.entry(id).or_default();
+    /// Adds a path. Returns whether it is new.
+    pub(crate) fn add(&self, id: PathId) -> bool {
+        let mut table = self.table();
+        let before = table.records.len();
+        table.records.entry(id).or_default();
+        table.records.len() > before
+    }
+
+    /// Forgets the results of a path, which is unknown now.
+    pub(crate) fn reset(&self, id: &PathId, now: Instant) {
+        let mut table = self.table();
+        table.failing.remove(id);
+        if let Some(record) = table.records.get_mut(id) {
+            *record = Record { probed: Some(now), ..Record::default() };
+        }
+    }
+
+    pub(crate) fn contains(&self, id: &PathId) -> bool {
+        self.table().records.contains_key(id)
     }
 
     pub(crate) fn remove(&self, id: &PathId) {
@@ -105,9 +122,9 @@ impl Paths {
         self.table().records.len()
     }
 
-    /// When a path was probed last; outer `None`: there is no such path.
-    pub(crate) fn probed(&self, id: &PathId) -> Option<Option<Instant>> {
-        self.table().records.get(id).map(|record| record.probed)
+    /// When a path was probed last.
+    pub(crate) fn probed(&self, id: &PathId) -> Option<Instant> {
+        self.table().records.get(id)?.probed
     }
 
     pub(crate) fn begin(&self, id: &PathId, now: Instant) {
@@ -139,19 +156,17 @@ impl Paths {
         Some((outcome, change))
     }
 
-    /// The failing path to examine next: one that was not examined yet, or not for long.
+    /// The failing path to examine next: one that was never examined, or the longest ago.
     pub(crate) fn to_examine(&self, now: Instant) -> Option<PathId> {
         let mut table = self.table();
-        let Table { failing, records, .. } = &mut *table;
-        let due = failing.iter().find_map(|id| {
-            let failing = records.get_mut(id)?.fault.as_mut()?;
-            let due = failing.examined.is_none_or(|at| now - at >= EXAMINE_AGAIN);
-            due.then(|| {
-                failing.examined = Some(now);
-                *id
-            })
-        });
-        due
+        let examined = |id: &PathId| Some((table.records.get(id)?.fault.as_ref()?.examined, *id));
+        // `None` is the least.
+        let (at, id) = table.failing.iter().filter_map(examined).min()?;
+        if at.is_some_and(|at| now - at < EXAMINE_AGAIN) {
+            return None;
+        }
+        table.records.get_mut(&id)?.fault.as_mut()?.examined = Some(now);
+        Some(id)
     }
 
     /// Takes in the result of an examination. `one_way`: packets through the tunnel arrive there.

@@ -169,8 +169,62 @@ fn faults_of_a_real_tunnel_are_told_apart_and_pass() {
             network.send_modify(|status| {
                 Arc::make_mut(status).leases = LeaseSet::from_iter([lease(1)]);
             });
-            while !paths.report().is_empty() {
-                sleep(Duration::from_millis(50)).await;
+            let gone = async {
+                while !paths.report().is_empty() {
+                    sleep(Duration::from_millis(50)).await;
+                }
+            };
+            timeout(Duration::from_secs(60), gone).await.unwrap();
+        };
+        tokio::select! {
+            never = probe(&settings, handle, &paths) => match never {},
+            () = checks => {}
+        }
+    });
+}
+
+/// Without a tunnel, and without a route to the node, no echo leaves this host.
+#[test]
+fn a_path_whose_echoes_cannot_be_sent_is_probed_again() {
+    in_netns_async(async || {
+        let far = Netns::new().unwrap();
+        let file = far.path().display().to_string();
+        let file = file.replace("self", &std::process::id().to_string());
+        ip(&format!("link add eth0 type veth peer name eth0 netns {file}"));
+        let set_up = |n: u8| {
+            ip(&format!("addr add 192.0.2.{n}/24 dev eth0"));
+            ip("link set eth0 up");
+        };
+        set_up(1);
+        far.run(|| {
+            set_up(2);
+            ip("addr add 198.51.100.2/32 dev eth0");
+        });
+        let mut peer = lease(2);
+        peer.subnets = "10.1.2.0-24".parse().unwrap();
+        peer.attrs.preferred.kind = "host-gw".into();
+        peer.attrs.preferred.public = Dual { v4: Some("198.51.100.2".parse().unwrap()), v6: None };
+        let mut status = Status::default();
+        status.leases = LeaseSet::from_iter([peer]);
+        let (_network, receiver) = watch::channel(Arc::new(status));
+        let handle = NetworkHandle::new(lease(1), 1500, receiver);
+        let network = Network {
+            daemon: true,
+            known: true,
+            backend: "host-gw".into(),
+            uplink: Some("eth0".parse().unwrap()),
+            mtu: Some(1500),
+            ..Network::default()
+        };
+        let (interval, doctor_port) = (Duration::from_secs(300), 0);
+        let settings = ProbeSettings { interval, doctor_port, network };
+        let paths = Paths::new(interval);
+        let checks = async {
+            for _ in 0..2 {
+                ip("route add 198.51.100.2 via 192.0.2.2");
+                until(&paths, "10.1.2.0", "IPv4", "ok").await;
+                ip("route del 198.51.100.2");
+                until(&paths, "10.1.2.0", "IPv4", "underlay down").await;
             }
         };
         tokio::select! {

@@ -203,11 +203,6 @@ fn paths(page: &mut Page, results: &Paths) {
             oldest,
         );
     }
-    page.histogram(
-        "flannel_path_round_trip_seconds",
-        "Round trips of small packets to peers",
-        &results.round_trips(),
-    );
 }
 
 /// Without requested rules, all rules are in place.
@@ -311,6 +306,11 @@ fn counters(page: &mut Page, counters: &Counters) {
         "From a lease's arrival to the kernel's acknowledgement, for each object",
         &counters.latency,
     );
+    page.histogram(
+        "flannel_path_round_trip_seconds",
+        "Round trips of small packets to peers",
+        &counters.round_trips,
+    );
 }
 
 #[cfg(test)]
@@ -339,7 +339,9 @@ mod tests {
         }
         status.latency.record(Duration::from_millis(7));
         let observer = Observer::default();
-        let guard = observer.running(network(status).await.1);
+        let mut running = network(status).await.1;
+        running.paths = Some(Paths::new(Duration::from_secs(300)));
+        let guard = observer.running(running);
         let mut snapshot = observer.snapshot();
         drop(guard);
         let until = Some(snapshot.time + Duration::from_secs(3600));

@@ -43,6 +43,8 @@ impl EchoSocket {
             Family::V6 => (Domain::IPV6, Protocol::ICMPV6),
         };
         let out = Socket::new(domain, Type::RAW, Some(Protocol::from(RAW)))?;
+        // A full send buffer must not stop the sender.
+        out.set_nonblocking(true)?;
         let inbox = Socket::new(domain, Type::RAW, Some(icmp))?;
         inbox.attach_filter(&filter(family, id))?;
         Ok(Self { family, out, inbox, id })
@@ -62,10 +64,13 @@ impl EchoSocket {
             let packet = packet(from, probe.to, probe.size, self.id, sequence);
             self.out.send_to(&packet, &SocketAddr::new(probe.to, 0).into())
         });
-        sent.map(drop).map_err(|error| match error.raw_os_error() {
-            Some(EMSGSIZE) => Answer::TooBig(None),
-            _ => Answer::NotSent(error.to_string()),
-        })
+        match sent {
+            Ok(_) => Ok(()),
+            // As in a full queue of a device, the packet is lost.
+            Err(error) if error.kind() == ErrorKind::WouldBlock => Ok(()),
+            Err(error) if error.raw_os_error() == Some(EMSGSIZE) => Err(Answer::TooBig(None)),
+            Err(error) => Err(Answer::NotSent(error.to_string())),
+        }
     }
 
     /// Reads one message: the sequence number of the echo that it is about, and its content.

@@ -33,28 +33,30 @@ pub(crate) fn numbers(summary: &PathsSummary) -> String {
         (*count > 0).then(|| format!("{count} {state}"))
     };
     let states: Vec<String> = summary.states.iter().filter_map(of).collect();
-    let states = if states.is_empty() { "none".to_owned() } else { states.join(", ") };
     match summary.oldest {
-        Some(age) => format!("{states}; the oldest result is {} old", span(age)),
-        None if summary.states.values().all(|count| *count == 0) => states,
-        None => format!("{states}; some are not probed yet"),
+        _ if states.is_empty() => "none".to_owned(),
+        Some(age) => format!("{}; the oldest result is {} old", states.join(", "), span(age)),
+        None => format!("{}; some are not probed yet", states.join(", ")),
     }
 }
 
 /// The table of paths, and the faults of those that fail.
 fn page(report: &PathsReport, now: f64, terminal: &Terminal) -> String {
     let Some(summary) = &report.summary else {
-        return "paths are not probed: no network runs, or --path-interval is 0\n".to_owned();
+        return "paths are not probed: no network with a lease runs, or \
+                --path-interval is 0\n"
+            .to_owned();
     };
     let mut out = terminal.field("paths", Style::Bold, &numbers(summary));
-    let faults: String = report.paths.iter().map(|path| fault(path, terminal)).collect();
+    let shown = || report.paths.iter().take(ROWS);
+    let faults: String = shown().map(|path| fault(path, terminal)).collect();
     if !faults.is_empty() {
         out = out + "\n" + &faults;
     }
     if report.paths.is_empty() {
         return out;
     }
-    let rows: Vec<_> = report.paths.iter().take(ROWS).map(|path| row(path, now)).collect();
+    let rows: Vec<_> = shown().map(|path| row(path, now)).collect();
     out.push('\n');
     out += &terminal.table(&["PEER", "FAMILY", "STATE", "ROUND TRIP", "PROBED"], &rows);
     if report.paths.len() > ROWS {

@@ -36,6 +36,8 @@ pub(crate) struct Counters {
     pub(crate) repairs: BTreeMap<(ObjectKind, Damage), u64>,
     pub(crate) latency: Histogram,
     pub(crate) firewall_repairs: u64,
+    /// Round trips to peers.
+    pub(crate) round_trips: Histogram,
 }
 
 impl Counters {
@@ -50,6 +52,9 @@ impl Counters {
         self.latency.add(&status.latency);
         if let Rulebook::Kept(firewall) = &*running.rulebook.borrow() {
             self.firewall_repairs += firewall.borrow().repairs;
+        }
+        if let Some(paths) = &running.paths {
+            self.round_trips.add(&paths.round_trips());
         }
     }
 }

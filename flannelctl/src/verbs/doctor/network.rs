@@ -4,8 +4,8 @@ use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
 use flannel_api::{
-    Client, Finding, InletReport, NetworkReport, PeerReport, Problem, StatusReport, StoreReport,
-    request,
+    Client, Finding, InletReport, NetworkReport, PathsSummary, PeerReport, Problem, StatusReport,
+    StoreReport, request,
 };
 use flannel_core::address::{Dual, Family};
 use flannel_core::backend::{Datapath, Inlet};
@@ -72,7 +72,11 @@ pub(super) async fn with_daemon(
     let peers: Vec<PeerReport> = serde_json::from_value(peers["peers"].clone()).unwrap_or_default();
     let mut targets: Vec<Target> = peers.iter().map(target).collect();
     if let Some(summary) = &network.paths {
-        let state = if summary.failing > 0 { "finding" } else { "ok" };
+        let state = match summary {
+            PathsSummary { error: Some(_), .. } => "not known",
+            PathsSummary { failing: 0, .. } => "ok",
+            _ => "finding",
+        };
         examination.layers.push(Layer { layer: "paths", state, text: numbers(summary) });
         // The examination asks them first.
         let failing = failing_paths(client);
