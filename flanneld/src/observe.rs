@@ -404,7 +404,7 @@ pub(crate) mod tests {
             running.rulebook = watch::channel(Rulebook::Kept(firewall.clone())).1;
             let guard = observer.running(running);
             let counted = || {
-                let Counters { applied, repaired, repairs, latency, firewall_repairs } =
+                let Counters { applied, repaired, repairs, latency, firewall_repairs, .. } =
                     observer.snapshot().counters;
                 [applied, repaired, repairs[&what], latency.count(), firewall_repairs]
             };
