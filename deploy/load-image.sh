@@ -21,6 +21,11 @@ nodes=$(kubectl get nodes -o "jsonpath=$path")
 
 case $nodes in
 kind://*) import= ;;
+rke2://*)
+    # The version of its containerd ends like that of k3s.
+    echo "load-image.sh: RKE2: push the image to a registry instead" >&2
+    exit 1
+    ;;
 *k3s*) import="k3s ctr images import -" ;;
 *containerd://*) import="ctr -n k8s.io images import -" ;;
 *)
@@ -33,7 +38,11 @@ esac
 if [ -z "$import" ]; then
     # kind://docker/CLUSTER/NODE
     cluster=${nodes#kind://*/}
-    kind load docker-image "$image" --name "${cluster%%/*}"
+    # An archive, because `kind load docker-image` asks docker, also if podman built it.
+    archive=$(mktemp)
+    trap 'rm -f "$archive"' EXIT
+    "$docker" save "$image" >"$archive"
+    kind load image-archive "$archive" --name "${cluster%%/*}"
     exit
 fi
 # A dual-stack node has two addresses.

@@ -285,7 +285,7 @@ fn one_command_builds_the_image_and_loads_it_into_the_nodes() {
             "kind://docker/two/two-worker,containerd://2.0.3,172.18.0.2\n\
              kind://docker/two/two-control-plane,containerd://2.0.3,172.18.0.3",
             &[] as &[&str],
-            Some(vec![format!("kind load docker-image {image} --name two")]),
+            Some(vec!["kind load image-archive --name two".to_owned()]),
         ),
         (
             "k3s://a,containerd://2.0.4-k3s2,10.0.0.1 fd00::1\n\
@@ -299,6 +299,7 @@ fn one_command_builds_the_image_and_loads_it_into_the_nodes() {
             &["a", "b"],
             Some(vec![to("a", &containerd), to("b", &containerd)]),
         ),
+        ("rke2://a,containerd://2.0.5-k3s1,10.0.0.1", &[], None),
         (",cri-o://1.34.0,10.0.0.1", &[], None),
         ("", &[], None),
     ] {
@@ -307,8 +308,15 @@ fn one_command_builds_the_image_and_loads_it_into_the_nodes() {
         let notes = |name: &str| format!("echo \"{name} $*\" >>{}", log.display());
         for (name, does) in [
             ("kubectl", format!("printf '%b\\n' '{}'", nodes.replace('\n', "\\n"))),
-            ("docker", notes("docker")),
-            ("kind", notes("kind")),
+            ("docker", format!("{}; [ \"$1\" != save ] || echo image", notes("docker"))),
+            // The third argument is a temporary file.
+            (
+                "kind",
+                format!(
+                    "echo \"kind $1 $2 $4 $5\" >>{}; [ \"$(cat \"$3\")\" = image ]",
+                    log.display()
+                ),
+            ),
             ("ssh", format!("cat >/dev/null; {}", notes("ssh"))),
         ] {
             // Another process writes it, because a program that is open for writing cannot start.

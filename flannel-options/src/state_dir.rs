@@ -150,10 +150,12 @@ pub fn read(file: &Path) -> io::Result<Option<String>> {
     if text.starts_with(HEADER) {
         return without_version(&text).map(|text| Some(text.to_owned()));
     }
-    match read_own_file(&version_of(file)) {
+    let path = version_of(file);
+    match read_own_file(&path) {
         Ok(version) => without_version(&String::from_utf8_lossy(&version)).map(|_| Some(text)),
         // Written by a build without versions.
-        Err(_) => Ok(Some(text)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Some(text)),
+        Err(error) => Err(io::Error::new(error.kind(), format!("{}: {error}", path.display()))),
     }
 }
 
@@ -318,6 +320,11 @@ mod tests {
         replace(&networks(&dir), "10.2.0.0/16\n").unwrap();
         assert_eq!(fs::read_to_string(&target).unwrap(), "00000000000000ab\n");
         assert_eq!(read_networks(&networks(&dir)), ["10.2.0.0/16".parse().unwrap()]);
+        let version = dir.join("version");
+        fs::remove_file(&version).unwrap();
+        std::os::unix::fs::symlink(&target, &version).unwrap();
+        let error = read(&networks(&dir)).unwrap_err();
+        assert!(is_link(&error) && error.to_string().contains("state/version: "), "{error}");
     }
 
     #[test]

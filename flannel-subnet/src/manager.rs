@@ -88,8 +88,10 @@ pub struct LocalManager {
     reflector: Mutex<Option<(Reflector, Option<Task>)>>,
     fallback: Arc<Fallback>,
     configs: Configs,
-    /// Lines about our lease, which another writer changed, and about our reservation.
+    /// Lines about our lease, which another writer changed or made unreadable, and about our
+    /// reservation.
     changed: Seldom,
+    unreadable: Seldom,
     unused: Seldom,
 }
 
@@ -120,6 +122,7 @@ impl LocalManager {
             reflector: Mutex::default(),
             configs: Configs::default(),
             changed: Seldom::default(),
+            unreadable: Seldom::default(),
             unused: Seldom::default(),
         }
     }

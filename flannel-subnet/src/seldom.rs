@@ -22,7 +22,7 @@ struct Line {
 }
 
 impl Seldom {
-    /// The number of events without a line since the last line, if this event gets one.
+    /// The number of equal events without a line since the last line, if this event gets one.
     pub(crate) fn line(&self, now: Duration, text: &str) -> Option<u64> {
         let mut last = lock(&self.0);
         if let Some(last) = last.as_mut().filter(|last| last.text == text && now < last.at + QUIET)
@@ -31,7 +31,8 @@ impl Seldom {
             return None;
         }
         let next = Line { text: text.to_owned(), at: now, more: 0 };
-        Some(last.replace(next).map_or(0, |last| last.more))
+        let more = last.replace(next).filter(|last| last.text == text).map_or(0, |last| last.more);
+        Some(more)
     }
 }
 
@@ -46,6 +47,6 @@ mod tests {
         assert_eq!(at(0, "disk full"), Some(0));
         assert_eq!((at(5, "disk full"), at(3599, "disk full")), (None, None));
         assert_eq!(at(3600, "disk full"), Some(2));
-        assert_eq!((at(3601, "disk full"), at(3602, "read-only")), (None, Some(1)));
+        assert_eq!((at(3601, "disk full"), at(3602, "read-only")), (None, Some(0)));
     }
 }

@@ -13,7 +13,7 @@ use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 #[cfg(feature = "etcd")]
 use flannel_options::EtcdFlags;
 use flannel_options::environment::{misspelt, name_variable, variable};
-use flannel_options::go_flags::is_given;
+use flannel_options::go_flags::{go_bool, is_given};
 use flannel_options::{
     Error as OptionsError, InterfaceFlags, RegistryUrl, control, open_directory, with_plain_usage,
 };
@@ -385,10 +385,13 @@ impl Ctl {
         })?;
         let mut options = Self::from_arg_matches(&matches)
             .map_err(|error| OptionsError::Usage(error.to_string()))?;
+        let set = |name: &str| env(name).filter(|value| !value.is_empty());
+        let flag = set("FLANNELD_KUBE_SUBNET_MGR");
+        let off =
+            |value: &OsString| value.to_str().and_then(|text| go_bool(text).ok()) == Some(false);
         // Kubernetes sets the first one in each pod, and not for a daemon that is no pod.
-        let in_kubernetes = ["KUBERNETES_SERVICE_HOST", "FLANNELD_KUBE_SUBNET_MGR"]
-            .iter()
-            .any(|name| env(name).is_some_and(|value| !value.is_empty() && value != "false"));
+        let in_kubernetes =
+            set("KUBERNETES_SERVICE_HOST").is_some() || flag.is_some_and(|value| !off(&value));
         let given = |id| matches.value_source(id) == Some(ValueSource::CommandLine);
         let is_named = given("registry") || (cfg!(feature = "etcd") && given("endpoints"));
         options.global.only_kubernetes = in_kubernetes && !is_named;
@@ -538,7 +541,9 @@ mod tests {
         let list = &["lease", "list"];
         assert!(only(list, &[pod]) && only(list, &[flag]) && only(&["status"], &[pod]));
         assert!(!only(list, &[]) && !only(list, &[pod, named]));
-        assert!(!only(list, &[("FLANNELD_KUBE_SUBNET_MGR", "false")]));
+        for off in ["false", "0"] {
+            assert!(!only(list, &[("FLANNELD_KUBE_SUBNET_MGR", off)]), "{off}");
+        }
         assert!(!only(&["lease", "list", "--registry", "dir:/x"], &[pod]));
         assert!(!only(&["--registry=dir:/x", "lease", "list"], &[pod]));
         #[cfg(feature = "etcd")]

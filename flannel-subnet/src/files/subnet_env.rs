@@ -20,7 +20,9 @@ use nix::errno::Errno;
 use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
 
 use super::atomic;
+use crate::clock::{Clock, SystemClock};
 use crate::runtime::readable;
+use crate::seldom::Seldom;
 
 /// The pause after the file was removed.
 const REMOVED: Duration = Duration::from_millis(200);
@@ -145,13 +147,18 @@ impl SubnetEnv {
         path: &Path,
         write: impl AsyncFn() -> Result<(), E>,
     ) -> Result<Infallible, E> {
-        let shown = path.display();
+        let (shown, seldom) = (path.display(), Seldom::default());
         loop {
             if let Err(error) = removed(path).await {
                 tracing::debug!(path = %shown, %error, "the file is not watched");
                 return std::future::pending().await;
             }
-            tracing::warn!(path = %shown, "another program removed the file, restoring it");
+            if let Some(more) = seldom.line(SystemClock.boottime(), "removed") {
+                tracing::warn!(
+                    path = %shown, more,
+                    "another program removed the file, restoring it"
+                );
+            }
             // A program that removes it all the time must not keep a core busy.
             tokio::time::sleep(REMOVED).await;
             write().await?;

@@ -223,7 +223,7 @@ impl LocalManager {
             |skipped: &&Skipped| skipped.key.parse().is_ok_and(|key: Subnets| key == *subnets);
         let Some(unreadable) = listing.skipped.iter().find(ours) else { return Err(error) };
         let reason = &unreadable.reason;
-        if let Some(more) = self.changed.line(self.clock.boottime(), reason) {
+        if let Some(more) = self.unreadable.line(self.clock.boottime(), reason) {
             tracing::warn!(
                 %subnets, reason, more,
                 "this node's lease was made unreadable, restoring it"

@@ -185,7 +185,7 @@ impl Registry for DirRegistry {
     async fn config(&self) -> Result<ConfigText> {
         let path = self.0.location.path.join("config");
         let location = path.display().to_string();
-        match blocking(move || fs::read_to_string(path)).await {
+        match blocking(move || file::contents(&path).map(|(text, _)| text)).await {
             Ok(text) => Ok(ConfigText { location, text }),
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
                 Err(Error::NoConfig { location })

@@ -306,6 +306,13 @@ async fn only_small_regular_files_are_read() {
         let error = created.unwrap_err().to_string();
         assert!(error.contains(&format!("subnets/{}", key(n))), "{error}");
     }
+    let config = net.dir.path().join("config");
+    fs::remove_file(&config).unwrap();
+    assert!(Command::new("mkfifo").arg(&config).status().unwrap().success());
+    for error in [again.config().await.map(drop), again.write_config(None, "{}").await] {
+        let error = error.unwrap_err().to_string();
+        assert!(error.contains("config") && error.contains("it is not a file"), "{error}");
+    }
 }
 
 #[tokio::test]

@@ -22,6 +22,9 @@ use crate::error::{Error, Result};
 use crate::terminal::{Style, Terminal, span};
 use crate::{Context, Output};
 
+/// The time limit for the times of all leases.
+const PATIENCE: Duration = Duration::from_secs(5);
+
 /// The subcommands of `lease`.
 #[derive(Debug, Subcommand)]
 pub(crate) enum LeaseVerb {
@@ -174,15 +177,16 @@ fn duplicates(entries: &[Entry]) -> Vec<(IpAddr, Vec<String>)> {
     holders.into_iter().filter(|(_, keys)| keys.len() > 1).collect()
 }
 
-/// The time for which the store keeps each lease without a renewal. After an error the store is not
-/// asked again, because the list is worth more than these times.
+/// The time for which the store keeps each lease without a renewal. After an error or [`PATIENCE`]
+/// the store is not asked again, because the list is worth more than these times.
 async fn remaining(registry: &dyn Registry, entries: &[Entry]) -> BTreeMap<Subnets, Duration> {
+    let end = tokio::time::Instant::now() + PATIENCE;
     let mut all = BTreeMap::new();
     for entry in entries {
         let (subnets, Some(holder)) = (entry.lease.subnets, entry.holder) else { continue };
-        match registry.remaining(&subnets, holder).await {
-            Ok(left) => all.extend(left.map(|left| (subnets, left))),
-            Err(_) => break,
+        match tokio::time::timeout_at(end, registry.remaining(&subnets, holder)).await {
+            Ok(Ok(left)) => all.extend(left.map(|left| (subnets, left))),
+            Ok(Err(_)) | Err(_) => break,
         }
     }
     all
@@ -270,7 +274,10 @@ async fn reserve_range(
     }
     let (mut text, mut leases) = (String::new(), Vec::new());
     for (subnets, attrs) in &range {
-        let done = reserve(registry, backends, subnets, attrs).await?;
+        let done = write(registry, backends, &config, subnets, attrs).await.map_err(|error| {
+            let (done, all) = (leases.len(), range.len());
+            Error::Refused(format!("{error}; {done} of {all} subnets are reserved"))
+        })?;
         text += &done.text;
         leases.push(done.value["lease"].clone());
     }
@@ -327,13 +334,23 @@ async fn reserve(
     let config = config(registry).await?;
     check(&config, subnets)?;
     free(subnets, &registry.list().await?.entries)?;
+    write(registry, backends, &config, subnets, attrs).await
+}
+
+/// Writes a reservation that was checked.
+async fn write(
+    registry: &dyn Registry,
+    backends: &Backends,
+    config: &Config,
+    subnets: &Subnets,
+    attrs: &LeaseAttrs,
+) -> Result<Output> {
     // A lease without a type is one of Go flannel's udp backend.
     let mut attrs = attrs.clone();
     if attrs.preferred.kind.is_empty() {
-        attrs.preferred.kind = backends.lease_type(&config).to_owned().into();
+        attrs.preferred.kind = backends.lease_type(config).to_owned().into();
     }
-    let written = registry.create(subnets, &attrs, None).await?;
-    Ok(done(&written, "is reserved"))
+    Ok(done(&registry.create(subnets, &attrs, None).await?, "is reserved"))
 }
 
 /// Checks that a node can take the reservation.
@@ -362,7 +379,8 @@ async fn release(registry: &dyn Registry, subnets: &Subnets, force: bool) -> Res
     let none = || Error::Refused(format!("{registry} has no lease {subnets}"));
     let entry = registry.entry(subnets).await?.ok_or_else(none)?;
     if let Some(id) = entry.holder.filter(|_| !force) {
-        let left = registry.remaining(subnets, id).await?;
+        // Without the time, the refusal is still the answer.
+        let left = registry.remaining(subnets, id).await.unwrap_or_default();
         return Err(Error::Refused(format!(
             "{subnets} is held by {} with the holder ID {id}, and expires {}: its release makes \
              that node's daemon stop, and its pods stay while another node can get the subnet; if \
@@ -416,7 +434,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_range_is_reserved_as_a_whole_or_not_at_all() {
+    async fn a_range_is_checked_as_a_whole() {
         let config = r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vxlan"}}"#;
         let registry = MemoryRegistry::with_config(config);
         let backends = flannel_backends::all();

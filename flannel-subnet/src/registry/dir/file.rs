@@ -2,15 +2,18 @@
 //!
 //! A file without `TTL` is a reservation, such as `{"PublicIP": "192.0.2.7"}`.
 
+use std::fs::{self, Metadata, OpenOptions};
+use std::io::{self, Read};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
-use std::{fs, io};
 
 use flannel_core::address::ParseError;
 use flannel_core::json::{FieldError, Fields};
 use flannel_core::lease::{LeaseAttrs, Revision};
 use flannel_core::{Lease, Subnets};
+use nix::fcntl::OFlag;
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
@@ -57,7 +60,23 @@ const LARGEST: u64 = 1 << 20;
 /// # Errors
 /// It is too large, or no file, which reading could wait for.
 pub(super) fn contents(path: &Path) -> io::Result<(String, SystemTime)> {
-    let metadata = fs::metadata(path)?;
+    // A device is not even opened.
+    check(&fs::metadata(path)?)?;
+    // Another file may have replaced it meanwhile, such as a pipe, whose opening would block.
+    let flags = OFlag::O_NONBLOCK.bits();
+    let file = OpenOptions::new().read(true).custom_flags(flags).open(path)?;
+    let metadata = file.metadata()?;
+    check(&metadata)?;
+    // It may grow, and a file of /proc has no length.
+    let mut text = String::new();
+    file.take(LARGEST + 1).read_to_string(&mut text)?;
+    if text.len() as u64 > LARGEST {
+        return Err(io::Error::other(format!("it has more than {LARGEST} bytes")));
+    }
+    Ok((text, metadata.modified()?))
+}
+
+fn check(metadata: &Metadata) -> io::Result<()> {
     if !metadata.is_file() {
         return Err(io::Error::other("it is not a file"));
     }
@@ -65,7 +84,7 @@ pub(super) fn contents(path: &Path) -> io::Result<(String, SystemTime)> {
         let reason = format!("it has {} bytes, expected at most {LARGEST}", metadata.len());
         return Err(io::Error::other(reason));
     }
-    Ok((fs::read_to_string(path)?, metadata.modified()?))
+    Ok(())
 }
 
 /// The content of a readable file. Many of them are kept in memory.

@@ -131,7 +131,7 @@ impl Shared {
     pub(super) fn write_config(&self, known: Option<&str>, text: &str) -> Result<()> {
         let path = self.location.path.join("config");
         let error = |error| self.location.error("config", error);
-        let now = match fs::read_to_string(&path) {
+        let now = match file::contents(&path).map(|(text, _)| text) {
             Ok(now) => Some(now),
             Err(gone) if gone.kind() == io::ErrorKind::NotFound => None,
             Err(other) => return Err(error(other)),
