@@ -119,7 +119,7 @@ fn the_check_of_the_privilege_and_of_the_kernel_makes_no_device() {
         let devices = || json_of(&ip("-j link")).as_array().unwrap().len();
         let before = devices();
         let (wanted, _) = device(Family::V4);
-        for links in [&[] as &[Link], &[wanted.clone()]] {
+        for links in [&[] as &[Link], std::slice::from_ref(&wanted)] {
             kernel.may_change(links).unwrap();
         }
         // With the device in place too.
