@@ -756,6 +756,29 @@ mod tests {
         assert_eq!((peers.accepted(), peers.objects().count()), (1, 2));
     }
 
+    /// As above, with one IPv4 subnet for all, and the earliest lease last.
+    #[test]
+    fn a_hundred_thousand_leases_with_one_subnet_are_decided() {
+        let mut peers = peers(None);
+        let of = |n: u32| {
+            let mut lease = Arc::unwrap_or_clone(lease("10.1.1.0-24", u64::from(n) + 1, 1, 7));
+            let six = [0xfd00, 0, (n >> 16) as u16, n as u16, 0, 0, 0, 0];
+            let subnets = lease.subnets.iter().chain(Subnet::new(six.into(), 64));
+            lease.subnets = Subnets::new(subnets).unwrap();
+            let public = IpAddr::from((0xc000_0000 | n).to_be_bytes());
+            lease.attrs.preferred.public = [public].into_iter().collect();
+            Arc::new(lease)
+        };
+        let leases: Vec<Arc<Lease>> = (0..100_000).map(of).collect();
+        let (earliest, others) = leases.split_at(1);
+        for slice in others.chunks(64).chain([earliest]) {
+            let slice = slice.iter().map(|lease| (lease.subnets, Some(lease)));
+            peers.update(slice, &no_answer);
+        }
+        assert_eq!((peers.accepted(), peers.rejected().len()), (1, 99_999));
+        assert_eq!(why(&peers, &leases[0]), "");
+    }
+
     #[test]
     fn a_rejected_lease_has_no_advisories_of_its_plan() {
         let networks = ["10.1.0.0/16".parse::<Subnet>().unwrap()].into_iter().collect();

@@ -324,7 +324,8 @@ impl PeerIndex {
             let first = self.claimants_with(hash_of(&self.hasher, &object.key()), object.key());
             first.take(1).find(|claim| claim.object != object).map(|claim| claim.id)
         });
-        self.rivals_by_address(id).chain(first)
+        // Of many peers with one subnet, only the accepted one is the first that defines its route.
+        first.chain(self.rivals_by_address(id))
     }
 
     fn rivals_by_address(&self, id: Id) -> impl Iterator<Item = Id> {

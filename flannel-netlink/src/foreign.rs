@@ -64,7 +64,10 @@ pub enum RuleAction {
     Table(u32),
     /// Drops or refuses them: `blackhole`, `unreachable` or `prohibit`.
     Discard(&'static str),
-    /// Something else, for example a jump to another rule.
+    /// Makes the kernel go on with the first rule of this priority. Without one, the next rule is
+    /// asked.
+    Goto(u32),
+    /// Something else, such as nothing (`nop`).
     Other,
 }
 
@@ -132,6 +135,7 @@ impl fmt::Display for Rule {
         match action {
             RuleAction::Table(table) => write!(f, " lookup {table}"),
             RuleAction::Discard(kind) => write!(f, " {kind}"),
+            RuleAction::Goto(target) => write!(f, " goto {target}"),
             RuleAction::Other => Ok(()),
         }
     }
@@ -251,6 +255,8 @@ mod tests {
             assert_eq!(applies(&rule), rest, "{rule}");
         }
         let (src, iif) = (Some(pods), Some("cni0".to_owned()));
+        let goto = Rule { action: RuleAction::Goto(200), ..any.clone() };
+        assert_eq!(goto.to_string(), "pref 100 goto 200");
         let rule = Rule { src, dst: Some(peer), iif, inverted: true, ..any };
         let text = "pref 100 not from 10.1.0.0/16 to 10.1.7.0/24 iif cni0 lookup 7";
         assert_eq!(rule.to_string(), text);

@@ -75,7 +75,7 @@ pub(crate) struct Schedule {
 impl Schedule {
     /// For `resync` see [`KernelNetwork::with_resync`](crate::KernelNetwork::with_resync).
     pub(crate) fn new(now: Instant, resync: Option<Duration>) -> Self {
-        let resync = resync.map_or(RESYNC, |period| if period.is_zero() { NEVER } else { period });
+        let resync = resync.map_or(RESYNC, |p| if p.is_zero() { NEVER } else { p.min(NEVER) });
         Self {
             reads: Reads::default(),
             resync,

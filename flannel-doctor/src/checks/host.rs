@@ -75,8 +75,8 @@ struct HostFacts {
     arp_ignore: Option<u8>,
     /// `arp_filter` of the external interface or of `all` is on.
     arp_filter: Option<bool>,
-    /// A peer that this host reaches through another device than the external interface. Read only
-    /// if `rp_filter` or `arp_filter` make it matter.
+    /// A peer that this host reaches through another device than the external interface, preferably
+    /// one on its link. Read only if `rp_filter` or `arp_filter` make it matter.
     elsewhere: Option<(IpAddr, LinkName)>,
     /// The routing rules of both families, in the kernel's order.
     rules: Vec<Rule>,
@@ -120,7 +120,9 @@ pub struct HostReport {
 /// Checks this host. Results of external programs may come from `memory`.
 pub async fn check_host(scene: HostScene, memory: &LegacyMemory) -> HostReport {
     let facts = read(scene, memory).await;
-    HostReport { findings: check(&facts), unread: facts.unread }
+    // With many leases and routes it takes long. The task fails only if the runtime shuts down.
+    let check = move || HostReport { findings: check(&facts), unread: facts.unread };
+    tokio::task::spawn_blocking(check).await.unwrap_or_default()
 }
 
 /// All findings, errors first.

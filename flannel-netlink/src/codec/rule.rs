@@ -40,16 +40,19 @@ pub(crate) fn read(message: &Message<'_>) -> Option<Rule> {
         suppressed: None,
         action: RuleAction::Other,
     };
-    let mut table = u32::from(table);
+    let (mut table, mut goto) = (u32::from(table), 0);
     for (id, value) in attributes {
         match Frattr::from(id) {
             Frattr::Priority => rule.priority = u32_of(value)?,
             Frattr::Table => table = u32_of(value)?,
+            Frattr::Goto => goto = u32_of(value)?,
             Frattr::Src => rule.src = Some(Subnet::new(ip_of(value)?, src_len)?),
             Frattr::Dst => rule.dst = Some(Subnet::new(ip_of(value)?, dst_len)?),
             Frattr::Iifname => rule.iif = Some(text_of(value)?),
             // -1: no routes are suppressed.
             Frattr::SuppressPrefixlen => rule.suppressed = u8::try_from(u32_of(value)?).ok(),
+            // The kernel looks up the routes of forwarded packets for the user 0.
+            Frattr::UidRange if value.starts_with(&[0; 4]) => {}
             // The kernel reports a mark only if it is not 0. Forwarded packets have no socket.
             Frattr::Fwmark
             | Frattr::Oifname
@@ -66,6 +69,7 @@ pub(crate) fn read(message: &Message<'_>) -> Option<Rule> {
     }
     rule.action = match FrAct::from(action) {
         FrAct::FrActToTbl => RuleAction::Table(table),
+        FrAct::FrActGoto => RuleAction::Goto(goto),
         FrAct::FrActBlackhole => RuleAction::Discard("blackhole"),
         FrAct::FrActUnreachable => RuleAction::Discard("unreachable"),
         FrAct::FrActProhibit => RuleAction::Discard("prohibit"),
@@ -113,6 +117,10 @@ mod tests {
         for attribute in [Frattr::Fwmark, Frattr::Oifname, Frattr::L3mdev, Frattr::UidRange] {
             assert_eq!(of(attribute), Share::None, "{attribute:?}");
         }
+        let users = [(Frattr::UidRange, &[0, 0, 0, 0, 9, 0, 0, 0][..])];
+        assert_eq!(rule(header(0, 1), &users).rest, Share::All);
+        let target = [(Frattr::Goto, &[200, 0, 0, 0][..])];
+        assert_eq!(rule(header(0, 2), &target).action, RuleAction::Goto(200));
         let none = u32::MAX.to_ne_bytes();
         for (length, suppressed) in [(&none[..], None), (&[16, 0, 0, 0][..], Some(16))] {
             let length = [(Frattr::SuppressPrefixlen, length)];
@@ -120,7 +128,8 @@ mod tests {
         }
         for (action, read) in [
             (1, RuleAction::Table(254)),
-            (2, RuleAction::Other),
+            (2, RuleAction::Goto(0)),
+            (3, RuleAction::Other),
             (6, RuleAction::Discard("blackhole")),
             (7, RuleAction::Discard("unreachable")),
             (8, RuleAction::Discard("prohibit")),

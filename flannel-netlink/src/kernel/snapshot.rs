@@ -3,7 +3,7 @@
 mod nexthops;
 mod routes;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::mpsc::{Sender, channel};
 use std::thread::Builder;
 
@@ -123,7 +123,7 @@ impl Reader<'_> {
                 foreign.note_entry(&found);
                 let owned = footprint.owns_entry(name, found.is_static);
                 let object = found.object(name).filter(|_| owned)?;
-                let is_proxied = proxied.iter().any(|key| *key == object.key());
+                let is_proxied = proxied.contains(&object.key());
                 Some((object, found.is_exact() && !is_proxied))
             })?;
         }
@@ -133,7 +133,7 @@ impl Reader<'_> {
     /// Reads the proxy entries on an owned link. Each becomes a neighbour with the MAC address 0,
     /// which a neighbour with its address then replaces. A put or a deletion of the neighbour
     /// deletes it. Returns the keys of these neighbours.
-    fn read_proxies(&mut self, link: LinkName, index: u32) -> Result<Vec<Key>, KernelError> {
+    fn read_proxies(&mut self, link: LinkName, index: u32) -> Result<BTreeSet<Key>, KernelError> {
         let proxies = self.socket.dump(neigh::proxies_on(index), |message| {
             neigh::read_proxy(message).filter(|(device, _)| *device == index)
         })?;
@@ -142,7 +142,7 @@ impl Reader<'_> {
         let objects: Vec<Object> = proxies.into_iter().map(neigh).collect();
         let keys: Vec<Key> = objects.iter().map(Object::key).collect();
         self.hand_over(Table { objects, inexact: keys.clone() });
-        Ok(keys)
+        Ok(keys.into_iter().collect())
     }
 
     /// Reads a table. `read` returns the owned object of a message, and whether it is exact.

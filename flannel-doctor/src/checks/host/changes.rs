@@ -19,16 +19,29 @@ pub fn log_changes(before: &[Finding], now: &[Finding]) {
     }
 }
 
-/// The findings that are gone, and the new ones. Findings with the same check and command are the
-/// same, because a text may have an age.
+/// The findings that are gone, and the new ones. Findings with the same check, severity and command
+/// are the same, because a text may have an age. Of several such findings, each counts.
 fn changes<'a>(before: &'a [Finding], now: &'a [Finding]) -> (Vec<&'a Finding>, Vec<&'a Finding>) {
-    let is_in = |all: &[Finding], one: &Finding| {
-        all.iter().any(|other| (&other.check, &other.repair) == (&one.check, &one.repair))
-    };
-    (
-        before.iter().filter(|finding| !is_in(now, finding)).collect(),
-        now.iter().filter(|finding| !is_in(before, finding)).collect(),
-    )
+    (without(before, now), without(now, before))
+}
+
+/// The findings in `all` without one for each in `others` that is the same, if possible the one
+/// with the same text.
+fn without<'a>(all: &'a [Finding], others: &[Finding]) -> Vec<&'a Finding> {
+    let mut left: Vec<&Finding> = all.iter().collect();
+    let mut others: Vec<&Finding> = others.iter().collect();
+    let is_same: [fn(&Finding, &Finding) -> bool; 2] = [|a, b| a == b, |a, b| key(a) == key(b)];
+    for is_same in is_same {
+        left.retain(|one| {
+            let place = others.iter().position(|other| is_same(one, other));
+            place.map(|place| others.remove(place)).is_none()
+        });
+    }
+    left
+}
+
+fn key(finding: &Finding) -> (&str, bool, Option<&str>) {
+    (finding.check.as_str(), finding.is_error(), finding.repair.as_deref())
 }
 
 #[cfg(test)]
@@ -44,5 +57,16 @@ mod tests {
         assert_eq!(changes(&before, &now), (vec![&before[1]], vec![&now[1]]));
         assert_eq!(changes(&now, &now), (vec![], vec![]));
         assert_eq!(changes(&[], &now), (vec![], now.iter().collect()));
+    }
+
+    #[test]
+    fn each_of_several_findings_with_the_same_command_is_a_change() {
+        let finding = |text: &str| Finding::warning("clash", text).with_command("a");
+        let (one, two) = ([finding("1")], [finding("2"), finding("1")]);
+        assert_eq!(changes(&one, &two), (vec![], vec![&two[0]]));
+        assert_eq!(changes(&two, &one), (vec![&two[0]], vec![]));
+        assert_eq!(changes(&one, &two[..1]), (vec![], vec![]), "only the text is another");
+        let error = [Finding::error("clash", "1").with_command("a")];
+        assert_eq!(changes(&one, &error), (vec![&one[0]], vec![&error[0]]));
     }
 }

@@ -20,6 +20,8 @@ const LOCAL: u32 = 255;
 /// Queueing disciplines that neither delay nor drop packets unless the device is congested, as no
 /// tunnel device is.
 const HARMLESS: [&str; 5] = ["noqueue", "pfifo_fast", "fq_codel", "fq", "mq"];
+/// The largest number of rules that have a finding each.
+const MOST_RULES: usize = 5;
 
 /// What a rule does with packets to a subnet.
 enum Way {
@@ -72,7 +74,9 @@ impl HostFacts {
         let is_used = |dst: &Subnet| rule.suppressed.is_none_or(|len| dst.len() > len);
         let table = match rule.action {
             RuleAction::Table(MAIN) if is_used(to) => return Way::Right,
-            RuleAction::Table(DEFAULT | MAIN | LOCAL) | RuleAction::Other => return Way::Undecided,
+            RuleAction::Table(DEFAULT | MAIN | LOCAL) | RuleAction::Goto(_) | RuleAction::Other => {
+                return Way::Undecided;
+            }
             RuleAction::Table(table) => table,
             RuleAction::Discard(kind) => return Way::Wrong(format!("are discarded ({kind})")),
         };
@@ -93,7 +97,7 @@ impl HostFacts {
 
 /// Checks that no rule leads packets past flannel's routes, which are in the main table.
 pub(super) fn rules(facts: &HostFacts) -> Vec<Finding> {
-    let mut found = Vec::new();
+    let (mut found, mut misled) = (Vec::new(), Vec::new());
     for (family, network) in facts.pod_networks.iter() {
         let ip = if family == Family::V4 { "ip" } else { "ip -6" };
         let rules: Vec<&Rule> = facts.rules.iter().filter(|rule| rule.family == family).collect();
@@ -104,13 +108,23 @@ pub(super) fn rules(facts: &HostFacts) -> Vec<Finding> {
             .filter_map(|(subnets, public)| Some((subnets.family(family)?, public[family])));
         let (mut wrong, mut undecided) = (BTreeSet::new(), None);
         for (to, public) in peers.chain(own).filter(|(to, _)| network.covers(to)) {
-            let mut is_decided = false;
+            let (mut is_decided, mut next) = (false, 0);
             for rule in &rules {
                 // Packets to the subnet of a node do not come from there.
                 let is_between = rule.inverted || rule.src.is_none_or(|src| !to.covers(&src));
                 let share = facts.share(rule, network, &to);
+                if !is_between || share == Share::None || rule.priority < next {
+                    continue;
+                }
+                if let RuleAction::Goto(target) = rule.action {
+                    // Without a rule of that priority, the kernel asks the next rule.
+                    if share == Share::All && rules.iter().any(|rule| rule.priority == target) {
+                        next = target;
+                    }
+                    continue;
+                }
                 let way = facts.way(rule, &to, public);
-                if !is_between || share == Share::None || matches!(way, Way::Undecided) {
+                if matches!(way, Way::Undecided) {
                     continue;
                 }
                 if let Way::Wrong(way) = way
@@ -120,7 +134,7 @@ pub(super) fn rules(facts: &HostFacts) -> Vec<Finding> {
                         if rule.rest == Share::Some { Finding::warning } else { Finding::error };
                     let text =
                         format!("by the rule of priority {}, packets to {to} {way}", rule.priority);
-                    found.push(make("ip-rule", text).with_command(format!("{ip} rule del {rule}")));
+                    misled.push(make("ip-rule", text).with_command(deletion(ip, rule, &rules)));
                 }
                 is_decided = share == Share::All;
                 if is_decided {
@@ -138,7 +152,28 @@ pub(super) fn rules(facts: &HostFacts) -> Vec<Finding> {
             found.push(Finding::error("ip-rule", text).with_command(repair));
         }
     }
-    found
+    misled.sort_by_key(|finding| !finding.is_error());
+    let more = misled.len().saturating_sub(MOST_RULES);
+    misled.truncate(MOST_RULES);
+    if more > 0 {
+        let text = format!("{more} more rules lead packets of pods past flannel's routes");
+        let repair = "ip rule show; ip -6 rule show # then delete the wrong ones";
+        misled.push(Finding::warning("ip-rule", text).with_command(repair));
+    }
+    misled.extend(found);
+    misled
+}
+
+/// The command that deletes one of `rules`. The text of a rule lacks some selectors, so it may be
+/// that of another rule with the same priority.
+fn deletion(ip: &str, rule: &Rule, rules: &[&Rule]) -> String {
+    let priority = rule.priority;
+    let is_only = rules.iter().filter(|other| other.priority == priority).count() == 1;
+    if rule.rest == Share::All && is_only {
+        format!("{ip} rule del {rule}")
+    } else {
+        format!("{ip} rule show pref {priority} # then delete the right one")
+    }
 }
 
 /// Checks that no program, filter or queue is attached to a tunnel device.

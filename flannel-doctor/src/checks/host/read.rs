@@ -88,10 +88,7 @@ fn read_host(scene: &HostScene) -> HostFacts {
     }
     facts.mtu = scene.mtu;
     facts.read_settings(scene.uplink);
-    if let Ok(kernel) = &kernel {
-        facts.look_elsewhere(kernel, scene.uplink);
-    }
-    // The routing table may be large, so it is read only if a setting or the number of peers makes
+    // /proc/net/route is slow to read, so it is read only if a setting or the number of peers makes
     // it matter.
     let peers = facts.peers.len() as u64;
     if facts.max_neighbours.values().any(|max| peers >= *max)
@@ -99,6 +96,9 @@ fn read_host(scene: &HostScene) -> HostFacts {
         || facts.arp_filter == Some(true)
     {
         facts.on_link = on_link(scene.uplink);
+    }
+    if let Ok(kernel) = &kernel {
+        facts.look_elsewhere(kernel, scene.uplink);
     }
     facts
 }
@@ -173,7 +173,8 @@ impl HostFacts {
     }
 
     /// Looks for a peer that this host reaches through another device than the external interface,
-    /// if that matters. With a tunnel, `rp_filter` of the external interface matters only then.
+    /// if that matters. With a tunnel, `rp_filter` of the external interface matters only then. A
+    /// peer on the link comes first, because only such a peer matters to `arp_filter`.
     fn look_elsewhere(&mut self, kernel: &NetlinkKernel, uplink: LinkName) {
         let is_strict = larger(uplink, "rp_filter") == Some(1);
         if !is_strict && self.arp_filter != Some(true) {
@@ -184,7 +185,10 @@ impl HostFacts {
             Some((to, answer.link.filter(|link| *link != uplink)?))
         };
         let peers = self.peers.iter().filter_map(|(_, public)| public.v4);
-        self.elsewhere = peers.take(MOST_LOOKUPS).find_map(elsewhere);
+        let found: Vec<(IpAddr, LinkName)> =
+            peers.take(MOST_LOOKUPS).filter_map(elsewhere).collect();
+        let on_link = |to: IpAddr| self.on_link.iter().any(|network| network.contains(to));
+        self.elsewhere = found.iter().find(|(to, _)| on_link(*to)).or(found.first()).copied();
         if is_strict && self.elsewhere.is_some() {
             self.rp_filter.insert(uplink, 1);
         }

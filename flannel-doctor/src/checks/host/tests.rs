@@ -393,6 +393,68 @@ fn rules_are_findings_if_their_routes_win() {
     }
 }
 
+/// The kernel goes on with the rule that a `goto` names, if there is one.
+#[test]
+fn a_jump_skips_the_rules_before_its_target() {
+    let discard = |priority| rule(Family::V4, priority, RuleAction::Discard("prohibit"));
+    let goto = |target| rule(Family::V4, 10, RuleAction::Goto(target));
+    let some = |target| Rule { rest: Share::Some, ..goto(target) };
+    let none = |target| Rule { rest: Share::None, ..goto(target) };
+    for (jump, expected) in [
+        (goto(32766), ""),
+        (goto(21), "by the rule of priority 30,"),
+        (goto(30), "by the rule of priority 30,"),
+        (goto(32767), "no rule leads packets to 10.1.7.0/24 to the main table"),
+        (some(32766), "by the rule of priority 20,"),
+        (none(32766), "by the rule of priority 20,"),
+        (goto(25), "by the rule of priority 20,"),
+    ] {
+        let mut facts = healthy();
+        let skipped = Rule { dst: "10.1.0.0/16".parse().ok(), ..discard(20) };
+        facts.rules.push(jump.clone());
+        facts.rules.push(skipped);
+        if expected.contains("30") {
+            facts.rules.extend([rule(Family::V4, 21, RuleAction::Other), discard(30)]);
+        }
+        facts.rules.sort_by_key(|rule| rule.priority);
+        let found = check(&facts);
+        match expected {
+            "" => assert_eq!(found, [], "{jump}"),
+            _ => assert!(found.len() == 1 && found[0].text.starts_with(expected), "{found:#?}"),
+        }
+    }
+}
+
+#[test]
+fn a_rule_is_deleted_by_its_text_only_if_it_is_certain() {
+    let prohibit = rule(Family::V4, 9, RuleAction::Discard("prohibit"));
+    let show = "ip rule show pref 9 # then delete the right one";
+    for (wrong, other, expected) in [
+        (prohibit.clone(), 8, "ip rule del pref 9 prohibit"),
+        (prohibit.clone(), 9, show),
+        (Rule { rest: Share::Some, ..prohibit }, 8, show),
+    ] {
+        let mut facts = healthy();
+        facts.rules.splice(0..0, [rule(Family::V4, other, RuleAction::Other), wrong]);
+        let found = check(&facts);
+        assert!(found.len() == 1 && found[0].repair.as_deref() == Some(expected), "{found:#?}");
+    }
+}
+
+#[test]
+fn many_rules_have_few_findings() {
+    let mut facts = healthy();
+    let some = |priority| Rule {
+        rest: Share::Some,
+        ..rule(Family::V4, priority, RuleAction::Discard("prohibit"))
+    };
+    let all = rule(Family::V4, 300, RuleAction::Discard("blackhole"));
+    facts.rules.splice(1..1, (100..300).map(some).chain([all]));
+    let found = check(&facts);
+    assert!(found.len() == 6 && found[0].text.contains("priority 300"), "{found:#?}");
+    assert!(found[5].text.contains("196 more rules"), "{found:#?}");
+}
+
 /// A thousand peers behind a router share its entry, and the tunnel's own entries are permanent.
 #[test]
 fn only_neighbours_on_the_own_link_are_counted() {

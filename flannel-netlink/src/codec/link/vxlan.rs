@@ -73,7 +73,8 @@ pub(crate) struct VxlanMessage {
     /// It has attributes that flannel's devices lack: a multicast group, external tunnel metadata,
     /// ARP proxying, miss notifications, a limit of the FDB, a range of source ports, or other
     /// checksum options. The kernel cannot reset them, or (a group, before Linux 6.15) not fully.
-    /// Such a device is deleted and created again.
+    /// Such a device is deleted and created again. `IFLA_VXLAN_RESERVED_BITS` is not compared,
+    /// because its default depends on the other attributes.
     unrepresentable: bool,
 }
 
