@@ -28,7 +28,7 @@ pub(crate) fn open(options: &mut OpenOptions, path: &Path) -> io::Result<File> {
     Ok(file)
 }
 
-/// Reads a regular file as [`open`] opens it: for the files of a state directory.
+/// Reads a file of a state directory. A symbolic link is not followed.
 ///
 /// # Errors
 /// It is not a regular file, or the file system refuses.
