@@ -188,7 +188,8 @@ impl HostFacts {
         let found: Vec<(IpAddr, LinkName)> =
             peers.take(MOST_LOOKUPS).filter_map(elsewhere).collect();
         let on_link = |to: IpAddr| self.on_link.iter().any(|network| network.contains(to));
-        self.elsewhere = found.iter().find(|(to, _)| on_link(*to)).or(found.first()).copied();
+        self.elsewhere =
+            found.iter().find(|(to, _)| on_link(*to)).or_else(|| found.first()).copied();
         if is_strict && self.elsewhere.is_some() {
             self.rp_filter.insert(uplink, 1);
         }
