@@ -259,6 +259,8 @@ pub(crate) mod tests {
         network.objects = 3 * peers + 2;
         let room = &mut network.subnets[0];
         (room.used, room.free) = (peers + 1, room.total - (peers + 1));
+        let paths = network.paths.as_mut().unwrap();
+        (paths.states, paths.failing) = ([("ok".to_owned(), peers)].into(), 0);
     }
 
     fn healthy() -> StatusReport {
