@@ -9,8 +9,8 @@ use serde::{Deserialize, Serialize};
 pub struct PathsReport {
     /// [`VERSION`](crate::VERSION).
     pub version: u32,
-    /// The numbers of paths. `null`: paths are not probed, no network runs, or this node's lease has
-    /// run out.
+    /// The numbers of paths. `null`: paths are not probed, no network runs, or this node's lease
+    /// has run out.
     pub summary: Option<PathsSummary>,
     /// One for each other node and family: failing paths first, then the longest round trips.
     pub paths: Vec<PathReport>,

@@ -63,8 +63,8 @@ impl<P> Agenda<P> {
         }
     }
 
-    /// Takes the paths to be probed now, of `paths` paths. A path that `has_rested` was not probed a
-    /// moment ago.
+    /// Takes the paths to be probed now, of `paths` paths. A path that `has_rested` was not probed
+    /// a moment ago.
     pub(crate) fn due(
         &mut self,
         now: Instant,
