@@ -174,12 +174,12 @@ pub fn bridge(args: &str) -> String {
 /// It fails.
 pub fn run(program: &str, args: &str) -> String {
     let output = Command::new(program).args(args.split_whitespace()).output();
-    let output = output
-        .unwrap_or_else(|error| panic!("`{program}` of iproute2 is needed for this test: {error}"));
+    let output =
+        output.unwrap_or_else(|error| panic!("`{program}` is needed for this test: {error}"));
     assert!(
         output.status.success(),
         "{program} {args}: {}",
         String::from_utf8_lossy(&output.stderr)
     );
-    String::from_utf8(output.stdout).expect("iproute2 prints UTF-8")
+    String::from_utf8(output.stdout).expect("these programs print UTF-8")
 }

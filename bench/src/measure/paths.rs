@@ -103,7 +103,7 @@ fn answer_for_all(daemon: &Daemon, far: &Netns) -> anyhow::Result<()> {
             // In the main table, so that the route to this daemon's subnet is more specific.
             "route add local 172.16.0.0/12 dev lo table main".to_owned(),
             "route add local 10.0.0.0/8 dev lo table main".to_owned(),
-            format!("route add {own} via {tunnel} dev flannel.1 onlink"),
+            format!("route add {own} dev flannel.1"),
             format!("neigh add {tunnel} lladdr {mac} dev flannel.1"),
         ] {
             ip(&args);
