@@ -43,10 +43,10 @@ impl Netns {
         Ok(netns)
     }
 
-    /// The file of the namespace in this process, for
-    /// [`NetlinkKernel::open_in`](crate::NetlinkKernel::open_in).
+    /// The file of the namespace, for [`NetlinkKernel::open_in`](crate::NetlinkKernel::open_in)
+    /// and for `netns FILE` of [`ip`].
     pub fn path(&self) -> PathBuf {
-        format!("/proc/self/fd/{}", self.0.as_raw_fd()).into()
+        format!("/proc/{}/fd/{}", std::process::id(), self.0.as_raw_fd()).into()
     }
 
     /// Runs `work` inside the namespace, on a separate thread, and waits for its end.

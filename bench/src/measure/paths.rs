@@ -88,9 +88,8 @@ fn answer_for_all(daemon: &Daemon, far: &Netns) -> anyhow::Result<()> {
     let mac = daemon.netns().run(|| ip("-j link show flannel.1"));
     let mac: serde_json::Value = serde_json::from_str(&mac)?;
     let mac = mac[0]["address"].as_str().context("flannel.1 has no address")?.to_owned();
-    let path = far.path().display().to_string();
-    let path = path.replace("self", &std::process::id().to_string());
-    daemon.netns().run(|| drop(ip(&format!("link set wire netns {path}"))));
+    let move_wire = format!("link set wire netns {}", far.path().display());
+    daemon.netns().run(|| drop(ip(&move_wire)));
     let public = Peer(2).public(Family::V4);
     ensure!(public.to_string().starts_with("172.16."), "{public} is not in 172.16.0.0/12");
     far.run(|| {

@@ -180,12 +180,15 @@ mod tests {
     fn sizes_are_exact_and_the_mtu_of_a_router_is_reported() {
         in_netns(|| {
             let (router, far) = (Netns::new().unwrap(), Netns::new().unwrap());
-            let file = |netns: &Netns| {
-                netns.path().display().to_string().replace("self", &std::process::id().to_string())
-            };
-            ip(&format!("link add eth0 type veth peer name near netns {}", file(&router)));
+            ip(&format!(
+                "link add eth0 type veth peer name near netns {}",
+                router.path().display()
+            ));
             router.run(|| {
-                ip(&format!("link add far type veth peer name eth0 netns {}", file(&far)));
+                ip(&format!(
+                    "link add far type veth peer name eth0 netns {}",
+                    far.path().display()
+                ));
                 ip("link set far mtu 1400");
                 for (link, v4, v6) in [
                     ("near", "192.0.2.2/24", "2001:db8:1::2/64"),

@@ -40,9 +40,8 @@ struct Host {
 impl Host {
     fn new(n: u8, config: &'static str) -> Self {
         let netns = Netns::new().unwrap();
-        let path =
-            netns.path().display().to_string().replace("self", &std::process::id().to_string());
-        ip(&format!("link add port-{n} type veth peer name eth0 netns {path}"));
+        let path = netns.path();
+        ip(&format!("link add port-{n} type veth peer name eth0 netns {}", path.display()));
         ip(&format!("link set port-{n} master br0 up"));
         netns.run(|| {
             ip(&format!("address add 192.0.2.{n}/24 dev eth0"));
