@@ -1,6 +1,8 @@
 #![doc = include_str!("../README.md")]
 
 mod agenda;
+mod change_log;
+mod flights;
 mod pinger;
 mod prober;
 mod record;

@@ -1,6 +1,5 @@
 //! The task that sends probes and takes in the answers.
 
-use std::collections::{BTreeMap, VecDeque};
 use std::convert::Infallible;
 use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
@@ -11,7 +10,7 @@ use flannel_core::network::NetworkHandle;
 use flannel_core::status::Status;
 use flannel_core::{Lease, Subnets};
 use flannel_doctor::inputs::devices::Devices;
-use flannel_doctor::inputs::echo::{Answer, Probe};
+use flannel_doctor::inputs::echo::Answer;
 use flannel_doctor::inputs::echo_socket::IcmpMessage;
 use flannel_doctor::inputs::network::Target;
 use flannel_doctor::inputs::peers::Question;
@@ -21,21 +20,15 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, MissedTickBehavior, interval};
 
 use crate::agenda::{Agenda, Outcome};
+use crate::change_log::ChangeLog;
+use crate::flights::{Flights, TIMEOUT};
 use crate::pinger::Pinger;
-use crate::record::{Change, Details, PathId};
+use crate::record::{Details, PathId};
 use crate::results::Paths;
 use crate::verdict::Answers;
 
 /// The pause between two groups of probes.
 const TICK: Duration = Duration::from_millis(250);
-/// The time to wait for answers. A path is not probed again before.
-const TIMEOUT: Duration = Duration::from_secs(1);
-/// The pause between log lines about changed paths.
-const LOG_PAUSE: Duration = Duration::from_secs(60);
-/// The maximum number of changed paths that get a log line each.
-const LOG_LINES: usize = 5;
-/// Sequence numbers: that of a flight, and the echo in it.
-const ECHOES: u16 = 4;
 
 /// What to probe.
 #[derive(Debug, Clone)]
@@ -108,8 +101,9 @@ impl<'a> Prober<'a> {
                     self.follow_leases(&status.borrow_and_update().clone());
                 }
                 _ = ticks.tick(), if !idle => {
-                    self.follow_leases(&status.borrow_and_update().clone());
-                    self.tick(&status.borrow().clone());
+                    let status = status.borrow_and_update().clone();
+                    self.follow_leases(&status);
+                    self.tick(&status);
                     if examinations.is_empty() {
                         self.examine(&mut examinations);
                     }
@@ -245,126 +239,5 @@ fn target(lease: &Lease) -> Target {
         public: offer.public,
         backend: offer.kind.to_string(),
         state: String::new(),
-    }
-}
-
-/// The probes that wait for answers, in the order of their start.
-#[derive(Debug, Default)]
-struct Flights {
-    /// The number of the first one.
-    first: u16,
-    flights: VecDeque<Flight>,
-}
-
-/// One probe. It has an echo for each field of [`Answers`].
-#[derive(Debug)]
-struct Flight {
-    id: PathId,
-    sent: Instant,
-    answers: Answers,
-    /// The echoes that have no answer, as a set of bits; 0: it has landed.
-    open: u8,
-}
-
-impl Flights {
-    /// Numbers wrap around long after a probe has landed.
-    const NUMBERS: u16 = u16::MAX / ECHOES + 1;
-
-    /// Begins a flight. Returns its echoes, with their sequence numbers.
-    fn begin(&mut self, id: PathId, question: &Question, now: Instant) -> Vec<(u16, Probe)> {
-        let number = (self.first + self.flights.len() as u16) % Self::NUMBERS;
-        // Of the echoes to the tunnel and the public address, the last one is not needed.
-        let probes: Vec<Probe> = question.probes().take(3).collect();
-        let public = (probes.len() > 2).then_some(Answer::Nothing);
-        let answers = Answers { small: Answer::Nothing, full: Answer::Nothing, public };
-        let open = (1 << probes.len()) - 1;
-        self.flights.push_back(Flight { id, sent: now, answers, open });
-        (number * ECHOES..).zip(probes).collect()
-    }
-
-    /// Drops the probes of paths for which `keep` is false.
-    fn retain(&mut self, keep: impl Fn(&PathId) -> bool) {
-        for flight in self.flights.iter_mut().filter(|flight| !keep(&flight.id)) {
-            flight.open = 0;
-        }
-    }
-
-    fn index(&self, sequence: u16) -> usize {
-        let number = sequence / ECHOES;
-        usize::from((number + Self::NUMBERS - self.first) % Self::NUMBERS)
-    }
-
-    /// When the echo with this number was sent; `None`: it no longer waits.
-    fn sent(&self, sequence: u16) -> Option<Instant> {
-        self.flights.get(self.index(sequence)).map(|flight| flight.sent)
-    }
-
-    /// Takes in an answer. Returns the flight once all answers are there.
-    fn answer(&mut self, sequence: u16, answer: Answer) -> Option<(PathId, Answers)> {
-        let index = self.index(sequence);
-        let flight = self.flights.get_mut(index)?;
-        let bit = 1 << (sequence % ECHOES);
-        if flight.open & bit == 0 {
-            return None;
-        }
-        flight.open &= !bit;
-        match sequence % ECHOES {
-            0 => flight.answers.small = answer,
-            1 => flight.answers.full = answer,
-            _ => flight.answers.public = Some(answer),
-        }
-        (flight.open == 0).then(|| (flight.id, flight.answers.clone()))
-    }
-
-    /// The next flight whose time is over.
-    fn expired(&mut self, now: Instant) -> Option<(PathId, Answers)> {
-        loop {
-            let flight = self.flights.front()?;
-            if flight.open != 0 && now.duration_since(flight.sent) < TIMEOUT {
-                return None;
-            }
-            let flight = self.flights.pop_front()?;
-            self.first = (self.first + 1) % Self::NUMBERS;
-            if flight.open != 0 {
-                return Some((flight.id, flight.answers));
-            }
-        }
-    }
-}
-
-/// Logs changed paths, all at once every minute at most.
-#[derive(Debug, Default)]
-struct ChangeLog {
-    /// The last change of each path.
-    changed: BTreeMap<PathId, (Change, &'static str)>,
-    written: Option<Instant>,
-}
-
-impl ChangeLog {
-    fn note(&mut self, id: PathId, change: Change, state: &'static str) {
-        self.changed.insert(id, (change, state));
-    }
-
-    fn write(&mut self, now: Instant) {
-        let waits = self.written.is_some_and(|at| now.duration_since(at) < LOG_PAUSE);
-        if self.changed.is_empty() || waits {
-            return;
-        }
-        self.written = Some(now);
-        let changed = std::mem::take(&mut self.changed);
-        let of = |wanted| changed.iter().filter(move |(_, (change, _))| *change == wanted);
-        for (PathId { peer, family }, (_, state)) in of(Change::Fails).take(LOG_LINES) {
-            tracing::warn!(%peer, %family, %state, "the path to a peer fails");
-        }
-        for (PathId { peer, family }, _) in of(Change::Works).take(LOG_LINES) {
-            tracing::info!(%peer, %family, "the path to a peer works again");
-        }
-        let more = |change| of(change).count().checked_sub(LOG_LINES).filter(|more| *more > 0);
-        if let Some(paths) = more(Change::Fails) {
-            tracing::warn!(paths, "more paths to peers fail");
-        }
-        if let Some(paths) = more(Change::Works) {
-            tracing::info!(paths, "more paths to peers work again");
-        }
     }
 }

@@ -55,8 +55,8 @@ impl Paths {
     /// The numbers of paths. Takes O(n) for n paths.
     pub fn summary(&self) -> PathsSummary {
         let table = self.table();
-        let mut states: BTreeMap<String, u64> =
-            table.states().map(|state| (state.to_owned(), 0)).collect();
+        let all = [OK, UNKNOWN].into_iter().chain(Fault::NAMES);
+        let mut states: BTreeMap<String, u64> = all.map(|state| (state.to_owned(), 0)).collect();
         let mut oldest = Some(Duration::ZERO);
         for record in table.records.values() {
             *states.entry(table.state(record).to_owned()).or_default() += 1;
@@ -76,8 +76,8 @@ impl Paths {
         let (now, table) = (SystemTime::now(), self.table());
         let mut records: Vec<_> = table.records.iter().collect();
         records.sort_by(|(_, a), (_, b)| {
-            let failing = |record: &Record| record.fault.is_none();
-            failing(a).cmp(&failing(b)).then(b.round_trip.cmp(&a.round_trip))
+            let works = |record: &Record| record.fault.is_none();
+            works(a).cmp(&works(b)).then(b.round_trip.cmp(&a.round_trip))
         });
         records.into_iter().map(|(id, record)| table.path(id, record, now)).collect()
     }
@@ -193,11 +193,6 @@ impl Paths {
 }
 
 impl Table {
-    /// All states that a path can have.
-    fn states(&self) -> impl Iterator<Item = &'static str> {
-        [OK, UNKNOWN].into_iter().chain(Fault::NAMES)
-    }
-
     fn state(&self, record: &Record) -> &'static str {
         match &record.fault {
             Some(failing) => failing.fault.name(self.any_reply()),

@@ -16,8 +16,8 @@ use flannel_core::{Backend, Config, Lease};
 use flannel_doctor::Network;
 use flannel_netlink::testing::{Netns, bridge, in_netns_async, ip, run};
 use flannel_paths::{Paths, ProbeSettings, probe};
+use test_support::eventually_async;
 use tokio::sync::watch;
-use tokio::time::{sleep, timeout};
 
 const MACS: [&str; 2] = ["0a:00:00:00:00:01", "0a:00:00:00:00:02"];
 
@@ -79,34 +79,24 @@ fn settings() -> ProbeSettings {
     ProbeSettings { interval: Duration::from_secs(300), doctor_port: 0, network }
 }
 
+/// The time in which a path gets a state.
+const PATIENCE: Duration = Duration::from_secs(60);
+
 /// Waits until the path of a peer in a family has a state, and returns it.
 async fn until(paths: &Paths, key: &str, family: &str, state: &str) -> PathReport {
-    let mut last = None;
-    let found = async {
-        loop {
-            let all = paths.report();
-            let path =
-                all.into_iter().find(|path| path.key.starts_with(key) && path.family == family);
-            if path.as_ref().is_some_and(|path| path.state == state) {
-                return path.unwrap();
-            }
-            last = path;
-            sleep(Duration::from_millis(50)).await;
-        }
-    };
-    match timeout(Duration::from_secs(60), found).await {
-        Ok(path) => path,
-        Err(_) => panic!("{key} {family} is not {state}: {last:?}"),
-    }
+    let of_peer = |path: &PathReport| path.key.starts_with(key) && path.family == family;
+    let found =
+        async || paths.report().into_iter().find(|path| of_peer(path) && path.state == state);
+    let otherwise = || format!("{key} {family} is not {state}: {:#?}", paths.report());
+    eventually_async(PATIENCE, found, otherwise).await
 }
 
 #[test]
 fn faults_of_a_real_tunnel_are_told_apart_and_pass() {
     in_netns_async(async || {
         let far = Netns::new().unwrap();
-        let file = far.path().display().to_string();
-        let file = file.replace("self", &std::process::id().to_string());
-        ip(&format!("link add eth0 type veth peer name eth0 netns {file}"));
+        let file = far.path();
+        ip(&format!("link add eth0 type veth peer name eth0 netns {}", file.display()));
         host(0);
         far.run(|| host(1));
         let mut status = Status::default();
@@ -147,17 +137,12 @@ fn faults_of_a_real_tunnel_are_told_apart_and_pass() {
             until(&paths, "10.1.2.0", "IPv4", "full size lost").await;
             until(&paths, "10.1.2.0", "IPv6", "full size lost").await;
             // The examination finds the size: 1400 bytes without the header of the tunnel.
-            let sized = async {
-                loop {
-                    let all = paths.report();
-                    let of = |path: &&PathReport| path.family == "IPv4" && path.passes.is_some();
-                    if let Some(path) = all.iter().find(of) {
-                        return path.passes;
-                    }
-                    sleep(Duration::from_millis(50)).await;
-                }
+            let passes = async || {
+                let of_v4 = |path: PathReport| path.passes.filter(|_| path.family == "IPv4");
+                paths.report().into_iter().find_map(of_v4)
             };
-            assert_eq!(timeout(Duration::from_secs(60), sized).await.unwrap(), Some(1350));
+            let otherwise = || format!("no size: {:#?}", paths.report());
+            assert_eq!(eventually_async(PATIENCE, passes, otherwise).await, 1350);
             far.run(|| run("nft", "delete table netdev t"));
             until(&paths, "10.1.2.0", "IPv4", "ok").await;
             // No node answers any more.
@@ -169,12 +154,8 @@ fn faults_of_a_real_tunnel_are_told_apart_and_pass() {
             network.send_modify(|status| {
                 Arc::make_mut(status).leases = LeaseSet::from_iter([lease(1)]);
             });
-            let gone = async {
-                while !paths.report().is_empty() {
-                    sleep(Duration::from_millis(50)).await;
-                }
-            };
-            timeout(Duration::from_secs(60), gone).await.unwrap();
+            let gone = async || paths.report().is_empty();
+            eventually_async(PATIENCE, gone, || format!("{:#?}", paths.report())).await;
         };
         tokio::select! {
             never = probe(&settings, handle, &paths) => match never {},
@@ -188,9 +169,8 @@ fn faults_of_a_real_tunnel_are_told_apart_and_pass() {
 fn a_path_whose_echoes_cannot_be_sent_is_probed_again() {
     in_netns_async(async || {
         let far = Netns::new().unwrap();
-        let file = far.path().display().to_string();
-        let file = file.replace("self", &std::process::id().to_string());
-        ip(&format!("link add eth0 type veth peer name eth0 netns {file}"));
+        let file = far.path();
+        ip(&format!("link add eth0 type veth peer name eth0 netns {}", file.display()));
         let set_up = |n: u8| {
             ip(&format!("addr add 192.0.2.{n}/24 dev eth0"));
             ip("link set eth0 up");
