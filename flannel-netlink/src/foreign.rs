@@ -96,29 +96,6 @@ pub struct Attached {
     pub queue: Option<String>,
 }
 
-impl Rule {
-    /// The share of the packets from addresses in `src` to all addresses in `dst` that it applies
-    /// to. `arrive_on` returns whether such packets may arrive on a device.
-    pub fn applies(&self, src: &Subnet, dst: &Subnet, arrive_on: impl Fn(&str) -> bool) -> Share {
-        let of = |selector: &Option<Subnet>, all: &Subnet| match selector {
-            Some(selected) if !selected.overlaps(all) => Share::None,
-            Some(selected) if !selected.covers(all) => Share::Some,
-            _ => Share::All,
-        };
-        let iif = match &self.iif {
-            Some(device) if !arrive_on(device) => Share::None,
-            Some(_) => Share::Some,
-            None => Share::All,
-        };
-        let selected = self.rest.max(iif).max(of(&self.src, src)).max(of(&self.dst, dst));
-        match (self.inverted, selected) {
-            (true, Share::All) => Share::None,
-            (true, Share::None) => Share::All,
-            (_, share) => share,
-        }
-    }
-}
-
 /// As arguments of `ip rule`, without selectors that are no fields.
 impl fmt::Display for Rule {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -216,49 +193,23 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_rule_applies_to_the_packets_that_all_selectors_match() {
-        let subnet = |text: &str| text.parse::<Subnet>().unwrap();
-        let (pods, peer) = (subnet("10.1.0.0/16"), subnet("10.1.7.0/24"));
-        let any = Rule {
+    fn a_rule_is_written_as_arguments_of_ip() {
+        let subnet = |text: &str| Some(text.parse::<Subnet>().unwrap());
+        let rule = Rule {
             family: Family::V4,
             priority: 100,
-            inverted: false,
-            src: None,
-            dst: None,
-            iif: None,
+            inverted: true,
+            src: subnet("10.1.0.0/16"),
+            dst: subnet("10.1.7.0/24"),
+            iif: Some("cni0".to_owned()),
             rest: Share::All,
             suppressed: None,
             action: RuleAction::Table(7),
         };
-        let applies = |rule: &Rule| rule.applies(&pods, &peer, |device| device == "cni0");
-        for (src, dst, iif, rest, share) in [
-            (None, None, None, Share::All, Share::All),
-            (Some("10.0.0.0/8"), None, None, Share::All, Share::All),
-            (Some("10.1.5.0/24"), None, None, Share::All, Share::Some),
-            (Some("192.0.2.1/32"), None, None, Share::All, Share::None),
-            (None, Some("10.1.0.0/16"), None, Share::All, Share::All),
-            (None, Some("10.1.7.9/32"), None, Share::All, Share::Some),
-            (None, Some("10.1.8.0/24"), None, Share::All, Share::None),
-            (None, None, Some("cni0"), Share::All, Share::Some),
-            (None, None, Some("eth1"), Share::All, Share::None),
-            (None, Some("10.1.0.0/16"), None, Share::None, Share::None),
-        ] {
-            let (src, dst, iif) = (src.map(subnet), dst.map(subnet), iif.map(str::to_owned));
-            let mut rule = Rule { src, dst, iif, rest, ..any.clone() };
-            assert_eq!(applies(&rule), share, "{rule}");
-            rule.inverted = true;
-            let rest = match share {
-                Share::All => Share::None,
-                Share::Some => Share::Some,
-                Share::None => Share::All,
-            };
-            assert_eq!(applies(&rule), rest, "{rule}");
-        }
-        let (src, iif) = (Some(pods), Some("cni0".to_owned()));
-        let goto = Rule { action: RuleAction::Goto(200), ..any.clone() };
-        assert_eq!(goto.to_string(), "pref 100 goto 200");
-        let rule = Rule { src, dst: Some(peer), iif, inverted: true, ..any };
         let text = "pref 100 not from 10.1.0.0/16 to 10.1.7.0/24 iif cni0 lookup 7";
         assert_eq!(rule.to_string(), text);
+        let (src, dst, iif, action) = (None, None, None, RuleAction::Goto(200));
+        let goto = Rule { inverted: false, src, dst, iif, action, ..rule };
+        assert_eq!(goto.to_string(), "pref 100 goto 200");
     }
 }

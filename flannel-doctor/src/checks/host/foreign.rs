@@ -55,7 +55,7 @@ impl HostFacts {
             return Share::None;
         }
         let is_uplink = |device: &str| self.uplink.is_some_and(|uplink| uplink.as_str() == device);
-        rule.applies(network, to, |device| {
+        applies(rule, network, to, |device| {
             self.has_pods(device) || (self.tunnels.is_empty() && is_uplink(device))
         })
     }
@@ -210,4 +210,71 @@ pub(super) fn attached(facts: &HostFacts) -> Vec<Finding> {
         }
     }
     found
+}
+
+/// The share of the packets from addresses in `src` to all addresses in `dst` that a rule applies
+/// to. `arrive_on` returns whether such packets may arrive on a device.
+fn applies(rule: &Rule, src: &Subnet, dst: &Subnet, arrive_on: impl Fn(&str) -> bool) -> Share {
+    let of = |selector: &Option<Subnet>, all: &Subnet| match selector {
+        Some(selected) if !selected.overlaps(all) => Share::None,
+        Some(selected) if !selected.covers(all) => Share::Some,
+        _ => Share::All,
+    };
+    let iif = match &rule.iif {
+        Some(device) if !arrive_on(device) => Share::None,
+        Some(_) => Share::Some,
+        None => Share::All,
+    };
+    let selected = rule.rest.max(iif).max(of(&rule.src, src)).max(of(&rule.dst, dst));
+    match (rule.inverted, selected) {
+        (true, Share::All) => Share::None,
+        (true, Share::None) => Share::All,
+        (_, share) => share,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rule_applies_to_the_packets_that_all_selectors_match() {
+        let subnet = |text: &str| text.parse::<Subnet>().unwrap();
+        let (pods, peer) = (subnet("10.1.0.0/16"), subnet("10.1.7.0/24"));
+        let any = Rule {
+            family: Family::V4,
+            priority: 100,
+            inverted: false,
+            src: None,
+            dst: None,
+            iif: None,
+            rest: Share::All,
+            suppressed: None,
+            action: RuleAction::Table(7),
+        };
+        let found = |rule: &Rule| applies(rule, &pods, &peer, |device| device == "cni0");
+        for (src, dst, iif, rest, share) in [
+            (None, None, None, Share::All, Share::All),
+            (Some("10.0.0.0/8"), None, None, Share::All, Share::All),
+            (Some("10.1.5.0/24"), None, None, Share::All, Share::Some),
+            (Some("192.0.2.1/32"), None, None, Share::All, Share::None),
+            (None, Some("10.1.0.0/16"), None, Share::All, Share::All),
+            (None, Some("10.1.7.9/32"), None, Share::All, Share::Some),
+            (None, Some("10.1.8.0/24"), None, Share::All, Share::None),
+            (None, None, Some("cni0"), Share::All, Share::Some),
+            (None, None, Some("eth1"), Share::All, Share::None),
+            (None, Some("10.1.0.0/16"), None, Share::None, Share::None),
+        ] {
+            let (src, dst, iif) = (src.map(subnet), dst.map(subnet), iif.map(str::to_owned));
+            let mut rule = Rule { src, dst, iif, rest, ..any.clone() };
+            assert_eq!(found(&rule), share, "{rule}");
+            rule.inverted = true;
+            let rest = match share {
+                Share::All => Share::None,
+                Share::Some => Share::Some,
+                Share::None => Share::All,
+            };
+            assert_eq!(found(&rule), rest, "{rule}");
+        }
+    }
 }

@@ -1,3 +1,4 @@
+use flannel_netlink::Taken;
 use flannel_netlink::foreign::{RuleAction, Share};
 
 use super::*;
