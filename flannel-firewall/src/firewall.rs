@@ -295,15 +295,15 @@ impl Firewall {
     }
 }
 
-/// The number of repairs without a line since the last line, if this repair gets one: the first,
-/// one of other differences, and of equal ones one an hour.
+/// The number of equal repairs without a line since the last line, if this repair gets one: the
+/// first, one of other differences, and of equal ones one an hour.
 fn line(last: &mut Option<Line>, found: &str, now: Instant) -> Option<u64> {
     if let Some(last) = last.as_mut().filter(|last| last.found == found && now < last.at + QUIET) {
         last.more += 1;
         return None;
     }
     let next = Line { found: found.to_owned(), at: now, more: 0 };
-    Some(last.replace(next).map_or(0, |last| last.more))
+    Some(last.replace(next).filter(|last| last.found == found).map_or(0, |last| last.more))
 }
 
 impl std::fmt::Debug for Firewall {
@@ -342,6 +342,6 @@ mod tests {
         assert_eq!(at(0, "chain a"), Some(0));
         assert_eq!((at(1, "chain a"), at(3599, "chain a")), (None, None));
         assert_eq!(at(3600, "chain a"), Some(2));
-        assert_eq!((at(3601, "chain a"), at(3602, "chain b")), (None, Some(1)));
+        assert_eq!((at(3601, "chain a"), at(3602, "chain b")), (None, Some(0)));
     }
 }
