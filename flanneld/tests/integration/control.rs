@@ -1136,7 +1136,10 @@ fn hostile_leases_are_rejected_with_the_reason_and_change_nothing() {
             fs::write(place.leases().join(key), value).unwrap();
         }
         let peers = || place.json(&["peers"])["peers"].as_array().unwrap().clone();
-        wait_until(|| peers().len() == hostile.len() + 1, || format!("{:#?}", peers()));
+        // A peer is listed before it is decided.
+        let decided = |peers: &[Value]| peers.iter().all(|peer| peer["state"] != "pending");
+        let all = || Some(peers()).filter(|all| all.len() == hostile.len() + 1 && decided(all));
+        wait_until(|| all().is_some(), || format!("{:#?}", peers()));
         for (key, _, says) in &hostile {
             let peers = peers();
             let peer = peers.iter().find(|peer| peer["key"] == *key);
