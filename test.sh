@@ -55,27 +55,28 @@ fi
 export PATH="$PATH:/usr/sbin:/sbin"
 
 # Programs of the workspace. Without these variables, tests of other crates build them again, and
-# the lab then lacks etcd, which its tests need.
+# the lab then lacks etcd, which its tests need. All builds have the same features, so none is built
+# twice.
 target=${CARGO_TARGET_DIR:-target}
 FLANNELCTL=$(realpath -m "$target/debug/flannelctl")
 FLANNEL_LAB=$(realpath -m "$target/debug/lab")
 export FLANNELCTL FLANNEL_LAB
 
+all=(--workspace --all-features)
+cargo build "${all[@]}" --bin lab --bin flannel --bin install-conf --bin flanneld --bin flannelctl
+# Most tests of daemons wait most of the time: for a lease to come, for packets to be lost.
+export RUST_TEST_THREADS=${RUST_TEST_THREADS:-$((2 * $(nproc)))}
 # A test that hangs ends after an hour, with all processes that it started. On a terminal, where a
 # user can interrupt it, only cargo is ended.
 limit=(timeout --kill-after=10)
 if [ -t 0 ]; then limit+=(--foreground); fi
-"${limit[@]}" 3600 cargo test --workspace --all-features "$@"
+"${limit[@]}" 3600 cargo test "${all[@]}" "$@"
 
 # The tests above ran as root. These tests must also pass for an ordinary user.
 if [ "$(id -u)" = 0 ]; then
     dir=$(mktemp -d)
     trap 'rm -rf "$dir"' EXIT
     chmod 755 "$dir"
-    # Nothing is compiled again, because all crates have the features that they had above.
-    all=(--workspace --all-features)
-    cargo build -q "${all[@]}" --bin lab --bin flannel --bin install-conf --bin flanneld \
-        --bin flannelctl
     built=$(cargo test -q "${all[@]}" --no-run --message-format=json)
     # Prints the paths of the tests of some crates, by the kinds and names of their targets.
     executables() {
@@ -85,9 +86,9 @@ if [ "$(id -u)" = 0 ]; then
             <<<"$built"
     }
     netns_tests=$(executables 'flannel-netlink\|flannel-firewall' 'lib\|test' '[a-z_]*')
-    cni_tests=$(executables flannel-cni test 'real\|install')
+    cni_tests=$(executables flannel-cni test integration)
     daemon_tests=$(executables flanneld test integration)
-    image_tests=$(executables deploy test 'image\|containers')
+    image_tests=$(executables deploy test integration)
     for tests in "$netns_tests" "$cni_tests" "$daemon_tests" "$image_tests"; do
         [ -n "$tests" ] || { echo "test.sh: the output of cargo names no such tests" >&2; exit 1; }
     done
@@ -108,13 +109,13 @@ if [ "$(id -u)" = 0 ]; then
     done
     for test in $cni_tests; do
         as_nobody FLANNEL_CNI="$dir/flannel" INSTALL_CONF="$dir/install-conf" \
-            FLANNEL_LAB="$dir/lab" "$dir/$(basename "$test")" --quiet
+            FLANNEL_LAB="$dir/lab" "$dir/$(basename "$test")" --quiet real:: install::
     done
     PROFILE=dev CNI_PROFILE=dev deploy/build-image-root.sh "$dir/image"
     cp -r deploy "$dir"
     for test in $image_tests; do
         as_nobody FLANNEL_IMAGE="$dir/image" FLANNEL_DEPLOY="$dir/deploy" \
-            "$dir/$(basename "$test")" --quiet
+            "$dir/$(basename "$test")" --quiet image:: containers::
     done
     lab=("$dir/lab" --backend vxlan --family dual --json)
     if ! as_nobody "${lab[@]}" >"$dir/lab.json" 2>"$dir/lab.log"; then

@@ -1,8 +1,8 @@
 //! Reads the Kubernetes manifests of flannel, for the tests that check them.
 //!
 //! Helm renders the chart, nothing here does. `render-manifests.sh` writes `kube-flannel.yml` and
-//! `tests/rendered/` from it. `tests/chart.rs` checks these files and the chart as far as it can
-//! without helm. `tests/helm.rs` needs helm and is not part of `cargo test`:
+//! `tests/rendered/` from it. `tests/integration/chart.rs` checks these files and the chart as far
+//! as it can without helm. `tests/helm.rs` needs helm and is not part of `cargo test`:
 //!
 //! ```sh
 //! HELM=/path/to/helm cargo test -p deploy --test helm

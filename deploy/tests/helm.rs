@@ -13,6 +13,7 @@ use flannel_core::address::Family;
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
+#[path = "integration/objects.rs"]
 mod objects;
 use objects::{container, file, known_to_the_api, of_kind};
 

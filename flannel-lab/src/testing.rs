@@ -2,20 +2,23 @@
 
 use std::process::Command;
 
+use flannel_netlink::testing::test_name;
+
 use crate::may_make_namespaces;
 
 /// Set in a process that is root of a user namespace for a test.
 const INSIDE: &str = "FLANNEL_LAB_INSIDE_USER_NAMESPACE";
 
-/// Runs `body` if this process may make namespaces. Otherwise runs the test `name` of this program
-/// again as root of a user namespace, with `unshare` of util-linux.
+/// Runs `body` if this process may make namespaces. Otherwise runs this test again as root of a
+/// user namespace, with `unshare` of util-linux. The call must be the only statement of the test.
 ///
 /// # Panics
 /// The test fails, or user namespaces are forbidden. A test is never skipped.
-pub fn as_root(name: &str, body: impl FnOnce()) {
+pub fn as_root<F: FnOnce()>(body: F) {
     if may_make_namespaces() {
         return body();
     }
+    let name = &test_name::<F>();
     assert!(
         std::env::var_os(INSIDE).is_none(),
         "{name}: root of a user namespace may not make namespaces"

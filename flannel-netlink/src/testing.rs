@@ -114,9 +114,10 @@ fn run_in_netns(name: &str, test: impl FnOnce() + Send) {
     }
 }
 
-/// The name of the running test. The test harness names its threads after the tests. If it uses
-/// only one thread, the name comes from the path of the closure `F`.
-fn test_name<F>() -> String {
+/// The name of the running test, by which its program runs it. The test harness names its threads
+/// after the tests. If it uses only one thread, the name comes from the path of `F`, a closure in
+/// the test function.
+pub fn test_name<F>() -> String {
     match thread::current().name() {
         Some(name) if name != "main" => name.to_owned(),
         _ => {

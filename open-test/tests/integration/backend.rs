@@ -1,7 +1,5 @@
 //! The backend `lane` in real daemons: two hosts, their pods, and each verb of the control program.
 
-#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
-
 use std::process::{Command, Output};
 use std::time::{Duration, Instant};
 
@@ -87,7 +85,7 @@ fn lane(backend: &str) -> String {
 /// `config check` and `config set` check the backend's options, and name the wrong field.
 #[test]
 fn config_is_validated() {
-    as_root("config_is_validated", || {
+    as_root(|| {
         let lab = hosts(json!({ "Type": "lane", "Lane": 7 }));
         let host = &lab.hosts()[0];
         let file = lab.dir().join("candidate");
@@ -124,7 +122,7 @@ fn config_is_validated() {
 /// A daemon does not start with a wrong option, and a running one ignores it.
 #[test]
 fn a_wrong_option_prevents_a_start_and_a_running_daemon_ignores_it() {
-    as_root("a_wrong_option_prevents_a_start_and_a_running_daemon_ignores_it", || {
+    as_root(|| {
         let lab = hosts(json!({ "Type": "lane", "Lane": 0 }));
         let host = &lab.hosts()[0];
         let log = || host.log().unwrap();
@@ -156,7 +154,7 @@ fn a_wrong_option_prevents_a_start_and_a_running_daemon_ignores_it() {
 /// One cluster from its start to its cleanup.
 #[test]
 fn a_cluster_is_observed_and_cleaned_up() {
-    as_root("a_cluster_is_observed_and_cleaned_up", || {
+    as_root(|| {
         let lab = up(json!({ "Type": "lane", "Lane": 7, "Port": 7007 }));
         let [first, second] = lab.hosts() else { panic!("two hosts") };
         for host in lab.hosts() {

@@ -1,7 +1,5 @@
 //! The lab reports reachability correctly, without any flanneld. Routes are static.
 
-#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
-
 use std::time::{Duration, Instant};
 
 use flannel_core::Subnet;
@@ -59,7 +57,7 @@ fn until_each(lab: &Lab, mut patience: Duration, as_expected: impl Fn(&Pair) -> 
 
 #[test]
 fn pods_reach_each_other_over_static_routes() {
-    as_root("pods_reach_each_other_over_static_routes", || {
+    as_root(|| {
         let lab = routed(3, &Family::BOTH, 1500);
         let matrix = lab.wait_until_reachable(PATIENCE).unwrap();
         assert!(matrix.is_complete(), "{:#?}", matrix.failures().collect::<Vec<_>>());
@@ -76,7 +74,7 @@ fn pods_reach_each_other_over_static_routes() {
 
 #[test]
 fn each_family_is_probed_alone() {
-    as_root("each_family_is_probed_alone", || {
+    as_root(|| {
         for family in Family::BOTH {
             let matrix = routed(2, &[family], 1500).matrix(PATIENCE).unwrap();
             assert!(matrix.is_complete(), "{matrix:#?}");
@@ -91,7 +89,7 @@ fn each_family_is_probed_alone() {
 /// path MTU discovery, and the wrong MTU must be found nevertheless.
 #[test]
 fn a_wrong_mtu_is_detected_if_the_hosts_report_it() {
-    as_root("a_wrong_mtu_is_detected_if_the_hosts_report_it", || {
+    as_root(|| {
         let lab = routed(2, &Family::BOTH, 1500);
         for host in lab.hosts() {
             host.run("ip", &["link", "set", "eth0", "mtu", "1400"]).unwrap();
@@ -109,7 +107,7 @@ fn a_wrong_mtu_is_detected_if_the_hosts_report_it() {
 /// The path drops big packets silently, as some tunnels do.
 #[test]
 fn a_wrong_mtu_is_detected_if_no_host_reports_it() {
-    as_root("a_wrong_mtu_is_detected_if_no_host_reports_it", || {
+    as_root(|| {
         let lab = routed(2, &Family::BOTH, 1500);
         lab.switch()
             .namespace()
@@ -121,7 +119,7 @@ fn a_wrong_mtu_is_detected_if_no_host_reports_it() {
 
 #[test]
 fn a_cut_link_and_its_repair_are_detected() {
-    as_root("a_cut_link_and_its_repair_are_detected", || {
+    as_root(|| {
         let lab = routed(3, &Family::BOTH, 1500);
         let third = &lab.hosts()[2];
         let touches = |pair: &Pair| pair.from == "pod-3" || pair.to == "pod-3";
@@ -146,7 +144,7 @@ fn a_cut_link_and_its_repair_are_detected() {
 
 #[test]
 fn a_pod_without_tcp_is_detected() {
-    as_root("a_pod_without_tcp_is_detected", || {
+    as_root(|| {
         let lab = routed(2, &[Family::V4], 1500);
         // Pings pass. The answers of the echo service are lost, or connections are refused.
         let pod = lab.hosts()[1].pod().unwrap();
@@ -165,7 +163,7 @@ fn a_pod_without_tcp_is_detected() {
 /// More hosts than the kernel's limit of neighbour entries allows.
 #[test]
 fn forty_hosts_reach_each_other() {
-    as_root("forty_hosts_reach_each_other", || {
+    as_root(|| {
         let matrix = routed(40, &[Family::V4], 1500).matrix(Duration::from_secs(60)).unwrap();
         assert!(matrix.is_complete(), "{:#?}", matrix.failures().take(5).collect::<Vec<_>>());
         assert_eq!(matrix.pairs.len(), 40 * 39);
@@ -174,7 +172,7 @@ fn forty_hosts_reach_each_other() {
 
 #[test]
 fn hosts_run_programs_and_replace_their_pods() {
-    as_root("hosts_run_programs_and_replace_their_pods", || {
+    as_root(|| {
         let lab = routed(2, &Family::BOTH, 1450);
         let [first, second] = lab.hosts() else { panic!("{:?}", lab.hosts()) };
         assert!(
@@ -208,7 +206,7 @@ fn hosts_run_programs_and_replace_their_pods() {
 /// A namespace that another program connected is a pod. The lab does not remove its links.
 #[test]
 fn a_namespace_of_another_program_is_adopted_as_a_pod() {
-    as_root("a_namespace_of_another_program_is_adopted_as_a_pod", || {
+    as_root(|| {
         let lab = routed(2, &[Family::V4], 1500);
         let host = &lab.hosts()[0];
         host.remove_pod().unwrap();
@@ -235,7 +233,7 @@ fn a_namespace_of_another_program_is_adopted_as_a_pod() {
 
 #[test]
 fn an_interrupt_ends_every_wait_and_leaves_nothing_behind() {
-    as_root("an_interrupt_ends_every_wait_and_leaves_nothing_behind", || {
+    as_root(|| {
         let interrupter = Interrupter::default();
         let lab = Lab::builder().hosts(2).interrupter(interrupter.clone()).start().unwrap();
         let (dir, namespace) = (lab.dir().to_owned(), lab.hosts()[0].namespace().path());

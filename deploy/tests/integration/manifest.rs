@@ -1,7 +1,5 @@
 //! The plain manifest and its kustomization, as the API reads them.
 
-#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
-
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
@@ -12,8 +10,7 @@ use flannel_core::Config;
 use flannel_core::address::Family;
 use serde_json::{Value, json};
 
-mod objects;
-use objects::{cleanup, file, key, known_to_the_api, manifest, of_kind, sorted};
+use crate::objects::{cleanup, file, key, known_to_the_api, manifest, of_kind, sorted};
 
 /// The output of `kubectl kustomize` for a directory.
 fn kustomized(dir: &Path) -> Vec<Value> {

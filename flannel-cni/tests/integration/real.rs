@@ -1,8 +1,6 @@
 //! The plugin with the plugins of clusters (`bridge`, `host-local`, `portmap`, `loopback` of
 //! containernetworking-plugins), in network namespaces, as root and as an ordinary user.
 
-#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
-
 use std::fs;
 use std::io::{Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
@@ -17,9 +15,8 @@ use flannel_lab::{Builder, Lab, Namespace};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-mod runtime;
+use crate::runtime::{Answer, Attach, answer, call, flannel, names};
 use flannel_lab::testing::as_root;
-use runtime::{Answer, Attach, answer, call, flannel, names};
 
 const PATIENCE: Duration = Duration::from_secs(30);
 
@@ -245,7 +242,7 @@ macro_rules! in_families {
     ($run:ident: $($name:ident $families:expr;)*) => {$(
         #[test]
         fn $name() {
-            as_root(stringify!($name), || $run(&$families));
+            as_root(|| $run(&$families));
         }
     )*};
 }
@@ -258,7 +255,7 @@ in_families! { a_pod_is_connected_and_disconnected:
 
 #[test]
 fn portmap_behind_flannel_maps_a_port_to_the_pod() {
-    as_root("portmap_behind_flannel_maps_a_port_to_the_pod", || {
+    as_root(|| {
         let node = Node::alone(&Family::BOTH, true);
         let pod = Sandbox::new("pod-1");
         let portmap = json!({
@@ -295,7 +292,7 @@ fn portmap_behind_flannel_maps_a_port_to_the_pod() {
 /// Without `--ip-masq` the bridge masquerades, and its rules are removed with the pod.
 #[test]
 fn the_bridge_masquerades_if_flannel_does_not() {
-    as_root("the_bridge_masquerades_if_flannel_does_not", || {
+    as_root(|| {
         let node = Node::alone(&[Family::V4], false);
         let pod = Sandbox::new("pod-1");
         let rules = || {
@@ -314,7 +311,7 @@ fn the_bridge_masquerades_if_flannel_does_not() {
 
 #[test]
 fn a_pod_whose_namespace_is_gone_releases_its_address() {
-    as_root("a_pod_whose_namespace_is_gone_releases_its_address", || {
+    as_root(|| {
         let node = Node::alone(&Family::BOTH, true);
         // A path that disappears with the namespace. The number of an open file may be reused.
         let (namespace, dir) = (Namespace::new("pod-1").unwrap(), tempfile::tempdir().unwrap());
@@ -362,14 +359,14 @@ fn after_a_reboot_pods_release_their_addresses(ip_masq: bool) {
 
 #[test]
 fn after_a_reboot_pods_release_their_addresses_if_flannel_masquerades() {
-    as_root("after_a_reboot_pods_release_their_addresses_if_flannel_masquerades", || {
+    as_root(|| {
         after_a_reboot_pods_release_their_addresses(true);
     });
 }
 
 #[test]
 fn after_a_reboot_pods_release_their_addresses_if_the_bridge_masquerades() {
-    as_root("after_a_reboot_pods_release_their_addresses_if_the_bridge_masquerades", || {
+    as_root(|| {
         after_a_reboot_pods_release_their_addresses(false);
     });
 }
@@ -377,7 +374,7 @@ fn after_a_reboot_pods_release_their_addresses_if_the_bridge_masquerades() {
 /// The Go plugin called the bridge with this text, and saved it under the container's name.
 #[test]
 fn a_pod_of_the_go_plugin_releases_its_address() {
-    as_root("a_pod_of_the_go_plugin_releases_its_address", || {
+    as_root(|| {
         let node = Node::alone(&[Family::V4], true);
         let pod = Sandbox::new("pod-1");
         let saved = format!(
@@ -407,7 +404,7 @@ fn a_pod_of_the_go_plugin_releases_its_address() {
 /// passed on, and the retry completes the DEL.
 #[test]
 fn an_incomplete_del_is_completed_by_the_next_del() {
-    as_root("an_incomplete_del_is_completed_by_the_next_del", || {
+    as_root(|| {
         let node = Node::alone(&Family::BOTH, true);
         let pod = Sandbox::new("pod-1");
         let conf = node.conf(&json!({}));
@@ -439,7 +436,7 @@ fn an_incomplete_del_is_completed_by_the_next_del() {
 
 #[test]
 fn every_version_of_the_plugins_connects_a_pod() {
-    as_root("every_version_of_the_plugins_connects_a_pod", || {
+    as_root(|| {
         let node = Node::alone(&[Family::V4], true);
         for (version, checks) in [
             ("0.1.0", false),
@@ -474,7 +471,7 @@ fn every_version_of_the_plugins_connects_a_pod() {
 /// host-local has no free address. Its error is passed on, and nothing is left.
 #[test]
 fn an_add_without_a_free_address_leaves_nothing_behind() {
-    as_root("an_add_without_a_free_address_leaves_nothing_behind", || {
+    as_root(|| {
         let node = Node::alone(&[Family::V4], true);
         let env = fs::read_to_string(&node.subnet_file)
             .unwrap()
@@ -547,7 +544,7 @@ macro_rules! reach {
     ($($name:ident $backend:literal $families:expr;)*) => {$(
         #[test]
         fn $name() {
-            as_root(stringify!($name), || pods_reach_each_other($backend, &$families));
+            as_root(|| pods_reach_each_other($backend, &$families));
         }
     )*};
 }

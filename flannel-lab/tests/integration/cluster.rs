@@ -1,7 +1,5 @@
 //! Real daemons: every backend and family, from an empty registry to pods that reach each other.
 
-#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
-
 use std::path::Path;
 use std::time::Duration;
 use test_support::eventually;
@@ -48,7 +46,7 @@ macro_rules! reaches {
     ($($name:ident: $backend:literal, $families:expr, $mtu:literal;)*) => {$(
         #[test]
         fn $name() {
-            as_root(stringify!($name), || reaches($backend, &$families, $mtu));
+            as_root(|| reaches($backend, &$families, $mtu));
         }
     )*};
 }
@@ -65,7 +63,7 @@ reaches! {
 /// A stop leaves the data path in place. The next start takes the same subnet and loses no packet.
 #[test]
 fn a_restart_keeps_subnet_and_data_path() {
-    as_root("a_restart_keeps_subnet_and_data_path", || {
+    as_root(|| {
         let lab = up(builder().families(Family::BOTH));
         let host = &lab.hosts()[0];
         let before = host.subnet_env().unwrap();
@@ -85,7 +83,7 @@ fn a_restart_keeps_subnet_and_data_path() {
 
 #[test]
 fn a_daemon_that_ends_by_itself_is_reported_with_its_log() {
-    as_root("a_daemon_that_ends_by_itself_is_reported_with_its_log", || {
+    as_root(|| {
         let lab = up(builder().hosts(2));
         let host = &lab.hosts()[1];
         assert!(
@@ -107,7 +105,7 @@ fn a_daemon_that_ends_by_itself_is_reported_with_its_log() {
 /// Reads `subnet.env` with the lab's own reader, at the configured path.
 #[test]
 fn daemons_write_only_to_configured_paths() {
-    as_root("daemons_write_only_to_configured_paths", || {
+    as_root(|| {
         let lab = up(builder().hosts(2));
         let names = |dir: &Path| {
             let entries = std::fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().file_name());

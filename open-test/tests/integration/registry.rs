@@ -1,8 +1,6 @@
 //! A registry that no other crate knows: the lease engine's suite, and two whole daemons on it in
 //! one process, with the backend of this crate.
 
-#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
-
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -63,7 +61,7 @@ fn run(host: &Host, registry: Arc<dyn Registry>, stopped: oneshot::Receiver<()>)
 /// Two daemons in this process share a registry in its memory, and their pods reach each other.
 #[test]
 fn daemons_run_on_a_custom_registry() {
-    as_root("daemons_run_on_a_custom_registry", || {
+    as_root(|| {
         let network = r#"{"Network":"10.244.0.0/16",
             "EnableIPv6":true,"IPv6Network":"fd00:10:244::/48",
             "EnableNFTables":true,"Backend":{"Type":"lane","Lane":9}}"#;

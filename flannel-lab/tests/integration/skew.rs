@@ -6,8 +6,6 @@
 //! made keeps its lease in the store unchanged. An older version may not read a state file of this
 //! version. Then it takes over its lease by its public address.
 
-#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
-
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -19,8 +17,7 @@ use flannel_lab::{Host, Lab, Signal};
 use serde_json::Value;
 
 #[allow(dead_code, reason = "the tests of traffic use the rest")]
-mod stream;
-use stream::Traffic;
+use crate::stream::Traffic;
 
 const PATIENCE: Duration = Duration::from_secs(30);
 const NEW: &str = env!("CARGO_BIN_EXE_lab");
@@ -193,7 +190,7 @@ macro_rules! tests {
     ($($name:ident: $backend:literal, $etcd:literal, $first:ident;)*) => {$(
         #[test]
         fn $name() {
-            as_root(stringify!($name), || change_versions($backend, $etcd, First::$first));
+            as_root(|| change_versions($backend, $etcd, First::$first));
         }
     )*};
 }

@@ -1,8 +1,6 @@
 //! The plugin's protocol, with a delegate that accepts only calls that the specification allows
 //! (`strict/delegate.sh`). Real processes, no privileges.
 
-#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
-
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -11,8 +9,7 @@ use std::process::Output;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-mod runtime;
-use runtime::{Answer, Attach, answer, call, flannel, names};
+use crate::runtime::{Answer, Attach, answer, call, flannel, names};
 
 const ENV: &str = "FLANNEL_NETWORK=10.1.0.0/16\nFLANNEL_SUBNET=10.1.5.1/24\nFLANNEL_MTU=1450\n\
     FLANNEL_IPMASQ=true\n";

@@ -1,4 +1,4 @@
-//! The files can be made, and contain every option and verb.
+//! The commands, run on this repository.
 
 #![allow(clippy::unwrap_used, reason = "a test fails that way")]
 
@@ -45,4 +45,11 @@ fn completions_and_man_pages_know_every_option_and_verb() {
             .unwrap();
         assert!(check.status.success(), "{}", String::from_utf8_lossy(&check.stderr));
     }
+}
+
+#[test]
+fn all_texts_pass_the_checks() {
+    let check = Command::new(env!("CARGO_BIN_EXE_xtask")).arg("check").output();
+    let output = check.unwrap_or_else(|error| panic!("xtask: {error}"));
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }

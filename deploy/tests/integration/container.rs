@@ -1,8 +1,6 @@
 //! A node that runs containers of a manifest: directories instead of the host's, and a network
 //! namespace.
 
-#![allow(dead_code, reason = "not every test needs everything")]
-
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -171,7 +169,14 @@ impl Node {
         let root = self.dir.path().join(format!("root-{name}"));
         fs::create_dir(&root).unwrap();
         let mut command = Command::new("unshare");
-        command.args(["--mount", "--", "sh", "-c", include_str!("container.sh"), "container"]);
+        command.args([
+            "--mount",
+            "--",
+            "sh",
+            "-c",
+            include_str!("container/container.sh"),
+            "container",
+        ]);
         command.arg(&root).arg(image()).arg(capabilities.join(" "));
         command
             .args(mounts.iter().map(|(source, target)| format!("{}:{target}", source.display())));

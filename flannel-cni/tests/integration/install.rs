@@ -1,8 +1,6 @@
 //! `install-conf` as init containers run it, on disks that are full and in containers that are
 //! killed.
 
-#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
-
 use std::fs::{self, File, OpenOptions};
 use std::io::Write;
 use std::os::unix::process::ExitStatusExt;
@@ -11,9 +9,8 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, SystemTime};
 use test_support::eventually;
 
-mod runtime;
+use crate::runtime::{install_conf, names};
 use flannel_lab::testing::as_root;
-use runtime::{install_conf, names};
 
 const PATIENCE: Duration = Duration::from_secs(30);
 
@@ -107,7 +104,7 @@ fn concurrent_copies_do_not_disturb_each_other() {
 /// A full tmpfs of 64 KiB in a mount namespace.
 #[test]
 fn a_full_disk_keeps_the_old_file() {
-    as_root("a_full_disk_keeps_the_old_file", || {
+    as_root(|| {
         let dir = tempfile::tempdir().unwrap();
         let script = r#"
             mount -t tmpfs -o size=64k tmpfs "$1"

@@ -1,7 +1,5 @@
 //! The calls of a container runtime: environment, stdin, and parsing of the answer.
 
-#![allow(dead_code, reason = "not every test needs everything")]
-
 use std::fs;
 use std::io::Write;
 use std::path::{Path, PathBuf};

@@ -3,8 +3,6 @@
 //!
 //! Packets are numbered, so that each loss is reported. A test sends some ten thousand.
 
-#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
-
 use std::fs;
 use std::time::{Duration, Instant};
 use test_support::eventually;
@@ -19,9 +17,8 @@ use flannel_netlink::NetlinkKernel;
 use flannel_route::ready_for_go;
 use serde_json::{Value, json};
 
-mod stream;
+use crate::stream::{Lost, Traffic};
 use flannel_lab::testing::as_root;
-use stream::Traffic;
 
 const PATIENCE: Duration = Duration::from_secs(30);
 
@@ -73,7 +70,7 @@ fn assert_no_loss(traffic: Traffic, lab: &Lab, least: usize) {
 /// The streams show a loss: only the host whose frames the switch drops loses packets.
 #[test]
 fn a_loss_is_detected_and_reported() {
-    as_root("a_loss_is_detected_and_reported", || {
+    as_root(|| {
         let lab = up("host-gw");
         let traffic = Traffic::start(&lab);
         lab.switch().drop_frames(&lab.hosts()[1]).unwrap();
@@ -110,12 +107,12 @@ fn killed_and_upgraded(backend: &str) {
 
 #[test]
 fn vxlan_daemons_killed_and_upgraded_lose_no_packet() {
-    as_root("vxlan_daemons_killed_and_upgraded_lose_no_packet", || killed_and_upgraded("vxlan"));
+    as_root(|| killed_and_upgraded("vxlan"));
 }
 
 #[test]
 fn host_gw_daemons_killed_and_upgraded_lose_no_packet() {
-    as_root("host_gw_daemons_killed_and_upgraded_lose_no_packet", || {
+    as_root(|| {
         killed_and_upgraded("host-gw");
     });
 }
@@ -148,14 +145,14 @@ fn to_go_flannel_and_back(backend: &dyn Backend) {
 
 #[test]
 fn vxlan_hosts_made_ready_for_go_flannel_lose_no_packet() {
-    as_root("vxlan_hosts_made_ready_for_go_flannel_lose_no_packet", || {
+    as_root(|| {
         to_go_flannel_and_back(&VxlanBackend);
     });
 }
 
 #[test]
 fn host_gw_hosts_made_ready_for_go_flannel_lose_no_packet() {
-    as_root("host_gw_hosts_made_ready_for_go_flannel_lose_no_packet", || {
+    as_root(|| {
         to_go_flannel_and_back(&HostGw);
     });
 }
@@ -185,12 +182,12 @@ fn another_mtu(backend: &str, overhead: u32) {
 
 #[test]
 fn vxlan_follows_the_interfaces_mtu_and_loses_no_packet() {
-    as_root("vxlan_follows_the_interfaces_mtu_and_loses_no_packet", || another_mtu("vxlan", 70));
+    as_root(|| another_mtu("vxlan", 70));
 }
 
 #[test]
 fn host_gw_follows_the_interfaces_mtu_and_loses_no_packet() {
-    as_root("host_gw_follows_the_interfaces_mtu_and_loses_no_packet", || another_mtu("host-gw", 0));
+    as_root(|| another_mtu("host-gw", 0));
 }
 
 /// The first host gets other addresses. Packets to and from it may be lost until it and its peers
@@ -225,21 +222,21 @@ fn another_address(backend: &str) {
     traffic.wait_for_arrivals();
     let (sent, lost) = traffic.end();
     let is_expected =
-        |lost: &stream::Lost| lost.hosts.contains(&1) && lost.at >= began && lost.at <= switched;
+        |lost: &Lost| lost.hosts.contains(&1) && lost.at >= began && lost.at <= switched;
     let lost: Vec<_> = lost.into_iter().filter(|lost| !is_expected(lost)).collect();
     assert!(lost.is_empty(), "{} of {sent} packets: {lost:#?}\n{}", lost.len(), logs(&lab));
 }
 
 #[test]
 fn vxlan_loses_packets_only_until_peers_know_a_changed_address() {
-    as_root("vxlan_loses_packets_only_until_peers_know_a_changed_address", || {
+    as_root(|| {
         another_address("vxlan");
     });
 }
 
 #[test]
 fn host_gw_loses_packets_only_until_peers_know_a_changed_address() {
-    as_root("host_gw_loses_packets_only_until_peers_know_a_changed_address", || {
+    as_root(|| {
         another_address("host-gw");
     });
 }
@@ -247,7 +244,7 @@ fn host_gw_loses_packets_only_until_peers_know_a_changed_address() {
 /// The network config gets another MTU: every daemon rebuilds its network on the same devices.
 #[test]
 fn a_changed_mtu_in_the_network_config_loses_no_packet() {
-    as_root("a_changed_mtu_in_the_network_config_loses_no_packet", || {
+    as_root(|| {
         let lab = up("vxlan");
         let traffic = Traffic::start(&lab);
         let path = lab.registry().join("config");

@@ -1,8 +1,6 @@
 //! The chart, and the files that helm makes of it, as far as they can be checked without helm.
 //! `tests/helm.rs` checks the rest.
 
-#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
-
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 
@@ -10,8 +8,7 @@ use flannel_core::Config;
 use flannel_core::address::Family;
 use serde_json::{Value, json};
 
-mod objects;
-use objects::{container, dual_stack, file, known_to_the_api, manifest, of_kind};
+use crate::objects::{container, dual_stack, file, known_to_the_api, manifest, of_kind};
 
 /// A file of the chart.
 fn read(name: &str) -> String {
@@ -151,8 +148,8 @@ fn the_schema_names_only_known_values() {
 #[test]
 fn the_manifests_follow_the_templates() {
     for (rendered, text) in [
-        ("kube-flannel.yml", include_str!("../kube-flannel.yml")),
-        ("rendered/dual-stack.yml", include_str!("rendered/dual-stack.yml")),
+        ("kube-flannel.yml", include_str!("../../kube-flannel.yml")),
+        ("rendered/dual-stack.yml", include_str!("../rendered/dual-stack.yml")),
     ] {
         for (name, template) in templates() {
             let source = format!("# Source: flannel/templates/{name}");
@@ -229,7 +226,7 @@ fn the_default_values_are_in_the_manifest() {
 
 #[test]
 fn the_dual_stack_chart_is_valid_for_the_api_and_flanneld() {
-    let (values, objects) = (include_str!("rendered/dual-stack.values.yaml"), dual_stack());
+    let (values, objects) = (include_str!("../rendered/dual-stack.values.yaml"), dual_stack());
     let values = deploy::documents(values).unwrap().remove(0);
     objects.iter().for_each(|object| known_to_the_api(object).unwrap());
     let data = &of_kind(&objects, "ConfigMap")["data"];

@@ -2,8 +2,6 @@
 //! and /proc/sys, with only the mounts and capabilities of the manifest, and against an API server
 //! that enforces the role.
 
-#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
-
 use std::fs;
 use std::io::{Read, Write};
 use std::net::{IpAddr, TcpStream};
@@ -18,11 +16,9 @@ use flannel_lab::Namespace;
 use flannel_subnet_kube::testing::ApiServer;
 use serde_json::{Value, json};
 
-mod container;
-mod objects;
-use container::{Api, NODE_NAME, Node, image, output_of};
+use crate::container::{Api, NODE_NAME, Node, image, output_of};
+use crate::objects::{cleanup, dual_stack, manifest, of_kind};
 use flannel_lab::testing::as_root;
-use objects::{cleanup, dual_stack, manifest, of_kind};
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -289,7 +285,7 @@ impl Daemon<'_> {
 
 #[test]
 fn the_manifest_makes_a_node_ready_and_cleanup_removes_all() {
-    as_root("the_manifest_makes_a_node_ready_and_cleanup_removes_all", || {
+    as_root(|| {
         let cluster = Cluster::new(manifest());
         cluster.install();
         let mut daemon = cluster.start();
@@ -317,7 +313,7 @@ fn the_manifest_makes_a_node_ready_and_cleanup_removes_all() {
 /// The daemon cannot change the setting, because /proc/sys is read-only in the container.
 #[test]
 fn a_tunnel_that_accepts_router_advertisements_is_reported() {
-    as_root("a_tunnel_that_accepts_router_advertisements_is_reported", || {
+    as_root(|| {
         let cluster = Cluster::new(manifest());
         cluster.node.net.sysctl("net/ipv6/conf/all/forwarding", "0").unwrap();
         let daemon = cluster.start();
@@ -332,7 +328,7 @@ fn a_tunnel_that_accepts_router_advertisements_is_reported() {
 /// With the values of a cluster of both families and rules in nftables.
 #[test]
 fn the_chart_makes_a_node_ready_and_cleanup_removes_all() {
-    as_root("the_chart_makes_a_node_ready_and_cleanup_removes_all", || {
+    as_root(|| {
         let cluster = Cluster::new(dual_stack());
         cluster.install();
         let mut daemon = cluster.start();

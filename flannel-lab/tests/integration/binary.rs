@@ -1,7 +1,5 @@
 //! The program `lab`: its output, its exit status, and that it leaves nothing behind.
 
-#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
-
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
 use std::os::unix::process::CommandExt;

@@ -1,17 +1,13 @@
 //! The image's files, built by the script that builds them for the image.
 
-#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
-
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::Command;
 
-mod container;
-mod objects;
-use container::{image, output_of};
+use crate::container::{image, output_of};
+use crate::objects::{file, manifest, of_kind};
 use flannel_lab::testing::as_root;
-use objects::{file, manifest, of_kind};
 
 /// All files below a directory, with their modes.
 fn files(dir: &Path, below: &str) -> Vec<(String, u32)> {
@@ -64,7 +60,7 @@ fn the_image_has_every_program_at_the_path_in_the_manifest() {
 type Stage = Vec<(String, String)>;
 
 fn stages() -> Vec<Stage> {
-    let text = include_str!("../../Dockerfile");
+    let text = include_str!("../../../Dockerfile");
     let lines: Vec<&str> = text.lines().filter(|line| !line.starts_with('#')).collect();
     let mut stages: Vec<Stage> = Vec::new();
     for line in lines.join("\n").replace("\\\n", " ").lines().filter(|line| !line.is_empty()) {
@@ -104,7 +100,7 @@ fn the_dockerfile_has_only_commands_that_this_test_knows() {
     let stages = stages();
     let [build, last] = &stages[..] else { panic!("expected two stages: {stages:?}") };
 
-    let needs = include_str!("../build-image-root.sh")
+    let needs = include_str!("../../build-image-root.sh")
         .split_once("(Debian: ")
         .unwrap()
         .1
@@ -122,8 +118,8 @@ fn the_dockerfile_has_only_commands_that_this_test_knows() {
     );
     assert_eq!(fs::metadata(file("..").join(script)).unwrap().permissions().mode() & 0o111, 0o111);
     // .dockerignore excludes no file that cargo needs.
-    let ignored = include_str!("../../.dockerignore");
-    let cargo = include_str!("../../Cargo.toml");
+    let ignored = include_str!("../../../.dockerignore");
+    let cargo = include_str!("../../../Cargo.toml");
     let members = cargo
         .split_once("members = [")
         .unwrap()
@@ -186,7 +182,7 @@ fn the_dockerfile_has_only_commands_that_this_test_knows() {
     );
     let objects = manifest();
     let pod = &of_kind(&objects, "DaemonSet")["spec"]["template"]["spec"];
-    let docs = include_str!("../../docs/kubernetes.md");
+    let docs = include_str!("../../../docs/kubernetes.md");
     for container in
         ["initContainers", "containers"].iter().flat_map(|kind| pod[kind].as_array().unwrap())
     {
@@ -223,7 +219,7 @@ fn mk_docker_opts_writes_options_for_docker() {
 /// Runs them in a root directory without a loader and libraries.
 #[test]
 fn programs_for_hosts_are_static() {
-    as_root("programs_for_hosts_are_static", || {
+    as_root(|| {
         let dir = tempfile::tempdir().unwrap();
         for name in ["flannel", "opt/bin/install-conf"] {
             fs::copy(image().join(name), dir.path().join(Path::new(name).file_name().unwrap()))

@@ -1,0 +1,11 @@
+//! The tests of the lab, in one program, which is faster to build than one for each file.
+
+#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+
+mod binary;
+mod cluster;
+mod doctor;
+mod skew;
+mod static_routes;
+mod stream;
+mod traffic;

@@ -1,0 +1,6 @@
+//! A backend and a registry that no other crate knows.
+
+#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+
+mod backend;
+mod registry;
