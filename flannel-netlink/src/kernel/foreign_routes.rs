@@ -78,11 +78,16 @@ impl ForeignRoutes {
             return;
         }
         if route.has_metrics_by_nexthop() {
-            self.lock().metrics = true;
+            self.note_metrics();
         }
         if route.last_resort && route.protocol == ROUTE_PROTOCOL {
             self.note_last_resort(route.dst);
         }
+    }
+
+    /// Notes that a route uses a nexthop object and has metrics.
+    pub(crate) fn note_metrics(&self) {
+        self.lock().metrics = true;
     }
 
     /// Notes that there is or was a last-resort route of ours to `dst`.

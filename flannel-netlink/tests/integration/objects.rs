@@ -765,7 +765,14 @@ fn nexthop_objects_are_put_replaced_and_deleted() {
             };
             let shown = || json_of(&ip("-j nexthop show id 77"))[0].clone();
             put(kernel, nexthop(g));
-            put(kernel, Route { dst: dst.parse().unwrap(), via: Via::Nexthop(77), mtu: None });
+            let route = |mtu| Route { dst: dst.parse().unwrap(), via: Via::Nexthop(77), mtu };
+            put(kernel, route(None));
+            // No snapshot shows the MTU before it is removed.
+            for mtu in [Some(1350), None] {
+                apply(kernel, Change::Put(route(mtu).into())).unwrap();
+            }
+            let (want, there) = (Object::from(route(None)), kernel.snapshot(&footprint()).unwrap());
+            assert_eq!(there.get(&want.key()), Some(&want));
             assert_eq!((&shown()["gateway"], &shown()["dev"]), (&json!(g), &json!("flannel.1")));
             assert_eq!(
                 (&shown()["flags"], &shown()["protocol"]),
@@ -779,7 +786,7 @@ fn nexthop_objects_are_put_replaced_and_deleted() {
             );
             delete(kernel, nexthop(h));
             // The kernel deleted the route with it. The deletion of an absent route succeeds.
-            delete(kernel, Route { dst: dst.parse().unwrap(), via: Via::Nexthop(77), mtu: None });
+            delete(kernel, route(None));
         });
     });
 }

@@ -38,6 +38,11 @@ impl Steps for Route {
         } else {
             writer.delete_behind(n, self);
         }
+        // A later put without an MTU must remove this one.
+        if self.mtu.is_some() && matches!(self.via, Via::Nexthop(_)) {
+            writer.foreign.note_metrics();
+            writer.send_metrics = true;
+        }
         let metrics = writer.send_metrics;
         route::put(writer.batch.put(n), self, index, metrics);
         Ok(())
