@@ -15,6 +15,7 @@ use std::sync::Arc;
 use crate::advisories::Advisories;
 use crate::link_lookups::LinkLookups;
 use crate::offer_plan::{OfferPlan, Planned};
+use crate::path_mtus::{PathMtus, lower};
 use crate::peer_index::{Claimant, Expanded, Extras, Id, Peer, PeerIndex};
 use flannel_core::address::Dual;
 use flannel_core::backend::{Answer, Env, Rejected};
@@ -61,6 +62,7 @@ pub struct Changed {
 pub struct Admission {
     rules: AdmissionRules,
     plans: Vec<OfferPlan>,
+    path_mtus: PathMtus,
     index: PeerIndex,
     lookups: LinkLookups,
     rejected: Listing<Subnets, Rejection>,
@@ -100,6 +102,7 @@ impl Admission {
         Self {
             rules,
             plans,
+            path_mtus: PathMtus::default(),
             index: PeerIndex::default(),
             lookups: LinkLookups::default(),
             rejected: Listing::default(),
@@ -224,6 +227,16 @@ impl Admission {
         peers.map(|peer| Arc::clone(&peer.lease)).collect()
     }
 
+    /// Takes in the MTUs of paths. Returns the peers whose routes may get another one: call
+    /// [`update`](Self::update) with their leases, so that their plans run again.
+    pub fn set_path_mtus(&mut self, mtus: &PathMtus) -> BTreeSet<Subnets> {
+        let before = std::mem::replace(&mut self.path_mtus, Arc::clone(mtus));
+        let all = before.keys().chain(mtus.keys());
+        let changed = all.filter(|subnet| before.get(*subnet) != mtus.get(*subnet));
+        let peers = changed.flat_map(|subnet| self.index.around(subnet.base()));
+        peers.map(|peer| peer.lease.subnets).collect()
+    }
+
     fn insert(&mut self, lease: Arc<Lease>, on_link: &Answer<'_>, update: &mut Update) {
         let id = self.index.next_id();
         let on_link = |address| on_link(address).or_else(|| self.lookups.answer(&address));
@@ -296,12 +309,13 @@ impl Admission {
     }
 
     /// Plans the part of a lease that can be accepted: the subnets of enabled families. No plan may
-    /// define a route outside them.
+    /// define a route outside them. Routes have the MTUs of their paths.
     fn plan(&self, lease: &Lease, env: &Env<'_>) -> Result<Planned, Rejected> {
         let enabled =
             lease.subnets.iter().filter(|subnet| self.rules.networks[subnet.family()].is_some());
         let Some(subnets) = Subnets::new(enabled) else { return Ok(Planned::default()) };
-        let planned = OfferPlan::run(&self.plans, &subnets, &lease.attrs, env)?;
+        let mut planned = OfferPlan::run(&self.plans, &subnets, &lease.attrs, env)?;
+        lower(&mut planned.objects, &subnets, &self.path_mtus);
         let is_stray = |object: &&Object| match object {
             Object::Route(route) => !subnets.iter().any(|subnet| subnet.covers(&route.dst)),
             _ => false,

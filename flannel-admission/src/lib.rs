@@ -4,6 +4,7 @@ mod admission;
 mod advisories;
 mod link_lookups;
 mod offer_plan;
+mod path_mtus;
 mod peer_index;
 mod stale_lookups;
 mod view_filter;
@@ -11,6 +12,7 @@ mod winners;
 
 pub use admission::{Admission, AdmissionRules, Changed, Delta};
 pub use offer_plan::OfferPlan;
+pub use path_mtus::PathMtus;
 pub use peer_index::{Id, Peer};
 pub use stale_lookups::{Answers, StaleLookups};
 pub use view_filter::ViewFilter;

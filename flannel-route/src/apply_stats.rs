@@ -1,30 +1,23 @@
 //! Statistics: changes that were applied, and repairs. Their size is bounded.
 
-use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
 use flannel_core::Subnets;
 use flannel_core::kernel::ChangedBy;
-use flannel_core::object::{Object, ObjectKind};
-use flannel_core::status::{Damage, Histogram, Repair, Status};
+use flannel_core::object::Object;
+use flannel_core::status::{Damage, Repair, Status};
 
-/// The statistics of one network.
+/// The statistics of one network, in a status without other values.
 #[derive(Debug, Default)]
-pub(crate) struct ApplyStats {
-    applied: u64,
-    repaired: u64,
-    repairs: BTreeMap<(ObjectKind, Damage), u64>,
-    last_repairs: VecDeque<Arc<Repair>>,
-    latency: Histogram,
-}
+pub(crate) struct ApplyStats(pub(crate) Status);
 
 impl ApplyStats {
     /// A change because of leases was applied, `after` their arrival.
     pub(crate) fn applied(&mut self, after: Option<Duration>) {
-        self.applied += 1;
+        self.0.applied += 1;
         if let Some(after) = after {
-            self.latency.record(after);
+            self.0.latency.record(after);
         }
     }
 
@@ -36,22 +29,14 @@ impl ApplyStats {
         peer: Option<Subnets>,
         changed_by: Option<ChangedBy>,
     ) {
-        self.repaired += 1;
-        *self.repairs.entry((object.key().kind(), damage)).or_default() += 1;
-        if self.last_repairs.len() == Status::LAST_REPAIRS {
-            self.last_repairs.pop_front();
+        let Status { repaired, repairs, last_repairs, .. } = &mut self.0;
+        *repaired += 1;
+        *repairs.entry((object.key().kind(), damage)).or_default() += 1;
+        if last_repairs.len() == Status::LAST_REPAIRS {
+            last_repairs.remove(0);
         }
-        let mut repair = Repair::new(self.repaired, damage, object.clone());
+        let mut repair = Repair::new(*repaired, damage, object.clone());
         (repair.peer, repair.changed_by) = (peer, changed_by);
-        self.last_repairs.push_back(Arc::new(repair));
-    }
-
-    /// Writes everything into a status.
-    pub(crate) fn copy_to(&self, status: &mut Status) {
-        status.applied = self.applied;
-        status.repaired = self.repaired;
-        status.repairs = self.repairs.clone();
-        status.last_repairs = self.last_repairs.iter().cloned().collect();
-        status.latency = self.latency;
+        last_repairs.push(Arc::new(repair));
     }
 }

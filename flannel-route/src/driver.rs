@@ -14,6 +14,7 @@ use crate::gated_kernel::GatedKernel;
 use crate::kernel_network::KernelNetwork;
 use crate::listener::Listener;
 use crate::schedule::{Done, Permits, Schedule};
+use flannel_admission::PathMtus;
 use flannel_core::Result;
 use flannel_core::kernel::{Changes, Invalidation, KernelError, ProcessNames};
 use flannel_core::lease::View;
@@ -33,7 +34,8 @@ pub(crate) struct Driver {
     engine: Option<Box<Engine>>,
     status: watch::Sender<Arc<Status>>,
     views: watch::Receiver<View>,
-    /// The arrival of a view that was not taken in yet.
+    mtus: watch::Receiver<PathMtus>,
+    /// The arrival of a view, or of MTUs, that were not taken in yet.
     arrived: Option<Instant>,
     questions: mpsc::Receiver<Question>,
     listener: Listener,
@@ -42,7 +44,7 @@ pub(crate) struct Driver {
 
 /// The work of a round, besides the engine's own.
 struct Round {
-    view: Option<(View, Instant)>,
+    view: Option<((View, PathMtus), Instant)>,
     events: Vec<Invalidation>,
     permits: Permits,
 }
@@ -97,7 +99,7 @@ impl Drop for Driver {
 
 impl Driver {
     pub(crate) fn new(network: KernelNetwork, views: watch::Receiver<View>) -> Self {
-        let KernelNetwork { kernel, names, engine, status, questions, resync, .. } = network;
+        let KernelNetwork { kernel, names, engine, status, questions, resync, mtus, .. } = network;
         let now = Instant::now();
         Self {
             kernel: Arc::new(GatedKernel::new(kernel)),
@@ -105,6 +107,7 @@ impl Driver {
             engine: Some(engine),
             status,
             views,
+            mtus,
             arrived: Some(now),
             questions,
             listener: Listener::default(),
@@ -160,8 +163,10 @@ impl Driver {
             self.listener.pending.push(Invalidation::Everything);
         }
         // The last view counts, even if there will be no more.
-        let view =
-            self.arrived.take().map(|arrived| (self.views.borrow_and_update().clone(), arrived));
+        let view = self.arrived.take().map(|arrived| {
+            let mtus = self.mtus.borrow_and_update().clone();
+            ((self.views.borrow_and_update().clone(), mtus), arrived)
+        });
         Round { view, events: self.listener.pending.take(), permits }
     }
 
@@ -200,6 +205,8 @@ impl Driver {
                     Ok(()) => self.arrived = Some(Instant::now()),
                     Err(_) => return false,
                 },
+                // Without a sender there are no more.
+                Ok(()) = self.mtus.changed() => self.arrived = Some(Instant::now()),
                 Some(question) = self.questions.recv() => self.answer(question),
                 () = self.listener.hear() => {}
                 () = sleep_until(deadline) => break,

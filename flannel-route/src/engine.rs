@@ -25,7 +25,7 @@ use self::table::{Actual, Cause, Row, Table};
 pub(crate) use self::write::BATCH;
 use crate::apply_stats::ApplyStats;
 use crate::nexthops::nexthop;
-use flannel_admission::{Admission, Answers, Changed, Delta, StaleLookups};
+use flannel_admission::{Admission, Answers, Changed, Delta, PathMtus, StaleLookups};
 use flannel_core::kernel::Footprint;
 use flannel_core::lease::{LeaseSet, Origin, View};
 use flannel_core::object::{Key, Object, State};
@@ -48,18 +48,9 @@ pub(crate) struct Engine {
 
 impl Engine {
     pub(crate) fn new(footprint: Footprint, base: State, peers: Admission) -> Self {
-        Self {
-            footprint,
-            desired: Desired::new(base, peers),
-            table: Table::default(),
-            queue: Queue::default(),
-            leases: LeaseSet::default(),
-            live: false,
-            lookups: StaleLookups::default(),
-            survey: Survey::default(),
-            stats: ApplyStats::default(),
-            unfinished: false,
-        }
+        let (table, queue, leases, lookups, survey, stats) = Default::default();
+        let (desired, live, unfinished) = (Desired::new(base, peers), false, false);
+        Self { footprint, desired, table, queue, leases, live, lookups, survey, stats, unfinished }
     }
 
     /// Adds blackholes to the node's own objects, before the first round.
@@ -68,8 +59,14 @@ impl Engine {
         self.desired.base.extend(objects);
     }
 
-    /// Takes in a newer view, which arrived at `arrived`. New leases in large numbers are queued.
-    pub(crate) fn view(&mut self, view: &View, arrived: Instant, kernel: &dyn Kernel) {
+    /// Takes in a newer view or other MTUs of paths, which arrived at `arrived`. New leases in large
+    /// numbers are queued.
+    pub(crate) fn view(
+        &mut self,
+        (view, mtus): &(View, PathMtus),
+        arrived: Instant,
+        kernel: &dyn Kernel,
+    ) {
         let more = view.leases.len().saturating_sub(self.leases.len());
         self.desired.peers.make_room(more);
         let leases = std::mem::replace(&mut self.leases, view.leases.clone());
@@ -82,6 +79,8 @@ impl Engine {
             let new = changes.extract_if(.., is_new).filter_map(|(_, lease)| lease.cloned());
             self.queue.extend(new, arrived);
         }
+        let again = self.desired.peers.set_path_mtus(mtus).into_iter();
+        changes.extend(again.filter_map(|key| Some((key, Some(view.leases.get(&key)?)))));
         let answers = Answers::new(kernel);
         let changed = self.desired.update(changes.into_iter(), &answers);
         self.lookups.note(answers);
@@ -250,6 +249,7 @@ mod tests {
         kernel: FakeKernel,
         engine: Engine,
         leases: LeaseSet,
+        mtus: PathMtus,
     }
 
     impl World {
@@ -291,7 +291,7 @@ mod tests {
             let peers = Admission::new(rules, vec![OfferPlan::new(None, Box::new(plan))]);
             let kernel = FakeKernel::with_uplink("eth0");
             let engine = Engine::new(footprint, State::default(), peers);
-            Self { kernel, engine, leases: LeaseSet::default() }
+            Self { kernel, engine, leases: LeaseSet::default(), mtus: PathMtus::default() }
         }
 
         /// A world with these peers, all in place.
@@ -313,7 +313,7 @@ mod tests {
                 leases: self.leases.clone(),
                 origin: Origin::Live { revision: Revision(1) },
             };
-            self.engine.view(&view, Instant::now(), &self.kernel);
+            self.engine.view(&(view, self.mtus.clone()), Instant::now(), &self.kernel);
         }
 
         fn settle(&mut self) {
@@ -629,6 +629,21 @@ mod tests {
         world.settle();
         assert_eq!((world.route(7), world.kernel.state().len()), (None, 2 * 4));
         assert_eq!(world.standings(7).len(), 2);
+    }
+
+    #[test]
+    fn a_queued_peer_has_the_mtu_of_its_path() {
+        let mut world = World::new();
+        (2..2 + SLICE as u8 + 9).for_each(|n| world.leases.insert(lease(n, [198, 51, 100, n])));
+        world.view();
+        world.mtus = Arc::new([(dst(3), 1300)].into());
+        world.view();
+        world.settle();
+        let mtus = [2, 3].map(|n| match world.kernel.state().get(&Key::Route(dst(n))) {
+            Some(Object::Route(route)) => route.mtu,
+            other => panic!("{other:?}"),
+        });
+        assert_eq!(mtus, [None, Some(1300)]);
     }
 
     #[test]

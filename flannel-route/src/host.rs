@@ -3,12 +3,13 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use flannel_admission::ViewFilter;
+use flannel_admission::{PathMtus, ViewFilter};
 use flannel_annex::WithAnnexes;
 use flannel_core::backend::{Built, ExternalInterface, MemorySecrets, Node, NodeLease, Secrets};
 use flannel_core::kernel::ProcessNames;
 use flannel_core::lease::LeaseAttrs;
 use flannel_core::{Backend, Config, Kernel, Lease, Result, SubnetManager};
+use tokio::sync::watch;
 
 use crate::host_network::{CustomNetwork, HostNetwork};
 use crate::kernel_network::KernelNetwork;
@@ -43,6 +44,8 @@ pub struct JoinOptions {
     pub drop_unused_addresses: bool,
     /// See [`KernelNetwork::with_resync`]. Has no effect on a network that runs itself.
     pub resync: Option<Duration>,
+    /// See [`KernelNetwork::with_path_mtus`]. Has no effect on a network that runs itself.
+    pub path_mtus: Option<watch::Receiver<PathMtus>>,
 }
 
 impl Host {
@@ -112,13 +115,11 @@ impl Host {
         }
         match (prepared.build)(&lease)? {
             Built::Kernel(blueprint) => {
-                let mut network = KernelNetwork::new(kernel, lease, networks, vec![blueprint])
-                    .with_resync(options.resync);
+                let mut network = KernelNetwork::new(kernel, lease, networks, vec![blueprint]);
+                (network.names, network.resync) = (self.process_names.clone(), options.resync);
+                network.mtus = options.path_mtus.unwrap_or(network.mtus);
                 if options.drop_unused_addresses {
                     network = network.drop_unused_addresses();
-                }
-                if let Some(names) = &self.process_names {
-                    network = network.with_process_names(Arc::clone(names));
                 }
                 Ok(HostNetwork::Kernel(Box::new(network)))
             }

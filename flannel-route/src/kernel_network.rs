@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use flannel_admission::{Admission, AdmissionRules, OfferPlan};
+use flannel_admission::{Admission, AdmissionRules, OfferPlan, PathMtus};
 use flannel_core::address::Dual;
 use flannel_core::backend::{Blueprint, NodeLease};
 use flannel_core::kernel::{Footprint, ProcessNames};
@@ -32,6 +32,7 @@ pub struct KernelNetwork {
     pub(crate) status: watch::Sender<Arc<Status>>,
     pub(crate) questions: mpsc::Receiver<Question>,
     pub(crate) resync: Option<Duration>,
+    pub(crate) mtus: watch::Receiver<PathMtus>,
 }
 
 impl std::fmt::Debug for KernelNetwork {
@@ -81,6 +82,7 @@ impl KernelNetwork {
             status,
             questions,
             resync: None,
+            mtus: watch::channel(PathMtus::default()).1,
         }
     }
 
@@ -111,6 +113,13 @@ impl KernelNetwork {
     #[must_use]
     pub fn with_resync(self, period: Option<Duration>) -> Self {
         Self { resync: period, ..self }
+    }
+
+    /// Gives routes to the subnets of peers the MTUs in this channel. A route without an entry has
+    /// the MTU that its backend defines, or its device's.
+    #[must_use]
+    pub fn with_path_mtus(self, mtus: watch::Receiver<PathMtus>) -> Self {
+        Self { mtus, ..self }
     }
 
     /// A handle that outlives [`KernelNetwork::run`].

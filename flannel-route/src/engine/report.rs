@@ -25,7 +25,7 @@ impl Engine {
             *counts.entry(object.kind()).or_default() += 1;
         }
         counts.retain(|_, count| *count > 0);
-        let mut status = Status::default();
+        let mut status = self.stats.0.clone();
         status.settled = !self.is_unsettled() && !self.table.has_started();
         status.in_sync = self.live && status.settled && !self.is_failing();
         let is_in_place = |object: &Object| self.table.get(&object.key()).is_none();
@@ -40,7 +40,6 @@ impl Engine {
         status.failing = self.table.failing.clone();
         status.kernel_error = self.survey.error.as_ref().or_else(|| self.lookups.error()).cloned();
         status.advisories = peers.advisories().clone();
-        self.stats.copy_to(&mut status);
         status
     }
 

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
+use flannel_admission::PathMtus;
 use flannel_core::address::{Dual, Family};
 use flannel_core::backend::{Blueprint, NodeLease};
 use flannel_core::kernel::{Footprint, ROUTE_PROTOCOL};
@@ -19,6 +20,7 @@ use flannel_core::status::Damage;
 use flannel_core::testing::{Call, FakeKernel, FakeSubnets, Operation, diff};
 use flannel_core::{Kernel, Subnet, SubnetManager};
 use flannel_route::KernelNetwork;
+use tokio::sync::watch;
 
 const EINTR: i32 = 4;
 const CONFIG: &str = r#"{
@@ -159,6 +161,7 @@ struct World {
     subnets: FakeSubnets,
     handle: NetworkHandle,
     task: tokio::task::JoinHandle<()>,
+    mtus: watch::Sender<PathMtus>,
     peers: Vec<Peer>,
     foreign: State,
 }
@@ -203,17 +206,28 @@ impl World {
                 Ok(())
             }),
         };
+        let (mtus, receiver) = watch::channel(PathMtus::default());
         let network = KernelNetwork::new(
             Arc::new(kernel.clone()),
             NodeLease::Held(lease),
             networks,
             vec![blueprint],
         )
-        .with_resync(period);
+        .with_resync(period)
+        .with_path_mtus(receiver);
         let handle = network.handle();
         let views = subnets.watch_leases().await.unwrap();
         let task = tokio::spawn(async move { drop(network.run(views).await) });
-        Self { kernel, subnets, handle, task, peers: Vec::new(), foreign: State::default() }
+        let (peers, foreign) = Default::default();
+        Self { kernel, subnets, handle, task, mtus, peers, foreign }
+    }
+
+    /// Sets the MTUs of paths: by a nexthop object of the plan, by one of the engine, and without
+    /// the tunnel; in both families.
+    fn set_mtus(&self, mtu: Option<u32>) {
+        let dsts = [2, 3, 101].into_iter().flat_map(|n| Family::BOTH.map(|f| subnet(f, n)));
+        let mtus = dsts.filter_map(|dst| Some((dst, mtu?)));
+        self.mtus.send_replace(Arc::new(mtus.collect()));
     }
 
     fn put(&mut self, peer: Peer) {
@@ -228,8 +242,12 @@ impl World {
     }
 
     fn want(&self) -> State {
-        let mut want = base(1);
-        self.peers.iter().for_each(|peer| want.extend(peer.objects()));
+        let (mut want, mtus) = (base(1), self.mtus.borrow().clone());
+        let of_path = |object| match object {
+            Object::Route(route) => Route { mtu: mtus.get(&route.dst).copied(), ..route }.into(),
+            object => object,
+        };
+        self.peers.iter().for_each(|peer| want.extend(peer.objects().into_iter().map(of_path)));
         want.extend(self.foreign.iter().cloned());
         want
     }
@@ -309,6 +327,7 @@ fn scenarios() -> Vec<(String, Step)> {
             w.kernel.foreign_put(link, 0);
         }),
     );
+    add("paths have MTUs".into(), Box::new(|w| w.set_mtus(Some(1300))));
     add("a peer on the link leaves".into(), Box::new(|w| w.delete(101)));
     add("a peer has another MAC".into(), Box::new(|w| w.put(Peer { mac: 77, ..Peer::new(3) })));
     add("a peer moves".into(), Box::new(|w| w.put(Peer { public: 77, ..Peer::new(3) })));
@@ -1116,6 +1135,39 @@ async fn an_undesired_inexact_route_is_deleted_after_an_event_or_a_snapshot() {
     }
     let repairs = world.handle.status.borrow().repairs.clone();
     assert_eq!(repairs, BTreeMap::from([((ObjectKind::Route, Damage::Addition), 12)]));
+}
+
+#[tokio::test(start_paused = true)]
+async fn routes_have_the_mtus_of_their_paths_while_there_are_some() {
+    let mut world = settled_world().await;
+    let mut repaired = 0;
+    for mtu in [Some(1350), Some(1300), None] {
+        world.set_mtus(mtu);
+        world.settled(&format!("{mtu:?}")).await;
+        // Another program sets another MTU, or removes it.
+        for other in [Some(1200), mtu.map_or(Some(1400), |_| None)] {
+            for n in [2, 3, 101] {
+                for family in Family::BOTH {
+                    let state = world.kernel.state();
+                    let there = state.get(&Key::Route(subnet(family, n)));
+                    let Some(Object::Route(route)) = there else { panic!("{there:?}") };
+                    world.kernel.foreign_put(Route { mtu: other, ..*route }, 3);
+                    world.settled(&format!("{mtu:?}, then {other:?}")).await;
+                    repaired += 1;
+                }
+            }
+        }
+    }
+    assert_eq!(world.handle.status.borrow().repaired, repaired);
+    // A peer that comes later has the MTU of its path, also after the sender is gone.
+    world.mtus.send_replace(Arc::new([(subnet(Family::V4, 9), 1280)].into()));
+    world.settled("nobody has that subnet").await;
+    world.put(Peer::new(9));
+    world.settled("a peer with an MTU").await;
+    let (gone, _) = watch::channel(world.mtus.borrow().clone());
+    world.mtus = gone;
+    world.put(Peer::new(10));
+    world.settled("a peer without an MTU").await;
 }
 
 #[tokio::test(start_paused = true)]
