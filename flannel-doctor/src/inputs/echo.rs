@@ -239,6 +239,14 @@ mod tests {
                 assert_eq!(answers[n], Answer::TooBig(None), "{:?}", probes[n]);
             }
             assert!(matches!(answers[5], Answer::NotSent(_)), "{answers:?}");
+            // A route's MTU limits no echo.
+            for router in ["192.0.2.2", "2001:db8:1::2"] {
+                ip(&format!("route replace default via {router} mtu 1300"));
+            }
+            let full = [probe("198.51.100.9", 1400), probe("2001:db8:2::9", 1400)];
+            let answers = echo(&full, Duration::from_secs(20)).unwrap();
+            let replied = |answer: &Answer| matches!(answer, Answer::Reply(_));
+            assert!(answers.iter().all(replied), "{answers:?}");
             let nobody = echo(&[probe("192.0.2.99", 64)], Duration::from_millis(100)).unwrap();
             assert_eq!(nobody, [Answer::Nothing]);
         });

@@ -4,12 +4,15 @@
 //! fragment" for both families only this way. It needs `CAP_NET_RAW`.
 //!
 //! **Source**: RFC 792, 1191, 4443, 8201; linux `net/ipv4/raw.c: raw_send_hdrinc`,
-//! `net/ipv6/raw.c`.
+//! `net/ipv6/raw.c`, `ip_skb_dst_mtu`, `ip6_skb_dst_mtu`.
 
 use std::io::{self, ErrorKind, Read};
 use std::net::{IpAddr, SocketAddr, UdpSocket};
 
 use flannel_core::address::Family;
+use rustix::net::sockopt::{
+    Ipv4PathMtuDiscovery, Ipv6PathMtuDiscovery, set_ip_mtu_discover, set_ipv6_mtu_discover,
+};
 use socket2::{Domain, Protocol, SockFilter, Socket, Type};
 
 use super::echo::{Answer, Probe};
@@ -45,6 +48,11 @@ impl EchoSocket {
         let out = Socket::new(domain, Type::RAW, Some(Protocol::from(RAW)))?;
         // A full send buffer must not stop the sender.
         out.set_nonblocking(true)?;
+        // The MTU of the device counts, not that of the route, nor one that a router reported once.
+        match family {
+            Family::V4 => set_ip_mtu_discover(&out, Ipv4PathMtuDiscovery::PROBE)?,
+            Family::V6 => set_ipv6_mtu_discover(&out, Ipv6PathMtuDiscovery::PROBE)?,
+        }
         let inbox = Socket::new(domain, Type::RAW, Some(icmp))?;
         inbox.attach_filter(&filter(family, id))?;
         Ok(Self { family, out, inbox, id })
