@@ -23,8 +23,10 @@ pub struct PathsSummary {
     pub interval: f64,
     /// The number of paths in each state. [`PathReport::state`] has the states.
     pub states: BTreeMap<String, u64>,
-    /// The number of paths that fail: those that are neither `ok` nor `unknown`.
+    /// The number of paths that fail: those that are not `ok`, `unknown` or `mtu lowered`.
     pub failing: u64,
+    /// Why routes have lower MTUs, as sentences without a full stop; at most five of them.
+    pub lowered: Vec<String>,
     /// The age of the oldest result, 0 without paths; `null`: a path has none yet.
     pub oldest: Option<f64>,
     /// Why paths cannot be probed; `null`: they can.
@@ -39,11 +41,11 @@ pub struct PathReport {
     /// `IPv4` or `IPv6`.
     pub family: String,
     /// `ok`; `unknown`: no address of the peer has answered since the network started, or its lease
-    /// is rejected; or a fault:
-    /// `node down`, `underlay down`, `tunnel blocked`, `one way` (packets arrive at the peer, and
-    /// nothing comes back), `full size lost`.
+    /// is rejected; `mtu lowered`: packets of full size are lost, and the route has an `mtu` that
+    /// passes; or a fault: `node down`, `underlay down`, `tunnel blocked`, `one way` (packets arrive
+    /// at the peer, and nothing comes back), `full size lost`.
     pub state: String,
-    /// When it began to fail; `null`: it does not.
+    /// When it began to fail, or to lose packets of full size; `null`: it does neither.
     pub since: Option<f64>,
     /// When it was probed last; `null`: not yet.
     pub probed: Option<f64>,
@@ -52,7 +54,9 @@ pub struct PathReport {
     /// The largest packet that passes, in bytes; `null`: larger ones are not lost, or the size is
     /// not known.
     pub passes: Option<u16>,
-    /// The fault, as a sentence without a full stop.
+    /// The MTU that the daemon gave the route (`--path-mtu`), in bytes; `null`: none.
+    pub mtu: Option<u16>,
+    /// The fault, or why the route has this MTU, as a sentence without a full stop.
     pub text: Option<String>,
     /// A command that repairs the fault or finds its cause.
     pub repair: Option<String>,

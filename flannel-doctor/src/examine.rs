@@ -18,6 +18,7 @@ use crate::diagnosis::peer::{Answers, diagnose};
 use crate::diagnosis::summary::bounded;
 use crate::diagnosis::why::lookup;
 use crate::inputs::devices::{self, Devices};
+use crate::inputs::echo::Answer;
 use crate::inputs::network::{Network, Target};
 use crate::inputs::peers::{AddressReport, EchoReport, Question, SegmentsReport};
 use crate::inputs::query::{PeerAnswers, query_peers};
@@ -264,8 +265,13 @@ pub async fn examine_path(
     let asked = [(target, questions)];
     let (answers, _) =
         query_peers(&asked, &devices, network.datapath.bare, doctor_port).await.ok()?;
-    let PeerAnswers { passes, path, .. } = answers.first()?;
-    let (passes, path) = (*passes, path.clone());
+    let PeerAnswers { passes, path, echoes } = answers.first()?;
+    // The first two echoes take the path of packets of pods. A router may report what it takes.
+    let reported = match echoes.get(1) {
+        Some((_, Answer::TooBig(Some(most)))) => u16::try_from(*most).ok(),
+        _ => None,
+    };
+    let (passes, path) = (passes.or(reported), path.clone());
     let (_, faults) = peer_report(target, &asked[0].1, &mut answers.into_iter(), &devices);
     let mut found = settle(faults, &devices, &network.families());
     localize_findings(&mut found, network.store.as_deref());

@@ -33,5 +33,6 @@ pub(crate) fn target(backend: &str) -> Target {
         public: Dual { v4: Some("192.0.2.7".parse().unwrap()), v6: None },
         backend: backend.into(),
         state: "in place".into(),
+        mtus: Dual::default(),
     }
 }

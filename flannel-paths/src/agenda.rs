@@ -104,7 +104,7 @@ impl<P> Agenda<P> {
 pub(crate) enum Outcome {
     /// The path works, or nothing is known of it.
     Settled,
-    /// An echo was lost.
+    /// An echo was lost, or a path that lost some may work again.
     Lost,
     /// The path fails.
     Failing,

@@ -36,12 +36,18 @@ impl ChangeLog {
         for (PathId { peer, family }, (_, state)) in of(Change::Fails).take(LINES) {
             tracing::warn!(%peer, %family, %state, "the path to a peer fails");
         }
+        for (PathId { peer, family }, _) in of(Change::Lowered).take(LINES) {
+            tracing::warn!(%peer, %family, "large packets are lost: a route gets a lower MTU");
+        }
         for (PathId { peer, family }, _) in of(Change::Works).take(LINES) {
             tracing::info!(%peer, %family, "the path to a peer works again");
         }
         let more = |change| of(change).count().checked_sub(LINES).filter(|more| *more > 0);
         if let Some(paths) = more(Change::Fails) {
             tracing::warn!(paths, "more paths to peers fail");
+        }
+        if let Some(paths) = more(Change::Lowered) {
+            tracing::warn!(paths, "more routes to peers get a lower MTU");
         }
         if let Some(paths) = more(Change::Works) {
             tracing::info!(paths, "more paths to peers work again");
@@ -67,13 +73,15 @@ mod tests {
         log.note(id(1), Change::Fails, "one way");
         log.write(start);
         assert_eq!(logged.count("the path to a peer fails"), 1);
-        (2..=9).for_each(|n| log.note(id(n), Change::Fails, "node down"));
+        (2..=10).for_each(|n| log.note(id(n), Change::Fails, "node down"));
         log.note(id(1), Change::Works, "ok");
         log.note(id(1), Change::Fails, "one way");
         log.write(start + PAUSE / 2);
         assert_eq!(logged.count("the path to a peer fails"), 1, "later");
+        log.note(id(2), Change::Lowered, "mtu lowered");
         log.write(start + PAUSE);
         assert_eq!(logged.count("the path to a peer fails"), 1 + LINES);
+        assert_eq!(logged.count("a route gets a lower MTU"), 1);
         assert_eq!(logged.count("more paths to peers fail"), 1);
         assert_eq!(logged.count("works again"), 0, "it fails again: {:?}", logged.warnings());
     }

@@ -125,6 +125,7 @@ mod tests {
             tunnel: address("10.1.7.0", FULL),
             public: address("192.0.2.7", 1500),
             header: 50,
+            route_mtu: None,
         }
     }
 

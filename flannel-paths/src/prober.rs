@@ -5,6 +5,7 @@ use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
 use std::time::Duration;
 
+use flannel_core::address::Dual;
 use flannel_core::lease::LeaseSet;
 use flannel_core::network::NetworkHandle;
 use flannel_core::status::Status;
@@ -222,11 +223,13 @@ impl<'a> Prober<'a> {
         });
     }
 
-    fn examined(&self, id: PathId, found: Option<PathExamination>) {
+    fn examined(&mut self, id: PathId, found: Option<PathExamination>) {
         let Some(PathExamination { path, passes, finding }) = found else { return };
         // The daemon of the peer reports what arrived through the tunnel.
         let one_way = path.acknowledged > 0 && path.segments.is_none();
-        self.paths.examined(&id, one_way, Details { passes, finding });
+        if let Some(change) = self.paths.examined(&id, one_way, Details { passes, finding }) {
+            self.log.note(id, change, self.paths.state(&id));
+        }
     }
 }
 
@@ -239,5 +242,6 @@ fn target(lease: &Lease) -> Target {
         public: offer.public,
         backend: offer.kind.to_string(),
         state: String::new(),
+        mtus: Dual::default(),
     }
 }

@@ -10,8 +10,11 @@ use tokio::time::Instant;
 use crate::agenda::Outcome;
 use crate::verdict::{Answers, Fault};
 
-/// The number of probes with a loss, one after the other, after which a path fails.
+/// The number of probes with a loss, one after the other, after which a path fails. As many without
+/// a loss end the need for a lower MTU.
 const CONFIRM: u8 = 3;
+/// No IPv4 route gets a lower MTU. Every host accepts such packets (RFC 791).
+const LEAST: u32 = 576;
 
 /// The path to a peer in one family.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -35,6 +38,11 @@ pub(crate) struct Record {
     pub(crate) losses: u8,
     /// The fault, once it is confirmed.
     pub(crate) fault: Option<Box<Failing>>,
+    /// The MTU of the route to the peer, in bytes: packets of full size were lost, and packets of
+    /// this size passed.
+    pub(crate) mtu: Option<u16>,
+    /// With an MTU, the number of probes without a loss since the last one with.
+    pub(crate) passed: u8,
 }
 
 /// A path that fails.
@@ -62,6 +70,8 @@ pub(crate) struct Details {
 pub(crate) enum Change {
     /// It fails now, or in another way.
     Fails,
+    /// The route to the peer gets this MTU.
+    Lowered,
     /// It works again.
     Works,
 }
@@ -73,9 +83,15 @@ impl Record {
         self.round_trip = answers.round_trip().or(self.round_trip);
         let Some(fault) = answers.fault() else {
             self.losses = 0;
+            self.passed += 1;
+            if self.mtu.is_some() && self.passed < CONFIRM {
+                return (Outcome::Lost, None);
+            }
+            (self.mtu, self.passed) = (None, 0);
             let worked = self.fault.take().map(|_| Change::Works);
             return (Outcome::Settled, worked);
         };
+        self.passed = 0;
         if !self.has_replied {
             return (Outcome::Settled, None);
         }
@@ -93,6 +109,37 @@ impl Record {
                 (Outcome::Failing, Some(Change::Fails))
             }
         }
+    }
+
+    /// Takes in the result of an examination. `one_way`: packets through the tunnel arrive there.
+    /// `lowers`: routes get MTUs of the size that passes.
+    pub(crate) fn examined(
+        &mut self,
+        family: Family,
+        one_way: bool,
+        details: Details,
+        lowers: bool,
+    ) -> Option<Change> {
+        // It may work again.
+        let failing = self.fault.as_mut()?;
+        match failing.fault {
+            Fault::TunnelBlocked if one_way => failing.fault = Fault::OneWay,
+            Fault::OneWay if !one_way => failing.fault = Fault::TunnelBlocked,
+            _ => {}
+        }
+        let (before, passes) = (self.mtu, details.passes);
+        failing.details = Some(details);
+        if lowers && failing.fault == Fault::FullSizeLost && passes.is_some() {
+            let least = family.least_mtu().max(LEAST);
+            self.mtu = passes.filter(|passes| u32::from(*passes) >= least);
+        }
+        (self.mtu.is_some() && self.mtu != before).then_some(Change::Lowered)
+    }
+
+    /// Whether only packets are lost that are larger than the MTU of the route.
+    pub(crate) fn is_lowered(&self) -> bool {
+        let full = |failing: &Failing| failing.fault == Fault::FullSizeLost;
+        self.mtu.is_some() && self.fault.as_deref().is_some_and(full)
     }
 
     fn fail(&mut self, fault: Fault) {
@@ -153,6 +200,32 @@ mod tests {
             assert_eq!(record.record(&silent()), (Outcome::Settled, None));
         }
         assert!(!record.has_replied);
+    }
+
+    #[test]
+    fn an_mtu_stays_until_three_probes_pass_whatever_is_lost_meanwhile() {
+        let mut record = Record::default();
+        let lossy = || answers(reply(), Answer::Nothing, reply());
+        for _ in 0..3 {
+            record.record(&lossy());
+        }
+        let found = Details { passes: Some(1350), finding: None };
+        let lowered = record.examined(Family::V4, false, found, true);
+        assert_eq!((lowered, record.mtu), (Some(Change::Lowered), Some(1350)));
+        let probes = [works(), works(), lossy(), works(), works(), blocked(), blocked(), blocked()];
+        for probe in probes.into_iter().chain([works(), works(), blocked()]) {
+            record.record(&probe);
+            assert_eq!(record.mtu, Some(1350), "{probe:?}");
+        }
+        assert_eq!(record.fault.as_ref().unwrap().fault, Fault::TunnelBlocked);
+        assert!(!record.is_lowered());
+        assert_eq!(record.record(&lossy()), (Outcome::Lost, None));
+        assert_eq!(record.record(&lossy()), (Outcome::Failing, Some(Change::Fails)));
+        assert!(record.is_lowered(), "no examination is needed");
+        assert_eq!(record.record(&works()), (Outcome::Lost, None));
+        assert_eq!(record.record(&works()), (Outcome::Lost, None));
+        assert_eq!(record.record(&works()), (Outcome::Settled, Some(Change::Works)));
+        assert_eq!(record.mtu, None);
     }
 
     #[test]

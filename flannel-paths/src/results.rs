@@ -5,7 +5,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime};
 
 use flannel_api::{PathReport, PathsSummary, rounded, seconds};
+use flannel_core::Subnet;
 use flannel_core::status::Histogram;
+use tokio::sync::watch;
 use tokio::time::Instant;
 
 use crate::agenda::Outcome;
@@ -18,6 +20,9 @@ const NO_REPLY: Duration = Duration::from_secs(5);
 const EXAMINE_AGAIN: Duration = Duration::from_secs(300);
 const OK: &str = "ok";
 const UNKNOWN: &str = "unknown";
+const LOWERED: &str = "mtu lowered";
+/// The maximum number of lowered MTUs that a summary explains.
+const MOST_LOWERED: usize = 5;
 
 /// The latest results of all paths. Clones share them.
 #[derive(Debug, Clone)]
@@ -32,12 +37,15 @@ struct Table {
     /// When a node replied last.
     replied: Option<Instant>,
     error: Option<String>,
+    /// The MTUs of all records that have one.
+    mtus: watch::Sender<Arc<BTreeMap<Subnet, u32>>>,
 }
 
 impl Paths {
     /// No results. Each path is probed within `interval`.
     pub fn new(interval: Duration) -> Self {
         let (records, failing, round_trips, replied, error) = Default::default();
+        let mtus = watch::channel(Arc::default()).0;
         Self(Arc::new(Mutex::new(Table {
             interval,
             records,
@@ -45,6 +53,7 @@ impl Paths {
             round_trips,
             replied,
             error,
+            mtus,
         })))
     }
 
@@ -52,31 +61,40 @@ impl Paths {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// The MTUs, in bytes, that routes to subnets of peers must have: larger packets are lost on the
+    /// path. While a receiver exists, such a path is `mtu lowered`, and does not fail.
+    pub fn mtus(&self) -> watch::Receiver<Arc<BTreeMap<Subnet, u32>>> {
+        self.table().mtus.subscribe()
+    }
+
     /// The numbers of paths. Takes O(n) for n paths.
     pub fn summary(&self) -> PathsSummary {
         let table = self.table();
-        let all = [OK, UNKNOWN].into_iter().chain(Fault::NAMES);
+        let all = [OK, UNKNOWN, LOWERED].into_iter().chain(Fault::NAMES);
         let mut states: BTreeMap<String, u64> = all.map(|state| (state.to_owned(), 0)).collect();
         let mut oldest = Some(Duration::ZERO);
         for record in table.records.values() {
             *states.entry(table.state(record).to_owned()).or_default() += 1;
             oldest = oldest.zip(record.probed).map(|(oldest, at)| oldest.max(at.elapsed()));
         }
+        let lowered: Vec<_> = table.failing.iter().filter_map(|id| table.lowered(id)).collect();
         PathsSummary {
             interval: rounded(table.interval),
             states,
-            failing: table.failing.len() as u64,
+            failing: (table.failing.len() - lowered.len()) as u64,
+            lowered: lowered.into_iter().take(MOST_LOWERED).collect(),
             oldest: oldest.map(rounded),
             error: table.error.clone(),
         }
     }
 
-    /// One report for each path: failing paths first, then the longest round trips.
+    /// One report for each path: failing paths first, then those with lowered MTUs, then the longest
+    /// round trips.
     pub fn report(&self) -> Vec<PathReport> {
         let (now, table) = (SystemTime::now(), self.table());
         let mut records: Vec<_> = table.records.iter().collect();
         records.sort_by(|(_, a), (_, b)| {
-            let works = |record: &Record| record.fault.is_none();
+            let works = |record: &Record| (record.fault.is_none(), record.is_lowered());
             works(a).cmp(&works(b)).then(b.round_trip.cmp(&a.round_trip))
         });
         records.into_iter().map(|(id, record)| table.path(id, record, now)).collect()
@@ -104,7 +122,9 @@ impl Paths {
         let mut table = self.table();
         table.failing.remove(id);
         if let Some(record) = table.records.get_mut(id) {
-            *record = Record { probed: Some(now), ..Record::default() };
+            let new = Record { probed: Some(now), ..Record::default() };
+            let before = std::mem::replace(record, new);
+            table.publish_if(before.mtu.is_some());
         }
     }
 
@@ -114,8 +134,9 @@ impl Paths {
 
     pub(crate) fn remove(&self, id: &PathId) {
         let mut table = self.table();
-        table.records.remove(id);
+        let before = table.records.remove(id);
         table.failing.remove(id);
+        table.publish_if(before.is_some_and(|record| record.mtu.is_some()));
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -141,7 +162,11 @@ impl Paths {
         now: Instant,
     ) -> Option<(Outcome, Option<Change>)> {
         let mut table = self.table();
-        let (outcome, change) = table.records.get_mut(id)?.record(answers);
+        let record = table.records.get_mut(id)?;
+        let before = record.mtu;
+        let (outcome, change) = record.record(answers);
+        let is_other = record.mtu != before;
+        table.publish_if(is_other);
         if let Some(took) = answers.round_trip() {
             table.round_trips.record(took);
         }
@@ -151,7 +176,7 @@ impl Paths {
         match change {
             Some(Change::Fails) => _ = table.failing.insert(*id),
             Some(Change::Works) => _ = table.failing.remove(id),
-            None => {}
+            Some(Change::Lowered) | None => {}
         }
         Some((outcome, change))
     }
@@ -170,19 +195,14 @@ impl Paths {
     }
 
     /// Takes in the result of an examination. `one_way`: packets through the tunnel arrive there.
-    pub(crate) fn examined(&self, id: &PathId, one_way: bool, details: Details) {
+    pub(crate) fn examined(&self, id: &PathId, one_way: bool, details: Details) -> Option<Change> {
         let mut table = self.table();
-        // It may work again.
-        let Some(failing) = table.records.get_mut(id).and_then(|record| record.fault.as_mut())
-        else {
-            return;
-        };
-        match failing.fault {
-            Fault::TunnelBlocked if one_way => failing.fault = Fault::OneWay,
-            Fault::OneWay if !one_way => failing.fault = Fault::TunnelBlocked,
-            _ => {}
-        }
-        failing.details = Some(details);
+        let lowers = table.mtus.receiver_count() > 0;
+        let record = table.records.get_mut(id)?;
+        let change = record.examined(id.family, one_way, details, lowers);
+        // It may also have lost its MTU.
+        table.publish_if(lowers);
+        change
     }
 
     /// The state of a path.
@@ -195,6 +215,7 @@ impl Paths {
 impl Table {
     fn state(&self, record: &Record) -> &'static str {
         match &record.fault {
+            Some(_) if record.is_lowered() => LOWERED,
             Some(failing) => failing.fault.name(self.any_reply()),
             None if record.has_replied => OK,
             None => UNKNOWN,
@@ -209,10 +230,38 @@ impl Table {
         single || self.replied.is_some_and(|at| at.elapsed() < NO_REPLY)
     }
 
+    /// Publishes the MTUs of routes, if one may have changed.
+    fn publish_if(&self, changed: bool) {
+        if !changed {
+            return;
+        }
+        let of = |(id, record): (&PathId, &Record)| {
+            Some((id.peer.family(id.family)?, record.mtu?.into()))
+        };
+        let mtus: BTreeMap<Subnet, u32> = self.records.iter().filter_map(of).collect();
+        self.mtus.send_if_modified(|before| {
+            let differs = **before != mtus;
+            *before = Arc::new(mtus);
+            differs
+        });
+    }
+
+    /// Why the route of a path has an MTU; `None`: its MTU is not lowered, or the path fails.
+    fn lowered(&self, id: &PathId) -> Option<String> {
+        let record = self.records.get(id).filter(|record| record.is_lowered())?;
+        let (mtu, subnet) = (record.mtu?, id.peer.family(id.family)?);
+        Some(format!(
+            "packets of more than {mtu} bytes are lost on the path to {subnet}: its route has mtu \
+             {mtu}"
+        ))
+    }
+
     fn path(&self, id: &PathId, record: &Record, now: SystemTime) -> PathReport {
+        let lowered = self.lowered(id);
         let failing = record.fault.as_deref();
         let details = failing.and_then(|failing| failing.details.as_ref());
         let finding = details.and_then(|details| details.finding.as_ref());
+        let finding = finding.filter(|_| lowered.is_none());
         PathReport {
             key: id.peer.to_string(),
             family: id.family.to_string(),
@@ -220,9 +269,104 @@ impl Table {
             since: failing.map(|failing| seconds(failing.since)),
             probed: record.probed.and_then(|at| now.checked_sub(at.elapsed())).map(seconds),
             round_trip: record.round_trip.map(|took| (took.as_secs_f64() * 1e6).round() / 1e6),
-            passes: details.and_then(|details| details.passes),
-            text: finding.map(|finding| finding.text.clone()),
+            passes: record.mtu.or(details.and_then(|details| details.passes)),
+            mtu: record.mtu,
+            text: lowered.or(finding.map(|finding| finding.text.clone())),
             repair: finding.and_then(|finding| finding.repair.clone()),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use flannel_core::address::Family;
+    use flannel_doctor::inputs::echo::Answer;
+
+    use super::*;
+
+    const FOUR: &str = "10.1.7.0/24";
+
+    fn id(family: Family) -> PathId {
+        PathId { peer: "10.1.7.0-24&fd00:1:0:7::-64".parse().unwrap(), family }
+    }
+
+    fn probe(paths: &Paths, family: Family, full: bool) {
+        let reply = || Answer::Reply(Duration::from_millis(1));
+        let full = if full { reply() } else { Answer::Nothing };
+        let answers = Answers { small: reply(), full, public: None };
+        paths.record(&id(family), &answers, Instant::now()).unwrap();
+    }
+
+    /// The paths to a peer, which lose packets of full size.
+    fn lossy() -> Paths {
+        let paths = Paths::new(Duration::from_secs(300));
+        for family in Family::BOTH {
+            assert!(paths.add(id(family)));
+            (0..3).for_each(|_| probe(&paths, family, false));
+        }
+        paths
+    }
+
+    fn examine(paths: &Paths, family: Family, passes: Option<u16>) -> Option<Change> {
+        paths.examined(&id(family), false, Details { passes, finding: None })
+    }
+
+    fn states(paths: &Paths) -> Vec<(String, Option<u16>)> {
+        paths.report().into_iter().map(|path| (path.state, path.mtu)).collect()
+    }
+
+    #[test]
+    fn the_mtu_that_passes_is_published_and_the_path_does_not_fail() {
+        let paths = lossy();
+        examine(&paths, Family::V4, Some(1350));
+        let lost = || ("full size lost".to_owned(), None);
+        assert_eq!(states(&paths), [lost(), lost()], "nobody lowers the MTUs of routes");
+        let mut mtus = paths.mtus();
+        let mut published = || {
+            let changed = mtus.has_changed().unwrap();
+            let mtus = mtus.borrow_and_update();
+            let text: Vec<_> = mtus.iter().map(|(dst, mtu)| format!("{dst} {mtu}")).collect();
+            (changed, text.join(", "))
+        };
+        assert_eq!(examine(&paths, Family::V4, Some(1350)), Some(Change::Lowered));
+        assert_eq!(published(), (true, format!("{FOUR} 1350")));
+        assert_eq!(states(&paths), [lost(), ("mtu lowered".to_owned(), Some(1350))]);
+        let summary = paths.summary();
+        assert_eq!((summary.failing, summary.states["mtu lowered"]), (1, 1));
+        let why = format!(
+            "packets of more than 1350 bytes are lost on the path to {FOUR}: its route has mtu 1350"
+        );
+        assert_eq!(summary.lowered, [why.clone()]);
+        let report = &paths.report()[1];
+        assert_eq!((report.text.as_ref(), report.passes), (Some(&why), Some(1350)));
+        // Another size, and an examination that did not find one.
+        assert_eq!(examine(&paths, Family::V4, Some(1400)), Some(Change::Lowered));
+        assert_eq!(examine(&paths, Family::V4, None), None);
+        assert_eq!(published(), (true, format!("{FOUR} 1400")));
+        assert_eq!(examine(&paths, Family::V4, Some(1400)), None);
+        assert_eq!(published(), (false, format!("{FOUR} 1400")));
+        // Too few bytes for the family.
+        assert_eq!(examine(&paths, Family::V6, Some(1279)), None);
+        assert_eq!(examine(&paths, Family::V4, Some(575)), None);
+        assert_eq!((published(), states(&paths)), ((true, String::new()), vec![lost(), lost()]));
+        examine(&paths, Family::V6, Some(1280));
+        examine(&paths, Family::V4, Some(576));
+        assert_eq!(published(), (true, format!("{FOUR} 576, fd00:1:0:7::/64 1280")));
+        // Full size passes again.
+        (0..3).for_each(|_| probe(&paths, Family::V4, true));
+        assert_eq!(published(), (true, "fd00:1:0:7::/64 1280".to_owned()));
+        paths.reset(&id(Family::V6), Instant::now());
+        assert_eq!(published(), (true, String::new()), "another node may have the lease");
+        assert_eq!(paths.summary().failing, 0);
+    }
+
+    #[test]
+    fn a_path_that_is_gone_has_no_mtu() {
+        let (paths, family) = (lossy(), Family::V4);
+        let mtus = paths.mtus();
+        examine(&paths, family, Some(1350));
+        assert_eq!(mtus.borrow().len(), 1);
+        paths.remove(&id(family));
+        assert_eq!(mtus.borrow().len(), 0);
     }
 }

@@ -38,6 +38,9 @@ pub struct DaemonConfig {
     pub nexthop_objects: NexthopObjects,
     /// The period of complete comparisons with the kernel; zero: none (`--kernel-resync`).
     pub kernel_resync: Duration,
+    /// Give routes the MTUs of their paths, where larger packets are lost (`--path-mtu`). Has no
+    /// effect if [paths are not probed](ControlConfig::path_interval).
+    pub path_mtu: bool,
     /// The firewall rules.
     pub firewall: FirewallConfig,
     /// The servers for health, metrics and control.
@@ -159,6 +162,7 @@ impl DaemonConfig {
             ip_blackhole_route: false,
             nexthop_objects: NexthopObjects::Auto,
             kernel_resync: Duration::from_secs(300),
+            path_mtu: false,
             firewall: FirewallConfig::default(),
             control: ControlConfig::default(),
         }

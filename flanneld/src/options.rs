@@ -109,6 +109,9 @@ impl Options {
             options.lease.etcd.check().map_err(usage)?;
         }
         log_filter(options.log.filter()).map_err(usage)?;
+        if options.routes.path_mtu && options.control.path_interval == 0 {
+            Err(usage("--path-mtu needs probes of paths; expected --path-interval > 0".into()))?;
+        }
         let is_given = |id: &&str| line.matches.value_source(id) == Some(ValueSource::CommandLine);
         let kube = options.kube.without_effect().iter().copied();
         let without_effect = LogFlags::WITHOUT_EFFECT.into_iter().chain(kube);
@@ -147,6 +150,7 @@ impl Options {
         config.state_dir.clone_from(&self.lease.state_dir);
         config.ip_blackhole_route = self.routes.ip_blackhole_route;
         config.nexthop_objects = self.routes.nexthop_objects;
+        config.path_mtu = self.routes.path_mtu;
         config.kernel_resync = Duration::from_secs(self.routes.kernel_resync.unsigned_abs());
         config.firewall = self.firewall.config();
         config.control = self.control.config();
@@ -201,6 +205,10 @@ mod tests {
             (options.control.healthz_ip.to_string().as_str(), options.control.healthz_port),
             ("0.0.0.0", 0)
         );
+        let lowers = |env: &[(&str, &str)]| {
+            parse(&all, env).unwrap().config(flannel_backends::all()).unwrap().path_mtu
+        };
+        assert!(!lowers(&[]) && lowers(&[("FLANNELD_PATH_MTU", "true")]));
         let env = [
             ("FLANNELD_HEALTHZ_PORT", "8471"),
             ("FLANNELD_HEALTHZ_IP", "::1"),
@@ -331,6 +339,11 @@ mod tests {
                 "FLANNELD_PUBLIC_IP",
             ),
             (vec!["--registry", "dir:/x", "--log", "warning"], vec![], "--log warning"),
+            (
+                vec!["--registry", "dir:/x", "--path-mtu", "--path-interval=0"],
+                vec![],
+                "--path-mtu needs probes of paths",
+            ),
             (
                 vec!["--registry", "dir:/x", "--log", "warn,flannel_core[span]=debug"],
                 vec![],

@@ -70,6 +70,7 @@ pub fn diagnose(
         // A node that answers the path probe is reachable, but ignores echoes.
         (false, _) if segments.is_some() => found.extend(lost()),
         (false, _) => found.push(case.silent().into()),
+        (true, false) if case.is_avoided(big) => {}
         (true, false) => found.push(case.too_big(big)),
         (true, true) => {
             found.extend(case.fragmented());
@@ -167,6 +168,16 @@ impl Case<'_> {
         let inner = most(answer).or_else(|| answers.passes.map(u32::from));
         let public = answers.public.as_ref().and_then(|[_, big]| most(big));
         self.narrow(found, inner, public)
+    }
+
+    /// Whether the route has an MTU that passes, so that pods send no larger packets.
+    fn is_avoided(&self, answer: &Answer) -> bool {
+        let passes = match answer {
+            Answer::TooBig(Some(most)) => Some(*most),
+            _ => self.answers.passes.map(u32::from),
+        };
+        let mtu = self.question.route_mtu.filter(|_| !self.own_device_is_less());
+        mtu.is_some_and(|mtu| passes.is_none_or(|passes| passes >= mtu))
     }
 
     fn own_device_is_less(&self) -> bool {
@@ -351,7 +362,15 @@ mod tests {
             repair(question, &refused(), &devices()).ends_with(r#"'{"Backend": {"MTU": 1400}}'"#),
             "the kernel remembers the path MTU"
         );
-        let small = Question { takes: Some(1300), ..question.clone() };
+        // The daemon has lowered the MTU of the route.
+        let lowered = |mtu| Question { route_mtu: Some(mtu), ..question.clone() };
+        let narrow = answers(Some(lost()), Some([ok(), ok()]));
+        assert_eq!(findings(&lowered(1350), &narrow, &devices()), []);
+        let unknown = Answers { passes: None, ..narrow.clone() };
+        assert_eq!(findings(&lowered(1350), &unknown, &devices()), []);
+        let too_late = findings(&lowered(1400), &narrow, &devices());
+        assert_eq!(too_late.len(), 1, "the path has become narrower: {too_late:?}");
+        let small = Question { takes: Some(1300), ..lowered(1350) };
         assert_eq!(repair(&small, &refused(), &devices()), "ip link set flannel.1 mtu 1450");
     }
 

@@ -54,4 +54,7 @@ pub struct Target {
     pub backend: String,
     /// Its state, as the daemon reports it.
     pub state: String,
+    /// The MTUs that the daemon gave the routes to its subnets, in bytes, because larger packets
+    /// are lost.
+    pub mtus: Dual<u32>,
 }

@@ -35,6 +35,8 @@ pub struct Question {
     /// The network config's `MTU` minus the MTU of pods, in bytes: the largest header of the
     /// tunnels of both families, also if packets to this peer need none.
     pub header: u32,
+    /// The MTU that the daemon gave the route, in bytes, because larger packets are lost.
+    pub route_mtu: Option<u32>,
 }
 
 impl Target {
@@ -59,6 +61,7 @@ impl Target {
                 tunnel: tunnel.map(|_| (subnet.base(), mtu)),
                 public: self.public[family].map(|address| (address, mtu.saturating_add(overhead))),
                 header,
+                route_mtu: self.mtus[family],
             }
         };
         self.subnets.iter().map(question).collect()

@@ -105,7 +105,7 @@ mod tests {
     use std::time::Duration;
 
     use flannel_core::Config;
-    use flannel_core::address::Family;
+    use flannel_core::address::{Dual, Family};
     use flannel_doctor::diagnosis::mtu::settle;
     use flannel_doctor::inputs::devices::Devices;
     use flannel_doctor::inputs::echo::Answer;
@@ -142,6 +142,7 @@ mod tests {
             public: [IpAddr::from([192, 0, 2, 7])].into_iter().collect(),
             backend: "vxlan".into(),
             state: "in place".into(),
+            mtus: Dual::default(),
         };
         let mut devices = Devices { mtu: Some(1450), ..vxlan() };
         devices.datapath.devices.v6 = None;
@@ -194,6 +195,7 @@ mod tests {
                 .collect(),
             backend: "vxlan".into(),
             state: "in place".into(),
+            mtus: Dual::default(),
         };
         let devices = Devices { mtu: Some(1430), ..vxlan() };
         let questions = target.questions(&devices);

@@ -28,8 +28,7 @@ pub(crate) fn numbers(summary: &PathsSummary) -> String {
         return format!("NOT PROBED: {error}");
     }
     let of = |(state, count): (&String, &u64)| {
-        let failing = state != "ok" && state != "unknown";
-        let state = if failing { state.to_uppercase() } else { state.clone() };
+        let state = if style(state) == Style::Bad { state.to_uppercase() } else { state.clone() };
         (*count > 0).then(|| format!("{count} {state}"))
     };
     let states: Vec<String> = summary.states.iter().filter_map(of).collect();
@@ -66,26 +65,31 @@ fn page(report: &PathsReport, now: f64, terminal: &Terminal) -> String {
     out
 }
 
-fn row(path: &PathReport, now: f64) -> (Style, Vec<Vec<String>>) {
-    let style = match path.state.as_str() {
+fn style(state: &str) -> Style {
+    match state {
         "ok" => Style::Plain,
-        "unknown" => Style::Warning,
+        "unknown" | "mtu lowered" => Style::Warning,
         _ => Style::Bad,
-    };
+    }
+}
+
+fn row(path: &PathReport, now: f64) -> (Style, Vec<Vec<String>>) {
     let round_trip = path.round_trip.map_or_else(|| "-".to_owned(), millis);
     let probed = path.probed.map_or_else(|| "-".to_owned(), |at| format!("{} ago", span(now - at)));
     let cells = [path.key.clone(), path.family.clone(), path.state.clone(), round_trip, probed];
-    (style, cells.map(|cell| vec![cell]).into())
+    (style(&path.state), cells.map(|cell| vec![cell]).into())
 }
 
 fn millis(seconds: f64) -> String {
     format!("{:.2} ms", seconds * 1000.0)
 }
 
-/// The fault of a path that was examined, with its repair.
+/// The fault of a path that was examined, with its repair, or the reason of its MTU.
 fn fault(path: &PathReport, terminal: &Terminal) -> String {
     let Some(text) = &path.text else { return String::new() };
-    let mut out = terminal.field("error", Style::Bad, text);
+    let style = style(&path.state);
+    let label = if style == Style::Bad { "error" } else { "warning" };
+    let mut out = terminal.field(label, style, text);
     if let Some(repair) = &path.repair {
         out += &terminal.command("repair", repair);
     }
@@ -108,6 +112,7 @@ mod tests {
             probed: Some(NOW - 12.0),
             round_trip,
             passes: None,
+            mtu: None,
             text: None,
             repair: None,
         }
@@ -124,20 +129,34 @@ mod tests {
         );
         blocked.repair =
             Some("iptables -I INPUT -p udp --dport 8472 -j ACCEPT # on both hosts".to_owned());
-        let states = [("ok", 2), ("unknown", 1), ("tunnel blocked", 1), ("node down", 0)];
+        let mut narrow = path("10.1.9.0-24", "mtu lowered", Some(0.000_512));
+        (narrow.since, narrow.mtu) = (Some(NOW - 7200.0), Some(1350));
+        narrow.text = Some(
+            "packets of more than 1350 bytes are lost on the path to 10.1.9.0/24: its route has \
+             mtu 1350"
+                .to_owned(),
+        );
+        let states = [
+            ("ok", 1),
+            ("unknown", 1),
+            ("mtu lowered", 1),
+            ("tunnel blocked", 1),
+            ("node down", 0),
+        ];
         PathsReport {
             version: flannel_api::VERSION,
             summary: Some(PathsSummary {
                 interval: 300.0,
                 states: states.map(|(state, count)| (state.to_owned(), count)).into(),
                 failing: 1,
+                lowered: narrow.text.iter().cloned().collect(),
                 oldest: Some(71.0),
                 error: None,
             }),
             paths: vec![
                 blocked,
+                narrow,
                 path("10.1.7.0-24", "ok", Some(0.012_3)),
-                path("10.1.9.0-24", "ok", Some(0.000_512)),
                 path("10.1.10.0-24", "unknown", None),
             ],
         }

@@ -85,6 +85,9 @@ pub(crate) fn page(report: &StatusReport, terminal: &Terminal) -> String {
         out += &kernel_fields(network, now, terminal);
         if let Some(paths) = &network.paths {
             out += &terminal.field("paths", Style::Bold, &numbers(paths));
+            for text in &paths.lowered {
+                out += &terminal.field("", Style::Plain, text);
+            }
         }
         out += &peers_of(network, now, terminal);
     }
@@ -261,6 +264,7 @@ pub(crate) mod tests {
         (room.used, room.free) = (peers + 1, room.total - (peers + 1));
         let paths = network.paths.as_mut().unwrap();
         (paths.states, paths.failing) = ([("ok".to_owned(), peers)].into(), 0);
+        paths.lowered.clear();
     }
 
     fn healthy() -> StatusReport {

@@ -26,6 +26,13 @@ pub struct RouteFlags {
     /// report; 0: none
     #[arg(long, value_name = "SECONDS", default_value = "300", value_parser = go_int(0..=86_400))]
     pub kernel_resync: i64,
+
+    /// Where full-size packets to a node are lost and smaller ones pass, give the route to it the
+    /// MTU that passes, until full size passes again
+    #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true,
+        default_missing_value = "true", default_value_t = false, value_parser = go_bool,
+        action = clap::ArgAction::Set)]
+    pub path_mtu: bool,
 }
 
 /// The options of the firewall.

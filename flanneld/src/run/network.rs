@@ -50,10 +50,10 @@ pub(super) async fn run(
     let (book, rulebook) = watch::channel(settings.firewall.rulebook());
     let running = ready.running(settings, rulebook);
     let probes = running.probes(&settings.control, subnets.store_status().store);
-    let paths = running.paths.clone();
     let responder = server::serve(running.probe_server(settings.control.doctor_port));
     let _running = observer.running(running);
-    let Ready { config, backend, network, views, lapsed, cached, first, chosen, validator } = ready;
+    let Ready { config, network, paths, views, lapsed, cached, first, chosen, validator } = ready;
+    let backend = settings.backends.find(&config.backend.kind)?;
     let handle = network.handle();
     let own = handle.lease.subnets;
     let firewall = async {

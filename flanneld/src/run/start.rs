@@ -7,7 +7,7 @@ use flannel_core::backend::ExternalInterface;
 use flannel_core::kernel::Footprint;
 use flannel_core::lease::View;
 use flannel_core::runtime::blocking;
-use flannel_core::{Backend, Config, Kernel, SubnetManager};
+use flannel_core::{Config, Kernel, SubnetManager};
 use flannel_netlink::NetlinkKernel;
 use flannel_options::FileSecrets;
 use flannel_paths::Paths;
@@ -36,8 +36,9 @@ pub(super) struct Starter<'a> {
 /// A network that can run.
 pub(super) struct Ready {
     pub(super) config: Config,
-    pub(super) backend: &'static dyn Backend,
     pub(super) network: HostNetwork,
+    /// The results of the probes of paths; `None`: paths are not probed.
+    pub(super) paths: Option<Paths>,
     pub(super) views: watch::Receiver<View>,
     /// Routes to peers are installed, but this node holds no lease: it ran out, and the store does
     /// not answer.
@@ -57,10 +58,9 @@ impl Ready {
         settings: &DaemonConfig,
         rulebook: watch::Receiver<Rulebook>,
     ) -> Running {
-        let (backends, interval) = (&settings.backends, settings.control.path_interval);
-        let probes = !interval.is_zero() && !self.lapsed;
+        let backends = &settings.backends;
         Running {
-            paths: probes.then(|| Paths::new(interval)),
+            paths: self.paths.clone(),
             config: self.config.clone(),
             datapath: backends.datapath(&self.config),
             links: backends.links(self.chosen.iface.name, &self.config),
@@ -119,18 +119,22 @@ impl<'a> Starter<'a> {
         let validator = ConfigValidator::new(&self.kernel, settings, &hints, views.clone(), used);
         let (config, chosen) = validator.usable(stored, last).await?;
         let backend = settings.backends.find(&config.backend.kind)?;
-        let drop_unused_addresses = settings.ip_blackhole_route;
-        if drop_unused_addresses && !backend.footprint(&config, None)?.blackholes {
-            let text = "--ip-blackhole-route has no effect: the backend leaves routes to others";
-            tracing::warn!(backend = backend.kind(), "{text}");
+        let (drop_unused_addresses, path_mtu) = (settings.ip_blackhole_route, settings.path_mtu);
+        let routes = backend.footprint(&config, None)?.blackholes;
+        let given = [("--ip-blackhole-route", drop_unused_addresses), ("--path-mtu", path_mtu)];
+        for (option, _) in given.into_iter().filter(|(_, given)| *given && !routes) {
+            let text = "an option has no effect: the backend leaves routes to others";
+            tracing::warn!(backend = backend.kind(), option, "{text}");
         }
         let lapsed = hints.lapsed.is_some();
         let host = Host::new(chosen.iface.clone(), kernel(), Arc::clone(&self.subnets))
             .with_machine_id(self.machine_id.clone())
             .with_secrets(Arc::new(FileSecrets::new(&settings.state_dir)))
             .with_process_names(self.kernel.clone());
-        let resync = Some(settings.kernel_resync);
-        let join = JoinOptions { lapsed: hints.lapsed, drop_unused_addresses, resync };
+        let (resync, interval) = (Some(settings.kernel_resync), settings.control.path_interval);
+        let paths = (!interval.is_zero() && !lapsed).then(|| Paths::new(interval));
+        let path_mtus = paths.as_ref().filter(|_| path_mtu && routes).map(Paths::mtus);
+        let join = JoinOptions { lapsed: hints.lapsed, drop_unused_addresses, resync, path_mtus };
         let network = host.join(backend, &config, join).await?;
         let networks: Vec<_> = config.pod_networks().collect();
         tracing::info!(?networks, backend = backend.kind(), "network config");
@@ -138,7 +142,7 @@ impl<'a> Starter<'a> {
         let addresses = addresses_of(&chosen.iface);
         tracing::info!(link = %name, %addresses, mtu, %reason, "external interface");
         let (first, validator) = (last.is_none(), validator.using(&chosen.iface));
-        Ok(Ready { config, backend, network, views, lapsed, cached, first, chosen, validator })
+        Ok(Ready { config, network, paths, views, lapsed, cached, first, chosen, validator })
     }
 }
 

@@ -1,11 +1,11 @@
 //! The network to examine: from the daemon, or without it from the store, the cache and the kernel.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
 use flannel_api::{
-    Client, Finding, InletReport, NetworkReport, PathsSummary, PeerReport, Problem, StatusReport,
-    StoreReport, request,
+    Client, Finding, InletReport, NetworkReport, PathReport, PathsSummary, PeerReport, Problem,
+    StatusReport, StoreReport, request,
 };
 use flannel_core::address::{Dual, Family};
 use flannel_core::backend::{Datapath, Inlet};
@@ -78,9 +78,9 @@ pub(super) async fn with_daemon(
             _ => "finding",
         };
         examination.layers.push(Layer { layer: "paths", state, text: numbers(summary) });
-        // The examination asks them first.
-        let failing = failing_paths(client);
-        targets.sort_by_key(|target| !failing.contains(&target.key));
+        // An older daemon has no probes.
+        let paths = client.paths().map_or_else(|_| Vec::new(), |report| report.paths);
+        note_paths(&mut targets, &paths);
     }
     Ok(Network {
         daemon: true,
@@ -94,10 +94,19 @@ pub(super) async fn with_daemon(
     })
 }
 
-/// The peers with failing paths, as the daemon's probes found. An older daemon has no probes.
-fn failing_paths(client: &Client) -> BTreeSet<String> {
-    let paths = client.paths().map_or_else(|_| Vec::new(), |report| report.paths);
-    paths.into_iter().filter(|path| path.since.is_some()).map(|path| path.key).collect()
+/// Adds the results of the daemon's probes. Peers with failing paths come first, so that the
+/// examination asks them first.
+fn note_paths(targets: &mut [Target], paths: &[PathReport]) {
+    let of_peer = |path: &PathReport| (path.key.clone(), path.family.clone());
+    let failing: BTreeSet<&str> =
+        paths.iter().filter(|path| path.since.is_some()).map(|path| path.key.as_str()).collect();
+    let mtus: BTreeMap<_, u32> =
+        paths.iter().filter_map(|path| Some((of_peer(path), path.mtu?.into()))).collect();
+    for target in &mut *targets {
+        let mtu = |family: Family| mtus.get(&(target.key.clone(), family.to_string())).copied();
+        target.mtus = Dual::from_fn(mtu);
+    }
+    targets.sort_by_key(|target| !failing.contains(target.key.as_str()));
 }
 
 /// The data path that the daemon reports.
@@ -151,6 +160,7 @@ fn target(peer: &PeerReport) -> Target {
             .collect(),
         backend: peer.backend.clone(),
         state: peer.state.clone(),
+        mtus: Dual::default(),
     }
 }
 
@@ -256,6 +266,7 @@ async fn of_config(
         public: lease.attrs.preferred.public,
         backend: lease.attrs.preferred.kind.to_string(),
         state: state(&lease.subnets).to_owned(),
+        mtus: Dual::default(),
     };
     Network {
         daemon: false,
