@@ -79,6 +79,13 @@ fn settings() -> ProbeSettings {
     ProbeSettings { interval: Duration::from_secs(300), doctor_port: 0, network }
 }
 
+/// Drops tunnel packets of more than 1400 bytes on the wire, until the table `netdev t` is deleted.
+fn narrow() {
+    run("nft", "add table netdev t");
+    run("nft", "add chain netdev t c { type filter hook ingress device eth0 priority 0; }");
+    run("nft", "add rule netdev t c meta length > 1400 drop");
+}
+
 /// The time in which a path gets a state.
 const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -124,16 +131,7 @@ fn faults_of_a_real_tunnel_are_told_apart_and_pass() {
             for family in ["IPv4", "IPv6"] {
                 until(&paths, "10.1.2.0", family, "ok").await;
             }
-            // Tunnel packets of more than 1400 bytes on the wire are lost.
-            far.run(|| {
-                run("nft", "add table netdev t");
-                run(
-                    "nft",
-                    "add chain netdev t c \
-                    { type filter hook ingress device eth0 priority 0; }",
-                );
-                run("nft", "add rule netdev t c meta length > 1400 drop");
-            });
+            far.run(narrow);
             until(&paths, "10.1.2.0", "IPv4", "full size lost").await;
             until(&paths, "10.1.2.0", "IPv6", "full size lost").await;
             // The examination finds the size: 1400 bytes without the header of the tunnel.
@@ -156,6 +154,47 @@ fn faults_of_a_real_tunnel_are_told_apart_and_pass() {
             });
             let gone = async || paths.report().is_empty();
             eventually_async(PATIENCE, gone, || format!("{:#?}", paths.report())).await;
+        };
+        tokio::select! {
+            never = probe(&settings, handle, &paths) => match never {},
+            () = checks => {}
+        }
+    });
+}
+
+/// The MTU of a route does not limit probes, so that the end of the loss is noticed.
+#[test]
+fn a_path_has_an_mtu_until_full_size_passes() {
+    in_netns_async(async || {
+        let far = Netns::new().unwrap();
+        let file = far.path();
+        ip(&format!("link add eth0 type veth peer name eth0 netns {}", file.display()));
+        host(0);
+        far.run(|| {
+            host(1);
+            narrow();
+        });
+        let mut status = Status::default();
+        status.leases = LeaseSet::from_iter([lease(1), lease(2)]);
+        let (_network, receiver) = watch::channel(Arc::new(status));
+        let handle = NetworkHandle::new(lease(1), 1430, receiver);
+        let (settings, paths) = (settings(), Paths::new(Duration::from_secs(300)));
+        let mtus = paths.mtus();
+        let checks = async {
+            for (family, route, mtu) in [
+                ("IPv4", "10.1.2.0/24 via 10.1.2.0 dev flannel.1 onlink", 1350),
+                ("IPv6", "fd00:1:0:2::/64 dev flannel-v6.1", 1330),
+            ] {
+                let path = until(&paths, "10.1.2.0", family, "mtu lowered").await;
+                assert_eq!((path.mtu, path.repair), (Some(mtu), None));
+                ip(&format!("route replace {route} mtu {mtu}"));
+            }
+            assert_eq!((mtus.borrow().len(), paths.summary().failing), (2, 0));
+            far.run(|| run("nft", "delete table netdev t"));
+            for family in ["IPv4", "IPv6"] {
+                until(&paths, "10.1.2.0", family, "ok").await;
+            }
+            assert_eq!(mtus.borrow().len(), 0);
         };
         tokio::select! {
             never = probe(&settings, handle, &paths) => match never {},

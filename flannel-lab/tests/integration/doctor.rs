@@ -107,7 +107,7 @@ fn finds_only(lab: &Lab, host: &Host, all: &[&[&str]]) {
     eventually(PATIENCE, only_these, || format!("{:#?}\n{}", found.borrow(), host.log().unwrap()));
 }
 
-/// Waits until the daemon's probes find this state of the only path.
+/// Waits until the daemon's probes find this state of all paths.
 fn path_is(lab: &Lab, host: &Host, state: &str) {
     let paths = RefCell::default();
     let found = || {
@@ -116,7 +116,8 @@ fn path_is(lab: &Lab, host: &Host, state: &str) {
         command.arg(host.dir().join("flanneld.sock"));
         let output = host.namespace().output(&mut command).unwrap();
         let value: Value = serde_json::from_slice(&output.stdout).unwrap();
-        let is_right = value["paths"][0]["state"] == state;
+        let all = value["paths"].as_array().unwrap();
+        let is_right = !all.is_empty() && all.iter().all(|path| path["state"] == state);
         paths.replace(value);
         is_right
     };
@@ -180,6 +181,7 @@ tests! {
     lost_segments_of_direct_routing_are_found:
         without_a_tunnel(serde_json::json!({ "Type": "vxlan", "DirectRouting": true }));
     the_repair_command_mounts_a_store_that_is_not_mounted: not_mounted();
+    a_route_has_an_mtu_while_full_size_is_lost: lowered_mtus();
     only_other_nodes_are_answered: only_nodes_are_answered("vxlan");
     only_other_nodes_are_answered_without_a_tunnel: only_nodes_are_answered("host-gw");
 }
@@ -488,6 +490,43 @@ fn directions() {
         ],
     );
     finds(&lab, other, &["mtu warning", "pods here may send 1350 bytes", "1450"]);
+}
+
+/// With `--path-mtu` the daemon lowers the MTU of the route, and the doctor has no finding.
+fn lowered_mtus() {
+    let lab = up(Lab::builder().families(Family::BOTH));
+    let (host, other) = (&lab.hosts()[0], &lab.hosts()[1]);
+    host.stop_daemon(Signal::SIGTERM).unwrap();
+    host.start_daemon_with(&["--path-mtu"]).unwrap();
+    let subnets = other.subnet_env().unwrap().unwrap().subnets;
+    let ip = |args: &str| host.run("ip", &args.split_whitespace().collect::<Vec<_>>()).unwrap();
+    let routes =
+        || Family::BOTH.map(|family| ip(&format!("route show {}", subnets[family].unwrap())));
+    let have = |mtus: [&str; 2]| {
+        let have = || routes().iter().zip(mtus).all(|(route, mtu)| route.contains(mtu));
+        eventually(PATIENCE, have, || format!("{mtus:?}: {:#?}\n{}", routes(), logs(&lab)));
+    };
+    let nft = |command: &str| other.run("nft", &[command]).unwrap();
+    nft("add table netdev guard");
+    nft("add chain netdev guard into { type filter hook ingress device eth0 priority 0; }");
+    nft("add rule netdev guard into meta length > 1400 drop");
+    path_is(&lab, host, "mtu lowered");
+    have([" mtu 1350", " mtu 1330"]);
+    finds_nothing(&lab, host);
+    page_that(&lab, host, "--peers=9", |page| page.contains("2 mtu lowered"));
+
+    // Another program removes the MTUs.
+    let [four, six] = routes();
+    let id = four.split_once("nhid ").unwrap().1.split(' ').next().unwrap();
+    ip(&format!("route replace {} nhid {id}", subnets.v4.unwrap()));
+    ip(&format!("route replace {}", six.split_once(" mtu").unwrap().0));
+    have([" mtu 1350", " mtu 1330"]);
+
+    nft("delete table netdev guard");
+    path_is(&lab, host, "ok");
+    let gone = || routes().iter().all(|route| route.contains("flannel") && !route.contains("mtu"));
+    eventually(PATIENCE, gone, || format!("{:#?}\n{}", routes(), logs(&lab)));
+    finds_nothing(&lab, host);
 }
 
 /// Losses on a link without a tunnel.
