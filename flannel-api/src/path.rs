@@ -42,8 +42,8 @@ pub struct PathReport {
     pub family: String,
     /// `ok`; `unknown`: no address of the peer has answered since the network started, or its lease
     /// is rejected; `mtu lowered`: packets of full size are lost, and the route has an `mtu` that
-    /// passes; or a fault: `node down`, `underlay down`, `tunnel blocked`, `one way` (packets arrive
-    /// at the peer, and nothing comes back), `full size lost`.
+    /// passes; or a fault: `node down`, `underlay down`, `tunnel blocked`, `one way` (packets
+    /// arrive at the peer, and nothing comes back), `full size lost`.
     pub state: String,
     /// When it began to fail, or to lose packets of full size; `null`: it does neither.
     pub since: Option<f64>,

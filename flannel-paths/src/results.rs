@@ -61,8 +61,8 @@ impl Paths {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The MTUs, in bytes, that routes to subnets of peers must have: larger packets are lost on the
-    /// path. While a receiver exists, such a path is `mtu lowered`, and does not fail.
+    /// The MTUs, in bytes, that routes to subnets of peers must have: larger packets are lost on
+    /// the path. While a receiver exists, such a path is `mtu lowered`, and does not fail.
     pub fn mtus(&self) -> watch::Receiver<Arc<BTreeMap<Subnet, u32>>> {
         self.table().mtus.subscribe()
     }
@@ -88,8 +88,8 @@ impl Paths {
         }
     }
 
-    /// One report for each path: failing paths first, then those with lowered MTUs, then the longest
-    /// round trips.
+    /// One report for each path: failing paths first, then those with lowered MTUs, then the
+    /// longest round trips.
     pub fn report(&self) -> Vec<PathReport> {
         let (now, table) = (SystemTime::now(), self.table());
         let mut records: Vec<_> = table.records.iter().collect();

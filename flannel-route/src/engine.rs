@@ -59,8 +59,8 @@ impl Engine {
         self.desired.base.extend(objects);
     }
 
-    /// Takes in a newer view or other MTUs of paths, which arrived at `arrived`. New leases in large
-    /// numbers are queued.
+    /// Takes in a newer view or other MTUs of paths, which arrived at `arrived`. New leases in
+    /// large numbers are queued.
     pub(crate) fn view(
         &mut self,
         (view, mtus): &(View, PathMtus),

@@ -139,7 +139,7 @@ impl Case<'_> {
             Answer::TooBig(None) if self.own_device_is_less() => {
                 "are more than this host's own device takes".to_owned()
             }
-            // The kernel remembers a router's report.
+            // The kernel refuses it for another reason.
             Answer::TooBig(None) => match answers.passes {
                 Some(most) => format!("are too big: at most {most} bytes pass"),
                 None => "are too big for the path MTU that this host knows".to_owned(),
@@ -360,7 +360,7 @@ mod tests {
         let refused = || answers(Some([ok(), Answer::TooBig(None)]), Some([ok(), ok()]));
         assert!(
             repair(question, &refused(), &devices()).ends_with(r#"'{"Backend": {"MTU": 1400}}'"#),
-            "the kernel remembers the path MTU"
+            "the kernel refuses what the device takes"
         );
         // The daemon has lowered the MTU of the route.
         let lowered = |mtu| Question { route_mtu: Some(mtu), ..question.clone() };
