@@ -18,7 +18,7 @@ use crate::offer_plan::{OfferPlan, Planned};
 use crate::path_mtus::{PathMtus, lower};
 use crate::peer_index::{Claimant, Expanded, Extras, Id, Peer, PeerIndex};
 use flannel_core::address::Dual;
-use flannel_core::backend::{Answer, Env, Rejected};
+use flannel_core::backend::{Answer, Env};
 use flannel_core::object::{Key, LinkName, Object, Route, Via};
 use flannel_core::status::{Listing, Rejection};
 use flannel_core::{Lease, Subnet, Subnets};
@@ -243,7 +243,7 @@ impl Admission {
         let env = Env::new(&on_link);
         let planned = match self.objection(&lease) {
             Some(why) => Err(why),
-            None => self.plan(&lease, &env).map_err(|Rejected(why)| Rejection::Rejected(why)),
+            None => self.plan(&lease, &env),
         };
         let reserved = |planned: &Planned| {
             let mut keys = planned.objects.iter().map(Object::key);
@@ -310,7 +310,7 @@ impl Admission {
 
     /// Plans the part of a lease that can be accepted: the subnets of enabled families. No plan may
     /// define a route outside them. Routes have the MTUs of their paths.
-    fn plan(&self, lease: &Lease, env: &Env<'_>) -> Result<Planned, Rejected> {
+    fn plan(&self, lease: &Lease, env: &Env<'_>) -> Result<Planned, Rejection> {
         let enabled =
             lease.subnets.iter().filter(|subnet| self.rules.networks[subnet.family()].is_some());
         let Some(subnets) = Subnets::new(enabled) else { return Ok(Planned::default()) };
@@ -321,7 +321,9 @@ impl Admission {
             _ => false,
         };
         match planned.objects.iter().find(is_stray) {
-            Some(route) => Err(Rejected(format!("it would need the {route}, outside its subnets"))),
+            Some(route) => {
+                Err(Rejection::Rejected(format!("it would need the {route}, outside its subnets")))
+            }
             None => Ok(planned),
         }
     }
@@ -342,16 +344,17 @@ mod tests {
         offer: &Offer,
         env: &Env<'_>,
         out: &mut Vec<Object>,
-    ) -> Result<(), Rejected> {
+    ) -> Result<(), Rejection> {
         let link = "flannel.1".parse().unwrap();
         for endpoint in offer.endpoints(subnets) {
             let gateway = endpoint.subnet.base();
-            let public = endpoint.public.ok_or_else(|| Rejected("no public address".into()))?;
+            let public =
+                endpoint.public.ok_or_else(|| Rejection::Rejected("no public address".into()))?;
             let link = env.on_link(public).unwrap_or(link);
             let via = Via::Gateway { gateway, link, onlink: true };
             out.push(Route { dst: endpoint.subnet, via, mtu: None }.into());
             let mac = endpoint.data.and_then(|d| d.trim_matches('"').parse().ok());
-            let mac: MacAddr = mac.ok_or_else(|| Rejected("no MAC address".into()))?;
+            let mac: MacAddr = mac.ok_or_else(|| Rejection::Rejected("no MAC address".into()))?;
             out.push(Fdb { link, mac, dst: public }.into());
         }
         Ok(())
@@ -799,7 +802,7 @@ mod tests {
         let plan = |_: &Subnets, offer: &Offer, env: &Env<'_>, _: &mut Vec<Object>| {
             env.advise("one family is not usable".into());
             let usable = offer.public.v4 == Some([192, 0, 2, 1].into());
-            usable.then_some(()).ok_or_else(|| Rejected("no family is usable".into()))
+            usable.then_some(()).ok_or_else(|| Rejection::Rejected("no family is usable".into()))
         };
         let rules = AdmissionRules { networks, ..AdmissionRules::default() };
         let mut peers = Admission::new(rules, vec![OfferPlan::new(None, Box::new(plan))]);
@@ -818,7 +821,7 @@ mod tests {
         let offer_plan = |kind: &'static str, link: &'static str| {
             let plan = move |_: &Subnets, offer: &Offer, _: &Env<'_>, out: &mut Vec<Object>| {
                 let mac = offer.data.v4.as_deref().and_then(|mac| mac.parse().ok());
-                let mac = mac.ok_or_else(|| Rejected("no MAC address".into()))?;
+                let mac = mac.ok_or_else(|| Rejection::Rejected("no MAC address".into()))?;
                 let dst = [192, 0, 2, 1].into();
                 out.push(Fdb { link: link.parse().unwrap(), mac, dst }.into());
                 Ok(())

@@ -1,9 +1,10 @@
 //! Runs plans on the offers of a lease.
 
 use flannel_core::Subnets;
-use flannel_core::backend::{Env, Plan, Rejected};
+use flannel_core::backend::{Env, Plan};
 use flannel_core::lease::{LeaseAttrs, Offer};
 use flannel_core::object::Object;
+use flannel_core::status::Rejection;
 
 /// The plan for the leases of one backend type.
 pub struct OfferPlan {
@@ -37,7 +38,7 @@ impl OfferPlan {
         subnets: &Subnets,
         attrs: &LeaseAttrs,
         env: &Env<'_>,
-    ) -> Result<Planned, Rejected> {
+    ) -> Result<Planned, Rejection> {
         let (mut planned, mut accepted, mut rejected) = (Planned::default(), false, None);
         for plan in plans {
             let understands =
@@ -65,7 +66,7 @@ impl OfferPlan {
             let ours = plans.iter().filter_map(|plan| plan.lease_type);
             let ours: Vec<_> = ours.map(|kind| format!("{kind:?}")).collect();
             let theirs = &attrs.preferred.kind;
-            Rejected(format!(
+            Rejection::Rejected(format!(
                 "its backend type is {theirs:?}, this node's is {}",
                 ours.join(" or ")
             ))

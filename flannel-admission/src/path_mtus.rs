@@ -29,9 +29,10 @@ pub(crate) fn lower(objects: &mut [Object], subnets: &Subnets, mtus: &PathMtus) 
 #[cfg(test)]
 mod tests {
     use flannel_core::Lease;
-    use flannel_core::backend::{Env, Rejected};
+    use flannel_core::backend::Env;
     use flannel_core::lease::{LeaseAttrs, Offer, Revision};
     use flannel_core::object::{Key, LinkName, Route};
+    use flannel_core::status::Rejection;
 
     use super::*;
     use crate::{Admission, AdmissionRules, OfferPlan};
@@ -42,7 +43,7 @@ mod tests {
         _: &Offer,
         _: &Env<'_>,
         out: &mut Vec<Object>,
-    ) -> Result<(), Rejected> {
+    ) -> Result<(), Rejection> {
         let link: LinkName = "flannel.1".parse().unwrap();
         let own = |dst: &Subnet| dst.base().is_ipv6().then_some(1400);
         let route = |dst: Subnet| Route { dst, via: Via::Link(link), mtu: own(&dst) };

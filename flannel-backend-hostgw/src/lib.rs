@@ -4,13 +4,12 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use flannel_core::address::Dual;
-use flannel_core::backend::{
-    Blueprint, Built, Datapath, Env, ExternalInterface, Node, Prepared, Rejected,
-};
+use flannel_core::backend::{Blueprint, Built, Datapath, Env, ExternalInterface, Node, Prepared};
 use flannel_core::kernel::Footprint;
 use flannel_core::lease::Offer;
 use flannel_core::object::{LinkName, Object, Route, Via};
 use flannel_core::runtime::blocking;
+use flannel_core::status::Rejection;
 use flannel_core::{Backend, Config, Error, Result, Subnets};
 
 /// The backend type in leases.
@@ -102,7 +101,7 @@ fn plan(
     offer: &Offer,
     env: &Env<'_>,
     objects: &mut Vec<Object>,
-) -> Result<(), Rejected> {
+) -> Result<(), Rejection> {
     let (mut far, before) = (None, objects.len());
     for peer in offer.endpoints(subnets) {
         // The other family may have one.
@@ -120,7 +119,7 @@ fn plan(
         }
     }
     if objects.len() == before {
-        return Err(Rejected(far.unwrap_or_else(|| "it has no public address".into())));
+        return Err(Rejection::Rejected(far.unwrap_or_else(|| "it has no public address".into())));
     }
     Ok(())
 }

@@ -10,10 +10,11 @@ use std::net::IpAddr;
 
 use flannel_core::Subnets;
 use flannel_core::address::Dual;
-use flannel_core::backend::{Env, Rejected};
+use flannel_core::backend::Env;
 use flannel_core::json::{FieldError, Fields};
 use flannel_core::lease::{Endpoint, Offer};
 use flannel_core::object::{Fdb, LinkName, MacAddr, Neigh, Object, Route, Via};
+use flannel_core::status::Rejection;
 
 /// The backend type in leases.
 pub(crate) const TYPE: &str = "vxlan";
@@ -37,7 +38,7 @@ impl Plan {
         offer: &Offer,
         env: &Env<'_>,
         out: &mut Vec<Object>,
-    ) -> Result<(), Rejected> {
+    ) -> Result<(), Rejection> {
         let (mut bad, before) = (None, out.len());
         for Endpoint { subnet: dst, public, data } in offer.endpoints(subnets) {
             // A family that is disabled here, or not published, leaves the other one.
@@ -69,21 +70,20 @@ impl Plan {
             return Ok(());
         }
         let none = "it has no public address with backend data for any enabled family";
-        Err(bad.unwrap_or_else(|| Rejected(none.into())))
+        Err(bad.unwrap_or_else(|| Rejection::Rejected(none.into())))
     }
 }
 
 /// The MAC address of a peer's VTEP, if its addresses can be used.
-fn vtep(public: IpAddr, data: &str, direct: bool, is_ours: bool) -> Result<MacAddr, Rejected> {
+fn vtep(public: IpAddr, data: &str, direct: bool, is_ours: bool) -> Result<MacAddr, Rejection> {
     if is_ours {
-        let reason = "is this node's own: its tunnel packets would come back here";
-        return Err(Rejected(format!("its public address {public} {reason}")));
+        return Err(Rejection::OwnAddress(public));
     }
     let is_link_local = matches!(public, IpAddr::V6(v6) if v6.is_unicast_link_local());
     // A forwarding entry names no link. A gateway does.
     if is_link_local && !direct {
         let reason = "is link-local, which a tunnel cannot reach";
-        return Err(Rejected(format!("its public address {public} {reason}")));
+        return Err(Rejection::Rejected(format!("its public address {public} {reason}")));
     }
     Ok(vtep_mac(data)?)
 }
@@ -124,15 +124,14 @@ mod tests {
             let offer = Offer { public, kind: TYPE.into(), data };
             let (mut objects, env) = (Vec::new(), Env::new(&|_| None));
             let rejected = plan.objects(&subnets, &offer, &env, &mut objects);
-            (objects, rejected.map_err(|rejected| rejected.0), env.into_parts().1)
+            (objects, rejected, env.into_parts().1)
         };
         let peer = "10.1.7.0-24&fd00:1:0:7::-64".parse().unwrap();
         let (objects, rejected, _) = plan_of(peer, ["192.0.2.9", "2001:db8::9"]);
-        let own_v6 = "its public address 2001:db8::9 is this node's own: its tunnel packets would \
-                      come back here";
-        assert_eq!((objects.len(), rejected), (0, Err(own_v6.to_owned())));
+        let own_v6 = Rejection::OwnAddress(address("2001:db8::9"));
+        assert_eq!((objects.len(), rejected), (0, Err(own_v6.clone())));
         let (objects, rejected, advisories) = plan_of(peer, ["192.0.2.7", "2001:db8::9"]);
-        assert_eq!((objects.len(), rejected, advisories), (3, Ok(()), vec![own_v6.to_owned()]));
+        assert_eq!((objects.len(), rejected, advisories), (3, Ok(()), vec![own_v6.to_string()]));
         // For its own lease a node reserves these objects.
         let (objects, rejected, _) = plan_of(own(), ["192.0.2.9", "2001:db8::9"]);
         assert_eq!((objects.len(), rejected), (6, Ok(())));
@@ -167,7 +166,7 @@ mod tests {
             let answer = |_: IpAddr| Some(direct.filter(|_| is_on_link));
             let mut objects = Vec::new();
             let rejected = plan.objects(&subnets, &offer, &Env::new(&answer), &mut objects);
-            (objects.len(), rejected.err().map(|rejected| rejected.0).unwrap_or_default())
+            (objects.len(), rejected.err().map(|why| why.to_string()).unwrap_or_default())
         };
         let verdict = |public: &str, mac: &str, direct| verdict_of(public, mac, direct, true);
         let (global, mac) = ("2001:db8::7", "0a:00:00:00:00:07");

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 
-pub use self::plan::{Answer, Env, Plan, Rejected};
+pub use self::plan::{Answer, Env, Plan};
 pub use self::secrets::{MakeSecret, MemorySecrets, Secrets};
 use crate::address::Dual;
 use crate::config::Config;
@@ -20,6 +20,7 @@ use crate::lease::{Lease, Offer, Origin, Subnets, View};
 use crate::network::Network;
 use crate::object::{LinkName, Object, State};
 use crate::runtime::blocking;
+use crate::status::Rejection;
 use crate::subnet::{Hints, SubnetManager};
 
 /// The interface that connects this host with its peers.
@@ -266,7 +267,7 @@ impl Blueprint {
     /// [`Blueprint::footprint`] to the objects that the network owns.
     pub fn new(
         mtu: u32,
-        plan: impl Fn(&Subnets, &Offer, &Env<'_>, &mut Vec<Object>) -> Result<(), Rejected>
+        plan: impl Fn(&Subnets, &Offer, &Env<'_>, &mut Vec<Object>) -> Result<(), Rejection>
         + Send
         + Sync
         + 'static,

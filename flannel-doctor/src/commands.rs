@@ -108,6 +108,11 @@ pub fn release(key: impl Display) -> String {
     format!("flannelctl lease release --force '{key}' # if that node is gone{GONE}")
 }
 
+/// The command about a lease with a public address that another node has too.
+pub fn change_address(key: impl Display) -> String {
+    format!("{}, else give it another --public-ip", release(key))
+}
+
 /// The command for an advisory. If it is about a public address that nodes share, the youngest of
 /// the `peers` with that address should release its lease.
 pub fn for_advisory<'a>(text: &str, peers: impl Iterator<Item = &'a Arc<Lease>>) -> String {
@@ -116,7 +121,7 @@ pub fn for_advisory<'a>(text: &str, peers: impl Iterator<Item = &'a Arc<Lease>>)
         lease.attrs.preferred.public.values().any(|public| Some(*public) == address)
     };
     match peers.filter(has_it).max_by_key(|lease| lease.since) {
-        Some(lease) => format!("{}, else give it another --public-ip", release(lease.subnets)),
+        Some(lease) => change_address(lease.subnets),
         None => "flannelctl peers".to_owned(),
     }
 }

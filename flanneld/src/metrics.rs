@@ -123,20 +123,29 @@ fn store(page: &mut Page, snapshot: &Snapshot) {
 }
 
 /// The reasons of rejections that the page always has.
-const REASONS: [&str; 7] = [
+const REASONS: [&str; 8] = [
     "outside",
     "no_enabled_family",
     "overlaps_own",
     "overlaps",
     "contradicts",
     "contradicts_own",
+    "own_address",
     "rejected",
 ];
 
 /// The label of a rejection.
 fn reason(why: &Rejection) -> &'static str {
-    let [outside, no_family, overlaps_own, overlaps, contradicts, contradicts_own, rejected] =
-        REASONS;
+    let [
+        outside,
+        no_family,
+        overlaps_own,
+        overlaps,
+        contradicts,
+        contradicts_own,
+        own_address,
+        rejected,
+    ] = REASONS;
     match why {
         Rejection::Outside { .. } => outside,
         Rejection::NoEnabledFamily => no_family,
@@ -144,7 +153,8 @@ fn reason(why: &Rejection) -> &'static str {
         Rejection::Overlaps { .. } => overlaps,
         Rejection::Contradicts { .. } => contradicts,
         Rejection::ContradictsOwn { .. } => contradicts_own,
-        Rejection::Rejected(_) => rejected,
+        Rejection::OwnAddress(_) => own_address,
+        Rejection::BadData(_) | Rejection::Rejected(_) => rejected,
         _ => "other",
     }
 }

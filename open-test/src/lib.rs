@@ -10,7 +10,7 @@ use std::net::{IpAddr, Ipv4Addr};
 use async_trait::async_trait;
 use flannel_core::address::Family;
 use flannel_core::backend::{
-    Blueprint, Built, Datapath, Env, ExternalInterface, Inlet, Node, NodeLease, Prepared, Rejected,
+    Blueprint, Built, Datapath, Env, ExternalInterface, Inlet, Node, NodeLease, Prepared,
 };
 use flannel_core::json::{FieldError, Fields};
 use flannel_core::kernel::Footprint;
@@ -18,6 +18,7 @@ use flannel_core::lease::Offer;
 use flannel_core::object::{
     Addr, Fdb, Link, LinkKind, LinkName, MacAddr, Neigh, Object, Route, State, Via, Vxlan,
 };
+use flannel_core::status::Rejection;
 use flannel_core::{Backend, Config, Error, Result, Subnets};
 
 /// The backend type in leases.
@@ -165,14 +166,14 @@ fn plan(
     link: LinkName,
     (subnets, offer): (&Subnets, &Offer),
     objects: &mut Vec<Object>,
-) -> Result<(), Rejected> {
+) -> Result<(), Rejection> {
     let Some(IpAddr::V4(public)) = offer.public[Family::V4] else {
-        return Err(Rejected("it has no public IPv4 address".into()));
+        return Err(Rejection::Rejected("it has no public IPv4 address".into()));
     };
     let data = offer.data.v4.as_deref().unwrap_or("{}");
     let lane = lane(&Fields::parse(data, "BackendData")?)?;
     if lane != own {
-        return Err(Rejected(format!("it is on lane {lane}, this node on lane {own}")));
+        return Err(Rejection::Rejected(format!("it is on lane {lane}, this node on lane {own}")));
     }
     let mac = mac(public);
     objects.push(Fdb { link, mac, dst: public.into() }.into());

@@ -6,6 +6,7 @@ use std::net::IpAddr;
 
 use crate::lease::{Offer, Subnets};
 use crate::object::{LinkName, Object};
+use crate::status::Rejection;
 
 /// Appends the kernel objects for a peer to a list, which may already hold those of other plans.
 ///
@@ -14,18 +15,7 @@ use crate::object::{LinkName, Object};
 /// [`Env::on_link`] then answers `None`. The keys of those objects are reserved: a lease of a peer
 /// that defines one of them is rejected.
 pub type Plan =
-    dyn Fn(&Subnets, &Offer, &Env<'_>, &mut Vec<Object>) -> Result<(), Rejected> + Send + Sync;
-
-/// The reason for which a plan cannot use an offer, such as malformed backend data.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{0}")]
-pub struct Rejected(pub String);
-
-impl From<crate::json::FieldError> for Rejected {
-    fn from(error: crate::json::FieldError) -> Self {
-        Self(error.to_string())
-    }
-}
+    dyn Fn(&Subnets, &Offer, &Env<'_>, &mut Vec<Object>) -> Result<(), Rejection> + Send + Sync;
 
 /// The lookups that a plan may make. When an answer changes, the plan is called again.
 pub struct Env<'a> {

@@ -1,6 +1,9 @@
 //! Reasons to reject a lease.
 
+use std::net::IpAddr;
+
 use crate::address::Subnet;
+use crate::json::FieldError;
 use crate::lease::Subnets;
 use crate::object::Key;
 
@@ -49,6 +52,12 @@ pub enum Rejection {
         /// The object.
         key: Key,
     },
+    /// Its backend data is malformed.
+    #[error(transparent)]
+    BadData(#[from] FieldError),
+    /// Its public address is one of this node. Tunnel packets to it would come back.
+    #[error("its public address {0} is this node's own: its tunnel packets would come back here")]
+    OwnAddress(IpAddr),
     /// The backend's plan rejects it.
     #[error("{0}")]
     Rejected(String),

@@ -8,7 +8,7 @@ use flannel_core::object::Key;
 use flannel_core::status::Rejection;
 use flannel_core::subnet::{Loss, Ownership, StoreStatus};
 use flannel_doctor::commands::{
-    LOG, SET_CONFIG, for_advisory, is_kubernetes, localize, release, restore_store,
+    LOG, SET_CONFIG, change_address, for_advisory, is_kubernetes, localize, release, restore_store,
 };
 
 use super::subnets_used;
@@ -212,10 +212,8 @@ impl Found {
                     "systemctl restart flanneld # on the later of the two nodes: every node \
                      accepts the earlier lease"
                 }
-                Rejection::Rejected(why) if why.contains("is this node's own") => {
-                    &for_advisory(why, network.peers())
-                }
-                Rejection::Rejected(_) => {
+                Rejection::OwnAddress(_) => &change_address(subnets),
+                Rejection::Rejected(_) | Rejection::BadData(_) => {
                     "flannelctl lease list # which backend and address has that node?"
                 }
                 _ => &release(subnets),
@@ -323,6 +321,30 @@ mod tests {
             book.send_replace(Rulebook::Missing { why: "no iptables".into(), cure, requested });
             assert_eq!(seen(), (vec![text.into()], false));
         }
+    }
+
+    #[tokio::test]
+    async fn the_hint_about_an_address_of_this_node_names_the_lease_that_has_it() {
+        let own = Rejection::OwnAddress([192, 0, 2, 1].into());
+        let similar = Rejection::Rejected(own.to_string());
+        let mut status = Status::default();
+        status.rejected = [("10.1.7.0-24", &own), ("10.1.8.0-24", &own), ("10.1.9.0-24", &similar)]
+            .map(|(key, why)| (key.parse().unwrap(), why.clone()))
+            .into_iter()
+            .collect();
+        let observer = Observer::default();
+        let _guard = observer.running(network(status).await.1);
+        let hints = problems(&observer.snapshot()).into_iter();
+        let hints = hints.filter(|problem| problem.text.ends_with("would come back here"));
+        let hints: Vec<_> = hints.map(|problem| problem.hint.unwrap()).collect();
+        for (hint, key) in hints.iter().zip(["10.1.7.0-24", "10.1.8.0-24"]) {
+            assert!(
+                hint.starts_with(&format!("flannelctl lease release --force '{key}'")),
+                "{hint}"
+            );
+            assert!(hint.ends_with(", else give it another --public-ip"), "{hint}");
+        }
+        assert!(hints.len() == 3 && hints[2].starts_with("flannelctl lease list"), "{hints:?}");
     }
 
     #[tokio::test]
