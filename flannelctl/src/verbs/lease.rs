@@ -2,9 +2,12 @@
 //!
 //! Every write is a compare-and-swap, as with the daemon.
 
+mod remaining;
+
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::sync::Arc;
 use std::time::Duration;
 
 use clap::Subcommand;
@@ -21,9 +24,7 @@ use serde_json::{Value, json};
 use crate::error::{Error, Result};
 use crate::terminal::{Style, Terminal, span};
 use crate::{Context, Output};
-
-/// The time limit for the times of all leases.
-const PATIENCE: Duration = Duration::from_secs(5);
+use remaining::remaining;
 
 /// The subcommands of `lease`.
 #[derive(Debug, Subcommand)]
@@ -97,10 +98,10 @@ fn key(text: &str) -> Result<Subnets, String> {
 
 /// Runs a verb of `lease`.
 pub(crate) async fn lease(context: Context<'_>, verb: &LeaseVerb) -> Result<Output> {
-    let registry = context.global.open_registry().await?;
-    let registry = &*registry;
+    let shared = context.global.open_registry().await?;
+    let registry = &*shared;
     match verb {
-        LeaseVerb::List => list(registry, context.terminal).await,
+        LeaseVerb::List => list(&shared, context.terminal).await,
         LeaseVerb::Reserve { lease, public_ip, public_ipv6, backend_type, count } => {
             let public = Dual { v4: public_ip.map(IpAddr::V4), v6: public_ipv6.map(IpAddr::V6) };
             let kind = Cow::from(backend_type.clone());
@@ -119,7 +120,7 @@ pub(crate) async fn lease(context: Context<'_>, verb: &LeaseVerb) -> Result<Outp
     }
 }
 
-async fn list(registry: &dyn Registry, terminal: &Terminal) -> Result<Output> {
+async fn list(registry: &Arc<dyn Registry>, terminal: &Terminal) -> Result<Output> {
     let mut listing = registry.list().await?;
     listing.entries.sort_by_key(|entry| entry.lease.subnets);
     let left = remaining(registry, &listing.entries).await;
@@ -175,21 +176,6 @@ fn duplicates(entries: &[Entry]) -> Vec<(IpAddr, Vec<String>)> {
         }
     }
     holders.into_iter().filter(|(_, keys)| keys.len() > 1).collect()
-}
-
-/// The time for which the store keeps each lease without a renewal. After an error or [`PATIENCE`]
-/// the store is not asked again, because the list is worth more than these times.
-async fn remaining(registry: &dyn Registry, entries: &[Entry]) -> BTreeMap<Subnets, Duration> {
-    let end = tokio::time::Instant::now() + PATIENCE;
-    let mut all = BTreeMap::new();
-    for entry in entries {
-        let (subnets, Some(holder)) = (entry.lease.subnets, entry.holder) else { continue };
-        match tokio::time::timeout_at(end, registry.remaining(&subnets, holder)).await {
-            Ok(Ok(left)) => all.extend(left.map(|left| (subnets, left))),
-            Ok(Err(_)) | Err(_) => break,
-        }
-    }
-    all
 }
 
 /// When a lease expires if it is not renewed.
@@ -494,6 +480,7 @@ mod tests {
                 .unwrap();
         }
         let mut pages = Vec::new();
+        let registry: Arc<dyn Registry> = Arc::new(registry);
         for width in [80, 120] {
             pages.push(list(&registry, &Terminal { width, colours: false }).await.unwrap().text);
         }
@@ -506,7 +493,8 @@ mod tests {
         let subnets = key("10.1.7.0/24").unwrap();
         let attrs = r#"{"PublicIP":"192.0.2.7","BackendType":"a\u001b[2J\n\u009b\u202eb"}"#;
         registry.create(&subnets, &LeaseAttrs::from_json(attrs).unwrap(), None).await.unwrap();
-        let listed = list(&registry, &Terminal { width: 80, colours: true }).await.unwrap();
+        let shared: Arc<dyn Registry> = Arc::new(registry.clone());
+        let listed = list(&shared, &Terminal { width: 80, colours: true }).await.unwrap();
         let released = release(&registry, &subnets, false).await.unwrap();
         for text in [listed.text, released.text] {
             assert!(text.contains(r"a\u001b[2J\u000a\u009b\u202eb"), "{text}");
