@@ -194,8 +194,8 @@ impl Admission {
     /// prefix.
     /// `None` if there is none.
     pub fn holder_of(&self, address: IpAddr) -> Option<&Peer> {
-        let around = || self.index.around(address);
-        around().find(|peer| peer.accepted).or_else(|| around().next())
+        let holders = || self.index.holders_of(address);
+        holders().find(|peer| peer.accepted).or_else(|| holders().next())
     }
 
     /// Takes in changed leases; `None`: the lease was deleted. This node's own lease is ignored.
@@ -233,7 +233,7 @@ impl Admission {
         let before = std::mem::replace(&mut self.path_mtus, Arc::clone(mtus));
         let all = before.keys().chain(mtus.keys());
         let changed = all.filter(|subnet| before.get(*subnet) != mtus.get(*subnet));
-        let peers = changed.flat_map(|subnet| self.index.around(subnet.base()));
+        let peers = changed.flat_map(|subnet| self.index.holders_of(subnet.base()));
         peers.map(|peer| peer.lease.subnets).collect()
     }
 
@@ -794,6 +794,36 @@ mod tests {
         }
         assert_eq!((peers.accepted(), peers.rejected().len()), (1, 99_999));
         assert_eq!(why(&peers, &leases[0]), "");
+    }
+
+    #[test]
+    fn the_work_of_one_update_grows_with_the_number_of_its_leases() {
+        let work = |count: u32, subnet: &dyn Fn(u32) -> Subnet| {
+            let of = |n: u32| {
+                let mut lease = Arc::unwrap_or_clone(lease("10.1.1.0-24", u64::from(n) + 1, 1, 7));
+                let six = Subnet::new([0xfd00, 0, 0, n as u16, 0, 0, 0, 0].into(), 64);
+                lease.subnets = Subnets::new([subnet(n)].into_iter().chain(six)).unwrap();
+                let public = IpAddr::from((0xc000_0000 | n).to_be_bytes());
+                lease.attrs.preferred.public = [public].into_iter().collect();
+                Arc::new(lease)
+            };
+            let mut peers = peers(None);
+            let leases: Vec<_> = (0..count).map(of).collect();
+            let all = leases.iter().rev().map(|lease| (lease.subnets, Some(lease)));
+            peers.update(all, &no_answer);
+            assert_eq!((peers.accepted(), why(&peers, &leases[0])), (1, String::new()));
+            peers.update(leases.iter().map(|lease| (lease.subnets, None)), &no_answer);
+            peers.index.reads.get()
+        };
+        let one = |_: u32| "10.1.2.0/24".parse().unwrap();
+        let half_are_inside = |n: u32| match n % 2 {
+            0 => "10.1.0.0/16".parse().unwrap(),
+            _ => Subnet::new((0x0a01_0000 | n << 1).to_be_bytes().into(), 31).unwrap(),
+        };
+        for subnet in [&one as &dyn Fn(u32) -> Subnet, &half_are_inside] {
+            let (few, many) = (work(250, subnet), work(2500, subnet));
+            assert!(many < 15 * few, "{few} peers looked at for 250 leases, {many} for 2500");
+        }
     }
 
     #[test]

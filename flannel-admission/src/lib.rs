@@ -2,6 +2,7 @@
 
 mod admission;
 mod advisories;
+mod incumbents;
 mod link_lookups;
 mod offer_plan;
 mod path_mtus;

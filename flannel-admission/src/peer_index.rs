@@ -86,13 +86,18 @@ pub(crate) struct PeerIndex {
     /// The number of subnets of each length: a search for covering subnets tries only these
     /// lengths.
     lengths: BTreeMap<u8, usize>,
+    /// How often a peer was looked at.
+    #[cfg(test)]
+    pub(crate) reads: std::cell::Cell<u64>,
 }
 
 /// What [`PeerIndex::neighbours`] has looked up already.
 #[derive(Debug, Default)]
 pub(crate) struct Expanded {
+    /// Subnets whose inside was searched.
+    insides: HashSet<Subnet>,
+    /// Subnets whose peers were found.
     subnets: HashSet<Subnet>,
-    hosts: HashSet<IpAddr>,
     keys: HashSet<Key>,
 }
 
@@ -132,6 +137,8 @@ impl PeerIndex {
     }
 
     pub(crate) fn peer(&self, id: Id) -> Option<&Peer> {
+        #[cfg(test)]
+        self.reads.set(self.reads.get() + 1);
         self.slots.get(id as usize)?.as_ref()
     }
 
@@ -295,11 +302,11 @@ impl PeerIndex {
     pub(crate) fn neighbours(&self, id: Id, expanded: &mut Expanded) -> Vec<Id> {
         let Some(peer) = self.peer(id) else { return Vec::new() };
         let mut found = Vec::new();
-        for subnet in peer.lease.subnets.iter().filter(|subnet| expanded.subnets.insert(*subnet)) {
-            found.extend(self.overlapping(subnet));
+        for subnet in peer.lease.subnets.iter().filter(|subnet| expanded.insides.insert(*subnet)) {
+            found.extend(self.inside(subnet));
         }
-        for address in peer.hosts().iter().filter(|address| expanded.hosts.insert(**address)) {
-            found.extend(self.ids_around(*address));
+        for around in self.all_around(peer).filter(|around| expanded.subnets.insert(*around)) {
+            found.extend(self.with_subnet(around));
         }
         for object in peer.objects.iter().filter(|object| expanded.keys.insert(object.key())) {
             let key = object.key();
@@ -313,51 +320,58 @@ impl PeerIndex {
     /// Whether another peer has a subnet that overlaps this one's, or one of the two has a public
     /// address inside a subnet of the other.
     pub(crate) fn overlaps(&self, id: Id) -> bool {
-        self.rivals_by_address(id).next().is_some()
+        let Some(peer) = self.peer(id) else { return false };
+        let is_own = |subnet: &Subnet| peer.lease.subnets.iter().any(|own| own == *subnet);
+        let around = self.all_around(peer).filter(|around| !is_own(around));
+        let around = around.flat_map(|around| self.with_subnet(around));
+        let own = peer.lease.subnets.iter().flat_map(|own| self.from((own, 0), own));
+        around.chain(own).any(|other| other != id)
     }
 
-    /// The peers that clash with this one. Of those that define one object, only the first, which
-    /// usually is accepted if any is.
-    pub(crate) fn rivals(&self, id: Id) -> impl Iterator<Item = Id> {
-        let objects = self.peer(id).into_iter().flat_map(|peer| peer.objects.iter());
-        let first = objects.filter_map(|object| {
-            let first = self.claimants_with(hash_of(&self.hasher, &object.key()), object.key());
-            first.take(1).find(|claim| claim.object != object).map(|claim| claim.id)
-        });
-        // Of many peers with one subnet, only the accepted one is the first that defines its route.
-        first.chain(self.rivals_by_address(id))
+    /// The first of those that define an object of `peer`, if it defines it otherwise. Of many
+    /// peers, it is the accepted one if there is one.
+    pub(crate) fn first_definers(&self, peer: &Peer) -> impl Iterator<Item = Id> {
+        peer.objects.iter().filter_map(|object| {
+            let first = self.claimants(&object.key()).next()?;
+            (first.object != object).then_some(first.id)
+        })
     }
 
-    fn rivals_by_address(&self, id: Id) -> impl Iterator<Item = Id> {
-        let peer = move || self.peer(id).into_iter();
-        let subnets = peer().flat_map(|peer| peer.lease.subnets.iter());
-        let by_subnet = subnets.flat_map(|subnet| self.overlapping(subnet));
-        let hosts = peer().flat_map(|peer| peer.hosts());
-        let by_host = hosts.flat_map(|address| self.ids_around(*address));
-        by_subnet.chain(by_host).filter(move |other| *other != id)
+    /// The peers with exactly this subnet.
+    pub(crate) fn with_subnet(&self, subnet: Subnet) -> impl Iterator<Item = Id> {
+        self.subnets.range((subnet, 0)..=(subnet, Id::MAX)).map(|(_, id)| *id)
     }
 
-    /// The peers with a subnet that overlaps this one, or with a public address inside it.
-    fn overlapping(&self, subnet: Subnet) -> impl Iterator<Item = Id> {
-        let inside = self.subnets.range((subnet, 0)..);
-        let inside = inside.take_while(move |(other, _)| subnet.covers(other));
-        let around = self.lengths.range(..subnet.len());
-        let around = around.filter_map(move |(len, _)| subnet.supernet(*len));
-        let around = around.flat_map(|around| self.subnets.range((around, 0)..=(around, Id::MAX)));
+    /// The peers with a smaller subnet or a public address inside this subnet.
+    pub(crate) fn inside(&self, subnet: Subnet) -> impl Iterator<Item = Id> {
+        self.from((subnet, Id::MAX), subnet)
+    }
+
+    /// The peers inside `subnet`: those with a subnet from `first` on, or with a public address.
+    fn from(&self, first: (Subnet, Id), subnet: Subnet) -> impl Iterator<Item = Id> {
+        let subnets = self.subnets.range(first..);
+        let subnets = subnets.take_while(move |(other, _)| subnet.covers(other));
         let hosts = self.hosts.range((subnet.base(), 0)..=(subnet.last(), Id::MAX));
-        around.chain(inside).map(|(_, id)| *id).chain(hosts.map(|(_, id)| *id))
+        subnets.map(|(_, id)| *id).chain(hosts.map(|(_, id)| *id))
+    }
+
+    /// This subnet and all around it that have the length of a peer's subnet, the smallest first.
+    fn around(&self, subnet: Subnet) -> impl Iterator<Item = Subnet> {
+        let lengths = self.lengths.range(..=subnet.len()).rev();
+        lengths.filter_map(move |(len, _)| subnet.supernet(*len))
+    }
+
+    /// The subnets of a peer and those around them, and around its public addresses inside the pod
+    /// networks.
+    pub(crate) fn all_around(&self, peer: &Peer) -> impl Iterator<Item = Subnet> {
+        let hosts = peer.hosts().iter().map(|address| Subnet::host(*address));
+        peer.lease.subnets.iter().chain(hosts).flat_map(move |subnet| self.around(subnet))
     }
 
     /// The peers whose subnets contain an address, the longest prefix first.
-    pub(crate) fn around(&self, address: IpAddr) -> impl Iterator<Item = &Peer> {
-        self.ids_around(address).filter_map(|id| self.peer(id))
-    }
-
-    fn ids_around(&self, address: IpAddr) -> impl Iterator<Item = Id> {
-        let host = Subnet::host(address);
-        let around =
-            self.lengths.range(..=host.len()).rev().filter_map(move |(len, _)| host.supernet(*len));
-        let ids = around.flat_map(|subnet| self.subnets.range((subnet, 0)..=(subnet, Id::MAX)));
-        ids.map(|(_, id)| *id)
+    pub(crate) fn holders_of(&self, address: IpAddr) -> impl Iterator<Item = &Peer> {
+        let around = self.around(Subnet::host(address));
+        let ids = around.flat_map(move |subnet| self.with_subnet(subnet));
+        ids.filter_map(move |id| self.peer(id))
     }
 }

@@ -3,6 +3,7 @@
 use std::net::IpAddr;
 
 use super::{Admission, Changed, Delta, Update};
+use crate::incumbents::Incumbents;
 use crate::peer_index::{Expanded, Id, Peer};
 use crate::winners::{Clash, Winners};
 use flannel_core::Lease;
@@ -15,12 +16,15 @@ impl Admission {
     /// Decides on the peers that are new or dirty, and on all peers that these can affect.
     pub(super) fn finish(&mut self, mut update: Update) -> Changed {
         let (mut alone, mut late) = (Vec::new(), Vec::new());
+        let mut incumbents = Incumbents::default();
         for (id, shared) in std::mem::take(&mut update.added) {
+            // A peer that is rejected in any case affects no other.
+            let is_rejected = self.index.peer(id).is_some_and(|peer| peer.rejected().is_some());
             // A later new peer may define one of its objects too. Then that peer shares it, and
             // this one is its neighbour.
-            if !shared && !self.index.overlaps(id) {
+            if is_rejected || (!shared && !self.index.overlaps(id)) {
                 alone.push(id);
-            } else if let Some(earlier) = self.earlier(id) {
+            } else if let Some(earlier) = self.earlier(id, &mut incumbents) {
                 late.push((id, earlier));
             } else {
                 update.dirty.insert(id);
@@ -47,10 +51,16 @@ impl Admission {
 
     /// An accepted peer that clashes with a new one and is earlier. While it stays accepted, the
     /// new one is rejected, and changes nothing.
-    fn earlier(&self, id: Id) -> Option<Id> {
-        let precedence = self.index.peer(id)?.lease.precedence();
+    fn earlier(&self, id: Id, incumbents: &mut Incumbents) -> Option<Id> {
+        let peer = self.index.peer(id)?;
+        let precedence = peer.lease.precedence();
         let is_earlier = |peer: &Peer| peer.accepted && peer.lease.precedence() < precedence;
-        self.index.rivals(id).find(|rival| self.index.peer(*rival).is_some_and(is_earlier))
+        let is_earlier = |rival: &Id| self.index.peer(*rival).is_some_and(is_earlier);
+        // Of many peers with one subnet, only the accepted one is the first that defines its route.
+        let mut first = self.index.first_definers(peer);
+        first
+            .find(is_earlier)
+            .or_else(|| incumbents.rivals(&self.index, peer).into_iter().find(is_earlier))
     }
 
     /// The dirty peers, and all peers that clash with one of these.
