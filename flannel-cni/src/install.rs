@@ -1,7 +1,7 @@
 //! Copies a file onto a host atomically. The copy has a hidden name beside its destination and is
 //! then renamed. So a runtime reads the old file or the new one, even after a crash.
 //!
-//! **Source**: flannel `cmd/install_conf`, which has the same arguments, names and exit statuses.
+//! **Source**: flannel `cmd/install_conf`, which has the same arguments and names.
 
 use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions, Permissions};

@@ -29,10 +29,19 @@ fn a_copy_succeeds_or_reports_the_reason() {
     let (from, to) = (path("cni-conf.json"), path("10-flannel.conflist"));
     assert_eq!(run(&[&from, &to]), (Some(0), String::new()));
     assert_eq!(fs::read_to_string(&to).unwrap(), "{}");
-    for wrong in [&[][..], &[from.as_path()], &[&from, &to, &to]] {
-        assert_eq!(run(wrong), (Some(1), "usage: install-conf SOURCE DESTINATION\n".into()));
+    let [more, option] = ["more", "--force"].map(Path::new);
+    let [from, to] = [&from, &to].map(PathBuf::as_path);
+    for (wrong, says) in [
+        (&[][..], "SOURCE and DESTINATION are missing"),
+        (&[from], "DESTINATION is missing"),
+        (&[from, to, more], "unexpected argument \"more\""),
+        (&[option, from, to], "unknown option \"--force\""),
+        (&[from, option], "unknown option \"--force\""),
+    ] {
+        let expected = format!("install-conf: {says}\nusage: install-conf SOURCE DESTINATION\n");
+        assert_eq!(run(wrong), (Some(2), expected));
     }
-    let (status, message) = run(&[&path("absent"), &to]);
+    let (status, message) = run(&[&path("absent"), to]);
     let expected = format!(
         "install-conf: cannot read {}: No such file or directory (os error 2)\n",
         path("absent").display()
