@@ -11,7 +11,7 @@ use std::time::Duration;
 use std::{fs, io};
 
 use flannel_core::Subnet;
-use flannel_subnet::{FileLock, HolderId, read_own_file, replace_file};
+use flannel_subnet::{FileLock, HolderId, read_own_file, remove_temporary_files, replace_file};
 use tokio::time::{Instant, sleep};
 
 use crate::Error;
@@ -220,8 +220,18 @@ fn warn_of_writers(dir: &Path) -> io::Result<()> {
     Ok(())
 }
 
+/// Removes what crashed writers of state files left. Logs a failure, which only costs space.
+fn sweep(dir: &Path) {
+    for dir in [dir, &dir.join("secrets")] {
+        if let Err(error) = remove_temporary_files(dir, None) {
+            tracing::warn!(path = %dir.display(), %error, "temporary files are not removed");
+        }
+    }
+}
+
 /// Locks the state directory for one daemon, or for a cleanup. Waits up to 2 s: a child of a killed
-/// daemon holds the lock until it has started its program.
+/// daemon holds the lock until it has started its program. Removes temporary files of earlier
+/// processes.
 ///
 /// # Errors
 /// Another process holds the lock, or the file `lock` cannot be opened.
@@ -233,7 +243,10 @@ pub async fn lock(dir: &Path) -> Result<FileLock, Error> {
     let (begin, mut is_logged) = (Instant::now(), false);
     loop {
         match FileLock::take(&path).map_err(refused)? {
-            Some(lock) => return Ok(lock),
+            Some(lock) => {
+                sweep(dir);
+                return Ok(lock);
+            }
             None if begin.elapsed() < PATIENCE => {
                 if begin.elapsed() >= LOGGED && !std::mem::replace(&mut is_logged, true) {
                     let holder = FileLock::holder(&path);
@@ -267,6 +280,22 @@ mod tests {
         assert!(error.contains(&format!("(process {})", std::process::id())), "{error}");
         drop(first);
         lock(&state).await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn what_a_crashed_writer_left_is_removed_under_the_lock() {
+        let dir = tempfile::tempdir().unwrap();
+        let left =
+            [".flannel-tmp-mark-0123456789abcdef", "secrets/.flannel-tmp-a-0123456789abcdef"]
+                .map(|name| dir.path().join(name));
+        let other = dir.path().join(".flannel-tmp-notes");
+        fs::create_dir(dir.path().join("secrets")).unwrap();
+        for path in left.iter().chain([&other]) {
+            fs::write(path, "text").unwrap();
+        }
+        let _lock = lock(dir.path()).await.unwrap();
+        assert_eq!(left.map(|path| path.exists()), [false, false]);
+        assert!(other.exists());
     }
 
     #[tokio::test(start_paused = true)]

@@ -14,6 +14,7 @@ mod uplink;
 use std::convert::Infallible;
 use std::io::ErrorKind;
 use std::net::IpAddr;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -21,7 +22,7 @@ use flannel_core::kernel::Footprint;
 use flannel_core::{Kernel, Lease, SubnetManager, Subnets};
 use flannel_netlink::NetlinkKernel;
 use flannel_options::state_dir;
-use flannel_subnet::{HolderId, Identity, SubnetEnv, SubnetEnvError};
+use flannel_subnet::{HolderId, Identity, SubnetEnv, SubnetEnvError, remove_temporary_files};
 
 use crate::config::{DaemonConfig, NexthopObjects};
 use crate::control::Servers;
@@ -50,6 +51,7 @@ pub(crate) async fn run(settings: &DaemonConfig, observer: &Observer) -> Result<
 async fn run_networks(settings: &DaemonConfig, observer: &Observer) -> Result<Infallible, Error> {
     let kernel = Arc::new(open_kernel(settings)?);
     let holder = state_dir::holder_id(&settings.state_dir)?;
+    clean_up(&settings.subnet_file);
     let go_flannel = GoFlannel::find(&settings.subnet_file, &settings.state_dir)?;
     let identity = Identity {
         holder,
@@ -109,6 +111,15 @@ fn open_kernel(settings: &DaemonConfig) -> Result<NetlinkKernel, Error> {
             Err(Error::NoNexthopObjects)
         }
         NexthopObjects::Auto | NexthopObjects::On => Ok(kernel),
+    }
+}
+
+/// Removes what a crashed writer of the subnet file left. Logs a failure, which only costs space.
+fn clean_up(subnet_file: &Path) {
+    if let (Some(dir), name @ Some(_)) = (subnet_file.parent(), subnet_file.file_name())
+        && let Err(error) = remove_temporary_files(dir, name)
+    {
+        tracing::warn!(path = %dir.display(), %error, "temporary files are not removed");
     }
 }
 

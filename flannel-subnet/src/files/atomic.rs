@@ -1,5 +1,6 @@
 //! Replacing a file in one step: readers see either the old content or the new one.
 
+use std::ffi::OsStr;
 use std::fs::{self, File, OpenOptions, Permissions};
 use std::io::{self, Write};
 use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
@@ -7,7 +8,7 @@ use std::path::Path;
 use std::time::SystemTime;
 
 /// The prefix of temporary files. The dot distinguishes them from keys.
-pub(crate) const TEMPORARY: &str = ".flannel-tmp-";
+const TEMPORARY: &str = ".flannel-tmp-";
 
 /// Replaces `path` in one step and durably: readers see the old content or the new one. A symbolic
 /// link at `path` is replaced, not followed. An existing regular file keeps its mode.
@@ -63,9 +64,82 @@ pub(crate) fn replace(
     result
 }
 
+/// Removes the temporary files in `dir` that crashed writers of the file `name` left (`None`: of any
+/// file). Call it only while no other process writes these files. Only regular files with a name
+/// that [`replace_file`] chooses are removed. A missing directory has none.
+///
+/// # Errors
+/// An error of the file system. Some of them may be left.
+///
+/// # Blocking
+/// Reads a directory.
+pub fn remove_temporary_files(dir: &Path, name: Option<&OsStr>) -> io::Result<()> {
+    let is_absent = |error: &io::Error| error.kind() == io::ErrorKind::NotFound;
+    let dir = if dir.as_os_str().is_empty() { Path::new(".") } else { dir };
+    let entries = match fs::read_dir(dir) {
+        Err(error) if is_absent(&error) => return Ok(()),
+        entries => entries?,
+    };
+    let name = name.map(OsStr::to_string_lossy);
+    for entry in entries {
+        let entry = entry?;
+        let file_name = entry.file_name();
+        let Some(of) = file_name.to_str().and_then(target_of) else { continue };
+        if name.as_ref().is_none_or(|name| name == of) && entry.file_type()?.is_file() {
+            fs::remove_file(entry.path())
+                .or_else(|error| if is_absent(&error) { Ok(()) } else { Err(error) })?;
+        }
+    }
+    Ok(())
+}
+
+/// The name of the file that a temporary file was written for; `None` if it is no temporary file.
+fn target_of(name: &str) -> Option<&str> {
+    let (target, random) = name.strip_prefix(TEMPORARY)?.rsplit_once('-')?;
+    let is_ours = random.len() == 16 && random.bytes().all(|byte| byte.is_ascii_hexdigit());
+    is_ours.then_some(target)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn only_temporary_files_of_crashed_writers_are_removed() {
+        let dir = tempfile::tempdir().unwrap();
+        let names = || {
+            let entries = fs::read_dir(dir.path()).unwrap();
+            let names = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap());
+            let mut names: Vec<_> = names.collect();
+            names.sort();
+            names
+        };
+        let (of_file, of_other) =
+            (".flannel-tmp-a-b-0123456789abcdef", ".flannel-tmp-other-0123456789abcdef");
+        let kept = [
+            ".flannel-tmp-a-b-0123456789abcde",
+            ".flannel-tmp-a-b-0123456789abcdeg",
+            ".flannel-tmp-directory-0123456789abcdef",
+            ".flannel-tmp-planted-0123456789abcdef",
+            "a-b",
+            "flannel-tmp-a-b-0123456789abcdef",
+        ];
+        fs::create_dir(dir.path().join(kept[2])).unwrap();
+        std::os::unix::fs::symlink("a-b", dir.path().join(kept[3])).unwrap();
+        for name in kept
+            .iter()
+            .chain([&of_file, &of_other])
+            .filter(|name| !names().contains(&name.to_string()))
+        {
+            fs::write(dir.path().join(name), "text").unwrap();
+        }
+        remove_temporary_files(dir.path(), Some(OsStr::new("a-b"))).unwrap();
+        assert!(!names().contains(&of_file.into()) && names().contains(&of_other.into()));
+        remove_temporary_files(dir.path(), None).unwrap();
+        assert_eq!(names(), kept);
+        assert_eq!(fs::read_to_string(dir.path().join("a-b")).unwrap(), "text");
+        remove_temporary_files(&dir.path().join("absent"), None).unwrap();
+    }
 
     #[test]
     fn a_replaced_file_keeps_its_mode_and_no_temporary_file_is_left() {

@@ -318,12 +318,19 @@ async fn only_small_regular_files_are_read() {
 #[tokio::test]
 async fn files_of_a_crashed_writer_are_removed_and_never_read() {
     let net = Net::new().await;
-    let leftover = net.file(".flannel-tmp-10.1.5.0-24-00112233");
-    fs::write(&leftover, "{").unwrap();
+    let leftover = net.file(".flannel-tmp-10.1.5.0-24-0011223344556677");
+    let of_config = net.dir.path().join(".flannel-tmp-config-0011223344556677");
+    let of_other = net.dir.path().join(".flannel-tmp-other-0011223344556677");
+    for path in [&leftover, &of_config, &of_other] {
+        fs::write(path, "{").unwrap();
+    }
+    // Nothing that could keep a daemon from its start.
+    fs::create_dir(net.file(".flannel-tmp-planted-0011223344556677")).unwrap();
     let listing = net.registry.list().await.unwrap();
     assert_eq!((listing.entries.len(), listing.skipped.len()), (0, 0));
     net.reopen().await;
-    assert!(!leftover.exists());
+    let exist = [&leftover, &of_config, &of_other].map(|path| path.exists());
+    assert_eq!(exist, [false, false, true]);
 }
 
 #[tokio::test]

@@ -955,9 +955,14 @@ fn a_removed_subnet_file_is_written_again() {
     in_netns(|| {
         uplink();
         let place = Place::new(CONFIG);
+        // Of a daemon that was killed.
+        let left = place.subnet_file().with_file_name(".flannel-tmp-subnet.env-0123456789abcdef");
+        fs::create_dir_all(left.parent().unwrap()).unwrap();
+        fs::write(&left, "FLANNEL_").unwrap();
         let daemon = place.start(&[]);
         daemon.wait_for_log("running lease");
         let before = place.subnet_env();
+        assert!(!left.exists());
         fs::remove_file(place.subnet_file()).unwrap();
         daemon.wait_for_log("another program removed the file, restoring it");
         assert_eq!(place.subnet_env(), before);

@@ -15,7 +15,7 @@ use super::file::{self, LeaseFile};
 use super::location::Assign;
 use crate::backoff::Backoff;
 use crate::clock::{Clock, SystemClock};
-use crate::files::atomic::{self, TEMPORARY};
+use crate::files::atomic::{self, remove_temporary_files};
 use crate::files::lock::FileLock;
 use crate::registry::{Entry, HolderId, LeaseGrant, config_conflict};
 use crate::runtime::lock;
@@ -87,11 +87,11 @@ impl Shared {
 
     /// Removes the temporary files of crashed writers. Under the lock no writer is active.
     pub(super) fn clean_up(&self) -> Result<()> {
-        for name in self.names()?.iter().filter(|name| name.starts_with(TEMPORARY)) {
-            let removed = fs::remove_file(self.location.path.join("subnets").join(name));
-            removed.map_err(|error| self.location.error("subnets", error))?;
-        }
-        Ok(())
+        let dir = &self.location.path;
+        let removed = remove_temporary_files(&dir.join("subnets"), None);
+        removed.map_err(|error| self.location.error("subnets", error))?;
+        let removed = remove_temporary_files(dir, Some("config".as_ref()));
+        removed.map_err(|error| self.location.error("", error))
     }
 
     /// Whether another key in force overlaps `subnets`.
