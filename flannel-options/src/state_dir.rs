@@ -31,11 +31,13 @@ const VERSION: u32 = 1;
 /// A state file has a version that this build cannot read. It is the source of an [`io::Error`].
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "it has version {version}, written by a newer build; this build reads version {VERSION}. The \
-     file is not used and not changed"
+    "it has version {version:?}{by}, written by a newer build; this build reads version {VERSION}. \
+     The file is not used and not changed: run that build, or remove the files of --state-dir"
 )]
 struct NewerVersion {
     version: String,
+    /// The file that says so, if it is another one.
+    by: String,
 }
 
 /// Whether the error means that a newer build wrote the state file.
@@ -148,14 +150,24 @@ pub fn read(file: &Path) -> io::Result<Option<String>> {
     };
     let text = String::from_utf8_lossy(&bytes).into_owned();
     if text.starts_with(HEADER) {
-        return without_version(&text).map(|text| Some(text.to_owned()));
+        return without_version(&text, None).map(|text| Some(text.to_owned()));
     }
     let path = version_of(file);
     match read_own_file(&path) {
-        Ok(version) => without_version(&String::from_utf8_lossy(&version)).map(|_| Some(text)),
+        Ok(version) => {
+            without_version(&String::from_utf8_lossy(&version), Some(&path)).map(|_| Some(text))
+        }
         // Written by a build without versions.
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Some(text)),
-        Err(error) => Err(io::Error::new(error.kind(), format!("{}: {error}", path.display()))),
+        // A guess could misread the file, and then overwrite it.
+        Err(error) => {
+            let path = path.display();
+            let reason = format!(
+                "its version is not known, because {path} cannot be read ({error}): make it \
+                 readable, or remove it if no newer build of flannel ran on this host"
+            );
+            Err(io::Error::new(error.kind(), reason))
+        }
     }
 }
 
@@ -164,14 +176,16 @@ fn version_of(file: &Path) -> PathBuf {
     file.with_file_name("version")
 }
 
-/// The text after the version line, if this build can read that version.
-fn without_version(text: &str) -> io::Result<&str> {
+/// The text after the version line, if this build can read that version. `of` is the file of the
+/// text, if the version is that of another one.
+fn without_version<'a>(text: &'a str, of: Option<&Path>) -> io::Result<&'a str> {
     let (line, rest) = text.split_once('\n').unwrap_or((text, ""));
     let version = line.strip_prefix(HEADER).unwrap_or(line);
     match version.parse::<u32>() {
         Ok(..=VERSION) => Ok(rest),
         _ => {
-            let newer = NewerVersion { version: version.to_owned() };
+            let by = of.map(|file| format!(" by {}", file.display())).unwrap_or_default();
+            let newer = NewerVersion { version: version.to_owned(), by };
             Err(io::Error::new(io::ErrorKind::InvalidData, newer))
         }
     }
@@ -353,7 +367,29 @@ mod tests {
         fs::remove_file(&version).unwrap();
         std::os::unix::fs::symlink(&target, &version).unwrap();
         let error = read(&networks(&dir)).unwrap_err();
-        assert!(is_link(&error) && error.to_string().contains("state/version: "), "{error}");
+        assert!(is_link(&error) && error.to_string().contains("state/version cannot"), "{error}");
+    }
+
+    #[test]
+    fn an_unreadable_version_is_an_error_with_its_file_and_cure() {
+        let dir = tempfile::tempdir().unwrap();
+        let (mark, version) = (dir.path().join("mark"), dir.path().join("version"));
+        holder_id(dir.path()).unwrap();
+        fs::remove_file(&version).unwrap();
+        fs::create_dir(&version).unwrap();
+        let expected = format!(
+            "{}: its version is not known, because {} cannot be read (it is a directory, a pipe or \
+             a device, expected a regular file: remove it): make it readable, or remove it if no \
+             newer build of flannel ran on this host (see --state-dir)",
+            mark.display(),
+            version.display()
+        );
+        assert_eq!(holder_id(dir.path()).unwrap_err().to_string(), expected);
+        fs::remove_dir(&version).unwrap();
+        fs::write(&version, "").unwrap();
+        let says = format!("it has version \"\" by {}, written", version.display());
+        let error = read(&mark).unwrap_err().to_string();
+        assert!(error.starts_with(&says) && error.ends_with("remove the files of --state-dir"));
     }
 
     #[test]
