@@ -9,6 +9,7 @@ use flannel_core::lease::{LeaseAttrs, Revision};
 use flannel_core::{Config, Error, Lease, Result, Subnet, Subnets};
 
 use super::LocalManager;
+use super::hold::is_blank;
 use super::holding::{HeldLease, LeaseTerm};
 use super::listing::{earlier, fits, occupied, own_entry, unfit};
 use crate::allocate::allocate;
@@ -78,7 +79,7 @@ impl LocalManager {
     ) -> Result<Attempt> {
         if let Some(entry) = own_entry(listing, &self.identity, config, attrs) {
             let subnets = entry.lease.subnets;
-            self.leave_to_rival(entry)?;
+            self.leave_to_rival(entry, attrs)?;
             let Some(reason) = unfit(config, listing, entry) else {
                 return lost_race(self.take_over(entry, attrs).await).map(Attempt::from);
             };
@@ -96,19 +97,27 @@ impl LocalManager {
 
     /// Fails if another host with our public address has taken this lease from us. Otherwise each
     /// of the two hosts would take it from the other at each start.
-    fn leave_to_rival(&self, entry: &Entry) -> Result<()> {
+    fn leave_to_rival(&self, entry: &Entry, attrs: &LeaseAttrs) -> Result<()> {
         let subnets = entry.lease.subnets;
-        let theirs = entry.holder.is_some_and(|holder| holder != self.identity.holder);
+        let theirs = match entry.holder {
+            Some(holder) => holder != self.identity.holder,
+            None => entry.lease.attrs != *attrs && !is_blank(&entry.lease.attrs),
+        };
         if !theirs || self.fallback.lost() != Some(subnets) || self.had_another_flannel(&subnets) {
             return Ok(());
         }
+        let (gone, force) = match entry.holder {
+            Some(_) => {
+                ("no host has that ID in the file mark of its --state-dir any more", "--force ")
+            }
+            None => ("no other host has that address any more", ""),
+        };
         Err(Error::Refused {
             store: format!("{}: {subnets}", self.store),
             reason: format!(
                 "{} took this lease from this host: two hosts have one public address, or this one \
-                 runs two flannels; give this host another --public-ip or --iface, or if no host \
-                 has that ID in the file mark of its --state-dir any more: flannelctl lease \
-                 release --force '{subnets}'",
+                 runs two flannels; give this host another --public-ip or --iface, or if {gone}: \
+                 flannelctl lease release {force}'{subnets}'",
                 self.holder(entry)
             ),
         })

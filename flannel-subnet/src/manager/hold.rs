@@ -6,7 +6,7 @@
 use std::time::Duration;
 
 use flannel_core::error::holder;
-use flannel_core::lease::{LeaseSet, Origin, Revision, View};
+use flannel_core::lease::{LeaseAttrs, LeaseSet, Origin, Revision, View};
 use flannel_core::subnet::LeaseEnd;
 use flannel_core::{Error, Lease, Result, Subnets};
 use tokio::sync::watch;
@@ -242,7 +242,7 @@ impl LocalManager {
         let HeldLease { subnets, attrs: desired, revision, term } = held_lease;
         let now = &entry.lease.attrs;
         let same_node = now.preferred.public == desired.preferred.public;
-        let blank = now.preferred.kind.is_empty() && now.preferred.data.is_empty();
+        let blank = is_blank(now);
         let ours = match entry.holder {
             Some(holder) => holder == self.identity.holder && same_node,
             // A reservation has no holder ID, so its attributes are compared.
@@ -250,7 +250,8 @@ impl LocalManager {
         };
         if !ours {
             let theirs: Vec<_> = now.preferred.public.values().collect();
-            let rival = entry.holder.is_some_and(|holder| holder != self.identity.holder);
+            // A reservation has no holder ID, but the attributes of another host.
+            let rival = entry.holder != Some(self.identity.holder);
             if rival && desired.preferred.public.values().any(|ours| theirs.contains(&ours)) {
                 self.fallback.note_lost(Some(*subnets));
             }
@@ -318,6 +319,11 @@ impl LocalManager {
             None => format!("{node}, as a reservation"),
         }
     }
+}
+
+/// Whether no node has filled in the reservation with these attributes.
+pub(super) fn is_blank(attrs: &LeaseAttrs) -> bool {
+    attrs.preferred.kind.is_empty() && attrs.preferred.data.is_empty()
 }
 
 fn lost_dispute() -> LeaseEnd {

@@ -167,6 +167,42 @@ async fn a_lease_that_another_host_with_our_address_took_stays_with_it_until_it_
     fixture.node(0).acquire_lease(&attrs(1)).await.unwrap();
 }
 
+/// A reservation has no holder ID, so another MAC address shows that it is another host's.
+#[tokio::test(start_paused = true)]
+async fn a_reservation_that_another_host_with_our_address_took_stays_with_it() {
+    let fixture = Fixture::new();
+    let subnets = fixture.first_run().await.subnets;
+    fixture.registry.set_outage(false);
+    let reserve = |attrs: &LeaseAttrs| {
+        fixture.registry.put_raw(&subnets.to_string(), &attrs.to_json(), None);
+    };
+    reserve(&attrs(1));
+    let first = fixture.node(0);
+    let lease = first.acquire_lease(&attrs(1)).await.unwrap();
+    assert_eq!((lease.subnets, lease.expires), (subnets, None));
+    let mut theirs = attrs(1);
+    theirs.preferred.data.v4 = Some(r#"{"VtepMAC":"0a:00:00:00:00:bb"}"#.into());
+    let second = async || {
+        let manager = fixture.manager(0xbb, None, 0);
+        assert_eq!(manager.acquire_lease(&theirs).await.unwrap().subnets, subnets);
+    };
+    second().await;
+    let end = timeout(MINUTE, first.hold_lease(&lease)).await.unwrap().unwrap();
+    assert!(matches!(&end, LeaseEnd::Taken { by } if by.contains("as a reservation")), "{end:?}");
+    for _ in 0..2 {
+        let error = fixture.node(0).acquire_lease(&attrs(1)).await.unwrap_err().to_string();
+        for part in ["192.0.2.1 (vxlan), as a reservation", &format!("lease release '{subnets}'")] {
+            assert!(error.contains(part), "{error}");
+        }
+        second().await;
+    }
+    // An operator reserves it anew, for whoever comes first.
+    let mut blank = attrs(1);
+    blank.preferred.kind = "".into();
+    reserve(&blank);
+    assert_eq!(fixture.node(0).acquire_lease(&attrs(1)).await.unwrap().subnets, subnets);
+}
+
 async fn live(views: &mut watch::Receiver<View>, leases: usize) {
     let good =
         |view: &View| matches!(view.origin, Origin::Live { .. }) && view.leases.len() == leases;
