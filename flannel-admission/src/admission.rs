@@ -250,7 +250,7 @@ impl Admission {
             keys.find(|key| self.rules.reserved.contains(key))
         };
         let planned = planned.and_then(|planned| match reserved(&planned) {
-            Some(key) => Err(Rejection::ContradictsOwn { key }),
+            Some(key) => Err(Rejection::ContradictsOwn(key)),
             None => Ok(planned),
         });
         let (planned, rejected) = match planned {

@@ -358,7 +358,7 @@ impl PeerIndex {
     /// This subnet and all around it that have the length of a peer's subnet, the smallest first.
     fn around(&self, subnet: Subnet) -> impl Iterator<Item = Subnet> {
         let lengths = self.lengths.range(..=subnet.len()).rev();
-        lengths.filter_map(move |(len, _)| subnet.supernet(*len))
+        lengths.filter_map(move |(len, _)| Subnet::new(subnet.base(), *len))
     }
 
     /// The subnets of a peer and those around them, and around its public addresses inside the pod

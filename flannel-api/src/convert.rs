@@ -115,12 +115,22 @@ impl From<&Repair> for RepairReport {
 
 impl From<&Histogram> for LatencyReport {
     fn from(latency: &Histogram) -> Self {
-        let quantile = |share| {
-            let bound = latency.quantile(share)?;
-            (bound < Duration::MAX).then_some(bound.as_secs_f64())
-        };
-        Self { count: latency.count(), p50: quantile(0.5), p99: quantile(0.99) }
+        let [p50, p99] = [0.5, 0.99].map(|share| quantile(latency, share));
+        Self { count: latency.count(), p50, p99 }
     }
+}
+
+/// An upper bound for this `share` of the durations, from 0 to 1, in seconds: the bound of a bucket.
+/// `None` if there are no durations, or the bucket has no bound.
+fn quantile(latency: &Histogram, share: f64) -> Option<f64> {
+    let wanted = (share * latency.count() as f64).ceil().max(1.0);
+    let mut seen = 0;
+    let reaches = |(_, count): &(Duration, u64)| {
+        seen += count;
+        seen as f64 >= wanted
+    };
+    let (bound, _) = latency.buckets().find(reaches)?;
+    (bound < Duration::MAX).then_some(bound.as_secs_f64())
 }
 
 impl From<&StoreStatus> for StoreReport {

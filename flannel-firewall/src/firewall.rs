@@ -7,6 +7,7 @@ use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use flannel_core::runtime::Seldom;
 use tokio::sync::watch;
 use tokio::time::{Instant, Interval, MissedTickBehavior};
 
@@ -23,9 +24,6 @@ const RARELY: u64 = 720;
 const SHORTEST: Duration = Duration::from_millis(10);
 /// The same after a change in iptables mode, in which a check starts processes.
 const SHORTEST_OF_PROGRAMS: Duration = Duration::from_millis(250);
-
-/// The time in which equal repairs share a line of the log.
-const QUIET: Duration = Duration::from_secs(3600);
 
 /// The place of the rules.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -82,16 +80,9 @@ pub struct Firewall {
     status: watch::Sender<Status>,
     /// The end of the last check, and the time that it took.
     checked: (Instant, Duration),
-    /// The last line of the log about a repair.
-    logged: Option<Line>,
-}
-
-/// A line of the log about a repair: the differences, its time, and the number of equal repairs
-/// since then.
-struct Line {
-    found: String,
-    at: Instant,
-    more: u64,
+    opened: Instant,
+    /// Lines of the log about repairs.
+    logged: Seldom,
 }
 
 enum Engine {
@@ -123,7 +114,8 @@ impl Firewall {
             options,
             status: watch::Sender::default(),
             checked: (Instant::now(), Duration::ZERO),
-            logged: None,
+            opened: Instant::now(),
+            logged: Seldom::default(),
         })
     }
 
@@ -208,7 +200,7 @@ impl Firewall {
     }
 
     fn publish(&mut self, deviations: Vec<Deviation>, by_others: bool, failed: Vec<Error>) {
-        let at = SystemTime::now();
+        let (at, now) = (SystemTime::now(), self.opened.elapsed());
         self.status.send_if_modified(|status| {
             let first_failure = !failed.is_empty() && status.failure.is_none();
             let changed =
@@ -218,7 +210,7 @@ impl Firewall {
             if !deviations.is_empty() && by_others {
                 let found: Vec<_> = deviations.iter().map(ToString::to_string).collect();
                 let found = found.join("; ");
-                if let Some(more) = line(&mut self.logged, &found, Instant::now()) {
+                if let Some(more) = self.logged.line(now, &found) {
                     tracing::warn!(
                         found,
                         more,
@@ -295,17 +287,6 @@ impl Firewall {
     }
 }
 
-/// The number of equal repairs without a line since the last line, if this repair gets one: the
-/// first, one of other differences, and of equal ones one an hour.
-fn line(last: &mut Option<Line>, found: &str, now: Instant) -> Option<u64> {
-    if let Some(last) = last.as_mut().filter(|last| last.found == found && now < last.at + QUIET) {
-        last.more += 1;
-        return None;
-    }
-    let next = Line { found: found.to_owned(), at: now, more: 0 };
-    Some(last.replace(next).filter(|last| last.found == found).map_or(0, |last| last.more))
-}
-
 impl std::fmt::Debug for Firewall {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Firewall").field("options", &self.options).finish_non_exhaustive()
@@ -329,19 +310,4 @@ async fn clean(programs: &Programs, used: Option<&mut Iptables>, write: bool) ->
     let mut cleanup = Iptables::clean(programs, used, write).await;
     cleanup.note(nft::clean(write));
     cleanup
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn equal_repairs_share_a_line_for_an_hour() {
-        let (mut last, start) = (None, Instant::now());
-        let mut at = |seconds, found| line(&mut last, found, start + Duration::from_secs(seconds));
-        assert_eq!(at(0, "chain a"), Some(0));
-        assert_eq!((at(1, "chain a"), at(3599, "chain a")), (None, None));
-        assert_eq!(at(3600, "chain a"), Some(2));
-        assert_eq!((at(3601, "chain a"), at(3602, "chain b")), (None, Some(0)));
-    }
 }

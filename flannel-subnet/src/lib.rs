@@ -8,7 +8,6 @@ mod manager;
 mod reflect;
 mod registry;
 mod runtime;
-mod seldom;
 #[cfg(feature = "testing")]
 pub mod testing;
 

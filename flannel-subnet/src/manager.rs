@@ -18,6 +18,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use flannel_core::lease::{LeaseAttrs, View};
+use flannel_core::runtime::Seldom;
 use flannel_core::subnet::{Hints, LeaseEnd, Ownership, StoreStatus};
 use flannel_core::{Config, Lease, Result, SubnetManager, Subnets};
 use tokio::sync::watch;
@@ -26,7 +27,6 @@ use crate::clock::{Clock, SystemClock};
 use crate::reflect::Reflector;
 use crate::registry::{HolderId, Metered, Registry, unanswered};
 use crate::runtime::{Task, lock};
-use crate::seldom::Seldom;
 pub use assigned::AssignedManager;
 use configs::Configs;
 use fallback::Fallback;
@@ -90,9 +90,9 @@ pub struct LocalManager {
     configs: Configs,
     /// Lines about our lease, which another writer changed or made unreadable, and about our
     /// reservation.
-    changed: Seldom,
-    unreadable: Seldom,
-    unused: Seldom,
+    changed: Mutex<Seldom>,
+    unreadable: Mutex<Seldom>,
+    unused: Mutex<Seldom>,
 }
 
 impl LocalManager {
@@ -121,9 +121,9 @@ impl LocalManager {
             writing: tokio::sync::Mutex::default(),
             reflector: Mutex::default(),
             configs: Configs::default(),
-            changed: Seldom::default(),
-            unreadable: Seldom::default(),
-            unused: Seldom::default(),
+            changed: Mutex::default(),
+            unreadable: Mutex::default(),
+            unused: Mutex::default(),
         }
     }
 

@@ -176,7 +176,7 @@ impl Admission {
         }
         let own = own?;
         if own.subnets.overlaps(&lease.subnets) {
-            return Some(Rejection::OverlapsOwn { own: own.subnets });
+            return Some(Rejection::OverlapsOwn(own.subnets));
         }
         let is_ours = |public: &IpAddr| own.subnets.iter().any(|subnet| subnet.contains(*public));
         if let Some(public) = public().find(is_ours) {

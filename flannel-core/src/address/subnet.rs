@@ -87,11 +87,6 @@ impl Subnet {
         self.covers(other) || other.covers(self)
     }
 
-    /// The subnet of `len` bits around it; `None` if `len` is longer than its own.
-    pub fn supernet(&self, len: u8) -> Option<Self> {
-        if len > self.len() { None } else { Self::new(self.base(), len) }
-    }
-
     /// The `n`th subnet of its length after it, where 0 is the subnet itself. `None`: it would lie
     /// behind the last address of the family.
     pub fn step(&self, n: u128) -> Option<Self> {

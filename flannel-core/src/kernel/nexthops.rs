@@ -67,18 +67,16 @@ impl NexthopBlock {
     /// Depends on the IPv4 pod network only, because the backend and the interface may change.
     fn candidates(footprint: &Footprint) -> impl Iterator<Item = Self> {
         let networks = footprint.networks.iter().filter(|network| network.family() == Family::V4);
-        let words = networks.map(ToString::to_string);
-        let hash = words.fold(FNV_BASIS, |hash, word| fnv(fnv(hash, word.as_bytes()), b"\n"));
+        let hash = fnv(&networks.map(|network| format!("{network}\n")).collect::<String>());
         let block = move |n: u32| hash.wrapping_add(n.into()) as u32 % Self::BLOCKS;
         (0..Self::TRIES).map(move |n| Self { first: Self::LOWEST + block(n) * Self::SIZE })
     }
 }
 
-const FNV_BASIS: u64 = 0xcbf2_9ce4_8422_2325;
-
 /// FNV-1a: the same in every version, unlike the standard library's hash.
-fn fnv(hash: u64, bytes: &[u8]) -> u64 {
-    bytes.iter().fold(hash, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3))
+fn fnv(text: &str) -> u64 {
+    let add = |hash: u64, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
+    text.bytes().fold(0xcbf2_9ce4_8422_2325, add)
 }
 
 #[cfg(test)]

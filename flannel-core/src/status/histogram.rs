@@ -45,18 +45,6 @@ impl Histogram {
         let bounds = Self::BOUNDS.into_iter().map(Duration::from_micros);
         bounds.chain([Duration::MAX]).zip(self.counts)
     }
-
-    /// An upper bound for this `share` of the durations, from 0 to 1 (0.99: for 99 of 100). It is
-    /// the bound of a bucket; [`Duration::MAX`] above 10 s. `None` if there are no durations.
-    pub fn quantile(&self, share: f64) -> Option<Duration> {
-        let wanted = (share.clamp(0.0, 1.0) * self.count() as f64).ceil().max(1.0);
-        let mut seen = 0;
-        let reaches = |(_, count): &(Duration, u64)| {
-            seen += count;
-            seen as f64 >= wanted
-        };
-        self.buckets().find(reaches).map(|(bound, _)| bound)
-    }
 }
 
 #[cfg(test)]
@@ -66,7 +54,7 @@ mod tests {
     #[test]
     fn every_duration_has_one_bucket() {
         let mut all = Histogram::default();
-        assert_eq!((all.count(), all.quantile(0.5)), (0, None));
+        assert_eq!(all.count(), 0);
         for bound in Histogram::BOUNDS.map(Duration::from_micros) {
             for took in [bound, bound + Duration::from_nanos(1)] {
                 all.record(took);

@@ -23,11 +23,8 @@ pub enum Rejection {
     #[error("it has no subnet in a family that the network config enables")]
     NoEnabledFamily,
     /// It overlaps this node's own lease, which this node prefers.
-    #[error("it overlaps this node's own lease {own}")]
-    OverlapsOwn {
-        /// This node's lease.
-        own: Subnets,
-    },
+    #[error("it overlaps this node's own lease {0}")]
+    OverlapsOwn(Subnets),
     /// It overlaps another peer's lease, which was created earlier.
     #[error("it overlaps the earlier lease {earlier} of {holder}")]
     Overlaps {
@@ -47,11 +44,8 @@ pub enum Rejection {
         holder: String,
     },
     /// It defines a kernel object of this node.
-    #[error("{key} is this node's own")]
-    ContradictsOwn {
-        /// The object.
-        key: Key,
-    },
+    #[error("{0} is this node's own")]
+    ContradictsOwn(Key),
     /// Its backend data is malformed.
     #[error(transparent)]
     BadData(#[from] FieldError),

@@ -15,6 +15,7 @@ use std::time::Duration;
 use std::{fmt, io};
 
 use flannel_core::address::{Dual, Family};
+use flannel_core::runtime::Seldom;
 use flannel_core::{Subnet, Subnets};
 use nix::errno::Errno;
 use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
@@ -22,7 +23,6 @@ use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
 use super::atomic;
 use crate::clock::{Clock, SystemClock};
 use crate::runtime::readable;
-use crate::seldom::Seldom;
 
 /// The pause after the file was removed.
 const REMOVED: Duration = Duration::from_millis(200);
@@ -147,7 +147,7 @@ impl SubnetEnv {
         path: &Path,
         write: impl AsyncFn() -> Result<(), E>,
     ) -> Result<Infallible, E> {
-        let (shown, seldom) = (path.display(), Seldom::default());
+        let (shown, mut seldom) = (path.display(), Seldom::default());
         loop {
             if let Err(error) = removed(path).await {
                 tracing::debug!(path = %shown, %error, "the file is not watched");

@@ -88,7 +88,7 @@ impl LocalManager {
                 let deleted = self.store.delete(&subnets, entry.lease.revision).await;
                 return lost_race(deleted.map(|()| None)).map(Attempt::from);
             }
-            if self.unused.line(self.clock.boottime(), &reason).is_some() {
+            if lock(&self.unused).line(self.clock.boottime(), &reason).is_some() {
                 tracing::warn!(%subnets, %reason, "this node's reservation is not used");
             }
         }

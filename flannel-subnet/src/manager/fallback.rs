@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use flannel_core::lease::{Origin, View};
-use flannel_core::runtime::blocking;
+use flannel_core::runtime::{Seldom, blocking};
 use flannel_core::{Error, Lease, Result, Subnets};
 use tokio::sync::{Notify, watch};
 
@@ -15,7 +15,6 @@ use crate::clock::Clock;
 use crate::files::cache::{Cache, Saved};
 use crate::registry::{ConfigText, HolderId, Metered, Registry, unanswered};
 use crate::runtime::{Task, lock};
-use crate::seldom::Seldom;
 
 /// The time limit for the store's first answer. The cache is used after it.
 const PATIENCE: Duration = Duration::from_millis(25);
@@ -43,7 +42,7 @@ pub(super) struct Fallback {
     config_changed: Notify,
     saving: Mutex<()>,
     /// Lines about failures to save.
-    unwritten: Seldom,
+    unwritten: Mutex<Seldom>,
 }
 
 impl Fallback {
@@ -69,7 +68,7 @@ impl Fallback {
             loaded,
             config_changed: Notify::new(),
             saving: Mutex::default(),
-            unwritten: Seldom::default(),
+            unwritten: Mutex::default(),
         }
     }
 
@@ -204,7 +203,7 @@ impl Fallback {
         let saved = Saved { store, written, leases: view.leases, config, own, lost };
         if let Err(error) = cache.save(&saved) {
             let text = error.to_string();
-            if let Some(more) = self.unwritten.line(self.clock.boottime(), &text) {
+            if let Some(more) = lock(&self.unwritten).line(self.clock.boottime(), &text) {
                 tracing::warn!(%error, more, "the cache cannot be written");
             }
         }

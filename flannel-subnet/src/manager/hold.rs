@@ -16,7 +16,7 @@ use super::holding::{HeldLease, LeaseTerm};
 use super::listing::as_stored;
 use crate::backoff::Backoff;
 use crate::registry::{Entry, Registry, Skipped};
-use crate::runtime::or_never;
+use crate::runtime::{lock, or_never};
 
 /// A difference between our key in the view and the held lease.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -223,7 +223,7 @@ impl LocalManager {
             |skipped: &&Skipped| skipped.key.parse().is_ok_and(|key: Subnets| key == *subnets);
         let Some(unreadable) = listing.skipped.iter().find(ours) else { return Err(error) };
         let reason = &unreadable.reason;
-        if let Some(more) = self.unreadable.line(self.clock.boottime(), reason) {
+        if let Some(more) = lock(&self.unreadable).line(self.clock.boottime(), reason) {
             tracing::warn!(
                 %subnets, reason, more,
                 "this node's lease was made unreadable, restoring it"
@@ -270,7 +270,7 @@ impl LocalManager {
             self.settle(entry, term.unwrap_or(LeaseTerm { sent, ttl: Duration::ZERO }));
             return Ok(None);
         }
-        if let Some(more) = self.changed.line(self.clock.boottime(), "changed") {
+        if let Some(more) = lock(&self.changed).line(self.clock.boottime(), "changed") {
             tracing::warn!(
                 %subnets, more,
                 "another writer changed this node's lease, restoring it"
