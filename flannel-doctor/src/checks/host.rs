@@ -20,7 +20,7 @@ use flannel_firewall::{ForwardDrop, LegacyMemory};
 use flannel_netlink::Shadow;
 use flannel_netlink::foreign::{Attached, Rule, TableRoute};
 
-use crate::commands::release;
+use crate::commands::change_address;
 use read::read;
 
 pub use changes::log_changes;
@@ -278,16 +278,27 @@ fn clashes(facts: &HostFacts) -> Vec<Finding> {
         );
         found.push(Finding::error("clash", text).with_command(ANOTHER_NETWORK));
     }
+    let here: BTreeMap<IpAddr, LinkName> =
+        facts.addresses.iter().map(|(device, address)| (*address, *device)).collect();
     for (subnets, public) in &facts.peers {
         let same = public.values().find(|address| facts.public.values().any(|own| own == *address));
-        if let Some(address) = same {
+        let local = || public.values().find_map(|address| Some((address, here.get(address)?)));
+        let finding = if let Some(address) = same {
             let text = format!(
                 "{subnets} is the lease of another node with this node's public address {address}: \
                  each node receives packets for the other"
             );
-            let repair = format!("{}, else give it another --public-ip", release(subnets));
-            found.push(Finding::error(DUPLICATE, text).with_command(repair));
-        }
+            Finding::error(DUPLICATE, text)
+        } else if let Some((address, device)) = local() {
+            let text = format!(
+                "{subnets} is the lease of another node with the public address {address}, which \
+                 {device} of this host has: packets to that node come back"
+            );
+            Finding::error("clash", text)
+        } else {
+            continue;
+        };
+        found.push(finding.with_command(change_address(subnets)));
     }
     found
 }

@@ -246,6 +246,18 @@ fn each_fault_is_one_finding_with_its_repair() {
             ],
         ),
         (
+            only(|f| {
+                f.addresses.push((device("eth1"), "198.51.100.8".parse().unwrap()));
+                f.peers.push(peer("10.1.8.0-24", "198.51.100.8"));
+            }),
+            [
+                "clash error",
+                "10.1.8.0-24 is the lease of another node with the public address 198.51.100.8, \
+                 which eth1 of this host has: packets to that node come back",
+                "flannelctl lease release --force '10.1.8.0-24' # if",
+            ],
+        ),
+        (
             only(|f| f.max_neighbours.v4 = Some(1)),
             [
                 "neighbours warning",
