@@ -5,8 +5,8 @@ use foldhash::HashMap;
 use crate::peer_index::{Id, Peer, PeerIndex};
 use flannel_core::Subnet;
 
-/// Accepted peers by subnet, as far as they were looked up for one update. Each lookup is made once.
-/// So the cost of an update with many leases of one subnet grows with their number.
+/// Accepted peers by subnet, as far as they were looked up for one update. Each lookup is made
+/// once. So the cost of an update with many leases of one subnet grows with their number.
 #[derive(Debug, Default)]
 pub(crate) struct Incumbents {
     /// The one with exactly this subnet. There is at most one, because accepted peers do not

@@ -120,8 +120,8 @@ impl From<&Histogram> for LatencyReport {
     }
 }
 
-/// An upper bound for this `share` of the durations, from 0 to 1, in seconds: the bound of a bucket.
-/// `None` if there are no durations, or the bucket has no bound.
+/// An upper bound for this `share` of the durations, from 0 to 1, in seconds: the bound of a
+/// bucket. `None` if there are no durations, or the bucket has no bound.
 fn quantile(latency: &Histogram, share: f64) -> Option<f64> {
     let wanted = (share * latency.count() as f64).ceil().max(1.0);
     let mut seen = 0;

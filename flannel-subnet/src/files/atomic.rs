@@ -64,9 +64,9 @@ pub(crate) fn replace(
     result
 }
 
-/// Removes the temporary files in `dir` that crashed writers of the file `name` left (`None`: of any
-/// file). Call it only while no other process writes these files. Only regular files with a name
-/// that [`replace_file`] chooses are removed. A missing directory has none.
+/// Removes the temporary files in `dir` that crashed writers of the file `name` left (`None`: of
+/// any file). Call it only while no other process writes these files. Only regular files with a
+/// name that [`replace_file`] chooses are removed. A missing directory has none.
 ///
 /// # Errors
 /// An error of the file system. Some of them may be left.

@@ -196,7 +196,7 @@ async fn a_reservation_that_another_host_with_our_address_took_stays_with_it() {
         }
         second().await;
     }
-    // An operator reserves it anew, for whoever comes first.
+    // An operator reserves it anew, for the host that comes first.
     let mut blank = attrs(1);
     blank.preferred.kind = "".into();
     reserve(&blank);
