@@ -6,6 +6,7 @@
 mod arp;
 mod changes;
 mod foreign;
+mod limits;
 mod read;
 mod routes;
 
@@ -21,6 +22,7 @@ use flannel_netlink::Shadow;
 use flannel_netlink::foreign::{Attached, Rule, TableRoute};
 
 use crate::commands::change_address;
+use limits::Tracked;
 use read::read;
 
 pub use changes::log_changes;
@@ -30,7 +32,7 @@ pub use read::HostScene;
 pub const DUPLICATE: &str = "duplicate-address";
 
 /// The names of all other checks.
-pub const CHECKS: [&str; 13] = [
+pub const CHECKS: [&str; 14] = [
     "forwarding",
     "rp-filter",
     "arp",
@@ -41,6 +43,7 @@ pub const CHECKS: [&str; 13] = [
     "forward-drop",
     "clash",
     "neighbours",
+    "conntrack",
     "bridge-netfilter",
     "route",
     "pod-mtu",
@@ -87,6 +90,8 @@ struct HostFacts {
     bridge_calls: Dual<bool>,
     /// The limit of neighbour entries, `gc_thresh3`. Only the initial network namespace has it.
     max_neighbours: Dual<u64>,
+    /// The connections that are tracked; `None` too if nothing tracks any.
+    tracked: Option<Tracked>,
     /// Chains that drop forwarded packets unless a rule accepts them.
     drops: Vec<ForwardDrop>,
     /// All addresses of this host.
@@ -133,7 +138,8 @@ fn check(facts: &HostFacts) -> Vec<Finding> {
     found.extend(foreign::attached(facts));
     found.extend(drops(facts));
     found.extend(clashes(facts));
-    found.extend(neighbours(facts));
+    found.extend(limits::neighbours(facts));
+    found.extend(limits::connections(facts));
     found.extend(bridge_calls(facts));
     found.extend(pods(facts));
     found.extend(routes::shadows(facts));
@@ -299,36 +305,6 @@ fn clashes(facts: &HostFacts) -> Vec<Finding> {
             continue;
         };
         found.push(finding.with_command(change_address(subnets)));
-    }
-    found
-}
-
-/// Checks the limit of neighbour entries. A peer whose public address is on the external
-/// interface's link needs an entry there, with or without a tunnel. All others share the router's
-/// entry. Permanent entries, such as those on the tunnel device, do not count.
-///
-/// **Source**: linux `net/core/neighbour.c: neigh_alloc` (5.0: permanent entries are exempt).
-fn neighbours(facts: &HostFacts) -> Vec<Finding> {
-    let mut found = Vec::new();
-    for (family, max) in facts.max_neighbours.iter() {
-        let on_link =
-            |address: IpAddr| facts.on_link.iter().any(|network| network.contains(address));
-        let peers =
-            facts.peers.iter().filter(|(_, public)| public[family].is_some_and(on_link)).count()
-                as u64;
-        if peers < *max {
-            continue;
-        }
-        let key =
-            format!("net.ipv{}.neigh.default.gc_thresh3", if family == Family::V4 { 4 } else { 6 });
-        let text = format!(
-            "{key} is {max}, and {peers} peers are on this host's own link: the kernel removes \
-             neighbours that it needs, and drops packets"
-        );
-        let enough = (4 * peers).next_power_of_two();
-        found.push(
-            Finding::warning("neighbours", text).with_command(format!("sysctl -w {key}={enough}")),
-        );
     }
     found
 }

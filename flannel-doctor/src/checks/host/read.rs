@@ -17,6 +17,7 @@ use flannel_netlink::NetlinkKernel;
 use flannel_netlink::iface::Interface;
 
 use super::HostFacts;
+use super::limits::Tracked;
 
 /// The largest number of peers whose routes are looked up.
 const MOST_LOOKUPS: usize = 256;
@@ -77,6 +78,7 @@ fn read_host(scene: &HostScene) -> HostFacts {
             v4: sysctl("net/ipv4/neigh/default/gc_thresh3"),
             v6: sysctl("net/ipv6/neigh/default/gc_thresh3"),
         },
+        tracked: tracked(),
         public: scene.public,
         peers: peers.map(|lease| (lease.subnets, lease.attrs.preferred.public)).collect(),
         ..HostFacts::default()
@@ -264,6 +266,12 @@ fn bridge_calls(family: Family) -> Option<bool> {
         // Without the module the file is missing. Without /proc/sys nothing is known.
         None => Path::new("/proc/sys/net/core").exists().then_some(false),
     }
+}
+
+/// The connections of this network namespace. The limit is for each.
+fn tracked() -> Option<Tracked> {
+    let setting = |key: &str| sysctl(&format!("net/netfilter/nf_conntrack_{key}"));
+    Some(Tracked { now: setting("count")?, most: setting("max")? })
 }
 
 #[cfg(test)]

@@ -29,6 +29,7 @@ fn healthy() -> HostFacts {
             .into(),
         bridge_calls: Dual { v4: Some(true), v6: Some(true) },
         max_neighbours: Dual { v4: Some(1024), v6: Some(1024) },
+        tracked: Some(Tracked { now: 9_499, most: 10_000 }),
         drops: Vec::new(),
         addresses: [
             ("eth0", "192.0.2.1"),
@@ -266,6 +267,18 @@ fn each_fault_is_one_finding_with_its_repair() {
             ],
         ),
         (
+            only(|f| f.tracked = Some(Tracked { now: 10_000, most: 10_000 })),
+            [
+                "conntrack error | 10000 connections are tracked",
+                "nf_conntrack_max is 10000: the kernel drops packets of new ones",
+                "sysctl -w net.netfilter.nf_conntrack_max=32768",
+            ],
+        ),
+        (
+            only(|f| f.tracked = Some(Tracked { now: 9_500, most: 10_000 })),
+            ["conntrack warning", "will soon drop", "nf_conntrack_max=32768"],
+        ),
+        (
             only(|f| {
                 let route = "fd00:1:0:7::/64 via 2001:db8::9 dev eth0 proto 12 metric 32";
                 f.shadows.push(shadow(route, 12, Taken::All));
@@ -323,6 +336,7 @@ fn irrelevant_settings_cause_no_finding() {
     facts.forwarding.v6 = Some(false);
     assert_eq!(check(&facts), []);
     facts.mtu = None;
+    facts.tracked = Some(Tracked { now: 9_500, most: 0 });
     facts.pods.push(9000);
     facts.rules.push(rule(Family::V6, 9, RuleAction::Discard("prohibit")));
     facts.pod_networks.v4 = None;
