@@ -1,4 +1,5 @@
 //! Checks of this host.
 
 pub mod device;
+pub mod files;
 pub mod host;

@@ -6,6 +6,7 @@
 use std::fmt::Display;
 use std::net::IpAddr;
 use std::sync::Arc;
+use std::time::Duration;
 
 use flannel_api::Finding;
 use flannel_core::{Error, Lease};
@@ -14,6 +15,10 @@ use flannel_core::{Error, Lease};
 pub const LOG: &str = "journalctl -u flanneld";
 /// The command that writes a network config.
 pub const SET_CONFIG: &str = "flannelctl config set FILE";
+/// The command that lets the host's clock follow the time of other hosts.
+pub(crate) const SET_CLOCK: &str = "timedatectl set-ntp true";
+/// A store that takes longer is slow.
+pub const SLOW: Duration = Duration::from_secs(1);
 const NODES: &str = "kubectl get nodes -o custom-columns=N:.metadata.name,C:.spec.podCIDRs";
 
 /// Commands on a host, and their replacement in Kubernetes.
@@ -50,12 +55,23 @@ pub fn cure(error: &Error, store: &str) -> String {
 /// The command that restores a store, by the store's name, such as `etcd:http://127.0.0.1:2379`,
 /// and its `error`.
 pub fn restore_store(store: &str, error: &str) -> String {
-    match store.split_once(':') {
-        Some(("dir", path)) => restore_directory(path.split('?').next().unwrap_or_default()),
-        Some(("etcd", endpoints)) => restore_etcd(endpoints),
+    let is_out_of_time = |text| error.to_lowercase().contains(text);
+    if ["certificate expired", "certificate not valid yet"].into_iter().any(is_out_of_time) {
+        return format!("{SET_CLOCK} # if date is wrong here or there; else renew the certificate");
+    }
+    match parts(store) {
+        Some(("dir", path)) => restore_directory(path, error),
+        Some(("etcd", endpoints)) => restore_etcd(endpoints, error),
         Some(("kube", url)) => restore_kubernetes(url, error),
         _ => LOG.to_owned(),
     }
+}
+
+/// The kind of a store and its place, without options, by its name.
+fn parts(store: &str) -> Option<(&str, &str)> {
+    let (kind, rest) = store.split_once(':')?;
+    let end = if kind == "dir" { "?" } else { " (" };
+    Some((kind, rest.split(end).next().unwrap_or_default()))
 }
 
 /// The command for a Kubernetes API that does not serve the daemon.
@@ -76,16 +92,38 @@ fn restore_kubernetes(url: &str, error: &str) -> String {
     }
 }
 
-/// The command that restores the directory of a store.
-pub fn restore_directory(path: impl Display) -> String {
-    format!(
-        "mount {path} || ls -la {path} # restore its files: with an empty directory every daemon \
-         loses its lease and stops"
-    )
+/// The command that restores the directory of a store, by the error of a request to it.
+fn restore_directory(path: &str, error: &str) -> String {
+    let mount = format!("\"$(df --output=target {path} | tail -n 1)\"");
+    if error.contains("Read-only file system") {
+        format!("mount -o remount,rw {mount}")
+    } else if error.contains("No space left on device") {
+        format!("du -x {mount} | sort -n | tail # then delete files there")
+    } else if let Some(pid) = process(error).filter(|_| error.contains(".lock: held by")) {
+        format!("kill {pid} # it holds the lock of the store")
+    } else {
+        format!(
+            "mount {path} || ls -la {path} # restore its files: with an empty directory every \
+             daemon loses its lease and stops"
+        )
+    }
 }
 
-/// The command that restarts etcd.
-pub fn restore_etcd(endpoints: &str) -> String {
+/// The process that a text names last, because a program's name may have this form too: 4711 in
+/// `flock (process 4711)`.
+pub(crate) fn process(text: &str) -> Option<u32> {
+    text.rsplit_once("(process ")?.1.split_once(')')?.0.parse().ok()
+}
+
+/// The command that restores etcd, by the error of a request to it.
+fn restore_etcd(endpoints: &str, error: &str) -> String {
+    let etcdctl = format!("etcdctl --endpoints {endpoints}");
+    if error.contains("database space exceeded") {
+        return format!(
+            "{etcdctl} compact $({etcdctl} endpoint status -w fields | \
+             awk '/\"Revision\"/{{print $3; exit}}'); {etcdctl} defrag; {etcdctl} alarm disarm"
+        );
+    }
     let host = |endpoint: &str| {
         let rest = endpoint.split_once("://").map_or(endpoint, |(_, rest)| rest);
         rest.rsplit_once(':').map_or(rest, |(host, _)| host).to_owned()
@@ -94,9 +132,36 @@ pub fn restore_etcd(endpoints: &str) -> String {
     let each = if hosts.len() > 1 { ", where it does not run" } else { "" };
     let hosts = hosts.join(", ");
     format!(
-        "systemctl restart etcd # on {hosts}{each}; to see which one answers: etcdctl --endpoints \
-         {endpoints} endpoint health"
+        "systemctl restart etcd # on {hosts}{each}; to see which one answers: {etcdctl} endpoint \
+         health"
     )
+}
+
+/// The finding on a store that answers after a time, if that is long. `holder` looks who holds the
+/// lock of its directory.
+pub fn slow_store(
+    store: &str,
+    took: Duration,
+    holder: impl FnOnce() -> Option<String>,
+) -> Option<Finding> {
+    if took < SLOW {
+        return None;
+    }
+    let holder = holder();
+    let by = holder.as_ref().map(|holder| format!(": {holder} holds its lock")).unwrap_or_default();
+    let text = format!("{store} does not answer within {} s{by}", SLOW.as_secs());
+    let repair = match (parts(store), holder.as_deref().and_then(process)) {
+        (Some(("etcd", endpoints)), _) => format!(
+            "etcdctl --endpoints {endpoints} defrag # else its disk or its network is slow, or \
+             this host's"
+        ),
+        (_, Some(pid)) => format!("kill {pid} # it holds the lock of the store"),
+        (Some(("dir", path)), None) if holder.is_some() => {
+            format!("fuser -v {path}/.lock # then end the process that holds the lock")
+        }
+        _ => LOG.to_owned(),
+    };
+    Some(Finding::warning("store", text).with_command(repair))
 }
 
 /// How to know that a node is gone: a node that does not answer may still have pods.
@@ -177,6 +242,39 @@ mod tests {
                 "mount /srv/flannel || ls -la /srv/flannel # restore its files",
             ),
             (
+                "dir:/srv/flannel",
+                "dir:/srv/flannel: subnets/10.1.7.0-24: Read-only file system (os error 30)",
+                "mount -o remount,rw \"$(df --output=target /srv/flannel | tail -n 1)\"",
+            ),
+            (
+                "dir:/srv/flannel",
+                "subnets/10.1.7.0-24: No space left on device (os error 28)",
+                "du -x \"$(df --output=target /srv/flannel | tail -n 1)\" | sort -n | tail #",
+            ),
+            (
+                "dir:/srv/flannel",
+                "dir:/srv/flannel: .lock: held by flock (process 4711) for 10s",
+                "kill 4711 # it holds the lock",
+            ),
+            (
+                "etcd:http://a:2379",
+                "etcdserver: mvcc: database space exceeded",
+                "etcdctl --endpoints http://a:2379 compact $(etcdctl --endpoints http://a:2379 \
+                 endpoint status -w fields | awk '/\"Revision\"/{print $3; exit}'); etcdctl \
+                 --endpoints http://a:2379 defrag; etcdctl --endpoints http://a:2379 alarm disarm",
+            ),
+            (
+                "etcd:http://a:2379 (prefix /net)",
+                "",
+                "systemctl restart etcd # on a; to see which one answers: etcdctl --endpoints \
+                 http://a:2379 endpoint health",
+            ),
+            (
+                "etcd:https://a:2379",
+                "invalid peer certificate: certificate expired: verification time 17 (UNIX)",
+                "timedatectl set-ntp true # if date is wrong",
+            ),
+            (
                 "etcd:http://127.0.0.1:2379",
                 "",
                 "systemctl restart etcd # on 127.0.0.1; to see which one answers: \
@@ -205,6 +303,37 @@ mod tests {
             let restored = restore_store(store, error);
             assert!(restored.starts_with(command), "{restored}");
             assert_eq!(localize(restored.clone(), Some(store)), restored);
+        }
+    }
+
+    #[test]
+    fn a_store_is_slow_from_a_second_on() {
+        let found = |store: &str, took, holder: Option<&str>| {
+            let found = slow_store(store, took, || holder.map(str::to_owned))?;
+            Some(format!("{} | {}", found.text, found.repair.unwrap_or_default()))
+        };
+        assert_eq!(found("etcd:http://a:2379", SLOW - Duration::from_millis(1), None), None);
+        for (store, holder, expected) in [
+            (
+                "etcd:http://a:2379",
+                None,
+                "etcd:http://a:2379 does not answer within 1 s | etcdctl --endpoints http://a:2379 \
+                 defrag # else its disk or its network is slow, or this host's",
+            ),
+            (
+                "dir:/srv/flannel",
+                Some("flock (process 4711)"),
+                "dir:/srv/flannel does not answer within 1 s: flock (process 4711) holds its lock \
+                 | kill 4711 # it holds the lock of the store",
+            ),
+            (
+                "dir:/srv/flannel",
+                Some("another process"),
+                "dir:/srv/flannel does not answer within 1 s: another process holds its lock | \
+                 fuser -v /srv/flannel/.lock # then end the process that holds the lock",
+            ),
+        ] {
+            assert_eq!(found(store, SLOW, holder).as_deref(), Some(expected));
         }
     }
 

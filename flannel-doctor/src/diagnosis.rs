@@ -1,5 +1,7 @@
 //! Derives findings from the answers of peers and of the kernel. Pure: nothing is read here.
 
+pub(crate) mod clocks;
+pub mod contest;
 pub mod mtu;
 pub mod peer;
 pub(crate) mod summary;

@@ -13,6 +13,7 @@ use serde::Serialize;
 use crate::checks::device;
 use crate::checks::host::HostReport;
 use crate::commands::localize_findings;
+use crate::diagnosis::clocks::clocks;
 use crate::diagnosis::mtu::{Fault, settle};
 use crate::diagnosis::peer::{Answers, diagnose};
 use crate::diagnosis::summary::bounded;
@@ -215,6 +216,10 @@ async fn look_at_peers(
         // A wrong route explains missing answers.
         found.extend(shadowed.remove(&target.key).map_or(faults, |finding| vec![finding.into()]));
     }
+    let ahead =
+        |peer: &PeerReport| peer.echoes.iter().find_map(|e| e.segments.as_ref()?.segments.clock);
+    let ahead = examination.peers.iter().filter_map(|peer| Some((peer.key.as_str(), ahead(peer)?)));
+    found.extend(clocks(&ahead.collect::<Vec<_>>()).map(Fault::from));
     let text = match all == questions.len() {
         true => format!("{all} asked"),
         false => format!("{} of {all} asked; --peers {all} asks all", questions.len()),

@@ -13,7 +13,7 @@ use flannel_doctor::checks::host::{HostScene, check_host};
 use flannel_firewall::LegacyMemory;
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::iface::Selectors;
-use flannel_options::state_dir;
+use flannel_options::{RegistryUrl, state_dir};
 use flannel_subnet::{Cache, ConfigText, Registry, Saved, SubnetEnv};
 use serde_json::{Value, json};
 
@@ -25,12 +25,13 @@ use crate::{Context, Output, status};
 /// The state of a peer without a daemon.
 pub(crate) const UNKNOWN: &str = "not known";
 
-/// The timeout of the store.
+/// The usual timeout of the store.
 const PATIENCE: Duration = Duration::from_secs(6);
 
-/// Reads the network config, if there is one, and the leases from the store.
+/// Reads the network config, if there is one, and the leases from the store, within a time limit.
 pub(crate) async fn ask_store(
     global: &Global,
+    patience: Duration,
 ) -> Result<(flannel_core::Result<ConfigText>, LeaseSet), String> {
     let asked = async {
         let registry = global.open_registry().await?;
@@ -42,9 +43,9 @@ pub(crate) async fn ask_store(
         let leases = registry.list().await?.entries.into_iter().map(|entry| entry.lease).collect();
         Ok::<_, Error>((config, leases))
     };
-    match tokio::time::timeout(PATIENCE, asked).await {
+    match tokio::time::timeout(patience, asked).await {
         Ok(asked) => asked.map_err(|error| error.to_string()),
-        Err(_) => Err(format!("no answer for {} s", PATIENCE.as_secs())),
+        Err(_) => Err(format!("no answer for {} s", patience.as_secs())),
     }
 }
 
@@ -65,7 +66,7 @@ impl Known {
     pub(crate) async fn of(global: &Global) -> Result<Self, String> {
         let parsed = |text: ConfigText| Config::parse(&text.text).ok();
         let kept = saved(global);
-        let error = match ask_store(global).await {
+        let error = match ask_store(global, PATIENCE).await {
             Ok((config, leases)) => {
                 let config = config.ok().or_else(|| kept?.config).and_then(parsed);
                 return Ok(Self { config, leases, stale: None });
@@ -85,6 +86,17 @@ impl Known {
 /// The name of the store.
 pub(crate) fn store_name(global: &Global) -> String {
     global.registry.as_ref().map_or_else(|| "--registry".to_owned(), ToString::to_string)
+}
+
+/// The store by the name that a daemon with these options has for it; `None`: none is named.
+pub(crate) fn store_url(global: &Global) -> Option<String> {
+    match global.registry.as_ref()? {
+        #[cfg(feature = "etcd")]
+        RegistryUrl::Etcd => {
+            flannel_options::open_etcd(global.etcd.options()).ok().map(|etcd| etcd.to_string())
+        }
+        url => Some(url.to_string()),
+    }
 }
 
 /// The set of leases that a daemon cached; `None` if there is no cache, or it cannot be read.

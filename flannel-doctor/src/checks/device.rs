@@ -2,7 +2,7 @@
 
 use flannel_api::Finding;
 use flannel_core::address::Family;
-use flannel_core::object::Link;
+use flannel_core::object::{Link, LinkKind, Vxlan};
 
 use crate::diagnosis::mtu::{Fault, Narrow};
 use crate::inputs::devices::Devices;
@@ -63,6 +63,16 @@ fn check_link(devices: &Devices, family: Family, link: &Link) -> Vec<Fault> {
             Finding::error("device", text).with_command(format!("ip link set {name} up")).into(),
         );
     }
+    if let LinkKind::Vxlan(Vxlan { mac, .. }) = &link.kind
+        && let Some(published) = devices.published[family].filter(|published| published != mac)
+    {
+        let text = format!(
+            "{name} has the MAC address {mac}, and this node's lease has {published}: {name} drops \
+             all packets of peers"
+        );
+        found
+            .push(Finding::error("device", text).with_command("systemctl restart flanneld").into());
+    }
     if let Some(mtu) = devices.mtu.filter(|mtu| link.mtu < *mtu) {
         let text =
             format!("{name} takes packets of {} bytes, and pods have an MTU of {mtu}", link.mtu);
@@ -85,7 +95,8 @@ fn check_link(devices: &Devices, family: Family, link: &Link) -> Vec<Fault> {
 
 #[cfg(test)]
 mod tests {
-    use flannel_core::object::{LinkKind, LinkName, MacAddr, Vxlan};
+    use flannel_core::address::Dual;
+    use flannel_core::object::{LinkName, MacAddr};
 
     use super::*;
     use crate::diagnosis::mtu::settle;
@@ -111,6 +122,7 @@ mod tests {
             mtu: Some(1450),
             kernel: Some([6, 1]),
             daemon: true,
+            published: Dual { v4: Some(MacAddr::local([1; 6])), v6: None },
             ..devices()
         }
     }
@@ -142,6 +154,11 @@ mod tests {
                 |d| (d.links.clear(), d.all.truncate(1)).1,
                 "flannel.1 is not there",
                 "flannelctl status",
+            ),
+            (
+                |d| d.published.v4 = Some(MacAddr::local([2; 6])),
+                "flannel.1 has the MAC address 02:01:01:01:01:01, and this node's lease has",
+                "systemctl restart flanneld",
             ),
             (|d| d.links.clear(), "is not a vxlan device", "ip link delete flannel.1"),
             (

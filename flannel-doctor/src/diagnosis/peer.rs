@@ -94,7 +94,10 @@ impl Case<'_> {
         if answers.tunnel.is_some() && public_replies {
             let inlet = self.devices.datapath.inlets.first();
             let what = inlet.map_or_else(|| "the tunnel".to_owned(), ToString::to_string);
-            let at = if answers.path.acknowledged > 0 { "here" } else { "on both hosts" };
+            let at = match answers.path.acknowledged {
+                0 => "on both hosts; else flannelctl doctor, there",
+                _ => "here",
+            };
             let likely = match answers.path.acknowledged {
                 0 => format!(
                     "{what} may be blocked here, on the way or there, or flannel does not work \
@@ -470,6 +473,7 @@ mod tests {
                     segment: 1398,
                     mtu: 1450,
                     largest_datagram: 1450,
+                    clock: None,
                 };
                 let path = PathProbe { acknowledged: 1450, segments: Some(segments) };
                 let answers = Answers {
@@ -508,6 +512,7 @@ mod tests {
                     segment: 1280,
                     mtu: there,
                     largest_datagram: 1430,
+                    clock: None,
                 };
                 let path = PathProbe { acknowledged: 0, segments: Some(segments) };
                 let both = || Some([ok(), ok()]);
@@ -559,6 +564,7 @@ mod tests {
                 segment: 1398,
                 mtu,
                 largest_datagram,
+                clock: None,
             })
         };
         let found_with = |tunnel: [Answer; 2], segments, acknowledged| {

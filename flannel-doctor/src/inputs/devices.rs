@@ -5,10 +5,10 @@ use std::path::Path;
 use std::process::Command;
 
 use flannel_core::Kernel;
-use flannel_core::address::Family;
+use flannel_core::address::{Dual, Family};
 use flannel_core::backend::{Datapath, Inlet};
 use flannel_core::kernel::Footprint;
-use flannel_core::object::{Link, LinkName, Object};
+use flannel_core::object::{Link, LinkName, MacAddr, Object};
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::iface::Selectors;
 
@@ -42,6 +42,8 @@ pub struct Devices {
     pub offloaded: Option<Vec<LinkName>>,
     /// The daemon runs.
     pub daemon: bool,
+    /// The MAC addresses of the tunnels in this node's lease, if no daemon runs.
+    pub published: Dual<MacAddr>,
 }
 
 impl Devices {
@@ -66,7 +68,7 @@ impl Devices {
 /// # Blocking
 /// Asks the kernel, and `ethtool` on kernels where checksums matter.
 pub fn read(network: &Network) -> Devices {
-    let Network { uplink, mtu, daemon, .. } = *network;
+    let Network { uplink, mtu, daemon, published, .. } = *network;
     let datapath = &network.datapath;
     let kernel = NetlinkKernel::open();
     let footprint =
@@ -96,6 +98,7 @@ pub fn read(network: &Network) -> Devices {
             .and_then(|text| release(&text)),
         offloaded: None,
         daemon,
+        published,
     };
     if !devices.links.is_empty() {
         let port = |inlet: &Inlet| if let Inlet::Udp(port) = inlet { Some(*port) } else { None };

@@ -16,6 +16,8 @@ const GROUP: usize = 64;
 /// The number of echoes after which answers are read.
 const BURST: usize = 16;
 const BURST_PAUSE: Duration = Duration::from_millis(1);
+/// The shortest wait for the answers of one of several groups.
+const LEAST: Duration = Duration::from_millis(750);
 
 /// An echo request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -41,13 +43,15 @@ pub enum Answer {
     NotAllowed,
 }
 
-/// Sends all echoes, and waits at most `patience` for the answers of each group.
+/// Sends all echoes, and waits at most `patience` for the answers, but at least 750 ms for each of
+/// several groups.
 ///
 /// # Errors
 /// No echo can be sent, usually because `CAP_NET_RAW` is missing.
 ///
 /// # Blocking
-/// Until all answers are there, or `patience` is over for each group of 64 of a family.
+/// Until all answers are there, or the time is over. The echoes of a family are sent in groups of
+/// 64, and both families at once.
 pub fn echo(probes: &[Probe], patience: Duration) -> io::Result<Vec<Answer>> {
     let mut answers = vec![Answer::Nothing; probes.len()];
     let of = |family| -> io::Result<Vec<(usize, Answer)>> {
@@ -57,8 +61,9 @@ pub fn echo(probes: &[Probe], patience: Duration) -> io::Result<Vec<Answer>> {
             return Ok(Vec::new());
         }
         let (round, mut found) = (Round::open(family)?, Vec::new());
+        let each = share(patience, ours.len().div_ceil(GROUP));
         for group in ours.chunks(GROUP) {
-            found.extend(round.run(found.len(), group, patience)?);
+            found.extend(round.run(found.len(), group, each)?);
         }
         Ok(found)
     };
@@ -74,6 +79,12 @@ pub fn echo(probes: &[Probe], patience: Duration) -> io::Result<Vec<Answer>> {
         }
     }
     Ok(answers)
+}
+
+/// The part of the time for each of some groups.
+fn share(patience: Duration, groups: usize) -> Duration {
+    let groups = u32::try_from(groups).unwrap_or(u32::MAX).max(1);
+    (patience / groups).max(LEAST.min(patience))
 }
 
 /// The sockets of a family.
@@ -163,6 +174,20 @@ mod tests {
 
     fn probe(to: &str, size: u16) -> Probe {
         Probe { to: to.parse().unwrap(), size }
+    }
+
+    #[test]
+    fn groups_share_the_time_unless_that_is_too_little() {
+        let ms = Duration::from_millis;
+        for (patience, groups, each) in [
+            (3_000, 1, 3_000),
+            (3_000, 2, 1_500),
+            (3_000, 4, 750),
+            (3_000, 600, 750),
+            (100, 9, 100),
+        ] {
+            assert_eq!(share(ms(patience), groups), ms(each), "{groups} groups");
+        }
     }
 
     #[test]

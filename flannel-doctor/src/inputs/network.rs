@@ -5,7 +5,7 @@ use std::net::IpAddr;
 use flannel_core::Subnet;
 use flannel_core::address::{Dual, Family};
 use flannel_core::backend::Datapath;
-use flannel_core::object::LinkName;
+use flannel_core::object::{LinkName, MacAddr};
 
 /// The network to examine, from the daemon, or without a daemon from the store and the kernel.
 #[derive(Debug, Clone, Default)]
@@ -26,6 +26,9 @@ pub struct Network {
     pub mtu: Option<u32>,
     /// The other nodes.
     pub targets: Vec<Target>,
+    /// The MAC addresses of the tunnels in this node's lease. A running daemon corrects wrong ones,
+    /// so they matter only without one.
+    pub published: Dual<MacAddr>,
 }
 
 impl Network {

@@ -11,7 +11,7 @@ use crate::inputs::network::Target;
 use crate::inputs::peers::Question;
 use crate::path_probe::client::{PathProbe, probe};
 
-/// The timeout of all echoes together.
+/// The timeout of the echoes to up to 64 peers.
 const ECHO_TIMEOUT: Duration = Duration::from_secs(3);
 /// The timeout of one step of a search. It is short, because small echoes were answered.
 const SEARCH_TIMEOUT: Duration = Duration::from_millis(600);
@@ -19,6 +19,10 @@ const SEARCH_TIMEOUT: Duration = Duration::from_millis(600);
 const MAX_PATHS: usize = 4;
 /// A step of a search divides the remaining range into this many parts.
 const PARTS: u32 = 16;
+/// The largest number of steps, up to packets of 9,000 bytes.
+const STEPS: u32 = 4;
+/// The longest time for the questions to up to 64 peers. Probes of paths take less.
+pub const LONGEST: Duration = ECHO_TIMEOUT.saturating_add(SEARCH_TIMEOUT.saturating_mul(STEPS));
 
 /// The answers to one question.
 pub struct PeerAnswers {
@@ -206,7 +210,7 @@ mod tests {
             ([8000, 8949], 8950),
             ([64, 64], 66),
         ] {
-            let steps = std::cell::Cell::new(0);
+            let steps = std::cell::Cell::new(0_u32);
             let found = search(vec![path(7, lost), path(8, lost)], |probes| {
                 steps.set(steps.get() + 1);
                 assert!(probes.len() <= 64, "one group of echoes");
@@ -218,7 +222,7 @@ mod tests {
                 Some(probes.iter().map(answer).collect())
             });
             assert_eq!(found.unwrap().iter().map(|path| path.passes).collect::<Vec<_>>(), most);
-            assert!(steps.get() <= 4, "{} steps", steps.get());
+            assert!(steps.get() <= STEPS, "{} steps", steps.get());
         }
         assert_eq!(search(Vec::new(), |_| None).unwrap().len(), 0);
         assert!(search(vec![path(7, 1450)], |_| None).is_none());

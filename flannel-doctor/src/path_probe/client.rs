@@ -15,7 +15,8 @@ use tokio::net::{TcpStream, UdpSocket};
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 
 use super::protocol::{
-    ACK, Arrivals, DATAGRAM, HELLO, MAX_BYTES, MIN_DATAGRAM, Nonce, amount, fill, read_line, take,
+    ACK, Arrivals, DATAGRAM, HELLO, MAX_BYTES, MIN_DATAGRAM, Nonce, amount, clock, fill, read_line,
+    take,
 };
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
@@ -77,6 +78,8 @@ pub struct Segments {
     /// The largest packet that arrived at the peer as a datagram, in bytes; 0: none.
     #[serde(rename = "heard")]
     pub largest_datagram: u16,
+    /// The seconds by which the peer's clock is ahead of this host's; `None`: not known.
+    pub clock: Option<i64>,
 }
 
 /// The result of a path probe.
@@ -212,6 +215,7 @@ async fn exchange(
         if !report.is_possible(sent, largest) {
             return Ok(None);
         }
+        let clock = report.time.zip(clock()).map(|(there, here)| there.saturating_sub(here));
         let follows = report.bytes;
         let mut back = Passage { sent: follows, arrived: 0 };
         // A timeout shows a loss. A closed connection does not: the daemon may have stopped.
@@ -228,6 +232,7 @@ async fn exchange(
             segment,
             mtu: report.mtu,
             largest_datagram: report.largest_datagram,
+            clock,
         }))
     };
     tokio::select! {
@@ -266,8 +271,14 @@ mod tests {
             let sent = hello.split(' ').nth(2).unwrap().parse().unwrap();
             take(&mut stream, sent, &mut 0).await.unwrap();
             let received = sent - lost;
-            let mut report =
-                Arrivals { version: 1, received, mtu: 1450, largest_datagram: 0, bytes: 100 };
+            let mut report = Arrivals {
+                version: 1,
+                received,
+                mtu: 1450,
+                largest_datagram: 0,
+                bytes: 100,
+                time: None,
+            };
             change(&mut report);
             stream
                 .write_all((serde_json::to_string(&report).unwrap() + "\n").as_bytes())
@@ -291,6 +302,18 @@ mod tests {
         assert_eq!(exchanged(0, 50, true).await, None, "the daemon closed the connection");
         assert_eq!(exchanged(0, 50, false).await, Some(Passage { sent: 100, arrived: 50 }));
         assert_eq!(exchanged(1, 100, false).await, None, "a hundred bytes are less than a segment");
+    }
+
+    #[tokio::test]
+    async fn the_clocks_of_both_ends_are_compared() {
+        let ahead = |change: fn(&mut Arrivals)| async move {
+            exchanged_with(0, 100, false, change).await.unwrap().clock
+        };
+        assert_eq!(ahead(|_| ()).await, None, "an older daemon sends no time");
+        let hour = ahead(|report| report.time = clock().map(|now| now + 3_600)).await.unwrap();
+        assert!((3_500..=3_600).contains(&hour), "{hour}");
+        let past = ahead(|report| report.time = Some(i64::MIN)).await.unwrap();
+        assert!(past < 0, "{past}");
     }
 
     #[tokio::test]

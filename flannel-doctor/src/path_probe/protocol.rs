@@ -1,6 +1,7 @@
 //! The messages of a path probe.
 
 use std::io;
+use std::time::SystemTime;
 
 use serde::{Deserialize, Serialize};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
@@ -37,6 +38,15 @@ pub(super) struct Arrivals {
     pub(super) largest_datagram: u16,
     /// Bytes that the daemon sends after this line.
     pub(super) bytes: usize,
+    /// The daemon's clock, in seconds since 1970. An older daemon does not send it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) time: Option<i64>,
+}
+
+/// This host's clock, in seconds since 1970.
+pub(super) fn clock() -> Option<i64> {
+    let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).ok()?;
+    i64::try_from(since.as_secs()).ok()
 }
 
 /// The bytes to send on a connection: a few segments of the size that both ends agreed on.

@@ -31,7 +31,8 @@ use tokio::time::{sleep, timeout};
 use super::datagram_log::DatagramLog;
 use super::nodes::{NodeAddress, Nodes};
 use super::protocol::{
-    ACK, Arrivals, DATAGRAM, HELLO, MAX_BYTES, MIN_DATAGRAM, Nonce, amount, fill, read_line, take,
+    ACK, Arrivals, DATAGRAM, HELLO, MAX_BYTES, MIN_DATAGRAM, Nonce, amount, clock, fill, read_line,
+    take,
 };
 
 /// The maximum number of clients at a time. More are refused.
@@ -306,7 +307,8 @@ async fn answer(
     }
     let bytes = amount(&stream)?.min(received);
     let largest_datagram = log.largest(from, nonce);
-    let report = Arrivals { version: 1, received, mtu, largest_datagram, bytes };
+    let time = clock();
+    let report = Arrivals { version: 1, received, mtu, largest_datagram, bytes, time };
     let line = serde_json::to_string(&report).map_err(io::Error::other)? + "\n";
     let (mut reader, mut writer) = stream.split();
     // In a packet of its own, so that it arrives where large segments are lost.

@@ -4,14 +4,18 @@
 //! Without a daemon it examines the store, the cache and the kernel.
 
 mod network;
+mod store;
 
 use flannel_api::{Finding, VERSION, request};
+use flannel_doctor::checks::files;
 use flannel_doctor::inputs::peers::{AddressReport, EchoReport};
 use flannel_doctor::{Examination, FamilyReport, Layer, PeerReport, ProbeOptions, examine};
+use flannel_options::{RegistryUrl, state_dir};
+use flannel_subnet::Assign;
 use serde_json::json;
 
 use crate::error::Result;
-use crate::options::DoctorFlags;
+use crate::options::{DoctorFlags, Global};
 use crate::terminal::{Style, Terminal};
 use crate::verbs::status::findings;
 use crate::{Context, Output};
@@ -21,13 +25,14 @@ pub(crate) async fn doctor(context: Context<'_>, flags: &DoctorFlags) -> Result<
     let client = context.client;
     let mut examination = Examination::default();
     let network = match client.ask("GET", request::FRESH_STATUS) {
-        Ok(value) => network::with_daemon(client, &value, &mut examination).await?,
+        Ok(value) => network::with_daemon(context, &value, &mut examination).await?,
         Err(failure @ flannel_api::Error::NoDaemon { .. }) => {
             let selectors = flags.interface.selectors();
             network::without_daemon(context, &selectors, &failure, &mut examination).await
         }
         Err(failure) => return Err(failure.into()),
     };
+    look_at_files(context.global, &mut examination);
     let options = ProbeOptions { peers: flags.peers, doctor_port: flags.doctor_port };
     let daemon = Some(client).filter(|_| network.daemon);
     let found = examine(&network, daemon, &options, &mut examination).await;
@@ -40,6 +45,19 @@ pub(crate) async fn doctor(context: Context<'_>, flags: &DoctorFlags) -> Result<
         "peers": peers,
     });
     Ok(Output { text: page(&examination, &found, context.terminal), value, ok: found.is_empty() })
+}
+
+/// Looks at the file systems of the files that the daemon writes.
+fn look_at_files(global: &Global, examination: &mut Examination) {
+    let mut written = vec![global.subnet_file.clone(), state_dir::leases(&global.state_dir)];
+    if let Some(RegistryUrl::Dir(location)) = &global.registry
+        && location.options.assign == Assign::Free
+    {
+        written.push(location.path.join("config"));
+    }
+    let found = files::check(&files::read(&written));
+    let can = if found.is_empty() { "can" } else { "cannot" };
+    examination.layer("files", format!("the daemon {can} write its files"), found);
 }
 
 fn page(examination: &Examination, found: &[Finding], terminal: &Terminal) -> String {
@@ -111,7 +129,7 @@ mod tests {
     use flannel_doctor::inputs::echo::Answer;
     use flannel_doctor::inputs::network::Target;
     use flannel_doctor::inputs::peers::Question;
-    use flannel_doctor::inputs::query::PeerAnswers;
+    use flannel_doctor::inputs::query::{LONGEST, PeerAnswers};
     use flannel_doctor::path_probe::client::{Passage, PathProbe, Segments};
     use flannel_doctor::peer_report;
 
@@ -124,6 +142,12 @@ mod tests {
             "Backend":{"Type":"vxlan"}}"#;
         let datapath = flannel_backends::all().datapath(&Config::parse(config).unwrap());
         Devices { backend: "vxlan".to_owned(), datapath, ..Devices::default() }
+    }
+
+    #[test]
+    fn an_examination_takes_at_most_ten_seconds() {
+        let of_store = (network::SETTLE_TIME + store::PATIENCE).max(network::PATIENCE);
+        assert!(of_store + LONGEST <= Duration::from_secs(10), "{of_store:?} {LONGEST:?}");
     }
 
     #[test]
@@ -161,6 +185,7 @@ mod tests {
             segment: 1398,
             mtu: 1450,
             largest_datagram: 1450,
+            clock: None,
         };
         let path = PathProbe { acknowledged: 1450, segments: Some(segments) };
         let answered = PeerAnswers { echoes, path, passes: Some(1350) };
@@ -211,6 +236,7 @@ mod tests {
                 segment: 1378,
                 mtu: 1430,
                 largest_datagram: 1430,
+                clock: None,
             };
             PeerAnswers {
                 echoes,

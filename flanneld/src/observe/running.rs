@@ -68,7 +68,7 @@ impl Running {
             datapath: self.datapath.clone(),
             uplink: Some(self.iface.name),
             mtu: Some(self.handle.mtu),
-            targets: Vec::new(),
+            ..Network::default()
         };
         let (interval, doctor_port) = (settings.path_interval, settings.doctor_port);
         ProbeSettings { interval, doctor_port, network }

@@ -9,33 +9,35 @@ use flannel_api::{
 };
 use flannel_core::address::{Dual, Family};
 use flannel_core::backend::{Datapath, Inlet};
-use flannel_core::lease::LeaseSet;
+use flannel_core::lease::{LeaseSet, Offer};
+use flannel_core::object::MacAddr;
 use flannel_core::{Config, Lease, Subnets};
 use flannel_doctor::checks::host::{HostReport, HostScene, check_host};
-use flannel_doctor::commands::restore_directory;
-#[cfg(feature = "etcd")]
-use flannel_doctor::commands::restore_etcd;
+use flannel_doctor::commands::restore_store;
+use flannel_doctor::diagnosis::contest::contest;
 use flannel_doctor::diagnosis::mtu::Fault;
 use flannel_doctor::inputs::network::Target;
 use flannel_doctor::{Examination, Layer, Network};
 use flannel_firewall::LegacyMemory;
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::iface::Selectors;
-use flannel_options::RegistryUrl;
 use flannel_subnet::SubnetEnv;
 use serde_json::Value;
 
+use super::store::{ask_for_time, slow};
 use crate::error::Result;
 use crate::options::Global;
 use crate::verbs::paths::numbers;
 use crate::{Context, offline, status};
 
 /// The time in which a daemon must apply changes. If it takes longer, this is a fault.
-const SETTLE_TIME: Duration = Duration::from_secs(2);
+pub(super) const SETTLE_TIME: Duration = Duration::from_secs(2);
+/// The timeout of the store if no daemon runs.
+pub(super) const PATIENCE: Duration = Duration::from_secs(4);
 
 /// Adds the layers that the daemon reports on.
 pub(super) async fn with_daemon(
-    client: &Client,
+    Context { client, global, .. }: Context<'_>,
     value: &Value,
     examination: &mut Examination,
 ) -> Result<Network> {
@@ -48,16 +50,22 @@ pub(super) async fn with_daemon(
             Finding { repair: problem.hint.clone(), ..made(check, problem.text.as_str()) }
         }
     };
+    let mut of_store: Vec<Finding> = store.into_iter().map(finding("store")).collect();
+    if let Some(StoreReport { name, error: None, .. }) = &report.store {
+        of_store.extend(ask_for_time(global, name).await);
+    }
     examination.layer(
         "store",
         report.store.as_ref().map_or_else(|| "not opened yet".to_owned(), store_text),
-        store.into_iter().map(finding("store")).map(Fault::from).collect(),
+        of_store.into_iter().map(Fault::from).collect(),
     );
     let word = if report.ready { "ready" } else { "not ready" };
+    let again = report.network.as_ref().and_then(|n| contest(&n.repairs, report.time));
+    let of_daemon = other.into_iter().map(finding("daemon")).chain(again);
     examination.layer(
         "daemon",
         format!("flanneld {}, {word}", report.daemon.version),
-        other.into_iter().map(finding("daemon")).map(Fault::from).collect(),
+        of_daemon.map(Fault::from).collect(),
     );
     let Some(network) = report.network else {
         examination.unknown("host", "no network runs");
@@ -91,6 +99,7 @@ pub(super) async fn with_daemon(
         uplink: network.interface.name.parse().ok(),
         mtu: Some(network.mtu),
         targets,
+        published: Dual::default(),
     })
 }
 
@@ -172,19 +181,22 @@ pub(super) async fn without_daemon(
     examination: &mut Examination,
 ) -> Network {
     let global = context.global;
-    let (text, leases) = match offline::ask_store(global).await {
+    let start = Instant::now();
+    let (text, leases) = match offline::ask_store(global, PATIENCE).await {
         Ok((config, leases)) => {
             let text = format!("{} answers, {} leases", offline::store_name(global), leases.len());
-            examination.layer("store", text, Vec::new());
+            let slow = slow(global, start.elapsed()).map(Fault::from);
+            examination.layer("store", text, slow.into_iter().collect());
             (config.map_err(|error| error.to_string()), leases)
         }
         Err(error) => {
             let name = offline::store_name(global);
             let finding = Finding::error("store", format!("{name} does not answer: {error}"));
+            let repair = store_repair(global, &error);
             examination.layer(
                 "store",
                 format!("{name} does not answer"),
-                vec![finding.with_command(store_repair(global)).into()],
+                vec![finding.with_command(repair).into()],
             );
             let saved = offline::saved(global);
             let leases = saved.iter().flat_map(|saved| saved.leases.iter().cloned()).collect();
@@ -215,16 +227,10 @@ pub(super) async fn without_daemon(
     of_config(context, selectors, (config, leases), examination).await
 }
 
-/// The command that repairs the store.
-fn store_repair(global: &Global) -> String {
-    match &global.registry {
-        Some(RegistryUrl::Dir(location)) => restore_directory(location.path.display()),
-        #[cfg(feature = "etcd")]
-        Some(RegistryUrl::Etcd) => restore_etcd(&global.etcd.options().endpoints.join(",")),
-        #[cfg(not(feature = "etcd"))]
-        Some(RegistryUrl::Etcd) => "flannelctl --registry URL doctor".to_owned(),
-        None => "flannelctl --registry URL doctor".to_owned(),
-    }
+/// The command that repairs the store, by the error of a request to it.
+fn store_repair(global: &Global, error: &str) -> String {
+    let unnamed = || "flannelctl --registry URL doctor".to_owned();
+    offline::store_url(global).map_or_else(unnamed, |url| restore_store(&url, error))
 }
 
 async fn of_config(
@@ -238,11 +244,9 @@ async fn of_config(
     let uplink = kernel.and_then(|kernel| offline::uplink(&kernel, &config, selectors).ok());
     let mtu = SubnetEnv::read(&global.subnet_file).ok().map(|env| env.mtu);
     let is_own = |lease: &Lease| Some(lease.subnets) == own;
-    let public = leases
-        .iter()
-        .find(|lease| is_own(lease))
-        .map(|lease| lease.attrs.preferred.public)
-        .unwrap_or_default();
+    let offer = leases.iter().find(|lease| is_own(lease)).map(|lease| &lease.attrs.preferred);
+    let public = offer.map(|offer| offer.public).unwrap_or_default();
+    let published = offer.map(published).unwrap_or_default();
     match uplink {
         Some(uplink) => {
             let links = backends.links(uplink, &config);
@@ -277,5 +281,15 @@ async fn of_config(
         uplink,
         mtu,
         targets: leases.iter().filter(|lease| !is_own(lease)).map(target).collect(),
+        published,
     }
+}
+
+/// The MAC addresses of the tunnels in a lease of vxlan.
+fn published(offer: &Offer) -> Dual<MacAddr> {
+    let mac = |family: Family| {
+        let data: Value = serde_json::from_str(offer.data[family].as_deref()?).ok()?;
+        data["VtepMAC"].as_str()?.parse().ok()
+    };
+    Dual::from_fn(mac)
 }
