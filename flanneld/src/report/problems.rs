@@ -208,7 +208,9 @@ impl Found {
         let status = &network.status;
         for (subnets, why) in status.rejected.iter().take(MOST) {
             let hint = match why {
-                Rejection::Overlaps { .. } | Rejection::Contradicts { .. } => {
+                Rejection::Overlaps { .. }
+                | Rejection::Contradicts { .. }
+                | Rejection::ContradictsOwn(_) => {
                     "systemctl restart flanneld # on the later of the two nodes: every node \
                      accepts the earlier lease"
                 }
