@@ -18,16 +18,30 @@ const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Two hosts with daemons and pods, without the strict `rp_filter` that the machine may have.
 fn up(builder: Builder) -> Lab {
-    let lab = builder.hosts(2).program(env!("CARGO_BIN_EXE_lab")).start().unwrap();
+    started(builder.hosts(2).program(env!("CARGO_BIN_EXE_lab")).start().unwrap())
+}
+
+fn started(lab: Lab) -> Lab {
     for host in lab.hosts() {
         for key in ["net/ipv4/conf/all/rp_filter", "net/ipv4/conf/default/rp_filter"] {
             host.namespace().sysctl(key, "0").unwrap();
         }
     }
     lab.start_daemons().unwrap();
+    pass(&lab);
+    lab
+}
+
+/// Waits until all pods reach each other. Adds those that are missing.
+fn pass(lab: &Lab) {
     let matrix = lab.wait_until_reachable(PATIENCE).unwrap_or_else(|error| panic!("{error}"));
     assert!(matrix.is_complete(), "{:?}", matrix.failures().collect::<Vec<_>>());
-    lab
+}
+
+/// Waits until there is no finding, and all pods reach each other.
+fn cured(lab: &Lab, host: &Host) {
+    finds_nothing(lab, host);
+    pass(lab);
 }
 
 /// The doctor's findings on a host, as `check severity text | repair`, without those that depend on
@@ -176,6 +190,7 @@ tests! {
     faults_are_found_while_the_daemon_is_down: without_a_daemon();
     the_direction_of_a_loss_is_named: directions();
     ten_planted_faults_are_found_and_their_repair_commands_work: ten_faults();
+    eight_more_faults_are_found_and_their_repair_commands_work: eight_more_faults();
     faults_of_ipv6_are_found_and_their_repair_commands_work: faults_of_ipv6();
     lost_segments_of_host_gw_are_found: without_a_tunnel("host-gw".into());
     lost_segments_of_direct_routing_are_found:
@@ -593,7 +608,7 @@ fn only_nodes_are_answered(backend: &str) {
 }
 
 /// Programs for the search path that replace those in the doctor's commands: `flannelctl` for one
-/// of the hosts, and `systemctl start flanneld`, which writes a request.
+/// of the hosts, and `systemctl`, which writes a request to start or restart flanneld.
 fn shims(lab: &Lab, host: &Host) -> String {
     let dir = lab.dir().join("shims");
     std::fs::create_dir_all(&dir).unwrap();
@@ -605,8 +620,10 @@ fn shims(lab: &Lab, host: &Host) -> String {
         host.dir().join("state").display()
     );
     let flannelctl = format!("exec {} ctl {options} \"$@\"", env!("CARGO_BIN_EXE_lab"));
-    let systemctl =
-        format!("[ \"$*\" = 'start flanneld' ] && touch {}", dir.join("start").display());
+    let systemctl = format!(
+        "case \"$*\" in 'start flanneld' | 'restart flanneld') echo $1 >{};; *) exit 1;; esac",
+        dir.join("request").display()
+    );
     for (name, script) in [("flannelctl", flannelctl), ("systemctl", systemctl)] {
         // Another process writes it, because a program that is open for writing cannot be started.
         let write = r#"printf '#!/bin/sh\n%s\n' "$1" >"$0" && chmod 755 "$0""#;
@@ -626,9 +643,12 @@ fn repair(lab: &Lab, hosts: &[&Host], finding: &str) {
         shell.env("LIBMOUNT_FSTAB", lab.dir().join("fstab"));
         let output = host.namespace().output(&mut shell).unwrap();
         assert!(output.status.success(), "{command}: {}", String::from_utf8_lossy(&output.stderr));
-        let request = lab.dir().join("shims/start");
-        if request.exists() {
+        let request = lab.dir().join("shims/request");
+        if let Ok(word) = std::fs::read_to_string(&request) {
             std::fs::remove_file(request).unwrap();
+            if word == "restart\n" {
+                host.stop_daemon(Signal::SIGTERM).unwrap();
+            }
             host.start_daemon().unwrap();
         }
     }
@@ -715,6 +735,13 @@ fn five_between_hosts(lab: &Lab, family: Family) {
     let found = finds_one(lab, host, &[&parts("\"MTU\": 1400}}'"), &parts("\"MTU\": 1404}}'")]);
     repair(lab, &[host], &found);
     finds_nothing(lab, host);
+    // Pods keep their MTU.
+    for host in lab.hosts() {
+        let has_less = || host.subnet_env().unwrap().is_some_and(|env| env.mtu < 1400);
+        eventually(PATIENCE, has_less, || host.log().unwrap());
+        host.remove_pod().unwrap();
+    }
+    pass(lab);
 
     // Blocked vxlan port.
     let iptables = if six { "ip6tables" } else { "iptables" };
@@ -725,7 +752,7 @@ fn five_between_hosts(lab: &Lab, family: Family) {
         &["tunnel error", &tunnel, "UDP port 8472 may be blocked", "# on both hosts"],
     );
     repair(lab, &[host, other], &found);
-    finds_nothing(lab, host);
+    cured(lab, host);
 
     // Duplicate public IP.
     let key = forge_lease(lab, &host.addresses()[family].unwrap().to_string());
@@ -736,7 +763,7 @@ fn five_between_hosts(lab: &Lab, family: Family) {
     );
     repair(lab, &[host], &found);
     assert!(!lab.registry().join("subnets").join(&key).exists());
-    finds_nothing(lab, host);
+    cured(lab, host);
 
     // Foreign route shadowing a peer.
     let (ip, half) = if six { (vec!["-6"], 65) } else { (vec![], 25) };
@@ -746,7 +773,7 @@ fn five_between_hosts(lab: &Lab, family: Family) {
     );
     host.run("ip", &[&ip[..], &["route", "add", &half, "via", &router]].concat()).unwrap();
     repair(lab, &[host], &finds(lab, host, &["route error", "shadowed: packets go via"]));
-    finds_nothing(lab, host);
+    cured(lab, host);
 
     // Stale peer.
     let nobody = if six { "fd00:77::c7" } else { "192.168.77.199" };
@@ -757,7 +784,7 @@ fn five_between_hosts(lab: &Lab, family: Family) {
         &finds(lab, host, &["peer error", &format!("no reply from {key}, neither"), nobody]),
     );
     assert!(!lab.registry().join("subnets").join(&key).exists());
-    finds_nothing(lab, host);
+    cured(lab, host);
 }
 
 fn three_of_a_host(lab: &Lab, family: Family) {
@@ -769,14 +796,14 @@ fn three_of_a_host(lab: &Lab, family: Family) {
     host.namespace().sysctl(key, "0").unwrap();
     let found = finds(lab, host, &["forwarding error", &format!("forwards no {family} packets")]);
     repair(lab, &[host], &found);
-    finds_nothing(lab, host);
+    cured(lab, host);
 
     // Deleted device. A running daemon would restore it before the doctor runs.
     let device = if six { "flannel-v6.1" } else { "flannel.1" };
     host.stop_daemon(Signal::SIGTERM).unwrap();
     host.run("ip", &["link", "del", device]).unwrap();
     repair(lab, &[host], &finds(lab, host, &["device error", &format!("{device} is not there")]));
-    finds_nothing(lab, host);
+    cured(lab, host);
 
     // FORWARD policy drop. Flannel's rules are in another table here.
     let (iptables, table) =
@@ -784,22 +811,24 @@ fn three_of_a_host(lab: &Lab, family: Family) {
     host.run(iptables, &["-P", "FORWARD", "DROP"]).unwrap();
     let chain = format!("chain FORWARD of table {table}");
     repair(lab, &[host], &finds(lab, host, &["forward-drop warning", &chain]));
-    finds_nothing(lab, host);
+    cured(lab, host);
+}
+
+fn run(program: &str, args: &[&str]) {
+    let output = Command::new(program).args(args).output().unwrap();
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{program} {args:?}: {error}");
+}
+
+/// From now on, only this test and its daemons see new mounts.
+fn own_mounts() {
+    nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNS).unwrap();
+    run("mount", &["--make-rprivate", "/"]);
 }
 
 /// The store is a directory that `/etc/fstab` mounts.
 fn not_mounted() {
-    // Only this test and its daemons see the mounts.
-    nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNS).unwrap();
-    let run = |program: &str, args: &[&str]| {
-        let output = Command::new(program).args(args).output().unwrap();
-        assert!(
-            output.status.success(),
-            "{program} {args:?}: {}",
-            String::from_utf8_lossy(&output.stderr)
-        );
-    };
-    run("mount", &["--make-rprivate", "/"]);
+    own_mounts();
     let lab = up(Lab::builder());
     let (host, registry, disk) = (&lab.hosts()[0], lab.registry(), lab.dir().join("disk"));
     let fstab = format!("{} {} none bind,x-mount.mkdir 0 0\n", disk.display(), registry.display());
@@ -853,10 +882,159 @@ fn two_of_no_family(lab: &Lab) {
     );
     std::fs::remove_file(lab.registry()).unwrap();
     std::fs::rename(&away, lab.registry()).unwrap();
-    finds_nothing(lab, host);
+    cured(lab, host);
 
     // Strict rp_filter.
     host.namespace().sysctl("net/ipv4/conf/all/rp_filter", "1").unwrap();
     repair(lab, &[host], &finds(lab, host, &["rp-filter warning", "flannel.1 is strict"]));
-    finds_nothing(lab, host);
+    cured(lab, host);
+}
+
+/// The store, and the files of the first host, are in file systems of their own.
+fn eight_more_faults() {
+    own_mounts();
+    let builder = Lab::builder().config_field("EnableNFTables", true);
+    let lab = builder.hosts(2).program(env!("CARGO_BIN_EXE_lab")).start().unwrap();
+    let mounts = [lab.registry(), lab.hosts()[0].dir()].map(|dir| dir.to_str().unwrap().to_owned());
+    for dir in &mounts {
+        let new = format!("{dir}.new");
+        std::fs::create_dir(&new).unwrap();
+        run("mount", &["-t", "tmpfs", "-o", "size=4m", "none", &new]);
+        run("cp", &["-a", &format!("{dir}/."), &new]);
+        run("mount", &["--move", &new, dir]);
+    }
+    let lab = started(lab);
+    cured(&lab, &lab.hosts()[0]);
+    two_of_mac_addresses(&lab);
+    two_of_other_programs(&lab);
+    of_a_stale_bridge(&lab);
+    two_of_the_store(&lab);
+    of_a_full_file_system(&lab);
+    for host in lab.hosts() {
+        host.stop_daemon(Signal::SIGTERM).unwrap();
+    }
+    for dir in &mounts {
+        run("umount", &["-l", dir]);
+    }
+}
+
+fn two_of_mac_addresses(lab: &Lab) {
+    let (host, other) = (&lab.hosts()[0], &lab.hosts()[1]);
+    let subnet = other.subnet_env().unwrap().unwrap().subnets.v4.unwrap();
+    let path = lab.registry().join("subnets").join(format!("{}-24", subnet.base()));
+    let read =
+        || -> Value { serde_json::from_str(&std::fs::read_to_string(&path).unwrap()).unwrap() };
+
+    // A wrong MAC address in a lease. A running daemon of that node would restore it at once.
+    other.stop_daemon(Signal::SIGTERM).unwrap();
+    let mut lease = read();
+    lease["BackendData"]["VtepMAC"] = "0a:00:00:00:00:fa".into();
+    std::fs::write(&path, lease.to_string()).unwrap();
+    finds(
+        lab,
+        host,
+        &["tunnel error", &subnet.base().to_string(), "else flannelctl doctor, there"],
+    );
+    let parts =
+        ["device error", "and this node's lease has 0a:00:00:00:00:fa", "| systemctl restart"];
+    repair(lab, &[other], &finds(lab, other, &parts));
+    finds_nothing(lab, other);
+    cured(lab, host);
+
+    // One MAC address twice. The earlier lease keeps it.
+    let forged = lab.registry().join("subnets").join(forge_lease(lab, "192.168.77.199"));
+    lease = serde_json::from_str(&std::fs::read_to_string(&forged).unwrap()).unwrap();
+    lease["BackendData"] = read()["BackendData"].take();
+    std::fs::write(&forged, lease.to_string()).unwrap();
+    finds(
+        lab,
+        other,
+        &["the lease 10.244.0.0-24", "is this node's own | systemctl restart flanneld"],
+    );
+    let rejected = format!("{}-24 is rejected", subnet.base());
+    let parts = [&*rejected, "by the earlier lease 10.244.0.0-24", "| systemctl restart flanneld"];
+    repair(lab, &[other], &finds(lab, host, &parts));
+    // Nobody is at the other addresses.
+    let nobody: &[&str] = &["peer error", "no reply from 10.244.0.0-24"];
+    finds_only(lab, host, &[nobody; 2]);
+    std::fs::remove_file(&forged).unwrap();
+    cured(lab, host);
+}
+
+fn two_of_other_programs(lab: &Lab) {
+    let host = &lab.hosts()[0];
+
+    // Another manager deletes neighbours.
+    let script = "for n in $(seq 300); do sleep 0.3; echo neigh flush dev flannel.1 nud permanent; \
+                  done | exec ip -batch -";
+    let mut manager = host.namespace().spawn(Command::new("sh").args(["-c", script])).unwrap();
+    let parts = ["repairs warning", "again and again", "ip (process", "| kill "];
+    repair(lab, &[host], &finds(lab, host, &parts));
+    manager.wait().unwrap();
+    cured(lab, host);
+
+    // A firewall that deletes flannel's rules and loads its own.
+    let rules = lab.dir().join("rules");
+    let text = "flush ruleset\n\
+        table inet guard { chain gate { type filter hook forward priority 5; policy drop; }; }\n";
+    std::fs::write(&rules, text).unwrap();
+    host.run("nft", &["-f", rules.to_str().unwrap()]).unwrap();
+    let found = finds(lab, host, &["forward-drop warning", "chain gate of table inet guard"]);
+    repair(lab, &[host], &found);
+    cured(lab, host);
+    let restored = || host.run("nft", &["list", "tables"]).unwrap().contains("flannel-ipv4");
+    eventually(PATIENCE, restored, || host.log().unwrap());
+    host.run("nft", &["delete", "table", "inet", "guard"]).unwrap();
+}
+
+fn of_a_stale_bridge(lab: &Lab) {
+    let host = &lab.hosts()[0];
+    host.remove_pod().unwrap();
+    let stale = "link add cni0 type bridge\naddr add 10.244.0.1/24 dev cni0\nlink set cni0 up\n";
+    host.namespace().ip(stale).unwrap();
+    repair(
+        lab,
+        &[host],
+        &finds(lab, host, &["clash error", "cni0 has 10.244.0.1", "| ip link delete"]),
+    );
+    cured(lab, host);
+}
+
+fn two_of_the_store(lab: &Lab) {
+    let host = &lab.hosts()[0];
+
+    // Slow, because another program holds its lock. That process itself becomes `sleep`.
+    let lock = lab.registry().join(".lock");
+    let mut holder = Command::new("flock");
+    let mut holder = holder.arg("-F").arg(lock).args(["sleep", "120"]).spawn().unwrap();
+    let parts = ["store warning", "does not answer within 1 s: sleep (process", "| kill "];
+    repair(lab, &[host], &finds(lab, host, &parts));
+    holder.wait().unwrap();
+    cured(lab, host);
+
+    // Read-only.
+    run("mount", &["-o", "remount,ro", lab.registry().to_str().unwrap()]);
+    repair(
+        lab,
+        &[host],
+        &finds(lab, host, &["files error", "is read-only", "| mount -o remount,rw"]),
+    );
+    cured(lab, host);
+}
+
+/// There is no space for the subnet file.
+fn of_a_full_file_system(lab: &Lab) {
+    let host = &lab.hosts()[0];
+    host.stop_daemon(Signal::SIGTERM).unwrap();
+    std::fs::remove_file(host.subnet_file()).unwrap();
+    let fill = format!("cat /dev/zero >{} || true", host.dir().join("fill").display());
+    run("sh", &["-c", &fill]);
+    host.start_daemon().unwrap();
+    eventually(PATIENCE, || host.check_daemon().is_err(), || "the daemon runs");
+    let file = format!("the file system of {},", host.subnet_file().display());
+    let found =
+        finds(lab, host, &["files error", &file, "of free space", "| mount -o remount,size="]);
+    repair(lab, &[host], &found);
+    repair(lab, &[host], &finds(lab, host, &["daemon error", "| systemctl start flanneld"]));
+    cured(lab, host);
 }
