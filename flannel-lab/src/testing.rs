@@ -1,4 +1,6 @@
-//! Helpers for tests that need namespaces, as root or as an ordinary user.
+//! Helpers for tests that need namespaces, as root or as an ordinary user, and streams of packets.
+
+pub mod stream;
 
 use std::process::Command;
 

@@ -38,13 +38,19 @@ impl Interrupter {
         Error::Interrupted
     }
 
-    /// Returns an error if interrupted.
-    pub(crate) fn check(&self) -> Result<()> {
+    /// Checks for an interruption.
+    ///
+    /// # Errors
+    /// [`Error::Interrupted`].
+    pub fn check(&self) -> Result<()> {
         self.pause(Duration::ZERO)
     }
 
     /// Sleeps for `pause`, or until interrupted.
-    pub(crate) fn pause(&self, pause: Duration) -> Result<()> {
+    ///
+    /// # Errors
+    /// [`Error::Interrupted`].
+    pub fn pause(&self, pause: Duration) -> Result<()> {
         let interrupted = self.0.interrupted.lock().unwrap_or_else(PoisonError::into_inner);
         let waited =
             self.0.changed.wait_timeout_while(interrupted, pause, |interrupted| !*interrupted);

@@ -7,5 +7,4 @@ mod cluster;
 mod doctor;
 mod skew;
 mod static_routes;
-mod stream;
 mod traffic;

@@ -13,11 +13,9 @@ use std::time::{Duration, Instant};
 
 use flannel_core::address::Family;
 use flannel_lab::testing::as_root;
+use flannel_lab::testing::stream::Traffic;
 use flannel_lab::{Host, Lab, Signal};
 use serde_json::Value;
-
-#[allow(dead_code, reason = "the tests of traffic use the rest")]
-use crate::stream::Traffic;
 
 const PATIENCE: Duration = Duration::from_secs(30);
 const NEW: &str = env!("CARGO_BIN_EXE_lab");

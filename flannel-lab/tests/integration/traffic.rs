@@ -17,8 +17,8 @@ use flannel_netlink::NetlinkKernel;
 use flannel_route::ready_for_go;
 use serde_json::{Value, json};
 
-use crate::stream::{Lost, Traffic};
 use flannel_lab::testing::as_root;
+use flannel_lab::testing::stream::{Lost, Traffic};
 
 const PATIENCE: Duration = Duration::from_secs(30);
 

@@ -9,10 +9,11 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
-use test_support::eventually;
 
-use flannel_lab::{Lab, Namespace, Pod};
+use flannel_core::address::Family;
 use nix::sys::socket::{setsockopt, sockopt};
+
+use crate::{Lab, Namespace, Pod};
 
 /// 250 packets a second.
 const GAP: Duration = Duration::from_millis(4);
@@ -21,13 +22,16 @@ const LAST: Duration = Duration::from_secs(2);
 /// The timeout for streams to continue.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Packets from every pod to every other, in each family.
-pub(crate) struct Traffic(Vec<Stream>);
+/// Packets from every pod to every other, in each family. Its methods panic if a stream stalls.
+#[derive(Debug)]
+pub struct Traffic(Vec<Stream>);
 
 /// One stream from pod to pod.
+#[derive(Debug)]
 struct Stream {
     /// The numbers of the two hosts.
     hosts: [usize; 2],
+    family: Family,
     name: String,
     stop: Sender<()>,
     sender: JoinHandle<Vec<Instant>>,
@@ -36,6 +40,7 @@ struct Stream {
 }
 
 /// The progress of a stream.
+#[derive(Debug)]
 struct Progress {
     sent: AtomicUsize,
     received: AtomicUsize,
@@ -44,13 +49,15 @@ struct Progress {
 }
 
 /// A packet that did not arrive.
-pub(crate) struct Lost {
+pub struct Lost {
     /// The numbers of the source and the destination host.
-    pub(crate) hosts: [usize; 2],
+    pub hosts: [usize; 2],
+    /// The address family.
+    pub family: Family,
     stream: String,
     number: usize,
     /// The time when it was sent.
-    pub(crate) at: Instant,
+    pub at: Instant,
 }
 
 impl fmt::Debug for Lost {
@@ -61,15 +68,21 @@ impl fmt::Debug for Lost {
 
 impl Traffic {
     /// Starts the streams between all pods of the lab, and waits until all flow.
-    pub(crate) fn start(lab: &Lab) -> Self {
+    pub fn start(lab: &Lab) -> Self {
+        Self::start_every(GAP, lab)
+    }
+
+    /// The same with this time between two packets of a stream.
+    pub fn start_every(gap: Duration, lab: &Lab) -> Self {
         let pods: Vec<(usize, Arc<Pod>)> =
-            lab.hosts().iter().map(|host| (host.number(), host.pod().unwrap())).collect();
+            lab.hosts().iter().filter_map(|host| Some((host.number(), host.pod()?))).collect();
         let mut streams = Vec::new();
         for (from, source) in &pods {
             for (to, sink) in pods.iter().filter(|(to, _)| to != from) {
                 for (family, address) in sink.addresses().iter() {
-                    let at = source.addresses()[family].unwrap();
-                    streams.push(Stream::start([*from, *to], (source, at), (sink, *address)));
+                    let at = source.addresses()[family].expect("all pods have the same families");
+                    let (hosts, ends) = ([*from, *to], [(&**source, at), (&**sink, *address)]);
+                    streams.push(Stream::start(hosts, family, ends, gap));
                 }
             }
         }
@@ -79,41 +92,31 @@ impl Traffic {
     }
 
     /// Waits until the packets of a tenth of a second have arrived on every stream.
-    pub(crate) fn wait_for_arrivals(&self) {
+    pub fn wait_for_arrivals(&self) {
         let count = |stream: &Stream| stream.progress.received.load(Ordering::Relaxed);
-        let goals: Vec<usize> = self.0.iter().map(|stream| count(stream) + 25).collect();
-        for (stream, goal) in self.0.iter().zip(goals) {
-            let arrived = || count(stream) >= goal;
-            eventually(PATIENCE, arrived, || {
-                format!("{}: no packet arrives any more", stream.name)
-            });
-        }
+        wait_for(self.0.iter(), count, 25, "no packet arrives any more");
     }
 
     /// Waits until a dozen packets more have been sent on every stream from or to this host.
-    pub(crate) fn wait_for_sent(&self, host: usize) {
+    pub fn wait_for_sent(&self, host: usize) {
         let count = |stream: &Stream| stream.progress.sent.load(Ordering::Relaxed);
-        let streams = || self.0.iter().filter(|stream| stream.hosts.contains(&host));
-        let goals: Vec<usize> = streams().map(|stream| count(stream) + 12).collect();
-        for (stream, goal) in streams().zip(goals) {
-            let sent = || count(stream) >= goal;
-            eventually(PATIENCE, sent, || format!("{}: no packet is sent any more", stream.name));
-        }
+        let streams = self.0.iter().filter(|stream| stream.hosts.contains(&host));
+        wait_for(streams, count, 12, "no packet is sent any more");
     }
 
     /// Ends all streams. Returns the number of packets that were sent, and those that were lost.
-    pub(crate) fn end(self) -> (usize, Vec<Lost>) {
+    pub fn end(self) -> (usize, Vec<Lost>) {
         for stream in &self.0 {
-            // The thread ends for no other reason.
-            stream.stop.send(()).unwrap();
+            stream.stop.send(()).expect("the thread ends for no other reason");
         }
         let (mut sent, mut lost) = (0, Vec::new());
-        for Stream { hosts, name, sender, receiver, .. } in self.0 {
-            let (times, arrived) = (sender.join().unwrap(), receiver.join().unwrap());
+        for Stream { hosts, family, name, sender, receiver, .. } in self.0 {
+            let (times, arrived) = (joined(sender), joined(receiver));
             sent += times.len();
             let missing = times.iter().enumerate().filter(|(n, _)| arrived.get(*n) != Some(&true));
             lost.extend(missing.map(|(number, at)| Lost {
                 hosts,
+                family,
                 stream: name.clone(),
                 number,
                 at: *at,
@@ -123,10 +126,36 @@ impl Traffic {
     }
 }
 
+/// Waits until the count of each stream has grown by `more`.
+fn wait_for<'a>(
+    streams: impl Iterator<Item = &'a Stream>,
+    count: impl Fn(&Stream) -> usize,
+    more: usize,
+    otherwise: &str,
+) {
+    let goals: Vec<(&Stream, usize)> = streams.map(|s| (s, count(s) + more)).collect();
+    for (stream, goal) in goals {
+        let deadline = Instant::now() + PATIENCE;
+        while count(stream) < goal {
+            assert!(Instant::now() < deadline, "{}: {otherwise}", stream.name);
+            std::thread::park_timeout(Duration::from_millis(5));
+        }
+    }
+}
+
+fn joined<T>(thread: JoinHandle<T>) -> T {
+    thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+}
+
 impl Stream {
-    fn start(hosts: [usize; 2], (source, at): (&Pod, IpAddr), (sink, to): (&Pod, IpAddr)) -> Self {
+    fn start(
+        hosts: [usize; 2],
+        family: Family,
+        [(source, at), (sink, to)]: [(&Pod, IpAddr); 2],
+        gap: Duration,
+    ) -> Self {
         let (from, into) = (open(source.namespace(), at), open(sink.namespace(), to));
-        let target = into.local_addr().unwrap();
+        let target = into.local_addr().expect("a bound socket has an address");
         let (stop, stopped) = channel();
         let progress = Arc::new(Progress {
             sent: AtomicUsize::new(0),
@@ -141,7 +170,7 @@ impl Stream {
                 sent.push(Instant::now());
                 sending.sent.store(sent.len(), Ordering::Relaxed);
                 // A delayed sender catches up.
-                let due = start + GAP * u32::try_from(sent.len()).unwrap();
+                let due = start + gap.mul_f64(sent.len() as f64);
                 let pause = due.saturating_duration_since(Instant::now());
                 if stopped.recv_timeout(pause) != Err(RecvTimeoutError::Timeout) {
                     sending.total.store(sent.len(), Ordering::Relaxed);
@@ -151,15 +180,17 @@ impl Stream {
         });
         let receiver = std::thread::spawn(move || receive(&into, &receiving));
         let name = format!("{} to {} at {to}", source.name(), sink.name());
-        Self { hosts, name, stop, sender, receiver, progress }
+        Self { hosts, family, name, stop, sender, receiver, progress }
     }
 }
 
 fn open(namespace: &Namespace, at: IpAddr) -> UdpSocket {
-    let socket = namespace.run(|| UdpSocket::bind((at, 0))).unwrap().unwrap();
-    socket.set_read_timeout(Some(LAST)).unwrap();
+    let bound = namespace.run(|| UdpSocket::bind((at, 0))).map_err(|error| error.to_string());
+    let socket = bound.and_then(|bound| bound.map_err(|error| error.to_string()));
+    let socket = socket.unwrap_or_else(|error| panic!("{}: {at}: {error}", namespace.name()));
+    socket.set_read_timeout(Some(LAST)).expect("the timeout is not zero");
     // So that a delayed receiver loses no packet.
-    setsockopt(&socket, sockopt::RcvBuf, &(1 << 20)).unwrap();
+    setsockopt(&socket, sockopt::RcvBuf, &(1 << 20)).expect("the kernel limits the size itself");
     socket
 }
 
@@ -179,7 +210,7 @@ fn receive(socket: &UdpSocket, progress: &Progress) -> Vec<bool> {
         }
         match socket.recv(&mut buffer) {
             Ok(_) => {
-                let number = usize::try_from(u64::from_be_bytes(buffer)).unwrap();
+                let number = u64::from_be_bytes(buffer) as usize;
                 arrived.resize(arrived.len().max(number + 1), false);
                 if !std::mem::replace(&mut arrived[number], true) {
                     progress.received.fetch_add(1, Ordering::Relaxed);
