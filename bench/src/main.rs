@@ -6,6 +6,7 @@
 mod measure;
 mod parts;
 
+use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -14,7 +15,7 @@ use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use crate::measure::lease_storm::Room;
 use crate::measure::{
     cni, cold_start, idle, kube, kube_heartbeat, lease_event, lease_memory, lease_storm,
-    lost_device, memory, one_more, paths, plot, ready, repair, resync, status,
+    lost_device, memory, one_more, paths, plot, quiet, ready, repair, resync, soak, status,
 };
 use crate::parts::cluster::Families;
 use crate::parts::report::Report;
@@ -237,9 +238,47 @@ enum Bench {
         #[arg(long, default_value_t = 300, value_parser = count())]
         calls: u32,
     },
+    /// Random faults on two clusters of the lab, vxlan on etcd and host-gw on a directory, while
+    /// packets flow: no packet may be lost where nothing is broken, all is repaired, nothing grows
+    Soak {
+        /// The number of hosts of both clusters together
+        #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u32).range(4..=40))]
+        hosts: u32,
+        /// The duration, in minutes
+        #[arg(long, default_value_t = 30, value_parser = clap::value_parser!(u64).range(1..=1440))]
+        minutes: u64,
+        /// Determines the faults [default: from the clock]
+        #[arg(long)]
+        seed: Option<u64>,
+    },
+    /// A large cluster of the lab in which nothing happens: the doctor finds nothing, nothing is
+    /// logged, nothing grows
+    Quiet {
+        /// The number of hosts
+        #[arg(long, default_value_t = 200, value_parser = clap::value_parser!(u32).range(2..=250))]
+        hosts: u32,
+        /// The duration after a warm-up of five minutes, in minutes
+        #[arg(long, default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..=1440))]
+        minutes: u64,
+        /// The address families of pods
+        #[arg(long, value_enum, default_value_t = Families::Ipv4)]
+        family: Families,
+    },
 }
 
 fn main() -> anyhow::Result<ExitCode> {
+    let args: Vec<OsString> = std::env::args_os().collect();
+    match args.get(1).and_then(|first| first.to_str()) {
+        // The lab of a long check starts its daemons, and asks flannelctl's doctor, by this program.
+        Some("daemon") => {
+            flannel_lab::end_with_lab()?;
+            return Ok(flanneld::main(args.into_iter().skip(1)));
+        }
+        Some("ctl") => {
+            return Ok(flannelctl::run(args.into_iter().skip(1), &flannel_backends::all()));
+        }
+        _ => {}
+    }
     let matches = Options::command().get_matches();
     let Options { bench, json } = Options::from_arg_matches(&matches)?;
     if let Bench::HoldLeases { endpoint, leases } = bench {
@@ -280,5 +319,7 @@ fn run(bench: Bench) -> anyhow::Result<Report> {
         Bench::KubeEvent { nodes, events } => kube::event(nodes, events),
         Bench::KubeHeartbeat { nodes, seconds } => kube_heartbeat::run(nodes, seconds),
         Bench::Cni { plugin, calls } => cni::run(&plugin, calls),
+        Bench::Soak { hosts, minutes, seed } => soak::run(hosts as usize, minutes, seed),
+        Bench::Quiet { hosts, minutes, family } => quiet::run(hosts as usize, minutes, family),
     }
 }

@@ -137,16 +137,9 @@ impl Daemon {
         &self.fixture.netns
     }
 
-    /// Its processor time so far, also of threads that have ended.
+    /// Its processor time so far.
     pub(crate) fn processor_time(&self) -> anyhow::Result<Duration> {
-        let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.child.id()))?;
-        // The name of the program, which is in brackets, may have spaces.
-        let fields = stat.rsplit_once(") ").map_or("", |(_, fields)| fields).split(' ');
-        // utime and stime, in hundredths of a second on all architectures of Rust for Linux.
-        let ticks: Vec<u64> =
-            fields.skip(11).take(2).filter_map(|text| text.parse().ok()).collect();
-        ensure!(ticks.len() == 2, "no times in {stat:?}");
-        Ok(Duration::from_millis(10) * u32::try_from(ticks.iter().sum::<u64>())?)
+        processor_time(self.child.id())
     }
 
     /// A figure of `/proc/PID/status`, in KiB.
@@ -185,7 +178,19 @@ impl Drop for Daemon {
     }
 }
 
-fn figure(status: &str, field: &str) -> anyhow::Result<u64> {
+/// The processor time of a process so far, also of threads that have ended.
+pub(crate) fn processor_time(pid: u32) -> anyhow::Result<Duration> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat"))?;
+    // The name of the program, which is in brackets, may have spaces.
+    let fields = stat.rsplit_once(") ").map_or("", |(_, fields)| fields).split(' ');
+    // utime and stime, in hundredths of a second on all architectures of Rust for Linux.
+    let ticks: Vec<u64> = fields.skip(11).take(2).filter_map(|text| text.parse().ok()).collect();
+    ensure!(ticks.len() == 2, "no times in {stat:?}");
+    Ok(Duration::from_millis(10) * u32::try_from(ticks.iter().sum::<u64>())?)
+}
+
+/// A figure of `/proc/PID/status`.
+pub(crate) fn figure(status: &str, field: &str) -> anyhow::Result<u64> {
     let line = status.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(':'));
     let figure = line.and_then(|line| line.split_whitespace().next()?.parse().ok());
     figure.with_context(|| format!("no {field} in the process's status"))

@@ -21,6 +21,12 @@ pub(crate) struct Report {
     pub(crate) family: Option<&'static str>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) network: Option<String>,
+    /// Determines the random choices.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) seed: Option<u64>,
+    /// The time until all daemons were ready.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) ready_seconds: Option<f64>,
     /// Like other times, a median if there are several runs.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) seconds: Option<f64>,
@@ -72,6 +78,12 @@ pub(crate) struct Report {
     pub(crate) rpcs_per_node: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) streams_per_node: Option<f64>,
+    /// Packets that were sent between pods.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) packets: Option<usize>,
+    /// Packets that were lost, also those that had to be lost.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) lost: Option<usize>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) duplicates: Option<usize>,
     #[serde(skip_serializing_if = "Option::is_none")]
