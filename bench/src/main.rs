@@ -269,7 +269,7 @@ enum Bench {
 fn main() -> anyhow::Result<ExitCode> {
     let args: Vec<OsString> = std::env::args_os().collect();
     match args.get(1).and_then(|first| first.to_str()) {
-        // The lab of a long check starts its daemons, and asks flannelctl's doctor, by this program.
+        // The lab of a long check starts its daemons by this program, and asks the doctor by it.
         Some("daemon") => {
             flannel_lab::end_with_lab()?;
             return Ok(flanneld::main(args.into_iter().skip(1)));

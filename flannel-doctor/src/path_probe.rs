@@ -9,7 +9,7 @@
 //! doctor ══"flannel?" port nonce, small and of full size, UDP══▶ daemon     ══ through the tunnel
 //!        ◀─────────────"flannel!" nonce size, UDP, to that port─            ── outside
 //! doctor ══"flannel 1 8388 NONCE\n", 8388 bytes, TCP═══════════▶ daemon
-//!        ◀═{"version":1,"received":8388,"mtu":1450,"heard":1450,"bytes":5592,"time":1764144000}\n, 5592 bytes
+//!        ◀═{"version":1,"received":8388,"mtu":1450,"heard":1450,"bytes":5592,…}\n, 5592 bytes
 //! ```
 //!
 //! The doctor sends small segments first, then segments of full size. The daemon sends only

@@ -269,9 +269,9 @@ impl Table {
             since: failing.map(|failing| seconds(failing.since)),
             probed: record.probed.and_then(|at| now.checked_sub(at.elapsed())).map(seconds),
             round_trip: record.round_trip.map(|took| (took.as_secs_f64() * 1e6).round() / 1e6),
-            passes: record.mtu.or(details.and_then(|details| details.passes)),
+            passes: record.mtu.or_else(|| details.and_then(|details| details.passes)),
             mtu: record.mtu,
-            text: lowered.or(finding.map(|finding| finding.text.clone())),
+            text: lowered.or_else(|| finding.map(|finding| finding.text.clone())),
             repair: finding.and_then(|finding| finding.repair.clone()),
         }
     }
@@ -336,7 +336,7 @@ mod tests {
         let why = format!(
             "packets of more than 1350 bytes are lost on the path to {FOUR}: its route has mtu 1350"
         );
-        assert_eq!(summary.lowered, [why.clone()]);
+        assert_eq!(summary.lowered, std::slice::from_ref(&why));
         let report = &paths.report()[1];
         assert_eq!((report.text.as_ref(), report.passes), (Some(&why), Some(1350)));
         // Another size, and an examination that did not find one.

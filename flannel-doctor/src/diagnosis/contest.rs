@@ -96,15 +96,15 @@ mod tests {
             ),
             (
                 "restored route x, deleted by systemd-network (process 47)",
-                "mkdir -p /etc/systemd/networkd.conf.d && printf '[Network]\\nManageForeignRoutes=no\\n\
-                 ManageForeignNextHops=no\\n' > /etc/systemd/networkd.conf.d/flannel.conf && \
-                 systemctl restart systemd-networkd",
+                "mkdir -p /etc/systemd/networkd.conf.d && printf '[Network]\\n\
+                 ManageForeignRoutes=no\\nManageForeignNextHops=no\\n' > \
+                 /etc/systemd/networkd.conf.d/flannel.conf && systemctl restart systemd-networkd",
             ),
             (
                 "restored route x, deleted by NetworkManager (process 47)",
                 "mkdir -p /etc/NetworkManager/conf.d && printf '[keyfile]\\nunmanaged-devices=\
-                 interface-name:flannel*\\n' > /etc/NetworkManager/conf.d/flannel.conf && systemctl \
-                 restart NetworkManager",
+                 interface-name:flannel*\\n' > /etc/NetworkManager/conf.d/flannel.conf && \
+                 systemctl restart NetworkManager",
             ),
             ("restored fdb x, deleted by somebody that the kernel does not name", LOG),
         ] {
