@@ -129,7 +129,7 @@ impl Global {
         }
         let url = self.registry.as_ref().ok_or_else(missing)?;
         let registry = match url {
-            RegistryUrl::Dir(location) => open_directory(location).await?,
+            RegistryUrl::Dir(location) => open_directory(location, false).await?,
             #[cfg(feature = "etcd")]
             RegistryUrl::Etcd => flannel_options::open_etcd(self.etcd.options())?,
             #[cfg(not(feature = "etcd"))]

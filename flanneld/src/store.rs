@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use flannel_core::SubnetManager;
-use flannel_subnet::{Assign, AssignedManager, Identity, LocalManager, Registry};
+use flannel_subnet::{Assign, AssignedManager, Cache, Identity, LocalManager, Registry, Saved};
 
 use crate::config::StoreConfig;
 use crate::error::Error;
@@ -31,7 +31,11 @@ pub(crate) async fn open(
             return Ok(Arc::new(manager.map_err(|source| Error::Kube(Box::new(source)))?));
         }
         StoreConfig::Registry(registry) => Arc::clone(registry),
-        StoreConfig::Directory(location) => flannel_options::open_directory(location).await?,
+        StoreConfig::Directory(location) => {
+            let known = |saved: Saved| saved.store == location.to_string();
+            let existed = Cache::open(&cache).load().is_ok_and(known);
+            flannel_options::open_directory(location, existed).await?
+        }
         #[cfg(feature = "etcd")]
         StoreConfig::Etcd(options) => flannel_options::open_etcd(options.clone())?,
     };

@@ -142,19 +142,12 @@ impl Kind {
         matches!(self, Self::DaemonKilled | Self::DaemonStopped | Self::LeaseDeleted)
     }
 
-    /// Whether the store must answer: because the fault changes it, or because a daemon that starts
-    /// makes a directory that is not there. An empty one ends all daemons.
-    fn needs_store(self, backend: Backend) -> bool {
-        match self {
-            Self::LeasesChurned
-            | Self::StoreCompacted
-            | Self::LeaseDeleted
-            | Self::ConfigChanged => true,
-            Self::DaemonKilled | Self::DaemonStopped | Self::AllDaemonsKilled => {
-                backend == Backend::HostGw
-            }
-            _ => false,
-        }
+    /// Whether the store must answer, because the fault changes it.
+    fn needs_store(self) -> bool {
+        matches!(
+            self,
+            Self::LeasesChurned | Self::StoreCompacted | Self::LeaseDeleted | Self::ConfigChanged
+        )
     }
 }
 
@@ -335,7 +328,7 @@ impl Iterator for Schedule {
             1 => Some(Outage::Frozen),
             _ => None,
         };
-        let outage = outage.filter(|_| !kind.needs_store(layout.backend));
+        let outage = outage.filter(|_| !kind.needs_store());
         let hold = Duration::from_millis(500 + random.below(3000) as u64);
         let fault = Fault { kind, host, peer, family };
         Some(Step { cluster, fault, outage, hold })
@@ -380,7 +373,7 @@ mod tests {
             assert!(host != peer && (1..=4).contains(&host) && (1..=4).contains(&peer), "{step}");
             assert!(!kind.is_of_tunnel() || layout.is_tunnelled(host, peer), "{step}");
             assert!(!kind.ends_daemon() || !layout.lives_long(host), "{step}");
-            assert!(!kind.needs_store(layout.backend) || outage.is_none(), "{step}");
+            assert!(!kind.needs_store() || outage.is_none(), "{step}");
         }
     }
 

@@ -47,12 +47,20 @@ impl fmt::Display for RegistryUrl {
     }
 }
 
-/// Opens the registry in a directory, which is created if it does not exist.
+/// Opens the registry in a directory. A missing directory is created, unless it `existed` before.
 ///
 /// # Errors
-/// It cannot be created.
-pub async fn open_directory(location: &DirLocation) -> Result<Arc<dyn Registry>, Error> {
-    let opened = DirRegistry::open(location.path.clone(), location.options).await;
+/// It cannot be created or read.
+pub async fn open_directory(
+    location: &DirLocation,
+    existed: bool,
+) -> Result<Arc<dyn Registry>, Error> {
+    let (path, options) = (location.path.clone(), location.options);
+    let opened = if existed {
+        DirRegistry::reopen(path, options).await
+    } else {
+        DirRegistry::open(path, options).await
+    };
     let failed = |source: flannel_core::Error| Error::Registry {
         url: location.to_string(),
         source: source.into(),

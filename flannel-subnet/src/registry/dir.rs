@@ -91,21 +91,40 @@ impl DirRegistry {
             made.map_err(|error| location.error("", error))?;
         }
         location.check_file_system()?;
-        let inotify = Inotify::init(InitFlags::IN_NONBLOCK | InitFlags::IN_CLOEXEC);
-        let inotify = inotify.map_err(io::Error::from).map(InotifyFd).and_then(readable);
-        let inotify = inotify.map_err(|error| location.error("", error))?;
-        let registry = Self(Arc::new(Shared {
-            mirror: Mutex::new(Mirror::new(location.path.clone(), !writes)),
-            location,
-            inotify,
-            changes: watch::channel(()).0,
-            held: Mutex::default(),
-        }));
+        let registry = Self::new(location)?;
         registry.0.refresh().await?;
         if writes {
             registry.locked(Shared::clean_up).await?;
         }
         Ok(registry)
+    }
+
+    /// Opens a directory that was a registry before, as [`open`](Self::open) does, but never
+    /// creates it. While it is missing, for example because it is not mounted, requests fail with
+    /// [`Error::Store`]. An empty directory would tell all nodes that their leases are gone.
+    ///
+    /// # Errors and panics
+    /// As [`open`](Self::open). A missing directory is no error.
+    pub async fn reopen(path: impl Into<PathBuf>, options: DirOptions) -> Result<Self> {
+        let location = DirLocation { path: path.into(), options };
+        if location.path.join("subnets").exists() {
+            return Self::open(location.path, options).await;
+        }
+        Self::new(location)
+    }
+
+    fn new(location: DirLocation) -> Result<Self> {
+        let forever = location.options.assign == Assign::Static;
+        let inotify = Inotify::init(InitFlags::IN_NONBLOCK | InitFlags::IN_CLOEXEC);
+        let inotify = inotify.map_err(io::Error::from).map(InotifyFd).and_then(readable);
+        let inotify = inotify.map_err(|error| location.error("", error))?;
+        Ok(Self(Arc::new(Shared {
+            mirror: Mutex::new(Mirror::new(location.path.clone(), forever)),
+            location,
+            inotify,
+            changes: watch::channel(()).0,
+            held: Mutex::default(),
+        })))
     }
 
     /// Runs `work` on a blocking thread while no other process or task writes.

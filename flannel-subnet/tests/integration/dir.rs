@@ -242,6 +242,29 @@ async fn a_replaced_root_is_read_again() {
     wait(&mut views, |view| view.leases.len() == 2).await;
 }
 
+/// As a directory that is not mounted.
+#[tokio::test]
+async fn a_missing_directory_is_no_store_without_leases() {
+    let net = Net::new().await;
+    fs::write(net.file(key(1)), "{}").unwrap();
+    let (_reflector, views) = net.following().await;
+    let (subnets, away) = (net.dir.path().join("subnets"), net.dir.path().join("away"));
+    fs::rename(&subnets, &away).unwrap();
+    let reopened = DirRegistry::reopen(net.dir.path(), DirOptions::default()).await.unwrap();
+    for registry in [&net.registry, &reopened] {
+        let error = registry.list().await.unwrap_err();
+        assert!(matches!(error, Error::Store { .. }), "{error}");
+        let error = registry.create(&key(2), &attrs("192.0.2.2"), grant(2, DAY)).await.unwrap_err();
+        assert!(matches!(error, Error::Store { .. }), "{error}");
+        assert!(!subnets.exists());
+    }
+    assert_eq!(views.borrow().leases.len(), 1);
+    fs::rename(&away, &subnets).unwrap();
+    for registry in [&net.registry, &reopened] {
+        assert_eq!(registry.list().await.unwrap().entries.len(), 1);
+    }
+}
+
 #[tokio::test]
 async fn an_overflow_of_the_event_queue_loses_nothing() {
     let net = Net::new().await;

@@ -1164,6 +1164,34 @@ fn hostile_leases_are_rejected_with_the_reason_and_change_nothing() {
     });
 }
 
+/// An empty directory would tell all daemons that their leases were deleted.
+#[test]
+fn a_restart_without_the_directory_of_leases_keeps_routes_and_makes_none() {
+    in_netns(|| {
+        let place = Place::new(Some(CONFIG));
+        place.peer(7);
+        let daemon = place.start();
+        ready(&daemon);
+        let routes = ip("route show dev flannel.1");
+        assert!(routes.contains("10.1.7.0/24"), "{routes}");
+        assert_eq!(stop(daemon).code(), Some(0));
+        let away = place.dir.path().join("away");
+        fs::rename(place.registry(), &away).unwrap();
+        let daemon = place.start();
+        let problems = || {
+            let output = place.ctl(&["status"]);
+            String::from_utf8(output.stdout).unwrap() + &daemon.log()
+        };
+        wait_until(|| problems().contains("does not answer"), problems);
+        assert_eq!(ip("route show dev flannel.1"), routes);
+        assert!(!place.registry().exists());
+        fs::rename(&away, place.registry()).unwrap();
+        ready(&daemon);
+        wait_until(|| !problems().contains("does not answer:"), problems);
+        assert_eq!(ip("route show dev flannel.1"), routes);
+    });
+}
+
 #[test]
 fn watch_prints_changes_only() {
     in_netns(|| {

@@ -179,16 +179,14 @@ impl Mirror {
         self.root.join("subnets")
     }
 
-    /// Watches first, then reads, so that no change is missed.
+    /// Watches first, then reads, so that no change is missed. A missing directory is an error: an
+    /// empty one would mean that all leases are gone.
     fn start(&mut self, inotify: &Inotify, now: SystemTime) -> io::Result<()> {
         if let Some(old) = self.watched.take() {
             // This fails for deleted directories.
             let _ = (inotify.rm_watch(old.root), inotify.rm_watch(old.subnets));
         }
         let subnets = self.subnets();
-        if !self.forever && self.root.is_dir() && !subnets.exists() {
-            fs::create_dir(&subnets)?;
-        }
         let mask = AddWatchFlags::IN_CREATE
             | AddWatchFlags::IN_CLOSE_WRITE
             | AddWatchFlags::IN_MOVED_FROM
