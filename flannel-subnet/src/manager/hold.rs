@@ -321,9 +321,10 @@ impl LocalManager {
     }
 }
 
-/// Whether no node has filled in the reservation with these attributes.
+/// Whether no node has filled in the reservation with these attributes. An operator gives it at
+/// most a backend type.
 pub(super) fn is_blank(attrs: &LeaseAttrs) -> bool {
-    attrs.preferred.kind.is_empty() && attrs.preferred.data.is_empty()
+    attrs.offers().all(|offer| offer.data.is_empty())
 }
 
 fn lost_dispute() -> LeaseEnd {

@@ -90,8 +90,11 @@ impl Shared {
         let dir = &self.location.path;
         let removed = remove_temporary_files(&dir.join("subnets"), None);
         removed.map_err(|error| self.location.error("subnets", error))?;
-        let removed = remove_temporary_files(dir, Some("config".as_ref()));
-        removed.map_err(|error| self.location.error("", error))
+        if let Err(error) = remove_temporary_files(dir, Some("config".as_ref())) {
+            // This process may write leases only.
+            tracing::warn!(path = %dir.display(), %error, "temporary files are not removed");
+        }
+        Ok(())
     }
 
     /// Whether another key in force overlaps `subnets`.
