@@ -230,6 +230,9 @@ impl Admission {
     /// Takes in the MTUs of paths. Returns the peers whose routes may get another one: call
     /// [`update`](Self::update) with their leases, so that their plans run again.
     pub fn set_path_mtus(&mut self, mtus: &PathMtus) -> BTreeSet<Subnets> {
+        if Arc::ptr_eq(&self.path_mtus, mtus) {
+            return BTreeSet::new();
+        }
         let before = std::mem::replace(&mut self.path_mtus, Arc::clone(mtus));
         let all = before.keys().chain(mtus.keys());
         let changed = all.filter(|subnet| before.get(*subnet) != mtus.get(*subnet));

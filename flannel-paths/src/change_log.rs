@@ -37,7 +37,7 @@ impl ChangeLog {
             tracing::warn!(%peer, %family, %state, "the path to a peer fails");
         }
         for (PathId { peer, family }, _) in of(Change::Lowered).take(LINES) {
-            tracing::warn!(%peer, %family, "large packets are lost: a route gets a lower MTU");
+            tracing::warn!(%peer, %family, "large packets are lost: a route gets a new MTU");
         }
         for (PathId { peer, family }, _) in of(Change::Works).take(LINES) {
             tracing::info!(%peer, %family, "the path to a peer works again");
@@ -47,7 +47,7 @@ impl ChangeLog {
             tracing::warn!(paths, "more paths to peers fail");
         }
         if let Some(paths) = more(Change::Lowered) {
-            tracing::warn!(paths, "more routes to peers get a lower MTU");
+            tracing::warn!(paths, "more routes to peers get a new MTU");
         }
         if let Some(paths) = more(Change::Works) {
             tracing::info!(paths, "more paths to peers work again");
@@ -81,7 +81,7 @@ mod tests {
         log.note(id(2), Change::Lowered, "mtu lowered");
         log.write(start + PAUSE);
         assert_eq!(logged.count("the path to a peer fails"), 1 + LINES);
-        assert_eq!(logged.count("a route gets a lower MTU"), 1);
+        assert_eq!(logged.count("a route gets a new MTU"), 1);
         assert_eq!(logged.count("more paths to peers fail"), 1);
         assert_eq!(logged.count("works again"), 0, "it fails again: {:?}", logged.warnings());
     }

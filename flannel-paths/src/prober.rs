@@ -100,11 +100,13 @@ impl<'a> Prober<'a> {
                         return std::future::pending().await;
                     }
                     self.follow_leases(&status.borrow_and_update().clone());
+                    self.paths.publish();
                 }
                 _ = ticks.tick(), if !idle => {
                     let status = status.borrow_and_update().clone();
                     self.follow_leases(&status);
                     self.tick(&status);
+                    self.paths.publish();
                     if examinations.is_empty() {
                         self.examine(&mut examinations);
                     }

@@ -95,6 +95,11 @@ impl Record {
         if !self.has_replied {
             return (Outcome::Settled, None);
         }
+        if self.is_lowered() && fault == Fault::FullSizeLost {
+            // Another fault must be confirmed.
+            self.losses = 0;
+            return (Outcome::Failing, None);
+        }
         self.losses = self.losses.saturating_add(1);
         if self.losses < CONFIRM {
             return (Outcome::Lost, None);
@@ -106,7 +111,8 @@ impl Record {
             }
             _ => {
                 self.fail(fault);
-                (Outcome::Failing, Some(Change::Fails))
+                let change = if self.is_lowered() { Change::Lowered } else { Change::Fails };
+                (Outcome::Failing, Some(change))
             }
         }
     }
@@ -133,7 +139,11 @@ impl Record {
             let least = family.least_mtu().max(LEAST);
             self.mtu = passes.filter(|passes| u32::from(*passes) >= least);
         }
-        (self.mtu.is_some() && self.mtu != before).then_some(Change::Lowered)
+        match (before, self.mtu) {
+            // The size that passes now is too small for a route.
+            (Some(_), None) => Some(Change::Fails),
+            (before, mtu) => (mtu.is_some() && mtu != before).then_some(Change::Lowered),
+        }
     }
 
     /// Whether only packets are lost that are larger than the MTU of the route.
@@ -220,8 +230,13 @@ mod tests {
         assert_eq!(record.fault.as_ref().unwrap().fault, Fault::TunnelBlocked);
         assert!(!record.is_lowered());
         assert_eq!(record.record(&lossy()), (Outcome::Lost, None));
-        assert_eq!(record.record(&lossy()), (Outcome::Failing, Some(Change::Fails)));
+        assert_eq!(record.record(&lossy()), (Outcome::Failing, Some(Change::Lowered)));
         assert!(record.is_lowered(), "no examination is needed");
+        // Other losses count from the first one.
+        for probe in [lossy(), blocked(), blocked(), lossy(), blocked()] {
+            assert_eq!(record.record(&probe).1, None, "{probe:?}");
+            assert!(record.is_lowered(), "{probe:?}");
+        }
         assert_eq!(record.record(&works()), (Outcome::Lost, None));
         assert_eq!(record.record(&works()), (Outcome::Lost, None));
         assert_eq!(record.record(&works()), (Outcome::Settled, Some(Change::Works)));

@@ -37,8 +37,10 @@ struct Table {
     /// When a node replied last.
     replied: Option<Instant>,
     error: Option<String>,
-    /// The MTUs of all records that have one.
+    /// The MTUs of all records that have one, as they were published.
     mtus: watch::Sender<Arc<BTreeMap<Subnet, u32>>>,
+    /// Whether an MTU may have changed since.
+    is_stale: bool,
 }
 
 impl Paths {
@@ -54,6 +56,7 @@ impl Paths {
             replied,
             error,
             mtus,
+            is_stale: false,
         })))
     }
 
@@ -77,12 +80,17 @@ impl Paths {
             *states.entry(table.state(record).to_owned()).or_default() += 1;
             oldest = oldest.zip(record.probed).map(|(oldest, at)| oldest.max(at.elapsed()));
         }
-        let lowered: Vec<_> = table.failing.iter().filter_map(|id| table.lowered(id)).collect();
+        let lowered = states.get(LOWERED).copied().unwrap_or_default();
         PathsSummary {
             interval: rounded(table.interval),
             states,
-            failing: (table.failing.len() - lowered.len()) as u64,
-            lowered: lowered.into_iter().take(MOST_LOWERED).collect(),
+            failing: (table.failing.len() as u64).saturating_sub(lowered),
+            lowered: table
+                .failing
+                .iter()
+                .filter_map(|id| table.lowered(id))
+                .take(MOST_LOWERED)
+                .collect(),
             oldest: oldest.map(rounded),
             error: table.error.clone(),
         }
@@ -124,7 +132,7 @@ impl Paths {
         if let Some(record) = table.records.get_mut(id) {
             let new = Record { probed: Some(now), ..Record::default() };
             let before = std::mem::replace(record, new);
-            table.publish_if(before.mtu.is_some());
+            table.is_stale |= before.mtu.is_some();
         }
     }
 
@@ -136,7 +144,7 @@ impl Paths {
         let mut table = self.table();
         let before = table.records.remove(id);
         table.failing.remove(id);
-        table.publish_if(before.is_some_and(|record| record.mtu.is_some()));
+        table.is_stale |= before.is_some_and(|record| record.mtu.is_some());
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -166,7 +174,7 @@ impl Paths {
         let before = record.mtu;
         let (outcome, change) = record.record(answers);
         let is_other = record.mtu != before;
-        table.publish_if(is_other);
+        table.is_stale |= is_other;
         if let Some(took) = answers.round_trip() {
             table.round_trips.record(took);
         }
@@ -201,8 +209,13 @@ impl Paths {
         let record = table.records.get_mut(id)?;
         let change = record.examined(id.family, one_way, details, lowers);
         // It may also have lost its MTU.
-        table.publish_if(lowers);
+        table.is_stale |= lowers;
         change
+    }
+
+    /// Publishes the MTUs of routes, after many paths may have changed.
+    pub(crate) fn publish(&self) {
+        self.table().publish();
     }
 
     /// The state of a path.
@@ -230,9 +243,9 @@ impl Table {
         single || self.replied.is_some_and(|at| at.elapsed() < NO_REPLY)
     }
 
-    /// Publishes the MTUs of routes, if one may have changed.
-    fn publish_if(&self, changed: bool) {
-        if !changed {
+    /// Publishes the MTUs of routes, if one may have changed. Takes O(n) for n paths then.
+    fn publish(&mut self) {
+        if !std::mem::take(&mut self.is_stale) {
             return;
         }
         let of = |(id, record): (&PathId, &Record)| {
@@ -323,6 +336,7 @@ mod tests {
         assert_eq!(states(&paths), [lost(), lost()], "nobody lowers the MTUs of routes");
         let mut mtus = paths.mtus();
         let mut published = || {
+            paths.publish();
             let changed = mtus.has_changed().unwrap();
             let mtus = mtus.borrow_and_update();
             let text: Vec<_> = mtus.iter().map(|(dst, mtu)| format!("{dst} {mtu}")).collect();
@@ -347,7 +361,7 @@ mod tests {
         assert_eq!(published(), (false, format!("{FOUR} 1400")));
         // Too few bytes for the family.
         assert_eq!(examine(&paths, Family::V6, Some(1279)), None);
-        assert_eq!(examine(&paths, Family::V4, Some(575)), None);
+        assert_eq!(examine(&paths, Family::V4, Some(575)), Some(Change::Fails));
         assert_eq!((published(), states(&paths)), ((true, String::new()), vec![lost(), lost()]));
         examine(&paths, Family::V6, Some(1280));
         examine(&paths, Family::V4, Some(576));
@@ -365,8 +379,10 @@ mod tests {
         let (paths, family) = (lossy(), Family::V4);
         let mtus = paths.mtus();
         examine(&paths, family, Some(1350));
+        paths.publish();
         assert_eq!(mtus.borrow().len(), 1);
         paths.remove(&id(family));
+        paths.publish();
         assert_eq!(mtus.borrow().len(), 0);
     }
 }

@@ -179,7 +179,7 @@ fn a_path_has_an_mtu_until_full_size_passes() {
         let (_network, receiver) = watch::channel(Arc::new(status));
         let handle = NetworkHandle::new(lease(1), 1430, receiver);
         let (settings, paths) = (settings(), Paths::new(Duration::from_secs(300)));
-        let mtus = paths.mtus();
+        let mut mtus = paths.mtus();
         let checks = async {
             for (family, route, mtu) in [
                 ("IPv4", "10.1.2.0/24 via 10.1.2.0 dev flannel.1 onlink", 1350),
@@ -191,12 +191,13 @@ fn a_path_has_an_mtu_until_full_size_passes() {
                 assert_eq!(path.repair, None);
                 ip(&format!("route replace {route} mtu {found}"));
             }
-            assert_eq!((mtus.borrow().len(), paths.summary().failing), (2, 0));
+            mtus.wait_for(|mtus| mtus.len() == 2).await.unwrap();
+            assert_eq!(paths.summary().failing, 0);
             far.run(|| run("nft", "delete table netdev t"));
             for family in ["IPv4", "IPv6"] {
                 until(&paths, "10.1.2.0", family, "ok").await;
             }
-            assert_eq!(mtus.borrow().len(), 0);
+            mtus.wait_for(|mtus| mtus.is_empty()).await.unwrap();
         };
         tokio::select! {
             never = probe(&settings, handle, &paths) => match never {},

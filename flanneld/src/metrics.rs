@@ -205,7 +205,7 @@ fn paths(page: &mut Page, results: &Paths) {
         "Paths to peers, one for each peer and family, by state",
         summary.states.iter().map(|(state, count)| (labels(&[("state", state)]), *count)),
     );
-    page.gauge("flannel_failing_paths", "Paths to peers that lose packets", summary.failing);
+    page.gauge("flannel_failing_paths", "Paths to peers that fail", summary.failing);
     if let Some(oldest) = summary.oldest {
         page.seconds(
             "flannel_paths_age_seconds",

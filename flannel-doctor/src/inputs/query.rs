@@ -102,9 +102,11 @@ fn lossy(counts: impl Iterator<Item = usize>, echoes: &[(Probe, Answer)]) -> Vec
         let (mine, others) = rest.split_at(count);
         rest = others;
         match mine {
-            [(small, Answer::Reply(_)), (full, Answer::Nothing | Answer::TooBig(None)), ..] => {
-                Some(Path { to: small.to, passes: small.size, lost: full.size })
-            }
+            [
+                (small, Answer::Reply(_)),
+                (full, Answer::Nothing | Answer::TooBig(None | Some(0))),
+                ..,
+            ] => Some(Path { to: small.to, passes: small.size, lost: full.size }),
             _ => None,
         }
     };
