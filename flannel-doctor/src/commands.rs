@@ -17,6 +17,9 @@ pub const LOG: &str = "journalctl -u flanneld";
 pub const SET_CONFIG: &str = "flannelctl config set FILE";
 /// The command that lets the host's clock follow the time of other hosts.
 pub(crate) const SET_CLOCK: &str = "timedatectl set-ntp true";
+/// What to do before a file system is mounted for writing again.
+pub(crate) const BEFORE_WRITING: &str =
+    "first see dmesg: the kernel makes a damaged disk read-only";
 /// A store that takes longer is slow.
 pub const SLOW: Duration = Duration::from_secs(1);
 const NODES: &str = "kubectl get nodes -o custom-columns=N:.metadata.name,C:.spec.podCIDRs";
@@ -94,18 +97,55 @@ fn restore_kubernetes(url: &str, error: &str) -> String {
 
 /// The command that restores the directory of a store, by the error of a request to it.
 fn restore_directory(path: &str, error: &str) -> String {
-    let mount = format!("\"$(df --output=target {path} | tail -n 1)\"");
+    let mount = mount_point(path);
     if error.contains("Read-only file system") {
-        format!("mount -o remount,rw {mount}")
+        // The usual unit lets the daemon write only below some directories.
+        format!(
+            "mount -o remount,rw {mount} # {BEFORE_WRITING}; if it is rw already: systemctl edit \
+             flanneld, with ReadWritePaths={path} under [Service]"
+        )
     } else if error.contains("No space left on device") {
         format!("du -x {mount} | sort -n | tail # then delete files there")
-    } else if let Some(pid) = process(error).filter(|_| error.contains(".lock: held by")) {
-        format!("kill {pid} # it holds the lock of the store")
+    } else if let Some((_, holder)) = error.split_once(".lock: held by ") {
+        free_lock(path, holder)
     } else {
+        let path = quoted(path);
         format!(
             "mount {path} || ls -la {path} # restore its files: with an empty directory every \
              daemon loses its lease and stops"
         )
+    }
+}
+
+/// The command about the lock of a directory, by the text that names its `holder` first. If that is
+/// a program of flannel, it waits for the disk, and its end would repair nothing.
+fn free_lock(path: &str, holder: &str) -> String {
+    let is_ours = ["flanneld (", "flannelctl ("].iter().any(|name| holder.starts_with(name));
+    match process(holder) {
+        _ if is_ours => "iostat -x 1 3 # flannel itself holds the lock of the store: most likely \
+                         its disk is slow"
+            .to_owned(),
+        Some(pid) => format!("kill {pid} # it holds the lock of the store"),
+        None => format!(
+            "fuser -v {} # then end the process that holds the lock",
+            quoted(&format!("{path}/.lock"))
+        ),
+    }
+}
+
+/// A word for the shell that has the mount point of a directory. The host finds it, because a
+/// container may see the directory at another mount point.
+pub(crate) fn mount_point(dir: &str) -> String {
+    format!("\"$(findmnt -fno TARGET -T {})\"", quoted(dir))
+}
+
+/// A text as a single word for the shell. Quoted only if it has special characters.
+pub(crate) fn quoted(text: &str) -> String {
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || "/._-+:,@".contains(c);
+    if !text.is_empty() && text.chars().all(is_plain) {
+        text.to_owned()
+    } else {
+        format!("'{}'", text.replace('\'', r"'\''"))
     }
 }
 
@@ -150,15 +190,13 @@ pub fn slow_store(
     let holder = holder();
     let by = holder.as_ref().map(|holder| format!(": {holder} holds its lock")).unwrap_or_default();
     let text = format!("{store} does not answer within {} s{by}", SLOW.as_secs());
-    let repair = match (parts(store), holder.as_deref().and_then(process)) {
+    let repair = match (parts(store), &holder) {
         (Some(("etcd", endpoints)), _) => format!(
-            "etcdctl --endpoints {endpoints} defrag # else its disk or its network is slow, or \
-             this host's"
+            "etcdctl --endpoints {endpoints} endpoint status -w table # is one down, or slow? \
+             else its disk or its network is slow, or this host's; if a DB SIZE is large: etcdctl \
+             defrag, one member at a time"
         ),
-        (_, Some(pid)) => format!("kill {pid} # it holds the lock of the store"),
-        (Some(("dir", path)), None) if holder.is_some() => {
-            format!("fuser -v {path}/.lock # then end the process that holds the lock")
-        }
+        (Some(("dir", path)), Some(holder)) => free_lock(path, holder),
         _ => LOG.to_owned(),
     };
     Some(Finding::warning("store", text).with_command(repair))
@@ -244,17 +282,30 @@ mod tests {
             (
                 "dir:/srv/flannel",
                 "dir:/srv/flannel: subnets/10.1.7.0-24: Read-only file system (os error 30)",
-                "mount -o remount,rw \"$(df --output=target /srv/flannel | tail -n 1)\"",
+                "mount -o remount,rw \"$(findmnt -fno TARGET -T /srv/flannel)\" # first see dmesg: \
+                 the kernel makes a damaged disk read-only; if it is rw already: systemctl edit \
+                 flanneld, with ReadWritePaths=/srv/flannel under [Service]",
             ),
+            ("dir:/srv/a b", "", "mount '/srv/a b' || ls -la '/srv/a b' # restore its files"),
             (
                 "dir:/srv/flannel",
                 "subnets/10.1.7.0-24: No space left on device (os error 28)",
-                "du -x \"$(df --output=target /srv/flannel | tail -n 1)\" | sort -n | tail #",
+                "du -x \"$(findmnt -fno TARGET -T /srv/flannel)\" | sort -n | tail #",
             ),
             (
                 "dir:/srv/flannel",
                 "dir:/srv/flannel: .lock: held by flock (process 4711) for 10s",
                 "kill 4711 # it holds the lock",
+            ),
+            (
+                "dir:/srv/flannel",
+                "dir:/srv/flannel: .lock: held by flanneld (process 4711) for 10s",
+                "iostat -x 1 3 # flannel itself holds the lock",
+            ),
+            (
+                "dir:/srv/flannel",
+                "dir:/srv/flannel: .lock: held by another process for 10s",
+                "fuser -v /srv/flannel/.lock # then end",
             ),
             (
                 "etcd:http://a:2379",
@@ -307,6 +358,20 @@ mod tests {
     }
 
     #[test]
+    fn a_text_is_a_single_word_for_the_shell() {
+        for (text, word) in [
+            ("/srv/flannel-1.0", "/srv/flannel-1.0"),
+            ("", "''"),
+            ("a b", "'a b'"),
+            ("$(a)", "'$(a)'"),
+            ("it's", r"'it'\''s'"),
+        ] {
+            assert_eq!(quoted(text), word);
+        }
+        assert_eq!(mount_point("/a b"), "\"$(findmnt -fno TARGET -T '/a b')\"");
+    }
+
+    #[test]
     fn a_store_is_slow_from_a_second_on() {
         let found = |store: &str, took, holder: Option<&str>| {
             let found = slow_store(store, took, || holder.map(str::to_owned))?;
@@ -318,13 +383,21 @@ mod tests {
                 "etcd:http://a:2379",
                 None,
                 "etcd:http://a:2379 does not answer within 1 s | etcdctl --endpoints http://a:2379 \
-                 defrag # else its disk or its network is slow, or this host's",
+                 endpoint status -w table # is one down, or slow? else its disk or its network is \
+                 slow, or this host's; if a DB SIZE is large: etcdctl defrag, one member at a time",
             ),
             (
                 "dir:/srv/flannel",
                 Some("flock (process 4711)"),
                 "dir:/srv/flannel does not answer within 1 s: flock (process 4711) holds its lock \
                  | kill 4711 # it holds the lock of the store",
+            ),
+            (
+                "dir:/srv/flannel",
+                Some("flannelctl (process 4711)"),
+                "dir:/srv/flannel does not answer within 1 s: flannelctl (process 4711) holds its \
+                 lock | iostat -x 1 3 # flannel itself holds the lock of the store: most likely \
+                 its disk is slow",
             ),
             (
                 "dir:/srv/flannel",

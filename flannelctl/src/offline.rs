@@ -104,9 +104,10 @@ pub(crate) fn saved(global: &Global) -> Option<Saved> {
     Cache::open(state_dir::leases(&global.state_dir)).load().ok()
 }
 
-/// The subnets of the last daemon here.
+/// The subnets of the last daemon here. The subnet file is gone after a reboot, the cache is not.
 pub(crate) fn own_subnets(global: &Global) -> Option<Subnets> {
-    SubnetEnv::read(&global.subnet_file).ok().and_then(|env| env.previous())
+    let env = SubnetEnv::read(&global.subnet_file).ok().and_then(|env| env.previous());
+    env.or_else(|| Some(saved(global)?.own?.0.subnets))
 }
 
 /// The status without a daemon: the state that the last daemon left.

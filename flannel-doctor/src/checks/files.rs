@@ -6,10 +6,12 @@ use std::path::{Path, PathBuf};
 use flannel_api::Finding;
 use nix::sys::statvfs::{FsFlags, statvfs};
 
+use crate::commands::{BEFORE_WRITING, mount_point};
 use crate::diagnosis::mtu::Fault;
 
 /// With less free space, in bytes, files may not be written. The subnet file and a lease take a
-/// page each, and a cache of thousands of leases a few hundred kilobytes.
+/// page each, and a cache of thousands of leases a few hundred kilobytes. Of a small file system, a
+/// quarter is enough.
 const LEAST: u64 = 64 << 10;
 
 /// A file system that the daemon writes a file to.
@@ -23,9 +25,9 @@ pub struct FileSystem {
     file: PathBuf,
     /// It is mounted read-only.
     read_only: bool,
-    /// Its size in bytes.
+    /// Its size in bytes; 0: it tells none, as `ramfs`.
     size: u64,
-    /// The free space in bytes.
+    /// The free space in bytes, with the part that only root may use.
     free: u64,
     /// No file can be created, because all inodes are used.
     lacks_inodes: bool,
@@ -39,17 +41,19 @@ pub fn check(all: &[FileSystem]) -> Vec<Fault> {
 fn fault(
     FileSystem { mount, kind, file, read_only, size, free, lacks_inodes }: &FileSystem,
 ) -> Option<Finding> {
-    let (mount, file) = (mount.display(), file.display());
-    let what = format!("{mount}, the file system of {file},");
+    let what = format!("{}, the file system of {},", mount.display(), file.display());
+    let mount = mount_point(&file.parent()?.to_string_lossy());
     let cannot = "the daemon cannot write that file";
     let (text, repair) = if *read_only {
-        (format!("{what} is read-only: {cannot}"), format!("mount -o remount,rw {mount}"))
+        let repair = format!("mount -o remount,rw {mount} # {BEFORE_WRITING}");
+        (format!("{what} is read-only: {cannot}"), repair)
     } else if *lacks_inodes {
         let text = format!("{what} has no room for another file: {cannot}");
         let repair = format!("du --inodes -x {mount} | sort -n | tail # then delete files there");
         (text, repair)
-    } else if *free < LEAST {
-        let text = format!("{what} has {free} bytes of free space: {cannot}");
+    } else if *free < LEAST.min(*size / 4) {
+        let may = if *free > 0 { "the daemon may not be able to write that file" } else { cannot };
+        let text = format!("{what} has {free} bytes of free space: {may}");
         let repair = match kind.as_str() {
             "tmpfs" => format!("mount -o remount,size={}k {mount}", size.div_ceil(512)),
             _ => format!("du -x {mount} | sort -n | tail # then delete files there"),
@@ -88,7 +92,7 @@ fn file_system(file: &Path, mounts: &str) -> Option<FileSystem> {
         file: file.to_owned(),
         read_only: stat.flags().contains(FsFlags::ST_RDONLY),
         size: bytes(wide(stat.blocks())),
-        free: bytes(wide(stat.blocks_available())),
+        free: bytes(wide(stat.blocks_free())),
         // A file system that makes inodes when they are needed has none.
         lacks_inodes: stat.files() > 0 && stat.files_available() == 0,
     })
@@ -131,21 +135,48 @@ mod tests {
             free: LEAST,
             lacks_inodes: false,
         };
+        // Those that tell no size, and a small one.
+        for (size, free) in [(0, 0), (LEAST, LEAST / 4)] {
+            assert_eq!(check(&[FileSystem { size, free, ..healthy("ramfs") }]), []);
+        }
         type Change = fn(&mut FileSystem);
-        for (kind, change, text, repair) in [
+        let mount = r#""$(findmnt -fno TARGET -T /run/flannel)""#;
+        for (kind, change, text, before, after) in [
             (
                 "tmpfs",
                 (|fs| fs.free = 4096) as Change,
-                "/run, the file system of /run/flannel/subnet.env, has 4096 bytes of free space",
-                "mount -o remount,size=2048k /run",
+                "/run, the file system of /run/flannel/subnet.env, has 4096 bytes of free space: \
+                 the daemon may not be able to write that file",
+                "mount -o remount,size=2048k ",
+                "",
             ),
-            ("ext4", |fs| fs.free = 0, "has 0 bytes", "du -x /run | sort -n | tail #"),
-            ("ext4", |fs| fs.lacks_inodes = true, "no room", "du --inodes -x /run |"),
+            (
+                "tmpfs",
+                |fs| (fs.size, fs.free) = (LEAST, LEAST / 4 - 1),
+                "has 16383 bytes of free space: the daemon may not",
+                "mount -o remount,size=128k ",
+                "",
+            ),
+            (
+                "ext4",
+                |fs| fs.free = 0,
+                "has 0 bytes of free space: the daemon cannot write that file",
+                "du -x ",
+                " | sort -n | tail # then delete files there",
+            ),
+            (
+                "ext4",
+                |fs| fs.lacks_inodes = true,
+                "no room",
+                "du --inodes -x ",
+                " | sort -n | tail # then delete files there",
+            ),
             (
                 "ext4",
                 |fs| (fs.read_only, fs.free) = (true, 0),
                 "is read-only",
-                "mount -o remount,rw /run",
+                "mount -o remount,rw ",
+                " # first see dmesg: the kernel makes a damaged disk read-only",
             ),
         ] {
             let mut fs = healthy(kind);
@@ -153,7 +184,7 @@ mod tests {
             change(&mut fs);
             let found = check(&[fs]).remove(0).finding;
             assert!(found.is_error() && found.text.contains(text), "{found:?}");
-            assert!(found.repair.as_ref().unwrap().starts_with(repair), "{found:?}");
+            assert_eq!(found.repair, Some(format!("{before}{mount}{after}")));
         }
     }
 

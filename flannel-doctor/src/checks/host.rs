@@ -288,7 +288,11 @@ fn clashes(facts: &HostFacts) -> Vec<Finding> {
         facts.addresses.iter().map(|(device, address)| (*address, *device)).collect();
     for (subnets, public) in &facts.peers {
         let same = public.values().find(|address| facts.public.values().any(|own| own == *address));
-        let local = || public.values().find_map(|address| Some((address, here.get(address)?)));
+        // While this node's lease is not known, the lease may be its own.
+        let local = || {
+            facts.own.values().next()?;
+            public.values().find_map(|address| Some((address, here.get(address)?)))
+        };
         let finding = if let Some(address) = same {
             let text = format!(
                 "{subnets} is the lease of another node with this node's public address {address}: \

@@ -24,10 +24,11 @@ pub(crate) fn clocks(ahead: &[(&str, i64)]) -> Option<Finding> {
          expired or not valid yet",
         seconds.unsigned_abs()
     );
-    // The clock of a single host is wrong, most likely.
+    // The clock of a single host is wrong, most likely: this host's, if all others agree.
+    let agree = || wrong.iter().all(|(_, other)| other.abs_diff(seconds) < LEAST);
     let at = match (wrong.len(), ahead.len()) {
         (1, 2..) => format!("on the node of {key}"),
-        (wrong, all) if all > 1 && wrong == all => "here".to_owned(),
+        (differ, all) if all > 1 && differ == all && agree() => "here".to_owned(),
         _ => "on the host whose date is wrong".to_owned(),
     };
     Some(Finding::warning("clock", text).with_command(format!("{SET_CLOCK} # {at}")))
@@ -51,6 +52,8 @@ mod tests {
             (&[("a", 0), ("b", -hour)], "b is 3600 s behind this host's:", "the node of b"),
             (&[("a", hour), ("b", hour), ("c", 3_599)], "and those of 2 more nodes", "here"),
             (&[("a", hour), ("b", -hour), ("c", 0)], "and those of 1 more nodes", "the host whose"),
+            (&[("a", hour), ("b", -hour)], "and those of 1 more nodes", "the host whose"),
+            (&[("a", i64::MIN), ("b", i64::MAX)], "and those of 1 more nodes", "the host whose"),
             (&[("a", i64::MIN)], "9223372036854775808 s behind", "the host"),
         ] {
             let found = clocks(ahead).unwrap();

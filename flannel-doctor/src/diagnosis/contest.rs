@@ -2,7 +2,7 @@
 
 use flannel_api::{Finding, RepairReport, RepairsReport};
 
-use crate::commands::{LOG, process};
+use crate::commands::{LOG, process, quoted};
 
 /// Repairs that are closer together, in seconds, are of one change, such as a flush of all routes.
 const APART: f64 = 1.0;
@@ -11,13 +11,15 @@ const CHANGES: usize = 3;
 /// The contest is over if there was no change for this time, in seconds, and for several times the
 /// usual pause between two changes.
 const OVER: f64 = 5.0;
+/// Older changes, in seconds, belong to no contest.
+const RECENT: f64 = 600.0;
 
 /// The finding that another program changes objects again and again, at the time of the report in
 /// seconds.
 pub fn contest(repairs: &RepairsReport, now: f64) -> Option<Finding> {
     // Newest first.
     let mut changes: Vec<&RepairReport> = Vec::new();
-    for repair in &repairs.last {
+    for repair in repairs.last.iter().filter(|repair| now - repair.at <= RECENT) {
         if changes.last().is_none_or(|later| later.at - repair.at >= APART) {
             changes.push(repair);
         }
@@ -51,11 +53,30 @@ fn stop(repair: &str) -> String {
     } else if repair.contains("NetworkManager ") {
         let text = r"[keyfile]\nunmanaged-devices=interface-name:flannel*\n";
         file("/etc/NetworkManager/conf.d", text, "NetworkManager")
-    } else if let Some(pid) = process(repair) {
-        format!("kill {pid} # or configure it so that it leaves flannel's objects alone")
     } else {
-        format!("{LOG} # has all repairs; find the program, and make it leave them alone")
+        match program(repair) {
+            Some((name, pid)) if name.starts_with("probably ") => format!(
+                "ps -fp {pid} # it may be another process with this id: find the program, and \
+                 make it leave flannel's objects alone"
+            ),
+            // The process may have ended, and another one may have its id now.
+            Some((name, pid)) => format!(
+                "grep -xFe {} /proc/{pid}/comm && kill {pid} # or configure it so that it leaves \
+                 flannel's objects alone",
+                quoted(name)
+            ),
+            None => {
+                format!("{LOG} # has all repairs; find the program, and make it leave them alone")
+            }
+        }
     }
+}
+
+/// The name and the process id of the program that a repair names: `ip` and 4711 in `deleted by ip
+/// (process 4711)`. The name begins with `probably ` if it may be another program.
+fn program(repair: &str) -> Option<(&str, u32)> {
+    let name = repair.rsplit_once(" (process ")?.0.rsplit_once(" by ")?.1;
+    Some((name, process(repair)?))
 }
 
 #[cfg(test)]
@@ -81,6 +102,9 @@ mod tests {
             (&[1.0, 2.0, 3.0], 8.1, false),
             (&[1.0, 61.0, 121.0], 301.0, true),
             (&[1.0, 61.0, 121.0], 301.1, false),
+            // The first one is too old after ten minutes.
+            (&[1.0, 300.0, 599.0], 601.0, true),
+            (&[1.0, 300.0, 599.0], 601.1, false),
         ] {
             assert_eq!(contest(&repairs(IP, at), now).is_some(), is_one, "{at:?} {now}");
         }
@@ -89,10 +113,14 @@ mod tests {
     #[test]
     fn the_command_stops_the_program_or_configures_it() {
         for (text, repair) in [
-            (IP, "kill 4711 #"),
+            (IP, "grep -xFe ip /proc/4711/comm && kill 4711 # or configure it"),
             (
-                "removed route x, added by probably (process 1) (process 47)",
-                "kill 47 # or configure it",
+                "removed route x, added by a 'b (process 1) (process 47) with route protocol 3",
+                r"grep -xFe 'a '\''b (process 1)' /proc/47/comm && kill 47 #",
+            ),
+            (
+                "removed route x, added by probably ip (process 47)",
+                "ps -fp 47 # it may be another process with this id",
             ),
             (
                 "restored route x, deleted by systemd-network (process 47)",

@@ -968,7 +968,12 @@ fn two_of_other_programs(lab: &Lab) {
     let script = "for n in $(seq 300); do sleep 0.3; echo neigh flush dev flannel.1 nud permanent; \
                   done | exec ip -batch -";
     let mut manager = host.namespace().spawn(Command::new("sh").args(["-c", script])).unwrap();
-    let parts = ["repairs warning", "again and again", "ip (process", "| kill "];
+    let parts = ["repairs warning", "again and again", "by probably ip (process", "| ps -fp "];
+    repair(lab, &[host], &finds(lab, host, &parts));
+    // With all capabilities, the daemon knows the process.
+    host.stop_daemon(Signal::SIGTERM).unwrap();
+    host.start_daemon_with(&["--capabilities=all"]).unwrap();
+    let parts = ["repairs warning", "again and again", "by ip (process", "/comm && kill "];
     repair(lab, &[host], &finds(lab, host, &parts));
     manager.wait().unwrap();
     cured(lab, host);
@@ -1034,6 +1039,9 @@ fn of_a_full_file_system(lab: &Lab) {
     let file = format!("the file system of {},", host.subnet_file().display());
     let found =
         finds(lab, host, &["files error", &file, "of free space", "| mount -o remount,size="]);
+    // The subnet file does not tell which lease is this host's own.
+    let all = findings(lab, host, None);
+    assert!(!all.iter().any(|line| line.contains("lease release")), "{all:#?}");
     repair(lab, &[host], &found);
     repair(lab, &[host], &finds(lab, host, &["daemon error", "| systemctl start flanneld"]));
     cured(lab, host);

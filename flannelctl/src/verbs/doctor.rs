@@ -56,7 +56,7 @@ fn look_at_files(global: &Global, examination: &mut Examination) {
         written.push(location.path.join("config"));
     }
     let found = files::check(&files::read(&written));
-    let can = if found.is_empty() { "can" } else { "cannot" };
+    let can = if found.is_empty() { "can" } else { "may not be able to" };
     examination.layer("files", format!("the daemon {can} write its files"), found);
 }
 

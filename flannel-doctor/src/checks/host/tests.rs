@@ -99,6 +99,10 @@ fn a_healthy_host_and_an_unreadable_one_have_no_findings() {
         check(&HostFacts { pod_networks: healthy().pod_networks, ..HostFacts::default() }),
         []
     );
+    // The lease may be this node's own.
+    let peers = vec![peer("10.1.5.0-24", "192.0.2.1")];
+    let (own, public) = (Dual::default(), Dual::default());
+    assert_eq!(check(&HostFacts { own, public, peers, ..healthy() }), []);
 }
 
 #[test]

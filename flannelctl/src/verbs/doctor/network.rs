@@ -24,7 +24,7 @@ use flannel_netlink::iface::Selectors;
 use flannel_subnet::SubnetEnv;
 use serde_json::Value;
 
-use super::store::{ask_for_time, slow};
+use super::store::{ask_for_time, lock_holder, slow};
 use crate::error::Result;
 use crate::options::Global;
 use crate::verbs::paths::numbers;
@@ -190,6 +190,11 @@ pub(super) async fn without_daemon(
             (config.map_err(|error| error.to_string()), leases)
         }
         Err(error) => {
+            // The doctor gives up before the store names the process that it waits for.
+            let error = match lock_holder(global) {
+                Some(holder) => format!("{error}: .lock: held by {holder}"),
+                None => error,
+            };
             let name = offline::store_name(global);
             let finding = Finding::error("store", format!("{name} does not answer: {error}"));
             let repair = store_repair(global, &error);

@@ -26,10 +26,15 @@ pub(super) async fn ask_for_time(global: &Global, name: &str) -> Option<Finding>
 
 /// The finding on a store that answered after a time, if that is long.
 pub(super) fn slow(global: &Global, took: Duration) -> Option<Finding> {
-    let holder = || {
-        let Some(RegistryUrl::Dir(location)) = &global.registry else { return None };
-        let lock = location.path.join(".lock");
-        matches!(FileLock::take(&lock), Ok(None)).then(|| FileLock::holder(&lock))
-    };
-    slow_store(&offline::store_url(global)?, took, holder)
+    slow_store(&offline::store_url(global)?, took, || lock_holder(global))
+}
+
+/// The process that holds the lock of the store's directory; `None`: no process, or the store is
+/// another one.
+pub(super) fn lock_holder(global: &Global) -> Option<String> {
+    let Some(RegistryUrl::Dir(location)) = &global.registry else { return None };
+    let lock = location.path.join(".lock");
+    // `take` would create a missing file, perhaps in a directory that is not mounted.
+    let is_held = lock.exists() && matches!(FileLock::take(&lock), Ok(None));
+    is_held.then(|| FileLock::holder(&lock))
 }
