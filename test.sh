@@ -6,6 +6,7 @@ cd "$(dirname "$0")"
 
 needs=()
 command -v ip >/dev/null || [ -x /usr/sbin/ip ] || [ -x /sbin/ip ] || needs+=(iproute2)
+command -v ps >/dev/null || needs+=(procps)
 command -v sysctl >/dev/null || [ -x /usr/sbin/sysctl ] || [ -x /sbin/sysctl ] || needs+=(procps)
 command -v unshare >/dev/null || needs+=(util-linux)
 command -v mount >/dev/null || needs+=(mount)
@@ -64,8 +65,10 @@ export FLANNELCTL FLANNEL_LAB
 
 all=(--workspace --all-features)
 cargo build "${all[@]}" --bin lab --bin flannel --bin install-conf --bin flanneld --bin flannelctl
-# Most tests of daemons wait most of the time: for a lease to come, for packets to be lost.
-export RUST_TEST_THREADS=${RUST_TEST_THREADS:-$((2 * $(nproc)))}
+# Most tests of daemons wait most of the time: for a lease to come, for packets to be lost. Each
+# daemon needs an inotify instance, of which a user has 128.
+threads=$((2 * $(nproc)))
+export RUST_TEST_THREADS=${RUST_TEST_THREADS:-$((threads < 16 ? threads : 16))}
 # A test that hangs ends after an hour, with all processes that it started. On a terminal, where a
 # user can interrupt it, only cargo is ended.
 limit=(timeout --kill-after=10)
@@ -111,7 +114,7 @@ if [ "$(id -u)" = 0 ]; then
         as_nobody FLANNEL_CNI="$dir/flannel" INSTALL_CONF="$dir/install-conf" \
             FLANNEL_LAB="$dir/lab" "$dir/$(basename "$test")" --quiet real:: install::
     done
-    PROFILE=dev CNI_PROFILE=dev deploy/build-image-root.sh "$dir/image"
+    PROFILE=dev CNI_PROFILE=dev CRATES="${all[*]}" deploy/build-image-root.sh "$dir/image"
     cp -r deploy "$dir"
     for test in $image_tests; do
         as_nobody FLANNEL_IMAGE="$dir/image" FLANNEL_DEPLOY="$dir/deploy" \

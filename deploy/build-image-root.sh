@@ -8,8 +8,10 @@
 #
 # The Dockerfile and the tests run this. With a second argument, a target of Rust, it builds nothing
 # and takes the programs that were built for that target. Else it needs Rust, a C compiler and
-# protoc (Debian: gcc libc6-dev protobuf-compiler libprotobuf-dev). PROFILE and CNI_PROFILE are profiles of Cargo.toml.
-# FLANNEL_COMMIT is the commit that the CNI plugin reports as its source.
+# protoc (Debian: gcc libc6-dev protobuf-compiler libprotobuf-dev). PROFILE and CNI_PROFILE are
+# profiles of Cargo.toml. CRATES are options of cargo that select crates and features of flanneld and
+# flannelctl: tests give those with which they were built already. FLANNEL_COMMIT is the commit that
+# the CNI plugin reports as its source.
 set -eu
 [ $# = 1 ] || [ $# = 2 ] || { echo "usage: build-image-root.sh DIR [TARGET]" >&2; exit 2; }
 mkdir -p "$1"
@@ -35,7 +37,10 @@ else
     if ! [ -d "$(rustc --print sysroot)/lib/rustlib/$static" ]; then
         rustup target add "$static"
     fi
-    cargo build --quiet --locked --profile "$profile" -p flanneld -p flannelctl --bins
+    # Several words.
+    # shellcheck disable=SC2086
+    cargo build --quiet --locked --profile "$profile" ${CRATES:--p flanneld -p flannelctl} \
+        --bin flanneld --bin flannelctl
     cargo build --quiet --locked --profile "$cni_profile" -p flannel-cni --bins --target "$static"
 fi
 

@@ -21,6 +21,8 @@ pub fn as_root<F: FnOnce()>(body: F) {
         return body();
     }
     let name = &test_name::<F>();
+    // The name of another function than the test would run nothing, without an error.
+    assert!(std::any::type_name::<F>().ends_with("{{closure}}"), "give `as_root` a closure");
     assert!(
         std::env::var_os(INSIDE).is_none(),
         "{name}: root of a user namespace may not make namespaces"

@@ -24,6 +24,8 @@ pub(crate) fn image() -> &'static Path {
         script.arg(dir.path()).envs([
             ("PROFILE", "dev"),
             ("CNI_PROFILE", "dev"),
+            // As in `test.sh`, where they are built already.
+            ("CRATES", "--workspace --all-features"),
             ("FLANNEL_COMMIT", "of-a-test"),
         ]);
         let output = script.output().unwrap();
