@@ -13,7 +13,7 @@ use flannel_doctor::checks::host::{HostScene, check_host};
 use flannel_firewall::LegacyMemory;
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::iface::Selectors;
-use flannel_options::{RegistryUrl, state_dir};
+use flannel_options::state_dir;
 use flannel_subnet::{Cache, ConfigText, Registry, Saved, SubnetEnv};
 use serde_json::{Value, json};
 
@@ -92,7 +92,7 @@ pub(crate) fn store_name(global: &Global) -> String {
 pub(crate) fn store_url(global: &Global) -> Option<String> {
     match global.registry.as_ref()? {
         #[cfg(feature = "etcd")]
-        RegistryUrl::Etcd => {
+        flannel_options::RegistryUrl::Etcd => {
             flannel_options::open_etcd(global.etcd.options()).ok().map(|etcd| etcd.to_string())
         }
         url => Some(url.to_string()),
