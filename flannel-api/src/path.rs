@@ -25,8 +25,8 @@ pub struct PathsSummary {
     pub states: BTreeMap<String, u64>,
     /// The number of paths that fail: those that are not `ok`, `unknown` or `mtu lowered`.
     pub failing: u64,
-    /// Why routes have lower MTUs, as sentences without a full stop; at most five of them. A daemon
-    /// without the option `--path-mtu` does not send it.
+    /// Why routes have lower MTUs (`--path-mtu`), as sentences without a full stop; at most five of
+    /// them. An older daemon does not send it.
     #[serde(default)]
     pub lowered: Vec<String>,
     /// The age of the oldest result, 0 without paths; `null`: a path has none yet.

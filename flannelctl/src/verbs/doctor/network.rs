@@ -290,11 +290,11 @@ async fn of_config(
     }
 }
 
-/// The MAC addresses of the tunnels in a lease of vxlan.
+/// The MAC addresses of the tunnels in a lease: those in its backend data, in a field of any name.
 fn published(offer: &Offer) -> Dual<MacAddr> {
     let mac = |family: Family| {
         let data: Value = serde_json::from_str(offer.data[family].as_deref()?).ok()?;
-        data["VtepMAC"].as_str()?.parse().ok()
+        data.as_object()?.values().find_map(|value| value.as_str()?.parse().ok())
     };
     Dual::from_fn(mac)
 }
