@@ -1174,6 +1174,9 @@ fn a_restart_without_the_directory_of_leases_keeps_routes_and_makes_none() {
         ready(&daemon);
         let routes = ip("route show dev flannel.1");
         assert!(routes.contains("10.1.7.0/24"), "{routes}");
+        // A disk may need a while for it.
+        let saved = place.dir.path().join("state/leases");
+        wait_until(|| saved.exists(), || daemon.log());
         assert_eq!(stop(daemon).code(), Some(0));
         let away = place.dir.path().join("away");
         fs::rename(place.registry(), &away).unwrap();
