@@ -1698,6 +1698,7 @@ fn routes_of_go_flannel_are_removed_once_all_desired_objects_are_in_place() {
         assert_eq!(lost(&seen, &live), [""; 0], "{seen}");
 
         // The file is ours now, so no routes count as Go flannel's.
+        daemon.wait_for_log("running lease");
         wait_until(|| place.dir.path().join("state/subnet-file").exists(), || daemon.log());
         for kill in [Signal::SIGKILL, Signal::SIGTERM] {
             daemon.signal(kill);
