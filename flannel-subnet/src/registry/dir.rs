@@ -207,6 +207,8 @@ impl Registry for DirRegistry {
         match blocking(move || file::contents(&path).map(|(text, _)| text)).await {
             Ok(text) => Ok(ConfigText { location, text }),
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                // Without its subnets the directory is no registry, for example not mounted.
+                self.0.confirm().await?;
                 Err(Error::NoConfig { location })
             }
             Err(error) => Err(self.0.location.error("config", error)),

@@ -250,9 +250,12 @@ async fn a_missing_directory_is_no_store_without_leases() {
     let (_reflector, views) = net.following().await;
     let (subnets, away) = (net.dir.path().join("subnets"), net.dir.path().join("away"));
     fs::rename(&subnets, &away).unwrap();
+    fs::remove_file(net.dir.path().join("config")).unwrap();
     let reopened = DirRegistry::reopen(net.dir.path(), DirOptions::default()).await.unwrap();
     for registry in [&net.registry, &reopened] {
         let error = registry.list().await.unwrap_err();
+        assert!(matches!(error, Error::Store { .. }), "{error}");
+        let error = registry.config().await.unwrap_err();
         assert!(matches!(error, Error::Store { .. }), "{error}");
         let error = registry.create(&key(2), &attrs("192.0.2.2"), grant(2, DAY)).await.unwrap_err();
         assert!(matches!(error, Error::Store { .. }), "{error}");
