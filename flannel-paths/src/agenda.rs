@@ -1,6 +1,7 @@
 //! The order in which paths are probed: all in turn, and those that lost an echo in between.
 
-use std::collections::VecDeque;
+use std::collections::{HashSet, VecDeque};
+use std::hash::Hash;
 use std::time::Duration;
 
 use tokio::time::Instant;
@@ -13,62 +14,70 @@ const MAX_RATE: f64 = 2_000.0;
 const RETRY: Duration = Duration::from_millis(500);
 /// The pause between two probes of a failing path.
 const FAILING: Duration = Duration::from_secs(5);
+/// Of more paths that are new at the same time, each waits for its turn.
+const NEW: usize = 100;
 
-/// Paths in the order of their next probes. It allows `max(4, paths / interval)` probes a second in
-/// turn, and as many of paths that lose packets.
+/// The next probes. It allows `max(4, paths / interval)` probes a second in turn, and as many of
+/// paths that are new or lose packets.
 #[derive(Debug)]
 pub(crate) struct Agenda<P> {
     /// The time in which each path is probed.
     interval: Duration,
-    turns: VecDeque<P>,
-    /// Paths that lost an echo, and paths that fail, with the times of their next probes. Each
-    /// queue is in the order of time, because its pause is constant.
+    /// The path that had its turn last.
+    last: Option<P>,
+    /// Paths that are new or lost an echo, and paths that fail, with the times of their next
+    /// probes. Each queue is in the order of time, because its pause is constant.
     lost: VecDeque<(Instant, P)>,
     failing: VecDeque<(Instant, P)>,
-    /// The probes that may be sent now: in turn, and of paths that lose packets.
+    /// The paths in both queues.
+    queued: HashSet<P>,
+    /// The probes that may be sent now: in turn, and of the queues.
     credit: [f64; 2],
     filled: Instant,
 }
 
-impl<P> Agenda<P> {
+impl<P: Copy + Eq + Hash> Agenda<P> {
     pub(crate) fn new(interval: Duration, now: Instant) -> Self {
-        let (turns, lost, failing) = Default::default();
-        Self { interval, turns, lost, failing, credit: [0.0; 2], filled: now }
+        let (last, lost, failing, queued) = Default::default();
+        Self { interval, last, lost, failing, queued, credit: [0.0; 2], filled: now }
     }
 
-    /// Adds a new path. It is probed next.
-    pub(crate) fn add(&mut self, path: P) {
-        self.turns.push_front(path);
-    }
-
-    /// The number of paths that wait for a probe.
-    #[cfg(test)]
-    fn len(&self) -> usize {
-        self.turns.len() + self.lost.len() + self.failing.len()
+    /// Adds new paths. A few are probed next. The first turns are those after the first of them.
+    pub(crate) fn add(&mut self, paths: &[P], now: Instant) {
+        self.last = self.last.or_else(|| paths.first().copied());
+        for path in paths.iter().filter(|_| paths.len() <= NEW) {
+            if self.queued.insert(*path) {
+                self.lost.push_front((now, *path));
+            }
+        }
     }
 
     /// Drops the paths for which `keep` is false.
     pub(crate) fn retain(&mut self, keep: impl Fn(&P) -> bool) {
-        self.turns.retain(&keep);
         self.lost.retain(|(_, path)| keep(path));
         self.failing.retain(|(_, path)| keep(path));
+        self.queued.retain(keep);
     }
 
-    /// Gives back a path after its probe.
-    pub(crate) fn put_back(&mut self, path: P, outcome: Outcome, now: Instant) {
-        match outcome {
-            Outcome::Settled => self.turns.push_back(path),
-            Outcome::Lost => self.lost.push_back((now + RETRY, path)),
-            Outcome::Failing => self.failing.push_back((now + FAILING, path)),
+    /// Takes the outcome of a probe.
+    pub(crate) fn note(&mut self, path: P, outcome: Outcome, now: Instant) {
+        let (queue, pause) = match outcome {
+            Outcome::Settled => return,
+            Outcome::Lost => (&mut self.lost, RETRY),
+            Outcome::Failing => (&mut self.failing, FAILING),
+        };
+        if self.queued.insert(path) {
+            queue.push_back((now + pause, path));
         }
     }
 
-    /// Takes the paths to be probed now, of `paths` paths. A path that `has_rested` was not probed
-    /// a moment ago.
+    /// The paths to probe now, of this number of `paths`. `next` is the path after another one in
+    /// a fixed order, or after the last one the first. A path that has not `rested` loses its turn.
     pub(crate) fn due(
         &mut self,
         now: Instant,
         paths: usize,
+        next: impl Fn(Option<P>) -> Option<P>,
         has_rested: impl Fn(&P) -> bool,
     ) -> Vec<P> {
         let rate = (paths as f64 / self.interval.as_secs_f64()).clamp(MIN_RATE, MAX_RATE);
@@ -83,17 +92,19 @@ impl<P> Agenda<P> {
                 && queue.front().is_some_and(|(at, _)| *at <= now)
                 && let Some((_, path)) = queue.pop_front()
             {
+                self.queued.remove(&path);
                 due.push(path);
                 *retries -= 1.0;
             }
         }
-        // The paths after one that has not rested were probed later.
         while *turns >= 1.0
-            && self.turns.front().is_some_and(&has_rested)
-            && let Some(path) = self.turns.pop_front()
+            && let Some(path) = next(self.last)
         {
-            due.push(path);
+            self.last = Some(path);
             *turns -= 1.0;
+            if has_rested(&path) && !self.queued.contains(&path) && !due.contains(&path) {
+                due.push(path);
+            }
         }
         due
     }
@@ -126,7 +137,8 @@ mod tests {
     ) -> BTreeMap<u32, Vec<Instant>> {
         let start = Instant::now();
         let mut agenda = Agenda::new(INTERVAL, start);
-        (0..paths).for_each(|path| agenda.add(path));
+        agenda.add(&Vec::from_iter(0..paths), start);
+        let next = |last: Option<u32>| Some(last.map_or(0, |last| (last + 1) % paths));
         let mut times: BTreeMap<u32, Vec<Instant>> = BTreeMap::new();
         for tick in 1..=seconds * 4 {
             let now = start + Duration::from_millis(250) * u32::try_from(tick).unwrap();
@@ -134,11 +146,10 @@ mod tests {
                 let last = times.get(path).and_then(|times| times.last());
                 last.is_none_or(|last| now - *last >= Duration::from_secs(1))
             };
-            for path in agenda.due(now, paths as usize, has_rested) {
+            for path in agenda.due(now, paths as usize, next, has_rested) {
                 times.entry(path).or_default().push(now);
-                agenda.put_back(path, outcome(path), now);
+                agenda.note(path, outcome(path), now);
             }
-            assert_eq!(agenda.len(), paths as usize);
         }
         times
     }
@@ -184,19 +195,27 @@ mod tests {
     #[test]
     fn a_lost_echo_is_repeated_at_once() {
         let times = probed(1_000, 2, |_| Outcome::Lost);
-        let first = &times[&999];
+        let first = &times[&1];
         assert!(first.len() >= 2 && first[1] - first[0] <= RETRY + RETRY, "{first:?}");
     }
 
     #[test]
-    fn dropped_paths_cost_no_probe() {
+    fn a_few_new_paths_are_probed_next_and_dropped_ones_never() {
         let start = Instant::now();
         let mut agenda = Agenda::new(INTERVAL, start);
-        (0..100).for_each(|path| agenda.add(path));
-        agenda.put_back(100, Outcome::Lost, start);
-        agenda.put_back(101, Outcome::Failing, start);
-        agenda.retain(|path| *path == 7);
-        let due = agenda.due(start + Duration::from_secs(9), 100, |_| true);
-        assert_eq!((due, agenda.len()), (vec![7], 0));
+        agenda.add(&Vec::from_iter(0..1_000), start);
+        agenda.add(&[2_000, 2_001, 2_002], start);
+        agenda.note(2_003, Outcome::Failing, start);
+        agenda.retain(|path| *path != 2_001 && *path != 2_003);
+        let now = start + Duration::from_secs(9);
+        let mut due = agenda.due(now, 1_000, |_| None, |_| true);
+        due.sort_unstable();
+        assert_eq!(due, [2_000, 2_002]);
+        // A turn is lost by a path that waits for another probe, and by one that has just had it.
+        agenda.note(7, Outcome::Lost, now);
+        let next = |last: Option<u32>| last.map(|last| last + 1).or(Some(0));
+        agenda.last = Some(5);
+        let has_rested = |path: &u32| *path != 8;
+        assert_eq!(agenda.due(now, 1_000, next, has_rested), [6, 9]);
     }
 }

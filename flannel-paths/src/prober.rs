@@ -28,6 +28,8 @@ use crate::record::{Details, PathId};
 use crate::results::Paths;
 use crate::verdict::Answers;
 
+/// The most examinations at the same time, so that many failing paths cost no more than a few.
+const EXAMINATIONS: usize = 8;
 /// The pause between two groups of probes.
 const TICK: Duration = Duration::from_millis(250);
 
@@ -107,9 +109,7 @@ impl<'a> Prober<'a> {
                     self.follow_leases(&status);
                     self.tick(&status);
                     self.paths.publish();
-                    if examinations.is_empty() {
-                        self.examine(&mut examinations);
-                    }
+                    self.examine(&mut examinations);
                 }
                 Some(Ok((id, found))) = examinations.join_next() => self.examined(id, found),
             }
@@ -132,7 +132,7 @@ impl<'a> Prober<'a> {
                         self.paths.remove(&id);
                         removed = true;
                     }
-                    Some(_) if self.paths.add(id) => added.push(id),
+                    Some(_) if !self.paths.contains(&id) => added.push(id),
                     // Another node may have the lease now.
                     Some(_) if moved => self.paths.reset(&id, now),
                     Some(_) => {}
@@ -144,10 +144,12 @@ impl<'a> Prober<'a> {
             self.agenda.retain(|id| paths.contains(id));
             self.flights.retain(|id| paths.contains(id));
         }
-        // In random order, so that not all nodes probe the same peer at once.
+        // The turns begin at a random path, so that not all nodes probe the same peer at once. In
+        // this order the table also takes less memory.
         let order = RandomState::new();
-        added.sort_by_cached_key(|id| order.hash_one(id));
-        added.into_iter().for_each(|id| self.agenda.add(id));
+        added.sort_unstable_by_key(|id| order.hash_one(id));
+        added.iter().for_each(|id| self.paths.add(*id));
+        self.agenda.add(&added, now);
     }
 
     /// Ends the flights whose time is over, and sends the probes that are due.
@@ -159,14 +161,14 @@ impl<'a> Prober<'a> {
         let paths = self.paths;
         let has_rested =
             |id: &PathId| paths.probed(id).is_none_or(|at| now.duration_since(at) >= TIMEOUT);
-        for id in self.agenda.due(now, paths.len(), has_rested) {
+        for id in self.agenda.due(now, paths.len(), |id| paths.after(id), has_rested) {
             let question = self.question(&id);
             let question = question.filter(|question| question.probes().next().is_some());
             // A rejected peer has no route.
             let question = question.filter(|_| !status.rejected.contains_key(&id.peer));
             let Some(question) = question else {
                 paths.reset(&id, now);
-                self.agenda.put_back(id, Outcome::Settled, now);
+                self.agenda.note(id, Outcome::Settled, now);
                 continue;
             };
             paths.begin(&id, now);
@@ -206,23 +208,26 @@ impl<'a> Prober<'a> {
     /// Takes in the answers to a probe.
     fn land(&mut self, (id, answers): (PathId, Answers), now: Instant) {
         let Some((outcome, change)) = self.paths.record(&id, &answers, now) else { return };
-        self.agenda.put_back(id, outcome, now);
+        self.agenda.note(id, outcome, now);
         if let Some(change) = change {
             self.log.note(id, change, self.paths.state(&id));
         }
     }
 
-    /// Begins the examination of a failing path. There is one at a time, so that many failing paths
-    /// cost no more than a few.
+    /// Begins the examinations of failing paths that are due.
     fn examine(&self, examinations: &mut JoinSet<(PathId, Option<PathExamination>)>) {
-        let Some(id) = self.paths.to_examine(Instant::now()) else { return };
-        let Some(lease) = self.leases.get(&id.peer) else { return };
-        let (target, network) = (target(lease), self.settings.network.clone());
-        let port = self.settings.doctor_port;
-        examinations.spawn(async move {
-            let found = examine_path(&network, &target, id.family, port).await;
-            (id, found)
-        });
+        let now = Instant::now();
+        while examinations.len() < EXAMINATIONS
+            && let Some(id) = self.paths.to_examine(now)
+        {
+            let Some(lease) = self.leases.get(&id.peer) else { continue };
+            let (target, network) = (target(lease), self.settings.network.clone());
+            let port = self.settings.doctor_port;
+            examinations.spawn(async move {
+                let found = examine_path(&network, &target, id.family, port).await;
+                (id, found)
+            });
+        }
     }
 
     fn examined(&mut self, id: PathId, found: Option<PathExamination>) {

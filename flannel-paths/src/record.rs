@@ -1,6 +1,7 @@
 //! The results of one path.
 
-use std::time::{Duration, SystemTime};
+use std::num::NonZeroU32;
+use std::time::SystemTime;
 
 use flannel_api::Finding;
 use flannel_core::Subnets;
@@ -30,8 +31,8 @@ pub(crate) struct PathId {
 pub(crate) struct Record {
     /// When it was probed last.
     pub(crate) probed: Option<Instant>,
-    /// The round trip of the last small echo that was answered.
-    pub(crate) round_trip: Option<Duration>,
+    /// The round trip of the last small echo that was answered, in microseconds.
+    pub(crate) round_trip: Option<NonZeroU32>,
     /// Whether any address of the peer has ever replied.
     pub(crate) has_replied: bool,
     /// The number of probes with a loss since the last one without.
@@ -80,7 +81,10 @@ impl Record {
     /// Takes in the answers to a probe.
     pub(crate) fn record(&mut self, answers: &Answers) -> (Outcome, Option<Change>) {
         self.has_replied |= answers.has_reply();
-        self.round_trip = answers.round_trip().or(self.round_trip);
+        if let Some(took) = answers.round_trip() {
+            let micros = u32::try_from(took.as_micros()).unwrap_or(u32::MAX);
+            self.round_trip = Some(NonZeroU32::new(micros).unwrap_or(NonZeroU32::MIN));
+        }
         let Some(fault) = answers.fault() else {
             self.losses = 0;
             self.passed += 1;
@@ -160,6 +164,8 @@ impl Record {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use flannel_doctor::inputs::echo::Answer;
 
     use super::*;
@@ -188,7 +194,7 @@ mod tests {
     fn a_path_fails_after_three_losses_and_works_after_one_success() {
         let mut record = Record::default();
         assert_eq!(record.record(&works()), (Outcome::Settled, None));
-        assert_eq!(record.round_trip, Some(Duration::from_millis(1)));
+        assert_eq!(record.round_trip.map(NonZeroU32::get), Some(1_000));
         assert_eq!(record.record(&blocked()), (Outcome::Lost, None));
         assert_eq!(record.record(&works()), (Outcome::Settled, None), "one lost packet");
         assert_eq!(record.record(&blocked()), (Outcome::Lost, None));

@@ -1,6 +1,7 @@
 //! The latest results of all paths.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Bound;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime};
 
@@ -38,7 +39,7 @@ struct Table {
     replied: Option<Instant>,
     error: Option<String>,
     /// The MTUs of all records that have one, as they were published.
-    mtus: watch::Sender<Arc<BTreeMap<Subnet, u32>>>,
+    mtus: watch::Sender<Arc<BTreeMap<Subnet, u16>>>,
     /// Whether an MTU may have changed since.
     is_stale: bool,
 }
@@ -66,7 +67,7 @@ impl Paths {
 
     /// The MTUs, in bytes, that routes to subnets of peers must have: larger packets are lost on
     /// the path. While a receiver exists, such a path is `mtu lowered`, and does not fail.
-    pub fn mtus(&self) -> watch::Receiver<Arc<BTreeMap<Subnet, u32>>> {
+    pub fn mtus(&self) -> watch::Receiver<Arc<BTreeMap<Subnet, u16>>> {
         self.table().mtus.subscribe()
     }
 
@@ -117,12 +118,17 @@ impl Paths {
         self.table().error = Some(error);
     }
 
-    /// Adds a path. Returns whether it is new.
-    pub(crate) fn add(&self, id: PathId) -> bool {
-        let mut table = self.table();
-        let before = table.records.len();
-        table.records.entry(id).or_default();
-        table.records.len() > before
+    /// Adds a path, if it is new.
+    pub(crate) fn add(&self, id: PathId) {
+        self.table().records.entry(id).or_default();
+    }
+
+    /// The path after this one, and after the last one the first. `None`: there are no paths.
+    pub(crate) fn after(&self, id: Option<PathId>) -> Option<PathId> {
+        let table = self.table();
+        let rest = id.map(|id| table.records.range((Bound::Excluded(id), Bound::Unbounded)));
+        let next = rest.and_then(|mut rest| rest.next());
+        next.or_else(|| table.records.first_key_value()).map(|(id, _)| *id)
     }
 
     /// Forgets the results of a path, which is unknown now.
@@ -248,10 +254,8 @@ impl Table {
         if !std::mem::take(&mut self.is_stale) {
             return;
         }
-        let of = |(id, record): (&PathId, &Record)| {
-            Some((id.peer.family(id.family)?, record.mtu?.into()))
-        };
-        let mtus: BTreeMap<Subnet, u32> = self.records.iter().filter_map(of).collect();
+        let of = |(id, record): (&PathId, &Record)| Some((id.peer.family(id.family)?, record.mtu?));
+        let mtus: BTreeMap<Subnet, u16> = self.records.iter().filter_map(of).collect();
         self.mtus.send_if_modified(|before| {
             let differs = **before != mtus;
             *before = Arc::new(mtus);
@@ -281,7 +285,7 @@ impl Table {
             state: self.state(record).to_owned(),
             since: failing.map(|failing| seconds(failing.since)),
             probed: record.probed.and_then(|at| now.checked_sub(at.elapsed())).map(seconds),
-            round_trip: record.round_trip.map(|took| (took.as_secs_f64() * 1e6).round() / 1e6),
+            round_trip: record.round_trip.map(|micros| f64::from(micros.get()) / 1e6),
             passes: record.mtu.or_else(|| details.and_then(|details| details.passes)),
             mtu: record.mtu,
             text: lowered.or_else(|| finding.map(|finding| finding.text.clone())),
@@ -314,7 +318,7 @@ mod tests {
     fn lossy() -> Paths {
         let paths = Paths::new(Duration::from_secs(300));
         for family in Family::BOTH {
-            assert!(paths.add(id(family)));
+            paths.add(id(family));
             (0..3).for_each(|_| probe(&paths, family, false));
         }
         paths
