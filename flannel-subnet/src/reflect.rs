@@ -118,9 +118,12 @@ async fn list_and_watch(
 ) -> Result<()> {
     let listing = registry.list().await?;
     shared.replace(&listing);
-    let mut watch = registry.watch(listing.revision).await?;
+    let (leases, revision) = (listing.entries.len(), listing.revision);
+    // The watch may last for months.
+    drop(listing);
+    let mut watch = registry.watch(revision).await?;
     if std::mem::take(lost) {
-        tracing::info!(leases = listing.entries.len(), store = %registry, "the store answers");
+        tracing::info!(leases, store = %registry, "the store answers");
     }
     while let Some(batch) = watch.next().await? {
         backoff.reset();
