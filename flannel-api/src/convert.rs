@@ -109,7 +109,9 @@ impl FailureReport {
 
 impl From<&Repair> for RepairReport {
     fn from(repair: &Repair) -> Self {
-        Self { at: seconds(repair.at), text: repair.to_string() }
+        let process = repair.changed_by.as_ref().and_then(|by| by.process.as_deref());
+        let process = process.map(str::to_owned);
+        Self { at: seconds(repair.at), text: repair.to_string(), process }
     }
 }
 

@@ -201,6 +201,10 @@ pub struct RepairReport {
     pub at: f64,
     /// The repaired object, and the author of the change, as text.
     pub text: String,
+    /// The process that made the change, such as `ip (process 4711)`, or `probably ip (process
+    /// 4711)` if it may be another one; `null` if it is not known.
+    #[serde(default)]
+    pub process: Option<String>,
 }
 
 /// Latencies of the changes because of leases.

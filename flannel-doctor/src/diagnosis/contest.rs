@@ -2,7 +2,7 @@
 
 use flannel_api::{Finding, RepairReport, RepairsReport};
 
-use crate::commands::{LOG, process, quoted};
+use crate::commands::{LOG, quoted};
 
 /// Repairs that are closer together, in seconds, are of one change, such as a flush of all routes.
 const APART: f64 = 1.0;
@@ -35,59 +35,57 @@ pub fn contest(repairs: &RepairsReport, now: f64) -> Option<Finding> {
         changes.len(),
         last.text
     );
-    Some(Finding::warning("repairs", text).with_command(stop(&last.text)))
+    Some(Finding::warning("repairs", text).with_command(stop(last.process.as_deref())))
 }
 
-/// The command that makes the program of a repair leave flannel's objects alone.
-fn stop(repair: &str) -> String {
+/// The command that makes a process leave flannel's objects alone.
+fn stop(process: Option<&str>) -> String {
     let file = |path: &str, text: &str, service: &str| {
         format!(
             "mkdir -p {path} && printf '{text}' > {path}/flannel.conf && systemctl restart \
              {service}"
         )
     };
-    // The kernel shortens a name to 15 bytes.
-    if repair.contains("systemd-network ") {
-        let text = r"[Network]\nManageForeignRoutes=no\nManageForeignNextHops=no\n";
-        file("/etc/systemd/networkd.conf.d", text, "systemd-networkd")
-    } else if repair.contains("NetworkManager ") {
-        let text = r"[keyfile]\nunmanaged-devices=interface-name:flannel*\n";
-        file("/etc/NetworkManager/conf.d", text, "NetworkManager")
-    } else {
-        match program(repair) {
-            Some((name, pid)) if name.starts_with("probably ") => format!(
-                "ps -fp {pid} # it may be another process with this id: find the program, and \
-                 make it leave flannel's objects alone"
-            ),
-            // The process may have ended, and another one may have its id now.
-            Some((name, pid)) => format!(
-                "grep -xFe {} /proc/{pid}/comm && kill {pid} # or configure it so that it leaves \
-                 flannel's objects alone",
-                quoted(name)
-            ),
-            None => {
-                format!("{LOG} # has all repairs; find the program, and make it leave them alone")
-            }
+    match process.and_then(name_and_id) {
+        // The kernel shortens a name to 15 bytes.
+        Some(("systemd-network" | "probably systemd-network", _)) => {
+            let text = r"[Network]\nManageForeignRoutes=no\nManageForeignNextHops=no\n";
+            file("/etc/systemd/networkd.conf.d", text, "systemd-networkd")
         }
+        Some(("NetworkManager" | "probably NetworkManager", _)) => {
+            let text = r"[keyfile]\nunmanaged-devices=interface-name:flannel*\n";
+            file("/etc/NetworkManager/conf.d", text, "NetworkManager")
+        }
+        Some((name, pid)) if name.starts_with("probably ") => format!(
+            "ps -fp {pid} # it may be another process with this id: find the program, and make it \
+             leave flannel's objects alone"
+        ),
+        // The process may have ended, and another one may have its id now.
+        Some((name, pid)) => format!(
+            "grep -xFe {} /proc/{pid}/comm && kill {pid} # or configure it so that it leaves \
+             flannel's objects alone",
+            quoted(name)
+        ),
+        None => format!("{LOG} # has all repairs; find the program, and make it leave them alone"),
     }
 }
 
-/// The name and the process id of the program that a repair names: `ip` and 4711 in `deleted by ip
-/// (process 4711)`. The name begins with `probably ` if it may be another program.
-fn program(repair: &str) -> Option<(&str, u32)> {
-    let name = repair.rsplit_once(" (process ")?.0.rsplit_once(" by ")?.1;
-    Some((name, process(repair)?))
+/// `ip` and 4711 of `ip (process 4711)`. The name begins with `probably ` if it may be another
+/// program.
+fn name_and_id(process: &str) -> Option<(&str, u32)> {
+    let (name, id) = process.strip_suffix(')')?.rsplit_once(" (process ")?;
+    Some((name, id.parse().ok()?))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    const IP: &str = "restored neigh 10.1.7.0 lladdr 0a:00:00:00:00:07 dev flannel.1, deleted by \
-        ip (process 4711)";
-
-    fn repairs(text: &str, at: &[f64]) -> RepairsReport {
-        let last = at.iter().rev().map(|at| RepairReport { at: *at, text: text.to_owned() });
+    fn repairs(process: Option<&str>, at: &[f64]) -> RepairsReport {
+        let process = process.map(str::to_owned);
+        let (text, last) = ("restored x, deleted by y".to_owned(), at.iter().rev());
+        let last =
+            last.map(|at| RepairReport { at: *at, text: text.clone(), process: process.clone() });
         RepairsReport { total: at.len() as u64, last: last.collect() }
     }
 
@@ -106,38 +104,41 @@ mod tests {
             (&[1.0, 300.0, 599.0], 601.0, true),
             (&[1.0, 300.0, 599.0], 601.1, false),
         ] {
-            assert_eq!(contest(&repairs(IP, at), now).is_some(), is_one, "{at:?} {now}");
+            assert_eq!(contest(&repairs(None, at), now).is_some(), is_one, "{at:?} {now}");
         }
     }
 
     #[test]
     fn the_command_stops_the_program_or_configures_it() {
-        for (text, repair) in [
-            (IP, "grep -xFe ip /proc/4711/comm && kill 4711 # or configure it"),
+        for (process, repair) in [
             (
-                "removed route x, added by a 'b (process 1) (process 47) with route protocol 3",
+                Some("ip (process 4711)"),
+                "grep -xFe ip /proc/4711/comm && kill 4711 # or configure it",
+            ),
+            (
+                Some("a 'b (process 1) (process 47)"),
                 r"grep -xFe 'a '\''b (process 1)' /proc/47/comm && kill 47 #",
             ),
             (
-                "removed route x, added by probably ip (process 47)",
+                Some("probably ip (process 47)"),
                 "ps -fp 47 # it may be another process with this id",
             ),
             (
-                "restored route x, deleted by systemd-network (process 47)",
+                Some("systemd-network (process 47)"),
                 "mkdir -p /etc/systemd/networkd.conf.d && printf '[Network]\\n\
                  ManageForeignRoutes=no\\nManageForeignNextHops=no\\n' > \
                  /etc/systemd/networkd.conf.d/flannel.conf && systemctl restart systemd-networkd",
             ),
             (
-                "restored route x, deleted by NetworkManager (process 47)",
+                Some("NetworkManager (process 47)"),
                 "mkdir -p /etc/NetworkManager/conf.d && printf '[keyfile]\\nunmanaged-devices=\
                  interface-name:flannel*\\n' > /etc/NetworkManager/conf.d/flannel.conf && \
                  systemctl restart NetworkManager",
             ),
-            ("restored fdb x, deleted by somebody that the kernel does not name", LOG),
+            (None, LOG),
         ] {
-            let found = contest(&repairs(text, &[1.0, 2.0, 3.0]), 3.0).unwrap();
-            assert!(found.text.ends_with(&format!("3 times in 2 s: {text}")), "{}", found.text);
+            let found = contest(&repairs(process, &[1.0, 2.0, 3.0]), 3.0).unwrap();
+            assert!(found.text.ends_with("3 times in 2 s: restored x, deleted by y"), "{found:?}");
             assert!(found.repair.as_ref().unwrap().starts_with(repair), "{found:?}");
         }
     }
