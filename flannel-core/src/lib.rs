@@ -7,6 +7,7 @@ pub mod error;
 pub mod json;
 pub mod kernel;
 pub mod lease;
+pub mod logging;
 pub mod network;
 pub mod object;
 pub mod runtime;

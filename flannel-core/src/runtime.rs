@@ -1,4 +1,4 @@
-//! Blocking work in async functions, and lines of the log.
+//! Blocking work in async functions.
 
 /// Runs `work` on a blocking thread of tokio. Dropping the future does not stop work that has
 /// begun. If the runtime shuts down before the work begins, the future never ends.
@@ -10,45 +10,5 @@ pub async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'stat
         Ok(done) => done,
         Err(Ok(panic)) => std::panic::resume_unwind(panic),
         Err(Err(_)) => std::future::pending().await,
-    }
-}
-
-/// Decides which events that another program may cause all the time get a line of the log: the
-/// first one, one with another text, and of equal ones one an hour.
-#[derive(Debug, Default)]
-pub struct Seldom {
-    text: String,
-    until: std::time::Duration,
-    more: u64,
-}
-
-impl Seldom {
-    /// The number of equal events without a line since the last line, if this event gets one. `now`
-    /// is the time since any moment before the first event.
-    pub fn line(&mut self, now: std::time::Duration, text: &str) -> Option<u64> {
-        if self.text == text && now < self.until {
-            self.more += 1;
-            return None;
-        }
-        let until = now + std::time::Duration::from_secs(3600);
-        let last = std::mem::replace(self, Self { text: text.to_owned(), until, more: 0 });
-        Some(if last.text == text { last.more } else { 0 })
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::time::Duration;
-
-    use super::*;
-
-    #[test]
-    fn equal_events_share_a_line_for_an_hour() {
-        let mut seldom = Seldom::default();
-        let mut at = |seconds, text| seldom.line(Duration::from_secs(seconds), text);
-        assert_eq!(at(0, "disk full"), Some(0));
-        assert_eq!((at(5, "disk full"), at(3599, "disk full")), (None, None));
-        assert_eq!(at(3600, "disk full"), Some(2));
-        assert_eq!((at(3601, "disk full"), at(3602, "read-only")), (None, Some(0)));
     }
 }

@@ -18,7 +18,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use flannel_core::lease::{LeaseAttrs, View};
-use flannel_core::runtime::Seldom;
+use flannel_core::logging::Seldom;
 use flannel_core::subnet::{Hints, LeaseEnd, Ownership, StoreStatus};
 use flannel_core::{Config, Lease, Result, SubnetManager, Subnets};
 use tokio::sync::watch;

@@ -15,7 +15,7 @@ use std::time::Duration;
 use std::{fmt, io};
 
 use flannel_core::address::{Dual, Family};
-use flannel_core::runtime::Seldom;
+use flannel_core::logging::Seldom;
 use flannel_core::{Subnet, Subnets};
 use nix::errno::Errno;
 use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};

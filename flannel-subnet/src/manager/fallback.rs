@@ -6,7 +6,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use flannel_core::lease::{Origin, View};
-use flannel_core::runtime::{Seldom, blocking};
+use flannel_core::logging::Seldom;
+use flannel_core::runtime::blocking;
 use flannel_core::{Error, Lease, Result, Subnets};
 use tokio::sync::{Notify, watch};
 
