@@ -2,6 +2,8 @@
 //! of the network, which no host gets.
 
 use std::cell::RefCell;
+use std::io::{Read, Write};
+use std::net::TcpStream;
 use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
@@ -530,6 +532,7 @@ fn lowered_mtus() {
     have(" mtu 13");
     finds_nothing(&lab, host);
     page_that(&lab, host, "--peers=9", |page| page.contains("2 mtu lowered"));
+    Family::BOTH.iter().for_each(|family| full_size_from_a_pod(host, other, *family));
 
     // Another program removes the MTUs.
     let [four, six] = routes();
@@ -543,6 +546,20 @@ fn lowered_mtus() {
     let gone = || routes().iter().all(|route| route.contains("flannel") && !route.contains("mtu"));
     eventually(PATIENCE, gone, || format!("{:#?}\n{}", routes(), logs(&lab)));
     finds_nothing(&lab, host);
+}
+
+/// A pod sends TCP segments of full size to the echo service of another one.
+fn full_size_from_a_pod(from: &Host, to: &Host, family: Family) {
+    let (from, to) = (from.pod().unwrap(), to.pod().unwrap());
+    // Virtual devices would pass on several segments as one packet, whatever their MTU is.
+    from.namespace().ip("link set eth0 gso_max_segs 1\n").unwrap();
+    let address = to.addresses()[family].unwrap();
+    let mut stream = from.namespace().run(|| TcpStream::connect((address, 7))).unwrap().unwrap();
+    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    for _ in 0..4 {
+        stream.write_all(&[1; 10_000]).unwrap();
+        stream.read_exact(&mut [0; 10_000]).unwrap();
+    }
 }
 
 /// Losses on a link without a tunnel.
