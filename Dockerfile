@@ -24,7 +24,8 @@ RUN apt-get update \
 COPY --from=build /image/ /
 ENV PATH=/opt/bin:/usr/sbin:/usr/bin:/sbin:/bin
 # After thousands of peers arrived at once, glibc returns their memory to the system.
-ENV MALLOC_MMAP_THRESHOLD_=131072 MALLOC_ARENA_MAX=1
+ENV MALLOC_ARENA_MAX=1 MALLOC_MMAP_THRESHOLD_=32768 \
+    MALLOC_TRIM_THRESHOLD_=32768 MALLOC_TOP_PAD_=16384
 # The user is root, because the directories of the host usually belong to root. The containers have
 # only the capabilities of the manifest: NET_ADMIN and NET_RAW for flanneld, DAC_OVERRIDE for
 # install-conf.
