@@ -8,7 +8,7 @@ use flannel_core::{Subnet, Subnets};
 
 /// The MTUs of paths on which larger packets are lost, in bytes, by the subnets of peers. The
 /// routes to these subnets get them.
-pub type PathMtus = Arc<BTreeMap<Subnet, u32>>;
+pub type PathMtus = Arc<BTreeMap<Subnet, u16>>;
 
 /// Gives the routes to these subnets the MTUs of their paths, unless their own MTU is smaller.
 pub(crate) fn lower(objects: &mut [Object], subnets: &Subnets, mtus: &PathMtus) {
@@ -75,8 +75,8 @@ mod tests {
     fn set(
         peers: &mut Admission,
         leases: &[Arc<Lease>],
-        mtus: &[(&str, u32)],
-    ) -> Vec<(String, Option<u32>)> {
+        mtus: &[(&str, u16)],
+    ) -> Vec<(String, Option<u16>)> {
         let mtus = mtus.iter().map(|(dst, mtu)| (subnet(dst), *mtu)).collect();
         let again = peers.set_path_mtus(&Arc::new(mtus));
         let lease = |key: &Subnets| leases.iter().find(|lease| lease.subnets == *key);
@@ -95,7 +95,7 @@ mod tests {
         let leases = [both, lease("10.1.8.0-24", 2)];
         peers.update(leases.iter().map(|lease| (lease.subnets, Some(lease))), &|_| Some(None));
         let (four, six) = ("10.1.7.0/24", "fd00:1:0:7::/64");
-        let mut set = |mtus: &[(&str, u32)]| set(&mut peers, &leases, mtus);
+        let mut set = |mtus: &[(&str, u16)]| set(&mut peers, &leases, mtus);
         let route = |dst: &str, mtu| (dst.to_owned(), mtu);
         assert_eq!(set(&[(four, 1350)]), [route(four, Some(1350))], "that family alone");
         assert_eq!(set(&[(four, 1350), (six, 1330)]), [route(six, Some(1330))]);

@@ -8,7 +8,7 @@ use flannel_backend_vxlan::VxlanBackend;
 use flannel_core::address::Dual;
 use flannel_core::backend::ExternalInterface;
 use flannel_core::lease::{LeaseAttrs, Offer};
-use flannel_core::object::{Link, LinkKind, MacAddr, Object, Vxlan};
+use flannel_core::object::{Link, MacAddr, Object, Vxlan};
 use flannel_core::subnet::Hints;
 use flannel_core::testing::{FakeKernel, FakeSubnets};
 use flannel_core::{Backend, Config, Result, SubnetManager};
@@ -235,7 +235,7 @@ async fn a_peer_that_published_one_family_is_reached_by_it() {
 fn device(name: &str, mac: MacAddr, vni: u32) -> Link {
     let vxlan =
         Vxlan { vni, port: 8472, mac, local: None, lower: None, learning: true, gbp: false };
-    Link { name: name.parse().unwrap(), mtu: 1000, up: false, kind: LinkKind::Vxlan(vxlan) }
+    Link { name: name.parse().unwrap(), mtu: 1000, up: false, kind: vxlan.into() }
 }
 
 fn own_mac(attrs: &LeaseAttrs) -> String {

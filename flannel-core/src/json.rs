@@ -85,8 +85,7 @@ impl Fields {
     /// The field's value, parsed from a JSON string; `None` if the field is absent or `null`.
     ///
     /// # Errors
-    /// The value is not a string, or the string is not a `T`. `expected` describes a valid value,
-    /// for the message.
+    /// The value is not a string, or not that of a `T`. `expected` describes a valid value.
     pub fn parsed<T: std::str::FromStr>(
         &self,
         name: &str,

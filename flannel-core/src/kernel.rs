@@ -70,8 +70,7 @@ impl Footprint {
         self.links.contains(&addr.link) && !link_local
     }
 
-    /// Whether a neighbour or forwarding entry is owned. `is_static`: permanent, or a forwarding
-    /// entry that is static.
+    /// Whether a neighbour or forwarding entry is owned. `is_static`: permanent or static.
     pub fn owns_entry(&self, link: LinkName, is_static: bool) -> bool {
         is_static && self.links.contains(&link)
     }
@@ -176,8 +175,7 @@ impl KernelError {
         self.errno == Self::started().errno
     }
 
-    /// Whether it is `ENOENT`, `ESRCH`, `ENXIO`, `ENODEV` or `EADDRNOTAVAIL`: the object of a
-    /// deletion does not exist.
+    /// Whether it is `ENOENT`, `ESRCH`, `ENXIO`, `ENODEV` or `EADDRNOTAVAIL`: no such object.
     pub fn is_absent(&self) -> bool {
         matches!(self.errno, 2 | 3 | 6 | 19 | 99)
     }
@@ -273,8 +271,7 @@ pub trait Kernel: fmt::Debug + Send + Sync {
         Ok(())
     }
 
-    /// The route of a packet to `dst` by all routing tables. If there is none, it is
-    /// [`RouteAnswer::nowhere`].
+    /// The route of a packet to `dst` by all routing tables, or [`RouteAnswer::nowhere`].
     fn lookup(&self, dst: IpAddr) -> Result<RouteAnswer, KernelError>;
 
     /// Starts to listen for changes by other programs. The stream returns [`Invalidation`]s. Call
@@ -304,8 +301,7 @@ pub enum Invalidation {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum KernelEvent {
-    /// It exists, exactly like this. If [`Annex::apply`] has started a put of it, the put has
-    /// succeeded.
+    /// It exists, exactly like this. A put that [`Annex::apply`] has started has succeeded.
     Present(Object),
     /// It exists, with attributes that no [`Object`] expresses ([`State::note_inexact`]).
     Inexact(Object),

@@ -19,8 +19,7 @@ pub trait Network: fmt::Debug + Send {
     /// A handle that outlives [`Network::run`].
     fn handle(&self) -> NetworkHandle;
 
-    /// Keeps the accepted peers reachable, until one of the reasons in [`Ended`]. It does not renew
-    /// the lease of this node.
+    /// Keeps the accepted peers reachable until one of the reasons in [`Ended`]. Renews no lease.
     ///
     /// # Errors
     /// The network cannot go on, and another run of the same network cannot help.
@@ -126,8 +125,7 @@ impl NetworkHandle {
         self
     }
 
-    /// The accepted peers of the latest `status`. Wait for a change of `status` to learn of newer
-    /// ones.
+    /// The accepted peers of the latest `status`. A change of `status` announces newer ones.
     pub fn accepted_peers(&self) -> AcceptedPeers {
         let status = Arc::clone(&self.status.borrow());
         let (leases, rejected) = (status.leases.clone(), status.rejected.clone());

@@ -192,7 +192,7 @@ object_kinds! {
 }
 
 // Memory: 50,000 peers have 200,000 objects.
-const _: () = assert!(size_of::<Object>() <= 80 && size_of::<Key>() <= 40);
+const _: () = assert!(size_of::<Object>() <= 64 && size_of::<Key>() <= 40);
 
 impl fmt::Display for ObjectKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

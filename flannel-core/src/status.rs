@@ -25,8 +25,7 @@ use crate::object::{Change, Key, LinkName, Object, ObjectKind};
 pub struct Status {
     /// The lease set is complete and live, and the kernel has exactly the desired objects.
     pub in_sync: bool,
-    /// No change is due: each desired object is in place or failing. Without meaning if there is a
-    /// `kernel_error`.
+    /// Each desired object is in place or failing. Without meaning if there is a `kernel_error`.
     pub settled: bool,
     /// This node's devices, their addresses and its routes of last resort are in place.
     pub own_in_place: bool,

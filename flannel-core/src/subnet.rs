@@ -239,8 +239,7 @@ pub struct StoreStatus {
     pub skipped: Vec<(String, String)>,
     /// The last failure, and the time; `None` if no request failed since the last success.
     pub last_error: Option<(String, SystemTime)>,
-    /// Why the network config in the store is not used: it is wrong, or was deleted. `None`: it is
-    /// used.
+    /// Why the network config in the store is not used (wrong, or deleted). `None`: it is used.
     pub wrong_config: Option<String>,
 }
 

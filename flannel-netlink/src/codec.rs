@@ -90,7 +90,7 @@ mod tests {
 
     use flannel_core::Subnet;
     use flannel_core::object::{
-        Addr, Fdb, Link, LinkKind, LinkName, MacAddr, Neigh, Nexthop, Object, Route, Via, Vxlan,
+        Addr, Fdb, Link, LinkName, MacAddr, Neigh, Nexthop, Object, Route, Via, Vxlan,
     };
     use neli::rtnl::{Ifaddrmsg, Ifinfomsg, Ndmsg, Rtmsg};
     use neli::{FromBytesWithInput, Header, ToBytes};
@@ -132,7 +132,7 @@ mod tests {
         (any::<u32>(), vxlan).prop_map(|(mtu, (vni, port, mac, local, [up, learning, gbp, on]))| {
             let local = local.filter(|address| !address.is_unspecified());
             let vxlan = Vxlan { vni, port, mac, local, lower: on.then(lower), learning, gbp };
-            Link { name: name(), mtu, up, kind: LinkKind::Vxlan(vxlan) }
+            Link { name: name(), mtu, up, kind: vxlan.into() }
         })
     }
 
@@ -144,7 +144,7 @@ mod tests {
             any::<bool>(),
             0..5u8,
             1..9u32,
-            prop::option::of(any::<u32>()),
+            prop::option::of(any::<u16>()),
         )
             .prop_map(|(address, len, gateway, onlink, kind, id, mtu)| {
                 let same = Family::of(gateway) == Family::of(address);

@@ -270,7 +270,7 @@ mod tests {
                             IpAddr::V4(public) if public.is_private() => Route {
                                 dst,
                                 via: Via::Link(link),
-                                mtu: Some(1400 + u32::from(public.octets()[3])),
+                                mtu: Some(1400 + u16::from(public.octets()[3])),
                             },
                             gateway => Route {
                                 dst,

@@ -16,7 +16,7 @@ use flannel_core::json::{FieldError, Fields};
 use flannel_core::kernel::Footprint;
 use flannel_core::lease::Offer;
 use flannel_core::object::{
-    Addr, Fdb, Link, LinkKind, LinkName, MacAddr, Neigh, Object, Route, State, Via, Vxlan,
+    Addr, Fdb, Link, LinkName, MacAddr, Neigh, Object, Route, State, Via, Vxlan,
 };
 use flannel_core::status::Rejection;
 use flannel_core::{Backend, Config, Error, Result, Subnets};
@@ -137,7 +137,7 @@ impl Backend for Lane {
             learning: false,
             gbp: false,
         };
-        let link = Link { name: device, mtu, up: true, kind: LinkKind::Vxlan(tunnel) };
+        let link = Link { name: device, mtu, up: true, kind: tunnel.into() };
         let footprint = self.footprint(config, Some(node.uplink.name))?;
         Ok(Prepared::new(offer, move |lease| {
             let mut blueprint = Blueprint::new(mtu, move |subnets, offer, _: &Env<'_>, objects| {

@@ -134,8 +134,7 @@ impl LeaseAttrs {
     /// Reads the value in the store. `PublicIP` may be a v4-mapped IPv6 address.
     ///
     /// # Errors
-    /// The text is not a JSON object, or a field is not valid. As in Go, `PublicIP` must not be
-    /// `null`.
+    /// The text is no JSON object, or a field is invalid; `PublicIP` must not be `null`, as in Go.
     pub fn from_json(text: &str) -> Result<Self, FieldError> {
         let fields = Fields::parse(text, "")?;
         let others = |raw: Vec<Box<RawValue>>| {

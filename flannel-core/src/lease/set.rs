@@ -103,8 +103,7 @@ impl<L: Into<Arc<Lease>>> FromIterator<L> for LeaseSet {
     }
 }
 
-/// The source of a lease set. A lease that is missing from a set is known to be gone only if the
-/// set is [`Origin::Live`].
+/// The source of a lease set. Only from a set that is [`Origin::Live`], missing leases are gone.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Origin {

@@ -1,7 +1,6 @@
 //! Network devices.
 //!
-//! To add a kind of device, write a module with an implementation of [`LinkAttributes`], and add a
-//! variant to [`LinkKind`].
+//! To add a kind of device, implement [`LinkAttributes`], and add a variant to [`LinkKind`].
 
 mod vxlan;
 
@@ -33,12 +32,12 @@ impl fmt::Display for Link {
     }
 }
 
-/// The kind of a device, with its attributes.
+/// The kind of a device, with its attributes. They are boxed, because most objects are no devices.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum LinkKind {
     /// A vxlan device without multicast group.
-    Vxlan(Vxlan),
+    Vxlan(Box<Vxlan>),
 }
 
 /// The attributes of a kind of device. `Display`: the arguments after `ip link add type KIND`.
@@ -62,13 +61,13 @@ impl LinkKind {
     /// The attributes that kinds have in common.
     pub fn attributes(&self) -> &dyn LinkAttributes {
         match self {
-            Self::Vxlan(vxlan) => vxlan,
+            Self::Vxlan(vxlan) => &**vxlan,
         }
     }
 }
 
 impl From<Vxlan> for LinkKind {
     fn from(vxlan: Vxlan) -> Self {
-        Self::Vxlan(vxlan)
+        Self::Vxlan(Box::new(vxlan))
     }
 }

@@ -13,28 +13,38 @@ pub struct Record {
     pub annex: &'static str,
     /// A subnet of the peer.
     pub subnet: Subnet,
-    /// The content, in a form that the annex and the plan agree on. The status shows it.
-    pub data: Box<str>,
-    /// Content that no output shows; `None`: there is none.
-    pub secret: Option<Secret>,
+    /// Boxed, because most objects are no records.
+    content: Box<(Box<str>, Option<Secret>)>,
 }
 
 impl Record {
     /// A record without a secret.
     pub fn new(annex: &'static str, subnet: Subnet, data: impl Into<Box<str>>) -> Self {
-        Self { annex, subnet, data: data.into(), secret: None }
+        Self { annex, subnet, content: Box::new((data.into(), None)) }
     }
 
     /// The same record with this secret.
     #[must_use]
-    pub fn with_secret(self, secret: Secret) -> Self {
-        Self { secret: Some(secret), ..self }
+    pub fn with_secret(mut self, secret: Secret) -> Self {
+        self.content.1 = Some(secret);
+        self
+    }
+
+    /// The content, in a form that the annex and the plan agree on. The status shows it.
+    pub fn data(&self) -> &str {
+        &self.content.0
+    }
+
+    /// Content that no output shows; `None`: there is none.
+    pub fn secret(&self) -> Option<&Secret> {
+        self.content.1.as_ref()
     }
 }
 
 impl fmt::Display for Record {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { annex, subnet, data, secret } = self;
+        let Self { annex, subnet, content } = self;
+        let (data, secret) = &**content;
         write!(f, "record {annex} {subnet} {data}")?;
         secret.as_ref().map_or(Ok(()), |secret| write!(f, " {secret}"))
     }

@@ -13,8 +13,8 @@ pub struct Route {
     pub dst: Subnet,
     /// The next hop. A blackhole has none.
     pub via: Via,
-    /// The MTU in bytes; `None`: the device's.
-    pub mtu: Option<u32>,
+    /// The MTU in bytes; `None`: the device's. No IP packet is larger than its maximum.
+    pub mtu: Option<u16>,
 }
 
 /// The next hop of a route.

@@ -89,7 +89,7 @@ fn device(family: Family, n: u8, uplink: LinkName) -> Link {
         learning: false,
         gbp: false,
     };
-    Link { name: link(n), mtu: 1400, up: true, kind: LinkKind::Vxlan(vxlan) }
+    Link { name: link(n), mtu: 1400, up: true, kind: vxlan.into() }
 }
 
 /// One object of every kind. Each may need the objects before it.

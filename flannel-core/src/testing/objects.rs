@@ -8,7 +8,7 @@ use proptest::prelude::*;
 
 use crate::address::Subnet;
 use crate::object::{
-    Addr, Fdb, Link, LinkKind, LinkName, MacAddr, Neigh, Nexthop, Object, Route, Via, Vxlan,
+    Addr, Fdb, Link, LinkName, MacAddr, Neigh, Nexthop, Object, Route, Via, Vxlan,
 };
 
 fn name(n: u8) -> LinkName {
@@ -38,7 +38,7 @@ pub fn any_object() -> impl Strategy<Value = Object> {
                 learning: up,
                 gbp: vni > 1,
             };
-            Link { name: name(l), mtu: 1450, up, kind: LinkKind::Vxlan(vxlan) }.into()
+            Link { name: name(l), mtu: 1450, up, kind: vxlan.into() }.into()
         }),
         (n(), n(), 30..33u8).prop_map(|(l, a, len)| Addr {
             link: name(l),
@@ -58,7 +58,7 @@ pub fn any_object() -> impl Strategy<Value = Object> {
         (1..6u32, n(), n(), any::<bool>()).prop_map(|(id, l, a, onlink)| {
             Nexthop { id, link: name(l), gateway: address(a), onlink }.into()
         }),
-        (n(), n(), prop::option::of(1400..1402u32), 0..5u8).prop_map(|(a, l, mtu, kind)| {
+        (n(), n(), prop::option::of(1400..1402u16), 0..5u8).prop_map(|(a, l, mtu, kind)| {
             let via = match kind {
                 0 => Via::Gateway { gateway: address(a), link: name(l), onlink: true },
                 1 => Via::Link(name(l)),

@@ -2,7 +2,7 @@
 
 use flannel_api::Finding;
 use flannel_core::address::Family;
-use flannel_core::object::{Link, LinkKind, Vxlan};
+use flannel_core::object::Link;
 
 use crate::diagnosis::mtu::{Fault, Narrow};
 use crate::inputs::devices::Devices;
@@ -63,8 +63,8 @@ fn check_link(devices: &Devices, family: Family, link: &Link) -> Vec<Fault> {
             Finding::error("device", text).with_command(format!("ip link set {name} up")).into(),
         );
     }
-    if let LinkKind::Vxlan(Vxlan { mac, .. }) = &link.kind
-        && let Some(published) = devices.published[family].filter(|published| published != mac)
+    if let Some(mac) = link.kind.attributes().mac()
+        && let Some(published) = devices.published[family].filter(|published| *published != mac)
     {
         let text = format!(
             "{name} has the MAC address {mac}, and this node's lease has {published}: {name} drops \
@@ -95,6 +95,8 @@ fn check_link(devices: &Devices, family: Family, link: &Link) -> Vec<Fault> {
 
 #[cfg(test)]
 mod tests {
+    use flannel_core::object::Vxlan;
+
     use flannel_core::address::Dual;
     use flannel_core::object::{LinkName, MacAddr};
 
@@ -113,8 +115,7 @@ mod tests {
             learning: false,
             gbp: false,
         };
-        let device =
-            Link { name: link("flannel.1"), mtu: 1450, up: true, kind: LinkKind::Vxlan(vxlan) };
+        let device = Link { name: link("flannel.1"), mtu: 1450, up: true, kind: vxlan.into() };
         Devices {
             links: vec![device],
             all: vec![(link("eth0"), 1500), (link("flannel.1"), 1450)],

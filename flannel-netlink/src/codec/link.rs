@@ -43,7 +43,7 @@ pub(crate) trait LinkCodec {
 /// The codec of a link kind; `None` if this version has none.
 pub(crate) fn codec(kind: &LinkKind) -> Option<&dyn LinkCodec> {
     match kind {
-        LinkKind::Vxlan(vxlan) => Some(vxlan),
+        LinkKind::Vxlan(vxlan) => Some(&**vxlan),
         _ => None,
     }
 }

@@ -77,7 +77,7 @@ pub(crate) struct RouteMessage {
     scope: RtScope,
     onlink: bool,
     /// The MTU in bytes; `None` if the route has none.
-    mtu: Option<u32>,
+    mtu: Option<u16>,
     /// No [`Route`] can represent it.
     unrepresentable: bool,
     /// It has attributes that [`Route`] does not represent and that are not part of the identity.
@@ -139,7 +139,10 @@ pub(crate) fn read(message: &Message<'_>) -> Option<RouteMessage> {
                 Rta::Multipath => read.multipath = true,
                 Rta::Metrics => {
                     for (metric, value) in Attributes(value) {
-                        if metric == RTAX_MTU { read.mtu = u32_of(value) } else { read.more = true }
+                        match u32_of(value).map(u16::try_from) {
+                            Some(Ok(mtu)) if metric == RTAX_MTU => read.mtu = Some(mtu),
+                            _ => read.more = true,
+                        }
                     }
                 }
                 // `rta_expires` of `struct rta_cacheinfo`.

@@ -8,8 +8,7 @@ use flannel_core::Kernel;
 use flannel_core::address::Family;
 use flannel_core::kernel::{Footprint, KernelError, NexthopBlock};
 use flannel_core::object::{
-    Addr, Change, Fdb, Link, LinkKind, LinkName, MacAddr, Neigh, Nexthop, Object, Route, State,
-    Via, Vxlan,
+    Addr, Change, Fdb, Link, LinkName, MacAddr, Neigh, Nexthop, Object, Route, State, Via, Vxlan,
 };
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::foreign::{RuleAction, Share};
@@ -74,7 +73,7 @@ fn mtu(family: Family) -> u32 {
 }
 
 fn link(mtu: u32, up: bool, vxlan: Vxlan) -> Link {
-    Link { name: name("flannel.1"), mtu, up, kind: LinkKind::Vxlan(vxlan) }
+    Link { name: name("flannel.1"), mtu, up, kind: vxlan.into() }
 }
 
 fn apply(kernel: &NetlinkKernel, change: Change) -> Result<(), KernelError> {

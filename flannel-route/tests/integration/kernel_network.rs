@@ -13,8 +13,8 @@ use flannel_core::kernel::{Footprint, ROUTE_PROTOCOL};
 use flannel_core::lease::{LeaseAttrs, Offer, Origin, Revision, View};
 use flannel_core::network::NetworkHandle;
 use flannel_core::object::{
-    Addr, Fdb, Key, Link, LinkKind, LinkName, MacAddr, Neigh, Nexthop, Object, ObjectKind, Route,
-    State, Via, Vxlan,
+    Addr, Fdb, Key, Link, LinkName, MacAddr, Neigh, Nexthop, Object, ObjectKind, Route, State, Via,
+    Vxlan,
 };
 use flannel_core::status::Damage;
 use flannel_core::testing::{Call, FakeKernel, FakeSubnets, Operation, diff};
@@ -96,7 +96,7 @@ fn base(own: u8) -> State {
             gbp: false,
         };
         let name = tunnel(family);
-        state.insert(Link { name, mtu: 1430, up: true, kind: LinkKind::Vxlan(vxlan) });
+        state.insert(Link { name, mtu: 1430, up: true, kind: vxlan.into() });
         state.insert(Addr { link: name, address: subnet(family, own).base(), len: family.bits() });
     }
     state
@@ -224,7 +224,7 @@ impl World {
 
     /// Sets the MTUs of paths: by a nexthop object of the plan, by one of the engine, and without
     /// the tunnel; in both families.
-    fn set_mtus(&self, mtu: Option<u32>) {
+    fn set_mtus(&self, mtu: Option<u16>) {
         let dsts = [2, 3, 101].into_iter().flat_map(|n| Family::BOTH.map(|f| subnet(f, n)));
         let mtus = dsts.filter_map(|dst| Some((dst, mtu?)));
         self.mtus.send_replace(Arc::new(mtus.collect()));

@@ -6,9 +6,7 @@ use std::sync::Arc;
 
 use flannel_core::backend::{Blueprint, NodeLease};
 use flannel_core::kernel::Footprint;
-use flannel_core::object::{
-    Key, Link, LinkKind, MacAddr, Nexthop, Object, Route, State, Via, Vxlan,
-};
+use flannel_core::object::{Key, Link, MacAddr, Nexthop, Object, Route, State, Via, Vxlan};
 use flannel_core::status::Status;
 use flannel_core::testing::{Call, FakeKernel, FakeSubnets, Operation};
 use flannel_core::{Kernel, SubnetManager};
@@ -586,7 +584,7 @@ fn a_nexthop_object_on_our_own_device_is_removed_with_it() {
         gbp: false,
     };
     let nexthop = Nexthop { id: 9, link, gateway: [10, 1, 3, 0].into(), onlink: true };
-    kernel.foreign_put(Link { name: link, mtu: 1450, up: true, kind: LinkKind::Vxlan(vxlan) }, 0);
+    kernel.foreign_put(Link { name: link, mtu: 1450, up: true, kind: vxlan.into() }, 0);
     kernel.foreign_put(nexthop, flannel_core::kernel::ROUTE_PROTOCOL);
     // The kernel made this route, as for every address. It is not ours to delete.
     let route =

@@ -13,8 +13,8 @@ use flannel_core::kernel::{Changes, Footprint, KernelError, NexthopIds, RouteAns
 use flannel_core::lease::{LeaseAttrs, LeaseSet, Offer, Origin, Revision, View};
 use flannel_core::network::NetworkHandle;
 use flannel_core::object::{
-    Addr, Change, Fdb, Key, Link, LinkKind, LinkName, MacAddr, Neigh, Nexthop, Object, ObjectKind,
-    Route, State, Via, Vxlan,
+    Addr, Change, Fdb, Key, Link, LinkName, MacAddr, Neigh, Nexthop, Object, ObjectKind, Route,
+    State, Via, Vxlan,
 };
 use flannel_core::status::{Damage, ObjectState, Rejection, Status, Wait, Waiting};
 use flannel_core::testing::{Call, FakeKernel, FakeSubnets, Operation};
@@ -101,7 +101,7 @@ impl World {
             gbp: false,
         };
         let base: [Object; 2] = [
-            Link { name: tunnel(), mtu: 1450, up: true, kind: LinkKind::Vxlan(vxlan) }.into(),
+            Link { name: tunnel(), mtu: 1450, up: true, kind: vxlan.into() }.into(),
             Addr { link: tunnel(), address: subnet(0).base(), len: 32 }.into(),
         ];
         let plans = Arc::new(AtomicUsize::new(0));
@@ -444,9 +444,10 @@ async fn a_thousand_unrelated_route_changes_a_second_cause_no_lookups() {
     let dst: Subnet = "198.18.1.0/24".parse().unwrap();
     let under = (1..=10_000).filter(|n| dst.contains(public(*n))).count();
     for n in 0..3_000u32 {
-        world
-            .kernel
-            .foreign_put(Route { dst, via: Via::Link(uplink()), mtu: Some(1400 + n % 2) }, 186);
+        world.kernel.foreign_put(
+            Route { dst, via: Via::Link(uplink()), mtu: Some(1400 + (n % 2) as u16) },
+            186,
+        );
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
     tokio::time::sleep(Duration::from_secs(2)).await;

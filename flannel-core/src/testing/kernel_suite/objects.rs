@@ -23,7 +23,7 @@ pub(super) fn every_attribute_is_changed_in_place(fixture: &Fixture<'_>) {
         let mut device = device(family, n, fixture.uplink);
         device.mtu = 1350;
         let LinkKind::Vxlan(vxlan) = &mut device.kind;
-        *vxlan = Vxlan { local: Some(peer(family, 9)), learning: true, ..*vxlan };
+        **vxlan = Vxlan { local: Some(peer(family, 9)), learning: true, ..**vxlan };
         let route = |dst, via, mtu| Object::from(Route { dst: subnet(family, dst), via, mtu });
         let gateway = |gateway, link, onlink| Via::Gateway { gateway, link, onlink };
         let mut down = device.clone();

@@ -68,7 +68,7 @@ fn put_with(flags: NlmF, requests: &mut Messages, route: &Route, index: u32, met
     if route.mtu.is_some() || (metrics && matches!(route.via, Via::Nexthop(_))) {
         requests.nest(Rta::Metrics, |metrics| {
             if let Some(mtu) = route.mtu {
-                metrics.u32(RTAX_MTU, mtu);
+                metrics.u32(RTAX_MTU, mtu.into());
             }
         });
     }
@@ -88,9 +88,9 @@ pub(crate) fn delete(requests: &mut Messages, route: &Route, index: u32, protoco
 /// IPv6 ignores the limit.
 ///
 /// **Source**: linux `net/ipv4/fib_semantics.c: fib_metrics_match`, where 0 is no MTU.
-pub(crate) fn only_with_mtu(requests: &mut Messages, mtu: Option<u32>) {
+pub(crate) fn only_with_mtu(requests: &mut Messages, mtu: Option<u16>) {
     requests.nest(Rta::Metrics, |metrics| {
-        metrics.u32(RTAX_MTU, mtu.unwrap_or(0));
+        metrics.u32(RTAX_MTU, mtu.unwrap_or(0).into());
     });
 }
 
