@@ -144,11 +144,10 @@ impl<'a> Prober<'a> {
             self.agenda.retain(|id| paths.contains(id));
             self.flights.retain(|id| paths.contains(id));
         }
-        // The turns begin at a random path, so that not all nodes probe the same peer at once. In
-        // this order the table also takes less memory.
+        self.paths.add(&added);
+        // The turns begin at a random path, so that not all nodes probe the same peer at once.
         let order = RandomState::new();
         added.sort_unstable_by_key(|id| order.hash_one(id));
-        added.iter().for_each(|id| self.paths.add(*id));
         self.agenda.add(&added, now);
     }
 

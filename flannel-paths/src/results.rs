@@ -118,9 +118,16 @@ impl Paths {
         self.table().error = Some(error);
     }
 
-    /// Adds a path, if it is new.
-    pub(crate) fn add(&self, id: PathId) {
-        self.table().records.entry(id).or_default();
+    /// Adds new paths.
+    pub(crate) fn add(&self, ids: &[PathId]) {
+        let new = ids.iter().map(|id| (*id, Record::default()));
+        let mut table = self.table();
+        if table.records.is_empty() {
+            // A map that is built at once takes a third less memory.
+            table.records = new.collect();
+        } else {
+            table.records.extend(new);
+        }
     }
 
     /// The path after this one, and after the last one the first. `None`: there are no paths.
@@ -318,7 +325,7 @@ mod tests {
     fn lossy() -> Paths {
         let paths = Paths::new(Duration::from_secs(300));
         for family in Family::BOTH {
-            paths.add(id(family));
+            paths.add(&[id(family)]);
             (0..3).for_each(|_| probe(&paths, family, false));
         }
         paths
