@@ -14,7 +14,7 @@ const MAX_RATE: f64 = 2_000.0;
 const RETRY: Duration = Duration::from_millis(500);
 /// The pause between two probes of a failing path.
 const FAILING: Duration = Duration::from_secs(5);
-/// Of more paths that are new at the same time, each waits for its turn.
+/// The largest number of new paths that do not wait for their turns.
 const NEW: usize = 100;
 
 /// The next probes. It allows `max(4, paths / interval)` probes a second in turn, and as many of
@@ -23,13 +23,13 @@ const NEW: usize = 100;
 pub(crate) struct Agenda<P> {
     /// The time in which each path is probed.
     interval: Duration,
-    /// The path that had its turn last.
+    /// The path that had its turn last; `None`: none had one.
     last: Option<P>,
     /// Paths that are new or lost an echo, and paths that fail, with the times of their next
-    /// probes. Each queue is in the order of time, because its pause is constant.
+    /// probes. Each pause is constant, so no path waits long behind one that is due later.
     lost: VecDeque<(Instant, P)>,
     failing: VecDeque<(Instant, P)>,
-    /// The paths in both queues.
+    /// The paths in either queue.
     queued: HashSet<P>,
     /// The probes that may be sent now: in turn, and of the queues.
     credit: [f64; 2],
@@ -42,12 +42,17 @@ impl<P: Copy + Eq + Hash> Agenda<P> {
         Self { interval, last, lost, failing, queued, credit: [0.0; 2], filled: now }
     }
 
-    /// Adds new paths. A few are probed next. The first turns are those after the first of them.
+    /// Begins the turns after this path, if there was none yet.
+    pub(crate) fn begin_after(&mut self, path: P) {
+        self.last.get_or_insert(path);
+    }
+
+    /// Adds new paths. A few are probed next. Of many, each waits for its turn.
     pub(crate) fn add(&mut self, paths: &[P], now: Instant) {
-        self.last = self.last.or_else(|| paths.first().copied());
-        for path in paths.iter().filter(|_| paths.len() <= NEW) {
+        let few = self.lost.len() + paths.len() <= NEW;
+        for path in paths.iter().filter(|_| few) {
             if self.queued.insert(*path) {
-                self.lost.push_front((now, *path));
+                self.lost.push_back((now, *path));
             }
         }
     }
@@ -72,7 +77,8 @@ impl<P: Copy + Eq + Hash> Agenda<P> {
     }
 
     /// The paths to probe now, of this number of `paths`. `next` is the path after another one in
-    /// a fixed order, or after the last one the first. A path that has not `rested` loses its turn.
+    /// a fixed order; after the last one, and after `None`, the first. A path that was probed just
+    /// now has not rested, and is not probed again.
     pub(crate) fn due(
         &mut self,
         now: Instant,
@@ -92,17 +98,28 @@ impl<P: Copy + Eq + Hash> Agenda<P> {
                 && queue.front().is_some_and(|(at, _)| *at <= now)
                 && let Some((_, path)) = queue.pop_front()
             {
+                if !has_rested(&path) {
+                    queue.push_back((now + RETRY, path));
+                    continue;
+                }
                 self.queued.remove(&path);
                 due.push(path);
                 *retries -= 1.0;
             }
+        }
+        // After an outage the queues were large.
+        if self.queued.is_empty() {
+            self.queued.shrink_to_fit();
+            self.lost.shrink_to_fit();
+            self.failing.shrink_to_fit();
         }
         while *turns >= 1.0
             && let Some(path) = next(self.last)
         {
             self.last = Some(path);
             *turns -= 1.0;
-            if has_rested(&path) && !self.queued.contains(&path) && !due.contains(&path) {
+            // A path in a queue has its turns too: the queue may be long.
+            if has_rested(&path) && !due.contains(&path) {
                 due.push(path);
             }
         }
@@ -195,7 +212,7 @@ mod tests {
     #[test]
     fn a_lost_echo_is_repeated_at_once() {
         let times = probed(1_000, 2, |_| Outcome::Lost);
-        let first = &times[&1];
+        let first = &times[&0];
         assert!(first.len() >= 2 && first[1] - first[0] <= RETRY + RETRY, "{first:?}");
     }
 
@@ -211,11 +228,34 @@ mod tests {
         let mut due = agenda.due(now, 1_000, |_| None, |_| true);
         due.sort_unstable();
         assert_eq!(due, [2_000, 2_002]);
-        // A turn is lost by a path that waits for another probe, and by one that has just had it.
+        // A path in a queue has its turn too, one that was probed just now has not.
         agenda.note(7, Outcome::Lost, now);
         let next = |last: Option<u32>| last.map(|last| last + 1).or(Some(0));
         agenda.last = Some(5);
         let has_rested = |path: &u32| *path != 8;
-        assert_eq!(agenda.due(now, 1_000, next, has_rested), [6, 9]);
+        assert_eq!(agenda.due(now, 1_000, next, has_rested), [6, 7, 9]);
+    }
+
+    #[test]
+    fn new_paths_do_not_delay_those_that_lost_an_echo() {
+        let start = Instant::now();
+        let mut agenda = Agenda::new(INTERVAL, start);
+        agenda.note(0, Outcome::Lost, start);
+        for tick in 0..50 {
+            let new = Vec::from_iter((1..=20).map(|n| tick * 20 + n));
+            agenda.add(&new, start);
+        }
+        assert!(agenda.lost.len() <= NEW + 1);
+        let due = agenda.due(start + RETRY, 1_000, |_| None, |_| true);
+        assert!(due.contains(&0), "{due:?}");
+    }
+
+    #[test]
+    fn each_path_has_its_turn_in_time_although_all_lose_packets() {
+        let fails = |_| Outcome::Failing;
+        for (path, times) in probed(5_000, 700, fails) {
+            let longest = times.windows(2).map(|pair| pair[1] - pair[0]).max().unwrap();
+            assert!(longest <= INTERVAL + Duration::from_secs(5), "{path}: {longest:?}");
+        }
     }
 }

@@ -20,7 +20,7 @@ use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, MissedTickBehavior, interval};
 
-use crate::agenda::{Agenda, Outcome};
+use crate::agenda::Agenda;
 use crate::change_log::ChangeLog;
 use crate::flights::{Flights, TIMEOUT};
 use crate::pinger::Pinger;
@@ -132,9 +132,12 @@ impl<'a> Prober<'a> {
                         self.paths.remove(&id);
                         removed = true;
                     }
-                    Some(_) if !self.paths.contains(&id) => added.push(id),
                     // Another node may have the lease now.
-                    Some(_) if moved => self.paths.reset(&id, now),
+                    Some(_) if moved => {
+                        self.paths.remove(&id);
+                        removed = true;
+                        added.push(id);
+                    }
                     Some(_) => {}
                 }
             }
@@ -145,10 +148,12 @@ impl<'a> Prober<'a> {
             self.flights.retain(|id| paths.contains(id));
         }
         self.paths.add(&added);
-        // The turns begin at a random path, so that not all nodes probe the same peer at once.
-        let order = RandomState::new();
-        added.sort_unstable_by_key(|id| order.hash_one(id));
         self.agenda.add(&added, now);
+        // A random one, so that not all nodes probe the same peer at once.
+        let order = RandomState::new();
+        if let Some(first) = added.iter().max_by_key(|id| order.hash_one(id)) {
+            self.agenda.begin_after(*first);
+        }
     }
 
     /// Ends the flights whose time is over, and sends the probes that are due.
@@ -167,12 +172,12 @@ impl<'a> Prober<'a> {
             let question = question.filter(|_| !status.rejected.contains_key(&id.peer));
             let Some(question) = question else {
                 paths.reset(&id, now);
-                self.agenda.note(id, Outcome::Settled, now);
                 continue;
             };
-            paths.begin(&id, now);
+            let sent = Instant::now();
+            paths.begin(&id, sent);
             let mut landed = None;
-            for (echo, probe) in self.flights.begin(id, &question, Instant::now()) {
+            for (echo, probe) in self.flights.begin(id, &question, sent) {
                 if let Some(answer) = self.pinger.send(&probe, echo) {
                     landed = self.flights.answer(echo, answer);
                 }

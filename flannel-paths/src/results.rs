@@ -386,6 +386,24 @@ mod tests {
     }
 
     #[test]
+    fn turns_go_round_whichever_paths_are_removed() {
+        let paths = Paths::new(Duration::from_secs(300));
+        assert_eq!(paths.after(None), None);
+        let ids = [3, 1, 2, 4].map(|n| PathId {
+            peer: format!("10.1.{n}.0-24").parse().unwrap(),
+            family: Family::V4,
+        });
+        paths.add(&ids);
+        let [three, one, two, four] = ids;
+        let round = |first| std::iter::successors(paths.after(first), |id| paths.after(Some(*id)));
+        assert!(round(None).take(5).eq([one, two, three, four, one]));
+        paths.remove(&two);
+        paths.remove(&four);
+        assert!(round(Some(two)).take(3).eq([three, one, three]));
+        assert_eq!(paths.after(Some(four)), Some(one));
+    }
+
+    #[test]
     fn a_path_that_is_gone_has_no_mtu() {
         let (paths, family) = (lossy(), Family::V4);
         let mtus = paths.mtus();

@@ -3,6 +3,7 @@
 
 use std::io::{self, ErrorKind};
 use std::net::IpAddr;
+use std::sync::atomic::{AtomicU16, Ordering};
 use std::time::{Duration, Instant};
 
 use flannel_core::address::Family;
@@ -16,6 +17,9 @@ const GROUP: usize = 64;
 /// The number of echoes after which answers are read.
 const BURST: usize = 16;
 const BURST_PAUSE: Duration = Duration::from_millis(1);
+/// The sequence number of the next echo. Calls that wait at the same time have different numbers,
+/// because each raw socket gets the replies to all echoes of this process.
+static NEXT: AtomicU16 = AtomicU16::new(0);
 /// The shortest wait for the answers of one of several groups.
 const LEAST: Duration = Duration::from_millis(750);
 
@@ -63,7 +67,9 @@ pub fn echo(probes: &[Probe], patience: Duration) -> io::Result<Vec<Answer>> {
         let (round, mut found) = (Round::open(family)?, Vec::new());
         let each = share(patience, ours.len().div_ceil(GROUP));
         for group in ours.chunks(GROUP) {
-            found.extend(round.run(found.len(), group, each)?);
+            // A group has at most 64.
+            let first = NEXT.fetch_add(group.len() as u16, Ordering::Relaxed);
+            found.extend(round.run(first, group, each)?);
         }
         Ok(found)
     };
@@ -99,7 +105,7 @@ impl Round {
     /// Sends one group. `first` is the sequence number of its first echo.
     fn run(
         &self,
-        first: usize,
+        first: u16,
         probes: &[(usize, Probe)],
         patience: Duration,
     ) -> io::Result<Vec<(usize, Answer)>> {
@@ -113,8 +119,7 @@ impl Round {
                     continue;
                 }
                 sent[k] = Instant::now();
-                // Sequence numbers suffice, because `doctor` limits the number of peers.
-                if let Err(answer) = self.0.send(probe, (first + k) as u16) {
+                if let Err(answer) = self.0.send(probe, first.wrapping_add(k as u16)) {
                     answers[k].1 = answer;
                 }
                 if k % BURST == BURST - 1 {
@@ -129,7 +134,7 @@ impl Round {
     /// Reads answers until all are there, or until `end`.
     fn listen(
         &self,
-        first: usize,
+        first: u16,
         (answers, sent): (&mut [(usize, Answer)], &[Instant]),
         end: Instant,
     ) -> io::Result<()> {
@@ -139,8 +144,8 @@ impl Round {
                 break;
             }
             let Some((sequence, answer)) = self.receive(left)? else { continue };
-            // Otherwise it is a late answer of the group before.
-            let Some(k) = sequence.checked_sub(first) else { continue };
+            // Larger if it answers an echo of another group or call.
+            let k = usize::from(sequence.wrapping_sub(first));
             if let Some((_, known)) =
                 answers.get_mut(k).filter(|(_, known)| *known == Answer::Nothing)
             {
@@ -154,10 +159,10 @@ impl Round {
     }
 
     /// Waits at most `left` for a message. `None`: none came, or it is not about an echo of ours.
-    fn receive(&self, left: Duration) -> io::Result<Option<(usize, IcmpMessage)>> {
+    fn receive(&self, left: Duration) -> io::Result<Option<(u16, IcmpMessage)>> {
         self.0.inbox().set_read_timeout(Some(left))?;
         match self.0.receive() {
-            Ok(message) => Ok(message.map(|(sequence, message)| (sequence.into(), message))),
+            Ok(message) => Ok(message),
             Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {
                 Ok(None)
             }
@@ -197,6 +202,30 @@ mod tests {
                 (0..1000).map(|n| probe(["127.0.0.1", "::1"][n % 2], 1400)).collect();
             let answers = echo(&probes, Duration::from_secs(20)).unwrap();
             assert!(answers.iter().all(|answer| matches!(answer, Answer::Reply(_))), "{answers:?}");
+        });
+    }
+
+    #[test]
+    fn a_call_takes_no_answer_to_another_one() {
+        in_netns(|| {
+            ip("link add eth0 type veth peer name far");
+            ip("link set far up");
+            ip("addr add 192.0.2.1/24 dev eth0");
+            ip("link set eth0 up");
+            ip("neigh add 192.0.2.9 lladdr 0a:00:00:00:00:09 dev eth0");
+            std::thread::scope(|scope| {
+                let silent = |_| {
+                    scope.spawn(|| echo(&[probe("192.0.2.9", 64)], Duration::from_secs(1)).unwrap())
+                };
+                let silent = [(); 4].map(silent);
+                while silent.iter().any(|thread| !thread.is_finished()) {
+                    let near = echo(&[probe("192.0.2.1", 64)], Duration::from_secs(9)).unwrap();
+                    assert!(matches!(near[0], Answer::Reply(_)), "{near:?}");
+                }
+                for thread in silent {
+                    assert_eq!(thread.join().unwrap(), [Answer::Nothing]);
+                }
+            });
         });
     }
 
