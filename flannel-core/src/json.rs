@@ -85,7 +85,7 @@ impl Fields {
     /// The field's value, parsed from a JSON string; `None` if the field is absent or `null`.
     ///
     /// # Errors
-    /// The value is not a string, or not that of a `T`. `expected` describes a valid value.
+    /// The value is no string, or its text is no `T`. `expected` describes a valid value.
     pub fn parsed<T: std::str::FromStr>(
         &self,
         name: &str,

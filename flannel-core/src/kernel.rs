@@ -70,7 +70,7 @@ impl Footprint {
         self.links.contains(&addr.link) && !link_local
     }
 
-    /// Whether a neighbour or forwarding entry is owned. `is_static`: permanent or static.
+    /// Whether a neighbour or forwarding entry is owned. `is_static`: it never expires.
     pub fn owns_entry(&self, link: LinkName, is_static: bool) -> bool {
         is_static && self.links.contains(&link)
     }

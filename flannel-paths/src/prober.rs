@@ -132,7 +132,7 @@ impl<'a> Prober<'a> {
                         self.paths.remove(&id);
                         removed = true;
                     }
-                    // Another node may have the lease now.
+                    // It is new, or another node may have the lease now.
                     Some(_) if moved => {
                         self.paths.remove(&id);
                         removed = true;

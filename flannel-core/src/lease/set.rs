@@ -103,7 +103,7 @@ impl<L: Into<Arc<Lease>>> FromIterator<L> for LeaseSet {
     }
 }
 
-/// The source of a lease set. Only from a set that is [`Origin::Live`], missing leases are gone.
+/// The source of a lease set. Leases that it lacks are gone only if it is [`Origin::Live`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Origin {

@@ -19,7 +19,7 @@ pub struct Vxlan {
     pub mac: MacAddr,
     /// The source address of outer packets; `None`: the kernel chooses it.
     pub local: Option<IpAddr>,
-    /// The device that outer packets leave by. `None`: the routing table decides, or it is gone.
+    /// The device that outer packets leave by. `None`: routes decide, or the device is gone.
     pub lower: Option<LinkName>,
     /// Whether the device learns forwarding entries from traffic.
     pub learning: bool,
