@@ -260,7 +260,8 @@ impl LocalManager {
             self.clock.wall().checked_add(left)
         });
         let Lease { subnets, revision, .. } = lease;
-        self.holding.set(HeldLease { subnets, attrs: lease.attrs.clone(), revision, term });
+        let attrs = lease.attrs.clone();
+        self.holding.set(HeldLease { subnets, attrs, revision, term, cached: false });
         lease
     }
 
@@ -279,7 +280,8 @@ impl LocalManager {
         // With changed attributes, any revision that the store shows must be checked.
         let same = cached.attrs == *attrs;
         let revision = if same { cached.revision } else { Revision::default() };
-        self.holding.set(HeldLease { subnets, attrs: attrs.clone(), revision, term });
+        let held_lease = HeldLease { subnets, attrs: attrs.clone(), revision, term, cached: true };
+        self.holding.set(held_lease);
         Lease { attrs: attrs.clone(), ..cached.clone() }
     }
 }

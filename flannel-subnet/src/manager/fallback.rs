@@ -193,7 +193,7 @@ impl Fallback {
             _ => None,
         };
         let Some(written) = written else { return };
-        let own = holding.get().map(|HeldLease { subnets, attrs, revision, term }| {
+        let own = holding.get().map(|HeldLease { subnets, attrs, revision, term, .. }| {
             let since = view.leases.get(&subnets).map_or(revision, |lease| lease.since);
             let left = |term: LeaseTerm| term.end().saturating_sub(self.clock.boottime());
             let expires = term.and_then(|term| now.checked_add(left(term)));

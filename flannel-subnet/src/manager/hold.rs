@@ -30,6 +30,7 @@ impl LocalManager {
     pub(super) async fn hold(&self, held: &Lease) -> Result<LeaseEnd> {
         self.resume(held);
         let mut views = self.views();
+        let mut cached = self.holding.get().is_some_and(|held_lease| held_lease.cached);
         let mut backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(60));
         let mut evaluated = None;
         let mut again = None;
@@ -37,6 +38,11 @@ impl LocalManager {
         let (mut searched, mut stray) = (LeaseSet::default(), false);
         loop {
             let view = views.borrow_and_update().clone();
+            if cached && matches!(view.origin, Origin::Live { .. }) {
+                // The store is back. The lease is renewed at once, because some stores distinguish
+                // a deleted lease from an expired one only if this process has renewed it.
+                (cached, again) = (false, Some(self.clock.boottime()));
+            }
             let difference = self.difference(&view);
             stray |= self.may_have_stray(&view, &mut searched);
             let renewal = self.holding.term().map(|term| term.renewal(self.margin));
@@ -112,6 +118,7 @@ impl LocalManager {
                 attrs: as_stored(&held.attrs),
                 revision: held.revision,
                 term: held.expires.map(|_| LeaseTerm { sent, ttl: Duration::ZERO }),
+                cached: false,
             });
         }
     }
@@ -239,7 +246,7 @@ impl LocalManager {
 
     /// Evaluates the content of our key by its holder ID and its attributes.
     async fn evaluate(&self, held_lease: &HeldLease, entry: Entry) -> Result<Option<LeaseEnd>> {
-        let HeldLease { subnets, attrs: desired, revision, term } = held_lease;
+        let HeldLease { subnets, attrs: desired, revision, term, .. } = held_lease;
         let now = &entry.lease.attrs;
         let same_node = now.preferred.public == desired.preferred.public;
         let blank = is_blank(now);

@@ -30,6 +30,8 @@ pub(super) struct HeldLease {
     pub(super) revision: Revision,
     /// `None` for a reservation, which has no end.
     pub(super) term: Option<LeaseTerm>,
+    /// It comes from the cache. This process has not asked the store for it.
+    pub(super) cached: bool,
 }
 
 /// The time for which a lease is held, in boot time.
@@ -280,7 +282,7 @@ mod tests {
         let term = Some(LeaseTerm { sent: Duration::ZERO, ttl });
         let subnets = "10.1.5.0-24".parse().unwrap();
         let (attrs, revision) = (LeaseAttrs::default(), Revision(1));
-        holding.set(HeldLease { subnets, attrs, revision, term });
+        holding.set(HeldLease { subnets, attrs, revision, term, cached: false });
         let end = Duration::from_secs(999);
         let held = |until| Ownership::Held { until: Some(until) };
         assert_eq!(*ownership.borrow_and_update(), held(epoch + end));

@@ -293,6 +293,33 @@ async fn a_cached_lease_that_was_deleted_in_the_store_ends() {
     assert!(matches!(error, Error::Store { .. }), "{error}");
 }
 
+/// Some stores distinguish a deleted lease from an expired one only if it was renewed before.
+#[tokio::test(start_paused = true)]
+async fn a_cached_lease_is_renewed_as_soon_as_the_store_is_back() {
+    let fixture = Fixture::new();
+    let lease = fixture.first_run().await;
+    let manager = fixture.node(0);
+    let mut views = manager.watch_leases().await.unwrap();
+    let held = manager.acquire_lease(&attrs(1)).await.unwrap();
+    assert_eq!(held.subnets, lease.subnets);
+    let renewed = async {
+        sleep(10 * MINUTE).await;
+        let before = manager.remaining().unwrap();
+        fixture.registry.set_outage(false);
+        live(&mut views, 2).await;
+        let renewed = async {
+            while manager.remaining().unwrap() <= before {
+                sleep(Duration::from_millis(10)).await;
+            }
+        };
+        timeout(Duration::from_secs(1), renewed).await.expect("within a second");
+    };
+    tokio::select! {
+        end = manager.hold_lease(&held) => panic!("{end:?}"),
+        () = renewed => (),
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_cached_lease_counts_only_until_its_end_by_wall_clock() {
     let fixture = Fixture::new();
