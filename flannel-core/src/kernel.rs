@@ -203,8 +203,8 @@ impl From<std::io::Error> for KernelError {
     }
 }
 
-/// The kernel's route for a packet.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// The kernel's route for a packet. `Default`: the packet is not sent.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RouteAnswer {
     /// The device; `None`: there is no route, or one that drops or refuses the packet.
@@ -221,11 +221,6 @@ impl RouteAnswer {
     /// A route to another host. Without a `gateway` the destination is on the link.
     pub const fn via(link: LinkName, gateway: Option<IpAddr>, source: Option<IpAddr>) -> Self {
         Self { link: Some(link), gateway, source, local: false }
-    }
-
-    /// The answer for a packet that is not sent.
-    pub const fn nowhere() -> Self {
-        Self { link: None, gateway: None, source: None, local: false }
     }
 
     /// The device on whose link the destination is; `None` if it is not on a link, or is this host.
@@ -253,16 +248,7 @@ pub trait Kernel: fmt::Debug + Send + Sync {
     /// users together with the nexthop object, and sends no message about IPv4 routes.
     fn nexthop_users(&self, there: &State) -> Result<BTreeMap<u32, String>, KernelError>;
 
-    /// Applies a batch of `changes` of the network with this `footprint`, in order. A failed change
-    /// does not stop the changes after it. Returns one result for each change, in the same order.
-    /// An implementation does not check whether `footprint` owns the objects.
-    ///
-    /// `Put` creates the object, or changes it in place as far as the kernel can. It replaces a
-    /// foreign object with the same key, except for a link, which fails with `EEXIST`. After a
-    /// `Put`, an inexact object ([`State::note_inexact`], [`KernelEvent::Inexact`]) is exact.
-    ///
-    /// `Delete` deletes the object only as described (same device, same gateway), and so keeps a
-    /// foreign object that replaced it. It succeeds if the object does not exist.
+    #[doc = include_str!("../docs/apply.md")]
     fn apply(&self, footprint: &Footprint, changes: &[Change]) -> Vec<Result<(), KernelError>>;
 
     /// Checks that this process may change objects, and that the kernel has links of these kinds.
@@ -271,7 +257,7 @@ pub trait Kernel: fmt::Debug + Send + Sync {
         Ok(())
     }
 
-    /// The route of a packet to `dst` by all routing tables, or [`RouteAnswer::nowhere`].
+    /// The route of a packet to `dst` by all routing tables.
     fn lookup(&self, dst: IpAddr) -> Result<RouteAnswer, KernelError>;
 
     /// Starts to listen for changes by other programs. The stream returns [`Invalidation`]s. Call

@@ -78,6 +78,10 @@ pub enum Ended {
 /// A network of kernel objects works in rounds. In a round it takes in the events of the kernel and
 /// the newest leases, applies changes for about 16 ms, and publishes its status. `flannel-route`
 /// has the details.
+///
+/// [`explain`](Self::explain) and [`waiting`](Self::waiting) wait for the end of the current round,
+/// or for the start of `run`. They return `None` if the network has stopped or answers no
+/// questions. Dropping their future withdraws the question.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct NetworkHandle {
@@ -133,13 +137,7 @@ impl NetworkHandle {
     }
 
     /// The peer whose subnet contains `address`, and its objects. An accepted peer comes before
-    /// rejected ones.
-    ///
-    /// `None`: no peer has the address, the network has stopped, or it answers no questions. Waits
-    /// for the end of the current round, or for the start of `run`.
-    ///
-    /// # Cancel safety
-    /// Dropping the future withdraws the question.
+    /// rejected ones. `None` also if no peer has the address.
     pub async fn explain(&self, address: IpAddr) -> Option<Explanation> {
         let (reply, explanation) = oneshot::channel();
         self.questions.as_ref()?.send(Question::Explain(address, Reply(reply))).await.ok()?;
@@ -148,12 +146,6 @@ impl NetworkHandle {
 
     /// The peers whose objects are not all in the kernel yet, with the reason. O(number of such
     /// peers). A status that is read afterwards is at least as new as the answer.
-    ///
-    /// `None`: the network has stopped, or it answers no questions. Waits for the end of the
-    /// current round, or for the start of `run`.
-    ///
-    /// # Cancel safety
-    /// Dropping the future withdraws the question.
     pub async fn waiting(&self) -> Option<Waiting> {
         let (reply, waiting) = oneshot::channel();
         self.questions.as_ref()?.send(Question::Waiting(Reply(reply))).await.ok()?;

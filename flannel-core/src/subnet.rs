@@ -49,17 +49,7 @@ pub trait SubnetManager: fmt::Debug + Send + Sync {
         Ok(Hints::default())
     }
 
-    /// Acquires a lease with these attributes: the current lease of this node, else its previous
-    /// subnets if they are free, else any free subnets. If another node takes the subnets first,
-    /// this method tries others.
-    ///
-    /// # Errors
-    /// [`Error::OutOfSubnets`](crate::Error::OutOfSubnets), [`Error::NotReady`](crate::Error) if
-    /// another program has to assign the subnets first, and those of
-    /// [`network_config`](Self::network_config).
-    ///
-    /// # Cancel safety
-    /// If the future is dropped, a lease may have been acquired. The next call finds it.
+    #[doc = include_str!("../docs/acquire_lease.md")]
     async fn acquire_lease(&self, attrs: &LeaseAttrs) -> Result<Lease>;
 
     /// Publishes other attributes for the lease of this node. Returns the new lease.
@@ -90,13 +80,7 @@ pub trait SubnetManager: fmt::Debug + Send + Sync {
         false
     }
 
-    /// Publishes the readiness of this node's network until the next report, if the store has a
-    /// place for it. Report [`Readiness::Starting`] before the first lease is acquired: that call
-    /// returns when the readiness is published, or with the error. All other reports return at once
-    /// without an error, and are published in the background.
-    ///
-    /// # Cancel safety
-    /// If the future is dropped, the readiness may have been published.
+    #[doc = include_str!("../docs/report.md")]
     async fn report(&self, _readiness: &Readiness) -> Result<()> {
         Ok(())
     }

@@ -352,7 +352,7 @@ impl Kernel for FakeKernel {
         tables.call(Operation::Lookup, None)?;
         Ok(tables
             .on_link(dst)
-            .map_or_else(RouteAnswer::nowhere, |link| RouteAnswer::via(link, None, None)))
+            .map_or_else(RouteAnswer::default, |link| RouteAnswer::via(link, None, None)))
     }
 
     fn changes(&self) -> Result<Box<dyn Changes>, KernelError> {

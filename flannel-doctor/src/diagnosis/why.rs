@@ -54,7 +54,7 @@ impl Default for RouteInputs<'_> {
             own: None,
             lease: None,
             explanation: None,
-            answer: Ok(RouteAnswer::nowhere()),
+            answer: Ok(RouteAnswer::default()),
         }
     }
 }

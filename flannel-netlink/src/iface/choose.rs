@@ -568,7 +568,7 @@ mod tests {
         assert_eq!(chosen(&selectors, &DUAL, &facts), "eth1 198.51.100.9 2001:db8:1::1");
         let both = "no external interface: iface eth7: no interface named eth7; iface-can-reach \
             198.51.100.77: ";
-        let nowhere = reaching(Some(RouteAnswer::nowhere()));
+        let nowhere = reaching(Some(RouteAnswer::default()));
         assert_eq!(chosen(&selectors, &V4, &nowhere), format!("{both}there is no route to it"));
         let mut local = via("198.51.100.77");
         local.as_mut().unwrap().local = true;

@@ -57,16 +57,16 @@ pub(crate) fn lookup(socket: &mut Socket, dst: IpAddr) -> Result<RouteAnswer, Ke
         Ok(answer) => answer,
         // A route of type prohibit, a blackhole, no route, and a route of type unreachable.
         Err(error) if matches!(error.errno, EACCES | EINVAL | ENETUNREACH | EHOSTUNREACH) => {
-            return Ok(RouteAnswer::nowhere());
+            return Ok(RouteAnswer::default());
         }
         Err(error) => return Err(error),
     };
     // Other types, such as blackhole and broadcast, lead to no single host.
     if !matches!(answer.kind, Rtn::Unicast | Rtn::Local) || answer.index == 0 {
-        return Ok(RouteAnswer::nowhere());
+        return Ok(RouteAnswer::default());
     }
     // The link may have been deleted since the first query.
-    let Some(link) = name_of(socket, answer.index)? else { return Ok(RouteAnswer::nowhere()) };
+    let Some(link) = name_of(socket, answer.index)? else { return Ok(RouteAnswer::default()) };
     let mut route = RouteAnswer::via(link, answer.gateway, answer.source);
     route.local = answer.kind == Rtn::Local;
     Ok(route)

@@ -647,7 +647,7 @@ fn a_last_resort_route_is_behind_others_and_replaces_ours() {
                 scene.apply(&Change::Put(last.into()));
                 scene.apply(&Change::Put(last.into()));
                 assert_eq!(scene.found(), Some(last.into()), "alone after {form:?}");
-                assert_eq!(scene.kernel.lookup(inside).unwrap(), RouteAnswer::nowhere());
+                assert_eq!(scene.kernel.lookup(inside).unwrap(), RouteAnswer::default());
                 scene.apply(&Change::Put(form.into()));
                 assert_eq!(found(), Some(form.into()), "packets take the other route");
                 scene.apply(&Change::Delete(form.into()));
@@ -694,7 +694,7 @@ fn a_lookup_returns_the_route_that_the_kernel_chooses() {
         in_both_families(|scene| {
             let ask = |address| scene.kernel.lookup(address).unwrap();
             let inside = scene.dst().nth(9).unwrap();
-            assert_eq!(ask(inside), RouteAnswer::nowhere(), "no route");
+            assert_eq!(ask(inside), RouteAnswer::default(), "no route");
             assert_eq!(ask(scene.gateway(77)).on_link(), Some(up()));
             assert_eq!(ask(scene.gateway(77)).source, Some(scene.gateway(1)));
             // For IPv6 the kernel creates the route to its own address shortly after the address.
@@ -705,7 +705,7 @@ fn a_lookup_returns_the_route_that_the_kernel_chooses() {
                 scene.apply(&Change::Put(form.into()));
                 let answer = ask(inside);
                 match form.via {
-                    Via::Blackhole => assert_eq!(answer, RouteAnswer::nowhere()),
+                    Via::Blackhole => assert_eq!(answer, RouteAnswer::default()),
                     Via::Link(_) => assert_eq!(answer.on_link(), Some(up())),
                     Via::Gateway { gateway, .. } => {
                         assert_eq!((answer.link, answer.gateway), (Some(up()), Some(gateway)));
@@ -715,7 +715,7 @@ fn a_lookup_returns_the_route_that_the_kernel_chooses() {
             }
             for kind in ["unreachable", "prohibit"] {
                 scene.foreign(&format!("route replace {kind} DST"));
-                assert_eq!(ask(inside), RouteAnswer::nowhere(), "{kind}");
+                assert_eq!(ask(inside), RouteAnswer::default(), "{kind}");
             }
         });
     });
