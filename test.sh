@@ -49,6 +49,25 @@ if [ -z "${PROMTOOL:-}" ] && ! command -v promtool >/dev/null && [ ! -x "$tools/
     rm -rf "$tools/prometheus"
 fi
 export PROMTOOL=${PROMTOOL:-$(command -v promtool || echo "$tools/promtool")}
+# A guest kernel, for devices that the kernel of this host may lack. It exists for x86-64 only.
+if [ "$(uname -m)" = x86_64 ] && [ -z "${FLANNEL_UML:-}" ] && [ ! -x /usr/bin/linux.uml ]; then
+    if [ ! -x "$tools/uml/usr/bin/linux.uml" ]; then
+        if ! command -v apt-get >/dev/null; then
+            echo "test.sh: install user-mode-linux first, or name in FLANNEL_UML the directory usr" \
+                "of its unpacked package" >&2
+            exit 1
+        fi
+        mkdir -p "$tools/uml"
+        (
+            cd "$tools/uml"
+            apt-get download -qq user-mode-linux ||
+                { apt-get update -qq && apt-get download -qq user-mode-linux; }
+            dpkg-deb -x user-mode-linux_*.deb .
+            rm user-mode-linux_*.deb
+        )
+    fi
+    export FLANNEL_UML=$tools/uml/usr
+fi
 if ! command -v cargo >/dev/null; then
     echo "test.sh: install Rust first: https://rustup.rs" >&2
     exit 1
@@ -102,8 +121,13 @@ if [ "$(id -u)" = 0 ]; then
         (cd / && timeout --kill-after=10 1800 \
             setpriv --reuid=65534 --regid=65534 --clear-groups env HOME=/nonexistent "$@")
     }
+    if [ "$(uname -m)" = x86_64 ]; then
+        mkdir -p "$dir/uml/bin" "$dir/uml/lib"
+        cp "${FLANNEL_UML:-/usr}/bin/linux.uml" "$dir/uml/bin"
+        cp -r "${FLANNEL_UML:-/usr}/lib/uml" "$dir/uml/lib"
+    fi
     for test in $netns_tests; do
-        as_nobody "$dir/$(basename "$test")" --quiet
+        as_nobody FLANNEL_UML="$dir/uml" "$dir/$(basename "$test")" --quiet
     done
     for test in $daemon_tests; do
         as_nobody FLANNELD="$dir/flanneld" FLANNELCTL="$dir/flannelctl" PROMTOOL="$dir/promtool" \

@@ -4,13 +4,14 @@ mod list;
 
 use flannel_backend_alloc::Alloc;
 use flannel_backend_hostgw::HostGw;
+use flannel_backend_ipip::Ipip;
 use flannel_backend_vxlan::VxlanBackend;
 
 pub use self::list::{Backends, UnknownBackend};
 
 /// The backends of this build.
 pub fn all() -> Backends {
-    Backends::default().with(&VxlanBackend).with(&HostGw).with(&Alloc)
+    Backends::default().with(&VxlanBackend).with(&HostGw).with(&Ipip).with(&Alloc)
 }
 
 #[cfg(test)]
@@ -21,7 +22,10 @@ mod tests {
         assert_eq!(backends.find("host-gw").unwrap().lease_type(), "host-gw");
         assert_eq!(backends.find("alloc").unwrap().lease_type(), "");
         let error = backends.find("vlxan").unwrap_err().to_string();
-        assert!(error.contains("\"vlxan\"") && error.contains("vxlan, host-gw, alloc"), "{error}");
+        assert!(
+            error.contains("\"vlxan\"") && error.contains("vxlan, host-gw, ipip, alloc"),
+            "{error}"
+        );
     }
 
     #[test]

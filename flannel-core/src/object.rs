@@ -23,7 +23,7 @@ use std::net::IpAddr;
 pub use self::addr::Addr;
 pub use self::change::Change;
 pub use self::fdb::Fdb;
-pub use self::link::{Link, LinkAttributes, LinkKind, Vxlan};
+pub use self::link::{Ipip, Link, LinkAttributes, LinkKind, Vxlan};
 pub use self::name::{LinkName, MacAddr};
 pub use self::neigh::Neigh;
 pub use self::nexthop::Nexthop;

@@ -2,7 +2,7 @@
 //!
 //! [`eventually`] and [`eventually_async`] wait until a condition holds, and panic after a deadline
 //! with the place of the call and a message. A condition is a `bool`, or an `Option` whose value
-//! is returned. [`Logged`] collects the log.
+//! is returned. [`Logged`] collects the log. [`guest`] runs a test in a kernel of its own.
 //!
 //! ```
 //! use std::time::{Duration, Instant};
@@ -19,6 +19,7 @@
 //! assert_eq!(found, 3);
 //! ```
 
+pub mod guest;
 mod logged;
 
 use std::fmt::Display;

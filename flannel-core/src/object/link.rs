@@ -2,10 +2,12 @@
 //!
 //! To add a kind of device, implement [`LinkAttributes`], and add a variant to [`LinkKind`].
 
+mod ipip;
 mod vxlan;
 
 use std::fmt;
 
+pub use self::ipip::Ipip;
 pub use self::vxlan::Vxlan;
 use super::{LinkName, MacAddr};
 
@@ -36,6 +38,8 @@ impl fmt::Display for Link {
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum LinkKind {
+    /// An ipip device without a remote address.
+    Ipip(Ipip),
     /// A vxlan device without multicast group.
     Vxlan(Box<Vxlan>),
 }
@@ -47,10 +51,14 @@ pub trait LinkAttributes: fmt::Display {
     fn kind(&self) -> &'static str;
 
     /// The MAC address; `None` for kinds without one.
-    fn mac(&self) -> Option<MacAddr>;
+    fn mac(&self) -> Option<MacAddr> {
+        None
+    }
 
     /// The device that outer packets leave by; `None`: the routing table decides.
-    fn lower(&self) -> Option<LinkName>;
+    fn lower(&self) -> Option<LinkName> {
+        None
+    }
 
     /// Whether the kernel can change a device with these attributes into `to` in place. If not, the
     /// device is deleted and created again.
@@ -61,6 +69,7 @@ impl LinkKind {
     /// The attributes that kinds have in common.
     pub fn attributes(&self) -> &dyn LinkAttributes {
         match self {
+            Self::Ipip(ipip) => ipip,
             Self::Vxlan(vxlan) => &**vxlan,
         }
     }

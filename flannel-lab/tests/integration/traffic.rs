@@ -6,6 +6,7 @@
 use std::fs;
 use std::time::{Duration, Instant};
 use test_support::eventually;
+use test_support::guest::in_uml;
 
 use flannel_backend_hostgw::HostGw;
 use flannel_backend_vxlan::VxlanBackend;
@@ -22,10 +23,17 @@ use flannel_lab::testing::stream::{Lost, Traffic};
 
 const PATIENCE: Duration = Duration::from_secs(30);
 
+/// The modules that a lab with nftables needs in a guest.
+const MODULES: [&str; 8] =
+    ["veth", "bridge", "nf_tables", "nft_ct", "nft_masq", "nf_nat", "nft_compat", "nft_reject"];
+
 /// Three hosts with both families, whose pods reach each other.
 fn up(backend: impl Into<Value>) -> Lab {
-    let builder: Builder = Lab::builder().program(env!("CARGO_BIN_EXE_lab"));
-    let lab = builder.families(Family::BOTH).backend(backend).start().unwrap();
+    up_with(Lab::builder().families(Family::BOTH).backend(backend))
+}
+
+fn up_with(builder: Builder) -> Lab {
+    let lab = builder.program(env!("CARGO_BIN_EXE_lab")).start().unwrap();
     lab.start_daemons().unwrap();
     let matrix = lab.wait_until_reachable(PATIENCE).unwrap_or_else(|e| panic!("{e}"));
     assert!(matrix.is_complete(), "{:#?}\n{}", matrix.failures().collect::<Vec<_>>(), logs(&lab));
@@ -82,12 +90,11 @@ fn a_loss_is_detected_and_reported() {
     });
 }
 
-/// Every daemon is killed and started again ten times: unchanged, or with nexthop objects on or
-/// off.
-fn killed_and_upgraded(backend: &str) {
-    let lab = up(backend);
-    let traffic = Traffic::start(&lab);
-    for round in 1..=10 {
+/// Every daemon is killed and started again in each round: unchanged, or with nexthop objects on
+/// or off.
+fn killed_and_upgraded(lab: &Lab, rounds: usize) {
+    let traffic = Traffic::start(lab);
+    for round in 1..=rounds {
         let plain = round % 4 < 2;
         let option = if plain { "--nexthop-objects=off" } else { "--nexthop-objects=auto" };
         for host in lab.hosts() {
@@ -101,19 +108,25 @@ fn killed_and_upgraded(backend: &str) {
             traffic.wait_for_arrivals();
         }
     }
-    // 12 streams, 30 restarts, twice 25 packets each at least.
-    assert_no_loss(traffic, &lab, 12 * 30 * 50);
+    // Six streams in one family, and twice 25 packets in each for a restart at least.
+    assert_no_loss(traffic, lab, 6 * lab.hosts().len() * rounds * 50);
 }
 
 #[test]
 fn vxlan_daemons_killed_and_upgraded_lose_no_packet() {
-    as_root(|| killed_and_upgraded("vxlan"));
+    as_root(|| killed_and_upgraded(&up("vxlan"), 10));
 }
 
 #[test]
 fn host_gw_daemons_killed_and_upgraded_lose_no_packet() {
-    as_root(|| {
-        killed_and_upgraded("host-gw");
+    as_root(|| killed_and_upgraded(&up("host-gw"), 10));
+}
+
+#[test]
+fn ipip_daemons_killed_and_upgraded_lose_no_packet() {
+    in_uml(&[&MODULES[..], &["ipip"]].concat(), || {
+        let lab = Lab::builder().backend("ipip").config_field("EnableNFTables", true);
+        killed_and_upgraded(&up_with(lab), 4);
     });
 }
 

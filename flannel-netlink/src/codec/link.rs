@@ -3,6 +3,7 @@
 //! Each link kind has a module below this one. A request for a change has only the attributes that
 //! differ, because the kernel refuses some attributes even with their current values.
 
+mod ipip;
 mod vxlan;
 
 use flannel_core::object::{Link, LinkKind, LinkName, MacAddr};
@@ -30,6 +31,12 @@ pub(crate) trait LinkCodec {
     /// [`LinkMessage::can_become`].
     fn change(&self, is: &LinkMessage, data: &mut Messages, lower: u32);
 
+    /// An attribute with a value that the kernel refuses with `EINVAL`. `None`: it refuses a device
+    /// without attributes.
+    fn invalid(&self) -> Option<(u16, u8)> {
+        None
+    }
+
     /// Whether the existing device `is` belongs to the same network. Other attributes may differ.
     fn is_same_network(&self, is: &LinkMessage) -> bool;
 
@@ -43,6 +50,7 @@ pub(crate) trait LinkCodec {
 /// The codec of a link kind; `None` if this version has none.
 pub(crate) fn codec(kind: &LinkKind) -> Option<&dyn LinkCodec> {
     match kind {
+        LinkKind::Ipip(ipip) => Some(ipip),
         LinkKind::Vxlan(vxlan) => Some(&**vxlan),
         _ => None,
     }
@@ -51,6 +59,7 @@ pub(crate) fn codec(kind: &LinkKind) -> Option<&dyn LinkCodec> {
 /// The attributes of one link kind in a message.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum KindMessage {
+    Ipip(ipip::IpipMessage),
     Vxlan(vxlan::VxlanMessage),
     /// A kind that flannel does not use.
     Other,
@@ -65,7 +74,7 @@ pub(crate) struct LinkMessage {
     pub(crate) mtu: u32,
     /// `IFF_UP`: the device is set up by an administrator, whatever its carrier is.
     pub(crate) up: bool,
-    /// The device uses ARP and neighbour discovery (no `IFF_NOARP`).
+    /// The device uses ARP and neighbour discovery (no `IFF_NOARP`), or has no MAC address.
     arp: bool,
     /// The device is a port of another device. A bridge or a bond gets all packets that the port
     /// receives. A VRF looks them up in its own routing table, which has no routes to pods.
@@ -118,7 +127,7 @@ pub(crate) fn read(message: &Message<'_>) -> Option<LinkMessage> {
         name: name?,
         mtu,
         up: has(Iff::UP),
-        arp: !has(Iff::NOARP),
+        arp: mac.is_none() || !has(Iff::NOARP),
         enslaved,
         proto_down,
         kind_name,
@@ -137,6 +146,7 @@ fn read_info(info: &[u8]) -> (String, KindMessage) {
     let name = find(IflaInfo::Kind).and_then(text_of).unwrap_or_default();
     let data = find(IflaInfo::Data).unwrap_or_default();
     let kind = match name.as_str() {
+        "ipip" => KindMessage::Ipip(ipip::read(data)),
         "vxlan" => KindMessage::Vxlan(vxlan::read(data)),
         _ => KindMessage::Other,
     };
@@ -156,6 +166,7 @@ impl LinkMessage {
     /// The index of the device that sends the outer packets; 0 if there is none.
     pub(crate) fn lower(&self) -> u32 {
         match &self.kind {
+            KindMessage::Ipip(ipip) => ipip.lower,
             KindMessage::Vxlan(vxlan) => vxlan.lower,
             KindMessage::Other => 0,
         }
@@ -164,6 +175,7 @@ impl LinkMessage {
     /// Whether [`LinkMessage::object`] represents all attributes that affect packets.
     pub(crate) fn is_exact(&self) -> bool {
         let is_exact = match &self.kind {
+            KindMessage::Ipip(ipip) => ipip.is_exact(),
             KindMessage::Vxlan(vxlan) => vxlan.is_exact(),
             KindMessage::Other => true,
         };
@@ -174,6 +186,7 @@ impl LinkMessage {
     /// index [`LinkMessage::lower`]; `None` if that is 0.
     pub(crate) fn object(&self, lower: Option<LinkName>) -> Option<Link> {
         let kind = match &self.kind {
+            KindMessage::Ipip(ipip) => ipip.object()?,
             KindMessage::Vxlan(vxlan) => vxlan.object(self.mac?, lower)?,
             KindMessage::Other => return None,
         };
@@ -224,11 +237,16 @@ pub(crate) fn create(link: &Link, codec: &dyn LinkCodec, lower: u32) -> Messages
     request
 }
 
-/// A request for a device of this kind without the attributes that every such device needs.
-pub(crate) fn incomplete(kind: &str) -> Messages {
+/// A request for a device of this kind that the kernel refuses because of its attributes.
+pub(crate) fn refused(kind: &str, codec: Option<&dyn LinkCodec>) -> Messages {
     let mut request = Messages::one(Rtm::Newlink, NlmF::CREATE | NlmF::EXCL, &at(0));
     request.nest(Ifla::Linkinfo, |info| {
         info.text(IflaInfo::Kind, kind);
+        if let Some((id, value)) = codec.and_then(LinkCodec::invalid) {
+            info.nest(IflaInfo::Data, |data| {
+                data.attr(id, &[value]);
+            });
+        }
     });
     request
 }

@@ -7,6 +7,7 @@ mod changes;
 mod corpus;
 mod foreign;
 mod iface;
+mod ipip;
 mod netfilter;
 mod objects;
 mod routes;

@@ -5,9 +5,20 @@ use std::sync::Arc;
 use flannel_core::testing::{Fixture, kernel_suite};
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::testing::{in_netns_async, ip};
+use test_support::guest::in_uml;
 
 #[test]
 fn the_kernel_passes_the_suite() {
+    suite();
+}
+
+/// Another version of Linux than that of most hosts.
+#[test]
+fn the_kernel_of_the_guest_passes_the_suite() {
+    in_uml(&["ipv6", "veth", "vxlan"], || suite());
+}
+
+fn suite() {
     in_netns_async(|| async {
         ip("link add up0 type veth peer name far0");
         ip("link set far0 up");

@@ -43,7 +43,7 @@ impl LinkAttributes for Vxlan {
     /// **Source**: linux `drivers/net/vxlan/vxlan_core.c: vxlan_nl2conf`, which ignores a request
     /// to have no lower device.
     fn can_become(&self, to: &LinkKind) -> bool {
-        let LinkKind::Vxlan(to) = to;
+        let LinkKind::Vxlan(to) = to else { return false };
         let family = |device: &Self| device.local.map(Family::of);
         let same = (self.vni, self.port, self.gbp) == (to.vni, to.port, to.gbp);
         let families = family(self).is_none() || family(to).is_none() || family(self) == family(to);

@@ -22,7 +22,7 @@ pub(super) fn every_attribute_is_changed_in_place(fixture: &Fixture<'_>) {
         let id = 0x0f1a_0000 + u32::from(n);
         let mut device = device(family, n, fixture.uplink);
         device.mtu = 1350;
-        let LinkKind::Vxlan(vxlan) = &mut device.kind;
+        let LinkKind::Vxlan(vxlan) = &mut device.kind else { unreachable!("a vxlan device") };
         **vxlan = Vxlan { local: Some(peer(family, 9)), learning: true, ..**vxlan };
         let route = |dst, via, mtu| Object::from(Route { dst: subnet(family, dst), via, mtu });
         let gateway = |gateway, link, onlink| Via::Gateway { gateway, link, onlink };
@@ -113,7 +113,7 @@ pub(super) fn a_new_identity_makes_a_new_device(fixture: &Fixture<'_>) {
     let neigh = Neigh { link: link.name, address: ip(Family::V4, 2), mac: mac(2) };
     for change in 0..3 {
         apply(fixture, &puts(&[link.clone().into(), neigh.into()]));
-        let LinkKind::Vxlan(vxlan) = &mut link.kind;
+        let LinkKind::Vxlan(vxlan) = &mut link.kind else { unreachable!("a vxlan device") };
         match change {
             0 => vxlan.vni += 100,
             1 => vxlan.port += 100,

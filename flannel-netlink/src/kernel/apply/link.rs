@@ -16,15 +16,15 @@ const EPERM: i32 = 1;
 const EBUSY: i32 = 16;
 
 /// See [`Kernel::may_change`](flannel_core::Kernel::may_change). The kernel checks the privilege
-/// and the kind of a link before it refuses these incomplete requests with `EINVAL`. It loads the
-/// module of the kind.
+/// and the kind of a link before it refuses the attributes of these requests with `EINVAL`. It
+/// loads the module of the kind.
 ///
 /// **Source**: linux `net/core/rtnetlink.c: rtnetlink_rcv_msg, rtnl_newlink`.
 pub(in crate::kernel) fn may_change(
     socket: &mut Socket,
     links: &[Link],
 ) -> Result<(), KernelError> {
-    let permitted = refused_as_incomplete(socket.send_one(link::delete(0)));
+    let permitted = refused_as_invalid(socket.send_one(link::delete(0)));
     permitted.map_err(|error| match error.errno {
         EPERM => {
             let detail = "this process needs CAP_NET_ADMIN in its network namespace";
@@ -34,7 +34,8 @@ pub(in crate::kernel) fn may_change(
     })?;
     for wanted in links {
         let kind = wanted.kind.attributes().kind();
-        let known = refused_as_incomplete(socket.send_one(link::incomplete(kind)));
+        let known =
+            refused_as_invalid(socket.send_one(link::refused(kind, link::codec(&wanted.kind))));
         known.map_err(|error| match error.errno {
             EOPNOTSUPP => {
                 let detail = format!("this kernel has no {kind} devices: run modprobe {kind}");
@@ -46,8 +47,8 @@ pub(in crate::kernel) fn may_change(
     Ok(())
 }
 
-/// The result of an incomplete request that passed all checks before that of its attributes.
-fn refused_as_incomplete(result: Result<(), KernelError>) -> Result<(), KernelError> {
+/// The result of a request that passed all checks before that of its attributes.
+fn refused_as_invalid(result: Result<(), KernelError>) -> Result<(), KernelError> {
     match result {
         Err(error) if error.errno == EINVAL => Ok(()),
         result => result,
@@ -228,7 +229,7 @@ mod tests {
     fn the_kernel_refuses_an_unknown_kind_before_missing_attributes() {
         in_netns(|| {
             let mut socket = Socket::open().unwrap();
-            let mut errno = |kind| socket.send_one(link::incomplete(kind)).unwrap_err().errno;
+            let mut errno = |kind| socket.send_one(link::refused(kind, None)).unwrap_err().errno;
             assert_eq!(["nosuchkind", "vxlan"].map(&mut errno), [EOPNOTSUPP, EINVAL]);
         });
     }

@@ -1,0 +1,102 @@
+//! The ipip backend on the fake kernel: its objects for different leases.
+
+#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+
+use std::net::IpAddr;
+use std::sync::Arc;
+
+use flannel_backend_ipip::Ipip;
+use flannel_core::address::Dual;
+use flannel_core::backend::ExternalInterface;
+use flannel_core::lease::{LeaseAttrs, Offer};
+use flannel_core::testing::{FakeKernel, FakeSubnets};
+use flannel_core::{Backend, Config, SubnetManager};
+use flannel_route::{Host, JoinOptions};
+
+const CONFIG: &str = r#"{"Network":"10.1.0.0/16","Backend":{"Type":"ipip"}}"#;
+
+fn address(text: &str) -> Dual<IpAddr> {
+    [text.parse::<IpAddr>().unwrap()].into_iter().collect()
+}
+
+/// Behind NAT: other nodes reach it at another address.
+fn uplink() -> ExternalInterface {
+    ExternalInterface {
+        name: "eth0".parse().unwrap(),
+        mtu: 1500,
+        address: address("192.0.2.1"),
+        public: address("198.51.100.1"),
+        reason: "it has the default route".into(),
+    }
+}
+
+/// A host whose kernel uses no nexthop objects, so that the kernel has the objects of the plan.
+fn host(kernel: &FakeKernel, subnets: &FakeSubnets) -> Host {
+    kernel.use_nexthops(false);
+    Host::new(uplink(), Arc::new(kernel.clone()), Arc::new(subnets.clone()))
+}
+
+fn peer(public: &str) -> LeaseAttrs {
+    let kind = "ipip".into();
+    LeaseAttrs::from(Offer { public: address(public), kind, ..Offer::default() })
+}
+
+#[tokio::test]
+async fn a_route_for_every_peer_through_the_tunnel_or_without_it() {
+    for (direct, near) in [
+        (false, "route 10.1.7.0/24 via 192.0.2.7 dev flannel.ipip onlink"),
+        (true, "route 10.1.7.0/24 via 192.0.2.7 dev eth0"),
+    ] {
+        let backend = format!(r#"{{"Type":"ipip","DirectRouting":{direct}}}"#);
+        let config = CONFIG.replace(r#"{"Type":"ipip"}"#, &backend);
+        let (kernel, subnets) =
+            (FakeKernel::with_uplink("eth0"), FakeSubnets::with_config(&config));
+        subnets.put_attrs("10.1.7.0-24", peer("192.0.2.7"));
+        subnets.put_attrs("10.1.8.0-24", peer("203.0.113.8"));
+        // The address of the tunnel of this node.
+        subnets.put_attrs("10.1.9.0-24", peer("192.0.2.1"));
+        let config = subnets.network_config().await.unwrap();
+        let network =
+            host(&kernel, &subnets).join(&Ipip, &config, JoinOptions::default()).await.unwrap();
+        let handle = network.handle();
+        assert_eq!(handle.mtu, 1480);
+        assert_eq!(
+            handle.lease.attrs.to_json(),
+            r#"{"PublicIP":"198.51.100.1","PublicIPv6":null,"BackendType":"ipip"}"#
+        );
+        let mut status = handle.status.clone();
+        tokio::select! {
+            ended = network.run(subnets.watch_leases().await.unwrap()) => panic!("{ended:?}"),
+            settled = status.wait_for(|status| status.in_sync) => drop(settled.unwrap()),
+        }
+        let rejected = status.borrow().rejected.clone();
+        let own = rejected.get(&"10.1.9.0-24".parse().unwrap()).unwrap().to_string();
+        assert!(own.contains("192.0.2.1"), "{own}");
+        assert_eq!(
+            kernel.dump(),
+            [
+                "link flannel.ipip mtu 1480 up type ipip local 192.0.2.1",
+                "address 10.1.1.0/32 dev flannel.ipip",
+                near,
+                "route 10.1.8.0/24 via 203.0.113.8 dev flannel.ipip onlink",
+            ]
+        );
+    }
+}
+
+#[test]
+fn configs_and_interfaces_that_it_cannot_serve_are_refused() {
+    let refused = |config: &str, uplink: Option<&ExternalInterface>| {
+        Ipip.validate(&Config::parse(config).unwrap(), uplink).unwrap_err().to_string()
+    };
+    Ipip.validate(&Config::parse(CONFIG).unwrap(), Some(&uplink())).unwrap();
+    let v6 = r#"{"EnableIPv6":true,"IPv6Network":"fd00:1::/48","#;
+    let dual = CONFIG.replacen('{', v6, 1);
+    assert!(refused(&dual, None).contains("EnableIPv6 is true"), "{}", refused(&dual, None));
+    let wrong = CONFIG.replace(r#""ipip""#, r#""ipip","DirectRouting":"yes""#);
+    assert!(refused(&wrong, None).contains("DirectRouting"), "{}", refused(&wrong, None));
+    let narrow = ExternalInterface { mtu: 87, ..uplink() };
+    assert!(refused(CONFIG, Some(&narrow)).contains("the tunnel needs 88"));
+    let bare = ExternalInterface { address: Dual::default(), ..uplink() };
+    assert!(refused(CONFIG, Some(&bare)).contains("eth0 has no IPv4 address"));
+}

@@ -1,0 +1,170 @@
+//! Ipip devices.
+
+use std::net::{IpAddr, Ipv4Addr};
+
+use flannel_core::object::{Ipip, LinkKind};
+
+use super::{KindMessage, LinkCodec, LinkMessage, is_set};
+use crate::transport::wire::{Attributes, Messages, ip_of, u32_of};
+
+/// `IFLA_IPTUN_…` (linux `include/uapi/linux/if_tunnel.h`).
+mod attr {
+    pub(super) const LINK: u16 = 1;
+    pub(super) const LOCAL: u16 = 2;
+    pub(super) const REMOTE: u16 = 3;
+    pub(super) const TTL: u16 = 4;
+    pub(super) const TOS: u16 = 5;
+    pub(super) const PROTO: u16 = 9;
+    pub(super) const PMTUDISC: u16 = 10;
+    pub(super) const ENCAP_TYPE: u16 = 15;
+    pub(super) const COLLECT_METADATA: u16 = 19;
+    pub(super) const FWMARK: u16 = 20;
+}
+
+/// Attributes that are 0 on flannel's devices: outer packets inherit the TTL, and the DF flag, of
+/// inner ones. Devices with other values are changed in place. The kernel knows `FWMARK` since
+/// Linux 4.12.
+const ZERO: [(u16, usize); 5] =
+    [(attr::LINK, 4), (attr::TTL, 1), (attr::TOS, 1), (attr::PMTUDISC, 1), (attr::FWMARK, 4)];
+
+/// `IPPROTO_IPIP`.
+const IPIP: u8 = 4;
+
+/// `IFLA_INFO_DATA` of an ipip device.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct IpipMessage {
+    /// The source address of outer packets; `None` if the kernel chooses it.
+    local: Option<Ipv4Addr>,
+    /// The index of the lower device; 0 if there is none.
+    pub(super) lower: u32,
+    /// An attribute of [`ZERO`] is not 0.
+    differs: bool,
+    /// It has a remote address, external tunnel metadata, another encapsulation, or carries other
+    /// packets than those of IPv4. The kernel cannot reset them. Such a device is deleted and
+    /// created again.
+    unrepresentable: bool,
+}
+
+/// Reads `IFLA_INFO_DATA`.
+pub(super) fn read(data: &[u8]) -> IpipMessage {
+    let mut read = IpipMessage::default();
+    for (id, value) in Attributes(data) {
+        read.differs |= ZERO.iter().any(|(zero, _)| *zero == id) && is_set(value);
+        match id {
+            attr::LINK => read.lower = u32_of(value).unwrap_or_default(),
+            attr::LOCAL => {
+                read.local = match ip_of(value) {
+                    Some(IpAddr::V4(local)) if !local.is_unspecified() => Some(local),
+                    _ => None,
+                }
+            }
+            // A flag, which has no value.
+            attr::COLLECT_METADATA => read.unrepresentable = true,
+            attr::REMOTE | attr::ENCAP_TYPE => read.unrepresentable |= is_set(value),
+            // 0 is IPv4 and MPLS.
+            attr::PROTO => read.unrepresentable |= !matches!(value, [0 | IPIP]),
+            _ => {}
+        }
+    }
+    read
+}
+
+impl IpipMessage {
+    /// Whether [`IpipMessage::object`] represents all attributes that this type reads.
+    pub(super) const fn is_exact(&self) -> bool {
+        !self.differs
+    }
+
+    /// The attributes; `None` if they are unrepresentable.
+    pub(super) fn object(&self) -> Option<LinkKind> {
+        // A device without a source address becomes ours by a change in place.
+        let local = self.local.unwrap_or(Ipv4Addr::UNSPECIFIED);
+        (!self.unrepresentable).then_some(LinkKind::Ipip(Ipip { local }))
+    }
+}
+
+/// The ipip attributes of a device; `None` if it is of another kind.
+fn found(is: &LinkMessage) -> Option<&IpipMessage> {
+    if let KindMessage::Ipip(found) = &is.kind { Some(found) } else { None }
+}
+
+impl LinkCodec for Ipip {
+    /// **Source**: the attributes are those of flannel `pkg/backend/ipip/ipip.go: newTunnelDevice`.
+    /// Different on purpose: the device carries packets of IPv4 only, and not of MPLS.
+    fn create(&self, data: &mut Messages, _: u32) {
+        data.ip(attr::LOCAL, self.local.into()).attr(attr::PROTO, &[IPIP]);
+        for (id, size) in ZERO.iter().filter(|(id, _)| ![attr::LINK, attr::FWMARK].contains(id)) {
+            data.attr(*id, &[0; 4][..*size]);
+        }
+    }
+
+    /// All attributes, because the kernel resets those that a request lacks (`ipip_changelink`).
+    fn change(&self, is: &LinkMessage, data: &mut Messages, _: u32) {
+        let Some(is) = found(is) else { return };
+        if is.differs || is.local != Some(self.local) {
+            self.create(data, 0);
+            data.attr(attr::FWMARK, &[0; 4]);
+        }
+    }
+
+    /// Without it the kernel makes a device with its default name (`ipip_tunnel_validate`).
+    fn invalid(&self) -> Option<(u16, u8)> {
+        Some((attr::PROTO, u8::MAX))
+    }
+
+    /// There can be several ipip devices. Ours has its name.
+    fn is_same_network(&self, is: &LinkMessage) -> bool {
+        found(is).is_some()
+    }
+
+    /// **Source**: linux `net/ipv4/ip_tunnel.c: ip_tunnel_find`.
+    fn excludes(&self, is: &LinkMessage) -> bool {
+        found(is)
+            .is_some_and(|is| is.local == Some(self.local) && is.lower == 0 && !is.unrepresentable)
+    }
+
+    fn exclusive(&self) -> String {
+        format!("the local address {} without a remote one", self.local)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use neli::consts::nl::NlmF;
+
+    fn message(attributes: &[(u16, &[u8])]) -> IpipMessage {
+        let mut data = Messages::one(0_u16, NlmF::empty(), &[]);
+        for (id, value) in attributes {
+            data.attr(*id, value);
+        }
+        // Without the header of the message.
+        read(&data.ready(0..1, 0, NlmF::empty())[16..])
+    }
+
+    #[test]
+    fn attributes_that_the_kernel_cannot_reset_need_a_new_device() {
+        let ours: [(u16, &[u8]); 3] =
+            [(attr::LOCAL, &[192, 0, 2, 1]), (attr::REMOTE, &[0; 4]), (attr::PROTO, &[IPIP])];
+        let found = message(&ours);
+        let local = Ipv4Addr::new(192, 0, 2, 1);
+        assert_eq!(
+            (found.object(), found.is_exact()),
+            (Some(LinkKind::Ipip(Ipip { local })), true)
+        );
+        let cases: [(u16, &[u8], bool, bool); 7] = [
+            (attr::REMOTE, &[192, 0, 2, 7], false, true),
+            (attr::PROTO, &[137], false, true),
+            (attr::PROTO, &[0], true, true),
+            (attr::COLLECT_METADATA, &[], false, true),
+            (attr::ENCAP_TYPE, &[1, 0], false, true),
+            (attr::TTL, &[64], true, false),
+            (attr::PMTUDISC, &[1], true, false),
+        ];
+        for (id, value, representable, exact) in cases {
+            let found = message(&[ours[0], ours[1], (id, value)]);
+            let result = (found.object().is_some(), found.is_exact());
+            assert_eq!(result, (representable, exact), "{id} {value:?}");
+        }
+    }
+}
