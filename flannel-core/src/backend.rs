@@ -111,7 +111,7 @@ pub struct Datapath {
 pub enum Inlet {
     /// UDP datagrams to this port.
     Udp(u16),
-    /// IP packets of this protocol number.
+    /// IP packets of this protocol number. A firewall can admit those of accepted peers only.
     Protocol(u8),
 }
 

@@ -18,15 +18,13 @@ use tokio::time::{Instant, timeout};
 use crate::error::Error;
 use crate::iptables::program::{Programs, Variant};
 use crate::iptables::{legacy_tables, script};
-use crate::nft::expr::{ACCEPT, Expr, NFPROTO, find, number_in};
+use crate::nft::expr::{ACCEPT, DROP, Expr, NFPROTO, find, number_in, text_in};
 use crate::nft::table::{
     CHAIN_HOOK, CHAIN_NAME, CHAIN_POLICY, GETCHAIN, HOOK_NUMBER, SUBSYSTEM, TABLE, protocol, rules,
-    text_in,
 };
 
-/// `NF_INET_FORWARD`, `NF_DROP`.
+/// `NF_INET_FORWARD`.
 const FORWARD: u32 = 2;
-const DROP: u32 = 0;
 /// `NFPROTO_INET`, `NFPROTO_IPV4` and `NFPROTO_IPV6`.
 const PROTOCOLS: [(u8, &str, &[Family]); 3] =
     [(1, "inet", &Family::BOTH), (2, "ip", &[Family::V4]), (10, "ip6", &[Family::V6])];

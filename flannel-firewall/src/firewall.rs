@@ -220,7 +220,10 @@ impl Firewall {
                 status.repairs += 1;
                 status.last_repair = Some(Repair { at, found: deviations });
             } else if !deviations.is_empty() {
-                tracing::info!(changes = deviations.len(), "rules are in place");
+                // Peers come and go.
+                if !deviations.iter().all(nft::is_of_peers) {
+                    tracing::info!(changes = deviations.len(), "rules are in place");
+                }
                 status.changes += 1;
             }
             let before = status.failure.take().filter(|_| !failed.is_empty());
@@ -253,14 +256,25 @@ impl Firewall {
                     }
                 }
             };
-            tokio::select! {
+            let disturbed = tokio::select! {
+                biased;
+                disturbed = disturbed => Some(disturbed),
+                _ = ticks.tick() => None,
                 changed = rules.changed(), if !*closed => match changed {
                     Ok(()) => return,
-                    Err(_) => *closed = true,
+                    Err(_) => {
+                        *closed = true;
+                        continue;
+                    }
                 },
-                _ = ticks.tick() => return,
-                disturbed = disturbed => return self.after_disturbance(disturbed).await,
+            };
+            if let Engine::Nftables(nft) = &mut self.engine {
+                nft.doubt();
             }
+            if let Some(disturbed) = disturbed {
+                self.after_disturbance(disturbed).await;
+            }
+            return;
         }
     }
 

@@ -1,9 +1,10 @@
 //! Rules in nf_tables, over netlink, without running a program.
 //!
 //! The tables of both families change in one transaction, so each packet meets either the old rules
-//! or the new ones.
+//! or the new ones. The gates of tunnels are in tables of their own.
 
 pub(crate) mod expr;
+mod gate;
 pub(crate) mod table;
 
 use std::sync::{Arc, Mutex, PoisonError};
@@ -15,7 +16,9 @@ use flannel_netlink::netfilter::{
     Batch, NetfilterEvents, NetfilterMessage, NetfilterSocket, Refused,
 };
 
-use self::table::{SUBSYSTEM, TABLE, Table, generation, name, protocol, remove, text_in, title};
+use self::expr::text_in;
+pub(crate) use self::gate::is_of_peers;
+use self::table::{SUBSYSTEM, TABLE, Table, generation, name, protocol, remove, title};
 use crate::error::Error;
 use crate::iptables::script;
 use crate::rules::Rules;
@@ -37,6 +40,8 @@ pub(crate) struct Nft {
     /// `None` when this value was dropped, so that no transaction begins after that.
     socket: Arc<Mutex<Option<NetfilterSocket>>>,
     events: NetfilterEvents,
+    /// The rules that are in place, unless another program has changed them since.
+    placed: Option<Rules>,
 }
 
 impl Nft {
@@ -45,18 +50,31 @@ impl Nft {
         let socket = open()?;
         let events = NetfilterEvents::listen(GROUP, socket.port());
         let events = events.map_err(|error| Error::kernel("nftables", error))?;
-        Ok(Self { socket: Arc::new(Mutex::new(Some(socket))), events })
+        Ok(Self { socket: Arc::new(Mutex::new(Some(socket))), events, placed: None })
     }
 
     /// Makes the tables equal to `rules`. Returns the differences that it removed.
-    pub(crate) async fn reconcile(&self, rules: &Rules) -> Result<Vec<Deviation>, Error> {
-        let desired = Dual::from_fn(|family| Table::desired(rules, family));
-        let socket = self.socket.clone();
+    pub(crate) async fn reconcile(&mut self, rules: &Rules) -> Result<Vec<Deviation>, Error> {
+        let (socket, desired, placed) = (self.socket.clone(), rules.clone(), self.placed.take());
         let work = move || match &mut *socket.lock().unwrap_or_else(PoisonError::into_inner) {
-            Some(socket) => reconcile(socket, &desired, true),
+            Some(socket) => {
+                if let Some(placed) = placed.filter(|placed| placed.differ_in_peers_only(&desired))
+                    && gate::update(socket, &placed, &desired)
+                {
+                    return Ok(Vec::new());
+                }
+                reconcile(socket, &desired, true)
+            }
             None => Ok(Vec::new()),
         };
-        blocking(work).await
+        let deviations = blocking(work).await?;
+        self.placed = Some(rules.clone());
+        Ok(deviations)
+    }
+
+    /// The next [`Nft::reconcile`] reads all tables.
+    pub(crate) fn doubt(&mut self) {
+        self.placed = None;
     }
 
     /// Waits until another program changes a table of flannel, or messages are lost.
@@ -65,8 +83,9 @@ impl Nft {
             let family =
                 Family::BOTH.into_iter().find(|family| protocol(*family) == message.kind.family);
             let table = || text_in(message.attributes.0, TABLE);
-            message.kind.number != NEWGEN
-                && family.is_some_and(|family| table().as_deref() == Some(name(family)))
+            let is_ours =
+                |family| [name(family), gate::NAME].map(Some).contains(&table().as_deref());
+            message.kind.number != NEWGEN && family.is_some_and(is_ours)
         };
         self.events
             .changed(concerns)
@@ -85,7 +104,7 @@ impl Drop for Nft {
 /// Finds flannel's tables, and removes them if `write` is true.
 pub(crate) fn clean(write: bool) -> Result<Vec<Deviation>, Error> {
     match open_if_any()? {
-        Some(mut socket) => reconcile(&mut socket, &Dual::default(), write),
+        Some(mut socket) => reconcile(&mut socket, &Rules::default(), write),
         None => Ok(Vec::new()),
     }
 }
@@ -109,13 +128,25 @@ fn open_if_any() -> Result<Option<NetfilterSocket>, Error> {
     }
 }
 
+/// Neither the rules nor the gates need the other ones.
 fn reconcile(
     socket: &mut NetfilterSocket,
-    desired: &Dual<Table>,
+    rules: &Rules,
     write: bool,
 ) -> Result<Vec<Deviation>, Error> {
+    let (tables, gates) =
+        (reconcile_tables(socket, rules, write), gate::reconcile(socket, rules, write));
+    Ok([tables?, gates?].concat())
+}
+
+fn reconcile_tables(
+    socket: &mut NetfilterSocket,
+    rules: &Rules,
+    write: bool,
+) -> Result<Vec<Deviation>, Error> {
+    let desired = Dual::from_fn(|family| Table::desired(rules, family));
     for _ in 0..TRIES {
-        let plan = Plan::new(&read(socket)?, desired);
+        let plan = Plan::new(&read(socket, Table::read)?, &desired);
         if plan.deviations.is_empty() || !write {
             return Ok(plan.deviations);
         }
@@ -146,10 +177,10 @@ impl Plan {
                 continue;
             }
             plan.deviations.extend(differs);
-            plan.titles.push(title(family));
+            plan.titles.push(title(family, name(family)));
             if found.is_some() {
                 plan.whole.push(plan.batch.len());
-                remove(&mut plan.batch, family);
+                remove(&mut plan.batch, family, name(family));
             }
             if let Some(desired) = desired {
                 // The table itself comes first.
@@ -176,14 +207,18 @@ impl Plan {
     }
 }
 
-/// Reads both tables as they were at one moment.
-fn read(socket: &mut NetfilterSocket) -> Result<Dual<Table>, Error> {
+/// Reads the tables of both families with `one`, as they were at one moment.
+fn read<T>(
+    socket: &mut NetfilterSocket,
+    one: impl Fn(&mut NetfilterSocket, Family) -> Result<Option<T>, KernelError>,
+) -> Result<Dual<T>, Error> {
     let about = |what: String| move |error| Error::kernel(what, error);
     for _ in 0..TRIES {
         let before = generation(socket).map_err(about("nftables".into()))?;
         let mut tables = Dual::default();
         for family in Family::BOTH {
-            tables[family] = Table::read(socket, family).map_err(about(title(family)))?;
+            let title = title(family, name(family));
+            tables[family] = one(socket, family).map_err(about(title))?;
         }
         if generation(socket).map_err(about("nftables".into()))? == before {
             return Ok(tables);
@@ -222,20 +257,18 @@ mod tests {
         flannel_netlink::testing::in_netns(|| {
             let tables =
                 |rule_options| Dual::from_fn(|family| Table::desired(&rules(rule_options), family));
-            let (before, after) = (
-                tables(RuleOptions::default()),
-                tables(RuleOptions { masquerade: true, fully_random: false, forward: true }),
-            );
+            let before = RuleOptions::default();
+            let after = RuleOptions { masquerade: true, fully_random: false, forward: true };
             let mut socket = NetfilterSocket::open().unwrap();
             for family in Family::BOTH {
-                reconcile(&mut socket, &before, true).unwrap();
-                let plan = Plan::new(&read(&mut socket).unwrap(), &after);
+                reconcile(&mut socket, &rules(before), true).unwrap();
+                let plan = Plan::new(&read(&mut socket, Table::read).unwrap(), &tables(after));
                 let mut batch = Batch::new(SUBSYSTEM);
-                remove(&mut batch, family);
+                remove(&mut batch, family, name(family));
                 socket.commit(batch).unwrap();
                 assert_eq!(plan.carry_out(&mut socket).unwrap(), None, "{family}");
-                reconcile(&mut socket, &after, true).unwrap();
-                assert_eq!(read(&mut socket).unwrap(), after);
+                reconcile(&mut socket, &rules(after), true).unwrap();
+                assert_eq!(read(&mut socket, Table::read).unwrap(), tables(after));
             }
         });
     }

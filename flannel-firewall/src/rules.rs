@@ -7,10 +7,11 @@
 //! of iptables.
 
 use std::fmt;
-use std::net::{Ipv4Addr, Ipv6Addr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use flannel_core::Subnet;
 use flannel_core::address::{Dual, Family};
+use flannel_core::status::Listing;
 
 use crate::error::Error;
 
@@ -52,7 +53,10 @@ impl Default for RuleOptions {
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct Rules(Dual<[Vec<Rule>; 2]>);
+pub struct Rules {
+    chains: Dual<[Vec<Rule>; 2]>,
+    gate: Option<Gate>,
+}
 
 impl Rules {
     /// The rules for pods in `networks` on the node that owns `subnets`.
@@ -81,18 +85,48 @@ impl Rules {
             let forward = rule_options.forward.then(|| forward(*network));
             [masquerade.unwrap_or_default(), forward.unwrap_or_default()]
         });
-        Ok(Self(rules))
+        Ok(Self { chains: rules, gate: None })
+    }
+
+    /// The same rules, with a gate in the families that have rules or a network.
+    #[must_use]
+    pub fn with_gate(self, gate: Gate) -> Self {
+        Self { gate: Some(gate), ..self }
     }
 
     /// The rules of a chain in order; empty if the chain is not desired.
     pub fn of(&self, family: Family, chain: Chain) -> &[Rule] {
-        self.0[family].as_ref().map_or(&[], |chains| &chains[chain as usize])
+        self.chains[family].as_ref().map_or(&[], |chains| &chains[chain as usize])
     }
 
     /// Whether the family has rules.
     pub fn has(&self, family: Family) -> bool {
         Chain::BOTH.iter().any(|chain| !self.of(family, *chain).is_empty())
     }
+
+    /// The gate of a family; `None` if none is desired.
+    pub(crate) fn gate(&self, family: Family) -> Option<&Gate> {
+        self.gate.as_ref().filter(|_| self.chains[family].is_some())
+    }
+
+    /// Whether these rules differ from `other` at most in the peers of the gate.
+    pub(crate) fn differ_in_peers_only(&self, other: &Self) -> bool {
+        let protocols = |rules: &Self| rules.gate.as_ref().map(|gate| gate.protocols.clone());
+        self.chains == other.chains && protocols(self) == protocols(other)
+    }
+}
+
+/// Drops the packets of tunnels that come from other hosts than peers. Linux takes them from every
+/// host. Only nftables mode has gates.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Gate {
+    /// The numbers of the IP protocols of the tunnels.
+    pub protocols: Vec<u8>,
+    /// The addresses from which their packets are accepted.
+    pub peers: Listing<IpAddr>,
+    /// There are no other peers. If not, a gate that exists loses no peer, and one that does not
+    /// exist is not made yet.
+    pub complete: bool,
 }
 
 /// A chain of flannel.

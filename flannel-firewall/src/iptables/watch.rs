@@ -18,9 +18,10 @@ use tokio::io::unix::AsyncFd;
 use super::program::Variant;
 use super::script;
 use crate::nft::GROUP;
+use crate::nft::expr::text_in;
 use crate::nft::table::{
     CHAIN_NAME, DELCHAIN, DELRULE, DELTABLE, NEWCHAIN, NEWRULE, NEWTABLE, RULE_CHAIN, TABLE,
-    protocol, text_in,
+    protocol,
 };
 
 /// No socket has this port, so changes by all programs are reported.

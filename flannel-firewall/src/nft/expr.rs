@@ -22,9 +22,12 @@ pub(crate) const NFPROTO: u32 = 15;
 const NETWORK_HEADER: u32 = 1;
 /// `NFT_CMP_EQ` and `NFT_CMP_NEQ`.
 const COMPARE: [u32; 2] = [0, 1];
-/// `NF_ACCEPT` and `NFT_RETURN`.
+/// `NF_DROP`, `NF_ACCEPT` and `NFT_RETURN`.
+pub(crate) const DROP: u32 = 0;
 pub(crate) const ACCEPT: u32 = 1;
 const RETURN: u32 = (-5i32).cast_unsigned();
+/// `NFT_LOOKUP_F_INV`.
+const INVERTED: u32 = 1;
 /// `NF_NAT_RANGE_PROTO_RANDOM_FULLY`.
 const FULLY_RANDOM: u32 = 1 << 4;
 
@@ -48,6 +51,8 @@ pub(crate) enum Expr {
     Mask(Vec<u8>),
     /// Continues only if the loaded value is equal to `value`, or if it is not (`equal`: false).
     Compare { equal: bool, value: Vec<u8> },
+    /// Continues only if the set does not have the loaded value.
+    NotInSet(String),
     /// Ends the rule with the verdict `NF_…` or `NFT_…`.
     Verdict(u32),
     /// Masquerades, with flags `NF_NAT_RANGE_…`.
@@ -74,13 +79,7 @@ pub(crate) fn of(rule: &Rule) -> Vec<Expr> {
             Some(Side::In(subnet)) => (subnet, true),
             Some(Side::NotIn(subnet)) => (subnet, false),
         };
-        let (offset, len) = match (subnet.family(), is_source) {
-            (Family::V4, true) => (12, 4),
-            (Family::V4, false) => (16, 4),
-            (Family::V6, true) => (8, 16),
-            (Family::V6, false) => (24, 16),
-        };
-        exprs.push(Expr::Header { offset, len });
+        exprs.push(address_of(subnet.family(), is_source));
         if subnet.len() < subnet.family().bits() {
             exprs.push(Expr::Mask(mask(subnet)));
         }
@@ -96,7 +95,30 @@ pub(crate) fn of(rule: &Rule) -> Vec<Expr> {
     exprs
 }
 
-fn octets(address: IpAddr) -> Vec<u8> {
+/// Loads the source or destination address.
+fn address_of(family: Family, is_source: bool) -> Expr {
+    let (offset, len) = match (family, is_source) {
+        (Family::V4, true) => (12, 4),
+        (Family::V4, false) => (16, 4),
+        (Family::V6, true) => (8, 16),
+        (Family::V6, false) => (24, 16),
+    };
+    Expr::Header { offset, len }
+}
+
+/// Drops packets of an IP protocol whose source address is not in the set.
+pub(crate) fn drop_strangers(family: Family, protocol: u8, set: &str) -> Vec<Expr> {
+    let offset = if family == Family::V4 { 9 } else { 6 };
+    vec![
+        Expr::Header { offset, len: 1 },
+        Expr::Compare { equal: true, value: vec![protocol] },
+        address_of(family, true),
+        Expr::NotInSet(set.to_owned()),
+        Expr::Verdict(DROP),
+    ]
+}
+
+pub(crate) fn octets(address: IpAddr) -> Vec<u8> {
     match address {
         IpAddr::V4(address) => address.octets().into(),
         IpAddr::V6(address) => address.octets().into(),
@@ -133,6 +155,7 @@ impl Expr {
             Self::Header { .. } => "payload",
             Self::Mask(_) => "bitwise",
             Self::Compare { .. } => "cmp",
+            Self::NotInSet(_) => "lookup",
             Self::Verdict(_) => "immediate",
             Self::Masquerade { .. } => "masq",
             Self::Other(name) => name,
@@ -157,6 +180,9 @@ impl Expr {
             Self::Compare { equal, value } => {
                 number(number(data, 1, REGISTER), 2, COMPARE[usize::from(!equal)]);
                 data.nest(3u16, |data| _ = data.attr(VALUE, value));
+            }
+            Self::NotInSet(set) => {
+                number(number(data.text(1u16, set), 2, REGISTER), 5, INVERTED);
             }
             Self::Verdict(code) => {
                 number(data, 1, VERDICT);
@@ -197,6 +223,9 @@ impl Expr {
                 let equal = COMPARE.iter().position(|known| *known == operation)? == 0;
                 Some(Self::Compare { equal, value: value(3)? })
             }
+            "lookup" if is(2, REGISTER) && is(5, INVERTED) && find(data, 3).is_none() => {
+                Some(Self::NotInSet(text_in(data, 1)?))
+            }
             "immediate" if is(1, VERDICT) => {
                 Some(Self::Verdict(number_in(find(find(data, 2)?, DATA_VERDICT)?, CODE)?))
             }
@@ -217,6 +246,12 @@ pub(crate) fn number(message: &mut Messages, kind: u16, value: u32) -> &mut Mess
 /// The value of the first attribute of the type `kind`.
 pub(crate) fn find(attributes: &[u8], kind: u16) -> Option<&[u8]> {
     Attributes(attributes).find(|(found, _)| *found == kind).map(|(_, value)| value)
+}
+
+/// The text, without its terminating zero byte, in the first attribute of the type `kind`.
+pub(crate) fn text_in(attributes: &[u8], kind: u16) -> Option<String> {
+    let text = find(attributes, kind)?.split(|byte| *byte == 0).next()?;
+    String::from_utf8(text.to_vec()).ok()
 }
 
 /// The number, in network byte order, in the first attribute of the type `kind`.

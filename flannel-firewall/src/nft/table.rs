@@ -12,7 +12,7 @@ use flannel_core::address::Family;
 use flannel_core::kernel::KernelError;
 use flannel_netlink::netfilter::{Batch, Kind, Make, Messages, NetfilterSocket};
 
-use super::expr::{self, Expr, find, number, number_in};
+use super::expr::{self, Expr, find, number, number_in, text_in};
 use crate::rules::{Chain, Rules};
 use crate::status::{Deviation, Fault};
 
@@ -34,9 +34,9 @@ const GETGEN: u8 = 16;
 /// `NFTA_TABLE_NAME`, `NFTA_CHAIN_TABLE`, `NFTA_RULE_TABLE`.
 pub(crate) const TABLE: u16 = 1;
 /// `NFTA_TABLE_…`.
-const TABLE_FLAGS: u16 = 2;
+pub(super) const TABLE_FLAGS: u16 = 2;
 const TABLE_USE: u16 = 3;
-const TABLE_USERDATA: u16 = 6;
+pub(super) const TABLE_USERDATA: u16 = 6;
 /// `NFTA_CHAIN_…` and `NFTA_HOOK_…`.
 pub(crate) const CHAIN_NAME: u16 = 3;
 pub(crate) const CHAIN_HOOK: u16 = 4;
@@ -51,7 +51,7 @@ const RULE_EXPRESSIONS: u16 = 4;
 
 const ENOENT: i32 = 2;
 /// `NF_ACCEPT`, the policy of flannel's chains.
-const ACCEPT: u32 = 1;
+pub(super) const ACCEPT: u32 = 1;
 
 /// The values of a table that are compared.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -65,13 +65,13 @@ pub(crate) struct Table {
 
 /// A chain with its rules.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-struct Filled {
+pub(super) struct Filled {
     /// `nat` or `filter`; empty for a chain without a hook.
-    kind: String,
-    hook: u32,
-    priority: u32,
-    policy: u32,
-    rules: Vec<Vec<Expr>>,
+    pub(super) kind: String,
+    pub(super) hook: u32,
+    pub(super) priority: u32,
+    pub(super) policy: u32,
+    pub(super) rules: Vec<Vec<Expr>>,
 }
 
 /// The name, type, hook (`NF_INET_…`), priority and comment of a chain.
@@ -118,13 +118,13 @@ pub(crate) fn protocol(family: Family) -> u8 {
     }
 }
 
-/// The table in the notation of `nft`.
-pub(crate) fn title(family: Family) -> String {
+/// A table in the notation of `nft`.
+pub(crate) fn title(family: Family, table: &str) -> String {
     let keyword = if family == Family::V4 { "ip" } else { "ip6" };
-    format!("nftables table {keyword} {}", name(family))
+    format!("nftables table {keyword} {table}")
 }
 
-fn kind(number: u8, family: Family) -> Kind {
+pub(super) fn kind(number: u8, family: Family) -> Kind {
     Kind { subsystem: SUBSYSTEM, number, family: protocol(family) }
 }
 
@@ -154,23 +154,10 @@ impl Table {
         family: Family,
     ) -> Result<Option<Self>, KernelError> {
         let table = name(family);
-        let head = socket.ask(
-            kind(GETTABLE, family),
-            |request| _ = request.text(TABLE, table),
-            |message| {
-                let attributes = message.attributes.0;
-                Some((number_in(attributes, TABLE_FLAGS)?, number_in(attributes, TABLE_USE)?))
-            },
-        );
-        let Some((flags, uses)) = present(head)? else { return Ok(None) };
+        let Some((flags, uses)) = head(socket, family, table)? else { return Ok(None) };
         let mut found = Self { flags, uses, chains: BTreeMap::new() };
         for chain in Chain::BOTH {
-            let filled = socket.ask(
-                kind(GETCHAIN, family),
-                |request| _ = request.text(TABLE, table).text(CHAIN_NAME, place(chain).name),
-                |message| Some(Filled::read(message.attributes.0)),
-            );
-            if let Some(filled) = present(filled)? {
+            if let Some(filled) = Filled::read(socket, family, table, place(chain).name)? {
                 found.chains.insert(chain, filled);
             }
         }
@@ -192,22 +179,8 @@ impl Table {
                 .attr(TABLE_USERDATA, &comment(&format!("rules for {table}")));
         });
         for (chain, filled) in &self.chains {
-            let place = place(*chain);
-            batch.add(NEWCHAIN, protocol, Make::Create, |request| {
-                request.text(TABLE, table).text(CHAIN_NAME, place.name);
-                request.nest(CHAIN_HOOK, |hook| {
-                    number(number(hook, HOOK_NUMBER, filled.hook), HOOK_PRIORITY, filled.priority);
-                });
-                number(request, CHAIN_POLICY, filled.policy)
-                    .text(CHAIN_TYPE, &filled.kind)
-                    .attr(CHAIN_USERDATA, &comment(place.comment));
-            });
-            for rule in &filled.rules {
-                batch.add(NEWRULE, protocol, Make::Append, |request| {
-                    request.text(TABLE, table).text(RULE_CHAIN, place.name);
-                    expr::write(request, RULE_EXPRESSIONS, rule);
-                });
-            }
+            let Place { name, comment, .. } = place(*chain);
+            filled.make(batch, family, [table, name], comment);
         }
     }
 
@@ -217,7 +190,7 @@ impl Table {
         desired: Option<&Self>,
         family: Family,
     ) -> Vec<Deviation> {
-        let title = title(family);
+        let title = title(family, name(family));
         let at = |object: String, fault| vec![Deviation { object, fault }];
         let (found, desired) = match (found, desired) {
             (None, None) => return Vec::new(),
@@ -244,16 +217,66 @@ impl Table {
 }
 
 impl Filled {
-    fn read(attributes: &[u8]) -> Self {
-        let hook = find(attributes, CHAIN_HOOK).unwrap_or_default();
-        Self {
-            kind: text_in(attributes, CHAIN_TYPE).unwrap_or_default(),
-            hook: number_in(hook, HOOK_NUMBER).unwrap_or_default(),
-            priority: number_in(hook, HOOK_PRIORITY).unwrap_or_default(),
-            policy: number_in(attributes, CHAIN_POLICY).unwrap_or_default(),
-            rules: Vec::new(),
+    /// A chain without its rules; `None` if it does not exist.
+    pub(super) fn read(
+        socket: &mut NetfilterSocket,
+        family: Family,
+        table: &str,
+        chain: &str,
+    ) -> Result<Option<Self>, KernelError> {
+        let fill = |request: &mut Messages| _ = request.text(TABLE, table).text(CHAIN_NAME, chain);
+        present(socket.ask(kind(GETCHAIN, family), fill, |message| {
+            let attributes = message.attributes.0;
+            let hook = find(attributes, CHAIN_HOOK).unwrap_or_default();
+            Some(Self {
+                kind: text_in(attributes, CHAIN_TYPE).unwrap_or_default(),
+                hook: number_in(hook, HOOK_NUMBER).unwrap_or_default(),
+                priority: number_in(hook, HOOK_PRIORITY).unwrap_or_default(),
+                policy: number_in(attributes, CHAIN_POLICY).unwrap_or_default(),
+                rules: Vec::new(),
+            })
+        }))
+    }
+
+    /// Adds the changes that create the chain and its rules.
+    pub(super) fn make(
+        &self,
+        batch: &mut Batch,
+        family: Family,
+        [table, chain]: [&str; 2],
+        text: &str,
+    ) {
+        let protocol = protocol(family);
+        batch.add(NEWCHAIN, protocol, Make::Create, |request| {
+            request.text(TABLE, table).text(CHAIN_NAME, chain);
+            request.nest(CHAIN_HOOK, |hook| {
+                number(number(hook, HOOK_NUMBER, self.hook), HOOK_PRIORITY, self.priority);
+            });
+            number(request, CHAIN_POLICY, self.policy)
+                .text(CHAIN_TYPE, &self.kind)
+                .attr(CHAIN_USERDATA, &comment(text));
+        });
+        for rule in &self.rules {
+            batch.add(NEWRULE, protocol, Make::Append, |request| {
+                request.text(TABLE, table).text(RULE_CHAIN, chain);
+                expr::write(request, RULE_EXPRESSIONS, rule);
+            });
         }
     }
+}
+
+/// The flags of a table and the number of its chains, sets and other objects; `None` if it does not
+/// exist.
+pub(super) fn head(
+    socket: &mut NetfilterSocket,
+    family: Family,
+    table: &str,
+) -> Result<Option<(u32, u32)>, KernelError> {
+    let fill = |request: &mut Messages| _ = request.text(TABLE, table);
+    present(socket.ask(kind(GETTABLE, family), fill, |message| {
+        let attributes = message.attributes.0;
+        Some((number_in(attributes, TABLE_FLAGS)?, number_in(attributes, TABLE_USE)?))
+    }))
 }
 
 /// The rules of a table in order, each with the name of its chain.
@@ -274,10 +297,10 @@ pub(crate) fn rules(
     })
 }
 
-/// Adds the change that removes the table of a family.
-pub(crate) fn remove(batch: &mut Batch, family: Family) {
+/// Adds the change that removes a table.
+pub(crate) fn remove(batch: &mut Batch, family: Family, table: &str) {
     batch.add(DELTABLE, protocol(family), Make::Nothing, |request| {
-        _ = request.text(TABLE, name(family));
+        _ = request.text(TABLE, table);
     });
 }
 
@@ -299,21 +322,15 @@ pub(crate) fn generation(socket: &mut NetfilterSocket) -> Result<u32, KernelErro
 }
 
 /// `None` if the object does not exist.
-fn present<T>(answer: Result<T, KernelError>) -> Result<Option<T>, KernelError> {
+pub(super) fn present<T>(answer: Result<T, KernelError>) -> Result<Option<T>, KernelError> {
     match answer {
         Err(error) if error.errno == ENOENT => Ok(None),
         answer => answer.map(Some),
     }
 }
 
-/// The text, without its terminating zero byte, in the first attribute of the type `kind`.
-pub(crate) fn text_in(attributes: &[u8], kind: u16) -> Option<String> {
-    let text = find(attributes, kind)?.split(|byte| *byte == 0).next()?;
-    String::from_utf8(text.to_vec()).ok()
-}
-
 /// User data in the format of `nft`: type 0 for a comment, length, text, and a zero byte.
-fn comment(text: &str) -> Vec<u8> {
+pub(super) fn comment(text: &str) -> Vec<u8> {
     let len = u8::try_from(text.len() + 1).expect("the comments are short");
     [&[0, len], text.as_bytes(), &[0]].concat()
 }

@@ -9,25 +9,23 @@ use test_support::guest::in_uml;
 
 #[test]
 fn the_kernel_passes_the_suite() {
-    suite();
+    in_netns_async(suite);
 }
 
 /// Another version of Linux than that of most hosts.
 #[test]
 fn the_kernel_of_the_guest_passes_the_suite() {
-    in_uml(&["ipv6", "veth", "vxlan"], || suite());
+    in_uml(&["ipv6", "veth", "vxlan"], || in_netns_async(suite));
 }
 
-fn suite() {
-    in_netns_async(|| async {
-        ip("link add up0 type veth peer name far0");
-        ip("link set far0 up");
-        ip("addr add 192.0.2.1/24 dev up0");
-        ip("addr add 2001:db8::1/64 dev up0 nodad");
-        ip("link set up0 up");
-        let (kernel, other) =
-            (Arc::new(NetlinkKernel::open().unwrap()), NetlinkKernel::open().unwrap());
-        let uplink = "up0".parse().unwrap();
-        kernel_suite(&Fixture { kernel: &*kernel, other: &other, uplink }).await;
-    });
+async fn suite() {
+    ip("link add up0 type veth peer name far0");
+    ip("link set far0 up");
+    ip("addr add 192.0.2.1/24 dev up0");
+    ip("addr add 2001:db8::1/64 dev up0 nodad");
+    ip("link set up0 up");
+    let (kernel, other) =
+        (Arc::new(NetlinkKernel::open().unwrap()), NetlinkKernel::open().unwrap());
+    let uplink = "up0".parse().unwrap();
+    kernel_suite(&Fixture { kernel: &*kernel, other: &other, uplink }).await;
 }
