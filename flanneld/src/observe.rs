@@ -334,6 +334,7 @@ pub(crate) mod tests {
         let config = subnets.network_config().await.unwrap();
         let running = Running {
             datapath: flannel_backends::all().datapath(&config),
+            unguarded: Vec::new(),
             links: Vec::new(),
             config,
             iface: ExternalInterface {

@@ -9,6 +9,7 @@ mod leftovers;
 mod network;
 mod start;
 mod status_log;
+mod tunnel_peers;
 mod uplink;
 
 use std::convert::Infallible;

@@ -108,7 +108,8 @@ impl Backend for Lane {
         let mut datapath = Datapath::default();
         datapath.devices = config.networks.map(|_, _| options.device);
         datapath.overhead = config.networks.map(|_, _| OVERHEAD);
-        datapath.inlets = vec![Inlet::Udp(options.port)];
+        // Lanes also have packets without ports, which the firewall accepts from peers only.
+        datapath.inlets = vec![Inlet::Udp(options.port), Inlet::Protocol(253)];
         Ok(datapath)
     }
 

@@ -21,6 +21,8 @@ use crate::config::ControlConfig;
 pub(crate) struct Running {
     pub(crate) config: Config,
     pub(crate) datapath: Datapath,
+    /// The IP protocols whose packets the tunnel takes from every host.
+    pub(crate) unguarded: Vec<u8>,
     /// The devices that it may have.
     pub(crate) links: Vec<LinkName>,
     pub(crate) iface: ExternalInterface,

@@ -61,6 +61,13 @@ pub struct FirewallFlags {
     #[arg(skip)]
     pub(crate) forward_rules_given: bool,
 
+    /// Accept packets of a tunnel without ports (ipip) only from the public addresses of nodes;
+    /// needs `"EnableNFTables": true`
+    #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true,
+        default_missing_value = "true", default_value_t = true, value_parser = go_bool,
+        action = clap::ArgAction::Set)]
+    pub tunnel_peers_only: bool,
+
     /// The period of checks of the rules, in seconds; changes by other programs are also noticed at
     /// once
     #[arg(long, value_name = "SECONDS", default_value = "5", value_parser = go_int(1..=86_400))]
@@ -75,6 +82,7 @@ impl FirewallFlags {
             fully_random: !self.ip_masq_fully_random_disable,
             forward: self.iptables_forward_rules,
             forward_required: self.forward_rules_given,
+            tunnel_peers_only: self.tunnel_peers_only,
             resync: Duration::from_secs(self.iptables_resync.unsigned_abs()),
         }
     }

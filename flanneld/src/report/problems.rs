@@ -36,6 +36,16 @@ pub(crate) fn problems(snapshot: &Snapshot) -> Vec<Problem> {
             if facts.subnet_file && !network.running.lapsed {
                 found.of_firewall(&network.running.rulebook.borrow());
             }
+            for protocol in &network.running.unguarded {
+                found.warning(
+                    format!(
+                        "the tunnel takes packets of IP protocol {protocol} from every host: only \
+                         rules in nftables accept them from nodes only"
+                    ),
+                    "flannelctl config patch '{\"EnableNFTables\": true}' # or block the protocol \
+                     for other hosts, and start flanneld with --tunnel-peers-only=false",
+                );
+            }
             found.of_leases(network);
             found.of_room(network, snapshot.store_name());
         }
@@ -322,6 +332,33 @@ mod tests {
             let cure = "cure";
             book.send_replace(Rulebook::Missing { why: "no iptables".into(), cure, requested });
             assert_eq!(seen(), (vec![text.into()], false));
+        }
+    }
+
+    #[tokio::test]
+    async fn a_tunnel_that_takes_packets_from_every_host_is_a_warning() {
+        let settings = crate::config::FirewallConfig::default();
+        let all = flannel_backends::all();
+        for (backend, nftables, expected) in
+            [("ipip", false, 1), ("ipip", true, 0), ("vxlan", false, 0)]
+        {
+            let text = format!(
+                r#"{{"Network": "10.1.0.0/16", "EnableNFTables": {nftables},
+                    "Backend": {{"Type": "{backend}"}}}}"#
+            );
+            let config = flannel_core::Config::parse(&text).unwrap();
+            let mut kernel = Status::default();
+            (kernel.in_sync, kernel.live) = (true, true);
+            let (_subnets, mut running) = network(kernel).await;
+            running.unguarded = settings.unguarded(&config, &all.datapath(&config));
+            let observer = Observer::default();
+            let _guard = observer.running(running);
+            observer.note(|facts| facts.subnet_file = true);
+            let mut snapshot = observer.snapshot();
+            snapshot.ownership = Ownership::Held { until: None };
+            let found = problems(&snapshot);
+            let about = |problem: &&Problem| problem.text.contains("IP protocol 4 from every host");
+            assert_eq!(found.iter().filter(about).count(), expected, "{text}: {found:?}");
         }
     }
 

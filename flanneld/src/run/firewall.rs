@@ -1,12 +1,19 @@
-//! Masquerade and forward rules of a running network.
+//! Masquerade and forward rules of a running network, and the gate of its tunnel.
 //!
 //! **Source**: flannel `main.go`, for the cases in which their failure is fatal.
 
 use std::convert::Infallible;
+use std::sync::Arc;
 
-use flannel_core::{Config, Subnets};
-use flannel_firewall::{Firewall, Mode, Options, Programs, RuleOptions, Rules, Status, cleanup};
+use flannel_core::Config;
+use flannel_core::backend::{Datapath, Inlet};
+use flannel_core::network::NetworkHandle;
+use flannel_firewall::{
+    Firewall, Gate, Mode, Options, Programs, RuleOptions, Rules, Status, cleanup,
+};
 use tokio::sync::watch;
+
+use super::tunnel_peers::TunnelPeers;
 
 use crate::config::FirewallConfig;
 use crate::error::Error;
@@ -16,6 +23,22 @@ impl FirewallConfig {
     /// Whether rules are requested.
     fn wanted(&self) -> bool {
         self.masquerade || self.forward
+    }
+
+    /// The IP protocols of the tunnel that a gate guards. They have no ports, and Linux takes their
+    /// packets from every host.
+    fn guarded(&self, config: &Config, datapath: &Datapath) -> Vec<u8> {
+        if config.nftables { self.to_guard(datapath) } else { Vec::new() }
+    }
+
+    /// The same for protocols that no gate guards, because the rules are in iptables.
+    pub(crate) fn unguarded(&self, config: &Config, datapath: &Datapath) -> Vec<u8> {
+        if config.nftables { Vec::new() } else { self.to_guard(datapath) }
+    }
+
+    fn to_guard(&self, datapath: &Datapath) -> Vec<u8> {
+        let protocol = |inlet: &Inlet| if let Inlet::Protocol(n) = inlet { Some(*n) } else { None };
+        datapath.inlets.iter().filter_map(protocol).filter(|_| self.tunnel_peers_only).collect()
     }
 
     fn rule_options(&self) -> RuleOptions {
@@ -49,8 +72,9 @@ impl FirewallConfig {
     }
 
     /// The state of the rules before [`FirewallConfig::keep`].
-    pub(crate) fn rulebook(&self) -> Rulebook {
-        if self.wanted() { Rulebook::Pending } else { Rulebook::Unwanted }
+    pub(crate) fn rulebook(&self, config: &Config, datapath: &Datapath) -> Rulebook {
+        let guarded = !self.guarded(config, datapath).is_empty();
+        if self.wanted() || guarded { Rulebook::Pending } else { Rulebook::Unwanted }
     }
 
     /// Keeps the rules in place, in the mode of the network config. Rules of the other mode are
@@ -66,39 +90,67 @@ impl FirewallConfig {
     /// Dropping the future leaves the rules in place.
     pub(crate) async fn keep(
         &self,
-        config: &Config,
-        own: &Subnets,
+        (config, datapath): (&Config, &Datapath),
+        handle: &NetworkHandle,
         first: bool,
         (settled, rulebook): (watch::Sender<bool>, watch::Sender<Rulebook>),
     ) -> Result<Infallible, Error> {
-        if !self.wanted() {
+        let protocols = self.guarded(config, datapath);
+        if !self.wanted() && protocols.is_empty() {
             // No rules are requested now, but an earlier run may have left some.
             cleanup(&Programs::default()).await.log();
             settled.send_replace(true);
             return Ok(std::future::pending().await);
         }
         let networks = config.networks.map(|_, network| network.network);
-        let (_wanted, rules) =
-            watch::channel(Rules::new(&networks, &own.iter().collect(), self.rule_options())?);
+        let own = handle.lease.subnets;
+        let plain = Rules::new(&networks, &own.iter().collect(), self.rule_options())?;
+        let with_gate = |gate: Gate| plain.clone().with_gate(gate);
+        let gate = Gate { protocols: protocols.clone(), ..Gate::default() };
+        let (desired, rules) =
+            watch::channel(if protocols.is_empty() { plain.clone() } else { with_gate(gate) });
         let firewall = match self.open(config).await {
             Ok(firewall) => firewall,
             Err(error) if first && self.masquerade => return Err(error.into()),
-            Err(error) => self.open_later(config, error, &settled, &rulebook).await,
+            Err(error) => {
+                let requested = self.masquerade || self.forward_required || !protocols.is_empty();
+                self.open_later(config, (error, requested), &settled, &rulebook).await
+            }
         };
         let status = firewall.status();
         rulebook.send_replace(Rulebook::Kept(status.clone()));
+        let guard = async {
+            let (mut status, mut peers) = (handle.status.clone(), TunnelPeers::default());
+            while !protocols.is_empty() {
+                let now = Arc::clone(&status.borrow_and_update());
+                let (addresses, protocols) = (peers.update(&now, own).clone(), protocols.clone());
+                let gate = Gate { protocols, peers: addresses, complete: now.live };
+                let rules = with_gate(gate);
+                desired.send_if_modified(|old| {
+                    *old != rules && {
+                        *old = rules;
+                        true
+                    }
+                });
+                if status.changed().await.is_err() {
+                    break;
+                }
+            }
+            std::future::pending::<Infallible>().await
+        };
         tokio::select! {
             never = firewall.run(rules) => match never {},
             never = settle(status, settled) => match never {},
+            never = guard => match never {},
         }
     }
 
     /// Tries to open the firewall until that succeeds, after the first attempt failed with `error`.
-    /// Each reason is logged once.
+    /// Each reason is logged once. `requested`: the rules are not only the default.
     async fn open_later(
         &self,
         config: &Config,
-        mut error: flannel_firewall::Error,
+        (mut error, requested): (flannel_firewall::Error, bool),
         settled: &watch::Sender<bool>,
         rulebook: &watch::Sender<Rulebook>,
     ) -> Firewall {
@@ -107,7 +159,6 @@ impl FirewallConfig {
             let why = error.to_string();
             if logged.as_ref() != Some(&why) {
                 tracing::warn!(error = %why, "the firewall rules cannot be made, retrying");
-                let requested = self.masquerade || self.forward_required;
                 let cure = error.cure();
                 rulebook.send_replace(Rulebook::Missing { why: why.clone(), cure, requested });
                 settled.send_replace(true);

@@ -47,7 +47,8 @@ pub(super) async fn run(
 ) -> Result<String, Error> {
     warn_if_stale(subnets, &ready.views.borrow());
     let (settled, rules) = watch::channel(false);
-    let (book, rulebook) = watch::channel(settings.firewall.rulebook());
+    let datapath = settings.backends.datapath(&ready.config);
+    let (book, rulebook) = watch::channel(settings.firewall.rulebook(&ready.config, &datapath));
     let running = ready.running(settings, rulebook);
     let probes = running.probes(&settings.control, subnets.store_status().store);
     let responder = server::serve(running.probe_server(settings.control.doctor_port));
@@ -60,7 +61,7 @@ pub(super) async fn run(
         if lapsed {
             return Ok(std::future::pending().await);
         }
-        settings.firewall.keep(&config, &own, first, (settled, book)).await
+        settings.firewall.keep((&config, &datapath), &handle, first, (settled, book)).await
     };
     let probing = async {
         match &paths {

@@ -59,10 +59,12 @@ impl Ready {
         rulebook: watch::Receiver<Rulebook>,
     ) -> Running {
         let backends = &settings.backends;
+        let datapath = backends.datapath(&self.config);
         Running {
             paths: self.paths.clone(),
             config: self.config.clone(),
-            datapath: backends.datapath(&self.config),
+            unguarded: settings.firewall.unguarded(&self.config, &datapath),
+            datapath,
             links: backends.links(self.chosen.iface.name, &self.config),
             iface: self.chosen.iface.clone(),
             kernel: Arc::clone(&self.chosen.kernel) as Arc<dyn Kernel>,

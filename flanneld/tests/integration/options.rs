@@ -88,6 +88,8 @@ fn flags() -> Vec<Flag> {
             |o| o.firewall.iptables_resync.to_string()),
         flag("iptables-forward-rules", Switch, "true", "FLANNELD_IPTABLES_FORWARD_RULES",
             |o| o.firewall.iptables_forward_rules.to_string()),
+        flag("tunnel-peers-only", Switch, "true", "FLANNELD_TUNNEL_PEERS_ONLY",
+            |o| o.firewall.tunnel_peers_only.to_string()),
         flag("ip-blackhole-route", Switch, "false", "FLANNELD_IP_BLACKHOLE_ROUTE",
             |o| o.routes.ip_blackhole_route.to_string()),
         flag("net-config-path", Text("/n.json", "/m.json"), "/etc/kube-flannel/net-conf.json",

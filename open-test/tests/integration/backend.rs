@@ -101,7 +101,7 @@ fn config_is_validated() {
             (r#"{"Type":"lane","Lane":4095}"#, ["Backend.Lane", "1 to 4094"]),
             (r#"{"Type":"lane","Lane":"7"}"#, ["Backend.Lane", "1 to 4094"]),
             (r#"{"Type":"lane","Lane":7,"Port":-1}"#, ["Backend.Port", "a UDP port"]),
-            (r#"{"Type":"lame","Lane":7}"#, ["Backend.Type", "vxlan, host-gw, alloc, lane"]),
+            (r#"{"Type":"lame","Lane":7}"#, ["Backend.Type", "vxlan, host-gw, ipip, alloc, lane"]),
         ] {
             std::fs::write(&file, lane(bad)).unwrap();
             for verb in ["check", "set"] {
@@ -163,7 +163,7 @@ fn a_cluster_is_observed_and_cleaned_up() {
         check_lease_types(&lab);
         status_and_peers(&lab, first);
         why(&lab, first, second);
-        firewall(first);
+        firewall(first, second);
         doctor(&lab, first, second);
         without_a_daemon(&lab, first);
     });
@@ -218,8 +218,13 @@ fn why(lab: &Lab, host: &Host, peer: &Host) {
     host.run("ip", &["route", "del", &foreign]).unwrap();
 }
 
-/// Masquerade and forward rules cover the pods' network.
-fn firewall(host: &Host) {
+/// Masquerade and forward rules cover the pods' network, and only the peer may send packets of the
+/// tunnel that have no ports.
+fn firewall(host: &Host, peer: &Host) {
+    let gate = host.run("nft", &["list", "table", "ip", "flannel-tunnel"]).unwrap();
+    let [own, other] = [host, peer].map(|host| host.addresses().v4.unwrap().to_string());
+    assert!(gate.contains(&format!("elements = {{ {other} }}")), "{own}: {gate}");
+    assert!(gate.contains("ip protocol 253 ip saddr != @peers drop"), "{gate}");
     let own = host.subnet_env().unwrap().unwrap().subnets;
     for (table, subnet) in [("ip flannel-ipv4", own.v4), ("ip6 flannel-ipv6", own.v6)] {
         let list = format!("list table {table}");
