@@ -24,7 +24,7 @@ use tokio_rustls::TlsAcceptor;
 
 use client::Clients;
 use faults::Faults;
-pub use faults::{Cut, Held};
+pub use faults::{Backup, Cut, Held};
 use store::Store;
 
 /// A server that runs until this value is dropped.

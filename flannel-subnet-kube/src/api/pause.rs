@@ -16,6 +16,8 @@ pub(crate) struct Pause {
     first: Duration,
     longest: Duration,
     current: Duration,
+    /// The last pause was one after a failure.
+    failed: bool,
 }
 
 impl Pause {
@@ -25,12 +27,19 @@ impl Pause {
 
     /// The first pause is at most `first`. Later ones grow up to `longest`.
     pub(crate) fn within(first: Duration, longest: Duration) -> Self {
-        Self { first, longest, current: first }
+        Self { first, longest, current: first, failed: false }
     }
 
     /// The next pause is as short as the first one.
     pub(crate) fn reset(&mut self) {
         self.current = self.first;
+    }
+
+    /// The server answers. Pauses that grew because of failures begin again.
+    pub(crate) fn answered(&mut self) {
+        if std::mem::take(&mut self.failed) {
+            self.reset();
+        }
     }
 
     /// The next pause: from half of the current length to all of it.
@@ -43,6 +52,7 @@ impl Pause {
     /// Waits for the next attempt.
     pub(crate) async fn after(&mut self, failure: &Failure) {
         let pause = self.next();
+        self.failed = true;
         let asked = match failure {
             // The random part prevents nodes from retrying at the same moment.
             Failure::Busy { after: Some(after), .. } => (*after).min(MOST) + pause,
@@ -63,7 +73,21 @@ mod tests {
             let next = pause.next();
             assert!(next <= longest && 2 * next >= longest, "{next:?} of {longest:?}");
         }
+        pause.answered();
+        assert!(pause.next() > Duration::from_secs(1), "there was no failure");
         pause.reset();
         assert!(pause.next() <= Duration::from_secs(1));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn pauses_that_grew_because_of_failures_begin_again_with_an_answer() {
+        let mut pause = Pause::within(Duration::from_secs(1), Duration::from_secs(5));
+        for _ in 0..3 {
+            pause.after(&Failure::Gone).await;
+        }
+        pause.answered();
+        assert!(pause.next() <= Duration::from_secs(1));
+        pause.answered();
+        assert!(pause.next() > Duration::from_secs(1) / 2, "the answer counted already");
     }
 }

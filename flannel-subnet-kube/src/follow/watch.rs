@@ -3,13 +3,14 @@
 use std::time::Duration;
 
 use flannel_core::lease::Revision;
+use serde::Deserialize;
 use tokio::time::{Instant, sleep, sleep_until};
 
 use super::list::Freshness;
 use super::outage::OutageLog;
 use super::{Following, Own};
 use crate::api::pause::Pause;
-use crate::api::{Call, Failure, escape, part};
+use crate::api::{Call, Failure, escape, part, read};
 use crate::node::Event;
 
 /// The silence after which a watch is started again, and after a second one nodes are listed. API
@@ -22,6 +23,18 @@ const WATCH: std::ops::Range<u32> = 300..600;
 const ERRORS: u32 = 3;
 /// The shortest duration of a watch without an event that is not a failure.
 const BRIEF: Duration = Duration::from_secs(1);
+
+/// The version of a list.
+#[derive(Deserialize)]
+struct Listed {
+    metadata: ListMetadata,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct ListMetadata {
+    resource_version: String,
+}
 
 /// The end of a watch.
 enum Watched {
@@ -42,12 +55,28 @@ impl Following {
         pause: &mut Pause,
         outage: &mut OutageLog,
     ) -> Freshness {
-        let (mut errors, mut silent) = (0, false);
+        let (mut errors, mut silent, mut lost) = (0, false, false);
         loop {
             let (begin, from) = (Instant::now(), version.clone());
-            match self.watch(&mut version, outage).await {
+            let watched = match lost {
+                true => self.has_version(&version).await,
+                false => Ok(true),
+            };
+            let watched = match watched {
+                Ok(false) => {
+                    tracing::warn!(
+                        store = self.api.name(),
+                        "the store was restored from a backup, listing again"
+                    );
+                    return Freshness::Own;
+                }
+                Ok(true) => self.watch(&mut version, outage).await,
+                Err(failure) => Err(failure),
+            };
+            match watched {
                 Ok(Watched::Gone) => {
                     tracing::debug!(store = self.api.name(), "changes were missed, listing again");
+                    pause.answered();
                     sleep(pause.next()).await;
                     return Freshness::Version(version);
                 }
@@ -57,24 +86,26 @@ impl Following {
                     if silent && !useful {
                         return Freshness::Version(version);
                     }
-                    (silent, errors) = (true, 0);
+                    (silent, errors, lost) = (true, 0, false);
                     pause.reset();
                     sleep(pause.next()).await;
                 }
                 Ok(Watched::Cut { useful }) => {
-                    (silent, errors) = (silent && !useful, 0);
+                    (silent, errors, lost) = (silent && !useful, 0, false);
                     if useful || begin.elapsed() > BRIEF {
                         pause.reset();
                     }
                     sleep(pause.next()).await;
                 }
                 Err(Failure::Gone) => {
+                    pause.answered();
                     sleep(pause.next()).await;
                     return Freshness::Version(version);
                 }
                 Err(failure) => {
                     outage.begins(self, &failure);
                     pause.after(&failure).await;
+                    lost = true;
                     if version != from {
                         (silent, errors) = (false, 0);
                     }
@@ -85,6 +116,21 @@ impl Following {
                 }
             }
         }
+    }
+
+    /// Whether the server's store has reached `version`. After a restoration from a backup it may
+    /// not. The server then accepts a watch, which shows nothing until the version is reached.
+    async fn has_version(&self, version: &str) -> Result<bool, Failure> {
+        // With a limit the server reads its store.
+        let path = "/api/v1/nodes?limit=1".to_owned();
+        let call = Call { verb: "list", resource: "nodes", path, patch: None };
+        let body = read(self.api.send(&call).await?, usize::MAX).await?;
+        let list: Listed = serde_json::from_slice(&body).map_err(|error| {
+            Failure::Failed(format!("list nodes: the answer cannot be read: {error}"))
+        })?;
+        let number = |version: &str| version.parse::<u64>().ok();
+        let (now, ours) = (number(&list.metadata.resource_version), number(version));
+        Ok(now.zip(ours).is_none_or(|(now, ours)| now >= ours))
     }
 
     /// Watches from `version` on, and updates it.

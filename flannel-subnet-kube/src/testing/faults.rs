@@ -12,6 +12,7 @@ use rustls::server::danger::ClientCertVerifier;
 use serde_json::Value;
 use tokio::sync::watch;
 
+use super::store::Nodes;
 use super::{ApiServer, lock};
 
 /// The way in which open watches end.
@@ -41,6 +42,10 @@ impl Held {
         *self.is_there.borrow()
     }
 }
+
+/// The nodes of the server at some time, with their version.
+#[derive(Debug)]
+pub struct Backup((Nodes, u64));
 
 /// The server's side of [`Held`].
 #[derive(Debug)]
@@ -205,6 +210,16 @@ impl ApiServer {
     /// Makes all versions except for the latest too old.
     pub fn forget_history(&self) {
         lock(&self.shared.store).forget();
+    }
+
+    /// The present nodes, for [`restore`](Self::restore).
+    pub fn back_up(&self) -> Backup {
+        Backup(lock(&self.shared.store).cached())
+    }
+
+    /// The server's store is restored from a backup: nodes and versions are those of that time.
+    pub fn restore(&self, backup: &Backup) {
+        lock(&self.shared.store).restore(backup.0.clone());
     }
 
     /// Sends all watches a bookmark.

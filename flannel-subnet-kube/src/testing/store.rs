@@ -115,6 +115,13 @@ impl Store {
         self.forgotten = self.version - 1;
     }
 
+    /// Brings back the nodes of an earlier version, without events.
+    pub(crate) fn restore(&mut self, (nodes, version): (Nodes, u64)) {
+        self.events.clear();
+        self.lists.clear();
+        (self.nodes, self.version, self.forgotten) = (nodes, version, 0);
+    }
+
     /// A strategic merge patch of a node's status.
     ///
     /// # Errors

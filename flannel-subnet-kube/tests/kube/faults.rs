@@ -16,9 +16,15 @@ fn put(fixture: &Fixture, n: u8) {
         .put_node(&format!("n{n}"), peer(&cidr, &format!("192.0.2.{n}"), "0a:00:00:00:00:02"));
 }
 
-/// The number of requested lists or pages.
+/// The number of requested lists or pages, without those that only ask for the version.
 fn lists(fixture: &Fixture) -> usize {
-    fixture.server.count("GET /api/v1/nodes?") - fixture.server.count("watch=")
+    let all = fixture.server.count("GET /api/v1/nodes?");
+    all - fixture.server.count("watch=") - versions(fixture)
+}
+
+/// The number of requests for the version of the server's store.
+fn versions(fixture: &Fixture) -> usize {
+    fixture.server.count("GET /api/v1/nodes?limit=1")
 }
 
 #[tokio::test]
@@ -102,13 +108,15 @@ async fn a_version_that_only_causes_errors_is_dropped() {
     for (n, status) in (2..).zip([400, 500, 504]) {
         watches(&fixture, &views, n).await;
         let (listed, watched) = (lists(&fixture), fixture.server.count("watch="));
+        let asked = versions(&fixture);
         fixture.server.fail(3, status, None);
         fixture.server.cut(Cut::Clean);
         until(|| lists(&fixture) > listed).await;
         let requests = fixture.server.requests();
         let list = requests.iter().rposition(|request| request.contains("NotOlderThan")).unwrap();
         let before = requests[..list].iter().filter(|request| request.contains("watch=")).count();
-        assert_eq!(before, watched + 3);
+        // After the first failure the version is asked for.
+        assert_eq!((before, versions(&fixture)), (watched + 1, asked + 2));
     }
     watches(&fixture, &views, 9).await;
     // After an outage the watch reports the missed changes.
@@ -152,6 +160,53 @@ async fn a_version_that_the_server_never_reaches_is_dropped() {
     until(|| fixture.server.count("NotOlderThan") > asked).await;
     watches(&fixture, &views, 5).await;
     assert_eq!(fixture.server.count("limit="), 2);
+}
+
+/// The version of the restored store is smaller. A watch from the old version would be accepted, and
+/// would show nothing for a long time.
+#[tokio::test]
+async fn a_store_restored_during_an_outage_is_listed_again() {
+    let fixture = Fixture::new(V4);
+    put(&fixture, 3);
+    let (_manager, views) = fixture.following().await;
+    watches(&fixture, &views, 2).await;
+    let backup = fixture.server.back_up();
+    fixture.server.delete_node("n3");
+    put(&fixture, 4);
+    sees(&views, 4).await;
+    fixture.server.fail(2, 503, Some(0));
+    fixture.server.restore(&backup);
+    fixture.server.cut(Cut::MidEvent);
+    let leases = || views.borrow().leases.clone();
+    let has = |lease: &str| leases().get(&lease.parse().unwrap()).is_some();
+    until(|| has("10.1.3.0-24") && !has("10.1.4.0-24")).await;
+    // Versions that are not smaller than before the outage need no list.
+    let before = lists(&fixture);
+    fixture.server.fail(1, 503, Some(0));
+    fixture.server.cut(Cut::MidEvent);
+    let opened = fixture.server.count("watch=");
+    until(|| fixture.server.count("watch=") > opened).await;
+    put(&fixture, 5);
+    sees(&views, 5).await;
+    assert_eq!(lists(&fixture), before);
+}
+
+/// The server answers 410 after an outage. The pause before the list is short then.
+#[tokio::test]
+async fn a_list_after_an_outage_does_not_wait_as_long_as_the_outage() {
+    let fixture = Fixture::new(V4);
+    let (_manager, views) = fixture.following().await;
+    watches(&fixture, &views, 2).await;
+    fixture.server.fail(4, 503, Some(0));
+    fixture.server.refuse_watches(1);
+    fixture.server.cut(Cut::MidEvent);
+    let failed = || fixture.server.requests().len();
+    let (before, watches) = (failed(), fixture.server.count("watch="));
+    until(|| failed() > before + 4 && fixture.server.count("watch=") > watches).await;
+    let begin = Instant::now();
+    put(&fixture, 3);
+    sees(&views, 3).await;
+    assert!(begin.elapsed() < Duration::from_millis(600), "{:?}", begin.elapsed());
 }
 
 /// Holds the next list that the server's cache answers, so that no other request follows on slow
