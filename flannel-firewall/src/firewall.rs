@@ -20,6 +20,8 @@ use crate::status::{Cleanup, Deviation, Failure, Repair, Status, log_left};
 
 /// The largest number of checks between two attempts to remove leftover rules of the other mode.
 const RARELY: u64 = 720;
+/// The number of checks between two that read the peers of gates, unless a program changed them.
+const RARE_GATES: u64 = 60;
 /// The shortest period, and the shortest time between a check and the next one after a change.
 const SHORTEST: Duration = Duration::from_millis(10);
 /// The same after a change in iptables mode, in which a check starts processes.
@@ -34,7 +36,7 @@ pub enum Mode {
     Nftables,
     /// iptables, through its programs. Changes by other programs are noticed at once, those of
     /// `iptables-legacy` by the use of its lock. No program is run while nothing changes, except
-    /// one `iptables-legacy-save` per family every 5 minutes.
+    /// one `iptables-legacy-save` per family every 5 minutes. Ignores gates ([`Rules::with_gate`]).
     Iptables,
 }
 
@@ -268,8 +270,11 @@ impl Firewall {
                     }
                 },
             };
-            if let Engine::Nftables(nft) = &mut self.engine {
-                nft.doubt();
+            let checks = self.status.borrow().checks;
+            if let Engine::Nftables(nft) = &mut self.engine
+                && (disturbed.is_some() || checks.is_multiple_of(RARE_GATES))
+            {
+                nft.invalidate();
             }
             if let Some(disturbed) = disturbed {
                 self.after_disturbance(disturbed).await;
@@ -316,6 +321,14 @@ pub async fn cleanup(programs: &Programs) -> Cleanup {
 /// The rules that [`cleanup`] would remove.
 pub async fn leftovers(programs: &Programs) -> Cleanup {
     clean(programs, None, false).await
+}
+
+/// Removes the gates of tunnels ([`Rules::with_gate`]), which Go flannel does not know, and no
+/// other rules. With `dry_run` it removes nothing, and returns those that it would remove.
+pub async fn cleanup_gates(dry_run: bool) -> Cleanup {
+    let mut cleanup = Cleanup::default();
+    cleanup.note(flannel_core::runtime::blocking(move || nft::clean_gates(!dry_run)).await);
+    cleanup
 }
 
 /// Finds flannel's rules in nftables and iptables, except the rules of `used`. Removes them if

@@ -40,7 +40,7 @@ pub(crate) struct Nft {
     /// `None` when this value was dropped, so that no transaction begins after that.
     socket: Arc<Mutex<Option<NetfilterSocket>>>,
     events: NetfilterEvents,
-    /// The rules that are in place, unless another program has changed them since.
+    /// The rules whose gates are in place; `None` if they must be read.
     placed: Option<Rules>,
 }
 
@@ -58,10 +58,9 @@ impl Nft {
         let (socket, desired, placed) = (self.socket.clone(), rules.clone(), self.placed.take());
         let work = move || match &mut *socket.lock().unwrap_or_else(PoisonError::into_inner) {
             Some(socket) => {
-                if let Some(placed) = placed.filter(|placed| placed.differ_in_peers_only(&desired))
-                    && gate::update(socket, &placed, &desired)
-                {
-                    return Ok(Vec::new());
+                let placed = placed.filter(|placed| placed.differ_in_peers_only(&desired));
+                if placed.is_some_and(|placed| gate::update(socket, &placed, &desired)) {
+                    return reconcile_tables(socket, &desired, true);
                 }
                 reconcile(socket, &desired, true)
             }
@@ -72,8 +71,8 @@ impl Nft {
         Ok(deviations)
     }
 
-    /// The next [`Nft::reconcile`] reads all tables.
-    pub(crate) fn doubt(&mut self) {
+    /// The next [`Nft::reconcile`] reads the gates too, which takes long with thousands of peers.
+    pub(crate) fn invalidate(&mut self) {
         self.placed = None;
     }
 
@@ -105,6 +104,14 @@ impl Drop for Nft {
 pub(crate) fn clean(write: bool) -> Result<Vec<Deviation>, Error> {
     match open_if_any()? {
         Some(mut socket) => reconcile(&mut socket, &Rules::default(), write),
+        None => Ok(Vec::new()),
+    }
+}
+
+/// Finds the gates of tunnels, and removes them if `write` is true.
+pub(crate) fn clean_gates(write: bool) -> Result<Vec<Deviation>, Error> {
+    match open_if_any()? {
+        Some(mut socket) => gate::reconcile(&mut socket, &Rules::default(), write),
         None => Ok(Vec::new()),
     }
 }
@@ -146,7 +153,7 @@ fn reconcile_tables(
 ) -> Result<Vec<Deviation>, Error> {
     let desired = Dual::from_fn(|family| Table::desired(rules, family));
     for _ in 0..TRIES {
-        let plan = Plan::new(&read(socket, Table::read)?, &desired);
+        let plan = Plan::new(&read_tables(socket)?, &desired);
         if plan.deviations.is_empty() || !write {
             return Ok(plan.deviations);
         }
@@ -207,9 +214,14 @@ impl Plan {
     }
 }
 
+fn read_tables(socket: &mut NetfilterSocket) -> Result<Dual<Table>, Error> {
+    read(socket, "flannel", Table::read)
+}
+
 /// Reads the tables of both families with `one`, as they were at one moment.
 fn read<T>(
     socket: &mut NetfilterSocket,
+    what: &str,
     one: impl Fn(&mut NetfilterSocket, Family) -> Result<Option<T>, KernelError>,
 ) -> Result<Dual<T>, Error> {
     let about = |what: String| move |error| Error::kernel(what, error);
@@ -217,7 +229,7 @@ fn read<T>(
         let before = generation(socket).map_err(about("nftables".into()))?;
         let mut tables = Dual::default();
         for family in Family::BOTH {
-            let title = title(family, name(family));
+            let title = title(family, what);
             tables[family] = one(socket, family).map_err(about(title))?;
         }
         if generation(socket).map_err(about("nftables".into()))? == before {
@@ -262,13 +274,13 @@ mod tests {
             let mut socket = NetfilterSocket::open().unwrap();
             for family in Family::BOTH {
                 reconcile(&mut socket, &rules(before), true).unwrap();
-                let plan = Plan::new(&read(&mut socket, Table::read).unwrap(), &tables(after));
+                let plan = Plan::new(&read_tables(&mut socket).unwrap(), &tables(after));
                 let mut batch = Batch::new(SUBSYSTEM);
                 remove(&mut batch, family, name(family));
                 socket.commit(batch).unwrap();
                 assert_eq!(plan.carry_out(&mut socket).unwrap(), None, "{family}");
                 reconcile(&mut socket, &rules(after), true).unwrap();
-                assert_eq!(read(&mut socket, Table::read).unwrap(), tables(after));
+                assert_eq!(read_tables(&mut socket).unwrap(), tables(after));
             }
         });
     }

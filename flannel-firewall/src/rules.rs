@@ -88,7 +88,10 @@ impl Rules {
         Ok(Self { chains: rules, gate: None })
     }
 
-    /// The same rules, with a gate in the families that have rules or a network.
+    /// The same rules, with a gate in the families that have a network. [`Mode::Iptables`] ignores
+    /// it.
+    ///
+    /// [`Mode::Iptables`]: crate::Mode::Iptables
     #[must_use]
     pub fn with_gate(self, gate: Gate) -> Self {
         Self { gate: Some(gate), ..self }
@@ -117,15 +120,15 @@ impl Rules {
 }
 
 /// Drops the packets of tunnels that come from other hosts than peers. Linux takes them from every
-/// host. Only nftables mode has gates.
+/// host. It applies to all packets of the protocols that this host receives.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Gate {
-    /// The numbers of the IP protocols of the tunnels.
+    /// The numbers of the IP protocols of the tunnels, at least one.
     pub protocols: Vec<u8>,
-    /// The addresses from which their packets are accepted.
+    /// The source addresses that are accepted.
     pub peers: Listing<IpAddr>,
-    /// There are no other peers. If not, a gate that exists loses no peer, and one that does not
-    /// exist is not made yet.
+    /// `peers` has all peers. If false, an existing gate keeps its other peers too, and a missing
+    /// gate is not made.
     pub complete: bool,
 }
 

@@ -18,6 +18,8 @@ const REGISTER: u32 = 1;
 /// `NFT_META_MARK`, `NFT_META_NFPROTO`.
 const MARK: u32 = 3;
 pub(crate) const NFPROTO: u32 = 15;
+/// `NFT_META_L4PROTO`: the protocol after all extension headers.
+const L4PROTO: u32 = 16;
 /// `NFT_PAYLOAD_NETWORK_HEADER`.
 const NETWORK_HEADER: u32 = 1;
 /// `NFT_CMP_EQ` and `NFT_CMP_NEQ`.
@@ -107,10 +109,9 @@ fn address_of(family: Family, is_source: bool) -> Expr {
 }
 
 /// Drops packets of an IP protocol whose source address is not in the set.
-pub(crate) fn drop_strangers(family: Family, protocol: u8, set: &str) -> Vec<Expr> {
-    let offset = if family == Family::V4 { 9 } else { 6 };
+pub(crate) fn drop_others(family: Family, protocol: u8, set: &str) -> Vec<Expr> {
     vec![
-        Expr::Header { offset, len: 1 },
+        Expr::Meta(L4PROTO),
         Expr::Compare { equal: true, value: vec![protocol] },
         address_of(family, true),
         Expr::NotInSet(set.to_owned()),

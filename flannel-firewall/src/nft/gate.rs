@@ -11,7 +11,7 @@ use flannel_core::address::Family;
 use flannel_core::kernel::KernelError;
 use flannel_netlink::netfilter::{Attributes, Batch, Make, Messages, NetfilterSocket, Refused};
 
-use super::expr::{drop_strangers, find, number, number_in, octets};
+use super::expr::{drop_others, find, number, number_in, octets};
 use super::table::{
     ACCEPT, Filled, NEWTABLE, SUBSYSTEM, TABLE, TABLE_FLAGS, TABLE_USERDATA, comment, head, kind,
     present, protocol, remove, rules, title,
@@ -45,10 +45,11 @@ const KEY: u16 = 1;
 const VALUE: u16 = 1;
 /// `NF_INET_LOCAL_IN`.
 const INPUT: u32 = 1;
-/// The number of elements in a message. A list of them has at most 65,535 bytes, and an element
-/// with an IPv6 address has 28.
-const MOST: usize = 2000;
-const MOST_IN_BATCH: usize = 2 * MOST;
+/// The number of elements in a message. An element with an IPv6 address has 28 bytes. The kernel
+/// sends a refused message back, into a buffer of 32 KiB.
+const MOST: usize = 1000;
+/// The number of elements in a transaction. The send buffer of a socket has 200 KiB.
+const MOST_IN_BATCH: usize = 4 * MOST;
 
 /// The table without the elements of the set.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -69,7 +70,7 @@ pub(super) struct Found {
 
 impl Frame {
     fn desired(family: Family, gate: &Gate) -> Self {
-        let rule = |protocol: &u8| drop_strangers(family, *protocol, SET);
+        let rule = |protocol: &u8| drop_others(family, *protocol, SET);
         let chain = Filled {
             kind: "filter".to_owned(),
             hook: INPUT,
@@ -96,7 +97,12 @@ impl Frame {
 
     fn make_chain(&self, batch: &mut Batch, family: Family) {
         if let Some(chain) = &self.chain {
-            chain.make(batch, family, [NAME, CHAIN], "chain to drop tunnel packets of strangers");
+            chain.make(
+                batch,
+                family,
+                [NAME, CHAIN],
+                "chain to drop tunnel packets from other hosts",
+            );
         }
     }
 }
@@ -139,16 +145,18 @@ pub(super) fn reconcile(
     write: bool,
 ) -> Result<Vec<Deviation>, Error> {
     'again: for _ in 0..TRIES {
-        let (found, mut deviations) = (super::read(socket, read)?, Vec::new());
+        let (found, mut deviations) = (super::read(socket, NAME, read)?, Vec::new());
         for family in Family::BOTH {
             let (batches, differences) = plan(family, found[family].as_ref(), rules.gate(family));
             deviations.extend(differences);
             for batch in batches.into_iter().filter(|_| write) {
                 match socket.commit(batch) {
                     Ok(()) => {}
-                    // Another program has changed the table since it was read.
+                    // Another program has changed the table since it was read. Without a table,
+                    // the kernel lacks a part.
                     Err(Refused { error, .. })
-                        if matches!(error.errno, ENOENT | EEXIST | EBUSY) =>
+                        if matches!(error.errno, EEXIST | EBUSY)
+                            || (error.errno == ENOENT && found[family].is_some()) =>
                     {
                         continue 'again;
                     }
@@ -232,7 +240,7 @@ pub(super) fn plan(
     result(changes, title, fault)
 }
 
-/// Changes in as many transactions as their elements need. The send buffer of a socket has 200 KiB.
+/// Changes in as many transactions as their elements need.
 struct Changes {
     batches: Vec<Batch>,
     family: Family,
