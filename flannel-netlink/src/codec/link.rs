@@ -81,6 +81,8 @@ pub(crate) struct LinkMessage {
     enslaved: bool,
     /// `IFLA_PROTO_DOWN`: another program has turned off the carrier.
     proto_down: bool,
+    /// `IFLA_TXQLEN` is not 0: a queueing discipline on the device would queue packets.
+    queues: bool,
     /// `IFLA_INFO_KIND`, such as `vxlan`; empty for physical and built-in devices.
     pub(crate) kind_name: String,
     /// The message is about the link itself (`AF_UNSPEC`), not about a port of a bridge
@@ -106,7 +108,7 @@ pub(crate) fn read(message: &Message<'_>) -> Option<LinkMessage> {
     let has = |flag: Iff| flags & flag.bits() != 0;
     let (mut name, mut mtu, mut mac, mut kind_name, mut kind) =
         (None, 0, None, String::new(), KindMessage::Other);
-    let (mut carrier_changes, mut enslaved, mut proto_down) = (0, false, false);
+    let (mut carrier_changes, mut enslaved, mut proto_down, mut queues) = (0, false, false, false);
     for (id, value) in attributes {
         if id == IFLA_CARRIER_CHANGES {
             carrier_changes = u32_of(value)?;
@@ -118,6 +120,7 @@ pub(crate) fn read(message: &Message<'_>) -> Option<LinkMessage> {
             Ifla::Address => mac = mac_of(value),
             Ifla::Master => enslaved = u32_of(value)? != 0,
             Ifla::ProtoDown => proto_down = is_set(value),
+            Ifla::Txqlen => queues = u32_of(value)? != 0,
             Ifla::Linkinfo => (kind_name, kind) = read_info(value),
             _ => {}
         }
@@ -130,6 +133,7 @@ pub(crate) fn read(message: &Message<'_>) -> Option<LinkMessage> {
         arp: mac.is_none() || !has(Iff::NOARP),
         enslaved,
         proto_down,
+        queues,
         kind_name,
         whole: header[0] == u8::from(RtAddrFamily::Unspecified),
         carrier_changes,
@@ -179,7 +183,7 @@ impl LinkMessage {
             KindMessage::Vxlan(vxlan) => vxlan.is_exact(),
             KindMessage::Other => true,
         };
-        self.arp && !self.enslaved && !self.proto_down && is_exact
+        self.arp && !self.enslaved && !self.proto_down && !self.queues && is_exact
     }
 
     /// The object; `None` if it is unrepresentable. `lower` is the name of the device with the
@@ -281,7 +285,7 @@ pub(crate) fn change(is: &LinkMessage, want: &Link) -> Messages {
     let mut requests = Messages::default();
     let mac = want.kind.attributes().mac().filter(|mac| is.mac != Some(*mac));
     let is_common = (is.mtu, is.up, is.arp, is.proto_down) == (want.mtu, want.up, true, false);
-    if mac.is_some() || !is_common {
+    if mac.is_some() || is.queues || !is_common {
         let mut changed = Iff::empty();
         changed.set(Iff::UP, is.up != want.up);
         changed.set(Iff::NOARP, !is.arp);
@@ -291,6 +295,9 @@ pub(crate) fn change(is: &LinkMessage, want: &Link) -> Messages {
         }
         if let Some(mac) = mac {
             requests.attr(Ifla::Address, &mac.0);
+        }
+        if is.queues {
+            requests.u32(Ifla::Txqlen, 0);
         }
         if is.proto_down {
             // The kernel refuses to clear it while a reason is set. So the request also sets all

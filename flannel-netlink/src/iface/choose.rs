@@ -332,6 +332,7 @@ mod tests {
         Interface {
             name: name.parse().unwrap(),
             mtu: 1500,
+            up: true,
             addresses: addresses.iter().map(address).collect(),
         }
     }

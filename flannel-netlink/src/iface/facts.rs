@@ -42,6 +42,8 @@ pub struct Interface {
     pub name: LinkName,
     /// Its MTU in bytes.
     pub mtu: u32,
+    /// Whether it is administratively up.
+    pub up: bool,
     /// Its addresses of both families, in the kernel's order.
     pub addresses: Vec<Address>,
 }
@@ -131,7 +133,7 @@ pub(super) fn interface(
         |message: &Message<'_>| addr::read(message).filter(|found| found.index == link.index);
     let addresses = socket.dump(addr::on(link.index), on_it)?;
     let addresses = addresses.iter().map(Address::from).collect();
-    Ok(Some((link.index, Interface { name: link.name, mtu: link.mtu, addresses })))
+    Ok(Some((link.index, Interface { name: link.name, mtu: link.mtu, up: link.up, addresses })))
 }
 
 fn interfaces(socket: &mut Socket) -> Result<Vec<Interface>, KernelError> {
@@ -144,6 +146,7 @@ fn interfaces(socket: &mut Socket) -> Result<Vec<Interface>, KernelError> {
     let one = |link: &link::LinkMessage| Interface {
         name: link.name,
         mtu: link.mtu,
+        up: link.up,
         addresses: of(link.index),
     };
     Ok(links.iter().map(one).collect())

@@ -17,9 +17,10 @@ fn footprint() -> Footprint {
     Footprint { links: ["flannel.ipip".parse().unwrap()].into(), networks, ..Footprint::default() }
 }
 
+/// Its MTU is not the default of the kernel.
 fn device(local: Ipv4Addr) -> Link {
     let kind = LinkKind::Ipip(Ipip { local });
-    Link { name: "flannel.ipip".parse().unwrap(), mtu: 1480, up: true, kind }
+    Link { name: "flannel.ipip".parse().unwrap(), mtu: 1400, up: true, kind }
 }
 
 fn put(kernel: &NetlinkKernel, objects: &[Object]) {
@@ -85,10 +86,16 @@ fn devices_are_changed_in_place() {
             put(&kernel, &all(SECOND));
             assert_state(&kernel, &all(SECOND));
 
-            // Only one device can have the address.
             let changes = [Change::Delete(device(SECOND).into())];
             kernel.apply(&footprint(), &changes).remove(0).unwrap();
             assert_state(&kernel, &[]);
+            // Only one device can have the address. Another one is not known to be ours.
+            ip("link add balancer type ipip local 192.0.2.2");
+            let changes = [Change::Put(device(SECOND).into())];
+            let error = kernel.apply(&footprint(), &changes).remove(0).unwrap_err().to_string();
+            assert!(error.contains("balancer has the local address 192.0.2.2"), "{error}");
+            assert!(ip("link show balancer").contains("state DOWN"), "it is as it was");
+            ip("link del balancer");
             let fallback = ip("-d link show type ipip");
             assert!(fallback.contains("tunl0") && !fallback.contains("flannel"), "{fallback}");
         });

@@ -428,6 +428,7 @@ fn unrepresentable_attributes_are_noted_and_repaired() {
                 set("arp off"),
                 set("master br0"),
                 set("protodown on"),
+                set("txqueuelen 1000"),
                 mark("router"),
                 mark("extern_learn"),
                 entry("sticky"),

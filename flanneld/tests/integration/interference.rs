@@ -247,6 +247,7 @@ fn damages(family: Family) -> Vec<(&'static str, Vec<String>)> {
         ("DF set", one(format!("ip link set {dev} type vxlan id 1 df set"))),
         ("ageing changed", one(format!("ip link set {dev} type vxlan id 1 ageing 60"))),
         ("ARP switched off", one(format!("ip link set {dev} arp off"))),
+        ("transmit queue lengthened", one(format!("ip link set {dev} txqueuelen 1000"))),
         ("carrier switched off", one(format!("ip link set {dev} protodown on"))),
         (
             "device in a bridge",

@@ -98,8 +98,16 @@ impl Writer<'_> {
             return Err(KernelError::explained(EEXIST, detail));
         }
         if is.can_become(&want.kind) {
-            let mut send = |mut requests| self.socket.send(&mut requests).into_iter().collect();
-            let changed: Result<(), KernelError> = send(link::change_kind(&is, codec, lower));
+            let mut of_kind = link::change_kind(&is, codec, lower);
+            let changes_kind = of_kind.len() > 0;
+            let changed: Result<(), KernelError> =
+                self.socket.send(&mut of_kind).into_iter().collect();
+            // The change may reset the MTU (linux `ip_tunnel_update`).
+            let now = if changes_kind { find_link(self.socket, want.name)? } else { None };
+            let is = now.unwrap_or_else(|| is.clone());
+            let mut send = |mut requests| -> Result<(), KernelError> {
+                self.socket.send(&mut requests).into_iter().collect()
+            };
             match changed {
                 // The kernel cannot make this change in place, so the device is created again.
                 Err(error) if error.errno == EOPNOTSUPP => {
@@ -129,7 +137,10 @@ impl Writer<'_> {
             created => created?,
         }
         let index = self.index(want.name)?;
-        self.ignore_router_advertisements(want.name);
+        // A device without a MAC address carries IPv4 only.
+        if want.kind.attributes().mac().is_some() {
+            self.ignore_router_advertisements(want.name);
+        }
         if want.up { self.socket.send_one(link::set_up(index, true)) } else { Ok(()) }
     }
 
@@ -146,8 +157,10 @@ impl Writer<'_> {
     ) -> Result<(), KernelError> {
         let mut there = self.socket.dump(link::all(), link::read)?;
         there.retain(|is| codec.excludes(is));
-        // The MAC address identifies our device.
-        let Some(is) = there.iter().find(|is| is.has_mac_of(&want.kind)) else {
+        // The MAC address identifies our device. Without one no device is known to be ours.
+        let has_mac = want.kind.attributes().mac().is_some();
+        let ours = there.iter().find(|is| has_mac && is.has_mac_of(&want.kind));
+        let Some(is) = ours else {
             let Some(is) = there.first() else { return Err(error) };
             let detail = format!("{} has {} already: remove it", is.name, codec.exclusive());
             return Err(KernelError::explained(EEXIST, detail));
