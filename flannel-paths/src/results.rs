@@ -5,7 +5,7 @@ use std::ops::Bound;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime};
 
-use flannel_api::{PathReport, PathsSummary, rounded, seconds};
+use flannel_api::{Finding, PathReport, PathsSummary, rounded, seconds};
 use flannel_core::Subnet;
 use flannel_core::status::Histogram;
 use tokio::sync::watch;
@@ -286,17 +286,29 @@ impl Table {
         let details = failing.and_then(|failing| failing.details.as_ref());
         let finding = details.and_then(|details| details.finding.as_ref());
         let finding = finding.filter(|_| lowered.is_none());
+        let state = self.state(record);
+        // The examination of one path does not know that no other node replies either.
+        let of_peer = |finding: &&Finding| finding.check == "peer";
+        let (finding, underlay) = match finding.filter(of_peer) {
+            Some(_) if state == Fault::UnderlayDown.name(true) => {
+                (None, Some("no node replies: the network of this host may be broken"))
+            }
+            _ => (finding, None),
+        };
+        let text = lowered.or_else(|| finding.map(|finding| finding.text.clone()));
         PathReport {
             key: id.peer.to_string(),
             family: id.family.to_string(),
-            state: self.state(record).to_owned(),
+            state: state.to_owned(),
             since: failing.map(|failing| seconds(failing.since)),
             probed: record.probed.and_then(|at| now.checked_sub(at.elapsed())).map(seconds),
             round_trip: record.round_trip.map(|micros| f64::from(micros.get()) / 1e6),
             passes: record.mtu.or_else(|| details.and_then(|details| details.passes)),
             mtu: record.mtu,
-            text: lowered.or_else(|| finding.map(|finding| finding.text.clone())),
-            repair: finding.and_then(|finding| finding.repair.clone()),
+            text: text.or_else(|| underlay.map(str::to_owned)),
+            repair: finding
+                .and_then(|finding| finding.repair.clone())
+                .or_else(|| underlay.map(|_| "flannelctl doctor".to_owned())),
         }
     }
 }

@@ -32,6 +32,8 @@ pub struct Devices {
     pub all: Vec<(LinkName, u32)>,
     /// The external interface.
     pub uplink: Option<LinkName>,
+    /// It is administratively down.
+    pub uplink_down: bool,
     /// The MTU of pods, in bytes.
     pub mtu: Option<u32>,
     /// Programs with a socket on a UDP port of a tunnel: port, name, process id.
@@ -91,6 +93,7 @@ pub fn read(network: &Network) -> Devices {
         links,
         all: facts.interfaces.iter().map(|found| (found.name, found.mtu)).collect(),
         uplink,
+        uplink_down: facts.interfaces.iter().any(|found| Some(found.name) == uplink && !found.up),
         mtu,
         port_users: Vec::new(),
         kernel: fs::read_to_string("/proc/sys/kernel/osrelease")

@@ -20,7 +20,11 @@ const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Two hosts with daemons and pods, without the strict `rp_filter` that the machine may have.
 fn up(builder: Builder) -> Lab {
-    started(builder.hosts(2).program(env!("CARGO_BIN_EXE_lab")).start().unwrap())
+    up_with(builder.hosts(2))
+}
+
+fn up_with(builder: Builder) -> Lab {
+    started(builder.program(env!("CARGO_BIN_EXE_lab")).start().unwrap())
 }
 
 fn started(lab: Lab) -> Lab {
@@ -189,6 +193,7 @@ tests! {
         healthy(serde_json::json!({ "Type": "vxlan", "DirectRouting": true }), &Family::BOTH);
     faults_of_this_host_are_found: of_this_host();
     faults_on_the_path_and_at_the_peer_are_found: on_the_path();
+    faults_of_this_hosts_own_network_are_found: underlay();
     faults_are_found_while_the_daemon_is_down: without_a_daemon();
     the_direction_of_a_loss_is_named: directions();
     ten_planted_faults_are_found_and_their_repair_commands_work: ten_faults();
@@ -402,6 +407,21 @@ fn on_the_path() {
 
     lab.switch().cut(other).unwrap();
     finds(&lab, host, &["peer error", "neither from its tunnel address"]);
+}
+
+/// This host's own network is broken. No lease of a peer is to be released then.
+fn underlay() {
+    let lab = up_with(Lab::builder().hosts(3));
+    let host = &lab.hosts()[0];
+    lab.switch().drop_frames(host).unwrap();
+    finds_only(&lab, host, &[&["underlay error", "no node replies", "| ip -s link show eth0"]]);
+    lab.switch().pass_frames(host).unwrap();
+    finds_nothing(&lab, host);
+
+    host.run("ip", &["link", "set", "eth0", "down"]).unwrap();
+    let found = finds(&lab, host, &["underlay error", "eth0 is down", "| ip link set eth0 up"]);
+    repair(&lab, &[host], &found);
+    cured(&lab, host);
 }
 
 fn without_a_daemon() {
