@@ -57,7 +57,9 @@ pub(crate) async fn cleanup(context: Context<'_>, flags: &CleanupFlags) -> Resul
         tokio::task::spawn_blocking(move || work(&kernel, &footprint, dry_run)).await
     };
     account.kernel(&report.unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()))?);
-    if !flags.for_go {
+    if flags.for_go {
+        account.rules(flannel_firewall::cleanup_gates(flags.dry_run).await);
+    } else {
         let is_device = |name: &str| DEVICES.iter().any(|start| name.starts_with(start));
         let other = |name: &LinkName| is_device(name.as_str()) && !footprint.links.contains(name);
         let facts = kernel.facts(&Selectors::default())?;
@@ -132,6 +134,10 @@ impl Account {
         } else {
             flannel_firewall::cleanup(&programs).await
         };
+        self.rules(report);
+    }
+
+    fn rules(&mut self, report: flannel_firewall::Cleanup) {
         self.done.extend(report.found.iter().map(|there| format!("delete {}", there.object)));
         for error in report.failed {
             match error.is_guess() {
