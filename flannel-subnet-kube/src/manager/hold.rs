@@ -19,9 +19,11 @@ use crate::node::Node;
 use crate::node::annotations::{Values, desired, has};
 use crate::runtime::lock;
 
-/// The time without a foreign write after which the next one is a new conflict, and the shortest
-/// time between two lines about restorations.
+/// The time without a foreign write after which the next one is a new conflict.
 const QUIET: Duration = Duration::from_secs(60);
+/// The number of restorations of a conflict with a line each. Later ones share a line an hour.
+const LINES: u32 = 5;
+const HOUR: Duration = Duration::from_secs(3600);
 
 /// A conflict with another writer of the annotations. Two writers that restore their values must
 /// not do so at full speed.
@@ -29,27 +31,29 @@ struct Conflict {
     pause: Pause,
     /// When annotations were last restored.
     last: Option<Instant>,
-    /// When a restoration was last logged.
+    /// When a restoration was last logged, and the number of such lines in this conflict.
     logged: Option<Instant>,
+    lines: u32,
     /// The number of restorations so far.
     restored: u64,
 }
 
 impl Conflict {
     fn new() -> Self {
-        Self { pause: Pause::new(), last: None, logged: None, restored: 0 }
+        Self { pause: Pause::new(), last: None, logged: None, lines: 0, restored: 0 }
     }
 
     /// Notes that annotations will be restored. Returns whether this is to be logged.
     fn begins(&mut self) -> bool {
-        let quiet = |at: Option<Instant>| at.is_none_or(|at| at.elapsed() >= QUIET);
-        if quiet(self.last) {
+        let since = |at: Option<Instant>, time| at.is_none_or(|at: Instant| at.elapsed() >= time);
+        if since(self.last, QUIET) {
             self.pause.reset();
+            self.lines = 0;
         }
         self.last = Some(Instant::now());
-        let log = quiet(self.logged);
+        let log = self.lines < LINES || since(self.logged, HOUR);
         if log {
-            self.logged = self.last;
+            (self.logged, self.lines) = (self.last, self.lines + 1);
         }
         log
     }
@@ -225,34 +229,31 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_conflict_slows_down_and_is_a_new_one_after_a_minute_without_writes() {
         let mut conflict = Conflict::new();
-        for expected in [6, 6] {
-            let begin = Instant::now();
-            assert!(conflict.begins());
-            assert!(!conflict.begins(), "annotations that could not be restored are reported once");
-            conflict.pause().await;
-            let mut rounds = 1;
+        for _ in 0..2 {
+            let (begin, mut rounds) = (Instant::now(), 0);
             while begin.elapsed() < Duration::from_secs(3) {
-                assert!(!conflict.begins(), "a conflict is reported once");
+                assert_eq!(conflict.begins(), rounds < LINES, "the first ones are logged");
                 conflict.pause().await;
                 rounds += 1;
             }
-            assert!((4..=expected + 1).contains(&rounds), "{rounds}");
+            assert!((5..=8).contains(&rounds), "{rounds}");
             sleep(QUIET).await;
         }
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_lasting_conflict_is_logged_once_a_minute_with_the_number_of_restorations() {
+    async fn a_lasting_conflict_is_logged_once_an_hour_with_the_number_of_restorations() {
         let (mut conflict, begin) = (Conflict::new(), Instant::now());
         let mut logged = Vec::new();
-        while begin.elapsed() < 3 * QUIET - Duration::from_secs(1) {
+        while begin.elapsed() < 3 * HOUR - QUIET {
             if conflict.begins() {
-                logged.push((begin.elapsed().as_secs() / 60, conflict.restored));
+                logged.push((begin.elapsed().as_secs() / 3600, conflict.restored));
             }
             conflict.pause().await;
             sleep(QUIET / 6).await;
         }
-        let minutes: Vec<u64> = logged.iter().map(|(minute, _)| *minute).collect();
-        assert!(minutes == [0, 1, 2] && logged[2].1 > logged[1].1 && logged[1].1 > 1, "{logged:?}");
+        let hours: Vec<u64> = logged.iter().map(|(hour, _)| *hour).collect();
+        assert_eq!(hours, [0, 0, 0, 0, 0, 1, 2], "{logged:?}");
+        assert!(logged[6].1 > logged[5].1 + 100, "{logged:?}");
     }
 }

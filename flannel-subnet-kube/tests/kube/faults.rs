@@ -162,8 +162,8 @@ async fn a_version_that_the_server_never_reaches_is_dropped() {
     assert_eq!(fixture.server.count("limit="), 2);
 }
 
-/// The version of the restored store is smaller. A watch from the old version would be accepted, and
-/// would show nothing for a long time.
+/// The version of the restored store is smaller. A watch from the old version would be accepted,
+/// and would show nothing for a long time.
 #[tokio::test]
 async fn a_store_restored_during_an_outage_is_listed_again() {
     let fixture = Fixture::new(V4);

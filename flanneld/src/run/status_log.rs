@@ -14,8 +14,10 @@ use tokio::time::{Instant, sleep_until};
 use tracing::field::display;
 use tracing::{info, warn};
 
-/// The window in which at most [`LINES`] changes of a kind have a line each.
+/// The window in which at most [`LINES`] changes of a kind have a line each. While that is too few,
+/// each window is six times as long as the last one, up to [`LONGEST`].
 const WINDOW: Duration = Duration::from_secs(10);
+const LONGEST: Duration = Duration::from_secs(3600);
 /// The largest number of lines of a kind in a window. The other changes share a line at its end.
 const LINES: usize = 5;
 /// The shortest time between two lines about being in sync.
@@ -168,6 +170,7 @@ impl InSync {
 struct Capped {
     /// The end of the window; `None` before the first.
     end: Option<Instant>,
+    length: Duration,
     lines: usize,
     unlogged: u64,
 }
@@ -179,7 +182,10 @@ impl Capped {
         if self.end.is_some_and(|end| at < end) {
             return None;
         }
-        Some(std::mem::replace(self, Self { end: Some(at + WINDOW), ..Self::default() }).unlogged)
+        let Self { length, unlogged, .. } = *self;
+        let length = if unlogged > 0 { (6 * length).min(LONGEST) } else { WINDOW };
+        *self = Self { end: Some(at + length), length, ..Self::default() };
+        Some(unlogged)
     }
 
     /// Whether there is room for one more line, which is used.
