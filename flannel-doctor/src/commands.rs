@@ -50,6 +50,9 @@ pub fn cure(error: &Error, store: &str) -> String {
                 .to_owned()
         }
         Error::NotReady { .. } => "flannelctl lease list # has this node a subnet?".to_owned(),
+        Error::Refused { .. } if store.starts_with("kube:") => {
+            restore_store(store, &error.to_string())
+        }
         Error::Store { .. } => restore_store(store, &error.to_string()),
         _ => LOG.to_owned(),
     }
@@ -87,6 +90,17 @@ fn restore_kubernetes(url: &str, error: &str) -> String {
         "kubectl -n kube-flannel rollout restart daemonset/kube-flannel-ds # new pods get a new \
          token of the service account flannel"
             .to_owned()
+    } else if error.contains("certificate is not accepted") {
+        let host = url.trim_start_matches("https://");
+        format!(
+            "openssl s_client -connect {host} </dev/null # shows the issuer of the certificate: \
+             write its CA to the kubeconfig (certificate-authority), or restart the pod, which \
+             gets the CA of the cluster"
+        )
+    } else if let Some((_, Some((path, _)))) =
+        error.split_once("the token ").map(|(before, rest)| (before, rest.split_once(": ")))
+    {
+        format!("ls -l {} # the file of the token, which the kubeconfig names", quoted(path))
     } else {
         format!(
             "curl -k {url}/readyz # on this host: if it does not answer, the API server is down, \
@@ -339,6 +353,16 @@ mod tests {
                  endpoint health",
             ),
             ("kube:https://10.96.0.1:443", "no route", "curl -k https://10.96.0.1:443/readyz # on"),
+            (
+                "kube:https://10.96.0.1:443",
+                "get nodes: the token /nosuch/token: No such file or directory (os error 2)",
+                "ls -l /nosuch/token # the file",
+            ),
+            (
+                "kube:https://10.96.0.1:443",
+                "the API server's certificate is not accepted (unknown issuer): expected one",
+                "openssl s_client -connect 10.96.0.1:443 </dev/null # shows the issuer",
+            ),
             (
                 "kube:https://a",
                 "the credentials (401, Unauthorized)",

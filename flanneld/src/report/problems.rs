@@ -61,8 +61,19 @@ pub(crate) fn problems(snapshot: &Snapshot) -> Vec<Problem> {
     if let Some(config) = &facts.waiting_config {
         let networks = texts(config.pod_networks()).join(", ");
         let text = format!("the network config has other pod networks now ({networks})");
-        let hint =
-            "systemctl restart flanneld # and the pods, which do not survive another pod network";
+        let covers = |network: &NetworkSnapshot| {
+            network.running.config.networks.iter().all(|(family, old)| {
+                config.networks[family].is_some_and(|new| new.network.covers(&old.network))
+            })
+        };
+        let hint = match snapshot.network.as_ref().is_some_and(covers) {
+            // Pods keep their addresses.
+            true => "systemctl restart flanneld",
+            false => {
+                "systemctl restart flanneld # and the pods, which do not survive another pod \
+                 network"
+            }
+        };
         found.warning(text, hint);
     }
     if let Some(network) = &snapshot.network {
@@ -262,7 +273,13 @@ impl Found {
         }
         for (key, reason) in store.skipped.iter().take(MOST) {
             let text = format!("{}: {key} is wrong: {reason}", store.store);
-            self.warning(text, "flannelctl lease list");
+            let hint = match key.strip_prefix("node ") {
+                Some(node) if reason.contains("annotations were removed") => {
+                    format!("kubectl describe node {node} # and look at the log of its flannel pod")
+                }
+                _ => "flannelctl lease list".to_owned(),
+            };
+            self.warning(text, hint);
         }
     }
 }

@@ -79,7 +79,8 @@ impl ConfigValidator {
         if !config.backend.explicit {
             refuse_implicit_udp(self.views.clone()).await?;
         }
-        self.firewall.validate(config, used, self.first).await?;
+        let datapath = backend.datapath(config)?;
+        self.firewall.validate((config, &datapath), used, self.first).await?;
         Ok(chosen)
     }
 

@@ -60,12 +60,13 @@ impl FirewallConfig {
     /// Rules cannot be made in that mode.
     pub(crate) async fn validate(
         &self,
-        config: &Config,
+        (config, datapath): (&Config, &Datapath),
         used: Option<&Config>,
         first: bool,
     ) -> Result<(), Error> {
         let other_mode = used.is_some_and(|used| config.nftables != used.nftables);
-        if (self.wanted() && other_mode) || (self.masquerade && first) {
+        let wanted = self.wanted() || !self.guarded(config, datapath).is_empty();
+        if (wanted && other_mode) || (self.masquerade && first) {
             self.open(config).await?;
         }
         Ok(())
