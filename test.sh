@@ -57,16 +57,18 @@ if [ "$(uname -m)" = x86_64 ] && [ -z "${FLANNEL_UML:-}" ] && [ ! -x /usr/bin/li
                 "of its unpacked package" >&2
             exit 1
         fi
-        mkdir -p "$tools/uml"
+        rm -rf "$tools/uml" "$tools/uml.new"
+        mkdir -p "$tools/uml.new"
         (
-            cd "$tools/uml"
+            cd "$tools/uml.new"
             apt-get download -qq user-mode-linux ||
                 { apt-get update -qq && apt-get download -qq user-mode-linux; }
             dpkg-deb -x user-mode-linux_*.deb .
-            rm user-mode-linux_*.deb
         )
+        mv "$tools/uml.new" "$tools/uml"
     fi
-    export FLANNEL_UML=$tools/uml/usr
+    FLANNEL_UML=$(realpath -m "$tools/uml/usr")
+    export FLANNEL_UML
 fi
 if ! command -v cargo >/dev/null; then
     echo "test.sh: install Rust first: https://rustup.rs" >&2

@@ -67,8 +67,9 @@ fn outside(test: &str) {
     command.args(["--", "--exact", test, "--nocapture"]);
     command.env("TMPDIR", place.path()).stdin(Stdio::null());
     let output = command.output().expect("timeout runs");
-    let text = String::from_utf8_lossy(&output.stdout);
-    assert!(text.contains(PASSED), "{test} failed in the guest: {}\n{text}", output.status);
+    let [text, errors] = [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text));
+    let status = output.status;
+    assert!(text.contains(PASSED), "{test} failed in the guest: {status}\n{text}{errors}");
 }
 
 /// Never returns: the end of the first process is a panic of the kernel.
