@@ -234,6 +234,19 @@ mod tests {
     }
 
     #[test]
+    fn tls_files_that_have_no_effect_are_logged() {
+        let logged = test_support::Logged::default();
+        let _guard = tracing::subscriber::set_default(logged.clone());
+        let endpoints: Vec<String> = ["http://a:2379", "https://b:2379"].map(Into::into).into();
+        EtcdOptions { endpoints: endpoints.clone(), ..EtcdOptions::default() }.warn_of_plain();
+        assert_eq!(logged.count("does not use TLS"), 0);
+        let cafile = Some("/ca".into());
+        EtcdOptions { endpoints, cafile, ..EtcdOptions::default() }.warn_of_plain();
+        assert_eq!(logged.count("does not use TLS"), 1);
+        assert_eq!(logged.count("http://a:2379"), 1);
+    }
+
+    #[test]
     fn endpoints_are_urls() {
         for (given, tls, full) in [
             ("etcd1:2379", false, "http://etcd1:2379"),

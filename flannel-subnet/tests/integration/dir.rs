@@ -21,6 +21,7 @@ use flannel_subnet::{
 use nix::errno::Errno;
 use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
 use tempfile::TempDir;
+use test_support::{Logged, eventually_async};
 use tokio::sync::watch;
 
 const DAY: Duration = Duration::from_secs(86_400);
@@ -373,8 +374,15 @@ async fn a_writer_waits_for_a_held_lock() {
     holder.stdout.take().unwrap().read_exact(&mut [0]).unwrap();
     let (key, us) = (key(1), attrs("192.0.2.1"));
     let mut create = Box::pin(net.registry.create(&key, &us, grant(1, DAY)));
-    let early = tokio::time::timeout(Duration::from_millis(100), &mut create).await;
-    assert!(early.is_err() && !net.file(key).exists(), "{early:?}");
+    let logged = Logged::default();
+    let _guard = tracing::subscriber::set_default(logged.clone());
+    let waits = || logged.count("waiting for a lock");
+    tokio::select! {
+        early = &mut create => panic!("{early:?}"),
+        () = eventually_async(Duration::from_secs(60), async || waits() == 1, || "it does not say so") => {}
+    }
+    assert!(!net.file(key).exists());
+    assert_eq!(logged.count(&format!("(process {})", holder.id())), 1, "the holder is named");
     drop(holder.stdin.take());
     create.await.unwrap();
     holder.wait().unwrap();

@@ -14,10 +14,12 @@ use serde_json::value::RawValue;
 use super::{Members, validate};
 
 /// Networks whose addresses pods cannot use.
-const UNUSABLE: [(&str, &str); 6] = [
+const UNUSABLE: [(&str, &str); 8] = [
+    ("unspecified", "0.0.0.0/8"),
     ("loopback", "127.0.0.0/8"),
     ("link-local", "169.254.0.0/16"),
     ("multicast", "224.0.0.0/4"),
+    ("reserved", "240.0.0.0/4"),
     ("loopback", "::1/128"),
     ("link-local", "fe80::/10"),
     ("multicast", "ff00::/8"),
@@ -266,6 +268,8 @@ mod tests {
                  \"fd00::/48\"",
             ),
             (network("169.254.0.0/16", ""), "has link-local addresses (169.254.0.0/16)"),
+            (network("0.4.0.0/16", ""), "has unspecified addresses (0.0.0.0/8)"),
+            (network("250.1.0.0/16", ""), "has reserved addresses (240.0.0.0/4)"),
             (network("126.0.0.0/7", ""), "has loopback addresses (127.0.0.0/8)"),
             (network("192.0.0.0/2", ""), "has multicast addresses (224.0.0.0/4)"),
             (
