@@ -3,11 +3,12 @@
 
 use std::cell::RefCell;
 use std::io::{Read, Write};
-use std::net::TcpStream;
+use std::net::{TcpStream, UdpSocket};
 use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 use test_support::eventually;
+use test_support::guest::in_uml;
 
 use flannel_core::address::Family;
 use flannel_lab::{Builder, Host, Lab, Signal};
@@ -1082,4 +1083,57 @@ fn of_a_full_file_system(lab: &Lab) {
     repair(lab, &[host], &found);
     repair(lab, &[host], &finds(lab, host, &["daemon error", "| systemctl start flanneld"]));
     cured(lab, host);
+}
+
+/// Limits of the whole kernel, on a kernel of its own. No daemon runs there.
+#[test]
+fn limits_of_the_kernel_are_found_and_their_repair_commands_work() {
+    in_uml(&["veth", "iptable_nat", "xt_MASQUERADE"], || {
+        let run = |line: &str| {
+            let output = Command::new("sh").args(["-ec", line]).output().unwrap();
+            assert!(output.status.success(), "{line}: {output:?}");
+        };
+        run("ip link set lo up
+            ip link add eth0 type veth peer name far0
+            ip link set far0 up
+            ip link set eth0 up
+            ip address add 192.168.77.1/24 dev eth0
+            iptables-legacy -t nat -A POSTROUTING -j MASQUERADE");
+        let subnets = Path::new("/run/leases/subnets");
+        std::fs::create_dir_all(subnets).unwrap();
+        let config = r#"{"Network":"10.244.0.0/16","Backend":{"Type":"vxlan"}}"#;
+        std::fs::write("/run/leases/config", config).unwrap();
+        for n in 2..5 {
+            let lease = format!(
+                r#"{{"PublicIP":"192.168.77.{n}","BackendType":"vxlan",
+                    "BackendData":{{"VNI":1,"VtepMAC":"0a:00:00:00:00:0{n}"}}}}"#
+            );
+            std::fs::write(subnets.join(format!("10.244.{n}.0-24")), lease).unwrap();
+        }
+        // A tracked connection.
+        let socket = UdpSocket::bind("127.0.0.1:0").unwrap();
+        socket.send_to(b"hello", socket.local_addr().unwrap()).unwrap();
+        run("sysctl -w net.ipv4.neigh.default.gc_thresh3=2 net.netfilter.nf_conntrack_max=1");
+        let findings = || -> Vec<(String, String)> {
+            let mut command = Command::new(env!("CARGO_BIN_EXE_lab"));
+            command.args(["ctl", "doctor", "--json", "--iface", "eth0"]);
+            command.args(["--registry", "dir:/run/leases", "--control-socket", "/run/none.sock"]);
+            command.args(["--subnet-file", "/run/subnet.env", "--state-dir", "/run/state"]);
+            let output = command.output().unwrap();
+            let value: Value = serde_json::from_slice(&output.stdout).unwrap();
+            let all = value["findings"].as_array().unwrap().iter();
+            let text =
+                |found: &Value, key: &str| found[key].as_str().unwrap_or_default().to_owned();
+            all.map(|found| (text(found, "check"), text(found, "repair")))
+                .filter(|(check, _)| ["neighbours", "conntrack"].contains(&&**check))
+                .collect()
+        };
+        let found = eventually(
+            PATIENCE,
+            || Some(findings()).filter(|found| found.len() == 2),
+            || format!("{:?}", findings()),
+        );
+        found.iter().for_each(|(_, repair)| run(repair));
+        eventually(PATIENCE, || findings().is_empty(), || format!("{:?}", findings()));
+    });
 }

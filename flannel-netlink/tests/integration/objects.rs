@@ -14,6 +14,7 @@ use flannel_netlink::NetlinkKernel;
 use flannel_netlink::foreign::{RuleAction, Share};
 use flannel_netlink::testing::{Netns, bridge, in_netns, ip};
 use serde_json::{Value, json};
+use test_support::guest::in_uml;
 
 fn name(text: &str) -> LinkName {
     text.parse().unwrap()
@@ -137,6 +138,27 @@ fn for_both_families(test: fn(&NetlinkKernel, Family)) {
 
 fn shown_link() -> Value {
     json_of(&ip("-j -d link show dev flannel.1"))[0].clone()
+}
+
+/// A VRF looks up the packets of its ports in its own table, which has no routes to pods.
+#[test]
+fn a_device_leaves_a_vrf_in_place() {
+    in_uml(&["ipv6", "veth", "vxlan", "vrf"], || {
+        in_netns(|| {
+            for_both_families(|kernel, family| {
+                let (wanted, _) = device(family);
+                put(kernel, wanted.clone());
+                let index = shown_link()["ifindex"].clone();
+                ip("link add vrf0 type vrf table 9");
+                ip("link set flannel.1 master vrf0");
+                assert!(shown_link()["master"] == "vrf0");
+                put(kernel, wanted);
+                let shown = shown_link();
+                assert!(shown["master"].is_null() && shown["ifindex"] == index, "{shown}");
+                ip("link del vrf0");
+            });
+        });
+    });
 }
 
 #[test]
