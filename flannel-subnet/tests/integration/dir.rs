@@ -379,7 +379,7 @@ async fn a_writer_waits_for_a_held_lock() {
     let waits = || logged.count("waiting for a lock");
     tokio::select! {
         early = &mut create => panic!("{early:?}"),
-        () = eventually_async(Duration::from_secs(60), async || waits() == 1, || "it does not say so") => {}
+        () = eventually_async(DAY, async || waits() == 1, || "it does not say so") => {}
     }
     assert!(!net.file(key).exists());
     assert_eq!(logged.count(&format!("(process {})", holder.id())), 1, "the holder is named");
