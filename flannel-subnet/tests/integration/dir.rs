@@ -25,6 +25,8 @@ use test_support::{Logged, eventually_async};
 use tokio::sync::watch;
 
 const DAY: Duration = Duration::from_secs(86_400);
+/// The time limit of a wait.
+const PATIENCE: Duration = Duration::from_secs(60);
 const VALUE: &str =
     r#"{"PublicIP":"192.0.2.1","PublicIPv6":null,"BackendType":"vxlan","BackendData":{"VNI":1}}"#;
 
@@ -379,7 +381,7 @@ async fn a_writer_waits_for_a_held_lock() {
     let waits = || logged.count("waiting for a lock");
     tokio::select! {
         early = &mut create => panic!("{early:?}"),
-        () = eventually_async(DAY, async || waits() == 1, || "it does not say so") => {}
+        () = eventually_async(PATIENCE, async || waits() == 1, || "it does not say so") => {}
     }
     assert!(!net.file(key).exists());
     assert_eq!(logged.count(&format!("(process {})", holder.id())), 1, "the holder is named");
