@@ -1001,9 +1001,9 @@ fn two_of_mac_addresses(lab: &Lab) {
 fn two_of_other_programs(lab: &Lab) {
     let host = &lab.hosts()[0];
 
-    // Another manager deletes neighbours.
+    // Another manager deletes neighbours. A flush fails if the daemon restores them faster.
     let script = "for n in $(seq 300); do sleep 0.3; echo neigh flush dev flannel.1 nud permanent; \
-                  done | exec ip -batch -";
+                  done | exec ip -force -batch -";
     let mut manager = host.namespace().spawn(Command::new("sh").args(["-c", script])).unwrap();
     let parts = ["repairs warning", "again and again", "by probably ip (process", "| ps -fp "];
     repair(lab, &[host], &finds(lab, host, &parts));
