@@ -97,8 +97,8 @@ fn restore_kubernetes(url: &str, error: &str) -> String {
              write its CA to the kubeconfig (certificate-authority), or restart the pod, which \
              gets the CA of the cluster"
         )
-    } else if let Some((_, Some((path, _)))) =
-        error.split_once("the token ").map(|(before, rest)| (before, rest.split_once(": ")))
+    } else if let Some((_, rest)) = error.split_once("the token ")
+        && let Some((path, _)) = rest.split_once(": ")
     {
         format!("ls -l {} # the file of the token, which the kubeconfig names", quoted(path))
     } else {

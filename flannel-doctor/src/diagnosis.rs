@@ -5,4 +5,5 @@ pub mod contest;
 pub mod mtu;
 pub mod peer;
 pub(crate) mod summary;
+pub(crate) mod underlay;
 pub mod why;

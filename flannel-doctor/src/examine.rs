@@ -17,6 +17,7 @@ use crate::diagnosis::clocks::clocks;
 use crate::diagnosis::mtu::{Fault, settle};
 use crate::diagnosis::peer::{Answers, diagnose};
 use crate::diagnosis::summary::bounded;
+use crate::diagnosis::underlay::underlay;
 use crate::diagnosis::why::lookup;
 use crate::inputs::devices::{self, Devices};
 use crate::inputs::echo::Answer;
@@ -208,7 +209,7 @@ async fn look_at_peers(
             return examination.unknown("peers", why);
         }
     };
-    let is_deaf = unreachable_underlay(&answers, devices);
+    let own_network = underlay(&answers, questions.len(), devices);
     let mut found = Vec::new();
     let mut answers = answers.into_iter();
     for (target, questions) in &questions {
@@ -217,7 +218,7 @@ async fn look_at_peers(
         // A wrong route explains missing answers.
         found.extend(shadowed.remove(&target.key).map_or(faults, |finding| vec![finding.into()]));
     }
-    if let Some(finding) = is_deaf {
+    if let Some(finding) = own_network {
         // Silence of all peers says nothing about one of them.
         found.retain(|fault| fault.finding.check != "peer");
         found.insert(0, finding.into());
@@ -283,43 +284,12 @@ pub async fn examine_path(
         _ => None,
     };
     let (passes, path) = (passes.or(reported), path.clone());
-    let (_, mut faults) = peer_report(target, &asked[0].1, &mut answers.into_iter(), &devices);
-    if devices.uplink_down {
-        faults = unreachable_underlay(&[], &devices).into_iter().map(Fault::from).collect();
-    }
+    let own_network = underlay(&answers, 1, &devices);
+    let (_, faults) = peer_report(target, &asked[0].1, &mut answers.into_iter(), &devices);
+    let faults = own_network.map_or(faults, |finding| vec![finding.into()]);
     let mut found = settle(faults, &devices, &network.families());
     localize_findings(&mut found, network.store.as_deref());
     Some(PathExamination { path, passes, finding: found.into_iter().next() })
-}
-
-/// The fault of this host's own network, if the external interface is down, or if two or more
-/// questions got no answer from any address.
-fn unreachable_underlay(answers: &[PeerAnswers], devices: &Devices) -> Option<Finding> {
-    let uplink = devices.uplink?;
-    if devices.uplink_down {
-        return Some(
-            Finding::error("underlay", format!("the external interface {uplink} is down"))
-                .with_command(format!("ip link set {uplink} up")),
-        );
-    }
-    let is_silent = |answers: &PeerAnswers| {
-        let PeerAnswers { echoes, path, .. } = answers;
-        let mut replies = echoes.iter().map(|(_, answer)| answer);
-        path.segments.is_none()
-            && path.acknowledged == 0
-            && !echoes.is_empty()
-            && replies.all(|answer| matches!(answer, Answer::Nothing | Answer::NotSent(_)))
-    };
-    let text = format!(
-        "no node replies, at any address: the network of this host ({uplink}) or the way to all \
-         nodes is broken"
-    );
-    let is_broken = answers.len() > 1 && answers.iter().all(is_silent);
-    is_broken.then(|| {
-        Finding::error("underlay", text).with_command(format!(
-            "ip -s link show {uplink} # has it a carrier, and does it receive packets?"
-        ))
-    })
 }
 
 /// The kernel's route to an address; `None` if the look-up fails.

@@ -1,0 +1,71 @@
+//! The fault of this host's own network.
+
+use flannel_api::Finding;
+
+use crate::inputs::devices::Devices;
+use crate::inputs::echo::Answer;
+use crate::inputs::query::PeerAnswers;
+
+/// The fault if the external interface is down, or if none of two or more `peers` replies. The
+/// silence of one peer says nothing about this host.
+pub(crate) fn underlay(
+    answers: &[PeerAnswers],
+    peers: usize,
+    devices: &Devices,
+) -> Option<Finding> {
+    let uplink = devices.uplink?;
+    if devices.uplink_down {
+        let text = format!("the external interface {uplink} is down");
+        let repair = format!("ip link set {uplink} up");
+        return Some(Finding::error("underlay", text).with_command(repair));
+    }
+    if peers < 2 || answers.is_empty() || !answers.iter().all(is_silent) {
+        return None;
+    }
+    let text = format!(
+        "no node replies, at any address: the network of this host ({uplink}) or the way to all \
+         nodes is broken"
+    );
+    let repair =
+        format!("ip -s link show {uplink} # has it a carrier, and does it receive packets?");
+    Some(Finding::error("underlay", text).with_command(repair))
+}
+
+/// Whether the peer was asked, and sent nothing.
+fn is_silent(PeerAnswers { echoes, path, .. }: &PeerAnswers) -> bool {
+    let is_nothing = |answer: &Answer| matches!(answer, Answer::Nothing | Answer::NotSent(_));
+    path.segments.is_none()
+        && path.acknowledged == 0
+        && !echoes.is_empty()
+        && echoes.iter().all(|(_, answer)| is_nothing(answer))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::inputs::echo::Probe;
+
+    fn answers(answer: Answer) -> PeerAnswers {
+        let probe = Probe { to: [192, 0, 2, 7].into(), size: 64 };
+        PeerAnswers { echoes: vec![(probe, answer)], path: Default::default(), passes: None }
+    }
+
+    #[test]
+    fn the_silence_of_all_peers_is_a_fault_of_this_host_and_that_of_one_is_not() {
+        let devices = Devices { uplink: "eth0".parse().ok(), ..Devices::default() };
+        let silent = || answers(Answer::Nothing);
+        let found = |answers: &[PeerAnswers], peers| underlay(answers, peers, &devices).is_some();
+        assert!(found(&[silent(), silent()], 2));
+        // One peer, in two families.
+        assert!(!found(&[silent(), silent()], 1));
+        assert!(!found(&[silent(), answers(Answer::Reply(Duration::ZERO))], 2));
+        // Nobody was asked.
+        assert!(!found(&[silent(), answers(Answer::NotAllowed)], 2));
+        assert!(!found(&[], 2));
+        let down = Devices { uplink_down: true, ..devices.clone() };
+        let finding = underlay(&[], 0, &down).unwrap();
+        assert_eq!(finding.repair.as_deref(), Some("ip link set eth0 up"));
+    }
+}
