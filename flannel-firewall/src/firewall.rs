@@ -16,7 +16,7 @@ use crate::iptables::Iptables;
 use crate::iptables::program::Programs;
 use crate::nft::{self, Nft};
 use crate::rules::{RuleOptions, Rules};
-use crate::status::{Cleanup, Deviation, Failure, Repair, Status, log_left};
+use crate::status::{Cleanup, Deviation, Failure, Fault, Repair, Status, log_left};
 
 /// The largest number of checks between two attempts to remove leftover rules of the other mode.
 const RARELY: u64 = 720;
@@ -223,7 +223,7 @@ impl Firewall {
                 status.last_repair = Some(Repair { at, found: deviations });
             } else if !deviations.is_empty() {
                 // Peers come and go.
-                if !deviations.iter().all(nft::is_of_peers) {
+                if !deviations.iter().all(|deviation| deviation.fault == Fault::Elements) {
                     tracing::info!(changes = deviations.len(), "rules are in place");
                 }
                 status.changes += 1;

@@ -17,7 +17,6 @@ use flannel_netlink::netfilter::{
 };
 
 use self::expr::text_in;
-pub(crate) use self::gate::is_of_peers;
 use self::table::{SUBSYSTEM, TABLE, Table, generation, name, protocol, remove, title};
 use crate::error::Error;
 use crate::iptables::script;

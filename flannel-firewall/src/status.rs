@@ -71,6 +71,8 @@ pub enum Fault {
     Different,
     /// It exists more than once.
     Repeated,
+    /// It is a set with other elements.
+    Elements,
 }
 
 impl fmt::Display for Deviation {
@@ -80,6 +82,7 @@ impl fmt::Display for Deviation {
             Fault::Unwanted => "not wanted",
             Fault::Different => "different",
             Fault::Repeated => "repeated",
+            Fault::Elements => "other elements",
         };
         write!(f, "{}: {fault}", self.object)
     }

@@ -222,7 +222,7 @@ pub(super) fn plan(
             return if equal {
                 Default::default()
             } else {
-                result(changes, peers_of(&title), Fault::Different)
+                result(changes, format!("{title}, set {SET}"), Fault::Elements)
             };
         }
         // Packets of peers that are not known yet pass.
@@ -291,16 +291,6 @@ impl Changes {
             });
         }
     }
-}
-
-/// The elements of a table, as the object of a deviation.
-fn peers_of(title: &str) -> String {
-    format!("{title}, set {SET}")
-}
-
-/// Whether only the elements of a set differ.
-pub(crate) fn is_of_peers(deviation: &Deviation) -> bool {
-    deviation.object.ends_with(&peers_of(NAME))
 }
 
 fn key_len(family: Family) -> u32 {

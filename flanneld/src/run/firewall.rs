@@ -106,10 +106,10 @@ impl FirewallConfig {
         let networks = config.networks.map(|_, network| network.network);
         let own = handle.lease.subnets;
         let plain = Rules::new(&networks, &own.iter().collect(), self.rule_options())?;
-        let with_gate = |gate: Gate| plain.clone().with_gate(gate);
         let gate = Gate { protocols: protocols.clone(), ..Gate::default() };
-        let (desired, rules) =
-            watch::channel(if protocols.is_empty() { plain.clone() } else { with_gate(gate) });
+        let first_rules =
+            if protocols.is_empty() { plain.clone() } else { plain.clone().with_gate(gate) };
+        let (desired, rules) = watch::channel(first_rules);
         let firewall = match self.open(config).await {
             Ok(firewall) => firewall,
             Err(error) if first && self.masquerade => return Err(error.into()),
@@ -120,29 +120,10 @@ impl FirewallConfig {
         };
         let status = firewall.status();
         rulebook.send_replace(Rulebook::Kept(status.clone()));
-        let guard = async {
-            let (mut status, mut peers) = (handle.status.clone(), TunnelPeers::default());
-            while !protocols.is_empty() {
-                let now = Arc::clone(&status.borrow_and_update());
-                let (addresses, protocols) = (peers.update(&now, own).clone(), protocols.clone());
-                let gate = Gate { protocols, peers: addresses, complete: now.live };
-                let rules = with_gate(gate);
-                desired.send_if_modified(|old| {
-                    *old != rules && {
-                        *old = rules;
-                        true
-                    }
-                });
-                if status.changed().await.is_err() {
-                    break;
-                }
-            }
-            std::future::pending::<Infallible>().await
-        };
         tokio::select! {
             never = firewall.run(rules) => match never {},
             never = settle(status, settled) => match never {},
-            never = guard => match never {},
+            never = guard(handle, &protocols, &plain, &desired) => match never {},
         }
     }
 
@@ -172,6 +153,31 @@ impl FirewallConfig {
             }
         }
     }
+}
+
+/// Gives the gate for these protocols the accepted peers. Without protocols there is no gate.
+async fn guard(
+    handle: &NetworkHandle,
+    protocols: &[u8],
+    plain: &Rules,
+    desired: &watch::Sender<Rules>,
+) -> Infallible {
+    let (mut status, mut peers) = (handle.status.clone(), TunnelPeers::default());
+    while !protocols.is_empty() {
+        let now = Arc::clone(&status.borrow_and_update());
+        let peers = peers.update(&now, handle.lease.subnets).clone();
+        let gate = Gate { protocols: protocols.to_vec(), peers, complete: now.live };
+        let rules = plain.clone().with_gate(gate);
+        desired.send_if_modified(|old| {
+            let differs = *old != rules;
+            *old = rules;
+            differs
+        });
+        if status.changed().await.is_err() {
+            break;
+        }
+    }
+    std::future::pending().await
 }
 
 /// Sets `settled` when the rules are in place for the first time or cannot be made. The firewall

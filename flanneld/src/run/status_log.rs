@@ -359,6 +359,25 @@ mod tests {
     }
 
     #[test]
+    fn repairs_without_end_have_ever_fewer_lines() {
+        let (mut repairs, start) = (Repairs::default(), Instant::now());
+        let mut logged = Status::default();
+        let mut hours = [0; 3];
+        for second in 0..3 * 3600u64 {
+            let now = damaged(&logged, 1);
+            let lines = repairs.lines(&now, &logged, start + Duration::from_secs(second));
+            hours[second as usize / 3600] += lines.len();
+            logged = now;
+        }
+        assert!(hours[0] <= 30 && hours[2] <= LINES + 1, "{hours:?}");
+        // After a window without changes that had no line, it is as at first.
+        let end = repairs.capped.end.unwrap();
+        assert_eq!(repairs.lines(&logged, &logged, end).len(), 1);
+        repairs.lines(&logged, &logged, end + LONGEST);
+        assert_eq!(repairs.capped.end, Some(end + LONGEST + WINDOW));
+    }
+
+    #[test]
     fn the_summary_names_each_kind() {
         let (mut repairs, start) = (Repairs::default(), Instant::now());
         let none = Status::default();

@@ -1,6 +1,6 @@
 //! The public addresses of accepted peers, for the gate of a tunnel.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 
 use flannel_core::Subnets;
@@ -12,8 +12,6 @@ use flannel_core::status::{Listing, Rejection, Status};
 pub(super) struct TunnelPeers {
     leases: LeaseSet,
     rejected: Listing<Subnets, Rejection>,
-    /// The addresses of each accepted peer.
-    of: BTreeMap<Subnets, Vec<IpAddr>>,
     /// The number of peers with an address.
     users: BTreeMap<IpAddr, usize>,
     addresses: Listing<IpAddr>,
@@ -22,39 +20,44 @@ pub(super) struct TunnelPeers {
 impl TunnelPeers {
     /// Takes in the leases of `status`. `own` is this node's lease.
     pub(super) fn update(&mut self, status: &Status, own: Subnets) -> &Listing<IpAddr> {
-        let leases = std::mem::replace(&mut self.leases, status.leases.clone());
-        let rejected = std::mem::replace(&mut self.rejected, status.rejected.clone());
-        let mut changed: Vec<Subnets> =
-            self.leases.changes_since(&leases).map(|(subnets, _)| subnets).collect();
-        changed.extend(self.rejected.changes_since(&rejected).map(|(subnets, ..)| *subnets));
-        for subnets in changed.into_iter().filter(|subnets| *subnets != own) {
-            self.replace(subnets);
+        let (leases, rejected) = (&status.leases, &status.rejected);
+        let mut changed: BTreeSet<Subnets> =
+            leases.changes_since(&self.leases).map(|(subnets, _)| subnets).collect();
+        changed.extend(rejected.changes_since(&self.rejected).map(|(subnets, ..)| *subnets));
+        changed.remove(&own);
+        for subnets in changed {
+            let old = published(&self.leases, &self.rejected, subnets);
+            published(leases, rejected, subnets).into_iter().for_each(|new| self.add(new));
+            old.into_iter().for_each(|old| self.remove(old));
         }
+        (self.leases, self.rejected) = (leases.clone(), rejected.clone());
         &self.addresses
     }
 
-    fn replace(&mut self, subnets: Subnets) {
-        let accepted = self.leases.get(&subnets).filter(|_| !self.rejected.contains_key(&subnets));
-        let offers = accepted.into_iter().flat_map(|lease| lease.attrs.offers());
-        let new: Vec<IpAddr> = offers.flat_map(|offer| offer.public.values().copied()).collect();
-        for address in &new {
-            let users = self.users.entry(*address).or_default();
-            *users += 1;
-            if *users == 1 {
-                self.addresses.insert(*address, ());
-            }
-        }
-        let old =
-            if new.is_empty() { self.of.remove(&subnets) } else { self.of.insert(subnets, new) };
-        for address in old.into_iter().flatten() {
-            let users = self.users.get_mut(&address).expect("counted when it came");
-            *users -= 1;
-            if *users == 0 {
-                self.users.remove(&address);
-                self.addresses.remove(&address);
-            }
+    fn add(&mut self, address: IpAddr) {
+        *self.users.entry(address).or_default() += 1;
+        self.addresses.insert(address, ());
+    }
+
+    fn remove(&mut self, address: IpAddr) {
+        let users = self.users.get_mut(&address).expect("each address was added before");
+        *users -= 1;
+        if *users == 0 {
+            self.users.remove(&address);
+            self.addresses.remove(&address);
         }
     }
+}
+
+/// The public addresses of a peer; none if its lease is not accepted.
+fn published(
+    leases: &LeaseSet,
+    rejected: &Listing<Subnets, Rejection>,
+    subnets: Subnets,
+) -> Vec<IpAddr> {
+    let accepted = leases.get(&subnets).filter(|_| !rejected.contains_key(&subnets));
+    let offers = accepted.into_iter().flat_map(|lease| lease.attrs.offers());
+    offers.flat_map(|offer| offer.public.values().copied()).collect()
 }
 
 #[cfg(test)]
