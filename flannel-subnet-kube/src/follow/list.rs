@@ -31,9 +31,9 @@ pub(super) enum Freshness {
 /// The metadata of a page.
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "camelCase")]
-struct Page {
+pub(super) struct Page {
     #[serde(default)]
-    resource_version: String,
+    pub(super) resource_version: String,
     #[serde(default, rename = "continue")]
     next: String,
 }

@@ -6,7 +6,7 @@ use flannel_core::lease::Revision;
 use serde::Deserialize;
 use tokio::time::{Instant, sleep, sleep_until};
 
-use super::list::Freshness;
+use super::list::{Freshness, Page};
 use super::outage::OutageLog;
 use super::{Following, Own};
 use crate::api::pause::Pause;
@@ -24,16 +24,10 @@ const ERRORS: u32 = 3;
 /// The shortest duration of a watch without an event that is not a failure.
 const BRIEF: Duration = Duration::from_secs(1);
 
-/// The version of a list.
+/// A list, of which only the metadata is read.
 #[derive(Deserialize)]
 struct Listed {
-    metadata: ListMetadata,
-}
-
-#[derive(Deserialize)]
-#[serde(rename_all = "camelCase")]
-struct ListMetadata {
-    resource_version: String,
+    metadata: Page,
 }
 
 /// The end of a watch.
@@ -44,11 +38,12 @@ enum Watched {
     Silent { useful: bool },
     /// Changes may have been missed.
     Gone,
+    /// The server's store was restored from a backup, and has not reached the version.
+    Restored,
 }
 
 impl Following {
-    /// Watches until changes may have been missed, and returns the freshness of the next list. If
-    /// the server's store is restored from a backup, versions go back, which only a list shows.
+    /// Watches until changes may have been missed, and returns the freshness of the next list.
     pub(super) async fn watch_from(
         &mut self,
         mut version: String,
@@ -58,22 +53,14 @@ impl Following {
         let (mut errors, mut silent, mut lost) = (0, false, false);
         loop {
             let (begin, from) = (Instant::now(), version.clone());
-            let watched = match lost {
-                true => self.has_version(&version).await,
-                false => Ok(true),
-            };
-            let watched = match watched {
-                Ok(false) => {
+            match self.continue_watch(&mut version, lost, outage).await {
+                Ok(Watched::Restored) => {
                     tracing::warn!(
                         store = self.api.name(),
                         "the store was restored from a backup, listing again"
                     );
                     return Freshness::Own;
                 }
-                Ok(true) => self.watch(&mut version, outage).await,
-                Err(failure) => Err(failure),
-            };
-            match watched {
                 Ok(Watched::Gone) => {
                     tracing::debug!(store = self.api.name(), "changes were missed, listing again");
                     pause.answered();
@@ -116,6 +103,19 @@ impl Following {
                 }
             }
         }
+    }
+
+    /// Watches from `version` on. `lost`: the server did not answer since the last watch.
+    async fn continue_watch(
+        &mut self,
+        version: &mut String,
+        lost: bool,
+        outage: &mut OutageLog,
+    ) -> Result<Watched, Failure> {
+        if lost && !self.has_version(version).await? {
+            return Ok(Watched::Restored);
+        }
+        self.watch(version, outage).await
     }
 
     /// Whether the server's store has reached `version`. After a restoration from a backup it may

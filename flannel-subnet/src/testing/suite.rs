@@ -1,16 +1,16 @@
 //! The behaviour that every [`Registry`] must have.
 
+mod one_address;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
 use flannel_core::lease::LeaseAttrs;
-use flannel_core::subnet::LeaseEnd;
-use flannel_core::{Error, SubnetManager, Subnets};
+use flannel_core::{Error, Subnets};
 use tokio::time::Instant;
 
-use crate::manager::{Identity, LocalManager};
 use crate::registry::{Entry, HolderId, LeaseGrant, Now, Registry, Watch};
 
 /// A store without leases, on which the suite runs.
@@ -67,7 +67,7 @@ pub async fn registry_suite(fixture: &Fixture<'_>) {
     a_deletion_is_not_the_end_of_the_holder(fixture).await;
     reservations_have_no_holder(fixture).await;
     an_unreadable_key_is_skipped_and_reported(fixture).await;
-    of_two_hosts_with_one_address_one_keeps_the_lease(fixture).await;
+    one_address::one_of_two_hosts_keeps_the_lease(fixture).await;
 }
 
 const DAY: Duration = Duration::from_secs(86_400);
@@ -380,39 +380,4 @@ async fn an_unreadable_key_is_skipped_and_reported(fixture: &Fixture<'_>) {
         matches!(changed.get(&key(2).to_string()), Some(Now::Held(_))),
         "repaired: {changed:?}"
     );
-}
-
-/// A service manager starts both daemons again and again. The second host has no state directory,
-/// and so a new holder ID at each start.
-async fn of_two_hosts_with_one_address_one_keeps_the_lease(fixture: &Fixture<'_>) {
-    clear(fixture).await;
-    (fixture.put_config)(r#"{"Network":"10.77.0.0/16"}"#);
-    let manager = |registry: &Arc<dyn Registry>, holder| {
-        let identity =
-            Identity { holder: HolderId(holder), previous: None, local_addresses: Vec::new() };
-        LocalManager::new(Arc::clone(registry), identity)
-    };
-    let name = format!("flannel-suite-{}-{:p}", std::process::id(), fixture);
-    let cache = std::env::temp_dir().join(name);
-    let first = || manager(&fixture.registry, 0xaa).with_cache(&cache);
-    let holds = first();
-    let lease = holds.acquire_lease(&attrs(1)).await.expect("a lease");
-    let second = async |holder| {
-        let taken = manager(&fixture.other, holder).acquire_lease(&attrs(1)).await;
-        assert_eq!(taken.expect("a lease").subnets, lease.subnets, "by its address");
-    };
-    second(0xbb).await;
-    let end = soon("the lease ends", holds.hold_lease(&lease)).await;
-    assert!(matches!(&end, Ok(LeaseEnd::Taken { by }) if by.contains("00bb")), "{end:?}");
-    drop(holds);
-    for holder in [0xbb, 0xcc] {
-        second(holder).await;
-        let again = first().acquire_lease(&attrs(1)).await;
-        assert!(matches!(again, Err(Error::Refused { .. })), "it stays there: {again:?}");
-    }
-    clear(fixture).await;
-    first().acquire_lease(&attrs(1)).await.expect("the lease was released");
-    clear(fixture).await;
-    // A file that stays wastes space only.
-    let _ = std::fs::remove_file(&cache);
 }
