@@ -31,6 +31,11 @@ pub(crate) trait LinkCodec {
     /// [`LinkMessage::can_become`].
     fn change(&self, is: &LinkMessage, data: &mut Messages, lower: u32);
 
+    /// Whether packets of IPv6 may arrive by a device of this kind.
+    fn carries_ipv6(&self) -> bool {
+        true
+    }
+
     /// An attribute with a value that the kernel refuses with `EINVAL`. `None`: it refuses a device
     /// without attributes.
     fn invalid(&self) -> Option<(u16, u8)> {

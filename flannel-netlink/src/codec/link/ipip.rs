@@ -107,6 +107,10 @@ impl LinkCodec for Ipip {
         }
     }
 
+    fn carries_ipv6(&self) -> bool {
+        false
+    }
+
     /// Without it the kernel makes a device with its default name (`ipip_tunnel_validate`).
     fn invalid(&self) -> Option<(u16, u8)> {
         Some((attr::PROTO, u8::MAX))

@@ -137,8 +137,7 @@ impl Writer<'_> {
             created => created?,
         }
         let index = self.index(want.name)?;
-        // A device without a MAC address carries IPv4 only.
-        if want.kind.attributes().mac().is_some() {
+        if codec.carries_ipv6() {
             self.ignore_router_advertisements(want.name);
         }
         if want.up { self.socket.send_one(link::set_up(index, true)) } else { Ok(()) }
