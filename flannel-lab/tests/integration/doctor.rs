@@ -811,6 +811,13 @@ fn five_between_hosts(lab: &Lab, family: Family) {
     host.run("ip", &[&ip[..], &["route", "add", &half, "via", &router]].concat()).unwrap();
     repair(lab, &[host], &finds(lab, host, &["route error", "shadowed: packets go via"]));
     cured(lab, host);
+    if six {
+        // IPv4 routes of flannel have the lowest metric, 0.
+        let lower = format!("-6 route add {subnet} via {router} metric 1 proto bird");
+        host.run("ip", &lower.split(' ').collect::<Vec<_>>()).unwrap();
+        repair(lab, &[host], &finds(lab, host, &["route error", "shadowed: packets go via"]));
+        cured(lab, host);
+    }
 
     // Stale peer.
     let nobody = if six { "fd00:77::c7" } else { "192.168.77.199" };
@@ -1084,10 +1091,11 @@ fn of_a_full_file_system(lab: &Lab) {
     cured(lab, host);
 }
 
-/// Limits of the whole kernel, on a kernel of its own. No daemon runs there.
+/// Limits of the whole kernel, and a program that only its root may load, on a kernel of its own. No
+/// daemon runs there.
 #[test]
-fn limits_of_the_kernel_are_found_and_their_repair_commands_work() {
-    in_uml(&["veth", "iptable_nat", "xt_MASQUERADE"], || {
+fn faults_of_the_whole_kernel_are_found_and_their_repair_commands_work() {
+    in_uml(&["veth", "vxlan", "iptable_nat", "xt_MASQUERADE"], || {
         let run = |line: &str| {
             let output = Command::new("sh").args(["-ec", line]).output().unwrap();
             assert!(output.status.success(), "{line}: {output:?}");
@@ -1097,6 +1105,8 @@ fn limits_of_the_kernel_are_found_and_their_repair_commands_work() {
             ip link set far0 up
             ip link set eth0 up
             ip address add 192.168.77.1/24 dev eth0
+            ip link add flannel.1 type vxlan id 1 dev eth0 dstport 8472 nolearning
+            ip link set flannel.1 up
             iptables-legacy -t nat -A POSTROUTING -j MASQUERADE");
         let subnets = Path::new("/run/leases/subnets");
         std::fs::create_dir_all(subnets).unwrap();
@@ -1113,6 +1123,8 @@ fn limits_of_the_kernel_are_found_and_their_repair_commands_work() {
         let socket = UdpSocket::bind("127.0.0.1:0").unwrap();
         socket.send_to(b"hello", socket.local_addr().unwrap()).unwrap();
         run("sysctl -w net.ipv4.neigh.default.gc_thresh3=2 net.netfilter.nf_conntrack_max=1");
+        std::fs::write("/run/pass.o", xdp_program()).unwrap();
+        run("ip link set flannel.1 xdpgeneric obj /run/pass.o sec xdp");
         let findings = || -> Vec<(String, String)> {
             let mut command = Command::new(env!("CARGO_BIN_EXE_lab"));
             command.args(["ctl", "doctor", "--json", "--iface", "eth0"]);
@@ -1124,15 +1136,48 @@ fn limits_of_the_kernel_are_found_and_their_repair_commands_work() {
             let text =
                 |found: &Value, key: &str| found[key].as_str().unwrap_or_default().to_owned();
             all.map(|found| (text(found, "check"), text(found, "repair")))
-                .filter(|(check, _)| ["neighbours", "conntrack"].contains(&&**check))
+                .filter(|(check, _)| ["neighbours", "conntrack", "xdp"].contains(&&**check))
                 .collect()
         };
         let found = eventually(
             PATIENCE,
-            || Some(findings()).filter(|found| found.len() == 2),
+            || Some(findings()).filter(|found| found.len() == 3),
             || format!("{:?}", findings()),
         );
         found.iter().for_each(|(_, repair)| run(repair));
         eventually(PATIENCE, || findings().is_empty(), || format!("{:?}", findings()));
     });
+}
+
+/// An object file for `ip`, with an XDP program in the section `xdp` that passes every packet.
+fn xdp_program() -> Vec<u8> {
+    let word = |value: u64| value.to_le_bytes();
+    // r0 = XDP_PASS; exit. Then its license, its symbol, and the names.
+    let code: [u8; 16] = [0xb7, 0, 0, 0, 2, 0, 0, 0, 0x95, 0, 0, 0, 0, 0, 0, 0];
+    let names = *b"\0xdp\0license\0.symtab\0.strtab\0\0\0\0";
+    let (function, in_first_section) = ([1, 0, 0, 0, 0x12, 0], [1, 0]);
+    let symbol = [&[0; 24][..], &function, &in_first_section, &word(0), &word(16)].concat();
+    let parts: [&[u8]; 4] = [&code, b"GPL\0\0\0\0\0", &symbol, &names];
+    // Sections: name, type, flags, then their place in the file; link and info; alignment and size
+    // of entries.
+    let sections: [(u32, u32, u64, [u32; 2], u64); 4] = [
+        (1, 1, 6, [0, 0], 0),
+        (5, 1, 3, [0, 0], 0),
+        (13, 2, 0, [4, 1], 24),
+        (21, 3, 0, [0, 0], 0),
+    ];
+    let (mut at, mut table) = (64, vec![0; 64]);
+    for ((name, kind, flags, [link, info], entry), part) in sections.into_iter().zip(parts) {
+        table.extend([name.to_le_bytes(), kind.to_le_bytes()].concat());
+        table.extend([word(flags), word(0), word(at), word(part.len() as u64)].concat());
+        table.extend([link.to_le_bytes(), info.to_le_bytes()].concat());
+        table.extend([word(8), word(entry)].concat());
+        at += part.len() as u64;
+    }
+    // 64-bit, little-endian, relocatable, for BPF.
+    let mut file = b"\x7fELF\x02\x01\x01\0\0\0\0\0\0\0\0\0\x01\0\xf7\0\x01\0\0\0".to_vec();
+    file.extend([word(0), word(0), word(at)].concat());
+    let header = [0u16, 0, 64, 0, 0, 64, 5, 4];
+    file.extend(header.iter().flat_map(|half| half.to_le_bytes()));
+    [file, parts.concat(), table].concat()
 }

@@ -164,9 +164,18 @@ pub(crate) fn proxies_on(index: u32) -> Messages {
     all_on(index, Ntf::PROXY)
 }
 
+/// Requests all proxy entries.
+pub(crate) fn proxies() -> Messages {
+    all(Ntf::PROXY)
+}
+
 fn all_on(index: u32, flags: Ntf) -> Messages {
-    let header = header(RtAddrFamily::Unspecified, 0, Nud::empty(), flags);
-    let mut request = Messages::one(Rtm::Getneigh, NlmF::empty(), &header);
+    let mut request = all(flags);
     request.u32(Nda::Ifindex, index);
     request
+}
+
+fn all(flags: Ntf) -> Messages {
+    let header = header(RtAddrFamily::Unspecified, 0, Nud::empty(), flags);
+    Messages::one(Rtm::Getneigh, NlmF::empty(), &header)
 }

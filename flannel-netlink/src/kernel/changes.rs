@@ -5,8 +5,13 @@
 //! if possible by a filter in the kernel. A message about an IPv6 address, an FDB entry or a
 //! deleted neighbour has no port id, and one about a link has it only in some versions. Those
 //! changes are always returned.
+//!
+//! Linux sends no messages about proxy entries (`ip neigh add proxy`; linux `pneigh_create`). They
+//! are read every second.
 
 mod event_decoder;
+
+use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use flannel_core::kernel::{Changes, Invalidation, KernelError};
@@ -24,11 +29,17 @@ use crate::transport::socket::Socket;
 const GROUPS: [u32; 9] = [1, 3, 5, 7, 8, 9, 11, 19, 32];
 /// Bytes of the receive buffer, enough for about 10,000 messages.
 const RECEIVE_BUFFER: usize = 8 << 20;
+/// The shortest pause between two reads of the proxy entries.
+const LOOK: Duration = Duration::from_secs(1);
+/// The pause is as many times as long as a read, for hosts with very many entries.
+const LOOK_FACTOR: u32 = 100;
 
 /// Receives multicast messages and returns invalidations.
 pub(crate) struct Listener {
     socket: Multicast,
     decoder: EventDecoder,
+    /// When the proxy entries are read next.
+    look: Instant,
 }
 
 impl Listener {
@@ -42,7 +53,14 @@ impl Listener {
         }
         socket.join(&GROUPS)?;
         let decoder = EventDecoder::new(Socket::open()?, port, foreign)?;
-        Ok(Self { socket, decoder })
+        Ok(Self { socket, decoder, look: Instant::now() + LOOK })
+    }
+
+    fn look_for_proxies(&mut self) -> Result<(), KernelError> {
+        let begin = Instant::now();
+        self.decoder.look_for_proxies()?;
+        self.look = Instant::now() + LOOK.max(LOOK_FACTOR * begin.elapsed());
+        Ok(())
     }
 
     /// Reads the waiting datagrams, up to the limit of [`Multicast::receive`]. Returns true if no
@@ -65,8 +83,14 @@ impl Changes for Listener {
             if let Some(invalidation) = self.decoder.pop() {
                 return Ok(invalidation);
             }
+            if self.look <= Instant::now() {
+                self.look_for_proxies()?;
+            }
             if self.read()? && self.decoder.is_empty() {
-                self.socket.readable().await?;
+                tokio::select! {
+                    readable = self.socket.readable() => readable?,
+                    () = tokio::time::sleep_until(self.look.into()) => {}
+                }
             }
         }
     }

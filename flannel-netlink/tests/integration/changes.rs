@@ -97,6 +97,13 @@ fn changes_by_others_are_reported_object_by_object() {
                 "neigh del 10.1.0.9 dev up0",
                 KernelEvent::Deleted(Key::Neigh(link("up0"), address("10.1.0.9"))),
             ),
+            (
+                "neigh add proxy 10.1.0.9 dev up0",
+                KernelEvent::Duplicate(
+                    Neigh { link: link("up0"), address: address("10.1.0.9"), mac: MacAddr([0; 6]) }
+                        .into(),
+                ),
+            ),
             ("nexthop add id 9 via 192.0.2.9 dev up0", KernelEvent::Present(nexthop.into())),
             (
                 "route add 10.1.2.0/24 nhid 9",

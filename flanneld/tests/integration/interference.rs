@@ -227,6 +227,7 @@ fn damages(family: Family) -> Vec<(&'static str, Vec<String>)> {
     let (mac, public) =
         if v4 { ("0a:00:00:00:04:07", "192.0.2.8") } else { ("0a:00:00:00:06:07", "2001:db8::8") };
     let far = if v4 { "192.0.2.7" } else { "2001:db8::7" };
+    let ends = if v4 { "local 192.0.2.1 dev eth0" } else { "local 2001:db8::1 dev eth0" };
     let (bridge, outside) = if v4 { ("br4", "10.9.0.0/24") } else { ("br6", "fd09::/64") };
     let one = |text: String| vec![text];
     let neighbour = |mark: &str| {
@@ -246,6 +247,17 @@ fn damages(family: Family) -> Vec<(&'static str, Vec<String>)> {
         ("TOS set", one(format!("ip link set {dev} type vxlan id 1 tos 4"))),
         ("DF set", one(format!("ip link set {dev} type vxlan id 1 df set"))),
         ("ageing changed", one(format!("ip link set {dev} type vxlan id 1 ageing 60"))),
+        (
+            // The kernel changes these attributes of a new device only.
+            "device replaced by one that answers, reports misses and computes checksums",
+            vec![
+                format!("ip link del {dev}"),
+                format!(
+                    "ip link add {dev} type vxlan id 1 {ends} dstport 8472 nolearning proxy \
+                     l2miss l3miss udpcsum udp6zerocsumtx udp6zerocsumrx"
+                ),
+            ],
+        ),
         ("ARP switched off", one(format!("ip link set {dev} arp off"))),
         ("transmit queue lengthened", one(format!("ip link set {dev} txqueuelen 1000"))),
         ("carrier switched off", one(format!("ip link set {dev} protodown on"))),
@@ -276,12 +288,11 @@ fn damages(family: Family) -> Vec<(&'static str, Vec<String>)> {
             one(format!("bridge fdb replace {mac} dev {dev} dst {public} self permanent")),
         ),
         (
-            // The kernel sends no message about it. The event of the device causes a snapshot.
+            // The kernel sends no message about them.
             "proxy entries added",
             vec![
                 format!("ip neigh add proxy {gateway} dev {dev}"),
                 format!("ip neigh add proxy {other} dev {dev}"),
-                format!("ip link set {dev} mtu 1300"),
             ],
         ),
         (

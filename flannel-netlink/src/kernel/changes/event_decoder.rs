@@ -3,12 +3,12 @@
 //! A notification identifies a link by its index, an invalidation by its name. The decoder learns
 //! the names from notifications about links, which arrive in order with all others.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::net::IpAddr;
 
 use flannel_core::Subnet;
 use flannel_core::kernel::{ChangedBy, Invalidation, KernelError, KernelEvent};
-use flannel_core::object::{Key, LinkName};
+use flannel_core::object::{Key, LinkName, MacAddr, Neigh};
 use neli::consts::rtnl::{RtAddrFamily, Rtm};
 
 use crate::codec::link::LinkMessage;
@@ -27,6 +27,8 @@ pub(crate) struct EventDecoder {
     foreign: ForeignRoutes,
     /// The last message about each link, by index.
     links: HashMap<u32, LinkMessage>,
+    /// The proxy entries at the last look: the index of the link, and the address.
+    proxies: BTreeSet<(u32, IpAddr)>,
     /// The queue of invalidations.
     pending: VecDeque<Invalidation>,
 }
@@ -43,9 +45,10 @@ impl EventDecoder {
         port: u32,
         foreign: ForeignRoutes,
     ) -> Result<Self, KernelError> {
-        let mut events =
-            Self { requests, port, foreign, links: HashMap::new(), pending: VecDeque::new() };
+        let (links, proxies, pending) = Default::default();
+        let mut events = Self { requests, port, foreign, links, proxies, pending };
         events.learn_names()?;
+        events.proxies = events.read_proxies()?;
         Ok(events)
     }
 
@@ -63,6 +66,24 @@ impl EventDecoder {
     fn learn_names(&mut self) -> Result<(), KernelError> {
         let links = self.requests.dump(link::all(), link::read)?;
         self.links = links.into_iter().map(|link| (link.index, link)).collect();
+        Ok(())
+    }
+
+    fn read_proxies(&mut self) -> Result<BTreeSet<(u32, IpAddr)>, KernelError> {
+        Ok(self.requests.dump(neigh::proxies(), neigh::read_proxy)?.into_iter().collect())
+    }
+
+    /// Reads the proxy entries. Queues an invalidation for each that is new.
+    pub(crate) fn look_for_proxies(&mut self) -> Result<(), KernelError> {
+        let now = self.read_proxies()?;
+        let before = std::mem::replace(&mut self.proxies, now.clone());
+        for (index, address) in now.difference(&before) {
+            if let Some(link) = self.name(*index)? {
+                // As a snapshot shows it.
+                let entry = Neigh { link, address: *address, mac: MacAddr([0; 6]) };
+                self.add(KernelEvent::Duplicate(entry.into()), None);
+            }
+        }
         Ok(())
     }
 
