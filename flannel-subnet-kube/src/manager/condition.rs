@@ -7,7 +7,9 @@
 //! flannel writes it once, before peers are reachable, and never again.
 
 use std::sync::Arc;
+use std::time::Duration;
 
+use flannel_core::logging::Seldom;
 use flannel_core::subnet::Readiness;
 use flannel_core::{Error, Result};
 use k8s_openapi::api::core::v1::NodeCondition;
@@ -15,11 +17,16 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use k8s_openapi::jiff::Timestamp;
 use serde_json::json;
 use tokio::sync::watch;
+use tokio::time::Instant;
 
 use super::shared::Shared;
 use crate::api::pause::Pause;
 use crate::follow::Own;
 use crate::node::{CONDITION, Node};
+
+/// The time for which a network must not be ready before the condition says so. After an outage of
+/// the API server the first report of a daemon that was restarted may be old.
+const SETTLE: Duration = Duration::from_secs(2);
 
 /// The desired condition.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -54,43 +61,30 @@ impl Desired {
                 && condition.message == self.message
         })
     }
+
+    fn log_as_set(&self, node: &str) {
+        let Self { status, reason, message } = self;
+        tracing::info!(
+            node,
+            condition = %CONDITION,
+            %status,
+            %reason,
+            text = %message,
+            "a condition of this node was set"
+        );
+    }
 }
 
-/// Keeps this node's condition equal to the last report. Failures are repeated endlessly, with one
-/// log line for each outage.
+/// Keeps this node's condition equal to the last report. Failures are repeated endlessly.
 pub(crate) async fn keep(shared: Arc<Shared>) {
     let mut readiness = shared.readiness.subscribe();
-    let mut pause = Pause::new();
-    let mut logged = false;
     let mut own = shared.own_at_last().await;
+    let mut keeper = Keeper::new(Arc::clone(&shared));
     loop {
         let desired = readiness.borrow_and_update().as_ref().and_then(Desired::of);
         let followed = own.borrow_and_update().clone();
-        let mut again = None;
-        if let (Some(desired), Own::Here(node)) = (desired, followed)
-            && !desired.is_in(&node)
-        {
-            match shared.write_condition(&desired).await {
-                Ok(false) => logged = false,
-                Ok(true) => {
-                    logged = false;
-                    // Two writers of different values must not write at full speed.
-                    tokio::time::sleep(pause.next()).await;
-                }
-                Err(error) => {
-                    if !std::mem::replace(&mut logged, true) {
-                        tracing::warn!(
-                            condition = %CONDITION,
-                            %error,
-                            "a condition of this node cannot be set, retrying"
-                        );
-                    }
-                    again = Some(pause.next());
-                }
-            }
-        } else {
-            pause.reset();
-        }
+        let node = if let Own::Here(node) = &followed { Some(&**node) } else { None };
+        let again = keeper.look(desired, node).await;
         let retry = async {
             match again {
                 Some(pause) => tokio::time::sleep(pause).await,
@@ -105,9 +99,83 @@ pub(crate) async fn keep(shared: Arc<Shared>) {
             },
             // A new follower was started.
             changed = own.changed() => if changed.is_err() {
-                tokio::time::sleep(pause.next()).await;
+                tokio::time::sleep(keeper.pause.next()).await;
                 own = shared.own_at_last().await;
             },
+        }
+    }
+}
+
+/// Writes the condition of a node, and the log.
+struct Keeper {
+    shared: Arc<Shared>,
+    pause: Pause,
+    /// When the network became not ready.
+    down: Option<Instant>,
+    /// The condition that was in place.
+    placed: Option<Desired>,
+    begin: Instant,
+    /// Lines about changes by other writers.
+    changes: Seldom,
+    /// The outage has its line.
+    logged: bool,
+}
+
+impl Keeper {
+    fn new(shared: Arc<Shared>) -> Self {
+        let (pause, begin, changes) = (Pause::new(), Instant::now(), Seldom::default());
+        Self { shared, pause, down: None, placed: None, begin, changes, logged: false }
+    }
+
+    /// Writes the condition if the node, as it was followed, has another one. Returns when to look
+    /// again.
+    async fn look(&mut self, desired: Option<Desired>, node: Option<&Node>) -> Option<Duration> {
+        let is_down = desired.as_ref().is_some_and(|desired| desired.status == "True");
+        self.down = self.down.or_else(|| Some(Instant::now())).filter(|_| is_down);
+        let (desired, node) = (desired?, node?);
+        if desired.is_in(node) {
+            self.pause.reset();
+            self.placed = Some(desired);
+            return None;
+        }
+        let is_false = node.condition.as_ref().is_some_and(|now| now.status == "False");
+        if let Some(down) = self.down.filter(|_| is_false)
+            && let Some(wait) = SETTLE.checked_sub(down.elapsed()).filter(|wait| !wait.is_zero())
+        {
+            return Some(wait);
+        }
+        match self.shared.write_condition(&desired).await {
+            Ok(written) => {
+                self.logged = false;
+                if written {
+                    self.log(&desired, &node.name);
+                    // Two writers of different values must not write at full speed.
+                    tokio::time::sleep(self.pause.next()).await;
+                }
+                self.placed = Some(desired);
+                None
+            }
+            Err(error) => {
+                if !std::mem::replace(&mut self.logged, true) {
+                    tracing::warn!(
+                        condition = %CONDITION,
+                        %error,
+                        "a condition of this node cannot be set, retrying"
+                    );
+                }
+                Some(self.pause.next())
+            }
+        }
+    }
+
+    fn log(&mut self, desired: &Desired, node: &str) {
+        if self.placed.as_ref() != Some(desired) {
+            desired.log_as_set(node);
+        } else if let Some(more) = self.changes.line(self.begin.elapsed(), desired.reason) {
+            tracing::warn!(
+                node, condition = %CONDITION, more,
+                "another writer changed a condition of this node, restoring it"
+            );
         }
     }
 }
@@ -124,7 +192,8 @@ impl Shared {
         let withdraw = async || {
             let (node, _) = self.own_node().await?;
             if node.condition.as_ref().is_some_and(|condition| condition.status == "False") {
-                self.write_condition(&desired).await?;
+                self.set_condition(&node, &desired).await?;
+                desired.log_as_set(&node.name);
             }
             Ok(())
         };
@@ -153,6 +222,11 @@ impl Shared {
         if desired.is_in(&node) {
             return Ok(false);
         }
+        self.set_condition(&node, desired).await?;
+        Ok(true)
+    }
+
+    async fn set_condition(&self, node: &Node, desired: &Desired) -> Result<()> {
         let Desired { status, reason, message } = desired;
         let old = node.condition.as_ref().filter(|old| old.status == *status);
         let since = old.and_then(|old| old.since.as_ref()?.parse::<Timestamp>().ok()).map(Time);
@@ -166,15 +240,6 @@ impl Shared {
             // Another reason alone is not a transition.
             last_transition_time: since.or(now),
         };
-        self.patch(json!({ "status": { "conditions": [condition] } })).await?;
-        tracing::info!(
-            node = %node.name,
-            condition = %CONDITION,
-            %status,
-            %reason,
-            text = %message,
-            "a condition of this node was set"
-        );
-        Ok(true)
+        self.patch(json!({ "status": { "conditions": [condition] } })).await.map(drop)
     }
 }

@@ -5,6 +5,7 @@ use flannel_core::lease::Origin;
 use flannel_core::subnet::Readiness;
 use flannel_subnet_kube::{KubeManager, KubeOptions};
 use serde_json::json;
+use test_support::Logged;
 
 use crate::fixture::{Fixture, V4, blank, until, wait};
 
@@ -110,4 +111,42 @@ async fn a_changed_reason_alone_is_not_a_transition() {
     manager.report(&Readiness::Ready).await.unwrap();
     let up = "Flannel is running on this node";
     until(|| since(up).is_some_and(|since| since != long_ago)).await;
+}
+
+#[tokio::test]
+async fn a_change_by_another_writer_is_logged_as_one() {
+    let (logged, _collecting) = Logged::collect();
+    let fixture = Fixture::new(V4);
+    let (manager, _views) = fixture.following().await;
+    let is_up = || {
+        let condition = fixture.server.condition("me", "NetworkUnavailable");
+        condition.is_some_and(|condition| condition["reason"] == "FlannelIsUp")
+    };
+    manager.report(&Readiness::Ready).await.unwrap();
+    until(|| is_up() && logged.count("was set") == 1).await;
+    for _ in 0..2 {
+        let patches = fixture.server.patches().len();
+        fixture.server.modify("me", |node| {
+            // The first one is `Ready`.
+            node["status"]["conditions"][1]["reason"] = json!("Other");
+        });
+        until(|| fixture.server.patches().len() > patches && is_up()).await;
+    }
+    assert_eq!((logged.count("was set"), logged.count("another writer")), (1, 1));
+}
+
+/// After an outage the first report of a daemon that was restarted may be old.
+#[tokio::test]
+async fn a_network_that_is_ready_again_at_once_changes_no_condition() {
+    let fixture = Fixture::new(V4);
+    let (manager, _views) = fixture.following().await;
+    let status = || fixture.server.condition("me", "NetworkUnavailable").unwrap()["status"].clone();
+    manager.report(&Readiness::Ready).await.unwrap();
+    until(|| fixture.server.condition("me", "NetworkUnavailable").is_some()).await;
+    let patches = fixture.server.patches().len();
+    manager.report(&not_ready("Connection refused")).await.unwrap();
+    manager.report(&Readiness::Ready).await.unwrap();
+    manager.report(&not_ready("the device is gone")).await.unwrap();
+    until(|| status() == "True").await;
+    assert_eq!(fixture.server.patches().len(), patches + 1);
 }
