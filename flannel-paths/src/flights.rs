@@ -14,6 +14,8 @@ use crate::verdict::Answers;
 pub(crate) const TIMEOUT: Duration = Duration::from_secs(1);
 /// Sequence numbers: that of a flight, and the echo in it.
 const ECHOES: u16 = 4;
+/// The echo of the size that the route takes.
+const OF_ROUTE: u16 = 3;
 
 /// The probes that wait, in the order of their start.
 #[derive(Debug, Default)]
@@ -37,21 +39,31 @@ impl Flights {
     /// Numbers wrap around long after a probe has landed.
     const NUMBERS: u16 = u16::MAX / ECHOES + 1;
 
-    /// Begins a flight. Returns its echoes, with their sequence numbers.
+    /// Begins a flight. `mtu` is that of the route, if it is lowered. Returns its echoes, with their
+    /// sequence numbers.
     pub(crate) fn begin(
         &mut self,
         id: PathId,
         question: &Question,
+        mtu: Option<u16>,
         now: Instant,
     ) -> Vec<(u16, Probe)> {
         let number = (self.first + self.flights.len() as u16) % Self::NUMBERS;
         // Of the echoes to the tunnel and the public address, the last one is not needed.
         let probes: Vec<Probe> = question.probes().take(3).collect();
-        let public = (probes.len() > 2).then_some(Answer::Nothing);
-        let answers = Answers { small: Answer::Nothing, full: Answer::Nothing, public };
-        let open = (1 << probes.len()) - 1;
+        let of_route = probes.first().zip(mtu).map(|(small, size)| Probe { size, ..*small });
+        let [public, lowered] = [probes.get(2), of_route.as_ref()].map(|probe| probe.is_some());
+        let answers = Answers {
+            small: Answer::Nothing,
+            full: Answer::Nothing,
+            public: public.then_some(Answer::Nothing),
+            lowered: lowered.then_some(Answer::Nothing),
+        };
+        let of_route = of_route.map(|probe| (OF_ROUTE, probe));
+        let echoes: Vec<(u16, Probe)> = (0..).zip(probes).chain(of_route).collect();
+        let open = echoes.iter().fold(0, |open, (echo, _)| open | 1 << echo);
         self.flights.push_back(Flight { id, sent: now, answers, open });
-        (number * ECHOES..).zip(probes).collect()
+        echoes.into_iter().map(|(echo, probe)| (number * ECHOES + echo, probe)).collect()
     }
 
     /// Drops the probes of paths for which `keep` is false.
@@ -83,6 +95,7 @@ impl Flights {
         match sequence % ECHOES {
             0 => flight.answers.small = answer,
             1 => flight.answers.full = answer,
+            OF_ROUTE => flight.answers.lowered = Some(answer),
             _ => flight.answers.public = Some(answer),
         }
         (flight.open == 0).then(|| (flight.id, flight.answers.clone()))
@@ -139,9 +152,9 @@ mod tests {
         let (mut flights, mut now) = (Flights::default(), Instant::now());
         for _ in 0..20_000 {
             let first: Vec<u16> =
-                flights.begin(id(), &question(), now).iter().map(|(number, _)| *number).collect();
-            let second = flights.begin(id(), &question(), now);
-            assert_eq!((first.len(), second.len()), (3, 3));
+                flights.begin(id(), &question(), None, now).iter().map(|echo| echo.0).collect();
+            let second = flights.begin(id(), &question(), Some(1350), now);
+            assert_eq!((first.len(), second.len(), second[3].1.size), (3, 4, 1350));
             assert_eq!(flights.answer(first[1], reply()), None);
             assert_eq!(flights.answer(first[1], Answer::Nothing), None, "a second answer");
             assert_eq!(flights.answer(first[2], reply()), None);
@@ -150,6 +163,7 @@ mod tests {
             now += TIMEOUT;
             let (_, answers) = flights.expired(now).unwrap();
             assert!(!answers.has_reply(), "those of the second probe: {answers:?}");
+            assert_eq!(answers.lowered, Some(Answer::Nothing));
             assert_eq!(flights.expired(now), None);
             assert_eq!(flights.answer(first[0], reply()), None, "it is late");
         }
@@ -158,7 +172,7 @@ mod tests {
     #[test]
     fn the_probe_of_a_path_that_is_gone_has_no_end() {
         let (mut flights, now) = (Flights::default(), Instant::now());
-        let echoes = flights.begin(id(), &question(), now);
+        let echoes = flights.begin(id(), &question(), None, now);
         flights.retain(|_| false);
         assert_eq!(flights.answer(echoes[0].0, reply()), None);
         assert_eq!(flights.expired(now + TIMEOUT), None);

@@ -175,9 +175,9 @@ impl<'a> Prober<'a> {
                 continue;
             };
             let sent = Instant::now();
-            paths.begin(&id, sent);
+            let mtu = paths.begin(&id, sent);
             let mut landed = None;
-            for (echo, probe) in self.flights.begin(id, &question, sent) {
+            for (echo, probe) in self.flights.begin(id, &question, mtu, sent) {
                 if let Some(answer) = self.pinger.send(&probe, echo) {
                     landed = self.flights.answer(echo, answer);
                 }

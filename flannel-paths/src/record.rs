@@ -101,7 +101,14 @@ impl Record {
         }
         if self.is_lowered() && fault == Fault::FullSizeLost {
             // Another fault must be confirmed.
-            self.losses = 0;
+            let lost = if answers.lowered_is_lost() { self.losses + 1 } else { 0 };
+            self.losses = lost % CONFIRM;
+            if lost == CONFIRM
+                && let Some(failing) = &mut self.fault
+            {
+                // The path became narrower.
+                failing.examined = None;
+            }
             return (Outcome::Failing, None);
         }
         self.losses = self.losses.saturating_add(1);
@@ -175,7 +182,7 @@ mod tests {
     }
 
     fn answers(small: Answer, full: Answer, public: Answer) -> Answers {
-        Answers { small, full, public: Some(public) }
+        Answers { small, full, public: Some(public), lowered: None }
     }
 
     fn works() -> Answers {
@@ -247,6 +254,26 @@ mod tests {
         assert_eq!(record.record(&works()), (Outcome::Lost, None));
         assert_eq!(record.record(&works()), (Outcome::Settled, Some(Change::Works)));
         assert_eq!(record.mtu, None);
+    }
+
+    #[test]
+    fn a_path_that_becomes_narrower_is_examined_again() {
+        let mut record = Record::default();
+        let lossy = |lowered| Answers {
+            lowered: Some(lowered),
+            ..answers(reply(), Answer::Nothing, reply())
+        };
+        (0..3).for_each(|_| _ = record.record(&lossy(reply())));
+        record.examined(Family::V4, false, Details { passes: Some(1350), finding: None }, true);
+        let is_due = |record: &Record| record.fault.as_ref().unwrap().examined.is_none();
+        record.fault.as_mut().unwrap().examined = Some(Instant::now());
+        for lowered in [reply(), Answer::Nothing, Answer::Nothing, reply(), Answer::Nothing] {
+            record.record(&lossy(lowered));
+            assert!(!is_due(&record));
+        }
+        (0..2).for_each(|_| _ = record.record(&lossy(Answer::Nothing)));
+        assert!(is_due(&record) && record.is_lowered());
+        assert_eq!(record.losses, 0, "other losses count from the first one");
     }
 
     #[test]

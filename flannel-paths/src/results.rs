@@ -169,10 +169,12 @@ impl Paths {
         self.table().records.get(id)?.probed
     }
 
-    pub(crate) fn begin(&self, id: &PathId, now: Instant) {
-        if let Some(record) = self.table().records.get_mut(id) {
-            record.probed = Some(now);
-        }
+    /// A probe begins. Returns the lowered MTU of the route, if it has one.
+    pub(crate) fn begin(&self, id: &PathId, now: Instant) -> Option<u16> {
+        let mut table = self.table();
+        let record = table.records.get_mut(id)?;
+        record.probed = Some(now);
+        record.mtu
     }
 
     /// Takes in the answers to a probe. `None`: the path is gone.
@@ -329,7 +331,7 @@ mod tests {
     fn probe(paths: &Paths, family: Family, full: bool) {
         let reply = || Answer::Reply(Duration::from_millis(1));
         let full = if full { reply() } else { Answer::Nothing };
-        let answers = Answers { small: reply(), full, public: None };
+        let answers = Answers { small: reply(), full, public: None, lowered: None };
         paths.record(&id(family), &answers, Instant::now()).unwrap();
     }
 

@@ -14,6 +14,8 @@ pub(crate) struct Answers {
     pub(crate) full: Answer,
     /// The small echo at the public address; `None` without a tunnel, or without such an address.
     pub(crate) public: Option<Answer>,
+    /// The echo of the size of the route's lowered MTU; `None` without one.
+    pub(crate) lowered: Option<Answer>,
 }
 
 impl Answers {
@@ -28,6 +30,11 @@ impl Answers {
     /// The round trip of the small echo.
     pub(crate) fn round_trip(&self) -> Option<Duration> {
         if let Answer::Reply(took) = self.small { Some(took) } else { None }
+    }
+
+    /// Whether small packets pass, and those of the size of the route's lowered MTU are lost.
+    pub(crate) fn lowered_is_lost(&self) -> bool {
+        replied(&self.small) && self.lowered.as_ref().is_some_and(|answer| !replied(answer))
     }
 
     /// The fault that the answers show; `None`: packets of pods pass.
@@ -107,7 +114,7 @@ mod tests {
             (lost(), lost(), Some(unsent()), Some(Fault::UnderlayDown)),
             (unsent(), unsent(), None, Some(Fault::UnderlayDown)),
         ] {
-            let answers = Answers { small, full, public };
+            let answers = Answers { small, full, public, lowered: None };
             assert_eq!(answers.fault(), fault, "{answers:?}");
         }
     }
