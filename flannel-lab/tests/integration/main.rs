@@ -4,6 +4,7 @@
 
 mod binary;
 mod cluster;
+mod confined;
 mod doctor;
 mod skew;
 mod static_routes;

@@ -5,6 +5,8 @@ use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
+use test_support::unit::allowed_calls;
+
 /// The command of a daemon under strace, which writes the system calls to `trace`. The daemon has
 /// the unit's capabilities, because the unit forbids the call that drops others. With -D strace is
 /// the background process, and ends with the daemon.
@@ -42,40 +44,5 @@ pub(crate) fn forbidden(trace: &str) -> Vec<String> {
     };
     let called: BTreeSet<String> = trace.lines().filter_map(call).collect();
     assert!(called.len() > 20, "{called:?}");
-    (&called - &allowed()).into_iter().collect()
-}
-
-fn allowed() -> BTreeSet<String> {
-    let unit = include_str!("../../../dist/flanneld.service");
-    let filters: Vec<&str> =
-        unit.lines().filter_map(|line| line.strip_prefix("SystemCallFilter=")).collect();
-    let [granted, denied] = filters.as_slice() else { panic!("{filters:?}") };
-    let groups =
-        |text: &str| calls_of(&text.trim_start_matches('~').split(' ').collect::<Vec<_>>());
-    &groups(granted) - &groups(denied)
-}
-
-/// The system calls of systemd's groups, with those of the groups in them.
-fn calls_of(groups: &[&str]) -> BTreeSet<String> {
-    let mut all = BTreeSet::new();
-    let mut groups: Vec<String> = groups.iter().map(ToString::to_string).collect();
-    while let Some(group) = groups.pop() {
-        let output =
-            Command::new("systemd-analyze").args(["syscall-filter", "--no-pager", &group]).output();
-        let text = String::from_utf8(output.unwrap().stdout).unwrap();
-        for word in text
-            .lines()
-            .skip(1)
-            .map(str::trim)
-            .filter(|line| !line.is_empty() && !line.starts_with('#'))
-        {
-            if word.starts_with('@') {
-                groups.push(word.to_owned());
-            } else {
-                _ = all.insert(word.to_owned());
-            }
-        }
-    }
-    assert!(all.len() > 5, "{all:?}");
-    all
+    (&called - &allowed_calls()).into_iter().collect()
 }

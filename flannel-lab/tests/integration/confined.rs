@@ -1,0 +1,82 @@
+//! The data path works under the restrictions of the systemd unit.
+
+use std::process::Command;
+use std::time::Duration;
+
+use flannel_core::address::Family;
+use flannel_lab::testing::as_root;
+use flannel_lab::{Host, Lab};
+use serde_json::json;
+use test_support::eventually;
+
+const PATIENCE: Duration = Duration::from_secs(60);
+
+#[test]
+fn pods_reach_each_other_under_the_restrictions_of_the_unit() {
+    as_root(|| {
+        confined(json!("host-gw"), false);
+        confined(json!({ "Type": "vxlan", "DirectRouting": true }), false);
+        confined(json!("vxlan"), true);
+    });
+}
+
+fn confined(backend: serde_json::Value, nftables: bool) {
+    let dir = tempfile::tempdir().unwrap();
+    let program = dir.path().join("daemon");
+    let builder = Lab::builder().hosts(2).families(Family::BOTH).backend(backend);
+    let lab = builder.config_field("EnableNFTables", nftables).program(&program).start().unwrap();
+    let tests = std::env::current_exe().unwrap();
+    let confined = tests.ancestors().nth(2).unwrap().join("examples/confined");
+    let script = format!(
+        "#!/bin/sh\nexec setpriv --no-new-privs --bounding-set=-all,+net_admin,+net_raw \
+         {} {} \"$@\"\n",
+        confined.display(),
+        env!("CARGO_BIN_EXE_lab"),
+    );
+    // Another process writes it, because a program that is open for writing cannot be started.
+    let write = r#"printf %s "$1" >"$0" && chmod 755 "$0""#;
+    let written = Command::new("sh").args(["-c", write]).arg(&program).arg(script).status();
+    assert!(written.unwrap().success());
+
+    for host in lab.hosts() {
+        host.start_daemon_with(&["--ip-masq", "--path-mtu"]).unwrap();
+    }
+    lab.add_pods(PATIENCE).unwrap();
+    pass(&lab);
+    let host = &lab.hosts()[0];
+    let pid = host.daemon_pid().unwrap();
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    for line in ["CapBnd:\t0000000000003000", "NoNewPrivs:\t1", "Seccomp:\t2"] {
+        assert!(status.contains(line), "{line}: {status}");
+    }
+    // Repairs need the same calls, and programs of iptables others.
+    damage(host, nftables);
+    pass(&lab);
+    assert!(!host.log().unwrap().contains("not permitted"), "{}", host.log().unwrap());
+}
+
+fn pass(lab: &Lab) {
+    let matrix = lab.wait_until_reachable(PATIENCE).unwrap_or_else(|error| panic!("{error}"));
+    assert!(matrix.is_complete(), "{:?}", matrix.failures().collect::<Vec<_>>());
+}
+
+fn damage(host: &Host, nftables: bool) {
+    if nftables {
+        host.run("nft", &["flush", "ruleset"]).unwrap();
+    } else {
+        for program in ["iptables", "ip6tables"] {
+            host.run(program, &["-t", "nat", "-F"]).unwrap();
+        }
+    }
+    if host.run("ip", &["link", "show", "flannel.1"]).is_ok() {
+        host.run("ip", &["link", "del", "flannel.1"]).unwrap();
+    }
+    let rules = || {
+        let (program, args) =
+            if nftables { ("nft", ["list", "ruleset"]) } else { ("iptables", ["-t", "nat"]) };
+        let args: &[&str] = if nftables { &args } else { &[&args[..], &["-S"]].concat() };
+        host.run(program, args).unwrap()
+    };
+    let restored = || rules().to_lowercase().contains("flannel");
+    eventually(PATIENCE, restored, || format!("{}\n{}", rules(), host.log().unwrap()));
+}
