@@ -1,7 +1,8 @@
 //! The sockets that the daemon listens on.
 
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
-use std::os::unix::fs::PermissionsExt;
+use std::fs::DirBuilder;
+use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::path::Path;
 use std::{fs, io};
 
@@ -55,7 +56,11 @@ pub fn open_socket(path: &Path, group: Option<u32>) -> Result<UnixListener, Stri
         return Err("another daemon answers there".to_owned());
     }
     let directory = path.parent().unwrap_or_else(|| Path::new(""));
-    fs::create_dir_all(directory).map_err(|error| format!("{}: {error}", directory.display()))?;
+    DirBuilder::new()
+        .recursive(true)
+        .mode(0o755)
+        .create(directory)
+        .map_err(|error| format!("{}: {error}", directory.display()))?;
     let name = path.file_name().ok_or("it is not the name of a file, expected one")?;
     let temporary =
         path.with_file_name(format!(".{}.{}", name.to_string_lossy(), std::process::id()));
@@ -117,7 +122,9 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("new/flanneld.sock");
         let first = open_socket(&path, None).unwrap();
-        assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o660);
+        let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
+        assert_eq!(mode(&path), 0o660);
+        assert_eq!(mode(path.parent().unwrap()) & !0o755, 0, "nobody else may replace the socket");
         assert_eq!(open_socket(&path, None).unwrap_err(), "another daemon answers there");
         drop(first);
         let _second = open_socket(&path, None).unwrap();

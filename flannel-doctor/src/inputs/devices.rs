@@ -176,7 +176,22 @@ fn inodes(table: &str, port: u16) -> Vec<u64> {
 
 #[cfg(test)]
 mod tests {
+    use flannel_netlink::testing::{in_netns, ip};
+
     use super::*;
+
+    #[test]
+    fn checksum_offload_is_read() {
+        in_netns(|| {
+            ip("link add flannel.1 type vxlan id 1 dstport 8472");
+            let link = "flannel.1".parse().unwrap();
+            assert_eq!(offload(link), Some(true));
+            // The command of the finding.
+            let off = Command::new("ethtool").args(["-K", "flannel.1", "tx", "off"]).status();
+            assert!(off.expect("this test needs ethtool").success());
+            assert_eq!(offload(link), Some(false));
+        });
+    }
 
     #[test]
     fn releases_and_socket_tables_are_read() {

@@ -342,7 +342,9 @@ mod tests {
         env.write_atomic(&path).unwrap();
         assert_eq!(SubnetEnv::read(&path).unwrap(), env);
         assert_eq!(env.previous().unwrap().to_string(), "10.1.5.0-24&fd00:0:0:5::-64");
-        assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o7777, 0o644);
+        let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o7777;
+        assert_eq!(mode(&path), 0o644);
+        assert_eq!(mode(path.parent().unwrap()) & !0o755, 0, "only its owner may write to it");
         assert_eq!(fs::read_dir(path.parent().unwrap()).unwrap().count(), 1);
     }
 

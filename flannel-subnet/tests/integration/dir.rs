@@ -101,7 +101,13 @@ async fn a_lease_file_is_formatted_and_a_renewal_sets_only_its_time() {
     net.registry.create(&key(5), &value, grant(42, DAY)).await.unwrap();
     let path = net.file("10.1.5.0-24");
     assert_eq!(fs::read_to_string(&path).unwrap(), golden);
-    assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o644);
+    let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
+    assert_eq!(mode(&path), 0o644);
+    assert_eq!(mode(path.parent().unwrap()) & !0o755, 0, "only its owner may write to it");
+    let config = net.dir.path().join("config");
+    fs::remove_file(&config).unwrap();
+    net.registry.write_config(None, r#"{"Network":"10.1.0.0/16"}"#).await.unwrap();
+    assert_eq!(mode(&config), 0o644);
     assert_eq!(net.names(), ["10.1.5.0-24".to_owned()].into());
 
     let old = SystemTime::now() - Duration::from_secs(1000);

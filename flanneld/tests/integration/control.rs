@@ -11,6 +11,7 @@ use std::process::{Command, ExitStatus, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use flannel_netlink::testing::{in_netns, ip};
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
@@ -1038,9 +1039,11 @@ fn silent_clients_do_not_block_health_and_status() {
         let daemon = place.start();
         ready(&daemon);
         let path = place.path("run/flanneld.sock");
+        let (_, most) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
+        setrlimit(Resource::RLIMIT_NOFILE, most, most).unwrap();
         for half in ["", "GET /healthz HTTP/1.1\r\n"] {
             let mut held: Vec<Box<dyn ReadWrite>> = Vec::new();
-            for _ in 0..256 {
+            for _ in 0..1000 {
                 let tcp = TcpStream::connect(("127.0.0.1", PORT)).unwrap();
                 let unix = UnixStream::connect(&path).unwrap();
                 tcp.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
@@ -1330,6 +1333,8 @@ fn docker_opts_writes_variables_for_docker() {
         let output = run(&["-c"]);
         assert!(output.status.success() && output.stdout.is_empty(), "{output:?}");
         assert_eq!(written(), "DOCKER_OPTS=\" --bip=10.1.74.1/24 --ip-masq=false --mtu=1450\"\n");
+        let mode = fs::metadata(&file).unwrap().mode() & 0o7777;
+        assert_eq!((mode & !0o644, mode & 0o600), (0, 0o600), "only its owner may write to it");
         let output = run(&["-i", "--json"]);
         let value: Value = serde_json::from_slice(&output.stdout).unwrap();
         assert_eq!(value["variables"]["DOCKER_OPT_MTU"], "--mtu=1450");
