@@ -190,7 +190,7 @@ pub struct SubnetsReport {
 pub struct RepairsReport {
     /// The number of repairs since the daemon's start.
     pub total: u64,
-    /// The last few, newest first.
+    /// The last few, newest first. Of many within a second some.
     pub last: Vec<RepairReport>,
 }
 

@@ -18,7 +18,6 @@ use crate::object::{Change, Key, LinkName, Object, ObjectKind};
 
 /// The state of a network's kernel objects. Objects that are in place are counted, and only the
 /// others are listed, so that a new status costs O(changes).
-///
 /// `Default` is the status before the first round: false, 0 or empty in every field.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[non_exhaustive]
@@ -49,11 +48,13 @@ pub struct Status {
     pub advisories: Listing<String>,
     /// Changes applied so far because of leases.
     pub applied: u64,
+    /// Changes that the kernel refused so far, also repeated ones.
+    pub refused: u64,
     /// Repairs so far: objects that another program changed, deleted or added.
     pub repaired: u64,
     /// Repairs so far by kind and damage.
     pub repairs: BTreeMap<(ObjectKind, Damage), u64>,
-    /// The last repairs, oldest first; at most [`Status::LAST_REPAIRS`].
+    /// Of the last repairs [`Status::LAST_REPAIRS`], oldest first. Of many within a second some.
     pub last_repairs: Vec<Arc<Repair>>,
     /// For each change because of leases: the time from their arrival to the kernel's answer.
     pub latency: Histogram,

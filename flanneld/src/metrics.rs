@@ -288,6 +288,11 @@ fn counters(page: &mut Page, counters: &Counters) {
         counters.applied,
     );
     page.counter(
+        "flannel_refused_changes_total",
+        "Changes that the kernel refused, also repeated ones",
+        counters.refused,
+    );
+    page.counter(
         "flannel_repairs_total",
         "Objects that were repaired after another program had changed them",
         counters.repaired,

@@ -398,18 +398,19 @@ pub(crate) mod tests {
         let (_firewall, firewall) = watch::channel(firewall);
         for networks in 1..=3 {
             let mut status = Status::default();
-            (status.applied, status.repaired) = (5, 2);
+            (status.applied, status.refused, status.repaired) = (5, 4, 2);
             status.repairs.insert(what, 2);
             status.latency.record(Duration::from_millis(1));
             let (_subnets, mut running) = network(status).await;
             running.rulebook = watch::channel(Rulebook::Kept(firewall.clone())).1;
             let guard = observer.running(running);
             let counted = || {
-                let Counters { applied, repaired, repairs, latency, firewall_repairs, .. } =
-                    observer.snapshot().counters;
-                [applied, repaired, repairs[&what], latency.count(), firewall_repairs]
+                let Counters {
+                    applied, refused, repaired, repairs, latency, firewall_repairs, ..
+                } = observer.snapshot().counters;
+                [applied, refused, repaired, repairs[&what], latency.count(), firewall_repairs]
             };
-            let expected = [5, 2, 2, 1, 3].map(|one| one * networks);
+            let expected = [5, 4, 2, 2, 1, 3].map(|one| one * networks);
             assert_eq!(counted(), expected);
             drop(guard);
             assert_eq!(counted(), expected, "between two networks");

@@ -1,7 +1,7 @@
 //! The sockets that the daemon listens on.
 
-use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::fs::DirBuilder;
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::path::Path;
 use std::{fs, io};

@@ -288,6 +288,7 @@ impl Engine {
             if error.is_started() && key.kind() == ObjectKind::Record {
                 return self.table.hold(change, cause, changed_by, Progress::Started);
             }
+            self.stats.0.refused += 1;
             let peer = self.desired.peer_of(&key);
             return self.table.refuse(change, cause, changed_by, peer, error);
         }

@@ -32,6 +32,7 @@ pub(crate) struct Snapshot {
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Counters {
     pub(crate) applied: u64,
+    pub(crate) refused: u64,
     pub(crate) repaired: u64,
     pub(crate) repairs: BTreeMap<(ObjectKind, Damage), u64>,
     pub(crate) latency: Histogram,
@@ -45,6 +46,7 @@ impl Counters {
     pub(super) fn add(&mut self, running: &Running) {
         let status = running.handle.status.borrow();
         self.applied += status.applied;
+        self.refused += status.refused;
         self.repaired += status.repaired;
         for (what, count) in &status.repairs {
             *self.repairs.entry(*what).or_default() += count;

@@ -239,6 +239,7 @@ fn readyz_is_200_only_while_everything_is_in_place() {
         let state = |state| labelled("flannel_objects", &[("object", "route"), ("state", state)]);
         wait_until(|| state("failing") == 1.0, || http("/metrics").1);
         assert_eq!(labelled("flannel_failing_objects", &[("object", "route")]), 1.0);
+        assert!(metric("flannel_refused_changes_total") >= 1.0);
         let seen = place.json(&["status"]);
         assert_eq!(seen["ready"], false, "{seen}");
         let problem = seen["problems"][0]["text"].as_str().unwrap();
