@@ -14,8 +14,9 @@ use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use crate::measure::lease_storm::Room;
 use crate::measure::{
-    cni, cold_start, idle, kube, kube_heartbeat, lease_event, lease_memory, lease_storm,
-    lost_device, memory, one_more, paths, plot, quiet, ready, repair, resync, soak, status,
+    cni, cold_start, diagnosis, firewall, idle, kube, kube_heartbeat, lease_event, lease_memory,
+    lease_storm, lost_device, memory, one_more, paths, plot, quiet, ready, repair, resync, soak,
+    status,
 };
 use crate::parts::cluster::Families;
 use crate::parts::report::Report;
@@ -134,6 +135,19 @@ enum Bench {
         /// The program flanneld [default: that of this workspace, built with the profile dist]
         #[arg(long)]
         flanneld: Option<PathBuf>,
+    },
+    /// Ten faults in a cluster of the lab, one after the other: the time of the doctor that names
+    /// each
+    Diagnosis {
+        /// The address families of pods
+        #[arg(long, value_enum, default_value_t = Families::Dual)]
+        family: Families,
+    },
+    /// Rules in iptables that another program deletes: the time until they are restored
+    Firewall {
+        /// The number of deletions in each variant of iptables
+        #[arg(long, default_value_t = 60, value_parser = count())]
+        samples: u32,
     },
     /// The time from a daemon's start until /readyz answers 200, with an etcd on the same host
     Ready {
@@ -305,6 +319,8 @@ fn run(bench: Bench) -> anyhow::Result<Report> {
         Bench::Idle { peers, family, seconds, flanneld } => {
             idle::run(peers, family, seconds, flanneld)
         }
+        Bench::Diagnosis { family } => diagnosis::run(family),
+        Bench::Firewall { samples } => firewall::run(samples),
         Bench::Paths { peers, seconds, flanneld } => paths::run(peers, seconds, flanneld),
         Bench::Ready { peers, family, flanneld } => ready::run(peers, family, flanneld),
         Bench::Status { peers, family, samples, flanneld } => {

@@ -19,7 +19,8 @@ fn main() {
     let calls = test_support::unit::allowed_calls();
     let calls = calls.iter().filter(|name| *name != "socket").map(of_name);
     // The groups also have the calls of other architectures.
-    let mut rules: Vec<Value> = calls.filter(|rule| compile(vec![rule.clone()]).is_some()).collect();
+    let mut rules: Vec<Value> =
+        calls.filter(|rule| compile(vec![rule.clone()]).is_some()).collect();
     rules.extend(FAMILIES.map(|family| {
         let is_family = json!({ "index": 0, "type": "dword", "op": "eq", "val": family });
         json!({ "syscall": "socket", "args": [is_family] })

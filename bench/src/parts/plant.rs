@@ -218,12 +218,14 @@ impl Fault {
     }
 }
 
-fn stop(host: &Host, signal: Signal) -> anyhow::Result<()> {
+/// Ends the daemon of a host.
+pub(crate) fn stop(host: &Host, signal: Signal) -> anyhow::Result<()> {
     host.stop_daemon(signal)?.with_context(|| format!("{} has no daemon", host.name()))?;
     Ok(())
 }
 
-fn run(host: &Host, command: &str) -> anyhow::Result<()> {
+/// Runs a command on a host.
+pub(crate) fn run(host: &Host, command: &str) -> anyhow::Result<()> {
     let words: Vec<&str> = command.split_whitespace().collect();
     let (program, args) = words.split_first().context("an empty command")?;
     host.run(program, args)?;
@@ -260,7 +262,7 @@ fn forget_path_mtus(site: &Site) -> anyhow::Result<()> {
 }
 
 /// Leases of nodes that do not exist, with subnets that no host has.
-fn strangers(site: &Site) -> anyhow::Result<Vec<(String, String)>> {
+pub(crate) fn strangers(site: &Site) -> anyhow::Result<Vec<(String, String)>> {
     let kind = site.name();
     let mut found = Vec::new();
     for n in 1..=255 {

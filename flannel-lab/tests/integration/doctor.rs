@@ -1171,12 +1171,8 @@ fn xdp_program() -> Vec<u8> {
     let parts: [&[u8]; 4] = [&code, b"GPL\0\0\0\0\0", &symbol, &names];
     // Sections: name, type, flags, then their place in the file; link and info; alignment and size
     // of entries.
-    let sections: [(u32, u32, u64, [u32; 2], u64); 4] = [
-        (1, 1, 6, [0, 0], 0),
-        (5, 1, 3, [0, 0], 0),
-        (13, 2, 0, [4, 1], 24),
-        (21, 3, 0, [0, 0], 0),
-    ];
+    let sections: [(u32, u32, u64, [u32; 2], u64); 4] =
+        [(1, 1, 6, [0, 0], 0), (5, 1, 3, [0, 0], 0), (13, 2, 0, [4, 1], 24), (21, 3, 0, [0, 0], 0)];
     let (mut at, mut table) = (64, vec![0; 64]);
     for ((name, kind, flags, [link, info], entry), part) in sections.into_iter().zip(parts) {
         table.extend([name.to_le_bytes(), kind.to_le_bytes()].concat());
