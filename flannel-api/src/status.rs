@@ -190,7 +190,7 @@ pub struct SubnetsReport {
 pub struct RepairsReport {
     /// The number of repairs since the daemon's start.
     pub total: u64,
-    /// The last few, newest first. Of many within a second some.
+    /// The last few, newest first. Behind them are earlier ones, at least a second apart.
     pub last: Vec<RepairReport>,
 }
 

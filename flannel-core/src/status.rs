@@ -18,6 +18,7 @@ use crate::object::{Change, Key, LinkName, Object, ObjectKind};
 
 /// The state of a network's kernel objects. Objects that are in place are counted, and only the
 /// others are listed, so that a new status costs O(changes).
+///
 /// `Default` is the status before the first round: false, 0 or empty in every field.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[non_exhaustive]
@@ -54,14 +55,15 @@ pub struct Status {
     pub repaired: u64,
     /// Repairs so far by kind and damage.
     pub repairs: BTreeMap<(ObjectKind, Damage), u64>,
-    /// Of the last repairs [`Status::LAST_REPAIRS`], oldest first. Of many within a second some.
+    /// The last repairs, oldest first: [`Status::LAST_REPAIRS`], and before them as many earlier
+    /// ones, each at least a second after the one before it.
     pub last_repairs: Vec<Arc<Repair>>,
     /// For each change because of leases: the time from their arrival to the kernel's answer.
     pub latency: Histogram,
 }
 
 impl Status {
-    /// The greatest length of [`Status::last_repairs`].
+    /// Half the greatest length of [`Status::last_repairs`].
     pub const LAST_REPAIRS: usize = 16;
 }
 

@@ -39,8 +39,8 @@ impl Flights {
     /// Numbers wrap around long after a probe has landed.
     const NUMBERS: u16 = u16::MAX / ECHOES + 1;
 
-    /// Begins a flight. `mtu` is that of the route, if it is lowered. Returns its echoes, with their
-    /// sequence numbers.
+    /// Begins a flight. `mtu` is that of the route, if it is lowered. Returns its echoes, with
+    /// their sequence numbers.
     pub(crate) fn begin(
         &mut self,
         id: PathId,

@@ -44,6 +44,8 @@ pub(crate) struct Record {
     pub(crate) mtu: Option<u16>,
     /// With an MTU, the number of probes without a loss since the last one with.
     pub(crate) passed: u8,
+    /// With an MTU, the number of probes that lost packets of this size, one after the other.
+    pub(crate) narrower: u8,
 }
 
 /// A path that fails.
@@ -101,14 +103,9 @@ impl Record {
         }
         if self.is_lowered() && fault == Fault::FullSizeLost {
             // Another fault must be confirmed.
-            let lost = if answers.lowered_is_lost() { self.losses + 1 } else { 0 };
-            self.losses = lost % CONFIRM;
-            if lost == CONFIRM
-                && let Some(failing) = &mut self.fault
-            {
-                // The path became narrower.
-                failing.examined = None;
-            }
+            self.losses = 0;
+            let narrower = self.narrower.saturating_add(1);
+            self.narrower = if answers.lowered_is_lost() { narrower } else { 0 };
             return (Outcome::Failing, None);
         }
         self.losses = self.losses.saturating_add(1);
@@ -144,6 +141,7 @@ impl Record {
             Fault::OneWay if !one_way => failing.fault = Fault::TunnelBlocked,
             _ => {}
         }
+        self.narrower = 0;
         let (before, passes) = (self.mtu, details.passes);
         failing.details = Some(details);
         if lowers && failing.fault == Fault::FullSizeLost && passes.is_some() {
@@ -163,7 +161,13 @@ impl Record {
         self.mtu.is_some() && self.fault.as_deref().is_some_and(full)
     }
 
+    /// Whether packets of the size of the route's MTU are lost too.
+    pub(crate) fn is_narrower(&self) -> bool {
+        self.narrower >= CONFIRM
+    }
+
     fn fail(&mut self, fault: Fault) {
+        self.narrower = 0;
         let since = self.fault.as_ref().map_or_else(SystemTime::now, |known| known.since);
         self.fault = Some(Box::new(Failing { fault, since, examined: None, details: None }));
     }
@@ -257,7 +261,7 @@ mod tests {
     }
 
     #[test]
-    fn a_path_that_becomes_narrower_is_examined_again() {
+    fn a_path_becomes_narrower_after_three_losses() {
         let mut record = Record::default();
         let lossy = |lowered| Answers {
             lowered: Some(lowered),
@@ -265,15 +269,15 @@ mod tests {
         };
         (0..3).for_each(|_| _ = record.record(&lossy(reply())));
         record.examined(Family::V4, false, Details { passes: Some(1350), finding: None }, true);
-        let is_due = |record: &Record| record.fault.as_ref().unwrap().examined.is_none();
-        record.fault.as_mut().unwrap().examined = Some(Instant::now());
         for lowered in [reply(), Answer::Nothing, Answer::Nothing, reply(), Answer::Nothing] {
             record.record(&lossy(lowered));
-            assert!(!is_due(&record));
+            assert!(!record.is_narrower());
         }
-        (0..2).for_each(|_| _ = record.record(&lossy(Answer::Nothing)));
-        assert!(is_due(&record) && record.is_lowered());
+        (0..300).for_each(|_| _ = record.record(&lossy(Answer::Nothing)));
+        assert!(record.is_narrower() && record.is_lowered());
         assert_eq!(record.losses, 0, "other losses count from the first one");
+        record.examined(Family::V4, false, Details { passes: Some(1300), finding: None }, true);
+        assert_eq!((record.is_narrower(), record.mtu), (false, Some(1300)));
     }
 
     #[test]

@@ -19,6 +19,8 @@ use crate::verdict::{Answers, Fault};
 const NO_REPLY: Duration = Duration::from_secs(5);
 /// The time after which a path that still fails is examined again.
 const EXAMINE_AGAIN: Duration = Duration::from_secs(300);
+/// The same for a path that became narrower than its route.
+const EXAMINE_NARROWER: Duration = Duration::from_secs(30);
 const OK: &str = "ok";
 const UNKNOWN: &str = "unknown";
 const LOWERED: &str = "mtu lowered";
@@ -204,15 +206,19 @@ impl Paths {
         Some((outcome, change))
     }
 
-    /// The failing path to examine next: one that was never examined, or the longest ago.
+    /// The failing path to examine next: of those that are due, one that was never examined, or the
+    /// longest ago.
     pub(crate) fn to_examine(&self, now: Instant) -> Option<PathId> {
         let mut table = self.table();
-        let examined = |id: &PathId| Some((table.records.get(id)?.fault.as_ref()?.examined, *id));
+        let due = |id: &PathId| {
+            let record = table.records.get(id)?;
+            let examined = record.fault.as_ref()?.examined;
+            let pause = if record.is_narrower() { EXAMINE_NARROWER } else { EXAMINE_AGAIN };
+            let is_due = examined.is_none_or(|at| now.duration_since(at) >= pause);
+            is_due.then_some((examined, *id))
+        };
         // `None` is the least.
-        let (at, id) = table.failing.iter().filter_map(examined).min()?;
-        if at.is_some_and(|at| now - at < EXAMINE_AGAIN) {
-            return None;
-        }
+        let (_, id) = table.failing.iter().filter_map(due).min()?;
         table.records.get_mut(&id)?.fault.as_mut()?.examined = Some(now);
         Some(id)
     }

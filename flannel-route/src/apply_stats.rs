@@ -8,6 +8,9 @@ use flannel_core::kernel::ChangedBy;
 use flannel_core::object::Object;
 use flannel_core::status::{Damage, Repair, Status};
 
+/// Repairs within this time are taken for one change by another program.
+const APART: Duration = Duration::from_secs(1);
+
 /// The statistics of one network, in a status without other values.
 #[derive(Debug, Default)]
 pub(crate) struct ApplyStats(pub(crate) Status);
@@ -16,7 +19,9 @@ impl ApplyStats {
     /// A change because of leases was applied, `after` their arrival.
     pub(crate) fn applied(&mut self, after: Option<Duration>) {
         self.0.applied += 1;
-        after.into_iter().for_each(|after| self.0.latency.record(after));
+        if let Some(after) = after {
+            self.0.latency.record(after);
+        }
     }
 
     /// The damage by another process was repaired.
@@ -30,52 +35,60 @@ impl ApplyStats {
         let Status { repaired, repairs, last_repairs, .. } = &mut self.0;
         *repaired += 1;
         *repairs.entry((object.key().kind(), damage)).or_default() += 1;
-        if last_repairs.len() == Status::LAST_REPAIRS {
-            // Of many at once at least one stays, which shows that a program does it repeatedly.
-            let apart = |pair: &[Arc<Repair>]| pair[1].at.duration_since(pair[0].at);
-            let apart = |pair| apart(pair).unwrap_or_default().min(Duration::from_secs(1));
-            let gaps = last_repairs.windows(2).map(apart).enumerate();
-            let closest = gaps.min_by_key(|(_, gap)| *gap).map_or(0, |(n, _)| n);
-            last_repairs.remove(closest);
-        }
         let mut repair = Repair::new(*repaired, damage, object.clone());
         (repair.peer, repair.changed_by) = (peer, changed_by);
         last_repairs.push(Arc::new(repair));
+        // One of each second stays longer, so that one flush of all objects does not hide earlier
+        // ones.
+        let Some(n) = last_repairs.len().checked_sub(Status::LAST_REPAIRS + 1) else { return };
+        let before = n.checked_sub(1).map(|before| last_repairs[before].at);
+        let apart = before.map(|before| last_repairs[n].at.duration_since(before));
+        if apart.is_some_and(|apart| apart.is_ok_and(|apart| apart < APART)) {
+            last_repairs.remove(n);
+        } else if n >= Status::LAST_REPAIRS {
+            last_repairs.remove(0);
+        }
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::time::SystemTime;
+
     use flannel_core::object::{Route, Via};
 
     use super::*;
 
+    /// Repairs at these times, in milliseconds. Returns those that are listed.
+    fn listed(times: impl Iterator<Item = u64>) -> Vec<u64> {
+        let dst = "10.1.7.0/24".parse().unwrap();
+        let route = Object::from(Route { dst, via: Via::Blackhole, mtu: None });
+        let (mut stats, begin) = (ApplyStats::default(), SystemTime::UNIX_EPOCH);
+        for time in times {
+            stats.repaired(&route, Damage::Deletion, None, None);
+            // The next one looks at it.
+            let newest = stats.0.last_repairs.last_mut().unwrap();
+            Arc::make_mut(newest).at = begin + Duration::from_millis(time);
+        }
+        let time =
+            |repair: &Arc<Repair>| repair.at.duration_since(begin).unwrap().as_millis() as u64;
+        stats.0.last_repairs.iter().map(time).collect()
+    }
+
     #[test]
     fn many_repairs_at_once_do_not_hide_earlier_ones() {
-        let route = |n: u8| {
-            let dst = format!("10.1.{n}.0/24").parse().unwrap();
-            Object::from(Route { dst, via: Via::Blackhole, mtu: None })
-        };
-        let mut stats = ApplyStats::default();
-        for burst in 0..6_u64 {
-            for n in 0..40 {
-                stats.repaired(&route(n), Damage::Deletion, None, None);
-                // Earlier bursts are ten seconds older.
-                let newest = stats.0.last_repairs.last_mut().unwrap();
-                Arc::make_mut(newest).at += Duration::from_secs(10 * burst);
-            }
-        }
-        let mut numbers: Vec<u64> = stats.0.last_repairs.iter().map(|r| r.number).collect();
-        assert_eq!((numbers.len(), numbers.is_sorted()), (Status::LAST_REPAIRS, true));
-        numbers.dedup_by_key(|number| (*number - 1) / 40);
-        assert_eq!(numbers.len(), 6, "one of each burst: {numbers:?}");
-        // Later ones that are not at once replace the oldest.
-        for n in 0..16 {
-            stats.repaired(&route(n), Damage::Deletion, None, None);
-            let newest = stats.0.last_repairs.last_mut().unwrap();
-            Arc::make_mut(newest).at += Duration::from_secs(100 + 5 * u64::from(n));
-        }
-        let numbers: Vec<u64> = stats.0.last_repairs.iter().map(|r| r.number).collect();
-        assert_eq!(numbers, (241..=256).collect::<Vec<_>>());
+        let times = listed((0..6).flat_map(|burst| (0..40).map(move |n| 10_000 * burst + n)));
+        let expected = (0..6).map(|burst| 10_000 * burst).chain(50_024..50_040);
+        assert_eq!(times, expected.collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn steady_repairs_are_listed_with_a_bounded_number_of_earlier_ones() {
+        let times = listed((0..2000).map(|n| 500 * n));
+        let newest = (1984..2000).map(|n| 500 * n);
+        let earlier = (0..16).map(|n| 992_000 - 1000 * (16 - n));
+        assert_eq!(times, earlier.chain(newest).collect::<Vec<_>>());
+        let times = listed((0..100).map(|n| 5000 * n));
+        assert_eq!(times, (68..100).map(|n| 5000 * n).collect::<Vec<_>>());
     }
 }

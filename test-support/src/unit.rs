@@ -3,14 +3,41 @@
 use std::collections::BTreeSet;
 use std::process::Command;
 
+const UNIT: &str = include_str!("../../dist/flanneld.service");
+
+/// The values of a directive.
+fn values(directive: &str) -> Vec<&'static str> {
+    let lines = UNIT.lines().filter_map(|line| line.strip_prefix(directive)?.strip_prefix('='));
+    lines.collect()
+}
+
+/// The capabilities that the unit allows, as `net_admin`.
+pub fn capabilities() -> impl Iterator<Item = String> {
+    let names = values("CapabilityBoundingSet").into_iter().flat_map(str::split_whitespace);
+    names.map(|name| name.trim_start_matches("CAP_").to_lowercase())
+}
+
+/// The numbers of the address families of sockets that the unit allows.
+///
+/// # Panics
+/// The unit has another family than those of flanneld.
+pub fn socket_families() -> impl Iterator<Item = u32> {
+    let names = values("RestrictAddressFamilies").into_iter().flat_map(str::split_whitespace);
+    names.map(|name| match name {
+        "AF_UNIX" => 1,
+        "AF_INET" => 2,
+        "AF_INET6" => 10,
+        "AF_NETLINK" => 16,
+        name => panic!("the number of {name} is not known"),
+    })
+}
+
 /// The system calls that the unit allows, of all architectures.
 ///
 /// # Panics
 /// There is no `systemd-analyze`, or the unit lacks its filter.
 pub fn allowed_calls() -> BTreeSet<String> {
-    let unit = include_str!("../../dist/flanneld.service");
-    let filters: Vec<&str> =
-        unit.lines().filter_map(|line| line.strip_prefix("SystemCallFilter=")).collect();
+    let filters = values("SystemCallFilter");
     let [granted, denied] = filters.as_slice() else { panic!("{filters:?}") };
     let groups =
         |text: &str| calls_of(&text.trim_start_matches('~').split(' ').collect::<Vec<_>>());

@@ -1,4 +1,4 @@
-//! The data path works under the restrictions of the systemd unit.
+//! The data path works with the capabilities, system calls and sockets of the systemd unit.
 
 use std::process::Command;
 use std::time::Duration;
@@ -7,7 +7,7 @@ use flannel_core::address::Family;
 use flannel_lab::testing::as_root;
 use flannel_lab::{Host, Lab};
 use serde_json::json;
-use test_support::eventually;
+use test_support::{eventually, unit};
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -27,9 +27,10 @@ fn confined(backend: serde_json::Value, nftables: bool) {
     let lab = builder.config_field("EnableNFTables", nftables).program(&program).start().unwrap();
     let tests = std::env::current_exe().unwrap();
     let confined = tests.ancestors().nth(2).unwrap().join("examples/confined");
+    assert!(confined.exists(), "build {} first: cargo build --examples", confined.display());
     let script = format!(
-        "#!/bin/sh\nexec setpriv --no-new-privs --bounding-set=-all,+net_admin,+net_raw \
-         {} {} \"$@\"\n",
+        "#!/bin/sh\nexec setpriv --no-new-privs --bounding-set=-all{} {} {} \"$@\"\n",
+        unit::capabilities().map(|name| format!(",+{name}")).collect::<String>(),
         confined.display(),
         env!("CARGO_BIN_EXE_lab"),
     );
@@ -71,12 +72,16 @@ fn damage(host: &Host, nftables: bool) {
     if host.run("ip", &["link", "show", "flannel.1"]).is_ok() {
         host.run("ip", &["link", "del", "flannel.1"]).unwrap();
     }
-    let rules = || {
-        let (program, args) =
-            if nftables { ("nft", ["list", "ruleset"]) } else { ("iptables", ["-t", "nat"]) };
-        let args: &[&str] = if nftables { &args } else { &[&args[..], &["-S"]].concat() };
-        host.run(program, args).unwrap()
+    let rules = |program| host.run(program, &["-t", "nat", "-S"]).unwrap();
+    let is_restored = || match nftables {
+        true => {
+            let tables = host.run("nft", &["list", "tables"]).unwrap();
+            ["flannel-ipv4", "flannel-ipv6"].iter().all(|table| tables.contains(table))
+        }
+        false => ["iptables", "ip6tables"].iter().all(|program| {
+            let rules = rules(program);
+            rules.contains("-A FLANNEL-POSTRTG") && rules.contains("-j FLANNEL-POSTRTG")
+        }),
     };
-    let restored = || rules().to_lowercase().contains("flannel");
-    eventually(PATIENCE, restored, || format!("{}\n{}", rules(), host.log().unwrap()));
+    eventually(PATIENCE, is_restored, || host.log().unwrap());
 }

@@ -7,17 +7,18 @@
 //! changes are always returned.
 //!
 //! Linux sends no messages about proxy entries (`ip neigh add proxy`; linux `pneigh_create`). They
-//! are read every second.
+//! are read every second, or less often if there are very many.
 
 mod event_decoder;
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use async_trait::async_trait;
 use flannel_core::kernel::{Changes, Invalidation, KernelError};
 use neli::consts::rtnl::Rtm;
 use nix::sys::socket::SockProtocol;
 use socket2::{SockFilter, SockRef};
+use tokio::time::{Instant, sleep_until};
 
 use self::event_decoder::EventDecoder;
 use crate::kernel::foreign_routes::ForeignRoutes;
@@ -31,8 +32,9 @@ const GROUPS: [u32; 9] = [1, 3, 5, 7, 8, 9, 11, 19, 32];
 const RECEIVE_BUFFER: usize = 8 << 20;
 /// The shortest pause between two reads of the proxy entries.
 const LOOK: Duration = Duration::from_secs(1);
-/// The pause is as many times as long as a read, for hosts with very many entries.
+/// The pause is as many times as long as a read, for hosts with very many entries, up to a limit.
 const LOOK_FACTOR: u32 = 100;
+const LONGEST_LOOK: Duration = Duration::from_secs(30);
 
 /// Receives multicast messages and returns invalidations.
 pub(crate) struct Listener {
@@ -56,11 +58,12 @@ impl Listener {
         Ok(Self { socket, decoder, look: Instant::now() + LOOK })
     }
 
-    fn look_for_proxies(&mut self) -> Result<(), KernelError> {
-        let begin = Instant::now();
-        self.decoder.look_for_proxies()?;
-        self.look = Instant::now() + LOOK.max(LOOK_FACTOR * begin.elapsed());
-        Ok(())
+    fn look_for_proxies(&mut self) {
+        let begin = std::time::Instant::now();
+        if let Err(error) = self.decoder.look_for_proxies() {
+            tracing::debug!(%error, "proxy entries cannot be read");
+        }
+        self.look = Instant::now() + (LOOK_FACTOR * begin.elapsed()).clamp(LOOK, LONGEST_LOOK);
     }
 
     /// Reads the waiting datagrams, up to the limit of [`Multicast::receive`]. Returns true if no
@@ -84,12 +87,13 @@ impl Changes for Listener {
                 return Ok(invalidation);
             }
             if self.look <= Instant::now() {
-                self.look_for_proxies()?;
+                self.look_for_proxies();
+                continue;
             }
             if self.read()? && self.decoder.is_empty() {
                 tokio::select! {
                     readable = self.socket.readable() => readable?,
-                    () = tokio::time::sleep_until(self.look.into()) => {}
+                    () = sleep_until(self.look) => {}
                 }
             }
         }

@@ -45,6 +45,8 @@ struct Inner {
     special: BTreeMap<(u32, MacAddr), Special>,
     /// Proxy entries on our devices, by device index and address, as of the last snapshot.
     proxies: BTreeSet<(u32, IpAddr)>,
+    /// Proxy entries that were deleted since the last look for new ones.
+    deleted_proxies: BTreeSet<(u32, IpAddr)>,
     /// `special` once had more than [`MOST`] entries and was cleared, so any entry may be special.
     forgotten: bool,
 }
@@ -167,8 +169,18 @@ impl ForeignRoutes {
     /// Whether there is a proxy entry for the address. The entry is then forgotten, because the
     /// caller deletes it.
     pub(crate) fn take_proxy(&self, index: u32, address: IpAddr) -> bool {
-        let proxies = &mut self.lock().proxies;
-        !proxies.is_empty() && proxies.remove(&(index, address))
+        let mut inner = self.lock();
+        let is_noted = !inner.proxies.is_empty() && inner.proxies.remove(&(index, address));
+        if is_noted && inner.deleted_proxies.len() < MOST {
+            inner.deleted_proxies.insert((index, address));
+        }
+        is_noted
+    }
+
+    /// The proxy entries that were deleted since the last call. They are new if they are there
+    /// again.
+    pub(crate) fn take_deleted_proxies(&self) -> BTreeSet<(u32, IpAddr)> {
+        std::mem::take(&mut self.lock().deleted_proxies)
     }
 
     /// Why the FDB entry is special; `None` if it is not. The entry is then forgotten, because the

@@ -223,7 +223,8 @@ impl Table {
         let mut failure = Failure::new(change, peer, error);
         match self.failing.get(&key) {
             Some(before) => {
-                (failure.since, failure.tries) = (before.since, before.tries.saturating_add(1));
+                failure.since = before.since;
+                failure.tries = before.tries.saturating_add(1);
             }
             None => {
                 self.newly_failing = true;

@@ -106,12 +106,28 @@ pub(crate) async fn keep(shared: Arc<Shared>) {
     }
 }
 
+/// When the condition of a node that is followed was to become true.
+#[derive(Debug, Default)]
+struct Settling(Option<Instant>);
+
+impl Settling {
+    /// The time to wait before the condition may be written; `None`: none. `becomes_true`: it is
+    /// false, and the network is not ready.
+    fn left(&mut self, becomes_true: bool, now: Instant) -> Option<Duration> {
+        if !becomes_true {
+            self.0 = None;
+            return None;
+        }
+        let since = *self.0.get_or_insert(now);
+        SETTLE.checked_sub(now.duration_since(since)).filter(|left| !left.is_zero())
+    }
+}
+
 /// Writes the condition of a node, and the log.
 struct Keeper {
     shared: Arc<Shared>,
     pause: Pause,
-    /// When the network became not ready.
-    down: Option<Instant>,
+    settling: Settling,
     /// The condition that was in place.
     placed: Option<Desired>,
     begin: Instant,
@@ -124,25 +140,24 @@ struct Keeper {
 impl Keeper {
     fn new(shared: Arc<Shared>) -> Self {
         let (pause, begin, changes) = (Pause::new(), Instant::now(), Seldom::default());
-        Self { shared, pause, down: None, placed: None, begin, changes, logged: false }
+        let settling = Settling::default();
+        Self { shared, pause, settling, placed: None, begin, changes, logged: false }
     }
 
     /// Writes the condition if the node, as it was followed, has another one. Returns when to look
     /// again.
     async fn look(&mut self, desired: Option<Desired>, node: Option<&Node>) -> Option<Duration> {
-        let is_down = desired.as_ref().is_some_and(|desired| desired.status == "True");
-        self.down = self.down.or_else(|| Some(Instant::now())).filter(|_| is_down);
+        let condition = node.and_then(|node| node.condition.as_ref());
+        let becomes_true = desired.as_ref().is_some_and(|desired| desired.status == "True")
+            && condition.is_some_and(|condition| condition.status == "False");
+        if let Some(wait) = self.settling.left(becomes_true, Instant::now()) {
+            return Some(wait);
+        }
         let (desired, node) = (desired?, node?);
         if desired.is_in(node) {
             self.pause.reset();
             self.placed = Some(desired);
             return None;
-        }
-        let is_false = node.condition.as_ref().is_some_and(|now| now.status == "False");
-        if let Some(down) = self.down.filter(|_| is_false)
-            && let Some(wait) = SETTLE.checked_sub(down.elapsed()).filter(|wait| !wait.is_zero())
-        {
-            return Some(wait);
         }
         match self.shared.write_condition(&desired).await {
             Ok(written) => {
@@ -241,5 +256,22 @@ impl Shared {
             last_transition_time: since.or(now),
         };
         self.patch(json!({ "status": { "conditions": [condition] } })).await.map(drop)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_condition_becomes_true_after_two_seconds_without_a_pause() {
+        let (mut settling, begin) = (Settling::default(), Instant::now());
+        let mut left = |becomes_true, at| {
+            let left = settling.left(becomes_true, begin + Duration::from_secs(at));
+            left.map(|left| left.as_secs())
+        };
+        assert_eq!((left(true, 9), left(true, 10)), (Some(2), Some(1)));
+        assert_eq!((left(false, 10), left(true, 11)), (None, Some(2)));
+        assert_eq!((left(true, 13), left(true, 14)), (None, None));
     }
 }

@@ -134,19 +134,3 @@ async fn a_change_by_another_writer_is_logged_as_one() {
     }
     assert_eq!((logged.count("was set"), logged.count("another writer")), (1, 1));
 }
-
-/// After an outage the first report of a daemon that was restarted may be old.
-#[tokio::test]
-async fn a_network_that_is_ready_again_at_once_changes_no_condition() {
-    let fixture = Fixture::new(V4);
-    let (manager, _views) = fixture.following().await;
-    let status = || fixture.server.condition("me", "NetworkUnavailable").unwrap()["status"].clone();
-    manager.report(&Readiness::Ready).await.unwrap();
-    until(|| fixture.server.condition("me", "NetworkUnavailable").is_some()).await;
-    let patches = fixture.server.patches().len();
-    manager.report(&not_ready("Connection refused")).await.unwrap();
-    manager.report(&Readiness::Ready).await.unwrap();
-    manager.report(&not_ready("the device is gone")).await.unwrap();
-    until(|| status() == "True").await;
-    assert_eq!(fixture.server.patches().len(), patches + 1);
-}

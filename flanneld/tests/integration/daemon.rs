@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::io::{Read, Write};
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -672,6 +673,38 @@ fn the_unit_allows_all_system_calls_of_the_daemon_and_iptables() {
             );
             assert_eq!(calls::forbidden(&trace), [""; 0], "{config}");
         }
+    });
+}
+
+#[test]
+fn other_users_may_write_to_nothing_that_a_daemon_creates() {
+    in_netns(|| {
+        uplink();
+        let place = Place::new(CONFIG);
+        fs::remove_dir(place.leases()).unwrap();
+        let created = ["run", "state"].map(|dir| place.dir.path().join(dir));
+        let command = place.command(&format!("dir:{}", place.registry().display()), &[]);
+        let mut shell = Command::new("sh");
+        shell.args(["-c", "umask 0 && exec \"$0\" \"$@\""]).arg(command.get_program());
+        let daemon = Daemon::start(shell.args(command.get_args()));
+        daemon.wait_for_log("in sync");
+        place.subnet_env();
+        let mut files = vec![place.leases()];
+        files.extend(created);
+        let mut seen = 0;
+        while let Some(file) = files.pop() {
+            // A temporary file may have been renamed meanwhile.
+            let Ok(metadata) = fs::symlink_metadata(&file) else { continue };
+            // A group may write to the control socket.
+            let others = if metadata.file_type().is_socket() { 0o007 } else { 0o022 };
+            let mode = metadata.mode() & 0o7777;
+            assert_eq!(mode & others, 0, "{} has the mode {mode:o}", file.display());
+            if metadata.is_dir() {
+                files.extend(fs::read_dir(&file).unwrap().map(|entry| entry.unwrap().path()));
+            }
+            seen += 1;
+        }
+        assert!(seen > 8, "{seen} files, {}", daemon.log());
     });
 }
 

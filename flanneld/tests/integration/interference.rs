@@ -296,6 +296,13 @@ fn damages(family: Family) -> Vec<(&'static str, Vec<String>)> {
             ],
         ),
         (
+            "the same proxy entries added again at once",
+            vec![
+                format!("ip neigh add proxy {gateway} dev {dev}"),
+                format!("ip neigh add proxy {other} dev {dev}"),
+            ],
+        ),
+        (
             "FDB entry of a router",
             one(format!("bridge fdb replace {mac} dev {dev} dst {far} self permanent router")),
         ),

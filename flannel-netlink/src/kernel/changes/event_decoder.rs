@@ -75,12 +75,17 @@ impl EventDecoder {
 
     /// Reads the proxy entries. Queues an invalidation for each that is new.
     pub(crate) fn look_for_proxies(&mut self) -> Result<(), KernelError> {
+        for deleted in self.foreign.take_deleted_proxies() {
+            self.proxies.remove(&deleted);
+        }
         let now = self.read_proxies()?;
-        let before = std::mem::replace(&mut self.proxies, now.clone());
-        for (index, address) in now.difference(&before) {
-            if let Some(link) = self.name(*index)? {
+        let new: Vec<(u32, IpAddr)> = now.difference(&self.proxies).copied().collect();
+        self.proxies = now;
+        // An entry without a device is for another network.
+        for (index, address) in new.into_iter().filter(|(index, _)| *index != 0) {
+            if let Some(link) = self.name(index)? {
                 // As a snapshot shows it.
-                let entry = Neigh { link, address: *address, mac: MacAddr([0; 6]) };
+                let entry = Neigh { link, address, mac: MacAddr([0; 6]) };
                 self.add(KernelEvent::Duplicate(entry.into()), None);
             }
         }
