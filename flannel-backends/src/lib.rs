@@ -3,15 +3,20 @@
 mod list;
 
 use flannel_backend_alloc::Alloc;
+use flannel_backend_extension::Extension;
 use flannel_backend_hostgw::HostGw;
 use flannel_backend_ipip::Ipip;
 use flannel_backend_vxlan::VxlanBackend;
 
 pub use self::list::{Backends, UnknownBackend};
 
+/// It has an annex for each state directory.
+static EXTENSION: Extension = Extension::new();
+
 /// The backends of this build.
 pub fn all() -> Backends {
-    Backends::default().with(&VxlanBackend).with(&HostGw).with(&Ipip).with(&Alloc)
+    let routing = Backends::default().with(&VxlanBackend).with(&HostGw).with(&Ipip);
+    routing.with(&EXTENSION).with(&Alloc)
 }
 
 #[cfg(test)]
@@ -23,7 +28,7 @@ mod tests {
         assert_eq!(backends.find("alloc").unwrap().lease_type(), "");
         let error = backends.find("vlxan").unwrap_err().to_string();
         assert!(
-            error.contains("\"vlxan\"") && error.contains("vxlan, host-gw, ipip, alloc"),
+            error.contains("\"vlxan\"") && error.contains("vxlan, host-gw, ipip, extension, alloc"),
             "{error}"
         );
     }

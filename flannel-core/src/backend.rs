@@ -5,6 +5,7 @@ mod secrets;
 
 use std::fmt;
 use std::net::IpAddr;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -57,6 +58,12 @@ pub trait Backend: fmt::Debug + Send + Sync {
         None
     }
 
+    /// It runs programs that the config names. Then a party that may write the config runs programs
+    /// on this node, so a daemon allows such a backend only if an option of the node does.
+    fn runs_commands(&self) -> bool {
+        false
+    }
+
     /// Checks whether this network can be built on the node with this external interface; without
     /// an interface, makes only the checks that are the same on every node. The daemon stops a
     /// running network for another config only after this succeeded.
@@ -73,8 +80,9 @@ pub trait Backend: fmt::Debug + Send + Sync {
     fn footprint(&self, config: &Config, uplink: Option<LinkName>) -> Result<Footprint>;
 
     /// The annex that keeps the records of the network's plan. `None`: the plan defines no records.
-    /// Every call returns a handle of the same annex.
-    fn annex(&self) -> Option<Arc<dyn Annex>> {
+    /// Every call with the same directory returns a handle of the same annex. In `state_dir` it
+    /// keeps its files over restarts; without one, nothing is kept.
+    fn annex(&self, _state_dir: Option<&Path>) -> Option<Arc<dyn Annex>> {
         None
     }
 

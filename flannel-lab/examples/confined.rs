@@ -19,22 +19,22 @@ fn main() {
     let other: Vec<Value> = unit::socket_families().map(is_other).collect();
     let socket = json!({ "syscall": "socket", "args": other });
     let forbids = json!({ "errno": EAFNOSUPPORT });
-    apply(compile(&json!("allow"), &forbids, vec![socket]).expect("a filter of sockets"));
+    apply(&compile(&json!("allow"), &forbids, &[socket]).expect("a filter of sockets"));
 
     let (eperm, allow) = (json!({ "errno": EPERM }), json!("allow"));
     let rules = unit::allowed_calls().into_iter().map(|name| json!({ "syscall": name }));
     // The groups also have the calls of other architectures.
-    let is_known = |rule: &Value| compile(&eperm, &allow, vec![rule.clone()]).is_some();
-    let rules = rules.filter(is_known).collect();
-    apply(compile(&eperm, &allow, rules).expect("a filter of known calls"));
+    let is_known = |rule: &Value| compile(&eperm, &allow, std::slice::from_ref(rule)).is_some();
+    let rules: Vec<Value> = rules.filter(is_known).collect();
+    apply(&compile(&eperm, &allow, &rules).expect("a filter of known calls"));
     panic!("{}", Command::new(program).args(args).exec());
 }
 
-fn apply(filter: BpfMap) {
+fn apply(filter: &BpfMap) {
     apply_filter(&filter["main"]).expect("Linux takes the filter");
 }
 
-fn compile(mismatch: &Value, matches: &Value, rules: Vec<Value>) -> Option<BpfMap> {
+fn compile(mismatch: &Value, matches: &Value, rules: &[Value]) -> Option<BpfMap> {
     let filter = json!({ "main": {
         "mismatch_action": mismatch, "match_action": matches, "filter": rules,
     } });

@@ -1,5 +1,6 @@
 //! From a backend to a network that can run: prepare, acquire the lease, build.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -28,6 +29,8 @@ pub struct Host {
     pub machine_id: String,
     /// The secrets that backends keep on this host.
     pub secrets: Arc<dyn Secrets>,
+    /// The directory in which an annex keeps its files. `None`: annexes keep nothing over restarts.
+    pub state_dir: Option<PathBuf>,
     /// See [`KernelNetwork::with_process_names`]. `None`: the network does not look up names.
     pub process_names: Option<Arc<dyn ProcessNames>>,
 }
@@ -57,7 +60,14 @@ impl Host {
         subnets: Arc<dyn SubnetManager>,
     ) -> Self {
         let secrets = Arc::new(MemorySecrets::default());
-        Self { uplink, kernel, subnets, machine_id: String::new(), secrets, process_names: None }
+        let (machine_id, state_dir, process_names) = Default::default();
+        Self { uplink, kernel, subnets, machine_id, secrets, state_dir, process_names }
+    }
+
+    /// The same host with a directory for the files of annexes. See [`Backend::annex`].
+    #[must_use]
+    pub fn with_state_dir(self, dir: impl Into<PathBuf>) -> Self {
+        Self { state_dir: Some(dir.into()), ..self }
     }
 
     /// The same host with this machine id. See [`Node::machine_id`].
@@ -110,7 +120,7 @@ impl Host {
         };
         let networks = config.pod_networks().collect();
         let mut kernel = Arc::clone(&self.kernel);
-        if let Some(annex) = backend.annex() {
+        if let Some(annex) = backend.annex(self.state_dir.as_deref()) {
             kernel = Arc::new(WithAnnexes::new(kernel, [annex]));
         }
         match (prepared.build)(&lease)? {

@@ -41,6 +41,8 @@ pub struct DaemonConfig {
     /// Give routes the MTUs of their paths, where larger packets are lost (`--path-mtu`). Has no
     /// effect if [paths are not probed](ControlConfig::path_interval).
     pub path_mtu: bool,
+    /// Allow backends that run commands of the network config (`--allow-commands`).
+    pub allow_commands: bool,
     /// The firewall rules.
     pub firewall: FirewallConfig,
     /// The servers for health, metrics and control.
@@ -167,6 +169,7 @@ impl DaemonConfig {
             nexthop_objects: NexthopObjects::Auto,
             kernel_resync: Duration::from_secs(300),
             path_mtu: false,
+            allow_commands: false,
             firewall: FirewallConfig::default(),
             control: ControlConfig::default(),
         }

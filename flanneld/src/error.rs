@@ -33,6 +33,15 @@ pub enum Error {
     /// The config names an unknown backend.
     #[error(transparent)]
     UnknownBackend(#[from] flannel_backends::UnknownBackend),
+    /// The config names a backend that runs commands, and no option allows it.
+    #[error(
+        "network config: field Backend.Type: {kind:?} runs the commands of the config on this \
+         host; if all who may write the config may do that, start the daemon with --allow-commands"
+    )]
+    CommandsNotAllowed {
+        /// The type of the backend.
+        kind: &'static str,
+    },
     /// The config names no backend, and the cluster's leases show that Go flannel chose `udp`.
     #[error(
         "network config: it names no Backend, and {holder} holds {subnets} without a backend type: \

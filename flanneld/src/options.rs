@@ -151,6 +151,7 @@ impl Options {
         config.ip_blackhole_route = self.routes.ip_blackhole_route;
         config.nexthop_objects = self.routes.nexthop_objects;
         config.path_mtu = self.routes.path_mtu;
+        config.allow_commands = self.routes.allow_commands;
         config.kernel_resync = Duration::from_secs(self.routes.kernel_resync.unsigned_abs());
         config.firewall = self.firewall.config();
         config.control = self.control.config();

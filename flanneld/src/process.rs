@@ -13,6 +13,7 @@ use std::time::Duration;
 
 use clap::{Arg, CommandFactory};
 use flannel_backends::Backends;
+use flannel_core::Backend;
 use flannel_options::environment::misspelt;
 use flannel_options::printable;
 use tokio::signal::unix::{SignalKind, signal};
@@ -72,7 +73,7 @@ fn start(args: impl IntoIterator<Item = OsString>, backends: Backends) -> Result
     let observer = Observer::new(Some(Box::new(move |filter| {
         set_filter(log_filter(filter.unwrap_or(&given))?)
     })));
-    let daemon = Daemon::observed(options.config(backends)?, observer.clone());
+    let daemon = Daemon::observed(options.config(backends.clone())?, observer.clone());
     let notifier = Notifier::from_env()
         .map_err(|error| usage(format!("NOTIFY_SOCKET in the environment: {error}")))?;
     let failed = |error: std::io::Error| Error::file(Path::new("the runtime"), &error);
@@ -107,5 +108,9 @@ fn start(args: impl IntoIterator<Item = OsString>, backends: Backends) -> Result
         notifier.stopping();
     }
     runtime.shutdown_timeout(STOP);
+    if ended.is_ok() {
+        let annex = |backend: &dyn Backend| backend.annex(Some(&options.lease.state_dir));
+        backends.iter().filter_map(annex).for_each(|annex| annex.stop());
+    }
     ended.map(|signal| tracing::info!(%signal, "stopped; the data path stays in place"))
 }

@@ -52,4 +52,8 @@ pub trait Annex: fmt::Debug + Send + Sync {
     /// The last change failed. If it has not ended in time, the error is
     /// [`KernelError::timed_out`], and the change continues.
     fn wait(&self, key: &Key, timeout: Duration) -> Result<(), KernelError>;
+
+    /// The program ends, because somebody stops it. Records stay in place. An annex may tell other
+    /// programs that this node goes. Blocks. The default does nothing.
+    fn stop(&self) {}
 }

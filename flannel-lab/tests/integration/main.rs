@@ -6,6 +6,7 @@ mod binary;
 mod cluster;
 mod confined;
 mod doctor;
+mod extension;
 mod skew;
 mod static_routes;
 mod traffic;

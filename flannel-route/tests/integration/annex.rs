@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::net::IpAddr;
+use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -155,7 +156,7 @@ impl Backend for Bookkeeper {
         Ok(Footprint { annexes: ["ledger"].into(), ..Footprint::default() })
     }
 
-    fn annex(&self) -> Option<Arc<dyn Annex>> {
+    fn annex(&self, _: Option<&Path>) -> Option<Arc<dyn Annex>> {
         Some(Arc::new(self.ledger.clone()))
     }
 

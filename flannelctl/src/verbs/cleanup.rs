@@ -51,7 +51,8 @@ pub(crate) async fn cleanup(context: Context<'_>, flags: &CleanupFlags) -> Resul
     let work = if flags.for_go { ready_for_go } else { remove };
     let mut account = Account::default();
     let report = {
-        let kernel = WithAnnexes::new(Arc::clone(&kernel) as Arc<dyn Kernel>, backend.annex());
+        let annex = backend.annex(Some(&global.state_dir));
+        let kernel = WithAnnexes::new(Arc::clone(&kernel) as Arc<dyn Kernel>, annex);
         let (kernel, footprint, dry_run) = (kernel.waiting(), footprint.clone(), flags.dry_run);
         // On another thread, because an annex may need the runtime while this waits for it.
         tokio::task::spawn_blocking(move || work(&kernel, &footprint, dry_run)).await

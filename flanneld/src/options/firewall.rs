@@ -33,6 +33,13 @@ pub struct RouteFlags {
         default_missing_value = "true", default_value_t = false, value_parser = go_bool,
         action = clap::ArgAction::Set)]
     pub path_mtu: bool,
+
+    /// Run the commands of a network config with the backend extension. Then all who may write the
+    /// config may run programs on this host
+    #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true,
+        default_missing_value = "true", default_value_t = false, value_parser = go_bool,
+        action = clap::ArgAction::Set)]
+    pub allow_commands: bool,
 }
 
 /// The options of the firewall.

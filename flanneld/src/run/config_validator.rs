@@ -26,6 +26,7 @@ pub(crate) struct ConfigValidator {
     selectors: Selectors,
     firewall: FirewallConfig,
     backends: Backends,
+    allow_commands: bool,
     views: watch::Receiver<View>,
     /// The interface of the network that runs, or ran last.
     used: Option<ExternalInterface>,
@@ -49,6 +50,7 @@ impl ConfigValidator {
             selectors,
             firewall: config.firewall.clone(),
             backends: config.backends.clone(),
+            allow_commands: config.allow_commands,
             views,
             first: used.is_none() && hints.lapsed.is_none(),
             used,
@@ -71,6 +73,9 @@ impl ConfigValidator {
         used: Option<&Config>,
     ) -> Result<Chosen, Error> {
         let backend = self.backends.find(&config.backend.kind)?;
+        if backend.runs_commands() && !self.allow_commands {
+            return Err(Error::CommandsNotAllowed { kind: backend.kind() });
+        }
         let chosen = Chosen::choose(&self.kernel, self.selectors.clone(), config).await?;
         if let Some(reason) = self.used.as_ref().and_then(|used| worse(used, &chosen.iface)) {
             return Err(Error::UnfitInterface { name: chosen.iface.name, reason });

@@ -132,6 +132,7 @@ impl<'a> Starter<'a> {
         let host = Host::new(chosen.iface.clone(), kernel(), Arc::clone(&self.subnets))
             .with_machine_id(self.machine_id.clone())
             .with_secrets(Arc::new(FileSecrets::new(&settings.state_dir)))
+            .with_state_dir(&settings.state_dir)
             .with_process_names(self.kernel.clone());
         let (resync, interval) = (Some(settings.kernel_resync), settings.control.path_interval);
         let paths = (!interval.is_zero() && !lapsed).then(|| Paths::new(interval));

@@ -1,0 +1,197 @@
+#![doc = include_str!("../README.md")]
+
+mod annex;
+mod command;
+mod journal;
+mod options;
+mod task;
+
+use std::collections::BTreeMap;
+use std::net::IpAddr;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use async_trait::async_trait;
+use flannel_core::address::{Dual, Family};
+use flannel_core::backend::{Blueprint, Built, Datapath, ExternalInterface, Node, Prepared};
+use flannel_core::kernel::{Annex, Footprint};
+use flannel_core::lease::Offer;
+use flannel_core::object::{LinkName, Object, Record};
+use flannel_core::runtime::blocking;
+use flannel_core::status::Rejection;
+use flannel_core::{Backend, Config, Error, Result, Subnet, Subnets};
+
+use crate::annex::Commands;
+use crate::options::Options;
+use crate::task::{Of, Task, variables};
+
+/// The backend type, and the name of the annex and of its file in the state directory.
+const NAME: &str = "extension";
+
+/// The backend `extension`: runs commands of the config for this node and for every peer.
+///
+/// **Source**: flannel `pkg/backend/extension`, since v0.28.2.
+#[derive(Debug, Default)]
+pub struct Extension {
+    /// By state directory.
+    annexes: Mutex<BTreeMap<Option<PathBuf>, Commands>>,
+    /// The outputs of `PreStartupCommand`, which runs once.
+    outputs: Mutex<BTreeMap<String, String>>,
+}
+
+impl Extension {
+    /// The backend, without annexes.
+    pub const fn new() -> Self {
+        Self { annexes: Mutex::new(BTreeMap::new()), outputs: Mutex::new(BTreeMap::new()) }
+    }
+}
+
+#[async_trait]
+impl Backend for Extension {
+    fn kind(&self) -> &'static str {
+        NAME
+    }
+
+    fn option_names(&self) -> Option<&'static [&'static str]> {
+        Some(&Options::NAMES)
+    }
+
+    fn runs_commands(&self) -> bool {
+        true
+    }
+
+    fn datapath(&self, _: &Config) -> Result<Datapath> {
+        let mut datapath = Datapath::default();
+        // It is not known how packets travel.
+        datapath.bare = true;
+        Ok(datapath)
+    }
+
+    fn footprint(&self, config: &Config, uplink: Option<LinkName>) -> Result<Footprint> {
+        Ok(Footprint {
+            // The routes of another backend are deleted. Those of commands have another protocol.
+            networks: config.pod_networks().collect(),
+            routes_on: uplink.into_iter().collect(),
+            blackholes: true,
+            annexes: [NAME].into(),
+            ..Footprint::default()
+        })
+    }
+
+    fn annex(&self, state_dir: Option<&Path>) -> Option<Arc<dyn Annex>> {
+        let mut annexes = self.annexes.lock().unwrap_or_else(PoisonError::into_inner);
+        let commands = annexes
+            .entry(state_dir.map(Path::to_owned))
+            .or_insert_with(|| Commands::new(state_dir.map(|dir| dir.join(NAME))));
+        Some(Arc::new(commands.clone()))
+    }
+
+    fn validate(&self, config: &Config, uplink: Option<&ExternalInterface>) -> Result<()> {
+        let options = Options::parse(config)?;
+        if uplink.is_some() { options.check_programs() } else { Ok(()) }
+    }
+
+    async fn prepare(&self, node: &Node<'_>, config: &Config) -> Result<Prepared> {
+        self.validate(config, Some(node.uplink))?;
+        let options = Options::parse(config)?;
+        let data = self.output_of_pre_startup(&options).await?;
+        let public = node.uplink.address;
+        let data = Dual { v4: data.map(|text| json(&text).into()), v6: None };
+        let offer = Offer { public, kind: NAME.into(), data };
+        let footprint = self.footprint(config, Some(node.uplink.name))?;
+        let mtu = node.uplink.mtu;
+        let networks: Vec<Subnet> = config.pod_networks().collect();
+        Ok(Prepared::new(offer, move |lease| {
+            let (own, held) = (lease.lease().subnets, lease.held().is_some());
+            let of_node = options.of_node(&own, &public, &networks);
+            let mut blueprint = Blueprint::new(mtu, move |subnets, offer, _, objects| {
+                // The plan also runs for this node's own lease.
+                if *subnets != own {
+                    objects.push(record(subnets, &options.of_peer(subnets, offer)?));
+                }
+                Ok(())
+            });
+            (blueprint.lease_type, blueprint.footprint) = (Some(NAME), footprint);
+            if let Some(task) = of_node.filter(|_| held) {
+                blueprint.base.insert(record(&own, &task));
+            }
+            Ok(Built::Kernel(blueprint))
+        }))
+    }
+}
+
+impl Extension {
+    /// The trimmed output of `PreStartupCommand`; `None`: there is no such command.
+    async fn output_of_pre_startup(&self, options: &Options) -> Result<Option<String>> {
+        let Some(words) = options.pre_startup.clone() else { return Ok(None) };
+        let key = json(&words);
+        let outputs = || self.outputs.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = outputs().get(&key).cloned();
+        if known.is_some() {
+            return Ok(known);
+        }
+        let timeout = options.timeout();
+        let run = move || words.run(&BTreeMap::new(), "", timeout);
+        let output =
+            blocking(run).await.map_err(|why| refuse(format!("PreStartupCommand: {}", why.0)))?;
+        outputs().insert(key, output.clone());
+        Ok(Some(output))
+    }
+}
+
+impl Options {
+    /// The commands for this node.
+    fn of_node(&self, own: &Subnets, public: &Dual<IpAddr>, networks: &[Subnet]) -> Option<Task> {
+        let mut variables = variables(own, public);
+        for (name, family) in [("NETWORK", Family::V4), ("IPV6NETWORK", Family::V6)] {
+            let network = networks.iter().find(|network| network.family() == family);
+            let network = network.map(Subnet::to_string).unwrap_or_default();
+            variables.insert(name.to_owned(), network);
+        }
+        self.has_node_commands().then(|| Task {
+            of: Of::Node,
+            variables,
+            input: String::new(),
+            add: self.post_startup.clone(),
+            remove: self.shutdown.clone(),
+            timeout: self.timeout().as_secs(),
+            waits: false,
+        })
+    }
+
+    /// The commands for a peer.
+    fn of_peer(&self, subnets: &Subnets, offer: &Offer) -> std::result::Result<Task, Rejection> {
+        let text = |data: &str| {
+            serde_json::from_str(data)
+                .map_err(|_| Rejection::Rejected("its backend data is not a JSON string".into()))
+        };
+        let data = offer.data.v4.as_deref().filter(|data| *data != "null");
+        Ok(Task {
+            of: Of::Peer,
+            variables: variables(subnets, &offer.public),
+            input: data.map(text).transpose()?.unwrap_or_default(),
+            add: self.subnet_add.clone(),
+            remove: self.subnet_remove.clone(),
+            timeout: self.timeout().as_secs(),
+            waits: self.has_node_commands(),
+        })
+    }
+
+    fn has_node_commands(&self) -> bool {
+        self.post_startup.is_some() || self.shutdown.is_some()
+    }
+}
+
+/// The record of a task. Its key is the first of the subnets.
+fn record(subnets: &Subnets, task: &Task) -> Object {
+    let first = subnets.iter().next().expect("a lease has a subnet");
+    Record::new(NAME, first, task.text()).into()
+}
+
+fn json(value: &impl serde::Serialize) -> String {
+    serde_json::to_string(value).expect("a string or an array of strings has a JSON form")
+}
+
+fn refuse(reason: String) -> Error {
+    Error::Backend { backend: NAME.into(), reason }
+}

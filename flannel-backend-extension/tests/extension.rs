@@ -1,0 +1,322 @@
+//! The backend with real commands, on the fake kernel.
+
+#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+
+use std::fs;
+use std::net::IpAddr;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use flannel_backend_extension::Extension;
+use flannel_core::address::Dual;
+use flannel_core::backend::ExternalInterface;
+use flannel_core::kernel::Annex;
+use flannel_core::lease::{LeaseAttrs, Offer};
+use flannel_core::network::NetworkHandle;
+use flannel_core::testing::{FakeKernel, FakeSubnets};
+use flannel_core::{Backend, SubnetManager};
+use flannel_route::{Host, JoinOptions};
+use serde_json::{Value, json};
+use test_support::eventually_async;
+use tokio::task::JoinHandle;
+
+const PATIENCE: Duration = Duration::from_secs(60);
+
+fn dual(addresses: &[&str]) -> Dual<IpAddr> {
+    addresses.iter().map(|text| text.parse::<IpAddr>().unwrap()).collect()
+}
+
+/// A directory with a script that writes what it gets to a file, and then runs a hook.
+struct Place {
+    dir: tempfile::TempDir,
+}
+
+impl Place {
+    fn new() -> Self {
+        let place = Self { dir: tempfile::tempdir().unwrap() };
+        let script = format!(
+            "what=$1; shift\n\
+             args=$(printf ' [%s]' \"$@\")\n\
+             variables=$SUBNET,$IPV6SUBNET,$PUBLIC_IP,$PUBLIC_IPV6,$NETWORK\n\
+             printf '%s\\n' \"$what$args <$(cat)> $variables\" >>{log}\n\
+             [ ! -e {hook} ] || . {hook}\n",
+            log = place.path("log").display(),
+            hook = place.path("hook").display(),
+        );
+        fs::write(place.path("script"), script).unwrap();
+        place
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    /// A command that notes its name and these arguments.
+    fn note(&self, name: &str, args: &[&str]) -> Value {
+        let script = self.path("script");
+        let words = ["sh", script.to_str().unwrap(), name].into_iter().chain(args.iter().copied());
+        words.collect()
+    }
+
+    fn log(&self) -> Vec<String> {
+        let log = fs::read_to_string(self.path("log")).unwrap_or_default();
+        log.lines().map(str::to_owned).collect()
+    }
+
+    /// The first words of the log.
+    fn ran(&self) -> Vec<String> {
+        self.log().iter().map(|line| line.split(" [").next().unwrap().to_owned()).collect()
+    }
+
+    fn hook(&self, script: &str) {
+        fs::write(self.path("hook"), script).unwrap();
+    }
+
+    /// A config with all commands, and these options.
+    fn config(&self, options: &Value) -> String {
+        let mut backend = json!({
+            "Type": "extension",
+            "PreStartupCommand": self.note("pre", &["$SUBNET"]),
+            "PostStartupCommand": self.note("post", &["$SUBNET,$IPV6SUBNET", "$NETWORK"]),
+            "SubnetAddCommand": self.note("add", &["$SUBNET", "--", "$PUBLIC_IP"]),
+            "SubnetRemoveCommand": self.note("remove", &["$SUBNET"]),
+            "ShutdownCommand": self.note("shutdown", &["$SUBNET"]),
+        });
+        for (name, value) in options.as_object().unwrap() {
+            backend[name] = value.clone();
+        }
+        json!({
+            "Network": "10.1.0.0/16", "EnableIPv6": true, "IPv6Network": "fd00:1::/48",
+            "Backend": backend,
+        })
+        .to_string()
+    }
+
+    /// Waits until these commands have run, in any order.
+    async fn ran_in_the_end(&self, expected: &[&str]) {
+        let mut expected = expected.to_vec();
+        expected.sort_unstable();
+        let is_right = async || {
+            let mut ran = self.ran();
+            ran.sort_unstable();
+            ran == expected
+        };
+        eventually_async(PATIENCE, is_right, || format!("{:#?}, {expected:?}", self.log())).await;
+    }
+}
+
+fn uplink() -> ExternalInterface {
+    ExternalInterface {
+        name: "eth0".parse().unwrap(),
+        mtu: 1400,
+        address: dual(&["192.0.2.1", "2001:db8::1"]),
+        public: dual(&["198.51.100.1", "2001:db8::1"]),
+        reason: "the test says so".into(),
+    }
+}
+
+/// A daemon's network, until it is dropped.
+struct Running {
+    handle: NetworkHandle,
+    annex: Arc<dyn Annex>,
+    task: JoinHandle<()>,
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+/// Starts a network, as a new process does.
+async fn start(state: &Path, subnets: &FakeSubnets) -> Running {
+    let (kernel, backend) = (FakeKernel::with_uplink("eth0"), Extension::new());
+    let host = Host::new(uplink(), Arc::new(kernel), Arc::new(subnets.clone()));
+    let host = host.with_state_dir(state);
+    let config = subnets.network_config().await.unwrap();
+    let network = host.join(&backend, &config, JoinOptions::default()).await.unwrap();
+    let (handle, annex) = (network.handle(), backend.annex(Some(state)).unwrap());
+    let views = subnets.watch_leases().await.unwrap();
+    let task = tokio::spawn(async move { drop(network.run(views).await) });
+    Running { handle, annex, task }
+}
+
+async fn in_sync(running: &Running) {
+    let mut status = running.handle.status.clone();
+    let settled = tokio::time::timeout(PATIENCE, status.wait_for(|status| status.in_sync)).await;
+    let is_in_sync = settled.is_ok();
+    drop(settled);
+    assert!(is_in_sync, "{:#?}", status.borrow());
+}
+
+fn peer(data: Option<&str>) -> LeaseAttrs {
+    LeaseAttrs::from(Offer {
+        public: dual(&["192.0.2.7", "2001:db8::7"]),
+        kind: "extension".into(),
+        data: Dual { v4: data.map(|data| json!(data).to_string().into()), v6: None },
+    })
+}
+
+const SEVEN: &str = "10.1.7.0-24&fd00:1:0:7::-64";
+const EIGHT: &str = "10.1.8.0-24&fd00:1:0:8::-64";
+
+#[tokio::test]
+async fn commands_get_arguments_variables_and_input() {
+    let place = Place::new();
+    place.hook("[ $what != pre ] || echo ' data of <this> node '");
+    let subnets = FakeSubnets::with_config(&place.config(&json!({})));
+    // Data that a shell would run, and that looks like an option.
+    subnets.put_attrs(SEVEN, peer(Some("--help; $(touch x) \u{1b}[31m")));
+    let running = start(&place.path(""), &subnets).await;
+    in_sync(&running).await;
+    let own = running.handle.lease.subnets.to_string();
+    let (v4, v6) = own.split_once('&').unwrap();
+    let (v4, v6) = (v4.replace('-', "/"), v6.replace("-64", "/64"));
+    assert_eq!(
+        place.log(),
+        [
+            "pre [] <> ,,,,".to_owned(),
+            format!(
+                "post [{v4},{v6}] [10.1.0.0/16] <> {v4},{v6},192.0.2.1,2001:db8::1,10.1.0.0/16"
+            ),
+            "add [10.1.7.0/24] [--] [192.0.2.7] <--help; $(touch x) \u{1b}[31m> \
+         10.1.7.0/24,fd00:1:0:7::/64,192.0.2.7,2001:db8::7,"
+                .to_owned(),
+        ]
+    );
+    // The address of the interface, as in Go flannel.
+    let offer = &running.handle.lease.attrs.preferred;
+    assert_eq!(offer.data.v4.as_deref(), Some("\"data of <this> node\""));
+    assert_eq!(offer.public, uplink().address);
+    assert_eq!(running.handle.mtu, 1400);
+}
+
+#[tokio::test]
+async fn a_restart_removes_peers_that_left_and_repeats_nothing_for_those_that_stay() {
+    let place = Place::new();
+    let subnets = FakeSubnets::with_config(&place.config(&json!({ "PreStartupCommand": "" })));
+    for key in [SEVEN, EIGHT] {
+        subnets.put_attrs(key, peer(None));
+    }
+    let running = start(&place.path(""), &subnets).await;
+    in_sync(&running).await;
+    assert_eq!(place.ran(), ["post", "add", "add"]);
+    drop(running);
+    fs::remove_file(place.path("log")).unwrap();
+
+    // Another config removes with another command. The one of the time of the add is run.
+    let other = place.note("other remove", &[]);
+    let config = json!({ "PreStartupCommand": "", "SubnetRemoveCommand": other });
+    let subnets = FakeSubnets::with_config(&place.config(&config));
+    subnets.put_attrs(EIGHT, peer(None));
+    let running = start(&place.path(""), &subnets).await;
+    in_sync(&running).await;
+    place.ran_in_the_end(&["post", "remove"]).await;
+    assert!(place.log().concat().contains("remove [10.1.7.0/24]"), "{:?}", place.log());
+
+    // A changed peer is removed and added.
+    subnets.put_attrs(EIGHT, peer(Some("new")));
+    place.ran_in_the_end(&["post", "remove", "other remove", "add"]).await;
+    assert!(place.log()[2].starts_with("other remove"), "{:?}", place.log());
+    assert!(place.log()[3].contains("<new>"));
+    in_sync(&running).await;
+
+    // The node stops, and starts again.
+    running.annex.stop();
+    place.ran_in_the_end(&["post", "remove", "other remove", "add", "shutdown"]).await;
+    drop(running);
+    let running = start(&place.path(""), &subnets).await;
+    in_sync(&running).await;
+    let all = ["post", "remove", "other remove", "add", "shutdown", "post"];
+    place.ran_in_the_end(&all).await;
+}
+
+#[tokio::test]
+async fn a_failure_is_in_the_status_and_tried_again() {
+    let place = Place::new();
+    place.hook("if [ $what = add ]; then echo no route >&2; exit 7; fi");
+    let config = place.config(&json!({ "PreStartupCommand": "", "ShutdownCommand": null }));
+    let subnets = FakeSubnets::with_config(&config);
+    subnets.put_attrs(SEVEN, peer(None));
+    let running = start(&place.path(""), &subnets).await;
+    let mut status = running.handle.status.clone();
+    let failing = status.wait_for(|status| status.failing.values().any(|f| f.tries > 1));
+    let failing = tokio::time::timeout(PATIENCE, failing).await.unwrap().unwrap().failing.clone();
+    let failure = failing.values().next().unwrap();
+    let error = failure.error.to_string();
+    assert!(error.starts_with("SubnetAddCommand: exit status: 7: no route"), "{error}");
+    assert_eq!(failure.peer.unwrap().to_string(), SEVEN);
+    place.hook("");
+    in_sync(&running).await;
+
+    // A command for a peer that left cannot fail for ever.
+    place.hook("[ $what != remove ]");
+    subnets.delete(SEVEN);
+    let tried = async || place.ran().iter().filter(|name| *name == "remove").count() == 5;
+    eventually_async(PATIENCE, tried, || format!("{:?}", place.log())).await;
+    in_sync(&running).await;
+    assert_eq!(running.annex.records().unwrap().len(), 1, "that of the node itself");
+}
+
+#[tokio::test]
+async fn peers_wait_for_the_commands_of_this_node() {
+    let place = Place::new();
+    place.hook("[ $what != post ] || [ -e /nonexistent ]");
+    let subnets = FakeSubnets::with_config(&place.config(&json!({ "PreStartupCommand": "" })));
+    subnets.put_attrs(SEVEN, peer(None));
+    let running = start(&place.path(""), &subnets).await;
+    let tried = async || place.ran().len() >= 2;
+    eventually_async(PATIENCE, tried, || format!("{:?}", place.log())).await;
+    assert!(place.ran().iter().all(|name| name == "post"), "{:?}", place.log());
+    place.hook("");
+    in_sync(&running).await;
+    assert_eq!(place.ran().last().unwrap(), "add");
+}
+
+#[tokio::test]
+async fn many_peers_are_added_some_at_a_time() {
+    const PEERS: usize = 60;
+    let place = Place::new();
+    // Each command notes how many run with it.
+    let running_dir = place.path("running");
+    fs::create_dir(&running_dir).unwrap();
+    let script = "mkdir running/$$ && ls running | wc -l >>most && sleep 0.05 && rmdir running/$$";
+    let script = format!("cd {} && {script}", place.path("").display());
+    fs::write(place.path("add"), script).unwrap();
+    let config = place.config(&json!({
+        "PreStartupCommand": "", "PostStartupCommand": "", "ShutdownCommand": "",
+        "SubnetAddCommand": ["sh", "-e", place.path("add")],
+    }));
+    let subnets = FakeSubnets::with_config(&config);
+    for n in 10..10 + PEERS {
+        subnets.put_attrs(&format!("10.1.{n}.0-24&fd00:1:0:{n}::-64"), peer(None));
+    }
+    let running = start(&place.path(""), &subnets).await;
+    in_sync(&running).await;
+    let most = fs::read_to_string(place.path("most")).unwrap();
+    let counts: Vec<usize> = most.lines().map(|line| line.trim().parse().unwrap()).collect();
+    assert_eq!(counts.len(), running.handle.status.borrow().peers);
+    let most = *counts.iter().max().unwrap();
+    assert!((2..=8).contains(&most), "{most} at a time");
+}
+
+#[tokio::test]
+async fn a_config_or_host_that_cannot_work_is_refused() {
+    let place = Place::new();
+    for (options, parts) in [
+        (json!({ "SubnetAddCommand": "no-such-program" }), ["SubnetAddCommand", "no-such-program"]),
+        (
+            json!({ "PreStartupCommand": ["sh", "-c", "echo why; exit 3"] }),
+            ["PreStartup", "3: why"],
+        ),
+    ] {
+        let subnets = FakeSubnets::with_config(&place.config(&options));
+        let kernel = Arc::new(FakeKernel::with_uplink("eth0"));
+        let host = Host::new(uplink(), kernel, Arc::new(subnets.clone()));
+        let config = subnets.network_config().await.unwrap();
+        let joined = host.join(&Extension::new(), &config, JoinOptions::default()).await;
+        let error = joined.map(drop).unwrap_err().to_string();
+        assert!(parts.iter().all(|part| error.contains(part)), "{error}");
+    }
+}
