@@ -3,7 +3,7 @@
 //! [`eventually`] and [`eventually_async`] wait until a condition holds, and panic after a deadline
 //! with the place of the call and a message. A condition is a `bool`, or an `Option` whose value
 //! is returned. [`Logged`] collects the log. [`guest`] runs a test in a kernel of its own.
-//! [`unit`] has the restrictions of the systemd unit.
+//! [`mod@unit`] has the restrictions of the systemd unit.
 //!
 //! ```
 //! use std::time::{Duration, Instant};
