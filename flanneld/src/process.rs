@@ -40,7 +40,7 @@ pub fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
 /// # Blocking
 /// It owns the process, and sets up a runtime, signals and the log. An embedder runs a [`Daemon`].
 pub fn main_with(args: impl IntoIterator<Item = OsString>, backends: Backends) -> ExitCode {
-    match start(args, &backends) {
+    match start(args, backends) {
         Ok(()) => ExitCode::SUCCESS,
         Err(Error::Options(flannel_options::Error::Help(text))) => {
             let _ = std::io::stdout().write_all(text.as_bytes());
@@ -56,7 +56,7 @@ pub fn main_with(args: impl IntoIterator<Item = OsString>, backends: Backends) -
     }
 }
 
-fn start(args: impl IntoIterator<Item = OsString>, backends: &Backends) -> Result<(), Error> {
+fn start(args: impl IntoIterator<Item = OsString>, backends: Backends) -> Result<(), Error> {
     let options = Options::parse_from(args, |name| std::env::var_os(name))?;
     let usage = |error: String| Error::from(flannel_options::Error::Usage(error));
     let given = options.log.filter().to_owned();
@@ -73,7 +73,9 @@ fn start(args: impl IntoIterator<Item = OsString>, backends: &Backends) -> Resul
     let observer = Observer::new(Some(Box::new(move |filter| {
         set_filter(log_filter(filter.unwrap_or(&given))?)
     })));
-    let daemon = Daemon::observed(options.config(backends.clone())?, observer.clone());
+    let config = options.config(backends)?;
+    let backends = config.backends.clone();
+    let daemon = Daemon::observed(config, observer.clone());
     let notifier = Notifier::from_env()
         .map_err(|error| usage(format!("NOTIFY_SOCKET in the environment: {error}")))?;
     let failed = |error: std::io::Error| Error::file(Path::new("the runtime"), &error);
