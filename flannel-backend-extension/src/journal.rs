@@ -42,21 +42,31 @@ enum Line {
     Gone(String),
 }
 
-/// The file. Without one, tasks are kept in memory only.
+/// The file. Without a path, tasks are kept in memory only.
 #[derive(Debug)]
-pub(crate) struct Journal(Option<(PathBuf, File)>);
+pub(crate) struct Journal {
+    path: Option<PathBuf>,
+    /// The id of this boot.
+    boot: String,
+    /// `None`: the file does not exist before the first task.
+    file: Option<File>,
+}
 
 impl Journal {
-    /// Reads the tasks, and writes the file anew.
+    /// Reads the tasks, and writes the file anew if there are any.
     ///
     /// # Errors
     /// The file cannot be read or written. The error names it.
     pub(crate) fn open(path: Option<&Path>) -> io::Result<(Self, BTreeMap<Subnet, Stored>)> {
-        let Some(path) = path else { return Ok((Self(None), BTreeMap::new())) };
         let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
-        let tasks = read(path, boot.trim()).map_err(|error| named(path, &error))?;
-        let file = rewrite(path, boot.trim(), &tasks).map_err(|error| named(path, &error))?;
-        Ok((Self(Some((path.to_owned(), file))), tasks))
+        let (boot, path) = (boot.trim().to_owned(), path.map(Path::to_owned));
+        let mut journal = Self { path, boot, file: None };
+        let Some(path) = &journal.path else { return Ok((journal, BTreeMap::new())) };
+        let tasks = read(path, &journal.boot).map_err(|error| named(path, &error))?;
+        if !tasks.is_empty() {
+            journal.rewrite(&tasks)?;
+        }
+        Ok((journal, tasks))
     }
 
     pub(crate) fn begun(&mut self, subnet: Subnet, task: &Task) -> io::Result<()> {
@@ -72,8 +82,19 @@ impl Journal {
     }
 
     fn write(&mut self, line: &Line) -> io::Result<()> {
-        let Some((path, file)) = &mut self.0 else { return Ok(()) };
+        if self.file.is_none() {
+            self.rewrite(&BTreeMap::new())?;
+        }
+        let (Some(path), Some(file)) = (&self.path, &mut self.file) else { return Ok(()) };
         file.write_all(text(line)?.as_bytes()).map_err(|error| named(path, &error))
+    }
+
+    /// Writes a new file with these tasks, and opens it for further lines.
+    fn rewrite(&mut self, tasks: &BTreeMap<Subnet, Stored>) -> io::Result<()> {
+        let Some(path) = &self.path else { return Ok(()) };
+        let file = create(path, &self.boot, tasks).map_err(|error| named(path, &error))?;
+        self.file = Some(file);
+        Ok(())
     }
 }
 
@@ -125,8 +146,8 @@ fn read(path: &Path, boot: &str) -> io::Result<BTreeMap<Subnet, Stored>> {
     Ok(tasks)
 }
 
-/// Writes a new file with one entry for each task, and opens it for further lines.
-fn rewrite(path: &Path, boot: &str, tasks: &BTreeMap<Subnet, Stored>) -> io::Result<File> {
+/// Replaces the file by one with an entry for each task, and opens it for further lines.
+fn create(path: &Path, boot: &str, tasks: &BTreeMap<Subnet, Stored>) -> io::Result<File> {
     let new = path.with_extension("new");
     match fs::remove_file(&new) {
         Err(error) if error.kind() != ErrorKind::NotFound => return Err(error),
@@ -181,7 +202,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("extension");
         let (mut journal, tasks) = Journal::open(Some(&path)).unwrap();
-        assert!(tasks.is_empty());
+        assert!(tasks.is_empty() && !path.exists(), "a node without commands has no file");
         for n in 1..=5 {
             let of = if n == 1 { Of::Node } else { Of::Peer };
             journal.begun(subnet(n), &task(of, &format!("task {n}"))).unwrap();
@@ -217,7 +238,8 @@ mod tests {
         std::os::unix::fs::symlink("/dev/null", &path).unwrap();
         let error = Journal::open(Some(&path)).unwrap_err().to_string();
         assert!(error.contains("extension: it is not a regular file"), "{error}");
-        let error = Journal::open(Some(&dir.path().join("no/where"))).unwrap_err().to_string();
+        let (mut journal, _) = Journal::open(Some(&dir.path().join("no/where"))).unwrap();
+        let error = journal.gone(subnet(1)).unwrap_err().to_string();
         assert!(error.contains("no/where: No such file"), "{error}");
     }
 }

@@ -13,19 +13,17 @@ use test_support::eventually;
 const PATIENCE: Duration = Duration::from_secs(60);
 
 fn up() -> Lab {
-    let both = |verb: &str| {
-        format!(
-            "ip route {verb} $SUBNET via $PUBLIC_IP && \
-             ip -6 route {verb} $IPV6SUBNET via $PUBLIC_IPV6"
-        )
-    };
+    let add = "ip route replace $SUBNET via $PUBLIC_IP && \
+               ip -6 route replace $IPV6SUBNET via $PUBLIC_IPV6";
+    // It is no error if there is none, and it does not remove those of the daemon.
+    let remove = "ip route flush $SUBNET proto boot && ip -6 route flush $IPV6SUBNET proto boot";
     let lab = Lab::builder().hosts(3).families(Family::BOTH).config_field("EnableNFTables", true);
     let lab = lab.program(env!("CARGO_BIN_EXE_lab")).backend(json!({
         "Type": "extension",
         "PreStartupCommand": "echo node",
         "PostStartupCommand": ["sh", "-c", "echo $SUBNET >>$POST"],
-        "SubnetAddCommand": ["sh", "-c", both("replace")],
-        "SubnetRemoveCommand": ["sh", "-c", both("del")],
+        "SubnetAddCommand": ["sh", "-c", add],
+        "SubnetRemoveCommand": ["sh", "-c", remove],
         "ShutdownCommand": "rm $POST",
     }));
     let lab = lab.start().unwrap();
@@ -127,6 +125,29 @@ fn commands_connect_the_pods_of_hosts() {
         eventually(PATIENCE, in_sync, || host.log().unwrap());
         assert!(post(host).exists());
         assert_eq!((routes(host, other), routes(host, third)), (0, 2));
+
+        // Another backend takes over. The commands for its predecessor are run.
+        let config = lab.registry().join("config");
+        let text = std::fs::read_to_string(&config).unwrap();
+        let mut other_backend: Value = serde_json::from_str(&text).unwrap();
+        other_backend["Backend"] = json!({ "Type": "host-gw" });
+        std::fs::write(&config, other_backend.to_string()).unwrap();
+        let log = || host.log().unwrap() + &third.log().unwrap();
+        let commands = |host: &Host| {
+            let file = std::fs::read_to_string(host.dir().join("state/extension")).unwrap();
+            file.matches("{\"begun\"").count() - file.matches("{\"gone\"").count()
+        };
+        eventually(PATIENCE, || !post(host).exists() && !post(third).exists(), log);
+        eventually(PATIENCE, || commands(host) == 0 && commands(third) == 0, log);
+        let gone = other.pod().unwrap().name().to_owned();
+        let others_pass = || {
+            let matrix = lab.matrix(Duration::from_secs(1)).unwrap();
+            matrix.failures().all(|pair| pair.from == gone || pair.to == gone)
+        };
+        eventually(PATIENCE, others_pass, log);
+        std::fs::write(&config, text).unwrap();
+        eventually(PATIENCE, || post(host).exists() && commands(host) == 2, log);
+        eventually(PATIENCE, in_sync, log);
 
         // A cleanup runs the commands for those that are left.
         host.stop_daemon(Signal::SIGKILL).unwrap();

@@ -2,6 +2,7 @@
 
 pub(super) mod go_flannel;
 pub(super) mod old_networks;
+pub(super) mod old_records;
 
 use std::sync::Arc;
 

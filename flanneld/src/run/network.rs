@@ -17,6 +17,7 @@ use tokio::sync::watch;
 use super::changed_config::to_apply;
 use super::leftovers::go_flannel::GoFlannel;
 use super::leftovers::old_networks::OldNetworks;
+use super::leftovers::old_records;
 use super::start::{Ready, stored};
 use super::status_log::log_status;
 use crate::blocking::run_blocking_in_order;
@@ -99,6 +100,9 @@ pub(super) async fn run(
     let status = || handle.status.clone();
     tokio::select! {
         never = old_networks.clear(kernel.clone(), footprint.clone(), status()) => match never {},
+        never = old_records::clear(
+            kernel.clone(), (&settings.backends, backend), &settings.state_dir, status()
+        ) => match never {},
         never = go_flannel.clear(kernel, (footprint, &config), status()) => match never {},
         ended = network.run(views.clone()) => match ended? {
             Ended::Rebuild(reason) => Ok(reason),
