@@ -17,6 +17,8 @@ use crate::{Lab, Namespace, Pod};
 
 /// 250 packets a second.
 const GAP: Duration = Duration::from_millis(4);
+/// The most packets that a delayed sender sends at once.
+const BURST: u32 = 16;
 /// The wait for packets after the last one was sent.
 const LAST: Duration = Duration::from_secs(2);
 /// The timeout for streams to continue.
@@ -164,14 +166,15 @@ impl Stream {
         });
         let (sending, receiving) = (progress.clone(), progress.clone());
         let sender = std::thread::spawn(move || {
-            let (start, mut sent) = (Instant::now(), Vec::new());
+            let (mut due, mut sent) = (Instant::now(), Vec::new());
             loop {
                 send(&from, target, sent.len());
                 sent.push(Instant::now());
                 sending.sent.store(sent.len(), Ordering::Relaxed);
-                // A delayed sender catches up.
-                let due = start + gap.mul_f64(sent.len() as f64);
-                let pause = due.saturating_duration_since(Instant::now());
+                // A delayed sender catches up, but not with more packets than buffers take.
+                let now = Instant::now();
+                due = (due + gap).max(now.checked_sub(BURST * gap).unwrap_or(now));
+                let pause = due.saturating_duration_since(now);
                 if stopped.recv_timeout(pause) != Err(RecvTimeoutError::Timeout) {
                     sending.total.store(sent.len(), Ordering::Relaxed);
                     return sent;
