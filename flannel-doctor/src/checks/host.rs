@@ -90,6 +90,8 @@ struct HostFacts {
     bridge_calls: Dual<bool>,
     /// The limit of neighbour entries, `gc_thresh3`. Only the initial network namespace has it.
     max_neighbours: Dual<u64>,
+    /// A tunnel device has an entry for the public address of each peer, as ipip has.
+    has_entry_per_peer: bool,
     /// The connections that are tracked; `None` too if nothing tracks any.
     tracked: Option<Tracked>,
     /// Chains that drop forwarded packets unless a rule accepts them.

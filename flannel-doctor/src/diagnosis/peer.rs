@@ -108,9 +108,17 @@ impl Case<'_> {
                      from it are lost: {what} may be blocked on the way or here"
                 ),
             };
+            // A gate drops packets of a tunnel without ports, whatever other rules accept.
+            let gate = match inlet {
+                Some(Inlet::Protocol(_)) => {
+                    ". A node takes it from public addresses of nodes only: if packets have \
+                     others, --tunnel-peers-only=false"
+                }
+                _ => "",
+            };
             let text = format!(
                 "no reply from {address}, the tunnel address of {key}, while its public address \
-                 {public} replies: {likely}"
+                 {public} replies: {likely}{gate}"
             );
             let ipv6 = self.question.public.is_some_and(|(address, _)| address.is_ipv6());
             let program = if ipv6 { "ip6tables" } else { "iptables" };

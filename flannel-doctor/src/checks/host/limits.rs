@@ -18,7 +18,8 @@ pub(super) struct Tracked {
 
 /// Checks the limit of neighbour entries. A peer whose public address is on the external
 /// interface's link needs an entry there, with or without a tunnel. All others share the router's
-/// entry. Permanent entries, such as those on the tunnel device, do not count.
+/// entry. Permanent entries, such as those of vxlan, do not count. Some tunnel devices have an
+/// entry for each peer, and these count.
 ///
 /// **Source**: linux `net/core/neighbour.c: neigh_alloc` (5.0: permanent entries are exempt).
 pub(super) fn neighbours(facts: &HostFacts) -> Vec<Finding> {
@@ -26,19 +27,24 @@ pub(super) fn neighbours(facts: &HostFacts) -> Vec<Finding> {
     for (family, max) in facts.max_neighbours.iter() {
         let on_link =
             |address: IpAddr| facts.on_link.iter().any(|network| network.contains(address));
-        let peers =
-            facts.peers.iter().filter(|(_, public)| public[family].is_some_and(on_link)).count()
-                as u64;
-        if peers < *max {
+        let with_address = facts.peers.iter().filter_map(|(_, public)| public[family]);
+        let near = with_address.clone().filter(|address| on_link(*address)).count() as u64;
+        let in_tunnel = if facts.has_entry_per_peer { with_address.count() as u64 } else { 0 };
+        let entries = near + in_tunnel;
+        if entries < *max {
             continue;
         }
         let key =
             format!("net.ipv{}.neigh.default.gc_thresh3", if family == Family::V4 { 4 } else { 6 });
+        let who = match in_tunnel {
+            0 => format!("{near} peers are on this host's own link"),
+            _ => format!("peers need {entries} neighbours, because the tunnel has one for each"),
+        };
         let text = format!(
-            "{key} is {max}, and {peers} peers are on this host's own link: the kernel removes \
-             neighbours that it needs, and drops packets"
+            "{key} is {max}, and {who}: the kernel removes neighbours that it needs, and drops \
+             packets"
         );
-        let enough = (4 * peers).next_power_of_two();
+        let enough = (4 * entries).next_power_of_two();
         found.push(
             Finding::warning("neighbours", text).with_command(format!("sysctl -w {key}={enough}")),
         );

@@ -74,6 +74,7 @@ fn read_host(scene: &HostScene) -> HostFacts {
             v6: flag("net/ipv6/conf/all/forwarding"),
         },
         bridge_calls: Dual::from_fn(bridge_calls),
+        has_entry_per_peer: scene.links.iter().any(|link| has_entry_per_peer(*link)),
         max_neighbours: Dual {
             v4: sysctl("net/ipv4/neigh/default/gc_thresh3"),
             v6: sysctl("net/ipv6/neigh/default/gc_thresh3"),
@@ -92,8 +93,8 @@ fn read_host(scene: &HostScene) -> HostFacts {
     facts.read_settings(scene.uplink);
     // /proc/net/route is slow to read, so it is read only if a setting or the number of peers makes
     // it matter.
-    let peers = facts.peers.len() as u64;
-    if facts.max_neighbours.values().any(|max| peers >= *max)
+    let entries = facts.peers.len() as u64 * (1 + u64::from(facts.has_entry_per_peer));
+    if facts.max_neighbours.values().any(|max| entries >= *max)
         || facts.arp_ignore > Some(0)
         || facts.arp_filter == Some(true)
     {
@@ -103,6 +104,18 @@ fn read_host(scene: &HostScene) -> HostFacts {
         facts.look_elsewhere(kernel, scene.uplink);
     }
     facts
+}
+
+/// Whether Linux keeps a neighbour entry for each gateway on the device, without a MAC address. On
+/// a point-to-point device all gateways share one.
+///
+/// **Source**: linux `include/net/arp.h: __ipv4_neigh_lookup`, `net/ipv4/arp.c: arp_constructor`.
+fn has_entry_per_peer(link: LinkName) -> bool {
+    const POINT_TO_POINT: u32 = 0x10;
+    const NO_ARP: u32 = 0x80;
+    let text = fs::read_to_string(format!("/sys/class/net/{link}/flags")).unwrap_or_default();
+    let flags = u32::from_str_radix(text.trim().trim_start_matches("0x"), 16).unwrap_or_default();
+    flags & (NO_ARP | POINT_TO_POINT) == NO_ARP
 }
 
 impl HostFacts {

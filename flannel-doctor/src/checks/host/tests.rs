@@ -28,6 +28,7 @@ fn healthy() -> HostFacts {
         attached: [(link("flannel.1"), queue("noqueue")), (link("flannel-v6.1"), queue("fq"))]
             .into(),
         bridge_calls: Dual { v4: Some(true), v6: Some(true) },
+        has_entry_per_peer: false,
         max_neighbours: Dual { v4: Some(1024), v6: Some(1024) },
         tracked: Some(Tracked { now: 9_499, most: 10_000 }),
         drops: Vec::new(),
@@ -495,6 +496,14 @@ fn only_neighbours_on_the_own_link_are_counted() {
         .map(|n| peer("10.1.7.0-24", &format!("198.51.{}.{}", n / 250, n % 250)))
         .collect();
     assert_eq!(check(&facts), []);
+    facts.has_entry_per_peer = true;
+    let found = check(&facts);
+    assert!(
+        found.len() == 1
+            && found[0].text.contains("peers need 1000 neighbours, because the tunnel"),
+        "{found:?}"
+    );
+    facts.has_entry_per_peer = false;
     facts.on_link.push("198.51.0.0/16".parse().unwrap());
     let found = check(&facts);
     assert!(
