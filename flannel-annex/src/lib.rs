@@ -51,8 +51,13 @@ impl Kernel for WithAnnexes {
     fn snapshot(&self, footprint: &Footprint) -> Result<State, KernelError> {
         let mut state = self.kernel.snapshot(footprint)?;
         for annex in self.annexes.iter().filter(|a| footprint.annexes.contains(a.name())) {
-            // Records that cannot be read are put again, and the annex then returns the error.
-            state.extend(annex.records().unwrap_or_default());
+            match annex.records() {
+                Ok(records) => state.extend(records),
+                // A program that ends afterwards must not take them for removed.
+                Err(error) if self.waits => return Err(error),
+                // They are put again, and the annex then returns the error.
+                Err(_) => {}
+            }
         }
         Ok(state)
     }

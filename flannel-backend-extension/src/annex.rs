@@ -1,8 +1,9 @@
 //! Runs the commands of tasks, several at a time, and remembers which are in place.
 
 use std::collections::{BTreeMap, VecDeque};
-use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -13,19 +14,17 @@ use flannel_core::object::{Change, Key, Object, Record};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
 use crate::NAME;
-use crate::journal::{Journal, State, Stored};
+use crate::files::{Files, State, Stored};
 use crate::task::{Of, Task};
 
 /// The most commands at a time.
 const AT_ONCE: usize = 8;
-/// A command that removes a node is tried this often. Then the node is forgotten, because it may
-/// have no trace on this host any more.
+/// A command that removes something is tried this often. Then it is taken for removed, because it
+/// may have no trace on this host any more.
 const REMOVALS: u32 = 5;
-/// `EREMOTEIO`, which the route engine does not take for an object that is already gone.
-const EREMOTEIO: i32 = 121;
+/// The longest time of `ShutdownCommand` while a daemon stops.
+const STOP: Duration = Duration::from_secs(10);
 const EINVAL: i32 = 22;
-/// The prefix of the data of a record that has to be put in place again.
-const OUTDATED: &str = "outdated: ";
 
 /// The commands of one state directory. Clones are handles of the same.
 #[derive(Debug, Clone)]
@@ -35,20 +34,20 @@ pub(crate) struct Commands(Arc<Shared>);
 struct Shared {
     inner: Mutex<Inner>,
     ended: Condvar,
+    /// Commands that run are to end.
+    stopped: AtomicBool,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct Inner {
-    /// The file with the tasks; `None`: they are kept in memory.
-    path: Option<PathBuf>,
-    /// `None` before the first use.
-    journal: Option<Journal>,
+    files: Files,
+    /// The files were read.
+    is_open: bool,
     entries: BTreeMap<Subnet, Entry>,
     /// The entries with a change to begin.
     ready: VecDeque<Subnet>,
-    /// The commands for this node are in place.
-    node_is_done: bool,
-    workers: usize,
+    /// The number of commands that run.
+    running: usize,
     listener: Option<UnboundedSender<Invalidation>>,
 }
 
@@ -75,129 +74,166 @@ struct Wanted {
     task: Option<Task>,
 }
 
+/// A change that begins.
+struct Job {
+    subnet: Subnet,
+    wanted: Wanted,
+    stored: Option<Stored>,
+    /// A removal that fails is the last one.
+    gives_up: bool,
+}
+
 impl Wanted {
     /// # Errors
     /// The object is no task.
     fn new(change: &Change) -> Result<(Subnet, Self), KernelError> {
         let Object::Record(record) = change.object() else { return Err(KernelError::new(EINVAL)) };
-        let wrong = |why| KernelError::explained(EINVAL, format!("{record} is no task: {why}"));
+        let wrong = |why| failed(format!("{record} is no task: {why}"));
         let task = match change {
-            Change::Put(_) => Some(Task::parse(record.data()).map_err(wrong)?),
+            Change::Put(_) => Some(Task::of_record(record).map_err(wrong)?),
             Change::Delete(_) => None,
         };
         Ok((record.subnet, Self { change: change.clone(), task }))
     }
 }
 
+impl Entry {
+    fn is_of_node(&self) -> bool {
+        let wanted = self.wanted.as_ref().and_then(|wanted| wanted.task.as_ref());
+        let stored = self.stored.as_ref().map(|stored| &stored.task);
+        [wanted, stored].into_iter().flatten().any(|task| task.of == Of::Node)
+    }
+
+    fn is_idle(&self) -> bool {
+        self.wanted.is_none() && !self.runs
+    }
+}
+
 impl Commands {
-    pub(crate) fn new(path: Option<PathBuf>) -> Self {
-        let (journal, entries, ready, listener) = Default::default();
-        let (node_is_done, workers) = (false, 0);
-        let inner = Inner { path, journal, entries, ready, node_is_done, workers, listener };
-        Self(Arc::new(Shared { inner: Mutex::new(inner), ended: Condvar::new() }))
+    pub(crate) fn new(dir: Option<PathBuf>) -> Self {
+        let inner = Mutex::new(Inner { files: Files::new(dir), ..Inner::default() });
+        let (ended, stopped) = Default::default();
+        Self(Arc::new(Shared { inner, ended, stopped }))
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {
         self.0.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The state after the file was read.
+    /// The state after the files were read.
     fn open(&self) -> Result<MutexGuard<'_, Inner>, KernelError> {
         let mut inner = self.lock();
-        if inner.journal.is_none() {
-            let (journal, tasks) =
-                Journal::open(inner.path.as_deref()).map_err(|error| failed(error.to_string()))?;
+        if !inner.is_open {
+            let tasks = inner.files.read().map_err(|error| failed(error.to_string()))?;
             let entry = |stored| Entry { stored: Some(stored), ..Entry::default() };
             inner.entries = tasks.into_iter().map(|(key, task)| (key, entry(task))).collect();
-            inner.journal = Some(journal);
+            inner.is_open = true;
         }
         Ok(inner)
     }
 
-    /// Starts threads for the changes that can begin.
-    fn spawn(&self, inner: &mut Inner) {
-        while inner.workers < AT_ONCE && inner.workers < inner.ready.len() {
+    /// Begins the changes that can begin, each on a thread.
+    fn begin(&self, inner: &mut Inner) {
+        while !self.0.stopped.load(Ordering::Relaxed)
+            && inner.running < AT_ONCE
+            && let Some(job) = inner.next()
+        {
+            let (subnet, change) = (job.subnet, job.wanted.change.clone());
             let commands = self.clone();
-            let worker = std::thread::Builder::new().name("extension".into());
-            match worker.spawn(move || commands.work()) {
-                Ok(_) => inner.workers += 1,
-                // Those that run go on with the queue.
-                Err(error) => {
-                    tracing::warn!(%error, "no thread for a command can be started");
-                    return;
-                }
+            let thread = std::thread::Builder::new().name(NAME.into());
+            inner.running += 1;
+            if let Err(error) = thread.spawn(move || commands.run(job)) {
+                let stored = inner.entries.get(&subnet).and_then(|entry| entry.stored.clone());
+                inner.end(subnet, &change, stored, Err(failed(format!("a thread: {error}"))));
             }
         }
     }
 
-    /// Makes changes until none can begin.
-    fn work(&self) {
+    /// Makes a change, and begins the next ones.
+    fn run(&self, job: Job) {
+        let Job { subnet, wanted, mut stored, gives_up } = job;
+        let made = catch_unwind(AssertUnwindSafe(|| {
+            self.make(subnet, wanted.task.as_ref(), &mut stored, gives_up)
+        }));
+        let result = made.unwrap_or_else(|_| Err("the thread of the command panicked".to_owned()));
         let mut inner = self.lock();
-        while let Some((subnet, wanted, stored)) = inner.begin() {
-            drop(inner);
-            let (stored, result) = self.make(subnet, wanted.task.as_ref(), stored);
-            inner = self.lock();
-            inner.end(subnet, &wanted.change, stored, result.map_err(failed));
-            self.0.ended.notify_all();
-            // Others may have waited for the commands of this node.
-            self.spawn(&mut inner);
-        }
-        inner.workers -= 1;
+        inner.end(subnet, &wanted.change, stored, result.map_err(failed));
+        self.begin(&mut inner);
+        self.0.ended.notify_all();
     }
 
-    /// Puts a task in place, or removes the present one. Returns the task on this host, and the
-    /// result.
+    /// Puts a task in place, or removes the present one. Keeps in `stored` what is on this host.
     fn make(
         &self,
         subnet: Subnet,
         task: Option<&Task>,
-        mut stored: Option<Stored>,
-    ) -> (Option<Stored>, Result<(), String>) {
-        let result = (|| {
-            let is_to_go = |old: &Stored| match task {
-                // A boot has removed what an earlier task did.
-                Some(task) => !old.task.adds_the_same(task) && old.state != State::Earlier,
-                None => true,
-            };
-            if let Some(old) = stored.as_ref().filter(|old| is_to_go(old)) {
-                old.task.remove()?;
-                self.note(|journal| journal.gone(subnet))?;
-                stored = None;
+        stored: &mut Option<Stored>,
+        gives_up: bool,
+    ) -> Result<(), String> {
+        let is_to_go = |old: &Stored| match task {
+            // A boot has removed what an earlier task did.
+            Some(task) => !old.task.adds_the_same(task) && old.state != State::Earlier,
+            None => true,
+        };
+        if let Some(old) = stored.as_ref().filter(|old| is_to_go(old)).cloned() {
+            let unsure = Some(Stored { state: State::Unsure, ..old.clone() });
+            self.store(subnet, stored, unsure)?;
+            match old.task.remove(&self.0.stopped) {
+                Err(why) if gives_up => {
+                    tracing::warn!(%subnet, %why, "a command that removes a node is given up");
+                }
+                removed => removed?,
             }
-            let Some(task) = task else { return Ok(()) };
-            // Only what is done later changes.
-            let is_done = stored.as_ref().is_some_and(|stored| stored.state == State::Done);
-            self.note(|journal| journal.begun(subnet, task))?;
-            stored = Some(Stored { task: task.clone(), state: State::Begun });
-            if !is_done {
-                task.add()?;
-            }
-            self.note(|journal| journal.done(subnet))?;
-            stored = Some(Stored { task: task.clone(), state: State::Done });
-            Ok(())
-        })();
-        (stored, result)
+            self.store(subnet, stored, None)?;
+        }
+        let Some(task) = task else { return Ok(()) };
+        // If only the commands for later are others, nothing is run.
+        if stored.as_ref().is_none_or(|stored| stored.state != State::Done) {
+            let unsure = Some(Stored { task: task.clone(), state: State::Unsure });
+            self.store(subnet, stored, unsure)?;
+            task.add(&self.0.stopped)?;
+        }
+        self.store(subnet, stored, Some(Stored { task: task.clone(), state: State::Done }))
     }
 
-    fn note(&self, line: impl FnOnce(&mut Journal) -> io::Result<()>) -> Result<(), String> {
-        let mut inner = self.lock();
-        inner.journal.as_mut().map_or(Ok(()), line).map_err(|error| error.to_string())
+    fn store(
+        &self,
+        subnet: Subnet,
+        stored: &mut Option<Stored>,
+        now: Option<Stored>,
+    ) -> Result<(), String> {
+        let written = self.lock().files.write(subnet, now.as_ref());
+        written.map_err(|error| error.to_string())?;
+        *stored = now;
+        Ok(())
     }
 }
 
 impl Inner {
-    /// The next change that can begin.
-    fn begin(&mut self) -> Option<(Subnet, Wanted, Option<Stored>)> {
+    /// The next change that can begin, which then runs.
+    fn next(&mut self) -> Option<Job> {
+        let of_node = || self.entries.iter().filter(|(_, entry)| entry.is_of_node());
+        let is_done =
+            |entry: &Entry| entry.stored.as_ref().is_some_and(|stored| stored.state == State::Done);
+        let node_is_done = of_node().all(|(_, entry)| entry.is_idle())
+            && of_node().any(|(_, entry)| is_done(entry));
         let may_begin = |subnet: &Subnet| {
-            let task =
-                self.entries.get(subnet).and_then(|entry| entry.wanted.as_ref()?.task.as_ref());
-            self.node_is_done || !task.is_some_and(|task| task.waits)
+            let wanted = self.entries.get(subnet).and_then(|entry| entry.wanted.as_ref());
+            match wanted.and_then(|wanted| wanted.task.as_ref()) {
+                Some(task) if task.waits => node_is_done,
+                // The commands of this node for an earlier lease end first.
+                Some(task) if task.of == Of::Node => {
+                    of_node().all(|(other, entry)| other == subnet || entry.is_idle())
+                }
+                _ => true,
+            }
         };
         let place = self.ready.iter().position(may_begin)?;
         let subnet = self.ready.remove(place)?;
         let entry = self.entries.get_mut(&subnet)?;
+        let (wanted, stored) = (entry.wanted.clone()?, entry.stored.clone());
         entry.runs = true;
-        Some((subnet, entry.wanted.clone()?, entry.stored.clone()))
+        Some(Job { subnet, wanted, stored, gives_up: entry.removals + 1 >= REMOVALS })
     }
 
     /// Takes in the end of a change, and reports it, unless another one was requested meanwhile.
@@ -206,27 +242,13 @@ impl Inner {
         subnet: Subnet,
         change: &Change,
         stored: Option<Stored>,
-        mut result: Result<(), KernelError>,
+        result: Result<(), KernelError>,
     ) {
+        self.running -= 1;
         let Some(entry) = self.entries.get_mut(&subnet) else { return };
-        let before = std::mem::replace(&mut entry.stored, stored);
-        if [&before, &entry.stored].into_iter().flatten().any(|s| s.task.of == Of::Node) {
-            let is_done = |stored: &Stored| stored.state == State::Done;
-            self.node_is_done = entry.stored.as_ref().is_some_and(is_done);
-        }
-        entry.runs = false;
-        if let (Change::Delete(_), Err(error)) = (change, &result) {
-            entry.removals += 1;
-            if entry.removals >= REMOVALS {
-                tracing::warn!(%subnet, %error, "a node that is gone is forgotten");
-                entry.stored = None;
-                let noted = self.journal.as_mut().map_or(Ok(()), |journal| journal.gone(subnet));
-                result = noted.map_err(|error| failed(error.to_string()));
-            }
-        }
-        if result.is_ok() {
-            entry.removals = 0;
-        }
+        (entry.runs, entry.stored) = (false, stored);
+        // A failed add is counted too, which does no harm: it is what a removal would undo.
+        entry.removals = if result.is_ok() { 0 } else { entry.removals + 1 };
         if entry.wanted.as_ref().is_some_and(|wanted| wanted.change != *change) {
             self.ready.push_back(subnet);
             return;
@@ -254,18 +276,19 @@ impl Annex for Commands {
 
     fn records(&self) -> Result<Vec<Record>, KernelError> {
         let inner = self.open()?;
-        let there = inner.entries.iter().filter(|(_, entry)| entry.wanted.is_none());
+        let there = inner.entries.iter().filter(|(_, entry)| entry.is_idle());
         let record = |(subnet, entry): (&Subnet, &Entry)| {
             let Stored { task, state } = entry.stored.as_ref()?;
-            let text = task.text();
-            let data = if *state == State::Done { text } else { format!("{OUTDATED}{text}") };
-            Some(Record::new(NAME, *subnet, data))
+            Some(task.record(*subnet, *state == State::Done))
         };
         Ok(there.filter_map(record).collect())
     }
 
     fn apply(&self, changes: &[Change]) -> Vec<Result<(), KernelError>> {
         let mut inner = match self.open() {
+            Ok(_) if self.0.stopped.load(Ordering::Relaxed) => {
+                return vec![Err(failed("this node stops".to_owned())); changes.len()];
+            }
             Ok(inner) => inner,
             Err(error) => return vec![Err(error); changes.len()],
         };
@@ -279,30 +302,39 @@ impl Annex for Commands {
             Err(KernelError::started())
         });
         let started = started.collect();
-        self.spawn(&mut inner);
+        self.begin(&mut inner);
         started
     }
 
     fn changes(&self) -> Result<Box<dyn Changes>, KernelError> {
         let (listener, events) = unbounded_channel();
-        self.open()?.listener = Some(listener);
+        self.lock().listener = Some(listener);
         Ok(Box::new(Events(events)))
     }
 
+    /// Ends the commands that run, and then runs `ShutdownCommand`. Nothing begins any more.
     fn stop(&self) {
-        let of_node: Vec<Subnet> = {
-            let inner = self.lock();
-            let is_done = |entry: &Entry| {
-                let stored = entry.stored.as_ref();
-                stored.is_some_and(|s| s.task.of == Of::Node && s.state == State::Done)
-            };
-            let entries = inner.entries.iter().filter(|(_, entry)| is_done(entry));
-            entries.map(|(subnet, _)| *subnet).collect()
-        };
-        for subnet in of_node {
-            let stored = self.lock().entries.remove(&subnet).and_then(|entry| entry.stored);
-            if let (_, Err(error)) = self.make(subnet, None, stored) {
-                tracing::warn!(%error, "a command for the stop of this node failed");
+        self.0.stopped.store(true, Ordering::Relaxed);
+        let mut inner = self.lock();
+        while inner.running > 0 {
+            inner = self.0.ended.wait(inner).unwrap_or_else(PoisonError::into_inner);
+        }
+        let of_node = inner.entries.iter().filter(|(_, entry)| {
+            let stored = entry.stored.as_ref();
+            stored.is_some_and(|s| s.task.of == Of::Node && s.state != State::Earlier)
+        });
+        let of_node: Vec<(Subnet, Option<Stored>)> =
+            of_node.map(|(subnet, entry)| (*subnet, entry.stored.clone())).collect();
+        drop(inner);
+        for (subnet, mut stored) in of_node {
+            if let Some(Stored { task, .. }) = &mut stored {
+                task.timeout = task.timeout.min(STOP.as_secs());
+                if let Err(error) = task.remove(&AtomicBool::new(false)) {
+                    tracing::warn!(%error, "a command for the stop of this node failed");
+                }
+            }
+            if let Err(error) = self.store(subnet, &mut stored, None) {
+                tracing::warn!(%error, "the stop of this node is not noted");
             }
         }
     }
@@ -313,7 +345,7 @@ impl Annex for Commands {
         let mut inner = self.open()?;
         loop {
             let entry = inner.entries.get(subnet);
-            if entry.is_none_or(|entry| entry.wanted.is_none()) {
+            if entry.is_none_or(Entry::is_idle) {
                 return entry.and_then(|entry| entry.last.clone()).unwrap_or(Ok(()));
             }
             let left = end.saturating_duration_since(Instant::now());
@@ -337,6 +369,7 @@ impl Changes for Events {
     }
 }
 
+/// An error that the text explains.
 fn failed(why: String) -> KernelError {
-    KernelError::explained(EREMOTEIO, why)
+    KernelError::explained(0, why)
 }

@@ -6,8 +6,10 @@ use std::io::{self, Read, Seek, Write};
 use std::os::fd::AsFd;
 use std::os::unix::process::CommandExt;
 use std::process::{self, Child, ExitStatus};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::memfd::{MFdFlags, memfd_create};
@@ -15,10 +17,12 @@ use nix::sys::signal::{Signal, killpg};
 use nix::unistd::Pid;
 use serde::{Deserialize, Serialize};
 
-/// The last bytes of an output that are kept.
-const OUTPUT: usize = 4096;
+/// The bytes of an output that are read at once.
+const PART: usize = 4096;
 /// The longest pause before a look whether the command has ended.
 const LOOK: u16 = 20;
+/// The time for a process to end that was killed.
+const REAP: Duration = Duration::from_secs(5);
 /// Variables of the daemon with this prefix may be secrets, and are not passed on.
 const OF_DAEMON: &str = "FLANNELD_";
 
@@ -46,6 +50,37 @@ impl<'de> Deserialize<'de> for Words {
 #[derive(Debug)]
 pub(crate) struct Failure(pub(crate) String);
 
+/// The limits of a run.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Limits<'a> {
+    pub(crate) time: Duration,
+    /// The bytes of the output that are kept, its last ones.
+    pub(crate) output: usize,
+    /// The command is to end.
+    pub(crate) stopped: &'a AtomicBool,
+}
+
+/// The end of an output.
+#[derive(Debug, Default)]
+pub(crate) struct Output {
+    pub(crate) bytes: Vec<u8>,
+    /// It was longer.
+    pub(crate) is_cut: bool,
+}
+
+impl Output {
+    fn add(&mut self, part: &[u8], most: usize) {
+        self.bytes.extend_from_slice(part);
+        let more = self.bytes.len().saturating_sub(most);
+        self.bytes.drain(..more);
+        self.is_cut |= more > 0;
+    }
+
+    fn text(&self) -> String {
+        String::from_utf8_lossy(&self.bytes).trim().to_owned()
+    }
+}
+
 impl Words {
     pub(crate) fn is_empty(&self) -> bool {
         self.0.is_empty()
@@ -56,17 +91,17 @@ impl Words {
         self.0.first().map(String::as_str).filter(|word| !word.contains('$'))
     }
 
-    /// Runs the command, with `input` and a line feed as its standard input. Returns its trimmed
+    /// Runs the command, with `input` and a line feed as its standard input. Returns the end of its
     /// output. If it does not end in time, it is killed with all processes of its group.
     ///
     /// # Blocking
-    /// At most `timeout`.
+    /// At most the time limit, and five seconds for the end of a process that was killed.
     pub(crate) fn run(
         &self,
         variables: &BTreeMap<String, String>,
         input: &str,
-        timeout: Duration,
-    ) -> Result<String, Failure> {
+        limits: Limits<'_>,
+    ) -> Result<Output, Failure> {
         let value = |name: &str| match variables.get(name) {
             Some(value) => value.clone(),
             None if name.starts_with(OF_DAEMON) => String::new(),
@@ -94,17 +129,32 @@ impl Words {
             { start }().map_err(|error| Failure(format!("{program}: {error}")))?;
         // The command has the ends to write; this process would never see the end of the output.
         drop(command);
-        let mut output = Vec::new();
-        let ended = wait(&mut child, &mut reader, &mut output, timeout);
-        let text = String::from_utf8_lossy(&output).trim().to_owned();
-        let failed =
-            |why: String| Failure(if text.is_empty() { why } else { format!("{why}: {text}") });
+        let mut output = Output::default();
+        let ended = wait(&mut child, &mut reader, &mut output, limits);
+        let failed = |why: String| {
+            let text = output.text();
+            Failure(if text.is_empty() { why } else { format!("{why}: {text}") })
+        };
         match ended {
-            Ok(Some(status)) if status.success() => Ok(text),
-            Ok(Some(status)) => Err(failed(status.to_string())),
-            Ok(None) => Err(failed(format!("it did not end within {} s", timeout.as_secs()))),
-            Err(error) => Err(failed(error.to_string())),
+            Ok(status) if status.success() => Ok(output),
+            Ok(status) => Err(failed(status.to_string())),
+            Err(why) => {
+                kill(&mut child);
+                Err(failed(why))
+            }
         }
+    }
+}
+
+/// Kills a command with its group, and waits for its end.
+fn kill(child: &mut Child) {
+    // A process id of Linux fits. It is not reused before the child is waited for.
+    if killpg(Pid::from_raw(child.id() as i32), Signal::SIGKILL).is_err() {
+        let _ = child.kill();
+    }
+    let begin = Instant::now();
+    while matches!(child.try_wait(), Ok(None)) && begin.elapsed() < REAP {
+        std::thread::park_timeout(Duration::from_millis(LOOK.into()));
     }
 }
 
@@ -118,45 +168,49 @@ fn file_of(input: &str) -> io::Result<File> {
     Ok(file)
 }
 
-/// Waits for the end, and keeps the end of the output. `None`: the command was killed. A process
-/// that the command leaves behind may hold the output open, so only the command's own end counts.
+/// Waits for the end, and keeps the end of the output. A process that the command leaves behind may
+/// hold the output open, so only the command's own end counts.
+///
+/// # Errors
+/// It has not ended.
 fn wait(
     child: &mut Child,
     reader: &mut io::PipeReader,
-    output: &mut Vec<u8>,
-    timeout: Duration,
-) -> io::Result<Option<ExitStatus>> {
-    let begin = Instant::now();
-    let mut is_open = true;
+    output: &mut Output,
+    limits: Limits<'_>,
+) -> Result<ExitStatus, String> {
+    let (begin, mut is_open) = (Instant::now(), true);
     loop {
-        let ended = child.try_wait()?;
-        while is_open {
-            let mut part = [0; OUTPUT];
+        let ended = child.try_wait().map_err(|error| error.to_string())?;
+        // All that a command wrote before its end; of one that writes all the time, a part.
+        let mut parts = 0;
+        while is_open && parts < 64 {
+            let mut part = [0; PART];
             match reader.read(&mut part) {
                 Ok(0) => is_open = false,
                 Ok(length) => {
-                    output.extend_from_slice(&part[..length]);
-                    output.drain(..output.len().saturating_sub(OUTPUT));
+                    output.add(&part[..length], limits.output);
+                    parts += 1;
                 }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
-                Err(error) => return Err(error),
+                Err(error) => return Err(error.to_string()),
             }
         }
-        if ended.is_some() {
-            return Ok(ended);
+        if let Some(status) = ended {
+            return Ok(status);
         }
-        if begin.elapsed() >= timeout {
-            // A process id of Linux fits. It is not reused before `wait`.
-            let _ = killpg(Pid::from_raw(child.id() as i32), Signal::SIGKILL);
-            child.wait()?;
-            return Ok(None);
+        if limits.stopped.load(Ordering::Relaxed) {
+            return Err("it was ended, because the daemon stops".to_owned());
+        }
+        if begin.elapsed() >= limits.time {
+            return Err(format!("it did not end within {} s", limits.time.as_secs()));
         }
         let mut ready = [PollFd::new(reader.as_fd(), PollFlags::POLLIN)];
         let ready = if is_open { &mut ready[..] } else { &mut [] };
         match poll(ready, PollTimeout::from(LOOK)) {
-            Ok(_) | Err(nix::errno::Errno::EINTR) => {}
-            Err(errno) => return Err(errno.into()),
+            Ok(_) | Err(Errno::EINTR) => {}
+            Err(errno) => return Err(errno.to_string()),
         }
     }
 }
@@ -208,15 +262,22 @@ fn name_in(text: &str) -> (Option<&str>, usize) {
 mod tests {
     use super::*;
 
+    const KEPT: usize = 4096;
+
     fn words(json: &str) -> Words {
         serde_json::from_str(json).unwrap()
+    }
+
+    fn limits(seconds: u64) -> Limits<'static> {
+        static STOPPED: AtomicBool = AtomicBool::new(false);
+        Limits { time: Duration::from_secs(seconds), output: KEPT, stopped: &STOPPED }
     }
 
     fn run(json: &str, input: &str) -> Result<String, String> {
         let variables =
             [("SUBNET", "10.1.7.0/24")].map(|(name, value)| (name.into(), value.into()));
-        let timeout = Duration::from_secs(60);
-        words(json).run(&variables.into(), input, timeout).map_err(|failure| failure.0)
+        let output = words(json).run(&variables.into(), input, limits(60));
+        output.map(|output| output.text()).map_err(|failure| failure.0)
     }
 
     /// A command that runs a script. In an argument, `$!` would be replaced.
@@ -283,22 +344,21 @@ mod tests {
     fn a_failure_has_the_status_and_the_end_of_the_output() {
         let error = run(r#"["sh","-c","seq 9999; echo why >&2; exit 3"]"#, "").unwrap_err();
         assert!(error.starts_with("exit status: 3: ") && error.ends_with("9999\nwhy"), "{error}");
-        assert!(error.len() < OUTPUT + 100);
+        assert!(error.len() < KEPT + 100);
         let error = run("\"no-such-program x\"", "").unwrap_err();
         assert!(error.starts_with("no-such-program: No such file"), "{error}");
         assert_eq!(run("\"$NOTHING x\"", "").unwrap_err(), "its first word is empty");
     }
 
-    #[test]
-    fn a_command_that_takes_too_long_is_killed_with_its_children() {
-        let dir = tempfile::tempdir().unwrap();
-        let file = dir.path().join("pid");
-        let script = format!("sleep 1000 & echo $! >{}; echo began; wait", file.display());
-        let command = script_in(dir.path(), &script);
-        let timeout = Duration::from_secs(1);
-        let error = command.run(&BTreeMap::new(), "", timeout).unwrap_err().0;
-        assert_eq!(error, "it did not end within 1 s: began");
-        let pid = std::fs::read_to_string(&file).unwrap();
+    /// The command has begun, and runs a child whose process id is in the file.
+    fn endless(dir: &std::path::Path) -> (Words, std::path::PathBuf) {
+        let file = dir.join("pid");
+        let script = format!("sleep 1000 & echo $! >{0}.new; mv {0}.new {0}; wait", file.display());
+        (script_in(dir, &script), file)
+    }
+
+    fn child_is_gone(file: &std::path::Path) {
+        let pid = std::fs::read_to_string(file).unwrap();
         let state = || {
             let stat = std::fs::read_to_string(format!("/proc/{}/stat", pid.trim()));
             stat.ok().map(|stat| stat.rsplit_once(") ").unwrap().1[..1].to_owned())
@@ -308,11 +368,42 @@ mod tests {
     }
 
     #[test]
+    fn a_command_that_takes_too_long_is_killed_with_its_children() {
+        let dir = tempfile::tempdir().unwrap();
+        let (command, file) = endless(dir.path());
+        let error = command.run(&BTreeMap::new(), "", limits(2)).unwrap_err().0;
+        assert_eq!(error, "it did not end within 2 s");
+        child_is_gone(&file);
+        // One that writes all the time, and one whose output is closed.
+        for script in ["yes", "exec >&- 2>&-; sleep 1000"] {
+            let command = script_in(dir.path(), script);
+            let error = command.run(&BTreeMap::new(), "", limits(1)).unwrap_err().0;
+            assert!(error.starts_with("it did not end within 1 s"), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_command_ends_when_the_daemon_stops() {
+        let dir = tempfile::tempdir().unwrap();
+        let ((command, file), stopped) = (endless(dir.path()), AtomicBool::new(false));
+        let limits = Limits { stopped: &stopped, ..limits(600) };
+        let error = std::thread::scope(|scope| {
+            let running = scope.spawn(|| command.run(&BTreeMap::new(), "", limits));
+            test_support::eventually(Duration::from_secs(60), || file.exists(), || "no child");
+            stopped.store(true, Ordering::Relaxed);
+            running.join().unwrap().unwrap_err().0
+        });
+        assert_eq!(error, "it was ended, because the daemon stops");
+        child_is_gone(&file);
+    }
+
+    #[test]
     fn a_process_that_is_left_behind_does_not_delay_the_end() {
         let dir = tempfile::tempdir().unwrap();
         let command = script_in(dir.path(), "sleep 1000 & echo $!");
         // After the timeout there would be an error.
-        let pid = command.run(&BTreeMap::new(), "", Duration::from_secs(60)).unwrap();
-        nix::sys::signal::kill(Pid::from_raw(pid.parse().unwrap()), Signal::SIGKILL).unwrap();
+        let output = command.run(&BTreeMap::new(), "", limits(60)).unwrap();
+        let pid = Pid::from_raw(output.text().parse().unwrap());
+        nix::sys::signal::kill(pid, Signal::SIGKILL).unwrap();
     }
 }

@@ -2,13 +2,14 @@
 
 mod annex;
 mod command;
-mod journal;
+mod files;
 mod options;
 mod task;
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use async_trait::async_trait;
@@ -16,17 +17,20 @@ use flannel_core::address::{Dual, Family};
 use flannel_core::backend::{Blueprint, Built, Datapath, ExternalInterface, Node, Prepared};
 use flannel_core::kernel::{Annex, Footprint};
 use flannel_core::lease::Offer;
-use flannel_core::object::{LinkName, Object, Record};
+use flannel_core::object::{LinkName, Object};
 use flannel_core::runtime::blocking;
 use flannel_core::status::Rejection;
 use flannel_core::{Backend, Config, Error, Result, Subnet, Subnets};
 
 use crate::annex::Commands;
+use crate::command::Limits;
 use crate::options::Options;
 use crate::task::{Of, Task, variables};
 
-/// The backend type, and the name of the annex and of its file in the state directory.
+/// The backend type, and the name of the annex and of its directory in the state directory.
 const NAME: &str = "extension";
+/// The most bytes of a node's data.
+const MOST_DATA: usize = 65_536;
 
 /// The backend `extension`: runs commands of the config for this node and for every peer.
 ///
@@ -103,16 +107,17 @@ impl Backend for Extension {
         let networks: Vec<Subnet> = config.pod_networks().collect();
         Ok(Prepared::new(offer, move |lease| {
             let (own, held) = (lease.lease().subnets, lease.held().is_some());
-            let of_node = options.of_node(&own, &public, &networks);
+            let of_node = options.of_node(&own, &public, &networks).filter(|_| held);
+            let waits = of_node.is_some();
             let mut blueprint = Blueprint::new(mtu, move |subnets, offer, _, objects| {
                 // The plan also runs for this node's own lease.
                 if *subnets != own {
-                    objects.push(record(subnets, &options.of_peer(subnets, offer)?));
+                    objects.push(record(subnets, &options.of_peer(subnets, offer, waits)?));
                 }
                 Ok(())
             });
             (blueprint.lease_type, blueprint.footprint) = (Some(NAME), footprint);
-            if let Some(task) = of_node.filter(|_| held) {
+            if let Some(task) = of_node {
                 blueprint.base.insert(record(&own, &task));
             }
             Ok(Built::Kernel(blueprint))
@@ -130,10 +135,17 @@ impl Extension {
         if known.is_some() {
             return Ok(known);
         }
-        let timeout = options.timeout();
-        let run = move || words.run(&BTreeMap::new(), "", timeout);
-        let output =
-            blocking(run).await.map_err(|why| refuse(format!("PreStartupCommand: {}", why.0)))?;
+        let time = options.timeout();
+        let run = move || {
+            let limits = Limits { time, output: MOST_DATA, stopped: &AtomicBool::new(false) };
+            words.run(&BTreeMap::new(), "", limits)
+        };
+        let failed = |why: String| refuse(format!("PreStartupCommand: {why}"));
+        let output = blocking(run).await.map_err(|why| failed(why.0))?;
+        if output.is_cut {
+            return Err(failed(format!("its output has more than {MOST_DATA} bytes")));
+        }
+        let output = String::from_utf8_lossy(&output.bytes).trim().to_owned();
         outputs().insert(key, output.clone());
         Ok(Some(output))
     }
@@ -160,12 +172,21 @@ impl Options {
     }
 
     /// The commands for a peer.
-    fn of_peer(&self, subnets: &Subnets, offer: &Offer) -> std::result::Result<Task, Rejection> {
+    fn of_peer(
+        &self,
+        subnets: &Subnets,
+        offer: &Offer,
+        waits: bool,
+    ) -> std::result::Result<Task, Rejection> {
         let text = |data: &str| {
             serde_json::from_str(data)
                 .map_err(|_| Rejection::Rejected("its backend data is not a JSON string".into()))
         };
         let data = offer.data.v4.as_deref().filter(|data| *data != "null");
+        if data.is_some_and(|data| data.len() > MOST_DATA) {
+            let why = format!("its backend data has more than {MOST_DATA} bytes");
+            return Err(Rejection::Rejected(why.into()));
+        }
         Ok(Task {
             of: Of::Peer,
             variables: variables(subnets, &offer.public),
@@ -173,7 +194,7 @@ impl Options {
             add: self.subnet_add.clone(),
             remove: self.subnet_remove.clone(),
             timeout: self.timeout().as_secs(),
-            waits: self.has_node_commands(),
+            waits,
         })
     }
 
@@ -185,7 +206,7 @@ impl Options {
 /// The record of a task. Its key is the first of the subnets.
 fn record(subnets: &Subnets, task: &Task) -> Object {
     let first = subnets.iter().next().expect("a lease has a subnet");
-    Record::new(NAME, first, task.text()).into()
+    task.record(first, true).into()
 }
 
 fn json(value: &impl serde::Serialize) -> String {

@@ -12,7 +12,7 @@ use crate::refuse;
 
 /// The default time limit of a command, and the largest one, in seconds.
 const TIMEOUT: u64 = 30;
-const LONGEST: u64 = 3600;
+const LONGEST: u64 = 60;
 const COMMAND: &str = "a string, or an array with one string for each word";
 
 /// The commands. `None`: nothing is run.
@@ -126,8 +126,8 @@ mod tests {
         for (wrong, parts) in [
             (r#","SubnetAddCommand":7"#, ["SubnetAddCommand", "7", "a string, or an array"]),
             (r#","ShutdownCommand":["a",1]"#, ["ShutdownCommand", "[\"a\",1]", "for each word"]),
-            (r#","CommandTimeout":0"#, ["CommandTimeout", "0", "1 to 3600"]),
-            (r#","CommandTimeout":"9s""#, ["CommandTimeout", "9s", "1 to 3600"]),
+            (r#","CommandTimeout":0"#, ["CommandTimeout", "0", "1 to 60"]),
+            (r#","CommandTimeout":"9s""#, ["CommandTimeout", "9s", "1 to 60"]),
         ] {
             let error = parse(wrong).unwrap_err();
             assert!(parts.iter().all(|part| error.contains(part)), "{error}");

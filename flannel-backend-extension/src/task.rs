@@ -2,13 +2,19 @@
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
+use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
-use flannel_core::Subnets;
 use flannel_core::address::{Dual, Family};
+use flannel_core::object::{Record, Secret};
+use flannel_core::{Subnet, Subnets};
 use serde::{Deserialize, Serialize};
 
-use crate::command::{Failure, Words};
+use crate::NAME;
+use crate::command::{Failure, Limits, Words};
+
+/// The last bytes of the output of a command that an error has.
+const SHOWN: usize = 512;
 
 /// The commands for one node, with everything that they need. So the commands for a node that is
 /// gone are known after a restart, and after a change of the config.
@@ -44,13 +50,22 @@ pub(crate) enum Of {
 }
 
 impl Task {
-    pub(crate) fn parse(text: &str) -> Result<Self, String> {
-        serde_json::from_str(text).map_err(|error| error.to_string())
+    /// Its record. The words of the commands and the data of the peer are not shown, because they
+    /// may be secrets. The record of a task that is not in place differs from that of one that is.
+    pub(crate) fn record(&self, key: Subnet, in_place: bool) -> Record {
+        let value = |name: &str| self.variables.get(name).filter(|value| !value.is_empty());
+        let at = ["PUBLIC_IP", "PUBLIC_IPV6"].into_iter().filter_map(value);
+        let at = at.map(String::as_str).collect::<Vec<_>>().join(", ");
+        let of = if self.of == Of::Node { "this node at" } else { "the node at" };
+        let outdated = if in_place { "" } else { ", outdated" };
+        let content = serde_json::to_vec(self).expect("a task has a JSON form");
+        Record::new(NAME, key, format!("commands for {of} {at}{outdated}"))
+            .with_secret(Secret::new(content))
     }
 
-    pub(crate) fn text(&self) -> String {
-        // A map with string keys and no floats has a JSON form.
-        serde_json::to_string(self).expect("a task has a JSON form")
+    pub(crate) fn of_record(record: &Record) -> Result<Self, String> {
+        let content = record.secret().ok_or("it has no commands")?;
+        serde_json::from_slice(content.expose()).map_err(|error| error.to_string())
     }
 
     /// Whether it is put in place by the same command with the same values.
@@ -59,23 +74,25 @@ impl Task {
         (of, variables, input, add) == (&other.of, &other.variables, &other.input, &other.add)
     }
 
-    pub(crate) fn add(&self) -> Result<(), String> {
+    /// Runs the command that puts it in place. `stopped`: the command is to end.
+    pub(crate) fn add(&self, stopped: &AtomicBool) -> Result<(), String> {
         let name = if self.of == Of::Node { "PostStartupCommand" } else { "SubnetAddCommand" };
-        self.run(name, self.add.as_ref())
+        self.run(name, self.add.as_ref(), stopped)
     }
 
-    pub(crate) fn remove(&self) -> Result<(), String> {
+    /// The same for the command that removes it.
+    pub(crate) fn remove(&self, stopped: &AtomicBool) -> Result<(), String> {
         let name = if self.of == Of::Node { "ShutdownCommand" } else { "SubnetRemoveCommand" };
-        self.run(name, self.remove.as_ref())
+        self.run(name, self.remove.as_ref(), stopped)
     }
 
-    fn run(&self, name: &str, words: Option<&Words>) -> Result<(), String> {
+    fn run(&self, name: &str, words: Option<&Words>, stopped: &AtomicBool) -> Result<(), String> {
         let Some(words) = words else { return Ok(()) };
-        let timeout = Duration::from_secs(self.timeout);
-        match words.run(&self.variables, &self.input, timeout) {
+        let limits = Limits { time: Duration::from_secs(self.timeout), output: SHOWN, stopped };
+        match words.run(&self.variables, &self.input, limits) {
             Ok(output) => {
-                let subnet = &self.variables["SUBNET"];
-                tracing::debug!(command = name, subnet, output, "a command ended");
+                let output = String::from_utf8_lossy(&output.bytes);
+                tracing::debug!(command = name, variables = ?self.variables, %output, "it ended");
                 Ok(())
             }
             Err(Failure(why)) => Err(format!("{name}: {why}")),

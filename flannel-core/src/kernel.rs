@@ -143,7 +143,7 @@ impl Footprint {
 /// An error of the kernel.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KernelError {
-    /// The errno, positive.
+    /// The errno, positive; 0: the detail says all.
     pub errno: i32,
     /// The explanation of the kernel (netlink "extended ack") or of the implementation, if any.
     pub detail: Option<String>,
@@ -185,6 +185,7 @@ impl fmt::Display for KernelError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let errno = std::io::Error::from_raw_os_error(self.errno);
         match &self.detail {
+            Some(detail) if self.errno == 0 => f.write_str(detail),
             Some(detail) => write!(f, "{detail}: {errno}"),
             None => write!(f, "{errno}"),
         }

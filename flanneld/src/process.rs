@@ -81,6 +81,10 @@ fn start(args: impl IntoIterator<Item = OsString>, backends: Backends) -> Result
     let failed = |error: std::io::Error| Error::file(Path::new("the runtime"), &error);
     let runtime =
         tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(failed)?;
+    let annexes = || {
+        let annex = |backend: &dyn Backend| backend.annex(Some(&options.lease.state_dir));
+        backends.iter().filter_map(annex)
+    };
     let ended = runtime.block_on(async {
         let [interrupt, terminate, hangup] =
             [SignalKind::interrupt(), SignalKind::terminate(), SignalKind::hangup()]
@@ -98,21 +102,23 @@ fn start(args: impl IntoIterator<Item = OsString>, backends: Backends) -> Result
                 None => std::future::pending().await,
             }
         };
-        tokio::select! {
-            ended = daemon.run() => ended.map(|never| match never {}),
+        let mut running = std::pin::pin!(daemon.run());
+        let ended = tokio::select! {
+            ended = &mut running => ended.map(|never| match never {}),
             _ = interrupt.recv() => Ok("SIGINT"),
             _ = terminate.recv() => Ok("SIGTERM"),
             never = reloads => match never {},
             never = informed => match never {},
+        };
+        if let Some(notifier) = &notifier {
+            notifier.stopping();
         }
+        // While this daemon has the lock of the state directory.
+        if ended.is_ok() {
+            annexes().for_each(|annex| annex.stop());
+        }
+        ended
     });
-    if let Some(notifier) = &notifier {
-        notifier.stopping();
-    }
     runtime.shutdown_timeout(STOP);
-    if ended.is_ok() {
-        let annex = |backend: &dyn Backend| backend.annex(Some(&options.lease.state_dir));
-        backends.iter().filter_map(annex).for_each(|annex| annex.stop());
-    }
     ended.map(|signal| tracing::info!(%signal, "stopped; the data path stays in place"))
 }

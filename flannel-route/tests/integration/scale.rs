@@ -875,7 +875,8 @@ async fn an_endless_storm_is_slowed_down_and_delays_no_lease() {
     let wanted: State = there.iter().flat_map(|n| objects(*n, public(*n))).collect();
     assert!(wanted.iter().all(|object| world.kernel.state().get(&object.key()) == Some(object)));
     assert_eq!(world.kernel.state().len(), wanted.len() + 2);
-    assert!(status.repaired > 1_000 && status.last_repairs.len() == Status::LAST_REPAIRS);
+    let listed = Status::LAST_REPAIRS..=2 * Status::LAST_REPAIRS;
+    assert!(status.repaired > 1_000 && listed.contains(&status.last_repairs.len()));
 }
 
 #[tokio::test(start_paused = true)]

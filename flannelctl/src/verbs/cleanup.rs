@@ -9,7 +9,7 @@ use std::sync::Arc;
 use flannel_annex::WithAnnexes;
 use flannel_api::{Client, VERSION};
 use flannel_core::object::LinkName;
-use flannel_core::{Config, Kernel, Subnet};
+use flannel_core::{Backend, Config, Kernel, Subnet};
 use flannel_firewall::{Programs, leftovers};
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::iface::Selectors;
@@ -51,9 +51,15 @@ pub(crate) async fn cleanup(context: Context<'_>, flags: &CleanupFlags) -> Resul
     let work = if flags.for_go { ready_for_go } else { remove };
     let mut account = Account::default();
     let report = {
-        let annex = backend.annex(Some(&global.state_dir));
-        let kernel = WithAnnexes::new(Arc::clone(&kernel) as Arc<dyn Kernel>, annex);
-        let (kernel, footprint, dry_run) = (kernel.waiting(), footprint.clone(), flags.dry_run);
+        // Also those of backends that the config named before.
+        let annex = |backend: &dyn Backend| backend.annex(Some(&global.state_dir));
+        let annexes: Vec<_> = backends.iter().filter_map(annex).collect();
+        let mut footprint = footprint.clone();
+        if !flags.for_go {
+            footprint.annexes.extend(annexes.iter().map(|annex| annex.name()));
+        }
+        let kernel = WithAnnexes::new(Arc::clone(&kernel) as Arc<dyn Kernel>, annexes);
+        let (kernel, dry_run) = (kernel.waiting(), flags.dry_run);
         // On another thread, because an annex may need the runtime while this waits for it.
         tokio::task::spawn_blocking(move || work(&kernel, &footprint, dry_run)).await
     };

@@ -5,7 +5,7 @@ use std::fmt::Display;
 
 use flannel_api::{Problem, SubnetsReport, texts};
 use flannel_core::object::Key;
-use flannel_core::status::Rejection;
+use flannel_core::status::{Failure, Rejection};
 use flannel_core::subnet::{Loss, Ownership, StoreStatus};
 use flannel_doctor::commands::{
     LOG, SET_CONFIG, change_address, for_advisory, is_kubernetes, localize, release, restore_store,
@@ -169,11 +169,22 @@ impl Found {
         if let Some(error) = &status.kernel_error {
             self.error(format!("the kernel cannot be read or watched: {error}"), DOCTOR);
         }
-        if let Some((key, failure)) = status.failing.iter().next() {
-            let others = match status.failing.len() - 1 {
-                0 => String::new(),
-                more => format!(" (and {more} more)"),
-            };
+        // A peer whose own data is wrong must not make other nodes unready.
+        let is_of_peer = |(key, failure): &(&Key, &Failure)| {
+            matches!(key, Key::Record(..)) && failure.peer.is_some()
+        };
+        let others = |all: usize| match all - 1 {
+            0 => String::new(),
+            more => format!(" (and {more} more)"),
+        };
+        let mut of_peers = status.failing.iter().filter(is_of_peer);
+        if let Some((_, failure)) = of_peers.next() {
+            let others = others(1 + of_peers.count());
+            self.warning(format!("{}: {}{others}", failure.change, failure.error), LOG);
+        }
+        let failing = || status.failing.iter().filter(|failing| !is_of_peer(failing));
+        if let Some((key, failure)) = failing().next() {
+            let others = others(failing().count());
             let text = format!("the kernel refuses: {}: {}{others}", failure.change, failure.error);
             let hint = match (failure.error.errno, key) {
                 // EPERM
@@ -350,6 +361,36 @@ mod tests {
             book.send_replace(Rulebook::Missing { why: "no iptables".into(), cure, requested });
             assert_eq!(seen(), (vec![text.into()], false));
         }
+    }
+
+    /// Another node chooses the data of its lease.
+    #[tokio::test]
+    async fn a_failing_command_for_a_peer_is_a_warning_and_one_for_this_node_an_error() {
+        use flannel_core::kernel::KernelError;
+        use flannel_core::object::{Change, Object, Record};
+
+        let record = |subnet: &str| {
+            Object::from(Record::new("extension", subnet.parse().unwrap(), "commands"))
+        };
+        let seen = async |peers: &[Option<&str>]| -> Vec<String> {
+            let mut status = Status::default();
+            (status.live, status.settled) = (true, true);
+            for (n, peer) in peers.iter().enumerate() {
+                let change = Change::Put(record(&format!("10.1.{n}.0/24")));
+                let peer = peer.map(|peer| peer.parse().unwrap());
+                let failure = Failure::new(&change, peer, KernelError::explained(0, "it failed"));
+                status.failing.insert(change.object().key(), failure);
+            }
+            let snapshot = crate::report::tests::snapshot(status).await;
+            let of_commands = |problem: &Problem| problem.text.contains("it failed");
+            let all = problems(&snapshot).into_iter().filter(of_commands);
+            all.map(|problem| format!("{}: {}", problem.severity, problem.text)).collect()
+        };
+        let put = "put record extension 10.1.0.0/24 commands: it failed";
+        let peer = Some("10.1.0.0-24");
+        assert_eq!(seen(&[peer, peer]).await, [format!("warning: {put} (and 1 more)")]);
+        assert_eq!(seen(&[None]).await, [format!("error: the kernel refuses: {put}")]);
+        assert_eq!(seen(&[None, peer]).await.len(), 2);
     }
 
     #[tokio::test]

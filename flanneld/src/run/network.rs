@@ -101,7 +101,7 @@ pub(super) async fn run(
     tokio::select! {
         never = old_networks.clear(kernel.clone(), footprint.clone(), status()) => match never {},
         never = old_records::clear(
-            kernel.clone(), (&settings.backends, backend), &settings.state_dir, status()
+            kernel.clone(), (settings, backend), status()
         ) => match never {},
         never = go_flannel.clear(kernel, (footprint, &config), status()) => match never {},
         ended = network.run(views.clone()) => match ended? {

@@ -1,12 +1,10 @@
 //! Removes the records that another backend left in its annex, such as commands for peers.
 
 use std::convert::Infallible;
-use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
 use flannel_annex::WithAnnexes;
-use flannel_backends::Backends;
 use flannel_core::kernel::{Annex, Footprint};
 use flannel_core::runtime::blocking;
 use flannel_core::status::Status;
@@ -16,36 +14,45 @@ use tokio::sync::watch;
 use tokio::time::sleep;
 
 use super::{is_settled, log_removal};
+use crate::config::DaemonConfig;
 
-/// The attempts to remove all records, and the pause between two. Then the next start tries again.
-const ATTEMPTS: u32 = 5;
+/// The pause between two looks. Commands of the other backend may still run at the first one.
 const PAUSE: Duration = Duration::from_secs(5);
+/// The looks at records that cannot be removed. Then the next start tries again.
+const ATTEMPTS: u32 = 5;
+/// The looks without records after which there are none.
+const QUIET: u32 = 2;
 
 /// Removes the records of all backends but `used` once the network is settled, then never returns.
+/// Those of a backend that runs commands stay if no option allows it.
 pub(crate) async fn clear(
     kernel: Arc<dyn Kernel>,
-    (backends, used): (&Backends, &dyn Backend),
-    state_dir: &Path,
+    (settings, used): (&DaemonConfig, &dyn Backend),
     mut status: watch::Receiver<Arc<Status>>,
 ) -> Infallible {
-    let others = backends.iter().filter(|backend| backend.kind() != used.kind());
-    let annexes: Vec<(String, Arc<dyn Annex>)> = others
-        .filter_map(|other| Some((other.kind().to_owned(), other.annex(Some(state_dir))?)))
-        .collect();
+    let others = settings.backends.iter().filter(|backend| backend.kind() != used.kind());
+    let allowed = others.filter(|other| settings.allow_commands || !other.runs_commands());
+    let of = |other: &dyn Backend| Some((other.kind(), other.annex(Some(&settings.state_dir))?));
+    let annexes: Vec<(&str, Arc<dyn Annex>)> = allowed.filter_map(of).collect();
     if status.wait_for(is_settled).await.is_ok() {
         for (backend, annex) in annexes {
-            for attempt in 1..=ATTEMPTS {
-                let (kernel, annex, backend) =
-                    (Arc::clone(&kernel), Arc::clone(&annex), backend.clone());
+            let (mut failures, mut quiet) = (0, 0);
+            while failures < ATTEMPTS && quiet < QUIET {
+                let (kernel, annex) = (Arc::clone(&kernel), Arc::clone(&annex));
+                let origin = format!("the earlier backend {backend}");
                 let removal = move || {
                     let annexes = [annex.name()].into();
                     let footprint = Footprint { annexes, ..Footprint::default() };
                     let kernel = WithAnnexes::new(kernel, [annex]).waiting();
                     let removed = cleanup(&kernel, &footprint, false);
-                    log_removal(&format!("the earlier backend {backend}"), removed)
+                    let had_records =
+                        removed.as_ref().is_ok_and(|removed| !removed.done.is_empty());
+                    (log_removal(&origin, removed), had_records)
                 };
-                if blocking(removal).await || attempt == ATTEMPTS {
-                    break;
+                match blocking(removal).await {
+                    (true, false) => quiet += 1,
+                    (true, true) => quiet = 0,
+                    (false, _) => failures += 1,
                 }
                 sleep(PAUSE).await;
             }
