@@ -185,7 +185,7 @@ impl Options {
         let data = offer.data.v4.as_deref().filter(|data| *data != "null");
         if data.is_some_and(|data| data.len() > MOST_DATA) {
             let why = format!("its backend data has more than {MOST_DATA} bytes");
-            return Err(Rejection::Rejected(why.into()));
+            return Err(Rejection::Rejected(why));
         }
         Ok(Task {
             of: Of::Peer,
