@@ -20,7 +20,8 @@ pub(crate) struct Options {
     /// The number of hosts, from 1 to 250.
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = hosts)]
     pub(crate) hosts: usize,
-    /// The backend: a type, or the Backend object of the network config in JSON.
+    /// The backend: a type, or the Backend object of the network config in JSON. The type extension
+    /// gets commands that make routes.
     #[arg(long, value_name = "TYPE|JSON")]
     #[arg(default_value = default_backend(), value_parser = backend)]
     pub(crate) backend: Value,
@@ -52,11 +53,28 @@ fn backend(text: &str) -> Result<Value, String> {
         true => serde_json::from_str(text).map_err(|error| {
             format!("{error}; expected an object such as {{\"Type\": \"vxlan\"}}")
         })?,
+        false if text.eq_ignore_ascii_case("extension") => routes_by_commands(),
         false => json!({ "Type": text }),
     };
     let kind = backend["Type"].as_str().unwrap_or_default().to_lowercase();
     flannel_backends::all().find(&kind).map_err(|error| error.to_string())?;
     Ok(backend)
+}
+
+/// The backend `extension` with commands that do what `host-gw` does. A variable of a family that
+/// is not used is empty.
+fn routes_by_commands() -> Value {
+    let both = |verb: &str| {
+        format!(
+            "test -z '$SUBNET' || ip route {verb} $SUBNET via $PUBLIC_IP; \
+             test -z '$IPV6SUBNET' || ip -6 route {verb} $IPV6SUBNET via $PUBLIC_IPV6"
+        )
+    };
+    json!({
+        "Type": "extension",
+        "SubnetAddCommand": ["sh", "-ec", both("replace")],
+        "SubnetRemoveCommand": ["sh", "-c", both("del")],
+    })
 }
 
 /// The address families of the pods.

@@ -168,8 +168,14 @@ impl Builder {
         for_each(&hosts, WORKERS, &self.interrupter, |host| {
             host.connect(switch.addresses(), &neighbours(host, self.hosts, &families))
         })?;
+        // The program that makes the lab has chosen the commands.
+        let kind = self.backend["Type"].as_str().unwrap_or_default().to_lowercase();
+        let runs_commands =
+            flannel_backends::all().find(&kind).is_ok_and(|backend| backend.runs_commands());
+        let options = if runs_commands { vec!["--allow-commands"] } else { Vec::new() };
         let interrupter = self.interrupter;
         Ok(Lab {
+            options,
             hosts,
             switch,
             registry,
@@ -240,6 +246,8 @@ pub struct Lab {
     dir: Option<TempDir>,
     interrupter: Interrupter,
     last_start: Mutex<Option<Instant>>,
+    /// The options of all daemons.
+    options: Vec<&'static str>,
 }
 
 impl Lab {
@@ -263,7 +271,7 @@ impl Lab {
         &self.registry
     }
 
-    /// Starts every host's daemon.
+    /// Starts every host's daemon, with `--allow-commands` if the backend runs commands.
     ///
     /// # Errors
     /// One cannot be started, or the machine allows fewer daemons ([`Error::Missing`]).
@@ -271,7 +279,7 @@ impl Lab {
         check_inotify_limit(self.hosts.len())?;
         for host in &self.hosts {
             self.interrupter.check()?;
-            host.start_daemon()?;
+            host.start_daemon_with(&self.options)?;
         }
         *self.last_start.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
         Ok(())

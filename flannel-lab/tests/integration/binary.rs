@@ -159,7 +159,7 @@ fn json_is_one_object_on_stdout() {
 #[test]
 fn an_ordinary_user_can_run_every_backend_and_family() {
     let place = Place::new();
-    for backend in ["vxlan", "host-gw"] {
+    for backend in ["vxlan", "host-gw", "extension"] {
         for (family, pairs) in [("ipv4", 6), ("ipv6", 6), ("dual", 12)] {
             let args = ["--json", "--backend", backend, "--family", family];
             let (status, out, err) = output(&mut place.rootless(&args));
