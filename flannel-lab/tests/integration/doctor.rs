@@ -299,9 +299,14 @@ fn of_this_host() {
     finds(&lab, host, &[&public.to_string(), "10.244.0.0-24"]);
 
     // Another node publishes an address of the pod network. No firewall is suspected.
-    std::fs::write(&lease, value.replace(&public.to_string(), "10.244.250.9")).unwrap();
-    let inside = "10.244.250.9 lies inside the pod network";
-    finds(&lab, host, &["the lease 10.244.0.0-24 is rejected", inside]);
+    let taken = lab.hosts().iter().map(|host| host.subnet_env().unwrap().unwrap().subnets.v4);
+    let taken: Vec<_> = taken.flatten().collect();
+    let mut free = (250..=255).map(|n| std::net::Ipv4Addr::new(10, 244, n, 9));
+    let free = free.find(|free| !taken.iter().any(|subnet| subnet.contains((*free).into())));
+    let free = free.unwrap().to_string();
+    std::fs::write(&lease, value.replace(&public.to_string(), &free)).unwrap();
+    let inside = format!("{free} lies inside the pod network");
+    finds(&lab, host, &["the lease 10.244.0.0-24 is rejected", &inside]);
     let found = findings(&lab, host, None);
     assert!(!found.iter().any(|line| line.contains("blocked")), "{found:#?}");
     std::fs::remove_file(&lease).unwrap();
