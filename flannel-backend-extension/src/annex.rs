@@ -19,9 +19,10 @@ use crate::task::{Of, Task};
 
 /// The most commands at a time.
 const AT_ONCE: usize = 8;
-/// A command that removes something is tried this often. Then it is taken for removed, because it
-/// may have no trace on this host any more.
+/// A command that removes something is tried so often, and for so long. Then it is taken for
+/// removed, because it may have no trace on this host any more.
 const REMOVALS: u32 = 5;
+const REMOVING: Duration = Duration::from_secs(10);
 /// The longest time of `ShutdownCommand` while a daemon stops.
 const STOP: Duration = Duration::from_secs(10);
 const EINVAL: i32 = 22;
@@ -60,8 +61,8 @@ struct Entry {
     wanted: Option<Wanted>,
     /// A command runs.
     runs: bool,
-    /// The number of failed removals.
-    removals: u32,
+    /// The number of failed removals, and the time of the first one.
+    removals: Option<(u32, Instant)>,
     /// The result of the last change that ended.
     last: Option<Result<(), KernelError>>,
 }
@@ -81,6 +82,21 @@ struct Job {
     stored: Option<Stored>,
     /// A removal that fails is the last one.
     gives_up: bool,
+    /// Only the present task is removed. The rest of the change waits.
+    only_removes: bool,
+}
+
+/// Why a change was not made.
+enum Unmade {
+    /// The present task could not be removed.
+    Removal(String),
+    Other(String),
+}
+
+impl From<String> for Unmade {
+    fn from(why: String) -> Self {
+        Self::Other(why)
+    }
 }
 
 impl Wanted {
@@ -100,8 +116,11 @@ impl Wanted {
 impl Entry {
     fn is_of_node(&self) -> bool {
         let wanted = self.wanted.as_ref().and_then(|wanted| wanted.task.as_ref());
-        let stored = self.stored.as_ref().map(|stored| &stored.task);
-        [wanted, stored].into_iter().flatten().any(|task| task.of == Of::Node)
+        self.stores_node() || wanted.is_some_and(|task| task.of == Of::Node)
+    }
+
+    fn stores_node(&self) -> bool {
+        self.stored.as_ref().is_some_and(|stored| stored.task.of == Of::Node)
     }
 
     fn is_idle(&self) -> bool {
@@ -144,20 +163,23 @@ impl Commands {
             inner.running += 1;
             if let Err(error) = thread.spawn(move || commands.run(job)) {
                 let stored = inner.entries.get(&subnet).and_then(|entry| entry.stored.clone());
-                inner.end(subnet, &change, stored, Err(failed(format!("a thread: {error}"))));
+                let why = Unmade::Other(format!("a thread: {error}"));
+                inner.end(subnet, &change, stored, Err(why), false);
+                self.0.ended.notify_all();
             }
         }
     }
 
     /// Makes a change, and begins the next ones.
     fn run(&self, job: Job) {
-        let Job { subnet, wanted, mut stored, gives_up } = job;
-        let made = catch_unwind(AssertUnwindSafe(|| {
-            self.make(subnet, wanted.task.as_ref(), &mut stored, gives_up)
-        }));
-        let result = made.unwrap_or_else(|_| Err("the thread of the command panicked".to_owned()));
+        let Job { subnet, wanted, mut stored, gives_up, only_removes } = job;
+        let task = wanted.task.as_ref().filter(|_| !only_removes);
+        let made =
+            catch_unwind(AssertUnwindSafe(|| self.make(subnet, task, &mut stored, gives_up)));
+        let panicked = || Err(Unmade::Other("the thread of the command panicked".to_owned()));
+        let result = made.unwrap_or_else(|_| panicked());
         let mut inner = self.lock();
-        inner.end(subnet, &wanted.change, stored, result.map_err(failed));
+        inner.end(subnet, &wanted.change, stored, result, only_removes);
         self.begin(&mut inner);
         self.0.ended.notify_all();
     }
@@ -169,7 +191,7 @@ impl Commands {
         task: Option<&Task>,
         stored: &mut Option<Stored>,
         gives_up: bool,
-    ) -> Result<(), String> {
+    ) -> Result<(), Unmade> {
         let is_to_go = |old: &Stored| match task {
             // A boot has removed what an earlier task did.
             Some(task) => !old.task.adds_the_same(task) && old.state != State::Earlier,
@@ -178,11 +200,13 @@ impl Commands {
         if let Some(old) = stored.as_ref().filter(|old| is_to_go(old)).cloned() {
             let unsure = Some(Stored { state: State::Unsure, ..old.clone() });
             self.store(subnet, stored, unsure)?;
-            match old.task.remove(&self.0.stopped) {
-                Err(why) if gives_up => {
-                    tracing::warn!(%subnet, %why, "a command that removes a node is given up");
+            if let Err(why) = old.task.remove(&self.0.stopped) {
+                // After a boot there is usually nothing to remove.
+                let gives_up = gives_up || old.state == State::Earlier;
+                if !gives_up || self.0.stopped.load(Ordering::Relaxed) {
+                    return Err(Unmade::Removal(why));
                 }
-                removed => removed?,
+                tracing::warn!(%subnet, %why, "a command that removes a node is given up");
             }
             self.store(subnet, stored, None)?;
         }
@@ -193,7 +217,8 @@ impl Commands {
             self.store(subnet, stored, unsure)?;
             task.add(&self.0.stopped)?;
         }
-        self.store(subnet, stored, Some(Stored { task: task.clone(), state: State::Done }))
+        let done = Some(Stored { task: task.clone(), state: State::Done });
+        Ok(self.store(subnet, stored, done)?)
     }
 
     fn store(
@@ -215,15 +240,19 @@ impl Inner {
         let of_node = || self.entries.iter().filter(|(_, entry)| entry.is_of_node());
         let is_done =
             |entry: &Entry| entry.stored.as_ref().is_some_and(|stored| stored.state == State::Done);
+        // A peer has the earlier lease of this node.
+        let was_of_node =
+            |subnet: &Subnet| self.entries.get(subnet).is_some_and(Entry::stores_node);
         let node_is_done = of_node().all(|(_, entry)| entry.is_idle())
             && of_node().any(|(_, entry)| is_done(entry));
         let may_begin = |subnet: &Subnet| {
             let wanted = self.entries.get(subnet).and_then(|entry| entry.wanted.as_ref());
             match wanted.and_then(|wanted| wanted.task.as_ref()) {
-                Some(task) if task.waits => node_is_done,
-                // The commands of this node for an earlier lease end first.
+                Some(task) if task.waits => node_is_done || was_of_node(subnet),
+                // Those for an earlier lease of this node are removed first.
                 Some(task) if task.of == Of::Node => {
-                    of_node().all(|(other, entry)| other == subnet || entry.is_idle())
+                    let mut others = self.entries.iter().filter(|(other, _)| *other != subnet);
+                    others.all(|(_, entry)| !entry.stores_node())
                 }
                 _ => true,
             }
@@ -233,7 +262,12 @@ impl Inner {
         let entry = self.entries.get_mut(&subnet)?;
         let (wanted, stored) = (entry.wanted.clone()?, entry.stored.clone());
         entry.runs = true;
-        Some(Job { subnet, wanted, stored, gives_up: entry.removals + 1 >= REMOVALS })
+        let of_peer = wanted.task.as_ref().is_some_and(|task| task.of == Of::Peer);
+        let only_removes = of_peer && entry.stores_node();
+        let is_last =
+            |(count, since): (u32, Instant)| count + 1 >= REMOVALS && since.elapsed() >= REMOVING;
+        let gives_up = entry.removals.is_some_and(is_last);
+        Some(Job { subnet, wanted, stored, gives_up, only_removes })
     }
 
     /// Takes in the end of a change, and reports it, unless another one was requested meanwhile.
@@ -242,17 +276,25 @@ impl Inner {
         subnet: Subnet,
         change: &Change,
         stored: Option<Stored>,
-        result: Result<(), KernelError>,
+        result: Result<(), Unmade>,
+        only_removes: bool,
     ) {
         self.running -= 1;
         let Some(entry) = self.entries.get_mut(&subnet) else { return };
         (entry.runs, entry.stored) = (false, stored);
-        // A failed add is counted too, which does no harm: it is what a removal would undo.
-        entry.removals = if result.is_ok() { 0 } else { entry.removals + 1 };
-        if entry.wanted.as_ref().is_some_and(|wanted| wanted.change != *change) {
+        entry.removals = match &result {
+            Err(Unmade::Removal(_)) => {
+                let (count, since) = entry.removals.unwrap_or((0, Instant::now()));
+                Some((count + 1, since))
+            }
+            _ => None,
+        };
+        let is_other = entry.wanted.as_ref().is_some_and(|wanted| wanted.change != *change);
+        if is_other || (only_removes && result.is_ok()) {
             self.ready.push_back(subnet);
             return;
         }
+        let result = result.map_err(|(Unmade::Removal(why) | Unmade::Other(why))| failed(why));
         (entry.wanted, entry.last) = (None, Some(result.clone()));
         if result.is_ok() && entry.stored.is_none() {
             self.entries.remove(&subnet);

@@ -146,6 +146,10 @@ impl Extension {
             return Err(failed(format!("its output has more than {MOST_DATA} bytes")));
         }
         let output = String::from_utf8_lossy(&output.bytes).trim().to_owned();
+        // Peers measure the JSON text.
+        if json(&output).len() > MOST_DATA {
+            return Err(failed(format!("its output has more than {MOST_DATA} bytes as JSON")));
+        }
         outputs().insert(key, output.clone());
         Ok(Some(output))
     }

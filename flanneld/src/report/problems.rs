@@ -170,9 +170,8 @@ impl Found {
             self.error(format!("the kernel cannot be read or watched: {error}"), DOCTOR);
         }
         // A peer whose own data is wrong must not make other nodes unready.
-        let is_of_peer = |(key, failure): &(&Key, &Failure)| {
-            matches!(key, Key::Record(..)) && failure.peer.is_some()
-        };
+        let own = network.own();
+        let is_of_peer = |(key, _): &(&Key, &Failure)| matches!(key, Key::Record(_, subnet) if own.iter().all(|own| own != *subnet));
         let others = |all: usize| match all - 1 {
             0 => String::new(),
             more => format!(" (and {more} more)"),
@@ -369,16 +368,17 @@ mod tests {
         use flannel_core::kernel::KernelError;
         use flannel_core::object::{Change, Object, Record};
 
+        let own = network(Status::default()).await.1.handle.lease.subnets;
+        let own = own.iter().next().unwrap().to_string();
         let record = |subnet: &str| {
             Object::from(Record::new("extension", subnet.parse().unwrap(), "commands"))
         };
-        let seen = async |peers: &[Option<&str>]| -> Vec<String> {
+        let seen = async |subnets: &[&str]| -> Vec<String> {
             let mut status = Status::default();
             (status.live, status.settled) = (true, true);
-            for (n, peer) in peers.iter().enumerate() {
-                let change = Change::Put(record(&format!("10.1.{n}.0/24")));
-                let peer = peer.map(|peer| peer.parse().unwrap());
-                let failure = Failure::new(&change, peer, KernelError::explained(0, "it failed"));
+            for subnet in subnets {
+                let change = Change::Put(record(subnet));
+                let failure = Failure::new(&change, None, KernelError::explained(0, "it failed"));
                 status.failing.insert(change.object().key(), failure);
             }
             let snapshot = crate::report::tests::snapshot(status).await;
@@ -386,11 +386,11 @@ mod tests {
             let all = problems(&snapshot).into_iter().filter(of_commands);
             all.map(|problem| format!("{}: {}", problem.severity, problem.text)).collect()
         };
-        let put = "put record extension 10.1.0.0/24 commands: it failed";
-        let peer = Some("10.1.0.0-24");
-        assert_eq!(seen(&[peer, peer]).await, [format!("warning: {put} (and 1 more)")]);
-        assert_eq!(seen(&[None]).await, [format!("error: the kernel refuses: {put}")]);
-        assert_eq!(seen(&[None, peer]).await.len(), 2);
+        let put = |subnet| format!("put record extension {subnet} commands: it failed");
+        let (own, peers) = (own.as_str(), ["10.1.8.0/24", "10.1.9.0/24"]);
+        assert_eq!(seen(&peers).await, [format!("warning: {} (and 1 more)", put(peers[0]))]);
+        assert_eq!(seen(&[own]).await, [format!("error: the kernel refuses: {}", put(own))]);
+        assert_eq!(seen(&[own, peers[0]]).await.len(), 2);
     }
 
     #[tokio::test]

@@ -20,8 +20,9 @@ use crate::config::DaemonConfig;
 const PAUSE: Duration = Duration::from_secs(5);
 /// The looks at records that cannot be removed. Then the next start tries again.
 const ATTEMPTS: u32 = 5;
-/// The looks without records after which there are none.
-const QUIET: u32 = 2;
+/// The looks without records after which there are none: more than a minute, the longest time of a
+/// command.
+const QUIET: u32 = 14;
 
 /// Removes the records of all backends but `used` once the network is settled, then never returns.
 /// Those of a backend that runs commands stay if no option allows it.
