@@ -284,7 +284,7 @@ impl Inner {
         (entry.runs, entry.stored) = (false, stored);
         entry.removals = match &result {
             Err(Unmade::Removal(_)) => {
-                let (count, since) = entry.removals.unwrap_or((0, Instant::now()));
+                let (count, since) = entry.removals.unwrap_or_else(|| (0, Instant::now()));
                 Some((count + 1, since))
             }
             _ => None,

@@ -171,7 +171,10 @@ impl Found {
         }
         // A peer whose own data is wrong must not make other nodes unready.
         let own = network.own();
-        let is_of_peer = |(key, _): &(&Key, &Failure)| matches!(key, Key::Record(_, subnet) if own.iter().all(|own| own != *subnet));
+        let is_of_peer = |(key, _): &(&Key, &Failure)| match key {
+            Key::Record(_, subnet) => own.iter().all(|own| own != *subnet),
+            _ => false,
+        };
         let others = |all: usize| match all - 1 {
             0 => String::new(),
             more => format!(" (and {more} more)"),

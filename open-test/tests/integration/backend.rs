@@ -101,7 +101,10 @@ fn config_is_validated() {
             (r#"{"Type":"lane","Lane":4095}"#, ["Backend.Lane", "1 to 4094"]),
             (r#"{"Type":"lane","Lane":"7"}"#, ["Backend.Lane", "1 to 4094"]),
             (r#"{"Type":"lane","Lane":7,"Port":-1}"#, ["Backend.Port", "a UDP port"]),
-            (r#"{"Type":"lame","Lane":7}"#, ["Backend.Type", "vxlan, host-gw, ipip, alloc, lane"]),
+            (
+                r#"{"Type":"lame","Lane":7}"#,
+                ["Backend.Type", "vxlan, host-gw, ipip, extension, alloc, lane"],
+            ),
         ] {
             std::fs::write(&file, lane(bad)).unwrap();
             for verb in ["check", "set"] {
