@@ -1,6 +1,7 @@
 //! Runs the commands of tasks, several at a time, and remembers which are in place.
 
-use std::collections::{BTreeMap, VecDeque};
+mod queue;
+
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -9,23 +10,19 @@ use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use flannel_core::Subnet;
-use flannel_core::kernel::{Annex, Changes, Invalidation, KernelError, KernelEvent};
-use flannel_core::object::{Change, Key, Object, Record};
-use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+use flannel_core::kernel::{Annex, Changes, Invalidation, KernelError};
+use flannel_core::object::{Change, Key, Record};
+use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
+use self::queue::{EINVAL, Entry, Job, Queue, Unmade, Wanted, failed};
 use crate::NAME;
 use crate::files::{Files, State, Stored};
 use crate::task::{Of, Task};
 
 /// The most commands at a time.
 const AT_ONCE: usize = 8;
-/// A command that removes something is tried so often, and for so long. Then it is taken for
-/// removed, because it may have no trace on this host any more.
-const REMOVALS: u32 = 5;
-const REMOVING: Duration = Duration::from_secs(10);
 /// The longest time of `ShutdownCommand` while a daemon stops.
 const STOP: Duration = Duration::from_secs(10);
-const EINVAL: i32 = 22;
 
 /// The commands of one state directory. Clones are handles of the same.
 #[derive(Debug, Clone)]
@@ -33,114 +30,25 @@ pub(crate) struct Commands(Arc<Shared>);
 
 #[derive(Debug)]
 struct Shared {
-    inner: Mutex<Inner>,
+    inner: Mutex<Queue>,
     ended: Condvar,
     /// Commands that run are to end.
     stopped: AtomicBool,
 }
 
-#[derive(Debug, Default)]
-struct Inner {
-    files: Files,
-    /// The files were read.
-    is_open: bool,
-    entries: BTreeMap<Subnet, Entry>,
-    /// The entries with a change to begin.
-    ready: VecDeque<Subnet>,
-    /// The number of commands that run.
-    running: usize,
-    listener: Option<UnboundedSender<Invalidation>>,
-}
-
-/// The task of one subnet.
-#[derive(Debug, Default)]
-struct Entry {
-    /// As it is on this host.
-    stored: Option<Stored>,
-    /// The last change that was requested and has not ended.
-    wanted: Option<Wanted>,
-    /// A command runs.
-    runs: bool,
-    /// The number of failed removals, and the time of the first one.
-    removals: Option<(u32, Instant)>,
-    /// The result of the last change that ended.
-    last: Option<Result<(), KernelError>>,
-}
-
-/// A change that was requested.
-#[derive(Debug, Clone, PartialEq, Eq)]
-struct Wanted {
-    change: Change,
-    /// The task to put in place; `None` for a deletion.
-    task: Option<Task>,
-}
-
-/// A change that begins.
-struct Job {
-    subnet: Subnet,
-    wanted: Wanted,
-    stored: Option<Stored>,
-    /// A removal that fails is the last one.
-    gives_up: bool,
-    /// Only the present task is removed. The rest of the change waits.
-    only_removes: bool,
-}
-
-/// Why a change was not made.
-enum Unmade {
-    /// The present task could not be removed.
-    Removal(String),
-    Other(String),
-}
-
-impl From<String> for Unmade {
-    fn from(why: String) -> Self {
-        Self::Other(why)
-    }
-}
-
-impl Wanted {
-    /// # Errors
-    /// The object is no task.
-    fn new(change: &Change) -> Result<(Subnet, Self), KernelError> {
-        let Object::Record(record) = change.object() else { return Err(KernelError::new(EINVAL)) };
-        let wrong = |why| failed(format!("{record} is no task: {why}"));
-        let task = match change {
-            Change::Put(_) => Some(Task::of_record(record).map_err(wrong)?),
-            Change::Delete(_) => None,
-        };
-        Ok((record.subnet, Self { change: change.clone(), task }))
-    }
-}
-
-impl Entry {
-    fn is_of_node(&self) -> bool {
-        let wanted = self.wanted.as_ref().and_then(|wanted| wanted.task.as_ref());
-        self.stores_node() || wanted.is_some_and(|task| task.of == Of::Node)
-    }
-
-    fn stores_node(&self) -> bool {
-        self.stored.as_ref().is_some_and(|stored| stored.task.of == Of::Node)
-    }
-
-    fn is_idle(&self) -> bool {
-        self.wanted.is_none() && !self.runs
-    }
-}
-
 impl Commands {
     pub(crate) fn new(dir: Option<PathBuf>) -> Self {
-        let inner = Mutex::new(Inner { files: Files::new(dir), ..Inner::default() });
+        let inner = Mutex::new(Queue { files: Files::new(dir), ..Queue::default() });
         let (ended, stopped) = Default::default();
         Self(Arc::new(Shared { inner, ended, stopped }))
     }
 
-    fn lock(&self) -> MutexGuard<'_, Inner> {
+    fn lock(&self) -> MutexGuard<'_, Queue> {
         self.0.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The state after the files were read.
-    fn open(&self) -> Result<MutexGuard<'_, Inner>, KernelError> {
+    fn open(&self) -> Result<MutexGuard<'_, Queue>, KernelError> {
         let mut inner = self.lock();
         if !inner.is_open {
             let tasks = inner.files.read().map_err(|error| failed(error.to_string()))?;
@@ -152,7 +60,7 @@ impl Commands {
     }
 
     /// Begins the changes that can begin, each on a thread.
-    fn begin(&self, inner: &mut Inner) {
+    fn begin(&self, inner: &mut Queue) {
         while !self.0.stopped.load(Ordering::Relaxed)
             && inner.running < AT_ONCE
             && let Some(job) = inner.next()
@@ -231,83 +139,6 @@ impl Commands {
         written.map_err(|error| error.to_string())?;
         *stored = now;
         Ok(())
-    }
-}
-
-impl Inner {
-    /// The next change that can begin, which then runs.
-    fn next(&mut self) -> Option<Job> {
-        let of_node = || self.entries.iter().filter(|(_, entry)| entry.is_of_node());
-        let is_done =
-            |entry: &Entry| entry.stored.as_ref().is_some_and(|stored| stored.state == State::Done);
-        // A peer has the earlier lease of this node.
-        let was_of_node =
-            |subnet: &Subnet| self.entries.get(subnet).is_some_and(Entry::stores_node);
-        let node_is_done = of_node().all(|(_, entry)| entry.is_idle())
-            && of_node().any(|(_, entry)| is_done(entry));
-        let may_begin = |subnet: &Subnet| {
-            let wanted = self.entries.get(subnet).and_then(|entry| entry.wanted.as_ref());
-            match wanted.and_then(|wanted| wanted.task.as_ref()) {
-                Some(task) if task.waits => node_is_done || was_of_node(subnet),
-                // Those for an earlier lease of this node are removed first.
-                Some(task) if task.of == Of::Node => {
-                    let mut others = self.entries.iter().filter(|(other, _)| *other != subnet);
-                    others.all(|(_, entry)| !entry.stores_node())
-                }
-                _ => true,
-            }
-        };
-        let place = self.ready.iter().position(may_begin)?;
-        let subnet = self.ready.remove(place)?;
-        let entry = self.entries.get_mut(&subnet)?;
-        let (wanted, stored) = (entry.wanted.clone()?, entry.stored.clone());
-        entry.runs = true;
-        let of_peer = wanted.task.as_ref().is_some_and(|task| task.of == Of::Peer);
-        let only_removes = of_peer && entry.stores_node();
-        let is_last =
-            |(count, since): (u32, Instant)| count + 1 >= REMOVALS && since.elapsed() >= REMOVING;
-        let gives_up = entry.removals.is_some_and(is_last);
-        Some(Job { subnet, wanted, stored, gives_up, only_removes })
-    }
-
-    /// Takes in the end of a change, and reports it, unless another one was requested meanwhile.
-    fn end(
-        &mut self,
-        subnet: Subnet,
-        change: &Change,
-        stored: Option<Stored>,
-        result: Result<(), Unmade>,
-        only_removes: bool,
-    ) {
-        self.running -= 1;
-        let Some(entry) = self.entries.get_mut(&subnet) else { return };
-        (entry.runs, entry.stored) = (false, stored);
-        entry.removals = match &result {
-            Err(Unmade::Removal(_)) => {
-                let (count, since) = entry.removals.unwrap_or_else(|| (0, Instant::now()));
-                Some((count + 1, since))
-            }
-            _ => None,
-        };
-        let is_other = entry.wanted.as_ref().is_some_and(|wanted| wanted.change != *change);
-        if is_other || (only_removes && result.is_ok()) {
-            self.ready.push_back(subnet);
-            return;
-        }
-        let result = result.map_err(|(Unmade::Removal(why) | Unmade::Other(why))| failed(why));
-        (entry.wanted, entry.last) = (None, Some(result.clone()));
-        if result.is_ok() && entry.stored.is_none() {
-            self.entries.remove(&subnet);
-        }
-        let event = match (result, change) {
-            (Err(error), _) => KernelEvent::Failed(change.object().key(), error),
-            (Ok(()), Change::Put(object)) => KernelEvent::Present(object.clone()),
-            (Ok(()), Change::Delete(object)) => KernelEvent::Deleted(object.key()),
-        };
-        if let Some(listener) = &self.listener {
-            // Without a listener, a snapshot shows the record.
-            let _ = listener.send(Invalidation::Objects(vec![event], None));
-        }
     }
 }
 
@@ -409,9 +240,4 @@ impl Changes for Events {
         // The sender is dropped when another stream is opened.
         self.0.recv().await.ok_or_else(|| failed("another stream was opened".to_owned()))
     }
-}
-
-/// An error that the text explains.
-fn failed(why: String) -> KernelError {
-    KernelError::explained(0, why)
 }

@@ -13,7 +13,7 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use async_trait::async_trait;
-use flannel_core::address::{Dual, Family};
+use flannel_core::address::Dual;
 use flannel_core::backend::{Blueprint, Built, Datapath, ExternalInterface, Node, Prepared};
 use flannel_core::kernel::{Annex, Footprint};
 use flannel_core::lease::Offer;
@@ -104,7 +104,7 @@ impl Backend for Extension {
         let offer = Offer { public, kind: NAME.into(), data };
         let footprint = self.footprint(config, Some(node.uplink.name))?;
         let mtu = node.uplink.mtu;
-        let networks: Vec<Subnet> = config.pod_networks().collect();
+        let networks: Dual<Subnet> = config.pod_networks().collect();
         Ok(Prepared::new(offer, move |lease| {
             let (own, held) = (lease.lease().subnets, lease.held().is_some());
             let of_node = options.of_node(&own, &public, &networks).filter(|_| held);
@@ -157,11 +157,15 @@ impl Extension {
 
 impl Options {
     /// The commands for this node.
-    fn of_node(&self, own: &Subnets, public: &Dual<IpAddr>, networks: &[Subnet]) -> Option<Task> {
+    fn of_node(
+        &self,
+        own: &Subnets,
+        public: &Dual<IpAddr>,
+        networks: &Dual<Subnet>,
+    ) -> Option<Task> {
         let mut variables = variables(own, public);
-        for (name, family) in [("NETWORK", Family::V4), ("IPV6NETWORK", Family::V6)] {
-            let network = networks.iter().find(|network| network.family() == family);
-            let network = network.map(Subnet::to_string).unwrap_or_default();
+        for (name, network) in [("NETWORK", networks.v4), ("IPV6NETWORK", networks.v6)] {
+            let network = network.map(|network| network.to_string()).unwrap_or_default();
             variables.insert(name.to_owned(), network);
         }
         self.has_node_commands().then(|| Task {

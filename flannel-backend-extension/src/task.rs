@@ -58,7 +58,8 @@ impl Task {
         let at = at.map(String::as_str).collect::<Vec<_>>().join(", ");
         let of = if self.of == Of::Node { "this node at" } else { "the node at" };
         let outdated = if in_place { "" } else { ", outdated" };
-        let content = serde_json::to_vec(self).expect("a task has a JSON form");
+        let content =
+            serde_json::to_vec(self).expect("all keys are strings, and there are no floats");
         Record::new(NAME, key, format!("commands for {of} {at}{outdated}"))
             .with_secret(Secret::new(content))
     }

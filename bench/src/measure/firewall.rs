@@ -2,11 +2,12 @@
 
 use std::collections::BTreeMap;
 use std::os::unix::fs::symlink;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, ensure};
+use anyhow::ensure;
+use flannel_lab::testing::write_script;
 use flannel_lab::{Host, Lab};
 
 use crate::parts::process::prepare;
@@ -75,7 +76,7 @@ fn delete(host: &Host, variant: &str, n: u32) -> anyhow::Result<()> {
 }
 
 /// A program that runs this one with another variant of iptables in its search path.
-fn with_variant(dir: &Path, variant: &str) -> anyhow::Result<std::path::PathBuf> {
+fn with_variant(dir: &Path, variant: &str) -> anyhow::Result<PathBuf> {
     let programs = dir.join(variant);
     std::fs::create_dir(&programs)?;
     for program in PROGRAMS {
@@ -91,9 +92,6 @@ fn with_variant(dir: &Path, variant: &str) -> anyhow::Result<std::path::PathBuf>
     let script = dir.join(format!("daemon-{variant}"));
     let text =
         format!("#!/bin/sh\nPATH={}:$PATH exec {} \"$@\"\n", programs.display(), this.display());
-    // Another process writes it, because a program that is open for writing cannot be started.
-    let write = r#"printf %s "$1" >"$0" && chmod 755 "$0""#;
-    let written = Command::new("sh").args(["-c", write]).arg(&script).arg(text).status()?;
-    ensure!(written.success(), "{} cannot be written", script.display());
-    script.canonicalize().context("the script was written")
+    write_script(&script, &text);
+    Ok(script)
 }

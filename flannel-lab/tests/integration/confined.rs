@@ -1,10 +1,9 @@
 //! The data path works with the capabilities, system calls and sockets of the systemd unit.
 
-use std::process::Command;
 use std::time::Duration;
 
 use flannel_core::address::Family;
-use flannel_lab::testing::as_root;
+use flannel_lab::testing::{as_root, write_script};
 use flannel_lab::{Host, Lab};
 use serde_json::json;
 use test_support::{eventually, unit};
@@ -34,10 +33,7 @@ fn confined(backend: serde_json::Value, nftables: bool) {
         confined.display(),
         env!("CARGO_BIN_EXE_lab"),
     );
-    // Another process writes it, because a program that is open for writing cannot be started.
-    let write = r#"printf %s "$1" >"$0" && chmod 755 "$0""#;
-    let written = Command::new("sh").args(["-c", write]).arg(&program).arg(script).status();
-    assert!(written.unwrap().success());
+    write_script(&program, &script);
 
     for host in lab.hosts() {
         host.start_daemon_with(&["--ip-masq", "--path-mtu"]).unwrap();

@@ -15,7 +15,7 @@ use flannel_core::address::Family;
 use flannel_lab::{Builder, Host, Lab, Signal};
 use serde_json::Value;
 
-use flannel_lab::testing::as_root;
+use flannel_lab::testing::{as_root, write_script};
 
 /// A daemon tries again after 30 s to listen on a port that was in use.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -682,11 +682,7 @@ fn shims(lab: &Lab, host: &Host) -> String {
         dir.join("request").display()
     );
     for (name, script) in [("flannelctl", flannelctl), ("systemctl", systemctl)] {
-        // Another process writes it, because a program that is open for writing cannot be started.
-        let write = r#"printf '#!/bin/sh\n%s\n' "$1" >"$0" && chmod 755 "$0""#;
-        let written =
-            Command::new("sh").args(["-c", write]).arg(dir.join(name)).arg(script).status();
-        assert!(written.unwrap().success());
+        write_script(&dir.join(name), &format!("#!/bin/sh\n{script}\n"));
     }
     format!("{}:{}", dir.display(), std::env::var("PATH").unwrap())
 }

@@ -5,7 +5,7 @@ use std::process::{Command, Output};
 use std::time::Duration;
 
 use flannel_core::address::Family;
-use flannel_lab::testing::as_root;
+use flannel_lab::testing::{as_root, write_script};
 use flannel_lab::{Host, Lab, Signal};
 use serde_json::{Value, json};
 use test_support::eventually;
@@ -33,10 +33,7 @@ fn up() -> Lab {
          export POST\nexec {} \"$@\"\n",
         env!("CARGO_BIN_EXE_lab")
     );
-    // Another process writes it, because a program that is open for writing cannot be started.
-    let write = r#"printf %s "$1" >"$0" && chmod 755 "$0""#;
-    let written = Command::new("sh").args(["-c", write]).arg(&program).arg(script).status();
-    assert!(written.unwrap().success());
+    write_script(&program, &script);
     for host in lab.hosts() {
         for key in ["net/ipv4/conf/all/rp_filter", "net/ipv4/conf/default/rp_filter"] {
             host.namespace().sysctl(key, "0").unwrap();
