@@ -130,9 +130,11 @@ impl Footprint {
     /// outside `networks` and for an id outside `nexthops`, even if it is on one of `links`.
     pub fn concerns(&self, key: &Key) -> bool {
         match key {
-            Key::Link(link) | Key::Addr(link, _) | Key::Neigh(link, _) | Key::Fdb(link, _) => {
-                self.links.contains(link)
-            }
+            Key::Link(link)
+            | Key::Addr(link, _)
+            | Key::Neigh(link, _)
+            | Key::Fdb(link, _)
+            | Key::Peer(link, _) => self.links.contains(link),
             Key::Nexthop(id) => self.owns_id(*id),
             Key::Route(dst) => self.networks.iter().any(|network| network.covers(dst)),
             Key::Record(annex, _) => self.annexes.contains(annex),

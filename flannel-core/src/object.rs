@@ -11,6 +11,7 @@ mod link;
 mod name;
 mod neigh;
 mod nexthop;
+mod peer;
 mod record;
 mod route;
 mod secret;
@@ -23,10 +24,11 @@ use std::net::IpAddr;
 pub use self::addr::Addr;
 pub use self::change::Change;
 pub use self::fdb::Fdb;
-pub use self::link::{Ipip, Link, LinkAttributes, LinkKind, Vxlan};
+pub use self::link::{Ipip, Link, LinkAttributes, LinkKind, Vxlan, Wireguard};
 pub use self::name::{LinkName, MacAddr};
 pub use self::neigh::Neigh;
 pub use self::nexthop::Nexthop;
+pub use self::peer::{Peer, PeerAttributes, PublicKey};
 pub use self::record::Record;
 pub use self::route::{Route, Via};
 pub use self::secret::Secret;
@@ -172,6 +174,12 @@ object_kinds! {
     key: (link: LinkName, mac: MacAddr) = "{mac} dev {link}",
     device: |fdb| Some(fdb.link);
 
+    /// A peer of a WireGuard device.
+    Peer "peer",
+    /// A peer of a WireGuard device, by its public key.
+    key: (link: LinkName, key: PublicKey) = "{key} dev {link}",
+    device: |peer| Some(peer.link);
+
     /// A nexthop object.
     Nexthop "nexthop",
     /// A nexthop object, by its id, which is unique in the network namespace.
@@ -192,7 +200,7 @@ object_kinds! {
 }
 
 // Memory: 50,000 peers have 200,000 objects.
-const _: () = assert!(size_of::<Object>() <= 64 && size_of::<Key>() <= 40);
+const _: () = assert!(size_of::<Object>() <= 64 && size_of::<Key>() <= 56);
 
 impl fmt::Display for ObjectKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -18,6 +18,7 @@ pub(crate) mod neigh;
 pub(crate) mod nexthop;
 pub(crate) mod route;
 pub(crate) mod rule;
+pub(crate) mod wireguard;
 
 use std::net::IpAddr;
 

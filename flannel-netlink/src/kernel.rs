@@ -7,6 +7,7 @@ mod process_names;
 pub(crate) mod query;
 mod shadows;
 mod snapshot;
+mod wireguard;
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -27,13 +28,15 @@ use self::process_names::Processes;
 use self::query::lookup;
 pub use self::shadows::{Shadow, Taken};
 use self::snapshot::{nexthop_ids, nexthop_users, snapshot};
+use self::wireguard::WireguardDevices;
+pub use self::wireguard::{STALE, Session};
 use crate::transport::namespace::Namespace;
 use crate::transport::socket::Socket;
 
-/// The links, addresses, neighbours, FDB entries, nexthop objects and routes of one network
-/// namespace, over rtnetlink.
+/// The links, addresses, neighbours, FDB entries, WireGuard peers, nexthop objects and routes of one
+/// network namespace, over rtnetlink and generic netlink.
 ///
-/// [`open`](Self::open) and reading need no privilege. [`Kernel::apply`] needs `CAP_NET_ADMIN` in
+/// [`open`](Self::open) and reading need no privilege, except for WireGuard devices. [`Kernel::apply`] needs `CAP_NET_ADMIN` in
 /// the user namespace that owns the network namespace. Several may be open at once, for the same
 /// network namespace or for different ones. Calls that use the same `NetlinkKernel` wait for each
 /// other. The methods of [`Kernel`] need no tokio runtime. [`Changes::next`] needs one with I/O
@@ -55,13 +58,27 @@ use crate::transport::socket::Socket;
 /// # Ok(()) }
 /// ```
 pub struct NetlinkKernel {
-    namespace: Namespace,
+    place: Place,
     socket: Mutex<Socket>,
     processes: Mutex<Processes>,
-    foreign: ForeignRoutes,
     /// The port id of `socket`. Notifications carry it if this kernel handle made the change.
     port: u32,
     without_nexthops: bool,
+}
+
+/// A network namespace, and what is remembered of it.
+#[derive(Debug)]
+pub(crate) struct Place {
+    namespace: Namespace,
+    foreign: ForeignRoutes,
+    wireguard: WireguardDevices,
+}
+
+impl Place {
+    pub(crate) fn new(namespace: Namespace) -> Self {
+        let (foreign, wireguard) = Default::default();
+        Self { namespace, foreign, wireguard }
+    }
 }
 
 impl NetlinkKernel {
@@ -91,10 +108,9 @@ impl NetlinkKernel {
         let (socket, processes) = (socket?, Mutex::new(processes));
         let port = socket.port();
         Ok(Self {
-            namespace,
+            place: Place::new(namespace),
             socket: Mutex::new(socket),
             processes,
-            foreign: ForeignRoutes::default(),
             port,
             without_nexthops: false,
         })
@@ -107,7 +123,7 @@ impl NetlinkKernel {
     }
 
     pub(crate) fn namespace(&self) -> &Namespace {
-        &self.namespace
+        &self.place.namespace
     }
 
     /// Locks the request socket. A panic of another thread that held the lock does no harm: the
@@ -120,7 +136,7 @@ impl NetlinkKernel {
 impl fmt::Debug for NetlinkKernel {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("NetlinkKernel")
-            .field("namespace", &self.namespace)
+            .field("namespace", &self.place.namespace)
             .field("port", &self.port)
             .finish()
     }
@@ -128,7 +144,7 @@ impl fmt::Debug for NetlinkKernel {
 
 impl Kernel for NetlinkKernel {
     fn snapshot(&self, footprint: &Footprint) -> Result<State, KernelError> {
-        snapshot(&mut self.lock(), footprint, &self.foreign)
+        snapshot(&mut self.lock(), &self.place, footprint)
     }
 
     fn nexthop_ids(&self, footprint: &Footprint) -> Result<NexthopIds, KernelError> {
@@ -142,7 +158,7 @@ impl Kernel for NetlinkKernel {
 
     fn apply(&self, footprint: &Footprint, changes: &[Change]) -> Vec<Result<(), KernelError>> {
         let mut socket = self.lock();
-        Writer::new(&mut socket, &self.namespace, footprint, &self.foreign, changes).apply()
+        Writer::new(&mut socket, &self.place, footprint, changes).apply()
     }
 
     fn may_change(&self, links: &[Link]) -> Result<(), KernelError> {
@@ -154,7 +170,9 @@ impl Kernel for NetlinkKernel {
     }
 
     fn changes(&self) -> Result<Box<dyn Changes>, KernelError> {
-        Ok(Box::new(self.namespace.run(|| Listener::open(self.port, self.foreign.clone()))??))
+        let Place { namespace, foreign, wireguard } = &self.place;
+        let (foreign, wireguard) = (foreign.clone(), wireguard.clone());
+        Ok(Box::new(namespace.run(|| Listener::open(self.port, foreign, wireguard))??))
     }
 }
 

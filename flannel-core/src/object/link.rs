@@ -4,11 +4,13 @@
 
 mod ipip;
 mod vxlan;
+mod wireguard;
 
 use std::fmt;
 
 pub use self::ipip::Ipip;
 pub use self::vxlan::Vxlan;
+pub use self::wireguard::Wireguard;
 use super::{LinkName, MacAddr};
 
 /// A network device.
@@ -42,6 +44,8 @@ pub enum LinkKind {
     Ipip(Ipip),
     /// A vxlan device without multicast group.
     Vxlan(Box<Vxlan>),
+    /// A WireGuard device.
+    Wireguard(Box<Wireguard>),
 }
 
 /// The attributes of a kind of device. `Display`: the arguments after `ip link add type KIND`.
@@ -71,6 +75,7 @@ impl LinkKind {
         match self {
             Self::Ipip(ipip) => ipip,
             Self::Vxlan(vxlan) => &**vxlan,
+            Self::Wireguard(wireguard) => &**wireguard,
         }
     }
 }
@@ -78,5 +83,11 @@ impl LinkKind {
 impl From<Vxlan> for LinkKind {
     fn from(vxlan: Vxlan) -> Self {
         Self::Vxlan(Box::new(vxlan))
+    }
+}
+
+impl From<Wireguard> for LinkKind {
+    fn from(wireguard: Wireguard) -> Self {
+        Self::Wireguard(Box::new(wireguard))
     }
 }

@@ -5,6 +5,7 @@
 
 mod ipip;
 mod vxlan;
+mod wireguard;
 
 use flannel_core::object::{Link, LinkKind, LinkName, MacAddr};
 use neli::consts::nl::NlmF;
@@ -36,8 +37,8 @@ pub(crate) trait LinkCodec {
         true
     }
 
-    /// An attribute with a value that the kernel refuses with `EINVAL`. `None`: it refuses a device
-    /// without attributes.
+    /// An attribute with a value that the kernel refuses with `EINVAL`, before it makes a device.
+    /// `None`: it refuses a device without attributes, or one without queues.
     fn invalid(&self) -> Option<(u16, u8)> {
         None
     }
@@ -57,6 +58,7 @@ pub(crate) fn codec(kind: &LinkKind) -> Option<&dyn LinkCodec> {
     match kind {
         LinkKind::Ipip(ipip) => Some(ipip),
         LinkKind::Vxlan(vxlan) => Some(&**vxlan),
+        LinkKind::Wireguard(wireguard) => Some(&**wireguard),
         _ => None,
     }
 }
@@ -66,6 +68,7 @@ pub(crate) fn codec(kind: &LinkKind) -> Option<&dyn LinkCodec> {
 enum KindMessage {
     Ipip(ipip::IpipMessage),
     Vxlan(vxlan::VxlanMessage),
+    Wireguard(wireguard::WireguardMessage),
     /// A kind that flannel does not use.
     Other,
 }
@@ -157,6 +160,7 @@ fn read_info(info: &[u8]) -> (String, KindMessage) {
     let kind = match name.as_str() {
         "ipip" => KindMessage::Ipip(ipip::read(data)),
         "vxlan" => KindMessage::Vxlan(vxlan::read(data)),
+        "wireguard" => KindMessage::Wireguard(wireguard::WireguardMessage::default()),
         _ => KindMessage::Other,
     };
     (name, kind)
@@ -177,7 +181,7 @@ impl LinkMessage {
         match &self.kind {
             KindMessage::Ipip(ipip) => ipip.lower,
             KindMessage::Vxlan(vxlan) => vxlan.lower,
-            KindMessage::Other => 0,
+            KindMessage::Wireguard(_) | KindMessage::Other => 0,
         }
     }
 
@@ -186,6 +190,7 @@ impl LinkMessage {
         let is_exact = match &self.kind {
             KindMessage::Ipip(ipip) => ipip.is_exact(),
             KindMessage::Vxlan(vxlan) => vxlan.is_exact(),
+            KindMessage::Wireguard(wireguard) => wireguard.is_exact(),
             KindMessage::Other => true,
         };
         self.arp && !self.enslaved && !self.proto_down && !self.queues && is_exact
@@ -197,6 +202,7 @@ impl LinkMessage {
         let kind = match &self.kind {
             KindMessage::Ipip(ipip) => ipip.object()?,
             KindMessage::Vxlan(vxlan) => vxlan.object(self.mac?, lower)?,
+            KindMessage::Wireguard(wireguard) => wireguard.object(),
             KindMessage::Other => return None,
         };
         Some(Link { name: self.name, mtu: self.mtu, up: self.up, kind })
@@ -249,6 +255,8 @@ pub(crate) fn create(link: &Link, codec: &dyn LinkCodec, lower: u32) -> Messages
 /// A request for a device of this kind that the kernel refuses because of its attributes.
 pub(crate) fn refused(kind: &str, codec: Option<&dyn LinkCodec>) -> Messages {
     let mut request = Messages::one(Rtm::Newlink, NlmF::CREATE | NlmF::EXCL, &at(0));
+    // Kernels since 4.20 refuse a device without queues, of any kind (`rtnl_create_link`).
+    request.u32(Ifla::NumTxQueues, 0);
     request.nest(Ifla::Linkinfo, |info| {
         info.text(IflaInfo::Kind, kind);
         if let Some((id, value)) = codec.and_then(LinkCodec::invalid) {

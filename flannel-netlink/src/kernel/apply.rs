@@ -9,6 +9,7 @@ mod addr;
 pub(super) mod link;
 mod neigh;
 mod nexthop;
+mod peer;
 mod route;
 
 use std::collections::{BTreeMap, HashMap, btree_map};
@@ -16,10 +17,13 @@ use std::collections::{BTreeMap, HashMap, btree_map};
 use flannel_core::kernel::{Footprint, KernelError};
 use flannel_core::object::{Change, LinkName, Object};
 
+use self::peer::PeerBatch;
 use crate::codec::addr::AddrMessage;
 use crate::codec::nexthop::NexthopMessage;
+use crate::kernel::Place;
 use crate::kernel::foreign_routes::ForeignRoutes;
 use crate::kernel::query::get_link;
+use crate::kernel::wireguard::WireguardDevices;
 use crate::transport::namespace::Namespace;
 use crate::transport::socket::Socket;
 use crate::transport::wire::Messages;
@@ -49,6 +53,7 @@ fn steps(object: &Object) -> Result<&dyn Steps, KernelError> {
         Object::Addr(addr) => Ok(addr),
         Object::Neigh(neigh) => Ok(neigh),
         Object::Fdb(fdb) => Ok(fdb),
+        Object::Peer(peer) => Ok(peer),
         Object::Nexthop(nexthop) => Ok(nexthop),
         Object::Route(route) => Ok(route),
         unknown => Err(unsupported(unknown)),
@@ -61,10 +66,12 @@ pub(crate) struct Writer<'a> {
     namespace: &'a Namespace,
     footprint: &'a Footprint,
     foreign: &'a ForeignRoutes,
+    wireguard: &'a WireguardDevices,
     changes: &'a [Change],
     /// The result of each of `changes`.
     results: Vec<Result<(), KernelError>>,
     batch: Batch,
+    peers: PeerBatch,
     known: Known,
     /// Requests for routes that use nexthop objects get an empty metrics attribute. The reason is
     /// at `RouteMessage::has_metrics_by_nexthop`.
@@ -108,19 +115,21 @@ struct Known {
 impl<'a> Writer<'a> {
     pub(crate) fn new(
         socket: &'a mut Socket,
-        namespace: &'a Namespace,
+        place: &'a Place,
         footprint: &'a Footprint,
-        foreign: &'a ForeignRoutes,
         changes: &'a [Change],
     ) -> Self {
+        let Place { namespace, foreign, wireguard } = place;
         Self {
             socket,
             namespace,
             footprint,
             foreign,
+            wireguard,
             changes,
             results: vec![Ok(()); changes.len()],
             batch: Batch::default(),
+            peers: PeerBatch::default(),
             known: Known::default(),
             send_metrics: foreign.has_metrics(),
         }
@@ -156,6 +165,7 @@ impl<'a> Writer<'a> {
     /// Sends the batch and records the results. Then tries again to put routes and nexthop objects
     /// that the kernel refused because of existing ones.
     fn flush(&mut self) {
+        self.flush_peers();
         let results = self.socket.send(&mut self.batch.requests);
         self.batch.requests.clear();
         let sent = std::mem::take(&mut self.batch.origins);

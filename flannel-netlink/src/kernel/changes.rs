@@ -7,7 +7,8 @@
 //! changes are always returned.
 //!
 //! Linux sends no messages about proxy entries (`ip neigh add proxy`; linux `pneigh_create`). They
-//! are read every second, or less often if there are very many.
+//! are read every second, or less often if there are very many. It sends none about the peers of
+//! WireGuard devices either, which are read every half minute.
 
 mod event_decoder;
 
@@ -22,6 +23,7 @@ use tokio::time::{Instant, sleep_until};
 
 use self::event_decoder::EventDecoder;
 use crate::kernel::foreign_routes::ForeignRoutes;
+use crate::kernel::wireguard::WireguardDevices;
 use crate::transport::multicast::Multicast;
 use crate::transport::socket::Socket;
 
@@ -32,6 +34,8 @@ const GROUPS: [u32; 9] = [1, 3, 5, 7, 8, 9, 11, 19, 32];
 const RECEIVE_BUFFER: usize = 8 << 20;
 /// The shortest pause between two reads of the proxy entries.
 const LOOK: Duration = Duration::from_secs(1);
+/// The shortest pause between two reads of the WireGuard devices.
+const LOOK_AT_PEERS: Duration = Duration::from_secs(30);
 /// The pause is as many times as long as a read, for hosts with very many entries, up to a limit.
 const LOOK_FACTOR: u32 = 100;
 const LONGEST_LOOK: Duration = Duration::from_secs(30);
@@ -40,14 +44,21 @@ const LONGEST_LOOK: Duration = Duration::from_secs(30);
 pub(crate) struct Listener {
     socket: Multicast,
     decoder: EventDecoder,
+    wireguard: WireguardDevices,
     /// When the proxy entries are read next.
     look: Instant,
+    /// When the WireGuard devices are read next.
+    look_at_peers: Instant,
 }
 
 impl Listener {
     /// Listens in the network namespace of the calling thread. Changes by the socket with the port
     /// id `port` are our own, and left out.
-    pub(crate) fn open(port: u32, foreign: ForeignRoutes) -> Result<Self, KernelError> {
+    pub(crate) fn open(
+        port: u32,
+        foreign: ForeignRoutes,
+        wireguard: WireguardDevices,
+    ) -> Result<Self, KernelError> {
         let socket = Multicast::open(SockProtocol::NetlinkRoute, RECEIVE_BUFFER)?;
         // The receive buffer overflows less often if our own messages do not take room in it.
         if let Err(error) = SockRef::from(&socket).attach_filter(&without_own_messages(port)) {
@@ -55,7 +66,14 @@ impl Listener {
         }
         socket.join(&GROUPS)?;
         let decoder = EventDecoder::new(Socket::open()?, port, foreign)?;
-        Ok(Self { socket, decoder, look: Instant::now() + LOOK })
+        let now = Instant::now();
+        Ok(Self {
+            socket,
+            decoder,
+            wireguard,
+            look: now + LOOK,
+            look_at_peers: now + LOOK_AT_PEERS,
+        })
     }
 
     fn look_for_proxies(&mut self) {
@@ -64,6 +82,13 @@ impl Listener {
             tracing::debug!(%error, "proxy entries cannot be read");
         }
         self.look = Instant::now() + (LOOK_FACTOR * begin.elapsed()).clamp(LOOK, LONGEST_LOOK);
+    }
+
+    fn look_at_peers(&mut self) {
+        let begin = std::time::Instant::now();
+        self.decoder.extend(self.wireguard.look());
+        let pause = (LOOK_FACTOR * begin.elapsed()).max(LOOK_AT_PEERS);
+        self.look_at_peers = Instant::now() + pause;
     }
 
     /// Reads the waiting datagrams, up to the limit of [`Multicast::receive`]. Returns true if no
@@ -90,10 +115,15 @@ impl Changes for Listener {
                 self.look_for_proxies();
                 continue;
             }
+            if self.look_at_peers <= Instant::now() {
+                self.look_at_peers();
+                continue;
+            }
             if self.read()? && self.decoder.is_empty() {
                 tokio::select! {
                     readable = self.socket.readable() => readable?,
                     () = sleep_until(self.look) => {}
+                    () = sleep_until(self.look_at_peers) => {}
                 }
             }
         }
@@ -136,7 +166,8 @@ mod tests {
     fn many_changes_are_returned_in_bounded_parts() {
         const MANY: u32 = 5_000;
         in_netns(|| {
-            let mut listener = Listener::open(1, ForeignRoutes::default()).unwrap();
+            let mut listener =
+                Listener::open(1, ForeignRoutes::default(), WireguardDevices::default()).unwrap();
             let theirs: Vec<Change> = (0..MANY)
                 .map(|n| Subnet::host((0x0a01_0000 + n).to_be_bytes().into()))
                 .map(|dst| Change::Put(Route { dst, via: Via::Blackhole, mtu: None }.into()))

@@ -9,12 +9,16 @@ use std::thread::Builder;
 
 use flannel_core::address::Family;
 use flannel_core::kernel::{Footprint, KernelError};
-use flannel_core::object::{Key, LinkName, MacAddr, Neigh, Object, State};
+use flannel_core::object::{Key, LinkName, MacAddr, Neigh, Object, Peer, State};
 
 pub(crate) use self::nexthops::{nexthop_ids, nexthop_users};
+use crate::codec::link::LinkMessage;
 use crate::codec::{addr, fdb, neigh};
+use crate::kernel::Place;
 use crate::kernel::foreign_routes::ForeignRoutes;
 use crate::kernel::query::{find_link, name_of};
+use crate::kernel::wireguard::WireguardDevices;
+use crate::transport::namespace::Namespace;
 use crate::transport::socket::Socket;
 use crate::transport::wire::{Message, Messages};
 
@@ -30,7 +34,9 @@ struct Table {
 struct Reader<'a> {
     socket: &'a mut Socket,
     footprint: &'a Footprint,
+    namespace: &'a Namespace,
     foreign: &'a ForeignRoutes,
+    wireguard: &'a WireguardDevices,
     /// Sends each table to the thread that sorts them.
     tables: Sender<Table>,
     /// The names, by index, of the links that may have owned objects on them.
@@ -43,9 +49,10 @@ struct Reader<'a> {
 /// the next one.
 pub(crate) fn snapshot(
     socket: &mut Socket,
+    place: &Place,
     footprint: &Footprint,
-    foreign: &ForeignRoutes,
 ) -> Result<State, KernelError> {
+    let Place { namespace, foreign, wireguard } = place;
     let mut state = State::default();
     let (tables, to_sort) = channel::<Table>();
     let sorted = &mut state;
@@ -61,7 +68,7 @@ pub(crate) fn snapshot(
             tracing::debug!(%error, "tables are sorted when all are read");
         }
         let (names, nexthops) = (BTreeMap::new(), Vec::new());
-        Reader { socket, footprint, foreign, tables, names, nexthops }.read()
+        Reader { socket, footprint, namespace, foreign, wireguard, tables, names, nexthops }.read()
     })?;
     // Tables are left only if no thread could be started.
     sort();
@@ -98,12 +105,15 @@ impl Reader<'_> {
 
     /// Reads an owned link, and the addresses, neighbours and FDB entries on it.
     fn read_link(&mut self, name: LinkName) -> Result<(), KernelError> {
-        let Some(found) = find_link(self.socket, name)? else { return Ok(()) };
+        let Some(mut found) = find_link(self.socket, name)? else { return Ok(()) };
         // A device of another kind is foreign, whatever its name, and so are the objects on it.
         if !found.is_known() {
             return Ok(());
         }
         self.names.insert(found.index, name);
+        if found.is_wireguard() {
+            self.read_wireguard(&mut found)?;
+        }
         let lower = if found.lower() == 0 { None } else { name_of(self.socket, found.lower())? };
         if let Some(object) = found.object(lower) {
             let inexact = (!found.is_exact()).then_some(Key::Link(name)).into_iter().collect();
@@ -127,6 +137,18 @@ impl Reader<'_> {
                 Some((object, found.is_exact() && !is_proxied))
             })?;
         }
+        Ok(())
+    }
+
+    /// Reads the attributes and the peers of a WireGuard device.
+    fn read_wireguard(&self, found: &mut LinkMessage) -> Result<(), KernelError> {
+        let (device, peers) = self.wireguard.snapshot(self.namespace, found.name, found.index)?;
+        found.add_wireguard(&device);
+        let key =
+            |(peer, is_exact): &(Peer, bool)| (!is_exact).then_some(Key::Peer(peer.link, peer.key));
+        let inexact = peers.iter().filter_map(key).collect();
+        let objects = peers.into_iter().map(|(peer, _)| peer.into()).collect();
+        self.hand_over(Table { objects, inexact });
         Ok(())
     }
 

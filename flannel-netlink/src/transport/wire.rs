@@ -250,6 +250,11 @@ pub(crate) fn u32_of(value: &[u8]) -> Option<u32> {
     u32_at(value, 0)
 }
 
+/// The number in the first two bytes, in the machine's byte order; `None` if there are fewer.
+pub(crate) fn u16_of(value: &[u8]) -> Option<u16> {
+    u16_at(value, 0)
+}
+
 /// An IP address: 4 bytes are IPv4, 16 bytes are IPv6. `None` for other lengths.
 pub(crate) fn ip_of(value: &[u8]) -> Option<IpAddr> {
     let v4 = <[u8; 4]>::try_from(value).map(IpAddr::from);

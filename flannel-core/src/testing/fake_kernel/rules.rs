@@ -2,7 +2,9 @@
 
 use super::tables::Tables;
 use crate::kernel::{Footprint, KernelError};
-use crate::object::{Addr, Fdb, Key, Link, LinkName, Neigh, Nexthop, Object, Record, Route, Via};
+use crate::object::{
+    Addr, Fdb, Key, Link, LinkKind, LinkName, Neigh, Nexthop, Object, Peer, Record, Route, Via,
+};
 
 const EEXIST: i32 = 17;
 const EINVAL: i32 = 22;
@@ -51,6 +53,7 @@ pub(super) fn rules(object: &Object) -> &dyn Rules {
         Object::Addr(value) => value,
         Object::Neigh(value) => value,
         Object::Fdb(value) => value,
+        Object::Peer(value) => value,
         Object::Nexthop(value) => value,
         Object::Route(value) => value,
         Object::Record(value) => value,
@@ -124,6 +127,23 @@ impl Rules for Fdb {
     fn check(&self, tables: &Tables) -> Result<(), KernelError> {
         let is_foreign = tables.foreign.contains_key(&self.link);
         if is_foreign { Err(KernelError::new(EINVAL)) } else { Ok(()) }
+    }
+
+    fn names_writer(&self) -> bool {
+        false
+    }
+}
+
+impl Rules for Peer {
+    fn is_owned_by(&self, footprint: &Footprint, _: Option<LinkName>, _: u8) -> bool {
+        footprint.links.contains(&self.link)
+    }
+
+    fn check(&self, tables: &Tables) -> Result<(), KernelError> {
+        match tables.objects.get(&Key::Link(self.link)).map(|entry| &entry.object) {
+            Some(Object::Link(Link { kind: LinkKind::Wireguard(_), .. })) => Ok(()),
+            _ => Err(KernelError::new(EOPNOTSUPP)),
+        }
     }
 
     fn names_writer(&self) -> bool {

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::{fs, io};
 
 use flannel_core::kernel::KernelError;
-use flannel_core::object::{Link, LinkName};
+use flannel_core::object::{Link, LinkKind, LinkName};
 
 use super::{EEXIST, EINVAL, EOPNOTSUPP, Steps, Writer, unsupported};
 use crate::codec::link;
@@ -105,6 +105,7 @@ impl Writer<'_> {
             // The change may reset the MTU (linux `ip_tunnel_update`).
             let now = if changes_kind { find_link(self.socket, want.name)? } else { None };
             let is = now.unwrap_or_else(|| is.clone());
+            let own = self.configure(want, is.index);
             let mut send = |mut requests| -> Result<(), KernelError> {
                 self.socket.send(&mut requests).into_iter().collect()
             };
@@ -117,7 +118,7 @@ impl Writer<'_> {
                     let released =
                         send(link::release(&is)).map_err(|error| unreleased(want.name, error));
                     let common = send(link::change(&is, want));
-                    return changed.and(released).and(common);
+                    return changed.and(released).and(own).and(common);
                 }
             }
         }
@@ -140,7 +141,14 @@ impl Writer<'_> {
         if codec.carries_ipv6() {
             self.ignore_router_advertisements(want.name);
         }
+        self.configure(want, index)?;
         if want.up { self.socket.send_one(link::set_up(index, true)) } else { Ok(()) }
+    }
+
+    /// Sets the attributes that are not in messages about links.
+    fn configure(&self, want: &Link, index: u32) -> Result<(), KernelError> {
+        let LinkKind::Wireguard(device) = &want.kind else { return Ok(()) };
+        self.wireguard.configure(self.namespace, (want.name, index), device)
     }
 
     /// Called when the kernel refuses to create `want` with `error`, because a device excludes it.

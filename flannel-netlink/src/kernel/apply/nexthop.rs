@@ -178,7 +178,7 @@ mod tests {
     use flannel_core::kernel::Footprint;
 
     use super::*;
-    use crate::kernel::foreign_routes::ForeignRoutes;
+    use crate::kernel::Place;
     use crate::testing::{in_netns, ip};
     use crate::transport::namespace::Namespace;
     use crate::transport::socket::Socket;
@@ -190,7 +190,7 @@ mod tests {
             ip("link set far0 up");
             ip("address add 192.0.2.1/24 dev up0");
             ip("link set up0 up");
-            let namespace = Namespace::current().unwrap();
+            let place = Place::new(Namespace::current().unwrap());
             let mut socket = Socket::open().unwrap();
             let first = 1 << 30;
             let link = "up0".parse().unwrap();
@@ -200,12 +200,11 @@ mod tests {
                 gateway: [192, 0, 2, 2 + n as u8].into(),
                 onlink: false,
             };
-            let (footprint, foreign) = (Footprint::default(), ForeignRoutes::default());
+            let footprint = Footprint::default();
             let there = || ip("nexthop show").lines().count();
             let mut apply = |changes: &[Change]| {
                 let before = socket.exchanges;
-                let results =
-                    Writer::new(&mut socket, &namespace, &footprint, &foreign, changes).apply();
+                let results = Writer::new(&mut socket, &place, &footprint, changes).apply();
                 (results, socket.exchanges - before)
             };
             let objects = || (0..200).map(|n| Object::Nexthop(nexthop(n)));

@@ -213,7 +213,7 @@ mod tests {
 
     use super::super::BATCH;
     use super::*;
-    use crate::kernel::foreign_routes::ForeignRoutes;
+    use crate::kernel::Place;
     use crate::testing::{in_netns, ip};
     use crate::transport::namespace::Namespace;
     use crate::transport::socket::Socket;
@@ -223,8 +223,8 @@ mod tests {
     fn a_last_resort_route_is_deleted_only_where_there_may_be_one() {
         in_netns(|| {
             ip("link set lo up");
-            let namespace = Namespace::current().unwrap();
-            let (mut socket, foreign) = (Socket::open().unwrap(), ForeignRoutes::default());
+            let place = Place::new(Namespace::current().unwrap());
+            let mut socket = Socket::open().unwrap();
             let networks = vec!["10.0.0.0/8".parse().unwrap()];
             let footprint = Footprint { blackholes: true, networks, ..Footprint::default() };
             let route = |n: u8, via| {
@@ -236,13 +236,12 @@ mod tests {
             let routes: Vec<Change> = (0..BATCH).map(|n| route(n as u8, Via::Blackhole)).collect();
             let exchanges = |socket: &mut Socket, changes: &[Change]| {
                 let before = socket.exchanges;
-                let results =
-                    Writer::new(socket, &namespace, &footprint, &foreign, changes).apply();
+                let results = Writer::new(socket, &place, &footprint, changes).apply();
                 assert!(results.iter().all(Result::is_ok), "{results:?}");
                 socket.exchanges - before
             };
             assert_eq!(exchanges(&mut socket, &routes), 2, "no routes were read before");
-            crate::kernel::snapshot::snapshot(&mut socket, &footprint, &foreign).unwrap();
+            crate::kernel::snapshot::snapshot(&mut socket, &place, &footprint).unwrap();
             assert_eq!(exchanges(&mut socket, &routes), 1, "one request for each route");
             exchanges(&mut socket, &[route(7, Via::LastResort)]);
             assert_eq!(exchanges(&mut socket, &routes), 2, "one more request for one route");

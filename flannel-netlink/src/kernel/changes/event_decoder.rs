@@ -57,6 +57,11 @@ impl EventDecoder {
         self.pending.pop_front()
     }
 
+    /// Queues invalidations from another source.
+    pub(crate) fn extend(&mut self, more: Vec<Invalidation>) {
+        self.pending.extend(more);
+    }
+
     /// Whether no invalidation is queued.
     pub(crate) fn is_empty(&self) -> bool {
         self.pending.is_empty()

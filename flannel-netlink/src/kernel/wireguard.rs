@@ -1,0 +1,371 @@
+//! WireGuard devices, which rtnetlink knows by name only.
+//!
+//! Linux sends no messages about changes of a device's key, port and peers. They are read every
+//! half minute.
+//!
+//! The kernel sends to the address from which the last packet of a peer came. A NAT may have changed
+//! it, so it is not the address in the peer's lease. While handshakes succeed, this address is left
+//! alone, and snapshots show the one that was put. When the last handshake is too old, a snapshot
+//! shows the real address. The route engine then puts that of the lease again.
+
+use std::collections::HashMap;
+use std::hash::{BuildHasher, RandomState};
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, SystemTime};
+
+use flannel_core::kernel::{Invalidation, KernelError, KernelEvent};
+use flannel_core::object::{Change, Key, LinkName, Object, Peer, PublicKey, Wireguard};
+
+use super::NetlinkKernel;
+use super::query::{ENODEV, get_link};
+use crate::codec::wireguard::{DeviceMessage, FAMILY, PeerChange, PeerMessage};
+use crate::codec::wireguard::{get, read, set, set_peers};
+use crate::transport::generic;
+use crate::transport::namespace::Namespace;
+use crate::transport::socket::Socket;
+
+const EPERM: i32 = 1;
+const ENOENT: i32 = 2;
+const EADDRINUSE: i32 = 98;
+
+/// The age from which a handshake is stale: the keys that it made are no longer used
+/// (`REJECT_AFTER_TIME` of the WireGuard protocol).
+pub const STALE: Duration = Duration::from_secs(180);
+
+/// The WireGuard devices of a network namespace, with what was put and read last. Clones share
+/// them.
+#[derive(Clone, Default)]
+pub(crate) struct WireguardDevices(Arc<Mutex<Inner>>);
+
+#[derive(Default)]
+struct Inner {
+    /// The socket, and the number of the netlink family; `None` until there is a device.
+    socket: Option<(Socket, u16)>,
+    devices: HashMap<LinkName, Device>,
+    hasher: RandomState,
+}
+
+struct Device {
+    index: u32,
+    /// Of the attributes of the device, without those of peers.
+    digest: u64,
+    peers: HashMap<PublicKey, Known>,
+}
+
+/// A peer in the kernel.
+#[derive(Clone, Copy)]
+struct Known {
+    /// The endpoint that was put; `None`: an earlier run put it.
+    put: Option<SocketAddr>,
+    /// The endpoint that the kernel uses.
+    used: Option<SocketAddr>,
+    handshake: Option<SystemTime>,
+    has_psk: bool,
+    /// Of the object that a snapshot shows.
+    digest: u64,
+}
+
+impl Known {
+    /// Whether a put of this endpoint leaves the one in use alone.
+    fn keeps(&self, endpoint: SocketAddr) -> bool {
+        self.used.is_some()
+            && is_fresh(self.handshake)
+            && self.put.is_none_or(|put| put == endpoint)
+    }
+}
+
+/// Whether the last handshake is not stale. One in the future is not: the clock was set back.
+fn is_fresh(handshake: Option<SystemTime>) -> bool {
+    handshake.is_some_and(|at| at.elapsed().map_or(true, |age| age < STALE))
+}
+
+/// The state of the tunnel to a peer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Session {
+    /// The public key of the peer.
+    pub key: PublicKey,
+    /// The address to which the kernel sends; `None`: it knows none.
+    pub endpoint: Option<SocketAddr>,
+    /// The time of the last completed handshake; `None`: there was none since the peer was added.
+    pub handshake: Option<SystemTime>,
+    /// Received bytes, with the headers of WireGuard and the packets of handshakes.
+    pub received: u64,
+    /// Sent bytes, with the headers of WireGuard and the packets of handshakes.
+    pub sent: u64,
+}
+
+impl NetlinkKernel {
+    /// Reads the state of the tunnels of a WireGuard device, in the kernel's order.
+    ///
+    /// # Errors
+    /// There is no such device, it is no WireGuard device, or the process lacks `CAP_NET_ADMIN`.
+    ///
+    /// # Blocking
+    /// Takes some microseconds for each peer.
+    pub fn sessions(&self, link: LinkName) -> Result<Vec<Session>, KernelError> {
+        let index = get_link(&mut self.lock(), link)?.index;
+        let device = self.place.wireguard.lock().read(&self.place.namespace, index)?;
+        let session = |peer: PeerMessage| {
+            let PeerMessage { key, endpoint, handshake, received, sent, .. } = peer;
+            Session { key, endpoint, handshake, received, sent }
+        };
+        Ok(device.peers.into_iter().map(session).collect())
+    }
+}
+
+impl std::fmt::Debug for WireguardDevices {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("WireguardDevices").finish_non_exhaustive()
+    }
+}
+
+impl WireguardDevices {
+    /// Reads a device for a snapshot: its attributes, and the object of each peer with whether it
+    /// is exact.
+    pub(crate) fn snapshot(
+        &self,
+        namespace: &Namespace,
+        link: LinkName,
+        index: u32,
+    ) -> Result<(DeviceMessage, Vec<(Peer, bool)>), KernelError> {
+        let mut inner = self.lock();
+        let device = inner.read(namespace, index)?;
+        let Inner { devices, hasher, .. } = &mut *inner;
+        let before = devices.remove(&link).map(|device| device.peers).unwrap_or_default();
+        let (mut peers, mut shown) = (HashMap::new(), Vec::with_capacity(device.peers.len()));
+        for message in &device.peers {
+            let (peer, known) = Known::of(message, link, before.get(&message.key), hasher);
+            peers.insert(message.key, known);
+            shown.push((peer, message.is_exact()));
+        }
+        let digest = digest_of(&device, hasher);
+        devices.insert(link, Device { index, digest, peers });
+        Ok((device, shown))
+    }
+
+    /// Reads all devices that a snapshot has shown. Returns their changes by other programs.
+    pub(crate) fn look(&self) -> Vec<Invalidation> {
+        let mut inner = self.lock();
+        let mut found = Vec::new();
+        let links: Vec<(LinkName, u32)> =
+            inner.devices.iter().map(|(link, device)| (*link, device.index)).collect();
+        for (link, index) in links {
+            match inner.read_known(index) {
+                Ok(message) => inner.compare(link, &message, &mut found),
+                // A message about the link reports it.
+                Err(error) if error.errno == ENODEV => _ = inner.devices.remove(&link),
+                Err(error) => tracing::debug!(%link, %error, "the peers cannot be read"),
+            }
+        }
+        found
+    }
+
+    /// Sets the attributes of a device.
+    pub(crate) fn configure(
+        &self,
+        namespace: &Namespace,
+        (link, index): (LinkName, u32),
+        wanted: &Wireguard,
+    ) -> Result<(), KernelError> {
+        let mut inner = self.lock();
+        let (socket, family) = inner.socket(namespace)?;
+        let sent = socket.send_one(set(*family, index, wanted));
+        sent.map_err(|error| in_use(error, wanted.port))?;
+        let digest = inner.hasher.hash_one((&wanted.key, wanted.port, 0_u32));
+        inner.device(link, index).digest = digest;
+        Ok(())
+    }
+
+    /// Changes peers of one device. Returns a result for each change.
+    pub(crate) fn change_peers(
+        &self,
+        namespace: &Namespace,
+        (link, index): (LinkName, u32),
+        changes: &[&Change],
+    ) -> Vec<Result<(), KernelError>> {
+        let mut inner = self.lock();
+        let hasher = inner.hasher.clone();
+        let device = inner.device(link, index);
+        let to_send = |(n, change)| Some((n, device.change(change, &hasher)?));
+        let all: Vec<_> = changes.iter().copied().enumerate().filter_map(to_send).collect();
+        let mut results = vec![Ok(()); changes.len()];
+        let mut send = |part: &[(usize, PeerChange<'_>)]| {
+            let part: Vec<_> = part.iter().map(|(_, change)| *change).collect();
+            let (socket, family) = inner.socket(namespace)?;
+            socket.send_one(set_peers(*family, index, &part))
+        };
+        // The answer does not say which of several peers was refused.
+        if !all.is_empty() && send(&all).is_err() {
+            for one in &all {
+                results[one.0] = send(std::slice::from_ref(one));
+            }
+        }
+        let device = inner.device(link, index);
+        for (change, result) in changes.iter().zip(&results) {
+            if result.is_ok() {
+                device.note(change, &hasher);
+            }
+        }
+        results
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Inner {
+    fn socket(&mut self, namespace: &Namespace) -> Result<&mut (Socket, u16), KernelError> {
+        if self.socket.is_none() {
+            self.socket = Some(namespace.run(|| generic::open(FAMILY))?.map_err(|error| {
+                let detail = "this kernel has no wireguard devices: run modprobe wireguard";
+                if error.errno == ENOENT { KernelError::explained(ENOENT, detail) } else { error }
+            })?);
+        }
+        Ok(self.socket.as_mut().expect("it was opened above"))
+    }
+
+    /// The device with this name. If it was created again, nothing is known of it.
+    fn device(&mut self, link: LinkName, index: u32) -> &mut Device {
+        let new = || Device { index, digest: 0, peers: HashMap::new() };
+        let device = self.devices.entry(link).or_insert_with(new);
+        if device.index != index {
+            *device = new();
+        }
+        device
+    }
+
+    fn read(&mut self, namespace: &Namespace, index: u32) -> Result<DeviceMessage, KernelError> {
+        self.socket(namespace)?;
+        self.read_known(index)
+    }
+
+    /// Reads a device after the socket was opened.
+    fn read_known(&mut self, index: u32) -> Result<DeviceMessage, KernelError> {
+        let Some((socket, family)) = &mut self.socket else {
+            return Err(KernelError::new(ENODEV));
+        };
+        let messages =
+            socket.dump(get(*family, index), read).map_err(|error| match error.errno {
+                EPERM => {
+                    let detail = "reading a WireGuard device needs CAP_NET_ADMIN";
+                    KernelError::explained(EPERM, detail)
+                }
+                _ => error,
+            })?;
+        DeviceMessage::join(messages).ok_or_else(|| KernelError::new(ENODEV))
+    }
+
+    /// Compares a device with the last one, and remembers it.
+    fn compare(&mut self, link: LinkName, message: &DeviceMessage, found: &mut Vec<Invalidation>) {
+        let Self { devices, hasher, .. } = self;
+        let Some(device) = devices.get_mut(&link) else { return };
+        let digest = digest_of(message, hasher);
+        if std::mem::replace(&mut device.digest, digest) != digest {
+            found.push(Invalidation::Link(link));
+        }
+        let (mut events, mut gone) = (Vec::new(), std::mem::take(&mut device.peers));
+        for message in &message.peers {
+            let before = gone.remove(&message.key);
+            let (peer, known) = Known::of(message, link, before.as_ref(), hasher);
+            if before.is_none_or(|before| before.digest != known.digest) {
+                let is_exact = message.is_exact();
+                let event = if is_exact { KernelEvent::Present } else { KernelEvent::Inexact };
+                events.push(event(peer.into()));
+            }
+            device.peers.insert(message.key, known);
+        }
+        events.extend(gone.into_keys().map(|key| KernelEvent::Deleted(Key::Peer(link, key))));
+        if !events.is_empty() {
+            found.push(Invalidation::Objects(events, None));
+        }
+    }
+}
+
+impl Device {
+    /// The change for the kernel; `None` if it would change nothing.
+    fn change<'a>(&self, change: &'a Change, hasher: &RandomState) -> Option<PeerChange<'a>> {
+        let Object::Peer(peer) = change.object() else { return None };
+        if matches!(change, Change::Delete(_)) {
+            return Some(PeerChange::Delete(peer.key));
+        }
+        let known = self.peers.get(&peer.key);
+        let keep_endpoint = known.is_some_and(|known| known.keeps(peer.attributes.endpoint));
+        // An earlier run has put the peer, and only its address has changed.
+        if let Some(Known { put: None, used: Some(used), digest, .. }) = known
+            && keep_endpoint
+            && hasher.hash_one(with_endpoint(peer, *used)) == *digest
+        {
+            return None;
+        }
+        let had_psk = known.is_some_and(|known| known.has_psk);
+        Some(PeerChange::Put { peer, keep_endpoint, had_psk })
+    }
+
+    /// Remembers a change that was made.
+    fn note(&mut self, change: &Change, hasher: &RandomState) {
+        let Object::Peer(peer) = change.object() else { return };
+        if matches!(change, Change::Delete(_)) {
+            self.peers.remove(&peer.key);
+            return;
+        }
+        let endpoint = peer.attributes.endpoint;
+        let before = self.peers.get(&peer.key);
+        let kept = before.filter(|known| known.keeps(endpoint));
+        let known = Known {
+            put: Some(endpoint),
+            used: kept.map_or(Some(endpoint), |known| known.used),
+            handshake: before.and_then(|known| known.handshake),
+            has_psk: peer.attributes.psk.is_some(),
+            digest: hasher.hash_one(peer),
+        };
+        self.peers.insert(peer.key, known);
+    }
+}
+
+impl Known {
+    /// The object of a peer that was read, and what is remembered of it.
+    fn of(
+        message: &PeerMessage,
+        link: LinkName,
+        before: Option<&Self>,
+        hasher: &RandomState,
+    ) -> (Peer, Self) {
+        let put = before.and_then(|before| before.put);
+        let peer = message.object(link);
+        let peer = match put.filter(|_| is_fresh(message.handshake)) {
+            Some(put) => with_endpoint(&peer, put),
+            None => peer,
+        };
+        let known = Self {
+            put,
+            used: message.endpoint,
+            handshake: message.handshake,
+            has_psk: message.psk.is_some(),
+            // A peer that is not exact differs from any that was put.
+            digest: hasher.hash_one(&peer) ^ u64::from(!message.is_exact()),
+        };
+        (peer, known)
+    }
+}
+
+fn with_endpoint(peer: &Peer, endpoint: SocketAddr) -> Peer {
+    let mut peer = peer.clone();
+    peer.attributes.endpoint = endpoint;
+    peer
+}
+
+fn digest_of(device: &DeviceMessage, hasher: &RandomState) -> u64 {
+    hasher.hash_one((&device.key, device.port, device.fwmark))
+}
+
+/// The error if another program uses the port.
+fn in_use(error: KernelError, port: u16) -> KernelError {
+    if error.errno != EADDRINUSE {
+        return error;
+    }
+    let detail = format!("UDP port {port} is in use: stop its program, or set another ListenPort");
+    KernelError::explained(EADDRINUSE, detail)
+}
