@@ -11,14 +11,14 @@ use nix::kmod::{ModuleInitFlags, finit_module};
 use nix::mount::{MsFlags, mount};
 use nix::sys::reboot::{RebootMode, reboot};
 
-/// The prefix of user-mode Linux: `/usr`, or where its package was unpacked.
-const PREFIX: &str = "FLANNEL_UML";
 /// In the guest, the directory of its modules.
-const MODULES: &str = "FLANNEL_UML_MODULES";
+const MODULES: &str = "FLANNEL_GUEST_MODULES";
 /// The last line of a test that passed.
 const PASSED: &str = "the test passed in the guest";
 /// Variables that programs in the guest get, if they are set.
 const PASSED_ON: [&str; 4] = ["FLANNELCTL", "FLANNEL_LAB", "RUST_BACKTRACE", "RUST_LOG"];
+/// The guest is ended after this time, in seconds.
+const LIMIT: &str = "300";
 
 /// Runs `work` in user-mode Linux with these kernel modules. The guest has the files of this host,
 /// read-only, and writes to `/run` only. The test program runs the test again in the guest, as its
@@ -30,43 +30,116 @@ const PASSED_ON: [&str; 4] = ["FLANNELCTL", "FLANNEL_LAB", "RUST_BACKTRACE", "RU
 /// # Panics
 /// There is no user-mode Linux, or `work` panics in the guest.
 pub fn in_uml<F: FnOnce()>(modules: &[&str], work: F) {
+    in_guest(&UML, modules, work);
+}
+
+/// [`in_uml`] for a kernel of Debian in QEMU. This kernel has modules that user-mode Linux lacks,
+/// such as `wireguard`. The guest also has `wg` and `wireguard-go`. It starts in seconds. Programs
+/// in it take about ten times as long as on the host, because QEMU translates their instructions.
+///
+/// # Panics
+/// `FLANNEL_QEMU` does not name a directory of `get-guest.sh`, or `work` panics in the guest.
+pub fn in_qemu<F: FnOnce()>(modules: &[&str], work: F) {
+    in_guest(&QEMU, modules, work);
+}
+
+fn in_guest<F: FnOnce()>(machine: &Machine, modules: &[&str], work: F) {
     let path = std::any::type_name::<F>();
-    let test = path.strip_suffix("::{{closure}}").expect("in_uml gets a closure of the test");
+    let test = path.strip_suffix("::{{closure}}").expect("a guest gets a closure of the test");
     let test = test.split_once("::").map_or(test, |(_crate, rest)| rest);
     match std::env::var_os(MODULES) {
         Some(dir) => inside(Path::new(&dir), modules, work),
-        None if cfg!(target_arch = "x86_64") => outside(test),
+        None if cfg!(target_arch = "x86_64") => outside(machine, test),
         None => work(),
     }
 }
 
-fn outside(test: &str) {
-    let prefix = std::env::var_os(PREFIX).map_or_else(|| PathBuf::from("/usr"), PathBuf::from);
-    let (kernel, modules) = (prefix.join("bin/linux.uml"), prefix.join("lib/uml/modules"));
+/// What can run a kernel.
+struct Machine {
+    /// The variable that names its directory.
+    variable: &'static str,
+    /// The directory without that variable.
+    default: &'static str,
+    /// How to get one.
+    source: &'static str,
+    /// In its directory, the one with the modules of its only kernel.
+    modules: &'static str,
+    /// The start of this machine in its directory, with a directory for its own files.
+    command: fn(&Path, &Path, Start) -> Command,
+}
+
+/// What the kernel starts.
+struct Start {
+    /// The variables of the first program, each as `NAME=value`.
+    variables: Vec<String>,
+    program: String,
+    arguments: Vec<String>,
+}
+
+const UML: Machine = Machine {
+    variable: "FLANNEL_UML",
+    default: "/usr",
+    source: "install user-mode-linux, or run `test-support/get-guest.sh uml DIR` and name DIR/usr",
+    modules: "lib/uml/modules",
+    command: |dir, place, start| {
+        let mut command = Command::new(dir.join("bin/linux.uml"));
+        command.args(["mem=512M", "rootfstype=hostfs", "rootflags=/", "ro", "quiet"]);
+        command.args(["con=null", "con0=fd:0,fd:1", &format!("uml_dir={}/", place.display())]);
+        command.args(start.variables).arg(format!("init={}", start.program));
+        command.arg("--").args(start.arguments).env("TMPDIR", place);
+        command
+    },
+};
+
+const QEMU: Machine = Machine {
+    variable: "FLANNEL_QEMU",
+    default: "/usr/lib/flannel-qemu",
+    source: "run `test-support/get-guest.sh qemu DIR` and name DIR",
+    modules: "lib/modules",
+    // The first program of initrd.img mounts the files of the host, and then starts its arguments.
+    command: |dir, _, start| {
+        let mut command = Command::new(dir.join("qemu"));
+        command.args(["-accel", "tcg", "-cpu", "max", "-m", "1024", "-nodefaults", "-no-reboot"]);
+        command.args(["-display", "none", "-serial", "stdio", "-virtfs"]);
+        command.arg("local,path=/,mount_tag=host,security_model=none,readonly=on,multidevs=remap");
+        command.arg("-kernel").arg(dir.join("vmlinux"));
+        command.arg("-initrd").arg(dir.join("initrd.img")).arg("-append");
+        let path = format!("PATH={}/usr/bin:/usr/sbin:/usr/bin:/sbin:/bin", dir.display());
+        let (variables, arguments) = (start.variables.join(" "), start.arguments.join(" "));
+        let program = start.program;
+        command.arg(format!(
+            "console=ttyS0 quiet panic=-1 oops=panic {variables} {path} -- {program} {arguments}"
+        ));
+        command
+    },
+};
+
+fn outside(machine: &Machine, test: &str) {
+    let dir = std::env::var_os(machine.variable).unwrap_or_else(|| machine.default.into());
+    let dir = PathBuf::from(dir);
+    let modules = dir.join(machine.modules);
     let release =
         fs::read_dir(&modules).and_then(|mut all| all.next().ok_or(ErrorKind::NotFound)?);
     let release = release.unwrap_or_else(|error| {
-        panic!(
-            "{}: {error}; install user-mode-linux, or name in {PREFIX} the directory usr of its \
-             unpacked package",
-            modules.display()
-        )
+        let (source, variable) = (machine.source, machine.variable);
+        panic!("{}: {error}; {source} in {variable}", modules.display())
     });
     let place = tempfile::tempdir().expect("a temporary directory");
     let program = std::env::current_exe().expect("the test program");
-    let variables = PASSED_ON
-        .into_iter()
-        .filter_map(|name| Some(format!("{name}={}", std::env::var(name).ok()?)));
+    let mut variables = vec!["PATH=/usr/sbin:/usr/bin:/sbin:/bin".into(), "TMPDIR=/run".into()];
+    variables.push(format!("{MODULES}={}", release.path().display()));
+    variables.extend(
+        PASSED_ON
+            .into_iter()
+            .filter_map(|name| Some(format!("{name}={}", std::env::var(name).ok()?))),
+    );
+    let arguments = ["--exact", test, "--nocapture"].map(String::from).into();
+    let start = Start { variables, program: program.display().to_string(), arguments };
+    let kernel = (machine.command)(&dir, place.path(), start);
     let mut command = Command::new("timeout");
-    command.args(["--signal=KILL", "300"]).arg(kernel);
-    command.args(["mem=512M", "rootfstype=hostfs", "rootflags=/", "ro", "quiet"]);
-    command.args(["con=null", "con0=fd:0,fd:1", "PATH=/usr/sbin:/usr/bin:/sbin:/bin"]);
-    command.args(["TMPDIR=/run".to_owned(), format!("uml_dir={}/", place.path().display())]);
-    command.arg(format!("{MODULES}={}", release.path().display())).args(variables);
-    command.arg(format!("init={}", program.display()));
-    command.args(["--", "--exact", test, "--nocapture"]);
-    command.env("TMPDIR", place.path()).stdin(Stdio::null());
-    let output = command.output().expect("timeout runs");
+    command.args(["--signal=KILL", LIMIT]).arg(kernel.get_program()).args(kernel.get_args());
+    command.envs(kernel.get_envs().filter_map(|(name, value)| Some((name, value?))));
+    let output = command.stdin(Stdio::null()).output().expect("timeout runs");
     let [text, errors] = [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text));
     let status = output.status;
     assert!(text.contains(PASSED), "{test} failed in the guest: {status}\n{text}{errors}");
@@ -93,8 +166,11 @@ fn inside(dir: &Path, modules: &[&str], work: impl FnOnce()) {
 
 /// Loads a module after those that it needs.
 fn load(dir: &Path, module: &str) -> io::Result<()> {
-    let table = fs::read_to_string(dir.join("modules.dep"))?;
     let file = format!("/{module}.ko");
+    if fs::read_to_string(dir.join("modules.builtin"))?.lines().any(|path| path.ends_with(&file)) {
+        return Ok(());
+    }
+    let table = fs::read_to_string(dir.join("modules.dep"))?;
     let line = table.lines().find_map(|line| {
         let (path, needs) = line.split_once(':')?;
         path.ends_with(&file).then_some((path, needs))
