@@ -380,11 +380,6 @@ pub(crate) mod tests {
         Peer { link, key: PublicKey([8; 32]), attributes: Box::new(attributes) }
     }
 
-    fn hex(bytes: &[u8]) -> String {
-        let words = bytes.chunks(4).map(|word| word.iter().map(|b| format!("{b:02x}")).collect());
-        words.collect::<Vec<String>>().join(" ")
-    }
-
     #[test]
     fn joined_messages_have_every_peer_and_subnet_once() {
         let mut first = reread(set_peers(30, 7, &[put(&peer())]));

@@ -12,3 +12,4 @@ mod netfilter;
 mod objects;
 mod routes;
 mod suite;
+mod wireguard;

@@ -9,7 +9,8 @@ use crate::object::Secret;
 /// ([`Peer`](crate::object::Peer)).
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Wireguard {
-    /// The private key of this node, 32 bytes.
+    /// The private key of this node: 32 bytes, clamped as in RFC 7748, section 5. The kernel clamps
+    /// a key that is not, so such a key is never in place.
     pub key: Secret,
     /// The UDP port on which the device listens.
     pub port: u16,
