@@ -1,14 +1,11 @@
 #![doc = include_str!("../README.md")]
 
-use std::sync::Arc;
-
 use async_trait::async_trait;
 use flannel_core::address::Dual;
 use flannel_core::backend::{Blueprint, Built, Datapath, Env, ExternalInterface, Node, Prepared};
 use flannel_core::kernel::Footprint;
 use flannel_core::lease::Offer;
 use flannel_core::object::{LinkName, Object, Route, Via};
-use flannel_core::runtime::blocking;
 use flannel_core::status::Rejection;
 use flannel_core::{Backend, Config, Error, Result, Subnets};
 
@@ -72,9 +69,7 @@ impl Backend for HostGw {
 
     async fn prepare(&self, node: &Node<'_>, config: &Config) -> Result<Prepared> {
         self.validate(config, Some(node.uplink))?;
-        let kernel = Arc::clone(node.kernel);
-        let checked = blocking(move || kernel.may_change(&[])).await;
-        checked.map_err(|source| Error::Kernel { object: "routes".to_owned(), source })?;
+        node.may_change(Vec::new()).await?;
         let offer = Offer {
             public: Dual::from_fn(|family| {
                 node.uplink.address[family].filter(|_| config.networks[family].is_some())

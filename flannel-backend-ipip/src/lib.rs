@@ -1,7 +1,6 @@
 #![doc = include_str!("../README.md")]
 
 use std::net::{IpAddr, Ipv4Addr};
-use std::sync::Arc;
 
 use async_trait::async_trait;
 use flannel_core::address::{Dual, Family};
@@ -11,8 +10,7 @@ use flannel_core::backend::{
 use flannel_core::json::FieldError;
 use flannel_core::kernel::Footprint;
 use flannel_core::lease::Offer;
-use flannel_core::object::{self, Addr, Link, LinkKind, LinkName, Object, Route, Via};
-use flannel_core::runtime::blocking;
+use flannel_core::object::{self, Link, LinkKind, LinkName, Object, Route, Via};
 use flannel_core::status::Rejection;
 use flannel_core::{Backend, Config, Error, Result, Subnets};
 
@@ -89,9 +87,7 @@ impl Backend for Ipip {
         let mtu = node.uplink.mtu - OVERHEAD;
         let link =
             Link { name: device(), mtu, up: true, kind: LinkKind::Ipip(object::Ipip { local }) };
-        let (kernel, links) = (Arc::clone(node.kernel), vec![link.clone()]);
-        let checked = blocking(move || kernel.may_change(&links)).await;
-        checked.map_err(|source| Error::Kernel { object: "ipip device".to_owned(), source })?;
+        node.may_change(vec![link.clone()]).await?;
         let public = Dual { v4: node.uplink.public.v4, v6: None };
         let offer = Offer { public, kind: TYPE.into(), ..Offer::default() };
         let direct = direct_routing(config)?.then_some(uplink);
@@ -102,11 +98,7 @@ impl Backend for Ipip {
                 plan.objects(subnets, offer, env, objects)
             });
             (blueprint.lease_type, blueprint.footprint) = (Some(TYPE), footprint);
-            blueprint.base.insert(link);
-            if let Some(subnet) = lease.held().and_then(|lease| lease.subnets.family(Family::V4)) {
-                let len = Family::V4.bits();
-                blueprint.base.insert(Addr { link: device(), address: subnet.base(), len });
-            }
+            blueprint.base = lease.tunnel(&Dual { v4: Some(link), v6: None });
             Ok(Built::Kernel(blueprint))
         }))
     }

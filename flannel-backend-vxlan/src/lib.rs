@@ -4,17 +4,14 @@ mod mac;
 mod options;
 mod plan;
 
-use std::sync::Arc;
-
 use async_trait::async_trait;
 use flannel_core::address::{Dual, Family};
 use flannel_core::backend::{
-    Blueprint, Built, Datapath, ExternalInterface, Inlet, Node, NodeLease, Prepared,
+    Blueprint, Built, Datapath, ExternalInterface, Inlet, Node, Prepared, underlay_mtu,
 };
 use flannel_core::kernel::Footprint;
 use flannel_core::lease::Offer;
-use flannel_core::object::{Addr, Key, Link, LinkKind, LinkName, MacAddr, Object, State, Vxlan};
-use flannel_core::runtime::blocking;
+use flannel_core::object::{Key, Link, LinkKind, LinkName, MacAddr, Object, Vxlan};
 use flannel_core::{Backend, Config, Error, Result};
 
 pub use options::Options;
@@ -97,7 +94,7 @@ impl Backend for VxlanBackend {
             let (name, mtu) = (device_name(family, options.vni)?, underlay - overhead(family));
             Ok::<_, Error>(Link { name, mtu, up: true, kind: vxlan.into() })
         })?;
-        may_make(node, links.values().cloned().collect()).await?;
+        node.may_change(links.values().cloned().collect()).await?;
         let mtu = links.values().map(|link| link.mtu).min().unwrap_or(underlay);
         let offer = Offer {
             public: uplink.public,
@@ -113,27 +110,10 @@ impl Backend for VxlanBackend {
                 plan.objects(subnets, offer, env, objects)
             });
             (blueprint.lease_type, blueprint.footprint) = (Some(plan::TYPE), footprint);
-            blueprint.base = base(&links, lease);
+            blueprint.base = lease.tunnel(&links);
             Ok(Built::Kernel(blueprint))
         }))
     }
-}
-
-/// Checks the privilege and the kernel before a lease is taken.
-async fn may_make(node: &Node<'_>, links: Vec<Link>) -> Result<()> {
-    let kernel = Arc::clone(node.kernel);
-    let checked = blocking(move || kernel.may_change(&links)).await;
-    checked.map_err(|source| Error::Kernel { object: "vxlan device".to_owned(), source })
-}
-
-/// The devices, and the addresses of a lease that this node holds.
-fn base(links: &Dual<Link>, lease: &NodeLease) -> State {
-    let mut base: State = links.values().cloned().collect();
-    for subnet in lease.held().into_iter().flat_map(|lease| lease.subnets.iter()) {
-        let Some(link) = &links[subnet.family()] else { continue };
-        base.insert(Addr { link: link.name, address: subnet.base(), len: subnet.family().bits() });
-    }
-    base
 }
 
 fn refuse(reason: String) -> Error {
@@ -168,30 +148,14 @@ const fn overhead(family: Family) -> u32 {
     }
 }
 
-/// The MTU of the network between the nodes in bytes: the MTU in the config, else the interface's.
-/// `None` if neither is known. It is large enough for the tunnels of all enabled families.
+/// See [`underlay_mtu`].
 fn underlay(
     config: &Config,
     options: &Options,
     uplink: Option<&ExternalInterface>,
 ) -> Result<Option<u32>> {
-    let (field, underlay) = match (options.mtu, uplink) {
-        (Some(mtu), Some(uplink)) if mtu > uplink.mtu => {
-            let (most, name) = (uplink.mtu, uplink.name);
-            return Err(refuse(format!("Backend.MTU {mtu}: at most {most}, the MTU of {name}")));
-        }
-        (Some(mtu), _) => ("Backend.MTU", mtu),
-        (None, Some(uplink)) => ("the interface's MTU", uplink.mtu),
-        (None, None) => return Ok(None),
-    };
-    let least = |family: &Family| family.least_mtu() + overhead(*family);
-    let neediest = config.networks.families().max_by_key(least);
-    let Some(family) = neediest.filter(|family| underlay < least(family)) else {
-        return Ok(Some(underlay));
-    };
-    let (least, own, tunnel) = (least(&family), family.least_mtu(), overhead(family));
-    let needs = format!("at least {least}, its own {own} and {tunnel} for the tunnel");
-    Err(refuse(format!("{field} {underlay} is too small for {family}: {needs}")))
+    let overhead = config.networks.map(|family, _| overhead(family));
+    underlay_mtu(options.mtu, uplink, &overhead).map_err(refuse)
 }
 
 /// A MAC address for each device: see [`mac`].

@@ -7,6 +7,7 @@ use flannel_backend_extension::Extension;
 use flannel_backend_hostgw::HostGw;
 use flannel_backend_ipip::Ipip;
 use flannel_backend_vxlan::VxlanBackend;
+use flannel_backend_wireguard::WireguardBackend;
 
 pub use self::list::{Backends, UnknownBackend};
 
@@ -16,7 +17,7 @@ static EXTENSION: Extension = Extension::new();
 /// The backends of this build.
 pub fn all() -> Backends {
     let routing = Backends::default().with(&VxlanBackend).with(&HostGw).with(&Ipip);
-    routing.with(&EXTENSION).with(&Alloc)
+    routing.with(&WireguardBackend).with(&EXTENSION).with(&Alloc)
 }
 
 #[cfg(test)]
@@ -28,7 +29,8 @@ mod tests {
         assert_eq!(backends.find("alloc").unwrap().lease_type(), "");
         let error = backends.find("vlxan").unwrap_err().to_string();
         assert!(
-            error.contains("\"vlxan\"") && error.contains("vxlan, host-gw, ipip, extension, alloc"),
+            error.contains("\"vlxan\"")
+                && error.contains("vxlan, host-gw, ipip, wireguard, extension, alloc"),
             "{error}"
         );
     }

@@ -2,6 +2,7 @@
 
 mod plan;
 mod secrets;
+mod underlay;
 
 use std::fmt;
 use std::net::IpAddr;
@@ -13,13 +14,14 @@ use async_trait::async_trait;
 
 pub use self::plan::{Answer, Env, Plan};
 pub use self::secrets::{MakeSecret, MemorySecrets, Secrets};
+pub use self::underlay::underlay_mtu;
 use crate::address::Dual;
 use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::kernel::{Annex, Footprint, Kernel};
 use crate::lease::{Lease, Offer, Origin, Subnets, View};
 use crate::network::Network;
-use crate::object::{LinkName, Object, State};
+use crate::object::{Addr, Link, LinkName, Object, State};
 use crate::runtime::blocking;
 use crate::status::Rejection;
 use crate::subnet::{Hints, SubnetManager};
@@ -191,6 +193,20 @@ impl<'a> Node<'a> {
             .await
             .map_err(|source| Error::Kernel { object: "network objects".into(), source })
     }
+
+    /// [`Kernel::may_change`] on a blocking thread of tokio, before a lease is taken. Fails with
+    /// [`Error::Kernel`].
+    ///
+    /// # Panics
+    /// The kernel panics, or there is no tokio runtime.
+    pub async fn may_change(&self, links: Vec<Link>) -> Result<()> {
+        let device = |link: &Link| format!("{} device", link.kind.attributes().kind());
+        let object = links.first().map_or_else(|| "routes".into(), device);
+        let kernel = Arc::clone(self.kernel);
+        blocking(move || kernel.may_change(&links))
+            .await
+            .map_err(|source| Error::Kernel { object, source })
+    }
 }
 
 /// Builds a network for the node's lease. It is called once the node has the lease.
@@ -244,6 +260,18 @@ impl NodeLease {
             Self::Held(lease) => Some(lease),
             Self::Lapsed(_) => None,
         }
+    }
+
+    /// The tunnel devices of a network, and on each the first address of this node's subnet, if the
+    /// node holds the lease. `links`: the device of each family.
+    pub fn tunnel(&self, links: &Dual<Link>) -> State {
+        let mut base: State = links.values().cloned().collect();
+        for subnet in self.held().into_iter().flat_map(|lease| lease.subnets.iter()) {
+            let Some(link) = &links[subnet.family()] else { continue };
+            let (link, address, len) = (link.name, subnet.base(), subnet.family().bits());
+            base.insert(Addr { link, address, len });
+        }
+        base
     }
 }
 

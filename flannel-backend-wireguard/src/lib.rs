@@ -1,0 +1,178 @@
+#![doc = include_str!("../README.md")]
+
+mod key;
+mod options;
+mod plan;
+
+use async_trait::async_trait;
+use flannel_core::address::{Dual, Family};
+use flannel_core::backend::{
+    Blueprint, Built, Datapath, ExternalInterface, Inlet, Node, Prepared, underlay_mtu,
+};
+use flannel_core::kernel::Footprint;
+use flannel_core::lease::Offer;
+use flannel_core::object::{Link, LinkName, Route, Via, Wireguard};
+use flannel_core::runtime::blocking;
+use flannel_core::{Backend, Config, Error, Result};
+
+use self::key::KeyPair;
+pub use self::key::SECRET;
+pub use self::options::{Mode, Options, Psk};
+
+/// The backend `wireguard`: encrypted tunnels, with one device for each family or one for both.
+///
+/// Options: [`Options`]. The MTU of a device is that of the underlay less 60 bytes if the tunnel
+/// runs between IPv4 addresses, else less 80. The MTU of pods is the smallest over the enabled
+/// families. The private key is the secret [`SECRET`].
+///
+/// **Source**: flannel `pkg/backend/wireguard`. Different on purpose:
+/// - A tunnel between IPv4 addresses costs 60 bytes, not 80.
+/// - An existing device is changed in place. It stays when the program ends.
+/// - With one tunnel, `ListenPort` is published for both families.
+/// - The address of a peer that was learned from its packets is kept while handshakes succeed.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct WireguardBackend;
+
+#[async_trait]
+impl Backend for WireguardBackend {
+    fn kind(&self) -> &'static str {
+        plan::TYPE
+    }
+
+    fn option_names(&self) -> Option<&'static [&'static str]> {
+        Some(&Options::NAMES)
+    }
+
+    fn datapath(&self, config: &Config) -> Result<Datapath> {
+        let options = options(config)?;
+        let mut datapath = Datapath::default();
+        datapath.devices = devices(config, options.mode);
+        datapath.overhead = overheads(config, options.mode);
+        let ports = ports(config, &options);
+        datapath.inlets = ports.values().copied().map(Inlet::Udp).collect();
+        datapath.inlets.dedup();
+        datapath.encrypted = true;
+        Ok(datapath)
+    }
+
+    fn footprint(&self, config: &Config, uplink: Option<LinkName>) -> Result<Footprint> {
+        Ok(Footprint {
+            // All, so that the device of a disabled family or of another mode is deleted.
+            links: Family::BOTH.map(device).into(),
+            networks: config.pod_networks().collect(),
+            routes_on: uplink.into_iter().collect(),
+            // The blackholes of this node's own subnets.
+            blackholes: true,
+            ..Footprint::default()
+        })
+    }
+
+    fn validate(&self, config: &Config, uplink: Option<&ExternalInterface>) -> Result<()> {
+        let options = options(config)?;
+        let both = config.networks.v4.is_some() && config.networks.v6.is_some();
+        if both && options.mode == Mode::Separate && options.port == options.port_v6 {
+            let port = options.port;
+            return Err(refuse(format!(
+                "Backend.ListenPortV6 {port}: expected another port than ListenPort, because each \
+                 tunnel needs its own, or the Mode auto"
+            )));
+        }
+        underlay_mtu(options.mtu, uplink, &overheads(config, options.mode)).map_err(refuse)?;
+        let Some(uplink) = uplink else { return Ok(()) };
+        let needs = |family: &Family| match options.mode {
+            Mode::Separate => config.networks[*family].is_some(),
+            Mode::Auto => false,
+            Mode::Ipv4 => *family == Family::V4,
+            Mode::Ipv6 => *family == Family::V6,
+        };
+        let missing = Family::BOTH.iter().find(|f| needs(f) && uplink.address[**f].is_none());
+        let (name, Some(family)) = (uplink.name, missing) else { return Ok(()) };
+        Err(refuse(format!("{name} has no {family} address, which the network config needs")))
+    }
+
+    async fn prepare(&self, node: &Node<'_>, config: &Config) -> Result<Prepared> {
+        self.validate(config, Some(node.uplink))?;
+        let (options, uplink) = (options(config)?, node.uplink);
+        let overhead = overheads(config, options.mode);
+        let underlay = underlay_mtu(options.mtu, Some(uplink), &overhead).map_err(refuse)?;
+        let underlay = underlay.unwrap_or(uplink.mtu);
+        let psk = match options.psk.clone() {
+            Some(Psk::Key(key)) => Some(key),
+            Some(Psk::File(path)) => {
+                Some(blocking(move || key::read(&path)).await.map_err(refuse)?)
+            }
+            None => None,
+        };
+        let keys = KeyPair::of(node.secrets).await.map_err(|error| refuse(error.to_string()))?;
+        let ports = ports(config, &options);
+        let devices = devices(config, options.mode);
+        let links = devices.map(|family, name| {
+            let (key, port) = (keys.private.clone(), ports[family].unwrap_or(options.port));
+            // One device for both families has the overhead of both.
+            let mtu = underlay - overhead[family].unwrap_or_default();
+            Link { name: *name, mtu, up: true, kind: Wireguard { key, port }.into() }
+        });
+        node.may_change(links.values().cloned().collect()).await?;
+        let mtu = links.values().map(|link| link.mtu).min().unwrap_or(underlay);
+        let data = ports.map(|_, port| plan::backend_data(keys.public, *port));
+        let offer = Offer { public: uplink.public, kind: plan::TYPE.into(), data };
+        let footprint = self.footprint(config, Some(uplink.name))?;
+        let networks = config.networks.map(|_, pods| pods.network);
+        let (local, public) = (uplink.address, uplink.public);
+        let (mode, keepalive) = (options.mode, options.keepalive);
+        Ok(Prepared::new(offer, move |lease| {
+            let own = lease.lease().subnets;
+            let plan = plan::Plan { mode, devices, ports, psk, keepalive, local, public, own };
+            let mut blueprint = Blueprint::new(mtu, move |subnets, offer, env, objects| {
+                plan.objects(subnets, offer, env, objects)
+            });
+            (blueprint.lease_type, blueprint.footprint) = (Some(plan::TYPE), footprint);
+            blueprint.base = lease.tunnel(&links);
+            for (family, dst) in networks.iter() {
+                let Some(link) = devices[family] else { continue };
+                blueprint.base.insert(Route { dst: *dst, via: Via::Link(link), mtu: None });
+            }
+            Ok(Built::Kernel(blueprint))
+        }))
+    }
+}
+
+fn refuse(reason: String) -> Error {
+    Error::Backend { backend: plan::TYPE.into(), reason }
+}
+
+fn options(config: &Config) -> Result<Options> {
+    Options::parse(&config.backend).map_err(|error| refuse(error.to_string()))
+}
+
+/// The tunnel device of a family. One for both families is that of IPv4.
+fn device(family: Family) -> LinkName {
+    let name = match family {
+        Family::V4 => "flannel-wg",
+        Family::V6 => "flannel-wg-v6",
+    };
+    name.parse().expect("a valid name")
+}
+
+/// The tunnel device of each enabled family.
+fn devices(config: &Config, mode: Mode) -> Dual<LinkName> {
+    let of = |family| if mode == Mode::Separate { device(family) } else { device(Family::V4) };
+    config.networks.map(|family, _| of(family))
+}
+
+/// The UDP port of the tunnel of each enabled family.
+fn ports(config: &Config, options: &Options) -> Dual<u16> {
+    config.networks.map(|family, _| match (options.mode, family) {
+        (Mode::Separate, Family::V6) => options.port_v6,
+        _ => options.port,
+    })
+}
+
+/// The size of the outer IP, UDP and WireGuard headers with the authentication tag, in bytes, for
+/// packets of each enabled family.
+fn overheads(config: &Config, mode: Mode) -> Dual<u32> {
+    config.networks.map(|family, _| match (mode, family) {
+        (Mode::Ipv4, _) | (Mode::Separate, Family::V4) => 20 + 8 + 16 + 16,
+        _ => 40 + 8 + 16 + 16,
+    })
+}

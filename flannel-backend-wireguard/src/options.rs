@@ -1,0 +1,188 @@
+//! The options of the `Backend` object.
+
+use std::path::PathBuf;
+
+use flannel_core::config::BackendConfig;
+use flannel_core::json::{FieldError, Fields};
+use flannel_core::object::Secret;
+
+use crate::key::decode;
+
+/// The options of the backend `wireguard`.
+///
+/// **Source**: flannel `pkg/backend/wireguard/wireguard.go: RegisterNetwork`. Different on purpose:
+/// numbers outside their range are errors, and `PSKFile` is new.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Options {
+    /// `ListenPort`: the UDP port of the IPv4 tunnel, or of the only one; default (0): 51820.
+    pub port: u16,
+    /// `ListenPortV6`: the UDP port of the IPv6 tunnel of [`Mode::Separate`]; default (0): 51821.
+    pub port_v6: u16,
+    /// `MTU`: of the underlay, in bytes; at most that of the external interface, which is also the
+    /// default (`None`, 0).
+    pub mtu: Option<u32>,
+    /// `PSK`, `PSKFile`: a key that all nodes share, besides their own keys; `None`: no such key.
+    pub psk: Option<Psk>,
+    /// `PersistentKeepaliveInterval`: the seconds after which an idle tunnel sends an empty packet.
+    /// The default (0) is never. Nodes behind NAT need 25.
+    pub keepalive: u16,
+    /// `Mode`: see [`Mode`].
+    pub mode: Mode,
+}
+
+/// The source of the key that all nodes share.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Psk {
+    /// `PSK`: the key itself, 32 bytes.
+    Key(Secret),
+    /// `PSKFile`: a file on each node with the key as base64, such as a mounted Kubernetes Secret.
+    File(PathBuf),
+}
+
+/// The tunnels of a node, and the addresses between which they run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Mode {
+    /// `separate`, the default: IPv4 packets travel between IPv4 addresses, and IPv6 packets
+    /// between IPv6 addresses, each in a tunnel of its own.
+    Separate,
+    /// `auto`: one tunnel for both families. It runs to the IPv4 address of a peer, unless only its
+    /// IPv6 address is public.
+    Auto,
+    /// `ipv4`: one tunnel for both families, between IPv4 addresses.
+    Ipv4,
+    /// `ipv6`: one tunnel for both families, between IPv6 addresses.
+    Ipv6,
+}
+
+impl Options {
+    /// The names of the fields.
+    pub const NAMES: [&str; 7] = [
+        "ListenPort",
+        "ListenPortV6",
+        "MTU",
+        "PSK",
+        "PSKFile",
+        "PersistentKeepaliveInterval",
+        "Mode",
+    ];
+
+    /// Reads the options.
+    ///
+    /// # Errors
+    /// The first wrong field. The text never has the key.
+    pub fn parse(config: &BackendConfig) -> Result<Self, FieldError> {
+        let fields = config.fields()?;
+        let [port, port_v6, mtu, _, _, keepalive, mode] = Self::NAMES;
+        let number = |name, expected: &str, max: u64| {
+            let value: Option<u64> = fields.take(name, expected)?;
+            match value {
+                Some(value) if value > max => Err(fields.error(name, &value, expected)),
+                value => Ok(value.unwrap_or(0)),
+            }
+        };
+        let port_of = |name, default: u16| {
+            let expected = format!("a UDP port, 0 for {default}");
+            let port = number(name, &expected, u64::from(u16::MAX))?;
+            // It is at most its maximum, which fits.
+            Ok(if port == 0 { default } else { port as u16 })
+        };
+        let mtu_range = "the underlay's MTU in bytes, at most the interface's, 0 for that";
+        let mtu = number(mtu, mtu_range, 65_535)? as u32;
+        let seconds = "seconds as a number from 0 (never) to 65535";
+        Ok(Self {
+            port: port_of(port, 51820)?,
+            port_v6: port_of(port_v6, 51821)?,
+            mtu: (mtu != 0).then_some(mtu),
+            psk: psk(&fields)?,
+            keepalive: number(keepalive, seconds, u64::from(u16::MAX))? as u16,
+            mode: parse_mode(&fields, mode)?,
+        })
+    }
+}
+
+fn psk(fields: &Fields) -> Result<Option<Psk>, FieldError> {
+    let [_, _, _, psk, file, ..] = Options::NAMES;
+    let wrong = || fields.error(psk, &"(not shown)", "32 bytes as base64, from `wg genpsk`");
+    let key: Option<String> = fields.take(psk, "").map_err(|_| wrong())?;
+    let path: Option<String> = fields.take(file, "the path of a file")?;
+    let (key, path) = (key.filter(|key| !key.is_empty()), path.filter(|path| !path.is_empty()));
+    match (key, path) {
+        (Some(_), Some(path)) => Err(fields.error(file, &path, format!("no {file} besides {psk}"))),
+        (Some(key), None) => Ok(Some(Psk::Key(decode(key.as_bytes()).ok_or_else(wrong)?))),
+        (None, Some(path)) if path.starts_with('/') => Ok(Some(Psk::File(path.into()))),
+        (None, Some(path)) => Err(fields.error(file, &path, "an absolute path")),
+        (None, None) => Ok(None),
+    }
+}
+
+fn parse_mode(fields: &Fields, name: &str) -> Result<Mode, FieldError> {
+    let expected = "separate, auto, ipv4 or ipv6";
+    let text: Option<String> = fields.take(name, expected)?;
+    match text.as_deref() {
+        None | Some("separate") => Ok(Mode::Separate),
+        Some("auto") => Ok(Mode::Auto),
+        Some("ipv4") => Ok(Mode::Ipv4),
+        Some("ipv6") => Ok(Mode::Ipv6),
+        Some(text) => Err(fields.error(name, &format!("{text:?}"), expected)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use flannel_core::Config;
+
+    fn parse(backend: &str) -> Result<Options, FieldError> {
+        let config = format!(r#"{{"Network":"10.1.0.0/16","Backend":{backend}}}"#);
+        Options::parse(&Config::parse(&config).unwrap().backend)
+    }
+
+    #[test]
+    fn defaults_and_all_options() {
+        let defaults = Options {
+            port: 51820,
+            port_v6: 51821,
+            mtu: None,
+            psk: None,
+            keepalive: 0,
+            mode: Mode::Separate,
+        };
+        for text in [
+            r#"{"Type":"wireguard"}"#,
+            r#"{"Type":"wireguard","PSK":"","PSKFile":"","MTU":0,"ListenPort":0,"Mode":null}"#,
+        ] {
+            assert_eq!(parse(text), Ok(defaults.clone()), "{text}");
+        }
+        let all = parse(
+            r#"{"Type":"wireguard","listenport":7,"ListenPortV6":8,"MTU":1400,"Mode":"auto",
+                "PSK":"AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8=",
+                "PersistentKeepaliveInterval":25}"#,
+        );
+        let key: [u8; 32] = std::array::from_fn(|n| n as u8);
+        let psk = Some(Psk::Key(Secret::new(key)));
+        let (mode, mtu) = (Mode::Auto, Some(1400));
+        assert_eq!(all, Ok(Options { port: 7, port_v6: 8, mtu, psk, keepalive: 25, mode }));
+        let file = parse(r#"{"Type":"wireguard","PSKFile":"/etc/psk"}"#).unwrap().psk;
+        assert_eq!(file, Some(Psk::File("/etc/psk".into())));
+    }
+
+    #[test]
+    fn wrong_values_are_named_but_no_key_is_shown() {
+        for (options, field, value) in [
+            (r#""ListenPort":70000"#, "ListenPort", "70000"),
+            (r#""ListenPortV6":-1"#, "ListenPortV6", "-1"),
+            (r#""MTU":65536"#, "MTU", "65536"),
+            (r#""PersistentKeepaliveInterval":"25s""#, "PersistentKeepaliveInterval", "\"25s\""),
+            (r#""PersistentKeepaliveInterval":65536"#, "PersistentKeepaliveInterval", "65536"),
+            (r#""Mode":"Auto""#, "Mode", "\"Auto\""),
+            (r#""PSK":"hunter2""#, "PSK", "(not shown)"),
+            (r#""PSK":["hunter2"]"#, "PSK", "(not shown)"),
+            (r#""PSKFile":"psk""#, "PSKFile", "psk"),
+            (r#""PSK":"hunter2","PSKFile":"/psk""#, "PSKFile", "/psk"),
+        ] {
+            let error = parse(&format!(r#"{{"Type":"wireguard",{options}}}"#)).unwrap_err();
+            assert_eq!((&*error.field, &*error.value), (&*format!("Backend.{field}"), value));
+            assert!(!error.to_string().contains("hunter2"), "{error}");
+        }
+    }
+}

@@ -1,0 +1,299 @@
+//! The objects of a peer: one peer of each tunnel device. A route for all peers is part of the base.
+//!
+//! **Source**: flannel `pkg/backend/wireguard/wireguard_network.go: handleSubnetEvents`.
+
+use std::net::{IpAddr, SocketAddr};
+
+use flannel_core::Subnets;
+use flannel_core::address::{Dual, Family};
+use flannel_core::backend::Env;
+use flannel_core::json::{FieldError, Fields};
+use flannel_core::lease::{Endpoint, Offer};
+use flannel_core::object::{LinkName, Object, Peer, PeerAttributes, PublicKey, Secret};
+use flannel_core::status::Rejection;
+
+use crate::options::Mode;
+
+/// The backend type in leases.
+pub(crate) const TYPE: &str = "wireguard";
+
+#[derive(Debug, Clone)]
+pub(crate) struct Plan {
+    pub(crate) mode: Mode,
+    /// The tunnel device of each enabled family.
+    pub(crate) devices: Dual<LinkName>,
+    /// The UDP ports of nodes that publish none.
+    pub(crate) ports: Dual<u16>,
+    pub(crate) psk: Option<Secret>,
+    pub(crate) keepalive: u16,
+    /// The addresses of this node's external interface.
+    pub(crate) local: Dual<IpAddr>,
+    /// The addresses that this node publishes.
+    pub(crate) public: Dual<IpAddr>,
+    /// This node's subnets.
+    pub(crate) own: Subnets,
+}
+
+/// The backend data of a family.
+struct Data {
+    key: PublicKey,
+    /// `None`: the node publishes none.
+    port: Option<u16>,
+}
+
+impl Plan {
+    pub(crate) fn objects(
+        &self,
+        subnets: &Subnets,
+        offer: &Offer,
+        env: &Env<'_>,
+        out: &mut Vec<Object>,
+    ) -> Result<(), Rejection> {
+        let none = "it has no public address with backend data for any enabled family";
+        let enabled = |end: &Endpoint<'_>| self.devices[end.subnet.family()].is_some();
+        let ends = offer.endpoints(subnets).filter(enabled);
+        if self.mode != Mode::Separate {
+            let (mut allowed, mut data) = (Dual::default(), Dual::default());
+            for Endpoint { subnet, data: text, .. } in ends {
+                allowed[subnet.family()] = Some(subnet);
+                data[subnet.family()] = text.map(read).transpose()?;
+            }
+            let (device, address) = (self.devices.values().next(), self.choose(&offer.public));
+            let (Some(link), Some(address)) = (device, address) else {
+                return Err(Rejection::Rejected(none.into()));
+            };
+            // Go flannel publishes the port of its only tunnel with the data of IPv4.
+            let port = data.values().find_map(|data: &Data| data.port);
+            let Some(data) = data.v6.as_ref().or(data.v4.as_ref()) else {
+                return Err(Rejection::Rejected(none.into()));
+            };
+            let port = port.or(self.ports.values().next().copied()).unwrap_or_default();
+            let endpoint = self.endpoint((address, port), subnets)?;
+            out.push(self.peer(*link, data.key, endpoint, allowed));
+            return Ok(());
+        }
+        let (mut bad, before) = (None, out.len());
+        for Endpoint { subnet, public, data } in ends {
+            // A family that is not published leaves the other one.
+            let family = subnet.family();
+            let (Some(link), Some(public), Some(data)) = (self.devices[family], public, data)
+            else {
+                continue;
+            };
+            let found = read(data).map_err(Rejection::from).and_then(|data| {
+                let port = data.port.or(self.ports[family]).unwrap_or_default();
+                Ok((data.key, self.endpoint((public, port), subnets)?))
+            });
+            match found {
+                Ok((key, endpoint)) => {
+                    let allowed = Dual::from_fn(|f| (f == family).then_some(subnet));
+                    out.push(self.peer(link, key, endpoint, allowed));
+                }
+                Err(rejected) => {
+                    env.advise(rejected.to_string());
+                    bad = Some(rejected);
+                }
+            }
+        }
+        if out.len() > before {
+            return Ok(());
+        }
+        Err(bad.unwrap_or_else(|| Rejection::Rejected(none.into())))
+    }
+
+    fn peer(
+        &self,
+        link: LinkName,
+        key: PublicKey,
+        endpoint: SocketAddr,
+        allowed: Dual<flannel_core::Subnet>,
+    ) -> Object {
+        let (psk, keepalive) = (self.psk.clone(), self.keepalive);
+        let attributes = Box::new(PeerAttributes { endpoint, allowed, psk, keepalive });
+        Peer { link, key, attributes }.into()
+    }
+
+    /// The endpoint, if packets can be sent to it.
+    fn endpoint(
+        &self,
+        (address, port): (IpAddr, u16),
+        subnets: &Subnets,
+    ) -> Result<SocketAddr, Rejection> {
+        // The plan also runs for this node's own lease.
+        let is_ours = self.local[Family::of(address)] == Some(address);
+        if is_ours && !self.own.overlaps(subnets) {
+            return Err(Rejection::OwnAddress(address));
+        }
+        if matches!(address, IpAddr::V6(v6) if v6.is_unicast_link_local()) {
+            let reason = "is link-local, which a tunnel cannot reach";
+            return Err(Rejection::Rejected(format!("its public address {address} {reason}")));
+        }
+        Ok((address, port).into())
+    }
+
+    /// The address for the only tunnel to a peer with these public addresses.
+    ///
+    /// **Source**: `selectPublicEndpoint` for [`Mode::Auto`].
+    fn choose(&self, of_peer: &Dual<IpAddr>) -> Option<IpAddr> {
+        match (self.mode, of_peer.v4, of_peer.v6) {
+            (Mode::Ipv4, v4, _) => v4,
+            (Mode::Ipv6, _, v6) => v6,
+            (_, Some(v4), Some(v6)) => {
+                let to_v4 = !is_private(v4) && self.public.v4.is_some();
+                let to_v6 = !is_private(v6) && self.public.v6.is_some_and(|own| !is_private(own));
+                Some(if !to_v4 && to_v6 { v6 } else { v4 })
+            }
+            (_, v4, v6) => v4.or(v6),
+        }
+    }
+}
+
+/// Whether an address is of RFC 1918 or RFC 4193.
+fn is_private(address: IpAddr) -> bool {
+    match address {
+        IpAddr::V4(address) => address.is_private(),
+        IpAddr::V6(address) => address.is_unique_local(),
+    }
+}
+
+fn read(data: &str) -> Result<Data, FieldError> {
+    let fields = Fields::parse(data, "BackendData")?;
+    let expected = "the public key of the node, 32 bytes as base64";
+    let key: Option<PublicKey> = fields.parsed("PublicKey", expected)?;
+    let key = key.filter(|key| key.0 != [0; 32]);
+    let key = key.ok_or_else(|| fields.error("PublicKey", &"nothing", expected))?;
+    let port: Option<u16> = fields.take("Port", "a UDP port")?;
+    Ok(Data { key, port: port.filter(|port| *port != 0) })
+}
+
+/// The backend data, byte for byte as Go flannel writes it.
+pub(crate) fn backend_data(key: PublicKey, port: u16) -> Box<str> {
+    format!(r#"{{"PublicKey":"{key}","Port":{port}}}"#).into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn address(text: &str) -> IpAddr {
+        text.parse().unwrap()
+    }
+
+    fn plan(mode: Mode) -> Plan {
+        let name = |text: &str| text.parse::<LinkName>().unwrap();
+        let v6 = if mode == Mode::Separate { "flannel-wg-v6" } else { "flannel-wg" };
+        Plan {
+            mode,
+            devices: Dual { v4: Some(name("flannel-wg")), v6: Some(name(v6)) },
+            ports: Dual { v4: Some(51820), v6: Some(51821) },
+            psk: None,
+            keepalive: 0,
+            local: Dual { v4: Some(address("10.0.0.9")), v6: Some(address("fd00::9")) },
+            public: Dual { v4: Some(address("10.0.0.9")), v6: Some(address("fd00::9")) },
+            own: "10.1.9.0-24&fd00:1:0:9::-64".parse().unwrap(),
+        }
+    }
+
+    fn run(plan: &Plan, subnets: &str, offer: &Offer) -> Result<Vec<String>, String> {
+        let (env, mut objects) = (Env::new(&|_| None), Vec::new());
+        plan.objects(&subnets.parse().unwrap(), offer, &env, &mut objects)
+            .map_err(|rejected| rejected.to_string())?;
+        Ok(objects.iter().map(ToString::to_string).collect())
+    }
+
+    const PEER: &str = "10.1.7.0-24&fd00:1:0:7::-64";
+
+    fn offer(v4: Option<&str>, v6: Option<&str>) -> Offer {
+        let data = |port: &str| format!(r#"{{"PublicKey":"{}"{port}}}"#, PublicKey([7; 32])).into();
+        Offer {
+            public: Dual { v4: v4.map(address), v6: v6.map(address) },
+            kind: TYPE.into(),
+            data: Dual { v4: Some(data(r#","Port":1004"#)), v6: Some(data(r#","Port":1006"#)) },
+        }
+    }
+
+    #[test]
+    fn separate_tunnels_have_a_peer_each() {
+        let key = PublicKey([7; 32]);
+        let both = offer(Some("192.0.2.7"), Some("2001:db8::7"));
+        let plan = plan(Mode::Separate);
+        let [v4, v6] = [
+            format!("peer {key} endpoint 192.0.2.7:1004 allowed-ips 10.1.7.0/24 dev flannel-wg"),
+            format!(
+                "peer {key} endpoint [2001:db8::7]:1006 allowed-ips fd00:1:0:7::/64 dev \
+                 flannel-wg-v6"
+            ),
+        ];
+        assert_eq!(run(&plan, PEER, &both), Ok(vec![v4.clone(), v6.clone()]));
+        // A node of an older Go flannel publishes no port.
+        let mut old = both.clone();
+        old.data.v4 = Some(format!(r#"{{"publickey":"{key}","Port":0}}"#).into());
+        let [own_port, _] = &run(&plan, PEER, &old).unwrap()[..] else { panic!() };
+        assert_eq!(*own_port, v4.replace("1004", "51820"));
+        assert_eq!(run(&plan, PEER, &offer(Some("192.0.2.7"), None)), Ok(vec![v4.clone()]));
+        let mut bad = both.clone();
+        bad.data.v6 = Some("{}".into());
+        assert_eq!(run(&plan, PEER, &bad), Ok(vec![v4]), "the other family is still used");
+        let without = run(&plan, PEER, &Offer { data: Dual::default(), ..both });
+        assert!(without.unwrap_err().contains("no public address with backend data"));
+    }
+
+    #[test]
+    fn one_tunnel_carries_both_families() {
+        let key = PublicKey([7; 32]);
+        let expected = |endpoint: &str| {
+            let allowed = "allowed-ips 10.1.7.0/24,fd00:1:0:7::/64 dev flannel-wg";
+            Ok(vec![format!("peer {key} endpoint {endpoint} {allowed}")])
+        };
+        // The addresses of the peer, those of this node, and the endpoint for the mode auto.
+        for (v4, v6, own, auto) in [
+            ("192.0.2.7", "2001:db8::7", ["10.0.0.9", "2001:db8::9"], "192.0.2.7:1004"),
+            ("10.0.0.7", "2001:db8::7", ["10.0.0.9", "2001:db8::9"], "[2001:db8::7]:1004"),
+            ("10.0.0.7", "2001:db8::7", ["10.0.0.9", "fd00::9"], "10.0.0.7:1004"),
+            ("10.0.0.7", "fd00::7", ["10.0.0.9", "2001:db8::9"], "10.0.0.7:1004"),
+        ] {
+            let [own_v4, own_v6] = own.map(|text| Some(address(text)));
+            let plan = |mode| Plan { public: Dual { v4: own_v4, v6: own_v6 }, ..plan(mode) };
+            let both = offer(Some(v4), Some(v6));
+            assert_eq!(run(&plan(Mode::Auto), PEER, &both), expected(auto), "{v4} {v6} {own:?}");
+            assert_eq!(run(&plan(Mode::Ipv4), PEER, &both), expected(&format!("{v4}:1004")));
+            assert_eq!(run(&plan(Mode::Ipv6), PEER, &both), expected(&format!("[{v6}]:1004")));
+        }
+        let plan = plan(Mode::Auto);
+        let only_v6 = offer(None, Some("2001:db8::7"));
+        assert_eq!(run(&plan, PEER, &only_v6), expected("[2001:db8::7]:1004"));
+        assert!(run(&plan, PEER, &offer(None, None)).is_err());
+    }
+
+    #[test]
+    fn unusable_leases_are_rejected_with_the_reason() {
+        for mode in [Mode::Separate, Mode::Auto] {
+            let plan = plan(mode);
+            for (data, reason) in [
+                ("{}", "PublicKey"),
+                (r#"{"PublicKey":"AAAA"}"#, "PublicKey"),
+                (
+                    r#"{"PublicKey":"AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA="}"#,
+                    "PublicKey: nothing is not valid",
+                ),
+                (r#"{"PublicKey":7}"#, "PublicKey"),
+                (
+                    r#"{"PublicKey":"BwcHBwcHBwcHBwcHBwcHBwcHBwcHBwcHBwcHBwcHBwc=","Port":70000}"#,
+                    "Port",
+                ),
+                ("[]", "BackendData"),
+            ] {
+                let mut bad = offer(Some("192.0.2.7"), None);
+                bad.data = Dual { v4: Some(data.into()), v6: Some(data.into()) };
+                let error = run(&plan, PEER, &bad).unwrap_err();
+                assert!(error.contains(reason), "{mode:?} {data}: {error}");
+            }
+            let ours = offer(Some("10.0.0.9"), None);
+            assert!(run(&plan, PEER, &ours).unwrap_err().contains("10.0.0.9"));
+            let own = "10.1.9.0-24&fd00:1:0:9::-64";
+            assert!(run(&plan, own, &ours).is_ok(), "this node's own lease");
+            let link_local = offer(None, Some("fe80::7"));
+            assert!(run(&plan, PEER, &link_local).unwrap_err().contains("link-local"));
+        }
+    }
+}

@@ -1,0 +1,197 @@
+//! The wireguard backend on the fake kernel: its objects for different leases.
+
+#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+
+use std::net::IpAddr;
+use std::sync::Arc;
+
+use flannel_backend_wireguard::{SECRET, WireguardBackend};
+use flannel_core::address::Dual;
+use flannel_core::backend::{ExternalInterface, Inlet, MemorySecrets, Secrets};
+use flannel_core::lease::{LeaseAttrs, Offer};
+use flannel_core::object::Secret;
+use flannel_core::testing::{FakeKernel, FakeSubnets};
+use flannel_core::{Backend, Config, SubnetManager};
+use flannel_route::{Host, JoinOptions};
+
+/// RFC 7748, section 6.1.
+const PRIVATE: &str = "dwdtCnMYpX08FsFyUbJmRd9ML4frwJkqsXf7pR25LCo=";
+const PUBLIC: &str = "hSDwCYkwp1R0i33ctD73Wg2/Og0mOBr066SpjqqbTmo=";
+
+fn config(backend: &str, families: &str) -> String {
+    format!(
+        r#"{{"Network":"10.1.0.0/16","IPv6Network":"fd00:1::/48",{families},"Backend":{{
+            "Type":"wireguard"{backend}}}}}"#
+    )
+}
+
+const V4: &str = r#""EnableIPv6":false"#;
+const V6: &str = r#""EnableIPv4":false,"EnableIPv6":true"#;
+const BOTH: &str = r#""EnableIPv6":true"#;
+
+fn addresses(all: &[&str]) -> Dual<IpAddr> {
+    all.iter().map(|text| text.parse::<IpAddr>().unwrap()).collect()
+}
+
+fn uplink() -> ExternalInterface {
+    ExternalInterface {
+        name: "eth0".parse().unwrap(),
+        mtu: 1500,
+        address: addresses(&["192.0.2.1", "2001:db8::1"]),
+        public: addresses(&["198.51.100.1", "2001:db8::1"]),
+        reason: "it has the default route".into(),
+    }
+}
+
+async fn host(kernel: &FakeKernel, subnets: &FakeSubnets) -> Host {
+    let secrets = MemorySecrets::default();
+    secrets.get_or_create(SECRET, &|| Ok(Secret::new(PRIVATE.as_bytes()))).await.unwrap();
+    Host::new(uplink(), Arc::new(kernel.clone()), Arc::new(subnets.clone()))
+        .with_secrets(Arc::new(secrets))
+}
+
+/// A lease of another node.
+fn peer(key: &str, public: &[&str]) -> LeaseAttrs {
+    let data = |port| Some(format!(r#"{{"PublicKey":"{key}","Port":{port}}}"#).into());
+    let data = Dual { v4: data(51820), v6: data(51821) };
+    LeaseAttrs::from(Offer { public: addresses(public), kind: "wireguard".into(), data })
+}
+
+const KEYS: [&str; 2] = [
+    "BwcHBwcHBwcHBwcHBwcHBwcHBwcHBwcHBwcHBwcHBwc=",
+    "CAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAg=",
+];
+
+/// The lease of this node as JSON, and its objects when the leases in `subnets` are in place.
+async fn run(kernel: &FakeKernel, subnets: &FakeSubnets) -> (String, Vec<String>, Vec<String>) {
+    let config = subnets.network_config().await.unwrap();
+    let host = host(kernel, subnets).await;
+    let network = host.join(&WireguardBackend, &config, JoinOptions::default()).await.unwrap();
+    let handle = network.handle();
+    let mut status = handle.status.clone();
+    let views = subnets.watch_leases().await.unwrap();
+    let status = tokio::select! {
+        ended = network.run(views) => panic!("{ended:?}"),
+        settled = status.wait_for(|status| status.in_sync) => settled.unwrap().clone(),
+    };
+    let objects = kernel.dump();
+    let rejected = status.rejected.iter().map(|(at, why)| format!("{at}: {why}")).collect();
+    (handle.lease.attrs.to_json(), objects, rejected)
+}
+
+#[tokio::test]
+async fn one_route_and_a_peer_for_each_node() {
+    let text = config(r#","PSK":"AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8=""#, V4);
+    let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), FakeSubnets::with_config(&text));
+    subnets.put_attrs("10.1.7.0-24", peer(KEYS[0], &["192.0.2.7"]));
+    subnets.put_attrs("10.1.8.0-24", peer(KEYS[1], &["203.0.113.8"]));
+    // With the key of an earlier lease, and with that of this node.
+    subnets.put_attrs("10.1.9.0-24", peer(KEYS[0], &["192.0.2.9"]));
+    subnets.put_attrs("10.1.10.0-24", peer(PUBLIC, &["192.0.2.10"]));
+    let (lease, objects, rejected) = run(&kernel, &subnets).await;
+    assert_eq!(
+        lease,
+        format!(
+            r#"{{"PublicIP":"198.51.100.1","PublicIPv6":"2001:db8::1","BackendType":"wireguard","BackendData":{{"PublicKey":"{PUBLIC}","Port":51820}}}}"#
+        ),
+        "as Go flannel writes it"
+    );
+    let own = &objects[1];
+    assert!(own.starts_with("address 10.1.") && own.ends_with(".0/32 dev flannel-wg"), "{own}");
+    let [first, second] = KEYS;
+    assert_eq!(
+        [&objects[..1], &objects[2..]].concat(),
+        [
+            "link flannel-wg mtu 1440 up type wireguard listen-port 51820 private-key (secret)",
+            &format!(
+                "peer {first} endpoint 192.0.2.7:51820 allowed-ips 10.1.7.0/24 preshared-key \
+                 (secret) dev flannel-wg"
+            ),
+            &format!(
+                "peer {second} endpoint 203.0.113.8:51820 allowed-ips 10.1.8.0/24 preshared-key \
+                 (secret) dev flannel-wg"
+            ),
+            "route 10.1.0.0/16 dev flannel-wg scope link",
+        ]
+    );
+    let [of_other, of_own] = &rejected[..] else { panic!("{rejected:?}") };
+    assert!(of_other.contains("10.1.7.0-24") && of_other.contains(first), "{of_other}");
+    assert!(of_own.starts_with("10.1.10.0-24") && of_own.contains(PUBLIC), "{of_own}");
+}
+
+#[tokio::test]
+async fn each_family_has_a_tunnel_or_both_share_one() {
+    for (backend, families, links, routes) in [
+        ("", BOTH, vec!["flannel-wg mtu 1440", "flannel-wg-v6 mtu 1420"], vec!["", "-v6"]),
+        (r#","MTU":1400"#, V6, vec!["flannel-wg-v6 mtu 1320"], vec!["-v6"]),
+        (r#","Mode":"auto""#, BOTH, vec!["flannel-wg mtu 1420"], vec!["", ""]),
+        (r#","Mode":"ipv4""#, BOTH, vec!["flannel-wg mtu 1440"], vec!["", ""]),
+        (r#","Mode":"ipv6""#, V6, vec!["flannel-wg mtu 1420"], vec![""]),
+    ] {
+        let text = config(backend, families);
+        let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), FakeSubnets::with_config(&text));
+        let (lease, objects, _) = run(&kernel, &subnets).await;
+        let start = |kind: &str| -> Vec<&String> {
+            objects.iter().filter(|object| object.starts_with(kind)).collect()
+        };
+        for (link, expected) in start("link").into_iter().zip(&links) {
+            assert!(link.starts_with(&format!("link {expected} up")), "{text}: {link}");
+        }
+        assert_eq!(start("link").len(), links.len(), "{text}: {objects:?}");
+        for (route, expected) in start("route").into_iter().zip(&routes) {
+            let device = format!(" dev flannel-wg{expected} scope link");
+            assert!(route.ends_with(&device), "{text}: {route}");
+        }
+        assert_eq!(start("route").len(), routes.len(), "{text}: {objects:?}");
+        assert_eq!(start("address").len(), routes.len(), "{text}: {objects:?}");
+        let port_v6 = if backend.contains("Mode") { 51820 } else { 51821 };
+        let v6 = format!(r#""BackendV6Data":{{"PublicKey":"{PUBLIC}","Port":{port_v6}}}"#);
+        assert_eq!(lease.contains(&v6), families != V4, "{text}: {lease}");
+    }
+}
+
+#[test]
+fn configs_that_cannot_work_are_refused() {
+    let uplink = uplink();
+    for (backend, families, reason) in [
+        (r#","ListenPortV6":51820"#, BOTH, "Backend.ListenPortV6 51820: expected another port"),
+        (r#","MTU":1501"#, V4, "Backend.MTU 1501: at most 1500, the MTU of eth0"),
+        (r#","MTU":1300"#, BOTH, "Backend.MTU 1300 is too small for IPv6: at least 1360"),
+        (r#","PSK":"short""#, V4, "Backend.PSK: (not shown) is not valid"),
+    ] {
+        let config = Config::parse(&config(backend, families)).unwrap();
+        let error = WireguardBackend.validate(&config, Some(&uplink)).unwrap_err().to_string();
+        assert!(error.contains(reason), "{error}");
+    }
+    let only_v4 = ExternalInterface { address: addresses(&["192.0.2.1"]), ..uplink };
+    for (backend, families) in [("", BOTH), (r#","Mode":"ipv6""#, V4)] {
+        let config = Config::parse(&config(backend, families)).unwrap();
+        let error = WireguardBackend.validate(&config, Some(&only_v4)).unwrap_err().to_string();
+        assert!(error.contains("eth0 has no IPv6 address"), "{error}");
+    }
+    let auto = Config::parse(&config(r#","Mode":"auto""#, BOTH)).unwrap();
+    WireguardBackend.validate(&auto, Some(&only_v4)).unwrap();
+}
+
+#[test]
+fn the_datapath_is_encrypted() {
+    let both = Config::parse(&config("", BOTH)).unwrap();
+    let datapath = WireguardBackend.datapath(&both).unwrap();
+    assert!(datapath.encrypted && !datapath.bare);
+    assert_eq!(datapath.inlets, [Inlet::Udp(51820), Inlet::Udp(51821)]);
+    let auto = Config::parse(&config(r#","Mode":"auto""#, BOTH)).unwrap();
+    let datapath = WireguardBackend.datapath(&auto).unwrap();
+    assert_eq!(datapath.inlets, [Inlet::Udp(51820)]);
+    assert_eq!(datapath.devices.v4, datapath.devices.v6);
+}
+
+#[tokio::test]
+async fn a_shared_key_in_a_file_is_read_at_the_start() {
+    let text = config(r#","PSKFile":"/nonexistent/psk""#, V4);
+    let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), FakeSubnets::with_config(&text));
+    let config = subnets.network_config().await.unwrap();
+    let host = host(&kernel, &subnets).await;
+    let joined = host.join(&WireguardBackend, &config, JoinOptions::default()).await;
+    let error = joined.unwrap_err().to_string();
+    assert!(error.contains("Backend.PSKFile: /nonexistent/psk: No such file"), "{error}");
+}
