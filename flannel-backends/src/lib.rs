@@ -9,6 +9,8 @@ use flannel_backend_ipip::Ipip;
 use flannel_backend_vxlan::VxlanBackend;
 use flannel_backend_wireguard::WireguardBackend;
 
+pub use flannel_backend_wireguard::SECRET as WIREGUARD_KEY;
+
 pub use self::list::{Backends, UnknownBackend};
 
 /// It has an annex for each state directory.

@@ -1,5 +1,6 @@
 //! Secrets of this node as files in its state directory.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::io;
 use std::os::unix::fs::DirBuilderExt;
@@ -14,12 +15,32 @@ use flannel_subnet::{read_own_file, replace_file};
 #[derive(Debug, Clone)]
 pub struct FileSecrets {
     dir: PathBuf,
+    /// The files of secrets that are not in `dir`.
+    elsewhere: BTreeMap<&'static str, PathBuf>,
+    /// The files from which secrets are copied that do not exist yet.
+    sources: BTreeMap<&'static str, PathBuf>,
 }
 
 impl FileSecrets {
     /// The secrets in this state directory.
     pub fn new(state_dir: &Path) -> Self {
-        Self { dir: state_dir.join("secrets") }
+        let (elsewhere, sources) = Default::default();
+        Self { dir: state_dir.join("secrets"), elsewhere, sources }
+    }
+
+    /// Keeps the secret with this name in another file.
+    #[must_use]
+    pub fn with_file(mut self, name: &'static str, file: PathBuf) -> Self {
+        self.elsewhere.insert(name, file);
+        self
+    }
+
+    /// If the secret with this name does not exist, its content is that of `file`, such as a key
+    /// that Go flannel has made. Without that file, the secret is made.
+    #[must_use]
+    pub fn adopting(mut self, name: &'static str, file: PathBuf) -> Self {
+        self.sources.insert(name, file);
+        self
     }
 
     fn file(&self, name: &str) -> io::Result<PathBuf> {
@@ -28,7 +49,20 @@ impl FileSecrets {
             let reason = format!("{name:?} is not the name of a secret: expected a-z, 0-9 and '-'");
             return Err(io::Error::new(io::ErrorKind::InvalidInput, reason));
         }
-        Ok(self.dir.join(name))
+        Ok(self.elsewhere.get(name).cloned().unwrap_or_else(|| self.dir.join(name)))
+    }
+
+    /// The content of the file that the secret is copied from; `None` if there is none.
+    fn adopted(&self, name: &str) -> io::Result<Option<Secret>> {
+        let Some(file) = self.sources.get(name) else { return Ok(None) };
+        match read_secret(file) {
+            Ok(secret) => {
+                tracing::info!(secret = name, file = %file.display(), "a secret is copied");
+                Ok(Some(secret))
+            }
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(error),
+        }
     }
 }
 
@@ -36,28 +70,36 @@ impl FileSecrets {
 impl Secrets for FileSecrets {
     async fn get_or_create(&self, name: &str, make: &MakeSecret<'_>) -> io::Result<Secret> {
         let file = self.file(name)?;
-        let in_file = |error: io::Error| {
-            io::Error::new(error.kind(), format!("{}: {error} (see --state-dir)", file.display()))
-        };
-        match read_own_file(&file) {
-            Ok(bytes) if bytes.is_empty() => {
-                Err(in_file(io::Error::new(io::ErrorKind::InvalidData, "it is empty: remove it")))
-            }
-            Ok(bytes) => Ok(Secret::new(bytes)),
+        match read_secret(&file) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                let secret = make()?;
-                write(&self.dir, &file, &secret).map_err(in_file)?;
+                let secret = self.adopted(name)?.map_or_else(make, Ok)?;
+                write(&file, &secret).map_err(|error| in_file(&file, error))?;
                 Ok(secret)
             }
-            Err(error) => Err(in_file(error)),
+            read => read,
         }
     }
 }
 
-/// Writes the file atomically.
-fn write(dir: &Path, file: &Path, secret: &Secret) -> io::Result<()> {
-    fs::DirBuilder::new().recursive(true).mode(0o700).create(dir)?;
-    replace_file(file, secret.expose(), 0o600)
+fn read_secret(file: &Path) -> io::Result<Secret> {
+    let bytes = read_own_file(file).map_err(|error| in_file(file, error))?;
+    if bytes.is_empty() {
+        let empty = io::Error::new(io::ErrorKind::InvalidData, "it is empty: remove it");
+        return Err(in_file(file, empty));
+    }
+    Ok(Secret::new(bytes))
+}
+
+fn in_file(file: &Path, error: io::Error) -> io::Error {
+    io::Error::new(error.kind(), format!("{}: {error} (see --state-dir)", file.display()))
+}
+
+/// Writes the file atomically, with the mode of Go flannel's key file.
+fn write(file: &Path, secret: &Secret) -> io::Result<()> {
+    if let Some(dir) = file.parent() {
+        fs::DirBuilder::new().recursive(true).mode(0o700).create(dir)?;
+    }
+    replace_file(file, secret.expose(), 0o400)
 }
 
 #[cfg(test)]
@@ -75,10 +117,35 @@ mod tests {
         assert_eq!((kept.expose(), made), (b"one".as_slice(), kept.clone()));
         let mode = |path: &str| fs::metadata(dir.path().join(path)).unwrap().permissions().mode();
         assert_eq!(mode("secrets") & 0o777, 0o700);
-        assert_eq!(mode("secrets/tunnel-1") & 0o777, 0o600);
+        assert_eq!(mode("secrets/tunnel-1") & 0o777, 0o400);
         std::os::unix::fs::symlink("tunnel-1", dir.path().join("secrets/planted")).unwrap();
         let planted = secrets.get_or_create("planted", &|| panic!("it exists")).await;
         assert!(planted.unwrap_err().to_string().contains("it is a symbolic link"));
+    }
+
+    #[tokio::test]
+    async fn a_secret_of_another_program_is_copied_once() {
+        let dir = tempfile::tempdir().unwrap();
+        let theirs = dir.path().join("wgkey");
+        let secrets =
+            |place: &str| FileSecrets::new(&dir.path().join(place)).adopting("key", theirs.clone());
+        let get = async |secrets: &FileSecrets, made: &'static [u8]| {
+            let make = || Ok(Secret::new(made));
+            secrets.get_or_create("key", &make).await.map(|secret| secret.expose().to_vec())
+        };
+        assert_eq!(get(&secrets("before"), b"made").await.unwrap(), b"made");
+        fs::write(&theirs, "").unwrap();
+        assert!(get(&secrets("a"), b"made").await.unwrap_err().to_string().contains("wgkey"));
+        fs::write(&theirs, "theirs").unwrap();
+        assert_eq!(get(&secrets("a"), b"made").await.unwrap(), b"theirs");
+        fs::write(&theirs, "new").unwrap();
+        assert_eq!(get(&secrets("a"), b"made").await.unwrap(), b"theirs", "it was copied");
+        assert_eq!(get(&secrets("before"), b"again").await.unwrap(), b"made");
+
+        let file = dir.path().join("new/place");
+        let elsewhere = secrets("a").with_file("key", file.clone());
+        assert_eq!(get(&elsewhere, b"made").await.unwrap(), b"new");
+        assert_eq!(fs::read(file).unwrap(), b"new");
     }
 
     #[tokio::test]

@@ -32,6 +32,9 @@ pub struct DaemonConfig {
     pub subnet_file: PathBuf,
     /// The directory of the host's state (`--state-dir`). One daemon at a time uses it.
     pub state_dir: PathBuf,
+    /// The file with the private key of the backend wireguard (`--wireguard-key-file`); `None`: in
+    /// `state_dir`. A key that Go flannel left beside `subnet_file` is copied there.
+    pub wireguard_key_file: Option<PathBuf>,
     /// Drop packets to unused addresses of this host's subnet (`--ip-blackhole-route`).
     pub ip_blackhole_route: bool,
     /// Whether IPv4 routes go by nexthop objects (`--nexthop-objects`).
@@ -165,6 +168,7 @@ impl DaemonConfig {
             renew_margin: Duration::from_secs(60 * 60),
             subnet_file: "/run/flannel/subnet.env".into(),
             state_dir: "/var/lib/flannel".into(),
+            wireguard_key_file: None,
             ip_blackhole_route: false,
             nexthop_objects: NexthopObjects::Auto,
             kernel_resync: Duration::from_secs(300),

@@ -104,6 +104,9 @@ impl Options {
         let mut options = Self::from_arg_matches(&line.matches)
             .map_err(|error| Wrong::Usage(error.to_string()))?;
         options.kube.complete(&env).map_err(usage)?;
+        let key_file = &mut options.lease.wireguard_key_file;
+        let of_go = || env("WIREGUARD_KEY_FILE").filter(|file| !file.is_empty());
+        *key_file = key_file.take().or_else(|| of_go().map(Into::into));
         #[cfg(feature = "etcd")]
         if options.lease.registry == RegistryUrl::Etcd && !options.kube.kube_subnet_mgr {
             options.lease.etcd.check().map_err(usage)?;
@@ -148,6 +151,7 @@ impl Options {
         config.renew_margin = self.lease.renew_margin();
         config.subnet_file.clone_from(&self.lease.subnet_file);
         config.state_dir.clone_from(&self.lease.state_dir);
+        config.wireguard_key_file.clone_from(&self.lease.wireguard_key_file);
         config.ip_blackhole_route = self.routes.ip_blackhole_route;
         config.nexthop_objects = self.routes.nexthop_objects;
         config.path_mtu = self.routes.path_mtu;

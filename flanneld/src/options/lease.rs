@@ -42,6 +42,11 @@ pub struct LeaseFlags {
     /// The directory of this host's state
     #[arg(long, value_name = "DIR", default_value = "/var/lib/flannel")]
     pub state_dir: PathBuf,
+
+    /// The file with the private key of the backend wireguard; default: WIREGUARD_KEY_FILE in the
+    /// environment, or secrets/wireguard-key in --state-dir
+    #[arg(long, value_name = "FILE")]
+    pub wireguard_key_file: Option<PathBuf>,
 }
 
 impl LeaseFlags {

@@ -134,6 +134,7 @@ fn files(options: &Options) -> BTreeSet<PathBuf> {
 fn directories(options: &Options) -> BTreeSet<PathBuf> {
     let mut all = vec![options.lease.state_dir.as_path()];
     all.extend(options.lease.subnet_file.parent());
+    all.extend(options.lease.wireguard_key_file.as_deref().and_then(Path::parent));
     all.extend(options.control.control_socket.as_deref().and_then(Path::parent));
     match &options.lease.registry {
         _ if options.kube.kube_subnet_mgr => {}

@@ -20,6 +20,7 @@ use crate::config::DaemonConfig;
 use crate::error::Error;
 use crate::observe::{Rulebook, Running};
 use crate::store::readiness;
+use flannel_backends::WIREGUARD_KEY;
 
 /// Builds networks, one after the other.
 pub(super) struct Starter<'a> {
@@ -131,7 +132,7 @@ impl<'a> Starter<'a> {
         let lapsed = hints.lapsed.is_some();
         let host = Host::new(chosen.iface.clone(), kernel(), Arc::clone(&self.subnets))
             .with_machine_id(self.machine_id.clone())
-            .with_secrets(Arc::new(FileSecrets::new(&settings.state_dir)))
+            .with_secrets(Arc::new(secrets(settings)))
             .with_state_dir(&settings.state_dir)
             .with_process_names(self.kernel.clone());
         let (resync, interval) = (Some(settings.kernel_resync), settings.control.path_interval);
@@ -146,6 +147,15 @@ impl<'a> Starter<'a> {
         tracing::info!(link = %name, %addresses, mtu, %reason, "external interface");
         let (first, validator) = (last.is_none(), validator.using(&chosen.iface));
         Ok(Ready { config, network, paths, views, lapsed, cached, first, chosen, validator })
+    }
+}
+
+/// The secrets of this node. A key that Go flannel left is kept, so that peers keep it too.
+fn secrets(settings: &DaemonConfig) -> FileSecrets {
+    let secrets = FileSecrets::new(&settings.state_dir);
+    match &settings.wireguard_key_file {
+        Some(file) => secrets.with_file(WIREGUARD_KEY, file.clone()),
+        None => secrets.adopting(WIREGUARD_KEY, settings.subnet_file.with_file_name("wgkey")),
     }
 }
 
