@@ -6,7 +6,7 @@
 use std::fs;
 use std::time::{Duration, Instant};
 use test_support::eventually;
-use test_support::guest::in_uml;
+use test_support::guest::{in_qemu, in_uml};
 
 use flannel_backend_hostgw::HostGw;
 use flannel_backend_vxlan::VxlanBackend;
@@ -91,8 +91,8 @@ fn a_loss_is_detected_and_reported() {
 }
 
 /// Every daemon is killed and started again in each round: unchanged, or with nexthop objects on
-/// or off.
-fn killed_and_upgraded(lab: &Lab, rounds: usize) {
+/// or off. `nexthops` is their number on a host if they are on.
+fn killed_and_upgraded(lab: &Lab, rounds: usize, nexthops: usize) {
     let traffic = Traffic::start(lab);
     for round in 1..=rounds {
         let plain = round % 4 < 2;
@@ -104,7 +104,7 @@ fn killed_and_upgraded(lab: &Lab, rounds: usize) {
             host.start_daemon_with(&[option]).unwrap();
             wait_for_log(host, "in sync peers=2", before + 1);
             let objects = ip(host, "nexthop show").lines().count();
-            assert_eq!(objects, if plain { 0 } else { 2 }, "{option}");
+            assert_eq!(objects, if plain { 0 } else { nexthops }, "{option}");
             traffic.wait_for_arrivals();
         }
     }
@@ -114,18 +114,26 @@ fn killed_and_upgraded(lab: &Lab, rounds: usize) {
 
 #[test]
 fn vxlan_daemons_killed_and_upgraded_lose_no_packet() {
-    as_root(|| killed_and_upgraded(&up("vxlan"), 10));
+    as_root(|| killed_and_upgraded(&up("vxlan"), 10, 2));
 }
 
 #[test]
 fn host_gw_daemons_killed_and_upgraded_lose_no_packet() {
-    as_root(|| killed_and_upgraded(&up("host-gw"), 10));
+    as_root(|| killed_and_upgraded(&up("host-gw"), 10, 2));
 }
 
 #[test]
 fn ipip_daemons_killed_and_upgraded_lose_no_packet() {
     in_uml(&[&MODULES[..], &["ipip"]].concat(), || {
-        killed_and_upgraded(&up_with(Lab::builder().backend("ipip")), 4);
+        killed_and_upgraded(&up_with(Lab::builder().backend("ipip")), 4, 2);
+    });
+}
+
+#[test]
+fn wireguard_daemons_killed_and_upgraded_lose_no_packet() {
+    let more = ["ip6table_nat", "ip6table_filter", "wireguard"];
+    in_qemu(&[&["crc32c_generic"], &MODULES[..], &more].concat(), || {
+        killed_and_upgraded(&up("wireguard"), 2, 0);
     });
 }
 
