@@ -59,9 +59,10 @@ unpack_uml() {
 # The guest has the files of this machine. Its first program mounts them.
 make_initrd() {
     local release=$1 part
-    mkdir -p initrd/{bin,host,proc} "initrd/lib/modules/$release/kernel/"{drivers,fs,net}
+    mkdir -p initrd/{bin,host,proc} "initrd/lib/modules/$release/kernel/"{crypto,drivers,fs,net}
     cp bin/busybox initrd/bin
-    for part in modules.dep kernel/{drivers/virtio,fs/9p,fs/fscache,fs/netfs,net/9p}; do
+    for part in modules.dep kernel/{crypto/crc32c_generic.ko,drivers/virtio} \
+        kernel/{fs/9p,fs/fscache,fs/netfs,net/9p}; do
         cp -r "lib/modules/$release/$part" "initrd/lib/modules/$release/$part"
     done
     cat >initrd/init <<'END'
@@ -69,7 +70,8 @@ make_initrd() {
 set -e
 busybox() { /bin/busybox "$@"; }
 busybox mount -t proc proc /proc
-busybox modprobe -a virtio_pci 9pnet_virtio 9p
+# libcrc32c, and so connection tracking, needs crc32c. modules.dep does not say so.
+busybox modprobe -a virtio_pci 9pnet_virtio 9p crc32c_generic
 busybox mount -t 9p -o ro,trans=virtio,version=9p2000.L,cache=mmap,msize=512000 host /host
 busybox mount -t devtmpfs dev /host/dev
 busybox umount /proc

@@ -17,6 +17,8 @@ const MODULES: &str = "FLANNEL_GUEST_MODULES";
 const PASSED: &str = "the test passed in the guest";
 /// Variables that programs in the guest get, if they are set.
 const PASSED_ON: [&str; 4] = ["FLANNELCTL", "FLANNEL_LAB", "RUST_BACKTRACE", "RUST_LOG"];
+/// The search path in the guest.
+const PATH: &str = "/usr/sbin:/usr/bin:/sbin:/bin";
 /// The guest is ended after this time, in seconds.
 const LIMIT: &str = "300";
 
@@ -54,26 +56,26 @@ fn in_guest<F: FnOnce()>(machine: &Machine, modules: &[&str], work: F) {
     }
 }
 
-/// What can run a kernel.
+/// A program that runs a kernel.
 struct Machine {
     /// The variable that names its directory.
     variable: &'static str,
     /// The directory without that variable.
     default: &'static str,
-    /// How to get one.
+    /// How to get the directory.
     source: &'static str,
-    /// In its directory, the one with the modules of its only kernel.
+    /// In the directory, the one with the modules of its only kernel.
     modules: &'static str,
-    /// The start of this machine in its directory, with a directory for its own files.
-    command: fn(&Path, &Path, Start) -> Command,
+    /// Appends the start to a command. Gets the directory, and one for files of this start.
+    append: fn(&mut Command, &Path, &Path, &Start),
 }
 
-/// What the kernel starts.
+/// The first program in the guest. No text has spaces.
 struct Start {
-    /// The variables of the first program, each as `NAME=value`.
-    variables: Vec<String>,
     program: String,
     arguments: Vec<String>,
+    /// Each is `NAME=value`. `PATH` is not among them.
+    variables: Vec<String>,
 }
 
 const UML: Machine = Machine {
@@ -81,13 +83,13 @@ const UML: Machine = Machine {
     default: "/usr",
     source: "install user-mode-linux, or run `test-support/get-guest.sh uml DIR` and name DIR/usr",
     modules: "lib/uml/modules",
-    command: |dir, place, start| {
-        let mut command = Command::new(dir.join("bin/linux.uml"));
+    append: |command, dir, place, start| {
+        command.arg(dir.join("bin/linux.uml"));
         command.args(["mem=512M", "rootfstype=hostfs", "rootflags=/", "ro", "quiet"]);
         command.args(["con=null", "con0=fd:0,fd:1", &format!("uml_dir={}/", place.display())]);
-        command.args(start.variables).arg(format!("init={}", start.program));
-        command.arg("--").args(start.arguments).env("TMPDIR", place);
-        command
+        command.arg(format!("PATH={PATH}")).args(&start.variables);
+        command.arg(format!("init={}", start.program)).arg("--").args(&start.arguments);
+        command.env("TMPDIR", place);
     },
 };
 
@@ -96,21 +98,22 @@ const QEMU: Machine = Machine {
     default: "/usr/lib/flannel-qemu",
     source: "run `test-support/get-guest.sh qemu DIR` and name DIR",
     modules: "lib/modules",
-    // The first program of initrd.img mounts the files of the host, and then starts its arguments.
-    command: |dir, _, start| {
-        let mut command = Command::new(dir.join("qemu"));
+    append: |command, dir, _, start| {
+        let Start { program, arguments, variables } = start;
+        let [arguments, variables] = [arguments, variables].map(|texts| texts.join(" "));
+        command.arg(dir.join("qemu"));
+        // With two processors, tests take longer.
         command.args(["-accel", "tcg", "-cpu", "max", "-m", "1024", "-nodefaults", "-no-reboot"]);
         command.args(["-display", "none", "-serial", "stdio", "-virtfs"]);
         command.arg("local,path=/,mount_tag=host,security_model=none,readonly=on,multidevs=remap");
         command.arg("-kernel").arg(dir.join("vmlinux"));
-        command.arg("-initrd").arg(dir.join("initrd.img")).arg("-append");
-        let path = format!("PATH={}/usr/bin:/usr/sbin:/usr/bin:/sbin:/bin", dir.display());
-        let (variables, arguments) = (start.variables.join(" "), start.arguments.join(" "));
-        let program = start.program;
-        command.arg(format!(
-            "console=ttyS0 quiet panic=-1 oops=panic {variables} {path} -- {program} {arguments}"
+        command.arg("-initrd").arg(dir.join("initrd.img"));
+        // The first program of initrd.img mounts the files of the host and becomes `program`.
+        command.arg("-append").arg(format!(
+            "console=ttyS0 quiet panic=-1 oops=panic PATH={}/usr/bin:{PATH} {variables} \
+             -- {program} {arguments}",
+            dir.display()
         ));
-        command
     },
 };
 
@@ -125,21 +128,16 @@ fn outside(machine: &Machine, test: &str) {
         panic!("{}: {error}; {source} in {variable}", modules.display())
     });
     let place = tempfile::tempdir().expect("a temporary directory");
-    let program = std::env::current_exe().expect("the test program");
-    let mut variables = vec!["PATH=/usr/sbin:/usr/bin:/sbin:/bin".into(), "TMPDIR=/run".into()];
-    variables.push(format!("{MODULES}={}", release.path().display()));
-    variables.extend(
-        PASSED_ON
-            .into_iter()
-            .filter_map(|name| Some(format!("{name}={}", std::env::var(name).ok()?))),
-    );
+    let program = std::env::current_exe().expect("the test program").display().to_string();
     let arguments = ["--exact", test, "--nocapture"].map(String::from).into();
-    let start = Start { variables, program: program.display().to_string(), arguments };
-    let kernel = (machine.command)(&dir, place.path(), start);
+    let mut variables = vec!["TMPDIR=/run".to_owned()];
+    variables.push(format!("{MODULES}={}", release.path().display()));
+    let set = |name: &&str| Some(format!("{name}={}", std::env::var(name).ok()?));
+    variables.extend(PASSED_ON.iter().filter_map(set));
     let mut command = Command::new("timeout");
-    command.args(["--signal=KILL", LIMIT]).arg(kernel.get_program()).args(kernel.get_args());
-    command.envs(kernel.get_envs().filter_map(|(name, value)| Some((name, value?))));
-    let output = command.stdin(Stdio::null()).output().expect("timeout runs");
+    command.args(["--signal=KILL", LIMIT]).stdin(Stdio::null());
+    (machine.append)(&mut command, &dir, place.path(), &Start { program, arguments, variables });
+    let output = command.output().expect("timeout runs");
     let [text, errors] = [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text));
     let status = output.status;
     assert!(text.contains(PASSED), "{test} failed in the guest: {status}\n{text}{errors}");
@@ -183,4 +181,21 @@ fn load(dir: &Path, module: &str) -> io::Result<()> {
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    #[should_panic(expected = "a failure on purpose")]
+    fn a_failure_in_qemu_fails_the_test() {
+        in_qemu(&[], || panic!("a failure on purpose"));
+    }
+
+    #[test]
+    #[should_panic(expected = "Kernel panic - not syncing: sysrq triggered crash")]
+    fn a_panic_of_the_kernel_ends_qemu() {
+        in_qemu(&[], || fs::write("/proc/sysrq-trigger", "c").unwrap());
+    }
 }

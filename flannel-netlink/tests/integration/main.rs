@@ -10,6 +10,7 @@ mod iface;
 mod ipip;
 mod netfilter;
 mod objects;
+mod qemu;
 mod routes;
 mod suite;
 mod wireguard;

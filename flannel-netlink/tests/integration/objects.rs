@@ -130,7 +130,7 @@ fn the_check_of_the_privilege_and_of_the_kernel_makes_no_device() {
 }
 
 /// Runs the test for each family in a namespace of its own.
-fn for_both_families(test: fn(&NetlinkKernel, Family)) {
+pub(crate) fn for_both_families(test: fn(&NetlinkKernel, Family)) {
     for family in Family::BOTH {
         Netns::new().unwrap().run(|| test(&uplinks(), family));
     }
@@ -772,45 +772,42 @@ fn learned_and_foreign_entries_are_not_ours() {
 
 #[test]
 fn nexthop_objects_are_put_replaced_and_deleted() {
-    in_netns(|| {
-        for_both_families(|kernel, family| {
-            put(kernel, device(family).0);
-            let (g, h, dst) = match family {
-                Family::V4 => ("10.1.2.0", "10.1.3.0", "10.1.2.0/24"),
-                Family::V6 => ("fd00:1:2::", "fd00:1:3::", "fd00:1:2::/64"),
-            };
-            let nexthop = |gateway| Nexthop {
-                id: 77,
-                link: name("flannel.1"),
-                gateway: address(gateway),
-                onlink: true,
-            };
-            let shown = || json_of(&ip("-j nexthop show id 77"))[0].clone();
-            put(kernel, nexthop(g));
-            let route = |mtu| Route { dst: dst.parse().unwrap(), via: Via::Nexthop(77), mtu };
-            put(kernel, route(None));
-            // No snapshot shows the MTU before it is removed.
-            for mtu in [Some(1350), None] {
-                apply(kernel, Change::Put(route(mtu).into())).unwrap();
-            }
-            let (want, there) = (Object::from(route(None)), kernel.snapshot(&footprint()).unwrap());
-            assert_eq!(there.get(&want.key()), Some(&want));
-            assert_eq!((&shown()["gateway"], &shown()["dev"]), (&json!(g), &json!("flannel.1")));
-            assert_eq!(
-                (&shown()["flags"], &shown()["protocol"]),
-                (&json!(["onlink"]), &json!("241"))
-            );
-            put(kernel, nexthop(h));
-            assert_eq!(shown()["gateway"], h);
-            assert!(
-                ip(&format!("{} route show {dst}", flag(family))).contains("nhid 77"),
-                "the route still uses it"
-            );
-            delete(kernel, nexthop(h));
-            // The kernel deleted the route with it. The deletion of an absent route succeeds.
-            delete(kernel, route(None));
-        });
-    });
+    in_netns(|| for_both_families(nexthop_objects));
+}
+
+pub(crate) fn nexthop_objects(kernel: &NetlinkKernel, family: Family) {
+    put(kernel, device(family).0);
+    let (g, h, dst) = match family {
+        Family::V4 => ("10.1.2.0", "10.1.3.0", "10.1.2.0/24"),
+        Family::V6 => ("fd00:1:2::", "fd00:1:3::", "fd00:1:2::/64"),
+    };
+    let nexthop = |gateway| Nexthop {
+        id: 77,
+        link: name("flannel.1"),
+        gateway: address(gateway),
+        onlink: true,
+    };
+    let shown = || json_of(&ip("-j nexthop show id 77"))[0].clone();
+    put(kernel, nexthop(g));
+    let route = |mtu| Route { dst: dst.parse().unwrap(), via: Via::Nexthop(77), mtu };
+    put(kernel, route(None));
+    // No snapshot shows the MTU before it is removed.
+    for mtu in [Some(1350), None] {
+        apply(kernel, Change::Put(route(mtu).into())).unwrap();
+    }
+    let (want, there) = (Object::from(route(None)), kernel.snapshot(&footprint()).unwrap());
+    assert_eq!(there.get(&want.key()), Some(&want));
+    assert_eq!((&shown()["gateway"], &shown()["dev"]), (&json!(g), &json!("flannel.1")));
+    assert_eq!((&shown()["flags"], &shown()["protocol"]), (&json!(["onlink"]), &json!("241")));
+    put(kernel, nexthop(h));
+    assert_eq!(shown()["gateway"], h);
+    assert!(
+        ip(&format!("{} route show {dst}", flag(family))).contains("nhid 77"),
+        "the route still uses it"
+    );
+    delete(kernel, nexthop(h));
+    // The kernel deleted the route with it. The deletion of an absent route succeeds.
+    delete(kernel, route(None));
 }
 
 fn flag(family: Family) -> &'static str {

@@ -18,7 +18,7 @@ fn the_kernel_of_the_guest_passes_the_suite() {
     in_uml(&["ipv6", "veth", "vxlan"], || in_netns_async(suite));
 }
 
-async fn suite() {
+pub(crate) async fn suite() {
     ip("link add up0 type veth peer name far0");
     ip("link set far0 up");
     ip("addr add 192.0.2.1/24 dev up0");
