@@ -15,6 +15,8 @@ PATH="$PATH:/usr/sbin:/sbin" command -v iptables-nft >/dev/null || needs+=(iptab
 PATH="$PATH:/usr/sbin:/sbin" command -v nft >/dev/null || needs+=(nftables)
 command -v strace >/dev/null || needs+=(strace)
 PATH="$PATH:/usr/sbin:/sbin" command -v ethtool >/dev/null || needs+=(ethtool)
+# Elsewhere it comes with a kernel, below.
+[ "$(uname -m)" = x86_64 ] || command -v wg >/dev/null || needs+=(wireguard-tools)
 command -v systemd-analyze >/dev/null || needs+=(systemd)
 command -v cc >/dev/null || needs+=(gcc libc6-dev)
 command -v protoc >/dev/null || needs+=(protobuf-compiler)
@@ -50,26 +52,17 @@ if [ -z "${PROMTOOL:-}" ] && ! command -v promtool >/dev/null && [ ! -x "$tools/
     rm -rf "$tools/prometheus"
 fi
 export PROMTOOL=${PROMTOOL:-$(command -v promtool || echo "$tools/promtool")}
-# A guest kernel, for devices that the kernel of this host may lack. It exists for x86-64 only.
-if [ "$(uname -m)" = x86_64 ] && [ -z "${FLANNEL_UML:-}" ] && [ ! -x /usr/bin/linux.uml ]; then
-    if [ ! -x "$tools/uml/usr/bin/linux.uml" ]; then
-        if ! command -v apt-get >/dev/null; then
-            echo "test.sh: install user-mode-linux first, or name in FLANNEL_UML the directory usr" \
-                "of its unpacked package" >&2
-            exit 1
-        fi
-        rm -rf "$tools/uml" "$tools/uml.new"
-        mkdir -p "$tools/uml.new"
-        (
-            cd "$tools/uml.new"
-            apt-get download -qq user-mode-linux ||
-                { apt-get update -qq && apt-get download -qq user-mode-linux; }
-            dpkg-deb -x user-mode-linux_*.deb .
-        )
-        mv "$tools/uml.new" "$tools/uml"
+# Kernels for tests of devices that the kernel of this host may lack. They exist for x86-64 only.
+if [ "$(uname -m)" = x86_64 ]; then
+    if [ -z "${FLANNEL_UML:-}" ] && [ ! -x /usr/bin/linux.uml ]; then
+        test-support/get-guest.sh uml "$tools/uml"
+        FLANNEL_UML=$(realpath "$tools/uml/usr")
     fi
-    FLANNEL_UML=$(realpath -m "$tools/uml/usr")
-    export FLANNEL_UML
+    if [ -z "${FLANNEL_QEMU:-}" ]; then
+        test-support/get-guest.sh qemu "$tools/qemu"
+        FLANNEL_QEMU=$(realpath "$tools/qemu")
+    fi
+    export FLANNEL_UML=${FLANNEL_UML:-/usr} FLANNEL_QEMU
 fi
 if ! command -v cargo >/dev/null; then
     echo "test.sh: install Rust first: https://rustup.rs" >&2
@@ -126,11 +119,13 @@ if [ "$(id -u)" = 0 ]; then
     }
     if [ "$(uname -m)" = x86_64 ]; then
         mkdir -p "$dir/uml/bin" "$dir/uml/lib"
-        cp "${FLANNEL_UML:-/usr}/bin/linux.uml" "$dir/uml/bin"
-        cp -r "${FLANNEL_UML:-/usr}/lib/uml" "$dir/uml/lib"
+        cp "$FLANNEL_UML/bin/linux.uml" "$dir/uml/bin"
+        cp -r "$FLANNEL_UML/lib/uml" "$dir/uml/lib"
+        cp -r "$FLANNEL_QEMU" "$dir/qemu"
     fi
     for test in $netns_tests; do
-        as_nobody FLANNEL_UML="$dir/uml" "$dir/$(basename "$test")" --quiet
+        as_nobody FLANNEL_UML="$dir/uml" FLANNEL_QEMU="$dir/qemu" \
+            "$dir/$(basename "$test")" --quiet
     done
     for test in $daemon_tests; do
         as_nobody FLANNELD="$dir/flanneld" FLANNELCTL="$dir/flannelctl" PROMTOOL="$dir/promtool" \

@@ -125,5 +125,5 @@ END
 
 "unpack_$kind"
 rm -rf "$dir"
-mv "$new" "$dir"
+mv -T "$new" "$dir"
 trap - EXIT
