@@ -111,7 +111,7 @@ unpack_qemu() {
     done
     bin/busybox depmod -b . "$release"
     make_initrd "$release"
-    rm -r kernel apt usr/share/{bash-completion,doc,keyrings,locale,man} 2>/dev/null || :
+    rm -rf kernel apt usr/share/{bash-completion,doc,keyrings,locale,man}
 
     cat >qemu <<'END'
 #!/bin/sh
