@@ -1,4 +1,4 @@
-//! The objects of a peer: one peer of each tunnel device. A route for all peers is part of the base.
+//! The objects of a peer: one peer of each tunnel device. The route to all peers is in the base.
 //!
 //! **Source**: flannel `pkg/backend/wireguard/wireguard_network.go: handleSubnetEvents`.
 

@@ -91,9 +91,11 @@ async fn one_route_and_a_peer_for_each_node() {
     let (lease, objects, rejected) = run(&kernel, &subnets).await;
     assert_eq!(
         lease,
-        format!(
-            r#"{{"PublicIP":"198.51.100.1","PublicIPv6":"2001:db8::1","BackendType":"wireguard","BackendData":{{"PublicKey":"{PUBLIC}","Port":51820}}}}"#
-        ),
+        [
+            r#"{"PublicIP":"198.51.100.1","PublicIPv6":"2001:db8::1","BackendType":"wireguard","#,
+            &format!(r#""BackendData":{{"PublicKey":"{PUBLIC}","Port":51820}}}}"#),
+        ]
+        .concat(),
         "as Go flannel writes it"
     );
     let own = &objects[1];

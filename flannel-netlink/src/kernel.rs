@@ -33,12 +33,12 @@ pub use self::wireguard::{STALE, Session};
 use crate::transport::namespace::Namespace;
 use crate::transport::socket::Socket;
 
-/// The links, addresses, neighbours, FDB entries, WireGuard peers, nexthop objects and routes of one
-/// network namespace, over rtnetlink and generic netlink.
+/// The links, addresses, neighbours, FDB entries, WireGuard peers, nexthop objects and routes of
+/// one network namespace, over rtnetlink and generic netlink.
 ///
-/// [`open`](Self::open) and reading need no privilege, except for WireGuard devices. [`Kernel::apply`] needs `CAP_NET_ADMIN` in
-/// the user namespace that owns the network namespace. Several may be open at once, for the same
-/// network namespace or for different ones. Calls that use the same `NetlinkKernel` wait for each
+/// [`open`](Self::open) and reading need no privilege. [`Kernel::apply`], and reading WireGuard
+/// devices, need `CAP_NET_ADMIN` in the user namespace that owns the network namespace. Several may
+/// be open at once, for the same network namespace or for different ones. Calls that use the same `NetlinkKernel` wait for each
 /// other. The methods of [`Kernel`] need no tokio runtime. [`Changes::next`] needs one with I/O
 /// and time.
 ///

@@ -3,10 +3,10 @@
 //! Linux sends no messages about changes of a device's key, port and peers. They are read every
 //! half minute.
 //!
-//! The kernel sends to the address from which the last packet of a peer came. A NAT may have changed
-//! it, so it is not the address in the peer's lease. While handshakes succeed, this address is left
-//! alone, and snapshots show the one that was put. When the last handshake is too old, a snapshot
-//! shows the real address. The route engine then puts that of the lease again.
+//! The kernel sends to the address from which the last packet of a peer came. Behind a NAT it is
+//! not the address in the peer's lease. While handshakes succeed, this address is left alone, and
+//! snapshots show the one that was put. When the last handshake is too old, a snapshot shows the
+//! real address. The route engine then puts that of the lease again.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasher, RandomState};
