@@ -16,7 +16,7 @@ use crate::measure::lease_storm::Room;
 use crate::measure::{
     cni, cold_start, diagnosis, firewall, idle, kube, kube_heartbeat, lease_event, lease_memory,
     lease_storm, lost_device, memory, one_more, paths, plot, quiet, ready, repair, resync, soak,
-    status,
+    status, wireguard,
 };
 use crate::parts::cluster::Families;
 use crate::parts::report::Report;
@@ -85,6 +85,13 @@ enum Bench {
         /// The address families of pods
         #[arg(long, value_enum, default_value_t = Families::Ipv4)]
         family: Families,
+    },
+    /// WireGuard peers that arrive at once: the time, messages and bytes, against a bare writer. On
+    /// a kernel without WireGuard it runs in a guest, which FLANNEL_QEMU names (CONTRIBUTING)
+    Wireguard {
+        /// The number of peers
+        #[arg(long, default_value_t = 5000, value_parser = count())]
+        peers: u32,
     },
     /// A snapshot of the kernel and its comparison: the time, against a bare dump of the same
     /// tables
@@ -314,6 +321,7 @@ fn run(bench: Bench) -> anyhow::Result<Report> {
         Bench::OneMore { peers, family, samples } => one_more::run(peers, family, samples),
         Bench::Repair { peers, family, samples } => repair::run(peers, family, samples as usize),
         Bench::LostDevice { peers, family } => lost_device::run(peers, family),
+        Bench::Wireguard { peers } => wireguard::run(peers),
         Bench::Resync { peers, family } => resync::run(peers, family),
         Bench::Memory { peers, family, flanneld } => memory::run(peers, family, flanneld),
         Bench::Idle { peers, family, seconds, flanneld } => {

@@ -21,3 +21,4 @@ pub(crate) mod repair;
 pub(crate) mod resync;
 pub(crate) mod soak;
 pub(crate) mod status;
+pub(crate) mod wireguard;

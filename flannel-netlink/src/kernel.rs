@@ -38,9 +38,9 @@ use crate::transport::socket::Socket;
 ///
 /// [`open`](Self::open) and reading need no privilege. [`Kernel::apply`], and reading WireGuard
 /// devices, need `CAP_NET_ADMIN` in the user namespace that owns the network namespace. Several may
-/// be open at once, for the same network namespace or for different ones. Calls that use the same `NetlinkKernel` wait for each
-/// other. The methods of [`Kernel`] need no tokio runtime. [`Changes::next`] needs one with I/O
-/// and time.
+/// be open at once, for the same network namespace or for different ones. Calls that use the same
+/// `NetlinkKernel` wait for each other. The methods of [`Kernel`] need no tokio runtime.
+/// [`Changes::next`] needs one with I/O and time.
 ///
 /// ```no_run
 /// use flannel_core::Kernel;

@@ -45,13 +45,27 @@ pub fn in_qemu<F: FnOnce()>(modules: &[&str], work: F) {
     in_guest(&QEMU, modules, work);
 }
 
+/// Runs `work` in a guest as [`in_qemu`] does, but in any program: the guest starts this program
+/// with `arguments`, which have to lead to the same call. Returns what `work` printed.
+///
+/// # Panics
+/// As [`in_qemu`].
+pub fn run_in_qemu(arguments: &[String], modules: &[&str], work: impl FnOnce()) -> String {
+    match std::env::var_os(MODULES) {
+        Some(dir) => inside(Path::new(&dir), modules, work),
+        None => outside(&QEMU, arguments.to_vec()),
+    }
+}
+
 fn in_guest<F: FnOnce()>(machine: &Machine, modules: &[&str], work: F) {
     let path = std::any::type_name::<F>();
     let test = path.strip_suffix("::{{closure}}").expect("a guest gets a closure of the test");
     let test = test.split_once("::").map_or(test, |(_crate, rest)| rest);
     match std::env::var_os(MODULES) {
         Some(dir) => inside(Path::new(&dir), modules, work),
-        None if cfg!(target_arch = "x86_64") => outside(machine, test),
+        None if cfg!(target_arch = "x86_64") => {
+            outside(machine, ["--exact", test, "--nocapture"].map(String::from).into());
+        }
         None => work(),
     }
 }
@@ -117,7 +131,8 @@ const QEMU: Machine = Machine {
     },
 };
 
-fn outside(machine: &Machine, test: &str) {
+/// Starts this program in a guest. Returns what it printed.
+fn outside(machine: &Machine, arguments: Vec<String>) -> String {
     let Machine { variable, default, source, .. } = machine;
     let dir = std::env::var_os(variable).or(default.map(Into::into));
     let dir = PathBuf::from(dir.unwrap_or_else(|| panic!("{source} in {variable}")));
@@ -128,7 +143,7 @@ fn outside(machine: &Machine, test: &str) {
         .unwrap_or_else(|error| panic!("{}: {error}; {source} in {variable}", modules.display()));
     let place = tempfile::tempdir().expect("a temporary directory");
     let program = std::env::current_exe().expect("the test program").display().to_string();
-    let arguments = ["--exact", test, "--nocapture"].map(String::from).into();
+    let what = arguments.join(" ");
     let mut variables = vec!["TMPDIR=/run".to_owned()];
     variables.push(format!("{MODULES}={}", release.path().display()));
     let set = |name: &&str| Some(format!("{name}={}", std::env::var(name).ok()?));
@@ -139,11 +154,12 @@ fn outside(machine: &Machine, test: &str) {
     let output = command.output().expect("timeout runs");
     let [text, errors] = [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text));
     let status = output.status;
-    assert!(text.contains(PASSED), "{test} failed in the guest: {status}\n{text}{errors}");
+    assert!(text.contains(PASSED), "{what} failed in the guest: {status}\n{text}{errors}");
+    text.into_owned()
 }
 
 /// Never returns: the end of the first process is a panic of the kernel.
-fn inside(dir: &Path, modules: &[&str], work: impl FnOnce()) {
+fn inside(dir: &Path, modules: &[&str], work: impl FnOnce()) -> ! {
     let done = catch_unwind(AssertUnwindSafe(|| {
         for (kind, at) in [("proc", "/proc"), ("sysfs", "/sys"), ("tmpfs", "/run")] {
             mount(Some(kind), at, Some(kind), MsFlags::empty(), None::<&str>)

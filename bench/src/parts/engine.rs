@@ -1,4 +1,4 @@
-//! The engine as a daemon runs it, on a thread of its own: VxlanBackend, KernelNetwork and
+//! The engine as a daemon runs it, on a thread of its own: a backend, KernelNetwork and
 //! NetlinkKernel.
 
 use std::sync::Arc;
@@ -11,8 +11,8 @@ use flannel_core::lease::{LeaseSet, Origin, Revision, View};
 use flannel_core::network::NetworkHandle;
 use flannel_core::status::Status;
 use flannel_core::testing::FakeSubnets;
-use flannel_core::{Kernel, SubnetManager};
-use flannel_route::JoinOptions;
+use flannel_core::{Backend, Kernel, SubnetManager};
+use flannel_route::{Host, JoinOptions};
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::oneshot;
 
@@ -47,13 +47,22 @@ impl Engine {
         families: Families,
         on: impl FnOnce(Arc<dyn Kernel>) -> Arc<dyn Kernel>,
     ) -> anyhow::Result<Self> {
-        let runtime = Builder::new_current_thread().enable_all().build()?;
         let subnets = FakeSubnets::with_config(&families.config());
         let mut host = fixture.host(Arc::new(subnets.clone()))?;
         host.kernel = on(host.kernel);
+        Self::start_with(&host, subnets, &VxlanBackend)
+    }
+
+    /// Starts the engine of another backend, on a host whose leases are in `subnets`.
+    pub(crate) fn start_with(
+        host: &Host,
+        subnets: FakeSubnets,
+        backend: &dyn Backend,
+    ) -> anyhow::Result<Self> {
+        let runtime = Builder::new_current_thread().enable_all().build()?;
         let network = runtime.block_on(async {
             let config = subnets.network_config().await?;
-            anyhow::Ok(host.join(&VxlanBackend, &config, JoinOptions::default()).await?)
+            anyhow::Ok(host.join(backend, &config, JoinOptions::default()).await?)
         })?;
         let handle = network.handle();
         let (stop, stopped) = oneshot::channel::<()>();

@@ -125,7 +125,12 @@ pub(crate) struct Raw {
 
 impl Raw {
     pub(crate) fn open() -> anyhow::Result<Self> {
-        let socket = NlSocket::connect(NlFamily::Route, None, Groups::empty())?;
+        Self::open_to(NlFamily::Route)
+    }
+
+    /// A connection to another family than rtnetlink.
+    pub(crate) fn open_to(family: NlFamily) -> anyhow::Result<Self> {
+        let socket = NlSocket::connect(family, None, Groups::empty())?;
         socket.enable_strict_checking(true)?;
         Ok(Self { socket, buffer: vec![0; BUFFER] })
     }
@@ -143,6 +148,13 @@ impl Raw {
             io::Error::from_raw_os_error(-errno)
         );
         Ok(())
+    }
+
+    /// Sends one message, and returns the first datagram of the answer.
+    pub(crate) fn ask(&mut self, message: &[u8]) -> anyhow::Result<Vec<u8>> {
+        self.socket.send(message, Msg::empty())?;
+        let (len, _) = self.socket.recv(&mut self.buffer, Msg::DONTWAIT)?;
+        Ok(self.buffer[..len].to_vec())
     }
 
     /// Carries out one message.

@@ -58,6 +58,18 @@ pub(crate) struct Report {
     pub(crate) floor_p99_ms: Option<f64>,
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub(crate) kinds: BTreeMap<String, Latency>,
+    /// Messages and bytes to the kernel, relative to those of a bare writer.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) messages_ratio: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) bytes_ratio: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) bytes_per_peer: Option<f64>,
+    /// Messages to the kernel for one more peer, and at a restart.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) messages_of_one_more: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) messages_of_restart: Option<f64>,
     /// `VmRSS`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) rss_kib: Option<u64>,
