@@ -35,10 +35,10 @@ impl KeyPair {
                 format!("the secret {SECRET} is not 32 bytes as base64, as from wg genkey");
             io::Error::new(io::ErrorKind::InvalidData, reason)
         })?;
-        Ok(Self::new(private))
+        Ok(Self::new(&private))
     }
 
-    fn new(private: Secret) -> Self {
+    fn new(private: &Secret) -> Self {
         let bytes: [u8; 32] = private.expose().try_into().expect("decoded as 32 bytes");
         // The kernel clamps the key. A key that is not clamped would never be in place.
         let key = clamp(bytes);

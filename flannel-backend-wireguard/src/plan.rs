@@ -67,7 +67,7 @@ impl Plan {
             let Some(data) = data.v6.as_ref().or(data.v4.as_ref()) else {
                 return Err(Rejection::Rejected(none.into()));
             };
-            let port = port.or(self.ports.values().next().copied()).unwrap_or_default();
+            let port = port.or_else(|| self.ports.values().next().copied()).unwrap_or_default();
             let endpoint = self.endpoint((address, port), subnets)?;
             out.push(self.peer(*link, data.key, endpoint, allowed));
             return Ok(());

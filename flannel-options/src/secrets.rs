@@ -73,7 +73,7 @@ impl Secrets for FileSecrets {
         match read_secret(&file) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
                 let secret = self.adopted(name)?.map_or_else(make, Ok)?;
-                write(&file, &secret).map_err(|error| in_file(&file, error))?;
+                write(&file, &secret).map_err(|error| in_file(&file, &error))?;
                 Ok(secret)
             }
             read => read,
@@ -82,15 +82,15 @@ impl Secrets for FileSecrets {
 }
 
 fn read_secret(file: &Path) -> io::Result<Secret> {
-    let bytes = read_own_file(file).map_err(|error| in_file(file, error))?;
+    let bytes = read_own_file(file).map_err(|error| in_file(file, &error))?;
     if bytes.is_empty() {
         let empty = io::Error::new(io::ErrorKind::InvalidData, "it is empty: remove it");
-        return Err(in_file(file, empty));
+        return Err(in_file(file, &empty));
     }
     Ok(Secret::new(bytes))
 }
 
-fn in_file(file: &Path, error: io::Error) -> io::Error {
+fn in_file(file: &Path, error: &io::Error) -> io::Error {
     io::Error::new(error.kind(), format!("{}: {error} (see --state-dir)", file.display()))
 }
 

@@ -134,7 +134,7 @@ const QEMU: Machine = Machine {
 /// Starts this program in a guest. Returns what it printed.
 fn outside(machine: &Machine, arguments: Vec<String>) -> String {
     let Machine { variable, default, source, .. } = machine;
-    let dir = std::env::var_os(variable).or(default.map(Into::into));
+    let dir = std::env::var_os(variable).or_else(|| default.map(Into::into));
     let dir = PathBuf::from(dir.unwrap_or_else(|| panic!("{source} in {variable}")));
     let modules = dir.join(machine.modules);
     let release =

@@ -210,6 +210,7 @@ fn write_ours(count: u32) -> anyhow::Result<Round> {
     let subnets = FakeSubnets::with_config(CONFIG);
     let host = fixture.host(std::sync::Arc::new(subnets.clone()))?;
     let mut engine = Engine::start_with(&host, subnets.clone(), &WireguardBackend)?;
+    engine.rest()?;
     monitor.take()?;
     let start = Instant::now();
     engine.send(leases(count));
@@ -223,7 +224,6 @@ fn write_ours(count: u32) -> anyhow::Result<Round> {
     drop(engine);
 
     let mut again = Engine::start_with(&host, subnets, &WireguardBackend)?;
-    again.send(leases(count + 1));
     again.wait(count as usize + 1)?;
     let restart = monitor.take()?;
     let there = fixture.netns.run(|| program("wg", &format!("show {DEVICE} peers")));

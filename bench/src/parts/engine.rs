@@ -50,10 +50,12 @@ impl Engine {
         let subnets = FakeSubnets::with_config(&families.config());
         let mut host = fixture.host(Arc::new(subnets.clone()))?;
         host.kernel = on(host.kernel);
-        Self::start_with(&host, subnets, &VxlanBackend)
+        let mut engine = Self::start_with(&host, subnets, &VxlanBackend)?;
+        engine.rest()?;
+        Ok(engine)
     }
 
-    /// Starts the engine of another backend, on a host whose leases are in `subnets`.
+    /// Starts the engine of another backend, on a host whose leases are in `subnets`. Does not wait.
     pub(crate) fn start_with(
         host: &Host,
         subnets: FakeSubnets,
@@ -76,9 +78,7 @@ impl Engine {
                 }
             })
         });
-        let mut engine = Self { subnets, handle, runtime, _stop: stop, thread: Some(thread) };
-        engine.rest()?;
-        Ok(engine)
+        Ok(Self { subnets, handle, runtime, _stop: stop, thread: Some(thread) })
     }
 
     /// The handle of its network.
@@ -87,7 +87,7 @@ impl Engine {
     }
 
     /// Waits until it is idle.
-    fn rest(&mut self) -> anyhow::Result<()> {
+    pub(crate) fn rest(&mut self) -> anyhow::Result<()> {
         loop {
             self.wait(0)?;
             let status = &mut self.handle.status;
