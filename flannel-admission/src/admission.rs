@@ -14,7 +14,7 @@ use std::sync::Arc;
 
 use crate::advisories::Advisories;
 use crate::link_lookups::LinkLookups;
-use crate::offer_plan::{OfferPlan, Planned};
+use crate::offer_plan::{Handshakes, OfferPlan, Planned};
 use crate::path_mtus::{PathMtus, lower};
 use crate::peer_index::{Claimant, Expanded, Extras, Id, Peer, PeerIndex};
 use flannel_core::address::Dual;
@@ -63,6 +63,7 @@ pub struct Admission {
     rules: AdmissionRules,
     plans: Vec<OfferPlan>,
     path_mtus: PathMtus,
+    handshakes: Handshakes,
     index: PeerIndex,
     lookups: LinkLookups,
     rejected: Listing<Subnets, Rejection>,
@@ -95,7 +96,13 @@ impl Admission {
             public = own.attrs.preferred.public;
             // If all plans reject our own lease, no objects are reserved for it.
             let unknown = |_| Some(None);
-            let ours = OfferPlan::run(&plans, &own.subnets, &own.attrs, &Env::new(&unknown));
+            let ours = OfferPlan::run(
+                &plans,
+                &own.subnets,
+                &own.attrs,
+                &BTreeSet::new(),
+                &Env::new(&unknown),
+            );
             rules.reserved.extend(ours.unwrap_or_default().objects.iter().map(Object::key));
         }
         let advisories = Advisories::new(&public);
@@ -103,6 +110,7 @@ impl Admission {
             rules,
             plans,
             path_mtus: PathMtus::default(),
+            handshakes: Handshakes::default(),
             index: PeerIndex::default(),
             lookups: LinkLookups::default(),
             rejected: Listing::default(),
@@ -236,7 +244,18 @@ impl Admission {
         let before = std::mem::replace(&mut self.path_mtus, Arc::clone(mtus));
         let all = before.keys().chain(mtus.keys());
         let changed = all.filter(|subnet| before.get(*subnet) != mtus.get(*subnet));
-        let peers = changed.flat_map(|subnet| self.index.holders_of(subnet.base()));
+        self.peers_of(changed)
+    }
+
+    /// Takes in the completed handshakes. Returns the peers whose handshake has completed, or is
+    /// missing again: call [`update`](Self::update) with their leases.
+    pub fn set_handshakes(&mut self, handshakes: &Handshakes) -> BTreeSet<Subnets> {
+        let before = std::mem::replace(&mut self.handshakes, Arc::clone(handshakes));
+        self.peers_of(before.symmetric_difference(handshakes))
+    }
+
+    fn peers_of<'a>(&self, subnets: impl Iterator<Item = &'a Subnet>) -> BTreeSet<Subnets> {
+        let peers = subnets.flat_map(|subnet| self.index.holders_of(subnet.base()));
         peers.map(|peer| peer.lease.subnets).collect()
     }
 
@@ -317,7 +336,8 @@ impl Admission {
         let enabled =
             lease.subnets.iter().filter(|subnet| self.rules.networks[subnet.family()].is_some());
         let Some(subnets) = Subnets::new(enabled) else { return Ok(Planned::default()) };
-        let mut planned = OfferPlan::run(&self.plans, &subnets, &lease.attrs, env)?;
+        let mut planned =
+            OfferPlan::run(&self.plans, &subnets, &lease.attrs, &self.handshakes, env)?;
         lower(&mut planned.objects, &subnets, &self.path_mtus);
         let is_stray = |object: &&Object| match object {
             Object::Route(route) => !subnets.iter().any(|subnet| subnet.covers(&route.dst)),

@@ -12,7 +12,7 @@ mod view_filter;
 mod winners;
 
 pub use admission::{Admission, AdmissionRules, Changed, Delta};
-pub use offer_plan::OfferPlan;
+pub use offer_plan::{Handshakes, OfferPlan};
 pub use path_mtus::PathMtus;
 pub use peer_index::{Id, Peer};
 pub use stale_lookups::{Answers, StaleLookups};

@@ -1,15 +1,22 @@
 //! Runs plans on the offers of a lease.
 
-use flannel_core::Subnets;
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
 use flannel_core::backend::{Env, Plan};
 use flannel_core::lease::{LeaseAttrs, Offer};
 use flannel_core::object::Object;
 use flannel_core::status::Rejection;
+use flannel_core::{Subnet, Subnets};
+
+/// The subnets of peers with which an encrypted tunnel has completed a handshake.
+pub type Handshakes = Arc<BTreeSet<Subnet>>;
 
 /// The plan for the leases of one backend type.
 pub struct OfferPlan {
     lease_type: Option<&'static str>,
     plan: Box<Plan>,
+    handshakes: bool,
 }
 
 /// The objects of one lease.
@@ -25,11 +32,18 @@ pub(crate) struct Planned {
 impl OfferPlan {
     /// A plan for offers of `lease_type`; `None`: for every offer.
     pub fn new(lease_type: Option<&'static str>, plan: Box<Plan>) -> Self {
-        Self { lease_type, plan }
+        Self { lease_type, plan, handshakes: false }
+    }
+
+    /// The same plan. With `needed`, packets to a peer pass only after a handshake
+    /// ([`Blueprint::handshakes`](flannel_core::backend::Blueprint::handshakes)).
+    #[must_use]
+    pub fn with_handshakes(self, needed: bool) -> Self {
+        Self { handshakes: needed, ..self }
     }
 
     /// Runs every plan on the offers that it understands. The first offer that a plan accepts is
-    /// the chosen one.
+    /// the chosen one. Before the handshake that it needs, the next one is chosen too.
     ///
     /// # Errors
     /// No plan accepts an offer.
@@ -37,9 +51,11 @@ impl OfferPlan {
         plans: &[Self],
         subnets: &Subnets,
         attrs: &LeaseAttrs,
+        done: &BTreeSet<Subnet>,
         env: &Env<'_>,
     ) -> Result<Planned, Rejection> {
-        let (mut planned, mut accepted, mut rejected) = (Planned::default(), false, None);
+        let (mut planned, mut rejected) = (Planned::default(), None);
+        let (mut accepted, mut more) = (false, true);
         for plan in plans {
             let understands =
                 |offer: &&Offer| plan.lease_type.is_none_or(|kind| kind == offer.kind);
@@ -47,10 +63,13 @@ impl OfferPlan {
                 let before = planned.objects.len();
                 match (plan.plan)(subnets, offer, env, &mut planned.objects) {
                     Ok(()) => {
+                        let waits = plan.handshakes && !is_done(&planned.objects[before..], done);
                         keep_first_of_each_key(&mut planned.objects, before.max(1));
-                        if !std::mem::replace(&mut accepted, true) {
+                        accepted = true;
+                        if more {
                             planned.chosen = planned.objects.len();
                         }
+                        more &= waits;
                     }
                     Err(error) => {
                         planned.objects.truncate(before);
@@ -74,6 +93,14 @@ impl OfferPlan {
     }
 }
 
+/// Whether the handshake with each peer of a device has completed.
+fn is_done(objects: &[Object], done: &BTreeSet<Subnet>) -> bool {
+    objects.iter().all(|object| match object {
+        Object::Peer(peer) => peer.attributes.allowed.values().all(|subnet| done.contains(subnet)),
+        _ => true,
+    })
+}
+
 /// Keeps the first of several objects with one key. Objects before the `n`th are not checked.
 fn keep_first_of_each_key(objects: &mut Vec<Object>, mut n: usize) {
     while n < objects.len() {
@@ -84,5 +111,64 @@ fn keep_first_of_each_key(objects: &mut Vec<Object>, mut n: usize) {
         } else {
             n += 1;
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use flannel_core::address::Dual;
+    use flannel_core::object::{Peer, PeerAttributes, PublicKey, Route, Via};
+
+    use super::*;
+
+    fn subnets() -> Subnets {
+        "10.1.7.0-24".parse().unwrap()
+    }
+
+    /// An encrypted tunnel, and a backend with a route to each peer.
+    fn plans() -> [OfferPlan; 2] {
+        let encrypted = |_: &Subnets, _: &Offer, _: &Env<'_>, out: &mut Vec<Object>| {
+            let allowed = Dual { v4: "10.1.7.0/24".parse().ok(), v6: None };
+            let endpoint = ([192, 0, 2, 7], 51820).into();
+            let attributes = PeerAttributes { endpoint, allowed, psk: None, keepalive: 0 };
+            let (link, key) = ("flannel-wg".parse().unwrap(), PublicKey([7; 32]));
+            out.push(Peer { link, key, attributes: Box::new(attributes) }.into());
+            Ok(())
+        };
+        let plain = |subnets: &Subnets, _: &Offer, _: &Env<'_>, out: &mut Vec<Object>| {
+            let via = Via::Link("flannel.1".parse().unwrap());
+            out.extend(subnets.iter().map(|dst| Object::from(Route { dst, via, mtu: None })));
+            Ok(())
+        };
+        [
+            OfferPlan::new(Some("wireguard"), Box::new(encrypted)).with_handshakes(true),
+            OfferPlan::new(Some("vxlan"), Box::new(plain)),
+        ]
+    }
+
+    /// The kinds of the objects that the kernel gets, for a lease with these offers.
+    fn chosen(plans: &[OfferPlan], offers: &[&'static str], done: &[&str]) -> Vec<&'static str> {
+        let offer = |kind: &&'static str| Offer { kind: (*kind).into(), ..Offer::default() };
+        let mut all = offers.iter().map(offer);
+        let preferred = all.next().unwrap();
+        let attrs = LeaseAttrs { preferred, others: all.collect() };
+        let done = done.iter().map(|subnet| subnet.parse().unwrap()).collect();
+        let env = Env::new(&|_| None);
+        let planned = OfferPlan::run(plans, &subnets(), &attrs, &done, &env).unwrap();
+        assert_eq!(planned.objects.len(), offers.len(), "all are claims");
+        planned.objects[..planned.chosen].iter().map(|object| object.kind().name()).collect()
+    }
+
+    #[test]
+    fn a_peer_is_reached_by_another_backend_until_the_handshake() {
+        let (first, mut second) = (plans(), plans());
+        second.reverse();
+        let (both, own) = (["vxlan", "wireguard"], ["10.1.7.0/24"]);
+        assert_eq!(chosen(&first, &both, &[]), ["peer", "route"]);
+        assert_eq!(chosen(&first, &both, &["10.1.8.0/24"]), ["peer", "route"], "of another peer");
+        assert_eq!(chosen(&first, &both, &own), ["peer"]);
+        assert_eq!(chosen(&first, &["wireguard"], &[]), ["peer"], "there is no other");
+        assert_eq!(chosen(&first, &["vxlan"], &own), ["route"]);
+        assert_eq!(chosen(&second, &both, &[]), ["route"], "the other one is preferred");
     }
 }

@@ -127,6 +127,7 @@ impl Backend for WireguardBackend {
                 plan.objects(subnets, offer, env, objects)
             });
             (blueprint.lease_type, blueprint.footprint) = (Some(plan::TYPE), footprint);
+            blueprint.handshakes = true;
             blueprint.base = lease.tunnel(&links);
             for (family, dst) in networks.iter() {
                 let Some(link) = devices[family] else { continue };

@@ -290,6 +290,9 @@ pub struct Blueprint {
     pub lease_type: Option<&'static str>,
     /// The size of the largest packet that pods may send, in bytes.
     pub mtu: u32,
+    /// Packets pass only after a handshake with the peer, which its plan's WireGuard peer needs.
+    /// While a node moves to this backend, a peer is reached by the other one until then.
+    pub handshakes: bool,
     /// The kernel objects that the network owns. It must own all objects of `base` and `plan`.
     pub footprint: Footprint,
     /// The objects that do not depend on peers: the device and its addresses.
@@ -311,6 +314,7 @@ impl Blueprint {
         Self {
             lease_type: None,
             mtu,
+            handshakes: false,
             footprint: Footprint::default(),
             base: State::default(),
             plan: Box::new(plan),
@@ -323,6 +327,7 @@ impl fmt::Debug for Blueprint {
         f.debug_struct("Blueprint")
             .field("lease_type", &self.lease_type)
             .field("mtu", &self.mtu)
+            .field("handshakes", &self.handshakes)
             .field("footprint", &self.footprint)
             .field("base", &self.base)
             .finish_non_exhaustive()

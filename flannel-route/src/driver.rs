@@ -9,12 +9,12 @@ use std::time::Duration;
 use tokio::sync::{mpsc, watch};
 use tokio::time::{Instant, sleep_until};
 
-use crate::engine::Engine;
+use crate::engine::{Engine, Inputs};
 use crate::gated_kernel::GatedKernel;
 use crate::kernel_network::KernelNetwork;
 use crate::listener::Listener;
 use crate::schedule::{Done, Permits, Schedule};
-use flannel_admission::PathMtus;
+use flannel_admission::{Handshakes, PathMtus};
 use flannel_core::Result;
 use flannel_core::kernel::{Changes, Invalidation, KernelError, ProcessNames};
 use flannel_core::lease::View;
@@ -35,7 +35,8 @@ pub(crate) struct Driver {
     status: watch::Sender<Arc<Status>>,
     views: watch::Receiver<View>,
     mtus: watch::Receiver<PathMtus>,
-    /// The arrival of a view, or of MTUs, that were not taken in yet.
+    handshakes: watch::Receiver<Handshakes>,
+    /// The arrival of an input that was not taken in yet.
     arrived: Option<Instant>,
     questions: mpsc::Receiver<Question>,
     listener: Listener,
@@ -44,7 +45,7 @@ pub(crate) struct Driver {
 
 /// The work of a round, besides the engine's own.
 struct Round {
-    view: Option<((View, PathMtus), Instant)>,
+    inputs: Option<(Inputs, Instant)>,
     events: Vec<Invalidation>,
     permits: Permits,
 }
@@ -78,8 +79,8 @@ impl Round {
             engine.recheck_lookups(kernel);
             started.elapsed()
         });
-        if let Some((view, arrived)) = self.view {
-            engine.view(&view, arrived, kernel);
+        if let Some((inputs, arrived)) = self.inputs {
+            engine.view(&inputs, arrived, kernel);
         }
         if self.permits.retry {
             engine.table.retry();
@@ -99,7 +100,17 @@ impl Drop for Driver {
 
 impl Driver {
     pub(crate) fn new(network: KernelNetwork, views: watch::Receiver<View>) -> Self {
-        let KernelNetwork { kernel, names, engine, status, questions, resync, mtus, .. } = network;
+        let KernelNetwork {
+            kernel,
+            names,
+            engine,
+            status,
+            questions,
+            resync,
+            mtus,
+            handshakes,
+            ..
+        } = network;
         let now = Instant::now();
         Self {
             kernel: Arc::new(GatedKernel::new(kernel)),
@@ -108,6 +119,7 @@ impl Driver {
             status,
             views,
             mtus,
+            handshakes,
             arrived: Some(now),
             questions,
             listener: Listener::default(),
@@ -163,11 +175,13 @@ impl Driver {
             self.listener.pending.push(Invalidation::Everything);
         }
         // The last view counts, even if there will be no more.
-        let view = self.arrived.take().map(|arrived| {
+        let inputs = self.arrived.take().map(|arrived| {
+            let view = self.views.borrow_and_update().clone();
             let mtus = self.mtus.borrow_and_update().clone();
-            ((self.views.borrow_and_update().clone(), mtus), arrived)
+            let handshakes = self.handshakes.borrow_and_update().clone();
+            (Inputs { view, mtus, handshakes }, arrived)
         });
-        Round { view, events: self.listener.pending.take(), permits }
+        Round { inputs, events: self.listener.pending.take(), permits }
     }
 
     fn publish(&self, engine: &Engine) {
@@ -207,6 +221,7 @@ impl Driver {
                 },
                 // Without a sender there are no more.
                 Ok(()) = self.mtus.changed() => self.arrived = Some(Instant::now()),
+                Ok(()) = self.handshakes.changed() => self.arrived = Some(Instant::now()),
                 Some(question) = self.questions.recv() => self.answer(question),
                 () = self.listener.hear() => {}
                 () = sleep_until(deadline) => break,

@@ -25,11 +25,19 @@ use self::table::{Actual, Cause, Row, Table};
 pub(crate) use self::write::BATCH;
 use crate::apply_stats::ApplyStats;
 use crate::nexthops::nexthop;
-use flannel_admission::{Admission, Answers, Changed, Delta, PathMtus, StaleLookups};
+use flannel_admission::{Admission, Answers, Changed, Delta, Handshakes, PathMtus, StaleLookups};
 use flannel_core::kernel::Footprint;
 use flannel_core::lease::{LeaseSet, Origin, View};
 use flannel_core::object::{Key, Object, State};
 use flannel_core::{Kernel, Lease, Subnets};
+
+/// The inputs of the engine, besides the kernel.
+#[derive(Debug)]
+pub(crate) struct Inputs {
+    pub(crate) view: View,
+    pub(crate) mtus: PathMtus,
+    pub(crate) handshakes: Handshakes,
+}
 
 pub(crate) struct Engine {
     footprint: Footprint,
@@ -59,11 +67,11 @@ impl Engine {
         self.desired.base.extend(objects);
     }
 
-    /// Takes in a newer view or other MTUs of paths, which arrived at `arrived`. New leases in
+    /// Takes in newer inputs, which arrived at `arrived`. New leases in
     /// large numbers are queued.
     pub(crate) fn view(
         &mut self,
-        (view, mtus): &(View, PathMtus),
+        Inputs { view, mtus, handshakes }: &Inputs,
         arrived: Instant,
         kernel: &dyn Kernel,
     ) {
@@ -79,8 +87,10 @@ impl Engine {
             let new = changes.extract_if(.., is_new).filter_map(|(_, lease)| lease.cloned());
             self.queue.extend(new, arrived);
         }
-        let again = self.desired.peers.set_path_mtus(mtus).into_iter();
-        changes.extend(again.filter_map(|key| Some((key, Some(view.leases.get(&key)?)))));
+        let mut again = self.desired.peers.set_path_mtus(mtus);
+        again.extend(self.desired.peers.set_handshakes(handshakes));
+        changes
+            .extend(again.into_iter().filter_map(|key| Some((key, Some(view.leases.get(&key)?)))));
         let answers = Answers::new(kernel);
         let changed = self.desired.update(changes.into_iter(), &answers);
         self.lookups.note(answers);
@@ -313,7 +323,9 @@ mod tests {
                 leases: self.leases.clone(),
                 origin: Origin::Live { revision: Revision(1) },
             };
-            self.engine.view(&(view, self.mtus.clone()), Instant::now(), &self.kernel);
+            let (mtus, handshakes) = (self.mtus.clone(), Handshakes::default());
+            let inputs = Inputs { view, mtus, handshakes };
+            self.engine.view(&inputs, Instant::now(), &self.kernel);
         }
 
         fn settle(&mut self) {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use flannel_admission::{Admission, AdmissionRules, OfferPlan, PathMtus};
+use flannel_admission::{Admission, AdmissionRules, Handshakes, OfferPlan, PathMtus};
 use flannel_core::address::Dual;
 use flannel_core::backend::{Blueprint, NodeLease};
 use flannel_core::kernel::{Footprint, ProcessNames};
@@ -33,6 +33,7 @@ pub struct KernelNetwork {
     pub(crate) questions: mpsc::Receiver<Question>,
     pub(crate) resync: Option<Duration>,
     pub(crate) mtus: watch::Receiver<PathMtus>,
+    pub(crate) handshakes: watch::Receiver<Handshakes>,
 }
 
 impl std::fmt::Debug for KernelNetwork {
@@ -65,7 +66,8 @@ impl KernelNetwork {
         for blueprint in blueprints {
             footprint.merge(blueprint.footprint);
             base.extend(blueprint.base.iter().cloned());
-            plans.push(OfferPlan::new(blueprint.lease_type, blueprint.plan));
+            let plan = OfferPlan::new(blueprint.lease_type, blueprint.plan);
+            plans.push(plan.with_handshakes(blueprint.handshakes));
         }
         let is_held = lease.held().is_some();
         let (NodeLease::Held(own) | NodeLease::Lapsed(own)) = lease;
@@ -83,6 +85,7 @@ impl KernelNetwork {
             questions,
             resync: None,
             mtus: watch::channel(PathMtus::default()).1,
+            handshakes: watch::channel(Handshakes::default()).1,
         }
     }
 
@@ -120,6 +123,13 @@ impl KernelNetwork {
     #[must_use]
     pub fn with_path_mtus(self, mtus: watch::Receiver<PathMtus>) -> Self {
         Self { mtus, ..self }
+    }
+
+    /// Names the peers with which an encrypted tunnel has completed a handshake. Until then, a peer
+    /// that offers another backend of this network too is reached by that one.
+    #[must_use]
+    pub fn with_handshakes(self, handshakes: watch::Receiver<Handshakes>) -> Self {
+        Self { handshakes, ..self }
     }
 
     /// A handle that outlives [`KernelNetwork::run`].

@@ -135,14 +135,45 @@ fn ipip_daemons_killed_and_upgraded_lose_no_packet() {
     });
 }
 
+/// Streams that a guest can encrypt: a few hundred packets a second.
+fn slow_traffic(lab: &Lab) -> Traffic {
+    Traffic::start_every(Duration::from_millis(100), lab)
+}
+
+/// The modules of [`MODULES`] for IPv6, and WireGuard.
+const MORE_MODULES: [&str; 3] = ["ip6table_nat", "ip6table_filter", "wireguard"];
+
 #[test]
 fn wireguard_daemons_killed_and_upgraded_lose_no_packet() {
-    let more = ["ip6table_nat", "ip6table_filter", "wireguard"];
-    in_qemu(&[&MODULES[..], &more].concat(), || {
+    in_qemu(&[&MODULES[..], &MORE_MODULES].concat(), || {
         let lab = up("wireguard");
-        // The guest encrypts a few hundred packets a second.
-        let traffic = Traffic::start_every(Duration::from_millis(100), &lab);
-        killed_and_upgraded(&lab, traffic, 1, 0);
+        killed_and_upgraded(&lab, slow_traffic(&lab), 1, 0);
+    });
+}
+
+/// The key of the first host is replaced. Its peers see the new one in its lease. Packets wait in
+/// the kernel until the next handshake.
+#[test]
+fn wireguard_loses_no_packet_while_a_key_is_replaced() {
+    in_qemu(&[&MODULES[..], &MORE_MODULES].concat(), || {
+        let lab = up("wireguard");
+        let (host, peer) = (&lab.hosts()[0], &lab.hosts()[1]);
+        let key = |host: &Host| host.run("wg", &["show", "flannel-wg", "public-key"]).unwrap();
+        let known = || peer.run("wg", &["show", "flannel-wg", "peers"]).unwrap();
+        let old = key(host);
+        assert!(known().contains(old.trim()), "{}", known());
+        let traffic = slow_traffic(&lab);
+        let before = host.log().unwrap().matches("in sync peers=2").count();
+        host.stop_daemon(Signal::SIGTERM).unwrap().unwrap();
+        fs::remove_file(host.dir().join("state/secrets/wireguard-key")).unwrap();
+        host.start_daemon().unwrap();
+        wait_for_log(host, "in sync peers=2", before + 1);
+        let new = key(host);
+        assert_ne!(new, old);
+        let replaced = || known().contains(new.trim()) && !known().contains(old.trim());
+        eventually(PATIENCE, replaced, known);
+        // 12 streams, 25 packets each at least.
+        assert_no_loss(traffic, &lab, 12 * 25);
     });
 }
 

@@ -183,6 +183,7 @@ impl World {
             subnets.network_config().await.unwrap().pod_networks().collect();
         let blueprint = Blueprint {
             lease_type: None,
+            handshakes: false,
             mtu: 1430,
             footprint: Footprint {
                 links: Family::BOTH

@@ -30,6 +30,7 @@ impl Run {
         let config = subnets.network_config().await.unwrap();
         let blueprint = Blueprint {
             lease_type: None,
+            handshakes: false,
             mtu: 1500,
             footprint: Footprint {
                 networks: config.pod_networks().collect(),
