@@ -4,6 +4,7 @@ mod plan;
 mod secrets;
 mod underlay;
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::net::IpAddr;
 use std::path::Path;
@@ -15,13 +16,13 @@ use async_trait::async_trait;
 pub use self::plan::{Answer, Env, Plan};
 pub use self::secrets::{MakeSecret, MemorySecrets, Secrets};
 pub use self::underlay::underlay_mtu;
-use crate::address::Dual;
+use crate::address::{Dual, Subnet};
 use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::kernel::{Annex, Footprint, Kernel};
 use crate::lease::{Lease, Offer, Origin, Subnets, View};
 use crate::network::Network;
-use crate::object::{Addr, Link, LinkName, Object, State};
+use crate::object::{Addr, Link, LinkName, Object, Route, State, Via};
 use crate::runtime::blocking;
 use crate::status::Rejection;
 use crate::subnet::{Hints, SubnetManager};
@@ -111,8 +112,16 @@ pub struct Datapath {
     pub bare: bool,
     /// Peers on the same link are reached without the tunnel, although there is one.
     pub direct: bool,
-    /// Packets are encrypted between nodes.
+    /// Packets that leave by one of `devices` are encrypted. No other packets are: with
+    /// `RequireEncryption` the firewall drops them, so it needs at least one device.
     pub encrypted: bool,
+}
+
+impl Datapath {
+    /// The devices whose packets are encrypted, each once.
+    pub fn encrypted_devices(&self) -> BTreeSet<LinkName> {
+        self.devices.values().copied().filter(|_| self.encrypted).collect()
+    }
 }
 
 /// A kind of packet that nodes of a network send to each other.
@@ -319,6 +328,24 @@ impl Blueprint {
             base: State::default(),
             plan: Box::new(plan),
         }
+    }
+
+    /// The same network if the config requires encryption. Packets to addresses of the pod
+    /// networks without another route are dropped, so that they do not leave by the default route.
+    /// Without an encrypted `datapath` all leases are rejected, so that their routes go.
+    #[must_use]
+    pub fn only_encrypted(mut self, datapath: &Datapath) -> Self {
+        if self.footprint.blackholes {
+            let route = |dst: &Subnet| Route { dst: *dst, via: Via::Blackhole, mtu: None };
+            self.base.extend(self.footprint.networks.iter().map(route));
+        }
+        if !datapath.encrypted {
+            self.plan = Box::new(|_, offer, _, _| {
+                let why = "the network config has RequireEncryption, and the backend type";
+                Err(Rejection::Rejected(format!("{why} {:?} does not encrypt", offer.kind)))
+            });
+        }
+        self
     }
 }
 

@@ -20,6 +20,9 @@ pub struct Config {
     pub networks: Dual<PodNetwork>,
     /// `EnableNFTables`: the firewall uses nftables, not iptables.
     pub nftables: bool,
+    /// `RequireEncryption`: packets to pods of other nodes leave only by an encrypted
+    /// [`Datapath`](crate::backend::Datapath). Go flannel ignores this field.
+    pub require_encryption: bool,
     /// How pods of different nodes reach each other.
     pub backend: BackendConfig,
 }
@@ -74,12 +77,19 @@ impl BackendConfig {
 }
 
 impl Config {
-    /// The names of all fields: of IPv4, of IPv6, and of both.
-    pub const FIELDS: [[&str; 4]; 3] = [
+    /// The names of the fields of IPv4, and of IPv6.
+    pub const FAMILY_FIELDS: [[&str; 4]; 2] = [
         ["Network", "SubnetLen", "SubnetMin", "SubnetMax"],
         ["IPv6Network", "IPv6SubnetLen", "IPv6SubnetMin", "IPv6SubnetMax"],
-        ["EnableIPv4", "EnableIPv6", "EnableNFTables", "Backend"],
     ];
+    /// The names of all other fields.
+    pub const COMMON_FIELDS: [&str; 5] =
+        ["EnableIPv4", "EnableIPv6", "EnableNFTables", "RequireEncryption", "Backend"];
+
+    /// The names of all fields.
+    pub fn fields() -> Vec<&'static str> {
+        [Self::FAMILY_FIELDS.as_flattened(), &Self::COMMON_FIELDS].concat()
+    }
 
     /// Reads and checks a network config, and fills in defaults.
     ///
@@ -94,9 +104,10 @@ impl Config {
     /// ```
     pub fn parse(text: &str) -> Result<Self, FieldError> {
         let fields = Fields::parse(text, "")?;
-        let [v4, v6, [enable_v4, enable_v6, nftables, backend_name]] = Self::FIELDS;
+        let ([v4, v6], [enable_v4, enable_v6, nftables, encryption, backend_name]) =
+            (Self::FAMILY_FIELDS, Self::COMMON_FIELDS);
         let flag = |name, default| Ok(fields.take(name, "true or false")?.unwrap_or(default));
-        let nftables = flag(nftables, false)?;
+        let (nftables, require_encryption) = (flag(nftables, false)?, flag(encryption, false)?);
         // The fields of a disabled family are checked too.
         let networks = Dual {
             v4: pod_network(&fields, Family::V4, v4, flag(enable_v4, true)?)?,
@@ -106,7 +117,8 @@ impl Config {
             let expected = "at least one of EnableIPv4 and EnableIPv6 is true";
             return Err(fields.error(enable_v4, &"false", expected));
         }
-        Ok(Self { networks, nftables, backend: backend(&fields, backend_name)? })
+        let backend = backend(&fields, backend_name)?;
+        Ok(Self { networks, nftables, require_encryption, backend })
     }
 
     /// The enabled pod networks, IPv4 first.
@@ -313,6 +325,12 @@ mod tests {
             ),
             (r#"{"EnableIPv4":false}"#, "EnableIPv4", "at least one"),
             (r#"{"EnableIPv4":"no"}"#, "EnableIPv4", "true or false"),
+            (
+                r#"{"Network":"10.3.0.0/16","RequireEncryption":"true"}"#,
+                "RequireEncryption",
+                "true or false",
+            ),
+            (r#"{"Network":"10.3.0.0/16","RequireEncryption":1}"#, "RequireEncryption", "true or"),
             (r#"{"Network":"10.3.0.0/16","Backend":null}"#, "Backend", "Type"),
             (r#"{"Network":"10.3.0.0/16","Backend":{}}"#, "Backend", "Type"),
             (r#"{"Network":"10.3.0.0/16","Backend":{"Type":3}}"#, "Backend.Type", "vxlan"),
@@ -325,10 +343,20 @@ mod tests {
     }
 
     #[test]
+    fn encryption_is_required_only_if_the_config_says_so() {
+        let required = |more: &str| {
+            let text = format!(r#"{{"Network":"10.3.0.0/16"{more}}}"#);
+            Config::parse(&text).unwrap().require_encryption
+        };
+        assert!(!required("") && !required(r#","RequireEncryption":false"#));
+        assert!(required(r#","requireencryption":true"#));
+    }
+
+    #[test]
     fn every_field_is_read() {
-        for name in Config::FIELDS.as_flattened() {
+        for name in Config::fields() {
             let text = format!(r#"{{"Network":"10.3.0.0/16","{name}":[]}}"#);
-            assert_eq!(Config::parse(&text).unwrap_err().field, *name);
+            assert_eq!(Config::parse(&text).unwrap_err().field, name);
         }
     }
 

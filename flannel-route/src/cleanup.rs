@@ -131,9 +131,9 @@ fn remove(
 
 /// Makes the host ready for Go flannel, which does not know nexthop objects and cannot delete the
 /// routes that use them. Replaces each such route in place by a route with a gateway, then removes
-/// the nexthop objects. No packet is lost. Removes routes of last resort ([`Via::LastResort`]) too:
-/// Go flannel makes its own routes of this kind, and would not remove ours. No network may run
-/// meanwhile: it would undo these changes.
+/// the nexthop objects. No packet is lost. Removes routes without a next hop too
+/// ([`Via::LastResort`], [`Via::Blackhole`]): Go flannel makes its own routes of this kind, and
+/// would not remove ours. No network may run meanwhile: it would undo these changes.
 ///
 /// A nexthop object stays if its route could not be replaced, or if another program uses it
 /// ([`Kernel::nexthop_users`]): the kernel would delete the route with it.
@@ -155,7 +155,8 @@ pub fn ready_for_go(
     for object in there.iter() {
         let Object::Route(route) = object else { continue };
         let Via::Nexthop(id) = route.via else {
-            changes.extend((route.via == Via::LastResort).then(|| Change::Delete(object.clone())));
+            let drops = matches!(route.via, Via::LastResort | Via::Blackhole);
+            changes.extend(drops.then(|| Change::Delete(object.clone())));
             continue;
         };
         match there.get(&Key::Nexthop(id)) {

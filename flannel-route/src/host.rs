@@ -124,7 +124,10 @@ impl Host {
             kernel = Arc::new(WithAnnexes::new(kernel, [annex]));
         }
         match (prepared.build)(&lease)? {
-            Built::Kernel(blueprint) => {
+            Built::Kernel(mut blueprint) => {
+                if config.require_encryption {
+                    blueprint = blueprint.only_encrypted(&backend.datapath(config)?);
+                }
                 let mut network = KernelNetwork::new(kernel, lease, networks, vec![blueprint]);
                 (network.names, network.resync) = (self.process_names.clone(), options.resync);
                 network.mtus = options.path_mtus.unwrap_or(network.mtus);

@@ -21,7 +21,7 @@ fn words(text: &str, prefix: &str) -> BTreeSet<String> {
 #[test]
 fn every_field_of_the_network_config_is_documented() {
     let text = read("docs/configuration.md");
-    let mut fields = flannel_core::Config::FIELDS.concat();
+    let mut fields = flannel_core::Config::fields();
     for backend in flannel_backends::all().iter() {
         assert!(text.contains(&format!("**`{}`**", backend.kind())), "{}", backend.kind());
         fields.extend(backend.option_names().unwrap_or_default());

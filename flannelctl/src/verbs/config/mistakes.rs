@@ -48,10 +48,10 @@ pub(super) fn find(text: &str, backends: &Backends) -> Result<Vec<String>, Strin
         Err(first) => refused(first, (&config, &options), &known),
     };
     found.extend(unsuitable(&fields, &found));
-    let names = Config::FIELDS;
+    let names = Config::fields();
     let listed = known.ok().and_then(|(_, backend)| backend.option_names());
     let listed = listed.map(|names| [&["Type"][..], names].concat()).unwrap_or_default();
-    let (of_config, of_backend) = (("", names.as_flattened()), ("Backend.", &listed[..]));
+    let (of_config, of_backend) = (("", &names[..]), ("Backend.", &listed[..]));
     found.extend(without_effect(&config, of_config, of_backend));
     found.extend(without_effect(&options, of_backend, of_config));
     Ok(found)
@@ -129,7 +129,7 @@ fn member(name: &str, value: &RawValue) -> String {
 /// Networks with host bits, and those that pods cannot use, without those that are `refused`.
 fn unsuitable(fields: &Fields, refused: &[String]) -> Vec<String> {
     let mut found = Vec::new();
-    let [[v4, ..], [v6, ..], _] = Config::FIELDS;
+    let [[v4, ..], [v6, ..]] = Config::FAMILY_FIELDS;
     for name in [v4, v6] {
         let Ok(Some(text)) = fields.take::<String>(name, "a network") else { continue };
         let Ok(network) = text.parse::<Subnet>() else { continue };
