@@ -217,7 +217,7 @@ fn accepted_side(rule: &[Expr], network: Subnet) -> Option<Option<bool>> {
     let mut exprs = rule.iter().peekable();
     while let Some(expr) = exprs.next() {
         match expr {
-            Expr::Other(name) if name == "counter" => {}
+            Expr::Counter => {}
             // The condition on the family, in `inet` tables.
             Expr::Meta(NFPROTO) => match exprs.next()? {
                 Expr::Compare { equal: true, value } if value[..] == [protocol(family)] => {}

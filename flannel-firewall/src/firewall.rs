@@ -14,6 +14,7 @@ use tokio::time::{Instant, Interval, MissedTickBehavior};
 use crate::error::Error;
 use crate::iptables::Iptables;
 use crate::iptables::program::Programs;
+use crate::iptables::script::Scope;
 use crate::nft::{self, Nft};
 use crate::rules::{RuleOptions, Rules};
 use crate::status::{Cleanup, Deviation, Failure, Fault, Repair, Status, log_left};
@@ -70,7 +71,7 @@ impl Default for Options {
 /// # async fn example(rules: Rules) -> Result<(), flannel_firewall::Error> {
 /// let (_sender, rules) = watch::channel(rules);
 /// let (mode, rule_options) = (Mode::Nftables, RuleOptions::default());
-/// let firewall = Firewall::open(mode, rule_options, Options::default()).await?;
+/// let firewall = Firewall::open(mode, &rule_options, Options::default()).await?;
 /// let mut status = firewall.status();
 /// tokio::spawn(firewall.run(rules));
 /// let _ = status.wait_for(|status| status.in_place).await;
@@ -101,7 +102,7 @@ impl Firewall {
     /// A privilege, a part of the kernel or a program is missing.
     pub async fn open(
         mode: Mode,
-        rule_options: RuleOptions,
+        rule_options: &RuleOptions,
         options: Options,
     ) -> Result<Self, Error> {
         let engine = match mode {
@@ -184,7 +185,7 @@ impl Firewall {
     async fn remove_others(&mut self) {
         let programs = &self.options.programs;
         let Cleanup { found, failed } = match &mut self.engine {
-            Engine::Nftables(_) => Iptables::clean(programs, None, true).await,
+            Engine::Nftables(_) => Iptables::clean(programs, None, Scope::All, true).await,
             Engine::Iptables(used) => clean(programs, Some(used.as_mut()), true).await,
         };
         for deviation in &found {
@@ -209,6 +210,10 @@ impl Firewall {
                 first_failure || status.in_place != failed.is_empty() || !deviations.is_empty();
             status.checks += 1;
             status.in_place = failed.is_empty();
+            if let Engine::Nftables(nft) = &self.engine {
+                status.dropped.unencrypted.note(nft.counted.unencrypted, at);
+                status.dropped.of_strangers.note(nft.counted.of_strangers, at);
+            }
             if !deviations.is_empty() && by_others {
                 let found: Vec<_> = deviations.iter().map(ToString::to_string).collect();
                 let found = found.join("; ");
@@ -323,18 +328,19 @@ pub async fn leftovers(programs: &Programs) -> Cleanup {
     clean(programs, None, false).await
 }
 
-/// Removes the gates of tunnels ([`Rules::with_gate`]), which Go flannel does not know, and no
-/// other rules. With `dry_run` it removes nothing, and returns those that it would remove.
-pub async fn cleanup_gates(dry_run: bool) -> Cleanup {
-    let mut cleanup = Cleanup::default();
-    cleanup.note(flannel_core::runtime::blocking(move || nft::clean_gates(!dry_run)).await);
+/// Removes the rules that Go flannel does not know, and no others: those about encryption
+/// ([`RuleOptions::encrypted`]), and the gates of tunnels ([`Rules::with_gate`]). With `dry_run` it
+/// removes nothing, and returns those that it would remove.
+pub async fn cleanup_for_go(programs: &Programs, dry_run: bool) -> Cleanup {
+    let mut cleanup = Iptables::clean(programs, None, Scope::UnknownToGo, !dry_run).await;
+    cleanup.note(flannel_core::runtime::blocking(move || nft::clean_for_go(!dry_run)).await);
     cleanup
 }
 
 /// Finds flannel's rules in nftables and iptables, except the rules of `used`. Removes them if
 /// `write` is true.
 async fn clean(programs: &Programs, used: Option<&mut Iptables>, write: bool) -> Cleanup {
-    let mut cleanup = Iptables::clean(programs, used, write).await;
+    let mut cleanup = Iptables::clean(programs, used, Scope::All, write).await;
     cleanup.note(nft::clean(write));
     cleanup
 }

@@ -13,7 +13,7 @@ use flannel_core::address::{Dual, Family};
 use tokio::time::Instant;
 
 use self::program::{Programs, Tool, Variant};
-use self::script::script;
+use self::script::{Scope, script};
 use self::watch::Watch;
 use crate::error::Error;
 use crate::nft;
@@ -39,7 +39,10 @@ pub(crate) struct Iptables {
 
 impl Iptables {
     /// Finds the programs and checks that they may change the rules that `rule_options` asks for.
-    pub(crate) async fn open(programs: Programs, rule_options: RuleOptions) -> Result<Self, Error> {
+    pub(crate) async fn open(
+        programs: Programs,
+        rule_options: &RuleOptions,
+    ) -> Result<Self, Error> {
         let (v4, v6) = (programs.find(Family::V4), programs.find(Family::V6));
         let mut tools = match (v4, v6) {
             (Err(error), Err(_)) => return Err(error),
@@ -106,16 +109,17 @@ impl Iptables {
         *is_watched &= self.watch.cover(tool.variant().await?, &self.programs.lock());
         // Set first, because a failed or dropped call may have written rules.
         self.filled[family] = Some(());
-        let deviations = reconcile(tool, rules, family, true).await?;
+        let deviations = reconcile(tool, rules, (family, Scope::All), true).await?;
         self.filled[family] = desired.then_some(());
         Ok(deviations)
     }
 
-    /// Finds flannel's rules, except those that `except` keeps, and removes them if `write` is
-    /// true. A missing program is a failure if flannel may have rules that only it can read.
+    /// Finds flannel's rules in `scope`, except those that `except` keeps, and removes them if
+    /// `write` is true. A missing program is a failure if flannel may have rules that only it can read.
     pub(crate) async fn clean(
         programs: &Programs,
         mut except: Option<&mut Self>,
+        scope: Scope,
         write: bool,
     ) -> Cleanup {
         let mut cleanup = Cleanup::default();
@@ -136,12 +140,12 @@ impl Iptables {
                     Ok(variant) if done.contains(&variant) => continue,
                     Ok(variant) => {
                         done.push(variant);
-                        reconcile(&mut tool, &Rules::default(), family, write).await
+                        reconcile(&mut tool, &Rules::default(), (family, scope), write).await
                     }
                     Err(error) => Err(error),
                 });
             }
-            cleanup.failed.extend(out_of_reach(family, &done).err());
+            cleanup.failed.extend(out_of_reach(family, scope, &done).err());
         }
         cleanup
     }
@@ -149,15 +153,15 @@ impl Iptables {
 
 /// Checks the parts of the kernel that no variant in `reached` can read: that `iptables-nft` has no
 /// chain of flannel, and that no legacy table of flannel's is in use.
-fn out_of_reach(family: Family, reached: &[Variant]) -> Result<(), Error> {
+fn out_of_reach(family: Family, scope: Scope, reached: &[Variant]) -> Result<(), Error> {
     if !reached.contains(&Variant::Nft) {
-        let chains = nft::chains_of_iptables(family)?;
+        let chains = nft::chains_of_iptables(family, scope)?;
         if !chains.is_empty() {
             return Err(Error::Leftovers { chains: chains.join(", ") });
         }
     }
     if !reached.contains(&Variant::Legacy) {
-        let ours = |name: &String| script::chains().any(|(table, _)| table == name);
+        let ours = |name: &String| script::chains(scope).any(|(table, _)| table == name);
         let tables: Vec<String> = legacy_tables(family).into_iter().filter(ours).collect();
         if !tables.is_empty() {
             return Err(Error::Unseen { family, tables: tables.join(", ") });
@@ -177,13 +181,13 @@ pub(crate) fn legacy_tables(family: Family) -> Vec<String> {
 async fn reconcile(
     tool: &mut Tool,
     rules: &Rules,
-    family: Family,
+    (family, scope): (Family, Scope),
     write: bool,
 ) -> Result<Vec<Deviation>, Error> {
     let mut tries = TRIES;
     loop {
         let random = !rules.has(family) || tool.is_modern().await?;
-        let script = script(&tool.save().await?, rules, family, random, &tool.name);
+        let script = script(&tool.save().await?, rules, (family, scope), random, &tool.name);
         if script.text.is_empty() || !write {
             return Ok(script.deviations);
         }

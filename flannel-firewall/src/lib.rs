@@ -10,7 +10,7 @@ mod status;
 
 pub use drops::{ForwardDrop, ForwardDrops, LegacyMemory, forward_drops};
 pub use error::Error;
-pub use firewall::{Firewall, Mode, Options, cleanup, cleanup_gates, leftovers};
+pub use firewall::{Firewall, Mode, Options, cleanup, cleanup_for_go, leftovers};
 pub use iptables::program::{Programs, Variant};
 pub use rules::{Chain, Gate, KUBE_PROXY_MARK, Rule, RuleOptions, Rules, Side, Verdict};
-pub use status::{Cleanup, Deviation, Failure, Fault, Repair, Status};
+pub use status::{Cleanup, Deviation, Dropped, Failure, Fault, Packets, Repair, Status};

@@ -1,7 +1,7 @@
 //! Rules in nf_tables, over netlink, without running a program.
 //!
-//! The tables of both families change in one transaction, so each packet meets either the old rules
-//! or the new ones. The gates of tunnels are in tables of their own.
+//! The tables change in one transaction, so each packet meets either the old rules or the new ones.
+//! The gates of tunnels are in tables of their own.
 
 pub(crate) mod expr;
 mod gate;
@@ -17,11 +17,11 @@ use flannel_netlink::netfilter::{
 };
 
 use self::expr::text_in;
-use self::table::{SUBSYSTEM, TABLE, Table, generation, name, protocol, remove, title};
+use self::table::{Id, SUBSYSTEM, TABLE, TABLES, Table, generation, protocol, remove, title};
 use crate::error::Error;
-use crate::iptables::script;
-use crate::rules::Rules;
-use crate::status::Deviation;
+use crate::iptables::script::{self, Scope};
+use crate::rules::{Chain, Rules};
+use crate::status::{Deviation, Packets};
 
 /// `NFNLGRP_NFTABLES`.
 pub(crate) const GROUP: u32 = 7;
@@ -41,6 +41,8 @@ pub(crate) struct Nft {
     events: NetfilterEvents,
     /// The rules whose gates are in place; `None` if they must be read.
     placed: Option<Rules>,
+    /// The counters of the rules at the last check, before its changes.
+    pub(crate) counted: Packets<u64>,
 }
 
 impl Nft {
@@ -49,7 +51,8 @@ impl Nft {
         let socket = open()?;
         let events = NetfilterEvents::listen(GROUP, socket.port());
         let events = events.map_err(|error| Error::kernel("nftables", error))?;
-        Ok(Self { socket: Arc::new(Mutex::new(Some(socket))), events, placed: None })
+        let (socket, counted) = (Arc::new(Mutex::new(Some(socket))), Packets::default());
+        Ok(Self { socket, events, placed: None, counted })
     }
 
     /// Makes the tables equal to `rules`. Returns the differences that it removed.
@@ -57,16 +60,17 @@ impl Nft {
         let (socket, desired, placed) = (self.socket.clone(), rules.clone(), self.placed.take());
         let work = move || match &mut *socket.lock().unwrap_or_else(PoisonError::into_inner) {
             Some(socket) => {
+                let counted = count(socket, &desired)?;
                 let placed = placed.filter(|placed| placed.differ_in_peers_only(&desired));
                 if placed.is_some_and(|placed| gate::update(socket, &placed, &desired)) {
-                    return reconcile_tables(socket, &desired, true);
+                    return Ok((reconcile_tables(socket, &desired, true)?, counted));
                 }
-                reconcile(socket, &desired, true)
+                Ok((reconcile(socket, &desired, true)?, counted))
             }
-            None => Ok(Vec::new()),
+            None => Ok(Default::default()),
         };
-        let deviations = blocking(work).await?;
-        self.placed = Some(rules.clone());
+        let (deviations, counted) = blocking(work).await?;
+        (self.placed, self.counted) = (Some(rules.clone()), counted);
         Ok(deviations)
     }
 
@@ -80,9 +84,11 @@ impl Nft {
         let concerns = |message: &NetfilterMessage<'_>| {
             let family =
                 Family::BOTH.into_iter().find(|family| protocol(*family) == message.kind.family);
-            let table = || text_in(message.attributes.0, TABLE);
-            let is_ours =
-                |family| [name(family), gate::NAME].map(Some).contains(&table().as_deref());
+            let is_ours = |family| {
+                let names = TABLES.iter().filter(|id| id.family == family).map(|id| id.name);
+                let table = text_in(message.attributes.0, TABLE);
+                table.is_some_and(|table| names.chain([gate::NAME]).any(|name| name == table))
+            };
             message.kind.number != NEWGEN && family.is_some_and(is_ours)
         };
         self.events
@@ -107,12 +113,12 @@ pub(crate) fn clean(write: bool) -> Result<Vec<Deviation>, Error> {
     }
 }
 
-/// Finds the gates of tunnels, and removes them if `write` is true.
-pub(crate) fn clean_gates(write: bool) -> Result<Vec<Deviation>, Error> {
-    match open_if_any()? {
-        Some(mut socket) => gate::reconcile(&mut socket, &Rules::default(), write),
-        None => Ok(Vec::new()),
-    }
+/// Finds the tables that Go flannel does not know, and removes them if `write` is true.
+pub(crate) fn clean_for_go(write: bool) -> Result<Vec<Deviation>, Error> {
+    let Some(mut socket) = open_if_any()? else { return Ok(Vec::new()) };
+    let tables = reconcile_some(&mut socket, &Rules::default(), write, Id::is_about_encryption);
+    let gates = gate::reconcile(&mut socket, &Rules::default(), write);
+    Ok([tables?, gates?].concat())
 }
 
 /// Opens the kernel's nf_tables and checks that they can be read.
@@ -150,9 +156,21 @@ fn reconcile_tables(
     rules: &Rules,
     write: bool,
 ) -> Result<Vec<Deviation>, Error> {
-    let desired = Dual::from_fn(|family| Table::desired(rules, family));
+    reconcile_some(socket, rules, write, |_| true)
+}
+
+/// Reconciles the tables for which `meant` returns true.
+fn reconcile_some(
+    socket: &mut NetfilterSocket,
+    rules: &Rules,
+    write: bool,
+    meant: impl Fn(&Id) -> bool,
+) -> Result<Vec<Deviation>, Error> {
     for _ in 0..TRIES {
-        let plan = Plan::new(&read_tables(socket)?, &desired);
+        let found = read_tables(socket)?;
+        let tables = found.iter().filter(|(id, _)| meant(id));
+        let tables = tables.map(|(id, found)| (*id, found.as_ref(), Table::desired(rules, id)));
+        let plan = Plan::new(tables);
         if plan.deviations.is_empty() || !write {
             return Ok(plan.deviations);
         }
@@ -173,25 +191,25 @@ struct Plan {
 }
 
 impl Plan {
-    fn new(found: &Dual<Table>, desired: &Dual<Table>) -> Self {
+    /// For tables as they are, and as they are desired.
+    fn new<'a>(tables: impl Iterator<Item = (Id, Option<&'a Table>, Option<Table>)>) -> Self {
         let (deviations, titles, whole) = (Vec::new(), Vec::new(), Vec::new());
         let mut plan = Self { batch: Batch::new(SUBSYSTEM), deviations, titles, whole };
-        for family in Family::BOTH {
-            let (found, desired) = (found[family].as_ref(), desired[family].as_ref());
-            let differs = Table::deviations(found, desired, family);
+        for (id, found, desired) in tables {
+            let differs = Table::deviations(found, desired.as_ref(), &id);
             if differs.is_empty() {
                 continue;
             }
             plan.deviations.extend(differs);
-            plan.titles.push(title(family, name(family)));
+            plan.titles.push(id.title());
             if found.is_some() {
                 plan.whole.push(plan.batch.len());
-                remove(&mut plan.batch, family, name(family));
+                remove(&mut plan.batch, id.family, id.name);
             }
             if let Some(desired) = desired {
                 // The table itself comes first.
                 plan.whole.push(plan.batch.len());
-                desired.make(&mut plan.batch, family);
+                desired.make(&mut plan.batch, &id);
             }
         }
         plan
@@ -213,8 +231,34 @@ impl Plan {
     }
 }
 
-fn read_tables(socket: &mut NetfilterSocket) -> Result<Dual<Table>, Error> {
-    read(socket, "flannel", Table::read)
+/// The counters of the rules. Without rules that count, nothing is read.
+fn count(socket: &mut NetfilterSocket, rules: &Rules) -> Result<Packets<u64>, Error> {
+    let mut counted = Packets::default();
+    let mut add = |to: &mut u64, family, table| {
+        let packets = table::counted(socket, family, table);
+        *to += packets.map_err(|error| Error::kernel(title(family, table), error))?;
+        Ok(())
+    };
+    for Id { family, name, .. } in TABLES.into_iter().filter(Id::is_about_encryption) {
+        if !rules.of(family, Chain::Encryption).is_empty() {
+            add(&mut counted.unencrypted, family, name)?;
+        }
+        if rules.gate(family).is_some() {
+            add(&mut counted.of_strangers, family, gate::NAME)?;
+        }
+    }
+    Ok(counted)
+}
+
+/// Each table as it is, all at one moment; `None` if it does not exist.
+fn read_tables(socket: &mut NetfilterSocket) -> Result<Vec<(Id, Option<Table>)>, Error> {
+    at_one_moment(socket, |socket| {
+        let read = |id: Id| {
+            let found = Table::read(socket, &id);
+            Ok((id, found.map_err(|error| Error::kernel(id.title(), error))?))
+        };
+        TABLES.into_iter().map(read).collect()
+    })
 }
 
 /// Reads the tables of both families with `one`, as they were at one moment.
@@ -223,27 +267,40 @@ fn read<T>(
     what: &str,
     one: impl Fn(&mut NetfilterSocket, Family) -> Result<Option<T>, KernelError>,
 ) -> Result<Dual<T>, Error> {
-    let about = |what: String| move |error| Error::kernel(what, error);
-    for _ in 0..TRIES {
-        let before = generation(socket).map_err(about("nftables".into()))?;
+    at_one_moment(socket, |socket| {
         let mut tables = Dual::default();
         for family in Family::BOTH {
-            let title = title(family, what);
-            tables[family] = one(socket, family).map_err(about(title))?;
+            let found = one(socket, family);
+            tables[family] = found.map_err(|error| Error::kernel(title(family, what), error))?;
         }
-        if generation(socket).map_err(about("nftables".into()))? == before {
-            return Ok(tables);
+        Ok(tables)
+    })
+}
+
+/// Repeats `read` until the ruleset does not change meanwhile.
+fn at_one_moment<T>(
+    socket: &mut NetfilterSocket,
+    mut read: impl FnMut(&mut NetfilterSocket) -> Result<T, Error>,
+) -> Result<T, Error> {
+    let now = |socket: &mut NetfilterSocket| {
+        generation(socket).map_err(|error| Error::kernel("nftables", error))
+    };
+    for _ in 0..TRIES {
+        let before = now(socket)?;
+        let found = read(socket)?;
+        if now(socket)? == before {
+            return Ok(found);
         }
     }
     Err(unsteady())
 }
 
 /// The chains of flannel that `iptables-nft` has in nf_tables. Only `iptables-nft` may change them.
-pub(crate) fn chains_of_iptables(family: Family) -> Result<Vec<String>, Error> {
+pub(crate) fn chains_of_iptables(family: Family, scope: Scope) -> Result<Vec<String>, Error> {
     let about = |error| Error::kernel("nftables", error);
     let Some(mut socket) = open_if_any()? else { return Ok(Vec::new()) };
     let mut found = Vec::new();
-    for (table, chain) in script::chains() {
+    for (table, chain) in script::chains(scope) {
         if table::is_there(&mut socket, family, table, chain).map_err(about)? {
             found.push(format!("{family} chain {chain} in table {table}"));
         }
@@ -266,20 +323,25 @@ mod tests {
     #[test]
     fn a_plan_for_a_table_that_another_program_removed_has_no_effect() {
         flannel_netlink::testing::in_netns(|| {
-            let tables =
-                |rule_options| Dual::from_fn(|family| Table::desired(&rules(rule_options), family));
-            let before = RuleOptions::default();
-            let after = RuleOptions { masquerade: true, fully_random: false, forward: true };
+            let before = RuleOptions { encrypted: Some(Vec::new()), ..RuleOptions::default() };
+            let by = Some(vec!["wg0".parse().unwrap()]);
+            let after =
+                RuleOptions { masquerade: true, fully_random: false, forward: true, encrypted: by };
+            let (before, after) = (rules(before), rules(after));
+            let tables = || TABLES.map(|id| (id, Table::desired(&after, &id)));
             let mut socket = NetfilterSocket::open().unwrap();
-            for family in Family::BOTH {
-                reconcile(&mut socket, &rules(before), true).unwrap();
-                let plan = Plan::new(&read_tables(&mut socket).unwrap(), &tables(after));
+            for id in TABLES {
+                reconcile(&mut socket, &before, true).unwrap();
+                let found = read_tables(&mut socket).unwrap();
+                let found = found.iter().map(|(id, found)| (*id, found.as_ref()));
+                let plan =
+                    Plan::new(found.map(|(id, found)| (id, found, Table::desired(&after, &id))));
                 let mut batch = Batch::new(SUBSYSTEM);
-                remove(&mut batch, family, name(family));
+                remove(&mut batch, id.family, id.name);
                 socket.commit(batch).unwrap();
-                assert_eq!(plan.carry_out(&mut socket).unwrap(), None, "{family}");
-                reconcile(&mut socket, &rules(after), true).unwrap();
-                assert_eq!(read_tables(&mut socket).unwrap(), tables(after));
+                assert_eq!(plan.carry_out(&mut socket).unwrap(), None, "{id:?}");
+                reconcile(&mut socket, &after, true).unwrap();
+                assert_eq!(read_tables(&mut socket).unwrap(), tables());
             }
         });
     }

@@ -4,13 +4,14 @@
 //!
 //! **Source**: flannel `pkg/trafficmngr/iptables: masqRules, forwardRules`. In nftables, Go flannel
 //! has another fourth rule, which makes the last rule unreachable. Here both modes have the rules
-//! of iptables.
+//! of iptables. Go flannel has no rules about encryption.
 
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use flannel_core::Subnet;
 use flannel_core::address::{Dual, Family};
+use flannel_core::object::LinkName;
 use flannel_core::status::Listing;
 
 use crate::error::Error;
@@ -19,7 +20,7 @@ use crate::error::Error;
 pub const KUBE_PROXY_MARK: u32 = 0x4000;
 
 /// The rules that a network asks for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RuleOptions {
     /// Masquerade packets from pods to destinations outside the pod network (`--ip-masq`).
     pub masquerade: bool,
@@ -28,12 +29,15 @@ pub struct RuleOptions {
     pub fully_random: bool,
     /// Accept forwarded packets from and to pods (`--iptables-forward-rules`).
     pub forward: bool,
+    /// Drop packets to the pods of other nodes, unless they leave by one of these devices, which
+    /// encrypt (`RequireEncryption`). `None`: they may leave by every device.
+    pub encrypted: Option<Vec<LinkName>>,
 }
 
 /// The defaults of flanneld's options: forward, do not masquerade.
 impl Default for RuleOptions {
     fn default() -> Self {
-        Self { masquerade: false, fully_random: true, forward: true }
+        Self { masquerade: false, fully_random: true, forward: true, encrypted: None }
     }
 }
 
@@ -46,7 +50,7 @@ impl Default for RuleOptions {
 /// let network = Dual { v4: Some("10.1.0.0/16".parse()?), v6: None };
 /// let own = Dual { v4: Some("10.1.7.0/24".parse()?), v6: None };
 /// let options = RuleOptions { masquerade: true, ..RuleOptions::default() };
-/// let rules = Rules::new(&network, &own, options)?;
+/// let rules = Rules::new(&network, &own, &options)?;
 /// let rules = rules.of(Family::V4, Chain::Postrouting);
 /// let masquerade = "from 10.1.0.0/16 to not 224.0.0.0/4: masquerade, fully random";
 /// assert_eq!(rules[4].to_string(), masquerade);
@@ -54,7 +58,7 @@ impl Default for RuleOptions {
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Rules {
-    chains: Dual<[Vec<Rule>; 2]>,
+    chains: Dual<[Vec<Rule>; 3]>,
     gate: Option<Gate>,
 }
 
@@ -69,7 +73,7 @@ impl Rules {
     pub fn new(
         networks: &Dual<Subnet>,
         subnets: &Dual<Subnet>,
-        rule_options: RuleOptions,
+        rule_options: &RuleOptions,
     ) -> Result<Self, Error> {
         for (what, dual) in [("pod network", networks), ("own subnet", subnets)] {
             for (family, subnet) in dual.iter() {
@@ -83,7 +87,9 @@ impl Rules {
                 .masquerade
                 .then(|| masquerade(*network, subnets[family], rule_options.fully_random));
             let forward = rule_options.forward.then(|| forward(*network));
-            [masquerade.unwrap_or_default(), forward.unwrap_or_default()]
+            let encrypted = rule_options.encrypted.as_deref();
+            let encryption = encrypted.map(|by| encryption(*network, subnets[family], by));
+            [masquerade, forward, encryption].map(Option::unwrap_or_default)
         });
         Ok(Self { chains: rules, gate: None })
     }
@@ -104,7 +110,7 @@ impl Rules {
 
     /// Whether the family has rules.
     pub fn has(&self, family: Family) -> bool {
-        Chain::BOTH.iter().any(|chain| !self.of(family, *chain).is_empty())
+        Chain::ALL.iter().any(|chain| !self.of(family, *chain).is_empty())
     }
 
     /// The gate of a family; `None` if none is desired.
@@ -114,17 +120,21 @@ impl Rules {
 
     /// Whether these rules differ from `other` at most in the peers of the gate.
     pub(crate) fn differ_in_peers_only(&self, other: &Self) -> bool {
-        let protocols = |rules: &Self| rules.gate.as_ref().map(|gate| gate.protocols.clone());
-        self.chains == other.chains && protocols(self) == protocols(other)
+        let frame =
+            |rules: &Self| rules.gate.as_ref().map(|gate| (gate.protocols.clone(), gate.local));
+        self.chains == other.chains && frame(self) == frame(other)
     }
 }
 
 /// Drops the packets of tunnels that come from other hosts than peers. Linux takes them from every
-/// host. It applies to all packets of the protocols that this host receives.
+/// host.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Gate {
     /// The numbers of the IP protocols of the tunnels, at least one.
     pub protocols: Vec<u8>,
+    /// The addresses at which the tunnels end. Packets to other addresses of this host belong to
+    /// tunnels of other programs, and pass. A family without one has a gate at all addresses.
+    pub local: Dual<IpAddr>,
     /// The source addresses that are accepted.
     pub peers: Listing<IpAddr>,
     /// `peers` has all peers. If false, an existing gate keeps its other peers too, and a missing
@@ -140,11 +150,16 @@ pub enum Chain {
     Postrouting,
     /// For forwarded packets.
     Forward,
+    /// For packets that leave the host: those that must be encrypted. It is in the hook
+    /// `postrouting`, which sees forwarded packets and those of the host with the device by which
+    /// they leave. In the hook `output` the device is the one before address translation: a packet
+    /// to a Kubernetes service, which is translated there, would have a wrong one.
+    Encryption,
 }
 
 impl Chain {
-    /// Both chains, in the order in which they are written.
-    pub(crate) const BOTH: [Self; 2] = [Self::Postrouting, Self::Forward];
+    /// All chains, in the order in which they are written.
+    pub(crate) const ALL: [Self; 3] = [Self::Postrouting, Self::Forward, Self::Encryption];
 }
 
 /// A verdict for packets that match all conditions.
@@ -157,6 +172,8 @@ pub struct Rule {
     pub source: Option<Side>,
     /// The destination address; `None` matches any address.
     pub destination: Option<Side>,
+    /// The device by which the packet leaves; `None` matches any device.
+    pub device: Option<LinkName>,
     /// The verdict.
     pub verdict: Verdict,
 }
@@ -179,6 +196,8 @@ pub enum Verdict {
     Return,
     /// Accepts the packet.
     Accept,
+    /// Drops the packet, and counts it.
+    Drop,
     /// Replaces the source address by that of the outgoing interface.
     Masquerade {
         /// Choose a random source port. False keeps the source port if it is free.
@@ -200,19 +219,23 @@ impl fmt::Display for Rule {
         let mark = self.mark.map(|mark| format!("mark {mark:#x}/{mark:#x}"));
         let source = self.source.map(|side| format!("from {side}"));
         let destination = self.destination.map(|side| format!("to {side}"));
-        let conditions: Vec<_> = [mark, source, destination].into_iter().flatten().collect();
+        let device = self.device.map(|device| format!("by {device}"));
+        let conditions = [mark, source, destination, device].into_iter().flatten();
+        let conditions: Vec<_> = conditions.collect();
+        let conditions = if conditions.is_empty() { "all".into() } else { conditions.join(" ") };
         let verdict = match self.verdict {
             Verdict::Return => "return",
             Verdict::Accept => "accept",
+            Verdict::Drop => "drop",
             Verdict::Masquerade { fully_random: false } => "masquerade",
             Verdict::Masquerade { fully_random: true } => "masquerade, fully random",
         };
-        write!(f, "{}: {verdict}", conditions.join(" "))
+        write!(f, "{conditions}: {verdict}")
     }
 }
 
 fn rule(source: Option<Side>, destination: Option<Side>, verdict: Verdict) -> Rule {
-    Rule { mark: None, source, destination, verdict }
+    Rule { mark: None, source, destination, device: None, verdict }
 }
 
 fn masquerade(network: Subnet, own: Option<Subnet>, fully_random: bool) -> Vec<Rule> {
@@ -237,6 +260,18 @@ fn forward(network: Subnet) -> Vec<Rule> {
     vec![rule(inside, None, Verdict::Accept), rule(None, inside, Verdict::Accept)]
 }
 
+/// Only destinations decide, because a source may be translated. Packets to this node's own pods,
+/// and those by `lo`, do not leave the host.
+fn encryption(network: Subnet, own: Option<Subnet>, devices: &[LinkName]) -> Vec<Rule> {
+    let mut rules = vec![rule(None, Some(Side::NotIn(network)), Verdict::Return)];
+    rules.extend(own.map(|own| rule(None, Some(Side::In(own)), Verdict::Return)));
+    let loopback = "lo".parse().expect("a valid name");
+    let by = |device| Rule { device: Some(device), ..rule(None, None, Verdict::Return) };
+    rules.extend([loopback].iter().chain(devices).copied().map(by));
+    rules.push(rule(None, None, Verdict::Drop));
+    rules
+}
+
 fn multicast(family: Family) -> Subnet {
     let all = match family {
         Family::V4 => Subnet::new(Ipv4Addr::new(224, 0, 0, 0).into(), 4),
@@ -256,7 +291,7 @@ pub(crate) mod tests {
 
     pub(crate) fn rules(rule_options: RuleOptions) -> Rules {
         let networks = dual("10.1.0.0/16", "fd00:1::/48");
-        Rules::new(&networks, &dual("10.1.7.0/24", "fd00:1:0:7::/64"), rule_options).unwrap()
+        Rules::new(&networks, &dual("10.1.7.0/24", "fd00:1:0:7::/64"), &rule_options).unwrap()
     }
 
     fn text(rules: &[Rule]) -> Vec<String> {
@@ -265,7 +300,7 @@ pub(crate) mod tests {
 
     #[test]
     fn the_rules_are_those_of_go_flannel() {
-        let rules = rules(RuleOptions { masquerade: true, fully_random: true, forward: true });
+        let rules = rules(RuleOptions { masquerade: true, ..RuleOptions::default() });
         for (family, network, own, multicast) in [
             (Family::V4, "10.1.0.0/16", "10.1.7.0/24", "224.0.0.0/4"),
             (Family::V6, "fd00:1::/48", "fd00:1:0:7::/64", "ff00::/8"),
@@ -291,17 +326,48 @@ pub(crate) mod tests {
         let default = rules(RuleOptions::default());
         assert!(default.of(Family::V4, Chain::Postrouting).is_empty());
         assert_eq!(default.of(Family::V6, Chain::Forward).len(), 2);
-        let plain = rules(RuleOptions { masquerade: true, fully_random: false, forward: false });
+        let plain =
+            RuleOptions { masquerade: true, fully_random: false, forward: false, encrypted: None };
+        let plain = rules(plain);
         assert!(plain.of(Family::V6, Chain::Forward).is_empty());
         assert!(text(plain.of(Family::V6, Chain::Postrouting))[5].ends_with(": masquerade"));
         assert!(!Rules::default().has(Family::V4));
     }
 
     #[test]
+    fn encryption_is_required_of_packets_that_leave_for_other_pods() {
+        let by = |devices: &[&str]| {
+            let encrypted = devices.iter().map(|device| device.parse().unwrap()).collect();
+            rules(RuleOptions { forward: false, encrypted: Some(encrypted), ..Default::default() })
+        };
+        for (family, network, own) in [
+            (Family::V4, "10.1.0.0/16", "10.1.7.0/24"),
+            (Family::V6, "fd00:1::/48", "fd00:1:0:7::/64"),
+        ] {
+            let of = |rules: &Rules| text(rules.of(family, Chain::Encryption));
+            let first = [
+                format!("to not {network}: return"),
+                format!("to {own}: return"),
+                "by lo: return".to_owned(),
+            ];
+            let with = |more: &[&str]| {
+                [&first[..], &more.iter().map(ToString::to_string).collect::<Vec<_>>()].concat()
+            };
+            assert_eq!(
+                of(&by(&["wg0", "wg1"])),
+                with(&["by wg0: return", "by wg1: return", "all: drop"])
+            );
+            assert_eq!(of(&by(&[])), with(&["all: drop"]), "no device encrypts");
+            assert_eq!(of(&rules(RuleOptions::default())), [""; 0]);
+        }
+        assert!(by(&[]).has(Family::V4) && by(&[]).of(Family::V4, Chain::Forward).is_empty());
+    }
+
+    #[test]
     fn a_family_without_a_network_has_no_rules_and_one_without_a_subnet_has_fewer() {
         let rule_options = RuleOptions { masquerade: true, ..RuleOptions::default() };
         let rules =
-            Rules::new(&dual("10.1.0.0/16", ""), &dual("", "fd00:1:0:7::/64"), rule_options)
+            Rules::new(&dual("10.1.0.0/16", ""), &dual("", "fd00:1:0:7::/64"), &rule_options)
                 .unwrap();
         assert!(!rules.has(Family::V6));
         assert_eq!(
@@ -317,10 +383,10 @@ pub(crate) mod tests {
     #[test]
     fn impossible_subnets_are_refused() {
         let swapped = Dual { v4: Some("fd00::/48".parse().unwrap()), v6: None };
-        let error = Rules::new(&swapped, &Dual::default(), RuleOptions::default()).unwrap_err();
+        let error = Rules::new(&swapped, &Dual::default(), &RuleOptions::default()).unwrap_err();
         assert!(error.to_string().contains("IPv4 pod network fd00::/48"), "{error}");
         let error =
-            Rules::new(&dual("10.0.0.0/8", ""), &dual("0.0.0.0/0", ""), RuleOptions::default())
+            Rules::new(&dual("10.0.0.0/8", ""), &dual("0.0.0.0/0", ""), &RuleOptions::default())
                 .unwrap_err();
         assert!(error.to_string().contains("own subnet 0.0.0.0/0"), "{error}");
     }

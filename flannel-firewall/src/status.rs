@@ -3,9 +3,12 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 use crate::error::Error;
+
+/// The age from which on dropped packets are no longer recent.
+const RECENT: Duration = Duration::from_secs(300);
 
 /// The status of a [`Firewall`](crate::Firewall).
 #[derive(Debug, Clone, Default)]
@@ -28,6 +31,46 @@ pub struct Status {
     pub others_removed: bool,
     /// Why such rules were not removed; empty if they were. The next attempts become rarer.
     pub leftovers: Vec<Arc<Error>>,
+    /// The packets that the rules have dropped since the firewall was opened, as of the last check.
+    /// Only in nftables mode. Receivers are not notified if only these numbers change.
+    pub dropped: Packets<Dropped>,
+}
+
+/// A value for each kind of packets that rules of flannel drop.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Packets<T> {
+    /// Packets to pods of other nodes that would have left unencrypted
+    /// ([`RuleOptions::encrypted`](crate::RuleOptions::encrypted)).
+    pub unencrypted: T,
+    /// Packets of a tunnel from other hosts than peers ([`Gate`](crate::Gate)).
+    pub of_strangers: T,
+}
+
+/// The packets of one kind that were dropped.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Dropped {
+    /// Their number.
+    pub packets: u64,
+    /// The time of the check that found the last of them; `None` if there are none.
+    pub last: Option<SystemTime>,
+    /// The counter of the rules at the last check; `None` before the first one.
+    counter: Option<u64>,
+}
+
+impl Dropped {
+    /// Whether a packet was dropped in the five minutes before `now`.
+    pub fn is_recent(&self, now: SystemTime) -> bool {
+        let age = |last| now.duration_since(last).unwrap_or_default();
+        self.last.is_some_and(|last| age(last) < RECENT)
+    }
+
+    /// Takes in the counter of the rules. It begins anew when the rules are replaced.
+    pub(crate) fn note(&mut self, counter: u64, at: SystemTime) {
+        let before = self.counter.replace(counter).unwrap_or(counter);
+        let new = counter.checked_sub(before).unwrap_or(counter);
+        self.packets = self.packets.saturating_add(new);
+        self.last = if new > 0 { Some(at) } else { self.last };
+    }
 }
 
 /// A repair of rules that another program had changed.
@@ -121,5 +164,21 @@ pub(crate) fn log_left(error: &Error) {
     match error.is_guess() {
         true => tracing::info!(%error, "rules of an earlier run may be left"),
         false => tracing::warn!(%error, "rules that an earlier run may have left are not removed"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn packets_are_counted_from_the_first_check_on_and_over_replaced_rules() {
+        let (mut dropped, at) = (Dropped::default(), SystemTime::UNIX_EPOCH);
+        for (counter, packets) in [(7, 0), (7, 0), (9, 2), (0, 2), (3, 5), (2, 7)] {
+            dropped.note(counter, at);
+            assert_eq!((dropped.packets, dropped.last), (packets, (packets > 0).then_some(at)));
+        }
+        assert!(dropped.is_recent(at + RECENT / 2) && !dropped.is_recent(at + RECENT));
+        assert!(!Dropped::default().is_recent(at));
     }
 }

@@ -23,7 +23,7 @@ struct Place {
     content: Option<Chain>,
 }
 
-const PLACES: [Place; 3] = [
+const PLACES: [Place; 4] = [
     Place {
         table: "nat",
         chain: "FLANNEL-POSTRTG",
@@ -38,20 +38,45 @@ const PLACES: [Place; 3] = [
         comment: "flanneld forward",
         content: Some(Chain::Forward),
     },
+    // Chains of other programs in this place rarely accept packets, those of `filter` often do.
+    Place {
+        table: "mangle",
+        chain: "FLANNEL-ENCRYPTION",
+        hook: "POSTROUTING",
+        comment: "flanneld encryption",
+        content: Some(Chain::Encryption),
+    },
     // Go flannel's cleanup creates its filter chain in the wrong table.
     Place { table: "nat", chain: "FLANNEL-FWD", hook: "", comment: "", content: None },
 ];
 
-/// Table and name of every chain of flannel.
-pub(crate) fn chains() -> impl Iterator<Item = (&'static str, &'static str)> {
-    PLACES.iter().map(|place| (place.table, place.chain))
+/// A part of the chains of flannel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Scope {
+    All,
+    /// Those that Go flannel neither makes nor removes.
+    UnknownToGo,
+}
+
+impl Scope {
+    fn places(self) -> impl Iterator<Item = &'static Place> {
+        let has =
+            move |place: &&Place| self == Self::All || place.content == Some(Chain::Encryption);
+        PLACES.iter().filter(has)
+    }
+}
+
+/// Table and name of every chain of flannel in `scope`.
+pub(crate) fn chains(scope: Scope) -> impl Iterator<Item = (&'static str, &'static str)> {
+    scope.places().map(|place| (place.table, place.chain))
 }
 
 /// The tables with the rules that `rule_options` asks for.
-pub(crate) fn tables(rule_options: RuleOptions) -> Vec<&'static str> {
+pub(crate) fn tables(rule_options: &RuleOptions) -> Vec<&'static str> {
     let takes = |place: &&Place| match place.content {
         Some(Chain::Postrouting) => rule_options.masquerade,
         Some(Chain::Forward) => rule_options.forward,
+        Some(Chain::Encryption) => rule_options.encrypted.is_some(),
         None => false,
     };
     PLACES.iter().filter(takes).map(|place| place.table).collect()
@@ -81,21 +106,22 @@ pub(crate) struct Script {
     pub(crate) deviations: Vec<Deviation>,
 }
 
-/// The script that turns the rules in `saved`, the output of `iptables-save`, into `rules`.
+/// The script that turns the rules in `saved`, the output of `iptables-save`, into `rules`. It
+/// leaves chains outside of `scope` alone.
 ///
 /// `program` is the name in deviations. `random` is false if the program does not support
 /// `--random-fully`.
 pub(crate) fn script(
     saved: &str,
     rules: &Rules,
-    family: Family,
+    (family, scope): (Family, Scope),
     random: bool,
     program: &str,
 ) -> Script {
     let mut script = Script::default();
-    for table in ["nat", "filter"] {
+    for table in ["nat", "filter", "mangle"] {
         let mut lines = String::new();
-        for place in PLACES.iter().filter(|place| place.table == table) {
+        for place in scope.places().filter(|place| place.table == table) {
             let desired = place.content.map_or(&[][..], |chain| rules.of(family, chain));
             let desired: Vec<_> = desired.iter().map(|rule| line(rule, place, random)).collect();
             let found = Found::read(saved, place);
@@ -192,7 +218,9 @@ impl<'a> Found<'a> {
         };
         deviates(&format!("jump from {hook} to {chain}"), fault);
         jumps.iter().for_each(|rule| _ = writeln!(lines, "-D {hook} {rule}"));
-        let _ = writeln!(lines, "-A {hook} {jump}");
+        // A rule before it could accept a packet that must not leave.
+        let add = if place.content == Some(Chain::Encryption) { "-I" } else { "-A" };
+        let _ = writeln!(lines, "{add} {hook} {jump}");
     }
 }
 
@@ -206,12 +234,16 @@ fn line(rule: &Rule, place: &Place, random: bool) -> String {
             Some(Side::NotIn(subnet)) => _ = write!(line, "! {option} {subnet} "),
         }
     }
+    if let Some(device) = rule.device {
+        let _ = write!(line, "-o {device} ");
+    }
     if let Some(mark) = rule.mark {
         let _ = write!(line, "-m mark --mark {mark:#x}/{mark:#x} ");
     }
     let target = match rule.verdict {
         Verdict::Return => "RETURN",
         Verdict::Accept => "ACCEPT",
+        Verdict::Drop => "DROP",
         Verdict::Masquerade { fully_random } if fully_random && random => {
             "MASQUERADE --random-fully"
         }
@@ -273,7 +305,8 @@ mod tests {
     use crate::rules::RuleOptions;
     use crate::rules::tests::rules;
 
-    const ALL: RuleOptions = RuleOptions { masquerade: true, fully_random: true, forward: true };
+    const ALL: RuleOptions =
+        RuleOptions { masquerade: true, fully_random: true, forward: true, encrypted: None };
 
     /// Go flannel's rules, as printed by `iptables-save` 1.8.9.
     const IN_PLACE: &str = concat!(
@@ -307,7 +340,7 @@ COMMIT
     );
 
     fn v4(saved: &str, rule_options: RuleOptions) -> Script {
-        script(saved, &rules(rule_options), Family::V4, true, "iptables")
+        script(saved, &rules(rule_options), (Family::V4, Scope::All), true, "iptables")
     }
 
     fn faults(script: &Script) -> Vec<String> {
@@ -333,7 +366,8 @@ COMMIT
         }
         assert_eq!(script.text.lines().count(), go.len() + 4, "{}", script.text);
         assert_eq!(faults(&script).len(), 4);
-        let plain = super::script("", &rules(ALL), Family::V6, false, "ip6tables").text;
+        let plain =
+            super::script("", &rules(ALL), (Family::V6, Scope::All), false, "ip6tables").text;
         assert!(
             plain.contains("-s fd00:1::/48 ! -d ff00::/8") && !plain.contains("random"),
             "{plain}"
@@ -398,6 +432,46 @@ COMMIT
             v4("", RuleOptions { forward: false, ..RuleOptions::default() }),
             Script::default()
         );
+    }
+
+    /// As printed by `iptables-save` 1.8.9.
+    const ENCRYPTION: &str = r#"*mangle
+:POSTROUTING ACCEPT [0:0]
+:FLANNEL-ENCRYPTION - [0:0]
+-A POSTROUTING -m comment --comment "flanneld encryption" -j FLANNEL-ENCRYPTION
+-A POSTROUTING -j ACCEPT
+-A FLANNEL-ENCRYPTION ! -d 10.1.0.0/16 -m comment --comment "flanneld encryption" -j RETURN
+-A FLANNEL-ENCRYPTION -d 10.1.7.0/24 -m comment --comment "flanneld encryption" -j RETURN
+-A FLANNEL-ENCRYPTION -o lo -m comment --comment "flanneld encryption" -j RETURN
+-A FLANNEL-ENCRYPTION -o wg0 -m comment --comment "flanneld encryption" -j RETURN
+-A FLANNEL-ENCRYPTION -m comment --comment "flanneld encryption" -j DROP
+COMMIT
+"#;
+
+    #[test]
+    fn packets_are_dropped_before_another_program_accepts_them() {
+        let encrypted = Some(vec!["wg0".parse().unwrap()]);
+        let only = RuleOptions { forward: false, encrypted, ..RuleOptions::default() };
+        assert_eq!(v4(ENCRYPTION, only.clone()), Script::default());
+        let made = v4("*mangle\n-A POSTROUTING -j ACCEPT\nCOMMIT\n", only);
+        assert_eq!(
+            faults(&made),
+            [
+                "mangle, chain FLANNEL-ENCRYPTION: missing",
+                "mangle, jump from POSTROUTING to FLANNEL-ENCRYPTION: missing",
+            ]
+        );
+        let jump = r#"-I POSTROUTING -m comment --comment "flanneld encryption" -j FLANNEL"#;
+        assert!(made.text.contains(jump), "{}", made.text);
+    }
+
+    #[test]
+    fn only_chains_that_go_flannel_does_not_know_are_removed_for_it() {
+        let saved = IN_PLACE.to_owned() + ENCRYPTION;
+        let nothing = Rules::default();
+        let script = script(&saved, &nothing, (Family::V4, Scope::UnknownToGo), true, "iptables");
+        assert_eq!(faults(&script), ["mangle, chain FLANNEL-ENCRYPTION: not wanted"]);
+        assert!(!script.text.contains("FLANNEL-FWD") && !script.text.contains("POSTRTG"));
     }
 
     #[test]

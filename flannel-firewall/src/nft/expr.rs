@@ -15,8 +15,9 @@ use crate::rules::{Rule, Side, Verdict};
 /// `NFT_REG_VERDICT` and `NFT_REG_1`: the verdict, and a register of 16 bytes.
 const VERDICT: u32 = 0;
 const REGISTER: u32 = 1;
-/// `NFT_META_MARK`, `NFT_META_NFPROTO`.
+/// `NFT_META_MARK`, `NFT_META_OIFNAME`, `NFT_META_NFPROTO`.
 const MARK: u32 = 3;
+const OUT: u32 = 7;
 pub(crate) const NFPROTO: u32 = 15;
 /// `NFT_META_L4PROTO`: the protocol after all extension headers.
 const L4PROTO: u32 = 16;
@@ -30,6 +31,10 @@ pub(crate) const ACCEPT: u32 = 1;
 const RETURN: u32 = (-5i32).cast_unsigned();
 /// `NFT_LOOKUP_F_INV`.
 const INVERTED: u32 = 1;
+/// `NFTA_COUNTER_PACKETS`.
+const PACKETS: u16 = 2;
+/// `IFNAMSIZ`: the length of the name of a device, with zero bytes at its end.
+const NAME_LEN: usize = 16;
 /// `NF_NAT_RANGE_PROTO_RANDOM_FULLY`.
 const FULLY_RANDOM: u32 = 1 << 4;
 
@@ -55,6 +60,8 @@ pub(crate) enum Expr {
     Compare { equal: bool, value: Vec<u8> },
     /// Continues only if the set does not have the loaded value.
     NotInSet(String),
+    /// Counts the packets that come so far. The number is not part of the value ([`packets`]).
+    Counter,
     /// Ends the rule with the verdict `NF_…` or `NFT_…`.
     Verdict(u32),
     /// Masquerades, with flags `NF_NAT_RANGE_…`.
@@ -87,9 +94,16 @@ pub(crate) fn of(rule: &Rule) -> Vec<Expr> {
         }
         exprs.push(Expr::Compare { equal, value: octets(subnet.base()) });
     }
+    if let Some(device) = rule.device {
+        let mut value = device.as_str().as_bytes().to_vec();
+        value.resize(NAME_LEN, 0);
+        exprs.extend([Expr::Meta(OUT), Expr::Compare { equal: true, value }]);
+    }
+    exprs.extend((rule.verdict == Verdict::Drop).then_some(Expr::Counter));
     exprs.push(match rule.verdict {
         Verdict::Return => Expr::Verdict(RETURN),
         Verdict::Accept => Expr::Verdict(ACCEPT),
+        Verdict::Drop => Expr::Verdict(DROP),
         Verdict::Masquerade { fully_random } => {
             Expr::Masquerade { flags: if fully_random { FULLY_RANDOM } else { 0 } }
         }
@@ -108,15 +122,22 @@ fn address_of(family: Family, is_source: bool) -> Expr {
     Expr::Header { offset, len }
 }
 
-/// Drops packets of an IP protocol whose source address is not in the set.
-pub(crate) fn drop_others(family: Family, protocol: u8, set: &str) -> Vec<Expr> {
-    vec![
-        Expr::Meta(L4PROTO),
-        Expr::Compare { equal: true, value: vec![protocol] },
-        address_of(family, true),
-        Expr::NotInSet(set.to_owned()),
-        Expr::Verdict(DROP),
-    ]
+/// Drops packets of an IP protocol to an address (`None`: any) whose source is not in the set.
+pub(crate) fn drop_others(
+    family: Family,
+    protocol: u8,
+    local: Option<IpAddr>,
+    set: &str,
+) -> Vec<Expr> {
+    let mut exprs = vec![Expr::Meta(L4PROTO), Expr::Compare { equal: true, value: vec![protocol] }];
+    if let Some(local) = local {
+        let value = octets(local);
+        exprs.extend([address_of(family, false), Expr::Compare { equal: true, value }]);
+    }
+    let others = [address_of(family, true), Expr::NotInSet(set.to_owned())];
+    exprs.extend(others);
+    exprs.extend([Expr::Counter, Expr::Verdict(DROP)]);
+    exprs
 }
 
 pub(crate) fn octets(address: IpAddr) -> Vec<u8> {
@@ -149,6 +170,17 @@ pub(crate) fn read(list: &[u8]) -> Vec<Expr> {
     elements.map(|(_, element)| Expr::read(element)).collect()
 }
 
+/// The number of packets that the counters in a list of instructions have counted.
+pub(crate) fn packets(list: &[u8]) -> u64 {
+    let elements = Attributes(list).filter(|(kind, _)| *kind == ELEMENT);
+    let counted = |element| {
+        let is_counter = find(element, NAME) == Some(b"counter\0");
+        let packets = find(find(element, DATA).filter(|_| is_counter)?, PACKETS)?;
+        Some(u64::from_be_bytes(packets.try_into().ok()?))
+    };
+    elements.filter_map(|(_, element)| counted(element)).fold(0, u64::saturating_add)
+}
+
 impl Expr {
     fn name(&self) -> &str {
         match self {
@@ -157,6 +189,7 @@ impl Expr {
             Self::Mask(_) => "bitwise",
             Self::Compare { .. } => "cmp",
             Self::NotInSet(_) => "lookup",
+            Self::Counter => "counter",
             Self::Verdict(_) => "immediate",
             Self::Masquerade { .. } => "masq",
             Self::Other(name) => name,
@@ -191,7 +224,7 @@ impl Expr {
                     _ = data.nest(DATA_VERDICT, |verdict| _ = number(verdict, CODE, *code));
                 });
             }
-            Self::Masquerade { flags: 0 } | Self::Other(_) => {}
+            Self::Masquerade { flags: 0 } | Self::Counter | Self::Other(_) => {}
             Self::Masquerade { flags } => _ = number(data, 1, *flags),
         }
     }
@@ -227,6 +260,7 @@ impl Expr {
             "lookup" if is(2, REGISTER) && is(5, INVERTED) && find(data, 3).is_none() => {
                 Some(Self::NotInSet(text_in(data, 1)?))
             }
+            "counter" => Some(Self::Counter),
             "immediate" if is(1, VERDICT) => {
                 Some(Self::Verdict(number_in(find(find(data, 2)?, DATA_VERDICT)?, CODE)?))
             }
@@ -284,6 +318,7 @@ mod tests {
             mark: None,
             source: Some(side("10.1.0.0/16")),
             destination: Some(Side::NotIn("10.2.0.9/32".parse().unwrap())),
+            device: None,
             verdict: Verdict::Masquerade { fully_random: true },
         };
         assert_eq!(
@@ -303,7 +338,7 @@ mod tests {
     fn no_bytes_make_the_reader_panic() {
         for len in 0..64u8 {
             let bytes: Vec<u8> = (0..len).map(|n| n.wrapping_mul(37) % 7).collect();
-            let _ = read(&bytes);
+            let _ = (read(&bytes), packets(&bytes));
             let _ = Expr::read(&bytes);
         }
     }

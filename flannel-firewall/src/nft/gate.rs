@@ -70,7 +70,7 @@ pub(super) struct Found {
 
 impl Frame {
     fn desired(family: Family, gate: &Gate) -> Self {
-        let rule = |protocol: &u8| drop_others(family, *protocol, SET);
+        let rule = |protocol: &u8| drop_others(family, *protocol, gate.local[family], SET);
         let chain = Filled {
             kind: "filter".to_owned(),
             hook: INPUT,

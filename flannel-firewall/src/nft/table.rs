@@ -1,4 +1,5 @@
-//! flannel's nf_tables tables, one per family.
+//! flannel's nf_tables tables: for each family one with the rules of Go flannel, and one with those
+//! about encryption, which Go flannel does not know.
 //!
 //! The tables belong to flannel alone. A table that differs from the desired one is replaced as a
 //! whole, in one transaction.
@@ -53,6 +54,36 @@ const ENOENT: i32 = 2;
 /// `NF_ACCEPT`, the policy of flannel's chains.
 pub(super) const ACCEPT: u32 = 1;
 
+/// A table of flannel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Id {
+    pub(crate) family: Family,
+    pub(crate) name: &'static str,
+    chains: &'static [Chain],
+}
+
+const GO: &[Chain] = &[Chain::Postrouting, Chain::Forward];
+const ENCRYPTION: &[Chain] = &[Chain::Encryption];
+/// All tables, in the order in which they are written.
+pub(crate) const TABLES: [Id; 4] = [
+    Id { family: Family::V4, name: "flannel-ipv4", chains: GO },
+    Id { family: Family::V6, name: "flannel-ipv6", chains: GO },
+    Id { family: Family::V4, name: "flannel-encryption", chains: ENCRYPTION },
+    Id { family: Family::V6, name: "flannel-encryption", chains: ENCRYPTION },
+];
+
+impl Id {
+    /// Whether it has the rules about encryption.
+    pub(crate) fn is_about_encryption(&self) -> bool {
+        self.chains == ENCRYPTION
+    }
+
+    /// The table in the notation of `nft`.
+    pub(crate) fn title(&self) -> String {
+        title(self.family, self.name)
+    }
+}
+
 /// The values of a table that are compared.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub(crate) struct Table {
@@ -99,14 +130,14 @@ fn place(chain: Chain) -> Place {
             priority: 0,
             comment: "chain to accept flannel traffic",
         },
-    }
-}
-
-/// The name of the table of a family.
-pub(crate) fn name(family: Family) -> &'static str {
-    match family {
-        Family::V4 => "flannel-ipv4",
-        Family::V6 => "flannel-ipv6",
+        Chain::Encryption => Place {
+            name: "postrouting",
+            kind: "filter",
+            hook: 4,
+            // `mangle` in the notation of `nft`.
+            priority: (-150i32).cast_unsigned(),
+            comment: "chain to drop unencrypted packets to other nodes' pods",
+        },
     }
 }
 
@@ -129,17 +160,17 @@ pub(super) fn kind(number: u8, family: Family) -> Kind {
 }
 
 impl Table {
-    /// The desired table; `None` if the family has no rules.
-    pub(crate) fn desired(rules: &Rules, family: Family) -> Option<Self> {
+    /// The desired table; `None` if it has no rules.
+    pub(crate) fn desired(rules: &Rules, id: &Id) -> Option<Self> {
         let mut table = Self::default();
-        for chain in Chain::BOTH {
-            let rules = rules.of(family, chain);
+        for chain in id.chains {
+            let rules = rules.of(id.family, *chain);
             if !rules.is_empty() {
-                let Place { kind, hook, priority, .. } = place(chain);
+                let Place { kind, hook, priority, .. } = place(*chain);
                 let rules = rules.iter().map(expr::of).collect();
                 let filled =
                     Filled { kind: kind.to_owned(), hook, priority, policy: ACCEPT, rules };
-                table.chains.insert(chain, filled);
+                table.chains.insert(*chain, filled);
                 table.uses += 1;
             }
         }
@@ -149,19 +180,16 @@ impl Table {
     /// The actual table; `None` if it does not exist.
     ///
     /// It is read in several steps. The caller compares the [`generation`] before and after.
-    pub(crate) fn read(
-        socket: &mut NetfilterSocket,
-        family: Family,
-    ) -> Result<Option<Self>, KernelError> {
-        let table = name(family);
-        let Some((flags, uses)) = head(socket, family, table)? else { return Ok(None) };
+    pub(crate) fn read(socket: &mut NetfilterSocket, id: &Id) -> Result<Option<Self>, KernelError> {
+        let Id { family, name, chains } = *id;
+        let Some((flags, uses)) = head(socket, family, name)? else { return Ok(None) };
         let mut found = Self { flags, uses, chains: BTreeMap::new() };
-        for chain in Chain::BOTH {
-            if let Some(filled) = Filled::read(socket, family, table, place(chain).name)? {
-                found.chains.insert(chain, filled);
+        for chain in chains {
+            if let Some(filled) = Filled::read(socket, family, name, place(*chain).name)? {
+                found.chains.insert(*chain, filled);
             }
         }
-        for (chain, rule) in rules(socket, protocol(family), table)? {
+        for (chain, rule) in rules(socket, protocol(family), name)? {
             let chain = found.chains.iter_mut().find(|(known, _)| place(**known).name == chain);
             // A foreign chain has no entry here. It makes `uses` differ.
             if let Some((_, filled)) = chain {
@@ -172,9 +200,9 @@ impl Table {
     }
 
     /// Adds the changes that create the table.
-    pub(crate) fn make(&self, batch: &mut Batch, family: Family) {
-        let (table, protocol) = (name(family), protocol(family));
-        batch.add(NEWTABLE, protocol, Make::Create, |request| {
+    pub(crate) fn make(&self, batch: &mut Batch, id: &Id) {
+        let (family, table) = (id.family, id.name);
+        batch.add(NEWTABLE, protocol(family), Make::Create, |request| {
             number(request.text(TABLE, table), TABLE_FLAGS, self.flags)
                 .attr(TABLE_USERDATA, &comment(&format!("rules for {table}")));
         });
@@ -188,9 +216,9 @@ impl Table {
     pub(crate) fn deviations(
         found: Option<&Self>,
         desired: Option<&Self>,
-        family: Family,
+        id: &Id,
     ) -> Vec<Deviation> {
-        let title = title(family, name(family));
+        let title = id.title();
         let at = |object: String, fault| vec![Deviation { object, fault }];
         let (found, desired) = match (found, desired) {
             (None, None) => return Vec::new(),
@@ -199,15 +227,17 @@ impl Table {
             (Some(found), Some(desired)) => (found, desired),
         };
         let mut deviations = Vec::new();
-        for chain in Chain::BOTH {
-            let fault = match (found.chains.get(&chain), desired.chains.get(&chain)) {
+        for chain in id.chains {
+            let fault = match (found.chains.get(chain), desired.chains.get(chain)) {
                 (None, Some(_)) => Fault::Missing,
                 (Some(_), None) => Fault::Unwanted,
                 (found, desired) if found != desired => Fault::Different,
                 _ => continue,
             };
-            deviations
-                .push(Deviation { object: format!("{title}, chain {}", place(chain).name), fault });
+            deviations.push(Deviation {
+                object: format!("{title}, chain {}", place(*chain).name),
+                fault,
+            });
         }
         if deviations.is_empty() && found != desired {
             return at(title, Fault::Different);
@@ -285,6 +315,27 @@ pub(crate) fn rules(
     protocol: u8,
     table: &str,
 ) -> Result<Vec<(String, Vec<Expr>)>, KernelError> {
+    read_rules(socket, protocol, table, expr::read)
+}
+
+/// The number of packets that the counters in the rules of a table have counted. Takes a single
+/// request, because a set of thousands of peers is not read. 0 if the table does not exist.
+pub(super) fn counted(
+    socket: &mut NetfilterSocket,
+    family: Family,
+    table: &str,
+) -> Result<u64, KernelError> {
+    let counts = present(read_rules(socket, protocol(family), table, expr::packets))?;
+    let packets = counts.into_iter().flatten().map(|(_, packets)| packets);
+    Ok(packets.fold(0, u64::saturating_add))
+}
+
+fn read_rules<T: Send>(
+    socket: &mut NetfilterSocket,
+    protocol: u8,
+    table: &str,
+    read: fn(&[u8]) -> T,
+) -> Result<Vec<(String, T)>, KernelError> {
     let kind = Kind { subsystem: SUBSYSTEM, number: GETRULE, family: protocol };
     let fill = |request: &mut Messages| _ = request.text(TABLE, table);
     socket.dump(kind, fill, |message| {
@@ -292,7 +343,7 @@ pub(crate) fn rules(
         // Older kernels do not filter by table.
         let is_in_table =
             message.kind.family == protocol && text_in(attributes, TABLE).as_deref() == Some(table);
-        let exprs = expr::read(find(attributes, RULE_EXPRESSIONS).unwrap_or_default());
+        let exprs = read(find(attributes, RULE_EXPRESSIONS).unwrap_or_default());
         is_in_table.then_some((text_in(attributes, RULE_CHAIN)?, exprs))
     })
 }

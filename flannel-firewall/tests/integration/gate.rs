@@ -20,7 +20,12 @@ const PATIENCE: Duration = Duration::from_secs(20);
 
 fn gate(peers: &[IpAddr], complete: bool) -> Rules {
     let peers = peers.iter().map(|peer| (*peer, ())).collect();
-    rules_of(Place::Pod, ALL).with_gate(Gate { protocols: vec![PROTOCOL], peers, complete })
+    rules_of(Place::Pod, ALL).with_gate(Gate {
+        protocols: vec![PROTOCOL],
+        peers,
+        complete,
+        ..Gate::default()
+    })
 }
 
 fn addresses(place: Place) -> [IpAddr; 2] {

@@ -144,7 +144,7 @@ fn only_the_families_with_rules_are_read() {
         let fixture = Fixture::set();
         let networks = flannel_core::address::Dual { v4: "10.1.0.0/16".parse().ok(), v6: None };
         let rules =
-            flannel_firewall::Rules::new(&networks, &flannel_core::address::Dual::default(), ALL)
+            flannel_firewall::Rules::new(&networks, &flannel_core::address::Dual::default(), &ALL)
                 .unwrap();
         let mut running =
             Running::start(&fixture, Kind::IptablesLegacy, rules, Duration::from_millis(50)).await;
@@ -163,7 +163,7 @@ fn the_rules_of_a_family_that_is_no_longer_desired_are_removed() {
         let fixture = Fixture::set();
         let networks = flannel_core::address::Dual { v4: "10.1.0.0/16".parse().ok(), v6: None };
         let only_v4 =
-            flannel_firewall::Rules::new(&networks, &flannel_core::address::Dual::default(), ALL)
+            flannel_firewall::Rules::new(&networks, &flannel_core::address::Dual::default(), &ALL)
                 .unwrap();
         for kind in Kind::ALL {
             for while_away in [true, false] {
@@ -239,7 +239,7 @@ fn a_first_failure_notifies_receivers() {
         let fixture = Fixture::set();
         let hide = |name| std::fs::remove_file(fixture.tools.path(name)).unwrap();
         let options = Options { programs: fixture.tools.programs(), resync: RESYNC };
-        let firewall = Firewall::open(Kind::IptablesNft.mode(), ALL, options).await.unwrap();
+        let firewall = Firewall::open(Kind::IptablesNft.mode(), &ALL, options).await.unwrap();
         ["iptables-nft-save", "ip6tables-nft-save"].into_iter().for_each(hide);
         let mut status = firewall.status();
         let (_rules, receiver) = tokio::sync::watch::channel(rules_of(Place::Pod, ALL));
@@ -259,13 +259,13 @@ fn without_programs_iptables_is_refused_and_nftables_is_not() {
         let programs = Programs { path: Some(empty.path().into()), ..Programs::default() };
         let options = Options { programs, ..Options::default() };
         let error =
-            Firewall::open(Kind::IptablesNft.mode(), ALL, options.clone()).await.unwrap_err();
+            Firewall::open(Kind::IptablesNft.mode(), &ALL, options.clone()).await.unwrap_err();
         assert!(matches!(error, Error::NoProgram { .. }), "{error}");
         let fixture = Fixture::set();
         let before =
             Running::start(&fixture, Kind::IptablesNft, rules_of(Place::Pod, ALL), RESYNC).await;
         before.stop().await;
-        let firewall = Firewall::open(Kind::Nftables.mode(), ALL, options).await.unwrap();
+        let firewall = Firewall::open(Kind::Nftables.mode(), &ALL, options).await.unwrap();
         let mut status = firewall.status();
         let (_rules, receiver) = tokio::sync::watch::channel(rules_of(Place::Pod, ALL));
         let _running = tokio::spawn(firewall.run(receiver));
@@ -291,7 +291,7 @@ fn the_lock_of_iptables_is_waited_for() {
         let lock = std::fs::File::create(fixture.tools.path("lock")).unwrap();
         lock.lock().unwrap();
         let options = Options { programs: fixture.tools.programs(), resync: RESYNC };
-        let opening = tokio::spawn(Firewall::open(Kind::IptablesLegacy.mode(), ALL, options));
+        let opening = tokio::spawn(Firewall::open(Kind::IptablesLegacy.mode(), &ALL, options));
         let inode = format!(":{} ", lock.metadata().unwrap().ino());
         let waits = || {
             let locks = std::fs::read_to_string("/proc/locks").unwrap();
@@ -318,7 +318,9 @@ fn only_tables_with_desired_rules_are_probed() {
         let fixture = Fixture::set();
         fixture.tools.host_uses(Kind::IptablesLegacy);
         let options = Options { programs: fixture.tools.programs(), resync: RESYNC };
-        Firewall::open(Kind::IptablesLegacy.mode(), RuleOptions::default(), options).await.unwrap();
+        Firewall::open(Kind::IptablesLegacy.mode(), &RuleOptions::default(), options)
+            .await
+            .unwrap();
         let tried = std::fs::read_to_string("/proc/thread-self/net/ip_tables_names").unwrap();
         assert_eq!(tried, "filter\n");
     });
@@ -371,7 +373,7 @@ fn the_error_names_the_missing_privilege() {
             let tools = tools::Tools::install();
             tools.host_uses(kind);
             let options = Options { programs: tools.programs(), ..Options::default() };
-            let error = runtime.block_on(Firewall::open(kind.mode(), ALL, options)).unwrap_err();
+            let error = runtime.block_on(Firewall::open(kind.mode(), &ALL, options)).unwrap_err();
             assert!(matches!(error, Error::NotPermitted { .. }), "{kind:?}: {error}");
             assert!(error.to_string().contains("CAP_NET_ADMIN"), "{error}");
         }

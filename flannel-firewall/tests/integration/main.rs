@@ -6,6 +6,7 @@
 #[macro_use]
 mod fixture;
 mod drops;
+mod encryption;
 mod gate;
 mod leaving;
 mod packets;

@@ -1,0 +1,240 @@
+//! Packets to the pods of other nodes leave by encrypted devices only. A plain device of the
+//! fixture plays the encrypted one.
+
+use std::time::Duration;
+
+use crate::fixture::tools::nft;
+use crate::fixture::{ALL, Fixture, Kind, Place, Running, rules_of};
+use flannel_core::address::Family;
+use flannel_firewall::{Fault, RuleOptions, Rules, cleanup, cleanup_for_go};
+use flannel_netlink::testing::ip;
+
+in_every_mode!(
+    only_encrypted_devices_carry_packets_to_other_pods,
+    a_translated_packet_of_the_host_counts_by_its_last_device,
+    rules_that_another_program_removes_come_back,
+    another_program_cannot_accept_a_packet_before,
+    the_rules_stay_until_they_are_not_required,
+    only_the_rules_that_go_flannel_does_not_know_are_removed_for_it,
+);
+
+/// A period so long that no check in a test is periodic.
+const RESYNC: Duration = Duration::from_secs(3600);
+const LONG: Duration = Duration::from_secs(20);
+/// The time in which a packet must not arrive.
+const SHORT: Duration = Duration::from_millis(300);
+/// The devices of the node to the peer, and to the outside.
+const TO_PEER: &str = "to1";
+const TO_OUTSIDE: &str = "to2";
+
+/// No other rules, so that neither masquerading nor forward rules are needed.
+const ONLY: RuleOptions =
+    RuleOptions { masquerade: false, fully_random: true, forward: false, encrypted: None };
+
+/// The rules if packets by these devices are encrypted.
+fn by(devices: &[&str], rule_options: RuleOptions) -> Rules {
+    let devices = devices.iter().map(|device| device.parse().unwrap()).collect();
+    rules_of(Place::Pod, RuleOptions { encrypted: Some(devices), ..rule_options })
+}
+
+/// Whether a packet from a place, or from the node itself (`None`), arrives.
+fn arrives(fixture: &Fixture, family: Family, from: Option<Place>, to: Place, want: bool) -> bool {
+    let patience = if want { LONG } else { SHORT };
+    match from {
+        Some(from) => fixture.seen_at(family, from, to, 0, patience).is_some(),
+        None => fixture.seen_of_node_at(family, to.node(family), to, patience).is_some(),
+    }
+}
+
+/// The peer is on a link of the node, unlike a real pod of another node. So the node's neighbour
+/// advertisements for it are packets to a pod of another node, which are dropped.
+fn know_the_node(fixture: &Fixture) {
+    let link = ip(&format!("-o link show dev {TO_PEER}"));
+    let mac = link.split("link/ether ").nth(1).unwrap().split(' ').next().unwrap();
+    let node = Place::Peer.node(Family::V6);
+    fixture.in_place(Place::Peer, || ip(&format!("neigh replace {node} lladdr {mac} dev eth0")));
+}
+
+/// Checks whether packets to the pods of the peer pass: from a pod, from outside, from the node.
+/// All others pass.
+fn assert_passes(fixture: &Fixture, to_peer: bool) {
+    use Place::{Other, Outside, Peer, Pod};
+    know_the_node(fixture);
+    for family in Family::BOTH {
+        for (from, to) in [
+            (Some(Pod), Peer),
+            (Some(Outside), Peer),
+            (None, Peer),
+            (Some(Pod), Outside),
+            (Some(Peer), Pod),
+            (Some(Outside), Pod),
+            (Some(Outside), Other),
+            (None, Pod),
+            (None, Outside),
+        ] {
+            let want = to_peer || to != Peer;
+            let arrived = arrives(fixture, family, from, to, want);
+            assert_eq!(arrived, want, "{family} from {from:?} to {to:?}");
+        }
+    }
+}
+
+async fn only_encrypted_devices_carry_packets_to_other_pods(fixture: Fixture, kind: Kind) {
+    let mut running = Running::start(&fixture, kind, by(&[], ONLY), RESYNC).await;
+    assert_passes(&fixture, false);
+    running.want(by(&[TO_PEER], ONLY)).await;
+    assert_passes(&fixture, true);
+    running.want(by(&[TO_OUTSIDE, "wg0"], ONLY)).await;
+    assert_passes(&fixture, false);
+    // Masquerading changes the source of packets from outside to the peer.
+    for (devices, passes) in [(TO_PEER, true), (TO_OUTSIDE, false)] {
+        running.want(by(&[devices], ALL)).await;
+        assert_passes(&fixture, passes);
+    }
+    running.want(rules_of(Place::Pod, ALL)).await;
+    assert_passes(&fixture, true);
+}
+
+/// A connection of the node to an address outside, which a rule translates to a pod of the peer, as
+/// kube-proxy does for services. Its first route leads to another device.
+async fn a_translated_packet_of_the_host_counts_by_its_last_device(fixture: Fixture, kind: Kind) {
+    const PORT: u16 = 7070;
+    for (keyword, family) in [("ip", Family::V4), ("ip6", Family::V6)] {
+        let (service, pod) = (Place::Outside.address(family), Place::Peer.address(family));
+        nft(&format!(
+            "table {keyword} service {{ chain c {{ type nat hook output priority -100; \
+             {keyword} daddr {service} udp dport {PORT} dnat to {pod}; }}; }}"
+        ));
+    }
+    let mut running = Running::start(&fixture, kind, by(&[], ONLY), RESYNC).await;
+    for (device, want) in [(TO_PEER, true), (TO_OUTSIDE, false)] {
+        running.want(by(&[device], ONLY)).await;
+        for family in Family::BOTH {
+            let node = std::net::UdpSocket::bind((family.unspecified(), 0)).unwrap();
+            let patience = if want { LONG } else { SHORT };
+            let to = (Place::Outside.address(family), PORT);
+            let seen =
+                fixture.seen_through(&node, to.into(), (Place::Peer, PORT), family, patience);
+            assert_eq!(seen.is_some(), want, "{family} by {device}");
+        }
+    }
+}
+
+async fn rules_that_another_program_removes_come_back(fixture: Fixture, kind: Kind) {
+    let mut running = Running::start(&fixture, kind, by(&[], ONLY), RESYNC).await;
+    let commands: &[&str] = match kind {
+        Kind::Nftables => &[
+            "delete table TABLE",
+            "flush chain TABLE postrouting",
+            "insert rule TABLE postrouting accept",
+            "add table TABLE { flags dormant; }",
+            "flush ruleset",
+        ],
+        _ => &[
+            "-t mangle -F",
+            "-t mangle -F POSTROUTING",
+            "-t mangle -I FLANNEL-ENCRYPTION -j ACCEPT",
+        ],
+    };
+    let mut repairs = 0;
+    for command in commands {
+        for (family, keyword) in [(Family::V4, "ip"), (Family::V6, "ip6")] {
+            match kind {
+                Kind::Nftables => {
+                    _ = nft(&command.replace("TABLE", &format!("{keyword} flannel-encryption")));
+                }
+                _ => _ = fixture.tools.iptables(kind, family, command),
+            }
+            repairs += 1;
+            let status = running.until(|status| status.repairs >= repairs).await;
+            assert_eq!(status.repairs, repairs, "{command}: {status:?}");
+        }
+        assert_passes(&fixture, false);
+    }
+}
+
+async fn another_program_cannot_accept_a_packet_before(fixture: Fixture, kind: Kind) {
+    for family in Family::BOTH {
+        for of in [Kind::IptablesNft, Kind::IptablesLegacy] {
+            fixture.tools.iptables(of, family, "-t mangle -A POSTROUTING -j ACCEPT");
+            fixture.tools.iptables(of, family, "-A OUTPUT -j ACCEPT");
+            fixture.tools.iptables(of, family, "-A FORWARD -j ACCEPT");
+        }
+    }
+    assert_passes(&fixture, true);
+    let _running = Running::start(&fixture, kind, by(&[], ALL), RESYNC).await;
+    assert_passes(&fixture, false);
+}
+
+async fn the_rules_stay_until_they_are_not_required(fixture: Fixture, kind: Kind) {
+    let running = Running::start(&fixture, kind, by(&[], ONLY), RESYNC).await;
+    running.stop().await;
+    assert_passes(&fixture, false);
+    let mut running = Running::start(&fixture, kind, by(&[], ONLY), RESYNC).await;
+    let status = running.status.borrow().clone();
+    assert_eq!((status.changes, status.repairs), (0, 0), "{status:?}");
+    running.want(rules_of(Place::Pod, RuleOptions::default())).await;
+    assert_passes(&fixture, true);
+    running.want(by(&[], ONLY)).await;
+    running.stop().await;
+    assert!(fixture.tools.ours_seen().iter().any(|line| is_about_encryption(line)));
+    let cleaned = cleanup(&fixture.tools.programs()).await;
+    assert!(cleaned.failed.is_empty() && cleaned.found.len() == 2, "{cleaned:?}");
+    assert_eq!(fixture.tools.ours_seen(), Vec::<String>::new());
+    assert_passes(&fixture, true);
+}
+
+async fn only_the_rules_that_go_flannel_does_not_know_are_removed_for_it(
+    fixture: Fixture,
+    kind: Kind,
+) {
+    let programs = fixture.tools.programs();
+    Running::start(&fixture, kind, by(&[], ALL), RESYNC).await.stop().await;
+    let (would, did) =
+        (cleanup_for_go(&programs, true).await, cleanup_for_go(&programs, false).await);
+    assert!(did.failed.is_empty(), "{did:?}");
+    assert_eq!(would.found, did.found);
+    assert!(
+        did.found.len() == 2 && did.found.iter().all(|f| f.fault == Fault::Unwanted),
+        "{did:?}"
+    );
+    let ours = fixture.tools.ours_seen();
+    assert!(!ours.is_empty() && !ours.iter().any(|line| is_about_encryption(line)), "{ours:#?}");
+    assert_passes(&fixture, true);
+    for family in Family::BOTH {
+        fixture.assert_masqueraded(family);
+    }
+}
+
+fn is_about_encryption(line: &str) -> bool {
+    line.to_lowercase().contains("flannel-encryption")
+}
+
+/// The count continues when the table is made again.
+#[test]
+fn dropped_packets_are_counted_from_the_start_of_the_firewall_on() {
+    flannel_netlink::testing::in_netns_async(|| async {
+        let (fixture, kind) = (Fixture::set(), Kind::Nftables);
+        let resync = Duration::from_millis(20);
+        let send = |times: usize| {
+            for _ in 0..times {
+                for family in Family::BOTH {
+                    assert!(!arrives(&fixture, family, Some(Place::Pod), Place::Peer, false));
+                }
+            }
+        };
+        let running = Running::start(&fixture, kind, by(&[], ONLY), RESYNC).await;
+        send(1);
+        running.stop().await;
+        let mut running = Running::start(&fixture, kind, by(&[], ONLY), resync).await;
+        assert_eq!(running.status.borrow().dropped.unencrypted.packets, 0);
+        send(2);
+        running.until(|status| status.dropped.unencrypted.packets == 4).await;
+        assert!(running.status.borrow().dropped.unencrypted.last.is_some());
+        running.want(by(&[TO_OUTSIDE], ONLY)).await;
+        send(1);
+        let status = running.until(|status| status.dropped.unencrypted.packets == 6).await;
+        assert_eq!(status.dropped.of_strangers.packets, 0);
+        assert_eq!(status.repairs, 0, "a counter is no difference: {status:?}");
+    });
+}
