@@ -1,5 +1,7 @@
 //! The list of backends.
 
+use std::collections::BTreeSet;
+
 use flannel_core::backend::Datapath;
 use flannel_core::kernel::Footprint;
 use flannel_core::object::LinkName;
@@ -50,6 +52,19 @@ impl Backends {
     pub fn datapath(&self, config: &Config) -> Datapath {
         let backend = self.find(&config.backend.kind).ok();
         backend.and_then(|backend| backend.datapath(config).ok()).unwrap_or_default()
+    }
+
+    /// The types in leases of the backends that encrypt: with the options of `config` for its own
+    /// backend, without options for the others.
+    pub fn encrypted_types(&self, config: &Config) -> BTreeSet<&'static str> {
+        let encrypts = |backend: &&dyn Backend| {
+            let mut config = config.clone();
+            if config.backend.kind != backend.kind() {
+                config.backend.options = "{}".to_owned();
+            }
+            backend.datapath(&config).is_ok_and(|datapath| datapath.encrypted)
+        };
+        self.iter().filter(encrypts).map(|backend| backend.lease_type()).collect()
     }
 
     /// [`Backend::lease_type`]. For an unknown backend, the type in the config.

@@ -12,6 +12,7 @@ use flannel_api::seconds;
 use flannel_core::object::ObjectKind;
 use flannel_core::status::{Damage, Rejection};
 use flannel_doctor::checks::host::CHECKS;
+use flannel_firewall::Packets;
 use flannel_paths::Paths;
 
 use crate::observe::{Counters, NetworkSnapshot, Rulebook, Snapshot};
@@ -301,6 +302,14 @@ fn counters(page: &mut Page, counters: &Counters) {
         "flannel_firewall_repairs_total",
         "Repairs of firewall rules that another program had changed",
         counters.firewall_repairs,
+    );
+    let Packets { unencrypted, of_strangers } = counters.dropped;
+    let dropped = [("unencrypted", unencrypted), ("stranger", of_strangers)];
+    page.counters(
+        "flannel_firewall_dropped_packets_total",
+        "Packets that rules in nftables dropped: unencrypted ones to pods of other nodes, and those \
+         of a tunnel from other hosts than nodes",
+        dropped.map(|(reason, packets)| (labels(&[("reason", reason)]), packets)),
     );
     let mutations = counters.repairs.iter().map(|((kind, damage), count)| {
         let operation = match damage {

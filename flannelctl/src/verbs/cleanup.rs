@@ -65,7 +65,8 @@ pub(crate) async fn cleanup(context: Context<'_>, flags: &CleanupFlags) -> Resul
     };
     account.kernel(&report.unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()))?);
     if flags.for_go {
-        account.rules(flannel_firewall::cleanup_gates(flags.dry_run).await);
+        let programs = Programs::default();
+        account.rules(flannel_firewall::cleanup_for_go(&programs, flags.dry_run).await);
     } else {
         let is_device = |name: &str| DEVICES.iter().any(|start| name.starts_with(start));
         let other = |name: &LinkName| is_device(name.as_str()) && !footprint.links.contains(name);

@@ -1,5 +1,6 @@
 //! `flannelctl config`: checks the network config, and writes it after the check.
 
+mod encryption;
 mod mistakes;
 
 use std::fmt::Display;
@@ -33,7 +34,13 @@ pub(crate) async fn config(context: Context<'_>, verb: &ConfigVerb) -> Result<Ou
             if !mistakes.is_empty() {
                 return Err(Error::Lines(mistakes));
             }
-            Ok(describe(&check(&text, backends)?, &text, "", terminal))
+            let config = check(&text, backends)?;
+            let mut output = describe(&config, &text, "", terminal);
+            if config.require_encryption {
+                let types = encryption::of_cluster(&context).await;
+                encryption::describe(&mut output, &config, &types, (backends, terminal));
+            }
+            Ok(output)
         }
         ConfigVerb::Set { file, force } => {
             let text = read(file)?;
@@ -108,7 +115,12 @@ async fn write(
                 ),
                 false => result.to_owned(),
             };
-            describe(&config, &text, &note, terminal)
+            let mut output = describe(&config, &text, &note, terminal);
+            if config.require_encryption {
+                let types = encryption::of_store(registry).await;
+                encryption::describe(&mut output, &config, &types, (backends, terminal));
+            }
+            output
         }
         Err(_) => {
             let headline = format!("{}: {result}; daemons refuse this config", text.location);

@@ -10,6 +10,7 @@ use flannel_core::object::ObjectKind;
 use flannel_core::status::{Damage, Histogram, Status, Waiting};
 use flannel_core::subnet::{Ownership, StoreStatus};
 use flannel_core::{Config, Lease, Subnets};
+use flannel_firewall::Packets;
 
 use super::{Rulebook, Running};
 
@@ -37,6 +38,8 @@ pub(crate) struct Counters {
     pub(crate) repairs: BTreeMap<(ObjectKind, Damage), u64>,
     pub(crate) latency: Histogram,
     pub(crate) firewall_repairs: u64,
+    /// Packets that firewall rules dropped.
+    pub(crate) dropped: Packets<u64>,
     /// Round trips to peers.
     pub(crate) round_trips: Histogram,
 }
@@ -53,7 +56,10 @@ impl Counters {
         }
         self.latency.add(&status.latency);
         if let Rulebook::Kept(firewall) = &*running.rulebook.borrow() {
-            self.firewall_repairs += firewall.borrow().repairs;
+            let firewall = firewall.borrow();
+            self.firewall_repairs += firewall.repairs;
+            self.dropped.unencrypted += firewall.dropped.unencrypted.packets;
+            self.dropped.of_strangers += firewall.dropped.of_strangers.packets;
         }
         if let Some(paths) = &running.paths {
             self.round_trips.add(&paths.round_trips());

@@ -2,6 +2,7 @@
 //! not ready always has a complete list of reasons.
 
 use std::fmt::Display;
+use std::time::SystemTime;
 
 use flannel_api::{Problem, SubnetsReport, texts};
 use flannel_core::object::Key;
@@ -12,7 +13,7 @@ use flannel_doctor::commands::{
 };
 
 use super::subnets_used;
-use crate::observe::{NetworkSnapshot, Rulebook, Snapshot};
+use crate::observe::{NetworkSnapshot, Rulebook, Running, Snapshot};
 
 /// Commands that show how a state passes, and that find a cause.
 const WATCH: &str = "flannelctl watch";
@@ -46,6 +47,7 @@ pub(crate) fn problems(snapshot: &Snapshot) -> Vec<Problem> {
                      for other hosts, and start flanneld with --tunnel-peers-only=false",
                 );
             }
+            found.of_encryption(network);
             found.of_leases(network);
             found.of_room(network, snapshot.store_name());
         }
@@ -230,11 +232,35 @@ impl Found {
                     None if status.in_place => {}
                     None => self.error(yet, WATCH),
                 }
+                let now = SystemTime::now();
+                if status.dropped.unencrypted.is_recent(now) {
+                    let text = "packets to pods of other nodes are dropped, because they would \
+                                leave unencrypted";
+                    self.warning(text, "flannelctl peers # which nodes have no encrypted offer?");
+                }
+                if status.dropped.of_strangers.is_recent(now) {
+                    let text = "packets of the tunnel from hosts that are no nodes are dropped";
+                    self.warning(text, "flannelctl peers # is the lease of a node rejected?");
+                }
                 for error in status.leftovers.iter().filter(|error| !error.is_guess()) {
                     let text = "rules that an earlier flannel may have left are not removed";
                     self.warning(format!("{text}: {error}"), error.cure());
                 }
             }
+        }
+    }
+
+    fn of_encryption(&mut self, network: &NetworkSnapshot) {
+        let Running { config, datapath, .. } = &*network.running;
+        if config.require_encryption && !datapath.encrypted {
+            let text = format!(
+                "the network config has RequireEncryption, and its backend {} does not encrypt: \
+                 packets to pods of other nodes are dropped",
+                config.backend.kind
+            );
+            let hint = "flannelctl config patch '{\"RequireEncryption\": false}' # or name a \
+                        Backend that encrypts";
+            self.error(text, hint);
         }
     }
 
@@ -337,7 +363,7 @@ mod tests {
         status.send_modify(|status| {
             status.in_place = false;
             status.failure = Some(flannel_firewall::Failure {
-                since: std::time::SystemTime::now(),
+                since: SystemTime::now(),
                 times: 1,
                 errors: vec![error.into()],
             });

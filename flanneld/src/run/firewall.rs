@@ -1,11 +1,14 @@
-//! Masquerade and forward rules of a running network, and the gate of its tunnel.
+//! Masquerade and forward rules of a running network, the rules about encryption, and the gate of
+//! its tunnel.
 //!
 //! **Source**: flannel `main.go`, for the cases in which their failure is fatal.
 
 use std::convert::Infallible;
+use std::net::IpAddr;
 use std::sync::Arc;
 
 use flannel_core::Config;
+use flannel_core::address::Dual;
 use flannel_core::backend::{Datapath, Inlet};
 use flannel_core::network::NetworkHandle;
 use flannel_firewall::{
@@ -21,8 +24,8 @@ use crate::observe::Rulebook;
 
 impl FirewallConfig {
     /// Whether rules are requested.
-    fn wanted(&self) -> bool {
-        self.masquerade || self.forward
+    fn wanted(&self, config: &Config) -> bool {
+        self.masquerade || self.forward || config.require_encryption
     }
 
     /// The IP protocols of the tunnel that a gate guards. They have no ports, and Linux takes their
@@ -41,16 +44,21 @@ impl FirewallConfig {
         datapath.inlets.iter().filter_map(protocol).filter(|_| self.tunnel_peers_only).collect()
     }
 
-    fn rule_options(&self) -> RuleOptions {
+    fn rule_options(&self, config: &Config, datapath: &Datapath) -> RuleOptions {
         let Self { masquerade, fully_random, forward, .. } = *self;
-        RuleOptions { masquerade, fully_random, forward }
+        let encrypted = || datapath.encrypted_devices().into_iter().collect();
+        let encrypted = config.require_encryption.then(encrypted);
+        RuleOptions { masquerade, fully_random, forward, encrypted }
     }
 
     /// Opens the kernel's firewall that the network config names.
-    async fn open(&self, config: &Config) -> Result<Firewall, flannel_firewall::Error> {
+    async fn open(
+        &self,
+        (config, datapath): (&Config, &Datapath),
+    ) -> Result<Firewall, flannel_firewall::Error> {
         let mode = if config.nftables { Mode::Nftables } else { Mode::Iptables };
         let options = Options { resync: self.resync, ..Options::default() };
-        Firewall::open(mode, self.rule_options(), options).await
+        Firewall::open(mode, &self.rule_options(config, datapath), options).await
     }
 
     /// Checks that rules can be made in the mode of `config` (nftables or iptables): if it differs
@@ -65,9 +73,9 @@ impl FirewallConfig {
         first: bool,
     ) -> Result<(), Error> {
         let other_mode = used.is_some_and(|used| config.nftables != used.nftables);
-        let wanted = self.wanted() || !self.guarded(config, datapath).is_empty();
+        let wanted = self.wanted(config) || !self.guarded(config, datapath).is_empty();
         if (wanted && other_mode) || (self.masquerade && first) {
-            self.open(config).await?;
+            self.open((config, datapath)).await?;
         }
         Ok(())
     }
@@ -75,12 +83,12 @@ impl FirewallConfig {
     /// The state of the rules before [`FirewallConfig::keep`].
     pub(crate) fn rulebook(&self, config: &Config, datapath: &Datapath) -> Rulebook {
         let guarded = !self.guarded(config, datapath).is_empty();
-        if self.wanted() || guarded { Rulebook::Pending } else { Rulebook::Unwanted }
+        if self.wanted(config) || guarded { Rulebook::Pending } else { Rulebook::Unwanted }
     }
 
     /// Keeps the rules in place, in the mode of the network config. Rules of the other mode are
     /// removed. `settled` becomes true when the rules are in place for the first time or cannot be
-    /// made for now. `rulebook` gets their state.
+    /// made for now. `rulebook` gets their state. `local` are the addresses at which a tunnel ends.
     ///
     /// # Errors
     /// Masquerading is requested, cannot be done, and this is the daemon's first network. Later, or
@@ -91,13 +99,13 @@ impl FirewallConfig {
     /// Dropping the future leaves the rules in place.
     pub(crate) async fn keep(
         &self,
-        (config, datapath): (&Config, &Datapath),
+        (config, datapath, local): (&Config, &Datapath, Dual<IpAddr>),
         handle: &NetworkHandle,
         first: bool,
         (settled, rulebook): (watch::Sender<bool>, watch::Sender<Rulebook>),
     ) -> Result<Infallible, Error> {
         let protocols = self.guarded(config, datapath);
-        if !self.wanted() && protocols.is_empty() {
+        if !self.wanted(config) && protocols.is_empty() {
             // No rules are requested now, but an earlier run may have left some.
             cleanup(&Programs::default()).await.log();
             settled.send_replace(true);
@@ -105,17 +113,21 @@ impl FirewallConfig {
         }
         let networks = config.networks.map(|_, network| network.network);
         let own = handle.lease.subnets;
-        let plain = Rules::new(&networks, &own.iter().collect(), self.rule_options())?;
-        let gate = Gate { protocols: protocols.clone(), ..Gate::default() };
+        let plain =
+            Rules::new(&networks, &own.iter().collect(), &self.rule_options(config, datapath))?;
+        let gate = Gate { protocols, local, ..Gate::default() };
+        let guards = !gate.protocols.is_empty();
         let first_rules =
-            if protocols.is_empty() { plain.clone() } else { plain.clone().with_gate(gate) };
+            if guards { plain.clone().with_gate(gate.clone()) } else { plain.clone() };
         let (desired, rules) = watch::channel(first_rules);
-        let firewall = match self.open(config).await {
+        let scene = (config, datapath);
+        let firewall = match self.open(scene).await {
             Ok(firewall) => firewall,
             Err(error) if first && self.masquerade => return Err(error.into()),
             Err(error) => {
-                let requested = self.masquerade || self.forward_required || !protocols.is_empty();
-                self.open_later(config, (error, requested), &settled, &rulebook).await
+                let by_options = self.masquerade || self.forward_required;
+                let requested = by_options || config.require_encryption || guards;
+                self.open_later(scene, (error, requested), &settled, &rulebook).await
             }
         };
         let status = firewall.status();
@@ -123,7 +135,7 @@ impl FirewallConfig {
         tokio::select! {
             never = firewall.run(rules) => match never {},
             never = settle(status, settled) => match never {},
-            never = guard(handle, &protocols, &plain, &desired) => match never {},
+            never = guard(handle, &gate, &plain, &desired), if guards => match never {},
         }
     }
 
@@ -131,7 +143,7 @@ impl FirewallConfig {
     /// Each reason is logged once. `requested`: the rules are not only the default.
     async fn open_later(
         &self,
-        config: &Config,
+        scene: (&Config, &Datapath),
         (mut error, requested): (flannel_firewall::Error, bool),
         settled: &watch::Sender<bool>,
         rulebook: &watch::Sender<Rulebook>,
@@ -147,7 +159,7 @@ impl FirewallConfig {
                 logged = Some(why);
             }
             tokio::time::sleep(self.resync).await;
-            match self.open(config).await {
+            match self.open(scene).await {
                 Ok(firewall) => return firewall,
                 Err(again) => error = again,
             }
@@ -155,19 +167,19 @@ impl FirewallConfig {
     }
 }
 
-/// Gives the gate for these protocols the accepted peers. Without protocols there is no gate.
+/// Gives the gate the accepted peers.
 async fn guard(
     handle: &NetworkHandle,
-    protocols: &[u8],
+    gate: &Gate,
     plain: &Rules,
     desired: &watch::Sender<Rules>,
 ) -> Infallible {
     let (mut status, mut peers) = (handle.status.clone(), TunnelPeers::default());
-    while !protocols.is_empty() {
+    loop {
         let now = Arc::clone(&status.borrow_and_update());
         let peers = peers.update(&now, handle.lease.subnets).clone();
-        let gate = Gate { protocols: protocols.to_vec(), peers, complete: now.live };
-        let rules = plain.clone().with_gate(gate);
+        let rules = Gate { peers, complete: now.live, ..gate.clone() };
+        let rules = plain.clone().with_gate(rules);
         desired.send_if_modified(|old| {
             let differs = *old != rules;
             *old = rules;

@@ -59,10 +59,12 @@ pub(super) async fn run(
     let handle = network.handle();
     let own = handle.lease.subnets;
     let firewall = async {
-        if lapsed {
+        // The subnets of a lapsed lease may be another node's.
+        if lapsed && !config.require_encryption {
             return Ok(std::future::pending().await);
         }
-        settings.firewall.keep((&config, &datapath), &handle, first, (settled, book)).await
+        let scene = (&config, &datapath, chosen.iface.address);
+        settings.firewall.keep(scene, &handle, first && !lapsed, (settled, book)).await
     };
     let probing = async {
         match &paths {
@@ -94,6 +96,13 @@ pub(super) async fn run(
             failed = SubnetEnv::restore(&settings.subnet_file, &write) => match failed? {},
         }
     };
+    let routes = async {
+        if config.require_encryption {
+            // If rules cannot be made, the network still removes the routes that do not encrypt.
+            drop(tokio::time::timeout(RULES, rules.clone().wait_for(|settled| *settled)).await);
+        }
+        network.run(views.clone()).await
+    };
     let uplink = chosen.iface.name;
     let (kernel, footprint) = (chosen.kernel.clone(), backend.footprint(&config, Some(uplink))?);
     let old_networks = OldNetworks::record(&settings.state_dir, &config).await;
@@ -104,7 +113,7 @@ pub(super) async fn run(
             kernel.clone(), (settings, backend), status()
         ) => match never {},
         never = go_flannel.clear(kernel, (footprint, &config), status()) => match never {},
-        ended = network.run(views.clone()) => match ended? {
+        ended = routes => match ended? {
             Ended::Rebuild(reason) => Ok(reason),
             ended => Err(Error::Stopped(format!("{ended:?}"))),
         },
