@@ -138,9 +138,11 @@ impl Engine {
             }
             rows.push((key, Row::after(before.get_mut(&key), Actual::Unknown, cause(is.as_ref()))));
         }
-        // A record whose deletion is under way is in no snapshot.
+        // A record whose deletion is under way is in no snapshot. Neither is one whose deletion has
+        // ended, and the event may be lost. So it is deleted again, which begins nothing twice.
         before.retain(|_, row| row.is_started() && matches!(row.actual, Actual::Present(_)));
-        self.table.fill(before.into_iter().chain(rows));
+        let again = |(key, row): (Key, Row)| (key, row.due());
+        self.table.fill(before.into_iter().map(again).chain(rows));
         // Usually each id is that of a desired nexthop object.
         let nexthops = self.desired.counts.get(&ObjectKind::Nexthop).copied().unwrap_or(0);
         if self.desired.ids.as_ref().is_some_and(|ids| ids.len() != nexthops) {

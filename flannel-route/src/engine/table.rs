@@ -63,6 +63,11 @@ impl Row {
         row
     }
 
+    /// The same row, with a change that is to be applied.
+    pub(super) fn due(self) -> Self {
+        Self { progress: Progress::Due, ..self }
+    }
+
     /// The desired object is to be put.
     pub(super) fn is_put(&self) -> bool {
         self.progress == Progress::Due && matches!(self.actual, Actual::Unknown)

@@ -309,6 +309,34 @@ async fn a_deletion_under_way_is_not_forgotten_by_a_snapshot() {
     assert!(world.ledger.records().is_empty());
 }
 
+/// The stream of the annex lost the event, and reports only that it lost some.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_lost_end_of_a_change_does_not_keep_the_network_from_being_in_sync() {
+    let world = World::start(Ledger::default(), FakeSubnets::new("10.1.0.0/16")).await;
+    let end_unseen = || {
+        let mut entries = world.ledger.0.lock().unwrap();
+        let listener = entries.listener.take().unwrap();
+        let change = entries.started.pop_front().unwrap();
+        entries.end(change, Ok(()));
+        listener.send(Invalidation::Everything).unwrap();
+        entries.listener = Some(listener);
+        // The next change ends at once.
+        entries.is_quick = true;
+    };
+    world.subnets.put("10.1.7.0-24", "192.0.2.7");
+    world.until(|| !world.ledger.started().is_empty());
+    end_unseen();
+    world.in_sync().await;
+    assert_eq!(world.ledger.records(), [RECORD]);
+    world.ledger.0.lock().unwrap().is_quick = false;
+    world.subnets.delete("10.1.7.0-24");
+    world.until(|| !world.ledger.started().is_empty());
+    world.until(|| !world.network.status.borrow().in_sync);
+    end_unseen();
+    world.in_sync().await;
+    assert!(world.ledger.records().is_empty());
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_broken_annex_stops_no_snapshot_and_no_event_of_the_kernel() {
     let ledger = Ledger::default();
