@@ -32,7 +32,8 @@ const OVERHEAD: u32 = 50;
 /// only.
 ///
 /// Options: `Lane`, a number from 1 to 4094, which is required; `Port`, a UDP port, 6999 without
-/// it.
+/// it; `Encrypted`, whether its packets count as encrypted, false without it. They never are: it
+/// shows what `RequireEncryption` does with a backend that encrypts.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Lane;
 
@@ -42,6 +43,7 @@ struct Options {
     lane: u32,
     port: u16,
     device: LinkName,
+    encrypted: bool,
 }
 
 impl Options {
@@ -54,9 +56,10 @@ impl Options {
         let lane = lane(&fields)?;
         let expected = "a UDP port";
         let port = fields.take("Port", expected)?.unwrap_or(6999);
+        let encrypted = fields.take("Encrypted", "true or false")?.unwrap_or(false);
         let device = format!("lane{lane}").parse();
         let device = device.map_err(|_| fields.error("Lane", &lane, "a shorter number"))?;
-        Ok(Self { lane, port, device })
+        Ok(Self { lane, port, device, encrypted })
     }
 }
 
@@ -109,6 +112,7 @@ impl Backend for Lane {
         datapath.devices = config.networks.map(|_, _| options.device);
         datapath.overhead = config.networks.map(|_, _| OVERHEAD);
         // Lanes also have packets without ports, which the firewall accepts from peers only.
+        datapath.encrypted = options.encrypted;
         datapath.inlets = vec![Inlet::Udp(options.port), Inlet::Protocol(253)];
         Ok(datapath)
     }
@@ -121,7 +125,7 @@ impl Backend for Lane {
 
     async fn prepare(&self, node: &Node<'_>, config: &Config) -> Result<Prepared> {
         self.validate(config, Some(node.uplink))?;
-        let Options { lane, port, device } = Options::of(config)?;
+        let Options { lane, port, device, .. } = Options::of(config)?;
         let Some(IpAddr::V4(public)) = node.uplink.public.v4 else {
             return Err(refuse("this node has no public IPv4 address".into()));
         };

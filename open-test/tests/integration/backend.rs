@@ -8,8 +8,8 @@ use flannel_lab::testing::as_root;
 use flannel_lab::{Host, Lab, Signal};
 use serde_json::{Value, json};
 
-const PROGRAM: &str = env!("CARGO_BIN_EXE_lane-node");
-const PATIENCE: Duration = Duration::from_secs(60);
+pub(crate) const PROGRAM: &str = env!("CARGO_BIN_EXE_lane-node");
+pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Two hosts without daemons.
 fn hosts(backend: Value) -> Lab {
@@ -36,7 +36,7 @@ fn up(backend: Value) -> Lab {
 }
 
 /// The output of the control program on a host.
-fn ctl(lab: &Lab, host: &Host, args: &[&str]) -> Output {
+pub(crate) fn ctl(lab: &Lab, host: &Host, args: &[&str]) -> Output {
     let mut command = Command::new(PROGRAM);
     command.arg("ctl").args(args);
     command.arg("--registry").arg(format!("dir:{}", lab.registry().display()));
@@ -46,12 +46,12 @@ fn ctl(lab: &Lab, host: &Host, args: &[&str]) -> Output {
     host.namespace().output(&mut command).unwrap()
 }
 
-fn text(output: &Output) -> String {
+pub(crate) fn text(output: &Output) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
 }
 
 /// The output of a verb, which succeeds.
-fn output_of(lab: &Lab, host: &Host, args: &[&str]) -> String {
+pub(crate) fn output_of(lab: &Lab, host: &Host, args: &[&str]) -> String {
     let output = ctl(lab, host, args);
     assert!(output.status.success(), "{args:?}: {}", text(&output));
     text(&output)
@@ -63,7 +63,7 @@ fn answers(lab: &Lab, host: &Host, args: &[&str]) -> Value {
     serde_json::from_slice(&output.stdout).unwrap_or_else(|error| panic!("{error}: {output:?}"))
 }
 
-fn wait_until(mut condition: impl FnMut() -> bool, otherwise: impl Fn() -> String) {
+pub(crate) fn wait_until(mut condition: impl FnMut() -> bool, otherwise: impl Fn() -> String) {
     let deadline = Instant::now() + PATIENCE;
     while !condition() {
         assert!(Instant::now() < deadline, "{}", otherwise());

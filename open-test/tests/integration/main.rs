@@ -3,4 +3,5 @@
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
 mod backend;
+mod encryption;
 mod registry;
