@@ -160,3 +160,43 @@ async fn a_public_address_of_no_interface_is_refused() {
     HostGw.validate(&config, Some(&host(&kernel, &subnets).uplink)).unwrap();
     HostGw.validate(&config, None).unwrap();
 }
+
+/// Routes of an earlier config go, and no default route carries packets to pods.
+#[tokio::test]
+async fn a_config_that_requires_encryption_makes_no_route_to_a_peer() {
+    let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), FakeSubnets::with_config(DUAL));
+    subnets.put_attrs("10.1.7.0-24&fd00:1:0:7::-64", peer(&["192.0.2.7", "2001:db8::7"]));
+    for required in [false, true, false] {
+        let text = DUAL.replacen('{', &format!(r#"{{"RequireEncryption":{required},"#), 1);
+        let config = flannel_core::Config::parse(&text).unwrap();
+        let join = host(&kernel, &subnets).join(&HostGw, &config, JoinOptions::default());
+        let network = join.await.unwrap();
+        let mut status = network.handle().status;
+        let task = tokio::spawn(network.run(subnets.watch_leases().await.unwrap()));
+        let now = status.wait_for(|status| status.in_sync).await.unwrap().clone();
+        let expected = match required {
+            true => ["route blackhole 10.1.0.0/16", "route blackhole fd00:1::/48"],
+            false => [
+                "route 10.1.7.0/24 via 192.0.2.7 dev eth0",
+                "route fd00:1:0:7::/64 via 2001:db8::7 dev eth0",
+            ],
+        };
+        assert_eq!(kernel.dump(), expected);
+        let rejected: Vec<String> = now.rejected.values().map(ToString::to_string).collect();
+        let why = "the network config has RequireEncryption, and the backend type \"host-gw\" does \
+                   not encrypt";
+        assert_eq!(rejected, if required { vec![why] } else { Vec::new() });
+        task.abort();
+        let _ = task.await;
+    }
+    let config = subnets.network_config().await.unwrap();
+    let footprint = HostGw.footprint(&config, Some("eth0".parse().unwrap())).unwrap();
+    let route = flannel_core::object::Route {
+        dst: "10.1.0.0/16".parse().unwrap(),
+        via: flannel_core::object::Via::Blackhole,
+        mtu: None,
+    };
+    assert!(kernel.apply(&footprint, &[Change::Put(route.into())]).iter().all(Result::is_ok));
+    flannel_route::ready_for_go(&kernel, &footprint, false).unwrap();
+    assert!(!kernel.dump().iter().any(|line| line.contains("blackhole")), "for Go flannel");
+}

@@ -450,6 +450,21 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn required_encryption_without_an_encrypted_datapath_is_an_error() {
+        for (required, encrypted, expected) in
+            [(true, false, true), (true, true, false), (false, false, false)]
+        {
+            let (_subnets, mut running) = network(Status::default()).await;
+            (running.config.require_encryption, running.datapath.encrypted) = (required, encrypted);
+            let observer = Observer::default();
+            let _guard = observer.running(running);
+            let found = problems(&observer.snapshot());
+            let about = |p: &Problem| p.is_error() && p.text.contains("vxlan does not encrypt");
+            assert_eq!(found.iter().any(about), expected, "{found:?}");
+        }
+    }
+
+    #[tokio::test]
     async fn the_hint_about_an_address_of_this_node_names_the_lease_that_has_it() {
         let own = Rejection::OwnAddress([192, 0, 2, 1].into());
         let similar = Rejection::Rejected(own.to_string());

@@ -98,3 +98,36 @@ fn unencrypted(types: &[Vec<String>], encrypted: &BTreeSet<&str>) -> BTreeMap<St
     }
     plain
 }
+
+#[cfg(test)]
+mod tests {
+    use serde_json::Value;
+
+    use super::*;
+    use crate::terminal::tests::assert_page;
+
+    #[test]
+    fn a_lease_with_any_encrypted_offer_is_reached() {
+        let leases = [&["vxlan"][..], &["vxlan", "wireguard"], &["wireguard"], &["host-gw"], &[""]];
+        let leases = leases.map(|types| types.iter().map(ToString::to_string).collect());
+        let plain = unencrypted(&leases, &["wireguard"].into());
+        let expected = [("host-gw", 1), ("vxlan", 1), ("without a type", 1)];
+        assert_eq!(plain, expected.map(|(kind, n)| (kind.to_owned(), n)).into());
+    }
+
+    #[test]
+    fn a_config_without_encryption_and_unknown_leases_are_told() {
+        let text = r#"{"Network":"10.1.0.0/16","RequireEncryption":true}"#;
+        let (config, backends) = (Config::parse(text).unwrap(), flannel_backends::all());
+        let known = Ok(vec![vec!["vxlan".to_owned()], vec!["host-gw".to_owned()]]);
+        let unknown = Err("etcd:https://etcd-1:2379 does not answer".to_owned());
+        assert_page("config_encryption", |terminal| {
+            let mut output = Output { text: String::new(), value: Value::Null, ok: true };
+            for types in [&known, &unknown] {
+                describe(&mut output, &config, types, (&backends, terminal));
+            }
+            assert_eq!(output.value["encryption"]["leases"], Value::Null);
+            output.text
+        });
+    }
+}
