@@ -42,7 +42,11 @@ fn raw(address: IpAddr) -> Socket {
 /// The hosts whose packets of the protocol arrive at the node. A host of the pod network is always
 /// a peer in these tests, so that its packet ends the wait.
 fn admitted(fixture: &Fixture, family: Family) -> Vec<Place> {
-    let node = Place::Pod.node(family);
+    admitted_at(fixture, family, Place::Pod.node(family))
+}
+
+/// The same for an address of the node.
+fn admitted_at(fixture: &Fixture, family: Family, node: IpAddr) -> Vec<Place> {
     let receiver = raw(node);
     receiver.set_read_timeout(Some(PATIENCE)).unwrap();
     for place in [Place::Outside, Place::Other, Place::Pod] {
@@ -101,6 +105,52 @@ fn only_packets_from_peers_arrive() {
         assert_admitted(&fixture, &[Place::Pod]);
         change(&mut running, rules_of(Place::Pod, ALL)).await;
         assert_admitted(&fixture, &everybody);
+        running.stop().await;
+    });
+}
+
+/// A tunnel of another program may end at another address of the node.
+#[test]
+fn a_gate_is_at_the_addresses_of_the_tunnel_only() {
+    in_netns_async(|| async {
+        let fixture = Fixture::set();
+        let at = |place: Option<Place>| {
+            let peers = addresses(Place::Pod).into_iter().map(|peer| (peer, ())).collect();
+            let local = flannel_core::address::Dual::from_fn(|family| Some(place?.node(family)));
+            let gate = Gate { protocols: vec![PROTOCOL], local, peers, complete: true };
+            rules_of(Place::Pod, ALL).with_gate(gate)
+        };
+        let other = at(Some(Place::Other));
+        let mut running = Running::start(&fixture, Kind::Nftables, other, RESYNC).await;
+        let everybody = [Place::Outside, Place::Other, Place::Pod];
+        for tunnel in [Some(Place::Pod), Some(Place::Outside), None] {
+            running.want(at(tunnel)).await;
+            for family in Family::BOTH {
+                for place in [Place::Pod, Place::Outside] {
+                    let guarded = tunnel.is_none_or(|tunnel| tunnel == place);
+                    let expected = if guarded { &[Place::Pod][..] } else { &everybody };
+                    let seen = admitted_at(&fixture, family, place.node(family));
+                    assert_eq!(seen, expected, "{family} {place:?}, tunnel {tunnel:?}");
+                }
+            }
+        }
+        running.stop().await;
+    });
+}
+
+#[test]
+fn packets_of_strangers_are_counted() {
+    in_netns_async(|| async {
+        let fixture = Fixture::set();
+        let (rules, resync) = (gate(&addresses(Place::Pod), true), Duration::from_millis(20));
+        let mut running = Running::start(&fixture, Kind::Nftables, rules, resync).await;
+        for times in 1..=2 {
+            assert_admitted(&fixture, &[Place::Pod]);
+            // Two strangers, by two families.
+            running.until(|status| status.dropped.of_strangers.packets == 4 * times).await;
+        }
+        let status = running.status.borrow().clone();
+        assert_eq!((status.repairs, status.dropped.unencrypted.packets), (0, 0), "{status:?}");
         running.stop().await;
     });
 }
