@@ -192,6 +192,48 @@ async fn commands_get_arguments_variables_and_input() {
     assert_eq!(running.handle.mtu, 1400);
 }
 
+/// Every node of a cluster writes leases. No command runs for one that is not accepted.
+#[tokio::test]
+async fn hostile_leases_are_rejected_with_the_reason_and_run_nothing() {
+    let place = Place::new();
+    let subnets = FakeSubnets::with_config(&place.config(&json!({})));
+    subnets.put_attrs(SEVEN, peer(None));
+    let running = start(&place.path(""), &subnets).await;
+    in_sync(&running).await;
+    let before = place.log();
+    let of = |kind: &'static str, public: &[&str]| {
+        let public = dual(public);
+        LeaseAttrs::from(Offer { public, kind: kind.into(), ..Offer::default() })
+    };
+    let at = |public: &str| of("extension", &[public, "2001:db8::50"]);
+    let own = running.handle.lease.subnets.to_string();
+    let half = own.split_once('&').unwrap().0.replace(".0-24", ".128-25");
+    let hostile = [
+        ("10.2.1.0-24", at("192.0.2.50"), "outside the pod network 10.1.0.0/16"),
+        (&*half, at("192.0.2.50"), "overlaps this node's own lease"),
+        ("10.1.7.128-25", at("192.0.2.50"), "overlaps the earlier lease"),
+        ("10.1.20.0-24", at("127.0.0.1"), "127.0.0.1 is not a unicast host address"),
+        ("10.1.21.0-24", at("224.0.0.1"), "224.0.0.1 is not a unicast host address"),
+        ("10.1.23.0-24", at("10.1.23.9"), "10.1.23.9 lies inside its own subnet"),
+        ("10.1.24.0-24", of("vxlan", &["192.0.2.50"]), "\"vxlan\", this node's is \"extension\""),
+        ("10.1.25.0-24", of("extension; reboot", &["192.0.2.50"]), "extension; reboot"),
+    ];
+    for (key, attrs, _) in &hostile {
+        subnets.put_attrs(key, attrs.clone());
+    }
+    let status = running.handle.status.clone();
+    let all = async || {
+        let status = status.borrow();
+        (status.in_sync && status.rejected.len() == hostile.len()).then(|| status.rejected.clone())
+    };
+    let rejected = eventually_async(PATIENCE, all, || format!("{:#?}", status.borrow())).await;
+    for (key, _, says) in &hostile {
+        let why = rejected.get(&key.parse().unwrap()).unwrap().to_string();
+        assert!(why.contains(says), "{key}: {why}");
+    }
+    assert_eq!(place.log(), before);
+}
+
 #[tokio::test]
 async fn a_restart_removes_peers_that_left_and_repeats_nothing_for_those_that_stay() {
     let place = Place::new();

@@ -166,11 +166,11 @@ async fn a_public_address_of_no_interface_is_refused() {
 async fn a_config_that_requires_encryption_makes_no_route_to_a_peer() {
     let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), FakeSubnets::with_config(DUAL));
     subnets.put_attrs("10.1.7.0-24&fd00:1:0:7::-64", peer(&["192.0.2.7", "2001:db8::7"]));
+    let host = host(&kernel, &subnets);
     for required in [false, true, false] {
         let text = DUAL.replacen('{', &format!(r#"{{"RequireEncryption":{required},"#), 1);
         let config = flannel_core::Config::parse(&text).unwrap();
-        let join = host(&kernel, &subnets).join(&HostGw, &config, JoinOptions::default());
-        let network = join.await.unwrap();
+        let network = host.join(&HostGw, &config, JoinOptions::default()).await.unwrap();
         let mut status = network.handle().status;
         let task = tokio::spawn(network.run(subnets.watch_leases().await.unwrap()));
         let now = status.wait_for(|status| status.in_sync).await.unwrap().clone();

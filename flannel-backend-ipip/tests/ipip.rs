@@ -100,3 +100,48 @@ fn configs_and_interfaces_that_it_cannot_serve_are_refused() {
     let bare = ExternalInterface { address: Dual::default(), ..uplink() };
     assert!(refused(CONFIG, Some(&bare)).contains("eth0 has no IPv4 address"));
 }
+
+/// Every node of a cluster writes leases.
+#[tokio::test]
+async fn hostile_leases_are_rejected_with_the_reason_and_change_nothing() {
+    let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), FakeSubnets::with_config(CONFIG));
+    subnets.put_attrs("10.1.7.0-24", peer("192.0.2.7"));
+    let config = subnets.network_config().await.unwrap();
+    let host = host(&kernel, &subnets);
+    let network = host.join(&Ipip, &config, JoinOptions::default()).await.unwrap();
+    let (own, mut status) = (network.handle().lease.subnets.to_string(), network.handle().status);
+    let task = tokio::spawn(network.run(subnets.watch_leases().await.unwrap()));
+    status.wait_for(|status| status.in_sync).await.unwrap();
+    let before = kernel.dump();
+    let half = own.replace(".0-24", ".128-25");
+    let of = |kind: &'static str, public| {
+        LeaseAttrs::from(Offer { public, kind: kind.into(), ..Offer::default() })
+    };
+    let hostile = [
+        ("10.2.1.0-24", peer("192.0.2.50"), "outside the pod network 10.1.0.0/16"),
+        (&*half, peer("192.0.2.50"), "overlaps this node's own lease"),
+        ("10.1.7.128-25", peer("192.0.2.50"), "overlaps the earlier lease 10.1.7.0-24"),
+        ("10.1.20.0-24", peer("127.0.0.1"), "127.0.0.1 is not a unicast host address"),
+        ("10.1.21.0-24", peer("224.0.0.1"), "224.0.0.1 is not a unicast host address"),
+        ("10.1.22.0-24", peer("255.255.255.255"), "is not a unicast host address"),
+        ("10.1.23.0-24", of("ipip", Dual::default()), "no public IPv4 address"),
+        ("10.1.24.0-24", of("ipip", address("2001:db8::7")), "no public IPv4 address"),
+        ("10.1.25.0-24", peer("198.51.100.1"), "198.51.100.1 is this node's own"),
+        ("10.1.26.0-24", peer("192.0.2.1"), "192.0.2.1"),
+        ("10.1.27.0-24", peer("10.1.27.9"), "10.1.27.9 lies inside its own subnet"),
+        ("10.1.28.0-24", peer("10.1.99.9"), "10.1.99.9 lies inside the pod network"),
+        ("10.1.29.0-24", peer(&own.replace(".0-24", ".9")), "inside this node's own lease"),
+        ("10.1.30.0-24", of("vxlan", address("192.0.2.50")), "\"vxlan\", this node's is \"ipip\""),
+    ];
+    for (key, attrs, _) in &hostile {
+        subnets.put_attrs(key, attrs.clone());
+    }
+    let all = status.wait_for(|status| status.in_sync && status.rejected.len() == hostile.len());
+    let rejected = all.await.unwrap().rejected.clone();
+    for (key, _, says) in &hostile {
+        let why = rejected.get(&key.parse().unwrap()).unwrap().to_string();
+        assert!(why.contains(says), "{key}: {why}");
+    }
+    assert_eq!(kernel.dump(), before);
+    task.abort();
+}

@@ -36,9 +36,42 @@ struct Entries {
     is_quick: bool,
     listener: Option<mpsc::UnboundedSender<Invalidation>>,
     is_broken: bool,
+    /// The next changes fail in these ways, one each.
+    faults: VecDeque<Fault>,
+}
+
+/// A way in which a change of a record may fail.
+#[derive(Debug, Clone, Copy)]
+enum Fault {
+    /// It does not start.
+    Refused,
+    /// It fails at its end.
+    Fails,
+    /// It is made, and its end is lost.
+    Lost,
+    /// It fails, and its end is lost.
+    FailsUnseen,
 }
 
 impl Entries {
+    /// Makes a change that has this fault. Returns its result.
+    fn fail(&mut self, change: Change, fault: Fault) -> std::result::Result<(), KernelError> {
+        let failed = Err(KernelError::new(EIO));
+        let (result, is_seen) = match fault {
+            Fault::Refused => return failed,
+            Fault::Fails => (failed, true),
+            Fault::Lost => (Ok(()), false),
+            Fault::FailsUnseen => (failed, false),
+        };
+        let listener = self.listener.take_if(|_| !is_seen);
+        self.end(change, result);
+        if let Some(listener) = listener {
+            listener.send(Invalidation::Everything).unwrap();
+            self.listener = Some(listener);
+        }
+        Err(KernelError::started())
+    }
+
     fn end(&mut self, change: Change, result: std::result::Result<(), KernelError>) {
         let key = change.object().key();
         let event = match (result, change) {
@@ -92,15 +125,19 @@ impl Annex for Ledger {
 
     fn apply(&self, changes: &[Change]) -> Vec<std::result::Result<(), KernelError>> {
         let mut entries = self.0.lock().unwrap();
-        for change in changes {
+        let apply = |change: &Change| {
             entries.starts += 1;
+            if let Some(fault) = entries.faults.pop_front() {
+                return entries.fail(change.clone(), fault);
+            }
             if entries.is_quick {
                 entries.end(change.clone(), Ok(()));
             } else if !entries.started.contains(change) {
                 entries.started.push_back(change.clone());
             }
-        }
-        vec![Err(KernelError::started()); changes.len()]
+            Err(KernelError::started())
+        };
+        changes.iter().map(apply).collect()
     }
 
     fn changes(&self) -> std::result::Result<Box<dyn Changes>, KernelError> {
@@ -307,6 +344,37 @@ async fn a_deletion_under_way_is_not_forgotten_by_a_snapshot() {
     world.ledger.end(Ok(()));
     world.in_sync().await;
     assert!(world.ledger.records().is_empty());
+}
+
+/// Each change of a record, failing in every way up to three times. The network converges.
+#[tokio::test(flavor = "multi_thread")]
+async fn every_change_of_a_record_may_fail_in_every_way() {
+    use Fault::{Fails, FailsUnseen, Lost, Refused};
+    let record = |public: u8| [format!("record ledger 10.1.7.0/24 192.0.2.{public} (secret)")];
+    let mut faults: Vec<Vec<Fault>> = [Refused, Fails, Lost, FailsUnseen].map(|f| vec![f]).into();
+    faults.push(vec![Fails; 3]);
+    faults.push(vec![Refused, FailsUnseen, Lost]);
+    for faults in faults {
+        let ledger = Ledger::default();
+        ledger.0.lock().unwrap().is_quick = true;
+        let world = World::start(ledger, FakeSubnets::new("10.1.0.0/16")).await;
+        world.in_sync().await;
+        // A put, a replacement and a deletion.
+        for public in [Some(7), Some(77), None] {
+            world.ledger.0.lock().unwrap().faults = faults.clone().into();
+            match public {
+                Some(public) => world.subnets.put("10.1.7.0-24", &format!("192.0.2.{public}")),
+                None => world.subnets.delete("10.1.7.0-24"),
+            }
+            let expected = public.map_or_else(Vec::new, |public| record(public).into());
+            world.until(|| world.ledger.0.lock().unwrap().faults.is_empty());
+            world.until(|| world.ledger.records() == expected);
+            world.until(|| {
+                let status = world.network.status.borrow();
+                status.in_sync && status.failing.is_empty()
+            });
+        }
+    }
 }
 
 /// The stream of the annex lost the event, and reports only that it lost some.

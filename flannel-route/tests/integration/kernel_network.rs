@@ -13,8 +13,8 @@ use flannel_core::kernel::{Footprint, ROUTE_PROTOCOL};
 use flannel_core::lease::{LeaseAttrs, Offer, Origin, Revision, View};
 use flannel_core::network::NetworkHandle;
 use flannel_core::object::{
-    Addr, Fdb, Key, Link, LinkName, MacAddr, Neigh, Nexthop, Object, ObjectKind, Route, State, Via,
-    Vxlan,
+    Addr, Fdb, Ipip, Key, Link, LinkKind, LinkName, MacAddr, Neigh, Nexthop, Object, ObjectKind,
+    Route, State, Via, Vxlan,
 };
 use flannel_core::status::Damage;
 use flannel_core::testing::{Call, FakeKernel, FakeSubnets, Operation, diff};
@@ -40,6 +40,11 @@ fn tunnel(family: Family) -> LinkName {
     }
 }
 
+/// The device of peers that are reached by ipip.
+fn ipip() -> LinkName {
+    "flannel.ipip".parse().unwrap()
+}
+
 /// A device with a name of this network that is not desired.
 fn unwanted_link(family: Family) -> LinkName {
     if family == Family::V4 {
@@ -58,12 +63,17 @@ fn place(subnet: Subnet) -> u8 {
 }
 
 /// Every kind of object that a plan may define. Peers with an even number have routes with a
-/// nexthop object, peers with an odd number have routes with a gateway.
+/// nexthop object, peers with an odd number have routes with a gateway. Those from 50 to 59 have an
+/// IPv4 route of ipip, whose gateway is their public address.
 fn plan_peer(mac: MacAddr, subnet: Subnet, public: std::net::IpAddr, direct: bool) -> Vec<Object> {
     let (family, base) = (subnet.family(), subnet.base());
     let link = tunnel(family);
     if direct {
         let via = Via::Gateway { gateway: public, link: uplink(), onlink: false };
+        return vec![Route { dst: subnet, via, mtu: None }.into()];
+    }
+    if family == Family::V4 && (50..60).contains(&place(subnet)) {
+        let via = Via::Gateway { gateway: public, link: ipip(), onlink: true };
         return vec![Route { dst: subnet, via, mtu: None }.into()];
     }
     let id = 1000 * u32::from(family.bits()) + u32::from(place(subnet));
@@ -99,6 +109,10 @@ fn base(own: u8) -> State {
         state.insert(Link { name, mtu: 1430, up: true, kind: vxlan.into() });
         state.insert(Addr { link: name, address: subnet(family, own).base(), len: family.bits() });
     }
+    let kind = LinkKind::Ipip(Ipip { local: [192, 0, 2, 1].into() });
+    state.insert(Link { name: ipip(), mtu: 1430, up: true, kind });
+    let address = subnet(Family::V4, own).base();
+    state.insert(Addr { link: ipip(), address, len: Family::V4.bits() });
     state
 }
 
@@ -190,6 +204,7 @@ impl World {
                     .map(tunnel)
                     .into_iter()
                     .chain(Family::BOTH.map(unwanted_link))
+                    .chain([ipip()])
                     .collect(),
                 networks: networks.values().copied().collect(),
                 routes_on: [uplink()].into(),
@@ -352,7 +367,7 @@ fn scenarios() -> Vec<(String, Step)> {
             w.kernel.lose_messages();
         }),
     );
-    for n in [3, 101] {
+    for n in [3, 50, 101] {
         type Damage = fn(&mut World, Nexthop);
         let steps: [(&str, Damage); 4] = [
             ("deleted", |w, nexthop| w.kernel.foreign_delete(Key::Nexthop(nexthop.id))),
@@ -390,8 +405,21 @@ fn scenarios() -> Vec<(String, Step)> {
             w.kernel.foreign_put(route, ROUTE_PROTOCOL);
         }),
     );
-    for family in Family::BOTH {
-        let link = tunnel(family);
+    add("peers by ipip arrive".into(), Box::new(|w| (52..54).for_each(|n| w.put(Peer::new(n)))));
+    add("a peer by ipip leaves".into(), Box::new(|w| w.delete(50)));
+    add("a peer by ipip moves".into(), Box::new(|w| w.put(Peer { public: 77, ..Peer::new(50) })));
+    add(
+        format!("{} gets another local address", ipip()),
+        Box::new(|w| {
+            let link = w.want().get(&Key::Link(ipip())).cloned();
+            let Some(Object::Link(link)) = link else { panic!() };
+            let kind = LinkKind::Ipip(Ipip { local: [192, 0, 2, 9].into() });
+            w.kernel.foreign_put(Link { kind, ..link }, 0);
+        }),
+    );
+    let key = Key::Addr(ipip(), subnet(Family::V4, 1).base());
+    add(format!("{key} deleted by another"), Box::new(move |w| w.kernel.foreign_delete(key)));
+    for link in [tunnel(Family::V4), tunnel(Family::V6), ipip()] {
         add(format!("{link} deleted"), Box::new(move |w| w.kernel.delete_link(link.as_str())));
         add(format!("{link} down"), Box::new(move |w| w.kernel.set_up(link.as_str(), false)));
         add(
@@ -411,6 +439,9 @@ fn scenarios() -> Vec<(String, Step)> {
                 }
             }),
         );
+    }
+    for family in Family::BOTH {
+        let link = tunnel(family);
         add(
             format!("something unwanted on {link}"),
             Box::new(move |w| {
@@ -430,7 +461,7 @@ fn scenarios() -> Vec<(String, Step)> {
                 w.kernel.set_up("eth0", true);
             }),
         );
-        for n in [2, 3, 101] {
+        for n in [2, 3, 50, 101] {
             for object in Peer::new(n).objects().into_iter().filter(|o| of_family(o, family)) {
                 let key = object.key();
                 add(
@@ -488,7 +519,7 @@ fn modified(object: &Object) -> Object {
 
 async fn settled_world() -> World {
     let mut world = World::new().await;
-    [2, 3, 4, 100, 101].into_iter().for_each(|n| world.put(Peer::new(n)));
+    [2, 3, 4, 50, 100, 101].into_iter().for_each(|n| world.put(Peer::new(n)));
     world.settled("start").await;
     world
 }
@@ -712,7 +743,7 @@ async fn the_start_converges_with_every_call_failing() {
             let kernel = FakeKernel::with_uplink("eth0");
             kernel.fail(times, errno, fails.clone());
             let mut world = World::on(kernel, FakeSubnets::with_config(CONFIG)).await;
-            [2, 3, 100].into_iter().for_each(|n| world.put(Peer::new(n)));
+            [2, 3, 50, 100].into_iter().for_each(|n| world.put(Peer::new(n)));
             world
                 .settled(&format!("start; {operation} fails {times} times with errno {errno}"))
                 .await;
@@ -794,7 +825,7 @@ async fn a_cached_view_deletes_nothing() {
     view.origin = Origin::Cached { written: None };
     subnets.set_view(view.clone());
     let mut status = world.handle.status.clone();
-    status.wait_for(|status| status.objects == 4 && !status.live).await.unwrap();
+    status.wait_for(|status| status.objects == base(1).len() && !status.live).await.unwrap();
     tokio::time::sleep(Duration::from_secs(1000)).await;
     assert!(
         Peer::new(3).objects().iter().all(|object| kernel.state().get(&object.key()).is_some())
