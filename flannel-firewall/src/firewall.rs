@@ -89,7 +89,7 @@ pub struct Firewall {
 }
 
 enum Engine {
-    Nftables(Nft),
+    Nftables(Box<Nft>),
     Iptables(Box<Iptables>),
 }
 
@@ -106,7 +106,7 @@ impl Firewall {
         options: Options,
     ) -> Result<Self, Error> {
         let engine = match mode {
-            Mode::Nftables => Engine::Nftables(Nft::open()?),
+            Mode::Nftables => Engine::Nftables(Box::new(Nft::open()?)),
             Mode::Iptables => {
                 let iptables = Iptables::open(options.programs.clone(), rule_options).await?;
                 Engine::Iptables(Box::new(iptables))
@@ -294,7 +294,7 @@ impl Firewall {
         if let Err(error) = disturbed {
             tracing::warn!(%error, "nftables is opened again");
             match Nft::open() {
-                Ok(nft) => self.engine = Engine::Nftables(nft),
+                Ok(nft) => self.engine = Engine::Nftables(Box::new(nft)),
                 Err(error) => {
                     tracing::warn!(%error, "changes by other programs are noticed late");
                     return tokio::time::sleep(self.options.resync.max(SHORTEST)).await;

@@ -115,7 +115,8 @@ impl Iptables {
     }
 
     /// Finds flannel's rules in `scope`, except those that `except` keeps, and removes them if
-    /// `write` is true. A missing program is a failure if flannel may have rules that only it can read.
+    /// `write` is true. A missing program is a failure if flannel may have rules that only it can
+    /// read.
     pub(crate) async fn clean(
         programs: &Programs,
         mut except: Option<&mut Self>,

@@ -289,6 +289,7 @@ pub(crate) mod tests {
         Dual { v4: some(v4), v6: some(v6) }
     }
 
+    #[allow(clippy::needless_pass_by_value, reason = "the callers are shorter")]
     pub(crate) fn rules(rule_options: RuleOptions) -> Rules {
         let networks = dual("10.1.0.0/16", "fd00:1::/48");
         Rules::new(&networks, &dual("10.1.7.0/24", "fd00:1:0:7::/64"), &rule_options).unwrap()

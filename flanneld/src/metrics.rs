@@ -307,8 +307,8 @@ fn counters(page: &mut Page, counters: &Counters) {
     let dropped = [("unencrypted", unencrypted), ("stranger", of_strangers)];
     page.counters(
         "flannel_firewall_dropped_packets_total",
-        "Packets that rules in nftables dropped: unencrypted ones to pods of other nodes, and those \
-         of a tunnel from other hosts than nodes",
+        "Packets that rules in nftables dropped: unencrypted ones to pods of other nodes, and \
+         tunnel packets of other hosts",
         dropped.map(|(reason, packets)| (labels(&[("reason", reason)]), packets)),
     );
     let mutations = counters.repairs.iter().map(|((kind, damage), count)| {

@@ -32,6 +32,7 @@ const ONLY: RuleOptions =
     RuleOptions { masquerade: false, fully_random: true, forward: false, encrypted: None };
 
 /// The rules if packets by these devices are encrypted.
+#[allow(clippy::needless_pass_by_value, reason = "the callers are shorter")]
 fn by(devices: &[&str], rule_options: RuleOptions) -> Rules {
     let devices = devices.iter().map(|device| device.parse().unwrap()).collect();
     rules_of(Place::Pod, RuleOptions { encrypted: Some(devices), ..rule_options })

@@ -1,5 +1,5 @@
-//! `RequireEncryption` in real daemons: packets between pods pass by a backend that encrypts, and by
-//! nothing else, whatever happens to the daemon, the rules and the routes.
+//! `RequireEncryption` in real daemons: packets between pods pass by a backend that encrypts, and
+//! by nothing else, whatever happens to the daemon, the rules and the routes.
 
 use std::time::Instant;
 
