@@ -57,6 +57,7 @@ impl PeerReport {
             state: state.to_owned(),
             reason,
             changed: changed.map(seconds),
+            tunnels: Vec::new(),
         }
     }
 }

@@ -47,7 +47,7 @@ pub use client::{Client, Error};
 pub use convert::{by_family, texts};
 pub use finding::Finding;
 pub use path::{PathReport, PathsReport, PathsSummary};
-pub use peer::{PeerReport, PeersReport};
+pub use peer::{PeerReport, PeersReport, TunnelReport};
 pub use problem::Problem;
 pub use status::{
     Counted, DaemonReport, FailureReport, InletReport, InterfaceReport, LatencyReport, LeaseReport,

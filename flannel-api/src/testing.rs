@@ -27,6 +27,7 @@ pub fn why_report() -> WhyReport {
             error: None,
         }],
         kernel: "nowhere".into(),
+        tunnel: None,
         stale: None,
     }
 }

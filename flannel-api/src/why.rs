@@ -2,6 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::TunnelReport;
+
 /// The answer to `GET /v1/why?address=…`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct WhyReport {
@@ -27,6 +29,9 @@ pub struct WhyReport {
     pub objects: Vec<ObjectReport>,
     /// The kernel's route for a packet to the address.
     pub kernel: String,
+    /// The encrypted tunnel to the node; `null`: there is none, or it is not known.
+    #[serde(default)]
+    pub tunnel: Option<TunnelReport>,
     /// Why the leases may be out of date; only without a daemon, and if the store does not answer.
     pub stale: Option<String>,
 }

@@ -6,3 +6,4 @@ pub mod echo_socket;
 pub mod network;
 pub mod peers;
 pub mod query;
+pub mod tunnels;

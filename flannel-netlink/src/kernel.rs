@@ -29,7 +29,7 @@ use self::query::lookup;
 pub use self::shadows::{Shadow, Taken};
 use self::snapshot::{nexthop_ids, nexthop_users, snapshot};
 use self::wireguard::WireguardDevices;
-pub use self::wireguard::{STALE, Session};
+pub use self::wireguard::{STALE, Session, Tunnel};
 use crate::transport::namespace::Namespace;
 use crate::transport::socket::Socket;
 

@@ -9,4 +9,4 @@ pub mod netfilter;
 pub mod testing;
 mod transport;
 
-pub use kernel::{NetlinkKernel, STALE, Session, Shadow, Taken};
+pub use kernel::{NetlinkKernel, STALE, Session, Shadow, Taken, Tunnel};

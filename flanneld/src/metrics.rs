@@ -12,6 +12,7 @@ use flannel_api::seconds;
 use flannel_core::object::ObjectKind;
 use flannel_core::status::{Damage, Rejection};
 use flannel_doctor::checks::host::CHECKS;
+use flannel_doctor::inputs::tunnels::Tunnels;
 use flannel_firewall::Packets;
 use flannel_paths::Paths;
 
@@ -22,11 +23,12 @@ pub(crate) use page::Format;
 use page::{Page, labels};
 
 /// The kinds of objects that the page always has.
-const KINDS: [ObjectKind; 6] = [
+const KINDS: [ObjectKind; 7] = [
     ObjectKind::Link,
     ObjectKind::Addr,
     ObjectKind::Neigh,
     ObjectKind::Fdb,
+    ObjectKind::Peer,
     ObjectKind::Nexthop,
     ObjectKind::Route,
 ];
@@ -62,6 +64,9 @@ pub(crate) fn metrics(snapshot: &Snapshot, format: Format) -> String {
         firewall(&mut page, &network.running.rulebook.borrow());
         if let Some(results) = &network.running.paths {
             paths(&mut page, results);
+        }
+        if network.running.encrypted.is_some() {
+            tunnels(&mut page, &network.tunnels);
         }
         let count =
             |check: &str| snapshot.facts.findings.iter().filter(|f| f.check == check).count();
@@ -216,6 +221,36 @@ fn paths(page: &mut Page, results: &Paths) {
     }
 }
 
+/// The tunnels of one state are counted. If they cannot be read, there are none.
+fn tunnels(page: &mut Page, tunnels: &Tunnels) {
+    let sessions = || tunnels.0.iter().flat_map(|(_, tunnel)| &tunnel.sessions);
+    let mut states = BTreeMap::from(["fresh", "stale", "unanswered", "unused"].map(|s| (s, 0)));
+    for session in sessions() {
+        let state = match session.handshake {
+            Some(_) if session.is_fresh() => "fresh",
+            Some(_) => "stale",
+            None if session.sent > 0 => "unanswered",
+            None => "unused",
+        };
+        *states.entry(state).or_default() += 1;
+    }
+    page.gauges(
+        "flannel_tunnels",
+        "Encrypted tunnels to peers, by the last handshake; unanswered: none, but packets are sent",
+        states.into_iter().map(|(state, count)| (labels(&[("state", state)]), count)),
+    );
+    page.gauge(
+        "flannel_tunnel_received_bytes",
+        "Bytes that encrypted tunnels have received; those of a peer go with it",
+        sessions().map(|session| session.received).sum(),
+    );
+    page.gauge(
+        "flannel_tunnel_sent_bytes",
+        "Bytes that encrypted tunnels have sent; those of a peer go with it",
+        sessions().map(|session| session.sent).sum(),
+    );
+}
+
 /// Without requested rules, all rules are in place.
 fn firewall(page: &mut Page, rulebook: &Rulebook) {
     let in_place = match rulebook {
@@ -339,17 +374,19 @@ fn counters(page: &mut Page, counters: &Counters) {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
     use std::time::Duration;
 
     use flannel_core::kernel::KernelError;
     use flannel_core::lease::Revision;
     use flannel_core::status::Status;
     use flannel_core::subnet::{Ownership, StoreStatus};
+    use flannel_netlink::NetlinkKernel;
     use prometheus_parse::{Scrape, Value};
 
     use super::*;
     use crate::observe::Observer;
-    use crate::observe::tests::network;
+    use crate::observe::tests::{network, tunnels_with};
 
     fn scrape(text: &str) -> Scrape {
         Scrape::parse(text.lines().map(|line| Ok(line.to_owned()))).unwrap()
@@ -365,6 +402,7 @@ mod tests {
         let observer = Observer::default();
         let mut running = network(status).await.1;
         running.paths = Some(Paths::new(Duration::from_secs(300)));
+        running.encrypted = Some(Arc::new(NetlinkKernel::open().unwrap()));
         let guard = observer.running(running);
         let mut snapshot = observer.snapshot();
         drop(guard);
@@ -527,6 +565,31 @@ mod tests {
             });
             assert_eq!(states, expected, "settled {settled}, readable {readable}");
         }
+    }
+
+    #[tokio::test]
+    async fn tunnels_are_counted_by_their_last_handshake() {
+        let (_observer, mut snapshot) = full().await;
+        let now = SystemTime::now();
+        let ago = |seconds| Some(now - Duration::from_secs(seconds));
+        snapshot.network.as_mut().unwrap().tunnels =
+            tunnels_with([(ago(9), 7), (ago(100), 7), (ago(181), 7), (None, 7), (None, 0)]);
+        let text = metrics(&snapshot, Format::Text);
+        for line in [
+            "flannel_tunnels{state=\"fresh\"} 2",
+            "flannel_tunnels{state=\"stale\"} 1",
+            "flannel_tunnels{state=\"unanswered\"} 1",
+            "flannel_tunnels{state=\"unused\"} 1",
+            "flannel_tunnel_received_bytes 5",
+            "flannel_tunnel_sent_bytes 28",
+        ] {
+            assert!(text.contains(&format!("\n{line}\n")), "{line} is not in:\n{text}");
+        }
+        let network = network(Status::default()).await.1;
+        let observer = Observer::default();
+        let _guard = observer.running(network);
+        let text = metrics(&observer.snapshot(), Format::Text);
+        assert!(!text.contains("flannel_tunnel"), "there is no encrypted tunnel");
     }
 
     #[test]

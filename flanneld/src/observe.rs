@@ -146,7 +146,8 @@ impl Observer {
             counters.add(&running);
             let status = Arc::clone(&running.handle.status.borrow());
             let view = running.views.borrow().clone();
-            NetworkSnapshot { running, status, view, waiting: None }
+            let (waiting, tunnels) = Default::default();
+            NetworkSnapshot { running, status, view, waiting, tunnels }
         });
         let store = known.store.as_ref();
         Snapshot {
@@ -310,11 +311,31 @@ pub(crate) mod tests {
     use flannel_core::address::Dual;
     use flannel_core::backend::ExternalInterface;
     use flannel_core::network::NetworkHandle;
+    use flannel_core::object::PublicKey;
     use flannel_core::testing::{FakeKernel, FakeSubnets};
+    use flannel_doctor::inputs::tunnels::Tunnels;
     use flannel_doctor::path_probe::server;
+    use flannel_netlink::{Session, Tunnel};
     use flannel_route::{Host, JoinOptions};
 
     use super::*;
+
+    /// A device with a peer for each handshake and number of sent bytes. Peer `n` has the subnet
+    /// 10.1.(7 + n).0/24.
+    pub(crate) fn tunnels_with<const N: usize>(
+        sessions: [(Option<SystemTime>, u64); N],
+    ) -> Tunnels {
+        let session = |(n, (handshake, sent))| {
+            let n = n as u8 + 7;
+            let allowed = Dual { v4: format!("10.1.{n}.0/24").parse().ok(), v6: None };
+            let put = Some(([192, 0, 2, n], 51820).into());
+            let (key, endpoint, received) = (PublicKey([n; 32]), put, 1);
+            Session { key, allowed, put, endpoint, handshake, received, sent }
+        };
+        let sessions = (0..).zip(sessions).map(session).collect();
+        let tunnel = Tunnel { key: PublicKey([1; 32]), port: 51820, sessions };
+        Tunnels(vec![("flannel-wg".parse().unwrap(), tunnel)])
+    }
 
     /// A network on fakes, with three peers and this status.
     pub(crate) async fn network(mut status: Status) -> (FakeSubnets, Running) {
@@ -345,6 +366,7 @@ pub(crate) mod tests {
                 reason: "it has the default route".into(),
             },
             kernel: Arc::new(FakeKernel::with_uplink("eth0")),
+            encrypted: None,
             handle: NetworkHandle::new(lease, 1450, status),
             views,
             rulebook: watch::channel(Rulebook::Unwanted).1,

@@ -96,13 +96,15 @@ pub(crate) fn subnets_used(network: &NetworkSnapshot, store: Option<&str>) -> Ve
 #[cfg(test)]
 pub(crate) mod tests {
     use std::sync::Arc;
+    use std::time::Duration;
 
+    use flannel_api::TunnelReport;
     use flannel_core::status::{Wait, Waiting};
     use flannel_core::{Lease, Subnets};
 
     use super::*;
     use crate::observe::Observer;
-    use crate::observe::tests::network;
+    use crate::observe::tests::{network, tunnels_with};
 
     pub(crate) async fn snapshot(status: Status) -> Snapshot {
         let observer = Observer::default();
@@ -212,6 +214,40 @@ pub(crate) mod tests {
         assert_eq!(states(&snapshot)[1].1, "in place");
         snapshot.network.as_mut().unwrap().waiting.as_mut().unwrap().all = true;
         assert_eq!(states(&snapshot).iter().filter(|(_, state, _)| state == "pending").count(), 1);
+    }
+
+    #[tokio::test]
+    async fn peers_have_the_state_of_their_tunnels() {
+        let mut status = Status::default();
+        (status.settled, status.live) = (true, true);
+        let mut snapshot = snapshot(status).await;
+        let of_peers = |snapshot: &Snapshot| -> Vec<_> {
+            peers(snapshot).into_iter().map(|peer| peer.tunnels).collect()
+        };
+        assert_eq!(of_peers(&snapshot), [[], [], []]);
+        let at = |seconds| Some(snapshot.time - Duration::from_secs(seconds));
+        let mut read = tunnels_with([(at(9), 7), (None, 0)]);
+        // From behind a NAT.
+        read.0[0].1.sessions[0].endpoint = "198.51.100.7:4000".parse().ok();
+        snapshot.network.as_mut().unwrap().tunnels = read;
+        let tunnel = |handshake, endpoint: Option<&str>, sent| TunnelReport {
+            device: "flannel-wg".into(),
+            handshake,
+            endpoint: endpoint.map(str::to_owned),
+            received: 1,
+            sent,
+        };
+        assert_eq!(
+            of_peers(&snapshot),
+            [
+                vec![tunnel(Some(9.0), Some("198.51.100.7:4000"), 7)],
+                vec![tunnel(None, None, 0)],
+                vec![]
+            ]
+        );
+        let of = async |address: &str| why::why(&snapshot, address.parse().unwrap()).await.tunnel;
+        assert_eq!(of("10.1.8.9").await, Some(tunnel(None, None, 0)));
+        assert_eq!(of("10.1.9.9").await, None);
     }
 
     #[tokio::test]

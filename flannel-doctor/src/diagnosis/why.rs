@@ -91,6 +91,7 @@ pub fn diagnose(address: IpAddr, facts: &RouteInputs<'_>) -> WhyReport {
             Ok(answer) => way(answer.gateway, answer.link),
             Err(error) => format!("not known: {error}"),
         },
+        tunnel: None,
         stale: None,
     }
 }

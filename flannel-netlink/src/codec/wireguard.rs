@@ -30,6 +30,7 @@ const SET_DEVICE: u8 = 1;
 mod device {
     pub(super) const INDEX: u16 = 1;
     pub(super) const PRIVATE_KEY: u16 = 3;
+    pub(super) const PUBLIC_KEY: u16 = 4;
     pub(super) const LISTEN_PORT: u16 = 6;
     pub(super) const FWMARK: u16 = 7;
     pub(super) const PEERS: u16 = 8;
@@ -63,6 +64,8 @@ mod allowed {
 pub(crate) struct DeviceMessage {
     /// The private key; all zero if the device has none.
     pub(crate) key: Secret,
+    /// The public key; all zero if the device has none.
+    pub(crate) public: PublicKey,
     pub(crate) port: u16,
     /// The mark of outer packets; 0: none.
     pub(crate) fwmark: u32,
@@ -92,11 +95,12 @@ pub(crate) struct PeerMessage {
 /// Reads one message of a dump; `None` for other messages.
 pub(crate) fn read(message: &Message<'_>) -> Option<DeviceMessage> {
     let (_, attributes) = message.split::<HEADER>()?;
-    let mut read =
-        DeviceMessage { key: Secret::new([0; 32]), port: 0, fwmark: 0, peers: Vec::new() };
+    let (key, public) = (Secret::new([0; 32]), PublicKey([0; 32]));
+    let mut read = DeviceMessage { key, public, port: 0, fwmark: 0, peers: Vec::new() };
     for (id, value) in attributes {
         match id {
             device::PRIVATE_KEY => read.key = Secret::new(key_of(value)?),
+            device::PUBLIC_KEY => read.public = PublicKey(key_of(value)?),
             device::LISTEN_PORT => read.port = u16_of(value)?,
             device::FWMARK => read.fwmark = u32_of(value)?,
             device::PEERS => {

@@ -14,6 +14,8 @@ use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime};
 
+use flannel_core::Subnet;
+use flannel_core::address::Dual;
 use flannel_core::kernel::{Invalidation, KernelError, KernelEvent};
 use flannel_core::object::{Change, Key, LinkName, Object, Peer, PublicKey, Wireguard};
 
@@ -80,12 +82,26 @@ fn is_fresh(handshake: Option<SystemTime>) -> bool {
     handshake.is_some_and(|at| at.elapsed().map_or(true, |age| age < STALE))
 }
 
+/// A WireGuard device, without its secrets.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Tunnel {
+    /// Its public key; all zero if it has none.
+    pub key: PublicKey,
+    /// The UDP port to which peers send.
+    pub port: u16,
+    /// The state of the tunnel to each peer, in the kernel's order.
+    pub sessions: Vec<Session>,
+}
+
 /// The state of the tunnel to a peer.
 #[derive(Debug, Clone, PartialEq, Eq)]
-#[non_exhaustive]
 pub struct Session {
     /// The public key of the peer.
     pub key: PublicKey,
+    /// Its pod addresses: the first subnet of each family.
+    pub allowed: Dual<Subnet>,
+    /// The address that was put last; `None`: not by this [`NetlinkKernel`] or a clone of it.
+    pub put: Option<SocketAddr>,
     /// The address to which the kernel sends; `None`: it knows none.
     pub endpoint: Option<SocketAddr>,
     /// The time of the last completed handshake; `None`: there was none since the peer was added.
@@ -96,22 +112,34 @@ pub struct Session {
     pub sent: u64,
 }
 
+impl Session {
+    /// Whether the last handshake is younger than [`STALE`]. One in the future counts as young: the
+    /// clock was set back.
+    pub fn is_fresh(&self) -> bool {
+        is_fresh(self.handshake)
+    }
+}
+
 impl NetlinkKernel {
-    /// Reads the state of the tunnels of a WireGuard device, in the kernel's order.
+    /// Reads a WireGuard device, with the state of its tunnels.
     ///
     /// # Errors
     /// There is no such device, it is no WireGuard device, or the process lacks `CAP_NET_ADMIN`.
     ///
     /// # Blocking
     /// Takes some microseconds for each peer.
-    pub fn sessions(&self, link: LinkName) -> Result<Vec<Session>, KernelError> {
+    pub fn tunnel(&self, link: LinkName) -> Result<Tunnel, KernelError> {
         let index = get_link(&mut self.lock(), link)?.index;
-        let device = self.place.wireguard.lock().read(&self.place.namespace, index)?;
+        let mut inner = self.place.wireguard.lock();
+        let device = inner.read(&self.place.namespace, index)?;
+        let known = inner.devices.get(&link).filter(|known| known.index == index);
         let session = |peer: PeerMessage| {
-            let PeerMessage { key, endpoint, handshake, received, sent, .. } = peer;
-            Session { key, endpoint, handshake, received, sent }
+            let PeerMessage { key, allowed, endpoint, handshake, received, sent, .. } = peer;
+            let put = known.and_then(|known| known.peers.get(&key)?.put);
+            Session { key, allowed, put, endpoint, handshake, received, sent }
         };
-        Ok(device.peers.into_iter().map(session).collect())
+        let sessions = device.peers.into_iter().map(session).collect();
+        Ok(Tunnel { key: device.public, port: device.port, sessions })
     }
 }
 

@@ -130,8 +130,12 @@ fn packets_pass_and_changes_by_other_programs_are_undone() {
             far.assert_state(&others);
             ping();
             assert_eq!(wg("show flannel-wg public-key").trim(), public(0).to_string());
-            let session = &near.kernel.sessions(name()).unwrap()[0];
-            assert!(session.handshake.is_some() && session.received > 0 && session.sent > 0);
+            let endpoint = Some(far.peer().attributes.endpoint);
+            let tunnel = near.kernel.tunnel(name()).unwrap();
+            assert_eq!((tunnel.key, tunnel.port, tunnel.sessions.len()), (public(0), 51820, 1));
+            let session = &tunnel.sessions[0];
+            assert!(session.is_fresh() && session.received > 0 && session.sent > 0);
+            assert_eq!((session.allowed, session.put), (far.peer().attributes.allowed, endpoint));
             assert_eq!((session.key, session.endpoint.unwrap().port()), (public(1), 51820));
 
             fs::write("/run/psk", "AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHv8=").unwrap();
@@ -178,7 +182,7 @@ fn packets_pass_and_changes_by_other_programs_are_undone() {
             let changes = [Change::Delete(near.device().into())];
             near.kernel.apply(&footprint(), &changes).remove(0).unwrap();
             near.assert_state(&[]);
-            assert!(near.kernel.sessions(name()).unwrap_err().is_absent());
+            assert!(near.kernel.tunnel(name()).unwrap_err().is_absent());
         });
     });
 }
@@ -196,8 +200,9 @@ fn a_peer_may_roam() {
             ping();
             run("ip", "netns exec far wg set flannel-wg listen-port 40000");
             run("ip", "netns exec far ping -c 1 -W 5 -q 10.1.0.0");
-            let endpoint = || near.kernel.sessions(name()).unwrap()[0].endpoint.unwrap().port();
-            assert_eq!(endpoint(), 40000);
+            let session = || near.kernel.tunnel(name()).unwrap().sessions.remove(0);
+            let endpoint = || session().endpoint.unwrap().port();
+            assert_eq!((endpoint(), session().put.unwrap().port()), (40000, 51820));
             near.assert_state(&objects);
             near.put(&objects);
             assert_eq!(endpoint(), 40000, "a put of the same endpoint");

@@ -43,7 +43,7 @@ impl Site for Answers {
                 let accept = request.headers().get(ACCEPT);
                 let accept = accept.and_then(|value| value.to_str().ok()).unwrap_or_default();
                 let format = Format::accepted(accept);
-                let body = metrics(&self.observer.snapshot(), format);
+                let body = metrics(&self.observer.snapshot().with_tunnels().await, format);
                 response(StatusCode::OK, format.content_type(), body)
             }
             ("GET" | "POST", path) if self.control && path.starts_with("/v1/") => {
@@ -91,7 +91,7 @@ impl Answers {
                 answer(&self.status(fresh).await)
             }
             ("GET", "/v1/peers") => {
-                let peers = peers(&self.observer.snapshot_of_peers().await);
+                let peers = peers(&self.observer.snapshot_of_peers().await.with_tunnels().await);
                 answer(&PeersReport { version: VERSION, peers })
             }
             ("GET", "/v1/paths") => {
@@ -103,7 +103,10 @@ impl Answers {
             ("GET", "/v1/why") => {
                 let text = parameter(request, "address").unwrap_or_default();
                 match text.parse::<IpAddr>() {
-                    Ok(address) => answer(&why(&self.observer.snapshot(), address).await),
+                    Ok(address) => {
+                        let snapshot = self.observer.snapshot().with_tunnels().await;
+                        answer(&why(&snapshot, address).await)
+                    }
                     Err(_) => refusal(
                         StatusCode::BAD_REQUEST,
                         format!(

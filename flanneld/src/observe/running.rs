@@ -9,9 +9,12 @@ use flannel_core::backend::{Datapath, ExternalInterface};
 use flannel_core::lease::View;
 use flannel_core::network::NetworkHandle;
 use flannel_core::object::LinkName;
+use flannel_core::runtime::blocking;
 use flannel_core::{Config, Kernel};
 use flannel_doctor::Network;
+use flannel_doctor::inputs::tunnels::Tunnels;
 use flannel_doctor::path_probe::server::ServerConfig;
+use flannel_netlink::NetlinkKernel;
 use flannel_paths::{Paths, ProbeSettings};
 use tokio::sync::watch;
 
@@ -27,6 +30,8 @@ pub(crate) struct Running {
     pub(crate) links: Vec<LinkName>,
     pub(crate) iface: ExternalInterface,
     pub(crate) kernel: Arc<dyn Kernel>,
+    /// Reads the encrypted tunnels; `None`: there are none.
+    pub(crate) encrypted: Option<Arc<NetlinkKernel>>,
     pub(crate) handle: NetworkHandle,
     pub(crate) views: watch::Receiver<View>,
     pub(crate) rulebook: watch::Receiver<Rulebook>,
@@ -74,6 +79,17 @@ impl Running {
         };
         let (interval, doctor_port) = (settings.path_interval, settings.doctor_port);
         ProbeSettings { interval, doctor_port, network }
+    }
+
+    /// The encrypted tunnels, read on a blocking thread. None if they cannot be read.
+    pub(crate) async fn tunnels(&self) -> Tunnels {
+        let (Some(kernel), devices) = (self.encrypted.clone(), self.datapath.devices) else {
+            return Tunnels::default();
+        };
+        blocking(move || Tunnels::read(&kernel, &devices)).await.unwrap_or_else(|error| {
+            tracing::debug!(%error, "the state of the tunnels cannot be read");
+            Tunnels::default()
+        })
     }
 
     /// The addresses of the server for path probes. There are none with port 0, and none without a

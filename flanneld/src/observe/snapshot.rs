@@ -10,6 +10,7 @@ use flannel_core::object::ObjectKind;
 use flannel_core::status::{Damage, Histogram, Status, Waiting};
 use flannel_core::subnet::{Ownership, StoreStatus};
 use flannel_core::{Config, Lease, Subnets};
+use flannel_doctor::inputs::tunnels::Tunnels;
 use flannel_firewall::Packets;
 
 use super::{Rulebook, Running};
@@ -94,12 +95,22 @@ pub(crate) struct NetworkSnapshot {
     pub(crate) view: View,
     /// The pending peers, if the network reported them; meaningless if the status is settled.
     pub(crate) waiting: Option<Waiting>,
+    /// The encrypted tunnels; empty unless [`Snapshot::with_tunnels`] has read them.
+    pub(crate) tunnels: Tunnels,
 }
 
 impl Snapshot {
     /// The name of the store.
     pub(crate) fn store_name(&self) -> Option<&str> {
         self.store.as_ref().map(|store| store.store.as_str())
+    }
+
+    /// The same with the state of the encrypted tunnels.
+    pub(crate) async fn with_tunnels(mut self) -> Self {
+        if let Some(network) = &mut self.network {
+            network.tunnels = network.running.tunnels().await;
+        }
+        self
     }
 }
 

@@ -4,14 +4,15 @@
 //! Before, the network reports the pending peers. If the tunnel's device is missing, peers that
 //! need it fail.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt::Display;
 
 use flannel_api::PeerReport;
 use flannel_core::address::Dual;
 use flannel_core::object::{Key, LinkName};
 use flannel_core::status::{Status, Wait, Waiting};
-use flannel_core::{Lease, Subnets};
+use flannel_core::{Lease, Subnet, Subnets};
+use flannel_doctor::inputs::tunnels::TunnelToPeer;
 
 use crate::observe::{NetworkSnapshot, Snapshot};
 
@@ -82,11 +83,12 @@ struct PeerStates<'a> {
     waiting: Option<&'a Waiting>,
     /// The peers whose leases changed after the status was published.
     unprocessed: BTreeSet<Subnets>,
+    encrypted: HashMap<Subnet, TunnelToPeer<'a>>,
 }
 
 impl<'a> PeerStates<'a> {
     fn new(network: &'a NetworkSnapshot) -> Self {
-        let NetworkSnapshot { running, status, view, waiting } = network;
+        let NetworkSnapshot { running, status, view, waiting, tunnels } = network;
         let mut failing = BTreeMap::new();
         for failure in status.failing.values() {
             if let Some(peer) = failure.peer {
@@ -120,6 +122,7 @@ impl<'a> PeerStates<'a> {
             all_wait,
             waiting,
             unprocessed: changed.map(|(subnets, _)| subnets).collect(),
+            encrypted: tunnels.by_subnet(),
         }
     }
 
@@ -148,6 +151,11 @@ impl<'a> PeerStates<'a> {
     fn peer(&self, lease: &Lease, snapshot: &Snapshot) -> PeerReport {
         let (state, reason) = self.state(&lease.subnets);
         let changed = snapshot.changed.get(&lease.subnets).copied();
-        PeerReport::new(lease, state.name(), reason.map(ToString::to_string), changed)
+        let to = lease.subnets.iter().filter_map(|subnet| self.encrypted.get(&subnet));
+        let mut tunnels: Vec<_> = to.map(|to| to.report(snapshot.time)).collect();
+        // One device may serve both families.
+        tunnels.dedup_by(|a, b| a.device == b.device);
+        let reason = reason.map(ToString::to_string);
+        PeerReport { tunnels, ..PeerReport::new(lease, state.name(), reason, changed) }
     }
 }

@@ -13,7 +13,7 @@ use crate::observe::{NetworkSnapshot, Snapshot};
 
 /// Joins the explanation of the network that runs with the kernel's route.
 pub(crate) async fn why(snapshot: &Snapshot, address: IpAddr) -> WhyReport {
-    let Some(NetworkSnapshot { running, view, .. }) = &snapshot.network else {
+    let Some(NetworkSnapshot { running, view, tunnels, .. }) = &snapshot.network else {
         let answer = Err(KernelError::explained(11, "no network runs, so no route was looked up"));
         return diagnose(address, &RouteInputs { answer, ..RouteInputs::default() });
     };
@@ -27,9 +27,12 @@ pub(crate) async fn why(snapshot: &Snapshot, address: IpAddr) -> WhyReport {
     let answer = lookup(kernel, address).await;
     let holds = |lease: &&Arc<Lease>| lease.subnets.iter().any(|subnet| subnet.contains(address));
     let lease = view.leases.iter().find(holds).map(|lease| &**lease);
+    let tunnels = tunnels.by_subnet();
+    let tunnel = tunnels.iter().find(|(subnet, _)| subnet.contains(address));
+    let tunnel = tunnel.map(|(_, to)| to.report(snapshot.time));
     let (config, own) = (Some(&running.config), Some(own));
     let why =
         diagnose(address, &RouteInputs { daemon: true, config, own, lease, explanation, answer });
     let hint = why.hint.map(|hint| localize(hint, snapshot.store_name()));
-    WhyReport { hint, ..why }
+    WhyReport { hint, tunnel, ..why }
 }

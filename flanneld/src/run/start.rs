@@ -65,6 +65,7 @@ impl Ready {
             paths: self.paths.clone(),
             config: self.config.clone(),
             unguarded: settings.firewall.unguarded(&self.config, &datapath),
+            encrypted: datapath.encrypted.then(|| Arc::clone(&self.chosen.kernel)),
             datapath,
             links: backends.links(self.chosen.iface.name, &self.config),
             iface: self.chosen.iface.clone(),
