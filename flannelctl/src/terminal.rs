@@ -190,6 +190,19 @@ pub(crate) fn span(seconds: f64) -> String {
     }
 }
 
+/// A rounded number of bytes: `512 B`, `1.5 KiB`, `3.0 GiB`.
+pub(crate) fn bytes(bytes: u64) -> String {
+    // The unit is that of the rounded number: 1023.96 KiB is 1.0 MiB.
+    let (mut number, mut unit, mut units) =
+        (bytes as f64, "B", ["KiB", "MiB", "GiB", "TiB"].iter());
+    while number >= 1023.95
+        && let Some(next) = units.next()
+    {
+        (number, unit) = (number / 1024.0, *next);
+    }
+    if unit == "B" { format!("{bytes} B") } else { format!("{number:.1} {unit}") }
+}
+
 #[cfg(test)]
 #[allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 pub(crate) mod tests {
@@ -215,6 +228,21 @@ pub(crate) mod tests {
                 .collect();
             assert_eq!(wide, [""; 0], "{file}");
             assert_eq!(text, std::fs::read_to_string(&file).unwrap_or_default(), "{file}:\n{text}");
+        }
+    }
+
+    #[test]
+    fn bytes_have_a_fitting_unit() {
+        for (number, text) in [
+            (0, "0 B"),
+            (1023, "1023 B"),
+            (1024, "1.0 KiB"),
+            (1536, "1.5 KiB"),
+            (1_048_575, "1.0 MiB"),
+            (3 << 30, "3.0 GiB"),
+            (u64::MAX, "16777216.0 TiB"),
+        ] {
+            assert_eq!(bytes(number), text);
         }
     }
 

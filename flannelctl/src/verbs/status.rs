@@ -1,7 +1,8 @@
 //! `flannelctl status` and `peers`. Problems come first, with commands that repair them.
 
 use flannel_api::{
-    FailureReport, Finding, NetworkReport, PeerReport, StatusReport, StoreReport, VERSION, request,
+    FailureReport, Finding, NetworkReport, PeerReport, StatusReport, StoreReport, TunnelReport,
+    VERSION, request,
 };
 use flannel_options::printable::inline;
 use serde::de::DeserializeOwned;
@@ -9,7 +10,7 @@ use serde_json::{Value, json};
 
 use super::paths::numbers;
 use crate::error::{Error, Result};
-use crate::terminal::{Style, Terminal, span};
+use crate::terminal::{Style, Terminal, bytes, span};
 use crate::{Context, Output, offline};
 
 /// `flannelctl status`.
@@ -44,10 +45,11 @@ pub(crate) async fn peers(Context { client, global, terminal, .. }: Context<'_>)
     Ok(Output { text: stale.unwrap_or_default() + &peers_page(&peers, now, terminal), value, ok })
 }
 
-/// All peers, with the reasons of those that are not in place.
+/// All peers, with their encrypted tunnels, and the reasons of those that are not in place.
 fn peers_page(peers: &[PeerReport], now: f64, terminal: &Terminal) -> String {
-    let (table, reasons) = (peer_table(peers, now, terminal), reasons(peers, terminal));
-    if reasons.is_empty() { table } else { format!("{table}\n{reasons}") }
+    let parts = [tunnel_table(peers, terminal), reasons(peers, terminal)];
+    let add = |page, part: &String| if part.is_empty() { page } else { format!("{page}\n{part}") };
+    parts.iter().fold(peer_table(peers, now, terminal), add)
 }
 
 /// Parses an answer of the daemon.
@@ -232,6 +234,31 @@ fn peer_table(peers: &[PeerReport], now: f64, terminal: &Terminal) -> String {
     terminal.table(&["SUBNET", "ADDRESS", "BACKEND", "STATE", "CHANGED"], &rows)
 }
 
+/// A row for each peer with encrypted tunnels. A cell has a line for each tunnel.
+fn tunnel_table(peers: &[PeerReport], terminal: &Terminal) -> String {
+    let row = |peer: &PeerReport| {
+        let tunnels = &peer.tunnels;
+        let is_unanswered = |tunnel: &TunnelReport| tunnel.handshake.is_none() && tunnel.sent > 0;
+        let style = if tunnels.iter().any(is_unanswered) { Style::Warning } else { Style::Plain };
+        let each = |cell: fn(&TunnelReport) -> String| tunnels.iter().map(cell).collect();
+        let cells = vec![
+            peer.subnets.clone(),
+            each(|tunnel| {
+                tunnel.handshake.map_or("none".into(), |age| format!("{} ago", span(age)))
+            }),
+            each(|tunnel| bytes(tunnel.received)),
+            each(|tunnel| bytes(tunnel.sent)),
+            each(|tunnel| tunnel.endpoint.clone().unwrap_or_else(|| "-".into())),
+        ];
+        (style, cells)
+    };
+    let rows: Vec<_> = peers.iter().filter(|peer| !peer.tunnels.is_empty()).map(row).collect();
+    match rows.as_slice() {
+        [] => String::new(),
+        rows => terminal.table(&["SUBNET", "HANDSHAKE", "RECEIVED", "SENT", "ROAMED TO"], rows),
+    }
+}
+
 /// The reason of each peer that is not in place.
 fn reasons(peers: &[PeerReport], terminal: &Terminal) -> String {
     let wrong = peers.iter().filter_map(|peer| Some((peer, peer.reason.as_ref()?)));
@@ -291,6 +318,28 @@ pub(crate) mod tests {
     #[test]
     fn a_healthy_node_is_shown() {
         assert_page("status_healthy", |terminal| page(&healthy(), terminal));
+    }
+
+    #[test]
+    fn peers_are_shown_with_their_encrypted_tunnels() {
+        let mut peers = sample().network.unwrap().peers.listed;
+        peers.truncate(3);
+        let tunnel = |device: &str, handshake, endpoint: Option<&str>| TunnelReport {
+            device: device.into(),
+            handshake,
+            endpoint: endpoint.map(str::to_owned),
+            received: 92 * 12,
+            sent: 3 << 30,
+        };
+        for peer in &mut peers {
+            (peer.backend, peer.state) = ("wireguard".into(), "in place".into());
+        }
+        let ipv6 = tunnel("flannel-wg-v6", Some(7300.0), None);
+        peers[0].subnets.push("fd00:1:0:8::/64".into());
+        peers[0].tunnels = vec![tunnel("flannel-wg", Some(12.3), None), ipv6];
+        peers[1].tunnels = vec![tunnel("flannel-wg", None, None)];
+        peers[2].tunnels = vec![tunnel("flannel-wg", Some(0.0), Some("198.51.100.7:40000"))];
+        assert_page("peers_tunnels", |terminal| peers_page(&peers, 1_700_000_100.0, terminal));
     }
 
     #[test]

@@ -9,7 +9,7 @@ use serde_json::json;
 use crate::error::Result;
 use crate::offline::Known;
 use crate::options::Global;
-use crate::terminal::{Style, Terminal};
+use crate::terminal::{Style, Terminal, bytes, span};
 use crate::{Context, Output, offline, status};
 
 /// Explains the path of packets to an address.
@@ -82,13 +82,25 @@ fn page(why: &WhyReport, terminal: &Terminal) -> String {
         let label = if n == 0 { "objects" } else { "" };
         out += &terminal.field(label, Style::Bold, &format!("{}, {state}{error}", wanted.object));
     }
+    if let Some(tunnel) = &why.tunnel {
+        let age = |age| format!("last handshake {} ago", span(age));
+        let text = format!(
+            "{}, {}, {} received, {} sent{}",
+            tunnel.device,
+            tunnel.handshake.map_or_else(|| "no handshake".to_owned(), age),
+            bytes(tunnel.received),
+            bytes(tunnel.sent),
+            tunnel.endpoint.as_ref().map(|to| format!(", roamed to {to}")).unwrap_or_default()
+        );
+        out += &terminal.field("tunnel", Style::Bold, &text);
+    }
     out += &terminal.field("kernel", Style::Bold, &why.kernel);
     out
 }
 
 #[cfg(test)]
 mod tests {
-    use flannel_api::ObjectReport;
+    use flannel_api::{ObjectReport, TunnelReport};
 
     use super::*;
     use crate::terminal::tests::assert_page;
@@ -125,6 +137,7 @@ mod tests {
                 },
             ],
             kernel: "via 192.0.2.99 dev eth0".into(),
+            tunnel: None,
             stale: None,
         };
         let expected = "\
@@ -172,8 +185,30 @@ kernel     via 192.0.2.99 dev eth0
             .map(object)
             .into(),
             kernel: "nowhere".into(),
+            tunnel: None,
             stale: None,
         };
         assert_page("why_waits", |terminal| page(&why, terminal));
+    }
+
+    #[test]
+    fn an_encrypted_tunnel_is_shown() {
+        let tunnel = TunnelReport {
+            device: "flannel-wg".into(),
+            handshake: Some(12.0),
+            endpoint: Some("198.51.100.7:40000".into()),
+            received: 1_288_490,
+            sent: 512,
+        };
+        let page = |tunnel| {
+            let why = WhyReport { tunnel: Some(tunnel), ..flannel_api::testing::why_report() };
+            page(&why, &Terminal { width: 120, colours: false })
+        };
+        let line = "\ntunnel     flannel-wg, last handshake 12 s ago, 1.2 MiB received, 512 B sent, \
+                    roamed to 198.51.100.7:40000\n";
+        assert!(page(tunnel.clone()).contains(line), "{}", page(tunnel));
+        let none = TunnelReport { handshake: None, endpoint: None, ..tunnel };
+        let line = "\ntunnel     flannel-wg, no handshake, 1.2 MiB received, 512 B sent\n";
+        assert!(page(none.clone()).contains(line), "{}", page(none));
     }
 }
