@@ -2,6 +2,7 @@
 
 pub(crate) mod clocks;
 pub mod contest;
+pub(crate) mod handshake;
 pub mod mtu;
 pub mod peer;
 pub(crate) mod summary;

@@ -162,6 +162,9 @@ async fn look_at_devices(network: &Network, examination: &mut Examination) -> De
                 .to_owned(),
         );
     }
+    if let Some(why) = &devices.unread {
+        examination.unknown("device", why.as_str());
+    }
     examination.layer("device", texts.join(", "), device::check(&devices));
     devices
 }
@@ -200,8 +203,7 @@ async fn look_at_peers(
         questions.push((target, questions_to(target, devices).await));
     }
     let bare = network.datapath.bare;
-    let (answers, echo_error) = match query_peers(&questions, devices, bare, options.doctor_port)
-        .await
+    let (answers, unknown) = match query_peers(&questions, devices, bare, options.doctor_port).await
     {
         Ok(answers) => answers,
         Err(why) => {
@@ -232,7 +234,7 @@ async fn look_at_peers(
         false => format!("{} of {all} asked; --peers {all} asks all", questions.len()),
     };
     examination.layer("peers", text, bounded(found));
-    if let Some(why) = echo_error {
+    for why in unknown {
         examination.unknown("peers", why);
     }
 }
@@ -277,7 +279,7 @@ pub async fn examine_path(
     let asked = [(target, questions)];
     let (answers, _) =
         query_peers(&asked, &devices, network.datapath.bare, doctor_port).await.ok()?;
-    let PeerAnswers { passes, path, echoes } = answers.first()?;
+    let PeerAnswers { passes, path, echoes, .. } = answers.first()?;
     // The first two echoes take the path of packets of pods. A router may report what it takes.
     let reported = match echoes.get(1) {
         Some((_, Answer::TooBig(Some(most)))) => u16::try_from(*most).ok(),
@@ -313,8 +315,8 @@ pub fn peer_report(
     devices: &Devices,
 ) -> (PeerReport, Vec<Fault>) {
     let (mut echoes, mut faults) = (Vec::new(), Vec::new());
-    for (question, PeerAnswers { echoes: answered, path, passes }) in questions.iter().zip(answers)
-    {
+    for (question, answered) in questions.iter().zip(answers) {
+        let PeerAnswers { echoes: answered, path, passes, handshake } = answered;
         let mut answered = answered.into_iter();
         let mut take = |address: Option<(IpAddr, u16)>| {
             address?;
@@ -329,10 +331,11 @@ pub fn peer_report(
         let (tunnel, public) = (take(question.tunnel).unzip(), take(question.public).unzip());
         let segments = path.segments.as_ref().map(SegmentsReport::new);
         let acknowledged = path.acknowledged;
-        let answers = Answers { tunnel: tunnel.1, public: public.1, path, passes };
+        let (tunnel_report, public_report) = (tunnel.0, public.0);
+        let answers = Answers { tunnel: tunnel.1, public: public.1, path, passes, handshake };
         faults.extend(diagnose(&target.key, question, &answers, devices));
         let family = question.family.to_string();
-        let (tunnel, public) = (tunnel.0, public.0);
+        let (tunnel, public) = (tunnel_report, public_report);
         echoes.push(FamilyReport { family, tunnel, public, segments, acknowledged });
     }
     let subnets = target.subnets.iter().map(ToString::to_string).collect();

@@ -3,6 +3,7 @@
 pub mod devices;
 pub mod echo;
 pub mod echo_socket;
+pub mod handshakes;
 pub mod network;
 pub mod peers;
 pub mod query;

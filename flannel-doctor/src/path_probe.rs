@@ -13,7 +13,16 @@
 //! ```
 //!
 //! The doctor sends small segments first, then segments of full size. The daemon sends only
-//! segments of full size. A node that is reached without a tunnel is probed at its public address,
+//! segments of full size. The doctor also asks for the daemon's end of an encrypted tunnel, outside
+//! the tunnel, because no packet passes without a handshake:
+//!
+//! ```text
+//! doctor ──"flannel tunnel 1 IPv4\n", TCP──────────────────────▶ daemon
+//!        ◀─{"version":1,"key":…,"port":51820,"time":…,"peer":{"key":…,"received":…,…}}\n
+//!        ◀═a datagram, so that the daemon's node begins a handshake if there is none
+//! ```
+//!
+//! A node that is reached without a tunnel is probed at its public address,
 //! by TCP only. A Go node refuses the connection or does not answer, and so does a node whose port
 //! is closed. Then the directions stay unknown. Probes do not use the store.
 
@@ -22,3 +31,6 @@ mod datagram_log;
 mod nodes;
 mod protocol;
 pub mod server;
+pub mod tunnel;
+
+pub use protocol::{FarEnd, FarPeer};

@@ -329,8 +329,8 @@ pub(crate) mod tests {
             let n = n as u8 + 7;
             let allowed = Dual { v4: format!("10.1.{n}.0/24").parse().ok(), v6: None };
             let put = Some(([192, 0, 2, n], 51820).into());
-            let (key, endpoint, received) = (PublicKey([n; 32]), put, 1);
-            Session { key, allowed, put, endpoint, handshake, received, sent }
+            let (key, psk, endpoint, received) = (PublicKey([n; 32]), None, put, 1);
+            Session { key, allowed, psk, put, endpoint, handshake, received, sent }
         };
         let sessions = (0..).zip(sessions).map(session).collect();
         let tunnel = Tunnel { key: PublicKey([1; 32]), port: 51820, sessions };
@@ -439,20 +439,24 @@ pub(crate) mod tests {
         }
     }
 
-    /// Peers without a tunnel probe the public address, even behind NAT or as a second address of
+    /// Peers without a tunnel, or without a handshake, ask at the public address, even behind NAT or as a second address of
     /// the interface.
     #[tokio::test]
     async fn probes_are_answered_on_the_public_address_too() {
         let (subnets, mut running) = network(Status::default()).await;
         subnets.put("10.1.3.0-24", "127.0.0.1");
-        let config = r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vxlan","DirectRouting":true}}"#;
-        running.config = Config::parse(config).unwrap();
-        running.datapath = flannel_backends::all().datapath(&running.config);
         running.iface.name = "lo".parse().unwrap();
         // Addresses of this process only, and ports outside the system's range.
         let [.., high, low] = std::process::id().to_be_bytes();
         let [one, other] = [77, 78].map(|n| std::net::Ipv4Addr::new(127, n, high, low));
-        for (own, public, port) in [(one, other, 31_417), (one, one, 31_418)] {
+        for (backend, own, public, port) in [
+            (r#"{"Type":"vxlan","DirectRouting":true}"#, one, other, 31_417),
+            (r#"{"Type":"vxlan","DirectRouting":true}"#, one, one, 31_418),
+            (r#"{"Type":"wireguard"}"#, one, other, 31_419),
+        ] {
+            let config = format!(r#"{{"Network":"10.1.0.0/16","Backend":{backend}}}"#);
+            running.config = Config::parse(&config).unwrap();
+            running.datapath = flannel_backends::all().datapath(&running.config);
             running.iface.address.v4 = Some(own.into());
             running.iface.public.v4 = Some(public.into());
             let peer = async {

@@ -9,9 +9,11 @@ use flannel_api::Finding;
 use flannel_core::backend::Inlet;
 
 use crate::commands::release;
+use crate::diagnosis::handshake;
 use crate::diagnosis::mtu::{Fault, Narrow};
 use crate::inputs::devices::Devices;
 use crate::inputs::echo::Answer;
+use crate::inputs::handshakes::Handshake;
 use crate::inputs::peers::Question;
 use crate::path_probe::client::{PathProbe, Segments};
 
@@ -26,6 +28,8 @@ pub struct Answers {
     pub path: PathProbe,
     /// The largest echo that passes, in bytes, if the path was searched.
     pub passes: Option<u16>,
+    /// The state of the encrypted tunnel; `None`: there is none, or it could not be read.
+    pub handshake: Option<Handshake>,
 }
 
 /// A peer, the question to it, and its answers.
@@ -64,12 +68,18 @@ pub fn diagnose(
     let segments = answers.path.segments.as_ref();
     let lost = || segments.and_then(|segments| case.lost(segments));
     let mut found: Vec<Fault> = Vec::new();
+    let clock = answers.handshake.as_ref().and_then(|h| handshake::clock(key, h, !replied(small)));
+    if let Some(clock) = clock {
+        found.push(clock.into());
+    }
     match (replied(small), replied(big)) {
+        // The clock explains it.
+        (false, _) if !found.is_empty() => {}
         // Without echoes only the path probe counts.
         _ if *small == Answer::NotAllowed => found.extend(lost()),
         // A node that answers the path probe is reachable, but ignores echoes.
         (false, _) if segments.is_some() => found.extend(lost()),
-        (false, _) => found.push(case.silent().into()),
+        (false, _) => found.push(case.no_handshake().unwrap_or_else(|| case.silent()).into()),
         (true, false) if case.is_avoided(big) => {}
         (true, false) => found.push(case.too_big(big)),
         (true, true) => {
@@ -86,6 +96,13 @@ fn replied(answer: &Answer) -> bool {
 }
 
 impl Case<'_> {
+    /// The fault if no echo passes through an encrypted tunnel, and the reason is known.
+    fn no_handshake(&self) -> Option<Finding> {
+        let Answers { public, handshake, .. } = self.answers;
+        let public_replies = public.as_ref().is_some_and(|[small, _]| replied(small));
+        handshake::trouble(self.key, handshake.as_ref()?, public_replies)
+    }
+
     /// The fault if no echo is answered.
     fn silent(&self) -> Finding {
         let Self { key, address, answers, .. } = self;
@@ -524,7 +541,8 @@ mod tests {
                 };
                 let path = PathProbe { acknowledged: 0, segments: Some(segments) };
                 let both = || Some([ok(), ok()]);
-                let answers = Answers { tunnel: both(), public: both(), path, passes: None };
+                let answers =
+                    Answers { tunnel: both(), public: both(), path, ..Answers::default() };
                 let faults = diagnose("10.1.7.0-24", question, &answers, &devices);
                 let found = settle(faults, &devices, &Family::BOTH);
                 let patch =
@@ -577,8 +595,12 @@ mod tests {
         };
         let found_with = |tunnel: [Answer; 2], segments, acknowledged| {
             let path = PathProbe { acknowledged, segments };
-            let answers =
-                Answers { tunnel: Some(tunnel), public: Some([ok(), ok()]), path, passes: None };
+            let answers = Answers {
+                tunnel: Some(tunnel),
+                public: Some([ok(), ok()]),
+                path,
+                ..Answers::default()
+            };
             let found = findings(question, &answers, &devices());
             let line = |f: Finding| {
                 format!("{} {} {} | {}", f.severity, f.check, f.text, f.repair.unwrap_or_default())

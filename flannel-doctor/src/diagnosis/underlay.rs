@@ -32,9 +32,10 @@ pub(crate) fn underlay(
 }
 
 /// Whether the peer was asked, and sent nothing.
-fn is_silent(PeerAnswers { echoes, path, .. }: &PeerAnswers) -> bool {
+fn is_silent(PeerAnswers { echoes, path, handshake, .. }: &PeerAnswers) -> bool {
     let is_nothing = |answer: &Answer| matches!(answer, Answer::Nothing | Answer::NotSent(_));
-    path.segments.is_none()
+    handshake.as_ref().is_none_or(|handshake| !handshake.is_alive())
+        && path.segments.is_none()
         && path.acknowledged == 0
         && !echoes.is_empty()
         && echoes.iter().all(|(_, answer)| is_nothing(answer))
@@ -49,7 +50,8 @@ mod tests {
 
     fn answers(answer: Answer) -> PeerAnswers {
         let probe = Probe { to: [192, 0, 2, 7].into(), size: 64 };
-        PeerAnswers { echoes: vec![(probe, answer)], path: Default::default(), passes: None }
+        let (path, passes, handshake) = Default::default();
+        PeerAnswers { echoes: vec![(probe, answer)], path, passes, handshake }
     }
 
     #[test]

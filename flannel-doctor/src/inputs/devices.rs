@@ -8,7 +8,7 @@ use flannel_core::Kernel;
 use flannel_core::address::{Dual, Family};
 use flannel_core::backend::{Datapath, Inlet};
 use flannel_core::kernel::Footprint;
-use flannel_core::object::{Link, LinkName, MacAddr, Object};
+use flannel_core::object::{Link, LinkKind, LinkName, MacAddr, Object};
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::iface::Selectors;
 
@@ -28,6 +28,8 @@ pub struct Devices {
     pub backend: String,
     /// The tunnel devices that exist and are of the right kind.
     pub links: Vec<Link>,
+    /// The reason why the tunnel devices cannot be read.
+    pub unread: Option<String>,
     /// The names of all links, with their MTUs.
     pub all: Vec<(LinkName, u32)>,
     /// The external interface.
@@ -59,6 +61,15 @@ impl Devices {
         self.datapath.devices[family].and(self.datapath.overhead[family]).unwrap_or(0)
     }
 
+    /// The tunnel devices that encrypt packets.
+    pub fn encrypted(&self) -> Dual<LinkName> {
+        let is = |name| {
+            let is_wireguard = |link: &&Link| matches!(link.kind, LinkKind::Wireguard(_));
+            self.links.iter().filter(is_wireguard).any(|link| link.name == name)
+        };
+        Dual::from_fn(|family| self.datapath.devices[family].filter(|name| is(*name)))
+    }
+
     /// Whether there are tunnels on a kernel that computes wrong checksums.
     pub fn checksums_matter(&self) -> bool {
         !self.links.is_empty() && self.kernel.is_some_and(|release| release < CHECKSUMS_FIXED)
@@ -75,11 +86,10 @@ pub fn read(network: &Network) -> Devices {
     let kernel = NetlinkKernel::open();
     let footprint =
         Footprint { links: datapath.devices.values().copied().collect(), ..Footprint::default() };
-    let snapshot = kernel
-        .as_ref()
-        .ok()
-        .and_then(|kernel| kernel.snapshot(&footprint).ok())
-        .unwrap_or_default();
+    let snapshot =
+        kernel.as_ref().map_err(Clone::clone).and_then(|kernel| kernel.snapshot(&footprint));
+    let unread = snapshot.as_ref().err().map(ToString::to_string);
+    let snapshot = snapshot.unwrap_or_default();
     let links: Vec<Link> = snapshot
         .iter()
         .filter_map(
@@ -91,6 +101,7 @@ pub fn read(network: &Network) -> Devices {
         datapath: datapath.clone(),
         backend: network.backend.clone(),
         links,
+        unread,
         all: facts.interfaces.iter().map(|found| (found.name, found.mtu)).collect(),
         uplink,
         uplink_down: facts.interfaces.iter().any(|found| Some(found.name) == uplink && !found.up),

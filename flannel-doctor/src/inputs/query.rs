@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use crate::inputs::devices::Devices;
 use crate::inputs::echo::{Answer, Probe, echo};
+use crate::inputs::handshakes::{self, Handshake, Watch};
 use crate::inputs::network::Target;
 use crate::inputs::peers::Question;
 use crate::path_probe::client::{PathProbe, probe};
@@ -21,8 +22,13 @@ const MAX_PATHS: usize = 4;
 const PARTS: u32 = 16;
 /// The largest number of steps, up to packets of 9,000 bytes.
 const STEPS: u32 = 4;
-/// The longest time for the questions to up to 64 peers. Probes of paths take less.
-pub const LONGEST: Duration = ECHO_TIMEOUT.saturating_add(SEARCH_TIMEOUT.saturating_mul(STEPS));
+/// The longest time for the questions to up to 64 peers: that of the looks at encrypted tunnels.
+/// Probes of paths take less, and so do echoes.
+pub const LONGEST: Duration = handshakes::LONGEST;
+const _: () = assert!(
+    LONGEST.as_millis()
+        > ECHO_TIMEOUT.saturating_add(SEARCH_TIMEOUT.saturating_mul(STEPS)).as_millis()
+);
 
 /// The answers to one question.
 pub struct PeerAnswers {
@@ -33,10 +39,12 @@ pub struct PeerAnswers {
     /// The largest echo that passes, in bytes; `None` if the path was not searched. Only paths on
     /// which large echoes are lost are searched.
     pub passes: Option<u16>,
+    /// The state of the encrypted tunnel; `None`: there is none, or it could not be read.
+    pub handshake: Option<Handshake>,
 }
 
-/// The answers to all questions, and the reason if no echo could be sent.
-pub type AllAnswers = (Vec<PeerAnswers>, Option<String>);
+/// The answers to all questions, and the reasons if echoes cannot be sent or tunnels not be read.
+pub type AllAnswers = (Vec<PeerAnswers>, Vec<String>);
 
 /// Asks all questions at once. The answers have the order of the questions. With `bare` some nodes
 /// are reached without a tunnel. Their daemons are probed at their public addresses, because
@@ -55,6 +63,8 @@ pub async fn query_peers(
     if probes.is_empty() {
         return Err("no peer was asked: the MTU of pods is not known".to_owned());
     }
+    // The first look comes before the packets whose arrival the second one shows.
+    let watch = Watch::begin(questions, devices, port).await;
     let sent = probes.clone();
     let echoes = tokio::task::spawn_blocking(move || echoes(&sent, || echo(&sent, ECHO_TIMEOUT)));
     let probes_of_paths: Vec<_> = all()
@@ -80,9 +90,25 @@ pub async fn query_peers(
     for (question, path) in all().zip(probes_of_paths) {
         let echoes = echoes.by_ref().take(question.probes().count()).collect();
         let path = path.await.ok().flatten().unwrap_or_default();
-        found.push(PeerAnswers { echoes, path, passes: passes_to(question, &searched) });
+        let passes = passes_to(question, &searched);
+        found.push(PeerAnswers { echoes, path, passes, handshake: None });
     }
-    Ok((found, echo_error))
+    let mut unknown: Vec<String> = echo_error.into_iter().collect();
+    let handshakes = match watch {
+        Ok(Some(watch)) => {
+            let is_silent = |answers: &PeerAnswers| {
+                answers.echoes.first().is_some_and(|(_, answer)| *answer == Answer::Nothing)
+            };
+            watch.end(&found.iter().map(is_silent).collect::<Vec<_>>()).await
+        }
+        Ok(None) => Ok(Vec::new()),
+        Err(error) => Err(error),
+    };
+    match handshakes {
+        Ok(all) => found.iter_mut().zip(all).for_each(|(found, of)| found.handshake = of),
+        Err(error) => unknown.push(error),
+    }
+    Ok((found, unknown))
 }
 
 /// A path on which packets of `passes` bytes arrive, and packets of `lost` bytes do not.

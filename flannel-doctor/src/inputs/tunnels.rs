@@ -9,6 +9,7 @@ use flannel_core::address::Dual;
 use flannel_core::kernel::KernelError;
 use flannel_core::object::LinkName;
 use flannel_netlink::{NetlinkKernel, Session, Tunnel};
+use ring::hmac;
 
 /// The WireGuard devices of this host, each once.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -53,9 +54,20 @@ impl Tunnels {
 }
 
 impl TunnelToPeer<'_> {
+    /// A number by which both ends can tell whether their preshared keys differ; `None`: there is
+    /// no such key. It is public: 32 bits of a keyed hash say nothing about 256 random bits.
+    pub fn psk_digest(&self) -> Option<u32> {
+        let key = hmac::Key::new(hmac::HMAC_SHA256, self.session.psk.as_ref()?.expose());
+        let mut ends = [self.tunnel.key, self.session.key];
+        ends.sort_unstable();
+        let text = [&b"flannel psk"[..], &ends[0].0, &ends[1].0].concat();
+        let tag = hmac::sign(&key, &text);
+        tag.as_ref().first_chunk().copied().map(u32::from_be_bytes)
+    }
+
     /// The report for the control API at this time.
     pub fn report(&self, now: SystemTime) -> TunnelReport {
-        let Session { handshake, endpoint, put, received, sent, .. } = *self.session;
+        let &Session { handshake, endpoint, put, received, sent, .. } = self.session;
         TunnelReport {
             device: self.link.to_string(),
             handshake: handshake.map(|at| rounded(now.duration_since(at).unwrap_or_default())),
@@ -65,5 +77,31 @@ impl TunnelToPeer<'_> {
             received,
             sent,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use flannel_core::object::{PublicKey, Secret};
+
+    use super::*;
+
+    fn digest(own: u8, peer: u8, psk: Option<u8>) -> Option<u32> {
+        let (key, allowed, put) = (PublicKey([peer; 32]), Dual::default(), None);
+        let psk = psk.map(|byte| Secret::new([byte; 32]));
+        let (endpoint, handshake, received, sent) = Default::default();
+        let session = &Session { key, allowed, psk, put, endpoint, handshake, received, sent };
+        let tunnel = &Tunnel { key: PublicKey([own; 32]), port: 51820, sessions: Vec::new() };
+        TunnelToPeer { link: "flannel-wg".parse().unwrap(), tunnel, session }.psk_digest()
+    }
+
+    #[test]
+    fn both_ends_compute_one_digest_of_a_preshared_key() {
+        assert_eq!(digest(1, 2, Some(7)), digest(2, 1, Some(7)));
+        assert_ne!(digest(1, 2, Some(7)), digest(2, 1, Some(8)), "another key");
+        assert_ne!(digest(1, 2, Some(7)), digest(1, 3, Some(7)), "other nodes");
+        assert_eq!(digest(1, 2, None), None);
+        // HMAC-SHA256 by Python. Nodes of all versions compute it alike.
+        assert_eq!(digest(1, 2, Some(7)), Some(0xe3db_5bd0));
     }
 }

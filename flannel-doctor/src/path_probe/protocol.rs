@@ -3,6 +3,7 @@
 use std::io;
 use std::time::SystemTime;
 
+use flannel_core::object::PublicKey;
 use serde::{Deserialize, Serialize};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::TcpStream;
@@ -18,8 +19,11 @@ pub(super) const MIN_DATAGRAM: usize = DATAGRAM.len() + 2 + size_of::<Nonce>();
 /// The first bytes of a connection, with the version. The number of bytes that the client sends
 /// and the nonce in hexadecimal follow.
 pub(super) const HELLO: &str = "flannel 1 ";
+/// The first bytes of a question about a tunnel, with the version. The name of a family follows. An
+/// older daemon closes the connection.
+pub(super) const TUNNEL: &str = "flannel tunnel 1 ";
 /// The maximum length of the first line, in bytes.
-pub(super) const LINE: usize = 256;
+pub(super) const LINE: usize = 512;
 /// The number of segments of full size that each end sends.
 pub(super) const SEGMENTS: usize = 4;
 /// The maximum number of bytes that an end sends or reads on a connection.
@@ -43,10 +47,59 @@ pub(super) struct Arrivals {
     pub(super) time: Option<i64>,
 }
 
+/// A daemon's report of its end of the encrypted tunnel to the node that asks.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FarEnd {
+    pub(crate) version: u32,
+    /// The public key of its device.
+    #[serde(with = "text")]
+    pub key: PublicKey,
+    /// The UDP port at which its device receives.
+    pub port: u16,
+    /// Its clock, in seconds since 1970.
+    pub time: i64,
+    /// Its peer with the pods of the node that asks; `None`: it has none.
+    pub peer: Option<FarPeer>,
+}
+
+/// The peer that has the pods of the node that asks.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FarPeer {
+    /// The public key by which it knows that node.
+    #[serde(with = "text")]
+    pub key: PublicKey,
+    /// The digest of the preshared key; `None`: there is none.
+    pub psk: Option<u32>,
+    /// Bytes that it received from that node.
+    pub received: u64,
+    /// Bytes that it sent to that node.
+    pub sent: u64,
+    /// The time of the last handshake by its clock, in seconds since 1970; `None`: there was none.
+    pub handshake: Option<i64>,
+}
+
+/// Public keys as text.
+mod text {
+    use flannel_core::object::PublicKey;
+    use serde::{Deserialize, Deserializer, Serializer, de::Error};
+
+    pub(super) fn serialize<S: Serializer>(key: &PublicKey, to: S) -> Result<S::Ok, S::Error> {
+        to.collect_str(key)
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<PublicKey, D::Error> {
+        String::deserialize(from)?.parse().map_err(D::Error::custom)
+    }
+}
+
+/// Seconds since 1970; `None` before.
+pub(super) fn seconds(time: SystemTime) -> Option<i64> {
+    i64::try_from(time.duration_since(SystemTime::UNIX_EPOCH).ok()?.as_secs()).ok()
+}
+
 /// This host's clock, in seconds since 1970.
 pub(super) fn clock() -> Option<i64> {
-    let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).ok()?;
-    i64::try_from(since.as_secs()).ok()
+    seconds(SystemTime::now())
 }
 
 /// The bytes to send on a connection: a few segments of the size that both ends agreed on.

@@ -1,9 +1,9 @@
 //! The server of path probes. It runs in the daemon.
 //!
 //! On a tunnel it is bound to the address and device of the tunnel, and answers only tunnel
-//! addresses of other nodes whose leases are accepted. Where peers are reached without a tunnel, it
-//! is bound to the external interface, with its address and the public one. There it answers only
-//! public addresses of those nodes, and only by TCP.
+//! addresses of other nodes whose leases are accepted. Where peers are reached without a tunnel, or
+//! by an encrypted one, it is bound to the external interface too, with its address and the public
+//! one. There it answers only public addresses of those nodes, and only by TCP.
 //!
 //! A source address can be forged, so answers are bounded. An acknowledgement is smaller than the
 //! datagram and goes only to the public address of that node's lease, ten times a second. On a
@@ -17,11 +17,11 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use flannel_core::Lease;
 use flannel_core::address::{Dual, Family};
 use flannel_core::lease::View;
 use flannel_core::object::LinkName;
 use flannel_core::status::Status;
+use flannel_core::{Lease, Subnets};
 use socket2::{Domain, Protocol, SockRef, Socket, Type};
 use tokio::net::{TcpListener, TcpStream, UdpSocket};
 use tokio::sync::watch;
@@ -34,6 +34,7 @@ use super::protocol::{
     ACK, Arrivals, DATAGRAM, HELLO, MAX_BYTES, MIN_DATAGRAM, Nonce, amount, clock, fill, read_line,
     take,
 };
+use super::tunnel;
 
 /// The maximum number of clients at a time. More are refused.
 const MAX_CLIENTS: usize = 8;
@@ -59,7 +60,8 @@ pub struct ServerConfig {
     pub port: u16,
     /// The tunnels, with the address of each.
     pub tunnels: Dual<(LinkName, IpAddr)>,
-    /// The external interface with its addresses, if packets of pods arrive there without a tunnel.
+    /// The external interface with its addresses, if packets of pods arrive there without a tunnel,
+    /// or in an encrypted one, through which nothing passes without a handshake.
     pub bare: Dual<(LinkName, IpAddr)>,
     /// The public addresses of the lease, if they differ from those in `bare`.
     pub public: Dual<(LinkName, IpAddr)>,
@@ -103,9 +105,27 @@ impl<'a> Server<'a> {
         nodes.at(from).iter().find(accepted).cloned()
     }
 
+    /// A client of this node.
+    fn client(&self, from: IpAddr, lease: &Lease) -> Client {
+        let ServerConfig { tunnels, mtu, port, .. } = *self.config;
+        let devices = tunnels.map(|_, (device, _)| *device);
+        Client { from, subnets: lease.subnets, devices, port, mtu, log: self.log.clone() }
+    }
+
     fn nodes(&self) -> MutexGuard<'_, Nodes> {
         self.nodes.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// A client, and the values that it can ask for.
+struct Client {
+    from: IpAddr,
+    /// The subnets of its lease.
+    subnets: Subnets,
+    devices: Dual<LinkName>,
+    port: u16,
+    mtu: u32,
+    log: DatagramLog,
 }
 
 /// Serves all addresses for ever. A failure to open one is logged once, and retried.
@@ -266,12 +286,12 @@ async fn accept(listener: &TcpListener, server: &Server<'_>) -> Infallible {
             let from = from.ip();
             let of_address = running.iter().filter(|(address, _)| *address == from).count();
             let has_room = running.len() < MAX_CLIENTS && of_address < MAX_PER_ADDRESS;
-            if has_room && server.other(from).is_some() {
-                let (mtu, log) = (server.config.mtu, server.log.clone());
+            if let Some(asker) = server.other(from).filter(|_| has_room) {
+                let client = server.client(from, &asker);
                 let client = clients.spawn(async move {
                     // An error needs no report here: the doctor reports it.
                     let limit = HELLO_TIMEOUT + RECEIVE_TIMEOUT + SEND_TIMEOUT;
-                    let _ = timeout(limit, answer(stream, from, mtu, &log)).await;
+                    let _ = timeout(limit, client.answer(stream)).await;
                 });
                 running.push((from, client));
             } else {
@@ -290,32 +310,42 @@ fn parse_hello(hello: &str) -> Option<(usize, Nonce)> {
     Some((bytes, u64::from_str_radix(nonce, 16).ok()?.to_be_bytes()))
 }
 
-/// Reads the bytes of a client, reports their number, and sends as many, at most a few segments.
-async fn answer(
-    mut stream: TcpStream,
-    from: IpAddr,
-    mtu: u32,
-    log: &DatagramLog,
-) -> io::Result<()> {
-    stream.set_nodelay(true)?;
-    let hello = timeout(HELLO_TIMEOUT, read_line(&mut stream)).await??;
-    let Some((announced, nonce)) = parse_hello(&hello) else { return Ok(()) };
-    let mut received = 0;
-    // A timeout is no failure: the bytes that have arrived by then are reported.
-    if let Ok(taken) = timeout(RECEIVE_TIMEOUT, take(&mut stream, announced, &mut received)).await {
-        taken?;
+impl Client {
+    /// Answers the question of the first line.
+    async fn answer(self, mut stream: TcpStream) -> io::Result<()> {
+        stream.set_nodelay(true)?;
+        let hello = timeout(HELLO_TIMEOUT, read_line(&mut stream)).await??;
+        if let Some(family) = tunnel::parse(&hello) {
+            return tunnel::answer(&mut stream, family, self.subnets, self.devices, self.port)
+                .await;
+        }
+        match parse_hello(&hello) {
+            Some((announced, nonce)) => self.count(stream, announced, nonce).await,
+            None => Ok(()),
+        }
     }
-    let bytes = amount(&stream)?.min(received);
-    let largest_datagram = log.largest(from, nonce);
-    let time = clock();
-    let report = Arrivals { version: 1, received, mtu, largest_datagram, bytes, time };
-    let line = serde_json::to_string(&report).map_err(io::Error::other)? + "\n";
-    let (mut reader, mut writer) = stream.split();
-    // In a packet of its own, so that it arrives where large segments are lost.
-    tokio::io::AsyncWriteExt::write_all(&mut writer, line.as_bytes()).await?;
-    fill(&mut writer, bytes).await?;
-    // Closing a socket with unread data resets the connection and loses data in transit.
-    take(&mut reader, MAX_BYTES, &mut 0).await
+
+    /// Reads the announced bytes, reports their number, and sends as many, at most a few segments.
+    async fn count(&self, mut stream: TcpStream, announced: usize, nonce: Nonce) -> io::Result<()> {
+        let mut received = 0;
+        // A timeout is no failure: the bytes that have arrived by then are reported.
+        if let Ok(taken) =
+            timeout(RECEIVE_TIMEOUT, take(&mut stream, announced, &mut received)).await
+        {
+            taken?;
+        }
+        let bytes = amount(&stream)?.min(received);
+        let largest_datagram = self.log.largest(self.from, nonce);
+        let (mtu, time) = (self.mtu, clock());
+        let report = Arrivals { version: 1, received, mtu, largest_datagram, bytes, time };
+        let line = serde_json::to_string(&report).map_err(io::Error::other)? + "\n";
+        let (mut reader, mut writer) = stream.split();
+        // In a packet of its own, so that it arrives where large segments are lost.
+        tokio::io::AsyncWriteExt::write_all(&mut writer, line.as_bytes()).await?;
+        fill(&mut writer, bytes).await?;
+        // Closing a socket with unread data resets the connection and loses data in transit.
+        take(&mut reader, MAX_BYTES, &mut 0).await
+    }
 }
 
 #[cfg(test)]
@@ -350,12 +380,15 @@ mod tests {
 
     #[tokio::test]
     async fn the_server_sends_at_most_as_many_bytes_as_it_received() {
+        let (_subnets, config) = config_with(&["127.0.0.7"]).await;
+        let server = Server::new(&config, NodeAddress::Public);
+        let lease = server.other([127, 0, 0, 7].into()).unwrap();
         for arriving in [0, 700, 100_000] {
             let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
             let address = listener.local_addr().unwrap();
             let daemon = async {
                 let (stream, from) = listener.accept().await.unwrap();
-                let _ = answer(stream, from.ip(), 1450, &DatagramLog::default()).await;
+                let _ = server.client(from.ip(), &lease).answer(stream).await;
             };
             let client = async {
                 let mut stream = TcpStream::connect(address).await.unwrap();

@@ -17,7 +17,7 @@ use std::time::{Duration, SystemTime};
 use flannel_core::Subnet;
 use flannel_core::address::Dual;
 use flannel_core::kernel::{Invalidation, KernelError, KernelEvent};
-use flannel_core::object::{Change, Key, LinkName, Object, Peer, PublicKey, Wireguard};
+use flannel_core::object::{Change, Key, LinkName, Object, Peer, PublicKey, Secret, Wireguard};
 
 use super::NetlinkKernel;
 use super::query::{ENODEV, get_link};
@@ -82,7 +82,7 @@ fn is_fresh(handshake: Option<SystemTime>) -> bool {
     handshake.is_some_and(|at| at.elapsed().map_or(true, |age| age < STALE))
 }
 
-/// A WireGuard device, without its secrets.
+/// A WireGuard device, without its private key.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Tunnel {
     /// Its public key; all zero if it has none.
@@ -100,6 +100,8 @@ pub struct Session {
     pub key: PublicKey,
     /// Its pod addresses: the first subnet of each family.
     pub allowed: Dual<Subnet>,
+    /// The preshared key; `None`: there is none.
+    pub psk: Option<Secret>,
     /// The address that was put last; `None`: not by this [`NetlinkKernel`] or a clone of it.
     pub put: Option<SocketAddr>,
     /// The address to which the kernel sends; `None`: it knows none.
@@ -134,9 +136,9 @@ impl NetlinkKernel {
         let device = inner.read(&self.place.namespace, index)?;
         let known = inner.devices.get(&link).filter(|known| known.index == index);
         let session = |peer: PeerMessage| {
-            let PeerMessage { key, allowed, endpoint, handshake, received, sent, .. } = peer;
+            let PeerMessage { key, psk, allowed, endpoint, handshake, received, sent, .. } = peer;
             let put = known.and_then(|known| known.peers.get(&key)?.put);
-            Session { key, allowed, put, endpoint, handshake, received, sent }
+            Session { key, allowed, psk, put, endpoint, handshake, received, sent }
         };
         let sessions = device.peers.into_iter().map(session).collect();
         Ok(Tunnel { key: device.public, port: device.port, sessions })

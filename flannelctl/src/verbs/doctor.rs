@@ -188,7 +188,8 @@ mod tests {
             clock: None,
         };
         let path = PathProbe { acknowledged: 1450, segments: Some(segments) };
-        let answered = PeerAnswers { echoes, path, passes: Some(1350) };
+        let passes = Some(1350);
+        let answered = PeerAnswers { echoes, path, passes, handshake: None };
         let (report, faults) = peer_report(&target, &asked, &mut [answered].into_iter(), &devices);
         examination.peers.push(report);
         examination.layer("peers", "1 asked", faults);
@@ -242,6 +243,7 @@ mod tests {
                 echoes,
                 path: PathProbe { acknowledged: 1430, segments: Some(segments) },
                 passes: None,
+                handshake: None,
             }
         };
         let answered: Vec<PeerAnswers> = questions.iter().map(answered).collect();

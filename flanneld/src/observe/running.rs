@@ -96,7 +96,8 @@ impl Running {
     /// tunnel or a lease.
     pub(crate) fn probe_server(&self, port: u16) -> ServerConfig {
         let devices = if self.lapsed { Dual::default() } else { self.datapath.devices };
-        let bare = !self.lapsed && self.datapath.bare;
+        let Datapath { bare, encrypted, .. } = self.datapath;
+        let bare = !self.lapsed && (bare || encrypted);
         let (own, iface) = (self.handle.lease.subnets, &self.iface);
         let at = |family, address: Option<IpAddr>| {
             own.family(family).filter(|_| bare)?;

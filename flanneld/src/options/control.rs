@@ -42,7 +42,7 @@ pub struct ControlFlags {
     pub control_group: Option<u32>,
 
     /// The port, TCP and UDP, for path probes of other nodes' doctors at the tunnel's address;
-    /// without a tunnel, TCP at the external interface's address; 0: none
+    /// without a tunnel or with an encrypted one, TCP at the external interface's address; 0: none
     #[arg(long, value_name = "PORT", default_value = DOCTOR_PORT, value_parser = port)]
     pub doctor_port: u16,
 
