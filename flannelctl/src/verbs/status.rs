@@ -333,6 +333,7 @@ pub(crate) mod tests {
         };
         for peer in &mut peers {
             (peer.backend, peer.state) = ("wireguard".into(), "in place".into());
+            (peer.reason, peer.changed) = (None, None);
         }
         let ipv6 = tunnel("flannel-wg-v6", Some(7300.0), None);
         peers[0].subnets.push("fd00:1:0:8::/64".into());

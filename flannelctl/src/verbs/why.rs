@@ -204,8 +204,8 @@ kernel     via 192.0.2.99 dev eth0
             let why = WhyReport { tunnel: Some(tunnel), ..flannel_api::testing::why_report() };
             page(&why, &Terminal { width: 120, colours: false })
         };
-        let line = "\ntunnel     flannel-wg, last handshake 12 s ago, 1.2 MiB received, 512 B sent, \
-                    roamed to 198.51.100.7:40000\n";
+        let line = "\ntunnel     flannel-wg, last handshake 12 s ago, 1.2 MiB received, 512 B \
+                    sent, roamed to 198.51.100.7:40000\n";
         assert!(page(tunnel.clone()).contains(line), "{}", page(tunnel));
         let none = TunnelReport { handshake: None, endpoint: None, ..tunnel };
         let line = "\ntunnel     flannel-wg, no handshake, 1.2 MiB received, 512 B sent\n";
