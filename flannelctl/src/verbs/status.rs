@@ -244,7 +244,7 @@ fn tunnel_table(peers: &[PeerReport], terminal: &Terminal) -> String {
         let cells = vec![
             peer.subnets.clone(),
             each(|tunnel| {
-                tunnel.handshake.map_or("none".into(), |age| format!("{} ago", span(age)))
+                tunnel.handshake.map_or_else(|| "none".into(), |age| format!("{} ago", span(age)))
             }),
             each(|tunnel| bytes(tunnel.received)),
             each(|tunnel| bytes(tunnel.sent)),
