@@ -67,6 +67,24 @@ impl fmt::Debug for BackendConfig {
 }
 
 impl BackendConfig {
+    const EXPECTED: &str = "an object with the backend's Type, for example {\"Type\": \"vxlan\"}";
+
+    /// Reads a `Backend` object.
+    ///
+    /// # Errors
+    /// It is no JSON object, or has no valid `Type`.
+    pub fn parse(text: &str) -> Result<Self, FieldError> {
+        let kind = Fields::parse(text, "Backend")?
+            .take("Type", "the name of a backend, for example \"vxlan\"")?
+            .filter(|kind: &String| !kind.is_empty());
+        let kind = kind.ok_or_else(|| FieldError {
+            field: "Backend".into(),
+            value: "an object without a Type".into(),
+            expected: Self::EXPECTED.into(),
+        })?;
+        Ok(Self { kind: kind.to_lowercase(), options: text.to_owned(), explicit: true })
+    }
+
     /// The fields of `options`.
     ///
     /// # Errors
@@ -219,15 +237,9 @@ fn backend(fields: &Fields, name: &str) -> Result<BackendConfig, FieldError> {
     if !fields.has(name) {
         return Ok(BackendConfig { kind: "vxlan".into(), options: "{}".into(), explicit: false });
     }
-    let expected = "an object with the backend's Type, for example {\"Type\": \"vxlan\"}";
-    let raw = fields.raw(name).ok_or_else(|| fields.error(name, &"null", expected))?;
-    let options = Fields::parse(raw.get(), name)?;
-    let expected_kind = "the name of a backend, for example \"vxlan\"";
-    let kind: String = options.take("Type", expected_kind)?.unwrap_or_default();
-    if kind.is_empty() {
-        return Err(fields.error(name, &"an object without a Type", expected));
-    }
-    Ok(BackendConfig { kind: kind.to_lowercase(), options: raw.get().to_owned(), explicit: true })
+    let raw =
+        fields.raw(name).ok_or_else(|| fields.error(name, &"null", BackendConfig::EXPECTED))?;
+    BackendConfig::parse(raw.get())
 }
 
 #[cfg(test)]

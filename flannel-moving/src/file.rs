@@ -1,0 +1,110 @@
+//! The members as text, so that a restarted node runs all backends that it has offered.
+
+use flannel_core::config::BackendConfig;
+use serde::{Deserialize, Serialize};
+use serde_json::value::RawValue;
+
+use super::{Member, NodeBackends};
+
+/// The text has not the form of [`NodeBackends::to_json`]. The error shows nothing of the text,
+/// which may have secrets.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("line {line}, column {column}: {expected}")]
+pub struct Damaged {
+    line: usize,
+    column: usize,
+    expected: &'static str,
+}
+
+#[derive(Serialize, Deserialize)]
+struct Wire {
+    backends: Vec<WireMember>,
+}
+
+#[derive(Serialize, Deserialize)]
+struct WireMember {
+    lease_type: String,
+    offered: bool,
+    backend: Box<RawValue>,
+}
+
+impl NodeBackends {
+    /// The members as JSON text. It has the options of all backends, secrets included.
+    pub fn to_json(&self) -> String {
+        let member = |member: &Member| WireMember {
+            lease_type: member.lease_type.clone(),
+            offered: member.offered,
+            backend: with_type(&member.backend),
+        };
+        let wire = Wire { backends: self.iter().map(member).collect() };
+        serde_json::to_string(&wire).expect("texts and JSON values serialize")
+    }
+
+    /// Reads the text of [`Self::to_json`].
+    ///
+    /// # Errors
+    /// It has another form.
+    pub fn parse(text: &str) -> Result<Self, Damaged> {
+        let wire: Wire = serde_json::from_str(text).map_err(|error| Damaged {
+            line: error.line(),
+            column: error.column(),
+            expected: "expected {\"backends\": [...]}, each with lease_type, offered and backend",
+        })?;
+        let member = |wire: WireMember| {
+            let WireMember { lease_type, offered, backend } = wire;
+            let backend = BackendConfig::parse(backend.get());
+            backend.map(|backend| Member { lease_type, backend, offered })
+        };
+        let members = wire.backends.into_iter().map(member).collect::<Result<Vec<_>, _>>();
+        let mut all = Self(members.map_err(|_| Damaged {
+            line: 1,
+            column: 1,
+            expected: "expected a Type in each backend, such as {\"Type\": \"vxlan\"}",
+        })?);
+        all.sort();
+        Ok(all)
+    }
+}
+
+/// The options of a backend. A config without a `Backend` has none, but a kind.
+fn with_type(backend: &BackendConfig) -> Box<RawValue> {
+    let text = match backend.explicit {
+        true => backend.options.clone(),
+        false => serde_json::json!({ "Type": backend.kind }).to_string(),
+    };
+    RawValue::from_string(text).expect("a config has valid JSON")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn members_are_read_as_they_were_written() {
+        let mut all = NodeBackends::default();
+        let unnamed = BackendConfig { kind: "vxlan".into(), options: "{}".into(), explicit: false };
+        all.aim_at("vxlan", &unnamed, true);
+        let text = r#"{"Type":"Host-GW","Secret":"x\n"}"#;
+        all.aim_at("host-gw", &BackendConfig::parse(text).unwrap(), true);
+        let read = NodeBackends::parse(&all.to_json()).unwrap();
+        let kinds: Vec<_> = read.iter().map(|it| (&*it.backend.kind, it.offered)).collect();
+        assert_eq!(kinds, [("vxlan", true), ("host-gw", false)]);
+        assert_eq!(read.iter().nth(1), all.iter().nth(1));
+        assert_eq!(read.to_json(), all.to_json());
+    }
+
+    #[test]
+    fn an_error_shows_the_place_and_nothing_of_the_text() {
+        for (text, expected) in [
+            ("", "line 1, column 0: expected {\"backends\""),
+            (r#"{"backends": "psk-4711"}"#, "line 1, column 23: expected {\"backends\""),
+            (
+                r#"{"backends":[{"lease_type":"x","offered":true,"backend":{"PSK":"psk-4711"}}]}"#,
+                "a Type in each",
+            ),
+        ] {
+            let error = NodeBackends::parse(text).unwrap_err().to_string();
+            assert!(error.contains(expected) && !error.contains("4711"), "{error}");
+        }
+    }
+}

@@ -1,0 +1,340 @@
+//! A model of a cluster whose nodes step in any order. It checks the invariants of a move.
+//!
+//! The store is a list of writes. The view of a node is a prefix of it, and never gets shorter.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use flannel_core::Subnets;
+use flannel_core::config::BackendConfig;
+use flannel_core::lease::{Lease, LeaseAttrs, LeaseSet, Offer, Origin, Revision, View};
+use proptest::prelude::*;
+
+use crate::{NodeBackends, Seen, Wait};
+
+const KINDS: [&str; 3] = ["vxlan", "host-gw", "ipip"];
+const NODES: usize = 3;
+
+/// One event. Nodes are numbers modulo the size of the cluster.
+#[derive(Debug, Clone)]
+enum Event {
+    /// The store gets another config.
+    Config(usize),
+    /// The node reads the config. Its network is rebuilt with the new backend.
+    Read(usize),
+    /// The devices of all members are in the node's kernel.
+    InPlace(usize),
+    /// The node sees this many more writes.
+    View(usize, usize),
+    /// The node steps, and publishes its offers. `crash`: it is killed before it publishes.
+    Step { node: usize, crash: bool },
+    /// The node drops the members that nothing uses.
+    Drop(usize),
+    /// The daemon is killed. The objects stay in the kernel.
+    Kill(usize),
+    /// The daemon starts again.
+    Start(usize),
+}
+
+fn event() -> impl Strategy<Value = Event> {
+    let node = 0..NODES;
+    prop_oneof![
+        1 => (0..KINDS.len()).prop_map(Event::Config),
+        4 => node.clone().prop_map(Event::Read),
+        4 => node.clone().prop_map(Event::InPlace),
+        8 => (node.clone(), 1..4usize).prop_map(|(node, by)| Event::View(node, by)),
+        10 => (node.clone(), prop::bool::weighted(0.1))
+            .prop_map(|(node, crash)| Event::Step { node, crash }),
+        3 => node.clone().prop_map(Event::Drop),
+        1 => node.clone().prop_map(Event::Kill),
+        3 => node.prop_map(Event::Start),
+    ]
+}
+
+#[derive(Debug, Clone)]
+struct Node {
+    /// `<state-dir>/backends`.
+    kept: NodeBackends,
+    /// The kind in the config that it read last.
+    target: &'static str,
+    runs: bool,
+    in_place: bool,
+    /// The kinds whose devices are in its kernel.
+    kernel: BTreeSet<&'static str>,
+    /// The number of writes that it has seen.
+    seen: usize,
+    /// The number of writes when it withdrew an offer last.
+    withdrew: usize,
+}
+
+/// The offers of a node, at one moment.
+type Offers = Vec<&'static str>;
+
+#[derive(Debug)]
+struct Cluster {
+    config: usize,
+    nodes: Vec<Node>,
+    writes: Vec<(usize, Offers)>,
+}
+
+fn backend(kind: &str) -> BackendConfig {
+    BackendConfig::parse(&format!("{{\"Type\": \"{kind}\"}}")).unwrap()
+}
+
+fn known(kind: &str) -> &'static str {
+    KINDS.into_iter().find(|known| *known == kind).unwrap()
+}
+
+fn subnets(node: usize) -> Subnets {
+    format!("10.1.{}.0-24", node + 1).parse().unwrap()
+}
+
+fn lease(node: usize, offers: &[&'static str]) -> Lease {
+    let offer = |kind: &&'static str| Offer {
+        public: [[192, 0, 2, 1 + node as u8].into()].into_iter().collect(),
+        kind: (*kind).into(),
+        ..Offer::default()
+    };
+    let mut offers = offers.iter().map(offer);
+    let attrs = LeaseAttrs { preferred: offers.next().unwrap(), others: offers.collect() };
+    let revision = Revision(1);
+    Lease { subnets: subnets(node), attrs, expires: None, since: revision, revision }
+}
+
+impl Cluster {
+    /// `go`: the offer of a node of Go flannel.
+    fn new(go: Option<&'static str>) -> Self {
+        let mut kept = NodeBackends::default();
+        kept.aim_at(KINDS[0], &backend(KINDS[0]), true);
+        let node = Node {
+            kept,
+            target: KINDS[0],
+            runs: true,
+            in_place: true,
+            kernel: [KINDS[0]].into(),
+            seen: 0,
+            withdrew: 0,
+        };
+        let mut cluster = Self { config: 0, nodes: vec![node; NODES], writes: Vec::new() };
+        (0..NODES).for_each(|node| cluster.publish(node));
+        cluster.writes.extend(go.map(|kind| (NODES, vec![kind])));
+        let all = cluster.writes.len();
+        cluster.nodes.iter_mut().for_each(|node| node.seen = all);
+        cluster
+    }
+
+    fn offers(&self, node: usize) -> Offers {
+        self.nodes[node].kept.offered().map(|it| known(&it.lease_type)).collect()
+    }
+
+    fn publish(&mut self, node: usize) {
+        let offers = self.offers(node);
+        if self.published(self.writes.len(), node) != Some(&offers) {
+            self.writes.push((node, offers));
+        }
+    }
+
+    /// The offers of a node after the first `count` writes.
+    fn published(&self, count: usize, node: usize) -> Option<&Offers> {
+        self.writes[..count].iter().rev().find(|(of, _)| *of == node).map(|(_, offers)| offers)
+    }
+
+    fn view(&self, node: usize) -> View {
+        let offers = |of| Some((of, self.published(self.nodes[node].seen, of)?));
+        let leases = (0..=NODES).filter_map(offers);
+        let leases: LeaseSet = leases.map(|(of, offers)| Arc::new(lease(of, offers))).collect();
+        View { leases, origin: Origin::Live { revision: Revision(1) } }
+    }
+
+    fn step_of(&self, node: usize) -> Option<Result<NodeBackends, Wait>> {
+        let (view, own) = (self.view(node), subnets(node));
+        let Node { kept, target, in_place, .. } = &self.nodes[node];
+        let step = kept.step(target, &Seen { in_place: *in_place, view: &view, own });
+        step.map(|step| step.next)
+    }
+
+    /// Returns whether it changed anything.
+    fn happens(&mut self, event: &Event) -> bool {
+        let (config, all) = (KINDS[self.config], self.writes.len());
+        match *event {
+            Event::Config(kind) => self.config = kind,
+            Event::Read(node) if self.nodes[node].runs && self.nodes[node].target != config => {
+                let it = &mut self.nodes[node];
+                it.kept.aim_at(config, &backend(config), true);
+                (it.target, it.in_place) = (config, false);
+            }
+            Event::InPlace(node) if self.nodes[node].runs && !self.nodes[node].in_place => {
+                let it = &mut self.nodes[node];
+                it.in_place = true;
+                it.kernel.extend(it.kept.iter().map(|it| known(&it.lease_type)));
+            }
+            Event::View(node, by) if self.nodes[node].runs && self.nodes[node].seen < all => {
+                let seen = &mut self.nodes[node].seen;
+                *seen = all.min(*seen + by);
+            }
+            Event::Step { node, crash } if self.nodes[node].runs => {
+                let Some(Ok(next)) = self.step_of(node) else { return false };
+                let before = self.offers(node);
+                self.nodes[node].kept = next;
+                let after = self.offers(node);
+                let lists = |kind| {
+                    (0..=NODES).all(|of| {
+                        let seen = self.published(self.nodes[node].seen, of);
+                        seen.is_none_or(|offers| offers.contains(&kind))
+                    })
+                };
+                assert!(before[0] == after[0] || lists(after[0]), "{before:?} -> {after:?}");
+                assert!(after.iter().all(|kind| self.nodes[node].kernel.contains(kind)));
+                if crash {
+                    self.nodes[node].runs = false;
+                } else {
+                    self.publish(node);
+                }
+                if after.len() < before.len() {
+                    self.nodes[node].withdrew = self.writes.len();
+                }
+            }
+            Event::Drop(node) if self.nodes[node].runs => {
+                if self.step_of(node) != Some(Err(Wait::Silence)) {
+                    return false;
+                }
+                // A minute has passed: all nodes have seen the withdrawal. No packet has come.
+                let withdrew = self.nodes[node].withdrew;
+                let late = |it: &Node| it.seen < withdrew || !it.in_place;
+                if self.nodes.iter().any(late) {
+                    return false;
+                }
+                let it = &mut self.nodes[node];
+                it.kept.retain(|member| member.offered);
+                it.kernel = it.kept.iter().map(|it| known(&it.lease_type)).collect();
+            }
+            Event::Kill(node) if self.nodes[node].runs => self.nodes[node].runs = false,
+            Event::Start(node) if !self.nodes[node].runs => {
+                let it = &mut self.nodes[node];
+                it.kept.aim_at(config, &backend(config), true);
+                (it.target, it.runs, it.in_place, it.seen) = (config, true, false, all);
+                self.publish(node);
+            }
+            _ => return false,
+        }
+        true
+    }
+
+    /// Two nodes have a common offer, and each path leads to a device that exists.
+    fn check(&self) {
+        for (node, it) in self.nodes.iter().enumerate() {
+            for (peer, other) in self.nodes.iter().enumerate().filter(|(peer, _)| *peer != node) {
+                let now = |of| self.published(self.writes.len(), of).unwrap();
+                let common = now(node).iter().any(|kind| now(peer).contains(kind));
+                assert!(common, "{node} and {peer} have no common offer: {self:#?}");
+                let seen = self.published(it.seen, peer).unwrap();
+                let mut usable = it.kept.by_use(it.target).map(|it| known(&it.lease_type));
+                let chosen = usable.find(|kind| it.kernel.contains(kind) && seen.contains(kind));
+                let arrives = chosen.is_some_and(|kind| other.kernel.contains(kind));
+                assert!(arrives, "{node} sends to {peer} by {chosen:?}: {self:#?}");
+            }
+        }
+    }
+
+    /// Everything happens that can happen, until nothing changes any more.
+    fn comes_to_rest(&mut self) {
+        for _ in 0..100 {
+            let mut changed = false;
+            for node in 0..NODES {
+                for event in [
+                    Event::Start(node),
+                    Event::Read(node),
+                    Event::InPlace(node),
+                    Event::View(node, usize::MAX / 2),
+                    Event::Step { node, crash: false },
+                    Event::Drop(node),
+                ] {
+                    changed |= self.happens(&event);
+                    self.check();
+                }
+            }
+            if !changed {
+                return;
+            }
+        }
+        panic!("the cluster does not come to rest: {self:#?}");
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(200))]
+
+    #[test]
+    fn all_nodes_reach_each_other_until_the_move_ends_with_one_offer(
+        events in prop::collection::vec(event(), 0..400),
+    ) {
+        let mut cluster = Cluster::new(None);
+        for event in &events {
+            cluster.happens(event);
+            cluster.check();
+        }
+        cluster.comes_to_rest();
+        for (node, it) in cluster.nodes.iter().enumerate() {
+            let kinds: Vec<_> = it.kept.iter().map(|it| &*it.lease_type).collect();
+            prop_assert_eq!(kinds, [KINDS[cluster.config]]);
+            prop_assert_eq!(cluster.offers(node), [KINDS[cluster.config]]);
+        }
+    }
+
+    #[test]
+    fn a_node_of_go_flannel_keeps_the_old_offers(
+        events in prop::collection::vec(event(), 0..400),
+    ) {
+        let mut cluster = Cluster::new(Some(KINDS[0]));
+        for event in &events {
+            cluster.happens(event);
+            cluster.check();
+        }
+        cluster.comes_to_rest();
+        for node in 0..NODES {
+            prop_assert!(cluster.offers(node).contains(&KINDS[0]), "{:#?}", cluster);
+            prop_assert_eq!(cluster.offers(node)[0], KINDS[0]);
+        }
+    }
+}
+
+#[test]
+fn a_move_waits_for_each_step_of_the_other_nodes() {
+    let mut cluster = Cluster::new(None);
+    cluster.happens(&Event::Config(1));
+    let step = |cluster: &mut Cluster, node| {
+        cluster.happens(&Event::View(node, usize::MAX / 2));
+        cluster.happens(&Event::Step { node, crash: false });
+        let wait = cluster.step_of(node).unwrap().unwrap_err();
+        let names = |blockers: crate::Blockers| {
+            let first: Vec<_> = blockers.first.iter().map(|it| it.subnets.to_string()).collect();
+            format!("{} {}", blockers.total, first.join(" "))
+        };
+        let wait = match wait {
+            Wait::Offers(blockers) => format!("offers {}", names(blockers)),
+            Wait::Preference(blockers) => format!("preference {}", names(blockers)),
+            Wait::Withdrawal(blockers) => format!("withdrawal {}", names(blockers)),
+            wait => format!("{wait:?}"),
+        };
+        format!("{} | {wait}", cluster.offers(node).join(" "))
+    };
+    cluster.happens(&Event::Read(0));
+    assert_eq!(step(&mut cluster, 0), "vxlan | Devices");
+    cluster.happens(&Event::InPlace(0));
+    assert_eq!(step(&mut cluster, 0), "vxlan host-gw | Store");
+    assert_eq!(step(&mut cluster, 0), "vxlan host-gw | offers 2 10.1.2.0-24 10.1.3.0-24");
+    for node in 1..NODES {
+        cluster.happens(&Event::Read(node));
+        cluster.happens(&Event::InPlace(node));
+        assert_eq!(step(&mut cluster, node), "vxlan host-gw | Store");
+    }
+    for node in 0..NODES {
+        assert_eq!(step(&mut cluster, node), "host-gw vxlan | Store");
+    }
+    assert_eq!(step(&mut cluster, 0), "host-gw | Store");
+    assert_eq!(step(&mut cluster, 0), "host-gw | withdrawal 2 10.1.2.0-24 10.1.3.0-24");
+    for node in 1..NODES {
+        assert_eq!(step(&mut cluster, node), "host-gw | Store");
+    }
+    assert_eq!(step(&mut cluster, 0), "host-gw | Silence");
+}
