@@ -12,7 +12,8 @@ use flannel_core::{Lease, Subnets};
 
 /// The VTEP's MAC address in the backend data of one family; `None` if absent or malformed.
 pub(crate) fn published(attrs: &LeaseAttrs, family: Family) -> Option<MacAddr> {
-    crate::plan::vtep_mac(attrs.preferred.data[family].as_deref()?).ok()
+    let ours = attrs.offers().find(|offer| offer.kind == crate::plan::TYPE)?;
+    crate::plan::vtep_mac(ours.data[family].as_deref()?).ok()
 }
 
 /// The MAC addresses of other nodes. A lease with the subnets `own`, or with one of our `public`

@@ -56,6 +56,13 @@ pub trait Backend: fmt::Debug + Send + Sync {
         self.kind()
     }
 
+    /// Whether its network can run on a node beside that of another backend, while a cluster moves
+    /// from one to the other. Return `false` if [`prepare`](Self::prepare) builds a network that
+    /// runs itself ([`Built::Custom`]).
+    fn can_move(&self) -> bool {
+        !self.lease_type().is_empty()
+    }
+
     /// The names of its options, without `Type`. `None`: flannelctl does not find misspelt ones.
     fn option_names(&self) -> Option<&'static [&'static str]> {
         None
@@ -121,6 +128,23 @@ impl Datapath {
     /// The devices whose packets are encrypted, each once.
     pub fn encrypted_devices(&self) -> BTreeSet<LinkName> {
         self.devices.values().copied().filter(|_| self.encrypted).collect()
+    }
+
+    /// Adds the datapath of a backend that runs beside this one. Of two tunnels of one family, the
+    /// device of `self` stays.
+    pub fn merge(&mut self, other: Self) {
+        self.direct |= other.direct || self.devices != other.devices;
+        self.bare |= other.bare;
+        self.encrypted &= other.encrypted;
+        for (family, device) in other.devices.iter() {
+            if self.devices[family].is_none() {
+                self.devices[family] = Some(*device);
+                self.overhead[family] = other.overhead[family];
+            }
+        }
+        let new = other.inlets.into_iter().filter(|inlet| !self.inlets.contains(inlet));
+        let new: Vec<Inlet> = new.collect();
+        self.inlets.extend(new);
     }
 }
 

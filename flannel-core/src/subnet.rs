@@ -52,6 +52,12 @@ pub trait SubnetManager: fmt::Debug + Send + Sync {
     #[doc = include_str!("../docs/acquire_lease.md")]
     async fn acquire_lease(&self, attrs: &LeaseAttrs) -> Result<Lease>;
 
+    /// Whether [`acquire_lease`](Self::acquire_lease) publishes the attributes. Otherwise the
+    /// operator writes them.
+    fn publishes_attrs(&self) -> bool {
+        true
+    }
+
     /// Publishes other attributes for the lease of this node. Returns the new lease.
     ///
     /// # Errors

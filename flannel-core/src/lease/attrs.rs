@@ -10,6 +10,9 @@ use super::Subnets;
 use crate::address::{Dual, Family, Subnet};
 use crate::json::{FieldError, Fields, compact};
 
+/// The field of a lease with its further offers.
+const OTHERS: &str = "OtherOffers";
+
 /// One way to reach a node: a backend, with the addresses and data that its peers need.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Offer {
@@ -43,6 +46,25 @@ impl Offer {
             public: self.public[subnet.family()],
             data: self.data[subnet.family()].as_deref(),
         })
+    }
+
+    /// Offers as the JSON text of `OtherOffers` in the store.
+    pub fn list_to_json(offers: &[Self]) -> String {
+        let wire: Vec<_> = offers.iter().map(Self::wire).collect();
+        compact(&serde_json::to_string(&wire).expect("strings and addresses serialize"))
+    }
+
+    /// Reads the text of [`Offer::list_to_json`].
+    ///
+    /// # Errors
+    /// It is no list of JSON objects, or a field is invalid.
+    pub fn list_from_json(text: &str) -> Result<Box<[Self]>, FieldError> {
+        Self::list(&Fields::parse(&format!("{{\"{OTHERS}\":{text}}}"), "")?)
+    }
+
+    fn list(fields: &Fields) -> Result<Box<[Self]>, FieldError> {
+        let raw: Vec<Box<RawValue>> = fields.take(OTHERS, "a list of objects")?.unwrap_or_default();
+        raw.iter().map(|raw| Self::from_fields(&Fields::parse(raw.get(), OTHERS)?)).collect()
     }
 
     /// The fields of this offer in the store.
@@ -137,12 +159,7 @@ impl LeaseAttrs {
     /// The text is no JSON object, or a field is invalid; `PublicIP` must not be `null`, as in Go.
     pub fn from_json(text: &str) -> Result<Self, FieldError> {
         let fields = Fields::parse(text, "")?;
-        let others = |raw: Vec<Box<RawValue>>| {
-            let offers = raw.iter().map(|raw| Fields::parse(raw.get(), "OtherOffers"));
-            offers.map(|fields| Offer::from_fields(&fields?)).collect()
-        };
-        let others = fields.take("OtherOffers", "a list of objects")?.map(others).transpose()?;
-        Ok(Self { preferred: Offer::from_fields(&fields)?, others: others.unwrap_or_default() })
+        Ok(Self { preferred: Offer::from_fields(&fields)?, others: Offer::list(&fields)? })
     }
 
     /// All offers, in the order of preference.

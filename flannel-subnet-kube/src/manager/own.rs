@@ -14,7 +14,7 @@ use serde_json::json;
 use super::shared::Shared;
 use crate::api::Call;
 use crate::node::annotations::{
-    Values, address, desired, has, names, read, reworded, wrong_overwrites,
+    OTHER_OFFERS, Values, address, desired, has, names, read, reworded, wrong_overwrites,
 };
 use crate::node::{Node, Wire};
 use crate::options::NodeIdentity;
@@ -176,7 +176,12 @@ impl Shared {
             let prefix = &self.options.prefix;
             let annotations: serde_json::Map<String, serde_json::Value> = missing
                 .iter()
-                .map(|(name, value)| (format!("{prefix}{name}"), json!(value)))
+                .map(|(name, value)| {
+                    // `null` removes an annotation.
+                    let value =
+                        Some(value).filter(|value| !value.is_empty() || **name != *OTHER_OFFERS);
+                    (format!("{prefix}{name}"), json!(value))
+                })
                 .collect();
             let (_, revision) =
                 self.patch(json!({ "metadata": { "annotations": annotations } })).await?;

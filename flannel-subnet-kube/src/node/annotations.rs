@@ -16,6 +16,8 @@ use super::prefix::Prefix;
 /// A node runs flannel if this annotation is "true".
 pub(crate) const MANAGED: &str = "kube-subnet-manager";
 pub(crate) const BACKEND_TYPE: &str = "backend-type";
+/// The further offers of the lease as JSON. Go flannel ignores it. A node with one offer has none.
+pub(crate) const OTHER_OFFERS: &str = "other-offers";
 
 /// The names of one family, without the prefix.
 pub(crate) struct Names {
@@ -61,12 +63,27 @@ pub(crate) type Values = BTreeMap<Box<str>, Box<str>>;
 ///
 /// The IPv4 pair is always written, except by `vxlan` without IPv4. The IPv6 pair is written by
 /// `vxlan` and `wireguard` if they have data for it, and by `host-gw` and `extension` if they have
-/// an address.
+/// an address. An empty text is an annotation that must not be there.
 pub(crate) fn desired(attrs: &LeaseAttrs, present: &Values) -> Values {
     let mut values = Values::new();
     let mut put = |name: &str, value: &str| values.insert(name.into(), value.into());
     put(MANAGED, "true");
     put(BACKEND_TYPE, &attrs.preferred.kind);
+    // A text that is not an address is ignored.
+    let overwrite = |family| {
+        let text = present.get(names(family).overwrite)?;
+        Some((text, parse(text, family)?))
+    };
+    let replaced = |offer: &Offer| {
+        let public = |family, own: &IpAddr| overwrite(family).map_or(*own, |(_, address)| address);
+        Offer { public: offer.public.map(public), ..offer.clone() }
+    };
+    let others: Vec<Offer> = attrs.others.iter().map(replaced).collect();
+    if !others.is_empty() {
+        put(OTHER_OFFERS, &Offer::list_to_json(&others));
+    } else if present.contains_key(OTHER_OFFERS) {
+        put(OTHER_OFFERS, "");
+    }
     for family in Family::BOTH {
         let (data, public) =
             (attrs.preferred.data[family].as_deref(), attrs.preferred.public[family]);
@@ -80,11 +97,8 @@ pub(crate) fn desired(attrs: &LeaseAttrs, present: &Values) -> Values {
         if written {
             let names = names(family);
             let own = public.map_or_else(|| names.none.to_owned(), |address| address.to_string());
-            // A text that is not an address is ignored.
-            let overwrite =
-                present.get(names.overwrite).filter(|text| parse(text, family).is_some());
             put(names.data, data.unwrap_or("null"));
-            put(names.public, overwrite.map_or(&own, |text| text));
+            put(names.public, overwrite(family).map_or(&own, |(text, _)| text));
         }
     }
     values
@@ -155,8 +169,21 @@ pub(crate) fn read(
         Some(flannel_core::json::compact(text).into_boxed_str())
     };
     let backend_data = Dual { v4: data(Family::V4), v6: data(Family::V6) };
-    let backend_type = shared_name(text(BACKEND_TYPE));
-    (LeaseAttrs::from(Offer { public, kind: backend_type, data: backend_data }), wrong)
+    let kind = shared_name(text(BACKEND_TYPE));
+    let others = Some(text(OTHER_OFFERS)).filter(|text| !text.is_empty());
+    let mut others = others.map_or_else(
+        || Ok(Box::default()),
+        |text| {
+            Offer::list_from_json(text)
+                .map_err(|error| wrong.push(format!("annotation {prefix}{OTHER_OFFERS}: {error}")))
+        },
+    );
+    for offer in others.iter_mut().flatten() {
+        offer.public = Dual::from_fn(|family| offer.public[family].filter(|_| enabled(family)));
+        offer.data = Dual::from_fn(|family| offer.data[family].take().filter(|_| enabled(family)));
+    }
+    let preferred = Offer { public, kind, data: backend_data };
+    (LeaseAttrs { preferred, others: others.unwrap_or_default() }, wrong)
 }
 
 /// The address in an annotation; `None` if it is absent, empty or unspecified.
@@ -276,6 +303,24 @@ mod tests {
         assert_eq!(read(&written, &Family::BOTH, &prefix), (all.clone(), Vec::new()));
         let v4 = attrs("vxlan", &["192.0.2.1"], [Some("{\"a\":1}"), None]);
         assert_eq!(read(&written, &[Family::V4], &prefix), (v4, Vec::new()));
+        let offer = |list: LeaseAttrs| list.preferred;
+        let two = LeaseAttrs {
+            others: [offer(attrs("host-gw", &["192.0.2.1", "2001:db8::1"], [None, None]))].into(),
+            ..all.clone()
+        };
+        let both = desired(&two, &Values::new());
+        assert_eq!(read(&both, &Family::BOTH, &prefix), (two.clone(), Vec::new()));
+        let (narrow, _) = read(&both, &[Family::V4], &prefix);
+        assert_eq!(*narrow.others, [offer(attrs("host-gw", &["192.0.2.1"], [None, None]))]);
+        // The annotation is removed with the last further offer.
+        assert_eq!(&*desired(&all, &both)[OTHER_OFFERS], "");
+        let overwrite = values(&[("public-ip-overwrite", "198.51.100.7")]);
+        assert!(desired(&two, &overwrite)[OTHER_OFFERS].contains("198.51.100.7"));
+        let mut odd = both;
+        odd.insert(OTHER_OFFERS.into(), "[7]".into());
+        let (attrs_read, wrong) = read(&odd, &Family::BOTH, &prefix);
+        assert_eq!(attrs_read, all);
+        assert!(wrong[0].starts_with("annotation flannel.alpha.coreos.com/other-offers"));
         let mut bad = written;
         bad.insert("public-ip".into(), "2001:db8::7".into());
         bad.insert("backend-v6-data".into(), "{\"VNI".into());

@@ -110,6 +110,10 @@ impl SubnetManager for AssignedManager {
         })
     }
 
+    fn publishes_attrs(&self) -> bool {
+        false
+    }
+
     async fn acquire_lease(&self, attrs: &LeaseAttrs) -> Result<Lease> {
         let attrs = as_stored(attrs);
         let addresses: Vec<IpAddr> = attrs.preferred.public.values().copied().collect();
