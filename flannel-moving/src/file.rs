@@ -83,9 +83,9 @@ mod tests {
     fn members_are_read_as_they_were_written() {
         let mut all = NodeBackends::default();
         let unnamed = BackendConfig { kind: "vxlan".into(), options: "{}".into(), explicit: false };
-        all.aim_at("vxlan", &unnamed, true);
+        all.aim_at("vxlan", &unnamed);
         let text = r#"{"Type":"Host-GW","Secret":"x\n"}"#;
-        all.aim_at("host-gw", &BackendConfig::parse(text).unwrap(), true);
+        all.aim_at("host-gw", &BackendConfig::parse(text).unwrap());
         let read = NodeBackends::parse(&all.to_json()).unwrap();
         let kinds: Vec<_> = read.iter().map(|it| (&*it.backend.kind, it.offered)).collect();
         assert_eq!(kinds, [("vxlan", true), ("host-gw", false)]);

@@ -43,10 +43,9 @@ impl NodeBackends {
     }
 
     /// Takes in the backend of the network config. A member of the same type gets the new options
-    /// at once: peers learn them from its new offer. A new member is not offered yet, unless it is
-    /// the only one. If `others_stay` is false, all other members are dropped.
-    pub fn aim_at(&mut self, lease_type: &str, backend: &BackendConfig, others_stay: bool) {
-        self.0.retain(|member| others_stay || member.lease_type == lease_type);
+    /// at once: peers learn them from its new offer. A new member is not offered yet, unless no
+    /// other is.
+    pub fn aim_at(&mut self, lease_type: &str, backend: &BackendConfig) {
         let backend = backend.clone();
         let offered = !self.0.iter().any(|member| member.offered);
         match self.0.iter_mut().find(|member| member.lease_type == lease_type) {
@@ -60,6 +59,15 @@ impl NodeBackends {
             }
         }
         self.sort();
+    }
+
+    /// Adds `others` as members that are not offered, except those of a type that is there already.
+    pub fn add<'a>(&mut self, others: impl IntoIterator<Item = &'a Member>) {
+        for member in others {
+            if !self.0.iter().any(|known| known.lease_type == member.lease_type) {
+                self.0.push(Member { offered: false, ..member.clone() });
+            }
+        }
     }
 
     /// Keeps the members that are `kept`.

@@ -105,7 +105,7 @@ impl Cluster {
     /// `go`: the offer of a node of Go flannel.
     fn new(go: Option<&'static str>) -> Self {
         let mut kept = NodeBackends::default();
-        kept.aim_at(KINDS[0], &backend(KINDS[0]), true);
+        kept.aim_at(KINDS[0], &backend(KINDS[0]));
         let node = Node {
             kept,
             target: KINDS[0],
@@ -160,7 +160,7 @@ impl Cluster {
             Event::Config(kind) => self.config = kind,
             Event::Read(node) if self.nodes[node].runs && self.nodes[node].target != config => {
                 let it = &mut self.nodes[node];
-                it.kept.aim_at(config, &backend(config), true);
+                it.kept.aim_at(config, &backend(config));
                 (it.target, it.in_place) = (config, false);
             }
             Event::InPlace(node) if self.nodes[node].runs && !self.nodes[node].in_place => {
@@ -211,7 +211,7 @@ impl Cluster {
             Event::Kill(node) if self.nodes[node].runs => self.nodes[node].runs = false,
             Event::Start(node) if !self.nodes[node].runs => {
                 let it = &mut self.nodes[node];
-                it.kept.aim_at(config, &backend(config), true);
+                it.kept.aim_at(config, &backend(config));
                 (it.target, it.runs, it.in_place, it.seen) = (config, true, false, all);
                 self.publish(node);
             }

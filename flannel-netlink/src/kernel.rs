@@ -2,6 +2,7 @@
 
 mod apply;
 mod changes;
+mod counters;
 mod foreign_routes;
 mod process_names;
 pub(crate) mod query;

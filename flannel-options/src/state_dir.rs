@@ -55,6 +55,12 @@ pub fn networks(dir: &Path) -> PathBuf {
     dir.join("networks")
 }
 
+/// The file with the backends that this host runs, as `flannel-moving` writes them. It has their
+/// options, secrets included.
+pub fn backends(dir: &Path) -> PathBuf {
+    dir.join("backends")
+}
+
 /// Reads the pod networks in a file of [`networks`], one on each line. Logs lines that cannot be
 /// read.
 ///

@@ -9,7 +9,7 @@ use flannel_annex::WithAnnexes;
 use flannel_core::backend::{Built, ExternalInterface, MemorySecrets, Node, NodeLease, Secrets};
 use flannel_core::kernel::ProcessNames;
 use flannel_core::lease::LeaseAttrs;
-use flannel_core::{Backend, Config, Kernel, Lease, Result, SubnetManager};
+use flannel_core::{Backend, Config, Error, Kernel, Lease, Result, SubnetManager};
 use tokio::sync::watch;
 
 use crate::host_network::{CustomNetwork, HostNetwork};
@@ -110,36 +110,74 @@ impl Host {
         config: &Config,
         options: JoinOptions,
     ) -> Result<HostNetwork> {
+        self.join_all(&[(backend, config)], &[0], options).await
+    }
+
+    /// The same for a node that moves from one backend to another, with the networks of several
+    /// backends in one. A peer is reached by the first of `members` that accepts one of its offers.
+    /// The objects of this node are those of all members, and the MTU is the smallest.
+    ///
+    /// `offers` has the indexes of the members whose offers the lease publishes, the preferred one
+    /// first. The pod networks of all configs must be the same.
+    ///
+    /// # Errors
+    /// As [`Host::join`]. There is more than one member, and one
+    /// [cannot move](Backend::can_move).
+    ///
+    /// # Cancel safety
+    /// As [`Host::join`].
+    ///
+    /// # Panics
+    /// `offers` is empty, or has no index of a member.
+    pub async fn join_all(
+        &self,
+        members: &[(&dyn Backend, &Config)],
+        offers: &[usize],
+        options: JoinOptions,
+    ) -> Result<HostNetwork> {
         let node =
             Node::new(&self.uplink, &self.machine_id, &self.kernel, &*self.secrets, &*self.subnets);
-        let prepared = backend.prepare(&node, config).await?;
-        let attrs = LeaseAttrs::from(prepared.offer);
+        let (mut prepared, mut annexes) = (Vec::new(), Vec::new());
+        for (backend, config) in members {
+            if members.len() > 1 && !backend.can_move() {
+                let reason = "it does not run beside another backend".to_owned();
+                return Err(Error::Backend { backend: backend.kind().to_owned(), reason });
+            }
+            prepared.push(backend.prepare(&node, config).await?);
+            annexes.extend(backend.annex(self.state_dir.as_deref()));
+        }
+        let mut offered = offers.iter().map(|member| prepared[*member].offer.clone());
+        let preferred = offered.next().expect("a lease has an offer");
+        let attrs = LeaseAttrs { preferred, others: offered.collect() };
         let lease = match options.lapsed {
             Some(lease) => NodeLease::Lapsed(Lease { attrs, ..lease }),
             None => NodeLease::Held(self.subnets.acquire_lease(&attrs).await?),
         };
-        let networks = config.pod_networks().collect();
+        let networks = members[offers[0]].1.pod_networks().collect();
         let mut kernel = Arc::clone(&self.kernel);
-        if let Some(annex) = backend.annex(self.state_dir.as_deref()) {
-            kernel = Arc::new(WithAnnexes::new(kernel, [annex]));
+        if !annexes.is_empty() {
+            kernel = Arc::new(WithAnnexes::new(kernel, annexes));
         }
-        match (prepared.build)(&lease)? {
-            Built::Kernel(mut blueprint) => {
-                if config.require_encryption {
-                    blueprint = blueprint.only_encrypted(&backend.datapath(config)?);
+        let mut blueprints = Vec::new();
+        for (prepared, (backend, config)) in prepared.into_iter().zip(members) {
+            match (prepared.build)(&lease)? {
+                Built::Kernel(blueprint) if config.require_encryption => {
+                    blueprints.push(blueprint.only_encrypted(&backend.datapath(config)?));
                 }
-                let mut network = KernelNetwork::new(kernel, lease, networks, vec![blueprint]);
-                (network.names, network.resync) = (self.process_names.clone(), options.resync);
-                network.mtus = options.path_mtus.unwrap_or(network.mtus);
-                if options.drop_unused_addresses {
-                    network = network.drop_unused_addresses();
+                Built::Kernel(blueprint) => blueprints.push(blueprint),
+                Built::Custom(network) => {
+                    let own = lease.lease().clone();
+                    let filter = ViewFilter::new(own, networks, backend.lease_type());
+                    return Ok(HostNetwork::Custom(Box::new(CustomNetwork { network, filter })));
                 }
-                Ok(HostNetwork::Kernel(Box::new(network)))
-            }
-            Built::Custom(network) => {
-                let filter = ViewFilter::new(lease.lease().clone(), networks, backend.lease_type());
-                Ok(HostNetwork::Custom(Box::new(CustomNetwork { network, filter })))
             }
         }
+        let mut network = KernelNetwork::new(kernel, lease, networks, blueprints);
+        (network.names, network.resync) = (self.process_names.clone(), options.resync);
+        network.mtus = options.path_mtus.unwrap_or(network.mtus);
+        if options.drop_unused_addresses {
+            network = network.drop_unused_addresses();
+        }
+        Ok(HostNetwork::Kernel(Box::new(network)))
     }
 }

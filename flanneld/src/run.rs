@@ -6,6 +6,7 @@ mod changed_config;
 mod config_validator;
 mod firewall;
 mod leftovers;
+mod moving;
 mod network;
 mod start;
 mod status_log;

@@ -12,12 +12,12 @@ use flannel_core::status::Status;
 use flannel_route::Cleanup;
 
 /// Whether all objects of the leases are in the kernel, or refused by it.
-fn is_settled(status: &Arc<Status>) -> bool {
+pub(super) fn is_settled(status: &Arc<Status>) -> bool {
     status.live && status.settled && status.kernel_error.is_none()
 }
 
 /// Logs a removal of the objects that `origin` left. Returns whether all of them are gone.
-fn log_removal(origin: &str, removal: Result<Cleanup, KernelError>) -> bool {
+pub(super) fn log_removal(origin: &str, removal: Result<Cleanup, KernelError>) -> bool {
     match removal {
         Ok(report) => {
             for object in report.done.iter().map(Change::object) {

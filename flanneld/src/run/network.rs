@@ -48,14 +48,14 @@ pub(super) async fn run(
 ) -> Result<String, Error> {
     warn_if_stale(subnets, &ready.views.borrow());
     let (settled, rules) = watch::channel(false);
-    let datapath = settings.backends.datapath(&ready.config);
+    let datapath = ready.team.datapath(settings);
     let (book, rulebook) = watch::channel(settings.firewall.rulebook(&ready.config, &datapath));
     let running = ready.running(settings, rulebook);
     let probes = running.probes(&settings.control, subnets.store_status().store);
     let responder = server::serve(running.probe_server(settings.control.doctor_port));
     let _running = observer.running(running);
-    let Ready { config, network, paths, views, lapsed, cached, first, chosen, validator } = ready;
-    let backend = settings.backends.find(&config.backend.kind)?;
+    let Ready { config, team, moving, network, paths, views, .. } = ready;
+    let Ready { lapsed, cached, first, chosen, validator, .. } = ready;
     let handle = network.handle();
     let own = handle.lease.subnets;
     let firewall = async {
@@ -88,7 +88,7 @@ pub(super) async fn run(
         };
         write().await?;
         tracing::info!(
-            lease = %own, backend = backend.kind(), mtu = handle.mtu,
+            lease = %own, backend = team.target.kind(), mtu = handle.mtu,
             subnet_file = %settings.subnet_file.display(), "running"
         );
         tokio::select! {
@@ -104,14 +104,16 @@ pub(super) async fn run(
         network.run(views.clone()).await
     };
     let uplink = chosen.iface.name;
-    let (kernel, footprint) = (chosen.kernel.clone(), backend.footprint(&config, Some(uplink))?);
+    let (kernel, footprint) = (chosen.kernel.clone(), team.footprint(Some(uplink))?);
     let old_networks = OldNetworks::record(&settings.state_dir, &config).await;
     let status = || handle.status.clone();
     tokio::select! {
         never = old_networks.clear(kernel.clone(), footprint.clone(), status()) => match never {},
-        never = old_records::clear(
-            kernel.clone(), (settings, backend), status()
-        ) => match never {},
+        never = old_records::clear(kernel.clone(), (settings, &team), status()) => match never {},
+        never = moving.clear((settings, &team), kernel.clone(), status()) => match never {},
+        reason = moving.next(
+            (&team, own), (views.clone(), status()), &chosen.kernel, observer
+        ) => Ok(reason),
         never = go_flannel.clear(kernel, (footprint, &config), status()) => match never {},
         ended = routes => match ended? {
             Ended::Rebuild(reason) => Ok(reason),

@@ -15,6 +15,7 @@ use flannel_route::{Host, HostNetwork, JoinOptions};
 use tokio::sync::{OnceCell, watch};
 
 use super::config_validator::ConfigValidator;
+use super::moving::{Moving, Runs, Team};
 use super::uplink::{Chosen, addresses_of};
 use crate::config::DaemonConfig;
 use crate::error::Error;
@@ -30,6 +31,7 @@ pub(super) struct Starter<'a> {
     machine_id: String,
     /// The start is published before the first lease is requested.
     announced: OnceCell<()>,
+    moving: Arc<Moving>,
     /// The values that the last network was built from; `None` before the first one.
     last: Option<(Config, ExternalInterface)>,
 }
@@ -37,6 +39,9 @@ pub(super) struct Starter<'a> {
 /// A network that can run.
 pub(super) struct Ready {
     pub(super) config: Config,
+    /// The backends of the network.
+    pub(super) team: Team,
+    pub(super) moving: Arc<Moving>,
     pub(super) network: HostNetwork,
     /// The results of the probes of paths; `None`: paths are not probed.
     pub(super) paths: Option<Paths>,
@@ -59,15 +64,15 @@ impl Ready {
         settings: &DaemonConfig,
         rulebook: watch::Receiver<Rulebook>,
     ) -> Running {
-        let backends = &settings.backends;
-        let datapath = backends.datapath(&self.config);
+        let datapath = self.team.datapath(settings);
+        let footprint = self.team.footprint(Some(self.chosen.iface.name)).unwrap_or_default();
         Running {
             paths: self.paths.clone(),
             config: self.config.clone(),
             unguarded: settings.firewall.unguarded(&self.config, &datapath),
             encrypted: datapath.encrypted.then(|| Arc::clone(&self.chosen.kernel)),
             datapath,
-            links: backends.links(self.chosen.iface.name, &self.config),
+            links: footprint.links.into_iter().collect(),
             iface: self.chosen.iface.clone(),
             kernel: Arc::clone(&self.chosen.kernel) as Arc<dyn Kernel>,
             handle: self.network.handle(),
@@ -87,7 +92,8 @@ impl<'a> Starter<'a> {
         machine_id: String,
     ) -> Self {
         let (announced, last) = (OnceCell::new(), None);
-        Self { settings, kernel, subnets, machine_id, announced, last }
+        let moving = Arc::new(Moving::open(&settings.state_dir));
+        Self { settings, kernel, subnets, machine_id, announced, moving, last }
     }
 
     /// Whether a network of this daemon has run.
@@ -122,7 +128,8 @@ impl<'a> Starter<'a> {
         let used = self.last.as_ref().map(|(_, iface)| iface.clone());
         let validator = ConfigValidator::new(&self.kernel, settings, &hints, views.clone(), used);
         let (config, chosen) = validator.usable(stored, last).await?;
-        let backend = settings.backends.find(&config.backend.kind)?;
+        let team = self.moving.team((settings, subnets), &config, &chosen.iface).await?;
+        let backend = team.target;
         let (drop_unused_addresses, path_mtu) = (settings.ip_blackhole_route, settings.path_mtu);
         let routes = backend.footprint(&config, None)?.blackholes;
         let given = [("--ip-blackhole-route", drop_unused_addresses), ("--path-mtu", path_mtu)];
@@ -140,14 +147,28 @@ impl<'a> Starter<'a> {
         let paths = (!interval.is_zero() && !lapsed).then(|| Paths::new(interval));
         let path_mtus = paths.as_ref().filter(|_| path_mtu && routes).map(Paths::mtus);
         let join = JoinOptions { lapsed: hints.lapsed, drop_unused_addresses, resync, path_mtus };
-        let network = host.join(backend, &config, join).await?;
+        let members: Vec<_> = team.all.iter().map(Runs::member).collect();
+        let network = host.join_all(&members, &team.offers(), join).await?;
         let networks: Vec<_> = config.pod_networks().collect();
         tracing::info!(?networks, backend = backend.kind(), "network config");
         let ExternalInterface { name, mtu, reason, .. } = &chosen.iface;
         let addresses = addresses_of(&chosen.iface);
         tracing::info!(link = %name, %addresses, mtu, %reason, "external interface");
         let (first, validator) = (last.is_none(), validator.using(&chosen.iface));
-        Ok(Ready { config, network, paths, views, lapsed, cached, first, chosen, validator })
+        let moving = Arc::clone(&self.moving);
+        Ok(Ready {
+            config,
+            team,
+            moving,
+            network,
+            paths,
+            views,
+            lapsed,
+            cached,
+            first,
+            chosen,
+            validator,
+        })
     }
 }
 

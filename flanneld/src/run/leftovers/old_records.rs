@@ -15,6 +15,7 @@ use tokio::time::sleep;
 
 use super::{is_settled, log_removal};
 use crate::config::DaemonConfig;
+use crate::run::moving::Team;
 
 /// The pause between two looks. Commands of the other backend may still run at the first one.
 const PAUSE: Duration = Duration::from_secs(5);
@@ -24,14 +25,14 @@ const ATTEMPTS: u32 = 5;
 /// command.
 const QUIET: u32 = 14;
 
-/// Removes the records of all backends but `used` once the network is settled, then never returns.
+/// Removes the records of all backends that `used` does not run once the network is settled, then never returns.
 /// Those of a backend that runs commands stay if no option allows it.
 pub(crate) async fn clear(
     kernel: Arc<dyn Kernel>,
-    (settings, used): (&DaemonConfig, &dyn Backend),
+    (settings, used): (&DaemonConfig, &Team),
     mut status: watch::Receiver<Arc<Status>>,
 ) -> Infallible {
-    let others = settings.backends.iter().filter(|backend| backend.kind() != used.kind());
+    let others = settings.backends.iter().filter(|backend| !used.runs(*backend));
     let allowed = others.filter(|other| settings.allow_commands || !other.runs_commands());
     let of = |other: &dyn Backend| Some((other.kind(), other.annex(Some(&settings.state_dir))?));
     let annexes: Vec<(&str, Arc<dyn Annex>)> = allowed.filter_map(of).collect();
