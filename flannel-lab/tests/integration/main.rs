@@ -7,6 +7,7 @@ mod cluster;
 mod confined;
 mod doctor;
 mod extension;
+mod moving;
 mod skew;
 mod static_routes;
 mod traffic;

@@ -80,7 +80,8 @@ fn key(n: u8) -> Subnets {
 fn attrs(n: u8) -> LeaseAttrs {
     let value = format!(
         r#"{{"PublicIP":"192.0.2.{n}","PublicIPv6":"2001:db8::{n}","BackendType":"vxlan",
-        "BackendData":{{"VNI":{n}}}}}"#
+        "BackendData":{{"VNI":{n}}},
+        "OtherOffers":[{{"PublicIP":"192.0.2.{n}","BackendType":"host-gw"}}]}}"#
     );
     LeaseAttrs::from_json(&value).expect("a value")
 }

@@ -183,7 +183,7 @@ impl Moving {
         observer: &Observer,
     ) -> String {
         let target = team.target.lease_type();
-        let mut silence = Silence::new(kernel, team);
+        let (mut silence, mut is_logged) = (Silence::new(kernel, team), false);
         loop {
             let view = views.borrow_and_update().clone();
             let in_place = status.borrow_and_update().own_in_place;
@@ -198,6 +198,11 @@ impl Moving {
             };
             if next != Err(Wait::Silence) {
                 silence = Silence::new(kernel, team);
+            }
+            // Later ones are in the status.
+            if !std::mem::replace(&mut is_logged, true) && next.is_err() {
+                let offers = kinds(team.members.offered()).join(", ");
+                tracing::info!(to = %target, %offers, waits_for = %text, "moving to a backend");
             }
             observer.note(|facts| {
                 facts.moving = Some(MoveState {

@@ -34,6 +34,8 @@ struct Wire<'a> {
     backend_data: Option<&'a RawValue>,
     #[serde(borrow, default, skip_serializing_if = "Option::is_none")]
     backend_v6_data: Option<&'a RawValue>,
+    #[serde(borrow, default, skip_serializing_if = "Option::is_none")]
+    other_offers: Option<&'a RawValue>,
     #[serde(rename = "Mark", default, skip_serializing_if = "Option::is_none")]
     holder: Option<String>,
     #[serde(rename = "TTL", default, skip_serializing_if = "Option::is_none")]
