@@ -51,7 +51,8 @@ pub use peer::{PeerReport, PeersReport, TunnelReport};
 pub use problem::Problem;
 pub use status::{
     Counted, DaemonReport, FailureReport, InletReport, InterfaceReport, LatencyReport, LeaseReport,
-    NetworkReport, RepairReport, RepairsReport, StatusReport, StoreReport, SubnetsReport,
+    MoveReport, NetworkReport, RepairReport, RepairsReport, StatusReport, StoreReport,
+    SubnetsReport,
 };
 pub use why::{ObjectReport, WhyReport};
 

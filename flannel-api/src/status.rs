@@ -53,6 +53,9 @@ pub struct NetworkReport {
     /// The backend type in the leases of its backend.
     #[serde(default)]
     pub lease_type: String,
+    /// The move to the backend of the network config; `null`: none is under way.
+    #[serde(default)]
+    pub moving: Option<MoveReport>,
     /// The largest packet that pods may send, in bytes.
     pub mtu: u32,
     /// The pod networks.
@@ -102,6 +105,23 @@ pub struct NetworkReport {
     pub repairs: RepairsReport,
     /// The time from a lease's arrival to the kernel's acknowledgement.
     pub latency: LatencyReport,
+}
+
+/// The move of this node from one backend to another. Backends are named by their types in leases.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MoveReport {
+    /// The backend of the network config.
+    pub to: String,
+    /// The other backends that this node runs.
+    pub from: Vec<String>,
+    /// The backends in this node's lease, the preferred one first.
+    pub offers: Vec<String>,
+    /// The number of leases, this node's included.
+    pub leases: u64,
+    /// The number of leases that offer `to`.
+    pub offering: u64,
+    /// The event before the next step, as a noun; `null`: the step is being done.
+    pub waits_for: Option<String>,
 }
 
 /// A kind of packet that nodes send to each other.

@@ -55,6 +55,11 @@ pub(crate) fn metrics(snapshot: &Snapshot, format: Format) -> String {
         "1 if the store holds a network config that is used only after a restart",
         snapshot.facts.waiting_config.is_some(),
     );
+    page.flag(
+        "flannel_backend_move",
+        "1 if this node moves to another backend, and runs several meanwhile",
+        snapshot.facts.moving.is_some(),
+    );
     own_lease(&mut page, snapshot);
     store(&mut page, snapshot);
     counters(&mut page, &snapshot.counters);

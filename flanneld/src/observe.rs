@@ -21,7 +21,7 @@ use flannel_paths::Paths;
 use tokio::sync::watch;
 
 pub(crate) use running::{Rulebook, Running};
-pub(crate) use snapshot::{Counters, Facts, MoveState, NetworkSnapshot, Snapshot};
+pub(crate) use snapshot::{Counters, Facts, NetworkSnapshot, Snapshot};
 
 /// Sets a log filter, or returns the reason why it cannot; `None`: the filter of the start.
 pub(crate) type SetLog = dyn Fn(Option<&str>) -> Result<(), String> + Send + Sync;

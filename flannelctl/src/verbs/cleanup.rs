@@ -11,6 +11,7 @@ use flannel_api::{Client, VERSION};
 use flannel_core::object::LinkName;
 use flannel_core::{Backend, Config, Kernel, Subnet};
 use flannel_firewall::{Programs, leftovers};
+use flannel_moving::{Member, NodeBackends};
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::iface::Selectors;
 use flannel_options::printable::line;
@@ -47,7 +48,13 @@ pub(crate) async fn cleanup(context: Context<'_>, flags: &CleanupFlags) -> Resul
     let kernel = Arc::new(NetlinkKernel::open()?);
     let uplink = offline::uplink(&kernel, &config, &flags.interface.selectors())?;
     let backend = backends.find(&config.backend.kind)?;
-    let footprint = backend.footprint(&config, Some(uplink))?;
+    let mut footprint = backend.footprint(&config, Some(uplink))?;
+    for config in moved(&global.state_dir, &config) {
+        // The backend may be of another build.
+        if let Ok(backend) = backends.find(&config.backend.kind) {
+            footprint.merge(backend.footprint(&config, Some(uplink))?);
+        }
+    }
     let work = if flags.for_go { ready_for_go } else { remove };
     let mut account = Account::default();
     let report = {
@@ -85,6 +92,7 @@ pub(crate) async fn cleanup(context: Context<'_>, flags: &CleanupFlags) -> Resul
         // The files go last and only without failures, because they are needed to find objects.
         if account.failed.is_empty() {
             account.file(&global.subnet_file, flags.dry_run);
+            account.file(&state_dir::backends(&global.state_dir), flags.dry_run);
             account.file(Cache::open(state_dir::leases(&global.state_dir)).path(), flags.dry_run);
         }
     }
@@ -115,6 +123,14 @@ fn old_networks(state_dir: &Path, config: &Config) -> Vec<Subnet> {
     let is_old = |network: &Subnet| config.pod_networks().all(|current| current != *network);
     let recorded = state_dir::read_networks(&state_dir::networks(state_dir));
     recorded.into_iter().filter(is_old).collect()
+}
+
+/// The config with each backend that the host ran last. During a move there are several.
+fn moved(state_dir: &Path, config: &Config) -> Vec<Config> {
+    let text = state_dir::read(&state_dir::backends(state_dir)).ok().flatten();
+    let backends = text.and_then(|text| NodeBackends::parse(&text).ok()).unwrap_or_default();
+    let with = |member: &Member| Config { backend: member.backend.clone(), ..config.clone() };
+    backends.iter().map(with).collect()
 }
 
 /// The changes that were made, or are planned with `--dry-run`, and the failures.

@@ -3,6 +3,7 @@
 mod encryption;
 mod mistakes;
 
+use std::collections::BTreeMap;
 use std::fmt::Display;
 use std::io::Read;
 use std::path::Path;
@@ -26,9 +27,12 @@ pub(crate) async fn config(context: Context<'_>, verb: &ConfigVerb) -> Result<Ou
     let Context { global, backends, terminal, .. } = context;
     match verb {
         ConfigVerb::Check { file } => {
-            let text = match file {
-                Some(file) => read(file)?,
-                None => global.open_registry().await?.config().await?,
+            let (text, registry) = match file {
+                Some(file) => (read(file)?, None),
+                None => {
+                    let registry = global.open_registry().await?;
+                    (registry.config().await?, Some(registry))
+                }
             };
             let mistakes = mistakes_in(&text, backends)?;
             if !mistakes.is_empty() {
@@ -39,6 +43,9 @@ pub(crate) async fn config(context: Context<'_>, verb: &ConfigVerb) -> Result<Ou
             if config.require_encryption {
                 let types = encryption::of_cluster(&context).await;
                 encryption::describe(&mut output, &config, &types, (backends, terminal));
+            }
+            if let Some(registry) = registry {
+                add_others(&mut output, &*registry, (&config, backends), terminal).await?;
             }
             Ok(output)
         }
@@ -120,6 +127,7 @@ async fn write(
                 let types = encryption::of_store(registry).await;
                 encryption::describe(&mut output, &config, &types, (backends, terminal));
             }
+            add_others(&mut output, registry, (&config, backends), terminal).await?;
             output
         }
         Err(_) => {
@@ -133,6 +141,35 @@ async fn write(
     }
     output.value["mistakes"] = json!(mistakes);
     Ok(output)
+}
+
+/// Adds the number of leases that do not offer the backend of the config.
+async fn add_others(
+    output: &mut Output,
+    registry: &dyn Registry,
+    (config, backends): (&Config, &Backends),
+    terminal: &Terminal,
+) -> Result<()> {
+    let (kind, mut others) = (backends.lease_type(config), BTreeMap::<String, usize>::new());
+    for entry in registry.list().await?.entries {
+        let attrs = &entry.lease.attrs;
+        if !attrs.offers().any(|offer| offer.kind == kind || offer.public.is_empty()) {
+            *others.entry(attrs.preferred.kind.to_string()).or_default() += 1;
+        }
+    }
+    if !others.is_empty() {
+        let name = |kind: &str| if kind.is_empty() { "no type" } else { kind }.to_owned();
+        let counts =
+            others.iter().map(|(kind, count)| format!("{count} offer only {}", name(kind)));
+        let text = format!(
+            "of the leases, {}; their nodes move to {kind} when they read this config. Nodes of Go \
+             flannel need a restart for it, and reach no node that offers only {kind} before",
+            counts.collect::<Vec<_>>().join(", ")
+        );
+        output.text += &terminal.field("note", Style::Warning, &text);
+    }
+    output.value["other_offers"] = json!(others);
+    Ok(())
 }
 
 /// The mistakes that a patch causes or has itself, and those that the config had before. Each has

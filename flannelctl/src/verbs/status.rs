@@ -1,8 +1,8 @@
 //! `flannelctl status` and `peers`. Problems come first, with commands that repair them.
 
 use flannel_api::{
-    FailureReport, Finding, NetworkReport, PeerReport, StatusReport, StoreReport, TunnelReport,
-    VERSION, request,
+    FailureReport, Finding, MoveReport, NetworkReport, PeerReport, StatusReport, StoreReport,
+    TunnelReport, VERSION, request,
 };
 use flannel_options::printable::inline;
 use serde::de::DeserializeOwned;
@@ -142,6 +142,18 @@ fn network_fields(network: &NetworkReport, terminal: &Terminal) -> String {
     terminal.field("lease", Style::Bold, &format!("{}, {term}", lease.subnets.join(", ")))
         + &terminal.field("interface", Style::Bold, &chosen)
         + &terminal.field("backend", Style::Bold, &backend)
+        + &network.moving.as_ref().map(|moving| move_line(moving, terminal)).unwrap_or_default()
+}
+
+fn move_line(moving: &MoveReport, terminal: &Terminal) -> String {
+    let MoveReport { to, from, offers, leases, offering, waits_for } = moving;
+    let waits = waits_for.as_ref().map(|it| format!("; waits for {it}")).unwrap_or_default();
+    let text = format!(
+        "from {} to {to}: this node offers {}; {offering} of {leases} nodes offer {to}{waits}",
+        from.join(", "),
+        offers.join(", "),
+    );
+    terminal.field("move", Style::Warning, &text)
 }
 
 fn store_line(store: &StoreReport, now: f64) -> String {

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::SystemTime;
 
-use flannel_api::Finding;
+use flannel_api::{Finding, MoveReport};
 use flannel_core::lease::View;
 use flannel_core::object::ObjectKind;
 use flannel_core::status::{Damage, Histogram, Status, Waiting};
@@ -85,24 +85,9 @@ pub(crate) struct Facts {
     /// The reason why the external interface is not used as it is now.
     pub(crate) unfit_interface: Option<String>,
     /// The move to another backend; `None`: none is under way.
-    pub(crate) moving: Option<MoveState>,
+    pub(crate) moving: Option<MoveReport>,
     /// The findings about this host, as of the last check.
     pub(crate) findings: Vec<Finding>,
-}
-
-/// The progress of a move to another backend. Backends are named by their lease types.
-#[derive(Debug, Clone, Default, PartialEq)]
-pub(crate) struct MoveState {
-    pub(crate) to: String,
-    /// The backends that run.
-    pub(crate) runs: Vec<String>,
-    /// The backends that this node offers, the preferred one first.
-    pub(crate) offers: Vec<String>,
-    /// The number of leases, and of those that offer `to`.
-    pub(crate) leases: usize,
-    pub(crate) offering: usize,
-    /// The event that the node waits for, as a noun; empty: none.
-    pub(crate) waits_for: String,
 }
 
 /// The network that runs, with its latest status and the latest leases of the store.

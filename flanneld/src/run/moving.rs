@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use flannel_api::MoveReport;
 use flannel_core::backend::{Datapath, ExternalInterface};
 use flannel_core::error::holder;
 use flannel_core::kernel::Footprint;
@@ -27,7 +28,7 @@ use super::leftovers::{is_settled, log_removal};
 use crate::blocking::run_blocking_in_order;
 use crate::config::DaemonConfig;
 use crate::error::Error;
-use crate::observe::{MoveState, Observer};
+use crate::observe::Observer;
 
 /// The shortest time between two looks at the leases.
 const PACE: Duration = Duration::from_millis(500);
@@ -205,13 +206,13 @@ impl Moving {
                 tracing::info!(to = %target, %offers, waits_for = %text, "moving to a backend");
             }
             observer.note(|facts| {
-                facts.moving = Some(MoveState {
+                facts.moving = Some(MoveReport {
                     to: target.to_owned(),
-                    runs: kinds(team.members.iter()),
+                    from: kinds(team.members.iter().filter(|it| it.lease_type != target)),
                     offers: kinds(team.members.offered()),
-                    leases,
-                    offering,
-                    waits_for: text,
+                    leases: leases as u64,
+                    offering: offering as u64,
+                    waits_for: (!text.is_empty()).then_some(text),
                 });
             });
             match next {
