@@ -140,8 +140,7 @@ impl Host {
         let (mut prepared, mut annexes) = (Vec::new(), Vec::new());
         for (backend, config) in members {
             if members.len() > 1 && !backend.can_move() {
-                let reason = "it does not run beside another backend".to_owned();
-                return Err(Error::Backend { backend: backend.kind().to_owned(), reason });
+                return Err(runs_alone(*backend));
             }
             prepared.push(backend.prepare(&node, config).await?);
             annexes.extend(backend.annex(self.state_dir.as_deref()));
@@ -165,6 +164,7 @@ impl Host {
                     blueprints.push(blueprint.only_encrypted(&backend.datapath(config)?));
                 }
                 Built::Kernel(blueprint) => blueprints.push(blueprint),
+                Built::Custom(_) if members.len() > 1 => return Err(runs_alone(*backend)),
                 Built::Custom(network) => {
                     let own = lease.lease().clone();
                     let filter = ViewFilter::new(own, networks, backend.lease_type());
@@ -180,4 +180,9 @@ impl Host {
         }
         Ok(HostNetwork::Kernel(Box::new(network)))
     }
+}
+
+fn runs_alone(backend: &dyn Backend) -> Error {
+    let reason = "it does not run beside another backend".to_owned();
+    Error::Backend { backend: backend.kind().to_owned(), reason }
 }

@@ -30,6 +30,10 @@ impl Backend for Reporter {
         "reporter"
     }
 
+    fn can_move(&self) -> bool {
+        false
+    }
+
     fn validate(&self, _: &Config, _: Option<&ExternalInterface>) -> Result<()> {
         Ok(())
     }

@@ -312,7 +312,7 @@ pub(crate) mod tests {
         report.problems.clear();
         report.findings.clear();
         let network = report.network.as_mut().unwrap();
-        network.in_sync = true;
+        (network.in_sync, network.moving) = (true, None);
         (network.failing.total, network.failing.listed) = (0, Vec::new());
         set_peers(network, 2);
         (network.accepted, network.rejected) = (2, 0);

@@ -184,7 +184,7 @@ impl Moving {
         observer: &Observer,
     ) -> String {
         let target = team.target.lease_type();
-        let (mut silence, mut is_logged) = (Silence::new(kernel, team), false);
+        let (mut silence, mut logged) = (Silence::new(kernel, team), None);
         loop {
             let view = views.borrow_and_update().clone();
             let in_place = status.borrow_and_update().own_in_place;
@@ -200,8 +200,8 @@ impl Moving {
             if next != Err(Wait::Silence) {
                 silence = Silence::new(kernel, team);
             }
-            // Later ones are in the status.
-            if !std::mem::replace(&mut is_logged, true) && next.is_err() {
+            let wait = next.as_ref().err().map(std::mem::discriminant);
+            if wait.is_some() && std::mem::replace(&mut logged, wait) != wait {
                 let offers = kinds(team.members.offered()).join(", ");
                 tracing::info!(to = %target, %offers, waits_for = %text, "moving to a backend");
             }

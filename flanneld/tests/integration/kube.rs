@@ -745,6 +745,41 @@ fn another_pod_network_waits_for_a_restart_and_another_backend_does_not() {
     });
 }
 
+/// A node of Go flannel keeps the move at the step in which both backends are offered.
+#[test]
+fn a_move_offers_both_backends_until_go_flannel_has_restarted() {
+    in_netns(|| {
+        let (server, host, daemon) = cluster_with_a_peer();
+        let annotation = |name: &str| server.annotation("node-1", &format!("{PREFIX}{name}"));
+        let config = host.dir.path().join("net-conf.json");
+        fs::write(config, VXLAN.replace("vxlan", "host-gw")).unwrap();
+        daemon.wait_for_log("this node offers vxlan, host-gw now");
+        daemon.wait_for_log("waits_for=offers of host-gw by 10.1.2.0-24 of 192.0.2.2 (vxlan)");
+        let offer = r#"{"PublicIP":"192.0.2.1","PublicIPv6":null,"BackendType":"host-gw"}"#;
+        assert_eq!(annotation("other-offers"), Some(format!("[{offer}]")));
+        assert_eq!(annotation("backend-type").as_deref(), Some("vxlan"));
+        assert!(annotation("backend-data").unwrap().contains(&host.mac()));
+        host.holds(&daemon, &["10.1.2.0/24", "0a:00:00:00:00:02"]);
+        server.modify("node-2", |node| {
+            let annotations = &mut node["metadata"]["annotations"];
+            annotations[format!("{PREFIX}backend-type")] = "host-gw".into();
+            annotations[format!("{PREFIX}backend-data")] = "null".into();
+        });
+        wait_until(|| annotation("other-offers").is_none(), || daemon.log());
+        assert_eq!(annotation("backend-type").as_deref(), Some("host-gw"));
+        assert_eq!(annotation("backend-data").as_deref(), Some("null"));
+        let routes = || host.netns.run(|| ip("route show"));
+        wait_until(
+            || routes().lines().any(|it| it.contains("10.1.2.0/24") && it.contains("192.0.2.2")),
+            || format!("{}\n{}", routes(), daemon.log()),
+        );
+        assert!(
+            host.netns.run(|| ip("link show")).contains("flannel.1"),
+            "a peer may still use it"
+        );
+    });
+}
+
 /// The network, its lease and later comparisons use one config.
 #[test]
 fn a_reload_during_a_start_does_not_change_its_config() {
