@@ -5,6 +5,7 @@ use std::fs;
 use std::io::{Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::path::PathBuf;
+use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
@@ -97,6 +98,24 @@ impl Cluster {
             },
             || format!("{}: {:?}\n{}", host.name(), self.offers(host), self.logs()),
         );
+    }
+
+    /// Runs `flannelctl --json` on a host. Returns its answer, and whether all is well.
+    fn ctl(host: &Host, verb: &str) -> (Value, bool) {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_lab"));
+        command.args(["ctl", "--json", "--control-socket"]);
+        command.arg(host.dir().join("flanneld.sock")).arg(verb);
+        let output = host.namespace().output(&mut command).unwrap();
+        (serde_json::from_slice(&output.stdout).unwrap_or_default(), output.status.success())
+    }
+
+    /// The doctor and the status understand a host in the midst of a move.
+    fn is_well(&self, host: &Host, to: &str, offers: &[&str]) {
+        let status = || Self::ctl(host, "status").0["network"]["moving"].clone();
+        let moving = status();
+        assert_eq!((&moving["to"], &moving["offers"]), (&json!(to), &json!(offers)), "{moving}");
+        let doctor = || Self::ctl(host, "doctor");
+        eventually(PATIENCE, || doctor().1, || format!("{}\n{}", doctor().0, self.logs()));
     }
 
     /// Waits until all hosts run only this backend. `links` has the devices that are gone.
@@ -267,6 +286,7 @@ fn a_move_survives_a_kill_and_goes_back() {
             cluster.configure(second, "host-gw");
             cluster.wait_for_offers(first, &["vxlan", "host-gw"]);
             cluster.wait_for_offers(second, &["vxlan", "host-gw"]);
+            cluster.is_well(second, "host-gw", &["vxlan", "host-gw"]);
             first.stop_daemon(Signal::SIGKILL).unwrap().unwrap();
             traffic.wait_for_arrivals();
             cluster.start_daemon(first);
