@@ -11,6 +11,8 @@ use serde_json::{Value, json};
 use test_support::eventually;
 
 const PATIENCE: Duration = Duration::from_secs(60);
+/// A move to another backend keeps the old one for more than a minute.
+const MOVED: Duration = Duration::from_secs(150);
 
 fn up() -> Lab {
     let add = "ip route replace $SUBNET via $PUBLIC_IP && \
@@ -134,7 +136,7 @@ fn commands_connect_the_pods_of_hosts() {
             let files = std::fs::read_dir(host.dir().join("state/extension")).unwrap();
             files.filter(|file| file.as_ref().unwrap().file_name() != ".new").count()
         };
-        eventually(PATIENCE, || !post(host).exists() && !post(third).exists(), log);
+        eventually(MOVED, || !post(host).exists() && !post(third).exists(), log);
         eventually(PATIENCE, || commands(host) == 0 && commands(third) == 0, log);
         let gone = other.pod().unwrap().name().to_owned();
         let others_pass = || {

@@ -25,8 +25,8 @@ const ATTEMPTS: u32 = 5;
 /// command.
 const QUIET: u32 = 14;
 
-/// Removes the records of all backends that `used` does not run once the network is settled, then never returns.
-/// Those of a backend that runs commands stay if no option allows it.
+/// Removes the records of all backends that `used` does not run once the network is settled, then
+/// never returns. Those of a backend that runs commands stay if no option allows it.
 pub(crate) async fn clear(
     kernel: Arc<dyn Kernel>,
     (settings, used): (&DaemonConfig, &Team),
