@@ -10,7 +10,7 @@ use super::{Member, NodeBackends};
 /// The observations of this node on which its next step depends.
 #[derive(Debug, Clone, Copy)]
 pub struct Seen<'a> {
-    /// The devices and addresses of all members are in the kernel.
+    /// The devices and addresses of the target are in the kernel.
     pub in_place: bool,
     /// The leases of all nodes. It must not be older than one that was seen before.
     pub view: &'a View,
@@ -97,7 +97,7 @@ impl NodeBackends {
         };
         let is_target = |member: &Member| member.lease_type == target;
         let is_offered = self.offered().any(is_target);
-        if !is_offered && !seen.in_place {
+        if !seen.in_place {
             return Err(Wait::Devices);
         }
         if !self.is_published(seen) {

@@ -3,39 +3,39 @@
 //! `flannel-moving` decides on the steps of a move. Each step rebuilds the network, which keeps the
 //! objects in the kernel.
 
+mod silence;
+mod team;
+
 use std::convert::Infallible;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use flannel_api::MoveReport;
-use flannel_core::backend::{Datapath, ExternalInterface};
+use flannel_core::backend::ExternalInterface;
 use flannel_core::error::holder;
 use flannel_core::kernel::Footprint;
 use flannel_core::lease::View;
-use flannel_core::object::LinkName;
 use flannel_core::runtime::blocking;
 use flannel_core::status::Status;
-use flannel_core::{Backend, Config, Kernel, Lease, SubnetManager, Subnets};
+use flannel_core::{Config, Kernel, Lease, SubnetManager, Subnets};
 use flannel_moving::{Blockers, Member, NodeBackends, Seen, Step, Wait};
 use flannel_netlink::NetlinkKernel;
 use flannel_options::state_dir;
 use flannel_route::cleanup;
 use tokio::sync::watch;
-use tokio::time::{Instant, sleep};
+use tokio::time::sleep;
 
 use super::leftovers::{is_settled, log_removal};
 use crate::blocking::run_blocking_in_order;
 use crate::config::DaemonConfig;
 use crate::error::Error;
 use crate::observe::Observer;
+use silence::Silence;
+pub(crate) use team::{Runs, Team};
 
 /// The shortest time between two looks at the leases.
 const PACE: Duration = Duration::from_millis(500);
-/// The time for which no lease offered a withdrawn backend before its devices are removed.
-const UNUSED: Duration = Duration::from_secs(60);
-/// The time for which no packet came by these devices.
-const SILENT: Duration = Duration::from_secs(10);
 /// The pause before a file is written again.
 const WRITE_AGAIN: Duration = Duration::from_secs(10);
 
@@ -56,32 +56,6 @@ struct State {
 impl State {
     fn is_dropped(&self, member: &Member) -> bool {
         self.dropped.contains(&member.lease_type)
-    }
-}
-
-/// A backend that runs.
-#[derive(Clone)]
-pub(super) struct Runs {
-    backend: &'static dyn Backend,
-    /// The network config with this backend.
-    config: Config,
-    member: Member,
-}
-
-/// The backends of one network.
-#[derive(Clone)]
-pub(crate) struct Team {
-    /// In the order in which they are used for a peer that offers several.
-    pub(super) all: Vec<Runs>,
-    members: NodeBackends,
-    /// That of the network config.
-    pub(super) target: &'static dyn Backend,
-}
-
-impl Runs {
-    /// The backend and its config.
-    pub(super) fn member(&self) -> (&dyn Backend, &Config) {
-        (self.backend, &self.config)
     }
 }
 
@@ -184,10 +158,11 @@ impl Moving {
         observer: &Observer,
     ) -> String {
         let target = team.target.lease_type();
-        let (mut silence, mut logged) = (Silence::new(kernel, team), None);
+        let mut silence = Silence::new(kernel, team.withdrawn_devices());
+        let mut logged = None;
         loop {
             let view = views.borrow_and_update().clone();
-            let in_place = status.borrow_and_update().own_in_place;
+            let in_place = team.is_in_place(&status.borrow_and_update());
             let step = team.members.step(target, &Seen { in_place, view: &view, own });
             let Some(Step { next, leases, offering, .. }) = step else {
                 return std::future::pending().await;
@@ -197,8 +172,9 @@ impl Moving {
                 Err(Wait::Silence) => silence.look().await,
                 Err(wait) => (describe(wait, target), false),
             };
-            if next != Err(Wait::Silence) {
-                silence = Silence::new(kernel, team);
+            let is_waiting = next == Err(Wait::Silence);
+            if !is_waiting {
+                silence.interrupt();
             }
             let wait = next.as_ref().err().map(std::mem::discriminant);
             if wait.is_some() && std::mem::replace(&mut logged, wait) != wait {
@@ -241,7 +217,7 @@ impl Moving {
                         // If their senders are gone, the network reports it.
                         _ = views.changed() => {}
                         _ = status.changed() => {}
-                        () = sleep(PACE), if silence.received.is_some() => {}
+                        () = sleep(PACE), if is_waiting => {}
                     }
                     sleep(PACE).await;
                 }
@@ -299,79 +275,8 @@ impl Moving {
     }
 }
 
-impl Team {
-    /// Whether this backend is one of them.
-    pub(crate) fn runs(&self, backend: &dyn Backend) -> bool {
-        self.all.iter().any(|runs| runs.backend.kind() == backend.kind())
-    }
-
-    /// The places in `all` of the backends whose offers are published, the preferred one first.
-    pub(super) fn offers(&self) -> Vec<usize> {
-        let place = |member: &Member| self.all.iter().position(|runs| runs.member == *member);
-        self.members.offered().filter_map(place).collect()
-    }
-
-    /// The footprint of all backends.
-    ///
-    /// # Errors
-    /// The options of a backend are wrong.
-    pub(super) fn footprint(&self, uplink: Option<LinkName>) -> Result<Footprint, Error> {
-        let mut footprint = Footprint::default();
-        for Runs { backend, config, .. } in &self.all {
-            footprint.merge(backend.footprint(config, uplink)?);
-        }
-        Ok(footprint)
-    }
-
-    /// The datapath of all backends.
-    pub(super) fn datapath(&self, settings: &DaemonConfig) -> Datapath {
-        let mut datapaths = self.all.iter().map(|runs| settings.backends.datapath(&runs.config));
-        let mut first = datapaths.next().unwrap_or_default();
-        datapaths.for_each(|datapath| first.merge(datapath));
-        first
-    }
-}
-
 fn kinds<'a>(members: impl Iterator<Item = &'a Member>) -> Vec<String> {
     members.map(|member| member.lease_type.clone()).collect()
-}
-
-/// Whether peers have stopped to use the devices of withdrawn backends.
-struct Silence {
-    kernel: Arc<NetlinkKernel>,
-    devices: Vec<LinkName>,
-    since: Instant,
-    /// The packets that the devices had received, and the time since which there is no more.
-    received: Option<(u64, Instant)>,
-}
-
-impl Silence {
-    fn new(kernel: &Arc<NetlinkKernel>, team: &Team) -> Self {
-        let withdrawn = team.all.iter().filter(|runs| !runs.member.offered);
-        let links = |runs: &Runs| runs.backend.footprint(&runs.config, None).ok();
-        let devices = withdrawn.filter_map(links).flat_map(|footprint| footprint.links).collect();
-        Self { kernel: Arc::clone(kernel), devices, since: Instant::now(), received: None }
-    }
-
-    /// Looks at the counters. Returns the event that is waited for, and whether it has happened.
-    async fn look(&mut self) -> (String, bool) {
-        let (kernel, devices) = (Arc::clone(&self.kernel), self.devices.clone());
-        let now = Instant::now();
-        match blocking(move || kernel.received(&devices)).await {
-            Ok(count) if self.received.is_none_or(|(before, _)| before != count) => {
-                self.received = Some((count, now));
-            }
-            Ok(_) => {}
-            Err(error) => return (format!("the counters of devices: {error}"), false),
-        }
-        let quiet = self.received.map_or(Duration::ZERO, |(_, since)| now - since);
-        let done = now - self.since >= UNUSED && quiet >= SILENT;
-        let devices: Vec<_> = self.devices.iter().map(ToString::to_string).collect();
-        let by =
-            if devices.is_empty() { String::new() } else { format!(" by {}", devices.join(", ")) };
-        let (unused, silent) = (UNUSED.as_secs(), SILENT.as_secs());
-        (format!("{unused} s without use, and {silent} s without a packet{by}"), done)
-    }
 }
 
 /// The event that a node waits for, as a noun.
@@ -390,5 +295,105 @@ fn describe(wait: &Wait, target: &str) -> String {
         Wait::Preference(blockers) => format!("{target} as the first offer of {}", names(blockers)),
         Wait::Withdrawal(blockers) => format!("the end of old offers of {}", names(blockers)),
         _ => String::new(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use flannel_core::address::Dual;
+    use flannel_core::status::Failure;
+    use flannel_core::testing::FakeSubnets;
+    use flannel_subnet::DirLocation;
+    use test_support::Logged;
+
+    use super::*;
+    use crate::config::StoreConfig;
+
+    fn config(kind: &str) -> Config {
+        let text = r#"{"Network":"10.1.0.0/16","Backend":{"Type":"KIND","PSK":"psk-4711"}}"#;
+        Config::parse(&text.replace("KIND", kind)).unwrap()
+    }
+
+    async fn team(moving: &Moving, kind: &str) -> Team {
+        let location: DirLocation = "dir:/nowhere".parse().unwrap();
+        let settings = DaemonConfig::new(StoreConfig::Directory(location));
+        let address: Dual<_> = [[192, 0, 2, 1].into()].into_iter().collect();
+        let iface = ExternalInterface {
+            name: "eth0".parse().unwrap(),
+            mtu: 1500,
+            address,
+            public: address,
+            reason: "test".into(),
+        };
+        let subnets = FakeSubnets::new("10.1.0.0/16");
+        moving.team((&settings, &subnets), &config(kind), &iface).await.unwrap()
+    }
+
+    fn names(team: &Team) -> String {
+        let all = kinds(team.all.iter().map(|runs| &runs.member)).join(" ");
+        let offers = team.offers().into_iter().map(|at| &*team.all[at].member.lease_type);
+        format!("{all} | {}", offers.collect::<Vec<_>>().join(" "))
+    }
+
+    #[tokio::test]
+    async fn a_restart_runs_all_backends_that_were_offered() {
+        let (dir, (logged, _guard)) = (tempfile::tempdir().unwrap(), Logged::collect());
+        let moving = || Moving::open(dir.path());
+        assert_eq!(names(&team(&moving(), "vxlan").await), "vxlan | vxlan");
+        assert_eq!(names(&team(&moving(), "host-gw").await), "vxlan host-gw | vxlan");
+        let first = moving();
+        let members = team(&first, "host-gw").await.members;
+        let next = NodeBackends::parse(&members.to_json().replace("false", "true")).unwrap();
+        first.take(&next).await.unwrap();
+        assert_eq!(names(&team(&moving(), "host-gw").await), "host-gw vxlan | vxlan host-gw");
+        assert_eq!(names(&team(&moving(), "ipip").await), "vxlan host-gw ipip | vxlan host-gw");
+        // A dropped one is kept in the file until its objects are gone.
+        let last = moving();
+        last.state().dropped.push("vxlan".to_owned());
+        assert_eq!(names(&team(&last, "ipip").await), "host-gw ipip | host-gw");
+        assert_eq!(names(&team(&moving(), "ipip").await), "vxlan host-gw ipip | vxlan host-gw");
+        assert_eq!(logged.warnings(), [""; 0]);
+        // A network that cannot run beside another one replaces it at once.
+        assert_eq!(names(&team(&moving(), "alloc").await), " | ");
+        assert_eq!(logged.count("replaced at once"), 3);
+        assert_eq!(names(&team(&moving(), "vxlan").await), "vxlan | vxlan");
+        assert_eq!(logged.count("replaced at once"), 4);
+    }
+
+    #[tokio::test]
+    async fn a_damaged_file_is_moved_aside_and_not_shown() {
+        let (dir, (logged, _guard)) = (tempfile::tempdir().unwrap(), Logged::collect());
+        drop(team(&Moving::open(dir.path()), "vxlan").await);
+        let file = dir.path().join("backends");
+        let damaged = fs::read_to_string(&file).unwrap().replace("offered", "ordered");
+        assert!(damaged.contains("psk-4711"));
+        fs::write(&file, &damaged).unwrap();
+        assert_eq!(names(&team(&Moving::open(dir.path()), "host-gw").await), "host-gw | host-gw");
+        let aside = dir.path().join("backends.damaged");
+        assert_eq!(fs::read_to_string(aside).unwrap(), damaged);
+        assert_eq!(logged.count("backends.damaged"), 1, "{:?}", logged.warnings());
+        assert_eq!(logged.count("psk"), 0);
+    }
+
+    #[tokio::test]
+    async fn only_devices_of_the_target_must_be_in_place() {
+        let dir = tempfile::tempdir().unwrap();
+        let moving = Moving::open(dir.path());
+        let old = team(&moving, "vxlan").await;
+        let (new, mut status) = (team(&moving, "host-gw").await, Status::default());
+        assert!(!new.is_in_place(&status), "not settled");
+        status.settled = true;
+        let device = flannel_core::object::Key::Link("flannel.1".parse().unwrap());
+        let error = flannel_core::kernel::KernelError::new(95);
+        let route = flannel_core::object::Route {
+            dst: "10.1.1.0/24".parse().unwrap(),
+            via: flannel_core::object::Via::LastResort,
+            mtu: None,
+        };
+        let change = flannel_core::object::Change::Put(route.into());
+        status.failing.insert(device, Failure::new(&change, None, error));
+        assert!(new.is_in_place(&status) && !old.is_in_place(&status));
     }
 }

@@ -1,0 +1,89 @@
+//! The backends of one network.
+
+use flannel_core::backend::Datapath;
+use flannel_core::kernel::Footprint;
+use flannel_core::object::{Key, LinkName};
+use flannel_core::status::Status;
+use flannel_core::{Backend, Config};
+use flannel_moving::{Member, NodeBackends};
+
+use crate::config::DaemonConfig;
+use crate::error::Error;
+
+/// A backend that runs.
+#[derive(Clone)]
+pub(crate) struct Runs {
+    pub(super) backend: &'static dyn Backend,
+    /// The network config with this backend.
+    pub(super) config: Config,
+    pub(super) member: Member,
+}
+
+/// The backends of one network.
+#[derive(Clone)]
+pub(crate) struct Team {
+    /// In the order in which they are used for a peer that offers several.
+    pub(crate) all: Vec<Runs>,
+    pub(super) members: NodeBackends,
+    /// That of the network config.
+    pub(crate) target: &'static dyn Backend,
+}
+
+impl Runs {
+    /// The backend and its config.
+    pub(crate) fn member(&self) -> (&dyn Backend, &Config) {
+        (self.backend, &self.config)
+    }
+}
+
+impl Team {
+    /// Whether this backend is one of them.
+    pub(crate) fn runs(&self, backend: &dyn Backend) -> bool {
+        self.all.iter().any(|runs| runs.backend.kind() == backend.kind())
+    }
+
+    /// The places in `all` of the backends whose offers are published, the preferred one first.
+    pub(crate) fn offers(&self) -> Vec<usize> {
+        let place = |member: &Member| self.all.iter().position(|runs| runs.member == *member);
+        self.members.offered().filter_map(place).collect()
+    }
+
+    /// Whether the devices and addresses of the target are in the kernel. Those of another backend
+    /// may be missing: the cluster may leave it because they cannot be made.
+    pub(super) fn is_in_place(&self, status: &Status) -> bool {
+        let mut targets = self.all.iter().filter(|it| it.backend.kind() == self.target.kind());
+        let footprint = targets.find_map(|it| it.backend.footprint(&it.config, None).ok());
+        let footprint = footprint.unwrap_or_default();
+        let mut own = status.failing.iter().filter(|(_, failure)| failure.peer.is_none());
+        let fails = |key: &Key| !matches!(key, Key::Route(_)) && footprint.concerns(key);
+        let known = status.settled && status.kernel_error.is_none();
+        status.own_in_place || (known && !own.any(|(key, _)| fails(key)))
+    }
+
+    /// The footprint of all backends.
+    ///
+    /// # Errors
+    /// The options of a backend are wrong.
+    pub(crate) fn footprint(&self, uplink: Option<LinkName>) -> Result<Footprint, Error> {
+        let mut footprint = Footprint::default();
+        for Runs { backend, config, .. } in &self.all {
+            footprint.merge(backend.footprint(config, uplink)?);
+        }
+        Ok(footprint)
+    }
+
+    /// The datapath of all backends.
+    pub(crate) fn datapath(&self, settings: &DaemonConfig) -> Datapath {
+        let mut datapaths = self.all.iter().map(|runs| settings.backends.datapath(&runs.config));
+        let mut first = datapaths.next().unwrap_or_default();
+        datapaths.for_each(|datapath| first.merge(datapath));
+        first
+    }
+
+    /// The devices of withdrawn backends.
+    pub(super) fn withdrawn_devices(&self) -> Vec<LinkName> {
+        let withdrawn = self.all.iter().filter(|runs| !runs.member.offered);
+        let footprint = |runs: &Runs| runs.backend.footprint(&runs.config, None).ok();
+        withdrawn.filter_map(footprint).flat_map(|footprint| footprint.links).collect()
+    }
+}
