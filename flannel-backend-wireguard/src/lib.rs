@@ -51,7 +51,7 @@ impl Backend for WireguardBackend {
         let ports = ports(config, &options);
         datapath.inlets = ports.values().copied().map(Inlet::Udp).collect();
         datapath.inlets.dedup();
-        datapath.encrypted = true;
+        datapath.encrypted = datapath.devices.values().copied().collect();
         Ok(datapath)
     }
 

@@ -179,7 +179,7 @@ fn configs_that_cannot_work_are_refused() {
 fn the_datapath_is_encrypted() {
     let both = Config::parse(&config("", BOTH)).unwrap();
     let datapath = WireguardBackend.datapath(&both).unwrap();
-    assert!(datapath.encrypted && !datapath.bare);
+    assert!(datapath.encrypted.len() == 2 && !datapath.bare);
     assert_eq!(datapath.inlets, [Inlet::Udp(51820), Inlet::Udp(51821)]);
     let auto = Config::parse(&config(r#","Mode":"auto""#, BOTH)).unwrap();
     let datapath = WireguardBackend.datapath(&auto).unwrap();

@@ -62,7 +62,7 @@ impl Backends {
             if config.backend.kind != backend.kind() {
                 config.backend.options = "{}".to_owned();
             }
-            backend.datapath(&config).is_ok_and(|datapath| datapath.encrypted)
+            backend.datapath(&config).is_ok_and(|datapath| !datapath.encrypted.is_empty())
         };
         self.iter().filter(encrypts).map(|backend| backend.lease_type()).collect()
     }

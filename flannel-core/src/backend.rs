@@ -119,23 +119,18 @@ pub struct Datapath {
     pub bare: bool,
     /// Peers on the same link are reached without the tunnel, although there is one.
     pub direct: bool,
-    /// Packets that leave by one of `devices` are encrypted. No other packets are: with
-    /// `RequireEncryption` the firewall drops them, so it needs at least one device.
-    pub encrypted: bool,
+    /// The devices that encrypt all packets. With `RequireEncryption` the firewall drops packets to
+    /// pods of other nodes that leave by any other device.
+    pub encrypted: BTreeSet<LinkName>,
 }
 
 impl Datapath {
-    /// The devices whose packets are encrypted, each once.
-    pub fn encrypted_devices(&self) -> BTreeSet<LinkName> {
-        self.devices.values().copied().filter(|_| self.encrypted).collect()
-    }
-
     /// Adds the datapath of a backend that runs beside this one. Of two tunnels of one family, the
     /// device of `self` stays.
     pub fn merge(&mut self, other: Self) {
         self.direct |= other.direct || self.devices != other.devices;
         self.bare |= other.bare;
-        self.encrypted &= other.encrypted;
+        self.encrypted.extend(other.encrypted);
         for (family, device) in other.devices.iter() {
             if self.devices[family].is_none() {
                 self.devices[family] = Some(*device);
@@ -356,14 +351,34 @@ impl Blueprint {
 
     /// The same network if the config requires encryption. Packets to addresses of the pod
     /// networks without another route are dropped, so that they do not leave by the default route.
+    /// So a route of `base` to a whole pod network becomes one to the subnets of each peer.
     /// Without an encrypted `datapath` all leases are rejected, so that their routes go.
     #[must_use]
     pub fn only_encrypted(mut self, datapath: &Datapath) -> Self {
+        let is_whole = |object: &Object| match object {
+            Object::Route(route) => self.footprint.networks.contains(&route.dst).then_some(*route),
+            _ => None,
+        };
+        let whole: Vec<Route> = self.base.iter().filter_map(is_whole).collect();
         if self.footprint.blackholes {
             let route = |dst: &Subnet| Route { dst: *dst, via: Via::Blackhole, mtu: None };
             self.base.extend(self.footprint.networks.iter().map(route));
         }
-        if !datapath.encrypted {
+        if !whole.is_empty() {
+            let plan = self.plan;
+            self.plan = Box::new(move |subnets, offer, env, objects| {
+                plan(subnets, offer, env, objects)?;
+                let of_peer = |dst| {
+                    whole
+                        .iter()
+                        .find(|route| route.dst.covers(&dst))
+                        .map(|route| Route { dst, ..*route })
+                };
+                objects.extend(subnets.iter().filter_map(of_peer).map(Object::from));
+                Ok(())
+            });
+        }
+        if datapath.encrypted.is_empty() {
             self.plan = Box::new(|_, offer, _, _| {
                 let why = "the network config has RequireEncryption, and the backend type";
                 Err(Rejection::Rejected(format!("{why} {:?} does not encrypt", offer.kind)))

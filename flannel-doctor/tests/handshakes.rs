@@ -76,7 +76,7 @@ fn datapath() -> Datapath {
     datapath.devices.v4 = Some(name());
     datapath.overhead.v4 = Some(60);
     datapath.inlets = vec![Inlet::Udp(51820)];
-    datapath.encrypted = true;
+    datapath.encrypted = [name()].into();
     datapath
 }
 

@@ -112,7 +112,9 @@ impl Backend for Lane {
         datapath.devices = config.networks.map(|_, _| options.device);
         datapath.overhead = config.networks.map(|_, _| OVERHEAD);
         // Lanes also have packets without ports, which the firewall accepts from peers only.
-        datapath.encrypted = options.encrypted;
+        if options.encrypted {
+            datapath.encrypted = [options.device].into();
+        }
         datapath.inlets = vec![Inlet::Udp(options.port), Inlet::Protocol(253)];
         Ok(datapath)
     }

@@ -161,7 +161,7 @@ impl Watch {
 
 async fn read(devices: &Devices) -> Result<Tunnels, String> {
     let encrypted = devices.encrypted();
-    let read = move || Tunnels::read(&NetlinkKernel::open()?, &encrypted);
+    let read = move || Tunnels::read(&NetlinkKernel::open()?, encrypted.values().copied());
     blocking(read).await.map_err(|error| format!("encrypted tunnels cannot be read: {error}"))
 }
 

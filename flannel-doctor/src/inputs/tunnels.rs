@@ -34,8 +34,11 @@ impl Tunnels {
     ///
     /// # Blocking
     /// Takes some microseconds for each peer.
-    pub fn read(kernel: &NetlinkKernel, devices: &Dual<LinkName>) -> Result<Self, KernelError> {
-        let links: BTreeSet<LinkName> = devices.values().copied().collect();
+    pub fn read(
+        kernel: &NetlinkKernel,
+        links: impl IntoIterator<Item = LinkName>,
+    ) -> Result<Self, KernelError> {
+        let links: BTreeSet<LinkName> = links.into_iter().collect();
         let read = |link| Ok((link, kernel.tunnel(link)?));
         links.into_iter().map(read).collect::<Result<_, _>>().map(Self)
     }

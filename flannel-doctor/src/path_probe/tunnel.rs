@@ -61,7 +61,8 @@ pub(super) async fn answer(
 fn end(family: Family, asker: &Subnets, devices: Dual<LinkName>) -> Option<FarEnd> {
     let link = devices[family]?;
     let devices = Dual::from_fn(|f| (f == family).then_some(link));
-    let read = NetlinkKernel::open().ok().map(|kernel| Tunnels::read(&kernel, &devices));
+    let read =
+        NetlinkKernel::open().ok().map(|kernel| Tunnels::read(&kernel, devices.values().copied()));
     let tunnels = read?.inspect_err(|error| {
         tracing::debug!(%link, %error, "a doctor asked for the tunnel, which cannot be read");
     });

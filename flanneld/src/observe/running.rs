@@ -83,10 +83,9 @@ impl Running {
 
     /// The encrypted tunnels, read on a blocking thread. None if they cannot be read.
     pub(crate) async fn tunnels(&self) -> Tunnels {
-        let (Some(kernel), devices) = (self.encrypted.clone(), self.datapath.devices) else {
-            return Tunnels::default();
-        };
-        blocking(move || Tunnels::read(&kernel, &devices)).await.unwrap_or_else(|error| {
+        let Some(kernel) = self.encrypted.clone() else { return Tunnels::default() };
+        let devices = self.datapath.encrypted.clone();
+        blocking(move || Tunnels::read(&kernel, devices)).await.unwrap_or_else(|error| {
             tracing::debug!(%error, "the state of the tunnels cannot be read");
             Tunnels::default()
         })
@@ -96,8 +95,8 @@ impl Running {
     /// tunnel or a lease.
     pub(crate) fn probe_server(&self, port: u16) -> ServerConfig {
         let devices = if self.lapsed { Dual::default() } else { self.datapath.devices };
-        let Datapath { bare, encrypted, .. } = self.datapath;
-        let bare = !self.lapsed && (bare || encrypted);
+        let Datapath { bare, encrypted, .. } = &self.datapath;
+        let bare = !self.lapsed && (*bare || !encrypted.is_empty());
         let (own, iface) = (self.handle.lease.subnets, &self.iface);
         let at = |family, address: Option<IpAddr>| {
             own.family(family).filter(|_| bare)?;

@@ -252,7 +252,7 @@ impl Found {
 
     fn of_encryption(&mut self, network: &NetworkSnapshot) {
         let Running { config, datapath, .. } = &*network.running;
-        if config.require_encryption && !datapath.encrypted {
+        if config.require_encryption && datapath.encrypted.is_empty() {
             let text = format!(
                 "the network config has RequireEncryption, and its backend {} does not encrypt: \
                  packets to pods of other nodes are dropped",
@@ -455,7 +455,9 @@ mod tests {
             [(true, false, true), (true, true, false), (false, false, false)]
         {
             let (_subnets, mut running) = network(Status::default()).await;
-            (running.config.require_encryption, running.datapath.encrypted) = (required, encrypted);
+            running.config.require_encryption = required;
+            let device = encrypted.then(|| "flannel.1".parse().unwrap());
+            running.datapath.encrypted = device.into_iter().collect();
             let observer = Observer::default();
             let _guard = observer.running(running);
             let found = problems(&observer.snapshot());

@@ -46,7 +46,7 @@ impl FirewallConfig {
 
     fn rule_options(&self, config: &Config, datapath: &Datapath) -> RuleOptions {
         let Self { masquerade, fully_random, forward, .. } = *self;
-        let encrypted = || datapath.encrypted_devices().into_iter().collect();
+        let encrypted = || datapath.encrypted.iter().copied().collect();
         let encrypted = config.require_encryption.then(encrypted);
         RuleOptions { masquerade, fully_random, forward, encrypted }
     }

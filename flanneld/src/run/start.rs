@@ -70,7 +70,7 @@ impl Ready {
             paths: self.paths.clone(),
             config: self.config.clone(),
             unguarded: settings.firewall.unguarded(&self.config, &datapath),
-            encrypted: datapath.encrypted.then(|| Arc::clone(&self.chosen.kernel)),
+            encrypted: (!datapath.encrypted.is_empty()).then(|| Arc::clone(&self.chosen.kernel)),
             datapath,
             links: footprint.links.into_iter().collect(),
             iface: self.chosen.iface.clone(),

@@ -42,7 +42,7 @@ pub(super) fn describe(
 ) {
     let encrypted = backends.encrypted_types(config);
     let mut say = |style, text: &str| output.text += &terminal.field("encryption", style, text);
-    let encrypts = backends.datapath(config).encrypted;
+    let encrypts = !backends.datapath(config).encrypted.is_empty();
     if encrypts {
         say(Style::Bold, "required: nodes send packets to other pods only by encrypted tunnels");
     } else {
