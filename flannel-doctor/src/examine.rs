@@ -162,10 +162,14 @@ async fn look_at_devices(network: &Network, examination: &mut Examination) -> De
                 .to_owned(),
         );
     }
-    if let Some(why) = &devices.unread {
-        examination.unknown("device", why.as_str());
+    let faults = device::check(&devices);
+    match &devices.unread {
+        Some(why) => {
+            examination.unknown("device", why.as_str());
+            examination.faults.extend(faults);
+        }
+        None => examination.layer("device", texts.join(", "), faults),
     }
-    examination.layer("device", texts.join(", "), device::check(&devices));
     devices
 }
 

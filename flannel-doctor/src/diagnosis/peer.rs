@@ -68,15 +68,14 @@ pub fn diagnose(
     let segments = answers.path.segments.as_ref();
     let lost = || segments.and_then(|segments| case.lost(segments));
     let mut found: Vec<Fault> = Vec::new();
-    let clock = answers.handshake.as_ref().and_then(|h| handshake::clock(key, h, !replied(small)));
-    if let Some(clock) = clock {
-        found.push(clock.into());
-    }
+    let silent = *small == Answer::Nothing;
+    let clock = answers.handshake.as_ref().and_then(|facts| handshake::clock(key, facts, silent));
+    found.extend(clock.map(Fault::from));
     match (replied(small), replied(big)) {
-        // The clock explains it.
-        (false, _) if !found.is_empty() => {}
         // Without echoes only the path probe counts.
         _ if *small == Answer::NotAllowed => found.extend(lost()),
+        // The clock explains it.
+        (false, _) if !found.is_empty() => {}
         // A node that answers the path probe is reachable, but ignores echoes.
         (false, _) if segments.is_some() => found.extend(lost()),
         (false, _) => found.push(case.no_handshake().unwrap_or_else(|| case.silent()).into()),
