@@ -439,8 +439,8 @@ pub(crate) mod tests {
         }
     }
 
-    /// Peers without a tunnel, or without a handshake, ask at the public address, even behind NAT or
-    /// as a second address of the interface.
+    /// Peers without a tunnel or a handshake ask at the public address, even behind NAT or as a
+    /// second address of the interface.
     #[tokio::test]
     async fn probes_are_answered_on_the_public_address_too() {
         let (subnets, mut running) = network(Status::default()).await;
