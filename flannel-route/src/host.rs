@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use flannel_admission::{PathMtus, ViewFilter};
+use flannel_admission::{Handshakes, PathMtus, ViewFilter};
 use flannel_annex::WithAnnexes;
 use flannel_core::backend::{Built, ExternalInterface, MemorySecrets, Node, NodeLease, Secrets};
 use flannel_core::kernel::ProcessNames;
@@ -49,6 +49,8 @@ pub struct JoinOptions {
     pub resync: Option<Duration>,
     /// See [`KernelNetwork::with_path_mtus`]. Has no effect on a network that runs itself.
     pub path_mtus: Option<watch::Receiver<PathMtus>>,
+    /// See [`KernelNetwork::with_handshakes`]. Has no effect on a network that runs itself.
+    pub handshakes: Option<watch::Receiver<Handshakes>>,
 }
 
 impl Host {
@@ -175,6 +177,7 @@ impl Host {
         let mut network = KernelNetwork::new(kernel, lease, networks, blueprints);
         (network.names, network.resync) = (self.process_names.clone(), options.resync);
         network.mtus = options.path_mtus.unwrap_or(network.mtus);
+        network.handshakes = options.handshakes.unwrap_or(network.handshakes);
         if options.drop_unused_addresses {
             network = network.drop_unused_addresses();
         }

@@ -5,7 +5,6 @@ use std::time::SystemTime;
 
 use flannel_api::{TunnelReport, rounded};
 use flannel_core::Subnet;
-use flannel_core::address::Dual;
 use flannel_core::kernel::KernelError;
 use flannel_core::object::LinkName;
 use flannel_netlink::{NetlinkKernel, Session, Tunnel};

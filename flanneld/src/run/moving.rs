@@ -3,6 +3,7 @@
 //! `flannel-moving` decides on the steps of a move. Each step rebuilds the network, which keeps the
 //! objects in the kernel.
 
+pub(super) mod handshakes;
 mod silence;
 mod team;
 

@@ -18,6 +18,7 @@ use super::changed_config::to_apply;
 use super::leftovers::go_flannel::GoFlannel;
 use super::leftovers::old_networks::OldNetworks;
 use super::leftovers::old_records;
+use super::moving::handshakes::follow;
 use super::start::{Ready, stored};
 use super::status_log::log_status;
 use crate::blocking::run_blocking_in_order;
@@ -55,7 +56,7 @@ pub(super) async fn run(
     let responder = server::serve(running.probe_server(settings.control.doctor_port));
     let _running = observer.running(running);
     let Ready { config, team, moving, network, paths, views, .. } = ready;
-    let Ready { lapsed, cached, first, chosen, validator, .. } = ready;
+    let Ready { handshakes, lapsed, cached, first, chosen, validator, .. } = ready;
     let handle = network.handle();
     let own = handle.lease.subnets;
     let firewall = async {
@@ -114,6 +115,7 @@ pub(super) async fn run(
         reason = moving.next(
             (&team, own), (views.clone(), status()), &chosen.kernel, observer
         ) => Ok(reason),
+        never = follow(&chosen.kernel, team.handshakes_on(settings), handshakes) => match never {},
         never = go_flannel.clear(kernel, (footprint, &config), status()) => match never {},
         ended = routes => match ended? {
             Ended::Rebuild(reason) => Ok(reason),

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::SystemTime;
 
+use flannel_admission::Handshakes;
 use flannel_core::backend::ExternalInterface;
 use flannel_core::kernel::Footprint;
 use flannel_core::lease::View;
@@ -43,6 +44,8 @@ pub(super) struct Ready {
     pub(super) team: Team,
     pub(super) moving: Arc<Moving>,
     pub(super) network: HostNetwork,
+    /// Tells the network which handshakes have completed.
+    pub(super) handshakes: watch::Sender<Handshakes>,
     /// The results of the probes of paths; `None`: paths are not probed.
     pub(super) paths: Option<Paths>,
     pub(super) views: watch::Receiver<View>,
@@ -146,7 +149,14 @@ impl<'a> Starter<'a> {
         let (resync, interval) = (Some(settings.kernel_resync), settings.control.path_interval);
         let paths = (!interval.is_zero() && !lapsed).then(|| Paths::new(interval));
         let path_mtus = paths.as_ref().filter(|_| path_mtu && routes).map(Paths::mtus);
-        let join = JoinOptions { lapsed: hints.lapsed, drop_unused_addresses, resync, path_mtus };
+        let (handshakes, done) = watch::channel(Handshakes::default());
+        let join = JoinOptions {
+            lapsed: hints.lapsed,
+            drop_unused_addresses,
+            resync,
+            path_mtus,
+            handshakes: Some(done),
+        };
         let members: Vec<_> = team.all.iter().map(Runs::member).collect();
         let network = host.join_all(&members, &team.offers(), join).await?;
         let networks: Vec<_> = config.pod_networks().collect();
@@ -161,6 +171,7 @@ impl<'a> Starter<'a> {
             team,
             moving,
             network,
+            handshakes,
             paths,
             views,
             lapsed,

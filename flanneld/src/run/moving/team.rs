@@ -1,5 +1,7 @@
 //! The backends of one network.
 
+use std::collections::BTreeSet;
+
 use flannel_core::backend::Datapath;
 use flannel_core::kernel::Footprint;
 use flannel_core::object::{Key, LinkName};
@@ -46,6 +48,15 @@ impl Team {
     pub(crate) fn offers(&self) -> Vec<usize> {
         let place = |member: &Member| self.all.iter().position(|runs| runs.member == *member);
         self.members.offered().filter_map(place).collect()
+    }
+
+    /// The devices on which a handshake decides whether a peer is reached by the first backend or by
+    /// another one.
+    pub(crate) fn handshakes_on(&self, settings: &DaemonConfig) -> BTreeSet<LinkName> {
+        match &self.all[..] {
+            [first, _, ..] => settings.backends.datapath(&first.config).encrypted,
+            _ => BTreeSet::new(),
+        }
     }
 
     /// Whether the devices and addresses of the target are in the kernel. Those of another backend
