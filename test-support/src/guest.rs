@@ -5,6 +5,7 @@ use std::io::{self, ErrorKind, Write};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::time::Duration;
 
 use nix::errno::Errno;
 use nix::kmod::{ModuleInitFlags, finit_module};
@@ -19,8 +20,8 @@ const PASSED: &str = "the test passed in the guest";
 const PASSED_ON: [&str; 4] = ["FLANNELCTL", "FLANNEL_LAB", "RUST_BACKTRACE", "RUST_LOG"];
 /// The search path in the guest.
 const PATH: &str = "/usr/sbin:/usr/bin:/sbin:/bin";
-/// The guest is ended after this time, in seconds.
-const LIMIT: &str = "300";
+/// The time after which a guest is ended.
+const LIMIT: Duration = Duration::from_secs(300);
 
 /// Runs `work` in user-mode Linux with these kernel modules. The guest has the files of this host,
 /// read-only, and writes to `/run` only. The test program runs the test again in the guest, as its
@@ -32,7 +33,7 @@ const LIMIT: &str = "300";
 /// # Panics
 /// There is no user-mode Linux, or `work` panics in the guest.
 pub fn in_uml<F: FnOnce()>(modules: &[&str], work: F) {
-    in_guest(&UML, modules, work);
+    in_guest((&UML, LIMIT), modules, work);
 }
 
 /// [`in_uml`] for a kernel of Debian in QEMU. This kernel has modules that user-mode Linux lacks,
@@ -42,7 +43,15 @@ pub fn in_uml<F: FnOnce()>(modules: &[&str], work: F) {
 /// # Panics
 /// `FLANNEL_QEMU` does not name a directory of `get-guest.sh`, or `work` panics in the guest.
 pub fn in_qemu<F: FnOnce()>(modules: &[&str], work: F) {
-    in_guest(&QEMU, modules, work);
+    in_guest((&QEMU, LIMIT), modules, work);
+}
+
+/// [`in_qemu`] for a test that takes long. The guest is ended after `limit`.
+///
+/// # Panics
+/// As [`in_qemu`].
+pub fn in_qemu_for<F: FnOnce()>(limit: Duration, modules: &[&str], work: F) {
+    in_guest((&QEMU, limit), modules, work);
 }
 
 /// Runs `work` in a guest as [`in_qemu`] does, but in any program: the guest starts this program
@@ -53,11 +62,11 @@ pub fn in_qemu<F: FnOnce()>(modules: &[&str], work: F) {
 pub fn run_in_qemu(arguments: &[String], modules: &[&str], work: impl FnOnce()) -> String {
     match std::env::var_os(MODULES) {
         Some(dir) => inside(Path::new(&dir), modules, work),
-        None => outside(&QEMU, arguments.to_vec()),
+        None => outside((&QEMU, 3 * LIMIT), arguments.to_vec()),
     }
 }
 
-fn in_guest<F: FnOnce()>(machine: &Machine, modules: &[&str], work: F) {
+fn in_guest<F: FnOnce()>(machine: (&Machine, Duration), modules: &[&str], work: F) {
     let path = std::any::type_name::<F>();
     let test = path.strip_suffix("::{{closure}}").expect("a guest gets a closure of the test");
     let test = test.split_once("::").map_or(test, |(_crate, rest)| rest);
@@ -132,7 +141,7 @@ const QEMU: Machine = Machine {
 };
 
 /// Starts this program in a guest. Returns what it printed.
-fn outside(machine: &Machine, arguments: Vec<String>) -> String {
+fn outside((machine, limit): (&Machine, Duration), arguments: Vec<String>) -> String {
     let Machine { variable, default, source, .. } = machine;
     let dir = std::env::var_os(variable).or_else(|| default.map(Into::into));
     let dir = PathBuf::from(dir.unwrap_or_else(|| panic!("{source} in {variable}")));
@@ -149,7 +158,7 @@ fn outside(machine: &Machine, arguments: Vec<String>) -> String {
     let set = |name: &&str| Some(format!("{name}={}", std::env::var(name).ok()?));
     variables.extend(PASSED_ON.iter().filter_map(set));
     let mut command = Command::new("timeout");
-    command.args(["--signal=KILL", LIMIT]).stdin(Stdio::null());
+    command.args(["--signal=KILL", &limit.as_secs().to_string()]).stdin(Stdio::null());
     (machine.append)(&mut command, &dir, place.path(), &Start { program, arguments, variables });
     let output = command.output().expect("timeout runs");
     let [text, errors] = [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text));

@@ -86,6 +86,8 @@ impl TunnelToPeer<'_> {
 mod tests {
     use flannel_core::object::{PublicKey, Secret};
 
+    use flannel_core::address::Dual;
+
     use super::*;
 
     fn digest(own: u8, peer: u8, psk: Option<u8>) -> Option<u32> {
