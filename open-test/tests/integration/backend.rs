@@ -227,7 +227,8 @@ fn firewall(host: &Host, peer: &Host) {
     let gate = host.run("nft", &["list", "table", "ip", "flannel-tunnel"]).unwrap();
     let [own, other] = [host, peer].map(|host| host.addresses().v4.unwrap().to_string());
     assert!(gate.contains(&format!("elements = {{ {other} }}")), "{own}: {gate}");
-    assert!(gate.contains("meta l4proto 253 ip saddr != @peers drop"), "{gate}");
+    let rule = format!("meta l4proto 253 ip daddr {own} ip saddr != @peers counter");
+    assert!(gate.contains(&rule), "{rule}: {gate}");
     let own = host.subnet_env().unwrap().unwrap().subnets;
     for (table, subnet) in [("ip flannel-ipv4", own.v4), ("ip6 flannel-ipv6", own.v6)] {
         let list = format!("list table {table}");
