@@ -361,6 +361,32 @@ mod tests {
         assert_page("config", |terminal| describe(&config, &text, done, terminal).text);
     }
 
+    #[tokio::test]
+    async fn leases_that_do_not_offer_the_backend_are_counted() {
+        let text = r#"{"Network":"10.1.0.0/16","Backend":{"Type":"host-gw"}}"#;
+        let registry = flannel_subnet::MemoryRegistry::with_config(text);
+        let other = r#","OtherOffers":[{"PublicIP":"192.0.2.7","BackendType":"host-gw"}]"#;
+        for (n, kind, others) in
+            [(7, "vxlan", other), (8, "vxlan", ""), (9, "vxlan", ""), (10, "host-gw", "")]
+        {
+            let value = format!(r#"{{"PublicIP":"192.0.2.{n}","BackendType":"{kind}"{others}}}"#);
+            let attrs = flannel_core::lease::LeaseAttrs::from_json(&value).unwrap();
+            let subnets = format!("10.1.{n}.0-24").parse().unwrap();
+            registry.create(&subnets, &attrs, None).await.unwrap();
+        }
+        let (seen, backends) = (registry.config().await.unwrap(), flannel_backends::all());
+        let terminal = Terminal { width: 200, colours: false };
+        for (text, counts, note) in [
+            (text.to_owned(), json!({ "vxlan": 2 }), "of the leases, 2 offer only vxlan; their"),
+            (text.replace("host-gw", "vxlan"), json!({ "host-gw": 1 }), "1 offer only host-gw"),
+        ] {
+            let written = write(&registry, Some(&seen), (text, &[]), (&backends, &terminal)).await;
+            let output = written.unwrap();
+            assert_eq!(output.value["other_offers"], counts);
+            assert!(output.text.contains(note), "{}", output.text);
+        }
+    }
+
     #[test]
     fn a_patch_changes_only_the_fields_that_it_names() {
         let text = r#"{"network": "10.1.0.0/16",
