@@ -5,11 +5,9 @@ mod cluster;
 
 use flannel_core::address::Family;
 use flannel_lab::testing::as_root;
-use flannel_lab::testing::stream::Traffic;
 use flannel_lab::{Builder, Lab, Signal};
-use serde_json::json;
 
-use self::cluster::{Cluster, Pace, at_once, rolling, under_traffic};
+use self::cluster::{Pace, at_once, rolling, under_traffic};
 
 /// Three hosts with both families.
 fn usual() -> (Builder, Pace) {
