@@ -35,8 +35,8 @@ impl FileSecrets {
         self
     }
 
-    /// If the secret with this name does not exist, its content is that of `file`, such as a key
-    /// that Go flannel has made. Without that file, the secret is made.
+    /// If the secret with this name does not exist, or is older than `file`, its content becomes
+    /// that of `file`, such as a key that Go flannel has made. Without that file, the secret is made.
     #[must_use]
     pub fn adopting(mut self, name: &'static str, file: PathBuf) -> Self {
         self.sources.insert(name, file);
@@ -55,6 +55,10 @@ impl FileSecrets {
     /// The content of the file that the secret is copied from; `None` if there is none.
     fn adopted(&self, name: &str) -> io::Result<Option<Secret>> {
         let Some(file) = self.sources.get(name) else { return Ok(None) };
+        let written = |file: &Path| fs::metadata(file).and_then(|it| it.modified()).ok();
+        if written(&self.file(name)?) >= written(file) {
+            return Ok(None);
+        }
         match read_secret(file) {
             Ok(secret) => {
                 tracing::info!(secret = name, file = %file.display(), "a secret is copied");
@@ -70,14 +74,13 @@ impl FileSecrets {
 impl Secrets for FileSecrets {
     async fn get_or_create(&self, name: &str, make: &MakeSecret<'_>) -> io::Result<Secret> {
         let file = self.file(name)?;
-        match read_secret(&file) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                let secret = self.adopted(name)?.map_or_else(make, Ok)?;
-                write(&file, &secret).map_err(|error| in_file(&file, &error))?;
-                Ok(secret)
-            }
-            read => read,
-        }
+        let new = match (self.adopted(name)?, read_secret(&file)) {
+            (Some(adopted), _) => adopted,
+            (None, Err(error)) if error.kind() == io::ErrorKind::NotFound => make()?,
+            (None, read) => return read,
+        };
+        write(&file, &new).map_err(|error| in_file(&file, &error))?;
+        Ok(new)
     }
 }
 
@@ -105,7 +108,9 @@ fn write(file: &Path, secret: &Secret) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::fs::File;
     use std::os::unix::fs::PermissionsExt;
+    use std::time::{Duration, UNIX_EPOCH};
 
     #[tokio::test]
     async fn a_secret_is_created_once_and_only_its_owner_may_read_it() {
@@ -133,17 +138,27 @@ mod tests {
             let make = || Ok(Secret::new(made));
             secrets.get_or_create("key", &make).await.map(|secret| secret.expose().to_vec())
         };
+        let set_time = |path: &Path, seconds: u64| {
+            let time = UNIX_EPOCH + Duration::from_secs(seconds);
+            File::open(path).unwrap().set_modified(time).unwrap();
+        };
+        let ours = |place: &str| dir.path().join(place).join("secrets/key");
         assert_eq!(get(&secrets("before"), b"made").await.unwrap(), b"made");
+        set_time(&ours("before"), 1_000);
         fs::write(&theirs, "").unwrap();
         assert!(get(&secrets("a"), b"made").await.unwrap_err().to_string().contains("wgkey"));
         fs::write(&theirs, "theirs").unwrap();
+        set_time(&theirs, 500);
         assert_eq!(get(&secrets("a"), b"made").await.unwrap(), b"theirs");
+        assert_eq!(get(&secrets("before"), b"again").await.unwrap(), b"made", "it is newer");
+        // The other program ran in between, and made another one.
         fs::write(&theirs, "new").unwrap();
-        assert_eq!(get(&secrets("a"), b"made").await.unwrap(), b"theirs", "it was copied");
-        assert_eq!(get(&secrets("before"), b"again").await.unwrap(), b"made");
+        set_time(&theirs, 2_000);
+        assert_eq!(get(&secrets("before"), b"again").await.unwrap(), b"new");
+        assert_eq!(get(&secrets("a"), b"again").await.unwrap(), b"theirs", "it is newer");
 
         let file = dir.path().join("new/place");
-        let elsewhere = secrets("a").with_file("key", file.clone());
+        let elsewhere = secrets("b").with_file("key", file.clone());
         assert_eq!(get(&elsewhere, b"made").await.unwrap(), b"new");
         assert_eq!(fs::read(file).unwrap(), b"new");
     }

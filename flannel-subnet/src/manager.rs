@@ -253,7 +253,9 @@ impl SubnetManager for LocalManager {
     async fn acquire_lease(&self, attrs: &LeaseAttrs) -> Result<Lease> {
         let _writing = self.writing.lock().await;
         let attrs = as_stored(attrs);
-        let Some(cached) = self.fallback.own_lease_in_force() else {
+        // Another flannel on this host has written the lease since, so it must be taken over first.
+        let is_ours = |cached: &Lease| !self.had_another_flannel(&cached.subnets);
+        let Some(cached) = self.fallback.own_lease_in_force().filter(is_ours) else {
             return self.acquire(&attrs).await;
         };
         match self.fallback.promptly(self.acquire(&attrs)).await {

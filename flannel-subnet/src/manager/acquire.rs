@@ -124,7 +124,7 @@ impl LocalManager {
     }
 
     /// Whether another flannel on this host had the lease before.
-    fn had_another_flannel(&self, subnets: &Subnets) -> bool {
+    pub(super) fn had_another_flannel(&self, subnets: &Subnets) -> bool {
         self.after_another_flannel && self.identity.previous == Some(*subnets)
     }
 

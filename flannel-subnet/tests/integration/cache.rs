@@ -168,6 +168,28 @@ async fn a_lease_that_another_host_with_our_address_took_stays_with_it_until_it_
     fixture.node(0).acquire_lease(&attrs(1)).await.unwrap();
 }
 
+/// The lease in the cache is that of the other flannel by now. If it was used, the daemon would take
+/// the value in the store for that of a rival, and leave the lease to it.
+#[tokio::test(start_paused = true)]
+async fn after_another_flannel_the_lease_in_the_cache_is_not_used() {
+    let fixture = Fixture::new();
+    let subnets = fixture.first_run().await.subnets;
+    fixture.registry.set_outage(false);
+    let mut theirs = attrs(1);
+    theirs.preferred.data.v4 = Some(r#"{"VNI":2}"#.into());
+    let grant = LeaseGrant { holder: HolderId(0xbb), ttl: DAY };
+    fixture.registry.put_raw(&subnets.to_string(), &theirs.to_json(), Some(grant));
+    fixture.registry.set_outage(true);
+    let manager = fixture.manager(1, Some(subnets), 0).with_cache(fixture.path());
+    let manager = manager.after_another_flannel(true);
+    manager.acquire_lease(&attrs(1)).await.unwrap_err();
+    fixture.registry.set_outage(false);
+    let lease = manager.acquire_lease(&attrs(1)).await.unwrap();
+    assert_eq!((lease.subnets, &lease.attrs), (subnets, &attrs(1)));
+    let held = timeout(MINUTE, manager.hold_lease(&lease)).await;
+    assert!(held.is_err(), "it was lost: {held:?}");
+}
+
 /// A reservation has no holder ID, so another MAC address shows that it is another host's.
 #[tokio::test(start_paused = true)]
 async fn a_reservation_that_another_host_with_our_address_took_stays_with_it() {
