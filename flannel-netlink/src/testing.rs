@@ -16,7 +16,7 @@ use std::thread;
 use nix::sched::{CloneFlags, setns, unshare};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 
-pub use self::decode::decode;
+pub use self::decode::{decode, decode_wireguard};
 
 /// Set in a process that [`in_netns`] started inside a user namespace.
 const INSIDE: &str = "FLANNEL_NETLINK_INSIDE_USER_NAMESPACE";

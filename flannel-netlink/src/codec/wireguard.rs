@@ -384,6 +384,34 @@ pub(crate) mod tests {
         Peer { link, key: PublicKey([8; 32]), attributes: Box::new(attributes) }
     }
 
+    /// The Go library wgctrl, which Go flannel uses, has set this peer.
+    #[test]
+    fn a_peer_is_written_as_by_wgctrl() {
+        let theirs = include_bytes!("../../../fuzz/corpus/wireguard_message/set-peer-v4.request");
+        let find = |bytes: &[u8]| {
+            let message = messages(bytes).next().unwrap().unwrap();
+            let (_, mut attributes) = message.split::<HEADER>().unwrap();
+            let (_, peers) = attributes.find(|(id, _)| *id == device::PEERS).unwrap();
+            Attributes(peers).next().unwrap().1.to_vec()
+        };
+        let attributes = PeerAttributes {
+            endpoint: "192.0.2.2:51820".parse().unwrap(),
+            allowed: Dual { v4: "10.1.8.0/24".parse().ok(), v6: "fd00:1:8::/64".parse().ok() },
+            psk: Some(Secret::new([0x31; 32])),
+            keepalive: 25,
+        };
+        let (key, attributes) = (PublicKey([0x21; 32]), Box::new(attributes));
+        let peer = Peer { key, attributes, ..peer() };
+        // The numbers of list elements, which the kernel ignores, differ.
+        let without_numbers = |mut bytes: Vec<u8>| {
+            let second = bytes.len() - 40 + 2;
+            bytes[second] = 0;
+            bytes
+        };
+        let ours = find(&bytes(set_peers(30, 7, &[put(&peer)])));
+        assert_eq!(without_numbers(ours), without_numbers(find(theirs)));
+    }
+
     #[test]
     fn joined_messages_have_every_peer_and_subnet_once() {
         let mut first = reread(set_peers(30, 7, &[put(&peer())]));

@@ -1,15 +1,18 @@
 //! Calls all readers of messages, for the fuzz target and its corpus. No bytes may make a reader
 //! panic or loop. An object that is read, written and read again must be the same object.
 
-use flannel_core::object::{Link, LinkName, Object, Route};
+use flannel_core::object::{Link, LinkName, Object, Peer, Route};
 use neli::consts::nl::NlmF;
 use neli::consts::rtnl::Rtm;
 
-use crate::codec::{addr, fdb, link, neigh, nexthop, route};
+use crate::codec::wireguard::{DeviceMessage, PeerChange};
+use crate::codec::{addr, fdb, link, neigh, nexthop, route, wireguard};
 use crate::transport::wire::{DONE, ERROR, Message, Messages, messages, outcome};
 
 /// The index of each link in a written message.
 const INDEX: u32 = 7;
+/// A number that the kernel may give the family of WireGuard.
+const FAMILY: u16 = 32;
 
 /// Reads the messages in a datagram. Returns a text for each, in order: the object, `-` for a
 /// message without a representable object, and `cut short` for a truncated message.
@@ -34,6 +37,44 @@ pub fn decode(datagram: &[u8]) -> Vec<String> {
 
 fn name() -> LinkName {
     "flannel.1".parse().expect("a name")
+}
+
+/// Reads the messages about WireGuard devices in a datagram, as [`decode`] does those of rtnetlink.
+/// Returns a text for each: the device and its peers. The family of generic netlink has any number.
+///
+/// # Panics
+/// A peer that was read, written and read again is not the same.
+pub fn decode_wireguard(datagram: &[u8]) -> Vec<String> {
+    let text = |message: &Message<'_>| {
+        if matches!(message.kind, ERROR | DONE) {
+            let _ = outcome(message);
+            return "-".to_owned();
+        }
+        let Some(device) = wireguard::read(message) else { return "-".to_owned() };
+        let joined = DeviceMessage::join([device.clone(), device.clone()]);
+        assert!(joined.is_some_and(|joined| joined.peers.len() >= device.peers.len()));
+        let peers: Vec<Peer> = device.peers.iter().map(|peer| peer.object(name())).collect();
+        assert_eq!(peers_again(&peers), peers, "written and read again");
+        let exact = |n: usize| if device.peers[n].is_exact() { "" } else { " and more" };
+        let peers = peers.iter().enumerate().map(|(n, peer)| format!(", {peer}{}", exact(n)));
+        format!("listen-port {}{}", device.port, peers.collect::<String>())
+    };
+    messages(datagram)
+        .map(|message| message.map_or_else(|_| "cut short".to_owned(), |m| text(&m)))
+        .collect()
+}
+
+/// The peers, written and read again.
+fn peers_again(peers: &[Peer]) -> Vec<Peer> {
+    let read = |some: &[Peer]| -> Option<Vec<Peer>> {
+        let put = |peer| PeerChange::Put { peer, keep_endpoint: false, had_psk: false };
+        let changes: Vec<_> = some.iter().map(put).collect();
+        let mut request = wireguard::set_peers(FAMILY, INDEX, &changes);
+        let bytes = request.ready(0..1, 0, NlmF::empty());
+        let device = wireguard::read(&messages(bytes).next()?.ok()?)?;
+        Some(device.peers.iter().map(|peer| peer.object(name())).collect())
+    };
+    peers.chunks(wireguard::MOST_PEERS).flat_map(|some| read(some).unwrap_or_default()).collect()
 }
 
 /// The object of a message, if it is representable.

@@ -1,13 +1,14 @@
-//! Decodes the corpus of the fuzz target: messages as Linux 6 sent them, some of them damaged.
+//! Decodes the corpora of the fuzz targets: messages as Linux 6 and the Go library wgctrl sent
+//! them, some of them damaged.
 
 use std::fs;
 use std::path::Path;
 
-use flannel_netlink::testing::decode;
+use flannel_netlink::testing::{decode, decode_wireguard};
 
-#[test]
-fn netlink_message() {
-    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz/corpus/netlink_message");
+/// A line for each file of a corpus.
+fn read(corpus: &str, decode: impl Fn(&[u8]) -> Vec<String>) -> String {
+    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz/corpus").join(corpus);
     let mut read = String::new();
     let mut files: Vec<_> = fs::read_dir(&dir)
         .expect("the corpus is there")
@@ -19,8 +20,19 @@ fn netlink_message() {
         let lines = decode(&fs::read(&path).expect("readable"));
         // Files that a fuzzer added have hexadecimal names. They are checked, but not listed.
         if !name.bytes().all(|b| b.is_ascii_hexdigit()) {
-            read += &format!("{name}: {}\n", lines.join(", "));
+            read += &format!("{name}: {}\n", lines.join("; "));
         }
     }
-    assert_eq!(read, include_str!("corpus.txt"));
+    read
+}
+
+#[test]
+fn netlink_message() {
+    let joined = |datagram: &[u8]| vec![decode(datagram).join(", ")];
+    assert_eq!(read("netlink_message", joined), include_str!("corpus.txt"));
+}
+
+#[test]
+fn wireguard_message() {
+    assert_eq!(read("wireguard_message", decode_wireguard), include_str!("wireguard_corpus.txt"));
 }
