@@ -24,9 +24,23 @@ pub struct OfferPlan {
 pub(crate) struct Planned {
     /// First the objects of the chosen offer, then those of the other offers that a plan accepts.
     pub(crate) objects: Vec<Object>,
-    /// The number of objects of the chosen offer. The kernel gets only these. The other objects are
-    /// claims too: all nodes must accept the same leases, although they may choose other offers.
+    /// The number of objects that the kernel gets. The others are claims too: all nodes must accept
+    /// the same leases, although they may choose other offers.
     pub(crate) chosen: usize,
+}
+
+impl Planned {
+    /// Chooses the WireGuard peers from the `n`th object on too: without them, this node would not
+    /// accept the packets of a peer that chooses another offer than this node.
+    fn choose_peers(&mut self, n: usize) {
+        for n in n..self.objects.len() {
+            if matches!(self.objects[n], Object::Peer(_)) {
+                let peer = self.objects.remove(n);
+                self.objects.insert(self.chosen, peer);
+                self.chosen += 1;
+            }
+        }
+    }
 }
 
 impl OfferPlan {
@@ -68,6 +82,8 @@ impl OfferPlan {
                         accepted = true;
                         if more {
                             planned.chosen = planned.objects.len();
+                        } else {
+                            planned.choose_peers(before);
                         }
                         more &= waits;
                     }
@@ -169,6 +185,6 @@ mod tests {
         assert_eq!(chosen(&first, &both, &own), ["peer"]);
         assert_eq!(chosen(&first, &["wireguard"], &[]), ["peer"], "there is no other");
         assert_eq!(chosen(&first, &["vxlan"], &own), ["route"]);
-        assert_eq!(chosen(&second, &both, &[]), ["route"], "the other one is preferred");
+        assert_eq!(chosen(&second, &both, &[]), ["route", "peer"], "it sends by the other one");
     }
 }
