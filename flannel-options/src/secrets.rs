@@ -35,8 +35,8 @@ impl FileSecrets {
         self
     }
 
-    /// If the secret with this name does not exist, or is older than `file`, its content becomes
-    /// that of `file`, such as a key that Go flannel has made. Without that file, the secret is made.
+    /// If the secret with this name does not exist, or is older than `file`, it gets the content of
+    /// `file`, such as a key that Go flannel has made. Without that file, the secret is made.
     #[must_use]
     pub fn adopting(mut self, name: &'static str, file: PathBuf) -> Self {
         self.sources.insert(name, file);

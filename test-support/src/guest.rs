@@ -133,8 +133,8 @@ const QEMU: Machine = Machine {
         command.arg("-initrd").arg(dir.join("initrd.img"));
         // The first program of initrd.img mounts the files of the host and becomes `program`.
         command.arg("-append").arg(format!(
-            "console=ttyS0 quiet panic=-1 oops=panic no_timer_check PATH={}/usr/bin:{PATH} {variables} \
-             -- {program} {arguments}",
+            "console=ttyS0 quiet panic=-1 oops=panic no_timer_check PATH={}/usr/bin:{PATH} \
+             {variables} -- {program} {arguments}",
             dir.display()
         ));
     },

@@ -55,7 +55,7 @@ impl Engine {
         Ok(engine)
     }
 
-    /// Starts the engine of another backend, on a host whose leases are in `subnets`. Does not wait.
+    /// Starts the engine of a backend, on a host whose leases are in `subnets`. Does not wait.
     pub(crate) fn start_with(
         host: &Host,
         subnets: FakeSubnets,

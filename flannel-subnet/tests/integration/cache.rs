@@ -168,8 +168,8 @@ async fn a_lease_that_another_host_with_our_address_took_stays_with_it_until_it_
     fixture.node(0).acquire_lease(&attrs(1)).await.unwrap();
 }
 
-/// The lease in the cache is that of the other flannel by now. If it was used, the daemon would take
-/// the value in the store for that of a rival, and leave the lease to it.
+/// The lease in the cache is that of the other flannel by now. If it was used, the daemon would
+/// take the value in the store for that of a rival, and leave the lease to it.
 #[tokio::test(start_paused = true)]
 async fn after_another_flannel_the_lease_in_the_cache_is_not_used() {
     let fixture = Fixture::new();

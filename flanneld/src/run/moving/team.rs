@@ -50,8 +50,8 @@ impl Team {
         self.members.offered().filter_map(place).collect()
     }
 
-    /// The devices on which a handshake decides whether a peer is reached by the first backend or by
-    /// another one.
+    /// The devices on which a handshake decides whether a peer is reached by the first backend or
+    /// by another one.
     pub(crate) fn handshakes_on(&self, settings: &DaemonConfig) -> BTreeSet<LinkName> {
         match &self.all[..] {
             [first, _, ..] => settings.backends.datapath(&first.config).encrypted,
