@@ -197,3 +197,29 @@ async fn a_shared_key_in_a_file_is_read_at_the_start() {
     let error = joined.unwrap_err().to_string();
     assert!(error.contains("Backend.PSKFile: /nonexistent/psk: No such file"), "{error}");
 }
+
+/// Peers that use the new key too early cannot reach this node.
+#[tokio::test]
+async fn another_key_is_in_the_kernel_before_it_is_published() {
+    let text = config("", V4);
+    let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), FakeSubnets::with_config(&text));
+    let config = subnets.network_config().await.unwrap();
+    let host = host(&kernel, &subnets).await;
+    let old = peer(KEYS[0], &["198.51.100.1", "2001:db8::1"]);
+    let mut old = LeaseAttrs { others: [].into(), ..old };
+    old.preferred.data.v6 = None;
+    let join = async |published: Option<LeaseAttrs>| {
+        let options = JoinOptions { published, ..JoinOptions::default() };
+        host.join(&WireguardBackend, &config, options).await.unwrap()
+    };
+    let network = join(Some(old.clone())).await;
+    assert!(network.withholds_offers());
+    assert_eq!(network.handle().lease.attrs, old);
+    let again = join(None).await;
+    let new = again.handle().lease.attrs;
+    assert!(!again.withholds_offers() && new.to_json().contains(PUBLIC), "{new:?}");
+    // The same offers, or those of another backend, are published at once.
+    assert!(!join(Some(new)).await.withholds_offers());
+    old.preferred.kind = "vxlan".into();
+    assert!(!join(Some(old)).await.withholds_offers());
+}

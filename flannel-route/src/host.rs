@@ -51,6 +51,11 @@ pub struct JoinOptions {
     pub path_mtus: Option<watch::Receiver<PathMtus>>,
     /// See [`KernelNetwork::with_handshakes`]. Has no effect on a network that runs itself.
     pub handshakes: Option<watch::Receiver<Handshakes>>,
+    /// The attributes in the lease of the last run. If the offers of the same backends differ from
+    /// them now, for example by another key, the lease keeps these attributes until the next join
+    /// ([`HostNetwork::withholds_offers`]). So the kernel has the new key before peers use it.
+    /// `None`: the offers are published at once.
+    pub published: Option<LeaseAttrs>,
 }
 
 impl Host {
@@ -149,7 +154,15 @@ impl Host {
         }
         let mut offered = offers.iter().map(|member| prepared[*member].offer.clone());
         let preferred = offered.next().expect("a lease has an offer");
-        let attrs = LeaseAttrs { preferred, others: offered.collect() };
+        let offers_now = LeaseAttrs { preferred, others: offered.collect() };
+        let is_outdated = |last: &LeaseAttrs| {
+            let kinds = |attrs: &LeaseAttrs| attrs.offers().map(|it| it.kind.clone()).collect();
+            let [last_kinds, kinds]: [Vec<_>; 2] = [kinds(last), kinds(&offers_now)];
+            last_kinds == kinds && last.to_json() != offers_now.to_json()
+        };
+        let last = options.published.filter(is_outdated);
+        let withholds_offers = last.is_some();
+        let attrs = last.unwrap_or(offers_now);
         let lease = match options.lapsed {
             Some(lease) => NodeLease::Lapsed(Lease { attrs, ..lease }),
             None => NodeLease::Held(self.subnets.acquire_lease(&attrs).await?),
@@ -178,6 +191,7 @@ impl Host {
         (network.names, network.resync) = (self.process_names.clone(), options.resync);
         network.mtus = options.path_mtus.unwrap_or(network.mtus);
         network.handshakes = options.handshakes.unwrap_or(network.handshakes);
+        network.withholds_offers = withholds_offers;
         if options.drop_unused_addresses {
             network = network.drop_unused_addresses();
         }

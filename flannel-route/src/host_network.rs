@@ -27,6 +27,13 @@ impl HostNetwork {
         }
     }
 
+    /// Whether the lease has the attributes of the last run, because the offers differ from them
+    /// ([`JoinOptions::published`](crate::JoinOptions::published)). When the objects of this node
+    /// are in place, join again without that option, to publish the offers.
+    pub fn withholds_offers(&self) -> bool {
+        matches!(self, Self::Kernel(network) if network.withholds_offers)
+    }
+
     /// Follows the views ([`SubnetManager::watch_leases`](flannel_core::SubnetManager)) until their
     /// sender is dropped, or until a network that runs itself ends. Does not renew the lease.
     ///

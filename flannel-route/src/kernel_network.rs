@@ -34,6 +34,7 @@ pub struct KernelNetwork {
     pub(crate) resync: Option<Duration>,
     pub(crate) mtus: watch::Receiver<PathMtus>,
     pub(crate) handshakes: watch::Receiver<Handshakes>,
+    pub(crate) withholds_offers: bool,
 }
 
 impl std::fmt::Debug for KernelNetwork {
@@ -86,6 +87,7 @@ impl KernelNetwork {
             resync: None,
             mtus: watch::channel(PathMtus::default()).1,
             handshakes: watch::channel(Handshakes::default()).1,
+            withholds_offers: false,
         }
     }
 

@@ -57,7 +57,7 @@ pub(super) async fn run(
     let _running = observer.running(running);
     let Ready { config, team, moving, network, paths, views, .. } = ready;
     let Ready { handshakes, lapsed, cached, first, chosen, validator, .. } = ready;
-    let handle = network.handle();
+    let (handle, withholds_offers) = (network.handle(), network.withholds_offers());
     let own = handle.lease.subnets;
     let firewall = async {
         // The subnets of a lapsed lease may be another node's.
@@ -115,6 +115,7 @@ pub(super) async fn run(
         reason = moving.next(
             (&team, own), (views.clone(), status()), &chosen.kernel, observer
         ) => Ok(reason),
+        reason = publish_offers(withholds_offers, status()) => Ok(reason),
         never = follow(&chosen.kernel, team.handshakes_on(settings), handshakes) => match never {},
         never = go_flannel.clear(kernel, (footprint, &config), status()) => match never {},
         ended = routes => match ended? {
@@ -131,6 +132,16 @@ pub(super) async fn run(
         never = responder => match never {},
         never = probing => match never {},
     }
+}
+
+/// Waits until this node's devices have its new keys, if its lease has the old ones. Returns the
+/// reason for which the network must be rebuilt.
+async fn publish_offers(withheld: bool, mut status: watch::Receiver<Arc<Status>>) -> String {
+    if !withheld || status.wait_for(|status| status.own_in_place).await.is_err() {
+        // Without its sender the network has ended, which it reports.
+        std::future::pending::<()>().await;
+    }
+    "the devices have the new keys of this node, which its lease gets now".to_owned()
 }
 
 /// Waits until the store answers and a network with a lease can be built. Returns the reason.

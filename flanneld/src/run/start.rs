@@ -150,7 +150,10 @@ impl<'a> Starter<'a> {
         let paths = (!interval.is_zero() && !lapsed).then(|| Paths::new(interval));
         let path_mtus = paths.as_ref().filter(|_| path_mtu && routes).map(Paths::mtus);
         let (handshakes, done) = watch::channel(Handshakes::default());
+        // After a start, another key must be in the kernel before peers use it.
+        let published = hints.last_published.filter(|_| last.is_none() && !lapsed);
         let join = JoinOptions {
+            published: published.filter(|_| team.encrypts(settings)),
             lapsed: hints.lapsed,
             drop_unused_addresses,
             resync,

@@ -59,6 +59,11 @@ impl Team {
         }
     }
 
+    /// Whether one of them encrypts.
+    pub(crate) fn encrypts(&self, settings: &DaemonConfig) -> bool {
+        !self.datapath(settings).encrypted.is_empty()
+    }
+
     /// Whether the devices and addresses of the target are in the kernel. Those of another backend
     /// may be missing: the cluster may leave it because they cannot be made.
     pub(super) fn is_in_place(&self, status: &Status) -> bool {
