@@ -223,3 +223,42 @@ async fn another_key_is_in_the_kernel_before_it_is_published() {
     old.preferred.kind = "vxlan".into();
     assert!(!join(Some(old)).await.withholds_offers());
 }
+
+/// Every node of a cluster writes leases.
+#[tokio::test]
+async fn hostile_leases_are_rejected_with_the_reason_and_change_nothing() {
+    let text = config("", V4);
+    let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), FakeSubnets::with_config(&text));
+    subnets.put_attrs("10.1.7.0-24", peer(KEYS[0], &["192.0.2.7"]));
+    let before = run(&kernel, &subnets).await.1;
+    let with = |data: &str| {
+        let data = Dual { v4: Some(data.into()), v6: None };
+        let public = addresses(&["192.0.2.50"]);
+        LeaseAttrs::from(Offer { public, kind: "wireguard".into(), data })
+    };
+    let [first, second] = KEYS;
+    let hostile = [
+        ("10.2.1.0-24", peer(second, &["192.0.2.50"]), "outside the pod network 10.1.0.0/16"),
+        ("10.1.7.128-25", peer(second, &["192.0.2.50"]), "overlaps the earlier lease 10.1.7.0-24"),
+        ("10.1.20.0-24", peer(second, &["127.0.0.1"]), "127.0.0.1 is not a unicast host address"),
+        ("10.1.21.0-24", peer(second, &["224.0.0.1"]), "224.0.0.1 is not a unicast host address"),
+        ("10.1.22.0-24", peer(second, &["10.1.22.9"]), "10.1.22.9 lies inside its own subnet"),
+        ("10.1.23.0-24", peer(second, &["192.0.2.1"]), "192.0.2.1 is this node's own"),
+        ("10.1.24.0-24", peer(first, &["192.0.2.50"]), "10.1.7.0-24"),
+        ("10.1.25.0-24", peer(PUBLIC, &["192.0.2.50"]), "is this node's own"),
+        ("10.1.26.0-24", with(r#"{"PublicKey":"short"}"#), "BackendData.PublicKey"),
+        ("10.1.27.0-24", with(r#"{"PublicKey":"x\u001b[2J"}"#), "BackendData.PublicKey"),
+        ("10.1.28.0-24", with("[]"), "BackendData"),
+        ("10.1.29.0-24", LeaseAttrs::default(), "its backend type is \"\""),
+    ];
+    for (key, attrs, _) in &hostile {
+        subnets.put_attrs(key, attrs.clone());
+    }
+    let (_, after, rejected) = run(&kernel, &subnets).await;
+    assert_eq!(after, before);
+    for (key, _, says) in &hostile {
+        let why = rejected.iter().find(|line| line.starts_with(key)).unwrap();
+        assert!(why.contains(says), "{key}: {why}");
+    }
+    assert_eq!(rejected.len(), hostile.len(), "{rejected:?}");
+}

@@ -13,8 +13,8 @@ use flannel_core::kernel::{Footprint, ROUTE_PROTOCOL};
 use flannel_core::lease::{LeaseAttrs, Offer, Origin, Revision, View};
 use flannel_core::network::NetworkHandle;
 use flannel_core::object::{
-    Addr, Fdb, Ipip, Key, Link, LinkKind, LinkName, MacAddr, Neigh, Nexthop, Object, ObjectKind,
-    Route, State, Via, Vxlan,
+    self, Addr, Fdb, Ipip, Key, Link, LinkKind, LinkName, MacAddr, Neigh, Nexthop, Object,
+    ObjectKind, PeerAttributes, PublicKey, Route, Secret, State, Via, Vxlan, Wireguard,
 };
 use flannel_core::status::Damage;
 use flannel_core::testing::{Call, FakeKernel, FakeSubnets, Operation, diff};
@@ -45,6 +45,11 @@ fn ipip() -> LinkName {
     "flannel.ipip".parse().unwrap()
 }
 
+/// The device of peers that are reached by WireGuard.
+fn wireguard() -> LinkName {
+    "flannel-wg".parse().unwrap()
+}
+
 /// A device with a name of this network that is not desired.
 fn unwanted_link(family: Family) -> LinkName {
     if family == Family::V4 {
@@ -64,7 +69,8 @@ fn place(subnet: Subnet) -> u8 {
 
 /// Every kind of object that a plan may define. Peers with an even number have routes with a
 /// nexthop object, peers with an odd number have routes with a gateway. Those from 50 to 59 have an
-/// IPv4 route of ipip, whose gateway is their public address.
+/// IPv4 route of ipip, whose gateway is their public address. Those from 60 to 69 have an IPv4 peer
+/// of WireGuard.
 fn plan_peer(mac: MacAddr, subnet: Subnet, public: std::net::IpAddr, direct: bool) -> Vec<Object> {
     let (family, base) = (subnet.family(), subnet.base());
     let link = tunnel(family);
@@ -75,6 +81,15 @@ fn plan_peer(mac: MacAddr, subnet: Subnet, public: std::net::IpAddr, direct: boo
     if family == Family::V4 && (50..60).contains(&place(subnet)) {
         let via = Via::Gateway { gateway: public, link: ipip(), onlink: true };
         return vec![Route { dst: subnet, via, mtu: None }.into()];
+    }
+    if family == Family::V4 && (60..70).contains(&place(subnet)) {
+        let allowed = Dual { v4: Some(subnet), v6: None };
+        let (endpoint, psk) = ((public, 51820).into(), Some(Secret::new([5; 32])));
+        let attributes = Box::new(PeerAttributes { endpoint, allowed, psk, keepalive: 0 });
+        let key = PublicKey([mac.0[1]; 32]);
+        let via = Via::Link(wireguard());
+        let peer = object::Peer { link: wireguard(), key, attributes };
+        return vec![peer.into(), Route { dst: subnet, via, mtu: None }.into()];
     }
     let id = 1000 * u32::from(family.bits()) + u32::from(place(subnet));
     let via = if id % 2 == 0 {
@@ -111,8 +126,12 @@ fn base(own: u8) -> State {
     }
     let kind = LinkKind::Ipip(Ipip { local: [192, 0, 2, 1].into() });
     state.insert(Link { name: ipip(), mtu: 1430, up: true, kind });
+    let kind = Wireguard { key: Secret::new([1; 32]), port: 51820 }.into();
+    state.insert(Link { name: wireguard(), mtu: 1430, up: true, kind });
     let address = subnet(Family::V4, own).base();
-    state.insert(Addr { link: ipip(), address, len: Family::V4.bits() });
+    for link in [ipip(), wireguard()] {
+        state.insert(Addr { link, address, len: Family::V4.bits() });
+    }
     state
 }
 
@@ -204,7 +223,7 @@ impl World {
                     .map(tunnel)
                     .into_iter()
                     .chain(Family::BOTH.map(unwanted_link))
-                    .chain([ipip()])
+                    .chain([ipip(), wireguard()])
                     .collect(),
                 networks: networks.values().copied().collect(),
                 routes_on: [uplink()].into(),
@@ -419,7 +438,20 @@ fn scenarios() -> Vec<(String, Step)> {
     );
     let key = Key::Addr(ipip(), subnet(Family::V4, 1).base());
     add(format!("{key} deleted by another"), Box::new(move |w| w.kernel.foreign_delete(key)));
-    for link in [tunnel(Family::V4), tunnel(Family::V6), ipip()] {
+    add(
+        "peers by WireGuard arrive".into(),
+        Box::new(|w| (62..64).for_each(|n| w.put(Peer::new(n)))),
+    );
+    add("a peer by WireGuard leaves".into(), Box::new(|w| w.delete(60)));
+    add(
+        "a peer by WireGuard moves".into(),
+        Box::new(|w| w.put(Peer { public: 77, ..Peer::new(60) })),
+    );
+    add(
+        "a peer by WireGuard gets another key".into(),
+        Box::new(|w| w.put(Peer { mac: 77, ..Peer::new(60) })),
+    );
+    for link in [tunnel(Family::V4), tunnel(Family::V6), ipip(), wireguard()] {
         add(format!("{link} deleted"), Box::new(move |w| w.kernel.delete_link(link.as_str())));
         add(format!("{link} down"), Box::new(move |w| w.kernel.set_up(link.as_str(), false)));
         add(
@@ -461,7 +493,7 @@ fn scenarios() -> Vec<(String, Step)> {
                 w.kernel.set_up("eth0", true);
             }),
         );
-        for n in [2, 3, 50, 101] {
+        for n in [2, 3, 50, 60, 101] {
             for object in Peer::new(n).objects().into_iter().filter(|o| of_family(o, family)) {
                 let key = object.key();
                 add(
@@ -499,6 +531,7 @@ fn of_family(object: &Object, family: Family) -> bool {
         Object::Neigh(o) => o.link == tunnel(family),
         Object::Fdb(o) => o.link == tunnel(family),
         Object::Nexthop(o) => o.link == tunnel(family),
+        Object::Peer(o) => o.attributes.allowed[family].is_some(),
         Object::Route(o) => o.dst.family() == family,
         _ => false,
     }
@@ -511,6 +544,7 @@ fn modified(object: &Object) -> Object {
         Object::Neigh(o) => o.mac = MacAddr::local([99; 6]),
         Object::Fdb(o) => o.dst = [203, 0, 113, 1].into(),
         Object::Nexthop(o) => o.onlink = !o.onlink,
+        Object::Peer(o) => o.attributes.keepalive = 7,
         Object::Route(o) => o.mtu = Some(1200),
         other => panic!("no scenario modifies {other}"),
     }
@@ -519,7 +553,7 @@ fn modified(object: &Object) -> Object {
 
 async fn settled_world() -> World {
     let mut world = World::new().await;
-    [2, 3, 4, 50, 100, 101].into_iter().for_each(|n| world.put(Peer::new(n)));
+    [2, 3, 4, 50, 60, 100, 101].into_iter().for_each(|n| world.put(Peer::new(n)));
     world.settled("start").await;
     world
 }
@@ -743,7 +777,7 @@ async fn the_start_converges_with_every_call_failing() {
             let kernel = FakeKernel::with_uplink("eth0");
             kernel.fail(times, errno, fails.clone());
             let mut world = World::on(kernel, FakeSubnets::with_config(CONFIG)).await;
-            [2, 3, 50, 100].into_iter().for_each(|n| world.put(Peer::new(n)));
+            [2, 3, 50, 60, 100].into_iter().for_each(|n| world.put(Peer::new(n)));
             world
                 .settled(&format!("start; {operation} fails {times} times with errno {errno}"))
                 .await;
