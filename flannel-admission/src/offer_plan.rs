@@ -9,7 +9,8 @@ use flannel_core::object::Object;
 use flannel_core::status::Rejection;
 use flannel_core::{Subnet, Subnets};
 
-/// The subnets of peers with which an encrypted tunnel has completed a handshake.
+/// The subnets of peers with which an encrypted tunnel has completed a handshake, at any time since
+/// the peer was added.
 pub type Handshakes = Arc<BTreeSet<Subnet>>;
 
 /// The plan for the leases of one backend type.

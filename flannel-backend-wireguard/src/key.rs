@@ -60,6 +60,11 @@ pub(crate) fn decode(text: &[u8]) -> Option<Secret> {
     (bytes.len() == 32).then(|| Secret::new(bytes))
 }
 
+/// Whether a text is a key: 32 bytes as base64, which white space may follow.
+pub fn is_key(text: &[u8]) -> bool {
+    decode(text).is_some()
+}
+
 /// Reads the key that all nodes share from a file.
 pub(crate) fn read(path: &Path) -> Result<Secret, String> {
     let content = std::fs::read(path)

@@ -16,13 +16,13 @@ use flannel_core::runtime::blocking;
 use flannel_core::{Backend, Config, Error, Result};
 
 use self::key::KeyPair;
-pub use self::key::SECRET;
+pub use self::key::{SECRET, is_key};
 pub use self::options::{Mode, Options, Psk};
 
 /// The backend `wireguard`: encrypted tunnels, with one device for each family or one for both.
 ///
 /// Options: [`Options`]. The MTU of a device is that of the underlay less 60 bytes if the tunnel
-/// runs between IPv4 addresses, else less 80. The MTU of pods is the smallest over the enabled
+/// only runs between IPv4 addresses, else less 80. The MTU of pods is the smallest over the enabled
 /// families. The private key is the secret [`SECRET`].
 ///
 /// **Source**: flannel `pkg/backend/wireguard`. Different on purpose:

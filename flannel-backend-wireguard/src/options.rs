@@ -106,6 +106,10 @@ fn psk(fields: &Fields) -> Result<Option<Psk>, FieldError> {
     let key: Option<String> = fields.take(psk, "").map_err(|_| wrong())?;
     let path: Option<String> = fields.take(file, "the path of a file")?;
     let (key, path) = (key.filter(|key| !key.is_empty()), path.filter(|path| !path.is_empty()));
+    // A key in the wrong field.
+    if path.as_ref().is_some_and(|path| decode(path.as_bytes()).is_some()) {
+        return Err(fields.error(file, &"(not shown)", format!("the path of a file, or {psk}")));
+    }
     match (key, path) {
         (Some(_), Some(path)) => Err(fields.error(file, &path, format!("no {file} besides {psk}"))),
         (Some(key), None) => Ok(Some(Psk::Key(decode(key.as_bytes()).ok_or_else(wrong)?))),
@@ -178,6 +182,11 @@ mod tests {
             (r#""PSK":"hunter2""#, "PSK", "(not shown)"),
             (r#""PSK":["hunter2"]"#, "PSK", "(not shown)"),
             (r#""PSKFile":"psk""#, "PSKFile", "psk"),
+            (
+                r#""PSKFile":"AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8=""#,
+                "PSKFile",
+                "(not shown)",
+            ),
             (r#""PSK":"hunter2","PSKFile":"/psk""#, "PSKFile", "/psk"),
         ] {
             let error = parse(&format!(r#"{{"Type":"wireguard",{options}}}"#)).unwrap_err();

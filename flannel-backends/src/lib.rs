@@ -9,7 +9,7 @@ use flannel_backend_ipip::Ipip;
 use flannel_backend_vxlan::VxlanBackend;
 use flannel_backend_wireguard::WireguardBackend;
 
-pub use flannel_backend_wireguard::SECRET as WIREGUARD_KEY;
+pub use flannel_backend_wireguard::{SECRET as WIREGUARD_KEY, is_key as is_wireguard_key};
 
 pub use self::list::{Backends, UnknownBackend};
 

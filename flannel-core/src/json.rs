@@ -37,10 +37,23 @@ impl FieldError {
 /// let fields = flannel_core::json::Fields::parse(text, "").unwrap();
 /// assert_eq!(fields.take::<String>("Network", "a subnet").unwrap().unwrap(), "10.1.0.0/16");
 /// ```
-#[derive(Debug, Clone, Default)]
+#[derive(Clone, Default)]
 pub struct Fields {
     path: String,
     by_name: BTreeMap<String, Box<RawValue>>,
+}
+
+/// Without the values, which may hold a secret.
+impl fmt::Debug for Fields {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let names: Vec<&String> = self.by_name.keys().collect();
+        f.debug_struct("Fields").field("path", &self.path).field("names", &names).finish()
+    }
+}
+
+/// Whether a text that cannot be parsed may hold a preshared key.
+fn may_hold_secret(text: &str) -> bool {
+    text.to_ascii_lowercase().contains("psk")
 }
 
 impl Fields {
@@ -51,6 +64,11 @@ impl Fields {
     pub fn parse(text: &str, path: &str) -> Result<Self, FieldError> {
         let Object(by_name) = serde_json::from_str(text).map_err(|error| {
             let field = if path.is_empty() { "(document)" } else { path };
+            if may_hold_secret(text) {
+                let place = format!("line {} column {}", error.line(), error.column());
+                let expected = format!("one JSON object (wrong at {place})");
+                return FieldError::new(field.into(), &"(not shown)", expected);
+            }
             FieldError::new(field.into(), &text.trim(), format!("one JSON object ({error})"))
         })?;
         Ok(Self { path: path.to_owned(), by_name })
@@ -156,6 +174,21 @@ pub fn compact(text: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_text_with_a_preshared_key_is_not_shown() {
+        for text in [
+            r#"{"Backend":{"PSK":"hunter2"},}"#,
+            r#"[{"psk":"hunter2"}]"#,
+            r#"{"PSK":"hunter2" "A":1}"#,
+        ] {
+            let error = Fields::parse(text, "").unwrap_err().to_string();
+            assert!(error.contains("(not shown)") && error.contains("line 1"), "{error}");
+            assert!(!error.contains("hunter2"), "{error}");
+        }
+        let fields = Fields::parse(r#"{"PSK":"hunter2"}"#, "").unwrap();
+        assert!(!format!("{fields:?}").contains("hunter2"));
+    }
 
     #[test]
     fn reads_objects_as_go_does() {

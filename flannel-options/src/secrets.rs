@@ -11,14 +11,17 @@ use flannel_core::backend::{MakeSecret, Secrets};
 use flannel_core::object::Secret;
 use flannel_subnet::{read_own_file, replace_file};
 
+/// Whether the content of a file is a secret of the expected form.
+type IsValid = fn(&[u8]) -> bool;
+
 /// A file for each secret: `secrets/NAME` in the state directory. Only its owner may read it.
 #[derive(Debug, Clone)]
 pub struct FileSecrets {
     dir: PathBuf,
     /// The files of secrets that are not in `dir`.
     elsewhere: BTreeMap<&'static str, PathBuf>,
-    /// The files from which secrets are copied that do not exist yet.
-    sources: BTreeMap<&'static str, PathBuf>,
+    /// The files from which secrets are copied, each with a check of its content.
+    sources: BTreeMap<&'static str, (PathBuf, IsValid)>,
 }
 
 impl FileSecrets {
@@ -36,10 +39,11 @@ impl FileSecrets {
     }
 
     /// If the secret with this name does not exist, or is older than `file`, it gets the content of
-    /// `file`, such as a key that Go flannel has made. Without that file, the secret is made.
+    /// `file`, such as a key that Go flannel has made. Without that file, or if its content is not
+    /// `valid`, the secret is made or kept.
     #[must_use]
-    pub fn adopting(mut self, name: &'static str, file: PathBuf) -> Self {
-        self.sources.insert(name, file);
+    pub fn adopting(mut self, name: &'static str, file: PathBuf, valid: IsValid) -> Self {
+        self.sources.insert(name, (file, valid));
         self
     }
 
@@ -54,12 +58,17 @@ impl FileSecrets {
 
     /// The content of the file that the secret is copied from; `None` if there is none.
     fn adopted(&self, name: &str) -> io::Result<Option<Secret>> {
-        let Some(file) = self.sources.get(name) else { return Ok(None) };
+        let Some((file, valid)) = self.sources.get(name) else { return Ok(None) };
         let written = |file: &Path| fs::metadata(file).and_then(|it| it.modified()).ok();
         if written(&self.file(name)?) >= written(file) {
             return Ok(None);
         }
         match read_secret(file) {
+            Ok(secret) if !valid(secret.expose()) => {
+                let path = file.display();
+                tracing::warn!(secret = name, file = %path, "a damaged secret is not copied");
+                Ok(None)
+            }
             Ok(secret) => {
                 tracing::info!(secret = name, file = %file.display(), "a secret is copied");
                 Ok(Some(secret))
@@ -132,8 +141,10 @@ mod tests {
     async fn a_secret_of_another_program_is_copied_once() {
         let dir = tempfile::tempdir().unwrap();
         let theirs = dir.path().join("wgkey");
-        let secrets =
-            |place: &str| FileSecrets::new(&dir.path().join(place)).adopting("key", theirs.clone());
+        let secrets = |place: &str| {
+            let valid = |content: &[u8]| content != b"damaged";
+            FileSecrets::new(&dir.path().join(place)).adopting("key", theirs.clone(), valid)
+        };
         let get = async |secrets: &FileSecrets, made: &'static [u8]| {
             let make = || Ok(Secret::new(made));
             secrets.get_or_create("key", &make).await.map(|secret| secret.expose().to_vec())
@@ -156,6 +167,10 @@ mod tests {
         set_time(&theirs, 2_000);
         assert_eq!(get(&secrets("before"), b"again").await.unwrap(), b"new");
         assert_eq!(get(&secrets("a"), b"again").await.unwrap(), b"theirs", "it is newer");
+        fs::write(&theirs, "damaged").unwrap();
+        set_time(&theirs, 1 << 40);
+        assert_eq!(get(&secrets("a"), b"again").await.unwrap(), b"theirs", "it is kept");
+        fs::write(&theirs, "new").unwrap();
 
         let file = dir.path().join("new/place");
         let elsewhere = secrets("b").with_file("key", file.clone());

@@ -51,8 +51,8 @@ pub struct JoinOptions {
     pub path_mtus: Option<watch::Receiver<PathMtus>>,
     /// See [`KernelNetwork::with_handshakes`]. Has no effect on a network that runs itself.
     pub handshakes: Option<watch::Receiver<Handshakes>>,
-    /// The attributes in the lease of the last run. If the offers of the same backends differ from
-    /// them now, for example by another key, the lease keeps these attributes until the next join
+    /// The attributes in the lease of the last run. If the data of the same backends differ from
+    /// them now, for example by another key, the lease keeps the data until the next join
     /// ([`HostNetwork::withholds_offers`]). So the kernel has the new key before peers use it.
     /// `None`: the offers are published at once.
     pub published: Option<LeaseAttrs>,
@@ -155,14 +155,11 @@ impl Host {
         let mut offered = offers.iter().map(|member| prepared[*member].offer.clone());
         let preferred = offered.next().expect("a lease has an offer");
         let offers_now = LeaseAttrs { preferred, others: offered.collect() };
-        let is_outdated = |last: &LeaseAttrs| {
-            let kinds = |attrs: &LeaseAttrs| attrs.offers().map(|it| it.kind.clone()).collect();
-            let [last_kinds, kinds]: [Vec<_>; 2] = [kinds(last), kinds(&offers_now)];
-            last_kinds == kinds && last.to_json() != offers_now.to_json()
+        let attrs = match &options.published {
+            Some(last) => with_data_of(last, &offers_now),
+            None => offers_now.clone(),
         };
-        let last = options.published.filter(is_outdated);
-        let withholds_offers = last.is_some();
-        let attrs = last.unwrap_or(offers_now);
+        let withholds_offers = attrs.to_json() != offers_now.to_json();
         let lease = match options.lapsed {
             Some(lease) => NodeLease::Lapsed(Lease { attrs, ..lease }),
             None => NodeLease::Held(self.subnets.acquire_lease(&attrs).await?),
@@ -180,6 +177,12 @@ impl Host {
                 }
                 Built::Kernel(blueprint) => blueprints.push(blueprint),
                 Built::Custom(_) if members.len() > 1 => return Err(runs_alone(*backend)),
+                Built::Custom(_) if config.require_encryption && !encrypts(*backend, config)? => {
+                    let reason =
+                        "the network config has RequireEncryption, and it does not encrypt";
+                    let (backend, reason) = (backend.kind().to_owned(), reason.to_owned());
+                    return Err(Error::Backend { backend, reason });
+                }
                 Built::Custom(network) => {
                     let own = lease.lease().clone();
                     let filter = ViewFilter::new(own, networks, backend.lease_type());
@@ -197,6 +200,24 @@ impl Host {
         }
         Ok(HostNetwork::Kernel(Box::new(network)))
     }
+}
+
+/// The offers with the data of the last run, if they are of the same backends.
+fn with_data_of(last: &LeaseAttrs, now: &LeaseAttrs) -> LeaseAttrs {
+    let kinds = |attrs: &LeaseAttrs| attrs.offers().map(|it| it.kind.clone()).collect();
+    let [before, after]: [Vec<_>; 2] = [kinds(last), kinds(now)];
+    let mut attrs = now.clone();
+    if before == after {
+        attrs.preferred.data = last.preferred.data.clone();
+        for (offer, last) in attrs.others.iter_mut().zip(&last.others) {
+            offer.data = last.data.clone();
+        }
+    }
+    attrs
+}
+
+fn encrypts(backend: &dyn Backend, config: &Config) -> Result<bool> {
+    Ok(!backend.datapath(config)?.encrypted.is_empty())
 }
 
 fn runs_alone(backend: &dyn Backend) -> Error {

@@ -27,7 +27,7 @@ impl HostNetwork {
         }
     }
 
-    /// Whether the lease has the attributes of the last run, because the offers differ from them
+    /// Whether the lease has the backend data of the last run, because those of now differ
     /// ([`JoinOptions::published`](crate::JoinOptions::published)). When the objects of this node
     /// are in place, join again without that option, to publish the offers.
     pub fn withholds_offers(&self) -> bool {

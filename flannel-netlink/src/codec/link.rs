@@ -37,8 +37,8 @@ pub(crate) trait LinkCodec {
         true
     }
 
-    /// An attribute with a value that the kernel refuses with `EINVAL`, before it makes a device.
-    /// `None`: it refuses a device without attributes, or one without queues.
+    /// An attribute with a value that the kernel refuses with `EINVAL`. `None`: it refuses a device
+    /// without attributes.
     fn invalid(&self) -> Option<(u16, u8)> {
         None
     }
@@ -255,8 +255,6 @@ pub(crate) fn create(link: &Link, codec: &dyn LinkCodec, lower: u32) -> Messages
 /// A request for a device of this kind that the kernel refuses because of its attributes.
 pub(crate) fn refused(kind: &str, codec: Option<&dyn LinkCodec>) -> Messages {
     let mut request = Messages::one(Rtm::Newlink, NlmF::CREATE | NlmF::EXCL, &at(0));
-    // Kernels since 4.20 refuse a device without queues, of any kind (`rtnl_create_link`).
-    request.u32(Ifla::NumTxQueues, 0);
     request.nest(Ifla::Linkinfo, |info| {
         info.text(IflaInfo::Kind, kind);
         if let Some((id, value)) = codec.and_then(LinkCodec::invalid) {

@@ -145,6 +145,19 @@ impl NetlinkKernel {
     }
 }
 
+/// Opens a socket. Returns it with the number of the netlink family.
+fn open() -> Result<(Socket, u16), KernelError> {
+    generic::open(FAMILY).map_err(|error| {
+        let detail = "this kernel has no wireguard devices: run modprobe wireguard";
+        if error.errno == ENOENT { KernelError::explained(ENOENT, detail) } else { error }
+    })
+}
+
+/// Checks that the kernel has WireGuard devices. It loads the module.
+pub(super) fn exists() -> Result<(), KernelError> {
+    open().map(drop)
+}
+
 impl std::fmt::Debug for WireguardDevices {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("WireguardDevices").finish_non_exhaustive()
@@ -163,14 +176,19 @@ impl WireguardDevices {
         let mut inner = self.lock();
         let device = inner.read(namespace, index)?;
         let Inner { devices, hasher, .. } = &mut *inner;
-        let before = devices.remove(&link).map(|device| device.peers).unwrap_or_default();
-        let (mut peers, mut shown) = (HashMap::new(), Vec::with_capacity(device.peers.len()));
+        let before = devices.remove(&link).filter(|before| before.index == index);
+        let digest = before.as_ref().map_or_else(|| digest_of(&device, hasher), |it| it.digest);
+        // A change since the last look is still reported: this snapshot may be another network's.
+        let mut peers = before.map(|before| before.peers).unwrap_or_default();
+        peers.values_mut().for_each(|known| (known.used, known.has_psk) = (None, false));
+        let mut shown = Vec::with_capacity(device.peers.len());
         for message in &device.peers {
-            let (peer, known) = Known::of(message, link, before.get(&message.key), hasher);
+            let before = peers.get(&message.key);
+            let (peer, mut known) = Known::of(message, link, before, hasher);
+            known.digest = before.map_or(known.digest, |before| before.digest);
             peers.insert(message.key, known);
             shown.push((peer, message.is_exact()));
         }
-        let digest = digest_of(&device, hasher);
         devices.insert(link, Device { index, digest, peers });
         Ok((device, shown))
     }
@@ -249,10 +267,7 @@ impl WireguardDevices {
 impl Inner {
     fn socket(&mut self, namespace: &Namespace) -> Result<&mut (Socket, u16), KernelError> {
         if self.socket.is_none() {
-            self.socket = Some(namespace.run(|| generic::open(FAMILY))?.map_err(|error| {
-                let detail = "this kernel has no wireguard devices: run modprobe wireguard";
-                if error.errno == ENOENT { KernelError::explained(ENOENT, detail) } else { error }
-            })?);
+            self.socket = Some(namespace.run(open)??);
         }
         Ok(self.socket.as_mut().expect("it was opened above"))
     }
@@ -391,8 +406,8 @@ fn digest_of(device: &DeviceMessage, hasher: &RandomState) -> u64 {
     hasher.hash_one((&device.key, device.port, device.fwmark))
 }
 
-/// The error if another program uses the port.
-fn in_use(error: KernelError, port: u16) -> KernelError {
+/// The error if another program uses the port. The kernel binds it when the device is set up.
+pub(super) fn in_use(error: KernelError, port: u16) -> KernelError {
     if error.errno != EADDRINUSE {
         return error;
     }

@@ -996,11 +996,7 @@ async fn two_networks_on_one_kernel_do_not_touch_each_other() {
         Neigh { link: link.name, address: [10, 9, 0, 1].into(), mac: MacAddr::local([5; 6]) };
     for object in [Object::from(link), neigh.into()] {
         assert!(
-            world
-                .kernel
-                .other()
-                .apply(&other, &[flannel_core::object::Change::Put(object.clone())])[0]
-                .is_ok()
+            world.kernel.other().apply(&other, &[object::Change::Put(object.clone())])[0].is_ok()
         );
         world.foreign.insert(object);
     }

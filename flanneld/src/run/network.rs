@@ -137,10 +137,11 @@ pub(super) async fn run(
 /// Waits until this node's devices have its new keys, if its lease has the old ones. Returns the
 /// reason for which the network must be rebuilt.
 async fn publish_offers(withheld: bool, mut status: watch::Receiver<Arc<Status>>) -> String {
-    if !withheld || status.wait_for(|status| status.own_in_place).await.is_err() {
-        // Without its sender the network has ended, which it reports.
-        std::future::pending::<()>().await;
+    if !withheld {
+        return std::future::pending().await;
     }
+    // If another object of this node cannot be put, peers must still learn the new keys.
+    drop(tokio::time::timeout(RULES, status.wait_for(|status| status.own_in_place)).await);
     "the devices have the new keys of this node, which its lease gets now".to_owned()
 }
 

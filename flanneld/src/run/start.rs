@@ -22,7 +22,7 @@ use crate::config::DaemonConfig;
 use crate::error::Error;
 use crate::observe::{Rulebook, Running};
 use crate::store::readiness;
-use flannel_backends::WIREGUARD_KEY;
+use flannel_backends::{WIREGUARD_KEY, is_wireguard_key};
 
 /// Builds networks, one after the other.
 pub(super) struct Starter<'a> {
@@ -191,7 +191,10 @@ fn secrets(settings: &DaemonConfig) -> FileSecrets {
     let secrets = FileSecrets::new(&settings.state_dir);
     match &settings.wireguard_key_file {
         Some(file) => secrets.with_file(WIREGUARD_KEY, file.clone()),
-        None => secrets.adopting(WIREGUARD_KEY, settings.subnet_file.with_file_name("wgkey")),
+        None => {
+            let of_go = settings.subnet_file.with_file_name("wgkey");
+            secrets.adopting(WIREGUARD_KEY, of_go, is_wireguard_key)
+        }
     }
 }
 

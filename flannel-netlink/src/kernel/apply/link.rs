@@ -10,6 +10,7 @@ use super::{EEXIST, EINVAL, EOPNOTSUPP, Steps, Writer, unsupported};
 use crate::codec::link;
 use crate::codec::link::LinkCodec;
 use crate::kernel::query::{find_link, get_link};
+use crate::kernel::wireguard;
 use crate::transport::socket::Socket;
 
 const EPERM: i32 = 1;
@@ -34,6 +35,11 @@ pub(in crate::kernel) fn may_change(
     })?;
     for wanted in links {
         let kind = wanted.kind.attributes().kind();
+        // The kernel would make a WireGuard device without attributes.
+        if matches!(wanted.kind, LinkKind::Wireguard(_)) {
+            wireguard::exists()?;
+            continue;
+        }
         let known =
             refused_as_invalid(socket.send_one(link::refused(kind, link::codec(&wanted.kind))));
         known.map_err(|error| match error.errno {
@@ -118,6 +124,7 @@ impl Writer<'_> {
                     let released =
                         send(link::release(&is)).map_err(|error| unreleased(want.name, error));
                     let common = send(link::change(&is, want));
+                    let common = common.map_err(|error| explained(error, want));
                     return changed.and(released).and(own).and(common);
                 }
             }
@@ -142,7 +149,8 @@ impl Writer<'_> {
             self.ignore_router_advertisements(want.name);
         }
         self.configure(want, index)?;
-        if want.up { self.socket.send_one(link::set_up(index, true)) } else { Ok(()) }
+        let up = if want.up { self.socket.send_one(link::set_up(index, true)) } else { Ok(()) };
+        up.map_err(|error| explained(error, want))
     }
 
     /// Sets the attributes that are not in messages about links.
@@ -215,6 +223,14 @@ impl Writer<'_> {
         if let Some(Ok(index)) = self.known.indexes.remove(&name) {
             self.known.addrs.remove(&index);
         }
+    }
+}
+
+/// The error of setting a device up.
+fn explained(error: KernelError, want: &Link) -> KernelError {
+    match &want.kind {
+        LinkKind::Wireguard(device) => wireguard::in_use(error, device.port),
+        _ => error,
     }
 }
 

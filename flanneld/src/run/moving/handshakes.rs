@@ -1,7 +1,8 @@
 //! Handshakes with peers, while this node moves to a backend that needs them.
 //!
-//! A peer is reached by the old backend until its handshake has completed. No packet for it takes
-//! the new tunnel before, so this module sends one, and the kernel begins the handshake.
+//! While a peer offers the old backend too, it is reached by that until a handshake has completed
+//! once. No packet for it takes the new tunnel before, so this module sends one, and the kernel
+//! begins the handshake.
 
 use std::collections::BTreeSet;
 use std::convert::Infallible;
@@ -21,6 +22,8 @@ use tokio::time::sleep;
 
 /// The pause between two looks at the devices.
 const LOOK: Duration = Duration::from_secs(1);
+/// A packet is sent at each look of so many. The kernel repeats a handshake every five seconds.
+const KNOCKS: u32 = 5;
 /// The port of the protocol discard.
 const DISCARD: u16 = 9;
 
@@ -31,9 +34,12 @@ pub(crate) async fn follow(
     devices: BTreeSet<LinkName>,
     done: watch::Sender<Handshakes>,
 ) -> Infallible {
+    let mut looks = 0_u32;
     while !devices.is_empty() {
         let (kernel, devices) = (Arc::clone(kernel), devices.clone());
-        let found = blocking(move || look(&kernel, &devices)).await;
+        let knocks = looks.is_multiple_of(KNOCKS);
+        looks = looks.wrapping_add(1);
+        let found = blocking(move || look(&kernel, &devices, knocks)).await;
         done.send_if_modified(|old| {
             let changed = **old != found;
             *old = Arc::new(found);
@@ -44,8 +50,8 @@ pub(crate) async fn follow(
     std::future::pending().await
 }
 
-/// Returns the subnets of peers with a completed handshake, and begins the other handshakes.
-fn look(kernel: &NetlinkKernel, devices: &BTreeSet<LinkName>) -> BTreeSet<Subnet> {
+/// Returns the subnets of peers with a completed handshake. With `knocks` it begins the others.
+fn look(kernel: &NetlinkKernel, devices: &BTreeSet<LinkName>, knocks: bool) -> BTreeSet<Subnet> {
     let mut done = BTreeSet::new();
     for link in devices {
         let sessions = match kernel.tunnel(*link) {
@@ -58,7 +64,8 @@ fn look(kernel: &NetlinkKernel, devices: &BTreeSet<LinkName>) -> BTreeSet<Subnet
         for session in sessions {
             if session.handshake.is_some() {
                 done.extend(session.allowed.values());
-            } else if let Some(subnet) = session.allowed.values().next()
+            } else if knocks
+                && let Some(subnet) = session.allowed.values().next()
                 && let Err(error) = knock(*link, subnet.base())
             {
                 // The device has no address yet, or the peer is gone.
