@@ -177,6 +177,7 @@ impl WireguardDevices {
         let device = inner.read(namespace, index)?;
         let Inner { devices, hasher, .. } = &mut *inner;
         let before = devices.remove(&link).filter(|before| before.index == index);
+        let is_known = before.is_some();
         let digest = before.as_ref().map_or_else(|| digest_of(&device, hasher), |it| it.digest);
         // A change since the last look is still reported: this snapshot may be another network's.
         let mut peers = before.map(|before| before.peers).unwrap_or_default();
@@ -185,7 +186,11 @@ impl WireguardDevices {
         for message in &device.peers {
             let before = peers.get(&message.key);
             let (peer, mut known) = Known::of(message, link, before, hasher);
-            known.digest = before.map_or(known.digest, |before| before.digest);
+            known.digest = match before {
+                Some(before) => before.digest,
+                None if is_known => !known.digest,
+                None => known.digest,
+            };
             peers.insert(message.key, known);
             shown.push((peer, message.is_exact()));
         }

@@ -240,6 +240,15 @@ fn changes_of_peers_are_found_by_reading() {
             let present = |event: &KernelEvent| matches!(event, KernelEvent::Present(_));
             assert_eq!((events.len(), events.iter().all(present)), (2, true), "{events:?}");
 
+            // A snapshot for another purpose hides no change.
+            wg(&format!("set flannel-wg peer {} persistent-keepalive 9", public(1)));
+            wg(&format!("set flannel-wg peer {} ", PublicKey([10; 32])));
+            near.state();
+            assert_eq!(peer_events(&mut *changes).await.len(), 2);
+            wg(&format!("set flannel-wg peer {} remove", PublicKey([10; 32])));
+            near.state();
+            assert_eq!(peer_events(&mut *changes).await.len(), 1);
+
             // Changes of our own are not reported.
             near.put(&near.objects(far.peer()));
             wg(&format!("set flannel-wg peer {other} remove"));
