@@ -61,6 +61,11 @@ pub fn backends(dir: &Path) -> PathBuf {
     dir.join("backends")
 }
 
+/// The last file of [`backends`] that was damaged. It may have secrets too.
+pub fn damaged_backends(dir: &Path) -> PathBuf {
+    dir.join("backends.damaged")
+}
+
 /// Reads the pod networks in a file of [`networks`], one on each line. Logs lines that cannot be
 /// read.
 ///

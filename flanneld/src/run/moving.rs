@@ -68,7 +68,7 @@ impl Moving {
         let kept = match state_dir::read(&file) {
             Ok(text) => NodeBackends::parse(text.as_deref().unwrap_or(r#"{"backends":[]}"#))
                 .map_err(|error| {
-                    let aside = file.with_extension("damaged");
+                    let aside = state_dir::damaged_backends(dir);
                     let moved = std::fs::rename(&file, &aside);
                     let kept = moved.map_or(String::new(), |()| format!(", kept as {aside:?}"));
                     format!("{error}{kept}")

@@ -799,15 +799,17 @@ fn cleanup_removes_everything() {
             .start_with(&[("FLANNELD_IP_MASQ", "true"), ("FLANNELD_IP_BLACKHOLE_ROUTE", "true")]);
         ready(&daemon);
         assert_eq!(stop(daemon).code(), Some(0));
+        fs::write(place.path("state/backends.damaged"), "{").unwrap();
         let rules = || {
             String::from_utf8(Command::new("nft").args(["list", "tables"]).output().unwrap().stdout)
                 .unwrap()
         };
-        let files = ["run/subnet.env", "state/leases"].map(|name| PathBuf::from(place.path(name)));
+        let files = ["run/subnet.env", "state/leases", "state/backends", "state/backends.damaged"];
+        let files = files.map(|name| PathBuf::from(place.path(name)));
         let all = |there: bool| {
             assert_eq!(rules().contains("flannel"), there, "{}", rules());
             assert_eq!(ip("route show").contains("blackhole"), there, "{}", ip("route show"));
-            assert_eq!(files.each_ref().map(|file| file.exists()), [there; 2]);
+            assert_eq!(files.each_ref().map(|file| file.exists()), [there; 4]);
         };
         all(true);
         let would = place.json(&["cleanup", "--dry-run", "--iface", "eth0"]);
