@@ -73,12 +73,9 @@ impl Backend for Extension {
 
     fn footprint(&self, config: &Config, uplink: Option<LinkName>) -> Result<Footprint> {
         Ok(Footprint {
-            // The routes of another backend are deleted. Those of commands have another protocol.
-            networks: config.pod_networks().collect(),
-            routes_on: uplink.into_iter().collect(),
-            blackholes: true,
             annexes: [NAME].into(),
-            ..Footprint::default()
+            // Routes of commands have another protocol, and stay.
+            ..Footprint::of_routes(config, uplink)
         })
     }
 

@@ -37,29 +37,19 @@ impl Backend for HostGw {
     }
 
     fn footprint(&self, config: &Config, uplink: Option<LinkName>) -> Result<Footprint> {
-        let networks = config.pod_networks().collect();
-        let routes_on = uplink.into_iter().collect();
-        // The blackholes of this node's own subnets.
-        Ok(Footprint { networks, routes_on, blackholes: true, ..Footprint::default() })
+        Ok(Footprint::of_routes(config, uplink))
     }
 
     fn validate(&self, config: &Config, uplink: Option<&ExternalInterface>) -> Result<()> {
         let Some(iface) = uplink else { return Ok(()) };
         for family in config.networks.families() {
-            let (address, public) = (iface.address[family], iface.public[family]);
             let refuse = |reason| Error::Backend { backend: TYPE.into(), reason };
-            let Some(address) = address else {
-                let name = iface.name;
-                return Err(refuse(format!(
-                    "{name} has no {family} address, which the network config enables"
-                )));
-            };
-            if let Some(public) = public.filter(|public| *public != address) {
+            let address = iface.needed(family).map_err(refuse)?;
+            if let Some(public) = iface.public[family].filter(|public| *public != address) {
                 return Err(refuse(format!(
                     "the public address {public} is not the address of {} ({address}): peers use \
-                     it \
-                     as their gateway, so it must be on the shared link (NAT needs a tunnel, for \
-                     example vxlan)",
+                     it as their gateway, so it must be on the shared link (NAT needs a tunnel, \
+                     for example vxlan)",
                     iface.name
                 )));
             }

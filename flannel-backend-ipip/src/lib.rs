@@ -1,11 +1,12 @@
 #![doc = include_str!("../README.md")]
 
-use std::net::{IpAddr, Ipv4Addr};
+use std::net::IpAddr;
 
 use async_trait::async_trait;
 use flannel_core::address::{Dual, Family};
 use flannel_core::backend::{
-    Blueprint, Built, Datapath, Env, ExternalInterface, Inlet, Node, Prepared,
+    Blueprint, Built, Datapath, Env, ExternalInterface, Inlet, LocalEnd, Node, Prepared,
+    underlay_mtu,
 };
 use flannel_core::json::FieldError;
 use flannel_core::kernel::Footprint;
@@ -53,15 +54,7 @@ impl Backend for Ipip {
     }
 
     fn footprint(&self, config: &Config, uplink: Option<LinkName>) -> Result<Footprint> {
-        Ok(Footprint {
-            links: [device()].into(),
-            networks: config.pod_networks().collect(),
-            // Without DirectRouting too, so that its routes are deleted.
-            routes_on: uplink.into_iter().collect(),
-            // The blackholes of this node's own subnets.
-            blackholes: true,
-            ..Footprint::default()
-        })
+        Ok(Footprint { links: [device()].into(), ..Footprint::of_routes(config, uplink) })
     }
 
     fn validate(&self, config: &Config, uplink: Option<&ExternalInterface>) -> Result<()> {
@@ -69,31 +62,28 @@ impl Backend for Ipip {
         if config.networks.v6.is_some() {
             return Err(refuse("it carries IPv4 only, and EnableIPv6 is true".to_owned()));
         }
-        let Some(uplink) = uplink else { return Ok(()) };
-        local(uplink)?;
-        let least = Family::V4.least_mtu() + OVERHEAD;
-        if uplink.mtu < least {
-            let (name, mtu) = (uplink.name, uplink.mtu);
-            return Err(refuse(format!(
-                "the MTU of {name} is {mtu}, and the tunnel needs {least}"
-            )));
-        }
+        uplink.map(|uplink| uplink.needed(Family::V4)).transpose().map_err(refuse)?;
+        underlay_mtu(None, uplink, &self.datapath(config)?.overhead).map_err(refuse)?;
         Ok(())
     }
 
     async fn prepare(&self, node: &Node<'_>, config: &Config) -> Result<Prepared> {
         self.validate(config, Some(node.uplink))?;
-        let (uplink, local) = (node.uplink.name, local(node.uplink)?);
+        let (uplink, addresses) = (node.uplink.name, node.uplink.address);
         let mtu = node.uplink.mtu - OVERHEAD;
-        let link =
-            Link { name: device(), mtu, up: true, kind: LinkKind::Ipip(object::Ipip { local }) };
+        let Some(IpAddr::V4(local)) = addresses.v4 else {
+            return Err(refuse(format!("{uplink} has no IPv4 address")));
+        };
+        let kind = LinkKind::Ipip(object::Ipip { local });
+        let link = Link { name: device(), mtu, up: true, kind };
         node.may_change(vec![link.clone()]).await?;
         let public = Dual { v4: node.uplink.public.v4, v6: None };
         let offer = Offer { public, kind: TYPE.into(), ..Offer::default() };
         let direct = direct_routing(config)?.then_some(uplink);
         let footprint = self.footprint(config, Some(uplink))?;
         Ok(Prepared::new(offer, move |lease| {
-            let plan = Plan { direct, local: local.into(), own: lease.lease().subnets };
+            let local = LocalEnd { addresses, subnets: lease.lease().subnets };
+            let plan = Plan { direct, local };
             let mut blueprint = Blueprint::new(mtu, move |subnets, offer, env, objects| {
                 plan.objects(subnets, offer, env, objects)
             });
@@ -109,10 +99,7 @@ impl Backend for Ipip {
 struct Plan {
     /// Peers on this link are reached without a tunnel.
     direct: Option<LinkName>,
-    /// The address of this node's external interface.
-    local: IpAddr,
-    /// This node's subnets.
-    own: Subnets,
+    local: LocalEnd,
 }
 
 impl Plan {
@@ -128,11 +115,9 @@ impl Plan {
         let Some((dst, gateway)) = end else {
             return Err(Rejection::Rejected("it has no public IPv4 address".into()));
         };
-        // The plan also runs for this node's own lease.
-        if gateway == self.local && !self.own.overlaps(subnets) {
-            return Err(Rejection::OwnAddress(gateway));
-        }
-        let via = match self.direct.filter(|uplink| env.on_link(gateway) == Some(*uplink)) {
+        let direct = self.direct.filter(|uplink| env.on_link(gateway) == Some(*uplink));
+        self.local.check(gateway, subnets, direct.is_some())?;
+        let via = match direct {
             Some(link) => Via::Gateway { gateway, link, onlink: false },
             None => Via::Gateway { gateway, link: device(), onlink: true },
         };
@@ -143,14 +128,6 @@ impl Plan {
 
 fn device() -> LinkName {
     "flannel.ipip".parse().expect("a valid name")
-}
-
-/// The source address of the tunnel.
-fn local(uplink: &ExternalInterface) -> Result<Ipv4Addr> {
-    match uplink.address.v4 {
-        Some(IpAddr::V4(local)) => Ok(local),
-        _ => Err(refuse(format!("{} has no IPv4 address", uplink.name))),
-    }
 }
 
 fn direct_routing(config: &Config) -> Result<bool> {

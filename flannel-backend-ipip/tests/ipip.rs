@@ -96,7 +96,7 @@ fn configs_and_interfaces_that_it_cannot_serve_are_refused() {
     let wrong = CONFIG.replace(r#""ipip""#, r#""ipip","DirectRouting":"yes""#);
     assert!(refused(&wrong, None).contains("DirectRouting"), "{}", refused(&wrong, None));
     let narrow = ExternalInterface { mtu: 87, ..uplink() };
-    assert!(refused(CONFIG, Some(&narrow)).contains("the tunnel needs 88"));
+    assert!(refused(CONFIG, Some(&narrow)).contains("87 is too small for IPv4: at least 88"));
     let bare = ExternalInterface { address: Dual::default(), ..uplink() };
     assert!(refused(CONFIG, Some(&bare)).contains("eth0 has no IPv4 address"));
 }

@@ -7,7 +7,7 @@ mod plan;
 use async_trait::async_trait;
 use flannel_core::address::{Dual, Family};
 use flannel_core::backend::{
-    Blueprint, Built, Datapath, ExternalInterface, Inlet, Node, Prepared, underlay_mtu,
+    Blueprint, Built, Datapath, ExternalInterface, Inlet, LocalEnd, Node, Prepared, underlay_mtu,
 };
 use flannel_core::kernel::Footprint;
 use flannel_core::lease::Offer;
@@ -56,12 +56,7 @@ impl Backend for VxlanBackend {
         Ok(Footprint {
             // Of both families, so that the device of a disabled one is deleted.
             links: Family::BOTH.iter().filter_map(|f| device_name(*f, vni).ok()).collect(),
-            networks: config.pod_networks().collect(),
-            // Without DirectRouting too, so that its routes are deleted.
-            routes_on: uplink.into_iter().collect(),
-            // The blackholes of this node's own subnets.
-            blackholes: true,
-            ..Footprint::default()
+            ..Footprint::of_routes(config, uplink)
         })
     }
 
@@ -70,9 +65,10 @@ impl Backend for VxlanBackend {
         devices(config, &options)?;
         underlay(config, &options, uplink)?;
         let Some(uplink) = uplink else { return Ok(()) };
-        let missing = config.networks.families().find(|family| uplink.address[*family].is_none());
-        let (name, Some(family)) = (uplink.name, missing) else { return Ok(()) };
-        Err(refuse(format!("{name} has no {family} address, which the network config enables")))
+        config
+            .networks
+            .families()
+            .try_for_each(|family| uplink.needed(family).map(drop).map_err(refuse))
     }
 
     async fn prepare(&self, node: &Node<'_>, config: &Config) -> Result<Prepared> {
@@ -103,9 +99,10 @@ impl Backend for VxlanBackend {
         };
         let footprint = self.footprint(config, Some(uplink.name))?;
         let direct = options.direct_routing.then_some(uplink.name);
-        let local = uplink.address;
+        let addresses = uplink.address;
         Ok(Prepared::new(offer, move |lease| {
-            let plan = plan::Plan { devices: names, direct, local, own: lease.lease().subnets };
+            let local = LocalEnd { addresses, subnets: lease.lease().subnets };
+            let plan = plan::Plan { devices: names, direct, local };
             let mut blueprint = Blueprint::new(mtu, move |subnets, offer, env, objects| {
                 plan.objects(subnets, offer, env, objects)
             });

@@ -41,26 +41,18 @@ impl Options {
         let fields = config.fields()?;
         let [vni, port, mtu, gbp, learning, direct_routing, ..] = Self::NAMES;
         let flag = |name| Ok::<_, FieldError>(fields.take(name, "true or false")?.unwrap_or(false));
-        let number = |name, expected: &str, max: u64| {
-            let value: Option<u64> = fields.take(name, expected)?;
-            match value {
-                Some(value) if value > max => Err(fields.error(name, &value, expected)),
-                value => Ok(value),
-            }
-        };
         let vni_range = "a number from 1 to 16777215";
-        let id = number(vni, vni_range, 0xff_ffff)?.unwrap_or(1);
-        if id == 0 {
+        let id = fields.take(vni, vni_range)?.unwrap_or(1);
+        if !(1..=0xff_ffff).contains(&id) {
             return Err(fields.error(vni, &id, vni_range));
         }
-        let port = number(port, "a UDP port, 0 for 8472", u64::from(u16::MAX))?.unwrap_or(0);
+        let port: Option<u16> = fields.take(port, "a UDP port, 0 for 8472")?;
         let mtu_range = "the underlay's MTU in bytes, at most the interface's, 0 for that";
-        let mtu = number(mtu, mtu_range, 65_535)?.unwrap_or(0);
+        let mtu: Option<u16> = fields.take(mtu, mtu_range)?;
         Ok(Self {
-            // Each is at most its maximum above, which fits.
-            vni: id as u32,
-            port: if port == 0 { DEFAULT_PORT } else { port as u16 },
-            mtu: (mtu != 0).then_some(mtu as u32),
+            vni: id,
+            port: port.filter(|port| *port != 0).unwrap_or(DEFAULT_PORT),
+            mtu: mtu.filter(|mtu| *mtu != 0).map(u32::from),
             gbp: flag(gbp)?,
             learning: flag(learning)?,
             direct_routing: flag(direct_routing)?,

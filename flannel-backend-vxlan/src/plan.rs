@@ -6,11 +6,9 @@
 //!
 //! **Source**: flannel `pkg/backend/vxlan/vxlan_network.go: handleSubnetEvents`.
 
-use std::net::IpAddr;
-
 use flannel_core::Subnets;
 use flannel_core::address::Dual;
-use flannel_core::backend::Env;
+use flannel_core::backend::{Env, LocalEnd};
 use flannel_core::json::{FieldError, Fields};
 use flannel_core::lease::{Endpoint, Offer};
 use flannel_core::object::{Fdb, LinkName, MacAddr, Neigh, Object, Route, Via};
@@ -25,10 +23,7 @@ pub(crate) struct Plan {
     pub(crate) devices: Dual<LinkName>,
     /// Peers on this link are reached without a tunnel.
     pub(crate) direct: Option<LinkName>,
-    /// The addresses of this node's external interface.
-    pub(crate) local: Dual<IpAddr>,
-    /// This node's subnets.
-    pub(crate) own: Subnets,
+    pub(crate) local: LocalEnd,
 }
 
 impl Plan {
@@ -45,9 +40,8 @@ impl Plan {
             let device = self.devices[dst.family()];
             let (Some(link), Some(public), Some(data)) = (device, public, data) else { continue };
             let direct = self.direct.filter(|uplink| env.on_link(public) == Some(*uplink));
-            // The plan also runs for this node's own lease.
-            let is_ours = self.local[dst.family()] == Some(public) && !self.own.overlaps(subnets);
-            let mac = match vtep(public, data, direct.is_some(), is_ours) {
+            let checked = self.local.check(public, subnets, direct.is_some());
+            let mac = match checked.and_then(|()| Ok(vtep_mac(data)?)) {
                 Ok(mac) => mac,
                 Err(rejected) => {
                     env.advise(rejected.to_string());
@@ -74,20 +68,6 @@ impl Plan {
     }
 }
 
-/// The MAC address of a peer's VTEP, if its addresses can be used.
-fn vtep(public: IpAddr, data: &str, direct: bool, is_ours: bool) -> Result<MacAddr, Rejection> {
-    if is_ours {
-        return Err(Rejection::OwnAddress(public));
-    }
-    let is_link_local = matches!(public, IpAddr::V6(v6) if v6.is_unicast_link_local());
-    // A forwarding entry names no link. A gateway does.
-    if is_link_local && !direct {
-        let reason = "is link-local, which a tunnel cannot reach";
-        return Err(Rejection::Rejected(format!("its public address {public} {reason}")));
-    }
-    Ok(vtep_mac(data)?)
-}
-
 /// The VTEP's MAC address in backend data. The VNI is ignored, as in Go flannel.
 pub(crate) fn vtep_mac(data: &str) -> Result<MacAddr, FieldError> {
     let expected = "the MAC address of the node's tunnel device, such as \"0a:1b:2c:3d:4e:5f\"";
@@ -104,19 +84,26 @@ pub(crate) fn backend_data(vni: u32, mac: MacAddr) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::net::IpAddr;
+
     use super::*;
 
     fn own() -> Subnets {
         "10.1.9.0-24&fd00:1:0:9::-64".parse().unwrap()
     }
 
+    fn nowhere() -> LocalEnd {
+        LocalEnd { addresses: Dual::default(), subnets: own() }
+    }
+
     #[test]
     fn no_tunnel_leads_to_this_node_itself() {
         let [v4, v6] = ["flannel.1", "flannel-v6.1"].map(|name| name.parse().unwrap());
         let address = |text: &str| text.parse::<IpAddr>().unwrap();
-        let local = ["192.0.2.9", "2001:db8::9"].map(address).into_iter().collect();
+        let addresses = ["192.0.2.9", "2001:db8::9"].map(address).into_iter().collect();
         let devices = Dual { v4: Some(v4), v6: Some(v6) };
-        let plan = Plan { devices, direct: None, local, own: own() };
+        let local = LocalEnd { addresses, subnets: own() };
+        let plan = Plan { devices, direct: None, local };
         let data: Box<str> = r#"{"VtepMAC":"0a:00:00:00:00:07"}"#.into();
         let plan_of = |subnets: Subnets, public: [&str; 2]| {
             let public = public.map(address).into_iter().collect();
@@ -141,7 +128,7 @@ mod tests {
     fn an_offer_without_data_is_rejected_whatever_other_plans_added() {
         let link: LinkName = "flannel.1".parse().unwrap();
         let devices = Dual { v4: Some(link), v6: None };
-        let plan = Plan { devices, direct: None, local: Dual::default(), own: own() };
+        let plan = Plan { devices, direct: None, local: nowhere() };
         let other = Neigh { link, address: [10, 1, 8, 0].into(), mac: MacAddr::local([1; 6]) };
         let mut objects = vec![other.into()];
         let subnets = "10.1.7.0-24".parse().unwrap();
@@ -156,7 +143,7 @@ mod tests {
             ["flannel-v6.1", "eth0"].map(|name| name.parse().unwrap());
         let verdict_of = |public: &str, mac: &str, direct: Option<LinkName>, is_on_link: bool| {
             let devices = Dual { v4: None, v6: Some(device) };
-            let plan = Plan { devices, direct, local: Dual::default(), own: own() };
+            let plan = Plan { devices, direct, local: nowhere() };
             let offer = Offer {
                 public: [public.parse::<IpAddr>().unwrap()].into_iter().collect(),
                 kind: TYPE.into(),

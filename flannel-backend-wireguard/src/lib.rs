@@ -7,7 +7,7 @@ mod plan;
 use async_trait::async_trait;
 use flannel_core::address::{Dual, Family};
 use flannel_core::backend::{
-    Blueprint, Built, Datapath, ExternalInterface, Inlet, Node, Prepared, underlay_mtu,
+    Blueprint, Built, Datapath, ExternalInterface, Inlet, LocalEnd, Node, Prepared, underlay_mtu,
 };
 use flannel_core::kernel::Footprint;
 use flannel_core::lease::Offer;
@@ -48,8 +48,7 @@ impl Backend for WireguardBackend {
         let mut datapath = Datapath::default();
         datapath.devices = devices(config, options.mode);
         datapath.overhead = overheads(config, options.mode);
-        let ports = ports(config, &options);
-        datapath.inlets = ports.values().copied().map(Inlet::Udp).collect();
+        datapath.inlets = ports(config, &options).values().copied().map(Inlet::Udp).collect();
         datapath.inlets.dedup();
         datapath.encrypted = datapath.devices.values().copied().collect();
         Ok(datapath)
@@ -59,11 +58,7 @@ impl Backend for WireguardBackend {
         Ok(Footprint {
             // All, so that the device of a disabled family or of another mode is deleted.
             links: Family::BOTH.map(device).into(),
-            networks: config.pod_networks().collect(),
-            routes_on: uplink.into_iter().collect(),
-            // The blackholes of this node's own subnets.
-            blackholes: true,
-            ..Footprint::default()
+            ..Footprint::of_routes(config, uplink)
         })
     }
 
@@ -79,15 +74,14 @@ impl Backend for WireguardBackend {
         }
         underlay_mtu(options.mtu, uplink, &overheads(config, options.mode)).map_err(refuse)?;
         let Some(uplink) = uplink else { return Ok(()) };
-        let needs = |family: &Family| match options.mode {
+        let is_needed = |family: &Family| match options.mode {
             Mode::Separate => config.networks[*family].is_some(),
             Mode::Auto => false,
             Mode::Ipv4 => *family == Family::V4,
             Mode::Ipv6 => *family == Family::V6,
         };
-        let missing = Family::BOTH.iter().find(|f| needs(f) && uplink.address[**f].is_none());
-        let (name, Some(family)) = (uplink.name, missing) else { return Ok(()) };
-        Err(refuse(format!("{name} has no {family} address, which the network config needs")))
+        let mut needed = Family::BOTH.into_iter().filter(is_needed);
+        needed.try_for_each(|family| uplink.needed(family).map(drop).map_err(refuse))
     }
 
     async fn prepare(&self, node: &Node<'_>, config: &Config) -> Result<Prepared> {
@@ -97,15 +91,13 @@ impl Backend for WireguardBackend {
         let underlay = underlay_mtu(options.mtu, Some(uplink), &overhead).map_err(refuse)?;
         let underlay = underlay.unwrap_or(uplink.mtu);
         let psk = match options.psk.clone() {
-            Some(Psk::Key(key)) => Some(key),
-            Some(Psk::File(path)) => {
-                Some(blocking(move || key::read(&path)).await.map_err(refuse)?)
-            }
+            Some(Psk::File(path)) => Some(blocking(move || key::read(&path)).await),
+            Some(Psk::Key(key)) => Some(Ok(key)),
             None => None,
         };
+        let psk = psk.transpose().map_err(refuse)?;
         let keys = KeyPair::of(node.secrets).await.map_err(|error| refuse(error.to_string()))?;
-        let ports = ports(config, &options);
-        let devices = devices(config, options.mode);
+        let (devices, ports) = (devices(config, options.mode), ports(config, &options));
         let links = devices.map(|family, name| {
             let (key, port) = (keys.private.clone(), ports[family].unwrap_or(options.port));
             // One device for both families has the overhead of both.
@@ -118,21 +110,20 @@ impl Backend for WireguardBackend {
         let offer = Offer { public: uplink.public, kind: plan::TYPE.into(), data };
         let footprint = self.footprint(config, Some(uplink.name))?;
         let networks = config.networks.map(|_, pods| pods.network);
-        let (local, public) = (uplink.address, uplink.public);
+        let (addresses, public) = (uplink.address, uplink.public);
         let (mode, keepalive) = (options.mode, options.keepalive);
         Ok(Prepared::new(offer, move |lease| {
-            let own = lease.lease().subnets;
-            let plan = plan::Plan { mode, devices, ports, psk, keepalive, local, public, own };
+            let local = LocalEnd { addresses, subnets: lease.lease().subnets };
+            let plan = plan::Plan { mode, devices, ports, psk, keepalive, local, public };
             let mut blueprint = Blueprint::new(mtu, move |subnets, offer, env, objects| {
                 plan.objects(subnets, offer, env, objects)
             });
             (blueprint.lease_type, blueprint.footprint) = (Some(plan::TYPE), footprint);
             blueprint.handshakes = true;
             blueprint.base = lease.tunnel(&links);
-            for (family, dst) in networks.iter() {
-                let Some(link) = devices[family] else { continue };
-                blueprint.base.insert(Route { dst: *dst, via: Via::Link(link), mtu: None });
-            }
+            let to = |link, dst| Route { dst, via: Via::Link(link), mtu: None };
+            let route = |(family, link): (_, &_)| Some(to(*link, networks[family]?));
+            blueprint.base.extend(devices.iter().filter_map(route));
             Ok(Built::Kernel(blueprint))
         }))
     }
@@ -157,8 +148,8 @@ fn device(family: Family) -> LinkName {
 
 /// The tunnel device of each enabled family.
 fn devices(config: &Config, mode: Mode) -> Dual<LinkName> {
-    let of = |family| if mode == Mode::Separate { device(family) } else { device(Family::V4) };
-    config.networks.map(|family, _| of(family))
+    let separate = mode == Mode::Separate;
+    config.networks.map(|family, _| device(if separate { family } else { Family::V4 }))
 }
 
 /// The UDP port of the tunnel of each enabled family.

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use flannel_core::config::BackendConfig;
 use flannel_core::json::{FieldError, Fields};
 use flannel_core::object::Secret;
+use serde::Deserialize;
 
 use crate::key::decode;
 
@@ -40,10 +41,12 @@ pub enum Psk {
 }
 
 /// The tunnels of a node, and the addresses between which they run.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Mode {
     /// `separate`, the default: IPv4 packets travel between IPv4 addresses, and IPv6 packets
     /// between IPv6 addresses, each in a tunnel of its own.
+    #[default]
     Separate,
     /// `auto`: one tunnel for both families. It runs to the IPv4 address of a peer, unless only its
     /// IPv6 address is public.
@@ -73,29 +76,20 @@ impl Options {
     pub fn parse(config: &BackendConfig) -> Result<Self, FieldError> {
         let fields = config.fields()?;
         let [port, port_v6, mtu, _, _, keepalive, mode] = Self::NAMES;
-        let number = |name, expected: &str, max: u64| {
-            let value: Option<u64> = fields.take(name, expected)?;
-            match value {
-                Some(value) if value > max => Err(fields.error(name, &value, expected)),
-                value => Ok(value.unwrap_or(0)),
-            }
-        };
         let port_of = |name, default: u16| {
-            let expected = format!("a UDP port, 0 for {default}");
-            let port = number(name, &expected, u64::from(u16::MAX))?;
-            // It is at most its maximum, which fits.
-            Ok(if port == 0 { default } else { port as u16 })
+            let port: Option<u16> = fields.take(name, &format!("a UDP port, 0 for {default}"))?;
+            Ok(port.filter(|port| *port != 0).unwrap_or(default))
         };
         let mtu_range = "the underlay's MTU in bytes, at most the interface's, 0 for that";
-        let mtu = number(mtu, mtu_range, 65_535)? as u32;
+        let mtu: Option<u16> = fields.take(mtu, mtu_range)?;
         let seconds = "seconds as a number from 0 (never) to 65535";
         Ok(Self {
             port: port_of(port, 51820)?,
             port_v6: port_of(port_v6, 51821)?,
-            mtu: (mtu != 0).then_some(mtu),
+            mtu: mtu.filter(|mtu| *mtu != 0).map(u32::from),
             psk: psk(&fields)?,
-            keepalive: number(keepalive, seconds, u64::from(u16::MAX))? as u16,
-            mode: parse_mode(&fields, mode)?,
+            keepalive: fields.take(keepalive, seconds)?.unwrap_or(0),
+            mode: fields.take(mode, "separate, auto, ipv4 or ipv6")?.unwrap_or_default(),
         })
     }
 }
@@ -116,18 +110,6 @@ fn psk(fields: &Fields) -> Result<Option<Psk>, FieldError> {
         (None, Some(path)) if path.starts_with('/') => Ok(Some(Psk::File(path.into()))),
         (None, Some(path)) => Err(fields.error(file, &path, "an absolute path")),
         (None, None) => Ok(None),
-    }
-}
-
-fn parse_mode(fields: &Fields, name: &str) -> Result<Mode, FieldError> {
-    let expected = "separate, auto, ipv4 or ipv6";
-    let text: Option<String> = fields.take(name, expected)?;
-    match text.as_deref() {
-        None | Some("separate") => Ok(Mode::Separate),
-        Some("auto") => Ok(Mode::Auto),
-        Some("ipv4") => Ok(Mode::Ipv4),
-        Some("ipv6") => Ok(Mode::Ipv6),
-        Some(text) => Err(fields.error(name, &format!("{text:?}"), expected)),
     }
 }
 

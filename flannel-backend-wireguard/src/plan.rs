@@ -2,11 +2,11 @@
 //!
 //! **Source**: flannel `pkg/backend/wireguard/wireguard_network.go: handleSubnetEvents`.
 
-use std::net::{IpAddr, SocketAddr};
+use std::net::IpAddr;
 
 use flannel_core::Subnets;
-use flannel_core::address::{Dual, Family};
-use flannel_core::backend::Env;
+use flannel_core::address::Dual;
+use flannel_core::backend::{Env, LocalEnd};
 use flannel_core::json::{FieldError, Fields};
 use flannel_core::lease::{Endpoint, Offer};
 use flannel_core::object::{LinkName, Object, Peer, PeerAttributes, PublicKey, Secret};
@@ -26,12 +26,9 @@ pub(crate) struct Plan {
     pub(crate) ports: Dual<u16>,
     pub(crate) psk: Option<Secret>,
     pub(crate) keepalive: u16,
-    /// The addresses of this node's external interface.
-    pub(crate) local: Dual<IpAddr>,
+    pub(crate) local: LocalEnd,
     /// The addresses that this node publishes.
     pub(crate) public: Dual<IpAddr>,
-    /// This node's subnets.
-    pub(crate) own: Subnets,
 }
 
 /// The backend data of a family.
@@ -49,46 +46,15 @@ impl Plan {
         env: &Env<'_>,
         out: &mut Vec<Object>,
     ) -> Result<(), Rejection> {
-        let none = "it has no public address with backend data for any enabled family";
         let enabled = |end: &Endpoint<'_>| self.devices[end.subnet.family()].is_some();
-        let ends = offer.endpoints(subnets).filter(enabled);
-        if self.mode != Mode::Separate {
-            let (mut allowed, mut data) = (Dual::default(), Dual::default());
-            for Endpoint { subnet, data: text, .. } in ends {
-                allowed[subnet.family()] = Some(subnet);
-                data[subnet.family()] = text.map(read).transpose()?;
-            }
-            let (device, address) = (self.devices.values().next(), self.choose(&offer.public));
-            let (Some(link), Some(address)) = (device, address) else {
-                return Err(Rejection::Rejected(none.into()));
-            };
-            // Go flannel publishes the port of its only tunnel with the data of IPv4.
-            let port = data.values().find_map(|data: &Data| data.port);
-            let Some(data) = data.v6.as_ref().or(data.v4.as_ref()) else {
-                return Err(Rejection::Rejected(none.into()));
-            };
-            let port = port.or_else(|| self.ports.values().next().copied()).unwrap_or_default();
-            let endpoint = self.endpoint((address, port), subnets)?;
-            out.push(self.peer(*link, data.key, endpoint, allowed));
-            return Ok(());
-        }
+        let ends: Vec<Endpoint<'_>> = offer.endpoints(subnets).filter(enabled).collect();
+        // The only tunnel carries all families.
+        let of_tunnel = if self.mode == Mode::Separate { 1 } else { ends.len().max(1) };
         let (mut bad, before) = (None, out.len());
-        for Endpoint { subnet, public, data } in ends {
-            // A family that is not published leaves the other one.
-            let family = subnet.family();
-            let (Some(link), Some(public), Some(data)) = (self.devices[family], public, data)
-            else {
-                continue;
-            };
-            let found = read(data).map_err(Rejection::from).and_then(|data| {
-                let port = data.port.or(self.ports[family]).unwrap_or_default();
-                Ok((data.key, self.endpoint((public, port), subnets)?))
-            });
-            match found {
-                Ok((key, endpoint)) => {
-                    let allowed = Dual::from_fn(|f| (f == family).then_some(subnet));
-                    out.push(self.peer(link, key, endpoint, allowed));
-                }
+        for ends in ends.chunks(of_tunnel) {
+            match self.peer(ends, subnets, &offer.public) {
+                Ok(peer) => out.extend(peer.map(Object::from)),
+                // It leaves the other family.
                 Err(rejected) => {
                     env.advise(rejected.to_string());
                     bad = Some(rejected);
@@ -98,37 +64,38 @@ impl Plan {
         if out.len() > before {
             return Ok(());
         }
+        let none = "it has no public address with backend data for any enabled family";
         Err(bad.unwrap_or_else(|| Rejection::Rejected(none.into())))
     }
 
+    /// The peer at the other end of one tunnel; `None`: the node does not publish it. `ends` are
+    /// those of the families that the tunnel carries.
     fn peer(
         &self,
-        link: LinkName,
-        key: PublicKey,
-        endpoint: SocketAddr,
-        allowed: Dual<flannel_core::Subnet>,
-    ) -> Object {
-        let (psk, keepalive) = (self.psk.clone(), self.keepalive);
-        let attributes = Box::new(PeerAttributes { endpoint, allowed, psk, keepalive });
-        Peer { link, key, attributes }.into()
-    }
-
-    /// The endpoint, if packets can be sent to it.
-    fn endpoint(
-        &self,
-        (address, port): (IpAddr, u16),
+        ends: &[Endpoint<'_>],
         subnets: &Subnets,
-    ) -> Result<SocketAddr, Rejection> {
-        // The plan also runs for this node's own lease.
-        let is_ours = self.local[Family::of(address)] == Some(address);
-        if is_ours && !self.own.overlaps(subnets) {
-            return Err(Rejection::OwnAddress(address));
-        }
-        if matches!(address, IpAddr::V6(v6) if v6.is_unicast_link_local()) {
-            let reason = "is link-local, which a tunnel cannot reach";
-            return Err(Rejection::Rejected(format!("its public address {address} {reason}")));
-        }
-        Ok((address, port).into())
+        public: &Dual<IpAddr>,
+    ) -> Result<Option<Peer>, Rejection> {
+        let family = ends[0].subnet.family();
+        let separate = self.mode == Mode::Separate;
+        let address = if separate { ends[0].public } else { self.choose(public) };
+        let data = ends.iter().filter_map(|end| end.data).map(read);
+        let data = data.collect::<Result<Vec<Data>, _>>()?;
+        // Go flannel publishes the port of its only tunnel with the data of IPv4.
+        let port = data.iter().find_map(|data| data.port).or(self.ports[family]);
+        let (Some(link), Some(address), Some(Data { key, .. })) =
+            (self.devices[family], address, data.last())
+        else {
+            return Ok(None);
+        };
+        self.local.check(address, subnets, false)?;
+        let attributes = Box::new(PeerAttributes {
+            endpoint: (address, port.unwrap_or_default()).into(),
+            allowed: ends.iter().map(|end| end.subnet).collect(),
+            psk: self.psk.clone(),
+            keepalive: self.keepalive,
+        });
+        Ok(Some(Peer { link, key: *key, attributes }))
     }
 
     /// The address for the only tunnel to a peer with these public addresses.
@@ -188,9 +155,11 @@ mod tests {
             ports: Dual { v4: Some(51820), v6: Some(51821) },
             psk: None,
             keepalive: 0,
-            local: Dual { v4: Some(address("10.0.0.9")), v6: Some(address("fd00::9")) },
+            local: LocalEnd {
+                addresses: Dual { v4: Some(address("10.0.0.9")), v6: Some(address("fd00::9")) },
+                subnets: "10.1.9.0-24&fd00:1:0:9::-64".parse().unwrap(),
+            },
             public: Dual { v4: Some(address("10.0.0.9")), v6: Some(address("fd00::9")) },
-            own: "10.1.9.0-24&fd00:1:0:9::-64".parse().unwrap(),
         }
     }
 

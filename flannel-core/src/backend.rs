@@ -15,7 +15,7 @@ use async_trait::async_trait;
 
 pub use self::plan::{Answer, Env, Plan};
 pub use self::secrets::{MakeSecret, MemorySecrets, Secrets};
-pub use self::underlay::underlay_mtu;
+pub use self::underlay::{LocalEnd, underlay_mtu};
 use crate::address::{Dual, Subnet};
 use crate::config::Config;
 use crate::error::{Error, Result};

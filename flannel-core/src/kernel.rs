@@ -14,6 +14,7 @@ pub use self::annex::Annex;
 pub use self::changed_by::{ChangedBy, ProcessNames};
 pub use self::nexthops::{NexthopBlock, NexthopIds};
 use crate::address::{Dual, Subnet};
+use crate::config::Config;
 use crate::object::{Addr, Change, Key, Link, LinkName, Object, Route, State, Via};
 
 /// The route protocol of our routes and nexthop objects. iproute2's `rt_protos` does not assign it.
@@ -50,6 +51,17 @@ pub struct Footprint {
 }
 
 impl Footprint {
+    /// The routes of a network with this config, without devices. `uplink`: the external interface.
+    /// They include those of another backend and the blackholes of this node's own subnets.
+    pub fn of_routes(config: &Config, uplink: Option<LinkName>) -> Self {
+        Self {
+            networks: config.pod_networks().collect(),
+            routes_on: uplink.into_iter().collect(),
+            blackholes: true,
+            ..Self::default()
+        }
+    }
+
     /// Adds another network's footprint, except for its `nexthops` and `go_routes`.
     pub fn merge(&mut self, other: Self) {
         self.links.extend(other.links);

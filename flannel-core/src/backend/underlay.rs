@@ -1,7 +1,57 @@
 //! The network between the nodes, below the tunnels.
 
+use std::net::IpAddr;
+
 use super::ExternalInterface;
 use crate::address::{Dual, Family};
+use crate::lease::Subnets;
+use crate::status::Rejection;
+
+impl ExternalInterface {
+    /// Its address of a family that the network needs.
+    ///
+    /// # Errors
+    /// It has none. The text names the interface.
+    pub fn needed(&self, family: Family) -> Result<IpAddr, String> {
+        let missing = || format!("{} has no {family} address, which the network needs", self.name);
+        self.address[family].ok_or_else(missing)
+    }
+}
+
+/// The end of tunnels on this node, with which a plan checks the ends on peers.
+#[derive(Debug, Clone, Copy)]
+pub struct LocalEnd {
+    /// The addresses of the external interface.
+    pub addresses: Dual<IpAddr>,
+    /// The subnets of this node. A plan also runs for its own lease.
+    pub subnets: Subnets,
+}
+
+impl LocalEnd {
+    /// Checks that packets reach the node with these subnets at its public address. `is_direct`:
+    /// they need no tunnel.
+    ///
+    /// # Errors
+    /// The address is one of this node, or a tunnel cannot reach it.
+    pub fn check(
+        &self,
+        public: IpAddr,
+        subnets: &Subnets,
+        is_direct: bool,
+    ) -> Result<(), Rejection> {
+        if self.addresses[Family::of(public)] == Some(public) && !self.subnets.overlaps(subnets) {
+            return Err(Rejection::OwnAddress(public));
+        }
+        // A gateway has a link. The remote address of a tunnel has none.
+        match public {
+            IpAddr::V6(address) if address.is_unicast_link_local() && !is_direct => {
+                let reason = "is link-local, which a tunnel cannot reach";
+                Err(Rejection::Rejected(format!("its public address {public} {reason}")))
+            }
+            _ => Ok(()),
+        }
+    }
+}
 
 /// The MTU of the network between the nodes, in bytes: `given` in the config (`Backend.MTU`), else
 /// that of the external interface. `None` if neither is known. `overhead` is the size of the
