@@ -1,10 +1,6 @@
 #![doc = include_str!("../README.md")]
 
-mod annex;
-mod command;
-mod files;
 mod options;
-mod task;
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -13,7 +9,8 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use async_trait::async_trait;
-use flannel_core::address::Dual;
+use flannel_commands::{Commands, Limits, Names, Of, Task};
+use flannel_core::address::{Dual, Family};
 use flannel_core::backend::{Blueprint, Built, Datapath, ExternalInterface, Node, Prepared};
 use flannel_core::kernel::{Annex, Footprint};
 use flannel_core::lease::Offer;
@@ -22,13 +19,15 @@ use flannel_core::runtime::blocking;
 use flannel_core::status::Rejection;
 use flannel_core::{Backend, Config, Error, Result, Subnet, Subnets};
 
-use crate::annex::Commands;
-use crate::command::Limits;
 use crate::options::Options;
-use crate::task::{Of, Task, variables};
 
 /// The backend type, and the name of the annex and of its directory in the state directory.
 const NAME: &str = "extension";
+const NAMES: Names = Names {
+    annex: NAME,
+    node: ["PostStartupCommand", "ShutdownCommand"],
+    peer: ["SubnetAddCommand", "SubnetRemoveCommand"],
+};
 /// The most bytes of a node's data.
 const MOST_DATA: usize = 65_536;
 
@@ -83,7 +82,7 @@ impl Backend for Extension {
         let mut annexes = self.annexes.lock().unwrap_or_else(PoisonError::into_inner);
         let commands = annexes
             .entry(state_dir.map(Path::to_owned))
-            .or_insert_with(|| Commands::new(state_dir.map(|dir| dir.join(NAME))));
+            .or_insert_with(|| Commands::new(NAMES, state_dir.map(|dir| dir.join(NAME))));
         Some(Arc::new(commands.clone()))
     }
 
@@ -138,11 +137,11 @@ impl Extension {
             words.run(&BTreeMap::new(), "", limits)
         };
         let failed = |why: String| refuse(format!("PreStartupCommand: {why}"));
-        let output = blocking(run).await.map_err(|why| failed(why.0))?;
+        let output = blocking(run).await.map_err(|error| failed(error.to_string()))?;
         if output.is_cut {
             return Err(failed(format!("its output has more than {MOST_DATA} bytes")));
         }
-        let output = String::from_utf8_lossy(&output.bytes).trim().to_owned();
+        let output = output.text();
         // Peers measure the JSON text.
         if json(&output).len() > MOST_DATA {
             return Err(failed(format!("its output has more than {MOST_DATA} bytes as JSON")));
@@ -211,7 +210,21 @@ impl Options {
 /// The record of a task. Its key is the first of the subnets.
 fn record(subnets: &Subnets, task: &Task) -> Object {
     let first = subnets.iter().next().expect("a lease has a subnet");
-    task.record(first, true).into()
+    task.record(NAME, first).into()
+}
+
+/// `SUBNET`, `IPV6SUBNET`, `PUBLIC_IP` and `PUBLIC_IPV6`; empty without such a value.
+fn variables(subnets: &Subnets, public: &Dual<IpAddr>) -> BTreeMap<String, String> {
+    let text = |value: Option<String>| value.unwrap_or_default();
+    let subnet = |family| text(subnets.family(family).map(|subnet| subnet.to_string()));
+    let address = |family| text(public[family].map(|address: IpAddr| address.to_string()));
+    let all = [
+        ("SUBNET", subnet(Family::V4)),
+        ("IPV6SUBNET", subnet(Family::V6)),
+        ("PUBLIC_IP", address(Family::V4)),
+        ("PUBLIC_IPV6", address(Family::V6)),
+    ];
+    all.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()
 }
 
 fn json(value: &impl serde::Serialize) -> String {

@@ -1,13 +1,11 @@
 //! The options of the backend.
 
-use std::os::unix::fs::PermissionsExt;
-use std::path::Path;
 use std::time::Duration;
 
+use flannel_commands::Words;
 use flannel_core::json::{FieldError, Fields};
 use flannel_core::{Config, Result};
 
-use crate::command::Words;
 use crate::refuse;
 
 /// The default time limit of a command, and the largest one, in seconds.
@@ -67,8 +65,7 @@ impl Options {
             &self.shutdown,
         ];
         for (name, words) in Self::NAMES.into_iter().zip(commands) {
-            let program = words.as_ref().and_then(Words::program);
-            if let Some(program) = program.filter(|program| !is_there(program)) {
+            if let Some(program) = words.as_ref().and_then(Words::missing_program) {
                 return Err(refuse(format!(
                     "field {name}: there is no program {program:?} on this host, expected a file \
                      in PATH that may be executed; no shell runs the command"
@@ -92,19 +89,6 @@ fn limit(fields: &Fields, name: &str) -> std::result::Result<u64, FieldError> {
         return Ok(seconds);
     }
     Err(fields.error(name, &seconds, &expected))
-}
-
-/// Whether `execvp` finds the program.
-fn is_there(program: &str) -> bool {
-    let may_run = |path: &Path| {
-        let file = path.metadata();
-        file.is_ok_and(|file| file.is_file() && file.permissions().mode() & 0o111 != 0)
-    };
-    if program.contains('/') {
-        return may_run(Path::new(program));
-    }
-    let path = std::env::var_os("PATH").unwrap_or_default();
-    std::env::split_paths(&path).any(|dir| may_run(&dir.join(program)))
 }
 
 #[cfg(test)]

@@ -15,21 +15,21 @@ use flannel_core::object::{Change, Key, Record};
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
 use self::queue::{EINVAL, Entry, Job, Queue, Unmade, Wanted, failed};
-use crate::NAME;
 use crate::files::{Files, State, Stored};
-use crate::task::{Of, Task};
+use crate::task::{Names, Of, Task};
 
 /// The most commands at a time.
 const AT_ONCE: usize = 8;
-/// The longest time of `ShutdownCommand` while a daemon stops.
+/// The longest time of the command that removes the task of this node, when the annex stops.
 const STOP: Duration = Duration::from_secs(10);
 
-/// The commands of one state directory. Clones are handles of the same.
+/// An annex whose records are [tasks](Task). Clones are handles of the same annex.
 #[derive(Debug, Clone)]
-pub(crate) struct Commands(Arc<Shared>);
+pub struct Commands(Arc<Shared>);
 
 #[derive(Debug)]
 struct Shared {
+    names: Names,
     inner: Mutex<Queue>,
     ended: Condvar,
     /// Commands that run are to end.
@@ -37,10 +37,12 @@ struct Shared {
 }
 
 impl Commands {
-    pub(crate) fn new(dir: Option<PathBuf>) -> Self {
+    /// An annex that keeps its tasks in `dir`, one file for each; `None`: in memory only. The
+    /// directory is made with the first task. One annex at a time may use it.
+    pub fn new(names: Names, dir: Option<PathBuf>) -> Self {
         let inner = Mutex::new(Queue { files: Files::new(dir), ..Queue::default() });
         let (ended, stopped) = Default::default();
-        Self(Arc::new(Shared { inner, ended, stopped }))
+        Self(Arc::new(Shared { names, inner, ended, stopped }))
     }
 
     fn lock(&self) -> MutexGuard<'_, Queue> {
@@ -67,7 +69,7 @@ impl Commands {
         {
             let (subnet, change) = (job.subnet, job.wanted.change.clone());
             let commands = self.clone();
-            let thread = std::thread::Builder::new().name(NAME.into());
+            let thread = std::thread::Builder::new().name(self.0.names.annex.into());
             inner.running += 1;
             if let Err(error) = thread.spawn(move || commands.run(job)) {
                 let stored = inner.entries.get(&subnet).and_then(|entry| entry.stored.clone());
@@ -108,7 +110,7 @@ impl Commands {
         if let Some(old) = stored.as_ref().filter(|old| is_to_go(old)).cloned() {
             let unsure = Some(Stored { state: State::Unsure, ..old.clone() });
             self.store(subnet, stored, unsure)?;
-            if let Err(why) = old.task.remove(&self.0.stopped) {
+            if let Err(why) = old.task.remove(&self.0.names, &self.0.stopped) {
                 // After a boot there is usually nothing to remove.
                 let gives_up = gives_up || old.state == State::Earlier;
                 if !gives_up || self.0.stopped.load(Ordering::Relaxed) {
@@ -123,7 +125,7 @@ impl Commands {
         if stored.as_ref().is_none_or(|stored| stored.state != State::Done) {
             let unsure = Some(Stored { task: task.clone(), state: State::Unsure });
             self.store(subnet, stored, unsure)?;
-            task.add(&self.0.stopped)?;
+            task.add(&self.0.names, &self.0.stopped)?;
         }
         let done = Some(Stored { task: task.clone(), state: State::Done });
         Ok(self.store(subnet, stored, done)?)
@@ -144,7 +146,7 @@ impl Commands {
 
 impl Annex for Commands {
     fn name(&self) -> &'static str {
-        NAME
+        self.0.names.annex
     }
 
     fn records(&self) -> Result<Vec<Record>, KernelError> {
@@ -152,7 +154,8 @@ impl Annex for Commands {
         let there = inner.entries.iter().filter(|(_, entry)| entry.is_idle());
         let record = |(subnet, entry): (&Subnet, &Entry)| {
             let Stored { task, state } = entry.stored.as_ref()?;
-            Some(task.record(*subnet, *state == State::Done))
+            let in_place = *state == State::Done;
+            Some(task.record_with(self.0.names.annex, *subnet, in_place))
         };
         Ok(there.filter_map(record).collect())
     }
@@ -185,7 +188,7 @@ impl Annex for Commands {
         Ok(Box::new(Events(events)))
     }
 
-    /// Ends the commands that run, and then runs `ShutdownCommand`. Nothing begins any more.
+    /// Ends the commands that run, and then removes the task of this node. Nothing begins any more.
     fn stop(&self) {
         self.0.stopped.store(true, Ordering::Relaxed);
         let mut inner = self.lock();
@@ -202,7 +205,7 @@ impl Annex for Commands {
         for (subnet, mut stored) in of_node {
             if let Some(Stored { task, .. }) = &mut stored {
                 task.timeout = task.timeout.min(STOP.as_secs());
-                if let Err(error) = task.remove(&AtomicBool::new(false)) {
+                if let Err(error) = task.remove(&self.0.names, &AtomicBool::new(false)) {
                     tracing::warn!(%error, "a command for the stop of this node failed");
                 }
             }

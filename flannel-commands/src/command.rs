@@ -1,10 +1,12 @@
-//! A command of the config: its words, and one run of it.
+//! A command: its words, and one run of it.
 
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{self, Read, Seek, Write};
 use std::os::fd::AsFd;
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
+use std::path::Path;
 use std::process::{self, Child, ExitStatus};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -27,8 +29,11 @@ const REAP: Duration = Duration::from_secs(5);
 const OF_DAEMON: &str = "FLANNELD_";
 
 /// The words of a command, in which variables are not replaced yet. No shell reads them.
+///
+/// In JSON it is a string, which is split at white space, or an array with one string for each
+/// word. In each word `$NAME` and `${NAME}` are replaced as by Go's `os.Expand`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub(crate) struct Words(Vec<String>);
+pub struct Words(Vec<String>);
 
 impl<'de> Deserialize<'de> for Words {
     /// A string is split at white space. An array has one word in each element.
@@ -46,26 +51,49 @@ impl<'de> Deserialize<'de> for Words {
     }
 }
 
-/// Why a command failed, with the end of its output.
-#[derive(Debug)]
-pub(crate) struct Failure(pub(crate) String);
+/// Why a command failed.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// There is no program to start.
+    #[error("its first word is empty")]
+    NoProgram,
+    /// The program cannot be started.
+    #[error("{program}: {source}")]
+    Start {
+        /// The program, as the first word names it.
+        program: String,
+        /// The error of the host.
+        source: io::Error,
+    },
+    /// The command failed, or was ended.
+    #[error("{why}{}{output}", if .output.is_empty() { "" } else { ": " })]
+    Failed {
+        /// The exit status, or why the command was ended.
+        why: String,
+        /// The end of its output, which may have any characters.
+        output: String,
+    },
+}
 
 /// The limits of a run.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Limits<'a> {
-    pub(crate) time: Duration,
+pub struct Limits<'a> {
+    /// The time limit.
+    pub time: Duration,
     /// The bytes of the output that are kept, its last ones.
-    pub(crate) output: usize,
+    pub output: usize,
     /// The command is to end.
-    pub(crate) stopped: &'a AtomicBool,
+    pub stopped: &'a AtomicBool,
 }
 
 /// The end of an output.
 #[derive(Debug, Default)]
-pub(crate) struct Output {
-    pub(crate) bytes: Vec<u8>,
+pub struct Output {
+    /// Its last bytes.
+    pub bytes: Vec<u8>,
     /// It was longer.
-    pub(crate) is_cut: bool,
+    pub is_cut: bool,
 }
 
 impl Output {
@@ -76,32 +104,55 @@ impl Output {
         self.is_cut |= more > 0;
     }
 
-    fn text(&self) -> String {
+    /// The bytes as text, without white space around it.
+    pub fn text(&self) -> String {
         String::from_utf8_lossy(&self.bytes).trim().to_owned()
     }
 }
 
 impl Words {
-    pub(crate) fn is_empty(&self) -> bool {
+    /// Whether there is no word, so that nothing can run.
+    pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
     /// The first word, unless a variable has to be replaced in it.
-    pub(crate) fn program(&self) -> Option<&str> {
+    fn program(&self) -> Option<&str> {
         self.0.first().map(String::as_str).filter(|word| !word.contains('$'))
+    }
+
+    /// The program of the command, if this host has no such file that may be executed. It is not
+    /// known if a variable names the program.
+    pub fn missing_program(&self) -> Option<&str> {
+        let may_run = |path: &Path| {
+            let file = path.metadata();
+            file.is_ok_and(|file| file.is_file() && file.permissions().mode() & 0o111 != 0)
+        };
+        let is_there = |program: &str| {
+            if program.contains('/') {
+                return may_run(Path::new(program));
+            }
+            let path = std::env::var_os("PATH").unwrap_or_default();
+            std::env::split_paths(&path).any(|dir| may_run(&dir.join(program)))
+        };
+        self.program().filter(|program| !is_there(program))
     }
 
     /// Runs the command, with `input` and a line feed as its standard input. Returns the end of its
     /// output. If it does not end in time, it is killed with all processes of its group.
+    /// `variables` are added to the environment of this program, without its `FLANNELD_` variables.
+    ///
+    /// # Errors
+    /// It cannot be started, failed, did not end in time, or was stopped.
     ///
     /// # Blocking
     /// At most the time limit, and five seconds for the end of a process that was killed.
-    pub(crate) fn run(
+    pub fn run(
         &self,
         variables: &BTreeMap<String, String>,
         input: &str,
         limits: Limits<'_>,
-    ) -> Result<Output, Failure> {
+    ) -> Result<Output, Error> {
         let value = |name: &str| match variables.get(name) {
             Some(value) => value.clone(),
             None if name.starts_with(OF_DAEMON) => String::new(),
@@ -110,7 +161,7 @@ impl Words {
         let words: Vec<String> = self.0.iter().map(|word| expand(word, value)).collect();
         let Some((program, args)) = words.split_first().filter(|(first, _)| !first.is_empty())
         else {
-            return Err(Failure("its first word is empty".to_owned()));
+            return Err(Error::NoProgram);
         };
         let mut command = process::Command::new(program);
         command.args(args).envs(variables).process_group(0);
@@ -126,15 +177,12 @@ impl Words {
             Ok((command.spawn()?, reader))
         };
         let (mut child, mut reader) =
-            { start }().map_err(|error| Failure(format!("{program}: {error}")))?;
+            { start }().map_err(|source| Error::Start { program: program.clone(), source })?;
         // The command has the ends to write; this process would never see the end of the output.
         drop(command);
         let mut output = Output::default();
         let ended = wait(&mut child, &mut reader, &mut output, limits);
-        let failed = |why: String| {
-            let text = output.text();
-            Failure(if text.is_empty() { why } else { format!("{why}: {text}") })
-        };
+        let failed = |why: String| Error::Failed { why, output: output.text() };
         match ended {
             Ok(status) if status.success() => Ok(output),
             Ok(status) => Err(failed(status.to_string())),
@@ -277,11 +325,11 @@ mod tests {
         let variables =
             [("SUBNET", "10.1.7.0/24")].map(|(name, value)| (name.into(), value.into()));
         let output = words(json).run(&variables.into(), input, limits(60));
-        output.map(|output| output.text()).map_err(|failure| failure.0)
+        output.map(|output| output.text()).map_err(|error| error.to_string())
     }
 
     /// A command that runs a script. In an argument, `$!` would be replaced.
-    fn script_in(dir: &std::path::Path, script: &str) -> Words {
+    fn script_in(dir: &Path, script: &str) -> Words {
         let file = dir.join("script");
         std::fs::write(&file, script).unwrap();
         Words(vec!["sh".into(), file.to_str().unwrap().into()])
@@ -351,13 +399,13 @@ mod tests {
     }
 
     /// The command has begun, and runs a child whose process id is in the file.
-    fn endless(dir: &std::path::Path) -> (Words, std::path::PathBuf) {
+    fn endless(dir: &Path) -> (Words, std::path::PathBuf) {
         let file = dir.join("pid");
         let script = format!("sleep 1000 & echo $! >{0}.new; mv {0}.new {0}; wait", file.display());
         (script_in(dir, &script), file)
     }
 
-    fn child_is_gone(file: &std::path::Path) {
+    fn child_is_gone(file: &Path) {
         let pid = std::fs::read_to_string(file).unwrap();
         let state = || {
             let stat = std::fs::read_to_string(format!("/proc/{}/stat", pid.trim()));
@@ -371,13 +419,13 @@ mod tests {
     fn a_command_that_takes_too_long_is_killed_with_its_children() {
         let dir = tempfile::tempdir().unwrap();
         let (command, file) = endless(dir.path());
-        let error = command.run(&BTreeMap::new(), "", limits(2)).unwrap_err().0;
+        let error = command.run(&BTreeMap::new(), "", limits(2)).unwrap_err().to_string();
         assert_eq!(error, "it did not end within 2 s");
         child_is_gone(&file);
         // One that writes all the time, and one whose output is closed.
         for script in ["yes", "exec >&- 2>&-; sleep 1000"] {
             let command = script_in(dir.path(), script);
-            let error = command.run(&BTreeMap::new(), "", limits(1)).unwrap_err().0;
+            let error = command.run(&BTreeMap::new(), "", limits(1)).unwrap_err().to_string();
             assert!(error.starts_with("it did not end within 1 s"), "{error}");
         }
     }
@@ -391,7 +439,7 @@ mod tests {
             let running = scope.spawn(|| command.run(&BTreeMap::new(), "", limits));
             test_support::eventually(Duration::from_secs(60), || file.exists(), || "no child");
             stopped.store(true, Ordering::Relaxed);
-            running.join().unwrap().unwrap_err().0
+            running.join().unwrap().unwrap_err().to_string()
         });
         assert_eq!(error, "it was ended, because the daemon stops");
         child_is_gone(&file);

@@ -1,17 +1,14 @@
-//! What is done for one node: the content of a record.
+//! The commands for one node: the content of a record.
 
 use std::collections::BTreeMap;
-use std::net::IpAddr;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
-use flannel_core::address::{Dual, Family};
+use flannel_core::Subnet;
 use flannel_core::object::{Record, Secret};
-use flannel_core::{Subnet, Subnets};
 use serde::{Deserialize, Serialize};
 
-use crate::NAME;
-use crate::command::{Failure, Limits, Words};
+use crate::command::{Limits, Words};
 
 /// The last bytes of the output of a command that an error has.
 const SHOWN: usize = 512;
@@ -19,40 +16,67 @@ const SHOWN: usize = 512;
 /// The commands for one node, with everything that they need. So the commands for a node that is
 /// gone are known after a restart, and after a change of the config.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Task {
+pub struct Task {
     /// Whose commands they are.
     #[serde(rename = "for")]
-    pub(crate) of: Of,
-    pub(crate) variables: BTreeMap<String, String>,
+    pub of: Of,
+    /// The environment of the commands, and the values for their words.
+    pub variables: BTreeMap<String, String>,
     /// The standard input.
     #[serde(default, skip_serializing_if = "String::is_empty")]
-    pub(crate) input: String,
-    /// The command that puts it in place, and the one that removes it.
+    pub input: String,
+    /// The command that puts it in place; `None`: nothing is run.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(crate) add: Option<Words>,
+    pub add: Option<Words>,
+    /// The command that removes it; `None`: nothing is run.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(crate) remove: Option<Words>,
+    pub remove: Option<Words>,
     /// The time limit of each command, in seconds.
-    pub(crate) timeout: u64,
-    /// It begins after the commands for this node are in place.
+    pub timeout: u64,
+    /// It begins after the task of this node is in place.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub(crate) waits: bool,
+    pub waits: bool,
 }
 
 /// Whose commands they are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub(crate) enum Of {
-    /// `PostStartupCommand` and `ShutdownCommand`.
+pub enum Of {
+    /// This node. Its commands to remove run when the annex stops.
     Node,
-    /// `SubnetAddCommand` and `SubnetRemoveCommand`.
+    /// Another node.
     Peer,
 }
 
+/// The names of an annex and of its commands, for records, errors and logs.
+#[derive(Debug, Clone, Copy)]
+pub struct Names {
+    /// The name of the annex.
+    pub annex: &'static str,
+    /// The commands that put the task of this node in place, and that remove it.
+    pub node: [&'static str; 2],
+    /// The same for the tasks of peers.
+    pub peer: [&'static str; 2],
+}
+
+impl Names {
+    fn of(&self, of: Of) -> [&'static str; 2] {
+        match of {
+            Of::Node => self.node,
+            Of::Peer => self.peer,
+        }
+    }
+}
+
 impl Task {
-    /// Its record. The words of the commands and the data of the peer are not shown, because they
-    /// may be secrets. The record of a task that is not in place differs from that of one that is.
-    pub(crate) fn record(&self, key: Subnet, in_place: bool) -> Record {
+    /// Its record in an annex. The words of the commands and the input are not shown, because they
+    /// may be secrets. The variables `PUBLIC_IP` and `PUBLIC_IPV6` are.
+    pub fn record(&self, annex: &'static str, key: Subnet) -> Record {
+        self.record_with(annex, key, true)
+    }
+
+    /// The record of a task that is not in place differs from that of one that is.
+    pub(crate) fn record_with(&self, annex: &'static str, key: Subnet, in_place: bool) -> Record {
         let value = |name: &str| self.variables.get(name).filter(|value| !value.is_empty());
         let at = ["PUBLIC_IP", "PUBLIC_IPV6"].into_iter().filter_map(value);
         let at = at.map(String::as_str).collect::<Vec<_>>().join(", ");
@@ -60,7 +84,7 @@ impl Task {
         let outdated = if in_place { "" } else { ", outdated" };
         let content =
             serde_json::to_vec(self).expect("all keys are strings, and there are no floats");
-        Record::new(NAME, key, format!("commands for {of} {at}{outdated}"))
+        Record::new(annex, key, format!("commands for {of} {at}{outdated}"))
             .with_secret(Secret::new(content))
     }
 
@@ -76,15 +100,13 @@ impl Task {
     }
 
     /// Runs the command that puts it in place. `stopped`: the command is to end.
-    pub(crate) fn add(&self, stopped: &AtomicBool) -> Result<(), String> {
-        let name = if self.of == Of::Node { "PostStartupCommand" } else { "SubnetAddCommand" };
-        self.run(name, self.add.as_ref(), stopped)
+    pub(crate) fn add(&self, names: &Names, stopped: &AtomicBool) -> Result<(), String> {
+        self.run(names.of(self.of)[0], self.add.as_ref(), stopped)
     }
 
     /// The same for the command that removes it.
-    pub(crate) fn remove(&self, stopped: &AtomicBool) -> Result<(), String> {
-        let name = if self.of == Of::Node { "ShutdownCommand" } else { "SubnetRemoveCommand" };
-        self.run(name, self.remove.as_ref(), stopped)
+    pub(crate) fn remove(&self, names: &Names, stopped: &AtomicBool) -> Result<(), String> {
+        self.run(names.of(self.of)[1], self.remove.as_ref(), stopped)
     }
 
     fn run(&self, name: &str, words: Option<&Words>, stopped: &AtomicBool) -> Result<(), String> {
@@ -92,25 +114,11 @@ impl Task {
         let limits = Limits { time: Duration::from_secs(self.timeout), output: SHOWN, stopped };
         match words.run(&self.variables, &self.input, limits) {
             Ok(output) => {
-                let output = String::from_utf8_lossy(&output.bytes);
+                let output = output.text();
                 tracing::debug!(command = name, variables = ?self.variables, %output, "it ended");
                 Ok(())
             }
-            Err(Failure(why)) => Err(format!("{name}: {why}")),
+            Err(error) => Err(format!("{name}: {error}")),
         }
     }
-}
-
-/// `SUBNET`, `IPV6SUBNET`, `PUBLIC_IP` and `PUBLIC_IPV6`; empty without such a value.
-pub(crate) fn variables(subnets: &Subnets, public: &Dual<IpAddr>) -> BTreeMap<String, String> {
-    let text = |value: Option<String>| value.unwrap_or_default();
-    let subnet = |family| text(subnets.family(family).map(|subnet| subnet.to_string()));
-    let address = |family| text(public[family].map(|address: IpAddr| address.to_string()));
-    let all = [
-        ("SUBNET", subnet(Family::V4)),
-        ("IPV6SUBNET", subnet(Family::V6)),
-        ("PUBLIC_IP", address(Family::V4)),
-        ("PUBLIC_IPV6", address(Family::V6)),
-    ];
-    all.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()
 }
