@@ -1,10 +1,11 @@
 //! Backends: the kinds of network that a config can name.
 
+mod blueprint;
+mod datapath;
 mod plan;
 mod secrets;
 mod underlay;
 
-use std::collections::BTreeSet;
 use std::fmt;
 use std::net::IpAddr;
 use std::path::Path;
@@ -13,18 +14,19 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 
+pub use self::blueprint::Blueprint;
+pub use self::datapath::{Datapath, Inlet};
 pub use self::plan::{Answer, Env, Plan};
 pub use self::secrets::{MakeSecret, MemorySecrets, Secrets};
 pub use self::underlay::{LocalEnd, underlay_mtu};
-use crate::address::{Dual, Subnet};
+use crate::address::Dual;
 use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::kernel::{Annex, Footprint, Kernel};
-use crate::lease::{Lease, Offer, Origin, Subnets, View};
+use crate::lease::{Lease, Offer, Origin, View};
 use crate::network::Network;
-use crate::object::{Addr, Link, LinkName, Object, Route, State, Via};
+use crate::object::{Addr, Link, LinkName, State};
 use crate::runtime::blocking;
-use crate::status::Rejection;
 use crate::subnet::{Hints, SubnetManager};
 
 /// The interface that connects this host with its peers.
@@ -103,63 +105,6 @@ pub trait Backend: fmt::Debug + Send + Sync {
     /// Those of [`Backend::validate`]. The backend cannot run on this host. The kernel, the secrets
     /// or the store cannot be read.
     async fn prepare(&self, node: &Node<'_>, config: &Config) -> Result<Prepared>;
-}
-
-/// How packets travel between the nodes of a network, for the firewall, status and doctor.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct Datapath {
-    /// The tunnel device of each enabled family; `None`: packets leave by the external interface.
-    pub devices: Dual<LinkName>,
-    /// The bytes that the tunnel adds to a packet, per family of the packet; `None` or 0: none.
-    pub overhead: Dual<u32>,
-    /// The packets, besides those of pods, that firewalls between nodes must let pass.
-    pub inlets: Vec<Inlet>,
-    /// Packets of pods travel between some nodes without a tunnel.
-    pub bare: bool,
-    /// Peers on the same link are reached without the tunnel, although there is one.
-    pub direct: bool,
-    /// The devices that encrypt all packets. With `RequireEncryption` the firewall drops packets to
-    /// pods of other nodes that leave by any other device.
-    pub encrypted: BTreeSet<LinkName>,
-}
-
-impl Datapath {
-    /// Adds the datapath of a backend that runs beside this one. Of two tunnels of one family, the
-    /// device of `self` stays.
-    pub fn merge(&mut self, other: Self) {
-        self.direct |= other.direct || self.devices != other.devices;
-        self.bare |= other.bare;
-        self.encrypted.extend(other.encrypted);
-        for (family, device) in other.devices.iter() {
-            if self.devices[family].is_none() {
-                self.devices[family] = Some(*device);
-                self.overhead[family] = other.overhead[family];
-            }
-        }
-        let new = other.inlets.into_iter().filter(|inlet| !self.inlets.contains(inlet));
-        let new: Vec<Inlet> = new.collect();
-        self.inlets.extend(new);
-    }
-}
-
-/// A kind of packet that nodes of a network send to each other.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Inlet {
-    /// UDP datagrams to this port.
-    Udp(u16),
-    /// IP packets of this protocol number. A firewall can admit those of accepted peers only.
-    Protocol(u8),
-}
-
-impl fmt::Display for Inlet {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Udp(port) => write!(f, "UDP port {port}"),
-            Self::Protocol(number) => write!(f, "IP protocol {number}"),
-        }
-    }
 }
 
 /// The node on which a backend prepares a network.
@@ -310,92 +255,4 @@ pub enum Built {
     Kernel(Blueprint),
     /// A network that runs itself.
     Custom(Box<dyn Network>),
-}
-
-/// The description of a network of kernel objects, for the route engine.
-pub struct Blueprint {
-    /// The [`Offer::kind`] of the offers that `plan` gets; `None`: any.
-    pub lease_type: Option<&'static str>,
-    /// The size of the largest packet that pods may send, in bytes.
-    pub mtu: u32,
-    /// Packets pass only after a handshake with the peer, which its plan's WireGuard peer needs.
-    /// While a node moves to this backend, a peer is reached by the other one until then.
-    pub handshakes: bool,
-    /// The kernel objects that the network owns. It must own all objects of `base` and `plan`.
-    pub footprint: Footprint,
-    /// The objects that do not depend on peers: the device and its addresses.
-    pub base: State,
-    /// The objects that each peer adds.
-    pub plan: Box<Plan>,
-}
-
-impl Blueprint {
-    /// A network with only the objects that `plan` adds for each peer. Its footprint is empty: set
-    /// [`Blueprint::footprint`] to the objects that the network owns.
-    pub fn new(
-        mtu: u32,
-        plan: impl Fn(&Subnets, &Offer, &Env<'_>, &mut Vec<Object>) -> Result<(), Rejection>
-        + Send
-        + Sync
-        + 'static,
-    ) -> Self {
-        Self {
-            lease_type: None,
-            mtu,
-            handshakes: false,
-            footprint: Footprint::default(),
-            base: State::default(),
-            plan: Box::new(plan),
-        }
-    }
-
-    /// The same network if the config requires encryption. Packets to addresses of the pod
-    /// networks without another route are dropped, so that they do not leave by the default route.
-    /// So a route of `base` to a whole pod network becomes one to the subnets of each peer.
-    /// Without an encrypted `datapath` all leases are rejected, so that their routes go.
-    #[must_use]
-    pub fn only_encrypted(mut self, datapath: &Datapath) -> Self {
-        let is_whole = |object: &Object| match object {
-            Object::Route(route) => self.footprint.networks.contains(&route.dst).then_some(*route),
-            _ => None,
-        };
-        let whole: Vec<Route> = self.base.iter().filter_map(is_whole).collect();
-        if self.footprint.blackholes {
-            let route = |dst: &Subnet| Route { dst: *dst, via: Via::Blackhole, mtu: None };
-            self.base.extend(self.footprint.networks.iter().map(route));
-        }
-        if !whole.is_empty() {
-            let plan = self.plan;
-            self.plan = Box::new(move |subnets, offer, env, objects| {
-                plan(subnets, offer, env, objects)?;
-                let of_peer = |dst| {
-                    whole
-                        .iter()
-                        .find(|route| route.dst.covers(&dst))
-                        .map(|route| Route { dst, ..*route })
-                };
-                objects.extend(subnets.iter().filter_map(of_peer).map(Object::from));
-                Ok(())
-            });
-        }
-        if datapath.encrypted.is_empty() {
-            self.plan = Box::new(|_, offer, _, _| {
-                let why = "the network config has RequireEncryption, and the backend type";
-                Err(Rejection::Rejected(format!("{why} {:?} does not encrypt", offer.kind)))
-            });
-        }
-        self
-    }
-}
-
-impl fmt::Debug for Blueprint {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Blueprint")
-            .field("lease_type", &self.lease_type)
-            .field("mtu", &self.mtu)
-            .field("handshakes", &self.handshakes)
-            .field("footprint", &self.footprint)
-            .field("base", &self.base)
-            .finish_non_exhaustive()
-    }
 }

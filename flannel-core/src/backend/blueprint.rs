@@ -1,0 +1,98 @@
+//! Networks as data.
+
+use std::fmt;
+
+use super::{Datapath, Env, Plan};
+use crate::address::Subnet;
+use crate::kernel::Footprint;
+use crate::lease::{Offer, Subnets};
+use crate::object::{Object, Route, State, Via};
+use crate::status::Rejection;
+
+/// The description of a network of kernel objects, for the route engine.
+pub struct Blueprint {
+    /// The [`Offer::kind`] of the offers that `plan` gets; `None`: any.
+    pub lease_type: Option<&'static str>,
+    /// The size of the largest packet that pods may send, in bytes.
+    pub mtu: u32,
+    /// Packets pass only after a handshake with the peer, which its plan's WireGuard peer needs.
+    /// While a node moves to this backend, a peer is reached by the other one until then.
+    pub handshakes: bool,
+    /// The kernel objects that the network owns. It must own all objects of `base` and `plan`.
+    pub footprint: Footprint,
+    /// The objects that do not depend on peers: the device and its addresses.
+    pub base: State,
+    /// The objects that each peer adds.
+    pub plan: Box<Plan>,
+}
+
+impl Blueprint {
+    /// A network with only the objects that `plan` adds for each peer. Its footprint is empty: set
+    /// [`Blueprint::footprint`] to the objects that the network owns.
+    pub fn new(
+        mtu: u32,
+        plan: impl Fn(&Subnets, &Offer, &Env<'_>, &mut Vec<Object>) -> Result<(), Rejection>
+        + Send
+        + Sync
+        + 'static,
+    ) -> Self {
+        Self {
+            lease_type: None,
+            mtu,
+            handshakes: false,
+            footprint: Footprint::default(),
+            base: State::default(),
+            plan: Box::new(plan),
+        }
+    }
+
+    /// The same network if the config requires encryption. Packets to addresses of the pod
+    /// networks without another route are dropped, so that they do not leave by the default route.
+    /// So a route of `base` to a whole pod network becomes one to the subnets of each peer.
+    /// Without an encrypted `datapath` all leases are rejected, so that their routes go.
+    #[must_use]
+    pub fn only_encrypted(mut self, datapath: &Datapath) -> Self {
+        let is_whole = |object: &Object| match object {
+            Object::Route(route) => self.footprint.networks.contains(&route.dst).then_some(*route),
+            _ => None,
+        };
+        let whole: Vec<Route> = self.base.iter().filter_map(is_whole).collect();
+        if self.footprint.blackholes {
+            let route = |dst: &Subnet| Route { dst: *dst, via: Via::Blackhole, mtu: None };
+            self.base.extend(self.footprint.networks.iter().map(route));
+        }
+        if !whole.is_empty() {
+            let plan = self.plan;
+            self.plan = Box::new(move |subnets, offer, env, objects| {
+                plan(subnets, offer, env, objects)?;
+                let of_peer = |dst| {
+                    whole
+                        .iter()
+                        .find(|route| route.dst.covers(&dst))
+                        .map(|route| Route { dst, ..*route })
+                };
+                objects.extend(subnets.iter().filter_map(of_peer).map(Object::from));
+                Ok(())
+            });
+        }
+        if datapath.encrypted.is_empty() {
+            self.plan = Box::new(|_, offer, _, _| {
+                let why = "the network config has RequireEncryption, and the backend type";
+                Err(Rejection::Rejected(format!("{why} {:?} does not encrypt", offer.kind)))
+            });
+        }
+        self
+    }
+}
+
+impl fmt::Debug for Blueprint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Blueprint")
+            .field("lease_type", &self.lease_type)
+            .field("mtu", &self.mtu)
+            .field("handshakes", &self.handshakes)
+            .field("footprint", &self.footprint)
+            .field("base", &self.base)
+            .finish_non_exhaustive()
+    }
+}

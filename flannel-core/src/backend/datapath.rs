@@ -1,0 +1,64 @@
+//! The datapath of a network.
+
+use std::collections::BTreeSet;
+use std::fmt;
+
+use crate::address::Dual;
+use crate::object::LinkName;
+
+/// How packets travel between the nodes of a network, for the firewall, status and doctor.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Datapath {
+    /// The tunnel device of each enabled family; `None`: packets leave by the external interface.
+    pub devices: Dual<LinkName>,
+    /// The bytes that the tunnel adds to a packet, per family of the packet; `None` or 0: none.
+    pub overhead: Dual<u32>,
+    /// The packets, besides those of pods, that firewalls between nodes must let pass.
+    pub inlets: Vec<Inlet>,
+    /// Packets of pods travel between some nodes without a tunnel.
+    pub bare: bool,
+    /// Peers on the same link are reached without the tunnel, although there is one.
+    pub direct: bool,
+    /// The devices that encrypt all packets. With `RequireEncryption` the firewall drops packets to
+    /// pods of other nodes that leave by any other device.
+    pub encrypted: BTreeSet<LinkName>,
+}
+
+impl Datapath {
+    /// Adds the datapath of a backend that runs beside this one. Of two tunnels of one family, the
+    /// device of `self` stays.
+    pub fn merge(&mut self, other: Self) {
+        self.direct |= other.direct || self.devices != other.devices;
+        self.bare |= other.bare;
+        self.encrypted.extend(other.encrypted);
+        for (family, device) in other.devices.iter() {
+            if self.devices[family].is_none() {
+                self.devices[family] = Some(*device);
+                self.overhead[family] = other.overhead[family];
+            }
+        }
+        let new = other.inlets.into_iter().filter(|inlet| !self.inlets.contains(inlet));
+        let new: Vec<Inlet> = new.collect();
+        self.inlets.extend(new);
+    }
+}
+
+/// A kind of packet that nodes of a network send to each other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Inlet {
+    /// UDP datagrams to this port.
+    Udp(u16),
+    /// IP packets of this protocol number. A firewall can admit those of accepted peers only.
+    Protocol(u8),
+}
+
+impl fmt::Display for Inlet {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Udp(port) => write!(f, "UDP port {port}"),
+            Self::Protocol(number) => write!(f, "IP protocol {number}"),
+        }
+    }
+}
