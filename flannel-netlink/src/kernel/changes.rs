@@ -8,14 +8,17 @@
 //!
 //! Linux sends no messages about proxy entries (`ip neigh add proxy`; linux `pneigh_create`). They
 //! are read every second, or less often if there are very many. It sends none about the peers of
-//! WireGuard devices either, which are read every half minute.
+//! WireGuard devices either, which are read every half minute, on another thread.
 
 mod event_decoder;
 
+use std::future::{Future, pending};
+use std::pin::Pin;
 use std::time::Duration;
 
 use async_trait::async_trait;
 use flannel_core::kernel::{Changes, Invalidation, KernelError};
+use flannel_core::runtime::blocking;
 use neli::consts::rtnl::Rtm;
 use nix::sys::socket::SockProtocol;
 use socket2::{SockFilter, SockRef};
@@ -40,6 +43,9 @@ const LOOK_AT_PEERS: Duration = Duration::from_secs(30);
 const LOOK_FACTOR: u32 = 100;
 const LONGEST_LOOK: Duration = Duration::from_secs(30);
 
+/// A read of the WireGuard devices: their changes, and the time that it took.
+type PeerLook = Pin<Box<dyn Future<Output = (Vec<Invalidation>, Duration)> + Send>>;
+
 /// Receives multicast messages and returns invalidations.
 pub(crate) struct Listener {
     socket: Multicast,
@@ -49,6 +55,8 @@ pub(crate) struct Listener {
     look: Instant,
     /// When the WireGuard devices are read next.
     look_at_peers: Instant,
+    /// The read that is under way. It outlives a dropped call of [`Changes::next`].
+    peers: Option<PeerLook>,
 }
 
 impl Listener {
@@ -73,6 +81,7 @@ impl Listener {
             wireguard,
             look: now + LOOK,
             look_at_peers: now + LOOK_AT_PEERS,
+            peers: None,
         })
     }
 
@@ -84,11 +93,20 @@ impl Listener {
         self.look = Instant::now() + (LOOK_FACTOR * begin.elapsed()).clamp(LOOK, LONGEST_LOOK);
     }
 
+    /// Begins to read the WireGuard devices, which takes some milliseconds for thousands of peers.
     fn look_at_peers(&mut self) {
-        let begin = std::time::Instant::now();
-        self.decoder.extend(self.wireguard.look());
-        let pause = (LOOK_FACTOR * begin.elapsed()).max(LOOK_AT_PEERS);
-        self.look_at_peers = Instant::now() + pause;
+        let wireguard = self.wireguard.clone();
+        let look = move || {
+            let begin = std::time::Instant::now();
+            (wireguard.look(), begin.elapsed())
+        };
+        self.peers = Some(Box::pin(blocking(look)));
+    }
+
+    fn looked_at_peers(&mut self, (found, took): (Vec<Invalidation>, Duration)) {
+        self.peers = None;
+        self.decoder.extend(found);
+        self.look_at_peers = Instant::now() + (LOOK_FACTOR * took).max(LOOK_AT_PEERS);
     }
 
     /// Reads the waiting datagrams, up to the limit of [`Multicast::receive`]. Returns true if no
@@ -115,15 +133,22 @@ impl Changes for Listener {
                 self.look_for_proxies();
                 continue;
             }
-            if self.look_at_peers <= Instant::now() {
+            if self.peers.is_none() && self.look_at_peers <= Instant::now() {
                 self.look_at_peers();
-                continue;
             }
             if self.read()? && self.decoder.is_empty() {
+                let is_looking = self.peers.is_some();
+                let peers = async {
+                    match &mut self.peers {
+                        Some(look) => look.await,
+                        None => pending().await,
+                    }
+                };
                 tokio::select! {
                     readable = self.socket.readable() => readable?,
                     () = sleep_until(self.look) => {}
-                    () = sleep_until(self.look_at_peers) => {}
+                    () = sleep_until(self.look_at_peers), if !is_looking => {}
+                    looked = peers => self.looked_at_peers(looked),
                 }
             }
         }
@@ -155,10 +180,47 @@ mod tests {
     use flannel_core::kernel::Footprint;
     use flannel_core::object::{Change, Route, Via};
     use flannel_core::{Kernel, Subnet};
+    use test_support::eventually_async;
 
     use super::*;
     use crate::NetlinkKernel;
-    use crate::testing::in_netns;
+    use crate::testing::{in_netns, in_netns_async};
+
+    #[test]
+    fn a_slow_read_of_wireguard_devices_delays_no_other_change() {
+        in_netns_async(async || {
+            let kernel = NetlinkKernel::open().unwrap();
+            let wireguard = WireguardDevices::default();
+            let mut listener =
+                Listener::open(1, ForeignRoutes::default(), wireguard.clone()).unwrap();
+            let begin = Instant::now();
+            (listener.look, listener.look_at_peers) = (begin + 2 * LONGEST_LOOK, begin);
+            let (release, released) = std::sync::mpsc::channel::<()>();
+            let (hold, held) = std::sync::mpsc::channel();
+            let slow = std::thread::spawn(move || {
+                let _busy = wireguard.busy();
+                hold.send(()).unwrap();
+                released.recv_timeout(LONGEST_LOOK).is_ok()
+            });
+            held.recv().unwrap();
+            // The first call is dropped. The read goes on.
+            let first = tokio::time::timeout(Duration::from_millis(10), listener.next()).await;
+            assert!(first.is_err() && listener.peers.is_some());
+            let dst = Subnet::host([192, 0, 2, 7].into());
+            let put = Change::Put(Route { dst, via: Via::Blackhole, mtu: None }.into());
+            let footprint = Footprint { blackholes: true, ..Footprint::default() };
+            assert!(kernel.apply(&footprint, &[put])[0].is_ok());
+            let change = listener.next().await.unwrap();
+            assert!(matches!(change, Invalidation::Objects(..)), "{change:?}");
+            release.send(()).unwrap();
+            assert!(slow.join().unwrap(), "the change came after the read");
+            let is_done = async || {
+                drop(tokio::time::timeout(Duration::from_millis(1), listener.next()).await);
+                listener.peers.is_none() && listener.look_at_peers > Instant::now()
+            };
+            eventually_async(LONGEST_LOOK, is_done, || "the read does not end").await;
+        });
+    }
 
     /// A program that changes objects all the time must neither delay invalidations nor fill the
     /// memory.

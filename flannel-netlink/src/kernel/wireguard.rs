@@ -264,6 +264,12 @@ impl WireguardDevices {
         results
     }
 
+    /// Delays each use of the devices until it is dropped.
+    #[cfg(test)]
+    pub(super) fn busy(&self) -> impl Drop + '_ {
+        self.lock()
+    }
+
     fn lock(&self) -> MutexGuard<'_, Inner> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
