@@ -89,7 +89,8 @@ impl Backends {
         })
     }
 
-    fn known_footprint(&self, config: &Config, uplink: Option<LinkName>) -> Option<Footprint> {
+    /// [`Backend::footprint`]; `None`: the backend is unknown or its options are wrong.
+    pub fn known_footprint(&self, config: &Config, uplink: Option<LinkName>) -> Option<Footprint> {
         self.find(&config.backend.kind).ok()?.footprint(config, uplink).ok()
     }
 }

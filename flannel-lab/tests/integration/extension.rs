@@ -130,12 +130,23 @@ fn commands_connect_the_pods_of_hosts() {
         let text = std::fs::read_to_string(&config).unwrap();
         let mut other_backend: Value = serde_json::from_str(&text).unwrap();
         other_backend["Backend"] = json!({ "Type": "host-gw" });
+        third.stop_daemon(Signal::SIGTERM).unwrap();
         std::fs::write(&config, other_backend.to_string()).unwrap();
         let log = || host.log().unwrap() + &third.log().unwrap();
         let commands = |host: &Host| {
             let files = std::fs::read_dir(host.dir().join("state/extension")).unwrap();
             files.filter(|file| file.as_ref().unwrap().file_name() != ".new").count()
         };
+        // Without the option, the commands for peers stay in effect until it is there again.
+        let before = commands(third);
+        third.start_daemon_of(&lab.dir().join("daemon"), &["--ip-masq"]).unwrap();
+        let reports =
+            || third.log().unwrap().matches("those that undo them are not allowed").count();
+        eventually(PATIENCE, || reports() == 1, log);
+        assert!(before > 0 && commands(third) == before, "{before}: {}", log());
+        assert!(log().contains("it is replaced at once"), "{}", log());
+        third.stop_daemon(Signal::SIGTERM).unwrap();
+        start(&lab, third);
         eventually(MOVED, || !post(host).exists() && !post(third).exists(), log);
         eventually(PATIENCE, || commands(host) == 0 && commands(third) == 0, log);
         let gone = other.pod().unwrap().name().to_owned();

@@ -7,6 +7,7 @@ pub(super) mod handshakes;
 mod silence;
 mod team;
 
+use std::collections::BTreeSet;
 use std::convert::Infallible;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -17,6 +18,7 @@ use flannel_core::backend::ExternalInterface;
 use flannel_core::error::holder;
 use flannel_core::kernel::Footprint;
 use flannel_core::lease::View;
+use flannel_core::object::LinkName;
 use flannel_core::runtime::blocking;
 use flannel_core::status::Status;
 use flannel_core::{Config, Kernel, Lease, SubnetManager, Subnets};
@@ -39,6 +41,8 @@ pub(crate) use team::{Runs, Team};
 const PACE: Duration = Duration::from_millis(500);
 /// The pause before a file is written again.
 const WRITE_AGAIN: Duration = Duration::from_secs(10);
+/// The effect of the end of a backend that was offered.
+const REPLACED: &str = "it is replaced at once: nodes that still have it do not reach this node";
 
 /// The backends of this node, over all its networks.
 pub(super) struct Moving {
@@ -115,24 +119,30 @@ impl Moving {
         let moves = target.can_move() && subnets.publishes_attrs();
         let mut state = self.state().clone();
         state.dropped.retain(|dropped| dropped != lease_type);
-        let before = state.kept.clone();
+        let (before, mut refused) = (state.kept.clone(), Vec::new());
         state.kept.retain(|member| {
-            let refused = match with(member) {
+            let reason = match with(member) {
                 Ok(runs) if moves && runs.backend.can_move() => return true,
                 Ok(_) => "it cannot run beside another one".to_owned(),
                 Err(error) => error.to_string(),
             };
-            if is_left(member) {
-                let (from, to) = (&member.lease_type, target.kind());
-                tracing::warn!(
-                    %from, %to, reason = %refused,
-                    "the backend is replaced at once: nodes that still have the old one do not \
-                     reach this node"
-                );
+            if !is_left(member) {
+                return true;
             }
-            !is_left(member)
+            if !state.dropped.contains(&member.lease_type) {
+                let (from, to) = (&member.lease_type, target.kind());
+                let effect = if member.offered { REPLACED } else { "it is no longer run" };
+                let known = devices(settings, config, member).is_some();
+                let devices = if known { "" } else { "; its devices stay, because it is unknown" };
+                tracing::warn!(%from, %to, %reason, "the old backend ends: {effect}{devices}");
+                state.dropped.push(member.lease_type.clone());
+            }
+            refused.push(member.clone());
+            false
         });
         state.kept.aim_at(lease_type, &config.backend);
+        // Their devices are removed later.
+        state.kept.add(&refused);
         if state.kept != before
             && let Err(error) = self.write(&state.kept).await
         {
@@ -249,22 +259,24 @@ impl Moving {
         if !state.dropped.is_empty() && status.wait_for(is_settled).await.is_ok() {
             let used = team.footprint(None).unwrap_or_default().links;
             let config = &team.all[0].config;
-            let mut gone = true;
+            let mut gone = Vec::new();
             for member in state.kept.iter().filter(|member| state.is_dropped(member)) {
-                let config = Config { backend: member.backend.clone(), ..config.clone() };
-                let mut links = settings.backends.footprint(&config).links;
+                let Some(mut links) = devices(settings, config, member) else { continue };
                 links.retain(|link| !used.contains(link));
                 let footprint = Footprint { links, ..Footprint::default() };
                 let (kernel, origin) =
                     (Arc::clone(&kernel), format!("the earlier backend {}", member.lease_type));
                 let removal = move || log_removal(&origin, cleanup(&*kernel, &footprint, false));
-                gone &= blocking(removal).await;
+                if blocking(removal).await {
+                    gone.push(member.lease_type.clone());
+                }
             }
-            let mut kept = state.kept.clone();
-            kept.retain(|member| !state.is_dropped(member));
-            // Otherwise the next start runs them for a while, and removes them again.
-            if gone && self.write(&kept).await.is_ok() {
-                *self.state() = State { kept, dropped: Vec::new() };
+            let mut next = state.clone();
+            next.kept.retain(|member| !gone.contains(&member.lease_type));
+            // The next start runs the others for a while, if it can, and removes them again.
+            if !gone.is_empty() && self.write(&next.kept).await.is_ok() {
+                next.dropped.retain(|dropped| !gone.contains(dropped));
+                *self.state() = next;
             }
         }
         std::future::pending().await
@@ -274,6 +286,16 @@ impl Moving {
         let (file, text) = (self.file.clone(), kept.to_json());
         run_blocking_in_order(move || state_dir::replace(&file, &text)).await
     }
+}
+
+/// The devices of a member; `None`: this version does not know the backend or its options.
+fn devices(
+    settings: &DaemonConfig,
+    config: &Config,
+    member: &Member,
+) -> Option<BTreeSet<LinkName>> {
+    let config = Config { backend: member.backend.clone(), ..config.clone() };
+    settings.backends.known_footprint(&config, None).map(|footprint| footprint.links)
 }
 
 fn kinds<'a>(members: impl Iterator<Item = &'a Member>) -> Vec<String> {
@@ -304,10 +326,11 @@ mod tests {
     use std::fs;
 
     use flannel_core::address::Dual;
+    use flannel_core::object::{Link, Secret, Wireguard};
     use flannel_core::status::Failure;
-    use flannel_core::testing::FakeSubnets;
+    use flannel_core::testing::{FakeKernel, FakeSubnets};
     use flannel_subnet::DirLocation;
-    use test_support::Logged;
+    use test_support::{Logged, eventually_async};
 
     use super::*;
     use crate::config::StoreConfig;
@@ -317,9 +340,12 @@ mod tests {
         Config::parse(&text.replace("KIND", kind)).unwrap()
     }
 
-    async fn team(moving: &Moving, kind: &str) -> Team {
+    fn settings() -> DaemonConfig {
         let location: DirLocation = "dir:/nowhere".parse().unwrap();
-        let settings = DaemonConfig::new(StoreConfig::Directory(location));
+        DaemonConfig::new(StoreConfig::Directory(location))
+    }
+
+    async fn team(moving: &Moving, kind: &str) -> Team {
         let address: Dual<_> = [[192, 0, 2, 1].into()].into_iter().collect();
         let iface = ExternalInterface {
             name: "eth0".parse().unwrap(),
@@ -329,7 +355,7 @@ mod tests {
             reason: "test".into(),
         };
         let subnets = FakeSubnets::new("10.1.0.0/16");
-        moving.team((&settings, &subnets), &config(kind), &iface).await.unwrap()
+        moving.team((&settings(), &subnets), &config(kind), &iface).await.unwrap()
     }
 
     fn names(team: &Team) -> String {
@@ -358,9 +384,53 @@ mod tests {
         assert_eq!(logged.warnings(), [""; 0]);
         // A network that cannot run beside another one replaces it at once.
         assert_eq!(names(&team(&moving(), "alloc").await), " | ");
-        assert_eq!(logged.count("replaced at once"), 3);
-        assert_eq!(names(&team(&moving(), "vxlan").await), "vxlan | vxlan");
-        assert_eq!(logged.count("replaced at once"), 4);
+        assert_eq!((logged.count("replaced at once"), logged.count("no longer run")), (2, 1));
+        // Their devices are still there.
+        assert_eq!(names(&team(&moving(), "vxlan").await), "vxlan host-gw ipip | vxlan");
+        assert_eq!((logged.count("replaced at once"), logged.count("no longer run")), (3, 1));
+    }
+
+    #[tokio::test]
+    async fn a_refused_backend_is_reported_once_and_leaves_no_device() {
+        let (dir, (logged, _guard)) = (tempfile::tempdir().unwrap(), Logged::collect());
+        let member = |kind| {
+            let backend = serde_json::json!({ "Type": kind, "SubnetAddCommand": "true" });
+            serde_json::json!({ "lease_type": kind, "offered": true, "backend": backend })
+        };
+        let backends = ["vxlan", "extension", "vlxan"].map(member);
+        let text = serde_json::json!({ "backends": backends });
+        fs::write(dir.path().join("backends"), text.to_string()).unwrap();
+        let moving = Moving::open(dir.path());
+        assert_eq!(names(&team(&moving, "host-gw").await), "vxlan host-gw | vxlan");
+        assert_eq!(logged.count("replaced at once: nodes that"), 2);
+        assert_eq!(logged.count("--allow-commands"), 1);
+        assert_eq!((logged.count("\"vlxan\" is not"), logged.count("its devices stay")), (1, 1));
+        let before = logged.warnings().len();
+        let new = team(&moving, "host-gw").await;
+        assert_eq!(logged.warnings().len(), before, "the network was only rebuilt");
+        let alone = team(&moving, "alloc").await;
+        assert_eq!((names(&new), names(&alone)), ("vxlan host-gw | vxlan".into(), " | ".into()));
+
+        let (kernel, mut status) = (FakeKernel::with_uplink("eth0"), Status::default());
+        for name in ["flannel.1", "flannel.2"] {
+            let kind = Wireguard { key: Secret::new([7; 32]), port: 51820 }.into();
+            let (name, mtu, up) = (name.parse().unwrap(), 1400, true);
+            kernel.foreign_put(Link { name, mtu, up, kind }, 0);
+        }
+        (status.live, status.settled) = (true, true);
+        let (_network, status) = watch::channel(Arc::new(status));
+        let (there, settings) = (Arc::new(kernel.clone()), settings());
+        let file = || fs::read_to_string(&moving.file).unwrap();
+        let members = || kinds(NodeBackends::parse(&file()).unwrap().iter()).join(" ");
+        // The record of an unknown backend stays for a version that knows it.
+        let done = async || members() == " vlxan";
+        tokio::select! {
+            never = moving.clear((&settings, &alone), there, status) => match never {},
+            () = eventually_async(Duration::from_secs(10), done, file) => {}
+        }
+        let devices = kernel.dump();
+        assert!(devices.len() == 1 && devices[0].contains("flannel.2"), "{devices:?}");
+        assert_eq!(moving.state().dropped, ["vlxan"]);
     }
 
     #[tokio::test]

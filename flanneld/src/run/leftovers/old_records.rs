@@ -33,11 +33,17 @@ pub(crate) async fn clear(
     mut status: watch::Receiver<Arc<Status>>,
 ) -> Infallible {
     let others = settings.backends.iter().filter(|backend| !used.runs(*backend));
-    let allowed = others.filter(|other| settings.allow_commands || !other.runs_commands());
-    let of = |other: &dyn Backend| Some((other.kind(), other.annex(Some(&settings.state_dir))?));
-    let annexes: Vec<(&str, Arc<dyn Annex>)> = allowed.filter_map(of).collect();
+    let of = |other: &dyn Backend| {
+        let allowed = settings.allow_commands || !other.runs_commands();
+        Some((other.kind(), other.annex(Some(&settings.state_dir))?, allowed))
+    };
+    let annexes: Vec<(&str, Arc<dyn Annex>, bool)> = others.filter_map(of).collect();
     if status.wait_for(is_settled).await.is_ok() {
-        for (backend, annex) in annexes {
+        for (backend, annex, allowed) in annexes {
+            if !allowed {
+                report(backend, annex).await;
+                continue;
+            }
             let (mut failures, mut quiet) = (0, 0);
             while failures < ATTEMPTS && quiet < QUIET {
                 let (kernel, annex) = (Arc::clone(&kernel), Arc::clone(&annex));
@@ -61,4 +67,16 @@ pub(crate) async fn clear(
         }
     }
     std::future::pending().await
+}
+
+/// Logs that the commands of a backend stay in effect, if there are any.
+async fn report(backend: &str, annex: Arc<dyn Annex>) {
+    let records = blocking(move || annex.records().map_or(0, |records| records.len())).await;
+    if records > 0 {
+        tracing::warn!(
+            %backend, records,
+            "an earlier backend has run commands, and those that undo them are not allowed: start \
+             the daemon with --allow-commands, or stop it and run `flannelctl cleanup`"
+        );
+    }
 }
