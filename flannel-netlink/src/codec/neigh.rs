@@ -35,6 +35,8 @@ pub(crate) struct NeighMessage {
     pub(super) unrepresentable: bool,
     /// It uses nexthop objects instead of an outer destination. A put does not change that.
     pub(super) by_nexthop: bool,
+    /// It has times (`NDA_CACHEINFO`), as all messages of a vxlan device about its entries.
+    timed: bool,
     /// It has one of the flags [`MARKS`], which are not part of the identity.
     marked: bool,
 }
@@ -72,6 +74,7 @@ pub(crate) fn read(message: &Message<'_>) -> Option<NeighMessage> {
         dst: None,
         unrepresentable: false,
         by_nexthop: false,
+        timed: false,
         marked: flags & MARKS != 0,
     };
     for (id, value) in attributes {
@@ -79,6 +82,7 @@ pub(crate) fn read(message: &Message<'_>) -> Option<NeighMessage> {
             _ if id == NDA_NH_ID => read.by_nexthop = true,
             Nda::Dst => read.dst = ip_of(value),
             Nda::Lladdr => read.mac = mac_of(value),
+            Nda::Cacheinfo => read.timed = true,
             Nda::Port | Nda::Vni | Nda::Ifindex => read.unrepresentable = true,
             _ => {}
         }
@@ -87,6 +91,14 @@ pub(crate) fn read(message: &Message<'_>) -> Option<NeighMessage> {
 }
 
 impl NeighMessage {
+    /// Whether it is an echo of a request about an FDB entry, without its outer destination. Linux
+    /// before 6.13 sends one for each request, in addition to the message of the device.
+    ///
+    /// **Source**: linux `net/core/rtnetlink.c: rtnl_fdb_notify`.
+    pub(crate) fn is_echo(&self) -> bool {
+        self.fdb && !self.timed
+    }
+
     /// Whether [`NeighMessage::object`] represents all attributes.
     pub(crate) fn is_exact(&self) -> bool {
         self.permanent && !self.unrepresentable && !self.by_nexthop && !self.marked

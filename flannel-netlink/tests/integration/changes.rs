@@ -10,7 +10,7 @@ use flannel_core::kernel::{
     Changes, Footprint, Invalidation, KernelEvent, ProcessNames, RouteAnswer,
 };
 use flannel_core::object::{
-    Addr, Change, Key, LinkName, MacAddr, Neigh, Nexthop, Object, Route, State, Via,
+    Addr, Change, Fdb, Key, LinkName, MacAddr, Neigh, Nexthop, Object, Route, State, Via,
 };
 use flannel_core::{Kernel, Subnet};
 use flannel_netlink::NetlinkKernel;
@@ -80,8 +80,7 @@ fn changes_by_others_are_reported_object_by_object() {
         let via = Via::Gateway { gateway: address("192.0.2.9"), link: link("up0"), onlink: false };
         let dst = "10.1.2.0/24".parse().unwrap();
         let mac: MacAddr = "0a:00:00:00:00:09".parse().unwrap();
-        let fdb =
-            flannel_core::object::Fdb { link: link("flannel.1"), mac, dst: address("192.0.2.9") };
+        let fdb = Fdb { link: link("flannel.1"), mac, dst: address("192.0.2.9") };
         for (command, report) in [
             (
                 "neigh replace 10.1.0.9 lladdr 0a:00:00:00:00:09 dev up0 nud permanent",
@@ -205,6 +204,41 @@ fn changes_by_others_are_reported_object_by_object() {
         bridge("fdb del 0a:00:00:00:00:09 dev flannel.1 dst 192.0.2.9");
         until(changes, reports(KernelEvent::Deleted(Key::Fdb(link("flannel.1"), mac)))).await;
     });
+}
+
+/// The kernel reports an FDB entry that was put exactly as it is, whoever has put it. Otherwise it
+/// would be put again and again.
+pub(crate) async fn a_put_fdb_entry_is_reported_as_it_is() {
+    let kernel = uplink();
+    ip("link add flannel.1 type vxlan id 1 dstport 8472");
+    ip("link set flannel.1 up");
+    let mut changes = kernel.changes().unwrap();
+    let mac: MacAddr = "0a:00:00:00:00:09".parse().unwrap();
+    let fdb: Object = Fdb { link: link("flannel.1"), mac, dst: address("192.0.2.9") }.into();
+    let footprint = Footprint { links: [link("flannel.1")].into(), ..Footprint::default() };
+    for _ in 0..2 {
+        assert_eq!(kernel.apply(&footprint, &[Change::Put(fdb.clone())]), [Ok(())]);
+    }
+    bridge("fdb replace 0a:00:00:00:00:09 dev flannel.1 dst 192.0.2.9");
+    ip("nexthop add id 9 via 192.0.2.9 dev up0");
+    let last = |event: &Invalidation| match event {
+        Invalidation::Objects(events, _) => {
+            events.iter().any(|it| matches!(it, KernelEvent::Present(Object::Nexthop(_))))
+        }
+        _ => false,
+    };
+    for event in until(&mut *changes, last).await {
+        if let Invalidation::Objects(events, _) = &event {
+            let is_of_fdb = |it: &&KernelEvent| format!("{it:?}").contains("Fdb");
+            let expected = KernelEvent::Present(fdb.clone());
+            assert!(events.iter().filter(is_of_fdb).all(|it| *it == expected), "{event:?}");
+        }
+    }
+}
+
+#[test]
+fn a_put_fdb_entry_is_reported_as_it_is_here() {
+    in_netns_async(a_put_fdb_entry_is_reported_as_it_is);
 }
 
 #[test]

@@ -3,12 +3,20 @@
 use flannel_netlink::testing::{in_netns, in_netns_async, ip, run};
 use test_support::guest::in_qemu;
 
+use crate::changes::a_put_fdb_entry_is_reported_as_it_is;
 use crate::objects::{for_both_families, nexthop_objects};
 use crate::suite::suite;
 
 #[test]
 fn the_kernel_of_debian_passes_the_suite() {
     in_qemu(&["ipv6", "veth", "vxlan"], || in_netns_async(suite));
+}
+
+#[test]
+fn the_kernel_of_debian_echoes_requests_about_fdb_entries() {
+    in_qemu(&["ipv6", "veth", "vxlan"], || {
+        in_netns_async(a_put_fdb_entry_is_reported_as_it_is);
+    });
 }
 
 #[test]

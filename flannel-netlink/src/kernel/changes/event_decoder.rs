@@ -125,7 +125,7 @@ impl EventDecoder {
         let decoded = match Rtm::from(message.kind) {
             Rtm::Newaddr | Rtm::Deladdr => self.decode(message, addr::read(message))?,
             Rtm::Newneigh | Rtm::Delneigh => {
-                let found = neigh::read(message);
+                let found = neigh::read(message).filter(|found| !found.is_echo());
                 found.iter().for_each(|found| self.foreign.note_entry(found));
                 self.decode(message, found)?
             }
