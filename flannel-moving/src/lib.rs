@@ -9,7 +9,7 @@ mod model;
 use flannel_core::config::BackendConfig;
 
 pub use self::file::Damaged;
-pub use self::step::{Blockers, Seen, Step, Wait};
+pub use self::step::{Blockers, Seen, Step, Tunnels, Wait};
 
 /// A backend that this node runs.
 #[derive(Debug, Clone, PartialEq, Eq)]

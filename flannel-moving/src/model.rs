@@ -10,9 +10,11 @@ use flannel_core::config::BackendConfig;
 use flannel_core::lease::{Lease, LeaseAttrs, LeaseSet, Offer, Origin, Revision, View};
 use proptest::prelude::*;
 
-use crate::{NodeBackends, Seen, Wait};
+use crate::{NodeBackends, Seen, Tunnels, Wait};
 
-const KINDS: [&str; 3] = ["vxlan", "host-gw", "ipip"];
+const KINDS: [&str; 3] = ["vxlan", "host-gw", TUNNEL];
+/// It needs a handshake with each peer.
+const TUNNEL: &str = "wireguard";
 const NODES: usize = 3;
 
 /// One event. Nodes are numbers modulo the size of the cluster.
@@ -28,6 +30,8 @@ enum Event {
     View(usize, usize),
     /// The node steps, and publishes its offers. `crash`: it is killed before it publishes.
     Step { node: usize, crash: bool },
+    /// Both nodes complete a handshake.
+    Shake(usize, usize),
     /// The node drops the members that nothing uses.
     Drop(usize),
     /// The daemon is killed. The objects stay in the kernel.
@@ -45,6 +49,7 @@ fn event() -> impl Strategy<Value = Event> {
         8 => (node.clone(), 1..4usize).prop_map(|(node, by)| Event::View(node, by)),
         10 => (node.clone(), prop::bool::weighted(0.1))
             .prop_map(|(node, crash)| Event::Step { node, crash }),
+        6 => (node.clone(), node.clone()).prop_map(|(node, peer)| Event::Shake(node, peer)),
         3 => node.clone().prop_map(Event::Drop),
         1 => node.clone().prop_map(Event::Kill),
         3 => node.prop_map(Event::Start),
@@ -75,6 +80,10 @@ struct Cluster {
     config: usize,
     nodes: Vec<Node>,
     writes: Vec<(usize, Offers)>,
+    /// The pairs of nodes with a completed handshake, the lower number first.
+    shaken: BTreeSet<(usize, usize)>,
+    /// A firewall between these two drops the packets of the tunnel.
+    blocked: Option<(usize, usize)>,
 }
 
 fn backend(kind: &str) -> BackendConfig {
@@ -115,7 +124,8 @@ impl Cluster {
             seen: 0,
             withdrew: 0,
         };
-        let mut cluster = Self { config: 0, nodes: vec![node; NODES], writes: Vec::new() };
+        let (nodes, writes) = (vec![node; NODES], Vec::new());
+        let mut cluster = Self { config: 0, nodes, writes, shaken: BTreeSet::new(), blocked: None };
         (0..NODES).for_each(|node| cluster.publish(node));
         cluster.writes.extend(go.map(|kind| (NODES, vec![kind])));
         let all = cluster.writes.len();
@@ -146,10 +156,31 @@ impl Cluster {
         View { leases, origin: Origin::Live { revision: Revision(1) } }
     }
 
+    /// Whether the kernel of a node has the other one as a peer of the tunnel.
+    fn has_peer(&self, node: usize, peer: usize) -> bool {
+        let it = &self.nodes[node];
+        let offers = self.published(it.seen, peer);
+        it.kernel.contains(TUNNEL) && offers.is_some_and(|offers| offers.contains(&TUNNEL))
+    }
+
+    fn is_shaken(&self, node: usize, peer: usize) -> bool {
+        self.shaken.contains(&(node.min(peer), node.max(peer)))
+    }
+
+    fn tunnels(&self, node: usize) -> Tunnels {
+        let subnets = |is_open| {
+            let peers = (0..NODES).filter(|peer| self.has_peer(node, *peer));
+            let peers = peers.filter(|peer| self.is_shaken(node, *peer) == is_open);
+            peers.flat_map(|peer| subnets(peer).iter().collect::<Vec<_>>()).collect()
+        };
+        Tunnels { open: subnets(true), waiting: subnets(false) }
+    }
+
     fn step_of(&self, node: usize) -> Option<Result<NodeBackends, Wait>> {
-        let (view, own) = (self.view(node), subnets(node));
+        let (view, own, tunnels) = (self.view(node), subnets(node), self.tunnels(node));
         let Node { kept, target, in_place, .. } = &self.nodes[node];
-        let step = kept.step(target, &Seen { in_place: *in_place, view: &view, own });
+        let tunnels = (*target == TUNNEL).then_some(&tunnels);
+        let step = kept.step(target, &Seen { in_place: *in_place, view: &view, own, tunnels });
         step.map(|step| step.next)
     }
 
@@ -194,6 +225,13 @@ impl Cluster {
                     self.nodes[node].withdrew = self.writes.len();
                 }
             }
+            Event::Shake(node, peer) if node < peer && !self.is_shaken(node, peer) => {
+                let meet = self.has_peer(node, peer) && self.has_peer(peer, node);
+                if !meet || self.blocked == Some((node, peer)) {
+                    return false;
+                }
+                self.shaken.insert((node, peer));
+            }
             Event::Drop(node) if self.nodes[node].runs => {
                 if self.step_of(node) != Some(Err(Wait::Silence)) {
                     return false;
@@ -207,6 +245,9 @@ impl Cluster {
                 let it = &mut self.nodes[node];
                 it.kept.retain(|member| member.offered);
                 it.kernel = it.kept.iter().map(|it| known(&it.lease_type)).collect();
+                if !it.kernel.contains(TUNNEL) {
+                    self.shaken.retain(|(one, other)| ![*one, *other].contains(&node));
+                }
             }
             Event::Kill(node) if self.nodes[node].runs => self.nodes[node].runs = false,
             Event::Start(node) if !self.nodes[node].runs => {
@@ -228,9 +269,17 @@ impl Cluster {
                 let common = now(node).iter().any(|kind| now(peer).contains(kind));
                 assert!(common, "{node} and {peer} have no common offer: {self:#?}");
                 let seen = self.published(it.seen, peer).unwrap();
-                let mut usable = it.kept.by_use(it.target).map(|it| known(&it.lease_type));
-                let chosen = usable.find(|kind| it.kernel.contains(kind) && seen.contains(kind));
-                let arrives = chosen.is_some_and(|kind| other.kernel.contains(kind));
+                let is_open = self.is_shaken(node, peer);
+                let is_blocked = !is_open && self.blocked == Some((node.min(peer), node.max(peer)));
+                let usable = it.kept.by_use(it.target).map(|it| known(&it.lease_type));
+                let usable = usable.filter(|kind| it.kernel.contains(kind) && seen.contains(kind));
+                // Without a handshake, the next one is chosen too, and has the route.
+                let usable: Vec<_> = usable.collect();
+                let passes = |kind: &&&str| is_open || **kind != TUNNEL;
+                let chosen = usable.iter().find(passes).or(usable.first()).copied();
+                let arrives = chosen.is_some_and(|kind| {
+                    other.kernel.contains(kind) && (kind != TUNNEL || !is_blocked)
+                });
                 assert!(arrives, "{node} sends to {peer} by {chosen:?}: {self:#?}");
             }
         }
@@ -247,6 +296,8 @@ impl Cluster {
                     Event::InPlace(node),
                     Event::View(node, usize::MAX / 2),
                     Event::Step { node, crash: false },
+                    Event::Shake(0, node),
+                    Event::Shake(1, node),
                     Event::Drop(node),
                 ] {
                     changed |= self.happens(&event);
@@ -278,6 +329,33 @@ proptest! {
             let kinds: Vec<_> = it.kept.iter().map(|it| &*it.lease_type).collect();
             prop_assert_eq!(kinds, [KINDS[cluster.config]]);
             prop_assert_eq!(cluster.offers(node), [KINDS[cluster.config]]);
+        }
+    }
+
+    #[test]
+    fn two_nodes_without_a_handshake_keep_the_old_offers(
+        events in prop::collection::vec(event(), 0..400),
+    ) {
+        let mut cluster = Cluster::new(None);
+        cluster.blocked = Some((0, 1));
+        for event in &events {
+            cluster.happens(event);
+            cluster.check();
+        }
+        cluster.comes_to_rest();
+        let target = KINDS[cluster.config];
+        for (node, it) in cluster.nodes.iter().enumerate() {
+            let offers = cluster.offers(node);
+            prop_assert_eq!(offers[0], target);
+            let is_old = target == TUNNEL && node < 2;
+            prop_assert_eq!(offers.len() > 1, is_old, "{:#?}", cluster);
+            prop_assert_eq!(it.kept.is_moving(), target == TUNNEL, "{:#?}", cluster);
+        }
+        // The firewall lets the packets pass.
+        cluster.blocked = None;
+        cluster.comes_to_rest();
+        for node in 0..NODES {
+            prop_assert_eq!(cluster.offers(node), [target]);
         }
     }
 
@@ -337,4 +415,43 @@ fn a_move_waits_for_each_step_of_the_other_nodes() {
         assert_eq!(step(&mut cluster, node), "host-gw | Store");
     }
     assert_eq!(step(&mut cluster, 0), "host-gw | Silence");
+}
+
+#[test]
+fn a_move_waits_for_handshakes_with_nodes_that_have_leases_and_the_old_offer() {
+    let [tunnel, old] = [TUNNEL, KINDS[0]].map(backend);
+    let mut kept = NodeBackends::default();
+    kept.aim_at(TUNNEL, &tunnel);
+    kept.aim_at(KINDS[0], &old);
+    kept = NodeBackends::parse(&kept.to_json().replace("false", "true")).unwrap();
+    let step = |leases: &[(usize, &[&'static str])], open: &[usize], waiting: &[usize]| {
+        let leases = leases.iter().map(|(node, offers)| Arc::new(lease(*node, offers))).collect();
+        let view = View { leases, origin: Origin::Live { revision: Revision(1) } };
+        let subnets = |of: &[usize]| {
+            of.iter().flat_map(|node| subnets(*node).iter().collect::<Vec<_>>()).collect()
+        };
+        let tunnels = Tunnels { open: subnets(open), waiting: subnets(waiting) };
+        let seen =
+            Seen { in_place: true, view: &view, own: self::subnets(0), tunnels: Some(&tunnels) };
+        match kept.step(TUNNEL, &seen).unwrap().next {
+            Ok(next) => {
+                next.offered().map(|it| it.lease_type.clone()).collect::<Vec<_>>().join(" ")
+            }
+            Err(Wait::Handshakes(blockers)) => {
+                let first: Vec<_> =
+                    blockers.first.iter().map(|it| it.subnets.to_string()).collect();
+                format!("{} {}", blockers.total, first.join(" "))
+            }
+            Err(wait) => format!("{wait:?}"),
+        }
+    };
+    let both = &[TUNNEL, KINDS[0]][..];
+    let all = [(0, both), (1, both), (2, both)];
+    assert_eq!(step(&all, &[], &[]), "2 10.1.2.0-24 10.1.3.0-24", "the kernel has no peer yet");
+    assert_eq!(step(&all, &[1], &[2]), "1 10.1.3.0-24");
+    assert_eq!(step(&all, &[1, 2], &[2]), "1 10.1.3.0-24", "one of two tunnels waits");
+    assert_eq!(step(&all, &[1, 2], &[]), TUNNEL);
+    assert_eq!(step(&all[..2], &[1], &[]), TUNNEL, "its lease has expired");
+    let new = [(0, both), (1, both), (2, &[TUNNEL][..])];
+    assert_eq!(step(&new, &[1], &[2]), TUNNEL, "the old offer is of no use to it");
 }

@@ -1,9 +1,10 @@
 //! The next step of a node.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use flannel_core::lease::{Origin, View};
-use flannel_core::{Lease, Subnets};
+use flannel_core::{Lease, Subnet, Subnets};
 
 use super::{Member, NodeBackends};
 
@@ -16,6 +17,27 @@ pub struct Seen<'a> {
     pub view: &'a View,
     /// This node's subnets.
     pub own: Subnets,
+    /// The tunnels of the target; `None`: packets pass without a handshake.
+    pub tunnels: Option<&'a Tunnels>,
+}
+
+/// The tunnels to peers through which packets pass only after a handshake, by the subnets of peers.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Tunnels {
+    /// Those with a completed handshake, at any time since the peer was added.
+    pub open: BTreeSet<Subnet>,
+    /// Those without.
+    pub waiting: BTreeSet<Subnet>,
+}
+
+impl Tunnels {
+    /// Whether all tunnels to the node with this lease are open. It has one or more.
+    fn reach(&self, lease: &Lease) -> bool {
+        let has_one_in = |tunnels: &BTreeSet<Subnet>| {
+            lease.subnets.iter().any(|subnet| tunnels.contains(&subnet))
+        };
+        has_one_in(&self.open) && !has_one_in(&self.waiting)
+    }
 }
 
 /// The progress of a move.
@@ -42,6 +64,8 @@ pub enum Wait {
     Offers(Blockers),
     /// These leases prefer the target.
     Preference(Blockers),
+    /// The tunnels to the nodes with these leases have completed a handshake.
+    Handshakes(Blockers),
     /// These leases no longer offer the members that this node has withdrawn.
     Withdrawal(Blockers),
     /// No peer has sent a packet to the devices of the withdrawn members for a while.
@@ -123,6 +147,16 @@ impl NodeBackends {
         if self.offered().count() > 1 {
             let others = leases().filter(|lease| lease.attrs.preferred.kind != target);
             none_of(Blockers::of(others), Wait::Preference)?;
+            // Without a handshake, packets between both nodes still take an old backend. The offer
+            // is of no use to a node that has withdrawn its own.
+            let is_old = |lease: &Lease| {
+                self.offered().any(|it| !is_target(it) && offers(lease, &it.lease_type))
+            };
+            let is_closed = |lease: &&Arc<Lease>| {
+                let closed = seen.tunnels.is_some_and(|tunnels| !tunnels.reach(lease));
+                closed && lease.subnets != seen.own && is_old(lease)
+            };
+            none_of(Blockers::of(leases().filter(is_closed)), Wait::Handshakes)?;
             return Ok(self.offering(is_target));
         }
         let withdrawn = |lease: &&Arc<Lease>| {

@@ -34,6 +34,12 @@ impl HostNetwork {
         matches!(self, Self::Kernel(network) if network.withholds_offers)
     }
 
+    /// Whether packets to a peer pass by the first backend only after a handshake
+    /// ([`Blueprint::handshakes`](flannel_core::backend::Blueprint::handshakes)).
+    pub fn needs_handshakes(&self) -> bool {
+        matches!(self, Self::Kernel(network) if network.needs_handshakes)
+    }
+
     /// Follows the views ([`SubnetManager::watch_leases`](flannel_core::SubnetManager)) until their
     /// sender is dropped, or until a network that runs itself ends. Does not renew the lease.
     ///

@@ -35,6 +35,7 @@ pub struct KernelNetwork {
     pub(crate) mtus: watch::Receiver<PathMtus>,
     pub(crate) handshakes: watch::Receiver<Handshakes>,
     pub(crate) withholds_offers: bool,
+    pub(crate) needs_handshakes: bool,
 }
 
 impl std::fmt::Debug for KernelNetwork {
@@ -64,6 +65,7 @@ impl KernelNetwork {
         let mtu = blueprints.iter().map(|blueprint| blueprint.mtu).min().unwrap_or(0);
         let (mut footprint, mut base, mut plans) =
             (Footprint::default(), State::default(), Vec::new());
+        let needs_handshakes = blueprints.first().is_some_and(|blueprint| blueprint.handshakes);
         for blueprint in blueprints {
             footprint.merge(blueprint.footprint);
             base.extend(blueprint.base.iter().cloned());
@@ -88,6 +90,7 @@ impl KernelNetwork {
             mtus: watch::channel(PathMtus::default()).1,
             handshakes: watch::channel(Handshakes::default()).1,
             withholds_offers: false,
+            needs_handshakes,
         }
     }
 

@@ -22,7 +22,7 @@ use flannel_core::object::LinkName;
 use flannel_core::runtime::blocking;
 use flannel_core::status::Status;
 use flannel_core::{Config, Kernel, Lease, SubnetManager, Subnets};
-use flannel_moving::{Blockers, Member, NodeBackends, Seen, Step, Wait};
+use flannel_moving::{Blockers, Member, NodeBackends, Seen, Step, Tunnels, Wait};
 use flannel_netlink::NetlinkKernel;
 use flannel_options::state_dir;
 use flannel_route::cleanup;
@@ -57,6 +57,10 @@ struct State {
     /// The lease types of members that are no longer run, but whose devices may still be there.
     dropped: Vec<String>,
 }
+
+/// The leases, the status of the network, and the tunnels of the target if it needs handshakes.
+type Watched =
+    (watch::Receiver<View>, watch::Receiver<Arc<Status>>, watch::Receiver<Option<Tunnels>>);
 
 impl State {
     fn is_dropped(&self, member: &Member) -> bool {
@@ -164,7 +168,7 @@ impl Moving {
     pub(super) async fn next(
         &self,
         (team, own): (&Team, Subnets),
-        (mut views, mut status): (watch::Receiver<View>, watch::Receiver<Arc<Status>>),
+        (mut views, mut status, mut tunnels): Watched,
         kernel: &Arc<NetlinkKernel>,
         observer: &Observer,
     ) -> String {
@@ -174,7 +178,9 @@ impl Moving {
         loop {
             let view = views.borrow_and_update().clone();
             let in_place = team.is_in_place(&status.borrow_and_update());
-            let step = team.members.step(target, &Seen { in_place, view: &view, own });
+            let tunnels_now = tunnels.borrow_and_update().clone();
+            let seen = Seen { in_place, view: &view, own, tunnels: tunnels_now.as_ref() };
+            let step = team.members.step(target, &seen);
             let Some(Step { next, leases, offering, .. }) = step else {
                 return std::future::pending().await;
             };
@@ -228,6 +234,7 @@ impl Moving {
                         // If their senders are gone, the network reports it.
                         _ = views.changed() => {}
                         _ = status.changed() => {}
+                        _ = tunnels.changed() => {}
                         () = sleep(PACE), if is_waiting => {}
                     }
                     sleep(PACE).await;
@@ -316,6 +323,7 @@ fn describe(wait: &Wait, target: &str) -> String {
         Wait::Store => "the store to show this node's lease as it was published".to_owned(),
         Wait::Offers(blockers) => format!("offers of {target} by {}", names(blockers)),
         Wait::Preference(blockers) => format!("{target} as the first offer of {}", names(blockers)),
+        Wait::Handshakes(blockers) => format!("handshakes of {target} with {}", names(blockers)),
         Wait::Withdrawal(blockers) => format!("the end of old offers of {}", names(blockers)),
         _ => String::new(),
     }

@@ -1,5 +1,6 @@
 //! Runs one network, from its start until one of the values that it was built from changes.
 
+use std::collections::BTreeSet;
 use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,6 +11,7 @@ use flannel_core::status::Status;
 use flannel_core::{Config, SubnetManager, Subnets};
 use flannel_doctor::checks::host::log_changes;
 use flannel_doctor::path_probe::server;
+use flannel_moving::Tunnels;
 use flannel_paths::probe;
 use flannel_subnet::SubnetEnv;
 use tokio::sync::watch;
@@ -59,6 +61,12 @@ pub(super) async fn run(
     let Ready { handshakes, lapsed, cached, first, chosen, validator, .. } = ready;
     let (handle, withholds_offers) = (network.handle(), network.withholds_offers());
     let own = handle.lease.subnets;
+    let tunnel_devices = match network.needs_handshakes() {
+        true => team.handshakes_on(settings),
+        false => BTreeSet::new(),
+    };
+    let no_look_yet = (!tunnel_devices.is_empty()).then(Tunnels::default);
+    let (tunnels, seen_tunnels) = watch::channel(no_look_yet);
     let firewall = async {
         // The subnets of a lapsed lease may be another node's.
         if lapsed && !config.require_encryption {
@@ -113,10 +121,10 @@ pub(super) async fn run(
         never = old_records::clear(kernel.clone(), (settings, &team), status()) => match never {},
         never = moving.clear((settings, &team), kernel.clone(), status()) => match never {},
         reason = moving.next(
-            (&team, own), (views.clone(), status()), &chosen.kernel, observer
+            (&team, own), (views.clone(), status(), seen_tunnels), &chosen.kernel, observer
         ) => Ok(reason),
         reason = publish_offers(withholds_offers, status()) => Ok(reason),
-        never = follow(&chosen.kernel, team.handshakes_on(settings), handshakes) => match never {},
+        never = follow(&chosen.kernel, tunnel_devices, (handshakes, tunnels)) => match never {},
         never = go_flannel.clear(kernel, (footprint, &config), status()) => match never {},
         ended = routes => match ended? {
             Ended::Rebuild(reason) => Ok(reason),

@@ -42,7 +42,7 @@ impl Pace {
 }
 
 impl Cluster {
-    fn start(lab: Builder, backend: &str, pace: Pace) -> Self {
+    pub(crate) fn start(lab: Builder, backend: &str, pace: Pace) -> Self {
         let lab = lab.program(env!("CARGO_BIN_EXE_lab")).backend(backend).start().unwrap();
         let cluster = Self { lab, pace };
         for host in cluster.lab.hosts() {
@@ -71,9 +71,15 @@ impl Cluster {
 
     /// Gives a host a config with this backend.
     pub(crate) fn configure(&self, host: &Host, backend: &str) {
+        self.configure_with(host, backend, &[]);
+    }
+
+    /// The same with more fields.
+    pub(crate) fn configure_with(&self, host: &Host, backend: &str, more: &[(&str, Value)]) {
         let text = fs::read_to_string(self.lab.registry().join("config")).unwrap();
         let mut config: Value = serde_json::from_str(&text).unwrap();
         config["Backend"] = json!({ "Type": backend });
+        more.iter().for_each(|(field, value)| config[*field] = value.clone());
         let (file, new) =
             (self.registry(host).join("config"), self.registry(host).join("config.new"));
         fs::write(&new, config.to_string()).unwrap();
@@ -113,7 +119,7 @@ impl Cluster {
     }
 
     /// Runs `flannelctl --json` on a host. Returns its answer, and whether all is well.
-    fn ctl(host: &Host, verb: &str) -> (Value, bool) {
+    pub(crate) fn ctl(host: &Host, verb: &str) -> (Value, bool) {
         let mut command = Command::new(env!("CARGO_BIN_EXE_lab"));
         command.args(["ctl", "--json", "--control-socket"]);
         command.arg(host.dir().join("flanneld.sock")).arg(verb);

@@ -2,7 +2,7 @@
 //!
 //! While a peer offers the old backend too, it is reached by that until a handshake has completed
 //! once. No packet for it takes the new tunnel before, so this module sends one, and the kernel
-//! begins the handshake.
+//! begins the handshake. The node keeps its old offer until then.
 
 use std::collections::BTreeSet;
 use std::convert::Infallible;
@@ -12,9 +12,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use flannel_admission::Handshakes;
-use flannel_core::Subnet;
 use flannel_core::object::LinkName;
 use flannel_core::runtime::blocking;
+use flannel_moving::Tunnels;
 use flannel_netlink::NetlinkKernel;
 use socket2::SockRef;
 use tokio::sync::watch;
@@ -27,12 +27,12 @@ const KNOCKS: u32 = 5;
 /// The port of the protocol discard.
 const DISCARD: u16 = 9;
 
-/// Sends the subnets of peers with a completed handshake on these devices, until the future is
+/// Sends the tunnels by these devices to `tunnels`, and the open ones to `done`, until the future is
 /// dropped. Without devices it does nothing.
 pub(crate) async fn follow(
     kernel: &Arc<NetlinkKernel>,
     devices: BTreeSet<LinkName>,
-    done: watch::Sender<Handshakes>,
+    (done, tunnels): (watch::Sender<Handshakes>, watch::Sender<Option<Tunnels>>),
 ) -> Infallible {
     let mut looks = 0_u32;
     while !devices.is_empty() {
@@ -41,18 +41,19 @@ pub(crate) async fn follow(
         looks = looks.wrapping_add(1);
         let found = blocking(move || look(&kernel, &devices, knocks)).await;
         done.send_if_modified(|old| {
-            let changed = **old != found;
-            *old = Arc::new(found);
+            let changed = **old != found.open;
+            *old = Arc::new(found.open.clone());
             changed
         });
+        tunnels.send_if_modified(|old| old.replace(found.clone()).as_ref() != Some(&found));
         sleep(LOOK).await;
     }
     std::future::pending().await
 }
 
-/// Returns the subnets of peers with a completed handshake. With `knocks` it begins the others.
-fn look(kernel: &NetlinkKernel, devices: &BTreeSet<LinkName>, knocks: bool) -> BTreeSet<Subnet> {
-    let mut done = BTreeSet::new();
+/// Returns the tunnels to peers. With `knocks` it begins the handshakes of those that wait.
+fn look(kernel: &NetlinkKernel, devices: &BTreeSet<LinkName>, knocks: bool) -> Tunnels {
+    let mut found = Tunnels::default();
     for link in devices {
         let sessions = match kernel.tunnel(*link) {
             Ok(tunnel) => tunnel.sessions,
@@ -63,8 +64,11 @@ fn look(kernel: &NetlinkKernel, devices: &BTreeSet<LinkName>, knocks: bool) -> B
         };
         for session in sessions {
             if session.handshake.is_some() {
-                done.extend(session.allowed.values());
-            } else if knocks
+                found.open.extend(session.allowed.values());
+                continue;
+            }
+            found.waiting.extend(session.allowed.values());
+            if knocks
                 && let Some(subnet) = session.allowed.values().next()
                 && let Err(error) = knock(*link, subnet.base())
             {
@@ -73,7 +77,7 @@ fn look(kernel: &NetlinkKernel, devices: &BTreeSet<LinkName>, knocks: bool) -> B
             }
         }
     }
-    done
+    found
 }
 
 /// Sends a packet by this device, whatever the routes to its destination are.
