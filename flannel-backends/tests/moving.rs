@@ -111,3 +111,19 @@ async fn a_backend_that_cannot_move_runs_alone() {
     assert_eq!(error.to_string(), "backend alloc: it does not run beside another backend");
     host.join_all(&members[1..], &[0], JoinOptions::default()).await.unwrap();
 }
+
+#[tokio::test]
+async fn offers_that_are_no_members_are_refused() {
+    let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), FakeSubnets::with_config(OLD));
+    let (host, [old, new]) = (host(&kernel, &subnets), configs());
+    let members: [(&dyn Backend, &Config); 2] = [(&VxlanBackend, &old), (&HostGw, &new)];
+    for (members, offers, expected) in [
+        (&members[..], &[][..], "backend vxlan, host-gw: the offers [] are not indexes"),
+        (&members, &[1, 2], "backend vxlan, host-gw: the offers [1, 2] are not indexes"),
+        (&[], &[0], "the offers [0] are not indexes"),
+    ] {
+        let error = host.join_all(members, offers, JoinOptions::default()).await.unwrap_err();
+        assert!(error.to_string().contains(expected), "{error}");
+    }
+    assert!(kernel.take_calls().is_empty(), "nothing was done");
+}

@@ -129,13 +129,11 @@ impl Host {
     ///
     /// # Errors
     /// As [`Host::join`]. There is more than one member, and one
-    /// [cannot move](Backend::can_move).
+    /// [cannot move](Backend::can_move). `offers` is empty, or has another number than the index of
+    /// a member; then nothing was done.
     ///
     /// # Cancel safety
     /// As [`Host::join`].
-    ///
-    /// # Panics
-    /// `offers` is empty, or has no index of a member.
     pub async fn join_all(
         &self,
         members: &[(&dyn Backend, &Config)],
@@ -144,6 +142,13 @@ impl Host {
     ) -> Result<HostNetwork> {
         let node =
             Node::new(&self.uplink, &self.machine_id, &self.kernel, &*self.secrets, &*self.subnets);
+        let are_members = offers.iter().all(|member| *member < members.len());
+        let Some((first, others)) = offers.split_first().filter(|_| are_members) else {
+            return Err(Error::Backend {
+                backend: members.iter().map(|(it, _)| it.kind()).collect::<Vec<_>>().join(", "),
+                reason: format!("the offers {offers:?} are not indexes of one or more backends"),
+            });
+        };
         let (mut prepared, mut annexes) = (Vec::new(), Vec::new());
         for (backend, config) in members {
             if members.len() > 1 && !backend.can_move() {
@@ -152,9 +157,9 @@ impl Host {
             prepared.push(backend.prepare(&node, config).await?);
             annexes.extend(backend.annex(self.state_dir.as_deref()));
         }
-        let mut offered = offers.iter().map(|member| prepared[*member].offer.clone());
-        let preferred = offered.next().expect("a lease has an offer");
-        let offers_now = LeaseAttrs { preferred, others: offered.collect() };
+        let offer = |member: &usize| prepared[*member].offer.clone();
+        let offers_now =
+            LeaseAttrs { preferred: offer(first), others: others.iter().map(offer).collect() };
         let attrs = match &options.published {
             Some(last) => with_data_of(last, &offers_now),
             None => offers_now.clone(),
@@ -164,7 +169,7 @@ impl Host {
             Some(lease) => NodeLease::Lapsed(Lease { attrs, ..lease }),
             None => NodeLease::Held(self.subnets.acquire_lease(&attrs).await?),
         };
-        let networks = members[offers[0]].1.pod_networks().collect();
+        let networks = members[*first].1.pod_networks().collect();
         let mut kernel = Arc::clone(&self.kernel);
         if !annexes.is_empty() {
             kernel = Arc::new(WithAnnexes::new(kernel, annexes));

@@ -170,7 +170,7 @@ fn two_hosts_without_a_handshake_keep_the_old_backend() {
                     let text = waits()["waits_for"].to_string();
                     text.contains("handshakes of wireguard with") && text.contains(&name)
                 };
-                eventually(PACE.patience, is_named, || waits());
+                eventually(PACE.patience, is_named, waits);
                 assert_eq!(device(host, peer), "flannel.1");
                 assert_eq!(device(host, third), "flannel-wg");
             }
