@@ -333,6 +333,39 @@ fn network_policies_have_their_container_rules_and_volume() {
 }
 
 #[test]
+fn the_preshared_key_comes_from_a_secret() {
+    let values = json!({ "flannel": { "backend": "wireguard", "pskSecret": "wireguard-psk" } });
+    let (without, objects) = (rendered(&json!({})), rendered(&values));
+    let path = "/etc/kube-flannel-psk/psk";
+    assert_eq!(backend(&values), json!({ "Type": "wireguard", "PSKFile": path }));
+    let kind = flannel_backends::all().find("wireguard").unwrap();
+    kind.validate(&config(&values), None).unwrap();
+    let added = |objects: &[Value], of: fn(&[Value]) -> Vec<Value>| {
+        let before = of(&without);
+        let mut all = of(objects);
+        all.retain(|one| !before.contains(one));
+        Value::from(all)
+    };
+    let mounts: fn(&[Value]) -> Vec<Value> =
+        |objects| container(objects, "kube-flannel")["volumeMounts"].as_array().unwrap().clone();
+    let volumes: fn(&[Value]) -> Vec<Value> =
+        |objects| pod(objects)["volumes"].as_array().unwrap().clone();
+    let mount = json!([{ "name": "psk", "mountPath": "/etc/kube-flannel-psk", "readOnly": true }]);
+    assert_eq!(added(&objects, mounts), mount);
+    let secret = json!({
+        "secretName": "wireguard-psk",
+        "items": [{ "key": "psk", "path": "psk" }],
+        "defaultMode": 0o400,
+    });
+    assert_eq!(added(&objects, volumes), json!([{ "name": "psk", "secret": secret }]));
+    let both = json!({ "flannel": { "psk": "a", "pskSecret": "wireguard-psk" } });
+    let error = render(&both).unwrap_err();
+    assert!(error.contains("flannel.psk and flannel.pskSecret are both set"), "{error}");
+    let number = json!({ "flannel": { "pskSecret": 20261121 } });
+    assert!(render(&number).unwrap_err().contains("pskSecret"));
+}
+
+#[test]
 fn the_cni_config_arrives_unchanged() {
     let conf = "{\n  \"name\": \"it's: \\\"x\\\" # {{ .Values }}\"\n}\n\n";
     let objects = rendered(&json!({ "flannel": { "cniConf": conf } }));

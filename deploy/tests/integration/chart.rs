@@ -140,7 +140,7 @@ fn the_schema_names_only_known_values() {
             }
         }
     }
-    assert_eq!(typed, 9);
+    assert_eq!(typed, 10);
 }
 
 /// Each line of a template that does not depend on a value is in the rendered file, in the same
