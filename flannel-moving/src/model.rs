@@ -276,7 +276,7 @@ impl Cluster {
                 // Without a handshake, the next one is chosen too, and has the route.
                 let usable: Vec<_> = usable.collect();
                 let passes = |kind: &&&str| is_open || **kind != TUNNEL;
-                let chosen = usable.iter().find(passes).or(usable.first()).copied();
+                let chosen = usable.iter().find(passes).or_else(|| usable.first()).copied();
                 let arrives = chosen.is_some_and(|kind| {
                     other.kernel.contains(kind) && (kind != TUNNEL || !is_blocked)
                 });

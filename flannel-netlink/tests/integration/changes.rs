@@ -206,8 +206,8 @@ fn changes_by_others_are_reported_object_by_object() {
     });
 }
 
-/// The kernel reports an FDB entry that was put exactly as it is, whoever has put it. Otherwise it
-/// would be put again and again.
+/// The kernel reports an FDB entry that was put exactly as it is. Otherwise it would be put again
+/// and again.
 pub(crate) async fn a_put_fdb_entry_is_reported_as_it_is() {
     let kernel = uplink();
     ip("link add flannel.1 type vxlan id 1 dstport 8472");

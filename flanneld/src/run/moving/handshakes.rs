@@ -27,8 +27,8 @@ const KNOCKS: u32 = 5;
 /// The port of the protocol discard.
 const DISCARD: u16 = 9;
 
-/// Sends the tunnels by these devices to `tunnels`, and the open ones to `done`, until the future is
-/// dropped. Without devices it does nothing.
+/// Sends the tunnels by these devices to `tunnels`, and the open ones to `done`, until the future
+/// is dropped. Without devices it does nothing.
 pub(crate) async fn follow(
     kernel: &Arc<NetlinkKernel>,
     devices: BTreeSet<LinkName>,
