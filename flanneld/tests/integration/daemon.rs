@@ -466,6 +466,26 @@ fn capabilities(daemon: &Daemon, set: &str) -> Vec<String> {
     all
 }
 
+/// `alloc` runs beside no other backend.
+#[test]
+fn a_backend_that_is_replaced_at_once_leaves_no_device() {
+    in_netns(|| {
+        uplink();
+        let place = Place::new(CONFIG);
+        peer(&place.leases(), "10.1.7.0-24", "192.0.2.7", "0a:00:00:00:00:07");
+        let daemon = place.start(&[]);
+        daemon.wait_for_log("in sync peers=1");
+        let is_there = || Command::new("ip").args(["link", "show", "flannel.1"]).output().unwrap();
+        assert!(is_there().status.success());
+        let (config, new) = (place.registry().join("config"), place.registry().join("config.new"));
+        fs::write(&new, CONFIG.replace("vxlan", "alloc")).unwrap();
+        fs::rename(&new, &config).unwrap();
+        wait_until(|| !is_there().status.success(), || daemon.log());
+        daemon.wait_for_log("it is replaced at once");
+        daemon.wait_for_log("the earlier backend vxlan");
+    });
+}
+
 #[test]
 fn no_lease_is_taken_by_a_daemon_that_cannot_make_its_network() {
     in_netns(|| {
