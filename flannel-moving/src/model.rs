@@ -68,7 +68,7 @@ struct Node {
     kernel: BTreeSet<&'static str>,
     /// The number of writes that it has seen.
     seen: usize,
-    /// The number of writes when it withdrew an offer last.
+    /// The number of writes when its lease lost an offer last.
     withdrew: usize,
 }
 
@@ -139,8 +139,13 @@ impl Cluster {
 
     fn publish(&mut self, node: usize) {
         let offers = self.offers(node);
-        if self.published(self.writes.len(), node) != Some(&offers) {
+        let before = self.published(self.writes.len(), node).cloned().unwrap_or_default();
+        if before != offers {
+            let withdraws = before.iter().any(|kind| !offers.contains(kind));
             self.writes.push((node, offers));
+            if withdraws {
+                self.nodes[node].withdrew = self.writes.len();
+            }
         }
     }
 
@@ -220,9 +225,6 @@ impl Cluster {
                     self.nodes[node].runs = false;
                 } else {
                     self.publish(node);
-                }
-                if after.len() < before.len() {
-                    self.nodes[node].withdrew = self.writes.len();
                 }
             }
             Event::Shake(node, peer) if node < peer && !self.is_shaken(node, peer) => {
@@ -454,4 +456,63 @@ fn a_move_waits_for_handshakes_with_nodes_that_have_leases_and_the_old_offer() {
     assert_eq!(step(&all[..2], &[1], &[]), TUNNEL, "its lease has expired");
     let new = [(0, both), (1, both), (2, &[TUNNEL][..])];
     assert_eq!(step(&new, &[1], &[2]), TUNNEL, "the old offer is of no use to it");
+}
+
+/// Members from `type` or `(type)`: one that is not offered.
+fn members(text: &str) -> NodeBackends {
+    let member = |word: &str| {
+        let kind = word.trim_matches(['(', ')']);
+        let backend = serde_json::json!({ "Type": kind });
+        serde_json::json!({ "lease_type": kind, "offered": kind == word, "backend": backend })
+    };
+    let all: Vec<_> = text.split_whitespace().map(member).collect();
+    NodeBackends::parse(&serde_json::json!({ "backends": all }).to_string()).unwrap()
+}
+
+fn shown<'a>(members: impl Iterator<Item = &'a crate::Member>) -> String {
+    let name = |it: &crate::Member| match it.offered {
+        true => it.lease_type.clone(),
+        false => format!("({})", it.lease_type),
+    };
+    members.map(name).collect::<Vec<_>>().join(" ")
+}
+
+#[test]
+fn the_offered_members_come_first() {
+    let mut all = members("(host-gw)");
+    all.aim_at("vxlan", &backend("vxlan"));
+    assert_eq!(shown(all.iter()), "vxlan (host-gw)");
+    all.add(members("vxlan host-gw ipip").iter());
+    assert_eq!(shown(all.iter()), "vxlan (host-gw) (ipip)");
+    let by_use = |text: &str| shown(members(text).by_use("host-gw"));
+    assert_eq!(by_use("vxlan host-gw ipip"), "host-gw vxlan ipip");
+    assert_eq!(by_use("vxlan (host-gw)"), "vxlan (host-gw)", "peers do not expect it yet");
+}
+
+/// The next step of the node 0 to host-gw, if nodes from 0 on have these offers. There is a
+/// reservation too.
+fn next(text: &str, leases: &[&[&'static str]]) -> Result<String, Wait> {
+    let mut reserved = lease(leases.len(), &["vxlan"]);
+    reserved.attrs.preferred.public = Default::default();
+    let leases = leases.iter().enumerate().map(|(node, offers)| lease(node, offers));
+    let leases = leases.chain([reserved]).map(Arc::new).collect();
+    let view = View { leases, origin: Origin::Live { revision: Revision(1) } };
+    let seen = Seen { in_place: true, view: &view, own: subnets(0), tunnels: None };
+    members(text).step("host-gw", &seen).unwrap().next.map(|next| shown(next.iter()))
+}
+
+#[test]
+fn a_node_that_comes_back_late_is_offered_what_it_knows() {
+    let late = next("host-gw (vxlan) (ipip)", &[&["host-gw"], &["vxlan"]]);
+    assert_eq!(late.unwrap(), "host-gw vxlan (ipip)");
+    let both = &["vxlan", "host-gw"][..];
+    assert_eq!(next("vxlan host-gw (ipip)", &[both, both]).unwrap(), "host-gw vxlan (ipip)");
+}
+
+#[test]
+fn only_the_first_blockers_are_listed() {
+    let old = &["vxlan"][..];
+    let wait = next("vxlan host-gw", &[&["vxlan", "host-gw"], old, old, old, old]).unwrap_err();
+    let Wait::Offers(blockers) = wait else { panic!("{wait:?}") };
+    assert_eq!((blockers.total, blockers.first.len()), (4, crate::Blockers::LISTED));
 }
