@@ -8,6 +8,7 @@ use std::sync::Arc;
 use flannel_core::Subnets;
 use flannel_core::config::BackendConfig;
 use flannel_core::lease::{Lease, LeaseAttrs, LeaseSet, Offer, Origin, Revision, View};
+use flannel_core::status::{Listing, Rejection};
 use proptest::prelude::*;
 
 use crate::{NodeBackends, Seen, Tunnels, Wait};
@@ -185,7 +186,8 @@ impl Cluster {
         let (view, own, tunnels) = (self.view(node), subnets(node), self.tunnels(node));
         let Node { kept, target, in_place, .. } = &self.nodes[node];
         let tunnels = (*target == TUNNEL).then_some(&tunnels);
-        let step = kept.step(target, &Seen { in_place: *in_place, view: &view, own, tunnels });
+        let (in_place, rejected) = (*in_place, &Listing::default());
+        let step = kept.step(target, &Seen { in_place, view: &view, own, tunnels, rejected });
         step.map(|step| step.next)
     }
 
@@ -426,15 +428,19 @@ fn a_move_waits_for_handshakes_with_nodes_that_have_leases_and_the_old_offer() {
     kept.aim_at(TUNNEL, &tunnel);
     kept.aim_at(KINDS[0], &old);
     kept = NodeBackends::parse(&kept.to_json().replace("false", "true")).unwrap();
-    let step = |leases: &[(usize, &[&'static str])], open: &[usize], waiting: &[usize]| {
+    let mut rejected = Listing::default();
+    let step_with = |rejected: &Listing<_, _>,
+                     leases: &[(usize, &[&'static str])],
+                     open: &[usize],
+                     waiting: &[usize]| {
         let leases = leases.iter().map(|(node, offers)| Arc::new(lease(*node, offers))).collect();
         let view = View { leases, origin: Origin::Live { revision: Revision(1) } };
         let subnets = |of: &[usize]| {
             of.iter().flat_map(|node| subnets(*node).iter().collect::<Vec<_>>()).collect()
         };
         let tunnels = Tunnels { open: subnets(open), waiting: subnets(waiting) };
-        let seen =
-            Seen { in_place: true, view: &view, own: self::subnets(0), tunnels: Some(&tunnels) };
+        let (own, tunnels) = (self::subnets(0), Some(&tunnels));
+        let seen = Seen { in_place: true, view: &view, own, tunnels, rejected };
         match kept.step(TUNNEL, &seen).unwrap().next {
             Ok(next) => {
                 next.offered().map(|it| it.lease_type.clone()).collect::<Vec<_>>().join(" ")
@@ -447,6 +453,8 @@ fn a_move_waits_for_handshakes_with_nodes_that_have_leases_and_the_old_offer() {
             Err(wait) => format!("{wait:?}"),
         }
     };
+    let none = Listing::default();
+    let step = |leases: &[_], open: &[_], waiting: &[_]| step_with(&none, leases, open, waiting);
     let both = &[TUNNEL, KINDS[0]][..];
     let all = [(0, both), (1, both), (2, both)];
     assert_eq!(step(&all, &[], &[]), "2 10.1.2.0-24 10.1.3.0-24", "the kernel has no peer yet");
@@ -456,6 +464,8 @@ fn a_move_waits_for_handshakes_with_nodes_that_have_leases_and_the_old_offer() {
     assert_eq!(step(&all[..2], &[1], &[]), TUNNEL, "its lease has expired");
     let new = [(0, both), (1, both), (2, &[TUNNEL][..])];
     assert_eq!(step(&new, &[1], &[2]), TUNNEL, "the old offer is of no use to it");
+    rejected.insert(subnets(2), Rejection::NoEnabledFamily);
+    assert_eq!(step_with(&rejected, &all, &[1], &[]), TUNNEL, "this node rejects its lease");
 }
 
 /// Members from `type` or `(type)`: one that is not offered.
@@ -497,7 +507,8 @@ fn next(text: &str, leases: &[&[&'static str]]) -> Result<String, Wait> {
     let leases = leases.iter().enumerate().map(|(node, offers)| lease(node, offers));
     let leases = leases.chain([reserved]).map(Arc::new).collect();
     let view = View { leases, origin: Origin::Live { revision: Revision(1) } };
-    let seen = Seen { in_place: true, view: &view, own: subnets(0), tunnels: None };
+    let (own, rejected) = (subnets(0), &Listing::default());
+    let seen = Seen { in_place: true, view: &view, own, tunnels: None, rejected };
     members(text).step("host-gw", &seen).unwrap().next.map(|next| shown(next.iter()))
 }
 

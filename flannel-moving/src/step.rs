@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use flannel_core::lease::{Origin, View};
+use flannel_core::status::{Listing, Rejection};
 use flannel_core::{Lease, Subnet, Subnets};
 
 use super::{Member, NodeBackends};
@@ -19,6 +20,8 @@ pub struct Seen<'a> {
     pub own: Subnets,
     /// The tunnels of the target; `None`: packets pass without a handshake.
     pub tunnels: Option<&'a Tunnels>,
+    /// The leases that this node rejects. It reaches their nodes by no backend.
+    pub rejected: &'a Listing<Subnets, Rejection>,
 }
 
 /// The tunnels to peers through which packets pass only after a handshake, by the subnets of peers.
@@ -154,7 +157,9 @@ impl NodeBackends {
             };
             let is_closed = |lease: &&Arc<Lease>| {
                 let closed = seen.tunnels.is_some_and(|tunnels| !tunnels.reach(lease));
-                closed && lease.subnets != seen.own && is_old(lease)
+                let is_peer =
+                    lease.subnets != seen.own && !seen.rejected.contains_key(&lease.subnets);
+                closed && is_peer && is_old(lease)
             };
             none_of(Blockers::of(leases().filter(is_closed)), Wait::Handshakes)?;
             return Ok(self.offering(is_target));

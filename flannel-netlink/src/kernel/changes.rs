@@ -12,16 +12,16 @@
 
 mod event_decoder;
 
-use std::future::{Future, pending};
-use std::pin::Pin;
+use std::future::pending;
+use std::panic::resume_unwind;
 use std::time::Duration;
 
 use async_trait::async_trait;
 use flannel_core::kernel::{Changes, Invalidation, KernelError};
-use flannel_core::runtime::blocking;
 use neli::consts::rtnl::Rtm;
 use nix::sys::socket::SockProtocol;
 use socket2::{SockFilter, SockRef};
+use tokio::task::{JoinError, JoinHandle, spawn_blocking};
 use tokio::time::{Instant, sleep_until};
 
 use self::event_decoder::EventDecoder;
@@ -44,7 +44,7 @@ const LOOK_FACTOR: u32 = 100;
 const LONGEST_LOOK: Duration = Duration::from_secs(30);
 
 /// A read of the WireGuard devices: their changes, and the time that it took.
-type PeerLook = Pin<Box<dyn Future<Output = (Vec<Invalidation>, Duration)> + Send>>;
+type PeerLook = (Vec<Invalidation>, Duration);
 
 /// Receives multicast messages and returns invalidations.
 pub(crate) struct Listener {
@@ -56,7 +56,7 @@ pub(crate) struct Listener {
     /// When the WireGuard devices are read next.
     look_at_peers: Instant,
     /// The read that is under way. It outlives a dropped call of [`Changes::next`].
-    peers: Option<PeerLook>,
+    peers: Option<JoinHandle<PeerLook>>,
 }
 
 impl Listener {
@@ -100,10 +100,10 @@ impl Listener {
             let begin = std::time::Instant::now();
             (wireguard.look(), begin.elapsed())
         };
-        self.peers = Some(Box::pin(blocking(look)));
+        self.peers = Some(spawn_blocking(look));
     }
 
-    fn looked_at_peers(&mut self, (found, took): (Vec<Invalidation>, Duration)) {
+    fn looked_at_peers(&mut self, (found, took): PeerLook) {
         self.peers = None;
         self.decoder.extend(found);
         self.look_at_peers = Instant::now() + (LOOK_FACTOR * took).max(LOOK_AT_PEERS);
@@ -136,22 +136,32 @@ impl Changes for Listener {
             if self.peers.is_none() && self.look_at_peers <= Instant::now() {
                 self.look_at_peers();
             }
+            // Changes that never end must not delay it.
+            if self.peers.as_ref().is_some_and(JoinHandle::is_finished) {
+                let looked = end_of(&mut self.peers).await;
+                self.looked_at_peers(looked);
+                continue;
+            }
             if self.read()? && self.decoder.is_empty() {
                 let is_looking = self.peers.is_some();
-                let peers = async {
-                    match &mut self.peers {
-                        Some(look) => look.await,
-                        None => pending().await,
-                    }
-                };
                 tokio::select! {
                     readable = self.socket.readable() => readable?,
                     () = sleep_until(self.look) => {}
                     () = sleep_until(self.look_at_peers), if !is_looking => {}
-                    looked = peers => self.looked_at_peers(looked),
+                    looked = end_of(&mut self.peers) => self.looked_at_peers(looked),
                 }
             }
         }
+    }
+}
+
+/// Waits for the end of a read, if there is one. If the runtime shuts down, it never ends.
+async fn end_of(look: &mut Option<JoinHandle<PeerLook>>) -> PeerLook {
+    let Some(look) = look else { return pending().await };
+    match look.await.map_err(JoinError::try_into_panic) {
+        Ok(looked) => looked,
+        Err(Ok(panic)) => resume_unwind(panic),
+        Err(Err(_)) => pending().await,
     }
 }
 

@@ -49,14 +49,19 @@ pub(crate) async fn cleanup(context: Context<'_>, flags: &CleanupFlags) -> Resul
     let uplink = offline::uplink(&kernel, &config, &flags.interface.selectors())?;
     let backend = backends.find(&config.backend.kind)?;
     let mut footprint = backend.footprint(&config, Some(uplink))?;
+    let mut account = Account::default();
     for config in moved(&global.state_dir, &config) {
-        // The backend may be of another build.
-        if let Ok(backend) = backends.find(&config.backend.kind) {
-            footprint.merge(backend.footprint(&config, Some(uplink))?);
+        match backends.known_footprint(&config, Some(uplink)) {
+            Some(other) => footprint.merge(other),
+            // It is of another version.
+            None => account.unknown.push(format!(
+                "the objects of the backend {:?}, which the cluster has left: this version does \
+                 not know it or its options",
+                config.backend.kind
+            )),
         }
     }
     let work = if flags.for_go { ready_for_go } else { remove };
-    let mut account = Account::default();
     let report = {
         // Also those of backends that the config named before.
         let annex = |backend: &dyn Backend| backend.annex(Some(&global.state_dir));

@@ -118,7 +118,8 @@ pub(super) async fn run(
     let status = || handle.status.clone();
     tokio::select! {
         never = old_networks.clear(kernel.clone(), footprint.clone(), status()) => match never {},
-        never = old_records::clear(kernel.clone(), (settings, &team), status()) => match never {},
+        never = old_records::clear(kernel.clone(), (settings, &team, &moving), status()) =>
+            match never {},
         never = moving.clear((settings, &team), kernel.clone(), status()) => match never {},
         reason = moving.next(
             (&team, own), (views.clone(), status(), seen_tunnels), &chosen.kernel, observer

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use flannel_netlink::testing::{in_netns, ip};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::sys::signal::Signal;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::programs::flannelctl;
 use crate::reader::Reader;
@@ -800,6 +800,11 @@ fn cleanup_removes_everything() {
         ready(&daemon);
         assert_eq!(stop(daemon).code(), Some(0));
         fs::write(place.path("state/backends.damaged"), "{").unwrap();
+        // A version with other limits has left it.
+        let backend = json!({ "Type": "vxlan", "VNI": 99_999_999 });
+        let member = json!({ "lease_type": "vxlan", "offered": false, "backend": backend });
+        let backends = json!({ "backends": [member] }).to_string();
+        fs::write(place.path("state/backends"), backends).unwrap();
         let rules = || {
             String::from_utf8(Command::new("nft").args(["list", "tables"]).output().unwrap().stdout)
                 .unwrap()
@@ -821,6 +826,7 @@ fn cleanup_removes_everything() {
             "{would} {made}"
         );
         all(false);
+        assert!(made.to_string().contains("which the cluster has left"), "{made}");
         assert!(Path::new(&place.path("state/mark")).exists(), "the identity of the host stays");
         let text = made["done"].to_string();
         assert!(

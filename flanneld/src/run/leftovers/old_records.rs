@@ -1,7 +1,7 @@
 //! Removes the records that another backend left in its annex, such as commands for peers.
 
 use std::convert::Infallible;
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use flannel_annex::WithAnnexes;
@@ -15,7 +15,7 @@ use tokio::time::sleep;
 
 use super::{is_settled, log_removal};
 use crate::config::DaemonConfig;
-use crate::run::moving::Team;
+use crate::run::moving::{Moving, Team};
 
 /// The pause between two looks. Commands of the other backend may still run at the first one.
 const PAUSE: Duration = Duration::from_secs(5);
@@ -29,7 +29,7 @@ const QUIET: u32 = 14;
 /// never returns. Those of a backend that runs commands stay if no option allows it.
 pub(crate) async fn clear(
     kernel: Arc<dyn Kernel>,
-    (settings, used): (&DaemonConfig, &Team),
+    (settings, used, moving): (&DaemonConfig, &Team, &Moving),
     mut status: watch::Receiver<Arc<Status>>,
 ) -> Infallible {
     let others = settings.backends.iter().filter(|backend| !used.runs(*backend));
@@ -41,7 +41,7 @@ pub(crate) async fn clear(
     if status.wait_for(is_settled).await.is_ok() {
         for (backend, annex, allowed) in annexes {
             if !allowed {
-                report(backend, annex).await;
+                report(backend, annex, moving).await;
                 continue;
             }
             let (mut failures, mut quiet) = (0, 0);
@@ -69,14 +69,25 @@ pub(crate) async fn clear(
     std::future::pending().await
 }
 
-/// Logs that the commands of a backend stay in effect, if there are any.
-async fn report(backend: &str, annex: Arc<dyn Annex>) {
-    let records = blocking(move || annex.records().map_or(0, |records| records.len())).await;
-    if records > 0 {
+/// Logs once that the commands of a backend may stay in effect, if there are any.
+async fn report(backend: &str, annex: Arc<dyn Annex>, moving: &Moving) {
+    let records = match blocking(move || annex.records()).await {
+        Ok(records) => records.len(),
+        Err(error) => {
+            tracing::warn!(%backend, %error, "the records of an earlier backend cannot be read");
+            return;
+        }
+    };
+    let is_new = || {
+        let mut kept = moving.kept_commands.lock().unwrap_or_else(PoisonError::into_inner);
+        kept.insert(backend.to_owned())
+    };
+    if records > 0 && is_new() {
         tracing::warn!(
             %backend, records,
-            "an earlier backend has run commands, and those that undo them are not allowed: start \
-             the daemon with --allow-commands, or stop it and run `flannelctl cleanup`"
+            "an earlier backend has run commands, which may still be in effect, and those that \
+             undo them are not allowed: start the daemon with --allow-commands, or stop it and run \
+             `flannelctl cleanup`"
         );
     }
 }

@@ -12,6 +12,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use flannel_admission::Handshakes;
+use flannel_core::kernel::KernelError;
 use flannel_core::object::LinkName;
 use flannel_core::runtime::blocking;
 use flannel_moving::Tunnels;
@@ -39,30 +40,37 @@ pub(crate) async fn follow(
         let (kernel, devices) = (Arc::clone(kernel), devices.clone());
         let knocks = looks.is_multiple_of(KNOCKS);
         looks = looks.wrapping_add(1);
-        let found = blocking(move || look(&kernel, &devices, knocks)).await;
-        done.send_if_modified(|old| {
-            let changed = **old != found.open;
-            *old = Arc::new(found.open.clone());
-            changed
-        });
-        tunnels.send_if_modified(|old| old.replace(found.clone()).as_ref() != Some(&found));
+        match blocking(move || look(&kernel, &devices, knocks)).await {
+            Ok(found) => {
+                done.send_if_modified(|old| {
+                    let changed = **old != found.open;
+                    *old = Arc::new(found.open.clone());
+                    changed
+                });
+                tunnels.send_if_modified(|old| old.replace(found.clone()).as_ref() != Some(&found));
+            }
+            // The last look stays: a part of the tunnels would look like all of them.
+            Err((link, error)) => {
+                tracing::debug!(%link, %error, "the handshakes cannot be read");
+            }
+        }
         sleep(LOOK).await;
     }
     std::future::pending().await
 }
 
 /// Returns the tunnels to peers. With `knocks` it begins the handshakes of those that wait.
-fn look(kernel: &NetlinkKernel, devices: &BTreeSet<LinkName>, knocks: bool) -> Tunnels {
+///
+/// # Errors
+/// A device cannot be read.
+fn look(
+    kernel: &NetlinkKernel,
+    devices: &BTreeSet<LinkName>,
+    knocks: bool,
+) -> Result<Tunnels, (LinkName, KernelError)> {
     let mut found = Tunnels::default();
     for link in devices {
-        let sessions = match kernel.tunnel(*link) {
-            Ok(tunnel) => tunnel.sessions,
-            Err(error) => {
-                tracing::debug!(%link, %error, "the handshakes cannot be read");
-                continue;
-            }
-        };
-        for session in sessions {
+        for session in kernel.tunnel(*link).map_err(|error| (*link, error))?.sessions {
             if session.handshake.is_some() {
                 found.open.extend(session.allowed.values());
                 continue;
@@ -77,7 +85,7 @@ fn look(kernel: &NetlinkKernel, devices: &BTreeSet<LinkName>, knocks: bool) -> T
             }
         }
     }
-    found
+    Ok(found)
 }
 
 /// Sends a packet by this device, whatever the routes to its destination are.
