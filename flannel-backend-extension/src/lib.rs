@@ -4,12 +4,12 @@ mod options;
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use async_trait::async_trait;
-use flannel_commands::{Commands, Limits, Names, Of, Task};
+use flannel_commands::{Annexes, Limits, Names, Of, Task};
 use flannel_core::address::{Dual, Family};
 use flannel_core::backend::{Blueprint, Built, Datapath, ExternalInterface, Node, Prepared};
 use flannel_core::kernel::{Annex, Footprint};
@@ -36,8 +36,7 @@ const MOST_DATA: usize = 65_536;
 /// **Source**: flannel `pkg/backend/extension`, since v0.28.2.
 #[derive(Debug, Default)]
 pub struct Extension {
-    /// By state directory.
-    annexes: Mutex<BTreeMap<Option<PathBuf>, Commands>>,
+    annexes: Annexes,
     /// The outputs of `PreStartupCommand`, which runs once.
     outputs: Mutex<BTreeMap<String, String>>,
 }
@@ -45,7 +44,7 @@ pub struct Extension {
 impl Extension {
     /// The backend, without annexes.
     pub const fn new() -> Self {
-        Self { annexes: Mutex::new(BTreeMap::new()), outputs: Mutex::new(BTreeMap::new()) }
+        Self { annexes: Annexes::new(), outputs: Mutex::new(BTreeMap::new()) }
     }
 }
 
@@ -79,11 +78,7 @@ impl Backend for Extension {
     }
 
     fn annex(&self, state_dir: Option<&Path>) -> Option<Arc<dyn Annex>> {
-        let mut annexes = self.annexes.lock().unwrap_or_else(PoisonError::into_inner);
-        let commands = annexes
-            .entry(state_dir.map(Path::to_owned))
-            .or_insert_with(|| Commands::new(NAMES, state_dir.map(|dir| dir.join(NAME))));
-        Some(Arc::new(commands.clone()))
+        Some(Arc::new(self.annexes.annex(NAMES, state_dir.map(|dir| dir.join(NAME)))))
     }
 
     fn validate(&self, config: &Config, uplink: Option<&ExternalInterface>) -> Result<()> {

@@ -1,7 +1,10 @@
 //! Runs the commands of tasks, several at a time, and remembers which are in place.
 
 mod queue;
+#[cfg(test)]
+mod tests;
 
+use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,7 +17,7 @@ use flannel_core::kernel::{Annex, Changes, Invalidation, KernelError};
 use flannel_core::object::{Change, Key, Record};
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
-use self::queue::{EINVAL, Entry, Job, Queue, Unmade, Wanted, failed};
+use self::queue::{EINVAL, Entry, Job, Queue, Unmade, Wanted, failed, of_another};
 use crate::files::{Files, State, Stored};
 use crate::task::{Names, Of, Task};
 
@@ -24,10 +27,15 @@ const AT_ONCE: usize = 8;
 const STOP: Duration = Duration::from_secs(10);
 
 /// An annex whose records are [tasks](Task). Clones are handles of the same annex.
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub struct Commands(Arc<Shared>);
 
-#[derive(Debug)]
+impl fmt::Debug for Commands {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Commands").finish_non_exhaustive()
+    }
+}
+
 struct Shared {
     names: Names,
     inner: Mutex<Queue>,
@@ -38,7 +46,8 @@ struct Shared {
 
 impl Commands {
     /// An annex that keeps its tasks in `dir`, one file for each; `None`: in memory only. The
-    /// directory is made with the first task. One annex at a time may use it.
+    /// directory is made with the first task; its parent must exist. One annex at a time may use
+    /// it: [`Annexes`](crate::Annexes) sees to that.
     pub fn new(names: Names, dir: Option<PathBuf>) -> Self {
         let inner = Mutex::new(Queue { files: Files::new(dir), ..Queue::default() });
         let (ended, stopped) = Default::default();
@@ -169,7 +178,7 @@ impl Annex for Commands {
             Err(error) => return vec![Err(error); changes.len()],
         };
         let started = changes.iter().map(|change| {
-            let (subnet, wanted) = Wanted::new(change)?;
+            let (subnet, wanted) = Wanted::new(change, self.0.names.annex)?;
             let entry = inner.entries.entry(subnet).or_default();
             // One that waits or runs is followed by the new one.
             if entry.wanted.replace(wanted).is_none() && !entry.runs {
@@ -216,7 +225,10 @@ impl Annex for Commands {
     }
 
     fn wait(&self, key: &Key, timeout: Duration) -> Result<(), KernelError> {
-        let Key::Record(_, subnet) = key else { return Err(KernelError::new(EINVAL)) };
+        let Key::Record(annex, subnet) = key else { return Err(KernelError::new(EINVAL)) };
+        if *annex != self.0.names.annex {
+            return Err(of_another(annex, self.0.names.annex));
+        }
         let end = Instant::now() + timeout;
         let mut inner = self.open()?;
         loop {

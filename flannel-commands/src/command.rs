@@ -1,6 +1,7 @@
 //! A command: its words, and one run of it.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::fs::File;
 use std::io::{self, Read, Seek, Write};
 use std::os::fd::AsFd;
@@ -25,15 +26,29 @@ const PART: usize = 4096;
 const LOOK: u16 = 20;
 /// The time for a process to end that was killed.
 const REAP: Duration = Duration::from_secs(5);
-/// Variables of the daemon with this prefix may be secrets, and are not passed on.
+/// Variables of this program with this prefix may be secrets, and are not passed on.
 const OF_DAEMON: &str = "FLANNELD_";
 
 /// The words of a command, in which variables are not replaced yet. No shell reads them.
 ///
 /// In JSON it is a string, which is split at white space, or an array with one string for each
-/// word. In each word `$NAME` and `${NAME}` are replaced as by Go's `os.Expand`.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+/// word. In each word `$NAME` and `${NAME}` are replaced as by Go's `os.Expand`. `Debug` shows only
+/// the number of words, because they may be secrets.
+#[derive(Clone, PartialEq, Eq, Serialize)]
 pub struct Words(Vec<String>);
+
+impl fmt::Debug for Words {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Words({})", self.0.len())
+    }
+}
+
+/// The words themselves: none is split.
+impl<S: Into<String>> FromIterator<S> for Words {
+    fn from_iter<I: IntoIterator<Item = S>>(words: I) -> Self {
+        Self(words.into_iter().map(Into::into).collect())
+    }
+}
 
 impl<'de> Deserialize<'de> for Words {
     /// A string is split at white space. An array has one word in each element.
@@ -83,7 +98,7 @@ pub struct Limits<'a> {
     pub time: Duration,
     /// The bytes of the output that are kept, its last ones.
     pub output: usize,
-    /// The command is to end.
+    /// True: the command is killed within 20 ms.
     pub stopped: &'a AtomicBool,
 }
 
@@ -249,7 +264,7 @@ fn wait(
             return Ok(status);
         }
         if limits.stopped.load(Ordering::Relaxed) {
-            return Err("it was ended, because the daemon stops".to_owned());
+            return Err("it was ended, because the annex stops".to_owned());
         }
         if begin.elapsed() >= limits.time {
             return Err(format!("it did not end within {} s", limits.time.as_secs()));
@@ -332,7 +347,7 @@ mod tests {
     fn script_in(dir: &Path, script: &str) -> Words {
         let file = dir.join("script");
         std::fs::write(&file, script).unwrap();
-        Words(vec!["sh".into(), file.to_str().unwrap().into()])
+        ["sh", file.to_str().unwrap()].into_iter().collect()
     }
 
     #[test]
@@ -373,6 +388,7 @@ mod tests {
             words(r#"["ip","route","add","$SUBNET"]"#)
         );
         assert_eq!(words(r#"["a b", ""]"#).0, ["a b", ""]);
+        assert_eq!(["a b", ""].into_iter().collect::<Words>(), words(r#"["a b", ""]"#));
         assert!(words("\" \"").is_empty());
         assert_eq!(words("\"$A x\"").program(), None);
     }
@@ -431,7 +447,7 @@ mod tests {
     }
 
     #[test]
-    fn a_command_ends_when_the_daemon_stops() {
+    fn a_command_ends_when_the_annex_stops() {
         let dir = tempfile::tempdir().unwrap();
         let ((command, file), stopped) = (endless(dir.path()), AtomicBool::new(false));
         let limits = Limits { stopped: &stopped, ..limits(600) };
@@ -441,7 +457,7 @@ mod tests {
             stopped.store(true, Ordering::Relaxed);
             running.join().unwrap().unwrap_err().to_string()
         });
-        assert_eq!(error, "it was ended, because the daemon stops");
+        assert_eq!(error, "it was ended, because the annex stops");
         child_is_gone(&file);
     }
 

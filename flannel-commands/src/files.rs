@@ -150,7 +150,7 @@ fn replace(dir: &Path, path: &Path, content: &[u8]) -> io::Result<()> {
 }
 
 fn named(path: &Path, error: &io::Error) -> io::Error {
-    io::Error::new(error.kind(), format!("{}: {error} (see --state-dir)", path.display()))
+    io::Error::new(error.kind(), format!("{}: {error}", path.display()))
 }
 
 #[cfg(test)]

@@ -1,6 +1,7 @@
 //! The commands for one node: the content of a record.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
@@ -14,8 +15,9 @@ use crate::command::{Limits, Words};
 const SHOWN: usize = 512;
 
 /// The commands for one node, with everything that they need. So the commands for a node that is
-/// gone are known after a restart, and after a change of the config.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+/// gone are known after a restart, and after a change of the config. `Debug` shows no words, input or
+/// variables, because they may be secrets.
+#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Task {
     /// Whose commands they are.
     #[serde(rename = "for")]
@@ -31,11 +33,20 @@ pub struct Task {
     /// The command that removes it; `None`: nothing is run.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub remove: Option<Words>,
-    /// The time limit of each command, in seconds.
+    /// The time limit of each command, in seconds: 1 or more. With 0 a command is killed at once.
     pub timeout: u64,
     /// It begins after the task of this node is in place.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub waits: bool,
+}
+
+impl fmt::Debug for Task {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { of, timeout, waits, .. } = self;
+        let mut shown = f.debug_struct("Task");
+        shown.field("of", of).field("timeout", timeout).field("waits", waits);
+        shown.finish_non_exhaustive()
+    }
 }
 
 /// Whose commands they are.
@@ -69,7 +80,8 @@ impl Names {
 }
 
 impl Task {
-    /// Its record in an annex. The words of the commands and the input are not shown, because they
+    /// Its record in the annex of this name, which is [`Names::annex`]; an annex of another name
+    /// refuses it. `key` is a subnet of the node. The words of the commands and the input are not shown, because they
     /// may be secrets. The variables `PUBLIC_IP` and `PUBLIC_IPV6` are.
     pub fn record(&self, annex: &'static str, key: Subnet) -> Record {
         self.record_with(annex, key, true)

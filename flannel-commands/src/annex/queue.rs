@@ -80,9 +80,12 @@ impl From<String> for Unmade {
 
 impl Wanted {
     /// # Errors
-    /// The object is no task.
-    pub(super) fn new(change: &Change) -> Result<(Subnet, Self), KernelError> {
+    /// The object is no task of this annex.
+    pub(super) fn new(change: &Change, annex: &str) -> Result<(Subnet, Self), KernelError> {
         let Object::Record(record) = change.object() else { return Err(KernelError::new(EINVAL)) };
+        if record.annex != annex {
+            return Err(of_another(record.annex, annex));
+        }
         let wrong = |why| failed(format!("{record} is no task: {why}"));
         let task = match change {
             Change::Put(_) => Some(Task::of_record(record).map_err(wrong)?),
@@ -182,6 +185,12 @@ impl Queue {
             let _ = listener.send(Invalidation::Objects(vec![event], None));
         }
     }
+}
+
+/// The error for a record of another annex.
+pub(super) fn of_another(other: &str, annex: &str) -> KernelError {
+    let why = format!("the record is of the annex {other}, expected one of {annex}");
+    KernelError::explained(EINVAL, why)
 }
 
 /// An error that the text explains.

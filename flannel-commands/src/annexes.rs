@@ -1,0 +1,28 @@
+//! The annexes of a backend.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::{Mutex, PoisonError};
+
+use crate::annex::Commands;
+use crate::task::Names;
+
+/// The annexes that a backend has made. A backend keeps one such value, because
+/// `Backend::annex` must return a handle of the same annex for the same directory.
+#[derive(Debug, Default)]
+pub struct Annexes(Mutex<BTreeMap<(&'static str, Option<PathBuf>), Commands>>);
+
+impl Annexes {
+    /// No annexes.
+    pub const fn new() -> Self {
+        Self(Mutex::new(BTreeMap::new()))
+    }
+
+    /// The annex with this name and directory. The first call makes it, as [`Commands::new`] does.
+    /// Later calls return handles of it, and the other names have no effect.
+    pub fn annex(&self, names: Names, dir: Option<PathBuf>) -> Commands {
+        let mut annexes = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let annex = annexes.entry((names.annex, dir.clone()));
+        annex.or_insert_with(|| Commands::new(names, dir)).clone()
+    }
+}
