@@ -118,9 +118,10 @@ async fn offers_that_are_no_members_are_refused() {
     let (host, [old, new]) = (host(&kernel, &subnets), configs());
     let members: [(&dyn Backend, &Config); 2] = [(&VxlanBackend, &old), (&HostGw, &new)];
     for (members, offers, expected) in [
-        (&members[..], &[][..], "backend vxlan, host-gw: the offers [] are not indexes"),
-        (&members, &[1, 2], "backend vxlan, host-gw: the offers [1, 2] are not indexes"),
-        (&[], &[0], "the offers [0] are not indexes"),
+        (&members[..], &[][..], "backend vxlan, host-gw: the offers [] are not different indexes"),
+        (&members, &[1, 2], "backend vxlan, host-gw: the offers [1, 2] are not different indexes"),
+        (&members, &[1, 1], "backend vxlan, host-gw: the offers [1, 1] are not different indexes"),
+        (&[], &[0], "backend (none): the offers [0] are not different indexes"),
     ] {
         let error = host.join_all(members, offers, JoinOptions::default()).await.unwrap_err();
         assert!(error.to_string().contains(expected), "{error}");

@@ -129,8 +129,8 @@ impl Host {
     ///
     /// # Errors
     /// As [`Host::join`]. There is more than one member, and one
-    /// [cannot move](Backend::can_move). `offers` is empty, or has another number than the index of
-    /// a member; then nothing was done.
+    /// [cannot move](Backend::can_move). `offers` is empty, has a number twice, or a number in it is
+    /// not an index of `members`. In these cases nothing was done.
     ///
     /// # Cancel safety
     /// As [`Host::join`].
@@ -143,17 +143,20 @@ impl Host {
         let node =
             Node::new(&self.uplink, &self.machine_id, &self.kernel, &*self.secrets, &*self.subnets);
         let are_members = offers.iter().all(|member| *member < members.len());
-        let Some((first, others)) = offers.split_first().filter(|_| are_members) else {
-            return Err(Error::Backend {
-                backend: members.iter().map(|(it, _)| it.kind()).collect::<Vec<_>>().join(", "),
-                reason: format!("the offers {offers:?} are not indexes of one or more backends"),
-            });
+        let are_once = (1..offers.len()).all(|end| !offers[..end].contains(&offers[end]));
+        let Some((first, others)) = offers.split_first().filter(|_| are_members && are_once) else {
+            let kinds: Vec<_> = members.iter().map(|(backend, _)| backend.kind()).collect();
+            let backend = if kinds.is_empty() { "(none)".to_owned() } else { kinds.join(", ") };
+            let reason =
+                format!("the offers {offers:?} are not different indexes of one or more backends");
+            return Err(Error::Backend { backend, reason });
         };
+        let mut alone = members.iter().filter(|(backend, _)| !backend.can_move());
+        if let Some((backend, _)) = alone.next().filter(|_| members.len() > 1) {
+            return Err(runs_alone(*backend));
+        }
         let (mut prepared, mut annexes) = (Vec::new(), Vec::new());
         for (backend, config) in members {
-            if members.len() > 1 && !backend.can_move() {
-                return Err(runs_alone(*backend));
-            }
             prepared.push(backend.prepare(&node, config).await?);
             annexes.extend(backend.annex(self.state_dir.as_deref()));
         }
