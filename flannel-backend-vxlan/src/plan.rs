@@ -34,7 +34,7 @@ impl Plan {
         env: &Env<'_>,
         out: &mut Vec<Object>,
     ) -> Result<(), Rejection> {
-        let (mut bad, before) = (None, out.len());
+        let (mut bad, before) = (Vec::new(), out.len());
         for Endpoint { subnet: dst, public, data } in offer.endpoints(subnets) {
             // A family that is disabled here, or not published, leaves the other one.
             let device = self.devices[dst.family()];
@@ -44,8 +44,7 @@ impl Plan {
             let mac = match checked.and_then(|()| Ok(vtep_mac(data)?)) {
                 Ok(mac) => mac,
                 Err(rejected) => {
-                    env.advise(rejected.to_string());
-                    bad = Some(rejected);
+                    bad.push(rejected);
                     continue;
                 }
             };
@@ -61,10 +60,11 @@ impl Plan {
             out.push(Route { dst, via, mtu: None }.into());
         }
         if out.len() > before {
+            bad.iter().for_each(|rejected| env.advise(rejected.to_string()));
             return Ok(());
         }
         let none = "it has no public address with backend data for any enabled family";
-        Err(bad.unwrap_or_else(|| Rejection::Rejected(none.into())))
+        Err(bad.pop().unwrap_or_else(|| Rejection::Rejected(none.into())))
     }
 }
 
@@ -114,9 +114,9 @@ mod tests {
             (objects, rejected, env.into_parts().1)
         };
         let peer = "10.1.7.0-24&fd00:1:0:7::-64".parse().unwrap();
-        let (objects, rejected, _) = plan_of(peer, ["192.0.2.9", "2001:db8::9"]);
+        let (objects, rejected, advisories) = plan_of(peer, ["192.0.2.9", "2001:db8::9"]);
         let own_v6 = Rejection::OwnAddress(address("2001:db8::9"));
-        assert_eq!((objects.len(), rejected), (0, Err(own_v6.clone())));
+        assert_eq!((objects.len(), rejected, advisories), (0, Err(own_v6.clone()), vec![]));
         let (objects, rejected, advisories) = plan_of(peer, ["192.0.2.7", "2001:db8::9"]);
         assert_eq!((objects.len(), rejected, advisories), (3, Ok(()), vec![own_v6.to_string()]));
         // For its own lease a node reserves these objects.

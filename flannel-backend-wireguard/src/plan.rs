@@ -50,22 +50,20 @@ impl Plan {
         let ends: Vec<Endpoint<'_>> = offer.endpoints(subnets).filter(enabled).collect();
         // The only tunnel carries all families.
         let of_tunnel = if self.mode == Mode::Separate { 1 } else { ends.len().max(1) };
-        let (mut bad, before) = (None, out.len());
+        let (mut bad, before) = (Vec::new(), out.len());
         for ends in ends.chunks(of_tunnel) {
             match self.peer(ends, subnets, &offer.public) {
                 Ok(peer) => out.extend(peer.map(Object::from)),
                 // It leaves the other family.
-                Err(rejected) => {
-                    env.advise(rejected.to_string());
-                    bad = Some(rejected);
-                }
+                Err(rejected) => bad.push(rejected),
             }
         }
         if out.len() > before {
+            bad.iter().for_each(|rejected| env.advise(rejected.to_string()));
             return Ok(());
         }
         let none = "it has no public address with backend data for any enabled family";
-        Err(bad.unwrap_or_else(|| Rejection::Rejected(none.into())))
+        Err(bad.pop().unwrap_or_else(|| Rejection::Rejected(none.into())))
     }
 
     /// The peer at the other end of one tunnel; `None`: the node does not publish it. `ends` are
@@ -164,10 +162,20 @@ mod tests {
     }
 
     fn run(plan: &Plan, subnets: &str, offer: &Offer) -> Result<Vec<String>, String> {
+        advised(plan, subnets, offer).0
+    }
+
+    /// The objects, and the advisories.
+    fn advised(
+        plan: &Plan,
+        subnets: &str,
+        offer: &Offer,
+    ) -> (Result<Vec<String>, String>, Vec<String>) {
         let (env, mut objects) = (Env::new(&|_| None), Vec::new());
-        plan.objects(&subnets.parse().unwrap(), offer, &env, &mut objects)
-            .map_err(|rejected| rejected.to_string())?;
-        Ok(objects.iter().map(ToString::to_string).collect())
+        let planned = plan.objects(&subnets.parse().unwrap(), offer, &env, &mut objects);
+        let objects = objects.iter().map(ToString::to_string).collect();
+        let planned = planned.map(|()| objects).map_err(|rejected| rejected.to_string());
+        (planned, env.into_parts().1)
     }
 
     const PEER: &str = "10.1.7.0-24&fd00:1:0:7::-64";
@@ -202,7 +210,12 @@ mod tests {
         assert_eq!(run(&plan, PEER, &offer(Some("192.0.2.7"), None)), Ok(vec![v4.clone()]));
         let mut bad = both.clone();
         bad.data.v6 = Some("{}".into());
-        assert_eq!(run(&plan, PEER, &bad), Ok(vec![v4]), "the other family is still used");
+        let (planned, advisories) = advised(&plan, PEER, &bad);
+        assert_eq!(planned, Ok(vec![v4]), "the other family is still used");
+        assert!(matches!(&advisories[..], [one] if one.contains("PublicKey")), "{advisories:?}");
+        bad.data.v4 = bad.data.v6.clone();
+        let (planned, advisories) = advised(&plan, PEER, &bad);
+        assert!(planned.is_err() && advisories.is_empty(), "a rejected lease has one reason");
         let without = run(&plan, PEER, &Offer { data: Dual::default(), ..both });
         assert!(without.unwrap_err().contains("no public address with backend data"));
     }
