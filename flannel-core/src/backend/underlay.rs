@@ -28,11 +28,13 @@ pub struct LocalEnd {
 }
 
 impl LocalEnd {
-    /// Checks that packets reach the node with these subnets at its public address. `is_direct`:
-    /// they need no tunnel.
+    /// Checks the public address of the node with these subnets against this node's addresses. A
+    /// link-local address is only good for a peer without a tunnel (`is_direct`). Whether packets
+    /// reach the address is not checked.
     ///
     /// # Errors
-    /// The address is one of this node, or a tunnel cannot reach it.
+    /// The address is one of this node, unless the subnets are this node's. Or it is link-local
+    /// and not `is_direct`.
     pub fn check(
         &self,
         public: IpAddr,
@@ -80,4 +82,51 @@ pub fn underlay_mtu(
     let (least, own) = (least(family, *overhead), family.least_mtu());
     let needs = format!("at least {least}, its own {own} and {overhead} for the tunnel");
     Err(format!("{field} {underlay} is too small for {family}: {needs}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn address(text: &str) -> IpAddr {
+        text.parse().unwrap()
+    }
+
+    #[test]
+    fn an_address_of_this_node_and_a_link_local_one_are_no_ends_of_a_tunnel() {
+        let own: Subnets = "10.1.9.0-24&fd00:1:0:9::-64".parse().unwrap();
+        let peer: Subnets = "10.1.7.0-24&fd00:1:0:7::-64".parse().unwrap();
+        let addresses = ["192.0.2.9", "fe80::9"].map(address).into_iter().collect();
+        let local = LocalEnd { addresses, subnets: own };
+        let check = |public: &str, subnets, is_direct| {
+            let checked = local.check(address(public), subnets, is_direct);
+            checked.map_err(|rejected| rejected.to_string())
+        };
+        for direct in [false, true] {
+            for good in ["192.0.2.7", "2001:db8::7", "169.254.0.7"] {
+                assert_eq!(check(good, &peer, direct), Ok(()), "{good}");
+            }
+            let error = check("192.0.2.9", &peer, direct).unwrap_err();
+            assert_eq!(error, Rejection::OwnAddress(address("192.0.2.9")).to_string());
+            assert_eq!(check("192.0.2.9", &own, direct), Ok(()), "its own lease");
+        }
+        let error = check("fe80::7", &peer, false).unwrap_err();
+        assert!(error.contains("fe80::7 is link-local"), "{error}");
+        assert_eq!(check("fe80::7", &peer, true), Ok(()));
+        assert!(check("fe80::9", &peer, true).is_err(), "it is this node's");
+    }
+
+    #[test]
+    fn an_address_that_is_needed_and_missing_is_an_error_with_the_interface() {
+        let uplink = ExternalInterface {
+            name: "eth7".parse().unwrap(),
+            mtu: 1500,
+            address: Dual { v4: Some(address("192.0.2.9")), v6: None },
+            public: Dual { v4: None, v6: Some(address("2001:db8::9")) },
+            reason: "the test says so".into(),
+        };
+        assert_eq!(uplink.needed(Family::V4), Ok(address("192.0.2.9")));
+        let error = uplink.needed(Family::V6).unwrap_err();
+        assert_eq!(error, "eth7 has no IPv6 address, which the network needs");
+    }
 }

@@ -4,4 +4,5 @@
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
 mod fake_kernel;
+mod footprint;
 mod node;
