@@ -109,6 +109,7 @@ async fn a_backend_that_cannot_move_runs_alone() {
     let members: [(&dyn Backend, &Config); 2] = [(&VxlanBackend, &old), (&Alloc, &old)];
     let error = host.join_all(&members, &[0], JoinOptions::default()).await.unwrap_err();
     assert_eq!(error.to_string(), "backend alloc: it does not run beside another backend");
+    assert!(kernel.take_calls().is_empty(), "vxlan was not prepared");
     host.join_all(&members[1..], &[0], JoinOptions::default()).await.unwrap();
 }
 
