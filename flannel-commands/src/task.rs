@@ -15,8 +15,8 @@ use crate::command::{Limits, Words};
 const SHOWN: usize = 512;
 
 /// The commands for one node, with everything that they need. So the commands for a node that is
-/// gone are known after a restart, and after a change of the config. `Debug` shows no words, input or
-/// variables, because they may be secrets.
+/// gone are known after a restart, and after a change of the config. `Debug` shows no words,
+/// input or variables, because they may be secrets.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Task {
     /// Whose commands they are.
@@ -80,9 +80,9 @@ impl Names {
 }
 
 impl Task {
-    /// Its record in the annex of this name, which is [`Names::annex`]; an annex of another name
-    /// refuses it. `key` is a subnet of the node. The words of the commands and the input are not shown, because they
-    /// may be secrets. The variables `PUBLIC_IP` and `PUBLIC_IPV6` are.
+    /// Its record in the annex of this name ([`Names::annex`]). An annex of another name refuses
+    /// it. `key` is a subnet of the node. The words of the commands and the input are not shown,
+    /// because they may be secrets. The variables `PUBLIC_IP` and `PUBLIC_IPV6` are.
     pub fn record(&self, annex: &'static str, key: Subnet) -> Record {
         self.record_with(annex, key, true)
     }

@@ -52,8 +52,8 @@ pub struct Footprint {
 
 impl Footprint {
     /// The routes of a network with this config, without devices. `uplink`: the external interface;
-    /// `None`: routes on the interface are not watched. The routes include those of another backend and
-    /// the blackholes of this node's own subnets.
+    /// `None`: routes on the interface are not watched. The routes include those of another backend
+    /// and the blackholes of this node's own subnets.
     pub fn of_routes(config: &Config, uplink: Option<LinkName>) -> Self {
         Self {
             networks: config.pod_networks().collect(),

@@ -129,8 +129,8 @@ impl Host {
     ///
     /// # Errors
     /// As [`Host::join`]. There is more than one member, and one
-    /// [cannot move](Backend::can_move). `offers` is empty, has a number twice, or a number in it is
-    /// not an index of `members`. In these cases nothing was done.
+    /// [cannot move](Backend::can_move). `offers` is empty, has a number twice, or a number in it
+    /// is not an index of `members`. In these cases nothing was done.
     ///
     /// # Cancel safety
     /// As [`Host::join`].
