@@ -175,7 +175,8 @@ impl KernelError {
         Self { errno, detail: Some(detail.into()) }
     }
 
-    /// The answer of an [`Annex`] to a change that it has only started (`EINPROGRESS`).
+    /// The answer to a change that was only started (`EINPROGRESS`): of an [`Annex`], or to the put
+    /// of a device that another program makes.
     pub const fn started() -> Self {
         Self::new(115)
     }

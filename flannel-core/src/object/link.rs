@@ -3,12 +3,14 @@
 //! To add a kind of device, implement [`LinkAttributes`], and add a variant to [`LinkKind`].
 
 mod ipip;
+mod tun;
 mod vxlan;
 mod wireguard;
 
 use std::fmt;
 
 pub use self::ipip::Ipip;
+pub use self::tun::Tun;
 pub use self::vxlan::Vxlan;
 pub use self::wireguard::Wireguard;
 use super::{LinkName, MacAddr};
@@ -42,6 +44,8 @@ impl fmt::Display for Link {
 pub enum LinkKind {
     /// An ipip device without a remote address.
     Ipip(Ipip),
+    /// A tun device, which another program makes.
+    Tun(Tun),
     /// A vxlan device without multicast group.
     Vxlan(Box<Vxlan>),
     /// A WireGuard device.
@@ -74,6 +78,7 @@ impl LinkKind {
     pub fn attributes(&self) -> &dyn LinkAttributes {
         match self {
             Self::Ipip(ipip) => ipip,
+            Self::Tun(tun) => tun,
             Self::Vxlan(vxlan) => &**vxlan,
             Self::Wireguard(wireguard) => &**wireguard,
         }

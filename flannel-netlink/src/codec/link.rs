@@ -4,10 +4,11 @@
 //! differ, because the kernel refuses some attributes even with their current values.
 
 mod ipip;
+mod tun;
 mod vxlan;
 mod wireguard;
 
-use flannel_core::object::{Link, LinkKind, LinkName, MacAddr};
+use flannel_core::object::{Link, LinkKind, LinkName, MacAddr, Tun};
 use neli::consts::nl::NlmF;
 use neli::consts::rtnl::{Iff, Ifla, IflaInfo, RtAddrFamily, Rtm};
 
@@ -31,6 +32,12 @@ pub(crate) trait LinkCodec {
     /// Adds the attributes in which the existing device `is` differs. The caller has checked
     /// [`LinkMessage::can_become`].
     fn change(&self, is: &LinkMessage, data: &mut Messages, lower: u32);
+
+    /// Whether rtnetlink cannot create the device, because another program has to make it. Then a
+    /// put is only started.
+    fn made_by_others(&self) -> bool {
+        false
+    }
 
     /// Whether packets of IPv6 may arrive by a device of this kind.
     fn carries_ipv6(&self) -> bool {
@@ -57,6 +64,7 @@ pub(crate) trait LinkCodec {
 pub(crate) fn codec(kind: &LinkKind) -> Option<&dyn LinkCodec> {
     match kind {
         LinkKind::Ipip(ipip) => Some(ipip),
+        LinkKind::Tun(tun) => Some(tun),
         LinkKind::Vxlan(vxlan) => Some(&**vxlan),
         LinkKind::Wireguard(wireguard) => Some(&**wireguard),
         _ => None,
@@ -67,6 +75,7 @@ pub(crate) fn codec(kind: &LinkKind) -> Option<&dyn LinkCodec> {
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum KindMessage {
     Ipip(ipip::IpipMessage),
+    Tun(tun::TunMessage),
     Vxlan(vxlan::VxlanMessage),
     Wireguard(wireguard::WireguardMessage),
     /// A kind that flannel does not use.
@@ -141,7 +150,8 @@ pub(crate) fn read(message: &Message<'_>) -> Option<LinkMessage> {
         arp: mac.is_none() || !has(Iff::NOARP),
         enslaved,
         proto_down,
-        queues,
+        // That of a tun device is the queue of packets for its program.
+        queues: queues && !matches!(kind, KindMessage::Tun(_)),
         kind_name,
         whole: header[0] == u8::from(RtAddrFamily::Unspecified),
         carrier_changes,
@@ -159,6 +169,7 @@ fn read_info(info: &[u8]) -> (String, KindMessage) {
     let data = find(IflaInfo::Data).unwrap_or_default();
     let kind = match name.as_str() {
         "ipip" => KindMessage::Ipip(ipip::read(data)),
+        "tun" => KindMessage::Tun(tun::read(data)),
         "vxlan" => KindMessage::Vxlan(vxlan::read(data)),
         "wireguard" => KindMessage::Wireguard(wireguard::WireguardMessage::default()),
         _ => KindMessage::Other,
@@ -181,7 +192,7 @@ impl LinkMessage {
         match &self.kind {
             KindMessage::Ipip(ipip) => ipip.lower,
             KindMessage::Vxlan(vxlan) => vxlan.lower,
-            KindMessage::Wireguard(_) | KindMessage::Other => 0,
+            KindMessage::Tun(_) | KindMessage::Wireguard(_) | KindMessage::Other => 0,
         }
     }
 
@@ -191,7 +202,7 @@ impl LinkMessage {
             KindMessage::Ipip(ipip) => ipip.is_exact(),
             KindMessage::Vxlan(vxlan) => vxlan.is_exact(),
             KindMessage::Wireguard(wireguard) => wireguard.is_exact(),
-            KindMessage::Other => true,
+            KindMessage::Tun(_) | KindMessage::Other => true,
         };
         self.arp && !self.enslaved && !self.proto_down && !self.queues && is_exact
     }
@@ -201,6 +212,7 @@ impl LinkMessage {
     pub(crate) fn object(&self, lower: Option<LinkName>) -> Option<Link> {
         let kind = match &self.kind {
             KindMessage::Ipip(ipip) => ipip.object()?,
+            KindMessage::Tun(tun) => tun.is_ours().then_some(LinkKind::Tun(Tun))?,
             KindMessage::Vxlan(vxlan) => vxlan.object(self.mac?, lower)?,
             KindMessage::Wireguard(wireguard) => wireguard.object(),
             KindMessage::Other => return None,

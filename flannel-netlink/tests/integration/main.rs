@@ -13,4 +13,5 @@ mod objects;
 mod qemu;
 mod routes;
 mod suite;
+mod tun;
 mod wireguard;

@@ -37,7 +37,7 @@ pub(super) enum Progress {
     Due,
     /// The kernel refused it. It is not tried again until [`Table::retry`].
     Refused,
-    /// An annex has started it. Its end is an event.
+    /// It was only started. Its end is an event.
     Started,
 }
 
@@ -85,12 +85,12 @@ impl Row {
         self.progress == Progress::Refused
     }
 
-    /// The desired object is to be put, or an annex has started to put it.
+    /// The desired object is to be put, or its put was started.
     pub(super) fn is_pending(&self) -> bool {
         self.progress != Progress::Refused && matches!(self.actual, Actual::Unknown)
     }
 
-    /// An annex has started the change.
+    /// The change was started.
     pub(super) fn is_started(&self) -> bool {
         self.progress == Progress::Started
     }

@@ -244,7 +244,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Records the end of a change that an annex started; `None` if the event is not such an end.
+    /// Records the end of a change that was only started; `None` if the event is not such an end.
     pub(super) fn end_started(&mut self, event: &KernelEvent) -> Option<()> {
         if !self.table.has_started() {
             return None;
@@ -285,7 +285,7 @@ impl Engine {
         }
         if let Err(error) = result {
             let cause = cause.unwrap_or(Cause::Lease(None));
-            if error.is_started() && key.kind() == ObjectKind::Record {
+            if error.is_started() && matches!(key.kind(), ObjectKind::Record | ObjectKind::Link) {
                 return self.table.hold(change, cause, changed_by, Progress::Started);
             }
             self.stats.0.refused += 1;

@@ -10,3 +10,4 @@ mod custom;
 mod kernel_network;
 mod nexthops;
 mod scale;
+mod tun;

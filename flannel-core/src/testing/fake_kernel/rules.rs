@@ -71,6 +71,11 @@ impl Rules for Link {
             let detail = format!("{} exists and is not a {kind} device", self.name);
             return Err(KernelError::explained(EEXIST, detail));
         }
+        if matches!(self.kind, LinkKind::Tun(_))
+            && !tables.objects.contains_key(&Key::Link(self.name))
+        {
+            return Err(KernelError::started());
+        }
         self.kind.attributes().lower().map_or(Ok(()), |lower| tables.is_up(lower).map(drop))
     }
 

@@ -40,6 +40,9 @@ pub(in crate::kernel) fn may_change(
             wireguard::exists()?;
             continue;
         }
+        if link::codec(&wanted.kind).is_some_and(LinkCodec::made_by_others) {
+            continue;
+        }
         let known =
             refused_as_invalid(socket.send_one(link::refused(kind, link::codec(&wanted.kind))));
         known.map_err(|error| match error.errno {
@@ -139,6 +142,9 @@ impl Writer<'_> {
         codec: &dyn LinkCodec,
         lower: u32,
     ) -> Result<(), KernelError> {
+        if codec.made_by_others() {
+            return Err(KernelError::started());
+        }
         self.forget(want.name);
         match self.socket.send_one(link::create(want, codec, lower)) {
             Err(error) if error.errno == EEXIST => return self.rename_back(want, codec, error),

@@ -1,0 +1,41 @@
+//! Tun devices, which another program makes.
+
+use flannel_core::Kernel;
+use flannel_core::kernel::Footprint;
+use flannel_core::object::{Change, Link, LinkKind, LinkName, Object, Tun};
+use flannel_netlink::NetlinkKernel;
+use flannel_netlink::testing::{in_netns, ip};
+
+fn footprint() -> Footprint {
+    let name: LinkName = "flannel0".parse().unwrap();
+    Footprint { links: [name].into(), ..Footprint::default() }
+}
+
+fn device(mtu: u32) -> Link {
+    Link { name: "flannel0".parse().unwrap(), mtu, up: true, kind: LinkKind::Tun(Tun) }
+}
+
+#[test]
+fn a_tun_device_is_adopted_when_its_program_has_made_it() {
+    in_netns(|| {
+        let kernel = NetlinkKernel::open().unwrap();
+        kernel.may_change(&[device(1472)]).unwrap();
+        let put = |mtu| kernel.apply(&footprint(), &[Change::Put(device(mtu).into())]).remove(0);
+        assert!(put(1472).is_err_and(|error| error.is_started()));
+        ip("tuntap add dev flannel0 mode tun multi_queue vnet_hdr");
+        let index = || ip("-j link show flannel0");
+        put(1472).unwrap();
+        let there = kernel.snapshot(&footprint()).unwrap();
+        assert_eq!(there.iter().collect::<Vec<_>>(), [Object::from(device(1472))]);
+        put(1400).unwrap();
+        let shown: serde_json::Value = serde_json::from_str(&index()).unwrap();
+        // Its queue is that for the program. Without it all packets would be dropped.
+        assert_eq!((&shown[0]["mtu"], &shown[0]["txqlen"]), (&1400.into(), &500.into()));
+        kernel.apply(&footprint(), &[Change::Delete(device(1400).into())]).remove(0).unwrap();
+        assert!(kernel.snapshot(&footprint()).unwrap().is_empty());
+        // A device of another program, of another form.
+        ip("tuntap add dev flannel0 mode tap");
+        assert!(put(1472).is_err_and(|error| error.is_started()));
+        assert!(kernel.snapshot(&footprint()).unwrap().is_empty(), "it was deleted");
+    });
+}
