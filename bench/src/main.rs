@@ -16,7 +16,7 @@ use crate::measure::lease_storm::Room;
 use crate::measure::{
     cni, cold_start, diagnosis, firewall, idle, kube, kube_heartbeat, lease_event, lease_memory,
     lease_storm, lost_device, memory, one_more, paths, plot, quiet, ready, repair, resync, soak,
-    status, wireguard,
+    status, udp, wireguard,
 };
 use crate::parts::cluster::Families;
 use crate::parts::report::Report;
@@ -92,6 +92,12 @@ enum Bench {
         /// The number of peers
         #[arg(long, default_value_t = 5000, value_parser = count())]
         peers: u32,
+    },
+    /// The throughput of the backend udp between two pods, against that of the kernel's vxlan
+    Udp {
+        /// The duration of each measurement, in seconds
+        #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..=60))]
+        seconds: u64,
     },
     /// A snapshot of the kernel and its comparison: the time, against a bare dump of the same
     /// tables
@@ -288,6 +294,9 @@ enum Bench {
 }
 
 fn main() -> anyhow::Result<ExitCode> {
+    if let Some(ended) = flannel_backends::run_if_started() {
+        return Ok(ended);
+    }
     let args: Vec<OsString> = std::env::args_os().collect();
     match args.get(1).and_then(|first| first.to_str()) {
         // The lab of a long check starts its daemons by this program, and asks the doctor by it.
@@ -321,6 +330,7 @@ fn run(bench: Bench) -> anyhow::Result<Report> {
         Bench::OneMore { peers, family, samples } => one_more::run(peers, family, samples),
         Bench::Repair { peers, family, samples } => repair::run(peers, family, samples as usize),
         Bench::LostDevice { peers, family } => lost_device::run(peers, family),
+        Bench::Udp { seconds } => udp::run(seconds),
         Bench::Wireguard { peers } => wireguard::run(peers),
         Bench::Resync { peers, family } => resync::run(peers, family),
         Bench::Memory { peers, family, flanneld } => memory::run(peers, family, flanneld),

@@ -21,4 +21,5 @@ pub(crate) mod repair;
 pub(crate) mod resync;
 pub(crate) mod soak;
 pub(crate) mod status;
+pub(crate) mod udp;
 pub(crate) mod wireguard;

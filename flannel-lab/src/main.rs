@@ -21,6 +21,9 @@ use crate::cli::options::Options;
 use crate::cli::outcome::Outcome;
 
 fn main() -> ExitCode {
+    if let Some(ended) = flannel_backends::run_if_started() {
+        return ended;
+    }
     let mut args = std::env::args_os();
     let program = args.next().unwrap_or_else(|| "lab".into());
     let rest: Vec<OsString> = args.collect();

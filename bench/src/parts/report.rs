@@ -58,6 +58,15 @@ pub(crate) struct Report {
     pub(crate) floor_p99_ms: Option<f64>,
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub(crate) kinds: BTreeMap<String, Latency>,
+    /// The rate of one TCP stream between pods, in gigabits per second.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) gbps: Option<f64>,
+    /// That of the kernel's vxlan in the same run.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) vxlan_gbps: Option<f64>,
+    /// Figures of the backend udp and of vxlan.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub(crate) rows: Vec<Row>,
     /// Messages and bytes to the kernel, relative to those of a bare writer.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) messages_ratio: Option<f64>,
@@ -115,6 +124,15 @@ pub(crate) struct Latency {
     pub(crate) p99_ms: f64,
 }
 
+/// One figure of two backends: the medians of all rounds, and that of the ratios.
+#[derive(Debug, Serialize)]
+pub(crate) struct Row {
+    pub(crate) what: String,
+    pub(crate) udp: f64,
+    pub(crate) vxlan: f64,
+    pub(crate) ratio: f64,
+}
+
 impl Report {
     /// Adds a problem if a figure is above its limit.
     pub(crate) fn at_most(&mut self, what: &str, found: Option<f64>, limit: f64) {
@@ -142,7 +160,7 @@ impl Report {
         let value = serde_json::to_value(&self)?;
         for (name, value) in value.as_object().into_iter().flatten() {
             match value {
-                _ if ["bench", "kinds", "ok", "wrong"].contains(&name.as_str()) => {}
+                _ if ["bench", "kinds", "rows", "ok", "wrong"].contains(&name.as_str()) => {}
                 serde_json::Value::Number(number) if number.is_f64() => {
                     println!("  {name:<22}{:>12.3}", number.as_f64().unwrap_or(f64::NAN));
                 }
@@ -155,6 +173,12 @@ impl Report {
         }
         for (kind, Latency { samples, p50_ms, p99_ms }) in &self.kinds {
             println!("  {kind:<22}{samples:>12}{p50_ms:>12.3}{p99_ms:>12.3}");
+        }
+        if !self.rows.is_empty() {
+            println!("  {:<30}{:>12}{:>12}{:>12}", "", "udp", "vxlan", "ratio");
+        }
+        for Row { what, udp, vxlan, ratio } in &self.rows {
+            println!("  {what:<30}{udp:>12.2}{vxlan:>12.2}{ratio:>12.2}");
         }
         println!("  {}", if self.ok { "nothing is wrong" } else { "WRONG:" });
         self.wrong.iter().for_each(|line| println!("    {line}"));

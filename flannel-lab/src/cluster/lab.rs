@@ -373,5 +373,6 @@ impl Drop for Lab {
         let mut daemons: Vec<_> = self.hosts.iter().filter_map(Host::take_daemon).collect();
         // If this fails, the kernel kills the daemons when the spawner's thread ends.
         let _ = daemon::end(&mut daemons, Signal::SIGTERM);
+        self.hosts.iter().for_each(|host| host.namespace().end_processes());
     }
 }

@@ -4,12 +4,15 @@
 use std::fs::File;
 use std::io::{self, Write};
 use std::os::fd::AsRawFd;
+use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::Arc;
 
 use nix::errno::Errno;
 use nix::sched::{CloneFlags, setns, unshare};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 
 use crate::error::{Error, Result};
 
@@ -50,6 +53,24 @@ impl Namespace {
     /// The namespace cannot be entered.
     pub fn run<T: Send>(&self, work: impl FnOnce() -> T + Send) -> Result<T> {
         on_a_thread(|| self.enter().map(|()| work()))
+    }
+
+    /// Kills the processes inside, except for this one: those that a daemon has left, such as a
+    /// data plane.
+    pub(crate) fn end_processes(&self) {
+        let Ok(inside) = self.file.metadata().map(|meta| (meta.dev(), meta.ino())) else { return };
+        let Ok(processes) = std::fs::read_dir("/proc") else { return };
+        for process in processes.flatten() {
+            let id = process.file_name().to_str().and_then(|name| name.parse::<i32>().ok());
+            // A process that has ended meanwhile has no namespace.
+            let namespace = std::fs::metadata(process.path().join("ns/net"));
+            let is_inside = namespace.is_ok_and(|meta| (meta.dev(), meta.ino()) == inside);
+            if let Some(id) = id.filter(|_| is_inside)
+                && id.unsigned_abs() != std::process::id()
+            {
+                let _ = kill(Pid::from_raw(id), Signal::SIGKILL);
+            }
+        }
     }
 
     /// Moves the calling thread inside, permanently. Only for threads of the lab.

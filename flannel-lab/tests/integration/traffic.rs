@@ -4,6 +4,7 @@
 //! Packets are numbered, so that each loss is reported. A test sends some ten thousand.
 
 use std::fs;
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 use test_support::eventually;
 use test_support::guest::{in_qemu, in_uml};
@@ -16,6 +17,8 @@ use flannel_core::{Backend, Config};
 use flannel_lab::{Builder, Host, Lab, Signal};
 use flannel_netlink::NetlinkKernel;
 use flannel_route::ready_for_go;
+use nix::sys::signal::kill;
+use nix::unistd::Pid;
 use serde_json::{Value, json};
 
 use flannel_lab::testing::as_root;
@@ -132,6 +135,65 @@ fn ipip_daemons_killed_and_upgraded_lose_no_packet() {
     in_uml(&[&MODULES[..], &["ipip"]].concat(), || {
         let lab = up_with(Lab::builder().backend("ipip"));
         killed_and_upgraded(&lab, Traffic::start(&lab), 4, 2);
+    });
+}
+
+#[test]
+fn udp_daemons_killed_and_upgraded_lose_no_packet() {
+    as_root(|| {
+        let lab = up("udp");
+        killed_and_upgraded(&lab, Traffic::start(&lab), 4, 0);
+    });
+}
+
+/// The process of a host's data plane.
+fn data_plane(host: &Host) -> i32 {
+    let socket = host.dir().join("state/udp/socket");
+    let list = host.run("ps", &["-eo", "pid,args"]).unwrap();
+    let mut lines = list.lines().filter(|line| line.ends_with(&*socket.to_string_lossy()));
+    lines.next().and_then(|line| line.split_whitespace().next()?.parse().ok()).unwrap_or_default()
+}
+
+/// A new data plane takes over from the one that runs, as for an upgrade.
+#[test]
+fn a_data_plane_of_udp_hands_over_without_the_loss_of_a_packet() {
+    as_root(|| {
+        let lab = up("udp");
+        let traffic = Traffic::start(&lab);
+        for _ in 0..3 {
+            for host in lab.hosts() {
+                let before = data_plane(host);
+                let mut command = Command::new(env!("CARGO_BIN_EXE_lab"));
+                command.arg("udp-data-plane");
+                command.arg(host.dir().join("state/udp/socket")).stdin(Stdio::null());
+                let mut process = host.namespace().spawn(&mut command).unwrap();
+                eventually(
+                    PATIENCE,
+                    || data_plane(host) == process.id() as i32,
+                    || format!("{before} has not handed over"),
+                );
+                traffic.wait_for_arrivals();
+                assert_eq!(process.try_wait().unwrap(), None);
+            }
+        }
+        assert_no_loss(traffic, &lab, 1000);
+    });
+}
+
+/// The daemon starts another data plane, with the same peers.
+#[test]
+fn a_data_plane_of_udp_that_was_killed_is_back() {
+    as_root(|| {
+        let lab = up("udp");
+        let traffic = Traffic::start(&lab);
+        let before = data_plane(&lab.hosts()[1]);
+        kill(Pid::from_raw(before), Signal::SIGKILL).unwrap();
+        traffic.wait_for_arrivals();
+        let now = data_plane(&lab.hosts()[1]);
+        assert!(now != 0 && now != before, "{before}, then {now}");
+        let (sent, lost) = traffic.end();
+        assert!(lost.iter().all(|lost| lost.hosts.contains(&2)), "{lost:#?}");
+        println!("{} of {sent} packets were lost", lost.len());
     });
 }
 

@@ -1,0 +1,153 @@
+#![doc = include_str!("../README.md")]
+
+mod annex;
+mod options;
+mod plan;
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use async_trait::async_trait;
+use flannel_core::address::{Dual, Family, Subnet};
+use flannel_core::backend::{
+    Blueprint, Built, Datapath, ExternalInterface, Inlet, LocalEnd, Node, Prepared, underlay_mtu,
+};
+use flannel_core::kernel::{Annex, Footprint};
+use flannel_core::lease::Offer;
+use flannel_core::object::{Link, LinkKind, LinkName, Route, Tun, Via};
+use flannel_core::{Backend, Config, Error, Result};
+
+use crate::annex::DataPlane;
+pub use crate::options::Options;
+use crate::plan::Plan;
+pub use flannel_udp::run_if_started;
+
+/// The name of the backend, of the annex, and of its directory in the state directory.
+const NAME: &str = "udp";
+/// The directory of nodes without a state directory.
+const RUN_DIR: &str = "/run/flannel";
+
+/// The backend `udp`: a tun device whose packets another process sends in UDP datagrams, one in
+/// each.
+///
+/// Options: [`Options`]. The MTU of pods is that of the external interface less 28 bytes for IPv4
+/// and 48 for IPv6.
+///
+/// **Source**: flannel `pkg/backend/udp`. Different on purpose:
+/// - The device, and the process that moves the packets, stay when the daemon ends.
+/// - A packet is accepted only from the node of its source address.
+/// - IPv6 is carried too.
+#[derive(Debug, Default)]
+pub struct UdpBackend {
+    /// By state directory.
+    annexes: Mutex<BTreeMap<PathBuf, DataPlane>>,
+}
+
+impl UdpBackend {
+    /// The backend, without data planes.
+    pub const fn new() -> Self {
+        Self { annexes: Mutex::new(BTreeMap::new()) }
+    }
+}
+
+#[async_trait]
+impl Backend for UdpBackend {
+    fn kind(&self) -> &'static str {
+        NAME
+    }
+
+    /// Leases of udp have no type, and cannot be told from those of `alloc`.
+    fn lease_type(&self) -> &'static str {
+        ""
+    }
+
+    fn option_names(&self) -> Option<&'static [&'static str]> {
+        Some(&Options::NAMES)
+    }
+
+    fn datapath(&self, config: &Config) -> Result<Datapath> {
+        let options = options(config)?;
+        let mut datapath = Datapath::default();
+        datapath.devices = config.networks.map(|_, _| device());
+        datapath.overhead = config.networks.map(|family, _| overhead(family));
+        datapath.inlets = vec![Inlet::Udp(options.port)];
+        Ok(datapath)
+    }
+
+    fn footprint(&self, config: &Config, uplink: Option<LinkName>) -> Result<Footprint> {
+        let (links, annexes) = ([device()].into(), [NAME].into());
+        Ok(Footprint { links, annexes, ..Footprint::of_routes(config, uplink) })
+    }
+
+    fn annex(&self, state_dir: Option<&Path>) -> Option<Arc<dyn Annex>> {
+        let dir = state_dir.unwrap_or_else(|| Path::new(RUN_DIR)).join(NAME);
+        let mut annexes = self.annexes.lock().unwrap_or_else(PoisonError::into_inner);
+        let plane = annexes.entry(dir.clone()).or_insert_with(|| DataPlane::new(dir));
+        Some(Arc::new(plane.clone()))
+    }
+
+    fn validate(&self, config: &Config, uplink: Option<&ExternalInterface>) -> Result<()> {
+        options(config)?;
+        let overhead = config.networks.map(|family, _| overhead(family));
+        underlay_mtu(None, uplink, &overhead).map_err(refuse)?;
+        let Some(uplink) = uplink else { return Ok(()) };
+        config
+            .networks
+            .families()
+            .try_for_each(|family| uplink.needed(family).map(drop).map_err(refuse))
+    }
+
+    async fn prepare(&self, node: &Node<'_>, config: &Config) -> Result<Prepared> {
+        self.validate(config, Some(node.uplink))?;
+        let (options, uplink) = (options(config)?, node.uplink);
+        node.may_change(Vec::new()).await?;
+        let enabled = config.networks.map(|_, pods| pods.network);
+        let mtu = enabled.iter().map(|(family, _)| uplink.mtu - overhead(family)).min();
+        let mtu = mtu.unwrap_or(uplink.mtu);
+        let public =
+            Dual::from_fn(|family| uplink.public[family].filter(|_| enabled[family].is_some()));
+        let offer = Offer { public, ..Offer::default() };
+        let footprint = self.footprint(config, Some(uplink.name))?;
+        let addresses =
+            Dual::from_fn(|family| uplink.address[family].filter(|_| enabled[family].is_some()));
+        let link = Link { name: device(), mtu, up: true, kind: LinkKind::Tun(Tun) };
+        Ok(Prepared::new(offer, move |lease| {
+            let own = lease.lease().subnets;
+            let plane = options.data_plane(&addresses, &own);
+            let local = LocalEnd { addresses, subnets: own };
+            let plan = Plan { families: enabled.map(|_, _| ()), port: options.port, local };
+            let mut blueprint = Blueprint::new(mtu, move |subnets, offer, env, objects| {
+                plan.objects(subnets, offer, env, objects)
+            });
+            (blueprint.lease_type, blueprint.footprint) = (Some(""), footprint);
+            blueprint.base = lease.tunnel(&enabled.map(|_, _| link.clone()));
+            let to = |dst: &Subnet| Route { dst: *dst, via: Via::Link(link.name), mtu: None };
+            blueprint.base.extend(enabled.values().map(to));
+            let first = own.iter().next().expect("a lease has a subnet");
+            blueprint.base.insert(annex::node_record(first, &plane));
+            Ok(Built::Kernel(blueprint))
+        }))
+    }
+}
+
+/// The tun device of both families. Go flannel takes the first free name, which is this one.
+fn device() -> LinkName {
+    "flannel0".parse().expect("a valid name")
+}
+
+/// The size of the outer IP and UDP headers, in bytes.
+const fn overhead(family: Family) -> u32 {
+    match family {
+        Family::V4 => 20 + 8,
+        Family::V6 => 40 + 8,
+    }
+}
+
+fn options(config: &Config) -> Result<Options> {
+    Options::parse(&config.backend).map_err(|error| refuse(error.to_string()))
+}
+
+fn refuse(reason: String) -> Error {
+    Error::Backend { backend: NAME.into(), reason }
+}

@@ -1,0 +1,96 @@
+//! The options of the `Backend` object.
+
+use std::net::IpAddr;
+
+use flannel_core::Subnets;
+use flannel_core::address::Dual;
+use flannel_core::config::BackendConfig;
+use flannel_core::json::FieldError;
+use flannel_udp::Prefix;
+
+use crate::device;
+
+const DEFAULT_PORT: u16 = 8285;
+
+/// The options of the backend `udp`.
+///
+/// **Source**: flannel `pkg/backend/udp/udp_amd64.go: RegisterNetwork`, which has `Port` only.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Options {
+    /// `Port`: the UDP port of all nodes; default (0): 8285.
+    pub port: u16,
+    /// `SourcePort`: datagrams also leave from `Port`, for firewalls that demand it. The default
+    /// (`false`) is any port, so that nodes can spread flows over their processors.
+    pub source_port: bool,
+    /// `SourceCheck`: a packet is accepted only from the public address of the node that has its
+    /// source address; default on.
+    pub source_check: bool,
+}
+
+impl Options {
+    /// The names of the fields.
+    pub const NAMES: [&str; 3] = ["Port", "SourcePort", "SourceCheck"];
+
+    /// Reads the options.
+    ///
+    /// # Errors
+    /// The first wrong field.
+    pub fn parse(config: &BackendConfig) -> Result<Self, FieldError> {
+        let fields = config.fields()?;
+        let [port, source_port, source_check] = Self::NAMES;
+        let port: Option<u16> = fields.take(port, "a UDP port, 0 for 8285")?;
+        let flag = |name| fields.take::<bool>(name, "true or false");
+        Ok(Self {
+            port: port.filter(|port| *port != 0).unwrap_or(DEFAULT_PORT),
+            source_port: flag(source_port)?.unwrap_or(false),
+            source_check: flag(source_check)?.unwrap_or(true),
+        })
+    }
+
+    /// The options of the data plane of a node with these addresses and subnets.
+    pub(crate) fn data_plane(
+        &self,
+        addresses: &Dual<IpAddr>,
+        own: &Subnets,
+    ) -> flannel_udp::Options {
+        let prefix =
+            |subnet: flannel_core::Subnet| Prefix { address: subnet.base(), len: subnet.len() };
+        flannel_udp::Options {
+            device: device().to_string(),
+            local: addresses.values().copied().collect(),
+            port: self.port,
+            own: own.iter().map(prefix).collect(),
+            one_port: self.source_port,
+            checks_source: self.source_check,
+            queues: None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use flannel_core::Config;
+
+    use super::*;
+
+    fn parse(options: &str) -> Result<Options, FieldError> {
+        let text = format!(r#"{{"Network":"10.1.0.0/16","Backend":{{"Type":"udp"{options}}}}}"#);
+        Options::parse(&Config::parse(&text).unwrap().backend)
+    }
+
+    #[test]
+    fn options_are_checked() {
+        let defaults = Options { port: 8285, source_port: false, source_check: true };
+        assert_eq!((parse(""), parse(r#","port":0"#)), (Ok(defaults), Ok(defaults)));
+        let all = parse(r#","Port":7,"SourcePort":true,"SourceCheck":false"#);
+        assert_eq!(all, Ok(Options { port: 7, source_port: true, source_check: false }));
+        for (wrong, field) in [
+            (r#","Port":65536"#, "Backend.Port"),
+            (r#","Port":"8285""#, "Backend.Port"),
+            (r#","SourcePort":1"#, "Backend.SourcePort"),
+            (r#","SourceCheck":"no""#, "Backend.SourceCheck"),
+        ] {
+            assert_eq!(parse(wrong).unwrap_err().field, field);
+        }
+    }
+}

@@ -1,0 +1,101 @@
+//! The objects of a peer: an entry in the table of the data plane for each subnet.
+
+use flannel_core::Subnets;
+use flannel_core::address::Dual;
+use flannel_core::backend::{Env, LocalEnd};
+use flannel_core::lease::{Endpoint, Offer};
+use flannel_core::object::Object;
+use flannel_core::status::Rejection;
+
+use crate::annex::peer_record;
+
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Plan {
+    /// The enabled families.
+    pub(crate) families: Dual<()>,
+    /// The UDP port of all nodes.
+    pub(crate) port: u16,
+    pub(crate) local: LocalEnd,
+}
+
+impl Plan {
+    pub(crate) fn objects(
+        &self,
+        subnets: &Subnets,
+        offer: &Offer,
+        env: &Env<'_>,
+        out: &mut Vec<Object>,
+    ) -> Result<(), Rejection> {
+        // The plan also runs for this node's own lease, which is no peer.
+        if *subnets == self.local.subnets {
+            return Ok(());
+        }
+        let (mut bad, before) = (None, out.len());
+        for Endpoint { subnet, public, .. } in offer.endpoints(subnets) {
+            // A family that is disabled here, or not published, leaves the other one.
+            let is_enabled = self.families[subnet.family()].is_some();
+            let Some(public) = public.filter(|_| is_enabled) else { continue };
+            match self.local.check(public, subnets, false) {
+                Ok(()) => out.push(peer_record(subnet, (public, self.port).into()).into()),
+                Err(rejected) => {
+                    env.advise(rejected.to_string());
+                    bad = Some(rejected);
+                }
+            }
+        }
+        if out.len() > before {
+            return Ok(());
+        }
+        let none = "it has no public address for any enabled family";
+        Err(bad.unwrap_or_else(|| Rejection::Rejected(none.into())))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::IpAddr;
+
+    use super::*;
+
+    const PEER: &str = "10.1.8.0-24&fd00:1:0:8::-64";
+
+    fn run(families: Dual<()>, subnets: &str, public: [Option<&str>; 2]) -> (Vec<String>, String) {
+        let address = |text: &str| text.parse::<IpAddr>().unwrap();
+        let own = "10.1.7.0-24&fd00:1:0:7::-64".parse().unwrap();
+        let addresses = ["192.0.2.7", "2001:db8::7"].map(address).into_iter().collect();
+        let local = LocalEnd { addresses, subnets: own };
+        let public = public.into_iter().flatten().map(address).collect();
+        let (offer, env) = (Offer { public, ..Offer::default() }, Env::new(&|_| None));
+        let (mut objects, plan) = (Vec::new(), Plan { families, port: 8285, local });
+        let result = plan.objects(&subnets.parse().unwrap(), &offer, &env, &mut objects);
+        let why = result.err().map(|why| why.to_string()).unwrap_or_default();
+        (objects.iter().map(ToString::to_string).collect(), why)
+    }
+
+    #[test]
+    fn a_peer_is_an_entry_for_each_family() {
+        let both = Dual { v4: Some(()), v6: Some(()) };
+        let v4 = "record udp 10.1.8.0/24 to 192.0.2.8:8285".to_owned();
+        let v6 = "record udp fd00:1:0:8::/64 to [2001:db8::8]:8285".to_owned();
+        let public = [Some("192.0.2.8"), Some("2001:db8::8")];
+        assert_eq!(run(both, PEER, public).0, [v4.clone(), v6]);
+        // Go flannel publishes no IPv6 address.
+        assert_eq!(run(both, PEER, [public[0], None]).0[..], [&*v4]);
+        assert_eq!(run(Dual { v4: Some(()), v6: None }, PEER, public).0, [v4]);
+        let own = run(both, "10.1.7.0-24&fd00:1:0:7::-64", [Some("192.0.2.7"), None]);
+        assert_eq!(own, (Vec::new(), String::new()), "this node is no peer");
+    }
+
+    #[test]
+    fn unusable_leases_are_rejected_with_the_reason() {
+        let both = Dual { v4: Some(()), v6: Some(()) };
+        for (public, why) in [
+            ([None, None], "no public address"),
+            ([Some("192.0.2.7"), None], "this node's own"),
+            ([None, Some("fe80::8")], "link-local"),
+        ] {
+            let (objects, found) = run(both, PEER, public);
+            assert!(objects.is_empty() && found.contains(why), "{found}");
+        }
+    }
+}

@@ -1,0 +1,207 @@
+//! The control protocol: one JSON object in a line for each request, and one for each answer.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::io::{self, BufRead, BufReader, Write};
+use std::net::{IpAddr, SocketAddr};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::str::FromStr;
+use std::time::Duration;
+
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
+};
+use serde::{Deserialize, Serialize};
+
+use crate::counters::Counts;
+use crate::options::Options;
+
+/// The version of the protocol. A program refuses another one.
+pub const VERSION: u32 = 1;
+/// The longest time for an answer.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// The most descriptors in a message (linux `SCM_MAX_FD`).
+const MOST_FDS: usize = 253;
+
+/// A subnet: the first address and the length of the prefix in bits. Its text is `10.1.7.0/24`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct Prefix {
+    /// The first address.
+    pub address: IpAddr,
+    /// The length of the prefix, in bits.
+    pub len: u8,
+}
+
+impl fmt::Display for Prefix {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.address, self.len)
+    }
+}
+
+impl From<Prefix> for String {
+    fn from(prefix: Prefix) -> Self {
+        prefix.to_string()
+    }
+}
+
+impl FromStr for Prefix {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let parsed = || {
+            let (address, len) = text.split_once('/')?;
+            let (address, len): (IpAddr, u8) = (address.parse().ok()?, len.parse().ok()?);
+            let most = if address.is_ipv6() { 128 } else { 32 };
+            (len <= most).then_some(Self { address, len })
+        };
+        parsed().ok_or_else(|| format!("{text:?} is no subnet such as \"10.1.7.0/24\""))
+    }
+}
+
+impl TryFrom<String> for Prefix {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        text.parse()
+    }
+}
+
+/// The addresses of nodes, by the subnets of their pods.
+pub type Peers = BTreeMap<Prefix, SocketAddr>;
+
+/// A request.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum Request {
+    /// Starts the data plane, or starts it anew if it has other options.
+    Start(Options),
+    /// Adds peers, or changes their addresses.
+    Put(Peers),
+    /// Removes peers.
+    Delete(Vec<Prefix>),
+    /// Asks for the state.
+    Status,
+    /// Asks for the descriptors. The data plane ends after the answer.
+    HandOver,
+    /// Ends the process, if its data plane has these options. The device stays.
+    Stop(Options),
+}
+
+/// An answer.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum Answer {
+    /// It is done.
+    Done,
+    /// It failed.
+    Failed(String),
+    /// The state.
+    Status(Box<Status>),
+}
+
+/// The state of a process.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct Status {
+    /// The version of the protocol.
+    pub version: u32,
+    /// The version of the program.
+    pub program: String,
+    /// The options of the data plane; `None`: none runs.
+    pub options: Option<Options>,
+    /// The peers.
+    pub peers: Peers,
+    /// The counts of packets.
+    pub counts: Counts,
+}
+
+/// A connection to a process.
+#[derive(Debug)]
+pub struct Client(BufReader<UnixStream>);
+
+impl Client {
+    /// Connects to the socket of a process. Blocks.
+    ///
+    /// # Errors
+    /// Nobody listens on the socket.
+    pub fn connect(socket: &Path) -> io::Result<Self> {
+        let stream = UnixStream::connect(socket)?;
+        stream.set_read_timeout(Some(PATIENCE))?;
+        stream.set_write_timeout(Some(PATIENCE))?;
+        Ok(Self(BufReader::new(stream)))
+    }
+
+    /// Sends a request, and waits at most ten seconds for the answer.
+    ///
+    /// # Errors
+    /// The process ended, or the request failed. The connection cannot be used any more after an
+    /// error that is not of the kind [`Other`](io::ErrorKind::Other).
+    pub fn ask(&mut self, request: &Request) -> io::Result<Option<Status>> {
+        write_line(self.0.get_mut(), request)?;
+        match read_line(&mut self.0)? {
+            Some(Answer::Done) => Ok(None),
+            Some(Answer::Status(status)) => Ok(Some(*status)),
+            Some(Answer::Failed(why)) => Err(io::Error::other(why)),
+            None => Err(io::ErrorKind::UnexpectedEof.into()),
+        }
+    }
+
+    /// Takes over the data plane of a process, which then ends.
+    pub(crate) fn take_over(mut self) -> io::Result<(Status, Vec<OwnedFd>)> {
+        let status = self.ask(&Request::HandOver)?.unwrap_or_default();
+        // A buffered read would lose descriptors that are sent earlier.
+        write_line(self.0.get_mut(), &())?;
+        let mut space = vec![std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(253))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let mut byte = [0];
+        let parts = &mut [io::IoSliceMut::new(&mut byte)];
+        recvmsg(self.0.get_ref(), parts, &mut control, RecvFlags::CMSG_CLOEXEC)?;
+        let fds = control.drain().filter_map(|message| match message {
+            RecvAncillaryMessage::ScmRights(fds) => Some(fds),
+            _ => None,
+        });
+        Ok((status, fds.flatten().collect()))
+    }
+
+    /// Waits until the process ends, without a limit.
+    ///
+    /// # Errors
+    /// The connection broke otherwise.
+    pub fn wait_for_end(mut self) -> io::Result<()> {
+        self.0.get_ref().set_read_timeout(None)?;
+        self.0.read_until(b'\n', &mut Vec::new()).map(drop)
+    }
+}
+
+/// Sends descriptors after the answer to [`Request::HandOver`].
+pub(crate) fn send_fds(stream: &UnixStream, fds: &[OwnedFd]) -> io::Result<()> {
+    let fds: Vec<BorrowedFd<'_>> = fds.iter().map(AsFd::as_fd).take(MOST_FDS).collect();
+    let mut space = vec![std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(253))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    control.push(SendAncillaryMessage::ScmRights(&fds));
+    sendmsg(stream, &[io::IoSlice::new(&[0])], &mut control, SendFlags::NOSIGNAL)?;
+    Ok(())
+}
+
+pub(crate) fn write_line(stream: &mut impl Write, value: &impl Serialize) -> io::Result<()> {
+    let mut line = serde_json::to_vec(value)?;
+    line.push(b'\n');
+    stream.write_all(&line)
+}
+
+/// The next line; `None`: the other side has closed the connection.
+pub(crate) fn read_line<T: for<'de> Deserialize<'de>>(
+    stream: &mut impl BufRead,
+) -> io::Result<Option<T>> {
+    let mut line = Vec::new();
+    if stream.read_until(b'\n', &mut line)? == 0 {
+        return Ok(None);
+    }
+    Ok(Some(serde_json::from_slice(&line)?))
+}

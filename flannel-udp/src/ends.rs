@@ -1,0 +1,239 @@
+//! The two ends of a data plane: a queue of a tun device, and a UDP socket.
+
+use std::fs::File;
+use std::io::{self, IoSlice, IoSliceMut, Read, Write};
+use std::net::{SocketAddr, UdpSocket};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+
+use nix::cmsg_space;
+use nix::errno::Errno;
+use nix::fcntl::{FcntlArg, OFlag, fcntl};
+use nix::sys::socket::{
+    AddressFamily, ControlMessage, ControlMessageOwned, MsgFlags, SockFlag, SockType,
+    SockaddrStorage, bind, getsockname, getsockopt, recvmsg, sendmsg, setsockopt, socket, sockopt,
+};
+use tun_rs::DeviceBuilder;
+
+use crate::options::Options;
+
+/// The size of the buffers of sockets, in bytes.
+const BUFFER: usize = 7 << 20;
+
+/// Packets of pods, each with a vnet header.
+pub(crate) trait Device {
+    /// Reads a packet. Fails with `EAGAIN` if there is none.
+    fn read(&self, buffer: &mut [u8]) -> Result<usize, Errno>;
+    fn write(&self, parts: &[IoSlice<'_>]) -> Result<(), Errno>;
+}
+
+/// Datagrams of nodes.
+pub(crate) trait Wire {
+    /// Sends datagrams to a node. `size`: of each but the last; `None`: it is one.
+    fn send(&self, to: SocketAddr, parts: &[IoSlice<'_>], size: Option<u16>) -> Result<(), Errno>;
+    /// The MTU of the path to a node, in bytes; `None`: not known.
+    fn path_mtu(&self, to: SocketAddr) -> Option<u16>;
+    /// Receives datagrams of a node. Fails with `EAGAIN` if there are none.
+    fn receive(&self, buffer: &mut [u8]) -> Result<Received, Errno>;
+}
+
+/// Datagrams that were received.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Received {
+    /// The length of all.
+    pub(crate) len: usize,
+    /// The size of each but the last.
+    pub(crate) size: usize,
+    pub(crate) from: SocketAddr,
+}
+
+/// A queue of a tun device, and the sockets whose packets it has.
+#[derive(Debug)]
+pub(crate) struct Lane {
+    pub(crate) queue: Queue,
+    /// The sockets that receive, and those that send, for IPv4 and IPv6.
+    pub(crate) receive: [Option<Socket>; 2],
+    pub(crate) send: [Option<Socket>; 2],
+}
+
+impl Lane {
+    /// Opens the device and the sockets. A device that does not exist is made, and stays when the
+    /// process ends.
+    ///
+    /// # Errors
+    /// The text names the device or the address, and a cure.
+    pub(crate) fn open(options: &Options, count: usize) -> Result<Vec<Self>, String> {
+        let queues = Queue::open(&options.device, count)?;
+        let lane = |queue| {
+            let mut lane = Self { queue, receive: [None, None], send: [None, None] };
+            for local in &options.local {
+                let family = usize::from(local.is_ipv6());
+                let bind = |port| {
+                    let address = SocketAddr::new(*local, port);
+                    let named = |error| format!("UDP socket with the address {address}: {error}");
+                    Socket::bind(address).map(Some).map_err(named)
+                };
+                lane.receive[family] = bind(options.port)?;
+                lane.send[family] = bind(if options.one_port { options.port } else { 0 })?;
+            }
+            Ok(lane)
+        };
+        queues.into_iter().map(lane).collect()
+    }
+
+    /// The descriptors of the lane, in the order in which [`Lane::from_fds`] takes them.
+    pub(crate) fn fds(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        let sockets = self.receive.iter().chain(&self.send).flatten();
+        [self.queue.as_fd()].into_iter().chain(sockets.map(AsFd::as_fd))
+    }
+
+    /// A lane from descriptors that another process has opened with these options.
+    pub(crate) fn from_fds(
+        options: &Options,
+        fds: &mut impl Iterator<Item = OwnedFd>,
+    ) -> Option<Self> {
+        let queue = Queue(File::from(fds.next()?));
+        let has = |is_v6| options.local.iter().any(|local| local.is_ipv6() == is_v6);
+        let mut socket = |is_v6| if has(is_v6) { fds.next().map(Socket) } else { None };
+        let receive = [socket(false), socket(true)];
+        let send = [socket(false), socket(true)];
+        Some(Self { queue, receive, send })
+    }
+}
+
+/// A queue of a tun device.
+#[derive(Debug)]
+pub(crate) struct Queue(File);
+
+impl Queue {
+    /// Opens queues of a device.
+    fn open(device: &str, count: usize) -> Result<Vec<Self>, String> {
+        let named = |error: io::Error| {
+            let cure = match Errno::from_raw(error.raw_os_error().unwrap_or(0)) {
+                Errno::ENOENT | Errno::ENODEV | Errno::ENXIO => {
+                    ": load the module (modprobe tun); a container needs the device /dev/net/tun"
+                }
+                Errno::EPERM | Errno::EACCES => {
+                    ": it needs CAP_NET_ADMIN, and a container the device /dev/net/tun (with \
+                     Kubernetes: privileged)"
+                }
+                Errno::EINVAL => {
+                    ": a device of this name has other attributes; delete it (ip link delete)"
+                }
+                Errno::EBUSY => ": another program uses it",
+                _ => "",
+            };
+            format!("tun device {device}: {error}{cure}")
+        };
+        let builder = DeviceBuilder::new().name(device).offload(true).multi_queue(true);
+        let first = builder.inherit_enable_state().build_sync().map_err(named)?;
+        first.persist().map_err(named)?;
+        let mut queues = Vec::new();
+        for _ in 1..count {
+            let queue = first.try_clone().and_then(|queue| Self::new(queue.as_fd()));
+            queues.push(queue.map_err(named)?);
+        }
+        queues.push(Self::new(first.as_fd()).map_err(named)?);
+        Ok(queues)
+    }
+
+    fn new(fd: BorrowedFd<'_>) -> io::Result<Self> {
+        let fd = fd.try_clone_to_owned()?;
+        fcntl(&fd, FcntlArg::F_SETFL(OFlag::O_RDWR | OFlag::O_NONBLOCK))?;
+        Ok(Self(File::from(fd)))
+    }
+}
+
+impl AsFd for Queue {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+fn errno(error: &io::Error) -> Errno {
+    Errno::from_raw(error.raw_os_error().unwrap_or(0))
+}
+
+impl Device for Queue {
+    fn read(&self, buffer: &mut [u8]) -> Result<usize, Errno> {
+        (&self.0).read(buffer).map_err(|error| errno(&error))
+    }
+
+    fn write(&self, parts: &[IoSlice<'_>]) -> Result<(), Errno> {
+        // The kernel takes a packet as a whole.
+        (&self.0).write_vectored(parts).map(drop).map_err(|error| errno(&error))
+    }
+}
+
+/// A UDP socket.
+#[derive(Debug)]
+pub(crate) struct Socket(OwnedFd);
+
+impl Socket {
+    /// A socket with this address. Several sockets can have it.
+    pub(crate) fn bind(address: SocketAddr) -> io::Result<Self> {
+        let family = if address.is_ipv6() { AddressFamily::Inet6 } else { AddressFamily::Inet };
+        let fd = socket(family, SockType::Datagram, SockFlag::SOCK_CLOEXEC, None)?;
+        if address.is_ipv6() {
+            setsockopt(&fd, sockopt::Ipv6V6Only, &true)?;
+        }
+        setsockopt(&fd, sockopt::ReusePort, &true)?;
+        // More than `net.core.rmem_max` needs CAP_NET_ADMIN outside user namespaces.
+        setsockopt(&fd, sockopt::RcvBufForce, &BUFFER)
+            .or_else(|_| setsockopt(&fd, sockopt::RcvBuf, &BUFFER))?;
+        setsockopt(&fd, sockopt::SndBufForce, &BUFFER)
+            .or_else(|_| setsockopt(&fd, sockopt::SndBuf, &BUFFER))?;
+        // Since Linux 5.0. Without it each datagram is received alone.
+        let _ = setsockopt(&fd, sockopt::UdpGroSegment, &true);
+        bind(fd.as_raw_fd(), &SockaddrStorage::from(address))?;
+        Ok(Self(fd))
+    }
+}
+
+impl AsFd for Socket {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+impl Wire for &Socket {
+    fn send(&self, to: SocketAddr, parts: &[IoSlice<'_>], size: Option<u16>) -> Result<(), Errno> {
+        let to = SockaddrStorage::from(to);
+        let size = size.as_ref().map(ControlMessage::UdpGsoSegments);
+        sendmsg(self.0.as_raw_fd(), parts, size.as_slice(), MsgFlags::empty(), Some(&to)).map(drop)
+    }
+
+    fn path_mtu(&self, to: SocketAddr) -> Option<u16> {
+        // Only a connected socket has one. The kernel remembers it for the address.
+        let from = getsockname::<SockaddrStorage>(self.0.as_raw_fd()).ok()?;
+        let mut from = address_of(&from)?;
+        from.set_port(0);
+        let probe = UdpSocket::bind(from).ok()?;
+        probe.connect(to).ok()?;
+        let mtu = getsockopt(&probe, sockopt::IpMtu).ok()?;
+        u16::try_from(mtu).ok()
+    }
+
+    fn receive(&self, buffer: &mut [u8]) -> Result<Received, Errno> {
+        let mut control = cmsg_space!(i32);
+        let mut parts = [IoSliceMut::new(buffer)];
+        let message = recvmsg::<SockaddrStorage>(
+            self.0.as_raw_fd(),
+            &mut parts,
+            Some(&mut control),
+            MsgFlags::MSG_DONTWAIT,
+        )?;
+        let mut size = message.bytes;
+        for control in message.cmsgs()? {
+            if let ControlMessageOwned::UdpGroSegments(segment) = control {
+                size = usize::try_from(segment).unwrap_or(0);
+            }
+        }
+        let from = message.address.as_ref().and_then(address_of).ok_or(Errno::EAFNOSUPPORT)?;
+        Ok(Received { len: message.bytes, size: size.max(1), from })
+    }
+}
+
+fn address_of(address: &SockaddrStorage) -> Option<SocketAddr> {
+    let v4 = address.as_sockaddr_in().map(|v4| SocketAddr::V4((*v4).into()));
+    v4.or_else(|| address.as_sockaddr_in6().map(|v6| SocketAddr::V6((*v6).into())))
+}

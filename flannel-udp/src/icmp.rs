@@ -1,0 +1,85 @@
+//! The errors that a router sends to the source of a packet.
+//!
+//! **Source**: the unreachable message of flannel `pkg/backend/udp/proxy_amd64.c:
+//! send_net_unreachable`; RFC 792 and RFC 4443 for the others. Different on purpose: to a pod of
+//! this node, the source is the address that it wanted to reach. Go flannel uses that of the
+//! device, and Linux drops a packet that arrives with an address of the host
+//! (`__fib_validate_source`).
+
+use std::net::IpAddr;
+
+use crate::checksum;
+use crate::packet::{Header, ICMP, ICMP_V6, pseudo_sum, set_total, set_word};
+
+/// The TTL of the messages, as Go flannel's.
+const TTL: u8 = 8;
+/// The most bytes of the packet in a message, so that it fits into every path.
+const MOST_V4: usize = 576 - 28;
+const MOST_V6: usize = 1280 - 48;
+
+/// Why a packet is not forwarded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Error {
+    /// No node has the destination.
+    Unreachable,
+    /// Its lifetime has ended.
+    Expired,
+    /// It may not be fragmented, and is larger than this number of bytes.
+    TooBig(u16),
+}
+
+/// The message to the source of `packet`; `None`: there must be none. `from` is its source address.
+pub(crate) fn message(error: Error, packet: &[u8], ip: &Header, from: IpAddr) -> Option<Vec<u8>> {
+    let is_unicast = match ip.src {
+        IpAddr::V4(src) => !(src.is_unspecified() || src.is_multicast() || src.is_broadcast()),
+        IpAddr::V6(src) => !(src.is_unspecified() || src.is_multicast()),
+    };
+    // No error about an error, and none about a fragment that is not the first.
+    let is_error = match ip.protocol {
+        ICMP => !matches!(packet.get(ip.len), Some(0 | 8)),
+        ICMP_V6 => packet.get(ip.len).is_none_or(|kind| kind & 0x80 == 0),
+        _ => false,
+    };
+    let is_later = !ip.is_v6 && ip.is_fragment && (packet[6] & 0x1f, packet[7]) != (0, 0);
+    if !is_unicast || is_error || is_later || from.is_ipv6() != ip.is_v6 {
+        return None;
+    }
+    let (kind, code, mtu) = match (error, ip.is_v6) {
+        (Error::Unreachable, false) => (3, 0, 0),
+        (Error::Expired, false) => (11, 0, 0),
+        (Error::TooBig(mtu), false) => (3, 4, mtu),
+        (Error::Unreachable, true) => (1, 0, 0),
+        (Error::Expired, true) => (3, 0, 0),
+        (Error::TooBig(mtu), true) => (2, 0, mtu),
+    };
+    let most = if ip.is_v6 { MOST_V6 } else { MOST_V4 };
+    let body = &packet[..ip.total.min(most)];
+    let header_len = if ip.is_v6 { 40 } else { 20 };
+    let mut message = vec![0; header_len + 8];
+    message.extend_from_slice(body);
+    let total = message.len();
+    match (from, ip.src) {
+        (IpAddr::V4(from), IpAddr::V4(to)) => {
+            (message[0], message[8], message[9]) = (0x45, TTL, ICMP);
+            message[12..16].copy_from_slice(&from.octets());
+            message[16..20].copy_from_slice(&to.octets());
+        }
+        (IpAddr::V6(from), IpAddr::V6(to)) => {
+            (message[0], message[6], message[7]) = (0x60, ICMP_V6, TTL);
+            message[8..24].copy_from_slice(&from.octets());
+            message[24..40].copy_from_slice(&to.octets());
+        }
+        _ => return None,
+    }
+    set_total(&mut message, header_len, ip.is_v6, total);
+    (message[header_len], message[header_len + 1]) = (kind, code);
+    // IPv4 has 16 bits for it, the lower half of those of IPv6.
+    set_word(&mut message, header_len + 6, mtu);
+    let pseudo = match ip.is_v6 {
+        true => pseudo_sum(&message, true, ICMP_V6, total - header_len),
+        false => 0,
+    };
+    let sum = checksum::add(checksum::sum(&message[header_len..]), pseudo);
+    set_word(&mut message, header_len + 2, !sum);
+    Some(message)
+}

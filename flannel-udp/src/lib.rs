@@ -1,0 +1,35 @@
+#![doc = include_str!("../README.md")]
+
+mod checksum;
+mod control;
+mod counters;
+mod ends;
+#[cfg(test)]
+mod fakes;
+mod icmp;
+mod join;
+mod limit;
+mod options;
+mod packet;
+mod plane;
+mod receive;
+mod send;
+mod server;
+mod split;
+mod started;
+mod table;
+mod vnet;
+
+pub use self::control::{Answer, Client, Peers, Prefix, Request, Status, VERSION};
+pub use self::counters::Counts;
+pub use self::options::Options;
+pub use self::plane::Plane;
+pub use self::server::serve;
+pub use self::started::{command, run, run_if_started};
+pub use self::table::Peer;
+
+/// Writes a line to standard error, which may be closed: the process outlives its parent.
+fn report(line: &str) {
+    use std::io::Write;
+    let _ = writeln!(std::io::stderr(), "flannel-udp: {line}");
+}

@@ -1,0 +1,307 @@
+//! From nodes to pods: receives datagrams, and writes their packets to the device.
+
+use std::io::IoSlice;
+use std::net::{IpAddr, SocketAddr};
+use std::ops::Range;
+
+use nix::errno::Errno;
+
+use crate::counters::{Counters, add};
+use crate::ends::{Device, Received, Wire};
+use crate::icmp;
+use crate::join::{Group, join};
+use crate::limit::Limit;
+use crate::packet::{Header, TCP, decrement_ttl};
+use crate::table::Table;
+use crate::vnet::Vnet;
+
+/// The most bytes that are received at once: datagrams that the kernel has joined.
+const BURST: usize = 65_535;
+/// The bursts that are joined with each other. A packet of 64 KiB of the sender's pod arrives in
+/// two of them, because so many datagrams cannot be sent at once.
+const BURSTS: usize = 4;
+/// The most parts of a write: the vnet header, the headers, and 128 payloads.
+const PARTS: usize = 130;
+
+pub(crate) struct Receiver<'a, D, W> {
+    device: &'a D,
+    wire: W,
+    /// The addresses of the device, from which errors are sent.
+    own: [Option<IpAddr>; 2],
+    counters: &'a Counters,
+    /// Only the node of a subnet sends its packets.
+    checks_source: bool,
+    buffer: Vec<u8>,
+    packets: Vec<(Range<usize>, Header)>,
+    groups: Vec<Group>,
+    /// The kernel takes several packets of TCP at once, and of UDP.
+    joins: [bool; 2],
+    limit: Limit,
+}
+
+impl<'a, D: Device, W: Wire> Receiver<'a, D, W> {
+    pub(crate) fn new(
+        device: &'a D,
+        wire: W,
+        own: [Option<IpAddr>; 2],
+        counters: &'a Counters,
+        checks_source: bool,
+    ) -> Self {
+        Self {
+            device,
+            wire,
+            own,
+            counters,
+            checks_source,
+            buffer: vec![0; BURSTS * BURST],
+            packets: Vec::new(),
+            groups: Vec::new(),
+            joins: [true; 2],
+            limit: Limit::default(),
+        }
+    }
+
+    /// Receives datagrams until there is none, at most `most` times. Returns whether there may be
+    /// more.
+    ///
+    /// # Errors
+    /// The socket cannot be read.
+    pub(crate) fn run(&mut self, table: &Table, most: usize) -> Result<bool, Errno> {
+        for _ in 0..most {
+            let mut used = 0;
+            self.packets.clear();
+            let result = loop {
+                match self.wire.receive(&mut self.buffer[used..used + BURST]) {
+                    Ok(received) => {
+                        self.take(received, used, table);
+                        used += received.len;
+                    }
+                    // The second is an error of an earlier datagram.
+                    Err(Errno::EINTR | Errno::ECONNREFUSED) => {}
+                    Err(errno) => break Err(errno),
+                }
+                if used + BURST > self.buffer.len() {
+                    break Ok(());
+                }
+            };
+            self.deliver();
+            match result {
+                Ok(()) => {}
+                Err(Errno::EAGAIN) => return Ok(false),
+                Err(errno) => return Err(errno),
+            }
+        }
+        Ok(true)
+    }
+
+    /// Takes the packets of datagrams that were received at an offset of the buffer.
+    fn take(&mut self, Received { len, size, from }: Received, at: usize, table: &Table) {
+        let all = at + len;
+        for start in (at..all).step_by(size) {
+            let end = all.min(start + size);
+            let packet = &mut self.buffer[start..end];
+            let Some(ip) = Header::parse(packet) else {
+                add(&self.counters.bad_datagram, 1);
+                continue;
+            };
+            let peer = table.get(ip.src);
+            if self.checks_source {
+                match peer {
+                    None => {
+                        add(&self.counters.foreign_source, 1);
+                        continue;
+                    }
+                    Some(peer) if peer.address.ip() != from.ip() => {
+                        add(&self.counters.foreign_node, 1);
+                        continue;
+                    }
+                    Some(_) => {}
+                }
+            }
+            if ip.ttl <= 1 {
+                add(&self.counters.expired, 1);
+                if let Some(peer) = peer {
+                    self.answer(start..start + ip.total, &ip, peer.address);
+                }
+                continue;
+            }
+            decrement_ttl(packet, &ip);
+            self.packets.push((start..start + ip.total, ip));
+        }
+    }
+
+    /// Writes the packets that were taken.
+    fn deliver(&mut self) {
+        let (buffer, packets) = (&self.buffer, &self.packets);
+        let of = |n: usize| {
+            let (range, ip): &(Range<usize>, Header) = &packets[n];
+            (&buffer[range.clone()], ip)
+        };
+        if self.joins[0] || self.joins[1] {
+            join(packets.len(), self.joins, of, &mut self.groups);
+        } else {
+            self.groups.clear();
+        }
+        let mut written = 0;
+        for n in 0..self.groups.len() {
+            let group = self.groups[n].clone();
+            if group.packets.len() > 1 && self.write_group(&group) {
+                written = group.packets.end;
+            }
+            for n in written.max(group.packets.start)..group.packets.end {
+                self.write_packet(n);
+            }
+            written = group.packets.end;
+        }
+        for n in written..self.packets.len() {
+            self.write_packet(n);
+        }
+    }
+
+    fn write_packet(&self, n: usize) {
+        let (range, _) = &self.packets[n];
+        let (vnet, packet) = (Vnet::default().write(), &self.buffer[range.clone()]);
+        match self.device.write(&[IoSlice::new(&vnet), IoSlice::new(packet)]) {
+            Ok(()) => self.count(1, range.len()),
+            Err(_) => add(&self.counters.write_failed, 1),
+        }
+    }
+
+    /// Writes packets at once. Returns whether the kernel has taken them.
+    fn write_group(&mut self, group: &Group) -> bool {
+        let (first, ip) = &self.packets[group.packets.start];
+        let is_udp = ip.protocol != TCP;
+        let (last, _) = &self.packets[group.packets.end - 1];
+        let last_flags = group.flags_at().map_or(0, |at| self.buffer[last.start + at]);
+        // The original stays, in case that the kernel refuses the group.
+        let mut headers = self.buffer[first.start..first.start + group.headers].to_vec();
+        let vnet = group.finish(&mut headers, last_flags).write();
+        let mut parts = [IoSlice::new(&[]); PARTS];
+        (parts[0], parts[1]) = (IoSlice::new(&vnet), IoSlice::new(&headers));
+        let mut bytes = 0;
+        for (part, (range, _)) in parts[2..].iter_mut().zip(&self.packets[group.packets.clone()]) {
+            *part = IoSlice::new(&self.buffer[range.start + group.headers..range.end]);
+            bytes += range.len();
+        }
+        match self.device.write(&parts[..2 + group.packets.len()]) {
+            Ok(()) => {
+                self.count(group.packets.len(), bytes);
+                true
+            }
+            Err(errno) => {
+                // Kernels of mid-2024 refuse all, and those before 6.2 refuse UDP.
+                self.joins[usize::from(is_udp)] &= errno != Errno::EINVAL;
+                false
+            }
+        }
+    }
+
+    fn count(&self, packets: usize, bytes: usize) {
+        add(&self.counters.received_packets, packets as u64);
+        add(&self.counters.received_bytes, bytes as u64);
+    }
+
+    /// Tells the source of a packet that its lifetime has ended. Its node gets the message.
+    fn answer(&mut self, range: Range<usize>, ip: &Header, to: SocketAddr) {
+        let Some(own) = self.own[usize::from(ip.is_v6)] else { return };
+        let packet = &self.buffer[range];
+        if let Some(message) = icmp::message(icmp::Error::Expired, packet, ip, own)
+            && self.limit.allows()
+        {
+            let _ = self.wire.send(to, &[IoSlice::new(&message)], None);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fakes::{FakeDevice, FakeWire, from_pod};
+    use crate::send::Sender;
+    use crate::table::Peer;
+
+    fn node(n: u8) -> SocketAddr {
+        ([192, 0, 2, n], 8285).into()
+    }
+
+    fn table(subnet: [u8; 4], n: u8) -> Table {
+        Table::new(vec![Peer { subnet: subnet.into(), len: 24, address: node(n) }])
+    }
+
+    /// The datagrams for a packet of a pod.
+    fn datagrams(packet: Vec<u8>) -> Vec<Vec<u8>> {
+        let (device, wire) = (FakeDevice::default(), FakeWire::default());
+        device.reads.borrow_mut().push_back(packet);
+        let counters = Counters::default();
+        let mut sender = Sender::new(&device, [Some(&wire), None], &counters);
+        sender.run(&table([10, 1, 8, 0], 8), 2).unwrap();
+        wire.sent.take().into_iter().map(|(_, datagram)| datagram).collect()
+    }
+
+    fn receive(device: &FakeDevice, from: SocketAddr, datagrams: &[Vec<u8>]) -> crate::Counts {
+        receive_on(&FakeWire::default(), device, from, datagrams)
+    }
+
+    fn receive_on(
+        wire: &FakeWire,
+        device: &FakeDevice,
+        from: SocketAddr,
+        datagrams: &[Vec<u8>],
+    ) -> crate::Counts {
+        let counters = Counters::default();
+        let size = datagrams.first().map_or(0, Vec::len);
+        wire.receives.borrow_mut().push_back((from, size, datagrams.concat()));
+        let own = [Some([10, 1, 8, 0].into()), None];
+        let mut receiver = Receiver::new(device, wire, own, &counters, true);
+        while receiver.run(&table([10, 1, 7, 0], 7), 1).unwrap() {}
+        counters.read()
+    }
+
+    #[test]
+    fn packets_that_are_refused_together_are_written_one_by_one() {
+        let bytes: Vec<u8> = (0..50_000).map(|n| (n / 3) as u8).collect();
+        let datagrams = datagrams(from_pod(TCP, &bytes, 1000));
+        assert_eq!(datagrams.len(), 50);
+        let device = FakeDevice::default();
+        let counts = receive(&device, node(7), &datagrams);
+        assert_eq!((counts.received_packets, device.written.borrow().len()), (50, 1));
+        assert_eq!(device.written.borrow()[0][Vnet::LEN + 40..], bytes);
+        for errno in [Errno::EINVAL, Errno::EIO] {
+            let device = FakeDevice { refuses_joined: Some(errno), ..FakeDevice::default() };
+            assert_eq!(receive(&device, node(7), &datagrams), counts, "{errno}");
+            let written = device.written.borrow();
+            let payload = written.iter().flat_map(|packet| packet[Vnet::LEN + 40..].to_vec());
+            assert_eq!((written.len(), payload.collect::<Vec<u8>>() == bytes), (50, true));
+        }
+        let device = FakeDevice::default();
+        device.errors.borrow_mut().extend([Errno::ENOBUFS, Errno::ENOMEM]);
+        let counts = receive(&device, node(7), &datagrams);
+        assert_eq!((counts.write_failed, counts.received_packets), (1, 49), "the group, then one");
+    }
+
+    #[test]
+    fn only_the_node_of_a_source_address_is_believed() {
+        let good = datagrams(from_pod(UDP, &[1; 64], 0));
+        let device = FakeDevice::default();
+        assert_eq!(receive(&device, node(7), &good).received_packets, 1);
+        assert_eq!(receive(&device, node(9), &good).foreign_node, 1);
+        let mut foreign = good[0].clone();
+        foreign[14] = 99;
+        assert_eq!(receive(&device, node(7), &[foreign]).foreign_source, 1);
+        let counts = receive(&device, node(7), &[vec![0; 64]]);
+        assert_eq!((counts.bad_datagram, device.written.borrow().len()), (1, 1));
+        let cut = good[0][..60].to_vec();
+        assert_eq!(receive(&device, node(7), &[cut]).bad_datagram, 1);
+        let (mut old, wire) = (good[0].clone(), FakeWire::default());
+        old[8] = 1;
+        assert_eq!(receive_on(&wire, &device, node(7), &[old.clone()]).expired, 1);
+        // Its source learns it, from an address of this node.
+        let sent = wire.sent.take();
+        let [(to, message)] = &sent[..] else { panic!("{sent:?}") };
+        assert_eq!((*to, device.written.borrow().len()), (node(7), 1));
+        assert_eq!(&message[12..20], &[10, 1, 8, 0, 10, 1, 7, 2]);
+        assert_eq!((message[20], &message[28..56]), (11, &old[..28]));
+    }
+
+    const UDP: u8 = crate::packet::UDP;
+}

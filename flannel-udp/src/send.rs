@@ -1,0 +1,410 @@
+//! From pods to nodes: reads packets of the device, and sends them in datagrams.
+
+use std::io::IoSlice;
+use std::net::SocketAddr;
+use std::ops::Range;
+
+use nix::errno::Errno;
+
+use crate::counters::{Counters, add};
+use crate::ends::{Device, Wire};
+use crate::icmp;
+use crate::limit::Limit;
+use crate::packet::{Header, decrement_ttl};
+use crate::split::split;
+use crate::table::Table;
+use crate::vnet::Vnet;
+
+/// The largest packet of a device with its vnet header.
+const MOST_PACKET: usize = Vnet::LEN + 65_535;
+/// The size of the buffer, in bytes: so that small packets can wait for each other.
+const ARENA: usize = 3 * MOST_PACKET;
+/// The limits of the kernel for datagrams that are sent at once. Before Linux 6.9 it takes 64.
+const MOST_DATAGRAMS: usize = 64;
+const MOST_BYTES: usize = 65_507;
+
+/// A datagram: the headers that were made for it, and the rest of a packet.
+#[derive(Debug, Clone)]
+struct Part {
+    headers: Range<usize>,
+    payload: Range<usize>,
+}
+
+impl Part {
+    fn len(&self) -> usize {
+        self.headers.len() + self.payload.len()
+    }
+}
+
+/// The state of one direction of a queue.
+pub(crate) struct Sender<'a, D, W> {
+    device: &'a D,
+    /// The sockets for IPv4 and IPv6.
+    wires: [Option<W>; 2],
+    counters: &'a Counters,
+    arena: Vec<u8>,
+    used: usize,
+    headers: Vec<u8>,
+    /// Datagrams of one size for one node, which are sent at once.
+    batch: Vec<Part>,
+    to: Option<SocketAddr>,
+    /// The bytes in the batch.
+    bytes: usize,
+    /// The kernel sends several datagrams at once.
+    joins: bool,
+    limit: Limit,
+}
+
+impl<'a, D: Device, W: Wire> Sender<'a, D, W> {
+    pub(crate) fn new(device: &'a D, wires: [Option<W>; 2], counters: &'a Counters) -> Self {
+        Self {
+            device,
+            wires,
+            counters,
+            arena: vec![0; ARENA],
+            used: 0,
+            headers: Vec::new(),
+            batch: Vec::new(),
+            to: None,
+            bytes: 0,
+            joins: true,
+            limit: Limit::default(),
+        }
+    }
+
+    /// Sends packets until there is none, at most `most`. Returns whether there may be more.
+    ///
+    /// # Errors
+    /// The device cannot be read.
+    pub(crate) fn run(&mut self, table: &Table, most: usize) -> Result<bool, Errno> {
+        for _ in 0..most {
+            if self.used + MOST_PACKET > ARENA {
+                self.flush();
+            }
+            let end = self.used + MOST_PACKET;
+            match self.device.read(&mut self.arena[self.used..end]) {
+                Ok(len) => self.take(self.used..self.used + len, table),
+                Err(Errno::EINTR) => {}
+                Err(Errno::EAGAIN) => {
+                    self.flush();
+                    return Ok(false);
+                }
+                Err(errno) => {
+                    self.flush();
+                    return Err(errno);
+                }
+            }
+        }
+        self.flush();
+        Ok(true)
+    }
+
+    /// Takes a packet with its vnet header, which is in the arena.
+    fn take(&mut self, range: Range<usize>, table: &Table) {
+        let start = range.start + Vnet::LEN;
+        let whole = &mut self.arena[range.clone()];
+        let Some((vnet, packet)) = whole.split_first_chunk_mut::<{ Vnet::LEN }>() else {
+            return add(&self.counters.bad_packet, 1);
+        };
+        let Some(ip) = Header::parse(packet) else { return add(&self.counters.bad_packet, 1) };
+        let vnet = Vnet::read(vnet);
+        let packet = &mut packet[..ip.total];
+        let Some(peer) = table.get(ip.dst) else {
+            add(&self.counters.no_peer, 1);
+            return self.answer(icmp::Error::Unreachable, start, &ip);
+        };
+        if ip.ttl <= 1 {
+            add(&self.counters.expired, 1);
+            return self.answer(icmp::Error::Expired, start, &ip);
+        }
+        decrement_ttl(packet, &ip);
+        let headers = self.headers.len();
+        let Ok(segments) = split(packet, &ip, &vnet, &mut self.headers) else {
+            return add(&self.counters.bad_packet, 1);
+        };
+        self.used = range.end;
+        let (to, end) = (peer.address, start + ip.total);
+        for n in 0..segments.count {
+            let at = headers + n * segments.headers;
+            let from = start + segments.headers + n * segments.payload;
+            let part = Part {
+                headers: at..at + segments.headers,
+                payload: from..end.min(from + segments.payload),
+            };
+            self.push(to, part);
+        }
+    }
+
+    fn push(&mut self, to: SocketAddr, part: Part) {
+        let len = part.len();
+        let fits = match (self.batch.first(), self.batch.last()) {
+            (Some(first), Some(last)) => {
+                self.joins
+                    && self.to == Some(to)
+                    && len <= first.len()
+                    && last.len() == first.len()
+                    && self.batch.len() < MOST_DATAGRAMS
+                    && self.bytes + len <= MOST_BYTES
+            }
+            _ => true,
+        };
+        if !fits {
+            self.send();
+        }
+        self.to = Some(to);
+        self.bytes += len;
+        self.batch.push(part);
+    }
+
+    /// Sends the batch, and makes the buffers empty.
+    fn flush(&mut self) {
+        self.send();
+        self.headers.clear();
+        self.used = 0;
+    }
+
+    /// Sends the batch.
+    fn send(&mut self) {
+        let (Some(to), Some(first)) = (self.to, self.batch.first()) else { return };
+        // At most 65,507.
+        let size = (self.batch.len() > 1).then_some(first.len() as u16);
+        let result = self.send_parts(to, &self.batch, size);
+        match result {
+            Err(Errno::EINVAL | Errno::EIO | Errno::EMSGSIZE | Errno::EOPNOTSUPP)
+                if size.is_some() =>
+            {
+                // Some devices and kernels cannot do it. A path with a smaller MTU is no reason to
+                // do without for all others.
+                self.joins &= result == Err(Errno::EMSGSIZE);
+                if result == Err(Errno::EMSGSIZE) {
+                    self.tell_path_mtu(to);
+                }
+                for part in &self.batch {
+                    let bytes = part.len();
+                    match self.send_parts(to, std::slice::from_ref(part), None) {
+                        Ok(()) => self.count(1, bytes),
+                        Err(_) => add(&self.counters.send_failed, 1),
+                    }
+                }
+            }
+            Err(_) => add(&self.counters.send_failed, self.batch.len() as u64),
+            Ok(()) => self.count(self.batch.len(), self.bytes),
+        }
+        self.batch.clear();
+        (self.to, self.bytes) = (None, 0);
+    }
+
+    fn count(&self, packets: usize, bytes: usize) {
+        add(&self.counters.sent_packets, packets as u64);
+        add(&self.counters.sent_bytes, bytes as u64);
+    }
+
+    /// Tells the source of the first packet in the batch that it must be smaller. The kernel
+    /// fragments the datagrams of those that are on their way.
+    fn tell_path_mtu(&mut self, to: SocketAddr) {
+        let Some(part) = self.batch.first() else { return };
+        let overhead = if to.is_ipv6() { 48 } else { 28 };
+        let wire = self.wires[usize::from(to.is_ipv6())].as_ref();
+        let Some(mtu) = wire.and_then(|wire| wire.path_mtu(to)?.checked_sub(overhead)) else {
+            return;
+        };
+        let [headers, payload] =
+            [&self.headers[part.headers.clone()], &self.arena[part.payload.clone()]];
+        let packet = [headers, payload].concat();
+        let Some(ip) = Header::parse(&packet) else { return };
+        if (ip.is_v6 || packet[6] & 0x40 != 0) && ip.total > usize::from(mtu) {
+            self.tell(icmp::Error::TooBig(mtu), &packet, &ip);
+        }
+    }
+
+    fn send_parts(&self, to: SocketAddr, parts: &[Part], size: Option<u16>) -> Result<(), Errno> {
+        let wire = self.wires[usize::from(to.is_ipv6())].as_ref().ok_or(Errno::EAFNOSUPPORT)?;
+        let mut slices = [IoSlice::new(&[]); 2 * MOST_DATAGRAMS];
+        for (place, part) in slices.chunks_exact_mut(2).zip(parts) {
+            place[0] = IoSlice::new(&self.headers[part.headers.clone()]);
+            place[1] = IoSlice::new(&self.arena[part.payload.clone()]);
+        }
+        let slices = &slices[..2 * parts.len()];
+        loop {
+            match wire.send(to, slices, size) {
+                Err(Errno::EINTR) => {}
+                // An error of an earlier datagram.
+                Err(Errno::ECONNREFUSED) => return wire.send(to, slices, size),
+                result => return result,
+            }
+        }
+    }
+
+    /// Sends an error to the source of the packet at an offset of the arena.
+    fn answer(&mut self, error: icmp::Error, start: usize, ip: &Header) {
+        let packet = self.arena[start..start + ip.total].to_vec();
+        self.tell(error, &packet, ip);
+    }
+
+    fn tell(&mut self, error: icmp::Error, packet: &[u8], ip: &Header) {
+        if let Some(message) = icmp::message(error, packet, ip, ip.dst)
+            && self.limit.allows()
+        {
+            let vnet = Vnet::default().write();
+            let _ = self.device.write(&[IoSlice::new(&vnet), IoSlice::new(&message)]);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::fakes::{FakeDevice, FakeWire, from_pod};
+    use crate::packet::{TCP, UDP, set_word};
+    use crate::table::Peer;
+
+    fn table() -> Table {
+        let peer = |subnet: [u8; 4], n| Peer {
+            subnet: subnet.into(),
+            len: 24,
+            address: ([192, 0, 2, n], 8285).into(),
+        };
+        Table::new(vec![peer([10, 1, 8, 0], 8), peer([10, 1, 9, 0], 9)])
+    }
+
+    /// Sends the packets. Returns the counters.
+    fn send(device: &FakeDevice, wire: &FakeWire) -> crate::Counts {
+        let counters = Counters::default();
+        let mut sender = Sender::new(device, [Some(wire), None], &counters);
+        while sender.run(&table(), 7).unwrap() {}
+        counters.read()
+    }
+
+    fn device(packets: &[Vec<u8>]) -> FakeDevice {
+        FakeDevice {
+            reads: std::cell::RefCell::new(packets.to_vec().into()),
+            ..FakeDevice::default()
+        }
+    }
+
+    /// The payloads of datagrams with a packet of TCP.
+    fn payloads(wire: &FakeWire) -> Vec<u8> {
+        wire.sent.borrow().iter().flat_map(|(_, datagram)| datagram[40..].to_vec()).collect()
+    }
+
+    const ALL: [Errno; 4] = [Errno::EINVAL, Errno::EIO, Errno::EMSGSIZE, Errno::EOPNOTSUPP];
+
+    #[test]
+    fn a_batch_that_the_kernel_refuses_is_sent_again_packet_by_packet() {
+        let bytes: Vec<u8> = (0..60_000).map(|n| (n / 7) as u8).collect();
+        let packets = [from_pod(TCP, &bytes, 1400), from_pod(TCP, &bytes, 1400)];
+        let (good, plain) = (FakeWire::default(), device(&packets));
+        let counts = send(&plain, &good);
+        assert_eq!((counts.sent_packets, counts.send_failed), (86, 0));
+        assert_eq!(payloads(&good), [&bytes[..], &bytes].concat());
+        assert!(*good.calls.borrow() <= 4, "{} calls", good.calls.borrow());
+        for errno in ALL {
+            let wire = FakeWire { refuses_joined: Some(errno), ..FakeWire::default() };
+            let device = device(&packets);
+            assert_eq!(send(&device, &wire), counts, "{errno}");
+            assert_eq!(*wire.sent.borrow(), *good.sent.borrow(), "{errno}");
+            let told = device.written.borrow().len();
+            assert_eq!(
+                told > 0,
+                errno == Errno::EMSGSIZE,
+                "{errno}: the source learns the path MTU"
+            );
+        }
+    }
+
+    #[test]
+    fn errors_of_single_datagrams_are_counted_and_stop_nothing() {
+        let packets = vec![from_pod(UDP, &[1; 64], 0); 5];
+        for (errno, failed) in [
+            (Errno::ENOBUFS, 5),
+            (Errno::EPERM, 5),
+            (Errno::ENETUNREACH, 5),
+            (Errno::EINTR, 0),
+            // It belongs to an earlier datagram.
+            (Errno::ECONNREFUSED, 0),
+        ] {
+            let wire =
+                FakeWire { errors: std::cell::RefCell::new([errno].into()), ..FakeWire::default() };
+            let counts = send(&device(&packets), &wire);
+            assert_eq!((counts.send_failed, counts.sent_packets), (failed, 5 - failed), "{errno}");
+        }
+    }
+
+    #[test]
+    fn packets_without_a_way_are_answered() {
+        let mut unknown = from_pod(UDP, &[7; 100], 0);
+        unknown[Vnet::LEN + 18] = 200;
+        let mut old = from_pod(UDP, &[7; 100], 0);
+        old[Vnet::LEN + 8] = 1;
+        for packet in [&mut unknown, &mut old] {
+            let ip = Header::parse(&packet[Vnet::LEN..]).unwrap();
+            crate::packet::set_total(&mut packet[Vnet::LEN..], 20, false, ip.total);
+        }
+        let (device, wire) = (device(&[unknown.clone(), old.clone()]), FakeWire::default());
+        let counts = send(&device, &wire);
+        assert_eq!((counts.no_peer, counts.expired, counts.sent_packets), (1, 1, 0));
+        let written = device.written.borrow();
+        // Its TTL, its source, its type and code, and the packet as it was.
+        let [unreachable, expired] = &written[..] else { panic!("{}", written.len()) };
+        for (message, kind, packet) in [(unreachable, [3, 0], &unknown), (expired, [11, 0], &old)] {
+            let message = &message[Vnet::LEN..];
+            assert_eq!(
+                (message[8], &message[12..16], &message[16..20]),
+                (8, &packet[Vnet::LEN + 16..][..4], &[10, 1, 7, 2][..])
+            );
+            assert_eq!(
+                (&message[20..22], &message[28..56]),
+                (&kind[..], &packet[Vnet::LEN..][..28])
+            );
+            assert_eq!(crate::checksum::sum(&message[..20]), 0xffff);
+            assert_eq!(crate::checksum::sum(&message[20..]), 0xffff);
+        }
+    }
+
+    #[test]
+    fn malformed_packets_are_counted() {
+        let good = from_pod(TCP, &[1; 3000], 1000);
+        let mut wrong_offset = good.clone();
+        wrong_offset[6..8].copy_from_slice(&3_000_u16.to_ne_bytes());
+        let mut wrong_size = good.clone();
+        wrong_size[4..6].copy_from_slice(&0_u16.to_ne_bytes());
+        let mut long = good.clone();
+        set_word(&mut long[Vnet::LEN..], 2, 9000);
+        let bad =
+            [vec![], vec![1; 5], good[..Vnet::LEN + 9].to_vec(), wrong_offset, wrong_size, long];
+        let counts = send(&device(&bad), &FakeWire::default());
+        assert_eq!((counts.bad_packet, counts.sent_packets), (6, 0));
+    }
+
+    proptest! {
+        /// Any sequence of packets arrives as single packets in their order, with few calls.
+        #[test]
+        fn packets_of_all_sizes_keep_their_order(
+            sizes in proptest::collection::vec((1_usize..3000, 0_u16..2, 8_u8..10), 1..60),
+        ) {
+            let mut expected = Vec::new();
+            let packets: Vec<Vec<u8>> = sizes.iter().map(|(len, split, to)| {
+                let payload: Vec<u8> = (0..*len).map(|n| (n * 3) as u8).collect();
+                let size = split * 500;
+                let mut packet = from_pod(UDP, &payload, size);
+                // The address is part of the checksum, which is not looked at here.
+                packet[Vnet::LEN + 18] = *to;
+                let part = if size == 0 { *len } else { usize::from(size) };
+                expected.extend(payload.chunks(part).map(|part| (*to, part.to_vec())));
+                packet
+            }).collect();
+            let wire = FakeWire::default();
+            let counts = send(&device(&packets), &wire);
+            let sent = wire.sent.borrow();
+            let got: Vec<(u8, Vec<u8>)> = sent.iter().map(|(to, datagram)| {
+                let SocketAddr::V4(to) = to else { panic!("{to}") };
+                (to.ip().octets()[3], datagram[28..].to_vec())
+            }).collect();
+            prop_assert_eq!(got, expected);
+            prop_assert_eq!(counts.sent_packets as usize, sent.len());
+            prop_assert!(sent.iter().all(|(_, datagram)| datagram[8] == 63));
+        }
+    }
+}

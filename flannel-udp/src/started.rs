@@ -1,0 +1,52 @@
+//! Programs that also are the process of a data plane.
+
+use std::ffi::OsString;
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Command, ExitCode};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use crate::server::serve;
+
+/// The first argument of such a process.
+const ARGUMENT: &str = "udp-data-plane";
+/// The program of a data plane alone.
+const PROGRAM: &str = "flannel-udp";
+
+/// This program has called [`run_if_started`].
+static IS_ABLE: AtomicBool = AtomicBool::new(false);
+
+/// Runs a data plane if this process was started as one ([`command`]), until it is told to end.
+/// `None`: it was not. A program calls this first in `main`. Otherwise its data planes run in the
+/// program `flannel-udp`, which has to be beside it or in `PATH`.
+pub fn run_if_started() -> Option<ExitCode> {
+    IS_ABLE.store(true, Ordering::Relaxed);
+    let mut args = std::env::args_os().skip(1);
+    let (first, socket) = (args.next()?, args.next()?);
+    (first == ARGUMENT).then(|| run(&socket))
+}
+
+/// Runs a data plane that answers on this socket. Returns only after an error, which is printed.
+pub fn run(socket: &OsString) -> ExitCode {
+    let socket = Path::new(socket);
+    let Err(error) = serve(socket);
+    crate::report(&format!("{}: {error}", socket.display()));
+    ExitCode::FAILURE
+}
+
+/// The command that starts a data plane on this socket. If another one answers there, the new one
+/// takes over from it.
+pub fn command(socket: &Path) -> Command {
+    let this = std::env::args_os().next().unwrap_or_default();
+    if IS_ABLE.load(Ordering::Relaxed) {
+        // Not by its name, because another version may have replaced the file.
+        let mut command = Command::new("/proc/self/exe");
+        command.arg0(this).arg(ARGUMENT).arg(socket);
+        return command;
+    }
+    let beside = std::env::current_exe().ok().map(|path| path.with_file_name(PROGRAM));
+    let beside = beside.filter(|path| path.is_file());
+    let mut command = Command::new(beside.as_deref().unwrap_or_else(|| Path::new(PROGRAM)));
+    command.arg(socket);
+    command
+}
