@@ -5,6 +5,7 @@ use std::process::{Command, Output};
 use std::time::Duration;
 
 use flannel_core::address::Family;
+use flannel_lab::testing::stream::Traffic;
 use flannel_lab::testing::{as_root, write_script};
 use flannel_lab::{Host, Lab, Signal};
 use serde_json::{Value, json};
@@ -164,5 +165,27 @@ fn commands_connect_the_pods_of_hosts() {
         let cleaned = ctl(&lab, host, &["cleanup", "--iface", "eth0"]);
         assert!(cleaned.status.success(), "{cleaned:?}");
         assert_eq!((routes(host, third), post(host).exists()), (0, false));
+    });
+}
+
+#[test]
+fn daemons_that_are_killed_lose_no_packet() {
+    as_root(|| {
+        let lab = up();
+        pass(&lab);
+        let in_sync = |host: &Host| host.log().unwrap().matches("in sync peers=2").count();
+        let traffic = Traffic::start(&lab);
+        for host in lab.hosts() {
+            let before = in_sync(host);
+            host.stop_daemon(Signal::SIGKILL).unwrap().unwrap();
+            traffic.wait_for_arrivals();
+            start(&lab, host);
+            eventually(PATIENCE, || in_sync(host) > before, || host.log().unwrap());
+            traffic.wait_for_arrivals();
+        }
+        let (sent, lost) = traffic.end();
+        assert!(lost.is_empty(), "{} of {sent} packets were lost: {lost:#?}", lost.len());
+        // Twelve streams, and twice 25 packets in each for a restart at least.
+        assert!(sent >= 12 * 3 * 50, "{sent} packets are too few for the test");
     });
 }

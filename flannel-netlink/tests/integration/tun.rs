@@ -26,7 +26,7 @@ fn a_tun_device_is_adopted_when_its_program_has_made_it() {
         let index = || ip("-j link show flannel0");
         put(1472).unwrap();
         let there = kernel.snapshot(&footprint()).unwrap();
-        assert_eq!(there.iter().collect::<Vec<_>>(), [Object::from(device(1472))]);
+        assert_eq!(there.iter().cloned().collect::<Vec<_>>(), [Object::from(device(1472))]);
         put(1400).unwrap();
         let shown: serde_json::Value = serde_json::from_str(&index()).unwrap();
         // Its queue is that for the program. Without it all packets would be dropped.
