@@ -89,6 +89,9 @@ impl DataPlane {
                 }
             }
         }
+        if let Some(Request::Stop(_)) = requests.last() {
+            inner.client = None;
+        }
         Ok(status)
     }
 
@@ -188,7 +191,8 @@ fn request(change: &Change) -> Result<Request, String> {
     }
 }
 
-/// Requests with those of the same kind that follow each other in one.
+/// Requests with those of the same kind that follow each other in one. The end of the process is
+/// the last one, because nobody answers after it.
 fn merged(requests: impl IntoIterator<Item = Request>) -> Vec<Request> {
     let mut all: Vec<Request> = Vec::new();
     for request in requests {
@@ -198,6 +202,7 @@ fn merged(requests: impl IntoIterator<Item = Request>) -> Vec<Request> {
             (_, request) => all.push(request),
         }
     }
+    all.sort_by_key(|request| matches!(request, Request::Stop(_)));
     all
 }
 
@@ -301,9 +306,9 @@ mod tests {
         let changes = [
             Change::Put(peer(1).into()),
             Change::Put(peer(2).into()),
+            Change::Delete(node_record(subnet(7), &options()).into()),
             Change::Delete(peer(3).into()),
             Change::Put(node_record(subnet(7), &options()).into()),
-            Change::Delete(node_record(subnet(7), &options()).into()),
         ];
         let requests = merged(changes.iter().map(|change| request(change).unwrap()));
         let [Request::Put(put), Request::Delete(gone), Request::Start(_), Request::Stop(stopped)] =

@@ -37,36 +37,59 @@ pub(crate) async fn clear(
         let allowed = settings.allow_commands || !other.runs_commands();
         Some((other.kind(), other.annex(Some(&settings.state_dir))?, allowed))
     };
-    let annexes: Vec<(&str, Arc<dyn Annex>, bool)> = others.filter_map(of).collect();
+    let (mut allowed, kept): (Vec<_>, Vec<_>) =
+        others.filter_map(of).partition(|(_, _, allowed)| *allowed);
     if status.wait_for(is_settled).await.is_ok() {
-        for (backend, annex, allowed) in annexes {
-            if !allowed {
-                report(backend, annex, moving).await;
-                continue;
+        for (backend, annex, _) in kept {
+            report(backend, annex, moving).await;
+        }
+        let mut looks = vec![Looks::default(); allowed.len()];
+        while !allowed.is_empty() {
+            for ((backend, annex, _), looks) in allowed.iter().zip(&mut looks) {
+                looks.count(remove(backend, Arc::clone(annex), Arc::clone(&kernel)).await);
             }
-            let (mut failures, mut quiet) = (0, 0);
-            while failures < ATTEMPTS && quiet < QUIET {
-                let (kernel, annex) = (Arc::clone(&kernel), Arc::clone(&annex));
-                let origin = format!("the earlier backend {backend}");
-                let removal = move || {
-                    let annexes = [annex.name()].into();
-                    let footprint = Footprint { annexes, ..Footprint::default() };
-                    let kernel = WithAnnexes::new(kernel, [annex]).waiting();
-                    let removed = cleanup(&kernel, &footprint, false);
-                    let had_records =
-                        removed.as_ref().is_ok_and(|removed| !removed.done.is_empty());
-                    (log_removal(&origin, removed), had_records)
-                };
-                match blocking(removal).await {
-                    (true, false) => quiet += 1,
-                    (true, true) => quiet = 0,
-                    (false, _) => failures += 1,
-                }
-                sleep(PAUSE).await;
-            }
+            let mut more = looks.iter().map(Looks::are_needed);
+            allowed.retain(|_| more.next().unwrap_or_default());
+            looks.retain(Looks::are_needed);
+            sleep(PAUSE).await;
         }
     }
     std::future::pending().await
+}
+
+/// The looks at the records of one backend.
+#[derive(Debug, Clone, Copy, Default)]
+struct Looks {
+    failures: u32,
+    quiet: u32,
+}
+
+impl Looks {
+    fn count(&mut self, (succeeded, had_records): (bool, bool)) {
+        match (succeeded, had_records) {
+            (true, false) => self.quiet += 1,
+            (true, true) => self.quiet = 0,
+            (false, _) => self.failures += 1,
+        }
+    }
+
+    fn are_needed(&self) -> bool {
+        self.failures < ATTEMPTS && self.quiet < QUIET
+    }
+}
+
+/// Removes the records of an annex. Returns whether this succeeded, and whether there were any.
+async fn remove(backend: &str, annex: Arc<dyn Annex>, kernel: Arc<dyn Kernel>) -> (bool, bool) {
+    let origin = format!("the earlier backend {backend}");
+    let removal = move || {
+        let annexes = [annex.name()].into();
+        let footprint = Footprint { annexes, ..Footprint::default() };
+        let kernel = WithAnnexes::new(kernel, [annex]).waiting();
+        let removed = cleanup(&kernel, &footprint, false);
+        let had_records = removed.as_ref().is_ok_and(|removed| !removed.done.is_empty());
+        (log_removal(&origin, removed), had_records)
+    };
+    blocking(removal).await
 }
 
 /// Logs once that the commands of a backend may stay in effect, if there are any.
