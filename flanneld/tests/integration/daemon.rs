@@ -755,7 +755,7 @@ fn an_unknown_backend_and_an_implicit_udp_stop_the_daemon_with_a_hint() {
         let mut daemon = place.start(&[]);
         assert_eq!(daemon.ended().code(), Some(1));
         daemon.wait_for_log("\"vlxan\" is not a backend");
-        daemon.wait_for_log("vxlan, host-gw, ipip, wireguard, extension, alloc");
+        daemon.wait_for_log("vxlan, host-gw, ipip, wireguard, udp, extension, alloc");
 
         let place = Place::new(
             r#"{"Network":"10.1.0.0/16","SubnetMin":"10.1.128.0","SubnetMax":"10.1.191.0"}"#,
