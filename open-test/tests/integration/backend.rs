@@ -103,7 +103,7 @@ fn config_is_validated() {
             (r#"{"Type":"lane","Lane":7,"Port":-1}"#, ["Backend.Port", "a UDP port"]),
             (
                 r#"{"Type":"lame","Lane":7}"#,
-                ["Backend.Type", "vxlan, host-gw, ipip, wireguard, extension, alloc, lane"],
+                ["Backend.Type", "vxlan, host-gw, ipip, wireguard, udp, extension, alloc, lane"],
             ),
         ] {
             std::fs::write(&file, lane(bad)).unwrap();
