@@ -13,5 +13,4 @@ mod objects;
 mod qemu;
 mod routes;
 mod suite;
-mod tun;
 mod wireguard;

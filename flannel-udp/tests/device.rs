@@ -1,4 +1,7 @@
-//! Tun devices, which another program makes.
+//! Tun devices, which another program makes, on the kernel. Here, because an ordinary user may not
+//! be allowed to open `/dev/net/tun`.
+
+#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
 use flannel_core::Kernel;
 use flannel_core::kernel::Footprint;
