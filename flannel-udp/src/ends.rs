@@ -73,7 +73,14 @@ impl Lane {
                     Socket::bind(address).map(Some).map_err(named)
                 };
                 lane.receive[family] = bind(options.port)?;
-                lane.send[family] = bind(if options.one_port { options.port } else { 0 })?;
+                // A second socket with the port would get datagrams that nobody reads.
+                lane.send[family] = match &lane.receive[family] {
+                    Some(socket) if options.one_port => {
+                        let fd = socket.as_fd().try_clone_to_owned();
+                        Some(Socket(fd.map_err(|error| format!("UDP socket: {error}"))?))
+                    }
+                    _ => bind(0)?,
+                };
             }
             Ok(lane)
         };

@@ -191,8 +191,8 @@ fn repeat(
         }
         let more = match run(&table) {
             Ok(more) => more,
-            // The device is down.
-            Err(Errno::EIO | Errno::EBADFD) => false,
+            // The device is down. If it is gone (`EBADFD`), the next process makes another one.
+            Err(Errno::EIO) => false,
             Err(errno) => return Err(errno.into()),
         };
         let mut ready =

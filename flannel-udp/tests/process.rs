@@ -128,5 +128,12 @@ fn a_process_takes_over_and_one_that_is_stopped_leaves_the_device() {
         new.client().ask(&Request::Stop(options("flannel0"))).unwrap();
         assert!(eventually(PATIENCE, || new.child.try_wait().unwrap(), || "it goes on").success());
         assert!(ip("-br link show flannel0").contains("flannel0") && !new.socket.exists());
+        // Without its device it ends, so that it is started again.
+        let mut last = Process::start(dir.path());
+        last.client().ask(&Request::Start(options("flannel0"))).unwrap();
+        ip("link delete flannel0");
+        assert!(
+            !eventually(PATIENCE, || last.child.try_wait().unwrap(), || "it goes on").success()
+        );
     });
 }
