@@ -24,7 +24,7 @@ use std::net::IpAddr;
 pub use self::addr::Addr;
 pub use self::change::Change;
 pub use self::fdb::Fdb;
-pub use self::link::{Ipip, Link, LinkAttributes, LinkKind, Tun, Vxlan, Wireguard};
+pub use self::link::{Fou, Ipip, Link, LinkAttributes, LinkKind, Tun, Vxlan, Wireguard};
 pub use self::name::{LinkName, MacAddr};
 pub use self::neigh::Neigh;
 pub use self::nexthop::Nexthop;

@@ -13,6 +13,7 @@
 pub(crate) mod addr;
 pub(crate) mod attached;
 pub(crate) mod fdb;
+pub(crate) mod fou;
 pub(crate) mod link;
 pub(crate) mod neigh;
 pub(crate) mod nexthop;
@@ -91,7 +92,7 @@ mod tests {
 
     use flannel_core::Subnet;
     use flannel_core::object::{
-        Addr, Fdb, Link, LinkName, MacAddr, Neigh, Nexthop, Object, Route, Via, Vxlan,
+        Addr, Fdb, Fou, Link, LinkName, MacAddr, Neigh, Nexthop, Object, Route, Via, Vxlan,
     };
     use neli::rtnl::{Ifaddrmsg, Ifinfomsg, Ndmsg, Rtmsg};
     use neli::{FromBytesWithInput, Header, ToBytes};
@@ -130,11 +131,20 @@ mod tests {
             prop::option::of(any_ip()),
             any::<[bool; 4]>(),
         );
-        (any::<u32>(), vxlan).prop_map(|(mtu, (vni, port, mac, local, [up, learning, gbp, on]))| {
-            let local = local.filter(|address| !address.is_unspecified());
-            let vxlan = Vxlan { vni, port, mac, local, lower: on.then(lower), learning, gbp };
-            Link { name: name(), mtu, up, kind: vxlan.into() }
-        })
+        let fou = (any::<[u8; 4]>(), any::<u16>(), any::<[bool; 3]>());
+        let fou = (any::<u32>(), fou).prop_map(|(mtu, (local, port, [up, one_port, on]))| {
+            let (local, one_port) = (local.into(), one_port && port != 0);
+            let fou = Fou { local, lower: on.then(lower), port, one_port };
+            Link { name: name(), mtu, up, kind: fou.into() }
+        });
+        let vxlan = (any::<u32>(), vxlan).prop_map(
+            |(mtu, (vni, port, mac, local, [up, learning, gbp, on]))| {
+                let local = local.filter(|address| !address.is_unspecified());
+                let vxlan = Vxlan { vni, port, mac, local, lower: on.then(lower), learning, gbp };
+                Link { name: name(), mtu, up, kind: vxlan.into() }
+            },
+        );
+        prop_oneof![fou, vxlan]
     }
 
     fn any_route() -> impl Strategy<Value = Route> {

@@ -4,6 +4,7 @@ mod apply;
 mod changes;
 mod counters;
 mod foreign_routes;
+mod fou;
 mod process_names;
 pub(crate) mod query;
 mod shadows;

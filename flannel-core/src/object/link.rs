@@ -2,6 +2,7 @@
 //!
 //! To add a kind of device, implement [`LinkAttributes`], and add a variant to [`LinkKind`].
 
+mod fou;
 mod ipip;
 mod tun;
 mod vxlan;
@@ -9,6 +10,7 @@ mod wireguard;
 
 use std::fmt;
 
+pub use self::fou::Fou;
 pub use self::ipip::Ipip;
 pub use self::tun::Tun;
 pub use self::vxlan::Vxlan;
@@ -42,6 +44,8 @@ impl fmt::Display for Link {
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum LinkKind {
+    /// A tunnel device whose packets travel in UDP datagrams.
+    Fou(Box<Fou>),
     /// An ipip device without a remote address.
     Ipip(Ipip),
     /// A tun device, which another program makes.
@@ -77,11 +81,18 @@ impl LinkKind {
     /// The attributes that kinds have in common.
     pub fn attributes(&self) -> &dyn LinkAttributes {
         match self {
+            Self::Fou(fou) => &**fou,
             Self::Ipip(ipip) => ipip,
             Self::Tun(tun) => tun,
             Self::Vxlan(vxlan) => &**vxlan,
             Self::Wireguard(wireguard) => &**wireguard,
         }
+    }
+}
+
+impl From<Fou> for LinkKind {
+    fn from(fou: Fou) -> Self {
+        Self::Fou(Box::new(fou))
     }
 }
 

@@ -3,6 +3,7 @@
 //! Each link kind has a module below this one. A request for a change has only the attributes that
 //! differ, because the kernel refuses some attributes even with their current values.
 
+mod fou;
 mod ipip;
 mod tun;
 mod vxlan;
@@ -39,6 +40,12 @@ pub(crate) trait LinkCodec {
         false
     }
 
+    /// Whether the existing device `is`, of another kind, is one of flannel's with the same purpose.
+    /// It is deleted for the new one.
+    fn replaces(&self, _: &LinkMessage) -> bool {
+        false
+    }
+
     /// Whether packets of IPv6 may arrive by a device of this kind.
     fn carries_ipv6(&self) -> bool {
         true
@@ -63,6 +70,7 @@ pub(crate) trait LinkCodec {
 /// The codec of a link kind; `None` if this version has none.
 pub(crate) fn codec(kind: &LinkKind) -> Option<&dyn LinkCodec> {
     match kind {
+        LinkKind::Fou(fou) => Some(&**fou),
         LinkKind::Ipip(ipip) => Some(ipip),
         LinkKind::Tun(tun) => Some(tun),
         LinkKind::Vxlan(vxlan) => Some(&**vxlan),
@@ -74,6 +82,7 @@ pub(crate) fn codec(kind: &LinkKind) -> Option<&dyn LinkCodec> {
 /// The attributes of one link kind in a message.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum KindMessage {
+    Fou(fou::FouMessage),
     Ipip(ipip::IpipMessage),
     Tun(tun::TunMessage),
     Vxlan(vxlan::VxlanMessage),
@@ -168,7 +177,9 @@ fn read_info(info: &[u8]) -> (String, KindMessage) {
     let name = find(IflaInfo::Kind).and_then(text_of).unwrap_or_default();
     let data = find(IflaInfo::Data).unwrap_or_default();
     let kind = match name.as_str() {
-        "ipip" => KindMessage::Ipip(ipip::read(data)),
+        "ipip" => {
+            fou::read(data).map_or_else(|| KindMessage::Ipip(ipip::read(data)), KindMessage::Fou)
+        }
         "tun" => KindMessage::Tun(tun::read(data)),
         "vxlan" => KindMessage::Vxlan(vxlan::read(data)),
         "wireguard" => KindMessage::Wireguard(wireguard::WireguardMessage::default()),
@@ -190,6 +201,7 @@ impl LinkMessage {
     /// The index of the device that sends the outer packets; 0 if there is none.
     pub(crate) fn lower(&self) -> u32 {
         match &self.kind {
+            KindMessage::Fou(fou) => fou.lower,
             KindMessage::Ipip(ipip) => ipip.lower,
             KindMessage::Vxlan(vxlan) => vxlan.lower,
             KindMessage::Tun(_) | KindMessage::Wireguard(_) | KindMessage::Other => 0,
@@ -199,6 +211,7 @@ impl LinkMessage {
     /// Whether [`LinkMessage::object`] represents all attributes that affect packets.
     pub(crate) fn is_exact(&self) -> bool {
         let is_exact = match &self.kind {
+            KindMessage::Fou(fou) => fou.is_exact(),
             KindMessage::Ipip(ipip) => ipip.is_exact(),
             KindMessage::Vxlan(vxlan) => vxlan.is_exact(),
             KindMessage::Wireguard(wireguard) => wireguard.is_exact(),
@@ -211,6 +224,7 @@ impl LinkMessage {
     /// index [`LinkMessage::lower`]; `None` if that is 0.
     pub(crate) fn object(&self, lower: Option<LinkName>) -> Option<Link> {
         let kind = match &self.kind {
+            KindMessage::Fou(fou) => fou.object(lower)?,
             KindMessage::Ipip(ipip) => ipip.object()?,
             KindMessage::Tun(tun) => tun.is_ours().then_some(LinkKind::Tun(Tun))?,
             KindMessage::Vxlan(vxlan) => vxlan.object(self.mac?, lower)?,
@@ -274,6 +288,22 @@ pub(crate) fn refused(kind: &str, codec: Option<&dyn LinkCodec>) -> Messages {
                 data.attr(id, &[value]);
             });
         }
+    });
+    request
+}
+
+/// The name of a device that is never made for long ([`probe`]).
+pub(crate) fn probe_name() -> LinkName {
+    "flannel-probe".parse().expect("a valid name")
+}
+
+/// A request for an ipip device with UDP headers and without addresses.
+pub(crate) fn probe() -> Messages {
+    let mut request = Messages::one(Rtm::Newlink, NlmF::CREATE | NlmF::EXCL, &at(0));
+    request.text(Ifla::Ifname, probe_name().as_str());
+    request.nest(Ifla::Linkinfo, |info| {
+        info.text(IflaInfo::Kind, "ipip");
+        info.nest(IflaInfo::Data, |data| fou::encapsulation(data, 1, false));
     });
     request
 }

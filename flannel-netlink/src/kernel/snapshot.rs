@@ -16,6 +16,7 @@ use crate::codec::link::LinkMessage;
 use crate::codec::{addr, fdb, neigh};
 use crate::kernel::Place;
 use crate::kernel::foreign_routes::ForeignRoutes;
+use crate::kernel::fou;
 use crate::kernel::query::{find_link, name_of};
 use crate::kernel::wireguard::WireguardDevices;
 use crate::transport::namespace::Namespace;
@@ -113,6 +114,9 @@ impl Reader<'_> {
         self.names.insert(found.index, name);
         if found.is_wireguard() {
             self.read_wireguard(&mut found)?;
+        }
+        if found.fou_port().is_some() {
+            found.add_fou_ports(&fou::ports(self.namespace)?);
         }
         let lower = if found.lower() == 0 { None } else { name_of(self.socket, found.lower())? };
         if let Some(object) = found.object(lower) {

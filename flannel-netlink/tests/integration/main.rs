@@ -6,6 +6,7 @@
 mod changes;
 mod corpus;
 mod foreign;
+mod fou;
 mod iface;
 mod ipip;
 mod netfilter;

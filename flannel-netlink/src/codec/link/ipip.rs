@@ -8,17 +8,20 @@ use super::{KindMessage, LinkCodec, LinkMessage, is_set};
 use crate::transport::wire::{Attributes, Messages, ip_of, u32_of};
 
 /// `IFLA_IPTUN_…` (linux `include/uapi/linux/if_tunnel.h`).
-mod attr {
-    pub(super) const LINK: u16 = 1;
-    pub(super) const LOCAL: u16 = 2;
-    pub(super) const REMOTE: u16 = 3;
-    pub(super) const TTL: u16 = 4;
-    pub(super) const TOS: u16 = 5;
-    pub(super) const PROTO: u16 = 9;
-    pub(super) const PMTUDISC: u16 = 10;
-    pub(super) const ENCAP_TYPE: u16 = 15;
-    pub(super) const COLLECT_METADATA: u16 = 19;
-    pub(super) const FWMARK: u16 = 20;
+pub(super) mod attr {
+    pub(in super::super) const LINK: u16 = 1;
+    pub(in super::super) const LOCAL: u16 = 2;
+    pub(in super::super) const REMOTE: u16 = 3;
+    pub(in super::super) const TTL: u16 = 4;
+    pub(in super::super) const TOS: u16 = 5;
+    pub(in super::super) const PROTO: u16 = 9;
+    pub(in super::super) const PMTUDISC: u16 = 10;
+    pub(in super::super) const ENCAP_TYPE: u16 = 15;
+    pub(in super::super) const ENCAP_FLAGS: u16 = 16;
+    pub(in super::super) const ENCAP_SPORT: u16 = 17;
+    pub(in super::super) const ENCAP_DPORT: u16 = 18;
+    pub(in super::super) const COLLECT_METADATA: u16 = 19;
+    pub(in super::super) const FWMARK: u16 = 20;
 }
 
 /// Attributes that are 0 on flannel's devices: outer packets inherit the TTL, and the DF flag, of
@@ -28,7 +31,7 @@ const ZERO: [(u16, usize); 5] =
     [(attr::LINK, 4), (attr::TTL, 1), (attr::TOS, 1), (attr::PMTUDISC, 1), (attr::FWMARK, 4)];
 
 /// `IPPROTO_IPIP`.
-const IPIP: u8 = 4;
+pub(super) const IPIP: u8 = 4;
 
 /// `IFLA_INFO_DATA` of an ipip device.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

@@ -55,6 +55,11 @@ impl LinkCodec for Tun {
         true
     }
 
+    /// The device that the kernel serves has the same name.
+    fn replaces(&self, is: &LinkMessage) -> bool {
+        is.fou_port().is_some()
+    }
+
     fn is_same_network(&self, is: &LinkMessage) -> bool {
         matches!(is.kind, KindMessage::Tun(_))
     }

@@ -7,10 +7,10 @@ use flannel_core::kernel::KernelError;
 use flannel_core::object::{Link, LinkKind, LinkName};
 
 use super::{EEXIST, EINVAL, EOPNOTSUPP, Steps, Writer, unsupported};
-use crate::codec::link;
-use crate::codec::link::LinkCodec;
+use crate::codec::fou::Port;
+use crate::codec::link::{self, LinkCodec, LinkMessage};
 use crate::kernel::query::{find_link, get_link};
-use crate::kernel::wireguard;
+use crate::kernel::{fou, wireguard};
 use crate::transport::socket::Socket;
 
 const EPERM: i32 = 1;
@@ -43,10 +43,14 @@ pub(in crate::kernel) fn may_change(
         if link::codec(&wanted.kind).is_some_and(LinkCodec::made_by_others) {
             continue;
         }
-        let known =
-            refused_as_invalid(socket.send_one(link::refused(kind, link::codec(&wanted.kind))));
+        let known = match &wanted.kind {
+            LinkKind::Fou(_) => can_have_udp_headers(socket),
+            _ => {
+                refused_as_invalid(socket.send_one(link::refused(kind, link::codec(&wanted.kind))))
+            }
+        };
         known.map_err(|error| match error.errno {
-            EOPNOTSUPP => {
+            EOPNOTSUPP if error.detail.is_none() => {
                 let detail = format!("this kernel has no {kind} devices: run modprobe {kind}");
                 KernelError::explained(EOPNOTSUPP, detail)
             }
@@ -54,6 +58,27 @@ pub(in crate::kernel) fn may_change(
         })?;
     }
     Ok(())
+}
+
+/// Checks that the kernel can put UDP headers around packets of ipip devices. It is asked for a
+/// second device without addresses, which it refuses after the check of the headers.
+///
+/// **Source**: linux `net/ipv4/ipip.c: ipip_newlink`.
+fn can_have_udp_headers(socket: &mut Socket) -> Result<(), KernelError> {
+    fou::open()?;
+    match socket.send_one(link::probe()) {
+        Err(error) if error.errno == EEXIST => Ok(()),
+        Err(error) if error.errno == EINVAL => {
+            let detail = "this kernel puts no UDP headers around packets of ipip devices";
+            Err(KernelError::explained(EOPNOTSUPP, detail))
+        }
+        // It has no device without addresses (`net.core.fb_tunnels_only_for_init_net`).
+        Ok(()) => {
+            let made = find_link(socket, link::probe_name())?;
+            made.map_or(Ok(()), |made| socket.send_one(link::delete(made.index)))
+        }
+        result => result,
+    }
 }
 
 /// The result of a request that passed all checks before that of its attributes.
@@ -78,8 +103,7 @@ impl Steps for Link {
         if !link::codec(&self.kind).is_some_and(|codec| codec.is_same_network(&is)) {
             return Ok(());
         }
-        writer.forget(self.name);
-        writer.socket.send_one(link::delete(is.index))
+        writer.delete_link(&is)
     }
 }
 
@@ -97,7 +121,7 @@ impl Writer<'_> {
             return self.create_link(want, codec, lower);
         };
         let kind = want.kind.attributes().kind();
-        if is.kind_name != kind {
+        if is.kind_name != kind && !codec.replaces(&is) {
             let other =
                 if is.kind_name.is_empty() { "physical or built-in" } else { &is.kind_name };
             let detail = format!(
@@ -111,10 +135,13 @@ impl Writer<'_> {
             let changes_kind = of_kind.len() > 0;
             let changed: Result<(), KernelError> =
                 self.socket.send(&mut of_kind).into_iter().collect();
+            if let Some(port) = is.fou_port().filter(|_| changes_kind) {
+                fou::delete(self.namespace, port)?;
+            }
             // The change may reset the MTU (linux `ip_tunnel_update`).
             let now = if changes_kind { find_link(self.socket, want.name)? } else { None };
             let is = now.unwrap_or_else(|| is.clone());
-            let own = self.configure(want, is.index);
+            let own = self.configure(want, &is);
             let mut send = |mut requests| -> Result<(), KernelError> {
                 self.socket.send(&mut requests).into_iter().collect()
             };
@@ -132,8 +159,15 @@ impl Writer<'_> {
                 }
             }
         }
-        self.socket.send_one(link::delete(is.index))?;
+        self.delete_link(&is)?;
         self.create_link(want, codec, lower)
+    }
+
+    fn delete_link(&mut self, is: &LinkMessage) -> Result<(), KernelError> {
+        self.forget(is.name);
+        let deleted = self.socket.send_one(link::delete(is.index));
+        let closed = is.fou_port().map_or(Ok(()), |port| fou::delete(self.namespace, port));
+        deleted.and(closed)
     }
 
     fn create_link(
@@ -150,19 +184,27 @@ impl Writer<'_> {
             Err(error) if error.errno == EEXIST => return self.rename_back(want, codec, error),
             created => created?,
         }
-        let index = self.index(want.name)?;
+        let made = get_link(self.socket, want.name)?;
         if codec.carries_ipv6() {
             self.ignore_router_advertisements(want.name);
         }
-        self.configure(want, index)?;
-        let up = if want.up { self.socket.send_one(link::set_up(index, true)) } else { Ok(()) };
+        self.configure(want, &made)?;
+        let up =
+            if want.up { self.socket.send_one(link::set_up(made.index, true)) } else { Ok(()) };
         up.map_err(|error| explained(error, want))
     }
 
     /// Sets the attributes that are not in messages about links.
-    fn configure(&self, want: &Link, index: u32) -> Result<(), KernelError> {
-        let LinkKind::Wireguard(device) = &want.kind else { return Ok(()) };
-        self.wireguard.configure(self.namespace, (want.name, index), device)
+    fn configure(&self, want: &Link, is: &LinkMessage) -> Result<(), KernelError> {
+        match &want.kind {
+            LinkKind::Fou(device) => {
+                fou::add(self.namespace, Port { local: device.local, port: device.port })
+            }
+            LinkKind::Wireguard(device) => {
+                self.wireguard.configure(self.namespace, (want.name, is.index), device)
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Called when the kernel refuses to create `want` with `error`, because a device excludes it.

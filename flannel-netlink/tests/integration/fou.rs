@@ -1,0 +1,163 @@
+//! Tunnels with UDP headers, on a kernel that has them.
+
+use std::fs::File;
+use std::net::{Ipv4Addr, UdpSocket};
+use std::os::fd::AsFd;
+
+use flannel_core::kernel::Footprint;
+use flannel_core::object::{
+    Addr, Change, Fou, Link, LinkKind, LinkName, Object, Route, State, Tun, Via,
+};
+use flannel_core::{Kernel, Subnet};
+use flannel_netlink::NetlinkKernel;
+use flannel_netlink::testing::{in_netns, ip, run};
+use nix::sched::{CloneFlags, setns};
+use test_support::guest::in_qemu;
+
+fn name() -> LinkName {
+    "flannel0".parse().unwrap()
+}
+
+fn footprint() -> Footprint {
+    let networks = vec!["10.1.0.0/16".parse().unwrap()];
+    Footprint { links: [name()].into(), networks, ..Footprint::default() }
+}
+
+/// The address of a node, and the first one of its subnet.
+fn addresses(node: u8) -> [Ipv4Addr; 2] {
+    [[192, 0, 2, node].into(), [10, 1, node, 0].into()]
+}
+
+/// The objects of a node whose only peer is the other one.
+fn objects(node: u8, port: u16, one_port: bool) -> Vec<Object> {
+    let ([local, address], [gateway, peer]) = (addresses(node), addresses(3 - node));
+    let kind = Fou { local, lower: "up0".parse().ok(), port, one_port }.into();
+    let dst = Subnet::new(peer.into(), 24).unwrap();
+    let via = Via::Gateway { gateway: gateway.into(), link: name(), onlink: true };
+    vec![
+        Link { name: name(), mtu: 1400, up: true, kind }.into(),
+        Addr { link: name(), address: address.into(), len: 32 }.into(),
+        Route { dst, via, mtu: None }.into(),
+    ]
+}
+
+fn put(kernel: &NetlinkKernel, objects: &[Object]) {
+    let changes: Vec<Change> = objects.iter().cloned().map(Change::Put).collect();
+    for (change, result) in changes.iter().zip(kernel.apply(&footprint(), &changes)) {
+        result.unwrap_or_else(|error| panic!("{change}: {error}"));
+    }
+}
+
+fn assert_state(kernel: &NetlinkKernel, objects: &[Object]) {
+    let want: State = objects.iter().cloned().collect();
+    let text = |state: &State| state.iter().map(ToString::to_string).collect::<Vec<_>>();
+    assert_eq!(text(&kernel.snapshot(&footprint()).unwrap()), text(&want));
+}
+
+/// Two nodes in a namespace each reach each other with one IP packet in each datagram, and damage
+/// to a device or its port is repaired.
+#[test]
+fn datagrams_carry_packets_alone() {
+    in_qemu(&["fou", "ipip", "tun", "veth"], || {
+        in_netns(|| {
+            ip("link set lo up");
+            run("mkdir", "-p /run/netns");
+            ip("netns add far");
+            ip("link add up0 type veth peer name up0 netns far");
+            let [[here, from], [there, to]] = [1, 2].map(addresses);
+            ip(&format!("addr add {here}/24 dev up0"));
+            ip(&format!("-n far addr add {there}/24 dev up0"));
+            ip("link set up0 up");
+            ip("-n far link set up0 up");
+
+            let near = NetlinkKernel::open().unwrap();
+            let far = File::open("/run/netns/far").unwrap();
+            let far = std::thread::scope(|scope| {
+                let inside = || {
+                    setns(far.as_fd(), CloneFlags::CLONE_NEWNET).unwrap();
+                    NetlinkKernel::open().unwrap()
+                };
+                scope.spawn(inside).join().unwrap()
+            });
+            let ours = objects(1, 8285, false);
+            let theirs = objects(2, 8285, true);
+            let Object::Link(device) = &ours[0] else { unreachable!() };
+            near.may_change(std::slice::from_ref(device)).unwrap();
+            assert!(!ip("link show").contains("flannel"), "the check makes no device");
+            put(&near, &ours);
+            put(&far, &theirs);
+            assert_state(&near, &ours);
+            assert_state(&far, &theirs);
+            let ping = format!("-c 3 -i 0.2 -W 5 -I {from} {to}");
+            run("ping", &ping);
+
+            // A socket instead of the far device sees the packet, and nothing before it.
+            let mut gone = theirs.clone();
+            gone.truncate(1);
+            let deletion = Change::Delete(gone.remove(0));
+            far.apply(&footprint(), &[deletion]).remove(0).unwrap();
+            assert_state(&far, &[]);
+            let netns = File::open("/run/netns/far").unwrap();
+            let inbox = std::thread::scope(|scope| {
+                let inside = || {
+                    setns(netns.as_fd(), CloneFlags::CLONE_NEWNET).unwrap();
+                    UdpSocket::bind((there, 8285)).expect("the port was closed")
+                };
+                scope.spawn(inside).join().unwrap()
+            });
+            let asks = UdpSocket::bind((from, 7000)).unwrap();
+            asks.send_to(b"packet", (to, 9)).unwrap();
+            let mut datagram = [0; 100];
+            let (len, sender) = inbox.recv_from(&mut datagram).unwrap();
+            assert_eq!((sender.ip(), len, datagram[0]), (here.into(), 20 + 8 + 6, 0x45));
+            assert_eq!(&datagram[len - 6..len], b"packet");
+            let error = {
+                let changes = [Change::Put(theirs[0].clone())];
+                far.apply(&footprint(), &changes).remove(0).unwrap_err().to_string()
+            };
+            assert!(error.contains("UDP port 8285 is in use"), "{error}");
+            drop(inbox);
+            put(&far, &theirs);
+            run("ping", &ping);
+
+            // Another port needs no new device.
+            let index = || ip("-o link show flannel0").split(':').next().unwrap().to_owned();
+            let first = index();
+            for port in [9000, 8285] {
+                let moved = objects(1, port, port == 9000);
+                put(&near, &moved);
+                assert_state(&near, &moved);
+                let ports = ip("fou show");
+                assert_eq!(ports.matches("port").count(), 1, "{ports}");
+            }
+            assert_eq!(index(), first);
+            let damage = [
+                format!("fou del port 8285 local {here}"),
+                "link set flannel0 mtu 1300".to_owned(),
+                "link set flannel0 down".to_owned(),
+                "link del flannel0".to_owned(),
+            ];
+            for damage in damage {
+                ip(&damage);
+                let state = near.snapshot(&footprint()).unwrap();
+                let want: State = ours.iter().cloned().collect();
+                let is_seen = state != want || state.is_inexact(&ours[0].key());
+                assert!(is_seen, "{damage}");
+                put(&near, &ours);
+                assert_state(&near, &ours);
+                run("ping", &ping);
+            }
+
+            // The device that another program serves has the same name.
+            let tun = Link { name: name(), mtu: 1400, up: true, kind: LinkKind::Tun(Tun) };
+            let waits = near.apply(&footprint(), &[Change::Put(tun.into())]).remove(0);
+            assert!(waits.unwrap_err().is_started());
+            assert_state(&near, &[]);
+            ip("tuntap add flannel0 mode tun multi_queue vnet_hdr");
+            put(&near, &ours);
+            assert_state(&near, &ours);
+            run("ping", &ping);
+            ip("netns del far");
+        });
+    });
+}
