@@ -53,6 +53,9 @@ pub struct NetworkReport {
     /// The backend type in the leases of its backend.
     #[serde(default)]
     pub lease_type: String,
+    /// The code that moves the packets, if the backend has several; else empty.
+    #[serde(default)]
+    pub path: String,
     /// The move to the backend of the network config; `null`: none is under way.
     #[serde(default)]
     pub moving: Option<MoveReport>,

@@ -5,6 +5,7 @@ mod options;
 mod plan;
 
 use std::collections::BTreeMap;
+use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -15,11 +16,11 @@ use flannel_core::backend::{
 };
 use flannel_core::kernel::{Annex, Footprint};
 use flannel_core::lease::Offer;
-use flannel_core::object::{Link, LinkKind, LinkName, Route, Tun, Via};
+use flannel_core::object::{Fou, Link, LinkKind, LinkName, Route, Tun, Via};
 use flannel_core::{Backend, Config, Error, Result};
 
 use crate::annex::DataPlane;
-pub use crate::options::Options;
+pub use crate::options::{Options, Path as PacketPath};
 use crate::plan::Plan;
 pub use flannel_udp::run_if_started;
 
@@ -88,7 +89,12 @@ impl Backend for UdpBackend {
     }
 
     fn validate(&self, config: &Config, uplink: Option<&ExternalInterface>) -> Result<()> {
-        options(config)?;
+        let options = options(config)?;
+        if options.path == options::Path::Kernel
+            && let Some(why) = options.needs_process(&config.networks)
+        {
+            return Err(refuse(format!(r#""Path": "kernel": {why}"#)));
+        }
         let overhead = config.networks.map(|family, _| overhead(family));
         underlay_mtu(None, uplink, &overhead).map_err(refuse)?;
         let Some(uplink) = uplink else { return Ok(()) };
@@ -101,7 +107,6 @@ impl Backend for UdpBackend {
     async fn prepare(&self, node: &Node<'_>, config: &Config) -> Result<Prepared> {
         self.validate(config, Some(node.uplink))?;
         let (options, uplink) = (options(config)?, node.uplink);
-        node.may_change(Vec::new()).await?;
         let enabled = config.networks.map(|_, pods| pods.network);
         let mtu = enabled.iter().map(|(family, _)| uplink.mtu - overhead(family)).min();
         let mtu = mtu.unwrap_or(uplink.mtu);
@@ -111,27 +116,63 @@ impl Backend for UdpBackend {
         let footprint = self.footprint(config, Some(uplink.name))?;
         let addresses =
             Dual::from_fn(|family| uplink.address[family].filter(|_| enabled[family].is_some()));
-        let link = Link { name: device(), mtu, up: true, kind: LinkKind::Tun(Tun) };
+        let tun = Link { name: device(), mtu, up: true, kind: LinkKind::Tun(Tun) };
+        let of_kernel = kernel_device(&options, config, uplink)
+            .map(|kind| Link { kind: kind.into(), ..tun.clone() });
+        let link = choose(node, &options, of_kernel, tun).await?;
+        let by_kernel = matches!(link.kind, LinkKind::Fou(_)).then_some(link.name);
         Ok(Prepared::new(offer, move |lease| {
             let own = lease.lease().subnets;
             let plane = options.data_plane(&addresses, &own);
             let local = LocalEnd { addresses, subnets: own };
-            let plan = Plan { families: enabled.map(|_, _| ()), port: options.port, local };
+            let (families, port) = (enabled.map(|_, _| ()), options.port);
+            let plan = Plan { families, port, local, device: by_kernel };
             let mut blueprint = Blueprint::new(mtu, move |subnets, offer, env, objects| {
                 plan.objects(subnets, offer, env, objects)
             });
             (blueprint.lease_type, blueprint.footprint) = (Some(""), footprint);
+            blueprint.path = if by_kernel.is_some() { "the kernel" } else { "a process" };
             blueprint.base = lease.tunnel(&enabled.map(|_, _| link.clone()));
-            let to = |dst: &Subnet| Route { dst: *dst, via: Via::Link(link.name), mtu: None };
-            blueprint.base.extend(enabled.values().map(to));
-            let first = own.iter().next().expect("a lease has a subnet");
-            blueprint.base.insert(annex::node_record(first, &plane));
+            if by_kernel.is_none() {
+                let to = |dst: &Subnet| Route { dst: *dst, via: Via::Link(link.name), mtu: None };
+                blueprint.base.extend(enabled.values().map(to));
+                let first = own.iter().next().expect("a lease has a subnet");
+                blueprint.base.insert(annex::node_record(first, &plane));
+            }
             Ok(Built::Kernel(blueprint))
         }))
     }
 }
 
-/// The tun device of both families. Go flannel takes the first free name, which is this one.
+/// The device with which the kernel can move the packets; `None`: the process has to.
+fn kernel_device(options: &Options, config: &Config, uplink: &ExternalInterface) -> Option<Fou> {
+    if options.path == options::Path::Process || options.needs_process(&config.networks).is_some() {
+        return None;
+    }
+    let Some(IpAddr::V4(local)) = uplink.address.v4 else { return None };
+    let Options { port, source_port: one_port, .. } = *options;
+    Some(Fou { local, lower: Some(uplink.name), port, one_port })
+}
+
+/// The device of the kernel if it has such devices, else the tun device.
+async fn choose(
+    node: &Node<'_>,
+    options: &Options,
+    of_kernel: Option<Link>,
+    tun: Link,
+) -> Result<Link> {
+    if let Some(link) = of_kernel {
+        match node.may_change(vec![link.clone()]).await {
+            Ok(()) => return Ok(link),
+            Err(error) if options.path == options::Path::Kernel => return Err(error),
+            Err(error) => tracing::info!(%error, "a process moves the packets"),
+        }
+    }
+    node.may_change(Vec::new()).await?;
+    Ok(tun)
+}
+
+/// The device of both families. Go flannel takes the first free name, which is this one.
 fn device() -> LinkName {
     "flannel0".parse().expect("a valid name")
 }

@@ -4,9 +4,10 @@ use std::net::IpAddr;
 
 use flannel_core::Subnets;
 use flannel_core::address::Dual;
-use flannel_core::config::BackendConfig;
+use flannel_core::config::{BackendConfig, PodNetwork};
 use flannel_core::json::FieldError;
 use flannel_udp::Prefix;
+use serde::Deserialize;
 
 use crate::device;
 
@@ -23,13 +24,28 @@ pub struct Options {
     /// (`false`) is any port, so that nodes can spread flows over their processors.
     pub source_port: bool,
     /// `SourceCheck`: a packet is accepted only from the public address of the node that has its
-    /// source address; default on.
-    pub source_check: bool,
+    /// source address. `None`: on, except on the path of the kernel, which cannot check it.
+    pub source_check: Option<bool>,
+    /// `Path`: the code that moves the packets.
+    pub path: Path,
+}
+
+/// The code that moves the packets of a node. All speak with each other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Path {
+    /// That of the kernel if it can do what the other options demand, else that of the process.
+    #[default]
+    Auto,
+    /// An ipip device of the kernel with UDP headers (Foo over UDP).
+    Kernel,
+    /// A process with a tun device.
+    Process,
 }
 
 impl Options {
     /// The names of the fields.
-    pub const NAMES: [&str; 3] = ["Port", "SourcePort", "SourceCheck"];
+    pub const NAMES: [&str; 4] = ["Port", "SourcePort", "SourceCheck", "Path"];
 
     /// Reads the options.
     ///
@@ -37,14 +53,31 @@ impl Options {
     /// The first wrong field.
     pub fn parse(config: &BackendConfig) -> Result<Self, FieldError> {
         let fields = config.fields()?;
-        let [port, source_port, source_check] = Self::NAMES;
+        let [port, source_port, source_check, path] = Self::NAMES;
         let port: Option<u16> = fields.take(port, "a UDP port, 0 for 8285")?;
         let flag = |name| fields.take::<bool>(name, "true or false");
         Ok(Self {
             port: port.filter(|port| *port != 0).unwrap_or(DEFAULT_PORT),
             source_port: flag(source_port)?.unwrap_or(false),
-            source_check: flag(source_check)?.unwrap_or(true),
+            source_check: flag(source_check)?,
+            path: fields.take(path, r#""auto", "kernel" or "process""#)?.unwrap_or_default(),
         })
+    }
+
+    /// The reason why the kernel cannot move the packets of a config with these options; `None`: it
+    /// can if it has the devices.
+    pub(crate) fn needs_process(&self, networks: &Dual<PodNetwork>) -> Option<&'static str> {
+        let checks = match self.path {
+            Path::Kernel => self.source_check == Some(true),
+            Path::Auto | Path::Process => self.source_check != Some(false),
+        };
+        if networks.v6.is_some() {
+            Some("the kernel carries IPv4 only, and EnableIPv6 is true")
+        } else if checks {
+            Some("the kernel does not check sources, and SourceCheck is true")
+        } else {
+            None
+        }
     }
 
     /// The options of the data plane of a node with these addresses and subnets.
@@ -61,7 +94,7 @@ impl Options {
             port: self.port,
             own: own.iter().map(prefix).collect(),
             one_port: self.source_port,
-            checks_source: self.source_check,
+            checks_source: self.source_check.unwrap_or(true),
             queues: None,
         }
     }
@@ -80,15 +113,22 @@ mod tests {
 
     #[test]
     fn options_are_checked() {
-        let defaults = Options { port: 8285, source_port: false, source_check: true };
+        let defaults = Options {
+            port: 8285,
+            source_port: false,
+            source_check: None,
+            path: Path::Auto,
+        };
         assert_eq!((parse(""), parse(r#","port":0"#)), (Ok(defaults), Ok(defaults)));
-        let all = parse(r#","Port":7,"SourcePort":true,"SourceCheck":false"#);
-        assert_eq!(all, Ok(Options { port: 7, source_port: true, source_check: false }));
+        let all = parse(r#","Port":7,"SourcePort":true,"SourceCheck":false,"Path":"kernel""#);
+        let (source_check, path) = (Some(false), Path::Kernel);
+        assert_eq!(all, Ok(Options { port: 7, source_port: true, source_check, path }));
         for (wrong, field) in [
             (r#","Port":65536"#, "Backend.Port"),
             (r#","Port":"8285""#, "Backend.Port"),
             (r#","SourcePort":1"#, "Backend.SourcePort"),
             (r#","SourceCheck":"no""#, "Backend.SourceCheck"),
+            (r#","Path":"fast""#, "Backend.Path"),
         ] {
             assert_eq!(parse(wrong).unwrap_err().field, field);
         }

@@ -1,10 +1,10 @@
-//! The objects of a peer: an entry in the table of the data plane for each subnet.
+//! The objects of a peer for each subnet: an entry in the table of the process, or a route.
 
 use flannel_core::Subnets;
 use flannel_core::address::Dual;
 use flannel_core::backend::{Env, LocalEnd};
 use flannel_core::lease::{Endpoint, Offer};
-use flannel_core::object::Object;
+use flannel_core::object::{LinkName, Object, Route, Via};
 use flannel_core::status::Rejection;
 
 use crate::annex::peer_record;
@@ -16,6 +16,8 @@ pub(crate) struct Plan {
     /// The UDP port of all nodes.
     pub(crate) port: u16,
     pub(crate) local: LocalEnd,
+    /// The device of the kernel that sends the packets; `None`: the process sends them.
+    pub(crate) device: Option<LinkName>,
 }
 
 impl Plan {
@@ -36,7 +38,13 @@ impl Plan {
             let is_enabled = self.families[subnet.family()].is_some();
             let Some(public) = public.filter(|_| is_enabled) else { continue };
             match self.local.check(public, subnets, false) {
-                Ok(()) => out.push(peer_record(subnet, (public, self.port).into()).into()),
+                Ok(()) => out.push(match self.device {
+                    None => peer_record(subnet, (public, self.port).into()).into(),
+                    Some(link) => {
+                        let via = Via::Gateway { gateway: public, link, onlink: true };
+                        Route { dst: subnet, via, mtu: None }.into()
+                    }
+                }),
                 Err(rejected) => {
                     env.advise(rejected.to_string());
                     bad = Some(rejected);
@@ -66,7 +74,8 @@ mod tests {
         let local = LocalEnd { addresses, subnets: own };
         let public = public.into_iter().flatten().map(address).collect();
         let (offer, env) = (Offer { public, ..Offer::default() }, Env::new(&|_| None));
-        let (mut objects, plan) = (Vec::new(), Plan { families, port: 8285, local });
+        let plan = Plan { families, port: 8285, local, device: None };
+        let mut objects = Vec::new();
         let result = plan.objects(&subnets.parse().unwrap(), &offer, &env, &mut objects);
         let why = result.err().map(|why| why.to_string()).unwrap_or_default();
         (objects.iter().map(ToString::to_string).collect(), why)

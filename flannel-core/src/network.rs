@@ -89,6 +89,8 @@ pub struct NetworkHandle {
     pub lease: Lease,
     /// The largest packet that pods may send, in bytes; the smallest over the enabled families.
     pub mtu: u32,
+    /// See [`Blueprint::path`](crate::backend::Blueprint::path).
+    pub path: &'static str,
     /// The latest status. Before the end of the first round it is [`Status::default`]. After the
     /// network stopped, the last status stays and the channel is closed.
     pub status: watch::Receiver<Arc<Status>>,
@@ -119,7 +121,7 @@ impl<T> Reply<T> {
 impl NetworkHandle {
     /// A handle of a network that answers no questions.
     pub fn new(lease: Lease, mtu: u32, status: watch::Receiver<Arc<Status>>) -> Self {
-        Self { lease, mtu, status, questions: None }
+        Self { lease, mtu, path: "", status, questions: None }
     }
 
     /// Lets callers ask questions. The network receives them from the other end of `questions`.

@@ -65,6 +65,7 @@ impl KernelNetwork {
         let mtu = blueprints.iter().map(|blueprint| blueprint.mtu).min().unwrap_or(0);
         let (mut footprint, mut base, mut plans) =
             (Footprint::default(), State::default(), Vec::new());
+        let path = blueprints.first().map_or("", |blueprint| blueprint.path);
         let needs_handshakes = blueprints.first().is_some_and(|blueprint| blueprint.handshakes);
         for blueprint in blueprints {
             footprint.merge(blueprint.footprint);
@@ -78,10 +79,12 @@ impl KernelNetwork {
         let rules = AdmissionRules { networks, own: Some(Arc::new(own.clone())), reserved };
         let (status, receiver) = watch::channel(Arc::new(Status::default()));
         let (asked, questions) = mpsc::channel(1);
+        let mut handle = NetworkHandle::new(own, mtu, receiver).with_questions(asked);
+        handle.path = path;
         Self {
             kernel,
             names: None,
-            handle: NetworkHandle::new(own, mtu, receiver).with_questions(asked),
+            handle,
             is_held,
             engine: Box::new(Engine::new(footprint, base, Admission::new(rules, plans))),
             status,

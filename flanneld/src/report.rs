@@ -51,6 +51,7 @@ fn network_report(network: &NetworkSnapshot, snapshot: &Snapshot) -> NetworkRepo
         since: seconds(running.since),
         backend: running.config.backend.kind.clone(),
         lease_type: running.handle.lease.attrs.preferred.kind.to_string(),
+        path: running.handle.path.to_owned(),
         moving: snapshot.facts.moving.clone(),
         mtu: running.handle.mtu,
         networks: texts(running.config.pod_networks()),

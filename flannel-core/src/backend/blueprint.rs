@@ -15,6 +15,8 @@ pub struct Blueprint {
     pub lease_type: Option<&'static str>,
     /// The size of the largest packet that pods may send, in bytes.
     pub mtu: u32,
+    /// The code that moves the packets, as text for the status; empty for backends with one way.
+    pub path: &'static str,
     /// Packets pass only after a handshake with the peer, which its plan's WireGuard peer needs.
     /// While a node moves to this backend, a peer is reached by the other one until then.
     pub handshakes: bool,
@@ -39,6 +41,7 @@ impl Blueprint {
         Self {
             lease_type: None,
             mtu,
+            path: "",
             handshakes: false,
             footprint: Footprint::default(),
             base: State::default(),

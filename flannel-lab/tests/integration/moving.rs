@@ -2,6 +2,7 @@
 //! pods. `tests/moves.rs` has the moves that need a guest.
 
 mod cluster;
+mod udp;
 mod wireguard;
 
 use flannel_core::address::Family;

@@ -146,6 +146,21 @@ fn udp_daemons_killed_and_upgraded_lose_no_packet() {
     });
 }
 
+/// The kernel moves the packets: no process has a socket, and the path is in the status.
+#[test]
+fn udp_daemons_whose_kernel_moves_packets_lose_none_when_killed() {
+    in_qemu(&[&MODULES[..], &["fou", "ipip"]].concat(), || {
+        let backend = json!({ "Type": "udp", "SourceCheck": false });
+        let lab = up_with(Lab::builder().backend(backend));
+        for host in lab.hosts() {
+            let device = ip(host, "-d link show flannel0");
+            assert!(device.contains("ipip") && device.contains("encap fou"), "{device}");
+            assert_eq!(data_plane(host), 0);
+        }
+        killed_and_upgraded(&lab, slow_traffic(&lab), 2, 2);
+    });
+}
+
 /// The process of a host's data plane.
 fn data_plane(host: &Host) -> i32 {
     let socket = host.dir().join("state/udp/socket");

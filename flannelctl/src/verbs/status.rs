@@ -138,7 +138,8 @@ fn network_fields(network: &NetworkReport, terminal: &Terminal) -> String {
         interface.mtu,
         interface.reason
     );
-    let backend = format!("{}, pods may send {} bytes", network.backend, network.mtu);
+    let path = if network.path.is_empty() { "" } else { &format!(" by {}", network.path) };
+    let backend = format!("{}{path}, pods may send {} bytes", network.backend, network.mtu);
     terminal.field("lease", Style::Bold, &format!("{}, {term}", lease.subnets.join(", ")))
         + &terminal.field("interface", Style::Bold, &chosen)
         + &terminal.field("backend", Style::Bold, &backend)

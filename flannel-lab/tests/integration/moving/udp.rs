@@ -1,0 +1,63 @@
+//! Changes of the code that moves the packets of udp, in a guest whose kernel can do it.
+
+use std::time::Duration;
+
+use flannel_lab::{Host, Lab};
+use serde_json::json;
+use test_support::eventually;
+use test_support::guest::in_qemu;
+
+use super::cluster::{Cluster, Pace};
+
+const MODULES: [&str; 9] = [
+    "veth",
+    "bridge",
+    "fou",
+    "ipip",
+    "iptable_nat",
+    "iptable_filter",
+    "xt_MASQUERADE",
+    "xt_comment",
+    "xt_mark",
+];
+
+/// Programs in the guest are slow.
+const PACE: Pace = Pace { patience: Duration::from_secs(120), gap: Duration::from_millis(100) };
+
+/// The kind of the device of a host.
+fn kind(host: &Host) -> &'static str {
+    let shown = host.run("ip", &["-d", "link", "show", "flannel0"]).unwrap_or_default();
+    match () {
+        () if shown.contains("encap fou") => "kernel",
+        () if shown.contains("tun type tun") => "process",
+        () => "none",
+    }
+}
+
+/// Each host in turn gives its packets to the kernel, and then to a process again. Both kinds reach
+/// each other meanwhile.
+#[test]
+fn hosts_of_udp_change_the_code_that_moves_packets() {
+    in_qemu(&[&MODULES[..], &["tun"]].concat(), || {
+        let cluster = Cluster::start(Lab::builder().hosts(2), "udp", PACE);
+        let hosts = cluster.lab.hosts();
+        assert_eq!([0, 1].map(|n| kind(&hosts[n])), ["process"; 2]);
+        for path in ["kernel", "process"] {
+            for host in hosts {
+                let backend = json!({ "Type": "udp", "Path": path, "SourceCheck": false });
+                cluster.configure_with(host, "udp", &[("Backend", backend)]);
+                eventually(
+                    PACE.patience,
+                    || kind(host) == path,
+                    || format!("{} is no {path}\n{}", kind(host), cluster.logs()),
+                );
+                let status = || Cluster::ctl(host, "status").0["network"]["path"].clone();
+                let by = if path == "kernel" { "the kernel" } else { "a process" };
+                eventually(PACE.patience, || status() == by, || status().to_string());
+                let matrix = cluster.lab.wait_until_reachable(PACE.patience);
+                let matrix = matrix.unwrap_or_else(|error| panic!("{error}"));
+                assert!(matrix.is_complete(), "{path} at {}\n{}", host.name(), cluster.logs());
+            }
+        }
+    });
+}
