@@ -12,7 +12,7 @@ macro_rules! counters {
             $(pub(crate) $name: AtomicU64,)*
         }
 
-        /// Counts since the start of a data plane.
+        /// Counts since the first start of a data plane. They continue when its process is killed.
         #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
         #[serde(default)]
         #[non_exhaustive]

@@ -8,6 +8,7 @@ mod ends;
 mod fakes;
 mod icmp;
 mod join;
+mod ledger;
 mod limit;
 mod options;
 mod packet;
