@@ -1,5 +1,7 @@
 //! The data plane: its threads, and the table that they share.
 
+use std::collections::BTreeMap;
+use std::net::IpAddr;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -11,8 +13,10 @@ use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::EventFd;
 
+use crate::control::Prefix;
 use crate::counters::Counts;
 use crate::ends::Lane;
+use crate::learned::Learned;
 use crate::ledger::Ledger;
 use crate::options::Options;
 use crate::receive::Receiver;
@@ -31,14 +35,16 @@ struct Shared {
     table: Mutex<Arc<Table>>,
     /// The number of tables so far.
     version: AtomicU64,
+    learned: Learned,
     ledger: Arc<Ledger>,
 }
 
 impl Shared {
     /// The state before the first packet.
-    fn new(peers: Vec<Peer>, ledger: Arc<Ledger>) -> Self {
-        let table = Mutex::new(Arc::new(Table::new(peers)));
-        Self { table, ledger, ..Self::default() }
+    fn new(peers: Vec<Peer>, learned: &BTreeMap<Prefix, IpAddr>, ledger: Arc<Ledger>) -> Self {
+        let table = Table::new(peers);
+        let learned = Learned::new(learned, &table);
+        Self { table: Mutex::new(Arc::new(table)), learned, ledger, ..Self::default() }
     }
 
     fn table(&self) -> (u64, Arc<Table>) {
@@ -75,7 +81,7 @@ impl Plane {
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
         let count = options.queues.unwrap_or(processors).clamp(1, MOST_QUEUES);
         let lanes = Lane::open(&options, count)?;
-        Self::run(options, lanes, Shared::new(peers, ledger))
+        Self::run(options, lanes, Shared::new(peers, &BTreeMap::new(), ledger))
     }
 
     /// Continues a data plane of another process, which has sent its descriptors.
@@ -86,13 +92,14 @@ impl Plane {
         options: Options,
         fds: Vec<OwnedFd>,
         peers: Vec<Peer>,
+        learned: &BTreeMap<Prefix, IpAddr>,
         ledger: Arc<Ledger>,
     ) -> Result<Self, String> {
         let (mut fds, mut lanes) = (fds.into_iter().peekable(), Vec::new());
         while fds.peek().is_some() {
             lanes.push(Lane::from_fds(&options, &mut fds).ok_or("a descriptor is missing")?);
         }
-        Self::run(options, lanes, Shared::new(peers, ledger))
+        Self::run(options, lanes, Shared::new(peers, learned, ledger))
     }
 
     fn run(options: Options, lanes: Vec<Lane>, shared: Shared) -> Result<Self, String> {
@@ -113,8 +120,9 @@ impl Plane {
                 let (lane, shared, stop) = plane.parts(&lane);
                 let run = move || {
                     let Some(wire) = &lane.receive[family] else { return Ok(()) };
-                    let mut receiver =
-                        Receiver::new(&lane.queue, wire, own, &shared.ledger.counters, checks);
+                    let (counters, learned) = (&shared.ledger.counters, &shared.learned);
+                    let learned = checks.then_some(learned);
+                    let mut receiver = Receiver::new(&lane.queue, wire, own, counters, learned);
                     repeat(&shared, &stop, wire.as_fd(), |table| receiver.run(table, ROUND))
                 };
                 plane.spawn("receive", run).map_err(|error| failed(&error))?;
@@ -172,9 +180,15 @@ impl Plane {
     /// Replaces all peers.
     pub fn set_peers(&self, peers: Vec<Peer>) {
         let table = Arc::new(Table::new(peers));
+        self.shared.learned.retain(&table);
         let mut current = self.shared.table.lock().unwrap_or_else(PoisonError::into_inner);
         *current = table;
         self.shared.version.fetch_add(1, Ordering::Release);
+    }
+
+    /// The addresses of nodes behind NAT by their subnets.
+    pub(crate) fn learned(&self) -> BTreeMap<Prefix, IpAddr> {
+        self.shared.learned.list()
     }
 
     /// The counts of packets so far.

@@ -67,10 +67,10 @@ pub fn serve(socket: &Path) -> io::Result<std::convert::Infallible> {
 }
 
 fn take_over(client: Client, socket: &Path) -> io::Result<Inner> {
-    let (Status { options, peers, .. }, fds) = client.take_over()?;
+    let (Status { options, peers, learned, .. }, fds) = client.take_over()?;
     // The other process has saved its counts before it answered.
     let ledger = ledger(socket);
-    let adopt = |options| Plane::adopt(options, fds, list(&peers), Arc::clone(&ledger));
+    let adopt = |options| Plane::adopt(options, fds, list(&peers), &learned, Arc::clone(&ledger));
     let plane = options.map(adopt).transpose().map_err(io::Error::other)?;
     Ok(Inner { plane, peers, ledger })
 }
@@ -107,6 +107,7 @@ impl Inner {
             program: env!("CARGO_PKG_VERSION").to_owned(),
             options: self.plane.as_ref().map(|plane| plane.options().clone()),
             peers: self.peers.clone(),
+            learned: self.plane.as_ref().map(Plane::learned).unwrap_or_default(),
             // A count that somebody has seen never goes back.
             counts: self.ledger.save(),
         }
