@@ -22,8 +22,8 @@ pub struct Options {
     /// `SourcePort`: datagrams also leave from `Port`, for firewalls that demand it. The default
     /// (`false`) is any port, so that nodes can spread flows over their processors.
     pub source_port: bool,
-    /// `SourceCheck`: a packet is accepted only from the public address of the node that has its
-    /// source address; default on.
+    /// `SourceCheck`: a packet is accepted only from the node that has its source address: from its
+    /// public address, or one behind NAT that it has proved to have; default on.
     pub source_check: bool,
 }
 

@@ -117,3 +117,39 @@ fn finish(
     set_word(&mut message, header_len + 2, !sum);
     Some(message)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_an_answer_to_a_request_has_its_number() {
+        let pairs: [[IpAddr; 2]; 2] = [
+            [[10, 1, 7, 0].into(), [10, 1, 8, 0].into()],
+            ["fd00:1:0:7::".parse().unwrap(), "fd00:1:0:8::".parse().unwrap()],
+        ];
+        for [own, peer] in pairs {
+            let (number, kind) = (0x0123_4567_89ab_cdef, if own.is_ipv6() { 129 } else { 0 });
+            let request = echo_request(own, peer, number).unwrap();
+            let ip = Header::parse(&request).unwrap();
+            assert_eq!((ip.src, ip.dst, ip.total), (own, peer, request.len()));
+            let pseudo = match ip.is_v6 {
+                true => pseudo_sum(&request, true, ICMP_V6, 16),
+                false => 0,
+            };
+            assert_eq!(checksum::add(checksum::sum(&request[ip.len..]), pseudo), 0xffff);
+            assert_eq!(echo_number(&request, &ip, peer), None, "a request is no answer");
+            // As the kernel of a peer answers.
+            let mut answer = echo_request(peer, own, number).unwrap();
+            answer[ip.len] = kind;
+            let ip = Header::parse(&answer).unwrap();
+            assert_eq!(echo_number(&answer, &ip, own), Some(number));
+            assert_eq!(echo_number(&answer, &ip, peer), None);
+            answer[ip.len + 4] ^= 1;
+            assert_eq!(echo_number(&answer, &ip, own), None, "of another program");
+            let cut = Header { total: ip.total - 1, ..ip };
+            answer[ip.len + 4] ^= 1;
+            assert_eq!(echo_number(&answer, &cut, own), None);
+        }
+    }
+}
