@@ -93,8 +93,12 @@ enum Bench {
         #[arg(long, default_value_t = 5000, value_parser = count())]
         peers: u32,
     },
-    /// The throughput of the backend udp between two pods, against that of the kernel's vxlan
+    /// The backend udp between two pods: its throughput against that of the kernel's vxlan, also
+    /// beside a flood, its memory, its wake-ups, and its return after a kill
     Udp {
+        /// A flanneld of Go with cgo, to compare with; it needs etcd and etcdctl
+        #[arg(long)]
+        go: Option<PathBuf>,
         /// The duration of each measurement, in seconds
         #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..=60))]
         seconds: u64,
@@ -330,7 +334,7 @@ fn run(bench: Bench) -> anyhow::Result<Report> {
         Bench::OneMore { peers, family, samples } => one_more::run(peers, family, samples),
         Bench::Repair { peers, family, samples } => repair::run(peers, family, samples as usize),
         Bench::LostDevice { peers, family } => lost_device::run(peers, family),
-        Bench::Udp { seconds } => udp::run(seconds),
+        Bench::Udp { go, seconds } => udp::run(seconds, go),
         Bench::Wireguard { peers } => wireguard::run(peers),
         Bench::Resync { peers, family } => resync::run(peers, family),
         Bench::Memory { peers, family, flanneld } => memory::run(peers, family, flanneld),

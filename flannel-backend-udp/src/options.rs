@@ -23,8 +23,9 @@ pub struct Options {
     /// `SourcePort`: datagrams also leave from `Port`, for firewalls that demand it. The default
     /// (`false`) is any port, so that nodes can spread flows over their processors.
     pub source_port: bool,
-    /// `SourceCheck`: a packet is accepted only from the public address of the node that has its
-    /// source address. `None`: on, except on the path of the kernel, which cannot check it.
+    /// `SourceCheck`: a packet is accepted only from the node that has its source address: from its
+    /// public address, or one behind NAT that it has proved to have. `None`: on, except where the
+    /// kernel moves the packets, which cannot check it.
     pub source_check: Option<bool>,
     /// `Path`: the code that moves the packets.
     pub path: Path,

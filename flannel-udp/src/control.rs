@@ -27,7 +27,7 @@ const PATIENCE: Duration = Duration::from_secs(10);
 const MOST_FDS: usize = 253;
 
 /// A subnet: the first address and the length of the prefix in bits. Its text is `10.1.7.0/24`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct Prefix {
     /// The first address.
@@ -117,6 +117,9 @@ pub struct Status {
     pub options: Option<Options>,
     /// The peers.
     pub peers: Peers,
+    /// The addresses of nodes behind NAT, from which their datagrams come.
+    #[serde(default)]
+    pub learned: BTreeMap<Prefix, IpAddr>,
     /// The counts of packets.
     pub counts: Counts,
 }

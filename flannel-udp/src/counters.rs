@@ -12,7 +12,7 @@ macro_rules! counters {
             $(pub(crate) $name: AtomicU64,)*
         }
 
-        /// Counts since the start of a data plane.
+        /// Counts since the first start of a data plane. They continue when its process is killed.
         #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
         #[serde(default)]
         #[non_exhaustive]
@@ -57,6 +57,10 @@ counters! {
     foreign_source,
     /// Datagrams of a host that is not the node of the source address.
     foreign_node,
+    /// Packets received from a node behind NAT, from an address that it has proved to have.
+    learned_node,
+    /// Requests to nodes to prove such an address.
+    proofs_requested,
 }
 
 pub(crate) fn add(counter: &AtomicU64, n: u64) {

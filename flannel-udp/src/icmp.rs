@@ -9,7 +9,7 @@
 use std::net::IpAddr;
 
 use crate::checksum;
-use crate::packet::{Header, ICMP, ICMP_V6, pseudo_sum, set_total, set_word};
+use crate::packet::{Header, ICMP, ICMP_V6, long, pseudo_sum, set_total, set_word, word};
 
 /// The TTL of the messages, as Go flannel's.
 const TTL: u8 = 8;
@@ -26,6 +26,25 @@ pub(crate) enum Error {
     Expired,
     /// It may not be fragmented, and is larger than this number of bytes.
     TooBig(u16),
+}
+
+/// The identifier of echoes by which nodes prove addresses: "fl".
+const ECHO_ID: u16 = 0x666c;
+
+/// An echo request with a number, between addresses of one family.
+pub(crate) fn echo_request(from: IpAddr, to: IpAddr, number: u64) -> Option<Vec<u8>> {
+    let kind = if from.is_ipv6() { 128 } else { 8 };
+    finish(from, to, 64, [kind, 0], [ECHO_ID, 0], &number.to_be_bytes())
+}
+
+/// The number in an answer to such a request from `own`.
+pub(crate) fn echo_number(packet: &[u8], ip: &Header, own: IpAddr) -> Option<u64> {
+    let kind = if ip.is_v6 { (ICMP_V6, 129) } else { (ICMP, 0) };
+    let message = packet.get(ip.len..ip.total)?.first_chunk::<16>()?;
+    let is_answer = (ip.protocol, message[0]) == kind
+        && (ip.dst, ip.is_fragment, ip.total - ip.len) == (own, false, 16)
+        && word(message, 4) == ECHO_ID;
+    is_answer.then(|| u64::from(long(message, 8)) << 32 | u64::from(long(message, 12)))
 }
 
 /// The message to the source of `packet`; `None`: there must be none. `from` is its source address.
@@ -54,32 +73,83 @@ pub(crate) fn message(error: Error, packet: &[u8], ip: &Header, from: IpAddr) ->
     };
     let most = if ip.is_v6 { MOST_V6 } else { MOST_V4 };
     let body = &packet[..ip.total.min(most)];
-    let header_len = if ip.is_v6 { 40 } else { 20 };
+    // IPv4 has 16 bits for the MTU, the lower half of those of IPv6.
+    finish(from, ip.src, TTL, [kind, code], [0, mtu], body)
+}
+
+/// A packet with a message: its type and code, the words behind the checksum, and the rest. `None`:
+/// the addresses are of two families.
+fn finish(
+    from: IpAddr,
+    to: IpAddr,
+    ttl: u8,
+    [kind, code]: [u8; 2],
+    words: [u16; 2],
+    body: &[u8],
+) -> Option<Vec<u8>> {
+    let is_v6 = from.is_ipv6();
+    let header_len = if is_v6 { 40 } else { 20 };
     let mut message = vec![0; header_len + 8];
     message.extend_from_slice(body);
     let total = message.len();
-    match (from, ip.src) {
+    match (from, to) {
         (IpAddr::V4(from), IpAddr::V4(to)) => {
-            (message[0], message[8], message[9]) = (0x45, TTL, ICMP);
+            (message[0], message[8], message[9]) = (0x45, ttl, ICMP);
             message[12..16].copy_from_slice(&from.octets());
             message[16..20].copy_from_slice(&to.octets());
         }
         (IpAddr::V6(from), IpAddr::V6(to)) => {
-            (message[0], message[6], message[7]) = (0x60, ICMP_V6, TTL);
+            (message[0], message[6], message[7]) = (0x60, ICMP_V6, ttl);
             message[8..24].copy_from_slice(&from.octets());
             message[24..40].copy_from_slice(&to.octets());
         }
         _ => return None,
     }
-    set_total(&mut message, header_len, ip.is_v6, total);
+    set_total(&mut message, header_len, is_v6, total);
     (message[header_len], message[header_len + 1]) = (kind, code);
-    // IPv4 has 16 bits for it, the lower half of those of IPv6.
-    set_word(&mut message, header_len + 6, mtu);
-    let pseudo = match ip.is_v6 {
+    set_word(&mut message, header_len + 4, words[0]);
+    set_word(&mut message, header_len + 6, words[1]);
+    let pseudo = match is_v6 {
         true => pseudo_sum(&message, true, ICMP_V6, total - header_len),
         false => 0,
     };
     let sum = checksum::add(checksum::sum(&message[header_len..]), pseudo);
     set_word(&mut message, header_len + 2, !sum);
     Some(message)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_an_answer_to_a_request_has_its_number() {
+        let pairs: [[IpAddr; 2]; 2] = [
+            [[10, 1, 7, 0].into(), [10, 1, 8, 0].into()],
+            ["fd00:1:0:7::".parse().unwrap(), "fd00:1:0:8::".parse().unwrap()],
+        ];
+        for [own, peer] in pairs {
+            let (number, kind) = (0x0123_4567_89ab_cdef, if own.is_ipv6() { 129 } else { 0 });
+            let request = echo_request(own, peer, number).unwrap();
+            let ip = Header::parse(&request).unwrap();
+            assert_eq!((ip.src, ip.dst, ip.total), (own, peer, request.len()));
+            let pseudo = match ip.is_v6 {
+                true => pseudo_sum(&request, true, ICMP_V6, 16),
+                false => 0,
+            };
+            assert_eq!(checksum::add(checksum::sum(&request[ip.len..]), pseudo), 0xffff);
+            assert_eq!(echo_number(&request, &ip, peer), None, "a request is no answer");
+            // As the kernel of a peer answers.
+            let mut answer = echo_request(peer, own, number).unwrap();
+            answer[ip.len] = kind;
+            let ip = Header::parse(&answer).unwrap();
+            assert_eq!(echo_number(&answer, &ip, own), Some(number));
+            assert_eq!(echo_number(&answer, &ip, peer), None);
+            answer[ip.len + 4] ^= 1;
+            assert_eq!(echo_number(&answer, &ip, own), None, "of another program");
+            let cut = Header { total: ip.total - 1, ..ip };
+            answer[ip.len + 4] ^= 1;
+            assert_eq!(echo_number(&answer, &cut, own), None);
+        }
+    }
 }

@@ -8,6 +8,8 @@ mod ends;
 mod fakes;
 mod icmp;
 mod join;
+mod learned;
+mod ledger;
 mod limit;
 mod options;
 mod packet;

@@ -1,17 +1,23 @@
 //! The data plane: its threads, and the table that they share.
 
+use std::collections::BTreeMap;
+use std::net::IpAddr;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 use std::{fmt, io};
 
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::EventFd;
 
-use crate::counters::{Counters, Counts};
+use crate::control::Prefix;
+use crate::counters::Counts;
 use crate::ends::Lane;
+use crate::learned::Learned;
+use crate::ledger::Ledger;
 use crate::options::Options;
 use crate::receive::Receiver;
 use crate::send::Sender;
@@ -21,21 +27,24 @@ use crate::table::{Peer, Table};
 const MOST_QUEUES: usize = 8;
 /// The packets of one direction before a thread looks at the table and at the request to stop.
 const ROUND: usize = 64;
+/// The counts of packets are in the file after this time.
+const SAVE: Duration = Duration::from_secs(1);
 
 #[derive(Debug, Default)]
 struct Shared {
     table: Mutex<Arc<Table>>,
     /// The number of tables so far.
     version: AtomicU64,
-    counters: Counters,
+    learned: Learned,
+    ledger: Arc<Ledger>,
 }
 
 impl Shared {
     /// The state before the first packet.
-    fn new(peers: Vec<Peer>, counts: &Counts) -> Self {
-        let shared = Self { table: Mutex::new(Arc::new(Table::new(peers))), ..Self::default() };
-        shared.counters.add_all(counts);
-        shared
+    fn new(peers: Vec<Peer>, learned: &BTreeMap<Prefix, IpAddr>, ledger: Arc<Ledger>) -> Self {
+        let table = Table::new(peers);
+        let learned = Learned::new(learned, &table);
+        Self { table: Mutex::new(Arc::new(table)), learned, ledger, ..Self::default() }
     }
 
     fn table(&self) -> (u64, Arc<Table>) {
@@ -60,13 +69,22 @@ impl Plane {
     /// # Errors
     /// The device or a socket cannot be opened. The text names it, and a cure.
     pub fn start(options: Options, peers: Vec<Peer>) -> Result<Self, String> {
+        Self::open(options, peers, Arc::default())
+    }
+
+    /// The same with counters that exist already.
+    pub(crate) fn open(
+        options: Options,
+        peers: Vec<Peer>,
+        ledger: Arc<Ledger>,
+    ) -> Result<Self, String> {
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
         let count = options.queues.unwrap_or(processors).clamp(1, MOST_QUEUES);
         let lanes = Lane::open(&options, count)?;
-        Self::run(options, lanes, Shared::new(peers, &Counts::default()))
+        Self::run(options, lanes, Shared::new(peers, &BTreeMap::new(), ledger))
     }
 
-    /// Continues a data plane of another process, which has sent its descriptors and counts.
+    /// Continues a data plane of another process, which has sent its descriptors.
     ///
     /// # Errors
     /// A descriptor is missing, or a thread cannot be started.
@@ -74,13 +92,14 @@ impl Plane {
         options: Options,
         fds: Vec<OwnedFd>,
         peers: Vec<Peer>,
-        counts: &Counts,
+        learned: &BTreeMap<Prefix, IpAddr>,
+        ledger: Arc<Ledger>,
     ) -> Result<Self, String> {
         let (mut fds, mut lanes) = (fds.into_iter().peekable(), Vec::new());
         while fds.peek().is_some() {
             lanes.push(Lane::from_fds(&options, &mut fds).ok_or("a descriptor is missing")?);
         }
-        Self::run(options, lanes, Shared::new(peers, counts))
+        Self::run(options, lanes, Shared::new(peers, learned, ledger))
     }
 
     fn run(options: Options, lanes: Vec<Lane>, shared: Shared) -> Result<Self, String> {
@@ -101,8 +120,9 @@ impl Plane {
                 let (lane, shared, stop) = plane.parts(&lane);
                 let run = move || {
                     let Some(wire) = &lane.receive[family] else { return Ok(()) };
-                    let mut receiver =
-                        Receiver::new(&lane.queue, wire, own, &shared.counters, checks);
+                    let (counters, learned) = (&shared.ledger.counters, &shared.learned);
+                    let learned = checks.then_some(learned);
+                    let mut receiver = Receiver::new(&lane.queue, wire, own, counters, learned);
                     repeat(&shared, &stop, wire.as_fd(), |table| receiver.run(table, ROUND))
                 };
                 plane.spawn("receive", run).map_err(|error| failed(&error))?;
@@ -110,7 +130,7 @@ impl Plane {
             let (lane, shared, stop) = plane.parts(&lane);
             let run = move || {
                 let wires = [lane.send[0].as_ref(), lane.send[1].as_ref()];
-                let mut sender = Sender::new(&lane.queue, wires, &shared.counters);
+                let mut sender = Sender::new(&lane.queue, wires, &shared.ledger.counters);
                 repeat(&shared, &stop, lane.queue.as_fd(), |table| sender.run(table, ROUND))
             };
             plane.spawn("send", run).map_err(|error| failed(&error))?;
@@ -160,14 +180,20 @@ impl Plane {
     /// Replaces all peers.
     pub fn set_peers(&self, peers: Vec<Peer>) {
         let table = Arc::new(Table::new(peers));
+        self.shared.learned.retain(&table);
         let mut current = self.shared.table.lock().unwrap_or_else(PoisonError::into_inner);
         *current = table;
         self.shared.version.fetch_add(1, Ordering::Release);
     }
 
+    /// The addresses of nodes behind NAT by their subnets.
+    pub(crate) fn learned(&self) -> BTreeMap<Prefix, IpAddr> {
+        self.shared.learned.list()
+    }
+
     /// The counts of packets so far.
     pub fn counts(&self) -> Counts {
-        self.shared.counters.read()
+        self.shared.ledger.counters.read()
     }
 }
 
@@ -185,6 +211,9 @@ fn repeat(
     mut run: impl FnMut(&Table) -> Result<bool, Errno>,
 ) -> io::Result<()> {
     let (mut version, mut table) = shared.table();
+    let save = PollTimeout::try_from(SAVE).unwrap_or(PollTimeout::MAX);
+    // The time of the first packet whose count may not be in the file.
+    let mut unsaved: Option<Instant> = None;
     loop {
         if shared.version.load(Ordering::Acquire) != version {
             (version, table) = shared.table();
@@ -197,7 +226,16 @@ fn repeat(
         };
         let mut ready =
             [PollFd::new(stop.as_fd(), PollFlags::POLLIN), PollFd::new(fd, PollFlags::POLLIN)];
-        let timeout = if more { PollTimeout::ZERO } else { PollTimeout::NONE };
+        if unsaved.get_or_insert_with(Instant::now).elapsed() >= SAVE {
+            shared.ledger.save();
+            unsaved = None;
+        }
+        let timeout = match unsaved {
+            _ if more => PollTimeout::ZERO,
+            Some(_) => save,
+            // Nothing wakes it but packets.
+            None => PollTimeout::NONE,
+        };
         match poll(&mut ready, timeout) {
             Ok(_) | Err(Errno::EINTR) => {}
             Err(errno) => return Err(errno.into()),

@@ -3,6 +3,7 @@
 use std::io::IoSlice;
 use std::net::{IpAddr, SocketAddr};
 use std::ops::Range;
+use std::time::Instant;
 
 use nix::errno::Errno;
 
@@ -10,9 +11,10 @@ use crate::counters::{Counters, add};
 use crate::ends::{Device, Received, Wire};
 use crate::icmp;
 use crate::join::{Group, join};
+use crate::learned::{Learned, Source};
 use crate::limit::Limit;
 use crate::packet::{Header, TCP, decrement_ttl};
-use crate::table::Table;
+use crate::table::{Peer, Table};
 use crate::vnet::Vnet;
 
 /// The most bytes that are received at once: datagrams that the kernel has joined.
@@ -29,8 +31,9 @@ pub(crate) struct Receiver<'a, D, W> {
     /// The addresses of the device, from which errors are sent.
     own: [Option<IpAddr>; 2],
     counters: &'a Counters,
-    /// Only the node of a subnet sends its packets.
-    checks_source: bool,
+    /// Only the node of a subnet sends its packets, from its public address or one of these;
+    /// `None`: anybody.
+    learned: Option<&'a Learned>,
     buffer: Vec<u8>,
     packets: Vec<(Range<usize>, Header)>,
     groups: Vec<Group>,
@@ -45,14 +48,14 @@ impl<'a, D: Device, W: Wire> Receiver<'a, D, W> {
         wire: W,
         own: [Option<IpAddr>; 2],
         counters: &'a Counters,
-        checks_source: bool,
+        learned: Option<&'a Learned>,
     ) -> Self {
         Self {
             device,
             wire,
             own,
             counters,
-            checks_source,
+            learned,
             buffer: vec![0; BURSTS * BURST],
             packets: Vec::new(),
             groups: Vec::new(),
@@ -99,25 +102,15 @@ impl<'a, D: Device, W: Wire> Receiver<'a, D, W> {
         let all = at + len;
         for start in (at..all).step_by(size) {
             let end = all.min(start + size);
-            let packet = &mut self.buffer[start..end];
-            let Some(ip) = Header::parse(packet) else {
+            let Some(ip) = Header::parse(&self.buffer[start..end]) else {
                 add(&self.counters.bad_datagram, 1);
                 continue;
             };
             let peer = table.get(ip.src);
-            if self.checks_source {
-                match peer {
-                    None => {
-                        add(&self.counters.foreign_source, 1);
-                        continue;
-                    }
-                    Some(peer) if peer.address.ip() != from.ip() => {
-                        add(&self.counters.foreign_node, 1);
-                        continue;
-                    }
-                    Some(_) => {}
-                }
+            if !self.may_pass(peer, start..start + ip.total, &ip, from.ip()) {
+                continue;
             }
+            let packet = &mut self.buffer[start..end];
             if ip.ttl <= 1 {
                 add(&self.counters.expired, 1);
                 if let Some(peer) = peer {
@@ -128,6 +121,40 @@ impl<'a, D: Device, W: Wire> Receiver<'a, D, W> {
             decrement_ttl(packet, &ip);
             self.packets.push((start..start + ip.total, ip));
         }
+    }
+
+    /// Whether a packet is from the node of its source address.
+    fn may_pass(
+        &self,
+        peer: Option<&Peer>,
+        range: Range<usize>,
+        ip: &Header,
+        from: IpAddr,
+    ) -> bool {
+        let Some(learned) = self.learned else { return true };
+        let Some(peer) = peer else {
+            add(&self.counters.foreign_source, 1);
+            return false;
+        };
+        if peer.address.ip() == from {
+            return true;
+        }
+        let own = self.own[usize::from(ip.is_v6)];
+        let answer = own.filter(|_| ip.src == peer.subnet);
+        let answer = answer.and_then(|own| icmp::echo_number(&self.buffer[range], ip, own));
+        let (source, request) = learned.check(peer, from, answer, Instant::now());
+        if let (Some(own), Some(number)) = (own, request)
+            && let Some(request) = icmp::echo_request(own, peer.subnet, number)
+        {
+            add(&self.counters.proofs_requested, 1);
+            let _ = self.wire.send(peer.address, &[IoSlice::new(&request)], None);
+        }
+        match source {
+            Source::Learned => add(&self.counters.learned_node, 1),
+            Source::Foreign => add(&self.counters.foreign_node, 1),
+            Source::Proof => {}
+        }
+        source == Source::Learned
     }
 
     /// Writes the packets that were taken.
@@ -252,7 +279,8 @@ mod tests {
         let size = datagrams.first().map_or(0, Vec::len);
         wire.receives.borrow_mut().push_back((from, size, datagrams.concat()));
         let own = [Some([10, 1, 8, 0].into()), None];
-        let mut receiver = Receiver::new(device, wire, own, &counters, true);
+        let learned = Learned::default();
+        let mut receiver = Receiver::new(device, wire, own, &counters, Some(&learned));
         while receiver.run(&table([10, 1, 7, 0], 7), 1).unwrap() {}
         counters.read()
     }

@@ -12,14 +12,19 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use crate::control::{
     Answer, Client, Peers, Prefix, Request, Status, VERSION, read_line, send_fds, write_line,
 };
+use crate::ledger::Ledger;
 use crate::plane::Plane;
 use crate::table::Peer;
+
+/// The file with the counts, beside the socket.
+const COUNTS: &str = "counts";
 
 /// The data plane of the process.
 #[derive(Debug, Default)]
 struct Inner {
     plane: Option<Plane>,
     peers: Peers,
+    ledger: Arc<Ledger>,
 }
 
 /// The process.
@@ -35,13 +40,13 @@ struct Server {
 /// # Errors
 /// The socket cannot be used.
 pub fn serve(socket: &Path) -> io::Result<std::convert::Infallible> {
-    let inner = match Client::connect(socket) {
-        Ok(client) => take_over(client)?,
-        Err(_) => Inner::default(),
-    };
     if let Some(dir) = socket.parent() {
         DirBuilder::new().recursive(true).mode(0o700).create(dir)?;
     }
+    let inner = match Client::connect(socket) {
+        Ok(client) => take_over(client, socket)?,
+        Err(_) => Inner { ledger: ledger(socket), ..Inner::default() },
+    };
     // Two processes cannot begin at once: the caller holds a lock.
     let new = socket.with_extension("new");
     let _ = std::fs::remove_file(&new);
@@ -61,12 +66,22 @@ pub fn serve(socket: &Path) -> io::Result<std::convert::Infallible> {
     }
 }
 
-fn take_over(client: Client) -> io::Result<Inner> {
-    let (status, fds) = client.take_over()?;
-    let Status { options, peers, counts, .. } = status;
-    let plane = options.map(|options| Plane::adopt(options, fds, list(&peers), &counts));
-    let plane = plane.transpose().map_err(io::Error::other)?;
-    Ok(Inner { plane, peers })
+fn take_over(client: Client, socket: &Path) -> io::Result<Inner> {
+    let (Status { options, peers, learned, .. }, fds) = client.take_over()?;
+    // The other process has saved its counts before it answered.
+    let ledger = ledger(socket);
+    let adopt = |options| Plane::adopt(options, fds, list(&peers), &learned, Arc::clone(&ledger));
+    let plane = options.map(adopt).transpose().map_err(io::Error::other)?;
+    Ok(Inner { plane, peers, ledger })
+}
+
+/// The counters, which continue from those in the directory of the socket.
+fn ledger(socket: &Path) -> Arc<Ledger> {
+    let path = socket.with_file_name(COUNTS);
+    Arc::new(Ledger::open(&path).unwrap_or_else(|error| {
+        crate::report(&format!("{}: {error}; the counts are not kept", path.display()));
+        Ledger::default()
+    }))
 }
 
 fn list(peers: &Peers) -> Vec<Peer> {
@@ -92,7 +107,9 @@ impl Inner {
             program: env!("CARGO_PKG_VERSION").to_owned(),
             options: self.plane.as_ref().map(|plane| plane.options().clone()),
             peers: self.peers.clone(),
-            counts: self.plane.as_ref().map(Plane::counts).unwrap_or_default(),
+            learned: self.plane.as_ref().map(Plane::learned).unwrap_or_default(),
+            // A count that somebody has seen never goes back.
+            counts: self.ledger.save(),
         }
     }
 
@@ -102,7 +119,8 @@ impl Inner {
                 if self.plane.as_ref().is_none_or(|plane| *plane.options() != options) {
                     // The new one may need the ports of the old one.
                     self.plane = None;
-                    self.plane = Some(Plane::start(options, list(&self.peers))?);
+                    let ledger = Arc::clone(&self.ledger);
+                    self.plane = Some(Plane::open(options, list(&self.peers), ledger)?);
                 }
             }
             Request::Put(peers) => {
@@ -151,6 +169,7 @@ impl Server {
                         continue;
                     }
                     inner.end()?;
+                    let _ = std::fs::remove_file(self.socket.with_file_name(COUNTS));
                     let _ = std::fs::remove_file(&self.socket);
                     write_line(&mut stream, &Answer::Done)?;
                     std::process::exit(0);
@@ -158,8 +177,9 @@ impl Server {
                 Request::HandOver => {
                     // Nobody changes it until the process ends.
                     let mut inner = self.inner();
-                    let status = inner.status();
+                    let mut status = inner.status();
                     let fds = inner.end()?;
+                    status.counts = inner.ledger.save();
                     write_line(&mut stream, &Answer::Status(Box::new(status)))?;
                     read_line::<()>(&mut reader)?;
                     send_fds(&stream, &fds)?;

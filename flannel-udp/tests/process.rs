@@ -3,14 +3,15 @@
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
 use std::io::{BufRead, BufReader, Write};
+use std::net::UdpSocket;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use flannel_netlink::testing::{in_netns, ip};
-use flannel_udp::{Client, Options, Peers, Request, Status};
+use flannel_udp::{Client, Counts, Options, Peers, Request, Status};
 use test_support::eventually;
 
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -135,5 +136,87 @@ fn a_process_takes_over_and_one_that_is_stopped_leaves_the_device() {
         assert!(
             !eventually(PATIENCE, || last.child.try_wait().unwrap(), || "it goes on").success()
         );
+    });
+}
+
+/// Gives the device what the daemon gives it. The kernel itself sends nothing.
+fn set_up_device() {
+    std::fs::write("/proc/sys/net/ipv6/conf/flannel0/disable_ipv6", "1").unwrap();
+    ip("addr add 10.1.7.0/32 dev flannel0");
+    ip("link set flannel0 up");
+    ip("route add 10.1.0.0/16 dev flannel0");
+}
+
+/// Sends packets to a pod of no peer.
+fn send_without_peer(count: u64) {
+    let socket = UdpSocket::bind("10.1.7.0:0").unwrap();
+    (0..count).for_each(|n| drop(socket.send_to(&[n as u8], "10.1.99.1:5000").unwrap()));
+}
+
+#[test]
+fn counts_continue_after_a_kill_and_with_other_options() {
+    in_netns(|| {
+        let dir = tempfile::tempdir().unwrap();
+        let process = Process::start(dir.path());
+        process.client().ask(&Request::Start(options("flannel0"))).unwrap();
+        set_up_device();
+        send_without_peer(3);
+        let refused = |process: &Process| process.status().counts.no_peer;
+        eventually(PATIENCE, || refused(&process) >= 3, || "nothing is counted");
+        // What was seen is not lost, also if it is younger than a second.
+        let seen = process.status().counts;
+        drop(process);
+        let second = Process::start(dir.path());
+        assert_eq!(second.status().counts, seen);
+        second.client().ask(&Request::Start(options("flannel0"))).unwrap();
+        // Nobody asks for these before the kill.
+        send_without_peer(5);
+        let file = dir.path().join("udp/counts");
+        let saved =
+            || -> Counts { serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap() };
+        eventually(PATIENCE, || saved().no_peer >= seen.no_peer + 5, || format!("{:?}", saved()));
+        let seen = saved();
+        drop(second);
+        let third = Process::start(dir.path());
+        assert_eq!(third.status().counts, seen);
+        third.client().ask(&Request::Start(options("flannel0"))).unwrap();
+        let other = Options { queues: Some(2), ..options("flannel0") };
+        third.client().ask(&Request::Start(other.clone())).unwrap();
+        assert!(refused(&third) >= seen.no_peer);
+        third.client().ask(&Request::Stop(other)).unwrap();
+        assert!(!file.exists(), "a stop removes what the start has made");
+    });
+}
+
+/// The voluntary context switches of all threads.
+fn switches(pid: u32) -> u64 {
+    let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).unwrap();
+    let of = |task: std::io::Result<std::fs::DirEntry>| -> u64 {
+        let status = std::fs::read_to_string(task.unwrap().path().join("status")).unwrap();
+        let line = status.lines().find_map(|l| l.strip_prefix("voluntary_ctxt_switches:"));
+        line.unwrap().trim().parse().unwrap()
+    };
+    tasks.map(of).sum()
+}
+
+#[test]
+fn an_idle_process_does_not_wake_up() {
+    in_netns(|| {
+        let dir = tempfile::tempdir().unwrap();
+        let process = Process::start(dir.path());
+        process.client().ask(&Request::Start(options("flannel0"))).unwrap();
+        set_up_device();
+        send_without_peer(1);
+        let pid = process.child.id();
+        let mut last = (switches(pid), Instant::now());
+        let quiet = || {
+            let now = switches(pid);
+            if now != last.0 {
+                last = (now, Instant::now());
+            }
+            // Longer than the time until the counts are saved.
+            last.1.elapsed() >= Duration::from_secs(3)
+        };
+        eventually(PATIENCE, quiet, || "it wakes up");
     });
 }

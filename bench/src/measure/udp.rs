@@ -1,14 +1,20 @@
-//! The throughput of the backend udp between two pods, against that of vxlan of the kernel.
+//! The backend udp between two pods, against vxlan of the kernel and Go flannel.
+
+mod flood;
+mod go;
+mod process;
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream, UdpSocket};
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 use flannel_core::address::Family;
-use flannel_lab::{Interrupter, Lab, Namespace};
+use flannel_lab::{Builder, Interrupter, Lab, Namespace};
 
+use self::process::Process;
 use crate::parts::process::prepare;
 use crate::parts::report::{Report, Row, median};
 
@@ -23,23 +29,45 @@ const CHUNK: usize = 128 << 10;
 /// The payload of small packets, in bytes.
 const SMALL: usize = 64;
 const ROUND_TRIPS: usize = 2000;
+/// The peers of the data plane whose process is measured, besides one that exists.
+const PEERS: u32 = 5000;
+/// The duration of a flood.
+const FLOOD: Duration = Duration::from_secs(10);
+/// The ports of nodes.
+const UDP_PORT: u16 = 8285;
+const VXLAN_PORT: u16 = 8472;
 
 /// Two hosts with a pod each.
-struct Pair(Lab);
+struct Pair {
+    lab: Lab,
+    _processes: Option<go::Processes>,
+}
 
 impl Pair {
     fn start(backend: &str, interrupter: &Interrupter) -> anyhow::Result<Self> {
-        let lab = Lab::builder().families([Family::V4]).backend(backend).hosts(2);
+        Self::start_with(Lab::builder(), backend, &[], interrupter, |_| Ok(()))
+    }
+
+    /// The same with further options, and leases that `prepare` writes into the registry.
+    fn start_with(
+        lab: Builder,
+        backend: &str,
+        options: &[&str],
+        interrupter: &Interrupter,
+        prepare: impl FnOnce(&Path) -> anyhow::Result<()>,
+    ) -> anyhow::Result<Self> {
+        let lab = lab.families([Family::V4]).backend(backend).hosts(2);
         let lab = lab.interrupter(interrupter.clone()).start()?;
-        lab.start_daemons()?;
+        prepare(lab.registry())?;
+        lab.hosts().iter().try_for_each(|host| host.start_daemon_with(options))?;
         let matrix = lab.wait_until_reachable(PATIENCE)?;
         ensure!(matrix.is_complete(), "with {backend} the pods do not reach each other");
-        Ok(Self(lab))
+        Ok(Self { lab, _processes: None })
     }
 
     /// The namespaces of both pods, and the address of the second.
     fn ends(&self) -> anyhow::Result<([Namespace; 2], SocketAddr)> {
-        let pod = |n: usize| self.0.hosts()[n].pod().context("a host without a pod");
+        let pod = |n: usize| self.lab.hosts()[n].pod().context("a host without a pod");
         let pods = [pod(0)?, pod(1)?];
         let address = pods[1].addresses().v4.context("a pod without an address")?;
         Ok((pods.map(|pod| pod.namespace().clone()), SocketAddr::new(address, PORT)))
@@ -137,39 +165,107 @@ fn receive(mut stream: TcpStream, received: &AtomicU64) {
     }
 }
 
-/// A figure of both backends in each round.
-fn compare(
-    pairs: &[Pair; 2],
-    what: &str,
-    measure: impl Fn(&Pair) -> anyhow::Result<f64>,
-) -> anyhow::Result<Row> {
-    let mut rounds = Vec::new();
-    for _ in 0..ROUNDS {
-        rounds.push([measure(&pairs[0])?, measure(&pairs[1])?]);
-    }
-    let of = |n: usize| median(rounds.iter().map(|round| round[n]));
-    let ratio = median(rounds.iter().map(|[udp, vxlan]| udp / vxlan));
-    Ok(Row { what: what.to_owned(), udp: of(0), vxlan: of(1), ratio })
+/// The backends that are compared.
+struct Pairs {
+    udp: Pair,
+    vxlan: Pair,
+    go: Option<Pair>,
 }
 
-/// Measures for `time` in each round.
-pub(crate) fn run(seconds: u64) -> anyhow::Result<Report> {
+impl Pairs {
+    /// A figure of all backends in each round.
+    fn compare(
+        &self,
+        what: &str,
+        measure: impl Fn(&Pair) -> anyhow::Result<f64>,
+    ) -> anyhow::Result<Row> {
+        let (mut udp, mut vxlan, mut go) = (Vec::new(), Vec::new(), Vec::new());
+        for _ in 0..ROUNDS {
+            udp.push(measure(&self.udp)?);
+            vxlan.push(measure(&self.vxlan)?);
+            go.extend(self.go.as_ref().map(&measure).transpose()?);
+        }
+        let ratio = |others: &[f64]| median(udp.iter().zip(others).map(|(udp, other)| udp / other));
+        Ok(Row {
+            what: what.to_owned(),
+            udp: median(udp.iter().copied()),
+            vxlan: Some(median(vxlan.iter().copied())),
+            ratio: Some(ratio(&vxlan)),
+            go: self.go.as_ref().map(|_| median(go.iter().copied())),
+            go_ratio: self.go.as_ref().map(|_| ratio(&go)),
+        })
+    }
+
+    /// A stream beside a flood, relative to the stream of the same backend alone: how much each
+    /// keeps, and the rates of the floods.
+    fn flood(&self, alone: &Row) -> anyhow::Result<[Row; 3]> {
+        let process = Process::of(&self.udp);
+        let before = process.rss()?;
+        let udp = flood::beside(&self.udp, UDP_PORT, FLOOD)?;
+        let after = process.rss()?;
+        let vxlan = flood::beside(&self.vxlan, VXLAN_PORT, FLOOD)?;
+        let kept = [udp.stream / alone.udp, vxlan.stream / alone.vxlan.unwrap_or(f64::NAN)];
+        let row = |what: &str, udp, vxlan| Row {
+            what: what.to_owned(),
+            udp,
+            vxlan: Some(vxlan),
+            ratio: Some(udp / vxlan),
+            ..Row::default()
+        };
+        let memory = Row {
+            what: "memory after the flood, MiB more".to_owned(),
+            udp: after - before,
+            ..Row::default()
+        };
+        Ok([
+            row("kept beside a flood", kept[0], kept[1]),
+            row("flood, thousands/s", udp.flood, vxlan.flood),
+            memory,
+        ])
+    }
+}
+
+/// Measures throughput for `seconds` in each round. `go`: a flanneld of Go flannel.
+pub(crate) fn run(seconds: u64, go: Option<PathBuf>) -> anyhow::Result<Report> {
     let (interrupter, time) = (prepare()?, Duration::from_secs(seconds));
-    let pairs = [Pair::start("udp", &interrupter)?, Pair::start("vxlan", &interrupter)?];
-    let one = compare(&pairs, "one stream, Gb/s", |pair| pair.streams(1, time))?;
-    let eight = compare(&pairs, "eight streams, Gb/s", |pair| pair.streams(8, time))?;
-    let small = compare(&pairs, "64-byte packets, thousands/s", |pair| pair.packets(time))?;
-    let trip = compare(&pairs, "round trip, µs", Pair::round_trip)?;
+    let alone = process::measure(PEERS, &interrupter)?;
+    let pairs = Pairs {
+        udp: Pair::start("udp", &interrupter)?,
+        vxlan: Pair::start("vxlan", &interrupter)?,
+        go: go.map(|program| Pair::of_go(&program, &interrupter)).transpose()?,
+    };
+    let one = pairs.compare("one stream, Gb/s", |pair| pair.streams(1, time))?;
+    let eight = pairs.compare("eight streams, Gb/s", |pair| pair.streams(8, time))?;
+    let small = pairs.compare("64-byte packets, thousands/s", |pair| pair.packets(time))?;
+    let trip = pairs.compare("round trip, µs", Pair::round_trip)?;
+    let [kept, flood, grown] = pairs.flood(&one)?;
     let mut report = Report {
         gbps: Some(one.udp),
-        vxlan_gbps: Some(one.vxlan),
-        ratio: Some(one.ratio),
+        vxlan_gbps: one.vxlan,
+        go_gbps: one.go,
+        ratio: one.ratio,
         ..Report::default()
     };
-    for row in [&one, &eight, &small] {
-        report.at_least(&row.what, row.ratio, 0.5);
+    for row in [&one, &eight, &small, &kept] {
+        report.at_least(&row.what, row.ratio.unwrap_or(f64::NAN), 0.5);
     }
-    report.at_most(&trip.what, Some(trip.ratio), 2.5);
-    report.rows = vec![one, eight, small, trip];
+    report.at_most(&trip.what, trip.ratio, 2.5);
+    for row in [&one, &eight] {
+        if let Some(ratio) = row.go_ratio {
+            report.at_least(&format!("{}, against Go", row.what), ratio, 8.0);
+        }
+    }
+    report.at_most("round trip, against Go", trip.go_ratio, 1.0);
+    report.at_most(&grown.what, Some(grown.udp), 4.0);
+    report.rows = vec![one, eight, small, trip, kept, flood, grown];
+    for (what, figure, limit) in [
+        ("memory with 5,000 peers, MiB", alone.rss, 8.0),
+        ("wake-ups in 10 s", alone.wakeups as f64, 0.0),
+        ("a packet after kill -9, ms", alone.packet, 200.0),
+        ("back after kill -9, ms", alone.peers, 200.0),
+    ] {
+        report.at_most(what, Some(figure), limit);
+        report.rows.push(Row { what: what.to_owned(), udp: figure, ..Row::default() });
+    }
     Ok(report)
 }

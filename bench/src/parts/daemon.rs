@@ -150,16 +150,7 @@ impl Daemon {
 
     /// The context switches so far, by thread.
     pub(crate) fn switches(&self) -> anyhow::Result<Vec<(String, u64)>> {
-        let mut all = Vec::new();
-        for task in std::fs::read_dir(format!("/proc/{}/task", self.child.id()))? {
-            let task = task?;
-            // A thread may end meanwhile.
-            let Ok(status) = std::fs::read_to_string(task.path().join("status")) else { continue };
-            let count = figure(&status, "voluntary_ctxt_switches")?
-                + figure(&status, "nonvoluntary_ctxt_switches")?;
-            all.push((task.file_name().to_string_lossy().into_owned(), count));
-        }
-        Ok(all)
+        switches(self.child.id())
     }
 
     fn log(&self) -> String {
@@ -176,6 +167,20 @@ impl Drop for Daemon {
         // The namespace removes the rest.
         self.fixture.clear(self.peers, self.families, &mut Vec::new());
     }
+}
+
+/// The context switches of a process so far, by thread.
+pub(crate) fn switches(pid: u32) -> anyhow::Result<Vec<(String, u64)>> {
+    let mut all = Vec::new();
+    for task in std::fs::read_dir(format!("/proc/{pid}/task"))? {
+        let task = task?;
+        // A thread may end meanwhile.
+        let Ok(status) = std::fs::read_to_string(task.path().join("status")) else { continue };
+        let count = figure(&status, "voluntary_ctxt_switches")?
+            + figure(&status, "nonvoluntary_ctxt_switches")?;
+        all.push((task.file_name().to_string_lossy().into_owned(), count));
+    }
+    Ok(all)
 }
 
 /// The processor time of a process so far, also of threads that have ended.

@@ -64,7 +64,10 @@ pub(crate) struct Report {
     /// That of the kernel's vxlan in the same run.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) vxlan_gbps: Option<f64>,
-    /// Figures of the backend udp and of vxlan.
+    /// That of a proxy of Go flannel in the same run.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) go_gbps: Option<f64>,
+    /// Figures of the backend udp, of vxlan and of Go flannel.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub(crate) rows: Vec<Row>,
     /// Messages and bytes to the kernel, relative to those of a bare writer.
@@ -124,13 +127,23 @@ pub(crate) struct Latency {
     pub(crate) p99_ms: f64,
 }
 
-/// One figure of two backends: the medians of all rounds, and that of the ratios.
-#[derive(Debug, Serialize)]
+/// One figure of the backend udp, and of others: the medians of all rounds, and those of the
+/// ratios.
+#[derive(Debug, Default, Serialize)]
 pub(crate) struct Row {
     pub(crate) what: String,
     pub(crate) udp: f64,
-    pub(crate) vxlan: f64,
-    pub(crate) ratio: f64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) vxlan: Option<f64>,
+    /// `udp` relative to `vxlan`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) ratio: Option<f64>,
+    /// Of the proxy of Go flannel.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) go: Option<f64>,
+    /// `udp` relative to `go`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) go_ratio: Option<f64>,
 }
 
 impl Report {
@@ -175,10 +188,14 @@ impl Report {
             println!("  {kind:<22}{samples:>12}{p50_ms:>12.3}{p99_ms:>12.3}");
         }
         if !self.rows.is_empty() {
-            println!("  {:<30}{:>12}{:>12}{:>12}", "", "udp", "vxlan", "ratio");
+            let names = ["udp", "vxlan", "ratio", "go", "go_ratio"].map(|n| format!("{n:>12}"));
+            println!("  {:<36}{}", "", names.concat());
         }
-        for Row { what, udp, vxlan, ratio } in &self.rows {
-            println!("  {what:<30}{udp:>12.2}{vxlan:>12.2}{ratio:>12.2}");
+        for Row { what, udp, vxlan, ratio, go, go_ratio } in &self.rows {
+            let figures = [Some(*udp), *vxlan, *ratio, *go, *go_ratio];
+            let text = |figure: f64| format!("{figure:.2}");
+            let figures = figures.map(|f| format!("{:>12}", f.map_or_else(String::new, text)));
+            println!("  {what:<36}{}", figures.concat());
         }
         println!("  {}", if self.ok { "nothing is wrong" } else { "WRONG:" });
         self.wrong.iter().for_each(|line| println!("    {line}"));

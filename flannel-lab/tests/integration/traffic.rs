@@ -4,6 +4,8 @@
 //! Packets are numbered, so that each loss is reported. A test sends some ten thousand.
 
 use std::fs;
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 use test_support::eventually;
@@ -195,15 +197,31 @@ fn a_data_plane_of_udp_hands_over_without_the_loss_of_a_packet() {
     });
 }
 
-/// The daemon starts another data plane, with the same peers.
+/// The state of a host's data plane; `None`: nobody answers.
+fn data_plane_status(host: &Host) -> Option<Value> {
+    let mut stream = UnixStream::connect(host.dir().join("state/udp/socket")).ok()?;
+    stream.write_all(b"\"status\"\n").ok()?;
+    let mut line = String::new();
+    BufReader::new(stream).read_line(&mut line).ok()?;
+    Some(serde_json::from_str::<Value>(&line).ok()?["status"].take())
+}
+
+/// The daemon starts another data plane, with the same peers and the same counts.
 #[test]
 fn a_data_plane_of_udp_that_was_killed_is_back() {
     as_root(|| {
         let lab = up("udp");
         let traffic = Traffic::start(&lab);
         let before = data_plane(&lab.hosts()[1]);
+        let seen = data_plane_status(&lab.hosts()[1]).unwrap();
         kill(Pid::from_raw(before), Signal::SIGKILL).unwrap();
         traffic.wait_for_arrivals();
+        let now = data_plane_status(&lab.hosts()[1]).unwrap();
+        assert_eq!(now["peers"], seen["peers"]);
+        for count in ["sent_packets", "received_packets"] {
+            let of = |status: &Value| status["counts"][count].as_u64().unwrap();
+            assert!(of(&now) > of(&seen), "{count}: {} after {}", of(&now), of(&seen));
+        }
         let now = data_plane(&lab.hosts()[1]);
         assert!(now != 0 && now != before, "{before}, then {now}");
         let (sent, lost) = traffic.end();
