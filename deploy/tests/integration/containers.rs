@@ -375,6 +375,28 @@ fn the_chart_for_udp_has_the_device_and_keeps_it_over_a_restart() {
     });
 }
 
+/// The config alone was changed to udp, and the container has not got the device.
+#[test]
+fn udp_without_the_device_is_refused_with_the_cure() {
+    as_root(|| {
+        let mut objects = udp();
+        let kind = |object: &Value| object["kind"] == "DaemonSet";
+        let set = of_kind(&manifest(), "DaemonSet").clone();
+        *objects.iter_mut().find(|object| kind(object)).unwrap() = set;
+        let cluster = Cluster::new(objects);
+        let mut command = cluster.node.container("kube-flannel");
+        let output = cluster.node.net.output(&mut command).unwrap();
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{text}");
+        let end = text.lines().last().unwrap();
+        assert!(end.contains("/dev/net/tun: No such file"), "{text}");
+        assert!(end.contains("`privileged: true`"), "{text}");
+        assert!(!cluster.on_node("ip link").contains("flannel"));
+        let lease = cluster.server.annotation(NODE_NAME, "flannel.alpha.coreos.com/public-ip");
+        assert_eq!(lease, None, "nothing is published");
+    });
+}
+
 /// With the values of a cluster of both families and rules in nftables.
 #[test]
 fn the_chart_makes_a_node_ready_and_cleanup_removes_all() {
