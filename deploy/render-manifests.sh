@@ -2,10 +2,10 @@
 # Renders the chart with helm, which HELM names if it is not in the PATH:
 #
 #     DIR/kube-flannel.yml               the namespace, and the chart with its default values
-#     DIR/tests/rendered/dual-stack.yml  the chart with the values of dual-stack.values.yaml there
+#     DIR/tests/rendered/NAME.yml        the chart with the values of NAME.values.yaml there
 #
 # DIR is this directory if it is not given. Run it after each change of the chart. `.ci/long` checks
-# that the two files are what it writes.
+# that the files are what it writes.
 set -eu
 [ $# -le 1 ] || { echo "usage: render-manifests.sh [DIR]" >&2; exit 2; }
 here=$(cd "$(dirname "$0")" && pwd)
@@ -38,4 +38,6 @@ metadata:
 END
     render
 } >"$out/kube-flannel.yml"
-render --values "$here/tests/rendered/dual-stack.values.yaml" >"$out/tests/rendered/dual-stack.yml"
+for name in dual-stack udp; do
+    render --values "$here/tests/rendered/$name.values.yaml" >"$out/tests/rendered/$name.yml"
+done

@@ -83,7 +83,7 @@ fn the_manifests_are_up_to_date() {
     let dir = tempfile::tempdir().unwrap();
     let output = Command::new(file("render-manifests.sh")).arg(dir.path()).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    for name in ["kube-flannel.yml", "tests/rendered/dual-stack.yml"] {
+    for name in ["kube-flannel.yml", "tests/rendered/dual-stack.yml", "tests/rendered/udp.yml"] {
         let [there, expected] =
             [file(name), dir.path().join(name)].map(|path| std::fs::read_to_string(path).unwrap());
         assert!(there == expected, "deploy/{name} is out of date: run deploy/render-manifests.sh");
@@ -363,6 +363,22 @@ fn the_preshared_key_comes_from_a_secret() {
     assert!(error.contains("flannel.psk and flannel.pskSecret are both set"), "{error}");
     let number = json!({ "flannel": { "pskSecret": 20261121 } });
     assert!(render(&number).unwrap_err().contains("pskSecret"));
+}
+
+/// Only with udp the container is privileged, and has the device.
+#[test]
+fn udp_has_the_device_in_any_case_of_its_name() {
+    let device = json!({ "name": "tun", "mountPath": "/dev/net/tun" });
+    for (backend, is_udp) in [("vxlan", false), ("udp", true), ("UDP", true), ("udpx", false)] {
+        let objects = rendered(&json!({ "flannel": { "backend": backend } }));
+        let main = container(&objects, "kube-flannel");
+        let has = |list: &Value, name: &str| {
+            list.as_array().unwrap().iter().any(|item| item["name"] == name)
+        };
+        assert_eq!(main["volumeMounts"].as_array().unwrap().contains(&device), is_udp);
+        assert_eq!(has(&pod(&objects)["volumes"], "tun"), is_udp, "{backend}");
+        assert_eq!(main["securityContext"]["privileged"] == true, is_udp, "{backend}");
+    }
 }
 
 #[test]

@@ -3,6 +3,7 @@
 mod annex;
 mod options;
 mod plan;
+mod preflight;
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -98,10 +99,9 @@ impl Backend for UdpBackend {
         let overhead = config.networks.map(|family, _| overhead(family));
         underlay_mtu(None, uplink, &overhead).map_err(refuse)?;
         let Some(uplink) = uplink else { return Ok(()) };
-        config
-            .networks
-            .families()
-            .try_for_each(|family| uplink.needed(family).map(drop).map_err(refuse))
+        let mut families = config.networks.families();
+        families.try_for_each(|family| uplink.needed(family).map(drop).map_err(refuse))?;
+        preflight::check().map_err(refuse)
     }
 
     async fn prepare(&self, node: &Node<'_>, config: &Config) -> Result<Prepared> {

@@ -8,7 +8,7 @@ use flannel_core::Config;
 use flannel_core::address::Family;
 use serde_json::{Value, json};
 
-use crate::objects::{container, dual_stack, file, known_to_the_api, manifest, of_kind};
+use crate::objects::{container, dual_stack, file, known_to_the_api, manifest, of_kind, udp};
 
 /// A file of the chart.
 fn read(name: &str) -> String {
@@ -150,6 +150,7 @@ fn the_manifests_follow_the_templates() {
     for (rendered, text) in [
         ("kube-flannel.yml", include_str!("../../kube-flannel.yml")),
         ("rendered/dual-stack.yml", include_str!("../rendered/dual-stack.yml")),
+        ("rendered/udp.yml", include_str!("../rendered/udp.yml")),
     ] {
         for (name, template) in templates() {
             let source = format!("# Source: flannel/templates/{name}");
@@ -236,4 +237,38 @@ fn the_dual_stack_chart_is_valid_for_the_api_and_flanneld() {
     assert_eq!(config.nftables, values["flannel"]["enableNFTables"]);
     let options = flannel_backend_vxlan::Options::parse(&config.backend).unwrap();
     assert_eq!(options.direct_routing, values["flannel"]["directRouting"]);
+}
+
+/// The only differences that the backend makes. The API refuses a privileged container that forbids
+/// new privileges.
+#[test]
+fn a_container_of_udp_is_privileged_and_has_the_device() {
+    let (objects, without) = (udp(), manifest());
+    objects.iter().for_each(|object| known_to_the_api(object).unwrap());
+    let data = &of_kind(&objects, "ConfigMap")["data"];
+    let config = Config::parse(data["net-conf.json"].as_str().unwrap()).unwrap();
+    flannel_backends::all().find("udp").unwrap().validate(&config, None).unwrap();
+    let mut main = container(&objects, "kube-flannel").clone();
+    assert_eq!(
+        main["securityContext"].take(),
+        json!({
+            "privileged": true,
+            "capabilities": { "drop": ["ALL"], "add": ["NET_ADMIN", "NET_RAW"] },
+            "readOnlyRootFilesystem": true,
+        })
+    );
+    let last = main["volumeMounts"].as_array_mut().unwrap().pop();
+    assert_eq!(last, Some(json!({ "name": "tun", "mountPath": "/dev/net/tun" })));
+    let mut expected = container(&without, "kube-flannel").clone();
+    expected["securityContext"].take();
+    assert_eq!(main, expected);
+    let pod = |objects: &[Value]| of_kind(objects, "DaemonSet")["spec"]["template"]["spec"].clone();
+    let (mut volumes, before) = (pod(&objects)["volumes"].take(), pod(&without)["volumes"].take());
+    let device = json!({ "path": "/dev/net/tun", "type": "CharDevice" });
+    let last = volumes.as_array_mut().unwrap().pop();
+    assert_eq!(last, Some(json!({ "name": "tun", "hostPath": device })));
+    assert_eq!(volumes, before);
+    for name in ["install-cni-plugin", "install-cni"] {
+        assert_eq!(container(&objects, name), container(&without, name));
+    }
 }

@@ -2,6 +2,7 @@
 //! namespace.
 
 use std::fs;
+use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::OnceLock;
@@ -92,12 +93,18 @@ impl Node {
         self.pod = set["spec"]["template"]["spec"].clone();
         for volume in self.pod["volumes"].as_array().unwrap() {
             let Some(path) = volume["hostPath"]["path"].as_str() else { continue };
-            let path = self.host(path);
+            let (of_machine, path) = (PathBuf::from(path), self.host(path));
             match volume["hostPath"]["type"].as_str().unwrap() {
                 "DirectoryOrCreate" => fs::create_dir_all(path).unwrap(),
                 "FileOrCreate" => {
                     fs::create_dir_all(path.parent().unwrap()).unwrap();
                     fs::OpenOptions::new().create(true).append(true).open(path).unwrap();
+                }
+                "CharDevice" => {
+                    let kind = fs::metadata(&of_machine).unwrap().file_type();
+                    assert!(kind.is_char_device(), "{}", of_machine.display());
+                    fs::create_dir_all(path.parent().unwrap()).unwrap();
+                    std::os::unix::fs::symlink(of_machine, path).unwrap();
                 }
                 other => panic!("hostPath of type {other}"),
             }
@@ -169,7 +176,8 @@ impl Node {
         mounts: &[(PathBuf, String)],
     ) -> Command {
         let root = self.dir.path().join(format!("root-{name}"));
-        fs::create_dir(&root).unwrap();
+        // A container that starts again mounts its root file system there again.
+        fs::create_dir_all(&root).unwrap();
         let mut command = Command::new("unshare");
         command.args([
             "--mount",

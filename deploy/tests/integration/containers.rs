@@ -17,7 +17,7 @@ use flannel_subnet_kube::testing::ApiServer;
 use serde_json::{Value, json};
 
 use crate::container::{Api, NODE_NAME, Node, image, output_of};
-use crate::objects::{cleanup, dual_stack, manifest, of_kind};
+use crate::objects::{cleanup, dual_stack, manifest, of_kind, udp};
 use flannel_lab::testing::as_root;
 
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -59,7 +59,7 @@ impl Cluster {
             json!({ "podCIDR": v4, "podCIDRs": [v4, v6] })
         };
         server.put_node(NODE_NAME, json!({ "spec": spec(7) }));
-        let peer = json!({
+        let mut peer = json!({
             "flannel.alpha.coreos.com/backend-data": r#"{"VNI":1,"VtepMAC":"0a:00:00:00:00:08"}"#,
             "flannel.alpha.coreos.com/backend-v6-data":
                 r#"{"VNI":1,"VtepMAC":"0a:00:00:00:06:08"}"#,
@@ -68,6 +68,12 @@ impl Cluster {
             "flannel.alpha.coreos.com/public-ip": "192.0.2.8",
             "flannel.alpha.coreos.com/public-ipv6": "2001:db8::8",
         });
+        let net_conf = of_kind(&objects, "ConfigMap")["data"]["net-conf.json"].as_str().unwrap();
+        if net_conf.contains(r#""Type": "udp""#) {
+            peer["flannel.alpha.coreos.com/backend-type"] = "".into();
+            peer["flannel.alpha.coreos.com/backend-data"] = "null".into();
+            peer["flannel.alpha.coreos.com/backend-v6-data"] = "null".into();
+        }
         server.put_node("of-go", json!({ "metadata": { "annotations": peer }, "spec": spec(8) }));
         Self { objects, node, server }
     }
@@ -197,13 +203,13 @@ impl Cluster {
     }
 
     /// Uninstalls as documented.
-    fn clean_up(mut self) {
+    fn clean_up(mut self, device: &str) {
         let cleanup = cleanup();
         self.node.take(of_kind(&cleanup, "DaemonSet"));
         let output = self.node.net.output(&mut self.node.container("cleanup")).unwrap();
         let text = String::from_utf8_lossy(&output.stdout);
         assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
-        assert!(text.contains("delete link flannel.1"), "{text}");
+        assert!(text.contains(&format!("delete link {device}")), "{text}");
         assert!(!self.on_node("ip link").contains("flannel"));
         assert!(!self.on_node("nft list ruleset").to_lowercase().contains("flannel"));
         for path in ["/etc/cni/net.d", "/opt/cni/bin", "/run/flannel", "/var/lib/flannel"] {
@@ -230,12 +236,28 @@ fn forbid_other_requests(server: &ApiServer, rules: &Value) {
 
 impl Drop for Daemon<'_> {
     fn drop(&mut self) {
+        let others = self.others();
         _ = self.process.kill();
         _ = self.process.wait();
+        end(&others);
+    }
+}
+
+/// Ends processes, as a container runtime ends those that a container leaves.
+fn end(pids: &[String]) {
+    if !pids.is_empty() {
+        assert!(Command::new("kill").arg("-KILL").args(pids).status().unwrap().success());
     }
 }
 
 impl Daemon<'_> {
+    /// The processes that the daemon has started and that still run.
+    fn others(&self) -> Vec<String> {
+        let pid = self.process.id();
+        let pids = Command::new("pgrep").args(["--parent", &pid.to_string()]).output().unwrap();
+        String::from_utf8(pids.stdout).unwrap().lines().map(str::to_owned).collect()
+    }
+
     fn wait_until(&mut self, mut holds: impl FnMut() -> bool) {
         while !holds() {
             assert_eq!(self.process.try_wait().unwrap(), None, "{}", self.cluster.log());
@@ -273,11 +295,13 @@ impl Daemon<'_> {
     }
 
     fn stop(mut self) {
+        let others = self.others();
         let kill = Command::new("kill").arg(self.process.id().to_string()).status().unwrap();
         let (process, cluster) = (&mut self.process, self.cluster);
         let ended = || process.try_wait().unwrap();
         let status = eventually(PATIENCE, ended, || format!("it still runs:\n{}", cluster.log()));
         assert!(kill.success() && status.success(), "{}", self.cluster.log());
+        end(&others);
         let state = fs::read_dir(self.cluster.node.host("/var/lib/flannel")).unwrap();
         assert!(state.count() > 0, "its state is on the host");
     }
@@ -306,7 +330,7 @@ fn the_manifest_makes_a_node_ready_and_cleanup_removes_all() {
         daemon.has_two_capabilities();
         cluster.check_addresses_of_a_pod();
         daemon.stop();
-        cluster.clean_up();
+        cluster.clean_up("flannel.1");
     });
 }
 
@@ -322,6 +346,54 @@ fn a_tunnel_that_accepts_router_advertisements_is_reported() {
         let repair = "sysctl -w net/ipv6/conf/flannel.1/accept_ra=0";
         assert!(matches!(&warnings[..], [line] if line.contains(repair)), "{log}");
         daemon.stop();
+    });
+}
+
+/// The process that moves the packets ends with the container. The device and its route stay.
+#[test]
+fn the_chart_for_udp_has_the_device_and_keeps_it_over_a_restart() {
+    as_root(|| {
+        let cluster = Cluster::new(udp());
+        cluster.install();
+        let mut daemon = cluster.start();
+        let env = cluster.subnet_env();
+        assert!(env.contains("FLANNEL_MTU=1472\n"), "{env}");
+        daemon.has_annotations(&[("public-ip", "192.0.2.1"), ("backend-type", "")]);
+        daemon.has_two_capabilities();
+        assert_eq!(daemon.others().len(), 1, "the process that moves the packets");
+        cluster.check_addresses_of_a_pod();
+        let device = cluster.on_node("ip -o link show flannel0");
+        daemon.stop();
+        assert!(cluster.on_node("ip route").contains("10.244.0.0/16 dev flannel0"));
+
+        let daemon = cluster.start();
+        let index = |line: &str| line.split(':').next().map(str::to_owned);
+        assert_eq!(index(&cluster.on_node("ip -o link show flannel0")), index(&device));
+        daemon.has_two_capabilities();
+        daemon.stop();
+        cluster.clean_up("flannel0");
+    });
+}
+
+/// The config alone was changed to udp, and the container has not got the device.
+#[test]
+fn udp_without_the_device_is_refused_with_the_cure() {
+    as_root(|| {
+        let mut objects = udp();
+        let kind = |object: &Value| object["kind"] == "DaemonSet";
+        let set = of_kind(&manifest(), "DaemonSet").clone();
+        *objects.iter_mut().find(|object| kind(object)).unwrap() = set;
+        let cluster = Cluster::new(objects);
+        let mut command = cluster.node.container("kube-flannel");
+        let output = cluster.node.net.output(&mut command).unwrap();
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{text}");
+        let end = text.lines().last().unwrap();
+        assert!(end.contains("/dev/net/tun: No such file"), "{text}");
+        assert!(end.contains("`privileged: true`"), "{text}");
+        assert!(!cluster.on_node("ip link").contains("flannel"));
+        let lease = cluster.server.annotation(NODE_NAME, "flannel.alpha.coreos.com/public-ip");
+        assert_eq!(lease, None, "nothing is published");
     });
 }
 
@@ -351,6 +423,6 @@ fn the_chart_makes_a_node_ready_and_cleanup_removes_all() {
         daemon.has_two_capabilities();
         cluster.check_addresses_of_a_pod();
         daemon.stop();
-        cluster.clean_up();
+        cluster.clean_up("flannel.1");
     });
 }

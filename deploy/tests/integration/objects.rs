@@ -28,6 +28,11 @@ pub(crate) fn dual_stack() -> Vec<Value> {
     deploy::documents(include_str!("../rendered/dual-stack.yml")).unwrap()
 }
 
+/// The objects of the chart for the backend udp.
+pub(crate) fn udp() -> Vec<Value> {
+    deploy::documents(include_str!("../rendered/udp.yml")).unwrap()
+}
+
 /// A container of the DaemonSet.
 pub(crate) fn container<'a>(objects: &'a [Value], name: &str) -> &'a Value {
     let pod = &of_kind(objects, "DaemonSet")["spec"]["template"]["spec"];

@@ -16,6 +16,7 @@ fn pods_reach_each_other_under_the_restrictions_of_the_unit() {
         confined(json!("host-gw"), false);
         confined(json!({ "Type": "vxlan", "DirectRouting": true }), false);
         confined(json!("vxlan"), true);
+        confined(json!("udp"), true);
     });
 }
 
@@ -65,8 +66,10 @@ fn damage(host: &Host, nftables: bool) {
             host.run(program, &["-t", "nat", "-F"]).unwrap();
         }
     }
-    if host.run("ip", &["link", "show", "flannel.1"]).is_ok() {
-        host.run("ip", &["link", "del", "flannel.1"]).unwrap();
+    for device in ["flannel.1", "flannel0"] {
+        if host.run("ip", &["link", "show", device]).is_ok() {
+            host.run("ip", &["link", "del", device]).unwrap();
+        }
     }
     let rules = |program| host.run(program, &["-t", "nat", "-S"]).unwrap();
     let is_restored = || match nftables {

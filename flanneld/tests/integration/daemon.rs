@@ -643,6 +643,11 @@ fn the_systemd_unit_is_valid_and_hardened() {
     analyze(&["verify", "--man=no"]);
     // 0 is best and 100 worst. A unit without hardening has 96.
     analyze(&["security", "--no-pager", "--offline=true", "--threshold=30"]);
+    // The needs of the process of udp, which no other test sees: they are not inherited limits.
+    for line in ["KillMode=process", "DevicePolicy=closed", "DeviceAllow=/dev/net/tun rw"] {
+        assert!(unit.contains(&format!("\n{line}\n")), "{line}");
+    }
+    assert!(!unit.contains("\nPrivateDevices=yes"), "it would hide /dev/net/tun");
     // The unit allows the capabilities that the daemon keeps.
     assert!(unit.contains("\nCapabilityBoundingSet=CAP_NET_ADMIN CAP_NET_RAW\n"));
 }

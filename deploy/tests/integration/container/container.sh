@@ -18,6 +18,8 @@ for dir in bin sbin lib lib64 usr proc sys dev; do
         mount --rbind "/$dir" "$root/$dir"
     fi
 done
+# No devices of networks.
+[ ! -d "$root/dev/net" ] || mount -t tmpfs -o mode=755,nosuid tmpfs "$root/dev/net"
 mount --bind /proc/sys "$root/proc/sys"
 mount -o remount,bind,ro,nosuid,nodev,noexec "$root/proc/sys"
 mkdir -p "$root/etc" "$root/opt/bin"

@@ -18,8 +18,8 @@ const MAIN: u32 = 254;
 /// `RT_TABLE_LOCAL`.
 const LOCAL: u32 = 255;
 /// Queueing disciplines that neither delay nor drop packets unless the device is congested, as no
-/// tunnel device is.
-const HARMLESS: [&str; 5] = ["noqueue", "pfifo_fast", "fq_codel", "fq", "mq"];
+/// tunnel device is. A device that is down, or has no carrier yet, has `noop`.
+const HARMLESS: [&str; 6] = ["noop", "noqueue", "pfifo_fast", "fq_codel", "fq", "mq"];
 /// The largest number of rules that have a finding each.
 const MOST_RULES: usize = 5;
 

@@ -340,6 +340,7 @@ fn irrelevant_settings_cause_no_finding() {
     facts.pod_networks.v6 = None;
     facts.forwarding.v6 = Some(false);
     assert_eq!(check(&facts), []);
+    facts.attached.insert(device("flannel.1"), queue("noop"));
     facts.mtu = None;
     facts.tracked = Some(Tracked { now: 9_500, most: 0 });
     facts.pods.push(9000);
