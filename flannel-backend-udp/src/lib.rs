@@ -101,7 +101,10 @@ impl Backend for UdpBackend {
         let Some(uplink) = uplink else { return Ok(()) };
         let mut families = config.networks.families();
         families.try_for_each(|family| uplink.needed(family).map(drop).map_err(refuse))?;
-        preflight::check().map_err(refuse)
+        match kernel_device(&options, config, uplink) {
+            Some(_) => Ok(()),
+            None => preflight::check().map_err(refuse),
+        }
     }
 
     async fn prepare(&self, node: &Node<'_>, config: &Config) -> Result<Prepared> {
@@ -168,6 +171,7 @@ async fn choose(
             Err(error) => tracing::info!(%error, "a process moves the packets"),
         }
     }
+    preflight::check().map_err(refuse)?;
     node.may_change(Vec::new()).await?;
     Ok(tun)
 }

@@ -114,12 +114,8 @@ mod tests {
 
     #[test]
     fn options_are_checked() {
-        let defaults = Options {
-            port: 8285,
-            source_port: false,
-            source_check: None,
-            path: Path::Auto,
-        };
+        let defaults =
+            Options { port: 8285, source_port: false, source_check: None, path: Path::Auto };
         assert_eq!((parse(""), parse(r#","port":0"#)), (Ok(defaults), Ok(defaults)));
         let all = parse(r#","Port":7,"SourcePort":true,"SourceCheck":false,"Path":"kernel""#);
         let (source_check, path) = (Some(false), Path::Kernel);

@@ -84,11 +84,16 @@ impl Flow {
         })
     }
 
-    /// Whether the checksum of the transport header is right.
+    /// Whether the checksum of the transport header is right, or only that of the pseudo-header
+    /// ([`partial_checksum`](crate::packet::partial_checksum)).
     fn is_intact(&self, packet: &[u8]) -> bool {
         let len = self.headers - self.start + self.payload;
         let pseudo = pseudo_sum(packet, self.is_v6, self.protocol, len);
+        let place = self.start + if self.protocol == TCP { 16 } else { 6 };
         let end = self.start + len;
+        if pseudo != 0 && word(packet, place) == pseudo {
+            return true;
+        }
         checksum::add(checksum::sum(&packet[self.start..end]), pseudo) == 0xffff
     }
 

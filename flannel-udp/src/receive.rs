@@ -13,9 +13,9 @@ use crate::icmp;
 use crate::join::{Group, join};
 use crate::learned::{Learned, Source};
 use crate::limit::Limit;
-use crate::packet::{Header, TCP, decrement_ttl};
+use crate::packet::{Header, TCP, decrement_ttl, partial_checksum};
 use crate::table::{Peer, Table};
-use crate::vnet::Vnet;
+use crate::vnet::{NEEDS_CSUM, Vnet};
 
 /// The most bytes that are received at once: datagrams that the kernel has joined.
 const BURST: usize = 65_535;
@@ -186,8 +186,16 @@ impl<'a, D: Device, W: Wire> Receiver<'a, D, W> {
     }
 
     fn write_packet(&self, n: usize) {
-        let (range, _) = &self.packets[n];
-        let (vnet, packet) = (Vnet::default().write(), &self.buffer[range.clone()]);
+        let (range, ip) = &self.packets[n];
+        let packet = &self.buffer[range.clone()];
+        // At most 65,535.
+        let partial = |place: usize| Vnet {
+            flags: NEEDS_CSUM,
+            csum_start: ip.len as u16,
+            csum_offset: (place - ip.len) as u16,
+            ..Vnet::default()
+        };
+        let vnet = partial_checksum(packet, ip).map(partial).unwrap_or_default().write();
         match self.device.write(&[IoSlice::new(&vnet), IoSlice::new(packet)]) {
             Ok(()) => self.count(1, range.len()),
             Err(_) => add(&self.counters.write_failed, 1),
@@ -305,6 +313,28 @@ mod tests {
         device.errors.borrow_mut().extend([Errno::ENOBUFS, Errno::ENOMEM]);
         let counts = receive(&device, node(7), &datagrams);
         assert_eq!((counts.write_failed, counts.received_packets), (1, 49), "the group, then one");
+    }
+
+    /// The kernel of a node without a network card in between leaves the checksum undone.
+    #[test]
+    fn a_checksum_of_the_pseudo_header_alone_is_left_to_the_kernel() {
+        for (protocol, offset) in [(TCP, 16), (UDP, 6)] {
+            let mut datagrams = datagrams(from_pod(protocol, &[7; 64], 0));
+            for is_partial in [false, true] {
+                let packet = &mut datagrams[0];
+                if is_partial {
+                    let transport = packet.len() - 20;
+                    let sum = crate::packet::pseudo_sum(packet, false, protocol, transport);
+                    crate::packet::set_word(packet, 20 + offset, sum);
+                }
+                let device = FakeDevice::default();
+                assert_eq!(receive(&device, node(7), &datagrams).received_packets, 1);
+                let written = device.written.borrow();
+                let vnet = Vnet::read(written[0].first_chunk().unwrap());
+                let fields = (vnet.flags, vnet.csum_start, usize::from(vnet.csum_offset));
+                assert_eq!(fields, if is_partial { (NEEDS_CSUM, 20, offset) } else { (0, 0, 0) });
+            }
+        }
     }
 
     #[test]

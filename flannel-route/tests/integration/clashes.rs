@@ -40,6 +40,7 @@ fn pair(n: u8) -> [Lease; 2] {
 fn network(kernel: &FakeKernel) -> KernelNetwork {
     let blueprint = Blueprint {
         lease_type: None,
+        path: "",
         handshakes: false,
         mtu: 1500,
         footprint: Footprint {

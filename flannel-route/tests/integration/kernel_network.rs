@@ -216,6 +216,7 @@ impl World {
             subnets.network_config().await.unwrap().pod_networks().collect();
         let blueprint = Blueprint {
             lease_type: None,
+            path: "",
             handshakes: false,
             mtu: 1430,
             footprint: Footprint {

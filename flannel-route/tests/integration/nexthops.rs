@@ -30,6 +30,7 @@ impl Run {
         let config = subnets.network_config().await.unwrap();
         let blueprint = Blueprint {
             lease_type: None,
+            path: "",
             handshakes: false,
             mtu: 1500,
             footprint: Footprint {

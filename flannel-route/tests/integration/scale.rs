@@ -108,6 +108,7 @@ impl World {
         let counter = Arc::clone(&plans);
         let blueprint = Blueprint {
             lease_type: None,
+            path: "",
             handshakes: false,
             mtu: 1450,
             footprint: Footprint {
