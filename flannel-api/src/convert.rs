@@ -6,6 +6,7 @@ use std::time::{Duration, SystemTime};
 use flannel_core::address::{Dual, Family};
 use flannel_core::backend::{ExternalInterface, Inlet};
 use flannel_core::config::PodNetwork;
+use flannel_core::kernel::Traffic;
 use flannel_core::lease::LeaseSet;
 use flannel_core::object::Key;
 use flannel_core::status::{Failure, Histogram, Repair};
@@ -14,7 +15,7 @@ use flannel_core::{Config, Lease, Subnet, Subnets};
 
 use crate::{
     FailureReport, InletReport, InterfaceReport, LatencyReport, LeaseReport, PeerReport,
-    RepairReport, StoreReport, SubnetsReport, rounded, seconds,
+    RepairReport, StoreReport, SubnetsReport, TrafficReport, rounded, seconds,
 };
 
 /// The largest number of skipped entries in a report.
@@ -113,6 +114,18 @@ impl From<&Repair> for RepairReport {
         let process = repair.changed_by.as_ref().and_then(|by| by.process.as_deref());
         let process = process.map(str::to_owned);
         Self { at: seconds(repair.at), text: repair.to_string(), process }
+    }
+}
+
+impl From<&Traffic> for TrafficReport {
+    fn from(Traffic { sent, received, dropped, .. }: &Traffic) -> Self {
+        Self {
+            sent_packets: sent.0,
+            sent_bytes: sent.1,
+            received_packets: received.0,
+            received_bytes: received.1,
+            dropped: dropped.iter().map(|(reason, count)| ((*reason).to_owned(), *count)).collect(),
+        }
     }
 }
 

@@ -52,7 +52,7 @@ pub use problem::Problem;
 pub use status::{
     Counted, DaemonReport, FailureReport, InletReport, InterfaceReport, LatencyReport, LeaseReport,
     MoveReport, NetworkReport, RepairReport, RepairsReport, StatusReport, StoreReport,
-    SubnetsReport,
+    SubnetsReport, TrafficReport,
 };
 pub use why::{ObjectReport, WhyReport};
 

@@ -108,6 +108,25 @@ pub struct NetworkReport {
     pub repairs: RepairsReport,
     /// The time from a lease's arrival to the kernel's acknowledgement.
     pub latency: LatencyReport,
+    /// The packets that the backend moves itself; `null`: the kernel moves them, or they are not
+    /// known now.
+    #[serde(default)]
+    pub traffic: Option<TrafficReport>,
+}
+
+/// The packets that a backend moves itself, since its data plane began.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TrafficReport {
+    /// Packets that were sent to other nodes.
+    pub sent_packets: u64,
+    /// Their bytes.
+    pub sent_bytes: u64,
+    /// Packets that were received from other nodes.
+    pub received_packets: u64,
+    /// Their bytes.
+    pub received_bytes: u64,
+    /// Packets that were dropped, by reason, such as `no_peer`.
+    pub dropped: BTreeMap<String, u64>,
 }
 
 /// The move of this node from one backend to another. Backends are named by their types in leases.

@@ -11,12 +11,13 @@ use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use flannel_core::Subnet;
-use flannel_core::kernel::{Annex, Changes, Invalidation, KernelError};
+use flannel_core::kernel::{Annex, Changes, Invalidation, KernelError, Traffic};
 use flannel_core::object::{Change, Key, Object, Record, Secret};
 use flannel_udp::{Client, Options, Peers, Prefix, Request, Status};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
 use crate::NAME;
+use crate::traffic::{Drops, traffic};
 
 /// The longest time until a process that was started answers.
 const START: Duration = Duration::from_secs(5);
@@ -46,6 +47,7 @@ pub(crate) struct DataPlane(Arc<Shared>);
 struct Shared {
     dir: PathBuf,
     inner: Mutex<Inner>,
+    drops: Mutex<Drops>,
 }
 
 #[derive(Debug, Default)]
@@ -58,7 +60,7 @@ struct Inner {
 
 impl DataPlane {
     pub(crate) fn new(dir: PathBuf) -> Self {
-        Self(Arc::new(Shared { dir, inner: Mutex::default() }))
+        Self(Arc::new(Shared { dir, inner: Mutex::default(), drops: Mutex::default() }))
     }
 
     fn inner(&self) -> MutexGuard<'_, Inner> {
@@ -243,6 +245,13 @@ impl Annex for DataPlane {
         let (listener, events) = unbounded_channel();
         self.inner().listener = Some(listener);
         Ok(Box::new(Events(events)))
+    }
+
+    /// A connection of its own does not wait for changes.
+    fn traffic(&self) -> Option<Traffic> {
+        let counts = Client::connect(&self.socket()).ok()?.ask(&Request::Counts).ok()??;
+        let mut drops = self.0.drops.lock().unwrap_or_else(PoisonError::into_inner);
+        traffic(&counts, &mut drops, Instant::now())
     }
 
     /// Changes end before [`Annex::apply`] returns.

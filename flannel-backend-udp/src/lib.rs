@@ -4,6 +4,7 @@ mod annex;
 mod options;
 mod plan;
 mod preflight;
+mod traffic;
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;

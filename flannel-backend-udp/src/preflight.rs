@@ -49,7 +49,7 @@ mod tests {
         assert!(error.contains("No such file") && error.contains("modprobe tun"), "{error}");
         std::fs::write(&missing, "").unwrap();
         assert_eq!(may_open(&missing), Ok(()));
-        // `EPERM` of a device cgroup, `EACCES` of the mode, `ENXIO` and `ENODEV` without the module.
+        // `EPERM` of a device cgroup, `EACCES` of the mode, `ENXIO` and `ENODEV`: no module.
         for (errno, word) in [
             (1, "DeviceAllow"),
             (13, "privileged"),

@@ -16,7 +16,7 @@ use rustix::net::{
 };
 use serde::{Deserialize, Serialize};
 
-use crate::counters::Counts;
+use crate::counters::{Counts, Foreign};
 use crate::options::Options;
 
 /// The version of the protocol. A program refuses another one.
@@ -86,6 +86,8 @@ pub enum Request {
     Delete(Vec<Prefix>),
     /// Asks for the state.
     Status,
+    /// Asks for the state without the peers and the addresses of those behind NAT.
+    Counts,
     /// Asks for the descriptors. The data plane ends after the answer.
     HandOver,
     /// Ends the process, if its data plane has these options. The device stays.
@@ -122,6 +124,9 @@ pub struct Status {
     pub learned: BTreeMap<Prefix, IpAddr>,
     /// The counts of packets.
     pub counts: Counts,
+    /// The last packet of [`Counts::foreign_node`]. It does not go on to the next process.
+    #[serde(default)]
+    pub foreign: Option<Foreign>,
 }
 
 /// A connection to a process.

@@ -1,5 +1,7 @@
 //! Counts of packets and of the reasons for which they were dropped.
 
+use std::net::IpAddr;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use serde::{Deserialize, Serialize};
@@ -10,6 +12,7 @@ macro_rules! counters {
         #[derive(Debug, Default)]
         pub(crate) struct Counters {
             $(pub(crate) $name: AtomicU64,)*
+            pub(crate) last_foreign: Mutex<Option<Foreign>>,
         }
 
         /// Counts since the first start of a data plane. They continue when its process is killed.
@@ -63,6 +66,51 @@ counters! {
     proofs_requested,
 }
 
+/// A datagram of a host that is not the node of the source address.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct Foreign {
+    /// The source address of the packet in it.
+    pub source: IpAddr,
+    /// The host that sent it.
+    pub host: IpAddr,
+    /// The node that has the source address.
+    pub node: IpAddr,
+}
+
+impl Counters {
+    /// Counts a packet with an address of `node` that another host has sent.
+    pub(crate) fn add_foreign(&self, source: IpAddr, host: IpAddr, node: IpAddr) {
+        add(&self.foreign_node, 1);
+        // One example is enough, and no thread waits for another one.
+        if let Ok(mut last) = self.last_foreign.try_lock() {
+            *last = Some(Foreign { source, host, node });
+        }
+    }
+
+    /// The last of these packets.
+    pub(crate) fn last_foreign(&self) -> Option<Foreign> {
+        self.last_foreign.lock().map_or(None, |last| *last)
+    }
+}
+
 pub(crate) fn add(counter: &AtomicU64, n: u64) {
     counter.fetch_add(n, Ordering::Relaxed);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_last_foreign_packet_is_kept_and_all_are_counted() {
+        let (counters, at) = (Counters::default(), |n: u8| IpAddr::from([192, 0, 2, n]));
+        assert_eq!(counters.last_foreign(), None);
+        for n in [1, 2] {
+            counters.add_foreign(at(7), at(n), at(8));
+        }
+        assert_eq!(counters.read().foreign_node, 2);
+        let expected = Foreign { source: at(7), host: at(2), node: at(8) };
+        assert_eq!(counters.last_foreign(), Some(expected));
+    }
 }

@@ -23,7 +23,7 @@ mod table;
 mod vnet;
 
 pub use self::control::{Answer, Client, Peers, Prefix, Request, Status, VERSION};
-pub use self::counters::Counts;
+pub use self::counters::{Counts, Foreign};
 pub use self::options::Options;
 pub use self::plane::Plane;
 pub use self::server::serve;

@@ -14,7 +14,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::EventFd;
 
 use crate::control::Prefix;
-use crate::counters::Counts;
+use crate::counters::{Counts, Foreign};
 use crate::ends::Lane;
 use crate::learned::Learned;
 use crate::ledger::Ledger;
@@ -194,6 +194,12 @@ impl Plane {
     /// The counts of packets so far.
     pub fn counts(&self) -> Counts {
         self.shared.ledger.counters.read()
+    }
+
+    /// The last packet that was dropped because another host than the node of its source address
+    /// has sent it.
+    pub(crate) fn last_foreign(&self) -> Option<Foreign> {
+        self.shared.ledger.counters.last_foreign()
     }
 }
 

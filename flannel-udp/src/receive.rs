@@ -151,7 +151,7 @@ impl<'a, D: Device, W: Wire> Receiver<'a, D, W> {
         }
         match source {
             Source::Learned => add(&self.counters.learned_node, 1),
-            Source::Foreign => add(&self.counters.foreign_node, 1),
+            Source::Foreign => self.counters.add_foreign(ip.src, from, peer.address.ip()),
             Source::Proof => {}
         }
         source == Source::Learned

@@ -1,5 +1,6 @@
 //! A process with a data plane, which answers on a socket.
 
+use std::collections::BTreeMap;
 use std::fs::DirBuilder;
 use std::io::{self, BufReader};
 use std::net::SocketAddr;
@@ -102,14 +103,21 @@ impl Inner {
     }
 
     fn status(&self) -> Status {
+        let learned = self.plane.as_ref().map(Plane::learned).unwrap_or_default();
+        Status { peers: self.peers.clone(), learned, ..self.counts() }
+    }
+
+    /// The state without the peers and their addresses, of which there may be many.
+    fn counts(&self) -> Status {
         Status {
             version: VERSION,
             program: env!("CARGO_PKG_VERSION").to_owned(),
             options: self.plane.as_ref().map(|plane| plane.options().clone()),
-            peers: self.peers.clone(),
-            learned: self.plane.as_ref().map(Plane::learned).unwrap_or_default(),
+            peers: Peers::new(),
+            learned: BTreeMap::new(),
             // A count that somebody has seen never goes back.
             counts: self.ledger.save(),
+            foreign: self.plane.as_ref().and_then(Plane::last_foreign),
         }
     }
 
@@ -133,6 +141,7 @@ impl Inner {
                 }
                 self.program();
             }
+            Request::Counts => return Ok(Some(self.counts())),
             _ => return Ok(Some(self.status())),
         }
         Ok(None)

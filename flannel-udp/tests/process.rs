@@ -87,6 +87,8 @@ fn peers_are_kept_and_bad_requests_change_nothing() {
         BufReader::new(stream).read_line(&mut answer).unwrap();
         assert!(answer.starts_with("{\"failed\":"), "{bad}: {answer}");
     }
+    let counts = client.ask(&Request::Counts).unwrap().unwrap();
+    assert_eq!((counts.peers, counts.program), (Peers::new(), process.status().program));
     client.ask(&Request::Delete(peers().into_keys().collect())).unwrap();
     assert_eq!(process.status().peers, Peers::new());
 }

@@ -9,6 +9,7 @@ use std::collections::BTreeMap;
 use std::time::SystemTime;
 
 use flannel_api::seconds;
+use flannel_core::kernel::Traffic;
 use flannel_core::object::ObjectKind;
 use flannel_core::status::{Damage, Rejection};
 use flannel_doctor::checks::host::CHECKS;
@@ -72,6 +73,9 @@ pub(crate) fn metrics(snapshot: &Snapshot, format: Format) -> String {
         }
         if network.running.encrypted.is_some() {
             tunnels(&mut page, &network.tunnels);
+        }
+        if let Some(packets) = &network.traffic {
+            traffic(&mut page, packets);
         }
         let count =
             |check: &str| snapshot.facts.findings.iter().filter(|f| f.check == check).count();
@@ -256,6 +260,29 @@ fn tunnels(page: &mut Page, tunnels: &Tunnels) {
     );
 }
 
+/// A backend whose packets the kernel moves has none of these.
+fn traffic(page: &mut Page, Traffic { sent, received, dropped, .. }: &Traffic) {
+    let both = |sent: u64, received: u64| {
+        let label = |direction| labels(&[("direction", direction)]);
+        [(label("sent"), sent), (label("received"), received)]
+    };
+    page.counters(
+        "flannel_data_plane_packets_total",
+        "Packets that the backend itself moved between nodes",
+        both(sent.0, received.0),
+    );
+    page.counters(
+        "flannel_data_plane_bytes_total",
+        "Bytes of these packets, without the headers of datagrams",
+        both(sent.1, received.1),
+    );
+    page.counters(
+        "flannel_data_plane_dropped_packets_total",
+        "Packets that the backend itself dropped, by reason",
+        dropped.iter().map(|(reason, count)| (labels(&[("reason", reason)]), *count)),
+    );
+}
+
 /// Without requested rules, all rules are in place.
 fn firewall(page: &mut Page, rulebook: &Rulebook) {
     let in_place = match rulebook {
@@ -411,6 +438,10 @@ mod tests {
         let guard = observer.running(running);
         let mut snapshot = observer.snapshot();
         drop(guard);
+        let dropped = [("no_peer", 4), ("foreign_node", 5)].into();
+        let (sent, received) = ((7, 700), (3, 300));
+        let traffic = Traffic { sent, received, dropped, ..Traffic::default() };
+        snapshot.network.as_mut().unwrap().traffic = Some(traffic);
         let until = Some(snapshot.time + Duration::from_secs(3600));
         snapshot.ownership = Ownership::Held { until };
         let calls = flannel_core::subnet::Calls { sent: 2, failed: 1 };
@@ -595,6 +626,21 @@ mod tests {
         let _guard = observer.running(network);
         let text = metrics(&observer.snapshot(), Format::Text);
         assert!(!text.contains("flannel_tunnel"), "there is no encrypted tunnel");
+    }
+
+    #[tokio::test]
+    async fn packets_of_a_data_plane_are_counted_if_there_is_one() {
+        let text = metrics(&full().await.1, Format::Text);
+        for line in [
+            "packets_total{direction=\"sent\"} 7",
+            "bytes_total{direction=\"received\"} 300",
+            "dropped_packets_total{reason=\"foreign_node\"} 5",
+        ] {
+            assert!(text.contains(&format!("\nflannel_data_plane_{line}\n")), "{line}: {text}");
+        }
+        let observer = Observer::default();
+        let _guard = observer.running(network(Status::default()).await.1);
+        assert!(!metrics(&observer.snapshot(), Format::Text).contains("flannel_data_plane"));
     }
 
     #[test]

@@ -146,8 +146,8 @@ impl Observer {
             counters.add(&running);
             let status = Arc::clone(&running.handle.status.borrow());
             let view = running.views.borrow().clone();
-            let (waiting, tunnels) = Default::default();
-            NetworkSnapshot { running, status, view, waiting, tunnels }
+            let (waiting, tunnels, traffic) = Default::default();
+            NetworkSnapshot { running, status, view, waiting, tunnels, traffic }
         });
         let store = known.store.as_ref();
         Snapshot {
@@ -367,6 +367,7 @@ pub(crate) mod tests {
             },
             kernel: Arc::new(FakeKernel::with_uplink("eth0")),
             encrypted: None,
+            annex: None,
             handle: NetworkHandle::new(lease, 1450, status),
             views,
             rulebook: watch::channel(Rulebook::Unwanted).1,

@@ -8,7 +8,7 @@ pub(crate) mod why;
 use flannel_api::{
     Counted, DaemonReport, FailureReport, InletReport, InterfaceReport, LatencyReport, LeaseReport,
     NetworkReport, Problem, RepairReport, RepairsReport, StatusReport, StoreReport, SubnetsReport,
-    VERSION, by_family, seconds, texts,
+    TrafficReport, VERSION, by_family, seconds, texts,
 };
 use flannel_core::object::Key;
 use flannel_core::status::{Failure, Status};
@@ -81,6 +81,7 @@ fn network_report(network: &NetworkSnapshot, snapshot: &Snapshot) -> NetworkRepo
                 .collect(),
         },
         latency: LatencyReport::from(&status.latency),
+        traffic: network.traffic.as_ref().map(TrafficReport::from),
     }
 }
 

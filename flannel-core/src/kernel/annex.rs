@@ -1,5 +1,6 @@
 //! Annexes: the state of peers that is not in the kernel.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::time::Duration;
 
@@ -53,7 +54,27 @@ pub trait Annex: fmt::Debug + Send + Sync {
     /// [`KernelError::timed_out`], and the change continues.
     fn wait(&self, key: &Key, timeout: Duration) -> Result<(), KernelError>;
 
+    /// The packets that it moves itself; `None`: it moves none, or they are not known now. Blocks.
+    /// The default is `None`.
+    fn traffic(&self) -> Option<Traffic> {
+        None
+    }
+
     /// The program ends, because somebody stops it. Records stay in place. An annex may tell other
     /// programs that this node goes. Blocks. The default does nothing.
     fn stop(&self) {}
+}
+
+/// The packets that an [`Annex`] moves itself, counted since it began.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Traffic {
+    /// Packets that were sent to other nodes, and their bytes.
+    pub sent: (u64, u64),
+    /// Packets that were received from other nodes, and their bytes.
+    pub received: (u64, u64),
+    /// Packets that were dropped, by reason, such as `no_peer`. All reasons are there.
+    pub dropped: BTreeMap<&'static str, u64>,
+    /// Why packets are being dropped that should not be, as sentences without a full stop, each
+    /// with a command that helps.
+    pub problems: Vec<(String, String)>,
 }

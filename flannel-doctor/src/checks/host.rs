@@ -31,8 +31,11 @@ pub use read::HostScene;
 /// The name of the check for a duplicate public address. The network's advisories report it too.
 pub const DUPLICATE: &str = "duplicate-address";
 
+/// The name of the check of the packets that a backend moves itself, which only the daemon makes.
+pub const DATA_PLANE: &str = "data-plane";
+
 /// The names of all other checks.
-pub const CHECKS: [&str; 14] = [
+pub const CHECKS: [&str; 15] = [
     "forwarding",
     "rp-filter",
     "arp",
@@ -47,6 +50,7 @@ pub const CHECKS: [&str; 14] = [
     "bridge-netfilter",
     "route",
     "pod-mtu",
+    DATA_PLANE,
 ];
 
 /// The repair if a pod network contains addresses of hosts.

@@ -2,7 +2,7 @@
 
 use flannel_api::{
     FailureReport, Finding, MoveReport, NetworkReport, PeerReport, StatusReport, StoreReport,
-    TunnelReport, VERSION, request,
+    TrafficReport, TunnelReport, VERSION, request,
 };
 use flannel_options::printable::inline;
 use serde::de::DeserializeOwned;
@@ -85,6 +85,9 @@ pub(crate) fn page(report: &StatusReport, terminal: &Terminal) -> String {
     }
     if let Some(network) = &report.network {
         out += &kernel_fields(network, now, terminal);
+        if let Some(traffic) = &network.traffic {
+            out += &terminal.field("packets", Style::Bold, &traffic_line(traffic));
+        }
         if let Some(paths) = &network.paths {
             out += &terminal.field("paths", Style::Bold, &numbers(paths));
             for text in &paths.lowered {
@@ -204,6 +207,22 @@ fn kernel_fields(network: &NetworkReport, now: f64, terminal: &Terminal) -> Stri
         out += &terminal.field("repairs", Style::Bold, &text);
     }
     out
+}
+
+fn traffic_line(traffic: &TrafficReport) -> String {
+    let TrafficReport { sent_packets, sent_bytes, received_packets, received_bytes, dropped } =
+        traffic;
+    let reasons = dropped.iter().filter(|(_, count)| **count > 0);
+    let reasons: Vec<_> = reasons.map(|(reason, count)| format!("{count} {reason}")).collect();
+    let dropped = match reasons.as_slice() {
+        [] => "none dropped".to_owned(),
+        reasons => format!("dropped: {}", reasons.join(", ")),
+    };
+    format!(
+        "{sent_packets} sent ({}), {received_packets} received ({}), {dropped}",
+        bytes(*sent_bytes),
+        bytes(*received_bytes)
+    )
 }
 
 fn peers_of(network: &NetworkReport, now: f64, terminal: &Terminal) -> String {

@@ -43,7 +43,8 @@ impl Site for Answers {
                 let accept = request.headers().get(ACCEPT);
                 let accept = accept.and_then(|value| value.to_str().ok()).unwrap_or_default();
                 let format = Format::accepted(accept);
-                let body = metrics(&self.observer.snapshot().with_tunnels().await, format);
+                let snapshot = self.observer.snapshot().with_tunnels().await.with_traffic().await;
+                let body = metrics(&snapshot, format);
                 response(StatusCode::OK, format.content_type(), body)
             }
             ("GET" | "POST", path) if self.control && path.starts_with("/v1/") => {
@@ -135,7 +136,7 @@ impl Answers {
     }
 
     async fn status(&self, fresh: bool) -> StatusReport {
-        let snapshot = self.observer.snapshot_of_peers().await;
+        let snapshot = self.observer.snapshot_of_peers().await.with_traffic().await;
         if fresh {
             self.observer.legacy().forget().await;
         }

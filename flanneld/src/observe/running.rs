@@ -6,6 +6,7 @@ use std::time::SystemTime;
 
 use flannel_core::address::Dual;
 use flannel_core::backend::{Datapath, ExternalInterface};
+use flannel_core::kernel::{Annex, Traffic};
 use flannel_core::lease::View;
 use flannel_core::network::NetworkHandle;
 use flannel_core::object::LinkName;
@@ -32,6 +33,8 @@ pub(crate) struct Running {
     pub(crate) kernel: Arc<dyn Kernel>,
     /// Reads the encrypted tunnels; `None`: there are none.
     pub(crate) encrypted: Option<Arc<NetlinkKernel>>,
+    /// Moves the packets of pods; `None`: the kernel does, as far as is known.
+    pub(crate) annex: Option<Arc<dyn Annex>>,
     pub(crate) handle: NetworkHandle,
     pub(crate) views: watch::Receiver<View>,
     pub(crate) rulebook: watch::Receiver<Rulebook>,
@@ -89,6 +92,12 @@ impl Running {
             tracing::debug!(%error, "the state of the tunnels cannot be read");
             Tunnels::default()
         })
+    }
+
+    /// The packets that the backend moves itself, read on a blocking thread.
+    pub(crate) async fn traffic(&self) -> Option<Traffic> {
+        let annex = self.annex.clone()?;
+        blocking(move || annex.traffic()).await
     }
 
     /// The addresses of the server for path probes. There are none with port 0, and none without a

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::SystemTime;
 
 use flannel_api::{Finding, MoveReport};
+use flannel_core::kernel::Traffic;
 use flannel_core::lease::View;
 use flannel_core::object::ObjectKind;
 use flannel_core::status::{Damage, Histogram, Status, Waiting};
@@ -99,6 +100,9 @@ pub(crate) struct NetworkSnapshot {
     pub(crate) waiting: Option<Waiting>,
     /// The encrypted tunnels; empty unless [`Snapshot::with_tunnels`] has read them.
     pub(crate) tunnels: Tunnels,
+    /// The packets that the backend moves itself; `None` unless [`Snapshot::with_traffic`] has read
+    /// them.
+    pub(crate) traffic: Option<Traffic>,
 }
 
 impl Snapshot {
@@ -111,6 +115,14 @@ impl Snapshot {
     pub(crate) async fn with_tunnels(mut self) -> Self {
         if let Some(network) = &mut self.network {
             network.tunnels = network.running.tunnels().await;
+        }
+        self
+    }
+
+    /// The same with the packets that the backend moves itself.
+    pub(crate) async fn with_traffic(mut self) -> Self {
+        if let Some(network) = &mut self.network {
+            network.traffic = network.running.traffic().await;
         }
         self
     }

@@ -1,6 +1,7 @@
 //! Findings on this host, for a daemon that runs.
 
-use flannel_doctor::checks::host::{self, DUPLICATE, HostReport, HostScene};
+use flannel_api::Finding;
+use flannel_doctor::checks::host::{self, DATA_PLANE, DUPLICATE, HostReport, HostScene};
 use flannel_doctor::commands::localize_findings;
 use flannel_firewall::LegacyMemory;
 
@@ -22,6 +23,10 @@ pub(crate) async fn look(snapshot: &Snapshot, memory: &LegacyMemory) -> HostRepo
     };
     let mut report = host::check_host(scene, memory).await;
     report.findings.retain(|finding| finding.check != DUPLICATE);
+    let problems = network.traffic.iter().flat_map(|traffic| traffic.problems.clone());
+    report.findings.extend(
+        problems.map(|(text, command)| Finding::warning(DATA_PLANE, text).with_command(command)),
+    );
     localize_findings(&mut report.findings, snapshot.store_name());
     report
 }

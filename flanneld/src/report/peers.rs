@@ -88,7 +88,7 @@ struct PeerStates<'a> {
 
 impl<'a> PeerStates<'a> {
     fn new(network: &'a NetworkSnapshot) -> Self {
-        let NetworkSnapshot { running, status, view, waiting, tunnels } = network;
+        let NetworkSnapshot { running, status, view, waiting, tunnels, .. } = network;
         let mut failing = BTreeMap::new();
         for failure in status.failing.values() {
             if let Some(peer) = failure.peer {

@@ -232,7 +232,7 @@ async fn rules_and_tunnel(
 async fn look(observer: &Observer, mut rules: watch::Receiver<bool>) -> Infallible {
     let _ = tokio::time::timeout(RULES, rules.wait_for(|settled| *settled)).await;
     loop {
-        let snapshot = observer.snapshot();
+        let snapshot = observer.snapshot().with_traffic().await;
         let findings = host::look(&snapshot, observer.legacy()).await.findings;
         log_changes(&snapshot.facts.findings, &findings);
         observer.note(|facts| facts.findings = findings);

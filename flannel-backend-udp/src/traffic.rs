@@ -1,0 +1,193 @@
+//! The counts of the data plane, and what is wrong if some of them grow.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use flannel_core::kernel::Traffic;
+use flannel_udp::{Options, Status};
+
+/// The time for which packets must be dropped before it is a problem. A new node may send before
+/// its lease is accepted here.
+const LONG: Duration = Duration::from_secs(30);
+/// The age from which on dropped packets are no longer a problem. The daemon looks at this interval
+/// at least.
+const RECENT: Duration = Duration::from_secs(310);
+
+/// Packets that are dropped for one reason.
+#[derive(Debug, Clone, Copy)]
+struct Seen {
+    count: u64,
+    /// The first and the last time at which the count had grown; `None`: not recently.
+    grew: Option<(Instant, Instant)>,
+}
+
+/// What earlier looks have seen, by reason.
+#[derive(Debug, Default)]
+pub(crate) struct Drops(BTreeMap<&'static str, Seen>);
+
+impl Drops {
+    /// Takes in a count. Returns whether packets are dropped for long enough.
+    fn note(&mut self, reason: &'static str, count: u64, now: Instant) -> bool {
+        let seen = self.0.entry(reason).or_insert(Seen { count, grew: None });
+        seen.grew = seen.grew.filter(|(_, last)| now - *last < RECENT);
+        // A new process begins with 0.
+        if count > seen.count || count > 0 && count < seen.count {
+            seen.grew = Some((seen.grew.map_or(now, |(first, _)| first), now));
+        }
+        seen.count = count;
+        seen.grew.is_some_and(|(first, last)| last - first >= LONG)
+    }
+}
+
+/// The traffic of a data plane; `None`: none runs in the process.
+pub(crate) fn traffic(status: &Status, drops: &mut Drops, now: Instant) -> Option<Traffic> {
+    let (options, counts) = (status.options.as_ref()?, &status.counts);
+    let dropped: BTreeMap<&'static str, u64> = [
+        ("no_peer", counts.no_peer),
+        ("expired", counts.expired),
+        ("bad_packet", counts.bad_packet),
+        ("send_failed", counts.send_failed),
+        ("write_failed", counts.write_failed),
+        ("bad_datagram", counts.bad_datagram),
+        ("foreign_source", counts.foreign_source),
+        ("foreign_node", counts.foreign_node),
+    ]
+    .into();
+    let growing: Vec<_> =
+        dropped.iter().filter(|(reason, count)| drops.note(reason, **count, now)).collect();
+    Some(Traffic {
+        sent: (counts.sent_packets, counts.sent_bytes),
+        received: (counts.received_packets, counts.received_bytes),
+        problems: growing
+            .iter()
+            .filter_map(|(reason, _)| problem(reason, options, status))
+            .collect(),
+        dropped,
+    })
+}
+
+/// What is wrong if packets are dropped for this reason. `None`: pods or other hosts can cause it,
+/// and nothing is wrong here.
+fn problem(reason: &str, options: &Options, status: &Status) -> Option<(String, String)> {
+    let Options { device, port, .. } = options;
+    let (text, command) = match reason {
+        "foreign_node" => {
+            let text = match &status.foreign {
+                Some(packet) => format!(
+                    "packets of {} come from {} and not from their node, {}",
+                    packet.source, packet.host, packet.node
+                ),
+                None => "packets of nodes come from other addresses than theirs".to_owned(),
+            };
+            (
+                format!(
+                    "{text}, and are dropped: a host forges them, or it is the node behind a NAT, \
+                     and does not answer at its public address"
+                ),
+                "flannelctl config patch '{\"Backend\": {\"SourceCheck\": false}}' # only if a NAT \
+                 does it"
+                    .to_owned(),
+            )
+        }
+        "foreign_source" => (
+            format!(
+                "packets whose source address no known node has arrive at UDP port {port}, and are \
+                 dropped: the lease of their node is not accepted here, or a host forges packets"
+            ),
+            "flannelctl peers # is the lease of a node rejected?".to_owned(),
+        ),
+        "send_failed" => (
+            format!(
+                "the kernel refuses packets to other nodes: a firewall drops those to UDP port \
+                 {port}, or there is no route to a node"
+            ),
+            format!("nft list ruleset; iptables-save # does a rule drop UDP port {port}?"),
+        ),
+        "write_failed" => (
+            format!("the kernel refuses packets of other nodes at {device}"),
+            format!("ip -s link show {device}"),
+        ),
+        _ => return None,
+    };
+    Some((text, command))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn status(counts: serde_json::Value) -> Status {
+        let foreign =
+            serde_json::json!({"source": "10.1.8.3", "host": "192.0.2.99", "node": "192.0.2.8"});
+        let options = serde_json::json!({
+            "device": "flannel0", "local": ["192.0.2.7"], "port": 8285, "own": ["10.1.7.0/24"],
+            "one_port": false, "checks_source": true, "queues": null,
+        });
+        let mut status = Status::default();
+        status.options = serde_json::from_value(options).unwrap();
+        status.counts = serde_json::from_value(counts).unwrap();
+        status.foreign = serde_json::from_value(foreign).unwrap();
+        status
+    }
+
+    #[test]
+    fn every_count_is_traffic_or_a_reason() {
+        let names = serde_json::to_value(flannel_udp::Counts::default()).unwrap();
+        let names: Vec<String> = names.as_object().unwrap().keys().cloned().collect();
+        let counts: BTreeMap<&String, usize> = names.iter().zip(1..).collect();
+        let of = |name: &str| counts[&name.to_owned()] as u64;
+        let status = status(serde_json::to_value(&counts).unwrap());
+        let traffic = traffic(&status, &mut Drops::default(), Instant::now()).unwrap();
+        assert_eq!(traffic.sent, (of("sent_packets"), of("sent_bytes")));
+        assert_eq!(traffic.received, (of("received_packets"), of("received_bytes")));
+        assert!(traffic.dropped.iter().all(|(reason, count)| *count == of(reason)));
+        let others = names.iter().filter(|name| !traffic.dropped.contains_key(name.as_str()));
+        let moved = ["received_bytes", "received_packets", "sent_bytes", "sent_packets"];
+        // Received packets of nodes behind NAT, and packets that no pod has sent.
+        let nat = ["learned_node", "proofs_requested"];
+        let mut expected = [&moved[..], &nat[..]].concat();
+        expected.sort_unstable();
+        assert!(others.eq(expected), "{names:?}");
+        assert_eq!(super::traffic(&Status::default(), &mut Drops::default(), Instant::now()), None);
+    }
+
+    #[test]
+    fn packets_that_are_dropped_for_long_are_a_problem() {
+        let (begin, mut drops) = (Instant::now(), Drops::default());
+        let mut look = |seconds, count: u64| {
+            let status = status(serde_json::json!({"foreign_node": count, "no_peer": count}));
+            let now = begin + Duration::from_secs(seconds);
+            traffic(&status, &mut drops, now).unwrap().problems
+        };
+        // Those of an earlier daemon, and those of a moment.
+        for (seconds, count) in [(0, 7), (1, 7), (2, 8), (3, 9), (300, 9), (313, 9), (700, 10)] {
+            assert_eq!(look(seconds, count), [], "{seconds}");
+        }
+        // A process that begins anew has fewer.
+        let problems = look(1000, 5);
+        let [(text, command)] = &problems[..] else { panic!("{problems:?}") };
+        assert!(text.starts_with(
+            "packets of 10.1.8.3 come from 192.0.2.99 and not from their node, 192.0.2.8, and are"
+        ));
+        assert!(command.contains(r#"{"Backend": {"SourceCheck": false}}"#), "{command}");
+        assert_eq!(look(1300, 5).len(), 1);
+        assert_eq!(look(1311, 5), []);
+    }
+
+    #[test]
+    fn problems_name_the_port_and_the_device() {
+        let status = status(serde_json::json!({}));
+        let options = status.options.as_ref().unwrap();
+        for (reason, expected) in [
+            ("foreign_source", "UDP port 8285"),
+            ("send_failed", "UDP port 8285"),
+            ("write_failed", "flannel0"),
+        ] {
+            let (text, _) = problem(reason, options, &status).unwrap();
+            assert!(text.contains(expected), "{text}");
+        }
+        for usual in ["no_peer", "expired", "bad_packet", "bad_datagram"] {
+            assert_eq!(problem(usual, options, &status), None);
+        }
+    }
+}
