@@ -81,7 +81,7 @@ pub(crate) fn read(message: &Message<'_>) -> Option<Port> {
     for (id, value) in attributes {
         match id {
             attr::PORT => found.port = u16::from_be_bytes(value.try_into().ok()?),
-            attr::LOCAL => found.local = Ipv4Addr::from_octets(value.try_into().ok()?),
+            attr::LOCAL => found.local = <[u8; 4]>::try_from(value).ok()?.into(),
             attr::AF if *value != [u8::from(RtAddrFamily::Inet)] => return None,
             attr::PROTOCOL if *value != [IPIP] => return None,
             attr::TYPE if *value != [DIRECT] => return None,

@@ -40,8 +40,8 @@ pub(crate) trait LinkCodec {
         false
     }
 
-    /// Whether the existing device `is`, of another kind, is one of flannel's with the same purpose.
-    /// It is deleted for the new one.
+    /// Whether the existing device `is`, of another kind, is one of flannel's with the same
+    /// purpose. It is deleted for the new one.
     fn replaces(&self, _: &LinkMessage) -> bool {
         false
     }
