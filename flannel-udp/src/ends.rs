@@ -10,8 +10,9 @@ use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::sys::socket::{
     AddressFamily, ControlMessage, ControlMessageOwned, MsgFlags, SockFlag, SockType,
-    SockaddrStorage, bind, getsockname, getsockopt, recvmsg, sendmsg, setsockopt, socket, sockopt,
+    SockaddrStorage, bind, getsockname, recvmsg, sendmsg, setsockopt, socket, sockopt,
 };
+use rustix::net::sockopt::{ip_mtu, ipv6_mtu};
 use tun_rs::DeviceBuilder;
 
 use crate::options::Options;
@@ -216,8 +217,9 @@ impl Wire for &Socket {
         from.set_port(0);
         let probe = UdpSocket::bind(from).ok()?;
         probe.connect(to).ok()?;
-        let mtu = getsockopt(&probe, sockopt::IpMtu).ok()?;
-        u16::try_from(mtu).ok()
+        let mtu = if to.is_ipv6() { ipv6_mtu(&probe) } else { ip_mtu(&probe) };
+        // Loopback devices have larger ones.
+        Some(u16::try_from(mtu.ok()?).unwrap_or(u16::MAX))
     }
 
     fn receive(&self, buffer: &mut [u8]) -> Result<Received, Errno> {

@@ -53,6 +53,8 @@ pub(crate) struct FakeWire {
     /// Refuses several datagrams at once.
     pub(crate) refuses_joined: Option<Errno>,
     pub(crate) errors: RefCell<VecDeque<Errno>>,
+    /// The path has an MTU of 1400, not of 1500.
+    pub(crate) small_path: bool,
 }
 
 impl Wire for &FakeWire {
@@ -76,7 +78,7 @@ impl Wire for &FakeWire {
     }
 
     fn path_mtu(&self, _: SocketAddr) -> Option<u16> {
-        Some(1400)
+        Some(if self.small_path { 1400 } else { 1500 })
     }
 
     fn receive(&self, buffer: &mut [u8]) -> Result<Received, Errno> {

@@ -49,10 +49,10 @@ pub(crate) fn echo_number(packet: &[u8], ip: &Header, own: IpAddr) -> Option<u64
 
 /// The message to the source of `packet`; `None`: there must be none. `from` is its source address.
 pub(crate) fn message(error: Error, packet: &[u8], ip: &Header, from: IpAddr) -> Option<Vec<u8>> {
-    let is_unicast = match ip.src {
-        IpAddr::V4(src) => !(src.is_unspecified() || src.is_multicast() || src.is_broadcast()),
-        IpAddr::V6(src) => !(src.is_unspecified() || src.is_multicast()),
-    };
+    let is_unicast = [ip.src, ip.dst].iter().all(|address| match address {
+        IpAddr::V4(it) => !(it.is_unspecified() || it.is_multicast() || it.is_broadcast()),
+        IpAddr::V6(it) => !(it.is_unspecified() || it.is_multicast()),
+    });
     // No error about an error, and none about a fragment that is not the first.
     let is_error = match ip.protocol {
         ICMP => !matches!(packet.get(ip.len), Some(0 | 8)),

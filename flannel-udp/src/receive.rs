@@ -22,6 +22,8 @@ const BURST: usize = 65_535;
 /// The bursts that are joined with each other. A packet of 64 KiB of the sender's pod arrives in
 /// two of them, because so many datagrams cannot be sent at once.
 const BURSTS: usize = 4;
+/// The most calls before packets are written, so that a flood of small datagrams delays nothing.
+const RECEIVES: usize = 64;
 /// The most parts of a write: the vnet header, the headers, and 128 payloads.
 const PARTS: usize = 130;
 
@@ -73,7 +75,11 @@ impl<'a, D: Device, W: Wire> Receiver<'a, D, W> {
         for _ in 0..most {
             let mut used = 0;
             self.packets.clear();
-            let result = loop {
+            let mut result = Ok(());
+            for _ in 0..RECEIVES {
+                if used + BURST > self.buffer.len() {
+                    break;
+                }
                 match self.wire.receive(&mut self.buffer[used..used + BURST]) {
                     Ok(received) => {
                         self.take(received, used, table);
@@ -81,12 +87,12 @@ impl<'a, D: Device, W: Wire> Receiver<'a, D, W> {
                     }
                     // The second is an error of an earlier datagram.
                     Err(Errno::EINTR | Errno::ECONNREFUSED) => {}
-                    Err(errno) => break Err(errno),
+                    Err(errno) => {
+                        result = Err(errno);
+                        break;
+                    }
                 }
-                if used + BURST > self.buffer.len() {
-                    break Ok(());
-                }
-            };
+            }
             self.deliver();
             match result {
                 Ok(()) => {}
@@ -99,6 +105,9 @@ impl<'a, D: Device, W: Wire> Receiver<'a, D, W> {
 
     /// Takes the packets of datagrams that were received at an offset of the buffer.
     fn take(&mut self, Received { len, size, from }: Received, at: usize, table: &Table) {
+        if len == 0 {
+            add(&self.counters.bad_datagram, 1);
+        }
         let all = at + len;
         for start in (at..all).step_by(size) {
             let end = all.min(start + size);
@@ -107,7 +116,9 @@ impl<'a, D: Device, W: Wire> Receiver<'a, D, W> {
                 continue;
             };
             let peer = table.get(ip.src);
-            if !self.may_pass(peer, start..start + ip.total, &ip, from.ip()) {
+            // Nodes also answer pods with their own addresses.
+            let is_of_node = peer.is_none() && ip.src == from.ip() && table.has_node(ip.src);
+            if !is_of_node && !self.may_pass(peer, start..start + ip.total, &ip, from.ip()) {
                 continue;
             }
             let packet = &mut self.buffer[start..end];
@@ -284,7 +295,7 @@ mod tests {
         datagrams: &[Vec<u8>],
     ) -> crate::Counts {
         let counters = Counters::default();
-        let size = datagrams.first().map_or(0, Vec::len);
+        let size = datagrams.first().map_or(0, Vec::len).max(1);
         wire.receives.borrow_mut().push_back((from, size, datagrams.concat()));
         let own = [Some([10, 1, 8, 0].into()), None];
         let learned = Learned::default();
@@ -338,6 +349,34 @@ mod tests {
     }
 
     #[test]
+    fn a_node_may_send_from_its_own_address() {
+        for (src, passes) in [([192, 0, 2, 7], 1), ([192, 0, 2, 9], 0)] {
+            let mut datagram = datagrams(from_pod(UDP, &[1; 64], 0)).remove(0);
+            datagram[12..16].copy_from_slice(&src);
+            for from in [7, 9] {
+                let counts = receive(&FakeDevice::default(), node(from), &[datagram.clone()]);
+                let passes = if from == 7 { passes } else { 0 };
+                assert_eq!((counts.received_packets, counts.foreign_source), (passes, 1 - passes));
+            }
+        }
+    }
+
+    /// Neither packets of others nor the stop wait for the end of a flood.
+    #[test]
+    fn a_flood_of_empty_datagrams_delays_nothing() {
+        let (wire, device) = (FakeWire::default(), FakeDevice::default());
+        let good = datagrams(from_pod(UDP, &[1; 64], 0)).remove(0);
+        wire.receives.borrow_mut().push_back((node(7), good.len(), good));
+        let empty = (0..10 * RECEIVES).map(|_| (node(9), 1, Vec::new()));
+        wire.receives.borrow_mut().extend(empty);
+        let (counters, learned) = (Counters::default(), Learned::default());
+        let own = [Some([10, 1, 8, 0].into()), None];
+        let mut receiver = Receiver::new(&device, &wire, own, &counters, Some(&learned));
+        assert!(receiver.run(&table([10, 1, 7, 0], 7), 1).unwrap());
+        assert_eq!((device.written.borrow().len(), counters.read().bad_datagram), (1, 63));
+    }
+
+    #[test]
     fn only_the_node_of_a_source_address_is_believed() {
         let good = datagrams(from_pod(UDP, &[1; 64], 0));
         let device = FakeDevice::default();
@@ -346,6 +385,7 @@ mod tests {
         let mut foreign = good[0].clone();
         foreign[14] = 99;
         assert_eq!(receive(&device, node(7), &[foreign]).foreign_source, 1);
+        assert_eq!(receive(&device, node(7), &[Vec::new()]).bad_datagram, 1);
         let counts = receive(&device, node(7), &[vec![0; 64]]);
         assert_eq!((counts.bad_datagram, device.written.borrow().len()), (1, 1));
         let cut = good[0][..60].to_vec();

@@ -1,8 +1,10 @@
 //! From pods to nodes: reads packets of the device, and sends them in datagrams.
 
+use std::collections::HashMap;
 use std::io::IoSlice;
 use std::net::SocketAddr;
 use std::ops::Range;
+use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
 
@@ -22,6 +24,8 @@ const ARENA: usize = 3 * MOST_PACKET;
 /// The limits of the kernel for datagrams that are sent at once. Before Linux 6.9 it takes 64.
 const MOST_DATAGRAMS: usize = 64;
 const MOST_BYTES: usize = 65_507;
+/// The time until several datagrams are sent at once again to a node after a refusal.
+const RETRY: Duration = Duration::from_secs(10);
 
 /// A datagram: the headers that were made for it, and the rest of a packet.
 #[derive(Debug, Clone)]
@@ -50,8 +54,9 @@ pub(crate) struct Sender<'a, D, W> {
     to: Option<SocketAddr>,
     /// The bytes in the batch.
     bytes: usize,
-    /// The kernel sends several datagrams at once.
-    joins: bool,
+    /// The nodes to which the kernel does not send several datagrams at once, with the time of the
+    /// next attempt. The cause may be a route or a policy for one node.
+    alone: HashMap<SocketAddr, Instant>,
     limit: Limit,
 }
 
@@ -67,7 +72,7 @@ impl<'a, D: Device, W: Wire> Sender<'a, D, W> {
             batch: Vec::new(),
             to: None,
             bytes: 0,
-            joins: true,
+            alone: HashMap::new(),
             limit: Limit::default(),
         }
     }
@@ -77,6 +82,10 @@ impl<'a, D: Device, W: Wire> Sender<'a, D, W> {
     /// # Errors
     /// The device cannot be read.
     pub(crate) fn run(&mut self, table: &Table, most: usize) -> Result<bool, Errno> {
+        if !self.alone.is_empty() {
+            let now = Instant::now();
+            self.alone.retain(|_, until| *until > now);
+        }
         for _ in 0..most {
             if self.used + MOST_PACKET > ARENA {
                 self.flush();
@@ -139,8 +148,8 @@ impl<'a, D: Device, W: Wire> Sender<'a, D, W> {
         let len = part.len();
         let fits = match (self.batch.first(), self.batch.last()) {
             (Some(first), Some(last)) => {
-                self.joins
-                    && self.to == Some(to)
+                self.to == Some(to)
+                    && (self.alone.is_empty() || !self.alone.contains_key(&to))
                     && len <= first.len()
                     && last.len() == first.len()
                     && self.batch.len() < MOST_DATAGRAMS
@@ -173,11 +182,11 @@ impl<'a, D: Device, W: Wire> Sender<'a, D, W> {
             Err(Errno::EINVAL | Errno::EIO | Errno::EMSGSIZE | Errno::EOPNOTSUPP)
                 if size.is_some() =>
             {
-                // Some devices and kernels cannot do it. A path with a smaller MTU is no reason to
-                // do without for all others.
-                self.joins &= result == Err(Errno::EMSGSIZE);
-                if result == Err(Errno::EMSGSIZE) {
-                    self.tell_path_mtu(to);
+                // Some devices and kernels cannot do it, or a policy for this node forbids it. The
+                // path may also be too small for the datagrams: kernels before 2025 call it EINVAL.
+                let is_too_large = self.is_too_large(to);
+                if !is_too_large && result != Err(Errno::EMSGSIZE) {
+                    self.alone.insert(to, Instant::now() + RETRY);
                 }
                 for part in &self.batch {
                     let bytes = part.len();
@@ -199,22 +208,24 @@ impl<'a, D: Device, W: Wire> Sender<'a, D, W> {
         add(&self.counters.sent_bytes, bytes as u64);
     }
 
-    /// Tells the source of the first packet in the batch that it must be smaller. The kernel
-    /// fragments the datagrams of those that are on their way.
-    fn tell_path_mtu(&mut self, to: SocketAddr) {
-        let Some(part) = self.batch.first() else { return };
+    /// Whether the path is too small for the first packet in the batch. Tells its source, if the
+    /// packet must not be fragmented. The kernel fragments the datagrams that are on their way.
+    fn is_too_large(&mut self, to: SocketAddr) -> bool {
+        let Some(part) = self.batch.first() else { return false };
         let overhead = if to.is_ipv6() { 48 } else { 28 };
         let wire = self.wires[usize::from(to.is_ipv6())].as_ref();
         let Some(mtu) = wire.and_then(|wire| wire.path_mtu(to)?.checked_sub(overhead)) else {
-            return;
+            return false;
         };
         let [headers, payload] =
             [&self.headers[part.headers.clone()], &self.arena[part.payload.clone()]];
         let packet = [headers, payload].concat();
-        let Some(ip) = Header::parse(&packet) else { return };
-        if (ip.is_v6 || packet[6] & 0x40 != 0) && ip.total > usize::from(mtu) {
+        let Some(ip) = Header::parse(&packet) else { return false };
+        let is_too_large = ip.total > usize::from(mtu);
+        if is_too_large && (ip.is_v6 || packet[6] & 0x40 != 0) {
             self.tell(icmp::Error::TooBig(mtu), &packet, &ip);
         }
+        is_too_large
     }
 
     fn send_parts(&self, to: SocketAddr, parts: &[Part], size: Option<u16>) -> Result<(), Errno> {
@@ -300,18 +311,38 @@ mod tests {
         assert_eq!((counts.sent_packets, counts.send_failed), (86, 0));
         assert_eq!(payloads(&good), [&bytes[..], &bytes].concat());
         assert!(*good.calls.borrow() <= 4, "{} calls", good.calls.borrow());
-        for errno in ALL {
-            let wire = FakeWire { refuses_joined: Some(errno), ..FakeWire::default() };
+        for (errno, small_path) in ALL.into_iter().flat_map(|errno| [(errno, false), (errno, true)])
+        {
+            let wire = FakeWire { refuses_joined: Some(errno), small_path, ..FakeWire::default() };
             let device = device(&packets);
             assert_eq!(send(&device, &wire), counts, "{errno}");
             assert_eq!(*wire.sent.borrow(), *good.sent.borrow(), "{errno}");
             let told = device.written.borrow().len();
-            assert_eq!(
-                told > 0,
-                errno == Errno::EMSGSIZE,
-                "{errno}: the source learns the path MTU"
-            );
+            assert_eq!(told > 0, small_path, "{errno}: the source learns the path MTU");
+            let tries_again = small_path || errno == Errno::EMSGSIZE;
+            assert_eq!(*wire.calls.borrow() > 1 + 86, tries_again, "{errno}: for this node");
         }
+    }
+
+    /// A route or a policy for one node is no reason to do without for others.
+    #[test]
+    fn a_refusal_concerns_one_node() {
+        let bytes = vec![7; 10_000];
+        let (first, mut second) = (from_pod(TCP, &bytes, 1000), from_pod(TCP, &bytes, 1000));
+        let packet = &mut second[Vnet::LEN..];
+        packet[18] = 9;
+        let total = packet.len();
+        crate::packet::set_total(packet, 20, false, total);
+        let pseudo = crate::packet::pseudo_sum(packet, false, TCP, total - 20);
+        set_word(packet, 36, pseudo);
+        let wire = FakeWire {
+            errors: std::cell::RefCell::new([Errno::EIO].into()),
+            ..FakeWire::default()
+        };
+        let counts = send(&device(&[first.clone(), first, second]), &wire);
+        assert_eq!((counts.sent_packets, counts.send_failed), (30, 0));
+        // One call was refused. The other node gets its ten packets in one.
+        assert_eq!(*wire.calls.borrow(), 1 + 20 + 1);
     }
 
     #[test]

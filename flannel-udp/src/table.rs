@@ -1,6 +1,6 @@
 //! The peers of a node, by the longest prefix.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::net::{IpAddr, SocketAddr};
 
 /// The bits of a family: addresses are numbers of 128 bits, and those of IPv4 the highest 32.
@@ -72,6 +72,7 @@ pub(crate) struct Table {
     peers: Vec<Peer>,
     /// For IPv4 and IPv6: the lengths of prefixes, longest first.
     by_len: [Vec<(u8, Places)>; 2],
+    nodes: HashSet<IpAddr>,
 }
 
 impl Table {
@@ -89,7 +90,13 @@ impl Table {
             by_len
         };
         let by_len = [of_family(false), of_family(true)];
-        Self { peers, by_len }
+        let nodes = peers.iter().map(|peer| peer.address.ip()).collect();
+        Self { peers, by_len, nodes }
+    }
+
+    /// Whether it is the address of a node.
+    pub(crate) fn has_node(&self, address: IpAddr) -> bool {
+        self.nodes.contains(&address)
     }
 
     /// The peer whose subnet has the address.
