@@ -138,9 +138,10 @@ if [ "$(id -u)" = 0 ]; then
     done
     PROFILE=dev CNI_PROFILE=dev CRATES="${all[*]}" deploy/build-image-root.sh "$dir/image"
     cp -r deploy "$dir"
+    # Only root may open /dev/net/tun where udev has not changed its mode.
     for test in $image_tests; do
         as_nobody FLANNEL_IMAGE="$dir/image" FLANNEL_DEPLOY="$dir/deploy" \
-            "$dir/$(basename "$test")" --quiet image:: containers::
+            "$dir/$(basename "$test")" --quiet image:: containers:: --skip the_chart_for_udp
     done
     lab=("$dir/lab" --backend vxlan --family dual --json)
     if ! as_nobody "${lab[@]}" >"$dir/lab.json" 2>"$dir/lab.log"; then
