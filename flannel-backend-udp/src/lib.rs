@@ -31,15 +31,15 @@ const NAME: &str = "udp";
 /// The directory of nodes without a state directory.
 const RUN_DIR: &str = "/run/flannel";
 
-/// The backend `udp`: a tun device whose packets another process sends in UDP datagrams, one in
-/// each.
+/// The backend `udp`: a device whose packets another process, or the kernel ([`PacketPath`]), sends
+/// in UDP datagrams, one in each.
 ///
 /// Options: [`Options`]. The MTU of pods is that of the external interface less 28 bytes for IPv4
 /// and 48 for IPv6.
 ///
 /// **Source**: flannel `pkg/backend/udp`. Different on purpose:
 /// - The device, and the process that moves the packets, stay when the daemon ends.
-/// - A packet is accepted only from the node of its source address.
+/// - A packet is accepted only from the node of its source address, unless the kernel sends.
 /// - IPv6 is carried too.
 #[derive(Debug, Default)]
 pub struct UdpBackend {

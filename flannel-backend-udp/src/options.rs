@@ -113,6 +113,29 @@ mod tests {
     }
 
     #[test]
+    fn the_kernel_moves_packets_only_as_the_options_demand() {
+        let needs = |options: &str, more: &str| {
+            let text =
+                format!(r#"{{"Network":"10.1.0.0/16"{more},"Backend":{{"Type":"udp"{options}}}}}"#);
+            let config = Config::parse(&text).unwrap();
+            let why = Options::parse(&config.backend).unwrap().needs_process(&config.networks);
+            why.map_or("", |why| why.split(',').next().unwrap())
+        };
+        let unchecked = "the kernel does not check sources";
+        for (options, why) in [
+            ("", unchecked),
+            (r#","SourceCheck":true"#, unchecked),
+            (r#","SourceCheck":false"#, ""),
+            (r#","Path":"kernel""#, ""),
+            (r#","Path":"kernel","SourceCheck":true"#, unchecked),
+        ] {
+            assert_eq!(needs(options, ""), why, "{options}");
+        }
+        let dual = r#","EnableIPv6":true,"IPv6Network":"fd00:1::/48""#;
+        assert_eq!(needs(r#","Path":"kernel""#, dual), "the kernel carries IPv4 only");
+    }
+
+    #[test]
     fn options_are_checked() {
         let defaults =
             Options { port: 8285, source_port: false, source_check: None, path: Path::Auto };
