@@ -13,7 +13,9 @@ use async_trait::async_trait;
 use flannel_core::Subnet;
 use flannel_core::kernel::{Annex, Changes, Invalidation, KernelError, Traffic};
 use flannel_core::object::{Change, Key, Object, Record, Secret};
-use flannel_udp::{Client, Options, Peers, Prefix, Request, Status};
+use flannel_udp::{
+    Client, Options, PROGRAM_VERSION, Peers, Prefix, Process, Request, Status, VERSION,
+};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
 use crate::NAME;
@@ -53,9 +55,44 @@ struct Shared {
 #[derive(Debug, Default)]
 struct Inner {
     client: Option<Client>,
+    /// The process that has answered last.
+    running: Process,
+    /// The id of the process whose end is reported.
+    watched: Option<u32>,
     /// Gets an event when the process ends.
     listener: Option<UnboundedSender<Invalidation>>,
     child: Option<Child>,
+    /// The version of the program that was started last; `None`: none was. It differs from
+    /// [`PROGRAM_VERSION`] if another program is in `PATH`, which is not started again and again.
+    started: Option<String>,
+}
+
+impl Inner {
+    /// The process has another version than one that would be started.
+    fn is_old(&self) -> bool {
+        self.running.program != self.started.as_deref().unwrap_or(PROGRAM_VERSION)
+    }
+}
+
+/// The process that requests need.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Need {
+    /// None: without one there is nothing to read or to delete.
+    Nothing,
+    /// One of any version.
+    Any,
+    /// One of the version that would be started. It takes over from one of another version.
+    Current,
+}
+
+impl Need {
+    fn of(request: &Request) -> Self {
+        match request {
+            Request::Start(_) => Self::Current,
+            Request::Put(_) => Self::Any,
+            _ => Self::Nothing,
+        }
+    }
 }
 
 impl DataPlane {
@@ -71,89 +108,111 @@ impl DataPlane {
         self.0.dir.join("socket")
     }
 
-    /// Asks the process, if there is one. Starts it if `starts`.
-    fn ask(&self, requests: &[Request], starts: bool) -> io::Result<Option<Status>> {
+    /// Asks the process, and starts it if the requests need it. Without one the answers are empty.
+    /// A request that is refused does not stop the next one.
+    fn ask(&self, requests: &[Request]) -> Vec<Result<Option<Status>, KernelError>> {
         let mut inner = self.inner();
-        if inner.client.is_none() {
-            inner.client = self.connect(&mut inner.child, starts)?;
-        }
-        let Some(client) = &mut inner.client else { return Ok(None) };
-        let mut status = None;
-        for request in requests {
-            match client.ask(request) {
-                Ok(answer) => status = answer,
-                Err(error) => {
-                    // The process has ended, or does not answer.
-                    if error.kind() != ErrorKind::Other {
-                        inner.client = None;
-                    }
-                    return Err(error);
-                }
+        let need = requests.iter().map(Need::of).max().unwrap_or(Need::Nothing);
+        let mut broken = self.connect(&mut inner, need).err().map(|error| failed(&error));
+        let answer = |request: &Request| {
+            if let Some(error) = &broken {
+                return Err(error.clone());
             }
-        }
-        if let Some(Request::Stop(_)) = requests.last() {
-            inner.client = None;
-        }
-        Ok(status)
+            let Some(client) = &mut inner.client else { return Ok(None) };
+            let answer = client.ask(request).map_err(|error| {
+                let why = failed(&error);
+                // It has ended, or does not answer.
+                if error.kind() != ErrorKind::Other {
+                    broken = Some(why.clone());
+                }
+                why
+            });
+            if broken.is_some() || matches!(request, Request::Stop(_)) {
+                inner.client = None;
+            }
+            answer
+        };
+        requests.iter().map(answer).collect()
     }
 
-    /// Connects to the process. If there is none, or one of another version, starts one if
-    /// `starts`. It takes over from the one that runs.
-    fn connect(&self, child: &mut Option<Child>, starts: bool) -> io::Result<Option<Client>> {
-        let running = match Client::connect(&self.socket()) {
-            Ok(mut client) => {
-                let status = client.ask(&Request::Status)?.unwrap_or_default();
-                if status.program == env!("CARGO_PKG_VERSION") || !starts {
-                    self.watch()?;
-                    return Ok(Some(client));
+    /// Connects to the process that is needed. A new one takes over from the one that runs.
+    fn connect(&self, inner: &mut Inner, need: Need) -> io::Result<()> {
+        if inner.client.is_some() && (need != Need::Current || !inner.is_old()) {
+            return Ok(());
+        }
+        inner.client = None;
+        match Client::connect(&self.socket()) {
+            Ok(mut client) => match client.process() {
+                Ok(process) if process.version == VERSION => {
+                    inner.running = process;
+                    if need != Need::Current || !inner.is_old() {
+                        return self.use_client(inner, client);
+                    }
                 }
-                true
-            }
-            Err(_) if !starts => return Ok(None),
-            Err(_) => false,
-        };
-        if let Some(mut ended) = child.take() {
+                _ if need == Need::Nothing => {
+                    let text = "it has another version; a start of the daemon replaces it";
+                    return Err(io::Error::other(text));
+                }
+                _ => {}
+            },
+            Err(_) if need == Need::Nothing => return Ok(()),
+            Err(_) => {}
+        }
+        if let Some(mut ended) = inner.child.take() {
             // It has ended, or ends when the next one takes over.
             std::thread::spawn(move || drop(ended.wait()));
         }
         let begin = Instant::now();
-        *child = Some(start(&self.0.dir, &self.socket())?);
+        let child = inner.child.insert(start(&self.0.dir, &self.socket())?);
         loop {
-            let connected = Client::connect(&self.socket()).and_then(|mut client| {
-                Ok((client.ask(&Request::Status)?.unwrap_or_default(), client))
-            });
+            let connected = Client::connect(&self.socket())
+                .and_then(|mut client| Ok((client.process()?, client)));
             match connected {
                 // The old one answers until it has handed over.
-                Ok((status, client)) if !running || status.program == env!("CARGO_PKG_VERSION") => {
-                    self.watch()?;
-                    return Ok(Some(client));
+                Ok((process, client)) if process.pid == child.id() => {
+                    inner.started = Some(process.program.clone());
+                    inner.running = process;
+                    return self.use_client(inner, client);
                 }
                 Err(error) if begin.elapsed() >= START => return Err(error),
                 _ if begin.elapsed() >= START => return Err(ErrorKind::TimedOut.into()),
                 _ => std::thread::park_timeout(PAUSE),
             }
-            if let Some(Ok(Some(status))) = child.as_mut().map(Child::try_wait) {
+            if let Ok(Some(status)) = child.try_wait() {
                 return Err(io::Error::other(format!("its process ended: {status}")));
             }
         }
     }
 
-    /// Reports the end of the process to the engine.
-    fn watch(&self) -> io::Result<()> {
-        let (client, plane) = (Client::connect(&self.socket())?, self.clone());
-        let thread = std::thread::Builder::new().name(NAME.into()).stack_size(256 << 10);
-        thread.spawn(move || {
-            let _ = client.wait_for_end();
-            let mut inner = plane.inner();
-            inner.client = None;
-            if let Some(child) = &mut inner.child {
-                let _ = child.try_wait();
-            }
-            if let Some(listener) = &inner.listener {
-                let _ = listener.send(Invalidation::Everything);
-            }
-        })?;
+    /// Uses a connection to the process that runs, and reports its end to the engine.
+    fn use_client(&self, inner: &mut Inner, client: Client) -> io::Result<()> {
+        let pid = inner.running.pid;
+        if inner.watched != Some(pid) {
+            let (watch, plane) = (Client::connect(&self.socket())?, self.clone());
+            let thread = std::thread::Builder::new().name(NAME.into()).stack_size(256 << 10);
+            thread.spawn(move || {
+                let _ = watch.wait_for_end();
+                plane.ended(pid);
+            })?;
+            inner.watched = Some(pid);
+        }
+        inner.client = Some(client);
         Ok(())
+    }
+
+    /// The process with this id has ended.
+    fn ended(&self, pid: u32) {
+        let mut inner = self.inner();
+        // Otherwise another one has taken over from it.
+        if inner.watched == Some(pid) {
+            (inner.watched, inner.client) = (None, None);
+        }
+        if let Some(child) = &mut inner.child {
+            let _ = child.try_wait();
+        }
+        if let Some(listener) = &inner.listener {
+            let _ = listener.send(Invalidation::Everything);
+        }
     }
 }
 
@@ -193,18 +252,24 @@ fn request(change: &Change) -> Result<Request, String> {
     }
 }
 
-/// Requests with those of the same kind that follow each other in one. The end of the process is
-/// the last one, because nobody answers after it.
-fn merged(requests: impl IntoIterator<Item = Request>) -> Vec<Request> {
-    let mut all: Vec<Request> = Vec::new();
-    for request in requests {
+/// The requests for changes, each with the places of its changes: one for those of the same kind
+/// that follow each other. The end of the process is the last one, because nobody answers after it.
+fn merged(requests: impl IntoIterator<Item = (usize, Request)>) -> Vec<(Request, Vec<usize>)> {
+    let mut all: Vec<(Request, Vec<usize>)> = Vec::new();
+    for (place, request) in requests {
         match (all.last_mut(), request) {
-            (Some(Request::Put(peers)), Request::Put(more)) => peers.extend(more),
-            (Some(Request::Delete(peers)), Request::Delete(more)) => peers.extend(more),
-            (_, request) => all.push(request),
+            (Some((Request::Put(peers), places)), Request::Put(more)) => {
+                peers.extend(more);
+                places.push(place);
+            }
+            (Some((Request::Delete(peers), places)), Request::Delete(more)) => {
+                peers.extend(more);
+                places.push(place);
+            }
+            (_, request) => all.push((request, vec![place])),
         }
     }
-    all.sort_by_key(|request| matches!(request, Request::Stop(_)));
+    all.sort_by_key(|(request, _)| matches!(request, Request::Stop(_)));
     all
 }
 
@@ -225,20 +290,35 @@ impl Annex for DataPlane {
     }
 
     fn records(&self) -> Result<Vec<Record>, KernelError> {
-        let status = self.ask(&[Request::Status], false).map_err(|error| failed(&error))?;
-        Ok(status.as_ref().map(records).unwrap_or_default())
+        let Some(status) = self.ask(&[Request::Status]).remove(0)? else { return Ok(Vec::new()) };
+        let mut records = records(&status);
+        let inner = self.inner();
+        if let Some(node) = records.first_mut().filter(|_| inner.is_old())
+            && let Some(secret) = node.secret().cloned()
+        {
+            // It differs, so that the engine puts it, which starts the new version.
+            let data = format!("{} of version {}", node.data(), inner.running.program);
+            *node = Record::new(NAME, node.subnet, data).with_secret(secret);
+        }
+        Ok(records)
     }
 
     fn apply(&self, changes: &[Change]) -> Vec<Result<(), KernelError>> {
-        let requests: Result<Vec<Request>, String> = changes.iter().map(request).collect();
-        let result = match requests {
-            Ok(requests) => {
-                let starts = changes.iter().any(|change| matches!(change, Change::Put(_)));
-                self.ask(&merged(requests), starts).map(drop).map_err(|error| failed(&error))
+        let mut results = vec![Ok(()); changes.len()];
+        let mut requests = Vec::new();
+        for (place, (change, result)) in changes.iter().zip(&mut results).enumerate() {
+            match request(change) {
+                Ok(request) => requests.push((place, request)),
+                Err(why) => *result = Err(KernelError::explained(0, why)),
             }
-            Err(why) => Err(KernelError::explained(0, why)),
-        };
-        vec![result; changes.len()]
+        }
+        let (requests, places): (Vec<_>, Vec<_>) = merged(requests).into_iter().unzip();
+        for (answer, places) in self.ask(&requests).into_iter().zip(places) {
+            for place in places {
+                results[place] = answer.clone().map(drop);
+            }
+        }
+        results
     }
 
     fn changes(&self) -> Result<Box<dyn Changes>, KernelError> {
@@ -274,6 +354,10 @@ impl Changes for Events {
 
 #[cfg(test)]
 mod tests {
+    use std::io::{BufRead, BufReader, Write};
+    use std::os::unix::net::UnixListener;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
     use super::*;
 
     fn options() -> Options {
@@ -319,13 +403,110 @@ mod tests {
             Change::Delete(peer(3).into()),
             Change::Put(node_record(subnet(7), &options()).into()),
         ];
-        let requests = merged(changes.iter().map(|change| request(change).unwrap()));
+        let requests = changes.iter().map(|change| request(change).unwrap()).enumerate();
+        let (requests, places): (Vec<_>, Vec<_>) = merged(requests).into_iter().unzip();
         let [Request::Put(put), Request::Delete(gone), Request::Start(_), Request::Stop(stopped)] =
             &requests[..]
         else {
             panic!("{requests:?}")
         };
         assert_eq!((put.len(), gone.len(), stopped), (2, 1, &options()));
+        assert_eq!(places, [vec![0, 1], vec![3], vec![4], vec![2]]);
+    }
+
+    /// A process whose answers are given, and the requests of its connections.
+    fn process(
+        socket: &Path,
+        program: &str,
+        answer: impl Fn(&str) -> Option<&'static str> + Send + Sync + 'static,
+    ) -> std::sync::mpsc::Receiver<(usize, String)> {
+        let (listener, answer) = (UnixListener::bind(socket).unwrap(), Arc::new(answer));
+        let mut status = serde_json::to_value(Status::default()).unwrap();
+        status["version"] = VERSION.into();
+        status["program"] = program.into();
+        status["options"] = serde_json::to_value(options()).unwrap();
+        let status = serde_json::json!({ "status": status }).to_string();
+        let (requests, received) = std::sync::mpsc::channel();
+        std::thread::spawn(move || {
+            for (n, stream) in listener.incoming().enumerate() {
+                let (mut stream, requests) = (stream.unwrap(), requests.clone());
+                let (answer, status) = (Arc::clone(&answer), status.clone());
+                std::thread::spawn(move || {
+                    for line in BufReader::new(stream.try_clone().unwrap()).lines() {
+                        let line = line.unwrap();
+                        let Some(text) = answer(&line) else { return };
+                        writeln!(stream, "{}", text.replace("STATUS", &status)).unwrap();
+                        let _ = requests.send((n, line));
+                    }
+                });
+            }
+        });
+        received
+    }
+
+    #[test]
+    fn each_change_has_its_own_result() {
+        let dir = tempfile::tempdir().unwrap();
+        let answer = |line: &str| {
+            Some(match line {
+                _ if line.contains("put") => r#"{"failed":"no"}"#,
+                _ if line.contains("delete") => "\"done\"",
+                _ => "STATUS",
+            })
+        };
+        let _requests = process(&dir.path().join("socket"), PROGRAM_VERSION, answer);
+        let plane = DataPlane::new(dir.path().to_owned());
+        let peer = |n: u8| peer_record(subnet(n), ([192, 0, 2, n], 8285).into());
+        let unknown = Record::new(NAME, subnet(3), "unknown".to_owned());
+        let results = plane.apply(&[
+            Change::Put(peer(1).into()),
+            Change::Delete(peer(2).into()),
+            Change::Put(unknown.into()),
+            Change::Delete(peer(4).into()),
+        ]);
+        let text = |result: Result<(), KernelError>| result.err().map(|error| error.to_string());
+        let failed: Vec<Option<String>> = results.into_iter().map(text).collect();
+        let [Some(refused), None, Some(unknown), None] = &failed[..] else { panic!("{failed:?}") };
+        assert!(refused.contains("no") && unknown.contains("has no address"), "{failed:?}");
+    }
+
+    /// It does not answer any more, and there is one connection that reports its end.
+    #[test]
+    fn a_broken_connection_is_replaced_and_the_end_is_reported_once() {
+        let dir = tempfile::tempdir().unwrap();
+        let puts = AtomicUsize::new(0);
+        let answer = move |line: &str| {
+            let is_first = || puts.fetch_add(1, Ordering::SeqCst) == 0;
+            match line {
+                _ if line.contains("put") && is_first() => None,
+                _ if line.contains("put") => Some("\"done\""),
+                _ => Some("STATUS"),
+            }
+        };
+        let requests = process(&dir.path().join("socket"), PROGRAM_VERSION, answer);
+        let plane = DataPlane::new(dir.path().to_owned());
+        let put = [Change::Put(peer_record(subnet(1), ([192, 0, 2, 1], 1).into()).into())];
+        assert!(plane.apply(&put)[0].is_err());
+        for _ in 0..3 {
+            assert_eq!(plane.apply(&put), [Ok(())]);
+        }
+        let connections: Vec<usize> = requests.try_iter().map(|(n, _)| n).collect();
+        // The second one watches.
+        assert_eq!(connections, [0, 2, 2, 2, 2]);
+    }
+
+    /// The engine puts the record of this node, which starts a process that takes over.
+    #[test]
+    fn a_process_of_another_version_has_another_record() {
+        for (program, more) in [(PROGRAM_VERSION, ""), ("0.0.0-old", " of version 0.0.0-old")] {
+            let dir = tempfile::tempdir().unwrap();
+            let _requests = process(&dir.path().join("socket"), program, |_| Some("STATUS"));
+            let found = DataPlane::new(dir.path().to_owned()).records().unwrap();
+            let mut wanted = node_record(subnet(7), &options());
+            wanted = Record::new(NAME, subnet(7), format!("{}{more}", wanted.data()))
+                .with_secret(wanted.secret().unwrap().clone());
+            assert_eq!(found, [wanted]);
+        }
     }
 
     #[test]

@@ -48,6 +48,7 @@ pub(crate) fn traffic(status: &Status, drops: &mut Drops, now: Instant) -> Optio
         ("bad_packet", counts.bad_packet),
         ("send_failed", counts.send_failed),
         ("write_failed", counts.write_failed),
+        ("read_failed", counts.read_failed),
         ("bad_datagram", counts.bad_datagram),
         ("foreign_source", counts.foreign_source),
         ("foreign_node", counts.foreign_node),
@@ -106,6 +107,10 @@ fn problem(reason: &str, options: &Options, status: &Status) -> Option<(String, 
         "write_failed" => (
             format!("the kernel refuses packets of other nodes at {device}"),
             format!("ip -s link show {device}"),
+        ),
+        "read_failed" => (
+            format!("the kernel fails reads of {device} or of UDP port {port}"),
+            format!("dmesg | tail; ip -s link show {device}"),
         ),
         _ => return None,
     };

@@ -40,6 +40,14 @@ fn main() -> ExitCode {
             Some((words, args)) => failed(&flannel_lab::enter_and_exec(&words[1], args)),
             None => failed(&"enter: expected a program to run"),
         },
+        // For tests: `lab udp-process VERSION SOCKET`, a data plane that has another version.
+        Some("udp-process") => match &rest[1..] {
+            [version, socket] => {
+                let Err(error) = flannel_udp::serve(socket.as_ref(), &version.to_string_lossy());
+                failed(&error)
+            }
+            _ => failed(&"udp-process: expected a version and a socket"),
+        },
         _ => match Options::try_parse() {
             Ok(options) => run(&options),
             Err(usage) if usage.use_stderr() && rest.iter().any(|arg| arg == "--json") => {

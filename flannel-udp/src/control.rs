@@ -19,12 +19,12 @@ use serde::{Deserialize, Serialize};
 use crate::counters::{Counts, Foreign};
 use crate::options::Options;
 
-/// The version of the protocol. A program refuses another one.
+/// The version of the protocol. A process with another one is ended, and not asked for more.
 pub const VERSION: u32 = 1;
 /// The longest time for an answer.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// The most descriptors in a message (linux `SCM_MAX_FD`).
-const MOST_FDS: usize = 253;
+const MOST_FDS: u8 = 253;
 
 /// A subnet: the first address and the length of the prefix in bits. Its text is `10.1.7.0/24`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -84,14 +84,17 @@ pub enum Request {
     Put(Peers),
     /// Removes peers.
     Delete(Vec<Prefix>),
-    /// Asks for the state.
+    /// Asks for the state. All versions know it, and answer with a [`Process`] at least.
     Status,
     /// Asks for the state without the peers and the addresses of those behind NAT.
     Counts,
-    /// Asks for the descriptors. The data plane ends after the answer.
+    /// Asks for the descriptors. The process ends when the other one has adopted them, and goes on
+    /// otherwise.
     HandOver,
     /// Ends the process, if its data plane has these options. The device stays.
     Stop(Options),
+    /// Ends the process in any case. All versions know it. The device stays.
+    End,
 }
 
 /// An answer.
@@ -107,15 +110,27 @@ pub enum Answer {
     Status(Box<Status>),
 }
 
+/// A process of any version.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct Process {
+    /// The version of the protocol.
+    pub version: u32,
+    /// The version of the program ([`serve`](crate::serve)).
+    pub program: String,
+    /// The id of the process.
+    pub pid: u32,
+}
+
 /// The state of a process.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Status {
-    /// The version of the protocol.
-    pub version: u32,
-    /// The version of the program.
-    pub program: String,
-    /// The options of the data plane; `None`: none runs.
+    /// The process.
+    #[serde(flatten)]
+    pub process: Process,
+    /// The options of the data plane; `None`: none runs, or its device is gone or has another name.
+    /// [`Options::local`] has only the addresses that could be used.
     pub options: Option<Options>,
     /// The peers.
     pub peers: Peers,
@@ -160,8 +175,41 @@ impl Client {
         }
     }
 
-    /// Takes over the data plane of a process, which then ends.
-    pub(crate) fn take_over(mut self) -> io::Result<(Status, Vec<OwnedFd>)> {
+    /// Asks for the process, which may have another version of the protocol.
+    ///
+    /// # Errors
+    /// The process ended, or it has no [`Process`] in its answer.
+    pub fn process(&mut self) -> io::Result<Process> {
+        #[derive(Deserialize)]
+        struct Part {
+            status: Process,
+        }
+        write_line(self.0.get_mut(), &Request::Status)?;
+        let part: Option<Part> = read_line(&mut self.0)?;
+        Ok(part.ok_or(io::ErrorKind::UnexpectedEof)?.status)
+    }
+
+    /// Ends the process, which may have another version of the protocol, and waits at most ten
+    /// seconds for it.
+    ///
+    /// # Errors
+    /// It refused, or did not end.
+    pub fn end(mut self) -> io::Result<()> {
+        use io::ErrorKind::{BrokenPipe, ConnectionReset, UnexpectedEof};
+        let answer = self.ask(&Request::End);
+        let ended = answer.and_then(|_| self.0.read_until(b'\n', &mut Vec::new()));
+        match ended {
+            Ok(_) => Ok(()),
+            // It ended of its own accord.
+            Err(error) if [BrokenPipe, ConnectionReset, UnexpectedEof].contains(&error.kind()) => {
+                Ok(())
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Gets the data plane of a process, which goes on unless [`Self::adopted`] follows.
+    pub(crate) fn take_over(&mut self) -> io::Result<(Status, Vec<OwnedFd>)> {
         let status = self.ask(&Request::HandOver)?.unwrap_or_default();
         // A buffered read would lose descriptors that are sent earlier.
         write_line(self.0.get_mut(), &())?;
@@ -169,12 +217,33 @@ impl Client {
         let mut control = RecvAncillaryBuffer::new(&mut space);
         let mut byte = [0];
         let parts = &mut [io::IoSliceMut::new(&mut byte)];
-        recvmsg(self.0.get_ref(), parts, &mut control, RecvFlags::CMSG_CLOEXEC)?;
+        let message = recvmsg(self.0.get_ref(), parts, &mut control, RecvFlags::CMSG_CLOEXEC)?;
+        if message.bytes == 0 {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
         let fds = control.drain().filter_map(|message| match message {
             RecvAncillaryMessage::ScmRights(fds) => Some(fds),
             _ => None,
         });
-        Ok((status, fds.flatten().collect()))
+        let fds: Vec<OwnedFd> = fds.flatten().collect();
+        // The kernel leaves out those for which this process has no place.
+        if fds.len() != usize::from(byte[0]) {
+            let text = format!("{} of {} descriptors arrived", fds.len(), byte[0]);
+            return Err(io::Error::other(text));
+        }
+        Ok((status, fds))
+    }
+
+    /// Tells the process that its data plane runs here. It ends then.
+    ///
+    /// # Errors
+    /// It goes on.
+    pub(crate) fn adopted(mut self) -> io::Result<()> {
+        write_line(self.0.get_mut(), &())?;
+        match read_line(&mut self.0)? {
+            Some(Answer::Done) => Ok(()),
+            _ => Err(io::Error::other("the other process has not waited")),
+        }
     }
 
     /// Waits until the process ends, without a limit.
@@ -187,13 +256,15 @@ impl Client {
     }
 }
 
-/// Sends descriptors after the answer to [`Request::HandOver`].
+/// Sends descriptors after the answer to [`Request::HandOver`], with their number.
 pub(crate) fn send_fds(stream: &UnixStream, fds: &[OwnedFd]) -> io::Result<()> {
-    let fds: Vec<BorrowedFd<'_>> = fds.iter().map(AsFd::as_fd).take(MOST_FDS).collect();
+    let fds: Vec<BorrowedFd<'_>> = fds.iter().map(AsFd::as_fd).collect();
+    let count = u8::try_from(fds.len()).ok().filter(|count| *count <= MOST_FDS);
+    let count = count.ok_or_else(|| io::Error::other("too many descriptors"))?;
     let mut space = vec![std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(253))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     control.push(SendAncillaryMessage::ScmRights(&fds));
-    sendmsg(stream, &[io::IoSlice::new(&[0])], &mut control, SendFlags::NOSIGNAL)?;
+    sendmsg(stream, &[io::IoSlice::new(&[count])], &mut control, SendFlags::NOSIGNAL)?;
     Ok(())
 }
 

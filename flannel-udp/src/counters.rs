@@ -54,6 +54,8 @@ counters! {
     send_failed,
     /// Packets that the kernel refused to receive.
     write_failed,
+    /// Failed reads of the device or of a socket.
+    read_failed,
     /// Datagrams without a valid IP packet.
     bad_datagram,
     /// Datagrams with a source address that no peer has.

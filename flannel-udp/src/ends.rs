@@ -2,12 +2,15 @@
 
 use std::fs::File;
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
-use std::net::{SocketAddr, UdpSocket};
+use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::time::Duration;
 
 use nix::cmsg_space;
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
+use nix::net::if_::if_nametoindex;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{
     AddressFamily, ControlMessage, ControlMessageOwned, MsgFlags, SockFlag, SockType,
     SockaddrStorage, bind, getsockname, recvmsg, sendmsg, setsockopt, socket, sockopt,
@@ -19,6 +22,8 @@ use crate::options::Options;
 
 /// The size of the buffers of sockets, in bytes.
 const BUFFER: usize = 7 << 20;
+/// The longest time for which a packet waits while the buffer of its socket is full.
+const PATIENCE: Duration = Duration::from_millis(500);
 
 /// Packets of pods, each with a vnet header.
 pub(crate) trait Device {
@@ -68,19 +73,14 @@ impl Lane {
             let mut lane = Self { queue, receive: [None, None], send: [None, None] };
             for local in &options.local {
                 let family = usize::from(local.is_ipv6());
-                let bind = |port| {
-                    let address = SocketAddr::new(*local, port);
-                    let named = |error| format!("UDP socket with the address {address}: {error}");
-                    Socket::bind(address).map(Some).map_err(named)
-                };
-                lane.receive[family] = bind(options.port)?;
+                lane.receive[family] = Some(Socket::receiver((*local, options.port).into())?);
                 // A second socket with the port would get datagrams that nobody reads.
                 lane.send[family] = match &lane.receive[family] {
                     Some(socket) if options.one_port => {
                         let fd = socket.as_fd().try_clone_to_owned();
                         Some(Socket(fd.map_err(|error| format!("UDP socket: {error}"))?))
                     }
-                    _ => bind(0)?,
+                    _ => Some(Socket::sender(*local)?),
                 };
             }
             Ok(lane)
@@ -172,26 +172,58 @@ impl Device for Queue {
     }
 }
 
+/// Whether the device of a queue is in this namespace and has this name. Without `/proc` it is
+/// taken for granted.
+pub(crate) fn has_device(queue: &Queue, name: &str) -> bool {
+    let path = format!("/proc/self/fdinfo/{}", queue.0.as_raw_fd());
+    // linux `tun_chr_show_fdinfo`. The name is empty if the device is gone.
+    let now = std::fs::read_to_string(path).ok();
+    let now = now.as_deref().and_then(|text| text.lines().find_map(|l| l.strip_prefix("iff:")));
+    now.is_none_or(|now| now.trim() == name && if_nametoindex(name).is_ok())
+}
+
 /// A UDP socket.
 #[derive(Debug)]
 pub(crate) struct Socket(OwnedFd);
 
 impl Socket {
-    /// A socket with this address. Several sockets can have it.
-    pub(crate) fn bind(address: SocketAddr) -> io::Result<Self> {
+    /// A socket that receives with this address. Several can have it.
+    ///
+    /// # Errors
+    /// The text names the address.
+    pub(crate) fn receiver(address: SocketAddr) -> Result<Self, String> {
+        Self::bind(address, true)
+    }
+
+    /// A socket with any port for sending.
+    fn sender(local: IpAddr) -> Result<Self, String> {
+        Self::bind((local, 0).into(), false)
+    }
+
+    fn bind(address: SocketAddr, receives: bool) -> Result<Self, String> {
+        let named = |error| format!("UDP socket with the address {address}: {error}");
+        Self::try_bind(address, receives).map_err(named)
+    }
+
+    fn try_bind(address: SocketAddr, receives: bool) -> io::Result<Self> {
         let family = if address.is_ipv6() { AddressFamily::Inet6 } else { AddressFamily::Inet };
         let fd = socket(family, SockType::Datagram, SockFlag::SOCK_CLOEXEC, None)?;
         if address.is_ipv6() {
             setsockopt(&fd, sockopt::Ipv6V6Only, &true)?;
         }
-        setsockopt(&fd, sockopt::ReusePort, &true)?;
-        // More than `net.core.rmem_max` needs CAP_NET_ADMIN outside user namespaces.
-        setsockopt(&fd, sockopt::RcvBufForce, &BUFFER)
-            .or_else(|_| setsockopt(&fd, sockopt::RcvBuf, &BUFFER))?;
+        // More than `net.core.wmem_max` needs CAP_NET_ADMIN outside user namespaces.
         setsockopt(&fd, sockopt::SndBufForce, &BUFFER)
             .or_else(|_| setsockopt(&fd, sockopt::SndBuf, &BUFFER))?;
-        // Since Linux 5.0. Without it each datagram is received alone.
-        let _ = setsockopt(&fd, sockopt::UdpGroSegment, &true);
+        if receives {
+            setsockopt(&fd, sockopt::ReusePort, &true)?;
+            setsockopt(&fd, sockopt::RcvBufForce, &BUFFER)
+                .or_else(|_| setsockopt(&fd, sockopt::RcvBuf, &BUFFER))?;
+            // Since Linux 5.0. Without it each datagram is received alone.
+            let _ = setsockopt(&fd, sockopt::UdpGroSegment, &true);
+        } else {
+            // Nobody reads it. The kernel raises this to its least size.
+            setsockopt(&fd, sockopt::RcvBuf, &0)?;
+        }
         bind(fd.as_raw_fd(), &SockaddrStorage::from(address))?;
         Ok(Self(fd))
     }
@@ -203,16 +235,37 @@ impl AsFd for Socket {
     }
 }
 
-impl Wire for &Socket {
+/// A UDP socket of a thread that a descriptor stops.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Port<'a> {
+    pub(crate) socket: &'a Socket,
+    pub(crate) stop: BorrowedFd<'a>,
+}
+
+impl Wire for Port<'_> {
+    /// Waits while the buffer of the socket is full, but not for ever: a device that sends nothing
+    /// must not hold up packets to others.
     fn send(&self, to: SocketAddr, parts: &[IoSlice<'_>], size: Option<u16>) -> Result<(), Errno> {
-        let to = SockaddrStorage::from(to);
+        let (fd, to) = (self.socket.as_fd(), SockaddrStorage::from(to));
         let size = size.as_ref().map(ControlMessage::UdpGsoSegments);
-        sendmsg(self.0.as_raw_fd(), parts, size.as_slice(), MsgFlags::empty(), Some(&to)).map(drop)
+        let send = || {
+            let flags = MsgFlags::MSG_DONTWAIT;
+            sendmsg(fd.as_raw_fd(), parts, size.as_slice(), flags, Some(&to)).map(drop)
+        };
+        match send() {
+            Err(Errno::EAGAIN) => {
+                let (read, write) = (PollFlags::POLLIN, PollFlags::POLLOUT);
+                let patience = PollTimeout::try_from(PATIENCE).unwrap_or(PollTimeout::ZERO);
+                let _ = poll(&mut [PollFd::new(self.stop, read), PollFd::new(fd, write)], patience);
+                send()
+            }
+            result => result,
+        }
     }
 
     fn path_mtu(&self, to: SocketAddr) -> Option<u16> {
         // Only a connected socket has one. The kernel remembers it for the address.
-        let from = getsockname::<SockaddrStorage>(self.0.as_raw_fd()).ok()?;
+        let from = getsockname::<SockaddrStorage>(self.socket.0.as_raw_fd()).ok()?;
         let mut from = address_of(&from)?;
         from.set_port(0);
         let probe = UdpSocket::bind(from).ok()?;
@@ -226,7 +279,7 @@ impl Wire for &Socket {
         let mut control = cmsg_space!(i32);
         let mut parts = [IoSliceMut::new(buffer)];
         let message = recvmsg::<SockaddrStorage>(
-            self.0.as_raw_fd(),
+            self.socket.0.as_raw_fd(),
             &mut parts,
             Some(&mut control),
             MsgFlags::MSG_DONTWAIT,

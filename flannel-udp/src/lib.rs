@@ -1,6 +1,7 @@
 #![doc = include_str!("../README.md")]
 
 mod checksum;
+mod claim;
 mod control;
 mod counters;
 mod ends;
@@ -22,13 +23,16 @@ mod started;
 mod table;
 mod vnet;
 
-pub use self::control::{Answer, Client, Peers, Prefix, Request, Status, VERSION};
+pub use self::control::{Answer, Client, Peers, Prefix, Process, Request, Status, VERSION};
 pub use self::counters::{Counts, Foreign};
 pub use self::options::Options;
 pub use self::plane::Plane;
 pub use self::server::serve;
 pub use self::started::{command, run, run_if_started};
 pub use self::table::Peer;
+
+/// The version of this crate: the one of a program that calls [`run`] or [`run_if_started`].
+pub const PROGRAM_VERSION: &str = env!("CARGO_PKG_VERSION");
 
 /// Writes a line to standard error, which may be closed: the process outlives its parent.
 fn report(line: &str) {

@@ -13,9 +13,10 @@ use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::EventFd;
 
+use crate::claim::claim;
 use crate::control::Prefix;
-use crate::counters::{Counts, Foreign};
-use crate::ends::Lane;
+use crate::counters::{Counts, Foreign, add};
+use crate::ends::{Lane, Port, Socket, has_device};
 use crate::learned::Learned;
 use crate::ledger::Ledger;
 use crate::options::Options;
@@ -27,6 +28,8 @@ use crate::table::{Peer, Table};
 const MOST_QUEUES: usize = 8;
 /// The packets of one direction before a thread looks at the table and at the request to stop.
 const ROUND: usize = 64;
+/// The pause after an error, so that one that lasts does not occupy a processor.
+const PAUSE: Duration = Duration::from_millis(100);
 /// The counts of packets are in the file after this time.
 const SAVE: Duration = Duration::from_secs(1);
 
@@ -57,6 +60,8 @@ impl Shared {
 #[derive(Debug)]
 pub struct Plane {
     options: Options,
+    /// Excludes other processes from the device.
+    claim: OwnedFd,
     lanes: Vec<Arc<Lane>>,
     shared: Arc<Shared>,
     stop: Arc<EventFd>,
@@ -64,24 +69,38 @@ pub struct Plane {
 }
 
 impl Plane {
-    /// Opens the device and the sockets, and starts the threads.
+    /// Opens the device and the sockets, and starts the threads. If only the address of one family
+    /// can be used, it runs without the other one, which its [`options`](Self::options) then lack.
     ///
     /// # Errors
-    /// The device or a socket cannot be opened. The text names it, and a cure.
+    /// The device or a socket cannot be opened, or another process has the device. The text names
+    /// it, and a cure.
     pub fn start(options: Options, peers: Vec<Peer>) -> Result<Self, String> {
         Self::open(options, peers, Arc::default())
     }
 
     /// The same with counters that exist already.
     pub(crate) fn open(
-        options: Options,
+        mut options: Options,
         peers: Vec<Peer>,
         ledger: Arc<Ledger>,
     ) -> Result<Self, String> {
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
         let count = options.queues.unwrap_or(processors).clamp(1, MOST_QUEUES);
+        let claim = claim(&options.device)?;
+        let (port, mut why) = (options.port, Ok(()));
+        options.local.retain(|local| match usable(port, *local) {
+            Ok(()) => true,
+            Err(error) => {
+                why = Err(error);
+                false
+            }
+        });
+        if options.local.is_empty() {
+            why?;
+        }
         let lanes = Lane::open(&options, count)?;
-        Self::run(options, lanes, Shared::new(peers, &BTreeMap::new(), ledger))
+        Self::run(options, claim, lanes, Shared::new(peers, &BTreeMap::new(), ledger))
     }
 
     /// Continues a data plane of another process, which has sent its descriptors.
@@ -96,62 +115,103 @@ impl Plane {
         ledger: Arc<Ledger>,
     ) -> Result<Self, String> {
         let (mut fds, mut lanes) = (fds.into_iter().peekable(), Vec::new());
+        let claim = fds.next().ok_or("all descriptors are missing")?;
         while fds.peek().is_some() {
             lanes.push(Lane::from_fds(&options, &mut fds).ok_or("a descriptor is missing")?);
         }
-        Self::run(options, lanes, Shared::new(peers, learned, ledger))
+        if lanes.is_empty() {
+            return Err("the descriptors of the device are missing".into());
+        }
+        Self::run(options, claim, lanes, Shared::new(peers, learned, ledger))
     }
 
-    fn run(options: Options, lanes: Vec<Lane>, shared: Shared) -> Result<Self, String> {
-        let of_family = |is_v6: bool| {
-            options.own.iter().map(|own| own.address).find(|own| own.is_ipv6() == is_v6)
-        };
-        let (own, checks) = ([of_family(false), of_family(true)], options.checks_source);
-        let failed = |error: &dyn fmt::Display| format!("cannot start a thread: {error}");
-        let stop = Arc::new(EventFd::new().map_err(|error| failed(&error))?);
-        let lanes: Vec<Arc<Lane>> = lanes.into_iter().map(Arc::new).collect();
+    fn run(
+        options: Options,
+        claim: OwnedFd,
+        lanes: Vec<Lane>,
+        shared: Shared,
+    ) -> Result<Self, String> {
+        let stop = EventFd::new().map_err(|error| format!("cannot start a thread: {error}"))?;
+        let (stop, lanes) = (Arc::new(stop), lanes.into_iter().map(Arc::new).collect());
         let (shared, threads) = (Arc::new(shared), Vec::new());
-        let mut plane = Self { options, lanes: lanes.clone(), shared, stop, threads };
-        for lane in lanes {
+        let mut plane = Self { options, claim, lanes, shared, stop, threads };
+        plane.resume()?;
+        Ok(plane)
+    }
+
+    /// Starts the threads, at first or after [`Self::pause`].
+    ///
+    /// # Errors
+    /// A thread cannot be started.
+    pub(crate) fn resume(&mut self) -> Result<(), String> {
+        let plane = self;
+        let of_family = |is_v6: bool| {
+            plane.options.own.iter().map(|own| own.address).find(|own| own.is_ipv6() == is_v6)
+        };
+        let (own, checks) = ([of_family(false), of_family(true)], plane.options.checks_source);
+        let failed = |error: &dyn fmt::Display| format!("cannot start a thread: {error}");
+        plane.stop = Arc::new(EventFd::new().map_err(|error| failed(&error))?);
+        for lane in plane.lanes.clone() {
             for family in 0..2 {
                 if lane.receive[family].is_none() {
                     continue;
                 }
                 let (lane, shared, stop) = plane.parts(&lane);
                 let run = move || {
-                    let Some(wire) = &lane.receive[family] else { return Ok(()) };
+                    let Some(socket) = &lane.receive[family] else { return Ok(()) };
+                    let wire = Port { socket, stop: stop.as_fd() };
                     let (counters, learned) = (&shared.ledger.counters, &shared.learned);
                     let learned = checks.then_some(learned);
                     let mut receiver = Receiver::new(&lane.queue, wire, own, counters, learned);
-                    repeat(&shared, &stop, wire.as_fd(), |table| receiver.run(table, ROUND))
+                    repeat(&shared, &stop, socket.as_fd(), |table| receiver.run(table, ROUND))
                 };
                 plane.spawn("receive", run).map_err(|error| failed(&error))?;
             }
             let (lane, shared, stop) = plane.parts(&lane);
             let run = move || {
-                let wires = [lane.send[0].as_ref(), lane.send[1].as_ref()];
+                let wires = lane.send.each_ref().map(|socket| {
+                    socket.as_ref().map(|socket| Port { socket, stop: stop.as_fd() })
+                });
                 let mut sender = Sender::new(&lane.queue, wires, &shared.ledger.counters);
                 repeat(&shared, &stop, lane.queue.as_fd(), |table| sender.run(table, ROUND))
             };
             plane.spawn("send", run).map_err(|error| failed(&error))?;
         }
-        Ok(plane)
+        Ok(())
     }
 
     fn parts(&self, lane: &Arc<Lane>) -> (Arc<Lane>, Arc<Shared>, Arc<EventFd>) {
         (Arc::clone(lane), Arc::clone(&self.shared), Arc::clone(&self.stop))
     }
 
-    /// The options with which it was started.
+    /// The options with which it was started, less addresses that could not be used.
     pub const fn options(&self) -> &Options {
         &self.options
     }
 
+    /// It was started with these options.
+    pub(crate) fn is_of(&self, options: &Options) -> bool {
+        let mut options = options.clone();
+        options.local.retain(|local| self.options.local.contains(local));
+        self.options == options
+    }
+
+    /// The device is there, and has its name.
+    pub(crate) fn has_device(&self) -> bool {
+        self.lanes.iter().all(|lane| has_device(&lane.queue, &self.options.device))
+    }
+
+    /// Whether addresses of these options, which could not be used, still cannot.
+    pub(crate) fn missing(&self, options: &Options) -> Result<(), String> {
+        let mut missing = options.local.iter().filter(|l| !self.options.local.contains(l));
+        missing.try_for_each(|local| usable(options.port, *local))
+    }
+
     /// Ends the threads. Returns the descriptors, in which packets wait meanwhile.
-    pub(crate) fn into_fds(mut self) -> io::Result<Vec<OwnedFd>> {
+    pub(crate) fn pause(&mut self) -> io::Result<Vec<OwnedFd>> {
         self.end();
         let fds = self.lanes.iter().flat_map(|lane| lane.fds());
-        fds.map(|fd| fd.try_clone_to_owned()).collect()
+        [self.claim.as_fd()].into_iter().chain(fds).map(|fd| fd.try_clone_to_owned()).collect()
     }
 
     fn end(&mut self) {
@@ -209,6 +269,11 @@ impl Drop for Plane {
     }
 }
 
+/// Whether a socket can have an address.
+fn usable(port: u16, local: IpAddr) -> Result<(), String> {
+    Socket::receiver((local, port).into()).map(drop)
+}
+
 /// Calls `run` with the latest table, waiting on `fd` when it returns `false`, until the stop.
 fn repeat(
     shared: &Shared,
@@ -218,17 +283,21 @@ fn repeat(
 ) -> io::Result<()> {
     let (mut version, mut table) = shared.table();
     let save = PollTimeout::try_from(SAVE).unwrap_or(PollTimeout::MAX);
+    let pause = PollTimeout::try_from(PAUSE).unwrap_or(PollTimeout::MAX);
     // The time of the first packet whose count may not be in the file.
     let mut unsaved: Option<Instant> = None;
     loop {
         if shared.version.load(Ordering::Acquire) != version {
             (version, table) = shared.table();
         }
-        let more = match run(&table) {
-            Ok(more) => more,
-            // The device is down. If it is gone (`EBADFD`), the next process makes another one.
-            Err(Errno::EIO) => false,
-            Err(errno) => return Err(errno.into()),
+        let (more, failed) = match run(&table) {
+            Ok(more) => (more, false),
+            // The device is gone. The next process makes another one.
+            Err(errno @ (Errno::EBADFD | Errno::ENODEV | Errno::EBADF)) => return Err(errno.into()),
+            Err(_) => {
+                add(&shared.ledger.counters.read_failed, 1);
+                (false, true)
+            }
         };
         let mut ready =
             [PollFd::new(stop.as_fd(), PollFlags::POLLIN), PollFd::new(fd, PollFlags::POLLIN)];
@@ -242,12 +311,45 @@ fn repeat(
             // Nothing wakes it but packets.
             None => PollTimeout::NONE,
         };
-        match poll(&mut ready, timeout) {
+        let (ready, timeout) = match failed {
+            true => (&mut ready[..1], pause),
+            false => (&mut ready[..], timeout),
+        };
+        match poll(ready, timeout) {
             Ok(_) | Err(Errno::EINTR) => {}
             Err(errno) => return Err(errno.into()),
         }
         if ready[0].any().unwrap_or(false) {
             return Ok(());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn errors_of_reads_are_counted_and_only_the_end_of_the_device_ends_a_thread() {
+        let (shared, stop, ready) = (Shared::default(), EventFd::new().unwrap(), EventFd::new());
+        let ready = ready.unwrap();
+        // The descriptor is always ready, as after an error that lasts.
+        ready.write(1).unwrap();
+        let begin = Instant::now();
+        let mut errors = [Errno::EIO, Errno::ENOBUFS].into_iter();
+        let ended = repeat(&shared, &stop, ready.as_fd(), |_| {
+            let error = errors.next();
+            if error.is_none() {
+                stop.write(1).unwrap();
+            }
+            error.map_or(Ok(false), Err)
+        });
+        ended.unwrap();
+        assert_eq!(shared.ledger.counters.read().read_failed, 2);
+        assert!(begin.elapsed() >= 2 * PAUSE, "it does not pause");
+        for errno in [Errno::EBADFD, Errno::ENODEV] {
+            let ended = repeat(&shared, &EventFd::new().unwrap(), ready.as_fd(), |_| Err(errno));
+            assert_eq!(ended.unwrap_err().raw_os_error(), Some(errno as i32));
         }
     }
 }

@@ -4,25 +4,36 @@ use std::collections::BTreeMap;
 use std::fs::DirBuilder;
 use std::io::{self, BufReader};
 use std::net::SocketAddr;
-use std::os::fd::OwnedFd;
 use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use crate::control::{
-    Answer, Client, Peers, Prefix, Request, Status, VERSION, read_line, send_fds, write_line,
+    Answer, Client, Peers, Prefix, Process, Request, Status, VERSION, read_line, send_fds,
+    write_line,
 };
 use crate::ledger::Ledger;
+use crate::options::Options;
 use crate::plane::Plane;
 use crate::table::Peer;
 
 /// The file with the counts, beside the socket.
 const COUNTS: &str = "counts";
+/// The longest wait for each line of a process that takes over. Packets wait meanwhile.
+const HAND_OVER: Duration = Duration::from_secs(2);
+/// The most connections at once.
+const MOST_CONNECTIONS: usize = 64;
+/// The pause after a connection that could not be accepted.
+const PAUSE: Duration = Duration::from_millis(100);
 
 /// The data plane of the process.
 #[derive(Debug, Default)]
 struct Inner {
+    /// Its version.
+    program: String,
     plane: Option<Plane>,
     peers: Peers,
     ledger: Arc<Ledger>,
@@ -32,48 +43,59 @@ struct Inner {
 #[derive(Debug, Clone)]
 struct Server {
     inner: Arc<Mutex<Inner>>,
+    connections: Arc<AtomicUsize>,
     socket: PathBuf,
 }
 
 /// Serves on a socket until it is told to stop. If another process does, takes over its data
-/// plane, without the loss of a packet. Returns only after an error.
+/// plane, without the loss of a packet. If this fails, the other process goes on. One with another
+/// version of the protocol is ended. Returns only after an error.
+///
+/// `program` is the version in [`Process::program`]. A process without a data plane ends with its
+/// last connection.
 ///
 /// # Errors
 /// The socket cannot be used.
-pub fn serve(socket: &Path) -> io::Result<std::convert::Infallible> {
+pub fn serve(socket: &Path, program: &str) -> io::Result<std::convert::Infallible> {
     if let Some(dir) = socket.parent() {
         DirBuilder::new().recursive(true).mode(0o700).create(dir)?;
     }
-    let inner = match Client::connect(socket) {
-        Ok(client) => take_over(client, socket)?,
-        Err(_) => Inner { ledger: ledger(socket), ..Inner::default() },
-    };
-    // Two processes cannot begin at once: the caller holds a lock.
+    // All that can fail comes before the other process ends. Two processes cannot begin at once:
+    // the caller holds a lock.
     let new = socket.with_extension("new");
     let _ = std::fs::remove_file(&new);
     let listener = UnixListener::bind(&new)?;
     std::fs::set_permissions(&new, std::fs::Permissions::from_mode(0o600))?;
+    let inner = match Client::connect(socket) {
+        Ok(client) => take_over(client, socket)?,
+        Err(_) => Inner { ledger: ledger(socket), ..Inner::default() },
+    };
+    let inner = Inner { program: program.to_owned(), ..inner };
     std::fs::rename(&new, socket)?;
-    let server = Server { inner: Arc::new(Mutex::new(inner)), socket: socket.to_owned() };
+    let (inner, connections) = (Arc::new(Mutex::new(inner)), Arc::default());
+    let server = Server { inner, connections, socket: socket.to_owned() };
     loop {
-        let (stream, _) = listener.accept()?;
-        let server = server.clone();
-        let thread = std::thread::Builder::new().name("control".into()).stack_size(256 << 10);
-        thread.spawn(move || {
-            if let Err(error) = server.answer(stream) {
-                crate::report(&format!("control: {error}"));
-            }
-        })?;
+        // A process without free descriptors or threads still has its data plane.
+        let accepted = listener.accept().and_then(|(stream, _)| server.accept(stream));
+        if let Err(error) = accepted {
+            crate::report(&format!("control: {error}"));
+            std::thread::park_timeout(PAUSE);
+        }
     }
 }
 
-fn take_over(client: Client, socket: &Path) -> io::Result<Inner> {
+fn take_over(mut client: Client, socket: &Path) -> io::Result<Inner> {
+    if client.process().ok().is_none_or(|process| process.version != VERSION) {
+        Client::connect(socket)?.end()?;
+        return Ok(Inner { ledger: ledger(socket), ..Inner::default() });
+    }
     let (Status { options, peers, learned, .. }, fds) = client.take_over()?;
     // The other process has saved its counts before it answered.
     let ledger = ledger(socket);
     let adopt = |options| Plane::adopt(options, fds, list(&peers), &learned, Arc::clone(&ledger));
     let plane = options.map(adopt).transpose().map_err(io::Error::other)?;
-    Ok(Inner { plane, peers, ledger })
+    client.adopted()?;
+    Ok(Inner { plane, peers, ledger, ..Inner::default() })
 }
 
 /// The counters, which continue from those in the directory of the socket.
@@ -109,10 +131,11 @@ impl Inner {
 
     /// The state without the peers and their addresses, of which there may be many.
     fn counts(&self) -> Status {
+        let plane = self.plane.as_ref().filter(|plane| plane.has_device());
+        let (program, pid) = (self.program.clone(), std::process::id());
         Status {
-            version: VERSION,
-            program: env!("CARGO_PKG_VERSION").to_owned(),
-            options: self.plane.as_ref().map(|plane| plane.options().clone()),
+            process: Process { version: VERSION, program, pid },
+            options: plane.map(|plane| plane.options().clone()),
             peers: Peers::new(),
             learned: BTreeMap::new(),
             // A count that somebody has seen never goes back.
@@ -123,14 +146,7 @@ impl Inner {
 
     fn apply(&mut self, request: Request) -> Result<Option<Status>, String> {
         match request {
-            Request::Start(options) => {
-                if self.plane.as_ref().is_none_or(|plane| *plane.options() != options) {
-                    // The new one may need the ports of the old one.
-                    self.plane = None;
-                    let ledger = Arc::clone(&self.ledger);
-                    self.plane = Some(Plane::open(options, list(&self.peers), ledger)?);
-                }
-            }
+            Request::Start(options) => self.start(&options)?,
             Request::Put(peers) => {
                 self.peers.extend(peers);
                 self.program();
@@ -147,15 +163,78 @@ impl Inner {
         Ok(None)
     }
 
-    /// The descriptors of the data plane, whose threads have ended.
-    fn end(&mut self) -> io::Result<Vec<OwnedFd>> {
-        self.plane.take().map(Plane::into_fds).transpose().map(Option::unwrap_or_default)
+    fn start(&mut self, options: &Options) -> Result<(), String> {
+        let runs = self.plane.as_ref();
+        if let Some(plane) = runs.filter(|plane| plane.is_of(options) && plane.has_device()) {
+            if plane.options() == options {
+                return Ok(());
+            }
+            // Not anew while an address is still missing: the other family works.
+            plane.missing(options)?;
+        }
+        // The new one may need the ports of the old one.
+        self.plane = None;
+        let plane = Plane::open(options.clone(), list(&self.peers), Arc::clone(&self.ledger))?;
+        self.plane.insert(plane).missing(options)
+    }
+
+    /// Hands the data plane over. Its threads have ended if this fails.
+    fn hand_over(
+        &mut self,
+        reader: &mut BufReader<UnixStream>,
+        stream: &mut UnixStream,
+    ) -> io::Result<()> {
+        // Of both handles.
+        stream.set_read_timeout(Some(HAND_OVER))?;
+        stream.set_write_timeout(Some(HAND_OVER))?;
+        let ended = || io::Error::from(io::ErrorKind::UnexpectedEof);
+        let mut next = || read_line::<()>(reader)?.ok_or_else(ended);
+        let mut status = self.status();
+        let plane = self.plane.as_mut().filter(|_| status.options.is_some());
+        let fds = plane.map(Plane::pause).transpose()?.unwrap_or_default();
+        status.counts = self.ledger.save();
+        write_line(stream, &Answer::Status(Box::new(status)))?;
+        next()?;
+        send_fds(stream, &fds)?;
+        // It has adopted them.
+        next()?;
+        write_line(stream, &Answer::Done)
     }
 }
 
 impl Server {
     fn inner(&self) -> MutexGuard<'_, Inner> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Answers the requests of a connection in a thread.
+    fn accept(&self, stream: UnixStream) -> io::Result<()> {
+        if self.connections.fetch_add(1, Ordering::SeqCst) >= MOST_CONNECTIONS {
+            self.connections.fetch_sub(1, Ordering::SeqCst);
+            return Err(io::Error::other("too many connections"));
+        }
+        let server = self.clone();
+        let thread = std::thread::Builder::new().name("control".into()).stack_size(256 << 10);
+        let thread = thread.spawn(move || {
+            if let Err(error) = server.answer(stream) {
+                crate::report(&format!("control: {error}"));
+            }
+            server.closed();
+        });
+        if thread.is_err() {
+            self.connections.fetch_sub(1, Ordering::SeqCst);
+        }
+        thread.map(drop)
+    }
+
+    /// Ends the process after the last connection if there is no data plane to keep.
+    fn closed(&self) {
+        let is_last = self.connections.fetch_sub(1, Ordering::SeqCst) == 1;
+        let inner = self.inner();
+        if is_last && inner.plane.is_none() && self.connections.load(Ordering::SeqCst) == 0 {
+            let _ = std::fs::remove_file(&self.socket);
+            std::process::exit(0);
+        }
     }
 
     fn answer(&self, stream: UnixStream) -> io::Result<()> {
@@ -173,11 +252,11 @@ impl Server {
             match request {
                 Request::Stop(options) => {
                     let mut inner = self.inner();
-                    if inner.plane.as_ref().is_some_and(|plane| *plane.options() != options) {
+                    if inner.plane.as_ref().is_some_and(|plane| !plane.is_of(&options)) {
                         write_line(&mut stream, &Answer::Done)?;
                         continue;
                     }
-                    inner.end()?;
+                    inner.plane = None;
                     let _ = std::fs::remove_file(self.socket.with_file_name(COUNTS));
                     let _ = std::fs::remove_file(&self.socket);
                     write_line(&mut stream, &Answer::Done)?;
@@ -186,12 +265,21 @@ impl Server {
                 Request::HandOver => {
                     // Nobody changes it until the process ends.
                     let mut inner = self.inner();
-                    let mut status = inner.status();
-                    let fds = inner.end()?;
-                    status.counts = inner.ledger.save();
-                    write_line(&mut stream, &Answer::Status(Box::new(status)))?;
-                    read_line::<()>(&mut reader)?;
-                    send_fds(&stream, &fds)?;
+                    let Err(error) = inner.hand_over(&mut reader, &mut stream) else {
+                        std::process::exit(0);
+                    };
+                    // The other process has failed.
+                    if let Some(Err(why)) = inner.plane.as_mut().map(Plane::resume) {
+                        crate::report(&why);
+                        std::process::exit(1);
+                    }
+                    return Err(error);
+                }
+                Request::End => {
+                    let mut inner = self.inner();
+                    inner.plane = None;
+                    inner.ledger.save();
+                    write_line(&mut stream, &Answer::Done)?;
                     std::process::exit(0);
                 }
                 request => {

@@ -6,6 +6,7 @@ use std::path::Path;
 use std::process::{Command, ExitCode};
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use crate::PROGRAM_VERSION;
 use crate::server::serve;
 
 /// The first argument of such a process.
@@ -29,7 +30,7 @@ pub fn run_if_started() -> Option<ExitCode> {
 /// Runs a data plane that answers on this socket. Returns only after an error, which is printed.
 pub fn run(socket: &OsString) -> ExitCode {
     let socket = Path::new(socket);
-    let Err(error) = serve(socket);
+    let Err(error) = serve(socket, PROGRAM_VERSION);
     crate::report(&format!("{}: {error}", socket.display()));
     ExitCode::FAILURE
 }

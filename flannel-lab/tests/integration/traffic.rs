@@ -197,6 +197,41 @@ fn a_data_plane_of_udp_hands_over_without_the_loss_of_a_packet() {
     });
 }
 
+/// The daemon replaces a data plane of another version: one that it finds when it starts, and one
+/// that has taken over beside it.
+#[test]
+fn a_data_plane_of_udp_with_another_version_is_replaced_without_the_loss_of_a_packet() {
+    as_root(|| {
+        let lab = up("udp");
+        let traffic = Traffic::start(&lab);
+        let version = |host: &Host| data_plane_status(host)?["program"].as_str().map(str::to_owned);
+        let current = version(&lab.hosts()[0]).unwrap();
+        for host in lab.hosts() {
+            for is_found in [true, false] {
+                if is_found {
+                    host.stop_daemon(Signal::SIGKILL).unwrap().unwrap();
+                }
+                let mut command = Command::new(env!("CARGO_BIN_EXE_lab"));
+                command.args(["udp-process", "0.0.0-other"]);
+                command.arg(host.dir().join("state/udp/socket")).stdin(Stdio::null());
+                let mut other = host.namespace().spawn(&mut command).unwrap();
+                if is_found {
+                    let is_other = || version(host).is_some_and(|version| version != current);
+                    eventually(PATIENCE, is_other, || "the other version does not take over");
+                    traffic.wait_for_arrivals();
+                    host.start_daemon().unwrap();
+                }
+                let ended = eventually(PATIENCE, || other.try_wait().unwrap(), || logs(&lab));
+                assert!(ended.success(), "{ended}");
+                let is_current = || version(host).is_some_and(|version| version == current);
+                eventually(PATIENCE, is_current, || logs(&lab));
+                traffic.wait_for_arrivals();
+            }
+        }
+        assert_no_loss(traffic, &lab, 1000);
+    });
+}
+
 /// The state of a host's data plane; `None`: nobody answers.
 fn data_plane_status(host: &Host) -> Option<Value> {
     let mut stream = UnixStream::connect(host.dir().join("state/udp/socket")).ok()?;

@@ -2,16 +2,18 @@
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
-use std::io::{BufRead, BufReader, Write};
+mod hand_over;
+
+use std::io::{BufRead, BufReader, Read, Write};
 use std::net::UdpSocket;
 use std::os::unix::fs::PermissionsExt;
-use std::os::unix::net::UnixStream;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use flannel_netlink::testing::{in_netns, ip};
-use flannel_udp::{Client, Counts, Options, Peers, Request, Status};
+use flannel_udp::{Client, Counts, Options, Peers, Request, Status, VERSION};
 use test_support::eventually;
 
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -20,6 +22,8 @@ const PATIENCE: Duration = Duration::from_secs(20);
 struct Process {
     child: Child,
     socket: PathBuf,
+    /// Without a data plane it ends with the last one.
+    _connection: Client,
 }
 
 impl Process {
@@ -27,9 +31,18 @@ impl Process {
         let socket = dir.join("udp/socket");
         let mut command = Command::new(env!("CARGO_BIN_EXE_flannel-udp"));
         let child = command.arg(&socket).stdin(Stdio::null()).spawn().unwrap();
-        let process = Self { child, socket };
-        eventually(PATIENCE, || Client::connect(&process.socket).is_ok(), || "no answer");
-        process
+        let connect = || {
+            let mut client = Client::connect(&socket).ok()?;
+            // One from which it takes over answers until then.
+            (client.process().ok()?.pid == child.id()).then_some(client)
+        };
+        let connection = eventually(PATIENCE, connect, || "no answer");
+        Self { child, socket, _connection: connection }
+    }
+
+    /// Waits for its end.
+    fn ended(&mut self) -> ExitStatus {
+        eventually(PATIENCE, || self.child.try_wait().unwrap(), || "it goes on")
     }
 
     fn client(&self) -> Client {
@@ -88,7 +101,7 @@ fn peers_are_kept_and_bad_requests_change_nothing() {
         assert!(answer.starts_with("{\"failed\":"), "{bad}: {answer}");
     }
     let counts = client.ask(&Request::Counts).unwrap().unwrap();
-    assert_eq!((counts.peers, counts.program), (Peers::new(), process.status().program));
+    assert_eq!((counts.peers, counts.process), (Peers::new(), process.status().process));
     client.ask(&Request::Delete(peers().into_keys().collect())).unwrap();
     assert_eq!(process.status().peers, Peers::new());
 }
@@ -110,34 +123,6 @@ fn a_device_that_cannot_be_made_is_named_and_the_process_goes_on() {
         client.ask(&Request::Start(options("flannel0"))).unwrap();
         let status = process.status();
         assert_eq!((status.options, status.peers), (Some(options("flannel0")), peers()));
-    });
-}
-
-#[test]
-fn a_process_takes_over_and_one_that_is_stopped_leaves_the_device() {
-    in_netns(|| {
-        let dir = tempfile::tempdir().unwrap();
-        let mut old = Process::start(dir.path());
-        let mut client = old.client();
-        client.ask(&Request::Put(peers())).unwrap();
-        client.ask(&Request::Start(options("flannel0"))).unwrap();
-        let mut new = Process::start(dir.path());
-        assert!(eventually(PATIENCE, || old.child.try_wait().unwrap(), || "it goes on").success());
-        let status = new.status();
-        assert_eq!((status.options, status.peers), (Some(options("flannel0")), peers()));
-        // Of a data plane with other options.
-        new.client().ask(&Request::Stop(options("flannel1"))).unwrap();
-        assert_eq!(new.child.try_wait().unwrap(), None);
-        new.client().ask(&Request::Stop(options("flannel0"))).unwrap();
-        assert!(eventually(PATIENCE, || new.child.try_wait().unwrap(), || "it goes on").success());
-        assert!(ip("-br link show flannel0").contains("flannel0") && !new.socket.exists());
-        // Without its device it ends, so that it is started again.
-        let mut last = Process::start(dir.path());
-        last.client().ask(&Request::Start(options("flannel0"))).unwrap();
-        ip("link delete flannel0");
-        assert!(
-            !eventually(PATIENCE, || last.child.try_wait().unwrap(), || "it goes on").success()
-        );
     });
 }
 
@@ -189,6 +174,98 @@ fn counts_continue_after_a_kill_and_with_other_options() {
         assert!(refused(&third) >= seen.no_peer);
         third.client().ask(&Request::Stop(other)).unwrap();
         assert!(!file.exists(), "a stop removes what the start has made");
+    });
+}
+
+/// The last connection ends, and nobody is left who would stop it.
+#[test]
+fn a_process_without_a_data_plane_ends_with_its_connections() {
+    in_netns(|| {
+        let dir = tempfile::tempdir().unwrap();
+        let socket = dir.path().join("udp/socket");
+        let mut command = Command::new(env!("CARGO_BIN_EXE_flannel-udp"));
+        let mut child = command.arg(&socket).stdin(Stdio::null()).spawn().unwrap();
+        let connect = || Client::connect(&socket).ok();
+        let [mut first, second] = [(); 2].map(|()| eventually(PATIENCE, connect, || "no socket"));
+        drop(second);
+        first.ask(&Request::Put(peers())).unwrap();
+        drop(first);
+        let status = eventually(PATIENCE, || child.try_wait().unwrap(), || "it goes on");
+        assert!(status.success() && !socket.exists());
+    });
+}
+
+/// A renamed device has no packets of pods any more.
+#[test]
+fn a_device_with_another_name_is_replaced() {
+    in_netns(|| {
+        let dir = tempfile::tempdir().unwrap();
+        let process = Process::start(dir.path());
+        process.client().ask(&Request::Start(options("flannel0"))).unwrap();
+        ip("link set flannel0 name renamed0");
+        assert_eq!(process.status().options, None);
+        process.client().ask(&Request::Start(options("flannel0"))).unwrap();
+        assert_eq!(process.status().options, Some(options("flannel0")));
+        assert!(ip("-br link show flannel0").contains("flannel0"));
+    });
+}
+
+/// The address of one family is not there yet. The other family works meanwhile.
+#[test]
+fn a_missing_address_concerns_its_family_only() {
+    in_netns(|| {
+        let dir = tempfile::tempdir().unwrap();
+        let process = Process::start(dir.path());
+        let of_v4 = options("flannel0");
+        let mut both = of_v4.clone();
+        both.local.push("2001:db8::1".parse().unwrap());
+        both.own.push("fd00:1:0:7::/64".parse().unwrap());
+        let start = || process.client().ask(&Request::Start(both.clone()));
+        let error = start().unwrap_err().to_string();
+        assert!(error.contains("[2001:db8::1]:8285"), "{error}");
+        let options = || process.status().options.unwrap();
+        assert_eq!(options(), Options { local: of_v4.local.clone(), ..both.clone() });
+        set_up_device();
+        send_without_peer(3);
+        let passed = || process.status().counts.no_peer;
+        eventually(PATIENCE, || passed() >= 3, || "IPv4 waits");
+        // It does not begin anew at each attempt.
+        start().unwrap_err();
+        ip("addr add 2001:db8::1/64 dev lo nodad");
+        start().unwrap();
+        assert_eq!(options(), both);
+    });
+}
+
+/// The device to the node sends almost nothing, so the buffer of the socket is full.
+#[test]
+fn a_slow_node_stops_neither_packets_nor_the_end() {
+    in_netns(|| {
+        let dir = tempfile::tempdir().unwrap();
+        let mut process = Process::start(dir.path());
+        ip("link add name eth0 type veth peer name eth1");
+        ip("addr add 192.0.2.7/24 dev eth0");
+        ip("link set eth0 up");
+        ip("link set eth1 up");
+        ip("neigh add 192.0.2.8 lladdr 0a:00:00:00:00:08 dev eth0");
+        let tbf = "qdisc add dev eth0 root tbf rate 8kbit burst 1600 limit 1gb";
+        let set = Command::new("tc").args(tbf.split(' ')).output().unwrap();
+        assert!(set.status.success(), "{set:?}");
+        let options = Options { local: vec![[192, 0, 2, 7].into()], ..options("flannel0") };
+        process.client().ask(&Request::Put(peers())).unwrap();
+        process.client().ask(&Request::Start(options.clone())).unwrap();
+        set_up_device();
+        let socket = UdpSocket::bind("10.1.7.0:0").unwrap();
+        let failed = || {
+            // Each fills the buffer by 1 KiB.
+            for _ in 0..1000 {
+                let _ = socket.send_to(&[0; 1000], "10.1.8.2:5000");
+            }
+            process.status().counts.send_failed > 0
+        };
+        eventually(PATIENCE, failed, || "the buffer is never full");
+        process.client().ask(&Request::Stop(options)).unwrap();
+        assert!(process.ended().success());
     });
 }
 

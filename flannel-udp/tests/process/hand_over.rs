@@ -1,0 +1,145 @@
+//! A process takes over from another one, or fails to.
+
+use super::*;
+
+#[test]
+fn a_process_takes_over_and_one_that_is_stopped_leaves_the_device() {
+    in_netns(|| {
+        let dir = tempfile::tempdir().unwrap();
+        let mut old = Process::start(dir.path());
+        let mut client = old.client();
+        client.ask(&Request::Put(peers())).unwrap();
+        client.ask(&Request::Start(options("flannel0"))).unwrap();
+        let mut new = Process::start(dir.path());
+        assert!(old.ended().success());
+        let status = new.status();
+        assert_eq!((status.options, status.peers), (Some(options("flannel0")), peers()));
+        // Of a data plane with other options.
+        new.client().ask(&Request::Stop(options("flannel1"))).unwrap();
+        assert_eq!(new.child.try_wait().unwrap(), None);
+        new.client().ask(&Request::Stop(options("flannel0"))).unwrap();
+        assert!(new.ended().success());
+        assert!(ip("-br link show flannel0").contains("flannel0") && !new.socket.exists());
+        // Without its device it ends, so that it is started again.
+        let mut last = Process::start(dir.path());
+        last.client().ask(&Request::Start(options("flannel0"))).unwrap();
+        ip("link delete flannel0");
+        assert!(!last.ended().success());
+    });
+}
+
+/// A process with a data plane that counts packets, two queues of which are many descriptors.
+fn running(dir: &Path) -> Process {
+    let process = Process::start(dir);
+    let options = Options { queues: Some(2), ..options("flannel0") };
+    process.client().ask(&Request::Put(peers())).unwrap();
+    process.client().ask(&Request::Start(options)).unwrap();
+    set_up_device();
+    process
+}
+
+/// Packets pass, and the table is there.
+fn assert_works(process: &Process) {
+    let before = process.status().counts.no_peer;
+    send_without_peer(3);
+    let now = || process.status().counts.no_peer;
+    eventually(PATIENCE, || now() >= before + 3, || format!("{} after {before}", now()));
+    assert_eq!(process.status().peers, peers());
+}
+
+/// The other process ends midway, or hangs.
+#[test]
+fn a_process_goes_on_when_a_hand_over_fails() {
+    in_netns(|| {
+        let dir = tempfile::tempdir().unwrap();
+        let process = running(dir.path());
+        for lines in ["", "null\n"] {
+            for ends in [true, false] {
+                let mut stream = UnixStream::connect(&process.socket).unwrap();
+                stream.set_read_timeout(Some(PATIENCE)).unwrap();
+                write!(stream, "\"hand_over\"\n{lines}").unwrap();
+                let mut reader = BufReader::new(stream);
+                let mut answer = String::new();
+                reader.read_line(&mut answer).unwrap();
+                assert!(answer.contains("\"status\""), "{answer}");
+                if !ends {
+                    // Until it has no more patience.
+                    reader.read_to_end(&mut Vec::new()).unwrap();
+                }
+                drop(reader);
+                assert_works(&process);
+            }
+        }
+        let mut next = Process::start(dir.path());
+        assert_works(&next);
+        assert_eq!(next.child.try_wait().unwrap(), None);
+    });
+}
+
+/// The limit of the second process is too low for the descriptors of the first.
+#[test]
+fn a_process_goes_on_when_descriptors_do_not_arrive() {
+    in_netns(|| {
+        let dir = tempfile::tempdir().unwrap();
+        let process = running(dir.path());
+        let script = format!("ulimit -n 9; exec {} $0", env!("CARGO_BIN_EXE_flannel-udp"));
+        let mut command = Command::new("sh");
+        command.args(["-c", &script]).arg(&process.socket).stderr(Stdio::piped());
+        let output = command.output().unwrap();
+        let error = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success() && error.contains("of 7 descriptors"), "{error}");
+        assert_works(&process);
+    });
+}
+
+/// Two processes would take each other's packets.
+#[test]
+fn a_device_has_one_process() {
+    in_netns(|| {
+        let [dir, other] = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+        let first = running(dir.path());
+        let second = Process::start(other.path());
+        let error = second.client().ask(&Request::Start(options("flannel0"))).unwrap_err();
+        assert!(error.to_string().contains("another data plane has it"), "{error}");
+        assert_works(&first);
+        let elsewhere = Options { port: 8286, ..options("flannel1") };
+        second.client().ask(&Request::Start(elsewhere)).unwrap();
+        drop(first);
+        // At once: it waits for the end of the one that was killed.
+        second.client().ask(&Request::Start(options("flannel0"))).unwrap();
+    });
+}
+
+#[test]
+fn a_process_with_another_protocol_is_ended() {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("udp/socket");
+    std::fs::create_dir(dir.path().join("udp")).unwrap();
+    let listener = UnixListener::bind(&socket).unwrap();
+    let old = std::thread::spawn(move || {
+        // The first connection asks for the process, the second ends it.
+        let status = r#"{"status":{"version":999,"program":"9.9.9","pid":1,"other":7}}"#;
+        ["\"status\"\n", "\"end\"\n"].map(|expected| {
+            let (mut stream, _) = listener.accept().unwrap();
+            let mut line = String::new();
+            BufReader::new(stream.try_clone().unwrap()).read_line(&mut line).unwrap();
+            let answer = if expected == "\"end\"\n" { "\"done\"" } else { status };
+            writeln!(stream, "{answer}").unwrap();
+            (line, expected)
+        })
+    });
+    // The file of the socket stays, as after a kill.
+    let mut command = Command::new(env!("CARGO_BIN_EXE_flannel-udp"));
+    let mut new = command.arg(&socket).stdin(Stdio::null()).spawn().unwrap();
+    for (line, expected) in old.join().unwrap() {
+        assert_eq!(line, expected);
+    }
+    let answers = || {
+        let mut client = Client::connect(&socket).ok()?;
+        Some((client.process().ok()?, client))
+    };
+    let (process, client) = eventually(PATIENCE, answers, || "no answer");
+    assert_eq!((process.version, process.pid), (VERSION, new.id()));
+    client.end().unwrap();
+    assert!(eventually(PATIENCE, || new.try_wait().unwrap(), || "it goes on").success());
+}
