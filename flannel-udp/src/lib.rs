@@ -12,6 +12,7 @@ mod join;
 mod learned;
 mod ledger;
 mod limit;
+mod mtus;
 mod options;
 mod packet;
 mod plane;

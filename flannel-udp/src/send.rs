@@ -12,6 +12,7 @@ use crate::counters::{Counters, add};
 use crate::ends::{Device, Wire};
 use crate::icmp;
 use crate::limit::Limit;
+use crate::mtus::Mtus;
 use crate::packet::{Header, decrement_ttl};
 use crate::split::split;
 use crate::table::Table;
@@ -57,6 +58,9 @@ pub(crate) struct Sender<'a, D, W> {
     /// The nodes to which the kernel does not send several datagrams at once, with the time of the
     /// next attempt. The cause may be a route or a policy for one node.
     alone: HashMap<SocketAddr, Instant>,
+    mtus: Mtus,
+    /// The time of the last look at the clock.
+    now: Instant,
     limit: Limit,
 }
 
@@ -73,6 +77,8 @@ impl<'a, D: Device, W: Wire> Sender<'a, D, W> {
             to: None,
             bytes: 0,
             alone: HashMap::new(),
+            mtus: Mtus::default(),
+            now: Instant::now(),
             limit: Limit::default(),
         }
     }
@@ -82,10 +88,8 @@ impl<'a, D: Device, W: Wire> Sender<'a, D, W> {
     /// # Errors
     /// The device cannot be read.
     pub(crate) fn run(&mut self, table: &Table, most: usize) -> Result<bool, Errno> {
-        if !self.alone.is_empty() {
-            let now = Instant::now();
-            self.alone.retain(|_, until| *until > now);
-        }
+        self.now = Instant::now();
+        self.alone.retain(|_, until| *until > self.now);
         for _ in 0..most {
             if self.used + MOST_PACKET > ARENA {
                 self.flush();
@@ -177,30 +181,38 @@ impl<'a, D: Device, W: Wire> Sender<'a, D, W> {
         let (Some(to), Some(first)) = (self.to, self.batch.first()) else { return };
         // At most 65,507.
         let size = (self.batch.len() > 1).then_some(first.len() as u16);
-        let result = self.send_parts(to, &self.batch, size);
-        match result {
-            Err(Errno::EINVAL | Errno::EIO | Errno::EMSGSIZE | Errno::EOPNOTSUPP)
-                if size.is_some() =>
-            {
-                // Some devices and kernels cannot do it, or a policy for this node forbids it. The
-                // path may also be too small for the datagrams: kernels before 2025 call it EINVAL.
-                let is_too_large = self.is_too_large(to);
-                if !is_too_large && result != Err(Errno::EMSGSIZE) {
-                    self.alone.insert(to, Instant::now() + RETRY);
-                }
-                for part in &self.batch {
-                    let bytes = part.len();
-                    match self.send_parts(to, std::slice::from_ref(part), None) {
-                        Ok(()) => self.count(1, bytes),
-                        Err(_) => add(&self.counters.send_failed, 1),
+        if self.tell_if_too_large(to) {
+            self.send_alone(to);
+        } else {
+            match self.send_parts(to, &self.batch, size) {
+                Err(errno @ (Errno::EINVAL | Errno::EIO | Errno::EMSGSIZE | Errno::EOPNOTSUPP))
+                    if size.is_some() =>
+                {
+                    // Some devices and kernels cannot do it, or a policy for this node forbids it.
+                    // The path may also have become too small: kernels before 2025 call it EINVAL.
+                    self.mtus.forget(to);
+                    if !self.tell_if_too_large(to) && errno != Errno::EMSGSIZE {
+                        self.alone.insert(to, self.now + RETRY);
                     }
+                    self.send_alone(to);
                 }
+                Err(_) => add(&self.counters.send_failed, self.batch.len() as u64),
+                Ok(()) => self.count(self.batch.len(), self.bytes),
             }
-            Err(_) => add(&self.counters.send_failed, self.batch.len() as u64),
-            Ok(()) => self.count(self.batch.len(), self.bytes),
         }
         self.batch.clear();
         (self.to, self.bytes) = (None, 0);
+    }
+
+    /// Sends each datagram of the batch in a call. The kernel fragments those that are larger than
+    /// the path.
+    fn send_alone(&self, to: SocketAddr) {
+        for part in &self.batch {
+            match self.send_parts(to, std::slice::from_ref(part), None) {
+                Ok(()) => self.count(1, part.len()),
+                Err(_) => add(&self.counters.send_failed, 1),
+            }
+        }
     }
 
     fn count(&self, packets: usize, bytes: usize) {
@@ -208,24 +220,21 @@ impl<'a, D: Device, W: Wire> Sender<'a, D, W> {
         add(&self.counters.sent_bytes, bytes as u64);
     }
 
-    /// Whether the path is too small for the first packet in the batch. Tells its source, if the
-    /// packet must not be fragmented. The kernel fragments the datagrams that are on their way.
-    fn is_too_large(&mut self, to: SocketAddr) -> bool {
+    /// Whether the path is too small for the first packet in the batch, which is not smaller than
+    /// the others. Tells its source, if the packet must not be fragmented.
+    fn tell_if_too_large(&mut self, to: SocketAddr) -> bool {
         let Some(part) = self.batch.first() else { return false };
-        let overhead = if to.is_ipv6() { 48 } else { 28 };
-        let wire = self.wires[usize::from(to.is_ipv6())].as_ref();
-        let Some(mtu) = wire.and_then(|wire| wire.path_mtu(to)?.checked_sub(overhead)) else {
-            return false;
-        };
+        let Some(wire) = &self.wires[usize::from(to.is_ipv6())] else { return false };
+        let Some(mtu) = self.mtus.exceeded(wire, to, part.len(), self.now) else { return false };
         let [headers, payload] =
             [&self.headers[part.headers.clone()], &self.arena[part.payload.clone()]];
         let packet = [headers, payload].concat();
-        let Some(ip) = Header::parse(&packet) else { return false };
-        let is_too_large = ip.total > usize::from(mtu);
-        if is_too_large && (ip.is_v6 || packet[6] & 0x40 != 0) {
+        if let Some(ip) = Header::parse(&packet)
+            && (ip.is_v6 || packet[6] & 0x40 != 0)
+        {
             self.tell(icmp::Error::TooBig(mtu), &packet, &ip);
         }
-        is_too_large
+        true
     }
 
     fn send_parts(&self, to: SocketAddr, parts: &[Part], size: Option<u16>) -> Result<(), Errno> {
@@ -319,8 +328,14 @@ mod tests {
             assert_eq!(*wire.sent.borrow(), *good.sent.borrow(), "{errno}");
             let told = device.written.borrow().len();
             assert_eq!(told > 0, small_path, "{errno}: the source learns the path MTU");
-            let tries_again = small_path || errno == Errno::EMSGSIZE;
-            assert_eq!(*wire.calls.borrow() > 1 + 86, tries_again, "{errno}: for this node");
+            // The batches that are tried. Those that are larger than the path are not.
+            let batches = match (small_path, errno) {
+                (true, _) => 0,
+                (false, Errno::EMSGSIZE) => *good.calls.borrow(),
+                // After the first refusal none goes to this node.
+                _ => 1,
+            };
+            assert_eq!(*wire.calls.borrow(), batches + 86, "{errno}, {small_path}");
         }
     }
 
@@ -343,6 +358,33 @@ mod tests {
         assert_eq!((counts.sent_packets, counts.send_failed), (30, 0));
         // One call was refused. The other node gets its ten packets in one.
         assert_eq!(*wire.calls.borrow(), 1 + 20 + 1);
+    }
+
+    /// The kernel fragments the datagram of a packet that is alone, without an error.
+    #[test]
+    fn the_source_of_a_packet_that_is_larger_than_the_path_learns_it() {
+        let full = from_pod(UDP, &[7; 1400], 0);
+        let mut may_be_fragmented = full.clone();
+        let packet = &mut may_be_fragmented[Vnet::LEN..];
+        packet[6] = 0;
+        let total = packet.len();
+        crate::packet::set_total(packet, 20, false, total);
+        let fits = from_pod(UDP, &[7; 1344], 0);
+        for (packet, small_path, told) in [
+            (&full, true, true),
+            (&full, false, false),
+            (&may_be_fragmented, true, false),
+            (&fits, true, false),
+        ] {
+            let device = device(std::slice::from_ref(packet));
+            let wire = FakeWire { small_path, ..FakeWire::default() };
+            assert_eq!(send(&device, &wire).sent_packets, 1);
+            let written = device.written.borrow();
+            let messages = written.iter().map(|message| &message[Vnet::LEN..]);
+            let mtus: Vec<[u8; 4]> = messages.map(|m| [m[20], m[21], m[26], m[27]]).collect();
+            let [high, low] = (1400_u16 - 28).to_be_bytes();
+            assert_eq!(mtus, if told { vec![[3, 4, high, low]] } else { vec![] });
+        }
     }
 
     #[test]

@@ -267,6 +267,27 @@ fn datagrams_of_strangers_do_not_pass() {
     });
 }
 
+/// A packet alone is told too, and arrives in fragments.
+#[test]
+fn a_datagram_that_is_larger_than_its_path_is_told_and_arrives() {
+    in_netns(|| {
+        let nodes = nodes(&V4);
+        let planes = [plane(&nodes[0], &V4, 1, 2), plane(&nodes[1], &V4, 2, 1)];
+        nodes[0].run(|| ip("route add 192.0.2.2 dev eth0 mtu 1300"));
+        let receiver = nodes[1].run(|| UdpSocket::bind(((V4.pods)(2), 5000)).unwrap());
+        receiver.set_read_timeout(Some(PATIENCE)).unwrap();
+        let sender = nodes[0].run(|| UdpSocket::bind(((V4.pods)(1), 0)).unwrap());
+        sender.connect(((V4.pods)(2), 5000)).unwrap();
+        let packet = [7; 1400];
+        sender.send(&packet).unwrap();
+        let mut received = [0; 2000];
+        assert_eq!(receiver.recv(&mut received).unwrap(), packet.len());
+        let mtu = || rustix::net::sockopt::ip_mtu(&sender).unwrap();
+        eventually(PATIENCE, || mtu() == 1300 - 28, mtu);
+        drop(planes);
+    });
+}
+
 #[test]
 fn a_smaller_path_is_told_to_the_source() {
     in_netns(|| {
