@@ -5,7 +5,7 @@ mod claim;
 mod control;
 mod counters;
 mod ends;
-#[cfg(test)]
+#[cfg(any(test, feature = "testing"))]
 mod fakes;
 mod icmp;
 mod join;
@@ -22,6 +22,8 @@ mod server;
 mod split;
 mod started;
 mod table;
+#[cfg(any(test, feature = "testing"))]
+pub mod testing;
 mod vnet;
 
 pub use self::control::{Answer, Client, Peers, Prefix, Process, Request, Status, VERSION};
