@@ -13,9 +13,10 @@ use crate::icmp;
 use crate::join::{Group, join};
 use crate::learned::{Learned, Source};
 use crate::limit::Limit;
+use crate::mtus::Mtus;
 use crate::packet::{Header, TCP, decrement_ttl, partial_checksum};
 use crate::table::{Peer, Table};
-use crate::vnet::{NEEDS_CSUM, Vnet};
+use crate::vnet::{GSO_TCPV4, GSO_TCPV6, NEEDS_CSUM, Vnet};
 
 /// The most bytes that are received at once: datagrams that the kernel has joined.
 const BURST: usize = 65_535;
@@ -41,6 +42,7 @@ pub(crate) struct Receiver<'a, D, W> {
     groups: Vec<Group>,
     /// The kernel takes several packets of TCP at once, and of UDP.
     joins: [bool; 2],
+    mtus: Mtus,
     limit: Limit,
 }
 
@@ -62,6 +64,7 @@ impl<'a, D: Device, W: Wire> Receiver<'a, D, W> {
             packets: Vec::new(),
             groups: Vec::new(),
             joins: [true; 2],
+            mtus: Mtus::default(),
             limit: Limit::default(),
         }
     }
@@ -130,8 +133,49 @@ impl<'a, D: Device, W: Wire> Receiver<'a, D, W> {
                 continue;
             }
             decrement_ttl(packet, &ip);
-            self.packets.push((start..start + ip.total, ip));
+            let range = start..start + ip.total;
+            // Only nodes, so that strangers do not fill the memory.
+            let node = peer.map(|peer| peer.address).or_else(|| is_of_node.then_some(from));
+            if !node.is_some_and(|node| self.write_unsegmented(range.clone(), &ip, node)) {
+                self.packets.push((range, ip));
+            }
         }
+    }
+
+    /// Writes a packet of TCP that the kernel of a node has left to its network card to segment.
+    /// Over links without a card such packets arrive whole. They are larger than the path, so that
+    /// the kernel has to segment them here. Returns whether it is one.
+    fn write_unsegmented(&mut self, range: Range<usize>, ip: &Header, node: SocketAddr) -> bool {
+        let packet = &self.buffer[range.clone()];
+        // Only those whose checksum was left too.
+        let Some(place) = partial_checksum(packet, ip).filter(|_| ip.protocol == TCP) else {
+            return false;
+        };
+        let Some(mtu) = self.mtus.exceeded(&self.wire, node, range.len(), Instant::now()) else {
+            return false;
+        };
+        let headers = ip.len + usize::from(packet[ip.len + 12] >> 4) * 4;
+        let Some(size) = usize::from(mtu).checked_sub(headers).filter(|size| *size > 0) else {
+            return false;
+        };
+        // The order of the packets stays.
+        self.deliver();
+        self.packets.clear();
+        // At most 65,535.
+        let vnet = Vnet {
+            flags: NEEDS_CSUM,
+            gso_type: if ip.is_v6 { GSO_TCPV6 } else { GSO_TCPV4 },
+            hdr_len: headers as u16,
+            gso_size: size as u16,
+            csum_start: ip.len as u16,
+            csum_offset: (place - ip.len) as u16,
+        };
+        let packet = &self.buffer[range.clone()];
+        match self.device.write(&[IoSlice::new(&vnet.write()), IoSlice::new(packet)]) {
+            Ok(()) => self.count(1, range.len()),
+            Err(_) => add(&self.counters.write_failed, 1),
+        }
+        true
     }
 
     /// Whether a packet is from the node of its source address.
@@ -346,6 +390,32 @@ mod tests {
                 assert_eq!(fields, if is_partial { (NEEDS_CSUM, 20, offset) } else { (0, 0, 0) });
             }
         }
+    }
+
+    /// That kernel also leaves the segmentation to a card.
+    #[test]
+    fn a_packet_that_was_not_segmented_is_segmented_by_the_kernel() {
+        let of_pod = |len: usize| from_pod(TCP, &vec![7; len], 0)[Vnet::LEN..].to_vec();
+        for (len, size) in [(9000, 1472 - 40), (1433, 1472 - 40), (1432, 0)] {
+            // The sender of the data plane would complete the checksum.
+            let packet = of_pod(len);
+            let (device, total) = (FakeDevice::default(), packet.len());
+            let small = datagrams(from_pod(TCP, &[1; 99], 0)).remove(0);
+            let wire = FakeWire::default();
+            wire.receives.borrow_mut().push_back((node(7), small.len(), small));
+            let counts = receive_on(&wire, &device, node(7), &[packet]);
+            assert_eq!(counts.received_packets, 2);
+            let written = device.written.borrow();
+            let [before, packet] = &written[..] else { panic!("{}", written.len()) };
+            let vnet = Vnet::read(packet.first_chunk().unwrap());
+            assert_eq!((vnet.gso_size, packet.len()), (size, Vnet::LEN + total), "{len}");
+            assert_eq!((vnet.flags, vnet.csum_start, vnet.csum_offset), (NEEDS_CSUM, 20, 16));
+            assert!(before.len() < 200, "the order stays");
+        }
+        let complete = datagrams(from_pod(TCP, &[7; 9000], 0)).remove(0);
+        let device = FakeDevice::default();
+        receive(&device, node(7), &[complete]);
+        assert_eq!(Vnet::read(device.written.borrow()[0].first_chunk().unwrap()), Vnet::default());
     }
 
     #[test]

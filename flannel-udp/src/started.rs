@@ -14,6 +14,9 @@ const ARGUMENT: &str = "udp-data-plane";
 /// The program of a data plane alone.
 const PROGRAM: &str = "flannel-udp";
 
+/// The number of glibc's pools of memory. Each thread would have one, and none needs much memory.
+const ARENAS: &str = "MALLOC_ARENA_MAX";
+
 /// This program has called [`run_if_started`].
 static IS_ABLE: AtomicBool = AtomicBool::new(false);
 
@@ -42,12 +45,12 @@ pub fn command(socket: &Path) -> Command {
     if IS_ABLE.load(Ordering::Relaxed) {
         // Not by its name, because another version may have replaced the file.
         let mut command = Command::new("/proc/self/exe");
-        command.arg0(this).arg(ARGUMENT).arg(socket);
+        command.arg0(this).arg(ARGUMENT).arg(socket).env(ARENAS, "1");
         return command;
     }
     let beside = std::env::current_exe().ok().map(|path| path.with_file_name(PROGRAM));
     let beside = beside.filter(|path| path.is_file());
     let mut command = Command::new(beside.as_deref().unwrap_or_else(|| Path::new(PROGRAM)));
-    command.arg(socket);
+    command.arg(socket).env(ARENAS, "1");
     command
 }
