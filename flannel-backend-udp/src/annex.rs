@@ -1,29 +1,21 @@
 //! The data plane as an annex: its records are the entries of its table, and one for this node.
 
-use std::io::{self, ErrorKind};
+use std::io;
 use std::net::SocketAddr;
-use std::os::unix::fs::DirBuilderExt;
-use std::os::unix::process::CommandExt;
-use std::path::{Path, PathBuf};
-use std::process::{Child, Stdio};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use flannel_core::Subnet;
 use flannel_core::kernel::{Annex, Changes, Invalidation, KernelError, Traffic};
 use flannel_core::object::{Change, Key, Object, Record, Secret};
-use flannel_udp::{
-    Client, Options, PROGRAM_VERSION, Peers, Prefix, Process, Request, Status, VERSION,
-};
-use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+use flannel_udp::{DataPlane, Options, Peers, Prefix, Request, Status};
+use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
 use crate::NAME;
 use crate::traffic::{Drops, traffic};
 
-/// The longest time until a process that was started answers.
-const START: Duration = Duration::from_secs(5);
-const PAUSE: Duration = Duration::from_millis(5);
 /// The text of a record before the address.
 const TO: &str = "to ";
 
@@ -41,189 +33,23 @@ pub(crate) fn peer_record(subnet: Subnet, address: SocketAddr) -> Record {
     Record::new(NAME, subnet, format!("{TO}{address}"))
 }
 
-/// The process of a data plane. Clones are handles of the same.
+/// The table of a data plane. Clones are the same one.
 #[derive(Debug, Clone)]
-pub(crate) struct DataPlane(Arc<Shared>);
-
-#[derive(Debug)]
-struct Shared {
-    dir: PathBuf,
-    inner: Mutex<Inner>,
-    drops: Mutex<Drops>,
+pub(crate) struct Table {
+    plane: DataPlane,
+    drops: Arc<Mutex<Drops>>,
 }
 
-#[derive(Debug, Default)]
-struct Inner {
-    client: Option<Client>,
-    /// The process that has answered last.
-    running: Process,
-    /// The id of the process whose end is reported.
-    watched: Option<u32>,
-    /// Gets an event when the process ends.
-    listener: Option<UnboundedSender<Invalidation>>,
-    child: Option<Child>,
-    /// The version of the program that was started last; `None`: none was. It differs from
-    /// [`PROGRAM_VERSION`] if another program is in `PATH`, which is not started again and again.
-    started: Option<String>,
-}
-
-impl Inner {
-    /// The process has another version than one that would be started.
-    fn is_old(&self) -> bool {
-        self.running.program != self.started.as_deref().unwrap_or(PROGRAM_VERSION)
-    }
-}
-
-/// The process that requests need.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Need {
-    /// None: without one there is nothing to read or to delete.
-    Nothing,
-    /// One of any version.
-    Any,
-    /// One of the version that would be started. It takes over from one of another version.
-    Current,
-}
-
-impl Need {
-    fn of(request: &Request) -> Self {
-        match request {
-            Request::Start(_) => Self::Current,
-            Request::Put(_) => Self::Any,
-            _ => Self::Nothing,
-        }
-    }
-}
-
-impl DataPlane {
+impl Table {
+    /// That of the process in this directory.
     pub(crate) fn new(dir: PathBuf) -> Self {
-        Self(Arc::new(Shared { dir, inner: Mutex::default(), drops: Mutex::default() }))
+        Self { plane: DataPlane::new(dir), drops: Arc::default() }
     }
 
-    fn inner(&self) -> MutexGuard<'_, Inner> {
-        self.0.inner.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn socket(&self) -> PathBuf {
-        self.0.dir.join("socket")
-    }
-
-    /// Asks the process, and starts it if the requests need it. Without one the answers are empty.
-    /// A request that is refused does not stop the next one.
     fn ask(&self, requests: &[Request]) -> Vec<Result<Option<Status>, KernelError>> {
-        let mut inner = self.inner();
-        let need = requests.iter().map(Need::of).max().unwrap_or(Need::Nothing);
-        let mut broken = self.connect(&mut inner, need).err().map(|error| failed(&error));
-        let answer = |request: &Request| {
-            if let Some(error) = &broken {
-                return Err(error.clone());
-            }
-            let Some(client) = &mut inner.client else { return Ok(None) };
-            let answer = client.ask(request).map_err(|error| {
-                let why = failed(&error);
-                // It has ended, or does not answer.
-                if error.kind() != ErrorKind::Other {
-                    broken = Some(why.clone());
-                }
-                why
-            });
-            if broken.is_some() || matches!(request, Request::Stop(_)) {
-                inner.client = None;
-            }
-            answer
-        };
-        requests.iter().map(answer).collect()
+        let answers = self.plane.ask(requests).into_iter();
+        answers.map(|answer| answer.map_err(|error| failed(&error))).collect()
     }
-
-    /// Connects to the process that is needed. A new one takes over from the one that runs.
-    fn connect(&self, inner: &mut Inner, need: Need) -> io::Result<()> {
-        if inner.client.is_some() && (need != Need::Current || !inner.is_old()) {
-            return Ok(());
-        }
-        inner.client = None;
-        match Client::connect(&self.socket()) {
-            Ok(mut client) => match client.process() {
-                Ok(process) if process.version == VERSION => {
-                    inner.running = process;
-                    if need != Need::Current || !inner.is_old() {
-                        return self.use_client(inner, client);
-                    }
-                }
-                _ if need == Need::Nothing => {
-                    let text = "it has another version; a start of the daemon replaces it";
-                    return Err(io::Error::other(text));
-                }
-                _ => {}
-            },
-            Err(_) if need == Need::Nothing => return Ok(()),
-            Err(_) => {}
-        }
-        if let Some(mut ended) = inner.child.take() {
-            // It has ended, or ends when the next one takes over.
-            std::thread::spawn(move || drop(ended.wait()));
-        }
-        let begin = Instant::now();
-        let child = inner.child.insert(start(&self.0.dir, &self.socket())?);
-        loop {
-            let connected = Client::connect(&self.socket())
-                .and_then(|mut client| Ok((client.process()?, client)));
-            match connected {
-                // The old one answers until it has handed over.
-                Ok((process, client)) if process.pid == child.id() => {
-                    inner.started = Some(process.program.clone());
-                    inner.running = process;
-                    return self.use_client(inner, client);
-                }
-                Err(error) if begin.elapsed() >= START => return Err(error),
-                _ if begin.elapsed() >= START => return Err(ErrorKind::TimedOut.into()),
-                _ => std::thread::park_timeout(PAUSE),
-            }
-            if let Ok(Some(status)) = child.try_wait() {
-                return Err(io::Error::other(format!("its process ended: {status}")));
-            }
-        }
-    }
-
-    /// Uses a connection to the process that runs, and reports its end to the engine.
-    fn use_client(&self, inner: &mut Inner, client: Client) -> io::Result<()> {
-        let pid = inner.running.pid;
-        if inner.watched != Some(pid) {
-            let (watch, plane) = (Client::connect(&self.socket())?, self.clone());
-            let thread = std::thread::Builder::new().name(NAME.into()).stack_size(256 << 10);
-            thread.spawn(move || {
-                let _ = watch.wait_for_end();
-                plane.ended(pid);
-            })?;
-            inner.watched = Some(pid);
-        }
-        inner.client = Some(client);
-        Ok(())
-    }
-
-    /// The process with this id has ended.
-    fn ended(&self, pid: u32) {
-        let mut inner = self.inner();
-        // Otherwise another one has taken over from it.
-        if inner.watched == Some(pid) {
-            (inner.watched, inner.client) = (None, None);
-        }
-        if let Some(child) = &mut inner.child {
-            let _ = child.try_wait();
-        }
-        if let Some(listener) = &inner.listener {
-            let _ = listener.send(Invalidation::Everything);
-        }
-    }
-}
-
-/// Starts the process. It stays when this one ends.
-fn start(dir: &Path, socket: &Path) -> io::Result<Child> {
-    std::fs::DirBuilder::new().recursive(true).mode(0o700).create(dir)?;
-    let mut command = flannel_udp::command(socket);
-    command.stdin(Stdio::null()).process_group(0).spawn().map_err(|error| {
-        let program = command.get_program().display();
-        io::Error::new(error.kind(), format!("{program}: {error}; it has to be in PATH"))
-    })
 }
 
 fn failed(error: &io::Error) -> KernelError {
@@ -284,7 +110,7 @@ fn records(status: &Status) -> Vec<Record> {
     node.into_iter().chain(peers).collect()
 }
 
-impl Annex for DataPlane {
+impl Annex for Table {
     fn name(&self) -> &'static str {
         NAME
     }
@@ -292,12 +118,12 @@ impl Annex for DataPlane {
     fn records(&self) -> Result<Vec<Record>, KernelError> {
         let Some(status) = self.ask(&[Request::Status]).remove(0)? else { return Ok(Vec::new()) };
         let mut records = records(&status);
-        let inner = self.inner();
-        if let Some(node) = records.first_mut().filter(|_| inner.is_old())
+        if let Some(node) = records.first_mut()
             && let Some(secret) = node.secret().cloned()
+            && let Some(version) = self.plane.other_version()
         {
-            // It differs, so that the engine puts it, which starts the new version.
-            let data = format!("{} of version {}", node.data(), inner.running.program);
+            // It differs, so that the engine puts it, which replaces the process.
+            let data = format!("{} of version {version}", node.data());
             *node = Record::new(NAME, node.subnet, data).with_secret(secret);
         }
         Ok(records)
@@ -323,14 +149,15 @@ impl Annex for DataPlane {
 
     fn changes(&self) -> Result<Box<dyn Changes>, KernelError> {
         let (listener, events) = unbounded_channel();
-        self.inner().listener = Some(listener);
+        self.plane.on_end(move || {
+            let _ = listener.send(Invalidation::Everything);
+        });
         Ok(Box::new(Events(events)))
     }
 
-    /// A connection of its own does not wait for changes.
     fn traffic(&self) -> Option<Traffic> {
-        let counts = Client::connect(&self.socket()).ok()?.ask(&Request::Counts).ok()??;
-        let mut drops = self.0.drops.lock().unwrap_or_else(PoisonError::into_inner);
+        let counts = self.plane.counts()?;
+        let mut drops = self.drops.lock().unwrap_or_else(PoisonError::into_inner);
         traffic(&counts, &mut drops, Instant::now())
     }
 
@@ -354,9 +181,8 @@ impl Changes for Events {
 
 #[cfg(test)]
 mod tests {
-    use std::io::{BufRead, BufReader, Write};
-    use std::os::unix::net::UnixListener;
-    use std::sync::atomic::{AtomicUsize, Ordering};
+    use flannel_udp::PROGRAM_VERSION;
+    use flannel_udp::testing::process;
 
     use super::*;
 
@@ -414,36 +240,6 @@ mod tests {
         assert_eq!(places, [vec![0, 1], vec![3], vec![4], vec![2]]);
     }
 
-    /// A process whose answers are given, and the requests of its connections.
-    fn process(
-        socket: &Path,
-        program: &str,
-        answer: impl Fn(&str) -> Option<&'static str> + Send + Sync + 'static,
-    ) -> std::sync::mpsc::Receiver<(usize, String)> {
-        let (listener, answer) = (UnixListener::bind(socket).unwrap(), Arc::new(answer));
-        let mut status = serde_json::to_value(Status::default()).unwrap();
-        status["version"] = VERSION.into();
-        status["program"] = program.into();
-        status["options"] = serde_json::to_value(options()).unwrap();
-        let status = serde_json::json!({ "status": status }).to_string();
-        let (requests, received) = std::sync::mpsc::channel();
-        std::thread::spawn(move || {
-            for (n, stream) in listener.incoming().enumerate() {
-                let (mut stream, requests) = (stream.unwrap(), requests.clone());
-                let (answer, status) = (Arc::clone(&answer), status.clone());
-                std::thread::spawn(move || {
-                    for line in BufReader::new(stream.try_clone().unwrap()).lines() {
-                        let line = line.unwrap();
-                        let Some(text) = answer(&line) else { return };
-                        writeln!(stream, "{}", text.replace("STATUS", &status)).unwrap();
-                        let _ = requests.send((n, line));
-                    }
-                });
-            }
-        });
-        received
-    }
-
     #[test]
     fn each_change_has_its_own_result() {
         let dir = tempfile::tempdir().unwrap();
@@ -454,8 +250,8 @@ mod tests {
                 _ => "STATUS",
             })
         };
-        let _requests = process(&dir.path().join("socket"), PROGRAM_VERSION, answer);
-        let plane = DataPlane::new(dir.path().to_owned());
+        let _requests = process(&dir.path().join("socket"), PROGRAM_VERSION, &options(), answer);
+        let plane = Table::new(dir.path().to_owned());
         let peer = |n: u8| peer_record(subnet(n), ([192, 0, 2, n], 8285).into());
         let unknown = Record::new(NAME, subnet(3), "unknown".to_owned());
         let results = plane.apply(&[
@@ -470,38 +266,14 @@ mod tests {
         assert!(refused.contains("no") && unknown.contains("has no address"), "{failed:?}");
     }
 
-    /// It does not answer any more, and there is one connection that reports its end.
-    #[test]
-    fn a_broken_connection_is_replaced_and_the_end_is_reported_once() {
-        let dir = tempfile::tempdir().unwrap();
-        let puts = AtomicUsize::new(0);
-        let answer = move |line: &str| {
-            let is_first = || puts.fetch_add(1, Ordering::SeqCst) == 0;
-            match line {
-                _ if line.contains("put") && is_first() => None,
-                _ if line.contains("put") => Some("\"done\""),
-                _ => Some("STATUS"),
-            }
-        };
-        let requests = process(&dir.path().join("socket"), PROGRAM_VERSION, answer);
-        let plane = DataPlane::new(dir.path().to_owned());
-        let put = [Change::Put(peer_record(subnet(1), ([192, 0, 2, 1], 1).into()).into())];
-        assert!(plane.apply(&put)[0].is_err());
-        for _ in 0..3 {
-            assert_eq!(plane.apply(&put), [Ok(())]);
-        }
-        let connections: Vec<usize> = requests.try_iter().map(|(n, _)| n).collect();
-        // The second one watches.
-        assert_eq!(connections, [0, 2, 2, 2, 2]);
-    }
-
     /// The engine puts the record of this node, which starts a process that takes over.
     #[test]
     fn a_process_of_another_version_has_another_record() {
         for (program, more) in [(PROGRAM_VERSION, ""), ("0.0.0-old", " of version 0.0.0-old")] {
             let dir = tempfile::tempdir().unwrap();
-            let _requests = process(&dir.path().join("socket"), program, |_| Some("STATUS"));
-            let found = DataPlane::new(dir.path().to_owned()).records().unwrap();
+            let _requests =
+                process(&dir.path().join("socket"), program, &options(), |_| Some("STATUS"));
+            let found = Table::new(dir.path().to_owned()).records().unwrap();
             let mut wanted = node_record(subnet(7), &options());
             wanted = Record::new(NAME, subnet(7), format!("{}{more}", wanted.data()))
                 .with_secret(wanted.secret().unwrap().clone());
@@ -512,7 +284,7 @@ mod tests {
     #[test]
     fn without_a_process_there_is_no_record_and_nothing_to_delete() {
         let dir = tempfile::tempdir().unwrap();
-        let plane = DataPlane::new(dir.path().join("udp"));
+        let plane = Table::new(dir.path().join("udp"));
         assert_eq!(plane.records().unwrap(), []);
         let gone = Change::Delete(peer_record(subnet(3), ([192, 0, 2, 3], 8285).into()).into());
         assert_eq!(plane.apply(&[gone]), [Ok(())]);

@@ -21,7 +21,7 @@ use flannel_core::lease::Offer;
 use flannel_core::object::{Fou, Link, LinkKind, LinkName, Route, Tun, Via};
 use flannel_core::{Backend, Config, Error, Result};
 
-use crate::annex::DataPlane;
+use crate::annex::Table;
 pub use crate::options::{Options, Path as PacketPath};
 use crate::plan::Plan;
 pub use flannel_udp::run_if_started;
@@ -44,7 +44,7 @@ const RUN_DIR: &str = "/run/flannel";
 #[derive(Debug, Default)]
 pub struct UdpBackend {
     /// By state directory.
-    annexes: Mutex<BTreeMap<PathBuf, DataPlane>>,
+    annexes: Mutex<BTreeMap<PathBuf, Table>>,
 }
 
 impl UdpBackend {
@@ -86,8 +86,8 @@ impl Backend for UdpBackend {
     fn annex(&self, state_dir: Option<&Path>) -> Option<Arc<dyn Annex>> {
         let dir = state_dir.unwrap_or_else(|| Path::new(RUN_DIR)).join(NAME);
         let mut annexes = self.annexes.lock().unwrap_or_else(PoisonError::into_inner);
-        let plane = annexes.entry(dir.clone()).or_insert_with(|| DataPlane::new(dir));
-        Some(Arc::new(plane.clone()))
+        let table = annexes.entry(dir.clone()).or_insert_with(|| Table::new(dir));
+        Some(Arc::new(table.clone()))
     }
 
     fn validate(&self, config: &Config, uplink: Option<&ExternalInterface>) -> Result<()> {

@@ -7,6 +7,8 @@ use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
 use std::time::{Duration, Instant};
 
+use crate::error::Error;
+
 /// The longest time for the end of a process that was killed.
 const ENDING: Duration = Duration::from_secs(1);
 const PAUSE: Duration = Duration::from_millis(2);
@@ -15,9 +17,9 @@ const PAUSE: Duration = Duration::from_millis(2);
 /// Waits for another process that is ending, at most a second.
 ///
 /// # Errors
-/// Another process has claimed it. The text names a cure.
-pub(crate) fn claim(device: &str) -> Result<OwnedFd, String> {
-    let named = |error: io::Error| format!("tun device {device}: cannot be claimed: {error}");
+/// Another process has claimed it.
+pub(crate) fn claim(device: &str) -> Result<OwnedFd, Error> {
+    let named = |error: io::Error| Error::device(device, error);
     // Abstract names are those of a network namespace, as devices are, and end with the socket.
     let address = SocketAddr::from_abstract_name(format!("flannel-udp/{device}")).map_err(named)?;
     let begin = Instant::now();
@@ -25,10 +27,7 @@ pub(crate) fn claim(device: &str) -> Result<OwnedFd, String> {
         match UnixDatagram::bind_addr(&address) {
             Err(error) if error.kind() != io::ErrorKind::AddrInUse => return Err(named(error)),
             Err(_) if begin.elapsed() >= ENDING => {
-                return Err(format!(
-                    "tun device {device}: another data plane has it; end that process (pgrep -af \
-                     'flannel.*udp')"
-                ));
+                return Err(Error::Claimed { device: device.to_owned() });
             }
             Err(_) => std::thread::park_timeout(PAUSE),
             Ok(socket) => return Ok(socket.into()),

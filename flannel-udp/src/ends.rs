@@ -18,6 +18,7 @@ use nix::sys::socket::{
 use rustix::net::sockopt::{ip_mtu, ipv6_mtu};
 use tun_rs::DeviceBuilder;
 
+use crate::error::Error;
 use crate::options::Options;
 
 /// The size of the buffers of sockets, in bytes.
@@ -66,8 +67,8 @@ impl Lane {
     /// process ends.
     ///
     /// # Errors
-    /// The text names the device or the address, and a cure.
-    pub(crate) fn open(options: &Options, count: usize) -> Result<Vec<Self>, String> {
+    /// The device or a socket cannot be opened.
+    pub(crate) fn open(options: &Options, count: usize) -> Result<Vec<Self>, Error> {
         let queues = Queue::open(&options.device, count)?;
         let lane = |queue| {
             let mut lane = Self { queue, receive: [None, None], send: [None, None] };
@@ -77,8 +78,9 @@ impl Lane {
                 // A second socket with the port would get datagrams that nobody reads.
                 lane.send[family] = match &lane.receive[family] {
                     Some(socket) if options.one_port => {
+                        let address = (*local, options.port).into();
                         let fd = socket.as_fd().try_clone_to_owned();
-                        Some(Socket(fd.map_err(|error| format!("UDP socket: {error}"))?))
+                        Some(Socket(fd.map_err(|source| Error::Socket { address, source })?))
                     }
                     _ => Some(Socket::sender(*local)?),
                 };
@@ -114,24 +116,8 @@ pub(crate) struct Queue(File);
 
 impl Queue {
     /// Opens queues of a device.
-    fn open(device: &str, count: usize) -> Result<Vec<Self>, String> {
-        let named = |error: io::Error| {
-            let cure = match Errno::from_raw(error.raw_os_error().unwrap_or(0)) {
-                Errno::ENOENT | Errno::ENODEV | Errno::ENXIO => {
-                    ": load the module (modprobe tun); a container needs the device /dev/net/tun"
-                }
-                Errno::EPERM | Errno::EACCES => {
-                    ": it needs CAP_NET_ADMIN, and a container the device /dev/net/tun (with \
-                     Kubernetes: privileged)"
-                }
-                Errno::EINVAL => {
-                    ": a device of this name has other attributes; delete it (ip link delete)"
-                }
-                Errno::EBUSY => ": another program uses it",
-                _ => "",
-            };
-            format!("tun device {device}: {error}{cure}")
-        };
+    fn open(device: &str, count: usize) -> Result<Vec<Self>, Error> {
+        let named = |error: io::Error| Error::device(device, error);
         let builder = DeviceBuilder::new().name(device).offload(true).multi_queue(true);
         let first = builder.inherit_enable_state().build_sync().map_err(named)?;
         first.persist().map_err(named)?;
@@ -190,19 +176,18 @@ impl Socket {
     /// A socket that receives with this address. Several can have it.
     ///
     /// # Errors
-    /// The text names the address.
-    pub(crate) fn receiver(address: SocketAddr) -> Result<Self, String> {
+    /// The node has no such address, or another program has the port.
+    pub(crate) fn receiver(address: SocketAddr) -> Result<Self, Error> {
         Self::bind(address, true)
     }
 
     /// A socket with any port for sending.
-    fn sender(local: IpAddr) -> Result<Self, String> {
+    fn sender(local: IpAddr) -> Result<Self, Error> {
         Self::bind((local, 0).into(), false)
     }
 
-    fn bind(address: SocketAddr, receives: bool) -> Result<Self, String> {
-        let named = |error| format!("UDP socket with the address {address}: {error}");
-        Self::try_bind(address, receives).map_err(named)
+    fn bind(address: SocketAddr, receives: bool) -> Result<Self, Error> {
+        Self::try_bind(address, receives).map_err(|source| Error::Socket { address, source })
     }
 
     fn try_bind(address: SocketAddr, receives: bool) -> io::Result<Self> {

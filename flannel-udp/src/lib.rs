@@ -5,8 +5,10 @@ mod claim;
 mod control;
 mod counters;
 mod ends;
+mod error;
 #[cfg(any(test, feature = "testing"))]
 mod fakes;
+mod handle;
 mod icmp;
 mod join;
 mod learned;
@@ -28,6 +30,8 @@ mod vnet;
 
 pub use self::control::{Answer, Client, Peers, Prefix, Process, Request, Status, VERSION};
 pub use self::counters::{Counts, Foreign};
+pub use self::error::Error;
+pub use self::handle::DataPlane;
 pub use self::options::Options;
 pub use self::plane::Plane;
 pub use self::server::serve;

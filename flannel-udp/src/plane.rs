@@ -1,13 +1,13 @@
 //! The data plane: its threads, and the table that they share.
 
 use std::collections::BTreeMap;
+use std::io;
 use std::net::IpAddr;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
-use std::{fmt, io};
 
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -17,6 +17,7 @@ use crate::claim::claim;
 use crate::control::Prefix;
 use crate::counters::{Counts, Foreign, add};
 use crate::ends::{Lane, Port, Socket, has_device};
+use crate::error::Error;
 use crate::learned::Learned;
 use crate::ledger::Ledger;
 use crate::options::Options;
@@ -73,9 +74,8 @@ impl Plane {
     /// can be used, it runs without the other one, which its [`options`](Self::options) then lack.
     ///
     /// # Errors
-    /// The device or a socket cannot be opened, or another process has the device. The text names
-    /// it, and a cure.
-    pub fn start(options: Options, peers: Vec<Peer>) -> Result<Self, String> {
+    /// The device or a socket cannot be opened, or another process has the device.
+    pub fn start(options: Options, peers: Vec<Peer>) -> Result<Self, Error> {
         Self::open(options, peers, Arc::default())
     }
 
@@ -84,7 +84,7 @@ impl Plane {
         mut options: Options,
         peers: Vec<Peer>,
         ledger: Arc<Ledger>,
-    ) -> Result<Self, String> {
+    ) -> Result<Self, Error> {
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
         let count = options.queues.unwrap_or(processors).clamp(1, MOST_QUEUES);
         let claim = claim(&options.device)?;
@@ -113,14 +113,14 @@ impl Plane {
         peers: Vec<Peer>,
         learned: &BTreeMap<Prefix, IpAddr>,
         ledger: Arc<Ledger>,
-    ) -> Result<Self, String> {
+    ) -> Result<Self, Error> {
         let (mut fds, mut lanes) = (fds.into_iter().peekable(), Vec::new());
-        let claim = fds.next().ok_or("all descriptors are missing")?;
+        let claim = fds.next().ok_or(Error::Descriptors)?;
         while fds.peek().is_some() {
-            lanes.push(Lane::from_fds(&options, &mut fds).ok_or("a descriptor is missing")?);
+            lanes.push(Lane::from_fds(&options, &mut fds).ok_or(Error::Descriptors)?);
         }
         if lanes.is_empty() {
-            return Err("the descriptors of the device are missing".into());
+            return Err(Error::Descriptors);
         }
         Self::run(options, claim, lanes, Shared::new(peers, learned, ledger))
     }
@@ -130,8 +130,8 @@ impl Plane {
         claim: OwnedFd,
         lanes: Vec<Lane>,
         shared: Shared,
-    ) -> Result<Self, String> {
-        let stop = EventFd::new().map_err(|error| format!("cannot start a thread: {error}"))?;
+    ) -> Result<Self, Error> {
+        let stop = EventFd::new().map_err(|errno| Error::Thread(errno.into()))?;
         let (stop, lanes) = (Arc::new(stop), lanes.into_iter().map(Arc::new).collect());
         let (shared, threads) = (Arc::new(shared), Vec::new());
         let mut plane = Self { options, claim, lanes, shared, stop, threads };
@@ -143,14 +143,14 @@ impl Plane {
     ///
     /// # Errors
     /// A thread cannot be started.
-    pub(crate) fn resume(&mut self) -> Result<(), String> {
+    pub(crate) fn resume(&mut self) -> Result<(), Error> {
         let plane = self;
         let of_family = |is_v6: bool| {
             plane.options.own.iter().map(|own| own.address).find(|own| own.is_ipv6() == is_v6)
         };
         let (own, checks) = ([of_family(false), of_family(true)], plane.options.checks_source);
-        let failed = |error: &dyn fmt::Display| format!("cannot start a thread: {error}");
-        plane.stop = Arc::new(EventFd::new().map_err(|error| failed(&error))?);
+        let stop = EventFd::new().map_err(|errno| Error::Thread(errno.into()))?;
+        plane.stop = Arc::new(stop);
         for lane in plane.lanes.clone() {
             for family in 0..2 {
                 if lane.receive[family].is_none() {
@@ -165,7 +165,7 @@ impl Plane {
                     let mut receiver = Receiver::new(&lane.queue, wire, own, counters, learned);
                     repeat(&shared, &stop, socket.as_fd(), |table| receiver.run(table, ROUND))
                 };
-                plane.spawn("receive", run).map_err(|error| failed(&error))?;
+                plane.spawn("receive", run).map_err(Error::Thread)?;
             }
             let (lane, shared, stop) = plane.parts(&lane);
             let run = move || {
@@ -175,7 +175,7 @@ impl Plane {
                 let mut sender = Sender::new(&lane.queue, wires, &shared.ledger.counters);
                 repeat(&shared, &stop, lane.queue.as_fd(), |table| sender.run(table, ROUND))
             };
-            plane.spawn("send", run).map_err(|error| failed(&error))?;
+            plane.spawn("send", run).map_err(Error::Thread)?;
         }
         Ok(())
     }
@@ -202,7 +202,7 @@ impl Plane {
     }
 
     /// Whether addresses of these options, which could not be used, still cannot.
-    pub(crate) fn missing(&self, options: &Options) -> Result<(), String> {
+    pub(crate) fn missing(&self, options: &Options) -> Result<(), Error> {
         let mut missing = options.local.iter().filter(|l| !self.options.local.contains(l));
         missing.try_for_each(|local| usable(options.port, *local))
     }
@@ -270,7 +270,7 @@ impl Drop for Plane {
 }
 
 /// Whether a socket can have an address.
-fn usable(port: u16, local: IpAddr) -> Result<(), String> {
+fn usable(port: u16, local: IpAddr) -> Result<(), Error> {
     Socket::receiver((local, port).into()).map(drop)
 }
 

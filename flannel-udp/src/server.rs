@@ -15,6 +15,7 @@ use crate::control::{
     Answer, Client, Peers, Prefix, Process, Request, Status, VERSION, read_line, send_fds,
     write_line,
 };
+use crate::error::Error;
 use crate::ledger::Ledger;
 use crate::options::Options;
 use crate::plane::Plane;
@@ -144,7 +145,7 @@ impl Inner {
         }
     }
 
-    fn apply(&mut self, request: Request) -> Result<Option<Status>, String> {
+    fn apply(&mut self, request: Request) -> Result<Option<Status>, Error> {
         match request {
             Request::Start(options) => self.start(&options)?,
             Request::Put(peers) => {
@@ -163,7 +164,7 @@ impl Inner {
         Ok(None)
     }
 
-    fn start(&mut self, options: &Options) -> Result<(), String> {
+    fn start(&mut self, options: &Options) -> Result<(), Error> {
         let runs = self.plane.as_ref();
         if let Some(plane) = runs.filter(|plane| plane.is_of(options) && plane.has_device()) {
             if plane.options() == options {
@@ -270,7 +271,7 @@ impl Server {
                     };
                     // The other process has failed.
                     if let Some(Err(why)) = inner.plane.as_mut().map(Plane::resume) {
-                        crate::report(&why);
+                        crate::report(&why.to_string());
                         std::process::exit(1);
                     }
                     return Err(error);
@@ -286,7 +287,7 @@ impl Server {
                     let answer = match self.inner().apply(request) {
                         Ok(None) => Answer::Done,
                         Ok(Some(status)) => Answer::Status(Box::new(status)),
-                        Err(why) => Answer::Failed(why),
+                        Err(why) => Answer::Failed(why.to_string()),
                     };
                     write_line(&mut stream, &answer)?;
                 }

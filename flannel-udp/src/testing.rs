@@ -1,15 +1,22 @@
-//! Properties of the code that reads packets of strangers. Fuzz targets check random bytes, and
-//! `cargo test` checks packets that were changed.
+//! For tests: properties of the code that reads packets of strangers, and a process whose answers
+//! are given. Fuzz targets check random bytes, and `cargo test` checks packets that were changed.
 
 use std::cell::RefCell;
+use std::io::{BufRead, BufReader, Write};
 use std::net::SocketAddr;
+use std::os::unix::net::UnixListener;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::mpsc;
 
 use nix::errno::Errno;
 
 use crate::checksum;
+use crate::control::{Status, VERSION};
 use crate::counters::{Counters, Counts};
 use crate::fakes::{FakeDevice, FakeWire};
 use crate::learned::Learned;
+use crate::options::Options;
 use crate::packet::{Header, set_word, word};
 use crate::receive::Receiver;
 use crate::send::Sender;
@@ -116,6 +123,39 @@ pub fn send(bytes: &[u8]) -> Counts {
     assert_eq!(payload.len(), whole.total - headers);
     assert!(headers == 0 || payload == packet[headers..whole.total]);
     counts
+}
+
+/// Serves on a socket as a process whose answers are given, and returns the requests, each with
+/// the number of its connection. The text `STATUS` stands for a state with these options; `None`
+/// breaks the connection.
+pub fn process(
+    socket: &Path,
+    program: &str,
+    options: &Options,
+    answer: impl Fn(&str) -> Option<&'static str> + Send + Sync + 'static,
+) -> mpsc::Receiver<(usize, String)> {
+    let (listener, answer) = (UnixListener::bind(socket).expect("it works"), Arc::new(answer));
+    let mut status = serde_json::to_value(Status::default()).expect("it works");
+    status["version"] = VERSION.into();
+    status["program"] = program.into();
+    status["options"] = serde_json::to_value(options).expect("it works");
+    let status = serde_json::json!({ "status": status }).to_string();
+    let (requests, received) = mpsc::channel();
+    std::thread::spawn(move || {
+        for (n, stream) in listener.incoming().enumerate() {
+            let (mut stream, requests) = (stream.expect("it works"), requests.clone());
+            let (answer, status) = (Arc::clone(&answer), status.clone());
+            std::thread::spawn(move || {
+                for line in BufReader::new(stream.try_clone().expect("it works")).lines() {
+                    let line = line.expect("it works");
+                    let Some(text) = answer(&line) else { return };
+                    writeln!(stream, "{}", text.replace("STATUS", &status)).expect("it works");
+                    let _ = requests.send((n, line));
+                }
+            });
+        }
+    });
+    received
 }
 
 #[cfg(test)]

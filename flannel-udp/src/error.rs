@@ -1,0 +1,65 @@
+//! Why a data plane cannot run.
+
+use std::io;
+use std::net::SocketAddr;
+
+use nix::errno::Errno;
+
+/// Why a data plane cannot run. The texts name a cure.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The tun device cannot be opened or made.
+    #[error("tun device {device}: {source}{}", cure(source))]
+    Device {
+        /// Its name.
+        device: String,
+        /// The error of the kernel.
+        source: io::Error,
+    },
+    /// Another process has the tun device.
+    #[error(
+        "tun device {device}: another data plane has it; end that process (pgrep -af \
+         'flannel.*udp')"
+    )]
+    Claimed {
+        /// Its name.
+        device: String,
+    },
+    /// The node has no such address, or another program has the port.
+    #[error("UDP socket with the address {address}: {source}")]
+    Socket {
+        /// The address, with port 0 for a socket that only sends.
+        address: SocketAddr,
+        /// The error of the kernel.
+        source: io::Error,
+    },
+    /// A thread cannot be started.
+    #[error("cannot start a thread: {0}")]
+    Thread(io::Error),
+    /// Another process has not handed over what a data plane consists of.
+    #[error("descriptors are missing")]
+    Descriptors,
+}
+
+impl Error {
+    pub(crate) fn device(device: &str, source: impl Into<io::Error>) -> Self {
+        Self::Device { device: device.to_owned(), source: source.into() }
+    }
+}
+
+/// The cure of an error of a tun device.
+fn cure(error: &io::Error) -> &'static str {
+    match Errno::from_raw(error.raw_os_error().unwrap_or(0)) {
+        Errno::ENOENT | Errno::ENODEV | Errno::ENXIO => {
+            ": load the module (modprobe tun); a container needs the device /dev/net/tun"
+        }
+        Errno::EPERM | Errno::EACCES => {
+            ": it needs CAP_NET_ADMIN, and a container the device /dev/net/tun (with Kubernetes: \
+             privileged)"
+        }
+        Errno::EINVAL => ": a device of this name has other attributes; delete it (ip link delete)",
+        Errno::EBUSY => ": another program uses it",
+        _ => "",
+    }
+}
