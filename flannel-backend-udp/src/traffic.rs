@@ -100,7 +100,7 @@ fn problem(reason: &str, options: &Options, status: &Status) -> Option<(String, 
         "send_failed" => (
             format!(
                 "the kernel refuses packets to other nodes: a firewall drops those to UDP port \
-                 {port}, or there is no route to a node"
+                 {port}, there is no route to a node, or the external interface is too slow"
             ),
             format!("nft list ruleset; iptables-save # does a rule drop UDP port {port}?"),
         ),

@@ -31,6 +31,11 @@ macro_rules! counters {
             pub(crate) fn add_all(&self, counts: &Counts) {
                 $(add(&self.$name, counts.$name);)*
             }
+
+            /// Sets each counter that is lower to the count.
+            pub(crate) fn raise(&self, counts: &Counts) {
+                $(self.$name.fetch_max(counts.$name, Ordering::Relaxed);)*
+            }
         }
     };
 }

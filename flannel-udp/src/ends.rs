@@ -1,5 +1,6 @@
 //! The two ends of a data plane: a queue of a tun device, and a UDP socket.
 
+use std::cell::Cell;
 use std::fs::File;
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::net::{IpAddr, SocketAddr, UdpSocket};
@@ -221,15 +222,24 @@ impl AsFd for Socket {
 }
 
 /// A UDP socket of a thread that a descriptor stops.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug)]
 pub(crate) struct Port<'a> {
-    pub(crate) socket: &'a Socket,
-    pub(crate) stop: BorrowedFd<'a>,
+    socket: &'a Socket,
+    stop: BorrowedFd<'a>,
+    /// The last wait for the socket was in vain.
+    is_stuck: Cell<bool>,
+}
+
+impl<'a> Port<'a> {
+    pub(crate) const fn new(socket: &'a Socket, stop: BorrowedFd<'a>) -> Self {
+        Self { socket, stop, is_stuck: Cell::new(false) }
+    }
 }
 
 impl Wire for Port<'_> {
-    /// Waits while the buffer of the socket is full, but not for ever: a device that sends nothing
-    /// must not hold up packets to others.
+    /// Waits while the buffer of the socket is full, but not for ever, and after a wait in vain no
+    /// more until there is room. Packets to all nodes share this buffer. Queues of devices are
+    /// usually smaller, so that packets to a slow node are dropped there and leave room for others.
     fn send(&self, to: SocketAddr, parts: &[IoSlice<'_>], size: Option<u16>) -> Result<(), Errno> {
         let (fd, to) = (self.socket.as_fd(), SockaddrStorage::from(to));
         let size = size.as_ref().map(ControlMessage::UdpGsoSegments);
@@ -237,15 +247,17 @@ impl Wire for Port<'_> {
             let flags = MsgFlags::MSG_DONTWAIT;
             sendmsg(fd.as_raw_fd(), parts, size.as_slice(), flags, Some(&to)).map(drop)
         };
-        match send() {
-            Err(Errno::EAGAIN) => {
+        let result = match send() {
+            Err(Errno::EAGAIN) if !self.is_stuck.get() => {
                 let (read, write) = (PollFlags::POLLIN, PollFlags::POLLOUT);
                 let patience = PollTimeout::try_from(PATIENCE).unwrap_or(PollTimeout::ZERO);
                 let _ = poll(&mut [PollFd::new(self.stop, read), PollFd::new(fd, write)], patience);
                 send()
             }
             result => result,
-        }
+        };
+        self.is_stuck.set(result == Err(Errno::EAGAIN));
+        result
     }
 
     fn path_mtu(&self, to: SocketAddr) -> Option<u16> {

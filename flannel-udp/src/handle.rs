@@ -20,8 +20,8 @@ const PAUSE: Duration = Duration::from_millis(5);
 
 /// The process of a data plane. Clones are handles of the same.
 ///
-/// All methods block, at most ten seconds for each request. A dropped handle leaves the process as
-/// it is.
+/// All methods block: for each request at most ten seconds, and while a process is started some
+/// fifteen more. A dropped handle leaves the process as it is.
 #[derive(Debug, Clone)]
 pub struct DataPlane(Arc<Shared>);
 
@@ -118,9 +118,9 @@ impl DataPlane {
         self.0.dir.join("socket")
     }
 
-    /// Asks the process, and starts it if there is none and the requests need one:
-    /// [`Request::Start`], which also replaces one of another version, and [`Request::Put`]. Without
-    /// a process the answers are empty.
+    /// Asks the process. [`Request::Start`] and [`Request::Put`] start one if there is none, and
+    /// [`Request::Start`] also replaces one of another version. Without a process the answers are
+    /// empty.
     ///
     /// # Errors
     /// One for each request that failed. A request that is refused, which is an error of the kind
@@ -130,8 +130,20 @@ impl DataPlane {
         let need = requests.iter().map(Need::of).max().unwrap_or(Need::Nothing);
         let again = |error: &io::Error| io::Error::new(error.kind(), error.to_string());
         let mut broken = self.connect(&mut inner, need).err();
+        let mut not_current = None;
+        if need == Need::Current && broken.is_some() {
+            // The old process still does the rest.
+            not_current = broken;
+            broken = self.connect(&mut inner, Need::Nothing).err();
+        }
         let answer = |request: &Request| {
-            if let Some(error) = &broken {
+            let has_client = inner.client.is_some();
+            let fails = match Need::of(request) {
+                Need::Current => true,
+                Need::Any => !has_client,
+                Need::Nothing => false,
+            };
+            if let Some(error) = not_current.as_ref().filter(|_| fails).or(broken.as_ref()) {
                 return Err(again(error));
             }
             let Some(client) = &mut inner.client else { return Ok(None) };
@@ -185,8 +197,11 @@ impl DataPlane {
                     inner.running = Some(process);
                     return self.use_client(inner, client);
                 }
-                Err(error) if begin.elapsed() >= START => return Err(error),
-                _ if begin.elapsed() >= START => return Err(ErrorKind::TimedOut.into()),
+                result if begin.elapsed() >= START => {
+                    // It must not take over when nobody waits for it.
+                    let _ = child.kill();
+                    return Err(result.err().unwrap_or_else(|| ErrorKind::TimedOut.into()));
+                }
                 _ => std::thread::park_timeout(PAUSE),
             }
             if let Ok(Some(status)) = child.try_wait() {
@@ -262,7 +277,7 @@ mod tests {
 
     /// It does not answer any more, and there is one connection that reports its end.
     #[test]
-    fn a_broken_connection_is_replaced_and_the_end_is_reported_once() {
+    fn a_broken_connection_is_replaced_and_one_connection_watches() {
         let dir = tempfile::tempdir().unwrap();
         let puts = AtomicUsize::new(0);
         let answer = move |line: &str| {

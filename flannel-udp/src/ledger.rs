@@ -4,7 +4,10 @@ use std::fs::{File, OpenOptions};
 use std::io::{self, Read};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::thread::Thread;
+use std::time::Duration;
 
 use crate::counters::{Counters, Counts};
 
@@ -12,25 +15,34 @@ use crate::counters::{Counters, Counts};
 /// killed. Spaces follow the counts.
 const SIZE: usize = 1024;
 
+/// The longest time after which a count is in the file.
+const SAVE: Duration = Duration::from_secs(1);
+
 /// The counters, and the file in which they are. Without a file they end with the process.
 #[derive(Debug, Default)]
 pub(crate) struct Ledger {
     pub(crate) counters: Counters,
     saved: Mutex<Option<Saved>>,
+    /// The counters may have changed since the last save.
+    is_dirty: AtomicBool,
+    /// The thread that saves. No thread with packets waits for a disk.
+    saver: OnceLock<Thread>,
 }
 
 #[derive(Debug)]
 struct Saved {
     file: File,
     counts: Counts,
+    /// The last write failed.
+    has_failed: bool,
 }
 
 impl Ledger {
     /// Keeps the counts in a file. Continues with those that are there.
     ///
     /// # Errors
-    /// The file cannot be opened or read.
-    pub(crate) fn open(path: &Path) -> io::Result<Self> {
+    /// The file cannot be opened or read, or the thread that saves cannot be started.
+    pub(crate) fn open(path: &Path) -> io::Result<Arc<Self>> {
         let mut options = OpenOptions::new();
         let mut file = options.read(true).write(true).create(true).truncate(false).open(path)?;
         let mut text = Vec::new();
@@ -42,8 +54,28 @@ impl Ledger {
             Counts::default()
         });
         ledger.counters.add_all(&counts);
-        *ledger.saved() = Some(Saved { file, counts });
+        *ledger.saved() = Some(Saved { file, counts, has_failed: false });
+        let ledger = Arc::new(ledger);
+        let thread = std::thread::Builder::new().name("counts".into()).stack_size(64 << 10);
+        let of_thread = Arc::downgrade(&ledger);
+        let thread = thread.spawn(move || keep_saved(&of_thread))?;
+        let _ = ledger.saver.set(thread.thread().clone());
         Ok(ledger)
+    }
+
+    /// Counters may have changed. The thread that saves wakes up once for many calls.
+    pub(crate) fn touch(&self) {
+        if !self.is_dirty.load(Ordering::Relaxed)
+            && !self.is_dirty.swap(true, Ordering::AcqRel)
+            && let Some(saver) = self.saver.get()
+        {
+            saver.unpark();
+        }
+    }
+
+    /// Takes over the counts of another process whose file has fewer.
+    pub(crate) fn continue_from(&self, counts: &Counts) {
+        self.counters.raise(counts);
     }
 
     fn saved(&self) -> MutexGuard<'_, Option<Saved>> {
@@ -54,16 +86,46 @@ impl Ledger {
     pub(crate) fn save(&self) -> Counts {
         let mut saved = self.saved();
         let now = self.counters.read();
-        if let Some(Saved { file, counts }) = &mut *saved
+        if let Some(Saved { file, counts, has_failed }) = &mut *saved
             && *counts != now
         {
-            *counts = now;
-            if let Err(error) = write(file, &now) {
-                crate::report(&format!("the counts are not kept any more: {error}"));
-                *saved = None;
+            match write(file, &now) {
+                Ok(()) => (*counts, *has_failed) = (now, false),
+                Err(error) => {
+                    if !*has_failed {
+                        crate::report(&format!("the counts cannot be saved: {error}"));
+                    }
+                    *has_failed = true;
+                }
             }
         }
         now
+    }
+}
+
+impl Drop for Ledger {
+    fn drop(&mut self) {
+        if let Some(saver) = self.saver.get() {
+            saver.unpark();
+        }
+    }
+}
+
+/// Saves the counters of a ledger while they change, until it is dropped.
+fn keep_saved(ledger: &Weak<Ledger>) {
+    loop {
+        let Some(now) = ledger.upgrade() else { return };
+        if now.is_dirty.load(Ordering::Acquire) {
+            drop(now);
+            // Nobody wakes it meanwhile.
+            std::thread::park_timeout(SAVE);
+            let Some(now) = ledger.upgrade() else { return };
+            now.is_dirty.store(false, Ordering::Release);
+            now.save();
+        } else {
+            drop(now);
+            std::thread::park();
+        }
     }
 }
 

@@ -7,13 +7,13 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::EventFd;
 
-use crate::claim::claim;
+use crate::claim::Claim;
 use crate::control::Prefix;
 use crate::counters::{Counts, Foreign, add};
 use crate::ends::{Lane, Port, Socket, has_device};
@@ -31,8 +31,6 @@ const MOST_QUEUES: usize = 8;
 const ROUND: usize = 64;
 /// The pause after an error, so that one that lasts does not occupy a processor.
 const PAUSE: Duration = Duration::from_millis(100);
-/// The counts of packets are in the file after this time.
-const SAVE: Duration = Duration::from_secs(1);
 
 #[derive(Debug, Default)]
 struct Shared {
@@ -58,11 +56,13 @@ impl Shared {
 }
 
 /// A running data plane. Its threads end when it is dropped.
+///
+/// If the device is deleted, or a thread panics, the whole program ends with code 1: packets would
+/// wait for ever, and a new process makes the device again.
 #[derive(Debug)]
 pub struct Plane {
     options: Options,
-    /// Excludes other processes from the device.
-    claim: OwnedFd,
+    claim: Claim,
     lanes: Vec<Arc<Lane>>,
     shared: Arc<Shared>,
     stop: Arc<EventFd>,
@@ -87,7 +87,7 @@ impl Plane {
     ) -> Result<Self, Error> {
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
         let count = options.queues.unwrap_or(processors).clamp(1, MOST_QUEUES);
-        let claim = claim(&options.device)?;
+        let claim = Claim::new(&options.device)?;
         let (port, mut why) = (options.port, Ok(()));
         options.local.retain(|local| match usable(port, *local) {
             Ok(()) => true,
@@ -115,7 +115,7 @@ impl Plane {
         ledger: Arc<Ledger>,
     ) -> Result<Self, Error> {
         let (mut fds, mut lanes) = (fds.into_iter().peekable(), Vec::new());
-        let claim = fds.next().ok_or(Error::Descriptors)?;
+        let claim = fds.next().map(Claim::adopt).ok_or(Error::Descriptors)?;
         while fds.peek().is_some() {
             lanes.push(Lane::from_fds(&options, &mut fds).ok_or(Error::Descriptors)?);
         }
@@ -127,7 +127,7 @@ impl Plane {
 
     fn run(
         options: Options,
-        claim: OwnedFd,
+        claim: Claim,
         lanes: Vec<Lane>,
         shared: Shared,
     ) -> Result<Self, Error> {
@@ -139,12 +139,15 @@ impl Plane {
         Ok(plane)
     }
 
-    /// Starts the threads, at first or after [`Self::pause`].
+    /// Starts the threads, if they do not run.
     ///
     /// # Errors
     /// A thread cannot be started.
     pub(crate) fn resume(&mut self) -> Result<(), Error> {
         let plane = self;
+        if !plane.threads.is_empty() {
+            return Ok(());
+        }
         let of_family = |is_v6: bool| {
             plane.options.own.iter().map(|own| own.address).find(|own| own.is_ipv6() == is_v6)
         };
@@ -159,7 +162,7 @@ impl Plane {
                 let (lane, shared, stop) = plane.parts(&lane);
                 let run = move || {
                     let Some(socket) = &lane.receive[family] else { return Ok(()) };
-                    let wire = Port { socket, stop: stop.as_fd() };
+                    let wire = Port::new(socket, stop.as_fd());
                     let (counters, learned) = (&shared.ledger.counters, &shared.learned);
                     let learned = checks.then_some(learned);
                     let mut receiver = Receiver::new(&lane.queue, wire, own, counters, learned);
@@ -169,9 +172,10 @@ impl Plane {
             }
             let (lane, shared, stop) = plane.parts(&lane);
             let run = move || {
-                let wires = lane.send.each_ref().map(|socket| {
-                    socket.as_ref().map(|socket| Port { socket, stop: stop.as_fd() })
-                });
+                let wires = lane
+                    .send
+                    .each_ref()
+                    .map(|socket| socket.as_ref().map(|socket| Port::new(socket, stop.as_fd())));
                 let mut sender = Sender::new(&lane.queue, wires, &shared.ledger.counters);
                 repeat(&shared, &stop, lane.queue.as_fd(), |table| sender.run(table, ROUND))
             };
@@ -198,6 +202,7 @@ impl Plane {
 
     /// The device is there, and has its name.
     pub(crate) fn has_device(&self) -> bool {
+        self.claim.forget_askers();
         self.lanes.iter().all(|lane| has_device(&lane.queue, &self.options.device))
     }
 
@@ -228,7 +233,10 @@ impl Plane {
     ) -> io::Result<()> {
         let thread = std::thread::Builder::new().name(name.into()).stack_size(256 << 10);
         let thread = thread.spawn(move || {
-            if let Err(error) = run() {
+            // Packets of the queue would wait for ever. The next process begins anew.
+            let ended = std::panic::catch_unwind(std::panic::AssertUnwindSafe(run));
+            let ended = ended.unwrap_or_else(|_| Err(io::Error::other("a thread panicked")));
+            if let Err(error) = ended {
                 crate::report(&error.to_string());
                 std::process::exit(1);
             }
@@ -282,10 +290,7 @@ fn repeat(
     mut run: impl FnMut(&Table) -> Result<bool, Errno>,
 ) -> io::Result<()> {
     let (mut version, mut table) = shared.table();
-    let save = PollTimeout::try_from(SAVE).unwrap_or(PollTimeout::MAX);
     let pause = PollTimeout::try_from(PAUSE).unwrap_or(PollTimeout::MAX);
-    // The time of the first packet whose count may not be in the file.
-    let mut unsaved: Option<Instant> = None;
     loop {
         if shared.version.load(Ordering::Acquire) != version {
             (version, table) = shared.table();
@@ -301,16 +306,9 @@ fn repeat(
         };
         let mut ready =
             [PollFd::new(stop.as_fd(), PollFlags::POLLIN), PollFd::new(fd, PollFlags::POLLIN)];
-        if unsaved.get_or_insert_with(Instant::now).elapsed() >= SAVE {
-            shared.ledger.save();
-            unsaved = None;
-        }
-        let timeout = match unsaved {
-            _ if more => PollTimeout::ZERO,
-            Some(_) => save,
-            // Nothing wakes it but packets.
-            None => PollTimeout::NONE,
-        };
+        shared.ledger.touch();
+        // Nothing wakes it but packets.
+        let timeout = if more { PollTimeout::ZERO } else { PollTimeout::NONE };
         let (ready, timeout) = match failed {
             true => (&mut ready[..1], pause),
             false => (&mut ready[..], timeout),
@@ -327,6 +325,8 @@ fn repeat(
 
 #[cfg(test)]
 mod tests {
+    use std::time::Instant;
+
     use super::*;
 
     #[test]

@@ -15,6 +15,7 @@ use crate::learned::{Learned, Source};
 use crate::limit::Limit;
 use crate::mtus::Mtus;
 use crate::packet::{Header, TCP, decrement_ttl, partial_checksum};
+use crate::split::split;
 use crate::table::{Peer, Table};
 use crate::vnet::{GSO_TCPV4, GSO_TCPV6, NEEDS_CSUM, Vnet};
 
@@ -134,8 +135,9 @@ impl<'a, D: Device, W: Wire> Receiver<'a, D, W> {
             }
             decrement_ttl(packet, &ip);
             let range = start..start + ip.total;
-            // Only nodes, so that strangers do not fill the memory.
-            let node = peer.map(|peer| peer.address).or_else(|| is_of_node.then_some(from));
+            // Only nodes, and not their ports, so that strangers do not fill the memory.
+            let own = || is_of_node.then(|| SocketAddr::new(from.ip(), 0));
+            let node = peer.map(|peer| peer.address).or_else(own);
             if !node.is_some_and(|node| self.write_unsegmented(range.clone(), &ip, node)) {
                 self.packets.push((range, ip));
             }
@@ -171,11 +173,36 @@ impl<'a, D: Device, W: Wire> Receiver<'a, D, W> {
             csum_offset: (place - ip.len) as u16,
         };
         let packet = &self.buffer[range.clone()];
-        match self.device.write(&[IoSlice::new(&vnet.write()), IoSlice::new(packet)]) {
-            Ok(()) => self.count(1, range.len()),
-            Err(_) => add(&self.counters.write_failed, 1),
+        let written = self.joins[0]
+            .then(|| self.device.write(&[IoSlice::new(&vnet.write()), IoSlice::new(packet)]));
+        match written {
+            Some(Ok(())) => self.count(1, range.len()),
+            refused => {
+                self.joins[0] &= refused != Some(Err(Errno::EINVAL));
+                self.write_segments(range, ip, &vnet);
+            }
         }
         true
+    }
+
+    /// Writes the segments of a packet one by one.
+    fn write_segments(&mut self, range: Range<usize>, ip: &Header, vnet: &Vnet) {
+        let (mut headers, vnet_of_each) = (Vec::new(), Vnet::default().write());
+        let len = range.len();
+        let packet = &mut self.buffer[range];
+        let Ok(made) = split(packet, ip, vnet, &mut headers) else {
+            return add(&self.counters.write_failed, 1);
+        };
+        let payloads = packet[made.headers..].chunks(made.payload);
+        let mut failed = 0;
+        for (headers, payload) in headers.chunks(made.headers).zip(payloads) {
+            let parts = [&vnet_of_each[..], headers, payload].map(IoSlice::new);
+            failed += u64::from(self.device.write(&parts).is_err());
+        }
+        match failed {
+            0 => self.count(1, len),
+            _ => add(&self.counters.write_failed, failed),
+        }
     }
 
     /// Whether a packet is from the node of its source address.
@@ -412,6 +439,14 @@ mod tests {
             assert_eq!((vnet.flags, vnet.csum_start, vnet.csum_offset), (NEEDS_CSUM, 20, 16));
             assert!(before.len() < 200, "the order stays");
         }
+        // A kernel that refuses it gets segments.
+        let payload: Vec<u8> = (0..9000).map(|n| (n / 7) as u8).collect();
+        let packet = from_pod(TCP, &payload, 0)[Vnet::LEN..].to_vec();
+        let device = FakeDevice { refuses_joined: Some(Errno::EINVAL), ..FakeDevice::default() };
+        assert_eq!(receive(&device, node(7), &[packet]).received_packets, 1);
+        let written = device.written.borrow();
+        let parts = written.iter().flat_map(|packet| packet[Vnet::LEN + 40..].to_vec());
+        assert_eq!((written.len(), parts.collect::<Vec<u8>>() == payload), (7, true));
         let complete = datagrams(from_pod(TCP, &[7; 9000], 0)).remove(0);
         let device = FakeDevice::default();
         receive(&device, node(7), &[complete]);

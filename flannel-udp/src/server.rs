@@ -1,7 +1,7 @@
 //! A process with a data plane, which answers on a socket.
 
 use std::collections::BTreeMap;
-use std::fs::DirBuilder;
+use std::fs::{DirBuilder, File};
 use std::io::{self, BufReader};
 use std::net::SocketAddr;
 use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
@@ -15,6 +15,7 @@ use crate::control::{
     Answer, Client, Peers, Prefix, Process, Request, Status, VERSION, read_line, send_fds,
     write_line,
 };
+use crate::counters::Counts;
 use crate::error::Error;
 use crate::ledger::Ledger;
 use crate::options::Options;
@@ -61,8 +62,10 @@ pub fn serve(socket: &Path, program: &str) -> io::Result<std::convert::Infallibl
     if let Some(dir) = socket.parent() {
         DirBuilder::new().recursive(true).mode(0o700).create(dir)?;
     }
-    // All that can fail comes before the other process ends. Two processes cannot begin at once:
-    // the caller holds a lock.
+    // Two processes cannot take over at once. The lock ends with the descriptor.
+    let lock = File::create(socket.with_extension("lock"))?;
+    lock.lock()?;
+    // Nearly all that can fail comes before the other process ends.
     let new = socket.with_extension("new");
     let _ = std::fs::remove_file(&new);
     let listener = UnixListener::bind(&new)?;
@@ -73,6 +76,7 @@ pub fn serve(socket: &Path, program: &str) -> io::Result<std::convert::Infallibl
     };
     let inner = Inner { program: program.to_owned(), ..inner };
     std::fs::rename(&new, socket)?;
+    drop(lock);
     let (inner, connections) = (Arc::new(Mutex::new(inner)), Arc::default());
     let server = Server { inner, connections, socket: socket.to_owned() };
     loop {
@@ -86,13 +90,20 @@ pub fn serve(socket: &Path, program: &str) -> io::Result<std::convert::Infallibl
 }
 
 fn take_over(mut client: Client, socket: &Path) -> io::Result<Inner> {
-    if client.process().ok().is_none_or(|process| process.version != VERSION) {
+    let is_of_other_version = match client.process() {
+        Ok(process) => process.version != VERSION,
+        Err(error) if error.kind() == io::ErrorKind::InvalidData => true,
+        // It may only be slow. The caller tries again.
+        Err(error) => return Err(error),
+    };
+    if is_of_other_version {
         Client::connect(socket)?.end()?;
         return Ok(Inner { ledger: ledger(socket), ..Inner::default() });
     }
-    let (Status { options, peers, learned, .. }, fds) = client.take_over()?;
-    // The other process has saved its counts before it answered.
+    let (Status { options, peers, learned, counts, .. }, fds) = client.take_over()?;
+    // The other process has saved its counts before it answered, if it could.
     let ledger = ledger(socket);
+    ledger.continue_from(&counts);
     let adopt = |options| Plane::adopt(options, fds, list(&peers), &learned, Arc::clone(&ledger));
     let plane = options.map(adopt).transpose().map_err(io::Error::other)?;
     client.adopted()?;
@@ -102,10 +113,10 @@ fn take_over(mut client: Client, socket: &Path) -> io::Result<Inner> {
 /// The counters, which continue from those in the directory of the socket.
 fn ledger(socket: &Path) -> Arc<Ledger> {
     let path = socket.with_file_name(COUNTS);
-    Arc::new(Ledger::open(&path).unwrap_or_else(|error| {
+    Ledger::open(&path).unwrap_or_else(|error| {
         crate::report(&format!("{}: {error}; the counts are not kept", path.display()));
-        Ledger::default()
-    }))
+        Arc::default()
+    })
 }
 
 fn list(peers: &Peers) -> Vec<Peer> {
@@ -127,11 +138,12 @@ impl Inner {
 
     fn status(&self) -> Status {
         let learned = self.plane.as_ref().map(Plane::learned).unwrap_or_default();
-        Status { peers: self.peers.clone(), learned, ..self.counts() }
+        Status { peers: self.peers.clone(), learned, ..self.short_status() }
     }
 
-    /// The state without the peers and their addresses, of which there may be many.
-    fn counts(&self) -> Status {
+    /// The state without the peers and their addresses, of which there may be many. The counts are
+    /// still those of nothing.
+    fn short_status(&self) -> Status {
         let plane = self.plane.as_ref().filter(|plane| plane.has_device());
         let (program, pid) = (self.program.clone(), std::process::id());
         Status {
@@ -139,8 +151,7 @@ impl Inner {
             options: plane.map(|plane| plane.options().clone()),
             peers: Peers::new(),
             learned: BTreeMap::new(),
-            // A count that somebody has seen never goes back.
-            counts: self.ledger.save(),
+            counts: Counts::default(),
             foreign: self.plane.as_ref().and_then(Plane::last_foreign),
         }
     }
@@ -158,7 +169,7 @@ impl Inner {
                 }
                 self.program();
             }
-            Request::Counts => return Ok(Some(self.counts())),
+            Request::Counts => return Ok(Some(self.short_status())),
             _ => return Ok(Some(self.status())),
         }
         Ok(None)
@@ -260,7 +271,8 @@ impl Server {
                     inner.plane = None;
                     let _ = std::fs::remove_file(self.socket.with_file_name(COUNTS));
                     let _ = std::fs::remove_file(&self.socket);
-                    write_line(&mut stream, &Answer::Done)?;
+                    // Also if nobody waits for the answer.
+                    let _ = write_line(&mut stream, &Answer::Done);
                     std::process::exit(0);
                 }
                 Request::HandOver => {
@@ -280,13 +292,22 @@ impl Server {
                     let mut inner = self.inner();
                     inner.plane = None;
                     inner.ledger.save();
-                    write_line(&mut stream, &Answer::Done)?;
+                    let _ = write_line(&mut stream, &Answer::Done);
                     std::process::exit(0);
                 }
                 request => {
-                    let answer = match self.inner().apply(request) {
+                    let (result, ledger) = {
+                        let mut inner = self.inner();
+                        (inner.apply(request), Arc::clone(&inner.ledger))
+                    };
+                    let answer = match result {
                         Ok(None) => Answer::Done,
-                        Ok(Some(status)) => Answer::Status(Box::new(status)),
+                        // A count that somebody has seen never goes back. No other request waits
+                        // for the disk.
+                        Ok(Some(mut status)) => {
+                            status.counts = ledger.save();
+                            Answer::Status(Box::new(status))
+                        }
                         Err(why) => Answer::Failed(why.to_string()),
                     };
                     write_line(&mut stream, &answer)?;

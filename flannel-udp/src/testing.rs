@@ -149,8 +149,9 @@ pub fn process(
                 for line in BufReader::new(stream.try_clone().expect("it works")).lines() {
                     let line = line.expect("it works");
                     let Some(text) = answer(&line) else { return };
-                    writeln!(stream, "{}", text.replace("STATUS", &status)).expect("it works");
+                    let text = text.replace("STATUS", &status);
                     let _ = requests.send((n, line));
+                    writeln!(stream, "{text}").expect("it works");
                 }
             });
         }

@@ -244,9 +244,10 @@ fn a_node_behind_nat_is_learned_and_a_stranger_is_not() {
                 arrives(theirs, ours, 1, &[n]);
             }
             arrives(ours, theirs, 2, b"the way back is that of the lease");
-            let now = plane.counts();
-            assert_eq!(now.learned_node - before.learned_node, 50);
-            assert!(now.foreign_node - before.foreign_node >= 50, "{now:?}");
+            assert_eq!(plane.counts().learned_node - before.learned_node, 50);
+            // Another thread may receive from the stranger, and be behind.
+            let refused = || plane.counts().foreign_node - before.foreign_node >= 50;
+            eventually(PATIENCE, refused, || format!("{:?} after {before:?}", plane.counts()));
         });
     });
 }

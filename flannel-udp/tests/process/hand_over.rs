@@ -73,7 +73,67 @@ fn a_process_goes_on_when_a_hand_over_fails() {
         let mut next = Process::start(dir.path());
         assert_works(&next);
         assert_eq!(next.child.try_wait().unwrap(), None);
+        // A device with another name is not handed over, and its threads run all the time.
+        ip("link set flannel0 name renamed0");
+        let mut stream = UnixStream::connect(&next.socket).unwrap();
+        writeln!(stream, "\"hand_over\"").unwrap();
+        BufReader::new(stream).read_line(&mut String::new()).unwrap();
+        ip("link set renamed0 down");
+        ip("link set renamed0 name flannel0");
+        ip("link set flannel0 up");
+        ip("route add 10.1.0.0/16 dev flannel0");
+        assert_works(&next);
+        next.client().end().unwrap();
+        assert!(next.ended().success());
     });
+}
+
+/// They begin at the same time. Only the last one goes on, and it can be reached.
+#[test]
+fn several_processes_take_over_one_after_the_other() {
+    in_netns(|| {
+        let dir = tempfile::tempdir().unwrap();
+        let mut first = running(dir.path());
+        let start = |_: usize| {
+            let mut command = Command::new(env!("CARGO_BIN_EXE_flannel-udp"));
+            command.arg(&first.socket).stdin(Stdio::null()).spawn().unwrap()
+        };
+        let mut others: Vec<Child> = (0..4).map(start).collect();
+        let running = |others: &mut Vec<Child>| {
+            others
+                .iter_mut()
+                .map(|child| usize::from(child.try_wait().unwrap().is_none()))
+                .sum::<usize>()
+        };
+        assert!(first.ended().success());
+        eventually(PATIENCE, || running(&mut others) == 1, || "several go on");
+        let pid = first.status().process.pid;
+        let last = others.iter_mut().find(|child| child.id() == pid).unwrap();
+        assert_eq!(last.try_wait().unwrap(), None, "the one that answers goes on");
+        assert_works(&first);
+        first.client().end().unwrap();
+        for mut child in others {
+            assert!(child.wait().unwrap().success());
+        }
+    });
+}
+
+/// It may be swapped out. Nobody knows its version then.
+#[test]
+fn a_process_that_does_not_answer_is_not_ended() {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("udp/socket");
+    std::fs::create_dir(dir.path().join("udp")).unwrap();
+    let listener = UnixListener::bind(&socket).unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_flannel-udp"));
+    let mut new = command.arg(&socket).stdin(Stdio::null()).spawn().unwrap();
+    let (mut stream, _) = listener.accept().unwrap();
+    let mut lines = BufReader::new(&mut stream);
+    lines.read_line(&mut String::new()).unwrap();
+    drop(stream);
+    assert!(!eventually(PATIENCE, || new.try_wait().unwrap(), || "it goes on").success());
+    listener.set_nonblocking(true).unwrap();
+    assert!(listener.accept().is_err(), "it asks for the end");
 }
 
 /// The limit of the second process is too low for the descriptors of the first.
@@ -105,7 +165,6 @@ fn a_device_has_one_process() {
         let elsewhere = Options { port: 8286, ..options("flannel1") };
         second.client().ask(&Request::Start(elsewhere)).unwrap();
         drop(first);
-        // At once: it waits for the end of the one that was killed.
         second.client().ask(&Request::Start(options("flannel0"))).unwrap();
     });
 }

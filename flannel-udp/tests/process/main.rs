@@ -237,9 +237,10 @@ fn a_missing_address_concerns_its_family_only() {
     });
 }
 
-/// The device to the node sends almost nothing, so the buffer of the socket is full.
+/// The device to the node sends almost nothing and queues everything, so the buffer of the socket
+/// is full.
 #[test]
-fn a_slow_node_stops_neither_packets_nor_the_end() {
+fn a_full_buffer_drops_packets_and_does_not_delay_the_end() {
     in_netns(|| {
         let dir = tempfile::tempdir().unwrap();
         let mut process = Process::start(dir.path());
