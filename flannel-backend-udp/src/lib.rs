@@ -169,7 +169,10 @@ async fn choose(
         match node.may_change(vec![link.clone()]).await {
             Ok(()) => return Ok(link),
             Err(error) if options.path == options::Path::Kernel => return Err(error),
-            Err(error) => tracing::info!(%error, "a process moves the packets"),
+            Err(error) => tracing::warn!(
+                %error,
+                "the kernel cannot move the packets, so a process does"
+            ),
         }
     }
     preflight::check().map_err(refuse)?;

@@ -68,13 +68,22 @@ mod tests {
     const PEER: &str = "10.1.8.0-24&fd00:1:0:8::-64";
 
     fn run(families: Dual<()>, subnets: &str, public: [Option<&str>; 2]) -> (Vec<String>, String) {
+        run_with(None, families, subnets, public)
+    }
+
+    fn run_with(
+        device: Option<LinkName>,
+        families: Dual<()>,
+        subnets: &str,
+        public: [Option<&str>; 2],
+    ) -> (Vec<String>, String) {
         let address = |text: &str| text.parse::<IpAddr>().unwrap();
         let own = "10.1.7.0-24&fd00:1:0:7::-64".parse().unwrap();
         let addresses = ["192.0.2.7", "2001:db8::7"].map(address).into_iter().collect();
         let local = LocalEnd { addresses, subnets: own };
         let public = public.into_iter().flatten().map(address).collect();
         let (offer, env) = (Offer { public, ..Offer::default() }, Env::new(&|_| None));
-        let plan = Plan { families, port: 8285, local, device: None };
+        let plan = Plan { families, port: 8285, local, device };
         let mut objects = Vec::new();
         let result = plan.objects(&subnets.parse().unwrap(), &offer, &env, &mut objects);
         let why = result.err().map(|why| why.to_string()).unwrap_or_default();
@@ -91,6 +100,9 @@ mod tests {
         // Go flannel publishes no IPv6 address.
         assert_eq!(run(both, PEER, [public[0], None]).0[..], [&*v4]);
         assert_eq!(run(Dual { v4: Some(()), v6: None }, PEER, public).0, [v4]);
+        let kernel =
+            run_with("flannel0".parse().ok(), Dual { v4: Some(()), v6: None }, PEER, public);
+        assert_eq!(kernel.0, ["route 10.1.8.0/24 via 192.0.2.8 dev flannel0 onlink"]);
         let own = run(both, "10.1.7.0-24&fd00:1:0:7::-64", [Some("192.0.2.7"), None]);
         assert_eq!(own, (Vec::new(), String::new()), "this node is no peer");
     }

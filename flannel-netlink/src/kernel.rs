@@ -15,7 +15,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::net::IpAddr;
 use std::path::Path;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use flannel_core::Kernel;
 use flannel_core::kernel::{
@@ -71,7 +71,7 @@ pub struct NetlinkKernel {
 /// A network namespace, and what is remembered of it.
 #[derive(Debug)]
 pub(crate) struct Place {
-    namespace: Namespace,
+    namespace: Arc<Namespace>,
     foreign: ForeignRoutes,
     wireguard: WireguardDevices,
 }
@@ -79,7 +79,7 @@ pub(crate) struct Place {
 impl Place {
     pub(crate) fn new(namespace: Namespace) -> Self {
         let (foreign, wireguard) = Default::default();
-        Self { namespace, foreign, wireguard }
+        Self { namespace: Arc::new(namespace), foreign, wireguard }
     }
 }
 
@@ -173,8 +173,10 @@ impl Kernel for NetlinkKernel {
 
     fn changes(&self) -> Result<Box<dyn Changes>, KernelError> {
         let Place { namespace, foreign, wireguard } = &self.place;
+        let (of_listener, port) = (Arc::clone(namespace), self.port);
         let (foreign, wireguard) = (foreign.clone(), wireguard.clone());
-        Ok(Box::new(namespace.run(|| Listener::open(self.port, foreign, wireguard))??))
+        let open = || Listener::open(of_listener, port, foreign, wireguard);
+        Ok(Box::new(namespace.run(open)??))
     }
 }
 

@@ -114,7 +114,8 @@ pub fn read(network: &Network) -> Devices {
         daemon,
         published,
     };
-    if !devices.links.is_empty() {
+    // The socket of a tun device's process belongs to the network.
+    if devices.links.iter().any(|link| !matches!(link.kind, LinkKind::Tun(_))) {
         let port = |inlet: &Inlet| if let Inlet::Udp(port) = inlet { Some(*port) } else { None };
         devices.port_users = datapath.inlets.iter().filter_map(port).flat_map(port_users).collect();
     }

@@ -7,6 +7,7 @@ use std::net::Ipv4Addr;
 use neli::consts::nl::NlmF;
 use neli::consts::rtnl::RtAddrFamily;
 
+use super::link::is_set;
 use crate::transport::wire::{Message, Messages};
 
 /// The name of the netlink family.
@@ -27,6 +28,9 @@ mod attr {
     pub(super) const PROTOCOL: u16 = 3;
     pub(super) const TYPE: u16 = 4;
     pub(super) const LOCAL: u16 = 6;
+    pub(super) const PEER_V4: u16 = 8;
+    pub(super) const PEER_PORT: u16 = 10;
+    pub(super) const IFINDEX: u16 = 11;
 }
 
 /// `FOU_ENCAP_DIRECT`: no header between those of UDP and of the packet.
@@ -38,16 +42,30 @@ const IPIP: u8 = 4;
 /// A port at which the kernel takes packets of IPv4.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Port {
-    /// The address that datagrams are sent to; unspecified: any.
+    /// The address that datagrams are sent to.
     pub(crate) local: Ipv4Addr,
     pub(crate) port: u16,
 }
 
-impl Port {
-    /// Whether it also receives what `other` would.
-    pub(crate) fn receives_for(&self, other: Self) -> bool {
-        let is_same = self.local == other.local || self.local.is_unspecified();
-        is_same && self.port == other.port
+/// A port in the answer of the kernel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Open {
+    /// The address that datagrams are sent to; unspecified: any. `None`: before Linux 5.2 a port
+    /// has none, and receives at all addresses.
+    local: Option<Ipv4Addr>,
+    port: u16,
+}
+
+impl Open {
+    /// Whether it receives what is sent there.
+    pub(crate) fn receives_for(&self, port: Port) -> bool {
+        let has = |local: Ipv4Addr| local == port.local || local.is_unspecified();
+        self.local.is_none_or(has) && self.port == port.port
+    }
+
+    /// Whether it is the one that [`add`] opens.
+    pub(crate) fn is(&self, port: Port) -> bool {
+        self.local.is_none_or(|local| local == port.local) && self.port == port.port
     }
 }
 
@@ -74,14 +92,15 @@ pub(crate) fn all(family: u16) -> Messages {
 }
 
 /// Reads one message of a dump; `None`: the port has another purpose.
-pub(crate) fn read(message: &Message<'_>) -> Option<Port> {
+pub(crate) fn read(message: &Message<'_>) -> Option<Open> {
     let (_, attributes) = message.split::<HEADER>()?;
-    // Before Linux 5.2 a port has no address.
-    let mut found = Port { local: Ipv4Addr::UNSPECIFIED, port: 0 };
+    let mut found = Open { local: None, port: 0 };
     for (id, value) in attributes {
         match id {
             attr::PORT => found.port = u16::from_be_bytes(value.try_into().ok()?),
-            attr::LOCAL => found.local = <[u8; 4]>::try_from(value).ok()?.into(),
+            attr::LOCAL => found.local = Some(<[u8; 4]>::try_from(value).ok()?.into()),
+            // It receives from one host, or by one device.
+            attr::PEER_V4 | attr::PEER_PORT | attr::IFINDEX if is_set(value) => return None,
             attr::AF if *value != [u8::from(RtAddrFamily::Inet)] => return None,
             attr::PROTOCOL if *value != [IPIP] => return None,
             attr::TYPE if *value != [DIRECT] => return None,

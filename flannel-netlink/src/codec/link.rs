@@ -188,7 +188,7 @@ fn read_info(info: &[u8]) -> (String, KindMessage) {
     (name, kind)
 }
 
-fn is_set(value: &[u8]) -> bool {
+pub(super) fn is_set(value: &[u8]) -> bool {
     value.iter().any(|byte| *byte != 0)
 }
 

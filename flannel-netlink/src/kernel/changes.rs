@@ -7,13 +7,15 @@
 //! changes are always returned.
 //!
 //! Linux sends no messages about proxy entries (`ip neigh add proxy`; linux `pneigh_create`). They
-//! are read every second, or less often if there are very many. It sends none about the peers of
-//! WireGuard devices either, which are read every half minute, on another thread.
+//! are read every second, or less often if there are very many. It sends none about the UDP ports
+//! of tunnels (FOU) either, which are read as often, and none about the peers of WireGuard devices,
+//! which are read every half minute, on another thread.
 
 mod event_decoder;
 
 use std::future::pending;
 use std::panic::resume_unwind;
+use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -26,8 +28,10 @@ use tokio::time::{Instant, sleep_until};
 
 use self::event_decoder::EventDecoder;
 use crate::kernel::foreign_routes::ForeignRoutes;
+use crate::kernel::fou;
 use crate::kernel::wireguard::WireguardDevices;
 use crate::transport::multicast::Multicast;
+use crate::transport::namespace::Namespace;
 use crate::transport::socket::Socket;
 
 /// `RTNLGRP_…`: LINK, NEIGH, IPV4_IFADDR, IPV4_ROUTE, IPV4_RULE, IPV6_IFADDR, IPV6_ROUTE,
@@ -50,8 +54,9 @@ type PeerLook = (Vec<Invalidation>, Duration);
 pub(crate) struct Listener {
     socket: Multicast,
     decoder: EventDecoder,
+    namespace: Arc<Namespace>,
     wireguard: WireguardDevices,
-    /// When the proxy entries are read next.
+    /// When the proxy entries and the UDP ports are read next.
     look: Instant,
     /// When the WireGuard devices are read next.
     look_at_peers: Instant,
@@ -60,9 +65,10 @@ pub(crate) struct Listener {
 }
 
 impl Listener {
-    /// Listens in the network namespace of the calling thread. Changes by the socket with the port
-    /// id `port` are our own, and left out.
+    /// Listens in the network namespace of the calling thread, which is `namespace`. Changes by the
+    /// socket with the port id `port` are our own, and left out.
     pub(crate) fn open(
+        namespace: Arc<Namespace>,
         port: u32,
         foreign: ForeignRoutes,
         wireguard: WireguardDevices,
@@ -78,6 +84,7 @@ impl Listener {
         Ok(Self {
             socket,
             decoder,
+            namespace,
             wireguard,
             look: now + LOOK,
             look_at_peers: now + LOOK_AT_PEERS,
@@ -85,10 +92,17 @@ impl Listener {
         })
     }
 
-    fn look_for_proxies(&mut self) {
+    /// Reads the proxy entries, and the UDP ports if there are tunnels that have some.
+    fn look(&mut self) {
         let begin = std::time::Instant::now();
         if let Err(error) = self.decoder.look_for_proxies() {
             tracing::debug!(%error, "proxy entries cannot be read");
+        }
+        if self.decoder.has_fou_links() {
+            match fou::ports(&self.namespace) {
+                Ok(ports) => self.decoder.look_for_closed_ports(&ports),
+                Err(error) => tracing::debug!(%error, "the UDP ports of tunnels cannot be read"),
+            }
         }
         self.look = Instant::now() + (LOOK_FACTOR * begin.elapsed()).clamp(LOOK, LONGEST_LOOK);
     }
@@ -130,7 +144,7 @@ impl Changes for Listener {
                 return Ok(invalidation);
             }
             if self.look <= Instant::now() {
-                self.look_for_proxies();
+                self.look();
                 continue;
             }
             if self.peers.is_none() && self.look_at_peers <= Instant::now() {
@@ -196,13 +210,18 @@ mod tests {
     use crate::NetlinkKernel;
     use crate::testing::{in_netns, in_netns_async};
 
+    fn namespace() -> Arc<Namespace> {
+        Arc::new(Namespace::current().unwrap())
+    }
+
     #[test]
     fn a_slow_read_of_wireguard_devices_delays_no_other_change() {
         in_netns_async(async || {
             let kernel = NetlinkKernel::open().unwrap();
             let wireguard = WireguardDevices::default();
             let mut listener =
-                Listener::open(1, ForeignRoutes::default(), wireguard.clone()).unwrap();
+                Listener::open(namespace(), 1, ForeignRoutes::default(), wireguard.clone())
+                    .unwrap();
             let begin = Instant::now();
             (listener.look, listener.look_at_peers) = (begin + 2 * LONGEST_LOOK, begin);
             let (release, released) = std::sync::mpsc::channel::<()>();
@@ -238,8 +257,13 @@ mod tests {
     fn many_changes_are_returned_in_bounded_parts() {
         const MANY: u32 = 5_000;
         in_netns(|| {
-            let mut listener =
-                Listener::open(1, ForeignRoutes::default(), WireguardDevices::default()).unwrap();
+            let mut listener = Listener::open(
+                namespace(),
+                1,
+                ForeignRoutes::default(),
+                WireguardDevices::default(),
+            )
+            .unwrap();
             let theirs: Vec<Change> = (0..MANY)
                 .map(|n| Subnet::host((0x0a01_0000 + n).to_be_bytes().into()))
                 .map(|dst| Change::Put(Route { dst, via: Via::Blackhole, mtu: None }.into()))

@@ -1,14 +1,18 @@
 //! UDP ports whose datagrams the kernel unpacks. A tunnel device sends them, and has no part in
 //! their arrival. Linux sends no messages about them, so they are read in each snapshot.
 
+use std::net::Ipv4Addr;
+
 use flannel_core::kernel::KernelError;
 
-use crate::codec::fou::{self, FAMILY, Port};
+use crate::codec::fou::{self, FAMILY, Open, Port};
 use crate::transport::generic;
 use crate::transport::namespace::Namespace;
 use crate::transport::socket::Socket;
 
+const EPERM: i32 = 1;
 const ENOENT: i32 = 2;
+const EINVAL: i32 = 22;
 const EADDRINUSE: i32 = 98;
 const EALREADY: i32 = 114;
 
@@ -20,10 +24,29 @@ pub(super) fn open() -> Result<(Socket, u16), KernelError> {
     })
 }
 
-/// The ports at which the kernel takes IP packets.
-pub(super) fn ports(namespace: &Namespace) -> Result<Vec<Port>, KernelError> {
-    let (mut socket, family) = namespace.run(open)??;
-    socket.dump(fou::all(family), fou::read)
+/// The ports at which the kernel takes IP packets. Without the module there is none.
+pub(super) fn ports(namespace: &Namespace) -> Result<Vec<Open>, KernelError> {
+    match namespace.run(open)? {
+        Ok((mut socket, family)) => socket.dump(fou::all(family), fou::read),
+        Err(error) if error.errno == ENOENT => Ok(Vec::new()),
+        Err(error) => Err(error),
+    }
+}
+
+/// Checks that this process may open ports. It closes one that cannot be open, which the kernel
+/// refuses after the check.
+pub(super) fn may_add() -> Result<(), KernelError> {
+    let (mut socket, family) = open()?;
+    let none = Port { local: Ipv4Addr::UNSPECIFIED, port: 0 };
+    match socket.send_one(fou::delete(family, none)) {
+        Err(error) if error.errno == EPERM => {
+            let detail = "UDP ports of the kernel (FOU) need CAP_NET_ADMIN of the host: this user \
+                          namespace has its own";
+            Err(KernelError::explained(EPERM, detail))
+        }
+        Err(error) if error.errno != EINVAL => Err(error),
+        _ => Ok(()),
+    }
 }
 
 /// Opens a port if it is not open.
@@ -36,7 +59,10 @@ pub(super) fn add(namespace: &Namespace, port: Port) -> Result<(), KernelError> 
     socket.send_one(fou::add(family, port)).map_err(|error| match error.errno {
         EADDRINUSE | EALREADY => {
             let at = port.port;
-            let detail = format!("UDP port {at} is in use: stop its program, or set another Port");
+            let detail = format!(
+                "UDP port {at} is in use: stop its program (ss -ulpn), close the port of another \
+                 tunnel (ip fou show), or set another Port"
+            );
             KernelError::explained(error.errno, detail)
         }
         _ => error,
@@ -45,9 +71,9 @@ pub(super) fn add(namespace: &Namespace, port: Port) -> Result<(), KernelError> 
 
 /// Closes a port. One that is not open is no error.
 pub(super) fn delete(namespace: &Namespace, port: Port) -> Result<(), KernelError> {
-    let (mut socket, family) = namespace.run(open)??;
-    if !socket.dump(fou::all(family), fou::read)?.contains(&port) {
+    if !ports(namespace)?.iter().any(|open| open.is(port)) {
         return Ok(());
     }
+    let (mut socket, family) = namespace.run(open)??;
     socket.send_one(fou::delete(family, port))
 }

@@ -3,16 +3,20 @@
 use std::fs::File;
 use std::net::{Ipv4Addr, UdpSocket};
 use std::os::fd::AsFd;
+use std::time::Duration;
 
-use flannel_core::kernel::Footprint;
+use flannel_core::kernel::{Footprint, Invalidation};
 use flannel_core::object::{
     Addr, Change, Fou, Link, LinkKind, LinkName, Object, Route, State, Tun, Via,
 };
 use flannel_core::{Kernel, Subnet};
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::testing::{in_netns, ip, run};
+use nix::kmod::{DeleteModuleFlags, delete_module};
 use nix::sched::{CloneFlags, setns};
 use test_support::guest::in_qemu;
+
+const PATIENCE: Duration = Duration::from_secs(60);
 
 fn name() -> LinkName {
     "flannel0".parse().unwrap()
@@ -148,6 +152,46 @@ fn datagrams_carry_packets_alone() {
                 run("ping", &ping);
             }
 
+            // Linux sends no message about a port.
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+            runtime.unwrap().block_on(async {
+                let mut changes = near.changes().unwrap();
+                ip(&format!("fou del port 8285 local {here}"));
+                loop {
+                    let next = tokio::time::timeout(PATIENCE, changes.next()).await;
+                    if next.expect("it is not seen").unwrap() == Invalidation::Link(name()) {
+                        break;
+                    }
+                }
+            });
+            // A port that receives from one host is another one.
+            ip(&format!("fou add port 8285 ipproto 4 local {here} peer {there} peer_port 8285"));
+            let error = near.apply(&footprint(), &[Change::Put(ours[0].clone())]).remove(0);
+            let error = error.unwrap_err().to_string();
+            assert!(error.contains("ip fou show"), "{error}");
+            ip(&format!("fou del port 8285 local {here} peer {there} peer_port 8285"));
+            put(&near, &ours);
+            assert_state(&near, &ours);
+
+            // Another tunnel for the same packets is named.
+            let deletion = [Change::Delete(ours[0].clone())];
+            near.apply(&footprint(), &deletion).remove(0).unwrap();
+            assert_eq!(ip("fou show"), "");
+            ip(&format!("link add foreign0 type ipip local {here} dev up0"));
+            let error = near.apply(&footprint(), &[Change::Put(ours[0].clone())]).remove(0);
+            let error = error.unwrap_err().to_string();
+            assert!(error.contains("foreign0"), "{error}");
+            ip("link del foreign0");
+
+            // The check makes no device either if the kernel makes none by itself.
+            run("nsenter", "-t 1 --net sysctl -qw net.core.fb_tunnels_only_for_init_net=1");
+            let device = device.clone();
+            in_netns(move || {
+                let kernel = NetlinkKernel::open().unwrap();
+                kernel.may_change(&[device]).unwrap();
+                assert!(!ip("link show").contains("flannel"), "the check leaves a device");
+            });
+
             // The device that another program serves has the same name.
             let tun = Link { name: name(), mtu: 1400, up: true, kind: LinkKind::Tun(Tun) };
             let waits = near.apply(&footprint(), &[Change::Put(tun.into())]).remove(0);
@@ -158,6 +202,38 @@ fn datagrams_carry_packets_alone() {
             assert_state(&near, &ours);
             run("ping", &ping);
             ip("netns del far");
+
+            // Somebody removes the module. All else is still read, and the device can go.
+            for port in ip("fou show").lines() {
+                let words: Vec<&str> = port.split_whitespace().collect();
+                ip(&format!("fou del {} {} local {here}", words[0], words[1]));
+            }
+            delete_module(c"fou", DeleteModuleFlags::O_NONBLOCK).unwrap();
+            let there = near.snapshot(&footprint()).unwrap();
+            assert!(there.is_inexact(&ours[0].key()));
+            near.apply(&footprint(), &deletion).remove(0).unwrap();
+            assert_state(&near, &[]);
         });
+    });
+}
+
+/// Its root cannot open ports of the kernel, so that the process moves the packets.
+#[test]
+fn a_user_namespace_has_no_ports() {
+    const INSIDE: &str = "FLANNEL_TEST_INSIDE";
+    if std::env::var_os(INSIDE).is_some() {
+        let Object::Link(device) = objects(1, 8285, false).remove(0) else { unreachable!() };
+        let kernel = NetlinkKernel::open().unwrap();
+        let error = kernel.may_change(std::slice::from_ref(&device)).unwrap_err().to_string();
+        assert!(error.contains("CAP_NET_ADMIN of the host"), "{error}");
+        return;
+    }
+    in_qemu(&["fou", "ipip"], || {
+        let mut command = std::process::Command::new("unshare");
+        command.args(["--user", "--map-root-user", "--net"]).arg(std::env::current_exe().unwrap());
+        command.args(["--exact", "fou::a_user_namespace_has_no_ports"]).env(INSIDE, "1");
+        let output = command.output().unwrap();
+        assert!(output.status.success(), "{output:?}");
+        assert!(String::from_utf8_lossy(&output.stdout).contains("1 passed"), "{output:?}");
     });
 }

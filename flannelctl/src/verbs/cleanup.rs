@@ -24,8 +24,8 @@ use crate::error::{Error, Result};
 use crate::options::CleanupFlags;
 use crate::{Context, Output, config, offline};
 
-/// Prefixes of the backends' device names, such as `flannel.1` and `flannel-v6.1`.
-const DEVICES: [&str; 2] = ["flannel.", "flannel-"];
+/// Prefixes of the backends' device names, such as `flannel.1`, `flannel-v6.1` and `flannel0`.
+const DEVICES: [&str; 3] = ["flannel.", "flannel-", "flannel0"];
 
 /// Removes the objects or prepares them for Go flannel. With `--dry-run`, only prints the changes.
 pub(crate) async fn cleanup(context: Context<'_>, flags: &CleanupFlags) -> Result<Output> {

@@ -6,7 +6,7 @@ use flannel_core::object::{Fou, LinkKind, LinkName};
 
 use super::ipip::{IPIP, attr};
 use super::{KindMessage, LinkCodec, LinkMessage, is_set};
-use crate::codec::fou::Port;
+use crate::codec::fou::{Open, Port};
 use crate::transport::wire::{Attributes, Messages, ip_of, u16_of, u32_of};
 
 /// `TUNNEL_ENCAP_FOU`.
@@ -99,7 +99,7 @@ impl LinkMessage {
     }
 
     /// Adds the ports at which the kernel receives.
-    pub(crate) fn add_fou_ports(&mut self, ports: &[Port]) {
+    pub(crate) fn add_fou_ports(&mut self, ports: &[Open]) {
         if let KindMessage::Fou(fou) = &mut self.kind {
             fou.listens = Some(ports.iter().any(|port| port.receives_for(fou.port())));
         }
@@ -155,10 +155,17 @@ impl LinkCodec for Fou {
         found(is).is_some()
     }
 
+    /// Also a tunnel without UDP headers.
+    ///
     /// **Source**: linux `net/ipv4/ip_tunnel.c: ip_tunnel_find`.
     fn excludes(&self, is: &LinkMessage) -> bool {
-        let is_same = |is: &FouMessage| is.local == self.local && !is.unrepresentable;
-        found(is).is_some_and(is_same)
+        let is_same = match &is.kind {
+            KindMessage::Fou(is) => is.local == self.local && !is.unrepresentable,
+            KindMessage::Ipip(is) => is.is_for_all_at(self.local),
+            _ => false,
+        };
+        // Which lower device it is, the kernel has compared.
+        is_same && (is.lower() != 0) == self.lower.is_some()
     }
 
     fn exclusive(&self) -> String {

@@ -48,6 +48,13 @@ pub(crate) struct IpipMessage {
     unrepresentable: bool,
 }
 
+impl IpipMessage {
+    /// Whether it takes packets of all hosts to this address.
+    pub(super) fn is_for_all_at(&self, local: Ipv4Addr) -> bool {
+        self.local == Some(local) && !self.unrepresentable
+    }
+}
+
 /// Reads `IFLA_INFO_DATA`.
 pub(super) fn read(data: &[u8]) -> IpipMessage {
     let mut read = IpipMessage::default();
@@ -126,8 +133,7 @@ impl LinkCodec for Ipip {
 
     /// **Source**: linux `net/ipv4/ip_tunnel.c: ip_tunnel_find`.
     fn excludes(&self, is: &LinkMessage) -> bool {
-        found(is)
-            .is_some_and(|is| is.local == Some(self.local) && is.lower == 0 && !is.unrepresentable)
+        found(is).is_some_and(|is| is.is_for_all_at(self.local) && is.lower == 0)
     }
 
     fn exclusive(&self) -> String {

@@ -65,7 +65,7 @@ pub(in crate::kernel) fn may_change(
 ///
 /// **Source**: linux `net/ipv4/ipip.c: ipip_newlink`.
 fn can_have_udp_headers(socket: &mut Socket) -> Result<(), KernelError> {
-    fou::open()?;
+    fou::may_add()?;
     match socket.send_one(link::probe()) {
         Err(error) if error.errno == EEXIST => Ok(()),
         Err(error) if error.errno == EINVAL => {
@@ -135,13 +135,14 @@ impl Writer<'_> {
             let changes_kind = of_kind.len() > 0;
             let changed: Result<(), KernelError> =
                 self.socket.send(&mut of_kind).into_iter().collect();
-            if let Some(port) = is.fou_port().filter(|_| changes_kind) {
-                fou::delete(self.namespace, port)?;
-            }
+            let old_port = is.fou_port().filter(|_| changes_kind && changed.is_ok());
             // The change may reset the MTU (linux `ip_tunnel_update`).
             let now = if changes_kind { find_link(self.socket, want.name)? } else { None };
             let is = now.unwrap_or_else(|| is.clone());
-            let own = self.configure(want, &is);
+            let own = self.configure(want, &is).and_then(|()| match old_port {
+                Some(port) if is.fou_port() != Some(port) => fou::delete(self.namespace, port),
+                _ => Ok(()),
+            });
             let mut send = |mut requests| -> Result<(), KernelError> {
                 self.socket.send(&mut requests).into_iter().collect()
             };
@@ -165,9 +166,9 @@ impl Writer<'_> {
 
     fn delete_link(&mut self, is: &LinkMessage) -> Result<(), KernelError> {
         self.forget(is.name);
-        let deleted = self.socket.send_one(link::delete(is.index));
-        let closed = is.fou_port().map_or(Ok(()), |port| fou::delete(self.namespace, port));
-        deleted.and(closed)
+        // First the port: without the device nobody would know it.
+        is.fou_port().map_or(Ok(()), |port| fou::delete(self.namespace, port))?;
+        self.socket.send_one(link::delete(is.index))
     }
 
     fn create_link(

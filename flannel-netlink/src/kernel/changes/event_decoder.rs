@@ -11,6 +11,7 @@ use flannel_core::kernel::{ChangedBy, Invalidation, KernelError, KernelEvent};
 use flannel_core::object::{Key, LinkName, MacAddr, Neigh};
 use neli::consts::rtnl::{RtAddrFamily, Rtm};
 
+use crate::codec::fou::Open;
 use crate::codec::link::LinkMessage;
 use crate::codec::{EventMessage, addr, family_of, link, neigh, nexthop, route};
 use crate::kernel::foreign_routes::ForeignRoutes;
@@ -29,6 +30,8 @@ pub(crate) struct EventDecoder {
     links: HashMap<u32, LinkMessage>,
     /// The proxy entries at the last look: the index of the link, and the address.
     proxies: BTreeSet<(u32, IpAddr)>,
+    /// The indices of the links whose UDP ports were closed at the last look.
+    closed: BTreeSet<u32>,
     /// The queue of invalidations.
     pending: VecDeque<Invalidation>,
 }
@@ -45,8 +48,8 @@ impl EventDecoder {
         port: u32,
         foreign: ForeignRoutes,
     ) -> Result<Self, KernelError> {
-        let (links, proxies, pending) = Default::default();
-        let mut events = Self { requests, port, foreign, links, proxies, pending };
+        let (links, proxies, closed, pending) = Default::default();
+        let mut events = Self { requests, port, foreign, links, proxies, closed, pending };
         events.learn_names()?;
         events.proxies = events.read_proxies()?;
         Ok(events)
@@ -95,6 +98,26 @@ impl EventDecoder {
             }
         }
         Ok(())
+    }
+
+    /// Whether there are tunnels with UDP ports.
+    pub(crate) fn has_fou_links(&self) -> bool {
+        self.links.values().any(|link| link.fou_port().is_some())
+    }
+
+    /// Queues an invalidation of each tunnel whose UDP port is closed, and was open at the last
+    /// look.
+    pub(crate) fn look_for_closed_ports(&mut self, open: &[Open]) {
+        let is_closed = |link: &&LinkMessage| {
+            let receives = |port| open.iter().any(|open| open.receives_for(port));
+            link.fou_port().is_some_and(|port| !receives(port))
+        };
+        let closed = self.links.values().filter(is_closed).map(|link| (link.index, link.name));
+        let closed: Vec<(u32, LinkName)> = closed.collect();
+        let before = std::mem::replace(&mut self.closed, closed.iter().map(|(n, _)| *n).collect());
+        for (_, name) in closed.into_iter().filter(|(index, _)| !before.contains(index)) {
+            self.invalidate_link(name);
+        }
     }
 
     /// Decodes one datagram. A message that cannot be decoded invalidates everything.
