@@ -161,7 +161,12 @@ impl Watch {
 
 async fn read(devices: &Devices) -> Result<Tunnels, String> {
     let encrypted = devices.encrypted();
-    let read = move || Tunnels::read(&NetlinkKernel::open()?, encrypted.values().copied());
+    let read = move || {
+        let kernel = NetlinkKernel::open().map_err(|error| error.to_string())?;
+        let (tunnels, unread) = Tunnels::read(&kernel, encrypted.values().copied());
+        let mut unread = unread.into_iter();
+        unread.next().map_or(Ok(tunnels), |(link, error)| Err(format!("{link}: {error}")))
+    };
     blocking(read).await.map_err(|error| format!("encrypted tunnels cannot be read: {error}"))
 }
 

@@ -26,20 +26,31 @@ pub struct TunnelToPeer<'a> {
 }
 
 impl Tunnels {
-    /// Reads devices. Families may have the same one.
-    ///
-    /// # Errors
-    /// A device is missing, or the process lacks `CAP_NET_ADMIN`.
+    /// Reads devices. Families may have the same one. The second part has the devices that cannot
+    /// be read, each with the reason: it is missing, or the process lacks `CAP_NET_ADMIN`.
     ///
     /// # Blocking
     /// Takes some microseconds for each peer.
     pub fn read(
         kernel: &NetlinkKernel,
         links: impl IntoIterator<Item = LinkName>,
-    ) -> Result<Self, KernelError> {
+    ) -> (Self, Vec<(LinkName, KernelError)>) {
+        Self::read_by(links, |link| kernel.tunnel(link))
+    }
+
+    fn read_by(
+        links: impl IntoIterator<Item = LinkName>,
+        read: impl Fn(LinkName) -> Result<Tunnel, KernelError>,
+    ) -> (Self, Vec<(LinkName, KernelError)>) {
         let links: BTreeSet<LinkName> = links.into_iter().collect();
-        let read = |link| Ok((link, kernel.tunnel(link)?));
-        links.into_iter().map(read).collect::<Result<_, _>>().map(Self)
+        let (mut found, mut unread) = (Vec::new(), Vec::new());
+        for link in links {
+            match read(link) {
+                Ok(tunnel) => found.push((link, tunnel)),
+                Err(error) => unread.push((link, error)),
+            }
+        }
+        (Self(found), unread)
     }
 
     /// The tunnels by the subnets of their peers.
@@ -97,6 +108,20 @@ mod tests {
         let session = &Session { key, allowed, psk, put, endpoint, handshake, received, sent };
         let tunnel = &Tunnel { key: PublicKey([own; 32]), port: 51820, sessions: Vec::new() };
         TunnelToPeer { link: "flannel-wg".parse().unwrap(), tunnel, session }.psk_digest()
+    }
+
+    #[test]
+    fn a_device_that_cannot_be_read_hides_no_other_one() {
+        let link = |name: &str| name.parse::<LinkName>().unwrap();
+        let (first, second) = (link("flannel-wg"), link("flannel-wg-v6"));
+        let tunnel = Tunnel { key: PublicKey([1; 32]), port: 51820, sessions: Vec::new() };
+        let absent = KernelError::explained(19, "it is gone");
+        for gone in [first, second] {
+            let read = |link| if link == gone { Err(absent.clone()) } else { Ok(tunnel.clone()) };
+            let other = if gone == first { second } else { first };
+            let expected = (Tunnels(vec![(other, tunnel.clone())]), vec![(gone, absent.clone())]);
+            assert_eq!(Tunnels::read_by([first, second, first], read), expected);
+        }
     }
 
     #[test]

@@ -60,13 +60,10 @@ pub(super) async fn answer(
 /// This end of the tunnel to a node; `None`: there is no such tunnel, or it cannot be read.
 fn end(family: Family, asker: &Subnets, devices: Dual<LinkName>) -> Option<FarEnd> {
     let link = devices[family]?;
-    let devices = Dual::from_fn(|f| (f == family).then_some(link));
-    let read =
-        NetlinkKernel::open().ok().map(|kernel| Tunnels::read(&kernel, devices.values().copied()));
-    let tunnels = read?.inspect_err(|error| {
+    let (tunnels, unread) = Tunnels::read(&NetlinkKernel::open().ok()?, [link]);
+    for (link, error) in unread {
         tracing::debug!(%link, %error, "a doctor asked for the tunnel, which cannot be read");
-    });
-    let tunnels = tunnels.ok()?;
+    }
     let (_, tunnel) = tunnels.0.first()?;
     let to = asker.family(family).and_then(|subnet| tunnels.by_subnet().get(&subnet).copied());
     let peer = to.map(|to| FarPeer {

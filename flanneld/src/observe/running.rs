@@ -84,14 +84,15 @@ impl Running {
         ProbeSettings { interval, doctor_port, network }
     }
 
-    /// The encrypted tunnels, read on a blocking thread. None if they cannot be read.
+    /// The encrypted tunnels, read on a blocking thread, without those that cannot be read.
     pub(crate) async fn tunnels(&self) -> Tunnels {
         let Some(kernel) = self.encrypted.clone() else { return Tunnels::default() };
         let devices = self.datapath.encrypted.clone();
-        blocking(move || Tunnels::read(&kernel, devices)).await.unwrap_or_else(|error| {
-            tracing::debug!(%error, "the state of the tunnels cannot be read");
-            Tunnels::default()
-        })
+        let (tunnels, unread) = blocking(move || Tunnels::read(&kernel, devices)).await;
+        for (link, error) in unread {
+            tracing::debug!(%link, %error, "the state of the tunnels cannot be read");
+        }
+        tunnels
     }
 
     /// The packets that the backend moves itself, read on a blocking thread.
