@@ -202,7 +202,7 @@ fn without_own_messages(port: u32) -> [SockFilter; 7] {
 #[cfg(test)]
 mod tests {
     use flannel_core::kernel::Footprint;
-    use flannel_core::object::{Change, Route, Via};
+    use flannel_core::object::{Change, Object, Route, Via};
     use flannel_core::{Kernel, Subnet};
     use test_support::eventually_async;
 
@@ -248,6 +248,31 @@ mod tests {
                 listener.peers.is_none() && listener.look_at_peers > Instant::now()
             };
             eventually_async(LONGEST_LOOK, is_done, || "the read does not end").await;
+        });
+    }
+
+    #[test]
+    fn changes_that_never_end_do_not_delay_the_look_at_wireguard_devices() {
+        in_netns_async(async || {
+            let other = NetlinkKernel::open().unwrap();
+            let mut listener =
+                Listener::open(1, ForeignRoutes::default(), WireguardDevices::default()).unwrap();
+            // It is overdue. The proxy entries are not read meanwhile, which would be a pause.
+            let begin = Instant::now();
+            (listener.look, listener.look_at_peers) = (begin + 2 * LONGEST_LOOK, begin);
+            let dst = Subnet::host([192, 0, 2, 7].into());
+            let route = Object::from(Route { dst, via: Via::Blackhole, mtu: None });
+            let footprint = Footprint { blackholes: true, ..Footprint::default() };
+            let mut both = [Change::Put(route.clone()), Change::Delete(route)].into_iter().cycle();
+            // A change waits at each call.
+            let next = async || {
+                let change = both.next().unwrap();
+                assert!(other.apply(&footprint, &[change])[0].is_ok());
+                let change = listener.next().await.unwrap();
+                assert!(matches!(change, Invalidation::Objects(..)), "{change:?}");
+                listener.look_at_peers >= begin + LOOK_AT_PEERS
+            };
+            eventually_async(LOOK_AT_PEERS, next, || "the devices are not read").await;
         });
     }
 
