@@ -743,10 +743,10 @@ mod tests {
         assert_eq!(why(&peers, &early), "");
         assert_eq!(why(&peers, &hijacker), "", "nobody was there before");
         let inside = "its public address 10.0.7.3 lies inside the earlier lease 10.0.7.0-24 of \
-                      10.0.0.4 (no backend type), whose addresses are for pods";
+                      10.0.0.4, whose addresses are for pods";
         assert_eq!(why(&peers, &late), inside);
         let contains = "it contains 10.0.9.2, a public address of the earlier lease 10.12.0.0-20 \
-                        of 10.0.9.2 (no backend type)";
+                        of 10.0.9.2";
         assert_eq!(why(&peers, &greedy), contains);
         assert_eq!(
             why(&peers, &ours),

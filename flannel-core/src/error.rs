@@ -103,5 +103,5 @@ pub fn holder(attrs: &LeaseAttrs) -> String {
     if addresses.is_empty() {
         addresses = "an unknown node".to_owned();
     }
-    format!("{addresses} ({})", if kind.is_empty() { "no backend type" } else { kind })
+    if kind.is_empty() { addresses } else { format!("{addresses} ({kind})") }
 }

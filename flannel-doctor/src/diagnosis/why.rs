@@ -42,6 +42,9 @@ pub struct RouteInputs<'a> {
     pub lease: Option<&'a Lease>,
     /// The network's explanation of the peer.
     pub explanation: Option<Explained>,
+    /// The device of the packets to peers that have no route of their own: a route for the whole
+    /// network leads to it. `None`: there is none, or not for all peers.
+    pub device: Option<LinkName>,
     /// The kernel's answer.
     pub answer: Result<RouteAnswer, KernelError>,
 }
@@ -54,6 +57,7 @@ impl Default for RouteInputs<'_> {
             own: None,
             lease: None,
             explanation: None,
+            device: None,
             answer: Ok(RouteAnswer::default()),
         }
     }
@@ -200,7 +204,7 @@ fn verdict(
             Some(hint.to_owned()),
         );
     };
-    of_peer(address, lease, explanation, answer)
+    of_peer(address, lease, explanation, (facts.device, answer))
 }
 
 /// The verdict on a peer that the network knows.
@@ -208,7 +212,7 @@ fn of_peer(
     address: IpAddr,
     lease: &Lease,
     explanation: &Explained,
-    answer: &RouteAnswer,
+    (device, answer): (Option<LinkName>, &RouteAnswer),
 ) -> Verdict {
     if let Some(why) = &explanation.rejection {
         return (false, format!("its lease {} is rejected: {why}", lease.subnets), None);
@@ -233,7 +237,8 @@ fn of_peer(
             watch.filter(|_| *how == ObjectState::Pending),
         );
     }
-    match wanted_way(address, &explanation.objects) {
+    let of_network = || Some((device?, None));
+    match wanted_way(address, &explanation.objects).or_else(of_network) {
         Some((link, gateway)) if answer.link != Some(link) || answer.gateway != gateway => {
             let (is, should) = (way(answer.gateway, answer.link), way(gateway, Some(link)));
             let text = format!(
@@ -257,7 +262,7 @@ fn of_peer(
 #[cfg(test)]
 mod tests {
     use flannel_core::lease::{LeaseAttrs, Revision};
-    use flannel_core::object::{MacAddr, Neigh, Route};
+    use flannel_core::object::{MacAddr, Neigh, Record, Route};
 
     use super::*;
 
@@ -282,6 +287,27 @@ mod tests {
     }
 
     #[test]
+    fn a_peer_without_a_route_of_its_own_uses_the_device_of_the_network() {
+        let (address, device) = ("10.1.7.9".parse().unwrap(), "flannel0".parse().unwrap());
+        let subnet = "10.1.7.0/24".parse().unwrap();
+        let record = Object::from(Record::new("udp", subnet, "to 192.0.2.7:8285"));
+        let ask = |answer| {
+            let objects = vec![(record.clone(), ObjectState::InPlace)];
+            let mut lease = peer();
+            lease.attrs.preferred.kind = "".into();
+            let explanation = Explained { lease: Arc::new(lease), rejection: None, objects };
+            let (explanation, device, answer) = (Some(explanation), Some(device), Ok(answer));
+            diagnose(address, &RouteInputs { explanation, device, answer, ..Default::default() })
+        };
+        let good = ask(RouteAnswer::via(device, None, None));
+        let expected = "packets go through flannel0 to 192.0.2.7, everything is in place";
+        assert_eq!((good.ok, &*good.verdict), (true, expected));
+        let wrong = ask(RouteAnswer::via("eth1".parse().unwrap(), None, None));
+        let expected = "shadowed: packets go dev eth1 instead of dev flannel0, because";
+        assert!(!wrong.ok && wrong.verdict.starts_with(expected), "{wrong:?}");
+    }
+
+    #[test]
     fn the_verdict_names_the_layer_that_fails() {
         let config = Config::parse(r#"{"Network":"10.1.0.0/16"}"#).unwrap();
         let own = Lease { subnets: "10.1.5.0-24".parse().unwrap(), ..peer() };
@@ -301,6 +327,7 @@ mod tests {
                 own: Some(&own),
                 lease: None,
                 explanation,
+                device: None,
                 answer: Ok(answer),
             };
             diagnose(address, &facts)

@@ -45,6 +45,7 @@ async fn without_daemon(global: &Global, address: IpAddr) -> Result<WhyReport> {
             own: ours.map(|ours| &**ours),
             lease: lease.map(|lease| &**lease),
             explanation: None,
+            device: None,
             answer,
         },
     );

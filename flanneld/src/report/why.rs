@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use flannel_api::WhyReport;
 use flannel_core::Lease;
+use flannel_core::address::Family;
 use flannel_core::kernel::KernelError;
 use flannel_doctor::commands::localize;
 use flannel_doctor::diagnosis::why::{Explained, RouteInputs, diagnose, lookup};
@@ -30,9 +31,10 @@ pub(crate) async fn why(snapshot: &Snapshot, address: IpAddr) -> WhyReport {
     let tunnels = tunnels.by_subnet();
     let tunnel = tunnels.iter().find(|(subnet, _)| subnet.contains(address));
     let tunnel = tunnel.map(|(_, to)| to.report(snapshot.time));
-    let (config, own) = (Some(&running.config), Some(own));
-    let why =
-        diagnose(address, &RouteInputs { daemon: true, config, own, lease, explanation, answer });
+    let (config, own, datapath) = (Some(&running.config), Some(own), &running.datapath);
+    let device = datapath.devices[Family::of(address)].filter(|_| !datapath.direct);
+    let inputs = RouteInputs { daemon: true, config, own, lease, explanation, device, answer };
+    let why = diagnose(address, &inputs);
     let hint = why.hint.map(|hint| localize(hint, snapshot.store_name()));
     WhyReport { hint, tunnel, ..why }
 }
