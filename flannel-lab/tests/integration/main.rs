@@ -11,3 +11,4 @@ mod moving;
 mod skew;
 mod static_routes;
 mod traffic;
+mod udp;

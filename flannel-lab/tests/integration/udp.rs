@@ -1,0 +1,199 @@
+//! The backend `udp`, whose packets a process moves: its part of the status, the metrics and the
+//! doctor.
+
+use std::io::{Read, Write};
+use std::net::{IpAddr, Ipv4Addr, UdpSocket};
+use std::os::unix::net::UnixStream;
+use std::process::Command;
+use std::time::Duration;
+
+use flannel_lab::testing::as_root;
+use flannel_lab::{Host, Lab, Namespace, Signal};
+use serde_json::Value;
+use test_support::eventually;
+
+/// The first finding about dropped packets comes after 30 s.
+const PATIENCE: Duration = Duration::from_secs(90);
+/// The UDP port of all nodes.
+const PORT: u16 = 8285;
+/// A host that is no node.
+const STRANGER: &str = "192.168.77.200";
+const PACKETS: usize = 200;
+
+fn up() -> Lab {
+    let lab = Lab::builder().hosts(2).backend("udp").program(env!("CARGO_BIN_EXE_lab"));
+    let lab = lab.start().unwrap();
+    for host in lab.hosts() {
+        for key in ["net/ipv4/conf/all/rp_filter", "net/ipv4/conf/default/rp_filter"] {
+            host.namespace().sysctl(key, "0").unwrap();
+        }
+    }
+    lab.start_daemons().unwrap();
+    let matrix = lab.wait_until_reachable(PATIENCE).unwrap_or_else(|error| panic!("{error}"));
+    assert!(matrix.is_complete(), "{:?}", matrix.failures().collect::<Vec<_>>());
+    lab
+}
+
+fn pod(host: &Host) -> (Namespace, Ipv4Addr) {
+    let pod = host.pod().unwrap();
+    let Some(IpAddr::V4(address)) = pod.addresses().v4 else { panic!("no address") };
+    (pod.namespace().clone(), address)
+}
+
+fn ctl(lab: &Lab, host: &Host, args: &[&str]) -> Value {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_lab"));
+    command.args(["ctl", "--json"]).args(args);
+    command.arg("--registry").arg(format!("dir:{}", lab.registry().display()));
+    command.arg("--control-socket").arg(host.dir().join("flanneld.sock"));
+    command.arg("--subnet-file").arg(host.subnet_file());
+    command.arg("--state-dir").arg(host.dir().join("state"));
+    let output = host.namespace().output(&mut command).unwrap();
+    serde_json::from_slice(&output.stdout).unwrap_or_else(|error| panic!("{error}: {output:?}"))
+}
+
+/// Waits until the route to an address has this verdict. Returns the report.
+fn why(lab: &Lab, host: &Host, address: Ipv4Addr, verdict: &str) -> Value {
+    let ask = || ctl(lab, host, &["why", &address.to_string()]);
+    let is = || Some(ask()).filter(|why| why["verdict"].as_str().unwrap().starts_with(verdict));
+    eventually(PATIENCE, is, || format!("{:#}", ask()))
+}
+
+#[test]
+fn why_explains_the_path_through_the_process() {
+    as_root(|| {
+        let lab = up();
+        let [host, other] = lab.hosts() else { panic!("two hosts") };
+        let (to, node) = (pod(other).1, other.addresses().v4.unwrap());
+        let good = format!("packets go through flannel0 to {node}, everything is in place");
+        let report = why(&lab, host, to, &good);
+        let subnet = other.subnet_env().unwrap().unwrap().subnets.v4.unwrap();
+        let object = format!("record udp {subnet} to {node}:{PORT}");
+        let objects = report["objects"].as_array().unwrap();
+        assert_eq!(objects.len(), 1, "{report:#}");
+        assert_eq!(
+            (&objects[0]["object"], &objects[0]["state"]),
+            (&object.into(), &"in place".into())
+        );
+        assert_eq!((&report["ok"], &report["kernel"]), (&true.into(), &"dev flannel0".into()));
+
+        // Another program takes the packets.
+        host.run("ip", &["route", "add", &format!("{to}/32"), "dev", "eth0"]).unwrap();
+        let report = why(&lab, host, to, "shadowed: packets go dev eth0 instead of dev flannel0");
+        assert_eq!(report["ok"], false);
+        host.run("sh", &["-ec", report["hint"].as_str().unwrap()]).unwrap();
+        why(&lab, host, to, &good);
+
+        // The process does not know an address of no node.
+        let nobody = why(&lab, host, [10, 244, 255, 7].into(), "no node holds a subnet");
+        assert_eq!(nobody["ok"], false);
+        // Without a daemon, the route of the process is still there.
+        host.stop_daemon(Signal::SIGTERM).unwrap();
+        let report = why(&lab, host, to, &format!("it belongs to {node}, and the daemon does not"));
+        assert_eq!(report["kernel"], "dev flannel0");
+    });
+}
+
+/// The value of a metric with these labels.
+fn metric(host: &Host, name: &str) -> u64 {
+    let mut stream = UnixStream::connect(host.dir().join("flanneld.sock")).unwrap();
+    stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").unwrap();
+    let mut text = String::new();
+    stream.read_to_string(&mut text).unwrap();
+    let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
+    line.unwrap_or_else(|| panic!("{name} is not in {text}")).parse().unwrap()
+}
+
+/// The counts of a host: packets and bytes, in the status. They are those of the metrics.
+fn counts(lab: &Lab, host: &Host, direction: &str) -> (u64, u64) {
+    let before = ctl(lab, host, &["status"])["network"]["traffic"].clone();
+    let count = |what: &str| {
+        let name = format!("flannel_data_plane_{what}_total{{direction=\"{direction}\"}}");
+        let (before, now) = (&before[format!("{direction}_{what}")], metric(host, &name));
+        // The daemons' probes go on meanwhile.
+        assert!(before.as_u64().is_some_and(|before| before <= now), "{before}, then {now}");
+        now
+    };
+    (count("packets"), count("bytes"))
+}
+
+/// A host on the link of all nodes.
+fn stranger(lab: &Lab) -> Namespace {
+    let stranger = Namespace::new("stranger").unwrap();
+    let batch = format!(
+        "link add port-stranger type veth peer name eth0 netns {}\n\
+         link set port-stranger master br0 up\n",
+        stranger.path().display()
+    );
+    lab.switch().namespace().ip(&batch).unwrap();
+    stranger.ip(&format!("addr add {STRANGER}/24 dev eth0\nlink set eth0 up\n")).unwrap();
+    stranger
+}
+
+/// An IP packet without a payload.
+fn packet(from: Ipv4Addr, to: Ipv4Addr) -> Vec<u8> {
+    let mut packet = vec![0x45, 0, 0, 20, 0, 1, 0, 0, 64, 253, 0, 0];
+    packet.extend(from.octets().into_iter().chain(to.octets()));
+    let words = packet.chunks(2).map(|word| u32::from(word[0]) << 8 | u32::from(word[1]));
+    let sum: u32 = words.sum();
+    packet[10..12].copy_from_slice(&(!((sum & 0xffff) + (sum >> 16)) as u16).to_be_bytes());
+    packet
+}
+
+/// The text of the doctor's finding about the data plane.
+fn finding(lab: &Lab, host: &Host) -> Option<String> {
+    let report = ctl(lab, host, &["doctor"]);
+    let findings = report["findings"].as_array().unwrap();
+    let found = findings.iter().find(|found| found["check"] == "data-plane")?;
+    Some(found["text"].as_str().unwrap().to_owned())
+}
+
+#[test]
+fn packets_are_counted_and_forged_ones_are_reported() {
+    as_root(|| {
+        let lab = up();
+        let [host, other] = lab.hosts() else { panic!("two hosts") };
+        let ((near, from), (far, to)) = (pod(host), pod(other));
+        let (sent, received) = (counts(&lab, host, "sent"), counts(&lab, other, "received"));
+        let inbox = far.run(|| UdpSocket::bind((to, 5000))).unwrap().unwrap();
+        inbox.set_read_timeout(Some(PATIENCE)).unwrap();
+        let outbox = near.run(|| UdpSocket::bind((from, 0))).unwrap().unwrap();
+        for _ in 0..PACKETS {
+            outbox.send_to(&[7; 100], (to, 5000)).unwrap();
+            assert_eq!(inbox.recv(&mut [0; 200]).unwrap(), 100);
+        }
+        // With the headers of IP and UDP.
+        let (packets, bytes) = (PACKETS as u64, PACKETS as u64 * 128);
+        for (before, host, direction) in [(sent, host, "sent"), (received, other, "received")] {
+            let now = counts(&lab, host, direction);
+            assert!(now.0 >= before.0 + packets, "{direction}: {now:?} after {before:?}");
+            assert!(now.1 >= before.1 + bytes, "{direction}: {now:?} after {before:?}");
+        }
+        assert_eq!(finding(&lab, other), None);
+
+        // The stranger sends as the first pod.
+        let socket = stranger(&lab).run(|| UdpSocket::bind("0.0.0.0:0")).unwrap().unwrap();
+        let node = other.addresses().v4.unwrap();
+        let dropped = "flannel_data_plane_dropped_packets_total{reason=\"foreign_node\"}";
+        let before = metric(other, dropped);
+        let forged = packet(from, to);
+        let found = || {
+            socket.send_to(&forged, (node, PORT)).unwrap();
+            finding(&lab, other)
+        };
+        let text = eventually(PATIENCE, found, || other.log().unwrap());
+        let home = host.addresses().v4.unwrap();
+        let expected =
+            format!("packets of {from} come from {STRANGER} and not from their node, {home}");
+        assert!(text.starts_with(&expected), "{text}");
+        assert!(metric(other, dropped) > before);
+        assert_eq!(finding(&lab, host), None, "it is not about the other host");
+        // It stays for minutes. A daemon that starts sees packets of the past only.
+        assert_eq!(finding(&lab, other), Some(text));
+        other.stop_daemon(Signal::SIGTERM).unwrap();
+        other.start_daemon().unwrap();
+        let status = || ctl(&lab, other, &["status"])["network"]["in_sync"] == true;
+        eventually(PATIENCE, status, || other.log().unwrap());
+        assert_eq!(finding(&lab, other), None);
+        assert!(metric(other, dropped) > before);
+    });
+}
