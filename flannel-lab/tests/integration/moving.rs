@@ -1,7 +1,7 @@
 //! A cluster moves from one backend to another while packets and TCP connections go between all
 //! pods. `tests/moves.rs` has the moves that need a guest.
 
-mod cluster;
+pub(crate) mod cluster;
 mod udp;
 mod wireguard;
 

@@ -23,6 +23,7 @@ use nix::sys::signal::kill;
 use nix::unistd::Pid;
 use serde_json::{Value, json};
 
+use crate::moving::cluster::Cluster;
 use flannel_lab::testing::as_root;
 use flannel_lab::testing::stream::{Lost, Traffic};
 
@@ -158,19 +159,10 @@ fn udp_daemons_whose_kernel_moves_packets_lose_none_when_killed() {
             let device = ip(host, "-d link show flannel0");
             assert!(device.contains("ipip") && device.contains("encap fou"), "{device}");
             assert_eq!(data_plane(host), 0);
-            assert_eq!(ctl(host, "status").0["network"]["path"], "the kernel");
+            assert_eq!(Cluster::ctl(host, "status").0["network"]["path"], "the kernel");
         }
         killed_and_upgraded(&lab, slow_traffic(&lab), 2, 2);
     });
-}
-
-/// Runs `flannelctl --json` on a host. Returns its answer, and whether all is well.
-fn ctl(host: &Host, verb: &str) -> (Value, bool) {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_lab"));
-    command.args(["ctl", "--json", "--control-socket"]);
-    command.arg(host.dir().join("flanneld.sock")).arg(verb);
-    let output = host.namespace().output(&mut command).unwrap();
-    (serde_json::from_slice(&output.stdout).unwrap_or_default(), output.status.success())
 }
 
 /// The process of a host's data plane.

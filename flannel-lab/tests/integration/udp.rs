@@ -143,6 +143,8 @@ fn packet(from: Ipv4Addr, to: Ipv4Addr) -> Vec<u8> {
 fn finding(lab: &Lab, host: &Host) -> Option<String> {
     let report = ctl(lab, host, &["doctor"]);
     let findings = report["findings"].as_array().unwrap();
+    // The process is no stranger at its port.
+    assert!(findings.iter().all(|found| found["check"] != "port"), "{report:#}");
     let found = findings.iter().find(|found| found["check"] == "data-plane")?;
     Some(found["text"].as_str().unwrap().to_owned())
 }

@@ -255,8 +255,13 @@ mod tests {
     fn changes_that_never_end_do_not_delay_the_look_at_wireguard_devices() {
         in_netns_async(async || {
             let other = NetlinkKernel::open().unwrap();
-            let mut listener =
-                Listener::open(1, ForeignRoutes::default(), WireguardDevices::default()).unwrap();
+            let mut listener = Listener::open(
+                namespace(),
+                1,
+                ForeignRoutes::default(),
+                WireguardDevices::default(),
+            )
+            .unwrap();
             // It is overdue. The proxy entries are not read meanwhile, which would be a pause.
             let begin = Instant::now();
             (listener.look, listener.look_at_peers) = (begin + 2 * LONGEST_LOOK, begin);
