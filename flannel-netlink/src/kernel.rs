@@ -39,10 +39,11 @@ use crate::transport::socket::Socket;
 /// one network namespace, over rtnetlink and generic netlink.
 ///
 /// [`open`](Self::open) and reading need no privilege. [`Kernel::apply`], and reading WireGuard
-/// devices, need `CAP_NET_ADMIN` in the user namespace that owns the network namespace. Several may
-/// be open at once, for the same network namespace or for different ones. Calls that use the same
-/// `NetlinkKernel` wait for each other. The methods of [`Kernel`] need no tokio runtime.
-/// [`Changes::next`] needs one with I/O and time.
+/// devices, need `CAP_NET_ADMIN` in the user namespace that owns the network namespace, and for
+/// devices with UDP headers (`Fou`) in that of the host. Several may be open at once, for the same
+/// network namespace or for different ones. Calls that use the same `NetlinkKernel` wait for each
+/// other. The methods of [`Kernel`] need no tokio runtime. [`Changes::next`] needs one with I/O and
+/// time.
 ///
 /// ```no_run
 /// use flannel_core::Kernel;
