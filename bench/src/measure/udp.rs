@@ -2,6 +2,7 @@
 
 mod flood;
 mod go;
+mod kernel;
 mod process;
 
 use std::io::{Read, Write};
@@ -13,12 +14,13 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, ensure};
 use flannel_core::address::Family;
 use flannel_lab::{Builder, Interrupter, Lab, Namespace};
+use serde_json::Value;
 
 use self::process::Process;
 use crate::parts::process::prepare;
 use crate::parts::report::{Report, Row, median};
 
-/// The rounds of each figure. The backends alternate.
+/// The rounds of a figure. The backends alternate.
 const ROUNDS: usize = 3;
 const PATIENCE: Duration = Duration::from_secs(60);
 const PORT: u16 = 5000;
@@ -44,19 +46,21 @@ struct Pair {
 }
 
 impl Pair {
-    fn start(backend: &str, interrupter: &Interrupter) -> anyhow::Result<Self> {
+    /// With the `Backend` object of the network config, or only its `Type`.
+    fn start(backend: impl Into<Value>, interrupter: &Interrupter) -> anyhow::Result<Self> {
         Self::start_with(Lab::builder(), backend, &[], interrupter, |_| Ok(()))
     }
 
     /// The same with further options, and leases that `prepare` writes into the registry.
     fn start_with(
         lab: Builder,
-        backend: &str,
+        backend: impl Into<Value>,
         options: &[&str],
         interrupter: &Interrupter,
         prepare: impl FnOnce(&Path) -> anyhow::Result<()>,
     ) -> anyhow::Result<Self> {
-        let lab = lab.families([Family::V4]).backend(backend).hosts(2);
+        let backend = backend.into();
+        let lab = lab.families([Family::V4]).backend(backend.clone()).hosts(2);
         let lab = lab.interrupter(interrupter.clone()).start()?;
         prepare(lab.registry())?;
         lab.hosts().iter().try_for_each(|host| host.start_daemon_with(options))?;
@@ -177,10 +181,11 @@ impl Pairs {
     fn compare(
         &self,
         what: &str,
+        rounds: usize,
         measure: impl Fn(&Pair) -> anyhow::Result<f64>,
     ) -> anyhow::Result<Row> {
         let (mut udp, mut vxlan, mut go) = (Vec::new(), Vec::new(), Vec::new());
-        for _ in 0..ROUNDS {
+        for _ in 0..rounds {
             udp.push(measure(&self.udp)?);
             vxlan.push(measure(&self.vxlan)?);
             go.extend(self.go.as_ref().map(&measure).transpose()?);
@@ -188,7 +193,7 @@ impl Pairs {
         let ratio = |others: &[f64]| median(udp.iter().zip(others).map(|(udp, other)| udp / other));
         Ok(Row {
             what: what.to_owned(),
-            udp: median(udp.iter().copied()),
+            udp: Some(median(udp.iter().copied())),
             vxlan: Some(median(vxlan.iter().copied())),
             ratio: Some(ratio(&vxlan)),
             go: self.go.as_ref().map(|_| median(go.iter().copied())),
@@ -204,17 +209,20 @@ impl Pairs {
         let udp = flood::beside(&self.udp, UDP_PORT, FLOOD)?;
         let after = process.rss()?;
         let vxlan = flood::beside(&self.vxlan, VXLAN_PORT, FLOOD)?;
-        let kept = [udp.stream / alone.udp, vxlan.stream / alone.vxlan.unwrap_or(f64::NAN)];
+        let kept = [
+            udp.stream / alone.udp.unwrap_or(f64::NAN),
+            vxlan.stream / alone.vxlan.unwrap_or(f64::NAN),
+        ];
         let row = |what: &str, udp, vxlan| Row {
             what: what.to_owned(),
-            udp,
+            udp: Some(udp),
             vxlan: Some(vxlan),
             ratio: Some(udp / vxlan),
             ..Row::default()
         };
         let memory = Row {
             what: "memory after the flood, MiB more".to_owned(),
-            udp: after - before,
+            udp: Some(after - before),
             ..Row::default()
         };
         Ok([
@@ -227,6 +235,7 @@ impl Pairs {
 
 /// Measures throughput for `seconds` in each round. `go`: a flanneld of Go flannel.
 pub(crate) fn run(seconds: u64, go: Option<PathBuf>) -> anyhow::Result<Report> {
+    let of_kernel = kernel::measure();
     let (interrupter, time) = (prepare()?, Duration::from_secs(seconds));
     let alone = process::measure(PEERS, &interrupter)?;
     let pairs = Pairs {
@@ -234,13 +243,13 @@ pub(crate) fn run(seconds: u64, go: Option<PathBuf>) -> anyhow::Result<Report> {
         vxlan: Pair::start("vxlan", &interrupter)?,
         go: go.map(|program| Pair::of_go(&program, &interrupter)).transpose()?,
     };
-    let one = pairs.compare("one stream, Gb/s", |pair| pair.streams(1, time))?;
-    let eight = pairs.compare("eight streams, Gb/s", |pair| pair.streams(8, time))?;
-    let small = pairs.compare("64-byte packets, thousands/s", |pair| pair.packets(time))?;
-    let trip = pairs.compare("round trip, µs", Pair::round_trip)?;
+    let one = pairs.compare("one stream, Gb/s", ROUNDS, |pair| pair.streams(1, time))?;
+    let eight = pairs.compare("eight streams, Gb/s", ROUNDS, |pair| pair.streams(8, time))?;
+    let small = pairs.compare("64-byte packets, thousands/s", ROUNDS, |pair| pair.packets(time))?;
+    let trip = pairs.compare("round trip, µs", ROUNDS, Pair::round_trip)?;
     let [kept, flood, grown] = pairs.flood(&one)?;
     let mut report = Report {
-        gbps: Some(one.udp),
+        gbps: one.udp,
         vxlan_gbps: one.vxlan,
         go_gbps: one.go,
         ratio: one.ratio,
@@ -256,7 +265,7 @@ pub(crate) fn run(seconds: u64, go: Option<PathBuf>) -> anyhow::Result<Report> {
         }
     }
     report.at_most("round trip, against Go", trip.go_ratio, 1.0);
-    report.at_most(&grown.what, Some(grown.udp), 4.0);
+    report.at_most(&grown.what, grown.udp, 4.0);
     report.rows = vec![one, eight, small, trip, kept, flood, grown];
     for (what, figure, limit) in [
         ("memory with 5,000 peers, MiB", alone.rss, 8.0),
@@ -265,7 +274,8 @@ pub(crate) fn run(seconds: u64, go: Option<PathBuf>) -> anyhow::Result<Report> {
         ("back after kill -9, ms", alone.peers, 200.0),
     ] {
         report.at_most(what, Some(figure), limit);
-        report.rows.push(Row { what: what.to_owned(), udp: figure, ..Row::default() });
+        report.rows.push(Row { what: what.to_owned(), udp: Some(figure), ..Row::default() });
     }
+    kernel::add(&mut report, of_kernel);
     Ok(report)
 }

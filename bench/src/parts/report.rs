@@ -132,7 +132,9 @@ pub(crate) struct Latency {
 #[derive(Debug, Default, Serialize)]
 pub(crate) struct Row {
     pub(crate) what: String,
-    pub(crate) udp: f64,
+    /// `None`: only the ratio counts.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) udp: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) vxlan: Option<f64>,
     /// `udp` relative to `vxlan`.
@@ -192,7 +194,7 @@ impl Report {
             println!("  {:<36}{}", "", names.concat());
         }
         for Row { what, udp, vxlan, ratio, go, go_ratio } in &self.rows {
-            let figures = [Some(*udp), *vxlan, *ratio, *go, *go_ratio];
+            let figures = [*udp, *vxlan, *ratio, *go, *go_ratio];
             let text = |figure: f64| format!("{figure:.2}");
             let figures = figures.map(|f| format!("{:>12}", f.map_or_else(String::new, text)));
             println!("  {what:<36}{}", figures.concat());
