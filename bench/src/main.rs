@@ -94,8 +94,8 @@ enum Bench {
         peers: u32,
     },
     /// The backend udp between two pods: its throughput against that of the kernel's vxlan, also
-    /// beside a flood, its memory, its wake-ups, and its return after a kill. The kernel's path runs
-    /// in a guest, which FLANNEL_QEMU names (CONTRIBUTING)
+    /// beside a flood, its memory, its wake-ups, and its return after a kill. The kernel's path is
+    /// measured in a guest, which FLANNEL_QEMU names (CONTRIBUTING)
     Udp {
         /// A flanneld of Go with cgo, to compare with; it needs etcd and etcdctl
         #[arg(long)]
