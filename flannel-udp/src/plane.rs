@@ -282,36 +282,50 @@ fn usable(port: u16, local: IpAddr) -> Result<(), Error> {
     Socket::receiver((local, port).into()).map(drop)
 }
 
-/// Calls `run` with the latest table, waiting on `fd` when it returns `false`, until the stop.
+/// What a thread does after some packets.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Next {
+    /// There may be more.
+    More,
+    /// It waits for the next one.
+    Wait,
+    /// It has only dropped packets of strangers for a while. It waits a millisecond, so that a
+    /// flood does not wake it up for each.
+    Rest,
+}
+
+/// Calls `run` with the latest table, waiting on `fd` as it says, until the stop.
 fn repeat(
     shared: &Shared,
     stop: &EventFd,
     fd: std::os::fd::BorrowedFd<'_>,
-    mut run: impl FnMut(&Table) -> Result<bool, Errno>,
+    mut run: impl FnMut(&Table) -> Result<Next, Errno>,
 ) -> io::Result<()> {
     let (mut version, mut table) = shared.table();
     let pause = PollTimeout::try_from(PAUSE).unwrap_or(PollTimeout::MAX);
+    let rest = PollTimeout::from(1_u8);
     loop {
         if shared.version.load(Ordering::Acquire) != version {
             (version, table) = shared.table();
         }
-        let (more, failed) = match run(&table) {
-            Ok(more) => (more, false),
+        let next = match run(&table) {
+            Ok(next) => Some(next),
             // The device is gone. The next process makes another one.
             Err(errno @ (Errno::EBADFD | Errno::ENODEV | Errno::EBADF)) => return Err(errno.into()),
             Err(_) => {
                 add(&shared.ledger.counters.read_failed, 1);
-                (false, true)
+                None
             }
         };
         let mut ready =
             [PollFd::new(stop.as_fd(), PollFlags::POLLIN), PollFd::new(fd, PollFlags::POLLIN)];
         shared.ledger.touch();
-        // Nothing wakes it but packets.
-        let timeout = if more { PollTimeout::ZERO } else { PollTimeout::NONE };
-        let (ready, timeout) = match failed {
-            true => (&mut ready[..1], pause),
-            false => (&mut ready[..], timeout),
+        let (ready, timeout) = match next {
+            Some(Next::More) => (&mut ready[..], PollTimeout::ZERO),
+            // Nothing wakes it but packets.
+            Some(Next::Wait) => (&mut ready[..], PollTimeout::NONE),
+            Some(Next::Rest) => (&mut ready[..1], rest),
+            None => (&mut ready[..1], pause),
         };
         match poll(ready, timeout) {
             Ok(_) | Err(Errno::EINTR) => {}
@@ -342,7 +356,7 @@ mod tests {
             if error.is_none() {
                 stop.write(1).unwrap();
             }
-            error.map_or(Ok(false), Err)
+            error.map_or(Ok(Next::Wait), Err)
         });
         ended.unwrap();
         assert_eq!(shared.ledger.counters.read().read_failed, 2);

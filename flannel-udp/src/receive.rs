@@ -3,7 +3,7 @@
 use std::io::IoSlice;
 use std::net::{IpAddr, SocketAddr};
 use std::ops::Range;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
 
@@ -15,6 +15,7 @@ use crate::learned::{Learned, Source};
 use crate::limit::Limit;
 use crate::mtus::Mtus;
 use crate::packet::{Header, TCP, decrement_ttl, partial_checksum};
+use crate::plane::Next;
 use crate::split::split;
 use crate::table::{Peer, Table};
 use crate::vnet::{GSO_TCPV4, GSO_TCPV6, NEEDS_CSUM, Vnet};
@@ -26,6 +27,8 @@ const BURST: usize = 65_535;
 const BURSTS: usize = 4;
 /// The most calls before packets are written, so that a flood of small datagrams delays nothing.
 const RECEIVES: usize = 64;
+/// The time without packets of nodes after which those of strangers may wait.
+const QUIET: Duration = Duration::from_millis(10);
 /// The most parts of a write: the vnet header, the headers, and 128 payloads.
 const PARTS: usize = 130;
 
@@ -45,6 +48,8 @@ pub(crate) struct Receiver<'a, D, W> {
     joins: [bool; 2],
     mtus: Mtus,
     limit: Limit,
+    /// The last time at which a packet has passed.
+    last_passed: Option<Instant>,
 }
 
 impl<'a, D: Device, W: Wire> Receiver<'a, D, W> {
@@ -67,15 +72,16 @@ impl<'a, D: Device, W: Wire> Receiver<'a, D, W> {
             joins: [true; 2],
             mtus: Mtus::default(),
             limit: Limit::default(),
+            last_passed: None,
         }
     }
 
-    /// Receives datagrams until there is none, at most `most` times. Returns whether there may be
-    /// more.
+    /// Receives datagrams until there is none, at most `most` times.
     ///
     /// # Errors
     /// The socket cannot be read.
-    pub(crate) fn run(&mut self, table: &Table, most: usize) -> Result<bool, Errno> {
+    pub(crate) fn run(&mut self, table: &Table, most: usize) -> Result<Next, Errno> {
+        let (mut has_received, mut has_passed) = (false, false);
         for _ in 0..most {
             let mut used = 0;
             self.packets.clear();
@@ -86,7 +92,8 @@ impl<'a, D: Device, W: Wire> Receiver<'a, D, W> {
                 }
                 match self.wire.receive(&mut self.buffer[used..used + BURST]) {
                     Ok(received) => {
-                        self.take(received, used, table);
+                        has_received = true;
+                        has_passed |= self.take(received, used, table);
                         used += received.len;
                     }
                     // The second is an error of an earlier datagram.
@@ -100,15 +107,24 @@ impl<'a, D: Device, W: Wire> Receiver<'a, D, W> {
             self.deliver();
             match result {
                 Ok(()) => {}
-                Err(Errno::EAGAIN) => return Ok(false),
+                Err(Errno::EAGAIN) => {
+                    let now = Instant::now();
+                    if has_passed {
+                        self.last_passed = Some(now);
+                    }
+                    let is_quiet = self.last_passed.is_none_or(|last| now - last > QUIET);
+                    return Ok(if has_received && is_quiet { Next::Rest } else { Next::Wait });
+                }
                 Err(errno) => return Err(errno),
             }
         }
-        Ok(true)
+        Ok(Next::More)
     }
 
-    /// Takes the packets of datagrams that were received at an offset of the buffer.
-    fn take(&mut self, Received { len, size, from }: Received, at: usize, table: &Table) {
+    /// Takes the packets of datagrams that were received at an offset of the buffer. Returns
+    /// whether there is one.
+    fn take(&mut self, Received { len, size, from }: Received, at: usize, table: &Table) -> bool {
+        let mut has_passed = false;
         if len == 0 {
             add(&self.counters.bad_datagram, 1);
         }
@@ -133,6 +149,7 @@ impl<'a, D: Device, W: Wire> Receiver<'a, D, W> {
                 }
                 continue;
             }
+            has_passed = true;
             decrement_ttl(packet, &ip);
             let range = start..start + ip.total;
             // Only nodes, and not their ports, so that strangers do not fill the memory.
@@ -142,6 +159,7 @@ impl<'a, D: Device, W: Wire> Receiver<'a, D, W> {
                 self.packets.push((range, ip));
             }
         }
+        has_passed
     }
 
     /// Writes a packet of TCP that the kernel of a node has left to its network card to segment.
@@ -371,7 +389,7 @@ mod tests {
         let own = [Some([10, 1, 8, 0].into()), None];
         let learned = Learned::default();
         let mut receiver = Receiver::new(device, wire, own, &counters, Some(&learned));
-        while receiver.run(&table([10, 1, 7, 0], 7), 1).unwrap() {}
+        while receiver.run(&table([10, 1, 7, 0], 7), 1).unwrap() == Next::More {}
         counters.read()
     }
 
@@ -466,6 +484,25 @@ mod tests {
         }
     }
 
+    #[test]
+    fn packets_of_strangers_alone_wake_a_thread_up_seldom() {
+        let good = datagrams(from_pod(UDP, &[1; 64], 0)).remove(0);
+        let (counters, learned) = (Counters::default(), Learned::default());
+        for (nodes, next) in [
+            (&[][..], Next::Wait),
+            (&[9, 9], Next::Rest),
+            (&[9, 7, 9], Next::Wait),
+            (&[7], Next::Wait),
+        ] {
+            let (wire, device) = (FakeWire::default(), FakeDevice::default());
+            let from = |n: &u8| (node(*n), good.len(), good.clone());
+            wire.receives.borrow_mut().extend(nodes.iter().map(from));
+            let own = [Some([10, 1, 8, 0].into()), None];
+            let mut receiver = Receiver::new(&device, &wire, own, &counters, Some(&learned));
+            assert_eq!(receiver.run(&table([10, 1, 7, 0], 7), 9), Ok(next), "{nodes:?}");
+        }
+    }
+
     /// Neither packets of others nor the stop wait for the end of a flood.
     #[test]
     fn a_flood_of_empty_datagrams_delays_nothing() {
@@ -477,7 +514,7 @@ mod tests {
         let (counters, learned) = (Counters::default(), Learned::default());
         let own = [Some([10, 1, 8, 0].into()), None];
         let mut receiver = Receiver::new(&device, &wire, own, &counters, Some(&learned));
-        assert!(receiver.run(&table([10, 1, 7, 0], 7), 1).unwrap());
+        assert_eq!(receiver.run(&table([10, 1, 7, 0], 7), 1), Ok(Next::More));
         assert_eq!((device.written.borrow().len(), counters.read().bad_datagram), (1, 63));
     }
 

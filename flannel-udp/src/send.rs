@@ -14,6 +14,7 @@ use crate::icmp;
 use crate::limit::Limit;
 use crate::mtus::Mtus;
 use crate::packet::{Header, decrement_ttl};
+use crate::plane::Next;
 use crate::split::split;
 use crate::table::Table;
 use crate::vnet::Vnet;
@@ -83,11 +84,11 @@ impl<'a, D: Device, W: Wire> Sender<'a, D, W> {
         }
     }
 
-    /// Sends packets until there is none, at most `most`. Returns whether there may be more.
+    /// Sends packets until there is none, at most `most`.
     ///
     /// # Errors
     /// The device cannot be read.
-    pub(crate) fn run(&mut self, table: &Table, most: usize) -> Result<bool, Errno> {
+    pub(crate) fn run(&mut self, table: &Table, most: usize) -> Result<Next, Errno> {
         self.now = Instant::now();
         self.alone.retain(|_, until| *until > self.now);
         for _ in 0..most {
@@ -100,7 +101,7 @@ impl<'a, D: Device, W: Wire> Sender<'a, D, W> {
                 Err(Errno::EINTR) => {}
                 Err(Errno::EAGAIN) => {
                     self.flush();
-                    return Ok(false);
+                    return Ok(Next::Wait);
                 }
                 Err(errno) => {
                     self.flush();
@@ -109,7 +110,7 @@ impl<'a, D: Device, W: Wire> Sender<'a, D, W> {
             }
         }
         self.flush();
-        Ok(true)
+        Ok(Next::More)
     }
 
     /// Takes a packet with its vnet header, which is in the arena.
@@ -293,7 +294,7 @@ mod tests {
     fn send(device: &FakeDevice, wire: &FakeWire) -> crate::Counts {
         let counters = Counters::default();
         let mut sender = Sender::new(device, [Some(wire), None], &counters);
-        while sender.run(&table(), 7).unwrap() {}
+        while sender.run(&table(), 7).unwrap() == Next::More {}
         counters.read()
     }
 

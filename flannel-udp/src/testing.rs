@@ -18,6 +18,7 @@ use crate::fakes::{FakeDevice, FakeWire};
 use crate::learned::Learned;
 use crate::options::Options;
 use crate::packet::{Header, set_word, word};
+use crate::plane::Next;
 use crate::receive::Receiver;
 use crate::send::Sender;
 use crate::split::split;
@@ -48,7 +49,7 @@ pub fn receive(bytes: &[u8]) -> u64 {
         wire.receives.borrow_mut().push_back((node, size, datagrams.to_vec()));
         let own = [Some([10, 1, 8, 0].into()), Some([0xfd; 16].into())];
         let mut receiver = Receiver::new(&device, &wire, own, &counters, learned);
-        while receiver.run(&table, 7).expect("the socket never fails") {}
+        while receiver.run(&table, 7).expect("the socket never fails") == Next::More {}
         (device.written.take(), counters.read())
     };
     let (joined, counts) = run(None, None);
@@ -97,7 +98,7 @@ pub fn send(bytes: &[u8]) -> Counts {
     let (counters, wire) = (Counters::default(), FakeWire::default());
     let device = FakeDevice { reads: RefCell::new([bytes.to_vec()].into()), ..Default::default() };
     let mut sender = Sender::new(&device, [Some(&wire), None], &counters);
-    while sender.run(&table, 7).expect("the device never fails") {}
+    while sender.run(&table, 7).expect("the device never fails") == Next::More {}
     let (counts, sent) = (counters.read(), wire.sent.take());
     assert_eq!(counts.sent_packets, sent.len() as u64);
     let all = [counts.expired, counts.bad_packet, counts.sent_packets.min(1)];

@@ -10,7 +10,7 @@ use anyhow::{Context, ensure};
 use flannel_lab::Namespace;
 use nix::sys::socket::{MsgFlags, MultiHeaders, SockaddrStorage, sendmmsg};
 
-use super::{PORT, Pair};
+use super::{PORT, Pair, pause};
 
 /// The datagrams of a call.
 const BATCH: usize = 64;
@@ -27,6 +27,26 @@ pub(super) struct Beside {
 
 /// The rate of a stream while the host of its receiver gets hostile datagrams at `port`.
 pub(super) fn beside(pair: &Pair, port: u16, time: Duration) -> anyhow::Result<Beside> {
+    let (stream, flood) = during(pair, port, || pair.streams(1, time))?;
+    Ok(Beside { stream, flood })
+}
+
+/// The rate of a flood beside which nothing else happens, in thousands of datagrams per second.
+pub(super) fn alone(pair: &Pair, port: u16, time: Duration) -> anyhow::Result<f64> {
+    let wait = || {
+        pause(time);
+        Ok(())
+    };
+    Ok(during(pair, port, wait)?.1)
+}
+
+/// Does something while the host of the second pod gets hostile datagrams at `port`. Returns their
+/// rate too, in thousands per second.
+fn during<T>(
+    pair: &Pair,
+    port: u16,
+    work: impl FnOnce() -> anyhow::Result<T>,
+) -> anyhow::Result<(T, f64)> {
     let ([_, victim], at) = pair.ends()?;
     let host = pair.lab.hosts()[1].addresses().v4.context("a host without an address")?;
     let pods = [0, 1].map(|n| pair.lab.hosts()[n].pod().and_then(|pod| pod.addresses().v4));
@@ -39,20 +59,20 @@ pub(super) fn beside(pair: &Pair, port: u16, time: Duration) -> anyhow::Result<B
     let inbox = victim.run(|| UdpSocket::bind(at))??;
     inbox.set_nonblocking(true)?;
     let (sent, ends) = (AtomicU64::new(0), AtomicBool::new(false));
-    let beside = std::thread::scope(|scope| {
+    let result = std::thread::scope(|scope| {
         let flood = scope.spawn(|| flood(&socket, (host, port).into(), [peer, pod], &sent, &ends));
         let (begin, before) = (Instant::now(), sent.load(Ordering::Relaxed));
-        let stream = pair.streams(1, time);
+        let done = work();
         let count = sent.load(Ordering::Relaxed) - before;
         let rate = count as f64 / begin.elapsed().as_secs_f64() / 1e3;
         ends.store(true, Ordering::Relaxed);
         flood.join().map_err(|_| anyhow::anyhow!("the flood panicked"))??;
-        anyhow::Ok(Beside { stream: stream?, flood: rate })
+        anyhow::Ok((done?, rate))
     });
     pair.lab.switch().namespace().ip("link delete port-stranger\n")?;
-    let beside = beside?;
+    let result = result?;
     ensure!(inbox.recv(&mut [0; 99]).is_err(), "a hostile packet has reached a pod");
-    Ok(beside)
+    Ok(result)
 }
 
 /// A host on the link of all nodes.

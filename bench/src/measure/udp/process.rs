@@ -60,8 +60,9 @@ pub(super) fn measure(count: u32, interrupter: &Interrupter) -> anyhow::Result<F
         ensure!(begin.elapsed() < PATIENCE, "not all peers are there");
         pause(Duration::from_millis(50));
     }
-    pause(SETTLE);
+    // A connection would wake it up.
     let pid = process.id()?;
+    pause(SETTLE);
     let before: u64 = switches(pid)?.iter().map(|(_, count)| count).sum();
     pause(IDLE);
     let after: u64 = switches(pid)?.iter().map(|(_, count)| count).sum();
