@@ -17,6 +17,8 @@ use crate::error::Error;
 /// The longest time for the end of a process that was killed.
 const ENDING: Duration = Duration::from_secs(1);
 const PAUSE: Duration = Duration::from_millis(2);
+/// The most who can ask between two looks (linux `net.core.somaxconn`).
+const MOST_ASKERS: usize = 4096;
 
 /// A claim on a device of this network namespace. It lasts as long as its descriptor is open in any
 /// process.
@@ -41,12 +43,15 @@ impl Claim {
                     return Ok(Self(listener));
                 }
                 Err(error) if error.kind() != io::ErrorKind::AddrInUse => return Err(named(error)),
-                Err(_) if begin.elapsed() < ENDING => std::thread::park_timeout(PAUSE),
-                Err(_) => break,
+                Err(_) if begin.elapsed() < ENDING => {}
+                Err(_) => match is_of_this_user(&name) {
+                    // The owner is ending, or has not begun to listen.
+                    Err(_) if begin.elapsed() < 2 * ENDING => {}
+                    Ok(false) | Err(_) => break,
+                    Ok(true) => return Err(Error::Claimed { device: device.to_owned() }),
+                },
             }
-        }
-        if is_of_this_user(&name).unwrap_or(false) {
-            return Err(Error::Claimed { device: device.to_owned() });
+            std::thread::park_timeout(PAUSE);
         }
         // Every user can have the name, but not the device.
         crate::report(&format!("a program of another user has the socket @{name}"));
@@ -61,7 +66,12 @@ impl Claim {
 
     /// Forgets those who have asked for the owner. Otherwise nobody could ask after some thousand.
     pub(crate) fn forget_askers(&self) {
-        while self.0.accept().is_ok() {}
+        // Others may ask all the time.
+        for _ in 0..MOST_ASKERS {
+            if self.0.accept().is_err() {
+                break;
+            }
+        }
     }
 }
 
@@ -82,6 +92,8 @@ fn is_of_this_user(name: &str) -> nix::Result<bool> {
 
 #[cfg(test)]
 mod tests {
+    use nix::sys::socket::bind;
+
     use super::*;
 
     #[test]
@@ -115,8 +127,10 @@ mod tests {
         assert_eq!(is_of_this_user(&name), Ok(true));
         drop(listener);
         // A socket that does not listen tells no owner, as one whose queue is full.
-        let silent = std::os::unix::net::UnixDatagram::bind_addr(&address).unwrap();
+        let flags = SockFlag::SOCK_CLOEXEC;
+        let silent = socket(AddressFamily::Unix, SockType::Stream, flags, None).unwrap();
+        let address = UnixAddr::new_abstract(name.as_bytes()).unwrap();
+        bind(silent.as_raw_fd(), &address).unwrap();
         assert!(Claim::new(&name["flannel-udp/".len()..]).is_ok());
-        drop(silent);
     }
 }

@@ -251,12 +251,15 @@ impl Wire for Port<'_> {
             Err(Errno::EAGAIN) if !self.is_stuck.get() => {
                 let (read, write) = (PollFlags::POLLIN, PollFlags::POLLOUT);
                 let patience = PollTimeout::try_from(PATIENCE).unwrap_or(PollTimeout::ZERO);
-                let _ = poll(&mut [PollFd::new(self.stop, read), PollFd::new(fd, write)], patience);
+                let mut ready = [PollFd::new(self.stop, read), PollFd::new(fd, write)];
+                self.is_stuck.set(poll(&mut ready, patience) == Ok(0));
                 send()
             }
             result => result,
         };
-        self.is_stuck.set(result == Err(Errno::EAGAIN));
+        if result.is_ok() {
+            self.is_stuck.set(false);
+        }
         result
     }
 

@@ -16,12 +16,14 @@ use crate::started::command;
 
 /// The longest time until a process that was started answers.
 const START: Duration = Duration::from_secs(5);
+/// The longest time for an answer of one that hands over meanwhile.
+const ANSWER: Duration = Duration::from_secs(10);
 const PAUSE: Duration = Duration::from_millis(5);
 
 /// The process of a data plane. Clones are handles of the same.
 ///
 /// All methods block: for each request at most ten seconds, and while a process is started some
-/// fifteen more. A dropped handle leaves the process as it is.
+/// thirty more. A dropped handle leaves the process as it is.
 #[derive(Debug, Clone)]
 pub struct DataPlane(Arc<Shared>);
 
@@ -172,6 +174,9 @@ impl DataPlane {
                         return self.use_client(inner, client);
                     }
                 }
+                Err(error) if need == Need::Nothing && error.kind() != ErrorKind::InvalidData => {
+                    return Err(error);
+                }
                 _ if need == Need::Nothing => {
                     let text = "it has another version; a start of the daemon replaces it";
                     return Err(io::Error::other(text));
@@ -197,10 +202,15 @@ impl DataPlane {
                     inner.running = Some(process);
                     return self.use_client(inner, client);
                 }
-                result if begin.elapsed() >= START => {
-                    // It must not take over when nobody waits for it.
+                // It must not take over when nobody waits for it. After an error it has perhaps
+                // just done so.
+                Ok(_) if begin.elapsed() >= START => {
                     let _ = child.kill();
-                    return Err(result.err().unwrap_or_else(|| ErrorKind::TimedOut.into()));
+                    return Err(ErrorKind::TimedOut.into());
+                }
+                Err(error) if begin.elapsed() >= 2 * START + ANSWER => {
+                    let _ = child.kill();
+                    return Err(error);
                 }
                 _ => std::thread::park_timeout(PAUSE),
             }

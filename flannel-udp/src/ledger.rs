@@ -7,7 +7,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::thread::Thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::counters::{Counters, Counts};
 
@@ -117,8 +117,11 @@ fn keep_saved(ledger: &Weak<Ledger>) {
         let Some(now) = ledger.upgrade() else { return };
         if now.is_dirty.load(Ordering::Acquire) {
             drop(now);
-            // Nobody wakes it meanwhile.
-            std::thread::park_timeout(SAVE);
+            // A touch during the last save has woken it up already.
+            let until = Instant::now() + SAVE;
+            while let Some(left) = until.checked_duration_since(Instant::now()) {
+                std::thread::park_timeout(left);
+            }
             let Some(now) = ledger.upgrade() else { return };
             now.is_dirty.store(false, Ordering::Release);
             now.save();
@@ -143,6 +146,22 @@ fn write(file: &File, counts: &Counts) -> io::Result<()> {
 mod tests {
     use super::*;
     use crate::counters::add;
+
+    #[test]
+    fn a_file_is_written_once_a_second_however_much_changes() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("counts");
+        let ledger = Ledger::open(&path).unwrap();
+        let (begin, mut texts) = (Instant::now(), std::collections::BTreeSet::new());
+        while begin.elapsed() < 5 * SAVE / 2 {
+            add(&ledger.counters.no_peer, 1);
+            ledger.touch();
+            texts.insert(std::fs::read(&path).unwrap());
+        }
+        // The empty file, and one after each second.
+        let most = 1 + begin.elapsed().as_secs() as usize;
+        assert!((2..=most).contains(&texts.len()), "{} writes", texts.len());
+    }
 
     #[test]
     fn counts_continue_after_a_kill_and_after_damage_they_begin_again() {

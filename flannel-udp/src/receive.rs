@@ -81,9 +81,9 @@ impl<'a, D: Device, W: Wire> Receiver<'a, D, W> {
     /// # Errors
     /// The socket cannot be read.
     pub(crate) fn run(&mut self, table: &Table, most: usize) -> Result<Next, Errno> {
-        let (mut has_received, mut has_passed) = (false, false);
+        let mut has_received = false;
         for _ in 0..most {
-            let mut used = 0;
+            let (mut used, mut has_passed) = (0, false);
             self.packets.clear();
             let mut result = Ok(());
             for _ in 0..RECEIVES {
@@ -105,14 +105,13 @@ impl<'a, D: Device, W: Wire> Receiver<'a, D, W> {
                 }
             }
             self.deliver();
+            if has_passed {
+                self.last_passed = Some(Instant::now());
+            }
             match result {
                 Ok(()) => {}
                 Err(Errno::EAGAIN) => {
-                    let now = Instant::now();
-                    if has_passed {
-                        self.last_passed = Some(now);
-                    }
-                    let is_quiet = self.last_passed.is_none_or(|last| now - last > QUIET);
+                    let is_quiet = self.last_passed.is_none_or(|last| last.elapsed() > QUIET);
                     return Ok(if has_received && is_quiet { Next::Rest } else { Next::Wait });
                 }
                 Err(errno) => return Err(errno),

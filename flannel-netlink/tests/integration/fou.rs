@@ -135,6 +135,14 @@ fn datagrams_carry_packets_alone() {
                 assert_eq!(ports.matches("port").count(), 1, "{ports}");
             }
             assert_eq!(index(), first);
+            // The old port is closed also if a program has the new one.
+            let taken = UdpSocket::bind((here, 9000)).unwrap();
+            let moved = objects(1, 9000, false);
+            let result = near.apply(&footprint(), &[Change::Put(moved[0].clone())]).remove(0);
+            assert!(result.is_err() && ip("fou show").is_empty(), "{}", ip("fou show"));
+            drop(taken);
+            put(&near, &ours);
+            assert_state(&near, &ours);
             let damage = [
                 format!("fou del port 8285 local {here}"),
                 "link set flannel0 mtu 1300".to_owned(),

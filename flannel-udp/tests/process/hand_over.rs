@@ -107,7 +107,9 @@ fn several_processes_take_over_one_after_the_other() {
         };
         assert!(first.ended().success());
         eventually(PATIENCE, || running(&mut others) == 1, || "several go on");
-        let pid = first.status().process.pid;
+        // It has not taken the name of the socket yet, perhaps.
+        let pid = || Some(Client::connect(&first.socket).ok()?.process().ok()?.pid);
+        let pid = eventually(PATIENCE, pid, || "nobody answers");
         let last = others.iter_mut().find(|child| child.id() == pid).unwrap();
         assert_eq!(last.try_wait().unwrap(), None, "the one that answers goes on");
         assert_works(&first);

@@ -139,10 +139,13 @@ impl Writer<'_> {
             // The change may reset the MTU (linux `ip_tunnel_update`).
             let now = if changes_kind { find_link(self.socket, want.name)? } else { None };
             let is = now.unwrap_or_else(|| is.clone());
-            let own = self.configure(want, &is).and_then(|()| match old_port {
+            let own = self.configure(want, &is);
+            // Also if the new one cannot be opened: nobody would know it later.
+            let closed = match old_port {
                 Some(port) if is.fou_port() != Some(port) => fou::delete(self.namespace, port),
                 _ => Ok(()),
-            });
+            };
+            let own = own.and(closed);
             let mut send = |mut requests| -> Result<(), KernelError> {
                 self.socket.send(&mut requests).into_iter().collect()
             };
