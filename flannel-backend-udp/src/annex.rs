@@ -182,21 +182,9 @@ impl Changes for Events {
 #[cfg(test)]
 mod tests {
     use flannel_udp::PROGRAM_VERSION;
-    use flannel_udp::testing::process;
+    use flannel_udp::testing::{options, process};
 
     use super::*;
-
-    fn options() -> Options {
-        Options {
-            device: "flannel0".into(),
-            local: vec![[192, 0, 2, 7].into()],
-            port: 8285,
-            own: vec!["10.1.7.0/24".parse().unwrap()],
-            one_port: false,
-            checks_source: true,
-            queues: None,
-        }
-    }
 
     fn subnet(n: u8) -> Subnet {
         format!("10.1.{n}.0/24").parse().unwrap()

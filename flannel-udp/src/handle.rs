@@ -169,9 +169,10 @@ impl DataPlane {
         match Client::connect(&self.socket()) {
             Ok(mut client) => match client.process() {
                 Ok(process) if process.version == VERSION => {
+                    let pid = process.pid;
                     inner.running = Some(process);
                     if need != Need::Current || !inner.is_old() {
-                        return self.use_client(inner, client);
+                        return self.use_client(inner, pid, client);
                     }
                 }
                 Err(error) if need == Need::Nothing && error.kind() != ErrorKind::InvalidData => {
@@ -198,9 +199,10 @@ impl DataPlane {
             match connected {
                 // The old one answers until it has handed over.
                 Ok((process, client)) if process.pid == child.id() => {
+                    let pid = process.pid;
                     inner.started = Some(process.program.clone());
                     inner.running = Some(process);
-                    return self.use_client(inner, client);
+                    return self.use_client(inner, pid, client);
                 }
                 // It must not take over when nobody waits for it. After an error it has perhaps
                 // just done so.
@@ -220,12 +222,9 @@ impl DataPlane {
         }
     }
 
-    /// Uses a connection to the process that runs, and reports its end to the engine.
-    fn use_client(&self, inner: &mut Inner, client: Client) -> io::Result<()> {
-        let pid = inner.running.as_ref().map(|process| process.pid);
-        if let Some(pid) = pid
-            && inner.watched != Some(pid)
-        {
+    /// Uses a connection to the process with this id, and reports its end.
+    fn use_client(&self, inner: &mut Inner, pid: u32, client: Client) -> io::Result<()> {
+        if inner.watched != Some(pid) {
             let (watch, plane) = (Client::connect(&self.socket())?, self.clone());
             let thread = std::thread::Builder::new().name("watch".into()).stack_size(256 << 10);
             thread.spawn(move || {
@@ -270,20 +269,7 @@ mod tests {
 
     use super::*;
     use crate::control::Peers;
-    use crate::options::Options;
-    use crate::testing::process;
-
-    fn options() -> Options {
-        Options {
-            device: "flannel0".into(),
-            local: vec![[192, 0, 2, 7].into()],
-            port: 8285,
-            own: vec!["10.1.7.0/24".parse().unwrap()],
-            one_port: false,
-            checks_source: true,
-            queues: None,
-        }
-    }
+    use crate::testing::{options, process};
 
     /// It does not answer any more, and there is one connection that reports its end.
     #[test]

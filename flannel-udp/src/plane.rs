@@ -152,8 +152,6 @@ impl Plane {
             plane.options.own.iter().map(|own| own.address).find(|own| own.is_ipv6() == is_v6)
         };
         let (own, checks) = ([of_family(false), of_family(true)], plane.options.checks_source);
-        let stop = EventFd::new().map_err(|errno| Error::Thread(errno.into()))?;
-        plane.stop = Arc::new(stop);
         for lane in plane.lanes.clone() {
             for family in 0..2 {
                 if lane.receive[family].is_none() {
@@ -224,6 +222,8 @@ impl Plane {
         for thread in self.threads.drain(..) {
             let _ = thread.join();
         }
+        // So that [`Self::resume`] can use it again.
+        let _ = self.stop.read();
     }
 
     fn spawn(

@@ -100,7 +100,7 @@ fn take_over(mut client: Client, socket: &Path) -> io::Result<Inner> {
         Client::connect(socket)?.end()?;
         return Ok(Inner { ledger: ledger(socket), ..Inner::default() });
     }
-    // From then on packets wait.
+    // Before packets wait, because the disk may be slow.
     let ledger = ledger(socket);
     let (Status { options, peers, learned, counts, .. }, fds) = client.take_over()?;
     ledger.continue_from(&counts);

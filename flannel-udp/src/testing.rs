@@ -12,7 +12,7 @@ use std::sync::mpsc;
 use nix::errno::Errno;
 
 use crate::checksum;
-use crate::control::{Status, VERSION};
+use crate::control::{Prefix, Status, VERSION};
 use crate::counters::{Counters, Counts};
 use crate::fakes::{FakeDevice, FakeWire};
 use crate::learned::Learned;
@@ -124,6 +124,20 @@ pub fn send(bytes: &[u8]) -> Counts {
     assert_eq!(payload.len(), whole.total - headers);
     assert!(headers == 0 || payload == packet[headers..whole.total]);
     counts
+}
+
+/// The options of a node with the subnet `10.1.7.0/24`.
+pub fn options() -> Options {
+    let subnet = Prefix { address: [10, 1, 7, 0].into(), len: 24 };
+    Options {
+        device: "flannel0".into(),
+        local: vec![[192, 0, 2, 7].into()],
+        port: 8285,
+        own: vec![subnet],
+        one_port: false,
+        checks_source: true,
+        queues: None,
+    }
 }
 
 /// Serves on a socket as a process whose answers are given, and returns the requests, each with

@@ -4,9 +4,6 @@
 //! Packets are numbered, so that each loss is reported. A test sends some ten thousand.
 
 use std::fs;
-use std::io::{BufRead, BufReader, Write};
-use std::os::unix::net::UnixStream;
-use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 use test_support::eventually;
 use test_support::guest::{in_qemu, in_uml};
@@ -19,11 +16,10 @@ use flannel_core::{Backend, Config};
 use flannel_lab::{Builder, Host, Lab, Signal};
 use flannel_netlink::NetlinkKernel;
 use flannel_route::ready_for_go;
-use nix::sys::signal::kill;
-use nix::unistd::Pid;
 use serde_json::{Value, json};
 
 use crate::moving::cluster::Cluster;
+use crate::udp::data_plane;
 use flannel_lab::testing::as_root;
 use flannel_lab::testing::stream::{Lost, Traffic};
 
@@ -34,7 +30,7 @@ const MODULES: [&str; 7] =
     ["veth", "bridge", "iptable_nat", "iptable_filter", "xt_MASQUERADE", "xt_comment", "xt_mark"];
 
 /// Three hosts with both families, whose pods reach each other.
-fn up(backend: impl Into<Value>) -> Lab {
+pub(crate) fn up(backend: impl Into<Value>) -> Lab {
     up_with(Lab::builder().families(Family::BOTH).backend(backend))
 }
 
@@ -47,7 +43,7 @@ fn up_with(builder: Builder) -> Lab {
     lab
 }
 
-fn logs(lab: &Lab) -> String {
+pub(crate) fn logs(lab: &Lab) -> String {
     lab.hosts().iter().map(|host| format!("--- {}\n{}", host.name(), host.log().unwrap())).collect()
 }
 
@@ -69,7 +65,7 @@ fn ip(host: &Host, args: &str) -> String {
 }
 
 /// Ends the streams. No packet may be lost.
-fn assert_no_loss(traffic: Traffic, lab: &Lab, least: usize) {
+pub(crate) fn assert_no_loss(traffic: Traffic, lab: &Lab, least: usize) {
     traffic.wait_for_arrivals();
     let (sent, lost) = traffic.end();
     assert!(
@@ -162,108 +158,6 @@ fn udp_daemons_whose_kernel_moves_packets_lose_none_when_killed() {
             assert_eq!(Cluster::ctl(host, "status").0["network"]["path"], "the kernel");
         }
         killed_and_upgraded(&lab, slow_traffic(&lab), 2, 2);
-    });
-}
-
-/// The process of a host's data plane.
-fn data_plane(host: &Host) -> i32 {
-    let socket = host.dir().join("state/udp/socket");
-    let list = host.run("ps", &["-eo", "pid,args"]).unwrap();
-    let mut lines = list.lines().filter(|line| line.ends_with(&*socket.to_string_lossy()));
-    lines.next().and_then(|line| line.split_whitespace().next()?.parse().ok()).unwrap_or_default()
-}
-
-/// A new data plane takes over from the one that runs, as for an upgrade.
-#[test]
-fn a_data_plane_of_udp_hands_over_without_the_loss_of_a_packet() {
-    as_root(|| {
-        let lab = up("udp");
-        let traffic = Traffic::start(&lab);
-        for _ in 0..3 {
-            for host in lab.hosts() {
-                let before = data_plane(host);
-                let mut command = Command::new(env!("CARGO_BIN_EXE_lab"));
-                command.arg("udp-data-plane");
-                command.arg(host.dir().join("state/udp/socket")).stdin(Stdio::null());
-                let mut process = host.namespace().spawn(&mut command).unwrap();
-                eventually(
-                    PATIENCE,
-                    || data_plane(host) == process.id() as i32,
-                    || format!("{before} has not handed over"),
-                );
-                traffic.wait_for_arrivals();
-                assert_eq!(process.try_wait().unwrap(), None);
-            }
-        }
-        assert_no_loss(traffic, &lab, 1000);
-    });
-}
-
-/// The daemon replaces a data plane of another version: one that it finds when it starts, and one
-/// that has taken over beside it.
-#[test]
-fn a_data_plane_of_udp_with_another_version_is_replaced_without_the_loss_of_a_packet() {
-    as_root(|| {
-        let lab = up("udp");
-        let traffic = Traffic::start(&lab);
-        let version = |host: &Host| data_plane_status(host)?["program"].as_str().map(str::to_owned);
-        let current = version(&lab.hosts()[0]).unwrap();
-        for host in lab.hosts() {
-            for is_found in [true, false] {
-                if is_found {
-                    host.stop_daemon(Signal::SIGKILL).unwrap().unwrap();
-                }
-                let mut command = Command::new(env!("CARGO_BIN_EXE_lab"));
-                command.args(["udp-process", "0.0.0-other"]);
-                command.arg(host.dir().join("state/udp/socket")).stdin(Stdio::null());
-                let mut other = host.namespace().spawn(&mut command).unwrap();
-                if is_found {
-                    let is_other = || version(host).is_some_and(|version| version != current);
-                    eventually(PATIENCE, is_other, || "the other version does not take over");
-                    traffic.wait_for_arrivals();
-                    host.start_daemon().unwrap();
-                }
-                let ended = eventually(PATIENCE, || other.try_wait().unwrap(), || logs(&lab));
-                assert!(ended.success(), "{ended}");
-                let is_current = || version(host).is_some_and(|version| version == current);
-                eventually(PATIENCE, is_current, || logs(&lab));
-                traffic.wait_for_arrivals();
-            }
-        }
-        assert_no_loss(traffic, &lab, 1000);
-    });
-}
-
-/// The state of a host's data plane; `None`: nobody answers.
-fn data_plane_status(host: &Host) -> Option<Value> {
-    let mut stream = UnixStream::connect(host.dir().join("state/udp/socket")).ok()?;
-    stream.write_all(b"\"status\"\n").ok()?;
-    let mut line = String::new();
-    BufReader::new(stream).read_line(&mut line).ok()?;
-    Some(serde_json::from_str::<Value>(&line).ok()?["status"].take())
-}
-
-/// The daemon starts another data plane, with the same peers and the same counts.
-#[test]
-fn a_data_plane_of_udp_that_was_killed_is_back() {
-    as_root(|| {
-        let lab = up("udp");
-        let traffic = Traffic::start(&lab);
-        let before = data_plane(&lab.hosts()[1]);
-        let seen = data_plane_status(&lab.hosts()[1]).unwrap();
-        kill(Pid::from_raw(before), Signal::SIGKILL).unwrap();
-        traffic.wait_for_arrivals();
-        let now = data_plane_status(&lab.hosts()[1]).unwrap();
-        assert_eq!(now["peers"], seen["peers"]);
-        for count in ["sent_packets", "received_packets"] {
-            let of = |status: &Value| status["counts"][count].as_u64().unwrap();
-            assert!(of(&now) > of(&seen), "{count}: {} after {}", of(&now), of(&seen));
-        }
-        let now = data_plane(&lab.hosts()[1]);
-        assert!(now != 0 && now != before, "{before}, then {now}");
-        let (sent, lost) = traffic.end();
-        assert!(lost.iter().all(|lost| lost.hosts.contains(&2)), "{lost:#?}");
-        println!("{} of {sent} packets were lost", lost.len());
     });
 }
 
