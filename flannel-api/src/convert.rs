@@ -120,10 +120,10 @@ impl From<&Repair> for RepairReport {
 impl From<&Traffic> for TrafficReport {
     fn from(Traffic { sent, received, dropped, .. }: &Traffic) -> Self {
         Self {
-            sent_packets: sent.0,
-            sent_bytes: sent.1,
-            received_packets: received.0,
-            received_bytes: received.1,
+            sent_packets: sent.map(|(packets, _)| packets),
+            sent_bytes: sent.map(|(_, bytes)| bytes),
+            received_packets: received.map(|(packets, _)| packets),
+            received_bytes: received.map(|(_, bytes)| bytes),
             dropped: dropped.iter().map(|(reason, count)| ((*reason).to_owned(), *count)).collect(),
         }
     }

@@ -108,23 +108,23 @@ pub struct NetworkReport {
     pub repairs: RepairsReport,
     /// The time from a lease's arrival to the kernel's acknowledgement.
     pub latency: LatencyReport,
-    /// The packets that the backend moves itself; `null`: the kernel moves them, or they are not
+    /// The packets that the backend moves or drops itself; `null`: there are none, or they are not
     /// known now.
     #[serde(default)]
     pub traffic: Option<TrafficReport>,
 }
 
-/// The packets that a backend moves itself, since its data plane began.
+/// The packets that a backend moves or drops itself, since its data plane began.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TrafficReport {
-    /// Packets that were sent to other nodes.
-    pub sent_packets: u64,
+    /// Packets that were sent to other nodes; `null`: the kernel moves them.
+    pub sent_packets: Option<u64>,
     /// Their bytes.
-    pub sent_bytes: u64,
-    /// Packets that were received from other nodes.
-    pub received_packets: u64,
+    pub sent_bytes: Option<u64>,
+    /// Packets that were received from other nodes; `null`: the kernel moves them.
+    pub received_packets: Option<u64>,
     /// Their bytes.
-    pub received_bytes: u64,
+    pub received_bytes: Option<u64>,
     /// Packets that were dropped, by reason, such as `no_peer`.
     pub dropped: BTreeMap<String, u64>,
 }

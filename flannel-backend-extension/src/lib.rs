@@ -77,8 +77,8 @@ impl Backend for Extension {
         })
     }
 
-    fn annex(&self, state_dir: Option<&Path>) -> Option<Arc<dyn Annex>> {
-        Some(Arc::new(self.annexes.annex(NAMES, state_dir.map(|dir| dir.join(NAME)))))
+    fn annexes(&self, state_dir: Option<&Path>) -> Vec<Arc<dyn Annex>> {
+        vec![Arc::new(self.annexes.annex(NAMES, state_dir.map(|dir| dir.join(NAME))))]
     }
 
     fn validate(&self, config: &Config, uplink: Option<&ExternalInterface>) -> Result<()> {

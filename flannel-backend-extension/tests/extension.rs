@@ -136,7 +136,7 @@ async fn start(state: &Path, subnets: &FakeSubnets) -> Running {
     let host = host.with_state_dir(state);
     let config = subnets.network_config().await.unwrap();
     let network = host.join(&backend, &config, JoinOptions::default()).await.unwrap();
-    let (handle, annex) = (network.handle(), backend.annex(Some(state)).unwrap());
+    let (handle, annex) = (network.handle(), backend.annexes(Some(state)).remove(0));
     let views = subnets.watch_leases().await.unwrap();
     let task = tokio::spawn(async move { drop(network.run(views).await) });
     Running { handle, annex, task }

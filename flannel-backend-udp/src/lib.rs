@@ -4,12 +4,13 @@ mod annex;
 mod options;
 mod plan;
 mod preflight;
+mod sources;
 mod traffic;
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
 use async_trait::async_trait;
 use flannel_core::address::{Dual, Family, Subnet};
@@ -19,11 +20,14 @@ use flannel_core::backend::{
 use flannel_core::kernel::{Annex, Footprint};
 use flannel_core::lease::Offer;
 use flannel_core::object::{Fou, Link, LinkKind, LinkName, Route, Tun, Via};
+use flannel_core::runtime::blocking;
 use flannel_core::{Backend, Config, Error, Result};
+use flannel_firewall::TunnelEnd;
 
 use crate::annex::Table;
 pub use crate::options::{Options, Path as PacketPath};
-use crate::plan::Plan;
+use crate::plan::{Path as PlanPath, Plan};
+use crate::sources::Sources;
 pub use flannel_udp::run_if_started;
 
 /// The name of the backend, of the annex, and of its directory in the state directory.
@@ -39,18 +43,26 @@ const RUN_DIR: &str = "/run/flannel";
 ///
 /// **Source**: flannel `pkg/backend/udp`. Different on purpose:
 /// - The device, and the process that moves the packets, stay when the daemon ends.
-/// - A packet is accepted only from the node of its source address, unless the kernel sends.
+/// - A packet is accepted only from the node of its source address.
 /// - IPv6 is carried too.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct UdpBackend {
     /// By state directory.
     annexes: Mutex<BTreeMap<PathBuf, Table>>,
+    /// The check of sources where the kernel moves the packets.
+    sources: LazyLock<Sources>,
 }
 
 impl UdpBackend {
     /// The backend, without data planes.
     pub const fn new() -> Self {
-        Self { annexes: Mutex::new(BTreeMap::new()) }
+        Self { annexes: Mutex::new(BTreeMap::new()), sources: LazyLock::new(Sources::default) }
+    }
+}
+
+impl Default for UdpBackend {
+    fn default() -> Self {
+        Self::new()
     }
 }
 
@@ -79,22 +91,21 @@ impl Backend for UdpBackend {
     }
 
     fn footprint(&self, config: &Config, uplink: Option<LinkName>) -> Result<Footprint> {
-        let (links, annexes) = ([device()].into(), [NAME].into());
+        let (links, annexes) = ([device()].into(), [NAME, sources::NAME].into());
         Ok(Footprint { links, annexes, ..Footprint::of_routes(config, uplink) })
     }
 
-    fn annex(&self, state_dir: Option<&Path>) -> Option<Arc<dyn Annex>> {
+    fn annexes(&self, state_dir: Option<&Path>) -> Vec<Arc<dyn Annex>> {
         let dir = state_dir.unwrap_or_else(|| Path::new(RUN_DIR)).join(NAME);
         let mut annexes = self.annexes.lock().unwrap_or_else(PoisonError::into_inner);
         let table = annexes.entry(dir.clone()).or_insert_with(|| Table::new(dir));
-        Some(Arc::new(table.clone()))
+        vec![Arc::new(table.clone()), Arc::new(Sources::clone(&self.sources))]
     }
 
     fn validate(&self, config: &Config, uplink: Option<&ExternalInterface>) -> Result<()> {
         let options = options(config)?;
-        if options.path == options::Path::Kernel
-            && let Some(why) = options.needs_process(&config.networks)
-        {
+        if options.path == options::Path::Kernel && config.networks.v6.is_some() {
+            let why = "the kernel carries IPv4 only, and EnableIPv6 is true";
             return Err(refuse(format!(r#""Path": "kernel": {why}"#)));
         }
         let overhead = config.networks.map(|family, _| overhead(family));
@@ -123,21 +134,31 @@ impl Backend for UdpBackend {
         let tun = Link { name: device(), mtu, up: true, kind: LinkKind::Tun(Tun) };
         let of_kernel = kernel_device(&options, config, uplink)
             .map(|kind| Link { kind: kind.into(), ..tun.clone() });
-        let link = choose(node, &options, of_kernel, tun).await?;
-        let by_kernel = matches!(link.kind, LinkKind::Fou(_)).then_some(link.name);
+        let checks = options.source_check.then(|| Sources::clone(&self.sources));
+        let link = choose(node, &options, of_kernel, checks.clone(), tun).await?;
         Ok(Prepared::new(offer, move |lease| {
             let own = lease.lease().subnets;
             let plane = options.data_plane(&addresses, &own);
             let local = LocalEnd { addresses, subnets: own };
-            let (families, port) = (enabled.map(|_, _| ()), options.port);
-            let plan = Plan { families, port, local, device: by_kernel };
+            let (path, tunnel) = match &link.kind {
+                LinkKind::Fou(fou) => {
+                    let check = checks.map(|sources| sources.check);
+                    let end = TunnelEnd { local: fou.local, port: fou.port };
+                    let tunnel = check.as_ref().map(|check| check.tunnel(end));
+                    (PlanPath::Kernel { device: link.name, check }, tunnel)
+                }
+                _ => (PlanPath::Process { port: options.port }, None),
+            };
+            let by_kernel = matches!(path, PlanPath::Kernel { .. });
+            let plan = Plan { families: enabled.map(|_, _| ()), local, path };
             let mut blueprint = Blueprint::new(mtu, move |subnets, offer, env, objects| {
                 plan.objects(subnets, offer, env, objects)
             });
             (blueprint.lease_type, blueprint.footprint) = (Some(""), footprint);
-            blueprint.path = if by_kernel.is_some() { "the kernel" } else { "a process" };
+            blueprint.path = if by_kernel { "the kernel" } else { "a process" };
             blueprint.base = lease.tunnel(&enabled.map(|_, _| link.clone()));
-            if by_kernel.is_none() {
+            blueprint.base.extend(tunnel);
+            if !by_kernel {
                 let to = |dst: &Subnet| Route { dst: *dst, via: Via::Link(link.name), mtu: None };
                 blueprint.base.extend(enabled.values().map(to));
                 let first = own.iter().next().expect("a lease has a subnet");
@@ -150,7 +171,7 @@ impl Backend for UdpBackend {
 
 /// The device with which the kernel can move the packets; `None`: the process has to.
 fn kernel_device(options: &Options, config: &Config, uplink: &ExternalInterface) -> Option<Fou> {
-    if options.path == options::Path::Process || options.needs_process(&config.networks).is_some() {
+    if options.path == options::Path::Process || config.networks.v6.is_some() {
         return None;
     }
     let Some(IpAddr::V4(local)) = uplink.address.v4 else { return None };
@@ -158,15 +179,21 @@ fn kernel_device(options: &Options, config: &Config, uplink: &ExternalInterface)
     Some(Fou { local, lower: Some(uplink.name), port, one_port })
 }
 
-/// The device of the kernel if it has such devices, else the tun device.
+/// The device of the kernel if it has such devices, and can check sources if `checks` demands it,
+/// else the tun device.
 async fn choose(
     node: &Node<'_>,
     options: &Options,
     of_kernel: Option<Link>,
+    checks: Option<Sources>,
     tun: Link,
 ) -> Result<Link> {
     if let Some(link) = of_kernel {
-        match node.may_change(vec![link.clone()]).await {
+        let mut can = node.may_change(vec![link.clone()]).await;
+        if let (Ok(()), Some(sources)) = (&can, checks) {
+            can = blocking(move || sources.may_check()).await;
+        }
+        match can {
             Ok(()) => return Ok(link),
             Err(error) if options.path == options::Path::Kernel => return Err(error),
             Err(error) => tracing::warn!(

@@ -4,7 +4,7 @@ use std::net::IpAddr;
 
 use flannel_core::Subnets;
 use flannel_core::address::Dual;
-use flannel_core::config::{BackendConfig, PodNetwork};
+use flannel_core::config::BackendConfig;
 use flannel_core::json::FieldError;
 use flannel_udp::Prefix;
 use serde::Deserialize;
@@ -24,9 +24,9 @@ pub struct Options {
     /// (`false`) is any port, so that nodes can spread flows over their processors.
     pub source_port: bool,
     /// `SourceCheck`: a packet is accepted only from the node that has its source address: from its
-    /// public address, or one behind NAT that it has proved to have. `None`: on, except where the
-    /// kernel moves the packets, which cannot check it.
-    pub source_check: Option<bool>,
+    /// public address, or one behind NAT that it has proved to have. A node proves none where the
+    /// kernel moves the packets. The default is `true`.
+    pub source_check: bool,
     /// `Path`: the code that moves the packets.
     pub path: Path,
 }
@@ -60,25 +60,9 @@ impl Options {
         Ok(Self {
             port: port.filter(|port| *port != 0).unwrap_or(DEFAULT_PORT),
             source_port: flag(source_port)?.unwrap_or(false),
-            source_check: flag(source_check)?,
+            source_check: flag(source_check)?.unwrap_or(true),
             path: fields.take(path, r#""auto", "kernel" or "process""#)?.unwrap_or_default(),
         })
-    }
-
-    /// The reason why the kernel cannot move the packets of a config with these options; `None`: it
-    /// can if it has the devices.
-    pub(crate) fn needs_process(&self, networks: &Dual<PodNetwork>) -> Option<&'static str> {
-        let checks = match self.path {
-            Path::Kernel => self.source_check == Some(true),
-            Path::Auto | Path::Process => self.source_check != Some(false),
-        };
-        if networks.v6.is_some() {
-            Some("the kernel carries IPv4 only, and EnableIPv6 is true")
-        } else if checks {
-            Some("the kernel does not check sources, and SourceCheck is true")
-        } else {
-            None
-        }
     }
 
     /// The options of the data plane of a node with these addresses and subnets.
@@ -95,7 +79,7 @@ impl Options {
             port: self.port,
             own: own.iter().map(prefix).collect(),
             one_port: self.source_port,
-            checks_source: self.source_check.unwrap_or(true),
+            checks_source: self.source_check,
             queues: None,
         }
     }
@@ -113,35 +97,12 @@ mod tests {
     }
 
     #[test]
-    fn the_kernel_moves_packets_only_as_the_options_demand() {
-        let needs = |options: &str, more: &str| {
-            let text =
-                format!(r#"{{"Network":"10.1.0.0/16"{more},"Backend":{{"Type":"udp"{options}}}}}"#);
-            let config = Config::parse(&text).unwrap();
-            let why = Options::parse(&config.backend).unwrap().needs_process(&config.networks);
-            why.map_or("", |why| why.split(',').next().unwrap())
-        };
-        let unchecked = "the kernel does not check sources";
-        for (options, why) in [
-            ("", unchecked),
-            (r#","SourceCheck":true"#, unchecked),
-            (r#","SourceCheck":false"#, ""),
-            (r#","Path":"kernel""#, ""),
-            (r#","Path":"kernel","SourceCheck":true"#, unchecked),
-        ] {
-            assert_eq!(needs(options, ""), why, "{options}");
-        }
-        let dual = r#","EnableIPv6":true,"IPv6Network":"fd00:1::/48""#;
-        assert_eq!(needs(r#","Path":"kernel""#, dual), "the kernel carries IPv4 only");
-    }
-
-    #[test]
     fn options_are_checked() {
         let defaults =
-            Options { port: 8285, source_port: false, source_check: None, path: Path::Auto };
+            Options { port: 8285, source_port: false, source_check: true, path: Path::Auto };
         assert_eq!((parse(""), parse(r#","port":0"#)), (Ok(defaults), Ok(defaults)));
         let all = parse(r#","Port":7,"SourcePort":true,"SourceCheck":false,"Path":"kernel""#);
-        let (source_check, path) = (Some(false), Path::Kernel);
+        let (source_check, path) = (false, Path::Kernel);
         assert_eq!(all, Ok(Options { port: 7, source_port: true, source_check, path }));
         for (wrong, field) in [
             (r#","Port":65536"#, "Backend.Port"),

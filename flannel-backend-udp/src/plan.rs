@@ -1,23 +1,36 @@
 //! The objects of a peer for each subnet: an entry in the table of the process, or a route.
 
+use std::net::IpAddr;
+
 use flannel_core::Subnets;
 use flannel_core::address::Dual;
 use flannel_core::backend::{Env, LocalEnd};
 use flannel_core::lease::{Endpoint, Offer};
 use flannel_core::object::{LinkName, Object, Route, Via};
 use flannel_core::status::Rejection;
+use flannel_firewall::SourceCheck;
 
 use crate::annex::peer_record;
 
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub(crate) struct Plan {
     /// The enabled families.
     pub(crate) families: Dual<()>,
-    /// The UDP port of all nodes.
-    pub(crate) port: u16,
     pub(crate) local: LocalEnd,
-    /// The device of the kernel that sends the packets; `None`: the process sends them.
-    pub(crate) device: Option<LinkName>,
+    pub(crate) path: Path,
+}
+
+/// The path of packets on this node.
+#[derive(Debug, Clone)]
+pub(crate) enum Path {
+    /// The process sends them to this UDP port of all nodes.
+    Process { port: u16 },
+    /// A device of the kernel sends them.
+    Kernel {
+        device: LinkName,
+        /// `None`: the sources of packets are not checked.
+        check: Option<SourceCheck>,
+    },
 }
 
 impl Plan {
@@ -38,13 +51,18 @@ impl Plan {
             let is_enabled = self.families[subnet.family()].is_some();
             let Some(public) = public.filter(|_| is_enabled) else { continue };
             match self.local.check(public, subnets, false) {
-                Ok(()) => out.push(match self.device {
-                    None => peer_record(subnet, (public, self.port).into()).into(),
-                    Some(link) => {
-                        let via = Via::Gateway { gateway: public, link, onlink: true };
-                        Route { dst: subnet, via, mtu: None }.into()
+                Ok(()) => match &self.path {
+                    Path::Process { port } => {
+                        out.push(peer_record(subnet, (public, *port).into()).into());
                     }
-                }),
+                    Path::Kernel { device: link, check } => {
+                        let via = Via::Gateway { gateway: public, link: *link, onlink: true };
+                        out.push(Route { dst: subnet, via, mtu: None }.into());
+                        if let (Some(check), IpAddr::V4(public)) = (check, public) {
+                            out.push(check.node(subnet, public).into());
+                        }
+                    }
+                },
                 Err(rejected) => {
                     env.advise(rejected.to_string());
                     bad = Some(rejected);
@@ -61,18 +79,16 @@ impl Plan {
 
 #[cfg(test)]
 mod tests {
-    use std::net::IpAddr;
-
     use super::*;
 
     const PEER: &str = "10.1.8.0-24&fd00:1:0:8::-64";
 
     fn run(families: Dual<()>, subnets: &str, public: [Option<&str>; 2]) -> (Vec<String>, String) {
-        run_with(None, families, subnets, public)
+        run_with(Path::Process { port: 8285 }, families, subnets, public)
     }
 
     fn run_with(
-        device: Option<LinkName>,
+        path: Path,
         families: Dual<()>,
         subnets: &str,
         public: [Option<&str>; 2],
@@ -83,7 +99,7 @@ mod tests {
         let local = LocalEnd { addresses, subnets: own };
         let public = public.into_iter().flatten().map(address).collect();
         let (offer, env) = (Offer { public, ..Offer::default() }, Env::new(&|_| None));
-        let plan = Plan { families, port: 8285, local, device };
+        let plan = Plan { families, local, path };
         let mut objects = Vec::new();
         let result = plan.objects(&subnets.parse().unwrap(), &offer, &env, &mut objects);
         let why = result.err().map(|why| why.to_string()).unwrap_or_default();
@@ -100,9 +116,15 @@ mod tests {
         // Go flannel publishes no IPv6 address.
         assert_eq!(run(both, PEER, [public[0], None]).0[..], [&*v4]);
         assert_eq!(run(Dual { v4: Some(()), v6: None }, PEER, public).0, [v4]);
-        let kernel =
-            run_with("flannel0".parse().ok(), Dual { v4: Some(()), v6: None }, PEER, public);
-        assert_eq!(kernel.0, ["route 10.1.8.0/24 via 192.0.2.8 dev flannel0 onlink"]);
+        let only_v4 = Dual { v4: Some(()), v6: None };
+        let by_kernel = |check| {
+            let path = Path::Kernel { device: "flannel0".parse().unwrap(), check };
+            run_with(path, only_v4, PEER, public).0
+        };
+        let route = "route 10.1.8.0/24 via 192.0.2.8 dev flannel0 onlink".to_owned();
+        assert_eq!(by_kernel(None)[..], [&*route]);
+        let record = "record udp-sources 10.1.8.0/24 from 192.0.2.8".to_owned();
+        assert_eq!(by_kernel(Some(SourceCheck::new("udp-sources"))), [route, record]);
         let own = run(both, "10.1.7.0-24&fd00:1:0:7::-64", [Some("192.0.2.7"), None]);
         assert_eq!(own, (Vec::new(), String::new()), "this node is no peer");
     }

@@ -27,7 +27,7 @@ pub(crate) struct Drops(BTreeMap<&'static str, Seen>);
 
 impl Drops {
     /// Takes in a count. Returns whether packets are dropped for long enough.
-    fn note(&mut self, reason: &'static str, count: u64, now: Instant) -> bool {
+    pub(crate) fn note(&mut self, reason: &'static str, count: u64, now: Instant) -> bool {
         let seen = self.0.entry(reason).or_insert(Seen { count, grew: None });
         seen.grew = seen.grew.filter(|(_, last)| now - *last < RECENT);
         // A new process begins with 0.
@@ -57,8 +57,8 @@ pub(crate) fn traffic(status: &Status, drops: &mut Drops, now: Instant) -> Optio
     let growing: Vec<_> =
         dropped.iter().filter(|(reason, count)| drops.note(reason, **count, now)).collect();
     Some(Traffic {
-        sent: (counts.sent_packets, counts.sent_bytes),
-        received: (counts.received_packets, counts.received_bytes),
+        sent: Some((counts.sent_packets, counts.sent_bytes)),
+        received: Some((counts.received_packets, counts.received_bytes)),
         problems: growing
             .iter()
             .filter_map(|(reason, _)| problem(reason, options, status))
@@ -143,8 +143,8 @@ mod tests {
         let of = |name: &str| counts[&name.to_owned()] as u64;
         let status = status(serde_json::to_value(&counts).unwrap());
         let traffic = traffic(&status, &mut Drops::default(), Instant::now()).unwrap();
-        assert_eq!(traffic.sent, (of("sent_packets"), of("sent_bytes")));
-        assert_eq!(traffic.received, (of("received_packets"), of("received_bytes")));
+        assert_eq!(traffic.sent, Some((of("sent_packets"), of("sent_bytes"))));
+        assert_eq!(traffic.received, Some((of("received_packets"), of("received_bytes"))));
         assert!(traffic.dropped.iter().all(|(reason, count)| *count == of(reason)));
         let others = names.iter().filter(|name| !traffic.dropped.contains_key(name.as_str()));
         let moved = ["received_bytes", "received_packets", "sent_bytes", "sent_packets"];

@@ -91,11 +91,11 @@ pub trait Backend: fmt::Debug + Send + Sync {
     /// interface, the objects on it are not included. A cleanup uses the footprint too.
     fn footprint(&self, config: &Config, uplink: Option<LinkName>) -> Result<Footprint>;
 
-    /// The annex that keeps the records of the network's plan. `None`: the plan defines no records.
-    /// Every call with the same directory returns a handle of the same annex. In `state_dir` it
-    /// keeps its files over restarts; without one, nothing is kept.
-    fn annex(&self, _state_dir: Option<&Path>) -> Option<Arc<dyn Annex>> {
-        None
+    /// The annexes that keep the records of the network's plan. None: the plan defines no records.
+    /// Every call with the same directory returns handles of the same annexes. In `state_dir` they
+    /// keep their files over restarts; without one, nothing is kept.
+    fn annexes(&self, _state_dir: Option<&Path>) -> Vec<Arc<dyn Annex>> {
+        Vec::new()
     }
 
     /// Checks that the network can run on this node, and chooses the attributes that the node

@@ -5,6 +5,8 @@
 
 pub(crate) mod expr;
 mod gate;
+pub(crate) mod set;
+pub(crate) mod sources;
 pub(crate) mod table;
 
 use std::sync::{Arc, Mutex, PoisonError};
@@ -26,13 +28,13 @@ use crate::status::{Deviation, Packets};
 /// `NFNLGRP_NFTABLES`.
 pub(crate) const GROUP: u32 = 7;
 /// `NFT_MSG_NEWGEN`, which says that a transaction ended, but not what it changed.
-const NEWGEN: u8 = 15;
+pub(crate) const NEWGEN: u8 = 15;
 /// The number of attempts for a table that changes while it is read or written.
-const TRIES: usize = 16;
-const ENOENT: i32 = 2;
-const EEXIST: i32 = 17;
-const EAGAIN: i32 = 11;
-const EBUSY: i32 = 16;
+pub(crate) const TRIES: usize = 16;
+pub(crate) const ENOENT: i32 = 2;
+pub(crate) const EEXIST: i32 = 17;
+pub(crate) const EAGAIN: i32 = 11;
+pub(crate) const EBUSY: i32 = 16;
 
 /// The kernel's nf_tables, in the network namespace of the thread that opened it.
 pub(crate) struct Nft {

@@ -71,7 +71,7 @@ impl Host {
         Self { uplink, kernel, subnets, machine_id, secrets, state_dir, process_names }
     }
 
-    /// The same host with a directory for the files of annexes. See [`Backend::annex`].
+    /// The same host with a directory for the files of annexes. See [`Backend::annexes`].
     #[must_use]
     pub fn with_state_dir(self, dir: impl Into<PathBuf>) -> Self {
         Self { state_dir: Some(dir.into()), ..self }
@@ -158,7 +158,7 @@ impl Host {
         let (mut prepared, mut annexes) = (Vec::new(), Vec::new());
         for (backend, config) in members {
             prepared.push(backend.prepare(&node, config).await?);
-            annexes.extend(backend.annex(self.state_dir.as_deref()));
+            annexes.extend(backend.annexes(self.state_dir.as_deref()));
         }
         let offer = |member: &usize| prepared[*member].offer.clone();
         let offers_now =

@@ -260,22 +260,24 @@ fn tunnels(page: &mut Page, tunnels: &Tunnels) {
     );
 }
 
-/// A backend whose packets the kernel moves has none of these.
+/// A backend whose packets the kernel moves has only those that the backend drops, or none.
 fn traffic(page: &mut Page, Traffic { sent, received, dropped, .. }: &Traffic) {
-    let both = |sent: u64, received: u64| {
-        let label = |direction| labels(&[("direction", direction)]);
-        [(label("sent"), sent), (label("received"), received)]
-    };
-    page.counters(
-        "flannel_data_plane_packets_total",
-        "Packets that the backend itself moved between nodes",
-        both(sent.0, received.0),
-    );
-    page.counters(
-        "flannel_data_plane_bytes_total",
-        "Bytes of these packets, without the headers of datagrams",
-        both(sent.1, received.1),
-    );
+    if let (Some(sent), Some(received)) = (sent, received) {
+        let both = |sent: u64, received: u64| {
+            let label = |direction| labels(&[("direction", direction)]);
+            [(label("sent"), sent), (label("received"), received)]
+        };
+        page.counters(
+            "flannel_data_plane_packets_total",
+            "Packets that the backend itself moved between nodes",
+            both(sent.0, received.0),
+        );
+        page.counters(
+            "flannel_data_plane_bytes_total",
+            "Bytes of these packets, without the headers of datagrams",
+            both(sent.1, received.1),
+        );
+    }
     page.counters(
         "flannel_data_plane_dropped_packets_total",
         "Packets that the backend itself dropped, by reason",
@@ -439,7 +441,7 @@ mod tests {
         let mut snapshot = observer.snapshot();
         drop(guard);
         let dropped = [("no_peer", 4), ("foreign_node", 5)].into();
-        let (sent, received) = ((7, 700), (3, 300));
+        let (sent, received) = (Some((7, 700)), Some((3, 300)));
         let traffic = Traffic { sent, received, dropped, ..Traffic::default() };
         snapshot.network.as_mut().unwrap().traffic = Some(traffic);
         let until = Some(snapshot.time + Duration::from_secs(3600));

@@ -367,7 +367,7 @@ pub(crate) mod tests {
             },
             kernel: Arc::new(FakeKernel::with_uplink("eth0")),
             encrypted: None,
-            annex: None,
+            annexes: Vec::new(),
             handle: NetworkHandle::new(lease, 1450, status),
             views,
             rulebook: watch::channel(Rulebook::Unwanted).1,

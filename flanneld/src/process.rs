@@ -82,8 +82,8 @@ fn start(args: impl IntoIterator<Item = OsString>, backends: Backends) -> Result
     let runtime =
         tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(failed)?;
     let annexes = || {
-        let annex = |backend: &dyn Backend| backend.annex(Some(&options.lease.state_dir));
-        backends.iter().filter_map(annex)
+        let annexes = |backend: &dyn Backend| backend.annexes(Some(&options.lease.state_dir));
+        backends.iter().flat_map(annexes)
     };
     let ended = runtime.block_on(async {
         let [interrupt, terminate, hangup] =

@@ -54,7 +54,7 @@ pub trait Annex: fmt::Debug + Send + Sync {
     /// [`KernelError::timed_out`], and the change continues.
     fn wait(&self, key: &Key, timeout: Duration) -> Result<(), KernelError>;
 
-    /// The packets that it moves itself; `None`: it moves none, or they are not known now. Blocks.
+    /// The packets that it moves or drops itself; `None`: there are none, or they are not known now. Blocks.
     /// The default is `None`.
     fn traffic(&self) -> Option<Traffic> {
         None
@@ -65,13 +65,14 @@ pub trait Annex: fmt::Debug + Send + Sync {
     fn stop(&self) {}
 }
 
-/// The packets that an [`Annex`] moves itself, counted since it began.
+/// The packets that an [`Annex`] moves or drops itself, counted since it began.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Traffic {
-    /// Packets that were sent to other nodes, and their bytes.
-    pub sent: (u64, u64),
-    /// Packets that were received from other nodes, and their bytes.
-    pub received: (u64, u64),
+    /// Packets that were sent to other nodes, and their bytes. `None`: the kernel moves them, and
+    /// counts them at its device.
+    pub sent: Option<(u64, u64)>,
+    /// Packets that were received from other nodes, and their bytes. `None` as for [`Self::sent`].
+    pub received: Option<(u64, u64)>,
     /// Packets that were dropped, by reason, such as `no_peer`. All reasons are there.
     pub dropped: BTreeMap<&'static str, u64>,
     /// Why packets are being dropped that should not be, as sentences without a full stop, each

@@ -15,14 +15,17 @@ use crate::rules::{Rule, Side, Verdict};
 /// `NFT_REG_VERDICT` and `NFT_REG_1`: the verdict, and a register of 16 bytes.
 const VERDICT: u32 = 0;
 const REGISTER: u32 = 1;
+/// `NFT_REG32_01`: the second 4 bytes of [`REGISTER`].
+const SECOND: u32 = 9;
 /// `NFT_META_MARK`, `NFT_META_OIFNAME`, `NFT_META_NFPROTO`.
 const MARK: u32 = 3;
 const OUT: u32 = 7;
 pub(crate) const NFPROTO: u32 = 15;
 /// `NFT_META_L4PROTO`: the protocol after all extension headers.
-const L4PROTO: u32 = 16;
-/// `NFT_PAYLOAD_NETWORK_HEADER`.
+pub(crate) const L4PROTO: u32 = 16;
+/// `NFT_PAYLOAD_NETWORK_HEADER` and `NFT_PAYLOAD_TRANSPORT_HEADER`.
 const NETWORK_HEADER: u32 = 1;
+const TRANSPORT_HEADER: u32 = 2;
 /// `NFT_CMP_EQ` and `NFT_CMP_NEQ`.
 const COMPARE: [u32; 2] = [0, 1];
 /// `NF_DROP`, `NF_ACCEPT` and `NFT_RETURN`.
@@ -54,12 +57,18 @@ pub(crate) enum Expr {
     Meta(u32),
     /// Loads bytes of the network header.
     Header { offset: u32, len: u32 },
+    /// Loads bytes from the transport header on. Ends the rule if the packet is shorter.
+    Transport { offset: u32, len: u32 },
+    /// Loads 4 bytes like [`Self::Transport`], and puts them after the 4 bytes of the loaded value.
+    Second { offset: u32 },
+    /// Clears the bits of the value of [`Self::Second`] that the mask lacks.
+    SecondMask([u8; 4]),
     /// Clears the bits of the loaded value that the mask lacks.
     Mask(Vec<u8>),
     /// Continues only if the loaded value is equal to `value`, or if it is not (`equal`: false).
     Compare { equal: bool, value: Vec<u8> },
-    /// Continues only if the set does not have the loaded value.
-    NotInSet(String),
+    /// Continues only if the set has the loaded value (`is_in`), or if it does not.
+    Set { name: String, is_in: bool },
     /// Counts the packets that come so far. The number is not part of the value ([`packets`]).
     Counter,
     /// Ends the rule with the verdict `NF_…` or `NFT_…`.
@@ -112,7 +121,7 @@ pub(crate) fn of(rule: &Rule) -> Vec<Expr> {
 }
 
 /// Loads the source or destination address.
-fn address_of(family: Family, is_source: bool) -> Expr {
+pub(crate) fn address_of(family: Family, is_source: bool) -> Expr {
     let (offset, len) = match (family, is_source) {
         (Family::V4, true) => (12, 4),
         (Family::V4, false) => (16, 4),
@@ -134,7 +143,7 @@ pub(crate) fn drop_others(
         let value = octets(local);
         exprs.extend([address_of(family, false), Expr::Compare { equal: true, value }]);
     }
-    let others = [address_of(family, true), Expr::NotInSet(set.to_owned())];
+    let others = [address_of(family, true), Expr::Set { name: set.to_owned(), is_in: false }];
     exprs.extend(others);
     exprs.extend([Expr::Counter, Expr::Verdict(DROP)]);
     exprs
@@ -185,10 +194,10 @@ impl Expr {
     fn name(&self) -> &str {
         match self {
             Self::Meta(_) => "meta",
-            Self::Header { .. } => "payload",
-            Self::Mask(_) => "bitwise",
+            Self::Header { .. } | Self::Transport { .. } | Self::Second { .. } => "payload",
+            Self::Mask(_) | Self::SecondMask(_) => "bitwise",
             Self::Compare { .. } => "cmp",
-            Self::NotInSet(_) => "lookup",
+            Self::Set { .. } => "lookup",
             Self::Counter => "counter",
             Self::Verdict(_) => "immediate",
             Self::Masquerade { .. } => "masq",
@@ -201,22 +210,22 @@ impl Expr {
             Self::Meta(key) => {
                 number(number(data, 1, REGISTER), 2, *key);
             }
-            Self::Header { offset, len } => {
-                number(number(data, 1, REGISTER), 2, NETWORK_HEADER);
-                number(number(data, 3, *offset), 4, *len);
+            Self::Header { offset, len } => load(data, REGISTER, NETWORK_HEADER, *offset, *len),
+            Self::Transport { offset, len } => {
+                load(data, REGISTER, TRANSPORT_HEADER, *offset, *len);
             }
-            Self::Mask(mask) => {
-                let len = u32::try_from(mask.len()).expect("a register has 16 bytes");
-                number(number(number(data, 1, REGISTER), 2, REGISTER), 3, len);
-                data.nest(4u16, |value| _ = value.attr(VALUE, mask));
-                data.nest(5u16, |value| _ = value.attr(VALUE, &vec![0; mask.len()]));
-            }
+            Self::Second { offset } => load(data, SECOND, TRANSPORT_HEADER, *offset, 4),
+            Self::Mask(mask) => clear(data, REGISTER, mask),
+            Self::SecondMask(mask) => clear(data, SECOND, mask),
             Self::Compare { equal, value } => {
                 number(number(data, 1, REGISTER), 2, COMPARE[usize::from(!equal)]);
                 data.nest(3u16, |data| _ = data.attr(VALUE, value));
             }
-            Self::NotInSet(set) => {
-                number(number(data.text(1u16, set), 2, REGISTER), 5, INVERTED);
+            Self::Set { name, is_in } => {
+                number(data.text(1u16, name), 2, REGISTER);
+                if !is_in {
+                    number(data, 5, INVERTED);
+                }
             }
             Self::Verdict(code) => {
                 number(data, 1, VERDICT);
@@ -242,23 +251,37 @@ impl Expr {
         let value = |kind| Some(find(find(data, kind)?, VALUE)?.to_vec());
         match name {
             "meta" if is(1, REGISTER) => Some(Self::Meta(number_in(data, 2)?)),
-            "payload" if is(1, REGISTER) && is(2, NETWORK_HEADER) => {
-                Some(Self::Header { offset: number_in(data, 3)?, len: number_in(data, 4)? })
+            "payload" => {
+                let (offset, len) = (number_in(data, 3)?, number_in(data, 4)?);
+                match (number_in(data, 1)?, number_in(data, 2)?) {
+                    (REGISTER, NETWORK_HEADER) => Some(Self::Header { offset, len }),
+                    (REGISTER, TRANSPORT_HEADER) => Some(Self::Transport { offset, len }),
+                    (SECOND, TRANSPORT_HEADER) if len == 4 => Some(Self::Second { offset }),
+                    _ => None,
+                }
             }
             // Operation 0 is mask and xor. Older kernels have no other operation, and omit it.
-            "bitwise"
-                if is(1, REGISTER) && is(2, REGISTER) && number_in(data, 6).unwrap_or(0) == 0 =>
-            {
+            "bitwise" if number_in(data, 6).unwrap_or(0) == 0 => {
                 let flips_nothing = value(5)?.iter().all(|byte| *byte == 0);
-                flips_nothing.then_some(Self::Mask(value(4)?))
+                let mask = value(4).filter(|_| flips_nothing)?;
+                match (number_in(data, 1)?, number_in(data, 2)?) {
+                    (REGISTER, REGISTER) => Some(Self::Mask(mask)),
+                    (SECOND, SECOND) => Some(Self::SecondMask(mask.try_into().ok()?)),
+                    _ => None,
+                }
             }
             "cmp" if is(1, REGISTER) => {
                 let operation = number_in(data, 2)?;
                 let equal = COMPARE.iter().position(|known| *known == operation)? == 0;
                 Some(Self::Compare { equal, value: value(3)? })
             }
-            "lookup" if is(2, REGISTER) && is(5, INVERTED) && find(data, 3).is_none() => {
-                Some(Self::NotInSet(text_in(data, 1)?))
+            "lookup" if is(2, REGISTER) && find(data, 3).is_none() => {
+                let is_in = match number_in(data, 5) {
+                    Some(INVERTED) => false,
+                    None | Some(0) => true,
+                    Some(_) => return None,
+                };
+                Some(Self::Set { name: text_in(data, 1)?, is_in })
             }
             "counter" => Some(Self::Counter),
             "immediate" if is(1, VERDICT) => {
@@ -271,6 +294,20 @@ impl Expr {
             _ => None,
         }
     }
+}
+
+/// Writes a load of bytes from a header.
+fn load(data: &mut Messages, register: u32, header: u32, offset: u32, len: u32) {
+    number(number(data, 1, register), 2, header);
+    number(number(data, 3, offset), 4, len);
+}
+
+/// Writes the clearing of the bits of a register that the mask lacks.
+fn clear(data: &mut Messages, register: u32, mask: &[u8]) {
+    let len = u32::try_from(mask.len()).expect("a register has 16 bytes");
+    number(number(number(data, 1, register), 2, register), 3, len);
+    data.nest(4u16, |value| _ = value.attr(VALUE, mask));
+    data.nest(5u16, |value| _ = value.attr(VALUE, &vec![0; mask.len()]));
 }
 
 /// Adds a number in network byte order.

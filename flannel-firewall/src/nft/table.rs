@@ -297,7 +297,7 @@ impl Filled {
 
 /// The flags of a table and the number of its chains, sets and other objects; `None` if it does not
 /// exist.
-pub(super) fn head(
+pub(crate) fn head(
     socket: &mut NetfilterSocket,
     family: Family,
     table: &str,
@@ -320,7 +320,7 @@ pub(crate) fn rules(
 
 /// The number of packets that the counters in the rules of a table have counted. Takes a single
 /// request, because a set of thousands of peers is not read. 0 if the table does not exist.
-pub(super) fn counted(
+pub(crate) fn counted(
     socket: &mut NetfilterSocket,
     family: Family,
     table: &str,

@@ -11,3 +11,4 @@ mod gate;
 mod leaving;
 mod packets;
 mod repair;
+mod source_check;

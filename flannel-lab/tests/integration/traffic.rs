@@ -4,6 +4,7 @@
 //! Packets are numbered, so that each loss is reported. A test sends some ten thousand.
 
 use std::fs;
+use std::net::{IpAddr, UdpSocket};
 use std::time::{Duration, Instant};
 use test_support::eventually;
 use test_support::guest::{in_qemu, in_uml};
@@ -145,12 +146,12 @@ fn udp_daemons_killed_and_upgraded_lose_no_packet() {
     });
 }
 
-/// The kernel moves the packets: no process has a socket, and the path is in the status.
+/// The kernel can move the packets and check their sources, so it does: no process has a socket,
+/// and the path is in the status.
 #[test]
 fn udp_daemons_whose_kernel_moves_packets_lose_none_when_killed() {
-    in_qemu(&[&MODULES[..], &["fou", "ipip"]].concat(), || {
-        let backend = json!({ "Type": "udp", "SourceCheck": false });
-        let lab = up_with(Lab::builder().backend(backend));
+    in_qemu(&[&MODULES[..], &["fou", "ipip", "nf_tables"]].concat(), || {
+        let lab = up_with(Lab::builder().backend("udp"));
         for host in lab.hosts() {
             let device = ip(host, "-d link show flannel0");
             assert!(device.contains("ipip") && device.contains("encap fou"), "{device}");
@@ -158,7 +159,36 @@ fn udp_daemons_whose_kernel_moves_packets_lose_none_when_killed() {
             assert_eq!(Cluster::ctl(host, "status").0["network"]["path"], "the kernel");
         }
         killed_and_upgraded(&lab, slow_traffic(&lab), 2, 2);
+        forged_packets_are_dropped(&lab);
     });
+}
+
+/// A host sends with the address of another host's pod. The check is repaired like all objects.
+fn forged_packets_are_dropped(lab: &Lab) {
+    let [here, sender, owner] = [0, 1, 2].map(|n| &lab.hosts()[n]);
+    let dropped = || {
+        let status = Cluster::ctl(here, "status").0;
+        status["network"]["traffic"]["dropped"]["foreign"].as_u64()
+    };
+    assert_eq!(dropped(), Some(0), "the packets of nodes pass");
+    let to = here.addresses().v4.unwrap();
+    let source = owner.pod().unwrap().addresses().v4.unwrap();
+    let target = here.pod().unwrap().addresses().v4.unwrap();
+    let (IpAddr::V4(source), IpAddr::V4(target)) = (source, target) else { panic!("{source}") };
+    let packet = crate::udp::packet(source, target);
+    let send = || {
+        let socket = UdpSocket::bind((sender.addresses().v4.unwrap(), 0)).unwrap();
+        socket.send_to(&packet, (to, 8285)).unwrap()
+    };
+    sender.namespace().run(send).unwrap();
+    assert_eq!(dropped(), Some(1));
+    here.run("nft", &["delete", "table", "ip", "udp-sources"]).unwrap();
+    // The table is new, so its count is too.
+    eventually(PATIENCE, || dropped() == Some(0), || format!("{:?}\n{}", dropped(), logs(lab)));
+    let matrix = lab.wait_until_reachable(PATIENCE).unwrap_or_else(|e| panic!("{e}"));
+    assert!(matrix.is_complete(), "{:#?}", matrix.failures().collect::<Vec<_>>());
+    sender.namespace().run(send).unwrap();
+    assert_eq!(dropped(), Some(1));
 }
 
 /// Streams that a guest can encrypt: a few hundred packets a second.

@@ -135,7 +135,7 @@ fn stranger(lab: &Lab) -> Namespace {
 }
 
 /// An IP packet without a payload.
-fn packet(from: Ipv4Addr, to: Ipv4Addr) -> Vec<u8> {
+pub(crate) fn packet(from: Ipv4Addr, to: Ipv4Addr) -> Vec<u8> {
     let mut packet = vec![0x45, 0, 0, 20, 0, 1, 0, 0, 64, 253, 0, 0];
     packet.extend(from.octets().into_iter().chain(to.octets()));
     let words = packet.chunks(2).map(|word| u32::from(word[0]) << 8 | u32::from(word[1]));

@@ -193,8 +193,8 @@ impl Backend for Bookkeeper {
         Ok(Footprint { annexes: ["ledger"].into(), ..Footprint::default() })
     }
 
-    fn annex(&self, _: Option<&Path>) -> Option<Arc<dyn Annex>> {
-        Some(Arc::new(self.ledger.clone()))
+    fn annexes(&self, _: Option<&Path>) -> Vec<Arc<dyn Annex>> {
+        vec![Arc::new(self.ledger.clone())]
     }
 
     async fn prepare(&self, _: &Node<'_>, config: &Config) -> Result<Prepared> {

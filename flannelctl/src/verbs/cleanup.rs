@@ -64,8 +64,8 @@ pub(crate) async fn cleanup(context: Context<'_>, flags: &CleanupFlags) -> Resul
     let work = if flags.for_go { ready_for_go } else { remove };
     let report = {
         // Also those of backends that the config named before.
-        let annex = |backend: &dyn Backend| backend.annex(Some(&global.state_dir));
-        let annexes: Vec<_> = backends.iter().filter_map(annex).collect();
+        let annexes = |backend: &dyn Backend| backend.annexes(Some(&global.state_dir));
+        let annexes: Vec<_> = backends.iter().flat_map(annexes).collect();
         let mut footprint = footprint.clone();
         if !flags.for_go {
             footprint.annexes.extend(annexes.iter().map(|annex| annex.name()));

@@ -218,11 +218,13 @@ fn traffic_line(traffic: &TrafficReport) -> String {
         [] => "none dropped".to_owned(),
         reasons => format!("dropped: {}", reasons.join(", ")),
     };
-    format!(
-        "{sent_packets} sent ({}), {received_packets} received ({}), {dropped}",
-        bytes(*sent_bytes),
-        bytes(*received_bytes)
-    )
+    let moved = |packets: &Option<u64>, size: &Option<u64>, how| {
+        Some(format!("{} {how} ({}), ", (*packets)?, bytes((*size)?)))
+    };
+    // The kernel counts those that it moves.
+    let sent = moved(sent_packets, sent_bytes, "sent").unwrap_or_default();
+    let received = moved(received_packets, received_bytes, "received").unwrap_or_default();
+    format!("{sent}{received}{dropped}")
 }
 
 fn peers_of(network: &NetworkReport, now: f64, terminal: &Terminal) -> String {

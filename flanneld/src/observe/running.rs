@@ -33,8 +33,8 @@ pub(crate) struct Running {
     pub(crate) kernel: Arc<dyn Kernel>,
     /// Reads the encrypted tunnels; `None`: there are none.
     pub(crate) encrypted: Option<Arc<NetlinkKernel>>,
-    /// Moves the packets of pods; `None`: the kernel does, as far as is known.
-    pub(crate) annex: Option<Arc<dyn Annex>>,
+    /// The first that knows packets of pods moves or drops them itself.
+    pub(crate) annexes: Vec<Arc<dyn Annex>>,
     pub(crate) handle: NetworkHandle,
     pub(crate) views: watch::Receiver<View>,
     pub(crate) rulebook: watch::Receiver<Rulebook>,
@@ -97,8 +97,8 @@ impl Running {
 
     /// The packets that the backend moves itself, read on a blocking thread.
     pub(crate) async fn traffic(&self) -> Option<Traffic> {
-        let annex = self.annex.clone()?;
-        blocking(move || annex.traffic()).await
+        let annexes = self.annexes.clone();
+        blocking(move || annexes.iter().find_map(|annex| annex.traffic())).await
     }
 
     /// The addresses of the server for path probes. There are none with port 0, and none without a

@@ -75,7 +75,7 @@ impl Ready {
             unguarded: settings.firewall.unguarded(&self.config, &datapath),
             encrypted: (!datapath.encrypted.is_empty()).then(|| Arc::clone(&self.chosen.kernel)),
             datapath,
-            annex: self.team.target.annex(Some(&settings.state_dir)),
+            annexes: self.team.target.annexes(Some(&settings.state_dir)),
             links: footprint.links.into_iter().collect(),
             iface: self.chosen.iface.clone(),
             kernel: Arc::clone(&self.chosen.kernel) as Arc<dyn Kernel>,

@@ -15,12 +15,13 @@ use crate::parts::report::{Report, Row};
 /// What is measured, and the number of streams.
 const FIGURES: [(&str, usize); 2] =
     [("kernel's path, one stream", 1), ("kernel's path, eight streams", 8)];
-const MODULES: [&str; 10] = [
+const MODULES: [&str; 11] = [
     "bridge",
     "fou",
     "ipip",
     "iptable_filter",
     "iptable_nat",
+    "nf_tables",
     "veth",
     "vxlan",
     "xt_MASQUERADE",

@@ -11,11 +11,12 @@ use test_support::guest::in_qemu;
 
 use super::cluster::{Cluster, Pace};
 
-const MODULES: [&str; 9] = [
+const MODULES: [&str; 10] = [
     "veth",
     "bridge",
     "fou",
     "ipip",
+    "nf_tables",
     "iptable_nat",
     "iptable_filter",
     "xt_MASQUERADE",
@@ -66,17 +67,17 @@ fn stream_arrives(from: &Pod, to: &Pod) {
     });
 }
 
-/// Each host in turn gives its packets to the kernel, and then to a process again. Both kinds reach
+/// Each host in turn gives its packets to a process, and then to the kernel again. Both kinds reach
 /// each other meanwhile.
 #[test]
 fn hosts_of_udp_change_the_code_that_moves_packets() {
     in_qemu(&[&MODULES[..], &["tun"]].concat(), || {
         let cluster = Cluster::start(Lab::builder().hosts(2), "udp", PACE);
         let hosts = cluster.lab.hosts();
-        assert_eq!([0, 1].map(|n| kind(&hosts[n])), ["process"; 2]);
-        for path in ["kernel", "process"] {
+        assert_eq!([0, 1].map(|n| kind(&hosts[n])), ["kernel"; 2]);
+        for path in ["process", "kernel"] {
             for host in hosts {
-                let backend = json!({ "Type": "udp", "Path": path, "SourceCheck": false });
+                let backend = json!({ "Type": "udp", "Path": path });
                 cluster.configure_with(host, "udp", &[("Backend", backend)]);
                 eventually(
                     PACE.patience,

@@ -34,11 +34,12 @@ pub(crate) async fn clear(
 ) -> Infallible {
     let others = settings.backends.iter().filter(|backend| !used.runs(*backend));
     let of = |other: &dyn Backend| {
-        let allowed = settings.allow_commands || !other.runs_commands();
-        Some((other.kind(), other.annex(Some(&settings.state_dir))?, allowed))
+        let (kind, allowed) = (other.kind(), settings.allow_commands || !other.runs_commands());
+        let annexes = other.annexes(Some(&settings.state_dir)).into_iter();
+        annexes.map(move |annex| (kind, annex, allowed))
     };
     let (mut allowed, kept): (Vec<_>, Vec<_>) =
-        others.filter_map(of).partition(|(_, _, allowed)| *allowed);
+        others.flat_map(of).partition(|(_, _, allowed)| *allowed);
     if status.wait_for(is_settled).await.is_ok() {
         for (backend, annex, _) in kept {
             report(backend, annex, moving).await;

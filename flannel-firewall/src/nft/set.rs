@@ -1,0 +1,138 @@
+//! Sets of nf_tables, and transactions that change their elements.
+
+use flannel_core::address::Family;
+use flannel_core::kernel::KernelError;
+use flannel_netlink::netfilter::{Attributes, Batch, Make, Messages, NetfilterSocket};
+
+use super::expr::{find, number, number_in};
+use super::table::{SUBSYSTEM, TABLE, kind, present, protocol};
+
+/// `NFT_MSG_…`.
+const NEWSET: u8 = 9;
+const GETSET: u8 = 10;
+const NEWSETELEM: u8 = 12;
+const GETSETELEM: u8 = 13;
+const DELSETELEM: u8 = 14;
+/// `NFTA_SET_…` and `NFTA_SET_ELEM_LIST_…`.
+const SET_NAME: u16 = 2;
+const SET_FLAGS: u16 = 3;
+const SET_KEY_TYPE: u16 = 4;
+const SET_KEY_LEN: u16 = 5;
+const SET_ID: u16 = 10;
+const ELEMENTS: u16 = 3;
+/// `NFTA_LIST_ELEM`, `NFTA_SET_ELEM_KEY`, `NFTA_DATA_VALUE`.
+const ELEMENT: u16 = 1;
+const KEY: u16 = 1;
+const VALUE: u16 = 1;
+/// `ipv4_addr` and `ipv6_addr` of `nft`, and the bits of a type in a concatenation.
+const ADDRESS: [u32; 2] = [7, 8];
+const TYPE_BITS: u32 = 6;
+/// The number of elements in a message. An element with an IPv6 address has 28 bytes. The kernel
+/// sends a refused message back, into a buffer of 32 KiB.
+const MOST: usize = 1000;
+/// The number of elements in a transaction. The send buffer of a socket has 200 KiB.
+const MOST_IN_BATCH: usize = 4 * MOST;
+
+/// A set whose elements are one or more addresses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Set<'a> {
+    pub(super) family: Family,
+    pub(super) table: &'a str,
+    pub(super) name: &'a str,
+    /// The number of addresses in an element.
+    pub(super) addresses: u32,
+}
+
+impl Set<'_> {
+    /// The length of an element in bytes.
+    pub(super) fn len(&self) -> u32 {
+        self.addresses * u32::from(self.family.bits() / 8)
+    }
+
+    fn named(&self, request: &mut Messages) {
+        request.text(TABLE, self.table).text(SET_NAME, self.name);
+    }
+
+    /// Adds the change that creates the set. `id` differs from that of other sets in the batch.
+    pub(super) fn make(&self, batch: &mut Batch, id: u32) {
+        let address = ADDRESS[usize::from(self.family == Family::V6)];
+        let kind = (0..self.addresses).fold(0, |kind, _| kind << TYPE_BITS | address);
+        batch.add(NEWSET, protocol(self.family), Make::Create, |request| {
+            self.named(request);
+            number(number(request, SET_FLAGS, 0), SET_KEY_TYPE, kind);
+            number(number(request, SET_KEY_LEN, self.len()), SET_ID, id);
+        });
+    }
+
+    /// The flags of the set and the length of its elements; `None` if it does not exist.
+    pub(super) fn head(
+        &self,
+        socket: &mut NetfilterSocket,
+    ) -> Result<Option<(u32, u32)>, KernelError> {
+        let named = |request: &mut Messages| self.named(request);
+        present(socket.ask(kind(GETSET, self.family), named, |message| {
+            let attributes = message.attributes.0;
+            let flags = number_in(attributes, SET_FLAGS).unwrap_or_default();
+            Some((flags, number_in(attributes, SET_KEY_LEN)?))
+        }))
+    }
+
+    /// The elements.
+    pub(super) fn elements(
+        &self,
+        socket: &mut NetfilterSocket,
+    ) -> Result<Vec<Vec<u8>>, KernelError> {
+        let named = |request: &mut Messages| self.named(request);
+        let found = socket.dump(kind(GETSETELEM, self.family), named, |message| {
+            let list = find(message.attributes.0, ELEMENTS).unwrap_or_default();
+            let key = |element| Some(find(find(element, KEY)?, VALUE)?.to_vec());
+            Some(Attributes(list).filter_map(|(_, element)| key(element)).collect::<Vec<_>>())
+        })?;
+        Ok(found.into_iter().flatten().collect())
+    }
+}
+
+/// Changes in as many transactions as their elements need.
+#[derive(Default)]
+pub(crate) struct Changes {
+    pub(crate) batches: Vec<Batch>,
+    /// The number of elements in the last batch.
+    elements: usize,
+}
+
+impl Changes {
+    /// The batch for so many more elements.
+    pub(super) fn batch(&mut self, more: usize) -> &mut Batch {
+        if self.batches.is_empty() || self.elements + more > MOST_IN_BATCH {
+            self.batches.push(Batch::new(SUBSYSTEM));
+            self.elements = 0;
+        }
+        self.elements += more;
+        self.batches.last_mut().expect("there is one")
+    }
+
+    /// Adds elements. It is no error if they exist.
+    pub(super) fn put(&mut self, set: &Set<'_>, elements: &[Vec<u8>]) {
+        self.change(NEWSETELEM, Make::Create, set, elements);
+    }
+
+    /// Deletes elements, which must exist.
+    pub(super) fn delete(&mut self, set: &Set<'_>, elements: &[Vec<u8>]) {
+        self.change(DELSETELEM, Make::Nothing, set, elements);
+    }
+
+    fn change(&mut self, number: u8, make: Make, set: &Set<'_>, elements: &[Vec<u8>]) {
+        for elements in elements.chunks(MOST) {
+            self.batch(elements.len()).add(number, protocol(set.family), make, |request| {
+                set.named(request);
+                request.nest(ELEMENTS, |list| {
+                    for key in elements {
+                        list.nest(ELEMENT, |element| {
+                            element.nest(KEY, |value| _ = value.attr(VALUE, key));
+                        });
+                    }
+                });
+            });
+        }
+    }
+}

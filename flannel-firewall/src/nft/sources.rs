@@ -1,0 +1,341 @@
+//! The table that checks the sources of the packets in a tunnel.
+//!
+//! It has a set for the nodes themselves, and one for each length of prefixes. An element is the
+//! address of a node, and the address of the source without the bits of the host. A chain accepts
+//! packets of the tunnel whose element is in a set, and drops the others.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::Ipv4Addr;
+
+use flannel_core::Subnet;
+use flannel_core::address::Family;
+use flannel_core::kernel::KernelError;
+use flannel_netlink::netfilter::{Batch, Make, NetfilterSocket};
+
+use super::expr::{ACCEPT as ACCEPTS, DROP, Expr, L4PROTO, address_of, number};
+use super::set::{Changes, Set};
+use super::table::{
+    ACCEPT, CHAIN_NAME, DELCHAIN, DELRULE, Filled, NEWTABLE, RULE_CHAIN, TABLE, TABLE_FLAGS,
+    TABLE_USERDATA, comment, head, protocol, remove, rules,
+};
+
+const V4: Family = Family::V4;
+const CHAIN: &str = "input";
+/// `NF_INET_LOCAL_IN`.
+const INPUT: u32 = 1;
+/// `IPPROTO_IPIP` and `IPPROTO_UDP`.
+const IPIP: u8 = 4;
+const UDP: u8 = 17;
+/// The lengths of the UDP header, and of the IPv4 header before the source address.
+const UDP_HEADER: u32 = 8;
+const BEFORE_SOURCE: u32 = 12;
+/// The place and the length of the destination port in the UDP header.
+const PORT: Expr = Expr::Transport { offset: 2, len: 2 };
+
+/// The end of a tunnel that carries IPv4 packets in UDP datagrams. The kernel's device also takes
+/// them directly, as IP protocol 4.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TunnelEnd {
+    /// The address at which packets arrive.
+    pub local: Ipv4Addr,
+    /// The UDP port at which they arrive.
+    pub port: u16,
+}
+
+/// The values of the table.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub(crate) struct Sources {
+    /// `None`: there is no chain, so no packet is dropped.
+    pub(crate) tunnel: Option<TunnelEnd>,
+    /// The address of the node of each subnet.
+    pub(crate) peers: BTreeMap<Subnet, Ipv4Addr>,
+    /// The nodes of the subnets, with the number of their subnets.
+    nodes: BTreeMap<Ipv4Addr, usize>,
+    /// The lengths that have a set. A set stays until the table is removed.
+    lens: BTreeSet<u8>,
+}
+
+/// A table as it is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Found {
+    pub(crate) sources: Sources,
+    /// Nothing else differs from the table that flannel makes for these values.
+    pub(crate) is_intact: bool,
+}
+
+/// The values that differed before some changes, and the tunnel and the lengths.
+#[derive(Debug)]
+pub(crate) struct Before {
+    tunnel: Option<TunnelEnd>,
+    lens: BTreeSet<u8>,
+    /// The nodes of the changed subnets.
+    peers: BTreeMap<Subnet, Option<Ipv4Addr>>,
+    /// The nodes of the changes, and whether they had a subnet.
+    nodes: BTreeMap<Ipv4Addr, bool>,
+}
+
+impl Sources {
+    /// The start of changes.
+    pub(crate) fn before(&self) -> Before {
+        let (tunnel, lens) = (self.tunnel, self.lens.clone());
+        Before { tunnel, lens, peers: BTreeMap::new(), nodes: BTreeMap::new() }
+    }
+
+    /// Notes the values that a change of this subnet may change, then puts the node of the subnet,
+    /// or removes it (`None`).
+    pub(crate) fn change(&mut self, subnet: Subnet, node: Option<Ipv4Addr>, before: &mut Before) {
+        let old = self.peers.get(&subnet).copied();
+        before.peers.entry(subnet).or_insert(old);
+        for node in old.into_iter().chain(node) {
+            before.nodes.entry(node).or_insert_with(|| self.nodes.contains_key(&node));
+        }
+        self.set(subnet, node);
+    }
+
+    /// Puts the node of a subnet, or removes it (`None`).
+    fn set(&mut self, subnet: Subnet, node: Option<Ipv4Addr>) {
+        let old = match node {
+            Some(node) => {
+                self.lens.insert(subnet.len());
+                *self.nodes.entry(node).or_default() += 1;
+                self.peers.insert(subnet, node)
+            }
+            None => self.peers.remove(&subnet),
+        };
+        let Some(old) = old else { return };
+        if let Some(subnets) = self.nodes.get_mut(&old) {
+            *subnets -= 1;
+            if *subnets == 0 {
+                self.nodes.remove(&old);
+            }
+        }
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.tunnel.is_none() && self.peers.is_empty()
+    }
+
+    /// The table as it is; `None` if it does not exist. It is read in several steps. The caller
+    /// compares the generation before and after.
+    pub(crate) fn read(
+        socket: &mut NetfilterSocket,
+        table: &str,
+    ) -> Result<Option<Found>, KernelError> {
+        let Some((flags, uses)) = head(socket, V4, table)? else { return Ok(None) };
+        let (mut sources, mut is_intact) = (Self::default(), flags == 0);
+        let mut count = 0;
+        let mut nodes = BTreeSet::new();
+        for len in (0..=V4.bits()).map(Some).chain([None]) {
+            let name = name(len);
+            let set = set(table, &name);
+            let Some(found) = set.head(socket)? else { continue };
+            count += 1;
+            is_intact &= found == (0, set.len());
+            sources.lens.extend(len);
+            for [node, source] in set.elements(socket)?.iter().filter_map(|key| pair(key)) {
+                match len.map(|len| Subnet::new(source.into(), len)) {
+                    None => is_intact &= node == source && nodes.insert(node),
+                    Some(Some(subnet)) if !sources.peers.contains_key(&subnet) => {
+                        sources.set(subnet, Some(node));
+                    }
+                    // No subnet, or another node has it too.
+                    Some(_) => is_intact = false,
+                }
+            }
+        }
+        is_intact &= nodes.iter().eq(sources.nodes.keys());
+        let mut chain = Filled::read(socket, V4, table, CHAIN)?;
+        for (of, rule) in rules(socket, protocol(V4), table)? {
+            // A foreign chain makes `uses` differ.
+            if let Some(chain) = chain.as_mut().filter(|_| of == CHAIN) {
+                chain.rules.push(rule);
+            }
+        }
+        sources.tunnel = chain.as_ref().and_then(|chain| tunnel_of(&chain.rules));
+        is_intact &= chain == sources.chain() && uses == count + u32::from(chain.is_some());
+        Ok(Some(Found { sources, is_intact }))
+    }
+
+    /// Adds the changes that make the table of these values, which does not exist.
+    fn make(&self, changes: &mut Changes, table: &str) {
+        let batch = changes.batch(0);
+        batch.add(NEWTABLE, protocol(V4), Make::Create, |request| {
+            number(request.text(TABLE, table), TABLE_FLAGS, 0)
+                .attr(TABLE_USERDATA, &comment("tunnel packets from the nodes of their sources"));
+        });
+        self.make_sets(batch, table, &BTreeSet::new());
+        set(table, &name(None)).make(batch, 1);
+        // Before the elements: a packet that comes meanwhile is dropped.
+        self.make_chain(batch, table);
+        let subnets = self.peers.iter().map(|(subnet, node)| (*subnet, *node));
+        put(changes, table, subnets, self.nodes.keys().copied(), true);
+    }
+
+    /// The transactions that turn the table as it was before some changes into that of these
+    /// values.
+    fn update(&self, before: &Before, table: &str) -> Changes {
+        let mut changes = Changes::default();
+        if self.tunnel != before.tunnel || self.lens != before.lens {
+            let batch = changes.batch(0);
+            self.make_sets(batch, table, &before.lens);
+            if before.tunnel.is_some() {
+                batch.add(DELRULE, protocol(V4), Make::Nothing, |request| {
+                    request.text(TABLE, table).text(RULE_CHAIN, CHAIN);
+                });
+            }
+            if self.tunnel.is_none() && before.tunnel.is_some() {
+                batch.add(DELCHAIN, protocol(V4), Make::Nothing, |request| {
+                    request.text(TABLE, table).text(CHAIN_NAME, CHAIN);
+                });
+            }
+            self.make_chain(batch, table);
+        }
+        let (mut new, mut old) = (Vec::new(), Vec::new());
+        for (subnet, was) in &before.peers {
+            let is = self.peers.get(subnet).copied();
+            if is != *was {
+                new.extend(is.map(|node| (*subnet, node)));
+                old.extend(was.map(|node| (*subnet, node)));
+            }
+        }
+        let nodes = |was: bool| {
+            let all = before.nodes.iter().filter(move |(_, had)| **had == was);
+            all.map(|(node, _)| *node).filter(move |node| self.nodes.contains_key(node) != was)
+        };
+        put(&mut changes, table, new, nodes(false), true);
+        put(&mut changes, table, old, nodes(true), false);
+        changes
+    }
+
+    fn make_sets(&self, batch: &mut Batch, table: &str, existing: &BTreeSet<u8>) {
+        for len in self.lens.difference(existing) {
+            set(table, &name(Some(*len))).make(batch, 2 + u32::from(*len));
+        }
+    }
+
+    fn make_chain(&self, batch: &mut Batch, table: &str) {
+        if let Some(chain) = self.chain() {
+            chain.make(batch, V4, [table, CHAIN], "chain to drop tunnel packets of other nodes");
+        }
+    }
+
+    fn chain(&self) -> Option<Filled> {
+        let tunnel = self.tunnel?;
+        let kinds = [(UDP, UDP_HEADER + BEFORE_SOURCE), (IPIP, BEFORE_SOURCE)];
+        let lens = || [None].into_iter().chain(self.lens.iter().copied().map(Some));
+        let of_kind = |(kind, source): (u8, u32)| {
+            let accept = lens().map(move |len| {
+                let mut rule = to(tunnel, kind);
+                rule.extend([address_of(V4, true), Expr::Second { offset: source }]);
+                rule.extend(len.filter(|len| *len < V4.bits()).map(|len| {
+                    let bits = u32::MAX.checked_shl(u32::from(V4.bits() - len)).unwrap_or(0);
+                    Expr::SecondMask(bits.to_be_bytes())
+                }));
+                rule.extend([Expr::Set { name: name(len), is_in: true }, Expr::Verdict(ACCEPTS)]);
+                rule
+            });
+            let mut drop = to(tunnel, kind);
+            drop.extend([Expr::Counter, Expr::Verdict(DROP)]);
+            accept.chain([drop])
+        };
+        Some(Filled {
+            kind: "filter".to_owned(),
+            hook: INPUT,
+            priority: 0,
+            policy: ACCEPT,
+            rules: kinds.into_iter().flat_map(of_kind).collect(),
+        })
+    }
+}
+
+/// The conditions for packets of a protocol that arrive at the end of the tunnel.
+fn to(tunnel: TunnelEnd, protocol: u8) -> Vec<Expr> {
+    let is = |value: &[u8]| Expr::Compare { equal: true, value: value.to_vec() };
+    let mut exprs = vec![Expr::Meta(L4PROTO), is(&[protocol])];
+    if protocol == UDP {
+        exprs.extend([PORT, is(&tunnel.port.to_be_bytes())]);
+    }
+    exprs.extend([address_of(V4, false), is(&tunnel.local.octets())]);
+    exprs
+}
+
+/// The end of the tunnel that the rules are about.
+fn tunnel_of(rules: &[Vec<Expr>]) -> Option<TunnelEnd> {
+    let value = |load: &Expr| {
+        rules.first()?.windows(2).find_map(|pair| match pair {
+            [found, Expr::Compare { value, .. }] if found == load => Some(value.clone()),
+            _ => None,
+        })
+    };
+    let local = <[u8; 4]>::try_from(value(&address_of(V4, false))?).ok()?;
+    let port = u16::from_be_bytes(value(&PORT)?.try_into().ok()?);
+    Some(TunnelEnd { local: local.into(), port })
+}
+
+/// The name of the set for a length of prefixes; `None`: of that for the nodes themselves.
+fn name(len: Option<u8>) -> String {
+    len.map_or_else(|| "nodes".to_owned(), |len| format!("subnets-{len}"))
+}
+
+fn set<'a>(table: &'a str, name: &'a str) -> Set<'a> {
+    Set { family: V4, table, name, addresses: 2 }
+}
+
+fn pair(key: &[u8]) -> Option<[Ipv4Addr; 2]> {
+    let [a, b, c, d, source @ ..] = <[u8; 8]>::try_from(key).ok()?;
+    Some([Ipv4Addr::new(a, b, c, d), source.into()])
+}
+
+/// Puts the elements of subnets and of nodes, or deletes them.
+fn put(
+    changes: &mut Changes,
+    table: &str,
+    subnets: impl IntoIterator<Item = (Subnet, Ipv4Addr)>,
+    nodes: impl IntoIterator<Item = Ipv4Addr>,
+    is_new: bool,
+) {
+    let mut elements: BTreeMap<Option<u8>, Vec<Vec<u8>>> = BTreeMap::new();
+    let mut add = |len, node: Ipv4Addr, source: &[u8]| {
+        elements.entry(len).or_default().push([&node.octets(), source].concat());
+    };
+    for (subnet, node) in subnets {
+        add(Some(subnet.len()), node, &super::expr::octets(subnet.base()));
+    }
+    for node in nodes {
+        add(None, node, &node.octets());
+    }
+    for (len, elements) in elements {
+        let name = name(len);
+        let set = set(table, &name);
+        if is_new { changes.put(&set, &elements) } else { changes.delete(&set, &elements) }
+    }
+}
+
+/// The transactions that turn the table that was found into that of `after`.
+pub(crate) fn plan(table: &str, found: Option<(&Before, bool)>, after: &Sources) -> Changes {
+    let mut changes = match found {
+        Some((before, true)) if !after.is_empty() => return after.update(before, table),
+        Some(_) => {
+            let mut changes = Changes::default();
+            remove(changes.batch(0), V4, table);
+            changes
+        }
+        None => Changes::default(),
+    };
+    if !after.is_empty() {
+        after.make(&mut changes, table);
+    }
+    changes
+}
+
+/// The transaction that makes a table with a chain and all sets, and removes it again.
+pub(crate) fn trial(table: &str) -> Changes {
+    let tunnel = Some(TunnelEnd { local: Ipv4Addr::LOCALHOST, port: 1 });
+    let mut sources = Sources { tunnel, ..Sources::default() };
+    let subnet = Subnet::new(Ipv4Addr::UNSPECIFIED.into(), 24).expect("this length exists");
+    sources.set(subnet, Some(Ipv4Addr::LOCALHOST));
+    let mut changes = Changes::default();
+    sources.make(&mut changes, table);
+    remove(changes.batch(0), V4, table);
+    changes
+}

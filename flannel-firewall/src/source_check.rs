@@ -1,0 +1,258 @@
+//! The source check of a tunnel, as an annex: its records are the nodes of the subnets, and one for
+//! the end of the tunnel here.
+
+use std::fmt;
+use std::net::{IpAddr, Ipv4Addr};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use flannel_core::Subnet;
+use flannel_core::address::Family;
+use flannel_core::kernel::{Annex, Changes, Invalidation, KernelError};
+use flannel_core::object::{Change, Key, Object, Record};
+use flannel_netlink::netfilter::{NetfilterEvents, NetfilterMessage, NetfilterSocket};
+
+use crate::nft::expr::text_in;
+use crate::nft::set::Changes as BatchChanges;
+use crate::nft::sources::{Before, Found, Sources, TunnelEnd, plan, trial};
+use crate::nft::table::{TABLE, counted, generation, head, protocol};
+use crate::nft::{EAGAIN, EBUSY, EEXIST, ENOENT, GROUP, NEWGEN, TRIES};
+
+const EINVAL: i32 = 22;
+const EPROTONOSUPPORT: i32 = 93;
+const EOPNOTSUPP: i32 = 95;
+/// The texts of records.
+const TUNNEL: &str = "checks sources at UDP port ";
+const FROM: &str = "from ";
+/// The end of the text of a tunnel's record whose table another program changed.
+const CHANGED: &str = ", changed by another program";
+
+/// Drops the packets of a tunnel that do not come from the node of their source address.
+///
+/// The kernel takes packets of a tunnel from every host. This annex keeps a table of nf_tables,
+/// with its own name, that accepts a packet only if its inner source address is in the subnet of a
+/// node, or is the address of the node itself, and the packet comes from the address of this node.
+/// Its records are the end of the tunnel ([`Self::tunnel`]) and the nodes ([`Self::node`]). Without
+/// the former it drops nothing. Tunnels are those of IPv4 ([`TunnelEnd`]).
+///
+/// Needs `CAP_NET_ADMIN`. It works in the network namespace of the thread that uses it first.
+/// Clones are the same annex.
+#[derive(Clone)]
+pub struct SourceCheck {
+    name: &'static str,
+    kernel: Arc<Mutex<Kernel>>,
+}
+
+#[derive(Default)]
+struct Kernel {
+    socket: Option<NetfilterSocket>,
+    /// The table as this annex left it; `None`: it must be read.
+    placed: Option<Option<Found>>,
+}
+
+impl SourceCheck {
+    /// The annex with this name, which is that of the table too.
+    pub fn new(name: &'static str) -> Self {
+        Self { name, kernel: Arc::default() }
+    }
+
+    /// The record of the end of the tunnel here. A table has one tunnel.
+    pub fn tunnel(&self, end: TunnelEnd) -> Record {
+        Record::new(self.name, host(end.local), format!("{TUNNEL}{}", end.port))
+    }
+
+    /// The record of a subnet of another node, from whose address `node` its packets come.
+    pub fn node(&self, subnet: Subnet, node: Ipv4Addr) -> Record {
+        Record::new(self.name, subnet, format!("{FROM}{node}"))
+    }
+
+    /// Checks that the kernel can keep the table: makes one and removes it in one transaction.
+    /// Blocks for milliseconds, longer while the kernel loads modules.
+    ///
+    /// # Errors
+    /// The kernel lacks a part of nf_tables, or this process lacks `CAP_NET_ADMIN`.
+    pub fn may_check(&self) -> Result<(), KernelError> {
+        let mut kernel = self.lock();
+        kernel.commit(trial(&format!("{}-trial", self.name)))
+    }
+
+    /// The number of packets that were dropped since the table was made; `None`: there is no table,
+    /// or it cannot be read. Blocks.
+    pub fn dropped(&self) -> Option<u64> {
+        let mut kernel = self.lock();
+        let socket = kernel.socket().ok()?;
+        head(socket, Family::V4, self.name).ok()??;
+        counted(socket, Family::V4, self.name).ok()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Kernel> {
+        self.kernel.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes a change into the values of the table.
+    fn take(
+        &self,
+        change: &Change,
+        sources: &mut Sources,
+        before: &mut Before,
+    ) -> Result<(), KernelError> {
+        let Object::Record(record) = change.object() else {
+            return Err(KernelError::explained(0, "it is no record"));
+        };
+        let wrong = || KernelError::explained(0, format!("{record} is not of a source check"));
+        let is_put = matches!(change, Change::Put(_));
+        if let Some(port) = record.data().strip_prefix(TUNNEL) {
+            let port = port.trim_end_matches(CHANGED).parse().map_err(|_| wrong())?;
+            let IpAddr::V4(local) = record.subnet.base() else { return Err(wrong()) };
+            let end = TunnelEnd { local, port };
+            if is_put {
+                sources.tunnel = Some(end);
+            } else if sources.tunnel.is_some_and(|found| found.local == local) {
+                sources.tunnel = None;
+            }
+            return Ok(());
+        }
+        let node = record.data().strip_prefix(FROM).and_then(|node| node.parse().ok());
+        let node = node.filter(|_| record.subnet.family() == Family::V4).ok_or_else(wrong)?;
+        sources.change(record.subnet, Some(node).filter(|_| is_put), before);
+        Ok(())
+    }
+}
+
+impl Kernel {
+    fn socket(&mut self) -> Result<&mut NetfilterSocket, KernelError> {
+        match &mut self.socket {
+            Some(socket) => Ok(socket),
+            empty => Ok(empty.insert(NetfilterSocket::open()?)),
+        }
+    }
+
+    /// The table as it was at one moment; `None`: there is none.
+    fn read(&mut self, table: &str) -> Result<Option<Found>, KernelError> {
+        let socket = self.socket()?;
+        for _ in 0..TRIES {
+            let before = generation(socket)?;
+            let found = Sources::read(socket, table)?;
+            if generation(socket)? == before {
+                return Ok(found);
+            }
+        }
+        Err(KernelError::explained(EAGAIN, format!("the table {table} changes all the time")))
+    }
+
+    fn commit(&mut self, changes: BatchChanges) -> Result<(), KernelError> {
+        let socket = self.socket()?;
+        let mut batches = changes.batches.into_iter();
+        batches.try_for_each(|batch| socket.commit(batch).map_err(|refused| refused.error))
+    }
+}
+
+impl Annex for SourceCheck {
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn records(&self) -> Result<Vec<Record>, KernelError> {
+        let mut kernel = self.lock();
+        let found = match kernel.read(self.name) {
+            Err(error) if is_missing(&error) => None,
+            found => found?,
+        };
+        let Some(Found { sources, is_intact }) = &found else {
+            kernel.placed = Some(None);
+            return Ok(Vec::new());
+        };
+        let tunnel = sources.tunnel.map(|end| {
+            let record = self.tunnel(end);
+            let changed = || format!("{}{CHANGED}", record.data());
+            // It differs, so that the engine puts it, which repairs the table.
+            if *is_intact { record } else { Record::new(self.name, record.subnet, changed()) }
+        });
+        let nodes = sources.peers.iter().map(|(subnet, node)| self.node(*subnet, *node));
+        let records = tunnel.into_iter().chain(nodes).collect();
+        kernel.placed = Some(found);
+        Ok(records)
+    }
+
+    fn apply(&self, changes: &[Change]) -> Vec<Result<(), KernelError>> {
+        let mut kernel = self.lock();
+        let mut last = KernelError::new(EAGAIN);
+        for _ in 0..TRIES {
+            let found = match kernel.placed.take().map_or_else(|| kernel.read(self.name), Ok) {
+                Ok(found) => found,
+                Err(error) => return vec![Err(error); changes.len()],
+            };
+            let is_intact = found.as_ref().map(|found| found.is_intact);
+            let mut sources = found.map(|found| found.sources).unwrap_or_default();
+            let mut before = sources.before();
+            let take = |change| self.take(change, &mut sources, &mut before);
+            let results: Vec<_> = changes.iter().map(take).collect();
+            let found = is_intact.map(|is_intact| (&before, is_intact));
+            match kernel.commit(plan(self.name, found, &sources)) {
+                Ok(()) => {
+                    let found = Some(Found { sources, is_intact: true });
+                    kernel.placed = Some(found.filter(|found| !found.sources.is_empty()));
+                    return results;
+                }
+                // Another program has changed the table since it was read.
+                Err(error) if matches!(error.errno, ENOENT | EEXIST | EBUSY) => last = error,
+                Err(error) => return vec![Err(error); changes.len()],
+            }
+        }
+        vec![Err(last); changes.len()]
+    }
+
+    fn changes(&self) -> Result<Box<dyn Changes>, KernelError> {
+        let events = match self.lock().socket() {
+            Ok(socket) => Some(NetfilterEvents::listen(GROUP, socket.port())?),
+            Err(error) if is_missing(&error) => None,
+            Err(error) => return Err(error),
+        };
+        Ok(Box::new(Events { table: self.name, events }))
+    }
+
+    /// Changes end before [`Annex::apply`] returns.
+    fn wait(&self, _: &Key, _: Duration) -> Result<(), KernelError> {
+        Ok(())
+    }
+}
+
+/// Changes of the table by other programs.
+struct Events {
+    table: &'static str,
+    /// `None`: the kernel has no netfilter.
+    events: Option<NetfilterEvents>,
+}
+
+#[async_trait]
+impl Changes for Events {
+    async fn next(&mut self) -> Result<Invalidation, KernelError> {
+        let table = self.table;
+        let concerns = |message: &NetfilterMessage<'_>| {
+            message.kind.number != NEWGEN
+                && message.kind.family == protocol(Family::V4)
+                && text_in(message.attributes.0, TABLE).as_deref() == Some(table)
+        };
+        match &mut self.events {
+            Some(events) => events.changed(concerns).await?,
+            None => std::future::pending().await,
+        }
+        Ok(Invalidation::Everything)
+    }
+}
+
+impl fmt::Debug for SourceCheck {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("SourceCheck").field("name", &self.name).finish_non_exhaustive()
+    }
+}
+
+/// Whether the kernel has no nf_tables, and so no table.
+fn is_missing(error: &KernelError) -> bool {
+    matches!(error.errno, ENOENT | EINVAL | EPROTONOSUPPORT | EOPNOTSUPP)
+}
+
+fn host(address: Ipv4Addr) -> Subnet {
+    Subnet::new(address.into(), Family::V4.bits()).expect("this length exists")
+}
