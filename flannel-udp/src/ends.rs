@@ -14,7 +14,7 @@ use nix::net::if_::if_nametoindex;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{
     AddressFamily, ControlMessage, ControlMessageOwned, MsgFlags, SockFlag, SockType,
-    SockaddrStorage, bind, getsockname, recvmsg, sendmsg, setsockopt, socket, sockopt,
+    SockaddrStorage, bind, getsockname, getsockopt, recvmsg, sendmsg, setsockopt, socket, sockopt,
 };
 use rustix::net::sockopt::{ip_mtu, ipv6_mtu};
 use tun_rs::DeviceBuilder;
@@ -24,6 +24,9 @@ use crate::options::Options;
 
 /// The size of the buffers of sockets, in bytes.
 const BUFFER: usize = 7 << 20;
+/// The size of a receive buffer, as the kernel counts it, which a million small datagrams a second
+/// fill in more than 4 ms. Those of user namespaces are smaller.
+const PATIENT: usize = 4 << 20;
 /// The longest time for which a packet waits while the buffer of its socket is full.
 const PATIENCE: Duration = Duration::from_millis(500);
 
@@ -42,6 +45,8 @@ pub(crate) trait Wire {
     fn path_mtu(&self, to: SocketAddr) -> Option<u16>;
     /// Receives datagrams of a node. Fails with `EAGAIN` if there are none.
     fn receive(&self, buffer: &mut [u8]) -> Result<Received, Errno>;
+    /// Whether a flood of datagrams does not fill the buffer within a few milliseconds.
+    fn may_rest(&self) -> bool;
 }
 
 /// Datagrams that were received.
@@ -273,6 +278,10 @@ impl Wire for Port<'_> {
         let mtu = if to.is_ipv6() { ipv6_mtu(&probe) } else { ip_mtu(&probe) };
         // Loopback devices have larger ones.
         Some(u16::try_from(mtu.ok()?).unwrap_or(u16::MAX))
+    }
+
+    fn may_rest(&self) -> bool {
+        getsockopt(self.socket, sockopt::RcvBuf).is_ok_and(|size| size >= PATIENT)
     }
 
     fn receive(&self, buffer: &mut [u8]) -> Result<Received, Errno> {

@@ -55,9 +55,14 @@ pub(crate) struct FakeWire {
     pub(crate) errors: RefCell<VecDeque<Errno>>,
     /// The path has an MTU of 1400, not of 1500.
     pub(crate) small_path: bool,
+    pub(crate) small_buffer: bool,
 }
 
 impl Wire for &FakeWire {
+    fn may_rest(&self) -> bool {
+        !self.small_buffer
+    }
+
     fn send(&self, to: SocketAddr, parts: &[IoSlice<'_>], size: Option<u16>) -> Result<(), Errno> {
         *self.calls.borrow_mut() += 1;
         if let Some(errno) = self.errors.borrow_mut().pop_front() {

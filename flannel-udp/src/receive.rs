@@ -50,6 +50,7 @@ pub(crate) struct Receiver<'a, D, W> {
     limit: Limit,
     /// The last time at which a packet has passed.
     last_passed: Option<Instant>,
+    may_rest: bool,
 }
 
 impl<'a, D: Device, W: Wire> Receiver<'a, D, W> {
@@ -62,6 +63,7 @@ impl<'a, D: Device, W: Wire> Receiver<'a, D, W> {
     ) -> Self {
         Self {
             device,
+            may_rest: wire.may_rest(),
             wire,
             own,
             counters,
@@ -112,7 +114,8 @@ impl<'a, D: Device, W: Wire> Receiver<'a, D, W> {
                 Ok(()) => {}
                 Err(Errno::EAGAIN) => {
                     let is_quiet = self.last_passed.is_none_or(|last| last.elapsed() > QUIET);
-                    return Ok(if has_received && is_quiet { Next::Rest } else { Next::Wait });
+                    let rests = self.may_rest && has_received && is_quiet;
+                    return Ok(if rests { Next::Rest } else { Next::Wait });
                 }
                 Err(errno) => return Err(errno),
             }
@@ -500,6 +503,12 @@ mod tests {
             let mut receiver = Receiver::new(&device, &wire, own, &counters, Some(&learned));
             assert_eq!(receiver.run(&table([10, 1, 7, 0], 7), 9), Ok(next), "{nodes:?}");
         }
+        // A small buffer would overflow meanwhile.
+        let (wire, device) =
+            (FakeWire { small_buffer: true, ..FakeWire::default() }, FakeDevice::default());
+        wire.receives.borrow_mut().push_back((node(9), good.len(), good));
+        let mut receiver = Receiver::new(&device, &wire, [None; 2], &counters, Some(&learned));
+        assert_eq!(receiver.run(&table([10, 1, 7, 0], 7), 9), Ok(Next::Wait));
     }
 
     /// Neither packets of others nor the stop wait for the end of a flood.

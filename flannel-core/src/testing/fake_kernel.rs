@@ -17,7 +17,7 @@ use crate::kernel::{
     ChangedBy, Changes, Footprint, Invalidation, Kernel, KernelError, KernelEvent, NexthopIds,
     ProcessNames, ROUTE_PROTOCOL, RouteAnswer,
 };
-use crate::object::{Change, Key, LinkName, Nexthop, Object, Route, State, Via};
+use crate::object::{Change, Key, Link, LinkName, Nexthop, Object, Route, State, Via};
 
 const ENOBUFS: i32 = 105;
 
@@ -38,7 +38,7 @@ pub struct FakeKernel {
 pub struct Call {
     /// The operation.
     pub operation: Operation,
-    /// The object of a change; `None` for all other operations.
+    /// The object of a change, or the link; `None` for all other operations.
     pub key: Option<Key>,
 }
 
@@ -56,6 +56,8 @@ pub enum Operation {
     Replace,
     /// [`Change::Delete`].
     Delete,
+    /// [`Kernel::may_change`], for each link that may be put.
+    MayChange,
     /// [`Kernel::lookup`].
     Lookup,
     /// [`Kernel::changes`].
@@ -332,6 +334,13 @@ impl Kernel for FakeKernel {
             _ => None,
         };
         Ok(tables.objects.values().filter_map(user).collect())
+    }
+
+    fn may_change(&self, links: &[Link]) -> Result<(), KernelError> {
+        let mut tables = self.lock();
+        links
+            .iter()
+            .try_for_each(|link| tables.call(Operation::MayChange, Some(Key::Link(link.name))))
     }
 
     fn apply(&self, _: &Footprint, changes: &[Change]) -> Vec<Result<(), KernelError>> {

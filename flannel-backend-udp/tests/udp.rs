@@ -1,0 +1,111 @@
+//! The udp backend on the fake kernel: which code moves the packets, and the objects if the kernel
+//! does. The sources of packets are not checked: that needs nf_tables.
+
+#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+
+use std::net::IpAddr;
+use std::sync::Arc;
+
+use flannel_backend_udp::UdpBackend;
+use flannel_core::address::Dual;
+use flannel_core::backend::ExternalInterface;
+use flannel_core::lease::{LeaseAttrs, Offer};
+use flannel_core::testing::{FakeKernel, FakeSubnets, Operation};
+use flannel_core::{Backend, Config, SubnetManager};
+use flannel_route::{Host, JoinOptions};
+
+const EOPNOTSUPP: i32 = 95;
+
+fn address(text: &str) -> Dual<IpAddr> {
+    [text.parse::<IpAddr>().unwrap()].into_iter().collect()
+}
+
+fn uplink() -> ExternalInterface {
+    ExternalInterface {
+        name: "eth0".parse().unwrap(),
+        mtu: 1500,
+        address: address("192.0.2.1"),
+        public: address("192.0.2.1"),
+        reason: "it has the default route".into(),
+    }
+}
+
+fn config(path: &str, more: &str) -> String {
+    format!(
+        r#"{{"Network":"10.1.0.0/16"{more},
+            "Backend":{{"Type":"udp","SourceCheck":false,"Path":"{path}"}}}}"#
+    )
+}
+
+/// The code that moves the packets, or the reason why there is none. `has_devices`: the kernel has
+/// the devices that can do it.
+async fn path(config: &str, has_devices: bool) -> Result<&'static str, String> {
+    let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), FakeSubnets::with_config(config));
+    if !has_devices {
+        kernel.fail(1, EOPNOTSUPP, |call| call.operation == Operation::MayChange);
+    }
+    let config = subnets.network_config().await.unwrap();
+    let host = Host::new(uplink(), Arc::new(kernel), Arc::new(subnets));
+    match host.join(&UdpBackend::new(), &config, JoinOptions::default()).await {
+        Ok(network) => Ok(network.handle().path),
+        // Only root may open it on some hosts.
+        Err(error) if error.to_string().contains("/dev/net/tun") => Ok("a process"),
+        Err(error) => Err(error.to_string()),
+    }
+}
+
+#[tokio::test]
+async fn the_kernel_moves_the_packets_if_it_can() {
+    for (option, has_devices, expected) in [
+        ("auto", true, Ok("the kernel")),
+        ("auto", false, Ok("a process")),
+        ("kernel", true, Ok("the kernel")),
+        ("kernel", false, Err("planted fault")),
+        ("process", true, Ok("a process")),
+    ] {
+        let found = path(&config(option, ""), has_devices).await;
+        match expected {
+            Ok(expected) => assert_eq!(found.as_deref(), Ok(expected), "{option} {has_devices}"),
+            Err(why) => assert!(found.as_ref().unwrap_err().contains(why), "{found:?}"),
+        }
+    }
+}
+
+#[tokio::test]
+async fn the_kernel_has_a_route_for_each_peer() {
+    let config = config("auto", "");
+    let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), FakeSubnets::with_config(&config));
+    kernel.use_nexthops(false);
+    let peer = Offer { public: address("192.0.2.7"), ..Offer::default() };
+    subnets.put_attrs("10.1.7.0-24", LeaseAttrs::from(peer));
+    let config = subnets.network_config().await.unwrap();
+    let host = Host::new(uplink(), Arc::new(kernel.clone()), Arc::new(subnets.clone()));
+    let backend = UdpBackend::new();
+    let network = host.join(&backend, &config, JoinOptions::default()).await.unwrap();
+    let mut status = network.handle().status;
+    tokio::select! {
+        ended = network.run(subnets.watch_leases().await.unwrap()) => panic!("{ended:?}"),
+        settled = status.wait_for(|status| status.in_sync) => drop(settled.unwrap()),
+    }
+    assert_eq!(
+        kernel.dump(),
+        [
+            "link flannel0 mtu 1472 up type ipip local 192.0.2.1 dev eth0 encap fou \
+             encap-dport 8285 encap-sport auto",
+            "address 10.1.1.0/32 dev flannel0",
+            "route 10.1.7.0/24 via 192.0.2.7 dev flannel0 onlink",
+        ]
+    );
+}
+
+#[test]
+fn ipv6_needs_the_process() {
+    let both = r#","EnableIPv6":true,"IPv6Network":"fd00:1::/48""#;
+    let validate = |option| {
+        let config = Config::parse(&config(option, both)).unwrap();
+        UdpBackend::new().validate(&config, None).map_err(|error| error.to_string())
+    };
+    let refused = validate("kernel").unwrap_err();
+    assert!(refused.contains("the kernel carries IPv4 only"), "{refused}");
+    assert_eq!((validate("auto"), validate("process")), (Ok(()), Ok(())));
+}
