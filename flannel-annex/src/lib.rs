@@ -28,7 +28,7 @@ impl WithAnnexes {
     /// The time without a successful change after which a [waiting](Self::waiting) kernel gives up.
     pub const PATIENCE: Duration = Duration::from_secs(60);
 
-    /// `kernel` with the annexes of backends ([`Backend::annexes`](flannel_core::Backend::annexes)).
+    /// `kernel` with the [annexes](flannel_core::Backend::annexes) of backends.
     pub fn new(kernel: Arc<dyn Kernel>, annexes: impl IntoIterator<Item = Arc<dyn Annex>>) -> Self {
         Self { kernel, annexes: annexes.into_iter().collect(), waits: false }
     }

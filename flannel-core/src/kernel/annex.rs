@@ -54,8 +54,8 @@ pub trait Annex: fmt::Debug + Send + Sync {
     /// [`KernelError::timed_out`], and the change continues.
     fn wait(&self, key: &Key, timeout: Duration) -> Result<(), KernelError>;
 
-    /// The packets that it moves or drops itself; `None`: there are none, or they are not known now. Blocks.
-    /// The default is `None`.
+    /// The packets that it moves or drops itself; `None`: there are none, or they are not known
+    /// now. Blocks. The default is `None`.
     fn traffic(&self) -> Option<Traffic> {
         None
     }

@@ -129,7 +129,7 @@ fn a_packet_arrives_only_from_the_node_of_its_source() {
             from(8, [192, 0, 2, 8]),
         ];
         let mut bad = vec![
-            // Another node, a stranger, an address beyond the subnet, of no subnet, of another node.
+            // Another node, a stranger, addresses beyond the subnet, of no subnet, of other nodes.
             from(9, [10, 1, 8, 2]),
             from(99, [10, 1, 8, 2]),
             from(8, [10, 1, 64, 64]),
