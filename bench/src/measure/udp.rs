@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, ensure};
 use flannel_core::address::Family;
 use flannel_lab::{Builder, Interrupter, Lab, Namespace};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use self::process::Process;
 use crate::parts::process::prepare;
@@ -244,7 +244,7 @@ pub(crate) fn run(seconds: u64, go: Option<PathBuf>) -> anyhow::Result<Report> {
     let (interrupter, time) = (prepare()?, Duration::from_secs(seconds));
     let alone = process::measure(PEERS, &interrupter)?;
     let pairs = Pairs {
-        udp: Pair::start("udp", &interrupter)?,
+        udp: Pair::start(json!({ "Type": "udp", "Path": "process" }), &interrupter)?,
         vxlan: Pair::start("vxlan", &interrupter)?,
         go: go.map(|program| Pair::of_go(&program, &interrupter)).transpose()?,
     };

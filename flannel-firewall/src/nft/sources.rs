@@ -222,7 +222,8 @@ impl Sources {
     fn chain(&self) -> Option<Filled> {
         let tunnel = self.tunnel?;
         let kinds = [(UDP, UDP_HEADER + BEFORE_SOURCE), (IPIP, BEFORE_SOURCE)];
-        let lens = || [None].into_iter().chain(self.lens.iter().copied().map(Some));
+        // Most packets have the address of a pod.
+        let lens = || self.lens.iter().copied().map(Some).chain([None]);
         let of_kind = |(kind, source): (u8, u32)| {
             let accept = lens().map(move |len| {
                 let mut rule = to(tunnel, kind);

@@ -12,7 +12,7 @@ use flannel_lab::testing::stream::Traffic;
 use flannel_lab::{Host, Lab, Namespace, Signal};
 use nix::sys::signal::kill;
 use nix::unistd::Pid;
-use serde_json::Value;
+use serde_json::{Value, json};
 use test_support::eventually;
 
 use crate::traffic;
@@ -26,7 +26,8 @@ const STRANGER: &str = "192.168.77.200";
 const PACKETS: usize = 200;
 
 fn up() -> Lab {
-    let lab = Lab::builder().hosts(2).backend("udp").program(env!("CARGO_BIN_EXE_lab"));
+    let backend = json!({ "Type": "udp", "Path": "process" });
+    let lab = Lab::builder().hosts(2).backend(backend).program(env!("CARGO_BIN_EXE_lab"));
     let lab = lab.start().unwrap();
     for host in lab.hosts() {
         for key in ["net/ipv4/conf/all/rp_filter", "net/ipv4/conf/default/rp_filter"] {

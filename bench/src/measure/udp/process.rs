@@ -12,6 +12,7 @@ use flannel_udp::{Client, Request, Status};
 use nix::sys::signal::{Signal, kill};
 use nix::sys::socket::{getsockopt, sockopt};
 use nix::unistd::Pid;
+use serde_json::json;
 
 use super::{PATIENCE, Pair, pause};
 use crate::parts::cluster::{Families, leases};
@@ -41,7 +42,8 @@ pub(super) struct Figures {
 pub(super) fn measure(count: u32, interrupter: &Interrupter) -> anyhow::Result<Figures> {
     // Probes of paths wake it up.
     let lab = Lab::builder().config_field("Network", "10.0.0.0/8").config_field("SubnetLen", 24);
-    let pair = Pair::start_with(lab, "udp", &["--path-interval=0"], interrupter, |registry| {
+    let udp = json!({ "Type": "udp", "Path": "process" });
+    let pair = Pair::start_with(lab, udp, &["--path-interval=0"], interrupter, |registry| {
         for lease in leases(count, Families::Ipv4).iter() {
             let attrs = LeaseAttrs::from(Offer {
                 public: lease.attrs.preferred.public,
