@@ -26,7 +26,7 @@ use flannel_firewall::TunnelEnd;
 
 use crate::annex::Table;
 pub use crate::options::{Options, Path as PacketPath};
-use crate::plan::{Path as PlanPath, Plan};
+use crate::plan::{Mover, Plan};
 use crate::sources::Sources;
 pub use flannel_udp::run_if_started;
 
@@ -140,17 +140,18 @@ impl Backend for UdpBackend {
             let own = lease.lease().subnets;
             let plane = options.data_plane(&addresses, &own);
             let local = LocalEnd { addresses, subnets: own };
-            let (path, tunnel) = match &link.kind {
+            let (mover, tunnel) = match &link.kind {
                 LinkKind::Fou(fou) => {
                     let check = checks.map(|sources| sources.check);
-                    let end = TunnelEnd { local: fou.local, port: fou.port };
+                    let (device, local, port) = (link.name, fou.local, fou.port);
+                    let end = TunnelEnd { device, local, port };
                     let tunnel = check.as_ref().map(|check| check.tunnel(end));
-                    (PlanPath::Kernel { device: link.name, check }, tunnel)
+                    (Mover::Kernel { device: link.name, check }, tunnel)
                 }
-                _ => (PlanPath::Process { port: options.port }, None),
+                _ => (Mover::Process { port: options.port }, None),
             };
-            let by_kernel = matches!(path, PlanPath::Kernel { .. });
-            let plan = Plan { families: enabled.map(|_, _| ()), local, path };
+            let by_kernel = matches!(mover, Mover::Kernel { .. });
+            let plan = Plan { families: enabled.map(|_, _| ()), local, mover };
             let mut blueprint = Blueprint::new(mtu, move |subnets, offer, env, objects| {
                 plan.objects(subnets, offer, env, objects)
             });
@@ -175,6 +176,11 @@ fn kernel_device(options: &Options, config: &Config, uplink: &ExternalInterface)
         return None;
     }
     let Some(IpAddr::V4(local)) = uplink.address.v4 else { return None };
+    // There is a NAT. Nodes behind one may send from other addresses, which only a process learns.
+    let has_nat = uplink.public.v4.is_some_and(|public| public != local);
+    if has_nat && options.source_check && options.path == options::Path::Auto {
+        return None;
+    }
     let Options { port, source_port: one_port, .. } = *options;
     Some(Fou { local, lower: Some(uplink.name), port, one_port })
 }
@@ -196,10 +202,9 @@ async fn choose(
         match can {
             Ok(()) => return Ok(link),
             Err(error) if options.path == options::Path::Kernel => return Err(error),
-            Err(error) => tracing::warn!(
-                %error,
-                "the kernel cannot move the packets, so a process does"
-            ),
+            Err(error) => {
+                tracing::info!(%error, "the kernel cannot move the packets, so a process does");
+            }
         }
     }
     preflight::check().map_err(refuse)?;

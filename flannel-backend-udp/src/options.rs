@@ -24,8 +24,8 @@ pub struct Options {
     /// (`false`) is any port, so that nodes can spread flows over their processors.
     pub source_port: bool,
     /// `SourceCheck`: a packet is accepted only from the node that has its source address: from its
-    /// public address, or one behind NAT that it has proved to have. A node proves none where the
-    /// kernel moves the packets. The default is `true`.
+    /// public address, or one behind NAT that it has proved to have. Where the kernel moves
+    /// the packets, only the public address counts. The default is `true`.
     pub source_check: bool,
     /// `Path`: the code that moves the packets.
     pub path: Path,

@@ -17,12 +17,12 @@ pub(crate) struct Plan {
     /// The enabled families.
     pub(crate) families: Dual<()>,
     pub(crate) local: LocalEnd,
-    pub(crate) path: Path,
+    pub(crate) mover: Mover,
 }
 
-/// The path of packets on this node.
+/// The code that moves the packets of this node.
 #[derive(Debug, Clone)]
-pub(crate) enum Path {
+pub(crate) enum Mover {
     /// The process sends them to this UDP port of all nodes.
     Process { port: u16 },
     /// A device of the kernel sends them.
@@ -51,11 +51,11 @@ impl Plan {
             let is_enabled = self.families[subnet.family()].is_some();
             let Some(public) = public.filter(|_| is_enabled) else { continue };
             match self.local.check(public, subnets, false) {
-                Ok(()) => match &self.path {
-                    Path::Process { port } => {
+                Ok(()) => match &self.mover {
+                    Mover::Process { port } => {
                         out.push(peer_record(subnet, (public, *port).into()).into());
                     }
-                    Path::Kernel { device: link, check } => {
+                    Mover::Kernel { device: link, check } => {
                         let via = Via::Gateway { gateway: public, link: *link, onlink: true };
                         out.push(Route { dst: subnet, via, mtu: None }.into());
                         if let (Some(check), IpAddr::V4(public)) = (check, public) {
@@ -84,11 +84,11 @@ mod tests {
     const PEER: &str = "10.1.8.0-24&fd00:1:0:8::-64";
 
     fn run(families: Dual<()>, subnets: &str, public: [Option<&str>; 2]) -> (Vec<String>, String) {
-        run_with(Path::Process { port: 8285 }, families, subnets, public)
+        run_with(Mover::Process { port: 8285 }, families, subnets, public)
     }
 
     fn run_with(
-        path: Path,
+        mover: Mover,
         families: Dual<()>,
         subnets: &str,
         public: [Option<&str>; 2],
@@ -99,7 +99,7 @@ mod tests {
         let local = LocalEnd { addresses, subnets: own };
         let public = public.into_iter().flatten().map(address).collect();
         let (offer, env) = (Offer { public, ..Offer::default() }, Env::new(&|_| None));
-        let plan = Plan { families, local, path };
+        let plan = Plan { families, local, mover };
         let mut objects = Vec::new();
         let result = plan.objects(&subnets.parse().unwrap(), &offer, &env, &mut objects);
         let why = result.err().map(|why| why.to_string()).unwrap_or_default();
@@ -118,8 +118,8 @@ mod tests {
         assert_eq!(run(Dual { v4: Some(()), v6: None }, PEER, public).0, [v4]);
         let only_v4 = Dual { v4: Some(()), v6: None };
         let by_kernel = |check| {
-            let path = Path::Kernel { device: "flannel0".parse().unwrap(), check };
-            run_with(path, only_v4, PEER, public).0
+            let mover = Mover::Kernel { device: "flannel0".parse().unwrap(), check };
+            run_with(mover, only_v4, PEER, public).0
         };
         let route = "route 10.1.8.0/24 via 192.0.2.8 dev flannel0 onlink".to_owned();
         assert_eq!(by_kernel(None)[..], [&*route]);

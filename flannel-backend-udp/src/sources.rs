@@ -34,8 +34,9 @@ impl Sources {
     pub(crate) fn may_check(&self) -> Result<()> {
         self.check.may_check().map_err(|error| {
             refuse(format!(
-                r#"the kernel cannot check the sources of packets: nf_tables: {error}: load the \
-                modules (modprobe -a nf_tables nft_counter), or set "SourceCheck": false"#
+                "the kernel cannot check the sources of packets: {error}: load the modules of \
+                 nf_tables (modprobe nf_tables), let a process move the packets (\"Path\": \
+                 \"process\"), or do not check them (\"SourceCheck\": false)"
             ))
         })
     }

@@ -1,5 +1,5 @@
 //! The udp backend on the fake kernel: which code moves the packets, and the objects if the kernel
-//! does. The sources of packets are not checked: that needs nf_tables.
+//! does.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
@@ -12,6 +12,7 @@ use flannel_core::backend::ExternalInterface;
 use flannel_core::lease::{LeaseAttrs, Offer};
 use flannel_core::testing::{FakeKernel, FakeSubnets, Operation};
 use flannel_core::{Backend, Config, SubnetManager};
+use flannel_netlink::testing::in_netns_async;
 use flannel_route::{Host, JoinOptions};
 
 const EOPNOTSUPP: i32 = 95;
@@ -39,13 +40,17 @@ fn config(path: &str, more: &str) -> String {
 
 /// The code that moves the packets, or the reason why there is none. `has_devices`: the kernel has
 /// the devices that can do it.
-async fn path(config: &str, has_devices: bool) -> Result<&'static str, String> {
+async fn path(
+    config: &str,
+    uplink: ExternalInterface,
+    has_devices: bool,
+) -> Result<&'static str, String> {
     let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), FakeSubnets::with_config(config));
     if !has_devices {
         kernel.fail(1, EOPNOTSUPP, |call| call.operation == Operation::MayChange);
     }
     let config = subnets.network_config().await.unwrap();
-    let host = Host::new(uplink(), Arc::new(kernel), Arc::new(subnets));
+    let host = Host::new(uplink, Arc::new(kernel), Arc::new(subnets));
     match host.join(&UdpBackend::new(), &config, JoinOptions::default()).await {
         Ok(network) => Ok(network.handle().path),
         // Only root may open it on some hosts.
@@ -63,7 +68,7 @@ async fn the_kernel_moves_the_packets_if_it_can() {
         ("kernel", false, Err("planted fault")),
         ("process", true, Ok("a process")),
     ] {
-        let found = path(&config(option, ""), has_devices).await;
+        let found = path(&config(option, ""), uplink(), has_devices).await;
         match expected {
             Ok(expected) => assert_eq!(found.as_deref(), Ok(expected), "{option} {has_devices}"),
             Err(why) => assert!(found.as_ref().unwrap_err().contains(why), "{found:?}"),
@@ -71,15 +76,40 @@ async fn the_kernel_moves_the_packets_if_it_can() {
     }
 }
 
-#[tokio::test]
-async fn the_kernel_has_a_route_for_each_peer() {
+/// A node behind a NAT may send from another address, which only a process learns.
+#[test]
+fn a_process_moves_the_packets_behind_a_nat_unless_nobody_checks_them() {
+    // The trial of the check is in the namespace.
+    in_netns_async(|| async {
+        let behind_nat = ExternalInterface { public: address("198.51.100.1"), ..uplink() };
+        let checked = |path| config(path, "").replace(r#""SourceCheck":false,"#, "");
+        for (config, uplink, expected) in [
+            (checked("auto"), uplink(), "the kernel"),
+            (checked("auto"), behind_nat.clone(), "a process"),
+            (checked("kernel"), behind_nat.clone(), "the kernel"),
+            (config("auto", ""), behind_nat, "the kernel"),
+        ] {
+            assert_eq!(path(&config, uplink, true).await.as_deref(), Ok(expected), "{config}");
+        }
+    });
+}
+
+/// In a namespace, because the engine looks for a table of the source check.
+#[test]
+fn the_kernel_has_a_route_for_each_peer() {
+    in_netns_async(routes);
+}
+
+async fn routes() {
     let config = config("auto", "");
     let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), FakeSubnets::with_config(&config));
     kernel.use_nexthops(false);
     let peer = Offer { public: address("192.0.2.7"), ..Offer::default() };
     subnets.put_attrs("10.1.7.0-24", LeaseAttrs::from(peer));
     let config = subnets.network_config().await.unwrap();
-    let host = Host::new(uplink(), Arc::new(kernel.clone()), Arc::new(subnets.clone()));
+    let state = tempfile::tempdir().unwrap();
+    let host = Host::new(uplink(), Arc::new(kernel.clone()), Arc::new(subnets.clone()))
+        .with_state_dir(state.path().to_owned());
     let backend = UdpBackend::new();
     let network = host.join(&backend, &config, JoinOptions::default()).await.unwrap();
     let mut status = network.handle().status;

@@ -16,31 +16,38 @@ use flannel_netlink::netfilter::{NetfilterEvents, NetfilterMessage, NetfilterSoc
 use crate::nft::expr::text_in;
 use crate::nft::set::Changes as BatchChanges;
 use crate::nft::sources::{Before, Found, Sources, TunnelEnd, plan, trial};
-use crate::nft::table::{TABLE, counted, generation, head, protocol};
+use crate::nft::table::{TABLE, counted, generation, head, protocol, title};
 use crate::nft::{EAGAIN, EBUSY, EEXIST, ENOENT, GROUP, NEWGEN, TRIES};
 
+const EPERM: i32 = 1;
 const EINVAL: i32 = 22;
 const EPROTONOSUPPORT: i32 = 93;
 const EOPNOTSUPP: i32 = 95;
 /// The texts of records.
-const TUNNEL: &str = "checks sources at UDP port ";
+const TUNNEL: &str = "checks sources of ";
+const PORT: &str = " at UDP port ";
 const FROM: &str = "from ";
 /// The end of the text of a tunnel's record whose table another program changed.
 const CHANGED: &str = ", changed by another program";
 
 /// Drops the packets of a tunnel that do not come from the node of their source address.
 ///
-/// The kernel takes packets of a tunnel from every host. This annex keeps a table of nf_tables,
-/// with its own name, that accepts a packet only if its inner source address is in the subnet of a
-/// node, or is the address of the node itself, and the packet comes from the address of this node.
-/// Its records are the end of the tunnel ([`Self::tunnel`]) and the nodes ([`Self::node`]). Without
-/// the former it drops nothing. Tunnels are those of IPv4 ([`TunnelEnd`]).
+/// The kernel takes packets of a tunnel from every host. This annex keeps a table of nf_tables that
+/// accepts a packet only if its inner source address is in the subnet of a node, or is the address
+/// of the node itself, and the datagram comes from the address of this node. Its records are the
+/// end of the tunnel ([`Self::tunnel`]) and the nodes ([`Self::node`]). Without the former it drops
+/// nothing. Tunnels are those of IPv4 ([`TunnelEnd`]).
 ///
-/// Needs `CAP_NET_ADMIN`. It works in the network namespace of the thread that uses it first.
-/// Clones are the same annex.
+/// A batch of datagrams that no network card has segmented (`UDP_SEGMENT`, from a container or a
+/// virtual machine of the same host) is checked as one packet: by its first.
+///
+/// Needs `CAP_NET_ADMIN`, and works in the network namespace of the thread that uses it first. All
+/// other calls must come from threads of that namespace. Clones are the same annex.
 #[derive(Clone)]
 pub struct SourceCheck {
     name: &'static str,
+    /// The name of the table.
+    table: Arc<str>,
     kernel: Arc<Mutex<Kernel>>,
 }
 
@@ -52,14 +59,18 @@ struct Kernel {
 }
 
 impl SourceCheck {
-    /// The annex with this name, which is that of the table too.
+    /// The annex with this name. The table has the same name after `flannel-`.
     pub fn new(name: &'static str) -> Self {
-        Self { name, kernel: Arc::default() }
+        Self { name, table: format!("flannel-{name}").into(), kernel: Arc::default() }
     }
 
     /// The record of the end of the tunnel here. A table has one tunnel.
     pub fn tunnel(&self, end: TunnelEnd) -> Record {
-        Record::new(self.name, host(end.local), format!("{TUNNEL}{}", end.port))
+        Record::new(
+            self.name,
+            Subnet::host(end.local.into()),
+            format!("{TUNNEL}{}{PORT}{}", end.device, end.port),
+        )
     }
 
     /// The record of a subnet of another node, from whose address `node` its packets come.
@@ -74,7 +85,7 @@ impl SourceCheck {
     /// The kernel lacks a part of nf_tables, or this process lacks `CAP_NET_ADMIN`.
     pub fn may_check(&self) -> Result<(), KernelError> {
         let mut kernel = self.lock();
-        kernel.commit(trial(&format!("{}-trial", self.name)))
+        kernel.commit(trial(&format!("{}-trial", self.table)))
     }
 
     /// The number of packets that were dropped since the table was made; `None`: there is no table,
@@ -82,8 +93,15 @@ impl SourceCheck {
     pub fn dropped(&self) -> Option<u64> {
         let mut kernel = self.lock();
         let socket = kernel.socket().ok()?;
-        head(socket, Family::V4, self.name).ok()??;
-        counted(socket, Family::V4, self.name).ok()
+        head(socket, Family::V4, &self.table).ok()??;
+        counted(socket, Family::V4, &self.table).ok()
+    }
+
+    /// The error with the name of the table.
+    fn about(&self, error: KernelError) -> KernelError {
+        let mut text = title(Family::V4, &self.table);
+        text.extend(error.detail.map(|detail| format!(": {detail}")));
+        KernelError::explained(error.errno, text)
     }
 
     fn lock(&self) -> MutexGuard<'_, Kernel> {
@@ -102,10 +120,15 @@ impl SourceCheck {
         };
         let wrong = || KernelError::explained(0, format!("{record} is not of a source check"));
         let is_put = matches!(change, Change::Put(_));
-        if let Some(port) = record.data().strip_prefix(TUNNEL) {
-            let port = port.trim_end_matches(CHANGED).parse().map_err(|_| wrong())?;
-            let IpAddr::V4(local) = record.subnet.base() else { return Err(wrong()) };
-            let end = TunnelEnd { local, port };
+        if let Some(end) = record.data().strip_prefix(TUNNEL) {
+            let (device, port) =
+                end.trim_end_matches(CHANGED).split_once(PORT).ok_or_else(wrong)?;
+            let (Ok(device), Ok(port), IpAddr::V4(local)) =
+                (device.parse(), port.parse(), record.subnet.base())
+            else {
+                return Err(wrong());
+            };
+            let end = TunnelEnd { device, local, port };
             if is_put {
                 sources.tunnel = Some(end);
             } else if sources.tunnel.is_some_and(|found| found.local == local) {
@@ -155,9 +178,12 @@ impl Annex for SourceCheck {
 
     fn records(&self) -> Result<Vec<Record>, KernelError> {
         let mut kernel = self.lock();
-        let found = match kernel.read(self.name) {
-            Err(error) if is_missing(&error) => None,
-            found => found?,
+        let found = match kernel.read(&self.table) {
+            Err(error) if is_missing(&error) || error.errno == EPERM => {
+                tracing::debug!(table = &*self.table, %error, "no table can be read");
+                None
+            }
+            found => found.map_err(|error| self.about(error))?,
         };
         let Some(Found { sources, is_intact }) = &found else {
             kernel.placed = Some(None);
@@ -179,9 +205,9 @@ impl Annex for SourceCheck {
         let mut kernel = self.lock();
         let mut last = KernelError::new(EAGAIN);
         for _ in 0..TRIES {
-            let found = match kernel.placed.take().map_or_else(|| kernel.read(self.name), Ok) {
+            let found = match kernel.placed.take().map_or_else(|| kernel.read(&self.table), Ok) {
                 Ok(found) => found,
-                Err(error) => return vec![Err(error); changes.len()],
+                Err(error) => return vec![Err(self.about(error)); changes.len()],
             };
             let is_intact = found.as_ref().map(|found| found.is_intact);
             let mut sources = found.map(|found| found.sources).unwrap_or_default();
@@ -189,18 +215,24 @@ impl Annex for SourceCheck {
             let take = |change| self.take(change, &mut sources, &mut before);
             let results: Vec<_> = changes.iter().map(take).collect();
             let found = is_intact.map(|is_intact| (&before, is_intact));
-            match kernel.commit(plan(self.name, found, &sources)) {
+            match kernel.commit(plan(&self.table, found, &sources)) {
                 Ok(()) => {
                     let found = Some(Found { sources, is_intact: true });
                     kernel.placed = Some(found.filter(|found| !found.sources.is_empty()));
                     return results;
                 }
-                // Another program has changed the table since it was read.
-                Err(error) if matches!(error.errno, ENOENT | EEXIST | EBUSY) => last = error,
-                Err(error) => return vec![Err(error); changes.len()],
+                // Another program has changed the table since it was read. Without a table, the
+                // kernel lacks a part.
+                Err(error)
+                    if matches!(error.errno, EEXIST | EBUSY)
+                        || (error.errno == ENOENT && is_intact.is_some()) =>
+                {
+                    last = error;
+                }
+                Err(error) => return vec![Err(self.about(error)); changes.len()],
             }
         }
-        vec![Err(last); changes.len()]
+        vec![Err(self.about(last)); changes.len()]
     }
 
     fn changes(&self) -> Result<Box<dyn Changes>, KernelError> {
@@ -209,7 +241,7 @@ impl Annex for SourceCheck {
             Err(error) if is_missing(&error) => None,
             Err(error) => return Err(error),
         };
-        Ok(Box::new(Events { table: self.name, events }))
+        Ok(Box::new(Events { table: Arc::clone(&self.table), events }))
     }
 
     /// Changes end before [`Annex::apply`] returns.
@@ -220,7 +252,7 @@ impl Annex for SourceCheck {
 
 /// Changes of the table by other programs.
 struct Events {
-    table: &'static str,
+    table: Arc<str>,
     /// `None`: the kernel has no netfilter.
     events: Option<NetfilterEvents>,
 }
@@ -228,7 +260,7 @@ struct Events {
 #[async_trait]
 impl Changes for Events {
     async fn next(&mut self) -> Result<Invalidation, KernelError> {
-        let table = self.table;
+        let table = &*self.table;
         let concerns = |message: &NetfilterMessage<'_>| {
             message.kind.number != NEWGEN
                 && message.kind.family == protocol(Family::V4)
@@ -251,8 +283,4 @@ impl fmt::Debug for SourceCheck {
 /// Whether the kernel has no nf_tables, and so no table.
 fn is_missing(error: &KernelError) -> bool {
     matches!(error.errno, ENOENT | EINVAL | EPROTONOSUPPORT | EOPNOTSUPP)
-}
-
-fn host(address: Ipv4Addr) -> Subnet {
-    Subnet::new(address.into(), Family::V4.bits()).expect("this length exists")
 }

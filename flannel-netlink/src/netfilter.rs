@@ -51,13 +51,16 @@ impl Kind {
     }
 }
 
-/// Whether a change may create its object. It is no error if the object exists already.
+/// Whether a change may create its object. Except for [`Self::New`], it is no error if the object
+/// exists already.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Make {
     /// Creates nothing, as for a deletion.
     Nothing,
     /// Creates the object if it does not exist (`NLM_F_CREATE`).
     Create,
+    /// Creates the object, which must not exist (`NLM_F_CREATE`, `NLM_F_EXCL`).
+    New,
     /// Creates the object at the end of its list (`NLM_F_CREATE`, `NLM_F_APPEND`).
     Append,
 }
@@ -67,6 +70,7 @@ impl Make {
         match self {
             Self::Nothing => NlmF::empty(),
             Self::Create => NlmF::CREATE,
+            Self::New => NlmF::CREATE | NlmF::EXCL,
             Self::Append => NlmF::CREATE | NlmF::APPEND,
         }
     }

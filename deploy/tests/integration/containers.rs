@@ -349,11 +349,23 @@ fn a_tunnel_that_accepts_router_advertisements_is_reported() {
     });
 }
 
+/// The objects of the chart for the backend udp, on nodes whose kernel does not move the packets.
+fn udp_process() -> Vec<Value> {
+    let mut objects = udp();
+    let map = objects.iter_mut().find(|object| object["kind"] == "ConfigMap").unwrap();
+    let config = &mut map["data"]["net-conf.json"];
+    let kind = r#""Type": "udp""#;
+    let text = config.as_str().unwrap().replace(kind, &format!(r#"{kind}, "Path": "process""#));
+    assert!(text.contains("process"), "{text}");
+    *config = text.into();
+    objects
+}
+
 /// The process that moves the packets ends with the container. The device and its route stay.
 #[test]
 fn the_chart_for_udp_has_the_device_and_keeps_it_over_a_restart() {
     as_root(|| {
-        let cluster = Cluster::new(udp());
+        let cluster = Cluster::new(udp_process());
         cluster.install();
         let mut daemon = cluster.start();
         let env = cluster.subnet_env();
@@ -379,7 +391,7 @@ fn the_chart_for_udp_has_the_device_and_keeps_it_over_a_restart() {
 #[test]
 fn udp_without_the_device_is_refused_with_the_cure() {
     as_root(|| {
-        let mut objects = udp();
+        let mut objects = udp_process();
         let kind = |object: &Value| object["kind"] == "DaemonSet";
         let set = of_kind(&manifest(), "DaemonSet").clone();
         *objects.iter_mut().find(|object| kind(object)).unwrap() = set;

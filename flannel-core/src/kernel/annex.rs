@@ -7,7 +7,8 @@ use std::time::Duration;
 use super::{Changes, KernelError};
 use crate::object::{Change, Key, Record};
 
-/// Keeps the [`Record`]s of a backend: commands for each peer, a table in another process.
+/// Keeps the [`Record`]s of a backend: commands for each peer, a table in another process, rules
+/// about its packets.
 ///
 /// The route engine, with `flannel_annex::WithAnnexes`, treats records as kernel objects: it puts
 /// and deletes them, retries failures, shows them in the status, and adopts those of earlier runs.

@@ -7,6 +7,7 @@
 
 use flannel_core::Subnet;
 use flannel_core::address::Family;
+use flannel_core::object::LinkName;
 use flannel_netlink::netfilter::{Attributes, Messages};
 use std::net::IpAddr;
 
@@ -17,8 +18,9 @@ const VERDICT: u32 = 0;
 const REGISTER: u32 = 1;
 /// `NFT_REG32_01`: the second 4 bytes of [`REGISTER`].
 const SECOND: u32 = 9;
-/// `NFT_META_MARK`, `NFT_META_OIFNAME`, `NFT_META_NFPROTO`.
-const MARK: u32 = 3;
+/// `NFT_META_MARK`, `NFT_META_IIFNAME`, `NFT_META_OIFNAME`, `NFT_META_NFPROTO`.
+pub(crate) const MARK: u32 = 3;
+pub(crate) const IN: u32 = 6;
 const OUT: u32 = 7;
 pub(crate) const NFPROTO: u32 = 15;
 /// `NFT_META_L4PROTO`: the protocol after all extension headers.
@@ -55,6 +57,10 @@ const CODE: u16 = 1;
 pub(crate) enum Expr {
     /// Loads the property `NFT_META_…` of the packet.
     Meta(u32),
+    /// Loads a value.
+    Value(Vec<u8>),
+    /// Sets the property `NFT_META_…` of the packet to the loaded value.
+    SetMeta(u32),
     /// Loads bytes of the network header.
     Header { offset: u32, len: u32 },
     /// Loads bytes from the transport header on. Ends the rule if the packet is shorter.
@@ -104,9 +110,7 @@ pub(crate) fn of(rule: &Rule) -> Vec<Expr> {
         exprs.push(Expr::Compare { equal, value: octets(subnet.base()) });
     }
     if let Some(device) = rule.device {
-        let mut value = device.as_str().as_bytes().to_vec();
-        value.resize(NAME_LEN, 0);
-        exprs.extend([Expr::Meta(OUT), Expr::Compare { equal: true, value }]);
+        exprs.extend([Expr::Meta(OUT), is_device(device)]);
     }
     exprs.extend((rule.verdict == Verdict::Drop).then_some(Expr::Counter));
     exprs.push(match rule.verdict {
@@ -118,6 +122,18 @@ pub(crate) fn of(rule: &Rule) -> Vec<Expr> {
         }
     });
     exprs
+}
+
+/// Continues only if the packet has arrived by this device.
+pub(crate) fn arrived_by(device: LinkName) -> [Expr; 2] {
+    [Expr::Meta(IN), is_device(device)]
+}
+
+/// Continues only if the loaded name is that of the device.
+fn is_device(device: LinkName) -> Expr {
+    let mut value = device.as_str().as_bytes().to_vec();
+    value.resize(NAME_LEN, 0);
+    Expr::Compare { equal: true, value }
 }
 
 /// Loads the source or destination address.
@@ -193,7 +209,8 @@ pub(crate) fn packets(list: &[u8]) -> u64 {
 impl Expr {
     fn name(&self) -> &str {
         match self {
-            Self::Meta(_) => "meta",
+            Self::Meta(_) | Self::SetMeta(_) => "meta",
+            Self::Value(_) => "immediate",
             Self::Header { .. } | Self::Transport { .. } | Self::Second { .. } => "payload",
             Self::Mask(_) | Self::SecondMask(_) => "bitwise",
             Self::Compare { .. } => "cmp",
@@ -209,6 +226,12 @@ impl Expr {
         match self {
             Self::Meta(key) => {
                 number(number(data, 1, REGISTER), 2, *key);
+            }
+            Self::SetMeta(key) => {
+                number(number(data, 2, *key), 3, REGISTER);
+            }
+            Self::Value(value) => {
+                number(data, 1, REGISTER).nest(2u16, |data| _ = data.attr(VALUE, value));
             }
             Self::Header { offset, len } => load(data, REGISTER, NETWORK_HEADER, *offset, *len),
             Self::Transport { offset, len } => {
@@ -251,6 +274,8 @@ impl Expr {
         let value = |kind| Some(find(find(data, kind)?, VALUE)?.to_vec());
         match name {
             "meta" if is(1, REGISTER) => Some(Self::Meta(number_in(data, 2)?)),
+            "meta" if is(3, REGISTER) => Some(Self::SetMeta(number_in(data, 2)?)),
+            "immediate" if is(1, REGISTER) => Some(Self::Value(value(2)?)),
             "payload" => {
                 let (offset, len) = (number_in(data, 3)?, number_in(data, 4)?);
                 match (number_in(data, 1)?, number_in(data, 2)?) {

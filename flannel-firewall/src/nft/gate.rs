@@ -15,7 +15,7 @@ use super::expr::{drop_others, number, octets};
 use super::set::{Changes, Set};
 use super::table::{
     ACCEPT, Filled, NEWTABLE, TABLE, TABLE_FLAGS, TABLE_USERDATA, comment, head, protocol, remove,
-    rules, title,
+    title,
 };
 use super::{EBUSY, EEXIST, ENOENT, TRIES};
 use crate::error::Error;
@@ -29,6 +29,7 @@ const SET: &str = "peers";
 
 /// `NF_INET_LOCAL_IN`.
 const INPUT: u32 = 1;
+
 /// The table without the elements of the set.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Frame {
@@ -86,13 +87,7 @@ pub(super) fn read(
     family: Family,
 ) -> Result<Option<Found>, KernelError> {
     let Some((flags, uses)) = head(socket, family, NAME)? else { return Ok(None) };
-    let mut chain = Filled::read(socket, family, NAME, CHAIN)?;
-    for (of, rule) in rules(socket, protocol(family), NAME)? {
-        // A foreign chain makes `uses` differ.
-        if let Some(chain) = chain.as_mut().filter(|_| of == CHAIN) {
-            chain.rules.push(rule);
-        }
-    }
+    let [chain] = Filled::read_with_rules(socket, family, NAME, [CHAIN])?;
     let peers = set(family);
     let set = peers.head(socket)?;
     let peers = if set.is_some() { peers.elements(socket)? } else { Vec::new() };

@@ -1,8 +1,10 @@
 //! The table that checks the sources of the packets in a tunnel.
 //!
 //! It has a set for the nodes themselves, and one for each length of prefixes. An element is the
-//! address of a node, and the address of the source without the bits of the host. A chain accepts
-//! packets of the tunnel whose element is in a set, and drops the others.
+//! address of a node, and the address of the source without the bits of the host. One chain sees
+//! the packets of other nodes when they arrive, and marks those whose element is in a set. The mark
+//! stays when the kernel takes the packet out of the tunnel. Another chain drops each packet of the
+//! tunnel's device that has no mark. So it makes no difference how a packet came to the device.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::Ipv4Addr;
@@ -10,33 +12,41 @@ use std::net::Ipv4Addr;
 use flannel_core::Subnet;
 use flannel_core::address::Family;
 use flannel_core::kernel::KernelError;
+use flannel_core::object::LinkName;
 use flannel_netlink::netfilter::{Batch, Make, NetfilterSocket};
 
-use super::expr::{ACCEPT as ACCEPTS, DROP, Expr, L4PROTO, address_of, number};
+use super::expr::{
+    ACCEPT as ACCEPTS, DROP, Expr, IN, L4PROTO, MARK, address_of, arrived_by, number, octets,
+};
 use super::set::{Changes, Set};
 use super::table::{
     ACCEPT, CHAIN_NAME, DELCHAIN, DELRULE, Filled, NEWTABLE, RULE_CHAIN, TABLE, TABLE_FLAGS,
-    TABLE_USERDATA, comment, head, protocol, remove, rules,
+    TABLE_USERDATA, comment, head, protocol, remove,
 };
 
 const V4: Family = Family::V4;
-const CHAIN: &str = "input";
-/// `NF_INET_LOCAL_IN`.
+/// The chain that marks packets, and the one that drops those without the mark.
+const OUTER: &str = "outer";
+const INNER: &str = "inner";
+/// `NF_INET_PRE_ROUTING` and `NF_INET_LOCAL_IN`.
+const PREROUTING: u32 = 0;
 const INPUT: u32 = 1;
-/// `IPPROTO_IPIP` and `IPPROTO_UDP`.
-const IPIP: u8 = 4;
+/// Before the chains of other programs (`raw` of `nft` is -300), so that none sees the mark.
+const FIRST: u32 = (-310i32).cast_unsigned();
+/// The mark of packets whose source is right, between the two chains. No other program uses it.
+const RIGHT: u32 = 0x666c_7564;
 const UDP: u8 = 17;
-/// The lengths of the UDP header, and of the IPv4 header before the source address.
-const UDP_HEADER: u32 = 8;
-const BEFORE_SOURCE: u32 = 12;
+/// The place of the source address after the UDP header and the first 12 bytes of the IPv4 header.
+const SOURCE: u32 = 8 + 12;
 /// The place and the length of the destination port in the UDP header.
 const PORT: Expr = Expr::Transport { offset: 2, len: 2 };
 
-/// The end of a tunnel that carries IPv4 packets in UDP datagrams. The kernel's device also takes
-/// them directly, as IP protocol 4.
+/// The end of a tunnel that carries IPv4 packets in UDP datagrams.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TunnelEnd {
-    /// The address at which packets arrive.
+    /// The device by which the packets arrive after the tunnel.
+    pub device: LinkName,
+    /// The address at which datagrams arrive.
     pub local: Ipv4Addr,
     /// The UDP port at which they arrive.
     pub port: u16,
@@ -45,7 +55,7 @@ pub struct TunnelEnd {
 /// The values of the table.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub(crate) struct Sources {
-    /// `None`: there is no chain, so no packet is dropped.
+    /// `None`: there are no chains, so no packet is dropped.
     pub(crate) tunnel: Option<TunnelEnd>,
     /// The address of the node of each subnet.
     pub(crate) peers: BTreeMap<Subnet, Ipv4Addr>,
@@ -133,40 +143,44 @@ impl Sources {
             is_intact &= found == (0, set.len());
             sources.lens.extend(len);
             for [node, source] in set.elements(socket)?.iter().filter_map(|key| pair(key)) {
-                match len.map(|len| Subnet::new(source.into(), len)) {
-                    None => is_intact &= node == source && nodes.insert(node),
-                    Some(Some(subnet)) if !sources.peers.contains_key(&subnet) => {
-                        sources.set(subnet, Some(node));
+                // The kernel may list an element twice while the set grows.
+                is_intact &= match len {
+                    None => {
+                        nodes.insert(node);
+                        node == source
                     }
-                    // No subnet, or another node has it too.
-                    Some(_) => is_intact = false,
-                }
+                    Some(len) => {
+                        let subnet = Subnet::new(source.into(), len).expect("this length exists");
+                        let node_before = *sources.peers.get(&subnet).unwrap_or(&node);
+                        if !sources.peers.contains_key(&subnet) {
+                            sources.set(subnet, Some(node));
+                        }
+                        subnet.base() == source && node_before == node
+                    }
+                };
             }
         }
         is_intact &= nodes.iter().eq(sources.nodes.keys());
-        let mut chain = Filled::read(socket, V4, table, CHAIN)?;
-        for (of, rule) in rules(socket, protocol(V4), table)? {
-            // A foreign chain makes `uses` differ.
-            if let Some(chain) = chain.as_mut().filter(|_| of == CHAIN) {
-                chain.rules.push(rule);
-            }
+        let chains = Filled::read_with_rules(socket, V4, table, [OUTER, INNER])?;
+        let there = chains.iter().flatten().fold(0, |count, _| count + 1);
+        if let [Some(outer), Some(inner)] = &chains {
+            sources.tunnel = tunnel_of(&outer.rules, &inner.rules);
         }
-        sources.tunnel = chain.as_ref().and_then(|chain| tunnel_of(&chain.rules));
-        is_intact &= chain == sources.chain() && uses == count + u32::from(chain.is_some());
+        is_intact &= chains == sources.chains() && uses == count + there;
         Ok(Some(Found { sources, is_intact }))
     }
 
     /// Adds the changes that make the table of these values, which does not exist.
     fn make(&self, changes: &mut Changes, table: &str) {
         let batch = changes.batch(0);
-        batch.add(NEWTABLE, protocol(V4), Make::Create, |request| {
+        batch.add(NEWTABLE, protocol(V4), Make::New, |request| {
             number(request.text(TABLE, table), TABLE_FLAGS, 0)
                 .attr(TABLE_USERDATA, &comment("tunnel packets from the nodes of their sources"));
         });
         self.make_sets(batch, table, &BTreeSet::new());
         set(table, &name(None)).make(batch, 1);
         // Before the elements: a packet that comes meanwhile is dropped.
-        self.make_chain(batch, table);
+        self.make_chains(batch, table);
         let subnets = self.peers.iter().map(|(subnet, node)| (*subnet, *node));
         put(changes, table, subnets, self.nodes.keys().copied(), true);
     }
@@ -178,17 +192,17 @@ impl Sources {
         if self.tunnel != before.tunnel || self.lens != before.lens {
             let batch = changes.batch(0);
             self.make_sets(batch, table, &before.lens);
-            if before.tunnel.is_some() {
+            for chain in [OUTER, INNER].into_iter().filter(|_| before.tunnel.is_some()) {
                 batch.add(DELRULE, protocol(V4), Make::Nothing, |request| {
-                    request.text(TABLE, table).text(RULE_CHAIN, CHAIN);
+                    request.text(TABLE, table).text(RULE_CHAIN, chain);
                 });
+                if self.tunnel.is_none() {
+                    batch.add(DELCHAIN, protocol(V4), Make::Nothing, |request| {
+                        request.text(TABLE, table).text(CHAIN_NAME, chain);
+                    });
+                }
             }
-            if self.tunnel.is_none() && before.tunnel.is_some() {
-                batch.add(DELCHAIN, protocol(V4), Make::Nothing, |request| {
-                    request.text(TABLE, table).text(CHAIN_NAME, CHAIN);
-                });
-            }
-            self.make_chain(batch, table);
+            self.make_chains(batch, table);
         }
         let (mut new, mut old) = (Vec::new(), Vec::new());
         for (subnet, was) in &before.peers {
@@ -213,64 +227,66 @@ impl Sources {
         }
     }
 
-    fn make_chain(&self, batch: &mut Batch, table: &str) {
-        if let Some(chain) = self.chain() {
-            chain.make(batch, V4, [table, CHAIN], "chain to drop tunnel packets of other nodes");
+    fn make_chains(&self, batch: &mut Batch, table: &str) {
+        let texts = [
+            (OUTER, "chain to mark tunnel packets from the nodes of their sources"),
+            (INNER, "chain to drop tunnel packets without the mark"),
+        ];
+        for (chain, (name, text)) in self.chains().into_iter().zip(texts) {
+            if let Some(chain) = chain {
+                chain.make(batch, V4, [table, name], text);
+            }
         }
     }
 
-    fn chain(&self) -> Option<Filled> {
-        let tunnel = self.tunnel?;
-        let kinds = [(UDP, UDP_HEADER + BEFORE_SOURCE), (IPIP, BEFORE_SOURCE)];
-        // Most packets have the address of a pod.
-        let lens = || self.lens.iter().copied().map(Some).chain([None]);
-        let of_kind = |(kind, source): (u8, u32)| {
-            let accept = lens().map(move |len| {
-                let mut rule = to(tunnel, kind);
-                rule.extend([address_of(V4, true), Expr::Second { offset: source }]);
-                rule.extend(len.filter(|len| *len < V4.bits()).map(|len| {
-                    let bits = u32::MAX.checked_shl(u32::from(V4.bits() - len)).unwrap_or(0);
-                    Expr::SecondMask(bits.to_be_bytes())
-                }));
-                rule.extend([Expr::Set { name: name(len), is_in: true }, Expr::Verdict(ACCEPTS)]);
-                rule
-            });
-            let mut drop = to(tunnel, kind);
-            drop.extend([Expr::Counter, Expr::Verdict(DROP)]);
-            accept.chain([drop])
+    /// The chains [`OUTER`] and [`INNER`].
+    fn chains(&self) -> [Option<Filled>; 2] {
+        let Some(tunnel) = self.tunnel else { return [None, None] };
+        let chain = |hook, priority, rules| {
+            Some(Filled { kind: "filter".to_owned(), hook, priority, policy: ACCEPT, rules })
         };
-        Some(Filled {
-            kind: "filter".to_owned(),
-            hook: INPUT,
-            priority: 0,
-            policy: ACCEPT,
-            rules: kinds.into_iter().flat_map(of_kind).collect(),
-        })
+        let is = |value: &[u8]| Expr::Compare { equal: true, value: value.to_vec() };
+        // A mark is in the machine's byte order.
+        let set = |mark: u32| [Expr::Value(mark.to_ne_bytes().into()), Expr::SetMeta(MARK)];
+        let mark = |len: Option<u8>| {
+            let mut rule = vec![Expr::Meta(L4PROTO), is(&[UDP])];
+            rule.extend([PORT, is(&tunnel.port.to_be_bytes())]);
+            rule.extend([address_of(V4, false), is(&tunnel.local.octets())]);
+            rule.extend([address_of(V4, true), Expr::Second { offset: SOURCE }]);
+            rule.extend(len.filter(|len| *len < V4.bits()).map(|len| {
+                let bits = u32::MAX.checked_shl(u32::from(V4.bits() - len)).unwrap_or(0);
+                Expr::SecondMask(bits.to_be_bytes())
+            }));
+            rule.push(Expr::Set { name: name(len), is_in: true });
+            rule.extend(set(RIGHT));
+            rule.push(Expr::Verdict(ACCEPTS));
+            rule
+        };
+        // Most packets have the address of a pod.
+        let lens = self.lens.iter().copied().map(Some).chain([None]);
+        let mut pass = arrived_by(tunnel.device).to_vec();
+        pass.extend([Expr::Meta(MARK), is(&RIGHT.to_ne_bytes())]);
+        pass.extend(set(0));
+        pass.push(Expr::Verdict(ACCEPTS));
+        let mut drop = arrived_by(tunnel.device).to_vec();
+        drop.extend([Expr::Counter, Expr::Verdict(DROP)]);
+        [chain(INPUT, 0, lens.map(mark).collect()), chain(PREROUTING, FIRST, vec![pass, drop])]
     }
 }
 
-/// The conditions for packets of a protocol that arrive at the end of the tunnel.
-fn to(tunnel: TunnelEnd, protocol: u8) -> Vec<Expr> {
-    let is = |value: &[u8]| Expr::Compare { equal: true, value: value.to_vec() };
-    let mut exprs = vec![Expr::Meta(L4PROTO), is(&[protocol])];
-    if protocol == UDP {
-        exprs.extend([PORT, is(&tunnel.port.to_be_bytes())]);
-    }
-    exprs.extend([address_of(V4, false), is(&tunnel.local.octets())]);
-    exprs
-}
-
-/// The end of the tunnel that the rules are about.
-fn tunnel_of(rules: &[Vec<Expr>]) -> Option<TunnelEnd> {
-    let value = |load: &Expr| {
+/// The end of the tunnel that the rules of both chains are about.
+fn tunnel_of(outer: &[Vec<Expr>], inner: &[Vec<Expr>]) -> Option<TunnelEnd> {
+    let value = |rules: &[Vec<Expr>], load: &Expr| {
         rules.first()?.windows(2).find_map(|pair| match pair {
             [found, Expr::Compare { value, .. }] if found == load => Some(value.clone()),
             _ => None,
         })
     };
-    let local = <[u8; 4]>::try_from(value(&address_of(V4, false))?).ok()?;
-    let port = u16::from_be_bytes(value(&PORT)?.try_into().ok()?);
-    Some(TunnelEnd { local: local.into(), port })
+    let local = <[u8; 4]>::try_from(value(outer, &address_of(V4, false))?).ok()?;
+    let port = u16::from_be_bytes(value(outer, &PORT)?.try_into().ok()?);
+    let device = value(inner, &Expr::Meta(IN))?;
+    let device = String::from_utf8(device).ok()?.trim_end_matches('\0').parse().ok()?;
+    Some(TunnelEnd { device, local: local.into(), port })
 }
 
 /// The name of the set for a length of prefixes; `None`: of that for the nodes themselves.
@@ -300,7 +316,7 @@ fn put(
         elements.entry(len).or_default().push([&node.octets(), source].concat());
     };
     for (subnet, node) in subnets {
-        add(Some(subnet.len()), node, &super::expr::octets(subnet.base()));
+        add(Some(subnet.len()), node, &octets(subnet.base()));
     }
     for node in nodes {
         add(None, node, &node.octets());
@@ -331,7 +347,8 @@ pub(crate) fn plan(table: &str, found: Option<(&Before, bool)>, after: &Sources)
 
 /// The transaction that makes a table with a chain and all sets, and removes it again.
 pub(crate) fn trial(table: &str) -> Changes {
-    let tunnel = Some(TunnelEnd { local: Ipv4Addr::LOCALHOST, port: 1 });
+    let device = "none".parse().expect("a valid name");
+    let tunnel = Some(TunnelEnd { device, local: Ipv4Addr::LOCALHOST, port: 1 });
     let mut sources = Sources { tunnel, ..Sources::default() };
     let subnet = Subnet::new(Ipv4Addr::UNSPECIFIED.into(), 24).expect("this length exists");
     sources.set(subnet, Some(Ipv4Addr::LOCALHOST));

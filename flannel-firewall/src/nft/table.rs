@@ -248,7 +248,7 @@ impl Table {
 
 impl Filled {
     /// A chain without its rules; `None` if it does not exist.
-    pub(super) fn read(
+    fn read(
         socket: &mut NetfilterSocket,
         family: Family,
         table: &str,
@@ -266,6 +266,27 @@ impl Filled {
                 rules: Vec::new(),
             })
         }))
+    }
+
+    /// Chains with their rules; `None` for one that does not exist.
+    pub(super) fn read_with_rules<const N: usize>(
+        socket: &mut NetfilterSocket,
+        family: Family,
+        table: &str,
+        names: [&str; N],
+    ) -> Result<[Option<Self>; N], KernelError> {
+        let mut chains = [const { None }; N];
+        for (chain, name) in chains.iter_mut().zip(names) {
+            *chain = Self::read(socket, family, table, name)?;
+        }
+        for (of, rule) in rules(socket, protocol(family), table)? {
+            // A foreign chain makes the number of uses of the table differ.
+            let chain = chains.iter_mut().zip(names).find(|(_, name)| *name == of);
+            if let Some((Some(chain), _)) = chain {
+                chain.rules.push(rule);
+            }
+        }
+        Ok(chains)
     }
 
     /// Adds the changes that create the chain and its rules.

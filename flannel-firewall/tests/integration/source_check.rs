@@ -1,6 +1,6 @@
 //! The source check of a tunnel: only packets from the node of their source address arrive.
 
-use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
+use std::net::{Ipv4Addr, UdpSocket};
 use std::time::Duration;
 
 use flannel_core::Subnet;
@@ -8,17 +8,22 @@ use flannel_core::kernel::{Annex, KernelError};
 use flannel_core::object::{Change, Record};
 use flannel_firewall::{SourceCheck, TunnelEnd};
 use flannel_netlink::testing::{in_netns, in_netns_async, ip};
-use socket2::{Domain, Protocol, Socket, Type};
 use tokio::time::timeout;
 
 use crate::fixture::tools::nft;
 
-const NAME: &str = "tunnel-sources";
+const NAME: &str = "sources";
+/// The mark of packets whose source is right.
+const MARK: &str = "0x666c7564";
 const PORT: u16 = 8285;
 const HERE: Ipv4Addr = Ipv4Addr::new(192, 0, 2, 7);
 const OTHER_HERE: Ipv4Addr = Ipv4Addr::new(192, 0, 2, 77);
 /// A packet that is dropped does not arrive later either: it is sent before one that arrives.
 const PATIENCE: Duration = Duration::from_secs(20);
+
+fn end(device: &str) -> TunnelEnd {
+    TunnelEnd { device: device.parse().unwrap(), local: HERE, port: PORT }
+}
 
 fn node(n: u8) -> Ipv4Addr {
     Ipv4Addr::new(192, 0, 2, n)
@@ -34,7 +39,7 @@ fn records(check: &SourceCheck) -> [Record; 4] {
         check.node(subnet("10.1.8.0/24"), node(8)),
         check.node(subnet("10.1.64.0/26"), node(8)),
         check.node(subnet("10.1.9.0/24"), node(9)),
-        check.tunnel(TunnelEnd { local: HERE, port: PORT }),
+        check.tunnel(end("tunnel")),
     ]
 }
 
@@ -74,61 +79,50 @@ fn inner(source: Ipv4Addr) -> Vec<u8> {
     packet
 }
 
-/// A raw socket of the protocol of the tunnel's packets without UDP.
-fn raw(address: Ipv4Addr) -> UdpSocket {
-    let socket = Socket::new(Domain::IPV4, Type::RAW, Some(Protocol::from(4))).unwrap();
-    socket.bind(&SocketAddr::new(address.into(), 0).into()).unwrap();
-    socket.into()
-}
-
 fn udp(address: Ipv4Addr, port: u16) -> UdpSocket {
     UdpSocket::bind((address, port)).unwrap()
 }
 
-/// Which of the packets arrive at an address, each a node and the bytes that it sends. `open` opens
-/// a socket, with the port of the tunnel if it receives.
-fn arrived(
-    open: impl Fn(Ipv4Addr, u16) -> UdpSocket,
-    at: Ipv4Addr,
-    packets: &[(Ipv4Addr, Vec<u8>)],
-) -> Vec<bool> {
-    let receiver = open(at, PORT);
+/// Which of the packets arrive at a UDP port, each a node and the bytes that it sends. The last one
+/// must.
+fn arrived((at, port): (Ipv4Addr, u16), packets: &[(Ipv4Addr, Vec<u8>)]) -> Vec<bool> {
+    let receiver = udp(at, port);
     receiver.set_read_timeout(Some(PATIENCE)).unwrap();
-    let last = (node(9), inner(Ipv4Addr::new(10, 1, 9, 9)));
-    let mut numbered = packets.to_vec();
-    numbered.push(last);
-    for (n, (from, packet)) in numbered.iter_mut().enumerate() {
-        packet.push(n as u8);
-        open(*from, 0).send_to(packet, (at, PORT)).unwrap();
+    for (n, (from, packet)) in packets.iter().enumerate() {
+        let numbered = [&packet[..], &[n as u8]].concat();
+        udp(*from, 0).send_to(&numbered, (at, port)).unwrap();
     }
     let mut arrived = vec![false; packets.len()];
     let mut buffer = [0; 256];
-    loop {
+    while arrived.last() == Some(&false) {
         let (len, _) = receiver.recv_from(&mut buffer).unwrap();
-        match arrived.get_mut(usize::from(buffer[len - 1])) {
-            Some(arrived) => *arrived = true,
-            None => return arrived,
-        }
+        arrived[usize::from(buffer[len - 1])] = true;
+    }
+    arrived
+}
+
+fn all_addresses() {
+    for n in [7, 77, 8, 9, 99] {
+        ip(&format!("addr add 192.0.2.{n}/32 dev lo"));
     }
 }
 
+/// Drops packets by this condition after the table under test has seen them.
+fn drop_later(condition: &str) {
+    nft("add table ip later");
+    nft("add chain ip later input { type filter hook input priority 10; }");
+    nft(&format!("add rule ip later input {condition} drop"));
+}
+
 #[test]
-fn a_packet_arrives_only_from_the_node_of_its_source() {
+fn packets_from_the_node_of_their_source_get_the_mark() {
     in_netns(|| {
-        for n in [7, 77, 8, 9, 99] {
-            ip(&format!("addr add 192.0.2.{n}/32 dev lo"));
-        }
+        all_addresses();
         let check = SourceCheck::new(NAME);
         apply(&check, &puts(records(&check)));
+        drop_later(&format!("udp dport {PORT} mark != {MARK}"));
         let from = |n: u8, source: [u8; 4]| (node(n), inner(source.into()));
-        let good = [
-            from(8, [10, 1, 8, 0]),
-            from(8, [10, 1, 8, 255]),
-            from(8, [10, 1, 64, 63]),
-            from(9, [10, 1, 9, 1]),
-            from(8, [192, 0, 2, 8]),
-        ];
-        let mut bad = vec![
+        let bad = [
             // Another node, a stranger, addresses beyond the subnet, of no subnet, of other nodes.
             from(9, [10, 1, 8, 2]),
             from(99, [10, 1, 8, 2]),
@@ -137,27 +131,52 @@ fn a_packet_arrives_only_from_the_node_of_its_source() {
             from(8, [192, 0, 2, 9]),
             from(99, [192, 0, 2, 99]),
             from(7, [10, 1, 8, 2]),
+            // With its number, it ends a byte before the source address does.
+            (node(8), inner([10, 1, 8, 2].into())[..14].to_vec()),
         ];
-        let cut = inner([10, 1, 8, 2].into())[..14].to_vec();
-        bad.push((node(8), cut));
-        let both = [&good[..], &bad].concat();
-        let expected: Vec<bool> = (0..both.len()).map(|n| n < good.len()).collect();
+        let good = [
+            from(8, [10, 1, 8, 0]),
+            from(8, [10, 1, 8, 255]),
+            from(8, [10, 1, 64, 63]),
+            from(9, [10, 1, 9, 1]),
+            from(8, [192, 0, 2, 8]),
+        ];
+        let both = [&bad[..], &good].concat();
+        let expected: Vec<bool> = (0..both.len()).map(|n| n >= bad.len()).collect();
+        assert_eq!(arrived((HERE, PORT), &both), expected);
+        // Packets to other ports and addresses are not of the tunnel.
+        nft("flush chain ip later input");
+        nft(&format!("add rule ip later input mark {MARK} drop"));
+        for other in [(OTHER_HERE, PORT), (HERE, PORT + 1)] {
+            assert_eq!(arrived(other, &both), vec![true; both.len()]);
+        }
+    });
+}
+
+#[test]
+fn packets_by_the_device_of_the_tunnel_pass_only_with_the_mark() {
+    in_netns(|| {
+        all_addresses();
+        let check = SourceCheck::new(NAME);
+        apply(&check, &puts([check.tunnel(end("lo"))]));
         assert_eq!(check.dropped(), Some(0));
-        assert_eq!(arrived(udp, HERE, &both), expected);
-        assert_eq!(check.dropped(), Some(bad.len() as u64));
-        // The device takes packets without UDP too. Those of the tests cannot be cut there.
-        let whole = &both[..both.len() - 1];
-        assert_eq!(arrived(|at, _| raw(at), HERE, whole), expected[..whole.len()]);
-        assert_eq!(check.dropped(), Some(2 * bad.len() as u64 - 1));
-        // Tunnels of other programs: another address, another port.
-        assert_eq!(arrived(udp, OTHER_HERE, &both), vec![true; both.len()]);
-        let other_port = udp(HERE, PORT + 1);
-        other_port.set_read_timeout(Some(PATIENCE)).unwrap();
-        udp(node(99), 0).send_to(b"hello", (HERE, PORT + 1)).unwrap();
-        assert_eq!(other_port.recv(&mut [0; 8]).unwrap(), 5);
-        // Without the record of the tunnel, nothing is dropped.
-        apply(&check, &deletes([check.tunnel(TunnelEnd { local: HERE, port: PORT })]));
-        assert_eq!(arrived(udp, HERE, &both), vec![true; both.len()]);
+        // As the other chain does, before the packet is in the device.
+        nft("add table ip before");
+        nft("add chain ip before pre { type filter hook prerouting priority -320; }");
+        nft(&format!("add rule ip before pre ip saddr 192.0.2.8 mark set {MARK}"));
+        nft("add rule ip before pre ip saddr 192.0.2.9 mark set 0x4000");
+        // No other program sees the mark.
+        drop_later("mark != 0");
+        let packets = [99, 9, 8].map(|n| (node(n), vec![n]));
+        assert_eq!(arrived((HERE, PORT), &packets), [false, false, true]);
+        assert_eq!(check.dropped(), Some(2));
+        let other_device = [check.tunnel(end("tunnel"))];
+        apply(&check, &puts(other_device.clone()));
+        nft("flush ruleset");
+        assert_eq!(check.records(), Ok(Vec::new()));
+        apply(&check, &puts(other_device));
+        assert_eq!(arrived((HERE, PORT), &packets), [true; 3]);
+        assert_eq!(check.dropped(), Some(0));
     });
 }
 
@@ -196,7 +215,8 @@ fn a_table_has_the_records_that_were_put() {
         // puts the new end before it deletes the old one.
         apply(&check, &puts(all.clone()));
         let moved = check.node(subnet("10.1.8.0/24"), node(9));
-        let end = check.tunnel(TunnelEnd { local: OTHER_HERE, port: PORT + 1 });
+        let end = TunnelEnd { local: OTHER_HERE, port: PORT + 1, ..end("tunnel") };
+        let end = check.tunnel(end);
         let mut changes = puts([moved.clone(), end.clone()]);
         changes.extend(deletes([all[3].clone()]));
         apply(&check, &changes);
@@ -223,20 +243,21 @@ fn a_table_that_another_program_changes_is_noticed_and_repaired() {
         let all = records(&check);
         apply(&check, &puts(all.clone()));
         for damage in [
-            "flush chain ip TABLE input",
-            "add rule ip TABLE input accept",
-            "insert rule ip TABLE input udp dport 8285 accept",
+            "flush chain ip TABLE inner",
+            "insert rule ip TABLE inner accept",
+            "insert rule ip TABLE outer udp dport 8285 mark set 0x666c7564",
+            "delete chain ip TABLE inner",
             "add chain ip TABLE other",
             "delete element ip TABLE subnets-24 { 192.0.2.8 . 10.1.8.0 }",
             "add element ip TABLE subnets-24 { 192.0.2.99 . 10.1.8.0 }",
             "add element ip TABLE subnets-24 { 192.0.2.99 . 10.1.10.0 }",
-            "add element ip TABLE subnets-24 { 192.0.2.99 . 10.1.10.1 }",
+            "add element ip TABLE subnets-24 { 192.0.2.9 . 10.1.10.1 }",
             "delete element ip TABLE nodes { 192.0.2.8 . 192.0.2.8 }",
             "add element ip TABLE nodes { 192.0.2.99 . 192.0.2.99 }",
             "add set ip TABLE subnets-28 { type ipv4_addr . ipv4_addr; }",
             "flush ruleset",
         ] {
-            nft(&damage.replace("TABLE", NAME));
+            nft(&damage.replace("TABLE", "flannel-sources"));
             timeout(PATIENCE, changes.next()).await.expect(damage).unwrap();
             let found = check.records().unwrap();
             assert_ne!(texts(&found), texts(&all), "{damage}");
@@ -272,13 +293,14 @@ fn a_record_of_another_annex_is_refused() {
             Record::new(NAME, subnet("10.1.8.0/24"), "to 192.0.2.8"),
             Record::new(NAME, subnet("10.1.8.0/24"), "from 2001:db8::1"),
             Record::new(NAME, subnet("fd00::/64"), "from 192.0.2.8"),
-            Record::new(NAME, subnet("fd00::/64"), "checks sources at UDP port 8285"),
-            Record::new(NAME, subnet("192.0.2.7/32"), "checks sources at UDP port 65536"),
+            Record::new(NAME, subnet("fd00::/64"), "checks sources of tunnel at UDP port 8285"),
+            Record::new(NAME, subnet("192.0.2.7/32"), "checks sources of tunnel at UDP port 65536"),
+            Record::new(NAME, subnet("192.0.2.7/32"), "checks sources of a/b at UDP port 8285"),
         ];
         let good = check.node(subnet("10.1.9.0/24"), node(9));
         let results = check.apply(&puts(wrong.into_iter().chain([good.clone()])));
         let refused = |result: &Result<(), KernelError>| result.is_err();
-        assert_eq!(results.iter().filter(|result| refused(result)).count(), 5, "{results:?}");
+        assert_eq!(results.iter().filter(|result| refused(result)).count(), 6, "{results:?}");
         assert_eq!((results.last(), check.records()), (Some(&Ok(())), Ok(vec![good])));
     });
 }

@@ -33,7 +33,7 @@ pub(crate) struct Running {
     pub(crate) kernel: Arc<dyn Kernel>,
     /// Reads the encrypted tunnels; `None`: there are none.
     pub(crate) encrypted: Option<Arc<NetlinkKernel>>,
-    /// The first that knows packets of pods moves or drops them itself.
+    /// The first one with a [`Traffic`] counts packets.
     pub(crate) annexes: Vec<Arc<dyn Annex>>,
     pub(crate) handle: NetworkHandle,
     pub(crate) views: watch::Receiver<View>,

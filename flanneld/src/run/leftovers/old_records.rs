@@ -58,7 +58,7 @@ pub(crate) async fn clear(
     std::future::pending().await
 }
 
-/// The looks at the records of one backend.
+/// The looks at the records of one annex.
 #[derive(Debug, Clone, Copy, Default)]
 struct Looks {
     failures: u32,
