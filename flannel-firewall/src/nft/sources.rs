@@ -264,8 +264,8 @@ impl Sources {
         };
         // Most packets have the address of a pod.
         let lens = self.lens.iter().copied().map(Some).chain([None]);
-        let mut pass = arrived_by(tunnel.device).to_vec();
-        pass.extend([Expr::Meta(MARK), is(&RIGHT.to_ne_bytes())]);
+        // All packets of the host come here, and a number is compared faster than a name.
+        let mut pass = vec![Expr::Meta(MARK), is(&RIGHT.to_ne_bytes())];
         pass.extend(set(0));
         pass.push(Expr::Verdict(ACCEPTS));
         let mut drop = arrived_by(tunnel.device).to_vec();
@@ -277,7 +277,7 @@ impl Sources {
 /// The end of the tunnel that the rules of both chains are about.
 fn tunnel_of(outer: &[Vec<Expr>], inner: &[Vec<Expr>]) -> Option<TunnelEnd> {
     let value = |rules: &[Vec<Expr>], load: &Expr| {
-        rules.first()?.windows(2).find_map(|pair| match pair {
+        rules.last()?.windows(2).find_map(|pair| match pair {
             [found, Expr::Compare { value, .. }] if found == load => Some(value.clone()),
             _ => None,
         })
