@@ -41,6 +41,10 @@ const RUN_DIR: &str = "/run/flannel";
 /// Options: [`Options`]. The MTU of pods is that of the external interface less 28 bytes for IPv4
 /// and 48 for IPv6.
 ///
+/// Where the kernel moves the packets, a [`SourceCheck`](flannel_firewall::SourceCheck) checks
+/// their sources, in the network namespace of the thread that uses the annex first. A process with
+/// networks in several namespaces needs a backend for each.
+///
 /// **Source**: flannel `pkg/backend/udp`. Different on purpose:
 /// - The device, and the process that moves the packets, stay when the daemon ends.
 /// - A packet is accepted only from the node of its source address.
