@@ -11,7 +11,7 @@ use flannel_firewall::SourceCheck;
 use crate::refuse;
 use crate::traffic::Drops;
 
-/// The name of the annex, and of its table of nf_tables.
+/// The name of the annex. Its table of nf_tables is `flannel-udp-sources`.
 pub(crate) const NAME: &str = "udp-sources";
 /// The reason of dropped packets. The kernel does not tell whether a node has the source address.
 const REASON: &str = "foreign";
@@ -48,10 +48,8 @@ impl Sources {
                         the tunnel, and are dropped: a host forges them, the lease of the node is \
                         not accepted here, or a NAT changes the address of the node"
                 .to_owned();
-            let command =
-                "flannelctl config patch '{\"Backend\": {\"Path\": \"process\"}}' # if a \
-                           NAT does it"
-                    .to_owned();
+            let patch = r#"flannelctl config patch '{"Backend": {"Path": "process"}}'"#;
+            let command = format!("{patch} # if a NAT does it");
             (text, command)
         });
         Traffic {

@@ -85,7 +85,8 @@ impl SourceCheck {
     /// The kernel lacks a part of nf_tables, or this process lacks `CAP_NET_ADMIN`.
     pub fn may_check(&self) -> Result<(), KernelError> {
         let mut kernel = self.lock();
-        kernel.commit(trial(&format!("{}-trial", self.table)))
+        let tried = kernel.commit(trial(&format!("{}-trial", self.table)));
+        tried.map_err(|error| self.about(error))
     }
 
     /// The number of packets that were dropped since the table was made; `None`: there is no table,
@@ -237,10 +238,11 @@ impl Annex for SourceCheck {
 
     fn changes(&self) -> Result<Box<dyn Changes>, KernelError> {
         let events = match self.lock().socket() {
-            Ok(socket) => Some(NetfilterEvents::listen(GROUP, socket.port())?),
-            Err(error) if is_missing(&error) => None,
-            Err(error) => return Err(error),
+            Ok(socket) => NetfilterEvents::listen(GROUP, socket.port()).map(Some),
+            Err(error) if is_missing(&error) => Ok(None),
+            Err(error) => Err(error),
         };
+        let events = events.map_err(|error| self.about(error))?;
         Ok(Box::new(Events { table: Arc::clone(&self.table), events }))
     }
 

@@ -87,7 +87,7 @@ pub(super) fn read(
     family: Family,
 ) -> Result<Option<Found>, KernelError> {
     let Some((flags, uses)) = head(socket, family, NAME)? else { return Ok(None) };
-    let [chain] = Filled::read_with_rules(socket, family, NAME, [CHAIN])?;
+    let chain = Filled::read_with_rules(socket, family, NAME, &[CHAIN])?.pop().flatten();
     let peers = set(family);
     let set = peers.head(socket)?;
     let peers = if set.is_some() { peers.elements(socket)? } else { Vec::new() };

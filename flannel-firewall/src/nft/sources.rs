@@ -161,9 +161,9 @@ impl Sources {
             }
         }
         is_intact &= nodes.iter().eq(sources.nodes.keys());
-        let chains = Filled::read_with_rules(socket, V4, table, [OUTER, INNER])?;
+        let chains = Filled::read_with_rules(socket, V4, table, &[OUTER, INNER])?;
         let there = chains.iter().flatten().fold(0, |count, _| count + 1);
-        if let [Some(outer), Some(inner)] = &chains {
+        if let [Some(outer), Some(inner)] = &chains[..] {
             sources.tunnel = tunnel_of(&outer.rules, &inner.rules);
         }
         is_intact &= chains == sources.chains() && uses == count + there;
@@ -345,7 +345,7 @@ pub(crate) fn plan(table: &str, found: Option<(&Before, bool)>, after: &Sources)
     changes
 }
 
-/// The transaction that makes a table with a chain and all sets, and removes it again.
+/// The transaction that makes a table with all its parts, and removes it again.
 pub(crate) fn trial(table: &str) -> Changes {
     let device = "none".parse().expect("a valid name");
     let tunnel = Some(TunnelEnd { device, local: Ipv4Addr::LOCALHOST, port: 1 });

@@ -183,20 +183,11 @@ impl Table {
     pub(crate) fn read(socket: &mut NetfilterSocket, id: &Id) -> Result<Option<Self>, KernelError> {
         let Id { family, name, chains } = *id;
         let Some((flags, uses)) = head(socket, family, name)? else { return Ok(None) };
-        let mut found = Self { flags, uses, chains: BTreeMap::new() };
-        for chain in chains {
-            if let Some(filled) = Filled::read(socket, family, name, place(*chain).name)? {
-                found.chains.insert(*chain, filled);
-            }
-        }
-        for (chain, rule) in rules(socket, protocol(family), name)? {
-            let chain = found.chains.iter_mut().find(|(known, _)| place(**known).name == chain);
-            // A foreign chain has no entry here. It makes `uses` differ.
-            if let Some((_, filled)) = chain {
-                filled.rules.push(rule);
-            }
-        }
-        Ok(Some(found))
+        let names: Vec<&str> = chains.iter().map(|chain| place(*chain).name).collect();
+        let filled = Filled::read_with_rules(socket, family, name, &names)?;
+        let chains = chains.iter().zip(filled);
+        let chains = chains.filter_map(|(chain, filled)| Some((*chain, filled?))).collect();
+        Ok(Some(Self { flags, uses, chains }))
     }
 
     /// Adds the changes that create the table.
@@ -269,19 +260,17 @@ impl Filled {
     }
 
     /// Chains with their rules; `None` for one that does not exist.
-    pub(super) fn read_with_rules<const N: usize>(
+    pub(super) fn read_with_rules(
         socket: &mut NetfilterSocket,
         family: Family,
         table: &str,
-        names: [&str; N],
-    ) -> Result<[Option<Self>; N], KernelError> {
-        let mut chains = [const { None }; N];
-        for (chain, name) in chains.iter_mut().zip(names) {
-            *chain = Self::read(socket, family, table, name)?;
-        }
+        names: &[&str],
+    ) -> Result<Vec<Option<Self>>, KernelError> {
+        let chains = names.iter().map(|name| Self::read(socket, family, table, name));
+        let mut chains = chains.collect::<Result<Vec<_>, _>>()?;
         for (of, rule) in rules(socket, protocol(family), table)? {
             // A foreign chain makes the number of uses of the table differ.
-            let chain = chains.iter_mut().zip(names).find(|(_, name)| *name == of);
+            let chain = chains.iter_mut().zip(names).find(|(_, name)| **name == of);
             if let Some((Some(chain), _)) = chain {
                 chain.rules.push(rule);
             }
