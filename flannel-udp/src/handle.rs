@@ -2,6 +2,7 @@
 //! one of another version.
 
 use std::fmt;
+use std::fs::{DirBuilder, File, TryLockError};
 use std::io::{self, ErrorKind};
 use std::os::unix::fs::DirBuilderExt;
 use std::os::unix::process::CommandExt;
@@ -12,6 +13,7 @@ use std::time::{Duration, Instant};
 
 use crate::PROGRAM_VERSION;
 use crate::control::{Client, Process, Request, Status, VERSION};
+use crate::server::LOCK;
 use crate::started::command;
 
 /// The longest time until a process that was started answers.
@@ -109,7 +111,7 @@ impl DataPlane {
     /// The counts of the process; `None`: there is none. A connection of its own does not wait for
     /// other requests.
     pub fn counts(&self) -> Option<Status> {
-        Client::connect(&self.socket()).ok()?.ask(&Request::Counts).ok()?
+        self.reach(|client| client.ask(&Request::Counts)).ok()?.0
     }
 
     fn inner(&self) -> MutexGuard<'_, Inner> {
@@ -118,6 +120,39 @@ impl DataPlane {
 
     fn socket(&self) -> PathBuf {
         self.0.dir.join("socket")
+    }
+
+    /// Asks the process on a new connection. If none answers, waits for one that is starting or
+    /// taking over.
+    ///
+    /// # Errors
+    /// Nobody listens, or the question failed.
+    fn reach<T>(&self, question: impl Fn(&mut Client) -> io::Result<T>) -> io::Result<(T, Client)> {
+        use ErrorKind::{BrokenPipe, ConnectionRefused, ConnectionReset, NotFound, UnexpectedEof};
+        let ask = || -> io::Result<(T, Client)> {
+            let mut client = Client::connect(&self.socket())?;
+            Ok((question(&mut client)?, client))
+        };
+        let gone = [NotFound, ConnectionRefused, ConnectionReset, BrokenPipe, UnexpectedEof];
+        match ask() {
+            // A process that takes over has the name of the socket only after the other one ended.
+            Err(error) if gone.contains(&error.kind()) => {
+                self.wait_for_start();
+                ask()
+            }
+            answer => answer,
+        }
+    }
+
+    /// Waits while a process is starting, but not for one that hangs. It holds the lock.
+    fn wait_for_start(&self) {
+        let Ok(lock) = File::open(self.socket().with_extension(LOCK)) else { return };
+        let begin = Instant::now();
+        while matches!(lock.try_lock_shared(), Err(TryLockError::WouldBlock))
+            && begin.elapsed() < ANSWER
+        {
+            std::thread::park_timeout(PAUSE);
+        }
     }
 
     /// Asks the process. [`Request::Start`] and [`Request::Put`] start one if there is none, and
@@ -166,26 +201,23 @@ impl DataPlane {
             return Ok(());
         }
         inner.client = None;
-        match Client::connect(&self.socket()) {
-            Ok(mut client) => match client.process() {
-                Ok(process) if process.version == VERSION => {
-                    let pid = process.pid;
-                    inner.running = Some(process);
-                    if need != Need::Current || !inner.is_old() {
-                        return self.use_client(inner, pid, client);
-                    }
+        match self.reach(Client::process) {
+            Ok((process, client)) if process.version == VERSION => {
+                let pid = process.pid;
+                inner.running = Some(process);
+                if need != Need::Current || !inner.is_old() {
+                    return self.use_client(inner, pid, client);
                 }
-                Err(error) if need == Need::Nothing && error.kind() != ErrorKind::InvalidData => {
-                    return Err(error);
-                }
-                _ if need == Need::Nothing => {
-                    let text = "it has another version; a start of the daemon replaces it";
-                    return Err(io::Error::other(text));
-                }
-                _ => {}
-            },
-            Err(_) if need == Need::Nothing => return Ok(()),
-            Err(_) => {}
+            }
+            Ok(_) if need == Need::Nothing => return Err(unknown()),
+            Err(error) if need == Need::Nothing => {
+                return match error.kind() {
+                    ErrorKind::NotFound | ErrorKind::ConnectionRefused => Ok(()),
+                    ErrorKind::InvalidData => Err(unknown()),
+                    _ => Err(error),
+                };
+            }
+            Ok(_) | Err(_) => {}
         }
         if let Some(mut ended) = inner.child.take() {
             // It has ended, or ends when the next one takes over.
@@ -253,9 +285,13 @@ impl DataPlane {
     }
 }
 
+fn unknown() -> io::Error {
+    io::Error::other("it has another version; a start of the daemon replaces it")
+}
+
 /// Starts the process. It stays when this one ends.
 fn start(dir: &Path, socket: &Path) -> io::Result<Child> {
-    std::fs::DirBuilder::new().recursive(true).mode(0o700).create(dir)?;
+    DirBuilder::new().recursive(true).mode(0o700).create(dir)?;
     let mut command = command(socket);
     command.stdin(Stdio::null()).process_group(0).spawn().map_err(|error| {
         let program = command.get_program().display();
@@ -294,5 +330,25 @@ mod tests {
         let connections: Vec<usize> = requests.try_iter().map(|(n, _)| n).collect();
         // The second one watches.
         assert_eq!(connections, [0, 2, 2, 2, 2]);
+    }
+
+    /// Another start of one would take over from it at once. Here, it fails: no program is there.
+    #[test]
+    fn a_process_that_is_starting_is_awaited() {
+        let dir = tempfile::tempdir().unwrap();
+        let socket = dir.path().join("socket");
+        let lock = File::create(socket.with_extension(LOCK)).unwrap();
+        lock.lock().unwrap();
+        let plane = DataPlane::new(dir.path().to_owned());
+        std::thread::scope(|scope| {
+            let asking = scope.spawn(|| plane.ask(&[Request::Start(options())]).remove(0));
+            // It also passes if the thread begins later.
+            std::thread::park_timeout(START / 50);
+            let answer =
+                |line: &str| Some(if line.contains("start") { "\"done\"" } else { "STATUS" });
+            let _requests = process(&socket, PROGRAM_VERSION, &options(), answer);
+            drop(lock);
+            assert_eq!(asking.join().unwrap().unwrap(), None);
+        });
     }
 }

@@ -22,6 +22,8 @@ use crate::options::Options;
 use crate::plane::Plane;
 use crate::table::Peer;
 
+/// The extension of the file that a process locks while it starts or takes over.
+pub(crate) const LOCK: &str = "lock";
 /// The file with the counts, beside the socket.
 const COUNTS: &str = "counts";
 /// The longest wait for each line of a process that takes over. Packets wait meanwhile.
@@ -63,7 +65,7 @@ pub fn serve(socket: &Path, program: &str) -> io::Result<std::convert::Infallibl
         DirBuilder::new().recursive(true).mode(0o700).create(dir)?;
     }
     // Two processes cannot take over at once. The lock ends with the descriptor.
-    let lock = File::create(socket.with_extension("lock"))?;
+    let lock = File::create(socket.with_extension(LOCK))?;
     lock.lock()?;
     // Nearly all that can fail comes before the other process ends.
     let new = socket.with_extension("new");
