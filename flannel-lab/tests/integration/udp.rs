@@ -1,6 +1,7 @@
 //! The backend `udp`, whose packets a process moves: its part of the status, the metrics and the
 //! doctor, and the end of the process under traffic.
 
+use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{IpAddr, Ipv4Addr, UdpSocket};
 use std::os::unix::net::UnixStream;
@@ -309,5 +310,27 @@ fn a_data_plane_of_udp_that_was_killed_is_back() {
         let (sent, lost) = traffic.end();
         assert!(lost.iter().all(|lost| lost.hosts.contains(&2)), "{lost:#?}");
         println!("{} of {sent} packets were lost", lost.len());
+    });
+}
+
+/// Both backends write the same leases.
+#[test]
+fn a_change_to_alloc_leaves_no_device_and_no_data_plane() {
+    as_root(|| {
+        let lab = up();
+        let (file, new) = (lab.registry().join("config"), lab.registry().join("config.new"));
+        let mut config: Value = serde_json::from_slice(&fs::read(&file).unwrap()).unwrap();
+        config["Backend"] = json!({ "Type": "alloc" });
+        fs::write(&new, config.to_string()).unwrap();
+        fs::rename(&new, &file).unwrap();
+        for host in lab.hosts() {
+            let left = || {
+                let links = host.run("ip", &["-o", "link"]).unwrap();
+                let network = ctl(&lab, host, &["status"])["network"].take();
+                let is_done = network["backend"] == "alloc" && !links.contains("flannel0");
+                (!is_done || data_plane(host) != 0).then_some((links, network))
+            };
+            eventually(PATIENCE, || left().is_none(), || format!("{:?}", left()));
+        }
     });
 }

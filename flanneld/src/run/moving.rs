@@ -21,7 +21,7 @@ use flannel_core::lease::View;
 use flannel_core::object::LinkName;
 use flannel_core::runtime::blocking;
 use flannel_core::status::Status;
-use flannel_core::{Config, Kernel, Lease, SubnetManager, Subnets};
+use flannel_core::{Backend, Config, Kernel, Lease, SubnetManager, Subnets};
 use flannel_moving::{Blockers, Member, NodeBackends, Seen, Step, Tunnels, Wait};
 use flannel_netlink::NetlinkKernel;
 use flannel_options::state_dir;
@@ -123,7 +123,7 @@ impl Moving {
             backend.validate(&config, Some(iface))?;
             Ok(Runs { backend, config, member: member.clone() })
         };
-        let lease_type = target.lease_type();
+        let lease_type = member_type(target);
         let is_left = |member: &Member| member.lease_type != lease_type;
         let moves = target.can_move() && subnets.publishes_attrs();
         let _changes = self.changes.lock().await;
@@ -309,6 +309,14 @@ impl Moving {
     }
 }
 
+/// [`Member::lease_type`] of a backend.
+fn member_type(backend: &dyn Backend) -> &'static str {
+    match backend.lease_type() {
+        "" => backend.kind(),
+        lease_type => lease_type,
+    }
+}
+
 /// The devices of a member; `None`: this version does not know the backend or its options.
 fn devices(
     settings: &DaemonConfig,
@@ -405,7 +413,7 @@ mod tests {
         assert_eq!(names(&team(&moving(), "ipip").await), "vxlan host-gw ipip | vxlan host-gw");
         assert_eq!(logged.warnings(), [""; 0]);
         // A network that cannot run beside another one replaces it at once.
-        assert_eq!(names(&team(&moving(), "alloc").await), " | ");
+        assert_eq!(names(&team(&moving(), "alloc").await), "alloc | alloc");
         assert_eq!((logged.count("replaced at once"), logged.count("no longer run")), (2, 1));
         // Their devices are still there.
         assert_eq!(names(&team(&moving(), "vxlan").await), "vxlan host-gw ipip | vxlan");
@@ -431,7 +439,8 @@ mod tests {
         let new = team(&moving, "host-gw").await;
         assert_eq!(logged.warnings().len(), before, "the network was only rebuilt");
         let alone = team(&moving, "alloc").await;
-        assert_eq!((names(&new), names(&alone)), ("vxlan host-gw | vxlan".into(), " | ".into()));
+        let expected = ["vxlan host-gw | vxlan", "alloc | alloc"].map(str::to_owned);
+        assert_eq!([names(&new), names(&alone)], expected);
 
         let (kernel, mut status) = (FakeKernel::with_uplink("eth0"), Status::default());
         for name in ["flannel.1", "flannel.2"] {
@@ -446,13 +455,29 @@ mod tests {
         let members = || kinds(NodeBackends::parse(&file()).unwrap().iter()).join(" ");
         // The record of an unknown backend stays for a version that knows it.
         // The file comes first.
-        let done = async || members() == " vlxan" && moving.state().dropped == ["vlxan"];
+        let done = async || members() == "alloc vlxan" && moving.state().dropped == ["vlxan"];
         tokio::select! {
             never = moving.clear((&settings, &alone), there, status) => match never {},
             () = eventually_async(Duration::from_secs(10), done, file) => {}
         }
         let devices = kernel.dump();
         assert!(devices.len() == 1 && devices[0].contains("flannel.2"), "{devices:?}");
+    }
+
+    /// Both have no type in leases.
+    #[tokio::test]
+    async fn a_change_from_udp_to_alloc_leaves_no_device() {
+        let dir = tempfile::tempdir().unwrap();
+        let moving = Moving::open(dir.path());
+        assert_eq!(names(&team(&moving, "udp").await), "udp | udp");
+        assert_eq!(names(&team(&moving, "alloc").await), "alloc | alloc");
+        let state = moving.state().clone();
+        assert_eq!(
+            (kinds(state.kept.iter()).join(" "), state.dropped),
+            ("alloc udp".into(), vec!["udp".to_owned()])
+        );
+        assert_eq!(names(&team(&moving, "udp").await), "udp | udp");
+        assert_eq!(moving.state().dropped, ["alloc"]);
     }
 
     #[tokio::test]
