@@ -116,6 +116,8 @@ pub(super) async fn run(
     let (kernel, footprint) = (chosen.kernel.clone(), team.footprint(Some(uplink))?);
     let old_networks = OldNetworks::record(&settings.state_dir, &config).await;
     let status = || handle.status.clone();
+    let tunnel_kernel = chosen.kernel.clone();
+    let read_tunnel = move |link| tunnel_kernel.tunnel(link);
     tokio::select! {
         never = old_networks.clear(kernel.clone(), footprint.clone(), status()) => match never {},
         never = old_records::clear(kernel.clone(), (settings, &team, &moving), status()) =>
@@ -125,7 +127,7 @@ pub(super) async fn run(
             (&team, own), (views.clone(), status(), seen_tunnels), &chosen.kernel, observer
         ) => Ok(reason),
         reason = publish_offers(withholds_offers, status()) => Ok(reason),
-        never = follow(&chosen.kernel, tunnel_devices, (handshakes, tunnels)) => match never {},
+        never = follow(read_tunnel, tunnel_devices, (handshakes, tunnels)) => match never {},
         never = go_flannel.clear(kernel, (footprint, &config), status()) => match never {},
         ended = routes => match ended? {
             Ended::Rebuild(reason) => Ok(reason),

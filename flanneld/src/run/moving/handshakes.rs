@@ -16,7 +16,7 @@ use flannel_core::kernel::KernelError;
 use flannel_core::object::LinkName;
 use flannel_core::runtime::blocking;
 use flannel_moving::Tunnels;
-use flannel_netlink::NetlinkKernel;
+use flannel_netlink::Tunnel;
 use socket2::SockRef;
 use tokio::sync::watch;
 use tokio::time::sleep;
@@ -28,19 +28,27 @@ const KNOCKS: u32 = 5;
 /// The port of the protocol discard.
 const DISCARD: u16 = 9;
 
+/// Reads the tunnels by a device ([`NetlinkKernel::tunnel`](flannel_netlink::NetlinkKernel::tunnel)).
+pub(crate) trait Read:
+    Fn(LinkName) -> Result<Tunnel, KernelError> + Send + Sync + 'static
+{
+}
+
+impl<T: Fn(LinkName) -> Result<Tunnel, KernelError> + Send + Sync + 'static> Read for T {}
+
 /// Sends the tunnels by these devices to `tunnels`, and the open ones to `done`, until the future
 /// is dropped. Without devices it does nothing.
 pub(crate) async fn follow(
-    kernel: &Arc<NetlinkKernel>,
+    read: impl Read,
     devices: BTreeSet<LinkName>,
     (done, tunnels): (watch::Sender<Handshakes>, watch::Sender<Option<Tunnels>>),
 ) -> Infallible {
-    let mut looks = 0_u32;
+    let (read, mut looks) = (Arc::new(read), 0_u32);
     while !devices.is_empty() {
-        let (kernel, devices) = (Arc::clone(kernel), devices.clone());
+        let (read, devices) = (Arc::clone(&read), devices.clone());
         let knocks = looks.is_multiple_of(KNOCKS);
         looks = looks.wrapping_add(1);
-        match blocking(move || look(&kernel, &devices, knocks)).await {
+        match blocking(move || look(&*read, &devices, knocks)).await {
             Ok(found) => {
                 done.send_if_modified(|old| {
                     let changed = **old != found.open;
@@ -64,13 +72,13 @@ pub(crate) async fn follow(
 /// # Errors
 /// A device cannot be read.
 fn look(
-    kernel: &NetlinkKernel,
+    read: &impl Read,
     devices: &BTreeSet<LinkName>,
     knocks: bool,
 ) -> Result<Tunnels, (LinkName, KernelError)> {
     let mut found = Tunnels::default();
     for link in devices {
-        for session in kernel.tunnel(*link).map_err(|error| (*link, error))?.sessions {
+        for session in read(*link).map_err(|error| (*link, error))?.sessions {
             if session.handshake.is_some() {
                 found.open.extend(session.allowed.values());
                 continue;
@@ -95,4 +103,69 @@ fn knock(link: LinkName, to: IpAddr) -> io::Result<()> {
     socket.set_nonblocking(true)?;
     SockRef::from(&socket).bind_device(Some(link.as_str().as_bytes()))?;
     socket.send_to(b"flannel", (to, DISCARD)).map(drop)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+    use std::time::SystemTime;
+
+    use flannel_core::Subnet;
+    use flannel_core::object::PublicKey;
+    use flannel_netlink::Session;
+    use test_support::eventually_async;
+
+    use super::*;
+
+    const PATIENCE: Duration = Duration::from_secs(10);
+
+    fn tunnel(subnet: Subnet) -> Tunnel {
+        let key = PublicKey([7; 32]);
+        let session = Session {
+            key,
+            allowed: [subnet].into_iter().collect(),
+            psk: None,
+            put: None,
+            endpoint: None,
+            handshake: Some(SystemTime::UNIX_EPOCH),
+            received: 0,
+            sent: 0,
+        };
+        Tunnel { key, port: 51820, sessions: vec![session] }
+    }
+
+    /// The tunnels by the other device alone would look like all of them.
+    #[tokio::test]
+    async fn the_last_look_stays_while_a_device_cannot_be_read() {
+        let subnets: [Subnet; 2] = ["10.1.1.0/24", "10.1.2.0/24"].map(|text| text.parse().unwrap());
+        let links: [LinkName; 2] = ["flannel-wg", "flannel-wg2"].map(|text| text.parse().unwrap());
+        // The second device: whether it can be read, and how often that was tried.
+        let second = Arc::new(Mutex::new((true, 0)));
+        let shared = Arc::clone(&second);
+        let read = move |link| {
+            if link == links[0] {
+                return Ok(tunnel(subnets[0]));
+            }
+            let mut second = shared.lock().unwrap();
+            second.1 += 1;
+            if second.0 { Ok(tunnel(subnets[1])) } else { Err(KernelError::new(19)) }
+        };
+        let (handshakes, open) = watch::channel(Handshakes::default());
+        let (sender, tunnels) = watch::channel(None);
+        let work = async {
+            let all = Tunnels { open: subnets.into(), waiting: BTreeSet::new() };
+            let is_known = async || tunnels.borrow().as_ref() == Some(&all);
+            eventually_async(PATIENCE, is_known, || "the tunnels are not known").await;
+            let tries = || second.lock().unwrap().1;
+            second.lock().unwrap().0 = false;
+            let before = tries();
+            let is_tried = async || tries() >= before + 2;
+            eventually_async(PATIENCE, is_tried, || "the device is not read again").await;
+            assert_eq!((tunnels.borrow().as_ref(), &**open.borrow()), (Some(&all), &all.open));
+        };
+        tokio::select! {
+            never = follow(read, links.into(), (handshakes, sender)) => match never {},
+            () = work => {}
+        }
+    }
 }
