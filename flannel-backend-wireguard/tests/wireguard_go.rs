@@ -176,17 +176,18 @@ async fn another_implementation_takes_the_keys_and_passes_packets() {
     let tunnels = [Tunnel::start(&netns[0]), Tunnel::start(&netns[1])];
     let far = tunnels[1].0.id();
     netns[0].run(|| ip(&format!("link add up0 type veth peer name up0 netns {far}")));
-    for (((node, netns), tunnel), objects) in nodes.iter().zip(&netns).zip(&tunnels).zip(&objects) {
+    for ((node, netns), objects) in nodes.iter().zip(&netns).zip(&objects) {
         netns.run(|| {
             ip("link set lo up");
             ip(&format!("addr add 192.0.2.{}/24 dev up0", node.n));
             ip("link set up0 up");
             set_up(objects);
         });
-        tunnel.set(objects);
     }
-    netns[0].run(|| run("ping", "-c 3 -i 0.2 -W 10 -q 10.1.2.0"));
-    netns[1].run(|| run("ping", "-c 3 -i 0.2 -W 10 -q 10.1.1.0"));
+    tunnels.iter().zip(&objects).for_each(|(tunnel, objects)| tunnel.set(objects));
+    // Until three packets are answered: a handshake that is lost is repeated after five seconds.
+    netns[0].run(|| run("ping", "-c 3 -i 0.2 -w 60 -q 10.1.2.0"));
+    netns[1].run(|| run("ping", "-c 3 -i 0.2 -w 60 -q 10.1.1.0"));
     let shown = tunnels[0].ask("get=1\n");
     let handshake = shown.lines().find_map(|line| line.strip_prefix("last_handshake_time_sec="));
     assert!(handshake.is_some_and(|time| time != "0"), "{shown}");

@@ -93,7 +93,7 @@ fn arrived((at, port): (Ipv4Addr, u16), packets: &[(Ipv4Addr, Vec<u8>)]) -> Vec<
         udp(*from, 0).send_to(&numbered, (at, port)).unwrap();
     }
     let mut arrived = vec![false; packets.len()];
-    let mut buffer = [0; 256];
+    let mut buffer = [0; 4096];
     while arrived.last() == Some(&false) {
         let (len, _) = receiver.recv_from(&mut buffer).unwrap();
         arrived[usize::from(buffer[len - 1])] = true;
@@ -118,10 +118,14 @@ fn drop_later(condition: &str) {
 fn packets_from_the_node_of_their_source_get_the_mark() {
     in_netns(|| {
         all_addresses();
+        ip("link set lo mtu 1500");
         let check = SourceCheck::new(NAME);
         apply(&check, &puts(records(&check)));
         drop_later(&format!("udp dport {PORT} mark != {MARK}"));
         let from = |n: u8, source: [u8; 4]| (node(n), inner(source.into()));
+        // Only the first fragment has the source address.
+        let in_fragments =
+            |n: u8, source: [u8; 4]| (node(n), [inner(source.into()), vec![0; 3000]].concat());
         let bad = [
             // Another node, a stranger, addresses beyond the subnet, of no subnet, of other nodes.
             from(9, [10, 1, 8, 2]),
@@ -133,11 +137,13 @@ fn packets_from_the_node_of_their_source_get_the_mark() {
             from(7, [10, 1, 8, 2]),
             // With its number, it ends a byte before the source address does.
             (node(8), inner([10, 1, 8, 2].into())[..14].to_vec()),
+            in_fragments(9, [10, 1, 8, 2]),
         ];
         let good = [
             from(8, [10, 1, 8, 0]),
             from(8, [10, 1, 8, 255]),
             from(8, [10, 1, 64, 63]),
+            in_fragments(8, [10, 1, 8, 2]),
             from(9, [10, 1, 9, 1]),
             from(8, [192, 0, 2, 8]),
         ];
