@@ -22,7 +22,7 @@ use flannel_core::lease::Offer;
 use flannel_core::object::{Fou, Link, LinkKind, LinkName, Route, Tun, Via};
 use flannel_core::runtime::blocking;
 use flannel_core::{Backend, Config, Error, Result};
-use flannel_firewall::TunnelEnd;
+use flannel_source_check::TunnelEnd;
 
 use crate::annex::Table;
 pub use crate::options::{Options, Path as PacketPath};
@@ -41,7 +41,7 @@ const RUN_DIR: &str = "/run/flannel";
 /// Options: [`Options`]. The MTU of pods is that of the external interface less 28 bytes for IPv4
 /// and 48 for IPv6.
 ///
-/// Where the kernel moves the packets, a [`SourceCheck`](flannel_firewall::SourceCheck) checks
+/// Where the kernel moves the packets, a [`SourceCheck`](flannel_source_check::SourceCheck) checks
 /// their sources, in the network namespace of the thread that uses the annex first. A process with
 /// networks in several namespaces needs a backend for each.
 ///

@@ -8,7 +8,7 @@ use flannel_core::backend::{Env, LocalEnd};
 use flannel_core::lease::{Endpoint, Offer};
 use flannel_core::object::{LinkName, Object, Route, Via};
 use flannel_core::status::Rejection;
-use flannel_firewall::SourceCheck;
+use flannel_source_check::SourceCheck;
 
 use crate::annex::peer_record;
 

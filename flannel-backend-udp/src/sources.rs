@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use flannel_core::Result;
 use flannel_core::kernel::{Annex, Changes, KernelError, Traffic};
 use flannel_core::object::{Change, Key, Record};
-use flannel_firewall::SourceCheck;
+use flannel_source_check::SourceCheck;
 
 use crate::refuse;
 use crate::traffic::Drops;

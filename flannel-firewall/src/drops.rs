@@ -11,20 +11,15 @@ use std::time::Duration;
 use flannel_core::Subnet;
 use flannel_core::address::{Dual, Family};
 use flannel_core::runtime::blocking;
-use flannel_netlink::netfilter::{Kind, NetfilterMessage, NetfilterSocket};
+use flannel_netlink::netfilter::NetfilterSocket;
+use flannel_nft::{ChainHead, Expr, chains, hook, meta, protocol, rules, verdict};
 use tokio::sync::Mutex;
 use tokio::time::{Instant, timeout};
 
 use crate::error::Error;
 use crate::iptables::program::{Programs, Variant};
 use crate::iptables::{legacy_tables, script};
-use crate::nft::expr::{ACCEPT, DROP, Expr, NFPROTO, find, number_in, text_in};
-use crate::nft::table::{
-    CHAIN_HOOK, CHAIN_NAME, CHAIN_POLICY, GETCHAIN, HOOK_NUMBER, SUBSYSTEM, TABLE, protocol, rules,
-};
 
-/// `NF_INET_FORWARD`.
-const FORWARD: u32 = 2;
 /// `NFPROTO_INET`, `NFPROTO_IPV4` and `NFPROTO_IPV6`.
 const PROTOCOLS: [(u8, &str, &[Family]); 3] =
     [(1, "inet", &Family::BOTH), (2, "ip", &[Family::V4]), (10, "ip6", &[Family::V6])];
@@ -172,19 +167,14 @@ fn nf_tables(networks: &Dual<Subnet>) -> Result<Vec<ForwardDrop>, Error> {
     let ours: Vec<_> = script::forward_chains().collect();
     let mut found = Vec::new();
     for (protocol, word, families) in PROTOCOLS {
-        let kind = Kind { subsystem: SUBSYSTEM, number: GETCHAIN, family: protocol };
-        let read = |message: &NetfilterMessage<'_>| {
-            let attributes = message.attributes.0;
-            let hook = number_in(find(attributes, CHAIN_HOOK).unwrap_or_default(), HOOK_NUMBER);
-            let drops = hook == Some(FORWARD) && number_in(attributes, CHAIN_POLICY) == Some(DROP);
-            let chain = (text_in(attributes, TABLE)?, text_in(attributes, CHAIN_NAME)?, drops);
-            Some(chain).filter(|_| message.kind.family == protocol)
-        };
-        let chains = socket.dump(kind, |_| (), read).map_err(about)?;
+        let chains = chains(&mut socket, protocol).map_err(about)?;
         let is_ours = |table: &str| {
-            chains.iter().any(|(t, c, _)| t == table && ours.contains(&(t.as_str(), c.as_str())))
+            chains.iter().any(|it| it.table == table && ours.contains(&(table, it.name.as_str())))
         };
-        for (table, chain, _) in chains.iter().filter(|(.., drops)| *drops) {
+        let drops = |chain: &&ChainHead| {
+            (chain.hook, chain.policy) == (Some(hook::FORWARD), Some(verdict::DROP))
+        };
+        for ChainHead { table, name: chain, .. } in chains.iter().filter(drops) {
             let rules = rules(&mut socket, protocol, table).map_err(about)?;
             let in_chain = || rules.iter().filter(|(of, _)| of == chain).map(|(_, rule)| rule);
             found.extend(families.iter().map(|family| ForwardDrop {
@@ -219,7 +209,7 @@ fn accepted_side(rule: &[Expr], network: Subnet) -> Option<Option<bool>> {
         match expr {
             Expr::Counter => {}
             // The condition on the family, in `inet` tables.
-            Expr::Meta(NFPROTO) => match exprs.next()? {
+            Expr::Meta(meta::NFPROTO) => match exprs.next()? {
                 Expr::Compare { equal: true, value } if value[..] == [protocol(family)] => {}
                 _ => return None,
             },
@@ -242,7 +232,7 @@ fn accepted_side(rule: &[Expr], network: Subnet) -> Option<Option<bool>> {
                     .filter(|subnet| subnet.covers(&network))?;
                 side = Some(*offset == source);
             }
-            Expr::Verdict(ACCEPT) => return Some(side),
+            Expr::Verdict(verdict::ACCEPT) => return Some(side),
             _ => return None,
         }
     }

@@ -6,14 +6,11 @@ mod firewall;
 mod iptables;
 mod nft;
 mod rules;
-mod source_check;
 mod status;
 
 pub use drops::{ForwardDrop, ForwardDrops, LegacyMemory, forward_drops};
 pub use error::Error;
 pub use firewall::{Firewall, Mode, Options, cleanup, cleanup_for_go, leftovers};
 pub use iptables::program::{Programs, Variant};
-pub use nft::sources::TunnelEnd;
 pub use rules::{Chain, Gate, KUBE_PROXY_MARK, Rule, RuleOptions, Rules, Side, Verdict};
-pub use source_check::SourceCheck;
 pub use status::{Cleanup, Deviation, Dropped, Failure, Fault, Packets, Repair, Status};

@@ -3,38 +3,32 @@
 //! The tables change in one transaction, so each packet meets either the old rules or the new ones.
 //! The gates of tunnels are in tables of their own.
 
-pub(crate) mod expr;
 mod gate;
-pub(crate) mod set;
-pub(crate) mod sources;
-pub(crate) mod table;
+mod rule;
+mod table;
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use flannel_core::address::{Dual, Family};
+use flannel_core::address::Family;
 use flannel_core::kernel::KernelError;
 use flannel_core::runtime::blocking;
 use flannel_netlink::netfilter::{
     Batch, NetfilterEvents, NetfilterMessage, NetfilterSocket, Refused,
 };
+use flannel_nft::{GROUP, SUBSYSTEM, Table, generation};
 
-use self::expr::text_in;
-use self::table::{Id, SUBSYSTEM, TABLE, TABLES, Table, generation, protocol, remove, title};
+use self::table::{Content, Id, TABLES};
 use crate::error::Error;
 use crate::iptables::script::{self, Scope};
 use crate::rules::{Chain, Rules};
 use crate::status::{Deviation, Packets};
 
-/// `NFNLGRP_NFTABLES`.
-pub(crate) const GROUP: u32 = 7;
-/// `NFT_MSG_NEWGEN`, which says that a transaction ended, but not what it changed.
-pub(crate) const NEWGEN: u8 = 15;
-/// The number of attempts for a table that changes while it is read or written.
-pub(crate) const TRIES: usize = 16;
-pub(crate) const ENOENT: i32 = 2;
-pub(crate) const EEXIST: i32 = 17;
-pub(crate) const EAGAIN: i32 = 11;
-pub(crate) const EBUSY: i32 = 16;
+/// The number of attempts for a table that changes while it is written.
+const TRIES: usize = 16;
+const ENOENT: i32 = 2;
+const EEXIST: i32 = 17;
+const EAGAIN: i32 = 11;
+const EBUSY: i32 = 16;
 
 /// The kernel's nf_tables, in the network namespace of the thread that opened it.
 pub(crate) struct Nft {
@@ -84,14 +78,8 @@ impl Nft {
     /// Waits until another program changes a table of flannel, or messages are lost.
     pub(crate) async fn disturbed(&mut self) -> Result<(), Error> {
         let concerns = |message: &NetfilterMessage<'_>| {
-            let family =
-                Family::BOTH.into_iter().find(|family| protocol(*family) == message.kind.family);
-            let is_ours = |family| {
-                let names = TABLES.iter().filter(|id| id.family == family).map(|id| id.name);
-                let table = text_in(message.attributes.0, TABLE);
-                table.is_some_and(|table| names.chain([gate::NAME]).any(|name| name == table))
-            };
-            message.kind.number != NEWGEN && family.is_some_and(is_ours)
+            let gates = Family::BOTH.into_iter().map(gate::table);
+            TABLES.iter().map(Id::table).chain(gates).any(|table| table.is_in(message))
         };
         self.events
             .changed(concerns)
@@ -171,7 +159,7 @@ fn reconcile_some(
     for _ in 0..TRIES {
         let found = read_tables(socket)?;
         let tables = found.iter().filter(|(id, _)| meant(id));
-        let tables = tables.map(|(id, found)| (*id, found.as_ref(), Table::desired(rules, id)));
+        let tables = tables.map(|(id, found)| (*id, found.as_ref(), Content::desired(rules, id)));
         let plan = Plan::new(tables);
         if plan.deviations.is_empty() || !write {
             return Ok(plan.deviations);
@@ -194,19 +182,19 @@ struct Plan {
 
 impl Plan {
     /// For tables as they are, and as they are desired.
-    fn new<'a>(tables: impl Iterator<Item = (Id, Option<&'a Table>, Option<Table>)>) -> Self {
+    fn new<'a>(tables: impl Iterator<Item = (Id, Option<&'a Content>, Option<Content>)>) -> Self {
         let (deviations, titles, whole) = (Vec::new(), Vec::new(), Vec::new());
         let mut plan = Self { batch: Batch::new(SUBSYSTEM), deviations, titles, whole };
         for (id, found, desired) in tables {
-            let differs = Table::deviations(found, desired.as_ref(), &id);
+            let differs = Content::deviations(found, desired.as_ref(), &id);
             if differs.is_empty() {
                 continue;
             }
             plan.deviations.extend(differs);
-            plan.titles.push(id.title());
+            plan.titles.push(id.table().to_string());
             if found.is_some() {
                 plan.whole.push(plan.batch.len());
-                remove(&mut plan.batch, id.family, id.name);
+                id.table().remove(&mut plan.batch);
             }
             if let Some(desired) = desired {
                 // The table itself comes first.
@@ -236,65 +224,39 @@ impl Plan {
 /// The counters of the rules. Without rules that count, nothing is read.
 fn count(socket: &mut NetfilterSocket, rules: &Rules) -> Result<Packets<u64>, Error> {
     let mut counted = Packets::default();
-    let mut add = |to: &mut u64, family, table| {
-        let packets = table::counted(socket, family, table);
-        *to += packets.map_err(|error| Error::kernel(title(family, table), error))?;
+    let mut add = |to: &mut u64, table: Table<'_>| {
+        let packets = table.counted(socket);
+        *to += packets.map_err(|error| Error::kernel(table.to_string(), error))?;
         Ok(())
     };
-    for Id { family, name, .. } in TABLES.into_iter().filter(Id::is_about_encryption) {
-        if !rules.of(family, Chain::Encryption).is_empty() {
-            add(&mut counted.unencrypted, family, name)?;
+    for id in TABLES.into_iter().filter(Id::is_about_encryption) {
+        if !rules.of(id.family, Chain::Encryption).is_empty() {
+            add(&mut counted.unencrypted, id.table())?;
         }
-        if rules.gate(family).is_some() {
-            add(&mut counted.of_strangers, family, gate::NAME)?;
+        if rules.gate(id.family).is_some() {
+            add(&mut counted.of_strangers, gate::table(id.family))?;
         }
     }
     Ok(counted)
 }
 
 /// Each table as it is, all at one moment; `None` if it does not exist.
-fn read_tables(socket: &mut NetfilterSocket) -> Result<Vec<(Id, Option<Table>)>, Error> {
+fn read_tables(socket: &mut NetfilterSocket) -> Result<Vec<(Id, Option<Content>)>, Error> {
     at_one_moment(socket, |socket| {
         let read = |id: Id| {
-            let found = Table::read(socket, &id);
-            Ok((id, found.map_err(|error| Error::kernel(id.title(), error))?))
+            let found = Content::read(socket, &id);
+            Ok((id, found.map_err(|error| Error::kernel(id.table().to_string(), error))?))
         };
         TABLES.into_iter().map(read).collect()
     })
 }
 
-/// Reads the tables of both families with `one`, as they were at one moment.
-fn read<T>(
-    socket: &mut NetfilterSocket,
-    what: &str,
-    one: impl Fn(&mut NetfilterSocket, Family) -> Result<Option<T>, KernelError>,
-) -> Result<Dual<T>, Error> {
-    at_one_moment(socket, |socket| {
-        let mut tables = Dual::default();
-        for family in Family::BOTH {
-            let found = one(socket, family);
-            tables[family] = found.map_err(|error| Error::kernel(title(family, what), error))?;
-        }
-        Ok(tables)
-    })
-}
-
-/// Repeats `read` until the ruleset does not change meanwhile.
+/// [`flannel_nft::at_one_moment`] with the errors of this crate.
 fn at_one_moment<T>(
     socket: &mut NetfilterSocket,
-    mut read: impl FnMut(&mut NetfilterSocket) -> Result<T, Error>,
+    read: impl FnMut(&mut NetfilterSocket) -> Result<T, Error>,
 ) -> Result<T, Error> {
-    let now = |socket: &mut NetfilterSocket| {
-        generation(socket).map_err(|error| Error::kernel("nftables", error))
-    };
-    for _ in 0..TRIES {
-        let before = now(socket)?;
-        let found = read(socket)?;
-        if now(socket)? == before {
-            return Ok(found);
-        }
-    }
-    Err(unsteady())
+    flannel_nft::at_one_moment(socket, |error| Error::kernel("nftables", error), read)
 }
 
 /// The chains of flannel that `iptables-nft` has in nf_tables. Only `iptables-nft` may change them.
@@ -303,7 +265,8 @@ pub(crate) fn chains_of_iptables(family: Family, scope: Scope) -> Result<Vec<Str
     let Some(mut socket) = open_if_any()? else { return Ok(Vec::new()) };
     let mut found = Vec::new();
     for (table, chain) in script::chains(scope) {
-        if table::is_there(&mut socket, family, table, chain).map_err(about)? {
+        let place = Table { family, name: table };
+        if place.has_chain(&mut socket, chain).map_err(about)? {
             found.push(format!("{family} chain {chain} in table {table}"));
         }
     }
@@ -330,16 +293,16 @@ mod tests {
             let after =
                 RuleOptions { masquerade: true, fully_random: false, forward: true, encrypted: by };
             let (before, after) = (rules(before), rules(after));
-            let tables = || TABLES.map(|id| (id, Table::desired(&after, &id)));
+            let tables = || TABLES.map(|id| (id, Content::desired(&after, &id)));
             let mut socket = NetfilterSocket::open().unwrap();
             for id in TABLES {
                 reconcile(&mut socket, &before, true).unwrap();
                 let found = read_tables(&mut socket).unwrap();
                 let found = found.iter().map(|(id, found)| (*id, found.as_ref()));
                 let plan =
-                    Plan::new(found.map(|(id, found)| (id, found, Table::desired(&after, &id))));
+                    Plan::new(found.map(|(id, found)| (id, found, Content::desired(&after, &id))));
                 let mut batch = Batch::new(SUBSYSTEM);
-                remove(&mut batch, id.family, id.name);
+                id.table().remove(&mut batch);
                 socket.commit(batch).unwrap();
                 assert_eq!(plan.carry_out(&mut socket).unwrap(), None, "{id:?}");
                 reconcile(&mut socket, &after, true).unwrap();

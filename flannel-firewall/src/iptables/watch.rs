@@ -8,21 +8,15 @@ use std::io;
 use std::os::fd::AsFd;
 use std::path::Path;
 
-use flannel_core::address::Family;
 use flannel_core::kernel::KernelError;
 use flannel_netlink::netfilter::{NetfilterEvents, NetfilterMessage};
+use flannel_nft::{ChainChange, GROUP};
 use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
 use super::program::Variant;
 use super::script;
-use crate::nft::GROUP;
-use crate::nft::expr::text_in;
-use crate::nft::table::{
-    CHAIN_NAME, DELCHAIN, DELRULE, DELTABLE, NEWCHAIN, NEWRULE, NEWTABLE, RULE_CHAIN, TABLE,
-    protocol,
-};
 
 /// No socket has this port, so changes by all programs are reported.
 const NO_PORT: u32 = 0;
@@ -109,14 +103,7 @@ async fn readable(inotify: &Inotify) -> io::Result<()> {
 
 /// Whether a change of nf_tables concerns a chain of flannel, or one that jumps to it.
 fn concerns(message: &NetfilterMessage<'_>) -> bool {
-    let attributes = message.attributes.0;
-    let chain = match message.kind.number {
-        NEWTABLE | DELTABLE => None,
-        NEWCHAIN | DELCHAIN => text_in(attributes, CHAIN_NAME),
-        NEWRULE | DELRULE => text_in(attributes, RULE_CHAIN),
-        _ => return false,
-    };
-    Family::BOTH.into_iter().any(|family| protocol(family) == message.kind.family)
-        && text_in(attributes, TABLE)
-            .is_some_and(|table| script::concerns(&table, chain.as_deref()))
+    ChainChange::read(message)
+        .filter(|change| change.family.is_some())
+        .is_some_and(|change| script::concerns(&change.table, change.chain.as_deref()))
 }

@@ -7,28 +7,20 @@
 use std::collections::BTreeSet;
 use std::net::IpAddr;
 
-use flannel_core::address::Family;
+use flannel_core::address::{Dual, Family};
 use flannel_core::kernel::KernelError;
-use flannel_netlink::netfilter::{Batch, Make, NetfilterSocket, Refused};
+use flannel_netlink::netfilter::{Batch, NetfilterSocket, Refused};
+use flannel_nft::{BaseChain, Batches, Expr, Set, Table, address_of, hook, meta, octets, verdict};
 
-use super::expr::{drop_others, number, octets};
-use super::set::{Changes, Set};
-use super::table::{
-    ACCEPT, Filled, NEWTABLE, TABLE, TABLE_FLAGS, TABLE_USERDATA, comment, head, protocol, remove,
-    title,
-};
-use super::{EBUSY, EEXIST, ENOENT, TRIES};
+use super::{EBUSY, EEXIST, ENOENT, TRIES, at_one_moment};
 use crate::error::Error;
 use crate::rules::{Gate, Rules};
 use crate::status::{Deviation, Fault};
 
 /// The name of the tables.
-pub(super) const NAME: &str = "flannel-tunnel";
+const NAME: &str = "flannel-tunnel";
 const CHAIN: &str = "input";
 const SET: &str = "peers";
-
-/// `NF_INET_LOCAL_IN`.
-const INPUT: u32 = 1;
 
 /// The table without the elements of the set.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -37,7 +29,7 @@ struct Frame {
     uses: u32,
     /// The flags and the length of a key of the set.
     set: Option<(u32, u32)>,
-    chain: Option<Filled>,
+    chain: Option<BaseChain>,
 }
 
 /// The table of a family as it is.
@@ -49,45 +41,39 @@ pub(super) struct Found {
 
 impl Frame {
     fn desired(family: Family, gate: &Gate) -> Self {
-        let rule = |protocol: &u8| drop_others(family, *protocol, gate.local[family], SET);
-        let chain = Filled {
+        let rule = |protocol: &u8| drop_others(family, *protocol, gate.local[family]);
+        let chain = BaseChain {
             kind: "filter".to_owned(),
-            hook: INPUT,
+            hook: hook::INPUT,
             priority: 0,
-            policy: ACCEPT,
+            policy: verdict::ACCEPT,
             rules: gate.protocols.iter().map(rule).collect(),
         };
-        Self { flags: 0, uses: 2, set: Some((0, set(family).len())), chain: Some(chain) }
+        Self { flags: 0, uses: 2, set: Some((0, set(family).element_len())), chain: Some(chain) }
     }
 
-    fn make_set(&self, batch: &mut Batch, family: Family) {
-        batch.add(NEWTABLE, protocol(family), Make::Create, |request| {
-            number(request.text(TABLE, NAME), TABLE_FLAGS, self.flags)
-                .attr(TABLE_USERDATA, &comment("tunnel packets from peers only"));
-        });
+    fn make_set(batch: &mut Batch, family: Family) {
+        table(family).make(batch, "tunnel packets from peers only");
         set(family).make(batch, 1);
     }
 
     fn make_chain(&self, batch: &mut Batch, family: Family) {
         if let Some(chain) = &self.chain {
-            chain.make(
-                batch,
-                family,
-                [NAME, CHAIN],
-                "chain to drop tunnel packets from other hosts",
-            );
+            let text = "chain to drop tunnel packets from other hosts";
+            chain.make(batch, &table(family), CHAIN, text);
         }
     }
 }
 
-/// The table as it is; `None` if it does not exist. It is read in several steps. The caller
-/// compares the generation before and after.
+/// The table as it is; `None` if it does not exist. It is read in several steps. See
+/// [`flannel_nft::at_one_moment`].
 pub(super) fn read(
     socket: &mut NetfilterSocket,
     family: Family,
 ) -> Result<Option<Found>, KernelError> {
-    let Some((flags, uses)) = head(socket, family, NAME)? else { return Ok(None) };
-    let chain = Filled::read_with_rules(socket, family, NAME, &[CHAIN])?.pop().flatten();
+    let table = table(family);
+    let Some((flags, uses)) = table.head(socket)? else { return Ok(None) };
+    let chain = BaseChain::read(socket, &table, &[CHAIN])?.pop().flatten();
     let peers = set(family);
     let set = peers.head(socket)?;
     let peers = if set.is_some() { peers.elements(socket)? } else { Vec::new() };
@@ -102,7 +88,7 @@ pub(super) fn reconcile(
     write: bool,
 ) -> Result<Vec<Deviation>, Error> {
     'again: for _ in 0..TRIES {
-        let (found, mut deviations) = (super::read(socket, NAME, read)?, Vec::new());
+        let (found, mut deviations) = (read_both(socket)?, Vec::new());
         for family in Family::BOTH {
             let (batches, differences) = plan(family, found[family].as_ref(), rules.gate(family));
             deviations.extend(differences);
@@ -118,7 +104,7 @@ pub(super) fn reconcile(
                         continue 'again;
                     }
                     Err(Refused { error, .. }) => {
-                        return Err(Error::kernel(title(family, NAME), error));
+                        return Err(Error::kernel(table(family).to_string(), error));
                     }
                 }
             }
@@ -133,16 +119,16 @@ pub(super) fn reconcile(
 pub(super) fn update(socket: &mut NetfilterSocket, placed: &Rules, desired: &Rules) -> bool {
     Family::BOTH.into_iter().all(|family| match (placed.gate(family), desired.gate(family)) {
         (Some(placed), Some(desired)) if placed.complete && desired.complete => {
-            let mut changes = Changes::default();
+            let mut batches = Batches::default();
             let (mut new, mut old) = (Vec::new(), Vec::new());
             for (peer, _, now) in desired.peers.changes_since(&placed.peers) {
                 if Family::of(*peer) == family {
                     if now.is_some() { &mut new } else { &mut old }.push(octets(*peer));
                 }
             }
-            changes.put(&set(family), &new);
-            changes.delete(&set(family), &old);
-            changes.batches.into_iter().all(|batch| socket.commit(batch).is_ok())
+            batches.put(&set(family), &new);
+            batches.delete(&set(family), &old);
+            batches.into_iter().all(|batch| socket.commit(batch).is_ok())
         }
         (placed, desired) => placed == desired,
     })
@@ -153,18 +139,17 @@ pub(super) fn plan(
     family: Family,
     found: Option<&Found>,
     gate: Option<&Gate>,
-) -> (Vec<Batch>, Vec<Deviation>) {
-    let title = title(family, NAME);
-    let result = |changes: Changes, object: String, fault| {
-        (changes.batches, vec![Deviation { object, fault }])
-    };
-    let mut changes = Changes::default();
+) -> (Batches, Vec<Deviation>) {
+    let table = table(family);
+    let result =
+        |batches: Batches, object: String, fault| (batches, vec![Deviation { object, fault }]);
+    let mut batches = Batches::default();
     let Some(gate) = gate else {
         if found.is_none() {
             return Default::default();
         }
-        remove(changes.batch(0), family, NAME);
-        return result(changes, title, Fault::Unwanted);
+        table.remove(batches.batch(0));
+        return result(batches, table.to_string(), Fault::Unwanted);
     };
     let kept = found.filter(|_| !gate.complete).map(|found| &found.peers);
     let of_family = |peer: &&IpAddr| Family::of(**peer) == family;
@@ -174,33 +159,63 @@ pub(super) fn plan(
     let set = set(family);
     let fault = match found {
         Some(found) if found.frame == frame => {
-            changes.put(&set, &elements(desired.difference(&found.peers)));
-            changes.delete(&set, &elements(found.peers.difference(&desired)));
-            let equal = changes.batches.is_empty();
+            batches.put(&set, &elements(desired.difference(&found.peers)));
+            batches.delete(&set, &elements(found.peers.difference(&desired)));
+            let equal = batches.is_empty();
             return if equal {
                 Default::default()
             } else {
-                result(changes, format!("{title}, set {SET}"), Fault::Elements)
+                result(batches, format!("{table}, set {SET}"), Fault::Elements)
             };
         }
         // Packets of peers that are not known yet pass.
         None if !gate.complete => return Default::default(),
         None => Fault::Missing,
         Some(_) => {
-            remove(changes.batch(0), family, NAME);
+            table.remove(batches.batch(0));
             Fault::Different
         }
     };
-    frame.make_set(changes.batch(0), family);
-    changes.put(&set, &elements(&desired));
+    Frame::make_set(batches.batch(0), family);
+    batches.put(&set, &elements(&desired));
     // The chain comes last: no packet meets an incomplete set.
-    frame.make_chain(changes.batch(0), family);
-    result(changes, title, fault)
+    frame.make_chain(batches.batch(0), family);
+    result(batches, table.to_string(), fault)
+}
+
+/// The tables of both families, as they are at one moment.
+fn read_both(socket: &mut NetfilterSocket) -> Result<Dual<Found>, Error> {
+    at_one_moment(socket, |socket| {
+        let mut tables = Dual::default();
+        for family in Family::BOTH {
+            let found = read(socket, family);
+            tables[family] =
+                found.map_err(|error| Error::kernel(table(family).to_string(), error))?;
+        }
+        Ok(tables)
+    })
+}
+
+/// Drops packets of an IP protocol to an address (`None`: any) whose source is no peer.
+fn drop_others(family: Family, protocol: u8, local: Option<IpAddr>) -> Vec<Expr> {
+    let is = |value| Expr::Compare { equal: true, value };
+    let mut rule = vec![Expr::Meta(meta::L4PROTO), is(vec![protocol])];
+    if let Some(local) = local {
+        rule.extend([address_of(family, false), is(octets(local))]);
+    }
+    let peers = Expr::Set { name: SET.to_owned(), is_in: false };
+    rule.extend([address_of(family, true), peers]);
+    rule.extend([Expr::Counter, Expr::Verdict(verdict::DROP)]);
+    rule
+}
+
+pub(super) fn table(family: Family) -> Table<'static> {
+    Table { family, name: NAME }
 }
 
 /// The set of peers.
 fn set(family: Family) -> Set<'static> {
-    Set { family, table: NAME, name: SET, addresses: 1 }
+    Set { table: table(family), name: SET, addresses: 1 }
 }
 
 fn elements<'a>(peers: impl IntoIterator<Item = &'a IpAddr>) -> Vec<Vec<u8>> {

@@ -11,4 +11,3 @@ mod gate;
 mod leaving;
 mod packets;
 mod repair;
-mod source_check;

@@ -12,14 +12,17 @@ use flannel_core::address::Family;
 use flannel_core::kernel::{Annex, Changes, Invalidation, KernelError};
 use flannel_core::object::{Change, Key, Object, Record};
 use flannel_netlink::netfilter::{NetfilterEvents, NetfilterMessage, NetfilterSocket};
+use flannel_nft::{Batches, GROUP, Table, at_one_moment};
 
-use crate::nft::expr::text_in;
-use crate::nft::set::Changes as BatchChanges;
-use crate::nft::sources::{Before, Found, Sources, TunnelEnd, plan, trial};
-use crate::nft::table::{TABLE, counted, generation, head, protocol, title};
-use crate::nft::{EAGAIN, EBUSY, EEXIST, ENOENT, GROUP, NEWGEN, TRIES};
+use crate::table::{Before, Found, Sources, TunnelEnd, plan, trial};
 
+/// The number of attempts for a table that changes while it is written.
+const TRIES: usize = 16;
 const EPERM: i32 = 1;
+const ENOENT: i32 = 2;
+const EAGAIN: i32 = 11;
+const EBUSY: i32 = 16;
+const EEXIST: i32 = 17;
 const EINVAL: i32 = 22;
 const EPROTONOSUPPORT: i32 = 93;
 const EOPNOTSUPP: i32 = 95;
@@ -49,6 +52,11 @@ pub struct SourceCheck {
     /// The name of the table.
     table: Arc<str>,
     kernel: Arc<Mutex<Kernel>>,
+}
+
+/// The table of IPv4 with this name.
+fn table(name: &str) -> Table<'_> {
+    Table { family: Family::V4, name }
 }
 
 #[derive(Default)]
@@ -85,7 +93,7 @@ impl SourceCheck {
     /// The kernel lacks a part of nf_tables, or this process lacks `CAP_NET_ADMIN`.
     pub fn may_check(&self) -> Result<(), KernelError> {
         let mut kernel = self.lock();
-        let tried = kernel.commit(trial(&format!("{}-trial", self.table)));
+        let tried = kernel.commit(trial(&table(&format!("{}-trial", self.table))));
         tried.map_err(|error| self.about(error))
     }
 
@@ -94,15 +102,20 @@ impl SourceCheck {
     pub fn dropped(&self) -> Option<u64> {
         let mut kernel = self.lock();
         let socket = kernel.socket().ok()?;
-        head(socket, Family::V4, &self.table).ok()??;
-        counted(socket, Family::V4, &self.table).ok()
+        let table = self.table();
+        table.head(socket).ok()??;
+        table.counted(socket).ok()
     }
 
     /// The error with the name of the table.
     fn about(&self, error: KernelError) -> KernelError {
-        let mut text = title(Family::V4, &self.table);
+        let mut text = self.table().to_string();
         text.extend(error.detail.map(|detail| format!(": {detail}")));
         KernelError::explained(error.errno, text)
+    }
+
+    fn table(&self) -> Table<'_> {
+        table(&self.table)
     }
 
     fn lock(&self) -> MutexGuard<'_, Kernel> {
@@ -153,21 +166,13 @@ impl Kernel {
     }
 
     /// The table as it was at one moment; `None`: there is none.
-    fn read(&mut self, table: &str) -> Result<Option<Found>, KernelError> {
-        let socket = self.socket()?;
-        for _ in 0..TRIES {
-            let before = generation(socket)?;
-            let found = Sources::read(socket, table)?;
-            if generation(socket)? == before {
-                return Ok(found);
-            }
-        }
-        Err(KernelError::explained(EAGAIN, format!("the table {table} changes all the time")))
+    fn read(&mut self, table: &Table<'_>) -> Result<Option<Found>, KernelError> {
+        at_one_moment(self.socket()?, |error| error, |socket| Sources::read(socket, table))
     }
 
-    fn commit(&mut self, changes: BatchChanges) -> Result<(), KernelError> {
+    fn commit(&mut self, batches: Batches) -> Result<(), KernelError> {
         let socket = self.socket()?;
-        let mut batches = changes.batches.into_iter();
+        let mut batches = batches.into_iter();
         batches.try_for_each(|batch| socket.commit(batch).map_err(|refused| refused.error))
     }
 }
@@ -179,7 +184,7 @@ impl Annex for SourceCheck {
 
     fn records(&self) -> Result<Vec<Record>, KernelError> {
         let mut kernel = self.lock();
-        let found = match kernel.read(&self.table) {
+        let found = match kernel.read(&self.table()) {
             Err(error) if is_missing(&error) || error.errno == EPERM => {
                 tracing::debug!(table = &*self.table, %error, "no table can be read");
                 None
@@ -206,7 +211,7 @@ impl Annex for SourceCheck {
         let mut kernel = self.lock();
         let mut last = KernelError::new(EAGAIN);
         for _ in 0..TRIES {
-            let found = match kernel.placed.take().map_or_else(|| kernel.read(&self.table), Ok) {
+            let found = match kernel.placed.take().map_or_else(|| kernel.read(&self.table()), Ok) {
                 Ok(found) => found,
                 Err(error) => return vec![Err(self.about(error)); changes.len()],
             };
@@ -216,7 +221,7 @@ impl Annex for SourceCheck {
             let take = |change| self.take(change, &mut sources, &mut before);
             let results: Vec<_> = changes.iter().map(take).collect();
             let found = is_intact.map(|is_intact| (&before, is_intact));
-            match kernel.commit(plan(&self.table, found, &sources)) {
+            match kernel.commit(plan(&self.table(), found, &sources)) {
                 Ok(()) => {
                     let found = Some(Found { sources, is_intact: true });
                     kernel.placed = Some(found.filter(|found| !found.sources.is_empty()));
@@ -262,12 +267,8 @@ struct Events {
 #[async_trait]
 impl Changes for Events {
     async fn next(&mut self) -> Result<Invalidation, KernelError> {
-        let table = &*self.table;
-        let concerns = |message: &NetfilterMessage<'_>| {
-            message.kind.number != NEWGEN
-                && message.kind.family == protocol(Family::V4)
-                && text_in(message.attributes.0, TABLE).as_deref() == Some(table)
-        };
+        let table = table(&self.table);
+        let concerns = |message: &NetfilterMessage<'_>| table.is_in(message);
         match &mut self.events {
             Some(events) => events.changed(concerns).await?,
             None => std::future::pending().await,

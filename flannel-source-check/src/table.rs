@@ -13,24 +13,15 @@ use flannel_core::Subnet;
 use flannel_core::address::Family;
 use flannel_core::kernel::KernelError;
 use flannel_core::object::LinkName;
-use flannel_netlink::netfilter::{Batch, Make, NetfilterSocket};
-
-use super::expr::{
-    ACCEPT as ACCEPTS, DROP, Expr, IN, L4PROTO, MARK, address_of, arrived_by, number, octets,
-};
-use super::set::{Changes, Set};
-use super::table::{
-    ACCEPT, CHAIN_NAME, DELCHAIN, DELRULE, Filled, NEWTABLE, RULE_CHAIN, TABLE, TABLE_FLAGS,
-    TABLE_USERDATA, comment, head, protocol, remove,
+use flannel_netlink::netfilter::{Batch, NetfilterSocket};
+use flannel_nft::{
+    BaseChain, Batches, Expr, Set, Table, address_of, arrived_by, hook, meta, octets, verdict,
 };
 
 const V4: Family = Family::V4;
 /// The chain that marks packets, and the one that drops those without the mark.
 const OUTER: &str = "outer";
 const INNER: &str = "inner";
-/// `NF_INET_PRE_ROUTING` and `NF_INET_LOCAL_IN`.
-const PREROUTING: u32 = 0;
-const INPUT: u32 = 1;
 /// Before the chains of other programs (`raw` of `nft` is -300), so that none sees the mark.
 const FIRST: u32 = (-310i32).cast_unsigned();
 /// The mark of packets whose source is right, between the two chains. No other program uses it.
@@ -129,9 +120,9 @@ impl Sources {
     /// compares the generation before and after.
     pub(crate) fn read(
         socket: &mut NetfilterSocket,
-        table: &str,
+        table: &Table<'_>,
     ) -> Result<Option<Found>, KernelError> {
-        let Some((flags, uses)) = head(socket, V4, table)? else { return Ok(None) };
+        let Some((flags, uses)) = table.head(socket)? else { return Ok(None) };
         let (mut sources, mut is_intact) = (Self::default(), flags == 0);
         let mut count = 0;
         let mut nodes = BTreeSet::new();
@@ -140,7 +131,7 @@ impl Sources {
             let set = set(table, &name);
             let Some(found) = set.head(socket)? else { continue };
             count += 1;
-            is_intact &= found == (0, set.len());
+            is_intact &= found == (0, set.element_len());
             sources.lens.extend(len);
             for [node, source] in set.elements(socket)?.iter().filter_map(|key| pair(key)) {
                 // The kernel may list an element twice while the set grows.
@@ -161,7 +152,7 @@ impl Sources {
             }
         }
         is_intact &= nodes.iter().eq(sources.nodes.keys());
-        let chains = Filled::read_with_rules(socket, V4, table, &[OUTER, INNER])?;
+        let chains = BaseChain::read(socket, table, &[OUTER, INNER])?;
         let there = chains.iter().flatten().fold(0, |count, _| count + 1);
         if let [Some(outer), Some(inner)] = &chains[..] {
             sources.tunnel = tunnel_of(&outer.rules, &inner.rules);
@@ -171,35 +162,28 @@ impl Sources {
     }
 
     /// Adds the changes that make the table of these values, which does not exist.
-    fn make(&self, changes: &mut Changes, table: &str) {
-        let batch = changes.batch(0);
-        batch.add(NEWTABLE, protocol(V4), Make::New, |request| {
-            number(request.text(TABLE, table), TABLE_FLAGS, 0)
-                .attr(TABLE_USERDATA, &comment("tunnel packets from the nodes of their sources"));
-        });
+    fn make(&self, batches: &mut Batches, table: &Table<'_>) {
+        let batch = batches.batch(0);
+        table.make_new(batch, "tunnel packets from the nodes of their sources");
         self.make_sets(batch, table, &BTreeSet::new());
         set(table, &name(None)).make(batch, 1);
         // Before the elements: a packet that comes meanwhile is dropped.
         self.make_chains(batch, table);
         let subnets = self.peers.iter().map(|(subnet, node)| (*subnet, *node));
-        put(changes, table, subnets, self.nodes.keys().copied(), true);
+        put(batches, table, subnets, self.nodes.keys().copied(), true);
     }
 
     /// The transactions that turn the table as it was before some changes into that of these
     /// values.
-    fn update(&self, before: &Before, table: &str) -> Changes {
-        let mut changes = Changes::default();
+    fn update(&self, before: &Before, table: &Table<'_>) -> Batches {
+        let mut batches = Batches::default();
         if self.tunnel != before.tunnel || self.lens != before.lens {
-            let batch = changes.batch(0);
+            let batch = batches.batch(0);
             self.make_sets(batch, table, &before.lens);
             for chain in [OUTER, INNER].into_iter().filter(|_| before.tunnel.is_some()) {
-                batch.add(DELRULE, protocol(V4), Make::Nothing, |request| {
-                    request.text(TABLE, table).text(RULE_CHAIN, chain);
-                });
+                table.flush_chain(batch, chain);
                 if self.tunnel.is_none() {
-                    batch.add(DELCHAIN, protocol(V4), Make::Nothing, |request| {
-                        request.text(TABLE, table).text(CHAIN_NAME, chain);
-                    });
+                    table.remove_chain(batch, chain);
                 }
             }
             self.make_chains(batch, table);
@@ -216,40 +200,41 @@ impl Sources {
             let all = before.nodes.iter().filter(move |(_, had)| **had == was);
             all.map(|(node, _)| *node).filter(move |node| self.nodes.contains_key(node) != was)
         };
-        put(&mut changes, table, new, nodes(false), true);
-        put(&mut changes, table, old, nodes(true), false);
-        changes
+        put(&mut batches, table, new, nodes(false), true);
+        put(&mut batches, table, old, nodes(true), false);
+        batches
     }
 
-    fn make_sets(&self, batch: &mut Batch, table: &str, existing: &BTreeSet<u8>) {
+    fn make_sets(&self, batch: &mut Batch, table: &Table<'_>, existing: &BTreeSet<u8>) {
         for len in self.lens.difference(existing) {
             set(table, &name(Some(*len))).make(batch, 2 + u32::from(*len));
         }
     }
 
-    fn make_chains(&self, batch: &mut Batch, table: &str) {
+    fn make_chains(&self, batch: &mut Batch, table: &Table<'_>) {
         let texts = [
             (OUTER, "chain to mark tunnel packets from the nodes of their sources"),
             (INNER, "chain to drop tunnel packets without the mark"),
         ];
         for (chain, (name, text)) in self.chains().into_iter().zip(texts) {
             if let Some(chain) = chain {
-                chain.make(batch, V4, [table, name], text);
+                chain.make(batch, table, name, text);
             }
         }
     }
 
     /// The chains [`OUTER`] and [`INNER`].
-    fn chains(&self) -> [Option<Filled>; 2] {
+    fn chains(&self) -> [Option<BaseChain>; 2] {
         let Some(tunnel) = self.tunnel else { return [None, None] };
         let chain = |hook, priority, rules| {
-            Some(Filled { kind: "filter".to_owned(), hook, priority, policy: ACCEPT, rules })
+            let (kind, policy) = ("filter".to_owned(), verdict::ACCEPT);
+            Some(BaseChain { kind, hook, priority, policy, rules })
         };
         let is = |value: &[u8]| Expr::Compare { equal: true, value: value.to_vec() };
         // A mark is in the machine's byte order.
-        let set = |mark: u32| [Expr::Value(mark.to_ne_bytes().into()), Expr::SetMeta(MARK)];
+        let set = |mark: u32| [Expr::Value(mark.to_ne_bytes().into()), Expr::SetMeta(meta::MARK)];
         let mark = |len: Option<u8>| {
-            let mut rule = vec![Expr::Meta(L4PROTO), is(&[UDP])];
+            let mut rule = vec![Expr::Meta(meta::L4PROTO), is(&[UDP])];
             rule.extend([PORT, is(&tunnel.port.to_be_bytes())]);
             rule.extend([address_of(V4, false), is(&tunnel.local.octets())]);
             rule.extend([address_of(V4, true), Expr::Second { offset: SOURCE }]);
@@ -259,18 +244,21 @@ impl Sources {
             }));
             rule.push(Expr::Set { name: name(len), is_in: true });
             rule.extend(set(RIGHT));
-            rule.push(Expr::Verdict(ACCEPTS));
+            rule.push(Expr::Verdict(verdict::ACCEPT));
             rule
         };
         // Most packets have the address of a pod.
         let lens = self.lens.iter().copied().map(Some).chain([None]);
         // All packets of the host come here, and a number is compared faster than a name.
-        let mut pass = vec![Expr::Meta(MARK), is(&RIGHT.to_ne_bytes())];
+        let mut pass = vec![Expr::Meta(meta::MARK), is(&RIGHT.to_ne_bytes())];
         pass.extend(set(0));
-        pass.push(Expr::Verdict(ACCEPTS));
+        pass.push(Expr::Verdict(verdict::ACCEPT));
         let mut drop = arrived_by(tunnel.device).to_vec();
-        drop.extend([Expr::Counter, Expr::Verdict(DROP)]);
-        [chain(INPUT, 0, lens.map(mark).collect()), chain(PREROUTING, FIRST, vec![pass, drop])]
+        drop.extend([Expr::Counter, Expr::Verdict(verdict::DROP)]);
+        [
+            chain(hook::INPUT, 0, lens.map(mark).collect()),
+            chain(hook::PREROUTING, FIRST, vec![pass, drop]),
+        ]
     }
 }
 
@@ -284,7 +272,7 @@ fn tunnel_of(outer: &[Vec<Expr>], inner: &[Vec<Expr>]) -> Option<TunnelEnd> {
     };
     let local = <[u8; 4]>::try_from(value(outer, &address_of(V4, false))?).ok()?;
     let port = u16::from_be_bytes(value(outer, &PORT)?.try_into().ok()?);
-    let device = value(inner, &Expr::Meta(IN))?;
+    let device = value(inner, &Expr::Meta(meta::IN))?;
     let device = String::from_utf8(device).ok()?.trim_end_matches('\0').parse().ok()?;
     Some(TunnelEnd { device, local: local.into(), port })
 }
@@ -294,8 +282,8 @@ fn name(len: Option<u8>) -> String {
     len.map_or_else(|| "nodes".to_owned(), |len| format!("subnets-{len}"))
 }
 
-fn set<'a>(table: &'a str, name: &'a str) -> Set<'a> {
-    Set { family: V4, table, name, addresses: 2 }
+fn set<'a>(table: &Table<'a>, name: &'a str) -> Set<'a> {
+    Set { table: *table, name, addresses: 2 }
 }
 
 fn pair(key: &[u8]) -> Option<[Ipv4Addr; 2]> {
@@ -305,8 +293,8 @@ fn pair(key: &[u8]) -> Option<[Ipv4Addr; 2]> {
 
 /// Puts the elements of subnets and of nodes, or deletes them.
 fn put(
-    changes: &mut Changes,
-    table: &str,
+    batches: &mut Batches,
+    table: &Table<'_>,
     subnets: impl IntoIterator<Item = (Subnet, Ipv4Addr)>,
     nodes: impl IntoIterator<Item = Ipv4Addr>,
     is_new: bool,
@@ -324,36 +312,36 @@ fn put(
     for (len, elements) in elements {
         let name = name(len);
         let set = set(table, &name);
-        if is_new { changes.put(&set, &elements) } else { changes.delete(&set, &elements) }
+        if is_new { batches.put(&set, &elements) } else { batches.delete(&set, &elements) }
     }
 }
 
 /// The transactions that turn the table that was found into that of `after`.
-pub(crate) fn plan(table: &str, found: Option<(&Before, bool)>, after: &Sources) -> Changes {
-    let mut changes = match found {
+pub(crate) fn plan(table: &Table<'_>, found: Option<(&Before, bool)>, after: &Sources) -> Batches {
+    let mut batches = match found {
         Some((before, true)) if !after.is_empty() => return after.update(before, table),
         Some(_) => {
-            let mut changes = Changes::default();
-            remove(changes.batch(0), V4, table);
-            changes
+            let mut batches = Batches::default();
+            table.remove(batches.batch(0));
+            batches
         }
-        None => Changes::default(),
+        None => Batches::default(),
     };
     if !after.is_empty() {
-        after.make(&mut changes, table);
+        after.make(&mut batches, table);
     }
-    changes
+    batches
 }
 
 /// The transaction that makes a table with all its parts, and removes it again.
-pub(crate) fn trial(table: &str) -> Changes {
+pub(crate) fn trial(table: &Table<'_>) -> Batches {
     let device = "none".parse().expect("a valid name");
     let tunnel = Some(TunnelEnd { device, local: Ipv4Addr::LOCALHOST, port: 1 });
     let mut sources = Sources { tunnel, ..Sources::default() };
     let subnet = Subnet::new(Ipv4Addr::UNSPECIFIED.into(), 24).expect("this length exists");
     sources.set(subnet, Some(Ipv4Addr::LOCALHOST));
-    let mut changes = Changes::default();
-    sources.make(&mut changes, table);
-    remove(changes.batch(0), V4, table);
-    changes
+    let mut batches = Batches::default();
+    sources.make(&mut batches, table);
+    table.remove(batches.batch(0));
+    batches
 }

@@ -1,16 +1,16 @@
 //! The source check of a tunnel: only packets from the node of their source address arrive.
 
+#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+
 use std::net::{Ipv4Addr, UdpSocket};
 use std::time::Duration;
 
 use flannel_core::Subnet;
 use flannel_core::kernel::{Annex, KernelError};
 use flannel_core::object::{Change, Record};
-use flannel_firewall::{SourceCheck, TunnelEnd};
-use flannel_netlink::testing::{in_netns, in_netns_async, ip};
+use flannel_netlink::testing::{in_netns, in_netns_async, ip, run};
+use flannel_source_check::{SourceCheck, TunnelEnd};
 use tokio::time::timeout;
-
-use crate::fixture::tools::nft;
 
 const NAME: &str = "sources";
 /// The mark of packets whose source is right.
@@ -20,6 +20,10 @@ const HERE: Ipv4Addr = Ipv4Addr::new(192, 0, 2, 7);
 const OTHER_HERE: Ipv4Addr = Ipv4Addr::new(192, 0, 2, 77);
 /// A packet that is dropped does not arrive later either: it is sent before one that arrives.
 const PATIENCE: Duration = Duration::from_secs(20);
+
+fn nft(command: &str) -> String {
+    run("nft", command)
+}
 
 fn end(device: &str) -> TunnelEnd {
     TunnelEnd { device: device.parse().unwrap(), local: HERE, port: PORT }

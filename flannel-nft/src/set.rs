@@ -4,8 +4,9 @@ use flannel_core::address::Family;
 use flannel_core::kernel::KernelError;
 use flannel_netlink::netfilter::{Attributes, Batch, Make, Messages, NetfilterSocket};
 
-use super::expr::{find, number, number_in};
-use super::table::{SUBSYSTEM, TABLE, kind, present, protocol};
+use crate::attributes::{find, number, number_in};
+use crate::table::TABLE;
+use crate::{SUBSYSTEM, Table, present};
 
 /// `NFT_MSG_…`.
 const NEWSET: u8 = 9;
@@ -35,55 +36,59 @@ const MOST_IN_BATCH: usize = 4 * MOST;
 
 /// A set whose elements are one or more addresses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Set<'a> {
-    pub(super) family: Family,
-    pub(super) table: &'a str,
-    pub(super) name: &'a str,
+pub struct Set<'a> {
+    /// Its table. All addresses are of the family of the table.
+    pub table: Table<'a>,
+    /// Its name.
+    pub name: &'a str,
     /// The number of addresses in an element.
-    pub(super) addresses: u32,
+    pub addresses: u32,
 }
 
 impl Set<'_> {
     /// The length of an element in bytes.
-    pub(super) fn len(&self) -> u32 {
-        self.addresses * u32::from(self.family.bits() / 8)
+    pub fn element_len(&self) -> u32 {
+        self.addresses * u32::from(self.table.family.bits() / 8)
     }
 
     fn named(&self, request: &mut Messages) {
-        request.text(TABLE, self.table).text(SET_NAME, self.name);
+        request.text(TABLE, self.table.name).text(SET_NAME, self.name);
     }
 
     /// Adds the change that creates the set. `id` differs from that of other sets in the batch.
-    pub(super) fn make(&self, batch: &mut Batch, id: u32) {
-        let address = ADDRESS[usize::from(self.family == Family::V6)];
+    pub fn make(&self, batch: &mut Batch, id: u32) {
+        let address = ADDRESS[usize::from(self.table.family == Family::V6)];
         let kind = (0..self.addresses).fold(0, |kind, _| kind << TYPE_BITS | address);
-        batch.add(NEWSET, protocol(self.family), Make::Create, |request| {
+        batch.add(NEWSET, self.table.protocol(), Make::Create, |request| {
             self.named(request);
             number(number(request, SET_FLAGS, 0), SET_KEY_TYPE, kind);
-            number(number(request, SET_KEY_LEN, self.len()), SET_ID, id);
+            number(number(request, SET_KEY_LEN, self.element_len()), SET_ID, id);
         });
     }
 
-    /// The flags of the set and the length of its elements; `None` if it does not exist.
-    pub(super) fn head(
-        &self,
-        socket: &mut NetfilterSocket,
-    ) -> Result<Option<(u32, u32)>, KernelError> {
+    /// The flags of the set (`NFT_SET_…`) and the length of its elements; `None` if it does not
+    /// exist.
+    ///
+    /// # Errors
+    /// The kernel has no nf_tables, or this process lacks `CAP_NET_ADMIN`.
+    pub fn head(&self, socket: &mut NetfilterSocket) -> Result<Option<(u32, u32)>, KernelError> {
         let named = |request: &mut Messages| self.named(request);
-        present(socket.ask(kind(GETSET, self.family), named, |message| {
+        present(socket.ask(self.table.kind(GETSET), named, |message| {
             let attributes = message.attributes.0;
             let flags = number_in(attributes, SET_FLAGS).unwrap_or_default();
             Some((flags, number_in(attributes, SET_KEY_LEN)?))
         }))
     }
 
-    /// The elements.
-    pub(super) fn elements(
-        &self,
-        socket: &mut NetfilterSocket,
-    ) -> Result<Vec<Vec<u8>>, KernelError> {
+    /// The elements, each the bytes of its addresses. While the set grows, the kernel may list an
+    /// element twice.
+    ///
+    /// # Errors
+    /// The set does not exist (`ENOENT`), the kernel has no nf_tables, or this process lacks
+    /// `CAP_NET_ADMIN`.
+    pub fn elements(&self, socket: &mut NetfilterSocket) -> Result<Vec<Vec<u8>>, KernelError> {
         let named = |request: &mut Messages| self.named(request);
-        let found = socket.dump(kind(GETSETELEM, self.family), named, |message| {
+        let found = socket.dump(self.table.kind(GETSETELEM), named, |message| {
             let list = find(message.attributes.0, ELEMENTS).unwrap_or_default();
             let key = |element| Some(find(find(element, KEY)?, VALUE)?.to_vec());
             Some(Attributes(list).filter_map(|(_, element)| key(element)).collect::<Vec<_>>())
@@ -92,17 +97,22 @@ impl Set<'_> {
     }
 }
 
-/// Changes in as many transactions as their elements need.
-#[derive(Default)]
-pub(crate) struct Changes {
-    pub(crate) batches: Vec<Batch>,
+/// Changes in as many transactions as the elements need, because the kernel limits their size.
+#[derive(Debug, Default)]
+pub struct Batches {
+    batches: Vec<Batch>,
     /// The number of elements in the last batch.
     elements: usize,
 }
 
-impl Changes {
+impl Batches {
+    /// Whether there is nothing to commit.
+    pub fn is_empty(&self) -> bool {
+        self.batches.is_empty()
+    }
+
     /// The batch for so many more elements.
-    pub(super) fn batch(&mut self, more: usize) -> &mut Batch {
+    pub fn batch(&mut self, more: usize) -> &mut Batch {
         if self.batches.is_empty() || self.elements + more > MOST_IN_BATCH {
             self.batches.push(Batch::new(SUBSYSTEM));
             self.elements = 0;
@@ -112,18 +122,18 @@ impl Changes {
     }
 
     /// Adds elements. It is no error if they exist.
-    pub(super) fn put(&mut self, set: &Set<'_>, elements: &[Vec<u8>]) {
+    pub fn put(&mut self, set: &Set<'_>, elements: &[Vec<u8>]) {
         self.change(NEWSETELEM, Make::Create, set, elements);
     }
 
     /// Deletes elements, which must exist.
-    pub(super) fn delete(&mut self, set: &Set<'_>, elements: &[Vec<u8>]) {
+    pub fn delete(&mut self, set: &Set<'_>, elements: &[Vec<u8>]) {
         self.change(DELSETELEM, Make::Nothing, set, elements);
     }
 
     fn change(&mut self, number: u8, make: Make, set: &Set<'_>, elements: &[Vec<u8>]) {
         for elements in elements.chunks(MOST) {
-            self.batch(elements.len()).add(number, protocol(set.family), make, |request| {
+            self.batch(elements.len()).add(number, set.table.protocol(), make, |request| {
                 set.named(request);
                 request.nest(ELEMENTS, |list| {
                     for key in elements {
@@ -134,5 +144,15 @@ impl Changes {
                 });
             });
         }
+    }
+}
+
+impl IntoIterator for Batches {
+    type Item = Batch;
+    type IntoIter = std::vec::IntoIter<Batch>;
+
+    /// The transactions in their order.
+    fn into_iter(self) -> Self::IntoIter {
+        self.batches.into_iter()
     }
 }

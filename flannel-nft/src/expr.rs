@@ -1,47 +1,56 @@
 //! nf_tables expressions: the instructions of a rule.
 //!
 //! They are compared as values and not as bytes, because the kernel adds attributes. Unknown
-//! expressions are [`Expr::Other`], which differs from each expression of flannel.
-//!
-//! **Source**: linux `include/uapi/linux/netfilter/nf_tables.h`.
+//! expressions are [`Expr::Other`], which differs from each other one.
 
-use flannel_core::Subnet;
+use std::net::IpAddr;
+
 use flannel_core::address::Family;
 use flannel_core::object::LinkName;
 use flannel_netlink::netfilter::{Attributes, Messages};
-use std::net::IpAddr;
 
-use crate::rules::{Rule, Side, Verdict};
+use crate::attributes::{find, number, number_in, text_in};
+
+/// Properties of a packet (`NFT_META_…`).
+pub mod meta {
+    /// The mark, in the machine's byte order.
+    pub const MARK: u32 = 3;
+    /// The name of the device by which the packet arrived, 16 bytes.
+    pub const IN: u32 = 6;
+    /// The name of the device by which the packet leaves, 16 bytes.
+    pub const OUT: u32 = 7;
+    /// The family (`NFPROTO_…`), one byte.
+    pub const NFPROTO: u32 = 15;
+    /// The protocol after all extension headers, one byte.
+    pub const L4PROTO: u32 = 16;
+}
+
+/// The ends of a rule or a chain (`NF_…` and `NFT_…`).
+pub mod verdict {
+    /// The packet is dropped.
+    pub const DROP: u32 = 0;
+    /// The packet goes on to the chains of other tables.
+    pub const ACCEPT: u32 = 1;
+    /// The chain ends with its policy.
+    pub const RETURN: u32 = (-5i32).cast_unsigned();
+}
 
 /// `NFT_REG_VERDICT` and `NFT_REG_1`: the verdict, and a register of 16 bytes.
 const VERDICT: u32 = 0;
 const REGISTER: u32 = 1;
 /// `NFT_REG32_01`: the second 4 bytes of [`REGISTER`].
 const SECOND: u32 = 9;
-/// `NFT_META_MARK`, `NFT_META_IIFNAME`, `NFT_META_OIFNAME`, `NFT_META_NFPROTO`.
-pub(crate) const MARK: u32 = 3;
-pub(crate) const IN: u32 = 6;
-const OUT: u32 = 7;
-pub(crate) const NFPROTO: u32 = 15;
-/// `NFT_META_L4PROTO`: the protocol after all extension headers.
-pub(crate) const L4PROTO: u32 = 16;
 /// `NFT_PAYLOAD_NETWORK_HEADER` and `NFT_PAYLOAD_TRANSPORT_HEADER`.
 const NETWORK_HEADER: u32 = 1;
 const TRANSPORT_HEADER: u32 = 2;
 /// `NFT_CMP_EQ` and `NFT_CMP_NEQ`.
 const COMPARE: [u32; 2] = [0, 1];
-/// `NF_DROP`, `NF_ACCEPT` and `NFT_RETURN`.
-pub(crate) const DROP: u32 = 0;
-pub(crate) const ACCEPT: u32 = 1;
-const RETURN: u32 = (-5i32).cast_unsigned();
 /// `NFT_LOOKUP_F_INV`.
 const INVERTED: u32 = 1;
 /// `NFTA_COUNTER_PACKETS`.
 const PACKETS: u16 = 2;
 /// `IFNAMSIZ`: the length of the name of a device, with zero bytes at its end.
 const NAME_LEN: usize = 16;
-/// `NF_NAT_RANGE_PROTO_RANDOM_FULLY`.
-const FULLY_RANDOM: u32 = 1 << 4;
 
 /// `NFTA_LIST_ELEM`, `NFTA_EXPR_NAME`, `NFTA_EXPR_DATA`, `NFTA_DATA_VALUE`, `NFTA_DATA_VERDICT`,
 /// `NFTA_VERDICT_CODE`.
@@ -52,92 +61,80 @@ const VALUE: u16 = 1;
 const DATA_VERDICT: u16 = 2;
 const CODE: u16 = 1;
 
-/// One instruction.
+/// One instruction. A value is loaded into one place, which the next load overwrites.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Expr {
-    /// Loads the property `NFT_META_…` of the packet.
+pub enum Expr {
+    /// Loads a property of the packet ([`meta`]).
     Meta(u32),
     /// Loads a value.
     Value(Vec<u8>),
-    /// Sets the property `NFT_META_…` of the packet to the loaded value.
+    /// Sets a property of the packet ([`meta`]) to the loaded value.
     SetMeta(u32),
     /// Loads bytes of the network header.
-    Header { offset: u32, len: u32 },
+    Header {
+        /// The place of the first byte.
+        offset: u32,
+        /// Their number, at most 16.
+        len: u32,
+    },
     /// Loads bytes from the transport header on. Ends the rule if the packet is shorter.
-    Transport { offset: u32, len: u32 },
+    Transport {
+        /// The place of the first byte.
+        offset: u32,
+        /// Their number, at most 16.
+        len: u32,
+    },
     /// Loads 4 bytes like [`Self::Transport`], and puts them after the 4 bytes of the loaded value.
-    Second { offset: u32 },
+    Second {
+        /// The place of the first byte.
+        offset: u32,
+    },
     /// Clears the bits of the value of [`Self::Second`] that the mask lacks.
     SecondMask([u8; 4]),
     /// Clears the bits of the loaded value that the mask lacks.
     Mask(Vec<u8>),
-    /// Continues only if the loaded value is equal to `value`, or if it is not (`equal`: false).
-    Compare { equal: bool, value: Vec<u8> },
-    /// Continues only if the set has the loaded value (`is_in`), or if it does not.
-    Set { name: String, is_in: bool },
-    /// Counts the packets that come so far. The number is not part of the value ([`packets`]).
+    /// Compares the loaded value.
+    Compare {
+        /// Continues only if both are equal (true), or only if they are not.
+        equal: bool,
+        /// The other value.
+        value: Vec<u8>,
+    },
+    /// Looks for the loaded value in a set of the table.
+    Set {
+        /// The name of the set.
+        name: String,
+        /// Continues only if it has the value (true), or only if it does not.
+        is_in: bool,
+    },
+    /// Counts the packets that come so far. The number is not part of the value: see
+    /// [`Table::counted`](crate::Table::counted).
     Counter,
-    /// Ends the rule with the verdict `NF_…` or `NFT_…`.
+    /// Ends the rule with a [`verdict`].
     Verdict(u32),
-    /// Masquerades, with flags `NF_NAT_RANGE_…`.
-    Masquerade { flags: u32 },
-    /// An expression that flannel does not use.
+    /// Gives the packet the address of the device by which it leaves.
+    Masquerade {
+        /// `NF_NAT_RANGE_…`.
+        flags: u32,
+    },
+    /// An instruction that this crate does not know, with its name.
     Other(String),
 }
 
-/// The instructions of a rule.
-pub(crate) fn of(rule: &Rule) -> Vec<Expr> {
-    let mut exprs = Vec::new();
-    if let Some(mark) = rule.mark {
-        // A mark is in the machine's byte order.
-        let bits = mark.to_ne_bytes().to_vec();
-        exprs.extend([
-            Expr::Meta(MARK),
-            Expr::Mask(bits.clone()),
-            Expr::Compare { equal: true, value: bits },
-        ]);
-    }
-    for (side, is_source) in [(rule.source, true), (rule.destination, false)] {
-        let (subnet, equal) = match side {
-            None => continue,
-            Some(Side::In(subnet)) => (subnet, true),
-            Some(Side::NotIn(subnet)) => (subnet, false),
-        };
-        exprs.push(address_of(subnet.family(), is_source));
-        if subnet.len() < subnet.family().bits() {
-            exprs.push(Expr::Mask(mask(subnet)));
-        }
-        exprs.push(Expr::Compare { equal, value: octets(subnet.base()) });
-    }
-    if let Some(device) = rule.device {
-        exprs.extend([Expr::Meta(OUT), is_device(device)]);
-    }
-    exprs.extend((rule.verdict == Verdict::Drop).then_some(Expr::Counter));
-    exprs.push(match rule.verdict {
-        Verdict::Return => Expr::Verdict(RETURN),
-        Verdict::Accept => Expr::Verdict(ACCEPT),
-        Verdict::Drop => Expr::Verdict(DROP),
-        Verdict::Masquerade { fully_random } => {
-            Expr::Masquerade { flags: if fully_random { FULLY_RANDOM } else { 0 } }
-        }
-    });
-    exprs
-}
-
 /// Continues only if the packet has arrived by this device.
-pub(crate) fn arrived_by(device: LinkName) -> [Expr; 2] {
-    [Expr::Meta(IN), is_device(device)]
+pub fn arrived_by(device: LinkName) -> [Expr; 2] {
+    [Expr::Meta(meta::IN), is_device(device)]
 }
 
 /// Continues only if the loaded name is that of the device.
-fn is_device(device: LinkName) -> Expr {
+pub fn is_device(device: LinkName) -> Expr {
     let mut value = device.as_str().as_bytes().to_vec();
     value.resize(NAME_LEN, 0);
     Expr::Compare { equal: true, value }
 }
 
 /// Loads the source or destination address.
-pub(crate) fn address_of(family: Family, is_source: bool) -> Expr {
+pub fn address_of(family: Family, is_source: bool) -> Expr {
     let (offset, len) = match (family, is_source) {
         (Family::V4, true) => (12, 4),
         (Family::V4, false) => (16, 4),
@@ -147,35 +144,12 @@ pub(crate) fn address_of(family: Family, is_source: bool) -> Expr {
     Expr::Header { offset, len }
 }
 
-/// Drops packets of an IP protocol to an address (`None`: any) whose source is not in the set.
-pub(crate) fn drop_others(
-    family: Family,
-    protocol: u8,
-    local: Option<IpAddr>,
-    set: &str,
-) -> Vec<Expr> {
-    let mut exprs = vec![Expr::Meta(L4PROTO), Expr::Compare { equal: true, value: vec![protocol] }];
-    if let Some(local) = local {
-        let value = octets(local);
-        exprs.extend([address_of(family, false), Expr::Compare { equal: true, value }]);
-    }
-    let others = [address_of(family, true), Expr::Set { name: set.to_owned(), is_in: false }];
-    exprs.extend(others);
-    exprs.extend([Expr::Counter, Expr::Verdict(DROP)]);
-    exprs
-}
-
-pub(crate) fn octets(address: IpAddr) -> Vec<u8> {
+/// The bytes of an address, as they are in a packet.
+pub fn octets(address: IpAddr) -> Vec<u8> {
     match address {
         IpAddr::V4(address) => address.octets().into(),
         IpAddr::V6(address) => address.octets().into(),
     }
-}
-
-fn mask(subnet: Subnet) -> Vec<u8> {
-    let bits = u32::from(subnet.family().bits() - subnet.len());
-    let mask = u128::MAX.checked_shl(bits).unwrap_or(0).to_be_bytes();
-    mask[16 - usize::from(subnet.family().bits() / 8)..].to_vec()
 }
 
 /// Writes a list of instructions as attribute `kind`.
@@ -268,7 +242,7 @@ impl Expr {
         Self::known(&name, data).unwrap_or(Self::Other(name))
     }
 
-    /// `None` for an expression that flannel does not write.
+    /// `None` for an expression that this crate does not write.
     fn known(name: &str, data: &[u8]) -> Option<Self> {
         let is = |kind, value| number_in(data, kind) == Some(value);
         let value = |kind| Some(find(find(data, kind)?, VALUE)?.to_vec());
@@ -312,7 +286,7 @@ impl Expr {
             "immediate" if is(1, VERDICT) => {
                 Some(Self::Verdict(number_in(find(find(data, 2)?, DATA_VERDICT)?, CODE)?))
             }
-            // The expression that flannel writes has no port registers.
+            // The expression that this crate writes has no port registers.
             "masq" if find(data, 2).is_none() && find(data, 3).is_none() => {
                 Some(Self::Masquerade { flags: number_in(data, 1).unwrap_or(0) })
             }
@@ -335,66 +309,9 @@ fn clear(data: &mut Messages, register: u32, mask: &[u8]) {
     data.nest(5u16, |value| _ = value.attr(VALUE, &vec![0; mask.len()]));
 }
 
-/// Adds a number in network byte order.
-pub(crate) fn number(message: &mut Messages, kind: u16, value: u32) -> &mut Messages {
-    message.attr(kind, &value.to_be_bytes())
-}
-
-/// The value of the first attribute of the type `kind`.
-pub(crate) fn find(attributes: &[u8], kind: u16) -> Option<&[u8]> {
-    Attributes(attributes).find(|(found, _)| *found == kind).map(|(_, value)| value)
-}
-
-/// The text, without its terminating zero byte, in the first attribute of the type `kind`.
-pub(crate) fn text_in(attributes: &[u8], kind: u16) -> Option<String> {
-    let text = find(attributes, kind)?.split(|byte| *byte == 0).next()?;
-    String::from_utf8(text.to_vec()).ok()
-}
-
-/// The number, in network byte order, in the first attribute of the type `kind`.
-pub(crate) fn number_in(attributes: &[u8], kind: u16) -> Option<u32> {
-    Some(u32::from_be_bytes(find(attributes, kind)?.try_into().ok()?))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_prefix_is_a_mask_of_its_familys_length() {
-        for (subnet, want) in [
-            ("10.1.0.0/16", vec![255, 255, 0, 0]),
-            ("10.1.64.0/19", vec![255, 255, 0xe0, 0]),
-            ("10.1.2.3/32", vec![255; 4]),
-            ("fd00::/8", [vec![255], vec![0; 15]].concat()),
-            ("fd00::/127", [vec![255; 15], vec![254]].concat()),
-        ] {
-            assert_eq!(mask(subnet.parse().unwrap()), want, "{subnet}");
-        }
-    }
-
-    #[test]
-    fn a_rule_is_loads_comparisons_and_a_verdict() {
-        let side = |text: &str| Side::In(text.parse().unwrap());
-        let rule = Rule {
-            mark: None,
-            source: Some(side("10.1.0.0/16")),
-            destination: Some(Side::NotIn("10.2.0.9/32".parse().unwrap())),
-            device: None,
-            verdict: Verdict::Masquerade { fully_random: true },
-        };
-        assert_eq!(
-            of(&rule),
-            [
-                Expr::Header { offset: 12, len: 4 },
-                Expr::Mask(vec![255, 255, 0, 0]),
-                Expr::Compare { equal: true, value: vec![10, 1, 0, 0] },
-                Expr::Header { offset: 16, len: 4 },
-                Expr::Compare { equal: false, value: vec![10, 2, 0, 9] },
-                Expr::Masquerade { flags: 16 },
-            ]
-        );
-    }
 
     #[test]
     fn no_bytes_make_the_reader_panic() {

@@ -1,0 +1,95 @@
+//! The instructions of a rule.
+
+use flannel_core::Subnet;
+use flannel_nft::{Expr, address_of, is_device, meta, octets, verdict};
+
+use crate::rules::{Rule, Side, Verdict};
+
+/// `NF_NAT_RANGE_PROTO_RANDOM_FULLY`.
+const FULLY_RANDOM: u32 = 1 << 4;
+
+/// The instructions of a rule.
+pub(crate) fn of(rule: &Rule) -> Vec<Expr> {
+    let mut exprs = Vec::new();
+    if let Some(mark) = rule.mark {
+        // A mark is in the machine's byte order.
+        let bits = mark.to_ne_bytes().to_vec();
+        exprs.extend([
+            Expr::Meta(meta::MARK),
+            Expr::Mask(bits.clone()),
+            Expr::Compare { equal: true, value: bits },
+        ]);
+    }
+    for (side, is_source) in [(rule.source, true), (rule.destination, false)] {
+        let (subnet, equal) = match side {
+            None => continue,
+            Some(Side::In(subnet)) => (subnet, true),
+            Some(Side::NotIn(subnet)) => (subnet, false),
+        };
+        exprs.push(address_of(subnet.family(), is_source));
+        if subnet.len() < subnet.family().bits() {
+            exprs.push(Expr::Mask(mask(subnet)));
+        }
+        exprs.push(Expr::Compare { equal, value: octets(subnet.base()) });
+    }
+    if let Some(device) = rule.device {
+        exprs.extend([Expr::Meta(meta::OUT), is_device(device)]);
+    }
+    exprs.extend((rule.verdict == Verdict::Drop).then_some(Expr::Counter));
+    exprs.push(match rule.verdict {
+        Verdict::Return => Expr::Verdict(verdict::RETURN),
+        Verdict::Accept => Expr::Verdict(verdict::ACCEPT),
+        Verdict::Drop => Expr::Verdict(verdict::DROP),
+        Verdict::Masquerade { fully_random } => {
+            Expr::Masquerade { flags: if fully_random { FULLY_RANDOM } else { 0 } }
+        }
+    });
+    exprs
+}
+
+fn mask(subnet: Subnet) -> Vec<u8> {
+    let bits = u32::from(subnet.family().bits() - subnet.len());
+    let mask = u128::MAX.checked_shl(bits).unwrap_or(0).to_be_bytes();
+    mask[16 - usize::from(subnet.family().bits() / 8)..].to_vec()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_prefix_is_a_mask_of_its_familys_length() {
+        for (subnet, want) in [
+            ("10.1.0.0/16", vec![255, 255, 0, 0]),
+            ("10.1.64.0/19", vec![255, 255, 0xe0, 0]),
+            ("10.1.2.3/32", vec![255; 4]),
+            ("fd00::/8", [vec![255], vec![0; 15]].concat()),
+            ("fd00::/127", [vec![255; 15], vec![254]].concat()),
+        ] {
+            assert_eq!(mask(subnet.parse().unwrap()), want, "{subnet}");
+        }
+    }
+
+    #[test]
+    fn a_rule_is_loads_comparisons_and_a_verdict() {
+        let side = |text: &str| Side::In(text.parse().unwrap());
+        let rule = Rule {
+            mark: None,
+            source: Some(side("10.1.0.0/16")),
+            destination: Some(Side::NotIn("10.2.0.9/32".parse().unwrap())),
+            device: None,
+            verdict: Verdict::Masquerade { fully_random: true },
+        };
+        assert_eq!(
+            of(&rule),
+            [
+                Expr::Header { offset: 12, len: 4 },
+                Expr::Mask(vec![255, 255, 0, 0]),
+                Expr::Compare { equal: true, value: vec![10, 1, 0, 0] },
+                Expr::Header { offset: 16, len: 4 },
+                Expr::Compare { equal: false, value: vec![10, 2, 0, 9] },
+                Expr::Masquerade { flags: 16 },
+            ]
+        );
+    }
+}
