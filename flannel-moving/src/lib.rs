@@ -15,8 +15,8 @@ pub use self::step::{Blockers, Seen, Step, Tunnels, Wait};
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Member {
-    /// The type of its offers ([`Offer::kind`](flannel_core::lease::Offer::kind)); the name of a
-    /// backend whose offers have none, which cannot move.
+    /// The type of its offers ([`Offer::kind`](flannel_core::lease::Offer::kind)). If they have
+    /// none, the name of the backend: such a backend cannot move.
     pub lease_type: String,
     /// Its part of the network config.
     pub backend: BackendConfig,

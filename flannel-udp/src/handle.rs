@@ -20,12 +20,15 @@ use crate::started::command;
 const START: Duration = Duration::from_secs(5);
 /// The longest time for an answer of one that hands over meanwhile.
 const ANSWER: Duration = Duration::from_secs(10);
+/// The longest wait for a process that starts or takes over, and that for counts.
+const TAKE_OVER: Duration = Duration::from_secs(10);
+const TAKE_OVER_FOR_COUNTS: Duration = Duration::from_secs(1);
 const PAUSE: Duration = Duration::from_millis(5);
 
 /// The process of a data plane. Clones are handles of the same.
 ///
-/// All methods block: for each request at most ten seconds, and while a process is started some
-/// thirty more. A dropped handle leaves the process as it is.
+/// All methods block: for each request at most ten seconds, and while a process starts or takes over
+/// up to a minute more. A dropped handle leaves the process as it is.
 #[derive(Debug, Clone)]
 pub struct DataPlane(Arc<Shared>);
 
@@ -108,10 +111,10 @@ impl DataPlane {
         running.map(|running| running.program.clone())
     }
 
-    /// The counts of the process; `None`: there is none. A connection of its own does not wait for
-    /// other requests.
+    /// The counts of the process; `None`: there is none, or it starts. A connection of its own does
+    /// not wait for other requests.
     pub fn counts(&self) -> Option<Status> {
-        self.reach(|client| client.ask(&Request::Counts)).ok()?.0
+        self.reach(TAKE_OVER_FOR_COUNTS, |client| client.ask(&Request::Counts)).ok()?.0
     }
 
     fn inner(&self) -> MutexGuard<'_, Inner> {
@@ -122,36 +125,40 @@ impl DataPlane {
         self.0.dir.join("socket")
     }
 
-    /// Asks the process on a new connection. If none answers, waits for one that is starting or
-    /// taking over.
+    /// Asks the process on a new connection. Waits for one that starts or takes over.
     ///
     /// # Errors
-    /// Nobody listens, or the question failed.
-    fn reach<T>(&self, question: impl Fn(&mut Client) -> io::Result<T>) -> io::Result<(T, Client)> {
-        use ErrorKind::{BrokenPipe, ConnectionRefused, ConnectionReset, NotFound, UnexpectedEof};
+    /// Those of the question. There is no process ([`is_gone`]). One that starts or takes over does
+    /// not end that (`TimedOut`).
+    fn reach<T>(
+        &self,
+        patience: Duration,
+        question: impl Fn(&mut Client) -> io::Result<T>,
+    ) -> io::Result<(T, Client)> {
         let ask = || -> io::Result<(T, Client)> {
             let mut client = Client::connect(&self.socket())?;
             Ok((question(&mut client)?, client))
         };
-        let gone = [NotFound, ConnectionRefused, ConnectionReset, BrokenPipe, UnexpectedEof];
-        match ask() {
+        let lock = self.socket().with_extension(LOCK);
+        let (begin, mut was_free) = (Instant::now(), false);
+        loop {
+            let error = match ask() {
+                Err(error) if is_gone(&error) => error,
+                answer => return answer,
+            };
             // A process that takes over has the name of the socket only after the other one ended.
-            Err(error) if gone.contains(&error.kind()) => {
-                self.wait_for_start();
-                ask()
+            let is_free = !is_locked(&lock);
+            if is_free && was_free {
+                return Err(error);
             }
-            answer => answer,
-        }
-    }
-
-    /// Waits while a process is starting, but not for one that hangs. It holds the lock.
-    fn wait_for_start(&self) {
-        let Ok(lock) = File::open(self.socket().with_extension(LOCK)) else { return };
-        let begin = Instant::now();
-        while matches!(lock.try_lock_shared(), Err(TryLockError::WouldBlock))
-            && begin.elapsed() < ANSWER
-        {
-            std::thread::park_timeout(PAUSE);
+            if begin.elapsed() >= patience && !is_free {
+                let text = format!("another process still starts: it holds {}", lock.display());
+                return Err(io::Error::new(ErrorKind::TimedOut, text));
+            }
+            was_free = is_free;
+            if !is_free {
+                std::thread::park_timeout(PAUSE);
+            }
         }
     }
 
@@ -184,7 +191,14 @@ impl DataPlane {
                 return Err(again(error));
             }
             let Some(client) = &mut inner.client else { return Ok(None) };
-            let answer = client.ask(request);
+            let mut answer = client.ask(request);
+            if answer.as_ref().is_err_and(is_gone) {
+                // Another process has taken over from it. All requests can be repeated.
+                inner.client = None;
+                answer = self.connect(&mut inner, Need::of(request)).and_then(|()| {
+                    inner.client.as_mut().map_or(Ok(None), |client| client.ask(request))
+                });
+            }
             // It has ended, or does not answer.
             broken = answer.as_ref().err().filter(|e| e.kind() != ErrorKind::Other).map(again);
             if broken.is_some() || matches!(request, Request::Stop(_)) {
@@ -201,19 +215,23 @@ impl DataPlane {
             return Ok(());
         }
         inner.client = None;
-        match self.reach(Client::process) {
+        match self.reach(TAKE_OVER, Client::process) {
             Ok((process, client)) if process.version == VERSION => {
-                let pid = process.pid;
-                inner.running = Some(process);
+                inner.running = Some(process.clone());
                 if need != Need::Current || !inner.is_old() {
-                    return self.use_client(inner, pid, client);
+                    return self.use_client(inner, process, client);
                 }
             }
-            Ok(_) if need == Need::Nothing => return Err(unknown()),
+            // One that starts would have to wait for it too.
+            Err(error) if error.kind() == ErrorKind::TimedOut => return Err(error),
+            Ok(_) if need == Need::Nothing => return Err(other_protocol()),
             Err(error) if need == Need::Nothing => {
                 return match error.kind() {
-                    ErrorKind::NotFound | ErrorKind::ConnectionRefused => Ok(()),
-                    ErrorKind::InvalidData => Err(unknown()),
+                    // No socket can have a path that is too long.
+                    ErrorKind::NotFound
+                    | ErrorKind::ConnectionRefused
+                    | ErrorKind::InvalidInput => Ok(()),
+                    ErrorKind::InvalidData => Err(other_protocol()),
                     _ => Err(error),
                 };
             }
@@ -231,10 +249,8 @@ impl DataPlane {
             match connected {
                 // The old one answers until it has handed over.
                 Ok((process, client)) if process.pid == child.id() => {
-                    let pid = process.pid;
                     inner.started = Some(process.program.clone());
-                    inner.running = Some(process);
-                    return self.use_client(inner, pid, client);
+                    return self.use_client(inner, process, client);
                 }
                 // It must not take over when nobody waits for it. After an error it has perhaps
                 // just done so.
@@ -249,13 +265,21 @@ impl DataPlane {
                 _ => std::thread::park_timeout(PAUSE),
             }
             if let Ok(Some(status)) = child.try_wait() {
-                return Err(io::Error::other(format!("its process ended: {status}")));
+                // Another one may have taken over from it.
+                return match self.reach(TAKE_OVER, Client::process) {
+                    Ok((process, client)) if process.version == VERSION => {
+                        self.use_client(inner, process, client)
+                    }
+                    _ => Err(io::Error::other(format!("its process ended: {status}"))),
+                };
             }
         }
     }
 
-    /// Uses a connection to the process with this id, and reports its end.
-    fn use_client(&self, inner: &mut Inner, pid: u32, client: Client) -> io::Result<()> {
+    /// Uses a connection to this process, and reports its end.
+    fn use_client(&self, inner: &mut Inner, process: Process, client: Client) -> io::Result<()> {
+        let pid = process.pid;
+        inner.running = Some(process);
         if inner.watched != Some(pid) {
             let (watch, plane) = (Client::connect(&self.socket())?, self.clone());
             let thread = std::thread::Builder::new().name("watch".into()).stack_size(256 << 10);
@@ -285,7 +309,20 @@ impl DataPlane {
     }
 }
 
-fn unknown() -> io::Error {
+/// Whether nobody listens, or the process has ended in the midst of a question.
+fn is_gone(error: &io::Error) -> bool {
+    use ErrorKind::{BrokenPipe, ConnectionRefused, ConnectionReset, NotFound, UnexpectedEof};
+    [NotFound, ConnectionRefused, ConnectionReset, BrokenPipe, UnexpectedEof]
+        .contains(&error.kind())
+}
+
+/// Whether a process holds this lock, because it starts or takes over.
+fn is_locked(lock: &Path) -> bool {
+    let tried = File::open(lock).map(|lock| lock.try_lock_shared());
+    matches!(tried, Ok(Err(TryLockError::WouldBlock)))
+}
+
+fn other_protocol() -> io::Error {
     io::Error::other("it has another version; a start of the daemon replaces it")
 }
 
@@ -302,6 +339,7 @@ fn start(dir: &Path, socket: &Path) -> io::Result<Child> {
 #[cfg(test)]
 mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::sync::mpsc;
 
     use super::*;
     use crate::control::Peers;
@@ -323,7 +361,6 @@ mod tests {
         let requests = process(&dir.path().join("socket"), PROGRAM_VERSION, &options(), answer);
         let plane = DataPlane::new(dir.path().to_owned());
         let put = [Request::Put(Peers::new())];
-        assert!(plane.ask(&put)[0].is_err());
         for _ in 0..3 {
             assert!(plane.ask(&put)[0].is_ok());
         }
@@ -335,20 +372,60 @@ mod tests {
     /// Another start of one would take over from it at once. Here, it fails: no program is there.
     #[test]
     fn a_process_that_is_starting_is_awaited() {
+        for request in [Request::Start(options()), Request::Status] {
+            let dir = tempfile::tempdir().unwrap();
+            let socket = dir.path().join("socket");
+            let lock = File::create(socket.with_extension(LOCK)).unwrap();
+            lock.lock().unwrap();
+            let plane = DataPlane::new(dir.path().to_owned());
+            std::thread::scope(|scope| {
+                let asking = scope.spawn(|| plane.ask(std::slice::from_ref(&request)).remove(0));
+                // It also passes if the thread begins later.
+                std::thread::park_timeout(START / 50);
+                let start =
+                    |line: &str| Some(if line.contains("start") { "\"done\"" } else { "STATUS" });
+                let _requests = process(&socket, PROGRAM_VERSION, &options(), start);
+                drop(lock);
+                let answer = asking.join().unwrap().unwrap();
+                assert_eq!(answer.is_some(), request == Request::Status);
+            });
+        }
+    }
+
+    #[test]
+    fn a_process_that_starts_for_ever_is_neither_missing_nor_started_again() {
+        let dir = tempfile::tempdir().unwrap();
+        let plane = DataPlane::new(dir.path().to_owned());
+        let reach = || plane.reach(PAUSE, Client::process).unwrap_err();
+        assert_eq!(reach().kind(), ErrorKind::NotFound);
+        let lock = File::create(plane.socket().with_extension(LOCK)).unwrap();
+        assert_eq!(reach().kind(), ErrorKind::NotFound, "a lock that nobody holds");
+        lock.lock().unwrap();
+        let error = reach();
+        assert_eq!(error.kind(), ErrorKind::TimedOut);
+        assert!(error.to_string().contains("socket.lock"), "{error}");
+    }
+
+    /// The first process ends in the midst of a request, as one that has handed over.
+    #[test]
+    fn a_request_goes_to_the_process_that_has_taken_over() {
         let dir = tempfile::tempdir().unwrap();
         let socket = dir.path().join("socket");
-        let lock = File::create(socket.with_extension(LOCK)).unwrap();
-        lock.lock().unwrap();
+        let answer = |line: &str| Some(line).filter(|line| !line.contains("put")).map(|_| "STATUS");
+        let old = process(&socket, PROGRAM_VERSION, &options(), answer);
         let plane = DataPlane::new(dir.path().to_owned());
-        std::thread::scope(|scope| {
-            let asking = scope.spawn(|| plane.ask(&[Request::Start(options())]).remove(0));
-            // It also passes if the thread begins later.
-            std::thread::park_timeout(START / 50);
-            let answer =
-                |line: &str| Some(if line.contains("start") { "\"done\"" } else { "STATUS" });
-            let _requests = process(&socket, PROGRAM_VERSION, &options(), answer);
-            drop(lock);
-            assert_eq!(asking.join().unwrap().unwrap(), None);
-        });
+        assert!(plane.ask(&[Request::Status])[0].is_ok());
+        std::fs::remove_file(&socket).unwrap();
+        let done = |line: &str| Some(if line.contains("put") { "\"done\"" } else { "STATUS" });
+        let new = process(&socket, PROGRAM_VERSION, &options(), done);
+        assert!(plane.ask(&[Request::Put(Peers::new())])[0].is_ok());
+        let lines = |requests: mpsc::Receiver<(usize, String)>| requests.try_iter().count();
+        assert!(lines(old) > 0 && lines(new) > 0);
+    }
+
+    #[test]
+    fn no_process_has_a_socket_whose_path_is_too_long() {
+        let plane = DataPlane::new(PathBuf::from("/nowhere").join("x".repeat(200)));
+        assert_eq!(plane.ask(&[Request::Status])[0].as_ref().unwrap(), &None);
     }
 }

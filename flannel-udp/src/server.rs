@@ -7,9 +7,9 @@ use std::net::SocketAddr;
 use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::control::{
     Answer, Client, Peers, Prefix, Process, Request, Status, VERSION, read_line, send_fds,
@@ -30,6 +30,8 @@ const COUNTS: &str = "counts";
 const HAND_OVER: Duration = Duration::from_secs(2);
 /// The most connections at once.
 const MOST_CONNECTIONS: usize = 64;
+/// The time in which the first user of a process comes.
+const FIRST_USE: Duration = Duration::from_secs(10);
 /// The pause after a connection that could not be accepted.
 const PAUSE: Duration = Duration::from_millis(100);
 
@@ -48,6 +50,9 @@ struct Inner {
 struct Server {
     inner: Arc<Mutex<Inner>>,
     connections: Arc<AtomicUsize>,
+    /// A request has changed the state, or would have.
+    is_used: Arc<AtomicBool>,
+    begin: Instant,
     socket: PathBuf,
 }
 
@@ -56,7 +61,7 @@ struct Server {
 /// version of the protocol is ended. Returns only after an error.
 ///
 /// `program` is the version in [`Process::program`]. A process without a data plane ends with its
-/// last connection.
+/// last connection, unless it is ten seconds old at most and was only asked for its state.
 ///
 /// # Errors
 /// The socket cannot be used.
@@ -79,8 +84,9 @@ pub fn serve(socket: &Path, program: &str) -> io::Result<std::convert::Infallibl
     let inner = Inner { program: program.to_owned(), ..inner };
     std::fs::rename(&new, socket)?;
     drop(lock);
-    let (inner, connections) = (Arc::new(Mutex::new(inner)), Arc::default());
-    let server = Server { inner, connections, socket: socket.to_owned() };
+    let inner = Arc::new(Mutex::new(inner));
+    let (connections, is_used, begin) = (Arc::default(), Arc::default(), Instant::now());
+    let server = Server { inner, connections, is_used, begin, socket: socket.to_owned() };
     loop {
         // A process without free descriptors or threads still has its data plane.
         let accepted = listener.accept().and_then(|(stream, _)| server.accept(stream));
@@ -242,11 +248,17 @@ impl Server {
         thread.map(drop)
     }
 
-    /// Ends the process after the last connection if there is no data plane to keep.
+    /// Ends the process after the last connection if there is no data plane to keep. A look at the
+    /// state does not end a process whose first user still comes.
     fn closed(&self) {
         let is_last = self.connections.fetch_sub(1, Ordering::SeqCst) == 1;
+        let is_awaited = !self.is_used.load(Ordering::SeqCst) && self.begin.elapsed() < FIRST_USE;
         let inner = self.inner();
-        if is_last && inner.plane.is_none() && self.connections.load(Ordering::SeqCst) == 0 {
+        if is_last
+            && !is_awaited
+            && inner.plane.is_none()
+            && self.connections.load(Ordering::SeqCst) == 0
+        {
             let _ = std::fs::remove_file(&self.socket);
             std::process::exit(0);
         }
@@ -264,6 +276,9 @@ impl Server {
                     return write_line(&mut stream, &Answer::Failed(error.to_string()));
                 }
             };
+            if !matches!(request, Request::Status | Request::Counts) {
+                self.is_used.store(true, Ordering::SeqCst);
+            }
             match request {
                 Request::Stop(options) => {
                     let mut inner = self.inner();

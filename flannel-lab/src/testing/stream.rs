@@ -22,7 +22,7 @@ const BURST: u32 = 16;
 /// The wait for packets after the last one was sent.
 const LAST: Duration = Duration::from_secs(2);
 /// The timeout for streams to continue.
-const PATIENCE: Duration = Duration::from_secs(30);
+const PATIENCE: Duration = Duration::from_secs(120);
 
 /// Packets from every pod to every other, in each family. Its methods panic if a stream stalls.
 #[derive(Debug)]

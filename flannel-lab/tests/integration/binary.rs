@@ -294,7 +294,7 @@ impl Running {
 }
 
 fn wait_for<T>(what: &str, ready: impl FnMut() -> Option<T>) -> T {
-    eventually(Duration::from_secs(30), ready, || what)
+    eventually(Duration::from_secs(120), ready, || what)
 }
 
 #[test]

@@ -9,7 +9,7 @@ use flannel_lab::{Builder, Error, Lab, Signal};
 
 use flannel_lab::testing::as_root;
 
-const PATIENCE: Duration = Duration::from_secs(30);
+const PATIENCE: Duration = Duration::from_secs(120);
 
 fn builder() -> Builder {
     Lab::builder().program(env!("CARGO_BIN_EXE_lab"))

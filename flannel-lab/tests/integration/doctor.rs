@@ -68,7 +68,7 @@ fn findings(lab: &Lab, host: &Host, registry: Option<&str>) -> Vec<String> {
             text(f, "repair")
         )
     };
-    let found = value["findings"].as_array().unwrap();
+    let found = value["findings"].as_array().unwrap_or_else(|| panic!("{value:#}"));
     found.iter().filter(|f| f["check"] != "bridge-netfilter").map(line).collect()
 }
 

@@ -17,7 +17,7 @@ use flannel_lab::testing::stream::Traffic;
 use flannel_lab::{Host, Lab, Signal};
 use serde_json::Value;
 
-const PATIENCE: Duration = Duration::from_secs(30);
+const PATIENCE: Duration = Duration::from_secs(120);
 const NEW: &str = env!("CARGO_BIN_EXE_lab");
 
 /// The older program.

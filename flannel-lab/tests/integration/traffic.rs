@@ -25,7 +25,7 @@ use crate::udp::data_plane;
 use flannel_lab::testing::as_root;
 use flannel_lab::testing::stream::{Lost, Traffic};
 
-const PATIENCE: Duration = Duration::from_secs(30);
+const PATIENCE: Duration = Duration::from_secs(120);
 
 /// The modules that a lab needs in a guest, whose nf_tables have no tables for IPv4.
 const MODULES: [&str; 7] =

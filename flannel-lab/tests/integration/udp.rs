@@ -239,7 +239,7 @@ fn a_data_plane_of_udp_hands_over_without_the_loss_of_a_packet() {
         }
         // The daemons have found the new processes, and none that is missing.
         let logs = traffic::logs(&lab);
-        assert!(!logs.contains("an object was repaired"), "{logs}");
+        assert!(!logs.contains("an object was repaired object=record udp"), "{logs}");
         traffic::assert_no_loss(traffic, &lab, 1000);
     });
 }

@@ -186,6 +186,12 @@ fn a_process_without_a_data_plane_ends_with_its_connections() {
         let mut command = Command::new(env!("CARGO_BIN_EXE_flannel-udp"));
         let mut child = command.arg(&socket).stdin(Stdio::null()).spawn().unwrap();
         let connect = || Client::connect(&socket).ok();
+        // A look at the state does not end it before its first user comes.
+        for _ in 0..50 {
+            let mut look = eventually(PATIENCE, connect, || "no socket");
+            look.ask(&Request::Counts).unwrap();
+        }
+        assert_eq!(child.try_wait().unwrap(), None);
         let [mut first, second] = [(); 2].map(|()| eventually(PATIENCE, connect, || "no socket"));
         drop(second);
         first.ask(&Request::Put(peers())).unwrap();

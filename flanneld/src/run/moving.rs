@@ -125,14 +125,18 @@ impl Moving {
         };
         let lease_type = member_type(target);
         let is_left = |member: &Member| member.lease_type != lease_type;
-        let moves = target.can_move() && subnets.publishes_attrs();
+        // Offers without a type cannot be told apart.
+        let can_move = |backend: &dyn Backend| {
+            backend.can_move() && !backend.lease_type().is_empty() && subnets.publishes_attrs()
+        };
+        let moves = can_move(target);
         let _changes = self.changes.lock().await;
         let mut state = self.state().clone();
         state.dropped.retain(|dropped| dropped != lease_type);
         let (before, mut refused) = (state.kept.clone(), Vec::new());
         state.kept.retain(|member| {
             let reason = match with(member) {
-                Ok(runs) if moves && runs.backend.can_move() => return true,
+                Ok(runs) if moves && can_move(runs.backend) => return true,
                 Ok(_) => "it cannot run beside another one".to_owned(),
                 Err(error) => error.to_string(),
             };
@@ -178,7 +182,7 @@ impl Moving {
         kernel: &Arc<NetlinkKernel>,
         observer: &Observer,
     ) -> String {
-        let target = team.target.lease_type();
+        let target = member_type(team.target);
         let mut silence = Silence::new(kernel, team.withdrawn_devices());
         let mut logged = None;
         loop {

@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 use test_support::eventually;
 
 /// The devices of an unused backend stay for more than a minute.
-const DEVICES: Duration = Duration::from_secs(150);
+const DEVICES: Duration = Duration::from_secs(300);
 /// Larger than any packet, so that a connection depends on the MTU of the path.
 const CHUNK: usize = 16 << 10;
 
@@ -38,7 +38,7 @@ pub(crate) struct Pace {
 impl Pace {
     /// The machine of a test.
     pub(crate) const USUAL: Self =
-        Self { patience: Duration::from_secs(60), gap: Duration::from_millis(4) };
+        Self { patience: Duration::from_secs(180), gap: Duration::from_millis(4) };
 }
 
 impl Cluster {

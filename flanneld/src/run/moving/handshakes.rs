@@ -29,17 +29,17 @@ const KNOCKS: u32 = 5;
 const DISCARD: u16 = 9;
 
 /// Reads the tunnels by a device ([`NetlinkKernel::tunnel`](flannel_netlink::NetlinkKernel::tunnel)).
-pub(crate) trait Read:
+pub(crate) trait ReadTunnel:
     Fn(LinkName) -> Result<Tunnel, KernelError> + Send + Sync + 'static
 {
 }
 
-impl<T: Fn(LinkName) -> Result<Tunnel, KernelError> + Send + Sync + 'static> Read for T {}
+impl<T: Fn(LinkName) -> Result<Tunnel, KernelError> + Send + Sync + 'static> ReadTunnel for T {}
 
 /// Sends the tunnels by these devices to `tunnels`, and the open ones to `done`, until the future
 /// is dropped. Without devices it does nothing.
 pub(crate) async fn follow(
-    read: impl Read,
+    read: impl ReadTunnel,
     devices: BTreeSet<LinkName>,
     (done, tunnels): (watch::Sender<Handshakes>, watch::Sender<Option<Tunnels>>),
 ) -> Infallible {
@@ -72,7 +72,7 @@ pub(crate) async fn follow(
 /// # Errors
 /// A device cannot be read.
 fn look(
-    read: &impl Read,
+    read: &impl ReadTunnel,
     devices: &BTreeSet<LinkName>,
     knocks: bool,
 ) -> Result<Tunnels, (LinkName, KernelError)> {
