@@ -134,7 +134,7 @@ pub struct ChainHead {
     pub policy: Option<u32>,
 }
 
-/// All chains of a family of tables, `NFPROTO_…`: 1 (`inet`), or [`protocol`](crate::protocol).
+/// All chains of a family of tables, `NFPROTO_…`: 1 (`inet`), or [`protocol`].
 ///
 /// # Errors
 /// The kernel has no nf_tables, or this process lacks `CAP_NET_ADMIN`.

@@ -27,8 +27,8 @@ const PAUSE: Duration = Duration::from_millis(5);
 
 /// The process of a data plane. Clones are handles of the same.
 ///
-/// All methods block: for each request at most ten seconds, and while a process starts or takes over
-/// up to a minute more. A dropped handle leaves the process as it is.
+/// All methods block: for each request at most ten seconds, and while a process starts or takes
+/// over up to a minute more. A dropped handle leaves the process as it is.
 #[derive(Debug, Clone)]
 pub struct DataPlane(Arc<Shared>);
 

@@ -28,7 +28,8 @@ const KNOCKS: u32 = 5;
 /// The port of the protocol discard.
 const DISCARD: u16 = 9;
 
-/// Reads the tunnels by a device ([`NetlinkKernel::tunnel`](flannel_netlink::NetlinkKernel::tunnel)).
+/// Reads the tunnels by a device, as
+/// [`NetlinkKernel::tunnel`](flannel_netlink::NetlinkKernel::tunnel) does.
 pub(crate) trait ReadTunnel:
     Fn(LinkName) -> Result<Tunnel, KernelError> + Send + Sync + 'static
 {
