@@ -12,7 +12,7 @@ use flannel_core::Subnet;
 use flannel_core::address::{Dual, Family};
 use flannel_core::runtime::blocking;
 use flannel_netlink::netfilter::NetfilterSocket;
-use flannel_nft::{ChainHead, Expr, chains, hook, meta, protocol, rules, verdict};
+use flannel_nft::{ChainHead, Expr, Table, TableFamily, hook, meta, verdict};
 use tokio::sync::Mutex;
 use tokio::time::{Instant, timeout};
 
@@ -20,9 +20,12 @@ use crate::error::Error;
 use crate::iptables::program::{Programs, Variant};
 use crate::iptables::{legacy_tables, script};
 
-/// `NFPROTO_INET`, `NFPROTO_IPV4` and `NFPROTO_IPV6`.
-const PROTOCOLS: [(u8, &str, &[Family]); 3] =
-    [(1, "inet", &Family::BOTH), (2, "ip", &[Family::V4]), (10, "ip6", &[Family::V6])];
+/// The families whose packets a table may drop.
+const FAMILIES: [(TableFamily, &[Family]); 3] = [
+    (TableFamily::Inet, &Family::BOTH),
+    (TableFamily::Ip, &[Family::V4]),
+    (TableFamily::Ip6, &[Family::V6]),
+];
 
 /// A chain that drops forwarded packets unless one of its rules accepts them.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -166,23 +169,25 @@ fn nf_tables(networks: &Dual<Subnet>) -> Result<Vec<ForwardDrop>, Error> {
     let mut socket = NetfilterSocket::open().map_err(about)?;
     let ours: Vec<_> = script::forward_chains().collect();
     let mut found = Vec::new();
-    for (protocol, word, families) in PROTOCOLS {
-        let chains = chains(&mut socket, protocol).map_err(about)?;
+    for (of, families) in FAMILIES {
+        let chains = ChainHead::all(&mut socket, of).map_err(about)?;
         let is_ours = |table: &str| {
             chains.iter().any(|it| it.table == table && ours.contains(&(table, it.name.as_str())))
         };
         let drops = |chain: &&ChainHead| {
-            (chain.hook, chain.policy) == (Some(hook::FORWARD), Some(verdict::DROP))
+            let base = chain.base.as_ref();
+            base.is_some_and(|base| (base.hook, base.policy) == (hook::FORWARD, verdict::DROP))
         };
         for ChainHead { table, name: chain, .. } in chains.iter().filter(drops) {
-            let rules = rules(&mut socket, protocol, table).map_err(about)?;
+            let place = Table { family: of, name: table };
+            let rules = place.rules(&mut socket).map_err(about)?;
             let in_chain = || rules.iter().filter(|(of, _)| of == chain).map(|(_, rule)| rule);
             found.extend(families.iter().map(|family| ForwardDrop {
                 family: *family,
-                table: format!("{word} {table}"),
+                table: format!("{of} {table}"),
                 chain: chain.clone(),
                 legacy: false,
-                accepts_pods: (protocol != 1 && is_ours(table))
+                accepts_pods: (of != TableFamily::Inet && is_ours(table))
                     || networks[*family].is_some_and(|network| accept(in_chain(), network)),
                 age: Duration::ZERO,
             }));
@@ -210,7 +215,8 @@ fn accepted_side(rule: &[Expr], network: Subnet) -> Option<Option<bool>> {
             Expr::Counter => {}
             // The condition on the family, in `inet` tables.
             Expr::Meta(meta::NFPROTO) => match exprs.next()? {
-                Expr::Compare { equal: true, value } if value[..] == [protocol(family)] => {}
+                Expr::Compare { equal: true, value }
+                    if value[..] == [TableFamily::from(family).protocol()] => {}
                 _ => return None,
             },
             Expr::Header { offset, len }
@@ -266,22 +272,17 @@ fn in_saved(saved: &str, family: Family, network: Option<Subnet>) -> Option<Forw
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::fs::PermissionsExt;
+    use test_support::write_script;
 
     use super::*;
 
-    /// Legacy programs that run `script`, and a file with a line for each run.
-    fn programs(script: &str) -> (tempfile::TempDir, Programs) {
+    /// Legacy programs that run these commands, and a file with a line for each run.
+    fn programs(commands: &str) -> (tempfile::TempDir, Programs) {
         let dir = tempfile::tempdir().unwrap();
         let count = dir.path().join("count");
         for program in ["iptables-legacy-save", "iptables-legacy-restore"] {
-            let file = dir.path().join(program);
-            std::fs::write(
-                &file,
-                format!("#!/bin/sh\necho once >> {}\n{script}\n", count.display()),
-            )
-            .unwrap();
-            std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o755)).unwrap();
+            let text = format!("#!/bin/sh\necho once >> {}\n{commands}\n", count.display());
+            write_script(&dir.path().join(program), &text);
         }
         let programs = Programs { path: Some(dir.path().into()), ..Programs::default() };
         (dir, programs)

@@ -15,7 +15,7 @@ use flannel_core::runtime::blocking;
 use flannel_netlink::netfilter::{
     Batch, NetfilterEvents, NetfilterMessage, NetfilterSocket, Refused,
 };
-use flannel_nft::{GROUP, SUBSYSTEM, Table, generation};
+use flannel_nft::{GROUP, Table, batch, generation};
 
 use self::table::{Content, Id, TABLES};
 use crate::error::Error;
@@ -79,7 +79,7 @@ impl Nft {
     pub(crate) async fn disturbed(&mut self) -> Result<(), Error> {
         let concerns = |message: &NetfilterMessage<'_>| {
             let gates = Family::BOTH.into_iter().map(gate::table);
-            TABLES.iter().map(Id::table).chain(gates).any(|table| table.is_in(message))
+            TABLES.iter().map(Id::table).chain(gates).any(|table| table.is_changed_by(message))
         };
         self.events
             .changed(concerns)
@@ -184,7 +184,7 @@ impl Plan {
     /// For tables as they are, and as they are desired.
     fn new<'a>(tables: impl Iterator<Item = (Id, Option<&'a Content>, Option<Content>)>) -> Self {
         let (deviations, titles, whole) = (Vec::new(), Vec::new(), Vec::new());
-        let mut plan = Self { batch: Batch::new(SUBSYSTEM), deviations, titles, whole };
+        let mut plan = Self { batch: batch(), deviations, titles, whole };
         for (id, found, desired) in tables {
             let differs = Content::deviations(found, desired.as_ref(), &id);
             if differs.is_empty() {
@@ -265,7 +265,7 @@ pub(crate) fn chains_of_iptables(family: Family, scope: Scope) -> Result<Vec<Str
     let Some(mut socket) = open_if_any()? else { return Ok(Vec::new()) };
     let mut found = Vec::new();
     for (table, chain) in script::chains(scope) {
-        let place = Table { family, name: table };
+        let place = Table { family: family.into(), name: table };
         if place.has_chain(&mut socket, chain).map_err(about)? {
             found.push(format!("{family} chain {chain} in table {table}"));
         }
@@ -301,7 +301,7 @@ mod tests {
                 let found = found.iter().map(|(id, found)| (*id, found.as_ref()));
                 let plan =
                     Plan::new(found.map(|(id, found)| (id, found, Content::desired(&after, &id))));
-                let mut batch = Batch::new(SUBSYSTEM);
+                let mut batch = batch();
                 id.table().remove(&mut batch);
                 socket.commit(batch).unwrap();
                 assert_eq!(plan.carry_out(&mut socket).unwrap(), None, "{id:?}");

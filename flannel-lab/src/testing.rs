@@ -2,7 +2,6 @@
 
 pub mod stream;
 
-use std::path::Path;
 use std::process::Command;
 
 use flannel_netlink::testing::test_name;
@@ -11,17 +10,6 @@ use crate::may_make_namespaces;
 
 /// Set in a process that is root of a user namespace for a test.
 const INSIDE: &str = "FLANNEL_LAB_INSIDE_USER_NAMESPACE";
-
-/// Writes a script that can be started. Another process writes it, because a program that is open
-/// for writing cannot be started.
-///
-/// # Panics
-/// The file cannot be written.
-pub fn write_script(path: &Path, script: &str) {
-    let write = r#"printf %s "$1" >"$0" && chmod 755 "$0""#;
-    let written = Command::new("sh").args(["-c", write]).arg(path).arg(script).status();
-    assert!(written.is_ok_and(|status| status.success()), "{} cannot be written", path.display());
-}
 
 /// Runs `body` if this process may make namespaces. Otherwise runs this test again as root of a
 /// user namespace, with `unshare` of util-linux. The call must be the only statement of the test.

@@ -137,6 +137,12 @@ pub struct Refused {
     pub error: KernelError,
 }
 
+impl From<Refused> for KernelError {
+    fn from(refused: Refused) -> Self {
+        refused.error
+    }
+}
+
 /// A message from the kernel: an answer, or a notification of a change.
 #[derive(Debug, Clone, Copy)]
 pub struct NetfilterMessage<'a> {

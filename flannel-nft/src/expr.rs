@@ -1,7 +1,6 @@
 //! nf_tables expressions: the instructions of a rule.
 //!
-//! They are compared as values and not as bytes, because the kernel adds attributes. Unknown
-//! expressions are [`Expr::Other`], which differs from each other one.
+//! They are compared as values and not as bytes, because the kernel adds attributes.
 
 use std::net::IpAddr;
 
@@ -16,9 +15,9 @@ pub mod meta {
     /// The mark, in the machine's byte order.
     pub const MARK: u32 = 3;
     /// The name of the device by which the packet arrived, 16 bytes.
-    pub const IN: u32 = 6;
+    pub const IIFNAME: u32 = 6;
     /// The name of the device by which the packet leaves, 16 bytes.
-    pub const OUT: u32 = 7;
+    pub const OIFNAME: u32 = 7;
     /// The family (`NFPROTO_…`), one byte.
     pub const NFPROTO: u32 = 15;
     /// The protocol after all extension headers, one byte.
@@ -53,16 +52,18 @@ const PACKETS: u16 = 2;
 const NAME_LEN: usize = 16;
 
 /// `NFTA_LIST_ELEM`, `NFTA_EXPR_NAME`, `NFTA_EXPR_DATA`, `NFTA_DATA_VALUE`, `NFTA_DATA_VERDICT`,
-/// `NFTA_VERDICT_CODE`.
+/// `NFTA_VERDICT_CODE`, `NFTA_VERDICT_CHAIN`.
 const ELEMENT: u16 = 1;
 const NAME: u16 = 1;
 const DATA: u16 = 2;
 const VALUE: u16 = 1;
 const DATA_VERDICT: u16 = 2;
 const CODE: u16 = 1;
+const TO_CHAIN: u16 = 2;
 
 /// One instruction. A value is loaded into one place, which the next load overwrites.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Expr {
     /// Loads a property of the packet ([`meta`]).
     Meta(u32),
@@ -101,9 +102,9 @@ pub enum Expr {
         value: Vec<u8>,
     },
     /// Looks for the loaded value in a set of the table.
-    Set {
+    Lookup {
         /// The name of the set.
-        name: String,
+        set: String,
         /// Continues only if it has the value (true), or only if it does not.
         is_in: bool,
     },
@@ -117,13 +118,18 @@ pub enum Expr {
         /// `NF_NAT_RANGE_…`.
         flags: u32,
     },
-    /// An instruction that this crate does not know, with its name.
-    Other(String),
+    /// An instruction that this crate does not know.
+    Other {
+        /// Its name.
+        name: String,
+        /// Its attributes, as the kernel sent them.
+        data: Vec<u8>,
+    },
 }
 
 /// Continues only if the packet has arrived by this device.
 pub fn arrived_by(device: LinkName) -> [Expr; 2] {
-    [Expr::Meta(meta::IN), is_device(device)]
+    [Expr::Meta(meta::IIFNAME), is_device(device)]
 }
 
 /// Continues only if the loaded name is that of the device.
@@ -144,7 +150,7 @@ pub fn address_of(family: Family, is_source: bool) -> Expr {
     Expr::Header { offset, len }
 }
 
-/// The bytes of an address, as they are in a packet.
+/// The bytes of an address, as they are in packets and in elements of sets.
 pub fn octets(address: IpAddr) -> Vec<u8> {
     match address {
         IpAddr::V4(address) => address.octets().into(),
@@ -188,11 +194,11 @@ impl Expr {
             Self::Header { .. } | Self::Transport { .. } | Self::Second { .. } => "payload",
             Self::Mask(_) | Self::SecondMask(_) => "bitwise",
             Self::Compare { .. } => "cmp",
-            Self::Set { .. } => "lookup",
+            Self::Lookup { .. } => "lookup",
             Self::Counter => "counter",
             Self::Verdict(_) => "immediate",
             Self::Masquerade { .. } => "masq",
-            Self::Other(name) => name,
+            Self::Other { name, .. } => name,
         }
     }
 
@@ -218,8 +224,8 @@ impl Expr {
                 number(number(data, 1, REGISTER), 2, COMPARE[usize::from(!equal)]);
                 data.nest(3u16, |data| _ = data.attr(VALUE, value));
             }
-            Self::Set { name, is_in } => {
-                number(data.text(1u16, name), 2, REGISTER);
+            Self::Lookup { set, is_in } => {
+                number(data.text(1u16, set), 2, REGISTER);
                 if !is_in {
                     number(data, 5, INVERTED);
                 }
@@ -230,7 +236,12 @@ impl Expr {
                     _ = data.nest(DATA_VERDICT, |verdict| _ = number(verdict, CODE, *code));
                 });
             }
-            Self::Masquerade { flags: 0 } | Self::Counter | Self::Other(_) => {}
+            Self::Masquerade { flags: 0 } | Self::Counter => {}
+            Self::Other { data: attributes, .. } => {
+                for (kind, value) in Attributes(attributes) {
+                    data.attr(kind, value);
+                }
+            }
             Self::Masquerade { flags } => _ = number(data, 1, *flags),
         }
     }
@@ -239,7 +250,7 @@ impl Expr {
         let name = find(element, NAME).and_then(|name| name.split_last()).map(|(_, name)| name);
         let name = String::from_utf8_lossy(name.unwrap_or_default()).into_owned();
         let data = find(element, DATA).unwrap_or_default();
-        Self::known(&name, data).unwrap_or(Self::Other(name))
+        Self::known(&name, data).unwrap_or_else(|| Self::Other { name, data: data.to_vec() })
     }
 
     /// `None` for an expression that this crate does not write.
@@ -280,11 +291,14 @@ impl Expr {
                     None | Some(0) => true,
                     Some(_) => return None,
                 };
-                Some(Self::Set { name: text_in(data, 1)?, is_in })
+                Some(Self::Lookup { set: text_in(data, 1)?, is_in })
             }
             "counter" => Some(Self::Counter),
             "immediate" if is(1, VERDICT) => {
-                Some(Self::Verdict(number_in(find(find(data, 2)?, DATA_VERDICT)?, CODE)?))
+                let verdict = find(find(data, 2)?, DATA_VERDICT)?;
+                // Another one jumps to a chain.
+                let ends = find(verdict, TO_CHAIN).is_none();
+                Some(Self::Verdict(number_in(verdict, CODE).filter(|_| ends)?))
             }
             // The expression that this crate writes has no port registers.
             "masq" if find(data, 2).is_none() && find(data, 3).is_none() => {
@@ -303,7 +317,8 @@ fn load(data: &mut Messages, register: u32, header: u32, offset: u32, len: u32) 
 
 /// Writes the clearing of the bits of a register that the mask lacks.
 fn clear(data: &mut Messages, register: u32, mask: &[u8]) {
-    let len = u32::try_from(mask.len()).expect("a register has 16 bytes");
+    // The kernel refuses a mask that is longer than a register.
+    let len = u32::try_from(mask.len()).unwrap_or(u32::MAX);
     number(number(number(data, 1, register), 2, register), 3, len);
     data.nest(4u16, |value| _ = value.attr(VALUE, mask));
     data.nest(5u16, |value| _ = value.attr(VALUE, &vec![0; mask.len()]));

@@ -7,18 +7,18 @@ mod set;
 mod table;
 
 use flannel_core::kernel::KernelError;
-use flannel_netlink::netfilter::{Kind, NetfilterSocket};
+use flannel_netlink::netfilter::{Batch, Kind, NetfilterSocket};
 
 use self::attributes::number_in;
-pub use self::chain::{BaseChain, ChainChange, ChainHead, chains, hook, rules};
+pub use self::chain::{Base, Chain, ChainChange, ChainHead, hook};
 pub use self::expr::{Expr, address_of, arrived_by, is_device, meta, octets, verdict};
-pub use self::set::{Batches, Set};
-pub use self::table::{Table, protocol};
+pub use self::set::{Batches, Set, SetHead};
+pub use self::table::{Table, TableFamily, TableHead};
 
-/// `NFNL_SUBSYS_NFTABLES`.
-pub const SUBSYSTEM: u8 = 10;
 /// `NFNLGRP_NFTABLES`: the multicast group with the changes of all tables.
 pub const GROUP: u32 = 7;
+/// `NFNL_SUBSYS_NFTABLES`.
+const SUBSYSTEM: u8 = 10;
 /// `NFT_MSG_GETGEN`.
 const GETGEN: u8 = 16;
 /// The number of attempts of [`at_one_moment`].
@@ -26,6 +26,11 @@ const TRIES: usize = 16;
 
 const ENOENT: i32 = 2;
 const EAGAIN: i32 = 11;
+
+/// An empty transaction. It has room for 200 changes.
+pub fn batch() -> Batch {
+    Batch::new(SUBSYSTEM)
+}
 
 /// The generation of the ruleset, a number that changes with each transaction of any program.
 ///
@@ -36,11 +41,12 @@ pub fn generation(socket: &mut NetfilterSocket) -> Result<u32, KernelError> {
     socket.ask(any, |_| (), |message| number_in(message.attributes.0, 1))
 }
 
-/// Repeats `read` until the ruleset does not change meanwhile.
+/// Repeats `read`, 16 times at most, until the ruleset does not change meanwhile. An error of a
+/// `read` during which it changed does not count.
 ///
 /// # Errors
-/// Those of `read`, and `about` of an error of this function. The ruleset changed during each of 16
-/// attempts (`EAGAIN`), or its [`generation`] cannot be read.
+/// An error of `read`. For errors of its own, this function calls `about`: the [`generation`]
+/// cannot be read, or the ruleset changed during each attempt (`EAGAIN`).
 pub fn at_one_moment<T, E>(
     socket: &mut NetfilterSocket,
     about: impl Fn(KernelError) -> E,
@@ -48,12 +54,12 @@ pub fn at_one_moment<T, E>(
 ) -> Result<T, E> {
     for _ in 0..TRIES {
         let before = generation(socket).map_err(&about)?;
-        let found = read(socket)?;
+        let found = read(socket);
         if generation(socket).map_err(&about)? == before {
-            return Ok(found);
+            return found;
         }
     }
-    let detail = format!("another program changed it during each of {TRIES} attempts");
+    let detail = format!("the ruleset changed during each of {TRIES} attempts");
     Err(about(KernelError::explained(EAGAIN, detail)))
 }
 

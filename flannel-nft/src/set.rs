@@ -6,7 +6,7 @@ use flannel_netlink::netfilter::{Attributes, Batch, Make, Messages, NetfilterSoc
 
 use crate::attributes::{find, number, number_in};
 use crate::table::TABLE;
-use crate::{SUBSYSTEM, Table, present};
+use crate::{Table, batch, present};
 
 /// `NFT_MSG_…`.
 const NEWSET: u8 = 9;
@@ -28,27 +28,45 @@ const VALUE: u16 = 1;
 /// `ipv4_addr` and `ipv6_addr` of `nft`, and the bits of a type in a concatenation.
 const ADDRESS: [u32; 2] = [7, 8];
 const TYPE_BITS: u32 = 6;
-/// The number of elements in a message. An element with an IPv6 address has 28 bytes. The kernel
-/// sends a refused message back, into a buffer of 32 KiB.
-const MOST: usize = 1000;
-/// The number of elements in a transaction. The send buffer of a socket has 200 KiB.
+/// The bytes of an element in a message besides its value: those of three attributes.
+const OVERHEAD: usize = 12;
+/// The most bytes of elements in a message. The kernel sends a refused message back, into a buffer
+/// of 32 KiB.
+const MOST: usize = 28_000;
+/// The most bytes of elements in a transaction. The send buffer of a socket has 200 KiB.
 const MOST_IN_BATCH: usize = 4 * MOST;
+/// The most changes in a transaction ([`Batch::add`]).
+const MOST_CHANGES: usize = 200;
 
 /// A set whose elements are one or more addresses.
+///
+/// A rule can look up one address, or two of IPv4: see [`Expr::Second`](crate::Expr::Second).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Set<'a> {
-    /// Its table. All addresses are of the family of the table.
+    /// Its table.
     pub table: Table<'a>,
+    /// The family of the addresses.
+    pub family: Family,
     /// Its name.
     pub name: &'a str,
     /// The number of addresses in an element.
     pub addresses: u32,
 }
 
+/// A set without its elements.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct SetHead {
+    /// `NFT_SET_…`. A set of this crate has none.
+    pub flags: u32,
+    /// The length of an element in bytes.
+    pub element_len: u32,
+}
+
 impl Set<'_> {
     /// The length of an element in bytes.
     pub fn element_len(&self) -> u32 {
-        self.addresses * u32::from(self.table.family.bits() / 8)
+        self.addresses * u32::from(self.family.bits() / 8)
     }
 
     fn named(&self, request: &mut Messages) {
@@ -57,26 +75,25 @@ impl Set<'_> {
 
     /// Adds the change that creates the set. `id` differs from that of other sets in the batch.
     pub fn make(&self, batch: &mut Batch, id: u32) {
-        let address = ADDRESS[usize::from(self.table.family == Family::V6)];
+        let address = ADDRESS[usize::from(self.family == Family::V6)];
         let kind = (0..self.addresses).fold(0, |kind, _| kind << TYPE_BITS | address);
-        batch.add(NEWSET, self.table.protocol(), Make::Create, |request| {
+        batch.add(NEWSET, self.table.family.protocol(), Make::Create, |request| {
             self.named(request);
             number(number(request, SET_FLAGS, 0), SET_KEY_TYPE, kind);
             number(number(request, SET_KEY_LEN, self.element_len()), SET_ID, id);
         });
     }
 
-    /// The flags of the set (`NFT_SET_…`) and the length of its elements; `None` if it does not
-    /// exist.
+    /// The set without its elements; `None` if it does not exist.
     ///
     /// # Errors
     /// The kernel has no nf_tables, or this process lacks `CAP_NET_ADMIN`.
-    pub fn head(&self, socket: &mut NetfilterSocket) -> Result<Option<(u32, u32)>, KernelError> {
+    pub fn head(&self, socket: &mut NetfilterSocket) -> Result<Option<SetHead>, KernelError> {
         let named = |request: &mut Messages| self.named(request);
         present(socket.ask(self.table.kind(GETSET), named, |message| {
             let attributes = message.attributes.0;
             let flags = number_in(attributes, SET_FLAGS).unwrap_or_default();
-            Some((flags, number_in(attributes, SET_KEY_LEN)?))
+            Some(SetHead { flags, element_len: number_in(attributes, SET_KEY_LEN)? })
         }))
     }
 
@@ -101,8 +118,8 @@ impl Set<'_> {
 #[derive(Debug, Default)]
 pub struct Batches {
     batches: Vec<Batch>,
-    /// The number of elements in the last batch.
-    elements: usize,
+    /// The bytes of elements in the last batch.
+    bytes: usize,
 }
 
 impl Batches {
@@ -111,17 +128,17 @@ impl Batches {
         self.batches.is_empty()
     }
 
-    /// The batch for so many more elements.
-    pub fn batch(&mut self, more: usize) -> &mut Batch {
-        if self.batches.is_empty() || self.elements + more > MOST_IN_BATCH {
-            self.batches.push(Batch::new(SUBSYSTEM));
-            self.elements = 0;
+    /// The last transaction, for changes that belong together. All transactions have room for 200
+    /// changes ([`Batch::add`]).
+    pub fn last(&mut self) -> &mut Batch {
+        if self.batches.is_empty() {
+            self.begin();
         }
-        self.elements += more;
         self.batches.last_mut().expect("there is one")
     }
 
-    /// Adds elements. It is no error if they exist.
+    /// Adds elements. It is no error if they exist. Each has the length of
+    /// [`Set::element_len`].
     pub fn put(&mut self, set: &Set<'_>, elements: &[Vec<u8>]) {
         self.change(NEWSETELEM, Make::Create, set, elements);
     }
@@ -131,9 +148,20 @@ impl Batches {
         self.change(DELSETELEM, Make::Nothing, set, elements);
     }
 
+    fn begin(&mut self) {
+        self.batches.push(batch());
+        self.bytes = 0;
+    }
+
     fn change(&mut self, number: u8, make: Make, set: &Set<'_>, elements: &[Vec<u8>]) {
-        for elements in elements.chunks(MOST) {
-            self.batch(elements.len()).add(number, set.table.protocol(), make, |request| {
+        let len = OVERHEAD + set.element_len() as usize;
+        for elements in elements.chunks((MOST / len).max(1)) {
+            let more = elements.len() * len;
+            if self.bytes + more > MOST_IN_BATCH || self.last().len() >= MOST_CHANGES {
+                self.begin();
+            }
+            self.bytes += more;
+            self.last().add(number, set.table.family.protocol(), make, |request| {
                 set.named(request);
                 request.nest(ELEMENTS, |list| {
                     for key in elements {

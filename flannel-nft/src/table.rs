@@ -6,14 +6,16 @@ use flannel_core::address::Family;
 use flannel_core::kernel::KernelError;
 use flannel_netlink::netfilter::{Batch, Kind, Make, Messages, NetfilterMessage, NetfilterSocket};
 
-use crate::attributes::{comment, number, number_in, text_in};
-use crate::chain::{CHAIN_NAME, DELCHAIN, GETCHAIN, counted};
+use crate::attributes::{comment, find, number, number_in, text_in};
+use crate::chain::{CHAIN_NAME, DELCHAIN, GETCHAIN, RULE_CHAIN};
+use crate::expr::{self, Expr};
 use crate::{SUBSYSTEM, present};
 
 /// `NFT_MSG_…`.
 pub(crate) const NEWTABLE: u8 = 0;
 const GETTABLE: u8 = 1;
 pub(crate) const DELTABLE: u8 = 2;
+const GETRULE: u8 = 7;
 pub(crate) const DELRULE: u8 = 8;
 /// `NFT_MSG_NEWGEN`, which says that a transaction ended, but not what it changed.
 const NEWGEN: u8 = 15;
@@ -24,49 +26,104 @@ pub(crate) const TABLE: u16 = 1;
 const TABLE_FLAGS: u16 = 2;
 const TABLE_USE: u16 = 3;
 const TABLE_USERDATA: u16 = 6;
-/// `NFTA_RULE_CHAIN`.
-pub(crate) const RULE_CHAIN: u16 = 2;
+/// `NFTA_RULE_EXPRESSIONS`.
+pub(crate) const RULE_EXPRESSIONS: u16 = 4;
 
-/// The address of a table: `ip` or `ip6` in the notation of `nft`, and a name.
+/// The packets that a table sees.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum TableFamily {
+    /// `inet`: those of IPv4 and of IPv6.
+    Inet,
+    /// `ip`: those of IPv4.
+    Ip,
+    /// `ip6`: those of IPv6.
+    Ip6,
+}
+
+impl TableFamily {
+    /// The families with tables that this crate knows.
+    pub const ALL: [Self; 3] = [Self::Inet, Self::Ip, Self::Ip6];
+
+    /// `NFPROTO_…`, also the value of [`meta::NFPROTO`](crate::meta::NFPROTO).
+    pub fn protocol(self) -> u8 {
+        match self {
+            Self::Inet => 1,
+            Self::Ip => 2,
+            Self::Ip6 => 10,
+        }
+    }
+
+    pub(crate) fn of(protocol: u8) -> Option<Self> {
+        Self::ALL.into_iter().find(|family| family.protocol() == protocol)
+    }
+}
+
+impl From<Family> for TableFamily {
+    fn from(family: Family) -> Self {
+        match family {
+            Family::V4 => Self::Ip,
+            Family::V6 => Self::Ip6,
+        }
+    }
+}
+
+/// The word of `nft`: `ip6`.
+impl fmt::Display for TableFamily {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Inet => "inet",
+            Self::Ip => "ip",
+            Self::Ip6 => "ip6",
+        })
+    }
+}
+
+/// The address of a table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Table<'a> {
-    /// The family of its packets.
-    pub family: Family,
+    /// The packets that it sees.
+    pub family: TableFamily,
     /// The name.
     pub name: &'a str,
+}
+
+/// A table without its content.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct TableHead {
+    /// `NFT_TABLE_F_…`; 1: the table is dormant, so it has no effect.
+    pub flags: u32,
+    /// The number of its chains, sets and other objects.
+    pub uses: u32,
 }
 
 /// For example `nftables table ip flannel-ipv4`.
 impl fmt::Display for Table<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let keyword = if self.family == Family::V4 { "ip" } else { "ip6" };
-        write!(f, "nftables table {keyword} {}", self.name)
+        write!(f, "nftables table {} {}", self.family, self.name)
     }
 }
 
 impl Table<'_> {
-    /// The family in messages.
-    pub(crate) fn protocol(&self) -> u8 {
-        protocol(self.family)
-    }
-
     pub(crate) fn kind(&self, number: u8) -> Kind {
-        Kind { subsystem: SUBSYSTEM, number, family: self.protocol() }
+        Kind { subsystem: SUBSYSTEM, number, family: self.family.protocol() }
     }
 
-    /// Adds the change that creates the table with a comment. It is no error if it exists.
+    /// Adds the change that creates the table with a comment of at most 253 bytes. It is no error
+    /// if the table exists.
     pub fn make(&self, batch: &mut Batch, comment: &str) {
         self.make_with(batch, Make::Create, comment);
     }
 
-    /// Adds the change that creates the table with a comment. The kernel refuses the transaction
-    /// with `EEXIST` if it exists.
+    /// Adds the change that creates the table with a comment of at most 253 bytes. The kernel
+    /// refuses the transaction with `EEXIST` if the table exists.
     pub fn make_new(&self, batch: &mut Batch, comment: &str) {
         self.make_with(batch, Make::New, comment);
     }
 
     fn make_with(&self, batch: &mut Batch, make: Make, text: &str) {
-        batch.add(NEWTABLE, self.protocol(), make, |request| {
+        batch.add(NEWTABLE, self.family.protocol(), make, |request| {
             number(request.text(TABLE, self.name), TABLE_FLAGS, 0)
                 .attr(TABLE_USERDATA, &comment(text));
         });
@@ -74,35 +131,35 @@ impl Table<'_> {
 
     /// Adds the change that removes the table, which must exist.
     pub fn remove(&self, batch: &mut Batch) {
-        batch.add(DELTABLE, self.protocol(), Make::Nothing, |request| {
+        batch.add(DELTABLE, self.family.protocol(), Make::Nothing, |request| {
             _ = request.text(TABLE, self.name);
         });
     }
 
     /// Adds the change that removes all rules of a chain, which must exist.
     pub fn flush_chain(&self, batch: &mut Batch, chain: &str) {
-        batch.add(DELRULE, self.protocol(), Make::Nothing, |request| {
+        batch.add(DELRULE, self.family.protocol(), Make::Nothing, |request| {
             request.text(TABLE, self.name).text(RULE_CHAIN, chain);
         });
     }
 
     /// Adds the change that removes a chain without rules, which must exist.
     pub fn remove_chain(&self, batch: &mut Batch, chain: &str) {
-        batch.add(DELCHAIN, self.protocol(), Make::Nothing, |request| {
+        batch.add(DELCHAIN, self.family.protocol(), Make::Nothing, |request| {
             request.text(TABLE, self.name).text(CHAIN_NAME, chain);
         });
     }
 
-    /// The flags of the table (`NFT_TABLE_F_…`; 1: it is dormant, so it has no effect) and the
-    /// number of its chains, sets and other objects; `None` if it does not exist.
+    /// The table without its content; `None` if it does not exist.
     ///
     /// # Errors
     /// The kernel has no nf_tables, or this process lacks `CAP_NET_ADMIN`.
-    pub fn head(&self, socket: &mut NetfilterSocket) -> Result<Option<(u32, u32)>, KernelError> {
+    pub fn head(&self, socket: &mut NetfilterSocket) -> Result<Option<TableHead>, KernelError> {
         let fill = |request: &mut Messages| _ = request.text(TABLE, self.name);
         present(socket.ask(self.kind(GETTABLE), fill, |message| {
             let attributes = message.attributes.0;
-            Some((number_in(attributes, TABLE_FLAGS)?, number_in(attributes, TABLE_USE)?))
+            let flags = number_in(attributes, TABLE_FLAGS)?;
+            Some(TableHead { flags, uses: number_in(attributes, TABLE_USE)? })
         }))
     }
 
@@ -115,33 +172,53 @@ impl Table<'_> {
         socket: &mut NetfilterSocket,
         chain: &str,
     ) -> Result<bool, KernelError> {
-        let fill = |request: &mut Messages| {
-            _ = request.text(TABLE, self.name).text(CHAIN_NAME, chain);
-        };
+        let fill =
+            |request: &mut Messages| _ = request.text(TABLE, self.name).text(CHAIN_NAME, chain);
         Ok(present(socket.ask(self.kind(GETCHAIN), fill, |_| Some(())))?.is_some())
     }
 
-    /// The number of packets that the counters in its rules have counted; 0 if it does not exist.
-    /// Takes a single request, because a set of thousands of peers is not read.
+    /// The rules in order, each with the name of its chain. A table that does not exist has none.
+    ///
+    /// # Errors
+    /// The kernel has no nf_tables, or this process lacks `CAP_NET_ADMIN`.
+    pub fn rules(
+        &self,
+        socket: &mut NetfilterSocket,
+    ) -> Result<Vec<(String, Vec<Expr>)>, KernelError> {
+        self.read_rules(socket, expr::read)
+    }
+
+    /// The sum of all counters in its rules, in packets; 0 if it does not exist. Takes one request:
+    /// sets are not read.
     ///
     /// # Errors
     /// The kernel has no nf_tables, or this process lacks `CAP_NET_ADMIN`.
     pub fn counted(&self, socket: &mut NetfilterSocket) -> Result<u64, KernelError> {
-        counted(socket, self)
+        let counts = present(self.read_rules(socket, expr::packets))?;
+        let packets = counts.into_iter().flatten().map(|(_, packets)| packets);
+        Ok(packets.fold(0, u64::saturating_add))
+    }
+
+    fn read_rules<T: Send>(
+        &self,
+        socket: &mut NetfilterSocket,
+        read: fn(&[u8]) -> T,
+    ) -> Result<Vec<(String, T)>, KernelError> {
+        let fill = |request: &mut Messages| _ = request.text(TABLE, self.name);
+        socket.dump(self.kind(GETRULE), fill, |message| {
+            let attributes = message.attributes.0;
+            // Older kernels do not filter by table.
+            let is_in_table = message.kind.family == self.family.protocol()
+                && text_in(attributes, TABLE).as_deref() == Some(self.name);
+            let exprs = read(find(attributes, RULE_EXPRESSIONS).unwrap_or_default());
+            is_in_table.then_some((text_in(attributes, RULE_CHAIN)?, exprs))
+        })
     }
 
     /// Whether a message of [`GROUP`](crate::GROUP) is about this table or its content.
-    pub fn is_in(&self, message: &NetfilterMessage<'_>) -> bool {
+    pub fn is_changed_by(&self, message: &NetfilterMessage<'_>) -> bool {
         message.kind.number != NEWGEN
-            && message.kind.family == self.protocol()
+            && message.kind.family == self.family.protocol()
             && text_in(message.attributes.0, TABLE).as_deref() == Some(self.name)
-    }
-}
-
-/// `NFPROTO_IPV4`, `NFPROTO_IPV6`.
-pub fn protocol(family: Family) -> u8 {
-    match family {
-        Family::V4 => 2,
-        Family::V6 => 10,
     }
 }

@@ -12,7 +12,7 @@ use flannel_core::address::Family;
 use flannel_core::kernel::{Annex, Changes, Invalidation, KernelError};
 use flannel_core::object::{Change, Key, Object, Record};
 use flannel_netlink::netfilter::{NetfilterEvents, NetfilterMessage, NetfilterSocket};
-use flannel_nft::{Batches, GROUP, Table, at_one_moment};
+use flannel_nft::{Batches, GROUP, Table, TableFamily, at_one_moment};
 
 use crate::table::{Before, Found, Sources, TunnelEnd, plan, trial};
 
@@ -56,7 +56,7 @@ pub struct SourceCheck {
 
 /// The table of IPv4 with this name.
 fn table(name: &str) -> Table<'_> {
-    Table { family: Family::V4, name }
+    Table { family: TableFamily::Ip, name }
 }
 
 #[derive(Default)]
@@ -173,7 +173,7 @@ impl Kernel {
     fn commit(&mut self, batches: Batches) -> Result<(), KernelError> {
         let socket = self.socket()?;
         let mut batches = batches.into_iter();
-        batches.try_for_each(|batch| socket.commit(batch).map_err(|refused| refused.error))
+        batches.try_for_each(|batch| socket.commit(batch).map_err(KernelError::from))
     }
 }
 
@@ -268,7 +268,7 @@ struct Events {
 impl Changes for Events {
     async fn next(&mut self) -> Result<Invalidation, KernelError> {
         let table = table(&self.table);
-        let concerns = |message: &NetfilterMessage<'_>| table.is_in(message);
+        let concerns = |message: &NetfilterMessage<'_>| table.is_changed_by(message);
         match &mut self.events {
             Some(events) => events.changed(concerns).await?,
             None => std::future::pending().await,

@@ -15,7 +15,8 @@ use flannel_core::kernel::KernelError;
 use flannel_core::object::LinkName;
 use flannel_netlink::netfilter::{Batch, NetfilterSocket};
 use flannel_nft::{
-    BaseChain, Batches, Expr, Set, Table, address_of, arrived_by, hook, meta, octets, verdict,
+    Base, Batches, Chain, Expr, Set, SetHead, Table, TableHead, address_of, arrived_by, hook, meta,
+    octets, verdict,
 };
 
 const V4: Family = Family::V4;
@@ -23,7 +24,7 @@ const V4: Family = Family::V4;
 const OUTER: &str = "outer";
 const INNER: &str = "inner";
 /// Before the chains of other programs (`raw` of `nft` is -300), so that none sees the mark.
-const FIRST: u32 = (-310i32).cast_unsigned();
+const FIRST: i32 = -310;
 /// The mark of packets whose source is right, between the two chains. No other program uses it.
 const RIGHT: u32 = 0x666c_7564;
 const UDP: u8 = 17;
@@ -122,16 +123,16 @@ impl Sources {
         socket: &mut NetfilterSocket,
         table: &Table<'_>,
     ) -> Result<Option<Found>, KernelError> {
-        let Some((flags, uses)) = table.head(socket)? else { return Ok(None) };
+        let Some(TableHead { flags, uses, .. }) = table.head(socket)? else { return Ok(None) };
         let (mut sources, mut is_intact) = (Self::default(), flags == 0);
         let mut count = 0;
         let mut nodes = BTreeSet::new();
         for len in (0..=V4.bits()).map(Some).chain([None]) {
             let name = name(len);
             let set = set(table, &name);
-            let Some(found) = set.head(socket)? else { continue };
+            let Some(SetHead { flags, element_len, .. }) = set.head(socket)? else { continue };
             count += 1;
-            is_intact &= found == (0, set.element_len());
+            is_intact &= (flags, element_len) == (0, set.element_len());
             sources.lens.extend(len);
             for [node, source] in set.elements(socket)?.iter().filter_map(|key| pair(key)) {
                 // The kernel may list an element twice while the set grows.
@@ -152,7 +153,7 @@ impl Sources {
             }
         }
         is_intact &= nodes.iter().eq(sources.nodes.keys());
-        let chains = BaseChain::read(socket, table, &[OUTER, INNER])?;
+        let chains = Chain::read(socket, table, &[OUTER, INNER])?;
         let there = chains.iter().flatten().fold(0, |count, _| count + 1);
         if let [Some(outer), Some(inner)] = &chains[..] {
             sources.tunnel = tunnel_of(&outer.rules, &inner.rules);
@@ -163,7 +164,7 @@ impl Sources {
 
     /// Adds the changes that make the table of these values, which does not exist.
     fn make(&self, batches: &mut Batches, table: &Table<'_>) {
-        let batch = batches.batch(0);
+        let batch = batches.last();
         table.make_new(batch, "tunnel packets from the nodes of their sources");
         self.make_sets(batch, table, &BTreeSet::new());
         set(table, &name(None)).make(batch, 1);
@@ -178,7 +179,7 @@ impl Sources {
     fn update(&self, before: &Before, table: &Table<'_>) -> Batches {
         let mut batches = Batches::default();
         if self.tunnel != before.tunnel || self.lens != before.lens {
-            let batch = batches.batch(0);
+            let batch = batches.last();
             self.make_sets(batch, table, &before.lens);
             for chain in [OUTER, INNER].into_iter().filter(|_| before.tunnel.is_some()) {
                 table.flush_chain(batch, chain);
@@ -224,11 +225,11 @@ impl Sources {
     }
 
     /// The chains [`OUTER`] and [`INNER`].
-    fn chains(&self) -> [Option<BaseChain>; 2] {
+    fn chains(&self) -> [Option<Chain>; 2] {
         let Some(tunnel) = self.tunnel else { return [None, None] };
         let chain = |hook, priority, rules| {
             let (kind, policy) = ("filter".to_owned(), verdict::ACCEPT);
-            Some(BaseChain { kind, hook, priority, policy, rules })
+            Some(Chain { base: Some(Base { kind, hook, priority, policy }), rules })
         };
         let is = |value: &[u8]| Expr::Compare { equal: true, value: value.to_vec() };
         // A mark is in the machine's byte order.
@@ -242,7 +243,7 @@ impl Sources {
                 let bits = u32::MAX.checked_shl(u32::from(V4.bits() - len)).unwrap_or(0);
                 Expr::SecondMask(bits.to_be_bytes())
             }));
-            rule.push(Expr::Set { name: name(len), is_in: true });
+            rule.push(Expr::Lookup { set: name(len), is_in: true });
             rule.extend(set(RIGHT));
             rule.push(Expr::Verdict(verdict::ACCEPT));
             rule
@@ -272,7 +273,7 @@ fn tunnel_of(outer: &[Vec<Expr>], inner: &[Vec<Expr>]) -> Option<TunnelEnd> {
     };
     let local = <[u8; 4]>::try_from(value(outer, &address_of(V4, false))?).ok()?;
     let port = u16::from_be_bytes(value(outer, &PORT)?.try_into().ok()?);
-    let device = value(inner, &Expr::Meta(meta::IN))?;
+    let device = value(inner, &Expr::Meta(meta::IIFNAME))?;
     let device = String::from_utf8(device).ok()?.trim_end_matches('\0').parse().ok()?;
     Some(TunnelEnd { device, local: local.into(), port })
 }
@@ -283,7 +284,7 @@ fn name(len: Option<u8>) -> String {
 }
 
 fn set<'a>(table: &Table<'a>, name: &'a str) -> Set<'a> {
-    Set { table: *table, name, addresses: 2 }
+    Set { table: *table, family: V4, name, addresses: 2 }
 }
 
 fn pair(key: &[u8]) -> Option<[Ipv4Addr; 2]> {
@@ -322,7 +323,7 @@ pub(crate) fn plan(table: &Table<'_>, found: Option<(&Before, bool)>, after: &So
         Some((before, true)) if !after.is_empty() => return after.update(before, table),
         Some(_) => {
             let mut batches = Batches::default();
-            table.remove(batches.batch(0));
+            table.remove(batches.last());
             batches
         }
         None => Batches::default(),
@@ -342,6 +343,6 @@ pub(crate) fn trial(table: &Table<'_>) -> Batches {
     sources.set(subnet, Some(Ipv4Addr::LOCALHOST));
     let mut batches = Batches::default();
     sources.make(&mut batches, table);
-    table.remove(batches.batch(0));
+    table.remove(batches.last());
     batches
 }

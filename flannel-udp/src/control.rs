@@ -149,7 +149,8 @@ pub struct Status {
 pub struct Client(BufReader<UnixStream>);
 
 impl Client {
-    /// Connects to the socket of a process. Blocks.
+    /// Connects to the socket of a process. Blocks, without a limit while thousands of others wait
+    /// for a process that hangs.
     ///
     /// # Errors
     /// Nobody listens on the socket.

@@ -7,7 +7,7 @@ use std::io::{self, ErrorKind};
 use std::os::unix::fs::DirBuilderExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -35,6 +35,8 @@ pub struct DataPlane(Arc<Shared>);
 #[derive(Debug)]
 struct Shared {
     dir: PathBuf,
+    /// The program that is started, which serves on this socket.
+    command: fn(&Path) -> Command,
     inner: Mutex<Inner>,
 }
 
@@ -94,7 +96,11 @@ impl Need {
 impl DataPlane {
     /// The process whose socket is `socket` in this directory, which is made when it starts.
     pub fn new(dir: PathBuf) -> Self {
-        Self(Arc::new(Shared { dir, inner: Mutex::default() }))
+        Self::with_command(dir, command)
+    }
+
+    fn with_command(dir: PathBuf, command: fn(&Path) -> Command) -> Self {
+        Self(Arc::new(Shared { dir, command, inner: Mutex::default() }))
     }
 
     /// Calls a function whenever the process has ended, in place of an earlier one. It must not
@@ -128,8 +134,8 @@ impl DataPlane {
     /// Asks the process on a new connection. Waits for one that starts or takes over.
     ///
     /// # Errors
-    /// Those of the question. There is no process ([`is_gone`]). One that starts or takes over does
-    /// not end that (`TimedOut`).
+    /// Those of the question. There is no process ([`is_nobody`]). A process starts or takes over,
+    /// and does not end that (`TimedOut`).
     fn reach<T>(
         &self,
         patience: Duration,
@@ -148,16 +154,21 @@ impl DataPlane {
             };
             // A process that takes over has the name of the socket only after the other one ended.
             let is_free = !is_locked(&lock);
-            if is_free && was_free {
-                return Err(error);
+            if is_free && is_nobody(&error) {
+                if was_free {
+                    return Err(error);
+                }
+                was_free = true;
+                continue;
             }
-            if begin.elapsed() >= patience && !is_free {
+            was_free = false;
+            if begin.elapsed() < patience {
+                std::thread::park_timeout(PAUSE);
+            } else if is_free {
+                return Err(error);
+            } else {
                 let text = format!("another process still starts: it holds {}", lock.display());
                 return Err(io::Error::new(ErrorKind::TimedOut, text));
-            }
-            was_free = is_free;
-            if !is_free {
-                std::thread::park_timeout(PAUSE);
             }
         }
     }
@@ -173,12 +184,12 @@ impl DataPlane {
         let mut inner = self.inner();
         let need = requests.iter().map(Need::of).max().unwrap_or(Need::Nothing);
         let again = |error: &io::Error| io::Error::new(error.kind(), error.to_string());
-        let mut broken = self.connect(&mut inner, need).err();
+        let mut broken = self.connect(&mut inner, need, TAKE_OVER).err();
         let mut not_current = None;
         if need == Need::Current && broken.is_some() {
-            // The old process still does the rest.
+            // The old process still does the rest. One that hangs was awaited already.
             not_current = broken;
-            broken = self.connect(&mut inner, Need::Nothing).err();
+            broken = self.connect(&mut inner, Need::Nothing, Duration::ZERO).err();
         }
         let answer = |request: &Request| {
             let has_client = inner.client.is_some();
@@ -195,9 +206,13 @@ impl DataPlane {
             if answer.as_ref().is_err_and(is_gone) {
                 // Another process has taken over from it. All requests can be repeated.
                 inner.client = None;
-                answer = self.connect(&mut inner, Need::of(request)).and_then(|()| {
-                    inner.client.as_mut().map_or(Ok(None), |client| client.ask(request))
-                });
+                let need = if not_current.is_some() { Need::of(request) } else { need };
+                if let Err(error) = self.connect(&mut inner, need, TAKE_OVER) {
+                    broken = Some(again(&error));
+                    return Err(error);
+                }
+                let Some(client) = &mut inner.client else { return Ok(None) };
+                answer = client.ask(request);
             }
             // It has ended, or does not answer.
             broken = answer.as_ref().err().filter(|e| e.kind() != ErrorKind::Other).map(again);
@@ -210,16 +225,16 @@ impl DataPlane {
     }
 
     /// Connects to the process that is needed. A new one takes over from the one that runs.
-    fn connect(&self, inner: &mut Inner, need: Need) -> io::Result<()> {
+    fn connect(&self, inner: &mut Inner, need: Need, patience: Duration) -> io::Result<()> {
         if inner.client.is_some() && (need != Need::Current || !inner.is_old()) {
             return Ok(());
         }
         inner.client = None;
-        match self.reach(TAKE_OVER, Client::process) {
-            Ok((process, client)) if process.version == VERSION => {
-                inner.running = Some(process.clone());
+        match self.reach(patience, |client| self.greet(client)) {
+            Ok(((process, watch), client)) if process.version == VERSION => {
+                inner.running = Some(process);
                 if need != Need::Current || !inner.is_old() {
-                    return self.use_client(inner, process, client);
+                    return self.use_client(inner, client, watch);
                 }
             }
             // One that starts would have to wait for it too.
@@ -227,36 +242,47 @@ impl DataPlane {
             Ok(_) if need == Need::Nothing => return Err(other_protocol()),
             Err(error) if need == Need::Nothing => {
                 return match error.kind() {
+                    _ if is_nobody(&error) => Ok(()),
                     // No socket can have a path that is too long.
-                    ErrorKind::NotFound
-                    | ErrorKind::ConnectionRefused
-                    | ErrorKind::InvalidInput => Ok(()),
+                    ErrorKind::InvalidInput => Ok(()),
                     ErrorKind::InvalidData => Err(other_protocol()),
                     _ => Err(error),
                 };
             }
             Ok(_) | Err(_) => {}
         }
+        self.replace(inner, need, patience)
+    }
+
+    /// The process, and a connection that ends with it.
+    fn greet(&self, client: &mut Client) -> io::Result<(Process, Client)> {
+        Ok((client.process()?, Client::connect(&self.socket())?))
+    }
+
+    /// Starts a process, which takes over from the one that runs, and connects to it.
+    fn replace(&self, inner: &mut Inner, need: Need, patience: Duration) -> io::Result<()> {
         if let Some(mut ended) = inner.child.take() {
             // It has ended, or ends when the next one takes over.
             std::thread::spawn(move || drop(ended.wait()));
         }
         let begin = Instant::now();
-        let child = inner.child.insert(start(&self.0.dir, &self.socket())?);
+        let child = inner.child.insert(self.start()?);
         loop {
             let connected = Client::connect(&self.socket())
-                .and_then(|mut client| Ok((client.process()?, client)));
+                .and_then(|mut client| Ok((self.greet(&mut client)?, client)));
             match connected {
                 // The old one answers until it has handed over.
-                Ok((process, client)) if process.pid == child.id() => {
+                Ok(((process, watch), client)) if process.pid == child.id() => {
                     inner.started = Some(process.program.clone());
-                    return self.use_client(inner, process, client);
+                    inner.running = Some(process);
+                    return self.use_client(inner, client, watch);
                 }
                 // It must not take over when nobody waits for it. After an error it has perhaps
                 // just done so.
                 Ok(_) if begin.elapsed() >= START => {
                     let _ = child.kill();
-                    return Err(ErrorKind::TimedOut.into());
+                    let text = "the process that runs has not handed over within 5 s";
+                    return Err(io::Error::new(ErrorKind::TimedOut, text));
                 }
                 Err(error) if begin.elapsed() >= 2 * START + ANSWER => {
                     let _ = child.kill();
@@ -265,23 +291,25 @@ impl DataPlane {
                 _ => std::thread::park_timeout(PAUSE),
             }
             if let Ok(Some(status)) = child.try_wait() {
+                let ended = || io::Error::other(format!("its process ended: {status}"));
                 // Another one may have taken over from it.
-                return match self.reach(TAKE_OVER, Client::process) {
-                    Ok((process, client)) if process.version == VERSION => {
-                        self.use_client(inner, process, client)
-                    }
-                    _ => Err(io::Error::other(format!("its process ended: {status}"))),
-                };
+                let reached = self.reach(patience, |client| self.greet(client));
+                let ((process, watch), client) = reached.map_err(|_| ended())?;
+                let is_known = process.version == VERSION;
+                inner.running = Some(process).filter(|_| is_known);
+                if !is_known || (need == Need::Current && inner.is_old()) {
+                    return Err(ended());
+                }
+                return self.use_client(inner, client, watch);
             }
         }
     }
 
-    /// Uses a connection to this process, and reports its end.
-    fn use_client(&self, inner: &mut Inner, process: Process, client: Client) -> io::Result<()> {
-        let pid = process.pid;
-        inner.running = Some(process);
+    /// Uses a connection to the running process, and reports the end of another one.
+    fn use_client(&self, inner: &mut Inner, client: Client, watch: Client) -> io::Result<()> {
+        let pid = inner.running.as_ref().map(|process| process.pid).unwrap_or_default();
         if inner.watched != Some(pid) {
-            let (watch, plane) = (Client::connect(&self.socket())?, self.clone());
+            let plane = self.clone();
             let thread = std::thread::Builder::new().name("watch".into()).stack_size(256 << 10);
             thread.spawn(move || {
                 let _ = watch.wait_for_end();
@@ -291,6 +319,16 @@ impl DataPlane {
         }
         inner.client = Some(client);
         Ok(())
+    }
+
+    /// Starts the process. It stays when this one ends.
+    fn start(&self) -> io::Result<Child> {
+        DirBuilder::new().recursive(true).mode(0o700).create(&self.0.dir)?;
+        let mut command = (self.0.command)(&self.socket());
+        command.stdin(Stdio::null()).process_group(0).spawn().map_err(|error| {
+            let program = command.get_program().display();
+            io::Error::new(error.kind(), format!("{program}: {error}; it has to be in PATH"))
+        })
     }
 
     /// The process with this id has ended.
@@ -311,9 +349,8 @@ impl DataPlane {
 
 /// Whether nobody listens, or the process has ended in the midst of a question.
 fn is_gone(error: &io::Error) -> bool {
-    use ErrorKind::{BrokenPipe, ConnectionRefused, ConnectionReset, NotFound, UnexpectedEof};
-    [NotFound, ConnectionRefused, ConnectionReset, BrokenPipe, UnexpectedEof]
-        .contains(&error.kind())
+    use ErrorKind::{BrokenPipe, ConnectionReset, UnexpectedEof};
+    is_nobody(error) || [ConnectionReset, BrokenPipe, UnexpectedEof].contains(&error.kind())
 }
 
 /// Whether a process holds this lock, because it starts or takes over.
@@ -326,14 +363,9 @@ fn other_protocol() -> io::Error {
     io::Error::other("it has another version; a start of the daemon replaces it")
 }
 
-/// Starts the process. It stays when this one ends.
-fn start(dir: &Path, socket: &Path) -> io::Result<Child> {
-    DirBuilder::new().recursive(true).mode(0o700).create(dir)?;
-    let mut command = command(socket);
-    command.stdin(Stdio::null()).process_group(0).spawn().map_err(|error| {
-        let program = command.get_program().display();
-        io::Error::new(error.kind(), format!("{program}: {error}; it has to be in PATH"))
-    })
+/// Whether nobody listens on a socket.
+fn is_nobody(error: &io::Error) -> bool {
+    matches!(error.kind(), ErrorKind::NotFound | ErrorKind::ConnectionRefused)
 }
 
 #[cfg(test)]
@@ -344,6 +376,11 @@ mod tests {
     use super::*;
     use crate::control::Peers;
     use crate::testing::{options, process};
+
+    /// The handle of a process that cannot be started.
+    fn without_program(dir: &Path) -> DataPlane {
+        DataPlane::with_command(dir.to_owned(), |_| Command::new("false"))
+    }
 
     /// It does not answer any more, and there is one connection that reports its end.
     #[test]
@@ -369,7 +406,7 @@ mod tests {
         assert_eq!(connections, [0, 2, 2, 2, 2]);
     }
 
-    /// Another start of one would take over from it at once. Here, it fails: no program is there.
+    /// Another start of one would take over from it at once. Here, it fails.
     #[test]
     fn a_process_that_is_starting_is_awaited() {
         for request in [Request::Start(options()), Request::Status] {
@@ -377,7 +414,7 @@ mod tests {
             let socket = dir.path().join("socket");
             let lock = File::create(socket.with_extension(LOCK)).unwrap();
             lock.lock().unwrap();
-            let plane = DataPlane::new(dir.path().to_owned());
+            let plane = without_program(dir.path());
             std::thread::scope(|scope| {
                 let asking = scope.spawn(|| plane.ask(std::slice::from_ref(&request)).remove(0));
                 // It also passes if the thread begins later.
@@ -395,7 +432,7 @@ mod tests {
     #[test]
     fn a_process_that_starts_for_ever_is_neither_missing_nor_started_again() {
         let dir = tempfile::tempdir().unwrap();
-        let plane = DataPlane::new(dir.path().to_owned());
+        let plane = without_program(dir.path());
         let reach = || plane.reach(PAUSE, Client::process).unwrap_err();
         assert_eq!(reach().kind(), ErrorKind::NotFound);
         let lock = File::create(plane.socket().with_extension(LOCK)).unwrap();
@@ -404,6 +441,49 @@ mod tests {
         let error = reach();
         assert_eq!(error.kind(), ErrorKind::TimedOut);
         assert!(error.to_string().contains("socket.lock"), "{error}");
+        for need in [Need::Nothing, Need::Any, Need::Current] {
+            let error = plane.connect(&mut plane.inner(), need, PAUSE).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::TimedOut, "{need:?}");
+        }
+    }
+
+    /// The one that was started fails, and the old one goes on.
+    #[test]
+    fn a_process_that_cannot_be_replaced_is_no_success() {
+        let dir = tempfile::tempdir().unwrap();
+        let answer = |line: &str| Some(if line.contains("put") { "\"done\"" } else { "STATUS" });
+        let _requests = process(&dir.path().join("socket"), "0.0.0-old", &options(), answer);
+        let plane = without_program(dir.path());
+        let requests = [Request::Start(options()), Request::Put(Peers::new())];
+        let [Err(error), Ok(None)] = &plane.ask(&requests)[..] else { panic!("it was replaced") };
+        assert!(error.to_string().contains("its process ended"), "{error}");
+    }
+
+    #[test]
+    fn a_process_that_ends_in_the_midst_of_a_question_is_asked_again() {
+        let dir = tempfile::tempdir().unwrap();
+        let socket = dir.path().join("socket");
+        let _requests = process(&socket, PROGRAM_VERSION, &options(), |_| Some("STATUS"));
+        let (plane, tries) = (without_program(dir.path()), AtomicUsize::new(0));
+        let question = |client: &mut Client| match tries.fetch_add(1, Ordering::SeqCst) {
+            0 | 1 => Err(ErrorKind::UnexpectedEof.into()),
+            _ => client.process(),
+        };
+        assert!(plane.reach(TAKE_OVER, question).is_ok());
+    }
+
+    #[test]
+    fn requests_after_one_that_met_no_process_are_not_done() {
+        let dir = tempfile::tempdir().unwrap();
+        let socket = dir.path().join("socket");
+        let answer = |line: &str| Some("STATUS").filter(|_| !line.contains("delete"));
+        let _requests = process(&socket, PROGRAM_VERSION, &options(), answer);
+        let plane = without_program(dir.path());
+        assert!(plane.ask(&[Request::Status])[0].is_ok());
+        std::fs::remove_file(&socket).unwrap();
+        let requests = [Request::Delete(Vec::new()), Request::Put(Peers::new())];
+        let answers = plane.ask(&requests);
+        assert!(answers.iter().all(Result::is_err), "{answers:?}");
     }
 
     /// The first process ends in the midst of a request, as one that has handed over.
@@ -413,7 +493,7 @@ mod tests {
         let socket = dir.path().join("socket");
         let answer = |line: &str| Some(line).filter(|line| !line.contains("put")).map(|_| "STATUS");
         let old = process(&socket, PROGRAM_VERSION, &options(), answer);
-        let plane = DataPlane::new(dir.path().to_owned());
+        let plane = without_program(dir.path());
         assert!(plane.ask(&[Request::Status])[0].is_ok());
         std::fs::remove_file(&socket).unwrap();
         let done = |line: &str| Some(if line.contains("put") { "\"done\"" } else { "STATUS" });

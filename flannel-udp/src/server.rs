@@ -61,11 +61,12 @@ struct Server {
 /// version of the protocol is ended. Returns only after an error.
 ///
 /// `program` is the version in [`Process::program`]. A process without a data plane ends with its
-/// last connection, unless it is ten seconds old at most and was only asked for its state.
+/// last connection. If it was only asked for its state, it is ten seconds old then at least.
 ///
 /// # Errors
 /// The socket cannot be used.
 pub fn serve(socket: &Path, program: &str) -> io::Result<std::convert::Infallible> {
+    use io::ErrorKind::{ConnectionRefused, NotFound};
     if let Some(dir) = socket.parent() {
         DirBuilder::new().recursive(true).mode(0o700).create(dir)?;
     }
@@ -79,7 +80,11 @@ pub fn serve(socket: &Path, program: &str) -> io::Result<std::convert::Infallibl
     std::fs::set_permissions(&new, std::fs::Permissions::from_mode(0o600))?;
     let inner = match Client::connect(socket) {
         Ok(client) => take_over(client, socket)?,
-        Err(_) => Inner { ledger: ledger(socket), ..Inner::default() },
+        Err(error) if matches!(error.kind(), NotFound | ConnectionRefused) => {
+            Inner { ledger: ledger(socket), ..Inner::default() }
+        }
+        // There may be one.
+        Err(error) => return Err(error),
     };
     let inner = Inner { program: program.to_owned(), ..inner };
     std::fs::rename(&new, socket)?;
@@ -252,13 +257,14 @@ impl Server {
     /// state does not end a process whose first user still comes.
     fn closed(&self) {
         let is_last = self.connections.fetch_sub(1, Ordering::SeqCst) == 1;
-        let is_awaited = !self.is_used.load(Ordering::SeqCst) && self.begin.elapsed() < FIRST_USE;
+        if is_last && !self.is_used.load(Ordering::SeqCst) {
+            let left = || FIRST_USE.checked_sub(self.begin.elapsed());
+            while let Some(left) = left() {
+                std::thread::park_timeout(left);
+            }
+        }
         let inner = self.inner();
-        if is_last
-            && !is_awaited
-            && inner.plane.is_none()
-            && self.connections.load(Ordering::SeqCst) == 0
-        {
+        if is_last && inner.plane.is_none() && self.connections.load(Ordering::SeqCst) == 0 {
             let _ = std::fs::remove_file(&self.socket);
             std::process::exit(0);
         }

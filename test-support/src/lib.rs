@@ -2,8 +2,8 @@
 //!
 //! [`eventually`] and [`eventually_async`] wait until a condition holds, and panic after a deadline
 //! with the place of the call and a message. A condition is a `bool`, or an `Option` whose value
-//! is returned. [`Logged`] collects the log. [`guest`] runs a test in a kernel of its own.
-//! [`mod@unit`] has the restrictions of the systemd unit.
+//! is returned. [`Logged`] collects the log. [`write_script`] writes a program. [`guest`] runs a
+//! test in a kernel of its own. [`mod@unit`] has the restrictions of the systemd unit.
 //!
 //! ```
 //! use std::time::{Duration, Instant};
@@ -27,6 +27,8 @@ pub mod unit;
 use std::fmt::Display;
 use std::future::Future;
 use std::panic::Location;
+use std::path::Path;
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 pub use logged::{Collecting, Logged};
@@ -57,6 +59,18 @@ impl<T> Outcome for Option<T> {
     fn value(self) -> Self {
         self
     }
+}
+
+/// Writes a shell script that can be executed at once. Another process writes it: the kernel
+/// executes no file that is open for writing, and a child that another thread starts meanwhile
+/// would have the file open.
+///
+/// # Panics
+/// The file cannot be written.
+pub fn write_script(path: &Path, text: &str) {
+    let write = "printf '%s' \"$2\" >\"$1\" && chmod 755 \"$1\"";
+    let status = Command::new("sh").args(["-c", write, "-"]).arg(path).arg(text).status();
+    assert!(status.is_ok_and(|status| status.success()), "{}", path.display());
 }
 
 /// Waits until `condition` holds. Checks it at least once, and blocks the thread in between.

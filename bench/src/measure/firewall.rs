@@ -7,8 +7,8 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::ensure;
-use flannel_lab::testing::write_script;
 use flannel_lab::{Host, Lab};
+use test_support::write_script;
 
 use crate::parts::process::prepare;
 use crate::parts::report::{Latency, Report};

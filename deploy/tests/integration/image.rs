@@ -252,10 +252,7 @@ fn static_programs_are_for_the_machine_and_abi_of_the_host() {
             ("rustup", format!("echo \"$*\" >{}; exit 1", text.display())),
         ] {
             let program = dir.path().join(name);
-            // Another process writes it, because a program that is open for writing cannot start.
-            let write = r#"printf '#!/bin/sh\n%s\n' "$1" >"$0" && chmod 755 "$0""#;
-            let written = Command::new("sh").args(["-c", write]).arg(program).arg(does).status();
-            assert!(written.unwrap().success());
+            test_support::write_script(&program, &format!("#!/bin/sh\n{does}\n"));
         }
         let path = format!("{}:{}", dir.path().display(), std::env::var("PATH").unwrap());
         let script = file("build-image-root.sh");
@@ -315,11 +312,7 @@ fn one_command_builds_the_image_and_loads_it_into_the_nodes() {
             ),
             ("ssh", format!("cat >/dev/null; {}", notes("ssh"))),
         ] {
-            // Another process writes it, because a program that is open for writing cannot start.
-            let write = r#"printf '#!/bin/sh\n%s\n' "$1" >"$0" && chmod 755 "$0""#;
-            let program = dir.path().join(name);
-            let written = Command::new("sh").args(["-c", write]).arg(program).arg(does).status();
-            assert!(written.unwrap().success());
+            test_support::write_script(&dir.path().join(name), &format!("#!/bin/sh\n{does}\n"));
         }
         let path = format!("{}:{}", dir.path().display(), std::env::var("PATH").unwrap());
         let output =

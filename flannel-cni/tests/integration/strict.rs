@@ -678,13 +678,12 @@ fn version_needs_no_input_and_a_manual_call_prints_the_versions() {
 fn the_state_is_synced_before_the_delegate_runs() {
     let host = Host::new();
     let (traced, trace) = (host.path("traced"), host.path("trace"));
-    let script = format!(
+    let text = format!(
         "#!/bin/sh\nexec strace -f -y -qq -o {} -e trace=fsync,/^rename,execve {}\n",
         trace.display(),
         flannel().display()
     );
-    fs::write(&traced, script).unwrap();
-    fs::set_permissions(&traced, Permissions::from_mode(0o755)).unwrap();
+    test_support::write_script(&traced, &text);
     let attach = Attach::new("c1", "eth0", Path::new("/nonexistent/netns"));
     let path = host.path("bin");
     for time in ["first", "second"] {

@@ -10,7 +10,7 @@ use std::path::Path;
 
 use flannel_core::kernel::KernelError;
 use flannel_netlink::netfilter::{NetfilterEvents, NetfilterMessage};
-use flannel_nft::{ChainChange, GROUP};
+use flannel_nft::{ChainChange, GROUP, TableFamily};
 use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
@@ -104,6 +104,6 @@ async fn readable(inotify: &Inotify) -> io::Result<()> {
 /// Whether a change of nf_tables concerns a chain of flannel, or one that jumps to it.
 fn concerns(message: &NetfilterMessage<'_>) -> bool {
     ChainChange::read(message)
-        .filter(|change| change.family.is_some())
+        .filter(|change| matches!(change.family, Some(TableFamily::Ip | TableFamily::Ip6)))
         .is_some_and(|change| script::concerns(&change.table, change.chain.as_deref()))
 }

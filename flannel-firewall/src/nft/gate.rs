@@ -10,7 +10,10 @@ use std::net::IpAddr;
 use flannel_core::address::{Dual, Family};
 use flannel_core::kernel::KernelError;
 use flannel_netlink::netfilter::{Batch, NetfilterSocket, Refused};
-use flannel_nft::{BaseChain, Batches, Expr, Set, Table, address_of, hook, meta, octets, verdict};
+use flannel_nft::{
+    Base, Batches, Chain, Expr, Set, SetHead, Table, TableHead, address_of, hook, meta, octets,
+    verdict,
+};
 
 use super::{EBUSY, EEXIST, ENOENT, TRIES, at_one_moment};
 use crate::error::Error;
@@ -27,9 +30,9 @@ const SET: &str = "peers";
 struct Frame {
     flags: u32,
     uses: u32,
-    /// The flags and the length of a key of the set.
+    /// The flags of the set, and the length of its elements.
     set: Option<(u32, u32)>,
-    chain: Option<BaseChain>,
+    chain: Option<Chain>,
 }
 
 /// The table of a family as it is.
@@ -42,11 +45,9 @@ pub(super) struct Found {
 impl Frame {
     fn desired(family: Family, gate: &Gate) -> Self {
         let rule = |protocol: &u8| drop_others(family, *protocol, gate.local[family]);
-        let chain = BaseChain {
-            kind: "filter".to_owned(),
-            hook: hook::INPUT,
-            priority: 0,
-            policy: verdict::ACCEPT,
+        let (kind, policy) = ("filter".to_owned(), verdict::ACCEPT);
+        let chain = Chain {
+            base: Some(Base { kind, hook: hook::INPUT, priority: 0, policy }),
             rules: gate.protocols.iter().map(rule).collect(),
         };
         Self { flags: 0, uses: 2, set: Some((0, set(family).element_len())), chain: Some(chain) }
@@ -72,10 +73,11 @@ pub(super) fn read(
     family: Family,
 ) -> Result<Option<Found>, KernelError> {
     let table = table(family);
-    let Some((flags, uses)) = table.head(socket)? else { return Ok(None) };
-    let chain = BaseChain::read(socket, &table, &[CHAIN])?.pop().flatten();
+    let Some(TableHead { flags, uses, .. }) = table.head(socket)? else { return Ok(None) };
+    let chain = Chain::read(socket, &table, &[CHAIN])?.pop().flatten();
     let peers = set(family);
-    let set = peers.head(socket)?;
+    let head = |SetHead { flags, element_len, .. }| (flags, element_len);
+    let set = peers.head(socket)?.map(head);
     let peers = if set.is_some() { peers.elements(socket)? } else { Vec::new() };
     let frame = Frame { flags, uses, set, chain };
     Ok(Some(Found { frame, peers: peers.iter().filter_map(|peer| address(peer)).collect() }))
@@ -148,7 +150,7 @@ pub(super) fn plan(
         if found.is_none() {
             return Default::default();
         }
-        table.remove(batches.batch(0));
+        table.remove(batches.last());
         return result(batches, table.to_string(), Fault::Unwanted);
     };
     let kept = found.filter(|_| !gate.complete).map(|found| &found.peers);
@@ -172,14 +174,14 @@ pub(super) fn plan(
         None if !gate.complete => return Default::default(),
         None => Fault::Missing,
         Some(_) => {
-            table.remove(batches.batch(0));
+            table.remove(batches.last());
             Fault::Different
         }
     };
-    Frame::make_set(batches.batch(0), family);
+    Frame::make_set(batches.last(), family);
     batches.put(&set, &elements(&desired));
     // The chain comes last: no packet meets an incomplete set.
-    frame.make_chain(batches.batch(0), family);
+    frame.make_chain(batches.last(), family);
     result(batches, table.to_string(), fault)
 }
 
@@ -203,19 +205,19 @@ fn drop_others(family: Family, protocol: u8, local: Option<IpAddr>) -> Vec<Expr>
     if let Some(local) = local {
         rule.extend([address_of(family, false), is(octets(local))]);
     }
-    let peers = Expr::Set { name: SET.to_owned(), is_in: false };
+    let peers = Expr::Lookup { set: SET.to_owned(), is_in: false };
     rule.extend([address_of(family, true), peers]);
     rule.extend([Expr::Counter, Expr::Verdict(verdict::DROP)]);
     rule
 }
 
 pub(super) fn table(family: Family) -> Table<'static> {
-    Table { family, name: NAME }
+    Table { family: family.into(), name: NAME }
 }
 
 /// The set of peers.
 fn set(family: Family) -> Set<'static> {
-    Set { table: table(family), name: SET, addresses: 1 }
+    Set { table: table(family), family, name: SET, addresses: 1 }
 }
 
 fn elements<'a>(peers: impl IntoIterator<Item = &'a IpAddr>) -> Vec<Vec<u8>> {

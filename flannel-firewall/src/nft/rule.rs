@@ -33,7 +33,7 @@ pub(crate) fn of(rule: &Rule) -> Vec<Expr> {
         exprs.push(Expr::Compare { equal, value: octets(subnet.base()) });
     }
     if let Some(device) = rule.device {
-        exprs.extend([Expr::Meta(meta::OUT), is_device(device)]);
+        exprs.extend([Expr::Meta(meta::OIFNAME), is_device(device)]);
     }
     exprs.extend((rule.verdict == Verdict::Drop).then_some(Expr::Counter));
     exprs.push(match rule.verdict {

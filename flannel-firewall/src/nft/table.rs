@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 use flannel_core::address::Family;
 use flannel_core::kernel::KernelError;
 use flannel_netlink::netfilter::{Batch, NetfilterSocket};
-use flannel_nft::{BaseChain, Table, hook, verdict};
+use flannel_nft::{Base, Table, TableHead, hook, verdict};
 
 use super::rule;
 use crate::rules::{Chain, Rules};
@@ -42,7 +42,7 @@ impl Id {
     }
 
     pub(crate) fn table(&self) -> Table<'static> {
-        Table { family: self.family, name: self.name }
+        Table { family: self.family.into(), name: self.name }
     }
 }
 
@@ -53,7 +53,7 @@ pub(crate) struct Content {
     flags: u32,
     /// The number of chains, sets and other objects in the table (`NFTA_TABLE_USE`).
     uses: u32,
-    chains: BTreeMap<Chain, BaseChain>,
+    chains: BTreeMap<Chain, flannel_nft::Chain>,
 }
 
 /// The name, type, hook, priority and comment of a chain.
@@ -61,7 +61,7 @@ struct Place {
     name: &'static str,
     kind: &'static str,
     hook: u32,
-    priority: u32,
+    priority: i32,
     comment: &'static str,
 }
 
@@ -86,7 +86,7 @@ fn place(chain: Chain) -> Place {
             kind: "filter",
             hook: hook::POSTROUTING,
             // `mangle` in the notation of `nft`.
-            priority: (-150i32).cast_unsigned(),
+            priority: -150,
             comment: "chain to drop unencrypted packets to other nodes' pods",
         },
     }
@@ -102,7 +102,8 @@ impl Content {
                 let Place { kind, hook, priority, .. } = place(*chain);
                 let rules = rules.iter().map(rule::of).collect();
                 let (kind, policy) = (kind.to_owned(), verdict::ACCEPT);
-                let filled = BaseChain { kind, hook, priority, policy, rules };
+                let base = Some(Base { kind, hook, priority, policy });
+                let filled = flannel_nft::Chain { base, rules };
                 table.chains.insert(*chain, filled);
                 table.uses += 1;
             }
@@ -115,9 +116,9 @@ impl Content {
     /// It is read in several steps ([`flannel_nft::at_one_moment`]).
     pub(crate) fn read(socket: &mut NetfilterSocket, id: &Id) -> Result<Option<Self>, KernelError> {
         let table = id.table();
-        let Some((flags, uses)) = table.head(socket)? else { return Ok(None) };
+        let Some(TableHead { flags, uses, .. }) = table.head(socket)? else { return Ok(None) };
         let names: Vec<&str> = id.chains.iter().map(|chain| place(*chain).name).collect();
-        let chains = id.chains.iter().zip(BaseChain::read(socket, &table, &names)?);
+        let chains = id.chains.iter().zip(flannel_nft::Chain::read(socket, &table, &names)?);
         let chains = chains.filter_map(|(chain, filled)| Some((*chain, filled?))).collect();
         Ok(Some(Self { flags, uses, chains }))
     }

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use flannel_core::address::Family;
-use flannel_lab::testing::{as_root, write_script};
+use flannel_lab::testing::as_root;
 use flannel_lab::{Host, Lab};
 use serde_json::json;
 use test_support::{eventually, unit};
@@ -34,7 +34,7 @@ fn confined(backend: serde_json::Value, nftables: bool) {
         confined.display(),
         env!("CARGO_BIN_EXE_lab"),
     );
-    write_script(&program, &script);
+    test_support::write_script(&program, &script);
 
     for host in lab.hosts() {
         host.start_daemon_with(&["--ip-masq", "--path-mtu"]).unwrap();

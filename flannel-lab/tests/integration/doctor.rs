@@ -15,7 +15,7 @@ use flannel_core::address::Family;
 use flannel_lab::{Builder, Host, Lab, Signal};
 use serde_json::Value;
 
-use flannel_lab::testing::{as_root, write_script};
+use flannel_lab::testing::as_root;
 
 /// A daemon tries again after 30 s to listen on a port that was in use.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -682,7 +682,7 @@ fn shims(lab: &Lab, host: &Host) -> String {
         dir.join("request").display()
     );
     for (name, script) in [("flannelctl", flannelctl), ("systemctl", systemctl)] {
-        write_script(&dir.join(name), &format!("#!/bin/sh\n{script}\n"));
+        test_support::write_script(&dir.join(name), &format!("#!/bin/sh\n{script}\n"));
     }
     format!("{}:{}", dir.display(), std::env::var("PATH").unwrap())
 }

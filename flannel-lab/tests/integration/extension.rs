@@ -5,8 +5,8 @@ use std::process::{Command, Output};
 use std::time::Duration;
 
 use flannel_core::address::Family;
+use flannel_lab::testing::as_root;
 use flannel_lab::testing::stream::Traffic;
-use flannel_lab::testing::{as_root, write_script};
 use flannel_lab::{Host, Lab, Signal};
 use serde_json::{Value, json};
 use test_support::eventually;
@@ -36,7 +36,7 @@ fn up() -> Lab {
          export POST\nexec {} \"$@\"\n",
         env!("CARGO_BIN_EXE_lab")
     );
-    write_script(&program, &script);
+    test_support::write_script(&program, &script);
     for host in lab.hosts() {
         for key in ["net/ipv4/conf/all/rp_filter", "net/ipv4/conf/default/rp_filter"] {
             host.namespace().sysctl(key, "0").unwrap();

@@ -187,7 +187,7 @@ fn a_process_without_a_data_plane_ends_with_its_connections() {
         let mut child = command.arg(&socket).stdin(Stdio::null()).spawn().unwrap();
         let connect = || Client::connect(&socket).ok();
         // A look at the state does not end it before its first user comes.
-        for _ in 0..50 {
+        for _ in 0..5 {
             let mut look = eventually(PATIENCE, connect, || "no socket");
             look.ask(&Request::Counts).unwrap();
         }

@@ -770,12 +770,7 @@ fn programs_that_the_daemon_runs_do_not_get_its_password() {
             let real = ["/usr/sbin", "/sbin", "/usr/bin"].map(|dir| format!("{dir}/{name}"));
             let real = real.iter().find(|path| Path::new(path).exists()).unwrap();
             let script = format!("#!/bin/sh\nenv >> {seen}\nexec {real} \"$@\"\n");
-            // Written by another process, because a program that this one has open for writing
-            // cannot be started.
-            let write = r#"printf %s "$1" >"$0" && chmod 755 "$0""#;
-            let written =
-                Command::new("sh").args(["-c", write]).arg(bin.join(name)).arg(script).status();
-            assert!(written.unwrap().success());
+            test_support::write_script(&bin.join(name), &script);
         }
         let path = format!("{}:{}", bin.display(), std::env::var("PATH").unwrap());
         let secret =

@@ -112,12 +112,7 @@ impl Place {
                  exec {real} \"$@\"\n",
                 broken.display()
             );
-            // Written by another process, because a program that this one has open for writing
-            // cannot be started. A child that another test has just forked has the file open too.
-            let write = r#"printf %s "$1" >"$0" && chmod 755 "$0""#;
-            let written =
-                Command::new("sh").args(["-c", write]).arg(bin.join(name)).arg(script).status();
-            assert!(written.unwrap().success());
+            test_support::write_script(&bin.join(name), &script);
         }
         let registry = format!("dir:{}", self.registry().display());
         let mut command = self.command(&registry, &[&["--iptables-resync=1"], extra].concat());

@@ -305,12 +305,10 @@ fn the_repair_command_restarts_etcd() {
         // A service manager that forwards the command to another host.
         let order = host.dir.path().join("order");
         let shim = host.dir.path().join("systemctl");
-        // Written by another process, because a program that this one has open for writing cannot
-        // be started.
-        let write = r#"printf '#!/bin/sh\n%s\n' "$1" >"$0" && chmod 755 "$0""#;
-        let script = format!("echo \"$@\" >{}", order.display());
-        let written = Command::new("sh").args(["-c", write]).arg(shim).arg(script).status();
-        assert!(written.unwrap().success());
+        test_support::write_script(
+            &shim,
+            &format!("#!/bin/sh\necho \"$@\" >{}\n", order.display()),
+        );
         let path = format!("{}:{}", host.dir.path().display(), std::env::var("PATH").unwrap());
         let done = Command::new("sh").args(["-ec", &command]).env("PATH", path).status().unwrap();
         assert!(done.success(), "{command}");

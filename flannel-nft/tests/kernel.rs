@@ -1,0 +1,238 @@
+//! The values against the kernel and `nft`.
+
+#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+
+use std::net::IpAddr;
+
+use flannel_core::address::Family;
+use flannel_core::kernel::KernelError;
+use flannel_netlink::netfilter::NetfilterSocket;
+use flannel_netlink::testing::{in_netns, run};
+use flannel_nft::{
+    Base, Batches, Chain, ChainHead, Expr, Set, Table, TableFamily, address_of, arrived_by,
+    at_one_moment, batch, hook, is_device, meta, octets, verdict,
+};
+
+const TABLE: Table<'_> = Table { family: TableFamily::Ip, name: "test" };
+const EEXIST: i32 = 17;
+
+fn nft(command: &str) -> String {
+    run("nft", command)
+}
+
+fn base(kind: &str, hook: u32, priority: i32) -> Option<Base> {
+    Some(Base { kind: kind.to_owned(), hook, priority, policy: verdict::ACCEPT })
+}
+
+fn make(socket: &mut NetfilterSocket, table: Table<'_>, chain: &Chain) {
+    let mut batch = batch();
+    table.make(&mut batch, "a test");
+    chain.make(&mut batch, &table, "first", "a chain");
+    socket.commit(batch).unwrap();
+}
+
+fn read(socket: &mut NetfilterSocket, table: Table<'_>) -> Option<Chain> {
+    Chain::read(socket, &table, &["first"]).unwrap().remove(0)
+}
+
+fn commit(socket: &mut NetfilterSocket, batches: Batches) -> usize {
+    batches.into_iter().map(|batch| socket.commit(batch).unwrap()).count()
+}
+
+#[test]
+fn each_instruction_is_read_as_it_was_written() {
+    in_netns(|| {
+        let mut socket = NetfilterSocket::open().unwrap();
+        let is = |value: &[u8]| Expr::Compare { equal: true, value: value.to_vec() };
+        let device = "eth0".parse().unwrap();
+        nft("add table ip test");
+        nft("add set ip test known { type ipv4_addr . ipv4_addr; }");
+        let mut filter = vec![
+            vec![Expr::Meta(meta::L4PROTO), is(&[17]), Expr::Verdict(verdict::RETURN)],
+            vec![
+                address_of(Family::V4, true),
+                Expr::Second { offset: 20 },
+                Expr::SecondMask([255, 255, 255, 0]),
+                Expr::Lookup { set: "known".to_owned(), is_in: true },
+                Expr::Counter,
+                Expr::Verdict(verdict::DROP),
+            ],
+            vec![
+                address_of(Family::V4, false),
+                Expr::Mask(vec![255, 255, 0, 0]),
+                Expr::Compare { equal: false, value: vec![10, 1, 0, 0] },
+                Expr::Transport { offset: 2, len: 2 },
+                is(&8285_u16.to_be_bytes()),
+                Expr::Value(7_u32.to_ne_bytes().into()),
+                Expr::SetMeta(meta::MARK),
+                Expr::Verdict(verdict::ACCEPT),
+            ],
+            arrived_by(device).to_vec(),
+        ];
+        filter[3].push(Expr::Counter);
+        let nat = vec![
+            vec![Expr::Meta(meta::OIFNAME), is_device(device), Expr::Masquerade { flags: 16 }],
+            vec![Expr::Masquerade { flags: 0 }],
+        ];
+        let chains = [
+            ("filter", hook::INPUT, -310, filter),
+            ("filter", hook::OUTPUT, 5, vec![]),
+            ("nat", hook::POSTROUTING, 100, nat),
+        ];
+        for (kind, hook, priority, rules) in chains {
+            let chain = Chain { base: base(kind, hook, priority), rules };
+            make(&mut socket, TABLE, &chain);
+            assert_eq!(read(&mut socket, TABLE), Some(chain));
+            let heads = ChainHead::all(&mut socket, TableFamily::Ip).unwrap();
+            assert_eq!((&*heads[0].name, &heads[0].base), ("first", &base(kind, hook, priority)));
+            nft("flush chain ip test first");
+            let mut removal = batch();
+            TABLE.remove_chain(&mut removal, "first");
+            socket.commit(removal).unwrap();
+            assert!(!TABLE.has_chain(&mut socket, "first").unwrap());
+        }
+    });
+}
+
+#[test]
+fn unknown_instructions_differ_and_are_written_again() {
+    in_netns(|| {
+        let mut socket = NetfilterSocket::open().unwrap();
+        nft("add table inet test");
+        let table = Table { family: TableFamily::Inet, name: "test" };
+        nft("add chain inet test a");
+        nft("add chain inet test b");
+        nft("add chain inet test first");
+        let rules = [
+            "jump a",
+            "jump b",
+            "goto b",
+            "log prefix \"one\"",
+            "log prefix \"two\"",
+            "ct state new accept",
+        ];
+        for rule in rules {
+            nft(&format!("add rule inet test first {rule}"));
+        }
+        let chain = read(&mut socket, table).unwrap();
+        assert_eq!(chain.base, None, "nothing but jumps reaches it");
+        for (n, rule) in chain.rules.iter().enumerate() {
+            assert!(chain.rules[..n].iter().all(|other| other != rule), "{rule:?}");
+        }
+        let listing = nft("list chain inet test first");
+        let mut flush = batch();
+        table.flush_chain(&mut flush, "first");
+        socket.commit(flush).unwrap();
+        assert_eq!(read(&mut socket, table).unwrap().rules, [[]; 0]);
+        make(&mut socket, table, &chain);
+        assert_eq!(nft("list chain inet test first"), listing);
+    });
+}
+
+#[test]
+fn a_table_is_made_once_and_a_chain_keeps_its_rules() {
+    in_netns(|| {
+        let mut socket = NetfilterSocket::open().unwrap();
+        assert_eq!(TABLE.head(&mut socket).unwrap(), None);
+        assert_eq!(
+            (TABLE.rules(&mut socket).unwrap(), TABLE.counted(&mut socket)),
+            (vec![], Ok(0))
+        );
+        assert_eq!(read(&mut socket, TABLE), None);
+        let mut chain =
+            Chain { base: base("filter", hook::INPUT, 0), rules: vec![vec![Expr::Counter]] };
+        make(&mut socket, TABLE, &chain);
+        make(&mut socket, TABLE, &chain);
+        chain.rules.push(vec![Expr::Counter]);
+        assert_eq!(read(&mut socket, TABLE), Some(chain));
+        let head = TABLE.head(&mut socket).unwrap().unwrap();
+        assert_eq!((head.flags, head.uses), (0, 1));
+        let mut new = batch();
+        TABLE.make_new(&mut new, &"a comment that is cut, ".repeat(20));
+        assert_eq!(KernelError::from(socket.commit(new).unwrap_err()).errno, EEXIST);
+        let mut anew = batch();
+        TABLE.remove(&mut anew);
+        TABLE.make_new(&mut anew, &"a comment that is cut, ".repeat(20));
+        socket.commit(anew).unwrap();
+        assert_eq!(TABLE.head(&mut socket).unwrap().unwrap().uses, 0);
+    });
+}
+
+#[test]
+fn elements_need_as_many_transactions_as_the_kernel_takes() {
+    in_netns(|| {
+        let mut socket = NetfilterSocket::open().unwrap();
+        let mut first = batch();
+        TABLE.make(&mut first, "a test");
+        socket.commit(first).unwrap();
+        for (name, family, addresses) in [
+            ("v4", Family::V4, 1),
+            ("pairs", Family::V4, 2),
+            ("v6", Family::V6, 1),
+            ("six", Family::V6, 4),
+        ] {
+            let set = Set { table: TABLE, family, name, addresses };
+            assert_eq!(set.head(&mut socket).unwrap(), None);
+            let mut batches = Batches::default();
+            set.make(batches.last(), 1);
+            let address = |n: u32| match family {
+                Family::V4 => octets(IpAddr::from(n.to_be_bytes())),
+                Family::V6 => octets(IpAddr::from(u128::from(n).to_be_bytes())),
+            };
+            let all: Vec<_> = (1..9000).map(|n| address(n).repeat(addresses as usize)).collect();
+            batches.put(&set, &all);
+            assert!(commit(&mut socket, batches) > 1);
+            let head = set.head(&mut socket).unwrap().unwrap();
+            assert_eq!((head.flags, head.element_len), (0, set.element_len()));
+            let mut found = set.elements(&mut socket).unwrap();
+            found.sort();
+            found.dedup();
+            assert!(found == all, "{name}");
+            // One by one, and an element that is missing, whose error the kernel sends back.
+            let mut batches = Batches::default();
+            all[..300]
+                .iter()
+                .for_each(|element| batches.delete(&set, std::slice::from_ref(element)));
+            assert_eq!(commit(&mut socket, batches), 2);
+            let mut batches = Batches::default();
+            batches.delete(&set, &all[..1]);
+            let mut refused = batches.into_iter().map(|batch| socket.commit(batch).unwrap_err());
+            assert!(KernelError::from(refused.next().unwrap()).is_absent());
+        }
+    });
+}
+
+#[test]
+fn a_read_that_another_program_disturbs_is_repeated() {
+    in_netns(|| {
+        let mut socket = NetfilterSocket::open().unwrap();
+        let mut disturbances = 3;
+        let found = at_one_moment(
+            &mut socket,
+            |error| error,
+            |_| {
+                if disturbances == 0 {
+                    return Ok(7);
+                }
+                disturbances -= 1;
+                nft("add table ip other");
+                nft("delete table ip other");
+                Err(KernelError::new(2))
+            },
+        );
+        assert_eq!((found, disturbances), (Ok(7), 0));
+        let error = at_one_moment(
+            &mut socket,
+            |error| error,
+            |_| {
+                nft("add table ip other");
+                nft("delete table ip other");
+                Ok(())
+            },
+        );
+        assert!(error.unwrap_err().to_string().contains("16 attempts"));
+        let error =
+            at_one_moment(&mut socket, |error| error, |_| Err::<(), _>(KernelError::new(2)));
+        assert_eq!(error.unwrap_err(), KernelError::new(2));
+    });
+}
