@@ -207,10 +207,10 @@ fn a_backend_without_encryption_carries_nothing_until_the_option_is_off() {
 
         let output = text(&ctl(&lab, first, &["config", "check"]));
         assert!(output.contains("2 of 2 leases have no encrypted offer"), "{output}");
-        // One peer of another type, as Go flannel has it.
+        // One peer of another type, as Go flannel has it. No host gets the first subnet.
         let vxlan = r#"{"PublicIP":"192.168.77.250","PublicIPv6":null,"BackendType":"vxlan",
             "BackendData":{"VNI":1,"VtepMAC":"0a:00:00:00:00:07"}}"#;
-        std::fs::write(lab.registry().join("subnets/10.244.250.0-24"), vxlan).unwrap();
+        std::fs::write(lab.registry().join("subnets/10.244.0.0-24"), vxlan).unwrap();
         let on = r#"{"Backend": {"Encrypted": true}}"#;
         let written = patch(&lab, on);
         assert!(written.contains("1 of 3 leases have no encrypted offer (1 vxlan)"), "{written}");
