@@ -97,8 +97,8 @@ impl Set<'_> {
         }))
     }
 
-    /// The elements, each the bytes of its addresses. While the set grows, the kernel may list an
-    /// element twice.
+    /// The elements, each the bytes of its addresses. While the kernel resizes the set, which it
+    /// does some time after changes, it may list an element twice, or leave one out.
     ///
     /// # Errors
     /// The set does not exist (`ENOENT`), the kernel has no nf_tables, or this process lacks

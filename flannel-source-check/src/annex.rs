@@ -16,7 +16,7 @@ use flannel_nft::{Batches, GROUP, Table, TableFamily, at_one_moment};
 
 use crate::table::{Before, Found, Sources, TunnelEnd, plan, trial};
 
-/// The number of attempts for a table that changes while it is written.
+/// The number of attempts for a table that changes while it is read or written.
 const TRIES: usize = 16;
 const EPERM: i32 = 1;
 const ENOENT: i32 = 2;
@@ -165,9 +165,23 @@ impl Kernel {
         }
     }
 
-    /// The table as it was at one moment; `None`: there is none.
+    /// The table as it was at one moment; `None`: there is none. A difference from the expected
+    /// table must be there twice: the kernel leaves elements out of a set that it resizes.
     fn read(&mut self, table: &Table<'_>) -> Result<Option<Found>, KernelError> {
-        at_one_moment(self.socket()?, |error| error, |socket| Sources::read(socket, table))
+        let mut last = None;
+        for _ in 0..TRIES {
+            let read = |socket: &mut NetfilterSocket| Sources::read(socket, table);
+            let found = at_one_moment(self.socket()?, |error| error, read)?;
+            let is_expected = match &self.placed {
+                Some(placed) => *placed == found,
+                None => found.as_ref().is_none_or(|found| found.is_intact),
+            };
+            if is_expected || last.as_ref() == Some(&found) {
+                return Ok(found);
+            }
+            last = Some(found);
+        }
+        Ok(last.flatten())
     }
 
     fn commit(&mut self, batches: Batches) -> Result<(), KernelError> {
