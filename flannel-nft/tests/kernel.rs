@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
 use std::net::IpAddr;
+use std::time::Duration;
 
 use flannel_core::address::Family;
 use flannel_core::kernel::KernelError;
@@ -12,9 +13,11 @@ use flannel_nft::{
     Base, Batches, Chain, ChainHead, Expr, Set, Table, TableFamily, address_of, arrived_by,
     at_one_moment, batch, hook, is_device, meta, octets, verdict,
 };
+use test_support::eventually;
 
 const TABLE: Table<'_> = Table { family: TableFamily::Ip, name: "test" };
 const EEXIST: i32 = 17;
+const PATIENCE: Duration = Duration::from_secs(20);
 
 fn nft(command: &str) -> String {
     run("nft", command)
@@ -184,10 +187,14 @@ fn elements_need_as_many_transactions_as_the_kernel_takes() {
             assert!(commit(&mut socket, batches) > 1);
             let head = set.head(&mut socket).unwrap().unwrap();
             assert_eq!((head.flags, head.element_len), (0, set.element_len()));
-            let mut found = set.elements(&mut socket).unwrap();
-            found.sort();
-            found.dedup();
-            assert!(found == all, "{name}");
+            // The kernel may still resize the set.
+            let are_there = || {
+                let mut found = set.elements(&mut socket).unwrap();
+                found.sort();
+                found.dedup();
+                found == all
+            };
+            eventually(PATIENCE, are_there, || name);
             // One by one, and an element that is missing, whose error the kernel sends back.
             let mut batches = Batches::default();
             all[..300]
