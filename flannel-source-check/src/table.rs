@@ -117,8 +117,8 @@ impl Sources {
         self.tunnel.is_none() && self.peers.is_empty()
     }
 
-    /// The table as it is; `None` if it does not exist. It is read in several steps. The caller
-    /// compares the generation before and after.
+    /// The table as it is; `None` if it does not exist. It is read in several steps
+    /// ([`flannel_nft::at_one_moment`]).
     pub(crate) fn read(
         socket: &mut NetfilterSocket,
         table: &Table<'_>,
@@ -135,7 +135,7 @@ impl Sources {
             is_intact &= (flags, element_len) == (0, set.element_len());
             sources.lens.extend(len);
             for [node, source] in set.elements(socket)?.iter().filter_map(|key| pair(key)) {
-                // The kernel may list an element twice while the set grows.
+                // The kernel may list an element twice ([`Set::elements`]).
                 is_intact &= match len {
                     None => {
                         nodes.insert(node);

@@ -196,15 +196,12 @@ impl Client {
     /// # Errors
     /// It refused, or did not end.
     pub fn end(mut self) -> io::Result<()> {
-        use io::ErrorKind::{BrokenPipe, ConnectionReset, UnexpectedEof};
         let answer = self.ask(&Request::End);
         let ended = answer.and_then(|_| self.0.read_until(b'\n', &mut Vec::new()));
         match ended {
             Ok(_) => Ok(()),
             // It ended of its own accord.
-            Err(error) if [BrokenPipe, ConnectionReset, UnexpectedEof].contains(&error.kind()) => {
-                Ok(())
-            }
+            Err(error) if has_ended(&error) => Ok(()),
             Err(error) => Err(error),
         }
     }
@@ -255,6 +252,17 @@ impl Client {
         self.0.get_ref().set_read_timeout(None)?;
         self.0.read_until(b'\n', &mut Vec::new()).map(drop)
     }
+}
+
+/// Whether nobody listens on a socket.
+pub(crate) fn is_nobody(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused)
+}
+
+/// Whether the process has ended in the midst of a question.
+pub(crate) fn has_ended(error: &io::Error) -> bool {
+    use io::ErrorKind::{BrokenPipe, ConnectionReset, UnexpectedEof};
+    matches!(error.kind(), BrokenPipe | ConnectionReset | UnexpectedEof)
 }
 
 /// Sends descriptors after the answer to [`Request::HandOver`], with their number.

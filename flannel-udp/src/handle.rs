@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::PROGRAM_VERSION;
-use crate::control::{Client, Process, Request, Status, VERSION};
+use crate::control::{Client, Process, Request, Status, VERSION, has_ended, is_nobody};
 use crate::server::LOCK;
 use crate::started::command;
 
@@ -347,10 +347,9 @@ impl DataPlane {
     }
 }
 
-/// Whether nobody listens, or the process has ended in the midst of a question.
+/// Whether there is no process that can answer, perhaps because another one takes over.
 fn is_gone(error: &io::Error) -> bool {
-    use ErrorKind::{BrokenPipe, ConnectionReset, UnexpectedEof};
-    is_nobody(error) || [ConnectionReset, BrokenPipe, UnexpectedEof].contains(&error.kind())
+    is_nobody(error) || has_ended(error)
 }
 
 /// Whether a process holds this lock, because it starts or takes over.
@@ -361,11 +360,6 @@ fn is_locked(lock: &Path) -> bool {
 
 fn other_protocol() -> io::Error {
     io::Error::other("it has another version; a start of the daemon replaces it")
-}
-
-/// Whether nobody listens on a socket.
-fn is_nobody(error: &io::Error) -> bool {
-    matches!(error.kind(), ErrorKind::NotFound | ErrorKind::ConnectionRefused)
 }
 
 #[cfg(test)]

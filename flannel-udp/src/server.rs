@@ -12,8 +12,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::control::{
-    Answer, Client, Peers, Prefix, Process, Request, Status, VERSION, read_line, send_fds,
-    write_line,
+    Answer, Client, Peers, Prefix, Process, Request, Status, VERSION, is_nobody, read_line,
+    send_fds, write_line,
 };
 use crate::counters::Counts;
 use crate::error::Error;
@@ -52,6 +52,7 @@ struct Server {
     connections: Arc<AtomicUsize>,
     /// A request has changed the state, or would have.
     is_used: Arc<AtomicBool>,
+    /// The start of the process.
     begin: Instant,
     socket: PathBuf,
 }
@@ -66,7 +67,6 @@ struct Server {
 /// # Errors
 /// The socket cannot be used.
 pub fn serve(socket: &Path, program: &str) -> io::Result<std::convert::Infallible> {
-    use io::ErrorKind::{ConnectionRefused, NotFound};
     if let Some(dir) = socket.parent() {
         DirBuilder::new().recursive(true).mode(0o700).create(dir)?;
     }
@@ -80,9 +80,7 @@ pub fn serve(socket: &Path, program: &str) -> io::Result<std::convert::Infallibl
     std::fs::set_permissions(&new, std::fs::Permissions::from_mode(0o600))?;
     let inner = match Client::connect(socket) {
         Ok(client) => take_over(client, socket)?,
-        Err(error) if matches!(error.kind(), NotFound | ConnectionRefused) => {
-            Inner { ledger: ledger(socket), ..Inner::default() }
-        }
+        Err(error) if is_nobody(&error) => Inner { ledger: ledger(socket), ..Inner::default() },
         // There may be one.
         Err(error) => return Err(error),
     };
