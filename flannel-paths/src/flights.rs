@@ -4,7 +4,9 @@ use std::collections::VecDeque;
 use std::time::Duration;
 
 use flannel_doctor::inputs::echo::{Answer, Probe};
+use flannel_doctor::inputs::echo_socket::Echo;
 use flannel_doctor::inputs::peers::Question;
+use flannel_doctor::token::token;
 use tokio::time::Instant;
 
 use crate::record::PathId;
@@ -31,8 +33,14 @@ struct Flight {
     id: PathId,
     sent: Instant,
     answers: Answers,
-    /// The echoes that have no answer, as a set of bits; 0: it has landed.
-    open: u8,
+    /// The echoes that have no answer. Without one the flight has landed.
+    open: [Option<Echo>; ECHOES as usize],
+}
+
+impl Flight {
+    fn has_landed(&self) -> bool {
+        self.open.iter().all(Option::is_none)
+    }
 }
 
 impl Flights {
@@ -40,14 +48,14 @@ impl Flights {
     const NUMBERS: u16 = u16::MAX / ECHOES + 1;
 
     /// Begins a flight. `mtu` is that of the route, if it is lowered. Returns its echoes, with
-    /// their sequence numbers.
+    /// their sizes.
     pub(crate) fn begin(
         &mut self,
         id: PathId,
         question: &Question,
         mtu: Option<u16>,
         now: Instant,
-    ) -> Vec<(u16, Probe)> {
+    ) -> Vec<(Echo, u16)> {
         let number = (self.first + self.flights.len() as u16) % Self::NUMBERS;
         // Of the echoes to the tunnel and the public address, the last one is not needed.
         let probes: Vec<Probe> = question.probes().take(3).collect();
@@ -60,16 +68,22 @@ impl Flights {
             lowered: lowered.then_some(Answer::Nothing),
         };
         let of_route = of_route.map(|probe| (OF_ROUTE, probe));
-        let echoes: Vec<(u16, Probe)> = (0..).zip(probes).chain(of_route).collect();
-        let open = echoes.iter().fold(0, |open, (echo, _)| open | 1 << echo);
+        let token = token();
+        let mut open = [None; ECHOES as usize];
+        let mut echoes = Vec::new();
+        for (place, probe) in (0..).zip(probes).chain(of_route) {
+            let echo = Echo { to: probe.to, sequence: number * ECHOES + place, token };
+            open[usize::from(place)] = Some(echo);
+            echoes.push((echo, probe.size));
+        }
         self.flights.push_back(Flight { id, sent: now, answers, open });
-        echoes.into_iter().map(|(echo, probe)| (number * ECHOES + echo, probe)).collect()
+        echoes
     }
 
     /// Drops the probes of paths for which `keep` is false.
     pub(crate) fn retain(&mut self, keep: impl Fn(&PathId) -> bool) {
         for flight in self.flights.iter_mut().filter(|flight| !keep(&flight.id)) {
-            flight.open = 0;
+            flight.open = Default::default();
         }
     }
 
@@ -78,39 +92,43 @@ impl Flights {
         usize::from((number + Self::NUMBERS - self.first) % Self::NUMBERS)
     }
 
-    /// When the echo with this number was sent; `None`: it no longer waits.
-    pub(crate) fn sent(&self, sequence: u16) -> Option<Instant> {
-        self.flights.get(self.index(sequence)).map(|flight| flight.sent)
+    /// The flight of an echo that has no answer; `None`: the echo is not known, or does not wait.
+    fn of(&mut self, echo: &Echo) -> Option<&mut Flight> {
+        let index = self.index(echo.sequence);
+        let flight = self.flights.get_mut(index)?;
+        (flight.open[usize::from(echo.sequence % ECHOES)] == Some(*echo)).then_some(flight)
     }
 
-    /// Takes in an answer. Returns the flight once all answers are there.
-    pub(crate) fn answer(&mut self, sequence: u16, answer: Answer) -> Option<(PathId, Answers)> {
-        let index = self.index(sequence);
-        let flight = self.flights.get_mut(index)?;
-        let bit = 1 << (sequence % ECHOES);
-        if flight.open & bit == 0 {
-            return None;
-        }
-        flight.open &= !bit;
-        match sequence % ECHOES {
+    /// When an echo was sent; `None`: it does not wait for an answer.
+    pub(crate) fn sent(&mut self, echo: &Echo) -> Option<Instant> {
+        self.of(echo).map(|flight| flight.sent)
+    }
+
+    /// Takes in an answer to an echo that waits for one. Returns the flight once all answers are
+    /// there.
+    pub(crate) fn answer(&mut self, echo: &Echo, answer: Answer) -> Option<(PathId, Answers)> {
+        let flight = self.of(echo)?;
+        let place = echo.sequence % ECHOES;
+        flight.open[usize::from(place)] = None;
+        match place {
             0 => flight.answers.small = answer,
             1 => flight.answers.full = answer,
             OF_ROUTE => flight.answers.lowered = Some(answer),
             _ => flight.answers.public = Some(answer),
         }
-        (flight.open == 0).then(|| (flight.id, flight.answers.clone()))
+        flight.has_landed().then(|| (flight.id, flight.answers.clone()))
     }
 
     /// The next flight whose time is over.
     pub(crate) fn expired(&mut self, now: Instant) -> Option<(PathId, Answers)> {
         loop {
             let flight = self.flights.front()?;
-            if flight.open != 0 && now.duration_since(flight.sent) < TIMEOUT {
+            if !flight.has_landed() && now.duration_since(flight.sent) < TIMEOUT {
                 return None;
             }
             let flight = self.flights.pop_front()?;
             self.first = (self.first + 1) % Self::NUMBERS;
-            if flight.open != 0 {
+            if !flight.has_landed() {
                 return Some((flight.id, flight.answers));
             }
         }
@@ -151,21 +169,21 @@ mod tests {
     fn each_answer_belongs_to_its_probe_and_numbers_wrap_around() {
         let (mut flights, mut now) = (Flights::default(), Instant::now());
         for _ in 0..20_000 {
-            let first: Vec<u16> =
+            let first: Vec<Echo> =
                 flights.begin(id(), &question(), None, now).iter().map(|echo| echo.0).collect();
             let second = flights.begin(id(), &question(), Some(1350), now);
-            assert_eq!((first.len(), second.len(), second[3].1.size), (3, 4, 1350));
-            assert_eq!(flights.answer(first[1], reply()), None);
-            assert_eq!(flights.answer(first[1], Answer::Nothing), None, "a second answer");
-            assert_eq!(flights.answer(first[2], reply()), None);
-            let (_, answers) = flights.answer(first[0], reply()).unwrap();
+            assert_eq!((first.len(), second.len(), second[3].1), (3, 4, 1350));
+            assert_eq!(flights.answer(&first[1], reply()), None);
+            assert_eq!(flights.answer(&first[1], Answer::Nothing), None, "a second answer");
+            assert_eq!(flights.answer(&first[2], reply()), None);
+            let (_, answers) = flights.answer(&first[0], reply()).unwrap();
             assert_eq!(answers.fault(), None);
             now += TIMEOUT;
             let (_, answers) = flights.expired(now).unwrap();
             assert!(!answers.has_reply(), "those of the second probe: {answers:?}");
             assert_eq!(answers.lowered, Some(Answer::Nothing));
             assert_eq!(flights.expired(now), None);
-            assert_eq!(flights.answer(first[0], reply()), None, "it is late");
+            assert_eq!(flights.answer(&first[0], reply()), None, "it is late");
         }
     }
 
@@ -174,7 +192,41 @@ mod tests {
         let (mut flights, now) = (Flights::default(), Instant::now());
         let echoes = flights.begin(id(), &question(), None, now);
         flights.retain(|_| false);
-        assert_eq!(flights.answer(echoes[0].0, reply()), None);
+        assert_eq!(flights.answer(&echoes[0].0, reply()), None);
         assert_eq!(flights.expired(now + TIMEOUT), None);
+    }
+
+    /// A party that knows the address and all sequence numbers, and has seen an earlier probe.
+    #[test]
+    fn an_answer_counts_only_with_the_token_of_its_probe_and_from_the_address_asked() {
+        let (mut flights, now) = (Flights::default(), Instant::now());
+        let earlier = flights.begin(id(), &question(), None, now)[0].0;
+        let begun = flights.begin(id(), &question(), Some(1350), now);
+        let echoes: Vec<Echo> = begun.iter().map(|(echo, _)| *echo).collect();
+        let stranger: std::net::IpAddr = [10, 1, 9, 7].into();
+        for answer in [reply(), Answer::TooBig(Some(576))] {
+            for sequence in 0..=u16::MAX {
+                let [small, ..] = echoes[..] else { panic!("{echoes:?}") };
+                let old = Echo { sequence, token: earlier.token, ..small };
+                if old != earlier {
+                    assert_eq!(flights.answer(&old, answer.clone()), None);
+                }
+            }
+            for echo in &echoes {
+                for forged in [
+                    Echo { to: stranger, ..*echo },
+                    Echo { token: echo.token ^ 1, ..*echo },
+                    Echo { sequence: echo.sequence ^ ECHOES, ..*echo },
+                ] {
+                    assert_eq!(flights.sent(&forged), None);
+                    assert_eq!(flights.answer(&forged, answer.clone()), None);
+                }
+            }
+        }
+        let (_, lost) = flights.expired(now + TIMEOUT).unwrap();
+        assert!(!lost.has_reply(), "{lost:?}");
+        let (_, lost) = flights.expired(now + TIMEOUT).unwrap();
+        assert_eq!((&lost.full, &lost.lowered), (&Answer::Nothing, &Some(Answer::Nothing)));
+        assert!(!lost.has_reply(), "{lost:?}");
     }
 }

@@ -4,8 +4,8 @@ use std::io;
 use std::time::Duration;
 
 use flannel_core::address::{Dual, Family};
-use flannel_doctor::inputs::echo::{Answer, Probe};
-use flannel_doctor::inputs::echo_socket::{EchoSocket, IcmpMessage};
+use flannel_doctor::inputs::echo::Answer;
+use flannel_doctor::inputs::echo_socket::{Echo, EchoSocket, IcmpMessage};
 use tokio::net::UdpSocket;
 
 /// The pause after a failure to receive.
@@ -21,7 +21,7 @@ pub(crate) struct Pinger {
 #[derive(Debug)]
 struct Sockets {
     echo: EchoSocket,
-    /// The same inbox. tokio reads from any socket of datagrams in this way.
+    /// The same inbox.
     inbox: UdpSocket,
 }
 
@@ -31,32 +31,30 @@ impl Pinger {
     /// # Errors
     /// The kernel refuses one, usually because `CAP_NET_RAW` is missing.
     pub(crate) fn open(families: impl IntoIterator<Item = Family>) -> io::Result<Self> {
-        // The doctor's sockets in this process have the other half of the identifiers.
-        let id = std::process::id() as u16 ^ 0x8000;
         let mut sockets = Dual::default();
         for family in families {
-            let echo = EchoSocket::open(family, id)?;
+            let echo = EchoSocket::open(family)?;
             echo.inbox().set_nonblocking(true)?;
-            let inbox = UdpSocket::from_std(echo.inbox().try_clone()?.into())?;
+            let inbox = UdpSocket::from_std(echo.inbox().try_clone()?)?;
             sockets[family] = Some(Sockets { echo, inbox });
         }
         Ok(Self { sockets })
     }
 
-    /// Sends an echo. Returns the answer if this host does not send it.
-    pub(crate) fn send(&self, probe: &Probe, sequence: u16) -> Option<Answer> {
-        match &self.sockets[Family::of(probe.to)] {
-            Some(sockets) => sockets.echo.send(probe, sequence).err(),
+    /// Sends an echo, in an IP packet of `size` bytes. Returns the answer if this host does not send
+    /// it.
+    pub(crate) fn send(&self, echo: &Echo, size: u16) -> Option<Answer> {
+        match &self.sockets[Family::of(echo.to)] {
+            Some(sockets) => sockets.echo.send(echo, size).err(),
             None => Some(Answer::NotSent("this host's lease has no such family".to_owned())),
         }
     }
 
-    /// Waits for the next message: the sequence number of the echo that it is about, and its
-    /// content.
+    /// Waits for the next message: the echo that it is about, and its content.
     ///
     /// # Cancel safety
     /// No message is lost.
-    pub(crate) async fn receive(&self) -> (u16, IcmpMessage) {
+    pub(crate) async fn receive(&self) -> (Echo, IcmpMessage) {
         tokio::select! {
             message = receive(self.sockets.v4.as_ref()) => message,
             message = receive(self.sockets.v6.as_ref()) => message,
@@ -64,13 +62,13 @@ impl Pinger {
     }
 }
 
-async fn receive(sockets: Option<&Sockets>) -> (u16, IcmpMessage) {
+async fn receive(sockets: Option<&Sockets>) -> (Echo, IcmpMessage) {
     let Some(Sockets { echo, inbox }) = sockets else { return std::future::pending().await };
     let mut buffer = [0; 256];
     loop {
-        match inbox.recv(&mut buffer).await {
-            Ok(len) => {
-                if let Some(message) = echo.parse(&buffer[..len]) {
+        match inbox.recv_from(&mut buffer).await {
+            Ok((len, from)) => {
+                if let Some(message) = echo.parse(from.ip(), &buffer[..len]) {
                     return message;
                 }
             }

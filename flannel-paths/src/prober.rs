@@ -12,7 +12,7 @@ use flannel_core::status::Status;
 use flannel_core::{Lease, Subnets};
 use flannel_doctor::inputs::devices::Devices;
 use flannel_doctor::inputs::echo::Answer;
-use flannel_doctor::inputs::echo_socket::IcmpMessage;
+use flannel_doctor::inputs::echo_socket::{Echo, IcmpMessage};
 use flannel_doctor::inputs::network::Target;
 use flannel_doctor::inputs::peers::Question;
 use flannel_doctor::{Network, PathExamination, examine_path};
@@ -95,7 +95,7 @@ impl<'a> Prober<'a> {
             tokio::select! {
                 // Answers first: a late tick must not count one that is there as lost.
                 biased;
-                (sequence, message) = self.pinger.receive() => self.answer(sequence, message),
+                (echo, message) = self.pinger.receive() => self.answer(&echo, message),
                 // Without peers there is nothing to do before the leases change.
                 changed = status.changed(), if idle => {
                     if changed.is_err() {
@@ -177,9 +177,9 @@ impl<'a> Prober<'a> {
             let sent = Instant::now();
             let mtu = paths.begin(&id, sent);
             let mut landed = None;
-            for (echo, probe) in self.flights.begin(id, &question, mtu, sent) {
-                if let Some(answer) = self.pinger.send(&probe, echo) {
-                    landed = self.flights.answer(echo, answer);
+            for (echo, size) in self.flights.begin(id, &question, mtu, sent) {
+                if let Some(answer) = self.pinger.send(&echo, size) {
+                    landed = self.flights.answer(&echo, answer);
                 }
             }
             // This host could send none of the echoes.
@@ -195,16 +195,16 @@ impl<'a> Prober<'a> {
         target.questions(&self.devices).into_iter().find(|question| question.family == id.family)
     }
 
-    fn answer(&mut self, sequence: u16, message: IcmpMessage) {
+    fn answer(&mut self, echo: &Echo, message: IcmpMessage) {
         let now = Instant::now();
         let answer = match message {
-            IcmpMessage::Reply => match self.flights.sent(sequence) {
+            IcmpMessage::Reply => match self.flights.sent(echo) {
                 Some(sent) => Answer::Reply(now.duration_since(sent)),
                 None => return,
             },
             IcmpMessage::TooBig(most) => Answer::TooBig(Some(most)),
         };
-        if let Some(flight) = self.flights.answer(sequence, answer) {
+        if let Some(flight) = self.flights.answer(echo, answer) {
             self.land(flight, now);
         }
     }

@@ -4,11 +4,12 @@
 
 use std::net::IpAddr;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use flannel_api::PathReport;
 use flannel_backend_vxlan::VxlanBackend;
-use flannel_core::address::Dual;
+use flannel_core::address::{Dual, Family};
 use flannel_core::lease::{LeaseAttrs, LeaseSet, Offer, Revision};
 use flannel_core::network::NetworkHandle;
 use flannel_core::status::Status;
@@ -17,7 +18,9 @@ use flannel_doctor::Network;
 use flannel_netlink::testing::{Netns, bridge, in_netns_async, ip, run};
 use flannel_paths::{Paths, ProbeSettings, probe};
 use test_support::eventually_async;
+use test_support::forge::{RawIcmp, packet, reply, too_big};
 use tokio::sync::watch;
+use tokio::task::spawn_blocking;
 
 const MACS: [&str; 2] = ["0a:00:00:00:00:01", "0a:00:00:00:00:02"];
 
@@ -197,6 +200,139 @@ fn a_path_has_an_mtu_until_full_size_passes() {
             for family in ["IPv4", "IPv6"] {
                 until(&paths, "10.1.2.0", family, "ok").await;
             }
+            mtus.wait_for(|mtus| mtus.is_empty()).await.unwrap();
+        };
+        tokio::select! {
+            never = probe(&settings, handle, &paths) => match never {},
+            () = checks => {}
+        }
+    });
+}
+
+/// A pod on host 0, whose packets reach the host with any source address.
+fn pod(netns: &Netns) {
+    for kind in ["all", "default"] {
+        std::fs::write(format!("/proc/sys/net/ipv4/conf/{kind}/rp_filter"), "0").unwrap();
+    }
+    ip(&format!("link add pod0 type veth peer name eth0 netns {}", netns.path().display()));
+    ip("addr add 10.1.1.1/24 dev pod0");
+    ip("addr add fd00:1:0:1::1/64 dev pod0 nodad");
+    ip("link set pod0 up");
+    netns.run(|| {
+        ip("addr add 10.1.1.9/24 dev eth0");
+        ip("addr add fd00:1:0:1::9/64 dev eth0 nodad");
+        ip("link set eth0 up");
+        ip("route add default via 10.1.1.1");
+        ip("route add default via fd00:1:0:1::1");
+    });
+}
+
+/// Sends answers to all echoes to the tunnel address of host 1, until `over`: replies and reports
+/// of a small size, from the pod and from that address. They are those to an earlier echo, which
+/// the attacker has seen, with other sequence numbers.
+fn flood(family: Family, earlier: &[u8], over: &AtomicBool) {
+    /// The prober uses small numbers first.
+    const NUMBERS: u16 = 4096;
+    let is_v6 = family == Family::V6;
+    let [pod, node, own, peer] = match family {
+        Family::V4 => ["10.1.1.9", "10.1.1.1", "10.1.1.0", "10.1.2.0"],
+        Family::V6 => ["fd00:1:0:1::9", "fd00:1:0:1::1", "fd00:1:0:1::", "fd00:1:0:2::"],
+    }
+    .map(|address| address.parse::<IpAddr>().unwrap());
+    let raw = RawIcmp::open(is_v6);
+    let mut echo = earlier.to_vec();
+    for number in (0..NUMBERS).cycle() {
+        if over.load(Ordering::Relaxed) {
+            break;
+        }
+        echo[6..8].copy_from_slice(&number.to_be_bytes());
+        let quoted = packet(own, peer, &echo);
+        let minimal = &quoted[..quoted.len() - echo.len() + 8];
+        for (from, message) in [
+            (pod, reply(&echo)),
+            (peer, reply(&echo)),
+            (pod, too_big(is_v6, &quoted, 1290)),
+            (peer, too_big(is_v6, minimal, 1290)),
+        ] {
+            raw.send(from, node, &message);
+        }
+    }
+}
+
+/// Ends floods when it is dropped.
+#[derive(Default)]
+struct Over(Arc<AtomicBool>);
+
+impl Drop for Over {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+/// An echo that arrives at the other host, in each family.
+async fn seen_there(far: &Arc<Netns>) -> Vec<(Family, Vec<u8>)> {
+    let mut seen = Vec::new();
+    for family in Family::BOTH {
+        let far = Arc::clone(far);
+        let listen = move || RawIcmp::open(family == Family::V6).next_echo(PATIENCE);
+        let echo = spawn_blocking(move || far.run(listen)).await.unwrap();
+        seen.push((family, echo.unwrap().icmp));
+    }
+    seen
+}
+
+#[test]
+fn a_pod_that_forges_answers_changes_no_path() {
+    in_netns_async(async || {
+        let (far, pods) = (Arc::new(Netns::new().unwrap()), Arc::new(Netns::new().unwrap()));
+        let file = far.path();
+        ip(&format!("link add eth0 type veth peer name eth0 netns {}", file.display()));
+        host(0);
+        far.run(|| host(1));
+        pod(&pods);
+        let mut status = Status::default();
+        status.leases = LeaseSet::from_iter([lease(1), lease(2)]);
+        let (_network, receiver) = watch::channel(Arc::new(status));
+        let handle = NetworkHandle::new(lease(1), 1430, receiver);
+        let (settings, paths) = (settings(), Paths::new(Duration::from_secs(300)));
+        let mut mtus = paths.mtus();
+        let over = Over::default();
+        let both = async |state| {
+            for family in ["IPv4", "IPv6"] {
+                until(&paths, "10.1.2.0", family, state).await;
+            }
+        };
+        let checks = async {
+            for (family, echo) in seen_there(&far).await {
+                let (pods, over) = (Arc::clone(&pods), Arc::clone(&over.0));
+                spawn_blocking(move || pods.run(|| flood(family, &echo, &over)));
+            }
+            both("ok").await;
+            far.run(|| {
+                run("nft", "add table inet t");
+                run("nft", "add chain inet t c { type filter hook input priority 0; }");
+                run("nft", "add rule inet t c udp dport 8472-8473 drop");
+            });
+            both("tunnel blocked").await;
+            // They stay blocked over further probes.
+            let of = || paths.report().into_iter().map(|path| (path.state, path.probed));
+            let (_, before) = of().unzip::<_, _, Vec<_>, Vec<_>>();
+            let probed_again = async || of().zip(&before).all(|((_, at), before)| at > *before);
+            eventually_async(PATIENCE, probed_again, || format!("{:#?}", paths.report())).await;
+            assert!(of().all(|(state, _)| state == "tunnel blocked"), "{:#?}", paths.report());
+            far.run(|| run("nft", "delete table inet t"));
+            both("ok").await;
+            // Packets of full size are lost. The forged reports name a smaller size than the path
+            // takes. A late echo can make the result a bit too small.
+            far.run(narrow);
+            both("mtu lowered").await;
+            for path in paths.report() {
+                let takes = if path.family == "IPv4" { 1350 } else { 1330 };
+                let mtu = path.mtu.unwrap();
+                assert!((takes - 35..=takes).contains(&mtu), "{path:?}");
+            }
+            far.run(|| run("nft", "delete table netdev t"));
+            both("ok").await;
             mtus.wait_for(|mtus| mtus.is_empty()).await.unwrap();
         };
         tokio::select! {

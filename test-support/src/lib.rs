@@ -3,7 +3,8 @@
 //! [`eventually`] and [`eventually_async`] wait until a condition holds, and panic after a deadline
 //! with the place of the call and a message. A condition is a `bool`, or an `Option` whose value
 //! is returned. [`Logged`] collects the log. [`write_script`] writes a program. [`guest`] runs a
-//! test in a kernel of its own. [`mod@unit`] has the restrictions of the systemd unit.
+//! test in a kernel of its own. [`mod@unit`] has the restrictions of the systemd unit. [`forge`]
+//! sends forged ICMP messages.
 //!
 //! ```
 //! use std::time::{Duration, Instant};
@@ -20,6 +21,7 @@
 //! assert_eq!(found, 3);
 //! ```
 
+pub mod forge;
 pub mod guest;
 mod logged;
 pub mod unit;

@@ -3,12 +3,12 @@
 
 use std::io::{self, ErrorKind};
 use std::net::IpAddr;
-use std::sync::atomic::{AtomicU16, Ordering};
 use std::time::{Duration, Instant};
 
 use flannel_core::address::Family;
 
-use super::echo_socket::{EchoSocket, IcmpMessage};
+use super::echo_socket::{Echo, EchoSocket, IcmpMessage};
+use crate::token::token;
 
 /// The maximum number of attempts for each echo.
 const ROUNDS: u32 = 3;
@@ -17,9 +17,6 @@ const GROUP: usize = 64;
 /// The number of echoes after which answers are read.
 const BURST: usize = 16;
 const BURST_PAUSE: Duration = Duration::from_millis(1);
-/// The sequence number of the next echo. Calls that wait at the same time have different numbers,
-/// because each raw socket gets the replies to all echoes of this process.
-static NEXT: AtomicU16 = AtomicU16::new(0);
 /// The shortest wait for the answers of one of several groups.
 const LEAST: Duration = Duration::from_millis(750);
 
@@ -64,12 +61,11 @@ pub fn echo(probes: &[Probe], patience: Duration) -> io::Result<Vec<Answer>> {
         if ours.is_empty() {
             return Ok(Vec::new());
         }
-        let (round, mut found) = (Round::open(family)?, Vec::new());
+        let socket = EchoSocket::open(family)?;
         let each = share(patience, ours.len().div_ceil(GROUP));
+        let mut found = Vec::new();
         for group in ours.chunks(GROUP) {
-            // A group has at most 64.
-            let first = NEXT.fetch_add(group.len() as u16, Ordering::Relaxed);
-            found.extend(round.run(first, group, each)?);
+            found.extend(Group::new(&socket, group).run(each)?);
         }
         Ok(found)
     };
@@ -93,64 +89,72 @@ fn share(patience: Duration, groups: usize) -> Duration {
     (patience / groups).max(LEAST.min(patience))
 }
 
-/// The sockets of a family.
-struct Round(EchoSocket);
+/// Echoes that are sent together.
+struct Group<'a> {
+    socket: &'a EchoSocket,
+    echoes: Vec<Waiting>,
+}
 
-impl Round {
-    fn open(family: Family) -> io::Result<Self> {
-        // The low half of the process id is enough to distinguish processes.
-        EchoSocket::open(family, std::process::id() as u16).map(Self)
+/// An echo, with its answer so far.
+struct Waiting {
+    /// Its place among the probes of the call.
+    place: usize,
+    echo: Echo,
+    size: u16,
+    sent: Instant,
+    answer: Answer,
+}
+
+impl<'a> Group<'a> {
+    fn new(socket: &'a EchoSocket, probes: &[(usize, Probe)]) -> Self {
+        // The answers to an earlier group are late.
+        let token = token();
+        let waiting = |(sequence, (place, probe)): (u16, &(usize, Probe))| Waiting {
+            place: *place,
+            echo: Echo { to: probe.to, sequence, token },
+            size: probe.size,
+            sent: Instant::now(),
+            answer: Answer::Nothing,
+        };
+        Self { socket, echoes: (0..).zip(probes).map(waiting).collect() }
     }
 
-    /// Sends one group. `first` is the sequence number of its first echo.
-    fn run(
-        &self,
-        first: u16,
-        probes: &[(usize, Probe)],
-        patience: Duration,
-    ) -> io::Result<Vec<(usize, Answer)>> {
-        let mut answers: Vec<(usize, Answer)> =
-            probes.iter().map(|(n, _)| (*n, Answer::Nothing)).collect();
-        let mut sent = vec![Instant::now(); probes.len()];
+    /// Sends the echoes, repeats those without an answer, and returns all answers.
+    fn run(mut self, patience: Duration) -> io::Result<Vec<(usize, Answer)>> {
         let start = Instant::now();
         for round in 1..=ROUNDS {
-            for (k, (_, probe)) in probes.iter().enumerate() {
-                if answers[k].1 != Answer::Nothing {
+            for k in 0..self.echoes.len() {
+                let waiting = &mut self.echoes[k];
+                if waiting.answer != Answer::Nothing {
                     continue;
                 }
-                sent[k] = Instant::now();
-                if let Err(answer) = self.0.send(probe, first.wrapping_add(k as u16)) {
-                    answers[k].1 = answer;
+                waiting.sent = Instant::now();
+                if let Err(answer) = self.socket.send(&waiting.echo, waiting.size) {
+                    waiting.answer = answer;
                 }
                 if k % BURST == BURST - 1 {
-                    self.listen(first, (&mut answers, &sent), Instant::now() + BURST_PAUSE)?;
+                    self.listen(Instant::now() + BURST_PAUSE)?;
                 }
             }
-            self.listen(first, (&mut answers, &sent), start + patience * round / ROUNDS)?;
+            self.listen(start + patience * round / ROUNDS)?;
         }
-        Ok(answers)
+        Ok(self.echoes.into_iter().map(|waiting| (waiting.place, waiting.answer)).collect())
     }
 
     /// Reads answers until all are there, or until `end`.
-    fn listen(
-        &self,
-        first: u16,
-        (answers, sent): (&mut [(usize, Answer)], &[Instant]),
-        end: Instant,
-    ) -> io::Result<()> {
-        while answers.iter().any(|(_, answer)| *answer == Answer::Nothing) {
+    fn listen(&mut self, end: Instant) -> io::Result<()> {
+        while self.echoes.iter().any(|waiting| waiting.answer == Answer::Nothing) {
             let left = end.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 break;
             }
-            let Some((sequence, answer)) = self.receive(left)? else { continue };
-            // Larger if it answers an echo of another group or call.
-            let k = usize::from(sequence.wrapping_sub(first));
-            if let Some((_, known)) =
-                answers.get_mut(k).filter(|(_, known)| *known == Answer::Nothing)
-            {
-                *known = match answer {
-                    IcmpMessage::Reply => Answer::Reply(sent[k].elapsed()),
+            let Some((echo, message)) = self.receive(left)? else { continue };
+            let waiting = self.echoes.get_mut(usize::from(echo.sequence));
+            let is_asked =
+                |waiting: &&mut Waiting| waiting.echo == echo && waiting.answer == Answer::Nothing;
+            if let Some(waiting) = waiting.filter(is_asked) {
+                waiting.answer = match message {
+                    IcmpMessage::Reply => Answer::Reply(waiting.sent.elapsed()),
                     IcmpMessage::TooBig(most) => Answer::TooBig(Some(most)),
                 };
             }
@@ -159,9 +163,9 @@ impl Round {
     }
 
     /// Waits at most `left` for a message. `None`: none came, or it is not about an echo of ours.
-    fn receive(&self, left: Duration) -> io::Result<Option<(u16, IcmpMessage)>> {
-        self.0.inbox().set_read_timeout(Some(left))?;
-        match self.0.receive() {
+    fn receive(&self, left: Duration) -> io::Result<Option<(Echo, IcmpMessage)>> {
+        self.socket.inbox().set_read_timeout(Some(left))?;
+        match self.socket.receive() {
             Ok(message) => Ok(message),
             Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {
                 Ok(None)
@@ -173,7 +177,10 @@ impl Round {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+
     use flannel_netlink::testing::{Netns, in_netns, ip};
+    use test_support::forge::{EchoRequest, RawIcmp, packet, reply, too_big};
 
     use super::*;
 
@@ -226,6 +233,109 @@ mod tests {
                     assert_eq!(thread.join().unwrap(), [Answer::Nothing]);
                 }
             });
+        });
+    }
+
+    /// The addresses of this host, of the host that is asked, and of a third one.
+    fn hosts(family: Family) -> [IpAddr; 3] {
+        let text = match family {
+            Family::V4 => ["192.0.2.1", "192.0.2.2", "192.0.2.3"],
+            Family::V6 => ["2001:db8::1", "2001:db8::2", "2001:db8::3"],
+        };
+        text.map(|address| address.parse().unwrap())
+    }
+
+    /// The same message with another byte.
+    fn with_other(icmp: &[u8], at: usize) -> Vec<u8> {
+        let mut other = icmp.to_vec();
+        other[at] ^= 1;
+        other
+    }
+
+    /// Sends messages about an echo that each have one thing wrong.
+    fn forge(family: Family, raw: &RawIcmp, request: &EchoRequest) {
+        let [host, asked, third] = hosts(family);
+        let is_v6 = family == Family::V6;
+        let quote = |to, icmp: &[u8]| too_big(is_v6, &packet(host, to, icmp), 600);
+        raw.send(third, host, &reply(&request.icmp));
+        raw.send(third, host, &quote(third, &request.icmp));
+        // The sequence number, the secret and the token.
+        for at in (6..8).chain(8..24) {
+            let other = with_other(&request.icmp, at);
+            raw.send(asked, host, &reply(&other));
+            raw.send(asked, host, &quote(asked, &other));
+        }
+        // RFC 792 demands eight bytes, and these end before the token.
+        for bytes in [8, 16, 23] {
+            raw.send(asked, host, &quote(asked, &request.icmp[..bytes]));
+        }
+    }
+
+    #[test]
+    fn an_answer_counts_only_with_all_numbers_of_the_echo_and_from_the_address_asked() {
+        in_netns(|| {
+            let far = Netns::new().unwrap();
+            ip(&format!("link add eth0 type veth peer name eth0 netns {}", far.path().display()));
+            for family in Family::BOTH {
+                let [host, asked, third] = hosts(family);
+                let len = if family == Family::V4 { "/24" } else { "/64 nodad" };
+                ip(&format!("addr add {host}{len} dev eth0"));
+                far.run(|| {
+                    ip(&format!("addr add {asked}{len} dev eth0"));
+                    ip(&format!("addr add {third}{len} dev eth0"));
+                });
+            }
+            ip("link set eth0 up");
+            far.run(|| {
+                ip("link set eth0 up");
+                for file in ["ipv4/icmp_echo_ignore_all", "ipv6/icmp/echo_ignore_all"] {
+                    std::fs::write(format!("/proc/sys/net/{file}"), "1").unwrap();
+                }
+            });
+            let over = AtomicBool::new(false);
+            // Sends every message that is forged, and then those that `right` makes.
+            let answer = |family, right: fn(Family, &RawIcmp, &EchoRequest)| {
+                let raw = RawIcmp::open(family == Family::V6);
+                while !over.load(Ordering::Relaxed) {
+                    if let Some(request) = raw.next_echo(Duration::from_millis(50)) {
+                        forge(family, &raw, &request);
+                        right(family, &raw, &request);
+                    }
+                }
+            };
+            let probes = Family::BOTH.map(|family| Probe { to: hosts(family)[1], size: 1400 });
+            let asked = |right: fn(Family, &RawIcmp, &EchoRequest), patience| {
+                std::thread::scope(|scope| {
+                    over.store(false, Ordering::Relaxed);
+                    for family in Family::BOTH {
+                        let (far, answer) = (&far, &answer);
+                        scope.spawn(move || far.run(|| answer(family, right)));
+                    }
+                    let answers = echo(&probes, patience);
+                    over.store(true, Ordering::Relaxed);
+                    answers.unwrap()
+                })
+            };
+            let nothing = asked(|_, _, _| {}, Duration::from_secs(3));
+            assert_eq!(nothing, [Answer::Nothing, Answer::Nothing]);
+            let replied = asked(
+                |family, raw, request| {
+                    let [host, asked, _] = hosts(family);
+                    raw.send(asked, host, &reply(&request.icmp));
+                },
+                Duration::from_secs(20),
+            );
+            let is_reply = |answer: &Answer| matches!(answer, Answer::Reply(_));
+            assert!(replied.iter().all(is_reply), "{replied:?}");
+            let reported = asked(
+                |family, raw, request| {
+                    let [host, asked, router] = hosts(family);
+                    let quoted = packet(host, asked, &request.icmp[..24]);
+                    raw.send(router, host, &too_big(family == Family::V6, &quoted, 1300));
+                },
+                Duration::from_secs(20),
+            );
+            assert_eq!(reported, [Answer::TooBig(Some(1300)), Answer::TooBig(Some(1300))]);
         });
     }
 

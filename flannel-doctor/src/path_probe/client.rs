@@ -18,6 +18,7 @@ use super::protocol::{
     ACK, Arrivals, DATAGRAM, HELLO, MAX_BYTES, MIN_DATAGRAM, Nonce, amount, clock, fill, read_line,
     take,
 };
+use crate::token::token;
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 /// The time for the whole exchange. The server waits for a part of it before it reports.
@@ -137,9 +138,7 @@ async fn through_tunnel(to: SocketAddr, public: Option<IpAddr>, full: u16) -> Op
 }
 
 fn nonce() -> Nonce {
-    use std::hash::{BuildHasher, RandomState};
-    // The keys of `RandomState` are random numbers of the system.
-    RandomState::new().hash_one(std::process::id()).to_be_bytes()
+    token().to_be_bytes()
 }
 
 /// Sends datagrams of small and full size.
