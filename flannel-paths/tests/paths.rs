@@ -18,7 +18,7 @@ use flannel_doctor::Network;
 use flannel_netlink::testing::{Netns, bridge, in_netns_async, ip, run};
 use flannel_paths::{Paths, ProbeSettings, probe};
 use test_support::eventually_async;
-use test_support::forge::{RawIcmp, packet, reply, too_big};
+use test_support::forge::{Flood, RawIcmp};
 use tokio::sync::watch;
 use tokio::task::spawn_blocking;
 
@@ -227,36 +227,14 @@ fn pod(netns: &Netns) {
     });
 }
 
-/// Sends answers to all echoes to the tunnel address of host 1, until `over`: replies and reports
-/// of a small size, from the pod and from that address. They are those to an earlier echo, which
-/// the attacker has seen, with other sequence numbers.
-fn flood(family: Family, earlier: &[u8], over: &AtomicBool) {
-    /// The prober uses small numbers first.
-    const NUMBERS: u16 = 4096;
-    let is_v6 = family == Family::V6;
-    let [pod, node, own, peer] = match family {
+/// Answers to all echoes of host 0 to the tunnel address of host 1, from a pod.
+fn flood(family: Family, earlier: Vec<u8>) -> Flood {
+    let [attacker, node, source, peer] = match family {
         Family::V4 => ["10.1.1.9", "10.1.1.1", "10.1.1.0", "10.1.2.0"],
         Family::V6 => ["fd00:1:0:1::9", "fd00:1:0:1::1", "fd00:1:0:1::", "fd00:1:0:2::"],
     }
-    .map(|address| address.parse::<IpAddr>().unwrap());
-    let raw = RawIcmp::open(is_v6);
-    let mut echo = earlier.to_vec();
-    for number in (0..NUMBERS).cycle() {
-        if over.load(Ordering::Relaxed) {
-            break;
-        }
-        echo[6..8].copy_from_slice(&number.to_be_bytes());
-        let quoted = packet(own, peer, &echo);
-        let minimal = &quoted[..quoted.len() - echo.len() + 8];
-        for (from, message) in [
-            (pod, reply(&echo)),
-            (peer, reply(&echo)),
-            (pod, too_big(is_v6, &quoted, 1290)),
-            (peer, too_big(is_v6, minimal, 1290)),
-        ] {
-            raw.send(from, node, &message);
-        }
-    }
+    .map(|address| address.parse().unwrap());
+    Flood { attacker, node, source, peer, earlier }
 }
 
 /// Ends floods when it is dropped.
@@ -305,7 +283,8 @@ fn a_pod_that_forges_answers_changes_no_path() {
         let checks = async {
             for (family, echo) in seen_there(&far).await {
                 let (pods, over) = (Arc::clone(&pods), Arc::clone(&over.0));
-                spawn_blocking(move || pods.run(|| flood(family, &echo, &over)));
+                let flood = flood(family, echo);
+                spawn_blocking(move || pods.run(|| flood.run(1290, &over)));
             }
             both("ok").await;
             far.run(|| {

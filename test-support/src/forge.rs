@@ -3,6 +3,7 @@
 
 use std::io::ErrorKind;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use socket2::{Domain, Protocol, Socket, Type};
@@ -78,6 +79,50 @@ impl RawIcmp {
     /// send, for example because a queue is full, is lost.
     pub fn send(&self, from: IpAddr, to: IpAddr, icmp: &[u8]) {
         let _ = self.out.send_to(&packet(from, to, icmp), &SocketAddr::new(to, 0).into());
+    }
+}
+
+/// An attack on a node's probes of the path to a peer, by a process that does not see them.
+#[derive(Debug)]
+pub struct Flood {
+    /// The address of the attacker.
+    pub attacker: IpAddr,
+    /// The address at which the node gets the messages.
+    pub node: IpAddr,
+    /// The address from which the node sends its probes.
+    pub source: IpAddr,
+    /// The address that is probed.
+    pub peer: IpAddr,
+    /// The ICMP message of an earlier probe, which the attacker has seen.
+    pub earlier: Vec<u8>,
+}
+
+impl Flood {
+    /// The probes of a node have these sequence numbers first.
+    const NUMBERS: u16 = 4096;
+
+    /// Sends answers to all probes until `over` is true: replies, and reports that only `most`
+    /// bytes pass, from the attacker's address and from that of the peer.
+    pub fn run(&self, most: u16, over: &AtomicBool) {
+        let Self { attacker, node, source, peer, earlier } = self;
+        let is_v6 = node.is_ipv6();
+        let raw = RawIcmp::open(is_v6);
+        let mut echo = earlier.clone();
+        for number in (0..Self::NUMBERS).cycle() {
+            if over.load(Ordering::Relaxed) {
+                break;
+            }
+            echo[6..8].copy_from_slice(&number.to_be_bytes());
+            let quoted = packet(*source, *peer, &echo);
+            // RFC 792 demands eight bytes.
+            let minimal = &quoted[..quoted.len() - echo.len() + 8];
+            let messages =
+                [reply(&echo), too_big(is_v6, &quoted, most), too_big(is_v6, minimal, most)];
+            for message in &messages {
+                raw.send(*attacker, *node, message);
+                raw.send(*peer, *node, message);
+            }
+        }
     }
 }
 

@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
+mod attacks;
 mod binary;
 mod cluster;
 mod confined;

@@ -47,7 +47,7 @@ fn pod(host: &Host) -> (Namespace, Ipv4Addr) {
     (pod.namespace().clone(), address)
 }
 
-fn ctl(lab: &Lab, host: &Host, args: &[&str]) -> Value {
+pub(crate) fn ctl(lab: &Lab, host: &Host, args: &[&str]) -> Value {
     let mut command = Command::new(env!("CARGO_BIN_EXE_lab"));
     command.args(["ctl", "--json"]).args(args);
     command.arg("--registry").arg(format!("dir:{}", lab.registry().display()));

@@ -1,0 +1,3 @@
+//! Attacks on a cluster, with packets made by hand.
+
+mod paths;
