@@ -1,5 +1,11 @@
 //! Blocking work in async functions.
 
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::Mutex;
+use tokio::time::Instant;
+
 /// Runs `work` on a blocking thread of tokio. Dropping the future does not stop work that has
 /// begun. If the runtime shuts down before the work begins, the future never ends.
 ///
@@ -10,5 +16,121 @@ pub async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'stat
         Ok(done) => done,
         Err(Ok(panic)) => std::panic::resume_unwind(panic),
         Err(Err(_)) => std::future::pending().await,
+    }
+}
+
+/// The answer to a question that costs much, shared by all who ask it: one question is under way
+/// at a time, and its answer is used again for some time. So many requests cost no more than few.
+/// Clones share the answer.
+#[derive(Debug)]
+pub struct SharedAnswer<T> {
+    keep: Duration,
+    known: Arc<Mutex<Option<(Instant, Arc<T>)>>>,
+}
+
+impl<T> Clone for SharedAnswer<T> {
+    fn clone(&self) -> Self {
+        Self { keep: self.keep, known: Arc::clone(&self.known) }
+    }
+}
+
+impl<T: Send + Sync + 'static> SharedAnswer<T> {
+    /// No answer yet. Each will be used for `keep` after it is there, by a clock that nobody sets.
+    pub fn new(keep: Duration) -> Self {
+        Self { keep, known: Arc::default() }
+    }
+
+    /// The answer, or that of `ask`, which runs on a blocking thread ([`blocking`]). If another
+    /// question is under way, waits for its answer.
+    ///
+    /// # Panics
+    /// `ask` panics, or there is no tokio runtime.
+    ///
+    /// # Cancel safety
+    /// Dropping the future does not stop a question that has begun. It stays the only one, and its
+    /// answer is used.
+    pub async fn get(&self, ask: impl FnOnce() -> T + Send + 'static) -> Arc<T> {
+        let mut known = Arc::clone(&self.known).lock_owned().await;
+        if let Some((at, answer)) = &*known
+            && at.elapsed() < self.keep
+        {
+            return Arc::clone(answer);
+        }
+        blocking(move || {
+            let answer = Arc::new(ask());
+            *known = Some((Instant::now(), Arc::clone(&answer)));
+            answer
+        })
+        .await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicU32, Ordering};
+    use std::sync::mpsc;
+
+    use super::*;
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    #[tokio::test]
+    async fn concurrent_calls_share_one_question_also_after_the_first_is_dropped() {
+        let (shared, asked) = (SharedAnswer::new(3600 * SECOND), Arc::new(AtomicU32::new(0)));
+        let (answer, awaited) = mpsc::channel();
+        let ask = {
+            let asked = Arc::clone(&asked);
+            move || {
+                asked.fetch_add(1, Ordering::Relaxed);
+                awaited.recv().unwrap()
+            }
+        };
+        let first = tokio::spawn({
+            let shared = shared.clone();
+            async move { shared.get(ask).await }
+        });
+        while asked.load(Ordering::Relaxed) == 0 {
+            tokio::task::yield_now().await;
+        }
+        first.abort();
+        assert!(first.await.unwrap_err().is_cancelled());
+        let others: Vec<_> = (0..16)
+            .map(|_| {
+                let (shared, asked) = (shared.clone(), Arc::clone(&asked));
+                tokio::spawn(async move {
+                    *shared.get(move || asked.fetch_add(1, Ordering::Relaxed)).await
+                })
+            })
+            .collect();
+        tokio::task::yield_now().await;
+        answer.send(77).unwrap();
+        for other in others {
+            assert_eq!(other.await.unwrap(), 77);
+        }
+        assert_eq!(asked.load(Ordering::Relaxed), 1);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_answer_is_used_for_its_time() {
+        let shared = SharedAnswer::new(SECOND);
+        let asked = Arc::new(AtomicU32::new(0));
+        let ask = async || {
+            let asked = Arc::clone(&asked);
+            *shared.get(move || asked.fetch_add(1, Ordering::Relaxed)).await
+        };
+        assert_eq!((ask().await, ask().await), (0, 0));
+        tokio::time::advance(SECOND - Duration::from_millis(1)).await;
+        assert_eq!(ask().await, 0);
+        tokio::time::advance(Duration::from_millis(1)).await;
+        assert_eq!((ask().await, ask().await), (1, 1));
+    }
+
+    #[tokio::test]
+    async fn a_question_that_panics_is_asked_again() {
+        let shared = SharedAnswer::new(3600 * SECOND);
+        let failing = shared.clone();
+        let failed = tokio::spawn(async move { failing.get(|| panic!("no answer")).await }).await;
+        assert!(failed.unwrap_err().is_panic());
+        assert_eq!(*shared.get(|| 7).await, 7);
     }
 }

@@ -610,8 +610,9 @@ mod tests {
         let (_observer, mut snapshot) = full().await;
         let now = SystemTime::now();
         let ago = |seconds| Some(now - Duration::from_secs(seconds));
-        snapshot.network.as_mut().unwrap().tunnels =
+        let tunnels =
             tunnels_with([(ago(9), 7), (ago(100), 7), (ago(181), 7), (None, 7), (None, 0)]);
+        snapshot.network.as_mut().unwrap().tunnels = Arc::new(tunnels);
         let text = metrics(&snapshot, Format::Text);
         for line in [
             "flannel_tunnels{state=\"fresh\"} 2",

@@ -20,6 +20,7 @@ use flannel_firewall::LegacyMemory;
 use flannel_paths::Paths;
 use tokio::sync::watch;
 
+use running::CountersRead;
 pub(crate) use running::{Rulebook, Running};
 pub(crate) use snapshot::{Counters, Facts, NetworkSnapshot, Snapshot};
 
@@ -55,6 +56,8 @@ struct Shared {
 struct Known {
     store: Option<Arc<dyn SubnetManager>>,
     running: Option<Arc<Running>>,
+    /// The counters of that network that requests share.
+    read: Arc<CountersRead>,
     /// The counters of the networks before it.
     earlier: Counters,
     facts: Facts,
@@ -113,6 +116,7 @@ impl Observer {
     pub(crate) fn running(&self, running: Running) -> RunningGuard<'_> {
         self.set(|known| {
             known.running = Some(Arc::new(running));
+            known.read = Arc::default();
             known.facts = Facts { networks: known.facts.networks + 1, ..Facts::default() };
             known.changed.clear();
         });
@@ -147,7 +151,8 @@ impl Observer {
             let status = Arc::clone(&running.handle.status.borrow());
             let view = running.views.borrow().clone();
             let (waiting, tunnels, traffic) = Default::default();
-            NetworkSnapshot { running, status, view, waiting, tunnels, traffic }
+            let read = Arc::clone(&known.read);
+            NetworkSnapshot { running, status, view, waiting, tunnels, traffic, read }
         });
         let store = known.store.as_ref();
         Snapshot {

@@ -232,7 +232,7 @@ pub(crate) mod tests {
         let mut read = tunnels_with([(at(9), 7), (None, 0)]);
         // From behind a NAT.
         read.0[0].1.sessions[0].endpoint = "198.51.100.7:4000".parse().ok();
-        snapshot.network.as_mut().unwrap().tunnels = read;
+        snapshot.network.as_mut().unwrap().tunnels = Arc::new(read);
         let tunnel = |handshake, endpoint: Option<&str>, sent| TunnelReport {
             device: "flannel-wg".into(),
             handshake,

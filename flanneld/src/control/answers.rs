@@ -170,6 +170,12 @@ fn answer(report: &impl Serialize) -> Response {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicU32, Ordering};
+    use std::time::Duration;
+
+    use flannel_core::kernel::{Annex, Changes, KernelError, Traffic};
+    use flannel_core::object::{Change, Key, Record};
     use flannel_core::status::Status;
 
     use super::*;
@@ -250,5 +256,72 @@ mod tests {
         assert!(status == 503 && body.contains("already"), "{status} {body}");
         drop(first);
         assert_eq!(ask(&site, "POST", "/v1/reload").await.0, 200);
+    }
+
+    /// A data plane that counts how often it is asked for its counters.
+    #[derive(Debug, Default)]
+    struct Asked(AtomicU32);
+
+    impl Annex for Asked {
+        fn name(&self) -> &'static str {
+            "asked"
+        }
+
+        fn records(&self) -> Result<Vec<Record>, KernelError> {
+            Ok(Vec::new())
+        }
+
+        fn apply(&self, _: &[Change]) -> Vec<Result<(), KernelError>> {
+            Vec::new()
+        }
+
+        fn changes(&self) -> Result<Box<dyn Changes>, KernelError> {
+            Err(KernelError::explained(95, "it has no changes"))
+        }
+
+        fn wait(&self, _: &Key, _: Duration) -> Result<(), KernelError> {
+            Ok(())
+        }
+
+        fn traffic(&self) -> Option<Traffic> {
+            let asked = self.0.fetch_add(1, Ordering::Relaxed) + 1;
+            let moved = Some((asked.into(), 0));
+            Some(Traffic { sent: moved, received: moved, ..Traffic::default() })
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn many_requests_read_the_counters_once_a_second() {
+        let observer = Observer::default();
+        let asked = Arc::new(Asked::default());
+        let (_subnets, mut running) = network(Status::default()).await;
+        running.annexes = vec![Arc::clone(&asked) as Arc<dyn Annex>];
+        let guard = observer.running(running);
+        let site = Arc::new(Answers::new(&observer, true));
+        let sent = |n: u32| format!("flannel_data_plane_packets_total{{direction=\"sent\"}} {n}\n");
+        for second in 1..=3 {
+            let requests: Vec<_> = (0..50)
+                .map(|n| {
+                    let site = Arc::clone(&site);
+                    let target = if n % 2 == 0 { "/metrics" } else { "/v1/status" };
+                    tokio::spawn(async move { (target, ask(&site, "GET", target).await) })
+                })
+                .collect();
+            for request in requests {
+                let (target, (status, body)) = request.await.unwrap();
+                assert_eq!(status, 200, "{target}: {body}");
+                assert!(target != "/metrics" || body.contains(&sent(second)), "{body}");
+            }
+            assert_eq!(asked.0.load(Ordering::Relaxed), second);
+            tokio::time::advance(Duration::from_secs(1)).await;
+        }
+        // The counters are those of the next network.
+        drop(guard);
+        let other = Arc::new(Asked::default());
+        let (_subnets, mut running) = network(Status::default()).await;
+        running.annexes = vec![Arc::clone(&other) as Arc<dyn Annex>];
+        let _guard = observer.running(running);
+        let (_, body) = ask(&site, "GET", "/metrics").await;
+        assert!(body.contains(&sent(1)), "{body}");
     }
 }

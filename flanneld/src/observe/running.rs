@@ -2,7 +2,7 @@
 
 use std::net::IpAddr;
 use std::sync::Arc;
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 use flannel_core::address::Dual;
 use flannel_core::backend::{Datapath, ExternalInterface};
@@ -10,7 +10,7 @@ use flannel_core::kernel::{Annex, Traffic};
 use flannel_core::lease::View;
 use flannel_core::network::NetworkHandle;
 use flannel_core::object::LinkName;
-use flannel_core::runtime::blocking;
+use flannel_core::runtime::SharedAnswer;
 use flannel_core::{Config, Kernel};
 use flannel_doctor::Network;
 use flannel_doctor::inputs::tunnels::Tunnels;
@@ -20,6 +20,9 @@ use flannel_paths::{Paths, ProbeSettings};
 use tokio::sync::watch;
 
 use crate::config::ControlConfig;
+
+/// The time for which requests share an answer.
+const SHARED: Duration = Duration::from_secs(1);
 
 /// The network that runs, and the values that it was built from.
 pub(crate) struct Running {
@@ -84,23 +87,6 @@ impl Running {
         ProbeSettings { interval, doctor_port, network }
     }
 
-    /// The encrypted tunnels, read on a blocking thread, without those that cannot be read.
-    pub(crate) async fn tunnels(&self) -> Tunnels {
-        let Some(kernel) = self.encrypted.clone() else { return Tunnels::default() };
-        let devices = self.datapath.encrypted.clone();
-        let (tunnels, unread) = blocking(move || Tunnels::read(&kernel, devices)).await;
-        for (link, error) in unread {
-            tracing::debug!(%link, %error, "the state of the tunnels cannot be read");
-        }
-        tunnels
-    }
-
-    /// The packets that the backend moves itself, read on a blocking thread.
-    pub(crate) async fn traffic(&self) -> Option<Traffic> {
-        let annexes = self.annexes.clone();
-        blocking(move || annexes.iter().find_map(|annex| annex.traffic())).await
-    }
-
     /// The addresses of the server for path probes. There are none with port 0, and none without a
     /// tunnel or a lease.
     pub(crate) fn probe_server(&self, port: u16) -> ServerConfig {
@@ -125,5 +111,42 @@ impl Running {
             views: self.views.clone(),
             status: self.handle.status.clone(),
         }
+    }
+}
+
+/// What the kernel and the data plane of a network answered last. Requests over TCP need no
+/// authentication, and reading thousands of peers takes long: so requests share the answers.
+#[derive(Debug)]
+pub(crate) struct CountersRead {
+    tunnels: SharedAnswer<Tunnels>,
+    traffic: SharedAnswer<Option<Traffic>>,
+}
+
+impl Default for CountersRead {
+    fn default() -> Self {
+        Self { tunnels: SharedAnswer::new(SHARED), traffic: SharedAnswer::new(SHARED) }
+    }
+}
+
+impl CountersRead {
+    /// The encrypted tunnels, without those that cannot be read.
+    pub(crate) async fn tunnels(&self, running: &Running) -> Arc<Tunnels> {
+        let Some(kernel) = running.encrypted.clone() else { return Arc::default() };
+        let devices = running.datapath.encrypted.clone();
+        let read = move || {
+            let (tunnels, unread) = Tunnels::read(&kernel, devices);
+            for (link, error) in unread {
+                tracing::debug!(%link, %error, "the state of the tunnels cannot be read");
+            }
+            tunnels
+        };
+        self.tunnels.get(read).await
+    }
+
+    /// The packets that the backend moves itself.
+    pub(crate) async fn traffic(&self, running: &Running) -> Option<Traffic> {
+        let annexes = running.annexes.clone();
+        let read = move || annexes.iter().find_map(|annex| annex.traffic());
+        Option::clone(&*self.traffic.get(read).await)
     }
 }

@@ -14,7 +14,7 @@ use flannel_core::{Config, Lease, Subnets};
 use flannel_doctor::inputs::tunnels::Tunnels;
 use flannel_firewall::Packets;
 
-use super::{Rulebook, Running};
+use super::{CountersRead, Rulebook, Running};
 
 /// Everything as it is at one moment.
 pub(crate) struct Snapshot {
@@ -99,10 +99,11 @@ pub(crate) struct NetworkSnapshot {
     /// The pending peers, if the network reported them; meaningless if the status is settled.
     pub(crate) waiting: Option<Waiting>,
     /// The encrypted tunnels; empty unless [`Snapshot::with_tunnels`] has read them.
-    pub(crate) tunnels: Tunnels,
+    pub(crate) tunnels: Arc<Tunnels>,
     /// The packets that the backend moves itself; `None` unless [`Snapshot::with_traffic`] has read
     /// them.
     pub(crate) traffic: Option<Traffic>,
+    pub(super) read: Arc<CountersRead>,
 }
 
 impl Snapshot {
@@ -111,18 +112,18 @@ impl Snapshot {
         self.store.as_ref().map(|store| store.store.as_str())
     }
 
-    /// The same with the state of the encrypted tunnels.
+    /// The same with the state of the encrypted tunnels, as it was within the last second.
     pub(crate) async fn with_tunnels(mut self) -> Self {
         if let Some(network) = &mut self.network {
-            network.tunnels = network.running.tunnels().await;
+            network.tunnels = network.read.tunnels(&network.running).await;
         }
         self
     }
 
-    /// The same with the packets that the backend moves itself.
+    /// The same with the packets that the backend moves itself, counted within the last second.
     pub(crate) async fn with_traffic(mut self) -> Self {
         if let Some(network) = &mut self.network {
-            network.traffic = network.running.traffic().await;
+            network.traffic = network.read.traffic(&network.running).await;
         }
         self
     }
