@@ -24,6 +24,12 @@ pub trait Clock: fmt::Debug + Send + Sync {
     /// The time since the machine was started, including suspended time.
     fn boottime(&self) -> Duration;
 
+    /// Identifies the start of the machine that [`Clock::boottime`] counts from. Boot times with
+    /// one identifier can be compared, also by two processes. `None`: not known, as by default.
+    fn boot(&self) -> Option<String> {
+        None
+    }
+
     /// The time of day.
     fn wall(&self) -> SystemTime;
 
@@ -33,6 +39,9 @@ pub trait Clock: fmt::Debug + Send + Sync {
     /// Waits until [`Clock::wall`] has reached `wall`, or the clock was set. May return early.
     async fn sleep_until_wall(&self, wall: SystemTime);
 }
+
+/// The random identifier of this start of the kernel.
+const BOOT: &str = "/proc/sys/kernel/random/boot_id";
 
 /// The clocks of Linux. Waiting needs a tokio runtime with I/O and time enabled.
 #[derive(Debug, Clone, Copy, Default)]
@@ -62,6 +71,10 @@ impl Clock for SystemClock {
         let now =
             clock_gettime(ClockId::CLOCK_BOOTTIME).expect("Linux has CLOCK_BOOTTIME since 2.6.39");
         now.into()
+    }
+
+    fn boot(&self) -> Option<String> {
+        std::fs::read_to_string(BOOT).ok().map(|id| id.trim().to_owned())
     }
 
     fn wall(&self) -> SystemTime {
@@ -95,5 +108,11 @@ mod tests {
         clock.sleep_until_wall(wall + 2 * pause).await;
         assert!(clock.wall() >= wall + 2 * pause);
         clock.sleep_until(Duration::ZERO).await;
+    }
+
+    #[test]
+    fn all_clocks_of_a_boot_have_one_identifier() {
+        let boot = SystemClock.boot().unwrap();
+        assert!(boot.len() == 36 && SystemClock.boot() == Some(boot.clone()), "{boot:?}");
     }
 }

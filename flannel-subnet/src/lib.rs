@@ -15,7 +15,7 @@ pub use allocate::allocate;
 pub use backoff::Backoff;
 pub use clock::{Clock, SystemClock};
 pub use files::atomic::{remove_temporary_files, replace_file};
-pub use files::cache::{Cache, CacheError, Saved};
+pub use files::cache::{BootTime, Cache, CacheError, Saved};
 pub use files::lock::FileLock;
 pub use files::own::read_own_file;
 pub use files::subnet_env::{SubnetEnv, SubnetEnvError};

@@ -24,6 +24,7 @@ use flannel_core::{Config, Lease, Result, SubnetManager, Subnets};
 use tokio::sync::watch;
 
 use crate::clock::{Clock, SystemClock};
+use crate::files::cache::Cache;
 use crate::reflect::Reflector;
 use crate::registry::{HolderId, Metered, Registry, unanswered};
 use crate::runtime::{Task, lock};
@@ -150,8 +151,10 @@ impl LocalManager {
     /// Keeps the last complete set of leases in this file, and starts from it while the store does
     /// not answer. The first view comes from the file, with the origin
     /// [`Cached`](flannel_core::lease::Origin::Cached). Until the store has answered once, the
-    /// config, the hints and the own lease come from it too. The own lease is valid until its end
-    /// by wall clock, and a hint afterwards ([`Hints::lapsed`]).
+    /// config, the hints and the own lease come from it too. The own lease is valid until its end,
+    /// and a hint afterwards ([`Hints::lapsed`]). The end counts by boot time if the machine still
+    /// runs since the file was written. Otherwise it has passed as soon as either clock has passed
+    /// it, until the store confirms the lease.
     ///
     /// The file also notes that another node with this node's public address took the own lease.
     /// [`acquire_lease`](SubnetManager::acquire_lease) then fails with
@@ -165,8 +168,17 @@ impl LocalManager {
     /// Reads the file.
     #[must_use]
     pub fn with_cache(self, path: impl Into<PathBuf>) -> Self {
+        self.with_opened_cache(Cache::open(path))
+    }
+
+    /// Like [`LocalManager::with_cache`], with a cache that is open.
+    ///
+    /// # Blocking
+    /// Reads the file.
+    #[must_use]
+    pub fn with_opened_cache(self, cache: Cache) -> Self {
         let holder = self.identity.holder;
-        let fallback = Fallback::new(&self.store, &self.clock, holder, Some(path.into()));
+        let fallback = Fallback::new(&self.store, &self.clock, holder, Some(cache));
         Self { fallback: Arc::new(fallback), ..self }
     }
 
@@ -175,10 +187,16 @@ impl LocalManager {
         self.holding.ownership_now()
     }
 
-    /// The time until the end of the lease if it is not renewed, by boot time. `None`: no lease is
-    /// held, the lease has no end, or its end has passed.
+    /// The time until the end of the lease if it is not renewed. `None`: no lease is held, the
+    /// lease has no end, or its end has passed.
     pub fn remaining(&self) -> Option<Duration> {
         self.holding.remaining()
+    }
+
+    /// Whether the end of the held lease is known by the wall clock only: the lease comes from the
+    /// cache, the machine was restarted since, and the store has not confirmed the lease yet.
+    pub fn relies_on_wall_clock(&self) -> bool {
+        self.holding.term().is_some_and(|term| term.wall_end.is_some())
     }
 
     fn views(&self) -> watch::Receiver<View> {
@@ -255,11 +273,14 @@ impl SubnetManager for LocalManager {
         let attrs = as_stored(attrs);
         // Another flannel on this host has written the lease since, so it must be taken over first.
         let is_ours = |cached: &Lease| !self.had_another_flannel(&cached.subnets);
-        let Some(cached) = self.fallback.own_lease_in_force().filter(is_ours) else {
+        let in_force = self.fallback.own_lease_in_force();
+        let Some((cached, end)) = in_force.filter(|(cached, _)| is_ours(cached)) else {
             return self.acquire(&attrs).await;
         };
         match self.fallback.promptly(self.acquire(&attrs)).await {
-            Err(error) if unanswered(&error) => Ok(self.settle_cached(&cached, &attrs, &error)),
+            Err(error) if unanswered(&error) => {
+                Ok(self.settle_cached(&cached, end, &attrs, &error))
+            }
             acquired => acquired,
         }
     }

@@ -286,6 +286,7 @@ mod tests {
             leases: [lease].into_iter().collect(),
             config: None,
             own: None,
+            own_end: None,
             lost: None,
         };
         let env = "FLANNEL_NETWORK=10.1.0.0/16\nFLANNEL_SUBNET=10.1.5.1/24\nFLANNEL_MTU=1450\n\

@@ -2,7 +2,8 @@
 //!
 //! A file that is damaged, belongs to another store or has a newer version is ignored. Peers'
 //! leases from the cache create and replace objects but delete none. The own lease is valid only
-//! until its end by wall clock.
+//! until its end: by boot time if the machine was not restarted since the file was written, else by
+//! wall clock.
 //!
 //! The file is text. The first line has the format, its version and a checksum of the rest. The
 //! second line is a JSON object with common values. Each other line is a lease: key, `since`,
@@ -19,6 +20,7 @@ use flannel_core::{Lease, Subnets};
 use serde::{Deserialize, Serialize};
 
 use super::{atomic, fnv1a, own::read_own_file};
+use crate::clock::Clock;
 use crate::registry::{ConfigText, HolderId};
 
 const FORMAT: &str = "flannel-leases";
@@ -29,6 +31,9 @@ const VERSION: &str = "1";
 #[derive(Debug, Clone)]
 pub struct Cache {
     path: PathBuf,
+    /// The content, instead of the file.
+    #[cfg(feature = "testing")]
+    memory: Option<std::sync::Arc<std::sync::Mutex<Option<Saved>>>>,
 }
 
 /// The content of a cache.
@@ -44,9 +49,33 @@ pub struct Saved {
     pub config: Option<ConfigText>,
     /// The own lease and the ID of its holder; `None` if this node held no lease.
     pub own: Option<(Lease, HolderId)>,
+    /// The end of the own lease by boot time. `None`: it has no end, or the store has not confirmed
+    /// it since the machine was started.
+    pub own_end: Option<BootTime>,
     /// The subnets of the last own lease, if another node with this node's public address took it;
     /// else `None`.
     pub lost: Option<Subnets>,
+}
+
+/// A time after the start of a machine.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BootTime {
+    /// The start of the machine, as [`Clock::boot`].
+    pub boot: String,
+    /// The time since then, including suspended time, in whole milliseconds.
+    #[serde(rename = "millis", with = "whole_millis")]
+    pub time: Duration,
+}
+
+/// The end of a lease from a cache.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum SavedEnd {
+    /// A reservation has no end.
+    Never,
+    /// The machine still runs, so its boot time counts, as if the daemon had not ended.
+    SameBoot(Duration),
+    /// The machine was started since. Only its wall clock can tell whether the end has passed.
+    Wall(SystemTime),
 }
 
 impl Saved {
@@ -55,12 +84,24 @@ impl Saved {
         View { leases: self.leases.clone(), origin: Origin::Cached { written: Some(self.written) } }
     }
 
-    /// The own lease if `holder` holds it and it ends after `now`, else `None`. If `now` is before
-    /// the time of writing, the clock was set back, and the lease is not valid.
-    pub fn own(&self, holder: HolderId, now: SystemTime) -> Option<&Lease> {
-        let (lease, held_by) = self.own.as_ref()?;
-        let in_force = lease.expires.is_none_or(|end| self.written <= now && now < end);
-        (*held_by == holder && in_force).then_some(lease)
+    /// The own lease if `holder` holds it, even if it has ended.
+    pub(crate) fn own(&self, holder: HolderId) -> Option<&Lease> {
+        self.own.as_ref().filter(|(_, held_by)| *held_by == holder).map(|(lease, _)| lease)
+    }
+
+    /// The end of the own lease if it is still to come, else `None`. After a restart of the
+    /// machine, a wall clock before the time of writing was set back, and the lease is not valid.
+    pub(crate) fn own_end(&self, clock: &dyn Clock) -> Option<SavedEnd> {
+        let (lease, _) = self.own.as_ref()?;
+        let Some(wall) = lease.expires else { return Some(SavedEnd::Never) };
+        let boot = clock.boot();
+        match self.own_end.as_ref().filter(|end| boot.as_ref() == Some(&end.boot)) {
+            Some(end) => (clock.boottime() < end.time).then_some(SavedEnd::SameBoot(end.time)),
+            None => {
+                let now = clock.wall();
+                (self.written <= now && now < wall).then_some(SavedEnd::Wall(wall))
+            }
+        }
     }
 }
 
@@ -93,7 +134,9 @@ struct Whole {
     written: u64,
     config: Option<(String, String)>,
     own: Option<Own>,
-    /// Builds without this field ignore it.
+    /// Builds without these fields ignore them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    own_end: Option<BootTime>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     lost: Option<String>,
 }
@@ -113,6 +156,24 @@ fn millis(time: SystemTime) -> u64 {
 
 fn time(millis: u64) -> Option<SystemTime> {
     SystemTime::UNIX_EPOCH.checked_add(Duration::from_millis(millis))
+}
+
+mod whole_millis {
+    use super::{Deserialize, Duration};
+
+    pub(super) fn serialize<S: serde::Serializer>(
+        time: &Duration,
+        serializer: S,
+    ) -> Result<S::Ok, S::Error> {
+        // It overflows after 584 million years.
+        serializer.serialize_u64(u64::try_from(time.as_millis()).unwrap_or(u64::MAX))
+    }
+
+    pub(super) fn deserialize<'de, D: serde::Deserializer<'de>>(
+        deserializer: D,
+    ) -> Result<Duration, D::Error> {
+        u64::deserialize(deserializer).map(Duration::from_millis)
+    }
 }
 
 fn line(lease: &Lease) -> String {
@@ -142,12 +203,30 @@ fn lease(line: &str) -> Result<Lease, String> {
 impl Cache {
     /// A cache in this file, which is not read or created yet.
     pub fn open(path: impl Into<PathBuf>) -> Self {
-        Self { path: path.into() }
+        Self {
+            path: path.into(),
+            #[cfg(feature = "testing")]
+            memory: None,
+        }
+    }
+
+    /// A cache that is no file. All clones share its content, which stays as long as one of them.
+    #[cfg(feature = "testing")]
+    pub fn in_memory() -> Self {
+        Self { path: PathBuf::from("memory"), memory: Some(std::sync::Arc::default()) }
     }
 
     /// The file.
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// Whether it is a file, so that it takes time to write it.
+    pub(crate) fn is_file(&self) -> bool {
+        #[cfg(feature = "testing")]
+        return self.memory.is_none();
+        #[cfg(not(feature = "testing"))]
+        true
     }
 
     /// Replaces the file in one step, with mode 0600. Creates its directory with mode 0700.
@@ -158,6 +237,11 @@ impl Cache {
     /// # Blocking
     /// Writes and syncs a file of about a hundred bytes per lease.
     pub fn save(&self, saved: &Saved) -> Result<(), CacheError> {
+        #[cfg(feature = "testing")]
+        if let Some(memory) = &self.memory {
+            *crate::runtime::lock(memory) = Some(saved.clone());
+            return Ok(());
+        }
         let io = |source| CacheError::Io { path: self.path.clone(), source };
         if let Some(dir) = self.path.parent() {
             fs::DirBuilder::new().recursive(true).mode(0o700).create(dir).map_err(io)?;
@@ -174,8 +258,13 @@ impl Cache {
     /// # Blocking
     /// Reads one file.
     pub fn load(&self) -> Result<Saved, CacheError> {
-        let bytes = read_own_file(&self.path)
-            .map_err(|source| CacheError::Io { path: self.path.clone(), source })?;
+        let io = |source| CacheError::Io { path: self.path.clone(), source };
+        #[cfg(feature = "testing")]
+        if let Some(memory) = &self.memory {
+            let saved = crate::runtime::lock(memory).clone();
+            return saved.ok_or_else(|| io(io::ErrorKind::NotFound.into()));
+        }
+        let bytes = read_own_file(&self.path).map_err(io)?;
         parse(&bytes).map_err(|reason| CacheError::Content { path: self.path.clone(), reason })
     }
 
@@ -209,6 +298,7 @@ fn text(saved: &Saved) -> String {
         written: millis(saved.written),
         config: saved.config.clone().map(|config| (config.location, config.text)),
         own,
+        own_end: saved.own_end.clone(),
         lost: saved.lost.map(|subnets| subnets.to_string()),
     };
     // Serialization fails only for I/O and for maps with keys that are not strings.
@@ -259,6 +349,7 @@ fn parse(bytes: &[u8]) -> Result<Saved, String> {
         leases: lines.map(lease).collect::<Result<_, _>>()?,
         config: whole.config.map(|(location, text)| ConfigText { location, text }),
         own,
+        own_end: whole.own_end,
         lost: whole.lost.as_deref().map(key).transpose()?,
     })
 }
@@ -305,6 +396,7 @@ mod tests {
             leases: (0..peers).map(peer).collect(),
             config: Some(config),
             own: Some((Lease { expires: Some(at(2_000)), ..peer(1) }, HolderId(7))),
+            own_end: Some(BootTime { boot: "a b".into(), time: Duration::from_millis(500_001) }),
             lost: None,
         }
     }
@@ -316,7 +408,8 @@ mod tests {
         assert!(matches!(cache.load(), Err(CacheError::Io { .. })));
         assert_eq!(cache.load_from("any"), None);
         let lost = Some(peer(2).subnets);
-        for saved in [saved(3), Saved { own: None, config: None, lost, ..saved(0) }] {
+        let none = Saved { own: None, own_end: None, config: None, lost, ..saved(0) };
+        for saved in [saved(3), none] {
             cache.save(&saved).unwrap();
             assert_eq!(cache.load().unwrap(), saved);
             assert_eq!(cache.load_from(&saved.store), Some(saved));
@@ -331,23 +424,73 @@ mod tests {
         assert!(error.contains("a symbolic link"), "{error}");
     }
 
+    /// Clocks that stand still.
+    #[derive(Debug)]
+    struct Still {
+        boot: Option<&'static str>,
+        boottime: u64,
+        wall: u64,
+    }
+
+    #[async_trait::async_trait]
+    impl Clock for Still {
+        fn boottime(&self) -> Duration {
+            Duration::from_secs(self.boottime)
+        }
+
+        fn boot(&self) -> Option<String> {
+            self.boot.map(ToOwned::to_owned)
+        }
+
+        fn wall(&self) -> SystemTime {
+            at(self.wall)
+        }
+
+        async fn sleep_until(&self, _: Duration) {}
+
+        async fn sleep_until_wall(&self, _: SystemTime) {}
+    }
+
+    #[test]
+    fn the_own_lease_belongs_to_its_holder() {
+        assert!(saved(0).own(HolderId(7)).is_some() && saved(0).own(HolderId(8)).is_none());
+    }
+
     #[test]
     fn the_own_lease_counts_until_its_end() {
-        let saved = saved(0);
-        for (holder, now, ours) in [
-            (7, 1_000, true),
-            (7, 1_999, true),
-            (7, 2_000, false),
-            (7, 999, false),
-            (8, 1_500, false),
+        let (wall, boot) = (SavedEnd::Wall(at(2_000)), Duration::from_millis(500_001));
+        let same = SavedEnd::SameBoot(boot);
+        for (boot, boottime, now, end) in [
+            (None, 9, 1_000, Some(wall)),
+            (None, 9, 1_999, Some(wall)),
+            (None, 9, 2_000, None),
+            (None, 9, 999, None),
+            // The machine was started since.
+            (Some("c"), 9, 1_500, Some(wall)),
+            (Some("c"), 900, 1_500, Some(wall)),
+            (Some("c"), 9, 2_500, None),
+            // The machine still runs: its wall clock does not count.
+            (Some("a b"), 500, 1_500, Some(same)),
+            (Some("a b"), 500, 1, Some(same)),
+            (Some("a b"), 500, 9_999, Some(same)),
+            (Some("a b"), 501, 1_500, None),
         ] {
-            assert_eq!(saved.own(HolderId(holder), at(now)).is_some(), ours, "{holder} {now}");
+            let clock = Still { boot, boottime, wall: now };
+            assert_eq!(saved(0).own_end(&clock), end, "{clock:?}");
         }
-        let reservation = Saved { own: Some((peer(1), HolderId(7))), ..saved };
-        assert!(
-            reservation.own(HolderId(7), at(1)).is_some()
-                && reservation.own(HolderId(7), at(9_999)).is_some()
-        );
+        let reservation = Saved { own: Some((peer(1), HolderId(7))), own_end: None, ..saved(0) };
+        for wall in [1, 9_999] {
+            let clock = Still { boot: Some("c"), boottime: 9, wall };
+            assert_eq!(reservation.own_end(&clock), Some(SavedEnd::Never));
+        }
+    }
+
+    /// Written by a build without boot times.
+    #[test]
+    fn a_cache_without_a_boot_time_is_read() {
+        let body = text(&Saved { own_end: None, ..saved(2) });
+        assert!(!body.contains("own_end"), "{body}");
+        assert_eq!(parse(body.as_bytes()).unwrap(), Saved { own_end: None, ..saved(2) });
     }
 
     #[test]

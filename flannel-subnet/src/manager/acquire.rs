@@ -14,6 +14,7 @@ use super::holding::{HeldLease, LeaseTerm};
 use super::listing::{earlier, fits, occupied, own_entry, unfit};
 use crate::allocate::allocate;
 use crate::backoff::Backoff;
+use crate::files::cache::SavedEnd;
 use crate::registry::{Entry, LeaseGrant, Listing, Registry};
 use crate::runtime::lock;
 
@@ -85,6 +86,8 @@ impl LocalManager {
             };
             if entry.holder.is_some() {
                 tracing::warn!(%subnets, %reason, "this node's lease is deleted");
+                // Otherwise a restart without the store would find it in the cache.
+                self.fallback.forget_own(&subnets).await;
                 let deleted = self.store.delete(&subnets, entry.lease.revision).await;
                 return lost_race(deleted.map(|()| None)).map(Attempt::from);
             }
@@ -138,7 +141,7 @@ impl LocalManager {
                 true => Some(self.ttl),
                 false => self.store.keep_alive(&subnets, self.identity.holder).await?,
             };
-            return Ok(ttl.map(|ttl| self.settle(entry.clone(), LeaseTerm { sent, ttl })));
+            return Ok(ttl.map(|ttl| self.settle(entry.clone(), LeaseTerm::confirmed(sent, ttl))));
         }
         if let Some(id) = entry.holder.filter(|_| !ours) {
             let node = holder(&entry.lease.attrs);
@@ -180,7 +183,7 @@ impl LocalManager {
             }
             Err(_) => None,
         };
-        let term = LeaseTerm { sent, ttl: self.ttl };
+        let term = LeaseTerm::confirmed(sent, self.ttl);
         Ok(written.map(|entry| self.settle(entry, term)).into())
     }
 
@@ -242,7 +245,7 @@ impl LocalManager {
     ) -> Result<Lease> {
         let sent = self.clock.boottime();
         let written = self.store.update(subnets, at, attrs, self.grant(reserved)).await?;
-        Ok(self.settle(written, LeaseTerm { sent, ttl: self.ttl }))
+        Ok(self.settle(written, LeaseTerm::confirmed(sent, self.ttl)))
     }
 
     /// The grant for a write; `None` for a reservation, which stays a reservation.
@@ -255,10 +258,7 @@ impl LocalManager {
         let term = entry.holder.map(|_| term);
         let mut lease = Arc::unwrap_or_clone(entry.lease);
         // If no clock can reach the time, the lease never expires.
-        lease.expires = term.and_then(|term| {
-            let left = term.end().saturating_sub(self.clock.boottime());
-            self.clock.wall().checked_add(left)
-        });
+        lease.expires = term.and_then(|term| term.expires(&*self.clock));
         let Lease { subnets, revision, .. } = lease;
         let attrs = lease.attrs.clone();
         self.holding.set(HeldLease { subnets, attrs, revision, term, cached: false });
@@ -266,12 +266,13 @@ impl LocalManager {
     }
 
     /// Notes the lease from the cache. Changed attributes are published when the store answers.
-    pub(super) fn settle_cached(&self, cached: &Lease, attrs: &LeaseAttrs, error: &Error) -> Lease {
-        let (boottime, wall) = (self.clock.boottime(), self.clock.wall());
-        let term = cached.expires.map(|end| LeaseTerm {
-            sent: boottime,
-            ttl: end.duration_since(wall).unwrap_or_default(),
-        });
+    pub(super) fn settle_cached(
+        &self,
+        cached: &Lease,
+        end: SavedEnd,
+        attrs: &LeaseAttrs,
+        error: &Error,
+    ) -> Lease {
         let subnets = cached.subnets;
         tracing::warn!(
             %subnets, %error,
@@ -280,6 +281,7 @@ impl LocalManager {
         // With changed attributes, any revision that the store shows must be checked.
         let same = cached.attrs == *attrs;
         let revision = if same { cached.revision } else { Revision::default() };
+        let term = LeaseTerm::cached(end, &*self.clock);
         let held_lease = HeldLease { subnets, attrs: attrs.clone(), revision, term, cached: true };
         self.holding.set(held_lease);
         Lease { attrs: attrs.clone(), ..cached.clone() }

@@ -1,6 +1,5 @@
 //! The cache of a manager: written while the store answers, and used until it has answered once.
 
-use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -11,9 +10,9 @@ use flannel_core::runtime::blocking;
 use flannel_core::{Error, Lease, Result, Subnets};
 use tokio::sync::{Notify, watch};
 
-use super::holding::{HeldLease, Holding, LeaseTerm};
+use super::holding::{HeldLease, Holding};
 use crate::clock::Clock;
-use crate::files::cache::{Cache, Saved};
+use crate::files::cache::{BootTime, Cache, Saved, SavedEnd};
 use crate::registry::{ConfigText, HolderId, Metered, Registry, unanswered};
 use crate::runtime::{Task, lock};
 
@@ -48,14 +47,13 @@ pub(super) struct Fallback {
 
 impl Fallback {
     /// # Blocking
-    /// Reads the file at `path`, if there is one.
+    /// Reads the file of the cache, if there is one.
     pub(super) fn new(
         store: &Arc<Metered>,
         clock: &Arc<dyn Clock>,
         holder: HolderId,
-        path: Option<PathBuf>,
+        cache: Option<Cache>,
     ) -> Self {
-        let cache = path.map(Cache::open);
         let loaded = cache.as_ref().and_then(|cache| cache.load_from(&store.to_string()));
         Self {
             store: Arc::clone(store),
@@ -83,15 +81,29 @@ impl Fallback {
         self.loaded.as_ref().filter(|_| self.store.status().confirmed.is_none())
     }
 
-    /// The own lease from the cache, if it has not ended.
-    pub(super) fn own_lease_in_force(&self) -> Option<Lease> {
-        self.cached()?.own(self.holder, self.clock.wall()).cloned()
+    /// The own lease from the cache and its end, if it has not ended.
+    pub(super) fn own_lease_in_force(&self) -> Option<(Lease, SavedEnd)> {
+        let saved = self.cached()?;
+        Some((saved.own(self.holder)?.clone(), saved.own_end(&*self.clock)?))
     }
 
     /// The own lease from the cache, even if it has ended.
     pub(super) fn own_lease(&self) -> Option<Lease> {
-        let (lease, holder) = self.cached()?.own.as_ref()?;
-        (*holder == self.holder).then(|| lease.clone())
+        self.cached()?.own(self.holder).cloned()
+    }
+
+    /// Removes the own lease from the file if it has these subnets. A failure is logged.
+    pub(super) async fn forget_own(self: &Arc<Self>, subnets: &Subnets) {
+        let Some(cache) = self.cache.clone() else { return };
+        let (fallback, subnets) = (Arc::clone(self), *subnets);
+        self.blocking(move || {
+            let _saving = lock(&fallback.saving);
+            let Ok(saved) = cache.load() else { return };
+            if saved.own.as_ref().is_some_and(|(lease, _)| lease.subnets == subnets) {
+                fallback.replace(&Saved { own: None, own_end: None, ..saved });
+            }
+        })
+        .await;
     }
 
     /// The result of a request to the store. Until the store has answered once, it must answer
@@ -158,28 +170,45 @@ impl Fallback {
 
     async fn write(self: Arc<Self>, mut views: watch::Receiver<View>, holding: Arc<Holding>) {
         let mut lease = holding.subscribe();
+        // It changes when the wall clock is set. The file has ends by wall clock.
+        let mut ownership = holding.ownership();
         // A view from the cache need not be written to it.
         let live = |view: &View| matches!(view.origin, Origin::Live { .. });
         if views.wait_for(live).await.is_err() {
             return;
         }
         loop {
+            views.mark_unchanged();
+            lease.mark_unchanged();
+            ownership.mark_unchanged();
             let (fallback, latest) = (Arc::clone(&self), views.clone());
-            let holding = Arc::clone(&holding);
-            blocking(move || fallback.save(&latest, &holding)).await;
+            let saved = Arc::clone(&holding);
+            self.blocking(move || fallback.save(&latest, &saved)).await;
             tokio::time::sleep(PAUSE).await;
             tokio::select! {
                 changed = views.changed() => if changed.is_err() { return },
                 () = self.config_changed.notified() => (),
                 // `holding` lives as long as this task.
                 _ = lease.changed() => (),
+                _ = ownership.changed() => (),
             }
+        }
+    }
+
+    /// Writes the cache on another thread if that can take long.
+    async fn blocking(&self, save: impl FnOnce() + Send + 'static) {
+        if self.cache.as_ref().is_some_and(Cache::is_file) {
+            blocking(save).await;
+        } else {
+            save();
         }
     }
 
     /// Writes the cache.
     pub(super) fn save(&self, views: &watch::Receiver<View>, holding: &Holding) {
-        let Some(cache) = &self.cache else { return };
+        if self.cache.is_none() {
+            return;
+        }
         // Taken before the state is read, so that the last writer has the latest state.
         let _saving = lock(&self.saving);
         let view = views.borrow().clone();
@@ -193,16 +222,25 @@ impl Fallback {
             _ => None,
         };
         let Some(written) = written else { return };
-        let own = holding.get().map(|HeldLease { subnets, attrs, revision, term, .. }| {
+        let held = holding.get();
+        let term = held.as_ref().and_then(|held| held.term);
+        let own_end = term
+            .filter(|term| term.wall_end.is_none())
+            .and_then(|term| Some(BootTime { boot: self.clock.boot()?, time: term.end() }));
+        let own = held.map(|HeldLease { subnets, attrs, revision, .. }| {
             let since = view.leases.get(&subnets).map_or(revision, |lease| lease.since);
-            let left = |term: LeaseTerm| term.end().saturating_sub(self.clock.boottime());
-            let expires = term.and_then(|term| now.checked_add(left(term)));
+            let expires = term.and_then(|term| term.expires(&*self.clock));
             (Lease { subnets, attrs, expires, since, revision }, self.holder)
         });
         let (store, config) = (self.store.to_string(), lock(&self.config).clone());
         let lost = self.lost();
-        let saved = Saved { store, written, leases: view.leases, config, own, lost };
-        if let Err(error) = cache.save(&saved) {
+        self.replace(&Saved { store, written, leases: view.leases, config, own, own_end, lost });
+    }
+
+    /// Replaces the content of the cache. A failure is logged.
+    fn replace(&self, saved: &Saved) {
+        let Some(cache) = &self.cache else { return };
+        if let Err(error) = cache.save(saved) {
             let text = error.to_string();
             if let Some(more) = lock(&self.unwritten).line(self.clock.boottime(), &text) {
                 tracing::warn!(%error, more, "the cache cannot be written");

@@ -12,7 +12,7 @@ use flannel_core::{Error, Lease, Result, Subnets};
 use tokio::sync::watch;
 
 use super::LocalManager;
-use super::holding::{HeldLease, LeaseTerm};
+use super::holding::{HeldLease, LeaseTerm, State};
 use super::listing::as_stored;
 use crate::backoff::Backoff;
 use crate::registry::{Entry, Registry, Skipped};
@@ -21,7 +21,10 @@ use crate::runtime::{lock, or_never};
 /// A difference between our key in the view and the held lease.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Difference {
-    Gone,
+    /// The store had no such key at this revision of the store. It may have had one between two
+    /// revisions, so each is evaluated.
+    Gone(Revision),
+    /// The key has this revision.
     At(Revision),
 }
 
@@ -30,6 +33,8 @@ impl LocalManager {
     pub(super) async fn hold(&self, held: &Lease) -> Result<LeaseEnd> {
         self.resume(held);
         let mut views = self.views();
+        // The wall clock can end a lease from the cache before its renewal is due.
+        let mut state = self.holding.subscribe();
         let mut cached = self.holding.get().is_some_and(|held_lease| held_lease.cached);
         let mut backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(60));
         let mut evaluated = None;
@@ -38,6 +43,7 @@ impl LocalManager {
         let (mut searched, mut stray) = (LeaseSet::default(), false);
         loop {
             let view = views.borrow_and_update().clone();
+            state.mark_unchanged();
             if cached && matches!(view.origin, Origin::Live { .. }) {
                 // The store is back. The lease is renewed at once, because some stores distinguish
                 // a deleted lease from an expired one only if this process has renewed it.
@@ -63,7 +69,7 @@ impl LocalManager {
                 swept.map(|()| None)
             } else {
                 evaluated = evaluated.filter(|_| difference.is_some());
-                self.wait(again.or(renewal), &mut views).await;
+                self.wait(again.or(renewal), &mut views, &mut state).await;
                 continue;
             };
             match outcome {
@@ -117,17 +123,17 @@ impl LocalManager {
                 subnets: held.subnets,
                 attrs: as_stored(&held.attrs),
                 revision: held.revision,
-                term: held.expires.map(|_| LeaseTerm { sent, ttl: Duration::ZERO }),
+                term: held.expires.map(|_| LeaseTerm::confirmed(sent, Duration::ZERO)),
                 cached: false,
             });
         }
     }
 
     fn difference(&self, view: &View) -> Option<Difference> {
-        let Origin::Live { .. } = view.origin else { return None };
+        let Origin::Live { revision: now } = view.origin else { return None };
         let held = self.holding.get()?;
         match view.leases.get(&held.subnets).map(|lease| lease.revision) {
-            None => Some(Difference::Gone),
+            None => Some(Difference::Gone(now)),
             Some(revision) => (revision != held.revision).then_some(Difference::At(revision)),
         }
     }
@@ -154,12 +160,18 @@ impl LocalManager {
         }
     }
 
-    async fn wait(&self, until: Option<Duration>, views: &mut watch::Receiver<View>) {
+    async fn wait(
+        &self,
+        until: Option<Duration>,
+        views: &mut watch::Receiver<View>,
+        state: &mut watch::Receiver<State>,
+    ) {
         tokio::select! {
             biased;
             () = or_never(until.map(|until| self.clock.sleep_until(until))) => (),
-            // The reflector lives as long as this manager.
+            // The reflector and the state live as long as this manager.
             _ = views.changed() => (),
+            _ = state.changed() => (),
         }
     }
 
@@ -183,7 +195,7 @@ impl LocalManager {
             return Ok(end);
         };
         if end.is_none() {
-            self.holding.renew(LeaseTerm { sent, ttl });
+            self.holding.renew(LeaseTerm::confirmed(sent, ttl));
             tracing::debug!(subnets = %held_lease.subnets, "lease renewed");
         }
         Ok(end)
@@ -212,7 +224,7 @@ impl LocalManager {
             // An earlier attempt to restore it succeeded just now.
             Some(entry) => self.evaluate(&held_lease, entry).await,
             // The store knew the holder at a time when the key was gone.
-            None if self.clock.boottime() < (LeaseTerm { sent, ttl }).end() => {
+            None if self.clock.boottime() < LeaseTerm::confirmed(sent, ttl).end() => {
                 Ok(Some(LeaseEnd::Deleted))
             }
             None => {
@@ -274,7 +286,7 @@ impl LocalManager {
         if now == desired {
             // A reservation that became a lease is renewed at once, to learn its time to live.
             let sent = self.clock.boottime();
-            self.settle(entry, term.unwrap_or(LeaseTerm { sent, ttl: Duration::ZERO }));
+            self.settle(entry, term.unwrap_or(LeaseTerm::confirmed(sent, Duration::ZERO)));
             return Ok(None);
         }
         if let Some(more) = lock(&self.changed).line(self.clock.boottime(), "changed") {
@@ -302,7 +314,7 @@ impl LocalManager {
                 let Some(entry) = self.undisputed(entry).await? else {
                     return Ok(Some(lost_dispute()));
                 };
-                self.settle(entry, LeaseTerm { sent, ttl: self.ttl });
+                self.settle(entry, LeaseTerm::confirmed(sent, self.ttl));
                 tracing::warn!(%subnets, "the lease had expired, its subnets were acquired again");
                 Ok(None)
             }

@@ -3,6 +3,10 @@
 //! The ownership ends one time to live after the last confirmed renewal was *sent*. The store
 //! counts from a later moment, so it does not expire the lease earlier. A margin is subtracted for
 //! the drift between two clocks.
+//!
+//! After a restart of the machine, the rest of a lease from the cache is known by the wall clock
+//! only, which may be wrong and be set later. Until the store confirms such a lease, it ends when
+//! either clock passes its end.
 
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, SystemTime};
@@ -13,6 +17,7 @@ use flannel_core::subnet::{LeaseEnd, Loss, Ownership};
 use tokio::sync::watch;
 
 use crate::clock::Clock;
+use crate::files::cache::SavedEnd;
 use crate::runtime::{Task, or_never};
 
 /// The drift between two clocks is at most one part in this many: the kernel slews a clock by up to
@@ -40,9 +45,56 @@ pub(super) struct LeaseTerm {
     /// The time at which the last confirmed write or renewal was sent.
     pub(super) sent: Duration,
     pub(super) ttl: Duration,
+    /// An end by wall clock, which counts too; `None`: boot time alone counts, as after each answer
+    /// of the store.
+    pub(super) wall_end: Option<SystemTime>,
 }
 
 impl LeaseTerm {
+    /// A term that the store has confirmed.
+    pub(super) fn confirmed(sent: Duration, ttl: Duration) -> Self {
+        Self { sent, ttl, wall_end: None }
+    }
+
+    /// A term of a lease from the cache. `None`: the lease has no end.
+    pub(super) fn cached(end: SavedEnd, clock: &dyn Clock) -> Option<Self> {
+        let sent = clock.boottime();
+        match end {
+            SavedEnd::Never => None,
+            SavedEnd::SameBoot(end) => Some(Self::confirmed(sent, end.saturating_sub(sent))),
+            SavedEnd::Wall(end) => {
+                let ttl = end.duration_since(clock.wall()).unwrap_or_default();
+                Some(Self { sent, ttl, wall_end: Some(end) })
+            }
+        }
+    }
+
+    /// The remaining time by the clock that reaches the end first; `None`: one has passed it.
+    fn left(&self, clock: &dyn Clock) -> Option<Duration> {
+        let by_boottime = self.end().checked_sub(clock.boottime())?;
+        let left = match self.wall_end {
+            Some(end) => by_boottime.min(end.duration_since(clock.wall()).ok()?),
+            None => by_boottime,
+        };
+        Some(left).filter(|left| !left.is_zero())
+    }
+
+    /// The end by wall clock, or the present if it has passed; `None`: no clock can reach it.
+    pub(super) fn expires(&self, clock: &dyn Clock) -> Option<SystemTime> {
+        clock.wall().checked_add(self.left(clock).unwrap_or_default())
+    }
+
+    /// Ends the term now if the wall clock has passed its end, so that no later setting of the
+    /// clock brings it back. Returns whether it did.
+    fn cut(&mut self, clock: &dyn Clock) -> bool {
+        let is_over = self.wall_end.is_some_and(|end| end <= clock.wall());
+        if is_over {
+            let ttl = clock.boottime().saturating_sub(self.sent);
+            *self = Self::confirmed(self.sent, self.ttl.min(ttl));
+        }
+        is_over
+    }
+
     /// The end, a thousandth early for the drift between the store's clock and ours.
     pub(super) fn end(&self) -> Duration {
         self.sent.saturating_add(self.ttl - self.ttl / DRIFT)
@@ -68,6 +120,20 @@ impl State {
             Self::Held(lease) => Some(lease),
             Self::NotAcquired | Self::Ended(..) => None,
         }
+    }
+
+    /// Ends a term whose end the wall clock has passed. Returns whether it did.
+    fn cut(&mut self, clock: &dyn Clock) -> bool {
+        let Self::Held(HeldLease { subnets, term: Some(term), .. }) = self else { return false };
+        let was_cut = term.cut(clock);
+        if was_cut {
+            tracing::warn!(
+                %subnets,
+                "the wall clock has passed the end of the lease from the cache, this node no longer \
+                 owns the subnets until the store confirms them"
+            );
+        }
+        was_cut
     }
 }
 
@@ -98,12 +164,12 @@ impl Holding {
 
     /// The end of the held lease has passed.
     pub(super) fn has_lapsed(&self) -> bool {
-        self.term().is_some_and(|term| remaining(term, &*self.clock).is_none())
+        self.term().is_some_and(|term| term.left(&*self.clock).is_none())
     }
 
     /// The remaining time unless the lease is renewed; `None` if none is held or it has no end.
     pub(super) fn remaining(&self) -> Option<Duration> {
-        remaining(self.term()?, &*self.clock)
+        self.term()?.left(&*self.clock)
     }
 
     /// Sets the held lease.
@@ -111,7 +177,7 @@ impl Holding {
         self.state.send_replace(State::Held(lease));
         self.publish();
         self.follower.get_or_init(|| {
-            let (state, ownership) = (self.state.subscribe(), self.ownership.clone());
+            let (state, ownership) = (self.state.clone(), self.ownership.clone());
             Task::spawn(follow(state, ownership, Arc::clone(&self.clock)))
         });
     }
@@ -136,6 +202,7 @@ impl Holding {
 
     /// The ownership of the subnets at this moment.
     pub(super) fn ownership_now(&self) -> Ownership {
+        self.state.send_if_modified(|state| state.cut(&*self.clock));
         ownership(&self.state.borrow(), &*self.clock)
     }
 
@@ -161,18 +228,14 @@ fn ownership(state: &State, clock: &dyn Clock) -> Ownership {
         State::Held(lease) => lease,
     };
     let Some(term) = lease.term else { return Ownership::Held { until: None } };
-    let wall = clock.wall();
-    match remaining(term, clock) {
-        Some(left) => Ownership::Held { until: wall.checked_add(left) },
+    match term.left(clock) {
+        Some(_) => Ownership::Held { until: term.expires(clock) },
         None => {
+            let wall = clock.wall();
             let ago = clock.boottime().saturating_sub(term.end());
             Ownership::Lost { since: wall.checked_sub(ago).unwrap_or(wall), why: Loss::Unconfirmed }
         }
     }
-}
-
-fn remaining(term: LeaseTerm, clock: &dyn Clock) -> Option<Duration> {
-    term.end().checked_sub(clock.boottime()).filter(|left| !left.is_zero())
 }
 
 fn publish(published: &watch::Sender<Ownership>, now: Ownership) {
@@ -199,11 +262,13 @@ fn publish(published: &watch::Sender<Ownership>, now: Ownership) {
 /// Publishes the end of the lease when it comes, and a new wall time of the end when the clock was
 /// set.
 async fn follow(
-    mut state: watch::Receiver<State>,
+    states: watch::Sender<State>,
     published: watch::Sender<Ownership>,
     clock: Arc<dyn Clock>,
 ) {
+    let mut state = states.subscribe();
     loop {
+        states.send_if_modified(|state| state.cut(&*clock));
         let (now, end) = {
             let state = state.borrow_and_update();
             let term = state.lease().and_then(|lease| lease.term);
@@ -222,7 +287,8 @@ async fn follow(
         });
         tokio::select! {
             () = or_never(over) => (),
-            changed = state.changed() => if changed.is_err() { return },
+            // `states` is one of its senders.
+            _ = state.changed() => (),
         }
     }
 }
@@ -279,7 +345,7 @@ mod tests {
         let clock = Arc::new(SetClock { start, wall, set: Notify::new() });
         let holding = Holding::new(Arc::clone(&clock) as _);
         let mut ownership = holding.ownership();
-        let term = Some(LeaseTerm { sent: Duration::ZERO, ttl });
+        let term = Some(LeaseTerm::confirmed(Duration::ZERO, ttl));
         let subnets = "10.1.5.0-24".parse().unwrap();
         let (attrs, revision) = (LeaseAttrs::default(), Revision(1));
         holding.set(HeldLease { subnets, attrs, revision, term, cached: false });

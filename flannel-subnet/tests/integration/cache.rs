@@ -7,7 +7,7 @@ use std::time::{Duration, SystemTime};
 use async_trait::async_trait;
 use flannel_core::address::Dual;
 use flannel_core::lease::{LeaseAttrs, Origin, View};
-use flannel_core::subnet::{LeaseEnd, Ownership};
+use flannel_core::subnet::{LeaseEnd, Loss, Ownership};
 use flannel_core::{Error, Lease, SubnetManager, Subnets};
 use flannel_subnet::testing::TokioClock;
 use flannel_subnet::{
@@ -30,24 +30,46 @@ fn attrs(node: u8) -> LeaseAttrs {
         .unwrap()
 }
 
-/// A wall clock with an offset.
-#[derive(Debug)]
-struct WallClock(TokioClock, i64);
+/// A wall clock with an offset in seconds, which a test sets, and a boot.
+#[derive(Debug, Clone)]
+struct WallClock {
+    clock: TokioClock,
+    offset: watch::Sender<i64>,
+    boot: Option<&'static str>,
+}
+
+impl WallClock {
+    fn new(clock: &TokioClock, offset: i64, boot: Option<&'static str>) -> Self {
+        Self { clock: clock.clone(), offset: watch::Sender::new(offset), boot }
+    }
+
+    fn set(&self, offset: i64) {
+        self.offset.send_replace(offset);
+    }
+}
 
 #[async_trait]
 impl Clock for WallClock {
     fn boottime(&self) -> Duration {
-        self.0.boottime()
+        self.clock.boottime()
+    }
+    fn boot(&self) -> Option<String> {
+        self.boot.map(ToOwned::to_owned)
     }
     fn wall(&self) -> SystemTime {
-        let by = Duration::from_secs(self.1.unsigned_abs());
-        if self.1 < 0 { self.0.wall() - by } else { self.0.wall() + by }
+        let offset = *self.offset.borrow();
+        let by = Duration::from_secs(offset.unsigned_abs());
+        if offset < 0 { self.clock.wall() - by } else { self.clock.wall() + by }
     }
     async fn sleep_until(&self, boottime: Duration) {
-        self.0.sleep_until(boottime).await;
+        self.clock.sleep_until(boottime).await;
     }
     async fn sleep_until_wall(&self, wall: SystemTime) {
-        self.0.sleep_until_wall(wall).await;
+        let mut set = self.offset.subscribe();
+        tokio::select! {
+            () = sleep(wall.duration_since(self.wall()).unwrap_or_default()) => (),
+            _ = set.changed() => (),
+        }
     }
 }
 
@@ -78,8 +100,17 @@ impl Fixture {
     /// A node without a cache.
     fn manager(&self, holder: u64, previous: Option<Subnets>, wall: i64) -> LocalManager {
         let identity = Identity { holder: HolderId(holder), previous, local_addresses: Vec::new() };
-        let clock = Arc::new(WallClock(self.clock.clone(), wall));
+        let clock = Arc::new(WallClock::new(&self.clock, wall, None));
         LocalManager::with_clock(Arc::new(self.registry.clone()), identity, clock)
+    }
+
+    /// A node whose clock a test sets.
+    fn node_with_clock(&self, clock: &WallClock) -> LocalManager {
+        let identity =
+            Identity { holder: HolderId(1), previous: None, local_addresses: Vec::new() };
+        let clock = Arc::new(clock.clone());
+        LocalManager::with_clock(Arc::new(self.registry.clone()), identity, clock)
+            .with_cache(self.path())
     }
 
     async fn peer(&self, text: &str, n: u8) {
@@ -89,8 +120,11 @@ impl Fixture {
 
     /// A first run that had a lease and saw one peer. The store is unreachable afterwards.
     async fn first_run(&self) -> Lease {
+        self.first_run_of(self.node(0)).await
+    }
+
+    async fn first_run_of(&self, manager: LocalManager) -> Lease {
         self.peer("10.1.77.0-24", 77).await;
-        let manager = self.node(0);
         let mut views = manager.watch_leases().await.unwrap();
         let lease = manager.acquire_lease(&attrs(1)).await.unwrap();
         live(&mut views, 2).await;
@@ -315,6 +349,20 @@ async fn a_cached_lease_that_was_deleted_in_the_store_ends() {
     assert!(matches!(error, Error::Store { .. }), "{error}");
 }
 
+/// The daemon ends at once after the deletion, before it writes its cache.
+#[tokio::test(start_paused = true)]
+async fn a_lease_that_the_node_itself_deletes_leaves_the_cache_first() {
+    let fixture = Fixture::new();
+    let lease = fixture.first_run().await;
+    fixture.registry.set_outage(false);
+    fixture.registry.set_config(Some(r#"{"Network":"10.2.0.0/16"}"#));
+    let own = || Cache::open(fixture.path()).load().unwrap().own.map(|(own, _)| own.subnets);
+    assert_eq!(own(), Some(lease.subnets));
+    let moved = fixture.node(0).acquire_lease(&attrs(1)).await.unwrap();
+    assert_eq!((fixture.registry.entry(&lease.subnets).await.unwrap(), own()), (None, None));
+    assert_ne!(moved.subnets, lease.subnets);
+}
+
 /// Some stores distinguish a deleted lease from an expired one only if it was renewed before.
 #[tokio::test(start_paused = true)]
 async fn a_cached_lease_is_renewed_as_soon_as_the_store_is_back() {
@@ -381,6 +429,171 @@ async fn an_expired_lease_is_a_hint_until_the_store_answers() {
     fixture.registry.set_outage(false);
     let hints = fixture.node(90_000).hints().await.unwrap();
     assert_eq!((hints.lapsed, hints.previous), (None, Some(lease.subnets)));
+}
+
+/// The daemon's host was off, and has started with the wall clock of its last end.
+async fn after_a_restart_of_the_host(fixture: &Fixture) -> (WallClock, LocalManager, Lease) {
+    let before = WallClock::new(&fixture.clock, 0, Some("one boot"));
+    let lease = fixture.first_run_of(fixture.node_with_clock(&before)).await;
+    let clock = WallClock::new(&fixture.clock, 3600, Some("another boot"));
+    let manager = fixture.node_with_clock(&clock);
+    let held = manager.acquire_lease(&attrs(1)).await.unwrap();
+    assert!(manager.ownership_now().is_held() && manager.relies_on_wall_clock());
+    assert_eq!(held.subnets, lease.subnets);
+    (clock, manager, held)
+}
+
+async fn changed(ownership: &mut watch::Receiver<Ownership>) -> Ownership {
+    timeout(Duration::from_secs(1), ownership.changed()).await.expect("at once").unwrap();
+    ownership.borrow_and_update().clone()
+}
+
+#[tokio::test(start_paused = true)]
+async fn ownership_from_the_cache_ends_when_the_wall_clock_passes_its_end() {
+    let fixture = Fixture::new();
+    let logged = test_support::Logged::default();
+    let _guard = tracing::subscriber::set_default(logged.clone());
+    let (clock, manager, held) = after_a_restart_of_the_host(&fixture).await;
+    let mut ownership = manager.ownership();
+    ownership.mark_unchanged();
+    let story = async {
+        // A step that does not pass the end changes only what is shown.
+        clock.set(2 * 3600);
+        assert!(changed(&mut ownership).await.is_held());
+        clock.set(72 * 3600);
+        let now = changed(&mut ownership).await;
+        assert!(matches!(now, Ownership::Lost { why: Loss::Unconfirmed, .. }), "{now:?}");
+        assert_eq!(manager.remaining(), None);
+        assert_eq!(logged.count("the wall clock has passed the end of the lease"), 1);
+        // The hold asks the store at once.
+        sleep(Duration::from_millis(10)).await;
+        assert_eq!(logged.count("the lease was not renewed in time"), 1);
+        // A step back does not bring it back. Only the store can.
+        clock.set(3600);
+        sleep(MINUTE).await;
+        assert!(!manager.ownership_now().is_held(), "{:?}", manager.ownership_now());
+        fixture.registry.set_outage(false);
+        sleep(2 * MINUTE).await;
+        assert!(manager.ownership_now().is_held(), "{:?}", manager.ownership_now());
+        // From now on only boot time counts.
+        for offset in [72 * 3600, -72 * 3600] {
+            clock.set(offset);
+            sleep(MINUTE).await;
+            assert!(manager.ownership_now().is_held(), "{:?}", manager.ownership_now());
+        }
+        assert!(manager.remaining().is_some_and(|left| left > 22 * HOUR));
+    };
+    tokio::select! {
+        end = manager.hold_lease(&held) => panic!("{end:?}"),
+        () = story => (),
+    }
+}
+
+/// Without a step, the two clocks reach the end together, and a slow wall clock reaches it later.
+#[tokio::test(start_paused = true)]
+async fn ownership_from_the_cache_ends_by_boot_time_too() {
+    let fixture = Fixture::new();
+    let (clock, manager, held) = after_a_restart_of_the_host(&fixture).await;
+    let story = async {
+        clock.set(3600 - 600);
+        sleep(22 * HOUR).await;
+        assert!(manager.ownership_now().is_held());
+        sleep(HOUR).await;
+        assert!(clock.wall() < held.expires.unwrap());
+        assert!(!manager.ownership_now().is_held(), "{:?}", manager.ownership_now());
+    };
+    tokio::select! {
+        end = manager.hold_lease(&held) => panic!("{end:?}"),
+        () = story => (),
+    }
+}
+
+/// Another node took the subnets while this host was off.
+#[tokio::test(start_paused = true)]
+async fn a_lease_from_the_cache_that_another_node_took_ends_when_the_store_answers() {
+    let fixture = Fixture::new();
+    let (clock, manager, held) = after_a_restart_of_the_host(&fixture).await;
+    fixture.registry.revoke(HolderId(1));
+    let grant = LeaseGrant { holder: HolderId(0xbb), ttl: DAY };
+    fixture.registry.put_raw(&held.subnets.to_string(), &attrs(2).to_json(), Some(grant));
+    let story = async {
+        clock.set(72 * 3600);
+        sleep(MINUTE).await;
+        assert!(!manager.ownership_now().is_held());
+        fixture.registry.set_outage(false);
+        std::future::pending::<()>().await;
+    };
+    let end = tokio::select! {
+        end = timeout(10 * MINUTE, manager.hold_lease(&held)) => end.unwrap().unwrap(),
+        () = story => unreachable!(),
+    };
+    assert!(matches!(&end, LeaseEnd::Taken { by } if by.contains("192.0.2.2")), "{end:?}");
+    // The next run gets other subnets.
+    let next = fixture.node_with_clock(&clock);
+    assert_ne!(next.acquire_lease(&attrs(1)).await.unwrap().subnets, held.subnets);
+}
+
+/// Nobody took them.
+#[tokio::test(start_paused = true)]
+async fn an_expired_lease_from_the_cache_is_acquired_again_if_it_is_free() {
+    let fixture = Fixture::new();
+    let (clock, manager, held) = after_a_restart_of_the_host(&fixture).await;
+    fixture.registry.revoke(HolderId(1));
+    let story = async {
+        clock.set(72 * 3600);
+        sleep(MINUTE).await;
+        assert!(!manager.ownership_now().is_held());
+        fixture.registry.set_outage(false);
+        sleep(2 * MINUTE).await;
+        assert!(manager.ownership_now().is_held() && !manager.relies_on_wall_clock());
+        let entry = fixture.registry.entry(&held.subnets).await.unwrap().unwrap();
+        assert_eq!(entry.holder, Some(HolderId(1)));
+    };
+    tokio::select! {
+        end = manager.hold_lease(&held) => panic!("{end:?}"),
+        () = story => (),
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn while_the_machine_runs_a_restarted_daemon_counts_by_boot_time() {
+    let fixture = Fixture::new();
+    let clock = WallClock::new(&fixture.clock, 0, Some("one boot"));
+    let lease = fixture.first_run_of(fixture.node_with_clock(&clock)).await;
+    // Before the time of writing, and after the end.
+    for offset in [-72 * 3600, 72 * 3600] {
+        clock.set(offset);
+        let manager = fixture.node_with_clock(&clock);
+        assert_eq!(manager.hints().await.unwrap().lapsed, None);
+        let held = manager.acquire_lease(&attrs(1)).await.unwrap();
+        assert_eq!(held.subnets, lease.subnets);
+        assert!(manager.ownership_now().is_held() && !manager.relies_on_wall_clock());
+        clock.set(-offset);
+        sleep(MINUTE).await;
+        assert!(manager.ownership_now().is_held(), "{:?}", manager.ownership_now());
+    }
+    // A wall clock that was set back while no daemon ran hides the end, but the boot time shows it.
+    clock.set(-12 * 3600);
+    sleep(DAY).await;
+    let manager = fixture.node_with_clock(&clock);
+    assert!(manager.hints().await.unwrap().lapsed.is_some());
+    manager.acquire_lease(&attrs(1)).await.unwrap_err();
+}
+
+/// The file would claim the lease for too long after the next restart of the machine.
+#[tokio::test(start_paused = true)]
+async fn the_cache_is_written_again_when_the_wall_clock_is_set() {
+    let fixture = Fixture::new();
+    fixture.peer("10.1.77.0-24", 77).await;
+    // Three days fast.
+    let clock = WallClock::new(&fixture.clock, 72 * 3600, Some("one boot"));
+    let manager = fixture.node_with_clock(&clock);
+    let lease = manager.acquire_lease(&attrs(1)).await.unwrap();
+    let latest = clock.wall() + DAY;
+    fixture.saved(&manager, &lease, |own| own.expires.unwrap() + HOUR > latest).await;
+    clock.set(0);
+    let latest = clock.wall() + DAY;
+    fixture.saved(&manager, &lease, |own| own.expires.unwrap() <= latest).await;
 }
 
 #[tokio::test(start_paused = true)]

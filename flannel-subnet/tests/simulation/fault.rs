@@ -8,6 +8,7 @@ pub(crate) enum Fault {
     LateRequest,
     Duplicate,
     SlowReply,
+    LateReply,
     CrashKeepingState,
     CrashLosingHolderId,
     CrashLosingSubnetFile,
@@ -25,17 +26,24 @@ pub(crate) enum Fault {
     ForeignLease,
     WallForward,
     WallBack,
+    /// A machine starts with the wall clock of its last end.
+    WallRestored,
+    /// A wrong wall clock is corrected.
+    WallCorrected,
+    /// A daemon uses the lease of its cache, whose end only the wall clock can tell.
+    CachedLease,
     Published,
     ConfigChanged,
 }
 
 impl Fault {
-    pub(crate) const ALL: [Self; 24] = [
+    pub(crate) const ALL: [Self; 28] = [
         Self::LostRequest,
         Self::LostReply,
         Self::LateRequest,
         Self::Duplicate,
         Self::SlowReply,
+        Self::LateReply,
         Self::CrashKeepingState,
         Self::CrashLosingHolderId,
         Self::CrashLosingSubnetFile,
@@ -53,6 +61,9 @@ impl Fault {
         Self::ForeignLease,
         Self::WallForward,
         Self::WallBack,
+        Self::WallRestored,
+        Self::WallCorrected,
+        Self::CachedLease,
         Self::Published,
         Self::ConfigChanged,
     ];

@@ -2,22 +2,27 @@
 
 use std::future::Future;
 use std::pin::pin;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::task::Poll;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use flannel_core::lease::{LeaseAttrs, Offer, View};
 use flannel_core::subnet::LeaseEnd;
 use flannel_core::{Error, Lease, SubnetManager, Subnets};
-use flannel_subnet::{HolderId, Identity, LocalManager};
+use flannel_subnet::{Cache, Clock, HolderId, Identity, LocalManager};
 use tokio::sync::{Notify, watch};
 use tokio::task::AbortHandle;
 use tokio::time::sleep;
 
 use crate::clock::NodeClock;
+use crate::fault::Fault;
 use crate::store::{Run, SharedStore, addresses};
 use crate::transport::{Link, Transport};
 use crate::{MARGIN, TTL};
+
+/// Times are rounded to milliseconds, in milliseconds.
+const ROUNDING: i64 = 5;
 
 /// The state that may survive a crash.
 #[derive(Debug, Clone)]
@@ -25,6 +30,8 @@ pub(crate) struct Disk {
     pub(crate) holder: HolderId,
     /// As in `subnet.env`, with the sequence number at which it was last known to be held.
     pub(crate) previous: Option<(Subnets, u64)>,
+    /// `None`: the node has no cache, so each start needs the store.
+    pub(crate) cache: Option<Cache>,
 }
 
 /// A running daemon.
@@ -41,10 +48,20 @@ pub(crate) struct Node {
     pub(crate) id: usize,
     pub(crate) link: Arc<Link>,
     pub(crate) clock: Mutex<Arc<NodeClock>>,
+    /// The clocks of earlier boots.
+    past: Mutex<Vec<Arc<NodeClock>>>,
+    /// The own lease in the cache when the run began.
+    begun_with: Mutex<Option<Subnets>>,
+    /// The error of the wall clock when the own lease in the cache was last written, as confirmed.
+    written_error: Mutex<i64>,
     pub(crate) disk: Mutex<Disk>,
     pub(crate) daemon: Mutex<Option<Daemon>>,
     pub(crate) publish: Notify,
+    /// Its reservation has the attributes of another host, so only an operator can help.
+    pub(crate) waits_for_operator: AtomicBool,
     power: Mutex<Option<AbortHandle>>,
+    /// The wall clock at the last end of the machine.
+    ended: Mutex<Option<SystemTime>>,
     runs: Mutex<u64>,
 }
 
@@ -53,16 +70,30 @@ pub(crate) fn random_holder() -> HolderId {
     HolderId(fastrand::u64(1..=i64::MAX as u64))
 }
 
+/// Half of the nodes have a cache.
+pub(crate) fn new_cache(node: usize) -> Option<Cache> {
+    node.is_multiple_of(2).then(Cache::in_memory)
+}
+
 impl Node {
     pub(crate) fn new(id: usize) -> Self {
         Self {
             id,
             link: Arc::new(Link::new()),
             clock: Mutex::new(Arc::new(NodeClock::random())),
-            disk: Mutex::new(Disk { holder: random_holder(), previous: None }),
+            past: Mutex::default(),
+            begun_with: Mutex::default(),
+            written_error: Mutex::default(),
+            disk: Mutex::new(Disk {
+                holder: random_holder(),
+                previous: None,
+                cache: new_cache(id),
+            }),
             daemon: Mutex::new(None),
             publish: Notify::new(),
+            waits_for_operator: AtomicBool::new(false),
             power: Mutex::new(None),
+            ended: Mutex::new(None),
             runs: Mutex::new(0),
         }
     }
@@ -71,8 +102,17 @@ impl Node {
         self.power.lock().unwrap().is_some()
     }
 
+    /// Starts the machine. Its wall clock is right, or is restored from the last end.
     pub(crate) fn power_on(self: &Arc<Self>, store: &SharedStore) {
-        *self.clock.lock().unwrap() = Arc::new(NodeClock::random());
+        let clock = Arc::new(NodeClock::random());
+        let old = std::mem::replace(&mut *self.clock.lock().unwrap(), Arc::clone(&clock));
+        if let Some(wall) = self.ended.lock().unwrap().take()
+            && fastrand::u8(..3) == 0
+        {
+            clock.restore(wall);
+            store.count(Fault::WallRestored);
+        }
+        self.past.lock().unwrap().push(old);
         let (node, store) = (Arc::clone(self), Arc::clone(store));
         let link = Arc::clone(&self.link);
         let life = tokio::spawn(while_running(link, async move { node.live(&store).await }));
@@ -83,6 +123,7 @@ impl Node {
         if let Some(power) = self.power.lock().unwrap().take() {
             power.abort();
         }
+        *self.ended.lock().unwrap() = Some(self.clock.lock().unwrap().wall());
         self.stopped(store);
     }
 
@@ -97,6 +138,30 @@ impl Node {
         let daemon = daemon.as_ref()?;
         let owner = daemon.manager.ownership_now().is_held();
         daemon.lease.filter(|_| owner).map(|subnets| (subnets, daemon.run.clone()))
+    }
+
+    /// Whether the end of its lease is known by the wall clock only, and that clock, compared with
+    /// true time, was set back since the cache was written. No node can notice that.
+    pub(crate) fn is_misled(&self) -> bool {
+        let daemon = self.daemon.lock().unwrap();
+        let relies = daemon.as_ref().is_some_and(|daemon| daemon.manager.relies_on_wall_clock());
+        let error = self.clock.lock().unwrap().error();
+        relies && error < *self.written_error.lock().unwrap() - ROUNDING
+    }
+
+    /// Notes what the cache has when a run begins.
+    fn note_cache(&self, store: &SharedStore, run: &Run, disk: &Disk) {
+        *self.begun_with.lock().unwrap() = None;
+        let Some(Ok(saved)) = disk.cache.as_ref().map(Cache::load) else { return };
+        let Some((lease, _)) = &saved.own else { return };
+        *self.begun_with.lock().unwrap() = Some(lease.subnets);
+        store.stats().begins_with(run, &lease.subnets);
+        let (Some(end), Some(expires)) = (&saved.own_end, lease.expires) else { return };
+        let past = self.past.lock().unwrap();
+        let now = self.clock.lock().unwrap();
+        let clock = past.iter().chain([&*now]).find(|clock| clock.id() == end.boot).unwrap();
+        let left = expires.duration_since(saved.written).unwrap_or_default();
+        *self.written_error.lock().unwrap() = clock.error_at(saved.written, left, end.time);
     }
 
     fn attrs(&self) -> LeaseAttrs {
@@ -135,18 +200,32 @@ impl Node {
         };
         let clock = Arc::clone(&*self.clock.lock().unwrap());
         let manager = LocalManager::with_clock(Arc::new(transport), identity, clock);
-        let manager = Arc::new(manager.with_ttl(TTL).with_renew_margin(MARGIN));
+        let mut manager = manager.with_ttl(TTL).with_renew_margin(MARGIN);
+        if let Some(cache) = &disk.cache {
+            manager = manager.with_opened_cache(cache.clone());
+        }
+        let manager = Arc::new(manager);
+        self.note_cache(store, &run, disk);
         let views = manager.watch_leases().await.unwrap();
         *self.daemon.lock().unwrap() =
             Some(Daemon { run: run.clone(), manager: Arc::clone(&manager), lease: None, views });
         let begin = store.stats().sequence();
-        let lease = match manager.acquire_lease(&self.attrs()).await {
+        let acquired = manager.acquire_lease(&self.attrs()).await;
+        let is_reserved = |error: &Error| {
+            matches!(error, Error::Refused { .. }) && error.to_string().contains("a reservation")
+        };
+        let refused = acquired.as_ref().is_err_and(is_reserved);
+        self.waits_for_operator.store(refused, Ordering::Relaxed);
+        let lease = match acquired {
             Ok(lease) => lease,
             Err(error) => {
                 store.stats().note(|| format!("{run:?} has no lease: {error}"));
                 return;
             }
         };
+        if manager.relies_on_wall_clock() {
+            store.count(Fault::CachedLease);
+        }
         let since = self.check_acquired(store, &run, disk, &lease, begin);
         self.hold(store, &run, &manager, lease.clone(), since).await;
     }
@@ -230,10 +309,20 @@ impl Node {
         let mut stats = store.stats();
         stats.note(|| format!("{run:?} held {subnets} until {end:?}"));
         let justified = match end {
-            Ok(LeaseEnd::Deleted) => stats.was_evicted(run, subnets),
+            // After a start from the cache, a late write of an earlier run, which made the store
+            // know the holder again, hides that the key had expired.
+            Ok(LeaseEnd::Deleted) => {
+                let from_cache = *self.begun_with.lock().unwrap() == Some(*subnets);
+                stats.was_evicted(run, subnets)
+                    || (from_cache && stats.wrote_another(self.id, subnets))
+            }
             // A reservation has no holder, so a late write of our own looks like another node's.
             Ok(LeaseEnd::Taken { by }) if by.ends_with("as a reservation") => true,
-            Ok(LeaseEnd::Taken { .. }) => stats.others_wrote(self.id, subnets, since),
+            // After an operator has deleted the key, a late write of our own under an earlier holder
+            // ID can be the next one.
+            Ok(LeaseEnd::Taken { .. }) => {
+                stats.others_wrote(self.id, subnets, since) || stats.was_evicted(run, subnets)
+            }
             Ok(LeaseEnd::Expired) => true,
             _ => false,
         };

@@ -63,6 +63,8 @@ pub(crate) struct StoreStats {
     evicted: BTreeSet<(usize, u64, Subnets)>,
     /// The same without later writes: a node's own late write does not undo its knowledge.
     ever_evicted: BTreeSet<(usize, u64, Subnets)>,
+    /// Entries whose holders, as far as they do not run, may find them in their cache.
+    evicted_in_cache: Vec<Entry>,
     /// Deleted keys, with `since`. All other missing keys have expired.
     deleted: BTreeSet<(Subnets, Revision)>,
     /// The last writer of each key, and when; `None`: an operator or another program.
@@ -73,9 +75,27 @@ pub(crate) struct StoreStats {
     pub(crate) trace: Option<Vec<String>>,
 }
 
+/// Whether the entry is the lease of this run.
+fn holds(entry: &Entry, run: &Run) -> bool {
+    match entry.holder {
+        Some(holder) => run.holder == holder,
+        None => addresses(run.node) == entry.lease.attrs.preferred.public,
+    }
+}
+
 impl StoreStats {
     pub(crate) fn is_evicted(&self, run: &Run, subnets: &Subnets) -> bool {
         self.evicted.contains(&(run.node, run.number, *subnets))
+    }
+
+    /// Notes that a run begins with these subnets in its cache.
+    pub(crate) fn begins_with(&mut self, run: &Run, subnets: &Subnets) {
+        let is_it = |entry: &Entry| entry.lease.subnets == *subnets && holds(entry, run);
+        if self.evicted_in_cache.iter().any(is_it) {
+            let evicted = (run.node, run.number, *subnets);
+            self.evicted.insert(evicted);
+            self.ever_evicted.insert(evicted);
+        }
     }
 
     pub(crate) fn was_evicted(&self, run: &Run, subnets: &Subnets) -> bool {
@@ -101,6 +121,12 @@ impl StoreStats {
     /// The time at which the node first wrote this key.
     pub(crate) fn first_write(&self, node: usize, key: &Subnets) -> Option<u64> {
         self.writes.get(key)?.iter().find(|(_, who)| *who == Some(node)).map(|(when, _)| *when)
+    }
+
+    /// The node has written another key than this one.
+    pub(crate) fn wrote_another(&self, node: usize, key: &Subnets) -> bool {
+        let mut others = self.writes.iter().filter(|(other, _)| *other != key);
+        others.any(|(_, writes)| writes.iter().any(|(_, who)| *who == Some(node)))
     }
 
     pub(crate) fn sequence(&self) -> u64 {
@@ -167,11 +193,9 @@ impl Store {
     fn evict(&self, entry: &Entry) {
         let mut stats = self.stats();
         stats.deleted.insert((entry.lease.subnets, entry.lease.since));
-        let holds = |run: &&Run| match entry.holder {
-            Some(holder) => run.holder == holder,
-            None => addresses(run.node) == entry.lease.attrs.preferred.public,
-        };
-        let victims: Vec<Run> = stats.running.values().filter(holds).cloned().collect();
+        stats.evicted_in_cache.push(entry.clone());
+        let victims: Vec<Run> =
+            stats.running.values().filter(|run| holds(entry, run)).cloned().collect();
         for victim in victims {
             let evicted = (victim.node, victim.number, entry.lease.subnets);
             stats.evicted.insert(evicted);
@@ -219,6 +243,9 @@ impl Store {
         if alone {
             stats.evicted.remove(&(run.node, run.number, *subnets));
         }
+        stats
+            .evicted_in_cache
+            .retain(|entry| entry.lease.subnets != *subnets || !holds(entry, run));
     }
 
     pub(crate) async fn create(

@@ -80,6 +80,9 @@ enum Fate {
     Late(Duration),
     Duplicate,
     Slow,
+    /// The reply comes only after this time, without a time limit: the daemon or its disk stands
+    /// still.
+    LateReply(Duration),
 }
 
 fn millis(range: std::ops::Range<u64>) -> Duration {
@@ -102,6 +105,7 @@ impl Transport {
             6..9 => (Fate::Late(latest.mul_f64(fastrand::f64())), Fault::LateRequest),
             9..12 => (Fate::Duplicate, Fault::Duplicate),
             12..20 => (Fate::Slow, Fault::SlowReply),
+            20 => (Fate::LateReply((2 * TTL).mul_f64(fastrand::f64())), Fault::LateReply),
             _ => return Fate::Smooth,
         };
         stats.counts.count(fault);
@@ -129,6 +133,11 @@ impl Transport {
                 sleep(millis(1..longest)).await;
                 let reply = request(self.clone()).await;
                 sleep(millis(1..longest)).await;
+                Some(reply)
+            }
+            Fate::LateReply(by) => {
+                let reply = request(self.clone()).await;
+                sleep(by).await;
                 Some(reply)
             }
             Fate::LostReply => {

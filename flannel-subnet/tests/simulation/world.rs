@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use flannel_core::lease::{LeaseAttrs, Offer, Origin, Revision};
@@ -9,8 +10,9 @@ use flannel_core::{Subnet, Subnets};
 use flannel_subnet::{Entry, LeaseGrant, Registry};
 use tokio::time::{Instant, sleep};
 
+use crate::clock;
 use crate::fault::{Counts, Fault};
-use crate::node::{Disk, Node, random_holder};
+use crate::node::{Disk, Node, new_cache, random_holder};
 use crate::store::{Broken, SharedStore, Store};
 use crate::{MARGIN, TTL};
 
@@ -38,6 +40,7 @@ pub(crate) fn simulate(seed: u64, broken: Option<Broken>, trace: bool) -> Outcom
     runtime.block_on(async {
         // From the first timer on, tokio rounds time to milliseconds.
         sleep(Duration::from_millis(1)).await;
+        clock::begin();
         let store = Arc::new(Store::new(configs(), broken, trace));
         let mut world = World::new(store);
         world.run().await;
@@ -88,6 +91,7 @@ enum Repair {
     PowerOn(usize),
     Heal(usize),
     Resume(usize),
+    CorrectClock(usize),
     StoreBack,
 }
 
@@ -155,7 +159,14 @@ impl World {
         let now = Instant::now();
         let due: Vec<Repair> =
             self.repairs.extract_if(.., |(when, _)| *when <= now).map(|(_, what)| what).collect();
-        due.into_iter().for_each(|repair| self.apply(repair));
+        for repair in due {
+            self.apply(repair);
+            if let Repair::PowerOn(id) = repair
+                && self.nodes[id].clock.lock().unwrap().error() != 0
+            {
+                self.repair_later(3 * TTL, Repair::CorrectClock(id));
+            }
+        }
     }
 
     fn apply(&self, repair: Repair) {
@@ -164,6 +175,10 @@ impl World {
             Repair::PowerOn(id) => self.nodes[id].power_on(&self.store),
             Repair::Heal(id) => self.nodes[id].link.set(|now| now.cut = false),
             Repair::Resume(id) => self.nodes[id].link.set(|now| now.suspended = false),
+            Repair::CorrectClock(id) => {
+                self.nodes[id].clock.lock().unwrap().set_error(0);
+                self.store.count(Fault::WallCorrected);
+            }
             Repair::StoreBack => self.store.registry.set_outage(false),
         }
     }
@@ -223,8 +238,10 @@ impl World {
             kept.holder
         };
         let lost = matches!(fault, Fault::CrashLosingSubnetFile | Fault::CrashLosingState);
-        *disk = Disk { holder, previous: kept.previous.filter(|_| !lost) };
-        self.repair_later(2 * TTL, Repair::PowerOn(node.id));
+        // The holder ID and the cache are in one directory.
+        let cache = if holder == kept.holder { kept.cache } else { new_cache(node.id) };
+        *disk = Disk { holder, previous: kept.previous.filter(|_| !lost), cache };
+        self.repair_later(5 * TTL, Repair::PowerOn(node.id));
         true
     }
 
@@ -265,13 +282,14 @@ impl World {
         true
     }
 
-    fn disturb_node(&self, fault: Fault) -> bool {
-        let node = self.node();
+    fn disturb_node(&mut self, fault: Fault) -> bool {
+        let node = Arc::clone(self.node());
         if fault == Fault::Published {
             node.publish.notify_one();
         } else {
             let by = up_to(Duration::from_secs(400 * 86_400));
             node.clock.lock().unwrap().jump(fault == Fault::WallForward, by);
+            self.repair_later(3 * TTL, Repair::CorrectClock(node.id));
         }
         true
     }
@@ -356,9 +374,10 @@ impl World {
         *keys = now;
     }
 
-    /// No two nodes own overlapping subnets.
+    /// No two nodes own overlapping subnets at a moment of true time.
     fn check_owners(&self) {
-        let owners: Vec<_> = self.nodes.iter().filter_map(|node| node.owns()).collect();
+        let sure = self.nodes.iter().filter(|node| !node.is_misled());
+        let owners: Vec<_> = sure.filter_map(|node| node.owns()).collect();
         let mut stats = self.store.stats();
         for (place, (subnets, run)) in owners.iter().enumerate() {
             for (other, other_run) in &owners[..place] {
@@ -418,7 +437,9 @@ impl World {
                 }
             }
         }
-        let without = owners.iter().filter(|owner| owner.is_none()).count();
+        let waits = |node: &Node| node.waits_for_operator.load(Ordering::Relaxed);
+        let without = self.nodes.iter().zip(&owners);
+        let without = without.filter(|(node, owner)| owner.is_none() && !waits(node)).count();
         let free = self.free().await.len();
         if without > 0 && free > 0 {
             return Some(format!("{without} nodes have no subnet, while {free} are free"));

@@ -96,6 +96,8 @@ fn with_an_expired_lease_only_cached_peers_are_restored() {
         let mut saved = cache.load().unwrap();
         saved.written = SystemTime::now() - Duration::from_secs(60);
         saved.own.as_mut().unwrap().0.expires = Some(SystemTime::now() - Duration::from_secs(1));
+        // The machine was started since.
+        saved.own_end = None;
         cache.save(&saved).unwrap();
         let mut daemon = start(&etcd, &host, &wanted).await;
         daemon.wait_for_log("has run out").await;
