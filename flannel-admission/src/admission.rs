@@ -283,7 +283,8 @@ impl Admission {
         if self.expected > 0 {
             self.index.reserve(std::mem::take(&mut self.expected), objects.len());
         }
-        let (asked, advisories) = env.into_parts();
+        let (asked, mut advisories) = env.into_parts();
+        advisories.extend(lease.attrs.unused_offers().map(|unused| unused.to_string()));
         // The reason of a rejection says enough.
         if rejected.is_none() {
             self.advisories.joined(&lease, advisories);
@@ -677,7 +678,8 @@ mod tests {
         ] {
             let public = [address.parse::<IpAddr>().unwrap()].into_iter().collect();
             let offer = Offer { public, ..Offer::default() };
-            let second = LeaseAttrs { others: [offer.clone()].into(), ..LeaseAttrs::default() };
+            let further = Offer { kind: "further".into(), ..offer.clone() };
+            let second = LeaseAttrs { others: [further].into(), ..LeaseAttrs::default() };
             for attrs in [LeaseAttrs::from(offer), second] {
                 let usual = lease("10.1.2.0-24&fd00:1:0:2::-64", 1, 1, 1);
                 let peer = Arc::new(Lease { attrs, ..Lease::clone(&usual) });

@@ -5,9 +5,10 @@ use std::sync::Arc;
 
 use flannel_core::backend::{Env, Plan};
 use flannel_core::lease::{LeaseAttrs, Offer};
-use flannel_core::object::Object;
+use flannel_core::object::{Key, Object};
 use flannel_core::status::Rejection;
 use flannel_core::{Subnet, Subnets};
+use foldhash::HashSet;
 
 /// The subnets of peers with which an encrypted tunnel has completed a handshake, at any time since
 /// the peer was added.
@@ -34,13 +35,13 @@ impl Planned {
     /// Chooses the WireGuard peers from the `n`th object on too: without them, this node would not
     /// accept the packets of a peer that chooses another offer than this node.
     fn choose_peers(&mut self, n: usize) {
-        for n in n..self.objects.len() {
-            if matches!(self.objects[n], Object::Peer(_)) {
-                let peer = self.objects.remove(n);
-                self.objects.insert(self.chosen, peer);
-                self.chosen += 1;
-            }
-        }
+        let new = self.objects.split_off(n);
+        let claims = self.objects.split_off(self.chosen);
+        let is_peer = |object: &Object| matches!(object, Object::Peer(_));
+        let (peers, others): (Vec<_>, Vec<_>) = new.into_iter().partition(is_peer);
+        self.objects.extend(peers);
+        self.chosen = self.objects.len();
+        self.objects.extend(claims.into_iter().chain(others));
     }
 }
 
@@ -71,6 +72,7 @@ impl OfferPlan {
     ) -> Result<Planned, Rejection> {
         let (mut planned, mut rejected) = (Planned::default(), None);
         let (mut accepted, mut more) = (false, true);
+        let mut keys = HashSet::default();
         for plan in plans {
             let understands =
                 |offer: &&Offer| plan.lease_type.is_none_or(|kind| kind == offer.kind);
@@ -79,7 +81,7 @@ impl OfferPlan {
                 match (plan.plan)(subnets, offer, env, &mut planned.objects) {
                     Ok(()) => {
                         let waits = plan.handshakes && !is_done(&planned.objects[before..], done);
-                        keep_first_of_each_key(&mut planned.objects, before.max(1));
+                        keep_first_of_each_key(&mut planned.objects, before, &mut keys);
                         accepted = true;
                         if more {
                             planned.chosen = planned.objects.len();
@@ -118,17 +120,14 @@ fn is_done(objects: &[Object], done: &BTreeSet<Subnet>) -> bool {
     })
 }
 
-/// Keeps the first of several objects with one key. Objects before the `n`th are not checked.
-fn keep_first_of_each_key(objects: &mut Vec<Object>, mut n: usize) {
-    while n < objects.len() {
-        let (before, rest) = objects.split_at(n);
-        let key = rest[0].key();
-        if before.iter().any(|object| object.key() == key) {
-            objects.remove(n);
-        } else {
-            n += 1;
-        }
-    }
+/// Keeps the first of several objects with one key. `keys` are those of the objects before the
+/// `n`th.
+fn keep_first_of_each_key(objects: &mut Vec<Object>, n: usize, keys: &mut HashSet<Key>) {
+    let mut at = 0;
+    objects.retain(|object| {
+        at += 1;
+        at <= n || keys.insert(object.key())
+    });
 }
 
 #[cfg(test)]

@@ -24,7 +24,7 @@ pub struct PeerReport {
     pub backend: String,
     /// `in place`, `pending`, `failing` or `rejected`.
     pub state: String,
-    /// Why it is not in place.
+    /// Why it is not in place, or what is wrong with its lease although it is.
     pub reason: Option<String>,
     /// When its lease changed last; `null`: not while this network has run.
     pub changed: Option<f64>,

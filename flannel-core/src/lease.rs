@@ -7,7 +7,7 @@ mod subnets;
 use std::fmt;
 use std::time::SystemTime;
 
-pub use attrs::{Endpoint, LeaseAttrs, Offer};
+pub use attrs::{Endpoint, LARGEST_VALUE, LeaseAttrs, MOST_OFFERS, Offer, TooLarge, UnusedOffers};
 pub use set::{LeaseSet, Origin, View};
 pub use subnets::Subnets;
 

@@ -2,6 +2,7 @@
 
 mod grants;
 mod keys;
+mod pages;
 pub(crate) mod store;
 mod transaction;
 mod watch;
@@ -11,11 +12,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use etcd_client::{Compare, CompareOp, GetOptions, KeyValue, TxnOp, WatchOptions};
+use etcd_client::{Compare, CompareOp, TxnOp, WatchOptions};
 use flannel_core::lease::{LeaseAttrs, Revision};
 use flannel_core::{Error, Result, Subnets};
 use flannel_subnet::{
-    ConfigText, Entry, HolderId, LeaseGrant, Listing, Registry, Skipped, Watch, config_conflict,
+    ConfigText, Entry, HolderId, LeaseGrant, Listing, Registry, Watch, config_conflict,
 };
 
 use self::keys::{read, revision};
@@ -42,6 +43,10 @@ use crate::options::EtcdOptions;
 ///   less than a thousandth of the time to live (86 s of a day), by which ownership ends early. An
 ///   etcd that was restored from a backup does not know later changes: until every holder has
 ///   listed again, a subnet that was released after the backup may have two holders.
+/// - **Memory.** A list is read in pages at one revision. Values above
+///   [`LARGEST_VALUE`](flannel_core::lease::LARGEST_VALUE) are dropped page by page, and the leases
+///   of a listing have at most 64 MiB in all. So whatever a party writes below the prefix, no node
+///   runs out of memory.
 /// - Time to live is measured by etcd, in whole seconds and not below about twice its election
 ///   timeout.
 #[derive(Clone)]
@@ -58,22 +63,6 @@ impl EtcdRegistry {
     /// Reads the files of certificates and keys.
     pub fn new(options: EtcdOptions) -> Result<Self> {
         Ok(Self(Arc::new(Store::new(options)?)))
-    }
-
-    /// The listing of these keys, read at the revision `at`.
-    fn listing(&self, kvs: Vec<KeyValue>, at: Revision) -> Listing {
-        let mut listing = Listing { revision: at, ..Listing::default() };
-        for kv in kvs {
-            let key = self.0.keys.name(kv.key());
-            match read(&key, &kv) {
-                Ok(entry) => listing.entries.push(entry),
-                Err(reason) => {
-                    let revision = revision(kv.mod_revision());
-                    listing.skipped.push(Skipped { key, reason, revision });
-                }
-            }
-        }
-        listing
     }
 }
 
@@ -94,7 +83,7 @@ impl Registry for EtcdRegistry {
     async fn config(&self) -> Result<ConfigText> {
         let key = self.0.keys.config();
         let location = format!("{self}: {key}");
-        match self.0.get(key, false).await?.take_kvs().pop() {
+        match self.0.get(key).await?.take_kvs().pop() {
             Some(kv) => {
                 Ok(ConfigText { location, text: String::from_utf8_lossy(kv.value()).into_owned() })
             }
@@ -113,7 +102,7 @@ impl Registry for EtcdRegistry {
         match answer.value {
             Outcome::Done(_) => Ok(()),
             // An earlier attempt succeeded, and its answer was lost.
-            Outcome::Differs(kvs, _)
+            Outcome::Differs(kvs)
                 if answer.repeated
                     && kvs.first().is_some_and(|kv| kv.value() == text.as_bytes()) =>
             {
@@ -126,7 +115,7 @@ impl Registry for EtcdRegistry {
     async fn config_changed(&self, known: Option<ConfigText>) -> Result<()> {
         let key = self.0.keys.config();
         loop {
-            let mut got = self.0.get(key, false).await?;
+            let mut got = self.0.get(key).await?;
             let after = got.header().map_or(0, etcd_client::ResponseHeader::revision);
             let now =
                 got.take_kvs().pop().map(|kv| String::from_utf8_lossy(kv.value()).into_owned());
@@ -142,17 +131,15 @@ impl Registry for EtcdRegistry {
     }
 
     async fn list(&self) -> Result<Listing> {
-        let mut got = self.0.get(self.0.keys.leases(), true).await?;
-        let now = got.header().map_or(0, etcd_client::ResponseHeader::revision);
-        Ok(self.listing(got.take_kvs(), revision(now)))
+        self.0.list().await
     }
 
     async fn entry(&self, subnets: &Subnets) -> Result<Option<Entry>> {
         let key = self.0.keys.lease(subnets);
-        let Some(kv) = self.0.get(&key, false).await?.take_kvs().pop() else { return Ok(None) };
+        let Some(kv) = self.0.get(&key).await?.take_kvs().pop() else { return Ok(None) };
         read(&self.0.keys.name(kv.key()), &kv)
             .map(Some)
-            .map_err(|reason| self.0.error(&key, reason))
+            .map_err(|reason| self.0.error(&key, reason.to_string()))
     }
 
     async fn create(
@@ -161,19 +148,8 @@ impl Registry for EtcdRegistry {
         attrs: &LeaseAttrs,
         grant: Option<LeaseGrant>,
     ) -> Result<Entry> {
-        let written = self.0.write(subnets, absent, None, attrs, grant).await?;
-        written.map_err(|_| Error::Conflict { subnets: *subnets })
-    }
-
-    async fn create_or_list(
-        &self,
-        subnets: &Subnets,
-        attrs: &LeaseAttrs,
-        grant: Option<LeaseGrant>,
-    ) -> Result<Result<Entry, Listing>> {
-        let all = TxnOp::get(self.0.keys.leases(), Some(GetOptions::new().with_prefix()));
-        let written = self.0.write(subnets, absent, Some(all), attrs, grant).await?;
-        Ok(written.map_err(|(kvs, now)| self.listing(kvs, now)))
+        let written = self.0.write(subnets, absent, attrs, grant).await?;
+        written.ok_or(Error::Conflict { subnets: *subnets })
     }
 
     async fn update(
@@ -183,8 +159,8 @@ impl Registry for EtcdRegistry {
         attrs: &LeaseAttrs,
         grant: Option<LeaseGrant>,
     ) -> Result<Entry> {
-        let written = self.0.write(subnets, at_revision(at), None, attrs, grant).await?;
-        written.map_err(|_| Error::Conflict { subnets: *subnets })
+        let written = self.0.write(subnets, at_revision(at), attrs, grant).await?;
+        written.ok_or(Error::Conflict { subnets: *subnets })
     }
 
     async fn delete(&self, subnets: &Subnets, at: Revision) -> Result<()> {
@@ -195,7 +171,7 @@ impl Registry for EtcdRegistry {
         match answer.value {
             Outcome::Done(_) => Ok(()),
             // An earlier attempt succeeded, and its answer was lost.
-            Outcome::Differs(kvs, _) if answer.repeated && kvs.is_empty() => Ok(()),
+            Outcome::Differs(kvs) if answer.repeated && kvs.is_empty() => Ok(()),
             Outcome::Differs(..) | Outcome::NoLease => Err(Error::Conflict { subnets: *subnets }),
         }
     }

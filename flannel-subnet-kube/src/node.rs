@@ -11,13 +11,13 @@ use std::fmt;
 use std::hash::{BuildHasher, Hasher};
 
 use flannel_core::address::{Dual, Family};
-use flannel_core::lease::Revision;
+use flannel_core::lease::{LARGEST_VALUE, Revision, TooLarge};
 use flannel_core::{Lease, Subnet, Subnets};
 use serde::Deserialize;
 use serde::de::{Deserializer, MapAccess, Visitor};
 use serde_json::value::RawValue;
 
-use annotations::{MANAGED, Values, read};
+use annotations::{MANAGED, Values, is_read, read, size};
 use prefix::Prefix;
 
 /// The condition for a node's network.
@@ -131,11 +131,15 @@ impl Wire<'_> {
         }
         let mut values = Values::new();
         let mut wrong = None;
-        let each =
-            |name: &str, raw: &RawValue| match serde_json::from_str::<Cow<'_, str>>(raw.get()) {
+        let each = |name: &str, raw: &RawValue| {
+            if !is_read(name) {
+                return;
+            }
+            match serde_json::from_str::<Cow<'_, str>>(raw.get()) {
                 Ok(value) => drop(values.insert(name.into(), value.into())),
                 Err(error) => wrong = Some(format!("annotation {prefix}{name}: {error}")),
-            };
+            }
+        };
         self.each_annotation(prefix, each).map_err(|error| format!("annotations: {error}"))?;
         if let Some(wrong) = wrong {
             return Err(wrong);
@@ -254,6 +258,13 @@ impl Node {
             }
             Err(wrong) => return (None, vec![wrong]),
         };
+        if let Err(TooLarge { size }) = TooLarge::check(size(&self.values, families)) {
+            let wrong = format!(
+                "its annotations {prefix}* for its lease have {size} bytes, expected at most \
+                 {LARGEST_VALUE}: its lease is not used"
+            );
+            return (None, vec![wrong]);
+        }
         let (attrs, wrong) = read(&self.values, families, prefix);
         (
             Some(Lease { subnets, attrs, expires: None, since: Revision(self.created), revision }),
@@ -303,6 +314,28 @@ mod tests {
             (condition.status.as_str(), condition.reason.as_str()),
             ("False", "FlannelIsUp")
         );
+    }
+
+    #[test]
+    fn annotations_that_are_too_large_make_no_lease_and_others_do_not_count() {
+        let data = |size: usize| {
+            let text = format!("{{\\\"a\\\":\\\"{}\\\"}}", "x".repeat(size));
+            NODE.replace(r#"{\"VNI\":1,\"VtepMAC\":\"0a:00:00:00:00:01\"}"#, &text)
+        };
+        let (small, wrong) = lease(&data(16_000), &[Family::V4]);
+        assert!(small.is_some() && wrong.is_empty(), "{wrong:?}");
+        let (large, wrong) = lease(&data(20_000), &[Family::V4]);
+        assert_eq!(large, None);
+        assert!(
+            wrong[0]
+                .starts_with("its annotations flannel.alpha.coreos.com/* for its lease have 20")
+                && wrong[0].contains("expected at most 16384"),
+            "{wrong:?}"
+        );
+        let foreign = NODE.replace("other/x", "flannel.alpha.coreos.com/notes");
+        let foreign = foreign.replace("{\\\"y\\\":1}", &"x".repeat(200_000));
+        let (lease, wrong) = lease(&foreign, &[Family::V4]);
+        assert!(lease.is_some() && wrong.is_empty(), "{wrong:?}");
     }
 
     #[test]

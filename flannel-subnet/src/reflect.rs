@@ -133,10 +133,11 @@ async fn list_and_watch(
 }
 
 impl Shared {
-    /// Makes the view equal to a complete list. An unreadable key keeps its last value.
+    /// Makes the view equal to a complete list. An unreadable key keeps its last value, but not one
+    /// with a value that is too large.
     fn replace(&self, listing: &Listing) {
-        let unreadable =
-            listing.skipped.iter().filter_map(|skipped| skipped.key.parse::<Subnets>().ok());
+        let unreadable = listing.skipped.iter().filter(|skipped| skipped.reason.keeps_last());
+        let unreadable = unreadable.filter_map(|skipped| skipped.key.parse::<Subnets>().ok());
         let present: BTreeSet<Subnets> =
             listing.entries.iter().map(|entry| entry.lease.subnets).chain(unreadable).collect();
         self.modify(Origin::Live { revision: listing.revision }, |leases| {
@@ -153,8 +154,9 @@ impl Shared {
             for event in batch.events {
                 match (event.now, event.key.parse()) {
                     (Now::Held(entry), _) => insert(leases, &entry.lease),
-                    (Now::Gone, Ok(subnets)) => self.remove(leases, &subnets),
-                    (Now::Gone, Err(_)) | (Now::Unreadable(_), _) => (),
+                    (Now::Unreadable(reason), _) if reason.keeps_last() => (),
+                    (Now::Gone | Now::Unreadable(_), Ok(subnets)) => self.remove(leases, &subnets),
+                    (Now::Gone | Now::Unreadable(_), Err(_)) => (),
                 }
             }
         });

@@ -20,7 +20,8 @@ pub use dir::{Assign, DirLocation, DirOptions, DirRegistry, LocationError};
 pub use memory::MemoryRegistry;
 pub(crate) use metered::{Metered, unanswered};
 pub use values::{
-    Batch, ConfigText, Entry, Event, HolderId, HolderIdError, LeaseGrant, Listing, Now, Skipped,
+    Batch, ConfigText, Entry, Event, HolderId, HolderIdError, LeaseGrant, Listing, Now, SkipReason,
+    Skipped, value_to_write,
 };
 
 /// A store of leases. `Display` is its name, such as `dir:/var/lib/flannel`.
@@ -31,6 +32,8 @@ pub use values::{
 /// # For implementers
 /// - **Keys.** A key is the text of [`Subnets`], its value is [`LeaseAttrs::to_json`]. The store
 ///   compares keys as text and may not know that two keys overlap.
+/// - **Size.** A value that is larger than [`LARGEST_VALUE`] is skipped as [`SkipReason::TooLarge`],
+///   and makes no list and no watch fail. [`value_to_write`] refuses to write one.
 /// - **Order.** Each write is atomic for all clients. Of several writers that create one key, or
 ///   replace it at one revision, exactly one succeeds. After a write has returned,
 ///   [`list`](Self::list) and [`entry`](Self::entry) show it to every client.
@@ -51,6 +54,7 @@ pub use values::{
 ///   not, and the caller reads to find out. A wait ([`config_changed`](Self::config_changed),
 ///   [`Watch::next`]) loses nothing.
 ///
+/// [`LARGEST_VALUE`]: flannel_core::lease::LARGEST_VALUE
 /// [`Lease::revision`]: flannel_core::Lease::revision
 /// [`Lease::since`]: flannel_core::Lease::since
 ///

@@ -109,13 +109,55 @@ impl Offer {
 
 /// The attributes of a lease: how peers reach its node.
 ///
-/// A node publishes one offer, or two while the cluster moves from one backend to another.
+/// A node publishes one offer, or two while the cluster moves from one backend to another. Of a
+/// lease with more offers, every node uses the same [`MOST_OFFERS`]; see
+/// [`offers`](Self::offers).
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct LeaseAttrs {
     /// The offer that Go flannel reads.
     pub preferred: Offer,
-    /// Further offers, in the order of preference. Go flannel ignores them.
+    /// Further offers, in the order of preference. Go flannel ignores them. They may contain more
+    /// offers than a node uses, so that a lease that is read and written again loses nothing.
     pub others: Box<[Offer]>,
+}
+
+/// The largest value of a lease in a store that nodes read, in bytes: the text of a key, of a file,
+/// or of all annotations of a node that make its lease. The value of a node with two backends and
+/// both families has less than 1 KiB.
+pub const LARGEST_VALUE: usize = 16 << 10;
+
+/// The value of a lease is larger than [`LARGEST_VALUE`]. No node uses such a lease.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("the value of the lease has {size} bytes, expected at most {LARGEST_VALUE}")]
+pub struct TooLarge {
+    /// The size of the value, in bytes.
+    pub size: usize,
+}
+
+impl TooLarge {
+    /// Checks the size of a value, in bytes.
+    ///
+    /// # Errors
+    /// It is larger than [`LARGEST_VALUE`].
+    pub const fn check(size: usize) -> Result<(), Self> {
+        if size > LARGEST_VALUE { Err(Self { size }) } else { Ok(()) }
+    }
+}
+
+/// The largest number of offers of one lease that nodes use.
+pub const MOST_OFFERS: usize = 4;
+
+/// Offers of a lease that no node uses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "{unused} of its {all} offers are not used: expected at most {MOST_OFFERS} offers, one for each \
+     backend type"
+)]
+pub struct UnusedOffers {
+    /// The number of these offers.
+    pub unused: usize,
+    /// The number of all offers of the lease.
+    pub all: usize,
 }
 
 /// Attributes with one offer.
@@ -162,9 +204,25 @@ impl LeaseAttrs {
         Ok(Self { preferred: Offer::from_fields(&fields)?, others: Offer::list(&fields)? })
     }
 
-    /// All offers, in the order of preference.
+    /// The offers that nodes use, in the order of preference: the first of each backend type, at
+    /// most [`MOST_OFFERS`]. Each offer claims kernel objects on all nodes, so without a limit one
+    /// lease could claim those of all other leases.
     pub fn offers(&self) -> impl Iterator<Item = &Offer> {
-        std::iter::once(&self.preferred).chain(&self.others)
+        let all = std::iter::once(&self.preferred).chain(&self.others);
+        let mut kinds: [Option<&str>; MOST_OFFERS] = [None; MOST_OFFERS];
+        all.filter_map(move |offer| {
+            // The place of its type, or the next free one.
+            let is_place = |kind: &&mut Option<&str>| kind.is_none_or(|kind| kind == offer.kind);
+            let place = kinds.iter_mut().find(is_place)?;
+            place.replace(&offer.kind).is_none().then_some(offer)
+        })
+    }
+
+    /// The offers that no node uses, as a problem to report; `None` if all offers are used.
+    pub fn unused_offers(&self) -> Option<UnusedOffers> {
+        let all = self.others.len() + 1;
+        let unused = all - self.offers().count();
+        (unused > 0).then_some(UnusedOffers { unused, all })
     }
 }
 
@@ -231,6 +289,41 @@ mod tests {
         ] {
             assert_eq!(LeaseAttrs::from_json(bad).unwrap_err().field, field, "{bad}");
         }
+    }
+
+    #[test]
+    fn the_first_offer_of_each_type_is_used_and_at_most_four_in_all() {
+        let used = |kinds: &[&'static str]| {
+            let offer = |(n, kind): (usize, &&'static str)| Offer {
+                kind: (*kind).into(),
+                data: Dual { v4: Some(n.to_string().into()), v6: None },
+                ..Offer::default()
+            };
+            let mut offers = kinds.iter().enumerate().map(offer);
+            let preferred = offers.next().unwrap();
+            let attrs = LeaseAttrs { preferred, others: offers.collect() };
+            let read = LeaseAttrs::from_json(&attrs.to_json()).unwrap();
+            assert_eq!(
+                read.to_json(),
+                attrs.to_json(),
+                "a lease that is written again is complete"
+            );
+            let places = read.offers().map(|offer| offer.data.v4.as_deref().unwrap().to_owned());
+            let problem = read.unused_offers().map(|unused| (unused.unused, unused.all));
+            (places.collect::<Vec<_>>().join(" "), problem)
+        };
+        assert_eq!(used(&["vxlan"]), ("0".into(), None));
+        assert_eq!(used(&["vxlan", "wireguard"]), ("0 1".into(), None));
+        assert_eq!(used(&["vxlan", "vxlan", "ipip", "vxlan"]), ("0 2".into(), Some((2, 4))));
+        let types = ["vxlan", "", "ipip", "host-gw", "wireguard", "a", "vxlan", ""];
+        assert_eq!(used(&types[..4]), ("0 1 2 3".into(), None));
+        assert_eq!(used(&types), ("0 1 2 3".into(), Some((4, 8))));
+        assert_eq!(used(&["vxlan"; 50]), ("0".into(), Some((49, 50))));
+        let unused = UnusedOffers { unused: 49, all: 50 };
+        assert_eq!(
+            unused.to_string(),
+            "49 of its 50 offers are not used: expected at most 4 offers, one for each backend type"
+        );
     }
 
     #[test]

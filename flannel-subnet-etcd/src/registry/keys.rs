@@ -1,11 +1,13 @@
 //! The keys of the registry, and their values.
 
+use std::fmt::Display;
+
 use etcd_client::KeyValue;
 use flannel_core::address::ParseError;
-use flannel_core::lease::{LeaseAttrs, Revision};
+use flannel_core::lease::{LeaseAttrs, Revision, TooLarge};
 use flannel_core::{Lease, Subnets};
 
-use flannel_subnet::{Entry, HolderId, Now};
+use flannel_subnet::{Entry, HolderId, Now, SkipReason};
 
 /// The keys below one prefix.
 #[derive(Debug)]
@@ -27,6 +29,12 @@ impl Keys {
     /// The common prefix of all keys of leases.
     pub(crate) fn leases(&self) -> &str {
         &self.leases
+    }
+
+    /// The first key behind all keys of leases.
+    pub(crate) fn end_of_leases(&self) -> String {
+        // `/` is the last byte of the common prefix, and `0` the next one.
+        format!("{}0", self.leases.trim_end_matches('/'))
     }
 
     pub(crate) fn lease(&self, subnets: &Subnets) -> String {
@@ -57,10 +65,12 @@ fn join(prefix: &str, name: &str) -> String {
 }
 
 /// The lease of a key (without the common prefix) and its value, or the reason why there is none.
-pub(crate) fn read(key: &str, kv: &KeyValue) -> Result<Entry, String> {
-    let subnets: Subnets = key.parse().map_err(|error: ParseError| error.to_string())?;
-    let value = kv.value_str().map_err(|_| "the value is not UTF-8 text".to_owned())?;
-    let attrs = LeaseAttrs::from_json(value).map_err(|error| error.to_string())?;
+pub(crate) fn read(key: &str, kv: &KeyValue) -> Result<Entry, SkipReason> {
+    let unreadable = |reason: &dyn Display| SkipReason::Unreadable(reason.to_string());
+    let subnets: Subnets = key.parse().map_err(|error: ParseError| unreadable(&error))?;
+    TooLarge::check(kv.value().len())?;
+    let value = kv.value_str().map_err(|_| unreadable(&"the value is not UTF-8 text"))?;
+    let attrs = LeaseAttrs::from_json(value).map_err(|error| unreadable(&error))?;
     let (since, revision) = (revision(kv.create_revision()), revision(kv.mod_revision()));
     let holder = (kv.lease() != 0).then(|| HolderId(kv.lease().cast_unsigned()));
     Ok(Entry { lease: Lease { subnets, attrs, expires: None, since, revision }.into(), holder })

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use etcd_client::{GetOptions, GetResponse, KvClient};
+use etcd_client::{GetResponse, KvClient};
 use flannel_core::{Error, Result};
 use flannel_subnet::HolderId;
 
@@ -12,8 +12,9 @@ use crate::client::connections::{Connection, Connections};
 use crate::options::EtcdOptions;
 use crate::registry::keys::Keys;
 
-/// The limit of an answer in bytes. The client's default of 4 MiB is enough for 13,000 leases only.
-pub(crate) const LARGEST_ANSWER: usize = 1 << 30;
+/// The limit of an answer in bytes. etcd's own limit of a request is 1.5 MiB. A list is read in
+/// pages.
+pub(crate) const LARGEST_ANSWER: usize = 8 << 20;
 
 /// The state that clones of a registry share. `Display` is the name of the store.
 pub(crate) struct Store {
@@ -45,12 +46,11 @@ impl Store {
         Error::Store { store: format!("{self}: {key}"), source: reason.into().into() }
     }
 
-    /// Reads one key, or with `prefix` all keys with this prefix.
-    pub(crate) async fn get(&self, key: &str, prefix: bool) -> Result<GetResponse> {
+    /// Reads one key.
+    pub(crate) async fn get(&self, key: &str) -> Result<GetResponse> {
         let answer = self.attempts.ask(key, |connection| {
             let key = key.to_owned();
-            let options = prefix.then(|| GetOptions::new().with_prefix());
-            async move { Ok(kv(&connection).get(key, options).await?) }
+            async move { Ok(kv(&connection).get(key, None).await?) }
         });
         Ok(answer.await?.value)
     }

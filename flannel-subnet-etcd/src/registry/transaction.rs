@@ -3,7 +3,7 @@
 use etcd_client::{Compare, CompareOp, KeyValue, PutOptions, Txn, TxnOp, TxnOpResponse};
 use flannel_core::lease::{LeaseAttrs, Revision};
 use flannel_core::{Error, Lease, Result, Subnets};
-use flannel_subnet::{Entry, LeaseGrant};
+use flannel_subnet::{Entry, LeaseGrant, value_to_write};
 
 use crate::client::attempts::Answer;
 use crate::client::failure::{self, Failure};
@@ -14,8 +14,8 @@ use crate::registry::store::{Store, kv};
 pub(crate) enum Outcome {
     /// It was carried out. This is the present key.
     Done(Option<KeyValue>),
-    /// The comparison failed. These keys were read instead, at this revision of the store.
-    Differs(Vec<KeyValue>, Revision),
+    /// The comparison failed. These keys were read instead.
+    Differs(Vec<KeyValue>),
     /// Its etcd lease does not exist.
     NoLease,
 }
@@ -40,7 +40,6 @@ impl Store {
                     }
                     answer => answer?,
                 };
-                let now = answer.header().map_or(0, etcd_client::ResponseHeader::revision);
                 let kvs = answer.op_responses().into_iter().find_map(|answer| match answer {
                     TxnOpResponse::Get(mut got) => Some(got.take_kvs()),
                     _ => None,
@@ -50,26 +49,24 @@ impl Store {
                 Ok(if answer.succeeded() {
                     Outcome::Done(kvs.pop())
                 } else {
-                    Outcome::Differs(kvs, revision(now))
+                    Outcome::Differs(kvs)
                 })
             }
         });
         answer.await
     }
 
-    /// Writes a key if `compare` holds. If it does not, returns the keys that `otherwise` reads and
-    /// the revision.
+    /// Writes a key if `compare` holds; `None` if it does not.
     pub(crate) async fn write(
         &self,
         subnets: &Subnets,
         compare: impl Fn(&str) -> Compare + Send + Sync,
-        otherwise: Option<TxnOp>,
         attrs: &LeaseAttrs,
         grant: Option<LeaseGrant>,
-    ) -> Result<Result<Entry, (Vec<KeyValue>, Revision)>> {
+    ) -> Result<Option<Entry>> {
         let key = self.keys.lease(subnets);
-        let value = attrs.to_json();
-        let otherwise = otherwise.unwrap_or_else(|| TxnOp::get(key.as_str(), None));
+        let value = value_to_write(self, subnets, attrs)?;
+        let otherwise = TxnOp::get(key.as_str(), None);
         let mut repeated = false;
         loop {
             let lease = match grant {
@@ -82,7 +79,7 @@ impl Store {
             repeated |= answer.repeated;
             let kv = match answer.value {
                 Outcome::Done(kv) => kv,
-                Outcome::Differs(kvs, now) => {
+                Outcome::Differs(kvs) => {
                     // An earlier attempt succeeded, and its answer was lost.
                     let ours = |kv: &&KeyValue| {
                         repeated
@@ -91,7 +88,7 @@ impl Store {
                             && kv.value() == value.as_bytes()
                     };
                     match kvs.iter().find(ours).cloned() {
-                        None => return Ok(Err((kvs, now))),
+                        None => return Ok(None),
                         kv => kv,
                     }
                 }
@@ -111,7 +108,10 @@ impl Store {
                 since: revision(kv.create_revision()),
                 revision: revision(kv.mod_revision()),
             };
-            return Ok(Ok(Entry { lease: lease.into(), holder: grant.map(|grant| grant.holder) }));
+            return Ok(Some(Entry {
+                lease: lease.into(),
+                holder: grant.map(|grant| grant.holder),
+            }));
         }
     }
 }

@@ -2,13 +2,14 @@
 
 use async_trait::async_trait;
 use etcd_client::{EventType, WatchOptions, WatchResponse, WatchStream};
-use flannel_core::lease::Revision;
+use flannel_core::lease::{LARGEST_VALUE, Revision};
 use flannel_core::{Error, Result};
 use flannel_subnet::{Batch, Event, Watch};
 
 use crate::client::attempts::Attempts;
 use crate::client::failure::Failure;
 use crate::registry::keys::{now, revision};
+use crate::registry::pages::LARGEST_LISTING;
 use crate::registry::store::LARGEST_ANSWER;
 
 /// A watch on one connection. It ends with the connection, and its user lists again.
@@ -20,6 +21,8 @@ pub(crate) struct EtcdWatch {
     after: Revision,
     /// etcd does not know all changes after `after`.
     gap: bool,
+    /// The sum of the values of leases so far, in bytes.
+    bytes: usize,
 }
 
 impl EtcdWatch {
@@ -32,6 +35,9 @@ impl EtcdWatch {
     ) -> Result<Self> {
         let options = options
             .with_start_revision(after.0.cast_signed().saturating_add(1))
+            // etcd splits an answer above its limit of a request. Each part is read as a batch. If
+            // the watch ends between two parts, its user lists again.
+            .with_fragment()
             .with_progress_notify();
         let answer = attempts.ask(key, |connection| {
             let (key, options) = (key.to_owned(), options.clone());
@@ -52,7 +58,14 @@ impl EtcdWatch {
         let known = created.header().map_or(0, etcd_client::ResponseHeader::revision);
         // etcd was restored from a backup that is older than `after`.
         let gap = created.canceled() || revision(known) < after;
-        Ok(Self { stream, prefix: key.to_owned(), endpoint: attempts.endpoint(), after, gap })
+        Ok(Self {
+            stream,
+            prefix: key.to_owned(),
+            endpoint: attempts.endpoint(),
+            after,
+            gap,
+            bytes: 0,
+        })
     }
 
     fn error(&self, reason: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Error {
@@ -109,7 +122,10 @@ impl Watch for EtcdWatch {
             Ok(None) => return Err(self.error("it ended the watch")),
             Err(error) => return Err(self.error(Failure::from(error).text)),
         };
-        let batch = self.batch(&response);
+        let values = response.events().iter().filter_map(|event| Some(event.kv()?.value().len()));
+        self.bytes += values.filter(|size| *size <= LARGEST_VALUE).sum::<usize>();
+        // Only a list bounds the memory for all leases.
+        let batch = self.batch(&response).filter(|_| self.bytes <= LARGEST_LISTING);
         match &batch {
             Some(batch) => self.after = self.after.max(batch.revision),
             None => self.gap = true,

@@ -7,7 +7,7 @@ use etcd_client::{GetOptions, PutOptions};
 use flannel_core::lease::{LeaseAttrs, Revision};
 use flannel_core::{Error, SubnetManager};
 use flannel_subnet::testing::{Fixture, registry_suite};
-use flannel_subnet::{HolderId, LeaseGrant, Now, Registry};
+use flannel_subnet::{HolderId, LeaseGrant, Now, Registry, SkipReason};
 use flannel_subnet_etcd::{EtcdOptions, EtcdRegistry};
 
 use super::server::Etcd;
@@ -136,8 +136,37 @@ async fn foreign_keys_are_skipped_and_remove_no_peer() {
     assert_eq!((listing.entries.len(), listing.skipped.len()), (2, 6), "{:?}", listing.skipped);
 }
 
+/// The pages of such a list are larger than any answer that is read.
 #[tokio::test]
-async fn leases_above_4_mib_are_listed_with_one_request() {
+async fn values_of_a_megabyte_neither_fail_a_list_nor_hide_other_leases() {
+    let etcd = Etcd::start().await;
+    let mut client = etcd.client().await;
+    let registry = registry(&etcd.endpoints());
+    let large = vec![b'x'; 1_400_000];
+    for n in 0..40 {
+        let leases = format!("{PREFIX}/subnets");
+        client.put(format!("{leases}/10.1.{n}.128-25"), large.clone(), None).await.unwrap();
+        client.put(format!("{leases}/foreign-{n}"), large.clone(), None).await.unwrap();
+        let subnets = key(&format!("10.1.{n}.0-25"));
+        registry.create(&subnets, &attrs(&[&format!("192.0.2.{n}")]), grant(5)).await.unwrap();
+    }
+    let listing = within(60, "a list", registry.list()).await.unwrap();
+    assert_eq!((listing.entries.len(), listing.skipped.len()), (40, 80));
+    let too_large = |skipped: &&Skipped| matches!(skipped.reason, SkipReason::TooLarge(_));
+    assert_eq!(listing.skipped.iter().filter(too_large).count(), 40);
+    let mut watch = registry.watch(Revision(1)).await.unwrap();
+    let mut seen = std::collections::BTreeSet::new();
+    within(60, "all changes", async {
+        while seen.len() < 120 {
+            let batch = watch.next().await.unwrap().expect("no gap");
+            seen.extend(batch.events.into_iter().map(|event| event.key));
+        }
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn leases_above_4_mib_are_listed_in_pages() {
     let etcd = Etcd::start().await;
     let mut client = etcd.client().await;
     let value = format!(

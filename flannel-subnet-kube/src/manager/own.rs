@@ -6,7 +6,7 @@
 use std::net::IpAddr;
 
 use flannel_core::address::{Dual, Family};
-use flannel_core::lease::{LeaseAttrs, Revision};
+use flannel_core::lease::{LeaseAttrs, Revision, TooLarge};
 use flannel_core::{Config, Error, Lease, Result, Subnets};
 use serde::Deserialize;
 use serde_json::json;
@@ -14,7 +14,7 @@ use serde_json::json;
 use super::shared::Shared;
 use crate::api::Call;
 use crate::node::annotations::{
-    OTHER_OFFERS, Values, address, desired, has, names, read, reworded, wrong_overwrites,
+    OTHER_OFFERS, Values, address, desired, has, names, read, reworded, size, wrong_overwrites,
 };
 use crate::node::{Node, Wire};
 use crate::options::NodeIdentity;
@@ -169,6 +169,10 @@ impl Shared {
         attrs: &LeaseAttrs,
     ) -> Result<Option<Revision>> {
         let desired = desired(attrs, &node.values);
+        TooLarge::check(size(&desired, &Family::BOTH)).map_err(|reason| Error::Refused {
+            store: format!("{}: node {}", self.api.name(), node.name),
+            reason: reason.to_string(),
+        })?;
         let mut missing = missing(node, &desired);
         let mut since = None;
         if !missing.is_empty() {

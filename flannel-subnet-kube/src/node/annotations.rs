@@ -59,6 +59,26 @@ pub(crate) const fn names(family: Family) -> Names {
 /// The values of flannel's annotations, by their names without the prefix.
 pub(crate) type Values = BTreeMap<Box<str>, Box<str>>;
 
+/// Whether an annotation is one that flannel reads. Others below the prefix are not even kept.
+pub(crate) fn is_read(name: &str) -> bool {
+    let of_family = |family: &Family| {
+        let names = names(*family);
+        [names.data, names.public, names.overwrite, names.node].contains(&name)
+    };
+    [MANAGED, BACKEND_TYPE, OTHER_OFFERS].contains(&name) || Family::BOTH.iter().any(of_family)
+}
+
+/// The number of bytes of the annotations that make the lease of a node, for these families. Other
+/// annotations of the node do not count.
+pub(crate) fn size(values: &Values, families: &[Family]) -> usize {
+    let of_family = families.iter().flat_map(|family| {
+        let names = names(*family);
+        [names.data, names.public]
+    });
+    let all = [BACKEND_TYPE, OTHER_OFFERS].into_iter().chain(of_family);
+    all.filter_map(|name| values.get(name)).map(|value| value.len()).sum()
+}
+
 /// The annotations for these attributes on a node that has `present`: those that Go flannel writes.
 ///
 /// The IPv4 pair is always written, except by `vxlan` without IPv4. The IPv6 pair is written by
@@ -293,6 +313,22 @@ mod tests {
             (&*overwritten["public-ip"], &*overwritten["public-ipv6"]),
             ("198.51.100.7", V6)
         );
+    }
+
+    #[test]
+    fn only_the_annotations_of_a_lease_count_for_its_size() {
+        let mut node = values(&[
+            ("backend-type", "vxlan"),
+            ("public-ip", "192.0.2.1"),
+            ("backend-data", "null"),
+            ("backend-v6-data", "{}"),
+            ("public-ip-overwrite", "198.51.100.7"),
+            ("anything", "else"),
+        ]);
+        assert_eq!((size(&node, &[Family::V4]), size(&node, &Family::BOTH)), (18, 20));
+        node.insert(OTHER_OFFERS.into(), "[]".into());
+        assert_eq!(size(&node, &[Family::V4]), 20);
+        assert!(is_read("public-ipv6-overwrite") && is_read(MANAGED) && !is_read("anything"));
     }
 
     #[test]

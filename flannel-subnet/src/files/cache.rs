@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 use std::{fs, io};
 
-use flannel_core::lease::{LeaseAttrs, LeaseSet, Origin, Revision, View};
+use flannel_core::lease::{LeaseAttrs, LeaseSet, Origin, Revision, TooLarge, View};
 use flannel_core::{Lease, Subnets};
 use serde::{Deserialize, Serialize};
 
@@ -184,6 +184,11 @@ fn key(text: &str) -> Result<Subnets, String> {
     text.parse().map_err(|error: flannel_core::address::ParseError| error.to_string())
 }
 
+/// The value in the line of a lease.
+fn value_of(line: &str) -> &str {
+    line.splitn(4, ' ').nth(3).unwrap_or_default()
+}
+
 fn lease(line: &str) -> Result<Lease, String> {
     let mut parts = line.splitn(4, ' ');
     let mut part =
@@ -346,7 +351,11 @@ fn parse(bytes: &[u8]) -> Result<Saved, String> {
     Ok(Saved {
         store: whole.store,
         written: instant(whole.written)?,
-        leases: lines.map(lease).collect::<Result<_, _>>()?,
+        // An earlier version may have written values of any size.
+        leases: lines
+            .filter(|line| TooLarge::check(value_of(line).len()).is_ok())
+            .map(lease)
+            .collect::<Result<_, _>>()?,
         config: whole.config.map(|(location, text)| ConfigText { location, text }),
         own,
         own_end: whole.own_end,

@@ -241,7 +241,7 @@ impl LocalManager {
         let ours =
             |skipped: &&Skipped| skipped.key.parse().is_ok_and(|key: Subnets| key == *subnets);
         let Some(unreadable) = listing.skipped.iter().find(ours) else { return Err(error) };
-        let reason = &unreadable.reason;
+        let reason = &unreadable.reason.to_string();
         if let Some(more) = lock(&self.unreadable).line(self.clock.boottime(), reason) {
             tracing::warn!(
                 %subnets, reason, more,

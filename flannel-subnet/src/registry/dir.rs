@@ -204,7 +204,7 @@ impl Registry for DirRegistry {
     async fn config(&self) -> Result<ConfigText> {
         let path = self.0.location.path.join("config");
         let location = path.display().to_string();
-        match blocking(move || file::contents(&path).map(|(text, _)| text)).await {
+        match blocking(move || file::config_text(&path)).await {
             Ok(text) => Ok(ConfigText { location, text }),
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
                 // Without its subnets the directory is no registry, for example not mounted.
@@ -242,7 +242,13 @@ impl Registry for DirRegistry {
 
     async fn entry(&self, subnets: &Subnets) -> Result<Option<Entry>> {
         self.0.refresh().await?;
-        Ok(lock(&self.0.mirror).file(subnets).map(LeaseFile::entry))
+        let mirror = lock(&self.0.mirror);
+        match mirror.unused(subnets) {
+            Some(reason) => {
+                Err(self.0.location.error(&format!("subnets/{subnets}"), reason.clone()))
+            }
+            None => Ok(mirror.file(subnets).map(LeaseFile::entry)),
+        }
     }
 
     /// Stricter than the trait: refuses also a key that overlaps another one in force.

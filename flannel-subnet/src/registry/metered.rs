@@ -95,7 +95,7 @@ impl StoreStats {
     }
 
     fn skip_listed(&self, Listing { skipped, .. }: &Listing) {
-        self.skip_all(skipped.iter().map(|s| (s.key.clone(), s.reason.clone())).collect());
+        self.skip_all(skipped.iter().map(|s| (s.key.clone(), s.reason.to_string())).collect());
     }
 
     fn skip_changed(&self, batch: &Batch) {
@@ -103,7 +103,7 @@ impl StoreStats {
         for event in &batch.events {
             skipped.retain(|(key, _)| *key != event.key);
             if let Now::Unreadable(reason) = &event.now {
-                skipped.push((event.key.clone(), reason.clone()));
+                skipped.push((event.key.clone(), reason.to_string()));
             }
         }
         self.skip_all(skipped);

@@ -5,8 +5,8 @@ use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use flannel_core::lease::Revision;
-use flannel_core::{Lease, Result};
+use flannel_core::lease::{LeaseAttrs, Revision, TooLarge};
+use flannel_core::{Error, Lease, Result, Subnets};
 
 /// The ID of a holder of leases. Nodes with one public address have different IDs.
 ///
@@ -69,13 +69,44 @@ pub struct Entry {
     pub holder: Option<HolderId>,
 }
 
+/// Why the value of a key is not used.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum SkipReason {
+    /// It is not a lease, or is unreadable. The last readable value is still used, because someone
+    /// may be about to correct it.
+    #[error("{0}")]
+    Unreadable(String),
+    /// It is too large. The key counts as one without a lease, on all nodes alike: a node that has
+    /// started since has no last value. Its subnets stay occupied.
+    #[error(transparent)]
+    TooLarge(#[from] TooLarge),
+    /// All leases together are too large, and others are kept first, on all nodes alike. The key
+    /// counts as one without a lease.
+    #[error(
+        "the leases of the store have more than {most} bytes in all, and smaller or earlier ones are \
+         kept first"
+    )]
+    NoRoom {
+        /// The largest sum of the values of all leases, in bytes.
+        most: usize,
+    },
+}
+
+impl SkipReason {
+    /// Whether the last readable value of the key is still used.
+    pub fn keeps_last(&self) -> bool {
+        matches!(self, Self::Unreadable(_))
+    }
+}
+
 /// A key that is not a lease, or is unreadable.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Skipped {
     /// The key, without the prefix that all keys have.
     pub key: String,
     /// The reason.
-    pub reason: String,
+    pub reason: SkipReason,
     /// The revision at which [`Registry::update`](crate::Registry::update) can replace it; 0 in a
     /// store that keeps no revision of it.
     pub revision: Revision,
@@ -108,8 +139,8 @@ pub struct Event {
 pub enum Now {
     /// A lease.
     Held(Entry),
-    /// An unreadable value, with the reason. The last readable value is still used.
-    Unreadable(String),
+    /// A value that is not used.
+    Unreadable(SkipReason),
     /// The key does not exist.
     Gone,
 }
@@ -121,6 +152,24 @@ pub struct Batch {
     pub events: Vec<Event>,
     /// The revision of the store after them.
     pub revision: Revision,
+}
+
+/// The value of a lease, for a store that writes it.
+///
+/// # Errors
+/// [`Error::Refused`] if it is too large: no node would use it.
+pub fn value_to_write(
+    store: &dyn fmt::Display,
+    key: &Subnets,
+    attrs: &LeaseAttrs,
+) -> Result<String> {
+    let value = attrs.to_json();
+    match TooLarge::check(value.len()) {
+        Ok(()) => Ok(value),
+        Err(reason) => {
+            Err(Error::Refused { store: format!("{store}: {key}"), reason: reason.to_string() })
+        }
+    }
 }
 
 /// The text of a network config, with its location.

@@ -7,7 +7,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use flannel_core::lease::LeaseAttrs;
+use flannel_core::lease::{LARGEST_VALUE, LeaseAttrs, TooLarge};
 use flannel_core::{Error, Subnets};
 use tokio::time::Instant;
 
@@ -68,6 +68,7 @@ pub async fn registry_suite(fixture: &Fixture<'_>) {
     reservations_have_no_holder(fixture).await;
     an_unreadable_key_is_skipped_and_reported(fixture).await;
     one_address::one_of_two_hosts_keeps_the_lease(fixture).await;
+    a_value_that_is_too_large_is_skipped_and_can_be_replaced(fixture).await;
 }
 
 const DAY: Duration = Duration::from_secs(86_400);
@@ -372,7 +373,7 @@ async fn an_unreadable_key_is_skipped_and_reported(fixture: &Fixture<'_>) {
         assert_eq!(listing.entries, std::slice::from_ref(&good));
         let skipped: BTreeSet<_> = listing.skipped.iter().map(|skipped| &skipped.key).collect();
         assert_eq!(skipped, bad.iter().map(|(key, _)| key).collect());
-        assert!(listing.skipped.iter().all(|skipped| !skipped.reason.is_empty()), "{listing:?}");
+        assert!(listing.skipped.iter().all(|skipped| skipped.reason.keeps_last()), "{listing:?}");
     }
     conflicts(&fixture.registry.create(&key(2), &attrs(2), grant(2, DAY)).await, &key(2));
     (fixture.put_raw)(&key(2).to_string(), r#"{"PublicIP":"192.0.2.2"}"#);
@@ -381,4 +382,42 @@ async fn an_unreadable_key_is_skipped_and_reported(fixture: &Fixture<'_>) {
         matches!(changed.get(&key(2).to_string()), Some(Now::Held(_))),
         "repaired: {changed:?}"
     );
+}
+
+async fn a_value_that_is_too_large_is_skipped_and_can_be_replaced(fixture: &Fixture<'_>) {
+    let registry = &fixture.registry;
+    clear(fixture).await;
+    let good = registry.create(&key(5), &attrs(5), grant(5, DAY)).await.expect("created");
+    let held = registry.create(&key(6), &attrs(6), grant(6, DAY)).await.expect("created");
+    let mut watch = watch_from_now(&*fixture.other).await;
+    let padding = "x".repeat(LARGEST_VALUE);
+    let value = format!(r#"{{"PublicIP":"192.0.2.6","BackendData":"{padding}"}}"#);
+    (fixture.put_raw)(&held.lease.subnets.to_string(), &value);
+    let changed = changes(&mut *watch, |changed| !changed.is_empty()).await;
+    let too_large = TooLarge { size: value.len() };
+    let expected = Now::Unreadable(too_large.into());
+    assert_eq!(changed.get(&key(6).to_string()), Some(&expected), "{changed:?}");
+    let mut at = None;
+    for registry in [registry, &fixture.other] {
+        let listing = registry.list().await.expect("a list");
+        assert!(listing.entries.contains(&good), "{listing:?}");
+        let skipped = listing.skipped.iter().find(|skipped| skipped.key == key(6).to_string());
+        assert_eq!(skipped.map(|skipped| &skipped.reason), Some(&too_large.into()));
+        at = skipped.map(|skipped| skipped.revision);
+        let error = registry.entry(&key(6)).await.expect_err("too large").to_string();
+        assert!(
+            error.contains("10.77.6.0-24") && error.contains(&too_large.to_string()),
+            "{error}"
+        );
+    }
+    conflicts(&registry.create(&key(6), &attrs(6), grant(6, DAY)).await, &key(6));
+    let mut large = attrs(6);
+    large.preferred.data.v4 = Some(format!("{padding:?}").into());
+    let refused = registry.update(&key(6), at.expect("skipped"), &large, grant(6, DAY)).await;
+    let refused = refused.expect_err("too large").to_string();
+    assert!(refused.contains("10.77.6.0-24") && refused.contains("at most 16384"), "{refused}");
+    let updated = registry.update(&key(6), at.expect("skipped"), &attrs(6), grant(6, DAY)).await;
+    assert_eq!(updated.expect("replaced").lease.attrs, attrs(6));
+    let changed = changes(&mut *watch, |changed| !changed.is_empty()).await;
+    assert!(matches!(changed.get(&key(6).to_string()), Some(Now::Held(_))), "{changed:?}");
 }

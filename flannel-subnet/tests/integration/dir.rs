@@ -16,7 +16,7 @@ use flannel_core::subnet::LeaseEnd;
 use flannel_core::{Error, SubnetManager, Subnets};
 use flannel_subnet::{
     Assign, AssignedManager, DirLocation, DirOptions, DirRegistry, HolderId, Identity, LeaseGrant,
-    LocalManager, Reflector, Registry,
+    LocalManager, Reflector, Registry, Skipped,
 };
 use nix::errno::Errno;
 use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
@@ -328,15 +328,19 @@ async fn only_small_regular_files_are_read() {
     File::create(net.file(key(6))).unwrap().set_len(1 << 30).unwrap();
     let again = net.reopen().await;
     let listing = again.list().await.unwrap();
-    let skipped: Vec<_> = listing.skipped.iter().map(|bad| (&*bad.key, &*bad.reason)).collect();
-    let large = "it has 1073741824 bytes, expected at most 1048576";
+    let reason = |bad: &Skipped| (bad.key.clone(), bad.reason.to_string());
+    let skipped: Vec<_> = listing.skipped.iter().map(reason).collect();
+    let large = "the value of the lease has 1073741824 bytes, expected at most 16384";
     let expected = [
         ("10.1.4.0-24", "it is not a file"),
         ("10.1.5.0-24", "it is not a file"),
         ("10.1.6.0-24", large),
     ];
+    let expected = expected.map(|(key, reason)| (key.to_owned(), reason.to_owned()));
     assert_eq!((listing.entries.len(), skipped), (0, expected.to_vec()));
-    for n in 4..=6 {
+    let created = again.create(&key(6), &attrs("192.0.2.1"), grant(1, DAY)).await;
+    assert!(matches!(created, Err(Error::Conflict { .. })), "{created:?}");
+    for n in 4..=5 {
         let created = again.create(&key(n), &attrs("192.0.2.1"), grant(1, DAY)).await;
         let error = created.unwrap_err().to_string();
         assert!(error.contains(&format!("subnets/{}", key(n))), "{error}");

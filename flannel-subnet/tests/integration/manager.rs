@@ -8,12 +8,12 @@ use std::time::Duration;
 use test_support::{Logged, eventually_async};
 
 use flannel_core::address::Family;
-use flannel_core::lease::{LeaseAttrs, Offer, Origin};
+use flannel_core::lease::{LeaseAttrs, Offer, Origin, View};
 use flannel_core::subnet::{Calls, LeaseEnd, Loss, Ownership};
 use flannel_core::{Error, Lease, SubnetManager, Subnets};
 use flannel_subnet::testing::TokioClock;
 use flannel_subnet::{
-    Entry, HolderId, Identity, LeaseGrant, LocalManager, MemoryRegistry, Registry,
+    Entry, HolderId, Identity, LeaseGrant, LocalManager, MemoryRegistry, Reflector, Registry,
 };
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
@@ -209,6 +209,44 @@ async fn an_unreadable_key_occupies_its_subnet() {
     let other = node(&registry, 2);
     let error = soon(other.acquire_lease(&attrs(&["192.0.2.2"]))).await.unwrap_err();
     assert!(matches!(error, Error::OutOfSubnets { total: 3, .. }), "{error}");
+}
+
+/// A value that is not a lease keeps the last one, but a node that has started since does not know
+/// it. So a value that is too large counts as none, on all nodes alike.
+#[tokio::test(start_paused = true)]
+async fn a_lease_that_becomes_too_large_is_gone_for_all_nodes_and_its_node_restores_it() {
+    let registry = MemoryRegistry::with_config(V4);
+    let large = format!(r#"{{"PublicIP":"192.0.2.7","BackendData":"{}"}}"#, "x".repeat(20_000));
+    put(&registry, "10.1.7.0-24", &attrs(&["192.0.2.7"]), Some(7)).await;
+    put(&registry, "10.1.8.0-24", &attrs(&["192.0.2.8"]), Some(8)).await;
+    let running = Reflector::start(Arc::new(registry.clone()));
+    let mut views = running.views();
+    drop(soon(views.wait_for(|view| view.leases.len() == 2)).await.unwrap());
+    registry.put_raw("10.1.7.0-24", &large, None);
+    let started = Reflector::start(Arc::new(registry.clone()));
+    for mut views in [views, started.views()] {
+        let is_gone =
+            |view: &View| view.leases.len() == 1 && view.leases.get(&key("10.1.8.0-24")).is_some();
+        drop(soon(views.wait_for(is_gone)).await.unwrap());
+    }
+
+    let manager = Arc::new(node(&registry, 1));
+    let lease = manager.acquire_lease(&attrs(&["192.0.2.1"])).await.unwrap();
+    assert_ne!(lease.subnets, key("10.1.7.0-24"), "its subnet stays occupied");
+    let mut own = manager.watch_leases().await.unwrap();
+    let holding = tokio::spawn({
+        let (manager, lease) = (Arc::clone(&manager), lease.clone());
+        async move { manager.hold_lease(&lease).await }
+    });
+    drop(soon(own.wait_for(|view| view.leases.get(&lease.subnets).is_some())).await.unwrap());
+    registry.put_raw(&lease.subnets.to_string(), &large, None);
+    let is_restored = |view: &View| {
+        let now = view.leases.get(&lease.subnets);
+        now.is_some_and(|now| now.attrs == lease.attrs && now.revision > lease.revision)
+    };
+    drop(soon(own.wait_for(is_restored)).await.unwrap());
+    assert!(!holding.is_finished(), "the node still holds its lease");
+    holding.abort();
 }
 
 #[tokio::test(start_paused = true)]

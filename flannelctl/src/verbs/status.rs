@@ -45,7 +45,8 @@ pub(crate) async fn peers(Context { client, global, terminal, .. }: Context<'_>)
     Ok(Output { text: stale.unwrap_or_default() + &peers_page(&peers, now, terminal), value, ok })
 }
 
-/// All peers, with their encrypted tunnels, and the reasons of those that are not in place.
+/// All peers, with their encrypted tunnels, and the reasons of those that are not in place or have
+/// a lease with a problem.
 fn peers_page(peers: &[PeerReport], now: f64, terminal: &Terminal) -> String {
     let parts = [tunnel_table(peers, terminal), reasons(peers, terminal)];
     let add = |page, part: &String| if part.is_empty() { page } else { format!("{page}\n{part}") };

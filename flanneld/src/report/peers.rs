@@ -155,7 +155,8 @@ impl<'a> PeerStates<'a> {
         let mut tunnels: Vec<_> = to.map(|to| to.report(snapshot.time)).collect();
         // One device may serve both families.
         tunnels.dedup_by(|a, b| a.device == b.device);
-        let reason = reason.map(ToString::to_string);
+        let unused = || lease.attrs.unused_offers().map(|unused| unused.to_string());
+        let reason = reason.map(ToString::to_string).or_else(unused);
         PeerReport { tunnels, ..PeerReport::new(lease, state.name(), reason, changed) }
     }
 }

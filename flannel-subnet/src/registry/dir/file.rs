@@ -11,7 +11,7 @@ use std::time::{Duration, SystemTime};
 
 use flannel_core::address::ParseError;
 use flannel_core::json::{FieldError, Fields};
-use flannel_core::lease::{LeaseAttrs, Revision};
+use flannel_core::lease::{LARGEST_VALUE, LeaseAttrs, Revision, TooLarge};
 use flannel_core::{Lease, Subnets};
 use nix::fcntl::OFlag;
 use serde::{Deserialize, Serialize};
@@ -54,14 +54,35 @@ pub(super) fn text(attrs: &LeaseAttrs, grant: Option<LeaseGrant>) -> String {
     text.expect("a struct of strings, numbers and raw values serializes") + "\n"
 }
 
-/// The largest file that is read. No lease that a node writes has more than some hundred bytes.
-const LARGEST: u64 = 1 << 20;
+/// The largest network config that is read, in bytes.
+const LARGEST_CONFIG: usize = 1 << 20;
 
-/// The text of a file and its time of modification.
+/// The revision of each file that is too large to be read.
+pub(super) const OF_TOO_LARGE: Revision = Revision(u64::MAX);
+
+/// The text of the network config.
 ///
 /// # Errors
 /// It is too large, or no file, which reading could wait for.
-pub(super) fn contents(path: &Path) -> io::Result<(String, SystemTime)> {
+pub(super) fn config_text(path: &Path) -> io::Result<String> {
+    let text = contents(path, LARGEST_CONFIG)?;
+    let text = text.map_err(|size| {
+        io::Error::other(format!("it has {size} bytes, expected at most {LARGEST_CONFIG}"))
+    });
+    Ok(text?.0)
+}
+
+/// The text of the file of a lease and its time of modification, unless it is too large.
+///
+/// # Errors
+/// It is no file, which reading could wait for.
+pub(super) fn lease_text(path: &Path) -> io::Result<Result<(String, SystemTime), TooLarge>> {
+    Ok(contents(path, LARGEST_VALUE)?.map_err(|size| TooLarge { size }))
+}
+
+/// The text of a file and its time of modification; inner `Err`: it has this number of bytes, more
+/// than `largest`.
+fn contents(path: &Path, largest: usize) -> io::Result<Result<(String, SystemTime), usize>> {
     // A device is not even opened.
     check(&fs::metadata(path)?)?;
     // Another file may have replaced it meanwhile, such as a pipe, whose opening would block.
@@ -69,24 +90,23 @@ pub(super) fn contents(path: &Path) -> io::Result<(String, SystemTime)> {
     let file = OpenOptions::new().read(true).custom_flags(flags).open(path)?;
     let metadata = file.metadata()?;
     check(&metadata)?;
-    // It may grow, and a file of /proc has no length.
-    let mut text = String::new();
-    file.take(LARGEST + 1).read_to_string(&mut text)?;
-    if text.len() as u64 > LARGEST {
-        return Err(io::Error::other(format!("it has more than {LARGEST} bytes")));
+    let size = usize::try_from(metadata.len()).unwrap_or(usize::MAX);
+    if size > largest {
+        return Ok(Err(size));
     }
-    Ok((text, metadata.modified()?))
+    // It may grow, and a file of /proc has no length.
+    let mut bytes = Vec::new();
+    file.take(largest as u64 + 1).read_to_end(&mut bytes)?;
+    if bytes.len() > largest {
+        return Ok(Err(bytes.len()));
+    }
+    let text = String::from_utf8(bytes);
+    let text = text.map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
+    Ok(Ok((text, metadata.modified()?)))
 }
 
 fn check(metadata: &Metadata) -> io::Result<()> {
-    if !metadata.is_file() {
-        return Err(io::Error::other("it is not a file"));
-    }
-    if metadata.len() > LARGEST {
-        let reason = format!("it has {} bytes, expected at most {LARGEST}", metadata.len());
-        return Err(io::Error::other(reason));
-    }
-    Ok(())
+    if metadata.is_file() { Ok(()) } else { Err(io::Error::other("it is not a file")) }
 }
 
 /// The content of a readable file. Many of them are kept in memory.

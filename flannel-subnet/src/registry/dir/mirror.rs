@@ -16,9 +16,9 @@ use flannel_core::lease::Revision;
 use nix::errno::Errno;
 use nix::sys::inotify::{AddWatchFlags, Inotify, InotifyEvent, WatchDescriptor};
 
-use super::file::{self, LeaseFile, revision};
+use super::file::{self, LeaseFile, OF_TOO_LARGE, revision};
 use crate::registry::history::History;
-use crate::registry::{Batch, Listing, Now, Skipped};
+use crate::registry::{Batch, Listing, Now, SkipReason, Skipped};
 
 /// The time for which a file that an editor renamed away may be missing.
 const GRACE: Duration = Duration::from_millis(100);
@@ -32,7 +32,7 @@ pub(super) struct Mirror {
     good: BTreeMap<Subnets, LeaseFile>,
     /// The reason why the present content of a file is unreadable. Its last readable content
     /// is still used until it expires or is replaced.
-    bad: BTreeMap<String, String>,
+    bad: BTreeMap<String, SkipReason>,
     /// When to read a readable file again.
     due: BTreeMap<Subnets, SystemTime>,
     history: History,
@@ -52,7 +52,7 @@ struct Watched {
 enum Found {
     Text(String, SystemTime),
     Gone,
-    Unreadable(String),
+    Unreadable(SkipReason),
 }
 
 impl Mirror {
@@ -146,16 +146,23 @@ impl Mirror {
     }
 
     pub(super) fn list(&self) -> Listing {
-        let skipped = |(key, reason): (&String, &String)| Skipped {
+        let skipped = |(key, reason): (&String, &SkipReason)| Skipped {
             key: key.clone(),
             reason: reason.clone(),
-            revision: Revision::default(),
+            revision: if reason.keeps_last() { Revision::default() } else { OF_TOO_LARGE },
         };
         Listing {
             entries: self.good.values().map(LeaseFile::entry).collect(),
             skipped: self.bad.iter().map(skipped).collect(),
             revision: self.revision(),
         }
+    }
+
+    /// Why the file of a key is not used at all; `None` if it is, if it does not exist, or if its
+    /// last readable content is used.
+    pub(super) fn unused(&self, subnets: &Subnets) -> Option<&SkipReason> {
+        let reason = self.bad.get(&subnets.to_string())?;
+        (!reason.keeps_last()).then_some(reason)
     }
 
     pub(super) fn file(&self, subnets: &Subnets) -> Option<&LeaseFile> {
@@ -240,8 +247,10 @@ impl Mirror {
             }
             (Found::Text(text, modified), _) => self.update(name, &text, modified, now),
             (Found::Unreadable(reason), held) => {
+                let keeps_last = reason.keeps_last();
                 self.bad.insert(name.to_owned(), reason);
                 held.iter().for_each(|subnets| _ = self.due.remove(subnets));
+                held.iter().filter(|_| !keeps_last).for_each(|subnets| self.remove(subnets));
             }
         }
         if self.now(name) != before {
@@ -265,7 +274,9 @@ impl Mirror {
                 self.bad.remove(name);
                 self.good.insert(file.lease.subnets, file);
             }
-            Err(reason) => drop(self.bad.insert(name.to_owned(), reason)),
+            Err(reason) => {
+                drop(self.bad.insert(name.to_owned(), SkipReason::Unreadable(reason)));
+            }
         }
         let Ok(subnets) = name.parse::<Subnets>() else { return };
         match self.file(&subnets).and_then(|file| file.end(modified)) {
@@ -282,9 +293,10 @@ fn is_ignored(name: &str) -> bool {
 }
 
 fn read(path: &Path) -> Found {
-    match file::contents(path) {
-        Ok((text, modified)) => Found::Text(text, modified),
+    match file::lease_text(path) {
+        Ok(Ok((text, modified))) => Found::Text(text, modified),
+        Ok(Err(too_large)) => Found::Unreadable(too_large.into()),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Found::Gone,
-        Err(error) => Found::Unreadable(error.to_string()),
+        Err(error) => Found::Unreadable(SkipReason::Unreadable(error.to_string())),
     }
 }

@@ -7,11 +7,11 @@ use std::fs::{self, File, FileTimes};
 use std::io;
 use std::time::{Duration, SystemTime};
 
-use flannel_core::lease::{LeaseAttrs, Revision};
+use flannel_core::lease::{LeaseAttrs, Revision, TooLarge};
 use flannel_core::{Error, Result, Subnets};
 
 use super::Shared;
-use super::file::{self, LeaseFile};
+use super::file::{self, LeaseFile, OF_TOO_LARGE};
 use super::location::Assign;
 use crate::backoff::Backoff;
 use crate::clock::{Clock, SystemClock};
@@ -65,8 +65,9 @@ impl Shared {
 
     /// The content of a key's file; `None` if the file does not exist or has expired.
     pub(super) fn current(&self, subnets: &Subnets) -> Result<Option<Current>> {
-        let (text, modified) = match file::contents(&self.path(subnets)) {
-            Ok(read) => read,
+        let (text, modified) = match file::lease_text(&self.path(subnets)) {
+            Ok(Ok(read)) => read,
+            Ok(Err(TooLarge { .. })) => return Ok(Some((OF_TOO_LARGE, None))),
             Err(gone) if gone.kind() == io::ErrorKind::NotFound => return Ok(None),
             Err(other) => return Err(self.location.error(&format!("subnets/{subnets}"), other)),
         };
@@ -122,6 +123,10 @@ impl Shared {
     ) -> Result<Entry> {
         let name = format!("subnets/{subnets}");
         let (text, now) = (file::text(attrs, grant), SystemClock.wall());
+        if let Err(reason) = TooLarge::check(text.len()) {
+            let store = format!("{}: {name}", self.location);
+            return Err(Error::Refused { store, reason: reason.to_string() });
+        }
         atomic::replace(&self.path(subnets), text.as_bytes(), 0o644, Some(now))
             .map_err(|error| self.location.error(&name, error))?;
         let file = LeaseFile::parse(*subnets, &text);
@@ -134,7 +139,7 @@ impl Shared {
     pub(super) fn write_config(&self, known: Option<&str>, text: &str) -> Result<()> {
         let path = self.location.path.join("config");
         let error = |error| self.location.error("config", error);
-        let now = match file::contents(&path).map(|(text, _)| text) {
+        let now = match file::config_text(&path) {
             Ok(now) => Some(now),
             Err(gone) if gone.kind() == io::ErrorKind::NotFound => None,
             Err(other) => return Err(error(other)),

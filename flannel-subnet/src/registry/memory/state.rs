@@ -4,12 +4,14 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use flannel_core::address::ParseError;
-use flannel_core::lease::{LeaseAttrs, Revision};
+use flannel_core::lease::{LeaseAttrs, Revision, TooLarge};
 use flannel_core::{Error, Lease, Result, Subnets};
 use tokio::time::Instant;
 
 use crate::registry::history::History;
-use crate::registry::{Entry, HolderId, LeaseGrant, Listing, Now, Skipped};
+use crate::registry::{
+    Entry, HolderId, LeaseGrant, Listing, Now, SkipReason, Skipped, value_to_write,
+};
 
 /// The content of a store, and its changes.
 #[derive(Debug, Default)]
@@ -25,7 +27,7 @@ pub(crate) struct State {
 #[derive(Debug)]
 struct Stored {
     /// Key and value, or the reason why they are unreadable.
-    content: Result<(Subnets, LeaseAttrs), String>,
+    content: Result<(Subnets, LeaseAttrs), SkipReason>,
     holder: Option<HolderId>,
     since: Revision,
     revision: Revision,
@@ -35,6 +37,15 @@ struct Stored {
 struct Holder {
     ttl: Duration,
     end: Instant,
+}
+
+/// The subnets and attributes of a key and its value.
+fn read(key: &str, value: &str) -> Result<(Subnets, LeaseAttrs), SkipReason> {
+    let subnets = key.parse();
+    let subnets = subnets.map_err(|error: ParseError| SkipReason::Unreadable(error.to_string()))?;
+    TooLarge::check(value.len())?;
+    let attrs = LeaseAttrs::from_json(value);
+    Ok((subnets, attrs.map_err(|error| SkipReason::Unreadable(error.to_string()))?))
 }
 
 impl State {
@@ -60,11 +71,7 @@ impl State {
     }
 
     pub(crate) fn put(&mut self, key: &str, value: &str, grant: Option<LeaseGrant>) {
-        let subnets = key.parse().map_err(|error: ParseError| error.to_string());
-        let content = subnets.and_then(|subnets| {
-            let attrs = LeaseAttrs::from_json(value).map_err(|error| error.to_string())?;
-            Ok((subnets, attrs))
-        });
+        let content = read(key, value);
         let revision = self.history.push(key);
         let since = self.keys.get(key).map_or(revision, |stored| stored.since);
         let holder = grant.map(|grant| grant.holder);
@@ -126,7 +133,7 @@ impl State {
         grant: Option<LeaseGrant>,
     ) -> Result<Entry> {
         let key = self.key_at(subnets, at)?;
-        self.put(&key, &attrs.to_json(), grant);
+        self.put(&key, &value_to_write(&"memory", subnets, attrs)?, grant);
         self.entry(subnets)?.ok_or(Error::Conflict { subnets: *subnets })
     }
 

@@ -1,0 +1,270 @@
+//! The list of all leases: read in pages at one revision, with bounded memory.
+//!
+//! A party that may write below the prefix can store a gigabyte there. No answer is larger than
+//! [`LARGEST_ANSWER`], values that are too large are dropped page by page, and the leases of a
+//! listing have at most [`LARGEST_LISTING`] bytes in all.
+
+use etcd_client::{GetOptions, GetResponse, KeyValue};
+use flannel_core::Result;
+use flannel_core::lease::{Revision, TooLarge};
+use flannel_subnet::{Entry, Listing, SkipReason, Skipped};
+use tonic::Code;
+
+use super::keys::{read, revision};
+use super::store::{LARGEST_ANSWER, Store, kv};
+
+/// The largest number of keys in a page. 8192 leases of nodes have about 3 MB.
+const MOST_KEYS: usize = 8192;
+/// The largest sum of the values of all leases in a listing, in bytes. 100,000 leases of nodes have
+/// about 40 MB.
+pub(crate) const LARGEST_LISTING: usize = 64 << 20;
+/// The largest number of skipped keys in a listing.
+const MOST_SKIPPED: usize = 65_536;
+/// The largest number of bytes of a key that is not a lease's.
+const LARGEST_NAME: usize = 120;
+/// How often a list begins again because its revision was compacted meanwhile.
+const RESTARTS: u32 = 3;
+
+/// A page that etcd answered, or why it did not.
+enum Page {
+    Read(GetResponse),
+    /// The page is larger than [`LARGEST_ANSWER`], or its revision was compacted. etcd uses one
+    /// code for both.
+    OutOfRange,
+}
+
+impl Store {
+    /// The listing of all keys below the prefix.
+    pub(crate) async fn list(&self) -> Result<Listing> {
+        for _ in 0..RESTARTS {
+            if let Some(listing) = self.list_at_one_revision().await? {
+                return Ok(listing);
+            }
+        }
+        Err(self.error(self.keys.leases(), "its revisions are compacted faster than it is listed"))
+    }
+
+    /// `None`: the revision was compacted meanwhile.
+    async fn list_at_one_revision(&self) -> Result<Option<Listing>> {
+        let mut leases = Leases::default();
+        let mut next = self.keys.leases().as_bytes().to_vec();
+        let mut at = 0;
+        let mut limit = MOST_KEYS;
+        loop {
+            let mut is_value_read = true;
+            let mut page = match self.page(&next, at, limit, false).await? {
+                Page::Read(page) => page,
+                Page::OutOfRange if limit > 1 => {
+                    limit = (limit / 8).max(1);
+                    continue;
+                }
+                // One value is larger than an answer.
+                Page::OutOfRange => match self.page(&next, at, 1, true).await? {
+                    Page::Read(page) => {
+                        is_value_read = false;
+                        page
+                    }
+                    Page::OutOfRange => return Ok(None),
+                },
+            };
+            at = page.header().map_or(0, etcd_client::ResponseHeader::revision).max(at);
+            let more = page.more();
+            let kvs = page.take_kvs();
+            let bytes: usize = kvs.iter().map(|kv| kv.key().len() + kv.value().len()).sum();
+            if let Some(last) = kvs.last() {
+                next = [last.key(), &[0]].concat();
+                limit = (LARGEST_ANSWER / 2 / (bytes / kvs.len()).max(1)).clamp(1, MOST_KEYS);
+            }
+            for kv in kvs {
+                let key = self.keys.name(kv.key());
+                if is_value_read {
+                    leases.take(key, &kv);
+                } else {
+                    let reason = TooLarge { size: LARGEST_ANSWER }.into();
+                    leases.skip(key, reason, revision(kv.mod_revision()));
+                }
+            }
+            if !more {
+                return Ok(Some(leases.into_listing(revision(at))));
+            }
+        }
+    }
+
+    /// At most `limit` keys from `first` on, at the revision `at` (0: the present one).
+    async fn page(&self, first: &[u8], at: i64, limit: usize, keys_only: bool) -> Result<Page> {
+        let mut options = GetOptions::new()
+            .with_range(self.keys.end_of_leases())
+            .with_limit(limit.try_into().unwrap_or(i64::MAX))
+            .with_revision(at);
+        if keys_only {
+            options = options.with_keys_only();
+        }
+        let answer = self.attempts.ask(self.keys.leases(), |connection| {
+            let first = first.to_vec();
+            let options = options.clone();
+            async move {
+                match kv(&connection).get(first, Some(options)).await {
+                    Err(etcd_client::Error::GRpcStatus(status))
+                        if status.code() == Code::OutOfRange =>
+                    {
+                        Ok(Page::OutOfRange)
+                    }
+                    answer => Ok(Page::Read(answer?)),
+                }
+            }
+        });
+        Ok(answer.await?.value)
+    }
+}
+
+/// The leases of the pages so far.
+#[derive(Default)]
+struct Leases {
+    kept: Vec<Kept>,
+    /// The sum of their sizes.
+    bytes: usize,
+    skipped: Vec<Skipped>,
+    /// The number of further skipped keys.
+    more: usize,
+}
+
+struct Kept {
+    entry: Entry,
+    size: usize,
+}
+
+impl Kept {
+    /// The order in which leases are kept if there is no room for all. It depends on the content of
+    /// the store alone, so all nodes keep the same ones. A lease of a node has less than 1 KiB.
+    fn rank(&self) -> (usize, Revision, String) {
+        let (since, key) = self.entry.lease.precedence();
+        (self.size.next_power_of_two().max(1024), since, key)
+    }
+}
+
+impl Leases {
+    fn take(&mut self, key: String, kv: &KeyValue) {
+        match read(&key, kv) {
+            Ok(entry) => {
+                let size = kv.value().len();
+                self.bytes += size;
+                self.kept.push(Kept { entry, size });
+                if self.bytes > 2 * LARGEST_LISTING {
+                    self.make_room();
+                }
+            }
+            Err(reason) => self.skip(key, reason, revision(kv.mod_revision())),
+        }
+    }
+
+    fn skip(&mut self, mut key: String, reason: SkipReason, revision: Revision) {
+        if self.skipped.len() == MOST_SKIPPED {
+            self.more += 1;
+            return;
+        }
+        if key.len() > LARGEST_NAME {
+            key.truncate(key.floor_char_boundary(LARGEST_NAME));
+            key.push('…');
+        }
+        self.skipped.push(Skipped { key, reason, revision });
+    }
+
+    /// Keeps the first leases by rank, as many as [`LARGEST_LISTING`] allows.
+    fn make_room(&mut self) {
+        self.kept.sort_by_cached_key(Kept::rank);
+        let mut bytes = 0;
+        let mut fits = |kept: &Kept| {
+            bytes += kept.size;
+            bytes <= LARGEST_LISTING
+        };
+        let end = self.kept.iter().position(|kept| !fits(kept));
+        let dropped = self.kept.split_off(end.unwrap_or(self.kept.len()));
+        self.bytes = self.kept.iter().map(|kept| kept.size).sum();
+        let reason = SkipReason::NoRoom { most: LARGEST_LISTING };
+        for Kept { entry, .. } in dropped {
+            let lease = &entry.lease;
+            self.skip(lease.subnets.to_string(), reason.clone(), lease.revision);
+        }
+    }
+}
+
+impl Leases {
+    fn into_listing(mut self, revision: Revision) -> Listing {
+        if self.bytes > LARGEST_LISTING {
+            self.make_room();
+        }
+        if self.more > 0 {
+            let key = format!("({} more keys)", self.more);
+            let reason = SkipReason::Unreadable("not even their names are kept".into());
+            self.skipped.push(Skipped { key, reason, revision: Revision::default() });
+        }
+        let entries = self.kept.into_iter().map(|kept| kept.entry).collect();
+        Listing { entries, skipped: self.skipped, revision }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use flannel_core::Lease;
+    use flannel_core::lease::LeaseAttrs;
+
+    use super::*;
+
+    fn kept(n: u32, since: u64, size: usize) -> Kept {
+        let [_, a, b, c] = n.to_be_bytes();
+        let lease = Lease {
+            subnets: format!("10.{a}.{b}.{}-31", c & 254).parse().unwrap(),
+            attrs: LeaseAttrs::default(),
+            expires: None,
+            since: Revision(since),
+            revision: Revision(since),
+        };
+        Kept { entry: Entry { lease: lease.into(), holder: None }, size }
+    }
+
+    fn fill(leases: &mut Leases, all: impl Iterator<Item = Kept>) {
+        for one in all {
+            leases.bytes += one.size;
+            leases.kept.push(one);
+            if leases.bytes > 2 * LARGEST_LISTING {
+                leases.make_room();
+            }
+        }
+    }
+
+    #[test]
+    fn leases_of_nodes_are_kept_first_and_then_the_earliest() {
+        let large = (0..40_000).map(|n| kept(2 * n, u64::from(n), 16_384));
+        let of_nodes = (50_000..50_100).map(|n| kept(2 * n, u64::from(n), 400));
+        let mut one_way = Leases::default();
+        fill(&mut one_way, large.chain(of_nodes));
+        let large = (0..40_000).rev().map(|n| kept(2 * n, u64::from(n), 16_384));
+        let of_nodes = (50_000..50_100).map(|n| kept(2 * n, u64::from(n), 400));
+        let mut other_way = Leases::default();
+        fill(&mut other_way, of_nodes.chain(large));
+        let [one, other] = [one_way, other_way].map(|leases| leases.into_listing(Revision(1)));
+        let names = |listing: &Listing| {
+            let names = listing.entries.iter().map(|entry| entry.lease.subnets.to_string());
+            names.collect::<std::collections::BTreeSet<_>>()
+        };
+        assert_eq!(names(&one), names(&other), "the order of the pages does not matter");
+        assert_eq!(one.entries.len(), 100 + (LARGEST_LISTING - 100 * 400) / 16_384);
+        assert!(one.entries.iter().all(
+            |entry| entry.lease.since < Revision(4096) || entry.lease.since >= Revision(50_000)
+        ));
+        assert!(one.skipped.iter().all(|skipped| !skipped.reason.keeps_last()));
+    }
+
+    #[test]
+    fn the_names_of_skipped_keys_are_bounded() {
+        let mut leases = Leases::default();
+        for _ in 0..MOST_SKIPPED + 3 {
+            let reason = SkipReason::Unreadable("no lease".into());
+            leases.skip("é".repeat(600_000 / MOST_SKIPPED * 10), reason, Revision(1));
+        }
+        let listing = leases.into_listing(Revision(1));
+        assert_eq!(listing.skipped.len(), MOST_SKIPPED + 1);
+        assert!(listing.skipped.iter().all(|skipped| skipped.key.len() <= LARGEST_NAME + 3));
+        assert_eq!(listing.skipped[MOST_SKIPPED].key, "(3 more keys)");
+    }
+}
