@@ -10,8 +10,8 @@ use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 use crate::{
-    LogReport, PathsReport, PeerReport, PeersReport, ReloadReport, StatusReport, VERSION,
-    WhyReport, request,
+    LogReport, PathsReport, PeerReport, PeersReport, ReloadReport, StatusReport, TrialReport,
+    VERSION, WhyReport, request,
 };
 
 /// The timeout of each read and write. A daemon that takes longer counts as not answering.
@@ -119,6 +119,18 @@ impl Client {
     /// As [`Client::status`].
     pub fn paths(&self) -> Result<PathsReport, Error> {
         self.read("GET", request::PATHS)
+    }
+
+    /// Asks whether the node of the daemon can build a network from a config. The daemon makes the
+    /// devices of that network and deletes them again, so it needs the right to make changes.
+    ///
+    /// # Errors
+    /// [`Error`]. A config of more than some 4 KiB is refused.
+    ///
+    /// # Blocking
+    /// As [`Client::status`].
+    pub fn trial(&self, config: &str) -> Result<TrialReport, Error> {
+        self.read("POST", &request::trial(config))
     }
 
     /// Explains the route of packets to an address.

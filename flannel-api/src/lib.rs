@@ -12,6 +12,7 @@
 //! | `GET /v1/paths` | [`PathsReport`]: the results of the probes of paths |
 //! | `GET /v1/why?address=A` | [`WhyReport`]: the route of packets for `A`, with the reasons |
 //! | `POST /v1/reload` | [`ReloadReport`]; does what SIGHUP does |
+//! | `POST /v1/trial?config=C` | [`TrialReport`]: whether a network can be built from a config |
 //! | `POST /v1/log?filter=F` | [`LogReport`]; sets `--log` until SIGHUP or a reload |
 //!
 //! The control socket serves all of them. The health port (TCP) serves the first three only. Each
@@ -51,8 +52,8 @@ pub use peer::{PeerReport, PeersReport, TunnelReport};
 pub use problem::Problem;
 pub use status::{
     Counted, DaemonReport, FailureReport, InletReport, InterfaceReport, LatencyReport, LeaseReport,
-    MoveReport, NetworkReport, RepairReport, RepairsReport, StatusReport, StoreReport,
-    SubnetsReport, TrafficReport,
+    MoveReport, NetworkReport, RefusedConfig, RepairReport, RepairsReport, StatusReport,
+    StoreReport, SubnetsReport, TrafficReport,
 };
 pub use why::{ObjectReport, WhyReport};
 
@@ -76,6 +77,17 @@ pub struct ReloadReport {
     pub version: u32,
     /// The result, as a sentence without a full stop.
     pub found: String,
+}
+
+/// The answer to `POST /v1/trial`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TrialReport {
+    /// [`VERSION`].
+    pub version: u32,
+    /// Whether the config was tried. It is not while no network runs.
+    pub tried: bool,
+    /// The obstacle on this node, as a sentence without a full stop; `null`: there is none.
+    pub obstacle: Option<String>,
 }
 
 /// The answer to `POST /v1/log`.

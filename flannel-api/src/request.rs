@@ -18,6 +18,11 @@ pub fn why(address: IpAddr) -> String {
     format!("/v1/why?address={}", encode(&address.to_string()))
 }
 
+/// `POST`: [`TrialReport`](crate::TrialReport) of a network config. It leaves nothing behind.
+pub fn trial(config: &str) -> String {
+    format!("/v1/trial?config={}", encode(config))
+}
+
 /// `POST`: [`LogReport`](crate::LogReport) of a log filter.
 pub fn log(filter: &str) -> String {
     format!("/v1/log?filter={}", encode(filter))

@@ -59,6 +59,9 @@ pub struct NetworkReport {
     /// The move to the backend of the network config; `null`: none is under way.
     #[serde(default)]
     pub moving: Option<MoveReport>,
+    /// The network config in the store, if this node cannot follow it; `null`: it does.
+    #[serde(default)]
+    pub refused_config: Option<RefusedConfig>,
     /// The largest packet that pods may send, in bytes.
     pub mtu: u32,
     /// The pod networks.
@@ -112,6 +115,16 @@ pub struct NetworkReport {
     /// known now.
     #[serde(default)]
     pub traffic: Option<TrafficReport>,
+}
+
+/// A network config in the store that a node does not use, because it cannot build a network from
+/// it. Its last network runs on, and the node tries again.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RefusedConfig {
+    /// The type of the backend in that config; empty if the config is not valid.
+    pub backend: String,
+    /// The obstacle, as a sentence without a full stop.
+    pub reason: String,
 }
 
 /// The packets that a backend moves or drops itself, since its data plane began.

@@ -6,7 +6,11 @@ mod step;
 #[cfg(test)]
 mod model;
 
+use std::sync::Arc;
+
 use flannel_core::config::BackendConfig;
+use flannel_core::lease::View;
+use flannel_core::{Lease, Subnets};
 
 pub use self::file::Damaged;
 pub use self::step::{Blockers, Seen, Step, Tunnels, Wait};
@@ -69,6 +73,43 @@ impl NodeBackends {
                 self.0.push(Member { offered: false, ..member.clone() });
             }
         }
+    }
+
+    /// Leaves out the members that cannot be built now, except the `target`. The rest is what the
+    /// node runs: if no other member is offered, the target is. The second part has the members
+    /// that were left out, as ones that are not offered. The record keeps them ([`Self::add`]),
+    /// because they may be built later, or have devices to remove.
+    pub fn without(
+        &self,
+        target: &str,
+        is_broken: impl Fn(&Member) -> bool,
+    ) -> (Self, Vec<Member>) {
+        let is_out = |member: &Member| member.lease_type != target && is_broken(member);
+        let (mut runs, mut aside) = (Self::default(), Vec::new());
+        for member in self.iter() {
+            match is_out(member) {
+                true => aside.push(Member { offered: false, ..member.clone() }),
+                false => runs.0.push(member.clone()),
+            }
+        }
+        if runs.offered().next().is_none() {
+            runs.0.iter_mut().for_each(|member| member.offered = member.lease_type == target);
+            runs.sort();
+        }
+        (runs, aside)
+    }
+
+    /// The lease of a node that is reached by a backend of this `lease_type`, and by no offered
+    /// member of another type.
+    pub fn user_of<'a>(
+        &self,
+        lease_type: &str,
+        (own, view): (Subnets, &'a View),
+    ) -> Option<&'a Arc<Lease>> {
+        let others = || self.offered().filter(|member| member.lease_type != lease_type);
+        let is_other = |lease: &Lease| others().any(|it| step::offers(lease, &it.lease_type));
+        let mut leases = view.leases.iter().filter(|lease| lease.subnets != own);
+        leases.find(|lease| step::offers(lease, lease_type) && !is_other(lease))
     }
 
     /// Keeps the members that are `kept`.

@@ -195,6 +195,6 @@ fn is_reachable(lease: &Lease) -> bool {
     lease.attrs.offers().any(|offer| !offer.public.is_empty())
 }
 
-fn offers(lease: &Lease, kind: &str) -> bool {
+pub(super) fn offers(lease: &Lease, kind: &str) -> bool {
     lease.attrs.offers().any(|offer| offer.kind == kind)
 }

@@ -6,7 +6,9 @@ use std::time::Duration;
 
 use flannel_admission::{Handshakes, PathMtus, ViewFilter};
 use flannel_annex::WithAnnexes;
-use flannel_core::backend::{Built, ExternalInterface, MemorySecrets, Node, NodeLease, Secrets};
+use flannel_core::backend::{
+    Built, ExternalInterface, MemorySecrets, Node, NodeLease, Prepared, Secrets,
+};
 use flannel_core::kernel::ProcessNames;
 use flannel_core::lease::LeaseAttrs;
 use flannel_core::{Backend, Config, Error, Kernel, Lease, Result, SubnetManager};
@@ -56,6 +58,17 @@ pub struct JoinOptions {
     /// ([`HostNetwork::withholds_offers`]). So the kernel has the new key before peers use it.
     /// `None`: the offers are published at once.
     pub published: Option<LeaseAttrs>,
+}
+
+/// A backend of a network, and its preparation by [`Host::prepare`].
+#[derive(Debug)]
+pub struct PreparedMember<'a> {
+    /// The backend.
+    pub backend: &'a dyn Backend,
+    /// The network config with this backend.
+    pub config: &'a Config,
+    /// The result of [`Host::prepare`] for both.
+    pub prepared: Prepared,
 }
 
 impl Host {
@@ -140,27 +153,64 @@ impl Host {
         offers: &[usize],
         options: JoinOptions,
     ) -> Result<HostNetwork> {
-        let node =
-            Node::new(&self.uplink, &self.machine_id, &self.kernel, &*self.secrets, &*self.subnets);
-        let are_members = offers.iter().all(|member| *member < members.len());
-        let are_once = (1..offers.len()).all(|end| !offers[..end].contains(&offers[end]));
-        let Some((first, others)) = offers.split_first().filter(|_| are_members && are_once) else {
-            let kinds: Vec<_> = members.iter().map(|(backend, _)| backend.kind()).collect();
-            let backend = if kinds.is_empty() { "(none)".to_owned() } else { kinds.join(", ") };
-            let reason =
-                format!("the offers {offers:?} are not different indexes of one or more backends");
-            return Err(Error::Backend { backend, reason });
-        };
+        if !is_selection(offers, members.len()) {
+            return Err(no_selection(offers, members.iter().map(|(backend, _)| *backend)));
+        }
         let mut alone = members.iter().filter(|(backend, _)| !backend.can_move());
         if let Some((backend, _)) = alone.next().filter(|_| members.len() > 1) {
             return Err(runs_alone(*backend));
         }
-        let (mut prepared, mut annexes) = (Vec::new(), Vec::new());
+        let mut prepared = Vec::new();
         for (backend, config) in members {
-            prepared.push(backend.prepare(&node, config).await?);
-            annexes.extend(backend.annexes(self.state_dir.as_deref()));
+            let prepared_member = self.prepare(*backend, config).await?;
+            prepared.push(PreparedMember { backend: *backend, config, prepared: prepared_member });
         }
-        let offer = |member: &usize| prepared[*member].offer.clone();
+        self.join_prepared(prepared, offers, options).await
+    }
+
+    /// The first part of [`Host::join_all`], for one of its members: [`Backend::prepare`]. The
+    /// second part is [`Host::join_prepared`]. So a caller can leave out a member that cannot be
+    /// prepared, and can record the others before their offers are published.
+    ///
+    /// # Errors
+    /// Those of [`Backend::prepare`].
+    ///
+    /// # Cancel safety
+    /// Dropping the future loses nothing.
+    pub async fn prepare(&self, backend: &dyn Backend, config: &Config) -> Result<Prepared> {
+        let node =
+            Node::new(&self.uplink, &self.machine_id, &self.kernel, &*self.secrets, &*self.subnets);
+        backend.prepare(&node, config).await
+    }
+
+    /// The second part of [`Host::join_all`]: acquires the lease with the offers of `members`, and
+    /// builds the network.
+    ///
+    /// # Errors
+    /// Those of [`Host::join_all`], except those of [`Backend::prepare`].
+    ///
+    /// # Cancel safety
+    /// As [`Host::join`].
+    pub async fn join_prepared(
+        &self,
+        members: Vec<PreparedMember<'_>>,
+        offers: &[usize],
+        options: JoinOptions,
+    ) -> Result<HostNetwork> {
+        let Some((first, others)) =
+            offers.split_first().filter(|_| is_selection(offers, members.len()))
+        else {
+            return Err(no_selection(offers, members.iter().map(|member| member.backend)));
+        };
+        let mut alone = members.iter().filter(|member| !member.backend.can_move());
+        if let Some(member) = alone.next().filter(|_| members.len() > 1) {
+            return Err(runs_alone(member.backend));
+        }
+        let mut annexes = Vec::new();
+        for member in &members {
+            annexes.extend(member.backend.annexes(self.state_dir.as_deref()));
+        }
+        let offer = |member: &usize| members[*member].prepared.offer.clone();
         let offers_now =
             LeaseAttrs { preferred: offer(first), others: others.iter().map(offer).collect() };
         let attrs = match &options.published {
@@ -172,20 +222,21 @@ impl Host {
             Some(lease) => NodeLease::Lapsed(Lease { attrs, ..lease }),
             None => NodeLease::Held(self.subnets.acquire_lease(&attrs).await?),
         };
-        let networks = members[*first].1.pod_networks().collect();
+        let networks = members[*first].config.pod_networks().collect();
+        let runs_alone_here = members.len() == 1;
         let mut kernel = Arc::clone(&self.kernel);
         if !annexes.is_empty() {
             kernel = Arc::new(WithAnnexes::new(kernel, annexes));
         }
         let mut blueprints = Vec::new();
-        for (prepared, (backend, config)) in prepared.into_iter().zip(members) {
+        for PreparedMember { backend, config, prepared } in members {
             match (prepared.build)(&lease)? {
                 Built::Kernel(blueprint) if config.require_encryption => {
                     blueprints.push(blueprint.only_encrypted(&backend.datapath(config)?));
                 }
                 Built::Kernel(blueprint) => blueprints.push(blueprint),
-                Built::Custom(_) if members.len() > 1 => return Err(runs_alone(*backend)),
-                Built::Custom(_) if config.require_encryption && !encrypts(*backend, config)? => {
+                Built::Custom(_) if !runs_alone_here => return Err(runs_alone(backend)),
+                Built::Custom(_) if config.require_encryption && !encrypts(backend, config)? => {
                     let reason =
                         "the network config has RequireEncryption, and it does not encrypt";
                     let (backend, reason) = (backend.kind().to_owned(), reason.to_owned());
@@ -226,6 +277,19 @@ fn with_data_of(last: &LeaseAttrs, now: &LeaseAttrs) -> LeaseAttrs {
 
 fn encrypts(backend: &dyn Backend, config: &Config) -> Result<bool> {
     Ok(!backend.datapath(config)?.encrypted.is_empty())
+}
+
+/// Whether the offers are different indexes of one or more of so many members.
+fn is_selection(offers: &[usize], members: usize) -> bool {
+    let are_once = (1..offers.len()).all(|end| !offers[..end].contains(&offers[end]));
+    !offers.is_empty() && are_once && offers.iter().all(|member| *member < members)
+}
+
+fn no_selection<'a>(offers: &[usize], backends: impl Iterator<Item = &'a dyn Backend>) -> Error {
+    let kinds: Vec<_> = backends.map(|backend| backend.kind()).collect();
+    let backend = if kinds.is_empty() { "(none)".to_owned() } else { kinds.join(", ") };
+    let reason = format!("the offers {offers:?} are not different indexes of one or more backends");
+    Error::Backend { backend, reason }
 }
 
 fn runs_alone(backend: &dyn Backend) -> Error {

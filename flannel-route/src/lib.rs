@@ -15,6 +15,6 @@ mod rate_limiter;
 mod schedule;
 
 pub use cleanup::{Cleanup, cleanup, ready_for_go, remove_former, remove_go_routes};
-pub use host::{Host, JoinOptions};
+pub use host::{Host, JoinOptions, PreparedMember};
 pub use host_network::{CustomNetwork, HostNetwork};
 pub use kernel_network::KernelNetwork;

@@ -19,6 +19,7 @@ use flannel_paths::Paths;
 
 use crate::observe::{Counters, NetworkSnapshot, Rulebook, Snapshot};
 use crate::report::problems::first_error;
+use crate::report::refused_config;
 use crate::report::subnets_used;
 pub(crate) use page::Format;
 use page::{Page, labels};
@@ -55,6 +56,11 @@ pub(crate) fn metrics(snapshot: &Snapshot, format: Format) -> String {
         "flannel_config_waiting",
         "1 if the store holds a network config that is used only after a restart",
         snapshot.facts.waiting_config.is_some(),
+    );
+    page.flag(
+        "flannel_config_refused",
+        "1 if this node cannot follow the network config in the store, and runs the last good one",
+        snapshot.network.is_some() && refused_config(snapshot).is_some(),
     );
     page.flag(
         "flannel_backend_move",

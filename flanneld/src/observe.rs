@@ -15,11 +15,12 @@ use std::time::{Duration, SystemTime};
 use flannel_core::lease::View;
 use flannel_core::status::{Status, Waiting};
 use flannel_core::subnet::Ownership;
-use flannel_core::{Error as CoreError, SubnetManager, Subnets};
+use flannel_core::{Config, Error as CoreError, SubnetManager, Subnets};
 use flannel_firewall::LegacyMemory;
 use flannel_paths::Paths;
-use tokio::sync::watch;
+use tokio::sync::{mpsc, oneshot, watch};
 
+use crate::error::Error;
 use running::CountersRead;
 pub(crate) use running::{Rulebook, Running};
 pub(crate) use snapshot::{Counters, Facts, NetworkSnapshot, Snapshot};
@@ -48,8 +49,17 @@ struct Shared {
     reloads: watch::Sender<()>,
     started: SystemTime,
     set_log: Option<Box<SetLog>>,
+    /// The configs that the network that runs is asked about.
+    trials: mpsc::Sender<Trial>,
+    asked: tokio::sync::Mutex<mpsc::Receiver<Trial>>,
     /// Cached, because a status may be requested every second.
     legacy: LegacyMemory,
+}
+
+/// A config, and the place for the answer: whether a network can be built from it here.
+struct Trial {
+    config: Config,
+    answer: oneshot::Sender<Result<(), String>>,
 }
 
 #[derive(Default)]
@@ -83,7 +93,9 @@ impl Observer {
         let phase = watch::channel(()).0;
         let legacy = LegacyMemory::new(LEGACY);
         let (known, reloads, started) = (Mutex::default(), watch::channel(()).0, SystemTime::now());
-        Self(Arc::new(Shared { known, phase, reloads, started, set_log, legacy }))
+        let (trials, asked) = mpsc::channel(1);
+        let asked = tokio::sync::Mutex::new(asked);
+        Self(Arc::new(Shared { known, phase, reloads, started, set_log, trials, asked, legacy }))
     }
 
     fn known(&self) -> MutexGuard<'_, Known> {
@@ -234,6 +246,33 @@ impl Observer {
         self.0.reloads.send_replace(());
     }
 
+    /// Asks the network that runs whether another one can be built from `config`. Returns the
+    /// obstacle as an error; `None`: no network runs, so nothing can be asked.
+    pub(crate) async fn try_config(&self, config: Config) -> Option<Result<(), String>> {
+        if self.known().running.is_none() {
+            return None;
+        }
+        let (answer, answered) = oneshot::channel();
+        self.0.trials.send(Trial { config, answer }).await.ok()?;
+        // The network may end before it answers.
+        answered.await.ok()
+    }
+
+    /// Answers [`Self::try_config`] by `check`, until the future is dropped.
+    pub(crate) async fn answer_trials(
+        &self,
+        check: impl AsyncFn(&Config) -> Result<(), Error>,
+    ) -> Infallible {
+        let mut asked = self.0.asked.lock().await;
+        // The sender lives as long as the observer.
+        while let Some(Trial { config, answer }) = asked.recv().await {
+            let result = check(&config).await.map_err(|error| error.to_string());
+            // The client may be gone.
+            let _ = answer.send(result);
+        }
+        std::future::pending().await
+    }
+
     /// Reads the network config and changed certificates again, and resets the log filter. The task
     /// that applies configs reads the store at once. Without a network the store gets no request,
     /// because the start of the next network reads everything. Returns the result as a sentence
@@ -312,7 +351,6 @@ impl Drop for RunningGuard<'_> {
 pub(crate) mod tests {
     #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
-    use flannel_core::Config;
     use flannel_core::address::Dual;
     use flannel_core::backend::ExternalInterface;
     use flannel_core::network::NetworkHandle;

@@ -7,8 +7,8 @@ pub(crate) mod why;
 
 use flannel_api::{
     Counted, DaemonReport, FailureReport, InletReport, InterfaceReport, LatencyReport, LeaseReport,
-    NetworkReport, Problem, RepairReport, RepairsReport, StatusReport, StoreReport, SubnetsReport,
-    TrafficReport, VERSION, by_family, seconds, texts,
+    NetworkReport, Problem, RefusedConfig, RepairReport, RepairsReport, StatusReport, StoreReport,
+    SubnetsReport, TrafficReport, VERSION, by_family, seconds, texts,
 };
 use flannel_core::object::Key;
 use flannel_core::status::{Failure, Status};
@@ -53,6 +53,7 @@ fn network_report(network: &NetworkSnapshot, snapshot: &Snapshot) -> NetworkRepo
         lease_type: running.handle.lease.attrs.preferred.kind.to_string(),
         path: running.handle.path.to_owned(),
         moving: snapshot.facts.moving.clone(),
+        refused_config: refused_config(snapshot),
         mtu: running.handle.mtu,
         networks: texts(running.config.pod_networks()),
         lease: LeaseReport::new(network.own(), &snapshot.ownership, running.lapsed, snapshot.time),
@@ -83,6 +84,15 @@ fn network_report(network: &NetworkSnapshot, snapshot: &Snapshot) -> NetworkRepo
         latency: LatencyReport::from(&status.latency),
         traffic: network.traffic.as_ref().map(TrafficReport::from),
     }
+}
+
+/// The config of the store that the network that runs does not follow.
+pub(crate) fn refused_config(snapshot: &Snapshot) -> Option<RefusedConfig> {
+    // An unmounted directory looks like a store without a config. None must be written there.
+    let answers = snapshot.store.as_ref().filter(|store| store.last_error.is_none());
+    let wrong = answers.and_then(|store| store.wrong_config.clone());
+    let wrong = wrong.map(|reason| RefusedConfig { backend: String::new(), reason });
+    wrong.or_else(|| snapshot.facts.refused_config.clone())
 }
 
 fn failures(status: &Status) -> Vec<FailureReport> {

@@ -10,6 +10,7 @@ mod moving;
 mod network;
 mod start;
 mod status_log;
+mod trial;
 mod tunnel_peers;
 mod uplink;
 
@@ -18,10 +19,9 @@ use std::io::ErrorKind;
 use std::net::IpAddr;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
 
 use flannel_core::kernel::Footprint;
-use flannel_core::{Kernel, Lease, SubnetManager, Subnets};
+use flannel_core::{Kernel, SubnetManager, Subnets};
 use flannel_netlink::NetlinkKernel;
 use flannel_options::state_dir;
 use flannel_subnet::{HolderId, Identity, SubnetEnv, SubnetEnvError, remove_temporary_files};
@@ -30,13 +30,9 @@ use crate::config::{DaemonConfig, NexthopObjects};
 use crate::control::Servers;
 use crate::error::Error;
 use crate::observe::Observer;
-use crate::store::{self, readiness, wait};
+use crate::store::{self, readiness};
 use leftovers::go_flannel::GoFlannel;
 use start::Starter;
-use wait::{Patience, holding, patiently};
-
-/// The pause between two networks. Without it, steady changes would keep a core busy.
-const REBUILD_PAUSE: Duration = Duration::from_millis(100);
 
 /// Runs the daemon: see [`Daemon::run`](crate::Daemon::run).
 pub(crate) async fn run(settings: &DaemonConfig, observer: &Observer) -> Result<Infallible, Error> {
@@ -64,6 +60,7 @@ async fn run_networks(settings: &DaemonConfig, observer: &Observer) -> Result<In
     let lease_options = (settings.renew_margin, cache, go_flannel.left_routes());
     let subnets = store::open(&settings.store, identity, lease_options).await?;
     observer.opened(Arc::clone(&subnets));
+    trial::clear(&kernel).await;
     let starter = Starter::new(settings, kernel, Arc::clone(&subnets), machine_id(holder));
     tokio::select! {
         ended = follow_store(settings, &*subnets, starter, &go_flannel, observer) => ended,
@@ -79,28 +76,10 @@ async fn follow_store(
     go_flannel: &GoFlannel,
     observer: &Observer,
 ) -> Result<Infallible, Error> {
-    // The lease of the last network, until the next network has one.
-    let mut held: Option<Lease> = None;
+    let mut ready = starter.next(None, observer).await?;
     loop {
-        let start = async || {
-            starter.start().await.inspect_err(|error| {
-                let cure = error.cure(&subnets.store_status().store);
-                observer.note(|facts| facts.waits_for = Some((error.to_string(), cure)));
-            })
-        };
-        let has_run = starter.has_run();
-        let build = async {
-            if has_run {
-                tokio::time::sleep(REBUILD_PAUSE).await;
-            }
-            let patience = Patience { has_run, refusals_pass: settings.store.refusals_pass() };
-            patiently(subnets, patience, start).await
-        };
-        let ready = holding(subnets, held.as_ref(), build).await?;
         starter.started(&ready);
-        held = (!ready.lapsed).then(|| ready.network.handle().lease);
-        let reason = network::run(settings, subnets, ready, go_flannel, observer).await?;
-        tracing::info!(%reason, "rebuilding the network");
+        ready = network::run(settings, subnets, ready, (&starter, go_flannel), observer).await?;
     }
 }
 

@@ -2,6 +2,7 @@
 //! pods. `tests/moves.rs` has the moves that need a guest.
 
 pub(crate) mod cluster;
+mod impossible;
 mod udp;
 mod wireguard;
 

@@ -10,7 +10,10 @@ use std::net::IpAddr;
 
 use async_trait::async_trait;
 use flannel_api::server::{Request, Response, Site, json, parameter, refusal, response, text};
-use flannel_api::{LogReport, PathsReport, PeersReport, ReloadReport, StatusReport, VERSION};
+use flannel_api::{
+    LogReport, PathsReport, PeersReport, ReloadReport, StatusReport, TrialReport, VERSION,
+};
+use flannel_core::Config;
 use flannel_doctor::checks::host::HostReport;
 use flannel_options::printable;
 use flannel_paths::Paths;
@@ -127,6 +130,7 @@ impl Answers {
                     "a reload is already running, and the store has not answered yet",
                 ),
             },
+            ("POST", "/v1/trial") => self.try_config(request).await,
             ("POST", "/v1/log") => self.set_log(request),
             (method, path) => refusal(
                 StatusCode::NOT_FOUND,
@@ -142,6 +146,19 @@ impl Answers {
         }
         let HostReport { findings, unread } = host::look(&snapshot, self.observer.legacy()).await;
         StatusReport { findings, unread, ..status_report(&snapshot) }
+    }
+
+    async fn try_config(&self, request: &Request) -> Response {
+        let config = Config::parse(&parameter(request, "config").unwrap_or_default());
+        match config {
+            Ok(config) => {
+                let result = self.observer.try_config(config).await;
+                let tried = result.is_some();
+                let obstacle = result.and_then(Result::err);
+                answer(&TrialReport { version: VERSION, tried, obstacle })
+            }
+            Err(error) => refusal(StatusCode::BAD_REQUEST, format!("config: {error}")),
+        }
     }
 
     fn set_log(&self, request: &Request) -> Response {

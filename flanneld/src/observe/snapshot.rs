@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::SystemTime;
 
-use flannel_api::{Finding, MoveReport};
+use flannel_api::{Finding, MoveReport, RefusedConfig};
 use flannel_core::kernel::Traffic;
 use flannel_core::lease::View;
 use flannel_core::object::ObjectKind;
@@ -72,8 +72,8 @@ impl Counters {
 /// Facts that the daemon notes when they change.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(crate) struct Facts {
-    /// The reason why the next network cannot be built yet, and the command that helps; while a
-    /// network runs, why no lease is requested.
+    /// The reason why the next network cannot be built yet, and the command that helps. While a
+    /// network without a lease runs, why no lease is requested.
     pub(crate) waits_for: Option<(String, String)>,
     /// Pods may start: the subnet file is written.
     pub(crate) subnet_file: bool,
@@ -81,8 +81,8 @@ pub(crate) struct Facts {
     pub(crate) networks: u64,
     /// A config in the store that is used only after a restart.
     pub(crate) waiting_config: Option<Config>,
-    /// The reason why the config in the store is not used, though it is valid.
-    pub(crate) refused_config: Option<String>,
+    /// The config in the store that is valid, but from which no network can be built here.
+    pub(crate) refused_config: Option<RefusedConfig>,
     /// The reason why the external interface is not used as it is now.
     pub(crate) unfit_interface: Option<String>,
     /// The move to another backend; `None`: none is under way.

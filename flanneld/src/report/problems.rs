@@ -12,7 +12,7 @@ use flannel_doctor::commands::{
     LOG, SET_CONFIG, change_address, for_advisory, is_kubernetes, localize, release, restore_store,
 };
 
-use super::subnets_used;
+use super::{refused_config, subnets_used};
 use crate::observe::{NetworkSnapshot, Rulebook, Running, Snapshot};
 
 /// Commands that show how a state passes, and that find a cause.
@@ -79,12 +79,14 @@ pub(crate) fn problems(snapshot: &Snapshot) -> Vec<Problem> {
         found.warning(text, hint);
     }
     if let Some(network) = &snapshot.network {
-        // An unmounted directory looks like a store without a config. None must be written there.
-        let answers = snapshot.store.as_ref().filter(|store| store.last_error.is_none());
-        let wrong = answers.and_then(|store| store.wrong_config.as_ref());
-        if let Some(why) = wrong.or(facts.refused_config.as_ref()) {
+        if let Some(refused) = refused_config(snapshot) {
             let text = "the store's network config is not used, the last good one is still used";
-            found.warning(format!("{text}: {why}"), SET_CONFIG);
+            found.warning(format!("{text}: {}", refused.reason), SET_CONFIG);
+        }
+        if let Some((why, cure)) = facts.waits_for.as_ref().filter(|_| !network.running.lapsed) {
+            let text = "the network is due to be rebuilt, and stays as it is, because no other one \
+                        can be built";
+            found.warning(format!("{text}: {why}"), cure);
         }
         if let Some(why) = &facts.unfit_interface {
             let text = "the external interface has changed, the network stays as it is";

@@ -7,45 +7,56 @@
 use std::pin::pin;
 use std::time::Duration;
 
+use flannel_api::RefusedConfig;
 use flannel_core::{Config, SubnetManager};
 use tokio::time::sleep;
 
+use super::start::Refused;
 use crate::error::Error;
 use crate::observe::Observer;
 
 /// The first pause before a config that does not fit this node is validated again. Each pause is
 /// twice the one before.
-const SECOND_THOUGHT: Duration = Duration::from_secs(10);
-/// The longest pause, because validation reads the kernel's routes.
-const LONGEST: Duration = Duration::from_secs(300);
+const SECOND_THOUGHT: Duration = Duration::from_secs(1);
+/// The longest pause, so that a config is followed within seconds once it can be. Validation reads
+/// the kernel's routes.
+const LONGEST: Duration = Duration::from_secs(10);
 
 /// Waits for a network config with which the running network must be rebuilt. Returns the reason.
 /// If the config in use comes from the cache (`cached`), any config may replace it. Otherwise the
 /// new config must have the same pod networks, because pods do not survive another pod network.
+/// `refused` is the config of the store, if the running network was not built from it.
 ///
 /// # Errors
 /// The store refuses.
 pub(crate) async fn to_apply(
     subnets: &dyn SubnetManager,
     (used, cached): (&Config, bool),
+    before: Option<Refused>,
     validate: impl AsyncFn(&Config) -> Result<(), Error>,
     observer: &Observer,
 ) -> Result<String, Error> {
     let mut seen = used.clone();
     let mut refused: Option<String> = None;
     let mut reloads = observer.reloads();
-    let refuse = |refused: &mut Option<String>, error: String| {
+    let refuse = |refused: &mut Option<String>, config: &Config, error: String| {
         if refused.as_ref() != Some(&error) {
             tracing::warn!(
                 %error,
                 "the network config was changed, but cannot be used and is ignored"
             );
-            observer.note(|facts| facts.refused_config = Some(error.clone()));
+            observer.note(|facts| facts.refused_config = Some(note(config, &error)));
             *refused = Some(error);
         }
     };
+    if let Some(Refused { config, reason }) = before {
+        refuse(&mut refused, &config, reason);
+        seen = config;
+    }
+    // Its devices may have been made, and have failed.
+    let mut first_pause = if refused.is_some() { LONGEST } else { SECOND_THOUGHT };
     loop {
-        let mut pause = SECOND_THOUGHT;
+        let mut pause = std::mem::replace(&mut first_pause, SECOND_THOUGHT);
         let now = {
             // One watch for all validations, because it remembers the logged reasons and the
             // pauses.
@@ -67,7 +78,7 @@ pub(crate) async fn to_apply(
                     fits = thought, if refused.is_some() => match fits {
                         Ok(true) => break Some(seen.clone()),
                         Ok(false) => (),
-                        Err(error) => refuse(&mut refused, error.to_string()),
+                        Err(error) => refuse(&mut refused, &seen, error.to_string()),
                     },
                 }
                 pause = LONGEST.min(2 * pause);
@@ -78,7 +89,7 @@ pub(crate) async fn to_apply(
         if now != *used
             && let Err(error) = validate(&now).await
         {
-            refuse(&mut refused, error.to_string());
+            refuse(&mut refused, &now, error.to_string());
             observer.note(|facts| facts.waiting_config = None);
         } else {
             observer.note(|facts| facts.refused_config = None);
@@ -97,6 +108,10 @@ pub(crate) async fn to_apply(
         }
         seen = now;
     }
+}
+
+fn note(config: &Config, reason: &str) -> RefusedConfig {
+    RefusedConfig { backend: config.backend.kind.clone(), reason: reason.to_owned() }
 }
 
 /// Whether the store still holds the config. It may hold an invalid one, which is not reported.
@@ -189,7 +204,7 @@ mod tests {
                 }
             };
             let used = Config::parse(USED).unwrap();
-            to_apply(&self.manager, (&used, false), validate, &self.observer).await
+            to_apply(&self.manager, (&used, false), None, validate, &self.observer).await
         }
 
         /// Requests to the store and watches of it.
@@ -230,14 +245,16 @@ mod tests {
             () = sleep(HOUR) => (),
         }
         assert_eq!(scene.requests(), requests, "no request was sent");
-        // After 10, 20, 40, 80 and 160 s, then every 300.
-        assert_eq!(scene.validations.get(), 1 + 5 + 10);
+        // After 1, 2, 4 and 8 s, then every 10.
+        assert_eq!(scene.validations.get(), 1 + 4 + (3600 - 15) / 10);
         assert_eq!(log.count("cannot be used and is ignored"), 1);
         // Another reason is logged.
         *scene.obstacle.borrow_mut() = Some("no address".to_owned());
         scene.runs_for_an_hour(&mut running).await;
         assert_eq!(log.count("cannot be used and is ignored"), 2);
-        assert!(scene.observer.snapshot().facts.refused_config.unwrap().contains("no address"));
+        assert!(
+            scene.observer.snapshot().facts.refused_config.unwrap().reason.contains("no address")
+        );
 
         // A config that would fit now is used only if the store still holds it.
         scene.registry.set_config(Some("{"));

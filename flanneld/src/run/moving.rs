@@ -7,27 +7,27 @@ pub(super) mod handshakes;
 mod silence;
 mod team;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::convert::Infallible;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use flannel_api::MoveReport;
-use flannel_core::backend::ExternalInterface;
+use flannel_core::backend::{ExternalInterface, Prepared};
 use flannel_core::error::holder;
 use flannel_core::kernel::Footprint;
-use flannel_core::lease::View;
+use flannel_core::lease::{Origin, View};
 use flannel_core::object::LinkName;
 use flannel_core::runtime::blocking;
 use flannel_core::status::Status;
-use flannel_core::{Backend, Config, Kernel, Lease, SubnetManager, Subnets};
+use flannel_core::{Backend, Config, Error as Cause, Kernel, Lease, SubnetManager, Subnets};
 use flannel_moving::{Blockers, Member, NodeBackends, Seen, Step, Tunnels, Wait};
 use flannel_netlink::NetlinkKernel;
 use flannel_options::state_dir;
 use flannel_route::cleanup;
 use tokio::sync::watch;
-use tokio::time::sleep;
+use tokio::time::{Instant, sleep};
 
 use super::leftovers::{is_settled, log_removal};
 use crate::blocking::run_blocking_in_order;
@@ -35,12 +35,14 @@ use crate::config::DaemonConfig;
 use crate::error::Error;
 use crate::observe::Observer;
 use silence::Silence;
-pub(crate) use team::{Runs, Team};
+pub(crate) use team::{Lineup, Runs, Team};
 
 /// The shortest time between two looks at the leases.
 const PACE: Duration = Duration::from_millis(500);
 /// The pause before a file is written again.
 const WRITE_AGAIN: Duration = Duration::from_secs(10);
+/// The pause before a backend that was left out is tried again.
+const AGAIN: Duration = Duration::from_secs(10);
 /// The effect of the end of a backend that was offered.
 const REPLACED: &str = "it is replaced at once: nodes that still have it do not reach this node";
 
@@ -60,6 +62,8 @@ struct State {
     kept: NodeBackends,
     /// The lease types of members that are no longer run, but whose devices may still be there.
     dropped: Vec<String>,
+    /// The lease types of members that could not be set up for the last network.
+    aside: Vec<String>,
 }
 
 /// The leases, the status of the network, and the tunnels of the target if it needs handshakes.
@@ -69,6 +73,10 @@ type Watched =
 impl State {
     fn is_dropped(&self, member: &Member) -> bool {
         self.dropped.contains(&member.lease_type)
+    }
+
+    fn is_not_run(&self, member: &Member) -> bool {
+        self.is_dropped(member) || self.aside.contains(&member.lease_type)
     }
 }
 
@@ -95,7 +103,7 @@ impl Moving {
             );
             NodeBackends::default()
         });
-        let state = Mutex::new(State { kept, dropped: Vec::new() });
+        let state = Mutex::new(State { kept, dropped: Vec::new(), aside: Vec::new() });
         Self { file, state, changes: Default::default(), kept_commands: Default::default() }
     }
 
@@ -103,26 +111,23 @@ impl Moving {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The backends for a network with this config. They are recorded before they are offered.
+    /// The backends for a network with this config. Each one is prepared before anything is
+    /// recorded, and they are recorded before they are offered. A backend of the record that cannot
+    /// be prepared is left out, unless a node needs it: `user` returns the lease of one that a
+    /// network reaches only by this member.
     ///
     /// # Errors
-    /// The backend of the config is not known.
-    pub(super) async fn team(
+    /// The backend of the config is not known or cannot be prepared, or one that is needed cannot.
+    /// Then nothing was changed.
+    pub(super) async fn lineup(
         &self,
         (settings, subnets): (&DaemonConfig, &dyn SubnetManager),
-        config: &Config,
-        iface: &ExternalInterface,
-    ) -> Result<Team, Error> {
+        (config, iface): (&Config, &ExternalInterface),
+        prepare: impl AsyncFn(&Runs) -> Result<Prepared, Error>,
+        user: impl Fn(&NodeBackends, &Member) -> Option<Arc<Lease>>,
+    ) -> Result<Lineup, Error> {
         let target = settings.backends.find(&config.backend.kind)?;
-        let with = |member: &Member| {
-            let config = Config { backend: member.backend.clone(), ..config.clone() };
-            let backend = settings.backends.find(&config.backend.kind)?;
-            if backend.runs_commands() && !settings.allow_commands {
-                return Err(Error::CommandsNotAllowed { kind: backend.kind() });
-            }
-            backend.validate(&config, Some(iface))?;
-            Ok(Runs { backend, config, member: member.clone() })
-        };
+        let with = |member: &Member| runs(settings, member, (config, iface));
         let lease_type = member_type(target);
         let is_left = |member: &Member| member.lease_type != lease_type;
         // Offers without a type cannot be told apart.
@@ -133,30 +138,54 @@ impl Moving {
         let _changes = self.changes.lock().await;
         let mut state = self.state().clone();
         state.dropped.retain(|dropped| dropped != lease_type);
-        let (before, mut refused) = (state.kept.clone(), Vec::new());
+        let before = state.kept.clone();
+        let mut ended = Vec::new();
         state.kept.retain(|member| {
             let reason = match with(member) {
                 Ok(runs) if moves && can_move(runs.backend) => return true,
                 Ok(_) => "it cannot run beside another one".to_owned(),
                 Err(error) => error.to_string(),
             };
-            if !is_left(member) {
-                return true;
+            if is_left(member) {
+                ended.push((member.clone(), reason));
             }
-            if !state.dropped.contains(&member.lease_type) {
-                let (from, to) = (&member.lease_type, target.kind());
-                let effect = if member.offered { REPLACED } else { "it is no longer run" };
-                let known = devices(settings, config, member).is_some();
-                let devices = if known { "" } else { "; its devices stay, because it is unknown" };
-                tracing::warn!(%from, %to, %reason, "the old backend ends: {effect}{devices}");
-                state.dropped.push(member.lease_type.clone());
-            }
-            refused.push(member.clone());
-            false
+            !is_left(member)
         });
         state.kept.aim_at(lease_type, &config.backend);
+        let mut candidates = state.kept.clone();
+        candidates.retain(|member| !state.is_dropped(member));
+        let mut prepared = BTreeMap::new();
+        let mut broken = BTreeMap::new();
+        for member in candidates.iter() {
+            match prepare(&with(member)?).await {
+                Ok(done) => drop(prepared.insert(member.lease_type.clone(), done)),
+                Err(error) if !is_left(member) || error.is_of_store() => return Err(error),
+                Err(error) => drop(broken.insert(member.lease_type.clone(), error.to_string())),
+            }
+        }
+        let is_broken = |member: &Member| broken.contains_key(&member.lease_type);
+        let (members, aside) = candidates.without(lease_type, is_broken);
+        for member in &aside {
+            let reason = &broken[&member.lease_type];
+            if let Some(lease) = user(&members, member) {
+                return Err(needed(member, reason, &lease));
+            }
+            if !state.aside.contains(&member.lease_type) {
+                let (backend, effect) = (&member.lease_type, "nodes that offer only it are lost");
+                tracing::warn!(%backend, %reason, "a backend is left out and tried again: {effect}");
+            }
+        }
+        for (member, reason) in &ended {
+            if !state.is_dropped(member) {
+                self.log_end(settings, config, (member, target.kind(), reason));
+                state.dropped.push(member.lease_type.clone());
+            }
+        }
+        let rest = std::mem::replace(&mut state.kept, members.clone());
+        state.kept.add(&aside);
         // Their devices are removed later.
-        state.kept.add(&refused);
+        state.kept.add(rest.iter().chain(ended.iter().map(|(member, _)| member)));
+        state.aside = aside.iter().map(|member| member.lease_type.clone()).collect();
         if state.kept != before
             && let Err(error) = self.write(&state.kept).await
         {
@@ -166,11 +195,92 @@ impl Moving {
                  another backend before the next start, the network is replaced at once"
             );
         }
-        let mut members = state.kept.clone();
-        members.retain(|member| !state.is_dropped(member));
         *self.state() = state;
-        let all = members.by_use(lease_type).map(with).collect::<Result<_, Error>>()?;
-        Ok(Team { all, members, target })
+        let all: Vec<_> = members.by_use(lease_type).map(with).collect::<Result<_, Error>>()?;
+        let aside = aside.iter().map(with).collect::<Result<_, Error>>()?;
+        let mut take = |runs: &Runs| prepared.remove(&runs.member.lease_type);
+        let prepared = all.iter().filter_map(&mut take).collect();
+        Ok(Lineup { team: Team { all, members, aside, target }, prepared })
+    }
+
+    /// Logs that a backend ends because of the one of the config.
+    fn log_end(
+        &self,
+        settings: &DaemonConfig,
+        config: &Config,
+        (member, to, reason): (&Member, &str, &str),
+    ) {
+        let from = &member.lease_type;
+        let effect = if member.offered { REPLACED } else { "it is no longer run" };
+        let known = devices(settings, config, member).is_some();
+        let devices = if known { "" } else { "; its devices stay, because it is unknown" };
+        tracing::warn!(%from, %to, %reason, "the old backend ends: {effect}{devices}");
+    }
+
+    /// The configs with the backends of the record, the preferred one first, and the other fields
+    /// of `config`.
+    pub(super) fn recorded(&self, config: &Config) -> Vec<Config> {
+        let state = self.state();
+        let members = state.kept.iter().filter(|member| !state.is_dropped(member));
+        members.map(|it| Config { backend: it.backend.clone(), ..config.clone() }).collect()
+    }
+
+    /// Whether this node has offered this very backend. Then its devices were in the kernel.
+    pub(super) fn has_offered(&self, config: &Config) -> bool {
+        self.state().kept.offered().any(|member| member.backend == config.backend)
+    }
+
+    /// The devices of all recorded backends.
+    pub(super) fn footprint(&self, settings: &DaemonConfig, config: &Config) -> Footprint {
+        let state = self.state();
+        let known = |member: &Member| devices(settings, config, member);
+        let links = state.kept.iter().filter_map(known).flatten().collect();
+        Footprint { links, ..Footprint::default() }
+    }
+
+    /// Drops a backend that this node has never offered.
+    pub(super) fn drop_unoffered(&self, target: &dyn Backend) {
+        let mut state = self.state();
+        let lease_type = member_type(target);
+        let is_offered = state.kept.offered().any(|member| member.lease_type == lease_type);
+        if !is_offered && !state.dropped.iter().any(|dropped| dropped == lease_type) {
+            state.dropped.push(lease_type.to_owned());
+        }
+    }
+
+    /// Waits until a backend that was left out can be set up, or is of no use to any node. Returns
+    /// the reason for which the network must be rebuilt.
+    pub(super) async fn revive(
+        &self,
+        (team, own): (&Team, Subnets),
+        views: watch::Receiver<View>,
+        prepare: impl AsyncFn(&Runs) -> Result<Prepared, Error>,
+    ) -> String {
+        if team.aside.is_empty() {
+            return std::future::pending().await;
+        }
+        let mut unused_since = Instant::now();
+        loop {
+            sleep(AGAIN).await;
+            for runs in &team.aside {
+                if prepare(runs).await.is_ok() {
+                    return format!("{} can be set up again", runs.member.lease_type);
+                }
+            }
+            let view = views.borrow().clone();
+            let user =
+                |runs: &Runs| team.members.user_of(&runs.member.lease_type, (own, &view)).is_some();
+            let is_live = matches!(view.origin, Origin::Live { .. });
+            if !is_live || team.aside.iter().any(user) {
+                unused_since = Instant::now();
+            }
+            if unused_since.elapsed() >= silence::UNUSED {
+                let unused = kinds(team.aside.iter().map(|runs| &runs.member));
+                let reason = format!("no node needs {}, which cannot be set up", unused.join(", "));
+                self.state().dropped.extend(unused);
+                return reason;
+            }
+        }
     }
 
     /// Waits until the next step of a move is due, and prepares it. Returns the reason for which
@@ -265,7 +375,7 @@ impl Moving {
         let _changes = self.changes.lock().await;
         let state = self.state().clone();
         let mut kept = next.clone();
-        kept.add(state.kept.iter().filter(|member| state.is_dropped(member)));
+        kept.add(state.kept.iter().filter(|member| state.is_not_run(member)));
         self.write(&kept).await?;
         *self.state() = State { kept, ..state };
         Ok(())
@@ -311,6 +421,33 @@ impl Moving {
         let (file, text) = (self.file.clone(), kept.to_json());
         run_blocking_in_order(move || state_dir::replace(&file, &text)).await
     }
+}
+
+/// A member with the other fields of `config`.
+///
+/// # Errors
+/// It is not known, not allowed, or does not fit this node.
+fn runs(
+    settings: &DaemonConfig,
+    member: &Member,
+    (config, iface): (&Config, &ExternalInterface),
+) -> Result<Runs, Error> {
+    let config = Config { backend: member.backend.clone(), ..config.clone() };
+    let backend = settings.backends.find(&config.backend.kind)?;
+    if backend.runs_commands() && !settings.allow_commands {
+        return Err(Error::CommandsNotAllowed { kind: backend.kind() });
+    }
+    backend.validate(&config, Some(iface))?;
+    Ok(Runs { backend, config, member: member.clone() })
+}
+
+/// The error of a backend that cannot be set up, and that a node needs.
+fn needed(member: &Member, reason: &str, lease: &Lease) -> Error {
+    let (subnets, holder) = (lease.subnets, holder(&lease.attrs));
+    let reason = format!(
+        "{reason}; {subnets} of {holder} is reached only by it, so the network stays as it is"
+    );
+    Cause::Backend { backend: member.lease_type.clone(), reason }.into()
 }
 
 /// [`Member::lease_type`] of a backend.
@@ -379,17 +516,42 @@ mod tests {
         DaemonConfig::new(StoreConfig::Directory(location))
     }
 
-    async fn team(moving: &Moving, kind: &str) -> Team {
+    fn iface() -> ExternalInterface {
         let address: Dual<_> = [[192, 0, 2, 1].into()].into_iter().collect();
-        let iface = ExternalInterface {
+        ExternalInterface {
             name: "eth0".parse().unwrap(),
             mtu: 1500,
             address,
             public: address,
             reason: "test".into(),
-        };
+        }
+    }
+
+    async fn team(moving: &Moving, kind: &str) -> Team {
+        lineup(moving, kind, "", None).await.unwrap()
+    }
+
+    /// The team of a node that cannot prepare the backend `broken`. `user` is the node that is
+    /// reached only by a backend that is left out.
+    async fn lineup(
+        moving: &Moving,
+        kind: &str,
+        broken: &str,
+        user: Option<Arc<Lease>>,
+    ) -> Result<Team, Error> {
         let subnets = FakeSubnets::new("10.1.0.0/16");
-        moving.team((&settings(), &subnets), &config(kind), &iface).await.unwrap()
+        let prepare = async |runs: &Runs| {
+            if runs.member.lease_type == broken {
+                let (backend, reason) = (broken.to_owned(), "no such device".to_owned());
+                return Err(Cause::Backend { backend, reason }.into());
+            }
+            Ok(Prepared::new(Default::default(), |_| unreachable!("nothing is built")))
+        };
+        let scene = (&settings(), &subnets as &dyn SubnetManager);
+        let lineup =
+            moving.lineup(scene, (&config(kind), &iface()), prepare, |_, _| user.clone()).await?;
+        assert_eq!(lineup.prepared.len(), lineup.team.all.len());
+        Ok(lineup.team)
     }
 
     fn names(team: &Team) -> String {
@@ -414,14 +576,14 @@ mod tests {
         let last = moving();
         last.state().dropped.push("vxlan".to_owned());
         assert_eq!(names(&team(&last, "ipip").await), "host-gw ipip | host-gw");
-        assert_eq!(names(&team(&moving(), "ipip").await), "vxlan host-gw ipip | vxlan host-gw");
+        assert_eq!(names(&team(&moving(), "ipip").await), "host-gw ipip vxlan | host-gw");
         assert_eq!(logged.warnings(), [""; 0]);
         // A network that cannot run beside another one replaces it at once.
         assert_eq!(names(&team(&moving(), "alloc").await), "alloc | alloc");
-        assert_eq!((logged.count("replaced at once"), logged.count("no longer run")), (2, 1));
+        assert_eq!((logged.count("replaced at once"), logged.count("no longer run")), (1, 2));
         // Their devices are still there.
         assert_eq!(names(&team(&moving(), "vxlan").await), "vxlan host-gw ipip | vxlan");
-        assert_eq!((logged.count("replaced at once"), logged.count("no longer run")), (3, 1));
+        assert_eq!((logged.count("replaced at once"), logged.count("no longer run")), (2, 2));
     }
 
     #[tokio::test]
@@ -466,6 +628,87 @@ mod tests {
         }
         let devices = kernel.dump();
         assert!(devices.len() == 1 && devices[0].contains("flannel.2"), "{devices:?}");
+    }
+
+    #[tokio::test]
+    async fn a_target_that_cannot_be_prepared_changes_nothing() {
+        let (dir, (logged, _guard)) = (tempfile::tempdir().unwrap(), Logged::collect());
+        let moving = Moving::open(dir.path());
+        team(&moving, "vxlan").await;
+        let read = || fs::read_to_string(dir.path().join("backends")).unwrap();
+        let before = read();
+        for kind in ["ipip", "udp", "alloc"] {
+            let error = lineup(&moving, kind, kind, None).await.err().unwrap().to_string();
+            assert!(error.contains("no such device"), "{error}");
+            assert_eq!((read(), moving.state().dropped.len()), (before.clone(), 0), "{kind}");
+        }
+        assert_eq!(logged.warnings(), [""; 0]);
+        assert_eq!(names(&team(&moving, "vxlan").await), "vxlan | vxlan");
+    }
+
+    /// A daemon of an earlier version records a backend before it sets it up.
+    #[tokio::test]
+    async fn a_recorded_backend_that_cannot_be_prepared_is_left_out_and_tried_again() {
+        let (dir, (logged, _guard)) = (tempfile::tempdir().unwrap(), Logged::collect());
+        let first = Moving::open(dir.path());
+        team(&first, "vxlan").await;
+        let members = team(&first, "ipip").await.members;
+        let moving = || Moving::open(dir.path());
+        let without = async |moving: &Moving, kind, broken| {
+            let team = lineup(moving, kind, broken, None).await.unwrap();
+            (names(&team), kinds(team.aside.iter().map(|runs| &runs.member)))
+        };
+        let expected = |names: &str, aside: &str| (names.to_owned(), vec![aside.to_owned()]);
+        assert_eq!(without(&moving(), "vxlan", "ipip").await, expected("vxlan | vxlan", "ipip"));
+        // The offered one.
+        let next = NodeBackends::parse(&members.to_json().replace("false", "true")).unwrap();
+        first.take(&next).await.unwrap();
+        let last = moving();
+        assert_eq!(without(&last, "ipip", "vxlan").await, expected("ipip | ipip", "vxlan"));
+        assert_eq!(without(&last, "ipip", "vxlan").await, expected("ipip | ipip", "vxlan"));
+        assert_eq!(logged.count("left out and tried again"), 2, "{:?}", logged.warnings());
+        // It stays in the record, and runs again once it can.
+        assert_eq!(names(&team(&moving(), "ipip").await), "ipip vxlan | ipip");
+        assert_eq!(names(&team(&last, "ipip").await), "ipip vxlan | ipip");
+    }
+
+    #[tokio::test]
+    async fn a_backend_that_a_node_needs_is_not_left_out() {
+        let dir = tempfile::tempdir().unwrap();
+        let moving = Moving::open(dir.path());
+        team(&moving, "vxlan").await;
+        let read = || fs::read_to_string(dir.path().join("backends")).unwrap();
+        let before = read();
+        let subnets = FakeSubnets::new("10.1.0.0/16");
+        let lease = Arc::new(subnets.acquire_lease(&Default::default()).await.unwrap());
+        let error = lineup(&moving, "host-gw", "vxlan", Some(lease)).await.err().unwrap();
+        assert!(error.to_string().contains("is reached only by it"), "{error}");
+        assert_eq!(read(), before);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_backend_that_was_left_out_is_revived_or_dropped() {
+        let dir = tempfile::tempdir().unwrap();
+        let first = Moving::open(dir.path());
+        team(&first, "vxlan").await;
+        team(&first, "host-gw").await;
+        let moving = Moving::open(dir.path());
+        let team = lineup(&moving, "host-gw", "vxlan", None).await.unwrap();
+        let (_views, views) = watch::channel(View {
+            leases: Default::default(),
+            origin: Origin::Live { revision: flannel_core::lease::Revision(1) },
+        });
+        let own = "10.1.7.0-24".parse().unwrap();
+        let prepared = || Prepared::new(Default::default(), |_| unreachable!("nothing is built"));
+        let works = async |_: &Runs| Ok(prepared());
+        let reason = moving.revive((&team, own), views.clone(), works).await;
+        assert_eq!(reason, "vxlan can be set up again");
+        let fails = async |_: &Runs| Err(Error::Stopped("no".to_owned()));
+        let begin = Instant::now();
+        let reason = moving.revive((&team, own), views, fails).await;
+        assert_eq!(reason, "no node needs vxlan, which cannot be set up");
+        assert!(begin.elapsed() >= silence::UNUSED);
+        assert_eq!(moving.state().dropped, ["vxlan"]);
     }
 
     /// Both have no type in leases.

@@ -15,13 +15,15 @@ use flannel_moving::Tunnels;
 use flannel_paths::probe;
 use flannel_subnet::SubnetEnv;
 use tokio::sync::watch;
+use tokio::time::Instant;
 
 use super::changed_config::to_apply;
 use super::leftovers::go_flannel::GoFlannel;
 use super::leftovers::old_networks::OldNetworks;
 use super::leftovers::old_records;
 use super::moving::handshakes::follow;
-use super::start::{Ready, stored};
+use super::moving::{Runs, Team};
+use super::start::{Ready, Refused, Starter, prepare, stored};
 use super::status_log::log_status;
 use crate::blocking::run_blocking_in_order;
 use crate::config::DaemonConfig;
@@ -35,10 +37,22 @@ const SECOND_THOUGHT: Duration = Duration::from_secs(10);
 /// The longest wait of the subnet file for firewall rules and the tunnel. Another program may hold
 /// the lock of iptables.
 const RULES: Duration = Duration::from_secs(5);
+/// The time for which the devices of a changed config may fail. Then the network goes back to the
+/// config before.
+const PROBATION: Duration = Duration::from_secs(5);
 /// The pause between two checks of this host.
 const LOOK: Duration = Duration::from_secs(300);
 
-/// Runs a network until a value that it was built from changes. Returns the reason.
+/// The end of a network.
+enum End {
+    /// The next network is built, and this one has run until now.
+    Replaced(Box<Ready>),
+    /// It has stopped, and must be rebuilt for this reason.
+    Stopped(String),
+}
+
+/// Runs a network until the next one is built, because a value that it was built from has changed.
+/// Returns the next one.
 ///
 /// # Errors
 /// The network stops, or the lease is lost.
@@ -46,9 +60,28 @@ pub(super) async fn run(
     settings: &DaemonConfig,
     subnets: &dyn SubnetManager,
     ready: Ready,
-    go_flannel: &GoFlannel,
+    (starter, go_flannel): (&Starter<'_>, &GoFlannel),
     observer: &Observer,
-) -> Result<String, Error> {
+) -> Result<Ready, Error> {
+    let held = (!ready.lapsed).then(|| ready.network.handle().lease);
+    let next = async |reason: String| {
+        tracing::info!(%reason, "rebuilding the network");
+        starter.next(held.as_ref(), observer).await
+    };
+    match run_until_next(settings, subnets, ready, (starter, go_flannel), observer, &next).await? {
+        End::Replaced(ready) => Ok(*ready),
+        End::Stopped(reason) => next(reason).await,
+    }
+}
+
+async fn run_until_next(
+    settings: &DaemonConfig,
+    subnets: &dyn SubnetManager,
+    ready: Ready,
+    (starter, go_flannel): (&Starter<'_>, &GoFlannel),
+    observer: &Observer,
+    next: impl AsyncFn(String) -> Result<Ready, Error>,
+) -> Result<End, Error> {
     warn_if_stale(subnets, &ready.views.borrow());
     let (settled, rules) = watch::channel(false);
     let datapath = ready.team.datapath(settings);
@@ -57,7 +90,7 @@ pub(super) async fn run(
     let probes = running.probes(&settings.control, subnets.store_status().store);
     let responder = server::serve(running.probe_server(settings.control.doctor_port));
     let _running = observer.running(running);
-    let Ready { config, team, moving, network, paths, views, .. } = ready;
+    let Ready { config, refused, before, team, moving, network, paths, views, .. } = ready;
     let Ready { handshakes, lapsed, cached, first, chosen, validator, .. } = ready;
     let (handle, withholds_offers) = (network.handle(), network.withholds_offers());
     let own = handle.lease.subnets;
@@ -82,7 +115,13 @@ pub(super) async fn run(
         }
     };
     let looks = look(observer, rules.clone());
-    let validate = async |to: &Config| validator.validate(to, Some(&config)).await.map(drop);
+    let validate = async |to: &Config| {
+        let tried = starter.try_out(&validator, to).await;
+        let refused = tried.as_ref().err().filter(|error| !error.is_of_store());
+        let refused = refused.map(ToString::to_string);
+        starter.refuse(refused.map(|reason| Refused { config: to.clone(), reason }));
+        tried
+    };
     // The next network may be built from another config.
     let validate_again = async || {
         let next = stored(subnets, Some(&config)).await?;
@@ -118,30 +157,80 @@ pub(super) async fn run(
     let status = || handle.status.clone();
     let tunnel_kernel = chosen.kernel.clone();
     let read_tunnel = move |link| tunnel_kernel.tunnel(link);
+    let host = starter.host(&chosen.iface);
+    let retry = async |runs: &Runs| prepare(&host, runs).await;
+    let falls_back = async {
+        match before {
+            Some(_) => failure_of(&team, status()).await,
+            None => std::future::pending().await,
+        }
+    };
+    let events = async {
+        tokio::select! {
+            never = old_networks.clear(kernel.clone(), footprint.clone(), status()) =>
+                match never {},
+            never = old_records::clear(kernel.clone(), (settings, &team, &moving), status()) =>
+                match never {},
+            never = moving.clear((settings, &team), kernel.clone(), status()) => match never {},
+            never = go_flannel.clear(kernel.clone(), (footprint.clone(), &config), status()) =>
+                match never {},
+            reason = moving.next(
+                (&team, own), (views.clone(), status(), seen_tunnels), &chosen.kernel, observer
+            ) => Ok(reason),
+            reason = moving.revive((&team, own), views.clone(), retry) => Ok(reason),
+            reason = falls_back => {
+                moving.drop_unoffered(team.target);
+                starter.refuse(Some(Refused { config: config.clone(), reason: reason.clone() }));
+                Ok(format!("back to the config before: {reason}"))
+            }
+            reason = publish_offers(withholds_offers, status()) => Ok(reason),
+            reason = hold => reason,
+            reason = to_apply(subnets, (&config, cached), refused, &validate, observer) => reason,
+            reason = chosen.changed(&config, &validate_again, observer) => Ok(reason),
+        }
+    };
+    let replaced = async {
+        let reason = events.await?;
+        next(reason).await.map(|ready| End::Replaced(Box::new(ready)))
+    };
     tokio::select! {
-        never = old_networks.clear(kernel.clone(), footprint.clone(), status()) => match never {},
-        never = old_records::clear(kernel.clone(), (settings, &team, &moving), status()) =>
-            match never {},
-        never = moving.clear((settings, &team), kernel.clone(), status()) => match never {},
-        reason = moving.next(
-            (&team, own), (views.clone(), status(), seen_tunnels), &chosen.kernel, observer
-        ) => Ok(reason),
-        reason = publish_offers(withholds_offers, status()) => Ok(reason),
         never = follow(read_tunnel, tunnel_devices, (handshakes, tunnels)) => match never {},
-        never = go_flannel.clear(kernel, (footprint, &config), status()) => match never {},
         ended = routes => match ended? {
-            Ended::Rebuild(reason) => Ok(reason),
+            Ended::Rebuild(reason) => Ok(End::Stopped(reason)),
             ended => Err(Error::Stopped(format!("{ended:?}"))),
         },
-        reason = hold => reason,
-        reason = to_apply(subnets, (&config, cached), &validate, observer) => reason,
-        reason = chosen.changed(&config, &validate_again, observer) => Ok(reason),
+        end = replaced => end,
+        never = observer.answer_trials(async |config| starter.try_out(&validator, config).await) =>
+            match never {},
         never = firewall => match never? {},
         never = log_status(status()) => match never {},
         never = observer.follow(views.clone()) => match never {},
         never = looks => match never {},
         never = responder => match never {},
         never = probing => match never {},
+    }
+}
+
+/// Waits until the devices of the target cannot be made for a while. Once they have been in place,
+/// it never returns.
+async fn failure_of(team: &Team, mut status: watch::Receiver<Arc<Status>>) -> String {
+    let mut failing_since = None;
+    loop {
+        let now = Arc::clone(&status.borrow_and_update());
+        if team.is_in_place(&now) {
+            return std::future::pending().await;
+        }
+        let Some(reason) = team.failure(&now).filter(|_| now.settled) else {
+            failing_since = None;
+            // The network reports the end of its status.
+            drop(status.changed().await);
+            continue;
+        };
+        let since = *failing_since.get_or_insert_with(Instant::now);
+        if since.elapsed() >= PROBATION {
+            return reason;
+        }
+        drop(tokio::time::timeout(PROBATION - since.elapsed(), status.changed()).await);
     }
 }
 
@@ -257,8 +346,6 @@ fn warn_if_stale(subnets: &dyn SubnetManager, view: &View) {
 
 #[cfg(test)]
 mod tests {
-    use tokio::time::Instant;
-
     use super::*;
 
     /// Missing firewall rules or a missing tunnel delay pods for a limited time.

@@ -1,28 +1,36 @@
 //! Builds a network from the values in the store.
 
-use std::sync::Arc;
-use std::time::SystemTime;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, SystemTime};
 
 use flannel_admission::Handshakes;
-use flannel_core::backend::ExternalInterface;
+use flannel_core::backend::{ExternalInterface, Prepared};
 use flannel_core::kernel::Footprint;
 use flannel_core::lease::View;
 use flannel_core::runtime::blocking;
-use flannel_core::{Config, Kernel, SubnetManager};
+use flannel_core::subnet::Hints;
+use flannel_core::{Config, Kernel, Lease, SubnetManager, Subnets};
+use flannel_moving::{Member, NodeBackends};
 use flannel_netlink::NetlinkKernel;
 use flannel_options::FileSecrets;
 use flannel_paths::Paths;
 use flannel_route::{Host, HostNetwork, JoinOptions};
 use tokio::sync::{OnceCell, watch};
+use tokio::time::sleep;
 
 use super::config_validator::ConfigValidator;
-use super::moving::{Moving, Runs, Team};
+use super::moving::{Lineup, Moving, Runs, Team};
+use super::trial::{self, KnownStore};
 use super::uplink::{Chosen, addresses_of};
 use crate::config::DaemonConfig;
 use crate::error::Error;
-use crate::observe::{Rulebook, Running};
+use crate::observe::{Observer, Rulebook, Running};
 use crate::store::readiness;
+use crate::store::wait::{Patience, holding, patiently};
 use flannel_backends::{WIREGUARD_KEY, is_wireguard_key};
+
+/// The pause between two networks. Without it, steady changes would keep a core busy.
+const REBUILD_PAUSE: Duration = Duration::from_millis(100);
 
 /// Builds networks, one after the other.
 pub(super) struct Starter<'a> {
@@ -35,11 +43,42 @@ pub(super) struct Starter<'a> {
     moving: Arc<Moving>,
     /// The values that the last network was built from; `None` before the first one.
     last: Option<(Config, ExternalInterface)>,
+    /// The config of the network before the last one, if it was another one.
+    before: Option<Config>,
+    /// The subnets of the last network; `None` before the first one.
+    own: Option<Subnets>,
+    /// The hints of the last start.
+    hints: Mutex<Hints>,
+    /// The config of the store from which no network can be built here now.
+    refused: Mutex<Option<Refused>>,
+}
+
+/// A config of the store that this node does not use.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Refused {
+    pub(crate) config: Config,
+    /// Why no network can be built from it.
+    pub(crate) reason: String,
+}
+
+/// The values of the next network.
+struct Choice {
+    config: Config,
+    chosen: Chosen,
+    lineup: Lineup,
+    /// The config of the store, if it is another one.
+    refused: Option<Refused>,
+    /// The config to go back to.
+    before: Option<Config>,
 }
 
 /// A network that can run.
 pub(super) struct Ready {
     pub(super) config: Config,
+    /// The config of the store, if no network can be built from it here.
+    pub(super) refused: Option<Refused>,
+    /// The config to go back to if the devices of this one cannot be made; `None`: there is none.
+    pub(super) before: Option<Config>,
     /// The backends of the network.
     pub(super) team: Team,
     pub(super) moving: Arc<Moving>,
@@ -95,44 +134,94 @@ impl<'a> Starter<'a> {
         subnets: Arc<dyn SubnetManager>,
         machine_id: String,
     ) -> Self {
-        let (announced, last) = (OnceCell::new(), None);
         let moving = Arc::new(Moving::open(&settings.state_dir));
-        Self { settings, kernel, subnets, machine_id, announced, moving, last }
-    }
-
-    /// Whether a network of this daemon has run.
-    pub(super) fn has_run(&self) -> bool {
-        self.last.is_some()
+        Self {
+            settings,
+            kernel,
+            subnets,
+            machine_id,
+            announced: OnceCell::new(),
+            moving,
+            last: None,
+            before: None,
+            own: None,
+            hints: Mutex::default(),
+            refused: Mutex::default(),
+        }
     }
 
     /// Notes that the network runs.
     pub(super) fn started(&mut self, ready: &Ready) {
-        self.last = Some((ready.config.clone(), ready.chosen.iface.clone()));
+        let last = self.last.replace((ready.config.clone(), ready.chosen.iface.clone()));
+        let is_other = |config: &Config| *config != ready.config;
+        let earlier = last.map(|(config, _)| config).or_else(|| ready.before.clone());
+        self.before = earlier.filter(is_other).or_else(|| self.before.take());
+        self.own = Some(ready.network.handle().lease.subnets);
+        self.refuse(ready.refused.clone());
     }
 
-    /// Reads everything that a network is built from, and builds it.
+    /// Notes whether the config of the store is refused.
+    pub(super) fn refuse(&self, refused: Option<Refused>) {
+        *lock(&self.refused) = refused;
+    }
+
+    /// The config of the store that is refused.
+    pub(super) fn refused(&self) -> Option<Refused> {
+        lock(&self.refused).clone()
+    }
+
+    /// Builds a network, and repeats that until it succeeds. Meanwhile the lease `held` is renewed.
+    ///
+    /// # Errors
+    /// [`Error::LeaseLost`]. Before the first network, also an error that needs a correction.
+    pub(super) async fn next(
+        &self,
+        held: Option<&Lease>,
+        observer: &Observer,
+    ) -> Result<Ready, Error> {
+        let subnets = &*self.subnets;
+        let start = async || {
+            self.start().await.inspect_err(|error| {
+                let cure = error.cure(&subnets.store_status().store);
+                observer.note(|facts| facts.waits_for = Some((error.to_string(), cure)));
+            })
+        };
+        let has_run = self.last.is_some();
+        let build = async {
+            if has_run {
+                sleep(REBUILD_PAUSE).await;
+            }
+            let refusals_pass = self.settings.store.refusals_pass();
+            patiently(subnets, Patience { has_run, refusals_pass }, start).await
+        };
+        holding(subnets, held, build).await
+    }
+
+    /// Reads everything that a network is built from, and builds it. Nothing is recorded or
+    /// published before each backend is prepared.
     ///
     /// # Errors
     /// The store does not answer, or no network can be built from its values.
-    pub(super) async fn start(&self) -> Result<Ready, Error> {
+    async fn start(&self) -> Result<Ready, Error> {
         let (settings, subnets) = (self.settings, &*self.subnets);
-        let kernel = || Arc::clone(&self.kernel) as Arc<dyn Kernel>;
         let last = self.last.as_ref().map(|(config, _)| config);
         let stored = stored(subnets, last).await?;
         let cached = subnets.store_status().confirmed.is_none();
         let hints = subnets.hints().await?;
+        lock(&self.hints).clone_from(&hints);
         let views = subnets.watch_leases().await?;
         // Before the next steps, because each of them may fail, in this start and in later ones.
         self.announced
             .get_or_try_init(|| {
                 let footprint = settings.backends.footprint(&stored);
-                readiness::announce(subnets, in_place(kernel(), footprint))
+                readiness::announce(subnets, in_place(self.kernel(), footprint))
             })
             .await?;
         let used = self.last.as_ref().map(|(_, iface)| iface.clone());
         let validator = ConfigValidator::new(&self.kernel, settings, &hints, views.clone(), used);
-        let (config, chosen) = validator.usable(stored, last).await?;
-        let team = self.moving.team((settings, subnets), &config, &chosen.iface).await?;
+        let choice = self.choose(&validator, stored, &views).await?;
+        let Choice { config, chosen, mut lineup, refused, before } = choice;
+        let team = lineup.team.clone();
         let backend = team.target;
         let (drop_unused_addresses, path_mtu) = (settings.ip_blackhole_route, settings.path_mtu);
         let routes = backend.footprint(&config, None)?.blackholes;
@@ -142,11 +231,6 @@ impl<'a> Starter<'a> {
             tracing::warn!(backend = backend.kind(), option, "{text}");
         }
         let lapsed = hints.lapsed.is_some();
-        let host = Host::new(chosen.iface.clone(), kernel(), Arc::clone(&self.subnets))
-            .with_machine_id(self.machine_id.clone())
-            .with_secrets(Arc::new(secrets(settings)))
-            .with_state_dir(&settings.state_dir)
-            .with_process_names(self.kernel.clone());
         let (resync, interval) = (Some(settings.kernel_resync), settings.control.path_interval);
         let paths = (!interval.is_zero() && !lapsed).then(|| Paths::new(interval));
         let path_mtus = paths.as_ref().filter(|_| path_mtu && routes).map(Paths::mtus);
@@ -161,8 +245,8 @@ impl<'a> Starter<'a> {
             path_mtus,
             handshakes: Some(done),
         };
-        let members: Vec<_> = team.all.iter().map(Runs::member).collect();
-        let network = host.join_all(&members, &team.offers(), join).await?;
+        let host = self.host(&chosen.iface);
+        let network = host.join_prepared(lineup.members(), &team.offers(), join).await?;
         let networks: Vec<_> = config.pod_networks().collect();
         tracing::info!(?networks, backend = backend.kind(), "network config");
         let ExternalInterface { name, mtu, reason, .. } = &chosen.iface;
@@ -172,6 +256,8 @@ impl<'a> Starter<'a> {
         let moving = Arc::clone(&self.moving);
         Ok(Ready {
             config,
+            refused,
+            before,
             team,
             moving,
             network,
@@ -185,6 +271,154 @@ impl<'a> Starter<'a> {
             validator,
         })
     }
+
+    fn kernel(&self) -> Arc<dyn Kernel> {
+        Arc::clone(&self.kernel) as Arc<dyn Kernel>
+    }
+
+    /// This host with an external interface.
+    pub(super) fn host(&self, iface: &ExternalInterface) -> Host {
+        Host::new(iface.clone(), self.kernel(), Arc::clone(&self.subnets))
+            .with_machine_id(self.machine_id.clone())
+            .with_secrets(Arc::new(secrets(self.settings)))
+            .with_state_dir(&self.settings.state_dir)
+            .with_process_names(self.kernel.clone())
+    }
+
+    /// Chooses between the config of the store and, if no network can be built from it, the earlier
+    /// ones.
+    ///
+    /// # Errors
+    /// The store does not answer, or no network can be built from the config of the store and from
+    /// any other one. The error is that of the config of the store.
+    async fn choose(
+        &self,
+        validator: &ConfigValidator,
+        stored: Config,
+        views: &watch::Receiver<View>,
+    ) -> Result<Choice, Error> {
+        let earlier = self.earlier(&stored);
+        let before = earlier.first().cloned();
+        let refused = self.refused().filter(|refused| refused.config == stored);
+        let known = refused.as_ref().filter(|_| !earlier.is_empty());
+        let (error, reason) = match known {
+            Some(refused) => (None, refused.reason.clone()),
+            None => match self.lineup(validator, &stored, views, true).await {
+                Ok((chosen, lineup)) => {
+                    return Ok(Choice { config: stored, chosen, lineup, refused: None, before });
+                }
+                Err(error) if error.is_of_store() => return Err(error),
+                Err(error) => {
+                    let reason = error.to_string();
+                    (Some(error), reason)
+                }
+            },
+        };
+        let refused = Some(Refused { config: stored.clone(), reason });
+        for config in earlier {
+            match self.lineup(validator, &config, views, false).await {
+                Ok((chosen, lineup)) => {
+                    return Ok(Choice { config, chosen, lineup, refused, before: None });
+                }
+                Err(error) if error.is_of_store() => return Err(error),
+                Err(error) => {
+                    let backend = config.backend.kind;
+                    tracing::debug!(%backend, %error, "an earlier config cannot be used either");
+                }
+            }
+        }
+        match error {
+            Some(error) => Err(error),
+            None => {
+                let (chosen, lineup) = self.lineup(validator, &stored, views, true).await?;
+                Ok(Choice { config: stored, chosen, lineup, refused: None, before })
+            }
+        }
+    }
+
+    /// The configs that this node has used, the last one first, without `stored`. Their pod
+    /// networks are the same, because the lease comes from them.
+    fn earlier(&self, stored: &Config) -> Vec<Config> {
+        let last = self.last.iter().map(|(config, _)| config).chain(&self.before);
+        let recorded = match &self.last {
+            Some(_) => Vec::new(),
+            None => self.moving.recorded(stored),
+        };
+        let all = last.cloned().chain(recorded);
+        all.filter(|it| it != stored && it.networks == stored.networks).collect()
+    }
+
+    /// The interface and the backends for a network with this config. A config `of_store` that
+    /// differs from what this node has offered is tried by the kernel.
+    ///
+    /// # Errors
+    /// No network can be built here.
+    async fn lineup(
+        &self,
+        validator: &ConfigValidator,
+        config: &Config,
+        views: &watch::Receiver<View>,
+        of_store: bool,
+    ) -> Result<(Chosen, Lineup), Error> {
+        let used = self.last.as_ref().map(|(config, _)| config).filter(|_| of_store);
+        let chosen = validator.validate(config, used).await?;
+        let is_new = !self.moving.has_offered(config) && !self.earlier(config).is_empty();
+        if of_store && is_new {
+            self.try_devices(config, &chosen.iface).await?;
+        }
+        let host = self.host(&chosen.iface);
+        let prepare = async |runs: &Runs| prepare(&host, runs).await;
+        let user = |members: &NodeBackends, member: &Member| {
+            // Before the first network nothing can stay as it is.
+            let own = self.own?;
+            let view = views.borrow().clone();
+            members.user_of(&member.lease_type, (own, &view)).cloned()
+        };
+        let settings = (self.settings, &*self.subnets);
+        let lineup = self.moving.lineup(settings, (config, &chosen.iface), prepare, user).await?;
+        Ok((chosen, lineup))
+    }
+
+    /// Asks the kernel whether it can hold the devices of this config. Leaves nothing behind.
+    async fn try_devices(&self, config: &Config, iface: &ExternalInterface) -> Result<(), Error> {
+        let backend = self.settings.backends.find(&config.backend.kind)?;
+        let hints = lock(&self.hints).clone();
+        let subnets = Arc::new(KnownStore { subnets: Arc::clone(&self.subnets), hints });
+        let mut host = self.host(iface);
+        host.subnets = subnets;
+        let prepared = host.prepare(backend, config).await?;
+        let running = self.moving.footprint(self.settings, config);
+        let inlets = backend.datapath(config)?.inlets;
+        trial::check(&self.kernel, running, (config, prepared, inlets)).await
+    }
+
+    /// Checks whether a network can be built from `config` in place of the one that runs, which
+    /// `validator` knows. Notes whether the config is refused.
+    ///
+    /// # Errors
+    /// The store does not answer, or no network can be built.
+    pub(super) async fn try_out(
+        &self,
+        validator: &ConfigValidator,
+        config: &Config,
+    ) -> Result<(), Error> {
+        let used = self.last.as_ref().map(|(config, _)| config);
+        let chosen = validator.validate(config, used).await?;
+        self.try_devices(config, &chosen.iface).await
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Prepares a backend.
+///
+/// # Errors
+/// Those of [`Host::prepare`].
+pub(super) async fn prepare(host: &Host, runs: &Runs) -> Result<Prepared, Error> {
+    let (backend, config) = runs.member();
+    Ok(host.prepare(backend, config).await?)
 }
 
 /// The secrets of this node. A key that Go flannel left is kept, so that peers keep it too.

@@ -60,6 +60,11 @@ impl Cluster {
         cluster
     }
 
+    /// The timeout for a step.
+    pub(crate) fn patience(&self) -> Duration {
+        self.pace.patience
+    }
+
     fn registry(&self, host: &Host) -> PathBuf {
         self.lab.dir().join(format!("registry-{}", host.number()))
     }

@@ -9,7 +9,7 @@ use flannel_netlink::NetlinkKernel;
 use tokio::time::Instant;
 
 /// The time for which no lease offered a withdrawn backend before its devices are removed.
-const UNUSED: Duration = Duration::from_secs(60);
+pub(super) const UNUSED: Duration = Duration::from_secs(60);
 /// The time for which no packet came by these devices.
 const SILENT: Duration = Duration::from_secs(10);
 

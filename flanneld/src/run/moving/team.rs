@@ -2,12 +2,13 @@
 
 use std::collections::BTreeSet;
 
-use flannel_core::backend::Datapath;
+use flannel_core::backend::{Datapath, Prepared};
 use flannel_core::kernel::Footprint;
 use flannel_core::object::{Key, LinkName};
 use flannel_core::status::Status;
 use flannel_core::{Backend, Config};
 use flannel_moving::{Member, NodeBackends};
+use flannel_route::PreparedMember;
 
 use crate::config::DaemonConfig;
 use crate::error::Error;
@@ -21,12 +22,34 @@ pub(crate) struct Runs {
     pub(super) member: Member,
 }
 
+/// The backends of one network, ready to be joined.
+pub(crate) struct Lineup {
+    pub(crate) team: Team,
+    /// The preparation of each backend of the team, in its order.
+    pub(super) prepared: Vec<Prepared>,
+}
+
+impl Lineup {
+    /// The members for [`Host::join_prepared`](flannel_route::Host::join_prepared).
+    pub(crate) fn members(&mut self) -> Vec<PreparedMember<'_>> {
+        let prepared = std::mem::take(&mut self.prepared);
+        let all = self.team.all.iter().zip(prepared);
+        all.map(|(runs, prepared)| {
+            let (backend, config) = runs.member();
+            PreparedMember { backend, config, prepared }
+        })
+        .collect()
+    }
+}
+
 /// The backends of one network.
 #[derive(Clone)]
 pub(crate) struct Team {
     /// In the order in which they are used for a peer that offers several.
     pub(crate) all: Vec<Runs>,
     pub(super) members: NodeBackends,
+    /// Those that cannot be set up now. They are recorded, and tried again.
+    pub(super) aside: Vec<Runs>,
     /// That of the network config.
     pub(crate) target: &'static dyn Backend,
 }
@@ -64,9 +87,18 @@ impl Team {
         !self.datapath(settings).encrypted.is_empty()
     }
 
+    /// The reason for which a device or an address of the target is not in the kernel.
+    pub(crate) fn failure(&self, status: &Status) -> Option<String> {
+        if self.is_in_place(status) {
+            return None;
+        }
+        let of_node = status.failing.iter().find(|(_, failure)| failure.peer.is_none());
+        of_node.map(|(_, failure)| format!("{}: {}", failure.change, failure.error))
+    }
+
     /// Whether the devices and addresses of the target are in the kernel. Those of another backend
     /// may be missing: the cluster may leave it because they cannot be made.
-    pub(super) fn is_in_place(&self, status: &Status) -> bool {
+    pub(crate) fn is_in_place(&self, status: &Status) -> bool {
         let mut targets = self.all.iter().filter(|it| it.backend.kind() == self.target.kind());
         let footprint = targets.find_map(|it| it.backend.footprint(&it.config, None).ok());
         let footprint = footprint.unwrap_or_default();
