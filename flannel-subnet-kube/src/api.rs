@@ -23,11 +23,14 @@ use tokio::time::{sleep, timeout};
 
 pub(crate) use connection::Source;
 use connection::{Cause, Connection, Unsent};
+use pause::Pause;
 
 /// The time limit for the head of an answer, and for each part of its body.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
 /// Repetitions of a request that the server answers with "too many requests".
 const REPEATS: u32 = 3;
+/// The upper limit of the first pause before a repetition.
+const FIRST: Duration = Duration::from_millis(400);
 /// The longest pause before a repetition, even if the server asks for a longer one.
 const LONGEST: Duration = Duration::from_secs(10);
 /// The largest part of an error body that is read, in bytes.
@@ -48,9 +51,8 @@ pub(crate) enum Failure {
     Forbidden(String),
     /// The server or a proxy answers with another error: try again.
     Erred(String),
-    /// The server itself, not a proxy, cannot serve the request (400, 500, 504), perhaps because of
-    /// the requested version: try again.
-    Late(String),
+    /// The server's cache has not reached the requested version, which may not exist: try again.
+    TooLarge(String),
     /// No data arrived for this time.
     Silent(Duration),
     /// Anything else: try again.
@@ -66,7 +68,7 @@ impl std::fmt::Display for Failure {
             | Self::Refused(reason)
             | Self::Forbidden(reason)
             | Self::Erred(reason)
-            | Self::Late(reason)
+            | Self::TooLarge(reason)
             | Self::Failed(reason)
             | Self::Busy { reason, .. } => f.write_str(reason),
         }
@@ -167,6 +169,7 @@ impl Api {
 
     /// The complete answer to a request, which is repeated if the server is overloaded.
     pub(crate) async fn ask(&self, call: &Call) -> Result<Bytes, Error> {
+        let mut pause = Pause::within(FIRST, LONGEST);
         let mut repeats = 0;
         let failure = loop {
             match self.send(call).await {
@@ -182,8 +185,8 @@ impl Api {
                 },
                 Err(Failure::Busy { after, .. }) if repeats < REPEATS => {
                     repeats += 1;
-                    let pause = after.unwrap_or_else(|| Duration::from_millis(200 << repeats));
-                    sleep(pause.min(LONGEST)).await;
+                    // The random part prevents nodes from retrying at the same moment.
+                    sleep(after.unwrap_or_default().min(LONGEST) + pause.next()).await;
                 }
                 Err(failure) => break failure,
             }
@@ -310,11 +313,32 @@ fn unreachable(Unsent { reason, cause }: Unsent) -> Failure {
 #[derive(Deserialize)]
 struct Status {
     #[serde(default)]
-    kind: String,
-    #[serde(default)]
-    status: String,
-    #[serde(default)]
     message: String,
+    #[serde(default)]
+    details: Option<Details>,
+}
+
+#[derive(Default, Deserialize)]
+struct Details {
+    #[serde(default)]
+    causes: Vec<StatusCause>,
+}
+
+#[derive(Deserialize)]
+struct StatusCause {
+    #[serde(default)]
+    reason: String,
+}
+
+impl Status {
+    /// The cache has not reached the requested version, or it may never have existed.
+    ///
+    /// **Source**: client-go `tools/cache/reflector.go: isTooLargeResourceVersionError`, for
+    /// Kubernetes 1.18.6 and later.
+    fn is_too_large(&self) -> bool {
+        let causes = self.details.iter().flat_map(|details| &details.causes);
+        causes.into_iter().any(|cause| cause.reason == "ResourceVersionTooLarge")
+    }
 }
 
 async fn refusal(call: &Call, answer: Response<Body>) -> Failure {
@@ -326,9 +350,7 @@ async fn refusal(call: &Call, answer: Response<Body>) -> Failure {
     let after = seconds.map(Duration::from_secs);
     let bytes = read(answer, REFUSAL).await.unwrap_or_default();
     let parsed = serde_json::from_slice::<Status>(&bytes).ok();
-    // The answer to a request that timed out in the server has no kind.
-    let is_own = |parsed: &Status| parsed.kind == "Status" || parsed.status == "Failure";
-    let own = parsed.as_ref().is_some_and(is_own);
+    let too_large = parsed.as_ref().is_some_and(Status::is_too_large);
     let message = parsed
         .map_or_else(|| String::from_utf8_lossy(&bytes).trim().to_owned(), |parsed| parsed.message);
     let Call { verb, resource, .. } = call;
@@ -338,6 +360,7 @@ async fn refusal(call: &Call, answer: Response<Body>) -> Failure {
         StatusCode::TOO_MANY_REQUESTS => {
             Failure::Busy { after, reason: format!("too many requests (429): {message}") }
         }
+        _ if too_large => Failure::TooLarge(format!("{status}: {message}")),
         StatusCode::SERVICE_UNAVAILABLE if after.is_some() => {
             Failure::Busy { after, reason: format!("not available (503): {message}") }
         }
@@ -349,12 +372,9 @@ async fn refusal(call: &Call, answer: Response<Body>) -> Failure {
             "forbidden: this node's account needs the verb {verb:?} on the resource {resource:?} \
              (403, {message})"
         )),
-        StatusCode::BAD_REQUEST
-        | StatusCode::INTERNAL_SERVER_ERROR
-        | StatusCode::GATEWAY_TIMEOUT
-            if own =>
-        {
-            Failure::Late(format!("{status}: {message}"))
+        // As in client-go, any error of the server can ask for a pause.
+        status if status.is_server_error() && after.is_some() => {
+            Failure::Busy { after, reason: format!("{status}: {message}") }
         }
         status => Failure::Erred(format!("{status}: {message}")),
     }

@@ -14,9 +14,9 @@ use crate::node::Wire;
 
 /// The number of nodes in one page.
 const PAGE: u32 = 500;
-/// If the server's cache is late for longer, lists come from the server's store. Only the server's
-/// own answer or its silence counts, and only several times in a row, because after an outage all
-/// nodes reconnect at once.
+/// If the server's cache is late for longer, lists come from the server's store. Only its own word
+/// that it has not reached the version counts, and only several times in a row. An overloaded server
+/// must not get more work.
 const LATE: Duration = Duration::from_secs(10);
 
 /// The required version of a list. Both allow an answer from the server's cache, because all nodes
@@ -64,9 +64,8 @@ impl Following {
             let path = format!("/api/v1/nodes?{query}");
             let call = Call { verb: "list", resource: "nodes", path, patch: None };
             let answer = self.api.send(&call).await;
-            // The version may never have existed. Older servers do not answer until their cache is
-            // ready.
-            if oldest.is_some() && matches!(answer, Err(Failure::Late(_) | Failure::Silent(_))) {
+            // The version may never have existed.
+            if oldest.is_some() && matches!(answer, Err(Failure::TooLarge(_))) {
                 let now = Instant::now();
                 self.late = Some((late.map_or(now, |(first, _)| first), now));
             }

@@ -19,7 +19,8 @@ use crate::node::Event;
 const SILENCE: Duration = Duration::from_secs(90);
 /// The requested duration of a watch in seconds, random so that nodes do not reconnect together.
 const WATCH: std::ops::Range<u32> = 300..600;
-/// The number of server errors in a row after which the version is dropped: it may not exist.
+/// The number of watches in a row that a server refuses, though it answers otherwise, after which
+/// the version is dropped: it may not exist.
 const ERRORS: u32 = 3;
 /// The shortest duration of a watch without an event that is not a failure.
 const BRIEF: Duration = Duration::from_secs(1);
@@ -53,7 +54,7 @@ impl Following {
         let (mut errors, mut silent, mut lost) = (0, false, false);
         loop {
             let (begin, from) = (Instant::now(), version.clone());
-            match self.continue_watch(&mut version, lost, outage).await {
+            match self.continue_watch(&mut version, lost, &mut errors, outage).await {
                 Ok(Watched::Restored) => {
                     tracing::warn!(
                         store = self.api.name(),
@@ -63,7 +64,6 @@ impl Following {
                 }
                 Ok(Watched::Gone) => {
                     tracing::debug!(store = self.api.name(), "changes were missed, listing again");
-                    pause.answered();
                     sleep(pause.next()).await;
                     return Freshness::Version(version);
                 }
@@ -85,7 +85,6 @@ impl Following {
                     sleep(pause.next()).await;
                 }
                 Err(Failure::Gone) => {
-                    pause.answered();
                     sleep(pause.next()).await;
                     return Freshness::Version(version);
                 }
@@ -94,9 +93,8 @@ impl Following {
                     pause.after(&failure).await;
                     lost = true;
                     if version != from {
-                        (silent, errors) = (false, 0);
+                        silent = false;
                     }
-                    errors += u32::from(matches!(failure, Failure::Erred(_) | Failure::Late(_)));
                     if errors >= ERRORS {
                         return Freshness::Version(version);
                     }
@@ -105,17 +103,27 @@ impl Following {
         }
     }
 
-    /// Watches from `version` on. `lost`: the server did not answer since the last watch.
+    /// Watches from `version` on. `lost`: the server did not answer since the last watch. `errors`
+    /// counts watches in a row that the server refused. A server that does not answer at all, or
+    /// answers everything with an error, refuses none, because a list would not help it.
     async fn continue_watch(
         &mut self,
         version: &mut String,
         lost: bool,
+        errors: &mut u32,
         outage: &mut OutageLog,
     ) -> Result<Watched, Failure> {
         if lost && !self.has_version(version).await? {
             return Ok(Watched::Restored);
         }
-        self.watch(version, outage).await
+        let from = version.clone();
+        let watched = self.watch(version, outage).await;
+        if *version != from {
+            *errors = 0;
+        }
+        let is_refused = matches!(watched, Err(Failure::Erred(_) | Failure::TooLarge(_)));
+        *errors += u32::from(is_refused);
+        watched
     }
 
     /// Whether the server's store has reached `version`. After a restoration from a backup it may

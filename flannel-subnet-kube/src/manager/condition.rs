@@ -178,7 +178,7 @@ impl Keeper {
                         "a condition of this node cannot be set, retrying"
                     );
                 }
-                Some(self.pause.next())
+                Some(self.pause.failed())
             }
         }
     }

@@ -93,7 +93,7 @@ impl Shared {
                              retrying"
                         );
                     }
-                    let pause = pause.next();
+                    let pause = pause.failed();
                     tokio::select! {
                         () = sleep(pause) => {}
                         changed = own.changed() => if changed.is_err() {

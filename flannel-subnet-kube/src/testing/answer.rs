@@ -58,6 +58,9 @@ fn decide(
 ) -> Option<Answer> {
     let mut requests = lock(&shared.requests);
     requests.push(format!("{} {}", request.method, request.uri));
+    if lock(&shared.faults).silent {
+        return None;
+    }
     if let Some(refused) = refuse(shared, client, request) {
         return Some(refused);
     }
@@ -196,8 +199,7 @@ fn list(shared: &Shared, query: &BTreeMap<String, String>) -> Answer {
         (None, Some(least)) => {
             let (nodes, version) = store.cached();
             if version < least || lock(&shared.faults).no_cache {
-                let text = format!("Too large resource version: {least}, current: {version}");
-                return status(StatusCode::GATEWAY_TIMEOUT, &text);
+                return too_large(least, version);
             }
             (nodes, version, String::new())
         }
@@ -251,6 +253,11 @@ fn watch(shared: &Arc<Shared>, query: &BTreeMap<String, String>) -> Answer {
         if faults.gone > 0 {
             faults.gone -= 1;
             return gone("too old resource version");
+        }
+        if let (left @ 1.., code) = &mut faults.fail_watches {
+            *left -= 1;
+            let code = StatusCode::from_u16(*code).expect("a status that exists");
+            return status(code, "a fault that the test has set");
         }
     }
     let (version, forgotten) = {
@@ -357,6 +364,18 @@ pub(crate) fn status_object(code: StatusCode, message: &str) -> Value {
 
 fn status(code: StatusCode, message: &str) -> Answer {
     text(code, status_object(code, message).to_string())
+}
+
+/// As the server's `storage.NewTooLargeResourceVersionError`.
+fn too_large(least: u64, version: u64) -> Answer {
+    let text = format!("Too large resource version: {least}, current: {version}");
+    let mut object = status_object(StatusCode::GATEWAY_TIMEOUT, &text);
+    object["reason"] = json!("Timeout");
+    object["details"] = json!({ "retryAfterSeconds": 1, "causes": [{
+        "reason": "ResourceVersionTooLarge", "message": "Too large resource version" }] });
+    let mut answer = self::text(StatusCode::GATEWAY_TIMEOUT, object.to_string());
+    answer.headers_mut().insert(header::RETRY_AFTER, 1.into());
+    answer
 }
 
 fn gone(message: &str) -> Answer {

@@ -62,6 +62,10 @@ pub(crate) struct Faults {
     pub(crate) fail: Option<(u32, u16, Option<u64>)>,
     /// This many watches are refused with 410.
     pub(crate) gone: u32,
+    /// This many watches fail with this status.
+    pub(crate) fail_watches: (u32, u16),
+    /// No request has an answer.
+    pub(crate) silent: bool,
     /// Holds the next request with this text.
     pub(crate) gate: Option<Gate>,
     /// The pause before each item of a list.
@@ -95,6 +99,16 @@ impl ApiServer {
         lock(&self.shared.faults).gone = count;
     }
 
+    /// The next `count` watches fail with this status. Other requests are answered.
+    pub fn fail_watches(&self, count: u32, status: u16) {
+        lock(&self.shared.faults).fail_watches = (count, status);
+    }
+
+    /// No request has an answer from now on, or each has one again, as if the server was overloaded.
+    pub fn be_silent(&self, silent: bool) {
+        lock(&self.shared.faults).silent = silent;
+    }
+
     /// Holds the next request that contains this text until the returned value is dropped. It is
     /// counted and decided on only then. Only one request is held.
     pub fn hold(&self, text: &str) -> Held {
@@ -114,8 +128,8 @@ impl ApiServer {
         lock(&self.shared.faults).cut_lists = count;
     }
 
-    /// Lists that the server's cache may answer are refused (504) from now on, or no longer, as if
-    /// the cache never reached the requested version.
+    /// Lists that the server's cache may answer are refused (504, "resource version too large") from
+    /// now on, or no longer, as if the cache never reached the requested version.
     pub fn fail_cached_lists(&self, fail: bool) {
         lock(&self.shared.faults).no_cache = fail;
     }

@@ -101,30 +101,39 @@ async fn sees(views: &tokio::sync::watch::Receiver<flannel_core::lease::View>, n
     .await;
 }
 
+/// The server answers other requests.
 #[tokio::test]
 async fn a_version_that_only_causes_errors_is_dropped() {
-    let fixture = Fixture::new(V4);
-    let (_manager, views) = fixture.following().await;
-    for (n, status) in (2..).zip([400, 500, 504]) {
-        watches(&fixture, &views, n).await;
-        let (listed, watched) = (lists(&fixture), fixture.server.count("watch="));
-        let asked = versions(&fixture);
-        fixture.server.fail(3, status, None);
+    for status in [400, 500, 504] {
+        let fixture = Fixture::new(V4);
+        let (_manager, views) = fixture.following().await;
+        watches(&fixture, &views, 2).await;
+        let watched = fixture.server.count("watch=");
+        fixture.server.fail_watches(3, status);
         fixture.server.cut(Cut::Clean);
-        until(|| lists(&fixture) > listed).await;
+        passes(&fixture, || lists(&fixture) == 2).await;
         let requests = fixture.server.requests();
         let list = requests.iter().rposition(|request| request.contains("NotOlderThan")).unwrap();
         let before = requests[..list].iter().filter(|request| request.contains("watch=")).count();
         // After the first failure the version is asked for.
-        assert_eq!((before, versions(&fixture)), (watched + 1, asked + 2));
+        assert_eq!((before, versions(&fixture)), (watched + 3, 2));
+        watches(&fixture, &views, 3).await;
     }
-    watches(&fixture, &views, 9).await;
-    // After an outage the watch reports the missed changes.
-    let listed = lists(&fixture);
-    fixture.server.fail(4, 503, Some(0));
-    fixture.server.cut(Cut::Clean);
-    watches(&fixture, &views, 10).await;
-    assert_eq!(lists(&fixture), listed);
+}
+
+/// After an outage the watch reports the missed changes.
+#[tokio::test]
+async fn an_outage_alone_causes_no_list() {
+    for status in [500, 503, 504] {
+        let fixture = Fixture::new(V4);
+        let (_manager, views) = fixture.following().await;
+        watches(&fixture, &views, 2).await;
+        fixture.server.fail(6, status, Some(0));
+        fixture.server.cut(Cut::Clean);
+        put(&fixture, 10);
+        passes(&fixture, || views.borrow().leases.len() == 2).await;
+        assert_eq!(lists(&fixture), 1, "after {status}");
+    }
 }
 
 /// As after a restoration of the server's store from a backup.
@@ -198,12 +207,12 @@ async fn a_list_after_an_outage_does_not_wait_as_long_as_the_outage() {
     let (_manager, views) = fixture.following().await;
     watches(&fixture, &views, 2).await;
     // The pauses between them grow to more than three seconds.
-    fixture.server.fail(6, 503, Some(0));
+    fixture.server.fail(3, 503, Some(0));
     fixture.server.refuse_watches(1);
     fixture.server.cut(Cut::MidEvent);
     let failed = || fixture.server.requests().len();
     let (before, watches) = (failed(), fixture.server.count("watch="));
-    until(|| failed() > before + 6 && fixture.server.count("watch=") > watches).await;
+    until(|| failed() > before + 3 && fixture.server.count("watch=") > watches).await;
     let begin = Instant::now();
     put(&fixture, 3);
     sees(&views, 3).await;
@@ -220,50 +229,38 @@ async fn again(fixture: &Fixture, held: Held) -> Held {
     next
 }
 
-/// All nodes reconnect at once then.
+/// All nodes need a list at the same time, because the server was restarted, and it is overloaded.
 #[tokio::test]
-async fn an_outage_causes_no_lists_from_the_servers_store() {
-    let fixture = Fixture::new(V4);
-    let (_manager, views) = fixture.following().await;
-    watches(&fixture, &views, 2).await;
-    let asked = || fixture.server.count("NotOlderThan");
-    for (n, status) in (3..).zip([502, 504]) {
-        let (before, opened) = (asked(), fixture.server.count("watch="));
-        fixture.server.refuse_watches(1);
-        fixture.server.fail_cached_lists(true);
+async fn an_overloaded_server_is_asked_for_no_list_from_its_store() {
+    let overloads: [&dyn Fn(&Fixture, bool); 6] = [
+        &|fixture, begins| fixture.server.fail(if begins { u32::MAX } else { 0 }, 500, None),
+        &|fixture, begins| fixture.server.fail(if begins { u32::MAX } else { 0 }, 504, None),
+        &|fixture, begins| fixture.server.fail(if begins { u32::MAX } else { 0 }, 429, Some(1)),
+        &|fixture, begins| fixture.server.answer_as_proxy(begins.then_some(504)),
+        &|fixture, begins| fixture.server.be_silent(begins),
+        // Like servers before Kubernetes 1.31 while their cache is not ready.
+        &|fixture, begins| fixture.server.block_cached_lists(begins),
+    ];
+    for (n, overload) in overloads.iter().enumerate() {
+        let fixture = Fixture::new(V4);
+        let (_manager, views) = fixture.following().await;
+        watches(&fixture, &views, 2).await;
+        let asked = || fixture.server.count("NotOlderThan");
+        let before = asked();
+        // The list that the watch needs is the first one that fails.
+        let list = fixture.server.hold("NotOlderThan");
         fixture.server.cut(Cut::Gone);
-        // An answer of the server from before the outage does not count after it.
-        until(|| asked() > before).await;
-        fixture.server.answer_as_proxy(Some(status));
-        fixture.server.fail_cached_lists(false);
-        for _ in 0..2 {
-            let before = asked();
-            until(|| asked() > before).await;
-            advance(11).await;
-        }
-        fixture.server.answer_as_proxy(None);
-        until(|| fixture.server.count("watch=") > opened).await;
-        watches(&fixture, &views, n).await;
-        assert_eq!(fixture.server.count("limit="), 0, "after {status}");
+        until(|| list.is_there()).await;
+        overload(&fixture, true);
+        drop(list);
+        passes(&fixture, || asked() >= before + 6).await;
+        let paged = || fixture.server.count("limit=500");
+        assert_eq!(paged(), 0, "overload {n}");
+        overload(&fixture, false);
+        put(&fixture, 3);
+        passes(&fixture, || views.borrow().leases.len() == 2).await;
+        assert_eq!(paged(), 0, "after overload {n}");
     }
-}
-
-/// Like servers before Kubernetes 1.31 while their cache is not ready.
-#[tokio::test]
-async fn unanswered_lists_fall_back_to_the_servers_store() {
-    let fixture = Fixture::new(V4);
-    let (_manager, views) = fixture.following().await;
-    watches(&fixture, &views, 2).await;
-    fixture.server.block_cached_lists(true);
-    fixture.server.cut(Cut::Gone);
-    let asked = fixture.server.count("NotOlderThan");
-    for n in 1..=2 {
-        until(|| fixture.server.count("NotOlderThan") == asked + n).await;
-        assert_eq!(fixture.server.count("limit="), 0, "the cache is waited for");
-        advance(31).await;
-    }
-    watches(&fixture, &views, 3).await;
-    assert_eq!(fixture.server.count("limit="), 1);
 }
 
 #[tokio::test]
@@ -280,6 +277,17 @@ async fn an_outage_ends_as_soon_as_a_watch_is_open() {
         (logged.count("store lost"), lists(&fixture), fixture.server.count("watch=")),
         (1, 1, 3)
     );
+}
+
+/// Polls a condition while time passes quickly.
+async fn passes(fixture: &Fixture, condition: impl Fn() -> bool) {
+    let begin = Instant::now();
+    while !condition() {
+        assert!(begin.elapsed() < Duration::from_secs(60), "{:#?}", fixture.server.requests());
+        advance(1).await;
+        // The server's time does not pass more quickly.
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
 }
 
 async fn advance(seconds: u64) {
