@@ -231,8 +231,8 @@ impl Node {
     }
 
     /// A node that comes back gets its previous lease, unless another node had it meanwhile. If the
-    /// lease was deleted, it gets the store's lease with its holder ID, from a late write of an
-    /// earlier run. Returns the time since which it has the lease.
+    /// lease was deleted, or expired while the node used its cache, it gets the store's lease with
+    /// its holder ID, from a late write of an earlier run. Returns the time since which it has the lease.
     fn check_acquired(
         &self,
         store: &SharedStore,
@@ -249,7 +249,7 @@ impl Node {
             && lease.expires.is_some()
             && !stats.others_wrote(self.id, &previous, since)
             && store.fits_every_config(&previous)
-            && !(found && stats.was_ever_deleted(&previous))
+            && !(found && (stats.was_ever_deleted(&previous) || disk.cache.is_some()))
         {
             stats.fail(format!(
                 "{run:?} had {previous}, which no other node had since, but got {}",
