@@ -15,8 +15,8 @@ use crate::node::Wire;
 /// The number of nodes in one page.
 const PAGE: u32 = 500;
 /// If the server's cache is late for longer, lists come from the server's store. Only its own word
-/// that it has not reached the version counts, and only several times in a row. An overloaded server
-/// must not get more work.
+/// that it has not reached the version counts, and only several times in a row. An overloaded
+/// server must not get more work.
 const LATE: Duration = Duration::from_secs(10);
 
 /// The required version of a list. Both allow an answer from the server's cache, because all nodes

@@ -104,7 +104,8 @@ impl ApiServer {
         lock(&self.shared.faults).fail_watches = (count, status);
     }
 
-    /// No request has an answer from now on, or each has one again, as if the server was overloaded.
+    /// No request has an answer from now on, or each has one again, as if the server was
+    /// overloaded.
     pub fn be_silent(&self, silent: bool) {
         lock(&self.shared.faults).silent = silent;
     }
@@ -128,8 +129,8 @@ impl ApiServer {
         lock(&self.shared.faults).cut_lists = count;
     }
 
-    /// Lists that the server's cache may answer are refused (504, "resource version too large") from
-    /// now on, or no longer, as if the cache never reached the requested version.
+    /// Lists that the server's cache may answer are refused (504, "resource version too large")
+    /// from now on, or no longer, as if the cache never reached the requested version.
     pub fn fail_cached_lists(&self, fail: bool) {
         lock(&self.shared.faults).no_cache = fail;
     }

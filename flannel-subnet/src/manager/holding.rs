@@ -129,8 +129,8 @@ impl State {
         if was_cut {
             tracing::warn!(
                 %subnets,
-                "the wall clock has passed the end of the lease from the cache, this node no longer \
-                 owns the subnets until the store confirms them"
+                "the wall clock has passed the end of the lease from the cache, this node does not \
+                 own the subnets until the store confirms them"
             );
         }
         was_cut
