@@ -229,10 +229,13 @@ async fn again(fixture: &Fixture, held: Held) -> Held {
     next
 }
 
+/// Begins an overload of the server, or ends it.
+type Overload = dyn Fn(&Fixture, bool);
+
 /// All nodes need a list at the same time, because the server was restarted, and it is overloaded.
 #[tokio::test]
 async fn an_overloaded_server_is_asked_for_no_list_from_its_store() {
-    let overloads: [&dyn Fn(&Fixture, bool); 6] = [
+    let overloads: [&Overload; 6] = [
         &|fixture, begins| fixture.server.fail(if begins { u32::MAX } else { 0 }, 500, None),
         &|fixture, begins| fixture.server.fail(if begins { u32::MAX } else { 0 }, 504, None),
         &|fixture, begins| fixture.server.fail(if begins { u32::MAX } else { 0 }, 429, Some(1)),
