@@ -8,6 +8,7 @@ mod firewall;
 mod leftovers;
 mod moving;
 mod network;
+mod plain_routes;
 mod start;
 mod status_log;
 mod trial;

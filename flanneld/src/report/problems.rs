@@ -29,12 +29,21 @@ pub(crate) fn problems(snapshot: &Snapshot) -> Vec<Problem> {
     match &snapshot.network {
         Some(network) => {
             found.of_lease(network, snapshot);
-            if !facts.subnet_file && !network.running.lapsed {
-                found.error("the subnet file is not written yet: firewall rules come first", WATCH);
+            let Running { config, lapsed, .. } = &*network.running;
+            if !facts.subnet_file && !lapsed {
+                let why = match config.require_encryption {
+                    true => {
+                        "the firewall rule of RequireEncryption comes first, and until it is in \
+                         place, no route to another node is made either"
+                    }
+                    false => "firewall rules come first",
+                };
+                found.error(format!("the subnet file is not written yet: {why}"), WATCH);
             }
             found.of_kernel(network);
-            // Without a lease there are no rules, and before the subnet file they are awaited.
-            if facts.subnet_file && !network.running.lapsed {
+            // Without a lease there are no rules. Before the subnet file they are awaited, which
+            // takes long only if they are required.
+            if (facts.subnet_file || config.require_encryption) && !lapsed {
                 found.of_firewall(&network.running.rulebook.borrow());
             }
             for protocol in &network.running.unguarded {

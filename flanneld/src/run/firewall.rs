@@ -87,8 +87,9 @@ impl FirewallConfig {
     }
 
     /// Keeps the rules in place, in the mode of the network config. Rules of the other mode are
-    /// removed. `settled` becomes true when the rules are in place for the first time or cannot be
-    /// made for now. `rulebook` gets their state. `local` are the addresses at which a tunnel ends.
+    /// removed. `settled` becomes true when the rules are in place for the first time. Unless the
+    /// config has `RequireEncryption`, it also becomes true when they cannot be made for now.
+    /// `rulebook` gets their state. `local` are the addresses at which a tunnel ends.
     ///
     /// # Errors
     /// Masquerading is requested, cannot be done, and this is the daemon's first network. Later, or
@@ -127,25 +128,28 @@ impl FirewallConfig {
             Err(error) => {
                 let by_options = self.masquerade || self.forward_required;
                 let requested = by_options || config.require_encryption || guards;
-                self.open_later(scene, (error, requested), &settled, &rulebook).await
+                let must_be_there = config.require_encryption;
+                let gives_up = Some(&settled).filter(|_| !must_be_there);
+                self.open_later(scene, (error, requested), gives_up, &rulebook).await
             }
         };
         let status = firewall.status();
         rulebook.send_replace(Rulebook::Kept(status.clone()));
         tokio::select! {
             never = firewall.run(rules) => match never {},
-            never = settle(status, settled) => match never {},
+            never = settle(status, config.require_encryption, settled) => match never {},
             never = guard(handle, &gate, &plain, &desired), if guards => match never {},
         }
     }
 
     /// Tries to open the firewall until that succeeds, after the first attempt failed with `error`.
-    /// Each reason is logged once. `requested`: the rules are not only the default.
+    /// Each reason is logged once. `requested`: the rules are not only the default. `settled` gets
+    /// true after a failure.
     async fn open_later(
         &self,
         scene: (&Config, &Datapath),
         (mut error, requested): (flannel_firewall::Error, bool),
-        settled: &watch::Sender<bool>,
+        settled: Option<&watch::Sender<bool>>,
         rulebook: &watch::Sender<Rulebook>,
     ) -> Firewall {
         let mut logged = None;
@@ -155,7 +159,7 @@ impl FirewallConfig {
                 tracing::warn!(error = %why, "the firewall rules cannot be made, retrying");
                 let cure = error.cure();
                 rulebook.send_replace(Rulebook::Missing { why: why.clone(), cure, requested });
-                settled.send_replace(true);
+                settled.map(|settled| settled.send_replace(true));
                 logged = Some(why);
             }
             tokio::time::sleep(self.resync).await;
@@ -192,10 +196,15 @@ async fn guard(
     std::future::pending().await
 }
 
-/// Sets `settled` when the rules are in place for the first time or cannot be made. The firewall
-/// itself logs later changes.
-async fn settle(mut status: watch::Receiver<Status>, settled: watch::Sender<bool>) -> Infallible {
-    if status.wait_for(|now| now.in_place || now.failure.is_some()).await.is_ok() {
+/// Sets `settled` when the rules are in place for the first time, or cannot be made if they are not
+/// `required`. The firewall itself logs later changes.
+async fn settle(
+    mut status: watch::Receiver<Status>,
+    required: bool,
+    settled: watch::Sender<bool>,
+) -> Infallible {
+    let is_settled = |now: &Status| now.in_place || (now.failure.is_some() && !required);
+    if status.wait_for(is_settled).await.is_ok() {
         settled.send_replace(true);
     }
     std::future::pending().await

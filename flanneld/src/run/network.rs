@@ -8,7 +8,7 @@ use std::time::Duration;
 use flannel_core::lease::{Origin, View};
 use flannel_core::network::{Ended, NetworkHandle};
 use flannel_core::status::Status;
-use flannel_core::{Config, SubnetManager, Subnets};
+use flannel_core::{Config, Kernel, SubnetManager, Subnets};
 use flannel_doctor::checks::host::log_changes;
 use flannel_doctor::path_probe::server;
 use flannel_moving::Tunnels;
@@ -23,6 +23,7 @@ use super::leftovers::old_networks::OldNetworks;
 use super::leftovers::old_records;
 use super::moving::handshakes::follow;
 use super::moving::{Runs, Team};
+use super::plain_routes::until_ruled;
 use super::start::{Ready, Refused, Starter, prepare, stored};
 use super::status_log::log_status;
 use crate::blocking::run_blocking_in_order;
@@ -35,7 +36,7 @@ use crate::store::wait::{STORE_AGAIN, hold};
 /// The pause before the daemon checks again whether a network can be built.
 const SECOND_THOUGHT: Duration = Duration::from_secs(10);
 /// The longest wait of the subnet file for firewall rules and the tunnel. Another program may hold
-/// the lock of iptables.
+/// the lock of iptables. The rule of `RequireEncryption` is awaited for any time.
 const RULES: Duration = Duration::from_secs(5);
 /// The time for which the devices of a changed config may fail. Then the network goes back to the
 /// config before.
@@ -144,15 +145,15 @@ async fn run_until_next(
             failed = SubnetEnv::restore(&settings.subnet_file, &write) => match failed? {},
         }
     };
+    let uplink = chosen.iface.name;
+    let (kernel, footprint) = (chosen.kernel.clone(), team.footprint(Some(uplink))?);
     let routes = async {
         if config.require_encryption {
-            // If rules cannot be made, the network still removes the routes that do not encrypt.
-            drop(tokio::time::timeout(RULES, rules.clone().wait_for(|settled| *settled)).await);
+            let kernel = chosen.kernel.clone() as Arc<dyn Kernel>;
+            until_ruled(&kernel, (&footprint, &datapath.encrypted), rules.clone()).await;
         }
         network.run(views.clone()).await
     };
-    let uplink = chosen.iface.name;
-    let (kernel, footprint) = (chosen.kernel.clone(), team.footprint(Some(uplink))?);
     let old_networks = OldNetworks::record(&settings.state_dir, &config).await;
     let status = || handle.status.clone();
     let tunnel_kernel = chosen.kernel.clone();
@@ -291,7 +292,7 @@ async fn publish(
     rules: watch::Receiver<bool>,
     (go_flannel, observer): (&GoFlannel, &Observer),
 ) -> Result<(), Error> {
-    rules_and_tunnel(rules, handle.status.clone()).await;
+    rules_and_tunnel(config.require_encryption, rules, handle.status.clone()).await;
     let env = SubnetEnv {
         networks: config.pod_networks().collect(),
         subnets: handle.lease.subnets.iter().collect(),
@@ -305,11 +306,17 @@ async fn publish(
     Ok(())
 }
 
-/// Waits until the rules and the tunnel are in place, for a limited time.
+/// Waits until the rules and the tunnel are in place, for a limited time. Rules that are `required`
+/// are awaited for any time.
 async fn rules_and_tunnel(
+    required: bool,
     mut rules: watch::Receiver<bool>,
     mut status: watch::Receiver<Arc<Status>>,
 ) {
+    if required && rules.wait_for(|settled| *settled).await.is_err() {
+        // The firewall has ended, which ends the network.
+        std::future::pending::<()>().await;
+    }
     // The results are dropped at once, because they lock the channels for their senders.
     let there = async {
         drop(rules.wait_for(|settled| *settled).await);
@@ -357,7 +364,8 @@ mod tests {
             status.own_in_place = tunnel;
             let (_network, status) = watch::channel(Arc::new(status));
             let start = Instant::now();
-            tokio::time::timeout(2 * RULES, rules_and_tunnel(rules, status)).await.unwrap();
+            let wait = rules_and_tunnel(false, rules, status);
+            tokio::time::timeout(2 * RULES, wait).await.unwrap();
             let (took, due) =
                 (start.elapsed(), if settled && tunnel { Duration::ZERO } else { RULES });
             assert!(due <= took && took < due + RULES, "{settled} {tunnel}: {took:?}");
@@ -375,7 +383,21 @@ mod tests {
             tokio::time::sleep(RULES / 4).await;
             network.send_modify(|status| Arc::make_mut(status).own_in_place = true);
         };
-        tokio::join!(rules_and_tunnel(rules, status), changes);
+        tokio::join!(rules_and_tunnel(false, rules, status), changes);
         assert!(start.elapsed() < RULES * 3 / 4, "{:?}", start.elapsed());
+    }
+
+    /// Until then, packets of pods could leave unencrypted.
+    #[tokio::test(start_paused = true)]
+    async fn required_rules_are_awaited_for_any_time() {
+        let (rulebook, rules) = watch::channel(false);
+        let mut status = Status::default();
+        status.own_in_place = true;
+        let (_network, status) = watch::channel(Arc::new(status));
+        let wait = rules_and_tunnel(true, rules, status);
+        tokio::pin!(wait);
+        tokio::time::timeout(1_000 * RULES, &mut wait).await.unwrap_err();
+        rulebook.send(true).unwrap();
+        tokio::time::timeout(RULES / 2, wait).await.unwrap();
     }
 }
