@@ -17,7 +17,7 @@ use crate::iptables::program::Programs;
 use crate::iptables::script::Scope;
 use crate::nft::{self, Nft};
 use crate::rules::{RuleOptions, Rules};
-use crate::status::{Cleanup, Deviation, Failure, Fault, Repair, Status, log_left};
+use crate::status::{Cleanup, Contest, Deviation, Failure, Fault, Repair, Status, log_left};
 
 /// The largest number of checks between two attempts to remove leftover rules of the other mode.
 const RARELY: u64 = 720;
@@ -27,6 +27,8 @@ const RARE_GATES: u64 = 60;
 const SHORTEST: Duration = Duration::from_millis(10);
 /// The same after a change in iptables mode, in which a check starts processes.
 const SHORTEST_OF_PROGRAMS: Duration = Duration::from_millis(250);
+/// The same while another program insists on the place of a jump.
+const CONTESTED: Duration = Duration::from_secs(5);
 
 /// The place of the rules.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -84,6 +86,7 @@ pub struct Firewall {
     /// The end of the last check, and the time that it took.
     checked: (Instant, Duration),
     opened: Instant,
+    contest: Contest,
     /// Lines of the log about repairs.
     logged: Seldom,
 }
@@ -118,6 +121,7 @@ impl Firewall {
             status: watch::Sender::default(),
             checked: (Instant::now(), Duration::ZERO),
             opened: Instant::now(),
+            contest: Contest::default(),
             logged: Seldom::default(),
         })
     }
@@ -204,11 +208,19 @@ impl Firewall {
 
     fn publish(&mut self, deviations: Vec<Deviation>, by_others: bool, failed: Vec<Error>) {
         let (at, now) = (SystemTime::now(), self.opened.elapsed());
+        let is_misplaced = |deviation: &Deviation| deviation.fault == Fault::Misplaced;
+        if by_others && deviations.iter().any(is_misplaced) {
+            self.contest.note(Instant::now());
+        }
+        let contested = self.contest.is_on(Instant::now());
         self.status.send_if_modified(|status| {
             let first_failure = !failed.is_empty() && status.failure.is_none();
-            let changed =
-                first_failure || status.in_place != failed.is_empty() || !deviations.is_empty();
+            let changed = first_failure
+                || status.in_place != failed.is_empty()
+                || !deviations.is_empty()
+                || status.contested != contested;
             status.checks += 1;
+            status.contested = contested;
             status.in_place = failed.is_empty();
             if let Engine::Nftables(nft) = &self.engine {
                 status.dropped.unencrypted.note(nft.counted.unencrypted, at);
@@ -304,6 +316,7 @@ impl Firewall {
         let (at, took) = self.checked;
         let pause = match self.engine {
             Engine::Nftables(_) => SHORTEST,
+            Engine::Iptables(_) if self.contest.is_on(Instant::now()) => CONTESTED,
             // Reading the rules takes a second on hosts with tens of thousands of rules.
             Engine::Iptables(_) => SHORTEST_OF_PROGRAMS.max(4 * took),
         };

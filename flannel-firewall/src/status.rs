@@ -1,9 +1,12 @@
 //! The status of the firewall. Repairs are counted, because another program that keeps changing the
 //! rules is a problem of the host.
 
+use std::collections::VecDeque;
 use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
+
+use tokio::time::Instant;
 
 use crate::error::Error;
 
@@ -31,6 +34,10 @@ pub struct Status {
     pub others_removed: bool,
     /// Why such rules were not removed; empty if they were. The next attempts become rarer.
     pub leftovers: Vec<Arc<Error>>,
+    /// Another program puts its rules before the jump to the rules about encryption again and again
+    /// ([`Fault::Misplaced`]): three times within a minute. Its place is then repaired every five
+    /// seconds, and packets may leave unencrypted in between. Only in iptables mode.
+    pub contested: bool,
     /// The packets that the rules have dropped since the firewall was opened, as of the last check.
     /// Only in nftables mode. Receivers are not notified if only these numbers change.
     pub dropped: Packets<Dropped>,
@@ -70,6 +77,33 @@ impl Dropped {
         let new = counter.checked_sub(before).unwrap_or(counter);
         self.packets = self.packets.saturating_add(new);
         self.last = if new > 0 { Some(at) } else { self.last };
+    }
+}
+
+/// The repairs of the place of a jump. Each of two programs may insist on being the first.
+#[derive(Debug, Default)]
+pub(crate) struct Contest {
+    /// The times of the last ones.
+    repairs: VecDeque<Instant>,
+}
+
+impl Contest {
+    /// The number of repairs from which on the place is contested, and the time in which they are.
+    const REPAIRS: usize = 3;
+    const TIME: Duration = Duration::from_secs(60);
+
+    /// Notes a repair.
+    pub(crate) fn note(&mut self, now: Instant) {
+        self.repairs.push_back(now);
+        if self.repairs.len() > Self::REPAIRS {
+            self.repairs.pop_front();
+        }
+    }
+
+    /// Whether the place is contested.
+    pub(crate) fn is_on(&self, now: Instant) -> bool {
+        let oldest = self.repairs.front().filter(|_| self.repairs.len() == Self::REPAIRS);
+        oldest.is_some_and(|oldest| now.duration_since(*oldest) < Self::TIME)
     }
 }
 
@@ -116,6 +150,8 @@ pub enum Fault {
     Repeated,
     /// It is a set with other elements.
     Elements,
+    /// It is a jump that must be the first rule, and another rule comes before it.
+    Misplaced,
 }
 
 impl fmt::Display for Deviation {
@@ -126,6 +162,7 @@ impl fmt::Display for Deviation {
             Fault::Different => "different",
             Fault::Repeated => "repeated",
             Fault::Elements => "other elements",
+            Fault::Misplaced => "not the first rule",
         };
         write!(f, "{}: {fault}", self.object)
     }
@@ -180,5 +217,18 @@ mod tests {
         }
         assert!(dropped.is_recent(at + RECENT / 2) && !dropped.is_recent(at + RECENT));
         assert!(!Dropped::default().is_recent(at));
+    }
+
+    #[test]
+    fn a_place_is_contested_after_three_repairs_within_a_minute() {
+        let (mut contest, start) = (Contest::default(), Instant::now());
+        let at = |seconds| start + Duration::from_secs(seconds);
+        for (second, is_on) in [(0, false), (50, false), (61, false), (70, true), (300, false)] {
+            contest.note(at(second));
+            assert_eq!(contest.is_on(at(second)), is_on, "after {second} s");
+        }
+        contest.note(at(301));
+        contest.note(at(302));
+        assert!(contest.is_on(at(359)) && !contest.is_on(at(360)), "it has ended");
     }
 }

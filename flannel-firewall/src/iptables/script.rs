@@ -144,6 +144,8 @@ struct Found<'a> {
     rules: Vec<&'a str>,
     /// Jumps to the chain: the chain that has the jump, and the rule.
     jumps: Vec<(&'a str, &'a str)>,
+    /// Another rule comes before the jump in the hook.
+    preceded: bool,
 }
 
 impl<'a> Found<'a> {
@@ -173,6 +175,8 @@ impl<'a> Found<'a> {
                 found.rules.push(rule);
             } else if goes_to(rule, place.chain) {
                 found.jumps.push((chain, rule));
+            } else if chain == place.hook && found.jumps.iter().all(|(from, _)| from != &chain) {
+                found.preceded = true;
             }
         }
         found
@@ -210,16 +214,20 @@ impl<'a> Found<'a> {
         let jump = format!("-m comment --comment \"{}\" -j {chain}", place.comment);
         let jumps: Vec<_> =
             self.jumps.iter().filter(|(from, _)| *from == hook).map(|(_, rule)| *rule).collect();
+        // A rule before it could accept a packet that must not leave.
+        let comes_first = place.content == Some(Chain::Encryption);
         let fault = match jumps[..] {
-            [only] if meaning(only) == meaning(&jump) => return,
+            [only] if meaning(only) == meaning(&jump) => match comes_first && self.preceded {
+                true => Fault::Misplaced,
+                false => return,
+            },
             [] => Fault::Missing,
             [_] => Fault::Different,
             _ => Fault::Repeated,
         };
         deviates(&format!("jump from {hook} to {chain}"), fault);
         jumps.iter().for_each(|rule| _ = writeln!(lines, "-D {hook} {rule}"));
-        // A rule before it could accept a packet that must not leave.
-        let add = if place.content == Some(Chain::Encryption) { "-I" } else { "-A" };
+        let add = if comes_first { "-I" } else { "-A" };
         let _ = writeln!(lines, "{add} {hook} {jump}");
     }
 }
@@ -463,6 +471,32 @@ COMMIT
         );
         let jump = r#"-I POSTROUTING -m comment --comment "flanneld encryption" -j FLANNEL"#;
         assert!(made.text.contains(jump), "{}", made.text);
+    }
+
+    #[test]
+    fn the_jump_that_drops_packets_is_the_first_rule_and_others_keep_their_place() {
+        let encrypted = Some(vec!["wg0".parse().unwrap()]);
+        let only = RuleOptions { forward: false, encrypted, ..RuleOptions::default() };
+        let hook = "-A POSTROUTING -m comment --comment \"flanneld encryption\" -j";
+        for before in ["-A POSTROUTING -j ACCEPT", "-A POSTROUTING -p tcp -j OTHER"] {
+            for counters in ["", "[3:180] "] {
+                let late =
+                    ENCRYPTION.replace(hook, &format!("{counters}{before}\n{counters}{hook}"));
+                assert_ne!(late, ENCRYPTION);
+                let script = v4(&late, only.clone());
+                let jump = "mangle, jump from POSTROUTING to FLANNEL-ENCRYPTION";
+                assert_eq!(faults(&script), [format!("{jump}: not the first rule")]);
+                let rule = &hook["-A ".len()..];
+                let moved = format!(
+                    "*mangle\n-D {rule} FLANNEL-ENCRYPTION\n-I {rule} FLANNEL-ENCRYPTION\nCOMMIT\n"
+                );
+                assert_eq!(script.text, moved);
+            }
+        }
+        // Rules in another chain, and those behind the jump.
+        let elsewhere = ENCRYPTION.replace(hook, &format!("-A OUTPUT -j ACCEPT\n{hook}"));
+        assert_eq!(v4(&elsewhere, only), Script::default());
+        assert_eq!(v4(IN_PLACE, ALL), Script::default(), "the rule of docker stays first");
     }
 
     #[test]

@@ -14,6 +14,7 @@ in_every_mode!(
     a_translated_packet_of_the_host_counts_by_its_last_device,
     rules_that_another_program_removes_come_back,
     another_program_cannot_accept_a_packet_before,
+    another_program_cannot_get_before_the_rules_later,
     the_rules_stay_until_they_are_not_required,
     only_the_rules_that_go_flannel_does_not_know_are_removed_for_it,
 );
@@ -165,6 +166,56 @@ async fn another_program_cannot_accept_a_packet_before(fixture: Fixture, kind: K
     assert_passes(&fixture, true);
     let _running = Running::start(&fixture, kind, by(&[], ALL), RESYNC).await;
     assert_passes(&fixture, false);
+}
+
+/// In nftables mode, no rule of iptables decides about the packets of flannel's chain.
+async fn another_program_cannot_get_before_the_rules_later(fixture: Fixture, kind: Kind) {
+    let accept = |of, family| {
+        _ = fixture.tools.iptables(of, family, "-t mangle -I POSTROUTING -j ACCEPT");
+    };
+    let variant = if kind == Kind::Nftables { Kind::IptablesNft } else { kind };
+    let mut running = Running::start(&fixture, kind, by(&[], ONLY), RESYNC).await;
+    let mut repairs = 0;
+    for family in Family::BOTH {
+        accept(variant, family);
+        if kind != Kind::Nftables {
+            repairs += 1;
+            let status = running.until(|status| status.repairs >= repairs).await;
+            let [found] = &status.last_repair.unwrap().found[..] else { panic!("one difference") };
+            assert_eq!(found.fault, Fault::Misplaced, "{found}");
+            assert!(found.object.ends_with("jump from POSTROUTING to FLANNEL-ENCRYPTION"));
+        }
+    }
+    assert_passes(&fixture, false);
+    assert!(!running.status.borrow().contested);
+    // The next firewall finds the rule before the jump too.
+    running.stop().await;
+    Family::BOTH.into_iter().for_each(|family| accept(variant, family));
+    let running = Running::start(&fixture, kind, by(&[], ONLY), RESYNC).await;
+    assert_passes(&fixture, false);
+    running.stop().await;
+}
+
+/// A program that insists on being the first makes few processes, and a problem.
+#[test]
+fn a_contest_for_the_first_place_has_few_repairs_and_is_reported() {
+    flannel_netlink::testing::in_netns_async(|| async {
+        let (fixture, kind) = (Fixture::set(), Kind::IptablesNft);
+        let mut running = Running::start(&fixture, kind, by(&[], ONLY), RESYNC).await;
+        let accept = || {
+            _ = fixture.tools.iptables(kind, Family::V4, "-t mangle -I POSTROUTING -j ACCEPT");
+        };
+        for repairs in 1..=3 {
+            accept();
+            running.until(|status| status.repairs >= repairs).await;
+        }
+        running.until(|status| status.contested).await;
+        // Not within the quarter of a second that otherwise lies between two checks.
+        accept();
+        let checks = running.status.borrow().checks;
+        let soon = running.status.wait_for(|status| status.checks > checks);
+        tokio::time::timeout(Duration::from_secs(3), soon).await.unwrap_err();
+    });
 }
 
 async fn the_rules_stay_until_they_are_not_required(fixture: Fixture, kind: Kind) {

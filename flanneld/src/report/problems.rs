@@ -243,6 +243,14 @@ impl Found {
                     None if status.in_place => {}
                     None => self.error(yet, WATCH),
                 }
+                if status.contested {
+                    let text = "another program puts its rules before the jump to the chain \
+                                FLANNEL-ENCRYPTION again and again: packets of pods may leave \
+                                unencrypted in between";
+                    let hint = "iptables -t mangle -S POSTROUTING; ip6tables -t mangle -S \
+                                POSTROUTING # which program makes the first rule?";
+                    self.error(text, hint);
+                }
                 let now = SystemTime::now();
                 if status.dropped.unencrypted.is_recent(now) {
                     let text = "packets to pods of other nodes are dropped, because they would \

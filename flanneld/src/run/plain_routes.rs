@@ -72,11 +72,7 @@ fn remove_plain(
 
 /// The changes that leave no route but those by devices that encrypt, and blackholes. A blackhole
 /// of each pod network comes first, so that no packet follows the default route.
-fn removals(
-    there: &State,
-    footprint: &Footprint,
-    encrypted: &BTreeSet<LinkName>,
-) -> Vec<Change> {
+fn removals(there: &State, footprint: &Footprint, encrypted: &BTreeSet<LinkName>) -> Vec<Change> {
     let device = |route: &Route| match route.via {
         Via::Gateway { link, .. } | Via::Link(link) => Some(link),
         // One whose device is not known does not count as encrypted.

@@ -94,8 +94,7 @@ fn a_pod_that_forges_answers_changes_no_path() {
             scope.spawn(|| pod.namespace().run(|| flood.run(600, &over)).unwrap());
             block(other.namespace());
             let blocked = until(&lab, host, "tunnel blocked");
-            let probed_again =
-                || path(&lab, host)["probed"].as_f64() > blocked["probed"].as_f64();
+            let probed_again = || path(&lab, host)["probed"].as_f64() > blocked["probed"].as_f64();
             eventually(PATIENCE, probed_again, || format!("{:#}", path(&lab, host)));
             assert_eq!(path(&lab, host)["state"], "tunnel blocked");
             let status = ctl(&lab, host, &["paths"]);
