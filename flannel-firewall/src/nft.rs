@@ -15,7 +15,7 @@ use flannel_core::runtime::blocking;
 use flannel_netlink::netfilter::{
     Batch, NetfilterEvents, NetfilterMessage, NetfilterSocket, Refused,
 };
-use flannel_nft::{GROUP, Table, batch, generation};
+use flannel_nft::{Expr, GROUP, Table, batch, generation};
 
 use self::table::{Content, Id, TABLES};
 use crate::error::Error;
@@ -37,6 +37,8 @@ pub(crate) struct Nft {
     events: NetfilterEvents,
     /// The rules whose gates are in place; `None` if they must be read.
     placed: Option<Rules>,
+    /// Whether rules can look for routes; `None` until that is needed.
+    finds_routes: Option<bool>,
     /// The counters of the rules at the last check, before its changes.
     pub(crate) counted: Packets<u64>,
 }
@@ -48,12 +50,14 @@ impl Nft {
         let events = NetfilterEvents::listen(GROUP, socket.port());
         let events = events.map_err(|error| Error::kernel("nftables", error))?;
         let (socket, counted) = (Arc::new(Mutex::new(Some(socket))), Packets::default());
-        Ok(Self { socket, events, placed: None, counted })
+        Ok(Self { socket, events, placed: None, finds_routes: None, counted })
     }
 
     /// Makes the tables equal to `rules`. Returns the differences that it removed.
     pub(crate) async fn reconcile(&mut self, rules: &Rules) -> Result<Vec<Deviation>, Error> {
-        let (socket, desired, placed) = (self.socket.clone(), rules.clone(), self.placed.take());
+        let desired = self.possible(rules).await;
+        let (socket, placed) = (self.socket.clone(), self.placed.take());
+        let written = desired.clone();
         let work = move || match &mut *socket.lock().unwrap_or_else(PoisonError::into_inner) {
             Some(socket) => {
                 let counted = count(socket, &desired)?;
@@ -66,8 +70,26 @@ impl Nft {
             None => Ok(Default::default()),
         };
         let (deviations, counted) = blocking(work).await?;
-        (self.placed, self.counted) = (Some(rules.clone()), counted);
+        (self.placed, self.counted) = (Some(written), counted);
         Ok(deviations)
+    }
+
+    /// The rules that this kernel can have.
+    async fn possible(&mut self, rules: &Rules) -> Rules {
+        let counts = |family: &Family| !rules.of(*family, Chain::Unrouted).is_empty();
+        let families: Vec<Family> = Family::BOTH.into_iter().filter(counts).collect();
+        if families.is_empty() {
+            return rules.clone();
+        }
+        if self.finds_routes.is_none() {
+            let socket = self.socket.clone();
+            let probe = move || match &mut *socket.lock().unwrap_or_else(PoisonError::into_inner) {
+                Some(socket) => families.into_iter().all(|family| finds_routes(socket, family)),
+                None => false,
+            };
+            self.finds_routes = Some(blocking(probe).await);
+        }
+        if self.finds_routes == Some(true) { rules.clone() } else { rules.without_unrouted() }
     }
 
     /// The next [`Nft::reconcile`] reads the gates too, which takes long with thousands of peers.
@@ -116,6 +138,25 @@ fn open() -> Result<NetfilterSocket, Error> {
     let opened =
         NetfilterSocket::open().and_then(|mut socket| generation(&mut socket).map(|_| socket));
     opened.map_err(|error| Error::kernel("nftables", error))
+}
+
+/// Whether rules of a family can look for routes ([`Expr::OutDevice`]). Tries it in a table that
+/// exists only within the transaction.
+fn finds_routes(socket: &mut NetfilterSocket, family: Family) -> bool {
+    let table = Table { family: family.into(), name: "flannel-probe" };
+    let rules = vec![vec![Expr::OutDevice]];
+    let mut probe = batch();
+    table.make_new(&mut probe, "can rules look for routes?");
+    flannel_nft::Chain { base: None, rules }.make(&mut probe, &table, "probe", "a probe");
+    table.remove(&mut probe);
+    let refused = socket.commit(probe).err();
+    if let Some(Refused { error, .. }) = &refused {
+        tracing::info!(
+            %error, %family,
+            "packets that a blackhole route drops are not counted: rules cannot look for routes"
+        );
+    }
+    refused.is_none()
 }
 
 /// Like [`open`], with `None` if the kernel has no nf_tables.

@@ -58,7 +58,7 @@ impl Default for RuleOptions {
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Rules {
-    chains: Dual<[Vec<Rule>; 3]>,
+    chains: Dual<[Vec<Rule>; Chain::ALL.len()]>,
     gate: Option<Gate>,
 }
 
@@ -89,9 +89,21 @@ impl Rules {
             let forward = rule_options.forward.then(|| forward(*network));
             let encrypted = rule_options.encrypted.as_deref();
             let encryption = encrypted.map(|by| encryption(*network, subnets[family], by));
-            [masquerade, forward, encryption].map(Option::unwrap_or_default)
+            let unrouted = encrypted.map(|_| unrouted(*network, subnets[family]));
+            [masquerade, forward, encryption, unrouted].map(Option::unwrap_or_default)
         });
         Ok(Self { chains: rules, gate: None })
+    }
+
+    /// The same rules without those of [`Chain::Unrouted`].
+    pub(crate) fn without_unrouted(&self) -> Self {
+        let mut rules = self.clone();
+        for family in Family::BOTH {
+            if let Some(chains) = &mut rules.chains[family] {
+                chains[Chain::Unrouted as usize].clear();
+            }
+        }
+        rules
     }
 
     /// The same rules, with a gate in the families that have a network. [`Mode::Iptables`] ignores
@@ -155,11 +167,17 @@ pub enum Chain {
     /// they leave. In the hook `output` the device is the one before address translation: a packet
     /// to a Kubernetes service, which is translated there, would have a wrong one.
     Encryption,
+    /// For packets that arrive: counts those to pods of other nodes without a route. With
+    /// `RequireEncryption` a blackhole route drops them, which the kernel does not count, and
+    /// [`Self::Encryption`] does not see them. Only in nftables mode, and if the kernel can look for
+    /// routes in rules.
+    Unrouted,
 }
 
 impl Chain {
     /// All chains, in the order in which they are written.
-    pub(crate) const ALL: [Self; 3] = [Self::Postrouting, Self::Forward, Self::Encryption];
+    pub(crate) const ALL: [Self; 4] =
+        [Self::Postrouting, Self::Forward, Self::Encryption, Self::Unrouted];
 }
 
 /// A verdict for packets that match all conditions.
@@ -174,6 +192,8 @@ pub struct Rule {
     pub destination: Option<Side>,
     /// The device by which the packet leaves; `None` matches any device.
     pub device: Option<LinkName>,
+    /// Matches only packets whose destination has no route, or one that drops them.
+    pub unrouted: bool,
     /// The verdict.
     pub verdict: Verdict,
 }
@@ -198,6 +218,8 @@ pub enum Verdict {
     Accept,
     /// Drops the packet, and counts it.
     Drop,
+    /// Counts the packet, and goes on with the next rule.
+    Count,
     /// Replaces the source address by that of the outgoing interface.
     Masquerade {
         /// Choose a random source port. False keeps the source port if it is free.
@@ -220,13 +242,15 @@ impl fmt::Display for Rule {
         let source = self.source.map(|side| format!("from {side}"));
         let destination = self.destination.map(|side| format!("to {side}"));
         let device = self.device.map(|device| format!("by {device}"));
-        let conditions = [mark, source, destination, device].into_iter().flatten();
+        let unrouted = self.unrouted.then(|| "without a route".to_owned());
+        let conditions = [mark, source, destination, device, unrouted].into_iter().flatten();
         let conditions: Vec<_> = conditions.collect();
         let conditions = if conditions.is_empty() { "all".into() } else { conditions.join(" ") };
         let verdict = match self.verdict {
             Verdict::Return => "return",
             Verdict::Accept => "accept",
             Verdict::Drop => "drop",
+            Verdict::Count => "count",
             Verdict::Masquerade { fully_random: false } => "masquerade",
             Verdict::Masquerade { fully_random: true } => "masquerade, fully random",
         };
@@ -235,7 +259,7 @@ impl fmt::Display for Rule {
 }
 
 fn rule(source: Option<Side>, destination: Option<Side>, verdict: Verdict) -> Rule {
-    Rule { mark: None, source, destination, device: None, verdict }
+    Rule { mark: None, source, destination, device: None, unrouted: false, verdict }
 }
 
 fn masquerade(network: Subnet, own: Option<Subnet>, fully_random: bool) -> Vec<Rule> {
@@ -269,6 +293,13 @@ fn encryption(network: Subnet, own: Option<Subnet>, devices: &[LinkName]) -> Vec
     let by = |device| Rule { device: Some(device), ..rule(None, None, Verdict::Return) };
     rules.extend([loopback].iter().chain(devices).copied().map(by));
     rules.push(rule(None, None, Verdict::Drop));
+    rules
+}
+
+fn unrouted(network: Subnet, own: Option<Subnet>) -> Vec<Rule> {
+    let mut rules = vec![rule(None, Some(Side::NotIn(network)), Verdict::Return)];
+    rules.extend(own.map(|own| rule(None, Some(Side::In(own)), Verdict::Return)));
+    rules.push(Rule { unrouted: true, ..rule(None, None, Verdict::Count) });
     rules
 }
 
@@ -359,9 +390,24 @@ pub(crate) mod tests {
                 with(&["by wg0: return", "by wg1: return", "all: drop"])
             );
             assert_eq!(of(&by(&[])), with(&["all: drop"]), "no device encrypts");
+            assert_eq!(
+                text(by(&[]).of(family, Chain::Unrouted)),
+                [
+                    format!("to not {network}: return"),
+                    format!("to {own}: return"),
+                    "without a route: count".to_owned()
+                ]
+            );
             assert_eq!(of(&rules(RuleOptions::default())), [""; 0]);
         }
         assert!(by(&[]).has(Family::V4) && by(&[]).of(Family::V4, Chain::Forward).is_empty());
+        // On a kernel that cannot look for routes.
+        let without = by(&[]).without_unrouted();
+        assert!(without.of(Family::V4, Chain::Unrouted).is_empty());
+        assert_eq!(
+            without.of(Family::V6, Chain::Encryption),
+            by(&[]).of(Family::V6, Chain::Encryption)
+        );
     }
 
     #[test]

@@ -46,6 +46,9 @@ const TRANSPORT_HEADER: u32 = 2;
 const COMPARE: [u32; 2] = [0, 1];
 /// `NFT_LOOKUP_F_INV`.
 const INVERTED: u32 = 1;
+/// `NFT_FIB_RESULT_OIF` and `NFTA_FIB_F_DADDR`.
+const FIB_DEVICE: u32 = 1;
+const FIB_DESTINATION: u32 = 2;
 /// `NFTA_COUNTER_PACKETS`.
 const PACKETS: u16 = 2;
 /// `IFNAMSIZ`: the length of the name of a device, with zero bytes at its end.
@@ -108,6 +111,11 @@ pub enum Expr {
         /// Continues only if it has the value (true), or only if it does not.
         is_in: bool,
     },
+    /// Loads the index of the device by which a packet to its destination leaves, as 4 bytes in the
+    /// machine's byte order; 0 without a route, and for a route that drops packets. Only before the
+    /// kernel has chosen the route. Not every kernel has this instruction (`nft_fib_ipv4`,
+    /// `nft_fib_ipv6`).
+    OutDevice,
     /// Counts the packets that come so far. The number is not part of the value: see
     /// [`Table::counted`](crate::Table::counted).
     Counter,
@@ -195,6 +203,7 @@ impl Expr {
             Self::Mask(_) | Self::SecondMask(_) => "bitwise",
             Self::Compare { .. } => "cmp",
             Self::Lookup { .. } => "lookup",
+            Self::OutDevice => "fib",
             Self::Counter => "counter",
             Self::Verdict(_) => "immediate",
             Self::Masquerade { .. } => "masq",
@@ -229,6 +238,9 @@ impl Expr {
                 if !is_in {
                     number(data, 5, INVERTED);
                 }
+            }
+            Self::OutDevice => {
+                number(number(number(data, 1, REGISTER), 2, FIB_DEVICE), 3, FIB_DESTINATION);
             }
             Self::Verdict(code) => {
                 number(data, 1, VERDICT);
@@ -292,6 +304,9 @@ impl Expr {
                     Some(_) => return None,
                 };
                 Some(Self::Lookup { set: text_in(data, 1)?, is_in })
+            }
+            "fib" if is(1, REGISTER) && is(2, FIB_DEVICE) && is(3, FIB_DESTINATION) => {
+                Some(Self::OutDevice)
             }
             "counter" => Some(Self::Counter),
             "immediate" if is(1, VERDICT) => {

@@ -77,7 +77,7 @@ pub(crate) fn tables(rule_options: &RuleOptions) -> Vec<&'static str> {
         Some(Chain::Postrouting) => rule_options.masquerade,
         Some(Chain::Forward) => rule_options.forward,
         Some(Chain::Encryption) => rule_options.encrypted.is_some(),
-        None => false,
+        Some(Chain::Unrouted) | None => false,
     };
     PLACES.iter().filter(takes).map(|place| place.table).collect()
 }
@@ -249,6 +249,8 @@ fn line(rule: &Rule, place: &Place, random: bool) -> String {
         let _ = write!(line, "-m mark --mark {mark:#x}/{mark:#x} ");
     }
     let target = match rule.verdict {
+        // No chain of iptables has such rules.
+        Verdict::Count => "",
         Verdict::Return => "RETURN",
         Verdict::Accept => "ACCEPT",
         Verdict::Drop => "DROP",

@@ -35,8 +35,15 @@ pub(crate) fn of(rule: &Rule) -> Vec<Expr> {
     if let Some(device) = rule.device {
         exprs.extend([Expr::Meta(meta::OIFNAME), is_device(device)]);
     }
-    exprs.extend((rule.verdict == Verdict::Drop).then_some(Expr::Counter));
+    if rule.unrouted {
+        let value = 0_u32.to_ne_bytes().to_vec();
+        exprs.extend([Expr::OutDevice, Expr::Compare { equal: true, value }]);
+    }
+    if matches!(rule.verdict, Verdict::Drop | Verdict::Count) {
+        exprs.push(Expr::Counter);
+    }
     exprs.push(match rule.verdict {
+        Verdict::Count => return exprs,
         Verdict::Return => Expr::Verdict(verdict::RETURN),
         Verdict::Accept => Expr::Verdict(verdict::ACCEPT),
         Verdict::Drop => Expr::Verdict(verdict::DROP),
@@ -78,6 +85,7 @@ mod tests {
             source: Some(side("10.1.0.0/16")),
             destination: Some(Side::NotIn("10.2.0.9/32".parse().unwrap())),
             device: None,
+            unrouted: false,
             verdict: Verdict::Masquerade { fully_random: true },
         };
         assert_eq!(

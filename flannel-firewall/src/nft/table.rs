@@ -26,7 +26,7 @@ pub(crate) struct Id {
 }
 
 const GO: &[Chain] = &[Chain::Postrouting, Chain::Forward];
-const ENCRYPTION: &[Chain] = &[Chain::Encryption];
+const ENCRYPTION: &[Chain] = &[Chain::Encryption, Chain::Unrouted];
 /// All tables, in the order in which they are written.
 pub(crate) const TABLES: [Id; 4] = [
     Id { family: Family::V4, name: "flannel-ipv4", chains: GO },
@@ -88,6 +88,14 @@ fn place(chain: Chain) -> Place {
             // `mangle` in the notation of `nft`.
             priority: -150,
             comment: "chain to drop unencrypted packets to other nodes' pods",
+        },
+        Chain::Unrouted => Place {
+            name: "prerouting",
+            kind: "filter",
+            hook: hook::PREROUTING,
+            // After `dstnat`, so that packets to services have their last destination.
+            priority: -90,
+            comment: "chain to count packets to other nodes' pods without a route",
         },
     }
 }

@@ -290,3 +290,36 @@ fn dropped_packets_are_counted_from_the_start_of_the_firewall_on() {
         assert_eq!(status.repairs, 0, "a counter is no difference: {status:?}");
     });
 }
+
+/// The kernel does not count packets that a blackhole route drops, and the rule that drops others
+/// does not see them.
+#[test]
+fn packets_that_a_blackhole_route_drops_are_counted() {
+    flannel_netlink::testing::in_netns_async(|| async {
+        let (fixture, kind) = (Fixture::set(), Kind::Nftables);
+        let resync = Duration::from_millis(20);
+        let mut running = Running::start(&fixture, kind, by(&[TO_PEER], ONLY), resync).await;
+        for (network, peer, here) in
+            [("10.1.0.0/16", "10.1.9.9", "10.1.7.99"), ("fd00:1::/48", "fd00:1:0:9::9", "")]
+        {
+            ip(&format!("route add blackhole {network}"));
+            // Also an address of this node's own subnet that no pod has.
+            for to in [peer, here].into_iter().filter(|to| !to.is_empty()) {
+                let family = Family::of(to.parse().unwrap());
+                let from = Place::Pod.address(family);
+                fixture.in_place(Place::Pod, || {
+                    let pod = std::net::UdpSocket::bind((from, 0)).unwrap();
+                    let to: std::net::IpAddr = to.parse().unwrap();
+                    pod.send_to(b"is anybody there", (to, 9)).unwrap();
+                });
+            }
+        }
+        running.until(|status| status.dropped.unencrypted.packets == 2).await;
+        // Packets that pass are not counted.
+        assert_passes(&fixture, true);
+        let checks = running.status.borrow().checks;
+        let status = running.until(|status| status.checks > checks + 1).await;
+        assert_eq!((status.dropped.unencrypted.packets, status.repairs), (2, 0), "{status:?}");
+        assert!(status.dropped.unencrypted.last.is_some());
+    });
+}

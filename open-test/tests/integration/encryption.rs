@@ -1,6 +1,9 @@
 //! `RequireEncryption` in real daemons: packets between pods pass by a backend that encrypts, and
 //! by nothing else, whatever happens to the daemon, the rules and the routes.
 
+use std::fs::File;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use flannel_core::address::Family;
@@ -192,12 +195,15 @@ fn a_backend_without_encryption_carries_nothing_until_the_option_is_off() {
         wait_until(said, || problems(&lab, first));
         assert_eq!(status(&lab, first)["ready"], false);
 
-        // A plain route, as another program may make it.
-        plain_routes(&lab);
+        // The blackhole route drops these packets, and they are counted.
         assert_eq!(answered(&lab), 0, "{}", scene(&lab));
         let counted =
             || dropped(&lab, first) && problems(&lab, first).contains("leave unencrypted");
         wait_until(counted, || problems(&lab, first) + &scene(&lab));
+
+        // A plain route, as another program may make it.
+        plain_routes(&lab);
+        assert_eq!(answered(&lab), 0, "{}", scene(&lab));
 
         // A host that comes back does not begin with plain routes either.
         first.stop_daemon(Signal::SIGTERM).unwrap();
@@ -225,5 +231,86 @@ fn a_backend_without_encryption_carries_nothing_until_the_option_is_off() {
         wait_until(off, || scene(&lab));
         plain_routes(&lab);
         wait_for_answers(&lab, 4);
+    });
+}
+
+/// The daemon of a host whose iptables use the legacy tables and this lock file.
+fn program_with_lock(lab: &Lab, lock: &Path) -> PathBuf {
+    let tools = lab.dir().join("legacy");
+    std::fs::create_dir(&tools).unwrap();
+    for program in ["iptables", "ip6tables"] {
+        for part in ["", "-save", "-restore"] {
+            let legacy = format!("/usr/sbin/{program}-legacy{part}");
+            std::os::unix::fs::symlink(legacy, tools.join(format!("{program}{part}"))).unwrap();
+        }
+    }
+    let program = tools.join("daemon");
+    let text = format!(
+        "#!/bin/sh\nexport PATH={}:$PATH XTABLES_LOCKFILE={}\nexec {PROGRAM} \"$@\"\n",
+        tools.display(),
+        lock.display()
+    );
+    std::fs::write(&program, text).unwrap();
+    std::fs::set_permissions(&program, PermissionsExt::from_mode(0o755)).unwrap();
+    program
+}
+
+/// Another program holds the lock of iptables for longer than any limit.
+#[test]
+fn no_route_and_no_subnet_file_come_before_the_rule() {
+    as_root(|| {
+        let backend = json!({ "Type": "lane", "Lane": 7, "Encrypted": true });
+        let lab = Lab::builder().hosts(2).backend(backend).families(Family::BOTH);
+        let lab = lab.config_field("EnableNFTables", false);
+        let lab = lab.config_field("RequireEncryption", true).program(PROGRAM).start().unwrap();
+        let path = lab.dir().join("xtables.lock");
+        let lock = File::create(&path).unwrap();
+        lock.lock().unwrap();
+        let program = program_with_lock(&lab, &path);
+        let options = ["--iptables-forward-rules=false", "--healthz-port=0"];
+        let [first, second] = lab.hosts() else { panic!("two hosts") };
+        // Routes of an earlier run, which do not encrypt.
+        let plain = [("-4", "10.244.99.0/24"), ("-6", "fd00:10:244:99::/64")];
+        let via = |family| second.addresses()[family].unwrap().to_string();
+        for ((option, subnet), family) in plain.into_iter().zip(Family::BOTH) {
+            let route = [option, "route", "add", subnet, "via", &via(family), "proto", "241"];
+            first.run("ip", &route).unwrap();
+        }
+        let routes = |host: &Host, option| {
+            host.run("ip", &[option, "route", "show", "proto", "241"]).unwrap()
+        };
+        for host in lab.hosts() {
+            for key in ["net/ipv4/conf/all/rp_filter", "net/ipv4/conf/default/rp_filter"] {
+                host.namespace().sysctl(key, "0").unwrap();
+            }
+            host.start_daemon_of(&program, &options).unwrap();
+        }
+        let only_blackholes = |host: &Host| {
+            ["-4", "-6"].into_iter().all(|option| {
+                let routes = routes(host, option);
+                !routes.is_empty() && routes.lines().all(|line| line.starts_with("blackhole"))
+            })
+        };
+        wait_until(|| lab.hosts().iter().all(only_blackholes), || scene(&lab));
+        let says = |host: &Host| {
+            let problems = problems(&lab, host);
+            problems.contains("RequireEncryption comes first")
+                && problems.contains("the firewall rules are not in place")
+        };
+        wait_until(|| lab.hosts().iter().all(says), || problems(&lab, first));
+        // Without a required rule, the subnet file would be written after five seconds.
+        let (begin, limit) = (Instant::now(), std::time::Duration::from_secs(8));
+        let is_over = || {
+            for host in lab.hosts() {
+                assert!(!host.subnet_file().exists() && only_blackholes(host), "{}", scene(&lab));
+                assert_eq!(status(&lab, host)["ready"], false);
+            }
+            begin.elapsed() > limit
+        };
+        wait_until(is_over, || scene(&lab));
+        drop(lock);
+        let matrix = lab.wait_until_reachable(PATIENCE).unwrap_or_else(|error| panic!("{error}"));
+        assert!(matrix.is_complete(), "{:#?}", matrix.failures().collect::<Vec<_>>());
+        wait_until(|| is_ready(&lab), || scene(&lab));
     });
 }
