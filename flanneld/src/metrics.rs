@@ -382,8 +382,8 @@ fn counters(page: &mut Page, counters: &Counters) {
     let dropped = [("unencrypted", unencrypted), ("stranger", of_strangers)];
     page.counters(
         "flannel_firewall_dropped_packets_total",
-        "Packets that rules in nftables dropped: unencrypted ones to pods of other nodes, and \
-         tunnel packets of other hosts",
+        "Packets that were dropped, as rules in nftables count them: unencrypted ones to pods of \
+         other nodes, and tunnel packets of other hosts",
         dropped.map(|(reason, packets)| (labels(&[("reason", reason)]), packets)),
     );
     let mutations = counters.repairs.iter().map(|((kind, damage), count)| {
