@@ -25,7 +25,14 @@ pub async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'stat
 #[derive(Debug)]
 pub struct SharedAnswer<T> {
     keep: Duration,
-    known: Arc<Mutex<Option<(Instant, Arc<T>)>>>,
+    known: Arc<Mutex<Option<Known<T>>>>,
+}
+
+/// An answer that is there.
+#[derive(Debug)]
+struct Known<T> {
+    since: Instant,
+    answer: Arc<T>,
 }
 
 impl<T> Clone for SharedAnswer<T> {
@@ -51,14 +58,14 @@ impl<T: Send + Sync + 'static> SharedAnswer<T> {
     /// answer is used.
     pub async fn get(&self, ask: impl FnOnce() -> T + Send + 'static) -> Arc<T> {
         let mut known = Arc::clone(&self.known).lock_owned().await;
-        if let Some((at, answer)) = &*known
-            && at.elapsed() < self.keep
+        if let Some(Known { since, answer }) = &*known
+            && since.elapsed() < self.keep
         {
             return Arc::clone(answer);
         }
         blocking(move || {
             let answer = Arc::new(ask());
-            *known = Some((Instant::now(), Arc::clone(&answer)));
+            *known = Some(Known { since: Instant::now(), answer: Arc::clone(&answer) });
             answer
         })
         .await
