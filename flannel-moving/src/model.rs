@@ -1,6 +1,10 @@
 //! A model of a cluster whose nodes step in any order. It checks the invariants of a move.
 //!
 //! The store is a list of writes. The view of a node is a prefix of it, and never gets shorter.
+//!
+//! The kernel of a node may refuse the devices of a backend, and make them later. A config may name
+//! a backend that no kernel has. As in the daemon, the node then runs its last target, and a
+//! restarted one runs the first usable backend of its record.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -11,22 +15,31 @@ use flannel_core::lease::{Lease, LeaseAttrs, LeaseSet, Offer, Origin, Revision, 
 use flannel_core::status::{Listing, Rejection};
 use proptest::prelude::*;
 
-use crate::{NodeBackends, Seen, Tunnels, Wait};
+use crate::{Member, NodeBackends, Seen, Tunnels, Wait};
 
 const KINDS: [&str; 3] = ["vxlan", "host-gw", TUNNEL];
 /// It needs a handshake with each peer.
 const TUNNEL: &str = "wireguard";
+/// The kernel of no node has it.
+const IMPOSSIBLE: &str = "nosuch";
 const NODES: usize = 3;
 
 /// One event. Nodes are numbers modulo the size of the cluster.
 #[derive(Debug, Clone)]
 enum Event {
     /// The store gets another config.
-    Config(usize),
-    /// The node reads the config. Its network is rebuilt with the new backend.
+    Config(&'static str),
+    /// The node reads the config. Its network is rebuilt with the new backend, if it can be.
     Read(usize),
-    /// The devices of all members are in the node's kernel.
+    /// The devices of all members are in the node's kernel. If that of the target cannot be made,
+    /// the node goes back to its last target.
     InPlace(usize),
+    /// The node's kernel makes no device of this kind from now on. Those that it has stay.
+    Break { node: usize, kind: &'static str },
+    /// The node's kernel makes all devices.
+    Repair(usize),
+    /// The node tries the members that were left out, or forgets them.
+    Revive(usize),
     /// The node sees this many more writes.
     View(usize, usize),
     /// The node steps, and publishes its offers. `crash`: it is killed before it publishes.
@@ -44,7 +57,12 @@ enum Event {
 fn event() -> impl Strategy<Value = Event> {
     let node = 0..NODES;
     prop_oneof![
-        1 => (0..KINDS.len()).prop_map(Event::Config),
+        1 => prop::sample::select(&[KINDS[0], KINDS[1], KINDS[2], IMPOSSIBLE][..])
+            .prop_map(Event::Config),
+        1 => (node.clone(), prop::sample::select(&KINDS[..]))
+            .prop_map(|(node, kind)| Event::Break { node, kind }),
+        1 => node.clone().prop_map(Event::Repair),
+        2 => node.clone().prop_map(Event::Revive),
         4 => node.clone().prop_map(Event::Read),
         4 => node.clone().prop_map(Event::InPlace),
         8 => (node.clone(), 1..4usize).prop_map(|(node, by)| Event::View(node, by)),
@@ -59,10 +77,16 @@ fn event() -> impl Strategy<Value = Event> {
 
 #[derive(Debug, Clone)]
 struct Node {
-    /// `<state-dir>/backends`.
+    /// The members that it runs. `<state-dir>/backends` has these and `aside`.
     kept: NodeBackends,
-    /// The kind in the config that it read last.
+    /// The members that were left out.
+    aside: Vec<Member>,
+    /// The kind of the config that it follows.
     target: &'static str,
+    /// The one before.
+    before: &'static str,
+    /// The kinds whose devices its kernel does not make.
+    broken: BTreeSet<&'static str>,
     runs: bool,
     in_place: bool,
     /// The kinds whose devices are in its kernel.
@@ -78,7 +102,7 @@ type Offers = Vec<&'static str>;
 
 #[derive(Debug)]
 struct Cluster {
-    config: usize,
+    config: &'static str,
     nodes: Vec<Node>,
     writes: Vec<(usize, Offers)>,
     /// The pairs of nodes with a completed handshake, the lower number first.
@@ -118,7 +142,10 @@ impl Cluster {
         kept.aim_at(KINDS[0], &backend(KINDS[0]));
         let node = Node {
             kept,
+            aside: Vec::new(),
             target: KINDS[0],
+            before: KINDS[0],
+            broken: BTreeSet::new(),
             runs: true,
             in_place: true,
             kernel: [KINDS[0]].into(),
@@ -126,7 +153,8 @@ impl Cluster {
             withdrew: 0,
         };
         let (nodes, writes) = (vec![node; NODES], Vec::new());
-        let mut cluster = Self { config: 0, nodes, writes, shaken: BTreeSet::new(), blocked: None };
+        let config = KINDS[0];
+        let mut cluster = Self { config, nodes, writes, shaken: BTreeSet::new(), blocked: None };
         (0..NODES).for_each(|node| cluster.publish(node));
         cluster.writes.extend(go.map(|kind| (NODES, vec![kind])));
         let all = cluster.writes.len();
@@ -191,20 +219,98 @@ impl Cluster {
         step.map(|step| step.next)
     }
 
+    /// Whether the kernel of a node can hold the devices of a kind.
+    fn can_build(&self, node: usize, kind: &str) -> bool {
+        let it = &self.nodes[node];
+        it.kernel.contains(kind) || (kind != IMPOSSIBLE && !it.broken.contains(kind))
+    }
+
+    /// The members of a network of a node with this target, and those that are left out. `None`: it
+    /// cannot be built, or the network that runs is needed.
+    fn lineup(&self, node: usize, target: &'static str) -> Option<(NodeBackends, Vec<Member>)> {
+        let it = &self.nodes[node];
+        if !self.can_build(node, target) {
+            return None;
+        }
+        let mut record = it.kept.clone();
+        record.add(&it.aside);
+        record.aim_at(target, &backend(target));
+        let is_broken = |member: &Member| !self.can_build(node, &member.lease_type);
+        let (kept, aside) = record.without(target, is_broken);
+        let view = self.view(node);
+        let user = |member: &Member| kept.user_of(&member.lease_type, (subnets(node), &view));
+        let is_needed = it.runs && aside.iter().any(|member| user(member).is_some());
+        (!is_needed).then_some((kept, aside))
+    }
+
+    /// Rebuilds the network of a node for this target, if it can be built.
+    fn aim(&mut self, node: usize, target: &'static str) -> bool {
+        let Some((kept, aside)) = self.lineup(node, target) else { return false };
+        let it = &mut self.nodes[node];
+        if it.target != target {
+            it.before = it.target;
+        }
+        (it.kept, it.aside, it.target, it.in_place) = (kept, aside, target, false);
+        true
+    }
+
+    /// The devices of a node are made. Without those of a target that it does not offer yet, it
+    /// goes back.
+    fn make_devices(&mut self, node: usize) {
+        let made: Vec<_> = self.nodes[node].kept.iter().map(|it| known(&it.lease_type)).collect();
+        let made: Vec<_> = made.into_iter().filter(|kind| self.can_build(node, kind)).collect();
+        let it = &mut self.nodes[node];
+        it.kernel.extend(made);
+        it.in_place = it.kernel.contains(it.target);
+        if !it.in_place {
+            let (failed, before) = (it.target, it.before);
+            assert!(it.kept.offered().all(|member| member.lease_type != failed));
+            it.kept.retain(|member| member.lease_type != failed);
+            assert!(self.aim(node, before), "{self:#?}");
+        }
+    }
+
+    /// A daemon starts: with the config, else with the first usable backend of its record.
+    fn start(&mut self, node: usize) {
+        let record = &self.nodes[node].kept;
+        let record: Vec<_> = record.iter().map(|it| known(&it.lease_type)).collect();
+        let mut targets = [self.config].into_iter().chain(record);
+        let found = targets.find(|target| self.aim(node, target));
+        assert!(found.is_some(), "node {node} runs nothing: {self:#?}");
+        let all = self.writes.len();
+        let it = &mut self.nodes[node];
+        (it.runs, it.seen) = (true, all);
+        self.publish(node);
+    }
+
     /// Returns whether it changed anything.
     fn happens(&mut self, event: &Event) -> bool {
-        let (config, all) = (KINDS[self.config], self.writes.len());
+        let (config, all) = (self.config, self.writes.len());
         match *event {
             Event::Config(kind) => self.config = kind,
             Event::Read(node) if self.nodes[node].runs && self.nodes[node].target != config => {
-                let it = &mut self.nodes[node];
-                it.kept.aim_at(config, &backend(config));
-                (it.target, it.in_place) = (config, false);
+                return self.aim(node, config);
             }
             Event::InPlace(node) if self.nodes[node].runs && !self.nodes[node].in_place => {
-                let it = &mut self.nodes[node];
-                it.in_place = true;
-                it.kernel.extend(it.kept.iter().map(|it| known(&it.lease_type)));
+                self.make_devices(node);
+            }
+            Event::Break { node, kind } => return self.nodes[node].broken.insert(kind),
+            Event::Repair(node) if !self.nodes[node].broken.is_empty() => {
+                self.nodes[node].broken.clear();
+            }
+            Event::Revive(node) if self.nodes[node].runs && !self.nodes[node].aside.is_empty() => {
+                let it = &self.nodes[node];
+                let (target, view) = (it.target, self.view(node));
+                let is_up = |it: &Member| self.can_build(node, &it.lease_type);
+                if it.aside.iter().any(is_up) {
+                    return self.aim(node, target);
+                }
+                let user =
+                    |member: &Member| it.kept.user_of(&member.lease_type, (subnets(node), &view));
+                if it.aside.iter().any(|member| user(member).is_some()) {
+                    return false;
+                }
+                self.nodes[node].aside.clear();
             }
             Event::View(node, by) if self.nodes[node].runs && self.nodes[node].seen < all => {
                 let seen = &mut self.nodes[node].seen;
@@ -254,12 +360,7 @@ impl Cluster {
                 }
             }
             Event::Kill(node) if self.nodes[node].runs => self.nodes[node].runs = false,
-            Event::Start(node) if !self.nodes[node].runs => {
-                let it = &mut self.nodes[node];
-                it.kept.aim_at(config, &backend(config));
-                (it.target, it.runs, it.in_place, it.seen) = (config, true, false, all);
-                self.publish(node);
-            }
+            Event::Start(node) if !self.nodes[node].runs => self.start(node),
             _ => return false,
         }
         true
@@ -289,6 +390,14 @@ impl Cluster {
         }
     }
 
+    /// All kernels make all devices from now on, and the store has a usable config.
+    fn repair(&mut self) {
+        self.nodes.iter_mut().for_each(|node| node.broken.clear());
+        if self.config == IMPOSSIBLE {
+            self.config = KINDS[1];
+        }
+    }
+
     /// Everything happens that can happen, until nothing changes any more.
     fn comes_to_rest(&mut self) {
         for _ in 0..100 {
@@ -302,6 +411,7 @@ impl Cluster {
                     Event::Step { node, crash: false },
                     Event::Shake(0, node),
                     Event::Shake(1, node),
+                    Event::Revive(node),
                     Event::Drop(node),
                 ] {
                     changed |= self.happens(&event);
@@ -328,11 +438,16 @@ proptest! {
             cluster.happens(event);
             cluster.check();
         }
+        // With the kernels as they are, the cluster rests too.
+        cluster.comes_to_rest();
+        cluster.repair();
         cluster.comes_to_rest();
         for (node, it) in cluster.nodes.iter().enumerate() {
             let kinds: Vec<_> = it.kept.iter().map(|it| &*it.lease_type).collect();
-            prop_assert_eq!(kinds, [KINDS[cluster.config]]);
-            prop_assert_eq!(cluster.offers(node), [KINDS[cluster.config]]);
+            prop_assert_eq!(kinds, [cluster.config]);
+            prop_assert_eq!(it.target, cluster.config);
+            prop_assert!(it.aside.is_empty());
+            prop_assert_eq!(cluster.offers(node), [cluster.config]);
         }
     }
 
@@ -346,8 +461,9 @@ proptest! {
             cluster.happens(event);
             cluster.check();
         }
+        cluster.repair();
         cluster.comes_to_rest();
-        let target = KINDS[cluster.config];
+        let target = cluster.config;
         for (node, it) in cluster.nodes.iter().enumerate() {
             let offers = cluster.offers(node);
             prop_assert_eq!(offers[0], target);
@@ -372,6 +488,7 @@ proptest! {
             cluster.happens(event);
             cluster.check();
         }
+        cluster.repair();
         cluster.comes_to_rest();
         for node in 0..NODES {
             prop_assert!(cluster.offers(node).contains(&KINDS[0]), "{:#?}", cluster);
@@ -383,7 +500,7 @@ proptest! {
 #[test]
 fn a_move_waits_for_each_step_of_the_other_nodes() {
     let mut cluster = Cluster::new(None);
-    cluster.happens(&Event::Config(1));
+    cluster.happens(&Event::Config(KINDS[1]));
     let step = |cluster: &mut Cluster, node| {
         cluster.happens(&Event::View(node, usize::MAX / 2));
         cluster.happens(&Event::Step { node, crash: false });
@@ -479,8 +596,8 @@ fn members(text: &str) -> NodeBackends {
     NodeBackends::parse(&serde_json::json!({ "backends": all }).to_string()).unwrap()
 }
 
-fn shown<'a>(members: impl Iterator<Item = &'a crate::Member>) -> String {
-    let name = |it: &crate::Member| match it.offered {
+fn shown<'a>(members: impl Iterator<Item = &'a Member>) -> String {
+    let name = |it: &Member| match it.offered {
         true => it.lease_type.clone(),
         false => format!("({})", it.lease_type),
     };
