@@ -102,14 +102,19 @@ impl OfferPlan {
         }
         Err(rejected.unwrap_or_else(|| {
             let ours = plans.iter().filter_map(|plan| plan.lease_type);
-            let ours: Vec<_> = ours.map(|kind| format!("{kind:?}")).collect();
-            let theirs = &attrs.preferred.kind;
+            let ours: Vec<_> = ours.map(shown).collect();
+            let theirs = shown(&attrs.preferred.kind);
             Rejection::Rejected(format!(
-                "its backend type is {theirs:?}, this node's is {}",
+                "its backend type is {theirs}, this node's is {}",
                 ours.join(" or ")
             ))
         }))
     }
+}
+
+/// A backend type as text. Leases of flannel's `udp` and `alloc` have none.
+fn shown(kind: &str) -> String {
+    if kind.is_empty() { "empty (udp or alloc)".to_owned() } else { format!("{kind:?}") }
 }
 
 /// Whether the handshake with each peer of a device has completed.

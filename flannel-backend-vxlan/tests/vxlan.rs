@@ -177,7 +177,7 @@ async fn a_bad_peer_is_rejected_with_a_reason_and_affects_no_other() {
             change(|a| a.preferred.kind = "host-gw".into()),
             r#"its backend type is "host-gw", this node's is "vxlan""#,
         ),
-        (change(|a| a.preferred.kind = "".into()), r#"its backend type is """#),
+        (change(|a| a.preferred.kind = "".into()), "its backend type is empty (udp or alloc)"),
         (change(|a| a.preferred.data = Dual::default()), "no public address with backend data"),
         (change(|a| a.preferred.public = Dual::default()), "no public address with backend data"),
         (change(|a| both(a, "[]")), "field BackendData: [] is not valid"),

@@ -249,7 +249,7 @@ async fn hostile_leases_are_rejected_with_the_reason_and_change_nothing() {
         ("10.1.26.0-24", with(r#"{"PublicKey":"short"}"#), "BackendData.PublicKey"),
         ("10.1.27.0-24", with(r#"{"PublicKey":"x\u001b[2J"}"#), "BackendData.PublicKey"),
         ("10.1.28.0-24", with("[]"), "BackendData"),
-        ("10.1.29.0-24", LeaseAttrs::default(), "its backend type is \"\""),
+        ("10.1.29.0-24", LeaseAttrs::default(), "its backend type is empty (udp or alloc)"),
     ];
     for (key, attrs, _) in &hostile {
         subnets.put_attrs(key, attrs.clone());

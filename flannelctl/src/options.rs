@@ -279,7 +279,8 @@ pub(crate) enum ConfigVerb {
     #[command(
         long_about = "Checks a network config, and shows it with all defaults. Exit status 1 if it \
             has a mistake: a value that daemons refuse, an unknown field, a field that is there \
-            twice, host bits in a network, or a network that pods cannot use."
+            twice, host bits in a network, or a network that pods cannot use; or if the daemon of \
+            this node cannot build a network from it. Other nodes are not asked."
     )]
     Check {
         /// The file, - for standard input; by default the config in the store
@@ -289,7 +290,8 @@ pub(crate) enum ConfigVerb {
     /// Check a network config and write it to the store
     #[command(
         long_about = "Checks a network config and writes it to the store. Fails without writing if \
-            the config has a mistake, or if another program changes the store's config meanwhile. \
+            the config has a mistake, if the daemon of this node cannot build a network from it, \
+            or if another program changes the store's config meanwhile. Other nodes are not asked. \
             Running daemons apply backend options at once, and other pod networks or subnets at \
             their next start."
     )]
@@ -298,7 +300,7 @@ pub(crate) enum ConfigVerb {
         #[arg(value_name = "FILE")]
         file: PathBuf,
 
-        /// Write the config even if it has mistakes
+        /// Write the config even if it has mistakes, or this node cannot use it
         #[arg(long)]
         force: bool,
     },
@@ -312,7 +314,7 @@ pub(crate) enum ConfigVerb {
         #[arg(value_name = "PATCH", value_parser = patch)]
         patch: String,
 
-        /// Write the config even if it has mistakes
+        /// Write the config even if it has mistakes, or this node cannot use it
         #[arg(long)]
         force: bool,
     },

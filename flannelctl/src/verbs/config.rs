@@ -2,6 +2,7 @@
 
 mod encryption;
 mod mistakes;
+mod trial;
 
 use std::collections::BTreeMap;
 use std::fmt::Display;
@@ -21,6 +22,7 @@ use crate::error::{Error, Result};
 use crate::options::ConfigVerb;
 use crate::terminal::{Style, Terminal};
 use crate::{Context, Output};
+use trial::Trial;
 
 /// Runs a verb of `config`.
 pub(crate) async fn config(context: Context<'_>, verb: &ConfigVerb) -> Result<Output> {
@@ -40,18 +42,23 @@ pub(crate) async fn config(context: Context<'_>, verb: &ConfigVerb) -> Result<Ou
             }
             let config = check(&text, backends)?;
             let mut output = describe(&config, &text, "", terminal);
+            let trial = Trial::of(context.client, &text.text);
+            trial.describe(&mut output, terminal);
+            output.ok = trial.mistake().is_none();
             if config.require_encryption {
                 let types = encryption::of_cluster(&context).await;
                 encryption::describe(&mut output, &config, &types, (backends, terminal));
             }
             if let Some(registry) = registry {
-                add_others(&mut output, &*registry, (&config, backends), terminal).await?;
+                add_others(&mut output, &*registry, (&config, None, backends), terminal).await?;
             }
             Ok(output)
         }
         ConfigVerb::Set { file, force } => {
             let text = read(file)?;
-            let mistakes = mistakes_in(&text, backends)?;
+            let mut mistakes = mistakes_in(&text, backends)?;
+            let trial = try_usable(&context, &text.text);
+            mistakes.extend(trial.as_ref().and_then(Trial::mistake));
             accept(&mistakes, *force)?;
             let registry = global.make_registry().await?;
             let seen = match registry.config().await {
@@ -59,20 +66,40 @@ pub(crate) async fn config(context: Context<'_>, verb: &ConfigVerb) -> Result<Ou
                 Err(CoreError::NoConfig { .. }) => None,
                 Err(error) => return Err(error.into()),
             };
-            write(&*registry, seen.as_ref(), (text.text, &mistakes), (backends, terminal)).await
+            let new = (text.text, &mistakes[..]);
+            let written = write(&*registry, seen.as_ref(), new, (backends, terminal)).await;
+            with_trial(written, trial, terminal)
         }
         ConfigVerb::Patch { patch, force } => {
             let registry = global.open_registry().await?;
             let seen = registry.config().await?;
             let text = patched(&seen, patch)?;
-            let (caused, kept) = mistakes_in_patch(&seen, patch, &text, backends)?;
+            let (mut caused, kept) = mistakes_in_patch(&seen, patch, &text, backends)?;
+            let trial = try_usable(&context, &text);
+            caused.extend(trial.as_ref().and_then(Trial::mistake));
             let all = [&caused[..], &kept].concat();
             // A patch may leave a mistake that daemons accept, and repair something else.
             let is_usable = validate(&text, backends).is_ok();
             accept(if is_usable { &caused } else { &all }, *force)?;
-            write(&*registry, Some(&seen), (text, &all), (backends, terminal)).await
+            let new = (text, &all[..]);
+            let written = write(&*registry, Some(&seen), new, (backends, terminal)).await;
+            with_trial(written, trial, terminal)
         }
     }
+}
+
+/// The answer of this node about a config that is valid; `None`: it is not.
+fn try_usable(context: &Context<'_>, text: &str) -> Option<Trial> {
+    validate(text, context.backends).ok().map(|_| Trial::of(context.client, text))
+}
+
+/// Adds the answer of this node to an output.
+fn with_trial(output: Result<Output>, trial: Option<Trial>, terminal: &Terminal) -> Result<Output> {
+    let mut output = output?;
+    if let Some(trial) = trial {
+        trial.describe(&mut output, terminal);
+    }
+    Ok(output)
 }
 
 /// The mistakes in a config, each with the place of the config.
@@ -115,7 +142,7 @@ async fn write(
     let used = seen.and_then(|seen| Config::parse(&seen.text).ok());
     let mut output = match validate(&text.text, backends) {
         Ok(config) => {
-            let restart = used.is_some_and(|used| used.networks != config.networks);
+            let restart = used.as_ref().is_some_and(|used| used.networks != config.networks);
             let note = match restart {
                 true => format!(
                     "{result}; each daemon uses the changed pod networks from its next start on"
@@ -127,7 +154,7 @@ async fn write(
                 let types = encryption::of_store(registry).await;
                 encryption::describe(&mut output, &config, &types, (backends, terminal));
             }
-            add_others(&mut output, registry, (&config, backends), terminal).await?;
+            add_others(&mut output, registry, (&config, used.as_ref(), backends), terminal).await?;
             output
         }
         Err(_) => {
@@ -143,32 +170,52 @@ async fn write(
     Ok(output)
 }
 
-/// Adds the number of leases that do not offer the backend of the config.
+/// Adds the number of leases that do not offer the backend of the config, and the effect of a move
+/// to it. `used` is the config before; `None`: it is not known or the same.
 async fn add_others(
     output: &mut Output,
     registry: &dyn Registry,
-    (config, backends): (&Config, &Backends),
+    (config, used, backends): (&Config, Option<&Config>, &Backends),
     terminal: &Terminal,
 ) -> Result<()> {
-    let (kind, mut others) = (backends.lease_type(config), BTreeMap::<String, usize>::new());
+    let mut others = BTreeMap::<String, usize>::new();
+    let lease_type = backends.lease_type(config);
     for entry in registry.list().await?.entries {
         let attrs = &entry.lease.attrs;
-        if !attrs.offers().any(|offer| offer.kind == kind || offer.public.is_empty()) {
+        if !attrs.offers().any(|offer| offer.kind == lease_type || offer.public.is_empty()) {
             *others.entry(attrs.preferred.kind.to_string()).or_default() += 1;
         }
     }
+    let kind = &config.backend.kind;
     if !others.is_empty() {
-        let name = |kind: &str| if kind.is_empty() { "no type" } else { kind }.to_owned();
-        let counts =
-            others.iter().map(|(kind, count)| format!("{count} offer only {}", name(kind)));
+        let count = |(kind, count): (&String, &usize)| match &**kind {
+            "" => format!("{count} offer no backend type, as those of udp"),
+            kind => format!("{count} offer only {kind}"),
+        };
         let text = format!(
             "of the leases, {}; their nodes move to {kind} when they read this config. Nodes of Go \
              flannel need a restart for it, and reach no node that offers only {kind} before",
-            counts.collect::<Vec<_>>().join(", ")
+            others.iter().map(count).collect::<Vec<_>>().join(", ")
+        );
+        output.text += &terminal.field("note", Style::Warning, &text);
+    }
+    let runs_alone = |kind: &str| backends.find(kind).is_ok_and(|backend| !backend.can_move());
+    let from = used.map(|used| &used.backend.kind).filter(|from| *from != kind);
+    let moves = from.is_some() || !others.is_empty();
+    let alone = [from, Some(kind).filter(|_| moves)];
+    let alone = alone.into_iter().flatten().map(String::as_str).find(|kind| runs_alone(kind));
+    // A node without a backend type in its lease runs udp, or alloc.
+    let alone = alone.or_else(|| others.contains_key("").then_some("udp"));
+    if let Some(alone) = alone {
+        let from = from.map(|from| format!(" from {from}")).unwrap_or_default();
+        let text = format!(
+            "the move{from} to {kind} loses packets: {alone} runs beside no other backend, so two \
+             nodes reach each other again only when both have read this config"
         );
         output.text += &terminal.field("note", Style::Warning, &text);
     }
     output.value["other_offers"] = json!(others);
+    output.value["move_loses_packets"] = json!(alone.is_some());
     Ok(())
 }
 
@@ -384,6 +431,36 @@ mod tests {
             let output = written.unwrap();
             assert_eq!(output.value["other_offers"], counts);
             assert!(output.text.contains(note), "{}", output.text);
+        }
+    }
+
+    /// The lease type of udp is empty.
+    #[tokio::test]
+    async fn a_move_from_or_to_udp_is_described_and_loses_packets() {
+        let config = |kind| format!(r#"{{"Network":"10.1.0.0/16","Backend":{{"Type":"{kind}"}}}}"#);
+        let terminal = Terminal { width: 400, colours: false };
+        let backends = flannel_backends::all();
+        for (from, to, offer, parts) in [
+            ("vxlan", "udp", "vxlan", ["1 offer only vxlan; their nodes move to udp when", "udp"]),
+            ("udp", "vxlan", "", ["1 offer no backend type, as those of udp; their", "udp"]),
+            ("alloc", "vxlan", "vxlan", ["the move from alloc to vxlan loses packets", "alloc"]),
+            ("vxlan", "host-gw", "vxlan", ["1 offer only vxlan; their nodes move to host-gw", ""]),
+            ("vxlan", "vxlan", "vxlan", ["backend", ""]),
+        ] {
+            let registry = flannel_subnet::MemoryRegistry::with_config(&config(from));
+            let value = format!(r#"{{"PublicIP":"192.0.2.7","BackendType":"{offer}"}}"#);
+            let attrs = flannel_core::lease::LeaseAttrs::from_json(&value).unwrap();
+            registry.create(&"10.1.7.0-24".parse().unwrap(), &attrs, None).await.unwrap();
+            let seen = registry.config().await.unwrap();
+            let new = (config(to), &[][..]);
+            let output = write(&registry, Some(&seen), new, (&backends, &terminal)).await.unwrap();
+            let [part, alone] = parts;
+            assert!(output.text.contains(part), "{from} {to}: {}", output.text);
+            let words = format!("loses packets: {alone} runs beside no other backend");
+            let loses = !alone.is_empty();
+            assert_eq!(output.text.contains(&words), loses, "{from} {to}: {}", output.text);
+            assert_eq!(output.value["move_loses_packets"], loses);
+            assert!(!output.text.contains("move to  when"), "{}", output.text);
         }
     }
 

@@ -569,8 +569,8 @@ fn the_condition_of_an_earlier_boot_is_withdrawn_first() {
     });
 }
 
-/// As after a boot without an address, or with a config that names no backend: repeated starts
-/// fail.
+/// As after a boot without an address, or with a config that names no backend, on a node that has
+/// no earlier one: repeated starts fail.
 #[test]
 fn a_failing_start_withdraws_the_old_condition_unless_the_network_is_in_place() {
     in_netns(|| {
@@ -580,6 +580,7 @@ fn a_failing_start_withdraws_the_old_condition_unless_the_network_is_in_place() 
         let start = |config: &str, message: &str| {
             let mut command = host.command(&["--kube-api-url", &server.url()]);
             fs::write(host.dir.path().join("net-conf.json"), config).unwrap();
+            fs::remove_file(host.dir.path().join("state/backends")).unwrap_or_default();
             let mut daemon =
                 host.netns.run(|| Daemon::start(command.env("NODE_NAME", host.name())));
             assert_eq!(daemon.ended().code(), Some(1), "{}", daemon.log());
@@ -599,6 +600,23 @@ fn a_failing_start_withdraws_the_old_condition_unless_the_network_is_in_place() 
             assert_eq!(start(config, message), "True", "nothing is in place");
             server.modify("node-1", |node| node["status"]["conditions"] = json!([before]));
         }
+    });
+}
+
+/// The record of the last run names a backend that can be used.
+#[test]
+fn a_start_with_a_config_that_cannot_be_used_runs_the_backend_of_the_last_run() {
+    in_netns(|| {
+        let (server, host, mut daemon) = cluster_with_a_peer();
+        daemon.signal(Signal::SIGTERM);
+        assert_eq!(daemon.ended().code(), Some(0), "{}", daemon.log());
+        let misspelt = VXLAN.replace("vxlan", "vlxan");
+        fs::write(host.dir.path().join("net-conf.json"), misspelt).unwrap();
+        let mut command = host.command(&["--kube-api-url", &server.url()]);
+        let daemon = host.netns.run(|| Daemon::start(command.env("NODE_NAME", host.name())));
+        daemon.wait_for_log("\"vlxan\" is not a backend");
+        daemon.wait_for_log("backend=\"vxlan\"");
+        daemon.wait_for_log("in sync");
     });
 }
 
