@@ -212,11 +212,23 @@ impl LocalManager {
     /// The config, and whether it comes from the cache.
     async fn read_config(&self) -> Result<(Config, bool)> {
         let (text, cached) = self.fallback.config_text().await?;
-        let config = self.configs.read(&text)?;
-        if !cached {
-            self.fallback.note_config(&text);
+        match self.configs.read(&text) {
+            Ok(config) => {
+                if !cached {
+                    self.fallback.note_config(&text);
+                }
+                Ok((config, cached))
+            }
+            // A start: the last good config of an earlier run.
+            Err(error) if !self.configs.has_lease() => match self.fallback.earlier_config() {
+                Some(config) => {
+                    tracing::warn!(%error, "the last good network config is still used");
+                    Ok((config, true))
+                }
+                None => Err(error),
+            },
+            Err(error) => Err(error),
         }
-        Ok((config, cached))
     }
 }
 

@@ -57,6 +57,11 @@ impl Configs {
         }
     }
 
+    /// Whether a lease was taken.
+    pub(super) fn has_lease(&self) -> bool {
+        lock(&self.used).is_some()
+    }
+
     /// A lease was taken from this config.
     pub(super) fn used_for_lease(&self, config: Config) {
         *lock(&self.used) = Some(config);

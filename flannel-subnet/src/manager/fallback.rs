@@ -7,7 +7,7 @@ use std::time::Duration;
 use flannel_core::lease::{Origin, View};
 use flannel_core::logging::Seldom;
 use flannel_core::runtime::blocking;
-use flannel_core::{Error, Lease, Result, Subnets};
+use flannel_core::{Config, Error, Lease, Result, Subnets};
 use tokio::sync::{Notify, watch};
 
 use super::holding::{HeldLease, Holding};
@@ -139,6 +139,12 @@ impl Fallback {
             }
             answer => answer.map(|config| (config, false)),
         }
+    }
+
+    /// The config in the cache of an earlier run.
+    pub(super) fn earlier_config(&self) -> Option<Config> {
+        let saved = self.loaded.as_ref()?.config.as_ref()?;
+        Config::parse(&saved.text).ok()
     }
 
     /// Notes the config, to be saved soon.

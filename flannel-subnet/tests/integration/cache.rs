@@ -656,3 +656,25 @@ async fn a_damaged_cache_is_treated_as_missing() {
     fixture.registry.set_outage(false);
     manager.acquire_lease(&attrs(1)).await.unwrap();
 }
+
+/// A wrong config of the store must not end a network that worked before a restart.
+#[tokio::test(start_paused = true)]
+async fn a_start_with_a_wrong_config_uses_the_last_good_one() {
+    let fixture = Fixture::new();
+    let lease = fixture.first_run().await;
+    fixture.registry.set_outage(false);
+    let other = r#"{"Network":"10.2.0.0/16"}"#;
+    for wrong in ["{", r#"{"Network":"10.1.0.0/33"}"#] {
+        fixture.registry.set_config(Some(wrong));
+        assert!(fixture.manager(2, None, 0).network_config().await.is_err(), "it has no cache");
+        let manager = fixture.node(0);
+        let used = manager.network_config().await.unwrap();
+        assert_eq!(used.networks.v4.unwrap().network, "10.1.0.0/16".parse().unwrap());
+        assert!(manager.store_status().wrong_config.is_some());
+        assert_eq!(manager.acquire_lease(&attrs(1)).await.unwrap().subnets, lease.subnets);
+        assert!(manager.network_config().await.is_err(), "the caller has one");
+    }
+    fixture.registry.set_config(Some(other));
+    let used = fixture.node(0).network_config().await.unwrap();
+    assert_eq!(used.networks.v4.unwrap().network, "10.2.0.0/16".parse().unwrap());
+}
