@@ -223,7 +223,7 @@ impl LocalManager {
             Err(error) if !self.configs.has_lease() => match self.fallback.earlier_config() {
                 Some(config) => {
                     tracing::warn!(%error, "the last good network config is still used");
-                    Ok((config, true))
+                    Ok((config, false))
                 }
                 None => Err(error),
             },
