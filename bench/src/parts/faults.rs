@@ -51,6 +51,8 @@ pub(crate) enum Kind {
     SubnetFileRemoved,
     UnderlayMtu,
     ConfigChanged,
+    /// Another device on each host has the VNI of the new config.
+    ConfigImpossible,
     /// Nodes that do not exist come and go in the store.
     LeasesChurned,
     /// The events that a host misses are compacted away.
@@ -79,7 +81,7 @@ pub(crate) enum Kind {
 }
 
 impl Kind {
-    const ALL: [(Self, &'static str); 28] = [
+    const ALL: [(Self, &'static str); 29] = [
         (Self::DaemonKilled, "daemon killed"),
         (Self::DaemonStopped, "daemon stopped"),
         (Self::AllDaemonsKilled, "all daemons killed"),
@@ -87,6 +89,7 @@ impl Kind {
         (Self::SubnetFileRemoved, "subnet file removed"),
         (Self::UnderlayMtu, "underlay MTU 1400"),
         (Self::ConfigChanged, "network config with MTU 1400"),
+        (Self::ConfigImpossible, "network config that no kernel can hold"),
         (Self::LeasesChurned, "leases churned"),
         (Self::StoreCompacted, "store compacted"),
         (Self::LeaseDeleted, "lease deleted"),
@@ -146,7 +149,11 @@ impl Kind {
     fn needs_store(self) -> bool {
         matches!(
             self,
-            Self::LeasesChurned | Self::StoreCompacted | Self::LeaseDeleted | Self::ConfigChanged
+            Self::LeasesChurned
+                | Self::StoreCompacted
+                | Self::LeaseDeleted
+                | Self::ConfigChanged
+                | Self::ConfigImpossible
         )
     }
 }
@@ -176,6 +183,7 @@ impl Fault {
             // The packets of the streams are small.
             | Kind::UnderlayMtu
             | Kind::ConfigChanged
+            | Kind::ConfigImpossible
             | Kind::LeasesChurned => false,
             Kind::DeviceDeleted | Kind::DeviceDown => of_host && of_family && tunnelled,
             Kind::RouteDeleted | Kind::RouteToNowhere | Kind::RouteElsewhere => {
@@ -208,7 +216,10 @@ impl fmt::Display for Fault {
         let Self { kind, host, peer, family } = self;
         let name = kind.name();
         match kind {
-            Kind::AllDaemonsKilled | Kind::ConfigChanged | Kind::LeasesChurned => {
+            Kind::AllDaemonsKilled
+            | Kind::ConfigChanged
+            | Kind::ConfigImpossible
+            | Kind::LeasesChurned => {
                 write!(f, "{name}")
             }
             Kind::DeviceDeleted | Kind::DeviceDown | Kind::RoutesFlushed => {

@@ -7,7 +7,7 @@ use anyhow::{Context, bail, ensure};
 use flannel_core::address::Family;
 use flannel_core::{Subnet, Subnets};
 use flannel_lab::{Host, Signal};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::parts::faults::{Fault, Kind};
 use crate::parts::site::{Site, public, router};
@@ -34,7 +34,17 @@ impl Fault {
             Kind::FirewallWiped => run(host, "nft flush ruleset")?,
             Kind::SubnetFileRemoved => std::fs::remove_file(host.subnet_file())?,
             Kind::UnderlayMtu => run(host, "ip link set eth0 mtu 1400")?,
-            Kind::ConfigChanged => site.store.put("config", &config(site, Some(1400))?)?,
+            Kind::ConfigChanged => {
+                site.store.put("config", &config(site, |backend| backend["MTU"] = 1400.into())?)?;
+            }
+            Kind::ConfigImpossible => {
+                for host in site.lab.hosts() {
+                    run(host, "ip link add stranger type vxlan id 7 dstport 8472 dev eth0")?;
+                }
+                let impossible =
+                    |backend: &mut Value| *backend = json!({ "Type": "vxlan", "VNI": 7 });
+                site.store.put("config", &config(site, impossible)?)?;
+            }
             Kind::LeasesChurned => {
                 for (key, value) in strangers(site)? {
                     site.store.put(&format!("subnets/{key}"), &value)?;
@@ -84,8 +94,14 @@ impl Fault {
                 forget_path_mtus(site)?;
             }
             Kind::ConfigChanged => {
-                site.store.put("config", &config(site, None)?)?;
+                site.store.put("config", &config(site, |_| ())?)?;
                 forget_path_mtus(site)?;
+            }
+            Kind::ConfigImpossible => {
+                site.store.put("config", &config(site, |_| ())?)?;
+                for host in site.lab.hosts() {
+                    run(host, "ip link delete stranger")?;
+                }
             }
             Kind::LeasesChurned => {
                 for (key, _) in strangers(site)? {
@@ -242,13 +258,11 @@ fn subnet(site: &Site, host: usize, family: Family) -> anyhow::Result<Subnet> {
     site.envs[host - 1].subnets[family].context("every host has a subnet of each family")
 }
 
-/// The network config with an MTU for the backend.
-fn config(site: &Site, mtu: Option<u32>) -> anyhow::Result<String> {
+/// The network config with a changed backend.
+fn config(site: &Site, change: impl FnOnce(&mut Value)) -> anyhow::Result<String> {
     // The lab's own file is the registry of one of the clusters.
     let mut config: Value = serde_json::from_str(&site.config)?;
-    if let Some(mtu) = mtu {
-        config["Backend"]["MTU"] = mtu.into();
-    }
+    change(&mut config["Backend"]);
     Ok(config.to_string())
 }
 
