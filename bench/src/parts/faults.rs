@@ -369,7 +369,7 @@ mod tests {
     fn each_kind_has_its_turn_in_each_round() {
         let on = |backend| Kind::all().filter(move |kind| kind.applies(backend)).count();
         let round = on(Backend::Vxlan) + on(Backend::HostGw);
-        assert_eq!(round, 28 + 20);
+        assert_eq!(round, 29 + 21);
         for steps in steps(7, 3 * round).chunks(round) {
             let kinds: BTreeSet<_> = steps.iter().map(|s| (s.cluster, s.fault.kind)).collect();
             assert_eq!(kinds.len(), round);

@@ -24,7 +24,7 @@ use super::leftovers::old_records;
 use super::moving::handshakes::follow;
 use super::moving::{Runs, Team};
 use super::plain_routes::until_ruled;
-use super::start::{Ready, Refused, Starter, prepare, stored};
+use super::start::{Purpose, Ready, Refused, Starter, prepare, stored};
 use super::status_log::log_status;
 use crate::blocking::run_blocking_in_order;
 use crate::config::DaemonConfig;
@@ -117,12 +117,13 @@ async fn run_until_next(
     };
     let looks = look(observer, rules.clone());
     let validate = async |to: &Config| {
-        let tried = starter.try_out(&validator, to).await;
+        let tried = starter.try_out(&validator, to, Purpose::Use).await;
         let refused = tried.as_ref().err().filter(|error| !error.is_of_store());
         let refused = refused.map(ToString::to_string);
         starter.refuse(refused.map(|reason| Refused { config: to.clone(), reason }));
         tried
     };
+    let ask = async |to: &Config| starter.try_out(&validator, to, Purpose::Question).await;
     // The next network may be built from another config.
     let validate_again = async || {
         let next = stored(subnets, Some(&config)).await?;
@@ -201,8 +202,7 @@ async fn run_until_next(
             ended => Err(Error::Stopped(format!("{ended:?}"))),
         },
         end = replaced => end,
-        never = observer.answer_trials(async |config| starter.try_out(&validator, config).await) =>
-            match never {},
+        never = observer.answer_trials(ask) => match never {},
         never = firewall => match never? {},
         never = log_status(status()) => match never {},
         never = observer.follow(views.clone()) => match never {},

@@ -20,7 +20,7 @@ use tokio::time::sleep;
 
 use super::config_validator::ConfigValidator;
 use super::moving::{Lineup, Moving, Runs, Team};
-use super::trial::{self, KnownStore};
+use super::trial::{self, KnownStore, UnsavedSecrets};
 use super::uplink::{Chosen, addresses_of};
 use crate::config::DaemonConfig;
 use crate::error::Error;
@@ -59,6 +59,15 @@ pub(crate) struct Refused {
     pub(crate) config: Config,
     /// Why no network can be built from it.
     pub(crate) reason: String,
+}
+
+/// Why a config is tried.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Purpose {
+    /// Its network is built next. A secret that it needs is made and stays.
+    Use,
+    /// A user asks. No command is run, and nothing stays.
+    Question,
 }
 
 /// The values of the next network.
@@ -298,7 +307,9 @@ impl<'a> Starter<'a> {
         views: &watch::Receiver<View>,
     ) -> Result<Choice, Error> {
         let earlier = self.earlier(&stored);
-        let before = earlier.first().cloned();
+        let is_last = self.last.as_ref().is_none_or(|(last, _)| *last == stored);
+        let is_proven = is_last && self.moving.has_offered(&stored);
+        let before = earlier.first().filter(|_| !is_proven).cloned();
         let refused = self.refused().filter(|refused| refused.config == stored);
         let known = refused.as_ref().filter(|_| !earlier.is_empty());
         let (error, reason) = match known {
@@ -364,7 +375,7 @@ impl<'a> Starter<'a> {
         let chosen = validator.validate(config, used).await?;
         let is_new = !self.moving.has_offered(config) && !self.earlier(config).is_empty();
         if of_store && is_new {
-            self.try_devices(config, &chosen.iface).await?;
+            self.try_devices(config, &chosen.iface, Purpose::Use).await?;
         }
         let host = self.host(&chosen.iface);
         let prepare = async |runs: &Runs| prepare(&host, runs).await;
@@ -379,13 +390,24 @@ impl<'a> Starter<'a> {
         Ok((chosen, lineup))
     }
 
-    /// Asks the kernel whether it can hold the devices of this config. Leaves nothing behind.
-    async fn try_devices(&self, config: &Config, iface: &ExternalInterface) -> Result<(), Error> {
+    /// Asks the kernel whether it can hold the devices of this config.
+    async fn try_devices(
+        &self,
+        config: &Config,
+        iface: &ExternalInterface,
+        purpose: Purpose,
+    ) -> Result<(), Error> {
         let backend = self.settings.backends.find(&config.backend.kind)?;
+        if purpose == Purpose::Question && backend.runs_commands() {
+            return Ok(());
+        }
         let hints = lock(&self.hints).clone();
         let subnets = Arc::new(KnownStore { subnets: Arc::clone(&self.subnets), hints });
         let mut host = self.host(iface);
         host.subnets = subnets;
+        if purpose == Purpose::Question {
+            host.secrets = Arc::new(UnsavedSecrets(secrets(self.settings)));
+        }
         let prepared = host.prepare(backend, config).await?;
         let running = self.moving.footprint(self.settings, config);
         let inlets = backend.datapath(config)?.inlets;
@@ -393,7 +415,7 @@ impl<'a> Starter<'a> {
     }
 
     /// Checks whether a network can be built from `config` in place of the one that runs, which
-    /// `validator` knows. Notes whether the config is refused.
+    /// `validator` knows.
     ///
     /// # Errors
     /// The store does not answer, or no network can be built.
@@ -401,10 +423,11 @@ impl<'a> Starter<'a> {
         &self,
         validator: &ConfigValidator,
         config: &Config,
+        purpose: Purpose,
     ) -> Result<(), Error> {
         let used = self.last.as_ref().map(|(config, _)| config);
         let chosen = validator.validate(config, used).await?;
-        self.try_devices(config, &chosen.iface).await
+        self.try_devices(config, &chosen.iface, purpose).await
     }
 }
 

@@ -6,18 +6,21 @@
 //! module, the rights of this process, an identifier that no other device has, a free port, the
 //! MTU, memory. Nothing stays.
 
+use std::io;
 use std::net::{Ipv4Addr, UdpSocket};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use async_trait::async_trait;
-use flannel_core::backend::{Built, Inlet, NodeLease, Prepared};
+use flannel_core::backend::{Built, Inlet, MakeSecret, NodeLease, Prepared, Secrets};
 use flannel_core::kernel::{Footprint, KernelError};
 use flannel_core::lease::{LeaseAttrs, Revision, View};
-use flannel_core::object::{Change, Link, LinkKind, LinkName, MacAddr, Object, State};
+use flannel_core::object::{Change, Link, LinkKind, LinkName, MacAddr, Object, Secret, State};
 use flannel_core::runtime::blocking;
 use flannel_core::subnet::{Hints, LeaseEnd, Ownership, StoreStatus};
 use flannel_core::{Config, Error as Cause, Kernel, Lease, SubnetManager, Subnets};
 use flannel_netlink::NetlinkKernel;
+use flannel_options::FileSecrets;
 use tokio::sync::watch;
 
 use super::leftovers::log_removal;
@@ -71,6 +74,25 @@ impl SubnetManager for KnownStore {
 
     fn store_status(&self) -> StoreStatus {
         self.subnets.store_status()
+    }
+}
+
+/// The secrets of this node, without storing a new one.
+#[derive(Debug)]
+pub(super) struct UnsavedSecrets(pub(super) FileSecrets);
+
+#[async_trait]
+impl Secrets for UnsavedSecrets {
+    async fn get_or_create(&self, name: &str, make: &MakeSecret<'_>) -> io::Result<Secret> {
+        let is_missing = AtomicBool::new(false);
+        let none = || {
+            is_missing.store(true, Ordering::Relaxed);
+            Err(io::Error::from(io::ErrorKind::NotFound))
+        };
+        match self.0.get_or_create(name, &none).await {
+            Err(_) if is_missing.load(Ordering::Relaxed) => make(),
+            stored => stored,
+        }
     }
 }
 
@@ -221,4 +243,63 @@ fn check_port(inlet: Inlet) -> Result<(), Error> {
     bound.map(drop).map_err(|error| {
         Cause::Kernel { object: format!("UDP port {port}"), source: error.into() }.into()
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use flannel_core::object::Vxlan;
+    use flannel_core::testing::{FakeKernel, Operation};
+
+    use super::*;
+
+    fn vxlan(vni: u32, port: u16) -> Link {
+        let mac = MacAddr::local([7; 6]);
+        let local = None;
+        let lower = None;
+        let kind = Vxlan { vni, port, mac, local, lower, learning: false, gbp: false }.into();
+        Link { name: format!("flannel.{vni}").parse().unwrap(), mtu: 1450, up: true, kind }
+    }
+
+    /// The devices of the network that runs excuse what they hold, and only that.
+    #[test]
+    fn a_trial_leaves_nothing_and_tells_foreign_obstacles_from_its_own() {
+        let own = &vxlan(1, 8472);
+        let other_port = &vxlan(1, 9472);
+        let other_vni = &vxlan(2, 8472);
+        let there = std::slice::from_ref(own);
+        for (there, link, errno, is_refused) in [
+            (&[][..], own, None, false),
+            (&[][..], own, Some(95), true),
+            (there, own, Some(95), false),
+            (there, other_port, None, false),
+            (there, other_port, Some(EADDRINUSE), true),
+            (there, other_vni, Some(EADDRINUSE), false),
+            (there, other_vni, Some(EEXIST), true),
+            (there, other_vni, Some(1), true),
+        ] {
+            let kernel = FakeKernel::with_uplink("eth0");
+            if let Some(errno) = errno {
+                kernel.fail(1, errno, |call| call.operation == Operation::Create);
+            }
+            let result = check_device(&kernel, there, link);
+            let error = result.as_ref().err().map(ToString::to_string);
+            assert_eq!(result.is_err(), is_refused, "{link:?} {errno:?}: {error:?}");
+            assert!(error.is_none_or(|error| error.contains("vxlan device flannel.")));
+            assert_eq!(kernel.dump(), [""; 0]);
+        }
+    }
+
+    #[tokio::test]
+    async fn a_question_stores_no_secret_and_reads_those_that_are_there() {
+        let dir = tempfile::tempdir().unwrap();
+        let files = || FileSecrets::new(dir.path());
+        let unsaved = UnsavedSecrets(files());
+        let make = |byte: u8| move || Ok(Secret::new([byte; 32]));
+        let made = unsaved.get_or_create("wireguard", &make(7)).await.unwrap();
+        assert_eq!(made.expose(), [7; 32]);
+        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
+        files().get_or_create("wireguard", &make(8)).await.unwrap();
+        let read = unsaved.get_or_create("wireguard", &make(9)).await.unwrap();
+        assert_eq!(read.expose(), [8; 32]);
+    }
 }

@@ -638,6 +638,59 @@ fn the_log_filter_can_be_set_and_sighup_resets_it() {
     });
 }
 
+/// The kernel refuses its devices. The answer comes before the config is written.
+#[test]
+fn a_config_that_this_node_cannot_use_is_refused_and_the_network_goes_on() {
+    in_netns(|| {
+        let place = Place::new(Some(CONFIG));
+        place.peer(7);
+        // As a daemon leaves it that was killed in the midst of a trial.
+        ip("link add flannel-trial type vxlan id 9 dstport 4000");
+        let daemon = place.start();
+        ready(&daemon);
+        let trial = || ip("-o link show").contains("flannel-trial");
+        assert!(!trial(), "{}", daemon.log());
+        let stored = || fs::read_to_string(place.registry().join("config")).unwrap();
+        let socket = std::net::UdpSocket::bind(("0.0.0.0", 9472)).unwrap();
+        ip("link add stranger type vxlan id 2 dstport 8472");
+        ip("link add flannel.3 type dummy");
+        for (patch, part) in [
+            (r#"{"Backend":{"Port":9472}}"#, "in use"),
+            (r#"{"Backend":{"VNI":2}}"#, "stranger"),
+            (r#"{"Backend":{"VNI":3}}"#, "another kind"),
+            (r#"{"Backend":{"Type":"wireguard","PSKFile":"/nowhere"}}"#, "wireguard"),
+        ] {
+            let (code, text) = place.fails(&["config", "patch", patch]);
+            let refused = "PATCH: this node cannot build the network: ";
+            let is_named = text.contains(part) || patch.contains("wireguard");
+            assert!(code == 1 && is_named, "{patch}: {text}");
+            assert!(text.contains(refused) || text.contains("this node cannot"), "{text}");
+            assert_eq!(stored(), CONFIG, "nothing was written");
+            let metrics = metric("flannel_config_refused");
+            assert_eq!((metrics, trial()), (0.0, false), "a question changes nothing");
+        }
+        let good = place.json(&["config", "patch", r#"{"Backend":{"DirectRouting":true}}"#]);
+        let this_node = json!({ "asked": true, "obstacle": null, "not_asked": null });
+        assert_eq!(good["this_node"], this_node);
+        let patch = r#"{"Backend":{"DirectRouting":null,"Port":9472}}"#;
+        let forced = place.json(&["config", "patch", "--force", patch]);
+        assert!(forced["this_node"]["obstacle"].as_str().unwrap().contains("in use"), "{forced}");
+        wait_until(|| metric("flannel_config_refused") == 1.0, || daemon.log());
+        assert_eq!(http("/readyz").0, 200);
+        let refused = &place.json(&["status"])["network"]["refused_config"];
+        assert_eq!(refused["backend"], "vxlan", "{refused}");
+        let device = || ip("-d link show flannel.1");
+        assert!(device().contains("dstport 8472"), "{}", device());
+        drop(socket);
+        wait_until(|| device().contains("dstport 9472"), || daemon.log());
+        wait_until(|| metric("flannel_config_refused") == 0.0, || daemon.log());
+        assert!(!trial());
+        assert_eq!(stop(daemon).code(), Some(0));
+        let this_node = &place.json(&["config", "check"])["this_node"];
+        assert_eq!(this_node["asked"], false, "{this_node}");
+    });
+}
+
 #[test]
 fn without_a_daemon_flannelctl_shows_and_removes_the_state_that_is_left() {
     in_netns(|| {
