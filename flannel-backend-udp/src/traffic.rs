@@ -46,6 +46,7 @@ pub(crate) fn traffic(status: &Status, drops: &mut Drops, now: Instant) -> Optio
         ("no_peer", counts.no_peer),
         ("expired", counts.expired),
         ("bad_packet", counts.bad_packet),
+        ("tiny_segments", counts.tiny_segments),
         ("send_failed", counts.send_failed),
         ("write_failed", counts.write_failed),
         ("read_failed", counts.read_failed),
@@ -191,7 +192,7 @@ mod tests {
             let (text, _) = problem(reason, options, &status).unwrap();
             assert!(text.contains(expected), "{text}");
         }
-        for usual in ["no_peer", "expired", "bad_packet", "bad_datagram"] {
+        for usual in ["no_peer", "expired", "bad_packet", "tiny_segments", "bad_datagram"] {
             assert_eq!(problem(usual, options, &status), None);
         }
     }

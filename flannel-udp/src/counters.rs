@@ -55,6 +55,8 @@ counters! {
     expired,
     /// Packets of pods that are not valid IP packets.
     bad_packet,
+    /// Packets of pods that would be split into more and smaller segments than any kernel makes.
+    tiny_segments,
     /// Packets that the kernel refused to send.
     send_failed,
     /// Packets that the kernel refused to receive.

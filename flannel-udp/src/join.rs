@@ -223,7 +223,7 @@ mod tests {
     use proptest::sample::Index;
 
     use super::*;
-    use crate::split::split;
+    use crate::split::{Refused, split};
 
     /// A packet of TCP or UDP with right checksums but for the transport's, which is that of the
     /// pseudo-header, as the kernel leaves it to hardware.
@@ -288,16 +288,16 @@ mod tests {
 
     /// The packets into which a packet is split.
     fn segments(packet: &[u8], vnet: &Vnet) -> Vec<Vec<u8>> {
-        let (mut packet, mut headers) = (packet.to_vec(), vec![7; 3]);
+        let mut packet = packet.to_vec();
         let ip = Header::parse(&packet).unwrap();
-        let segments = split(&mut packet, &ip, vnet, &mut headers).unwrap();
-        let payload = packet[segments.headers..].chunks(segments.payload);
-        let headers = headers[3..].chunks(segments.headers.max(1));
-        let headers = headers.map(<[u8]>::to_vec).chain(std::iter::repeat_with(Vec::new));
-        let parts: Vec<Vec<u8>> =
-            headers.zip(payload).map(|(header, payload)| [&header, payload].concat()).collect();
-        assert_eq!(parts.len(), segments.count);
-        parts
+        let segments = split(&mut packet, &ip, vnet).unwrap();
+        let segment = |n: usize| {
+            let mut segment = vec![7; 3];
+            segments.write_headers(n, &packet, &ip, &mut segment);
+            segment.extend_from_slice(&packet[segments.payload_of(n, &packet)]);
+            segment.split_off(3)
+        };
+        (0..segments.count).map(segment).collect()
     }
 
     /// The packets of groups, and the vnet header of each.
@@ -414,8 +414,8 @@ mod tests {
             Vnet { gso_type: 0, csum_start: 139, ..good },
             Vnet { gso_type: 0, csum_offset: 0xffff, ..good },
         ] {
-            let (mut packet, mut headers) = (packet.clone(), Vec::new());
-            assert!(split(&mut packet, &ip, &wrong, &mut headers).is_err(), "{wrong:?}");
+            let refused = split(&mut packet.clone(), &ip, &wrong);
+            assert_eq!(refused, Err(Refused::Malformed), "{wrong:?}");
         }
     }
 }

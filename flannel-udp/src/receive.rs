@@ -207,16 +207,19 @@ impl<'a, D: Device, W: Wire> Receiver<'a, D, W> {
 
     /// Writes the segments of a packet one by one.
     fn write_segments(&mut self, range: Range<usize>, ip: &Header, vnet: &Vnet) {
-        let (mut headers, vnet_of_each) = (Vec::new(), Vnet::default().write());
+        let vnet_of_each = Vnet::default().write();
         let len = range.len();
         let packet = &mut self.buffer[range];
-        let Ok(made) = split(packet, ip, vnet, &mut headers) else {
+        let Ok(made) = split(packet, ip, vnet) else {
             return add(&self.counters.write_failed, 1);
         };
-        let payloads = packet[made.headers..].chunks(made.payload);
+        let mut headers = Vec::new();
         let mut failed = 0;
-        for (headers, payload) in headers.chunks(made.headers).zip(payloads) {
-            let parts = [&vnet_of_each[..], headers, payload].map(IoSlice::new);
+        for n in 0..made.count {
+            headers.clear();
+            made.write_headers(n, packet, ip, &mut headers);
+            let payload = &packet[made.payload_of(n, packet)];
+            let parts = [&vnet_of_each[..], &headers, payload].map(IoSlice::new);
             failed += u64::from(self.device.write(&parts).is_err());
         }
         match failed {

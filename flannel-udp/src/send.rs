@@ -15,7 +15,7 @@ use crate::limit::Limit;
 use crate::mtus::Mtus;
 use crate::packet::{Header, decrement_ttl};
 use crate::plane::Next;
-use crate::split::split;
+use crate::split::{Refused, split};
 use crate::table::Table;
 use crate::vnet::Vnet;
 
@@ -50,6 +50,7 @@ pub(crate) struct Sender<'a, D, W> {
     counters: &'a Counters,
     arena: Vec<u8>,
     used: usize,
+    /// Headers that were made for the batch.
     headers: Vec<u8>,
     /// Datagrams of one size for one node, which are sent at once.
     batch: Vec<Part>,
@@ -132,25 +133,26 @@ impl<'a, D: Device, W: Wire> Sender<'a, D, W> {
             return self.answer(icmp::Error::Expired, start, &ip);
         }
         decrement_ttl(packet, &ip);
-        let headers = self.headers.len();
-        let Ok(segments) = split(packet, &ip, &vnet, &mut self.headers) else {
-            return add(&self.counters.bad_packet, 1);
+        let segments = match split(packet, &ip, &vnet) {
+            Ok(segments) => segments,
+            Err(Refused::Malformed) => return add(&self.counters.bad_packet, 1),
+            Err(Refused::TooMany) => return add(&self.counters.tiny_segments, 1),
         };
         self.used = range.end;
-        let (to, end) = (peer.address, start + ip.total);
+        let whole = start..start + ip.total;
         for n in 0..segments.count {
-            let at = headers + n * segments.headers;
-            let from = start + segments.headers + n * segments.payload;
-            let part = Part {
-                headers: at..at + segments.headers,
-                payload: from..end.min(from + segments.payload),
-            };
-            self.push(to, part);
+            let payload = segments.payload_of(n, &self.arena[whole.clone()]);
+            self.make_room(peer.address, segments.headers + payload.len());
+            let at = self.headers.len();
+            let packet = &self.arena[whole.clone()];
+            segments.write_headers(n, packet, &ip, &mut self.headers);
+            let payload = start + payload.start..start + payload.end;
+            self.push(peer.address, Part { headers: at..self.headers.len(), payload });
         }
     }
 
-    fn push(&mut self, to: SocketAddr, part: Part) {
-        let len = part.len();
+    /// Sends the batch, unless a datagram of this length for a node can join it.
+    fn make_room(&mut self, to: SocketAddr, len: usize) {
         let fits = match (self.batch.first(), self.batch.last()) {
             (Some(first), Some(last)) => {
                 self.to == Some(to)
@@ -165,15 +167,17 @@ impl<'a, D: Device, W: Wire> Sender<'a, D, W> {
         if !fits {
             self.send();
         }
+    }
+
+    fn push(&mut self, to: SocketAddr, part: Part) {
         self.to = Some(to);
-        self.bytes += len;
+        self.bytes += part.len();
         self.batch.push(part);
     }
 
     /// Sends the batch, and makes the buffers empty.
     fn flush(&mut self) {
         self.send();
-        self.headers.clear();
         self.used = 0;
     }
 
@@ -202,6 +206,7 @@ impl<'a, D: Device, W: Wire> Sender<'a, D, W> {
             }
         }
         self.batch.clear();
+        self.headers.clear();
         (self.to, self.bytes) = (None, 0);
     }
 
@@ -450,6 +455,52 @@ mod tests {
             [vec![], vec![1; 5], good[..Vnet::LEN + 9].to_vec(), wrong_offset, wrong_size, long];
         let counts = send(&device(&bad), &FakeWire::default());
         assert_eq!((counts.bad_packet, counts.sent_packets), (6, 0));
+    }
+
+    /// The vnet header is that of a pod with raw sockets. No kernel makes such packets.
+    #[test]
+    fn a_packet_of_tiny_segments_is_dropped_and_others_pass() {
+        let payload = vec![7; 65_000];
+        let good = from_pod(UDP, &[1; 100], 0);
+        for (protocol, size) in [(TCP, 1), (TCP, 47), (UDP, 1), (UDP, 500)] {
+            let bad = from_pod(protocol, &payload, size);
+            let packets: Vec<Vec<u8>> =
+                std::iter::repeat_n(bad, 20).chain([good.clone()]).collect();
+            let wire = FakeWire::default();
+            let counts = send(&device(&packets), &wire);
+            assert_eq!((counts.tiny_segments, counts.sent_packets), (20, 1), "{protocol} {size}");
+            assert_eq!(wire.sent.borrow()[0].1[28..], [1; 100]);
+        }
+    }
+
+    /// Segments of the smallest MSS, the most datagrams of one call, and small ones that the
+    /// kernel has joined when it received them.
+    #[test]
+    fn small_segments_of_kernels_pass() {
+        for (protocol, len, size) in
+            [(TCP, 65_000, 48), (UDP, 128, 1), (UDP, 65_000, 508), (TCP, 128, 1)]
+        {
+            let counts =
+                send(&device(&[from_pod(protocol, &vec![7; len], size)]), &FakeWire::default());
+            let expected = len.div_ceil(usize::from(size)) as u64;
+            assert_eq!((counts.sent_packets, counts.tiny_segments), (expected, 0), "{protocol}");
+        }
+        // The options of TCP count, as in the kernel.
+        let mut packet = from_pod(TCP, &[7; 12 + 65_000], 36);
+        packet[Vnet::LEN + 32] = 8 << 4;
+        let counts = send(&device(&[packet]), &FakeWire::default());
+        assert_eq!((counts.sent_packets, counts.tiny_segments), (65_000_u64.div_ceil(36), 0));
+    }
+
+    /// Headers are made for a batch, and not for all segments of a packet.
+    #[test]
+    fn many_segments_need_little_memory() {
+        let packets = vec![from_pod(TCP, &[7; 65_000], 48); 20];
+        let (device, wire, counters) = (device(&packets), FakeWire::default(), Counters::default());
+        let mut sender = Sender::new(&device, [Some(&wire), None], &counters);
+        while sender.run(&table(), 7).unwrap() == Next::More {}
+        assert_eq!(counters.read().sent_packets, 20 * 65_000_u64.div_ceil(48));
+        assert!(sender.headers.capacity() <= MOST_DATAGRAMS * 256, "{}", sender.headers.capacity());
     }
 
     proptest! {

@@ -3,6 +3,8 @@
 //! **Source**: linux `net/ipv4/tcp_offload.c: tcp_gso_segment`, `net/ipv4/udp_offload.c:
 //! __udp_gso_segment`.
 
+use std::ops::Range;
+
 use crate::checksum;
 use crate::packet::long;
 use crate::packet::{Header, TCP, UDP, pseudo_sum, set_total, set_word, word};
@@ -14,9 +16,21 @@ const FIN: u8 = 1;
 const PSH: u8 = 8;
 const CWR: u8 = 0x80;
 
-/// A packet is not as its vnet header says.
+/// The most segments of a packet whose size does not matter (linux `UDP_MAX_SEGMENTS`). The kernel
+/// sends no more datagrams at once, and joins no more of them when it receives.
+const FEW: usize = 128;
+/// The smallest segment of TCP that the kernel makes by itself: options and payload, in bytes
+/// (linux `TCP_MIN_SND_MSS`).
+const LEAST_MSS: usize = 48;
+
+/// Why a packet is not split.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Malformed;
+pub(crate) enum Refused {
+    /// It is not as its vnet header says.
+    Malformed,
+    /// No kernel makes so many segments of a packet: a pod has written the vnet header.
+    TooMany,
+}
 
 /// The segments of a packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -27,59 +41,89 @@ pub(crate) struct Segments {
     /// The payload of each segment but the last, in bytes.
     pub(crate) payload: usize,
     pub(crate) count: usize,
+    /// The offset of the transport header.
+    start: usize,
+    /// The protocol of that header.
+    protocol: u8,
 }
 
-/// Completes a packet, or splits it: writes the headers of all segments to the end of `headers`.
-/// The payload of segment `i` is `packet[segments.headers + i * segments.payload..]`.
-pub(crate) fn split(
-    packet: &mut [u8],
-    ip: &Header,
-    vnet: &Vnet,
-    headers: &mut Vec<u8>,
-) -> Result<Segments, Malformed> {
+/// Completes a packet that is one segment, or tells how to split it.
+pub(crate) fn split(packet: &mut [u8], ip: &Header, vnet: &Vnet) -> Result<Segments, Refused> {
     let start = usize::from(vnet.csum_start);
     if vnet.gso_type == GSO_NONE {
         if vnet.flags & NEEDS_CSUM != 0 {
             let place = start + usize::from(vnet.csum_offset);
             if start < ip.len || place + 2 > packet.len() {
-                return Err(Malformed);
+                return Err(Refused::Malformed);
             }
             // The field has the sum of the pseudo-header.
             let sum = !checksum::sum(&packet[start..]);
             set_word(packet, place, if sum == 0 { 0xffff } else { sum });
         }
-        return Ok(Segments { headers: 0, payload: packet.len(), count: 1 });
+        return Ok(Segments {
+            headers: 0,
+            payload: packet.len(),
+            count: 1,
+            start,
+            protocol: ip.protocol,
+        });
     }
     let (protocol, least) = match vnet.gso_type & !GSO_ECN {
         GSO_TCPV4 if !ip.is_v6 => (TCP, 20),
         GSO_TCPV6 if ip.is_v6 => (TCP, 20),
         GSO_UDP_L4 => (UDP, 8),
-        _ => return Err(Malformed),
+        _ => return Err(Refused::Malformed),
     };
     if start < ip.len || start + least > packet.len() || vnet.gso_size == 0 {
-        return Err(Malformed);
+        return Err(Refused::Malformed);
     }
-    let transport = if protocol == TCP { usize::from(packet[start + 12] >> 4) * 4 } else { 8 };
-    let (len, payload) = (start + transport, usize::from(vnet.gso_size));
-    if transport < least || len >= packet.len() || len > MOST_HEADERS {
-        return Err(Malformed);
+    let transport = if protocol == TCP { usize::from(packet[start + 12] >> 4) * 4 } else { least };
+    let headers = start + transport;
+    if transport < least || headers >= packet.len() || headers > MOST_HEADERS {
+        return Err(Refused::Malformed);
     }
-    let count = (packet.len() - len).div_ceil(payload);
-    let (id, seq) = (word(packet, 4), if protocol == TCP { long(packet, start + 4) } else { 0 });
-    for (n, part) in packet[len..].chunks(payload).enumerate() {
-        let at = headers.len();
-        headers.extend_from_slice(&packet[..len]);
-        let header = &mut headers[at..];
-        // At most 65,535 segments.
-        let n16 = n as u16;
-        if !ip.is_v6 {
-            set_word(header, 4, id.wrapping_add(n16));
+    let payload = usize::from(vnet.gso_size);
+    let count = (packet.len() - headers).div_ceil(payload);
+    let is_small = protocol == UDP || transport - least + payload < LEAST_MSS;
+    if count > FEW && is_small {
+        return Err(Refused::TooMany);
+    }
+    Ok(Segments { headers, payload, count, start, protocol })
+}
+
+impl Segments {
+    /// The payload of a segment, in the packet.
+    pub(crate) fn payload_of(&self, n: usize, packet: &[u8]) -> Range<usize> {
+        let begin = self.headers + n * self.payload;
+        begin..packet.len().min(begin + self.payload)
+    }
+
+    /// Writes the headers of a segment behind `headers`.
+    pub(crate) fn write_headers(
+        &self,
+        n: usize,
+        packet: &[u8],
+        ip: &Header,
+        headers: &mut Vec<u8>,
+    ) {
+        if self.headers == 0 {
+            return;
         }
-        set_total(header, ip.len, ip.is_v6, len + part.len());
-        let place = if protocol == TCP {
-            let seq = seq.wrapping_add(n as u32 * payload as u32);
+        let part = &packet[self.payload_of(n, packet)];
+        let at = headers.len();
+        headers.extend_from_slice(&packet[..self.headers]);
+        let header = &mut headers[at..];
+        let start = self.start;
+        let transport = self.headers - start;
+        if !ip.is_v6 {
+            // At most 65,535 segments.
+            set_word(header, 4, word(packet, 4).wrapping_add(n as u16));
+        }
+        set_total(header, ip.len, ip.is_v6, self.headers + part.len());
+        let place = if self.protocol == TCP {
+            let seq = long(packet, start + 4).wrapping_add(n as u32 * self.payload as u32);
             header[start + 4..start + 8].copy_from_slice(&seq.to_be_bytes());
-            if n + 1 < count {
+            if n + 1 < self.count {
                 header[start + 13] &= !(FIN | PSH);
             }
             if n > 0 {
@@ -91,10 +135,9 @@ pub(crate) fn split(
             start + 6
         };
         set_word(header, place, 0);
-        let pseudo = pseudo_sum(header, ip.is_v6, protocol, transport + part.len());
+        let pseudo = pseudo_sum(header, ip.is_v6, self.protocol, transport + part.len());
         let sum = checksum::add(checksum::sum(&header[start..]), checksum::sum(part));
         let sum = !checksum::add(sum, pseudo);
-        set_word(header, place, if sum == 0 && protocol == UDP { 0xffff } else { sum });
+        set_word(header, place, if sum == 0 && self.protocol == UDP { 0xffff } else { sum });
     }
-    Ok(Segments { headers: len, payload, count })
 }
