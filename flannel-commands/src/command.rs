@@ -8,7 +8,7 @@ use std::os::fd::AsFd;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
-use std::process::{self, Child, ExitStatus};
+use std::process::{Child, ExitStatus};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
@@ -28,6 +28,8 @@ const LOOK: u16 = 20;
 const REAP: Duration = Duration::from_secs(5);
 /// Variables of this program with this prefix may be secrets, and are not passed on.
 const OF_DAEMON: &str = "FLANNELD_";
+/// The variables of this program that a command gets besides those that every process gets.
+const INHERITED: [&str; 6] = ["HOME", "USER", "LANG", "LC_ALL", "TMPDIR", "TZ"];
 
 /// The words of a command, in which variables are not replaced yet. No shell reads them.
 ///
@@ -155,7 +157,8 @@ impl Words {
 
     /// Runs the command, with `input` and a line feed as its standard input. Returns the end of its
     /// output. If it does not end in time, it is killed with all processes of its group.
-    /// `variables` are added to the environment of this program, without its `FLANNELD_` variables.
+    /// Its environment has `variables`, and of this program's own `PATH`, `LD_LIBRARY_PATH`, `HOME`,
+    /// `USER`, `LANG`, `LC_ALL`, `TMPDIR` and `TZ`.
     ///
     /// # Errors
     /// It cannot be started, failed, did not end in time, or was stopped.
@@ -178,13 +181,8 @@ impl Words {
         else {
             return Err(Error::NoProgram);
         };
-        let mut command = process::Command::new(program);
+        let mut command = flannel_child::command(program, &INHERITED);
         command.args(args).envs(variables).process_group(0);
-        for (name, _) in std::env::vars_os() {
-            if name.as_encoded_bytes().starts_with(OF_DAEMON.as_bytes()) {
-                command.env_remove(name);
-            }
-        }
         let start = || -> io::Result<(Child, io::PipeReader)> {
             let (reader, writer) = io::pipe()?;
             fcntl(&reader, FcntlArg::F_SETFL(OFlag::O_NONBLOCK))?;

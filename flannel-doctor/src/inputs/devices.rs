@@ -2,7 +2,6 @@
 
 use std::fs;
 use std::path::Path;
-use std::process::Command;
 
 use flannel_core::Kernel;
 use flannel_core::address::{Dual, Family};
@@ -138,9 +137,8 @@ fn release(text: &str) -> Option<[u32; 2]> {
 
 /// Whether checksum offload is on; `None` without `ethtool`.
 fn offload(link: LinkName) -> Option<bool> {
-    let mut command = Command::new("ethtool");
-    // `ethtool` needs no password.
-    command.args(["-k", link.as_str()]).env_remove("FLANNELD_ETCD_PASSWORD");
+    let mut command = flannel_child::command("ethtool", &[]);
+    command.args(["-k", link.as_str()]);
     let output = command.output().ok()?;
     let text = String::from_utf8_lossy(&output.stdout);
     let line = text
@@ -188,6 +186,8 @@ fn inodes(table: &str, port: u16) -> Vec<u64> {
 
 #[cfg(test)]
 mod tests {
+    use std::process::Command;
+
     use flannel_netlink::testing::{in_netns, ip};
 
     use super::*;

@@ -1,7 +1,7 @@
 //! The programs `iptables-save` and `iptables-restore`, and those of IPv6. No other module of this
 //! crate starts processes.
 
-use std::ffi::{OsStr, OsString};
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::Duration;
@@ -16,6 +16,8 @@ use crate::error::Error;
 const PATIENCE: Duration = Duration::from_secs(60);
 /// The first version with `--wait` and `--random-fully`.
 const MODERN: [u32; 3] = [1, 6, 2];
+/// The variables that change where the programs find their parts.
+const INHERITED: [&str; 2] = ["XTABLES_LIBDIR", "XTABLES_LOCKFILE"];
 
 /// The variant and location of the iptables programs.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -198,11 +200,6 @@ fn usual_path() -> OsString {
     std::env::join_paths(dirs).unwrap_or(path)
 }
 
-/// Whether a variable of the environment is an option of flanneld.
-fn is_option(name: &OsStr) -> bool {
-    name.as_encoded_bytes().starts_with(b"FLANNELD_")
-}
-
 fn numbers(text: &str) -> Option<[u32; 3]> {
     let mut numbers = text.split_whitespace().find_map(|word| word.strip_prefix('v'))?.split('.');
     let mut next = || numbers.next()?.parse().ok();
@@ -212,12 +209,8 @@ fn numbers(text: &str) -> Option<[u32; 3]> {
 /// Runs a program to its end and returns its standard output. Dropping the future kills it.
 async fn run(program: &Path, args: &[&str], input: &str) -> Result<String, Error> {
     let failed = |source| Error::Run { program: program.to_owned(), source };
-    let mut command = Command::new(program);
+    let mut command = Command::from(flannel_child::command(program, &INHERITED));
     command.args(args).env("LC_ALL", "C").kill_on_drop(true);
-    // The daemon's options may include a password.
-    for (name, _) in std::env::vars_os().filter(|(name, _)| is_option(name)) {
-        command.env_remove(name);
-    }
     command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
     tracing::trace!(program = %program.display(), "starting a process");
     let mut child = command.spawn().map_err(failed)?;
