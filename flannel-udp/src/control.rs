@@ -20,7 +20,7 @@ use crate::counters::{Counts, Foreign};
 use crate::options::Options;
 
 /// The version of the protocol. A process with another one is ended, and not asked for more.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 /// The longest time for an answer.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// The most descriptors in a message (linux `SCM_MAX_FD`).
@@ -132,6 +132,10 @@ pub struct Status {
     /// The options of the data plane; `None`: none runs, or its device is gone or has another name.
     /// [`Options::local`] has only the addresses that could be used.
     pub options: Option<Options>,
+    /// The number of sockets that keep the port for those that receive. They are the first
+    /// descriptors of a hand-over behind the claim; 0: one socket receives.
+    #[serde(default)]
+    pub guards: usize,
     /// The peers.
     pub peers: Peers,
     /// The addresses of nodes behind NAT, from which their datagrams come.

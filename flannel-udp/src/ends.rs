@@ -14,12 +14,14 @@ use nix::net::if_::if_nametoindex;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{
     AddressFamily, ControlMessage, ControlMessageOwned, MsgFlags, SockFlag, SockType,
-    SockaddrStorage, bind, getsockname, getsockopt, recvmsg, sendmsg, setsockopt, socket, sockopt,
+    SockaddrStorage, bind, connect, getsockname, getsockopt, recvmsg, sendmsg, setsockopt, socket,
+    sockopt,
 };
 use rustix::net::sockopt::{ip_mtu, ipv6_mtu};
 use tun_rs::DeviceBuilder;
 
 use crate::error::Error;
+use crate::group::Group;
 use crate::options::Options;
 
 /// The size of the buffers of sockets, in bytes.
@@ -70,30 +72,35 @@ pub(crate) struct Lane {
 
 impl Lane {
     /// Opens the device and the sockets. A device that does not exist is made, and stays when the
-    /// process ends.
+    /// process ends. Returns the guards of the port too.
     ///
     /// # Errors
     /// The device or a socket cannot be opened.
-    pub(crate) fn open(options: &Options, count: usize) -> Result<Vec<Self>, Error> {
+    pub(crate) fn open(options: &Options, count: usize) -> Result<(Vec<Self>, Vec<Socket>), Error> {
         let queues = Queue::open(&options.device, count)?;
-        let lane = |queue| {
-            let mut lane = Self { queue, receive: [None, None], send: [None, None] };
-            for local in &options.local {
-                let family = usize::from(local.is_ipv6());
-                lane.receive[family] = Some(Socket::receiver((*local, options.port).into())?);
-                // A second socket with the port would get datagrams that nobody reads.
-                lane.send[family] = match &lane.receive[family] {
-                    Some(socket) if options.one_port => {
-                        let address = (*local, options.port).into();
-                        let fd = socket.as_fd().try_clone_to_owned();
-                        Some(Socket(fd.map_err(|source| Error::Socket { address, source })?))
-                    }
-                    _ => Some(Socket::sender(*local)?),
+        let lane = |queue| Self { queue, receive: [None, None], send: [None, None] };
+        let mut lanes: Vec<Self> = queues.into_iter().map(lane).collect();
+        let mut guards = Vec::new();
+        let address = |local: &IpAddr| SocketAddr::from((*local, options.port));
+        let addresses: Vec<SocketAddr> = options.local.iter().map(address).collect();
+        for (address, group) in addresses.iter().zip(Group::open(&addresses, count)?) {
+            let family = usize::from(address.is_ipv6());
+            for (n, lane) in lanes.iter_mut().enumerate() {
+                let sender = if options.one_port {
+                    // A second socket with the port would get datagrams that nobody reads.
+                    let receiver = &group.receivers[n % group.receivers.len()];
+                    receiver.duplicate().map_err(|source| Error::socket(*address, source))?
+                } else {
+                    Socket::bind((address.ip(), 0).into(), Binding::Sender)?
                 };
+                lane.send[family] = Some(sender);
             }
-            Ok(lane)
-        };
-        queues.into_iter().map(lane).collect()
+            for (lane, socket) in lanes.iter_mut().zip(group.receivers) {
+                lane.receive[family] = Some(socket);
+            }
+            guards.extend(group.guards);
+        }
+        Ok((lanes, guards))
     }
 
     /// The descriptors of the lane, in the order in which [`Lane::from_fds`] takes them.
@@ -102,15 +109,17 @@ impl Lane {
         [self.queue.as_fd()].into_iter().chain(sockets.map(AsFd::as_fd))
     }
 
-    /// A lane from descriptors that another process has opened with these options.
+    /// A lane from descriptors that another process has opened with these options. `receives`: it
+    /// has sockets that receive.
     pub(crate) fn from_fds(
         options: &Options,
         fds: &mut impl Iterator<Item = OwnedFd>,
+        receives: bool,
     ) -> Option<Self> {
         let queue = Queue(File::from(fds.next()?));
         let has = |is_v6| options.local.iter().any(|local| local.is_ipv6() == is_v6);
         let mut socket = |is_v6| if has(is_v6) { fds.next().map(Socket) } else { None };
-        let receive = [socket(false), socket(true)];
+        let receive = if receives { [socket(false), socket(true)] } else { [None, None] };
         let send = [socket(false), socket(true)];
         Some(Self { queue, receive, send })
     }
@@ -174,29 +183,35 @@ pub(crate) fn has_device(queue: &Queue, name: &str) -> bool {
     now.is_none_or(|now| now.trim() == name && if_nametoindex(name).is_ok())
 }
 
+/// What a socket is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Binding {
+    /// It receives, and has its port alone.
+    Receiver,
+    /// It receives, and is a member of a [`Group`].
+    SharedReceiver,
+    /// The first and the last socket of a group, which receive nothing.
+    FirstGuard,
+    LastGuard,
+    /// It only sends.
+    Sender,
+}
+
 /// A UDP socket.
 #[derive(Debug)]
 pub(crate) struct Socket(OwnedFd);
 
 impl Socket {
-    /// A socket that receives with this address. Several can have it.
+    /// A socket with this address.
     ///
     /// # Errors
-    /// The node has no such address, or another program has the port.
-    pub(crate) fn receiver(address: SocketAddr) -> Result<Self, Error> {
-        Self::bind(address, true)
+    /// The node has no such address, or another socket has the port.
+    pub(crate) fn bind(address: SocketAddr, binding: Binding) -> Result<Self, Error> {
+        Self::try_bind(address, binding).map_err(|source| Error::socket(address, source))
     }
 
-    /// A socket with any port for sending.
-    fn sender(local: IpAddr) -> Result<Self, Error> {
-        Self::bind((local, 0).into(), false)
-    }
-
-    fn bind(address: SocketAddr, receives: bool) -> Result<Self, Error> {
-        Self::try_bind(address, receives).map_err(|source| Error::Socket { address, source })
-    }
-
-    fn try_bind(address: SocketAddr, receives: bool) -> io::Result<Self> {
+    /// The same with the error of the kernel.
+    pub(crate) fn try_bind(address: SocketAddr, binding: Binding) -> io::Result<Self> {
         let family = if address.is_ipv6() { AddressFamily::Inet6 } else { AddressFamily::Inet };
         let fd = socket(family, SockType::Datagram, SockFlag::SOCK_CLOEXEC, None)?;
         if address.is_ipv6() {
@@ -205,18 +220,41 @@ impl Socket {
         // More than `net.core.wmem_max` needs CAP_NET_ADMIN outside user namespaces.
         setsockopt(&fd, sockopt::SndBufForce, &BUFFER)
             .or_else(|_| setsockopt(&fd, sockopt::SndBuf, &BUFFER))?;
-        if receives {
-            setsockopt(&fd, sockopt::ReusePort, &true)?;
+        if matches!(binding, Binding::Receiver | Binding::SharedReceiver) {
             setsockopt(&fd, sockopt::RcvBufForce, &BUFFER)
                 .or_else(|_| setsockopt(&fd, sockopt::RcvBuf, &BUFFER))?;
-            // Since Linux 5.0. Without it each datagram is received alone.
-            let _ = setsockopt(&fd, sockopt::UdpGroSegment, &true);
         } else {
             // Nobody reads it. The kernel raises this to its least size.
             setsockopt(&fd, sockopt::RcvBuf, &0)?;
         }
-        bind(fd.as_raw_fd(), &SockaddrStorage::from(address))?;
+        if binding != Binding::Sender {
+            // Since Linux 5.0. Without it each datagram is received alone. Guards have it too: the
+            // kernel may ask one of a group before it has read the port.
+            let _ = setsockopt(&fd, sockopt::UdpGroSegment, &true);
+        }
+        if matches!(binding, Binding::SharedReceiver | Binding::LastGuard) {
+            setsockopt(&fd, sockopt::ReusePort, &true)?;
+        }
+        let address = SockaddrStorage::from(address);
+        bind(fd.as_raw_fd(), &address)?;
+        if matches!(binding, Binding::FirstGuard | Binding::LastGuard) {
+            connect(fd.as_raw_fd(), &address)?;
+        }
+        if binding == Binding::FirstGuard {
+            setsockopt(&fd, sockopt::ReusePort, &true)?;
+        }
         Ok(Self(fd))
+    }
+
+    /// Another descriptor of the socket.
+    fn duplicate(&self) -> io::Result<Self> {
+        self.0.try_clone().map(Self)
+    }
+}
+
+impl From<OwnedFd> for Socket {
+    fn from(fd: OwnedFd) -> Self {
+        Self(fd)
     }
 }
 

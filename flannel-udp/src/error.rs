@@ -5,6 +5,8 @@ use std::net::SocketAddr;
 
 use nix::errno::Errno;
 
+use crate::ports::{self, PortOwner};
+
 /// Why a data plane cannot run. The texts name a cure.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -26,7 +28,15 @@ pub enum Error {
         /// Its name.
         device: String,
     },
-    /// The node has no such address, or another program has the port.
+    /// Another program has the port of the data plane.
+    #[error("UDP port {address}: {owner} has it; end that process")]
+    PortTaken {
+        /// The address that the socket would have.
+        address: SocketAddr,
+        /// The socket in the way.
+        owner: PortOwner,
+    },
+    /// A socket cannot be opened, for example because the node has no such address.
     #[error("UDP socket with the address {address}: {source}")]
     Socket {
         /// The address, with port 0 for a socket that only sends.
@@ -45,6 +55,15 @@ pub enum Error {
 impl Error {
     pub(crate) fn device(device: &str, source: impl Into<io::Error>) -> Self {
         Self::Device { device: device.to_owned(), source: source.into() }
+    }
+
+    /// The error of a socket with an address.
+    pub(crate) fn socket(address: SocketAddr, source: io::Error) -> Self {
+        let is_taken = source.kind() == io::ErrorKind::AddrInUse;
+        match is_taken.then(|| ports::owner(address)).flatten() {
+            Some(owner) => Self::PortTaken { address, owner },
+            None => Self::Socket { address, source },
+        }
     }
 }
 

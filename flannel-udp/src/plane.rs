@@ -18,6 +18,7 @@ use crate::control::Prefix;
 use crate::counters::{Counts, Foreign, add};
 use crate::ends::{Lane, Port, Socket, has_device};
 use crate::error::Error;
+use crate::group::{self, usable};
 use crate::learned::Learned;
 use crate::ledger::Ledger;
 use crate::options::Options;
@@ -63,6 +64,8 @@ impl Shared {
 pub struct Plane {
     options: Options,
     claim: Claim,
+    /// The sockets that keep the port for those of the lanes.
+    guards: Vec<Socket>,
     lanes: Vec<Arc<Lane>>,
     shared: Arc<Shared>,
     stop: Arc<EventFd>,
@@ -89,7 +92,7 @@ impl Plane {
         let count = options.queues.unwrap_or(processors).clamp(1, MOST_QUEUES);
         let claim = Claim::new(&options.device)?;
         let (port, mut why) = (options.port, Ok(()));
-        options.local.retain(|local| match usable(port, *local) {
+        options.local.retain(|local| match usable((*local, port).into(), group::ENDING) {
             Ok(()) => true,
             Err(error) => {
                 why = Err(error);
@@ -99,42 +102,49 @@ impl Plane {
         if options.local.is_empty() {
             why?;
         }
-        let lanes = Lane::open(&options, count)?;
-        Self::run(options, claim, lanes, Shared::new(peers, &BTreeMap::new(), ledger))
+        let (lanes, guards) = Lane::open(&options, count)?;
+        let shared = Shared::new(peers, &BTreeMap::new(), ledger);
+        Self::run(options, claim, guards, lanes, shared)
     }
 
-    /// Continues a data plane of another process, which has sent its descriptors.
+    /// Continues a data plane of another process, which has sent its descriptors. `guards`: the
+    /// number of those that keep its port.
     ///
     /// # Errors
     /// A descriptor is missing, or a thread cannot be started.
     pub(crate) fn adopt(
         options: Options,
         fds: Vec<OwnedFd>,
+        guards: usize,
         peers: Vec<Peer>,
         learned: &BTreeMap<Prefix, IpAddr>,
         ledger: Arc<Ledger>,
     ) -> Result<Self, Error> {
         let (mut fds, mut lanes) = (fds.into_iter().peekable(), Vec::new());
         let claim = fds.next().map(Claim::adopt).ok_or(Error::Descriptors)?;
+        let guards: Vec<Socket> = fds.by_ref().take(guards).map(Socket::from).collect();
         while fds.peek().is_some() {
-            lanes.push(Lane::from_fds(&options, &mut fds).ok_or(Error::Descriptors)?);
+            // Without guards there is one receiving socket, for all queues.
+            let receives = lanes.is_empty() || !guards.is_empty();
+            lanes.push(Lane::from_fds(&options, &mut fds, receives).ok_or(Error::Descriptors)?);
         }
         if lanes.is_empty() {
             return Err(Error::Descriptors);
         }
-        Self::run(options, claim, lanes, Shared::new(peers, learned, ledger))
+        Self::run(options, claim, guards, lanes, Shared::new(peers, learned, ledger))
     }
 
     fn run(
         options: Options,
         claim: Claim,
+        guards: Vec<Socket>,
         lanes: Vec<Lane>,
         shared: Shared,
     ) -> Result<Self, Error> {
         let stop = EventFd::new().map_err(|errno| Error::Thread(errno.into()))?;
         let (stop, lanes) = (Arc::new(stop), lanes.into_iter().map(Arc::new).collect());
         let (shared, threads) = (Arc::new(shared), Vec::new());
-        let mut plane = Self { options, claim, lanes, shared, stop, threads };
+        let mut plane = Self { options, claim, guards, lanes, shared, stop, threads };
         plane.resume()?;
         Ok(plane)
     }
@@ -200,21 +210,31 @@ impl Plane {
 
     /// The device is there, and has its name.
     pub(crate) fn has_device(&self) -> bool {
-        self.claim.forget_askers();
         self.lanes.iter().all(|lane| has_device(&lane.queue, &self.options.device))
     }
 
     /// Whether addresses of these options, which could not be used, still cannot.
     pub(crate) fn missing(&self, options: &Options) -> Result<(), Error> {
         let mut missing = options.local.iter().filter(|l| !self.options.local.contains(l));
-        missing.try_for_each(|local| usable(options.port, *local))
+        missing.try_for_each(|local| usable((*local, options.port).into(), Duration::ZERO))
+    }
+
+    /// The number of descriptors that keep the port.
+    pub(crate) fn guards(&self) -> usize {
+        self.guards.len()
     }
 
     /// Ends the threads. Returns the descriptors, in which packets wait meanwhile.
     pub(crate) fn pause(&mut self) -> io::Result<Vec<OwnedFd>> {
         self.end();
-        let fds = self.lanes.iter().flat_map(|lane| lane.fds());
-        [self.claim.as_fd()].into_iter().chain(fds).map(|fd| fd.try_clone_to_owned()).collect()
+        let guards = self.guards.iter().map(AsFd::as_fd);
+        let lanes = self.lanes.iter().flat_map(|lane| lane.fds());
+        [self.claim.as_fd()]
+            .into_iter()
+            .chain(guards)
+            .chain(lanes)
+            .map(|fd| fd.try_clone_to_owned())
+            .collect()
     }
 
     fn end(&mut self) {
@@ -275,11 +295,6 @@ impl Drop for Plane {
     fn drop(&mut self) {
         self.end();
     }
-}
-
-/// Whether a socket can have an address.
-fn usable(port: u16, local: IpAddr) -> Result<(), Error> {
-    Socket::receiver((local, port).into()).map(drop)
 }
 
 /// What a thread does after some packets.

@@ -113,9 +113,10 @@ fn take_over(mut client: Client, socket: &Path) -> io::Result<Inner> {
     }
     // Before packets wait, because the disk may be slow.
     let ledger = ledger(socket);
-    let (Status { options, peers, learned, counts, .. }, fds) = client.take_over()?;
+    let (Status { options, guards, peers, learned, counts, .. }, fds) = client.take_over()?;
     ledger.continue_from(&counts);
-    let adopt = |options| Plane::adopt(options, fds, list(&peers), &learned, Arc::clone(&ledger));
+    let adopt =
+        |options| Plane::adopt(options, fds, guards, list(&peers), &learned, Arc::clone(&ledger));
     let plane = options.map(adopt).transpose().map_err(io::Error::other)?;
     client.adopted()?;
     Ok(Inner { plane, peers, ledger, ..Inner::default() })
@@ -160,6 +161,7 @@ impl Inner {
         Status {
             process: Process { version: VERSION, program, pid },
             options: plane.map(|plane| plane.options().clone()),
+            guards: plane.map(Plane::guards).unwrap_or_default(),
             peers: Peers::new(),
             learned: BTreeMap::new(),
             counts: Counts::default(),

@@ -1,6 +1,6 @@
 //! Programs that also are the process of a data plane.
 
-use std::ffi::OsString;
+use std::ffi::{CStr, OsString};
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Command, ExitCode};
@@ -13,6 +13,8 @@ use crate::server::serve;
 const ARGUMENT: &str = "udp-data-plane";
 /// The program of a data plane alone.
 const PROGRAM: &str = "flannel-udp";
+/// The name of the process.
+const NAME: &CStr = c"flannel-udp";
 
 /// The number of glibc's pools of memory. Each thread would have one, and none needs much memory.
 const ARENAS: &str = "MALLOC_ARENA_MAX";
@@ -32,6 +34,8 @@ pub fn run_if_started() -> Option<ExitCode> {
 
 /// Runs a data plane that answers on this socket. Returns only after an error, which is printed.
 pub fn run(socket: &OsString) -> ExitCode {
+    // Lists of processes show the name of the file otherwise, which is `exe`.
+    let _ = nix::sys::prctl::set_name(NAME);
     let socket = Path::new(socket);
     let Err(error) = serve(socket, PROGRAM_VERSION);
     crate::report(&format!("{}: {error}", socket.display()));
@@ -39,18 +43,20 @@ pub fn run(socket: &OsString) -> ExitCode {
 }
 
 /// The command that starts a data plane on this socket. If another one answers there, the new one
-/// takes over from it.
+/// takes over from it. It gets nothing of this program's environment but `PATH` and
+/// `LD_LIBRARY_PATH`.
 pub fn command(socket: &Path) -> Command {
-    let this = std::env::args_os().next().unwrap_or_default();
-    if IS_ABLE.load(Ordering::Relaxed) {
+    let mut command = if IS_ABLE.load(Ordering::Relaxed) {
         // Not by its name, because another version may have replaced the file.
-        let mut command = Command::new("/proc/self/exe");
-        command.arg0(this).arg(ARGUMENT).arg(socket).env(ARENAS, "1");
-        return command;
-    }
-    let beside = std::env::current_exe().ok().map(|path| path.with_file_name(PROGRAM));
-    let beside = beside.filter(|path| path.is_file());
-    let mut command = Command::new(beside.as_deref().unwrap_or_else(|| Path::new(PROGRAM)));
+        let mut command = flannel_child::command("/proc/self/exe", &[]);
+        command.arg0(PROGRAM).arg(ARGUMENT);
+        command
+    } else {
+        let beside = std::env::current_exe().ok().map(|path| path.with_file_name(PROGRAM));
+        let beside = beside.filter(|path| path.is_file());
+        let program = beside.as_deref().unwrap_or_else(|| Path::new(PROGRAM));
+        flannel_child::command(program, &[])
+    };
     command.arg(socket).env(ARENAS, "1");
     command
 }

@@ -1,5 +1,16 @@
 //! A process takes over from another one, or fails to.
 
+use std::net::{IpAddr, SocketAddr};
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr as UnixAddr, UnixDatagram};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use nix::errno::Errno;
+use nix::sys::socket::{
+    AddressFamily, SockFlag, SockType, SockaddrStorage, bind, setsockopt, socket, sockopt,
+};
+
 use super::*;
 
 #[test]
@@ -149,7 +160,7 @@ fn a_process_goes_on_when_descriptors_do_not_arrive() {
         command.args(["-c", &script]).arg(&process.socket).stderr(Stdio::piped());
         let output = command.output().unwrap();
         let error = String::from_utf8_lossy(&output.stderr);
-        assert!(!output.status.success() && error.contains("of 7 descriptors"), "{error}");
+        assert!(!output.status.success() && error.contains("of 9 descriptors"), "{error}");
         assert_works(&process);
     });
 }
@@ -203,4 +214,123 @@ fn a_process_with_another_protocol_is_ended() {
     assert_eq!((process.version, process.pid), (VERSION, new.id()));
     client.end().unwrap();
     assert!(eventually(PATIENCE, || new.try_wait().unwrap(), || "it goes on").success());
+}
+
+/// A stranger of the same user tries all the time to share the port. Each datagram is counted by
+/// the old process or by the new one.
+#[test]
+fn a_stranger_gets_no_datagram_during_a_hand_over() {
+    in_netns(|| {
+        ip("link set lo up");
+        let dir = tempfile::tempdir().unwrap();
+        let mut process = Process::start(dir.path());
+        let local = vec![[127, 0, 0, 1].into(), std::net::Ipv6Addr::LOCALHOST.into()];
+        let options = Options { local: local.clone(), queues: Some(4), ..options("flannel0") };
+        process.client().ask(&Request::Start(options.clone())).unwrap();
+        let stops = AtomicBool::new(false);
+        let sent = std::thread::scope(|scope| {
+            let steal = || {
+                while !stops.load(Ordering::Relaxed) {
+                    for at in &local {
+                        assert_eq!(share(*at).err(), Some(Errno::EADDRINUSE), "{at}");
+                    }
+                }
+            };
+            let send = || {
+                let mut sent = 0;
+                while !stops.load(Ordering::Relaxed) {
+                    for at in &local {
+                        let socket = UdpSocket::bind((*at, 0)).unwrap();
+                        socket.send_to(b"x", (*at, 8285)).unwrap();
+                        sent += 1;
+                    }
+                    // The buffers are not full while nobody reads them.
+                    std::thread::park_timeout(Duration::from_micros(100));
+                }
+                sent
+            };
+            let (stealing, sending) = (scope.spawn(steal), scope.spawn(send));
+            for _ in 0..5 {
+                let next = Process::start(dir.path());
+                assert!(process.ended().success());
+                process = next;
+            }
+            let before = process.status().counts.bad_datagram;
+            let now = || process.status().counts.bad_datagram;
+            eventually(PATIENCE, || now() > before, || "no datagram arrives any more");
+            stops.store(true, Ordering::Relaxed);
+            stealing.join().unwrap();
+            sending.join().unwrap()
+        });
+        let counted = || process.status().counts.bad_datagram;
+        eventually(PATIENCE, || counted() == sent, || format!("{} of {sent}", counted()));
+        assert_eq!(process.status().options, Some(options));
+    });
+}
+
+/// Binds a socket that shares the port of the data plane.
+fn share(at: IpAddr) -> nix::Result<OwnedFd> {
+    let family = if at.is_ipv6() { AddressFamily::Inet6 } else { AddressFamily::Inet };
+    let socket = socket(family, SockType::Datagram, SockFlag::SOCK_CLOEXEC, None)?;
+    setsockopt(&socket, sockopt::ReusePort, &true)?;
+    bind(socket.as_raw_fd(), &SockaddrStorage::from(SocketAddr::new(at, 8285)))?;
+    Ok(socket)
+}
+
+/// The variable by which the stranger knows its part, and its test.
+const HOLDS: &str = "FLANNEL_UDP_HOLDS";
+const HOLDING: &str =
+    "hand_over::a_stranger_with_the_name_of_the_claim_does_not_keep_a_data_plane_down";
+
+/// Holds the names of sockets of both kinds until the end of its input.
+fn hold_the_name() {
+    let address = UnixAddr::from_abstract_name("flannel-udp/flannel0").unwrap();
+    let _stream = UnixListener::bind_addr(&address).unwrap();
+    let _datagram = UnixDatagram::bind_addr(&address).unwrap();
+    println!("\nheld");
+    std::io::stdin().read_to_end(&mut Vec::new()).unwrap();
+}
+
+/// A process without a queue of the device has the name of the claim.
+#[test]
+fn a_stranger_with_the_name_of_the_claim_does_not_keep_a_data_plane_down() {
+    if std::env::var_os(HOLDS).is_some() {
+        return hold_the_name();
+    }
+    in_netns(|| {
+        let dir = tempfile::tempdir().unwrap();
+        let mut command = Command::new("setpriv");
+        command.args(["--bounding-set=-all", "--inh-caps=-all"]);
+        command.arg(std::env::current_exe().unwrap());
+        command.args([HOLDING, "--exact", "--nocapture"]).env(HOLDS, "1");
+        let mut stranger = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        let mut lines = BufReader::new(stranger.stdout.take().unwrap()).lines();
+        assert!(lines.any(|line| line.unwrap() == "held"));
+        for _ in 0..2 {
+            let process = Process::start(dir.path());
+            process.client().ask(&Request::Start(options("flannel0"))).unwrap();
+            // The device has one process, whoever has the name.
+            let other = tempfile::tempdir().unwrap();
+            let second = Process::start(other.path());
+            let error = second.client().ask(&Request::Start(options("flannel0"))).unwrap_err();
+            assert!(error.to_string().contains("another data plane has it"), "{error}");
+        }
+        drop(stranger.stdin.take());
+        stranger.wait().unwrap();
+    });
+}
+
+/// Lists of processes show it, also if it was started by another name.
+#[test]
+fn the_process_has_a_name_of_its_own() {
+    let dir = tempfile::tempdir().unwrap();
+    let copy = dir.path().join("exe");
+    std::fs::copy(env!("CARGO_BIN_EXE_flannel-udp"), &copy).unwrap();
+    let socket = dir.path().join("udp/socket");
+    let mut child = Command::new(&copy).arg(&socket).stdin(Stdio::null()).spawn().unwrap();
+    let connected = eventually(PATIENCE, || Client::connect(&socket).ok(), || "no socket");
+    let name = std::fs::read_to_string(format!("/proc/{}/comm", child.id())).unwrap();
+    assert_eq!(name, "flannel-udp\n");
+    connected.end().unwrap();
+    child.wait().unwrap();
 }
