@@ -7,6 +7,8 @@ mod calls;
 mod control;
 mod daemon;
 mod documents;
+mod doors;
+mod environment;
 #[cfg(feature = "etcd")]
 mod etcd;
 mod interference;
