@@ -1,3 +1,5 @@
-//! Attacks on a cluster, with packets made by hand.
+//! Attacks on a running network. Its healthy nodes lose no packet, answer at once, and need little
+//! more memory.
 
 mod paths;
+mod udp;

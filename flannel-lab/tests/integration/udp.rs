@@ -101,7 +101,7 @@ fn why_explains_the_path_through_the_process() {
 }
 
 /// The value of a metric with these labels.
-fn metric(host: &Host, name: &str) -> u64 {
+pub(crate) fn metric(host: &Host, name: &str) -> u64 {
     let mut stream = UnixStream::connect(host.dir().join("flanneld.sock")).unwrap();
     stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").unwrap();
     let mut text = String::new();
