@@ -190,9 +190,10 @@ fn health(host: &Host) -> Duration {
 fn hand_over(host: &Host) {
     let mut command = Command::new(env!("CARGO_BIN_EXE_lab"));
     command.arg("udp-data-plane").arg(host.dir().join("state/udp/socket")).stdin(Stdio::null());
-    let process = host.namespace().spawn(&mut command).unwrap();
+    let mut process = host.namespace().spawn(&mut command).unwrap();
     let pid = process.id() as i32;
     eventually(PATIENCE, || data_plane(host) == pid, || "nobody has handed over");
+    assert_eq!(process.try_wait().unwrap(), None);
 }
 
 #[test]
