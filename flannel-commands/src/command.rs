@@ -157,8 +157,8 @@ impl Words {
 
     /// Runs the command, with `input` and a line feed as its standard input. Returns the end of its
     /// output. If it does not end in time, it is killed with all processes of its group.
-    /// Its environment has `variables`, and of this program's own `PATH`, `LD_LIBRARY_PATH`, `HOME`,
-    /// `USER`, `LANG`, `LC_ALL`, `TMPDIR` and `TZ`.
+    /// Its environment has `variables`, and of this program's own `PATH`, `LD_LIBRARY_PATH`,
+    /// `HOME`, `USER`, `LANG`, `LC_ALL`, `TMPDIR` and `TZ`.
     ///
     /// # Errors
     /// It cannot be started, failed, did not end in time, or was stopped.

@@ -4,8 +4,8 @@
 //! port, and so that option, by which every process of the same user could join them. The kernel
 //! refuses a new socket if the first one in its list that has the port does not share it. It adds
 //! sockets to the beginning or to the end of that list, so the first and the last socket of a group
-//! are *guards*. They stop sharing when all sockets are bound. The kernel gives a datagram to one of
-//! the other sockets: a guard is connected to itself, and a filter selects among the others.
+//! are *guards*. They stop sharing when all sockets are bound. The kernel gives a datagram to one
+//! of the other sockets: a guard is connected to itself, and a filter selects among the others.
 //!
 //! **Source**: linux `net/ipv4/udp.c: udp_lib_get_port, compute_score`, `include/net/sock.h:
 //! sk_add_node_rcu`, `net/core/sock_reuseport.c: run_bpf_filter`.

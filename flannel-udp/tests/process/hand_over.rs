@@ -309,7 +309,7 @@ fn a_stranger_with_the_name_of_the_claim_does_not_keep_a_data_plane_down() {
         for _ in 0..2 {
             let process = Process::start(dir.path());
             process.client().ask(&Request::Start(options("flannel0"))).unwrap();
-            // The device has one process, whoever has the name.
+            // The device has one process, also if another one has the name.
             let other = tempfile::tempdir().unwrap();
             let second = Process::start(other.path());
             let error = second.client().ask(&Request::Start(options("flannel0"))).unwrap_err();
