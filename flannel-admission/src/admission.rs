@@ -3,6 +3,9 @@
 //! Every node must accept the same leases. Of two leases that clash (overlapping subnets, or two
 //! definitions of one kernel object) every node accepts the one with the smaller
 //! [`Lease::precedence`]. The only exception is this node's own lease, which a node always accepts.
+//! A lease never takes an object from the lease whose public address the object names
+//! ([`Object::is_named`]), whichever was created first: that decision depends on the two leases
+//! alone.
 //! After a change, only the leases that it can affect are decided again. They are found through
 //! indexes: one change among 50,000 leases costs one lease.
 
@@ -16,7 +19,7 @@ use crate::advisories::Advisories;
 use crate::link_lookups::LinkLookups;
 use crate::offer_plan::{Handshakes, OfferPlan, Planned};
 use crate::path_mtus::{PathMtus, lower};
-use crate::peer_index::{Claimant, Expanded, Extras, Id, Peer, PeerIndex};
+use crate::peer_index::{Claimant, Expanded, Extras, Id, Peer, PeerIndex, Sharing};
 use flannel_core::address::Dual;
 use flannel_core::backend::{Answer, Env};
 use flannel_core::object::{Key, LinkName, Object, Route, Via};
@@ -76,7 +79,7 @@ pub struct Admission {
 #[derive(Default)]
 struct Update {
     /// New peers, and whether other peers define one of their objects.
-    added: Vec<(Id, bool)>,
+    added: Vec<(Id, Sharing)>,
     /// Other peers that must be decided again.
     dirty: BTreeSet<Id>,
     /// Objects that may change, with their definition before the update.
@@ -302,8 +305,8 @@ impl Admission {
             chosen: chosen.try_into().unwrap_or(u16::MAX),
             accepted: false,
         };
-        let shared = self.index.insert(id, peer);
-        update.added.push((id, shared));
+        let sharing = self.index.insert(id, peer);
+        update.added.push((id, sharing));
     }
 
     /// Removes a peer. Returns the answers that its plan got.
@@ -912,23 +915,36 @@ mod tests {
         }
     }
 
+    /// The objects of a lease that no lease of this node contradicts.
+    fn planned(lease: &Lease, own: Option<Subnets>) -> Option<Vec<Object>> {
+        let network: Subnet = "10.1.0.0/16".parse().unwrap();
+        let mut objects = Vec::new();
+        let env = Env::new(&no_answer);
+        plan(&lease.subnets, &lease.attrs.preferred, &env, &mut objects).ok()?;
+        let inside = lease.subnets.iter().all(|s| network.covers(&s));
+        let ours = own.is_some_and(|own| own.overlaps(&lease.subnets));
+        (inside && !ours).then_some(objects)
+    }
+
     /// The definition of acceptance, without any index.
     fn model(leases: &LeaseSet, own: Option<Subnets>) -> BTreeSet<Subnets> {
-        let network: Subnet = "10.1.0.0/16".parse().unwrap();
+        let named: BTreeSet<Key> = leases
+            .iter()
+            .flat_map(|lease| planned(lease, own).unwrap_or_default())
+            .filter(Object::is_named)
+            .map(|object| object.key())
+            .collect();
+        let is_foreign = |object: &Object| !object.is_named() && named.contains(&object.key());
         let mut sorted: Vec<_> = leases.iter().cloned().collect();
         sorted.sort_by_key(|lease| lease.precedence());
         let mut accepted: Vec<(Arc<Lease>, Vec<Object>)> = Vec::new();
         for lease in sorted {
-            let mut objects = Vec::new();
-            let planned =
-                plan(&lease.subnets, &lease.attrs.preferred, &Env::new(&no_answer), &mut objects);
+            let Some(objects) = planned(&lease, own) else { continue };
             let clash = |other: &(Arc<Lease>, Vec<Object>)| {
                 let contradicts = |a: &Object| other.1.iter().any(|b| a.key() == b.key() && a != b);
                 other.0.subnets.overlaps(&lease.subnets) || objects.iter().any(contradicts)
             };
-            let inside = lease.subnets.iter().all(|s| network.covers(&s));
-            let ours = own.is_some_and(|own| own.overlaps(&lease.subnets));
-            if planned.is_ok() && inside && !ours && !accepted.iter().any(clash) {
+            if !objects.iter().any(is_foreign) && !accepted.iter().any(clash) {
                 accepted.push((lease, objects));
             }
         }
@@ -949,7 +965,13 @@ mod tests {
             let mut old = leases.clone();
             for (n, len, since, public, mac, there, is_last) in steps {
                 let base = Subnet::new(IpAddr::from([10, 1, n / 2, (n % 2) * 128]), len).unwrap();
-                let lease = lease(&format!("{}-{len}", base.base()), since, public, mac);
+                let mut lease = lease(&format!("{}-{len}", base.base()), since, public, mac);
+                if mac > 2 {
+                    // The MAC address of the node with this public address, perhaps another one.
+                    let mac = MacAddr::naming(IpAddr::from([192, 0, 2, mac]));
+                    let data = &mut Arc::make_mut(&mut lease).attrs.preferred.data;
+                    data.v4 = Some(format!("\"{mac}\"").into());
+                }
                 if Some(lease.subnets) == own_of(&peers) { continue; }
                 if there { leases.insert(lease); } else { leases.remove(&lease.subnets); }
                 // One update may have several changes.

@@ -79,6 +79,8 @@ pub(crate) struct PeerIndex {
     claims: HashTable<Claim>,
     /// The other peers that define an object.
     more: HashMap<Key, BTreeSet<Id>>,
+    /// The peers whose definition of an object names its key, for objects that several peers define.
+    named: HashMap<Key, BTreeSet<Id>>,
     /// Every subnet of every peer. A subnet is sorted directly before the subnets inside it.
     subnets: BTreeSet<(Subnet, Id)>,
     /// The public addresses of every peer that are inside the pod networks.
@@ -99,6 +101,18 @@ pub(crate) struct Expanded {
     /// Subnets whose peers were found.
     subnets: HashSet<Subnet>,
     keys: HashSet<Key>,
+}
+
+/// Whether other peers claim an object of a new peer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Sharing {
+    /// None does.
+    Alone,
+    /// Some do.
+    Shared,
+    /// Some do, and the new peer is the first whose definition names the key. So none of the others
+    /// stays accepted, even if it was there before, and even if the new peer is rejected.
+    Displaces,
 }
 
 /// A peer that claims an object.
@@ -216,17 +230,17 @@ impl PeerIndex {
         })
     }
 
-    /// Puts a peer into a slot from [`PeerIndex::next_id`]. Returns whether another peer claims one
-    /// of its objects.
-    pub(crate) fn insert(&mut self, id: Id, peer: Peer) -> bool {
+    /// Puts a peer into a slot from [`PeerIndex::next_id`].
+    pub(crate) fn insert(&mut self, id: Id, peer: Peer) -> Sharing {
         let (subnets, hosts) = (peer.lease.subnets, peer.hosts().to_vec());
-        let mut shared = false;
+        let mut sharing = Sharing::Alone;
         for object in &peer.objects {
             let key = object.key();
             let claim = Claim { hash: hash_of(&self.hasher, &key), id };
-            if self.claimants_with(claim.hash, key).next().is_some() {
-                shared = true;
+            let first = self.claimants_with(claim.hash, key).next();
+            if let Some(first) = first.map(|first| first.object.is_named().then_some(first.id)) {
                 self.more.entry(key).or_default().insert(id);
+                sharing = sharing.max(self.share(key, first, object.is_named().then_some(id)));
                 continue;
             }
             self.claims
@@ -243,7 +257,27 @@ impl PeerIndex {
             self.subnets.insert((subnet, id));
             *self.lengths.entry(subnet.len()).or_default() += 1;
         }
-        shared
+        sharing
+    }
+
+    /// Notes the peers that name a shared key: the first that defined it, and a new one.
+    fn share(&mut self, key: Key, first: Option<Id>, new: Option<Id>) -> Sharing {
+        if first.is_none() && new.is_none() {
+            return Sharing::Shared;
+        }
+        let named = self.named.entry(key).or_default();
+        named.extend(first);
+        let is_first = named.is_empty() && new.is_some();
+        named.extend(new);
+        if is_first { Sharing::Displaces } else { Sharing::Shared }
+    }
+
+    /// The peer whose definition of this object's key names it, if `object` is another definition.
+    pub(crate) fn owner(&self, object: &Object) -> Option<&Peer> {
+        if self.named.is_empty() || object.is_named() {
+            return None;
+        }
+        self.peer(*self.named.get(&object.key())?.first()?)
     }
 
     /// Removes a peer. Its slot stays reserved until [`PeerIndex::vacate`].
@@ -264,6 +298,12 @@ impl PeerIndex {
             }
             if !more.is_empty() {
                 self.more.insert(key, more);
+            }
+            if let Some(named) = self.named.get_mut(&key)
+                && named.remove(&id)
+                && named.is_empty()
+            {
+                self.named.remove(&key);
             }
         }
         if let Ok(entry) =

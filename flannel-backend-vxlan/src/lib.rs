@@ -4,6 +4,8 @@ mod mac;
 mod options;
 mod plan;
 
+use std::net::IpAddr;
+
 use async_trait::async_trait;
 use flannel_core::address::{Dual, Family};
 use flannel_core::backend::{
@@ -168,11 +170,18 @@ async fn choose_macs(node: &Node<'_>, names: &Dual<LinkName>, vni: u32) -> Resul
     let own = hints.previous.filter(|_| hints.last_published.is_some());
     let last = hints.last_published.unwrap_or_default();
     let public = &node.uplink.public;
-    let mut taken = mac::taken(&node.leases().await?.leases, own, public);
+    let leases = node.leases().await?.leases;
     let texts = public.map(|_, address| address.to_string());
+    let mut taken = mac::taken(&leases, own, public);
     Ok(names.map(|family, name| {
         let seed = format!("{} {:?} {:?} {vni} {family}", node.machine_id, texts.v4, texts.v6);
-        let mac = mac::choose(mac::published(&last, family), mac_of(*name), &seed, &taken);
+        let is_local = |public: &IpAddr| node.uplink.address[family] == Some(*public);
+        let candidates = mac::Candidates {
+            published: mac::published(&last, family),
+            device: mac_of(*name),
+            named: public[family].filter(is_local).map(MacAddr::naming),
+        };
+        let mac = mac::choose(&candidates, &seed, &taken);
         taken.insert(mac);
         mac
     }))

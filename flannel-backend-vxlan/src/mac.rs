@@ -1,49 +1,78 @@
-//! The choice of a VTEP's MAC address. Peers send frames to the address in the lease, so it is kept
-//! if possible. If it changes, the kernel deletes the neighbours of the device, and they are put
-//! again.
+//! The choice of a VTEP's MAC address. Peers send frames to the address in the lease, so that of an
+//! existing device is kept if possible. If it changes, the kernel deletes the neighbours of the
+//! device, and they are put again.
+//!
+//! A new device gets the address that names the public address of the node ([`MacAddr::naming`]).
+//! No other lease can take that address from it. Any other address is taken by a lease that was
+//! created earlier.
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;
 
+use flannel_core::Subnets;
 use flannel_core::address::{Dual, Family};
-use flannel_core::lease::{LeaseAttrs, LeaseSet};
+use flannel_core::lease::{LeaseAttrs, LeaseSet, Offer};
 use flannel_core::object::MacAddr;
-use flannel_core::{Lease, Subnets};
+
+/// The offer of this backend; `None` if the lease has none.
+fn vxlan(attrs: &LeaseAttrs) -> Option<&Offer> {
+    attrs.offers().find(|offer| offer.kind == crate::plan::TYPE)
+}
+
+fn mac_of(offer: &Offer, family: Family) -> Option<MacAddr> {
+    crate::plan::vtep_mac(offer.data[family].as_deref()?).ok()
+}
 
 /// The VTEP's MAC address in the backend data of one family; `None` if absent or malformed.
 pub(crate) fn published(attrs: &LeaseAttrs, family: Family) -> Option<MacAddr> {
-    let ours = attrs.offers().find(|offer| offer.kind == crate::plan::TYPE)?;
-    crate::plan::vtep_mac(ours.data[family].as_deref()?).ok()
+    mac_of(vxlan(attrs)?, family)
 }
 
-/// The MAC addresses of other nodes. A lease with the subnets `own`, or with one of our `public`
-/// addresses, is ours.
+/// The MAC addresses that other nodes use, each for another public address of its family than ours.
+/// With the same address, the entry of such a lease is equal to ours, so there is no clash. The
+/// lease with the subnets `own` is ours.
 pub(crate) fn taken(
     leases: &LeaseSet,
     own: Option<Subnets>,
     public: &Dual<IpAddr>,
 ) -> BTreeSet<MacAddr> {
-    let is_ours = |lease: &Lease| {
-        let mut theirs = lease.attrs.preferred.public.values();
-        Some(lease.subnets) == own || theirs.any(|theirs| public.values().any(|ip| ip == theirs))
-    };
-    let others = leases.iter().filter(|lease| !is_ours(lease));
-    let both = others.flat_map(|lease| Family::BOTH.map(|family| published(&lease.attrs, family)));
-    both.flatten().collect()
+    let others = leases.iter().filter(|lease| Some(lease.subnets) != own);
+    let offers = others.filter_map(|lease| vxlan(&lease.attrs));
+    let clashing = offers.flat_map(|offer| {
+        Family::BOTH
+            .into_iter()
+            .filter(|family| offer.public[*family].is_none_or(|ip| public[*family] != Some(ip)))
+            .filter_map(|family| mac_of(offer, family))
+    });
+    clashing.collect()
 }
 
-/// The first address that no other node uses: the published one, that of the device, then those
-/// derived from `seed`, which is stable and differs between nodes.
-pub(crate) fn choose(
-    published: Option<MacAddr>,
-    device: Option<MacAddr>,
-    seed: &str,
-    taken: &BTreeSet<MacAddr>,
-) -> MacAddr {
-    let known = published.into_iter().chain(device);
+/// The addresses from which [`choose`] chooses.
+#[derive(Debug, Default)]
+pub(crate) struct Candidates {
+    /// The one in the last lease of this node.
+    pub(crate) published: Option<MacAddr>,
+    /// The one of the existing device.
+    pub(crate) device: Option<MacAddr>,
+    /// The one that names the public address, if that is an address of the external interface, so
+    /// that no other node can have it. No other lease can take it, so it is not compared.
+    pub(crate) named: Option<MacAddr>,
+}
+
+/// The address of the device. An existing device keeps the published address, else its own, unless
+/// another node uses it. A new device gets the address that names the public address of the node.
+/// Behind a NAT, it is the first that no other node uses: the published one, then those derived from
+/// `seed`, which is stable and differs between nodes.
+pub(crate) fn choose(of: &Candidates, seed: &str, taken: &BTreeSet<MacAddr>) -> MacAddr {
+    let kept = of.published.into_iter().chain(of.device);
+    let kept = kept.filter(|_| of.device.is_some() || of.named.is_none());
     let derived = (0u64..).map(|salt| derive(&format!("{seed} {salt}")));
-    let free = known.chain(derived).find(|mac| mac.is_unicast() && !taken.contains(mac));
-    free.expect("the derived addresses do not end, and differ")
+    let mut free = kept.filter(|mac| mac.is_unicast() && !taken.contains(mac));
+    let known = free.next().or(of.named);
+    known.unwrap_or_else(|| {
+        let free = derived.into_iter().find(|mac| !taken.contains(mac));
+        free.expect("the derived addresses do not end, and differ")
+    })
 }
 
 /// FNV-1a: the same in every version.
@@ -57,12 +86,18 @@ fn derive(text: &str) -> MacAddr {
 
 #[cfg(test)]
 mod tests {
+    use flannel_core::Lease;
+    use flannel_core::lease::Revision;
+
     use super::*;
 
     #[test]
     fn a_published_mac_is_kept_unless_another_node_uses_it() {
         let [a, b] = [1, 2].map(|n| MacAddr::local([n; 6]));
         let none = BTreeSet::new();
+        let choose = |published, device, seed: &str, taken: &BTreeSet<MacAddr>| {
+            choose(&Candidates { published, device, named: None }, seed, taken)
+        };
         assert_eq!(choose(Some(a), Some(b), "seed", &none), a);
         assert_eq!(choose(None, Some(b), "seed", &none), b);
         assert_eq!(choose(Some(a), Some(b), "seed", &[a].into()), b);
@@ -76,5 +111,59 @@ mod tests {
         );
         assert!(derived.is_unicast() && derived.0[0] & 2 == 2, "locally administered");
         assert_ne!(choose(Some(MacAddr([0; 6])), None, "seed", &none), MacAddr([0; 6]));
+    }
+
+    #[test]
+    fn a_new_device_and_one_whose_mac_is_taken_get_the_mac_that_names_the_address() {
+        let [a, b] = [1, 2].map(|n| MacAddr::local([n; 6]));
+        let named = MacAddr::naming([192, 0, 2, 7].into());
+        let choose = |published, device, taken: &[MacAddr]| {
+            let of = Candidates { published, device, named: Some(named) };
+            choose(&of, "seed", &taken.iter().copied().collect())
+        };
+        assert_eq!(choose(None, None, &[]), named);
+        assert_eq!(choose(Some(a), None, &[]), named, "no packets pass yet");
+        assert_eq!(choose(Some(a), Some(b), &[]), a);
+        assert_eq!(choose(Some(a), Some(b), &[a]), b);
+        assert_eq!(choose(Some(a), Some(b), &[a, b]), named);
+        assert_eq!(choose(None, None, &[named]), named, "a copy cannot take it");
+    }
+
+    #[test]
+    fn a_mac_is_taken_by_a_lease_with_another_address_of_that_family() {
+        let address = |text: &str| text.parse::<IpAddr>().unwrap();
+        let mac = |n: u8| MacAddr::local([n; 6]);
+        let lease = |key: &str, public: [&str; 2], macs: [u8; 2]| {
+            let [v4, v6] = macs.map(|n| Some(crate::plan::backend_data(1, mac(n)).into()));
+            let offer = Offer {
+                public: public.map(address).into_iter().collect(),
+                kind: crate::plan::TYPE.into(),
+                data: Dual { v4, v6 },
+            };
+            Lease {
+                subnets: key.parse().unwrap(),
+                attrs: offer.into(),
+                expires: None,
+                since: Revision(1),
+                revision: Revision(1),
+            }
+        };
+        let [ours, six] = ["192.0.2.1", "2001:db8::1"];
+        let own = "10.1.1.0-24&fd00:1:0:1::-64";
+        let leases: LeaseSet = [
+            lease(own, [ours, six], [1, 11]),
+            // One of its addresses is ours.
+            lease("10.1.2.0-24&fd00:1:0:2::-64", ["192.0.2.2", six], [2, 12]),
+            lease("10.1.3.0-24&fd00:1:0:3::-64", [ours, "2001:db8::3"], [3, 13]),
+            lease("10.1.4.0-24&fd00:1:0:4::-64", ["192.0.2.4", "2001:db8::4"], [4, 14]),
+        ]
+        .into_iter()
+        .collect();
+        let own = own.parse().ok();
+        let macs = |all: &[u8]| all.iter().map(|n| mac(*n)).collect::<BTreeSet<_>>();
+        let public = [ours, six].map(address).into_iter().collect();
+        assert_eq!(taken(&leases, own, &public), macs(&[2, 4, 13, 14]));
+        let all = macs(&[1, 2, 3, 4, 11, 12, 13, 14]);
+        assert_eq!(taken(&leases, None, &Dual::default()), all);
     }
 }

@@ -275,6 +275,33 @@ async fn the_mac_is_the_published_the_existing_or_a_stable_one() {
     assert_eq!(lease_of(kernel, subnets).await, derived, "another node uses both");
 }
 
+/// A lease that was edited by hand has the MAC address of this node. That one of its two addresses
+/// is this node's too does not make it this node's lease.
+#[tokio::test]
+async fn a_mac_that_clashes_in_one_family_is_given_up() {
+    let mac = |n: u8| MacAddr([0x0a, 0, 0, 0, 0, n]);
+    let macs = ["0a:00:00:00:00:05", "0a:00:00:00:00:06"];
+    for (public, kept) in [
+        (["192.0.2.9", "2001:db8::1"], [false, true]),
+        (["192.0.2.1", "2001:db8::9"], [true, false]),
+        (["192.0.2.9", "2001:db8::9"], [false, false]),
+        (["192.0.2.1", "2001:db8::1"], [true, true]),
+    ] {
+        let kernel = FakeKernel::with_uplink("eth0");
+        let subnets = FakeSubnets::with_config(DUAL);
+        kernel.foreign_put(device("flannel.1", mac(5), 1), 0);
+        kernel.foreign_put(device("flannel-v6.1", mac(6), 1), 0);
+        let last = peer(["192.0.2.1", "2001:db8::1"], macs);
+        let previous = "10.1.5.0-24&fd00:1:0:5::-64".parse().ok();
+        subnets.set_hints(Hints { last_published: Some(last), previous, ..Hints::default() });
+        subnets.put_attrs("10.1.9.0-24&fd00:1:0:9::-64", peer(public, macs));
+        let attrs = register(&kernel, &subnets).await.unwrap().handle().lease.attrs.clone();
+        let data = [attrs.preferred.data.v4.unwrap(), attrs.preferred.data.v6.unwrap()];
+        let keeps = [0, 1].map(|n| data[n].contains(macs[n]));
+        assert_eq!(keeps, kept, "{public:?}: {data:?}");
+    }
+}
+
 #[tokio::test]
 async fn an_existing_device_is_replaced_only_if_necessary() {
     let config = r#"{"Network":"10.1.0.0/16"}"#;

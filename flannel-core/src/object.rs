@@ -86,6 +86,12 @@ macro_rules! object_kinds {
                 }
             }
 
+            /// Whether its identity names what the object leads to, so that every other definition of
+            /// the same key is wrong. See [`Fdb::is_named`].
+            pub fn is_named(&self) -> bool {
+                matches!(self, Self::Fdb(entry) if entry.is_named())
+            }
+
             /// Its kind.
             pub fn kind(&self) -> ObjectKind {
                 match self {

@@ -172,7 +172,7 @@ fn reason(why: &Rejection) -> &'static str {
         Rejection::NoEnabledFamily => no_family,
         Rejection::OverlapsOwn { .. } => overlaps_own,
         Rejection::Overlaps { .. } => overlaps,
-        Rejection::Contradicts { .. } => contradicts,
+        Rejection::Contradicts { .. } | Rejection::NotItsOwn { .. } => contradicts,
         Rejection::ContradictsOwn { .. } => contradicts_own,
         Rejection::OwnAddress(_) => own_address,
         Rejection::BadData(_) | Rejection::Rejected(_) => rejected,

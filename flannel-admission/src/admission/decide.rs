@@ -4,7 +4,7 @@ use std::net::IpAddr;
 
 use super::{Admission, Changed, Delta, Update};
 use crate::incumbents::Incumbents;
-use crate::peer_index::{Expanded, Id, Peer};
+use crate::peer_index::{Expanded, Id, Peer, Sharing};
 use crate::winners::{Clash, Winners};
 use flannel_core::Lease;
 use flannel_core::error::holder;
@@ -17,14 +17,16 @@ impl Admission {
     pub(super) fn finish(&mut self, mut update: Update) -> Changed {
         let (mut alone, mut late) = (Vec::new(), Vec::new());
         let mut incumbents = Incumbents::default();
-        for (id, shared) in std::mem::take(&mut update.added) {
+        for (id, sharing) in std::mem::take(&mut update.added) {
             // A peer that is rejected in any case affects no other.
             let is_rejected = self.index.peer(id).is_some_and(|peer| peer.rejected().is_some());
             // A later new peer may define one of its objects too. Then that peer shares it, and
             // this one is its neighbour.
-            if is_rejected || (!shared && !self.index.overlaps(id)) {
+            if is_rejected || (sharing == Sharing::Alone && !self.index.overlaps(id)) {
                 alone.push(id);
-            } else if let Some(earlier) = self.earlier(id, &mut incumbents) {
+            } else if sharing < Sharing::Displaces
+                && let Some(earlier) = self.earlier(id, &mut incumbents)
+            {
                 late.push((id, earlier));
             } else {
                 update.dirty.insert(id);
@@ -125,8 +127,12 @@ impl Admission {
         accepted
     }
 
-    /// The reason to reject a peer for an earlier one.
+    /// The reason to reject a peer for another one.
     fn clash(&self, peer: &Peer, winners: &Winners) -> Option<Rejection> {
+        if let Some((key, owner)) = self.not_its_own(peer) {
+            let holder = holder(&owner.lease.attrs);
+            return Some(Rejection::NotItsOwn { key, owner: owner.lease.subnets, holder });
+        }
         let (other, clash) = winners.clash(peer)?;
         let other = &self.index.peer(other)?.lease;
         let (earlier, holder) = (other.subnets, holder(&other.attrs));
@@ -141,6 +147,11 @@ impl Admission {
                  whose addresses are for pods"
             )),
         })
+    }
+
+    /// An object that a peer defines although it names another peer, and that peer.
+    fn not_its_own(&self, peer: &Peer) -> Option<(Key, &Peer)> {
+        peer.objects.iter().find_map(|object| Some((object.key(), self.index.owner(object)?)))
     }
 
     /// The reason to reject a lease, whatever other peers and plans are.

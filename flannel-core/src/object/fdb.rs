@@ -16,6 +16,15 @@ pub struct Fdb {
     pub dst: IpAddr,
 }
 
+impl Fdb {
+    /// Whether the MAC address names the outer destination ([`MacAddr::naming`]). Of several leases
+    /// that define the entry for one MAC address, only one whose public address it names can be the
+    /// lease of the VTEP that has it.
+    pub fn is_named(&self) -> bool {
+        self.mac == MacAddr::naming(self.dst)
+    }
+}
+
 impl fmt::Display for Fdb {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "fdb {} dst {} dev {}", self.mac, self.dst, self.link)

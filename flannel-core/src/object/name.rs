@@ -1,6 +1,7 @@
 //! Names and MAC addresses of devices.
 
 use std::fmt;
+use std::net::IpAddr;
 use std::str::FromStr;
 
 use crate::address::ParseError;
@@ -19,9 +20,74 @@ impl MacAddr {
         Self([first & 0b1111_1100 | 0b10, b, c, d, e, g])
     }
 
+    /// The address that names an IP address: locally administered, unicast, and the same in every
+    /// version. A VTEP at `address` that has it can prove with its lease alone that the MAC address
+    /// is its own; see [`Fdb::is_named`](super::Fdb::is_named).
+    ///
+    /// For IPv4 it is `0a:58` and the address, so no two addresses have one name. For IPv6 it is `06`
+    /// and 40 bits of the SipHash-2-4 of the address.
+    pub fn naming(address: IpAddr) -> Self {
+        match address {
+            IpAddr::V4(v4) => {
+                let [a, b, c, d] = v4.octets();
+                Self([0x0a, 0x58, a, b, c, d])
+            }
+            IpAddr::V6(v6) => {
+                let [_, _, _, a, b, c, d, e] = siphash(v6.octets()).to_be_bytes();
+                Self([0x06, a, b, c, d, e])
+            }
+        }
+    }
+
     /// Whether it can be the address of a device: not multicast, and not all zero.
     pub fn is_unicast(&self) -> bool {
         self.0[0] & 1 == 0 && self.0 != [0; 6]
+    }
+}
+
+/// SipHash-2-4 with a fixed key. It must be the same in every version, on every node.
+///
+/// **Source**: Aumasson and Bernstein, *SipHash: a fast short-input PRF*, section 2.
+fn siphash(input: [u8; 16]) -> u64 {
+    let words = [&input[..8], &input[8..]];
+    let words = words.map(|bytes| u64::from_le_bytes(bytes.try_into().expect("8 bytes")));
+    siphash_of(SIPHASH_KEY, words)
+}
+
+/// `flannel` and `vtep-mac` as text.
+const SIPHASH_KEY: [u64; 2] = [u64::from_le_bytes(*b"flannel "), u64::from_le_bytes(*b"vtep-mac")];
+
+fn siphash_of(key: [u64; 2], words: [u64; 2]) -> u64 {
+    let mut state = [
+        key[0] ^ 0x736f_6d65_7073_6575,
+        key[1] ^ 0x646f_7261_6e64_6f6d,
+        key[0] ^ 0x6c79_6765_6e65_7261,
+        key[1] ^ 0x7465_6462_7974_6573,
+    ];
+    // The last word has the length, 16 bytes.
+    for word in words.into_iter().chain([16 << 56]) {
+        state[3] ^= word;
+        sip_rounds(&mut state, 2);
+        state[0] ^= word;
+    }
+    state[2] ^= 0xff;
+    sip_rounds(&mut state, 4);
+    state.into_iter().fold(0, |hash, part| hash ^ part)
+}
+
+fn sip_rounds(state: &mut [u64; 4], rounds: u32) {
+    let [a, b, c, d] = state;
+    for _ in 0..rounds {
+        *a = a.wrapping_add(*b);
+        *c = c.wrapping_add(*d);
+        *b = b.rotate_left(13) ^ *a;
+        *d = d.rotate_left(16) ^ *c;
+        *a = a.rotate_left(32);
+        *c = c.wrapping_add(*b);
+        *a = a.wrapping_add(*d);
+        *b = b.rotate_left(17) ^ *c;
+        *d = d.rotate_left(21) ^ *a;
+        *c = c.rotate_left(32);
     }
 }
 
@@ -110,6 +176,29 @@ mod tests {
         for bad in ["", ".", "..", "a/b", "a b", "a:b", "0123456789abcdef"] {
             assert!(bad.parse::<LinkName>().is_err(), "{bad:?}");
         }
+    }
+
+    #[test]
+    fn a_mac_address_names_an_ip_address() {
+        let naming = |text: &str| MacAddr::naming(text.parse().unwrap()).to_string();
+        assert_eq!(naming("192.0.2.7"), "0a:58:c0:00:02:07");
+        // Nodes of all versions must agree on it.
+        assert_eq!(naming("2001:db8::7"), "06:b2:bf:0a:30:f3");
+        assert_ne!(naming("2001:db8::7"), naming("2001:db8::8"));
+        for text in ["192.0.2.7", "2001:db8::7"] {
+            let mac = MacAddr::naming(text.parse().unwrap());
+            assert!(mac.is_unicast() && mac.0[0] & 2 == 2, "locally administered: {mac}");
+        }
+    }
+
+    /// **Source**: the authors' implementation, `vectors.h`, for 16 bytes.
+    #[test]
+    fn the_hash_is_siphash_2_4() {
+        let bytes: [u8; 16] = std::array::from_fn(|n| n as u8);
+        let [low, high] =
+            [&bytes[..8], &bytes[8..]].map(|bytes| u64::from_le_bytes(bytes.try_into().unwrap()));
+        let expected = [0xdb, 0x9b, 0xc2, 0x57, 0x7f, 0xcc, 0x2a, 0x3f];
+        assert_eq!(siphash_of([low, high], [low, high]).to_le_bytes(), expected);
     }
 
     #[test]

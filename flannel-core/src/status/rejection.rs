@@ -43,6 +43,18 @@ pub enum Rejection {
         /// Its node.
         holder: String,
     },
+    /// It defines otherwise a kernel object that names the public address of another peer's lease
+    /// ([`Object::is_named`](crate::object::Object::is_named)). It does not matter which lease was
+    /// created first.
+    #[error("{key} belongs to the lease {owner} of {holder}, whose public address it names")]
+    NotItsOwn {
+        /// The object.
+        key: Key,
+        /// The other lease.
+        owner: Subnets,
+        /// Its node.
+        holder: String,
+    },
     /// It defines a kernel object of this node.
     #[error("{0} is this node's own")]
     ContradictsOwn(Key),

@@ -7,7 +7,7 @@ use etcd_client::{GetOptions, PutOptions};
 use flannel_core::lease::{LeaseAttrs, Revision};
 use flannel_core::{Error, SubnetManager};
 use flannel_subnet::testing::{Fixture, registry_suite};
-use flannel_subnet::{HolderId, LeaseGrant, Now, Registry, SkipReason};
+use flannel_subnet::{HolderId, LeaseGrant, Now, Registry, SkipReason, Skipped};
 use flannel_subnet_etcd::{EtcdOptions, EtcdRegistry};
 
 use super::server::Etcd;

@@ -293,6 +293,10 @@ impl Found {
                     "systemctl restart flanneld # on the later of the two nodes: every node \
                      accepts the earlier lease"
                 }
+                Rejection::NotItsOwn { .. } => {
+                    "flannelctl lease list # that node publishes the MAC address of another one: \
+                     is it a clone, or hostile?"
+                }
                 Rejection::OwnAddress(_) => &change_address(subnets),
                 Rejection::Rejected(_) | Rejection::BadData(_) => {
                     "flannelctl lease list # which backend and address has that node?"
