@@ -4,6 +4,8 @@
 //! [`LARGEST_ANSWER`], values that are too large are dropped page by page, and the leases of a
 //! listing have at most [`LARGEST_LISTING`] bytes in all.
 
+use std::sync::atomic::Ordering;
+
 use etcd_client::{GetOptions, GetResponse, KeyValue};
 use flannel_core::Result;
 use flannel_core::lease::{Revision, TooLarge};
@@ -13,8 +15,12 @@ use tonic::Code;
 use super::keys::{read, revision};
 use super::store::{LARGEST_ANSWER, Store, kv};
 
+/// The number of keys in the first page. Its size shows how many keys the next one may have.
+const FIRST_KEYS: usize = 64;
 /// The largest number of keys in a page. 8192 leases of nodes have about 3 MB.
-const MOST_KEYS: usize = 8192;
+pub(crate) const MOST_KEYS: usize = 8192;
+/// The factor by which the next page may have more keys, or fewer after one that was too large.
+const STEP: usize = 8;
 /// The largest sum of the values of all leases in a listing, in bytes. 100,000 leases of nodes have
 /// about 40 MB.
 pub(crate) const LARGEST_LISTING: usize = 64 << 20;
@@ -49,15 +55,18 @@ impl Store {
         let mut leases = Leases::default();
         let mut next = self.keys.leases().as_bytes().to_vec();
         let mut at = 0;
-        let mut limit = MOST_KEYS;
+        let mut limit = FIRST_KEYS;
         loop {
             let mut is_value_read = true;
-            let mut page = match self.page(&next, at, limit, false).await? {
+            limit = limit.min(self.most_keys.load(Ordering::Relaxed));
+            let page = self.page(&next, at, limit, false).await;
+            if !matches!(page, Ok(Page::Read(_))) {
+                // A page that etcd cannot send in time is too large as well.
+                self.most_keys.store((limit / STEP).max(1), Ordering::Relaxed);
+            }
+            let mut page = match page? {
                 Page::Read(page) => page,
-                Page::OutOfRange if limit > 1 => {
-                    limit = (limit / 8).max(1);
-                    continue;
-                }
+                Page::OutOfRange if limit > 1 => continue,
                 // One value is larger than an answer.
                 Page::OutOfRange => match self.page(&next, at, 1, true).await? {
                     Page::Read(page) => {
@@ -73,7 +82,8 @@ impl Store {
             let bytes: usize = kvs.iter().map(|kv| kv.key().len() + kv.value().len()).sum();
             if let Some(last) = kvs.last() {
                 next = [last.key(), &[0]].concat();
-                limit = (LARGEST_ANSWER / 2 / (bytes / kvs.len()).max(1)).clamp(1, MOST_KEYS);
+                let fit = LARGEST_ANSWER / 2 / (bytes / kvs.len()).max(1);
+                limit = fit.clamp(1, STEP * limit);
             }
             for kv in kvs {
                 let key = self.keys.name(kv.key());
@@ -85,6 +95,8 @@ impl Store {
                 }
             }
             if !more {
+                let most = self.most_keys.load(Ordering::Relaxed);
+                self.most_keys.store((2 * most).min(MOST_KEYS), Ordering::Relaxed);
                 return Ok(Some(leases.into_listing(revision(at))));
             }
         }

@@ -1,6 +1,7 @@
 //! The state of a registry: its endpoints, its keys, and the etcd lease in use.
 
 use std::fmt;
+use std::sync::atomic::AtomicUsize;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use etcd_client::{GetResponse, KvClient};
@@ -11,6 +12,7 @@ use crate::client::attempts::Attempts;
 use crate::client::connections::{Connection, Connections};
 use crate::options::EtcdOptions;
 use crate::registry::keys::Keys;
+use crate::registry::pages::MOST_KEYS;
 
 /// The limit of an answer in bytes. etcd's own limit of a request is 1.5 MiB. A list is read in
 /// pages.
@@ -22,6 +24,9 @@ pub(crate) struct Store {
     pub(crate) keys: Keys,
     name: String,
     known: Mutex<Option<HolderId>>,
+    /// The largest number of keys in a page of a list. It falls after a page that was too large, and
+    /// rises with each complete list.
+    pub(crate) most_keys: AtomicUsize,
 }
 
 impl Store {
@@ -34,7 +39,8 @@ impl Store {
         if options.prefix != EtcdOptions::default().prefix {
             name += &format!(" (prefix {})", options.prefix);
         }
-        Ok(Self { attempts, keys, name, known: Mutex::default() })
+        let most_keys = AtomicUsize::new(MOST_KEYS);
+        Ok(Self { attempts, keys, name, known: Mutex::default(), most_keys })
     }
 
     /// The holder whose etcd lease exists, so that it is renewed and not granted.

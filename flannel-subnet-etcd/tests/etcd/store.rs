@@ -141,7 +141,9 @@ async fn foreign_keys_are_skipped_and_remove_no_peer() {
 async fn values_of_a_megabyte_neither_fail_a_list_nor_hide_other_leases() {
     let etcd = Etcd::start().await;
     let mut client = etcd.client().await;
-    let registry = registry(&etcd.endpoints());
+    let patient = Duration::from_secs(20);
+    let options = EtcdOptions { request_timeout: patient, ..options(&etcd.endpoints()) };
+    let registry = EtcdRegistry::new(options).unwrap();
     let large = vec![b'x'; 1_400_000];
     for n in 0..40 {
         let leases = format!("{PREFIX}/subnets");
