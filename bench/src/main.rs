@@ -14,9 +14,9 @@ use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use crate::measure::lease_storm::Room;
 use crate::measure::{
-    cni, cold_start, diagnosis, firewall, idle, kube, kube_heartbeat, lease_event, lease_memory,
-    lease_storm, lost_device, memory, one_more, paths, plot, quiet, ready, repair, resync, soak,
-    status, udp, wireguard,
+    cni, cold_start, diagnosis, firewall, hostile_lease, idle, kube, kube_heartbeat, lease_event,
+    lease_memory, lease_storm, lost_device, memory, one_more, paths, plot, quiet, ready, repair,
+    resync, soak, status, udp, wireguard,
 };
 use crate::parts::cluster::Families;
 use crate::parts::report::Report;
@@ -194,6 +194,16 @@ enum Bench {
         #[arg(long)]
         flanneld: Option<PathBuf>,
     },
+    /// One hostile lease among many others: what its changes cost a daemon, and the routes to the
+    /// others
+    HostileLease {
+        /// The number of peers
+        #[arg(long, default_value_t = 1000, value_parser = count())]
+        peers: u32,
+        /// The program flanneld [default: the daemon in this program]
+        #[arg(long)]
+        flanneld: Option<PathBuf>,
+    },
     /// Draws the times of cold-start against the number of peers, from JSON lines of cold-start on
     /// standard input, as an SVG
     Plot {
@@ -349,6 +359,7 @@ fn run(bench: Bench) -> anyhow::Result<Report> {
         Bench::Status { peers, family, samples, flanneld } => {
             status::run(peers, family, samples, flanneld)
         }
+        Bench::HostileLease { peers, flanneld } => hostile_lease::run(peers, flanneld),
         Bench::Plot { family, out } => plot::run(family.name(), &out),
         Bench::LeaseStorm { nodes, network } => lease_storm::run(nodes, network),
         Bench::LeaseMemory { leases } => lease_memory::run(leases),

@@ -4,6 +4,7 @@ pub(crate) mod cni;
 pub(crate) mod cold_start;
 pub(crate) mod diagnosis;
 pub(crate) mod firewall;
+pub(crate) mod hostile_lease;
 pub(crate) mod idle;
 pub(crate) mod kube;
 pub(crate) mod kube_heartbeat;

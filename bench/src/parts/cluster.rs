@@ -76,8 +76,7 @@ impl Peer {
     }
 
     pub(crate) fn mac(self, family: Family) -> MacAddr {
-        let [a, b, c, d] = self.0.to_be_bytes();
-        MacAddr::local([2, family.bits(), a, b, c, d])
+        MacAddr::naming(self.public(family))
     }
 
     pub(crate) fn lease(self, families: Families) -> Lease {

@@ -43,6 +43,16 @@ impl Daemon {
         families: Families,
         options: &[&str],
     ) -> anyhow::Result<Self> {
+        Self::start_by(Command::new(program), peers, families, options)
+    }
+
+    /// The same by a command to which the options of a daemon are added.
+    pub(crate) fn start_by(
+        mut command: Command,
+        peers: u32,
+        families: Families,
+        options: &[&str],
+    ) -> anyhow::Result<Self> {
         let (fixture, dir) = (Fixture::new()?, tempfile::tempdir()?);
         let registry = dir.path().join("network");
         std::fs::create_dir_all(registry.join("subnets"))?;
@@ -52,7 +62,6 @@ impl Daemon {
             std::fs::write(&file, lease.attrs.to_json())
                 .with_context(|| format!("{}", file.display()))?;
         }
-        let mut command = Command::new(program);
         command.arg(format!("--registry=dir:{}", registry.display())).args(options);
         Self::run(command, fixture, dir, peers, families)
     }
@@ -130,6 +139,11 @@ impl Daemon {
     /// The path of its control socket.
     pub(crate) fn control_socket(&self) -> PathBuf {
         self.dir.path().join("flanneld.sock")
+    }
+
+    /// The file of a lease in its store.
+    pub(crate) fn lease_file(&self, key: &str) -> PathBuf {
+        self.dir.path().join("network/subnets").join(key)
     }
 
     /// Its network namespace.

@@ -82,7 +82,7 @@ pub(crate) struct Report {
     pub(crate) messages_of_one_more: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) messages_of_restart: Option<f64>,
-    /// `VmRSS`.
+    /// `VmRSS`. Of hostile-lease: by how much it grew.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) rss_kib: Option<u64>,
     /// `VmHWM`: the maximum so far.
@@ -91,6 +91,14 @@ pub(crate) struct Report {
     /// Processor time, in per cent of a core.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) cpu_percent: Option<f64>,
+    /// Processor time for one change of a lease.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) cpu_ms_per_change: Option<f64>,
+    /// The routes to peers before and after an attack.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) routes_before: Option<usize>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) routes_after: Option<usize>,
     /// The size of a program.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) bytes: Option<u64>,

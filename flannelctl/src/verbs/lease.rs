@@ -149,7 +149,7 @@ async fn list(registry: &Arc<dyn Registry>, terminal: &Terminal) -> Result<Outpu
     let skipped: Vec<Value> = listing
         .skipped
         .iter()
-        .map(|skipped| json!({ "key": skipped.key, "reason": skipped.reason }))
+        .map(|skipped| json!({ "key": skipped.key, "reason": skipped.reason.to_string() }))
         .collect();
     let leases = listing.entries.iter().map(|entry| value(entry, left_of(entry)));
     let leases: Vec<Value> = leases.collect();

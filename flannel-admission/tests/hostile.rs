@@ -1,0 +1,62 @@
+//! One hostile lease, with any value, takes nothing from others.
+
+#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+
+#[path = "../../fuzz/hostile.rs"]
+mod hostile;
+
+use flannel_core::object::{MacAddr, PublicKey};
+use hostile::hostile_lease;
+use proptest::prelude::*;
+
+/// One offer as JSON: with a MAC address, key and public address of its own, of another node, or
+/// that none can have.
+fn offer() -> impl Strategy<Value = String> {
+    let kinds = ["vxlan", "wireguard", "", "ipip", "host-gw", "vxlan"];
+    let kind = prop::sample::select(kinds.to_vec());
+    (kind, 0..24u8, 0..24u8, 0..3u8).prop_map(|(kind, public, victim, form)| {
+        let net = if form == 0 { "192.0.2" } else { "198.51.100" };
+        let named = MacAddr::naming([192, 0, 2, victim].into());
+        let own = MacAddr::naming([198, 51, 100, public].into());
+        let mac = if form == 2 { own } else { named };
+        let key = PublicKey([victim; 32]);
+        format!(
+            r#"{{"PublicIP":"{net}.{public}","BackendType":"{kind}","BackendData":{{"VtepMAC":"{mac}","PublicKey":"{key}"}}}}"#
+        )
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(2000))]
+
+    #[test]
+    fn a_hostile_lease_takes_no_object_of_another(
+        preferred in offer(),
+        others in prop::collection::vec(offer(), 0..60),
+    ) {
+        let preferred = preferred.strip_suffix('}').unwrap();
+        hostile_lease(&format!(r#"{preferred},"OtherOffers":[{}]}}"#, others.join(",")));
+    }
+
+    #[test]
+    fn any_text_takes_no_object_of_another(text in ".{0,200}") {
+        hostile_lease(&text);
+    }
+}
+
+/// Without a limit of offers, one such lease took the routes to 50 nodes.
+#[test]
+fn a_lease_with_the_macs_of_all_nodes_takes_none() {
+    let offer = |n: u8| {
+        let mac = MacAddr::naming([192, 0, 2, n].into());
+        format!(
+            r#"{{"PublicIP":"198.51.100.9","BackendType":"vxlan","BackendData":{{"VtepMAC":"{mac}"}}}}"#
+        )
+    };
+    for first in 0..24 {
+        let others: Vec<String> = (0..24).map(offer).collect();
+        let preferred = offer(first);
+        let preferred = preferred.strip_suffix('}').unwrap();
+        hostile_lease(&format!(r#"{preferred},"OtherOffers":[{}]}}"#, others.join(",")));
+    }
+}

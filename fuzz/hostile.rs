@@ -1,0 +1,158 @@
+//! The property that a hostile lease costs others nothing. The fuzz target and a test of
+//! flannel-admission use it.
+
+use std::collections::BTreeMap;
+use std::net::IpAddr;
+use std::sync::Arc;
+
+use flannel_admission::{Admission, AdmissionRules, OfferPlan};
+use flannel_core::address::Dual;
+use flannel_core::backend::Env;
+use flannel_core::json::Fields;
+use flannel_core::lease::{LARGEST_VALUE, LeaseAttrs, MOST_OFFERS, Offer, Revision};
+use flannel_core::object::{
+    Fdb, Key, MacAddr, Neigh, Object, Peer, PeerAttributes, PublicKey, Route, Via,
+};
+use flannel_core::status::Rejection;
+use flannel_core::{Lease, Subnet, Subnets};
+
+/// The number of other nodes. Node `n` has the `n`th subnet.
+const NODES: u8 = 20;
+/// The subnets of the hostile node: none of another node's, and one of another node's.
+const HOSTILE: [&str; 2] = ["10.1.200.0-24", "10.1.7.0-25"];
+
+/// As the plan of `vxlan`: a neighbour, a forwarding entry and a route.
+fn vxlan(
+    subnets: &Subnets,
+    offer: &Offer,
+    _: &Env<'_>,
+    out: &mut Vec<Object>,
+) -> Result<(), Rejection> {
+    let link = "flannel.1".parse().expect("a name");
+    let wrong = |what: &str| Rejection::Rejected(what.into());
+    for end in offer.endpoints(subnets) {
+        let dst = end.public.ok_or_else(|| wrong("no public address"))?;
+        let fields = Fields::parse(end.data.unwrap_or_default(), "BackendData")?;
+        let mac: Option<MacAddr> = fields.parsed("VtepMAC", "a MAC address")?;
+        let mac = mac.filter(MacAddr::is_unicast).ok_or_else(|| wrong("no MAC address"))?;
+        let gateway = end.subnet.base();
+        out.push(Neigh { link, address: gateway, mac }.into());
+        out.push(Fdb { link, mac, dst }.into());
+        let via = Via::Gateway { gateway, link, onlink: true };
+        out.push(Route { dst: end.subnet, via, mtu: None }.into());
+    }
+    Ok(())
+}
+
+/// As the plan of `wireguard`: a peer.
+fn wireguard(
+    subnets: &Subnets,
+    offer: &Offer,
+    _: &Env<'_>,
+    out: &mut Vec<Object>,
+) -> Result<(), Rejection> {
+    let link = "flannel-wg".parse().expect("a name");
+    let wrong = |what: &str| Rejection::Rejected(what.into());
+    let fields = Fields::parse(offer.data.v4.as_deref().unwrap_or_default(), "BackendData")?;
+    let key: Option<PublicKey> = fields.parsed("PublicKey", "a key")?;
+    let key = key.ok_or_else(|| wrong("no key"))?;
+    let address = offer.public.v4.ok_or_else(|| wrong("no public address"))?;
+    let allowed = subnets.iter().collect();
+    let endpoint = (address, 51820).into();
+    let attributes = PeerAttributes { endpoint, allowed, psk: None, keepalive: 0 };
+    out.push(Peer { link, key, attributes: Box::new(attributes) }.into());
+    Ok(())
+}
+
+/// The lease of an honest node with both backends. Its MAC address names its public address.
+fn honest(n: u8) -> Arc<Lease> {
+    let public: IpAddr = [192, 0, 2, n].into();
+    let offer = |kind: &'static str, data: String| Offer {
+        public: [public].into_iter().collect(),
+        kind: kind.into(),
+        data: Dual { v4: Some(data.into()), v6: None },
+    };
+    let mac = MacAddr::naming(public);
+    let preferred = offer("vxlan", format!(r#"{{"VNI":1,"VtepMAC":"{mac}"}}"#));
+    let key = PublicKey([n; 32]);
+    let others = [offer("wireguard", format!(r#"{{"PublicKey":"{key}","Port":51820}}"#))];
+    Arc::new(lease(
+        &format!("10.1.{n}.0-24"),
+        u64::from(n),
+        LeaseAttrs { preferred, others: others.into() },
+    ))
+}
+
+fn lease(key: &str, since: u64, attrs: LeaseAttrs) -> Lease {
+    let subnets = key.parse().expect("a key");
+    Lease { subnets, attrs, expires: None, since: Revision(since), revision: Revision(since) }
+}
+
+fn admission() -> Admission {
+    let networks = ["10.1.0.0/16".parse::<Subnet>().expect("a subnet")].into_iter().collect();
+    let rules = AdmissionRules { networks, own: Some(honest(1)), ..AdmissionRules::default() };
+    let plans = vec![
+        OfferPlan::new(Some("vxlan"), Box::new(vxlan)),
+        OfferPlan::new(Some("wireguard"), Box::new(wireguard)).with_handshakes(true),
+    ];
+    Admission::new(rules, plans)
+}
+
+/// The objects of all peers but the hostile one, and the number of that one's.
+fn objects(peers: &Admission, hostile: &Subnets) -> (BTreeMap<Key, String>, usize) {
+    let is_hostile = |object: &&Object| match object {
+        Object::Route(route) => hostile.iter().any(|subnet| subnet.covers(&route.dst)),
+        Object::Neigh(neigh) => hostile.iter().any(|subnet| subnet.base() == neigh.address),
+        Object::Peer(peer) => {
+            peer.attributes.allowed.values().any(|s| hostile.iter().any(|subnet| subnet.covers(s)))
+        }
+        // An entry of the hostile node that is equal to another node's is that one's too.
+        Object::Fdb(entry) => {
+            !matches!(entry.dst, IpAddr::V4(v4) if v4.octets()[..3] == [192, 0, 2])
+        }
+        _ => false,
+    };
+    let all: Vec<&Object> = peers.objects().collect();
+    let count = all.iter().filter(|object| is_hostile(object)).count();
+    let others = all.into_iter().filter(|object| !is_hostile(object));
+    (others.map(|object| (object.key(), object.to_string())).collect(), count)
+}
+
+fn put(peers: &mut Admission, lease: &Arc<Lease>) {
+    peers.update([(lease.subnets, Some(lease))].into_iter(), &|_| Some(None));
+}
+
+/// A lease with this value changes no object of another lease: as a new lease, and as a change of an
+/// old one. In the second case, a WireGuard key of another node still counts for the older lease.
+pub fn hostile_lease(text: &str) {
+    if text.len() > LARGEST_VALUE {
+        return;
+    }
+    let Ok(attrs) = LeaseAttrs::from_json(text) else { return };
+    assert!(attrs.offers().count() <= MOST_OFFERS);
+    let is_wireguard = |offer: &Offer| offer.kind == "wireguard";
+    let has_key = attrs.offers().any(is_wireguard);
+    for (key, since) in [(HOSTILE[0], 0), (HOSTILE[0], 100), (HOSTILE[1], 100)] {
+        if since == 0 && has_key {
+            continue;
+        }
+        let hostile = Arc::new(lease(key, since, attrs.clone()));
+        let mut peers = admission();
+        (2..NODES).for_each(|n| put(&mut peers, &honest(n)));
+        let harmless = Arc::new(lease(key, since, LeaseAttrs::default()));
+        put(&mut peers, &harmless);
+        let (before, _) = objects(&peers, &hostile.subnets);
+        put(&mut peers, &hostile);
+        let (after, count) = objects(&peers, &hostile.subnets);
+        assert_eq!(before, after, "{key} since {since}: {text}");
+        assert!(count <= 3 * MOST_OFFERS, "{count} objects: {text}");
+        // A node that starts now decides alike.
+        let mut started = admission();
+        put(&mut started, &hostile);
+        (2..NODES).rev().for_each(|n| put(&mut started, &honest(n)));
+        assert_eq!(objects(&started, &hostile.subnets), (after, count), "{key} {since}: {text}");
+        // The lease is gone.
+        put(&mut peers, &harmless);
+        assert_eq!(objects(&peers, &hostile.subnets).0, before, "{key} {since}: {text}");
+    }
+}
