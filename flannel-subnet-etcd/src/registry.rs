@@ -9,10 +9,11 @@ mod watch;
 
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use etcd_client::{Compare, CompareOp, TxnOp, WatchOptions};
+use etcd_client::{Compare, CompareOp, GetOptions, TxnOp, WatchOptions};
 use flannel_core::lease::{LeaseAttrs, Revision};
 use flannel_core::{Error, Result, Subnets};
 use flannel_subnet::{
@@ -21,7 +22,7 @@ use flannel_subnet::{
 
 use self::keys::{read, revision};
 use self::store::Store;
-use self::transaction::{Outcome, absent, at_revision};
+use self::transaction::{Keys, Outcome, absent, at_revision};
 use self::watch::EtcdWatch;
 use crate::options::EtcdOptions;
 
@@ -102,7 +103,7 @@ impl Registry for EtcdRegistry {
         match answer.value {
             Outcome::Done(_) => Ok(()),
             // An earlier attempt succeeded, and its answer was lost.
-            Outcome::Differs(kvs)
+            Outcome::Differs(Keys { kvs, .. })
                 if answer.repeated
                     && kvs.first().is_some_and(|kv| kv.value() == text.as_bytes()) =>
             {
@@ -148,8 +149,24 @@ impl Registry for EtcdRegistry {
         attrs: &LeaseAttrs,
         grant: Option<LeaseGrant>,
     ) -> Result<Entry> {
-        let written = self.0.write(subnets, absent, attrs, grant).await?;
-        written.ok_or(Error::Conflict { subnets: *subnets })
+        let written = self.0.write(subnets, absent, None, attrs, grant).await?;
+        written.map_err(|_| Error::Conflict { subnets: *subnets })
+    }
+
+    async fn create_or_list(
+        &self,
+        subnets: &Subnets,
+        attrs: &LeaseAttrs,
+        grant: Option<LeaseGrant>,
+    ) -> Result<Result<Entry, Listing>> {
+        let most = self.0.most_keys.load(Ordering::Relaxed);
+        let options = GetOptions::new().with_prefix().with_limit(most.try_into().unwrap_or(1));
+        let all = TxnOp::get(self.0.keys.leases(), Some(options));
+        match self.0.write(subnets, absent, Some(all), attrs, grant).await? {
+            Ok(entry) => Ok(Ok(entry)),
+            Err(Keys { kvs, at, are_all: true }) => Ok(Err(self.0.listing(&kvs, at))),
+            Err(Keys { are_all: false, .. }) => self.list().await.map(Err),
+        }
     }
 
     async fn update(
@@ -159,8 +176,8 @@ impl Registry for EtcdRegistry {
         attrs: &LeaseAttrs,
         grant: Option<LeaseGrant>,
     ) -> Result<Entry> {
-        let written = self.0.write(subnets, at_revision(at), attrs, grant).await?;
-        written.ok_or(Error::Conflict { subnets: *subnets })
+        let written = self.0.write(subnets, at_revision(at), None, attrs, grant).await?;
+        written.map_err(|_| Error::Conflict { subnets: *subnets })
     }
 
     async fn delete(&self, subnets: &Subnets, at: Revision) -> Result<()> {
@@ -171,7 +188,11 @@ impl Registry for EtcdRegistry {
         match answer.value {
             Outcome::Done(_) => Ok(()),
             // An earlier attempt succeeded, and its answer was lost.
-            Outcome::Differs(kvs) if answer.repeated && kvs.is_empty() => Ok(()),
+            Outcome::Differs(Keys { kvs, are_all: true, .. })
+                if answer.repeated && kvs.is_empty() =>
+            {
+                Ok(())
+            }
             Outcome::Differs(..) | Outcome::NoLease => Err(Error::Conflict { subnets: *subnets }),
         }
     }

@@ -40,6 +40,13 @@ enum Page {
 }
 
 impl Store {
+    /// The listing of these keys, which are all below the prefix.
+    pub(crate) fn listing(&self, kvs: &[KeyValue], at: Revision) -> Listing {
+        let mut leases = Leases::default();
+        kvs.iter().for_each(|kv| leases.take(self.keys.name(kv.key()), kv));
+        leases.into_listing(at)
+    }
+
     /// The listing of all keys below the prefix.
     pub(crate) async fn list(&self) -> Result<Listing> {
         for _ in 0..RESTARTS {
@@ -116,17 +123,18 @@ impl Store {
             let options = options.clone();
             async move {
                 match kv(&connection).get(first, Some(options)).await {
-                    Err(etcd_client::Error::GRpcStatus(status))
-                        if status.code() == Code::OutOfRange =>
-                    {
-                        Ok(Page::OutOfRange)
-                    }
+                    Err(error) if is_out_of_range(&error) => Ok(Page::OutOfRange),
                     answer => Ok(Page::Read(answer?)),
                 }
             }
         });
         Ok(answer.await?.value)
     }
+}
+
+/// Whether an answer is larger than [`LARGEST_ANSWER`], or its revision was compacted.
+pub(crate) fn is_out_of_range(error: &etcd_client::Error) -> bool {
+    matches!(error, etcd_client::Error::GRpcStatus(status) if status.code() == Code::OutOfRange)
 }
 
 /// The leases of the pages so far.

@@ -1,6 +1,8 @@
 //! Writes. Each is one transaction that compares the revision that was read.
 
-use etcd_client::{Compare, CompareOp, KeyValue, PutOptions, Txn, TxnOp, TxnOpResponse};
+use etcd_client::{
+    Compare, CompareOp, KeyValue, PutOptions, ResponseHeader, Txn, TxnOp, TxnOpResponse,
+};
 use flannel_core::lease::{LeaseAttrs, Revision};
 use flannel_core::{Error, Lease, Result, Subnets};
 use flannel_subnet::{Entry, LeaseGrant, value_to_write};
@@ -8,14 +10,24 @@ use flannel_subnet::{Entry, LeaseGrant, value_to_write};
 use crate::client::attempts::Answer;
 use crate::client::failure::{self, Failure};
 use crate::registry::keys::revision;
+use crate::registry::pages::is_out_of_range;
 use crate::registry::store::{Store, kv};
+
+/// Keys that a transaction read.
+pub(crate) struct Keys {
+    pub(crate) kvs: Vec<KeyValue>,
+    /// The revision of the store.
+    pub(crate) at: Revision,
+    /// Whether these are all keys that were asked for. More do not fit into an answer.
+    pub(crate) are_all: bool,
+}
 
 /// The result of a transaction.
 pub(crate) enum Outcome {
     /// It was carried out. This is the present key.
     Done(Option<KeyValue>),
     /// The comparison failed. These keys were read instead.
-    Differs(Vec<KeyValue>),
+    Differs(Keys),
     /// Its etcd lease does not exist.
     NoLease,
 }
@@ -38,35 +50,44 @@ impl Store {
                     Err(error) if failure::says(&error, "requested lease not found") => {
                         return Ok(Outcome::NoLease);
                     }
+                    // Only the other keys can be as large.
+                    Err(error) if is_out_of_range(&error) => {
+                        let at = Revision::default();
+                        return Ok(Outcome::Differs(Keys { kvs: Vec::new(), at, are_all: false }));
+                    }
                     answer => answer?,
                 };
-                let kvs = answer.op_responses().into_iter().find_map(|answer| match answer {
-                    TxnOpResponse::Get(mut got) => Some(got.take_kvs()),
+                let at = revision(answer.header().map_or(0, ResponseHeader::revision));
+                let got = answer.op_responses().into_iter().find_map(|answer| match answer {
+                    TxnOpResponse::Get(got) => Some(got),
                     _ => None,
                 });
-                let mut kvs =
-                    kvs.ok_or_else(|| Failure::later("the answer to a transaction lacks the key"))?;
+                let mut got =
+                    got.ok_or_else(|| Failure::later("the answer to a transaction lacks the key"))?;
+                let are_all = !got.more();
+                let mut kvs = got.take_kvs();
                 Ok(if answer.succeeded() {
                     Outcome::Done(kvs.pop())
                 } else {
-                    Outcome::Differs(kvs)
+                    Outcome::Differs(Keys { kvs, at, are_all })
                 })
             }
         });
         answer.await
     }
 
-    /// Writes a key if `compare` holds; `None` if it does not.
+    /// Writes a key if `compare` holds. If it does not, returns the keys that `otherwise` reads.
     pub(crate) async fn write(
         &self,
         subnets: &Subnets,
         compare: impl Fn(&str) -> Compare + Send + Sync,
+        otherwise: Option<TxnOp>,
         attrs: &LeaseAttrs,
         grant: Option<LeaseGrant>,
-    ) -> Result<Option<Entry>> {
+    ) -> Result<Result<Entry, Keys>> {
         let key = self.keys.lease(subnets);
         let value = value_to_write(self, subnets, attrs)?;
-        let otherwise = TxnOp::get(key.as_str(), None);
+        let otherwise = otherwise.unwrap_or_else(|| TxnOp::get(key.as_str(), None));
         let mut repeated = false;
         loop {
             let lease = match grant {
@@ -79,7 +100,7 @@ impl Store {
             repeated |= answer.repeated;
             let kv = match answer.value {
                 Outcome::Done(kv) => kv,
-                Outcome::Differs(kvs) => {
+                Outcome::Differs(keys) => {
                     // An earlier attempt succeeded, and its answer was lost.
                     let ours = |kv: &&KeyValue| {
                         repeated
@@ -87,8 +108,8 @@ impl Store {
                             && kv.lease() == lease
                             && kv.value() == value.as_bytes()
                     };
-                    match kvs.iter().find(ours).cloned() {
-                        None => return Ok(None),
+                    match keys.kvs.iter().find(ours).cloned() {
+                        None => return Ok(Err(keys)),
                         kv => kv,
                     }
                 }
@@ -108,10 +129,7 @@ impl Store {
                 since: revision(kv.create_revision()),
                 revision: revision(kv.mod_revision()),
             };
-            return Ok(Some(Entry {
-                lease: lease.into(),
-                holder: grant.map(|grant| grant.holder),
-            }));
+            return Ok(Ok(Entry { lease: lease.into(), holder: grant.map(|grant| grant.holder) }));
         }
     }
 }
