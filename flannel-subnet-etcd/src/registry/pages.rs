@@ -183,7 +183,9 @@ impl Leases {
             return;
         }
         if key.len() > LARGEST_NAME {
-            key.truncate(key.floor_char_boundary(LARGEST_NAME));
+            let is_boundary = |at: &usize| key.is_char_boundary(*at);
+            let end = (0..=LARGEST_NAME).rev().find(is_boundary).unwrap_or(0);
+            key.truncate(end);
             key.push('…');
         }
         self.skipped.push(Skipped { key, reason, revision });
