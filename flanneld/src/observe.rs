@@ -249,9 +249,7 @@ impl Observer {
     /// Asks the network that runs whether another one can be built from `config`. Returns the
     /// obstacle as an error; `None`: no network runs, so nothing can be asked.
     pub(crate) async fn try_config(&self, config: Config) -> Option<Result<(), String>> {
-        if self.known().running.is_none() {
-            return None;
-        }
+        self.known().running.as_ref()?;
         let (answer, answered) = oneshot::channel();
         self.0.trials.send(Trial { config, answer }).await.ok()?;
         // The network may end before it answers.

@@ -71,8 +71,11 @@ pub(crate) fn run(count: u32, flanneld: Option<PathBuf>) -> anyhow::Result<Repor
     Ok(report)
 }
 
-/// The kinds of hostile values. `n` differs for each change.
-const KINDS: [(&str, fn(peers: u32, n: u32) -> String); 6] = [
+/// Makes a hostile value for a number of peers. `n` differs for each change.
+type MakeValue = fn(peers: u32, n: u32) -> String;
+
+/// The kinds of hostile values.
+const KINDS: [(&str, MakeValue); 6] = [
     ("the MAC address of another node", |count, n| value(&[victim(count, n, false)])),
     ("the MAC address and public address of another node", |count, n| {
         value(&[victim(count, n, true)])
@@ -107,7 +110,7 @@ fn value(offers: &[Value]) -> String {
 /// Adds the witness, or removes it, and waits for its route.
 fn witness(daemon: &mut Daemon, change: u32) -> anyhow::Result<()> {
     let file = daemon.lease_file(WITNESS);
-    let is_there = change % 2 == 0;
+    let is_there = change.is_multiple_of(2);
     if is_there {
         let mut lease = Peer(250 << 8).lease(Families::Ipv4);
         lease.attrs.preferred.public.v4 = Some([198, 51, 100, 250].into());
