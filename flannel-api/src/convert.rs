@@ -6,7 +6,7 @@ use std::time::{Duration, SystemTime};
 use flannel_core::address::{Dual, Family};
 use flannel_core::backend::{ExternalInterface, Inlet};
 use flannel_core::config::PodNetwork;
-use flannel_core::kernel::Traffic;
+use flannel_core::kernel::{Refused, Traffic};
 use flannel_core::lease::LeaseSet;
 use flannel_core::object::Key;
 use flannel_core::status::{Failure, Histogram, Repair};
@@ -14,8 +14,8 @@ use flannel_core::subnet::{Loss, Ownership, StoreStatus};
 use flannel_core::{Config, Lease, Subnet, Subnets};
 
 use crate::{
-    FailureReport, InletReport, InterfaceReport, LatencyReport, LeaseReport, PeerReport,
-    RepairReport, StoreReport, SubnetsReport, TrafficReport, rounded, seconds,
+    FailureReport, GuardReport, InletReport, InterfaceReport, LatencyReport, LeaseReport,
+    PeerReport, RepairReport, StoreReport, SubnetsReport, TrafficReport, rounded, seconds,
 };
 
 /// The largest number of skipped entries in a report.
@@ -114,6 +114,13 @@ impl From<&Repair> for RepairReport {
         let process = repair.changed_by.as_ref().and_then(|by| by.process.as_deref());
         let process = process.map(str::to_owned);
         Self { at: seconds(repair.at), text: repair.to_string(), process }
+    }
+}
+
+impl From<&Refused> for GuardReport {
+    fn from(refused: &Refused) -> Self {
+        let packets = refused.packets.iter().map(|(reason, count)| ((*reason).to_owned(), *count));
+        Self { drops: refused.drops, packets: packets.collect() }
     }
 }
 

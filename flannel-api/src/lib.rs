@@ -51,9 +51,9 @@ pub use path::{PathReport, PathsReport, PathsSummary};
 pub use peer::{PeerReport, PeersReport, TunnelReport};
 pub use problem::Problem;
 pub use status::{
-    Counted, DaemonReport, FailureReport, InletReport, InterfaceReport, LatencyReport, LeaseReport,
-    MoveReport, NetworkReport, RefusedConfig, RepairReport, RepairsReport, StatusReport,
-    StoreReport, SubnetsReport, TrafficReport,
+    Counted, DaemonReport, FailureReport, GuardReport, InletReport, InterfaceReport, LatencyReport,
+    LeaseReport, MoveReport, NetworkReport, RefusedConfig, RepairReport, RepairsReport,
+    StatusReport, StoreReport, SubnetsReport, TrafficReport,
 };
 pub use why::{ObjectReport, WhyReport};
 

@@ -115,6 +115,19 @@ pub struct NetworkReport {
     /// known now.
     #[serde(default)]
     pub traffic: Option<TrafficReport>,
+    /// The packets that the guard of the tunnel refused; `null`: nothing is checked, or they are not
+    /// known now.
+    #[serde(default)]
+    pub guard: Option<GuardReport>,
+}
+
+/// The packets that the guard of a tunnel refused since it was put in place.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GuardReport {
+    /// Whether they are dropped (`"SourceCheck": true`). If not, they are only counted.
+    pub drops: bool,
+    /// The packets by reason: `stranger`, `foreign_source`, `pod`.
+    pub packets: BTreeMap<String, u64>,
 }
 
 /// A network config in the store that a node does not use, because it cannot build a network from

@@ -8,13 +8,15 @@ use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use flannel_core::Subnet;
-use flannel_core::kernel::{Annex, Changes, Invalidation, KernelError, Traffic};
+use flannel_core::kernel::{
+    Annex, Changes, Invalidation, KernelError, LongDrops, Refused, Traffic,
+};
 use flannel_core::object::{Change, Key, Object, Record, Secret};
 use flannel_udp::{DataPlane, Options, Peers, Prefix, Request, Status};
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
 use crate::NAME;
-use crate::traffic::{Drops, traffic};
+use crate::traffic::{counted, traffic};
 
 /// The text of a record before the address.
 const TO: &str = "to ";
@@ -37,7 +39,7 @@ pub(crate) fn peer_record(subnet: Subnet, address: SocketAddr) -> Record {
 #[derive(Debug, Clone)]
 pub(crate) struct Table {
     plane: DataPlane,
-    drops: Arc<Mutex<Drops>>,
+    drops: Arc<Mutex<LongDrops>>,
 }
 
 impl Table {
@@ -159,6 +161,10 @@ impl Annex for Table {
         let counts = self.plane.counts()?;
         let mut drops = self.drops.lock().unwrap_or_else(PoisonError::into_inner);
         traffic(&counts, &mut drops, Instant::now())
+    }
+
+    fn refused(&self) -> Option<Refused> {
+        counted(&self.plane.counts()?)
     }
 
     /// Changes end before [`Annex::apply`] returns.

@@ -4,30 +4,27 @@ mod annex;
 mod options;
 mod plan;
 mod preflight;
-mod sources;
 mod traffic;
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, LazyLock, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use async_trait::async_trait;
 use flannel_core::address::{Dual, Family, Subnet};
 use flannel_core::backend::{
-    Blueprint, Built, Datapath, ExternalInterface, Inlet, LocalEnd, Node, Prepared, underlay_mtu,
+    Blueprint, Built, Datapath, ExternalInterface, Inlet, LocalEnd, Node, Prepared, SourceCheck,
+    underlay_mtu,
 };
 use flannel_core::kernel::{Annex, Footprint};
 use flannel_core::lease::Offer;
 use flannel_core::object::{Fou, Link, LinkKind, LinkName, Route, Tun, Via};
-use flannel_core::runtime::blocking;
 use flannel_core::{Backend, Config, Error, Result};
-use flannel_source_check::TunnelEnd;
 
 use crate::annex::Table;
 pub use crate::options::{Options, Path as PacketPath};
 use crate::plan::{Mover, Plan};
-use crate::sources::Sources;
 pub use flannel_udp::run_if_started;
 
 /// The name of the backend, of the annex, and of its directory in the state directory.
@@ -41,9 +38,9 @@ const RUN_DIR: &str = "/run/flannel";
 /// Options: [`Options`]. The MTU of pods is that of the external interface less 28 bytes for IPv4
 /// and 48 for IPv6.
 ///
-/// Where the kernel moves the packets, a [`SourceCheck`](flannel_source_check::SourceCheck) checks
-/// their sources, in the network namespace of the thread that uses the annex first. A process with
-/// networks in several namespaces needs a backend for each.
+/// The kernel moves packets only if a guard checks their sources there
+/// ([`Node::unguarded`](flannel_core::backend::Node::unguarded)), or if the config does not want a
+/// check.
 ///
 /// **Source**: flannel `pkg/backend/udp`. Different on purpose:
 /// - The device, and the process that moves the packets, stay when the daemon ends.
@@ -53,14 +50,12 @@ const RUN_DIR: &str = "/run/flannel";
 pub struct UdpBackend {
     /// By state directory.
     annexes: Mutex<BTreeMap<PathBuf, Table>>,
-    /// The check of sources where the kernel moves the packets.
-    sources: LazyLock<Sources>,
 }
 
 impl UdpBackend {
     /// The backend, without data planes.
     pub const fn new() -> Self {
-        Self { annexes: Mutex::new(BTreeMap::new()), sources: LazyLock::new(Sources::default) }
+        Self { annexes: Mutex::new(BTreeMap::new()) }
     }
 }
 
@@ -95,7 +90,8 @@ impl Backend for UdpBackend {
     }
 
     fn footprint(&self, config: &Config, uplink: Option<LinkName>) -> Result<Footprint> {
-        let (links, annexes) = ([device()].into(), [NAME, sources::NAME].into());
+        let links = [device()].into();
+        let annexes = [NAME].into();
         Ok(Footprint { links, annexes, ..Footprint::of_routes(config, uplink) })
     }
 
@@ -103,7 +99,7 @@ impl Backend for UdpBackend {
         let dir = state_dir.unwrap_or_else(|| Path::new(RUN_DIR)).join(NAME);
         let mut annexes = self.annexes.lock().unwrap_or_else(PoisonError::into_inner);
         let table = annexes.entry(dir.clone()).or_insert_with(|| Table::new(dir));
-        vec![Arc::new(table.clone()), Arc::new(Sources::clone(&self.sources))]
+        vec![Arc::new(table.clone())]
     }
 
     fn validate(&self, config: &Config, uplink: Option<&ExternalInterface>) -> Result<()> {
@@ -138,21 +134,14 @@ impl Backend for UdpBackend {
         let tun = Link { name: device(), mtu, up: true, kind: LinkKind::Tun(Tun) };
         let of_kernel = kernel_device(&options, config, uplink)
             .map(|kind| Link { kind: kind.into(), ..tun.clone() });
-        let checks = options.source_check.then(|| Sources::clone(&self.sources));
-        let link = choose(node, &options, of_kernel, checks.clone(), tun).await?;
+        let link = choose(node, &options, of_kernel, tun).await?;
         Ok(Prepared::new(offer, move |lease| {
             let own = lease.lease().subnets;
             let plane = options.data_plane(&addresses, &own);
             let local = LocalEnd { addresses, subnets: own };
-            let (mover, tunnel) = match &link.kind {
-                LinkKind::Fou(fou) => {
-                    let check = checks.map(|sources| sources.check);
-                    let (device, local, port) = (link.name, fou.local, fou.port);
-                    let end = TunnelEnd { device, local, port };
-                    let tunnel = check.as_ref().map(|check| check.tunnel(end));
-                    (Mover::Kernel { device: link.name, check }, tunnel)
-                }
-                _ => (Mover::Process { port: options.port }, None),
+            let mover = match &link.kind {
+                LinkKind::Fou(_) => Mover::Kernel { device: link.name },
+                _ => Mover::Process { port: options.port },
             };
             let by_kernel = matches!(mover, Mover::Kernel { .. });
             let plan = Plan { families: enabled.map(|_, _| ()), local, mover };
@@ -162,7 +151,6 @@ impl Backend for UdpBackend {
             (blueprint.lease_type, blueprint.footprint) = (Some(""), footprint);
             blueprint.path = if by_kernel { "the kernel" } else { "a process" };
             blueprint.base = lease.tunnel(&enabled.map(|_, _| link.clone()));
-            blueprint.base.extend(tunnel);
             if !by_kernel {
                 let to = |dst: &Subnet| Route { dst: *dst, via: Via::Link(link.name), mtu: None };
                 blueprint.base.extend(enabled.values().map(to));
@@ -182,26 +170,30 @@ fn kernel_device(options: &Options, config: &Config, uplink: &ExternalInterface)
     let Some(IpAddr::V4(local)) = uplink.address.v4 else { return None };
     // There is a NAT. Nodes behind one may send from other addresses, which only a process learns.
     let has_nat = uplink.public.v4.is_some_and(|public| public != local);
-    if has_nat && options.source_check && options.path == options::Path::Auto {
+    if has_nat && options.source_check != SourceCheck::Off && options.path == options::Path::Auto {
         return None;
     }
     let Options { port, source_port: one_port, .. } = *options;
     Some(Fou { local, lower: Some(uplink.name), port, one_port })
 }
 
-/// The device of the kernel if it has such devices, and can check sources if `checks` demands it,
-/// else the tun device.
+/// The device of the kernel if it has such devices, and something there checks sources if `options`
+/// demand it, else the tun device.
 async fn choose(
     node: &Node<'_>,
     options: &Options,
     of_kernel: Option<Link>,
-    checks: Option<Sources>,
     tun: Link,
 ) -> Result<Link> {
     if let Some(link) = of_kernel {
         let mut can = node.may_change(vec![link.clone()]).await;
-        if let (Ok(()), Some(sources)) = (&can, checks) {
-            can = blocking(move || sources.may_check()).await;
+        let unchecked = node.unguarded.filter(|_| options.source_check != SourceCheck::Off);
+        if let (Ok(()), Some(why)) = (&can, unchecked) {
+            can = Err(refuse(format!(
+                "{why}: load the modules of nf_tables (modprobe -a nf_tables nft_fib_inet), let a \
+                 process move the packets (\"Path\": \"process\"), or do not check them \
+                 (\"SourceCheck\": false)"
+            )));
         }
         match can {
             Ok(()) => return Ok(link),

@@ -4,6 +4,7 @@ use std::net::IpAddr;
 
 use flannel_core::Subnets;
 use flannel_core::address::Dual;
+use flannel_core::backend::SourceCheck;
 use flannel_core::config::BackendConfig;
 use flannel_core::json::FieldError;
 use flannel_udp::Prefix;
@@ -25,8 +26,8 @@ pub struct Options {
     pub source_port: bool,
     /// `SourceCheck`: a packet is accepted only from the node that has its source address: from its
     /// public address, or one behind NAT that it has proved to have. Where the kernel moves
-    /// the packets, only the public address counts. The default is `true`.
-    pub source_check: bool,
+    /// the packets, a guard checks them, and only the public address counts. The default is `true`.
+    pub source_check: SourceCheck,
     /// `Path`: the code that moves the packets.
     pub path: Path,
 }
@@ -46,7 +47,7 @@ pub enum Path {
 
 impl Options {
     /// The names of the fields.
-    pub const NAMES: [&str; 4] = ["Port", "SourcePort", "SourceCheck", "Path"];
+    pub const NAMES: [&str; 4] = ["Port", "SourcePort", SourceCheck::NAME, "Path"];
 
     /// Reads the options.
     ///
@@ -54,13 +55,13 @@ impl Options {
     /// The first wrong field.
     pub fn parse(config: &BackendConfig) -> Result<Self, FieldError> {
         let fields = config.fields()?;
-        let [port, source_port, source_check, path] = Self::NAMES;
+        let [port, source_port, _, path] = Self::NAMES;
         let port: Option<u16> = fields.take(port, "a UDP port, 0 for 8285")?;
         let flag = |name| fields.take::<bool>(name, "true or false");
         Ok(Self {
             port: port.filter(|port| *port != 0).unwrap_or(DEFAULT_PORT),
             source_port: flag(source_port)?.unwrap_or(false),
-            source_check: flag(source_check)?.unwrap_or(true),
+            source_check: SourceCheck::parse(config)?.unwrap_or(SourceCheck::Drop),
             path: fields.take(path, r#""auto", "kernel" or "process""#)?.unwrap_or_default(),
         })
     }
@@ -79,7 +80,8 @@ impl Options {
             port: self.port,
             own: own.iter().map(prefix).collect(),
             one_port: self.source_port,
-            checks_source: self.source_check,
+            checks_source: self.source_check != SourceCheck::Off,
+            counts_only: self.source_check == SourceCheck::Count,
             queues: None,
         }
     }
@@ -98,11 +100,11 @@ mod tests {
 
     #[test]
     fn options_are_checked() {
-        let defaults =
-            Options { port: 8285, source_port: false, source_check: true, path: Path::Auto };
+        let source_check = SourceCheck::Drop;
+        let defaults = Options { port: 8285, source_port: false, source_check, path: Path::Auto };
         assert_eq!((parse(""), parse(r#","port":0"#)), (Ok(defaults), Ok(defaults)));
         let all = parse(r#","Port":7,"SourcePort":true,"SourceCheck":false,"Path":"kernel""#);
-        let (source_check, path) = (false, Path::Kernel);
+        let (source_check, path) = (SourceCheck::Off, Path::Kernel);
         assert_eq!(all, Ok(Options { port: 7, source_port: true, source_check, path }));
         for (wrong, field) in [
             (r#","Port":65536"#, "Backend.Port"),

@@ -1,14 +1,11 @@
 //! The objects of a peer for each subnet: an entry in the table of the process, or a route.
 
-use std::net::IpAddr;
-
 use flannel_core::Subnets;
 use flannel_core::address::Dual;
 use flannel_core::backend::{Env, LocalEnd};
 use flannel_core::lease::{Endpoint, Offer};
 use flannel_core::object::{LinkName, Object, Route, Via};
 use flannel_core::status::Rejection;
-use flannel_source_check::SourceCheck;
 
 use crate::annex::peer_record;
 
@@ -26,11 +23,7 @@ pub(crate) enum Mover {
     /// The process sends them to this UDP port of all nodes.
     Process { port: u16 },
     /// A device of the kernel sends them.
-    Kernel {
-        device: LinkName,
-        /// `None`: the sources of packets are not checked.
-        check: Option<SourceCheck>,
-    },
+    Kernel { device: LinkName },
 }
 
 impl Plan {
@@ -55,12 +48,9 @@ impl Plan {
                     Mover::Process { port } => {
                         out.push(peer_record(subnet, (public, *port).into()).into());
                     }
-                    Mover::Kernel { device: link, check } => {
+                    Mover::Kernel { device: link } => {
                         let via = Via::Gateway { gateway: public, link: *link, onlink: true };
                         out.push(Route { dst: subnet, via, mtu: None }.into());
-                        if let (Some(check), IpAddr::V4(public)) = (check, public) {
-                            out.push(check.node(subnet, public).into());
-                        }
                     }
                 },
                 Err(rejected) => {
@@ -79,6 +69,8 @@ impl Plan {
 
 #[cfg(test)]
 mod tests {
+    use std::net::IpAddr;
+
     use super::*;
 
     const PEER: &str = "10.1.8.0-24&fd00:1:0:8::-64";
@@ -117,14 +109,10 @@ mod tests {
         assert_eq!(run(both, PEER, [public[0], None]).0[..], [&*v4]);
         assert_eq!(run(Dual { v4: Some(()), v6: None }, PEER, public).0, [v4]);
         let only_v4 = Dual { v4: Some(()), v6: None };
-        let by_kernel = |check| {
-            let mover = Mover::Kernel { device: "flannel0".parse().unwrap(), check };
-            run_with(mover, only_v4, PEER, public).0
-        };
+        let mover = Mover::Kernel { device: "flannel0".parse().unwrap() };
+        let by_kernel = run_with(mover, only_v4, PEER, public).0;
         let route = "route 10.1.8.0/24 via 192.0.2.8 dev flannel0 onlink".to_owned();
-        assert_eq!(by_kernel(None)[..], [&*route]);
-        let record = "record udp-sources 10.1.8.0/24 from 192.0.2.8".to_owned();
-        assert_eq!(by_kernel(Some(SourceCheck::new("udp-sources"))), [route, record]);
+        assert_eq!(by_kernel, [route]);
         let own = run(both, "10.1.7.0-24&fd00:1:0:7::-64", [Some("192.0.2.7"), None]);
         assert_eq!(own, (Vec::new(), String::new()), "this node is no peer");
     }

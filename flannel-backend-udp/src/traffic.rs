@@ -1,48 +1,26 @@
 //! The counts of the data plane, and what is wrong if some of them grow.
 
 use std::collections::BTreeMap;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use flannel_core::kernel::Traffic;
+use flannel_core::kernel::{LongDrops, Refused, Traffic};
 use flannel_udp::{Options, Status};
 
-/// The time for which packets must be dropped before it is a problem. A new node may send before
-/// its lease is accepted here.
-const LONG: Duration = Duration::from_secs(30);
-/// The age from which on dropped packets are no longer a problem. The daemon looks at this interval
-/// at least.
-const RECENT: Duration = Duration::from_secs(310);
+/// The reasons of the check of sources, which only counts packets with `"SourceCheck": "count"`.
+const FOREIGN: [&str; 2] = ["foreign_source", "foreign_node"];
 
-/// Packets that are dropped for one reason.
-#[derive(Debug, Clone, Copy)]
-struct Seen {
-    count: u64,
-    /// The first and the last time at which the count had grown; `None`: not recently.
-    grew: Option<(Instant, Instant)>,
-}
-
-/// What earlier looks have seen, by reason.
-#[derive(Debug, Default)]
-pub(crate) struct Drops(BTreeMap<&'static str, Seen>);
-
-impl Drops {
-    /// Takes in a count. Returns whether packets are dropped for long enough.
-    pub(crate) fn note(&mut self, reason: &'static str, count: u64, now: Instant) -> bool {
-        let seen = self.0.entry(reason).or_insert(Seen { count, grew: None });
-        seen.grew = seen.grew.filter(|(_, last)| now - *last < RECENT);
-        // A new process begins with 0.
-        if count > seen.count || count > 0 && count < seen.count {
-            seen.grew = Some((seen.grew.map_or(now, |(first, _)| first), now));
-        }
-        seen.count = count;
-        seen.grew.is_some_and(|(first, last)| last - first >= LONG)
-    }
+/// The packets that a data plane would drop, if it only counts them.
+pub(crate) fn counted(status: &Status) -> Option<Refused> {
+    let counts = &status.counts;
+    status.options.as_ref().filter(|options| options.counts_only)?;
+    let packets = [("foreign_source", counts.foreign_source), ("stranger", counts.foreign_node)];
+    Some(Refused { drops: false, packets: packets.into(), problems: Vec::new() })
 }
 
 /// The traffic of a data plane; `None`: none runs in the process.
-pub(crate) fn traffic(status: &Status, drops: &mut Drops, now: Instant) -> Option<Traffic> {
+pub(crate) fn traffic(status: &Status, drops: &mut LongDrops, now: Instant) -> Option<Traffic> {
     let (options, counts) = (status.options.as_ref()?, &status.counts);
-    let dropped: BTreeMap<&'static str, u64> = [
+    let mut dropped: BTreeMap<&'static str, u64> = [
         ("no_peer", counts.no_peer),
         ("expired", counts.expired),
         ("bad_packet", counts.bad_packet),
@@ -55,6 +33,9 @@ pub(crate) fn traffic(status: &Status, drops: &mut Drops, now: Instant) -> Optio
         ("foreign_node", counts.foreign_node),
     ]
     .into();
+    if options.counts_only {
+        dropped.retain(|reason, _| !FOREIGN.contains(reason));
+    }
     let growing: Vec<_> =
         dropped.iter().filter(|(reason, count)| drops.note(reason, **count, now)).collect();
     Some(Traffic {
@@ -120,6 +101,8 @@ fn problem(reason: &str, options: &Options, status: &Status) -> Option<(String, 
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
 
     fn status(counts: serde_json::Value) -> Status {
@@ -143,7 +126,7 @@ mod tests {
         let counts: BTreeMap<&String, usize> = names.iter().zip(1..).collect();
         let of = |name: &str| counts[&name.to_owned()] as u64;
         let status = status(serde_json::to_value(&counts).unwrap());
-        let traffic = traffic(&status, &mut Drops::default(), Instant::now()).unwrap();
+        let traffic = traffic(&status, &mut LongDrops::default(), Instant::now()).unwrap();
         assert_eq!(traffic.sent, Some((of("sent_packets"), of("sent_bytes"))));
         assert_eq!(traffic.received, Some((of("received_packets"), of("received_bytes"))));
         assert!(traffic.dropped.iter().all(|(reason, count)| *count == of(reason)));
@@ -154,12 +137,29 @@ mod tests {
         let mut expected = [&moved[..], &nat[..]].concat();
         expected.sort_unstable();
         assert!(others.eq(expected), "{names:?}");
-        assert_eq!(super::traffic(&Status::default(), &mut Drops::default(), Instant::now()), None);
+        assert_eq!(
+            super::traffic(&Status::default(), &mut LongDrops::default(), Instant::now()),
+            None
+        );
+    }
+
+    #[test]
+    fn packets_that_are_only_counted_are_not_dropped() {
+        let counts = serde_json::json!({"foreign_source": 3, "foreign_node": 4, "no_peer": 5});
+        let mut status = status(counts);
+        assert_eq!(counted(&status), None);
+        status.options.as_mut().unwrap().counts_only = true;
+        let refused = counted(&status).unwrap();
+        assert!(!refused.drops);
+        assert_eq!(refused.packets, [("foreign_source", 3), ("stranger", 4)].into());
+        let traffic = traffic(&status, &mut LongDrops::default(), Instant::now()).unwrap();
+        assert_eq!(traffic.dropped["no_peer"], 5);
+        assert!(FOREIGN.iter().all(|reason| !traffic.dropped.contains_key(reason)));
     }
 
     #[test]
     fn packets_that_are_dropped_for_long_are_a_problem() {
-        let (begin, mut drops) = (Instant::now(), Drops::default());
+        let (begin, mut drops) = (Instant::now(), LongDrops::default());
         let mut look = |seconds, count: u64| {
             let status = status(serde_json::json!({"foreign_node": count, "no_peer": count}));
             let now = begin + Duration::from_secs(seconds);

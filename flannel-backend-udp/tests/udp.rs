@@ -12,6 +12,7 @@ use flannel_core::backend::ExternalInterface;
 use flannel_core::lease::{LeaseAttrs, Offer};
 use flannel_core::testing::{FakeKernel, FakeSubnets, Operation};
 use flannel_core::{Backend, Config, SubnetManager};
+use flannel_firewall::{Guarded, Usual};
 use flannel_netlink::testing::in_netns_async;
 use flannel_route::{Host, JoinOptions};
 
@@ -51,7 +52,8 @@ async fn path(
     }
     let config = subnets.network_config().await.unwrap();
     let host = Host::new(uplink, Arc::new(kernel), Arc::new(subnets));
-    match host.join(&UdpBackend::new(), &config, JoinOptions::default()).await {
+    let backend = Guarded::new(UdpBackend::new(), "guard-udp", Usual::Always);
+    match host.join(&backend, &config, JoinOptions::default()).await {
         Ok(network) => Ok(network.handle().path),
         // Only root may open it on some hosts.
         Err(error) if error.to_string().contains("/dev/net/tun") => Ok("a process"),
@@ -76,10 +78,30 @@ async fn the_kernel_moves_the_packets_if_it_can() {
     }
 }
 
+/// Nothing checks packets in the kernel without a guard.
+#[tokio::test]
+async fn a_process_moves_the_packets_that_no_guard_checks() {
+    for (check, expected) in
+        [("true", "a process"), (r#""count""#, "a process"), ("false", "the kernel")]
+    {
+        let config = config("auto", "").replace("false", check);
+        let subnets = FakeSubnets::with_config(&config);
+        let config = subnets.network_config().await.unwrap();
+        let host =
+            Host::new(uplink(), Arc::new(FakeKernel::with_uplink("eth0")), Arc::new(subnets));
+        let path = match host.join(&UdpBackend::new(), &config, JoinOptions::default()).await {
+            Ok(network) => network.handle().path,
+            Err(error) if error.to_string().contains("/dev/net/tun") => "a process",
+            Err(error) => panic!("{error}"),
+        };
+        assert_eq!(path, expected, "{check}");
+    }
+}
+
 /// A node behind a NAT may send from another address, which only a process learns.
 #[test]
 fn a_process_moves_the_packets_behind_a_nat_unless_nobody_checks_them() {
-    // The trial of the check is in the namespace.
+    // The trial of the guard is in the namespace.
     in_netns_async(|| async {
         let behind_nat = ExternalInterface { public: address("198.51.100.1"), ..uplink() };
         let checked = |path| config(path, "").replace(r#""SourceCheck":false,"#, "");
@@ -94,7 +116,6 @@ fn a_process_moves_the_packets_behind_a_nat_unless_nobody_checks_them() {
     });
 }
 
-/// In a namespace, because the engine looks for a table of the source check.
 #[test]
 fn the_kernel_has_a_route_for_each_peer() {
     in_netns_async(routes);

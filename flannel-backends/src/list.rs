@@ -32,6 +32,14 @@ impl Backends {
         self
     }
 
+    /// The same list with this backend in the place of the one with the same type, if there is one.
+    pub(crate) fn replacing(mut self, backend: &'static dyn Backend) -> Self {
+        for other in self.all.iter_mut().filter(|other| other.kind() == backend.kind()) {
+            *other = backend;
+        }
+        self
+    }
+
     /// All backends.
     pub fn iter(&self) -> impl Iterator<Item = &'static dyn Backend> {
         self.all.iter().copied()

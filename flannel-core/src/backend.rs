@@ -4,6 +4,7 @@ mod blueprint;
 mod datapath;
 mod plan;
 mod secrets;
+mod source_check;
 mod underlay;
 
 use std::fmt;
@@ -18,6 +19,7 @@ pub use self::blueprint::Blueprint;
 pub use self::datapath::{Datapath, Inlet};
 pub use self::plan::{Answer, Env, Plan};
 pub use self::secrets::{MakeSecret, MemorySecrets, Secrets};
+pub use self::source_check::SourceCheck;
 pub use self::underlay::{LocalEnd, underlay_mtu};
 use crate::address::Dual;
 use crate::config::Config;
@@ -120,8 +122,15 @@ pub struct Node<'a> {
     pub kernel: &'a Arc<dyn Kernel>,
     /// Its secrets.
     pub secrets: &'a dyn Secrets,
+    /// Why nothing checks the packets of a tunnel in the kernel ([`SourceCheck`]); `None` if a guard
+    /// does, or if the config does not want it. A backend that can check them itself does so without
+    /// a guard. `flannel_firewall::Guarded` sets it.
+    pub unguarded: Option<&'a str>,
     subnets: &'a dyn SubnetManager,
 }
+
+/// [`Node::unguarded`] of a node without a guard.
+const NO_GUARD: &str = "nothing guards tunnels on this node";
 
 impl<'a> Node<'a> {
     /// A node that gets its lease from `subnets`. `flannel_route::Host::join` makes one.
@@ -132,7 +141,14 @@ impl<'a> Node<'a> {
         secrets: &'a dyn Secrets,
         subnets: &'a dyn SubnetManager,
     ) -> Self {
-        Self { uplink, machine_id, kernel, secrets, subnets }
+        Self { uplink, machine_id, kernel, secrets, unguarded: Some(NO_GUARD), subnets }
+    }
+
+    /// The same node, on which a guard checks the packets of tunnels, or does not because of `why`.
+    /// See [`Node::unguarded`].
+    #[must_use]
+    pub const fn with_guard(self, why: Option<&'a str>) -> Self {
+        Self { unguarded: why, ..self }
     }
 
     /// See [`SubnetManager::hints`].

@@ -21,8 +21,6 @@ use crate::status::{Cleanup, Contest, Deviation, Failure, Fault, Repair, Status,
 
 /// The largest number of checks between two attempts to remove leftover rules of the other mode.
 const RARELY: u64 = 720;
-/// The number of checks between two that read the peers of gates, unless a program changed them.
-const RARE_GATES: u64 = 60;
 /// The shortest period, and the shortest time between a check and the next one after a change.
 const SHORTEST: Duration = Duration::from_millis(10);
 /// The same after a change in iptables mode, in which a check starts processes.
@@ -39,7 +37,7 @@ pub enum Mode {
     Nftables,
     /// iptables, through its programs. Changes by other programs are noticed at once, those of
     /// `iptables-legacy` by the use of its lock. No program is run while nothing changes, except
-    /// one `iptables-legacy-save` per family every 5 minutes. Ignores gates ([`Rules::with_gate`]).
+    /// one `iptables-legacy-save` per family every 5 minutes.
     Iptables,
 }
 
@@ -224,7 +222,6 @@ impl Firewall {
             status.in_place = failed.is_empty();
             if let Engine::Nftables(nft) = &self.engine {
                 status.dropped.unencrypted.note(nft.counted.unencrypted, at);
-                status.dropped.of_strangers.note(nft.counted.of_strangers, at);
             }
             if !deviations.is_empty() && by_others {
                 let found: Vec<_> = deviations.iter().map(ToString::to_string).collect();
@@ -239,10 +236,7 @@ impl Firewall {
                 status.repairs += 1;
                 status.last_repair = Some(Repair { at, found: deviations });
             } else if !deviations.is_empty() {
-                // Peers come and go.
-                if !deviations.iter().all(|deviation| deviation.fault == Fault::Elements) {
-                    tracing::info!(changes = deviations.len(), "rules are in place");
-                }
+                tracing::info!(changes = deviations.len(), "rules are in place");
                 status.changes += 1;
             }
             let before = status.failure.take().filter(|_| !failed.is_empty());
@@ -287,12 +281,6 @@ impl Firewall {
                     }
                 },
             };
-            let checks = self.status.borrow().checks;
-            if let Engine::Nftables(nft) = &mut self.engine
-                && (disturbed.is_some() || checks.is_multiple_of(RARE_GATES))
-            {
-                nft.invalidate();
-            }
             if let Some(disturbed) = disturbed {
                 self.after_disturbance(disturbed).await;
             }
@@ -342,7 +330,7 @@ pub async fn leftovers(programs: &Programs) -> Cleanup {
 }
 
 /// Removes the rules that Go flannel does not know, and no others: those about encryption
-/// ([`RuleOptions::encrypted`]), and the gates of tunnels ([`Rules::with_gate`]). With `dry_run` it
+/// ([`RuleOptions::encrypted`]), and the [guards](crate::Guard) of tunnels. With `dry_run` it
 /// removes nothing, and returns those that it would remove.
 pub async fn cleanup_for_go(programs: &Programs, dry_run: bool) -> Cleanup {
     let mut cleanup = Iptables::clean(programs, None, Scope::UnknownToGo, !dry_run).await;

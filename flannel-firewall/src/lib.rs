@@ -3,6 +3,7 @@
 mod drops;
 mod error;
 mod firewall;
+mod guard;
 mod iptables;
 mod nft;
 mod rules;
@@ -11,6 +12,7 @@ mod status;
 pub use drops::{ForwardDrop, ForwardDrops, LegacyMemory, forward_drops};
 pub use error::Error;
 pub use firewall::{Firewall, Mode, Options, cleanup, cleanup_for_go, leftovers};
+pub use guard::{Guard, Guarded, TunnelEnd, Usual};
 pub use iptables::program::{Programs, Variant};
-pub use rules::{Chain, Gate, KUBE_PROXY_MARK, Rule, RuleOptions, Rules, Side, Verdict};
+pub use rules::{Chain, KUBE_PROXY_MARK, Rule, RuleOptions, Rules, Side, Verdict};
 pub use status::{Cleanup, Deviation, Dropped, Failure, Fault, Packets, Repair, Status};

@@ -1,9 +1,7 @@
 //! Rules in nf_tables, over netlink, without running a program.
 //!
 //! The tables change in one transaction, so each packet meets either the old rules or the new ones.
-//! The gates of tunnels are in tables of their own.
 
-mod gate;
 mod rule;
 mod table;
 
@@ -19,9 +17,10 @@ use flannel_nft::{Expr, GROUP, Table, batch, generation};
 
 use self::table::{Content, Id, TABLES};
 use crate::error::Error;
+use crate::guard;
 use crate::iptables::script::{self, Scope};
 use crate::rules::{Chain, Rules};
-use crate::status::{Deviation, Packets};
+use crate::status::{Deviation, Fault, Packets};
 
 /// The number of attempts for a table that changes while it is written.
 const TRIES: usize = 16;
@@ -35,8 +34,6 @@ pub(crate) struct Nft {
     /// `None` when this value was dropped, so that no transaction begins after that.
     socket: Arc<Mutex<Option<NetfilterSocket>>>,
     events: NetfilterEvents,
-    /// The rules whose gates are in place; `None` if they must be read.
-    placed: Option<Rules>,
     /// Whether rules can look for routes; `None` until that is needed.
     finds_routes: Option<bool>,
     /// The counters of the rules at the last check, before its changes.
@@ -49,28 +46,23 @@ impl Nft {
         let socket = open()?;
         let events = NetfilterEvents::listen(GROUP, socket.port());
         let events = events.map_err(|error| Error::kernel("nftables", error))?;
-        let (socket, counted) = (Arc::new(Mutex::new(Some(socket))), Packets::default());
-        Ok(Self { socket, events, placed: None, finds_routes: None, counted })
+        let socket = Arc::new(Mutex::new(Some(socket)));
+        Ok(Self { socket, events, finds_routes: None, counted: Packets::default() })
     }
 
     /// Makes the tables equal to `rules`. Returns the differences that it removed.
     pub(crate) async fn reconcile(&mut self, rules: &Rules) -> Result<Vec<Deviation>, Error> {
         let desired = self.possible(rules).await;
-        let (socket, placed) = (self.socket.clone(), self.placed.take());
-        let written = desired.clone();
+        let socket = self.socket.clone();
         let work = move || match &mut *socket.lock().unwrap_or_else(PoisonError::into_inner) {
             Some(socket) => {
                 let counted = count(socket, &desired)?;
-                let placed = placed.filter(|placed| placed.differ_in_peers_only(&desired));
-                if placed.is_some_and(|placed| gate::update(socket, &placed, &desired)) {
-                    return Ok((reconcile_tables(socket, &desired, true)?, counted));
-                }
-                Ok((reconcile(socket, &desired, true)?, counted))
+                Ok((reconcile(socket, &desired, true, |_| true)?, counted))
             }
             None => Ok(Default::default()),
         };
         let (deviations, counted) = blocking(work).await?;
-        (self.placed, self.counted) = (Some(written), counted);
+        self.counted = counted;
         Ok(deviations)
     }
 
@@ -92,16 +84,10 @@ impl Nft {
         if self.finds_routes == Some(true) { rules.clone() } else { rules.without_unrouted() }
     }
 
-    /// The next [`Nft::reconcile`] reads the gates too, which takes long with thousands of peers.
-    pub(crate) fn invalidate(&mut self) {
-        self.placed = None;
-    }
-
     /// Waits until another program changes a table of flannel, or messages are lost.
     pub(crate) async fn disturbed(&mut self) -> Result<(), Error> {
         let concerns = |message: &NetfilterMessage<'_>| {
-            let gates = Family::BOTH.into_iter().map(gate::table);
-            TABLES.iter().map(Id::table).chain(gates).any(|table| table.is_changed_by(message))
+            TABLES.iter().map(Id::table).any(|table| table.is_changed_by(message))
         };
         self.events
             .changed(concerns)
@@ -120,7 +106,7 @@ impl Drop for Nft {
 /// Finds flannel's tables, and removes them if `write` is true.
 pub(crate) fn clean(write: bool) -> Result<Vec<Deviation>, Error> {
     match open_if_any()? {
-        Some(mut socket) => reconcile(&mut socket, &Rules::default(), write),
+        Some(mut socket) => reconcile(&mut socket, &Rules::default(), write, |_| true),
         None => Ok(Vec::new()),
     }
 }
@@ -128,9 +114,20 @@ pub(crate) fn clean(write: bool) -> Result<Vec<Deviation>, Error> {
 /// Finds the tables that Go flannel does not know, and removes them if `write` is true.
 pub(crate) fn clean_for_go(write: bool) -> Result<Vec<Deviation>, Error> {
     let Some(mut socket) = open_if_any()? else { return Ok(Vec::new()) };
-    let tables = reconcile_some(&mut socket, &Rules::default(), write, Id::is_about_encryption);
-    let gates = gate::reconcile(&mut socket, &Rules::default(), write);
-    Ok([tables?, gates?].concat())
+    let about = |error| Error::kernel("nftables", error);
+    let guards = guard::tables(&mut socket).map_err(about)?;
+    let mut found = reconcile(&mut socket, &Rules::default(), write, Id::is_about_encryption)?;
+    for name in guards {
+        let table = guard::table_named(&name);
+        let mut batch = batch();
+        table.remove(&mut batch);
+        if write {
+            let removed = socket.commit(batch).map_err(|refused| refused.error);
+            removed.map_err(|error| Error::kernel(table.to_string(), error))?;
+        }
+        found.push(Deviation { object: table.to_string(), fault: Fault::Unwanted });
+    }
+    Ok(found)
 }
 
 /// Opens the kernel's nf_tables and checks that they can be read.
@@ -171,27 +168,8 @@ fn open_if_any() -> Result<Option<NetfilterSocket>, Error> {
     }
 }
 
-/// Neither the rules nor the gates need the other ones.
-fn reconcile(
-    socket: &mut NetfilterSocket,
-    rules: &Rules,
-    write: bool,
-) -> Result<Vec<Deviation>, Error> {
-    let (tables, gates) =
-        (reconcile_tables(socket, rules, write), gate::reconcile(socket, rules, write));
-    Ok([tables?, gates?].concat())
-}
-
-fn reconcile_tables(
-    socket: &mut NetfilterSocket,
-    rules: &Rules,
-    write: bool,
-) -> Result<Vec<Deviation>, Error> {
-    reconcile_some(socket, rules, write, |_| true)
-}
-
 /// Reconciles the tables for which `meant` returns true.
-fn reconcile_some(
+fn reconcile(
     socket: &mut NetfilterSocket,
     rules: &Rules,
     write: bool,
@@ -274,9 +252,6 @@ fn count(socket: &mut NetfilterSocket, rules: &Rules) -> Result<Packets<u64>, Er
         if !rules.of(id.family, Chain::Encryption).is_empty() {
             add(&mut counted.unencrypted, id.table())?;
         }
-        if rules.gate(id.family).is_some() {
-            add(&mut counted.of_strangers, gate::table(id.family))?;
-        }
     }
     Ok(counted)
 }
@@ -337,7 +312,7 @@ mod tests {
             let tables = || TABLES.map(|id| (id, Content::desired(&after, &id)));
             let mut socket = NetfilterSocket::open().unwrap();
             for id in TABLES {
-                reconcile(&mut socket, &before, true).unwrap();
+                reconcile(&mut socket, &before, true, |_| true).unwrap();
                 let found = read_tables(&mut socket).unwrap();
                 let found = found.iter().map(|(id, found)| (*id, found.as_ref()));
                 let plan =
@@ -346,7 +321,7 @@ mod tests {
                 id.table().remove(&mut batch);
                 socket.commit(batch).unwrap();
                 assert_eq!(plan.carry_out(&mut socket).unwrap(), None, "{id:?}");
-                reconcile(&mut socket, &after, true).unwrap();
+                reconcile(&mut socket, &after, true, |_| true).unwrap();
                 assert_eq!(read_tables(&mut socket).unwrap(), tables());
             }
         });

@@ -7,12 +7,11 @@
 //! of iptables. Go flannel has no rules about encryption.
 
 use std::fmt;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::net::{Ipv4Addr, Ipv6Addr};
 
 use flannel_core::Subnet;
 use flannel_core::address::{Dual, Family};
 use flannel_core::object::LinkName;
-use flannel_core::status::Listing;
 
 use crate::error::Error;
 
@@ -57,10 +56,7 @@ impl Default for RuleOptions {
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct Rules {
-    chains: Dual<[Vec<Rule>; Chain::ALL.len()]>,
-    gate: Option<Gate>,
-}
+pub struct Rules(Dual<[Vec<Rule>; Chain::ALL.len()]>);
 
 impl Rules {
     /// The rules for pods in `networks` on the node that owns `subnets`.
@@ -92,66 +88,29 @@ impl Rules {
             let unrouted = encrypted.map(|_| unrouted(*network, subnets[family]));
             [masquerade, forward, encryption, unrouted].map(Option::unwrap_or_default)
         });
-        Ok(Self { chains: rules, gate: None })
+        Ok(Self(rules))
     }
 
     /// The same rules without those of [`Chain::Unrouted`].
     pub(crate) fn without_unrouted(&self) -> Self {
         let mut rules = self.clone();
         for family in Family::BOTH {
-            if let Some(chains) = &mut rules.chains[family] {
+            if let Some(chains) = &mut rules.0[family] {
                 chains[Chain::Unrouted as usize].clear();
             }
         }
         rules
     }
 
-    /// The same rules, with a gate in the families that have a network. [`Mode::Iptables`] ignores
-    /// it.
-    ///
-    /// [`Mode::Iptables`]: crate::Mode::Iptables
-    #[must_use]
-    pub fn with_gate(self, gate: Gate) -> Self {
-        Self { gate: Some(gate), ..self }
-    }
-
     /// The rules of a chain in order; empty if the chain is not desired.
     pub fn of(&self, family: Family, chain: Chain) -> &[Rule] {
-        self.chains[family].as_ref().map_or(&[], |chains| &chains[chain as usize])
+        self.0[family].as_ref().map_or(&[], |chains| &chains[chain as usize])
     }
 
     /// Whether the family has rules.
     pub fn has(&self, family: Family) -> bool {
         Chain::ALL.iter().any(|chain| !self.of(family, *chain).is_empty())
     }
-
-    /// The gate of a family; `None` if none is desired.
-    pub(crate) fn gate(&self, family: Family) -> Option<&Gate> {
-        self.gate.as_ref().filter(|_| self.chains[family].is_some())
-    }
-
-    /// Whether these rules differ from `other` at most in the peers of the gate.
-    pub(crate) fn differ_in_peers_only(&self, other: &Self) -> bool {
-        let frame =
-            |rules: &Self| rules.gate.as_ref().map(|gate| (gate.protocols.clone(), gate.local));
-        self.chains == other.chains && frame(self) == frame(other)
-    }
-}
-
-/// Drops the packets of tunnels that come from other hosts than peers. Linux takes them from every
-/// host.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct Gate {
-    /// The numbers of the IP protocols of the tunnels, at least one.
-    pub protocols: Vec<u8>,
-    /// The addresses at which the tunnels end. Packets to other addresses of this host belong to
-    /// tunnels of other programs, and pass. A family without one has a gate at all addresses.
-    pub local: Dual<IpAddr>,
-    /// The source addresses that are accepted.
-    pub peers: Listing<IpAddr>,
-    /// `peers` has all peers. If false, an existing gate keeps its other peers too, and a missing
-    /// gate is not made.
-    pub complete: bool,
 }
 
 /// A chain of flannel.

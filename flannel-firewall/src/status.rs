@@ -50,8 +50,6 @@ pub struct Packets<T> {
     /// ([`RuleOptions::encrypted`](crate::RuleOptions::encrypted)), and those without a route, which
     /// the kernel drops itself ([`Chain::Unrouted`](crate::Chain::Unrouted)).
     pub unencrypted: T,
-    /// Packets of a tunnel from other hosts than peers ([`Gate`](crate::Gate)).
-    pub of_strangers: T,
 }
 
 /// The packets of one kind that were dropped.
@@ -149,8 +147,6 @@ pub enum Fault {
     Different,
     /// It exists more than once.
     Repeated,
-    /// It is a set with other elements.
-    Elements,
     /// It is a jump that must be the first rule, and another rule comes before it.
     Misplaced,
 }
@@ -162,7 +158,6 @@ impl fmt::Display for Deviation {
             Fault::Unwanted => "not wanted",
             Fault::Different => "different",
             Fault::Repeated => "repeated",
-            Fault::Elements => "other elements",
             Fault::Misplaced => "not the first rule",
         };
         write!(f, "{}: {fault}", self.object)

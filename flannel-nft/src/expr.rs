@@ -44,11 +44,12 @@ const NETWORK_HEADER: u32 = 1;
 const TRANSPORT_HEADER: u32 = 2;
 /// `NFT_CMP_EQ` and `NFT_CMP_NEQ`.
 const COMPARE: [u32; 2] = [0, 1];
-/// `NFT_LOOKUP_F_INV`.
-const INVERTED: u32 = 1;
-/// `NFT_FIB_RESULT_OIF` and `NFTA_FIB_F_DADDR`.
+/// `NFT_FIB_RESULT_OIF`, `NFTA_FIB_F_DADDR`, and `NFTA_FIB_F_SADDR | NFTA_FIB_F_IIF`.
 const FIB_DEVICE: u32 = 1;
 const FIB_DESTINATION: u32 = 2;
+const FIB_SOURCE_AND_DEVICE: u32 = 1 | 8;
+/// `NFT_LOOKUP_F_INV`.
+const INVERTED: u32 = 1;
 /// `NFTA_COUNTER_PACKETS`.
 const PACKETS: u16 = 2;
 /// `IFNAMSIZ`: the length of the name of a device, with zero bytes at its end.
@@ -88,13 +89,20 @@ pub enum Expr {
         /// Their number, at most 16.
         len: u32,
     },
-    /// Loads 4 bytes like [`Self::Transport`], and puts them after the 4 bytes of the loaded value.
+    /// Loads bytes like [`Self::Header`], and puts them after the 4 bytes of the loaded value.
     Second {
         /// The place of the first byte.
         offset: u32,
+        /// Their number, at most 16.
+        len: u32,
     },
     /// Clears the bits of the value of [`Self::Second`] that the mask lacks.
-    SecondMask([u8; 4]),
+    SecondMask(Vec<u8>),
+    /// Loads the index of the device by which the packet arrived, 4 bytes, if the route back to its
+    /// source leaves by that device, else 0. It can be in chains of the hooks
+    /// [`PREROUTING`](crate::hook::PREROUTING), [`INPUT`](crate::hook::INPUT) and
+    /// [`FORWARD`](crate::hook::FORWARD).
+    WayBack,
     /// Clears the bits of the loaded value that the mask lacks.
     Mask(Vec<u8>),
     /// Compares the loaded value.
@@ -116,6 +124,12 @@ pub enum Expr {
     /// kernel has chosen the route. Not every kernel has this instruction (`nft_fib_ipv4`,
     /// `nft_fib_ipv6`).
     OutDevice,
+    /// Loads the value of the loaded key in a map of the table. Ends the rule if the map lacks the
+    /// key.
+    Map {
+        /// The name of the map.
+        map: String,
+    },
     /// Counts the packets that come so far. The number is not part of the value: see
     /// [`Table::counted`](crate::Table::counted).
     Counter,
@@ -202,8 +216,8 @@ impl Expr {
             Self::Header { .. } | Self::Transport { .. } | Self::Second { .. } => "payload",
             Self::Mask(_) | Self::SecondMask(_) => "bitwise",
             Self::Compare { .. } => "cmp",
-            Self::Lookup { .. } => "lookup",
-            Self::OutDevice => "fib",
+            Self::Lookup { .. } | Self::Map { .. } => "lookup",
+            Self::WayBack | Self::OutDevice => "fib",
             Self::Counter => "counter",
             Self::Verdict(_) => "immediate",
             Self::Masquerade { .. } => "masq",
@@ -226,7 +240,13 @@ impl Expr {
             Self::Transport { offset, len } => {
                 load(data, REGISTER, TRANSPORT_HEADER, *offset, *len);
             }
-            Self::Second { offset } => load(data, SECOND, TRANSPORT_HEADER, *offset, 4),
+            Self::Second { offset, len } => load(data, SECOND, NETWORK_HEADER, *offset, *len),
+            Self::WayBack => {
+                number(number(number(data, 1, REGISTER), 2, FIB_DEVICE), 3, FIB_SOURCE_AND_DEVICE);
+            }
+            Self::Map { map } => {
+                number(number(data.text(1u16, map), 2, REGISTER), 3, REGISTER);
+            }
             Self::Mask(mask) => clear(data, REGISTER, mask),
             Self::SecondMask(mask) => clear(data, SECOND, mask),
             Self::Compare { equal, value } => {
@@ -278,7 +298,7 @@ impl Expr {
                 match (number_in(data, 1)?, number_in(data, 2)?) {
                     (REGISTER, NETWORK_HEADER) => Some(Self::Header { offset, len }),
                     (REGISTER, TRANSPORT_HEADER) => Some(Self::Transport { offset, len }),
-                    (SECOND, TRANSPORT_HEADER) if len == 4 => Some(Self::Second { offset }),
+                    (SECOND, NETWORK_HEADER) => Some(Self::Second { offset, len }),
                     _ => None,
                 }
             }
@@ -288,7 +308,7 @@ impl Expr {
                 let mask = value(4).filter(|_| flips_nothing)?;
                 match (number_in(data, 1)?, number_in(data, 2)?) {
                     (REGISTER, REGISTER) => Some(Self::Mask(mask)),
-                    (SECOND, SECOND) => Some(Self::SecondMask(mask.try_into().ok()?)),
+                    (SECOND, SECOND) => Some(Self::SecondMask(mask)),
                     _ => None,
                 }
             }
@@ -305,8 +325,16 @@ impl Expr {
                 };
                 Some(Self::Lookup { set: text_in(data, 1)?, is_in })
             }
+            "lookup"
+                if is(2, REGISTER) && is(3, REGISTER) && number_in(data, 5).unwrap_or(0) == 0 =>
+            {
+                Some(Self::Map { map: text_in(data, 1)? })
+            }
             "fib" if is(1, REGISTER) && is(2, FIB_DEVICE) && is(3, FIB_DESTINATION) => {
                 Some(Self::OutDevice)
+            }
+            "fib" if is(1, REGISTER) && is(2, FIB_DEVICE) && is(3, FIB_SOURCE_AND_DEVICE) => {
+                Some(Self::WayBack)
             }
             "counter" => Some(Self::Counter),
             "immediate" if is(1, VERDICT) => {

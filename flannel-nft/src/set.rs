@@ -19,17 +19,33 @@ const SET_NAME: u16 = 2;
 const SET_FLAGS: u16 = 3;
 const SET_KEY_TYPE: u16 = 4;
 const SET_KEY_LEN: u16 = 5;
+const SET_DATA_TYPE: u16 = 6;
+const SET_DATA_LEN: u16 = 7;
 const SET_ID: u16 = 10;
+const SET_USERDATA: u16 = 13;
 const ELEMENTS: u16 = 3;
-/// `NFTA_LIST_ELEM`, `NFTA_SET_ELEM_KEY`, `NFTA_DATA_VALUE`.
+/// `NFT_SET_MAP`.
+const MAP: u32 = 8;
+/// `NFTA_LIST_ELEM`, `NFTA_SET_ELEM_KEY`, `NFTA_SET_ELEM_DATA`, `NFTA_DATA_VALUE`.
 const ELEMENT: u16 = 1;
 const KEY: u16 = 1;
+const DATA: u16 = 2;
 const VALUE: u16 = 1;
 /// `ipv4_addr` and `ipv6_addr` of `nft`, and the bits of a type in a concatenation.
 const ADDRESS: [u32; 2] = [7, 8];
+/// `mark` of `nft`, and its bytes.
+const MARK: u32 = 19;
+const MARK_LEN: u32 = 4;
+/// For `nft`: types of user data (`NFTNL_UDATA_SET_KEYBYTEORDER` and `_DATABYTEORDER`), and the
+/// orders of bytes (`BYTEORDER_HOST_ENDIAN` and `_BIG_ENDIAN`).
+const KEY_ORDER: u8 = 0;
+const DATA_ORDER: u8 = 1;
+const OF_MACHINE: u32 = 1;
+const BIG_ENDIAN: u32 = 2;
 const TYPE_BITS: u32 = 6;
-/// The bytes of an element in a message besides its value: those of three attributes.
-const OVERHEAD: usize = 12;
+/// The bytes of an element in a message besides its value: those of three attributes, in a map of
+/// five.
+const OVERHEAD: usize = 20;
 /// The most bytes of elements in a message. The kernel sends a refused message back, into a buffer
 /// of 32 KiB.
 const MOST: usize = 28_000;
@@ -38,9 +54,10 @@ const MOST_IN_BATCH: usize = 4 * MOST;
 /// The most changes in a transaction ([`Batch::add`]).
 const MOST_CHANGES: usize = 200;
 
-/// A set whose elements are one or more addresses.
+/// A set or a map whose keys are addresses, or a mark and addresses.
 ///
-/// A rule can look up one address, or two of IPv4: see [`Expr::Second`](crate::Expr::Second).
+/// A rule can look up one address, or 4 bytes and an address: see
+/// [`Expr::Second`](crate::Expr::Second).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Set<'a> {
     /// Its table.
@@ -49,15 +66,29 @@ pub struct Set<'a> {
     pub family: Family,
     /// Its name.
     pub name: &'a str,
-    /// The number of addresses in an element.
+    /// The number of addresses in a key.
     pub addresses: u32,
+    /// Whether there are marks too.
+    pub marks: Marks,
+}
+
+/// The marks in a [`Set`]: numbers of 4 bytes in the machine's byte order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Marks {
+    /// There are none.
+    #[default]
+    None,
+    /// A key is a mark and the addresses.
+    First,
+    /// It is a map from the addresses to a mark, which is at the end of an element.
+    Value,
 }
 
 /// A set without its elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SetHead {
-    /// `NFT_SET_…`. A set of this crate has none.
+    /// `NFT_SET_…`. See [`Set::flags`].
     pub flags: u32,
     /// The length of an element in bytes.
     pub element_len: u32,
@@ -66,7 +97,20 @@ pub struct SetHead {
 impl Set<'_> {
     /// The length of an element in bytes.
     pub fn element_len(&self) -> u32 {
+        self.addresses_len() + if self.marks == Marks::None { 0 } else { MARK_LEN }
+    }
+
+    /// The flags of the set in the kernel (`NFT_SET_…`).
+    pub fn flags(&self) -> u32 {
+        if self.marks == Marks::Value { MAP } else { 0 }
+    }
+
+    fn addresses_len(&self) -> u32 {
         self.addresses * u32::from(self.family.bits() / 8)
+    }
+
+    fn key_len(&self) -> u32 {
+        if self.marks == Marks::Value { self.addresses_len() } else { self.element_len() }
     }
 
     fn named(&self, request: &mut Messages) {
@@ -76,11 +120,18 @@ impl Set<'_> {
     /// Adds the change that creates the set. `id` differs from that of other sets in the batch.
     pub fn make(&self, batch: &mut Batch, id: u32) {
         let address = ADDRESS[usize::from(self.family == Family::V6)];
-        let kind = (0..self.addresses).fold(0, |kind, _| kind << TYPE_BITS | address);
+        let first = if self.marks == Marks::First { MARK } else { 0 };
+        let kind = (0..self.addresses).fold(first, |kind, _| kind << TYPE_BITS | address);
         batch.add(NEWSET, self.table.family.protocol(), Make::Create, |request| {
             self.named(request);
-            number(number(request, SET_FLAGS, 0), SET_KEY_TYPE, kind);
-            number(number(request, SET_KEY_LEN, self.element_len()), SET_ID, id);
+            number(number(request, SET_FLAGS, self.flags()), SET_KEY_TYPE, kind);
+            number(number(request, SET_KEY_LEN, self.key_len()), SET_ID, id);
+            if self.marks == Marks::Value {
+                number(number(request, SET_DATA_TYPE, MARK), SET_DATA_LEN, MARK_LEN);
+                let order = |kind, order: u32| [&[kind, 4], &order.to_ne_bytes()[..]].concat();
+                let orders = [order(KEY_ORDER, BIG_ENDIAN), order(DATA_ORDER, OF_MACHINE)];
+                request.attr(SET_USERDATA, &orders.concat());
+            }
         });
     }
 
@@ -93,11 +144,13 @@ impl Set<'_> {
         present(socket.ask(self.table.kind(GETSET), named, |message| {
             let attributes = message.attributes.0;
             let flags = number_in(attributes, SET_FLAGS).unwrap_or_default();
-            Some(SetHead { flags, element_len: number_in(attributes, SET_KEY_LEN)? })
+            let data_len = number_in(attributes, SET_DATA_LEN).unwrap_or_default();
+            let key_len = number_in(attributes, SET_KEY_LEN)?;
+            Some(SetHead { flags, element_len: key_len.saturating_add(data_len) })
         }))
     }
 
-    /// The elements, each the bytes of its addresses. While the kernel resizes the set, which it
+    /// The elements, each the bytes of its key and of its value. While the kernel resizes the set, which it
     /// does some time after changes, it may list an element twice, or leave one out.
     ///
     /// # Errors
@@ -107,11 +160,17 @@ impl Set<'_> {
         let named = |request: &mut Messages| self.named(request);
         let found = socket.dump(self.table.kind(GETSETELEM), named, |message| {
             let list = find(message.attributes.0, ELEMENTS).unwrap_or_default();
-            let key = |element| Some(find(find(element, KEY)?, VALUE)?.to_vec());
-            Some(Attributes(list).filter_map(|(_, element)| key(element)).collect::<Vec<_>>())
+            Some(Attributes(list).filter_map(|(_, bytes)| element(bytes)).collect::<Vec<_>>())
         })?;
         Ok(found.into_iter().flatten().collect())
     }
+}
+
+/// The key and the value of an element.
+fn element(attributes: &[u8]) -> Option<Vec<u8>> {
+    let mut bytes = find(find(attributes, KEY)?, VALUE)?.to_vec();
+    bytes.extend(find(attributes, DATA).and_then(|data| find(data, VALUE)).unwrap_or_default());
+    Some(bytes)
 }
 
 /// Changes in as many transactions as the elements need, because the kernel limits their size.
@@ -164,9 +223,13 @@ impl Batches {
             self.last().add(number, set.table.family.protocol(), make, |request| {
                 set.named(request);
                 request.nest(ELEMENTS, |list| {
-                    for key in elements {
+                    for bytes in elements {
+                        let (key, mark) = bytes.split_at(bytes.len().min(set.key_len() as usize));
                         list.nest(ELEMENT, |element| {
                             element.nest(KEY, |value| _ = value.attr(VALUE, key));
+                            if !mark.is_empty() {
+                                element.nest(DATA, |value| _ = value.attr(VALUE, mark));
+                            }
                         });
                     }
                 });

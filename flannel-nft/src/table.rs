@@ -150,6 +150,26 @@ impl Table<'_> {
         });
     }
 
+    /// The names of all tables of a family. Those that are not UTF-8 are left out.
+    ///
+    /// # Errors
+    /// The kernel has no nf_tables, or this process lacks `CAP_NET_ADMIN`.
+    pub fn names(
+        socket: &mut NetfilterSocket,
+        family: TableFamily,
+    ) -> Result<Vec<String>, KernelError> {
+        let protocol = family.protocol();
+        let all = Kind { subsystem: SUBSYSTEM, number: GETTABLE, family: protocol };
+        socket.dump(
+            all,
+            |_| (),
+            |message| {
+                let is_of_family = message.kind.family == protocol;
+                text_in(message.attributes.0, TABLE).filter(|_| is_of_family)
+            },
+        )
+    }
+
     /// The table without its content; `None` if it does not exist.
     ///
     /// # Errors
@@ -197,6 +217,18 @@ impl Table<'_> {
         let counts = present(self.read_rules(socket, expr::packets))?;
         let packets = counts.into_iter().flatten().map(|(_, packets)| packets);
         Ok(packets.fold(0, u64::saturating_add))
+    }
+
+    /// The counter of each rule in packets, in order, with the name of the rule's chain; 0 for a
+    /// rule without one. A table that does not exist has no rules.
+    ///
+    /// # Errors
+    /// The kernel has no nf_tables, or this process lacks `CAP_NET_ADMIN`.
+    pub fn counters(
+        &self,
+        socket: &mut NetfilterSocket,
+    ) -> Result<Vec<(String, u64)>, KernelError> {
+        self.read_rules(socket, expr::packets)
     }
 
     fn read_rules<T: Send>(

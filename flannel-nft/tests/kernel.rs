@@ -10,7 +10,7 @@ use flannel_core::kernel::KernelError;
 use flannel_netlink::netfilter::NetfilterSocket;
 use flannel_netlink::testing::{in_netns, run};
 use flannel_nft::{
-    Base, Batches, Chain, ChainHead, Expr, Set, Table, TableFamily, address_of, arrived_by,
+    Base, Batches, Chain, ChainHead, Expr, Marks, Set, Table, TableFamily, address_of, arrived_by,
     at_one_moment, batch, hook, is_device, meta, octets, verdict,
 };
 use test_support::eventually;
@@ -50,12 +50,13 @@ fn each_instruction_is_read_as_it_was_written() {
         let device = "eth0".parse().unwrap();
         nft("add table ip test");
         nft("add set ip test known { type ipv4_addr . ipv4_addr; }");
+        nft("add map ip test marks { type ipv4_addr : mark; }");
         let mut filter = vec![
             vec![Expr::Meta(meta::L4PROTO), is(&[17]), Expr::Verdict(verdict::RETURN)],
             vec![
                 address_of(Family::V4, true),
-                Expr::Second { offset: 20 },
-                Expr::SecondMask([255, 255, 255, 0]),
+                Expr::Second { offset: 12, len: 4 },
+                Expr::SecondMask(vec![255, 255, 255, 0]),
                 Expr::Lookup { set: "known".to_owned(), is_in: true },
                 Expr::Counter,
                 Expr::Verdict(verdict::DROP),
@@ -71,15 +72,23 @@ fn each_instruction_is_read_as_it_was_written() {
                 Expr::Verdict(verdict::ACCEPT),
             ],
             arrived_by(device).to_vec(),
+            vec![
+                address_of(Family::V4, true),
+                Expr::Map { map: "marks".to_owned() },
+                Expr::SetMeta(meta::MARK),
+            ],
         ];
         filter[3].push(Expr::Counter);
+        let mut arriving = filter.clone();
+        arriving.push(vec![Expr::WayBack, Expr::Compare { equal: false, value: vec![0; 4] }]);
         let nat = vec![
             vec![Expr::Meta(meta::OIFNAME), is_device(device), Expr::Masquerade { flags: 16 }],
             vec![Expr::Masquerade { flags: 0 }],
         ];
         let chains = [
-            ("filter", hook::INPUT, -310, filter),
+            ("filter", hook::INPUT, -310, arriving),
             ("filter", hook::OUTPUT, 5, vec![]),
+            ("filter", hook::OUTPUT, 6, filter),
             ("nat", hook::POSTROUTING, 100, nat),
         ];
         for (kind, hook, priority, rules) in chains {
@@ -168,13 +177,17 @@ fn elements_need_as_many_transactions_as_the_kernel_takes() {
         let mut first = batch();
         TABLE.make(&mut first, "a test");
         socket.commit(first).unwrap();
-        for (name, family, addresses) in [
-            ("v4", Family::V4, 1),
-            ("pairs", Family::V4, 2),
-            ("v6", Family::V6, 1),
-            ("six", Family::V6, 4),
+        for (name, family, addresses, marks) in [
+            ("v4", Family::V4, 1, Marks::None),
+            ("pairs", Family::V4, 2, Marks::None),
+            ("v6", Family::V6, 1, Marks::None),
+            ("six", Family::V6, 4, Marks::None),
+            ("marked-v4", Family::V4, 1, Marks::First),
+            ("marked-v6", Family::V6, 1, Marks::First),
+            ("map-v4", Family::V4, 1, Marks::Value),
+            ("map-v6", Family::V6, 1, Marks::Value),
         ] {
-            let set = Set { table: TABLE, family, name, addresses };
+            let set = Set { table: TABLE, family, name, addresses, marks };
             assert_eq!(set.head(&mut socket).unwrap(), None);
             let mut batches = Batches::default();
             set.make(batches.last(), 1);
@@ -182,11 +195,17 @@ fn elements_need_as_many_transactions_as_the_kernel_takes() {
                 Family::V4 => octets(IpAddr::from(n.to_be_bytes())),
                 Family::V6 => octets(IpAddr::from(u128::from(n).to_be_bytes())),
             };
-            let all: Vec<_> = (1..9000).map(|n| address(n).repeat(addresses as usize)).collect();
+            let mark = [1, 2, 3, 4];
+            let element = |n: u32| match marks {
+                Marks::None => address(n).repeat(addresses as usize),
+                Marks::First => [&mark[..], &address(n)].concat(),
+                Marks::Value => [&address(n)[..], &mark].concat(),
+            };
+            let all: Vec<_> = (1..9000).map(element).collect();
             batches.put(&set, &all);
             assert!(commit(&mut socket, batches) > 1);
             let head = set.head(&mut socket).unwrap().unwrap();
-            assert_eq!((head.flags, head.element_len), (0, set.element_len()));
+            assert_eq!((head.flags, head.element_len), (set.flags(), set.element_len()));
             // The kernel may still resize the set.
             let are_there = || {
                 let mut found = set.elements(&mut socket).unwrap();

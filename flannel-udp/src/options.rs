@@ -22,6 +22,9 @@ pub struct Options {
     pub one_port: bool,
     /// A packet is accepted only from the node of its source address.
     pub checks_source: bool,
+    /// Other packets are only counted, and accepted too.
+    #[serde(default)]
+    pub counts_only: bool,
     /// The number of queues; `None`: that of processors, at most eight.
     pub queues: Option<usize>,
 }

@@ -162,6 +162,7 @@ impl Plane {
             plane.options.own.iter().map(|own| own.address).find(|own| own.is_ipv6() == is_v6)
         };
         let (own, checks) = ([of_family(false), of_family(true)], plane.options.checks_source);
+        let counts_only = plane.options.counts_only;
         for lane in plane.lanes.clone() {
             for family in 0..2 {
                 if lane.receive[family].is_none() {
@@ -173,7 +174,8 @@ impl Plane {
                     let wire = Port::new(socket, stop.as_fd());
                     let (counters, learned) = (&shared.ledger.counters, &shared.learned);
                     let learned = checks.then_some(learned);
-                    let mut receiver = Receiver::new(&lane.queue, wire, own, counters, learned);
+                    let mut receiver = Receiver::new(&lane.queue, wire, own, counters, learned)
+                        .counting_only(counts_only);
                     repeat(&shared, &stop, socket.as_fd(), |table| receiver.run(table, ROUND))
                 };
                 plane.spawn("receive", run).map_err(Error::Thread)?;

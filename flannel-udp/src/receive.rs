@@ -41,6 +41,8 @@ pub(crate) struct Receiver<'a, D, W> {
     /// Only the node of a subnet sends its packets, from its public address or one of these;
     /// `None`: anybody.
     learned: Option<&'a Learned>,
+    /// Packets of others are counted and accepted.
+    counts_only: bool,
     buffer: Vec<u8>,
     packets: Vec<(Range<usize>, Header)>,
     groups: Vec<Group>,
@@ -68,6 +70,7 @@ impl<'a, D: Device, W: Wire> Receiver<'a, D, W> {
             own,
             counters,
             learned,
+            counts_only: false,
             buffer: vec![0; BURSTS * BURST],
             packets: Vec::new(),
             groups: Vec::new(),
@@ -76,6 +79,11 @@ impl<'a, D: Device, W: Wire> Receiver<'a, D, W> {
             limit: Limit::default(),
             last_passed: None,
         }
+    }
+
+    /// The same receiver, which only counts packets of others if `counts_only`.
+    pub(crate) fn counting_only(self, counts_only: bool) -> Self {
+        Self { counts_only, ..self }
     }
 
     /// Receives datagrams until there is none, at most `most` times.
@@ -239,7 +247,7 @@ impl<'a, D: Device, W: Wire> Receiver<'a, D, W> {
         let Some(learned) = self.learned else { return true };
         let Some(peer) = peer else {
             add(&self.counters.foreign_source, 1);
-            return false;
+            return self.counts_only;
         };
         if peer.address.ip() == from {
             return true;
@@ -259,7 +267,7 @@ impl<'a, D: Device, W: Wire> Receiver<'a, D, W> {
             Source::Foreign => self.counters.add_foreign(ip.src, from, peer.address.ip()),
             Source::Proof => {}
         }
-        source == Source::Learned
+        source == Source::Learned || (source == Source::Foreign && self.counts_only)
     }
 
     /// Writes the packets that were taken.

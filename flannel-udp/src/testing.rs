@@ -135,6 +135,7 @@ pub fn options() -> Options {
         own: vec![subnet],
         one_port: false,
         checks_source: true,
+        counts_only: false,
         queues: None,
     }
 }

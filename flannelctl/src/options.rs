@@ -258,8 +258,8 @@ pub(crate) struct CleanupFlags {
     pub(crate) dry_run: bool,
 
     /// Change only objects that Go flannel cannot handle: routes by nexthop objects become plain
-    /// ones in place, blackhole routes (--ip-blackhole-route, RequireEncryption) and the firewall
-    /// rules for tunnel packets (--tunnel-peers-only) and encryption are removed; no packet is lost
+    /// ones in place, blackhole routes (--ip-blackhole-route, RequireEncryption), the guards of
+    /// tunnels (SourceCheck) and the rules of encryption are removed; no packet is lost
     #[arg(long)]
     pub(crate) for_go: bool,
 

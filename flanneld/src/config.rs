@@ -95,9 +95,6 @@ pub struct FirewallConfig {
     /// If the forward rules cannot be made, the node is not ready. Otherwise this is a warning. The
     /// command line sets it if it has `--iptables-forward-rules`.
     pub forward_required: bool,
-    /// Accept packets of a tunnel without ports (ipip) only from the public addresses of peers, in
-    /// nftables mode (`--tunnel-peers-only`).
-    pub tunnel_peers_only: bool,
     /// The period of checks of the rules (`--iptables-resync`).
     pub resync: Duration,
 }
@@ -109,7 +106,6 @@ impl Default for FirewallConfig {
             fully_random: true,
             forward: true,
             forward_required: false,
-            tunnel_peers_only: true,
             resync: Duration::from_secs(5),
         }
     }

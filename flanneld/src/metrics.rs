@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use std::time::SystemTime;
 
 use flannel_api::seconds;
-use flannel_core::kernel::Traffic;
+use flannel_core::kernel::{Refused, Traffic};
 use flannel_core::object::ObjectKind;
 use flannel_core::status::{Damage, Rejection};
 use flannel_doctor::checks::host::CHECKS;
@@ -82,6 +82,9 @@ pub(crate) fn metrics(snapshot: &Snapshot, format: Format) -> String {
         }
         if let Some(packets) = &network.traffic {
             traffic(&mut page, packets);
+        }
+        if let Some(refused) = network.refused.as_ref().filter(|it| !it.packets.is_empty()) {
+            guard(&mut page, refused);
         }
         let count =
             |check: &str| snapshot.facts.findings.iter().filter(|f| f.check == check).count();
@@ -291,6 +294,25 @@ fn traffic(page: &mut Page, Traffic { sent, received, dropped, .. }: &Traffic) {
     );
 }
 
+/// The packets of a tunnel that a guard drops, and those that it only counts.
+fn guard(page: &mut Page, refused: &Refused) {
+    let packets = |drops: bool| {
+        let count = move |count: u64| if drops == refused.drops { count } else { 0 };
+        let packets = refused.packets.iter();
+        packets.map(move |(reason, all)| (labels(&[("reason", reason)]), count(*all)))
+    };
+    page.counters(
+        "flannel_tunnel_dropped_packets_total",
+        "Packets of the tunnel that the guard dropped, by reason",
+        packets(true),
+    );
+    page.counters(
+        "flannel_tunnel_counted_packets_total",
+        "Packets of the tunnel that the guard would drop, by reason",
+        packets(false),
+    );
+}
+
 /// Without requested rules, all rules are in place.
 fn firewall(page: &mut Page, rulebook: &Rulebook) {
     let in_place = match rulebook {
@@ -378,12 +400,12 @@ fn counters(page: &mut Page, counters: &Counters) {
         "Repairs of firewall rules that another program had changed",
         counters.firewall_repairs,
     );
-    let Packets { unencrypted, of_strangers } = counters.dropped;
-    let dropped = [("unencrypted", unencrypted), ("stranger", of_strangers)];
+    let Packets { unencrypted } = counters.dropped;
+    let dropped = [("unencrypted", unencrypted)];
     page.counters(
         "flannel_firewall_dropped_packets_total",
         "Packets that were dropped, as rules in nftables count them: unencrypted ones to pods of \
-         other nodes, and tunnel packets of other hosts",
+         other nodes",
         dropped.map(|(reason, packets)| (labels(&[("reason", reason)]), packets)),
     );
     let mutations = counters.repairs.iter().map(|((kind, damage), count)| {
@@ -450,6 +472,9 @@ mod tests {
         let (sent, received) = (Some((7, 700)), Some((3, 300)));
         let traffic = Traffic { sent, received, dropped, ..Traffic::default() };
         snapshot.network.as_mut().unwrap().traffic = Some(traffic);
+        let packets = [("stranger", 6), ("foreign_source", 0), ("pod", 2)].into();
+        let refused = Refused { drops: true, packets, ..Refused::default() };
+        snapshot.network.as_mut().unwrap().refused = Some(refused);
         let until = Some(snapshot.time + Duration::from_secs(3600));
         snapshot.ownership = Ownership::Held { until };
         let calls = flannel_core::subnet::Calls { sent: 2, failed: 1 };

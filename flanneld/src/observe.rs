@@ -164,7 +164,8 @@ impl Observer {
             let view = running.views.borrow().clone();
             let (waiting, tunnels, traffic) = Default::default();
             let read = Arc::clone(&known.read);
-            NetworkSnapshot { running, status, view, waiting, tunnels, traffic, read }
+            let refused = None;
+            NetworkSnapshot { running, status, view, waiting, tunnels, traffic, refused, read }
         });
         let store = known.store.as_ref();
         Snapshot {
@@ -396,7 +397,6 @@ pub(crate) mod tests {
         let config = subnets.network_config().await.unwrap();
         let running = Running {
             datapath: flannel_backends::all().datapath(&config),
-            unguarded: Vec::new(),
             links: Vec::new(),
             config,
             iface: ExternalInterface {

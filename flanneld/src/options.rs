@@ -146,7 +146,11 @@ impl Options {
     /// [`Error::Options`]: the options of Kubernetes do not fit together.
     pub fn config(&self, backends: Backends) -> Result<DaemonConfig, Error> {
         let mut config = DaemonConfig::new(self.store()?);
-        config.backends = backends;
+        config.backends = if self.firewall.tunnel_peers_only {
+            backends
+        } else {
+            flannel_backends::without_guard_of_protocols(backends)
+        };
         config.interface = self.interface.selectors();
         config.renew_margin = self.lease.renew_margin();
         config.subnet_file.clone_from(&self.lease.subnet_file);

@@ -6,8 +6,9 @@ pub(crate) mod problems;
 pub(crate) mod why;
 
 use flannel_api::{
-    Counted, DaemonReport, FailureReport, InletReport, InterfaceReport, LatencyReport, LeaseReport,
-    NetworkReport, Problem, RefusedConfig, RepairReport, RepairsReport, StatusReport, StoreReport,
+    Counted, DaemonReport, FailureReport, GuardReport, InletReport, InterfaceReport, LatencyReport,
+    LeaseReport, NetworkReport, Problem, RefusedConfig, RepairReport, RepairsReport, StatusReport,
+    StoreReport,
     SubnetsReport, TrafficReport, VERSION, by_family, seconds, texts,
 };
 use flannel_core::object::Key;
@@ -83,6 +84,7 @@ fn network_report(network: &NetworkSnapshot, snapshot: &Snapshot) -> NetworkRepo
         },
         latency: LatencyReport::from(&status.latency),
         traffic: network.traffic.as_ref().map(TrafficReport::from),
+        guard: network.refused.as_ref().filter(|it| !it.packets.is_empty()).map(GuardReport::from),
     }
 }
 

@@ -12,7 +12,6 @@ mod plain_routes;
 mod start;
 mod status_log;
 mod trial;
-mod tunnel_peers;
 mod uplink;
 
 use std::convert::Infallible;

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::{Changes, KernelError};
 use crate::object::{Change, Key, Record};
@@ -61,6 +61,13 @@ pub trait Annex: fmt::Debug + Send + Sync {
         None
     }
 
+    /// The packets of a tunnel that it refuses because they do not come from a peer with a source
+    /// of its own; `None`: it does not refuse any, or they are not known now. Blocks. The default is
+    /// `None`.
+    fn refused(&self) -> Option<Refused> {
+        None
+    }
+
     /// The program ends, because somebody stops it. Records stay in place. An annex may tell other
     /// programs that this node goes. Blocks. The default does nothing.
     fn stop(&self) {}
@@ -79,4 +86,68 @@ pub struct Traffic {
     /// Why packets are being dropped that should not be, as sentences without a full stop, each
     /// with a command that helps.
     pub problems: Vec<(String, String)>,
+}
+
+/// The packets of a tunnel that an [`Annex`] refuses, counted since it began.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Refused {
+    /// Whether they are dropped. If not, they are only counted.
+    pub drops: bool,
+    /// The packets by reason, such as `stranger`. All reasons are there.
+    pub packets: BTreeMap<&'static str, u64>,
+    /// What is wrong if some of them grow, or if the annex cannot refuse packets, as sentences
+    /// without a full stop, each with a command that helps.
+    pub problems: Vec<(String, String)>,
+}
+
+/// The time for which packets must be dropped before it is a problem. A new node may send before
+/// its lease is accepted here.
+const LONG: Duration = Duration::from_secs(30);
+/// The age from which on dropped packets are no longer a problem. A daemon looks at this interval
+/// at least.
+const RECENT: Duration = Duration::from_secs(310);
+
+/// Tells whether packets are dropped for long, from counts that somebody looks at now and then.
+#[derive(Debug, Default)]
+pub struct LongDrops(BTreeMap<&'static str, Seen>);
+
+/// Packets that are dropped for one reason.
+#[derive(Debug, Clone, Copy)]
+struct Seen {
+    count: u64,
+    /// The first and the last time at which the count had grown; `None`: not recently.
+    grew: Option<(Instant, Instant)>,
+}
+
+impl LongDrops {
+    /// Takes in a count. Returns whether packets were dropped for 30 seconds at least, the last one
+    /// less than 310 seconds ago.
+    pub fn note(&mut self, reason: &'static str, count: u64, now: Instant) -> bool {
+        let seen = self.0.entry(reason).or_insert(Seen { count, grew: None });
+        seen.grew = seen.grew.filter(|(_, last)| now - *last < RECENT);
+        // A new process or table begins with 0.
+        if count > seen.count || count > 0 && count < seen.count {
+            seen.grew = Some((seen.grew.map_or(now, |(first, _)| first), now));
+        }
+        seen.count = count;
+        seen.grew.is_some_and(|(first, last)| last - first >= LONG)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn packets_that_are_dropped_for_long_are_a_problem() {
+        let start = Instant::now();
+        let mut drops = LongDrops::default();
+        let mut at =
+            |seconds, count| drops.note("why", count, start + Duration::from_secs(seconds));
+        assert_eq!(
+            [at(0, 5), at(1, 6), at(20, 7), at(40, 8), at(60, 8)],
+            [false, false, false, true, true]
+        );
+        assert!(!at(1000, 8), "it is over");
+    }
 }

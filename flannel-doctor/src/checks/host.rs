@@ -34,8 +34,12 @@ pub const DUPLICATE: &str = "duplicate-address";
 /// The name of the check of the packets that a backend moves itself, which only the daemon makes.
 pub const DATA_PLANE: &str = "data-plane";
 
+/// The name of the check of the packets that the guard of a tunnel refuses, which only the daemon
+/// makes.
+pub const GUARD: &str = "guard";
+
 /// The names of all other checks.
-pub const CHECKS: [&str; 15] = [
+pub const CHECKS: [&str; 16] = [
     "forwarding",
     "rp-filter",
     "arp",
@@ -51,6 +55,7 @@ pub const CHECKS: [&str; 15] = [
     "route",
     "pod-mtu",
     DATA_PLANE,
+    GUARD,
 ];
 
 /// The repair if a pod network contains addresses of hosts.

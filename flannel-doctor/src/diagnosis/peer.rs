@@ -124,11 +124,12 @@ impl Case<'_> {
                      from it are lost: {what} may be blocked on the way or here"
                 ),
             };
-            // A gate drops packets of a tunnel without ports, whatever other rules accept.
+            // A guard drops packets of a tunnel, whatever other rules accept. Without ports it is
+            // on by default.
             let gate = match inlet {
                 Some(Inlet::Protocol(_)) => {
                     ". A node takes it from public addresses of nodes only: if packets have \
-                     others, --tunnel-peers-only=false"
+                     others, \"SourceCheck\": false"
                 }
                 _ => "",
             };

@@ -7,7 +7,7 @@
 mod fixture;
 mod drops;
 mod encryption;
-mod gate;
+mod guard;
 mod leaving;
 mod packets;
 mod repair;

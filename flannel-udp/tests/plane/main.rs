@@ -70,6 +70,7 @@ fn options(family: &Family, n: u8) -> Options {
         own: vec![format!("{}/{}", (family.pods)(n), family.len).parse().unwrap()],
         one_port: false,
         checks_source: true,
+        counts_only: false,
         queues: Some(2),
     }
 }

@@ -69,6 +69,7 @@ fn options(device: &str) -> Options {
         own: vec!["10.1.7.0/24".parse().unwrap()],
         one_port: false,
         checks_source: true,
+        counts_only: false,
         queues: Some(1),
     }
 }

@@ -1,8 +1,8 @@
 //! `flannelctl status` and `peers`. Problems come first, with commands that repair them.
 
 use flannel_api::{
-    FailureReport, Finding, MoveReport, NetworkReport, PeerReport, StatusReport, StoreReport,
-    TrafficReport, TunnelReport, VERSION, request,
+    FailureReport, Finding, GuardReport, MoveReport, NetworkReport, PeerReport, StatusReport,
+    StoreReport, TrafficReport, TunnelReport, VERSION, request,
 };
 use flannel_options::printable::inline;
 use serde::de::DeserializeOwned;
@@ -88,6 +88,9 @@ pub(crate) fn page(report: &StatusReport, terminal: &Terminal) -> String {
         out += &kernel_fields(network, now, terminal);
         if let Some(traffic) = &network.traffic {
             out += &terminal.field("packets", Style::Bold, &traffic_line(traffic));
+        }
+        if let Some(guard) = &network.guard {
+            out += &terminal.field("guard", Style::Bold, &guard_line(guard));
         }
         if let Some(paths) = &network.paths {
             out += &terminal.field("paths", Style::Bold, &numbers(paths));
@@ -226,6 +229,17 @@ fn traffic_line(traffic: &TrafficReport) -> String {
     let sent = moved(sent_packets, sent_bytes, "sent").unwrap_or_default();
     let received = moved(received_packets, received_bytes, "received").unwrap_or_default();
     format!("{sent}{received}{dropped}")
+}
+
+fn guard_line(guard: &GuardReport) -> String {
+    let reasons = guard.packets.iter().filter(|(_, count)| **count > 0);
+    let reasons: Vec<_> = reasons.map(|(reason, count)| format!("{count} {reason}")).collect();
+    match (guard.drops, reasons.as_slice()) {
+        (true, []) => "none dropped".to_owned(),
+        (true, reasons) => format!("dropped: {}", reasons.join(", ")),
+        (false, []) => "only counts, none".to_owned(),
+        (false, reasons) => format!("only counted: {}", reasons.join(", ")),
+    }
 }
 
 fn peers_of(network: &NetworkReport, now: f64, terminal: &Terminal) -> String {

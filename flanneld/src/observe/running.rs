@@ -6,7 +6,7 @@ use std::time::{Duration, SystemTime};
 
 use flannel_core::address::Dual;
 use flannel_core::backend::{Datapath, ExternalInterface};
-use flannel_core::kernel::{Annex, Traffic};
+use flannel_core::kernel::{Annex, Refused, Traffic};
 use flannel_core::lease::View;
 use flannel_core::network::NetworkHandle;
 use flannel_core::object::LinkName;
@@ -28,15 +28,13 @@ const SHARED: Duration = Duration::from_secs(1);
 pub(crate) struct Running {
     pub(crate) config: Config,
     pub(crate) datapath: Datapath,
-    /// The IP protocols whose packets the tunnel takes from every host.
-    pub(crate) unguarded: Vec<u8>,
     /// The devices that it may have.
     pub(crate) links: Vec<LinkName>,
     pub(crate) iface: ExternalInterface,
     pub(crate) kernel: Arc<dyn Kernel>,
     /// Reads the encrypted tunnels; `None`: there are none.
     pub(crate) encrypted: Option<Arc<NetlinkKernel>>,
-    /// The first one with a [`Traffic`] counts packets.
+    /// Those of the backend. The first one with a [`Traffic`] counts packets.
     pub(crate) annexes: Vec<Arc<dyn Annex>>,
     pub(crate) handle: NetworkHandle,
     pub(crate) views: watch::Receiver<View>,
@@ -120,11 +118,16 @@ impl Running {
 pub(crate) struct CountersRead {
     tunnels: SharedAnswer<Tunnels>,
     traffic: SharedAnswer<Option<Traffic>>,
+    refused: SharedAnswer<Option<Refused>>,
 }
 
 impl Default for CountersRead {
     fn default() -> Self {
-        Self { tunnels: SharedAnswer::new(SHARED), traffic: SharedAnswer::new(SHARED) }
+        Self {
+            tunnels: SharedAnswer::new(SHARED),
+            traffic: SharedAnswer::new(SHARED),
+            refused: SharedAnswer::new(SHARED),
+        }
     }
 }
 
@@ -148,5 +151,22 @@ impl CountersRead {
         let annexes = running.annexes.clone();
         let read = move || annexes.iter().find_map(|annex| annex.traffic());
         Option::clone(&*self.traffic.get(read).await)
+    }
+
+    /// The packets that guards of the tunnel refuse.
+    pub(crate) async fn refused(&self, running: &Running) -> Option<Refused> {
+        let annexes = running.annexes.clone();
+        let read = move || {
+            let counted = annexes.iter().filter_map(|annex| annex.refused());
+            counted.reduce(|mut all, other| {
+                all.drops |= other.drops;
+                for (reason, packets) in other.packets {
+                    *all.packets.entry(reason).or_default() += packets;
+                }
+                all.problems.extend(other.problems);
+                all
+            })
+        };
+        Option::clone(&*self.refused.get(read).await)
     }
 }

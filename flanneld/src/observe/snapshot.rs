@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::SystemTime;
 
 use flannel_api::{Finding, MoveReport, RefusedConfig};
-use flannel_core::kernel::Traffic;
+use flannel_core::kernel::{Refused, Traffic};
 use flannel_core::lease::View;
 use flannel_core::object::ObjectKind;
 use flannel_core::status::{Damage, Histogram, Status, Waiting};
@@ -61,7 +61,6 @@ impl Counters {
             let firewall = firewall.borrow();
             self.firewall_repairs += firewall.repairs;
             self.dropped.unencrypted += firewall.dropped.unencrypted.packets;
-            self.dropped.of_strangers += firewall.dropped.of_strangers.packets;
         }
         if let Some(paths) = &running.paths {
             self.round_trips.add(&paths.round_trips());
@@ -103,6 +102,8 @@ pub(crate) struct NetworkSnapshot {
     /// The packets that the backend moves itself; `None` unless [`Snapshot::with_traffic`] has read
     /// them.
     pub(crate) traffic: Option<Traffic>,
+    /// The packets that guards refuse; `None` unless [`Snapshot::with_traffic`] has read them.
+    pub(crate) refused: Option<Refused>,
     pub(super) read: Arc<CountersRead>,
 }
 
@@ -120,10 +121,12 @@ impl Snapshot {
         self
     }
 
-    /// The same with the packets that the backend moves itself, counted within the last second.
+    /// The same with the packets that the backend moves itself, and those that guards refuse,
+    /// counted within the last second.
     pub(crate) async fn with_traffic(mut self) -> Self {
         if let Some(network) = &mut self.network {
             network.traffic = network.read.traffic(&network.running).await;
+            network.refused = network.read.refused(&network.running).await;
         }
         self
     }

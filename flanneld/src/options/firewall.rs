@@ -68,8 +68,8 @@ pub struct FirewallFlags {
     #[arg(skip)]
     pub(crate) forward_rules_given: bool,
 
-    /// Accept packets of a tunnel without ports (ipip) only from the public addresses of nodes;
-    /// needs `"EnableNFTables": true`
+    /// Accept packets of a tunnel without ports (ipip) only from nodes, unless the network config
+    /// has `SourceCheck`
     #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true,
         default_missing_value = "true", default_value_t = true, value_parser = go_bool,
         action = clap::ArgAction::Set)]
@@ -89,7 +89,6 @@ impl FirewallFlags {
             fully_random: !self.ip_masq_fully_random_disable,
             forward: self.iptables_forward_rules,
             forward_required: self.forward_rules_given,
-            tunnel_peers_only: self.tunnel_peers_only,
             resync: Duration::from_secs(self.iptables_resync.unsigned_abs()),
         }
     }

@@ -1,7 +1,7 @@
 //! Findings on this host, for a daemon that runs.
 
 use flannel_api::Finding;
-use flannel_doctor::checks::host::{self, DATA_PLANE, DUPLICATE, HostReport, HostScene};
+use flannel_doctor::checks::host::{self, DATA_PLANE, DUPLICATE, GUARD, HostReport, HostScene};
 use flannel_doctor::commands::localize_findings;
 use flannel_firewall::LegacyMemory;
 
@@ -23,9 +23,13 @@ pub(crate) async fn look(snapshot: &Snapshot, memory: &LegacyMemory) -> HostRepo
     };
     let mut report = host::check_host(scene, memory).await;
     report.findings.retain(|finding| finding.check != DUPLICATE);
-    let problems = network.traffic.iter().flat_map(|traffic| traffic.problems.clone());
+    let of_traffic = network.traffic.iter().flat_map(|traffic| traffic.problems.clone());
+    let of_guard = network.refused.iter().flat_map(|refused| refused.problems.clone());
+    let of_traffic = of_traffic.map(|problem| (DATA_PLANE, problem));
+    let problems = of_traffic.chain(of_guard.map(|problem| (GUARD, problem)));
     report.findings.extend(
-        problems.map(|(text, command)| Finding::warning(DATA_PLANE, text).with_command(command)),
+        problems
+            .map(|(check, (text, command))| Finding::warning(check, text).with_command(command)),
     );
     localize_findings(&mut report.findings, snapshot.store_name());
     report

@@ -46,16 +46,6 @@ pub(crate) fn problems(snapshot: &Snapshot) -> Vec<Problem> {
             if (facts.subnet_file || config.require_encryption) && !lapsed {
                 found.of_firewall(&network.running.rulebook.borrow());
             }
-            for protocol in &network.running.unguarded {
-                found.warning(
-                    format!(
-                        "the tunnel takes packets of IP protocol {protocol} from every host: only \
-                         rules in nftables accept them from nodes only"
-                    ),
-                    "flannelctl config patch '{\"EnableNFTables\": true}' # or block the protocol \
-                     for other hosts, and start flanneld with --tunnel-peers-only=false",
-                );
-            }
             found.of_encryption(network);
             found.of_leases(network);
             found.of_room(network, snapshot.store_name());
@@ -257,10 +247,6 @@ impl Found {
                                 leave unencrypted";
                     self.warning(text, "flannelctl peers # which nodes have no encrypted offer?");
                 }
-                if status.dropped.of_strangers.is_recent(now) {
-                    let text = "packets of the tunnel from hosts that are no nodes are dropped";
-                    self.warning(text, "flannelctl peers # is the lease of a node rejected?");
-                }
                 for error in status.leftovers.iter().filter(|error| !error.is_guess()) {
                     let text = "rules that an earlier flannel may have left are not removed";
                     self.warning(format!("{text}: {error}"), error.cure());
@@ -443,33 +429,6 @@ mod tests {
         assert_eq!(seen(&peers).await, [format!("warning: {} (and 1 more)", put(peers[0]))]);
         assert_eq!(seen(&[own]).await, [format!("error: the kernel refuses: {}", put(own))]);
         assert_eq!(seen(&[own, peers[0]]).await.len(), 2);
-    }
-
-    #[tokio::test]
-    async fn a_tunnel_that_takes_packets_from_every_host_is_a_warning() {
-        let settings = crate::config::FirewallConfig::default();
-        let all = flannel_backends::all();
-        for (backend, nftables, expected) in
-            [("ipip", false, 1), ("ipip", true, 0), ("vxlan", false, 0)]
-        {
-            let text = format!(
-                r#"{{"Network": "10.1.0.0/16", "EnableNFTables": {nftables},
-                    "Backend": {{"Type": "{backend}"}}}}"#
-            );
-            let config = flannel_core::Config::parse(&text).unwrap();
-            let mut kernel = Status::default();
-            (kernel.in_sync, kernel.live) = (true, true);
-            let (_subnets, mut running) = network(kernel).await;
-            running.unguarded = settings.unguarded(&config, &all.datapath(&config));
-            let observer = Observer::default();
-            let _guard = observer.running(running);
-            observer.note(|facts| facts.subnet_file = true);
-            let mut snapshot = observer.snapshot();
-            snapshot.ownership = Ownership::Held { until: None };
-            let found = problems(&snapshot);
-            let about = |problem: &&Problem| problem.text.contains("IP protocol 4 from every host");
-            assert_eq!(found.iter().filter(about).count(), expected, "{text}: {found:?}");
-        }
     }
 
     #[tokio::test]

@@ -86,7 +86,7 @@ async fn run_until_next(
     warn_if_stale(subnets, &ready.views.borrow());
     let (settled, rules) = watch::channel(false);
     let datapath = ready.team.datapath(settings);
-    let (book, rulebook) = watch::channel(settings.firewall.rulebook(&ready.config, &datapath));
+    let (book, rulebook) = watch::channel(settings.firewall.rulebook(&ready.config));
     let running = ready.running(settings, rulebook);
     let probes = running.probes(&settings.control, subnets.store_status().store);
     let responder = server::serve(running.probe_server(settings.control.doctor_port));
@@ -106,7 +106,7 @@ async fn run_until_next(
         if lapsed && !config.require_encryption {
             return Ok(std::future::pending().await);
         }
-        let scene = (&config, &datapath, chosen.iface.address);
+        let scene = (&config, &datapath);
         settings.firewall.keep(scene, &handle, first && !lapsed, (settled, book)).await
     };
     let probing = async {

@@ -120,7 +120,6 @@ impl Ready {
         Running {
             paths: self.paths.clone(),
             config: self.config.clone(),
-            unguarded: settings.firewall.unguarded(&self.config, &datapath),
             encrypted: (!datapath.encrypted.is_empty()).then(|| Arc::clone(&self.chosen.kernel)),
             datapath,
             annexes: self.team.target.annexes(Some(&settings.state_dir)),

@@ -1,0 +1,437 @@
+//! The guard of a tunnel, as an annex: its records are the peers of the subnets, and the ends of the
+//! tunnel here.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::net::IpAddr;
+use std::os::unix::fs::MetadataExt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use async_trait::async_trait;
+use flannel_core::Subnet;
+use flannel_core::address::Family;
+use flannel_core::kernel::{Annex, Changes, Invalidation, KernelError, LongDrops, Refused};
+use flannel_core::object::{Change, Key, Object, Record};
+use flannel_netlink::netfilter::{NetfilterEvents, NetfilterMessage, NetfilterSocket};
+use flannel_nft::{Batches, GROUP, Table, at_one_moment};
+
+use super::end::TunnelEnd;
+use super::table::{Before, Found, Sources, plan, trial};
+use super::table_named;
+
+/// The number of attempts for a table that changes while it is read or written.
+const TRIES: usize = 16;
+const EPERM: i32 = 1;
+const ENOENT: i32 = 2;
+const EAGAIN: i32 = 11;
+const EBUSY: i32 = 16;
+const EEXIST: i32 = 17;
+const EINVAL: i32 = 22;
+const EPROTONOSUPPORT: i32 = 93;
+const EOPNOTSUPP: i32 = 95;
+/// The text of the record of a peer.
+const FROM: &str = "from ";
+/// The end of the text of the tunnel's record whose table another program changed.
+const CHANGED: &str = ", changed by another program";
+
+/// Refuses the packets of a tunnel that do not come from the public address of a peer, or whose
+/// source is neither in the subnets of that peer nor the peer itself. Also refuses the packets that
+/// pods of this node send to the tunnels of nodes: masqueraded, they would look like this node's.
+///
+/// The kernel takes packets of a tunnel from every host. This annex keeps a table of nf_tables
+/// (`inet flannel-NAME`) that drops or counts the wrong ones. Its records are the ends of the tunnel
+/// ([`Self::tunnel`]), one in each family, and the peers ([`Self::peer`]). Without an end it refuses
+/// nothing. With an end and without peers it refuses everything.
+///
+/// Fragments are assembled before they are checked. Each packet of a batch that no network card has
+/// segmented (`UDP_SEGMENT`) is checked. Packets that travel without the tunnel are not its matter.
+///
+/// Needs `CAP_NET_ADMIN`. Each call works in the network namespace of its thread. Clones are the
+/// same annex.
+#[derive(Clone)]
+pub struct Guard {
+    name: &'static str,
+    /// The name of the table.
+    table: Arc<str>,
+    /// The first byte of its marks.
+    tag: u8,
+    /// By network namespace.
+    kernels: Arc<Mutex<BTreeMap<u64, Kernel>>>,
+    report: Arc<Mutex<Report>>,
+}
+
+#[derive(Default)]
+struct Kernel {
+    tag: u8,
+    socket: Option<NetfilterSocket>,
+    /// The table as this annex left it; `None`: it must be read.
+    placed: Option<Option<Found>>,
+    /// The values of the table at the last look or change, without peers; `None`: there was no
+    /// table.
+    frame: Option<Sources>,
+}
+
+#[derive(Default)]
+struct Report {
+    drops: LongDrops,
+    /// Why no packets are refused, although they should be.
+    unable: Option<String>,
+}
+
+impl Guard {
+    /// The annex with this name. The table has the same name after `flannel-`. Guards of one host
+    /// have different names.
+    pub fn new(name: &'static str) -> Self {
+        // Marks of several tunnels differ, so that no packet passes with the mark of another one.
+        let tag = name.bytes().fold(0x66, |tag: u8, byte| tag.rotate_left(1) ^ byte).max(1);
+        let table = format!("flannel-{name}").into();
+        Self { name, table, tag, kernels: Arc::default(), report: Arc::default() }
+    }
+
+    /// The record of the end of the tunnel in a family. A family has one end.
+    pub fn tunnel(&self, end: &TunnelEnd) -> Record {
+        Record::new(self.name, Subnet::host(end.local), end.to_string())
+    }
+
+    /// The record of a subnet of a peer, from whose public address its packets come. Both are of
+    /// one family.
+    pub fn peer(&self, subnet: Subnet, public: IpAddr) -> Record {
+        Record::new(self.name, subnet, format!("{FROM}{public}"))
+    }
+
+    /// Checks that the kernel can keep the table: makes one and removes it in one transaction.
+    /// Blocks for milliseconds, longer while the kernel loads modules.
+    ///
+    /// # Errors
+    /// The kernel lacks a part of nf_tables, or this process lacks `CAP_NET_ADMIN`.
+    pub fn may_guard(&self) -> Result<(), KernelError> {
+        let trial = trial(&table_named(&format!("{}-trial", self.table)));
+        self.with_kernel(|kernel| kernel.commit(trial)).map_err(|error| self.about(error))
+    }
+
+    /// Notes why packets that the config wants refused are not, for [`Annex::refused`]; `None`: they
+    /// are, or the config does not want it.
+    pub fn note_unable(&self, why: Option<String>) {
+        self.report().unable = why;
+    }
+
+    fn report(&self) -> MutexGuard<'_, Report> {
+        self.report.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The error with the name of the table.
+    fn about(&self, error: KernelError) -> KernelError {
+        let mut text = self.table().to_string();
+        text.extend(error.detail.map(|detail| format!(": {detail}")));
+        KernelError::explained(error.errno, text)
+    }
+
+    fn table(&self) -> Table<'_> {
+        table_named(&self.table)
+    }
+
+    /// Runs `work` with the kernel of this thread's network namespace.
+    fn with_kernel<T>(&self, work: impl FnOnce(&mut Kernel) -> T) -> T {
+        // The number of a namespace is not used again while a socket is in it. Without `/proc` all
+        // threads count as one namespace.
+        let namespace = std::fs::metadata("/proc/thread-self/ns/net").map_or(0, |it| it.ino());
+        let mut kernels = self.kernels.lock().unwrap_or_else(PoisonError::into_inner);
+        let kernel = kernels.entry(namespace).or_default();
+        kernel.tag = self.tag;
+        work(kernel)
+    }
+
+    /// Takes a change into the values of the table.
+    fn take(
+        &self,
+        change: &Change,
+        sources: &mut Sources,
+        before: &mut Before,
+    ) -> Result<(), KernelError> {
+        let Object::Record(record) = change.object() else {
+            return Err(KernelError::explained(0, "it is not a record"));
+        };
+        let wrong = || KernelError::explained(0, format!("{record} is not of a guard"));
+        let is_put = matches!(change, Change::Put(_));
+        let family = record.subnet.family();
+        if let Some(public) = record.data().strip_prefix(FROM) {
+            let public: Option<IpAddr> = public.parse().ok();
+            let public = public.filter(|it| Family::of(*it) == family).ok_or_else(wrong)?;
+            sources.change(record.subnet, Some(public).filter(|_| is_put), before);
+            return Ok(());
+        }
+        let local = record.subnet.base();
+        let text = record.data().trim_end_matches(CHANGED);
+        let end = TunnelEnd::parse(local, text).filter(|end| end.pods.family() == family);
+        let end = end.ok_or_else(wrong)?;
+        if is_put {
+            sources.ends[family] = Some(end);
+        } else if sources.ends[family].as_ref().is_some_and(|found| found.local == local) {
+            sources.ends[family] = None;
+        }
+        Ok(())
+    }
+
+    /// The packets that the table refused.
+    fn counted(&self, kernel: &mut Kernel) -> Option<Refused> {
+        let sources = kernel.frame.clone()?;
+        let end = sources.ends.values().next()?;
+        let counters = self.table().counters(kernel.socket().ok()?).ok()?;
+        let drops = end.drops;
+        let packets = sources.refused(&counters);
+        Some(Refused { drops, packets, problems: Vec::new() })
+    }
+
+    /// Adds what is wrong.
+    fn explain(&self, counted: Option<Refused>, now: Instant) -> Option<Refused> {
+        let mut report = self.report();
+        if let Some(why) = &report.unable {
+            let text = format!("packets of the tunnel are taken from every host: {why}");
+            let command = "modprobe -a nf_tables nft_fib_inet; systemctl restart flanneld # or do \
+                           not check them: flannelctl config patch '{\"Backend\": \
+                           {\"SourceCheck\": false}}'";
+            let problems = vec![(text, command.to_owned())];
+            return Some(Refused { problems, ..counted.unwrap_or_default() });
+        }
+        let mut counted = counted?;
+        let verb = if counted.drops { "dropped" } else { "counted (\"SourceCheck\": \"count\")" };
+        for (reason, packets) in &counted.packets {
+            if !report.drops.note(reason, *packets, now) {
+                continue;
+            }
+            counted.problems.push(problem(reason, verb));
+        }
+        Some(counted)
+    }
+}
+
+/// What is wrong if packets are refused for this reason, and what helps.
+fn problem(reason: &str, verb: &str) -> (String, String) {
+    match reason {
+        "stranger" => (
+            format!(
+                "packets of the tunnel come from hosts that are not accepted peers, and are \
+                 {verb}: a host forges them, the lease of a node is not accepted here, or a NAT \
+                 changes the address of a node"
+            ),
+            "flannelctl peers # is the lease of a node rejected, and is its address the one from \
+             which its packets come?"
+                .to_owned(),
+        ),
+        "foreign_source" => (
+            format!(
+                "packets of the tunnel have the source address of another node than the one that \
+                 sends them, and are {verb}: a node or its pods forge them, or the packets of two \
+                 nodes come from one address"
+            ),
+            "flannelctl peers # which subnet does each address have?".to_owned(),
+        ),
+        _ => (
+            format!("pods of this node send packets to the tunnels of nodes, which are {verb}"),
+            "tcpdump -ni any # which pod sends to the port or protocol of the tunnel?".to_owned(),
+        ),
+    }
+}
+
+impl Kernel {
+    fn socket(&mut self) -> Result<&mut NetfilterSocket, KernelError> {
+        match &mut self.socket {
+            Some(socket) => Ok(socket),
+            empty => Ok(empty.insert(NetfilterSocket::open()?)),
+        }
+    }
+
+    /// The table as it was at one moment; `None`: there is none. A difference from the expected
+    /// table must be there twice: the kernel leaves elements out of a set that it resizes.
+    fn read(&mut self, table: &Table<'_>) -> Result<Option<Found>, KernelError> {
+        let tag = self.tag;
+        let mut last = None;
+        for _ in 0..TRIES {
+            let read = |socket: &mut NetfilterSocket| Sources::read(socket, table, tag);
+            let found = at_one_moment(self.socket()?, |error| error, read)?;
+            let is_expected = match &self.placed {
+                Some(placed) => *placed == found,
+                None => found.as_ref().is_none_or(|found| found.is_intact),
+            };
+            if is_expected || last.as_ref() == Some(&found) {
+                return Ok(found);
+            }
+            last = Some(found);
+        }
+        Ok(last.flatten())
+    }
+
+    fn commit(&mut self, batches: Batches) -> Result<(), KernelError> {
+        let socket = self.socket()?;
+        let mut batches = batches.into_iter();
+        batches.try_for_each(|batch| socket.commit(batch).map_err(KernelError::from))
+    }
+}
+
+impl Annex for Guard {
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn records(&self) -> Result<Vec<Record>, KernelError> {
+        self.with_kernel(|kernel| {
+            let found = match kernel.read(&self.table()) {
+                Err(error) if is_missing(&error) || error.errno == EPERM => {
+                    tracing::debug!(table = &*self.table, %error, "no table can be read");
+                    None
+                }
+                found => found.map_err(|error| self.about(error))?,
+            };
+            kernel.frame = found.as_ref().map(|found| found.sources.frame());
+            let records = found.as_ref().map(|found| self.records_of(found)).unwrap_or_default();
+            kernel.placed = Some(found);
+            Ok(records)
+        })
+    }
+
+    fn apply(&self, changes: &[Change]) -> Vec<Result<(), KernelError>> {
+        self.with_kernel(|kernel| self.apply_in(kernel, changes))
+    }
+
+    fn changes(&self) -> Result<Box<dyn Changes>, KernelError> {
+        let events = self.with_kernel(|kernel| match kernel.socket() {
+            Ok(socket) => NetfilterEvents::listen(GROUP, socket.port()).map(Some),
+            Err(error) => Err(error),
+        });
+        let events = match events {
+            Err(error) if is_missing(&error) || error.errno == EPERM => None,
+            events => events.map_err(|error| self.about(error))?,
+        };
+        Ok(Box::new(Events { table: Arc::clone(&self.table), events }))
+    }
+
+    /// Changes end before [`Annex::apply`] returns.
+    fn wait(&self, _: &Key, _: Duration) -> Result<(), KernelError> {
+        Ok(())
+    }
+
+    fn refused(&self) -> Option<Refused> {
+        let counted = self.with_kernel(|kernel| self.counted(kernel));
+        self.explain(counted, Instant::now())
+    }
+}
+
+impl Guard {
+    fn records_of(&self, Found { sources, is_intact }: &Found) -> Vec<Record> {
+        let of_end = |end: &TunnelEnd| {
+            let record = self.tunnel(end);
+            let changed = || format!("{}{CHANGED}", record.data());
+            // It differs, so that the engine puts it, which repairs the table.
+            if *is_intact { record } else { Record::new(self.name, record.subnet, changed()) }
+        };
+        let ends = sources.ends.values().map(of_end);
+        ends.chain(sources.peers.iter().map(|(subnet, node)| self.peer(*subnet, *node))).collect()
+    }
+
+    fn apply_in(&self, kernel: &mut Kernel, changes: &[Change]) -> Vec<Result<(), KernelError>> {
+        let mut last = KernelError::new(EAGAIN);
+        for _ in 0..TRIES {
+            let found = match kernel.placed.take().map_or_else(|| kernel.read(&self.table()), Ok) {
+                Ok(found) => found,
+                Err(error) => return vec![Err(self.about(error)); changes.len()],
+            };
+            let is_intact = found.as_ref().map(|found| found.is_intact);
+            let mut sources = found.map_or_else(|| Sources::new(self.tag), |found| found.sources);
+            let mut before = sources.before();
+            let take = |change| self.take(change, &mut sources, &mut before);
+            let results: Vec<_> = changes.iter().map(take).collect();
+            let found = is_intact.map(|is_intact| (&before, is_intact));
+            match kernel.commit(plan(&self.table(), found, &sources)) {
+                Ok(()) => {
+                    let sources = Some(sources).filter(|sources| !sources.is_empty());
+                    kernel.frame = sources.as_ref().map(Sources::frame);
+                    kernel.placed = Some(sources.map(|sources| Found { sources, is_intact: true }));
+                    return results;
+                }
+                // Another program has changed the table since it was read. Without a table, the
+                // kernel lacks a part.
+                Err(error)
+                    if matches!(error.errno, EEXIST | EBUSY)
+                        || (error.errno == ENOENT && is_intact.is_some()) =>
+                {
+                    last = error;
+                }
+                Err(error) => return vec![Err(self.about(error)); changes.len()],
+            }
+        }
+        vec![Err(self.about(last)); changes.len()]
+    }
+}
+
+/// Changes of the table by other programs.
+struct Events {
+    table: Arc<str>,
+    /// `None`: the kernel has no netfilter.
+    events: Option<NetfilterEvents>,
+}
+
+#[async_trait]
+impl Changes for Events {
+    async fn next(&mut self) -> Result<Invalidation, KernelError> {
+        let table = table_named(&self.table);
+        let concerns = |message: &NetfilterMessage<'_>| table.is_changed_by(message);
+        match &mut self.events {
+            Some(events) => events.changed(concerns).await?,
+            None => std::future::pending().await,
+        }
+        Ok(Invalidation::Everything)
+    }
+}
+
+impl fmt::Debug for Guard {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Guard").field("name", &self.name).finish_non_exhaustive()
+    }
+}
+
+/// Whether the kernel has no nf_tables, and so no table.
+fn is_missing(error: &KernelError) -> bool {
+    matches!(error.errno, ENOENT | EINVAL | EPROTONOSUPPORT | EOPNOTSUPP)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn packets_that_are_refused_for_long_are_a_problem() {
+        let guard = Guard::new("guard-test");
+        let start = Instant::now();
+        let at = |seconds, stranger, drops| {
+            let packets = [("stranger", stranger), ("foreign_source", 0), ("pod", 0)].into();
+            let counted = Refused { drops, packets, ..Refused::default() };
+            let refused = guard.explain(Some(counted), start + Duration::from_secs(seconds));
+            refused.unwrap().problems
+        };
+        assert_eq!([at(0, 5, true), at(1, 6, true), at(20, 7, true)], [[], [], []]);
+        let [(text, _)] = &at(40, 8, true)[..] else { panic!("a problem") };
+        assert!(text.contains("not accepted peers, and are dropped"), "{text}");
+        let [(text, _)] = &at(60, 8, false)[..] else { panic!("a problem") };
+        assert!(text.contains(r#"are counted ("SourceCheck": "count")"#), "{text}");
+        assert_eq!(at(1000, 8, true), [], "it is over");
+    }
+
+    #[test]
+    fn a_guard_that_cannot_be_kept_is_a_problem() {
+        let guard = Guard::new("guard-test");
+        assert_eq!(guard.explain(None, Instant::now()), None);
+        guard.note_unable(Some("no nf_tables".into()));
+        let problems = guard.explain(None, Instant::now()).unwrap().problems;
+        assert!(problems[0].0.ends_with("taken from every host: no nf_tables"), "{problems:?}");
+        guard.note_unable(None);
+        assert_eq!(guard.explain(None, Instant::now()), None);
+    }
+
+    #[test]
+    fn guards_of_one_host_have_different_marks() {
+        let tags = ["guard-vxlan", "guard-ipip", "guard-udp"].map(|name| Guard::new(name).tag);
+        assert!(tags.iter().all(|tag| *tag != 0));
+        assert!(tags[0] != tags[1] && tags[1] != tags[2] && tags[0] != tags[2], "{tags:?}");
+    }
+}

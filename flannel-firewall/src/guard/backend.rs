@@ -1,0 +1,230 @@
+//! A backend whose tunnel has a guard.
+
+use std::path::Path;
+use std::sync::{Arc, OnceLock};
+
+use async_trait::async_trait;
+use flannel_core::address::{Dual, Family};
+use flannel_core::backend::{
+    Blueprint, Built, Datapath, ExternalInterface, Node, Plan, Prepared, SourceCheck,
+};
+use flannel_core::kernel::{Annex, Footprint};
+use flannel_core::object::{LinkKind, LinkName, Object};
+use flannel_core::runtime::blocking;
+use flannel_core::{Backend, Config, Error, Result, Subnets};
+
+use super::annex::Guard;
+use super::end::TunnelEnd;
+
+/// What [`Guarded`] does if the config has no `SourceCheck`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Usual {
+    /// As with `false`.
+    Off,
+    /// As with `true`, if the kernel can do it. If not, the status has a warning.
+    IfPossible,
+    /// As with `true`. If the kernel cannot do it, the backend has to
+    /// ([`Node::unguarded`](flannel_core::backend::Node::unguarded)).
+    Always,
+}
+
+/// A backend with a tunnel, and a [`Guard`] of this tunnel. It has one more option:
+/// [`SourceCheck`].
+///
+/// The tunnel is what the backend says of it: the devices and the inlets of its
+/// [datapath](Backend::datapath). Each device carries packets of its family, between addresses of
+/// that family. Peers are the offers that its plan accepts, with their public
+/// addresses.
+///
+/// ```
+/// use flannel_backend_vxlan::VxlanBackend;
+/// use flannel_core::Backend;
+/// use flannel_firewall::{Guarded, Usual};
+///
+/// let backend = Guarded::new(VxlanBackend, "guard-vxlan", Usual::Off);
+/// assert!(backend.option_names().is_some_and(|names| names.contains(&"SourceCheck")));
+/// ```
+#[derive(Debug)]
+pub struct Guarded<B> {
+    inner: B,
+    guard: Guard,
+    usual: Usual,
+    option_names: OnceLock<Option<&'static [&'static str]>>,
+}
+
+impl<B: Backend> Guarded<B> {
+    /// The backend `inner` with a guard. `name`: see [`Guard::new`].
+    pub fn new(inner: B, name: &'static str, usual: Usual) -> Self {
+        Self { inner, guard: Guard::new(name), usual, option_names: OnceLock::new() }
+    }
+
+    fn check(&self, config: &Config) -> Result<SourceCheck> {
+        let check = SourceCheck::parse(&config.backend);
+        let check = check.map_err(|error| self.refuse(error.to_string()))?;
+        let usual = if self.usual == Usual::Off { SourceCheck::Off } else { SourceCheck::Drop };
+        Ok(check.unwrap_or(usual))
+    }
+
+    fn refuse(&self, reason: String) -> Error {
+        Error::Backend { backend: self.inner.kind().to_owned(), reason }
+    }
+
+    /// Why the kernel cannot keep the guard; `None`: it can, or need not.
+    ///
+    /// # Errors
+    /// The config demands it, and the backend cannot do it in place of the kernel.
+    async fn unguarded(&self, config: &Config, check: SourceCheck) -> Result<Option<String>> {
+        if check == SourceCheck::Off {
+            return Ok(None);
+        }
+        let guard = self.guard.clone();
+        let Err(error) = blocking(move || guard.may_guard()).await else { return Ok(None) };
+        let why = format!("the kernel cannot check the sources of packets: {error}");
+        let is_demanded = matches!(SourceCheck::parse(&config.backend), Ok(Some(_)));
+        if is_demanded && self.usual != Usual::Always {
+            let cure = "load the modules of nf_tables (modprobe -a nf_tables nft_fib_inet), or do \
+                        not check them (\"SourceCheck\": false)";
+            return Err(self.refuse(format!("{why}: {cure}")));
+        }
+        Ok(Some(why))
+    }
+}
+
+#[async_trait]
+impl<B: Backend> Backend for Guarded<B> {
+    fn kind(&self) -> &'static str {
+        self.inner.kind()
+    }
+
+    fn lease_type(&self) -> &'static str {
+        self.inner.lease_type()
+    }
+
+    fn can_move(&self) -> bool {
+        self.inner.can_move()
+    }
+
+    fn option_names(&self) -> Option<&'static [&'static str]> {
+        // The names live as long as the program, and there are few backends in one.
+        *self.option_names.get_or_init(|| {
+            let names = self.inner.option_names()?;
+            if names.contains(&SourceCheck::NAME) {
+                return Some(names);
+            }
+            Some(Vec::leak([names, &[SourceCheck::NAME]].concat()))
+        })
+    }
+
+    fn runs_commands(&self) -> bool {
+        self.inner.runs_commands()
+    }
+
+    fn validate(&self, config: &Config, uplink: Option<&ExternalInterface>) -> Result<()> {
+        self.check(config)?;
+        self.inner.validate(config, uplink)
+    }
+
+    fn datapath(&self, config: &Config) -> Result<Datapath> {
+        self.inner.datapath(config)
+    }
+
+    fn footprint(&self, config: &Config, uplink: Option<LinkName>) -> Result<Footprint> {
+        let mut footprint = self.inner.footprint(config, uplink)?;
+        footprint.annexes.insert(self.guard.name());
+        Ok(footprint)
+    }
+
+    fn annexes(&self, state_dir: Option<&Path>) -> Vec<Arc<dyn Annex>> {
+        let mut annexes = self.inner.annexes(state_dir);
+        annexes.push(Arc::new(self.guard.clone()));
+        annexes
+    }
+
+    async fn prepare(&self, node: &Node<'_>, config: &Config) -> Result<Prepared> {
+        let check = self.check(config)?;
+        let unguarded = self.unguarded(config, check).await?;
+        let node = node.clone().with_guard(unguarded.as_deref());
+        let prepared = self.inner.prepare(&node, config).await?;
+        let datapath = self.inner.datapath(config)?;
+        let pods = config.networks.map(|_, pods| pods.network);
+        let end = |family: Family| {
+            Some(TunnelEnd {
+                drops: check == SourceCheck::Drop,
+                device: Some(datapath.devices[family]?),
+                local: node.uplink.address[family]?,
+                inlets: datapath.inlets.clone(),
+                pods: pods[family]?,
+            })
+        };
+        let ends = Dual::from_fn(end);
+        let guard = self.guard.clone();
+        let is_wanted = check != SourceCheck::Off;
+        Ok(Prepared::new(prepared.offer, move |lease| match (prepared.build)(lease)? {
+            Built::Kernel(mut blueprint) => {
+                blueprint.footprint.annexes.insert(guard.name());
+                let by_program = moves_by_program(&blueprint, &ends);
+                // A program checks the packets itself.
+                guard.note_unable(unguarded.clone().filter(|_| !by_program));
+                if is_wanted && unguarded.is_none() {
+                    let own = lease.lease().subnets;
+                    blueprint = guard_network(blueprint, &guard, &ends, by_program, own);
+                }
+                Ok(Built::Kernel(blueprint))
+            }
+            built @ Built::Custom(_) => Ok(built),
+        }))
+    }
+}
+
+/// Whether a program has the other end of the tunnel's device.
+fn moves_by_program(blueprint: &Blueprint, ends: &Dual<TunnelEnd>) -> bool {
+    let is_tun = |object: &Object| match object {
+        Object::Link(link) => {
+            let is_of_tunnel = ends.values().any(|end| end.device == Some(link.name));
+            is_of_tunnel && matches!(link.kind, LinkKind::Tun(_))
+        }
+        _ => false,
+    };
+    blueprint.base.iter().any(is_tun)
+}
+
+/// Adds the records of the guard to a network.
+fn guard_network(
+    mut blueprint: Blueprint,
+    guard: &Guard,
+    ends: &Dual<TunnelEnd>,
+    by_program: bool,
+    own: Subnets,
+) -> Blueprint {
+    let families = ends.map(|_, _| ());
+    for mut end in ends.values().cloned() {
+        end.device = end.device.filter(|_| !by_program);
+        blueprint.base.insert(guard.tunnel(&end));
+    }
+    let plan = blueprint.plan;
+    blueprint.plan = guarded_plan(plan, guard.clone(), families, own);
+    blueprint
+}
+
+/// The plan with a record for each subnet of a peer for which `plan` has an object.
+fn guarded_plan(plan: Box<Plan>, guard: Guard, families: Dual<()>, own: Subnets) -> Box<Plan> {
+    Box::new(move |subnets, offer, env, objects| {
+        let before = objects.len();
+        plan(subnets, offer, env, objects)?;
+        if *subnets == own {
+            return Ok(());
+        }
+        let planned = objects.len();
+        for end in offer.endpoints(subnets).filter(|end| families[end.subnet.family()].is_some()) {
+            let is_reached = objects[before..planned].iter().any(|object| match object {
+                Object::Route(route) => route.dst == end.subnet,
+                Object::Record(record) => record.subnet == end.subnet,
+                _ => false,
+            });
+            if let Some(public) = end.public.filter(|_| is_reached) {
+                objects.push(guard.peer(end.subnet, public).into());
+            }
+        }
+        Ok(())
+    })
+}

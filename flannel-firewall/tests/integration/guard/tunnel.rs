@@ -1,0 +1,353 @@
+//! Packets made by hand, through a real tunnel to a pod.
+//!
+//! ```text
+//!  pod 10.1.7.2 ──── node 192.0.2.7 ──── wire: peers 192.0.2.8 and .9, stranger .99
+//!                (this thread's namespace)
+//! ```
+
+use std::collections::BTreeMap;
+use std::net::{IpAddr, SocketAddr, UdpSocket};
+use std::time::Duration;
+
+use flannel_core::address::Family;
+use flannel_core::kernel::Annex;
+use flannel_firewall::Guard;
+use flannel_netlink::testing::{Netns, in_netns, ip};
+use nix::sys::socket::{setsockopt, sockopt::UdpGsoSegment};
+use test_support::eventually;
+
+use super::{NAME, PORT, apply, end, host, pod, puts, subnet_of};
+use crate::fixture::tools::nft;
+
+const PATIENCE: Duration = Duration::from_secs(20);
+/// The port of the receiver in the pod.
+const RECEIVER: u16 = 5000;
+const MAC: &str = "02:00:00:00:00:07";
+
+/// Tunnel packets, each with the number of the host that sends it.
+type Sent = Vec<(u8, Vec<u8>)>;
+
+struct Scene {
+    wire: Netns,
+    pod: Netns,
+    guard: Guard,
+}
+
+fn device(family: Family) -> &'static str {
+    if family == Family::V4 { "flannel.1" } else { "flannel-v6.1" }
+}
+
+impl Scene {
+    fn set(drops: bool) -> Self {
+        let wire = Netns::new().unwrap();
+        let in_pod = Netns::new().unwrap();
+        for (here, there) in [("eth0", &wire), ("pod0", &in_pod)] {
+            ip(&format!(
+                "link add {here} type veth peer name eth0 netns {}",
+                there.path().display()
+            ));
+            ip(&format!("link set {here} up"));
+            there.run(|| ip("link set eth0 up"));
+            there.run(|| ip("link set lo up"));
+        }
+        // Fragments of the tunnel are whole packets in it.
+        ip("link set pod0 mtu 9000");
+        in_pod.run(|| ip("link set eth0 mtu 9000"));
+        for file in ["ipv4/ip_forward", "ipv6/conf/all/forwarding"] {
+            std::fs::write(format!("/proc/sys/net/{file}"), "1").unwrap();
+        }
+        for family in Family::BOTH {
+            let (short, long) = if family == Family::V4 { (24, 32) } else { (64, 128) };
+            let nodad = if family == Family::V4 { "" } else { "nodad" };
+            ip(&format!("addr add {}/{short} dev eth0 {nodad}", host(family, 7)));
+            ip(&format!("addr add {}/{short} dev pod0 {nodad}", pod(family, 7, 1)));
+            wire.run(|| {
+                for n in [8, 9, 99] {
+                    ip(&format!("addr add {}/{short} dev eth0 {nodad}", host(family, n)));
+                }
+            });
+            in_pod.run(|| {
+                ip(&format!("addr add {}/{short} dev eth0 {nodad}", pod(family, 7, 2)));
+                // A pod may give itself the address of a peer.
+                ip(&format!("addr add {}/{long} dev lo {nodad}", host(family, 8)));
+                ip(&format!("route add default via {}", pod(family, 7, 1)));
+            });
+            ip(&format!(
+                "link add {} type vxlan id 1 local {} dev eth0 dstport {PORT} nolearning",
+                device(family),
+                host(family, 7)
+            ));
+            ip(&format!("link set {} address {MAC} up", device(family)));
+            for subnet in [8, 9] {
+                ip(&format!("route add {} dev {}", subnet_of(family, subnet), device(family)));
+            }
+        }
+        let guard = Guard::new(NAME);
+        let records = Family::BOTH.into_iter().flat_map(|family| {
+            let peers = [8, 9].map(|n| guard.peer(subnet_of(family, n), host(family, n)));
+            [guard.tunnel(&end(family, device(family), drops))].into_iter().chain(peers)
+        });
+        apply(&guard, &puts(records.collect::<Vec<_>>()));
+        Self { wire, pod: in_pod, guard }
+    }
+
+    /// Sends tunnel packets from these hosts of the underlay, and at last one that is right. Returns
+    /// which of them reach the pod.
+    fn arrived(&self, family: Family, sent: &[(u8, Vec<u8>)]) -> Vec<u8> {
+        self.arrived_after(family, || {
+            for (from, datagram) in sent {
+                let socket = UdpSocket::bind((host(family, *from), 0)).unwrap();
+                socket.send_to(datagram, (host(family, 7), PORT)).unwrap();
+            }
+        })
+    }
+
+    /// Runs `send` on the wire, and at last sends a packet that is right. Returns the numbers of
+    /// the packets that reach the pod, without the last one.
+    fn arrived_after(&self, family: Family, send: impl FnOnce() + Send) -> Vec<u8> {
+        let at = (pod(family, 7, 2), RECEIVER);
+        let receiver = self.pod.run(|| UdpSocket::bind(at).unwrap());
+        receiver.set_read_timeout(Some(PATIENCE)).unwrap();
+        self.wire.run(|| {
+            send();
+            let last = frame(&inner(pod(family, 8, 2), at.0, &[u8::MAX]));
+            let socket = UdpSocket::bind((host(family, 8), 0)).unwrap();
+            socket.send_to(&last, (host(family, 7), PORT)).unwrap();
+        });
+        let mut arrived = Vec::new();
+        let mut buffer = [0; 9000];
+        loop {
+            let len = receiver.recv(&mut buffer).unwrap();
+            match buffer[len - 1] {
+                u8::MAX => return arrived,
+                number => arrived.push(number),
+            }
+        }
+    }
+
+    fn refused(&self) -> BTreeMap<&'static str, u64> {
+        self.guard.refused().unwrap().packets
+    }
+
+    /// Waits until the guard has refused so many packets: of strangers, with the source of another
+    /// node, of pods.
+    fn until_refused(&self, stranger: u64, foreign_source: u64, pod: u64) {
+        let wanted =
+            [("stranger", stranger), ("foreign_source", foreign_source), ("pod", pod)].into();
+        eventually(PATIENCE, || self.refused() == wanted, || format!("{:?}", self.refused()));
+    }
+}
+
+/// A packet of UDP whose last byte is a number.
+fn inner(source: IpAddr, target: IpAddr, payload: &[u8]) -> Vec<u8> {
+    let len = (8 + payload.len()) as u16;
+    let mut udp = [[0x0f, 0xa0], RECEIVER.to_be_bytes(), len.to_be_bytes(), [0, 0]].concat();
+    udp.extend(payload);
+    let mut packet = match (source, target) {
+        (IpAddr::V4(source), IpAddr::V4(target)) => {
+            let total = (20 + len).to_be_bytes();
+            let mut header = vec![0x45, 0, total[0], total[1], 0, 1, 0, 0, 64, 17, 0, 0];
+            header.extend(source.octets());
+            header.extend(target.octets());
+            let sum = checksum(&header);
+            header[10..12].copy_from_slice(&sum);
+            header
+        }
+        (IpAddr::V6(source), IpAddr::V6(target)) => {
+            let mut pseudo = [source.octets(), target.octets()].concat();
+            pseudo.extend([0, 0, len.to_be_bytes()[0], len.to_be_bytes()[1], 0, 0, 0, 17]);
+            pseudo.extend(&udp);
+            let sum = checksum(&pseudo);
+            udp[6..8].copy_from_slice(&sum);
+            let mut header =
+                vec![0x60, 0, 0, 0, len.to_be_bytes()[0], len.to_be_bytes()[1], 17, 64];
+            header.extend(source.octets());
+            header.extend(target.octets());
+            header
+        }
+        families => panic!("{families:?}"),
+    };
+    packet.extend(udp);
+    packet
+}
+
+fn checksum(bytes: &[u8]) -> [u8; 2] {
+    let words = bytes.chunks(2).map(|pair| {
+        u32::from(u16::from_be_bytes([pair[0], pair.get(1).copied().unwrap_or_default()]))
+    });
+    let mut sum: u32 = words.sum();
+    while sum > 0xffff {
+        sum = (sum & 0xffff) + (sum >> 16);
+    }
+    (!(sum as u16)).to_be_bytes()
+}
+
+/// The datagram of the tunnel with a packet.
+fn frame(packet: &[u8]) -> Vec<u8> {
+    let mut bytes = vec![8, 0, 0, 0, 0, 0, 1, 0];
+    bytes.extend([2, 0, 0, 0, 0, 7, 2, 0, 0, 0, 0, 8]);
+    bytes.extend(if packet[0] >> 4 == 4 { [8, 0] } else { [0x86, 0xdd] });
+    bytes.extend(packet);
+    bytes
+}
+
+/// The numbered packets with the source of a pod of another node, and those that are right.
+fn packets(family: Family) -> (Sent, Sent) {
+    let target = pod(family, 7, 2);
+    let of = |source: IpAddr, number: u8| frame(&inner(source, target, &[number]));
+    let long = |source: IpAddr, number: u8| {
+        frame(&inner(source, target, &[vec![0; 3000], vec![number]].concat()))
+    };
+    let wrong = vec![
+        // Another node, in whole and in fragments. A source beyond the subnet, of this node, of no
+        // node, and another node itself.
+        (9, of(pod(family, 8, 2), 1)),
+        (9, long(pod(family, 8, 2), 2)),
+        (8, of(pod(family, 9, 1), 3)),
+        (8, of(pod(family, 7, 3), 4)),
+        (8, of(pod(family, 77, 1), 5)),
+        (8, of(host(family, 9), 6)),
+    ];
+    let right = vec![
+        (8, of(pod(family, 8, 0), 101)),
+        (8, of(pod(family, 8, 255), 102)),
+        (8, long(pod(family, 8, 2), 103)),
+        (9, of(pod(family, 9, 1), 104)),
+        (9, of(host(family, 9), 105)),
+    ];
+    (wrong, right)
+}
+
+fn numbers(packets: &[(u8, Vec<u8>)]) -> Vec<u8> {
+    packets.iter().map(|(_, packet)| packet[packet.len() - 1]).collect()
+}
+
+#[test]
+fn only_packets_of_peers_with_their_own_sources_reach_a_pod() {
+    in_netns(|| {
+        let scene = Scene::set(true);
+        for (n, family) in (1..).zip(Family::BOTH) {
+            let (wrong, right) = packets(family);
+            let mut strangers: Vec<_> = wrong.iter().map(|(_, it)| (99, it.clone())).collect();
+            strangers.extend(right.iter().map(|(_, it)| (99, it.clone())));
+            assert_eq!(scene.arrived(family, &strangers), [0; 0]);
+            assert_eq!(scene.arrived(family, &wrong), [0; 0]);
+            assert_eq!(scene.arrived(family, &right), numbers(&right));
+            let count = |packets: &[(u8, Vec<u8>)]| packets.len() as u64;
+            scene.until_refused(n * count(&strangers), n * count(&wrong), 0);
+        }
+    });
+}
+
+#[test]
+fn packets_that_are_only_counted_reach_a_pod() {
+    in_netns(|| {
+        let scene = Scene::set(false);
+        for (n, family) in (1..).zip(Family::BOTH) {
+            let (wrong, right) = packets(family);
+            let strangers: Vec<_> = wrong.iter().map(|(_, it)| (99, it.clone())).collect();
+            assert_eq!(scene.arrived(family, &strangers), numbers(&wrong));
+            assert_eq!(scene.arrived(family, &wrong), numbers(&wrong));
+            assert_eq!(scene.arrived(family, &right), numbers(&right));
+            scene.until_refused(n * 6, n * 6, 0);
+            assert!(!scene.guard.refused().unwrap().drops);
+        }
+    });
+}
+
+/// The kernel takes a batch apart before it takes packets out of the tunnel.
+#[test]
+fn each_packet_of_a_batch_that_nobody_has_segmented_is_checked() {
+    in_netns(|| {
+        let scene = Scene::set(true);
+        for (n, family) in (1..).zip(Family::BOTH) {
+            let target = pod(family, 7, 2);
+            let of = |source: IpAddr, number: u8| frame(&inner(source, target, &[number]));
+            let batch = [
+                of(pod(family, 8, 2), 1),
+                of(pod(family, 9, 2), 2),
+                of(pod(family, 7, 3), 3),
+                of(pod(family, 8, 3), 4),
+            ];
+            let send = || {
+                let socket = UdpSocket::bind((host(family, 8), 0)).unwrap();
+                setsockopt(&socket, UdpGsoSegment, &(batch[0].len() as i32)).unwrap();
+                socket.send_to(&batch.concat(), (host(family, 7), PORT)).unwrap();
+            };
+            assert_eq!(scene.arrived_after(family, send), [1, 4]);
+            scene.until_refused(0, n * 2, 0);
+        }
+    });
+}
+
+/// A device of one family also takes packets of the other one.
+#[test]
+fn a_tunnel_carries_no_packets_of_the_other_family() {
+    in_netns(|| {
+        let scene = Scene::set(true);
+        for (n, [outer, carried]) in (1..).zip([[Family::V4, Family::V6], [Family::V6, Family::V4]])
+        {
+            let at = pod(carried, 7, 2);
+            let forged = frame(&inner(pod(carried, 8, 2), at, &[1]));
+            let send = || {
+                let socket = UdpSocket::bind((host(outer, 8), 0)).unwrap();
+                socket.send_to(&forged, (host(outer, 7), PORT)).unwrap();
+            };
+            assert_eq!(scene.arrived_after(carried, send), [0; 0]);
+            scene.until_refused(0, n, 0);
+        }
+    });
+}
+
+/// Masqueraded, the packet of a pod has the address of its node, and so looks like one of the node.
+#[test]
+fn a_pod_sends_nothing_to_the_tunnels_of_nodes() {
+    in_netns(|| {
+        let scene = Scene::set(true);
+        nft("add table inet masq");
+        nft("add chain inet masq out { type nat hook postrouting priority 100; }");
+        nft("add rule inet masq out oifname eth0 masquerade");
+        // The pod sends long packets in fragments.
+        scene.pod.run(|| ip("link set eth0 mtu 1500"));
+        for (n, family) in (1..).zip(Family::BOTH) {
+            let forged = frame(&inner(pod(family, 8, 2), pod(family, 7, 2), &[1]));
+            let long = [forged.clone(), vec![1; 3000]].concat();
+            let send = |from: IpAddr, bytes: &[u8], to: SocketAddr| {
+                let socket = scene.pod.run(|| UdpSocket::bind((from, 0)).unwrap());
+                scene.pod.run(|| socket.send_to(bytes, to).unwrap());
+            };
+            let own = pod(family, 7, 2);
+            // To this node: with the pod's address, and with that of a peer.
+            for from in [own, host(family, 8)] {
+                send(from, &forged, SocketAddr::new(host(family, 7), PORT));
+                assert_eq!(scene.arrived_after(family, || {}), [0; 0]);
+            }
+            scene.until_refused(n * 2, 0, (n - 1) * 3);
+            // To another node, where a receiver stands for its tunnel. The address of that node is
+            // one of the pod too, so the receiver is at the second one.
+            let receiver = |port| {
+                let at = (host(family, 9), port);
+                let socket = scene.wire.run(|| UdpSocket::bind(at).unwrap());
+                socket.set_read_timeout(Some(PATIENCE)).unwrap();
+                socket
+            };
+            let tunnel = receiver(PORT);
+            let other = receiver(PORT + 1);
+            let to = |port| SocketAddr::new(host(family, 9), port);
+            send(own, &forged, to(PORT));
+            send(own, &long, to(PORT));
+            send(host(family, 8), &forged, to(PORT));
+            // Other ports of nodes, and other hosts, are not of the tunnel.
+            send(own, b"other", to(PORT + 1));
+            assert_eq!(other.recv(&mut [0; 99]).unwrap(), 5);
+            let stranger = (host(family, 99), PORT);
+            let stranger = scene.wire.run(|| UdpSocket::bind(stranger).unwrap());
+            stranger.set_read_timeout(Some(PATIENCE)).unwrap();
+            send(own, b"stranger", SocketAddr::new(host(family, 99), PORT));
+            assert_eq!(stranger.recv(&mut [0; 99]).unwrap(), 8);
+            scene.until_refused(n * 2, 0, n * 3);
+            tunnel.set_nonblocking(true).unwrap();
+            assert!(tunnel.recv(&mut [0; 9000]).is_err(), "a packet has reached the other node");
+        }
+    });
+}
