@@ -1,6 +1,7 @@
 //! Attacks on a running cluster. Healthy nodes keep their packets, their health endpoint answers,
 //! and their daemons do not grow.
 
+mod guard;
 mod leases;
 mod paths;
 mod udp;

@@ -151,7 +151,7 @@ fn udp_daemons_killed_and_upgraded_lose_no_packet() {
 /// and the path is in the status.
 #[test]
 fn udp_daemons_whose_kernel_moves_packets_lose_none_when_killed() {
-    in_qemu(&[&MODULES[..], &["fou", "ipip", "nf_tables"]].concat(), || {
+    in_qemu(&[&MODULES[..], &["fou", "ipip", "nf_tables", "nft_fib_inet"]].concat(), || {
         let lab = up_with(Lab::builder().backend("udp"));
         for host in lab.hosts() {
             let device = ip(host, "-d link show flannel0");
@@ -169,7 +169,8 @@ fn forged_packets_are_dropped(lab: &Lab) {
     let [here, sender, owner] = [0, 1, 2].map(|n| &lab.hosts()[n]);
     let dropped = || {
         let status = Cluster::ctl(here, "status").0;
-        status["network"]["traffic"]["dropped"]["foreign"].as_u64()
+        let packets = &status["network"]["guard"]["packets"];
+        Some(packets["stranger"].as_u64()? + packets["foreign_source"].as_u64()?)
     };
     // Packets may have come from nodes whose leases were not accepted yet.
     let before = dropped().unwrap();
@@ -188,7 +189,7 @@ fn forged_packets_are_dropped(lab: &Lab) {
     sender.namespace().run(send).unwrap();
     let both = || dropped() == Some(before + 2);
     eventually(PATIENCE, both, || format!("{before}, then {:?}", dropped()));
-    here.run("nft", &["delete", "table", "ip", "flannel-udp-sources"]).unwrap();
+    here.run("nft", &["delete", "table", "inet", "flannel-guard-udp"]).unwrap();
     // The table is new, so its count is too.
     let is_new = || dropped().is_some_and(|dropped| dropped < before + 2);
     eventually(PATIENCE, is_new, || format!("{:?}\n{}", dropped(), logs(lab)));

@@ -11,12 +11,13 @@ use test_support::guest::in_qemu;
 
 use super::cluster::{Cluster, Pace};
 
-const MODULES: [&str; 10] = [
+const MODULES: [&str; 11] = [
     "veth",
     "bridge",
     "fou",
     "ipip",
     "nf_tables",
+    "nft_fib_inet",
     "iptable_nat",
     "iptable_filter",
     "xt_MASQUERADE",
