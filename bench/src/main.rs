@@ -104,6 +104,16 @@ enum Bench {
         #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..=60))]
         seconds: u64,
     },
+    /// vxlan between two pods with the guard of its tunnel, against vxlan without it: one stream and
+    /// 64-byte packets; and the time in which the kernel takes the pairs of the guard
+    Guard {
+        /// The number of pairs
+        #[arg(long, default_value_t = 65_000, value_parser = count())]
+        peers: u32,
+        /// The duration of each measurement, in seconds
+        #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..=60))]
+        seconds: u64,
+    },
     /// A snapshot of the kernel and its comparison: the time, against a bare dump of the same
     /// tables
     Resync {
@@ -346,6 +356,7 @@ fn run(bench: Bench) -> anyhow::Result<Report> {
         Bench::Repair { peers, family, samples } => repair::run(peers, family, samples as usize),
         Bench::LostDevice { peers, family } => lost_device::run(peers, family),
         Bench::Udp { go, seconds } => udp::run(seconds, go),
+        Bench::Guard { peers, seconds } => udp::guard::run(peers, seconds),
         Bench::Wireguard { peers } => wireguard::run(peers),
         Bench::Resync { peers, family } => resync::run(peers, family),
         Bench::Memory { peers, family, flanneld } => memory::run(peers, family, flanneld),

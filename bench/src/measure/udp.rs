@@ -2,6 +2,7 @@
 
 mod flood;
 mod go;
+pub(crate) mod guard;
 mod kernel;
 mod process;
 

@@ -64,6 +64,15 @@ pub(crate) struct Report {
     /// That of the kernel's vxlan in the same run.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) vxlan_gbps: Option<f64>,
+    /// The rate of vxlan without a guard in the same run.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) gbps_off: Option<f64>,
+    /// The rate of 64-byte packets with a guard relative to the rate without one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) pps_ratio: Option<f64>,
+    /// The time in which the kernel takes the pairs of a guard, in seconds.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) load_s: Option<f64>,
     /// That of a proxy of Go flannel in the same run.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) go_gbps: Option<f64>,
