@@ -104,8 +104,8 @@ enum Bench {
         #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..=60))]
         seconds: u64,
     },
-    /// vxlan between two pods with the guard of its tunnel, against vxlan without it: one stream and
-    /// 64-byte packets; and the time in which the kernel takes the pairs of the guard
+    /// vxlan between two pods with the guard of its tunnel, against vxlan without it: one stream
+    /// and 64-byte packets; and the time in which the kernel takes the pairs of the guard
     Guard {
         /// The number of pairs
         #[arg(long, default_value_t = 65_000, value_parser = count())]

@@ -115,8 +115,8 @@ pub struct NetworkReport {
     /// known now.
     #[serde(default)]
     pub traffic: Option<TrafficReport>,
-    /// The packets that the guard of the tunnel refused; `null`: nothing is checked, or they are not
-    /// known now.
+    /// The packets that the guard of the tunnel refused; `null`: nothing is checked, or they are
+    /// not known now.
     #[serde(default)]
     pub guard: Option<GuardReport>,
 }

@@ -122,9 +122,9 @@ pub struct Node<'a> {
     pub kernel: &'a Arc<dyn Kernel>,
     /// Its secrets.
     pub secrets: &'a dyn Secrets,
-    /// Why nothing checks the packets of a tunnel in the kernel ([`SourceCheck`]); `None` if a guard
-    /// does, or if the config does not want it. A backend that can check them itself does so without
-    /// a guard. `flannel_firewall::Guarded` sets it.
+    /// Why nothing checks the packets of a tunnel in the kernel ([`SourceCheck`]); `None` if a
+    /// guard does, or if the config does not want it. A backend that can check them itself does so
+    /// without a guard. `flannel_firewall::Guarded` sets it.
     pub unguarded: Option<&'a str>,
     subnets: &'a dyn SubnetManager,
 }

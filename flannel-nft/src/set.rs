@@ -150,8 +150,8 @@ impl Set<'_> {
         }))
     }
 
-    /// The elements, each the bytes of its key and of its value. While the kernel resizes the set, which it
-    /// does some time after changes, it may list an element twice, or leave one out.
+    /// The elements, each the bytes of its key and of its value. While the kernel resizes the set,
+    /// which it does some time after changes, it may list an element twice, or leave one out.
     ///
     /// # Errors
     /// The set does not exist (`ENOENT`), the kernel has no nf_tables, or this process lacks

@@ -62,8 +62,8 @@ pub trait Annex: fmt::Debug + Send + Sync {
     }
 
     /// The packets of a tunnel that it refuses because they do not come from a peer with a source
-    /// of its own; `None`: it does not refuse any, or they are not known now. Blocks. The default is
-    /// `None`.
+    /// of its own; `None`: it does not refuse any, or they are not known now. Blocks. The default
+    /// is `None`.
     fn refused(&self) -> Option<Refused> {
         None
     }

@@ -1,5 +1,5 @@
-//! The guard of a tunnel, as an annex: its records are the peers of the subnets, and the ends of the
-//! tunnel here.
+//! The guard of a tunnel, as an annex: its records are the peers of the subnets, and the ends of
+//! the tunnel here.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -40,9 +40,9 @@ const CHANGED: &str = ", changed by another program";
 /// pods of this node send to the tunnels of nodes: masqueraded, they would look like this node's.
 ///
 /// The kernel takes packets of a tunnel from every host. This annex keeps a table of nf_tables
-/// (`inet flannel-NAME`) that drops or counts the wrong ones. Its records are the ends of the tunnel
-/// ([`Self::tunnel`]), one in each family, and the peers ([`Self::peer`]). Without an end it refuses
-/// nothing. With an end and without peers it refuses everything.
+/// (`inet flannel-NAME`) that drops or counts the wrong ones. Its records are the ends of the
+/// tunnel ([`Self::tunnel`]), one in each family, and the peers ([`Self::peer`]). Without an end it
+/// refuses nothing. With an end and without peers it refuses everything.
 ///
 /// Fragments are assembled before they are checked. Each packet of a batch that no network card has
 /// segmented (`UDP_SEGMENT`) is checked. Packets that travel without the tunnel are not its matter.
@@ -110,8 +110,8 @@ impl Guard {
         self.with_kernel(|kernel| kernel.commit(trial)).map_err(|error| self.about(error))
     }
 
-    /// Notes why packets that the config wants refused are not, for [`Annex::refused`]; `None`: they
-    /// are, or the config does not want it.
+    /// Notes why packets that the config wants refused are not, for [`Annex::refused`]; `None`:
+    /// they are, or the config does not want it.
     pub fn note_unable(&self, why: Option<String>) {
         self.report().unable = why;
     }

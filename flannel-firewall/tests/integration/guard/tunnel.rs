@@ -91,8 +91,8 @@ impl Scene {
         Self { wire, pod: in_pod, guard }
     }
 
-    /// Sends tunnel packets from these hosts of the underlay, and at last one that is right. Returns
-    /// which of them reach the pod.
+    /// Sends tunnel packets from these hosts of the underlay, and at last one that is right.
+    /// Returns which of them reach the pod.
     fn arrived(&self, family: Family, sent: &[(u8, Vec<u8>)]) -> Vec<u8> {
         self.arrived_after(family, || {
             for (from, datagram) in sent {

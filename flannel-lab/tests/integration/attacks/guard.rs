@@ -201,8 +201,9 @@ fn any(family: Family) -> IpAddr {
     family.unspecified()
 }
 
-/// Forged packets to the first host with the source of a pod of the last one: from a stranger, whole
-/// and in fragments, from another node, in a batch, and by pods. Returns how many reached the pod.
+/// Forged packets to the first host with the source of a pod of the last one: from a stranger,
+/// whole and in fragments, from another node, in a batch, and by pods. Returns how many reached the
+/// pod.
 fn attack(lab: &Lab, stranger: &Namespace, family: Family) -> usize {
     let [here, sender, owner] = [0, 1, 2].map(|n| &lab.hosts()[n]);
     let receiver = Receiver::new(here, sender, family);
