@@ -653,7 +653,7 @@ fn a_config_that_this_node_cannot_use_is_refused_and_the_network_goes_on() {
         let stored = || fs::read_to_string(place.registry().join("config")).unwrap();
         let socket = std::net::UdpSocket::bind(("0.0.0.0", 9472)).unwrap();
         ip("link add stranger type vxlan id 2 dstport 8472");
-        ip("link add flannel.3 type dummy");
+        ip("link add flannel.3 type veth peer name far3");
         for (patch, part) in [
             (r#"{"Backend":{"Port":9472}}"#, "in use"),
             (r#"{"Backend":{"VNI":2}}"#, "stranger"),

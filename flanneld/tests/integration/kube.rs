@@ -611,8 +611,8 @@ fn a_start_with_a_config_that_cannot_be_used_runs_the_backend_of_the_last_run() 
         daemon.signal(Signal::SIGTERM);
         assert_eq!(daemon.ended().code(), Some(0), "{}", daemon.log());
         let misspelt = VXLAN.replace("vxlan", "vlxan");
-        fs::write(host.dir.path().join("net-conf.json"), misspelt).unwrap();
         let mut command = host.command(&["--kube-api-url", &server.url()]);
+        fs::write(host.dir.path().join("net-conf.json"), misspelt).unwrap();
         let daemon = host.netns.run(|| Daemon::start(command.env("NODE_NAME", host.name())));
         daemon.wait_for_log("\"vlxan\" is not a backend");
         daemon.wait_for_log("backend=\"vxlan\"");
