@@ -676,7 +676,9 @@ fn a_config_that_this_node_cannot_use_is_refused_and_the_network_goes_on() {
         let forced = place.json(&["config", "patch", "--force", patch]);
         assert!(forced["this_node"]["obstacle"].as_str().unwrap().contains("in use"), "{forced}");
         wait_until(|| metric("flannel_config_refused") == 1.0, || daemon.log());
-        assert_eq!(http("/readyz").0, 200);
+        // The patch before has rebuilt the network.
+        ready(&daemon);
+        assert_eq!(metric("flannel_config_refused"), 1.0);
         let refused = &place.json(&["status"])["network"]["refused_config"];
         assert_eq!(refused["backend"], "vxlan", "{refused}");
         let device = || ip("-d link show flannel.1");
