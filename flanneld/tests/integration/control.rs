@@ -681,7 +681,12 @@ fn a_config_that_this_node_cannot_use_is_refused_and_the_network_goes_on() {
         assert_eq!(metric("flannel_config_refused"), 1.0);
         let refused = &place.json(&["status"])["network"]["refused_config"];
         assert_eq!(refused["backend"], "vxlan", "{refused}");
-        let device = || ip("-d link show flannel.1");
+        // The device is made again for another port, and is missing for a moment.
+        let device = || {
+            let mut command = Command::new("ip");
+            let output = command.args(["-d", "link", "show", "flannel.1"]).output().unwrap();
+            String::from_utf8(output.stdout).unwrap()
+        };
         assert!(device().contains("dstport 8472"), "{}", device());
         drop(socket);
         wait_until(|| device().contains("dstport 9472"), || daemon.log());
