@@ -183,9 +183,8 @@ impl Leases {
             return;
         }
         if key.len() > LARGEST_NAME {
-            let is_boundary = |at: &usize| key.is_char_boundary(*at);
-            let end = (0..=LARGEST_NAME).rev().find(is_boundary).unwrap_or(0);
-            key.truncate(end);
+            let end = (0..=LARGEST_NAME).rev().find(|end| key.is_char_boundary(*end));
+            key.truncate(end.unwrap_or_default());
             key.push('…');
         }
         self.skipped.push(Skipped { key, reason, revision });
