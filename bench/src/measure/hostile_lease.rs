@@ -71,11 +71,11 @@ pub(crate) fn run(count: u32, flanneld: Option<PathBuf>) -> anyhow::Result<Repor
     Ok(report)
 }
 
-/// Makes a hostile value for a number of peers. `n` differs for each change.
-type MakeValue = fn(peers: u32, n: u32) -> String;
+/// Makes a value for this number of peers. The second number differs for each change.
+type Make = fn(u32, u32) -> String;
 
 /// The kinds of hostile values.
-const KINDS: [(&str, MakeValue); 6] = [
+const KINDS: [(&str, Make); 6] = [
     ("the MAC address of another node", |count, n| value(&[victim(count, n, false)])),
     ("the MAC address and public address of another node", |count, n| {
         value(&[victim(count, n, true)])
