@@ -8,8 +8,7 @@ pub(crate) mod why;
 use flannel_api::{
     Counted, DaemonReport, FailureReport, GuardReport, InletReport, InterfaceReport, LatencyReport,
     LeaseReport, NetworkReport, Problem, RefusedConfig, RepairReport, RepairsReport, StatusReport,
-    StoreReport,
-    SubnetsReport, TrafficReport, VERSION, by_family, seconds, texts,
+    StoreReport, SubnetsReport, TrafficReport, VERSION, by_family, seconds, texts,
 };
 use flannel_core::object::Key;
 use flannel_core::status::{Failure, Status};
