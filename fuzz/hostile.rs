@@ -107,8 +107,9 @@ fn put(peers: &mut Admission, lease: &Arc<Lease>) {
     peers.update([(lease.subnets, Some(lease))].into_iter(), &|_| Some(None));
 }
 
-/// A lease with this value changes no object of another lease: as a new lease, and as a change of an
-/// old one. In the second case, a WireGuard key of another node still counts for the older lease.
+/// A lease with this value changes no object of another lease: as a new lease, and as a change of
+/// an old one. In the second case, a WireGuard key of another node still counts for the older
+/// lease.
 pub(crate) fn hostile_lease(text: &str) {
     if text.len() > LARGEST_VALUE {
         return;

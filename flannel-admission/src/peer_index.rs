@@ -79,7 +79,8 @@ pub(crate) struct PeerIndex {
     claims: HashTable<Claim>,
     /// The other peers that define an object.
     more: HashMap<Key, BTreeSet<Id>>,
-    /// The peers whose definition of an object names its key, for objects that several peers define.
+    /// The peers whose definition of an object names its key, for objects that several peers
+    /// define.
     named: HashMap<Key, BTreeSet<Id>>,
     /// Every subnet of every peer. A subnet is sorted directly before the subnets inside it.
     subnets: BTreeSet<(Subnet, Id)>,

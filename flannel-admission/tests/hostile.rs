@@ -20,14 +20,18 @@ fn offer() -> impl Strategy<Value = String> {
         let own = MacAddr::naming([198, 51, 100, public].into());
         let mac = if form == 2 { own } else { named };
         let key = PublicKey([victim; 32]);
-        format!(
-            r#"{{"PublicIP":"{net}.{public}","BackendType":"{kind}","BackendData":{{"VtepMAC":"{mac}","PublicKey":"{key}"}}}}"#
-        )
+        let data = format!(r#"{{"VtepMAC":"{mac}","PublicKey":"{key}"}}"#);
+        let public = format!("{net}.{public}");
+        format!(r#"{{"PublicIP":"{public}","BackendType":"{kind}","BackendData":{data}}}"#)
     })
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 256, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig {
+        cases: 256,
+        failure_persistence: None,
+        ..ProptestConfig::default()
+    })]
 
     #[test]
     fn a_hostile_lease_takes_no_object_of_another(
@@ -49,9 +53,8 @@ proptest! {
 fn a_lease_with_the_macs_of_all_nodes_takes_none() {
     let offer = |n: u8| {
         let mac = MacAddr::naming([192, 0, 2, n].into());
-        format!(
-            r#"{{"PublicIP":"198.51.100.9","BackendType":"vxlan","BackendData":{{"VtepMAC":"{mac}"}}}}"#
-        )
+        let data = format!(r#"{{"VtepMAC":"{mac}"}}"#);
+        format!(r#"{{"PublicIP":"198.51.100.9","BackendType":"vxlan","BackendData":{data}}}"#)
     };
     for first in 0..24 {
         let others: Vec<String> = (0..24).map(offer).collect();

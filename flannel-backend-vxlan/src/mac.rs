@@ -61,8 +61,8 @@ pub(crate) struct Candidates {
 
 /// The address of the device. An existing device keeps the published address, else its own, unless
 /// another node uses it. A new device gets the address that names the public address of the node.
-/// Behind a NAT, it is the first that no other node uses: the published one, then those derived from
-/// `seed`, which is stable and differs between nodes.
+/// Behind a NAT, it is the first that no other node uses: the published one, then those derived
+/// from `seed`, which is stable and differs between nodes.
 pub(crate) fn choose(of: &Candidates, seed: &str, taken: &BTreeSet<MacAddr>) -> MacAddr {
     let kept = of.published.into_iter().chain(of.device);
     let kept = kept.filter(|_| of.device.is_some() || of.named.is_none());

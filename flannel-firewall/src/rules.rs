@@ -128,8 +128,8 @@ pub enum Chain {
     Encryption,
     /// For packets that arrive: counts those to pods of other nodes without a route. With
     /// `RequireEncryption` a blackhole route drops them, which the kernel does not count, and
-    /// [`Self::Encryption`] does not see them. Only in nftables mode, and if the kernel can look for
-    /// routes in rules.
+    /// [`Self::Encryption`] does not see them. Only in nftables mode, and if the kernel can look
+    /// for routes in rules.
     Unrouted,
 }
 

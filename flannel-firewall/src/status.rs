@@ -47,8 +47,8 @@ pub struct Status {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Packets<T> {
     /// Packets to pods of other nodes that would have left unencrypted
-    /// ([`RuleOptions::encrypted`](crate::RuleOptions::encrypted)), and those without a route, which
-    /// the kernel drops itself ([`Chain::Unrouted`](crate::Chain::Unrouted)).
+    /// ([`RuleOptions::encrypted`](crate::RuleOptions::encrypted)), and those without a route,
+    /// which the kernel drops itself ([`Chain::Unrouted`](crate::Chain::Unrouted)).
     pub unencrypted: T,
 }
 

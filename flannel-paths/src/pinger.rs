@@ -41,8 +41,8 @@ impl Pinger {
         Ok(Self { sockets })
     }
 
-    /// Sends an echo, in an IP packet of `size` bytes. Returns the answer if this host does not send
-    /// it.
+    /// Sends an echo, in an IP packet of `size` bytes. Returns the answer if this host does not
+    /// send it.
     pub(crate) fn send(&self, echo: &Echo, size: u16) -> Option<Answer> {
         match &self.sockets[Family::of(echo.to)] {
             Some(sockets) => sockets.echo.send(echo, size).err(),

@@ -32,8 +32,9 @@ pub use values::{
 /// # For implementers
 /// - **Keys.** A key is the text of [`Subnets`], its value is [`LeaseAttrs::to_json`]. The store
 ///   compares keys as text and may not know that two keys overlap.
-/// - **Size.** A value that is larger than [`LARGEST_VALUE`] is skipped as [`SkipReason::TooLarge`],
-///   and makes no list and no watch fail. [`value_to_write`] refuses to write one.
+/// - **Size.** A value that is larger than [`LARGEST_VALUE`] is skipped as
+///   [`SkipReason::TooLarge`], and makes no list and no watch fail. [`value_to_write`] refuses to
+///   write one.
 /// - **Order.** Each write is atomic for all clients. Of several writers that create one key, or
 ///   replace it at one revision, exactly one succeeds. After a write has returned,
 ///   [`list`](Self::list) and [`entry`](Self::entry) show it to every client.

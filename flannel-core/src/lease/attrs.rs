@@ -150,8 +150,8 @@ pub const MOST_OFFERS: usize = 4;
 /// Offers of a lease that no node uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "{unused} of its {all} offers are not used: expected at most {MOST_OFFERS} offers, one for each \
-     backend type"
+    "{unused} of its {all} offers are not used: expected at most {MOST_OFFERS} offers, one for \
+     each backend type"
 )]
 pub struct UnusedOffers {
     /// The number of these offers.

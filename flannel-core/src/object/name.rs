@@ -24,8 +24,8 @@ impl MacAddr {
     /// version. A VTEP at `address` that has it can prove with its lease alone that the MAC address
     /// is its own; see [`Fdb::is_named`](super::Fdb::is_named).
     ///
-    /// For IPv4 it is `0a:58` and the address, so no two addresses have one name. For IPv6 it is `06`
-    /// and 40 bits of the SipHash-2-4 of the address.
+    /// For IPv4 it is `0a:58` and the address, so no two addresses have one name. For IPv6 it is
+    /// `06` and 40 bits of the SipHash-2-4 of the address.
     pub fn naming(address: IpAddr) -> Self {
         match address {
             IpAddr::V4(v4) => {

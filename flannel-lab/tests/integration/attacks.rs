@@ -46,7 +46,8 @@ impl<'a> Watch<'a> {
         Self { lab, rss: rss.collect() }
     }
 
-    /// Each daemon answers `/healthz` in time. The machine may be busy, so one answer of five counts.
+    /// Each daemon answers `/healthz` in time. The machine may be busy, so one answer of five
+    /// counts.
     fn check_health(&self) {
         for host in self.lab.hosts() {
             host.check_daemon().unwrap();

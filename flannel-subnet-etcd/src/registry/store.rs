@@ -24,8 +24,8 @@ pub(crate) struct Store {
     pub(crate) keys: Keys,
     name: String,
     known: Mutex<Option<HolderId>>,
-    /// The largest number of keys in a page of a list. It falls after a page that was too large, and
-    /// rises with each complete list.
+    /// The largest number of keys in a page of a list. It falls after a page that was too large,
+    /// and rises with each complete list.
     pub(crate) most_keys: AtomicUsize,
 }
 

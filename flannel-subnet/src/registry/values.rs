@@ -84,8 +84,8 @@ pub enum SkipReason {
     /// All leases together are too large, and others are kept first, on all nodes alike. The key
     /// counts as one without a lease.
     #[error(
-        "the leases of the store have more than {most} bytes in all, and smaller or earlier ones are \
-         kept first"
+        "the leases of the store have more than {most} bytes in all, and smaller or earlier ones \
+         are kept first"
     )]
     NoRoom {
         /// The largest sum of the values of all leases, in bytes.

@@ -1,16 +1,16 @@
 //! A deterministic simulation of many nodes on one store.
 //!
 //! Faults: lost, late and repeated requests, late replies, crashes with and without state, machines
-//! that are off for several leases and start with the wall clock of their end, partitions, suspended
-//! machines, clocks that jump and drift, a restarting store, operators who delete, reserve and
-//! overwrite keys.
+//! that are off for several leases and start with the wall clock of their end, partitions,
+//! suspended machines, clocks that jump and drift, a restarting store, operators who delete,
+//! reserve and overwrite keys.
 //!
 //! Invariants: No two nodes own overlapping subnets at a moment of true time. One node is excepted:
 //! it uses a lease of its cache after a restart of its machine, and its wall clock is now further
 //! back than when the cache was written, compared with true time. The exception ends as soon as the
-//! clock is corrected or the store has confirmed the lease. A node that comes back gets its subnet back,
-//! unless another node had it meanwhile. No lease ends without a reason. After the faults, every
-//! node that can get a subnet has one, and all views equal the store.
+//! clock is corrected or the store has confirmed the lease. A node that comes back gets its subnet
+//! back, unless another node had it meanwhile. No lease ends without a reason. After the faults,
+//! every node that can get a subnet has one, and all views equal the store.
 //!
 //! `FLANNEL_SIM_SEEDS=n` runs n seeds. `FLANNEL_SIM_SEED=n` runs one and prints its events.
 

@@ -232,7 +232,8 @@ impl Node {
 
     /// A node that comes back gets its previous lease, unless another node had it meanwhile. If the
     /// lease was deleted, or expired while the node used its cache, it gets the store's lease with
-    /// its holder ID, from a late write of an earlier run. Returns the time since which it has the lease.
+    /// its holder ID, from a late write of an earlier run. Returns the time since which it has the
+    /// lease.
     fn check_acquired(
         &self,
         store: &SharedStore,
@@ -318,8 +319,8 @@ impl Node {
             }
             // A reservation has no holder, so a late write of our own looks like another node's.
             Ok(LeaseEnd::Taken { by }) if by.ends_with("as a reservation") => true,
-            // After an operator has deleted the key, a late write of our own under an earlier holder
-            // ID can be the next one.
+            // After an operator has deleted the key, a late write of our own under an earlier
+            // holder ID can be the next one.
             Ok(LeaseEnd::Taken { .. }) => {
                 stats.others_wrote(self.id, subnets, since) || stats.was_evicted(run, subnets)
             }

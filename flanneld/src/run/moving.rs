@@ -171,8 +171,11 @@ impl Moving {
                 return Err(needed(member, reason, &lease));
             }
             if !state.aside.contains(&member.lease_type) {
-                let (backend, effect) = (&member.lease_type, "nodes that offer only it are lost");
-                tracing::warn!(%backend, %reason, "a backend is left out and tried again: {effect}");
+                let backend = &member.lease_type;
+                tracing::warn!(
+                    %backend, %reason,
+                    "a backend is left out and tried again: nodes that offer only it are lost"
+                );
             }
         }
         for (member, reason) in &ended {
