@@ -43,7 +43,7 @@ struct Reasons {
 /// Errors that are retried in addition to those that pass with time.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Patience {
-    /// A network has run: errors that need a correction are retried too. A changed password, an
+    /// A network has run: all errors of building the next one are retried. A changed password, an
     /// interface without an address or with too small an MTU, or a wrong backend option must not
     /// end a network that works.
     pub(crate) has_run: bool,
@@ -175,28 +175,20 @@ fn reason(error: &Error, patience: Patience) -> Option<Reason> {
 
     let Patience { has_run, refusals_pass } = patience;
     let other = || Some(Reason::Other(error.to_string()));
-    let cause = match error {
-        Error::Network(cause) => cause,
-        Error::Interface(_)
-        | Error::UnfitInterface { .. }
-        | Error::UnknownBackend(_)
-        | Error::ImplicitUdp { .. }
-        | Error::Firewall(_)
-            if has_run =>
-        {
-            return other();
-        }
-        _ => return None,
-    };
-    match cause {
-        Cause::Store { .. } => Some(Reason::Store),
-        Cause::NoConfig { .. }
-        | Cause::Config { .. }
-        | Cause::OutOfSubnets { .. }
-        | Cause::NotReady { .. }
-        | Cause::Conflict { .. } => other(),
-        Cause::Refused { .. } if refusals_pass => other(),
-        Cause::Refused { .. } | Cause::Backend { .. } | Cause::Kernel { .. } if has_run => other(),
+    match error {
+        Error::Network(Cause::Store { .. }) => Some(Reason::Store),
+        Error::Network(
+            Cause::NoConfig { .. }
+            | Cause::Config { .. }
+            | Cause::OutOfSubnets { .. }
+            | Cause::NotReady { .. }
+            | Cause::Conflict { .. },
+        ) => other(),
+        Error::Network(Cause::Refused { .. }) if refusals_pass => other(),
+        // The network itself has ended, so there is none to keep.
+        Error::LeaseLost { .. } | Error::Stopped(_) => None,
+        // The running network does not end for a next one that cannot be built.
+        _ if has_run => other(),
         _ => None,
     }
 }
@@ -257,8 +249,18 @@ mod tests {
         let subnets_of = "10.1.7.0-24".parse().unwrap();
         let implicit = || Error::ImplicitUdp { subnets: Box::new(subnets_of), holder: "a".into() };
         let no_rules = || flannel_firewall::Error::Leftovers { chains: "a".into() }.into();
-        let causes: [&dyn Fn() -> Error; 6] =
-            [&|| refused().into(), &unfit, &too_small, &unknown, &implicit, &no_rules];
+        let not_allowed = || Error::CommandsNotAllowed { kind: "extension" };
+        let no_snapshot = || Error::Kernel(flannel_core::kernel::KernelError::new(105));
+        let causes: [&dyn Fn() -> Error; 8] = [
+            &|| refused().into(),
+            &unfit,
+            &too_small,
+            &unknown,
+            &implicit,
+            &no_rules,
+            &not_allowed,
+            &no_snapshot,
+        ];
         for cause in causes {
             let begin = Instant::now();
             let start = async || -> Result<(), Error> { Err(cause()) };
