@@ -6,6 +6,7 @@ cd "$(dirname "$0")"
 
 needs=()
 command -v ip >/dev/null || [ -x /usr/sbin/ip ] || [ -x /sbin/ip ] || needs+=(iproute2)
+command -v ping >/dev/null || needs+=(iputils-ping)
 command -v ps >/dev/null || needs+=(procps)
 command -v sysctl >/dev/null || [ -x /usr/sbin/sysctl ] || [ -x /sbin/sysctl ] || needs+=(procps)
 command -v unshare >/dev/null || needs+=(util-linux)

@@ -44,7 +44,8 @@ impl Daemon {
     /// # Cancel safety
     /// Dropping the future stops the daemon. The data path stays in place; the next run adopts it.
     pub async fn run(&self) -> Result<Infallible, Error> {
-        run::run(&self.config, &self.observer).await
+        // The state of a network that runs, and of the next one, is too large for a small stack.
+        Box::pin(run::run(&self.config, &self.observer)).await
     }
 
     /// Waits until the node is ready: it holds its lease, the subnet file is written, and all

@@ -76,7 +76,7 @@ async fn follow_store(
     go_flannel: &GoFlannel,
     observer: &Observer,
 ) -> Result<Infallible, Error> {
-    let mut ready = starter.next(None, observer).await?;
+    let mut ready = Box::pin(starter.next(None, observer)).await?;
     loop {
         starter.started(&ready);
         ready = network::run(settings, subnets, ready, (&starter, go_flannel), observer).await?;

@@ -170,6 +170,8 @@ mod tests {
         let look = || compare(&fixture.netns, 3, Families::Dual).unwrap();
         fill(&fixture, 3, Families::Dual).unwrap();
         assert_eq!(look(), [""; 0]);
+        let [v4, v6] = Family::BOTH.map(|family| Peer(3).mac(family));
+        let other = Peer(4).mac(Family::V6);
         // A change, and its reversal.
         for (done, undone) in [
             ("link set flannel.1 mtu 1400", "link set flannel.1 mtu 1450"),
@@ -201,13 +203,13 @@ mod tests {
             ),
             (
                 "neigh del 10.0.3.0 dev flannel.1",
-                "neigh add 10.0.3.0 lladdr 02:20:00:00:00:03 dev flannel.1 nud permanent",
+                &format!("neigh add 10.0.3.0 lladdr {v4} dev flannel.1 nud permanent"),
             ),
             (
-                "neigh replace fd00:0:0:3:: dev flannel-v6.1 lladdr 02:80:00:00:00:04 \
-                 nud permanent",
-                "neigh replace fd00:0:0:3:: dev flannel-v6.1 lladdr 02:80:00:00:00:03 \
-                 nud permanent",
+                &format!(
+                    "neigh replace fd00:0:0:3:: dev flannel-v6.1 lladdr {other} nud permanent"
+                ),
+                &format!("neigh replace fd00:0:0:3:: dev flannel-v6.1 lladdr {v6} nud permanent"),
             ),
             ("nexthop add id 9 via 10.0.9.0 dev flannel.1 onlink protocol 241", "nexthop del id 9"),
         ] {
@@ -217,10 +219,10 @@ mod tests {
             assert_eq!(look(), [""; 0], "{undone}");
         }
         for done in [
-            "fdb del 02:20:00:00:00:03 dev flannel.1",
-            "fdb add 02:20:00:00:00:03 dev flannel.1 dst 172.16.0.9 self permanent",
+            format!("fdb del {v4} dev flannel.1"),
+            format!("fdb add {v4} dev flannel.1 dst 172.16.0.9 self permanent"),
         ] {
-            fixture.netns.run(|| bridge(done));
+            fixture.netns.run(|| bridge(&done));
             assert_ne!(look(), [""; 0], "{done}");
         }
     }

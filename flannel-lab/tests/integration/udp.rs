@@ -101,14 +101,23 @@ fn why_explains_the_path_through_the_process() {
     });
 }
 
-/// The value of a metric with these labels.
+/// The value of a metric with these labels. It may be missing for a second after the start.
 pub(crate) fn metric(host: &Host, name: &str) -> u64 {
-    let mut stream = UnixStream::connect(host.dir().join("flanneld.sock")).unwrap();
-    stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").unwrap();
-    let mut text = String::new();
-    stream.read_to_string(&mut text).unwrap();
-    let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
-    line.unwrap_or_else(|| panic!("{name} is not in {text}")).parse().unwrap()
+    let page = || {
+        let mut stream = UnixStream::connect(host.dir().join("flanneld.sock")).unwrap();
+        let request = b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n";
+        stream.write_all(request).unwrap();
+        let mut text = String::new();
+        stream.read_to_string(&mut text).unwrap();
+        text
+    };
+    let value = |page: &str| {
+        let line = page.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '))?;
+        Some(line.parse().unwrap())
+    };
+    let found = || value(&page()).is_some();
+    eventually(PATIENCE, found, || format!("{name} is not in {}", page()));
+    value(&page()).unwrap()
 }
 
 /// The counts of a host: packets and bytes, in the status. They are those of the metrics.

@@ -67,9 +67,11 @@ pub(super) async fn run(
     let held = (!ready.lapsed).then(|| ready.network.handle().lease);
     let next = async |reason: String| {
         tracing::info!(%reason, "rebuilding the network");
-        starter.next(held.as_ref(), observer).await
+        Box::pin(starter.next(held.as_ref(), observer)).await
     };
-    match run_until_next(settings, subnets, ready, (starter, go_flannel), observer, &next).await? {
+    let end = run_until_next(settings, subnets, ready, (starter, go_flannel), observer, &next);
+    // A large future, of which each caller would have a copy on its stack.
+    match Box::pin(end).await? {
         End::Replaced(ready) => Ok(*ready),
         End::Stopped(reason) => next(reason).await,
     }

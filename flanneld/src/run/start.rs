@@ -189,7 +189,7 @@ impl<'a> Starter<'a> {
     ) -> Result<Ready, Error> {
         let subnets = &*self.subnets;
         let start = async || {
-            self.start().await.inspect_err(|error| {
+            Box::pin(self.start()).await.inspect_err(|error| {
                 let cure = error.cure(&subnets.store_status().store);
                 observer.note(|facts| facts.waits_for = Some((error.to_string(), cure)));
             })
@@ -313,7 +313,7 @@ impl<'a> Starter<'a> {
         let known = refused.as_ref().filter(|_| !earlier.is_empty());
         let (error, reason) = match known {
             Some(refused) => (None, refused.reason.clone()),
-            None => match self.lineup(validator, &stored, views, true).await {
+            None => match Box::pin(self.lineup(validator, &stored, views, true)).await {
                 Ok((chosen, lineup)) => {
                     return Ok(Choice { config: stored, chosen, lineup, refused: None, before });
                 }
@@ -326,7 +326,7 @@ impl<'a> Starter<'a> {
         };
         let refused = Some(Refused { config: stored.clone(), reason });
         for config in earlier {
-            match self.lineup(validator, &config, views, false).await {
+            match Box::pin(self.lineup(validator, &config, views, false)).await {
                 Ok((chosen, lineup)) => {
                     return Ok(Choice { config, chosen, lineup, refused, before: None });
                 }
@@ -340,7 +340,8 @@ impl<'a> Starter<'a> {
         match error {
             Some(error) => Err(error),
             None => {
-                let (chosen, lineup) = self.lineup(validator, &stored, views, true).await?;
+                let lineup = self.lineup(validator, &stored, views, true);
+                let (chosen, lineup) = Box::pin(lineup).await?;
                 Ok(Choice { config: stored, chosen, lineup, refused: None, before })
             }
         }
