@@ -173,13 +173,15 @@ async fn choose_macs(node: &Node<'_>, names: &Dual<LinkName>, vni: u32) -> Resul
     let leases = node.leases().await?.leases;
     let texts = public.map(|_, address| address.to_string());
     let mut taken = mac::taken(&leases, own, public);
+    let is_assigned = !node.publishes_attrs();
     Ok(names.map(|family, name| {
         let seed = format!("{} {:?} {:?} {vni} {family}", node.machine_id, texts.v4, texts.v6);
         let is_local = |public: &IpAddr| node.uplink.address[family] == Some(*public);
         let candidates = mac::Candidates {
             published: mac::published(&last, family),
             device: mac_of(*name),
-            named: public[family].filter(is_local).map(MacAddr::naming),
+            // The address of an assigned lease stays as it was written.
+            named: public[family].filter(|ip| !is_assigned && is_local(ip)).map(MacAddr::naming),
         };
         let mac = mac::choose(&candidates, &seed, &taken);
         taken.insert(mac);

@@ -156,6 +156,11 @@ impl<'a> Node<'a> {
         self.subnets.hints().await
     }
 
+    /// See [`SubnetManager::publishes_attrs`].
+    pub fn publishes_attrs(&self) -> bool {
+        self.subnets.publishes_attrs()
+    }
+
     /// The leases of all nodes. Waits up to five seconds for a complete, live set, then returns the
     /// latest one. If there is a set from an earlier run and the store has never answered, it does
     /// not wait. Fails as [`SubnetManager::watch_leases`] does. Needs tokio's time.

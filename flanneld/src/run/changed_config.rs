@@ -235,7 +235,8 @@ mod tests {
         scene.registry.set_config(Some(UNFIT));
         tokio::select! {
             ended = &mut running => panic!("{ended:?}"),
-            () = sleep(Duration::from_secs(1)) => (),
+            // Before it is validated again.
+            () = sleep(SECOND_THOUGHT / 2) => (),
         }
         let (requests, mut news) = (scene.requests(), scene.observer.changes());
         assert_eq!(scene.validations.get(), 1);

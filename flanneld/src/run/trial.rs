@@ -56,6 +56,10 @@ impl SubnetManager for KnownStore {
         self.subnets.acquire_lease(attrs).await
     }
 
+    fn publishes_attrs(&self) -> bool {
+        self.subnets.publishes_attrs()
+    }
+
     async fn publish(&self, held: &Lease, attrs: &LeaseAttrs) -> flannel_core::Result<Lease> {
         self.subnets.publish(held, attrs).await
     }

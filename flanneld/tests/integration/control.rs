@@ -1166,7 +1166,7 @@ fn hostile_leases_are_rejected_with_the_reason_and_change_nothing() {
         };
         let at = |public: &str| of(public, "vxlan", r#"{"VtepMAC":"0a:00:00:00:00:63"}"#);
         let with = |mac: &str| of("192.0.2.50", "vxlan", &format!(r#"{{"VtepMAC":"{mac}"}}"#));
-        let deep = "[".repeat(50_000) + &"]".repeat(50_000);
+        let deep = "[".repeat(5_000) + &"]".repeat(5_000);
         let half = own.replace(".0-24", ".128-25");
         let hostile = [
             ("10.2.1.0-24", at("192.0.2.50"), "outside the pod network 10.1.0.0/16"),
@@ -1184,11 +1184,12 @@ fn hostile_leases_are_rejected_with_the_reason_and_change_nothing() {
             ("10.1.28.0-24", with("01:00:5e:00:00:01"), "01:00:5e:00:00:01 is not valid"),
             ("10.1.29.0-24", with(own_mac), "is this node's own"),
             ("10.1.77.0-24", with("0a:00:00:00:00:07"), "defined otherwise by the earlier lease"),
-            ("10.1.30.0-24", with(&"x".repeat(900_000)), "VtepMAC: \"xxx"),
+            ("10.1.30.0-24", with(&"x".repeat(10_000)), "VtepMAC: \"xxx"),
             ("10.1.31.0-24", of("192.0.2.50", "vxlan", &deep), "one JSON object"),
             ("10.1.32.0-24", of("192.0.2.50", r"\u001b[31m\u0007", "{}"), "\\u{1b}[31m"),
         ];
         let skipped = [
+            ("10.1.33.0-24", with(&"x".repeat(900_000))),
             ("0.0.0.0-0", at("192.0.2.50")),
             ("10.1.40.0-24", "{".repeat(100_000)),
             ("10.1.41.0-24", at(&"9".repeat(2 << 20))),
