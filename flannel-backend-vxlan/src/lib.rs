@@ -50,6 +50,7 @@ impl Backend for VxlanBackend {
         datapath.inlets = vec![Inlet::Udp(options.port)];
         datapath.direct = options.direct_routing;
         datapath.bare = options.direct_routing;
+        datapath.carries_marks = options.gbp.then_some("GBP");
         Ok(datapath)
     }
 

@@ -208,3 +208,21 @@ fn a_node_can_switch_the_default_of_ipip_off() {
         }
     });
 }
+
+/// The extension replaces the mark by which the guard knows the sender.
+#[test]
+fn group_based_policy_excludes_the_guard() {
+    let validate = |backend: &str| {
+        let config = Config::parse(&config(backend)).unwrap();
+        let backends = flannel_backends::all();
+        backends.find("vxlan").unwrap().validate(&config, None).map_err(|error| error.to_string())
+    };
+    for check in ["true", r#""count""#] {
+        let backend = format!(r#"{{"Type":"vxlan","GBP":true,"SourceCheck":{check}}}"#);
+        let error = validate(&backend).unwrap_err();
+        assert!(error.contains("SourceCheck cannot be used with GBP"), "{error}");
+        validate(&backend.replace(r#""GBP":true"#, r#""GBP":false"#)).unwrap();
+    }
+    validate(r#"{"Type":"vxlan","GBP":true}"#).unwrap();
+    validate(r#"{"Type":"vxlan","GBP":true,"SourceCheck":false}"#).unwrap();
+}

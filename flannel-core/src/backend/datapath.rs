@@ -23,6 +23,9 @@ pub struct Datapath {
     /// The devices that encrypt all packets. With `RequireEncryption` the firewall drops packets to
     /// pods of other nodes that leave by any other device.
     pub encrypted: BTreeSet<LinkName>,
+    /// The option with which the tunnel carries the mark of each packet, so that a received packet
+    /// has the mark of its sender; `None` if packets keep the mark that this node gives them.
+    pub carries_marks: Option<&'static str>,
 }
 
 impl Datapath {
@@ -31,6 +34,7 @@ impl Datapath {
     pub fn merge(&mut self, other: Self) {
         self.direct |= other.direct || self.devices != other.devices;
         self.bare |= other.bare;
+        self.carries_marks = self.carries_marks.or(other.carries_marks);
         self.encrypted.extend(other.encrypted);
         for (family, device) in other.devices.iter() {
             if self.devices[family].is_none() {

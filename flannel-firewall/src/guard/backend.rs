@@ -120,8 +120,16 @@ impl<B: Backend> Backend for Guarded<B> {
     }
 
     fn validate(&self, config: &Config, uplink: Option<&ExternalInterface>) -> Result<()> {
-        self.check(config)?;
-        self.inner.validate(config, uplink)
+        let check = self.check(config)?;
+        self.inner.validate(config, uplink)?;
+        match self.inner.datapath(config)?.carries_marks {
+            // The mark by which the guard knows the sender of a packet would be replaced.
+            Some(option) if check != SourceCheck::Off => Err(self.refuse(format!(
+                "SourceCheck cannot be used with {option}, which gives packets the marks of their \
+                 senders: expected \"SourceCheck\": false, or no {option}"
+            ))),
+            _ => Ok(()),
+        }
     }
 
     fn datapath(&self, config: &Config) -> Result<Datapath> {

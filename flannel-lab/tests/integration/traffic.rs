@@ -135,7 +135,7 @@ fn host_gw_daemons_killed_and_upgraded_lose_no_packet() {
 fn ipip_daemons_killed_and_upgraded_lose_no_packet() {
     in_uml(&[&MODULES[..], &["ipip"]].concat(), || {
         let lab = up_with(Lab::builder().backend("ipip"));
-        killed_and_upgraded(&lab, Traffic::start(&lab), 4, 2);
+        killed_and_upgraded(&lab, slow_traffic(&lab), 2, 2);
     });
 }
 
