@@ -66,6 +66,7 @@ pub(crate) struct Candidates {
 pub(crate) fn choose(of: &Candidates, seed: &str, taken: &BTreeSet<MacAddr>) -> MacAddr {
     let kept = of.published.into_iter().chain(of.device);
     let kept = kept.filter(|_| of.device.is_some() || of.named.is_none());
+    let kept = kept.filter(|mac| !names_another(*mac, of.named));
     let derived = (0u64..).map(|salt| derive(&format!("{seed} {salt}")));
     let mut free = kept.filter(|mac| mac.is_unicast() && !taken.contains(mac));
     let known = free.next().or(of.named);
@@ -73,6 +74,14 @@ pub(crate) fn choose(of: &Candidates, seed: &str, taken: &BTreeSet<MacAddr>) -> 
         let free = derived.into_iter().find(|mac| !taken.contains(mac));
         free.expect("the derived addresses do not end, and differ")
     })
+}
+
+/// Whether an address names another public IPv4 address than `named` does. The node that has that
+/// public address now would take it.
+fn names_another(mac: MacAddr, named: Option<MacAddr>) -> bool {
+    let prefix = MacAddr::naming(IpAddr::from([0, 0, 0, 0])).0[..2].to_vec();
+    let names_v4 = |mac: MacAddr| mac.0.starts_with(&prefix);
+    named.is_some_and(|named| names_v4(named) && names_v4(mac) && mac != named)
 }
 
 /// FNV-1a: the same in every version.
@@ -127,6 +136,8 @@ mod tests {
         assert_eq!(choose(Some(a), Some(b), &[a]), b);
         assert_eq!(choose(Some(a), Some(b), &[a, b]), named);
         assert_eq!(choose(None, None, &[named]), named, "a copy cannot take it");
+        let former = MacAddr::naming([192, 0, 2, 9].into());
+        assert_eq!(choose(Some(former), Some(former), &[]), named, "another node may have it");
     }
 
     #[test]

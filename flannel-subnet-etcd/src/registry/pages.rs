@@ -67,13 +67,23 @@ impl Store {
             let mut is_value_read = true;
             limit = limit.min(self.most_keys.load(Ordering::Relaxed));
             let page = self.page(&next, at, limit, false).await;
-            if !matches!(page, Ok(Page::Read(_))) {
-                // A page that etcd cannot send in time is too large as well.
-                self.most_keys.store((limit / STEP).max(1), Ordering::Relaxed);
+            let fewer = (limit / STEP).max(1);
+            // A page that etcd cannot send in time may be too large. A small page fails for another
+            // reason, such as an outage, after which the next list need not be slow.
+            let is_too_large = match &page {
+                Ok(Page::Read(_)) => false,
+                Ok(Page::OutOfRange) => true,
+                Err(_) => limit > FIRST_KEYS,
+            };
+            if is_too_large {
+                self.most_keys.store(fewer.max(FIRST_KEYS), Ordering::Relaxed);
             }
             let mut page = match page? {
                 Page::Read(page) => page,
-                Page::OutOfRange if limit > 1 => continue,
+                Page::OutOfRange if limit > 1 => {
+                    limit = fewer;
+                    continue;
+                }
                 // One value is larger than an answer.
                 Page::OutOfRange => match self.page(&next, at, 1, true).await? {
                     Page::Read(page) => {
@@ -83,7 +93,10 @@ impl Store {
                     Page::OutOfRange => return Ok(None),
                 },
             };
-            at = page.header().map_or(0, etcd_client::ResponseHeader::revision).max(at);
+            if at == 0 {
+                // The headers of later pages have the present revision, not that of the list.
+                at = page.header().map_or(0, etcd_client::ResponseHeader::revision);
+            }
             let more = page.more();
             let kvs = page.take_kvs();
             let bytes: usize = kvs.iter().map(|kv| kv.key().len() + kv.value().len()).sum();
