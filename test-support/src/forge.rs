@@ -100,13 +100,15 @@ pub struct Flood {
 impl Flood {
     /// The probes of a node have these sequence numbers first.
     const NUMBERS: u16 = 1024;
-    /// The numbers between two pauses. All numbers take less than the second in which a probe waits.
+    /// The numbers between two pauses. All numbers take less than the second in which a probe
+    /// waits.
     const BURST: u16 = 8;
     const PAUSE: Duration = Duration::from_millis(5);
 
     /// Sends answers to all probes until `over` is true: replies, and reports that only `most`
-    /// bytes pass, from the attacker's address and from the peer's. The pauses leave time to receive
-    /// the true answers: a forged answer with the secret of the socket takes space in its buffer.
+    /// bytes pass, from the attacker's address and from the peer's. The pauses leave time to
+    /// receive the true answers: a forged answer with the secret of the socket takes space in its
+    /// buffer.
     pub fn run(&self, most: u16, over: &AtomicBool) {
         let Self { attacker, node, source, peer, earlier } = self;
         let is_v6 = node.is_ipv6();
