@@ -157,7 +157,9 @@ fn udp_daemons_whose_kernel_moves_packets_lose_none_when_killed() {
             let device = ip(host, "-d link show flannel0");
             assert!(device.contains("ipip") && device.contains("encap fou"), "{device}");
             assert_eq!(data_plane(host), 0);
-            assert_eq!(Cluster::ctl(host, "status").0["network"]["path"], "the kernel");
+            // The daemon asks for the path once a second.
+            let path = || Cluster::ctl(host, "status").0["network"]["path"].clone();
+            eventually(PATIENCE, || path() == "the kernel", || path().to_string());
         }
         killed_and_upgraded(&lab, slow_traffic(&lab), 2, 2);
         forged_packets_are_dropped(&lab);
