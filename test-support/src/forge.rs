@@ -109,6 +109,7 @@ impl Flood {
     /// bytes pass, from the attacker's address and from the peer's. The pauses leave time to
     /// receive the true answers: a forged answer with the secret of the socket takes space in its
     /// buffer.
+    #[expect(clippy::disallowed_methods, reason = "the pauses are the rate of the flood")]
     pub fn run(&self, most: u16, over: &AtomicBool) {
         let Self { attacker, node, source, peer, earlier } = self;
         let is_v6 = node.is_ipv6();
@@ -118,7 +119,7 @@ impl Flood {
             if over.load(Ordering::Relaxed) {
                 break;
             }
-            if number % Self::BURST == 0 {
+            if number.is_multiple_of(Self::BURST) {
                 std::thread::sleep(Self::PAUSE);
             }
             echo[6..8].copy_from_slice(&number.to_be_bytes());
