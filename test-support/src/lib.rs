@@ -2,7 +2,8 @@
 //!
 //! [`eventually`] and [`eventually_async`] wait until a condition holds, and panic after a deadline
 //! with the place of the call and a message. A condition is a `bool`, or an `Option` whose value
-//! is returned. [`Logged`] collects the log. [`write_script`] writes a program. [`guest`] runs a
+//! is returned. [`Logged`] collects the log. [`write_script`] writes a program. [`receive_from`]
+//! receives a datagram. [`guest`] runs a
 //! test in a kernel of its own. [`mod@unit`] has the restrictions of the systemd unit. [`forge`]
 //! sends forged ICMP messages.
 //!
@@ -28,6 +29,8 @@ pub mod unit;
 
 use std::fmt::Display;
 use std::future::Future;
+use std::io;
+use std::net::{SocketAddr, UdpSocket};
 use std::panic::Location;
 use std::path::Path;
 use std::process::Command;
@@ -73,6 +76,20 @@ pub fn write_script(path: &Path, text: &str) {
     let write = "printf '%s' \"$2\" >\"$1\" && chmod 755 \"$1\"";
     let status = Command::new("sh").args(["-c", write, "-"]).arg(path).arg(text).status();
     assert!(status.is_ok_and(|status| status.success()), "{}", path.display());
+}
+
+/// Receives a datagram, also if a child of this process ends meanwhile: a signal interrupts calls
+/// that have a timeout.
+///
+/// # Errors
+/// The call failed, or the timeout of the socket passed.
+pub fn receive_from(socket: &UdpSocket, buffer: &mut [u8]) -> io::Result<(usize, SocketAddr)> {
+    loop {
+        match socket.recv_from(buffer) {
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            result => return result,
+        }
+    }
 }
 
 /// Waits until `condition` holds. Checks it at least once, and blocks the thread in between.

@@ -167,7 +167,13 @@ impl<'a> Group<'a> {
         self.socket.inbox().set_read_timeout(Some(left))?;
         match self.socket.receive() {
             Ok(message) => Ok(message),
-            Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {
+            // A signal interrupts a call that has a timeout.
+            Err(error)
+                if matches!(
+                    error.kind(),
+                    ErrorKind::WouldBlock | ErrorKind::TimedOut | ErrorKind::Interrupted
+                ) =>
+            {
                 Ok(None)
             }
             Err(error) => Err(error),

@@ -14,7 +14,7 @@ use flannel_lab::{Host, Lab, Namespace, Signal};
 use nix::sys::signal::kill;
 use nix::unistd::Pid;
 use serde_json::{Value, json};
-use test_support::eventually;
+use test_support::{eventually, receive_from};
 
 use crate::traffic;
 
@@ -178,7 +178,7 @@ fn packets_are_counted_and_forged_ones_are_reported() {
         let outbox = near.run(|| UdpSocket::bind((from, 0))).unwrap().unwrap();
         for _ in 0..PACKETS {
             outbox.send_to(&[7; 100], (to, 5000)).unwrap();
-            assert_eq!(inbox.recv(&mut [0; 200]).unwrap(), 100);
+            assert_eq!(receive_from(&inbox, &mut [0; 200]).unwrap().0, 100);
         }
         // With the headers of IP and UDP.
         let (packets, bytes) = (PACKETS as u64, PACKETS as u64 * 128);

@@ -13,8 +13,10 @@ use flannel_core::address::Family;
 use flannel_core::kernel::Annex;
 use flannel_firewall::Guard;
 use flannel_netlink::testing::{Netns, in_netns, ip};
+use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
 use nix::sys::socket::{setsockopt, sockopt::UdpGsoSegment};
-use test_support::eventually;
+use nix::unistd::Pid;
+use test_support::{eventually, receive_from};
 
 use super::{NAME, PORT, apply, end, host, pod, puts, subnet_of};
 use crate::fixture::tools::nft;
@@ -30,7 +32,21 @@ type Sent = Vec<(u8, Vec<u8>)>;
 struct Scene {
     wire: Netns,
     pod: Netns,
+    /// In the pod. They stay open: a child of another thread would keep a closed one for a moment,
+    /// and its port with it.
+    receivers: BTreeMap<Family, UdpSocket>,
     guard: Guard,
+}
+
+/// Packets that this thread sends, and those that it starts, arrive in their order. Each processor
+/// has a queue of its own.
+fn stay_on_one_processor() {
+    let this = Pid::from_raw(0);
+    let allowed = sched_getaffinity(this).unwrap();
+    let first = (0..CpuSet::count()).find(|cpu| allowed.is_set(*cpu).unwrap()).unwrap();
+    let mut one = CpuSet::new();
+    one.set(first).unwrap();
+    sched_setaffinity(this, &one).unwrap();
 }
 
 fn device(family: Family) -> &'static str {
@@ -39,6 +55,7 @@ fn device(family: Family) -> &'static str {
 
 impl Scene {
     fn set(drops: bool) -> Self {
+        stay_on_one_processor();
         let wire = Netns::new().unwrap();
         let in_pod = Netns::new().unwrap();
         for (here, there) in [("eth0", &wire), ("pod0", &in_pod)] {
@@ -88,7 +105,14 @@ impl Scene {
             [guard.tunnel(&end(family, device(family), drops))].into_iter().chain(peers)
         });
         apply(&guard, &puts(records.collect::<Vec<_>>()));
-        Self { wire, pod: in_pod, guard }
+        let receiver = |family| {
+            let at = (pod(family, 7, 2), RECEIVER);
+            let socket = in_pod.run(|| UdpSocket::bind(at).unwrap());
+            socket.set_read_timeout(Some(PATIENCE)).unwrap();
+            (family, socket)
+        };
+        let receivers = Family::BOTH.into_iter().map(receiver).collect();
+        Self { wire, pod: in_pod, receivers, guard }
     }
 
     /// Sends tunnel packets from these hosts of the underlay, and at last one that is right.
@@ -105,19 +129,18 @@ impl Scene {
     /// Runs `send` on the wire, and at last sends a packet that is right. Returns the numbers of
     /// the packets that reach the pod, without the last one.
     fn arrived_after(&self, family: Family, send: impl FnOnce() + Send) -> Vec<u8> {
-        let at = (pod(family, 7, 2), RECEIVER);
-        let receiver = self.pod.run(|| UdpSocket::bind(at).unwrap());
-        receiver.set_read_timeout(Some(PATIENCE)).unwrap();
+        let receiver = &self.receivers[&family];
+        let target = pod(family, 7, 2);
         self.wire.run(|| {
             send();
-            let last = frame(&inner(pod(family, 8, 2), at.0, &[u8::MAX]));
+            let last = frame(&inner(pod(family, 8, 2), target, &[u8::MAX]));
             let socket = UdpSocket::bind((host(family, 8), 0)).unwrap();
             socket.send_to(&last, (host(family, 7), PORT)).unwrap();
         });
         let mut arrived = Vec::new();
         let mut buffer = [0; 9000];
         loop {
-            let len = receiver.recv(&mut buffer).unwrap();
+            let (len, _) = receive_from(receiver, &mut buffer).unwrap();
             match buffer[len - 1] {
                 u8::MAX => return arrived,
                 number => arrived.push(number),
@@ -339,12 +362,12 @@ fn a_pod_sends_nothing_to_the_tunnels_of_nodes() {
             send(host(family, 8), &forged, to(PORT));
             // Other ports of nodes, and other hosts, are not of the tunnel.
             send(own, b"other", to(PORT + 1));
-            assert_eq!(other.recv(&mut [0; 99]).unwrap(), 5);
+            assert_eq!(receive_from(&other, &mut [0; 99]).unwrap().0, 5);
             let stranger = (host(family, 99), PORT);
             let stranger = scene.wire.run(|| UdpSocket::bind(stranger).unwrap());
             stranger.set_read_timeout(Some(PATIENCE)).unwrap();
             send(own, b"stranger", SocketAddr::new(host(family, 99), PORT));
-            assert_eq!(stranger.recv(&mut [0; 99]).unwrap(), 8);
+            assert_eq!(receive_from(&stranger, &mut [0; 99]).unwrap().0, 8);
             scene.until_refused(n * 2, 0, n * 3);
             tunnel.set_nonblocking(true).unwrap();
             assert!(tunnel.recv(&mut [0; 9000]).is_err(), "a packet has reached the other node");

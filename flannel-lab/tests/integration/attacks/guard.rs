@@ -11,8 +11,8 @@ use flannel_lab::{Host, Lab, Namespace, Signal};
 use nix::sys::socket::{setsockopt, sockopt::UdpGsoSegment};
 use serde_json::{Value, json};
 use socket2::{Domain, Protocol, Socket, Type};
-use test_support::eventually;
 use test_support::guest::in_qemu_for;
+use test_support::{eventually, receive_from};
 
 use crate::moving::cluster::Cluster;
 use crate::traffic::{assert_no_loss, logs};
@@ -183,7 +183,7 @@ impl<'a> Receiver<'a> {
         let mut forged = 0;
         let mut buffer = [0; 9000];
         loop {
-            let len = self.socket.recv(&mut buffer).unwrap();
+            let (len, _) = receive_from(&self.socket, &mut buffer).unwrap();
             if &buffer[..len] == b"last" {
                 return forged;
             }
