@@ -139,6 +139,34 @@ impl Config {
         Ok(Self { networks, nftables, require_encryption, backend })
     }
 
+    /// The config as JSON text, with every default filled in. [`Self::parse`] reads an equal config
+    /// from it. It has the options of the backend, secrets included.
+    pub fn to_json(&self) -> String {
+        let [enable_v4, enable_v6, nftables, encryption, backend] = Self::COMMON_FIELDS;
+        let mut fields = vec![
+            (enable_v4, self.networks.v4.is_some().to_string()),
+            (enable_v6, self.networks.v6.is_some().to_string()),
+            (nftables, self.nftables.to_string()),
+            (encryption, self.require_encryption.to_string()),
+        ];
+        for (names, family) in Self::FAMILY_FIELDS.into_iter().zip(Family::BOTH) {
+            let Some(pods) = &self.networks[family] else { continue };
+            let [network, len, first, last] = names;
+            fields.extend([
+                (network, format!("\"{}\"", pods.network)),
+                (len, pods.subnet_len.to_string()),
+                (first, format!("\"{}\"", pods.min.base())),
+                (last, format!("\"{}\"", pods.max.base())),
+            ]);
+        }
+        if self.backend.explicit {
+            fields.push((backend, self.backend.options.clone()));
+        }
+        let field = |(name, value): (&str, String)| format!("\"{name}\":{value}");
+        let fields: Vec<_> = fields.into_iter().map(field).collect();
+        format!("{{{}}}", fields.join(","))
+    }
+
     /// The enabled pod networks, IPv4 first.
     pub fn pod_networks(&self) -> impl Iterator<Item = Subnet> {
         self.networks.values().map(|network| network.network)
@@ -292,6 +320,22 @@ mod tests {
         let config =
             Config::parse(r#"{"NETWORK":"10.3.0.0/16","backend":{"type":"Host-GW"}}"#).unwrap();
         assert_eq!((config.backend.kind.as_str(), config.backend.explicit), ("host-gw", true));
+    }
+
+    #[test]
+    fn a_written_config_is_read_as_an_equal_one() {
+        for text in [
+            r#"{"Network":"10.3.0.0/16"}"#,
+            r#"{"Network":"10.3.7.9/16","SubnetLen":26,"SubnetMin":"10.3.5.0","SubnetMax":"10.3.9.64",
+                "EnableNFTables":true,"RequireEncryption":true,
+                "backend":{"type":"Host-GW", "Secret":"\"x\n\u00e4"}}"#,
+            r#"{"EnableIPv4":false,"EnableIPv6":true,"IPv6Network":"fd00::/48"}"#,
+            r#"{"Network":"10.3.0.0/28","EnableIPv6":true,"IPv6Network":"fd00::/120",
+                "IPv6SubnetMin":"fd00::80","Backend":{"Type":"vxlan","VNI":7}}"#,
+        ] {
+            let config = Config::parse(text).unwrap();
+            assert_eq!(Config::parse(&config.to_json()), Ok(config), "{text}");
+        }
     }
 
     #[test]

@@ -35,6 +35,11 @@ pub trait SubnetManager: fmt::Debug + Send + Sync {
     /// [`Error::NoConfig`](crate::Error::NoConfig), [`Error::Config`](crate::Error::Config).
     async fn network_config(&self) -> Result<Config>;
 
+    /// Makes the first lease one for the networks of `config`, instead of those of the config that
+    /// was returned last: the caller cannot use that one. After the first lease it has no effect.
+    /// The default implementation never has.
+    fn use_config(&self, _config: &Config) {}
+
     /// Waits until there is a valid network config that differs from `known`. Waits on while the
     /// config is wrong or the store does not answer. The default implementation never returns.
     ///

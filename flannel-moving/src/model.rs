@@ -32,7 +32,7 @@ enum Event {
     /// The node reads the config. Its network is rebuilt with the new backend, if it can be.
     Read(usize),
     /// The devices of all members are in the node's kernel. If that of the target cannot be made,
-    /// the node goes back to its last target.
+    /// the node goes back to the last one whose devices could be.
     InPlace(usize),
     /// The node's kernel makes no device of this kind from now on. Those that it has stay.
     Break { node: usize, kind: &'static str },
@@ -83,8 +83,8 @@ struct Node {
     aside: Vec<Member>,
     /// The kind of the config that it follows.
     target: &'static str,
-    /// The one before.
-    before: &'static str,
+    /// The last one whose devices were in its kernel.
+    proven: &'static str,
     /// The kinds whose devices its kernel does not make.
     broken: BTreeSet<&'static str>,
     runs: bool,
@@ -144,7 +144,7 @@ impl Cluster {
             kept,
             aside: Vec::new(),
             target: KINDS[0],
-            before: KINDS[0],
+            proven: KINDS[0],
             broken: BTreeSet::new(),
             runs: true,
             in_place: true,
@@ -247,9 +247,6 @@ impl Cluster {
     fn aim(&mut self, node: usize, target: &'static str) -> bool {
         let Some((kept, aside)) = self.lineup(node, target) else { return false };
         let it = &mut self.nodes[node];
-        if it.target != target {
-            it.before = it.target;
-        }
         (it.kept, it.aside, it.target, it.in_place) = (kept, aside, target, false);
         true
     }
@@ -262,19 +259,24 @@ impl Cluster {
         let it = &mut self.nodes[node];
         it.kernel.extend(made);
         it.in_place = it.kernel.contains(it.target);
-        if !it.in_place {
-            let (failed, before) = (it.target, it.before);
-            assert!(it.kept.offered().all(|member| member.lease_type != failed));
-            it.kept.retain(|member| member.lease_type != failed);
-            assert!(self.aim(node, before), "{self:#?}");
+        if it.in_place {
+            it.proven = it.target;
+            return;
         }
+        let failed = it.target;
+        let proven = it.proven;
+        assert!(it.kept.offered().all(|member| member.lease_type != failed));
+        it.kept.retain(|member| member.lease_type != failed);
+        assert!(self.aim(node, proven), "{self:#?}");
     }
 
-    /// A daemon starts: with the config, else with the first usable backend of its record.
+    /// A daemon starts: with the config, else with the proven one, else with the first usable
+    /// backend of its record.
     fn start(&mut self, node: usize) {
         let record = &self.nodes[node].kept;
         let record: Vec<_> = record.iter().map(|it| known(&it.lease_type)).collect();
-        let mut targets = [self.config].into_iter().chain(record);
+        let proven = self.nodes[node].proven;
+        let mut targets = [self.config, proven].into_iter().chain(record);
         let found = targets.find(|target| self.aim(node, target));
         assert!(found.is_some(), "node {node} runs nothing: {self:#?}");
         let all = self.writes.len();

@@ -61,6 +61,13 @@ pub fn backends(dir: &Path) -> PathBuf {
     dir.join("backends")
 }
 
+/// The file with the last network config that this host has used, as
+/// [`Config::to_json`](flannel_core::Config::to_json) writes it. It has the options of the backend,
+/// secrets included.
+pub fn config(dir: &Path) -> PathBuf {
+    dir.join("config")
+}
+
 /// The last file of [`backends`] that was damaged. It may have secrets too.
 pub fn damaged_backends(dir: &Path) -> PathBuf {
     dir.join("backends.damaged")

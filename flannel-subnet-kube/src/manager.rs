@@ -85,6 +85,10 @@ impl SubnetManager for KubeManager {
         Ok(config)
     }
 
+    fn use_config(&self, config: &Config) {
+        *lock(&self.shared.handed_out) = Some(config.clone());
+    }
+
     async fn config_changed(&self, known: &Config) -> Result<Config> {
         let mut logged = None;
         loop {

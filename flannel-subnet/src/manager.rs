@@ -238,6 +238,10 @@ impl SubnetManager for LocalManager {
         self.read_config().await.map(|read| self.configs.hand_out(read))
     }
 
+    fn use_config(&self, config: &Config) {
+        self.configs.prefer(config);
+    }
+
     async fn config_changed(&self, known: &Config) -> Result<Config> {
         let note = |text: &_| self.fallback.note_config(text);
         self.configs.next_valid(&*self.store, known, note).await

@@ -78,6 +78,9 @@ pub enum Error {
         /// The reason.
         reason: String,
     },
+    /// The devices of a network with this config could not be made.
+    #[error("{0}")]
+    DevicesFailed(String),
     /// The network stopped by itself.
     #[error("the network stopped: {0}")]
     Stopped(String),

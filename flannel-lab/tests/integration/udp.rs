@@ -122,7 +122,12 @@ pub(crate) fn metric(host: &Host, name: &str) -> u64 {
 
 /// The counts of a host: packets and bytes, in the status. They are those of the metrics.
 fn counts(lab: &Lab, host: &Host, direction: &str) -> (u64, u64) {
-    let before = ctl(lab, host, &["status"])["network"]["traffic"].clone();
+    let status = || {
+        let traffic = ctl(lab, host, &["status"])["network"]["traffic"].clone();
+        traffic.is_object().then_some(traffic)
+    };
+    // The daemon asks the process once a second.
+    let before = eventually(PATIENCE, status, || "the status has no traffic");
     let count = |what: &str| {
         let name = format!("flannel_data_plane_{what}_total{{direction=\"{direction}\"}}");
         let (before, now) = (&before[format!("{direction}_{what}")], metric(host, &name));

@@ -95,6 +95,10 @@ impl SubnetManager for AssignedManager {
         self.read_config().await.map(|read| self.configs.hand_out(read))
     }
 
+    fn use_config(&self, config: &Config) {
+        self.configs.prefer(config);
+    }
+
     async fn config_changed(&self, known: &Config) -> Result<Config> {
         self.configs.next_valid(&*self.store, known, |_| ()).await
     }

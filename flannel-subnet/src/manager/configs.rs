@@ -38,6 +38,11 @@ impl Configs {
         config
     }
 
+    /// Takes the lease from this config, as if it were the one returned last.
+    pub(super) fn prefer(&self, config: &Config) {
+        *lock(&self.handed_out) = Some(config.clone());
+    }
+
     /// The config to take a lease from: the one returned last, else the result of `read`. A lease
     /// depends only on the networks, which cannot change, so a wrong config does not prevent a
     /// lease from being restored. The second part is true if the config comes from a cache.

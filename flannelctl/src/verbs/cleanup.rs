@@ -98,6 +98,7 @@ pub(crate) async fn cleanup(context: Context<'_>, flags: &CleanupFlags) -> Resul
         if account.failed.is_empty() {
             account.file(&global.subnet_file, flags.dry_run);
             account.file(&state_dir::backends(&global.state_dir), flags.dry_run);
+            account.file(&state_dir::config(&global.state_dir), flags.dry_run);
             account.file(&state_dir::damaged_backends(&global.state_dir), flags.dry_run);
             account.file(Cache::open(state_dir::leases(&global.state_dir)).path(), flags.dry_run);
         }

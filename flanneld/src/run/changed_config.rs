@@ -11,7 +11,7 @@ use flannel_api::RefusedConfig;
 use flannel_core::{Config, SubnetManager};
 use tokio::time::sleep;
 
-use super::start::Refused;
+use super::refusals::Refused;
 use crate::error::Error;
 use crate::observe::Observer;
 

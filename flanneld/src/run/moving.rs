@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use flannel_api::MoveReport;
-use flannel_core::backend::{ExternalInterface, Prepared};
+use flannel_core::backend::{ExternalInterface, Inlet, Prepared};
 use flannel_core::error::holder;
 use flannel_core::kernel::Footprint;
 use flannel_core::lease::{Origin, View};
@@ -30,12 +30,13 @@ use tokio::sync::watch;
 use tokio::time::{Instant, sleep};
 
 use super::leftovers::{is_settled, log_removal};
+use super::trial::Held;
 use crate::blocking::run_blocking_in_order;
 use crate::config::DaemonConfig;
 use crate::error::Error;
 use crate::observe::Observer;
 use silence::Silence;
-pub(crate) use team::{Lineup, Runs, Team};
+pub(crate) use team::{Devices, Lineup, Runs, Team};
 
 /// The shortest time between two looks at the leases.
 const PACE: Duration = Duration::from_millis(500);
@@ -228,17 +229,19 @@ impl Moving {
         members.map(|it| Config { backend: it.backend.clone(), ..config.clone() }).collect()
     }
 
-    /// Whether this node has offered this very backend. Then its devices were in the kernel.
-    pub(super) fn has_offered(&self, config: &Config) -> bool {
-        self.state().kept.offered().any(|member| member.backend == config.backend)
-    }
-
-    /// The devices of all recorded backends.
-    pub(super) fn footprint(&self, settings: &DaemonConfig, config: &Config) -> Footprint {
-        let state = self.state();
-        let known = |member: &Member| devices(settings, config, member);
-        let links = state.kept.iter().filter_map(known).flatten().collect();
-        Footprint { links, ..Footprint::default() }
+    /// What the recorded backends have, with the other fields of `config`.
+    pub(super) fn held(&self, settings: &DaemonConfig, config: &Config) -> Held {
+        let mut held = Held::default();
+        for member in self.state().kept.iter() {
+            let config = Config { backend: member.backend.clone(), ..config.clone() };
+            held.links.extend(devices(settings, &config, member).unwrap_or_default());
+            let inlets = settings.backends.datapath(&config).inlets;
+            held.udp_ports.extend(inlets.iter().filter_map(|inlet| match inlet {
+                Inlet::Udp(port) => Some(*port),
+                _ => None,
+            }));
+        }
+        held
     }
 
     /// Drops a backend that this node has never offered.

@@ -15,16 +15,17 @@ use flannel_moving::Tunnels;
 use flannel_paths::probe;
 use flannel_subnet::SubnetEnv;
 use tokio::sync::watch;
-use tokio::time::Instant;
 
 use super::changed_config::to_apply;
 use super::leftovers::go_flannel::GoFlannel;
 use super::leftovers::old_networks::OldNetworks;
 use super::leftovers::old_records;
+use super::moving::Runs;
 use super::moving::handshakes::follow;
-use super::moving::{Runs, Team};
 use super::plain_routes::until_ruled;
-use super::start::{Purpose, Ready, Refused, Starter, prepare, stored};
+use super::probation::{failure, until_in_place};
+use super::refusals::Refused;
+use super::start::{Purpose, Ready, Starter, prepare, stored};
 use super::status_log::log_status;
 use crate::blocking::run_blocking_in_order;
 use crate::config::DaemonConfig;
@@ -38,9 +39,6 @@ const SECOND_THOUGHT: Duration = Duration::from_secs(10);
 /// The longest wait of the subnet file for firewall rules and the tunnel. Another program may hold
 /// the lock of iptables. The rule of `RequireEncryption` is awaited for any time.
 const RULES: Duration = Duration::from_secs(5);
-/// The time for which the devices of a changed config may fail. Then the network goes back to the
-/// config before.
-const PROBATION: Duration = Duration::from_secs(5);
 /// The pause between two checks of this host.
 const LOOK: Duration = Duration::from_secs(300);
 
@@ -120,9 +118,12 @@ async fn run_until_next(
     let looks = look(observer, rules.clone());
     let validate = async |to: &Config| {
         let tried = starter.try_out(&validator, to, Purpose::Use).await;
-        let refused = tried.as_ref().err().filter(|error| !error.is_of_store());
-        let refused = refused.map(ToString::to_string);
-        starter.refuse(refused.map(|reason| Refused { config: to.clone(), reason }));
+        let refused = match &tried {
+            Err(error) if error.is_of_store() => return tried,
+            Err(error) => Some(Refused { config: to.clone(), reason: error.to_string() }),
+            Ok(()) => None,
+        };
+        starter.refusals.set(refused);
         tried
     };
     let ask = async |to: &Config| starter.try_out(&validator, to, Purpose::Question).await;
@@ -131,13 +132,16 @@ async fn run_until_next(
         let next = stored(subnets, Some(&config)).await?;
         validator.usable(next, Some(&config)).await.map(drop)
     };
+    let write =
+        async || publish(settings, &config, &handle, rules.clone(), (go_flannel, observer)).await;
+    let restore = async || match lapsed {
+        true => std::future::pending().await,
+        false => SubnetEnv::restore(&settings.subnet_file, &write).await,
+    };
     let hold = async {
         if lapsed {
             return until_live(subnets, own, views.clone(), &validate_again, observer).await;
         }
-        let write = async || {
-            publish(settings, &config, &handle, rules.clone(), (go_flannel, observer)).await
-        };
         write().await?;
         tracing::info!(
             lease = %own, backend = team.target.kind(), mtu = handle.mtu,
@@ -145,7 +149,7 @@ async fn run_until_next(
         );
         tokio::select! {
             reason = hold(subnets, &handle.lease) => reason,
-            failed = SubnetEnv::restore(&settings.subnet_file, &write) => match failed? {},
+            failed = restore() => match failed? {},
         }
     };
     let uplink = chosen.iface.name;
@@ -163,9 +167,16 @@ async fn run_until_next(
     let read_tunnel = move |link| tunnel_kernel.tunnel(link);
     let host = starter.host(&chosen.iface);
     let retry = async |runs: &Runs| prepare(&host, runs).await;
+    let devices = |status: &Status| team.devices(status);
+    let works = async {
+        if until_in_place(&devices, status()).await {
+            starter.works(&config).await;
+        }
+        std::future::pending().await
+    };
     let falls_back = async {
         match before {
-            Some(_) => failure_of(&team, status()).await,
+            Some(_) => failure(&devices, status()).await,
             None => std::future::pending().await,
         }
     };
@@ -182,9 +193,10 @@ async fn run_until_next(
                 (&team, own), (views.clone(), status(), seen_tunnels), &chosen.kernel, observer
             ) => Ok(reason),
             reason = moving.revive((&team, own), views.clone(), retry) => Ok(reason),
+            never = works => never,
             reason = falls_back => {
                 moving.drop_unoffered(team.target);
-                starter.refuse(Some(Refused { config: config.clone(), reason: reason.clone() }));
+                let reason = starter.refusals.failed(&config, &reason, observer.reloads());
                 Ok(format!("back to the config before: {reason}"))
             }
             reason = publish_offers(withholds_offers, status()) => Ok(reason),
@@ -195,7 +207,11 @@ async fn run_until_next(
     };
     let replaced = async {
         let reason = events.await?;
-        next(reason).await.map(|ready| End::Replaced(Box::new(ready)))
+        // It may take long, because of a store that does not answer.
+        tokio::select! {
+            ready = next(reason) => ready.map(|ready| End::Replaced(Box::new(ready))),
+            failed = restore() => match failed? {},
+        }
     };
     tokio::select! {
         never = follow(read_tunnel, tunnel_devices, (handshakes, tunnels)) => match never {},
@@ -211,29 +227,6 @@ async fn run_until_next(
         never = looks => match never {},
         never = responder => match never {},
         never = probing => match never {},
-    }
-}
-
-/// Waits until the devices of the target cannot be made for a while. Once they have been in place,
-/// it never returns.
-async fn failure_of(team: &Team, mut status: watch::Receiver<Arc<Status>>) -> String {
-    let mut failing_since = None;
-    loop {
-        let now = Arc::clone(&status.borrow_and_update());
-        if team.is_in_place(&now) {
-            return std::future::pending().await;
-        }
-        let Some(reason) = team.failure(&now).filter(|_| now.settled) else {
-            failing_since = None;
-            // The network reports the end of its status.
-            drop(status.changed().await);
-            continue;
-        };
-        let since = *failing_since.get_or_insert_with(Instant::now);
-        if since.elapsed() >= PROBATION {
-            return reason;
-        }
-        drop(tokio::time::timeout(PROBATION - since.elapsed(), status.changed()).await);
     }
 }
 

@@ -20,7 +20,9 @@ use tokio::time::sleep;
 
 use super::config_validator::ConfigValidator;
 use super::moving::{Lineup, Moving, Runs, Team};
-use super::trial::{self, KnownStore, UnsavedSecrets};
+use super::proven::Proven;
+use super::refusals::{Refusals, Refused};
+use super::trial::{self, Candidate, KnownStore, UnsavedSecrets};
 use super::uplink::{Chosen, addresses_of};
 use crate::config::DaemonConfig;
 use crate::error::Error;
@@ -43,22 +45,13 @@ pub(super) struct Starter<'a> {
     moving: Arc<Moving>,
     /// The values that the last network was built from; `None` before the first one.
     last: Option<(Config, ExternalInterface)>,
-    /// The config of the network before the last one, if it was another one.
-    before: Option<Config>,
+    /// The config to go back to.
+    proven: Proven,
     /// The subnets of the last network; `None` before the first one.
     own: Option<Subnets>,
     /// The hints of the last start.
     hints: Mutex<Hints>,
-    /// The config of the store from which no network can be built here now.
-    refused: Mutex<Option<Refused>>,
-}
-
-/// A config of the store that this node does not use.
-#[derive(Debug, Clone, PartialEq)]
-pub(crate) struct Refused {
-    pub(crate) config: Config,
-    /// Why no network can be built from it.
-    pub(crate) reason: String,
+    pub(super) refusals: Refusals,
 }
 
 /// Why a config is tried.
@@ -151,31 +144,24 @@ impl<'a> Starter<'a> {
             announced: OnceCell::new(),
             moving,
             last: None,
-            before: None,
+            proven: Proven::open(&settings.state_dir),
             own: None,
             hints: Mutex::default(),
-            refused: Mutex::default(),
+            refusals: Refusals::default(),
         }
     }
 
     /// Notes that the network runs.
     pub(super) fn started(&mut self, ready: &Ready) {
-        let last = self.last.replace((ready.config.clone(), ready.chosen.iface.clone()));
-        let is_other = |config: &Config| *config != ready.config;
-        let earlier = last.map(|(config, _)| config).or_else(|| ready.before.clone());
-        self.before = earlier.filter(is_other).or_else(|| self.before.take());
+        self.last = Some((ready.config.clone(), ready.chosen.iface.clone()));
         self.own = Some(ready.network.handle().lease.subnets);
-        self.refuse(ready.refused.clone());
+        self.refusals.set(ready.refused.clone());
     }
 
-    /// Notes whether the config of the store is refused.
-    pub(super) fn refuse(&self, refused: Option<Refused>) {
-        *lock(&self.refused) = refused;
-    }
-
-    /// The config of the store that is refused.
-    pub(super) fn refused(&self) -> Option<Refused> {
-        lock(&self.refused).clone()
+    /// Notes that the devices of a network with this config are in the kernel.
+    pub(super) async fn works(&self, config: &Config) {
+        self.refusals.works(config);
+        self.proven.note(config).await;
     }
 
     /// Builds a network, and repeats that until it succeeds. Meanwhile the lease `held` is renewed.
@@ -213,7 +199,8 @@ impl<'a> Starter<'a> {
     async fn start(&self) -> Result<Ready, Error> {
         let (settings, subnets) = (self.settings, &*self.subnets);
         let last = self.last.as_ref().map(|(config, _)| config);
-        let stored = stored(subnets, last).await?;
+        let proven = self.proven.get();
+        let stored = stored(subnets, last.or(proven.as_ref())).await?;
         let cached = subnets.store_status().confirmed.is_none();
         let hints = subnets.hints().await?;
         lock(&self.hints).clone_from(&hints);
@@ -306,10 +293,8 @@ impl<'a> Starter<'a> {
         views: &watch::Receiver<View>,
     ) -> Result<Choice, Error> {
         let earlier = self.earlier(&stored);
-        let is_last = self.last.as_ref().is_none_or(|(last, _)| *last == stored);
-        let is_proven = is_last && self.moving.has_offered(&stored);
-        let before = earlier.first().filter(|_| !is_proven).cloned();
-        let refused = self.refused().filter(|refused| refused.config == stored);
+        let before = earlier.first().filter(|_| !self.proven.is(&stored)).cloned();
+        let refused = self.refusals.get().filter(|refused| refused.config == stored);
         let known = refused.as_ref().filter(|_| !earlier.is_empty());
         let (error, reason) = match known {
             Some(refused) => (None, refused.reason.clone()),
@@ -328,6 +313,7 @@ impl<'a> Starter<'a> {
         for config in earlier {
             match Box::pin(self.lineup(validator, &config, views, false)).await {
                 Ok((chosen, lineup)) => {
+                    self.subnets.use_config(&config);
                     return Ok(Choice { config, chosen, lineup, refused, before: None });
                 }
                 Err(error) if error.is_of_store() => return Err(error),
@@ -347,16 +333,18 @@ impl<'a> Starter<'a> {
         }
     }
 
-    /// The configs that this node has used, the last one first, without `stored`. Their pod
-    /// networks are the same, because the lease comes from them.
+    /// The configs that this node has used, the preferred one first, without `stored`. After the
+    /// first network, their pod networks are the same, because the lease comes from them.
     fn earlier(&self, stored: &Config) -> Vec<Config> {
-        let last = self.last.iter().map(|(config, _)| config).chain(&self.before);
-        let recorded = match &self.last {
+        let last = self.last.as_ref().map(|(config, _)| config.clone());
+        let recorded = match last {
             Some(_) => Vec::new(),
             None => self.moving.recorded(stored),
         };
-        let all = last.cloned().chain(recorded);
-        all.filter(|it| it != stored && it.networks == stored.networks).collect()
+        let all = self.proven.get().into_iter().chain(last).chain(recorded);
+        let has_lease = self.last.is_some();
+        let fits = |it: &Config| !has_lease || it.networks == stored.networks;
+        all.filter(|it| it != stored && fits(it)).collect()
     }
 
     /// The interface and the backends for a network with this config. A config `of_store` that
@@ -373,7 +361,7 @@ impl<'a> Starter<'a> {
     ) -> Result<(Chosen, Lineup), Error> {
         let used = self.last.as_ref().map(|(config, _)| config).filter(|_| of_store);
         let chosen = validator.validate(config, used).await?;
-        let is_new = !self.moving.has_offered(config) && !self.earlier(config).is_empty();
+        let is_new = !self.proven.is(config) && !self.earlier(config).is_empty();
         if of_store && is_new {
             self.try_devices(config, &chosen.iface, Purpose::Use).await?;
         }
@@ -409,9 +397,9 @@ impl<'a> Starter<'a> {
             host.secrets = Arc::new(UnsavedSecrets(secrets(self.settings)));
         }
         let prepared = host.prepare(backend, config).await?;
-        let running = self.moving.footprint(self.settings, config);
+        let held = self.moving.held(self.settings, config);
         let inlets = backend.datapath(config)?.inlets;
-        trial::check(&self.kernel, running, (config, prepared, inlets)).await
+        trial::check(&self.kernel, held, Candidate { config, prepared, inlets }).await
     }
 
     /// Checks whether a network can be built from `config` in place of the one that runs, which
@@ -426,6 +414,9 @@ impl<'a> Starter<'a> {
         purpose: Purpose,
     ) -> Result<(), Error> {
         let used = self.last.as_ref().map(|(config, _)| config);
+        if let Some(reason) = self.refusals.waits(config) {
+            return Err(Error::DevicesFailed(reason));
+        }
         let chosen = validator.validate(config, used).await?;
         self.try_devices(config, &chosen.iface, purpose).await
     }
@@ -465,7 +456,10 @@ pub(super) async fn stored(
     use flannel_core::Error as Cause;
 
     match (subnets.network_config().await, last) {
-        (Err(Cause::NoConfig { .. } | Cause::Config { .. }), Some(last)) => Ok(last.clone()),
+        (Err(Cause::NoConfig { .. } | Cause::Config { .. }), Some(last)) => {
+            subnets.use_config(last);
+            Ok(last.clone())
+        }
         (stored, _) => Ok(stored?),
     }
 }

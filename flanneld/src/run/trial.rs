@@ -6,10 +6,11 @@
 //! module, the rights of this process, an identifier that no other device has, a free port, the
 //! MTU, memory. Nothing stays.
 
+use std::collections::BTreeSet;
 use std::io;
-use std::net::{Ipv4Addr, UdpSocket};
-use std::sync::Arc;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, UdpSocket};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use async_trait::async_trait;
 use flannel_core::backend::{Built, Inlet, MakeSecret, NodeLease, Prepared, Secrets};
@@ -46,6 +47,10 @@ pub(super) struct KnownStore {
 impl SubnetManager for KnownStore {
     async fn network_config(&self) -> flannel_core::Result<Config> {
         self.subnets.network_config().await
+    }
+
+    fn use_config(&self, config: &Config) {
+        self.subnets.use_config(config);
     }
 
     async fn hints(&self) -> flannel_core::Result<Hints> {
@@ -100,6 +105,20 @@ impl Secrets for UnsavedSecrets {
     }
 }
 
+/// What the networks that run have, and what a device or a process of the next one may need.
+#[derive(Debug, Default)]
+pub(super) struct Held {
+    pub(super) links: BTreeSet<LinkName>,
+    pub(super) udp_ports: BTreeSet<u16>,
+}
+
+/// A network that is tried.
+pub(super) struct Candidate<'a> {
+    pub(super) config: &'a Config,
+    pub(super) prepared: Prepared,
+    pub(super) inlets: Vec<Inlet>,
+}
+
 /// Removes the device of a trial that a killed daemon could not end.
 pub(super) async fn clear(kernel: &Arc<NetlinkKernel>) {
     let kernel = Arc::clone(kernel);
@@ -109,33 +128,36 @@ pub(super) async fn clear(kernel: &Arc<NetlinkKernel>) {
     blocking(removal).await;
 }
 
-/// Checks that the kernel can hold the devices of a network with this config, while a network with
-/// the devices of `running` runs.
+/// Checks that the kernel can hold the devices of a network, while networks that have `held` run.
 ///
 /// # Errors
 /// The kernel refuses a device, or another program has the port of a process.
 pub(super) async fn check(
     kernel: &Arc<NetlinkKernel>,
-    running: Footprint,
-    (config, prepared, inlets): (&Config, Prepared, Vec<Inlet>),
+    held: Held,
+    candidate: Candidate<'_>,
 ) -> Result<(), Error> {
-    let kernel = Arc::clone(kernel);
+    /// All trials have one name for their devices. A dropped future does not end its trial.
+    static ONE: Mutex<()> = Mutex::new(());
+
+    let Candidate { config, prepared, inlets } = candidate;
     let links = match (prepared.build)(&lease_of(config)?)? {
         Built::Kernel(blueprint) => devices(&blueprint.base),
         Built::Custom(_) => return Ok(()),
     };
+    let is_v6 = config.networks.v6.is_some();
+    let kernel = Arc::clone(kernel);
     blocking(move || {
-        let there = devices_there(&*kernel, running, &links)?;
+        let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
+        let there = devices_there(&*kernel, &held.links, &links)?;
         for link in &links {
             check_name(&kernel, &there, link)?;
-            check_device(&*kernel, &there, link)?;
+            check_device(&*kernel, Scene { there: &there, held: &held }, link)?;
         }
-        let has_process = links.iter().any(|link| matches!(link.kind, LinkKind::Tun(_)));
-        // The process of a network that runs has its port.
-        match has_process && there.is_empty() {
-            true => inlets.into_iter().try_for_each(check_port),
-            false => Ok(()),
+        if !links.iter().any(|link| matches!(link.kind, LinkKind::Tun(_))) {
+            return Ok(());
         }
+        inlets.into_iter().try_for_each(|inlet| check_port(inlet, &held.udp_ports, is_v6))
     })
     .await
 }
@@ -163,16 +185,24 @@ fn devices(objects: &State) -> Vec<Link> {
     objects.iter().filter_map(link).collect()
 }
 
-/// The devices of `running` and those with the names of `links` that are in the kernel.
+/// The devices with these names and those with the names of `links` that are in the kernel.
 fn devices_there(
     kernel: &dyn Kernel,
-    running: Footprint,
+    held: &BTreeSet<LinkName>,
     links: &[Link],
 ) -> Result<Vec<Link>, Error> {
-    let names = running.links.into_iter().chain(links.iter().map(|link| link.name));
+    let names = held.iter().copied().chain(links.iter().map(|link| link.name));
     let footprint = Footprint { links: names.collect(), ..Footprint::default() };
     let state = kernel.snapshot(&footprint)?;
     Ok(devices(&state))
+}
+
+/// The surroundings of a trial.
+#[derive(Clone, Copy)]
+struct Scene<'a> {
+    /// The devices in the kernel that are of this program, or have a name that is needed.
+    there: &'a [Link],
+    held: &'a Held,
 }
 
 /// Checks that no device of an unknown kind has the name of `link`.
@@ -186,12 +216,14 @@ fn check_name(kernel: &NetlinkKernel, there: &[Link], link: &Link) -> Result<(),
 }
 
 /// Puts a device like `link`, and deletes it again.
-fn check_device(kernel: &dyn Kernel, there: &[Link], link: &Link) -> Result<(), Error> {
-    let mut holders = there.iter().filter(|is| holds_what_it_needs(is, link));
-    if holders.clone().any(|holder| holder.name == link.name) {
+fn check_device(kernel: &dyn Kernel, scene: Scene<'_>, link: &Link) -> Result<(), Error> {
+    let is_there = |is: &Link| {
+        let is_same_kind = std::mem::discriminant(&is.kind) == std::mem::discriminant(&link.kind);
+        is.name == link.name && is_same_kind && port(is) == port(link)
+    };
+    if scene.there.iter().any(is_there) {
         return Ok(());
     }
-    let is_held = holders.next().is_some();
     let mut trial = Link { name: name(), ..link.clone() };
     if let LinkKind::Vxlan(vxlan) = &mut trial.kind {
         vxlan.mac = MAC;
@@ -208,8 +240,7 @@ fn check_device(kernel: &dyn Kernel, there: &[Link], link: &Link) -> Result<(), 
     }
     match made {
         Err(error) if error.is_started() => Ok(()),
-        // A device of the network that runs has it, and goes before.
-        Err(error) if is_held && is_held_error(error.errno, link) => Ok(()),
+        Err(error) if scene.excuses(error.errno, link) => Ok(()),
         made => made.map_err(|error| refused(link, error)),
     }
 }
@@ -219,39 +250,56 @@ fn refused(link: &Link, source: KernelError) -> Error {
     Cause::Kernel { object: format!("{kind} device {}", link.name), source }.into()
 }
 
-/// Whether `is` has what the kernel gives to one device only, and what `link` needs.
-fn holds_what_it_needs(is: &Link, link: &Link) -> bool {
-    match (&is.kind, &link.kind) {
-        (LinkKind::Vxlan(is), LinkKind::Vxlan(link)) => is.port == link.port,
-        (LinkKind::Wireguard(is), LinkKind::Wireguard(link)) => is.port == link.port,
-        // Both are ipip devices without a remote address. A process has the port of a tun device.
-        (
-            LinkKind::Ipip(_) | LinkKind::Fou(_) | LinkKind::Tun(_),
-            LinkKind::Ipip(_) | LinkKind::Fou(_) | LinkKind::Tun(_),
-        ) => true,
-        _ => false,
+impl Scene<'_> {
+    /// Whether the kernel refuses `link` with this error because the network that runs has what it
+    /// needs. That network goes before.
+    fn excuses(&self, errno: i32, link: &Link) -> bool {
+        // Two of them without a remote address exclude each other.
+        let is_ipip = |link: &Link| matches!(link.kind, LinkKind::Ipip(_) | LinkKind::Fou(_));
+        match errno {
+            EADDRINUSE => port(link).is_some_and(|port| self.has_port(port)),
+            EEXIST => is_ipip(link) && self.there.iter().any(is_ipip),
+            _ => false,
+        }
+    }
+
+    fn has_port(&self, wanted: u16) -> bool {
+        let mut devices = self.there.iter();
+        self.held.udp_ports.contains(&wanted) || devices.any(|is| port(is) == Some(wanted))
     }
 }
 
-/// Whether the kernel refuses `link` with this error while a device of the network that runs has
-/// what it needs. A VNI is in the name of the device, so another device has it.
-fn is_held_error(errno: i32, link: &Link) -> bool {
-    let is_vxlan = matches!(link.kind, LinkKind::Vxlan(_));
-    errno == EADDRINUSE || (errno == EEXIST && !is_vxlan)
+/// The UDP port that the kernel gives to one device only.
+fn port(link: &Link) -> Option<u16> {
+    match &link.kind {
+        LinkKind::Fou(fou) => Some(fou.port),
+        LinkKind::Vxlan(vxlan) => Some(vxlan.port),
+        LinkKind::Wireguard(wireguard) => Some(wireguard.port),
+        _ => None,
+    }
 }
 
-/// Checks that no other program has the port of a process.
-fn check_port(inlet: Inlet) -> Result<(), Error> {
-    let Inlet::Udp(port) = inlet else { return Ok(()) };
-    let bound = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, port));
-    bound.map(drop).map_err(|error| {
-        Cause::Kernel { object: format!("UDP port {port}"), source: error.into() }.into()
-    })
+/// Checks that no other program has the port of a process. `held` are the ports of the networks
+/// that run, whose processes go before.
+fn check_port(inlet: Inlet, held: &BTreeSet<u16>, is_v6: bool) -> Result<(), Error> {
+    let port = match inlet {
+        Inlet::Udp(port) if !held.contains(&port) => port,
+        _ => return Ok(()),
+    };
+    let v4 = IpAddr::from(Ipv4Addr::UNSPECIFIED);
+    let v6 = is_v6.then_some(Ipv6Addr::UNSPECIFIED.into());
+    for address in [v4].into_iter().chain(v6) {
+        UdpSocket::bind((address, port)).map_err(|error| Cause::Kernel {
+            object: format!("UDP port {port}"),
+            source: error.into(),
+        })?;
+    }
+    Ok(())
 }
 
 #[cfg(test)]
 mod tests {
-    use flannel_core::object::Vxlan;
+    use flannel_core::object::{Fou, Ipip, Tun, Vxlan};
     use flannel_core::testing::{FakeKernel, Operation};
 
     use super::*;
@@ -264,33 +312,79 @@ mod tests {
         Link { name: format!("flannel.{vni}").parse().unwrap(), mtu: 1450, up: true, kind }
     }
 
-    /// The devices of the network that runs excuse what they hold, and only that.
+    fn ipip() -> Link {
+        let kind = LinkKind::Ipip(Ipip { local: [192, 0, 2, 1].into() });
+        Link { name: "flannel.ipip".parse().unwrap(), mtu: 1480, up: true, kind }
+    }
+
+    fn fou(port: u16) -> Link {
+        let local = [192, 0, 2, 1].into();
+        let kind = Fou { local, lower: None, port, one_port: false }.into();
+        Link { name: "flannel0".parse().unwrap(), mtu: 1472, up: true, kind }
+    }
+
+    fn tun() -> Link {
+        let kind = LinkKind::Tun(Tun);
+        Link { name: "flannel0".parse().unwrap(), mtu: 1472, up: true, kind }
+    }
+
+    /// The network that runs excuses what it holds, and only that.
     #[test]
     fn a_trial_leaves_nothing_and_tells_foreign_obstacles_from_its_own() {
-        let own = &vxlan(1, 8472);
-        let other_port = &vxlan(1, 9472);
-        let other_vni = &vxlan(2, 8472);
-        let there = std::slice::from_ref(own);
-        for (there, link, errno, is_refused) in [
-            (&[][..], own, None, false),
-            (&[][..], own, Some(95), true),
-            (there, own, Some(95), false),
-            (there, other_port, None, false),
-            (there, other_port, Some(EADDRINUSE), true),
-            (there, other_vni, Some(EADDRINUSE), false),
-            (there, other_vni, Some(EEXIST), true),
-            (there, other_vni, Some(1), true),
+        let own = vxlan(1, 8472);
+        let none = BTreeSet::new();
+        let has_port = BTreeSet::from([8285]);
+        for (there, udp_ports, link, errno, is_refused) in [
+            (None, &none, own.clone(), None, false),
+            (None, &none, own.clone(), Some(95), true),
+            (Some(own.clone()), &none, own.clone(), Some(95), false),
+            (Some(own.clone()), &none, vxlan(1, 9472), None, false),
+            (Some(own.clone()), &none, vxlan(1, 9472), Some(EADDRINUSE), true),
+            (Some(own.clone()), &none, vxlan(2, 8472), Some(EADDRINUSE), false),
+            (Some(own.clone()), &none, vxlan(2, 8472), Some(EEXIST), true),
+            (Some(own), &none, vxlan(2, 8472), Some(1), true),
+            // A process has the port of a tun device.
+            (Some(tun()), &has_port, fou(8285), Some(EADDRINUSE), false),
+            (Some(tun()), &has_port, fou(8285), Some(EEXIST), true),
+            (Some(tun()), &has_port, fou(8285), Some(95), true),
+            (Some(tun()), &has_port, fou(9285), Some(EADDRINUSE), true),
+            (Some(tun()), &none, fou(8285), Some(EADDRINUSE), true),
+            (Some(tun()), &has_port, ipip(), Some(EEXIST), true),
+            (Some(fou(8285)), &none, fou(8285), Some(1), false),
+            (Some(fou(8285)), &none, fou(9285), Some(EEXIST), false),
+            (Some(fou(8285)), &none, fou(9285), Some(EADDRINUSE), true),
+            (Some(fou(8285)), &none, ipip(), Some(EEXIST), false),
+            (Some(ipip()), &none, fou(8285), Some(EEXIST), false),
+            (Some(ipip()), &none, fou(8285), Some(95), true),
+            (Some(ipip()), &none, ipip(), Some(1), false),
         ] {
             let kernel = FakeKernel::with_uplink("eth0");
             if let Some(errno) = errno {
                 kernel.fail(1, errno, |call| call.operation == Operation::Create);
             }
-            let result = check_device(&kernel, there, link);
+            let held = Held { udp_ports: udp_ports.clone(), ..Held::default() };
+            let scene = Scene { there: there.as_slice(), held: &held };
+            let result = check_device(&kernel, scene, &link);
             let error = result.as_ref().err().map(ToString::to_string);
-            assert_eq!(result.is_err(), is_refused, "{link:?} {errno:?}: {error:?}");
-            assert!(error.is_none_or(|error| error.contains("vxlan device flannel.")));
+            assert_eq!(result.is_err(), is_refused, "{there:?} {link:?} {errno:?}: {error:?}");
+            assert!(error.is_none_or(|error| error.contains(&format!("device {}", link.name))));
             assert_eq!(kernel.dump(), [""; 0]);
         }
+    }
+
+    /// Also if a network without a process runs.
+    #[test]
+    fn the_port_of_a_process_is_free_or_its_own() {
+        let socket = UdpSocket::bind("127.0.0.1:0").unwrap();
+        let port = socket.local_addr().unwrap().port();
+        let held = BTreeSet::from([port]);
+        let inlet = Inlet::Udp(port);
+        let error = check_port(inlet, &BTreeSet::new(), false).unwrap_err().to_string();
+        assert!(error.contains(&format!("UDP port {port}")), "{error}");
+        check_port(inlet, &held, false).unwrap();
+        drop(socket);
+        check_port(inlet, &BTreeSet::new(), false).unwrap();
+        check_port(Inlet::Protocol(4), &BTreeSet::new(), true).unwrap();
     }
 
     #[tokio::test]

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use flannel_core::backend::{Datapath, Prepared};
 use flannel_core::kernel::Footprint;
 use flannel_core::object::{Key, LinkName};
-use flannel_core::status::Status;
+use flannel_core::status::{Failure, Status};
 use flannel_core::{Backend, Config};
 use flannel_moving::{Member, NodeBackends};
 use flannel_route::PreparedMember;
@@ -54,6 +54,17 @@ pub(crate) struct Team {
     pub(crate) target: &'static dyn Backend,
 }
 
+/// The devices and addresses of the target in the kernel.
+#[derive(Debug)]
+pub(crate) enum Devices {
+    /// All are there.
+    InPlace,
+    /// The kernel refuses one, with the change and its error.
+    Failing(String),
+    /// The network has not tried all of them yet.
+    Unknown,
+}
+
 impl Runs {
     /// The backend and its config.
     pub(crate) fn member(&self) -> (&dyn Backend, &Config) {
@@ -87,25 +98,32 @@ impl Team {
         !self.datapath(settings).encrypted.is_empty()
     }
 
-    /// The reason for which a device or an address of the target is not in the kernel.
-    pub(crate) fn failure(&self, status: &Status) -> Option<String> {
+    /// Whether the devices and addresses of the target are in the kernel, and why not.
+    pub(crate) fn devices(&self, status: &Status) -> Devices {
         if self.is_in_place(status) {
-            return None;
+            return Devices::InPlace;
         }
-        let of_node = status.failing.iter().find(|(_, failure)| failure.peer.is_none());
-        of_node.map(|(_, failure)| format!("{}: {}", failure.change, failure.error))
+        match self.failures(status).next().filter(|_| status.settled) {
+            Some(failure) => Devices::Failing(format!("{}: {}", failure.change, failure.error)),
+            None => Devices::Unknown,
+        }
     }
 
     /// Whether the devices and addresses of the target are in the kernel. Those of another backend
     /// may be missing: the cluster may leave it because they cannot be made.
     pub(crate) fn is_in_place(&self, status: &Status) -> bool {
+        let is_known = status.settled && status.kernel_error.is_none();
+        status.own_in_place || (is_known && self.failures(status).next().is_none())
+    }
+
+    /// The failures of devices and addresses of the target.
+    fn failures<'a>(&self, status: &'a Status) -> impl Iterator<Item = &'a Failure> {
         let mut targets = self.all.iter().filter(|it| it.backend.kind() == self.target.kind());
         let footprint = targets.find_map(|it| it.backend.footprint(&it.config, None).ok());
         let footprint = footprint.unwrap_or_default();
-        let mut own = status.failing.iter().filter(|(_, failure)| failure.peer.is_none());
-        let fails = |key: &Key| !matches!(key, Key::Route(_)) && footprint.concerns(key);
-        let known = status.settled && status.kernel_error.is_none();
-        status.own_in_place || (known && !own.any(|(key, _)| fails(key)))
+        let concerns = move |key: &Key| !matches!(key, Key::Route(_)) && footprint.concerns(key);
+        let of_node = status.failing.iter().filter(|(_, failure)| failure.peer.is_none());
+        of_node.filter(move |(key, _)| concerns(key)).map(|(_, failure)| failure)
     }
 
     /// The footprint of all backends.
