@@ -348,6 +348,8 @@ fn warn_if_stale(subnets: &dyn SubnetManager, view: &View) {
 
 #[cfg(test)]
 mod tests {
+    use tokio::time::Instant;
+
     use super::*;
 
     /// Missing firewall rules or a missing tunnel delay pods for a limited time.

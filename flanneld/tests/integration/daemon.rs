@@ -886,8 +886,11 @@ fn a_new_address_or_mtu_of_the_interface_is_applied_without_deletions() {
         let before = peer_objects();
         let lease = place.own_lease();
         let monitor =
-            Reader::start(Command::new("ip").args(["monitor", "route", "neigh", "nexthop"]));
+            |objects: &[&str]| Reader::start(Command::new("ip").arg("monitor").args(objects));
 
+        // The device gets the MAC address that names the new address, and with another MAC address
+        // the kernel deletes its neighbours.
+        let seen = monitor(&["route", "nexthop"]);
         ip("address del 192.0.2.1/24 dev eth0");
         // The kernel makes the next address of the subnet the first one, or removes it too.
         ip("address replace 192.0.2.8/24 dev eth0");
@@ -897,7 +900,11 @@ fn a_new_address_or_mtu_of_the_interface_is_applied_without_deletions() {
             || ip("-d link show flannel.1").contains("local 192.0.2.8"),
             || ip("-d link show flannel.1"),
         );
+        wait_until(|| peer_objects() == before, || daemon.log());
+        let seen = seen_by(seen);
+        assert_eq!(lost(&seen, &["10.1.7.0"]), [""; 0], "{seen}");
 
+        let seen = monitor(&["route", "neigh", "nexthop"]);
         ip("link set eth0 mtu 1400");
         daemon.wait_for_log("eth0 has the MTU 1400 now, not 1500");
         let env = || place.subnet_env();
@@ -905,7 +912,7 @@ fn a_new_address_or_mtu_of_the_interface_is_applied_without_deletions() {
         wait_until(|| ip("link show flannel.1").contains("mtu 1350"), || ip("link show flannel.1"));
         assert_eq!(place.own_lease(), lease);
         assert_eq!(peer_objects(), before);
-        let seen = seen_by(monitor);
+        let seen = seen_by(seen);
         assert_eq!(lost(&seen, &["10.1.7.0"]), [""; 0], "{seen}");
     });
 }

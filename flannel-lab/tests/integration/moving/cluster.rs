@@ -239,7 +239,10 @@ pub(crate) fn under_traffic(
     let traffic = Traffic::start_every(pace.gap, &cluster.lab);
     let connections = Connection::all(&cluster.lab, pace);
     moves(&cluster, &traffic);
-    traffic.wait_for_arrivals();
+    // Some moves are so short that hardly a packet is sent meanwhile.
+    for _ in 0..4 {
+        traffic.wait_for_arrivals();
+    }
     connections.into_iter().for_each(Connection::end);
     let (sent, lost) = traffic.end();
     assert!(lost.is_empty(), "{} of {sent}: {lost:#?}\n{}", lost.len(), cluster.logs());

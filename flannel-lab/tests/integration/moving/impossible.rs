@@ -156,6 +156,39 @@ fn a_port_in_use_changes_nothing() {
     });
 }
 
+/// Another field than the backend cannot be used, or the whole config.
+#[test]
+fn a_restart_keeps_the_last_network_that_worked() {
+    as_root(|| {
+        under_traffic((Lab::builder(), Pace::USUAL), "vxlan", |cluster, traffic| {
+            let too_large = [("Backend", json!({ "Type": "vxlan", "MTU": 9000 }))];
+            let no_backend_and_other_network = [("Network", json!("10.200.0.0/16"))];
+            let wrong = [("SubnetLen", json!(99))];
+            for (backend, fields) in [
+                ("vxlan", &too_large[..]),
+                ("nosuch", &no_backend_and_other_network),
+                ("vxlan", &wrong),
+            ] {
+                for (host, signal) in
+                    cluster.lab.hosts().iter().zip([Signal::SIGKILL, Signal::SIGTERM])
+                {
+                    let subnets = || host.subnet_env().unwrap().unwrap().subnets;
+                    let before = subnets();
+                    cluster.configure_with(host, backend, fields);
+                    wait_for_refusal(cluster, host, "");
+                    restart(cluster, traffic, host, signal);
+                    wait_for_refusal(cluster, host, "");
+                    is_repaired(cluster, host);
+                    assert_eq!((subnets(), cluster.offers(host)), (before, vec!["vxlan".into()]));
+                }
+            }
+            at_once(cluster, "host-gw");
+            let hosts = cluster.lab.hosts();
+            hosts.iter().for_each(|host| cluster.wait_for_offers(host, &["host-gw"]));
+        });
+    });
+}
+
 /// A daemon of an earlier version has recorded a backend that it could not set up.
 #[test]
 fn a_recorded_backend_that_cannot_be_built_is_left_out() {
