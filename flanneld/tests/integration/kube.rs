@@ -571,6 +571,10 @@ fn the_condition_of_an_earlier_boot_is_withdrawn_first() {
 
 /// As after a boot without an address, or with a config that names no backend, on a node that has
 /// no earlier one: repeated starts fail.
+/// For hosts with addresses of both families.
+const DUAL: &str = r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00::/48",
+    "Backend":{"Type":"vxlan"}}"#;
+
 #[test]
 fn a_failing_start_withdraws_the_old_condition_unless_the_network_is_in_place() {
     in_netns(|| {
@@ -580,15 +584,15 @@ fn a_failing_start_withdraws_the_old_condition_unless_the_network_is_in_place() 
         let start = |config: &str, message: &str| {
             let mut command = host.command(&["--kube-api-url", &server.url()]);
             fs::write(host.dir.path().join("net-conf.json"), config).unwrap();
-            fs::remove_file(host.dir.path().join("state/backends")).unwrap_or_default();
+            for file in ["state/backends", "state/config"] {
+                fs::remove_file(host.dir.path().join(file)).unwrap_or_default();
+            }
             let mut daemon =
                 host.netns.run(|| Daemon::start(command.env("NODE_NAME", host.name())));
             assert_eq!(daemon.ended().code(), Some(1), "{}", daemon.log());
             daemon.wait_for_log(message);
             network_unavailable(&server, "node-1").0
         };
-        const DUAL: &str = r#"{"Network":"10.1.0.0/16","EnableIPv6":true,
-            "IPv6Network":"fd00::/48","Backend":{"Type":"vxlan"}}"#;
         host.netns.run(|| ip("-6 address flush dev eth0"));
         let misspelt = VXLAN.replace("vxlan", "vlxan");
         for (config, message) in [(DUAL, "IPv6"), (&misspelt, "\"vlxan\"")] {
@@ -603,20 +607,27 @@ fn a_failing_start_withdraws_the_old_condition_unless_the_network_is_in_place() 
     });
 }
 
-/// The record of the last run names a backend that can be used.
+/// The record of the last run has a config that can be used.
 #[test]
-fn a_start_with_a_config_that_cannot_be_used_runs_the_backend_of_the_last_run() {
+fn a_start_with_a_config_that_cannot_be_used_runs_the_network_of_the_last_run() {
     in_netns(|| {
         let (server, host, mut daemon) = cluster_with_a_peer();
-        daemon.signal(Signal::SIGTERM);
-        assert_eq!(daemon.ended().code(), Some(0), "{}", daemon.log());
+        host.netns.run(|| ip("-6 address flush dev eth0"));
         let misspelt = VXLAN.replace("vxlan", "vlxan");
-        let mut command = host.command(&["--kube-api-url", &server.url()]);
-        fs::write(host.dir.path().join("net-conf.json"), misspelt).unwrap();
-        let daemon = host.netns.run(|| Daemon::start(command.env("NODE_NAME", host.name())));
-        daemon.wait_for_log("\"vlxan\" is not a backend");
-        daemon.wait_for_log("backend=\"vxlan\"");
-        daemon.wait_for_log("in sync");
+        for (config, message) in [
+            (&*misspelt, "\"vlxan\" is not a backend"),
+            (DUAL, "no usable IPv6 address"),
+            ("{", "one JSON object"),
+        ] {
+            daemon.signal(Signal::SIGTERM);
+            assert_eq!(daemon.ended().code(), Some(0), "{}", daemon.log());
+            let mut command = host.command(&["--kube-api-url", &server.url()]);
+            fs::write(host.dir.path().join("net-conf.json"), config).unwrap();
+            daemon = host.netns.run(|| Daemon::start(command.env("NODE_NAME", host.name())));
+            daemon.wait_for_log(message);
+            daemon.wait_for_log("networks=[10.1.0.0/16] backend=\"vxlan\"");
+            daemon.wait_for_log("in sync peers=1");
+        }
     });
 }
 
