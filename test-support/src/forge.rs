@@ -8,6 +8,8 @@ use std::time::{Duration, Instant};
 
 use socket2::{Domain, Protocol, Socket, Type};
 
+use crate::packet::checksum;
+
 /// `IPPROTO_RAW`: the sender writes the IP header.
 const RAW: i32 = 255;
 
@@ -188,14 +190,4 @@ fn v6_header(from: Ipv6Addr, to: Ipv6Addr, payload: u16) -> Vec<u8> {
     let [high, low] = payload.to_be_bytes();
     let fixed = [0x60, 0, 0, 0, high, low, 58, 64];
     [&fixed[..], &from.octets(), &to.octets()].concat()
-}
-
-/// The Internet checksum (RFC 1071).
-fn checksum(data: &[u8]) -> u16 {
-    let word = |pair: &[u8]| u32::from(pair[0]) << 8 | u32::from(*pair.get(1).unwrap_or(&0));
-    let mut sum: u32 = data.chunks(2).map(word).sum();
-    while sum > 0xffff {
-        sum = (sum & 0xffff) + (sum >> 16);
-    }
-    !(sum as u16)
 }

@@ -5,7 +5,7 @@
 //! is returned. [`Logged`] collects the log. [`write_script`] writes a program. [`receive_from`]
 //! receives a datagram. [`guest`] runs a
 //! test in a kernel of its own. [`mod@unit`] has the restrictions of the systemd unit. [`forge`]
-//! sends forged ICMP messages.
+//! sends forged ICMP messages. [`packet`] makes packets of UDP and of vxlan.
 //!
 //! ```
 //! use std::time::{Duration, Instant};
@@ -25,6 +25,7 @@
 pub mod forge;
 pub mod guest;
 mod logged;
+pub mod packet;
 pub mod unit;
 
 use std::fmt::Display;

@@ -11,12 +11,13 @@ use std::time::Duration;
 
 use flannel_core::address::Family;
 use flannel_core::kernel::Annex;
+use flannel_core::object::MacAddr;
 use flannel_firewall::Guard;
 use flannel_netlink::testing::{Netns, in_netns, ip};
 use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
 use nix::sys::socket::{setsockopt, sockopt::UdpGsoSegment};
 use nix::unistd::Pid;
-use test_support::{eventually, receive_from};
+use test_support::{eventually, packet, receive_from};
 
 use super::{NAME, PORT, apply, end, host, pod, puts, subnet_of};
 use crate::fixture::tools::nft;
@@ -24,7 +25,8 @@ use crate::fixture::tools::nft;
 const PATIENCE: Duration = Duration::from_secs(20);
 /// The port of the receiver in the pod.
 const RECEIVER: u16 = 5000;
-const MAC: &str = "02:00:00:00:00:07";
+/// The address of the devices of the tunnel.
+const MAC: [u8; 6] = [2, 0, 0, 0, 0, 7];
 
 /// Tunnel packets, each with the number of the host that sends it.
 type Sent = Vec<(u8, Vec<u8>)>;
@@ -94,7 +96,8 @@ impl Scene {
                 device(family),
                 host(family, 7)
             ));
-            ip(&format!("link set {} address {MAC} up", device(family)));
+            let mac = MacAddr(MAC);
+            ip(&format!("link set {} address {mac} up", device(family)));
             for subnet in [8, 9] {
                 ip(&format!("route add {} dev {}", subnet_of(family, subnet), device(family)));
             }
@@ -161,57 +164,14 @@ impl Scene {
     }
 }
 
-/// A packet of UDP whose last byte is a number.
+/// A packet of UDP to the receiver in a pod. Its last byte is a number.
 fn inner(source: IpAddr, target: IpAddr, payload: &[u8]) -> Vec<u8> {
-    let len = (8 + payload.len()) as u16;
-    let mut udp = [[0x0f, 0xa0], RECEIVER.to_be_bytes(), len.to_be_bytes(), [0, 0]].concat();
-    udp.extend(payload);
-    let mut packet = match (source, target) {
-        (IpAddr::V4(source), IpAddr::V4(target)) => {
-            let total = (20 + len).to_be_bytes();
-            let mut header = vec![0x45, 0, total[0], total[1], 0, 1, 0, 0, 64, 17, 0, 0];
-            header.extend(source.octets());
-            header.extend(target.octets());
-            let sum = checksum(&header);
-            header[10..12].copy_from_slice(&sum);
-            header
-        }
-        (IpAddr::V6(source), IpAddr::V6(target)) => {
-            let mut pseudo = [source.octets(), target.octets()].concat();
-            pseudo.extend([0, 0, len.to_be_bytes()[0], len.to_be_bytes()[1], 0, 0, 0, 17]);
-            pseudo.extend(&udp);
-            let sum = checksum(&pseudo);
-            udp[6..8].copy_from_slice(&sum);
-            let mut header =
-                vec![0x60, 0, 0, 0, len.to_be_bytes()[0], len.to_be_bytes()[1], 17, 64];
-            header.extend(source.octets());
-            header.extend(target.octets());
-            header
-        }
-        families => panic!("{families:?}"),
-    };
-    packet.extend(udp);
-    packet
-}
-
-fn checksum(bytes: &[u8]) -> [u8; 2] {
-    let words = bytes.chunks(2).map(|pair| {
-        u32::from(u16::from_be_bytes([pair[0], pair.get(1).copied().unwrap_or_default()]))
-    });
-    let mut sum: u32 = words.sum();
-    while sum > 0xffff {
-        sum = (sum & 0xffff) + (sum >> 16);
-    }
-    (!(sum as u16)).to_be_bytes()
+    packet::udp(source, SocketAddr::new(target, RECEIVER), payload)
 }
 
 /// The datagram of the tunnel with a packet.
 fn frame(packet: &[u8]) -> Vec<u8> {
-    let mut bytes = vec![8, 0, 0, 0, 0, 0, 1, 0];
-    bytes.extend([2, 0, 0, 0, 0, 7, 2, 0, 0, 0, 0, 8]);
-    bytes.extend(if packet[0] >> 4 == 4 { [8, 0] } else { [0x86, 0xdd] });
-    bytes.extend(packet);
-    bytes
+    packet::vxlan(MAC, packet)
 }
 
 /// The numbered packets with the source of a pod of another node, and those that are right.

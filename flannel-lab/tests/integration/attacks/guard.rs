@@ -5,6 +5,7 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
 use std::time::Duration;
 
 use flannel_core::address::Family;
+use flannel_core::object::MacAddr;
 use flannel_lab::testing::as_root;
 use flannel_lab::testing::stream::Traffic;
 use flannel_lab::{Host, Lab, Namespace, Signal};
@@ -12,7 +13,7 @@ use nix::sys::socket::{setsockopt, sockopt::UdpGsoSegment};
 use serde_json::{Value, json};
 use socket2::{Domain, Protocol, Socket, Type};
 use test_support::guest::in_qemu_for;
-use test_support::{eventually, receive_from};
+use test_support::{eventually, packet, receive_from};
 
 use crate::moving::cluster::Cluster;
 use crate::traffic::{assert_no_loss, logs};
@@ -87,59 +88,16 @@ fn pod(host: &Host, family: Family) -> IpAddr {
 
 /// A packet of UDP to the receiver of a pod.
 fn inner(source: IpAddr, target: IpAddr, payload: &[u8]) -> Vec<u8> {
-    let len = (8 + payload.len()) as u16;
-    let mut udp = [[0x0f, 0xa0], RECEIVER.to_be_bytes(), len.to_be_bytes(), [0, 0]].concat();
-    udp.extend(payload);
-    let mut packet = match (source, target) {
-        (IpAddr::V4(source), IpAddr::V4(target)) => {
-            let total = (20 + len).to_be_bytes();
-            let mut header = vec![0x45, 0, total[0], total[1], 0, 1, 0, 0, 64, 17, 0, 0];
-            header.extend(source.octets());
-            header.extend(target.octets());
-            let sum = checksum(&header);
-            header[10..12].copy_from_slice(&sum);
-            header
-        }
-        (IpAddr::V6(source), IpAddr::V6(target)) => {
-            let [high, low] = len.to_be_bytes();
-            let mut pseudo = [source.octets(), target.octets()].concat();
-            pseudo.extend([0, 0, high, low, 0, 0, 0, 17]);
-            pseudo.extend(&udp);
-            let sum = checksum(&pseudo);
-            udp[6..8].copy_from_slice(&sum);
-            let mut header = vec![0x60, 0, 0, 0, high, low, 17, 64];
-            header.extend(source.octets());
-            header.extend(target.octets());
-            header
-        }
-        families => panic!("{families:?}"),
-    };
-    packet.extend(udp);
-    packet
-}
-
-fn checksum(bytes: &[u8]) -> [u8; 2] {
-    let word = |pair: &[u8]| u32::from(pair[0]) << 8 | u32::from(*pair.get(1).unwrap_or(&0));
-    let mut sum: u32 = bytes.chunks(2).map(word).sum();
-    while sum > 0xffff {
-        sum = (sum & 0xffff) + (sum >> 16);
-    }
-    (!(sum as u16)).to_be_bytes()
+    packet::udp(source, SocketAddr::new(target, RECEIVER), payload)
 }
 
 /// The datagram of vxlan with a packet to a host.
 fn frame(host: &Host, packet: &[u8]) -> Vec<u8> {
-    let family = if packet[0] >> 4 == 4 { Family::V4 } else { Family::V6 };
-    let device = if family == Family::V4 { "flannel.1" } else { "flannel-v6.1" };
+    let device = if packet[0] >> 4 == 4 { "flannel.1" } else { "flannel-v6.1" };
     let shown = host.run("ip", &["-j", "link", "show", device]).unwrap();
     let links: Value = serde_json::from_str(&shown).unwrap();
-    let mac = links[0]["address"].as_str().unwrap().split(':');
-    let mut bytes = vec![8, 0, 0, 0, 0, 0, 1, 0];
-    bytes.extend(mac.map(|byte| u8::from_str_radix(byte, 16).unwrap()));
-    bytes.extend([2, 0, 0, 0, 0, 8]);
-    bytes.extend(if family == Family::V4 { [8, 0] } else { [0x86, 0xdd] });
-    bytes.extend(packet);
-    bytes
+    let mac: MacAddr = links[0]["address"].as_str().unwrap().parse().unwrap();
+    packet::vxlan(mac.0, packet)
 }
 
 /// The packets that a host's guard has refused by reason; `None`: it has none.
