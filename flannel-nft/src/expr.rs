@@ -34,6 +34,12 @@ pub mod verdict {
     pub const RETURN: u32 = (-5i32).cast_unsigned();
 }
 
+/// Kinds of addresses (`RTN_…`).
+pub mod kind {
+    /// The address is one of this host, or of the device.
+    pub const LOCAL: u32 = 2;
+}
+
 /// `NFT_REG_VERDICT` and `NFT_REG_1`: the verdict, and a register of 16 bytes.
 const VERDICT: u32 = 0;
 const REGISTER: u32 = 1;
@@ -44,10 +50,14 @@ const NETWORK_HEADER: u32 = 1;
 const TRANSPORT_HEADER: u32 = 2;
 /// `NFT_CMP_EQ` and `NFT_CMP_NEQ`.
 const COMPARE: [u32; 2] = [0, 1];
-/// `NFT_FIB_RESULT_OIF`, `NFTA_FIB_F_DADDR`, and `NFTA_FIB_F_SADDR | NFTA_FIB_F_IIF`.
+/// `NFT_FIB_RESULT_OIF` and `NFT_FIB_RESULT_ADDRTYPE`.
 const FIB_DEVICE: u32 = 1;
+const FIB_KIND: u32 = 3;
+/// `NFTA_FIB_F_SADDR` and `NFTA_FIB_F_DADDR`, and each one with `NFTA_FIB_F_IIF`.
+const FIB_SOURCE: u32 = 1;
 const FIB_DESTINATION: u32 = 2;
 const FIB_SOURCE_AND_DEVICE: u32 = 1 | 8;
+const FIB_DESTINATION_AND_DEVICE: u32 = 2 | 8;
 /// `NFT_LOOKUP_F_INV`.
 const INVERTED: u32 = 1;
 /// `NFTA_COUNTER_PACKETS`.
@@ -103,6 +113,11 @@ pub enum Expr {
     /// [`PREROUTING`](crate::hook::PREROUTING), [`INPUT`](crate::hook::INPUT) and
     /// [`FORWARD`](crate::hook::FORWARD).
     WayBack,
+    /// Loads the [`kind`] of the source address, 4 bytes in the machine's byte order.
+    SourceKind,
+    /// Loads the [`kind`] of the destination address at the device by which the packet arrived, 4
+    /// bytes in the machine's byte order. It can be where [`Self::WayBack`] can be.
+    KindAtArrival,
     /// Clears the bits of the loaded value that the mask lacks.
     Mask(Vec<u8>),
     /// Compares the loaded value.
@@ -217,7 +232,7 @@ impl Expr {
             Self::Mask(_) | Self::SecondMask(_) => "bitwise",
             Self::Compare { .. } => "cmp",
             Self::Lookup { .. } | Self::Map { .. } => "lookup",
-            Self::WayBack | Self::OutDevice => "fib",
+            Self::WayBack | Self::OutDevice | Self::SourceKind | Self::KindAtArrival => "fib",
             Self::Counter => "counter",
             Self::Verdict(_) => "immediate",
             Self::Masquerade { .. } => "masq",
@@ -241,9 +256,10 @@ impl Expr {
                 load(data, REGISTER, TRANSPORT_HEADER, *offset, *len);
             }
             Self::Second { offset, len } => load(data, SECOND, NETWORK_HEADER, *offset, *len),
-            Self::WayBack => {
-                number(number(number(data, 1, REGISTER), 2, FIB_DEVICE), 3, FIB_SOURCE_AND_DEVICE);
-            }
+            Self::WayBack => fib(data, FIB_DEVICE, FIB_SOURCE_AND_DEVICE),
+            Self::OutDevice => fib(data, FIB_DEVICE, FIB_DESTINATION),
+            Self::SourceKind => fib(data, FIB_KIND, FIB_SOURCE),
+            Self::KindAtArrival => fib(data, FIB_KIND, FIB_DESTINATION_AND_DEVICE),
             Self::Map { map } => {
                 number(number(data.text(1u16, map), 2, REGISTER), 3, REGISTER);
             }
@@ -258,9 +274,6 @@ impl Expr {
                 if !is_in {
                     number(data, 5, INVERTED);
                 }
-            }
-            Self::OutDevice => {
-                number(number(number(data, 1, REGISTER), 2, FIB_DEVICE), 3, FIB_DESTINATION);
             }
             Self::Verdict(code) => {
                 number(data, 1, VERDICT);
@@ -330,12 +343,13 @@ impl Expr {
             {
                 Some(Self::Map { map: text_in(data, 1)? })
             }
-            "fib" if is(1, REGISTER) && is(2, FIB_DEVICE) && is(3, FIB_DESTINATION) => {
-                Some(Self::OutDevice)
-            }
-            "fib" if is(1, REGISTER) && is(2, FIB_DEVICE) && is(3, FIB_SOURCE_AND_DEVICE) => {
-                Some(Self::WayBack)
-            }
+            "fib" if is(1, REGISTER) => match (number_in(data, 2)?, number_in(data, 3)?) {
+                (FIB_DEVICE, FIB_SOURCE_AND_DEVICE) => Some(Self::WayBack),
+                (FIB_DEVICE, FIB_DESTINATION) => Some(Self::OutDevice),
+                (FIB_KIND, FIB_SOURCE) => Some(Self::SourceKind),
+                (FIB_KIND, FIB_DESTINATION_AND_DEVICE) => Some(Self::KindAtArrival),
+                _ => None,
+            },
             "counter" => Some(Self::Counter),
             "immediate" if is(1, VERDICT) => {
                 let verdict = find(find(data, 2)?, DATA_VERDICT)?;
@@ -350,6 +364,11 @@ impl Expr {
             _ => None,
         }
     }
+}
+
+/// Writes a lookup in the routes.
+fn fib(data: &mut Messages, result: u32, flags: u32) {
+    number(number(number(data, 1, REGISTER), 2, result), 3, flags);
 }
 
 /// Writes a load of bytes from a header.

@@ -11,7 +11,7 @@ use flannel_netlink::netfilter::NetfilterSocket;
 use flannel_netlink::testing::{in_netns, run};
 use flannel_nft::{
     Base, Batches, Chain, ChainHead, Expr, Marks, Set, Table, TableFamily, address_of, arrived_by,
-    at_one_moment, batch, hook, is_device, meta, octets, verdict,
+    at_one_moment, batch, hook, is_device, kind, meta, octets, verdict,
 };
 use test_support::eventually;
 
@@ -81,6 +81,9 @@ fn each_instruction_is_read_as_it_was_written() {
         filter[3].push(Expr::Counter);
         let mut arriving = filter.clone();
         arriving.push(vec![Expr::WayBack, Expr::Compare { equal: false, value: vec![0; 4] }]);
+        let local = Expr::Compare { equal: true, value: kind::LOCAL.to_ne_bytes().into() };
+        arriving.push(vec![Expr::KindAtArrival, local.clone()]);
+        filter.push(vec![Expr::SourceKind, local]);
         let nat = vec![
             vec![Expr::Meta(meta::OIFNAME), is_device(device), Expr::Masquerade { flags: 16 }],
             vec![Expr::Masquerade { flags: 0 }],
