@@ -90,8 +90,8 @@ fn the_guard_of_vxlan_follows_the_peers() {
         let network = host(&subnets).join(backend, &config, JoinOptions::default()).await.unwrap();
         let views = subnets.watch_leases().await.unwrap();
         let ends = [
-            "192.0.2.1/32 drops strangers at UDP port 8472 for flannel.1, pods 10.1.0.0/16",
-            "2001:db8::1/128 drops strangers at UDP port 8472 for flannel-v6.1, pods fd00:1::/48",
+            "192.0.2.1/32 drops strangers at UDP port 8472 for flannel.1",
+            "2001:db8::1/128 drops strangers at UDP port 8472 for flannel-v6.1",
         ];
         let steps = async {
             let with = |peers: &[&'static str]| [&ends[..], peers].concat();
@@ -129,7 +129,7 @@ fn the_guard_of_vxlan_follows_the_peers() {
 fn the_option_decides_about_the_guard() {
     in_netns_async(|| async {
         let v4 = |verb: &str, inlet: &str, device: &str| {
-            format!("192.0.2.1/32 {verb} strangers at {inlet}{device}, pods 10.1.0.0/16")
+            format!("192.0.2.1/32 {verb} strangers at {inlet}{device}")
         };
         let udp = "UDP port 8472";
         let ipip = "IP protocol 4";

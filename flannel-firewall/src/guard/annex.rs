@@ -36,8 +36,9 @@ const FROM: &str = "from ";
 const CHANGED: &str = ", changed by another program";
 
 /// Refuses the packets of a tunnel that do not come from the public address of a peer, or whose
-/// source is neither in the subnets of that peer nor the peer itself. Also refuses the packets that
-/// pods of this node send to the tunnels of nodes: masqueraded, they would look like this node's.
+/// source is neither in the subnets of that peer nor the peer itself. Also refuses the packets of
+/// others, such as pods, that this node would send to the tunnels of nodes: masqueraded, they would
+/// look like this node's.
 ///
 /// The kernel takes packets of a tunnel from every host. This annex keeps a table of nf_tables
 /// (`inet flannel-NAME`) that drops or counts the wrong ones. Its records are the ends of the
@@ -163,8 +164,7 @@ impl Guard {
         }
         let local = record.subnet.base();
         let text = record.data().trim_end_matches(CHANGED);
-        let end = TunnelEnd::parse(local, text).filter(|end| end.pods.family() == family);
-        let end = end.ok_or_else(wrong)?;
+        let end = TunnelEnd::parse(local, text).ok_or_else(wrong)?;
         if is_put {
             sources.ends[family] = Some(end);
         } else if sources.ends[family].as_ref().is_some_and(|found| found.local == local) {
@@ -228,8 +228,11 @@ fn problem(reason: &str, verb: &str) -> (String, String) {
             "flannelctl peers # which subnet does each address have?".to_owned(),
         ),
         _ => (
-            format!("pods of this node send packets to the tunnels of nodes, which are {verb}"),
-            "tcpdump -ni any # which pod sends to the port or protocol of the tunnel?".to_owned(),
+            format!(
+                "pods, or hosts behind this node, send packets to the tunnels of nodes, which are \
+                 {verb}"
+            ),
+            "tcpdump -ni any # which one sends to the port or protocol of the tunnel?".to_owned(),
         ),
     }
 }

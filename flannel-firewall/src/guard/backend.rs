@@ -154,14 +154,13 @@ impl<B: Backend> Backend for Guarded<B> {
         let node = node.clone().with_guard(unguarded.as_deref());
         let prepared = self.inner.prepare(&node, config).await?;
         let datapath = self.inner.datapath(config)?;
-        let pods = config.networks.map(|_, pods| pods.network);
         let end = |family: Family| {
+            config.networks[family].as_ref()?;
             Some(TunnelEnd {
                 drops: check == SourceCheck::Drop,
                 device: Some(datapath.devices[family]?),
                 local: node.uplink.address[family]?,
                 inlets: datapath.inlets.clone(),
-                pods: pods[family]?,
             })
         };
         let ends = Dual::from_fn(end);

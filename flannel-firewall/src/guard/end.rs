@@ -3,14 +3,12 @@
 use std::fmt;
 use std::net::IpAddr;
 
-use flannel_core::Subnet;
 use flannel_core::backend::Inlet;
 use flannel_core::object::LinkName;
 
 const AT: &str = " strangers at ";
 const AND: &str = " and ";
 const FOR: &str = " for ";
-const PODS: &str = ", pods ";
 const UDP: &str = "UDP port ";
 const PROTOCOL: &str = "IP protocol ";
 
@@ -20,17 +18,16 @@ pub struct TunnelEnd {
     /// Whether packets of strangers are dropped. If not, they are only counted.
     pub drops: bool,
     /// The device by which the packets arrive after the tunnel. `None`: a program moves the
-    /// packets, and checks their sources itself. Then the guard refuses only packets of pods.
+    /// packets, and checks their sources itself. Then the guard refuses only packets that arrive
+    /// by a device on which no peer can be, and packets of pods to nodes.
     pub device: Option<LinkName>,
     /// The address at which the packets of the tunnel arrive.
     pub local: IpAddr,
     /// The packets of the tunnel.
     pub inlets: Vec<Inlet>,
-    /// The pod network.
-    pub pods: Subnet,
 }
 
-/// For example `drops strangers at UDP port 8472 for flannel.1, pods 10.1.0.0/16`.
+/// For example `drops strangers at UDP port 8472 for flannel.1`.
 impl fmt::Display for TunnelEnd {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let verb = if self.drops { "drops" } else { "counts" };
@@ -39,7 +36,7 @@ impl fmt::Display for TunnelEnd {
         if let Some(device) = self.device {
             write!(f, "{FOR}{device}")?;
         }
-        write!(f, "{PODS}{}", self.pods)
+        Ok(())
     }
 }
 
@@ -52,14 +49,12 @@ impl TunnelEnd {
             "counts" => false,
             _ => return None,
         };
-        let (rest, pods) = rest.split_once(PODS)?;
         let (inlets, device) = match rest.split_once(FOR) {
             Some((inlets, device)) => (inlets, Some(device.parse().ok()?)),
             None => (rest, None),
         };
         let inlets = inlets.split(AND).map(inlet).collect::<Option<Vec<_>>>()?;
-        let pods: Subnet = pods.parse().ok()?;
-        Some(Self { drops, device, local, inlets, pods })
+        Some(Self { drops, device, local, inlets })
     }
 }
 
@@ -75,10 +70,10 @@ mod tests {
     #[test]
     fn an_end_is_read_from_its_text() {
         for (local, text) in [
-            ("192.0.2.7", "drops strangers at UDP port 8472 for flannel.1, pods 10.1.0.0/16"),
-            ("192.0.2.7", "counts strangers at IP protocol 4 for flannel.ipip, pods 10.1.0.0/16"),
-            ("2001:db8::7", "drops strangers at UDP port 8285, pods fd00:1::/48"),
-            ("192.0.2.7", "drops strangers at UDP port 7 and IP protocol 253, pods 10.1.0.0/16"),
+            ("192.0.2.7", "drops strangers at UDP port 8472 for flannel.1"),
+            ("192.0.2.7", "counts strangers at IP protocol 4 for flannel.ipip"),
+            ("2001:db8::7", "drops strangers at UDP port 8285"),
+            ("192.0.2.7", "drops strangers at UDP port 7 and IP protocol 253"),
         ] {
             let end = TunnelEnd::parse(local.parse().unwrap(), text).unwrap();
             assert_eq!(end.to_string(), text);
@@ -86,10 +81,9 @@ mod tests {
         let local = "192.0.2.7".parse().unwrap();
         for wrong in [
             "from 192.0.2.8",
-            "takes strangers at UDP port 8472 for flannel.1, pods 10.1.0.0/16",
-            "drops strangers at UDP port 65536, pods 10.1.0.0/16",
-            "drops strangers at UDP port 1 for a/b, pods 10.1.0.0/16",
-            "drops strangers at UDP port 1 for a",
+            "takes strangers at UDP port 8472 for flannel.1",
+            "drops strangers at UDP port 65536",
+            "drops strangers at UDP port 1 for a/b",
         ] {
             assert_eq!(TunnelEnd::parse(local, wrong), None, "{wrong}");
         }

@@ -5,8 +5,8 @@
 //! chain sees the packets of the tunnel when they arrive, and marks those of peers. The mark stays
 //! when the kernel takes the packet out of the tunnel. Another chain sees what comes by the device
 //! of the tunnel, packet by packet, and refuses each one whose mark and source are no pair. So it
-//! makes no difference how a packet came to the device, and each packet of a batch is checked. The
-//! third chain refuses the packets that pods send to the tunnels of nodes.
+//! makes no difference how a packet came to the device, and each packet of a batch is checked. Two
+//! chains refuse the packets to the tunnels of nodes that neither this node nor a peer has made.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
@@ -19,14 +19,14 @@ use flannel_core::object::LinkName;
 use flannel_netlink::netfilter::{Batch, NetfilterSocket};
 use flannel_nft::{
     Base, Batches, Chain, Expr, Marks, Set, SetHead, Table, TableFamily, TableHead, address_of,
-    arrived_by, hook, meta, octets, verdict,
+    arrived_by, hook, kind, meta, octets, verdict,
 };
 
 use super::end::TunnelEnd;
 
-/// The chains: at the arrival of tunnel packets, for forwarded packets, and for the packets that
-/// have left the tunnel.
-const CHAINS: [&str; 3] = ["outer", "pods", "inner"];
+/// The chains: at the arrival of tunnel packets, for forwarded packets, for packets that this node
+/// sends, and for the packets that have left the tunnel.
+const CHAINS: [&str; 4] = ["outer", "forwarded", "sent", "inner"];
 /// Before the chains of other programs (`raw` of `nft` is -300), so that none sees the mark.
 const FIRST: i32 = -310;
 /// After the chains of other programs, for the same reason.
@@ -149,7 +149,7 @@ impl Sources {
         let largest = self.marks.last().map_or(0, |mark| mark & !TAG);
         let next = (largest + 1..=!TAG).chain(1..=!TAG).map(|number| self.tag | number);
         let mut free = next.filter(|mark| !self.marks.contains(mark));
-        free.next().expect("a cluster has fewer than 16 million nodes")
+        free.next().expect("a host has memory for fewer than 16 million peers")
     }
 
     /// The same table without peers. It has the same rules.
@@ -195,7 +195,7 @@ impl Sources {
             is_intact &= sources.read_sets(socket, table, family, &nodes, &mut objects)?;
         }
         let chains = Chain::read(socket, table, &CHAINS)?;
-        let chains = <[_; 3]>::try_from(chains).expect("one for each name");
+        let chains = <[_; CHAINS.len()]>::try_from(chains).expect("one for each name");
         objects += u32::try_from(chains.iter().flatten().count()).unwrap_or(u32::MAX);
         sources.ends = Dual::from_fn(|family| end_of(family, &chains));
         is_intact &= desired_lens.is_subset(&sources.lens);
@@ -317,7 +317,8 @@ impl Sources {
     fn make_chains(&self, batch: &mut Batch, table: &Table<'_>) {
         let texts = [
             "chain to mark tunnel packets from peers",
-            "chain to refuse tunnel packets that pods send to nodes",
+            "chain to refuse tunnel packets of others than peers to nodes",
+            "chain to refuse tunnel packets to nodes that a proxy sends for others",
             "chain to refuse packets out of the tunnel with the source of another node",
         ];
         for ((chain, name), text) in self.chains().into_iter().zip(CHAINS).zip(texts) {
@@ -328,11 +329,11 @@ impl Sources {
     }
 
     /// The [`CHAINS`].
-    fn chains(&self) -> [Option<Chain>; 3] {
+    fn chains(&self) -> [Option<Chain>; CHAINS.len()] {
         if self.ends.is_empty() {
-            return [None, None, None];
+            return [const { None }; CHAINS.len()];
         }
-        let [outer, pods, inner] = self.rules();
+        let [outer, forwarded, sent, inner] = self.rules();
         let chain = |hook, priority, rules: Vec<Rule>| {
             let kind = "filter".to_owned();
             let policy = verdict::ACCEPT;
@@ -341,42 +342,45 @@ impl Sources {
         };
         [
             chain(hook::INPUT, LAST, outer),
-            chain(hook::FORWARD, FIRST, pods),
+            chain(hook::FORWARD, FIRST, forwarded),
+            chain(hook::OUTPUT, FIRST, sent),
             chain(hook::PREROUTING, FIRST, inner),
         ]
     }
 
     /// The rules of the [`CHAINS`].
-    fn rules(&self) -> [Vec<Rule>; 3] {
-        let mut outer = Vec::new();
-        let mut pods = Vec::new();
+    fn rules(&self) -> [Vec<Rule>; CHAINS.len()] {
+        let mut outer = vec![clear_tag(self.tag)];
+        let mut forwarded = Vec::new();
+        let mut sent = Vec::new();
         let mut inner = Vec::new();
         for (family, end) in self.ends.iter() {
             for inlet in &end.inlets {
                 let arrives = arrives(family, *inlet, end.local);
                 match end.device {
-                    Some(_) => outer.push(mark_peers(family, arrives)),
+                    Some(_) => outer.extend(mark_peers(family, &arrives)),
                     // The program at the other end of the device checks packets itself. It cannot
                     // tell a pod that has a peer's address.
-                    None => outer.extend(refuse_pods(family, end, &arrives)),
+                    None => outer.push(refuse_strays(end.drops, arrives)),
                 }
                 let mut leaves = comes(family, *inlet);
                 leaves.extend([address_of(family, false), map_lookup(family)]);
-                pods.extend(refuse_pods(family, end, &leaves));
+                forwarded.extend(forward_peers(family, end.drops, &leaves));
+                sent.push(refuse_proxies(end.drops, leaves));
             }
             let Some(device) = end.device else { continue };
             // Most packets have the address of a pod, and so a shorter prefix than a node.
             let lens = self.lens.iter().filter(|(of, _)| *of == family);
             inner.extend(lens.map(|(_, len)| admit(family, device, *len)));
             let mut stranger = arrived_by(device).to_vec();
-            stranger.extend([Expr::Meta(meta::MARK), Expr::Mask(TAG.to_ne_bytes().into())]);
+            stranger.extend(tag());
             stranger.push(is_not(self.tag.to_ne_bytes().into()));
             inner.push(refuse(Reason::Stranger, end.drops, stranger));
             let mut foreign = arrived_by(device).to_vec();
             foreign.extend(set_mark(0));
             inner.push(refuse(Reason::ForeignSource, end.drops, foreign));
         }
-        [outer, pods, inner]
+        [outer, forwarded, sent, inner]
     }
 
     /// The packets that the rules refused, from the counters of the table's rules.
@@ -403,11 +407,11 @@ struct Rule {
 /// Why a packet is refused.
 #[derive(Debug, Clone, Copy)]
 enum Reason {
-    /// It comes from no peer.
+    /// It comes from no peer, or not on a way from it.
     Stranger,
     /// It comes from a peer, and has the source of another node.
     ForeignSource,
-    /// A pod sends it to the tunnel of a node.
+    /// A pod, or another host behind this one, sends it to the tunnel of a node.
     Pod,
 }
 
@@ -434,6 +438,21 @@ fn is_not(value: Vec<u8>) -> Expr {
 /// A mark is in the machine's byte order.
 fn set_mark(mark: u32) -> [Expr; 2] {
     [Expr::Value(mark.to_ne_bytes().into()), Expr::SetMeta(meta::MARK)]
+}
+
+/// Loads the bits of the mark that tell guards apart.
+fn tag() -> [Expr; 2] {
+    [Expr::Meta(meta::MARK), Expr::Mask(TAG.to_ne_bytes().into())]
+}
+
+/// Clears a mark that another program, or a process with a privilege, has set: only this table
+/// gives marks with its tag. For all packets, because a device may take some that no other rule is
+/// about.
+fn clear_tag(of: u32) -> Rule {
+    let mut exprs = tag().to_vec();
+    exprs.push(is(of.to_ne_bytes().into()));
+    exprs.extend(set_mark(0));
+    Rule { counts: None, exprs }
 }
 
 /// Refuses the packets of these conditions, and counts them.
@@ -467,22 +486,43 @@ fn map_lookup(family: Family) -> Expr {
     Expr::Map { map: map_name(family) }
 }
 
-/// Gives packets of peers their mark. A pod may send with the address of a peer, but not by the
-/// device to that peer.
-fn mark_peers(family: Family, mut exprs: Vec<Expr>) -> Rule {
-    exprs.extend([Expr::WayBack, is_not(vec![0; 4])]);
-    exprs.extend([address_of(family, true), map_lookup(family), Expr::SetMeta(meta::MARK)]);
-    Rule { counts: None, exprs }
+/// The packets arrive by the device to their source.
+fn on_way_back() -> [Expr; 2] {
+    [Expr::WayBack, is_not(vec![0; 4])]
 }
 
-/// Refuses packets of pods, with their own addresses or with others.
-fn refuse_pods(family: Family, end: &TunnelEnd, exprs: &[Expr]) -> [Rule; 2] {
-    let mut of_pod = exprs.to_vec();
-    of_pod.extend([address_of(family, true), Expr::Mask(mask(end.pods))]);
-    of_pod.push(is(octets(end.pods.base())));
-    let mut forged = exprs.to_vec();
-    forged.extend([Expr::WayBack, is(vec![0; 4])]);
-    [of_pod, forged].map(|exprs| refuse(Reason::Pod, end.drops, exprs))
+/// Gives packets of peers their mark. A pod may send with the address of a peer, but neither by the
+/// device to that peer nor by the one with the address of the tunnel. The second one is for nodes
+/// with another way to a peer than from it.
+fn mark_peers(family: Family, arrives: &[Expr]) -> [Rule; 2] {
+    let at_home = [Expr::KindAtArrival, is(kind::LOCAL.to_ne_bytes().into())];
+    [on_way_back(), at_home].map(|way| {
+        let mark = [address_of(family, true), map_lookup(family), Expr::SetMeta(meta::MARK)];
+        Rule { counts: None, exprs: [arrives, &way, &mark].concat() }
+    })
+}
+
+/// Refuses packets by a device on which no peer can be, see [`mark_peers`].
+fn refuse_strays(drops: bool, mut exprs: Vec<Expr>) -> Rule {
+    exprs.extend([Expr::WayBack, is(vec![0; 4])]);
+    exprs.extend([Expr::KindAtArrival, is_not(kind::LOCAL.to_ne_bytes().into())]);
+    refuse(Reason::Stranger, drops, exprs)
+}
+
+/// Forwards the packets of peers for which this host is a router, and refuses all others: of pods,
+/// of containers of other networks, with their own addresses or with that of a peer. Masqueraded,
+/// they would look like those of this node.
+fn forward_peers(family: Family, drops: bool, leaves: &[Expr]) -> [Rule; 2] {
+    let source = [address_of(family, true), map_lookup(family), Expr::Verdict(verdict::ACCEPT)];
+    let of_peer = Rule { counts: None, exprs: [leaves, &on_way_back(), &source].concat() };
+    [of_peer, refuse(Reason::Pod, drops, leaves.to_vec())]
+}
+
+/// Refuses packets that this host sends with the source of another one. IPVS sends the packets of
+/// pods to services so, before they are masqueraded.
+fn refuse_proxies(drops: bool, mut exprs: Vec<Expr>) -> Rule {
+    exprs.extend([Expr::SourceKind, is_not(kind::LOCAL.to_ne_bytes().into())]);
+    refuse(Reason::Pod, drops, exprs)
 }
 
 /// Admits packets by the device of a tunnel whose mark and source are in the set for this length.
@@ -513,31 +553,22 @@ fn mask(subnet: Subnet) -> Vec<u8> {
 }
 
 /// The end of the tunnel that the rules of the chains are about.
-fn end_of(family: Family, chains: &[Option<Chain>; 3]) -> Option<TunnelEnd> {
-    let [Some(outer), Some(pods), Some(inner)] = chains else { return None };
+fn end_of(family: Family, chains: &[Option<Chain>; CHAINS.len()]) -> Option<TunnelEnd> {
+    let [Some(outer), _, Some(sent), Some(inner)] = chains else { return None };
     let protocol = TableFamily::from(family).protocol();
     let of_family =
         |rule: &&Vec<Expr>| value(rule, &Expr::Meta(meta::NFPROTO)) == Some(&[protocol]);
-    let of_pods: Vec<_> = pods.rules.iter().filter(of_family).collect();
-    let first = of_pods.first()?;
-    let drops = *first.last()? == Expr::Verdict(verdict::DROP);
-    let source = first.iter().position(|expr| *expr == address_of(family, true))?;
-    let [Expr::Mask(mask), Expr::Compare { value: base, .. }] =
-        first.get(source + 1..source + 3)?
-    else {
-        return None;
-    };
-    let len = mask.iter().map(|byte| byte.count_ones()).sum::<u32>();
-    let pods = Subnet::new(address(base)?, u8::try_from(len).ok()?)?;
-    // Each inlet has two rules.
-    let inlets = of_pods.iter().step_by(2).filter_map(|rule| inlet_of(rule)).collect();
+    // Each inlet has one rule.
+    let of_inlets: Vec<_> = sent.rules.iter().filter(of_family).collect();
+    let drops = *of_inlets.first()?.last()? == Expr::Verdict(verdict::DROP);
+    let inlets = of_inlets.iter().filter_map(|rule| inlet_of(rule)).collect();
     let arrival = outer.rules.iter().find(of_family)?;
     let local = address(value(arrival, &address_of(family, false))?)?;
     let device = inner.rules.iter().find(of_family);
     let device = device.and_then(|rule| value(rule, &Expr::Meta(meta::IIFNAME)));
     let device = device.and_then(|name| std::str::from_utf8(name).ok());
     let device = device.and_then(|name| name.trim_end_matches('\0').parse().ok());
-    Some(TunnelEnd { drops, device, local, inlets, pods })
+    Some(TunnelEnd { drops, device, local, inlets })
 }
 
 fn inlet_of(rule: &[Expr]) -> Option<Inlet> {
@@ -653,10 +684,9 @@ pub(super) fn trial(table: &Table<'_>) -> Batches {
     let mut sources = Sources::new(1);
     sources.ends = Dual::from_fn(|family| {
         let local = family.unspecified();
-        let pods = Subnet::new(local, 16)?;
         let inlets = vec![Inlet::Udp(1)];
         let device = Some("none".parse().expect("a valid name"));
-        Some(TunnelEnd { drops: true, device, local, inlets, pods })
+        Some(TunnelEnd { drops: true, device, local, inlets })
     });
     for family in Family::BOTH {
         let subnet = Subnet::new(family.unspecified(), 24).expect("this length exists");

@@ -37,13 +37,11 @@ fn subnet_of(family: Family, subnet: u8) -> Subnet {
 }
 
 fn end(family: Family, device: &str, drops: bool) -> TunnelEnd {
-    let pods = Subnet::new(pod(family, 0, 0), if family == Family::V4 { 16 } else { 48 });
     TunnelEnd {
         drops,
         device: Some(device.parse().unwrap()),
         local: host(family, 7),
         inlets: vec![Inlet::Udp(PORT)],
-        pods: pods.unwrap(),
     }
 }
 

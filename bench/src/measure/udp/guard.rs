@@ -75,13 +75,11 @@ fn compare(
 /// The time in which the kernel takes the pairs of so many peers, in seconds.
 fn load(peers: u32) -> anyhow::Result<f64> {
     let guard = Guard::new("guard-bench");
-    let pods: Subnet = "10.0.0.0/8".parse().context("a subnet")?;
     let end = TunnelEnd {
         drops: true,
         device: Some("flannel.1".parse().context("a name")?),
         local: [192, 0, 2, 1].into(),
         inlets: vec![Inlet::Udp(VXLAN_PORT)],
-        pods,
     };
     let peer = |n: u32| {
         let subnet = Subnet::new(Ipv4Addr::from_bits(0x0a00_0000 + (n << 8)).into(), 24)?;

@@ -143,7 +143,8 @@ fn a_table_that_another_program_changes_is_noticed_and_repaired() {
         for damage in [
             "flush chain inet TABLE inner",
             "insert rule inet TABLE inner accept",
-            "flush chain inet TABLE pods",
+            "flush chain inet TABLE forwarded",
+            "flush chain inet TABLE sent",
             "insert rule inet TABLE outer udp dport 8472 mark set MARK",
             "delete chain inet TABLE inner",
             "add chain inet TABLE other",
@@ -191,12 +192,11 @@ fn a_table_that_another_program_changes_is_noticed_and_repaired() {
 fn a_record_of_another_annex_is_refused() {
     in_netns(|| {
         let guard = Guard::new(NAME);
-        let ends = "drops strangers at UDP port 8472 for tunnel, pods";
         let wrong = [
             Record::new(NAME, subnet("10.1.8.0/24"), "to 192.0.2.8"),
             Record::new(NAME, subnet("10.1.8.0/24"), "from 2001:db8::1"),
             Record::new(NAME, subnet("fd00::/64"), "from 192.0.2.8"),
-            Record::new(NAME, subnet("192.0.2.7/32"), format!("{ends} fd00::/48")),
+            Record::new(NAME, subnet("192.0.2.7/32"), "drops strangers at UDP port 8472 for a/b"),
             Record::new(NAME, subnet("192.0.2.7/32"), "drops strangers at UDP port 65536"),
         ];
         let good = guard.peer(subnet("10.1.9.0/24"), host(Family::V4, 9));

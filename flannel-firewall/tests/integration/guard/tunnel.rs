@@ -6,17 +6,20 @@
 //! ```
 
 use std::collections::BTreeMap;
+use std::io::{self, ErrorKind};
 use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::time::Duration;
 
 use flannel_core::address::Family;
+use flannel_core::backend::Inlet;
 use flannel_core::kernel::Annex;
 use flannel_core::object::MacAddr;
-use flannel_firewall::Guard;
+use flannel_firewall::{Guard, TunnelEnd};
 use flannel_netlink::testing::{Netns, in_netns, ip};
 use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
-use nix::sys::socket::{setsockopt, sockopt::UdpGsoSegment};
+use nix::sys::socket::{setsockopt, sockopt, sockopt::UdpGsoSegment};
 use nix::unistd::Pid;
+use socket2::{Domain, Protocol, Socket, Type};
 use test_support::{eventually, packet, receive_from};
 
 use super::{NAME, PORT, apply, end, host, pod, puts, subnet_of};
@@ -151,17 +154,17 @@ impl Scene {
         }
     }
 
-    fn refused(&self) -> BTreeMap<&'static str, u64> {
-        self.guard.refused().unwrap().packets
-    }
-
-    /// Waits until the guard has refused so many packets: of strangers, with the source of another
-    /// node, of pods.
     fn until_refused(&self, stranger: u64, foreign_source: u64, pod: u64) {
-        let wanted =
-            [("stranger", stranger), ("foreign_source", foreign_source), ("pod", pod)].into();
-        eventually(PATIENCE, || self.refused() == wanted, || format!("{:?}", self.refused()));
+        until_refused(&self.guard, stranger, foreign_source, pod);
     }
+}
+
+/// Waits until the guard has refused so many packets: of strangers, with the source of another
+/// node, of pods.
+fn until_refused(guard: &Guard, stranger: u64, foreign_source: u64, pod: u64) {
+    let wanted = [("stranger", stranger), ("foreign_source", foreign_source), ("pod", pod)].into();
+    let refused = || guard.refused().unwrap().packets;
+    eventually(PATIENCE, || refused() == wanted, || format!("{:?}", refused()));
 }
 
 /// A packet of UDP to the receiver in a pod. Its last byte is a number.
@@ -199,6 +202,66 @@ fn packets(family: Family) -> (Sent, Sent) {
         (9, of(host(family, 9), 105)),
     ];
     (wrong, right)
+}
+
+/// An address on the link to a neighbour: that of the node is the first one.
+fn beside(family: Family, link: u8, n: u8) -> IpAddr {
+    match family {
+        Family::V4 => [172, link, 0, n].into(),
+        Family::V6 => [0xfd00, u16::from(link), 0, 0, 0, 0, 0, u16::from(n)].into(),
+    }
+}
+
+/// A namespace on a link of its own to this node, as a container of another network has it, or a
+/// virtual machine. Its first address is `beside(family, link, 2)`.
+fn neighbour(device: &str, link: u8) -> Netns {
+    let there = Netns::new().unwrap();
+    ip(&format!("link add {device} type veth peer name eth0 netns {}", there.path().display()));
+    ip(&format!("link set {device} up"));
+    there.run(|| ip("link set eth0 up"));
+    there.run(|| ip("link set lo up"));
+    for family in Family::BOTH {
+        let [len, nodad] = if family == Family::V4 { ["24", ""] } else { ["64", "nodad"] };
+        ip(&format!("addr add {}/{len} dev {device} {nodad}", beside(family, link, 1)));
+        there.run(|| {
+            ip(&format!("addr add {}/{len} dev eth0 {nodad}", beside(family, link, 2)));
+            ip(&format!("route add default via {}", beside(family, link, 1)));
+        });
+    }
+    there
+}
+
+/// A receiver on the wire, as the tunnel of another node.
+fn receiver_of(scene: &Scene, family: Family, n: u8, port: u16) -> UdpSocket {
+    let socket = scene.wire.run(|| UdpSocket::bind((host(family, n), port)).unwrap());
+    socket.set_read_timeout(Some(PATIENCE)).unwrap();
+    socket
+}
+
+/// The next datagram.
+fn next(receiver: &UdpSocket) -> Vec<u8> {
+    let mut buffer = [0; 9000];
+    let (len, _) = receive_from(receiver, &mut buffer).unwrap();
+    buffer[..len].to_vec()
+}
+
+/// Sends a packet from this node with any source.
+fn send_raw(from: IpAddr, to: SocketAddr, payload: &[u8]) -> io::Result<usize> {
+    /// `IPPROTO_RAW`: the sender writes the IP header.
+    const RAW: i32 = 255;
+    let domain = Domain::for_address(to);
+    let raw = Socket::new(domain, Type::RAW, Some(Protocol::from(RAW))).unwrap();
+    let packet = packet::udp(from, to, payload);
+    raw.send_to(&packet, &SocketAddr::new(to.ip(), 0).into())
+}
+
+/// The mark of a peer in the table of the guard.
+fn mark_of(peer: IpAddr) -> u32 {
+    let family = if peer.is_ipv4() { "ipv4" } else { "ipv6" };
+    let map = nft(&format!("list map inet flannel-{NAME} peers-{family}"));
+    let mark = map.split_once(&format!("{peer} : 0x")).unwrap().1;
+    let mark = mark.split(|digit: char| !digit.is_ascii_hexdigit()).next().unwrap();
+    u32::from_str_radix(mark, 16).unwrap()
 }
 
 fn numbers(packets: &[(u8, Vec<u8>)]) -> Vec<u8> {
@@ -331,6 +394,134 @@ fn a_pod_sends_nothing_to_the_tunnels_of_nodes() {
             scene.until_refused(n * 2, 0, n * 3);
             tunnel.set_nonblocking(true).unwrap();
             assert!(tunnel.recv(&mut [0; 9000]).is_err(), "a packet has reached the other node");
+        }
+    });
+}
+
+/// A container of another network on this node, whose packets are masqueraded too, is no peer. A
+/// virtual machine that is a node may send to other nodes.
+#[test]
+fn only_peers_are_forwarded_to_the_tunnels_of_nodes() {
+    in_netns(|| {
+        let scene = Scene::set(true);
+        let container = neighbour("docker0", 17);
+        let machine = neighbour("vm0", 18);
+        nft("add table inet masq");
+        nft("add chain inet masq out { type nat hook postrouting priority 100; }");
+        nft("add rule inet masq out iifname docker0 oifname eth0 masquerade");
+        for (n, family) in (1..).zip(Family::BOTH) {
+            let peer = host(family, 5);
+            ip(&format!("route add {peer} via {}", beside(family, 18, 2)));
+            scene.wire.run(|| ip(&format!("route add {peer} via {}", host(family, 7))));
+            let [len, nodad] = if family == Family::V4 { ["32", ""] } else { ["128", "nodad"] };
+            machine.run(|| ip(&format!("addr add {peer}/{len} dev lo {nodad}")));
+            // A container may give itself the address of a peer.
+            container.run(|| ip(&format!("addr add {peer}/{len} dev lo {nodad}")));
+            apply(&scene.guard, &puts([scene.guard.peer(subnet_of(family, 5), peer)]));
+            let tunnel = receiver_of(&scene, family, 9, PORT);
+            let other = receiver_of(&scene, family, 9, PORT + 1);
+            let send = |from: &Netns, source: IpAddr, text: &[u8], port| {
+                let socket = from.run(|| UdpSocket::bind((source, 0)).unwrap());
+                from.run(|| socket.send_to(text, (host(family, 9), port)).unwrap());
+            };
+            let own = beside(family, 17, 2);
+            send(&container, own, b"forged", PORT);
+            send(&container, peer, b"forged", PORT);
+            send(&machine, beside(family, 18, 2), b"forged", PORT);
+            send(&container, own, b"other", PORT + 1);
+            send(&machine, peer, b"right", PORT);
+            assert_eq!((next(&tunnel), next(&other)), (b"right".to_vec(), b"other".to_vec()));
+            scene.until_refused(0, 0, n * 3);
+        }
+    });
+}
+
+/// A proxy in the kernel (IPVS) sends the packets of pods as if they were the node's own.
+#[test]
+fn a_node_sends_no_packets_of_others_to_the_tunnels_of_nodes() {
+    in_netns(|| {
+        let scene = Scene::set(true);
+        for (n, family) in (1..).zip(Family::BOTH) {
+            // The kernel adds the local route of an IPv6 address later.
+            let routes = || ip("-6 route show table local");
+            let own = host(Family::V6, 7).to_string();
+            eventually(PATIENCE, || routes().contains(&own), routes);
+            let tunnel = receiver_of(&scene, family, 9, PORT);
+            let at = SocketAddr::new(host(family, 9), PORT);
+            for forged in [pod(family, 7, 2), host(family, 8)] {
+                let refused = send_raw(forged, at, b"forged").unwrap_err();
+                assert_eq!(refused.kind(), ErrorKind::PermissionDenied, "the kernel drops it");
+            }
+            let other = SocketAddr::new(host(family, 9), PORT + 1);
+            send_raw(pod(family, 7, 2), other, b"other").unwrap();
+            send_raw(host(family, 7), at, b"right").unwrap();
+            assert_eq!(next(&tunnel), b"right");
+            scene.until_refused(0, 0, n * 2);
+        }
+    });
+}
+
+/// Another program may set a mark, and a process of the node may send with one.
+#[test]
+fn a_mark_of_others_makes_no_peer() {
+    in_netns(|| {
+        let scene = Scene::set(true);
+        nft("add table inet other");
+        nft("add chain inet other in { type filter hook prerouting priority 0; }");
+        for (n, family) in (1..).zip(Family::BOTH) {
+            let mark = mark_of(host(family, 8));
+            let forged = frame(&inner(pod(family, 8, 2), pod(family, 7, 2), &[1]));
+            let socket = UdpSocket::bind((host(family, 7), 0)).unwrap();
+            setsockopt(&socket, sockopt::Mark, &mark).unwrap();
+            socket.send_to(&forged, (host(family, 7), PORT)).unwrap();
+            nft(&format!("add rule inet other in udp dport {PORT} meta mark set {mark}"));
+            assert_eq!(scene.arrived(family, &[(99, forged)]), [0; 0]);
+            scene.until_refused(n * 2, 0, 0);
+            nft("flush chain inet other in");
+        }
+    });
+}
+
+/// The packets of a peer arrive by the interface with the address of the tunnel, and those to the
+/// peer leave by another one.
+#[test]
+fn the_way_to_a_peer_may_be_another_one_than_from_it() {
+    in_netns(|| {
+        let scene = Scene::set(true);
+        let _router = neighbour("other0", 18);
+        let port = PORT + 7;
+        let program = Guard::new("guard-test-program");
+        let ends = Family::BOTH.map(|family| {
+            let end = end(family, device(family), true);
+            program.tunnel(&TunnelEnd { device: None, inlets: vec![Inlet::Udp(port)], ..end })
+        });
+        let peers = Family::BOTH.map(|it| program.peer(subnet_of(it, 8), host(it, 8)));
+        apply(&program, &puts([ends, peers].concat()));
+        for (n, family) in (1..).zip(Family::BOTH) {
+            let peer = host(family, 8);
+            let node = host(family, 7);
+            ip(&format!("route add {peer} via {}", beside(family, 18, 2)));
+            let right = frame(&inner(pod(family, 8, 2), pod(family, 7, 2), &[1]));
+            assert_eq!(scene.arrived(family, &[(8, right.clone())]), [1]);
+            scene.until_refused((n - 1) * 2, 0, 0);
+            // A program moves the packets.
+            let receiver = UdpSocket::bind((node, port)).unwrap();
+            receiver.set_read_timeout(Some(PATIENCE)).unwrap();
+            let send = |from: &Netns, text: &[u8]| {
+                let socket = from.run(|| UdpSocket::bind((peer, 0)).unwrap());
+                from.run(|| socket.send_to(text, (node, port)).unwrap());
+            };
+            send(&scene.pod, b"forged");
+            send(&scene.wire, b"right");
+            assert_eq!(next(&receiver), b"right");
+            until_refused(&program, n, 0, 0);
+            // A pod may not send to the tunnel in the kernel either.
+            let socket = scene.pod.run(|| UdpSocket::bind((peer, 0)).unwrap());
+            for _ in 0..2 {
+                scene.pod.run(|| socket.send_to(&right, (node, PORT)).unwrap());
+            }
+            assert_eq!(scene.arrived(family, &[]), [0; 0]);
+            scene.until_refused(n * 2, 0, 0);
         }
     });
 }
