@@ -10,12 +10,14 @@ use std::time::Duration;
 use flannel_core::address::Dual;
 use flannel_core::backend::ExternalInterface;
 use flannel_core::kernel::Annex;
-use flannel_core::lease::LeaseAttrs;
+use flannel_core::lease::{LeaseAttrs, Origin, View};
+use flannel_core::status::Status;
 use flannel_core::testing::{FakeKernel, FakeSubnets};
 use flannel_core::{Config, SubnetManager};
 use flannel_firewall::Guard;
 use flannel_netlink::testing::in_netns_async;
 use flannel_route::{Host, JoinOptions};
+use tokio::sync::watch;
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
@@ -116,6 +118,37 @@ fn the_guard_of_vxlan_follows_the_peers() {
             subnets.delete("10.1.7.0-24&fd00:1:0:7::-64");
             subnets.delete("10.1.8.0-24&fd00:1:0:8::-64");
             until("guard-vxlan", &ends).await;
+        };
+        tokio::select! {
+            ended = network.run(views) => panic!("{ended:?}"),
+            () = steps => {}
+        }
+    });
+}
+
+/// A guard without all peers would cut some off. The leases of the cache are not all.
+#[test]
+fn a_guard_refuses_nothing_before_the_leases_are_complete() {
+    in_netns_async(|| async {
+        let subnets = FakeSubnets::with_config(&config(r#"{"Type":"vxlan","SourceCheck":true}"#));
+        let config = subnets.network_config().await.unwrap();
+        subnets.put_attrs("10.1.7.0-24&fd00:1:0:7::-64", peer("vxlan", 7));
+        let backends = flannel_backends::all();
+        let backend = backends.find("vxlan").unwrap();
+        let network = host(&subnets).join(backend, &config, JoinOptions::default()).await.unwrap();
+        let live = subnets.watch_leases().await.unwrap().borrow().clone();
+        let cached = View { origin: Origin::Cached { written: None }, ..live.clone() };
+        let (sender, views) = watch::channel(cached);
+        let mut status = network.handle().status;
+        let steps = async {
+            let peers = ["10.1.7.0/24 from 192.0.2.7", "fd00:1:0:7::/64 from 2001:db8::7"];
+            until("guard-vxlan", &peers).await;
+            let is_done = |status: &Arc<Status>| status.settled && status.own_in_place;
+            status.wait_for(is_done).await.unwrap();
+            assert_eq!(records("guard-vxlan"), peers);
+            sender.send(live).unwrap();
+            status.wait_for(|status| status.in_sync).await.unwrap();
+            assert_eq!(records("guard-vxlan").len(), 4);
         };
         tokio::select! {
             ended = network.run(views) => panic!("{ended:?}"),

@@ -112,7 +112,7 @@ impl Engine {
     /// Whether there is work for [`Engine::settle`].
     pub(crate) fn is_unsettled(&self) -> bool {
         self.survey.is_unread()
-            || self.table.has_puts()
+            || self.has_puts()
             || self.has_queue()
             || (self.live && self.table.has_deletions())
     }
@@ -203,14 +203,20 @@ mod tests {
     use super::*;
     use crate::gated_kernel::GatedKernel;
     use flannel_admission::{AdmissionRules, OfferPlan};
+    use flannel_annex::WithAnnexes;
     use flannel_core::Subnet;
     use flannel_core::backend::Env;
-    use flannel_core::kernel::{ChangedBy, Invalidation, KernelEvent, ROUTE_PROTOCOL};
+    use flannel_core::kernel::{
+        Annex, ChangedBy, Changes, Invalidation, KernelError, KernelEvent, ROUTE_PROTOCOL,
+    };
     use flannel_core::lease::{LeaseAttrs, Offer, Revision};
-    use flannel_core::object::{LinkName, Route, Via};
+    use flannel_core::object::{Change, LinkName, Record, Route, Via};
     use flannel_core::status::{Damage, ObjectState, Wait};
     use flannel_core::testing::{FakeKernel, Operation};
+    use std::collections::BTreeMap;
     use std::net::IpAddr;
+    use std::sync::Mutex;
+    use std::time::Duration;
 
     fn changed_by(protocol: u8) -> ChangedBy {
         let mut changed_by = ChangedBy::new(7);
@@ -218,8 +224,60 @@ mod tests {
         changed_by
     }
 
-    fn gated(kernel: &FakeKernel) -> GatedKernel {
-        GatedKernel::new(Arc::new(kernel.clone()))
+    fn gated(kernel: &FakeKernel, annex: &Notes) -> GatedKernel {
+        let annex: Arc<dyn Annex> = Arc::new(annex.clone());
+        GatedKernel::new(Arc::new(WithAnnexes::new(Arc::new(kernel.clone()), [annex])))
+    }
+
+    /// An annex whose changes end at once.
+    #[derive(Debug, Clone, Default)]
+    struct Notes(Arc<Mutex<Noted>>);
+
+    #[derive(Debug, Default)]
+    struct Noted {
+        records: BTreeMap<Key, Record>,
+        /// The keys in the order in which they were put.
+        puts: Vec<Key>,
+    }
+
+    impl Notes {
+        fn take_puts(&self) -> Vec<Key> {
+            std::mem::take(&mut self.0.lock().unwrap().puts)
+        }
+    }
+
+    impl Annex for Notes {
+        fn name(&self) -> &'static str {
+            "notes"
+        }
+
+        fn records(&self) -> Result<Vec<Record>, KernelError> {
+            Ok(self.0.lock().unwrap().records.values().cloned().collect())
+        }
+
+        fn apply(&self, changes: &[Change]) -> Vec<Result<(), KernelError>> {
+            let mut noted = self.0.lock().unwrap();
+            let mut apply = |change: &Change| {
+                let key = change.object().key();
+                match change {
+                    Change::Put(Object::Record(record)) => {
+                        noted.records.insert(key, record.clone());
+                        noted.puts.push(key);
+                    }
+                    _ => drop(noted.records.remove(&key)),
+                }
+                Ok(())
+            };
+            changes.iter().map(&mut apply).collect()
+        }
+
+        fn changes(&self) -> Result<Box<dyn Changes>, KernelError> {
+            Err(KernelError::new(95))
+        }
+
+        fn wait(&self, _: &Key, _: Duration) -> Result<(), KernelError> {
+            Ok(())
+        }
     }
 
     fn uplink() -> LinkName {
@@ -257,6 +315,7 @@ mod tests {
     /// and with an MTU.
     struct World {
         kernel: FakeKernel,
+        notes: Notes,
         engine: Engine,
         leases: LeaseSet,
         mtus: PathMtus,
@@ -268,12 +327,17 @@ mod tests {
         }
 
         fn of(network: Subnet) -> Self {
+            Self::with(network, State::default(), |_| None)
+        }
+
+        /// A world with objects of the node, and in which peers may have another object too.
+        fn with(network: Subnet, base: State, more: fn(Subnet) -> Option<Object>) -> Self {
             let rules = AdmissionRules {
                 networks: [network].into_iter().collect(),
                 ..AdmissionRules::default()
             };
             let plan =
-                |subnets: &Subnets, offer: &Offer, _: &Env<'_>, objects: &mut Vec<Object>| {
+                move |subnets: &Subnets, offer: &Offer, _: &Env<'_>, objects: &mut Vec<Object>| {
                     for peer in offer.endpoints(subnets) {
                         let (dst, link) = (peer.subnet, uplink());
                         let route = match peer.public.unwrap() {
@@ -289,6 +353,7 @@ mod tests {
                             },
                         };
                         objects.push(route.into());
+                        objects.extend(more(dst));
                     }
                     Ok(())
                 };
@@ -300,8 +365,9 @@ mod tests {
             };
             let peers = Admission::new(rules, vec![OfferPlan::new(None, Box::new(plan))]);
             let kernel = FakeKernel::with_uplink("eth0");
-            let engine = Engine::new(footprint, State::default(), peers);
-            Self { kernel, engine, leases: LeaseSet::default(), mtus: PathMtus::default() }
+            let engine = Engine::new(footprint, base, peers);
+            let (leases, mtus, notes) = Default::default();
+            Self { kernel, notes, engine, leases, mtus }
         }
 
         /// A world with these peers, all in place.
@@ -319,10 +385,11 @@ mod tests {
         }
 
         fn view(&mut self) {
-            let view = View {
-                leases: self.leases.clone(),
-                origin: Origin::Live { revision: Revision(1) },
-            };
+            self.view_from(Origin::Live { revision: Revision(1) });
+        }
+
+        fn view_from(&mut self, origin: Origin) {
+            let view = View { leases: self.leases.clone(), origin };
             let (mtus, handshakes) = (self.mtus.clone(), Handshakes::default());
             let inputs = Inputs { view, mtus, handshakes };
             self.engine.view(&inputs, Instant::now(), &self.kernel);
@@ -338,7 +405,7 @@ mod tests {
         }
 
         fn settle_as_far_as(&mut self, may_read: bool) {
-            self.engine.settle(&gated(&self.kernel), may_read).unwrap();
+            self.engine.settle(&gated(&self.kernel, &self.notes), may_read).unwrap();
         }
 
         fn invalidate(&mut self, invalidation: &Invalidation) {
@@ -386,6 +453,64 @@ mod tests {
         world.settle();
         world.invalidate(&Invalidation::Everything);
         assert_eq!(world.standings(2), [Pending, Pending]);
+    }
+
+    fn record(subnet: Subnet) -> Record {
+        Record::new("notes", subnet, "a record")
+    }
+
+    /// A world whose peers have records, and whose node has one that refuses what belongs to no
+    /// peer. By its key it comes before theirs.
+    fn world_with_end() -> (World, Record) {
+        let network = "10.1.0.0/16".parse().unwrap();
+        let end = record("10.0.0.1/32".parse().unwrap()).put_last();
+        let base = [end.clone()].into_iter().collect();
+        let mut world = World::with(network, base, |subnet| Some(record(subnet).into()));
+        world.engine.footprint.annexes.insert("notes");
+        (world, end)
+    }
+
+    #[test]
+    fn what_refuses_others_comes_after_all_peers_of_complete_leases() {
+        for peers in [3, SLICE as u8 + 9] {
+            let (mut world, end) = world_with_end();
+            let end = Object::from(end).key();
+            (2..2 + peers).for_each(|n| world.leases.insert(lease(n, [198, 51, 100, n])));
+            world.view_from(Origin::Cached { written: None });
+            world.settle();
+            let puts = world.notes.take_puts();
+            assert_eq!((puts.len(), puts.contains(&end)), (usize::from(peers), false));
+            let status = world.engine.status();
+            assert!(status.settled && status.own_in_place && !status.in_sync, "{status:#?}");
+            // More peers come with the complete leases.
+            let more = 2 + peers..2 + 2 * peers;
+            more.for_each(|n| world.leases.insert(lease(n, [198, 51, 100, n])));
+            world.view();
+            assert!(!world.engine.status().settled);
+            world.settle();
+            let puts = world.notes.take_puts();
+            assert_eq!((puts.len(), puts.last()), (usize::from(peers) + 1, Some(&end)));
+            assert!(world.engine.status().in_sync);
+            // All is lost, and repaired.
+            world.notes.0.lock().unwrap().records.clear();
+            world.invalidate(&Invalidation::Everything);
+            world.settle();
+            let puts = world.notes.take_puts();
+            assert_eq!((puts.len(), puts.last()), (2 * usize::from(peers) + 1, Some(&end)));
+        }
+    }
+
+    /// The next daemon takes over what is there, with the peers that it knows.
+    #[test]
+    fn what_refuses_others_stays_without_complete_leases() {
+        let (mut world, end) = world_with_end();
+        world.notes.apply(&[Change::Put(end.clone().into())]);
+        world.notes.take_puts();
+        world.leases.insert(lease(2, [198, 51, 100, 2]));
+        world.view_from(Origin::Cached { written: None });
+        world.settle();
+        assert_eq!(world.notes.take_puts().len(), 1);
+        assert!(world.notes.records().unwrap().contains(&end));
     }
 
     #[test]
@@ -739,7 +864,7 @@ mod tests {
     #[test]
     fn a_closed_gate_applies_no_change() {
         let mut world = World::settled(2..3);
-        let kernel = gated(&world.kernel);
+        let kernel = gated(&world.kernel, &world.notes);
         kernel.close();
         world.put(3, [198, 51, 100, 3]);
         world.kernel.take_calls();

@@ -14,37 +14,59 @@ pub struct Record {
     /// A subnet of the peer.
     pub subnet: Subnet,
     /// Boxed, because most objects are no records.
-    content: Box<(Box<str>, Option<Secret>)>,
+    content: Box<Content>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+struct Content {
+    data: Box<str>,
+    secret: Option<Secret>,
+    is_last: bool,
 }
 
 impl Record {
     /// A record without a secret.
     pub fn new(annex: &'static str, subnet: Subnet, data: impl Into<Box<str>>) -> Self {
-        Self { annex, subnet, content: Box::new((data.into(), None)) }
+        let content = Content { data: data.into(), secret: None, is_last: false };
+        Self { annex, subnet, content: Box::new(content) }
     }
 
     /// The same record with this secret.
     #[must_use]
     pub fn with_secret(mut self, secret: Secret) -> Self {
-        self.content.1 = Some(secret);
+        self.content.secret = Some(secret);
         self
+    }
+
+    /// The same record of this node itself, which refuses what does not belong to a peer. It is put
+    /// only when the leases are complete, and after the records of all peers. One of an earlier run
+    /// stays meanwhile.
+    #[must_use]
+    pub fn put_last(mut self) -> Self {
+        self.content.is_last = true;
+        self
+    }
+
+    /// Whether it is [put last](Self::put_last).
+    pub fn is_last(&self) -> bool {
+        self.content.is_last
     }
 
     /// The content, in a form that the annex and the plan agree on. The status shows it.
     pub fn data(&self) -> &str {
-        &self.content.0
+        &self.content.data
     }
 
     /// Content that no output shows; `None`: there is none.
     pub fn secret(&self) -> Option<&Secret> {
-        self.content.1.as_ref()
+        self.content.secret.as_ref()
     }
 }
 
 impl fmt::Display for Record {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { annex, subnet, content } = self;
-        let (data, secret) = &**content;
+        let Content { data, secret, .. } = &**content;
         write!(f, "record {annex} {subnet} {data}")?;
         secret.as_ref().map_or(Ok(()), |secret| write!(f, " {secret}"))
     }

@@ -90,9 +90,10 @@ impl Guard {
         Self { name, table, tag, kernels: Arc::default(), report: Arc::default() }
     }
 
-    /// The record of the end of the tunnel in a family. A family has one end.
+    /// The record of the end of the tunnel in a family. A family has one end. It is
+    /// [put last](Record::put_last): without the peers of complete leases it would cut them off.
     pub fn tunnel(&self, end: &TunnelEnd) -> Record {
-        Record::new(self.name, Subnet::host(end.local), end.to_string())
+        Record::new(self.name, Subnet::host(end.local), end.to_string()).put_last()
     }
 
     /// The record of a subnet of a peer, from whose public address its packets come. Both are of

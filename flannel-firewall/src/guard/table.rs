@@ -253,12 +253,12 @@ impl Sources {
             map(table, family, &map_name(family)).make(batch, id);
         }
         self.make_sets(batch, table, &BTreeSet::new());
-        // Before the elements: a packet that comes meanwhile is refused.
-        self.make_chains(batch, table);
         let subnets = self.peers.iter().map(|(subnet, node)| (self.mark(*node), *subnet));
         let subnets = subnets.filter_map(|(mark, subnet)| Some((mark?, subnet)));
         let nodes = self.nodes.iter().map(|(address, node)| (*address, node.mark));
         put(batches, table, subnets, nodes, true);
+        // After the elements: no peer is cut off meanwhile.
+        self.make_chains(batches.last(), table);
     }
 
     fn mark(&self, node: IpAddr) -> Option<u32> {

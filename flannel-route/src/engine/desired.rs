@@ -4,7 +4,7 @@ use crate::nexthops::{Ids, nexthop};
 use flannel_admission::{Admission, Answers, Changed, Id};
 use flannel_core::object::{Key, LinkName, Object, ObjectKind, Route, State, Via};
 use flannel_core::{Lease, Subnet, Subnets};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 /// Every object that the kernel should have. If the kernel has nexthop objects, an IPv4 route with
@@ -12,6 +12,8 @@ use std::sync::Arc;
 pub(super) struct Desired {
     /// This node's own objects.
     pub(super) base: State,
+    /// The keys of those that are [put last](flannel_core::object::Record::put_last).
+    pub(super) last: BTreeSet<Key>,
     pub(super) peers: Admission,
     /// The ids of nexthop objects. `None` before the first snapshot, and if the kernel has no
     /// nexthop objects.
@@ -22,7 +24,9 @@ pub(super) struct Desired {
 
 impl Desired {
     pub(super) fn new(base: State, peers: Admission) -> Self {
-        Self { base, peers, ids: None, counts: BTreeMap::new() }
+        let is_last = |object: &&Object| matches!(object, Object::Record(it) if it.is_last());
+        let last = base.iter().filter(is_last).map(Object::key).collect();
+        Self { base, last, peers, ids: None, counts: BTreeMap::new() }
     }
 
     /// The desired object with this key.

@@ -28,7 +28,11 @@ impl Engine {
         let mut status = self.stats.0.clone();
         status.settled = !self.is_unsettled() && !self.table.has_started();
         status.in_sync = self.live && status.settled && !self.is_failing();
-        let is_in_place = |object: &Object| self.table.get(&object.key()).is_none();
+        // Pods use the network before it is closed to others.
+        let is_in_place = |object: &Object| {
+            let key = object.key();
+            self.desired.last.contains(&key) || self.table.get(&key).is_none()
+        };
         status.own_in_place =
             !self.survey.is_everything_unread() && self.desired.base.iter().all(is_in_place);
         status.live = self.live;

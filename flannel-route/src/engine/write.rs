@@ -43,7 +43,7 @@ impl Engine {
         let end = Instant::now() + ROUND;
         self.put_due(kernel, end, |_, _| true)?;
         self.put_new_peers(kernel)?;
-        // A slice of new peers can change objects of other peers.
+        // A slice of new peers can change objects of other peers. Some objects wait for all peers.
         self.put_due(kernel, end, |_, _| true)?;
         if !self.live {
             return Ok(());
@@ -108,6 +108,20 @@ impl Engine {
         if batch.is_empty() { Ok(()) } else { self.apply(kernel, &batch) }
     }
 
+    /// Whether objects are to be put that need not wait for more leases.
+    pub(super) fn has_puts(&self) -> bool {
+        let is_last = |(key, _): (&Key, &Row)| self.desired.last.contains(key);
+        self.table.has_puts() && (self.live || !self.table.puts(..).all(is_last))
+    }
+
+    /// Whether an object has to wait: it would refuse what belongs to peers whose leases or records
+    /// are still missing.
+    fn must_wait(&self, key: &Key) -> bool {
+        let last = &self.desired.last;
+        let is_due = |(key, _): (&Key, &Row)| matches!(key, Key::Record(..)) && !last.contains(key);
+        last.contains(key) && (!self.live || self.has_queue() || self.table.puts(..).any(is_due))
+    }
+
     /// A route that is not put yet, or was refused, may still use the nexthop object that it had.
     /// The kernel would delete it too.
     fn may_be_used(&self, nexthop: &Nexthop) -> bool {
@@ -158,7 +172,8 @@ impl Engine {
                 break;
             }
             *last = Some(*key);
-            let wanted = meant(key, row.cause).then(|| self.desired.object(key)).flatten();
+            let is_meant = meant(key, row.cause) && !self.must_wait(key);
+            let wanted = is_meant.then(|| self.desired.object(key)).flatten();
             let Some(object) = wanted.filter(|object| !self.lacks_link(object)) else { continue };
             if let (Cause::Lease(_), Object::Route(Route { via: Via::Nexthop(id), .. })) =
                 (row.cause, &object)
